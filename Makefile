@@ -1,0 +1,105 @@
+# Every command of the project; `make help` lists them. Each one makes the virtual environment that
+# it needs, so a machine with Python 3.11 or later and a C++17 compiler needs nothing else.
+
+PYTHON ?= python3
+JAX    ?=
+ARGS   ?=
+
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+
+# An environment belongs to one Python and one JAX, so that several of them live side by side.
+TAG := $(shell $(PYTHON) -c 'import sys; print("py%d.%d" % sys.version_info[:2])' 2>/dev/null)$(if $(JAX),-jax$(JAX))
+DEMO  := .venv/demo-$(TAG)
+TEST  := .venv/test-$(TAG)
+BENCH := .venv/bench-$(TAG)
+LINT  := .venv/lint-$(TAG)
+
+CXX_SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc -type f 2>/dev/null)
+ALL_SOURCES := $(CXX_SOURCES) $(shell find jaxmp -name '*.py' 2>/dev/null)
+CXX_STYLED   = $(shell git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cc' 'tests/cpp/*.h' 'tests/cpp/*.cc')
+
+# $(call new_venv,directory,arguments of pip install): a failure leaves no half-made environment behind.
+define new_venv
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+  { echo "jaxmp needs Python 3.11 or later, but PYTHON=$(PYTHON) is $$($(PYTHON) --version 2>&1); pass PYTHON=<interpreter>" >&2; exit 1; }
+@echo "setting up $(1) (a few minutes the first time)"
+@[ -x $(1)/bin/pip ] || $(PYTHON) -m venv --clear $(1)
+@$(1)/bin/pip install --quiet --disable-pip-version-check $(2) $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
+@touch $(1)/.ready
+endef
+
+.PHONY: help
+help: ## This list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@echo "  Variables: PYTHON=<interpreter>, JAX=<version; empty: the newest>, ARGS=<more arguments of the command>"
+
+.PHONY: demo
+demo: $(DEMO)/.ready ## Train the digits example on four CPU devices
+	$(DEMO)/bin/python examples/01_digits_mlp.py $(ARGS)
+
+.PHONY: examples
+examples: $(DEMO)/.ready ## Run every example
+	@for example in examples/[0-9]*.py; do echo "== $$example"; $(DEMO)/bin/python $$example; done
+
+.PHONY: test
+test: test-cpp test-python ## Run the C++ and the Python tests
+
+.PHONY: test-python
+test-python: $(TEST)/.ready ## Run the Python tests only (ARGS="-k name" picks some)
+	$(TEST)/bin/pytest $(ARGS)
+
+.PHONY: test-cpp
+test-cpp: $(TEST)/.ready ## Run the C++ tests only
+	@$(call cpp_tests,cpp-$(TAG),Release,)
+
+.PHONY: sanitize
+sanitize: $(TEST)/.ready ## Run the C++ tests under the address, undefined-behaviour and thread sanitizers
+	@$(call cpp_tests,cpp-asan-$(TAG),RelWithDebInfo,address$(COMMA)undefined)
+	@$(call cpp_tests,cpp-tsan-$(TAG),RelWithDebInfo,thread)
+
+COMMA := ,
+# $(call cpp_tests,build folder,build type,sanitizers). PATH gives CMake the environment's own ninja.
+define cpp_tests
+export PATH="$(CURDIR)/$(TEST)/bin:$$PATH"; \
+cmake -S . -B build/$(1) -G Ninja -DCMAKE_BUILD_TYPE=$(2) -DJAXMP_BUILD_TESTS=ON -DJAXMP_SANITIZE='$(3)' \
+  -DPython_EXECUTABLE=$(CURDIR)/$(TEST)/bin/python > build/$(1).log 2>&1 || { cat build/$(1).log; exit 1; }; \
+cmake --build build/$(1); \
+ctest --test-dir build/$(1) --output-on-failure --timeout 300
+endef
+
+.PHONY: lint
+lint: $(LINT)/.ready ## Check style, formatting and types (ruff, mypy, clang-format)
+	$(LINT)/bin/ruff check .
+	$(LINT)/bin/ruff format --check .
+	$(LINT)/bin/mypy
+	@echo "clang-format --dry-run -Werror, $(words $(CXX_STYLED)) files"
+	@$(LINT)/bin/clang-format --dry-run -Werror $(CXX_STYLED)
+
+.PHONY: format
+format: $(LINT)/.ready ## Rewrite the sources in the project's style
+	$(LINT)/bin/ruff check --fix .
+	$(LINT)/bin/ruff format .
+	$(LINT)/bin/clang-format -i $(CXX_STYLED)
+
+.PHONY: bench
+bench: $(BENCH)/.ready ## Compare with XLA and write the tables (ARGS=--quick for a short run)
+	$(BENCH)/bin/python benchmarks/run.py $(ARGS)
+
+.PHONY: clean
+clean: ## Remove the environments and everything that was built
+	rm -rf .venv build dist .cache .mypy_cache .pytest_cache .ruff_cache
+
+# The demo installs jaxmp as a user would; tests use the Python files where they stand.
+$(DEMO)/.ready: $(ALL_SOURCES)
+	$(call new_venv,$(DEMO),'.[examples]')
+
+$(TEST)/.ready: $(CXX_SOURCES)
+	$(call new_venv,$(TEST),--editable '.[test]')
+
+$(BENCH)/.ready: $(ALL_SOURCES)
+	$(call new_venv,$(BENCH),'.[bench]')
+
+$(LINT)/.ready: .ci/requirements-lint.txt
+	$(call new_venv,$(LINT),-r .ci/requirements-lint.txt jax numpy)
