@@ -1,0 +1,77 @@
+"""Settings of every test: eight CPU devices, and JAX configured so that silent conversions are errors."""
+
+import os
+
+DEVICE_COUNT = 8
+
+# XLA reads both when its first backend starts, so they are set before anything imports jax.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={DEVICE_COUNT}"
+    ).strip()
+
+import jax
+import numpy as np
+import pytest
+
+# Strict promotion makes every unintended mix of dtypes in our rules an error instead of a silently
+# wider (and slower, and differently rounded) product. jaxmp follows JAX's promotion rules, so the
+# few tests about promotion itself ask for the `standard_promotion` fixture.
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture
+def standard_promotion():
+    """JAX's default promotion rules, for tests of mixed operands."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture
+def x64():
+    """64-bit types for one test; without it they are off, as they are for users."""
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def rng():
+    """A generator that starts from the same state in every test, whatever ran before."""
+    return np.random.default_rng(20240229)
+
+
+def require_devices(count):
+    """Skip the test where fewer than `count` devices exist.
+
+    With JAXMP_REQUIRE_DEVICES=n, a test that wants no more than n devices fails instead, so that a
+    machine which should have them cannot pass by skipping.
+    """
+    found = jax.device_count()
+    if found >= count:
+        return
+    message = f"needs {count} devices, found {found} on {jax.default_backend()}"
+    if count <= int(os.environ.get("JAXMP_REQUIRE_DEVICES", "0")):
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+@pytest.fixture
+def mesh_of():
+    """Return `mesh_of({"x": 2, "y": 4})`: a mesh over the first devices, or skip the test by name.
+
+    Axis types are explicit unless `axis_type` says otherwise.
+    """
+
+    def make(sizes, axis_type=jax.sharding.AxisType.Explicit):
+        count = int(np.prod(list(sizes.values()), dtype=int))
+        require_devices(count)
+        return jax.make_mesh(
+            tuple(sizes.values()),
+            tuple(sizes),
+            axis_types=(axis_type,) * len(sizes),
+            devices=jax.devices()[:count],
+        )
+
+    return make
