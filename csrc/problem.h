@@ -1,0 +1,77 @@
+// Everything static about one call, in cuBLASMp's column-major terms: the key of the plan cache.
+// Plain data: no library, no JAX, no device.
+#ifndef JAXMP_PROBLEM_H_
+#define JAXMP_PROBLEM_H_
+
+#include <complex>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <ostream>
+#include <string>
+#include <variant>
+#include <vector>
+
+#include "csrc/status.h"
+
+namespace jaxmp {
+
+enum class Pattern : uint8_t { kLocal, kAllGather, kReduceScatter, kAllReduce, kGrid };
+enum class Op : char { kN = 'N', kT = 'T', kC = 'C' };
+enum class DType : uint8_t { kNone, kF32, kF64, kBF16, kF16, kC64, kC128, kU8 };
+enum class Compute : uint8_t { k32F, k64F };
+
+struct Problem {
+  Pattern pattern = Pattern::kLocal;
+  int64_t m = 0, n = 0, k = 0;  // global extents of the product that one communicator computes
+  Op trans_a = Op::kN, trans_b = Op::kN;
+  DType dtype_a = DType::kNone, dtype_b = DType::kNone, dtype_c = DType::kNone,
+        dtype_d = DType::kNone, dtype_bias = DType::kNone, dtype_aux = DType::kNone;
+  Compute compute = Compute::k32F;
+  std::complex<double> alpha = 1.0, beta = 0.0;
+  int64_t epilog = 0;  // cuBLASMp's number without the ALLREDUCE bit
+  // Sizes of all mesh axes, and the indices of those that span a group. Ranks of a 1-D group count
+  // row-major over axes_row; in a grid axes_row give the process row and axes_col the column.
+  std::vector<int64_t> mesh_shape, axes_row, axes_col;
+  std::string determinism;
+
+  bool has_c() const { return dtype_c != DType::kNone; }
+  bool has_bias() const { return dtype_bias != DType::kNone; }
+  bool has_aux() const { return dtype_aux != DType::kNone; }
+  int64_t nprow() const { return Extent(axes_row); }
+  int64_t npcol() const { return Extent(axes_col); }
+  int64_t nranks() const { return nprow() * npcol(); }
+
+ private:
+  int64_t Extent(const std::vector<int64_t>& axes) const {
+    int64_t extent = 1;
+    for (int64_t axis : axes) extent *= mesh_shape[static_cast<size_t>(axis)];
+    return extent;
+  }
+};
+
+// Compares values, floating-point ones by their bits: alpha = -0 and alpha = 0 give different results.
+bool operator==(const Problem& x, const Problem& y);
+inline bool operator!=(const Problem& x, const Problem& y) { return !(x == y); }
+std::ostream& operator<<(std::ostream& os, const Problem& problem);
+std::string ToString(const Problem& problem);
+
+struct ProblemHash {
+  size_t operator()(const Problem& problem) const;
+};
+
+// The attributes of the custom call as they arrive, from XLA or from a Python dictionary.
+using Attribute = std::variant<int64_t, std::string, std::vector<int64_t>, std::vector<double>>;
+using Attributes = std::map<std::string, Attribute>;
+
+// Requires every attribute by name and type, refuses unknown ones, and checks what concerns a single
+// attribute or the mesh. What the library can do with the problem is the plan's question.
+StatusOr<Problem> MakeProblem(const Attributes& attributes);
+
+const char* Name(Pattern pattern);
+const char* Name(DType dtype);
+size_t SizeOf(DType dtype);  // bytes of one element; 0 for kNone
+
+}  // namespace jaxmp
+
+#endif  // JAXMP_PROBLEM_H_

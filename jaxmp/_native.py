@@ -1,0 +1,139 @@
+"""The compiled extension: loaded on first use, checked, and registered with XLA.
+
+Importing this module loads nothing. XLA's CPU client registers pending FFI targets before the types they
+use, which fails, so the registration waits until a lowering needs it: by then the client exists.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import importlib.metadata
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from jaxmp._config import config
+
+TARGET = "jaxmp_matmul"
+# The version of the boundary between this package and its extension: attributes, operands, functions.
+ABI_VERSION = 1
+
+_lock = threading.RLock()
+_loaded: Any = None
+_is_registered = False
+
+
+def register() -> None:
+    """Register the FFI types and targets with XLA, once; to be called from a lowering rule."""
+    global _is_registered
+    with _lock:
+        if _is_registered:
+            return
+        module = extension()
+        try:
+            jax.local_devices(backend="cpu")  # a lowering for another platform may come first
+        except RuntimeError:
+            return  # no CPU client in this process: the program is being exported, not run here
+        for name, capsules in module.types().items():
+            jax.ffi.register_ffi_type(name, capsules, platform="cpu")
+        for name, capsules in module.registrations().items():
+            jax.ffi.register_ffi_target(name, capsules, platform="cpu")
+        _is_registered = True
+
+
+def describe_plan(attributes: Mapping[str, Any]) -> dict[str, Any]:
+    """The plan of the call with these FFI attributes: nranks, algorithm, workspace bytes per rank.
+
+    Raises ValueError with the library's reason where it refuses the call.
+    """
+    return extension().describe_plan(dict(attributes))
+
+
+def plan_cache_info() -> dict[str, int]:
+    """Counters of the plan cache: hits, misses, size, capacity."""
+    return extension().plan_cache_info()
+
+
+def plan_cache_clear() -> None:
+    """Drop all cached plans and zero the counters; calls already compiled keep theirs."""
+    extension().plan_cache_clear()
+
+
+def blas_info() -> dict[str, str]:
+    """Which library and which kernel serves each dtype."""
+    return extension().blas_info()
+
+
+def extension() -> Any:
+    """The extension module, loaded, checked and configured on the first call."""
+    global _loaded
+    with _lock:
+        if _loaded is None:
+            module = _import_extension()
+            _check_versions(module)
+            module.load_blas(_blas_path(), _mkl_path())
+            module.set_plan_log("plan" in config().log)
+            module.set_plan_cache_capacity(config().plan_cache_size)
+            _loaded = module
+        return _loaded
+
+
+def _import_extension() -> Any:
+    try:
+        return importlib.import_module("jaxmp._jaxmp")
+    except ImportError as error:
+        raise ImportError(
+            f"jaxmp's compiled extension cannot be loaded ({error}); install jaxmp from its wheel or build it "
+            'with "pip install ." in the source tree, or pass implementation="xla" to do without it.'
+        ) from error
+
+
+def _check_versions(module: Any) -> None:
+    if module.abi_version() != ABI_VERSION:
+        raise ImportError(
+            f"jaxmp's Python files need extension ABI {ABI_VERSION} but jaxmp._jaxmp (jaxmp {module.version()}) "
+            f"has ABI {module.abi_version()}; reinstall jaxmp so that both come from one version."
+        )
+    built_with, installed = module.jaxlib_version(), importlib.metadata.version("jaxlib")
+    if _release(installed) < _release(built_with):
+        raise ImportError(
+            f"jaxmp's extension was built with the FFI headers of jaxlib {built_with} but jaxlib {installed} is "
+            f"installed; upgrade jaxlib, or reinstall jaxmp from its wheel."
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (0, 10, 2) for "0.10.2.dev5"."""
+    numbers = []
+    for part in version.split("."):
+        if not part.isdecimal():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def _blas_path() -> str:
+    if config().blas:
+        return str(config().blas)
+    directory = importlib.import_module("scipy_openblas32").get_lib_dir()
+    found = sorted(p for suffix in ("so", "dylib") for p in glob.glob(os.path.join(directory, f"*openblas*.{suffix}")))
+    if not found:
+        raise ImportError(
+            f"scipy-openblas32 is installed but {directory} holds no library; reinstall it, or set JAXMP_BLAS."
+        )
+    return found[0]
+
+
+def _mkl_path() -> str | None:
+    if not config().use_mkl:
+        return None
+    try:
+        files = importlib.metadata.distribution("mkl").files or ()
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    libraries = sorted(str(f.locate()) for f in files if f.name.startswith("libmkl_rt."))
+    return os.path.realpath(libraries[0]) if libraries else None
