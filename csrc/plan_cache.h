@@ -1,109 +1,48 @@
-// A bounded map from keys to shared values: least recently used out first, equality by value.
-// Holders of a value keep it alive after it has left the cache, so a bound never breaks a live call.
+// The process's plans, by problem. One of the three places that hold state; the others are the communicators and the
+// configuration.
 #ifndef JAXMP_PLAN_CACHE_H_
 #define JAXMP_PLAN_CACHE_H_
 
-#include <cstddef>
-#include <cstdint>
-#include <list>
+#include <atomic>
 #include <memory>
-#include <mutex>
-#include <unordered_map>
-#include <utility>
 
+#include "csrc/lru_cache.h"
+#include "csrc/mp_api.h"
+#include "csrc/plan.h"
+#include "csrc/problem.h"
 #include "csrc/status.h"
 
 namespace jaxmp {
 
-struct CacheInfo {
-  int64_t hits = 0, misses = 0;
-  size_t size = 0, capacity = 0;
-};
-
-template <typename Key, typename Value, typename Hash = std::hash<Key>>
-class LruCache {
+class PlanCache {
  public:
-  explicit LruCache(size_t capacity) { info_.capacity = capacity; }
+  explicit PlanCache(size_t capacity) : plans_(capacity) {}
 
-  // The value of `key`, made by `make(key)` on a miss. Making one may be collective or slow, so it
-  // never runs under the lock: of two threads that miss at once, the first to finish wins and both
-  // return its value. A failure is returned and not remembered.
-  template <typename Make>
-  StatusOr<std::shared_ptr<Value>> Get(const Key& key, Make&& make) {
-    if (auto value = Find(key)) return value;
-    StatusOr<std::shared_ptr<Value>> made = make(key);
-    if (!made.ok()) return made.status();
-    return Insert(key, std::move(*made));
-  }
+  // The plan of the problem on this library, made where the cache has none.
+  StatusOr<std::shared_ptr<Plan>> Get(const MpApi& api, const Problem& problem);
 
-  CacheInfo info() const {
-    std::lock_guard<std::mutex> lock(mutex_);
-    CacheInfo info = info_;
-    info.size = entries_.size();
-    return info;
-  }
-
-  // Forgets every value and sets the counters to zero.
-  void Clear() {
-    Entries dropped;  // values are destroyed after the lock is released
-    std::lock_guard<std::mutex> lock(mutex_);
-    index_.clear();
-    dropped.swap(entries_);
-    info_.hits = info_.misses = 0;
-  }
-
-  void set_capacity(size_t capacity) {
-    Entries dropped;
-    std::lock_guard<std::mutex> lock(mutex_);
-    info_.capacity = capacity;
-    Shrink(&dropped);
-  }
+  CacheInfo info() const { return plans_.info(); }
+  void Clear() { plans_.Clear(); }
+  void set_capacity(size_t capacity) { plans_.set_capacity(capacity); }
+  void set_log(bool is_on) { is_logging_ = is_on; }  // one line on stderr for each plan made
 
  private:
-  using Entries = std::list<std::pair<Key, std::shared_ptr<Value>>>;
-
-  std::shared_ptr<Value> Find(const Key& key) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    auto found = index_.find(&key);
-    if (found == index_.end()) {
-      ++info_.misses;
-      return nullptr;
-    }
-    ++info_.hits;
-    entries_.splice(entries_.begin(), entries_, found->second);
-    return found->second->second;
-  }
-
-  std::shared_ptr<Value> Insert(const Key& key, std::shared_ptr<Value> value) {
-    Entries dropped;
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (auto found = index_.find(&key); found != index_.end()) return found->second->second;
-    entries_.emplace_front(key, value);
-    index_.emplace(&entries_.front().first, entries_.begin());
-    Shrink(&dropped);
-    return value;
-  }
-
-  void Shrink(Entries* dropped) {
-    while (entries_.size() > info_.capacity) {
-      index_.erase(&entries_.back().first);
-      dropped->splice(dropped->begin(), entries_, std::prev(entries_.end()));
-    }
-  }
-
-  // The index points at the keys inside the list: one copy of each, and list nodes do not move.
-  struct HashOf {
-    size_t operator()(const Key* key) const { return Hash()(*key); }
+  struct Key {
+    const MpApi* api;  // a library's table is one object for the life of the process
+    Problem problem;
+    bool operator==(const Key& other) const { return api == other.api && problem == other.problem; }
   };
-  struct Equal {
-    bool operator()(const Key* x, const Key* y) const { return *x == *y; }
+  struct Hash {
+    size_t operator()(const Key& key) const { return ProblemHash()(key.problem); }
   };
 
-  mutable std::mutex mutex_;
-  Entries entries_;
-  std::unordered_map<const Key*, typename Entries::iterator, HashOf, Equal> index_;
-  CacheInfo info_;
+  StatusOr<std::shared_ptr<Plan>> Make(const Key& key) const;
+
+  LruCache<Key, Plan, Hash> plans_;
+  std::atomic<bool> is_logging_{false};
 };
+
+PlanCache& plan_cache();
 
 }  // namespace jaxmp
 

@@ -1,0 +1,291 @@
+#include "csrc/plan.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+namespace jaxmp {
+
+using namespace abi;  // NOLINT: cuBLASMp's own names, everywhere below
+
+// The destruction order is the reverse of this one: a descriptor goes before the handle.
+struct Plan::Slot {
+  Owned<cublasMpHandle> handle{nullptr, nullptr};
+  Owned<cublasMpMatmulDescriptor> matmul{nullptr, nullptr};
+  std::unique_ptr<void, void (*)(void*)> device_work{nullptr, std::free}, host_work{nullptr, std::free};
+  bool has_workspace = false;
+};
+
+namespace {
+
+constexpr size_t kWorkspaceAlignment = 64;  // a cache line, and an AVX-512 register
+
+cudaDataType_t CudaType(DType dtype) {
+  switch (dtype) {
+    case DType::kF64:
+      return CUDA_R_64F;
+    case DType::kBF16:
+      return CUDA_R_16BF;
+    case DType::kF16:
+      return CUDA_R_16F;
+    case DType::kC64:
+      return CUDA_C_32F;
+    case DType::kC128:
+      return CUDA_C_64F;
+    case DType::kU8:
+      return CUDA_R_8U;
+    case DType::kF32:
+    case DType::kNone:
+      break;
+  }
+  return CUDA_R_32F;
+}
+
+cublasOperation_t CublasOp(Op op) {
+  return op == Op::kN ? CUBLAS_OP_N : op == Op::kT ? CUBLAS_OP_T : CUBLAS_OP_C;
+}
+
+cublasComputeType_t CublasCompute(Compute compute) {
+  return compute == Compute::k64F ? CUBLAS_COMPUTE_64F : CUBLAS_COMPUTE_32F;
+}
+
+Status CheckCapabilities(const MpApi& api, const Problem& p) {
+  const std::string library = std::string("jaxmp: ") + api.name + " ";
+  const bool is_tn = p.trans_a != Op::kN && p.trans_b == Op::kN;
+  if (p.pattern == Pattern::kAllReduce && !is_tn && !api.capabilities.all_reduce_any_transposition) {
+    return Unimplemented(library + "takes all_reduce with trans_a=T and trans_b=N only; store A as (k, m)");
+  }
+  if (p.pattern == Pattern::kGrid && p.nprow() != p.npcol() && !api.capabilities.grid_any_shape) {
+    return Unimplemented(library + "takes square grids only, got " + std::to_string(p.nprow()) + "x" +
+                         std::to_string(p.npcol()));
+  }
+  if (p.pattern == Pattern::kGrid && p.epilog != 0 && !api.capabilities.grid_epilogs) {
+    return Unimplemented(library + "takes no epilog on a grid, got epilog " + std::to_string(p.epilog));
+  }
+  return {};
+}
+
+Code CodeOf(cublasMpStatus_t status) {
+  switch (status) {
+    case CUBLASMP_STATUS_INVALID_VALUE:
+      return Code::kInvalidArgument;
+    case CUBLASMP_STATUS_NOT_SUPPORTED:
+    case CUBLASMP_STATUS_ARCHITECTURE_MISMATCH:
+      return Code::kUnimplemented;
+    case CUBLASMP_STATUS_ALLOCATION_FAILED:
+      return Code::kResourceExhausted;
+    case CUBLASMP_STATUS_NOT_INITIALIZED:
+      return Code::kFailedPrecondition;
+    default:
+      return Code::kInternal;
+  }
+}
+
+}  // namespace
+
+StatusOr<std::shared_ptr<Plan>> Plan::Make(const MpApi& api, const Problem& problem,
+                                           std::shared_ptr<const Communicator> communicator) {
+  JAXMP_RETURN_IF_ERROR(CheckCapabilities(api, problem));
+  JAXMP_ASSIGN_OR_RETURN(Layout layout, MakeLayout(problem));
+  std::shared_ptr<Plan> plan(new Plan(api, problem, layout, std::move(communicator)));
+  for (int rank = 0; rank < plan->nranks() && !plan->is_empty(); ++rank) {
+    JAXMP_RETURN_IF_ERROR(plan->MakeRank(rank));
+  }
+  return plan;
+}
+
+Plan::Plan(const MpApi& api, const Problem& problem, const Layout& layout,
+           std::shared_ptr<const Communicator> communicator)
+    : api_(api),
+      problem_(problem),
+      layout_(layout),
+      communicator_(std::move(communicator)),
+      alpha_(MakeScalar(problem.alpha)) {
+  for (int rank = 0; rank < nranks(); ++rank) ranks_.push_back(std::make_unique<Rank>());
+}
+
+const char* Plan::algorithm() const {
+  switch (problem_.pattern) {
+    case Pattern::kLocal:
+      return "local Matmul";
+    case Pattern::kAllGather:
+      return "AllGather + Matmul";
+    case Pattern::kReduceScatter:
+      return "Matmul + ReduceScatter";
+    case Pattern::kAllReduce:
+      return "Matmul + AllReduce";
+    case Pattern::kGrid:
+      return "generic Matmul";
+  }
+  return "?";
+}
+
+Plan::Scalar Plan::MakeScalar(std::complex<double> value) const {
+  Scalar scalar = {};
+  const auto store = [&scalar](auto typed) { std::memcpy(scalar.bytes, &typed, sizeof(typed)); };
+  const bool is_complex = problem_.dtype_a == DType::kC64 || problem_.dtype_a == DType::kC128;
+  const bool is_double = problem_.compute == Compute::k64F;
+  if (is_complex && is_double) store(value);
+  if (is_complex && !is_double) store(std::complex<float>(value));
+  if (!is_complex && is_double) store(value.real());
+  if (!is_complex && !is_double) store(static_cast<float>(value.real()));
+  return scalar;
+}
+
+Status Plan::MakeRank(int number) {
+  Rank& rank = *ranks_[static_cast<size_t>(number)];
+  for (GridKind kind : {GridKind::kColumn, GridKind::kRow, GridKind::kProcess}) {
+    JAXMP_RETURN_IF_ERROR(MakeGrid(number, kind));
+  }
+  JAXMP_RETURN_IF_ERROR(MakeMatrix(rank, layout_.a, problem_.dtype_a, &rank.a));
+  JAXMP_RETURN_IF_ERROR(MakeMatrix(rank, layout_.b, problem_.dtype_b, &rank.b));
+  JAXMP_RETURN_IF_ERROR(MakeMatrix(rank, layout_.d, problem_.dtype_d, &rank.d));
+  // The all-reduce sums what every rank adds of its C, which is the same C everywhere: one rank adds it.
+  const bool adds_c = problem_.pattern != Pattern::kAllReduce || number == 0;
+  rank.beta = MakeScalar(adds_c ? problem_.beta : 0.0);
+  JAXMP_ASSIGN_OR_RETURN(std::unique_ptr<Slot> slot, MakeSlot());
+  // The library checks pointers for null even where it only counts bytes.
+  void* some = rank.beta.bytes;
+  const Buffers buffers = {some, some, problem_.has_c() ? some : nullptr, problem_.has_bias() ? some : nullptr,
+                           some, problem_.has_aux() ? some : nullptr};
+  JAXMP_RETURN_IF_ERROR(SetPointers(*slot, buffers.bias, buffers.aux));
+  JAXMP_RETURN_IF_ERROR(Call(api_.Matmul_bufferSize, "Matmul_bufferSize", rank, *slot, buffers, &rank.device_bytes,
+                             &rank.host_bytes));
+  rank.free.push_back(std::move(slot));
+  return {};
+}
+
+Status Plan::MakeGrid(int number, GridKind kind) {
+  Rank& rank = *ranks_[static_cast<size_t>(number)];
+  rank.grids.emplace_back(nullptr, api_.GridDestroy);
+  if (kind != layout_.a.grid && kind != layout_.b.grid && kind != layout_.d.grid) return {};
+  const int64_t nprow = kind == GridKind::kProcess ? communicator_->nprow() : kind == GridKind::kColumn ? nranks() : 1;
+  const auto order = kind == GridKind::kRow ? CUBLASMP_GRID_LAYOUT_ROW_MAJOR : CUBLASMP_GRID_LAYOUT_COL_MAJOR;
+  cublasMpGrid_t grid = nullptr;
+  JAXMP_RETURN_IF_ERROR(Check(
+      api_.GridCreate(nprow, nranks() / nprow, order, communicator_->comm(number), &grid), "GridCreate"));
+  rank.grids.back().reset(grid);
+  return {};
+}
+
+Status Plan::MakeMatrix(Rank& rank, const MatrixLayout& layout, DType dtype,
+                        Owned<cublasMpMatrixDescriptor>* matrix) {
+  cublasMpMatrixDescriptor_t made = nullptr;
+  const int64_t lld = std::max<int64_t>(1, layout.local_rows);
+  JAXMP_RETURN_IF_ERROR(Check(
+      api_.MatrixDescriptorCreate(layout.rows, layout.cols, layout.row_block, layout.col_block, 0, 0, lld,
+                                  CudaType(dtype), rank.grids[static_cast<size_t>(layout.grid)].get(), &made),
+      "MatrixDescriptorCreate"));
+  *matrix = {made, api_.MatrixDescriptorDestroy};
+  return {};
+}
+
+StatusOr<std::unique_ptr<Plan::Slot>> Plan::MakeSlot() {
+  auto slot = std::make_unique<Slot>();
+  cublasMpHandle_t handle = nullptr;
+  JAXMP_RETURN_IF_ERROR(Check(api_.Create(&handle, nullptr), "Create"));
+  slot->handle = {handle, api_.Destroy};
+  cublasMpMatmulDescriptor_t matmul = nullptr;
+  JAXMP_RETURN_IF_ERROR(
+      Check(api_.MatmulDescriptorCreate(&matmul, CublasCompute(problem_.compute)), "MatmulDescriptorCreate"));
+  slot->matmul = {matmul, api_.MatmulDescriptorDestroy};
+  JAXMP_RETURN_IF_ERROR(SetAttributes(*slot));
+  return slot;
+}
+
+template <typename Value>
+Status Plan::SetAttribute(Slot& slot, cublasMpMatmulDescriptorAttribute_t attribute, const Value& value) {
+  return Check(api_.MatmulDescriptorSetAttribute(slot.matmul.get(), attribute, &value, sizeof(value)),
+               "MatmulDescriptorSetAttribute");
+}
+
+Status Plan::SetAttributes(Slot& slot) {
+  int32_t epilog = static_cast<int32_t>(problem_.epilog);
+  if (problem_.pattern == Pattern::kAllReduce) epilog |= CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE;
+  JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA, CublasOp(problem_.trans_a)));
+  JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB, CublasOp(problem_.trans_b)));
+  JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE, epilog));
+  if (problem_.has_bias()) {
+    JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_DATA_TYPE,
+                                       CudaType(problem_.dtype_bias)));
+  }
+  if (!problem_.has_aux()) return {};
+  if (problem_.dtype_aux != DType::kU8) {  // the RELU mask's type is fixed, and cuBLASMp refuses to be told
+    JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE,
+                                       CudaType(problem_.dtype_aux)));
+  }
+  return SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_LD, layout_.aux.attribute_ld);
+}
+
+Status Plan::SetPointers(Slot& slot, const void* bias, const void* aux) {
+  if (problem_.has_bias()) {
+    JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_POINTER, bias));
+  }
+  if (!problem_.has_aux()) return {};
+  return SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_POINTER, aux);
+}
+
+Status Plan::AllocateWorkspace(const Rank& rank, Slot& slot) {
+  const auto allocate = [](size_t bytes, auto* pointer) {
+    if (bytes == 0) return true;
+    const size_t rounded = (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    pointer->reset(std::aligned_alloc(kWorkspaceAlignment, rounded));
+    return *pointer != nullptr;
+  };
+  slot.has_workspace = allocate(rank.device_bytes, &slot.device_work) && allocate(rank.host_bytes, &slot.host_work);
+  if (slot.has_workspace) return {};
+  return ResourceExhausted("jaxmp: no memory for a workspace of " + std::to_string(rank.device_bytes) + " + " +
+                           std::to_string(rank.host_bytes) + " bytes of " + ToString(problem_));
+}
+
+template <typename Function, typename... Rest>
+Status Plan::Call(Function function, const char* name, const Rank& rank, Slot& slot, const Buffers& buffers,
+                  Rest... rest) {
+  const cublasMpMatrixDescriptor_t c = buffers.c ? rank.d.get() : nullptr;
+  return Check(function(slot.handle.get(), slot.matmul.get(), problem_.m, problem_.n, problem_.k, alpha_.bytes,
+                        buffers.a, 1, 1, rank.a.get(), buffers.b, 1, 1, rank.b.get(), rank.beta.bytes, buffers.c, 1, 1,
+                        c, buffers.d, 1, 1, rank.d.get(), rest...),
+               name);
+}
+
+Status Plan::Check(cublasMpStatus_t status, const char* call) const {
+  if (status == CUBLASMP_STATUS_SUCCESS) return {};
+  const char* why = api_.last_error();
+  return {CodeOf(status), std::string("jaxmp: ") + api_.name + " " + call + ": " +
+                              (*why ? why : api_.GetStatusString(status))};
+}
+
+StatusOr<Plan::Lease> Plan::Take(int number) {
+  Rank& rank = *ranks_[static_cast<size_t>(number)];
+  std::unique_ptr<Slot> slot;
+  {
+    std::lock_guard<std::mutex> lock(rank.mutex);
+    if (!rank.free.empty()) {
+      slot = std::move(rank.free.back());
+      rank.free.pop_back();
+    }
+  }
+  if (!slot) {
+    JAXMP_ASSIGN_OR_RETURN(slot, MakeSlot());
+  }
+  // A plan that is only described, never run, costs no workspace.
+  if (!slot->has_workspace) JAXMP_RETURN_IF_ERROR(AllocateWorkspace(rank, *slot));
+  return Lease(slot.release(), ReturnSlot{this, number});
+}
+
+void Plan::TakeBack(int number, Slot* slot) {
+  Rank& rank = *ranks_[static_cast<size_t>(number)];
+  std::lock_guard<std::mutex> lock(rank.mutex);
+  rank.free.emplace_back(slot);
+}
+
+Status Plan::Run(int number, Slot& slot, const Buffers& buffers, cudaStream_t stream) {
+  const Rank& rank = *ranks_[static_cast<size_t>(number)];
+  JAXMP_RETURN_IF_ERROR(Check(api_.SetStream(slot.handle.get(), stream), "SetStream"));
+  JAXMP_RETURN_IF_ERROR(SetPointers(slot, buffers.bias, buffers.aux));
+  return Call(api_.Matmul, "Matmul", rank, slot, buffers, slot.device_work.get(), rank.device_bytes,
+              slot.host_work.get(), rank.host_bytes);
+}
+
+}  // namespace jaxmp

@@ -1,0 +1,143 @@
+#include "csrc/plan_layout.h"
+
+#include <algorithm>
+#include <string>
+
+#include "csrc/cublasmp_abi.h"
+
+namespace jaxmp {
+namespace {
+
+// How many parts a matrix is cut into, along each of its stored dimensions, to get one rank's part and to get a block.
+struct Cut {
+  int64_t local_rows, local_cols;
+  int64_t block_rows, block_cols;
+};
+
+MatrixLayout MakeMatrix(GridKind grid, int64_t rows, int64_t cols, const Cut& cut) {
+  MatrixLayout matrix;
+  matrix.grid = grid;
+  matrix.rows = rows;
+  matrix.cols = cols;
+  matrix.local_rows = rows / cut.local_rows;
+  matrix.local_cols = cols / cut.local_cols;
+  matrix.row_block = std::max<int64_t>(1, rows / cut.block_rows);  // an empty matrix still has a block size
+  matrix.col_block = std::max<int64_t>(1, cols / cut.block_cols);
+  return matrix;
+}
+
+// A stored operand whose `rows` (of op(X)) are cut into `parts` and whose columns are whole. Transposed, it is the
+// stored columns that are cut: the shards of the ranks are then side by side.
+MatrixLayout SplitRows(Op op, int64_t rows, int64_t cols, int64_t parts, int64_t col_blocks) {
+  if (op == Op::kN) return MakeMatrix(GridKind::kColumn, rows, cols, {parts, 1, parts, col_blocks});
+  return MakeMatrix(GridKind::kRow, cols, rows, {1, parts, col_blocks, parts});
+}
+
+MatrixLayout SplitCols(Op op, int64_t rows, int64_t cols, int64_t parts, int64_t row_blocks) {
+  if (op == Op::kN) return MakeMatrix(GridKind::kRow, rows, cols, {1, parts, row_blocks, parts});
+  return MakeMatrix(GridKind::kColumn, cols, rows, {parts, 1, parts, row_blocks});
+}
+
+MatrixLayout SplitBoth(Op op, int64_t rows, int64_t cols, int64_t nprow, int64_t npcol) {
+  if (op != Op::kN) std::swap(rows, cols);
+  return MakeMatrix(GridKind::kProcess, rows, cols, {nprow, npcol, nprow, npcol});
+}
+
+Status CheckDivides(const Problem& problem, const char* name, int64_t extent, int64_t parts) {
+  if (extent % parts == 0) return {};
+  return InvalidArgument(std::string("jaxmp: pattern ") + Name(problem.pattern) + " needs " + name +
+                         " to be a multiple of " + std::to_string(parts) + ", got " + name + "=" +
+                         std::to_string(extent) + "; pad the operands or choose another mesh");
+}
+
+Status CheckGrid(const Problem& p) {
+  const int64_t nprow = p.nprow(), npcol = p.npcol();
+  JAXMP_RETURN_IF_ERROR(CheckDivides(p, "m", p.m, p.trans_a == Op::kN ? nprow : npcol));
+  JAXMP_RETURN_IF_ERROR(CheckDivides(p, "k", p.k, nprow));
+  JAXMP_RETURN_IF_ERROR(CheckDivides(p, "k", p.k, npcol));
+  JAXMP_RETURN_IF_ERROR(CheckDivides(p, "n", p.n, p.trans_b == Op::kN ? npcol : nprow));
+  JAXMP_RETURN_IF_ERROR(CheckDivides(p, "m", p.m, nprow));  // D
+  return CheckDivides(p, "n", p.n, npcol);
+}
+
+// The table of cuBLASMp's 1-D algorithms, in terms of op(A) (m×k), op(B) (k×n) and D (m×n). Where a dimension is not
+// split, its block is chosen to satisfy cuBLASMp's block contract: op(A) and op(B) agree on k, op(A) and D on m,
+// op(B) and D on n.
+Status PlaceMatrices(const Problem& p, Layout* layout) {
+  const int64_t P = p.nranks();
+  switch (p.pattern) {
+    case Pattern::kLocal:
+      layout->a = SplitRows(p.trans_a, p.m, p.k, 1, 1);
+      layout->b = SplitCols(p.trans_b, p.k, p.n, 1, 1);
+      layout->d = SplitRows(Op::kN, p.m, p.n, 1, 1);
+      return {};
+    case Pattern::kAllGather:
+      JAXMP_RETURN_IF_ERROR(CheckDivides(p, "m", p.m, P));
+      JAXMP_RETURN_IF_ERROR(CheckDivides(p, "n", p.n, P));
+      layout->a = SplitRows(p.trans_a, p.m, p.k, P, 1);
+      layout->b = SplitCols(p.trans_b, p.k, p.n, P, 1);
+      layout->d = SplitRows(Op::kN, p.m, p.n, P, P);
+      return {};
+    case Pattern::kReduceScatter:
+      JAXMP_RETURN_IF_ERROR(CheckDivides(p, "k", p.k, P));
+      JAXMP_RETURN_IF_ERROR(CheckDivides(p, "n", p.n, P));
+      layout->a = SplitCols(p.trans_a, p.m, p.k, P, 1);
+      layout->b = SplitRows(p.trans_b, p.k, p.n, P, P);
+      layout->d = SplitCols(Op::kN, p.m, p.n, P, 1);
+      return {};
+    case Pattern::kAllReduce:
+      JAXMP_RETURN_IF_ERROR(CheckDivides(p, "k", p.k, P));
+      layout->a = SplitCols(p.trans_a, p.m, p.k, P, 1);
+      layout->b = SplitRows(p.trans_b, p.k, p.n, P, 1);
+      // Every rank holds all of D: to cuBLASMp, P copies side by side.
+      layout->d = SplitCols(Op::kN, p.m, p.n * P, P, 1);
+      return {};
+    case Pattern::kGrid:
+      JAXMP_RETURN_IF_ERROR(CheckGrid(p));
+      layout->a = SplitBoth(p.trans_a, p.m, p.k, p.nprow(), p.npcol());
+      layout->b = SplitBoth(p.trans_b, p.k, p.n, p.nprow(), p.npcol());
+      layout->d = SplitBoth(Op::kN, p.m, p.n, p.nprow(), p.npcol());
+      return {};
+  }
+  return Internal("jaxmp: unknown pattern");
+}
+
+int64_t RoundUp(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+Status PlaceEpilog(const Problem& p, Layout* layout) {
+  // An epilog's number is a set of bits, as in cuBLASLt: 2 RELU, 4 BIAS, 32 GELU, 128 AUX.
+  const bool is_relu = p.epilog & abi::CUBLASMP_MATMUL_EPILOGUE_RELU;
+  const bool wants_bias = p.epilog & abi::CUBLASMP_MATMUL_EPILOGUE_BIAS;
+  const bool wants_aux = p.epilog & 128;
+  const std::string epilog = "jaxmp: epilog " + std::to_string(p.epilog);
+  if (p.epilog & abi::CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE) {
+    return InvalidArgument(epilog + " has the ALLREDUCE bit, which belongs to pattern all_reduce");
+  }
+  if (wants_bias != p.has_bias()) {
+    return InvalidArgument(epilog + (wants_bias ? " needs" : " takes no") + " bias, but dtype_bias is " +
+                           Name(p.dtype_bias));
+  }
+  const DType dtype_aux = !wants_aux ? DType::kNone : is_relu ? DType::kU8 : p.dtype_d;
+  if (p.dtype_aux != dtype_aux) {
+    return InvalidArgument(epilog + " needs dtype_aux " + Name(dtype_aux) + ", got " + Name(p.dtype_aux));
+  }
+  if (wants_bias) layout->bias_size = layout->d.local_rows;
+  if (wants_aux) {
+    const int64_t rows = layout->d.local_rows;
+    // RELU_AUX: one bit an element, columns padded to 16 bytes. GELU_AUX: D's type, columns padded to 8 elements.
+    layout->aux.attribute_ld = RoundUp(rows, is_relu ? 128 : 8);
+    layout->aux.local_size = layout->aux.attribute_ld / (is_relu ? 8 : 1) * layout->d.local_cols;
+  }
+  return {};
+}
+
+}  // namespace
+
+StatusOr<Layout> MakeLayout(const Problem& problem) {
+  Layout layout;
+  JAXMP_RETURN_IF_ERROR(PlaceMatrices(problem, &layout));
+  JAXMP_RETURN_IF_ERROR(PlaceEpilog(problem, &layout));
+  return layout;
+}
+
+}  // namespace jaxmp
