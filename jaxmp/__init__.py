@@ -1,0 +1,14 @@
+"""Distributed matrix multiplication for JAX."""
+
+from jaxmp import _autodiff as _autodiff
+from jaxmp import _batching as _batching
+from jaxmp import _lowering as _lowering
+from jaxmp import _partitioning as _partitioning
+from jaxmp import reference as reference
+from jaxmp._api import all_gather_matmul as all_gather_matmul
+from jaxmp._api import block_matmul as block_matmul
+from jaxmp._api import linear as linear
+from jaxmp._api import matmul as matmul
+from jaxmp._api import matmul_all_reduce as matmul_all_reduce
+from jaxmp._api import matmul_reduce_scatter as matmul_reduce_scatter
+from jaxmp._epilog import Epilog as Epilog

@@ -1,0 +1,162 @@
+"""Derivatives, written as further matmuls.
+
+With d = alpha * A @ B, A = op(a), B = op(b), cotangent t of D:  dA = alpha * t @ B^T,  dB = alpha * A^T @ t.
+(JAX's transposes do not conjugate; a conjugated operand conjugates its own cotangent.)
+
+Per pattern, over the ranks of a group:
+    AG   A (m/P, k) gathered, B (k, n/P):   dA = RS(t, B^T)      dB = gather(A)^T @ t
+    RS   A (m, k/P), B (k/P, n):            dA = AG(t, B^T)      dB = A^T @ gather(t)
+    AR   as RS, t replicated:               dA = t @ B^T         dB = A^T @ t
+    grid every operand 2-D:                 dA = grid(t, B^T)    dB = grid(A^T, t)
+The set is closed, but for the one gather that cuBLASMp cannot fuse, since it contracts over gathered rows.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad
+
+from jaxmp import _epilog
+from jaxmp._activation import gelu_derivative
+from jaxmp._primitive import (
+    AUTO_TWIN,
+    activation_grad,
+    activation_grad_p,
+    bind,
+    cast_varying,
+    matmul_epilog_p,
+    matmul_p,
+)
+from jaxmp._spec import MatmulSpec, Pattern
+
+
+def gather_rows(spec: MatmulSpec, x, dimension: int):
+    """All-gather of `x` over the group, under a name that `explain` finds."""
+    with jax.named_scope("jaxmp_all_gather"):
+        return lax.all_gather(x, spec.row_axes, axis=dimension, tiled=True)
+
+
+def _product(spec: MatmulSpec, left, right, *, out_dtype, auto, **changes):
+    """The product of a rule: operands in their common type, the result in `out_dtype`."""
+    common = jnp.promote_types(left.dtype, right.dtype)
+    changes = {"transpose_a": False, "transpose_b": False, "conjugate_a": False, "conjugate_b": False} | changes
+    call = spec.bilinear(out_dtype=common, **changes)
+    d, _ = bind(call, left.astype(common), right.astype(common), auto=auto)
+    return d.astype(out_dtype)
+
+
+def _reduced_cotangent(spec: MatmulSpec, ct):
+    """The cotangent of a sum over ranks: the same on all, so typed it is a cast; untyped, shard_map divides it."""
+    if spec.is_typed:
+        return cast_varying(ct, spec.row_axes)
+    return lax.psum(ct, spec.row_axes)
+
+
+def _matmul_transpose_lhs(ct, a, b, *, spec: MatmulSpec, auto: bool):
+    pattern = {Pattern.ALL_GATHER: Pattern.REDUCE_SCATTER, Pattern.REDUCE_SCATTER: Pattern.ALL_GATHER}
+    flags = {"pattern": pattern.get(spec.pattern, spec.pattern)}
+    if spec.pattern == Pattern.ALL_REDUCE:
+        ct, flags = _reduced_cotangent(spec, ct), _LOCAL
+    dtype = a.aval.dtype
+    if spec.transpose_a and flags["pattern"] in (Pattern.LOCAL, Pattern.GRID):
+        flags = flags | {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True}
+        result = _product(spec, b, ct, out_dtype=dtype, auto=auto, **flags)
+    else:
+        flags = flags | {"transpose_b": not spec.transpose_b, "conjugate_b": spec.conjugate_b}
+        result = _product(spec, ct, b, out_dtype=dtype, auto=auto, **flags)
+        result = result.T if spec.transpose_a else result
+    return lax.conj(result) if spec.conjugate_a else result
+
+
+def _matmul_transpose_rhs(ct, a, b, *, spec: MatmulSpec, auto: bool):
+    flags = _LOCAL if spec.pattern != Pattern.GRID else {"pattern": Pattern.GRID}
+    if spec.pattern == Pattern.ALL_REDUCE:
+        ct = _reduced_cotangent(spec, ct)
+    elif spec.pattern == Pattern.ALL_GATHER:
+        a = gather_rows(spec, a, 1 if spec.transpose_a else 0)
+    elif spec.pattern == Pattern.REDUCE_SCATTER:
+        ct = gather_rows(spec, ct, 0)
+    dtype = b.aval.dtype
+    if spec.transpose_b:
+        flags = flags | {"transpose_a": True, "transpose_b": spec.transpose_a, "conjugate_b": spec.conjugate_a}
+        result = _product(spec, ct, a, out_dtype=dtype, auto=auto, **flags)
+    else:
+        flags = flags | {"transpose_a": not spec.transpose_a, "conjugate_a": spec.conjugate_a}
+        result = _product(spec, a, ct, out_dtype=dtype, auto=auto, **flags)
+    return lax.conj(result) if spec.conjugate_b else result
+
+
+_LOCAL = {"pattern": Pattern.LOCAL, "row_axes": (), "col_axes": ()}
+
+
+def _matmul_epilog_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
+    """y = act(z), z = alpha*A@B + beta*c + bias:  dy = act'(z) * (alpha*dA@B + alpha*A@dB + beta*dc + dbias)."""
+    row = _epilog.rule(spec.epilog)
+    kept = spec if row.with_aux is None else spec.replace(epilog=row.with_aux)
+    primitive = AUTO_TWIN[matmul_epilog_p] if auto else matmul_epilog_p
+    y, *aux = primitive.bind(*primals, spec=kept)
+    tz = _preactivation_tangent(primals, tangents, spec, auto, y)
+    outputs = [y, *aux] if row.aux else [y]
+    if tz is None:
+        return outputs, [_zero_tangent(x) for x in outputs]
+    ty = activation_grad(row.activation, aux[0], tz) if row.activation else tz
+    if row.aux == "gelu_aux":
+        return outputs, [ty, tz]
+    return outputs, [ty] + [_zero_tangent(x) for x in outputs[1:]]
+
+
+def _zero_tangent(x):
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
+def _preactivation_tangent(primals, tangents, spec: MatmulSpec, auto: bool, like):
+    (a, b, *extra), (ta, tb, *textra) = primals, tangents
+    product = spec.bilinear()
+    terms = []
+    if type(ta) is not ad.Zero:
+        terms.append(bind(product, ta, b, auto=auto)[0])
+    if type(tb) is not ad.Zero:
+        terms.append(bind(product, a, tb, auto=auto)[0])
+    if spec.has_c:
+        tc, *textra = textra
+        if type(tc) is not ad.Zero:
+            terms.append(tc if spec.beta == 1 else tc * jnp.asarray(spec.beta, tc.dtype))
+    if textra and type(textra[0]) is not ad.Zero:
+        terms.append(jnp.broadcast_to(textra[0][None, :], like.shape))
+    return sum(terms[1:], terms[0]) if terms else None
+
+
+def _activation_grad_jvp_rule(primals, tangents, *, activation: str):
+    """Linear in t; in aux, d(t * act'(z)) = t * act''(z) * dz, which for relu is nought."""
+    (aux, t), (taux, tt) = primals, tangents
+    y = activation_grad(activation, aux, t)
+    terms = [] if type(tt) is ad.Zero else [activation_grad(activation, aux, tt)]
+    if activation == "gelu" and type(taux) is not ad.Zero:
+        terms.append((t * gelu_derivative(aux, order=2).astype(t.dtype)) * taux.astype(t.dtype))
+    return y, sum(terms[1:], terms[0]) if terms else _zero_tangent(y)
+
+
+def _activation_grad_transpose_rule(ct, aux, t, *, activation: str):
+    return [None, activation_grad(activation, aux, ct)]
+
+
+def _register(primitive, epilog_primitive, auto: bool) -> None:
+    def lhs(ct, a, b, *, spec):
+        return _matmul_transpose_lhs(ct, a, b, spec=spec, auto=auto)
+
+    def rhs(ct, a, b, *, spec):
+        return _matmul_transpose_rhs(ct, a, b, spec=spec, auto=auto)
+
+    def jvp(primals, tangents, *, spec):
+        return _matmul_epilog_jvp_rule(primals, tangents, spec=spec, auto=auto)
+
+    ad.defbilinear(primitive, lhs, rhs)
+    ad.primitive_jvps[epilog_primitive] = jvp
+
+
+_register(matmul_p, matmul_epilog_p, auto=False)
+_register(AUTO_TWIN[matmul_p], AUTO_TWIN[matmul_epilog_p], auto=True)
+ad.primitive_jvps[activation_grad_p] = _activation_grad_jvp_rule
+ad.primitive_transposes[activation_grad_p] = _activation_grad_transpose_rule

@@ -1,0 +1,96 @@
+"""vmap rules: fold the batch into rows or columns where one call can do it, else scan over calls.
+
+    only a (and c) batched   rows:    (batch, m, k) -> (batch * m, k)
+    only b batched           columns: (batch, k, n) -> (k, batch * n)
+    both                     one call per batch element, in a scan
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import batching
+
+from jaxmp import _epilog
+from jaxmp._primitive import (
+    AUTO_TWIN,
+    activation_grad,
+    activation_grad_p,
+    bind,
+    bind_rows,
+    matmul_epilog_p,
+    matmul_p,
+)
+from jaxmp._spec import MatmulSpec
+
+
+def _front(x, dim):
+    return x if dim is None else jnp.moveaxis(x, dim, 0)
+
+
+def _matmul_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
+    (a, b), (da, db) = map(_front, args, dims), dims
+    if db is None:
+        return bind_rows(spec, a, b, auto=auto)[0], 0
+    if da is None:
+        return _bind_columns(spec, a, b, auto), 1
+    return jax.lax.map(lambda ab: bind(spec, *ab, auto=auto)[0], (a, b)), 0
+
+
+def _bind_columns(spec: MatmulSpec, a, b, auto: bool):
+    """d of shape (m, batch, n) for b of shape (batch, k, n), or (batch, n, k) where it is transposed."""
+    batch = b.shape[0]
+    if spec.transpose_b:
+        b = b.reshape(-1, b.shape[2])
+    else:
+        b = jnp.swapaxes(b, 0, 1).reshape(b.shape[1], -1)
+    d, _ = bind(spec, a, b, auto=auto)
+    return d.reshape(d.shape[0], batch, -1)
+
+
+def _matmul_epilog_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
+    args = list(map(_front, args, dims))
+    has_bias = _epilog.rule(spec.epilog).has_bias
+    names = ["a", "b"] + ["c"] * spec.has_c + ["bias"] * has_bias
+    size = next(x.shape[0] for x, dim in zip(args, dims, strict=True) if dim is not None)
+    operands = dict(zip(names, args, strict=True))
+    is_batched = dict(zip(names, (dim is not None for dim in dims), strict=True))
+    if is_batched["a"] and not is_batched["b"] and not is_batched.get("bias"):
+        if spec.has_c and not is_batched["c"]:
+            operands["c"] = jnp.broadcast_to(operands["c"][None], (size, *operands["c"].shape))
+        return _pack(bind_rows(spec, **operands, auto=auto))
+
+    mapped = {name: x for name, x in operands.items() if is_batched[name]}
+    fixed = {name: x for name, x in operands.items() if not is_batched[name]}
+    return _pack(jax.lax.map(lambda x: bind(spec, **x, **fixed, auto=auto), mapped))
+
+
+def _pack(result):
+    outputs = [x for x in result if x is not None]
+    return outputs, [0] * len(outputs)
+
+
+def _activation_grad_batch_rule(args, dims, *, activation: str):
+    size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
+    aux, t = (
+        jnp.broadcast_to(x[None], (size, *x.shape)) if dim is None else _front(x, dim)
+        for x, dim in zip(args, dims, strict=True)
+    )
+    rows = activation_grad(activation, aux.reshape(-1, aux.shape[-1]), t.reshape(-1, t.shape[-1]))
+    return rows.reshape(t.shape), 0
+
+
+def _register(primitive, epilog_primitive, auto: bool) -> None:
+    def matmul_rule(args, dims, *, spec):
+        return _matmul_batch_rule(args, dims, spec=spec, auto=auto)
+
+    def epilog_rule(args, dims, *, spec):
+        return _matmul_epilog_batch_rule(args, dims, spec=spec, auto=auto)
+
+    batching.primitive_batchers[primitive] = matmul_rule
+    batching.primitive_batchers[epilog_primitive] = epilog_rule
+
+
+_register(matmul_p, matmul_epilog_p, auto=False)
+_register(AUTO_TWIN[matmul_p], AUTO_TWIN[matmul_epilog_p], auto=True)
+batching.primitive_batchers[activation_grad_p] = _activation_grad_batch_rule

@@ -1,0 +1,157 @@
+"""From a spec to one custom call, or to the "xla" implementation.
+
+The only place where row-major becomes column-major. A row-major matrix read as column-major is its transpose,
+and D = op(A) @ op(B) is D^T = op(B)^T @ op(A)^T, so the operands swap, m and n swap, and transposition flags stay:
+JAX's b (k, n) is cuBLASMp's A (n x k, "N"), its a (m, k) is cuBLASMp's B (k x m, "N"), and d (m, n) is D (n x m).
+A grid swaps its two directions for the same reason.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp import _epilog, _layout, _native, _xla
+from jaxmp._activation import gelu_derivative, unpack_relu_aux
+from jaxmp._compat import mlir
+from jaxmp._primitive import activation_grad_p, matmul_epilog_p, matmul_p
+from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, output_shape
+
+_DTYPES = {
+    "float32": "f32",
+    "float64": "f64",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "complex64": "c64",
+    "complex128": "c128",
+}
+_COMPUTE = {"float32": "32F", "float64": "64F", "complex64": "32F", "complex128": "64F"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which implementation serves a call, and the rule that chose it."""
+
+    implementation: str
+    why: str
+
+
+def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int) -> Choice:
+    """The written rule behind `implementation=None`; NotImplementedError where the one asked for cannot serve."""
+    if spec.implementation == "xla":
+        return Choice("xla", "asked for")
+    if spec.implementation == "cublasmp":
+        raise NotImplementedError(
+            f'implementation="cublasmp" is not available on platform {platform!r} in this version; '
+            'pass implementation=None, "host" or "xla"'
+        )
+    if platform == "cpu" and (nprocesses == 1 or spec.nranks == 1):
+        return Choice("host", "asked for" if spec.implementation else "CPU devices of one process")
+    if spec.implementation == "host":
+        raise NotImplementedError(
+            f'implementation="host" serves the CPU devices of one process, not platform {platform!r} with '
+            f'{nprocesses} processes; pass implementation=None or "xla"'
+        )
+    if platform == "cpu":
+        return Choice("xla", f"the ranks of a group may live in {nprocesses} processes")
+    return Choice("xla", f"no fused implementation for platform {platform!r}")
+
+
+def call_attributes(spec: MatmulSpec, a, b) -> dict:
+    """Attributes of the custom call, in cuBLASMp's column-major terms; `a` and `b` are JAX's shards or their types."""
+    m, n, k = global_extents(spec, a.shape, b.shape)
+    row = _epilog.rule(spec.epilog)
+    out = _DTYPES[np.dtype(spec.out_dtype).name]
+    names = [name for name, _ in spec.mesh]
+    grid = spec.pattern == Pattern.GRID
+    axes_row, axes_col = (spec.col_axes, spec.row_axes) if grid else (spec.row_axes, ())
+    return {
+        "pattern": spec.pattern.value,
+        "m": np.int64(n),
+        "n": np.int64(m),
+        "k": np.int64(k),
+        "trans_a": _transposition(spec.transpose_b, spec.conjugate_b),
+        "trans_b": _transposition(spec.transpose_a, spec.conjugate_a),
+        "dtype_a": _DTYPES[b.dtype.name],
+        "dtype_b": _DTYPES[a.dtype.name],
+        "dtype_c": out if spec.has_c else "none",
+        "dtype_d": out,
+        "dtype_bias": out if row.has_bias else "none",
+        "dtype_aux": {None: "none", "relu_aux": "u8", "gelu_aux": out}[row.aux],
+        "compute": _COMPUTE[accumulator(a.dtype).name],
+        "alpha": _complex_pair(spec.alpha),
+        "beta": _complex_pair(spec.beta),
+        "epilog": np.int64(spec.epilog),
+        "mesh_shape": np.array([size for _, size in spec.mesh], np.int64),
+        "axes_row": np.array([names.index(axis) for axis in axes_row], np.int64),
+        "axes_col": np.array([names.index(axis) for axis in axes_col], np.int64),
+        "determinism": "run_to_run",
+    }
+
+
+def _transposition(is_transposed: bool, is_conjugated: bool) -> str:
+    if is_transposed:
+        return "C" if is_conjugated else "T"
+    return "N"
+
+
+def _complex_pair(value) -> np.ndarray:
+    return np.array([complex(value).real, complex(value).imag], np.float64)
+
+
+def _host_matmul(a, b, *extra, spec: MatmulSpec):
+    """[d] or [d, aux] through the custom call."""
+    # cuBLASMp conjugates only what it transposes.
+    if spec.conjugate_a and not spec.transpose_a:
+        a, spec = lax.conj(a), spec.replace(conjugate_a=False)
+    if spec.conjugate_b and not spec.transpose_b:
+        b, spec = lax.conj(b), spec.replace(conjugate_b=False)
+    _native.register()
+    rows, cols = output_shape(spec, a.shape, b.shape)
+    aux = _epilog.rule(spec.epilog).aux
+    results = [jax.ShapeDtypeStruct((rows, cols), spec.out_dtype)]
+    if aux == "relu_aux":
+        results.append(jax.ShapeDtypeStruct((rows, _layout.relu_aux_bytes(cols)), jnp.uint8))
+    elif aux == "gelu_aux":
+        results.append(jax.ShapeDtypeStruct((rows, _layout.gelu_aux_ld(cols)), spec.out_dtype))
+    operands = [b, a, *extra]
+    if spec.nranks > 1:
+        # Which device of the mesh this is: the call's own way to know its rank, on any device assignment.
+        operands.append(lax.axis_index(tuple(name for name, _ in spec.mesh)).astype(jnp.int32))
+    attributes = call_attributes(spec, a, b)
+    with jax.enable_x64(True):  # attributes are 64-bit
+        d, *aux_out = jax.ffi.ffi_call(_native.TARGET, results)(*operands, **attributes)
+    return [d, *(x[:, :cols] if aux == "gelu_aux" else x for x in aux_out)]
+
+
+def _activation_grad(aux, t, *, activation: str):
+    if activation == "relu":
+        return jnp.where(unpack_relu_aux(aux, t.shape[-1]), t, jnp.zeros_like(t))
+    slope = gelu_derivative(aux)
+    return (t.astype(slope.dtype) * slope).astype(t.dtype)
+
+
+def _rule(platform: str, is_multiple: bool):
+    def lower(*operands, spec: MatmulSpec):
+        choice = choose_implementation(spec, platform, jax.process_count())
+        implementation = _host_matmul if choice.implementation == "host" else _xla.matmul
+        outputs = implementation(*operands, spec=spec)
+        return outputs if is_multiple else outputs[0]
+
+    return mlir.lower_fun(lower, multiple_results=is_multiple)
+
+
+def register_matmul_lowerings(bilinear_p, epilog_p) -> None:
+    """Register the rules of this module for a pair of primitives."""
+    for primitive in (bilinear_p, epilog_p):
+        mlir.register_lowering(primitive, _rule("other", primitive.multiple_results))
+        for platform in ("cpu", "cuda"):
+            mlir.register_lowering(primitive, _rule(platform, primitive.multiple_results), platform=platform)
+
+
+register_matmul_lowerings(matmul_p, matmul_epilog_p)
+mlir.register_lowering(activation_grad_p, mlir.lower_fun(_activation_grad, multiple_results=False))

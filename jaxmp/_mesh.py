@@ -1,0 +1,150 @@
+"""Where a call runs: on shards inside shard_map, on sharded global arrays, or under the partitioner."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp import _compat, _sharding
+
+
+class Mode(enum.Enum):
+    MANUAL = "shards inside shard_map"
+    SHARDED = "global arrays with known shardings"
+    AUTO = "global arrays whose shardings XLA's partitioner chooses"
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The mode; for SHARDED also the mesh, its explicit axes, and the shardings as stored."""
+
+    mode: Mode
+    mesh: Any = None
+    is_explicit: bool = False
+    a: _sharding.Dims | None = None
+    b: _sharding.Dims | None = None
+    out: _sharding.Dims | None = None
+    constraint: NamedSharding | None = None
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        return tuple(self.mesh.shape.items()) if self.mesh is not None else ()
+
+
+def manual_mesh(name: str):
+    """The mesh of the enclosing shard_map, or None outside; ValueError where only some axes are manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not mesh.manual_axes:
+        return None
+    rest = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1]
+    if rest:
+        raise ValueError(
+            f"{name}: the enclosing shard_map is manual over {tuple(mesh.manual_axes)} but not over {tuple(rest)}; "
+            "XLA would gather the others around the call: make every axis manual (leave out axis_names)"
+        )
+    return mesh
+
+
+def place(name: str, a, b, out_shape, out_sharding, in_shardings, mesh) -> Placement:
+    """Find the mode of a call from its arguments and the ambient mesh; checks every sharding it meets."""
+    if manual_mesh(name) is not None:
+        for argument, value in (("out_sharding", out_sharding), ("in_shardings", in_shardings), ("mesh", mesh)):
+            if value is not None:
+                raise ValueError(
+                    f"{name}: {argument} was given inside shard_map, where operands are shards; drop it, or use "
+                    "all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce or block_matmul"
+                )
+        return Placement(Mode.MANUAL)
+    if in_shardings is not None:
+        return _from_in_shardings(name, a, b, out_shape, out_sharding, in_shardings, mesh)
+    explicit = _explicit_mesh(name, a, b, mesh)
+    if explicit is not None:
+        specs = [_type_spec(x) for x in (a, b)]
+        return _sharded(name, explicit, True, a, b, specs, out_sharding, out_shape)
+    return Placement(Mode.AUTO, constraint=_constraint(name, out_sharding, mesh, out_shape))
+
+
+def _from_in_shardings(name, a, b, out_shape, out_sharding, in_shardings, mesh) -> Placement:
+    if not isinstance(in_shardings, tuple | list) or isinstance(in_shardings, P) or len(in_shardings) != 2:
+        raise ValueError(f"{name}: in_shardings must be a pair, one sharding for a and one for b, got {in_shardings!r}")
+    for sharding in (*in_shardings, out_sharding):
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) and mesh is None else mesh
+    mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(f"{name}: in_shardings need a mesh; pass mesh=, NamedShardings, or call under jax.set_mesh(mesh)")
+    is_explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)
+    specs = [_spec(name, "in_shardings", x) for x in in_shardings]
+    return _sharded(name, mesh, is_explicit, a, b, specs, out_sharding, out_shape)
+
+
+def _sharded(name, mesh, is_explicit, a, b, specs, out_sharding, out_shape) -> Placement:
+    dims = [_sharding.to_dims(name, argument, spec, x.ndim) for argument, spec, x in zip("ab", specs, (a, b), strict=True)]
+    for argument, dim, x in zip("ab", dims, (a, b), strict=True):
+        _sharding.check_dims(name, argument, dim, x.shape, mesh.shape)
+    out = None
+    if out_sharding is not None:
+        out = _sharding.to_dims(name, "the result", _spec(name, "out_sharding", out_sharding), len(out_shape))
+        _sharding.check_dims(name, "the result", out, out_shape, mesh.shape)
+    return Placement(Mode.SHARDED, mesh, is_explicit, *dims, out)
+
+
+def _explicit_mesh(name: str, a, b, mesh):
+    """The mesh of operands whose types carry a sharding; concrete where an array knows it."""
+    found = None
+    for argument, x in (("a", a), ("b", b)):
+        sharding = jax.typeof(x).sharding
+        kinds = sharding.mesh.axis_types if not sharding.mesh.empty else ()
+        if not any(kind == AxisType.Explicit for kind in kinds):
+            continue
+        if not all(kind == AxisType.Explicit for kind in kinds):
+            raise ValueError(
+                f"{name}: {argument} lives on a mesh with explicit and other axes, {dict(zip(sharding.mesh.axis_names, kinds, strict=True))}; "
+                "make every axis explicit, or pass in_shardings"
+            )
+        concrete = getattr(getattr(x, "sharding", None), "mesh", None) if _compat.is_concrete(x) else None
+        this = concrete if concrete is not None else sharding.mesh
+        if found is not None and found.shape != this.shape:
+            raise ValueError(f"{name}: a lives on mesh {dict(found.shape)} but b on {dict(this.shape)}; use one mesh")
+        found = this if found is None or concrete is not None else found
+    if found is not None and mesh is not None and dict(mesh.shape) != dict(found.shape):
+        raise ValueError(f"{name}: mesh has axes {dict(mesh.shape)} but the operands live on {dict(found.shape)}")
+    return found
+
+
+def _type_spec(x) -> P:
+    sharding = jax.typeof(x).sharding
+    return P() if sharding.mesh.empty else sharding.spec
+
+
+def _spec(name: str, argument: str, sharding) -> P:
+    if isinstance(sharding, NamedSharding):
+        sharding = sharding.spec
+    if sharding is None:
+        return P()
+    if not isinstance(sharding, P):
+        raise TypeError(
+            f"{name}: {argument} must be a PartitionSpec or a NamedSharding, got {type(sharding).__name__}"
+        )
+    if getattr(sharding, "unreduced", None):
+        raise NotImplementedError(f"{name}: {argument} with unreduced axes {set(sharding.unreduced)} is not supported")
+    return sharding
+
+
+def _constraint(name: str, out_sharding, mesh, out_shape) -> NamedSharding | None:
+    """Under the partitioner the wish for a result becomes a constraint on it."""
+    if out_sharding is None:
+        return None
+    spec = _spec(name, "out_sharding", out_sharding)
+    if isinstance(out_sharding, NamedSharding):
+        mesh = out_sharding.mesh
+    mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(f"{name}: out_sharding {spec} needs a mesh; pass mesh=, a NamedSharding, or use jax.set_mesh(mesh)")
+    dims = _sharding.to_dims(name, "the result", spec, len(out_shape))
+    _sharding.check_dims(name, "the result", dims, out_shape, mesh.shape)
+    return NamedSharding(mesh, spec)

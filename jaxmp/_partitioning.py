@@ -1,0 +1,149 @@
+"""The fallback for a bare `jit` over auto axes: XLA's partitioner hands over the shardings it has chosen.
+
+Only here is custom_partitioning used. Its limits: `jax.export` refuses it on more than one device, eager calls and
+partial-manual regions never consult it, and the partitioner may settle on another pattern than the user has in
+mind (the gradient of an all-gather comes out as an all-reduce). Explicit axes or `in_shardings` have none of these.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+
+import jax
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp import _epilog
+from jaxmp._compat import mlir
+from jaxmp._primitive import auto_matmul_epilog_p, auto_matmul_p, bind
+from jaxmp._sharding import Dim, Dims, to_dims
+from jaxmp._spec import MatmulSpec, Pattern
+
+_observers = threading.local()
+
+
+def observe(callback):
+    """Context manager: `callback(spec, operand avals)` sees each call that the partitioner settles."""
+    return _Observation(callback)
+
+
+class _Observation:
+    def __init__(self, callback):
+        self._callback = callback
+
+    def __enter__(self):
+        _observers.callback = self._callback
+
+    def __exit__(self, *_):
+        _observers.callback = None
+
+
+def _settle(a: Dims, b: Dims, out: Dims, spec: MatmulSpec) -> tuple[Pattern, Dim, Dims, Dims, Dims]:
+    """(pattern, group, shardings of a, b, d as stored) that this call will use, nearest to what was proposed."""
+    rows, k_a = a[::-1] if spec.transpose_a else a
+    k_b, cols = b[::-1] if spec.transpose_b else b
+    group = k_a if k_a and k_a == k_b else ()
+    if group:
+        rows, cols = _without(rows, group), _without(cols, group, rows)
+        if out[0] == rows + group:
+            pattern, result = Pattern.REDUCE_SCATTER, (rows + group, cols)
+        else:
+            pattern, result = Pattern.ALL_REDUCE, (rows, cols)
+    elif rows and not out[0] and set(rows) <= set(cols):
+        pattern, group, result = Pattern.ALL_GATHER, rows, ((), cols)
+    else:
+        pattern, result = Pattern.LOCAL, (out[0], _without(out[1], out[0]))
+        rows, cols = result
+    contracted = group if pattern in (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE) else ()
+    a = (contracted, rows) if spec.transpose_a else (rows, contracted)
+    b = (cols, contracted) if spec.transpose_b else (contracted, cols)
+    return pattern, group, a, b, result
+
+
+def _without(dim: Dim, *others: Dim) -> Dim:
+    return tuple(axis for axis in dim if all(axis not in other for other in others))
+
+
+def _partition(spec: MatmulSpec, mesh, args, results):
+    if not isinstance(args[0].sharding, NamedSharding):
+        raise NotImplementedError(
+            "jaxmp.matmul: auto axes inside a partial-manual shard_map are not supported; make every mesh axis manual, "
+            "or pass in_shardings and mesh outside of the shard_map"
+        )
+    first = results[0] if isinstance(results, tuple | list) else results
+    dims = [
+        _dividing(to_dims("matmul", "operand", x.sharding.spec, len(x.shape)), x.shape, mesh.shape)
+        for x in (args[0], args[1], first)
+    ]
+    pattern, group, a, b, out = _settle(*dims, spec)
+    if pattern == Pattern.REDUCE_SCATTER and not _divides(first.shape[0], out[0], mesh.shape):
+        pattern, out = Pattern.ALL_REDUCE, (a[1] if spec.transpose_a else a[0], out[1])
+    local = spec.replace(pattern=pattern, row_axes=group, mesh=tuple(mesh.shape.items()))
+
+    extra = [out] * spec.has_c + [(out[1],)] * _epilog.rule(spec.epilog).has_bias
+    operands = [_sharding(mesh, dim) for dim in (a, b, *extra)]
+    aux = _epilog.rule(spec.epilog).aux
+    outputs = [_sharding(mesh, out)] * (2 if aux else 1)
+
+    def lower(*shards):
+        if callback := getattr(_observers, "callback", None):
+            callback(local, [jax.typeof(x) for x in shards])
+        return _body(local, *shards)
+
+    return mesh, lower, tuple(outputs) if len(outputs) > 1 else outputs[0], tuple(operands)
+
+
+def _dividing(dims: Dims, shape, mesh) -> Dims:
+    return tuple(dim if _divides(n, dim, mesh) else () for dim, n in zip(dims, shape, strict=True))
+
+
+def _divides(extent: int, dim: Dim, mesh) -> bool:
+    for axis in dim:
+        if extent % mesh[axis]:
+            return False
+        extent //= mesh[axis]
+    return True
+
+
+def _sharding(mesh, dims: Dims) -> NamedSharding:
+    return NamedSharding(mesh, P(*(dim or None for dim in dims)))
+
+
+def _body(spec: MatmulSpec, a, b, *extra):
+    c = extra[0] if spec.has_c else None
+    bias = extra[-1] if _epilog.rule(spec.epilog).has_bias else None
+    d, aux = bind(spec, a, b, c, bias)
+    return d if aux is None else (d, aux)
+
+
+def _sharding_rule(spec: MatmulSpec) -> str:
+    row = _epilog.rule(spec.epilog)
+    operands = ["k m" if spec.transpose_a else "m k", "n k" if spec.transpose_b else "k n"]
+    operands += ["m n"] * spec.has_c + ["n"] * row.has_bias
+    # The packed relu mask has its own extent over n, so n cannot be propagated into it.
+    results = ["m n"] + ({"gelu_aux": ["m n"], "relu_aux": ["m p"]}.get(row.aux, []))
+    return ", ".join(operands) + " -> " + ", ".join(results)
+
+
+@functools.lru_cache(maxsize=1024)
+def _partitioned(spec: MatmulSpec):
+    fn = custom_partitioning(functools.partial(_body, spec))
+    fn.def_partition(functools.partial(_partition, spec), sharding_rule=_sharding_rule(spec))
+    return fn
+
+
+def _lower(*operands, spec: MatmulSpec):
+    outputs = _partitioned(spec)(*operands)
+    return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
+
+
+for _primitive in (auto_matmul_p, auto_matmul_epilog_p):
+    mlir.register_lowering(
+        _primitive,
+        mlir.lower_fun(
+            _lower if _primitive.multiple_results else (lambda *operands, spec: _lower(*operands, spec=spec)[0]),
+            multiple_results=_primitive.multiple_results,
+        ),
+    )

@@ -1,0 +1,139 @@
+"""`matmul_p` and its companions: abstract evaluation, binding, registration of the rules.
+
+matmul_p(a, b)                      d = alpha * op(a) @ op(b): bilinear and pure; operands are the shards of one device
+matmul_epilog_p(a, b, [c], [bias])  (d, [aux]): the same call with C and an epilog
+activation_grad_p(aux, t)           t * act'(z), linear in t; reads the packed aux, so the aux itself is the residual
+
+The `auto_` twins are what a bare `jit` over auto axes binds: one global product whose pattern XLA's partitioner
+chooses (`_partitioning`). They share every rule but the lowering.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp import _compat, _epilog, _layout
+from jaxmp._spec import MatmulSpec, Pattern, check_local_shapes, output_rows, output_shape
+
+matmul_p = _compat.make_primitive("jaxmp_matmul", multiple_results=False)
+matmul_epilog_p = _compat.make_primitive("jaxmp_matmul_epilog", multiple_results=True)
+auto_matmul_p = _compat.make_primitive("jaxmp_auto_matmul", multiple_results=False, needs_devices=True)
+auto_matmul_epilog_p = _compat.make_primitive("jaxmp_auto_matmul_epilog", multiple_results=True, needs_devices=True)
+activation_grad_p = _compat.make_primitive("jaxmp_activation_grad", multiple_results=False)
+
+AUTO_TWIN = {matmul_p: auto_matmul_p, matmul_epilog_p: auto_matmul_epilog_p}
+
+
+def bind(spec: MatmulSpec, a, b, c=None, bias=None, *, auto: bool = False):
+    """Bind on 2-D shards; returns (d, aux or None)."""
+    if auto:
+        bilinear_p, epilog_p = auto_matmul_p, auto_matmul_epilog_p
+    else:
+        bilinear_p, epilog_p = matmul_p, matmul_epilog_p
+    spec = spec.replace(has_c=c is not None)
+    extra = [x.astype(spec.out_dtype) for x in (c, bias) if x is not None]
+    if not extra and not _epilog.rule(spec.epilog).activation:
+        return bilinear_p.bind(*_same_varying(spec, a, b), spec=spec), None
+    d, *aux = epilog_p.bind(*_same_varying(spec, a, b, *extra), spec=spec)
+    return d, aux[0] if aux else None
+
+
+def bind_rows(spec: MatmulSpec, a, b, c=None, bias=None, *, auto: bool = False):
+    """As `bind` for a of shape (batch, m, k), c and d (batch, m, n), in one call.
+
+    Where the pattern is indifferent to the order of rows the batch folds into them. Gathered and scattered rows
+    are ordered by rank first, so there the rank's index has to be the slowest: (P, batch, m/P).
+    """
+    if spec.transpose_a:
+        a, spec = jnp.swapaxes(a, 1, 2), spec.replace(transpose_a=False)
+    batch, rows, k = a.shape
+    p = spec.nranks
+    gathers = spec.pattern == Pattern.ALL_GATHER and batch > 1
+    if spec.pattern == Pattern.REDUCE_SCATTER and batch > 1:
+        check_local_shapes("jaxmp", spec, (rows, k), b.shape)
+        a = jnp.swapaxes(a.reshape(batch, p, rows // p, k), 0, 1)
+    if c is not None:
+        if gathers:
+            c = jnp.swapaxes(c.reshape(batch, p, rows, c.shape[-1]), 0, 1)
+        c = c.reshape(-1, c.shape[-1])
+    d, aux = bind(spec, a.reshape(batch * rows, k), b, c, bias, auto=auto)
+
+    def unfold(x):
+        if gathers:
+            x = jnp.swapaxes(x.reshape(p, batch, rows, x.shape[-1]), 0, 1)
+        return x.reshape(batch, output_rows(spec, rows), x.shape[-1])
+
+    return unfold(d), None if aux is None else unfold(aux)
+
+
+def _same_varying(spec: MatmulSpec, a, b, *extra):
+    """Cast operands to vary over the same manual axes, as abstract evaluation demands under check_vma=True."""
+    if not spec.is_typed:
+        return (a, b, *extra)
+    everything = frozenset().union(*map(_compat.varying_axes, (a, b, *extra)))
+    reduced = spec.pattern == Pattern.ALL_REDUCE
+    product = everything | frozenset(spec.group_axes)
+    added = product - frozenset(spec.group_axes) if reduced else product
+    return tuple(cast_varying(x, product) for x in (a, b)) + tuple(cast_varying(x, added) for x in extra)
+
+
+def cast_varying(x, axes):
+    missing = tuple(axis for axis in sorted(axes) if axis not in _compat.varying_axes(x))
+    return lax.pcast(x, missing, to="varying") if missing else x
+
+
+# Abstract evaluation -------------------------------------------------------------------------------------------
+
+
+def _output_varying(spec: MatmulSpec, a, b, extra=()):
+    va, vb = (frozenset(x.manual_axis_type.varying) for x in (a, b))
+    assert va == vb, f"jaxmp: operands vary over {sorted(va)} and {sorted(vb)}"
+    out = va - frozenset(spec.group_axes) if spec.pattern == Pattern.ALL_REDUCE and spec.is_typed else va
+    for x in extra:
+        vx = frozenset(x.manual_axis_type.varying)
+        if vx != out:
+            raise ValueError(
+                f"jaxmp: c and bias of an all-reduced product must be equal on every rank of {spec.group_axes}, "
+                f"but one varies over {sorted(vx - out)}; add it after the call, or reduce it first"
+            )
+    return out
+
+
+def _output_aval(spec: MatmulSpec, a, b, extra=()):
+    check_local_shapes("jaxmp", spec, a.shape, b.shape)
+    shape = output_shape(spec, a.shape, b.shape)
+    return _compat.with_shape(a, shape, spec.out_dtype, _output_varying(spec, a, b, extra))
+
+
+def _matmul_abstract_eval(a, b, *, spec):
+    return _output_aval(spec, a, b)
+
+
+def _matmul_epilog_abstract_eval(a, b, *extra, spec):
+    d = _output_aval(spec, a, b, extra)
+    aux = _epilog.rule(spec.epilog).aux
+    if aux is None:
+        return [d]
+    if aux == "gelu_aux":
+        return [d, d]
+    shape = (d.shape[0], _layout.relu_aux_bytes(d.shape[1]))
+    return [d, _compat.with_shape(d, shape, jnp.uint8, d.manual_axis_type.varying)]
+
+
+def _activation_grad_abstract_eval(aux, t, *, activation):
+    return t
+
+
+for _primitive in (matmul_p, auto_matmul_p):
+    _primitive.def_abstract_eval(_matmul_abstract_eval)
+for _primitive in (matmul_epilog_p, auto_matmul_epilog_p):
+    _primitive.def_abstract_eval(_matmul_epilog_abstract_eval)
+activation_grad_p.def_abstract_eval(_activation_grad_abstract_eval)
+
+
+def activation_grad(activation: str, aux, t):
+    """`t * act'(z)` from the aux output that the forward call stored."""
+    axes = _compat.varying_axes(aux) | _compat.varying_axes(t)
+    aux, t = cast_varying(aux, axes), cast_varying(t, axes)
+    return activation_grad_p.bind(aux, t, activation=activation)

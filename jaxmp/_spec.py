@@ -1,0 +1,306 @@
+"""The frozen description of one call, and all validation of what users pass."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import numbers
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp import _epilog
+from jaxmp._epilog import Epilog
+
+IMPLEMENTATIONS = (None, "host", "xla", "cublasmp")
+
+# Type of D by type of A and B; cublasmp.h and nvmath's type table. Everything 16-bit accumulates in float32.
+_RESULT_TYPES = {
+    "float32": ("float32",),
+    "float64": ("float64",),
+    "complex64": ("complex64",),
+    "complex128": ("complex128",),
+    "bfloat16": ("bfloat16", "float32"),
+    "float16": ("float16", "float32"),
+}
+_ACCUMULATORS = {"bfloat16": "float32", "float16": "float32"}
+
+
+class Pattern(enum.StrEnum):
+    """How one communicator's ranks share the product."""
+
+    LOCAL = "local"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    GRID = "grid"
+
+
+@dataclasses.dataclass(frozen=True)
+class MatmulSpec:
+    """Everything static about one call but its shapes; row-major, as the user sees it.
+
+    `mesh` holds every mesh axis as (name, size), since nothing ambient may matter later. `row_axes` are the
+    axes of the group; for a grid, the axes over which the rows of every stored matrix are split, and
+    `col_axes` those of the columns. `is_typed` says that the enclosing shard_map checks varying axes.
+    """
+
+    out_dtype: np.dtype
+    pattern: Pattern = Pattern.LOCAL
+    mesh: tuple[tuple[str, int], ...] = ()
+    row_axes: tuple[str, ...] = ()
+    col_axes: tuple[str, ...] = ()
+    transpose_a: bool = False
+    transpose_b: bool = False
+    conjugate_a: bool = False
+    conjugate_b: bool = False
+    alpha: complex | float = 1.0
+    beta: complex | float = 0.0
+    has_c: bool = False
+    epilog: Epilog = Epilog.NONE
+    precision: Any = None
+    implementation: str | None = None
+    is_typed: bool = False
+
+    @property
+    def group_axes(self) -> tuple[str, ...]:
+        return self.row_axes + self.col_axes
+
+    def axis_size(self, axes: tuple[str, ...]) -> int:
+        sizes = dict(self.mesh)
+        return math.prod(sizes[axis] for axis in axes)
+
+    @property
+    def nranks(self) -> int:
+        return self.axis_size(self.group_axes)
+
+    @property
+    def ngroups(self) -> int:
+        return math.prod(size for _, size in self.mesh) // self.nranks if self.mesh else 1
+
+    def replace(self, **changes) -> MatmulSpec:
+        return dataclasses.replace(self, **changes)
+
+    def bilinear(self, **changes) -> MatmulSpec:
+        """The same product without C and epilog."""
+        return self.replace(beta=0.0, has_c=False, epilog=Epilog.NONE, **changes)
+
+
+def accumulator(dtype) -> np.dtype:
+    """Type in which products of `dtype` are summed."""
+    name = np.dtype(dtype).name
+    return np.dtype(_ACCUMULATORS.get(name, name))
+
+
+def output_rows(spec: MatmulSpec, rows: int) -> int:
+    """Rows of D that each rank holds when its op(A) has `rows` of them."""
+    if spec.pattern == Pattern.ALL_GATHER:
+        return rows * spec.nranks
+    if spec.pattern == Pattern.REDUCE_SCATTER:
+        return rows // spec.nranks
+    return rows
+
+
+def local_extents(spec: MatmulSpec, a_shape, b_shape) -> tuple[int, int, int, int]:
+    """(rows of op(A), k of op(A), k of op(B), columns of op(B)), all local."""
+    rows, k_a = a_shape[::-1] if spec.transpose_a else a_shape
+    k_b, cols = b_shape[::-1] if spec.transpose_b else b_shape
+    return rows, k_a, k_b, cols
+
+
+def output_shape(spec: MatmulSpec, a_shape, b_shape) -> tuple[int, int]:
+    """Shape of each rank's D."""
+    rows, _, _, cols = local_extents(spec, a_shape, b_shape)
+    return output_rows(spec, rows), cols
+
+
+def global_extents(spec: MatmulSpec, a_shape, b_shape) -> tuple[int, int, int]:
+    """(m, n, k) of the product that one communicator computes, from the local shapes of A and B."""
+    rows, k, _, cols = local_extents(spec, a_shape, b_shape)
+    p = spec.nranks
+    if spec.pattern == Pattern.ALL_GATHER:
+        return rows * p, cols * p, k
+    if spec.pattern in (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE):
+        return rows, cols, k * p
+    if spec.pattern == Pattern.GRID:
+        nrow, ncol = spec.axis_size(spec.row_axes), spec.axis_size(spec.col_axes)
+        m = rows * (ncol if spec.transpose_a else nrow)
+        n = cols * (nrow if spec.transpose_b else ncol)
+        return m, n, k * (nrow if spec.transpose_a else ncol)
+    return rows, cols, k
+
+
+def check_local_shapes(name: str, spec: MatmulSpec, a_shape, b_shape) -> None:
+    """Raise ValueError where local shards do not fit the pattern."""
+    rows, k_a, k_b, _ = local_extents(spec, a_shape, b_shape)
+    if spec.pattern == Pattern.GRID:
+        nrow, ncol = spec.axis_size(spec.row_axes), spec.axis_size(spec.col_axes)
+        k_a *= nrow if spec.transpose_a else ncol
+        k_b *= ncol if spec.transpose_b else nrow
+    if k_a != k_b:
+        where = f"shapes {tuple(a_shape)}, {tuple(b_shape)}" + (" per device" if spec.nranks > 1 else "")
+        raise ValueError(f"{name}: b has k={k_b} but a has k={k_a} ({where}); {_transpose_hint(spec, a_shape, b_shape)}")
+    if spec.pattern == Pattern.REDUCE_SCATTER and rows % spec.nranks:
+        raise ValueError(
+            f"{name}: a has {rows} rows, which the {spec.nranks} ranks of axis {axes_text(spec.row_axes)} do not "
+            f"divide (shape per device {tuple(a_shape)}); pad the rows to a multiple of {spec.nranks}"
+        )
+
+
+def _transpose_hint(spec: MatmulSpec, a_shape, b_shape) -> str:
+    _, k, _, _ = local_extents(spec, a_shape, b_shape)
+    if b_shape[-1] == k and not spec.transpose_b:
+        return "pass transpose_b=True if b is stored (n, k)"
+    if spec.transpose_b and b_shape[0] == k:
+        return "pass transpose_b=False if b is stored (k, n)"
+    if not spec.transpose_a and a_shape[0] in b_shape:
+        return "pass transpose_a=True if a is stored (k, m)"
+    return "the contracted extents must be equal"
+
+
+def axes_text(axes: tuple[str, ...]) -> str:
+    return repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
+
+
+# What the user passes ------------------------------------------------------------------------------------------
+
+
+def check_array(name: str, argument: str, x, ndim: int | None = None, at_least: int | None = None) -> None:
+    """Raise TypeError or ValueError unless `x` is an array of a supported type and rank."""
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"{name}: {argument} must be an array, got {type(x).__name__}; convert it with jnp.asarray")
+    if ndim is not None and len(x.shape) != ndim:
+        raise ValueError(f"{name}: {argument} must have {ndim} dimensions, got {len(x.shape)} (shape {tuple(x.shape)})")
+    if at_least is not None and len(x.shape) < at_least:
+        raise ValueError(
+            f"{name}: {argument} must have at least {at_least} dimensions, got {len(x.shape)} (shape {tuple(x.shape)})"
+        )
+    dtype = x.dtype
+    if dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer):
+        raise TypeError(
+            f"{name}: {argument} has dtype {dtype}; integer and boolean operands are not supported and never widened: "
+            f"convert it, for example {argument}.astype(jnp.float32)"
+        )
+
+
+def resolve_dtypes(name: str, a, b, preferred) -> tuple[np.dtype, np.dtype]:
+    """(type of the operands by JAX's promotion, type of D)."""
+    operand = np.dtype(jnp.result_type(a, b))
+    if operand.name not in _RESULT_TYPES:
+        raise NotImplementedError(
+            f"{name}: operands of dtype {operand.name} (a {a.dtype}, b {b.dtype}) are not supported; "
+            f"supported are {', '.join(_RESULT_TYPES)}"
+        )
+    allowed = _RESULT_TYPES[operand.name]
+    if preferred is None:
+        return operand, operand
+    out = np.dtype(jax.dtypes.canonicalize_dtype(preferred))
+    if out.name not in allowed:
+        raise NotImplementedError(
+            f"{name}: preferred_element_type {np.dtype(preferred).name} is not available for {operand.name} operands; "
+            f"available: {', '.join(allowed)}"
+        )
+    return operand, out
+
+
+def check_scalar(name: str, argument: str, value, out_dtype) -> complex | float:
+    """A Python number that does not take part in promotion."""
+    if isinstance(value, np.generic | np.ndarray) and np.ndim(value) == 0:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, numbers.Number):
+        raise TypeError(
+            f"{name}: {argument} must be a Python number, got {type(value).__name__}; "
+            f"multiply by a traced scalar outside of the call"
+        )
+    if isinstance(value, complex):
+        if not jnp.issubdtype(out_dtype, jnp.complexfloating):
+            raise TypeError(f"{name}: {argument}={value} is complex but the result has dtype {np.dtype(out_dtype).name}")
+        return value
+    return float(value)
+
+
+def check_c(name: str, c, beta, out_dtype, out_shape) -> complex | float:
+    """Validate C against D and return beta."""
+    if c is None:
+        if beta is not None:
+            raise ValueError(f"{name}: beta={beta!r} was given without c; pass c of shape {tuple(out_shape)} or drop beta")
+        return 0.0
+    if beta is None:
+        raise ValueError(f"{name}: c was given without beta; pass beta=1.0 to add c as it is")
+    check_array(name, "c", c)
+    if tuple(c.shape) != tuple(out_shape):
+        raise ValueError(f"{name}: c must have the result's shape {tuple(out_shape)}, got {tuple(c.shape)}")
+    check_widens(name, "c", c, out_dtype)
+    return check_scalar(name, "beta", beta, out_dtype)
+
+
+def check_widens(name: str, argument: str, x, out_dtype) -> None:
+    """Raise TypeError unless `x` converts to the result's type without loss by JAX's promotion."""
+    if np.dtype(jnp.promote_types(x.dtype, out_dtype)) != np.dtype(out_dtype):
+        raise TypeError(
+            f"{name}: {argument} has dtype {x.dtype} but the result has dtype {np.dtype(out_dtype).name}; convert "
+            f"{argument} to {np.dtype(out_dtype).name}, or ask for a wider result with preferred_element_type"
+        )
+
+
+def check_epilog(name: str, epilog, epilog_inputs, out_dtype, n: int) -> tuple[Epilog, Any]:
+    """(epilog, bias or None) after checking that exactly the inputs of the epilog are there."""
+    try:
+        epilog = Epilog(epilog)
+    except ValueError:
+        raise ValueError(f"{name}: epilog must be a jaxmp.Epilog, got {epilog!r}") from None
+    row = _epilog.rule(epilog)
+    given = dict(epilog_inputs or {})
+    missing = [key for key in row.inputs if given.get(key) is None]
+    unknown = sorted(set(given) - set(row.inputs))
+    if missing:
+        raise ValueError(
+            f"{name}: epilog {epilog.name} needs epilog_inputs {list(row.inputs)}, missing {missing}; "
+            f"pass epilog_inputs={{{missing[0]!r}: ...}}"
+        )
+    if unknown:
+        raise ValueError(
+            f"{name}: epilog {epilog.name} takes epilog_inputs {list(row.inputs)}, got unknown {unknown}; "
+            "drop them or choose an epilog that uses them"
+        )
+    if row.activation and jnp.issubdtype(out_dtype, jnp.complexfloating):
+        raise TypeError(f"{name}: epilog {epilog.name} is defined for real types, the result is {np.dtype(out_dtype).name}")
+    bias = given.get("bias")
+    if bias is not None:
+        check_array(name, "bias", bias, ndim=1)
+        if bias.shape[0] != n:
+            raise ValueError(f"{name}: bias must have shape ({n},), one value per column of the result, got {tuple(bias.shape)}")
+        check_widens(name, "bias", bias, out_dtype)
+    return epilog, bias
+
+
+def check_implementation(name: str, implementation) -> None:
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{name}: implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+
+
+def check_conjugate(name: str, argument: str, flag: bool, x) -> bool:
+    """Whether to conjugate; real operands refuse, so that a wrong flag does not pass unseen."""
+    if flag and not jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{name}: {argument}=True needs a complex operand, got dtype {x.dtype}")
+    return bool(flag)
+
+
+def resolve_precision(name: str, precision):
+    """JAX's precision names; every implementation on the CPU computes products in the accumulator's full type."""
+    if precision is None:
+        return None
+    if isinstance(precision, lax.DotAlgorithmPreset | lax.DotAlgorithm):
+        raise NotImplementedError(f"{name}: precision={precision} is not implemented; pass a jax.lax.Precision or its name")
+    values = precision if isinstance(precision, tuple) else (precision, precision)
+    try:
+        resolved = tuple(value if value is None else lax.Precision(value) for value in values)
+    except ValueError:
+        raise ValueError(f"{name}: precision must be None, a jax.lax.Precision or its name, got {precision!r}") from None
+    if len(resolved) != 2:
+        raise ValueError(f"{name}: precision must be one value or a pair, got {precision!r}")
+    return resolved

@@ -1,0 +1,70 @@
+"""The "xla" implementation: the local product plus `lax` collectives, in the accumulator's type throughout."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp import _epilog
+from jaxmp._activation import gelu, pack_relu_aux
+from jaxmp._spec import MatmulSpec, Pattern, accumulator
+
+
+def matmul(a, b, *extra, spec: MatmulSpec):
+    """[d] or [d, aux] from one device's shards."""
+    acc = accumulator(a.dtype)
+    a, b = _gather_operands(spec, a, b)
+    a = lax.conj(a) if spec.conjugate_a else a
+    b = lax.conj(b) if spec.conjugate_b else b
+    contract = ((0 if spec.transpose_a else 1,), (1 if spec.transpose_b else 0,))
+    z = lax.dot_general(a, b, (contract, ((), ())), precision=spec.precision, preferred_element_type=acc)
+    if spec.pattern == Pattern.ALL_REDUCE:
+        z = lax.psum(z, spec.row_axes)
+    elif spec.pattern == Pattern.REDUCE_SCATTER:
+        z = lax.psum_scatter(z, spec.row_axes, scatter_dimension=0, tiled=True)
+    return apply_epilog(z, extra, spec)
+
+
+def apply_epilog(z, extra, spec: MatmulSpec):
+    """[d] or [d, aux] from the accumulated product: scale, add, activate, round once."""
+    acc = z.dtype
+    z = z if spec.alpha == 1 else z * jnp.asarray(spec.alpha, acc)
+    row = _epilog.rule(spec.epilog)
+    if spec.has_c:
+        c, *extra = extra
+        z = z + (c.astype(acc) if spec.beta == 1 else c.astype(acc) * jnp.asarray(spec.beta, acc))
+    if row.has_bias:
+        z = z + extra[0].astype(acc)[None, :]
+    d = {None: lambda x: x, "relu": jax.nn.relu, "gelu": gelu}[row.activation](z)
+    outputs = [d.astype(spec.out_dtype)]
+    if row.aux == "relu_aux":
+        outputs.append(pack_relu_aux(z > 0))
+    elif row.aux == "gelu_aux":
+        outputs.append(z.astype(spec.out_dtype))
+    return outputs
+
+
+def _gather_operands(spec: MatmulSpec, a, b):
+    if spec.pattern == Pattern.ALL_GATHER:
+        a = lax.all_gather(a, spec.row_axes, axis=1 if spec.transpose_a else 0, tiled=True)
+    elif spec.pattern == Pattern.GRID:
+        a = _gather_stored(spec, a, kept=None if spec.transpose_a else 0)
+        b = _gather_stored(spec, b, kept=None if spec.transpose_b else 1)
+        # A transposed operand holds op(A)'s rows where the grid has columns, so this device's part is cut out anew.
+        a = _own_part(a, 1, spec.row_axes) if spec.transpose_a else a
+        b = _own_part(b, 0, spec.col_axes) if spec.transpose_b else b
+    return a, b
+
+
+def _gather_stored(spec: MatmulSpec, x, kept: int | None):
+    """`x` of a grid with every dimension gathered but `kept`."""
+    for dimension, axes in enumerate((spec.row_axes, spec.col_axes)):
+        if dimension != kept:
+            x = lax.all_gather(x, axes, axis=dimension, tiled=True)
+    return x
+
+
+def _own_part(x, dimension: int, axes):
+    extent = x.shape[dimension] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * extent, extent, dimension)

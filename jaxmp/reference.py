@@ -1,0 +1,68 @@
+"""The same mathematics in plain `jnp`, for tests and documents; global arrays, no sharding, no primitive."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxmp import _activation, _epilog
+from jaxmp._epilog import Epilog
+
+
+def matmul(
+    a,
+    b,
+    c=None,
+    *,
+    alpha=1.0,
+    beta=None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    conjugate_a: bool = False,
+    conjugate_b: bool = False,
+    epilog: Epilog = Epilog.NONE,
+    epilog_inputs=None,
+    relu_aux_shards: int = 1,
+):
+    """`d`, or `(d, {name: aux})`, of `epilog(alpha * op(a) @ op(b) + beta * c)` in the operands' common type.
+
+    Args:
+      a: (..., m, k), or (..., k, m) with `transpose_a`.
+      b: (k, n), or (n, k) with `transpose_b`.
+      c: (..., m, n) or None.
+      relu_aux_shards: over how many shards the columns of d are split; the packed mask is padded per shard.
+    Everything else is as in `jaxmp.matmul`. Differentiable; pass float64 operands for a reference in float64.
+    """
+    a = _operand(a, transpose_a, conjugate_a)
+    b = _operand(b, transpose_b, conjugate_b)
+    z = alpha * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    if c is not None:
+        z = z + beta * c
+    row = _epilog.rule(Epilog(epilog))
+    if row.has_bias:
+        z = z + jnp.expand_dims(epilog_inputs["bias"], tuple(range(z.ndim - 1)))
+    d = activate(row.activation, z)
+    if row.aux is None:
+        return d
+    if row.aux == "gelu_aux":
+        return d, {row.aux: z}
+    shards = jnp.split(z > 0, relu_aux_shards, axis=-1)
+    return d, {row.aux: jnp.concatenate([_activation.pack_relu_aux(x) for x in shards], axis=-1)}
+
+
+def linear(x, w, bias=None, *, activation: str | None = None):
+    """`act(x @ w + bias)` for x (..., k), w (k, n), bias (n,)."""
+    z = jnp.matmul(x, w, precision=jax.lax.Precision.HIGHEST)
+    return activate(activation, z if bias is None else z + bias)
+
+
+def activate(activation: str | None, z):
+    """relu, tanh-gelu or nothing."""
+    if activation is None:
+        return z
+    return {"relu": jax.nn.relu, "gelu": _activation.gelu}[activation](z)
+
+
+def _operand(x, is_transposed: bool, is_conjugated: bool):
+    x = jnp.swapaxes(x, -1, -2) if is_transposed else x
+    return jnp.conj(x) if is_conjugated else x
