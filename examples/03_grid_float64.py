@@ -29,14 +29,14 @@ def main():
 
     with jax.set_mesh(mesh):
         tiles = [jax.device_put(x, P("x", "y")) for x in (a, b, c)]
-        print(jaxmp.explain(product)(*tiles))
+        jaxmp.explain(product)(*tiles)
         d = np.asarray(jax.jit(product)(*tiles))
 
     # The error of a product in any order of summation, element by element (Higham, section 3.5), and of the two sums.
     rounding = np.finfo(np.float64).eps / 2
     bound = (K + 3) * rounding * (abs(ALPHA) * np.abs(a) @ np.abs(b).T + abs(BETA) * np.abs(c))
     used = np.max(np.abs(d - (ALPHA * a @ b.T + BETA * c)) / (2 * bound))  # numpy rounds as well
-    print(f"float64 on {mesh.shape}: the largest error is {used:.1%} of what rounding allows")
+    print(f"float64 on {dict(mesh.shape)}: the largest error is {used:.1%} of what rounding allows")
     assert d.dtype == np.float64
     assert used < 1
 

@@ -1,0 +1,157 @@
+"""Sharded products: jaxmp, `jax.jit(jnp.matmul)` under the same shardings, and the best rate of one device.
+
+One device owns all cores here, so its rate is what sharding over devices of the same processor can at best
+keep. It is measured for XLA's product and for the BLAS's (jaxmp on one device), in the same rounds.
+"""
+
+import contextlib
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+from common import Report, geometric_mean, interleaved, main
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from tqdm import tqdm
+
+import jaxmp
+
+# Shardings of a (m, k), b (k, n) and the result.
+PATTERNS = {
+    "AG": (P("x", None), P(None, "x"), P(None, "x")),
+    "RS": (P(None, "x"), P("x", None), P("x", None)),
+    "AR": (P(None, "x"), P("x", None), P(None, None)),
+}
+SHAPES = [(n, n, n) for n in (256, 512, 1024, 2048)] + [(512, 4096, 11008)]  # m, k, n
+TYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
+RANKS = (2, 4)
+CONTENDERS = ("jaxmp", "xla", "one device, xla", "one device, jaxmp")
+
+
+def operand(shape, dtype, sharding, seed):
+    """Random values, made on the devices in their sharding."""
+    draw = functools.partial(jax.random.uniform, jax.random.key(seed), shape, jnp.dtype(dtype), -1, 1)
+    return jax.jit(draw, out_shardings=sharding)()
+
+
+def contenders(pattern, ranks, shape, types):
+    """Name to a call without arguments, and jaxmp's own account of its call."""
+    (m, k, n), (dtype, out) = shape, types
+    devices = jax.devices()
+    mesh = jax.make_mesh((ranks,), ("x",), axis_types=(AxisType.Explicit,), devices=devices[:ranks])
+    *in_specs, out_spec = PATTERNS[pattern]
+    shapes = (m, k), (k, n)
+
+    def operands(shardings):
+        return [operand(s, dtype, to, seed) for seed, (s, to) in enumerate(zip(shapes, shardings, strict=True))]
+
+    sharded = operands([NamedSharding(mesh, spec) for spec in in_specs])
+    alone = operands([SingleDeviceSharding(devices[0])] * 2)
+    to = NamedSharding(mesh, out_spec)
+    ours = functools.partial(jaxmp.matmul, preferred_element_type=jnp.dtype(out))
+    theirs = functools.partial(jnp.matmul, preferred_element_type=jnp.dtype(out))
+    calls = {
+        "jaxmp": functools.partial(jax.jit(functools.partial(ours, out_sharding=to)), *sharded),
+        "xla": functools.partial(jax.jit(functools.partial(theirs, out_sharding=to)), *sharded),
+        "one device, xla": functools.partial(jax.jit(theirs), *alone),
+        "one device, jaxmp": functools.partial(jax.jit(ours), *alone),
+    }
+    with contextlib.redirect_stdout(None):  # the table would stand between the progress bar and the results
+        row = jaxmp.explain(functools.partial(ours, out_sharding=to))(*sharded).rows[0]
+    return calls, row
+
+
+def check(calls, shape, types):
+    """A fast wrong product is worth nothing: compare the contenders, in float32, before they are timed."""
+    results = {name: jnp.asarray(jax.device_get(call()), jnp.float32) for name, call in calls.items()}
+    unit = {"bfloat16": 2**-8, "float32": 2**-20}[types[1]]
+    for name, result in results.items():
+        error = float(jnp.max(jnp.abs(result - results["one device, xla"])))
+        bound = 8 * unit * shape[1] ** 0.5
+        assert error < bound, f"{name} differs by {error} from XLA on one device, more than {bound}"
+
+
+def case(pattern, ranks, shape, types, seconds, rounds):
+    calls, row = contenders(pattern, ranks, shape, types)
+    check(calls, shape, types)
+    times = interleaved({name: calls[name] for name in CONTENDERS}, seconds, rounds)
+    limit = min(times["one device, xla"], times["one device, jaxmp"])
+    return {
+        "pattern": pattern,
+        "ranks": ranks,
+        "shape": shape,
+        "types": types,
+        "implementation": row.implementation,
+        "seconds": times,
+        "to_xla": times["xla"] / times["jaxmp"],
+        "to_limit": limit / times["jaxmp"],
+        "xla_to_limit": limit / times["xla"],
+    }
+
+
+def label_of_shape(shape):
+    return f"{shape[0]}^3" if len(set(shape)) == 1 else "x".join(map(str, shape))
+
+
+def label_of_types(types):
+    short = {"float32": "f32", "bfloat16": "bf16"}
+    return " -> ".join(short[t] for t in types) if types[0] != types[1] or types[0] != "float32" else "f32"
+
+
+def summary(cases):
+    """Geometric means per types and size class, and the worst row, which a mean would hide."""
+    rows = []
+    for types, large in itertools.product(TYPES, (False, True)):
+        group = [c for c in cases if tuple(c["types"]) == types and (max(c["shape"]) >= 1024) == large]
+        if not group:
+            continue
+        worst = min(group, key=lambda c: c["to_xla"])
+        rows.append(
+            [
+                label_of_types(types),
+                "1024 and above" if large else "256 and 512",
+                f"{geometric_mean(c['to_xla'] for c in group):.2f}",
+                f"{geometric_mean(c['to_limit'] for c in group):.2f}",
+                f"{geometric_mean(c['xla_to_limit'] for c in group):.2f}",
+                f"{worst['to_xla']:.2f} ({worst['pattern']}, {worst['ranks']}, {label_of_shape(worst['shape'])})",
+            ]
+        )
+    return ["types", "sizes", "jaxmp / XLA", "jaxmp / limit", "XLA / limit", "worst jaxmp / XLA"], rows
+
+
+def detail(cases):
+    rows = []
+    for c in cases:
+        m, k, n = c["shape"]
+        rate = {name: 2e-9 * m * k * n / seconds for name, seconds in c["seconds"].items()}
+        rows.append(
+            [c["pattern"], c["ranks"], label_of_shape(c["shape"]), label_of_types(c["types"]), c["implementation"]]
+            + [f"{c['seconds']['jaxmp'] * 1e3:.3f}"]
+            + [f"{rate[name]:.0f}" for name in CONTENDERS]
+            + [f"{c['to_xla']:.2f}", f"{c['to_limit']:.2f}"]
+        )
+    columns = ["pattern", "devices", "m x k x n", "types", "way", "jaxmp ms", "jaxmp", "XLA", "one dev. XLA"]
+    return [*columns, "one dev. jaxmp", "/ XLA", "/ limit"], rows
+
+
+def measure(quick):
+    shapes = [(256, 256, 256), (1024, 1024, 1024)] if quick else SHAPES
+    grid = list(itertools.product(TYPES, shapes, PATTERNS, RANKS))
+    seconds, rounds = (0.1, (5, 15)) if quick else (0.5, (9, 41))
+    cases = [
+        case(pattern, ranks, shape, types, seconds, rounds) for types, shape, pattern, ranks in tqdm(grid, "matmul")
+    ]
+    prose = (
+        "Rates in GFLOP/s, medians of interleaved rounds. *Limit*: the better of the two one-device rates of the "
+        "same product in the same rounds. *way*: the implementation that jaxmp chose."
+    )
+    return Report(
+        "Sharded products", prose, [("Geometric means", *summary(cases)), ("Rows", *detail(cases))], {"cases": cases}
+    )
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", max(RANKS))
+    main(measure)

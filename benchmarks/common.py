@@ -1,0 +1,120 @@
+"""What the benchmarks share: interleaved timing, the description of the machine, tables and JSON."""
+
+import argparse
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import statistics
+import time
+from pathlib import Path
+
+PACKAGES = ("jax", "jaxlib", "jaxmp", "numpy", "scipy-openblas32", "mkl")
+
+
+@dataclasses.dataclass
+class Report:
+    """One benchmark's outcome: prose, tables of (title, columns, rows), and everything that was measured."""
+
+    title: str
+    prose: str
+    tables: list[tuple[str, list[str], list[list[str]]]]
+    data: dict
+
+
+def interleaved(contenders, seconds=0.5, rounds=(7, 31), wait=lambda result: result.block_until_ready()):
+    """Median seconds per call of each contender, called in turns so that a slow minute hits all of them.
+
+    Every turn lasts at least a millisecond, for the clock and the dispatch to matter little; the rounds last
+    about `seconds` per contender. The order rotates, since whoever follows a large product finds a cold cache.
+    """
+    names = list(contenders)
+    for name in names:
+        wait(contenders[name]())
+    once = {name: _turn(contenders[name], 1, wait) for name in names}
+    calls = {name: max(1, math.ceil(1e-3 / once[name])) for name in names}
+    count = min(max(rounds[0], math.ceil(seconds / max(once[n] * calls[n] for n in names))), rounds[1])
+    samples = {name: [] for name in names}
+    for i in range(count):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            samples[name].append(_turn(contenders[name], calls[name], wait))
+    return {name: statistics.median(samples[name]) for name in names}
+
+
+def _turn(call, times, wait):
+    started = time.perf_counter()
+    for _ in range(times):
+        wait(call())
+    return (time.perf_counter() - started) / times
+
+
+def geometric_mean(values):
+    return math.exp(statistics.fmean(map(math.log, values)))
+
+
+def machine():
+    """Processor, cores, versions and the date: without them a number means nothing."""
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    model, flags = platform.processor() or platform.machine(), ""
+    if Path("/proc/cpuinfo").exists():
+        fields = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
+        fields = {key.strip(): value.strip() for key, value in fields.items()}
+        model, flags = fields.get("model name", model), fields.get("flags", "")
+    extensions = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags.split()]
+    return {
+        "processor": model,
+        "extensions": extensions,
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "load": os.getloadavg()[0],
+        "system": f"{platform.system()} {platform.release().split('-')[0]}",
+        "python": platform.python_version(),
+        "versions": versions,
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def header(about):
+    versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
+    return (
+        f"{about['processor']} ({', '.join(about['extensions']) or 'no vector extensions found'}), "
+        f"{about['cores']} cores, load {about['load']:.1f} at the start, {about['system']}, "
+        f"Python {about['python']}, {versions}; {about['date']}."
+    )
+
+
+def table(columns, rows):
+    """A markdown table, padded so that it can be read in a terminal as well."""
+    widths = [max(len(str(row[i])) for row in [columns, *rows]) for i in range(len(columns))]
+    lines = [[str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)] for row in [columns, *rows]]
+    rule = ["-" * width for width in widths]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])
+
+
+def markdown(report):
+    parts = [f"## {report.title}", report.prose]
+    for title, columns, rows in report.tables:
+        parts += [f"**{title}**" if title else "", table(columns, rows)]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def main(measure):
+    """Run `measure(quick)` as a script; with --json the measurements also go to a file."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--quick", action="store_true", help="fewer cases and rounds, to see that everything works")
+    parser.add_argument("--json", type=Path, help="write the measurements here")
+    arguments = parser.parse_args()
+    about = machine()
+    report = measure(arguments.quick)
+    text = markdown(report)
+    print(text)
+    if arguments.json:
+        record = {"machine": about, "quick": arguments.quick, "markdown": text, **report.data}
+        arguments.json.write_text(json.dumps(record, indent=1) + "\n")

@@ -1,0 +1,49 @@
+"""Run every benchmark, each in a process of its own, and put the tables together in one markdown file.
+
+The tables and the measurements go to benchmarks/results; `--write-docs` also replaces docs/benchmarks.md.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from common import header
+
+HERE = Path(__file__).resolve().parent
+RESULTS = HERE / "results"
+BENCHMARKS = ("matmul", "overhead", "memory", "compile")
+INTRODUCTION = """# Benchmarks
+
+Printed by `make bench`, which times all contenders in one run and in turns; `benchmarks/results` then has every
+measurement as JSON. Numbers of two machines, or of two runs on a shared one, cannot be compared; ratios can.
+"""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a short run, to see that everything works")
+    parser.add_argument("--only", choices=BENCHMARKS, action="append", help="run this one; may be repeated")
+    parser.add_argument("--write-docs", action="store_true", help="replace docs/benchmarks.md by this run's tables")
+    arguments = parser.parse_args()
+    if arguments.write_docs and (arguments.quick or arguments.only):
+        parser.error("--write-docs wants a full run, so drop --quick and --only")
+    RESULTS.mkdir(exist_ok=True)
+    texts, about = [], None
+    for name in arguments.only or BENCHMARKS:
+        record = RESULTS / f"{name}.json"
+        command = [sys.executable, str(HERE / f"bench_{name}.py"), "--json", str(record)]
+        subprocess.run(command + ["--quick"] * arguments.quick, check=True)
+        measured = json.loads(record.read_text())
+        about = about or measured["machine"]
+        texts.append(measured["markdown"])
+    text = "\n".join([INTRODUCTION, header(about) + "\n", *texts])
+    (RESULTS / "benchmarks.md").write_text(text)
+    print(header(about))
+    if arguments.write_docs:
+        (HERE.parent / "docs" / "benchmarks.md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
