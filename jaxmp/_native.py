@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxmp._config import config
 
@@ -50,7 +51,8 @@ def describe_plan(attributes: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ValueError with the library's reason where it refuses the call.
     """
-    return extension().describe_plan(dict(attributes))
+    plain = {name: v if isinstance(v, str) else np.asarray(v).tolist() for name, v in attributes.items()}
+    return extension().describe_plan(plain)
 
 
 def plan_cache_info() -> dict[str, int]:
