@@ -1,12 +1,18 @@
-"""The code in the README is what users run first; a README that fails costs them the first quarter of an hour."""
+"""The code in the README and the docstrings is what users run first; where it fails, nothing else gets a chance."""
 
+import doctest
+import importlib
+import inspect
 import os
+import pkgutil
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import jaxmp
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -27,6 +33,20 @@ def test_the_code_of_the_readme_runs(tmp_path):
     )
     assert ran.returncode == 0, ran.stderr
     assert "all_gather" in ran.stdout
+
+
+@pytest.mark.parametrize("name", sorted(m.name for m in pkgutil.iter_modules(jaxmp.__path__) if m.name != "_jaxmp"))
+def test_the_examples_of_the_docstrings_run(name):
+    module = importlib.import_module(f"jaxmp.{name}")
+    assert doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE).failed == 0
+
+
+PUBLIC = [name for name, value in vars(jaxmp).items() if inspect.isfunction(value) and not name.startswith("_")]
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_function_has_an_example(name):
+    assert ">>>" in inspect.getdoc(getattr(jaxmp, name))
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
