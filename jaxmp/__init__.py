@@ -12,3 +12,7 @@ from jaxmp._api import matmul as matmul
 from jaxmp._api import matmul_all_reduce as matmul_all_reduce
 from jaxmp._api import matmul_reduce_scatter as matmul_reduce_scatter
 from jaxmp._epilog import Epilog as Epilog
+from jaxmp._explain import Explanation as Explanation
+from jaxmp._explain import explain as explain
+from jaxmp._native import plan_cache_clear as plan_cache_clear
+from jaxmp._native import plan_cache_info as plan_cache_info

@@ -40,12 +40,60 @@ def matmul(
 ):
     """Distributed matrix product with an epilog, `d = epilog(alpha * op(a) @ op(b) + beta * c)`.
 
-    Placeholder
+    A pure function: jit, grad, jvp, vmap, remat, scan and `jax.export` apply. The shardings of the operands and of the
+    result decide how devices share the work; nothing is gathered that `out_sharding` does not ask for.
+
+        contraction sharded, out_sharding without that axis         all-reduce
+        contraction sharded, out_sharding with it on the rows       reduce-scatter
+        rows sharded, out_sharding without that axis on the rows    all-gather of a's rows (b's columns sharded over it)
+        a, b and d on the same two axes                             2-D grid
+        everything else in place                                    local
+
+    Where the shardings come from: on a mesh with explicit axes from the types of a and b; on a mesh with auto axes from
+    `in_shardings`; without those XLA's partitioner chooses (see docs/architecture.md for its limits). Inside
+    `jax.shard_map` the product is local; the functions that name an axis communicate.
+
+    Args:
+      a: (..., m, k), or (..., k, m) with `transpose_a`; float32, float64, bfloat16, float16, complex64 or complex128.
+        Leading dimensions are batch dimensions of a and of the result.
+      b: (k, n), or (n, k) with `transpose_b`.
+      c: (..., m, n), sharded like the result, or None. It is not read where beta is 0.
+      alpha, beta: Python numbers; they take no part in type promotion. `beta` goes with `c` and only with it.
+      transpose_a, transpose_b: the operand is stored transposed.
+      conjugate_a, conjugate_b: conjugate the (complex) operand.
+      epilog: a `jaxmp.Epilog`: NONE, BIAS, RELU, GELU (tanh form), RELU_BIAS, GELU_BIAS, and the AUX form of each
+        activation.
+      epilog_inputs: `{"bias": (n,)}` for the epilogs with a bias.
+      precision: None, a `jax.lax.Precision` or its name. Products are summed in the accumulator's type: float32 for
+        16-bit operands, which are rounded once, else the operands' own type.
+      preferred_element_type: type of the result; float32 is available for bfloat16 and float16 operands.
+      out_sharding: `PartitionSpec` or `NamedSharding` of the result; required where the contraction is sharded.
+      in_shardings: a pair of `PartitionSpec`s or `NamedSharding`s for a and b (auto axes).
+      mesh: the mesh of those specs; the ambient mesh by default.
+      implementation: None (chosen by rule, see `jaxmp.explain`), "host", "xla" or "cublasmp".
+
+    Returns:
+      d of shape (..., m, n), sharded as `out_sharding` says; with an AUX epilog the pair `(d, {name: aux})`:
+      "gelu_aux" is the value ahead of the activation, (..., m, n) in d's dtype; "relu_aux" is a bit mask of uint8,
+      (..., m, shards * ld): per shard of the columns ld = 16 * ceil(columns / 128) bytes a row, bit i % 8 of
+      byte i // 8 set where the value ahead of the activation is positive.
+
+    Raises:
+      TypeError: an operand is not an array, is integer, or does not convert to the result's type.
+      ValueError: shapes, shardings, epilog inputs or c and beta do not fit; the message names the argument.
+      NotImplementedError: a type, epilog or implementation that does not exist (named).
+
+    Every process of a multi-process program calls this with equal arguments. Epilogs and their numbers are those of
+    cuBLASMp (cublasmp.h 0.10, cublasMpMatmulEpilogue_t).
+
+    >>> import jax.numpy as jnp, jaxmp
+    >>> jaxmp.matmul(jnp.ones((2, 3)), jnp.ones((3, 4)), alpha=2.0)[0, 0]
+    Array(6., dtype=float32)
     """
     options = {key: value for key, value in locals().items() if key in _SPEC_OPTIONS}
     spec, operands = _validated("matmul", a, b, c, epilog_inputs, options)
     placement = _mesh.place("matmul", a, b, _result_shape(spec, a, b), out_sharding, in_shardings, mesh)
-    return _result(_run(_call(spec, placement, operands), *operands), spec)
+    return _result(jaxmp_call(_call(spec, placement, operands), *operands), spec)
 
 
 _SPEC_OPTIONS = (
@@ -54,9 +102,24 @@ _SPEC_OPTIONS = (
 
 
 def linear(x, w, bias=None, *, activation: str | None = None, out_sharding=None, **options):
-    """Dense layer `act(x @ w + bias)`.
+    """Dense layer `act(x @ w + bias)`, one call with a fused epilog.
 
-    Placeholder
+    Args:
+      x: (..., k).
+      w: (k, n).
+      bias: (n,) or None.
+      activation: None, "relu" or "gelu" (tanh form).
+      out_sharding: as in `matmul`.
+      options: the other options of `matmul` but `c`, `beta`, `epilog` and `epilog_inputs`.
+
+    Returns:
+      (..., n), sharded as `out_sharding` says.
+
+    Raises: as `matmul`; ValueError for an unknown activation.
+
+    >>> import jax.numpy as jnp, jaxmp
+    >>> jaxmp.linear(jnp.ones((2, 3)), jnp.ones((3, 4)), -2 * jnp.ones(4), activation="relu")[0]
+    Array([1., 1., 1., 1.], dtype=float32)
     """
     if getattr(x, "ndim", 0) == 1:
         return linear(x[None], w, bias, activation=activation, out_sharding=out_sharding, **options)[0]
@@ -66,22 +129,95 @@ def linear(x, w, bias=None, *, activation: str | None = None, out_sharding=None,
 
 
 def all_gather_matmul(x, w, axis_name, c=None, *, epilog_inputs=None, **options):
-    """Placeholder."""
+    """Gather x's rows over an axis and multiply: `concat(x of every rank) @ w`.
+
+    Inside a full-manual `jax.shard_map`; collective over `axis_name`: every rank calls it with an equal spec.
+
+    Args:
+      x: (..., m/P, k); the next to last dimension is gathered.
+      w: (k, n/P): this rank's columns.
+      axis_name: a mesh axis, or a tuple of them (slowest first) that together form the group of P ranks. Each
+        combination of the other axes' indices is a group of its own.
+      c: like the result, with `beta`.
+      epilog_inputs, options: as in `matmul` (transpositions, alpha, epilog, types, implementation); `bias` holds
+        this rank's n/P values.
+
+    Returns:
+      (..., m, n/P).
+
+    Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or for an axis not in the mesh.
+
+    Source: cuBLASMp's AllGather + Matmul (docs.nvidia.com/cuda/cublasmp, "Tensor parallelism").
+    """
     return _collective("all_gather_matmul", Pattern.ALL_GATHER, x, w, axis_name, c, epilog_inputs, options)
 
 
 def matmul_reduce_scatter(x, w, axis_name, c=None, *, epilog_inputs=None, **options):
-    """Placeholder."""
+    """Multiply and sum over an axis, each rank keeping its part of the rows.
+
+    Inside a full-manual `jax.shard_map`; collective over `axis_name`: every rank calls it with an equal spec.
+
+    Args:
+      x: (..., m, k/P); w: (k/P, n): this rank's part of the contraction. P divides m.
+      axis_name: a mesh axis, or a tuple of them (slowest first) that together form the group of P ranks. Each
+        combination of the other axes' indices is a group of its own.
+      c: like the result, with `beta`.
+      epilog_inputs, options: as in `matmul` (transpositions, alpha, epilog, types, implementation); `bias` holds
+        all n values, the same on every rank.
+
+    Returns:
+      (..., m/P, n): rank r has the r-th part of the rows of `sum over ranks of x @ w`, rounded once.
+
+    Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or for an axis not in the mesh.
+
+    Source: cuBLASMp's Matmul + ReduceScatter (docs.nvidia.com/cuda/cublasmp, "Tensor parallelism").
+    """
     return _collective("matmul_reduce_scatter", Pattern.REDUCE_SCATTER, x, w, axis_name, c, epilog_inputs, options)
 
 
 def matmul_all_reduce(x, w, axis_name, c=None, *, epilog_inputs=None, **options):
-    """Placeholder."""
+    """Multiply and sum over an axis: `sum over ranks of x @ w` on every rank.
+
+    Inside a full-manual `jax.shard_map`; collective over `axis_name`: every rank calls it with an equal spec.
+
+    Args:
+      x: (..., m, k/P); w: (k/P, n): this rank's part of the contraction.
+      axis_name: a mesh axis, or a tuple of them (slowest first) that together form the group of P ranks. Each
+        combination of the other axes' indices is a group of its own.
+      c: like the result, with `beta`.
+      epilog_inputs, options: as in `matmul` (transpositions, alpha, epilog, types, implementation); `bias` holds
+        all n values, the same on every rank; c likewise, and it is added once.
+
+    Returns:
+      (..., m, n), the same bits on every rank.
+
+    Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or for an axis not in the mesh.
+
+    Source: cuBLASMp's Matmul + AllReduce (docs.nvidia.com/cuda/cublasmp, "Tensor parallelism").
+    """
     return _collective("matmul_all_reduce", Pattern.ALL_REDUCE, x, w, axis_name, c, epilog_inputs, options)
 
 
 def block_matmul(a, b, axis_names, c=None, *, epilog_inputs=None, **options):
-    """Placeholder."""
+    """Product of matrices in 2-D blocks on a p x q mesh.
+
+    Inside a full-manual `jax.shard_map`; collective over both axes: every rank calls it with an equal spec.
+
+    Args:
+      a: (m/p, k/q): block (i, j) of a on the rank with index i on the first axis and j on the second; with
+        `transpose_a` the stored matrix is (k, m) and its block (k/p, m/q).
+      b: (k/p, n/q), or (n/p, k/q) with `transpose_b`.
+      axis_names: (axis of the rows, axis of the columns).
+      c: (m/p, n/q), with `beta`.
+      epilog_inputs, options: as in `matmul`; `bias` holds the n/q values of this rank's columns.
+
+    Returns:
+      (m/p, n/q): block (i, j) of d.
+
+    Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or for axes that are no pair.
+
+    Source: cuBLASMp's 2-D matmul (cublasMpMatmul, "generic"), after van de Geijn and Watts, SUMMA (1997).
+    """
     return _collective("block_matmul", Pattern.GRID, a, b, axis_names, c, epilog_inputs, options)
 
 
@@ -182,7 +318,7 @@ def _partition_specs(dims) -> tuple[P, ...]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run(call: _Call, *operands):
+def jaxmp_call(call: _Call, *operands):
     if call.mode == _mesh.Mode.MANUAL:
         return _bind_shards(call.spec, 0, *operands)
     if call.mode == _mesh.Mode.AUTO:

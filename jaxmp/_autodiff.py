@@ -9,6 +9,8 @@ Per pattern, over the ranks of a group:
     AR   as RS, t replicated:               dA = t @ B^T         dB = A^T @ t
     grid every operand 2-D:                 dA = grid(t, B^T)    dB = grid(A^T, t)
 The set is closed, but for the one gather that cuBLASMp cannot fuse, since it contracts over gathered rows.
+An operand that does not vary over some axis (weights under data parallelism, activations ahead of a column-parallel
+layer) gets the sum of its cotangents over that axis; where the product is local, it becomes an AR over it.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
-from jaxmp import _epilog
+from jaxmp import _compat, _epilog
 from jaxmp._activation import gelu_derivative
 from jaxmp._primitive import (
     AUTO_TWIN,
@@ -38,20 +40,20 @@ def gather_rows(spec: MatmulSpec, x, dimension: int):
         return lax.all_gather(x, spec.row_axes, axis=dimension, tiled=True)
 
 
-def _product(spec: MatmulSpec, left, right, *, out_dtype, auto, **changes):
-    """The product of a rule: operands in their common type, the result in `out_dtype`."""
+def _product(spec: MatmulSpec, left, right, operand, *, auto, **changes):
+    """The product of a rule, in the type and over the varying axes of the operand whose cotangent it is."""
     common = jnp.promote_types(left.dtype, right.dtype)
-    changes = {"transpose_a": False, "transpose_b": False, "conjugate_a": False, "conjugate_b": False} | changes
-    call = spec.bilinear(out_dtype=common, **changes)
+    flags = {"transpose_a": False, "transpose_b": False, "conjugate_a": False, "conjugate_b": False}
+    call = spec.bilinear(**{"out_dtype": common, **flags, **changes})
+    have = _compat.varying_axes(left) | _compat.varying_axes(right) | frozenset(call.group_axes)
+    want = frozenset(operand.aval.manual_axis_type.varying)
+    summed = tuple(axis for axis, _ in call.mesh if axis in have - want) if spec.is_typed else ()
+    if call.pattern == Pattern.LOCAL and summed:
+        # An operand that was the same on several ranks gets the sum of their cotangents: an all-reduced product.
+        call, summed = call.replace(pattern=Pattern.ALL_REDUCE, row_axes=summed), ()
     d, _ = bind(call, left.astype(common), right.astype(common), auto=auto)
-    return d.astype(out_dtype)
-
-
-def _reduced_cotangent(spec: MatmulSpec, ct):
-    """The cotangent of a sum over ranks: the same on all, so typed it is a cast; untyped, shard_map divides it."""
-    if spec.is_typed:
-        return cast_varying(ct, spec.row_axes)
-    return lax.psum(ct, spec.row_axes)
+    d = lax.psum(d, summed) if summed else d
+    return cast_varying(d, want).astype(operand.aval.dtype)
 
 
 def _matmul_transpose_lhs(ct, a, b, *, spec: MatmulSpec, auto: bool):
@@ -59,13 +61,12 @@ def _matmul_transpose_lhs(ct, a, b, *, spec: MatmulSpec, auto: bool):
     flags = {"pattern": pattern.get(spec.pattern, spec.pattern)}
     if spec.pattern == Pattern.ALL_REDUCE:
         ct, flags = _reduced_cotangent(spec, ct), _LOCAL
-    dtype = a.aval.dtype
     if spec.transpose_a and flags["pattern"] in (Pattern.LOCAL, Pattern.GRID):
         flags = flags | {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True}
-        result = _product(spec, b, ct, out_dtype=dtype, auto=auto, **flags)
+        result = _product(spec, b, ct, a, auto=auto, **flags)
     else:
         flags = flags | {"transpose_b": not spec.transpose_b, "conjugate_b": spec.conjugate_b}
-        result = _product(spec, ct, b, out_dtype=dtype, auto=auto, **flags)
+        result = _product(spec, ct, b, a, auto=auto, **flags)
         result = result.T if spec.transpose_a else result
     return lax.conj(result) if spec.conjugate_a else result
 
@@ -78,14 +79,18 @@ def _matmul_transpose_rhs(ct, a, b, *, spec: MatmulSpec, auto: bool):
         a = gather_rows(spec, a, 1 if spec.transpose_a else 0)
     elif spec.pattern == Pattern.REDUCE_SCATTER:
         ct = gather_rows(spec, ct, 0)
-    dtype = b.aval.dtype
     if spec.transpose_b:
         flags = flags | {"transpose_a": True, "transpose_b": spec.transpose_a, "conjugate_b": spec.conjugate_a}
-        result = _product(spec, ct, a, out_dtype=dtype, auto=auto, **flags)
+        result = _product(spec, ct, a, b, auto=auto, **flags)
     else:
         flags = flags | {"transpose_a": not spec.transpose_a, "conjugate_a": spec.conjugate_a}
-        result = _product(spec, a, ct, out_dtype=dtype, auto=auto, **flags)
+        result = _product(spec, a, ct, b, auto=auto, **flags)
     return lax.conj(result) if spec.conjugate_b else result
+
+
+def _reduced_cotangent(spec: MatmulSpec, ct):
+    """The cotangent of a sum over ranks: the same on all of them; untyped, shard_map has divided it."""
+    return ct if spec.is_typed else lax.psum(ct, spec.row_axes)
 
 
 _LOCAL = {"pattern": Pattern.LOCAL, "row_axes": (), "col_axes": ()}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+
+# cuBLASLt wants the leading dimension of a packed relu mask in multiples of this many bits.
+RELU_AUX_BITS = 128
 
 
 def round_up(x: int, multiple: int) -> int:
@@ -52,8 +54,8 @@ def unflatten_index(index: int, shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def relu_aux_bytes(n: int) -> int:
-    """Bytes of packed relu mask per row of D: one bit per column, padded to 128 bits (AUX_LD % 128)."""
-    return round_up(math.ceil(n / 8), 16)
+    """Bytes of packed relu mask per row of D: one bit per column, padded."""
+    return round_up(n, RELU_AUX_BITS) // 8
 
 
 def gelu_aux_ld(n: int) -> int:

@@ -103,13 +103,19 @@ def _complex_pair(value) -> np.ndarray:
     return np.array([complex(value).real, complex(value).imag], np.float64)
 
 
+def without_conjugation(spec: MatmulSpec) -> MatmulSpec:
+    """The spec less the conjugations that precede the call: cuBLASMp conjugates only what it transposes."""
+    return spec.replace(
+        conjugate_a=spec.conjugate_a and spec.transpose_a,
+        conjugate_b=spec.conjugate_b and spec.transpose_b,
+    )
+
+
 def _host_matmul(a, b, *extra, spec: MatmulSpec):
     """[d] or [d, aux] through the custom call."""
-    # cuBLASMp conjugates only what it transposes.
-    if spec.conjugate_a and not spec.transpose_a:
-        a, spec = lax.conj(a), spec.replace(conjugate_a=False)
-    if spec.conjugate_b and not spec.transpose_b:
-        b, spec = lax.conj(b), spec.replace(conjugate_b=False)
+    asked, spec = spec, without_conjugation(spec)
+    a = lax.conj(a) if asked.conjugate_a and not spec.conjugate_a else a
+    b = lax.conj(b) if asked.conjugate_b and not spec.conjugate_b else b
     _native.register()
     rows, cols = output_shape(spec, a.shape, b.shape)
     aux = _epilog.rule(spec.epilog).aux

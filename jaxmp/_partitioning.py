@@ -8,6 +8,7 @@ mind (the gradient of an all-gather comes out as an all-reduce). Explicit axes o
 from __future__ import annotations
 
 import functools
+import math
 import threading
 
 import jax
@@ -15,7 +16,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _epilog
+from jaxmp import _epilog, _layout
 from jaxmp._compat import mlir
 from jaxmp._primitive import auto_matmul_epilog_p, auto_matmul_p, bind
 from jaxmp._sharding import Dim, Dims, to_dims
@@ -77,6 +78,10 @@ def _partition(spec: MatmulSpec, mesh, args, results):
         _dividing(to_dims("matmul", "operand", x.sharding.spec, len(x.shape)), x.shape, mesh.shape)
         for x in (args[0], args[1], first)
     ]
+    if _epilog.rule(spec.epilog).aux == "relu_aux" and _shard(first.shape[1], dims[2][1], mesh.shape) % _layout.RELU_AUX_BITS:
+        # The mask is padded per shard; under the partitioner its shape cannot depend on the shards.
+        columns = dims[2][1]
+        dims = [tuple(_without(dim, columns) for dim in operand) for operand in dims]
     pattern, group, a, b, out = _settle(*dims, spec)
     if pattern == Pattern.REDUCE_SCATTER and not _divides(first.shape[0], out[0], mesh.shape):
         pattern, out = Pattern.ALL_REDUCE, (a[1] if spec.transpose_a else a[0], out[1])
@@ -97,6 +102,10 @@ def _partition(spec: MatmulSpec, mesh, args, results):
 
 def _dividing(dims: Dims, shape, mesh) -> Dims:
     return tuple(dim if _divides(n, dim, mesh) else () for dim, n in zip(dims, shape, strict=True))
+
+
+def _shard(extent: int, dim: Dim, mesh) -> int:
+    return extent // math.prod(mesh[axis] for axis in dim)
 
 
 def _divides(extent: int, dim: Dim, mesh) -> bool:

@@ -34,8 +34,8 @@ def bind(spec: MatmulSpec, a, b, c=None, bias=None, *, auto: bool = False):
     spec = spec.replace(has_c=c is not None)
     extra = [x.astype(spec.out_dtype) for x in (c, bias) if x is not None]
     if not extra and not _epilog.rule(spec.epilog).activation:
-        return bilinear_p.bind(*_same_varying(spec, a, b), spec=spec), None
-    d, *aux = epilog_p.bind(*_same_varying(spec, a, b, *extra), spec=spec)
+        return bilinear_p.bind(a, b, spec=spec), None
+    d, *aux = epilog_p.bind(a, b, *extra, spec=spec)
     return d, aux[0] if aux else None
 
 
@@ -67,17 +67,6 @@ def bind_rows(spec: MatmulSpec, a, b, c=None, bias=None, *, auto: bool = False):
     return unfold(d), None if aux is None else unfold(aux)
 
 
-def _same_varying(spec: MatmulSpec, a, b, *extra):
-    """Cast operands to vary over the same manual axes, as abstract evaluation demands under check_vma=True."""
-    if not spec.is_typed:
-        return (a, b, *extra)
-    everything = frozenset().union(*map(_compat.varying_axes, (a, b, *extra)))
-    reduced = spec.pattern == Pattern.ALL_REDUCE
-    product = everything | frozenset(spec.group_axes)
-    added = product - frozenset(spec.group_axes) if reduced else product
-    return tuple(cast_varying(x, product) for x in (a, b)) + tuple(cast_varying(x, added) for x in extra)
-
-
 def cast_varying(x, axes):
     missing = tuple(axis for axis in sorted(axes) if axis not in _compat.varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x
@@ -86,18 +75,22 @@ def cast_varying(x, axes):
 # Abstract evaluation -------------------------------------------------------------------------------------------
 
 
-def _output_varying(spec: MatmulSpec, a, b, extra=()):
-    va, vb = (frozenset(x.manual_axis_type.varying) for x in (a, b))
-    assert va == vb, f"jaxmp: operands vary over {sorted(va)} and {sorted(vb)}"
-    out = va - frozenset(spec.group_axes) if spec.pattern == Pattern.ALL_REDUCE and spec.is_typed else va
+def _output_varying(spec: MatmulSpec, a, b, extra=()) -> frozenset[str]:
+    """Manual axes over which d varies. Operands need not vary over the same axes: their transposes sum what is missing."""
+    group = frozenset(spec.group_axes)
+    product = a.manual_axis_type.varying | b.manual_axis_type.varying
+    if not spec.is_typed:
+        return frozenset(product)
+    product = product - group if spec.pattern == Pattern.ALL_REDUCE else product | group
     for x in extra:
-        vx = frozenset(x.manual_axis_type.varying)
-        if vx != out:
+        added = x.manual_axis_type.varying
+        if spec.pattern == Pattern.ALL_REDUCE and added & group:
             raise ValueError(
-                f"jaxmp: c and bias of an all-reduced product must be equal on every rank of {spec.group_axes}, "
-                f"but one varies over {sorted(vx - out)}; add it after the call, or reduce it first"
+                f"jaxmp: c and bias of an all-reduced product must be equal on every rank of axis {spec.group_axes}, "
+                f"but one varies over {sorted(added & group)}; add it after the call, or reduce it first"
             )
-    return out
+        product = product | added
+    return frozenset(product)
 
 
 def _output_aval(spec: MatmulSpec, a, b, extra=()):

@@ -1,0 +1,240 @@
+"""`explain`: what each matmul of a program will do, read off its jaxpr."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp import _compat, _epilog, _lowering, _native, _partitioning
+from jaxmp._primitive import auto_matmul_epilog_p, auto_matmul_p, matmul_epilog_p, matmul_p
+from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, output_shape
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One call, or one gather that jaxmp added, as every rank runs it.
+
+    Attributes:
+      operation: "matmul", "matmul+epilog", or "all_gather" / "reshard" for what runs beside the calls.
+      count: how often the program runs it (the trip counts of enclosing scans, multiplied).
+      global_shapes, local_shapes: of a, b and d, as stored: of one group's product, and per device.
+      dtypes: "a x b -> d"; accumulator: the type in which products are summed.
+      pattern: how the ranks of a group share the product; groups: their number, size and axes.
+      epilog: name of the epilog.
+      implementation, why: which implementation serves it and the rule that chose it.
+      algorithm: the library's algorithm and BLAS, where a plan can be made here.
+      flops: floating-point operations of all groups together (2 m n k; a complex product counts 4 real ones).
+      bytes_moved: bytes that one rank reads from its peers.
+      workspace: bytes per rank.
+    """
+
+    operation: str
+    count: int
+    pattern: str
+    groups: str
+    global_shapes: tuple[tuple[int, ...], ...]
+    local_shapes: tuple[tuple[int, ...], ...]
+    dtypes: str
+    accumulator: str
+    epilog: str
+    implementation: str
+    why: str
+    algorithm: str
+    flops: int
+    bytes_moved: int
+    workspace: int
+
+
+# What runs beside the calls, by primitive, and why.
+_COMMUNICATES = {
+    "all_gather": "the product contracts over gathered rows; cuBLASMp cannot fuse that gather",
+    "psum": "sums the cotangents of an operand that is the same on several ranks",
+    "psum_invariant": "sums the cotangents of an operand that is the same on several ranks",
+    "reshard": "brings an operand to the sharding of the call, as out_sharding asks for it",
+}
+_COLUMNS = ("operation", "pattern", "groups", "global", "per device", "dtypes", "acc", "epilog", "by", "Gflop", "MB moved", "work")
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """The rows of a program in the order in which it runs them; `str` gives the table."""
+
+    rows: tuple[Row, ...]
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "no jaxmp call in this program"
+        cells = [_COLUMNS, *map(_cells, self.rows)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(_COLUMNS))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+        reasons = dict.fromkeys(f"{row.implementation}: {row.why}; {row.algorithm}" for row in self.rows)
+        return "\n".join([*lines, "", *reasons])
+
+
+def explain(fn: Callable) -> Callable[..., Explanation]:
+    """Print one row per jaxmp call of `fn`, forward or (given a gradient function) backward, and return them.
+
+    `explain(fn)(*args, **kwargs)` traces `fn` for its arguments (arrays or `jax.ShapeDtypeStruct`s) and runs nothing.
+    Calls whose pattern XLA's partitioner decides (auto axes, no shardings given) are found by compiling `fn`.
+
+    Returns:
+      A function of the same arguments that prints the table and returns an `Explanation`, whose `.rows` programs
+      can read.
+
+    >>> import jax, jaxmp
+    >>> x = jax.ShapeDtypeStruct((8, 16), "float32")
+    >>> w = jax.ShapeDtypeStruct((16, 4), "float32")
+    >>> rows = jaxmp.explain(jaxmp.matmul)(x, w).rows  # doctest: +ELLIPSIS
+    operation  pattern ...
+    >>> rows[0].pattern, rows[0].accumulator, rows[0].flops
+    ('local', 'float32', 1024)
+    """
+
+    @functools.wraps(fn)
+    def explained(*args, **kwargs) -> Explanation:
+        # A function of its own, so that neither tracing nor the partitioner answers from a cache.
+        jitted = jax.jit(lambda *args, **kwargs: fn(*args, **kwargs))
+        jaxpr = jax.make_jaxpr(jitted)(*args, **kwargs)
+        rows = list(_walk(jaxpr.jaxpr, 1, ()))
+        if any(row is None for row in rows):
+            settled = _settled_by_partitioner(jitted, args, kwargs)
+            rows = [row for row in rows if row is not None] + settled
+        explanation = Explanation(tuple(rows))
+        print(explanation)
+        return explanation
+
+    return explained
+
+
+def _settled_by_partitioner(jitted, args, kwargs) -> list[Row]:
+    rows: list[Row] = []
+    why = "chosen by XLA's partitioner (auto axes, no in_shardings)"
+
+    def on_call(spec: MatmulSpec, avals) -> None:
+        rows.append(_matmul_row(spec, *avals[:2], 1, why))
+
+    with _partitioning.observe(on_call):
+        jitted.lower(*args, **kwargs).compile()
+    return rows
+
+
+def _walk(jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row | None]:
+    """Rows of `jaxpr` and all it contains; None stands for a call that the partitioner will settle."""
+    for eqn in jaxpr.eqns:
+        names = (*scopes, str(eqn.source_info.name_stack), str(eqn.params.get("name", "")))
+        if eqn.primitive in (matmul_p, matmul_epilog_p):
+            yield _matmul_row(eqn.params["spec"], *(v.aval for v in eqn.invars[:2]), count)
+        elif eqn.primitive in (auto_matmul_p, auto_matmul_epilog_p):
+            if len(jax.devices()) == 1:
+                yield _matmul_row(eqn.params["spec"], *(v.aval for v in eqn.invars[:2]), count)
+            else:
+                yield None
+        elif eqn.primitive.name in _COMMUNICATES and any("jaxmp" in name for name in names):
+            yield _communication_row(eqn, count)
+        else:
+            inner = count * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else count
+            for sub in _compat.subjaxprs(eqn.params):
+                yield from _walk(sub, inner, names)
+
+
+def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None) -> Row:
+    m, n, k = global_extents(spec, a.shape, b.shape)
+    platform, nprocesses = jax.default_backend(), jax.process_count()
+    choice = _lowering.choose_implementation(spec, platform, nprocesses)
+    plan = {"workspace": 0, "algorithm": "lax collectives" if spec.nranks > 1 else "lax.dot_general"}
+    if choice.implementation == "host":
+        plan = _native.describe_plan(_lowering.call_attributes(_lowering.without_conjugation(spec), a, b))
+    out = np.dtype(spec.out_dtype)
+    is_complex = np.issubdtype(out, np.complexfloating)
+    return Row(
+        operation="matmul" if spec.epilog == _epilog.Epilog.NONE and not spec.has_c else "matmul+epilog",
+        count=count,
+        pattern=spec.pattern.value,
+        groups=f"{spec.ngroups} x {spec.nranks} {spec.group_axes}" if spec.nranks > 1 else "1 rank",
+        global_shapes=((k, m) if spec.transpose_a else (m, k), (n, k) if spec.transpose_b else (k, n), (m, n)),
+        local_shapes=(tuple(a.shape), tuple(b.shape), output_shape(spec, a.shape, b.shape)),
+        dtypes=f"{a.dtype.name} x {b.dtype.name} -> {out.name}",
+        accumulator=accumulator(a.dtype).name,
+        epilog=spec.epilog.name,
+        implementation=choice.implementation,
+        why=choice.why if why is None else f"{choice.why}; {why}",
+        algorithm=str(plan["algorithm"]),
+        flops=2 * m * n * k * (4 if is_complex else 1) * spec.ngroups,
+        bytes_moved=_bytes_moved(spec, a, b, choice.implementation),
+        workspace=int(plan["workspace"]),
+    )
+
+
+def _bytes_moved(spec: MatmulSpec, a, b, implementation: str) -> int:
+    """Bytes that one rank reads from its peers' memory, by the pattern's own minimum.
+
+    AG: the other ranks' rows. RS and AR by partial sums (ring): (P-1)/P of D in the accumulator's type, twice for AR.
+    The host implementation reads the operands of its peers instead. A grid: the blocks of its row and its column.
+    """
+    p = spec.nranks
+    rows, cols = output_shape(spec, a.shape, b.shape)
+    bytes_a, bytes_b = (math.prod(x.shape) * x.dtype.itemsize for x in (a, b))
+    if spec.pattern == Pattern.ALL_GATHER:
+        return (p - 1) * bytes_a
+    if spec.pattern == Pattern.GRID:
+        return (spec.axis_size(spec.col_axes) - 1) * bytes_a + (spec.axis_size(spec.row_axes) - 1) * bytes_b
+    if spec.pattern == Pattern.LOCAL:
+        return 0
+    if implementation == "host":
+        # Each rank computes 1/P of the rows from all ranks' shards.
+        return (p - 1) * (bytes_a // p + bytes_b)
+    full = rows * cols * (p if spec.pattern == Pattern.REDUCE_SCATTER else 1) * accumulator(a.dtype).itemsize
+    return full * (p - 1) // p * (2 if spec.pattern == Pattern.ALL_REDUCE else 1)
+
+
+def _communication_row(eqn, count: int) -> Row:
+    x, out = eqn.invars[0].aval, eqn.outvars[0].aval
+    bytes_in, bytes_out = (math.prod(v.shape) * v.dtype.itemsize for v in (x, out))
+    name = eqn.primitive.name
+    axes = eqn.params.get("axis_name") or eqn.params.get("axes") or ()
+    return Row(
+        operation="all_reduce" if name.startswith("psum") else name,
+        count=count,
+        pattern="-",
+        groups=str(axes),
+        global_shapes=(tuple(out.shape),),
+        local_shapes=(tuple(x.shape),),
+        dtypes=x.dtype.name,
+        accumulator="",
+        epilog="",
+        implementation="xla",
+        why=_COMMUNICATES[name],
+        algorithm=f"lax.{name}",
+        flops=0,
+        bytes_moved=max(bytes_out - bytes_in, 0) if "gather" in name else bytes_in,
+        workspace=0,
+    )
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    times = f" x{row.count}" if row.count > 1 else ""
+    return (
+        row.operation + times,
+        row.pattern,
+        row.groups,
+        _shapes(row.global_shapes),
+        _shapes(row.local_shapes),
+        row.dtypes,
+        row.accumulator,
+        row.epilog,
+        row.implementation,
+        f"{row.flops / 1e9:.3g}",
+        f"{row.bytes_moved / 1e6:.3g}",
+        f"{row.workspace}",
+    )
+
+
+def _shapes(shapes: tuple[tuple[Any, ...], ...]) -> str:
+    texts = ["x".join(map(str, shape)) for shape in shapes]
+    return f"{texts[0]} @ {texts[1]} -> {texts[2]}" if len(texts) == 3 else " ".join(texts)
