@@ -21,7 +21,7 @@ from jax import lax
 from jax.interpreters import ad
 
 from jaxmp import _compat, _epilog
-from jaxmp._activation import gelu_derivative
+from jaxmp._activation import gelu_second_derivative
 from jaxmp._primitive import (
     AUTO_TWIN,
     activation_grad,
@@ -129,7 +129,9 @@ def _preactivation_tangent(primals, tangents, spec: MatmulSpec, auto: bool, like
         if type(tc) is not ad.Zero:
             terms.append(tc if spec.beta == 1 else tc * jnp.asarray(spec.beta, tc.dtype))
     if textra and type(textra[0]) is not ad.Zero:
-        terms.append(jnp.broadcast_to(textra[0][None, :], like.shape))
+        # Cast ahead of the broadcast, so that the transpose sums over rows before it sums over ranks.
+        tbias = cast_varying(textra[0], _compat.varying_axes(like))
+        terms.append(lax.broadcast_in_dim(tbias, like.shape, (1,)))
     return sum(terms[1:], terms[0]) if terms else None
 
 
@@ -139,7 +141,7 @@ def _activation_grad_jvp_rule(primals, tangents, *, activation: str):
     y = activation_grad(activation, aux, t)
     terms = [] if type(tt) is ad.Zero else [activation_grad(activation, aux, tt)]
     if activation == "gelu" and type(taux) is not ad.Zero:
-        terms.append((t * gelu_derivative(aux, order=2).astype(t.dtype)) * taux.astype(t.dtype))
+        terms.append((t * gelu_second_derivative(aux).astype(t.dtype)) * taux.astype(t.dtype))
     return y, sum(terms[1:], terms[0]) if terms else _zero_tangent(y)
 
 

@@ -8,6 +8,7 @@ import jax
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax._src.interpreters import partial_eval as _pe
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 
@@ -51,6 +52,11 @@ def subjaxprs(params: dict):
     return _core.jaxprs_in_params(params)
 
 
+def without_dead_code(jaxpr):
+    """`jaxpr` less the equations that no output needs, in itself and in what it calls."""
+    return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
 def is_concrete(x) -> bool:
     """Whether `x` is a value rather than a tracer."""
     return not isinstance(x, _core.Tracer)
@@ -66,4 +72,5 @@ __all__ = [
     "subjaxprs",
     "varying_axes",
     "with_shape",
+    "without_dead_code",
 ]

@@ -100,8 +100,8 @@ def explain(fn: Callable) -> Callable[..., Explanation]:
     def explained(*args, **kwargs) -> Explanation:
         # A function of its own, so that neither tracing nor the partitioner answers from a cache.
         jitted = jax.jit(lambda *args, **kwargs: fn(*args, **kwargs))
-        jaxpr = jax.make_jaxpr(jitted)(*args, **kwargs)
-        rows = list(_walk(jaxpr.jaxpr, 1, ()))
+        jaxpr = _compat.without_dead_code(jax.make_jaxpr(jitted)(*args, **kwargs).jaxpr)
+        rows = list(_walk(jaxpr, 1, ()))
         if any(row is None for row in rows):
             settled = _settled_by_partitioner(jitted, args, kwargs)
             rows = [row for row in rows if row is not None] + settled
