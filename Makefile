@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 JAX    ?=
+EXTRAS ?=
 ARGS   ?=
 
 .DEFAULT_GOAL := help
@@ -13,8 +14,10 @@ SHELL := /bin/bash
 TAG := $(shell $(PYTHON) -c 'import sys; print("py%d.%d" % sys.version_info[:2])' 2>/dev/null)$(if $(JAX),-jax$(JAX))
 DEMO  := .venv/demo-$(TAG)
 TEST  := .venv/test-$(TAG)
-BENCH := .venv/bench-$(TAG)
+BENCH := .venv/bench-$(TAG)$(if $(EXTRAS),-$(EXTRAS))
 LINT  := .venv/lint-$(TAG)
+
+COMMA := ,
 
 CXX_SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc -type f 2>/dev/null)
 ALL_SOURCES := $(CXX_SOURCES) $(shell find jaxmp -name '*.py' 2>/dev/null)
@@ -33,7 +36,7 @@ endef
 .PHONY: help
 help: ## This list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
-	@echo "  Variables: PYTHON=<interpreter>, JAX=<version; empty: the newest>, ARGS=<more arguments of the command>"
+	@echo "  Variables: PYTHON=<interpreter>, JAX=<version; empty: the newest>, ARGS=<more arguments>"
 
 .PHONY: demo
 demo: $(DEMO)/.ready ## Train the digits example on four CPU devices
@@ -59,7 +62,6 @@ sanitize: $(TEST)/.ready ## Run the C++ tests under the address, undefined-behav
 	@$(call cpp_tests,cpp-asan-$(TAG),RelWithDebInfo,address$(COMMA)undefined)
 	@$(call cpp_tests,cpp-tsan-$(TAG),RelWithDebInfo,thread)
 
-COMMA := ,
 # $(call cpp_tests,build folder,build type,sanitizers). PATH gives CMake the environment's own ninja.
 define cpp_tests
 export PATH="$(CURDIR)/$(TEST)/bin:$$PATH"; \
@@ -86,7 +88,7 @@ format: $(LINT)/.ready ## Rewrite the sources in the project's style
 	$(LINT)/bin/clang-format -i $(CXX_STYLED)
 
 .PHONY: bench
-bench: $(BENCH)/.ready ## Compare with XLA and write the tables (ARGS=--quick for a short run)
+bench: $(BENCH)/.ready ## Compare with XLA and write the tables (ARGS=--quick for a short run, EXTRAS=mkl with MKL)
 	$(BENCH)/bin/python benchmarks/run.py $(ARGS)
 
 .PHONY: clean
@@ -101,7 +103,7 @@ $(TEST)/.ready: $(CXX_SOURCES)
 	$(call new_venv,$(TEST),--editable '.[test]')
 
 $(BENCH)/.ready: $(ALL_SOURCES)
-	$(call new_venv,$(BENCH),'.[bench]')
+	$(call new_venv,$(BENCH),'.[bench$(if $(EXTRAS),$(COMMA)$(EXTRAS))]')
 
 $(LINT)/.ready: .ci/requirements-lint.txt
 	$(call new_venv,$(LINT),-r .ci/requirements-lint.txt jax numpy)
