@@ -42,7 +42,8 @@ def gather_rows(spec: MatmulSpec, x, dimension: int):
 
 def _product(spec: MatmulSpec, left, right, operand, *, auto, **changes):
     """The product of a rule, in the type and over the varying axes of the operand whose cotangent it is."""
-    common = jnp.promote_types(left.dtype, right.dtype)
+    with jax.numpy_dtype_promotion("standard"):  # float32 cotangents of 16-bit operands, where the user may be strict
+        common = jnp.promote_types(left.dtype, right.dtype)
     flags = {"transpose_a": False, "transpose_b": False, "conjugate_a": False, "conjugate_b": False}
     call = spec.bilinear(**{"out_dtype": common, **flags, **changes})
     have = _compat.varying_axes(left) | _compat.varying_axes(right) | frozenset(call.group_axes)
