@@ -25,7 +25,8 @@ class [[nodiscard]] Status {
 
   bool ok() const { return code_ == Code::kOk; }
   Code code() const { return code_; }
-  const std::string& message() const { return message_; }
+  const std::string& message() const& { return message_; }
+  std::string message() && { return std::move(message_); }
 
  private:
   Code code_ = Code::kOk;
@@ -45,9 +46,11 @@ class [[nodiscard]] StatusOr {
   StatusOr(Status status) : status_(std::move(status)) {}     // NOLINT: an error is a failure
 
   bool ok() const { return value_.has_value(); }
-  const Status& status() const { return status_; }
-  T& operator*() { return *value_; }
-  const T& operator*() const { return *value_; }
+  const Status& status() const& { return status_; }
+  Status status() && { return std::move(status_); }
+  T& operator*() & { return *value_; }
+  const T& operator*() const& { return *value_; }
+  T operator*() && { return std::move(*value_); }
   T* operator->() { return &*value_; }
   const T* operator->() const { return &*value_; }
 

@@ -1,0 +1,252 @@
+// XLA's side of the FFI, as far as jaxmp's handlers use it: they can then run under sanitizers, on threads of the
+// test's choosing, without XLA.
+#ifndef JAXMP_TESTS_FAKE_XLA_H_
+#define JAXMP_TESTS_FAKE_XLA_H_
+
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "csrc/handlers.h"
+#include "csrc/problem.h"
+#include "xla/ffi/api/ffi.h"
+
+struct XLA_FFI_Error {
+  XLA_FFI_Error_Code code;
+  std::string message;
+};
+
+struct XLA_FFI_Future {
+  std::mutex mutex;
+  std::condition_variable is_set;
+  bool is_done = false;
+  std::string error;
+
+  void Set(std::string message) {
+    std::lock_guard<std::mutex> lock(mutex);
+    is_done = true;
+    error = std::move(message);
+    is_set.notify_all();  // under the lock: the waiter may destroy this as soon as it is released
+  }
+  std::string Wait() {
+    std::unique_lock<std::mutex> lock(mutex);
+    is_set.wait(lock, [this] { return is_done; });
+    return error;
+  }
+};
+
+struct XLA_FFI_ExecutionContext {
+  void* state = nullptr;
+  int64_t run_id = 0;
+  int64_t num_threads = 2;
+  std::vector<std::thread> helpers;
+};
+
+namespace fake_xla {
+
+inline XLA_FFI_Error* ErrorCreate(XLA_FFI_Error_Create_Args* args) {
+  return new XLA_FFI_Error{args->errc, args->message};
+}
+inline void ErrorGetMessage(XLA_FFI_Error_GetMessage_Args* args) { args->message = args->error->message.c_str(); }
+inline void ErrorDestroy(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
+
+inline XLA_FFI_Error* StateSet(XLA_FFI_State_Set_Args* args) {
+  args->ctx->state = args->state;
+  return nullptr;
+}
+inline XLA_FFI_Error* StateGet(XLA_FFI_State_Get_Args* args) {
+  args->state = args->ctx->state;
+  return nullptr;
+}
+inline XLA_FFI_Error* RunIdGet(XLA_FFI_RunId_Get_Args* args) {
+  args->run_id = args->ctx->run_id;
+  return nullptr;
+}
+inline XLA_FFI_Error* ThreadPoolSchedule(XLA_FFI_ThreadPool_Schedule_Args* args) {
+  args->ctx->helpers.emplace_back(args->task, args->data);
+  return nullptr;
+}
+inline XLA_FFI_Error* ThreadPoolNumThreads(XLA_FFI_ThreadPool_NumThreads_Args* args) {
+  *args->num_threads = args->ctx->num_threads;
+  return nullptr;
+}
+inline XLA_FFI_Error* FutureCreate(XLA_FFI_Future_Create_Args* args) {
+  args->future = new XLA_FFI_Future;
+  return nullptr;
+}
+inline XLA_FFI_Error* FutureSetAvailable(XLA_FFI_Future_SetAvailable_Args* args) {
+  args->future->Set("");
+  return nullptr;
+}
+inline XLA_FFI_Error* FutureSetError(XLA_FFI_Future_SetError_Args* args) {
+  std::unique_ptr<XLA_FFI_Error> error(args->error);
+  args->future->Set(error->message);
+  return nullptr;
+}
+
+inline const XLA_FFI_Api* Api() {
+  static const XLA_FFI_Api api = [] {
+    XLA_FFI_Api made = {};
+    made.struct_size = XLA_FFI_Api_STRUCT_SIZE;
+    made.XLA_FFI_Error_Create = ErrorCreate;
+    made.XLA_FFI_Error_GetMessage = ErrorGetMessage;
+    made.XLA_FFI_Error_Destroy = ErrorDestroy;
+    made.XLA_FFI_State_Set = StateSet;
+    made.XLA_FFI_State_Get = StateGet;
+    made.XLA_FFI_RunId_Get = RunIdGet;
+    made.XLA_FFI_ThreadPool_Schedule = ThreadPoolSchedule;
+    made.XLA_FFI_ThreadPool_NumThreads = ThreadPoolNumThreads;
+    made.XLA_FFI_Future_Create = FutureCreate;
+    made.XLA_FFI_Future_SetAvailable = FutureSetAvailable;
+    made.XLA_FFI_Future_SetError = FutureSetError;
+    return made;
+  }();
+  return &api;
+}
+
+struct Buffer {
+  XLA_FFI_DataType dtype;
+  std::vector<int64_t> shape;
+  void* data;
+};
+
+// Owns what a call frame points to.
+class Frame {
+ public:
+  Frame(XLA_FFI_ExecutionStage stage, XLA_FFI_ExecutionContext* context) {
+    frame_.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
+    frame_.api = Api();
+    frame_.ctx = context;
+    frame_.stage = stage;
+  }
+  Frame(const Frame&) = delete;
+
+  void SetBuffers(std::vector<Buffer> args, std::vector<Buffer> rets) {
+    args_ = std::move(args);
+    rets_ = std::move(rets);
+    arg_types_.assign(args_.size(), XLA_FFI_ArgType_BUFFER);
+    ret_types_.assign(rets_.size(), XLA_FFI_RetType_BUFFER);
+    buffers_.reserve(args_.size() + rets_.size());
+    for (Buffer& buffer : args_) arg_pointers_.push_back(Wrap(buffer));
+    for (Buffer& buffer : rets_) ret_pointers_.push_back(Wrap(buffer));
+    frame_.args = {XLA_FFI_Args_STRUCT_SIZE, nullptr, int64_t(args_.size()), arg_types_.data(), arg_pointers_.data()};
+    frame_.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, int64_t(rets_.size()), ret_types_.data(), ret_pointers_.data()};
+  }
+
+  void SetAttributes(jaxmp::Attributes attributes) {
+    attributes_ = std::move(attributes);
+    const size_t count = attributes_.size();
+    spans_.reserve(2 * count);
+    scalars_.reserve(count);
+    arrays_.reserve(count);
+    for (auto& [name, value] : attributes_) {
+      spans_.push_back({name.data(), name.size()});
+      names_.push_back(&spans_.back());
+      std::visit([this](auto& typed) { Encode(typed); }, value);
+    }
+    frame_.attrs = {XLA_FFI_Attrs_STRUCT_SIZE, nullptr, int64_t(count), types_.data(), names_.data(), values_.data()};
+  }
+
+  XLA_FFI_CallFrame* get() { return &frame_; }
+
+ private:
+  void* Wrap(Buffer& buffer) {
+    buffers_.push_back({XLA_FFI_Buffer_STRUCT_SIZE, nullptr, buffer.dtype, buffer.data, int64_t(buffer.shape.size()),
+                        buffer.shape.data()});
+    return &buffers_.back();
+  }
+  void Add(XLA_FFI_AttrType type, void* value) {
+    types_.push_back(type);
+    values_.push_back(value);
+  }
+  void Encode(int64_t& value) {
+    scalars_.push_back({XLA_FFI_DataType_S64, &value});
+    Add(XLA_FFI_AttrType_SCALAR, &scalars_.back());
+  }
+  void Encode(std::string& value) {
+    spans_.push_back({value.data(), value.size()});
+    Add(XLA_FFI_AttrType_STRING, &spans_.back());
+  }
+  void Encode(std::vector<int64_t>& value) {
+    arrays_.push_back({XLA_FFI_DataType_S64, value.size(), value.data()});
+    Add(XLA_FFI_AttrType_ARRAY, &arrays_.back());
+  }
+  void Encode(std::vector<double>& value) {
+    arrays_.push_back({XLA_FFI_DataType_F64, value.size(), value.data()});
+    Add(XLA_FFI_AttrType_ARRAY, &arrays_.back());
+  }
+
+  XLA_FFI_CallFrame frame_ = {};
+  std::vector<Buffer> args_, rets_;
+  std::vector<XLA_FFI_Buffer> buffers_;
+  std::vector<XLA_FFI_ArgType> arg_types_;
+  std::vector<XLA_FFI_RetType> ret_types_;
+  std::vector<void*> arg_pointers_, ret_pointers_, values_;
+  jaxmp::Attributes attributes_;
+  std::vector<XLA_FFI_ByteSpan> spans_;
+  std::vector<XLA_FFI_ByteSpan*> names_;
+  std::vector<XLA_FFI_Scalar> scalars_;
+  std::vector<XLA_FFI_Array> arrays_;
+  std::vector<XLA_FFI_AttrType> types_;
+};
+
+inline std::string Take(XLA_FFI_Error* error) {
+  std::unique_ptr<XLA_FFI_Error> owned(error);
+  return owned ? owned->message : "";
+}
+
+// A call site of an executable, or the message with which it was refused.
+struct Instance {
+  std::unique_ptr<jaxmp::Site> site;
+  std::string error;
+};
+
+inline Instance Instantiate(const jaxmp::Attributes& attributes) {
+  jaxmp::Site::id.type_id = 1;  // what the registration would have written
+  XLA_FFI_ExecutionContext context;
+  Frame frame(XLA_FFI_ExecutionStage_INSTANTIATE, &context);
+  frame.SetAttributes(attributes);
+  std::string error = Take(jaxmp::MatmulInstantiate(frame.get()));
+  return {std::unique_ptr<jaxmp::Site>(static_cast<jaxmp::Site*>(context.state)), error};
+}
+
+// One device's execution of a call site: begun by the constructor, over after Wait().
+class Execution {
+ public:
+  Execution(jaxmp::Site& site, int64_t run_id, std::vector<Buffer> args, std::vector<Buffer> rets)
+      : frame_(XLA_FFI_ExecutionStage_EXECUTE, &context_) {
+    context_.state = &site;
+    context_.run_id = run_id;
+    frame_.SetBuffers(std::move(args), std::move(rets));
+    error_ = Take(jaxmp::MatmulExecute(frame_.get()));
+    future_.reset(frame_.get()->future);
+  }
+  ~Execution() { Wait(); }
+
+  bool is_asynchronous() const { return future_ != nullptr; }
+
+  // The error, or "" for success.
+  std::string Wait() {
+    if (future_) error_ = future_->Wait();
+    future_.reset();
+    for (std::thread& helper : context_.helpers) helper.join();
+    context_.helpers.clear();
+    return error_;
+  }
+
+ private:
+  XLA_FFI_ExecutionContext context_;
+  Frame frame_;
+  std::unique_ptr<XLA_FFI_Future> future_;
+  std::string error_;
+};
+
+}  // namespace fake_xla
+
+#endif  // JAXMP_TESTS_FAKE_XLA_H_

@@ -1,0 +1,193 @@
+// The custom call as XLA drives it, without XLA: ranks on threads, overlapping runs, errors that must reach every rank.
+#include <atomic>
+#include <cstdlib>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "csrc/handlers.h"
+#include "tests/cpp/check.h"
+#include "tests/cpp/fake_xla.h"
+#include "tests/cpp/problems.h"
+#include "tests/cpp/world.h"
+
+namespace jaxmp {
+namespace {
+
+using fake_xla::Buffer;
+using fake_xla::Execution;
+
+Buffer F32(std::vector<float>& data) { return {XLA_FFI_DataType_F32, {int64_t(data.size())}, data.data()}; }
+Buffer Position(int32_t& position) { return {XLA_FFI_DataType_S32, {}, &position}; }
+
+// One rank of a world in one run. In these meshes of one axis a position is a rank.
+std::unique_ptr<Execution> Begin(Site& site, tests::World& world, int64_t run_id, int32_t rank) {
+  const size_t r = static_cast<size_t>(rank);
+  std::vector<Buffer> args = {F32(world.a[r]), F32(world.b[r])};
+  if (world.problem.nranks() > 1) args.push_back(Position(rank));
+  return std::make_unique<Execution>(site, run_id, std::move(args), std::vector<Buffer>{F32(world.d[r])});
+}
+
+// Every rank on a thread of its own, as devices are. The errors by rank.
+std::vector<std::string> RunAll(Site& site, tests::World& world, int64_t run_id) {
+  std::vector<std::string> errors(static_cast<size_t>(world.problem.nranks()));
+  std::vector<std::thread> ranks;
+  for (int32_t rank = 0; rank < static_cast<int32_t>(errors.size()); ++rank) {
+    ranks.emplace_back([&, rank] { errors[static_cast<size_t>(rank)] = Begin(site, world, run_id, rank)->Wait(); });
+  }
+  for (std::thread& rank : ranks) rank.join();
+  return errors;
+}
+
+void RunsEveryPattern() {
+  for (const Attributes& attributes :
+       {tests::Local(7, 5, 9), tests::AllGather(4, 8, 4, 3), tests::ReduceScatter(4, 3, 8, 8),
+        tests::AllReduce(4, 5, 3, 8), tests::AllReduce(1, 5, 3, 8), tests::Local(300, 200, 100)}) {
+    fake_xla::Instance instance = fake_xla::Instantiate(attributes);
+    CHECK_EQ(instance.error, "");
+    for (int64_t run_id = 0; run_id < 3; ++run_id) {
+      tests::World world(*MakeProblem(attributes), int(run_id));
+      for (const std::string& error : RunAll(*instance.site, world, run_id)) CHECK_EQ(error, "");
+      CHECK(world.IsRight());
+    }
+  }
+}
+
+void OneRankNeedsNoFuture() {
+  fake_xla::Instance instance = fake_xla::Instantiate(tests::Local(8, 8, 8));
+  tests::World world(*MakeProblem(tests::Local(8, 8, 8)));
+  const auto execution = Begin(*instance.site, world, 0, 0);
+  CHECK(!execution->is_asynchronous());
+  CHECK_EQ(execution->Wait(), "");
+}
+
+void RanksMayArriveOnOneThread() {
+  fake_xla::Instance instance = fake_xla::Instantiate(tests::AllGather(2, 4, 4, 4));
+  tests::World world(*MakeProblem(tests::AllGather(2, 4, 4, 4)));
+  const auto first = Begin(*instance.site, world, 0, 0);
+  CHECK(first->is_asynchronous());  // it did not wait for its peer
+  CHECK_EQ(Begin(*instance.site, world, 0, 1)->Wait(), "");
+  CHECK_EQ(first->Wait(), "");
+  CHECK(world.IsRight());
+}
+
+void OverlappingRunsOfOneSiteDoNotMix() {
+  const Attributes attributes = tests::ReduceScatter(2, 9, 4, 6);
+  fake_xla::Instance instance = fake_xla::Instantiate(attributes);
+  std::atomic<int> failures{0};
+  std::vector<std::thread> runs;
+  for (int64_t run_id = 0; run_id < 8; ++run_id) {
+    runs.emplace_back([&, run_id] {
+      for (int iteration = 0; iteration < 20; ++iteration) {  // a loop inside one run repeats its run id
+        tests::World world(*MakeProblem(attributes), int(run_id));
+        for (const std::string& error : RunAll(*instance.site, world, run_id)) failures += !error.empty();
+        failures += !world.IsRight();
+      }
+    });
+  }
+  for (std::thread& run : runs) run.join();
+  CHECK_EQ(failures.load(), 0);
+}
+
+void EqualCallSitesShareAPlanButNotARendezvous() {
+  const Attributes attributes = tests::AllReduce(2, 4, 4, 6);
+  fake_xla::Instance one = fake_xla::Instantiate(attributes), two = fake_xla::Instantiate(attributes);
+  CHECK(one.site->plan == two.site->plan);
+  tests::World world(*MakeProblem(attributes)), other(*MakeProblem(attributes), 1);
+  // Rank 0 comes to the first site first, rank 1 to the second one first: the runs of two ranks may be in any order.
+  const auto a0 = Begin(*one.site, world, 0, 0), b1 = Begin(*two.site, other, 0, 1);
+  const auto b0 = Begin(*two.site, other, 0, 0), a1 = Begin(*one.site, world, 0, 1);
+  for (const auto& execution : {a0.get(), a1.get(), b0.get(), b1.get()}) CHECK_EQ(execution->Wait(), "");
+  CHECK(world.IsRight());
+  CHECK(other.IsRight());
+}
+
+void AnErrorOnOneRankReachesAll() {
+  const Attributes attributes = tests::AllReduce(3, 4, 4, 6);
+  fake_xla::Instance instance = fake_xla::Instantiate(attributes);
+  tests::World world(*MakeProblem(attributes));
+  int32_t positions[] = {0, 1, 2};
+  std::vector<std::unique_ptr<Execution>> executions;
+  for (size_t r : {0, 1, 2}) {
+    Buffer a = F32(world.a[r]);
+    if (r == 1) a.data = nullptr;  // the library refuses it, on this rank alone
+    executions.push_back(std::make_unique<Execution>(
+        *instance.site, 0, std::vector<Buffer>{a, F32(world.b[r]), Position(positions[r])},
+        std::vector<Buffer>{F32(world.d[r])}));
+  }
+  std::vector<std::string> errors;
+  for (const auto& execution : executions) errors.push_back(execution->Wait());
+  for (const std::string& error : errors) CHECK(error.find("jaxmp: ") != std::string::npos);
+  tests::World next(*MakeProblem(attributes), 1);
+  for (const std::string& error : RunAll(*instance.site, next, 1)) CHECK_EQ(error, "");  // the site has recovered
+  CHECK(next.IsRight());
+}
+
+void BuffersAreChecked() {
+  const Attributes attributes = tests::AllReduce(2, 4, 6, 8);
+  fake_xla::Instance instance = fake_xla::Instantiate(attributes);
+  tests::World world(*MakeProblem(attributes));
+  int32_t position = 0;
+  const std::vector<Buffer> good = {F32(world.a[0]), F32(world.b[0]), Position(position)};
+  const std::vector<Buffer> results = {F32(world.d[0])};
+  const auto error = [&](std::vector<Buffer> args, std::vector<Buffer> rets) {
+    return Execution(*instance.site, 0, std::move(args), std::move(rets)).Wait();
+  };
+  std::vector<Buffer> args = good;
+  args[1].shape = {3, 6};
+  CHECK_EQ(error(args, results), "jaxmp: b must hold 24 elements of f32 on each device, got local shape (3, 6)");
+  args = good;
+  args[0].dtype = XLA_FFI_DataType_F64;
+  CHECK(error(args, results).find("a must hold 16 elements of f32 on each device, got local shape (16) of another "
+                                  "dtype") != std::string::npos);
+  args = good;
+  args.pop_back();
+  CHECK_EQ(error(args, results), "jaxmp: argument position is missing");
+  args = good;
+  args.push_back(good[0]);
+  CHECK_EQ(error(args, results), "jaxmp: expected 3 arguments and 1 results, got 4 and 1");
+  CHECK_EQ(error(good, {}), "jaxmp: result d is missing");
+  position = 2;
+  CHECK_EQ(error(good, results), "jaxmp: the mesh has no position 2");
+}
+
+void EmptyProductsRunNothing() {
+  fake_xla::Instance instance = fake_xla::Instantiate(tests::AllGather(2, 0, 4, 4));
+  tests::World world(*MakeProblem(tests::AllGather(2, 0, 4, 4)));
+  CHECK_EQ(Begin(*instance.site, world, 0, 1)->Wait(), "");  // no peer needed
+}
+
+void WrongAttributesAreRefusedAtInstantiation() {
+  Attributes attributes = tests::AllGather(4, 6, 8, 3);
+  CHECK(fake_xla::Instantiate(attributes).error.find("needs m to be a multiple of 4, got m=6") != std::string::npos);
+  attributes["pattern"] = std::string("ring");
+  CHECK(fake_xla::Instantiate(attributes).error.find("got ring") != std::string::npos);
+}
+
+void ASiteThatGoesAwayFreesItsWaitingRanks() {
+  fake_xla::Instance instance = fake_xla::Instantiate(tests::AllReduce(2, 4, 4, 4));
+  tests::World world(*MakeProblem(tests::AllReduce(2, 4, 4, 4)));
+  const auto execution = Begin(*instance.site, world, 0, 0);
+  instance.site.reset();
+  CHECK(!execution->Wait().empty());
+}
+
+}  // namespace
+}  // namespace jaxmp
+
+int main() {
+  const char* blas = std::getenv("JAXMP_BLAS");
+  CHECK(blas != nullptr);
+  CHECK_EQ(jaxmp::hostmp::load_blas(blas, "").message(), "");
+  jaxmp::RunsEveryPattern();
+  jaxmp::OneRankNeedsNoFuture();
+  jaxmp::RanksMayArriveOnOneThread();
+  jaxmp::OverlappingRunsOfOneSiteDoNotMix();
+  jaxmp::EqualCallSitesShareAPlanButNotARendezvous();
+  jaxmp::AnErrorOnOneRankReachesAll();
+  jaxmp::BuffersAreChecked();
+  jaxmp::EmptyProductsRunNothing();
+  jaxmp::WrongAttributesAreRefusedAtInstantiation();
+  jaxmp::ASiteThatGoesAwayFreesItsWaitingRanks();
+}

@@ -1,0 +1,132 @@
+// The distribution of every pattern: local sizes as the Python side allocates them, blocks as cuBLASMp demands them.
+#include "csrc/plan_layout.h"
+
+#include <string>
+#include <vector>
+
+#include "tests/cpp/check.h"
+#include "tests/cpp/problems.h"
+
+namespace jaxmp {
+namespace {
+
+Problem Transposed(Attributes attributes, const char* trans_a, const char* trans_b) {
+  attributes["trans_a"] = std::string(trans_a);
+  attributes["trans_b"] = std::string(trans_b);
+  return *MakeProblem(attributes);
+}
+
+std::string Refusal(const Attributes& attributes) {
+  return MakeLayout(*MakeProblem(attributes)).status().message();
+}
+
+void CheckLocal(const MatrixLayout& matrix, int64_t rows, int64_t cols) {
+  CHECK_EQ(matrix.local_rows, rows);
+  CHECK_EQ(matrix.local_cols, cols);
+}
+
+// cublasmp.h's block contract: the stored blocks that run along m, n and k agree between the matrices that share them.
+void CheckBlockContract(const Problem& p, const Layout& l) {
+  const bool a_is_n = p.trans_a == Op::kN, b_is_n = p.trans_b == Op::kN;
+  CHECK_EQ(a_is_n ? l.a.row_block : l.a.col_block, l.d.row_block);
+  CHECK_EQ(b_is_n ? l.b.col_block : l.b.row_block, l.d.col_block);
+  CHECK_EQ(a_is_n ? l.a.col_block : l.a.row_block, b_is_n ? l.b.row_block : l.b.col_block);
+}
+
+// numroc of an evenly divided, non-cyclic matrix: one block a process, or the whole where the grid does not split.
+void CheckBlocksCoverTheGrid(const MatrixLayout& matrix, int64_t nranks) {
+  if (matrix.grid == GridKind::kColumn) {
+    CHECK_EQ(matrix.local_rows * nranks, matrix.rows);
+    CHECK_EQ(matrix.local_cols, matrix.cols);
+    CHECK_EQ(matrix.row_block, matrix.local_rows);
+  } else {
+    CHECK(matrix.grid == GridKind::kRow);
+    CHECK_EQ(matrix.local_cols * nranks, matrix.cols);
+    CHECK_EQ(matrix.local_rows, matrix.rows);
+    CHECK_EQ(matrix.col_block, matrix.local_cols);
+  }
+}
+
+void OneDimensionalPatternsKeepTheContract() {
+  for (int64_t nranks : {1, 2, 4}) {
+    for (const auto& attributes :
+         {tests::AllGather(nranks, 8, 12, 20), tests::ReduceScatter(nranks, 8, 12, 20),
+          tests::AllReduce(nranks, 7, 5, 20)}) {
+      for (const char* trans_a : {"N", "T", "C"}) {
+        for (const char* trans_b : {"N", "T", "C"}) {
+          const Problem problem = Transposed(attributes, trans_a, trans_b);
+          const StatusOr<Layout> layout = MakeLayout(problem);
+          CHECK(layout.ok());
+          CheckBlockContract(problem, *layout);
+          for (const MatrixLayout* matrix : {&layout->a, &layout->b, &layout->d}) {
+            CheckBlocksCoverTheGrid(*matrix, nranks);
+          }
+        }
+      }
+    }
+  }
+}
+
+void LocalPartsAreThoseOfTheBoundary() {
+  Layout layout = *MakeLayout(Transposed(tests::AllGather(4, 8, 12, 20), "N", "T"));
+  CheckLocal(layout.a, 2, 20);
+  CheckLocal(layout.b, 3, 20);
+  CheckLocal(layout.d, 2, 12);
+  layout = *MakeLayout(Transposed(tests::ReduceScatter(4, 8, 12, 20), "T", "N"));
+  CheckLocal(layout.a, 5, 8);
+  CheckLocal(layout.b, 5, 12);
+  CheckLocal(layout.d, 8, 3);
+  layout = *MakeLayout(Transposed(tests::AllReduce(4, 7, 5, 20), "N", "N"));
+  CheckLocal(layout.a, 7, 5);
+  CheckLocal(layout.b, 5, 5);
+  CheckLocal(layout.d, 7, 5);
+  layout = *MakeLayout(Transposed(tests::Grid(2, 3, 6, 12, 18), "T", "N"));
+  CheckLocal(layout.a, 9, 2);
+  CheckLocal(layout.b, 9, 4);
+  CheckLocal(layout.d, 3, 4);
+  layout = *MakeLayout(*MakeProblem(tests::Local(3, 5, 7)));
+  CheckLocal(layout.a, 3, 7);
+  CheckLocal(layout.b, 7, 5);
+  CheckLocal(layout.d, 3, 5);
+}
+
+void EpilogsSizeTheirBuffers() {
+  Attributes attributes = tests::AllGather(2, 34, 6, 4);
+  attributes["epilog"] = int64_t{134};  // RELU_AUX_BIAS
+  attributes["dtype_bias"] = std::string("f32");
+  attributes["dtype_aux"] = std::string("u8");
+  Layout layout = *MakeLayout(*MakeProblem(attributes));
+  CHECK_EQ(layout.bias_size, 17);
+  CHECK_EQ(layout.aux.attribute_ld, 128);
+  CHECK_EQ(layout.aux.local_size, 16 * 6);
+  attributes["epilog"] = int64_t{164};  // GELU_AUX_BIAS
+  CHECK(Refusal(attributes).find("epilog 164 needs dtype_aux f32, got u8") != std::string::npos);
+  attributes["dtype_aux"] = std::string("f32");
+  layout = *MakeLayout(*MakeProblem(attributes));
+  CHECK_EQ(layout.aux.attribute_ld, 24);
+  CHECK_EQ(layout.aux.local_size, 24 * 6);
+  attributes["dtype_bias"] = std::string("none");
+  CHECK(Refusal(attributes).find("epilog 164 needs bias, but dtype_bias is none") != std::string::npos);
+  attributes["epilog"] = int64_t{1};
+  CHECK(Refusal(attributes).find("ALLREDUCE bit") != std::string::npos);
+}
+
+void ExtentsThatDoNotDivideAreNamed() {
+  CHECK_EQ(Refusal(tests::AllGather(4, 6, 8, 3)),
+           "jaxmp: pattern all_gather needs m to be a multiple of 4, got m=6; pad the operands or choose another mesh");
+  CHECK(Refusal(tests::AllGather(4, 8, 6, 3)).find("needs n to be a multiple of 4, got n=6") != std::string::npos);
+  CHECK(Refusal(tests::ReduceScatter(4, 1, 4, 6)).find("got k=6") != std::string::npos);
+  CHECK(Refusal(tests::AllReduce(3, 1, 1, 4)).find("multiple of 3, got k=4") != std::string::npos);
+  CHECK(Refusal(tests::Grid(2, 3, 2, 3, 4)).find("multiple of 3, got k=4") != std::string::npos);
+  CHECK_EQ(Refusal(tests::AllGather(4, 0, 0, 0)), "");
+}
+
+}  // namespace
+}  // namespace jaxmp
+
+int main() {
+  jaxmp::OneDimensionalPatternsKeepTheContract();
+  jaxmp::LocalPartsAreThoseOfTheBoundary();
+  jaxmp::EpilogsSizeTheirBuffers();
+  jaxmp::ExtentsThatDoNotDivideAreNamed();
+}

@@ -1,0 +1,181 @@
+// Plans on hostmp: a used plan answers as a fresh one, slots are reused, capabilities and refusals are heeded.
+#include "csrc/plan.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <future>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "csrc/plan_cache.h"
+#include "tests/cpp/check.h"
+#include "tests/cpp/problems.h"
+#include "tests/cpp/world.h"
+
+namespace jaxmp {
+namespace {
+
+std::atomic<int> handles_made{0};
+
+abi::cublasMpStatus_t CountingCreate(abi::cublasMpHandle_t* handle, abi::cudaStream_t stream) {
+  ++handles_made;
+  return host_api().Create(handle, stream);
+}
+
+// hostmp under another name, with what the real library lacks.
+MpApi Strict() {
+  MpApi api = host_api();
+  api.name = "strict";
+  api.capabilities = {};
+  return api;
+}
+
+struct Completion {
+  std::promise<std::string> message;
+  hostmp::Stream stream;
+
+  explicit Completion(hostmp::Rendezvous* rendezvous, int64_t run_id) {
+    const auto done = [](void* context, const Status& status) {
+      static_cast<Completion*>(context)->message.set_value(status.message());
+    };
+    stream = {rendezvous, run_id, 0, nullptr, done, this};
+  }
+};
+
+StatusOr<std::shared_ptr<Plan>> MakePlan(const MpApi& api, const Problem& problem) {
+  return Plan::Make(api, problem, GetCommunicator({problem.mesh_shape, problem.axes_row, problem.axes_col}));
+}
+
+// One product, all ranks on this thread; "" or the first error.
+std::string RunOnce(Plan& plan, tests::World& world) {
+  hostmp::Rendezvous rendezvous;
+  std::vector<std::unique_ptr<Completion>> completions;
+  std::vector<Plan::Lease> slots;
+  for (int rank = 0; rank < plan.nranks(); ++rank) {
+    const size_t r = static_cast<size_t>(rank);
+    completions.push_back(std::make_unique<Completion>(&rendezvous, 0));
+    StatusOr<Plan::Lease> slot = plan.Take(rank);
+    if (!slot.ok()) return slot.status().message();
+    slots.push_back(std::move(*slot));
+    const Status status = plan.Run(rank, *slots.back(), {world.a[r].data(), world.b[r].data(), nullptr, nullptr,
+                                                         world.d[r].data(), nullptr},
+                                   hostmp::as_stream(&completions.back()->stream));
+    if (!status.ok()) return status.message();
+  }
+  std::string first;
+  for (auto& completion : completions) {
+    const std::string message = completion->message.get_future().get();
+    if (first.empty()) first = message;
+  }
+  return first;
+}
+
+void EveryPatternIsRight() {
+  for (int64_t nranks : {1, 2, 3}) {
+    for (const Attributes& base :
+         {tests::Local(7, 5, 9), tests::AllGather(nranks, 6, 12, 5), tests::ReduceScatter(nranks, 5, 6, 12),
+          tests::AllReduce(nranks, 3, 5, 12), tests::Grid(2, 2, 4, 8, 6), tests::Grid(2, 3, 6, 12, 18)}) {
+      for (const char* trans_a : {"N", "T"}) {
+        for (const char* trans_b : {"N", "T"}) {
+          Attributes attributes = base;
+          attributes["trans_a"] = std::string(trans_a);
+          attributes["trans_b"] = std::string(trans_b);
+          const Problem problem = *MakeProblem(attributes);
+          auto plan = MakePlan(host_api(), problem);
+          CHECK_EQ(plan.status().message(), "");
+          tests::World world(problem);
+          CHECK_EQ(RunOnce(**plan, world), "");
+          CHECK(world.IsRight());
+        }
+      }
+    }
+  }
+}
+
+void AUsedPlanAnswersAsAFreshOne() {
+  const Problem problem = *MakeProblem(tests::ReduceScatter(2, 17, 6, 10));
+  auto used = *MakePlan(host_api(), problem);
+  for (int salt = 1; salt < 4; ++salt) {
+    tests::World other(problem, salt);
+    CHECK_EQ(RunOnce(*used, other), "");
+  }
+  auto fresh = *MakePlan(host_api(), problem);
+  tests::World first(problem), second(problem);
+  CHECK_EQ(RunOnce(*used, first), "");
+  CHECK_EQ(RunOnce(*fresh, second), "");
+  CHECK(first.d == second.d);
+  CHECK(first.IsRight());
+}
+
+void SlotsAreReusedAndGrowOnlyWithConcurrentCalls() {
+  MpApi api = host_api();
+  api.Create = CountingCreate;
+  handles_made = 0;
+  const Problem problem = *MakeProblem(tests::AllReduce(2, 4, 4, 4));
+  auto plan = *MakePlan(api, problem);
+  CHECK_EQ(handles_made.load(), 2);  // one a rank, made for the workspace query
+  for (int run = 0; run < 5; ++run) {
+    tests::World world(problem, run);
+    CHECK_EQ(RunOnce(*plan, world), "");
+    CHECK(world.IsRight());
+  }
+  CHECK_EQ(handles_made.load(), 2);
+  {
+    const Plan::Lease held = *plan->Take(0), another = *plan->Take(0);
+    CHECK_EQ(handles_made.load(), 3);
+  }
+  const Plan::Lease again = *plan->Take(0), more = *plan->Take(0);
+  CHECK_EQ(handles_made.load(), 3);
+}
+
+void CapabilitiesAreAskedFor() {
+  const MpApi strict = Strict();
+  const auto refusal = [&](const Attributes& attributes) {
+    return MakePlan(strict, *MakeProblem(attributes)).status().message();
+  };
+  CHECK_EQ(refusal(tests::AllReduce(2, 4, 4, 4)),
+           "jaxmp: strict takes all_reduce with trans_a=T and trans_b=N only; store A as (k, m)");
+  CHECK_EQ(refusal(tests::Grid(1, 2, 4, 4, 4)), "jaxmp: strict takes square grids only, got 1x2");
+  Attributes attributes = tests::Grid(2, 2, 4, 4, 4);
+  attributes["epilog"] = int64_t{2};
+  CHECK_EQ(refusal(attributes), "jaxmp: strict takes no epilog on a grid, got epilog 2");
+  attributes = tests::AllReduce(2, 4, 4, 4);
+  attributes["trans_a"] = std::string("T");
+  CHECK_EQ(refusal(attributes), "");
+  CHECK(MakePlan(host_api(), *MakeProblem(tests::AllReduce(2, 4, 4, 4))).ok());
+}
+
+void TheLibrarysReasonReachesTheCaller() {
+  Attributes attributes = tests::Local(4, 4, 4);
+  attributes["epilog"] = int64_t{3 << 10};
+  const Status status = MakePlan(host_api(), *MakeProblem(attributes)).status();
+  CHECK(!status.ok());
+  CHECK(status.message().find("jaxmp: ") == 0);
+}
+
+void TheCacheTellsLibrariesApart() {
+  PlanCache cache(8);
+  static const MpApi strict = Strict();
+  const Problem problem = *MakeProblem(tests::Local(4, 4, 4));
+  const auto plan = *cache.Get(host_api(), problem);
+  CHECK(*cache.Get(host_api(), problem) == plan);
+  CHECK(*cache.Get(strict, problem) != plan);
+  CHECK_EQ(cache.info().misses, 2);
+  CHECK_EQ(cache.info().hits, 1);
+}
+
+}  // namespace
+}  // namespace jaxmp
+
+int main() {
+  const char* blas = std::getenv("JAXMP_BLAS");
+  CHECK(blas != nullptr);
+  CHECK_EQ(jaxmp::hostmp::load_blas(blas, "").message(), "");
+  jaxmp::EveryPatternIsRight();
+  jaxmp::AUsedPlanAnswersAsAFreshOne();
+  jaxmp::SlotsAreReusedAndGrowOnlyWithConcurrentCalls();
+  jaxmp::CapabilitiesAreAskedFor();
+  jaxmp::TheLibrarysReasonReachesTheCaller();
+  jaxmp::TheCacheTellsLibrariesApart();
+}

@@ -1,0 +1,66 @@
+// Attributes of calls, as Python would pass them.
+#ifndef JAXMP_TESTS_PROBLEMS_H_
+#define JAXMP_TESTS_PROBLEMS_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "csrc/problem.h"
+
+namespace jaxmp::tests {
+
+inline Attributes Local(int64_t m, int64_t n, int64_t k) {
+  return {{"pattern", std::string("local")},
+          {"m", m},
+          {"n", n},
+          {"k", k},
+          {"trans_a", std::string("N")},
+          {"trans_b", std::string("N")},
+          {"dtype_a", std::string("f32")},
+          {"dtype_b", std::string("f32")},
+          {"dtype_c", std::string("none")},
+          {"dtype_d", std::string("f32")},
+          {"dtype_bias", std::string("none")},
+          {"dtype_aux", std::string("none")},
+          {"compute", std::string("32F")},
+          {"alpha", std::vector<double>{1, 0}},
+          {"beta", std::vector<double>{0, 0}},
+          {"epilog", int64_t{0}},
+          {"mesh_shape", std::vector<int64_t>{}},
+          {"axes_row", std::vector<int64_t>{}},
+          {"axes_col", std::vector<int64_t>{}},
+          {"determinism", std::string("run_to_run")}};
+}
+
+inline Attributes OneAxis(const char* pattern, int64_t nranks, int64_t m, int64_t n, int64_t k) {
+  Attributes attributes = Local(m, n, k);
+  attributes["pattern"] = std::string(pattern);
+  attributes["mesh_shape"] = std::vector<int64_t>{nranks};
+  attributes["axes_row"] = std::vector<int64_t>{0};
+  return attributes;
+}
+
+inline Attributes AllGather(int64_t nranks, int64_t m, int64_t n, int64_t k) {
+  return OneAxis("all_gather", nranks, m, n, k);
+}
+inline Attributes ReduceScatter(int64_t nranks, int64_t m, int64_t n, int64_t k) {
+  return OneAxis("reduce_scatter", nranks, m, n, k);
+}
+inline Attributes AllReduce(int64_t nranks, int64_t m, int64_t n, int64_t k) {
+  return OneAxis("all_reduce", nranks, m, n, k);
+}
+
+// A mesh of nprow × npcol devices, both axes in one group.
+inline Attributes Grid(int64_t nprow, int64_t npcol, int64_t m, int64_t n, int64_t k) {
+  Attributes attributes = Local(m, n, k);
+  attributes["pattern"] = std::string("grid");
+  attributes["mesh_shape"] = std::vector<int64_t>{nprow, npcol};
+  attributes["axes_row"] = std::vector<int64_t>{0};
+  attributes["axes_col"] = std::vector<int64_t>{1};
+  return attributes;
+}
+
+}  // namespace jaxmp::tests
+
+#endif  // JAXMP_TESTS_PROBLEMS_H_
