@@ -1,0 +1,77 @@
+"""The judge of every test that compares rounded numbers.
+
+The bound is componentwise, |D - D*| <= c * (u_acc * |A| |B| + u_out * |D*|), with D* from float64. A relative
+tolerance would drift with k, and one score for a whole matrix would hide a lost tile.
+
+For whole programs (gradients, tangents, Hessians) |A| |B| generalises to a *majorant*: the same program run on
+absolute values, with every function replaced by one whose derivatives dominate. Sums of products of non-negative
+numbers do not cancel, so it bounds what each rounding on the way can have contributed.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp import Epilog, _epilog
+
+# Roundings of a product. The error of a k-term sum of random terms grows like k, as |A| |B| does (k roundings of partial
+# sums that grow like sqrt(k)): about 0.6 of it is one standard deviation, and a large matrix holds six of them.
+PRODUCT = 4.0
+# Roundings of a whole program: each majorant term passes through a handful of operations.
+PROGRAM = 4.0
+
+
+def unit_roundoff(dtype) -> float:
+    """Half the distance between 1 and the next number of `dtype`."""
+    return float(jnp.finfo(dtype).eps) / 2
+
+
+def judge(name: str, got, want, allowed) -> float:
+    """Demand |got - want| <= allowed for every element; print and return the worst as a percentage of what is allowed."""
+    got, want, allowed = np.asarray(got), np.asarray(want), np.asarray(allowed)
+    assert got.shape == want.shape == allowed.shape, f"{name}: shapes {got.shape}, {want.shape}, {allowed.shape}"
+    if got.size == 0:
+        return 0.0
+    wide = np.complex128 if np.iscomplexobj(want) or np.iscomplexobj(got) else np.float64
+    error = np.abs(got.astype(wide) - want.astype(wide))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        used = np.where(error == 0, 0.0, error / allowed)
+    used = np.where(np.isnan(error), np.inf, used)  # a NaN is within no bound
+    worst = np.unravel_index(np.argmax(used), used.shape)
+    percentage = 100 * float(used[worst])
+    print(f"{name}: {percentage:.1f} % of the bound")
+    assert percentage <= 100, (
+        f"{name}: {np.count_nonzero(used > 1)} of {used.size} elements are out of bounds; the worst, at "
+        f"{tuple(map(int, worst))}, is {got[worst]} instead of {want[worst]}, {percentage:.3g} % of the bound"
+    )
+    return percentage
+
+
+def judge_product(name: str, got, a, b, want=None, *, operands, out=None, c: float = PRODUCT) -> float:
+    """Judge D = A @ B for float64 (or complex128) A and B, as products of type `operands` stored in type `out`."""
+    want = a @ b if want is None else want
+    allowed = c * (accumulator_roundoff(operands) * (np.abs(a) @ np.abs(b)) + unit_roundoff(out or operands) * np.abs(want))
+    return judge(name, got, want, allowed)
+
+
+def accumulator_roundoff(operands) -> float:
+    return min(unit_roundoff(operands), unit_roundoff(jnp.float32))
+
+
+def matmul_majorant(a, b, c=None, *, alpha=1.0, beta=None, transpose_a=False, transpose_b=False, epilog=Epilog.NONE, epilog_inputs=None, **_):
+    """`reference.matmul` for non-negative operands, its activation replaced by one whose derivatives dominate.
+
+    |relu'| <= 1.  tanh-gelu has |f| <= |z|, |f'| < 1.2, |f''| < 2 and |f'''| < 4, which 1.2 z + z^2 + 2 z^3 / 3 dominates
+    order by order for z >= 0.
+    """
+    a = jnp.swapaxes(a, -1, -2) if transpose_a else a
+    b = jnp.swapaxes(b, -1, -2) if transpose_b else b
+    z = abs(alpha) * (a @ b)
+    if c is not None:
+        z = z + abs(beta) * c
+    row = _epilog.rule(epilog)
+    if row.has_bias:
+        z = z + jnp.expand_dims(epilog_inputs["bias"], tuple(range(z.ndim - 1)))
+    d = 1.2 * z + z * z + 2 * z * z * z / 3 if row.activation == "gelu" else z
+    return d if row.aux is None else (d, {row.aux: z})

@@ -1,0 +1,249 @@
+"""The one table of cases from which the suites parametrise.
+
+A case is a product on a mesh. `CASES` holds one per way of laying it out (pattern, groups, axes); a suite adds the
+other columns with `Case.replace`: extents, transposition, dtype, epilog, c. Extents are given per shard, so that odd
+ones, ones and empty ones stay odd on every mesh; the global extents follow from the shardings.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import require_devices
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp import Epilog, _native
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One product. `a`, `b` and `out` are the shardings of op(a) (m, k), op(b) (k, n) and d (m, n).
+
+    A grid shards every stored matrix alike, so there `a` and `b` are the shardings of the stored operands.
+    `pattern` is explain's word for it; `gathers` names the operand that has to be gathered ahead of a local product.
+    """
+
+    name: str
+    pattern: str
+    mesh: tuple[tuple[str, int], ...]
+    a: P
+    b: P
+    out: P
+    group: tuple[str, ...] = ()
+    is_swapped: bool = False
+    gathers: str = ""
+    per_shard: tuple[int, int, int] = (1, 1, 1)
+    transposition: str = "NN"
+    conjugation: tuple[bool, bool] = (False, False)
+    dtype: str = "float32"
+    epilog: Epilog = Epilog.NONE
+    has_c: bool = False
+
+    @property
+    def id(self) -> str:
+        parts = [self.name, self.transposition, self.dtype, "x".join(map(str, self.per_shard))]
+        parts += [self.epilog.name] * (self.epilog != Epilog.NONE) + ["c"] * self.has_c
+        return "-".join(parts)
+
+    def replace(self, **changes) -> Case:
+        return dataclasses.replace(self, **changes)
+
+    @property
+    def ndevices(self) -> int:
+        return math.prod(size for _, size in self.mesh)
+
+    @property
+    def nranks(self) -> int:
+        sizes = dict(self.mesh)
+        return math.prod(sizes[axis] for axis in self.group)
+
+    @property
+    def transpose(self) -> dict[str, bool]:
+        return {"transpose_a": self.transposition[0] == "T", "transpose_b": self.transposition[1] == "T"}
+
+    @property
+    def conjugate(self) -> dict[str, bool]:
+        return {"conjugate_a": self.conjugation[0], "conjugate_b": self.conjugation[1]}
+
+    @property
+    def stored(self) -> tuple[P, P]:
+        """Shardings of a and b as they are stored."""
+        if self.pattern == "grid":
+            return self.a, self.b
+        specs = (self.a, self.b)
+        return tuple(P(*reversed(s)) if t == "T" else s for s, t in zip(specs, self.transposition, strict=True))
+
+    @property
+    def extents(self) -> tuple[int, int, int]:
+        """Global (m, n, k): the extents per shard, times what every sharding of that dimension divides."""
+        names = {"a": "mk" if self.transposition[0] == "N" else "km", "b": "kn" if self.transposition[1] == "N" else "nk"}
+        parts = {"m": 1, "n": 1, "k": 1}
+        for letters, spec in ((names["a"], self.stored[0]), (names["b"], self.stored[1]), ("mn", self.out)):
+            for letter, entry in zip(letters, spec, strict=True):
+                parts[letter] = math.lcm(parts[letter], self._shards(entry))
+        m, n, k = (unit * parts[letter] for unit, letter in zip(self.per_shard, "mnk", strict=True))
+        return m, n, k
+
+    def _shards(self, entry) -> int:
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        return math.prod(dict(self.mesh)[axis] for axis in axes)
+
+    def jax_mesh(self, axis_type=AxisType.Explicit):
+        """The mesh over the first devices; skips by name where there are too few."""
+        require_devices(self.ndevices)
+        return _mesh(self.mesh, axis_type)
+
+    def integers(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Stored operands of small non-zero integers: every partial sum is exact in every type's accumulator.
+
+        Without zeros no product is -0, so equal sums are equal to the bit.
+        """
+        return tuple(self._store(_integers(rng, shape, self.dtype), t) for shape, t in self._op_shapes())
+
+    def values(self, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        """Stored operands from the normal distribution, rounded to the case's dtype."""
+        return tuple(self._store(normal(rng, shape, self.dtype), t) for shape, t in self._op_shapes())
+
+    def _op_shapes(self):
+        m, n, k = self.extents
+        return zip(((m, k), (k, n)), self.transposition, strict=True)
+
+    @staticmethod
+    def _store(x, transposition: str) -> np.ndarray:
+        return np.ascontiguousarray(x.T) if transposition == "T" else x
+
+    def op(self, a, b):
+        """(op(a), op(b)) of stored operands, in numpy."""
+        pairs = zip((a, b), self.transposition, self.conjugation, strict=True)
+        return tuple(np.conj(x.T if t == "T" else x) if conj else (x.T if t == "T" else x) for x, t, conj in pairs)
+
+
+@functools.cache
+def _mesh(sizes, axis_type):
+    count = math.prod(size for _, size in sizes)
+    shape, names = tuple(size for _, size in sizes), tuple(name for name, _ in sizes)
+    return jax.make_mesh(shape, names, axis_types=(axis_type,) * len(names), devices=jax.devices()[:count])
+
+
+def put(x, mesh, spec):
+    """`x` on the devices of `mesh`."""
+    return jax.device_put(x, NamedSharding(mesh, spec))
+
+
+def normal(rng: np.random.Generator, shape, dtype) -> np.ndarray:
+    x = rng.standard_normal(shape)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        x = x + 1j * rng.standard_normal(shape)
+    return x.astype(jnp.dtype(dtype))
+
+
+def _integers(rng: np.random.Generator, shape, dtype) -> np.ndarray:
+    def draw():
+        return rng.integers(1, 4, shape) * rng.choice([-1, 1], shape)
+
+    x = draw() + 1j * draw() if jnp.issubdtype(dtype, jnp.complexfloating) else draw()
+    return x.astype(jnp.dtype(dtype))
+
+
+def wide(x) -> np.ndarray:
+    """`x` in float64 or complex128, without loss."""
+    return np.asarray(x).astype(np.complex128 if np.iscomplexobj(x) else np.float64)
+
+
+# The table -----------------------------------------------------------------------------------------------------
+
+_XY = (("x", 2), ("y", 2))
+_ROW, _COL, _NONE = P("y", None), P(None, "y"), P(None, None)
+
+CASES = (
+    # Everything in its place: no communication.
+    Case("local", "local", _XY, P("x", None), P(None, "y"), P("x", "y")),
+    Case("local-sliced", "local", _XY, _NONE, _NONE, P("x", "y")),
+    Case("local-two-axes", "local", _XY, P(("y", "x"), None), _NONE, P(("y", "x"), None)),
+    # Rows of a are gathered while b's columns stay.
+    Case("ag", "all_gather", (("y", 4),), _ROW, _COL, _COL, ("y",)),
+    Case("ag-one-rank", "all_gather", (("y", 1),), _ROW, _COL, _COL, ("y",)),
+    Case("ag-data", "all_gather", _XY, P(("x", "y"), None), _COL, P("x", "y"), ("y",)),
+    Case("ag-two-axes", "all_gather", _XY, P(("x", "y"), None), P(None, ("x", "y")), P(None, ("x", "y")), ("x", "y")),
+    Case("ag-axes-reversed", "all_gather", _XY, P(("y", "x"), None), P(None, ("y", "x")), P(None, ("y", "x")), ("y", "x")),
+    Case("ag-swapped", "all_gather", _XY, _ROW, _COL, _ROW, ("y",), is_swapped=True),
+    # The contraction is sharded and the sum scattered over the rows.
+    Case("rs", "reduce_scatter", (("y", 4),), _COL, _ROW, _ROW, ("y",)),
+    Case("rs-data", "reduce_scatter", _XY, P("x", "y"), _ROW, P(("x", "y"), None), ("y",)),
+    Case("rs-two-axes", "reduce_scatter", _XY, P(None, ("x", "y")), P(("x", "y"), None), P(("x", "y"), None), ("x", "y")),
+    Case("rs-swapped", "reduce_scatter", _XY, P("x", "y"), _ROW, P("x", "y"), ("y",), is_swapped=True),
+    # The sum on every device.
+    Case("ar", "all_reduce", (("y", 8),), _COL, _ROW, _NONE, ("y",)),
+    Case("ar-data", "all_reduce", _XY, P("x", "y"), _ROW, P("x", None), ("y",)),
+    Case("ar-first-axis", "all_reduce", (("x", 2), ("y", 4)), P("y", "x"), P("x", None), P("y", None), ("x",)),
+    Case("ar-two-axes", "all_reduce", _XY, P(None, ("y", "x")), P(("y", "x"), None), _NONE, ("y", "x")),
+    # Every matrix in blocks.
+    Case("grid", "grid", _XY, P("x", "y"), P("x", "y"), P("x", "y"), ("x", "y")),
+    Case("grid-turned", "grid", _XY, P("y", "x"), P("y", "x"), P("y", "x"), ("y", "x")),
+    Case("grid-2x4", "grid", (("x", 2), ("y", 4)), P("x", "y"), P("x", "y"), P("x", "y"), ("x", "y")),
+    Case("grid-4x2", "grid", (("x", 4), ("y", 2)), P("x", "y"), P("x", "y"), P("x", "y"), ("x", "y")),
+    Case(
+        "grid-two-axes",
+        "grid",
+        (("x", 2), ("y", 2), ("z", 2)),
+        *[P(("x", "y"), "z")] * 3,
+        group=("x", "y", "z"),
+    ),
+    # An axis that no other operand shares: the gather that was asked for, then a local product.
+    Case("gather-a", "local", _XY, _ROW, _NONE, _NONE, gathers="a"),
+    Case("gather-b", "local", _XY, _NONE, _COL, _NONE, gathers="b"),
+)
+BY_NAME = {case.name: case for case in CASES}
+
+# One per pattern, on a 2 x 2 mesh: what the transform matrix runs. The extents are the same for all of them.
+MATRIX = tuple(
+    BY_NAME[name]
+    for name in ("local", "ag-data", "rs-data", "ar-data", "grid", "ag-swapped", "rs-swapped", "gather-a", "gather-b")
+)
+
+# Extents (m, n, k) per shard: ones, odd ones, tall, wide, long contractions, empty dimensions.
+SHAPES = ((1, 1, 1), (2, 3, 1), (3, 1, 5), (1, 7, 2), (5, 2, 3), (13, 17, 7), (17, 5, 13), (33, 1, 2), (1, 65, 3), (2, 3, 65))
+EMPTY_SHAPES = ((0, 3, 2), (2, 0, 3), (3, 2, 0), (0, 0, 0))
+
+TRANSPOSITIONS = ("NN", "NT", "TN", "TT")
+DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
+NEEDS_X64 = ("float64", "complex128")
+EPILOGS = (
+    Epilog.NONE,
+    Epilog.BIAS,
+    Epilog.RELU,
+    Epilog.GELU,
+    Epilog.RELU_BIAS,
+    Epilog.GELU_BIAS,
+    Epilog.RELU_AUX,
+    Epilog.GELU_AUX,
+    Epilog.RELU_AUX_BIAS,
+    Epilog.GELU_AUX_BIAS,
+)
+# None is the default, which on CPU devices of one process is "host".
+IMPLEMENTATIONS = (None, "xla")
+
+
+def by_id(cases):
+    """`parametrize` arguments for cases."""
+    return [pytest.param(case, id=case.name) for case in cases]
+
+
+def require(implementation) -> None:
+    """Skip by name where the compiled extension is absent; with JAXMP_REQUIRE_DEVICES or CI set, fail instead."""
+    if implementation == "xla":
+        return
+    try:
+        _native.extension()
+    except ImportError as error:
+        if os.environ.get("JAXMP_REQUIRE_DEVICES", "0") != "0" or os.environ.get("CI"):
+            pytest.fail(str(error))
+        pytest.skip(f'implementation="host" needs the compiled extension: {error}')

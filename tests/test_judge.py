@@ -1,0 +1,111 @@
+"""The judge itself: a judge that passes wrong answers would make every other test of rounding worthless."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bounds import judge, judge_product, matmul_majorant, unit_roundoff
+
+from jaxmp import Epilog, reference
+
+
+@pytest.fixture
+def product(rng):
+    a, b = rng.standard_normal((512, 96)).astype(np.float32), rng.standard_normal((96, 640)).astype(np.float32)
+    return a, b, a @ b
+
+
+def judged(a, b, d):
+    return judge_product("product", d, a.astype(np.float64), b.astype(np.float64), operands="float32")
+
+
+def test_a_right_product_passes_and_reports_its_percentage(product, capsys):
+    percentage = judged(*product)
+    assert 0 < percentage < 100
+    assert f"product: {percentage:.1f} % of the bound" in capsys.readouterr().out
+
+
+def test_a_lost_tile_fails(product):
+    a, b, d = product
+    d[32:48, 64:80] = 0  # 0.08 % of the elements: a norm over the matrix would pass it
+    with pytest.raises(AssertionError, match="256 of 327680 elements are out of bounds"):
+        judged(a, b, d)
+
+
+def test_one_element_slightly_off_fails(product):
+    a, b, d = product
+    d[7, 11] += 1e-4 * np.abs(a[7]) @ np.abs(b[:, 11])
+    with pytest.raises(AssertionError, match=r"1 of 327680 .* at \(7, 11\)"):
+        judged(a, b, d)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_a_value_that_is_no_number_fails(product, wrong):
+    a, b, d = product
+    d[0, 0] = wrong
+    with pytest.raises(AssertionError, match="1 of 327680"):
+        judged(a, b, d)
+
+
+def test_a_lost_rank_fails(product):
+    a, b, _ = product
+    with pytest.raises(AssertionError, match="out of bounds"):
+        judged(a, b, a[:, :72] @ b[:72])
+
+
+def test_two_roundings_fail_where_one_is_allowed(rng):
+    """bfloat16 partial sums, one per rank, rounded ahead of their sum: what a fused product must not do."""
+    a, b = (rng.standard_normal(shape).astype(jnp.bfloat16) for shape in ((64, 256), (256, 64)))
+    a64, b64 = a.astype(np.float64), b.astype(np.float64)
+    once = (a64 @ b64).astype(jnp.bfloat16)
+    judge_product("once", once, a64, b64, operands="bfloat16", c=1.001)
+    parts = [(a64[:, s : s + 64] @ b64[s : s + 64]).astype(jnp.bfloat16).astype(np.float32) for s in range(0, 256, 64)]
+    with pytest.raises(AssertionError, match="out of bounds"):
+        judge_product("twice", sum(parts).astype(jnp.bfloat16), a64, b64, operands="bfloat16", c=1.001)
+
+
+def test_nothing_is_allowed_where_the_bound_is_nought():
+    zero = np.zeros((2, 2))
+    assert judge("equal", zero, zero, zero) == 0
+    with pytest.raises(AssertionError, match="inf"):
+        judge("unequal", zero + 1e-30, zero, zero)
+
+
+def test_wrong_shapes_fail_even_where_they_broadcast():
+    with pytest.raises(AssertionError, match="shapes"):
+        judge("shape", np.ones((1, 4)), np.ones((4, 4)), np.ones((4, 4)))
+
+
+def test_empty_results_pass():
+    assert judge("empty", np.ones((0, 4)), np.ones((0, 4)), np.ones((0, 4))) == 0
+
+
+@pytest.mark.parametrize("activation", [Epilog.RELU, Epilog.GELU])
+def test_a_jvp_wrong_by_a_third_fails(rng, x64, activation):
+    """The size at which `jax.test_util.check_grads` lets this pass."""
+    a, b, ta = (rng.standard_normal((96, 96)) / 10 for _ in range(3))
+
+    def tangent(f, *args):
+        return jax.jvp(lambda a: f(a, args[1], epilog=activation), args[:1], args[2:])[1]
+
+    want = tangent(reference.matmul, a, b, ta)
+    allowed = 4 * unit_roundoff("float32") * tangent(matmul_majorant, *map(np.abs, (a, b, ta)))
+    judge("right", want.astype(np.float32), want, allowed)
+    with pytest.raises(AssertionError, match="out of bounds"):
+        judge("a third off", want * 4 / 3, want, allowed)
+
+
+def test_the_majorant_of_gelu_dominates_its_derivatives(x64):
+    z = np.linspace(0, 8, 4001)
+
+    def derivatives(f):
+        for _ in range(4):
+            yield jax.vmap(f)(z)
+            f = jax.grad(f)
+
+    gelu = derivatives(lambda z: reference.activate("gelu", z))
+    both_sides = zip(gelu, derivatives(lambda z: reference.activate("gelu", -z)), strict=True)
+    major = derivatives(lambda z: matmul_majorant(z[None, None], jnp.ones((1, 1)), epilog=Epilog.GELU)[0, 0])
+    for (right, left), dominating in zip(both_sides, major, strict=True):
+        assert np.all(np.abs(right) <= dominating)
+        assert np.all(np.abs(left) <= dominating)
