@@ -61,6 +61,15 @@ nb::dict BlasInfo() {
   return result;
 }
 
+nb::dict LibraryCapabilities() {
+  const Capabilities& capabilities = host_api().capabilities;
+  nb::dict result;
+  result["all_reduce_any_transposition"] = capabilities.all_reduce_any_transposition;
+  result["grid_any_shape"] = capabilities.grid_any_shape;
+  result["grid_epilogs"] = capabilities.grid_epilogs;
+  return result;
+}
+
 nb::dict PlanCacheInfo() {
   const CacheInfo info = plan_cache().info();
   nb::dict result;
@@ -107,6 +116,7 @@ NB_MODULE(_jaxmp, m) {
   m.def("types", &Types);
   m.def("load_blas", &LoadBlas, nb::arg("path"), nb::arg("mkl_path").none());
   m.def("blas_info", &BlasInfo);
+  m.def("capabilities", &LibraryCapabilities);
   m.def("plan_cache_info", &PlanCacheInfo);
   m.def("plan_cache_clear", [] { plan_cache().Clear(); });
   m.def("set_plan_cache_capacity", [](size_t capacity) { plan_cache().set_capacity(capacity); });

@@ -55,6 +55,11 @@ def describe_plan(attributes: Mapping[str, Any]) -> dict[str, Any]:
     return extension().describe_plan(plain)
 
 
+def capabilities() -> dict[str, bool]:
+    """What the library behind the custom call takes beyond cuBLASMp's documented forms."""
+    return extension().capabilities()
+
+
 def plan_cache_info() -> dict[str, int]:
     """Counters of the plan cache: hits, misses, size, capacity."""
     return extension().plan_cache_info()
