@@ -78,9 +78,7 @@ struct Stream {
   void* context = nullptr;
 };
 
-inline abi::cudaStream_t as_stream(Stream* stream) {
-  return reinterpret_cast<abi::cudaStream_t>(stream);
-}
+inline abi::cudaStream_t as_stream(Stream* stream) { return reinterpret_cast<abi::cudaStream_t>(stream); }
 
 // The arrival of a rank that cannot go on: every rank of its call gets this error, and nothing is
 // computed.

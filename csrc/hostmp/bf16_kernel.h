@@ -1,0 +1,17 @@
+// A matrix product of bf16 numbers on AVX512_BF16: no BLAS on PyPI has one that AMD's processors may use.
+#ifndef JAXMP_HOSTMP_BF16_KERNEL_H_
+#define JAXMP_HOSTMP_BF16_KERNEL_H_
+
+#include <cstdint>
+
+#include "csrc/hostmp/blas.h"
+
+namespace jaxmp::hostmp {
+
+// As gemm16 for bf16. Only where cpu().avx512_bf16. The instruction takes subnormal inputs and results as 0.
+void bf16_gemm(const Product& product, float alpha, float beta, char* scratch);
+int64_t bf16_gemm_scratch(int64_t m, int64_t n, int64_t k);
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_BF16_KERNEL_H_

@@ -1,0 +1,19 @@
+// What this processor, and the system's kernel, let us use. Asked once.
+#ifndef JAXMP_HOSTMP_CPU_H_
+#define JAXMP_HOSTMP_CPU_H_
+
+namespace jaxmp::hostmp {
+
+struct Cpu {
+  bool avx2 = false;         // with fma and f16c
+  bool avx512 = false;       // f, bw, vl, dq
+  bool avx512_bf16 = false;  // with avx512
+  bool amx_bf16 = false;     // the processor has it; who uses it must still ask the kernel for the tile registers
+  bool amx_fp16 = false;
+};
+
+const Cpu& cpu();
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_CPU_H_

@@ -1,0 +1,184 @@
+#include "csrc/hostmp/epilog.h"
+
+#include <algorithm>
+#include <complex>
+#include <cstring>
+#include <type_traits>
+
+#include "csrc/hostmp/elementwise.h"
+#include "csrc/hostmp/types.h"
+
+namespace jaxmp::hostmp {
+namespace {
+
+constexpr Epilog kEpilogs[] = {
+    {abi::CUBLASMP_MATMUL_EPILOGUE_DEFAULT, "DEFAULT", Activation::kNone, false, false},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_BIAS, "BIAS", Activation::kNone, true, false},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_RELU, "RELU", Activation::kRelu, false, false},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_RELU_BIAS, "RELU_BIAS", Activation::kRelu, true, false},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_RELU_AUX, "RELU_AUX", Activation::kRelu, false, true},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_RELU_AUX_BIAS, "RELU_AUX_BIAS", Activation::kRelu, true, true},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_GELU, "GELU", Activation::kGelu, false, false},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_GELU_BIAS, "GELU_BIAS", Activation::kGelu, true, false},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_GELU_AUX, "GELU_AUX", Activation::kGelu, false, true},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_GELU_AUX_BIAS, "GELU_AUX_BIAS", Activation::kGelu, true, true},
+};
+
+// Rows are finished in strips that stay in the first cache. A multiple of 8, so that no two strips share a mask byte.
+constexpr int64_t kStrip = 512;
+
+template <typename T>
+struct IsComplex : std::false_type {};
+template <typename T>
+struct IsComplex<std::complex<T>> : std::true_type {};
+
+template <typename From, typename To>
+void load(const From* from, To* to, int64_t count) {
+  if constexpr (std::is_same_v<From, To>) {
+    std::copy(from, from + count, to);
+  } else {
+    widen(from, to, count);
+  }
+}
+template <typename From, typename To>
+void store(const From* from, To* to, int64_t count) {
+  if constexpr (std::is_same_v<From, To>) {
+    std::copy(from, from + count, to);
+  } else {
+    narrow(from, to, count);
+  }
+}
+
+template <typename T>
+void relu(T* values, int64_t count) {
+  // A NaN fails the comparison and stays, as in jnp.maximum.
+  for (int64_t i = 0; i < count; ++i) values[i] = values[i] < T(0) ? T(0) : values[i];
+}
+
+// Bit i % 8 of byte i / 8 says whether values[i] > 0; the bits beyond `count` are 0.
+template <typename T>
+void write_mask(const T* values, int64_t count, uint8_t* mask) {
+  for (int64_t i = 0; i < count; i += 8) {
+    unsigned bits = 0;
+    for (int64_t j = 0; j < std::min<int64_t>(8, count - i); ++j) bits |= unsigned{values[i + j] > T(0)} << j;
+    mask[i / 8] = static_cast<uint8_t>(bits);
+  }
+}
+
+// The aux of one strip of a column, from z + bias.
+template <typename T, typename Out>
+void write_aux(const Finish& f, int64_t row, int64_t col, const T* values, int64_t count) {
+  if constexpr (!IsComplex<T>::value) {
+    if (f.epilog->activation == Activation::kRelu) {
+      write_mask(values, count, static_cast<uint8_t*>(f.aux) + col * f.aux_ld + row / 8);
+    } else {
+      store(values, static_cast<Out*>(f.aux) + col * f.aux_ld + row, count);
+    }
+  }
+}
+
+template <typename T>
+void activate(Activation activation, T* values, int64_t count) {
+  if constexpr (!IsComplex<T>::value) {
+    if (activation == Activation::kRelu) relu(values, count);
+    if (activation == Activation::kGelu) gelu(values, count);
+  }
+}
+
+template <typename Out>
+void pad_aux(const Finish& f) {
+  const bool is_mask = f.epilog->activation == Activation::kRelu;
+  const int64_t size = is_mask ? 1 : sizeof(Out);
+  const int64_t begin = is_mask ? ceil_div(f.rows, 8) : f.rows;
+  const int64_t end = is_mask ? ceil_div(f.aux_rows, 8) : f.aux_rows;
+  for (int64_t col = 0; begin < end && col < f.cols; ++col) {
+    std::memset(static_cast<char*>(f.aux) + (col * f.aux_ld + begin) * size, 0,
+                static_cast<size_t>((end - begin) * size));
+  }
+}
+
+template <typename T, typename Out>
+void finish(const Finish& f) {
+  T values[kStrip], bias[kStrip];
+  for (int64_t row = 0; row < f.rows; row += kStrip) {
+    const int64_t count = std::min(kStrip, f.rows - row);
+    if (f.bias) load(static_cast<const Out*>(f.bias) + row, bias, count);
+    for (int64_t col = 0; col < f.cols; ++col) {
+      load(static_cast<const T*>(f.z) + col * f.ldz + row, values, count);
+      for (int64_t i = 0; f.bias && i < count; ++i) values[i] += bias[i];
+      if (f.aux) write_aux<T, Out>(f, row, col, values, count);
+      activate(f.epilog->activation, values, count);
+      store(values, static_cast<Out*>(f.d) + col * f.ldd + row, count);
+    }
+  }
+  if (f.aux) pad_aux<Out>(f);
+}
+
+template <typename T>
+T make_scalar(double real, double imag) {
+  if constexpr (IsComplex<T>::value) {
+    return T(static_cast<typename T::value_type>(real), static_cast<typename T::value_type>(imag));
+  } else {
+    (void)imag;
+    return static_cast<T>(real);
+  }
+}
+
+template <typename T, typename Out>
+void scale(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols, T beta, bool adds) {
+  T values[kStrip];
+  for (int64_t col = 0; col < cols; ++col) {
+    for (int64_t row = 0; row < rows; row += kStrip) {
+      const int64_t count = std::min(kStrip, rows - row);
+      T* const to = static_cast<T*>(z) + col * ldz + row;
+      load(static_cast<const Out*>(c) + col * ldc + row, values, count);
+      for (int64_t i = 0; i < count; ++i) to[i] = adds ? to[i] + beta * values[i] : beta * values[i];
+    }
+  }
+}
+
+// The one place where types become template arguments: f(accumulator, output).
+template <typename Function>
+void with_types(abi::cudaDataType_t accumulator, abi::cudaDataType_t out, Function function) {
+  switch (out) {
+    case abi::CUDA_R_16BF:
+      return function(float{}, BFloat16{});
+    case abi::CUDA_R_16F:
+      return function(float{}, Float16{});
+    default:
+      break;
+  }
+  switch (accumulator) {
+    case abi::CUDA_R_64F:
+      return function(double{}, double{});
+    case abi::CUDA_C_32F:
+      return function(Complex64{}, Complex64{});
+    case abi::CUDA_C_64F:
+      return function(Complex128{}, Complex128{});
+    default:
+      return function(float{}, float{});
+  }
+}
+
+}  // namespace
+
+const Epilog* find_epilog(int number) {
+  for (const Epilog& epilog : kEpilogs) {
+    if (epilog.number == number) return &epilog;
+  }
+  return nullptr;
+}
+
+void finish_tile(const Finish& f, abi::cudaDataType_t accumulator, abi::cudaDataType_t out) {
+  with_types(accumulator, out, [&](auto t, auto o) { finish<decltype(t), decltype(o)>(f); });
+}
+
+void scale_c(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols, double beta_real,
+             double beta_imag, bool adds, abi::cudaDataType_t accumulator, abi::cudaDataType_t out) {
+  with_types(accumulator, out, [&](auto t, auto o) {
+    using T = decltype(t);
+    scale<T, decltype(o)>(c, ldc, z, ldz, rows, cols, make_scalar<T>(beta_real, beta_imag), adds);
+  });
+}
+
+}  // namespace jaxmp::hostmp

@@ -1,0 +1,93 @@
+// What cuBLASMp's opaque handles point to here, and one rank's matmul as it arrived.
+#ifndef JAXMP_HOSTMP_OBJECTS_H_
+#define JAXMP_HOSTMP_OBJECTS_H_
+
+#include <array>
+#include <complex>
+#include <cstdint>
+#include <string>
+
+#include "csrc/cublasmp_abi.h"
+#include "csrc/hostmp/host.h"
+#include "csrc/hostmp/layout.h"
+#include "csrc/hostmp/types.h"
+
+namespace jaxmp::abi {
+
+struct ncclComm {
+  int rank;
+  int nranks;
+  const void* group;  // identity only: ranks of one group share it
+};
+
+struct cublasMpHandle {
+  hostmp::Stream* stream;
+};
+
+struct cublasMpGrid {
+  int64_t nprow, npcol;
+  cublasMpGridLayout_t layout;
+  ncclComm comm;
+};
+
+struct cublasMpMatrixDescriptor {
+  hostmp::Axis rows, cols;
+  int64_t lld;
+  cudaDataType_t type;
+  cublasMpGrid grid;  // a copy: a grid that is destroyed too early must not take the product with it
+};
+
+struct cublasMpMatmulDescriptor {
+  // Raw bytes of every attribute, in the low bytes; see attribute_size().
+  std::array<uint64_t, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME + 1> values;
+  std::array<bool, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME + 1> is_set;
+};
+
+}  // namespace jaxmp::abi
+
+namespace jaxmp::hostmp {
+
+inline int64_t rank_of(const abi::cublasMpGrid& grid, int64_t row, int64_t col) {
+  return grid.layout == abi::CUBLASMP_GRID_LAYOUT_COL_MAJOR ? row + col * grid.nprow : row * grid.npcol + col;
+}
+inline int64_t row_of(const abi::cublasMpGrid& grid, int64_t rank) {
+  return grid.layout == abi::CUBLASMP_GRID_LAYOUT_COL_MAJOR ? rank % grid.nprow : rank / grid.npcol;
+}
+inline int64_t col_of(const abi::cublasMpGrid& grid, int64_t rank) {
+  return grid.layout == abi::CUBLASMP_GRID_LAYOUT_COL_MAJOR ? rank / grid.nprow : rank % grid.npcol;
+}
+
+// A submatrix of a distributed matrix, with one rank's pointer to its local part.
+struct Operand {
+  const char* data = nullptr;
+  int64_t row = 0, col = 0;  // of the submatrix, from 0
+  abi::cublasMpMatrixDescriptor desc{};
+
+  int64_t local_rows() const { return numroc(desc.rows, row_of(desc.grid, desc.grid.comm.rank)); }
+  int64_t local_cols() const { return numroc(desc.cols, col_of(desc.grid, desc.grid.comm.rank)); }
+};
+
+// One rank's Matmul: everything by value, because the caller may reuse its descriptors at once.
+struct Call {
+  int rank = 0, nranks = 1;
+  int64_t m = 0, n = 0, k = 0;
+  abi::cublasOperation_t trans_a = abi::CUBLAS_OP_N, trans_b = abi::CUBLAS_OP_N;
+  abi::cublasComputeType_t compute = abi::CUBLAS_COMPUTE_32F;
+  abi::cublasMpMatmulAlgoType_t algo = abi::CUBLASMP_MATMUL_ALGO_TYPE_DEFAULT;
+  int epilog = 0;  // without the ALLREDUCE bit
+  bool is_all_reduce = false;
+  std::complex<double> alpha, beta;
+  Operand a, b, c, d;
+  bool reads_c = false;  // c is there and beta is not 0
+  const void* bias = nullptr;
+  void* aux = nullptr;
+  int64_t aux_ld = 0;
+  char* workspace = nullptr;
+
+  const abi::cublasMpGrid& grid() const { return d.desc.grid; }
+  abi::cudaDataType_t accumulator() const { return accumulator_of(a.desc.type); }
+};
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_OBJECTS_H_

@@ -1,0 +1,107 @@
+#include "csrc/hostmp/schedule.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "csrc/hostmp/blas.h"
+#include "csrc/hostmp/host.h"
+
+namespace jaxmp::hostmp {
+namespace {
+
+// Tiles for each thread of the machine: enough that a thread which starts late, or loses its processor for a while,
+// leaves work for the others to take.
+constexpr double kTilesPerThread = 4;
+constexpr double kSmallestTile = 4e6;      // operations, some 40 us: what a tile costs beyond its product is then noise
+constexpr int64_t kLargestTile = 1 << 19;  // elements of D: the epilog finds it in the second or third cache
+constexpr int64_t kLargestTile16 = 1 << 18;     // also bounds the workspace
+constexpr int64_t kRowUnit = 16, kColUnit = 8;  // of the kernels' register tiles, and of the bytes of the RELU mask
+
+int64_t largest_tile(const Call& call) { return facts(call.a.desc.type).is_16bit ? kLargestTile16 : kLargestTile; }
+
+// A function of the product and the machine alone, never of who is free: the cut decides how a result is rounded.
+double target_area(const Call& call) {
+  const double whole = static_cast<double>(call.m) * static_cast<double>(call.n);
+  const double smallest = kSmallestTile / (2.0 * static_cast<double>(std::max<int64_t>(call.k, 1)));
+  const double shared = std::max(whole / (kTilesPerThread * machine_threads()), smallest);
+  return std::min(shared, static_cast<double>(largest_tile(call)));
+}
+
+std::vector<Run> op_rows(const Operand& x, bool is_plain, int64_t size) {
+  return is_plain ? runs(x.desc.rows, x.row, size) : runs(x.desc.cols, x.col, size);
+}
+std::vector<Run> op_cols(const Operand& x, bool is_plain, int64_t size) {
+  return is_plain ? runs(x.desc.cols, x.col, size) : runs(x.desc.rows, x.row, size);
+}
+
+// The number of pieces along the rows that makes tiles of some `pieces` in all closest to square, which is where the
+// operands of a tile are smallest.
+int64_t best_row_pieces(int64_t rows, int64_t cols, int64_t pieces) {
+  int64_t best = 1;
+  double best_side = INFINITY;
+  for (int64_t candidate = 1; candidate <= std::min(pieces, ceil_div(rows, kRowUnit)); ++candidate) {
+    const double side = static_cast<double>(ceil_div(rows, candidate)) +
+                        static_cast<double>(ceil_div(cols, ceil_div(pieces, candidate)));
+    if (side < best_side) {
+      best_side = side;
+      best = candidate;
+    }
+  }
+  return best;
+}
+
+void cut_rectangle(int32_t m_cut, int32_t n_cut, int64_t rows, int64_t cols, double area, std::vector<Tile>* tiles) {
+  const double whole = static_cast<double>(rows) * static_cast<double>(cols);
+  const int64_t pieces = std::max<int64_t>(1, std::llround(whole / area));
+  const int64_t row_pieces = best_row_pieces(rows, cols, pieces);
+  const int64_t tile_rows = round_up(ceil_div(rows, row_pieces), kRowUnit);
+  const int64_t tile_cols = round_up(ceil_div(cols, ceil_div(pieces, row_pieces)), kColUnit);
+  for (int64_t col = 0; col < cols; col += tile_cols) {
+    for (int64_t row = 0; row < rows; row += tile_rows) {
+      tiles->push_back({m_cut, n_cut, row, std::min(tile_rows, rows - row), col, std::min(tile_cols, cols - col)});
+    }
+  }
+}
+
+}  // namespace
+
+Schedule make_schedule(const Call& call) {
+  const bool is_a_plain = call.trans_a == abi::CUBLAS_OP_N, is_b_plain = call.trans_b == abi::CUBLAS_OP_N;
+  Schedule schedule;
+  // After an all-reduce every rank holds all of D: its descriptor lays the copies side by side, and any one will do.
+  const auto d_rows = call.is_all_reduce ? std::vector<Run>{{0, call.m, 0, 0}} : op_rows(call.d, true, call.m);
+  const auto d_cols = call.is_all_reduce ? std::vector<Run>{{0, call.n, 0, 0}} : op_cols(call.d, true, call.n);
+  schedule.m = common_cuts(d_rows, op_rows(call.a, is_a_plain, call.m));
+  schedule.n = common_cuts(d_cols, op_cols(call.b, is_b_plain, call.n));
+  schedule.k = common_cuts(op_cols(call.a, is_a_plain, call.k), op_rows(call.b, is_b_plain, call.k));
+  const double area = target_area(call);
+  for (size_t n = 0; n < schedule.n.size(); ++n) {
+    for (size_t m = 0; m < schedule.m.size(); ++m) {
+      cut_rectangle(static_cast<int32_t>(m), static_cast<int32_t>(n), schedule.m[m].size, schedule.n[n].size, area,
+                    &schedule.tiles);
+    }
+  }
+  return schedule;
+}
+
+Area area_of(const Call& call, const Schedule& schedule) {
+  Area area;
+  if (!facts(call.a.desc.type).is_16bit) return area;
+  for (const Tile& tile : schedule.tiles) {
+    const int64_t sums = facts(call.d.desc.type).is_16bit ? 4 * tile.rows * tile.cols : 0;
+    area.sums_bytes = std::max(area.sums_bytes, round_up(sums, kAlignment));
+    const int64_t scratch = gemm16_scratch(call.a.desc.type, tile.rows, tile.cols, call.k);
+    area.scratch_bytes = std::max(area.scratch_bytes, round_up(scratch, kAlignment));
+  }
+  return area;
+}
+
+int64_t areas_per_rank(const Call& call) { return ceil_div(machine_threads(), call.nranks); }
+
+int64_t workspace_bytes(const Call& call) {
+  if (!facts(call.a.desc.type).is_16bit) return 0;
+  const int64_t area = area_of(call, make_schedule(call)).bytes();
+  return area == 0 ? 0 : areas_per_rank(call) * area + kAlignment;  // the caller's pointer may lie anywhere
+}
+
+}  // namespace jaxmp::hostmp

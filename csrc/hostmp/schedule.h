@@ -1,0 +1,55 @@
+// One schedule for every pattern. The descriptors say who holds which rows and columns of A, B and D; m, n and k are
+// cut wherever any of them changes hands, and a tile of D is the sum, over the pieces of k in ascending order, of
+// products of pieces that are read where they lie. All-gather, reduce-scatter, all-reduce and 2-D grids differ in
+// nothing but the descriptors.
+//
+// Worked example, reduce-scatter on 2 ranks with n = 4, k = 6: D's columns change hands at 2, so n is cut into [0, 2)
+// on rank 0 and [2, 4) on rank 1; A's columns and B's rows change hands at 3, so each tile is
+// A0 · B0 (k in [0, 3)) + A1 · B1 (k in [3, 6)).
+#ifndef JAXMP_HOSTMP_SCHEDULE_H_
+#define JAXMP_HOSTMP_SCHEDULE_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "csrc/hostmp/layout.h"
+#include "csrc/hostmp/objects.h"
+
+namespace jaxmp::hostmp {
+
+struct Tile {
+  int32_t m_cut, n_cut;  // indices into Schedule::m and ::n
+  int64_t row, rows;     // within the cut
+  int64_t col, cols;
+};
+
+struct Schedule {
+  std::vector<Cut> m;  // [0] D's rows, [1] those of op(A)
+  std::vector<Cut> n;  // [0] D's columns, [1] those of op(B)
+  std::vector<Cut> k;  // [0] columns of op(A), [1] rows of op(B)
+  std::vector<Tile> tiles;
+};
+
+Schedule make_schedule(const Call& call);
+
+// Below this a product is not worth waking a second thread.
+constexpr double kWorthSharing = 2e6;  // floating-point operations, some 20 us
+inline double operations(const Call& call) {
+  return 2.0 * static_cast<double>(call.m) * static_cast<double>(call.n) * static_cast<double>(call.k);
+}
+
+// Workspace: each thread at work owns an area, and a rank's workspace holds as many areas as it takes for the ranks
+// of the call to provide one for every thread of the machine.
+struct Area {
+  int64_t sums_bytes = 0;     // a tile of D in the accumulator's type
+  int64_t scratch_bytes = 0;  // for gemm16
+  int64_t bytes() const { return sums_bytes + scratch_bytes; }
+};
+constexpr int64_t kAlignment = 64;
+Area area_of(const Call& call, const Schedule& schedule);
+int64_t areas_per_rank(const Call& call);
+int64_t workspace_bytes(const Call& call);
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_SCHEDULE_H_

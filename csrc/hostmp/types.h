@@ -1,0 +1,66 @@
+// The element types that hostmp computes with, and what is fixed by each.
+#ifndef JAXMP_HOSTMP_TYPES_H_
+#define JAXMP_HOSTMP_TYPES_H_
+
+#include <complex>
+#include <cstdint>
+#include <string>
+
+#include "csrc/cublasmp_abi.h"
+
+namespace jaxmp::hostmp {
+
+// 16-bit numbers are storage: they are widened to float before anything is computed.
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+using Complex64 = std::complex<float>;
+using Complex128 = std::complex<double>;
+
+struct TypeFacts {
+  const char* name;
+  int64_t bytes;  // 0 for a type that hostmp does not know
+  bool is_complex;
+  bool is_16bit;
+};
+
+constexpr TypeFacts facts(abi::cudaDataType_t type) {
+  switch (type) {
+    case abi::CUDA_R_32F:
+      return {"f32", 4, false, false};
+    case abi::CUDA_R_64F:
+      return {"f64", 8, false, false};
+    case abi::CUDA_C_32F:
+      return {"c64", 8, true, false};
+    case abi::CUDA_C_64F:
+      return {"c128", 16, true, false};
+    case abi::CUDA_R_16BF:
+      return {"bf16", 2, false, true};
+    case abi::CUDA_R_16F:
+      return {"f16", 2, false, true};
+    default:
+      return {"unsupported", 0, false, false};
+  }
+}
+
+inline std::string name_of(abi::cudaDataType_t type) {
+  if (facts(type).bytes != 0) return facts(type).name;
+  return "data type " + std::to_string(static_cast<int>(type));
+}
+
+// The type in which products are summed, and of alpha and beta: what cuBLAS calls the scale type.
+constexpr abi::cudaDataType_t accumulator_of(abi::cudaDataType_t operand) {
+  return facts(operand).is_16bit ? abi::CUDA_R_32F : operand;
+}
+
+constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+constexpr int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_TYPES_H_

@@ -1,0 +1,96 @@
+#include "csrc/hostmp/validate_epilog.h"
+
+#include "csrc/hostmp/epilog.h"
+#include "csrc/hostmp/text.h"
+
+namespace jaxmp::hostmp {
+namespace {
+
+using namespace abi;  // NOLINT: cuBLASMp's own names, everywhere below
+
+Status check_bias(const cublasMpMatmulDescriptor& desc, bool runs, Call* call) {
+  constexpr int kType = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_DATA_TYPE;
+  if (desc.is_set[kType] && attribute<cudaDataType_t>(desc, kType) != call->d.desc.type) {
+    return Unimplemented(text("the bias is ", name_of(attribute<cudaDataType_t>(desc, kType)), " and D is ",
+                              name_of(call->d.desc.type), "; they must be of one type"));
+  }
+  if (attribute<int64_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_BATCH_STRIDE) != 0) {
+    return InvalidArgument("BIAS_BATCH_STRIDE must be 0");
+  }
+  call->bias = attribute<const void*>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_POINTER);
+  const bool is_needed = runs && call->d.local_rows() > 0;
+  if (is_needed && !call->bias) return InvalidArgument("the epilog has a bias but BIAS_POINTER is not set");
+  return {};
+}
+
+Status check_aux_type(const cublasMpMatmulDescriptor& desc, const Call& call, bool is_mask) {
+  constexpr int kType = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE;
+  if (!desc.is_set[kType]) return {};
+  if (is_mask)
+    return InvalidArgument("EPILOGUE_AUX_DATA_TYPE is set, but the aux of RELU is a bit mask; leave it unset");
+  const auto type = attribute<cudaDataType_t>(desc, kType);
+  if (type == call.d.desc.type) return {};
+  return Unimplemented(
+      text("the aux is ", name_of(type), " and D is ", name_of(call.d.desc.type), "; they must be of one type"));
+}
+
+Status check_aux(const cublasMpMatmulDescriptor& desc, bool runs, const Epilog& epilog, Call* call) {
+  const bool is_mask = epilog.activation == Activation::kRelu;
+  JAXMP_RETURN_IF_ERROR(check_aux_type(desc, *call, is_mask));
+  if (attribute<int64_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_BATCH_STRIDE) != 0) {
+    return InvalidArgument("EPILOGUE_AUX_BATCH_STRIDE must be 0");
+  }
+  call->aux_ld = attribute<int64_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_LD);
+  const int64_t unit = is_mask ? 128 : 8;
+  const int64_t rows = call->d.local_rows();
+  if (call->aux_ld < rows || call->aux_ld % unit != 0) {
+    return InvalidArgument(text("EPILOGUE_AUX_LD must be a multiple of ", unit, " and at least the ", rows,
+                                " local rows of D, got ", call->aux_ld));
+  }
+  const Axis& axis = call->d.desc.rows;
+  if (is_mask && axis.nprocs > 1 && axis.block < axis.extent && axis.block % 8 != 0 &&
+      axis.block * axis.nprocs < axis.extent) {
+    return Unimplemented(text("a RELU mask of a block-cyclic D needs mbD to be a multiple of 8, got ", axis.block));
+  }
+  call->aux = attribute<void*>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_POINTER);
+  if (runs && rows > 0 && !call->aux) {
+    return InvalidArgument("the epilog has an aux output but EPILOGUE_AUX_POINTER is not set");
+  }
+  return {};
+}
+
+}  // namespace
+
+Status read_epilog(const cublasMpMatmulDescriptor& desc, bool runs, Call* call) {
+  const Epilog* epilog = find_epilog(call->epilog);
+  if (!epilog) return Unimplemented(text("epilog ", call->epilog, " is not among those that hostmp computes"));
+  if (epilog->activation != Activation::kNone && facts(call->d.desc.type).is_complex) {
+    return Unimplemented(text("epilog ", epilog->name, " has no meaning for ", name_of(call->d.desc.type)));
+  }
+  if (call->epilog != 0 && (call->d.row != 0 || call->d.col != 0)) {
+    return Unimplemented(text("epilog ", epilog->name, " needs D from its first element; id and jd must be 1"));
+  }
+  if (epilog->has_bias) JAXMP_RETURN_IF_ERROR(check_bias(desc, runs, call));
+  if (epilog->has_aux) JAXMP_RETURN_IF_ERROR(check_aux(desc, runs, *epilog, call));
+  return {};
+}
+
+Status check_unsupported(const cublasMpMatmulDescriptor& desc, const Call& call) {
+  // From the aux's scale to D's output scale: all for numbers of 8 bits and fewer, which hostmp does not have.
+  for (int number = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_POINTER;
+       number <= CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_MODE; ++number) {
+    if (desc.values[static_cast<size_t>(number)] == 0) continue;
+    return Unimplemented(text("attribute ", number, " asks for scaling or an absolute maximum, which ",
+                              name_of(call.d.desc.type), " does not take"));
+  }
+  constexpr int kType = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMMUNICATION_TYPE;
+  if (!desc.is_set[kType]) return {};
+  // Nothing is communicated here, sums stay in the accumulator; but the real library's rule must hold.
+  const auto type = attribute<cudaDataType_t>(desc, kType);
+  const int64_t bytes = facts(type).bytes;
+  if (bytes >= facts(call.d.desc.type).bytes && bytes <= facts(call.accumulator()).bytes) return {};
+  return InvalidArgument(text("COMMUNICATION_TYPE ", name_of(type), " must be no smaller than D's ",
+                              name_of(call.d.desc.type), " and no larger than ", name_of(call.accumulator())));
+}
+
+}  // namespace jaxmp::hostmp

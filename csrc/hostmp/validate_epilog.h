@@ -1,0 +1,27 @@
+// The part of validation that reads the matmul descriptor's attributes.
+#ifndef JAXMP_HOSTMP_VALIDATE_EPILOG_H_
+#define JAXMP_HOSTMP_VALIDATE_EPILOG_H_
+
+#include <cstring>
+
+#include "csrc/hostmp/objects.h"
+#include "csrc/status.h"
+
+namespace jaxmp::hostmp {
+
+template <typename T>
+T attribute(const abi::cublasMpMatmulDescriptor& desc, int number) {
+  T value;
+  std::memcpy(&value, &desc.values[static_cast<size_t>(number)], sizeof(value));
+  return value;
+}
+
+// Fills call->bias, aux and aux_ld where the epilog has them.
+Status read_epilog(const abi::cublasMpMatmulDescriptor& desc, bool runs, Call* call);
+
+// Refuses attributes that hostmp would have to ignore.
+Status check_unsupported(const abi::cublasMpMatmulDescriptor& desc, const Call& call);
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_VALIDATE_EPILOG_H_

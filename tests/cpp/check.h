@@ -1,0 +1,55 @@
+// Checks for the C++ tests: each test is a program that returns the number of failed checks.
+#ifndef JAXMP_TESTS_CHECK_H_
+#define JAXMP_TESTS_CHECK_H_
+
+#include <atomic>
+#include <cstdio>
+#include <cstdlib>
+#include <sstream>
+#include <string>
+
+namespace jaxmp::check {
+
+inline std::atomic<int> failures{0};
+
+inline void report(bool holds, const char* file, int line, const std::string& what) {
+  if (holds) return;
+  ++failures;
+  std::fprintf(stderr, "%s:%d: %s\n", file, line, what.c_str());
+}
+
+template <typename A, typename B>
+void equal(const A& a, const B& b, const char* expression, const char* file, int line) {
+  if (a == b) return;
+  std::ostringstream what;
+  what << expression << ": " << a << " != " << b;
+  report(false, file, line, what.str());
+}
+
+// The text must be in the message: an error without it would send its reader elsewhere.
+inline void contains(const std::string& message, const std::string& part, const char* file, int line) {
+  report(message.find(part) != std::string::npos, file, line, "no \"" + part + "\" in: " + message);
+}
+
+inline int summary(const char* name) {
+  std::printf("%s: %d failed\n", name, failures.load());
+  return failures.load() == 0 ? 0 : 1;
+}
+
+// A variable that the environment must have.
+inline const char* environment(const char* name) {
+  const char* value = std::getenv(name);
+  if (!value) {
+    std::fprintf(stderr, "set %s\n", name);
+    std::exit(2);
+  }
+  return value;
+}
+
+}  // namespace jaxmp::check
+
+#define CHECK(condition) jaxmp::check::report(condition, __FILE__, __LINE__, #condition)
+#define CHECK_EQ(a, b) jaxmp::check::equal(a, b, #a " == " #b, __FILE__, __LINE__)
+#define CHECK_CONTAINS(message, part) jaxmp::check::contains(message, part, __FILE__, __LINE__)
+
+#endif  // JAXMP_TESTS_CHECK_H_
