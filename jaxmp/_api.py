@@ -8,6 +8,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -327,8 +328,14 @@ def jaxmp_call(call: _Call, *operands):
             outputs[0] = lax.with_sharding_constraint(outputs[0], call.constraint)
         return outputs
     operands = [_reshard(call, x, spec) for x, spec in zip(operands, call.in_specs, strict=True)]
-    body = functools.partial(_bind_plan, call.plan, call.spec)
-    return jax.shard_map(body, mesh=call.mesh, in_specs=call.in_specs, out_specs=list(call.out_specs))(*operands)
+    shard_map = functools.partial(jax.shard_map, mesh=call.mesh, out_specs=list(call.out_specs))
+    if 0 in operands[0].shape[-2:] and 0 in operands[1].shape:
+        # Nothing to contract. XLA cannot partition a body whose operands are all empty, so they stay out of it.
+        whole = _result_shape(call.spec.replace(pattern=Pattern.LOCAL), *operands[:2])
+        shape = NamedSharding(call.mesh, call.out_specs[0]).shard_shape(whole)
+        body, rest = functools.partial(_bind_empty, call.spec, shape, operands[0].dtype), (jnp.zeros(()), *operands[2:])
+        return shard_map(body, in_specs=(P(), *call.in_specs[2:]))(*rest)
+    return shard_map(functools.partial(_bind_plan, call.plan, call.spec), in_specs=call.in_specs)(*operands)
 
 
 def _reshard(call: _Call, x, spec: P):
@@ -361,7 +368,7 @@ def _bind_plan(plan: _sharding.Plan, spec: MatmulSpec, a, b, *extra):
         is_typed=_compat.is_vma_checked(),
     )
     z = bind(swapped, b, a)[0].T
-    extra = [x.reshape(-1, x.shape[-1]) if x.ndim > 1 else x for x in extra]
+    extra = [x.reshape(z.shape) if x.ndim > 1 else x for x in extra]
     outputs = _xla.apply_epilog(z, extra, spec.replace(alpha=1.0))
     return [x.reshape(*rows, x.shape[-1]) for x in outputs]
 
@@ -373,6 +380,13 @@ def _flat_rows(spec: MatmulSpec, a):
     if spec.transpose_a:
         a = a.swapaxes(-1, -2)
     return a.shape[:-1], a.reshape(-1, a.shape[-1]), False
+
+
+def _bind_empty(spec: MatmulSpec, shape, dtype, _, *extra):
+    """The epilog of a sum over nothing."""
+    z = jnp.zeros((math.prod(shape[:-1]), shape[-1]), _spec.accumulator(dtype))
+    extra = [x.reshape(z.shape) if x.ndim > 1 else x for x in extra]
+    return [x.reshape(*shape[:-1], x.shape[-1]) for x in _xla.apply_epilog(z, extra, spec)]
 
 
 def _bind_shards(spec: MatmulSpec, dimension: int, a, b, *extra, auto: bool = False):

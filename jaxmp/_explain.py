@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxmp import _compat, _epilog, _lowering, _native, _partitioning
 from jaxmp._primitive import auto_matmul_epilog_p, auto_matmul_p, matmul_epilog_p, matmul_p
+from jaxmp._route import find_route
 from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, output_shape
 
 
@@ -147,9 +148,7 @@ def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None) -> R
     m, n, k = global_extents(spec, a.shape, b.shape)
     platform, nprocesses = jax.default_backend(), jax.process_count()
     choice = _lowering.choose_implementation(spec, platform, nprocesses)
-    plan = {"workspace": 0, "algorithm": "lax collectives" if spec.nranks > 1 else "lax.dot_general"}
-    if choice.implementation == "host":
-        plan = _native.describe_plan(_lowering.call_attributes(_lowering.without_conjugation(spec), a, b))
+    algorithm, workspace = _plan_facts(spec, a, b, choice.implementation)
     out = np.dtype(spec.out_dtype)
     is_complex = np.issubdtype(out, np.complexfloating)
     return Row(
@@ -164,11 +163,24 @@ def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None) -> R
         epilog=spec.epilog.name,
         implementation=choice.implementation,
         why=choice.why if why is None else f"{choice.why}; {why}",
-        algorithm=str(plan["algorithm"]),
+        algorithm=algorithm,
         flops=2 * m * n * k * (4 if is_complex else 1) * spec.ngroups,
         bytes_moved=_bytes_moved(spec, a, b, choice.implementation),
-        workspace=int(plan["workspace"]),
+        workspace=workspace,
     )
+
+
+def _plan_facts(spec: MatmulSpec, a, b, implementation: str) -> tuple[str, int]:
+    """(algorithm, workspace bytes per rank) of the plan that serves a call."""
+    if implementation != "host":
+        return ("lax.dot_general and lax collectives" if spec.nranks > 1 else "lax.dot_general"), 0
+    spec = _lowering.without_conjugation(spec)
+    route = find_route(spec, a.shape, b.shape, a.dtype.itemsize, _lowering.host_capabilities())
+    if route.kind != "direct":
+        return f"{route.kind} ({route.why})", 0
+    plan = _native.describe_plan(_lowering.call_attributes(spec, a, b))
+    workspace = max(d + h for d, h in zip(plan["device_workspace"], plan["host_workspace"], strict=True))
+    return f"{plan['library']} {plan['algorithm']}", workspace
 
 
 def _bytes_moved(spec: MatmulSpec, a, b, implementation: str) -> int:

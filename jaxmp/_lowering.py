@@ -19,6 +19,7 @@ from jaxmp import _epilog, _layout, _native, _xla
 from jaxmp._activation import gelu_derivative, unpack_relu_aux
 from jaxmp._compat import mlir
 from jaxmp._primitive import activation_grad_p, matmul_epilog_p, matmul_p
+from jaxmp._route import Capabilities, find_route
 from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, output_shape
 
 _DTYPES = {
@@ -59,6 +60,10 @@ def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int) -> C
     if platform == "cpu":
         return Choice("xla", f"the ranks of a group may live in {nprocesses} processes")
     return Choice("xla", f"no fused implementation for platform {platform!r}")
+
+
+def host_capabilities() -> Capabilities:
+    return Capabilities(**_native.capabilities())
 
 
 def call_attributes(spec: MatmulSpec, a, b) -> dict:
@@ -111,11 +116,36 @@ def without_conjugation(spec: MatmulSpec) -> MatmulSpec:
     )
 
 
-def _host_matmul(a, b, *extra, spec: MatmulSpec):
-    """[d] or [d, aux] through the custom call."""
+def _fused_matmul(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities):
+    """[d] or [d, aux] through the custom call, in the forms that the library takes."""
     asked, spec = spec, without_conjugation(spec)
     a = lax.conj(a) if asked.conjugate_a and not spec.conjugate_a else a
     b = lax.conj(b) if asked.conjugate_b and not spec.conjugate_b else b
+    kind = find_route(spec, a.shape, b.shape, a.dtype.itemsize, capabilities).kind
+    if kind == "transposed_copy":
+        a, b = (a.T if spec.transpose_a else a), (b if spec.transpose_b else b.T)
+        # What a transposition also conjugated still has to be.
+        a = lax.conj(a) if spec.conjugate_a else a
+        spec = spec.replace(transpose_a=False, transpose_b=True, conjugate_a=False)
+    elif kind == "reduce_scatter_all_gather":
+        return _scatter_then_gather(a, b, *extra, spec=spec)
+    elif kind == "separate_epilog":
+        plain = spec.bilinear(out_dtype=accumulator(a.dtype))
+        return _xla.apply_epilog(_custom_call(a, b, spec=plain)[0], extra, spec.replace(alpha=1.0))
+    return _custom_call(a, b, *extra, spec=spec)
+
+
+def _scatter_then_gather(a, b, *extra, spec: MatmulSpec):
+    """An all-reduced product as a reduce-scattered one whose rows are then gathered."""
+    if spec.has_c:
+        c, *rest = extra
+        extra = (_xla.own_part(c, 0, spec.row_axes), *rest)
+    outputs = _custom_call(a, b, *extra, spec=spec.replace(pattern=Pattern.REDUCE_SCATTER))
+    return [lax.all_gather(x, spec.row_axes, axis=0, tiled=True) for x in outputs]
+
+
+def _custom_call(a, b, *extra, spec: MatmulSpec):
+    """[d] or [d, aux] of one custom call."""
     _native.register()
     rows, cols = output_shape(spec, a.shape, b.shape)
     aux = _epilog.rule(spec.epilog).aux
@@ -128,9 +158,9 @@ def _host_matmul(a, b, *extra, spec: MatmulSpec):
     if spec.nranks > 1:
         # Which device of the mesh this is: the call's own way to know its rank, on any device assignment.
         operands.append(lax.axis_index(tuple(name for name, _ in spec.mesh)).astype(jnp.int32))
-    attributes = call_attributes(spec, a, b)
     with jax.enable_x64(True):  # attributes are 64-bit
-        d, *aux_out = jax.ffi.ffi_call(_native.TARGET, results)(*operands, **attributes)
+        call = jax.ffi.ffi_call(_native.TARGET, results)
+        d, *aux_out = call(*operands, **call_attributes(spec, a, b))
     return [d, *(x[:, :cols] if aux == "gelu_aux" else x for x in aux_out)]
 
 
@@ -144,8 +174,10 @@ def _activation_grad(aux, t, *, activation: str):
 def _rule(platform: str, is_multiple: bool):
     def lower(*operands, spec: MatmulSpec):
         choice = choose_implementation(spec, platform, jax.process_count())
-        implementation = _host_matmul if choice.implementation == "host" else _xla.matmul
-        outputs = implementation(*operands, spec=spec)
+        if choice.implementation == "host":
+            outputs = _fused_matmul(*operands, spec=spec, capabilities=host_capabilities())
+        else:
+            outputs = _xla.matmul(*operands, spec=spec, platform=platform)
         return outputs if is_multiple else outputs[0]
 
     return mlir.lower_fun(lower, multiple_results=is_multiple)

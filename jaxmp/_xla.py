@@ -8,12 +8,17 @@ from jax import lax
 
 from jaxmp import _epilog
 from jaxmp._activation import gelu, pack_relu_aux
-from jaxmp._spec import MatmulSpec, Pattern, accumulator
+from jaxmp._spec import MatmulSpec, Pattern, accumulator, output_shape
 
 
-def matmul(a, b, *extra, spec: MatmulSpec):
+def matmul(a, b, *extra, spec: MatmulSpec, platform: str):
     """[d] or [d, aux] from one device's shards."""
     acc = accumulator(a.dtype)
+    if 0 in (*a.shape, *b.shape):
+        return apply_epilog(jnp.zeros(output_shape(spec, a.shape, b.shape), acc), extra, spec)
+    if platform == "cpu":
+        # XLA:CPU has no 16-bit dot into float32 for every layout; widening is exact.
+        a, b = a.astype(acc), b.astype(acc)
     a, b = _gather_operands(spec, a, b)
     a = lax.conj(a) if spec.conjugate_a else a
     b = lax.conj(b) if spec.conjugate_b else b
@@ -52,8 +57,8 @@ def _gather_operands(spec: MatmulSpec, a, b):
         a = _gather_stored(spec, a, kept=None if spec.transpose_a else 0)
         b = _gather_stored(spec, b, kept=None if spec.transpose_b else 1)
         # A transposed operand holds op(A)'s rows where the grid has columns, so this device's part is cut out anew.
-        a = _own_part(a, 1, spec.row_axes) if spec.transpose_a else a
-        b = _own_part(b, 0, spec.col_axes) if spec.transpose_b else b
+        a = own_part(a, 1, spec.row_axes) if spec.transpose_a else a
+        b = own_part(b, 0, spec.col_axes) if spec.transpose_b else b
     return a, b
 
 
@@ -65,6 +70,7 @@ def _gather_stored(spec: MatmulSpec, x, kept: int | None):
     return x
 
 
-def _own_part(x, dimension: int, axes):
+def own_part(x, dimension: int, axes):
+    """This rank's part of what it holds whole."""
     extent = x.shape[dimension] // lax.axis_size(axes)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * extent, extent, dimension)

@@ -1,0 +1,70 @@
+"""A call in the forms that a library takes.
+
+cuBLASMp all-reduces with op(A) = A^T, op(B) = B only, multiplies contiguous shards on square grids only, and has its
+epilogs on one-dimensional layouts only. hostmp declares that it takes more. What a library does not take directly is
+put together from what it takes, the cheapest way, and `explain` names it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from jaxmp._epilog import Epilog
+from jaxmp._spec import MatmulSpec, Pattern, output_shape
+
+# What a byte through a link costs beside a byte through local memory: an H200 reads and writes 4.8 TB/s and sends
+# 0.45 TB/s each way over NVLink (NVIDIA H200 data sheet).
+LINK_COST = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Capabilities:
+    """What a library takes beyond cuBLASMp's documented forms; csrc/mp_api.h declares it per library."""
+
+    all_reduce_any_transposition: bool = False
+    grid_any_shape: bool = False
+    grid_epilogs: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """How a call reaches the library.
+
+    `kind`: "direct"; "transposed_copy", operands copied so that they are stored as the library wants them;
+    "reduce_scatter_all_gather", an AR as an RS call and an all-gather of its rows; "separate_epilog", the plain product
+    followed by XLA's epilog; "unsupported", which `implementation=None` gives to "xla".
+    """
+
+    kind: str
+    why: str
+
+
+def find_route(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabilities: Capabilities) -> Route:
+    """The cheapest way to give the call with these local shapes to the library."""
+    if spec.pattern == Pattern.ALL_REDUCE:
+        return _route_all_reduce(spec, a_shape, b_shape, itemsize, capabilities)
+    if spec.pattern == Pattern.GRID:
+        nrow, ncol = spec.axis_size(spec.row_axes), spec.axis_size(spec.col_axes)
+        if nrow != ncol and not capabilities.grid_any_shape:
+            return Route("unsupported", f"cuBLASMp multiplies contiguous shards on square grids only, not {nrow}x{ncol}")
+        if (spec.epilog != Epilog.NONE) and not capabilities.grid_epilogs:
+            return Route("separate_epilog", "cuBLASMp has no epilogs on 2-D grids")
+    return Route("direct", "")
+
+
+def _route_all_reduce(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabilities: Capabilities) -> Route:
+    # In JAX's order cuBLASMp's TN is a stored (m, k) and b stored (n, k).
+    misplaced = [shape for shape, wrong in ((a_shape, spec.transpose_a), (b_shape, not spec.transpose_b)) if wrong]
+    if not misplaced or capabilities.all_reduce_any_transposition:
+        return Route("direct", "")
+    rows, cols = output_shape(spec, a_shape, b_shape)
+    p = spec.nranks
+    copied = 2 * sum(math.prod(shape) for shape in misplaced) * itemsize
+    gathered = rows * cols * (p - 1) // p * np.dtype(spec.out_dtype).itemsize
+    form = "cuBLASMp all-reduces with a stored (m, k) and b stored (n, k) only"
+    if rows % p or copied <= LINK_COST * gathered:
+        return Route("transposed_copy", f"{form}; copying {copied} bytes is the cheapest way")
+    return Route("reduce_scatter_all_gather", f"{form}; gathering {gathered} bytes beats copying {copied}")
