@@ -82,7 +82,8 @@ def check_placement(case, shapes, implementation, rng, start=0):
             assert_equal_to_the_bit(d, (left @ right).astype(d.dtype), f"{variant.id} {variant.conjugation}")
             assert d.dtype == case.dtype
             asked = jax.sharding.NamedSharding(mesh, variant.out)
-            assert d.sharding.is_equivalent_to(asked, 2), f"{variant.id}: came as {d.sharding}"
+            # Nobody has anything of an empty result, and XLA calls it replicated.
+            assert not d.size or d.sharding.is_equivalent_to(asked, 2), f"{variant.id}: came as {d.sharding}"
 
 
 def check_some_shapes(case, transposition, dtype, implementation, rng):

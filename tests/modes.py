@@ -1,0 +1,144 @@
+"""The ways to call the library: one `Mode` per row of the README's table, each under the name that test ids show."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import cases
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+# The function of each pattern inside shard_map.
+IN_SHARD_MAP = {
+    "local": lambda case: jaxmp.matmul,
+    "all_gather": lambda case: functools.partial(jaxmp.all_gather_matmul, axis_name=case.group),
+    "reduce_scatter": lambda case: functools.partial(jaxmp.matmul_reduce_scatter, axis_name=case.group),
+    "all_reduce": lambda case: functools.partial(jaxmp.matmul_all_reduce, axis_name=case.group),
+    "grid": lambda case: functools.partial(jaxmp.block_matmul, axis_names=case.group),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """How a product is called; `product(case)` is f(a, b, c=None, bias=None) on arrays that `put` has placed."""
+
+    id: str
+    product: Callable
+    is_jitted: bool = True
+    axis_type: AxisType | None = AxisType.Auto
+    can_export: bool = True
+
+    def serves(self, case: cases.Case) -> bool:
+        """Whether this mode can express the case."""
+        if self.axis_type is None:
+            return case.name == "local"
+        if self.product is in_checked_shard_map or self.product is in_unchecked_shard_map:
+            return not case.is_swapped and not case.gathers
+        return True
+
+    @contextlib.contextmanager
+    def scope(self, case: cases.Case):
+        if self.axis_type == AxisType.Explicit:
+            with jax.set_mesh(case.jax_mesh()):
+                yield
+        else:
+            yield
+
+    def put(self, case: cases.Case, x: np.ndarray, spec: P, ahead: int = 0):
+        """`x` where the case wants it; `ahead` counts leading dimensions that are not sharded."""
+        if self.axis_type is None:
+            return jax.device_put(x)
+        return cases.put(x, case.jax_mesh(self.axis_type), P(*(None,) * ahead, *spec))
+
+    def run(self, program: Callable, *args):
+        return (jax.jit(program) if self.is_jitted else program)(*args)
+
+
+def _inputs(bias) -> dict:
+    return {} if bias is None else {"epilog_inputs": {"bias": bias}}
+
+
+def with_types(case, **options):
+    """Shardings from the operands' types."""
+
+    def product(a, b, c=None, bias=None):
+        return jaxmp.matmul(a, b, c, **case.transpose, **case.conjugate, **_inputs(bias), out_sharding=case.out, **options)
+
+    return product
+
+
+def with_in_shardings(case, **options):
+    mesh = case.jax_mesh(AxisType.Auto)
+    return functools.partial(_with_in_shardings, case, mesh, options)
+
+
+def _with_in_shardings(case, mesh, options, a, b, c=None, bias=None):
+    flags = case.transpose | case.conjugate | _inputs(bias) | options
+    return jaxmp.matmul(a, b, c, **flags, in_shardings=case.stored, out_sharding=case.out, mesh=mesh)
+
+
+def with_nothing(case, **options):
+    """XLA's partitioner chooses; `out_sharding` is a constraint."""
+    out = NamedSharding(case.jax_mesh(AxisType.Auto), case.out)
+
+    def product(a, b, c=None, bias=None):
+        return jaxmp.matmul(a, b, c, **case.transpose, **case.conjugate, **_inputs(bias), out_sharding=out, **options)
+
+    return product
+
+
+def in_checked_shard_map(case, **options):
+    return _in_shard_map(case, options, check_vma=True)
+
+
+def in_unchecked_shard_map(case, **options):
+    return _in_shard_map(case, options, check_vma=False)
+
+
+def _in_shard_map(case, options, check_vma):
+    fn = IN_SHARD_MAP[case.pattern](case)
+
+    def body(a, b, *extra):
+        extra = list(extra)
+        c = extra.pop(0) if "beta" in options else None
+        return fn(a, b, c=c, **case.transpose, **case.conjugate, **_inputs(extra[0] if extra else None), **options)
+
+    def product(a, b, c=None, bias=None):
+        extra = [(c, case.out)] * (c is not None) + [(bias, P(case.out[1]))] * (bias is not None)
+        in_specs = (*case.stored, *(spec for _, spec in extra))
+        # An aux output is sharded as the result is, so one spec serves both.
+        mapped = jax.shard_map(
+            body, mesh=case.jax_mesh(AxisType.Auto), in_specs=in_specs, out_specs=case.out, check_vma=check_vma
+        )
+        return mapped(a, b, *(x for x, _ in extra))
+
+    return product
+
+
+def without_mesh(case, **options):
+    def product(a, b, c=None, bias=None):
+        return jaxmp.matmul(a, b, c, **case.transpose, **case.conjugate, **_inputs(bias), **options)
+
+    return product
+
+
+MODES = (
+    Mode("explicit", with_types, axis_type=AxisType.Explicit),
+    Mode("explicit-eager", with_types, is_jitted=False, axis_type=AxisType.Explicit),
+    Mode("in_shardings", with_in_shardings),
+    Mode("in_shardings-eager", with_in_shardings, is_jitted=False),
+    # custom_partitioning cannot be exported.
+    Mode("partitioner", with_nothing, can_export=False),
+    Mode("shard_map", in_checked_shard_map),
+    Mode("shard_map-unchecked", in_unchecked_shard_map),
+    Mode("no-mesh", without_mesh, axis_type=None),
+    Mode("no-mesh-eager", without_mesh, is_jitted=False, axis_type=None),
+)
+BY_ID = {mode.id: mode for mode in MODES}
