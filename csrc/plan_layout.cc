@@ -38,9 +38,24 @@ MatrixLayout SplitCols(Op op, int64_t rows, int64_t cols, int64_t parts, int64_t
   return MakeMatrix(GridKind::kColumn, cols, rows, {parts, 1, parts, row_blocks});
 }
 
-MatrixLayout SplitBoth(Op op, int64_t rows, int64_t cols, int64_t nprow, int64_t npcol) {
-  if (op != Op::kN) std::swap(rows, cols);
-  return MakeMatrix(GridKind::kProcess, rows, cols, {nprow, npcol, nprow, npcol});
+// Into how many blocks a dimension is cut: as many as processes share it; where it is whole, any number is legal, and
+// that of the other matrix along the same dimension makes the two agree.
+int64_t BlocksOf(int64_t own_parts, int64_t other_parts) { return own_parts == 1 ? other_parts : own_parts; }
+
+// A stored operand on the process grid; `row_blocks` and `col_blocks` cut op(X).
+MatrixLayout SplitBoth(const Problem& p, Op op, int64_t rows, int64_t cols, int64_t row_blocks, int64_t col_blocks) {
+  if (op == Op::kN) return MakeMatrix(GridKind::kProcess, rows, cols, {p.nprow(), p.npcol(), row_blocks, col_blocks});
+  return MakeMatrix(GridKind::kProcess, cols, rows, {p.nprow(), p.npcol(), col_blocks, row_blocks});
+}
+
+void PlaceOnGrid(const Problem& p, Layout* layout) {
+  const int64_t nprow = p.nprow(), npcol = p.npcol();
+  const bool a_is_n = p.trans_a == Op::kN, b_is_n = p.trans_b == Op::kN;
+  const int64_t a_m = a_is_n ? nprow : npcol, a_k = a_is_n ? npcol : nprow;
+  const int64_t b_k = b_is_n ? nprow : npcol, b_n = b_is_n ? npcol : nprow;
+  layout->a = SplitBoth(p, p.trans_a, p.m, p.k, BlocksOf(a_m, nprow), BlocksOf(a_k, b_k));
+  layout->b = SplitBoth(p, p.trans_b, p.k, p.n, BlocksOf(b_k, a_k), BlocksOf(b_n, npcol));
+  layout->d = SplitBoth(p, Op::kN, p.m, p.n, BlocksOf(nprow, a_m), BlocksOf(npcol, b_n));
 }
 
 Status CheckDivides(const Problem& problem, const char* name, int64_t extent, int64_t parts) {
@@ -94,9 +109,7 @@ Status PlaceMatrices(const Problem& p, Layout* layout) {
       return {};
     case Pattern::kGrid:
       JAXMP_RETURN_IF_ERROR(CheckGrid(p));
-      layout->a = SplitBoth(p.trans_a, p.m, p.k, p.nprow(), p.npcol());
-      layout->b = SplitBoth(p.trans_b, p.k, p.n, p.nprow(), p.npcol());
-      layout->d = SplitBoth(Op::kN, p.m, p.n, p.nprow(), p.npcol());
+      PlaceOnGrid(p, layout);
       return {};
   }
   return Internal("jaxmp: unknown pattern");

@@ -1,6 +1,5 @@
 // The custom call as XLA drives it, without XLA: ranks on threads, overlapping runs, errors that must reach every rank.
 #include <atomic>
-#include <cstdlib>
 #include <memory>
 #include <string>
 #include <thread>
@@ -118,7 +117,7 @@ void AnErrorOnOneRankReachesAll() {
   }
   std::vector<std::string> errors;
   for (const auto& execution : executions) errors.push_back(execution->Wait());
-  for (const std::string& error : errors) CHECK(error.find("jaxmp: ") != std::string::npos);
+  for (const std::string& error : errors) CHECK_CONTAINS(error, "jaxmp: ");
   tests::World next(*MakeProblem(attributes), 1);
   for (const std::string& error : RunAll(*instance.site, next, 1)) CHECK_EQ(error, "");  // the site has recovered
   CHECK(next.IsRight());
@@ -139,8 +138,8 @@ void BuffersAreChecked() {
   CHECK_EQ(error(args, results), "jaxmp: b must hold 24 elements of f32 on each device, got local shape (3, 6)");
   args = good;
   args[0].dtype = XLA_FFI_DataType_F64;
-  CHECK(error(args, results).find("a must hold 16 elements of f32 on each device, got local shape (16) of another "
-                                  "dtype") != std::string::npos);
+  CHECK_CONTAINS(error(args, results), "a must hold 16 elements of f32 on each device, got local shape (16) of another "
+                                  "dtype");
   args = good;
   args.pop_back();
   CHECK_EQ(error(args, results), "jaxmp: argument position is missing");
@@ -160,9 +159,9 @@ void EmptyProductsRunNothing() {
 
 void WrongAttributesAreRefusedAtInstantiation() {
   Attributes attributes = tests::AllGather(4, 6, 8, 3);
-  CHECK(fake_xla::Instantiate(attributes).error.find("needs m to be a multiple of 4, got m=6") != std::string::npos);
+  CHECK_CONTAINS(fake_xla::Instantiate(attributes).error, "needs m to be a multiple of 4, got m=6");
   attributes["pattern"] = std::string("ring");
-  CHECK(fake_xla::Instantiate(attributes).error.find("got ring") != std::string::npos);
+  CHECK_CONTAINS(fake_xla::Instantiate(attributes).error, "got ring");
 }
 
 void ASiteThatGoesAwayFreesItsWaitingRanks() {
@@ -177,9 +176,7 @@ void ASiteThatGoesAwayFreesItsWaitingRanks() {
 }  // namespace jaxmp
 
 int main() {
-  const char* blas = std::getenv("JAXMP_BLAS");
-  CHECK(blas != nullptr);
-  CHECK_EQ(jaxmp::hostmp::load_blas(blas, "").message(), "");
+  CHECK_EQ(jaxmp::hostmp::load_blas(jaxmp::check::environment("JAXMP_BLAS"), "").message(), "");
   jaxmp::RunsEveryPattern();
   jaxmp::OneRankNeedsNoFuture();
   jaxmp::RanksMayArriveOnOneThread();
@@ -190,4 +187,5 @@ int main() {
   jaxmp::EmptyProductsRunNothing();
   jaxmp::WrongAttributesAreRefusedAtInstantiation();
   jaxmp::ASiteThatGoesAwayFreesItsWaitingRanks();
+  return jaxmp::check::summary("handler_execute");
 }

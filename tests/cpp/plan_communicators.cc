@@ -67,4 +67,5 @@ int main() {
   jaxmp::TwoAxesCountInTheOrderGiven();
   jaxmp::GridsCountDownTheColumns();
   jaxmp::OneCommunicatorForAsLongAsItIsHeld();
+  return jaxmp::check::summary("plan_communicators");
 }

@@ -67,6 +67,18 @@ void OneDimensionalPatternsKeepTheContract() {
   }
 }
 
+void GridsKeepTheContractWhereTheyCan() {
+  for (const auto& attributes : {tests::Grid(1, 1, 3, 5, 7), tests::Grid(2, 2, 4, 8, 12), tests::Grid(4, 1, 4, 8, 12),
+                                 tests::Grid(1, 4, 4, 8, 12)}) {
+    for (const char* trans_a : {"N", "T"}) {
+      for (const char* trans_b : {"N", "T"}) {
+        const Problem problem = Transposed(attributes, trans_a, trans_b);
+        CheckBlockContract(problem, *MakeLayout(problem));
+      }
+    }
+  }
+}
+
 void LocalPartsAreThoseOfTheBoundary() {
   Layout layout = *MakeLayout(Transposed(tests::AllGather(4, 8, 12, 20), "N", "T"));
   CheckLocal(layout.a, 2, 20);
@@ -100,24 +112,24 @@ void EpilogsSizeTheirBuffers() {
   CHECK_EQ(layout.aux.attribute_ld, 128);
   CHECK_EQ(layout.aux.local_size, 16 * 6);
   attributes["epilog"] = int64_t{164};  // GELU_AUX_BIAS
-  CHECK(Refusal(attributes).find("epilog 164 needs dtype_aux f32, got u8") != std::string::npos);
+  CHECK_CONTAINS(Refusal(attributes), "epilog 164 needs dtype_aux f32, got u8");
   attributes["dtype_aux"] = std::string("f32");
   layout = *MakeLayout(*MakeProblem(attributes));
   CHECK_EQ(layout.aux.attribute_ld, 24);
   CHECK_EQ(layout.aux.local_size, 24 * 6);
   attributes["dtype_bias"] = std::string("none");
-  CHECK(Refusal(attributes).find("epilog 164 needs bias, but dtype_bias is none") != std::string::npos);
+  CHECK_CONTAINS(Refusal(attributes), "epilog 164 needs bias, but dtype_bias is none");
   attributes["epilog"] = int64_t{1};
-  CHECK(Refusal(attributes).find("ALLREDUCE bit") != std::string::npos);
+  CHECK_CONTAINS(Refusal(attributes), "ALLREDUCE bit");
 }
 
 void ExtentsThatDoNotDivideAreNamed() {
   CHECK_EQ(Refusal(tests::AllGather(4, 6, 8, 3)),
            "jaxmp: pattern all_gather needs m to be a multiple of 4, got m=6; pad the operands or choose another mesh");
-  CHECK(Refusal(tests::AllGather(4, 8, 6, 3)).find("needs n to be a multiple of 4, got n=6") != std::string::npos);
-  CHECK(Refusal(tests::ReduceScatter(4, 1, 4, 6)).find("got k=6") != std::string::npos);
-  CHECK(Refusal(tests::AllReduce(3, 1, 1, 4)).find("multiple of 3, got k=4") != std::string::npos);
-  CHECK(Refusal(tests::Grid(2, 3, 2, 3, 4)).find("multiple of 3, got k=4") != std::string::npos);
+  CHECK_CONTAINS(Refusal(tests::AllGather(4, 8, 6, 3)), "needs n to be a multiple of 4, got n=6");
+  CHECK_CONTAINS(Refusal(tests::ReduceScatter(4, 1, 4, 6)), "got k=6");
+  CHECK_CONTAINS(Refusal(tests::AllReduce(3, 1, 1, 4)), "multiple of 3, got k=4");
+  CHECK_CONTAINS(Refusal(tests::Grid(2, 3, 2, 3, 4)), "multiple of 3, got k=4");
   CHECK_EQ(Refusal(tests::AllGather(4, 0, 0, 0)), "");
 }
 
@@ -126,7 +138,9 @@ void ExtentsThatDoNotDivideAreNamed() {
 
 int main() {
   jaxmp::OneDimensionalPatternsKeepTheContract();
+  jaxmp::GridsKeepTheContractWhereTheyCan();
   jaxmp::LocalPartsAreThoseOfTheBoundary();
   jaxmp::EpilogsSizeTheirBuffers();
   jaxmp::ExtentsThatDoNotDivideAreNamed();
+  return jaxmp::check::summary("plan_layout");
 }

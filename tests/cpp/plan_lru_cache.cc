@@ -84,4 +84,5 @@ int main() {
   jaxmp::LeastRecentlyUsedGoesFirst();
   jaxmp::FailuresAreNotRemembered();
   jaxmp::ThreadsThatMissTogetherGetOneValue();
+  return jaxmp::check::summary("plan_lru_cache");
 }

@@ -20,7 +20,7 @@ void DecodesEveryAttribute() {
   CHECK(problem->alpha == std::complex<double>(2, -1));
   CHECK_EQ(problem->nranks(), 4);
   CHECK(ToString(*problem).find("pattern=all_reduce m=6 n=8 k=10 trans_a=N") == 0);
-  CHECK(ToString(*problem).find("alpha=2-1i") != std::string::npos);
+  CHECK_CONTAINS(ToString(*problem), "alpha=2-1i");
 }
 
 void RefusesWhatItDoesNotKnow() {
@@ -29,28 +29,28 @@ void RefusesWhatItDoesNotKnow() {
   CHECK_EQ(Refusal(attributes), "jaxmp: attribute trans_a must be one of N, T, C; got X");
   attributes = tests::AllReduce(4, 6, 8, 10);
   attributes["m"] = std::string("6");
-  CHECK(Refusal(attributes).find("attribute m must be an int64") != std::string::npos);
+  CHECK_CONTAINS(Refusal(attributes), "attribute m must be an int64");
   attributes["m"] = int64_t{-1};
   CHECK_EQ(Refusal(attributes), "jaxmp: attribute m must not be negative, got -1");
   attributes.erase("m");
-  CHECK(Refusal(attributes).find("attribute m must be present") != std::string::npos);
+  CHECK_CONTAINS(Refusal(attributes), "attribute m must be present");
   attributes = tests::AllReduce(4, 6, 8, 10);
   attributes["colour"] = int64_t{1};
-  CHECK(Refusal(attributes).find("expected 20 attributes, got 21") != std::string::npos);
+  CHECK_CONTAINS(Refusal(attributes), "expected 20 attributes, got 21");
 }
 
 void RefusesAxesThatTheMeshLacks() {
   Attributes attributes = tests::AllReduce(4, 6, 8, 10);
   attributes["axes_row"] = std::vector<int64_t>{1};
-  CHECK(Refusal(attributes).find("distinct indices of the 1 axes of mesh_shape; got 1") != std::string::npos);
+  CHECK_CONTAINS(Refusal(attributes), "distinct indices of the 1 axes of mesh_shape; got 1");
   attributes["mesh_shape"] = std::vector<int64_t>{2, 2};
   attributes["axes_row"] = std::vector<int64_t>{1, 1};
-  CHECK(Refusal(attributes).find("distinct indices") != std::string::npos);
+  CHECK_CONTAINS(Refusal(attributes), "distinct indices");
   attributes["axes_row"] = std::vector<int64_t>{1};
   attributes["axes_col"] = std::vector<int64_t>{0};
-  CHECK(Refusal(attributes).find("axes_col must be empty") != std::string::npos);
+  CHECK_CONTAINS(Refusal(attributes), "axes_col must be empty");
   attributes["pattern"] = std::string("local");
-  CHECK(Refusal(attributes).find("pattern local takes no axes_row") != std::string::npos);
+  CHECK_CONTAINS(Refusal(attributes), "pattern local takes no axes_row");
 }
 
 void ComparesEveryFieldByItsBits() {
@@ -81,4 +81,5 @@ int main() {
   jaxmp::RefusesWhatItDoesNotKnow();
   jaxmp::RefusesAxesThatTheMeshLacks();
   jaxmp::ComparesEveryFieldByItsBits();
+  return jaxmp::check::summary("plan_problem");
 }

@@ -2,7 +2,6 @@
 #include "csrc/plan.h"
 
 #include <atomic>
-#include <cstdlib>
 #include <future>
 #include <memory>
 #include <string>
@@ -75,7 +74,8 @@ void EveryPatternIsRight() {
   for (int64_t nranks : {1, 2, 3}) {
     for (const Attributes& base :
          {tests::Local(7, 5, 9), tests::AllGather(nranks, 6, 12, 5), tests::ReduceScatter(nranks, 5, 6, 12),
-          tests::AllReduce(nranks, 3, 5, 12), tests::Grid(2, 2, 4, 8, 6), tests::Grid(2, 3, 6, 12, 18)}) {
+          tests::AllReduce(nranks, 3, 5, 12), tests::Grid(2, 2, 4, 8, 6), tests::Grid(2, 3, 6, 12, 18),
+          tests::Grid(4, 1, 8, 4, 12), tests::Grid(1, 3, 3, 6, 9)}) {
       for (const char* trans_a : {"N", "T"}) {
         for (const char* trans_b : {"N", "T"}) {
           Attributes attributes = base;
@@ -169,13 +169,12 @@ void TheCacheTellsLibrariesApart() {
 }  // namespace jaxmp
 
 int main() {
-  const char* blas = std::getenv("JAXMP_BLAS");
-  CHECK(blas != nullptr);
-  CHECK_EQ(jaxmp::hostmp::load_blas(blas, "").message(), "");
+  CHECK_EQ(jaxmp::hostmp::load_blas(jaxmp::check::environment("JAXMP_BLAS"), "").message(), "");
   jaxmp::EveryPatternIsRight();
   jaxmp::AUsedPlanAnswersAsAFreshOne();
   jaxmp::SlotsAreReusedAndGrowOnlyWithConcurrentCalls();
   jaxmp::CapabilitiesAreAskedFor();
   jaxmp::TheLibrarysReasonReachesTheCaller();
   jaxmp::TheCacheTellsLibrariesApart();
+  return jaxmp::check::summary("plan_run");
 }

@@ -1,0 +1,280 @@
+"""The extension as Python sees it: loading, versions, registration, plans and their counters.
+
+Silently wrong without these: a stale extension read with new attributes, a plan shared by calls that differ, an import
+that starts JAX's backend before `jax.distributed.initialize`.
+"""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+import threading
+import types
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmp import _config, _native
+
+
+@pytest.fixture
+def extension():
+    """The loaded extension, with an empty plan cache."""
+    module = pytest.importorskip("jaxmp._jaxmp")
+    _native.extension()
+    _native.plan_cache_clear()
+    return module
+
+
+def attributes(pattern="local", m=4, n=5, k=6, mesh=(), **changes):
+    """FFI attributes of a float32 call."""
+    call = {
+        "pattern": pattern,
+        "m": np.int64(m),
+        "n": np.int64(n),
+        "k": np.int64(k),
+        "trans_a": "N",
+        "trans_b": "N",
+        "dtype_a": "f32",
+        "dtype_b": "f32",
+        "dtype_c": "none",
+        "dtype_d": "f32",
+        "dtype_bias": "none",
+        "dtype_aux": "none",
+        "compute": "32F",
+        "alpha": np.array([1.0, 0.0]),
+        "beta": np.array([0.0, 0.0]),
+        "epilog": np.int64(0),
+        "mesh_shape": np.array(mesh, np.int64),
+        "axes_row": np.arange(len(mesh), dtype=np.int64),
+        "axes_col": np.array([], np.int64),
+        "determinism": "run_to_run",
+    }
+    return {**call, **changes}
+
+
+def custom_call(a, b, **changes):
+    """Row-major `a @ b` through the bare custom call."""
+    _native.register()
+    (m, k), n = a.shape, b.shape[1]
+    call = attributes(**{"m": n, "n": m, "k": k, **changes})
+    with jax.enable_x64(True):
+        return jax.ffi.ffi_call(_native.TARGET, jax.ShapeDtypeStruct((m, n), a.dtype))(b, a, **call)
+
+
+# ---- loading
+
+
+def run_python(program):
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+
+
+def test_import_loads_no_extension_and_starts_no_backend():
+    program = (
+        "import sys, jaxmp\n"
+        "from jax._src import xla_bridge\n"
+        "assert not xla_bridge.backends_are_initialized()\n"
+        "assert 'jaxmp._jaxmp' not in sys.modules\n"
+    )
+    done = run_python(program)
+    assert done.returncode == 0, done.stderr
+
+
+def fake_module(**values):
+    known = {"abi_version": _native.ABI_VERSION, "version": "9.9.9", "jaxlib_version": "0.10.2", **values}
+    return types.SimpleNamespace(**{name: (lambda value=value: value) for name, value in known.items()})
+
+
+def test_another_abi_version_names_both_and_the_remedy():
+    with pytest.raises(ImportError) as caught:
+        _native._check_versions(fake_module(abi_version=7))
+    assert str(caught.value) == (
+        f"jaxmp's Python files need extension ABI {_native.ABI_VERSION} but jaxmp._jaxmp (jaxmp 9.9.9) has ABI 7; "
+        "reinstall jaxmp so that both come from one version."
+    )
+
+
+def test_a_jaxlib_older_than_the_headers_names_both_and_the_remedy():
+    with pytest.raises(ImportError, match=r"FFI headers of jaxlib 99\.1\.2 but jaxlib .* is installed; upgrade jaxlib"):
+        _native._check_versions(fake_module(jaxlib_version="99.1.2"))
+
+
+def test_versions_compare_by_their_numbers():
+    assert _native._release("0.10.2") < _native._release("0.12.0.1")
+    assert _native._release("0.9.9") < _native._release("0.10.2")
+    assert _native._release("0.10.2.dev20260101") == (0, 10, 2)
+
+
+def test_a_missing_extension_says_how_to_get_one(monkeypatch):
+    monkeypatch.setattr(_native, "_loaded", None)
+    monkeypatch.setitem(sys.modules, "jaxmp._jaxmp", None)
+    with pytest.raises(ImportError, match=r'extension cannot be loaded.*pass implementation="xla"'):
+        _native.extension()
+
+
+def test_a_blas_that_is_not_there_is_named(extension):
+    program = "from jaxmp import _native; _native.blas_info()"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "JAXMP_BLAS": "/nowhere/libblas.so"},
+    )
+    assert done.returncode != 0
+    assert "/nowhere/libblas.so" in done.stderr
+
+
+def test_blas_info_names_the_library_and_a_kernel_for_each_dtype(extension):
+    info = _native.blas_info()
+    assert set(info) == {"library", "config", "mkl", "f32", "f64", "c64", "c128", "bf16", "f16"}
+    assert "openblas" in info["library"]
+    assert all(info[dtype] for dtype in ("f32", "f64", "c64", "c128", "bf16", "f16"))
+
+
+def test_versions_of_the_extension(extension):
+    assert extension.abi_version() == _native.ABI_VERSION
+    assert extension.version() == importlib.metadata.version("jaxmp")
+
+
+# ---- configuration
+
+
+def test_configuration_defaults():
+    assert _config.parse({}) == _config.Config(log=frozenset(), plan_cache_size=512, blas=None, use_mkl=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("JAXMP_LOG", "plan,plans", "JAXMP_LOG takes plan but has plans."),
+        ("JAXMP_PLAN_CACHE_SIZE", "0", "JAXMP_PLAN_CACHE_SIZE must be a whole number of at least 1 but is '0'."),
+        ("JAXMP_PLAN_CACHE_SIZE", "many", "JAXMP_PLAN_CACHE_SIZE must be a whole number of at least 1 but is 'many'."),
+        ("JAXMP_MKL", "on", "JAXMP_MKL must be 'auto' or 'off' but is 'on'."),
+    ],
+)
+def test_a_variable_that_means_nothing_is_an_error(name, value, message):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole message is compared
+        _config.parse({name: value})
+    assert str(caught.value) == message
+
+
+# ---- plans
+
+
+def test_plan_cache_counts_hits_and_misses(extension):
+    _native.describe_plan(attributes())
+    _native.describe_plan(attributes())
+    _native.describe_plan(attributes(k=7))
+    info = _native.plan_cache_info()
+    assert info == {"hits": 1, "misses": 2, "size": 2, "capacity": _config.config().plan_cache_size}
+    _native.plan_cache_clear()
+    assert _native.plan_cache_info() == {"hits": 0, "misses": 0, "size": 0, "capacity": info["capacity"]}
+
+
+def test_plan_cache_is_bounded(extension):
+    extension.set_plan_cache_capacity(2)
+    try:
+        for k in (1, 2, 3):
+            _native.describe_plan(attributes(k=k))
+        assert _native.plan_cache_info()["size"] == 2
+    finally:
+        extension.set_plan_cache_capacity(_config.config().plan_cache_size)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "algorithm"),
+    [
+        ("all_gather", "AllGather + Matmul"),
+        ("reduce_scatter", "Matmul + ReduceScatter"),
+        ("all_reduce", "Matmul + AllReduce"),
+    ],
+)
+def test_describe_plan(extension, pattern, algorithm):
+    plan = _native.describe_plan(attributes(pattern, m=8, n=4, k=12, mesh=(4,)))
+    assert plan["nranks"] == 4
+    assert plan["algorithm"] == algorithm
+    assert len(plan["device_workspace"]) == len(plan["host_workspace"]) == 4
+    assert all(size >= 0 for size in plan["device_workspace"])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trans_a": "X"}, "attribute trans_a must be one of N, T, C; got X"),
+        ({"pattern": "all_gather", "mesh": (4,), "m": 6}, "needs m to be a multiple of 4, got m=6"),
+        ({"epilog": np.int64(4)}, "epilog 4 needs bias, but dtype_bias is none"),
+        ({"alpha": np.array([1.0])}, r"attribute alpha must be float64\[2\]"),
+    ],
+)
+def test_a_refused_plan_says_why(extension, changes, message):
+    with pytest.raises(ValueError, match=message):
+        _native.describe_plan(attributes(**changes))
+    assert _native.plan_cache_info()["size"] == 0
+
+
+def test_a_plan_miss_is_logged_on_one_line(extension, capfd):
+    extension.set_plan_log(True)
+    try:
+        _native.describe_plan(attributes(m=11))
+        _native.describe_plan(attributes(m=11))
+    finally:
+        extension.set_plan_log(False)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("jaxmp plan: ")
+    assert " us, " in line
+    assert "pattern=local m=11 n=5 k=6" in line
+
+
+# ---- the custom call
+
+
+def test_registration_is_idempotent_and_safe_from_threads(extension):
+    failures = []
+
+    def register():
+        try:
+            _native.register()
+        except Exception as error:  # reported below, on the main thread
+            failures.append(error)
+
+    threads = [threading.Thread(target=register) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_one_device_product(extension, rng, wrap):
+    a = rng.integers(-4, 5, (7, 6)).astype(np.float32)
+    b = rng.integers(-4, 5, (6, 5)).astype(np.float32)
+    np.testing.assert_array_equal(wrap(custom_call)(a, b), a @ b)
+
+
+def test_many_threads_run_one_executable_at_once(extension, rng):
+    a = rng.integers(-4, 5, (8, 200, 100)).astype(np.float32)
+    b = rng.integers(-4, 5, (100, 300)).astype(np.float32)
+    product = jax.jit(custom_call)
+    product(a[0], b).block_until_ready()
+    results = [None] * len(a)
+
+    def run(i):
+        for _ in range(20):
+            results[i] = np.asarray(product(a[i], b))
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(a))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for i, result in enumerate(results):
+        np.testing.assert_array_equal(result, a[i] @ b)
+
+
+def test_the_call_itself_checks_its_buffers(extension):
+    a, b = np.ones((7, 6), np.float32), np.ones((6, 5), np.float32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"a must hold 36 elements of f32 .* local shape \(6, 5\)"):
+        custom_call(a, b, m=6)
