@@ -29,7 +29,7 @@ define new_venv
   { echo "jaxmp needs Python 3.11 or later, but PYTHON=$(PYTHON) is $$($(PYTHON) --version 2>&1); pass PYTHON=<interpreter>" >&2; exit 1; }
 @echo "setting up $(1) (a few minutes the first time)"
 @[ -x $(1)/bin/pip ] || $(PYTHON) -m venv --clear $(1)
-@$(1)/bin/pip install --quiet --disable-pip-version-check $(2) $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
+@$(1)/bin/pip install --quiet --disable-pip-version-check -C build-dir=build/$(notdir $(1)) $(2) $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
 @touch $(1)/.ready
 endef
 
