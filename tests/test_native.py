@@ -11,6 +11,7 @@ import sys
 import threading
 import types
 
+import cases
 import jax
 import numpy as np
 import pytest
@@ -21,10 +22,9 @@ from jaxmp import _config, _native
 @pytest.fixture
 def extension():
     """The loaded extension, with an empty plan cache."""
-    module = pytest.importorskip("jaxmp._jaxmp")
-    _native.extension()
+    cases.require("host")
     _native.plan_cache_clear()
-    return module
+    return _native.extension()
 
 
 def attributes(pattern="local", m=4, n=5, k=6, mesh=(), **changes):
