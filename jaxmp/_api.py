@@ -300,7 +300,7 @@ def _collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs,
 
 def _call(spec: MatmulSpec, placement: _mesh.Placement, operands) -> _Call:
     if placement.mode != _mesh.Mode.SHARDED:
-        return _Call(spec, placement.mode, constraint=placement.constraint)
+        return _Call(spec.replace(mesh=placement.axes), placement.mode, constraint=placement.constraint)
     plan = _sharding.plan_call("matmul", placement.a, placement.b, placement.out, spec.transpose_a, spec.transpose_b)
     shape = _result_shape(spec, *operands[:2])
     mesh = placement.mesh

@@ -21,7 +21,7 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The mode; for SHARDED also the mesh, its explicit axes, and the shardings as stored."""
+    """The mode and the mesh; for SHARDED also whether its axes are explicit, and the shardings as stored."""
 
     mode: Mode
     mesh: Any = None
@@ -52,14 +52,15 @@ def manual_mesh(name: str):
 
 def place(name: str, a, b, out_shape, out_sharding, in_shardings, mesh) -> Placement:
     """Find the mode of a call from its arguments and the ambient mesh; checks every sharding it meets."""
-    if manual_mesh(name) is not None:
+    manual = manual_mesh(name)
+    if manual is not None:
         for argument, value in (("out_sharding", out_sharding), ("in_shardings", in_shardings), ("mesh", mesh)):
             if value is not None:
                 raise ValueError(
                     f"{name}: {argument} was given inside shard_map, where operands are shards; drop it, or use "
                     "all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce or block_matmul"
                 )
-        return Placement(Mode.MANUAL)
+        return Placement(Mode.MANUAL, manual)
     if in_shardings is not None:
         return _from_in_shardings(name, a, b, out_shape, out_sharding, in_shardings, mesh)
     explicit = _explicit_mesh(name, a, b, mesh)
