@@ -55,10 +55,7 @@ enum cublasMpStatus_t {
   CUBLASMP_STATUS_NOT_SUPPORTED = 7,
 };
 
-enum cublasMpGridLayout_t {
-  CUBLASMP_GRID_LAYOUT_COL_MAJOR = 0,
-  CUBLASMP_GRID_LAYOUT_ROW_MAJOR = 1
-};
+enum cublasMpGridLayout_t { CUBLASMP_GRID_LAYOUT_COL_MAJOR = 0, CUBLASMP_GRID_LAYOUT_ROW_MAJOR = 1 };
 
 enum cublasMpMatmulDescriptorAttribute_t {
   CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA = 0,
@@ -71,8 +68,7 @@ enum cublasMpMatmulDescriptorAttribute_t {
   CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_BATCH_STRIDE = 7,
   CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_DATA_TYPE = 8,
   CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_POINTER = 9,
-  CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_LD =
-      10,  // in bits for the RELU mask, in elements for GELU
+  CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_LD = 10,  // in bits for the RELU mask, in elements for GELU
   CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_BATCH_STRIDE = 11,
   CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE = 12,
   CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_POINTER = 13,
@@ -168,9 +164,7 @@ constexpr size_t attribute_size(int attribute) {
     case CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME:
       return 4;
     default:
-      return attribute >= 0 && attribute <= CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME
-                 ? 8
-                 : 0;
+      return attribute >= 0 && attribute <= CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME ? 8 : 0;
   }
 }
 
@@ -185,8 +179,8 @@ cublasMpStatus_t cublasMpDestroy(cublasMpHandle_t handle);
 cublasMpStatus_t cublasMpSetStream(cublasMpHandle_t handle, cudaStream_t stream);
 cublasMpStatus_t cublasMpGetStream(cublasMpHandle_t handle, cudaStream_t* stream);
 
-cublasMpStatus_t cublasMpGridCreate(int64_t nprow, int64_t npcol, cublasMpGridLayout_t layout,
-                                    ncclComm_t comm, cublasMpGrid_t* grid);
+cublasMpStatus_t cublasMpGridCreate(int64_t nprow, int64_t npcol, cublasMpGridLayout_t layout, ncclComm_t comm,
+                                    cublasMpGrid_t* grid);
 cublasMpStatus_t cublasMpGridDestroy(cublasMpGrid_t grid);
 
 cublasMpStatus_t cublasMpMalloc(cublasMpGrid_t grid, void** ptr, size_t size);
@@ -194,45 +188,39 @@ cublasMpStatus_t cublasMpFree(cublasMpGrid_t grid, void* ptr);
 cublasMpStatus_t cublasMpBufferRegister(cublasMpGrid_t grid, void* ptr, size_t size);
 cublasMpStatus_t cublasMpBufferDeregister(cublasMpGrid_t grid, void* ptr);
 
-cublasMpStatus_t cublasMpMatrixDescriptorCreate(int64_t m, int64_t n, int64_t mb, int64_t nb,
-                                                int64_t rsrc, int64_t csrc, int64_t lld,
-                                                cudaDataType_t type, cublasMpGrid_t grid,
+cublasMpStatus_t cublasMpMatrixDescriptorCreate(int64_t m, int64_t n, int64_t mb, int64_t nb, int64_t rsrc,
+                                                int64_t csrc, int64_t lld, cudaDataType_t type, cublasMpGrid_t grid,
                                                 cublasMpMatrixDescriptor_t* desc);
-cublasMpStatus_t cublasMpMatrixDescriptorInit(int64_t m, int64_t n, int64_t mb, int64_t nb,
-                                              int64_t rsrc, int64_t csrc, int64_t lld,
-                                              cudaDataType_t type, cublasMpGrid_t grid,
+cublasMpStatus_t cublasMpMatrixDescriptorInit(int64_t m, int64_t n, int64_t mb, int64_t nb, int64_t rsrc, int64_t csrc,
+                                              int64_t lld, cudaDataType_t type, cublasMpGrid_t grid,
                                               cublasMpMatrixDescriptor_t desc);
 cublasMpStatus_t cublasMpMatrixDescriptorDestroy(cublasMpMatrixDescriptor_t desc);
 
 cublasMpStatus_t cublasMpMatmulDescriptorCreate(cublasMpMatmulDescriptor_t* matmulDesc,
                                                 cublasComputeType_t computeType);
-cublasMpStatus_t cublasMpMatmulDescriptorInit(cublasMpMatmulDescriptor_t matmulDesc,
-                                              cublasComputeType_t computeType);
+cublasMpStatus_t cublasMpMatmulDescriptorInit(cublasMpMatmulDescriptor_t matmulDesc, cublasComputeType_t computeType);
 cublasMpStatus_t cublasMpMatmulDescriptorDestroy(cublasMpMatmulDescriptor_t matmulDesc);
 cublasMpStatus_t cublasMpMatmulDescriptorSetAttribute(cublasMpMatmulDescriptor_t matmulDesc,
-                                                      cublasMpMatmulDescriptorAttribute_t attr,
-                                                      const void* buf, size_t sizeInBytes);
+                                                      cublasMpMatmulDescriptorAttribute_t attr, const void* buf,
+                                                      size_t sizeInBytes);
 cublasMpStatus_t cublasMpMatmulDescriptorGetAttribute(cublasMpMatmulDescriptor_t matmulDesc,
-                                                      cublasMpMatmulDescriptorAttribute_t attr,
-                                                      void* buf, size_t sizeInBytes,
-                                                      size_t* sizeWritten);
+                                                      cublasMpMatmulDescriptorAttribute_t attr, void* buf,
+                                                      size_t sizeInBytes, size_t* sizeWritten);
 
-cublasMpStatus_t cublasMpMatmul_bufferSize(
-    cublasMpHandle_t handle, cublasMpMatmulDescriptor_t matmulDesc, int64_t m, int64_t n, int64_t k,
-    const void* alpha, const void* a, int64_t ia, int64_t ja, cublasMpMatrixDescriptor_t descA,
-    const void* b, int64_t ib, int64_t jb, cublasMpMatrixDescriptor_t descB, const void* beta,
-    const void* c, int64_t ic, int64_t jc, cublasMpMatrixDescriptor_t descC, void* d, int64_t id,
-    int64_t jd, cublasMpMatrixDescriptor_t descD, size_t* workspaceSizeInBytesOnDevice,
-    size_t* workspaceSizeInBytesOnHost);
-cublasMpStatus_t cublasMpMatmul(cublasMpHandle_t handle, cublasMpMatmulDescriptor_t matmulDesc,
-                                int64_t m, int64_t n, int64_t k, const void* alpha, const void* a,
-                                int64_t ia, int64_t ja, cublasMpMatrixDescriptor_t descA,
-                                const void* b, int64_t ib, int64_t jb,
-                                cublasMpMatrixDescriptor_t descB, const void* beta, const void* c,
-                                int64_t ic, int64_t jc, cublasMpMatrixDescriptor_t descC, void* d,
-                                int64_t id, int64_t jd, cublasMpMatrixDescriptor_t descD,
-                                void* d_work, size_t workspaceSizeInBytesOnDevice, void* h_work,
-                                size_t workspaceSizeInBytesOnHost);
+cublasMpStatus_t cublasMpMatmul_bufferSize(cublasMpHandle_t handle, cublasMpMatmulDescriptor_t matmulDesc, int64_t m,
+                                           int64_t n, int64_t k, const void* alpha, const void* a, int64_t ia,
+                                           int64_t ja, cublasMpMatrixDescriptor_t descA, const void* b, int64_t ib,
+                                           int64_t jb, cublasMpMatrixDescriptor_t descB, const void* beta,
+                                           const void* c, int64_t ic, int64_t jc, cublasMpMatrixDescriptor_t descC,
+                                           void* d, int64_t id, int64_t jd, cublasMpMatrixDescriptor_t descD,
+                                           size_t* workspaceSizeInBytesOnDevice, size_t* workspaceSizeInBytesOnHost);
+cublasMpStatus_t cublasMpMatmul(cublasMpHandle_t handle, cublasMpMatmulDescriptor_t matmulDesc, int64_t m, int64_t n,
+                                int64_t k, const void* alpha, const void* a, int64_t ia, int64_t ja,
+                                cublasMpMatrixDescriptor_t descA, const void* b, int64_t ib, int64_t jb,
+                                cublasMpMatrixDescriptor_t descB, const void* beta, const void* c, int64_t ic,
+                                int64_t jc, cublasMpMatrixDescriptor_t descC, void* d, int64_t id, int64_t jd,
+                                cublasMpMatrixDescriptor_t descD, void* d_work, size_t workspaceSizeInBytesOnDevice,
+                                void* h_work, size_t workspaceSizeInBytesOnHost);
 
 }  // namespace jaxmp::abi
 

@@ -114,11 +114,24 @@ Status check_grids(const Call& call) {
   return {};
 }
 
+// Contiguous shards on one grid of unequal sides, the capability grid_any_shape: k is then cut into one number of
+// blocks in A and into another in B, so that no choice of blocks keeps cuBLASMp's rule.
+bool is_uneven_grid(const Call& call) {
+  const cublasMpGrid& grid = call.grid();
+  if (grid.nprow == grid.npcol) return false;
+  for (const Operand* operand : {&call.a, &call.b, &call.d}) {
+    const cublasMpMatrixDescriptor& desc = operand->desc;
+    if (desc.grid.nprow != grid.nprow || desc.grid.layout != grid.layout) return false;
+    for (const Axis& axis : {desc.rows, desc.cols}) {
+      if (axis.block * axis.nprocs < axis.extent) return false;
+    }
+  }
+  return true;
+}
+
 // cuBLASMp's rule that the blocks of op(A), op(B) and D fit each other.
 Status check_blocks(const Call& call) {
-  const cublasMpGrid& grid = call.grid();
-  // Contiguous shards on a grid of unequal sides cannot keep it: the capability grid_any_shape.
-  if (grid.nprow != 1 && grid.npcol != 1 && grid.nprow != grid.npcol) return {};
+  if (is_uneven_grid(call)) return {};
   const cublasMpMatrixDescriptor &a = call.a.desc, &b = call.b.desc, &d = call.d.desc;
   const bool is_a_plain = call.trans_a == CUBLAS_OP_N, is_b_plain = call.trans_b == CUBLAS_OP_N;
   struct Rule {

@@ -1,0 +1,158 @@
+// Without these a shard could come out in the wrong place, transposed, or from the wrong rank, and look plausible.
+// Small integers keep every sum exact, so D is compared bit by bit: every pattern, transposition and type, from empty
+// shapes up; and nothing but D is written.
+#include "tests/cpp/hostmp_world.h"
+
+namespace jaxmp::test {
+namespace {
+
+Number rounded(cudaDataType_t type, Number value) {
+  std::array<char, 16> bytes;
+  encode(type, value, bytes.data());
+  return decode(type, bytes.data());
+}
+
+bool is_right(const World& world) {
+  Matrix product, magnitude;
+  multiply(world, &product, &magnitude);
+  const Case& c = world.c;
+  const int64_t copies = c.pattern == Pattern::kAllReduce ? c.nranks() : 1;
+  for (int64_t copy = 0; copy < copies; ++copy) {
+    const Matrix d = world.gather(copy);
+    for (size_t i = 0; i < d.values.size(); ++i) {
+      Number expected = c.alpha * product.values[i];
+      if (c.has_c && c.beta != 0.0) expected += c.beta * world.c0.values[i];
+      if (d.values[i] != rounded(c.out, expected)) return false;
+    }
+  }
+  return true;
+}
+
+void check_case(const Case& c, hostmp::Pool* pool) {
+  World world(c);
+  for (int times = 0; times < 2; ++times) {  // the second time D holds numbers, which must not matter
+    if (c.is_in_place && times == 1) break;
+    world.run(pool, /*on_threads=*/times == 1);
+    for (const std::string& error : world.errors)
+      check::report(error.empty(), __FILE__, __LINE__, c.name() + ": " + error);
+    check::report(is_right(world), __FILE__, __LINE__, c.name());
+    world.check_untouched();
+  }
+}
+
+struct Types {
+  cudaDataType_t in, out;
+};
+constexpr Types kTypes[] = {{CUDA_R_32F, CUDA_R_32F}, {CUDA_R_64F, CUDA_R_64F},   {CUDA_C_32F, CUDA_C_32F},
+                            {CUDA_C_64F, CUDA_C_64F}, {CUDA_R_16BF, CUDA_R_16BF}, {CUDA_R_16BF, CUDA_R_32F},
+                            {CUDA_R_16F, CUDA_R_16F}, {CUDA_R_16F, CUDA_R_32F}};
+constexpr cublasOperation_t kOps[] = {CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_OP_C};
+
+std::vector<Case> patterns() {
+  std::vector<Case> cases;
+  for (Pattern pattern : {Pattern::kAllGather, Pattern::kReduceScatter, Pattern::kAllReduce}) {
+    for (int ranks : {1, 2, 3, 4}) cases.push_back({pattern, ranks, 1});
+  }
+  cases.push_back({Pattern::kLocal, 1, 1});
+  for (Pattern pattern : {Pattern::kGrid, Pattern::kCyclic}) {
+    cases.push_back({pattern, 2, 2});
+  }
+  cases.push_back({Pattern::kGrid, 2, 3});
+  cases.push_back({Pattern::kGrid, 3, 1});
+  return cases;
+}
+
+// Every pattern with every transposition and type, on odd shapes that no number of ranks divides.
+void test_patterns(hostmp::Pool* pool) {
+  for (Case c : patterns()) {
+    for (const Types& types : kTypes) {
+      for (cublasOperation_t trans_a : kOps) {
+        for (cublasOperation_t trans_b : kOps) {
+          const bool is_transposed = trans_a != CUBLAS_OP_N || trans_b != CUBLAS_OP_N;
+          if (c.pattern == Pattern::kCyclic && is_transposed) continue;  // its sources are those of NN
+          c.m = 13, c.n = 11, c.k = 17;
+          c.trans_a = trans_a, c.trans_b = trans_b, c.in = types.in, c.out = types.out;
+          check_case(c, pool);
+        }
+      }
+    }
+  }
+}
+
+void test_shapes(hostmp::Pool* pool) {
+  const int64_t shapes[][3] = {{1, 1, 1}, {2, 2, 2}, {4, 4, 4}, {5, 1, 7},    {1, 9, 1},    {8, 8, 0},
+                               {0, 4, 4}, {4, 0, 4}, {0, 0, 0}, {64, 48, 80}, {33, 65, 17}, {130, 260, 70}};
+  for (Case c : patterns()) {
+    for (const auto& [m, n, k] : shapes) {
+      for (const Types& types : {Types{CUDA_R_32F, CUDA_R_32F}, Types{CUDA_R_16BF, CUDA_R_16BF}}) {
+        c.m = m, c.n = n, c.k = k, c.in = types.in, c.out = types.out;
+        check_case(c, pool);
+      }
+    }
+  }
+}
+
+// Many tiles, k deeper than a panel, leading dimensions with a gap.
+void test_large(hostmp::Pool* pool) {
+  for (Case c : patterns()) {
+    if (c.nranks() == 3) continue;
+    for (const Types& types :
+         {Types{CUDA_R_32F, CUDA_R_32F}, Types{CUDA_R_16BF, CUDA_R_16BF}, Types{CUDA_R_16F, CUDA_R_32F}}) {
+      c.m = 131, c.n = 260, c.k = 1101, c.in = types.in, c.out = types.out, c.extra_ld = 5;
+      if (c.pattern != Pattern::kCyclic) c.trans_a = CUBLAS_OP_T;
+      if (c.pattern == Pattern::kCyclic) c.m = 31, c.n = 33, c.k = 37;
+      check_case(c, pool);
+    }
+  }
+}
+
+// D = alpha A B + beta C; in place; and with beta = 0, where C holds NaN and must not be read.
+void test_scalars(hostmp::Pool* pool) {
+  for (Case c : patterns()) {
+    for (const Types& types : kTypes) {
+      c.m = 12, c.n = 24, c.k = 36, c.in = types.in, c.out = types.out, c.has_c = true;
+      c.alpha = facts(types.in).is_complex ? Number(2, -1) : Number(-2);
+      c.beta = facts(types.in).is_complex ? Number(1, 3) : Number(3);
+      check_case(c, pool);
+      c.is_in_place = true;
+      check_case(c, pool);
+      c.is_in_place = false;
+      c.k = 0;
+      check_case(c, pool);
+    }
+  }
+}
+
+void test_beta_zero_never_reads_c(hostmp::Pool* pool) {
+  for (Case c : patterns()) {
+    for (const Types& types : kTypes) {
+      c.m = 12, c.n = 24, c.k = 36, c.in = types.in, c.out = types.out, c.has_c = true, c.beta = 0;
+      World world(c);
+      for (Rank& rank : world.ranks) {
+        const int64_t size = facts(c.out).bytes;
+        for (size_t at = 0; at < rank.c->size(); at += static_cast<size_t>(size)) {
+          encode(c.out, {NAN, facts(c.out).is_complex ? double(NAN) : 0}, rank.c->get() + at);
+          std::memcpy(rank.d->get() + at, rank.c->get() + at, static_cast<size_t>(size));  // nor D
+        }
+      }
+      world.run(pool);
+      check::report(is_right(world), __FILE__, __LINE__, c.name() + " with C = NaN");
+    }
+  }
+}
+
+}  // namespace
+}  // namespace jaxmp::test
+
+int main() {
+  using namespace jaxmp;  // NOLINT
+  CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
+  test::Threads pool(3);
+  test::test_patterns(&pool);
+  test::test_patterns(nullptr);
+  test::test_shapes(&pool);
+  test::test_large(&pool);
+  test::test_scalars(&pool);
+  test::test_beta_zero_never_reads_c(&pool);
+  return check::summary("hostmp_placement");
+}

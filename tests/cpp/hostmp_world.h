@@ -1,0 +1,321 @@
+// The ranks of one product, side by side in one process: layouts, local buffers with canaries, and what D should be.
+#ifndef JAXMP_TESTS_HOSTMP_WORLD_H_
+#define JAXMP_TESTS_HOSTMP_WORLD_H_
+
+#include <algorithm>
+#include <array>
+#include <complex>
+#include <condition_variable>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <queue>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "csrc/hostmp/elementwise.h"
+#include "csrc/hostmp/host.h"
+#include "csrc/hostmp/types.h"
+#include "csrc/mp_api.h"
+#include "tests/cpp/check.h"
+
+namespace jaxmp::test {
+
+using namespace abi;  // NOLINT: cuBLASMp's own names
+using Number = std::complex<double>;
+using hostmp::facts;
+
+// ---- numbers of any type
+
+inline Number decode(cudaDataType_t type, const char* from) {
+  const auto read = [from](auto value) {
+    std::memcpy(&value, from, sizeof(value));
+    return value;
+  };
+  float wide = 0;
+  switch (type) {
+    case CUDA_R_32F:
+      return read(float{});
+    case CUDA_R_64F:
+      return read(double{});
+    case CUDA_C_32F:
+      return Number(read(std::complex<float>{}));
+    case CUDA_C_64F:
+      return read(Number{});
+    case CUDA_R_16BF: {
+      const auto value = read(hostmp::BFloat16{});
+      hostmp::widen(&value, &wide, 1);
+      return wide;
+    }
+    default: {
+      const auto value = read(hostmp::Float16{});
+      hostmp::widen(&value, &wide, 1);
+      return wide;
+    }
+  }
+}
+
+inline void encode(cudaDataType_t type, Number number, char* to) {
+  const auto write = [to](auto value) { std::memcpy(to, &value, sizeof(value)); };
+  const auto real = static_cast<float>(number.real());
+  hostmp::BFloat16 bf16;
+  hostmp::Float16 f16;
+  switch (type) {
+    case CUDA_R_32F:
+      return write(real);
+    case CUDA_R_64F:
+      return write(number.real());
+    case CUDA_C_32F:
+      return write(std::complex<float>(number));
+    case CUDA_C_64F:
+      return write(number);
+    case CUDA_R_16BF:
+      hostmp::narrow(&real, &bf16, 1);
+      return write(bf16);
+    default:
+      hostmp::narrow(&real, &f16, 1);
+      return write(f16);
+  }
+}
+
+struct Matrix {
+  int64_t rows = 0, cols = 0;
+  std::vector<Number> values;  // column-major
+
+  Matrix() = default;
+  Matrix(int64_t rows, int64_t cols) : rows(rows), cols(cols), values(static_cast<size_t>(rows * cols)) {}
+  Number& at(int64_t i, int64_t j) { return values[static_cast<size_t>(i + j * rows)]; }
+  const Number& at(int64_t i, int64_t j) const { return values[static_cast<size_t>(i + j * rows)]; }
+};
+
+// ---- layouts, element by element, independent of hostmp's own arithmetic
+
+struct Grid {
+  int64_t nprow = 1, npcol = 1;
+  cublasMpGridLayout_t layout = CUBLASMP_GRID_LAYOUT_COL_MAJOR;
+};
+
+struct Layout {
+  Grid grid;
+  int64_t rows = 0, cols = 0, mb = 1, nb = 1, rsrc = 0, csrc = 0;
+
+  int64_t owner(int64_t i, int64_t j) const {
+    const int64_t p = (i / mb + rsrc) % grid.nprow, q = (j / nb + csrc) % grid.npcol;
+    return grid.layout == CUBLASMP_GRID_LAYOUT_COL_MAJOR ? p + q * grid.nprow : p * grid.npcol + q;
+  }
+  int64_t local_row(int64_t i) const { return i / mb / grid.nprow * mb + i % mb; }
+  int64_t local_col(int64_t j) const { return j / nb / grid.npcol * nb + j % nb; }
+  std::pair<int64_t, int64_t> local_shape(int64_t rank) const {
+    const bool by_col = grid.layout == CUBLASMP_GRID_LAYOUT_COL_MAJOR;
+    const int64_t p = by_col ? rank % grid.nprow : rank / grid.npcol;
+    const int64_t q = by_col ? rank / grid.nprow : rank % grid.npcol;
+    int64_t m = 0, n = 0;
+    for (int64_t i = 0; i < rows; ++i) m += (i / mb + rsrc) % grid.nprow == p;
+    for (int64_t j = 0; j < cols; ++j) n += (j / nb + csrc) % grid.npcol == q;
+    return {m, n};
+  }
+};
+
+enum class Pattern { kLocal, kAllGather, kReduceScatter, kAllReduce, kGrid, kCyclic };
+constexpr const char* kPatternNames[] = {"local", "all-gather", "reduce-scatter", "all-reduce", "grid", "cyclic"};
+
+struct Case {
+  Pattern pattern = Pattern::kLocal;
+  int p = 1, q = 1;  // q for kGrid and kCyclic
+  int64_t m = 1, n = 1, k = 1;
+  cublasOperation_t trans_a = CUBLAS_OP_N, trans_b = CUBLAS_OP_N;
+  cudaDataType_t in = CUDA_R_32F, out = CUDA_R_32F;
+  int epilog = 0;
+  bool has_c = false, is_in_place = false;
+  Number alpha = 1, beta = 0;
+  int64_t extra_ld = 0;
+
+  int nranks() const { return p * q; }
+  std::string name() const {
+    const char ops[] = "NTC";
+    return std::string(kPatternNames[static_cast<int>(pattern)]) + " " + std::to_string(p) + "x" + std::to_string(q) +
+           " m=" + std::to_string(m) + " n=" + std::to_string(n) + " k=" + std::to_string(k) + " " + ops[trans_a] +
+           ops[trans_b] + " " + facts(in).name + "->" + facts(out).name + " epilog " + std::to_string(epilog);
+  }
+};
+
+struct Layouts {
+  Layout a, b, d;
+};
+
+inline int64_t part(int64_t extent, int64_t parts) { return std::max<int64_t>(1, (extent + parts - 1) / parts); }
+
+// cuBLASMp's layouts for the pattern, in terms of op(A), op(B), D; then stored transposed where asked for.
+inline Layouts layouts_of(const Case& c) {
+  const Grid column{c.nranks(), 1, CUBLASMP_GRID_LAYOUT_COL_MAJOR}, row{1, c.nranks(), CUBLASMP_GRID_LAYOUT_ROW_MAJOR};
+  const Grid both{c.p, c.q, CUBLASMP_GRID_LAYOUT_COL_MAJOR};
+  const int64_t P = c.nranks(), m = std::max<int64_t>(1, c.m), n = std::max<int64_t>(1, c.n);
+  const int64_t k = std::max<int64_t>(1, c.k);
+  // Rows and columns of op(A), op(B), D, and how each is split: grid for plain, grid for transposed, block of both.
+  struct Spec {
+    Grid plain, transposed;
+    int64_t rows = 0, cols = 0, row_block = 1, col_block = 1, rsrc = 0, csrc = 0;
+  };
+  Spec a, b, d;
+  switch (c.pattern) {
+    case Pattern::kLocal:
+    case Pattern::kAllGather:
+      a = {column, row, c.m, c.k, part(m, P), k, 0, 0};
+      b = {row, column, c.k, c.n, k, part(n, P), 0, 0};
+      d = {column, column, c.m, c.n, part(m, P), part(n, P), 0, 0};
+      break;
+    case Pattern::kReduceScatter:
+      a = {row, column, c.m, c.k, m, part(k, P), 0, 0};
+      b = {column, row, c.k, c.n, part(k, P), part(n, P), 0, 0};
+      d = {row, row, c.m, c.n, m, part(n, P), 0, 0};
+      break;
+    case Pattern::kAllReduce:
+      a = {row, column, c.m, c.k, m, part(k, P), 0, 0};
+      b = {column, row, c.k, c.n, part(k, P), n, 0, 0};
+      d = {row, row, c.m, c.n * P, m, n, 0, 0};
+      break;
+    case Pattern::kGrid: {
+      const bool ta = c.trans_a != CUBLAS_OP_N, tb = c.trans_b != CUBLAS_OP_N;
+      a = {both, both, c.m, c.k, part(m, ta ? c.q : c.p), part(k, ta ? c.p : c.q), 0, 0};
+      b = {both, both, c.k, c.n, part(k, tb ? c.q : c.p), part(n, tb ? c.p : c.q), 0, 0};
+      d = {both, both, c.m, c.n, part(m, c.p), part(n, c.q), 0, 0};
+      break;
+    }
+    case Pattern::kCyclic:  // blocks of 3, 5 and 2, first blocks away from rank 0
+      a = {both, both, c.m, c.k, 3, 2, c.p - 1, 0};
+      b = {both, both, c.k, c.n, 2, 5, 0, c.q - 1};
+      d = {both, both, c.m, c.n, 3, 5, c.p - 1, c.q - 1};
+      break;
+  }
+  const auto store = [](const Spec& s, bool transposed) {
+    if (!transposed) return Layout{s.plain, s.rows, s.cols, s.row_block, s.col_block, s.rsrc, s.csrc};
+    return Layout{s.transposed, s.cols, s.rows, s.col_block, s.row_block, 0, 0};
+  };
+  return {store(a, c.trans_a != CUBLAS_OP_N), store(b, c.trans_b != CUBLAS_OP_N), store(d, false)};
+}
+
+// ---- memory
+
+constexpr unsigned char kCanary = 0xa5;
+constexpr size_t kMargin = 256;
+
+// Bytes between two margins, everything set to the canary: what is not written stays recognisable (and a NaN-like or
+// tiny number where it is read by mistake).
+class Buffer {
+ public:
+  explicit Buffer(size_t bytes) : bytes_(bytes), data_(bytes + 2 * kMargin, static_cast<char>(kCanary)) {}
+  char* get() { return data_.data() + kMargin; }
+  const char* get() const { return data_.data() + kMargin; }
+  size_t size() const { return bytes_; }
+  const std::vector<char>& all() const { return data_; }
+  bool margins_are_intact() const {
+    for (size_t i = 0; i < kMargin; ++i) {
+      if (static_cast<unsigned char>(data_[i]) != kCanary) return false;
+      if (static_cast<unsigned char>(data_[kMargin + bytes_ + i]) != kCanary) return false;
+    }
+    return true;
+  }
+
+ private:
+  size_t bytes_;
+  std::vector<char> data_;
+};
+
+// A fixed number of threads.
+class Threads final : public hostmp::Pool {
+ public:
+  explicit Threads(int count) {
+    for (int i = 0; i < count; ++i) threads_.emplace_back([this] { serve(); });
+  }
+  ~Threads() override {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      stops_ = true;
+    }
+    wake_.notify_all();
+    for (std::thread& thread : threads_) thread.join();
+  }
+  int num_threads() const override { return static_cast<int>(threads_.size()); }
+  void schedule(std::function<void()> work) override {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      work_.push(std::move(work));
+    }
+    wake_.notify_one();
+  }
+
+ private:
+  void serve() {
+    std::unique_lock<std::mutex> lock(mutex_);
+    for (;;) {
+      wake_.wait(lock, [this] { return stops_ || !work_.empty(); });
+      if (work_.empty()) return;
+      const std::function<void()> work = std::move(work_.front());
+      work_.pop();
+      lock.unlock();
+      work();
+      lock.lock();
+    }
+  }
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::queue<std::function<void()>> work_;
+  std::vector<std::thread> threads_;
+  bool stops_ = false;
+};
+
+// ---- one product
+
+template <typename T>
+using Owned = std::unique_ptr<T, cublasMpStatus_t (*)(T*)>;
+
+struct Rank {
+  std::vector<Owned<cublasMpGrid>> grids;
+  Owned<cublasMpHandle> handle{nullptr, nullptr};
+  Owned<cublasMpMatmulDescriptor> matmul{nullptr, nullptr};
+  Owned<cublasMpMatrixDescriptor> desc_a{nullptr, nullptr}, desc_b{nullptr, nullptr}, desc_d{nullptr, nullptr};
+  std::unique_ptr<Buffer> a, b, c, d, bias, aux, workspace;
+  std::array<char, 16> alpha{}, beta{};
+  int64_t aux_ld = 0;
+};
+
+class World {
+ public:
+  explicit World(const Case& c);
+
+  // Each rank's call, in order, on this thread, or each on a thread of its own; returns when all are done.
+  void run(hostmp::Pool* pool, bool on_threads = false);
+  cublasMpStatus_t query(int rank, size_t* device_bytes);
+  cublasMpStatus_t matmul(int rank, hostmp::Stream* stream);
+
+  // D as one rank's part of the whole holds it (all-reduce: rank `copy`'s).
+  Matrix gather(int64_t copy = 0) const;
+  void check_untouched() const;  // operands, margins
+
+  Case c;
+  Layouts layouts;
+  hostmp::Group group;
+  hostmp::Rendezvous rendezvous;
+  std::vector<Rank> ranks;
+  Matrix a, b, c0;           // op'd later: as stored; c0 is C
+  std::vector<Number> bias;  // by row of D
+  std::vector<std::string> errors;
+  int64_t run_id = 1;
+
+ private:
+  void make_rank(int rank);
+  Owned<cublasMpMatrixDescriptor> make_matrix(Rank& rank, int number, const Layout& layout, cudaDataType_t type);
+  std::unique_ptr<Buffer> scatter(const Matrix& whole, const Layout& layout, int rank, cudaDataType_t type) const;
+  int64_t lld(const Layout& layout, int rank) const;
+  std::vector<std::vector<char>> before_;
+};
+
+}  // namespace jaxmp::test
+
+#include "tests/cpp/hostmp_world_impl.h"
+
+#endif  // JAXMP_TESTS_HOSTMP_WORLD_H_
