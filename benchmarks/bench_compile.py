@@ -64,7 +64,7 @@ def measure(quick):
     with jax.set_mesh(mesh):
         for layer in contenders.values():  # the first use also loads and registers
             once(layer, arguments)
-        for _ in tqdm(range(2 if quick else 7), "compile"):
+        for _ in tqdm(range(2 if quick else 7), "compile", disable=None):
             for name, layer in contenders.items():
                 samples[name].append(once(layer, arguments))
     medians = {n: [statistics.median(part) for part in zip(*s, strict=True)] for n, s in samples.items()}

@@ -140,7 +140,8 @@ def measure(quick):
     grid = list(itertools.product(TYPES, shapes, PATTERNS, RANKS))
     seconds, rounds = (0.1, (5, 15)) if quick else (0.5, (9, 41))
     cases = [
-        case(pattern, ranks, shape, types, seconds, rounds) for types, shape, pattern, ranks in tqdm(grid, "matmul")
+        case(pattern, ranks, shape, types, seconds, rounds)
+        for types, shape, pattern, ranks in tqdm(grid, "matmul", disable=None)
     ]
     prose = (
         "Rates in GFLOP/s, medians of interleaved rounds. *Limit*: the better of the two one-device rates of the "
