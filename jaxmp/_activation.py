@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from jaxmp import _layout
 
-
 _SCALE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
 

@@ -15,6 +15,8 @@ layer) gets the sum of its cotangents over that axis; where the product is local
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -59,7 +61,7 @@ def _product(spec: MatmulSpec, left, right, operand, *, auto, **changes):
 
 def _matmul_transpose_lhs(ct, a, b, *, spec: MatmulSpec, auto: bool):
     pattern = {Pattern.ALL_GATHER: Pattern.REDUCE_SCATTER, Pattern.REDUCE_SCATTER: Pattern.ALL_GATHER}
-    flags = {"pattern": pattern.get(spec.pattern, spec.pattern)}
+    flags: dict[str, Any] = {"pattern": pattern.get(spec.pattern, spec.pattern)}
     if spec.pattern == Pattern.ALL_REDUCE:
         ct, flags = _reduced_cotangent(spec, ct), _LOCAL
     if spec.transpose_a and flags["pattern"] in (Pattern.LOCAL, Pattern.GRID):
@@ -73,7 +75,7 @@ def _matmul_transpose_lhs(ct, a, b, *, spec: MatmulSpec, auto: bool):
 
 
 def _matmul_transpose_rhs(ct, a, b, *, spec: MatmulSpec, auto: bool):
-    flags = _LOCAL if spec.pattern != Pattern.GRID else {"pattern": Pattern.GRID}
+    flags: dict[str, Any] = _LOCAL if spec.pattern != Pattern.GRID else {"pattern": Pattern.GRID}
     if spec.pattern == Pattern.ALL_REDUCE:
         ct = _reduced_cotangent(spec, ct)
     elif spec.pattern == Pattern.ALL_GATHER:
@@ -94,7 +96,7 @@ def _reduced_cotangent(spec: MatmulSpec, ct):
     return ct if spec.is_typed else lax.psum(ct, spec.row_axes)
 
 
-_LOCAL = {"pattern": Pattern.LOCAL, "row_axes": (), "col_axes": ()}
+_LOCAL: dict[str, Any] = {"pattern": Pattern.LOCAL, "row_axes": (), "col_axes": ()}
 
 
 def _matmul_epilog_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
@@ -118,7 +120,7 @@ def _zero_tangent(x):
 
 
 def _preactivation_tangent(primals, tangents, spec: MatmulSpec, auto: bool, like):
-    (a, b, *extra), (ta, tb, *textra) = primals, tangents
+    (a, b, *_), (ta, tb, *textra) = primals, tangents
     product = spec.bilinear()
     terms = []
     if type(ta) is not ad.Zero:

@@ -1,8 +1,8 @@
 """vmap rules: fold the batch into rows or columns where one call can do it, else scan over calls.
 
-    only a (and c) batched   rows:    (batch, m, k) -> (batch * m, k)
-    only b batched           columns: (batch, k, n) -> (k, batch * n)
-    both                     one call per batch element, in a scan
+only a (and c) batched   rows:    (batch, m, k) -> (batch * m, k)
+only b batched           columns: (batch, k, n) -> (k, batch * n)
+both                     one call per batch element, in a scan
 """
 
 from __future__ import annotations

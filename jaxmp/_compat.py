@@ -16,8 +16,7 @@ MINIMUM_JAX = (0, 10, 2)
 
 if jax.__version_info__ < MINIMUM_JAX:
     raise ImportError(
-        f"jaxmp needs jax {'.'.join(map(str, MINIMUM_JAX))} or later, found {jax.__version__}; "
-        "run `pip install -U jax`"
+        f"jaxmp needs jax {'.'.join(map(str, MINIMUM_JAX))} or later, found {jax.__version__}; run `pip install -U jax`"
     )
 
 

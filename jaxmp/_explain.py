@@ -59,7 +59,20 @@ _COMMUNICATES = {
     "psum_invariant": "sums the cotangents of an operand that is the same on several ranks",
     "reshard": "brings an operand to the sharding of the call, as out_sharding asks for it",
 }
-_COLUMNS = ("operation", "pattern", "groups", "global", "per device", "dtypes", "acc", "epilog", "by", "Gflop", "MB moved", "work")
+_COLUMNS = (
+    "operation",
+    "pattern",
+    "groups",
+    "global",
+    "per device",
+    "dtypes",
+    "acc",
+    "epilog",
+    "by",
+    "Gflop",
+    "MB moved",
+    "work",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +86,9 @@ class Explanation:
             return "no jaxmp call in this program"
         cells = [_COLUMNS, *map(_cells, self.rows)]
         widths = [max(len(row[i]) for row in cells) for i in range(len(_COLUMNS))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+        ]
         reasons = dict.fromkeys(f"{row.implementation}: {row.why}; {row.algorithm}" for row in self.rows)
         return "\n".join([*lines, "", *reasons])
 
@@ -102,10 +117,10 @@ def explain(fn: Callable) -> Callable[..., Explanation]:
         # A function of its own, so that neither tracing nor the partitioner answers from a cache.
         jitted = jax.jit(lambda *args, **kwargs: fn(*args, **kwargs))
         jaxpr = _compat.without_dead_code(jax.make_jaxpr(jitted)(*args, **kwargs).jaxpr)
-        rows = list(_walk(jaxpr, 1, ()))
-        if any(row is None for row in rows):
-            settled = _settled_by_partitioner(jitted, args, kwargs)
-            rows = [row for row in rows if row is not None] + settled
+        found = list(_walk(jaxpr, 1, ()))
+        rows = [row for row in found if row is not None]
+        if len(rows) < len(found):
+            rows += _settled_by_partitioner(jitted, args, kwargs)
         explanation = Explanation(tuple(rows))
         print(explanation)
         return explanation
@@ -118,7 +133,7 @@ def _settled_by_partitioner(jitted, args, kwargs) -> list[Row]:
     why = "chosen by XLA's partitioner (auto axes, no in_shardings)"
 
     def on_call(spec: MatmulSpec, avals) -> None:
-        rows.append(_matmul_row(spec, *avals[:2], 1, why))
+        rows.append(_matmul_row(spec, avals[0], avals[1], 1, why))
 
     with _partitioning.observe(on_call):
         jitted.lower(*args, **kwargs).compile()
@@ -130,10 +145,10 @@ def _walk(jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row | None]:
     for eqn in jaxpr.eqns:
         names = (*scopes, str(eqn.source_info.name_stack), str(eqn.params.get("name", "")))
         if eqn.primitive in (matmul_p, matmul_epilog_p):
-            yield _matmul_row(eqn.params["spec"], *(v.aval for v in eqn.invars[:2]), count)
+            yield _matmul_row(eqn.params["spec"], eqn.invars[0].aval, eqn.invars[1].aval, count)
         elif eqn.primitive in (auto_matmul_p, auto_matmul_epilog_p):
             if len(jax.devices()) == 1:
-                yield _matmul_row(eqn.params["spec"], *(v.aval for v in eqn.invars[:2]), count)
+                yield _matmul_row(eqn.params["spec"], eqn.invars[0].aval, eqn.invars[1].aval, count)
             else:
                 yield None
         elif eqn.primitive.name in _COMMUNICATES and any("jaxmp" in name for name in names):

@@ -26,8 +26,8 @@ class Placement:
     mode: Mode
     mesh: Any = None
     is_explicit: bool = False
-    a: _sharding.Dims | None = None
-    b: _sharding.Dims | None = None
+    a: _sharding.Dims = ()
+    b: _sharding.Dims = ()
     out: _sharding.Dims | None = None
     constraint: NamedSharding | None = None
 
@@ -77,21 +77,25 @@ def _from_in_shardings(name, a, b, out_shape, out_sharding, in_shardings, mesh) 
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) and mesh is None else mesh
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        raise ValueError(f"{name}: in_shardings need a mesh; pass mesh=, NamedShardings, or call under jax.set_mesh(mesh)")
+        raise ValueError(
+            f"{name}: in_shardings need a mesh; pass mesh=, NamedShardings, or call under jax.set_mesh(mesh)"
+        )
     is_explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)
     specs = [_spec(name, "in_shardings", x) for x in in_shardings]
     return _sharded(name, mesh, is_explicit, a, b, specs, out_sharding, out_shape)
 
 
 def _sharded(name, mesh, is_explicit, a, b, specs, out_sharding, out_shape) -> Placement:
-    dims = [_sharding.to_dims(name, argument, spec, x.ndim) for argument, spec, x in zip("ab", specs, (a, b), strict=True)]
+    dims = [
+        _sharding.to_dims(name, argument, spec, x.ndim) for argument, spec, x in zip("ab", specs, (a, b), strict=True)
+    ]
     for argument, dim, x in zip("ab", dims, (a, b), strict=True):
         _sharding.check_dims(name, argument, dim, x.shape, mesh.shape)
     out = None
     if out_sharding is not None:
         out = _sharding.to_dims(name, "the result", _spec(name, "out_sharding", out_sharding), len(out_shape))
         _sharding.check_dims(name, "the result", out, out_shape, mesh.shape)
-    return Placement(Mode.SHARDED, mesh, is_explicit, *dims, out)
+    return Placement(Mode.SHARDED, mesh, is_explicit, dims[0], dims[1], out)
 
 
 def _explicit_mesh(name: str, a, b, mesh):
@@ -103,8 +107,9 @@ def _explicit_mesh(name: str, a, b, mesh):
         if not any(kind == AxisType.Explicit for kind in kinds):
             continue
         if not all(kind == AxisType.Explicit for kind in kinds):
+            mixed = {axis: kind.name for axis, kind in zip(sharding.mesh.axis_names, kinds, strict=True)}
             raise ValueError(
-                f"{name}: {argument} lives on a mesh with explicit and other axes, {dict(zip(sharding.mesh.axis_names, kinds, strict=True))}; "
+                f"{name}: {argument} lives on a mesh whose axes are not all explicit, {mixed}; "
                 "make every axis explicit, or pass in_shardings"
             )
         concrete = getattr(getattr(x, "sharding", None), "mesh", None) if _compat.is_concrete(x) else None
@@ -128,9 +133,7 @@ def _spec(name: str, argument: str, sharding) -> P:
     if sharding is None:
         return P()
     if not isinstance(sharding, P):
-        raise TypeError(
-            f"{name}: {argument} must be a PartitionSpec or a NamedSharding, got {type(sharding).__name__}"
-        )
+        raise TypeError(f"{name}: {argument} must be a PartitionSpec or a NamedSharding, got {type(sharding).__name__}")
     if getattr(sharding, "unreduced", None):
         raise NotImplementedError(f"{name}: {argument} with unreduced axes {set(sharding.unreduced)} is not supported")
     return sharding
@@ -145,7 +148,9 @@ def _constraint(name: str, out_sharding, mesh, out_shape) -> NamedSharding | Non
         mesh = out_sharding.mesh
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        raise ValueError(f"{name}: out_sharding {spec} needs a mesh; pass mesh=, a NamedSharding, or use jax.set_mesh(mesh)")
+        raise ValueError(
+            f"{name}: out_sharding {spec} needs a mesh; pass mesh=, a NamedSharding, or use jax.set_mesh(mesh)"
+        )
     dims = _sharding.to_dims(name, "the result", spec, len(out_shape))
     _sharding.check_dims(name, "the result", dims, out_shape, mesh.shape)
     return NamedSharding(mesh, spec)

@@ -78,11 +78,14 @@ def _partition(spec: MatmulSpec, mesh, args, results):
         _dividing(to_dims("matmul", "operand", x.sharding.spec, len(x.shape)), x.shape, mesh.shape)
         for x in (args[0], args[1], first)
     ]
-    if _epilog.rule(spec.epilog).aux == "relu_aux" and _shard(first.shape[1], dims[2][1], mesh.shape) % _layout.RELU_AUX_BITS:
+    if (
+        _epilog.rule(spec.epilog).aux == "relu_aux"
+        and _shard(first.shape[1], dims[2][1], mesh.shape) % _layout.RELU_AUX_BITS
+    ):
         # The mask is padded per shard; under the partitioner its shape cannot depend on the shards.
         columns = dims[2][1]
         dims = [tuple(_without(dim, columns) for dim in operand) for operand in dims]
-    pattern, group, a, b, out = _settle(*dims, spec)
+    pattern, group, a, b, out = _settle(dims[0], dims[1], dims[2], spec)
     if pattern == Pattern.REDUCE_SCATTER and not _divides(first.shape[0], out[0], mesh.shape):
         pattern, out = Pattern.ALL_REDUCE, (a[1] if spec.transpose_a else a[0], out[1])
     local = spec.replace(pattern=pattern, row_axes=group, mesh=tuple(mesh.shape.items()))
@@ -132,7 +135,7 @@ def _sharding_rule(spec: MatmulSpec) -> str:
     operands = ["k m" if spec.transpose_a else "m k", "n k" if spec.transpose_b else "k n"]
     operands += ["m n"] * spec.has_c + ["n"] * row.has_bias
     # The packed relu mask has its own extent over n, so n cannot be propagated into it.
-    results = ["m n"] + ({"gelu_aux": ["m n"], "relu_aux": ["m p"]}.get(row.aux, []))
+    results = ["m n", *{"gelu_aux": ["m n"], "relu_aux": ["m p"]}.get(row.aux or "", [])]
     return ", ".join(operands) + " -> " + ", ".join(results)
 
 

@@ -76,7 +76,7 @@ def cast_varying(x, axes):
 
 
 def _output_varying(spec: MatmulSpec, a, b, extra=()) -> frozenset[str]:
-    """Manual axes over which d varies. Operands need not vary over the same axes: their transposes sum what is missing."""
+    """Manual axes over which d varies; operands may vary over different axes, and their transposes make up for it."""
     group = frozenset(spec.group_axes)
     product = a.manual_axis_type.varying | b.manual_axis_type.varying
     if not spec.is_typed:

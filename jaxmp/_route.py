@@ -49,7 +49,9 @@ def find_route(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabilities: 
     if spec.pattern == Pattern.GRID:
         nrow, ncol = spec.axis_size(spec.row_axes), spec.axis_size(spec.col_axes)
         if nrow != ncol and not capabilities.grid_any_shape:
-            return Route("unsupported", f"cuBLASMp multiplies contiguous shards on square grids only, not {nrow}x{ncol}")
+            return Route(
+                "unsupported", f"cuBLASMp multiplies contiguous shards on square grids only, not {nrow}x{ncol}"
+            )
         if (spec.epilog != Epilog.NONE) and not capabilities.grid_epilogs:
             return Route("separate_epilog", "cuBLASMp has no epilogs on 2-D grids")
     return Route("direct", "")

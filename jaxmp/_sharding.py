@@ -48,7 +48,9 @@ def to_dims(name: str, argument: str, spec, ndim: int) -> Dims:
     """A PartitionSpec as one tuple of axis names per dimension."""
     entries = tuple(spec)
     if len(entries) > ndim:
-        raise ValueError(f"{name}: the sharding of {argument}, {spec}, has {len(entries)} entries for {ndim} dimensions")
+        raise ValueError(
+            f"{name}: the sharding of {argument}, {spec}, has {len(entries)} entries for {ndim} dimensions"
+        )
     if any(entry is not None and not isinstance(entry, str | tuple) for entry in entries):
         raise ValueError(f"{name}: the sharding of {argument}, {spec}, may hold axis names, tuples of them and None")
     dims = tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in entries)
@@ -68,7 +70,8 @@ def check_dims(name: str, argument: str, dims: Dims, shape, mesh: Mapping[str, i
         if extent % size:
             raise ValueError(
                 f"{name}: dimension {i} of {argument} has extent {extent}, which axis {axes_text(dim)} of size {size} "
-                f"does not divide (global shape {tuple(shape)}); pad it to {-(-extent // size) * size} or shard it differently"
+                f"does not divide (global shape {tuple(shape)}); pad it to {-(-extent // size) * size}, "
+                "or shard it differently"
             )
 
 
@@ -121,8 +124,8 @@ def _contraction(name: str, k_a: Dim, k_b: Dim, out: Dims | None) -> Dim:
     if contracted and out is None:
         raise ValueError(
             f"{name}: the contraction is sharded over axis {axes_text(contracted)} and it is ambiguous how the result "
-            f"should be sharded; pass out_sharding (without {axes_text(contracted)} to all-reduce, with it on the rows to "
-            "reduce-scatter)"
+            f"should be sharded; pass out_sharding (without {axes_text(contracted)} to all-reduce, with it on the rows "
+            "to reduce-scatter)"
         )
     return contracted
 

@@ -143,7 +143,9 @@ def check_local_shapes(name: str, spec: MatmulSpec, a_shape, b_shape) -> None:
         k_b *= ncol if spec.transpose_b else nrow
     if k_a != k_b:
         where = f"shapes {tuple(a_shape)}, {tuple(b_shape)}" + (" per device" if spec.nranks > 1 else "")
-        raise ValueError(f"{name}: b has k={k_b} but a has k={k_a} ({where}); {_transpose_hint(spec, a_shape, b_shape)}")
+        raise ValueError(
+            f"{name}: b has k={k_b} but a has k={k_a} ({where}); {_transpose_hint(spec, a_shape, b_shape)}"
+        )
     if spec.pattern == Pattern.REDUCE_SCATTER and rows % spec.nranks:
         raise ValueError(
             f"{name}: a has {rows} rows, which the {spec.nranks} ranks of axis {axes_text(spec.row_axes)} do not "
@@ -211,14 +213,16 @@ def check_scalar(name: str, argument: str, value, out_dtype) -> complex | float:
     """A Python number that does not take part in promotion."""
     if isinstance(value, np.generic | np.ndarray) and np.ndim(value) == 0:
         value = value.item()
-    if isinstance(value, bool) or not isinstance(value, numbers.Number):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | complex):
         raise TypeError(
             f"{name}: {argument} must be a Python number, got {type(value).__name__}; "
             f"multiply by a traced scalar outside of the call"
         )
     if isinstance(value, complex):
         if not jnp.issubdtype(out_dtype, jnp.complexfloating):
-            raise TypeError(f"{name}: {argument}={value} is complex but the result has dtype {np.dtype(out_dtype).name}")
+            raise TypeError(
+                f"{name}: {argument}={value} is complex but the result has dtype {np.dtype(out_dtype).name}"
+            )
         return value
     return float(value)
 
@@ -227,7 +231,9 @@ def check_c(name: str, c, beta, out_dtype, out_shape) -> complex | float:
     """Validate C against D and return beta."""
     if c is None:
         if beta is not None:
-            raise ValueError(f"{name}: beta={beta!r} was given without c; pass c of shape {tuple(out_shape)} or drop beta")
+            raise ValueError(
+                f"{name}: beta={beta!r} was given without c; pass c of shape {tuple(out_shape)} or drop beta"
+            )
         return 0.0
     if beta is None:
         raise ValueError(f"{name}: c was given without beta; pass beta=1.0 to add c as it is")
@@ -268,12 +274,16 @@ def check_epilog(name: str, epilog, epilog_inputs, out_dtype, n: int) -> tuple[E
             "drop them or choose an epilog that uses them"
         )
     if row.activation and jnp.issubdtype(out_dtype, jnp.complexfloating):
-        raise TypeError(f"{name}: epilog {epilog.name} is defined for real types, the result is {np.dtype(out_dtype).name}")
+        raise TypeError(
+            f"{name}: epilog {epilog.name} is defined for real types, the result is {np.dtype(out_dtype).name}"
+        )
     bias = given.get("bias")
     if bias is not None:
         check_array(name, "bias", bias, ndim=1)
         if bias.shape[0] != n:
-            raise ValueError(f"{name}: bias must have shape ({n},), one value per column of the result, got {tuple(bias.shape)}")
+            raise ValueError(
+                f"{name}: bias must have shape ({n},), one value per column of the result, got {tuple(bias.shape)}"
+            )
         check_widens(name, "bias", bias, out_dtype)
     return epilog, bias
 
@@ -295,12 +305,16 @@ def resolve_precision(name: str, precision):
     if precision is None:
         return None
     if isinstance(precision, lax.DotAlgorithmPreset | lax.DotAlgorithm):
-        raise NotImplementedError(f"{name}: precision={precision} is not implemented; pass a jax.lax.Precision or its name")
+        raise NotImplementedError(
+            f"{name}: precision={precision} is not implemented; pass a jax.lax.Precision or its name"
+        )
     values = precision if isinstance(precision, tuple) else (precision, precision)
     try:
         resolved = tuple(value if value is None else lax.Precision(value) for value in values)
     except ValueError:
-        raise ValueError(f"{name}: precision must be None, a jax.lax.Precision or its name, got {precision!r}") from None
+        raise ValueError(
+            f"{name}: precision must be None, a jax.lax.Precision or its name, got {precision!r}"
+        ) from None
     if len(resolved) != 2:
         raise ValueError(f"{name}: precision must be one value or a pair, got {precision!r}")
     return resolved
