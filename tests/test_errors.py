@@ -1,0 +1,273 @@
+"""Every wrong argument is found before anything is launched, and named: which, what was required, what came, what to do.
+
+Each message is matched with its values. `launches` proves the "before": a call that reaches a lowering fails the test.
+"""
+
+import re
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Epilog, _lowering
+
+
+@pytest.fixture(autouse=True)
+def launches(monkeypatch):
+    """No test of this file may come as far as a lowering."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the call was lowered ahead of its error")
+
+    monkeypatch.setattr(_lowering, "choose_implementation", refuse)
+
+
+def zeros(*shape, dtype=np.float32):
+    return np.zeros(shape, dtype)
+
+
+A, B, C, BIAS = zeros(4, 6), zeros(6, 8), zeros(4, 8), zeros(8)
+COMPLEX = (A.astype(np.complex64), B.astype(np.complex64))
+
+# id: (arguments, keywords, exception, message)
+WRONG = {
+    "a is no array": (([[1.0]], B), {}, TypeError, "matmul: a must be an array, got list; convert it with jnp.asarray"),
+    "b is no array": ((A, 2.0), {}, TypeError, "matmul: b must be an array, got float"),
+    "c is no array": ((A, B, 1.0), {"beta": 1.0}, TypeError, "matmul: c must be an array, got float"),
+    "a is a vector": ((zeros(6), B), {}, ValueError, "matmul: a must have at least 2 dimensions, got 1 (shape (6,))"),
+    "b is a vector": ((A, zeros(6)), {}, ValueError, "matmul: b must have 2 dimensions, got 1 (shape (6,))"),
+    "b has a batch": ((A, zeros(2, 6, 8)), {}, ValueError, "matmul: b must have 2 dimensions, got 3 (shape (2, 6, 8))"),
+    "integer a": ((A.astype(np.int32), B), {}, TypeError, "matmul: a has dtype int32; integer and boolean operands are not supported and never widened: convert it, for example a.astype(jnp.float32)"),
+    "integer b": ((A, B.astype(np.int8)), {}, TypeError, "matmul: b has dtype int8; integer"),
+    "boolean a": ((A.astype(bool), B), {}, TypeError, "matmul: a has dtype bool; integer"),
+    "integer c": ((A, B, C.astype(np.int32)), {"beta": 1.0}, TypeError, "matmul: c has dtype int32; integer"),
+    "fp8 operands": ((A.astype(jnp.float8_e4m3fn), B.astype(jnp.float8_e4m3fn)), {}, NotImplementedError, "operands of dtype float8_e4m3fn (a float8_e4m3fn, b float8_e4m3fn) are not supported; supported are float32, float64, complex64, complex128, bfloat16, float16"),
+    "contraction": ((A, zeros(5, 8)), {}, ValueError, "matmul: b has k=5 but a has k=6 (shapes (4, 6), (5, 8)); the contracted extents must be equal"),
+    "b stored transposed": ((A, zeros(8, 6)), {}, ValueError, "matmul: b has k=8 but a has k=6 (shapes (4, 6), (8, 6)); pass transpose_b=True if b is stored (n, k)"),
+    "b not stored transposed": ((A, zeros(6, 9)), {"transpose_b": True}, ValueError, "b has k=9 but a has k=6 (shapes (4, 6), (6, 9)); pass transpose_b=False if b is stored (k, n)"),
+    "a stored transposed": ((zeros(6, 4), zeros(6, 9)), {}, ValueError, "b has k=6 but a has k=4 (shapes (6, 4), (6, 9)); pass transpose_a=True if a is stored (k, m)"),
+    "beta without c": ((A, B), {"beta": 0.5}, ValueError, "matmul: beta=0.5 was given without c; pass c of shape (4, 8) or drop beta"),
+    "c without beta": ((A, B, C), {}, ValueError, "matmul: c was given without beta; pass beta=1.0 to add c as it is"),
+    "shape of c": ((A, B, zeros(8, 4)), {"beta": 1.0}, ValueError, "matmul: c must have the result's shape (4, 8), got (8, 4)"),
+    "c is wider": ((A, B, C.astype(np.complex64)), {"beta": 1.0}, TypeError, "matmul: c has dtype complex64 but the result has dtype float32; convert c to float32, or ask for a wider result with preferred_element_type"),
+    "alpha is an array": ((A, B), {"alpha": zeros(1)}, TypeError, "matmul: alpha must be a Python number, got ndarray; multiply by a traced scalar outside of the call"),
+    "alpha is text": ((A, B), {"alpha": "2"}, TypeError, "matmul: alpha must be a Python number, got str"),
+    "alpha is a truth value": ((A, B), {"alpha": True}, TypeError, "matmul: alpha must be a Python number, got bool"),
+    "complex alpha of real operands": ((A, B), {"alpha": 2j}, TypeError, "matmul: alpha=2j is complex but the result has dtype float32"),
+    "complex beta of real operands": ((A, B, C), {"beta": 1 + 1j}, TypeError, "matmul: beta=(1+1j) is complex but the result has dtype float32"),
+    "conjugate a real a": ((A, B), {"conjugate_a": True}, TypeError, "matmul: conjugate_a=True needs a complex operand, got dtype float32"),
+    "conjugate a real b": ((A, B), {"conjugate_b": True}, TypeError, "matmul: conjugate_b=True needs a complex operand, got dtype float32"),
+    "unknown epilog": ((A, B), {"epilog": 3}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 3"),
+    "epilog by name": ((A, B), {"epilog": "relu"}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 'relu'"),
+    "epilog of later": ((A, B), {"epilog": Epilog.DGELU}, NotImplementedError, "epilog DGELU is not implemented; implemented are NONE, BIAS, RELU, RELU_AUX, RELU_BIAS, RELU_AUX_BIAS, GELU, GELU_AUX, GELU_BIAS, GELU_AUX_BIAS"),
+    "missing bias": ((A, B), {"epilog": Epilog.GELU_BIAS}, ValueError, "matmul: epilog GELU_BIAS needs epilog_inputs ['bias'], missing ['bias']; pass epilog_inputs={'bias': ...}"),
+    "unknown epilog input": ((A, B), {"epilog": Epilog.RELU, "epilog_inputs": {"bias": BIAS}}, ValueError, "matmul: epilog RELU takes epilog_inputs [], got unknown ['bias']; drop them or choose an epilog that uses them"),
+    "misspelt epilog input": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": BIAS, "bais": BIAS}}, ValueError, "got unknown ['bais']"),
+    "inputs without epilog": ((A, B), {"epilog_inputs": {"bias": BIAS}}, ValueError, "matmul: epilog NONE takes epilog_inputs [], got unknown ['bias']"),
+    "length of bias": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": zeros(4)}}, ValueError, "matmul: bias must have shape (8,), one value per column of the result, got (4,)"),
+    "rank of bias": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": zeros(1, 8)}}, ValueError, "matmul: bias must have 1 dimensions, got 2 (shape (1, 8))"),
+    "bias is wider": ((A.astype(jnp.bfloat16), B.astype(jnp.bfloat16)), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": BIAS}}, TypeError, "matmul: bias has dtype float32 but the result has dtype bfloat16; convert bias to bfloat16"),
+    "bias is no array": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": [0.0] * 8}}, TypeError, "matmul: bias must be an array, got list"),
+    "activation of complex": (COMPLEX, {"epilog": Epilog.RELU}, TypeError, "matmul: epilog RELU is defined for real types, the result is complex64"),
+    "unknown implementation": ((A, B), {"implementation": "cuda"}, ValueError, "matmul: implementation must be one of (None, 'host', 'xla', 'cublasmp'), got 'cuda'"),
+    "unknown precision": ((A, B), {"precision": "best"}, ValueError, "matmul: precision must be None, a jax.lax.Precision or its name, got 'best'"),
+    "three precisions": ((A, B), {"precision": (None,) * 3}, ValueError, "matmul: precision must be one value or a pair, got (None, None, None)"),
+    "precision preset": ((A, B), {"precision": jax.lax.DotAlgorithmPreset.TF32_TF32_F32}, NotImplementedError, "matmul: precision=TF32_TF32_F32 is not implemented; pass a jax.lax.Precision or its name"),
+    "narrower result": ((A, B), {"preferred_element_type": jnp.bfloat16}, NotImplementedError, "matmul: preferred_element_type bfloat16 is not available for float32 operands; available: float32"),
+    "integer result": ((A.astype(jnp.bfloat16), B.astype(jnp.bfloat16)), {"preferred_element_type": jnp.int32}, NotImplementedError, "preferred_element_type int32 is not available for bfloat16 operands; available: bfloat16, float32"),
+    "in_shardings are no pair": ((A, B), {"in_shardings": P("x", None)}, ValueError, "matmul: in_shardings must be a pair, one sharding for a and one for b, got P"),
+    "three in_shardings": ((A, B), {"in_shardings": (P(), P(), P())}, ValueError, "matmul: in_shardings must be a pair"),
+    "in_shardings without mesh": ((A, B), {"in_shardings": (P("x", None), P())}, ValueError, "matmul: in_shardings need a mesh; pass mesh=, NamedShardings, or call under jax.set_mesh(mesh)"),
+    "out_sharding without mesh": ((A, B), {"out_sharding": P("x", None)}, ValueError, "matmul: out_sharding P('x', None) needs a mesh; pass mesh=, a NamedSharding, or use jax.set_mesh(mesh)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("arguments", "keywords", "exception", "message"), WRONG.values(), ids=WRONG.keys())
+def test_wrong_argument(arguments, keywords, exception, message, standard_promotion):
+    with pytest.raises(exception, match=re.escape(message)):
+        jaxmp.matmul(*arguments, **keywords)
+
+
+def test_an_unknown_keyword_is_refused_by_the_functions_that_take_options():
+    with pytest.raises(TypeError, match="unexpected keyword argument.*'colour'"):
+        jaxmp.linear(A, B, colour="red")
+
+
+def test_linear_names_its_activations():
+    with pytest.raises(ValueError, match=re.escape('activation must be None, "relu" or "gelu", got \'silu\'')):
+        jaxmp.linear(A, B, activation="silu")
+
+
+# Shardings ------------------------------------------------------------------------------------------------------
+
+XY = (("x", 2), ("y", 2))
+
+# id: (specs of a and b, out_sharding, keywords, message); a is (4, 6), b (6, 8), on a 2 x 2 mesh.
+WRONG_SHARDINGS = {
+    "axis not in the mesh": ((P("z", None), P()), P(), {}, "matmul: the sharding of a names axis 'z', the mesh has ('x', 'y')"),
+    "axis of b not in the mesh": ((P(), P(None, "z")), P(), {}, "matmul: the sharding of b names axis 'z', the mesh has ('x', 'y')"),
+    "axis of the result not in the mesh": ((P(), P()), P("z"), {}, "matmul: the sharding of the result names axis 'z', the mesh has ('x', 'y')"),
+    "axis used twice": ((P("x", "x"), P()), P(), {}, "matmul: the sharding of a uses axis 'x' for two dimensions"),
+    "too many entries": ((P("x", None, "y"), P()), P(), {}, "matmul: the sharding of a, P('x', None, 'y'), has 3 entries for 2 dimensions"),
+    "a is not divided": ((P(None, ("x", "y")), P()), P(), {}, "matmul: dimension 1 of a has extent 6, which axis ('x', 'y') of size 4 does not divide (global shape (4, 6)); pad it to 8, or shard it differently"),
+    "b is not divided": ((P(), P(("x", "y"), None)), P(), {}, "matmul: dimension 0 of b has extent 6, which axis ('x', 'y') of size 4 does not divide (global shape (6, 8)); pad it to 8"),
+    "contraction without out_sharding": ((P(None, "x"), P("x", None)), None, {}, "matmul: the contraction is sharded over axis 'x' and it is ambiguous how the result should be sharded; pass out_sharding (without 'x' to all-reduce, with it on the rows to reduce-scatter)"),
+    "contractions disagree": ((P(None, "x"), P("y", None)), P(), {}, "matmul: the contraction is sharded over 'x' in a but over 'y' in b; reshard one of them"),
+    "rows and columns on one axis": ((P("x", None), P(None, "x")), None, {}, "matmul: rows of a and columns of b are both sharded over axis 'x'; pass out_sharding, without 'x' on the rows to gather a, or without it on the columns to gather b"),
+    "a result that one call cannot give": ((P("x", "y"), P("y", None)), P("y", "x"), {}, "matmul: out_sharding P('y', 'x') cannot come from one call with rows of a on P('x'), contraction on ('y',) and columns of b on None; reshard an operand first (jax.sharding.reshard), or ask for one of: P('x', None); P(('x', 'y'), None); P('x', 'y')"),
+    "a result that a gather cannot give": ((P("x", None), P(None, "y")), P("y", "x"), {}, "matmul: out_sharding P('y', 'x') cannot come from one call with rows of a on P('x'), contraction on None and columns of b on ('y',)"),
+    "an out_sharding that is none": ((P(), P()), "x", {}, "matmul: out_sharding must be a PartitionSpec or a NamedSharding, got str"),
+    "an in_sharding that is none": (("x", P()), P(), {}, "matmul: in_shardings must be a PartitionSpec or a NamedSharding, got str"),
+    "unreduced": ((P(), P()), P(None, None, unreduced={"x"}), {}, "matmul: out_sharding with unreduced axes {'x'} is not supported"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("specs", "out", "keywords", "message"), WRONG_SHARDINGS.values(), ids=WRONG_SHARDINGS.keys())
+def test_wrong_sharding(specs, out, keywords, message):
+    mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
+    with pytest.raises((ValueError, TypeError, NotImplementedError), match=re.escape(message)):
+        jaxmp.matmul(A, B, in_shardings=specs, out_sharding=out, mesh=mesh, **keywords)
+
+
+def test_reduce_scatter_of_rows_that_the_ranks_do_not_divide():
+    mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
+    message = "dimension 0 of the result has extent 5, which axis 'x' of size 2 does not divide (global shape (5, 8))"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxmp.matmul(zeros(5, 6), B, in_shardings=(P(None, "x"), P("x", None)), out_sharding=P("x", None), mesh=mesh)
+
+
+def test_a_sharded_contraction_of_explicit_types_names_the_axis():
+    mesh = cases.BY_NAME["local"].jax_mesh()
+    with jax.set_mesh(mesh):
+        a, b = cases.put(A, mesh, P(None, "y")), cases.put(B, mesh, P("y", None))
+        with pytest.raises(ValueError, match="the contraction is sharded over axis 'y' and it is ambiguous"):
+            jaxmp.matmul(a, b)
+        with pytest.raises(ValueError, match="the contraction is sharded over axis 'y' and it is ambiguous"):
+            jax.jit(jaxmp.matmul)(a, b)
+
+
+def test_operands_on_two_meshes():
+    one, other = cases.BY_NAME["local"].jax_mesh(), cases.BY_NAME["rs"].jax_mesh()
+    a, b = cases.put(A, one, P()), cases.put(B, other, P())
+    with pytest.raises(ValueError, match=re.escape("a lives on mesh {'x': 2, 'y': 2} but b on {'y': 4}; use one mesh")):
+        jaxmp.matmul(a, b)
+
+
+def test_a_mesh_argument_that_is_not_the_operands():
+    mesh, other = cases.BY_NAME["local"].jax_mesh(), cases.BY_NAME["rs"].jax_mesh()
+    a, b = cases.put(A, mesh, P()), cases.put(B, mesh, P())
+    message = "mesh has axes {'y': 4} but the operands live on {'x': 2, 'y': 2}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxmp.matmul(a, b, mesh=other)
+
+
+def test_a_mesh_with_explicit_and_automatic_axes():
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Auto), devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        a, b = jax.device_put(A, NamedSharding(mesh, P("x", None))), B
+        with pytest.raises(ValueError, match="a lives on a mesh whose axes are not all explicit, {'x': 'Explicit', 'y': 'Auto'}; make every axis explicit"):
+            jaxmp.matmul(a, b)
+
+
+# Inside shard_map -----------------------------------------------------------------------------------------------
+
+
+def manual(fn, in_specs=(P(None, "y"), P("y", None)), a=A, b=B, **options):
+    mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
+    return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False, **options)(a, b)
+
+
+COLLECTIVES = {
+    "all_gather_matmul": jaxmp.all_gather_matmul,
+    "matmul_reduce_scatter": jaxmp.matmul_reduce_scatter,
+    "matmul_all_reduce": jaxmp.matmul_all_reduce,
+}
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_outside_of_shard_map(name):
+    with pytest.raises(ValueError, match=f"{name}: .*shard_map"):
+        COLLECTIVES[name](A, B, "y")
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_over_an_axis_that_is_not_in_the_mesh(name):
+    with pytest.raises(ValueError, match=rf"{name}: .*'z'.*\('x', 'y'\)"):
+        manual(lambda a, b: COLLECTIVES[name](a, b, "z"))
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_over_one_axis_twice(name):
+    with pytest.raises(ValueError, match=rf"{name}: axis names \('y', 'y'\) repeat"):
+        manual(lambda a, b: COLLECTIVES[name](a, b, ("y", "y")))
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives_in_a_partial_manual_region(name):
+    message = rf"{name}: the enclosing shard_map is manual over \('y',\) but not over \('x',\); .*make every axis manual"
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda a, b: manual(lambda a, b: COLLECTIVES[name](a, b, "y"), axis_names={"y"}, a=a, b=b))(A, B)
+
+
+def test_matmul_in_a_partial_manual_region():
+    with pytest.raises(ValueError, match=r"matmul: the enclosing shard_map is manual over \('y',\) but not over \('x',\)"):
+        jax.jit(lambda a, b: manual(jaxmp.matmul, axis_names={"y"}, a=a, b=b, in_specs=(P("y", None), P())))(A, B)
+
+
+@pytest.mark.parametrize("argument", ["out_sharding", "in_shardings", "mesh"])
+def test_shardings_inside_of_shard_map(argument):
+    mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
+    value = {"out_sharding": P(), "in_shardings": (P(), P()), "mesh": mesh}[argument]
+    with pytest.raises(ValueError, match=f"matmul: {argument} was given inside shard_map, where operands are shards"):
+        manual(lambda a, b: jaxmp.matmul(a, b, **{argument: value}), in_specs=(P(), P()))
+
+
+def test_contraction_of_shards_names_the_shapes_per_device():
+    message = re.escape("matmul_all_reduce: b has k=6 but a has k=3 (shapes (4, 3), (6, 8) per device)")
+    with pytest.raises(ValueError, match=message):
+        manual(lambda a, b: jaxmp.matmul_all_reduce(a, b, "y"), in_specs=(P(None, "y"), P()))
+
+
+def test_reduce_scatter_of_shards_that_the_ranks_do_not_divide():
+    message = "matmul_reduce_scatter: a has 5 rows, which the 2 ranks of axis 'y' do not divide (shape per device (5, 3)); pad the rows to a multiple of 2"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        manual(lambda a, b: jaxmp.matmul_reduce_scatter(a, b, "y"), a=zeros(5, 6))
+
+
+@pytest.mark.parametrize("axes", ["x", ("x",), ("x", "y", "z")])
+def test_block_matmul_needs_a_pair_of_axes(axes):
+    with pytest.raises(ValueError, match=f"block_matmul: axis_names must be .*pair.*{re.escape(repr(axes))}"):
+        manual(lambda a, b: jaxmp.block_matmul(a, b, axes), in_specs=(P("x", "y"), P("x", "y")))
+
+
+def test_block_matmul_of_blocks_that_do_not_meet():
+    message = "block_matmul: b has k=8 but a has k=6 (shapes (2, 3), (4, 4) per device)"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        manual(lambda a, b: jaxmp.block_matmul(a, b, ("x", "y")), in_specs=(P("x", "y"),) * 2, b=zeros(8, 8))
+
+
+def test_bias_of_an_all_reduce_that_differs_between_ranks():
+    """One bias per rank would be added to a sum that every rank must have alike."""
+
+    def call(a, b, bias):
+        return jaxmp.matmul_all_reduce(a, b, "y", epilog=Epilog.BIAS, epilog_inputs={"bias": bias})
+
+    mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
+    f = jax.shard_map(call, mesh=mesh, in_specs=(P(None, "y"), P("y", None), P("y")), out_specs=P())
+    with pytest.raises(ValueError, match="c and bias of an all-reduced product must be equal on every rank of axis .*'y'.*, but one varies over"):
+        f(A, B, zeros(16))
+
+
+# Implementations that cannot serve --------------------------------------------------------------------------------
+
+
+def test_an_implementation_that_the_platform_lacks(monkeypatch):
+    monkeypatch.undo()  # the choice itself is what refuses here
+    message = "implementation=\"cublasmp\" is not available on platform 'cpu'"
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        jaxmp.matmul(A, B, implementation="cublasmp")
