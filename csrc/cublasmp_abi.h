@@ -19,7 +19,7 @@ using cudaStream_t = CUstream_st*;
 struct ncclComm;
 using ncclComm_t = ncclComm*;
 
-enum cudaDataType_t {
+enum cudaDataType_t : int {
   CUDA_R_32F = 0,
   CUDA_R_64F = 1,
   CUDA_R_16F = 2,
@@ -33,9 +33,9 @@ enum cudaDataType_t {
   CUDA_R_8F_E5M2 = 29,
 };
 
-enum cublasOperation_t { CUBLAS_OP_N = 0, CUBLAS_OP_T = 1, CUBLAS_OP_C = 2 };
+enum cublasOperation_t : int { CUBLAS_OP_N = 0, CUBLAS_OP_T = 1, CUBLAS_OP_C = 2 };
 
-enum cublasComputeType_t {
+enum cublasComputeType_t : int {
   CUBLAS_COMPUTE_32F = 68,
   CUBLAS_COMPUTE_32F_PEDANTIC = 69,
   CUBLAS_COMPUTE_64F = 70,
@@ -44,7 +44,7 @@ enum cublasComputeType_t {
 
 // cuBLASMp.
 
-enum cublasMpStatus_t {
+enum cublasMpStatus_t : int {
   CUBLASMP_STATUS_SUCCESS = 0,
   CUBLASMP_STATUS_NOT_INITIALIZED = 1,
   CUBLASMP_STATUS_ALLOCATION_FAILED = 2,
@@ -55,9 +55,9 @@ enum cublasMpStatus_t {
   CUBLASMP_STATUS_NOT_SUPPORTED = 7,
 };
 
-enum cublasMpGridLayout_t { CUBLASMP_GRID_LAYOUT_COL_MAJOR = 0, CUBLASMP_GRID_LAYOUT_ROW_MAJOR = 1 };
+enum cublasMpGridLayout_t : int { CUBLASMP_GRID_LAYOUT_COL_MAJOR = 0, CUBLASMP_GRID_LAYOUT_ROW_MAJOR = 1 };
 
-enum cublasMpMatmulDescriptorAttribute_t {
+enum cublasMpMatmulDescriptorAttribute_t : int {
   CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA = 0,
   CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB = 1,
   CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMPUTE_TYPE = 2,
@@ -89,7 +89,7 @@ enum cublasMpMatmulDescriptorAttribute_t {
   CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME = 28,
 };
 
-enum cublasMpMatmulAlgoType_t {
+enum cublasMpMatmulAlgoType_t : int {
   CUBLASMP_MATMUL_ALGO_TYPE_DEFAULT = 0,
   CUBLASMP_MATMUL_ALGO_TYPE_SPLIT_P2P = 1,
   CUBLASMP_MATMUL_ALGO_TYPE_SPLIT_MULTICAST = 2,
@@ -99,7 +99,7 @@ enum cublasMpMatmulAlgoType_t {
   CUBLASMP_MATMUL_ALGO_TYPE_FUSED = 6,
 };
 
-enum cublasMpMatmulEpilogue_t {
+enum cublasMpMatmulEpilogue_t : int {
   CUBLASMP_MATMUL_EPILOGUE_DEFAULT = 0,
   CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE = 1,  // a bit, which may be joined with others
   CUBLASMP_MATMUL_EPILOGUE_RELU = 2,
@@ -119,7 +119,7 @@ enum cublasMpMatmulEpilogue_t {
   CUBLASMP_MATMUL_EPILOGUE_BGRADB = 512,
 };
 
-enum cublasMpMatmulMatrixScale_t {
+enum cublasMpMatmulMatrixScale_t : int {
   CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32 = 0,
   CUBLASMP_MATMUL_MATRIX_SCALE_VEC16_UE4M3 = 1,
   CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0 = 2,
@@ -128,7 +128,7 @@ enum cublasMpMatmulMatrixScale_t {
   CUBLASMP_MATMUL_MATRIX_SCALE_BLK128x128_FP32 = 5,
 };
 
-enum cublasMpResultScheme_t {
+enum cublasMpResultScheme_t : int {
   CUBLASMP_RESULT_SCHEME_DEFAULT = 0,
   CUBLASMP_RESULT_SCHEME_PARTIAL = 1,
   CUBLASMP_RESULT_SCHEME_FULL = 2,

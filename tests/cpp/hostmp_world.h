@@ -285,7 +285,8 @@ struct Rank {
 
 class World {
  public:
-  explicit World(const Case& c);
+  // Small integers, or what `fill` puts into a, b and c0.
+  explicit World(const Case& c, const std::function<void(World*)>& fill = nullptr);
 
   // Each rank's call, in order, on this thread, or each on a thread of its own; returns when all are done.
   void run(hostmp::Pool* pool, bool on_threads = false);

@@ -30,7 +30,8 @@ inline bool has_bias(int epilog) { return epilog & CUBLASMP_MATMUL_EPILOGUE_BIAS
 inline bool has_aux(int epilog) { return epilog & 128; }
 inline bool is_relu(int epilog) { return epilog & CUBLASMP_MATMUL_EPILOGUE_RELU; }
 
-inline World::World(const Case& given) : c(given), layouts(layouts_of(given)), group(given.nranks()) {
+inline World::World(const Case& given, const std::function<void(World*)>& fill)
+    : c(given), layouts(layouts_of(given)), group(given.nranks()) {
   const bool is_complex = facts(c.in).is_complex;
   a = Matrix(layouts.a.rows, layouts.a.cols);
   b = Matrix(layouts.b.rows, layouts.b.cols);
@@ -38,6 +39,7 @@ inline World::World(const Case& given) : c(given), layouts(layouts_of(given)), g
   fill_integers(&a, is_complex, 1);
   fill_integers(&b, is_complex, 2);
   fill_integers(&c0, is_complex, 3);
+  if (fill) fill(this);
   for (int64_t i = 0; i < c.m; ++i) bias.push_back(double(i % 5) - 2);
   ranks.resize(static_cast<size_t>(c.nranks()));
   errors.resize(ranks.size());

@@ -1,0 +1,178 @@
+// Without these, arrivals of different calls could be mixed, a rank could wait for ever, or the bits of a result could
+// depend on who had time: many call sites at once, runs that overlap, loops, failing ranks, streams destroyed at once.
+#include "tests/cpp/hostmp_world.h"
+
+namespace jaxmp::test {
+namespace {
+
+Case case_of(int number) {
+  const Pattern pattern = std::array{Pattern::kAllGather, Pattern::kReduceScatter, Pattern::kAllReduce}[number % 3];
+  Case c = {pattern, 2 + number % 3, 1, 24 + number, 36, 12};
+  if (number % 4 == 3) c.in = c.out = CUDA_R_16BF;
+  return c;
+}
+
+// A thousand products in 16 call sites, every rank of each on a thread of its own, all sharing one pool.
+void test_many_sites() {
+  constexpr int kSites = 16, kRounds = 63;
+  Threads pool(4);
+  std::vector<std::thread> sites;
+  std::atomic<int> wrong{0};
+  for (int site = 0; site < kSites; ++site) {
+    sites.emplace_back([&pool, &wrong, site] {
+      World world(case_of(site));
+      world.run(&pool);
+      const std::vector<Number> first = world.gather().values;
+      for (int round = 0; round < kRounds; ++round) {
+        world.run_id = round % 3;
+        world.run(&pool, /*on_threads=*/round % 8 == 0);
+        wrong += world.gather().values != first;
+        for (const std::string& error : world.errors) wrong += !error.empty();
+      }
+    });
+  }
+  for (std::thread& site : sites) site.join();
+  CHECK_EQ(wrong.load(), 0);
+}
+
+struct Done {
+  std::atomic<int> count{0};
+  std::atomic<int> failed{0};
+};
+
+void count_done(void* context, const Status& status) {
+  auto* const done = static_cast<Done*>(context);
+  if (!status.ok()) ++done->failed;
+  ++done->count;
+}
+
+void wait_for(const Done& done, int count) {
+  while (done.count.load() < count) std::this_thread::yield();
+}
+
+// One rank may run ahead through a loop, and through another run of the same program, before its peer arrives at all.
+void test_a_rank_runs_ahead() {
+  const Case c = {Pattern::kAllGather, 2, 1, 8, 8, 8};
+  constexpr int kTurns = 5;
+  std::vector<std::unique_ptr<World>> turns;
+  for (int i = 0; i < 2 * kTurns; ++i) turns.push_back(std::make_unique<World>(c));
+  hostmp::Rendezvous site;
+  std::vector<hostmp::Stream> streams(4 * kTurns);
+  Done done;
+  for (int rank = 0; rank < 2; ++rank) {
+    for (int i = 0; i < 2 * kTurns; ++i) {
+      // A turn's ranks must be of one communicator to agree; so each turn has a world, and the site is shared.
+      hostmp::Stream& stream = streams[static_cast<size_t>(2 * i + rank)];
+      stream = {&site, /*run_id=*/i % 2, 0, nullptr, count_done, &done};
+      check_ok(turns[static_cast<size_t>(i)]->matmul(rank, &stream));
+      CHECK(rank == 1 || done.count == 0);
+    }
+  }
+  wait_for(done, 4 * kTurns);
+  CHECK_EQ(done.failed.load(), 0);
+}
+
+void test_failing_rank_frees_its_peers() {
+  World world({Pattern::kReduceScatter, 4, 1, 8, 8, 8});
+  for (int failing = 0; failing < 4; ++failing) {
+    Done done;
+    std::vector<hostmp::Stream> streams(4);
+    for (int rank = 0; rank < 4; ++rank) {
+      hostmp::Stream& stream = streams[static_cast<size_t>(rank)];
+      stream = {&world.rendezvous, 1, 0, nullptr, count_done, &done};
+      if (rank == failing) {
+        hostmp::fail(stream, rank, 4, InvalidArgument("no memory"));
+      } else {
+        check_ok(world.matmul(rank, &stream));
+      }
+    }
+    wait_for(done, 4);
+    CHECK_EQ(done.failed.load(), 4);
+  }
+}
+
+void test_destroyed_site_frees_who_waits() {
+  World world({Pattern::kAllGather, 2, 1, 8, 8, 8});
+  Done done;
+  hostmp::Stream stream;
+  {
+    hostmp::Rendezvous site;
+    stream = {&site, 1, 0, nullptr, count_done, &done};
+    check_ok(world.matmul(0, &stream));
+  }
+  wait_for(done, 1);
+  CHECK_EQ(done.failed.load(), 1);
+}
+
+// A peer's continuation may block for long: the others' completions must not queue up behind it.
+void test_blocking_continuations() {
+  constexpr int kCalls = 8;
+  struct Gate {
+    std::mutex mutex;
+    std::condition_variable open;
+    int waiting = 0, gone = 0;
+  } gate;
+  const auto meet = [](void* context, const Status&) {
+    auto* const gate = static_cast<Gate*>(context);
+    std::unique_lock<std::mutex> lock(gate->mutex);
+    ++gate->waiting;
+    gate->open.notify_all();
+    gate->open.wait(lock, [gate] { return gate->waiting >= kCalls; });  // as an XLA collective of kCalls programs
+    ++gate->gone;
+    gate->open.notify_all();
+  };
+  std::vector<std::unique_ptr<World>> worlds;
+  std::vector<hostmp::Stream> streams(2 * kCalls);
+  Done done;
+  for (size_t i = 0; i < kCalls; ++i) {
+    worlds.push_back(std::make_unique<World>(Case{Pattern::kAllGather, 2, 1, 8, 8, 8}));
+    hostmp::Stream &first = streams[2 * i], &second = streams[2 * i + 1];
+    first = {&worlds[i]->rendezvous, 1, 0, nullptr, meet, &gate};
+    second = {&worlds[i]->rendezvous, 1, 0, nullptr, count_done, &done};
+    check_ok(worlds[i]->matmul(0, &first));
+    check_ok(worlds[i]->matmul(1, &second));
+  }
+  std::unique_lock<std::mutex> lock(gate.mutex);
+  gate.open.wait(lock, [&gate] { return gate.gone == kCalls; });
+  lock.unlock();
+  wait_for(done, kCalls);
+}
+
+// The same bits however many threads help.
+void test_bits_do_not_depend_on_threads() {
+  for (cudaDataType_t type : {CUDA_R_32F, CUDA_R_16BF, CUDA_C_32F}) {
+    Case c = {Pattern::kReduceScatter, 2, 1, 300, 210, 260, CUBLAS_OP_N, CUBLAS_OP_T, type, type};
+    c.epilog = facts(type).is_complex ? 0 : CUBLASMP_MATMUL_EPILOGUE_GELU;
+    World world(c, [](World* w) {
+      std::mt19937 random(5);
+      std::normal_distribution<double> normal;
+      for (Number& value : w->a.values) value = normal(random);
+      for (Number& value : w->b.values) value = normal(random);
+    });
+    world.run(nullptr);
+    std::vector<std::vector<char>> first;
+    for (const Rank& rank : world.ranks) first.push_back(rank.d->all());
+    for (int threads : {1, 2, 7}) {
+      Threads pool(threads);
+      for (int times = 0; times < 5; ++times) {
+        world.run(&pool, true);
+        for (size_t i = 0; i < first.size(); ++i) CHECK(world.ranks[i].d->all() == first[i]);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace jaxmp::test
+
+int main() {
+  using namespace jaxmp;  // NOLINT
+  CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
+  test::test_many_sites();
+  test::test_a_rank_runs_ahead();
+  test::test_failing_rank_frees_its_peers();
+  test::test_destroyed_site_frees_who_waits();
+  test::test_blocking_continuations();
+  test::test_bits_do_not_depend_on_threads();
+  return check::summary("hostmp_stress");
+}
