@@ -51,11 +51,10 @@ void LoadBlas(const std::string& path, const std::optional<std::string>& mkl_pat
 nb::dict BlasInfo() {
   const hostmp::BlasInfo info = hostmp::blas_info();
   nb::dict result;
-  for (const auto& [name, value] : {std::pair("library", &info.library), std::pair("config", &info.config),
-                                    std::pair("mkl", &info.mkl), std::pair("f32", &info.f32),
-                                    std::pair("f64", &info.f64), std::pair("c64", &info.c64),
-                                    std::pair("c128", &info.c128), std::pair("bf16", &info.bf16),
-                                    std::pair("f16", &info.f16)}) {
+  for (const auto& [name, value] :
+       {std::pair("library", &info.library), std::pair("config", &info.config), std::pair("mkl", &info.mkl),
+        std::pair("f32", &info.f32), std::pair("f64", &info.f64), std::pair("c64", &info.c64),
+        std::pair("c128", &info.c128), std::pair("bf16", &info.bf16), std::pair("f16", &info.f16)}) {
     result[name] = *value;
   }
   return result;

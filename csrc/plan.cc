@@ -42,9 +42,7 @@ cudaDataType_t CudaType(DType dtype) {
   return CUDA_R_32F;
 }
 
-cublasOperation_t CublasOp(Op op) {
-  return op == Op::kN ? CUBLAS_OP_N : op == Op::kT ? CUBLAS_OP_T : CUBLAS_OP_C;
-}
+cublasOperation_t CublasOp(Op op) { return op == Op::kN ? CUBLAS_OP_N : op == Op::kT ? CUBLAS_OP_T : CUBLAS_OP_C; }
 
 cublasComputeType_t CublasCompute(Compute compute) {
   return compute == Compute::k64F ? CUBLAS_COMPUTE_64F : CUBLAS_COMPUTE_32F;
@@ -147,11 +145,15 @@ Status Plan::MakeRank(int number) {
   JAXMP_ASSIGN_OR_RETURN(std::unique_ptr<Slot> slot, MakeSlot());
   // The library checks pointers for null even where it only counts bytes.
   void* some = rank.beta.bytes;
-  const Buffers buffers = {some, some, problem_.has_c() ? some : nullptr, problem_.has_bias() ? some : nullptr,
-                           some, problem_.has_aux() ? some : nullptr};
+  const Buffers buffers = {some,
+                           some,
+                           problem_.has_c() ? some : nullptr,
+                           problem_.has_bias() ? some : nullptr,
+                           some,
+                           problem_.has_aux() ? some : nullptr};
   JAXMP_RETURN_IF_ERROR(SetPointers(*slot, buffers.bias, buffers.aux));
-  JAXMP_RETURN_IF_ERROR(Call(api_.Matmul_bufferSize, "Matmul_bufferSize", rank, *slot, buffers, &rank.device_bytes,
-                             &rank.host_bytes));
+  JAXMP_RETURN_IF_ERROR(
+      Call(api_.Matmul_bufferSize, "Matmul_bufferSize", rank, *slot, buffers, &rank.device_bytes, &rank.host_bytes));
   rank.free.push_back(std::move(slot));
   return {};
 }
@@ -163,20 +165,19 @@ Status Plan::MakeGrid(int number, GridKind kind) {
   const int64_t nprow = kind == GridKind::kProcess ? communicator_->nprow() : kind == GridKind::kColumn ? nranks() : 1;
   const auto order = kind == GridKind::kRow ? CUBLASMP_GRID_LAYOUT_ROW_MAJOR : CUBLASMP_GRID_LAYOUT_COL_MAJOR;
   cublasMpGrid_t grid = nullptr;
-  JAXMP_RETURN_IF_ERROR(Check(
-      api_.GridCreate(nprow, nranks() / nprow, order, communicator_->comm(number), &grid), "GridCreate"));
+  JAXMP_RETURN_IF_ERROR(
+      Check(api_.GridCreate(nprow, nranks() / nprow, order, communicator_->comm(number), &grid), "GridCreate"));
   rank.grids.back().reset(grid);
   return {};
 }
 
-Status Plan::MakeMatrix(Rank& rank, const MatrixLayout& layout, DType dtype,
-                        Owned<cublasMpMatrixDescriptor>* matrix) {
+Status Plan::MakeMatrix(Rank& rank, const MatrixLayout& layout, DType dtype, Owned<cublasMpMatrixDescriptor>* matrix) {
   cublasMpMatrixDescriptor_t made = nullptr;
   const int64_t lld = std::max<int64_t>(1, layout.local_rows);
-  JAXMP_RETURN_IF_ERROR(Check(
-      api_.MatrixDescriptorCreate(layout.rows, layout.cols, layout.row_block, layout.col_block, 0, 0, lld,
-                                  CudaType(dtype), rank.grids[static_cast<size_t>(layout.grid)].get(), &made),
-      "MatrixDescriptorCreate"));
+  JAXMP_RETURN_IF_ERROR(
+      Check(api_.MatrixDescriptorCreate(layout.rows, layout.cols, layout.row_block, layout.col_block, 0, 0, lld,
+                                        CudaType(dtype), rank.grids[static_cast<size_t>(layout.grid)].get(), &made),
+            "MatrixDescriptorCreate"));
   *matrix = {made, api_.MatrixDescriptorDestroy};
   return {};
 }
@@ -207,13 +208,13 @@ Status Plan::SetAttributes(Slot& slot) {
   JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB, CublasOp(problem_.trans_b)));
   JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE, epilog));
   if (problem_.has_bias()) {
-    JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_DATA_TYPE,
-                                       CudaType(problem_.dtype_bias)));
+    JAXMP_RETURN_IF_ERROR(
+        SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_DATA_TYPE, CudaType(problem_.dtype_bias)));
   }
   if (!problem_.has_aux()) return {};
   if (problem_.dtype_aux != DType::kU8) {  // the RELU mask's type is fixed, and cuBLASMp refuses to be told
-    JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE,
-                                       CudaType(problem_.dtype_aux)));
+    JAXMP_RETURN_IF_ERROR(
+        SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE, CudaType(problem_.dtype_aux)));
   }
   return SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_LD, layout_.aux.attribute_ld);
 }
@@ -252,8 +253,8 @@ Status Plan::Call(Function function, const char* name, const Rank& rank, Slot& s
 Status Plan::Check(cublasMpStatus_t status, const char* call) const {
   if (status == CUBLASMP_STATUS_SUCCESS) return {};
   const char* why = api_.last_error();
-  return {CodeOf(status), std::string("jaxmp: ") + api_.name + " " + call + ": " +
-                              (*why ? why : api_.GetStatusString(status))};
+  return {CodeOf(status),
+          std::string("jaxmp: ") + api_.name + " " + call + ": " + (*why ? why : api_.GetStatusString(status))};
 }
 
 StatusOr<Plan::Lease> Plan::Take(int number) {

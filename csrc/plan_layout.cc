@@ -68,8 +68,8 @@ Status CheckDivides(const Problem& problem, const char* name, int64_t extent, in
 Status CheckGrid(const Problem& p) {
   const int64_t nprow = p.nprow(), npcol = p.npcol();
   JAXMP_RETURN_IF_ERROR(CheckDivides(p, "m", p.m, p.trans_a == Op::kN ? nprow : npcol));
-  JAXMP_RETURN_IF_ERROR(CheckDivides(p, "k", p.k, nprow));
-  JAXMP_RETURN_IF_ERROR(CheckDivides(p, "k", p.k, npcol));
+  JAXMP_RETURN_IF_ERROR(CheckDivides(p, "k", p.k, p.trans_a == Op::kN ? npcol : nprow));
+  JAXMP_RETURN_IF_ERROR(CheckDivides(p, "k", p.k, p.trans_b == Op::kN ? nprow : npcol));
   JAXMP_RETURN_IF_ERROR(CheckDivides(p, "n", p.n, p.trans_b == Op::kN ? npcol : nprow));
   JAXMP_RETURN_IF_ERROR(CheckDivides(p, "m", p.m, nprow));  // D
   return CheckDivides(p, "n", p.n, npcol);

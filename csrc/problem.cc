@@ -31,9 +31,8 @@ const Names<Op>& Table(Op) {
 }
 
 const Names<DType>& Table(DType) {
-  static const Names<DType> table = {{"none", DType::kNone}, {"f32", DType::kF32},
-                                     {"f64", DType::kF64},   {"bf16", DType::kBF16},
-                                     {"f16", DType::kF16},   {"c64", DType::kC64},
+  static const Names<DType> table = {{"none", DType::kNone}, {"f32", DType::kF32}, {"f64", DType::kF64},
+                                     {"bf16", DType::kBF16}, {"f16", DType::kF16}, {"c64", DType::kC64},
                                      {"c128", DType::kC128}, {"u8", DType::kU8}};
   return table;
 }
@@ -117,8 +116,8 @@ Status Decode(const char* name, const Attribute& from, int64_t& to) {
   if (!std::holds_alternative<int64_t>(from)) return WrongType(name, "an int64");
   to = std::get<int64_t>(from);
   return to >= 0 ? Status()
-                 : InvalidArgument(std::string("jaxmp: attribute ") + name +
-                                   " must not be negative, got " + std::to_string(to));
+                 : InvalidArgument(std::string("jaxmp: attribute ") + name + " must not be negative, got " +
+                                   std::to_string(to));
 }
 
 Status Decode(const char* name, const Attribute& from, std::string& to) {
@@ -155,8 +154,7 @@ Status Decode(const char* name, const Attribute& from, E& to) {
     }
     known += (known.empty() ? "" : ", ") + std::string(entry_name);
   }
-  return InvalidArgument(std::string("jaxmp: attribute ") + name + " must be one of " + known +
-                         "; got " + text);
+  return InvalidArgument(std::string("jaxmp: attribute ") + name + " must be one of " + known + "; got " + text);
 }
 
 Status CheckAxes(const Problem& problem) {
@@ -165,16 +163,14 @@ Status CheckAxes(const Problem& problem) {
   for (const auto* axes : {&problem.axes_row, &problem.axes_col}) {
     for (int64_t axis : *axes) {
       if (axis < 0 || axis >= naxes || !seen.insert(axis).second) {
-        return InvalidArgument("jaxmp: axes_row and axes_col must be distinct indices of the " +
-                               std::to_string(naxes) + " axes of mesh_shape; got " +
-                               std::to_string(axis));
+        return InvalidArgument("jaxmp: axes_row and axes_col must be distinct indices of the " + std::to_string(naxes) +
+                               " axes of mesh_shape; got " + std::to_string(axis));
       }
     }
   }
   for (int64_t size : problem.mesh_shape) {
     if (size < 1) {
-      return InvalidArgument("jaxmp: every size in mesh_shape must be at least 1; got " +
-                             std::to_string(size));
+      return InvalidArgument("jaxmp: every size in mesh_shape must be at least 1; got " + std::to_string(size));
     }
   }
   const bool is_local = problem.pattern == Pattern::kLocal;
@@ -230,8 +226,7 @@ StatusOr<Problem> MakeProblem(const Attributes& attributes) {
     ++nfields;
     if (!status.ok()) return;
     auto found = attributes.find(name);
-    status = found == attributes.end() ? WrongType(name, "present")
-                                       : Decode(name, found->second, field);
+    status = found == attributes.end() ? WrongType(name, "present") : Decode(name, found->second, field);
   });
   if (!status.ok()) return status;
   if (attributes.size() != nfields) {

@@ -25,8 +25,8 @@ struct Problem {
   Pattern pattern = Pattern::kLocal;
   int64_t m = 0, n = 0, k = 0;  // global extents of the product that one communicator computes
   Op trans_a = Op::kN, trans_b = Op::kN;
-  DType dtype_a = DType::kNone, dtype_b = DType::kNone, dtype_c = DType::kNone,
-        dtype_d = DType::kNone, dtype_bias = DType::kNone, dtype_aux = DType::kNone;
+  DType dtype_a = DType::kNone, dtype_b = DType::kNone, dtype_c = DType::kNone, dtype_d = DType::kNone,
+        dtype_bias = DType::kNone, dtype_aux = DType::kNone;
   Compute compute = Compute::k32F;
   std::complex<double> alpha = 1.0, beta = 0.0;
   int64_t epilog = 0;  // cuBLASMp's number without the ALLREDUCE bit

@@ -11,11 +11,11 @@ namespace jaxmp {
 
 enum class Code {
   kOk,
-  kInvalidArgument,    // the caller's values are wrong
-  kFailedPrecondition, // right values at a wrong time, or ranks that disagree
-  kUnimplemented,      // the library lacks it
-  kResourceExhausted,  // memory
-  kInternal,           // a bug of ours
+  kInvalidArgument,     // the caller's values are wrong
+  kFailedPrecondition,  // right values at a wrong time, or ranks that disagree
+  kUnimplemented,       // the library lacks it
+  kResourceExhausted,   // memory
+  kInternal,            // a bug of ours
 };
 
 class [[nodiscard]] Status {
@@ -42,8 +42,8 @@ inline Status Internal(std::string message) { return {Code::kInternal, std::move
 template <typename T>
 class [[nodiscard]] StatusOr {
  public:
-  StatusOr(T value) : value_(std::move(value)) {}             // NOLINT: a value is a success
-  StatusOr(Status status) : status_(std::move(status)) {}     // NOLINT: an error is a failure
+  StatusOr(T value) : value_(std::move(value)) {}          // NOLINT: a value is a success
+  StatusOr(Status status) : status_(std::move(status)) {}  // NOLINT: an error is a failure
 
   bool ok() const { return value_.has_value(); }
   const Status& status() const& { return status_; }
@@ -65,8 +65,8 @@ class [[nodiscard]] StatusOr {
 #define JAXMP_CONCAT_(a, b) a##b
 #define JAXMP_CONCAT(a, b) JAXMP_CONCAT_(a, b)
 
-#define JAXMP_RETURN_IF_ERROR(expression)                            \
-  do {                                                               \
+#define JAXMP_RETURN_IF_ERROR(expression)                                      \
+  do {                                                                         \
     if (::jaxmp::Status status_ = (expression); !status_.ok()) return status_; \
   } while (false)
 

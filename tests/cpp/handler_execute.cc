@@ -111,9 +111,9 @@ void AnErrorOnOneRankReachesAll() {
   for (size_t r : {0, 1, 2}) {
     Buffer a = F32(world.a[r]);
     if (r == 1) a.data = nullptr;  // the library refuses it, on this rank alone
-    executions.push_back(std::make_unique<Execution>(
-        *instance.site, 0, std::vector<Buffer>{a, F32(world.b[r]), Position(positions[r])},
-        std::vector<Buffer>{F32(world.d[r])}));
+    executions.push_back(std::make_unique<Execution>(*instance.site, 0,
+                                                     std::vector<Buffer>{a, F32(world.b[r]), Position(positions[r])},
+                                                     std::vector<Buffer>{F32(world.d[r])}));
   }
   std::vector<std::string> errors;
   for (const auto& execution : executions) errors.push_back(execution->Wait());
@@ -138,8 +138,9 @@ void BuffersAreChecked() {
   CHECK_EQ(error(args, results), "jaxmp: b must hold 24 elements of f32 on each device, got local shape (3, 6)");
   args = good;
   args[0].dtype = XLA_FFI_DataType_F64;
-  CHECK_CONTAINS(error(args, results), "a must hold 16 elements of f32 on each device, got local shape (16) of another "
-                                  "dtype");
+  CHECK_CONTAINS(error(args, results),
+                 "a must hold 16 elements of f32 on each device, got local shape (16) of another "
+                 "dtype");
   args = good;
   args.pop_back();
   CHECK_EQ(error(args, results), "jaxmp: argument position is missing");

@@ -1,12 +1,11 @@
 // Where a device of a mesh stands: a wrong rank here would be a silently wrong product.
-#include "csrc/communicators.h"
-
 #include <memory>
 #include <set>
 #include <thread>
 #include <utility>
 #include <vector>
 
+#include "csrc/communicators.h"
 #include "tests/cpp/check.h"
 
 namespace jaxmp {

@@ -16,9 +16,7 @@ Problem Transposed(Attributes attributes, const char* trans_a, const char* trans
   return *MakeProblem(attributes);
 }
 
-std::string Refusal(const Attributes& attributes) {
-  return MakeLayout(*MakeProblem(attributes)).status().message();
-}
+std::string Refusal(const Attributes& attributes) { return MakeLayout(*MakeProblem(attributes)).status().message(); }
 
 void CheckLocal(const MatrixLayout& matrix, int64_t rows, int64_t cols) {
   CHECK_EQ(matrix.local_rows, rows);
@@ -49,9 +47,8 @@ void CheckBlocksCoverTheGrid(const MatrixLayout& matrix, int64_t nranks) {
 
 void OneDimensionalPatternsKeepTheContract() {
   for (int64_t nranks : {1, 2, 4}) {
-    for (const auto& attributes :
-         {tests::AllGather(nranks, 8, 12, 20), tests::ReduceScatter(nranks, 8, 12, 20),
-          tests::AllReduce(nranks, 7, 5, 20)}) {
+    for (const auto& attributes : {tests::AllGather(nranks, 8, 12, 20), tests::ReduceScatter(nranks, 8, 12, 20),
+                                   tests::AllReduce(nranks, 7, 5, 20)}) {
       for (const char* trans_a : {"N", "T", "C"}) {
         for (const char* trans_b : {"N", "T", "C"}) {
           const Problem problem = Transposed(attributes, trans_a, trans_b);

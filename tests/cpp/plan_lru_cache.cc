@@ -1,12 +1,11 @@
 // The bounded cache: eviction order, equality by value, counters, and threads that miss together.
-#include "csrc/lru_cache.h"
-
 #include <atomic>
 #include <memory>
 #include <string>
 #include <thread>
 #include <vector>
 
+#include "csrc/lru_cache.h"
 #include "csrc/status.h"
 #include "tests/cpp/check.h"
 

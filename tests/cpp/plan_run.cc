@@ -1,12 +1,11 @@
 // Plans on hostmp: a used plan answers as a fresh one, slots are reused, capabilities and refusals are heeded.
-#include "csrc/plan.h"
-
 #include <atomic>
 #include <future>
 #include <memory>
 #include <string>
 #include <vector>
 
+#include "csrc/plan.h"
 #include "csrc/plan_cache.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/problems.h"
@@ -57,8 +56,8 @@ std::string RunOnce(Plan& plan, tests::World& world) {
     StatusOr<Plan::Lease> slot = plan.Take(rank);
     if (!slot.ok()) return slot.status().message();
     slots.push_back(std::move(*slot));
-    const Status status = plan.Run(rank, *slots.back(), {world.a[r].data(), world.b[r].data(), nullptr, nullptr,
-                                                         world.d[r].data(), nullptr},
+    const Status status = plan.Run(rank, *slots.back(),
+                                   {world.a[r].data(), world.b[r].data(), nullptr, nullptr, world.d[r].data(), nullptr},
                                    hostmp::as_stream(&completions.back()->stream));
     if (!status.ok()) return status.message();
   }

@@ -1,4 +1,5 @@
-// The ranks of one group with their parts of small-integer matrices, so that products are exact and compared to the bit.
+// The ranks of one group with their parts of small-integer matrices, so that products are exact and compared to the
+// bit.
 #ifndef JAXMP_TESTS_WORLD_H_
 #define JAXMP_TESTS_WORLD_H_
 
@@ -15,8 +16,7 @@ namespace jaxmp::tests {
 // f32 matrices of one problem, cut into the ranks' parts as its layout says. D starts as NaN: an element that nobody
 // writes differs from every answer.
 struct World {
-  explicit World(const Problem& problem, int salt = 0)
-      : problem(problem), layout(*MakeLayout(problem)), salt(salt) {
+  explicit World(const Problem& problem, int salt = 0) : problem(problem), layout(*MakeLayout(problem)), salt(salt) {
     const float nan = std::numeric_limits<float>::quiet_NaN();
     for (int rank = 0; rank < problem.nranks(); ++rank) {
       a.push_back(Part(layout.a, rank, [this](int64_t i, int64_t j) { return A(i, j); }));
@@ -34,8 +34,8 @@ struct World {
       float sum = 0;
       for (int64_t l = 0; l < problem.k; ++l) {
         const int64_t column = j % problem.n;  // an all-reduce lays copies of D side by side
-        sum += (problem.trans_a == Op::kN ? A(i, l) : A(l, i)) *
-               (problem.trans_b == Op::kN ? B(l, column) : B(column, l));
+        sum +=
+            (problem.trans_a == Op::kN ? A(i, l) : A(l, i)) * (problem.trans_b == Op::kN ? B(l, column) : B(column, l));
       }
       return sum;
     });
