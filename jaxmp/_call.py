@@ -38,7 +38,7 @@ class _Call:
 
     spec: MatmulSpec
     mode: _mesh.Mode
-    plan: _sharding.Plan = _sharding.Plan(Pattern.LOCAL)
+    plan: _sharding.Plan = _sharding.LOCAL_PLAN
     mesh: Any = None
     in_specs: tuple[P, ...] = ()
     out_specs: tuple[P, ...] = ()
@@ -90,6 +90,8 @@ def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, 
     mesh = _mesh.manual_mesh(name)
     if mesh is None:
         raise ValueError(f"{name}: works on the shards inside shard_map; outside, use jaxmp.matmul with out_sharding")
+    if pattern == Pattern.GRID and len(axes) != 2:
+        raise ValueError(f"{name}: axis_names must be a pair, the axis of rows and the axis of columns, got {axes}")
     for axis in axes:
         if axis not in mesh.shape:
             raise ValueError(f"{name}: axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
@@ -98,8 +100,6 @@ def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, 
     row_axes: tuple[str, ...] = axes
     col_axes: tuple[str, ...] = ()
     if pattern == Pattern.GRID:
-        if len(axes) != 2:
-            raise ValueError(f"{name}: axis_names must be a pair, the axis of rows and the axis of columns, got {axes}")
         row_axes, col_axes = axes[:1], axes[1:]
     where = {"pattern": pattern, "mesh": tuple(mesh.shape.items()), "row_axes": row_axes, "col_axes": col_axes}
     spec, operands = validated(name, a, b, c, epilog_inputs, options, where)

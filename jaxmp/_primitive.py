@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp import _compat, _epilog, _layout
-from jaxmp._spec import MatmulSpec, Pattern, check_local_shapes, output_rows, output_shape
+from jaxmp._spec import MatmulSpec, Pattern, axes_text, check_local_shapes, output_rows, output_shape
 
 matmul_p = _compat.make_primitive("jaxmp_matmul", multiple_results=False)
 matmul_epilog_p = _compat.make_primitive("jaxmp_matmul_epilog", multiple_results=True)
@@ -86,7 +86,7 @@ def _output_varying(spec: MatmulSpec, a, b, extra=()) -> frozenset[str]:
         added = x.manual_axis_type.varying
         if spec.pattern == Pattern.ALL_REDUCE and added & group:
             raise ValueError(
-                f"jaxmp: c and bias of an all-reduced product must be equal on every rank of axis {spec.group_axes}, "
+                f"matmul_all_reduce: c and bias must be equal on every rank of axis {axes_text(spec.group_axes)}, "
                 f"but one varies over {sorted(added & group)}; add it after the call, or reduce it first"
             )
         product = product | added

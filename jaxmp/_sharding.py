@@ -44,6 +44,9 @@ class Plan:
     out: Dims = ()
 
 
+LOCAL_PLAN = Plan(Pattern.LOCAL)
+
+
 def to_dims(name: str, argument: str, spec, ndim: int) -> Dims:
     """A PartitionSpec as one tuple of axis names per dimension."""
     entries = tuple(spec)
@@ -88,6 +91,7 @@ def plan_call(name: str, a: Dims, b: Dims, out: Dims | None, transpose_a: bool, 
     if out is None:
         out = (*rows, cols)
         _refuse_shared_axes(name, tuple(rows), cols)
+    given = tuple(rows), cols
     rows, cols = _slice_replicated(rows, cols, out, contracted)
     if contracted:
         found = _plan_contracted(rows, cols, out, contracted)
@@ -95,10 +99,10 @@ def plan_call(name: str, a: Dims, b: Dims, out: Dims | None, transpose_a: bool, 
         found = _plan_gathered(rows, cols, out)
     if found is None:
         raise ValueError(
-            f"{name}: out_sharding {_text(out)} cannot come from one call with rows of a on {_text(tuple(rows))}, "
-            f"contraction on {contracted or None} and columns of b on {cols or None}; reshard an operand first "
+            f"{name}: out_sharding {_text(out)} cannot come from one call with rows of a on {_text(given[0])}, "
+            f"contraction on {contracted or None} and columns of b on {given[1] or None}; reshard an operand first "
             "(jax.sharding.reshard), or ask for one of: "
-            + "; ".join(_text(option) for option in _reachable(rows, cols, contracted))
+            + "; ".join(_text(option) for option in _reachable(*given, contracted))
         )
     if found.gather == "a":
         rows = list(out[:-1])
@@ -192,7 +196,7 @@ def _plan_gathered(rows: list[Dim], cols: Dim, out: Dims) -> Plan | None:
     return None
 
 
-def _reachable(rows: list[Dim], cols: Dim, contracted: Dim) -> list[Dims]:
+def _reachable(rows: Dims, cols: Dim, contracted: Dim) -> list[Dims]:
     """Results that one call could give, for the error message."""
     options = [(*rows, cols)]
     if contracted:

@@ -115,6 +115,11 @@ def local_extents(spec: MatmulSpec, a_shape, b_shape) -> tuple[int, int, int, in
 def output_shape(spec: MatmulSpec, a_shape, b_shape) -> tuple[int, int]:
     """Shape of each rank's D."""
     rows, _, _, cols = local_extents(spec, a_shape, b_shape)
+    if spec.pattern == Pattern.GRID:
+        # A transposed operand has the rows (columns) of D where the grid has its columns (rows).
+        nrow, ncol = spec.axis_size(spec.row_axes), spec.axis_size(spec.col_axes)
+        rows = rows * ncol // nrow if spec.transpose_a else rows
+        cols = cols * nrow // ncol if spec.transpose_b else cols
     return output_rows(spec, rows), cols
 
 
@@ -136,9 +141,10 @@ def global_extents(spec: MatmulSpec, a_shape, b_shape) -> tuple[int, int, int]:
 
 def check_local_shapes(name: str, spec: MatmulSpec, a_shape, b_shape) -> None:
     """Raise ValueError where local shards do not fit the pattern."""
-    rows, k_a, k_b, _ = local_extents(spec, a_shape, b_shape)
+    rows, k_a, k_b, cols = local_extents(spec, a_shape, b_shape)
     if spec.pattern == Pattern.GRID:
         nrow, ncol = spec.axis_size(spec.row_axes), spec.axis_size(spec.col_axes)
+        _check_grid(name, spec, rows, cols, nrow, ncol)
         k_a *= nrow if spec.transpose_a else ncol
         k_b *= ncol if spec.transpose_b else nrow
     if k_a != k_b:
@@ -151,6 +157,18 @@ def check_local_shapes(name: str, spec: MatmulSpec, a_shape, b_shape) -> None:
             f"{name}: a has {rows} rows, which the {spec.nranks} ranks of axis {axes_text(spec.row_axes)} do not "
             f"divide (shape per device {tuple(a_shape)}); pad the rows to a multiple of {spec.nranks}"
         )
+
+
+def _check_grid(name: str, spec: MatmulSpec, rows: int, cols: int, nrow: int, ncol: int) -> None:
+    for what, extent, parts, is_moved in (
+        ("rows", rows * ncol, nrow, spec.transpose_a),
+        ("columns", cols * nrow, ncol, spec.transpose_b),
+    ):
+        if is_moved and extent % parts:
+            raise ValueError(
+                f"{name}: the result has {extent} {what}, which the {nrow}x{ncol} grid splits into {parts} parts; "
+                f"pad them to a multiple of {parts}"
+            )
 
 
 def _transpose_hint(spec: MatmulSpec, a_shape, b_shape) -> str:
