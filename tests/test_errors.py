@@ -259,7 +259,7 @@ def test_bias_of_an_all_reduce_that_differs_between_ranks():
 
     mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
     f = jax.shard_map(call, mesh=mesh, in_specs=(P(None, "y"), P("y", None), P("y")), out_specs=P())
-    with pytest.raises(ValueError, match="c and bias of an all-reduced product must be equal on every rank of axis .*'y'.*, but one varies over"):
+    with pytest.raises(ValueError, match="matmul_all_reduce: c and bias must be equal on every rank of axis .*'y'.*, but one varies over"):
         f(A, B, zeros(16))
 
 
