@@ -1,0 +1,206 @@
+"""Our declarations of cuBLASMp against its own header.
+
+Without these a number or a parameter that changed in a release would be found on a GPU, as memory that is overwritten.
+A translation unit that includes both headers asserts every enumerator, attribute size and signature; wrong copies of
+ours must not compile. Nothing is linked or run, and no GPU is needed, only the headers out of two wheels:
+
+    pip install --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime
+"""
+
+import importlib.metadata
+import os
+import pathlib
+import re
+import shutil
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+OURS = (ROOT / "csrc" / "cublasmp_abi.h").read_text()
+TABLE = (ROOT / "csrc" / "mp_api.h").read_text()
+
+# cublasmp.h includes these two, whose wheels weigh 400 and 300 MB. From the first it takes types alone, whose numbers
+# are then not checked (cudaDataType_t comes from the real library_types.h, and is); from the second one opaque pointer.
+STUBS = {
+    "cublas_v2.h": """
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+#include <library_types.h>
+typedef struct CUstream_st* cudaStream_t;
+typedef enum { CUBLAS_OPERATION_STUB } cublasOperation_t;
+typedef enum { CUBLAS_COMPUTE_STUB } cublasComputeType_t;
+typedef enum { CUBLAS_SIDE_STUB } cublasSideMode_t;
+typedef enum { CUBLAS_FILL_STUB } cublasFillMode_t;
+typedef enum { CUBLAS_DIAG_STUB } cublasDiagType_t;
+""",
+    "nccl.h": "#pragma once\ntypedef struct ncclComm* ncclComm_t;\n",
+}
+
+# Rewrites our types, wherever they stand in a signature, into those of the real header; all else must match as it is.
+CHECKER = """
+template <typename T> struct Real { using type = T; };
+template <typename T> struct Real<T*> { using type = typename Real<T>::type*; };
+template <typename T> struct Real<const T> { using type = const typename Real<T>::type; };
+template <typename R, typename... Args> struct Real<R(Args...)> {
+  using type = typename Real<R>::type(typename Real<Args>::type...);
+};
+"""
+
+
+def _include_dir(distribution: str, header: str) -> pathlib.Path:
+    try:
+        files = importlib.metadata.files(distribution) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    for file in files:
+        if file.name == header:
+            return pathlib.Path(file.locate()).parent
+    message = f"no {header}; pip install --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime"
+    if os.environ.get("JAXMP_REQUIRE_ABI"):
+        pytest.fail(message)
+    pytest.skip(message)
+
+
+@pytest.fixture(scope="module")
+def compiler() -> str:
+    found = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if not found:
+        pytest.skip("no C++ compiler")
+    return found
+
+
+@pytest.fixture(scope="module")
+def real_header() -> pathlib.Path:
+    return _include_dir("nvidia-cublasmp-cu13", "cublasmp.h") / "cublasmp.h"
+
+
+@pytest.fixture(scope="module")
+def includes(real_header, tmp_path_factory) -> list[pathlib.Path]:
+    """Include folders of the real headers, and of stubs for those that are not installed."""
+    cuda = _include_dir("nvidia-cuda-runtime", "library_types.h")
+    stubs = tmp_path_factory.mktemp("stubs")
+    for name, text in STUBS.items():
+        (stubs / name).write_text(text)
+    return [real_header.parent, stubs, cuda]
+
+
+def _enumerators(text: str, enum: str) -> list[str]:
+    """Names in a C enumeration: ours is `enum name : int { ... }`, theirs `typedef enum { ... } name;`."""
+    bare = re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.S)
+    ours = re.search(rf"enum {enum} : int {{(.*?)}};", bare, flags=re.S)
+    theirs = re.search(rf"typedef enum\s*{{([^{{}}]*)}} {enum};", bare, flags=re.S)
+    found = ours or theirs
+    assert found, f"no enumeration {enum}"
+    return re.findall(r"^\s*(\w+)", found[1].replace(",", "\n"), flags=re.M)
+
+
+def _our_enums() -> list[str]:
+    return re.findall(r"^enum (\w+) : int", OURS, flags=re.M)
+
+
+def _enumerator_assertions() -> list[str]:
+    unchecked = ("cublasOperation_t", "cublasComputeType_t")  # stubs
+    names = [name for enum in _our_enums() if enum not in unchecked for name in _enumerators(OURS, enum)]
+    return [f'static_assert(int(::{n}) == int(ours::{n}), "{n}");' for n in names]
+
+
+def _attribute_types(header: str) -> dict[str, str]:
+    """The type of each attribute: the header tells it in the comment before the attribute, as `Type: int64_t.`"""
+    body = re.search(r"CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA.*?cublasMpMatmulDescriptorAttribute_t;", header, re.S)
+    start = header.rindex("typedef enum", 0, body.start())
+    pattern = r"/\*\*(.*?)\*/\s*(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_\w+)"
+    types = {}
+    for comment, name in re.findall(pattern, header[start : body.end()], flags=re.S):
+        types[name] = re.findall(r"Type:\s+((?:const )?\w+\*?)\s*\.", comment)[-1]
+    return types
+
+
+def _attribute_assertions(header: str) -> list[str]:
+    return [
+        f'static_assert(sizeof({kind}) == ours::attribute_size(::{name}), "size of {name}");'
+        for name, kind in _attribute_types(header).items()
+    ]
+
+
+def _functions() -> list[str]:
+    return [name for name in re.findall(r"X\((\w+)\)", TABLE) if name != "function"]
+
+
+def _signature_assertions() -> list[str]:
+    opaque = re.findall(r"^struct (\w+);", OURS, flags=re.M)
+    maps = [f"template <> struct Real<ours::{t}> {{ using type = ::{t}; }};" for t in opaque + _our_enums()]
+    checks = [
+        f"static_assert(std::is_same_v<Real<decltype(ours::cublasMp{f})>::type, decltype(::cublasMp{f})>, "
+        f'"signature of cublasMp{f}");'
+        for f in _functions()
+    ]
+    return [CHECKER, *maps, *checks]
+
+
+def _source(header: str) -> str:
+    lines = [
+        "#include <type_traits>",
+        "#include <cublasmp.h>",
+        '#include "cublasmp_abi.h"',
+        "namespace ours = jaxmp::abi;",
+        *_enumerator_assertions(),
+        *_attribute_assertions(header),
+        *_signature_assertions(),
+        "static_assert(ours::attribute_size(-1) == 0 && ours::attribute_size(29) == 0, "
+        '"numbers that are no attributes");',
+    ]
+    return "\n".join(lines)
+
+
+def _compile(compiler, includes, folder, ours, source) -> subprocess.CompletedProcess:
+    (folder / "cublasmp_abi.h").write_text(ours)
+    (folder / "abi.cc").write_text(source)
+    flags = [f"-I{folder}", *(f"-isystem{path}" for path in includes)]
+    command = [compiler, "-std=c++17", "-fsyntax-only", *flags, str(folder / "abi.cc")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def compile_with(compiler, includes, real_header, tmp_path):
+    source = _source(real_header.read_text())
+    return lambda ours: _compile(compiler, includes, tmp_path, ours, source)
+
+
+def test_ours_is_the_real_abi(compile_with):
+    result = compile_with(OURS)
+    assert result.returncode == 0, result.stderr
+
+
+def test_everything_is_compared(real_header):
+    header = real_header.read_text()
+    attributes = _enumerators(header, "cublasMpMatmulDescriptorAttribute_t")
+    assert sorted(_attribute_types(header)) == sorted(attributes)
+    assert len(attributes) == 29
+    assert len(_functions()) == 23
+    for enum in _our_enums():
+        if enum.startswith("cublasMp"):  # of CUDA's and cuBLAS's we declare what we use
+            assert _enumerators(OURS, enum) == _enumerators(header, enum), enum
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "complaint"),
+    [
+        ("CUBLASMP_MATMUL_EPILOGUE_GELU_AUX = 160", "CUBLASMP_MATMUL_EPILOGUE_GELU_AUX = 161", "EPILOGUE_GELU_AUX"),
+        ("CUDA_R_16BF = 14", "CUDA_R_16BF = 15", "CUDA_R_16BF"),
+        ("return 4;", "return 8;", "size of CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA"),
+        (
+            "cublasMpGetVersion(int* version)",
+            "cublasMpGetVersion(int64_t* version)",
+            "signature of cublasMpGetVersion",
+        ),
+        ("cublasMpNumroc(int64_t n,", "cublasMpNumroc(int32_t n,", "signature of cublasMpNumroc"),
+        ("cublasMpFree(cublasMpGrid_t grid,", "cublasMpFree(cublasMpHandle_t grid,", "signature of cublasMpFree"),
+    ],
+)
+def test_a_wrong_declaration_is_found(compile_with, right, wrong, complaint):
+    assert right in OURS
+    result = compile_with(OURS.replace(right, wrong, 1))
+    assert result.returncode != 0
+    assert complaint in result.stderr
