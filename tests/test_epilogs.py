@@ -1,0 +1,251 @@
+"""Every epilog, its aux output and its gradients, on every pattern.
+
+What would be silently wrong without it: a bias added by every rank of a sum, a mask bit of the neighbouring column,
+a gelu of the wrong form (the erf and the tanh form differ by 5e-4), a beta that scales c twice.
+"""
+
+import functools
+
+import bounds
+import cases
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Epilog, _epilog, reference
+
+ALPHA, BETA = 1.5, 0.5
+MODES = [modes.BY_ID[name] for name in ("explicit", "in_shardings", "shard_map", "shard_map-unchecked", "partitioner")]
+EPILOGS = [epilog for epilog in cases.EPILOGS if epilog != Epilog.NONE]
+
+
+def data(case, rng):
+    """a, b, c, bias, and weights of the two outputs; 16-bit values are exact in float32."""
+    m, n, _ = case.extents
+    a, b = case.values(rng)
+    extra = {name: cases.normal(rng, shape, case.dtype) for name, shape in (("c", (m, n)), ("bias", (n,)), ("w", (m, n)))}
+    return {"a": a, "b": b, **extra}
+
+
+def specs(case):
+    a, b = case.stored
+    return {"a": a, "b": b, "c": case.out, "w": case.out, "bias": P(case.out[1])}
+
+
+def program(f, epilog, x):
+    """d and gelu's aux, and the gradients of a loss that reads both; the relu mask has no gradient."""
+    row = _epilog.rule(epilog)
+    has_bias = row.has_bias
+
+    def outputs(a, b, c, bias):
+        out = f(a, b, c, bias if has_bias else None)
+        return out if row.aux else (out, {})
+
+    def loss(a, b, c, bias):
+        d, aux = outputs(a, b, c, bias)
+        total = jnp.sum(x["w"] * d**2)
+        total = total + jnp.sum(x["w"] * aux["gelu_aux"]) if "gelu_aux" in aux else total
+        return total
+
+    argnums = (0, 1, 2, 3) if has_bias else (0, 1, 2)
+    operands = (x["a"], x["b"], x["c"], x["bias"])
+    d, aux = outputs(*operands)
+    return {"d": d, "gradients": jax.grad(loss, argnums)(*operands), "aux": aux}
+
+
+def bound_to(matmul, epilog, case, **options):
+    def product(a, b, c, bias):
+        inputs = {} if bias is None else {"epilog_inputs": {"bias": bias}}
+        return matmul(a, b, c, alpha=ALPHA, beta=BETA, epilog=epilog, **case.transpose, **inputs, **options)
+
+    return product
+
+
+def expected(epilog, case, x, shards):
+    wide = {name: cases.wide(v) for name, v in x.items()}
+    with jax.enable_x64(True):
+        want = jax.jit(functools.partial(program, bound_to(reference.matmul, epilog, case, relu_aux_shards=shards), epilog))(wide)
+        absolute = {name: np.abs(v) for name, v in wide.items()}
+        major = jax.jit(functools.partial(program, bound_to(bounds.matmul_majorant, epilog, case), epilog))(absolute)
+    return jax.tree.map(np.asarray, (want, major))
+
+
+def check(mode, case, epilog, rng, **options):
+    x = data(case, rng)
+    with mode.scope(case):
+        placed = {name: mode.put(case, v, specs(case)[name]) for name, v in x.items()}
+        f = mode.product(case, alpha=ALPHA, beta=BETA, epilog=epilog, **options)
+        got = mode.run(functools.partial(program, f, epilog), placed)
+        mask = got["aux"].get("relu_aux")
+        shards = 1 if mask is None else mask.shape[1] // min(s.data.shape[1] for s in mask.addressable_shards)
+    want, major = expected(epilog, case, x, shards)
+    if mask is not None:
+        assert mask.dtype == jnp.uint8
+        np.testing.assert_array_equal(got["aux"].pop("relu_aux"), want["aux"].pop("relu_aux"))
+        major["aux"].pop("relu_aux")
+    u = bounds.unit_roundoff(case.dtype)
+    name = f"{mode.id} {case.name} {epilog.name}"
+    paths = jax.tree_util.tree_flatten_with_path(got)[0]
+    for (path, g), w, m in zip(paths, jax.tree.leaves(want), jax.tree.leaves(major), strict=True):
+        assert g.dtype == case.dtype
+        bounds.judge(name + jax.tree_util.keystr(path), g, w, bounds.PROGRAM * u * m)
+
+
+@pytest.mark.parametrize("epilog", EPILOGS, ids=lambda epilog: epilog.name)
+@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
+def test_epilog_and_its_gradients(case, epilog, rng):
+    cases.require(None)
+    check(modes.BY_ID["explicit"], case.replace(per_shard=(3, 5, 2)), epilog, rng)
+
+
+@pytest.mark.parametrize("epilog", EPILOGS, ids=lambda epilog: epilog.name)
+@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX[:5]))
+def test_epilog_and_its_gradients_xla(case, epilog, rng):
+    check(modes.BY_ID["explicit"], case.replace(per_shard=(3, 5, 2)), epilog, rng, implementation="xla")
+
+
+@pytest.mark.parametrize("epilog", [Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX_BIAS, Epilog.GELU_BIAS], ids=lambda e: e.name)
+@pytest.mark.parametrize("mode", MODES[1:], ids=lambda mode: mode.id)
+@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX[:7]))
+def test_epilog_in_every_mode(case, mode, epilog, rng):
+    cases.require(None)
+    if not mode.serves(case):
+        pytest.skip(f"{mode.id} has no {case.name}: inside shard_map the caller names the axis")
+    check(mode, case.replace(per_shard=(3, 5, 2)), epilog, rng)
+
+
+@pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
+@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
+def test_epilog_of_every_transposition(case, transposition, rng):
+    cases.require(None)
+    case = case.replace(per_shard=(3, 5, 2), transposition=transposition)
+    check(modes.BY_ID["explicit"], case, Epilog.GELU_AUX_BIAS, rng)
+
+
+@pytest.mark.parametrize("epilog", [Epilog.GELU_AUX_BIAS, Epilog.RELU_BIAS], ids=lambda e: e.name)
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
+@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX[:5]))
+def test_epilog_of_every_real_type(case, dtype, epilog, rng):
+    cases.require(None)
+    with jax.enable_x64(dtype == "float64"):
+        check(modes.BY_ID["explicit"], case.replace(per_shard=(3, 5, 2), dtype=dtype), epilog, rng)
+
+
+@pytest.mark.parametrize("columns", [1, 7, 8, 9, 127, 128, 129, 300])
+@pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME[name] for name in ("local", "ag-data", "ar-data", "grid")]))
+def test_the_relu_mask_has_one_bit_per_column_and_zeros_behind(case, columns, rng):
+    """Columns that end within a byte, at a byte and at the padding to 128 bits."""
+    cases.require(None)
+    case = case.replace(per_shard=(2, columns, 2))
+    mode = modes.BY_ID["explicit"]
+    a, b = case.values(rng)
+    with mode.scope(case):
+        f = mode.product(case, epilog=Epilog.RELU_AUX)
+        d, aux = mode.run(f, *(mode.put(case, x, s) for x, s in zip((a, b), case.stored, strict=True)))
+    per_device = -(-columns // 128) * 16
+    shards = case.extents[1] // columns
+    mask = np.asarray(aux["relu_aux"])
+    assert mask.shape == (case.extents[0], shards * per_device)
+    bits = np.unpackbits(mask.reshape(-1, shards, per_device), axis=-1, bitorder="little")
+    z = (cases.wide(a) @ cases.wide(b)).reshape(-1, shards, columns)
+    np.testing.assert_array_equal(bits[..., :columns], z > 0)
+    assert not bits[..., columns:].any()
+    np.testing.assert_array_equal(np.asarray(d).reshape(z.shape) > 0, z > 0)
+
+
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+def test_relu_of_zero_is_not_marked_and_passes_no_gradient(implementation):
+    cases.require(implementation)
+    a, b = jnp.zeros((2, 3)), jnp.ones((3, 4))
+    f = functools.partial(jaxmp.matmul, epilog=Epilog.RELU_AUX, implementation=implementation)
+    d, aux = f(a, b)
+    assert not np.any(d)
+    assert not np.any(aux["relu_aux"])
+    assert not np.any(jax.grad(lambda a: f(a, b)[0].sum())(a))
+
+
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+@pytest.mark.parametrize("epilog", [Epilog.RELU, Epilog.GELU], ids=lambda e: e.name)
+def test_activations_of_extreme_values(epilog, implementation):
+    """Large values pass or vanish without overflow; NaN stays NaN."""
+    cases.require(implementation)
+    z = np.array([[-3e38, -1e4, -20.0, 0.0, 20.0, 1e4, 3e38, np.nan]], np.float32)
+    d = jaxmp.matmul(jnp.ones((1, 1)), jnp.asarray(z), epilog=epilog, implementation=implementation)
+    np.testing.assert_array_equal(np.asarray(d), np.where(z < 0, 0, z))
+
+
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+def test_gelu_is_the_tanh_form(implementation):
+    cases.require(implementation)
+    z = np.linspace(-6, 6, 1001, dtype=np.float32)[None]
+    d = jaxmp.matmul(jnp.ones((1, 1)), jnp.asarray(z), epilog=Epilog.GELU, implementation=implementation)
+    z = z.astype(np.float64)
+    want = 0.5 * z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3)))
+    # In float32 1 + tanh may cancel for negative z, so the error allowed is relative to z rather than to gelu(z).
+    bounds.judge("gelu", d, want, 4 * bounds.unit_roundoff("float32") * np.abs(z))
+
+
+@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
+def test_c_and_bias_are_added_once(case, rng):
+    """Integers: a rank that added them again would be off by a whole number."""
+    cases.require(None)
+    case = case.replace(per_shard=(3, 5, 2))
+    mode = modes.BY_ID["explicit"]
+    a, b = case.integers(rng)
+    m, n, _ = case.extents
+    c, bias = rng.integers(-9, 9, (m, n)).astype(np.float32), rng.integers(-9, 9, n).astype(np.float32)
+    with mode.scope(case):
+        f = mode.product(case, alpha=2.0, beta=-3.0, epilog=Epilog.BIAS)
+        placed = [mode.put(case, x, s) for x, s in zip((a, b, c, bias), list(specs(case).values())[:3] + [P(case.out[1])], strict=True)]
+        d = mode.run(f, *placed)
+    np.testing.assert_array_equal(np.asarray(d), 2 * (a @ b) - 3 * c + bias)
+
+
+@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
+def test_complex_bias_c_and_scalars(case, rng):
+    cases.require(None)
+    case = case.replace(per_shard=(3, 5, 2), dtype="complex64", conjugation=(True, False))
+    mode = modes.BY_ID["explicit"]
+    a, b = case.integers(rng)
+    m, n, _ = case.extents
+    c, bias = (rng.integers(-9, 9, s) + 1j * rng.integers(-9, 9, s) for s in ((m, n), (n,)))
+    with mode.scope(case):
+        f = mode.product(case, alpha=2 - 1j, beta=1 + 3j, epilog=Epilog.BIAS)
+        x = zip((a, b, c.astype(a.dtype), bias.astype(a.dtype)), (*case.stored, case.out, P(case.out[1])), strict=True)
+        d = mode.run(f, *(mode.put(case, v, s) for v, s in x))
+    np.testing.assert_array_equal(np.asarray(d), (2 - 1j) * (a.conj() @ b) + (1 + 3j) * c + bias)
+
+
+def test_the_numbers_are_those_of_cublasmp():
+    """cublasmp.h 0.10, cublasMpMatmulEpilogue_t."""
+    numbers = {
+        "DEFAULT": 0, "ALLREDUCE": 1, "RELU": 2, "RELU_AUX": 2 | 128, "BIAS": 4, "RELU_BIAS": 2 | 4,
+        "RELU_AUX_BIAS": 2 | 4 | 128, "DRELU": 8 | 128, "DRELU_BGRAD": 8 | 16 | 128, "GELU": 32, "GELU_AUX": 32 | 128,
+        "GELU_BIAS": 32 | 4, "GELU_AUX_BIAS": 32 | 4 | 128, "DGELU": 64 | 128, "DGELU_BGRAD": 64 | 16 | 128,
+        "BGRADA": 256, "BGRADB": 512,
+    }  # fmt: skip
+    assert {name: member.value for name, member in Epilog.__members__.items() if name != "NONE"} == numbers
+    assert Epilog.NONE is Epilog.DEFAULT
+
+
+def test_every_implemented_epilog_is_in_the_table_of_cases():
+    assert set(_epilog._RULES) == set(cases.EPILOGS)
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "gelu"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_linear(activation, has_bias, rng):
+    cases.require(None)
+    x, w, bias = (rng.standard_normal(s).astype(np.float32) for s in ((3, 5, 7), (7, 11), (11,)))
+    operands = (x, w, bias) if has_bias else (x, w)
+    with jax.enable_x64(True):
+        want = reference.linear(*map(cases.wide, operands), activation=activation)
+    major = bounds.matmul_majorant(np.abs(x), np.abs(w), epilog=_epilog.for_activation(activation, False))
+    allowed = bounds.PROGRAM * bounds.unit_roundoff("float32") * (np.asarray(major) + np.abs(bias))
+    for leading in ((), (0,), (0, 0)):  # matrices, rows and single vectors
+        got = jaxmp.linear(*(jnp.asarray(v) for v in (x[leading], *operands[1:])), activation=activation)
+        bounds.judge(f"linear {leading}", got, np.asarray(want)[leading], allowed[leading])
