@@ -1,0 +1,185 @@
+"""What the compiled program holds: our calls, and no collective that nobody asked for.
+
+Numbers cannot show this: a product whose operands XLA gathered first is right, and as slow as if jaxmp did not exist.
+"""
+
+import re
+from collections import Counter
+
+import cases
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+import pytest
+
+import jaxmp
+from jaxmp import Epilog, _native
+
+COLLECTIVE = r"(all-gather|all-reduce|reduce-scatter|collective-permute|collective-broadcast|all-to-all)(?:-start)?\("
+
+# Case: what forward, gradient in a and gradient in b compile to, as (patterns of our calls, XLA's collectives).
+# The gradient of a gathered product in its rows is a reduce-scatter and the other way round. The other gradient
+# contracts over gathered rows: one all-gather that explain names. Where data-parallel groups share an operand, the sum
+# over them is part of the call ("all_reduce"). A grid is closed under transposition.
+COMPILED = {
+    "local": ((["local"], []), (["all_reduce"], []), (["all_reduce"], [])),
+    # Replicated operands are sliced for nothing; their gradients have to become replicated again.
+    "local-sliced": ((["local"], []), (["all_reduce"], ["all-gather"]), (["all_reduce"], ["all-gather"])),
+    "ag": ((["all_gather"], []), (["reduce_scatter"], []), (["local"], ["all-gather"])),
+    "ag-data": ((["all_gather"], []), (["reduce_scatter"], []), (["all_reduce"], ["all-gather"])),
+    "ag-two-axes": ((["all_gather"], []), (["reduce_scatter"], []), (["local"], ["all-gather"])),
+    "ag-swapped": ((["all_gather"], []), (["local"], ["all-gather"]), (["reduce_scatter"], [])),
+    "rs": ((["reduce_scatter"], []), (["all_gather"], []), (["local"], ["all-gather"])),
+    "rs-data": ((["reduce_scatter"], []), (["all_gather"], []), (["all_reduce"], ["all-gather"])),
+    "rs-two-axes": ((["reduce_scatter"], []), (["all_gather"], []), (["local"], ["all-gather"])),
+    "rs-swapped": ((["reduce_scatter"], []), (["local"], ["all-gather"]), (["all_gather"], ["all-reduce"])),
+    "ar": ((["all_reduce"], []), (["local"], []), (["local"], [])),
+    "ar-data": ((["all_reduce"], []), (["local"], []), (["all_reduce"], [])),
+    "ar-two-axes": ((["all_reduce"], []), (["local"], []), (["local"], [])),
+    "grid": ((["grid"], []), (["grid"], []), (["grid"], [])),
+    "grid-2x4": ((["grid"], []), (["grid"], []), (["grid"], [])),
+    "gather-a": ((["local"], ["all-gather"]), (["local"], []), (["local"], ["all-gather"])),
+    "gather-b": ((["local"], ["all-gather"]), (["local"], ["all-gather"]), (["local"], [])),
+}
+PROGRAMS = ("forward", "gradient in a", "gradient in b")
+SHARD_MAP = [modes.BY_ID["shard_map"], modes.BY_ID["shard_map-unchecked"]]
+
+
+def compiled_text(program, *args):
+    return jax.jit(program).lower(*args).compile().as_text()
+
+
+def calls_of(text):
+    """Patterns of our custom calls, in no order."""
+    return sorted(re.findall(rf'custom_call_target="{_native.TARGET}".*?pattern = "(\w+)"', text))
+
+
+def collectives_of(text):
+    return sorted(re.findall(COLLECTIVE, text))
+
+
+def other_products_of(text):
+    """Products that XLA computes itself."""
+    return re.findall(r" (?:dot|convolution)\(", text)
+
+
+def programs(mode, case, **options):
+    """(program, arguments) by name; the gradients are those of a weighted sum."""
+    rng = np.random.default_rng(0)
+    m, n, _ = case.extents
+    a, b = (mode.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
+    w = mode.put(case, cases.normal(rng, (m, n), case.dtype), case.out)
+    f = mode.product(case, **options)
+
+    def gradient(argument):
+        return lambda a, b, w: jax.grad(lambda a, b: jnp.sum(w * f(a, b)), argument)(a, b)
+
+    return dict(zip(PROGRAMS, ((f, (a, b)), (gradient(0), (a, b, w)), (gradient(1), (a, b, w))), strict=True))
+
+
+def check_compiled(mode, case, name):
+    cases.require(None)
+    case = case.replace(per_shard=(4, 4, 4))
+    with mode.scope(case):
+        program, arguments = programs(mode, case)[name]
+        text = compiled_text(program, *arguments)
+        rows = jaxmp.explain(program)(*arguments).rows
+    calls, collectives = COMPILED[case.name][PROGRAMS.index(name)]
+    assert calls_of(text) == calls
+    assert collectives_of(text) == collectives
+    assert not other_products_of(text)
+    named = Counter(row.operation.replace("_", "-") for row in rows if not row.operation.startswith("matmul"))
+    named["all-gather"] += named.pop("reshard", 0)
+    assert +named == Counter(collectives), "explain names every collective, and no other"
+    assert sorted(row.pattern for row in rows if row.operation.startswith("matmul")) == calls
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME[name] for name in COMPILED]))
+@pytest.mark.parametrize("mode", [modes.BY_ID["explicit"], modes.BY_ID["in_shardings"]], ids=lambda mode: mode.id)
+def test_global_arrays(mode, case, name):
+    check_compiled(mode, case, name)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("case", cases.by_id([c for c in cases.MATRIX if SHARD_MAP[0].serves(c)]))
+def test_inside_shard_map(case, name):
+    check_compiled(SHARD_MAP[0], case, name)
+
+
+@pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
+@pytest.mark.parametrize("case", cases.by_id([case for case in cases.MATRIX if not case.gathers]))
+def test_no_forward_product_communicates_beside_the_call(case, transposition):
+    cases.require(None)
+    case = case.replace(transposition=transposition, per_shard=(4, 4, 4))
+    mode = modes.BY_ID["in_shardings"]
+    program, arguments = programs(mode, case, epilog=Epilog.GELU)["forward"]
+    text = compiled_text(program, *arguments)
+    assert calls_of(text) == [case.pattern]
+    assert not collectives_of(text)
+
+
+@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
+def test_xla_is_made_of_collectives_and_no_call(case):
+    case = case.replace(per_shard=(4, 4, 4))
+    mode = modes.BY_ID["explicit"]
+    with mode.scope(case):
+        program, arguments = programs(mode, case, implementation="xla")["forward"]
+        text = compiled_text(program, *arguments)
+    assert not calls_of(text)
+    assert bool(collectives_of(text)) == (case.name != "local")
+
+
+def test_a_layer_of_two_products_and_its_gradients():
+    """Tensor parallelism as in a transformer's MLP: AG forward and RS forward, and what their gradients become."""
+    cases.require(None)
+    case = cases.BY_NAME["ag-data"].replace(per_shard=(4, 4, 4))
+    mesh = case.jax_mesh()
+    up, down = cases.BY_NAME["ag-data"], cases.BY_NAME["rs-data"]
+
+    def loss(x, w1, w2):
+        hidden = jaxmp.linear(x, w1, activation="gelu", out_sharding=up.out)
+        return jnp.sum(jaxmp.linear(hidden, w2, out_sharding=down.out) ** 2)
+
+    with jax.set_mesh(mesh):
+        x = cases.put(np.ones((8, 4), np.float32), mesh, up.a)
+        w1, w2 = cases.put(np.ones((4, 8), np.float32), mesh, up.b), cases.put(np.ones((8, 4), np.float32), mesh, down.b)
+        text = compiled_text(jax.grad(loss, (0, 1, 2)), x, w1, w2)
+    # up, down, their two gradients in x, their two gradients in w.
+    assert calls_of(text) == sorted(["all_gather", "reduce_scatter"] * 2 + ["all_reduce"] * 2)
+    assert collectives_of(text) == ["all-gather"] * 2
+    assert not other_products_of(text)
+
+
+def test_a_call_whose_result_is_not_used_is_removed():
+    """Pure primitives: dead calls go, and equal calls are one."""
+    cases.require(None)
+    a, b = jnp.ones((8, 8)), jnp.ones((8, 8))
+
+    def program(a, b):
+        jaxmp.matmul(a, a)
+        return jaxmp.matmul(a, b) + jaxmp.matmul(a, b)
+
+    assert calls_of(compiled_text(program, a, b)) == ["local"]
+
+
+def test_remat_computes_again_and_saves_nothing_else():
+    cases.require(None)
+    case = cases.BY_NAME["ag-data"].replace(per_shard=(4, 4, 4))
+    mode = modes.BY_ID["explicit"]
+    with mode.scope(case):
+        _, (a, b) = programs(mode, case)["forward"]
+        f = mode.product(case, epilog=Epilog.GELU)
+        text = compiled_text(jax.grad(lambda a, b: jnp.sum(jax.checkpoint(f)(a, b))), a, b)
+    assert calls_of(text) == ["all_gather", "reduce_scatter"]
+
+
+def test_the_packed_mask_is_the_residual_of_relu():
+    """One bit per element is kept for the backward pass, not the value ahead of the activation."""
+    cases.require(None)
+    a, b = jnp.ones((64, 32)), jnp.ones((32, 256))
+    _, pullback = jax.vjp(lambda a, b: jaxmp.matmul(a, b, epilog=Epilog.RELU), a, b)
+    kept = Counter((x.shape, x.dtype.name) for x in jax.tree.leaves(pullback) if x.shape not in (a.shape, b.shape))
+    assert kept == {((64, 32), "uint8"): 1} or kept == {}, kept
+    assert any(x.dtype == jnp.uint8 and x.nbytes == 64 * 256 // 8 for x in jax.tree.leaves(pullback))
