@@ -57,6 +57,11 @@ test-python: $(TEST)/.ready ## Run the Python tests only (ARGS="-k name" picks s
 test-cpp: $(TEST)/.ready ## Run the C++ tests only
 	@$(call cpp_tests,cpp-$(TAG),Release,)
 
+.PHONY: test-abi
+test-abi: $(TEST)/.ready ## Compare our declarations with the real cublasmp.h, from its wheel (Linux)
+	$(TEST)/bin/pip install --quiet --disable-pip-version-check --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime
+	JAXMP_REQUIRE_ABI=1 $(TEST)/bin/pytest tests/test_abi.py $(ARGS)
+
 .PHONY: sanitize
 sanitize: $(TEST)/.ready ## Run the C++ tests under the address, undefined-behaviour and thread sanitizers
 	@$(call cpp_tests,cpp-asan-$(TAG),RelWithDebInfo,address$(COMMA)undefined)
