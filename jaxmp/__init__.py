@@ -16,3 +16,4 @@ from jaxmp._explain import Explanation as Explanation
 from jaxmp._explain import explain as explain
 from jaxmp._native import plan_cache_clear as plan_cache_clear
 from jaxmp._native import plan_cache_info as plan_cache_info
+from jaxmp._native import register as register

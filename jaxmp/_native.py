@@ -29,7 +29,15 @@ _is_registered = False
 
 
 def register() -> None:
-    """Register the FFI types and targets with XLA, once; to be called from a lowering rule."""
+    """Make jaxmp's custom call known to XLA; further calls do nothing.
+
+    Compiling a program with jaxmp in it does this by itself. Call it in a process that only runs programs compiled
+    elsewhere (`jax.export.deserialize`, a deserialised executable), ahead of running them. It starts JAX's backend, so
+    `jax.distributed.initialize` and the like come first.
+
+    >>> import jaxmp
+    >>> jaxmp.register()
+    """
     global _is_registered
     with _lock:
         if _is_registered:
