@@ -1,0 +1,211 @@
+"""The laws of docs/architecture.md that Python can see: plans are pure, operands are only read, bits do not change.
+
+A kernel that reads C where beta is 0, writes into an operand's padding or depends on which thread came first passes
+every test of values; each of these would show up months later as a training run that cannot be repeated.
+"""
+
+import functools
+import gc
+
+import cases
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Epilog
+
+EXPLICIT, EAGER = modes.BY_ID["explicit"], modes.BY_ID["explicit-eager"]
+ROUNDED = tuple(case.replace(per_shard=(17, 13, 29)) for case in cases.MATRIX)
+
+
+def placed(mode, case, rng):
+    a, b = (mode.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
+    m, n, _ = case.extents
+    return a, b, mode.put(case, cases.normal(rng, (m, n), case.dtype), case.out)
+
+
+def bits(x):
+    return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(x)]
+
+
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+@pytest.mark.parametrize("epilog", [Epilog.NONE, Epilog.GELU_AUX], ids=lambda e: e.name)
+@pytest.mark.parametrize("case", cases.by_id(ROUNDED))
+def test_c_is_not_read_where_beta_is_nought(case, epilog, implementation, rng):
+    """BLAS's rule: C may hold NaN then."""
+    cases.require(implementation)
+    with EXPLICIT.scope(case):
+        a, b, c = placed(EXPLICIT, case, rng)
+        options = {"epilog": epilog, "implementation": implementation}
+        got = EXPLICIT.run(EXPLICIT.product(case, beta=0, **options), a, b, c * np.nan)
+        want = EXPLICIT.run(EXPLICIT.product(case, **options), a, b)
+    assert bits(got) == bits(want)
+
+
+@pytest.mark.parametrize("case", cases.by_id(ROUNDED))
+def test_the_gradient_in_c_is_nought_where_beta_is(case, rng):
+    cases.require(None)
+    with EXPLICIT.scope(case):
+        a, b, c = placed(EXPLICIT, case, rng)
+        gradient = jax.grad(lambda c: jnp.sum(EXPLICIT.product(case, beta=0)(a, b, c)))
+        assert not np.any(EXPLICIT.run(gradient, c))
+
+
+@pytest.mark.parametrize("epilog", [Epilog.NONE, Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX_BIAS], ids=lambda e: e.name)
+@pytest.mark.parametrize("case", cases.by_id(ROUNDED))
+def test_every_way_to_run_gives_the_same_bits(case, epilog, rng):
+    """Eager, jit, remat, scan, vmap of one, ahead of time, and a second run."""
+    cases.require(None)
+    with EXPLICIT.scope(case):
+        a, b, _ = placed(EXPLICIT, case, rng)
+        bias = EXPLICIT.put(case, cases.normal(rng, case.extents[1], case.dtype), P(case.out[1]))
+        product = EXPLICIT.product(case, epilog=epilog)
+
+        def f(a, b):
+            return product(a, b, None, bias if epilog != Epilog.NONE else None)
+
+        def scanned(a, b):
+            return jax.lax.scan(lambda carry, _: (carry, f(a, b)), 0, None, length=2)[1]
+
+        want = bits(jax.jit(f)(a, b))
+        assert bits(jax.jit(f)(a, b)) == want, "second run"
+        assert bits(f(a, b)) == want, "eager"
+        assert bits(jax.jit(jax.checkpoint(f))(a, b)) == want, "remat"
+        assert bits(jax.jit(f).lower(a, b).compile()(a, b)) == want, "ahead of time"
+        for step in range(2):
+            steps = jax.tree.map(lambda x, i=step: np.asarray(x)[i], jax.jit(scanned)(a, b))
+            assert bits(steps) == want, f"step {step} of a scan"
+
+
+@pytest.mark.parametrize("case", cases.by_id(ROUNDED))
+def test_a_gradient_recomputed_by_remat_has_the_same_bits(case, rng):
+    cases.require(None)
+    with EXPLICIT.scope(case):
+        a, b, w = placed(EXPLICIT, case, rng)
+        f = EXPLICIT.product(case, epilog=Epilog.GELU)
+
+        def gradients(f):
+            return jax.jit(jax.grad(lambda a, b: jnp.sum(w * f(a, b)), (0, 1)))(a, b)
+
+        assert bits(gradients(jax.checkpoint(f))) == bits(gradients(f))
+
+
+@pytest.mark.parametrize("case", cases.by_id([c for c in ROUNDED if c.pattern == "all_reduce"]))
+def test_every_rank_of_an_all_reduce_has_the_same_bits(case, rng):
+    cases.require(None)
+    with EXPLICIT.scope(case):
+        a, b, _ = placed(EXPLICIT, case, rng)
+        d = EXPLICIT.run(EXPLICIT.product(case, epilog=Epilog.GELU), a, b)
+    by_index = {}
+    for shard in d.addressable_shards:
+        by_index.setdefault(str(shard.index), []).append(np.asarray(shard.data).tobytes())
+    assert all(len(copies) == case.nranks and len(set(copies)) == 1 for copies in by_index.values())
+
+
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", cases.by_id(ROUNDED))
+def test_no_operand_is_written(case, implementation, rng):
+    cases.require(implementation)
+    with EXPLICIT.scope(case):
+        a, b, c = placed(EXPLICIT, case, rng)
+        bias = EXPLICIT.put(case, cases.normal(rng, case.extents[1], case.dtype), P(case.out[1]))
+        before = bits((a, b, c, bias))
+        f = EXPLICIT.product(case, beta=0.5, epilog=Epilog.GELU_AUX_BIAS, implementation=implementation)
+        jax.block_until_ready(EXPLICIT.run(f, a, b, c, bias))
+    assert bits((a, b, c, bias)) == before
+
+
+@pytest.mark.parametrize("case", cases.by_id(ROUNDED))
+def test_results_do_not_depend_on_what_memory_held(case, rng):
+    """Every byte of D and aux is written: runs over freed memory full of NaN give the same bits."""
+    cases.require(None)
+    with EXPLICIT.scope(case):
+        a, b, _ = placed(EXPLICIT, case, rng)
+        program = jax.jit(EXPLICIT.product(case, epilog=Epilog.RELU_AUX))
+        want = bits(program(a, b))
+        for _ in range(3):
+            waste = [EXPLICIT.put(case, np.full(case.extents[:2], np.nan, np.float32), case.out) for _ in range(8)]
+            jax.block_until_ready(waste)
+            del waste
+            gc.collect()
+            assert bits(program(a, b)) == want
+
+
+@pytest.mark.parametrize("case", cases.by_id(ROUNDED))
+def test_a_warm_plan_answers_as_a_cold_one(case, rng):
+    cases.require(None)
+    with EAGER.scope(case):
+        a, b, _ = placed(EAGER, case, rng)
+        results = []
+        for _ in range(2):
+            jaxmp.plan_cache_clear()
+            jax.clear_caches()
+            results += [bits(EAGER.run(EAGER.product(case), a, b)), bits(EAGER.run(EAGER.product(case), a, b))]
+    assert all(result == results[0] for result in results)
+
+
+# The plan cache --------------------------------------------------------------------------------------------------
+
+
+def test_equal_calls_share_a_plan_and_a_second_step_misses_nothing(rng):
+    """As example 01 promises: all plans are made in the first step."""
+    cases.require(None)
+    case = cases.BY_NAME["rs-data"].replace(per_shard=(3, 5, 7))
+    jax.clear_caches()
+    jaxmp.plan_cache_clear()
+    assert jaxmp.plan_cache_info() == {"hits": 0, "misses": 0, "size": 0, "capacity": jaxmp.plan_cache_info()["capacity"]}
+    with EXPLICIT.scope(case):
+        a, b, w = placed(EXPLICIT, case, rng)
+        f = EXPLICIT.product(case)
+        step = jax.jit(jax.grad(lambda a, b: jnp.sum(w * f(a, b) ** 2), (0, 1)))
+        jax.block_until_ready(step(a, b))
+        first = jaxmp.plan_cache_info()
+        assert first["misses"] == first["size"] == 3  # forward and two gradients
+        for _ in range(3):
+            jax.block_until_ready(step(a, b))
+        assert jaxmp.plan_cache_info()["misses"] == 3
+        jax.block_until_ready(jax.jit(lambda a, b: f(a, b) + 1)(a, b))  # another program, the same call
+        after = jaxmp.plan_cache_info()
+    assert after["misses"] == 3
+    assert after["hits"] > first["hits"]
+
+
+def test_eager_calls_make_no_plan_twice(rng):
+    cases.require(None)
+    a, b = jnp.asarray(rng.standard_normal((9, 11)), jnp.float32), jnp.ones((11, 5))
+    jaxmp.matmul(a, b)
+    before = jaxmp.plan_cache_info()
+    for _ in range(5):
+        jaxmp.matmul(a, b)
+    assert jaxmp.plan_cache_info()["misses"] == before["misses"]
+
+
+def test_a_cleared_cache_leaves_compiled_programs_running(rng):
+    cases.require(None)
+    a, b = jnp.asarray(rng.standard_normal((9, 7)), jnp.float32), jnp.ones((7, 5))
+    program = jax.jit(jaxmp.matmul)
+    want = bits(program(a, b))
+    jaxmp.plan_cache_clear()
+    assert bits(program(a, b)) == want
+    assert jaxmp.plan_cache_info()["size"] == 0
+
+
+# Independence of the device order --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", cases.by_id([case for case in cases.MATRIX if case.pattern != "local"]))
+def test_a_mesh_in_another_order_of_devices(case, rng):
+    """Ranks are positions in the mesh, never device numbers."""
+    cases.require(None)
+    case = case.replace(per_shard=(2, 3, 5))
+    a, b = case.integers(rng)
+    devices = np.asarray(jax.devices()[: case.ndevices])[::-1]
+    shape, names = zip(*((size, name) for name, size in case.mesh), strict=True)
+    mesh = jax.sharding.Mesh(devices.reshape(shape), names, axis_types=(jax.sharding.AxisType.Auto,) * len(names))
+    f = functools.partial(jaxmp.matmul, in_shardings=case.stored, out_sharding=case.out, mesh=mesh)
+    d = jax.jit(f)(*(cases.put(x, mesh, s) for x, s in zip((a, b), case.stored, strict=True)))
+    np.testing.assert_array_equal(np.asarray(d), a @ b)
