@@ -11,7 +11,7 @@ namespace {
 
 // Tiles for each thread of the machine: enough that a thread which starts late, or loses its processor for a while,
 // leaves work for the others to take.
-constexpr double kTilesPerThread = 4;
+constexpr double kTilesPerThread = 2;
 constexpr double kSmallestTile = 4e6;      // operations, some 40 us: what a tile costs beyond its product is then noise
 constexpr int64_t kLargestTile = 1 << 19;  // elements of D: the epilog finds it in the second or third cache
 constexpr int64_t kLargestTile16 = 1 << 18;     // also bounds the workspace
@@ -34,26 +34,18 @@ std::vector<Run> op_cols(const Operand& x, bool is_plain, int64_t size) {
   return is_plain ? runs(x.desc.cols, x.col, size) : runs(x.desc.rows, x.row, size);
 }
 
-// The number of pieces along the rows that makes tiles of some `pieces` in all closest to square, which is where the
-// operands of a tile are smallest.
-int64_t best_row_pieces(int64_t rows, int64_t cols, int64_t pieces) {
-  int64_t best = 1;
-  double best_side = INFINITY;
-  for (int64_t candidate = 1; candidate <= std::min(pieces, ceil_div(rows, kRowUnit)); ++candidate) {
-    const double side = static_cast<double>(ceil_div(rows, candidate)) +
-                        static_cast<double>(ceil_div(cols, ceil_div(pieces, candidate)));
-    if (side < best_side) {
-      best_side = side;
-      best = candidate;
-    }
-  }
-  return best;
+// Columns first: a slab of whole columns is one piece of memory, while rows of a large matrix put every column on a
+// page of its own (a tenth of the rate at leading dimension 1024). Below this width the BLAS packs op(A) too often.
+constexpr int64_t kNarrowest = 256;
+
+int64_t count_row_pieces(int64_t cols, int64_t pieces) {
+  return ceil_div(pieces, std::min(pieces, std::max<int64_t>(1, cols / kNarrowest)));
 }
 
 void cut_rectangle(int32_t m_cut, int32_t n_cut, int64_t rows, int64_t cols, double area, std::vector<Tile>* tiles) {
   const double whole = static_cast<double>(rows) * static_cast<double>(cols);
   const int64_t pieces = std::max<int64_t>(1, std::llround(whole / area));
-  const int64_t row_pieces = best_row_pieces(rows, cols, pieces);
+  const int64_t row_pieces = count_row_pieces(cols, pieces);
   const int64_t tile_rows = round_up(ceil_div(rows, row_pieces), kRowUnit);
   const int64_t tile_cols = round_up(ceil_div(cols, ceil_div(pieces, row_pieces)), kColUnit);
   for (int64_t col = 0; col < cols; col += tile_cols) {
