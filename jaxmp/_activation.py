@@ -23,15 +23,19 @@ def gelu(z):
 
 def gelu_derivative(z):
     """d gelu / dz, in float32 at least: s + z s (1 - s) 2u' with s = sigmoid(2u), 1 - s = sigmoid(-2u)."""
-    z = z.astype(jnp.promote_types(z.dtype, jnp.float32))
+    z = _widen(z)
     u2 = _SCALE * (z + _CUBIC * z**3)
     s = jax.nn.sigmoid(u2)
     return s + z * s * jax.nn.sigmoid(-u2) * _SCALE * (1 + 3 * _CUBIC * z**2)
 
 
+def _widen(z):
+    return z.astype(jnp.float32) if z.dtype.itemsize < 4 else z
+
+
 def gelu_second_derivative(z):
     """d^2 gelu / dz^2, in float32 at least."""
-    z = z.astype(jnp.promote_types(z.dtype, jnp.float32))
+    z = _widen(z)
     return jax.jvp(gelu_derivative, (z,), (jnp.ones_like(z),))[1]
 
 

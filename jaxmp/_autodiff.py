@@ -129,7 +129,7 @@ def _preactivation_tangent(primals, tangents, spec: MatmulSpec, auto: bool, like
         terms.append(bind(product, a, tb, auto=auto)[0])
     if spec.has_c:
         tc, *textra = textra
-        if type(tc) is not ad.Zero:
+        if type(tc) is not ad.Zero and spec.beta != 0:
             terms.append(tc if spec.beta == 1 else tc * jnp.asarray(spec.beta, tc.dtype))
     if textra and type(textra[0]) is not ad.Zero:
         # Cast ahead of the broadcast, so that the transpose sums over rows before it sums over ranks.

@@ -139,7 +139,8 @@ def jaxmp_call(call: _Call, *operands):
         if call.constraint is not None:
             outputs[0] = lax.with_sharding_constraint(outputs[0], call.constraint)
         return outputs
-    placed = [_reshard(call, x, spec) for x, spec in zip(operands, call.in_specs, strict=True)]
+    names = ["a", "b"] + ["c"] * call.spec.has_c + ["bias"] * _epilog.rule(call.spec.epilog).has_bias
+    placed = [_reshard(call, *each) for each in zip(names, operands, call.in_specs, strict=True)]
     shard_map = functools.partial(jax.shard_map, mesh=call.mesh, out_specs=list(call.out_specs))
     if 0 in placed[0].shape[-2:] and 0 in placed[1].shape:
         # Nothing to contract. XLA cannot partition a body whose operands are all empty, so they stay out of it.
@@ -150,15 +151,20 @@ def jaxmp_call(call: _Call, *operands):
     return shard_map(functools.partial(_bind_plan, call.plan, call.spec), in_specs=call.in_specs)(*placed)
 
 
-def _reshard(call: _Call, x, spec: P):
-    """Bring an explicit operand to the sharding of the plan: a slice, or the gather that was asked for."""
+def _reshard(call: _Call, argument: str, x, spec: P):
+    """Bring an explicit operand to the finer sharding of the plan: each device takes its part of what it has."""
     if not call.is_explicit:
         return x
     have = jax.typeof(x).sharding
-    if not have.mesh.empty and _normal(have.spec, x.ndim) == _normal(spec, x.ndim):
+    dims, wanted = (_normal(s, x.ndim) for s in (P() if have.mesh.empty else have.spec, spec))
+    if not have.mesh.empty and dims == wanted:
         return x
-    with jax.named_scope("jaxmp_reshard"):
-        return jax.sharding.reshard(x, NamedSharding(call.mesh, spec))
+    if any(want[: len(dim)] != dim for dim, want in zip(dims, wanted, strict=True)):
+        raise ValueError(
+            f"matmul: {argument} is sharded {have.spec}, but this call needs it {spec}; "
+            "reshard it first (jax.sharding.reshard)"
+        )
+    return jax.sharding.reshard(x, NamedSharding(call.mesh, spec))
 
 
 def _normal(spec: P, ndim: int) -> _sharding.Dims:
@@ -167,6 +173,11 @@ def _normal(spec: P, ndim: int) -> _sharding.Dims:
 
 def _bind_plan(plan: _sharding.Plan, spec: MatmulSpec, a, b, *extra):
     """One device's part of a planned call: [d] or [d, aux]."""
+    if plan.gather == "a":
+        is_last = plan.dimension == a.ndim - 2
+        a = _gather(plan, a, a.ndim - 1 if spec.transpose_a and is_last else plan.dimension)
+    elif plan.gather == "b":
+        b = _gather(plan, b, 0 if spec.transpose_b else 1)
     if not plan.is_swapped:
         return _bind_shards(spec, plan.dimension, a, b, *extra)
     # D = (op(b)^T @ op(a)^T)^T: the columns of D take the part that rows have in the pattern.
@@ -183,6 +194,12 @@ def _bind_plan(plan: _sharding.Plan, spec: MatmulSpec, a, b, *extra):
     added = [x.reshape(z.shape) if x.ndim > 1 else x for x in extra]
     outputs = _xla.apply_epilog(z, added, spec.replace(alpha=1.0))
     return [x.reshape(*rows, x.shape[-1]) for x in outputs]
+
+
+def _gather(plan: _sharding.Plan, x, dimension: int):
+    """The gather that out_sharding asks for where the ranks of a group would otherwise compute the same."""
+    with jax.named_scope("jaxmp_all_gather"):
+        return lax.all_gather(x, plan.gather_axes, axis=dimension, tiled=True, to="invarying")
 
 
 def _flat_rows(spec: MatmulSpec, a):

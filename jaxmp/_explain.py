@@ -19,10 +19,10 @@ from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, output
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One call, or one gather that jaxmp added, as every rank runs it.
+    """One call, or one collective that jaxmp added, as every rank runs it.
 
     Attributes:
-      operation: "matmul", "matmul+epilog", or "all_gather" / "reshard" for what runs beside the calls.
+      operation: "matmul", "matmul+epilog", or "all_gather" or "all_reduce" for what runs beside the calls.
       count: how often the program runs it (the trip counts of enclosing scans, multiplied).
       global_shapes, local_shapes: of a, b and d, as stored: of one group's product, and per device.
       dtypes: "a x b -> d"; accumulator: the type in which products are summed.
@@ -57,7 +57,7 @@ _COMMUNICATES = {
     "all_gather": "the product contracts over gathered rows; cuBLASMp cannot fuse that gather",
     "psum": "sums the cotangents of an operand that is the same on several ranks",
     "psum_invariant": "sums the cotangents of an operand that is the same on several ranks",
-    "reshard": "brings an operand to the sharding of the call, as out_sharding asks for it",
+    "all_gather_invariant": "asked for by out_sharding; with the other operand whole, the ranks compute the same",
 }
 _COLUMNS = (
     "operation",
@@ -226,7 +226,7 @@ def _communication_row(eqn, count: int) -> Row:
     name = eqn.primitive.name
     axes = eqn.params.get("axis_name") or eqn.params.get("axes") or ()
     return Row(
-        operation="all_reduce" if name.startswith("psum") else name,
+        operation="all_reduce" if name.startswith("psum") else "all_gather",
         count=count,
         pattern="-",
         groups=str(axes),

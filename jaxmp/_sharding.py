@@ -30,8 +30,11 @@ Dims = tuple[Dim, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one call does. `dimension` is the row dimension of a that is gathered or scattered; `gather` names the
-    operand that is gathered ahead of a local product; `a`, `b`, `out` are the shardings as the call takes them."""
+    """What one call does.
+
+    `dimension` is the row dimension of a that is gathered or scattered; `gather` names the operand that is gathered
+    over `gather_axes` ahead of a local product; `a`, `b`, `out` are the shardings as the call takes and gives them.
+    """
 
     pattern: Pattern
     row_axes: Dim = ()
@@ -39,6 +42,7 @@ class Plan:
     is_swapped: bool = False
     dimension: int = 0
     gather: str | None = None
+    gather_axes: Dim = ()
     a: Dims = ()
     b: Dims = ()
     out: Dims = ()
@@ -104,10 +108,6 @@ def plan_call(name: str, a: Dims, b: Dims, out: Dims | None, transpose_a: bool, 
             "(jax.sharding.reshard), or ask for one of: "
             + "; ".join(_text(option) for option in _reachable(*given, contracted))
         )
-    if found.gather == "a":
-        rows = list(out[:-1])
-    elif found.gather == "b":
-        cols = out[-1]
     lead, last = tuple(rows[:-1]), rows[-1]
     a = (*lead, contracted, last) if transpose_a else (*rows, contracted)
     b = (cols, contracted) if transpose_b else (contracted, cols)
@@ -186,13 +186,13 @@ def _plan_gathered(rows: list[Dim], cols: Dim, out: Dims) -> Plan | None:
         if group and set(group) <= set(cols):
             return Plan(Pattern.ALL_GATHER, group, dimension=changed[0])
         if group and not set(group) & set(cols):
-            return Plan(Pattern.LOCAL, gather="a")
+            return Plan(Pattern.LOCAL, gather="a", gather_axes=group, dimension=changed[0])
     if not changed:
         group = _suffix(cols, out[-1])
         if group and set(group) <= row_axes:
             return Plan(Pattern.ALL_GATHER, group, is_swapped=True)
         if group and not set(group) & row_axes:
-            return Plan(Pattern.LOCAL, gather="b")
+            return Plan(Pattern.LOCAL, gather="b", gather_axes=group)
     return None
 
 

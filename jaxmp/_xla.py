@@ -38,7 +38,8 @@ def apply_epilog(z, extra, spec: MatmulSpec):
     row = _epilog.rule(spec.epilog)
     if spec.has_c:
         c, *extra = extra
-        z = z + (c.astype(acc) if spec.beta == 1 else c.astype(acc) * jnp.asarray(spec.beta, acc))
+        if spec.beta != 0:  # else C may hold NaN
+            z = z + (c.astype(acc) if spec.beta == 1 else c.astype(acc) * jnp.asarray(spec.beta, acc))
     if row.has_bias:
         z = z + extra[0].astype(acc)[None, :]
     d = {None: lambda x: x, "relu": jax.nn.relu, "gelu": gelu}[row.activation](z)

@@ -40,7 +40,7 @@ def matmul(
         z = z + beta * c
     row = _epilog.rule(Epilog(epilog))
     if row.has_bias:
-        z = z + jnp.expand_dims(epilog_inputs["bias"], tuple(range(z.ndim - 1)))
+        z = z + _as_row(epilog_inputs["bias"], z.ndim)
     d = activate(row.activation, z)
     if row.aux is None:
         return d
@@ -53,7 +53,7 @@ def matmul(
 def linear(x, w, bias=None, *, activation: str | None = None):
     """`act(x @ w + bias)` for x (..., k), w (k, n), bias (n,)."""
     z = jnp.matmul(x, w, precision=jax.lax.Precision.HIGHEST)
-    return activate(activation, z if bias is None else z + bias)
+    return activate(activation, z if bias is None else z + _as_row(bias, z.ndim))
 
 
 def activate(activation: str | None, z):
@@ -61,6 +61,10 @@ def activate(activation: str | None, z):
     if activation is None:
         return z
     return {"relu": jax.nn.relu, "gelu": _activation.gelu}[activation](z)
+
+
+def _as_row(bias, ndim: int):
+    return jnp.expand_dims(bias, tuple(range(ndim - 1)))
 
 
 def _operand(x, is_transposed: bool, is_conjugated: bool):
