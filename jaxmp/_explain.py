@@ -55,6 +55,7 @@ class Row:
 # What runs beside the calls, by primitive, and why.
 _COMMUNICATES = {
     "all_gather": "the product contracts over gathered rows; cuBLASMp cannot fuse that gather",
+    "reshard": "brings the gradient of an operand, of which each rank took its part, back to the operand's sharding",
     "psum": "sums the cotangents of an operand that is the same on several ranks",
     "psum_invariant": "sums the cotangents of an operand that is the same on several ranks",
     "all_gather_invariant": "asked for by out_sharding; with the other operand whole, the ranks compute the same",
@@ -152,7 +153,8 @@ def _walk(jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row | None]:
             else:
                 yield None
         elif eqn.primitive.name in _COMMUNICATES and any("jaxmp" in name for name in names):
-            yield _communication_row(eqn, count)
+            if row := _communication_row(eqn, count):
+                yield row
         else:
             inner = count * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else count
             for sub in _compat.subjaxprs(eqn.params):
@@ -220,28 +222,37 @@ def _bytes_moved(spec: MatmulSpec, a, b, implementation: str) -> int:
     return full * (p - 1) // p * (2 if spec.pattern == Pattern.ALL_REDUCE else 1)
 
 
-def _communication_row(eqn, count: int) -> Row:
-    x, out = eqn.invars[0].aval, eqn.outvars[0].aval
-    bytes_in, bytes_out = (math.prod(v.shape) * v.dtype.itemsize for v in (x, out))
-    name = eqn.primitive.name
+def _communication_row(eqn, count: int) -> Row | None:
+    """A collective beside the calls, or None where a reshard only takes a part of what each rank has."""
+    local, result = (_local_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
+    dtype, name = eqn.invars[0].aval.dtype, eqn.primitive.name
+    is_sum = name.startswith("psum")
+    moved = math.prod(local) if is_sum else math.prod(result) - math.prod(local)
+    if moved <= 0:
+        return None
     axes = eqn.params.get("axis_name") or eqn.params.get("axes") or ()
     return Row(
-        operation="all_reduce" if name.startswith("psum") else "all_gather",
+        operation="all_reduce" if is_sum else "all_gather",
         count=count,
         pattern="-",
         groups=str(axes),
-        global_shapes=(tuple(out.shape),),
-        local_shapes=(tuple(x.shape),),
-        dtypes=x.dtype.name,
+        global_shapes=(tuple(eqn.outvars[0].aval.shape),),
+        local_shapes=(local,),
+        dtypes=dtype.name,
         accumulator="",
         epilog="",
         implementation="xla",
         why=_COMMUNICATES[name],
-        algorithm=f"lax.{name}",
+        algorithm=f"jax.sharding.{name}" if name == "reshard" else f"lax.{name}",
         flops=0,
-        bytes_moved=max(bytes_out - bytes_in, 0) if "gather" in name else bytes_in,
+        bytes_moved=moved * dtype.itemsize,
         workspace=0,
     )
+
+
+def _local_shape(aval) -> tuple[int, ...]:
+    """Shape per device; inside shard_map that is the type's own."""
+    return tuple(aval.shape) if aval.sharding.mesh.empty else tuple(aval.sharding.shard_shape(aval.shape))
 
 
 def _cells(row: Row) -> tuple[str, ...]:
