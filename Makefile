@@ -70,7 +70,6 @@ sanitize: $(TEST)/.ready ## Run the C++ tests under the address, undefined-behav
 # $(call cpp_tests,build folder,build type,sanitizers). PATH gives CMake the environment's own ninja.
 define cpp_tests
 export PATH="$(CURDIR)/$(TEST)/bin:$$PATH"; \
-export JAXMP_BLAS="$$(python -c 'from jaxmp import _native; print(_native._blas_path())')"; \
 mkdir -p build; \
 cmake -S . -B build/$(1) -G Ninja -DCMAKE_BUILD_TYPE=$(2) -DJAXMP_BUILD_TESTS=ON -DJAXMP_SANITIZE='$(3)' \
   -DPython_EXECUTABLE=$(CURDIR)/$(TEST)/bin/python > build/$(1).log 2>&1 || { cat build/$(1).log; exit 1; }; \
