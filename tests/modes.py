@@ -21,7 +21,7 @@ IN_SHARD_MAP = {
     "all_gather": lambda case: functools.partial(jaxmp.all_gather_matmul, axis_name=case.group),
     "reduce_scatter": lambda case: functools.partial(jaxmp.matmul_reduce_scatter, axis_name=case.group),
     "all_reduce": lambda case: functools.partial(jaxmp.matmul_all_reduce, axis_name=case.group),
-    "grid": lambda case: functools.partial(jaxmp.block_matmul, axis_names=case.group),
+    "grid": lambda case: functools.partial(jaxmp.block_matmul, axis_names=tuple(case.a)),
 }
 
 

@@ -1,0 +1,205 @@
+"""`explain` tells what the compiled program does: each number of its rows against a count made by hand."""
+
+import doctest
+import importlib
+
+import cases
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Epilog
+
+EXPLICIT = modes.BY_ID["explicit"]
+
+
+def abstract(shape, dtype="float32"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def rows_of(mode, case, rng, **options):
+    with mode.scope(case):
+        a, b = (mode.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
+        return jaxmp.explain(mode.product(case, **options))(a, b).rows
+
+
+# Case: (groups, global a, b, d of one group, per device, flops in all, bytes that one rank reads from its peers).
+# m, n, k = 16, 8, 32 on a 2 x 2 mesh.
+ROWS = {
+    "local": ("1 rank", ((8, 32), (32, 4), (8, 4)), ((8, 32), (32, 4), (8, 4)), 0),
+    "ag-data": ("2 x 2 ('y',)", ((8, 32), (32, 8), (8, 8)), ((4, 32), (32, 4), (8, 4)), 4 * 32 * 4),
+    "rs-data": ("2 x 2 ('y',)", ((8, 32), (32, 8), (8, 8)), ((8, 16), (16, 8), (4, 8)), (4 * 16 + 16 * 8) * 4),
+    "ar-data": ("2 x 2 ('y',)", ((8, 32), (32, 8), (8, 8)), ((8, 16), (16, 8), (8, 8)), None),
+    "grid": ("1 x 4 ('x', 'y')", ((16, 32), (32, 8), (16, 8)), ((8, 16), (16, 4), (8, 4)), (8 * 16 + 16 * 4) * 4),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_row_has_the_numbers_of_its_call(name, rng):
+    cases.require(None)
+    case = cases.BY_NAME[name]
+    case = case.replace(per_shard=tuple(whole // one for whole, one in zip((16, 8, 32), case.extents, strict=True)))
+    (row,) = rows_of(EXPLICIT, case, rng)
+    groups, whole, per_device, moved = ROWS[name]
+    assert (row.operation, row.count, row.pattern, row.groups) == ("matmul", 1, case.pattern, groups)
+    assert (row.global_shapes, row.local_shapes) == (whole, per_device)
+    assert (row.dtypes, row.accumulator, row.epilog) == ("float32 x float32 -> float32", "float32", "NONE")
+    # Local products run on every device, of which two by two do the same rows and columns' blocks.
+    assert row.flops == (2 * 16 * 8 * 32 if name != "local" else 2 * 8 * 4 * 32 * 4)
+    if moved is not None:
+        assert row.bytes_moved == moved
+    assert (row.implementation, row.why) == ("host", "CPU devices of one process")
+    assert row.algorithm
+    assert row.workspace >= 0
+
+
+@pytest.mark.parametrize("mode", ["explicit", "in_shardings", "shard_map"])
+@pytest.mark.parametrize("case", cases.by_id([case for case in cases.CASES if not case.gathers]))
+def test_the_pattern_is_the_one_of_the_table(case, mode, rng):
+    cases.require(None)
+    mode = modes.BY_ID[mode]
+    if not mode.serves(case):
+        pytest.skip(f"{mode.id} has no {case.name}: inside shard_map the caller names the axis")
+    (*resharded, row) = rows_of(mode, case.replace(per_shard=(2, 2, 2)), rng)
+    assert row.pattern == case.pattern
+    assert not any(other.bytes_moved for other in resharded)
+    if case.pattern != "local":
+        assert row.groups.startswith(f"{case.ndevices // case.nranks} x {case.nranks} ") or case.nranks == 1
+
+
+def test_implementation_and_why():
+    cases.require(None)
+    a, b = abstract((4, 4)), abstract((4, 4))
+    for asked, (implementation, why) in {
+        None: ("host", "CPU devices of one process"),
+        "host": ("host", "asked for"),
+        "xla": ("xla", "asked for"),
+    }.items():
+        (row,) = jaxmp.explain(lambda a, b, asked=asked: jaxmp.matmul(a, b, implementation=asked))(a, b).rows
+        assert (row.implementation, row.why) == (implementation, why)
+
+
+def test_types_and_accumulators():
+    cases.require(None)
+    for dtype, accumulator in (("bfloat16", "float32"), ("float16", "float32"), ("complex64", "complex64")):
+        (row,) = jaxmp.explain(jaxmp.matmul)(abstract((2, 3), dtype), abstract((3, 5), dtype)).rows
+        assert (row.dtypes, row.accumulator) == (f"{dtype} x {dtype} -> {dtype}", accumulator)
+        assert row.flops == 2 * 2 * 3 * 5 * (4 if dtype == "complex64" else 1)
+
+
+def test_a_scan_counts_its_steps():
+    cases.require(None)
+
+    def nested(a, b):
+        def step(carry, _):
+            return jax.lax.scan(lambda c, _: (jaxmp.matmul(c, b), None), carry, length=3)[0], None
+
+        return jax.lax.scan(step, a, length=5)[0]
+
+    (row,) = jaxmp.explain(nested)(abstract((4, 4)), abstract((4, 4))).rows
+    assert row.count == 15
+
+
+def test_rows_come_in_the_order_of_the_program():
+    cases.require(None)
+
+    def program(a, b):
+        return jaxmp.matmul(jaxmp.matmul(a, b, epilog=Epilog.GELU), b, epilog=Epilog.RELU)
+
+    rows = jaxmp.explain(program)(abstract((4, 4)), abstract((4, 4))).rows
+    assert [row.epilog for row in rows] == ["GELU", "RELU"]
+
+
+def test_a_call_that_nobody_needs_is_no_row():
+    cases.require(None)
+
+    def program(a, b):
+        jaxmp.matmul(a, a)
+        return jaxmp.matmul(a, b)
+
+    assert len(jaxmp.explain(program)(abstract((4, 4)), abstract((4, 4))).rows) == 1
+
+
+def test_the_partitioner_is_named(rng):
+    cases.require(None)
+    case = cases.BY_NAME["ar-data"].replace(per_shard=(4, 4, 4))
+    (row,) = rows_of(modes.BY_ID["partitioner"], case, rng)
+    assert row.pattern == "all_reduce"
+    assert row.why == "CPU devices of one process; chosen by XLA's partitioner (auto axes, no in_shardings)"
+
+
+def test_the_partitioner_of_a_gradient(rng):
+    """What XLA chose, call by call: the documented price of giving no shardings."""
+    cases.require(None)
+    mode, case = modes.BY_ID["partitioner"], cases.BY_NAME["rs-data"].replace(per_shard=(4, 4, 4))
+    a, b = (mode.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
+    f = mode.product(case)
+    rows = jaxmp.explain(jax.grad(lambda a, b: jnp.sum(f(a, b) ** 2), (0, 1)))(a, b).rows
+    assert len([row for row in rows if row.operation.startswith("matmul")]) == 3
+
+
+def test_the_table_is_printed_and_returned(capsys):
+    cases.require(None)
+    explanation = jaxmp.explain(jaxmp.matmul)(abstract((2, 3)), abstract((3, 5)))
+    printed = capsys.readouterr().out
+    assert printed == f"{explanation}\n"
+    header, row, _, reason, *_ = printed.splitlines()
+    assert header.split()[:2] == ["operation", "pattern"]
+    assert "2x3 @ 3x5 -> 2x5" in row
+    assert reason.startswith("host: CPU devices of one process")
+
+
+def test_a_program_without_calls(capsys):
+    assert jaxmp.explain(jnp.sin)(1.0).rows == ()
+    assert capsys.readouterr().out == "no jaxmp call in this program\n"
+
+
+def test_nothing_runs(monkeypatch):
+    cases.require(None)
+
+    def refuse(*_):
+        raise AssertionError("explain ran the program")
+
+    def program(a, b):
+        jax.debug.callback(refuse)
+        return jaxmp.matmul(a, b)
+
+    assert len(jaxmp.explain(program)(jnp.ones((2, 2)), jnp.ones((2, 2))).rows) == 1
+
+
+def test_the_workspace_of_16_bit_products_is_named(rng):
+    cases.require(None)
+    mesh = cases.BY_NAME["rs"].jax_mesh(AxisType.Auto)
+
+    def program(a, b):
+        return jaxmp.matmul(a, b, in_shardings=(P(None, "y"), P("y", None)), out_sharding=P("y", None), mesh=mesh)
+
+    widths = {}
+    for dtype in ("float32", "bfloat16", "float16"):
+        (row,) = jaxmp.explain(program)(abstract((256, 256), dtype), abstract((256, 256), dtype)).rows
+        widths[dtype] = row.bytes_moved
+    assert widths["bfloat16"] == widths["float16"] == widths["float32"] / 2
+
+
+@pytest.mark.parametrize("module", ["jaxmp._api", "jaxmp._explain"])
+def test_examples_of_the_docstrings(module):
+    cases.require(None)
+    with jax.numpy_dtype_promotion("standard"):
+        results = doctest.testmod(importlib.import_module(module))
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+def test_every_public_name_is_documented():
+    names = [name for name in vars(jaxmp) if not name.startswith("_") and callable(getattr(jaxmp, name))]
+    assert {"matmul", "linear", "explain", "block_matmul", "plan_cache_info", "Epilog"} <= set(names)
+    for name in names:
+        doc = getattr(jaxmp, name).__doc__
+        assert doc, name
+        assert "." in doc.splitlines()[0], name
+    assert np.all([hasattr(jaxmp.reference, name) for name in ("matmul", "linear")])
