@@ -252,7 +252,9 @@ def _communication_row(eqn, count: int) -> Row | None:
 
 def _local_shape(aval) -> tuple[int, ...]:
     """Shape per device; inside shard_map that is the type's own."""
-    return tuple(aval.shape) if aval.sharding.mesh.empty else tuple(aval.sharding.shard_shape(aval.shape))
+    mesh = aval.sharding.mesh
+    is_local = mesh.empty or mesh.manual_axes
+    return tuple(aval.shape if is_local else aval.sharding.shard_shape(aval.shape))
 
 
 def _cells(row: Row) -> tuple[str, ...]:
