@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxmp import Epilog, _epilog
 
-# Roundings of a product. The error of a k-term sum of random terms grows like k, as |A| |B| does (k roundings of partial
+# Roundings of a product. The error of a sum of k random terms grows like k, as |A| |B| does (k roundings of partial
 # sums that grow like sqrt(k)): about 0.6 of it is one standard deviation, and a large matrix holds six of them.
 PRODUCT = 4.0
 # Roundings of a whole program: each majorant term passes through a handful of operations.
@@ -28,7 +28,7 @@ def unit_roundoff(dtype) -> float:
 
 
 def judge(name: str, got, want, allowed) -> float:
-    """Demand |got - want| <= allowed for every element; print and return the worst as a percentage of what is allowed."""
+    """Demand |got - want| <= allowed of every element; print and return the worst as a percentage of its allowance."""
     got, want, allowed = np.asarray(got), np.asarray(want), np.asarray(allowed)
     assert got.shape == want.shape == allowed.shape, f"{name}: shapes {got.shape}, {want.shape}, {allowed.shape}"
     if got.size == 0:
@@ -51,7 +51,9 @@ def judge(name: str, got, want, allowed) -> float:
 def judge_product(name: str, got, a, b, want=None, *, operands, out=None, c: float = PRODUCT) -> float:
     """Judge D = A @ B for float64 (or complex128) A and B, as products of type `operands` stored in type `out`."""
     want = a @ b if want is None else want
-    allowed = c * (accumulator_roundoff(operands) * (np.abs(a) @ np.abs(b)) + unit_roundoff(out or operands) * np.abs(want))
+    allowed = c * (
+        accumulator_roundoff(operands) * (np.abs(a) @ np.abs(b)) + unit_roundoff(out or operands) * np.abs(want)
+    )
     return judge(name, got, want, allowed)
 
 
@@ -59,11 +61,23 @@ def accumulator_roundoff(operands) -> float:
     return min(unit_roundoff(operands), unit_roundoff(jnp.float32))
 
 
-def matmul_majorant(a, b, c=None, *, alpha=1.0, beta=None, transpose_a=False, transpose_b=False, epilog=Epilog.NONE, epilog_inputs=None, **_):
+def matmul_majorant(
+    a,
+    b,
+    c=None,
+    *,
+    alpha=1.0,
+    beta=None,
+    transpose_a=False,
+    transpose_b=False,
+    epilog=Epilog.NONE,
+    epilog_inputs=None,
+    **_,
+):
     """`reference.matmul` for non-negative operands, its activation replaced by one whose derivatives dominate.
 
-    |relu'| <= 1.  tanh-gelu has |f| <= |z|, |f'| < 1.2, |f''| < 2 and |f'''| < 4, which 1.2 z + z^2 + 2 z^3 / 3 dominates
-    order by order for z >= 0.
+    |relu'| <= 1.  tanh-gelu has |f| <= |z|, |f'| < 1.2, |f''| < 2 and |f'''| < 4, which 1.2 z + z^2 + 2 z^3 / 3
+    dominates order by order for z >= 0.
     """
     a = jnp.swapaxes(a, -1, -2) if transpose_a else a
     b = jnp.swapaxes(b, -1, -2) if transpose_b else b

@@ -84,7 +84,10 @@ class Case:
     @property
     def extents(self) -> tuple[int, int, int]:
         """Global (m, n, k): the extents per shard, times what every sharding of that dimension divides."""
-        names = {"a": "mk" if self.transposition[0] == "N" else "km", "b": "kn" if self.transposition[1] == "N" else "nk"}
+        names = {
+            "a": "mk" if self.transposition[0] == "N" else "km",
+            "b": "kn" if self.transposition[1] == "N" else "nk",
+        }
         parts = {"m": 1, "n": 1, "k": 1}
         for letters, spec in ((names["a"], self.stored[0]), (names["b"], self.stored[1]), ("mn", self.out)):
             for letter, entry in zip(letters, spec, strict=True):
@@ -173,12 +176,16 @@ CASES = (
     Case("ag-one-rank", "all_gather", (("y", 1),), _ROW, _COL, _COL, ("y",)),
     Case("ag-data", "all_gather", _XY, P(("x", "y"), None), _COL, P("x", "y"), ("y",)),
     Case("ag-two-axes", "all_gather", _XY, P(("x", "y"), None), P(None, ("x", "y")), P(None, ("x", "y")), ("x", "y")),
-    Case("ag-axes-reversed", "all_gather", _XY, P(("y", "x"), None), P(None, ("y", "x")), P(None, ("y", "x")), ("y", "x")),
+    Case(
+        "ag-axes-reversed", "all_gather", _XY, P(("y", "x"), None), P(None, ("y", "x")), P(None, ("y", "x")), ("y", "x")
+    ),
     Case("ag-swapped", "all_gather", _XY, _ROW, _COL, _ROW, ("y",), is_swapped=True),
     # The contraction is sharded and the sum scattered over the rows.
     Case("rs", "reduce_scatter", (("y", 4),), _COL, _ROW, _ROW, ("y",)),
     Case("rs-data", "reduce_scatter", _XY, P("x", "y"), _ROW, P(("x", "y"), None), ("y",)),
-    Case("rs-two-axes", "reduce_scatter", _XY, P(None, ("x", "y")), P(("x", "y"), None), P(("x", "y"), None), ("x", "y")),
+    Case(
+        "rs-two-axes", "reduce_scatter", _XY, P(None, ("x", "y")), P(("x", "y"), None), P(("x", "y"), None), ("x", "y")
+    ),
     Case("rs-swapped", "reduce_scatter", _XY, P("x", "y"), _ROW, P("x", "y"), ("y",), is_swapped=True),
     # The sum on every device.
     Case("ar", "all_reduce", (("y", 8),), _COL, _ROW, _NONE, ("y",)),
@@ -210,7 +217,18 @@ MATRIX = tuple(
 )
 
 # Extents (m, n, k) per shard: ones, odd ones, tall, wide, long contractions, empty dimensions.
-SHAPES = ((1, 1, 1), (2, 3, 1), (3, 1, 5), (1, 7, 2), (5, 2, 3), (13, 17, 7), (17, 5, 13), (33, 1, 2), (1, 65, 3), (2, 3, 65))
+SHAPES = (
+    (1, 1, 1),
+    (2, 3, 1),
+    (3, 1, 5),
+    (1, 7, 2),
+    (5, 2, 3),
+    (13, 17, 7),
+    (17, 5, 13),
+    (33, 1, 2),
+    (1, 65, 3),
+    (2, 3, 65),
+)
 EMPTY_SHAPES = ((0, 3, 2), (2, 0, 3), (3, 2, 0), (0, 0, 0))
 
 TRANSPOSITIONS = ("NN", "NT", "TN", "TT")

@@ -69,7 +69,9 @@ def with_types(case, **options):
     """Shardings from the operands' types."""
 
     def product(a, b, c=None, bias=None):
-        return jaxmp.matmul(a, b, c, **case.transpose, **case.conjugate, **_inputs(bias), out_sharding=case.out, **options)
+        return jaxmp.matmul(
+            a, b, c, **case.transpose, **case.conjugate, **_inputs(bias), out_sharding=case.out, **options
+        )
 
     return product
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import Epilog
 
-XY = (("x", 2), ("y", 2))
+_XY = ("x", "y")
 
 # id: (spec of a (4, 8, 6) or (2, 4, 8, 6), spec of b (6, 4), spec of the result, pattern)
 LEADING = {
@@ -27,17 +27,22 @@ LEADING = {
     "gather rows": (P(None, "y", None), P(None, "y"), P(None, None, "y"), "all_gather"),
     "gather rows, batch sharded": (P("x", "y", None), P(None, "y"), P("x", None, "y"), "all_gather"),
     "gather the batch": (P("y", None, None), P(None, "y"), P(None, None, "y"), "all_gather"),
-    "gather rows of two axes": (P(None, ("x", "y"), None), P(None, ("x", "y")), P(None, None, ("x", "y")), "all_gather"),
+    "gather rows of two axes": (P(None, _XY, None), P(None, _XY), P(None, None, _XY), "all_gather"),
     "scatter rows": (P(None, None, "y"), P("y", None), P(None, "y", None), "reduce_scatter"),
     "scatter rows, batch sharded": (P("x", None, "y"), P("y", None), P("x", "y", None), "reduce_scatter"),
     "scatter the batch": (P(None, None, "y"), P("y", None), P("y", None, None), "reduce_scatter"),
-    "scatter behind an axis": (P(None, "x", "y"), P("y", None), P(None, ("x", "y"), None), "reduce_scatter"),
+    "scatter behind an axis": (P(None, "x", "y"), P("y", None), P(None, _XY, None), "reduce_scatter"),
     "scatter columns": (P("x", None, "y"), P("y", None), P("x", None, "y"), "reduce_scatter"),
     "all-reduce": (P("x", None, "y"), P("y", None), P("x", None, None), "all_reduce"),
     "two batch dimensions, gather": (P("x", None, "y", None), P(None, "y"), P("x", None, None, "y"), "all_gather"),
     "two batch dimensions, scatter": (P("x", None, None, "y"), P("y", None), P("x", None, "y", None), "reduce_scatter"),
-    "two batch dimensions, scatter the inner": (P("x", None, None, "y"), P("y", None), P("x", "y", None, None), "reduce_scatter"),
-}  # fmt: skip
+    "two batch dimensions, scatter one": (
+        P("x", None, None, "y"),
+        P("y", None),
+        P("x", "y", None, None),
+        "reduce_scatter",
+    ),
+}
 
 
 def integers(rng, *shape):
@@ -105,7 +110,14 @@ def test_aux_of_leading_dimensions(name, epilog, rng):
 
 # vmap ------------------------------------------------------------------------------------------------------------
 
-IN_AXES = {"a": (0, None), "b": (None, 0), "both": (0, 0), "a last": (2, None), "b last": (None, 2), "both inner": (1, 1)}
+IN_AXES = {
+    "a": (0, None),
+    "b": (None, 0),
+    "both": (0, 0),
+    "a last": (2, None),
+    "b last": (None, 2),
+    "both inner": (1, 1),
+}
 
 
 def batched(x, axis, rng):

@@ -27,7 +27,9 @@ def data(case, rng):
     """a, b, c, bias, and weights of the two outputs; 16-bit values are exact in float32."""
     m, n, _ = case.extents
     a, b = case.values(rng)
-    extra = {name: cases.normal(rng, shape, case.dtype) for name, shape in (("c", (m, n)), ("bias", (n,)), ("w", (m, n)))}
+    extra = {
+        name: cases.normal(rng, shape, case.dtype) for name, shape in (("c", (m, n)), ("bias", (n,)), ("w", (m, n)))
+    }
     return {"a": a, "b": b, **extra}
 
 
@@ -68,7 +70,9 @@ def bound_to(matmul, epilog, case, **options):
 def expected(epilog, case, x, shards):
     wide = {name: cases.wide(v) for name, v in x.items()}
     with jax.enable_x64(True):
-        want = jax.jit(functools.partial(program, bound_to(reference.matmul, epilog, case, relu_aux_shards=shards), epilog))(wide)
+        want = jax.jit(
+            functools.partial(program, bound_to(reference.matmul, epilog, case, relu_aux_shards=shards), epilog)
+        )(wide)
         absolute = {name: np.abs(v) for name, v in wide.items()}
         major = jax.jit(functools.partial(program, bound_to(bounds.matmul_majorant, epilog, case), epilog))(absolute)
     return jax.tree.map(np.asarray, (want, major))
@@ -200,7 +204,9 @@ def test_c_and_bias_are_added_once(case, rng):
     c, bias = rng.integers(-9, 9, (m, n)).astype(np.float32), rng.integers(-9, 9, n).astype(np.float32)
     with mode.scope(case):
         f = mode.product(case, alpha=2.0, beta=-3.0, epilog=Epilog.BIAS)
-        placed = [mode.put(case, x, s) for x, s in zip((a, b, c, bias), list(specs(case).values())[:3] + [P(case.out[1])], strict=True)]
+        placed = [
+            mode.put(case, x, s) for x, s in zip((a, b, c, bias), (*case.stored, case.out, P(case.out[1])), strict=True)
+        ]
         d = mode.run(f, *placed)
     np.testing.assert_array_equal(np.asarray(d), 2 * (a @ b) - 3 * c + bias)
 

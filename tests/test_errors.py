@@ -94,7 +94,7 @@ def test_wrong_argument(arguments, keywords, exception, message, standard_promot
 
 
 def test_an_unknown_keyword_is_refused_by_the_functions_that_take_options():
-    with pytest.raises(TypeError, match="unexpected keyword argument.*'colour'"):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument.*'colour'"):
         jaxmp.linear(A, B, colour="red")
 
 
@@ -170,14 +170,22 @@ def test_a_mesh_with_explicit_and_automatic_axes():
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Auto), devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
         a, b = jax.device_put(A, NamedSharding(mesh, P("x", None))), B
-        with pytest.raises(ValueError, match="a lives on a mesh whose axes are not all explicit, {'x': 'Explicit', 'y': 'Auto'}; make every axis explicit"):
+        with pytest.raises(
+            ValueError,
+            match=re.escape(
+                "a lives on a mesh whose axes are not all explicit, {'x': 'Explicit', 'y': 'Auto'}; make every"
+            ),
+        ):
             jaxmp.matmul(a, b)
 
 
 # Inside shard_map -----------------------------------------------------------------------------------------------
 
 
-def manual(fn, in_specs=(P(None, "y"), P("y", None)), a=A, b=B, **options):
+K_SHARDED = (P(None, "y"), P("y", None))
+
+
+def manual(fn, in_specs=K_SHARDED, a=A, b=B, **options):
     mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
     return jax.shard_map(fn, mesh=mesh, in_specs=in_specs, out_specs=P(), check_vma=False, **options)(a, b)
 
@@ -209,13 +217,17 @@ def test_collectives_over_one_axis_twice(name):
 
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_collectives_in_a_partial_manual_region(name):
-    message = rf"{name}: the enclosing shard_map is manual over \('y',\) but not over \('x',\); .*make every axis manual"
+    message = (
+        rf"{name}: the enclosing shard_map is manual over \('y',\) but not over \('x',\); .*make every axis manual"
+    )
     with pytest.raises(ValueError, match=message):
         jax.jit(lambda a, b: manual(lambda a, b: COLLECTIVES[name](a, b, "y"), axis_names={"y"}, a=a, b=b))(A, B)
 
 
 def test_matmul_in_a_partial_manual_region():
-    with pytest.raises(ValueError, match=r"matmul: the enclosing shard_map is manual over \('y',\) but not over \('x',\)"):
+    with pytest.raises(
+        ValueError, match=r"matmul: the enclosing shard_map is manual over \('y',\) but not over \('x',\)"
+    ):
         jax.jit(lambda a, b: manual(jaxmp.matmul, axis_names={"y"}, a=a, b=b, in_specs=(P("y", None), P())))(A, B)
 
 
@@ -259,7 +271,10 @@ def test_bias_of_an_all_reduce_that_differs_between_ranks():
 
     mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
     f = jax.shard_map(call, mesh=mesh, in_specs=(P(None, "y"), P("y", None), P("y")), out_specs=P())
-    with pytest.raises(ValueError, match="matmul_all_reduce: c and bias must be equal on every rank of axis .*'y'.*, but one varies over"):
+    with pytest.raises(
+        ValueError,
+        match=r"matmul_all_reduce: c and bias must be equal on every rank of axis .*'y'.*, but one varies over",
+    ):
         f(A, B, zeros(16))
 
 

@@ -146,7 +146,10 @@ def test_a_layer_of_two_products_and_its_gradients():
 
     with jax.set_mesh(mesh):
         x = cases.put(np.ones((8, 4), np.float32), mesh, up.a)
-        w1, w2 = cases.put(np.ones((4, 8), np.float32), mesh, up.b), cases.put(np.ones((8, 4), np.float32), mesh, down.b)
+        w1, w2 = (
+            cases.put(np.ones((4, 8), np.float32), mesh, up.b),
+            cases.put(np.ones((8, 4), np.float32), mesh, down.b),
+        )
         text = compiled_text(jax.grad(loss, (0, 1, 2)), x, w1, w2)
     # up, down, their two gradients in x, their two gradients in w.
     assert calls_of(text) == sorted(["all_gather", "reduce_scatter"] * 2 + ["all_reduce"] * 2)

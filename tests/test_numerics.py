@@ -57,7 +57,9 @@ def test_sixteen_bit_products_are_as_good_as_one_rounding(case, dtype, rng):
     bounds.judge(case.id, d, want, 1.001 * bounds.unit_roundoff(dtype) * np.abs(want) + accumulated)
 
 
-@pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME[n] for n in ("local", "ag", "rs", "ar", "grid", "rs-swapped")]))
+@pytest.mark.parametrize(
+    "case", cases.by_id([cases.BY_NAME[n] for n in ("local", "ag", "rs", "ar", "grid", "rs-swapped")])
+)
 def test_a_long_contraction(case, rng):
     """k in the thousands: the bound does not drift with it."""
     cases.require(None)
@@ -175,7 +177,9 @@ def test_python_scalars_do_not_promote(dtype, implementation, rng):
             assert d.dtype == dtype
             wide = [cases.wide(x) for x in (a, b, c)]
             want = alpha * (wide[0] @ wide[1]) + beta * wide[2]
-            allowed = 8 * bounds.unit_roundoff(dtype) * (alpha * np.abs(wide[0]) @ np.abs(wide[1]) + beta * np.abs(wide[2]))
+            allowed = (
+                8 * bounds.unit_roundoff(dtype) * (alpha * np.abs(wide[0]) @ np.abs(wide[1]) + beta * np.abs(wide[2]))
+            )
             bounds.judge(f"{dtype} {alpha} {beta}", d, want, allowed)
 
 

@@ -57,7 +57,10 @@ def multiply_all(todo, operands, implementation):
             for case, (a, b) in zip(todo, operands, strict=True)
         ]
 
-    placed = [tuple(cases.put(x, mesh, s) for x, s in zip(ab, c.stored, strict=True)) for c, ab in zip(todo, operands, strict=True)]
+    placed = [
+        tuple(cases.put(x, mesh, s) for x, s in zip(ab, c.stored, strict=True))
+        for c, ab in zip(todo, operands, strict=True)
+    ]
     return jax.jit(program)(placed), mesh
 
 

@@ -1,0 +1,339 @@
+"""The decisions ahead of a call, apart from any device: shardings to patterns, integer maths of blocks, routes.
+
+Each is checked against an oracle of its own: the sharding rule against what it must mean (a brute force over devices),
+numroc and local_to_global against dealing blocks out by hand, routes against the capabilities that they may use.
+"""
+
+import functools
+import itertools
+
+import cases
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Epilog, _epilog, _layout, _lowering, _partitioning, _sharding
+from jaxmp._partitioning import _settle
+from jaxmp._route import Capabilities, find_route
+from jaxmp._spec import MatmulSpec, Pattern, global_extents, output_shape
+
+MESH = {"x": 2, "y": 2}
+DIMS = ((), ("x",), ("y",), ("x", "y"), ("y", "x"))
+
+
+# Layouts ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nprocs", [1, 2, 3, 5])
+@pytest.mark.parametrize("nb", [1, 2, 3, 7])
+def test_blocks_dealt_out_by_hand(nb, nprocs):
+    for n, isrc in itertools.product(range(24), range(nprocs)):
+        hands = [[] for _ in range(nprocs)]
+        for i in range(n):
+            hands[(isrc + i // nb) % nprocs].append(i)
+        for iproc, hand in enumerate(hands):
+            assert _layout.numroc(n, nb, iproc, isrc, nprocs) == len(hand)
+            assert [_layout.local_to_global(j, nb, iproc, isrc, nprocs) for j in range(len(hand))] == hand
+
+
+def test_flattening_is_numpys():
+    for shape in ((1,), (4,), (2, 3), (3, 1, 2), ()):
+        for index in range(int(np.prod(shape))):
+            coordinates = _layout.unflatten_index(index, shape)
+            assert coordinates == tuple(map(int, np.unravel_index(index, shape))) if shape else coordinates == ()
+            assert _layout.flatten_index(coordinates, shape) == index
+
+
+@pytest.mark.parametrize(("columns", "size"), [(0, 0), (1, 16), (127, 16), (128, 16), (129, 32), (257, 48)])
+def test_bytes_of_a_row_of_the_relu_mask(columns, size):
+    assert _layout.relu_aux_bytes(columns) == size
+
+
+@pytest.mark.parametrize(("columns", "ld"), [(0, 0), (1, 8), (8, 8), (9, 16)])
+def test_leading_dimension_of_the_gelu_aux(columns, ld):
+    assert _layout.gelu_aux_ld(columns) == ld
+
+
+# Shardings to patterns ----------------------------------------------------------------------------------------------
+
+
+def coordinates_of(dim, device):
+    return tuple(device[axis] for axis in dim)
+
+
+def holdings(dims, device):
+    """The block of a matrix that a device holds: per dimension (position, number of positions)."""
+    return tuple(
+        (
+            _layout.flatten_index(coordinates_of(dim, device), [MESH[a] for a in dim]),
+            int(np.prod([MESH[a] for a in dim])),
+        )
+        for dim in dims
+    )
+
+
+def covers(have, want):
+    """Whether the part `have` = (position, parts) of a dimension contains the part `want`."""
+    return have[0] * want[1] <= want[0] * have[1] and (want[0] + 1) * have[1] <= (have[0] + 1) * want[1]
+
+
+def test_a_plan_gives_each_device_what_it_needs():
+    """Brute force over every sharding of a 2 x 2 mesh: what plan_call accepts, the devices of a group can compute."""
+    devices = [{"x": i, "y": j} for i in range(2) for j in range(2)]
+    patterns = set()
+    for rows, k_a, k_b, cols, out_rows, out_cols in itertools.product(DIMS, repeat=6):
+        a, b, out = (rows, k_a), (k_b, cols), (out_rows, out_cols)
+        if any(set(one) & set(other) for one, other in (a, b, out)):
+            continue
+        try:
+            plan = _sharding.plan_call("matmul", a, b, out, False, False)
+        except ValueError:
+            continue
+        patterns.add((plan.pattern, plan.is_swapped, plan.gather))
+        check_plan(plan, devices, out)
+    assert patterns == {
+        (Pattern.LOCAL, False, None),
+        (Pattern.LOCAL, False, "a"),
+        (Pattern.LOCAL, False, "b"),
+        (Pattern.ALL_GATHER, False, None),
+        (Pattern.ALL_GATHER, True, None),
+        (Pattern.REDUCE_SCATTER, False, None),
+        (Pattern.REDUCE_SCATTER, True, None),
+        (Pattern.ALL_REDUCE, False, None),
+        (Pattern.GRID, False, None),
+    }
+
+
+def check_plan(plan, devices, out):
+    """Every device finds the rows of a and columns of b of its part of d among the ranks of its group."""
+    assert plan.out == out
+    group = plan.row_axes + plan.col_axes + plan.gather_axes
+    for device in devices:
+        peers = [d for d in devices if all(d[axis] == device[axis] for axis in MESH if axis not in group)]
+        rows, cols = holdings(out, device)
+        row_parts = [holdings(plan.a, peer) for peer in peers]
+        col_parts = [holdings(plan.b, peer) for peer in peers]
+        for row_part, found in ((rows, [p[0] for p in row_parts]), (cols, [p[1] for p in col_parts])):
+            pieces = [p for p in set(found) if covers(row_part, p) or covers(p, row_part)]
+            covered = sum(1 / p[1] for p in pieces if covers(row_part, p)) or max((1 / p[1] for p in pieces), default=0)
+            assert covered >= 1 / row_part[1], (plan, device)
+        # The contraction is whole within the group.
+        assert sum(1 / parts for _, parts in {p[1] for p in row_parts}) == 1, (plan, device)
+        assert {p[1] for p in row_parts} == {p[0] for p in col_parts} or plan.pattern == Pattern.GRID, (plan, device)
+
+
+@pytest.mark.parametrize("case", cases.by_id(cases.CASES))
+@pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
+def test_the_table_is_planned_as_it_says(case, transposition):
+    case = case.replace(transposition=transposition)
+    a, b = (_sharding.to_dims("matmul", "x", spec, 2) for spec in case.stored)
+    out = _sharding.to_dims("matmul", "x", case.out, 2)
+    plan = _sharding.plan_call("matmul", a, b, out, **case.transpose)
+    assert (plan.pattern, plan.is_swapped, plan.gather or "") == (case.pattern, case.is_swapped, case.gathers)
+    assert plan.row_axes + plan.col_axes == case.group
+
+
+def test_without_out_sharding_the_result_is_that_of_dot_general():
+    plan = _sharding.plan_call("matmul", (("x",), ()), ((), ("y",)), None, False, False)
+    assert (plan.pattern, plan.out) == (Pattern.LOCAL, (("x",), ("y",)))
+
+
+# Extents --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
+@pytest.mark.parametrize("case", cases.by_id([c for c in cases.CASES if c.pattern != "local" and not c.is_swapped]))
+def test_local_shapes_give_back_the_global_extents(case, transposition):
+    """Of one group: the data-parallel axes divide rows among groups."""
+    case = case.replace(transposition=transposition, per_shard=(2, 3, 5))
+    m, n, k = case.extents
+    mesh = case.jax_mesh()
+    shapes = {"a": (k, m) if transposition[0] == "T" else (m, k), "b": (n, k) if transposition[1] == "T" else (k, n)}
+    local = [
+        jax.sharding.NamedSharding(mesh, spec).shard_shape(shape)
+        for spec, shape in zip(case.stored, shapes.values(), strict=True)
+    ]
+    row_axes, col_axes = case.group, ()
+    if case.pattern == "grid":
+        row_axes, col_axes = (tuple(e) if isinstance(e, tuple) else (e,) for e in case.a)
+    flags = {"row_axes": row_axes, "col_axes": col_axes, **case.transpose}
+    spec = MatmulSpec(np.dtype("float32"), Pattern(case.pattern), case.mesh, **flags)
+    outer = {"m": 1, "n": 1}
+    for letter, entry in zip("mn", case.out, strict=True):
+        axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
+        outer[letter] = int(np.prod([dict(case.mesh)[axis] for axis in axes if axis not in case.group]))
+    assert global_extents(spec, *local) == (m // outer["m"], n // outer["n"], k)
+    assert output_shape(spec, *local) == jax.sharding.NamedSharding(mesh, case.out).shard_shape((m, n))
+
+
+# What the partitioner may propose -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
+def test_whatever_the_partitioner_proposes_is_settled_consistently(transposition):
+    """No axis twice in one matrix, one contraction, and a result that the pattern can give."""
+    flags = {"transpose_a": transposition[0] == "T", "transpose_b": transposition[1] == "T"}
+    spec = MatmulSpec(np.dtype("float32"), **flags)
+    for a0, a1, b0, b1, d0, d1 in itertools.product(DIMS, repeat=6):
+        if set(a0) & set(a1) or set(b0) & set(b1) or set(d0) & set(d1):
+            continue
+        pattern, group, a, b, out = _settle((a0, a1), (b0, b1), (d0, d1), spec)
+        rows, k_a = a[::-1] if flags["transpose_a"] else a
+        k_b, cols = b[::-1] if flags["transpose_b"] else b
+        for dims in (a, b, out):
+            used = sum(dims, ())
+            assert len(used) == len(set(used))
+        contracted = group if pattern in (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE) else ()
+        assert k_a == k_b == contracted
+        assert not set(rows) & set(contracted)
+        assert not set(cols) & set(contracted)
+        if pattern == Pattern.ALL_GATHER:
+            assert (rows[len(out[0]) :], cols) == (group, out[1])
+            assert set(group) <= set(cols)
+        elif pattern == Pattern.REDUCE_SCATTER:
+            assert out == (rows + group, cols)
+        else:
+            assert out == (rows, cols)
+
+
+def test_a_result_whose_rows_the_ranks_do_not_divide(rng):
+    """The partitioner pads such results itself; the call must not see the padding."""
+    cases.require(None)
+    mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
+    a, b = (rng.integers(-3, 4, s).astype(np.float32) for s in ((5, 4), (4, 7)))
+    left, right = cases.put(a, mesh, P(None, "y")), cases.put(b, mesh, P("y", None))
+    np.testing.assert_array_equal(jax.jit(jaxmp.matmul)(left, right), a @ b)
+
+
+@pytest.mark.parametrize("epilog", cases.EPILOGS, ids=lambda e: e.name)
+def test_the_sharding_rule_names_every_operand_and_result(epilog):
+    row = _epilog.rule(epilog)
+    rule = _partitioning._sharding_rule(MatmulSpec(np.dtype("float32"), epilog=epilog, has_c=True))
+    operands, results = (side.split(",") for side in rule.split("->"))
+    assert len(operands) == 3 + row.has_bias
+    assert len(results) == 1 + (row.aux is not None)
+
+
+# Routes: what cuBLASMp does not take as it is -------------------------------------------------------------------------
+
+CUBLASMP = Capabilities()
+HOSTMP = Capabilities(all_reduce_any_transposition=True, grid_any_shape=True, grid_epilogs=True)
+
+
+def spec_of(case, **changes):
+    row_axes, col_axes = (case.group, ()) if case.pattern != "grid" else ((case.group[0],), (case.group[1],))
+    axes = {"row_axes": row_axes, "col_axes": col_axes}
+    return MatmulSpec(np.dtype("float32"), Pattern(case.pattern), case.mesh, **axes, **case.transpose, **changes)
+
+
+@pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME[n] for n in ("ag", "rs", "ar", "grid", "grid-2x4")]))
+def test_a_library_that_takes_everything_gets_it_directly(case):
+    for transposition in cases.TRANSPOSITIONS:
+        spec = spec_of(case.replace(transposition=transposition), epilog=Epilog.RELU)
+        assert find_route(spec, (8, 8), (8, 8), 4, HOSTMP).kind == "direct"
+
+
+def test_cublasmp_all_reduces_one_transposition():
+    kinds = {}
+    for transposition in cases.TRANSPOSITIONS:
+        spec = spec_of(cases.BY_NAME["ar"].replace(transposition=transposition))
+        kinds[transposition] = find_route(spec, (64, 8), (8, 64), 4, CUBLASMP).kind
+    assert kinds["NT"] == "direct"
+    assert "direct" not in (kinds["NN"], kinds["TN"], kinds["TT"])
+
+
+def test_the_cheaper_of_two_ways_is_taken():
+    spec = spec_of(cases.BY_NAME["ar"])
+    small_b = find_route(spec, (8192, 8), (8, 8192), 4, CUBLASMP)
+    assert small_b.kind == "transposed_copy"
+    large_b = find_route(spec, (8, 65536), (65536, 8), 4, CUBLASMP)
+    assert large_b.kind == "reduce_scatter_all_gather"
+    for route in (small_b, large_b):
+        assert "cuBLASMp all-reduces with a stored (m, k) and b stored (n, k) only" in route.why
+    odd = find_route(spec, (7, 65536), (65536, 8), 4, CUBLASMP)
+    assert odd.kind == "transposed_copy", "rows that the ranks do not divide cannot be scattered"
+
+
+def test_cublasmp_wants_square_grids_without_epilogs():
+    plain, activated = spec_of(cases.BY_NAME["grid"]), spec_of(cases.BY_NAME["grid"], epilog=Epilog.GELU)
+    assert find_route(plain, (8, 8), (8, 8), 4, CUBLASMP).kind == "direct"
+    assert find_route(activated, (8, 8), (8, 8), 4, CUBLASMP).kind == "separate_epilog"
+    oblong = find_route(spec_of(cases.BY_NAME["grid-2x4"]), (8, 8), (8, 8), 4, CUBLASMP)
+    assert (oblong.kind, "square grids only, not 2x4" in oblong.why) == ("unsupported", True)
+
+
+@pytest.mark.parametrize("conjugation", [(False, False), (True, True)], ids=["plain", "conjugated"])
+@pytest.mark.parametrize("shape", [(2, 3, 2), (1, 1, 512)], ids=["copy", "scatter"])
+@pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
+@pytest.mark.parametrize("name", ["ar-data", "ar-two-axes", "grid"])
+def test_every_route_gives_the_same_result(name, transposition, shape, conjugation, rng, monkeypatch):
+    """The forms that real cuBLASMp takes, run on hostmp: integers, so equal to the bit."""
+    cases.require(None)
+    monkeypatch.setattr(_lowering, "host_capabilities", lambda: CUBLASMP)
+    m, n, k = shape
+    case = cases.BY_NAME[name].replace(per_shard=(4 * m, n, k), transposition=transposition)
+    case = case.replace(dtype="complex64", conjugation=conjugation) if any(conjugation) else case
+    a, b = case.integers(rng)
+    m, n, _ = case.extents
+    c, bias = (rng.integers(-3, 4, s).astype(a.dtype) for s in ((m, n), (n,)))
+    mode = modes.BY_ID["explicit"]
+    jax.clear_caches()  # the route is taken at lowering
+    with mode.scope(case):
+        f = mode.product(case, alpha=2.0, beta=-1.0, epilog=Epilog.BIAS)
+        specs = (*case.stored, case.out, P(case.out[1]))
+        d = mode.run(f, *(mode.put(case, x, s) for x, s in zip((a, b, c, bias), specs, strict=True)))
+    jax.clear_caches()
+    np.testing.assert_array_equal(np.asarray(d), 2 * np.matmul(*case.op(a, b)) - c + bias)
+
+
+def test_the_default_goes_to_xla_where_the_library_cannot_and_says_so(monkeypatch, rng):
+    cases.require(None)
+    monkeypatch.setattr(_lowering, "host_capabilities", lambda: CUBLASMP)
+    case = cases.BY_NAME["grid-2x4"].replace(per_shard=(2, 2, 2))
+    mode = modes.BY_ID["explicit"]
+    jax.clear_caches()
+    with mode.scope(case):
+        a, b = (mode.put(case, x, s) for x, s in zip(case.integers(rng), case.stored, strict=True))
+        (row,) = jaxmp.explain(mode.product(case))(a, b).rows
+        assert row.implementation == "xla"
+        assert "square grids only" in row.why
+        np.testing.assert_array_equal(mode.run(mode.product(case), a, b), np.asarray(a) @ np.asarray(b))
+        with pytest.raises(NotImplementedError, match="square grids only, not 2x4"):
+            mode.run(mode.product(case, implementation="host"), a, b)
+    jax.clear_caches()
+
+
+def test_several_processes_and_other_platforms_take_xla():
+    spec = functools.partial(MatmulSpec, np.dtype("float32"))
+    collective = spec(Pattern.ALL_GATHER, (("y", 4),), ("y",))
+    choose = functools.partial(_lowering.choose_implementation, platform="cpu", nprocesses=2)
+    for chosen, implementation, why in (
+        (choose(spec()), "host", "CPU devices of one process"),
+        (choose(collective), "xla", "the ranks of a group may live in 2 processes"),
+        (choose(collective, nprocesses=1), "host", "CPU devices of one process"),
+        (choose(collective, platform="cuda"), "xla", "no fused implementation for platform 'cuda'"),
+    ):
+        assert (chosen.implementation, chosen.why) == (implementation, why)
+    with pytest.raises(
+        NotImplementedError, match="serves the CPU devices of one process, not platform 'cpu' with 2 processes"
+    ):
+        choose(collective.replace(implementation="host"))
+    with pytest.raises(NotImplementedError, match="\"cublasmp\" is not available on platform 'cuda'"):
+        choose(collective.replace(implementation="cublasmp"), platform="cuda")
+
+
+def test_row_major_becomes_column_major_in_the_attributes():
+    """Operands, m and n, and the two directions of a grid swap; the flags travel with their operand."""
+    case = cases.BY_NAME["grid-2x4"].replace(transposition="TN")
+    spec = spec_of(case, conjugate_a=True, alpha=2 - 3j).replace(out_dtype=np.dtype("complex64"))
+    a, b = jax.ShapeDtypeStruct((5, 3), jnp.complex64), jax.ShapeDtypeStruct((5, 7), jnp.complex64)
+    got = _lowering.call_attributes(spec, a, b)
+    want = {"pattern": "grid", "m": 28, "n": 12, "k": 10, "trans_a": "N", "trans_b": "C", "compute": "32F", "epilog": 0}
+    assert {name: got[name] for name in want} == want
+    assert (list(got["axes_row"]), list(got["axes_col"]), list(got["mesh_shape"])) == ([1], [0], [2, 4])
+    assert list(got["alpha"]) == [2.0, -3.0]
