@@ -1,12 +1,15 @@
-// One product in flight: what every rank brought, cut into tiles.
+// One call in which all ranks of a group meet: what each of them brought, cut into tiles, and who tells each stream.
 #ifndef JAXMP_HOSTMP_JOB_H_
 #define JAXMP_HOSTMP_JOB_H_
 
+#include <atomic>
+#include <cstddef>
 #include <memory>
 #include <vector>
 
 #include "csrc/hostmp/host.h"
 #include "csrc/hostmp/objects.h"
+#include "csrc/hostmp/tile.h"
 #include "csrc/status.h"
 
 namespace jaxmp::hostmp {
@@ -18,14 +21,40 @@ struct Arrival {
   Status error;
 };
 
-// Records the arrival. The last rank's arrival runs the product, or hands every rank the error.
+// Where the thread is on which a rank arrived. It stays for a moment (kHere), helps, and completes its own stream; once
+// it has gone on (kGone), the stream is completed on another thread.
+enum class Seat { kHere, kGone, kDone };
+
+struct Meeting {
+  explicit Meeting(int nranks) : arrivals(static_cast<size_t>(nranks)), seats(static_cast<size_t>(nranks)) {}
+
+  std::vector<Arrival> arrivals;  // by rank; a null stream has not arrived
+  int count = 0;                  // of arrivals; both are guarded by the rendezvous until it is full
+  std::vector<std::atomic<Seat>> seats;
+
+  // Written by the last rank to arrive, before `is_open`.
+  Product2D product;
+  std::atomic<bool> is_open{false};
+  std::atomic<size_t> next{0};
+  // Tiles not yet done, and one for the last rank's thread: while it still asks its stream's pool for help, nobody may
+  // complete that stream.
+  std::atomic<size_t> left{0};
+  std::atomic<int> workers{0};
+  Status status;  // written before the first seat is kDone
+};
+
+// Records the arrival, and sees the call through for as long as that takes no waiting to speak of. The last rank's
+// arrival runs the product, or hands every rank the error.
 void arrive(Arrival arrival, int rank, int nranks);
 
-// Runs a product all of whose ranks are here, on this thread and those that rank `self` may call for help.
-void run_product(std::vector<Arrival> arrivals, int self);
+// Runs the product of a full meeting on this thread, on those that are still here, and on those of the pool.
+void run_product(const std::shared_ptr<Meeting>& meeting, int rank);
 
-// Calls every stream's done(): that of rank `self` here and last, the others (all, for self = -1) on other threads.
-void complete(const std::vector<Arrival>& arrivals, int self, const Status& status);
+// Takes tiles of an open meeting until none is left.
+void work(Meeting& meeting);
+
+// Ends the meeting: streams whose thread has gone are completed on other threads, the others by their own.
+void complete(Meeting& meeting, const Status& status);
 
 }  // namespace jaxmp::hostmp
 

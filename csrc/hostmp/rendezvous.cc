@@ -1,3 +1,4 @@
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <map>
@@ -12,20 +13,12 @@
 
 namespace jaxmp::hostmp {
 
-// One call that some ranks have not reached yet.
-struct Gathering {
-  explicit Gathering(int nranks) : arrivals(static_cast<size_t>(nranks)) {}
-
-  std::vector<Arrival> arrivals;  // by rank; a null stream has not arrived
-  int count = 0;
-};
-
 struct Rendezvous::Table {
   std::mutex mutex;
   // In the order in which any rank reached them. A rank joins the first that it has not joined yet, so that its i-th
   // arrival meets everybody's i-th; a full one is always the first. Entries go with their last gathering: nothing
   // grows with the number of runs.
-  std::map<std::pair<int64_t, int64_t>, std::deque<Gathering>> open;
+  std::map<std::pair<int64_t, int64_t>, std::deque<std::shared_ptr<Meeting>>> open;
 };
 
 Rendezvous::Rendezvous() : table_(std::make_unique<Table>()) {}
@@ -33,7 +26,7 @@ Rendezvous::Rendezvous() : table_(std::make_unique<Table>()) {}
 Rendezvous::~Rendezvous() {
   const Status status = FailedPrecondition("jaxmp: the executable was destroyed while ranks waited for their peers");
   for (const auto& entry : table_->open) {
-    for (const Gathering& gathering : entry.second) complete(gathering.arrivals, -1, status);
+    for (const std::shared_ptr<Meeting>& meeting : entry.second) complete(*meeting, status);
   }
 }
 
@@ -81,20 +74,22 @@ Completions& completions() {
   return *threads;
 }
 
-// Joins the call of this rank's turn. Returns all arrivals where this was the last one.
-std::vector<Arrival> join(Rendezvous::Table& table, Arrival arrival, int rank, int nranks) {
+// Joins the call of this rank's turn.
+std::shared_ptr<Meeting> join(Rendezvous::Table& table, Arrival arrival, int rank, int nranks, bool* is_full) {
   const std::pair<int64_t, int64_t> key(arrival.stream->run_id, arrival.stream->group_id);
   std::lock_guard<std::mutex> lock(table.mutex);
-  std::deque<Gathering>& open = table.open[key];
-  auto gathering = open.begin();
-  while (gathering != open.end() && gathering->arrivals[static_cast<size_t>(rank)].stream) ++gathering;
-  if (gathering == open.end()) gathering = open.emplace(gathering, nranks);
-  gathering->arrivals[static_cast<size_t>(rank)] = std::move(arrival);
-  if (++gathering->count < nranks) return {};
-  std::vector<Arrival> arrivals = std::move(gathering->arrivals);
-  open.erase(gathering);
-  if (open.empty()) table.open.erase(key);
-  return arrivals;
+  std::deque<std::shared_ptr<Meeting>>& open = table.open[key];
+  auto found = open.begin();
+  while (found != open.end() && (*found)->arrivals[static_cast<size_t>(rank)].stream) ++found;
+  if (found == open.end()) found = open.emplace(found, std::make_shared<Meeting>(nranks));
+  const std::shared_ptr<Meeting> meeting = *found;
+  meeting->arrivals[static_cast<size_t>(rank)] = std::move(arrival);
+  *is_full = ++meeting->count == nranks;
+  if (*is_full) {
+    open.erase(found);
+    if (open.empty()) table.open.erase(key);
+  }
+  return meeting;
 }
 
 Status first_error(const std::vector<Arrival>& arrivals) {
@@ -109,29 +104,60 @@ Status first_error(const std::vector<Arrival>& arrivals) {
   return check_agreement(calls);
 }
 
+// How long a thread stays for the others to come, and for the last tile: about what it costs to wake another thread
+// instead, twice. It must end: a program may need this thread to bring the very rank that is missing.
+constexpr std::chrono::microseconds kPatience(100);
+
+template <typename Condition>
+bool wait_for(const Condition& holds) {
+  if (holds()) return true;
+  const auto deadline = std::chrono::steady_clock::now() + kPatience;
+  do {
+    std::this_thread::yield();  // there may be more ranks than processors
+    if (holds()) return true;
+  } while (std::chrono::steady_clock::now() < deadline);
+  return false;
+}
+
+// A rank's thread at the meeting: it helps with the tiles where they come soon, and completes its own stream where it
+// is still here at the end.
+void attend(Meeting& meeting, int rank, bool has_worked) {
+  std::atomic<Seat>& seat = meeting.seats[static_cast<size_t>(rank)];
+  const auto is_done = [&seat] { return seat.load(std::memory_order_acquire) == Seat::kDone; };
+  const auto is_open = [&] { return meeting.is_open.load(std::memory_order_acquire); };
+  if (!has_worked && wait_for([&] { return is_open() || is_done(); }) && !is_done()) work(meeting);
+  if (has_worked || is_open()) wait_for(is_done);
+  if (seat.exchange(Seat::kGone, std::memory_order_acq_rel) != Seat::kDone) return;  // complete() will see to it
+  Stream* const stream = meeting.arrivals[static_cast<size_t>(rank)].stream;
+  stream->done(stream->context, meeting.status);
+}
+
 }  // namespace
 
-void complete(const std::vector<Arrival>& arrivals, int self, const Status& status) {
-  for (size_t rank = 0; rank < arrivals.size(); ++rank) {
-    Stream* const stream = arrivals[rank].stream;
-    if (stream && static_cast<int>(rank) != self) completions().post(stream, status);
+void complete(Meeting& meeting, const Status& status) {
+  meeting.status = status;
+  for (size_t rank = 0; rank < meeting.arrivals.size(); ++rank) {
+    Stream* const stream = meeting.arrivals[rank].stream;
+    const Seat seat = meeting.seats[rank].exchange(Seat::kDone, std::memory_order_acq_rel);
+    if (stream && seat == Seat::kGone) completions().post(stream, status);
   }
-  if (self < 0) return;
-  Stream* const own = arrivals[static_cast<size_t>(self)].stream;
-  own->done(own->context, status);
 }
 
 void arrive(Arrival arrival, int rank, int nranks) {
-  std::vector<Arrival> arrivals;
-  if (nranks == 1) {
-    arrivals.push_back(std::move(arrival));
+  bool is_full = nranks == 1;
+  std::shared_ptr<Meeting> meeting;
+  if (is_full) {
+    meeting = std::make_shared<Meeting>(1);
+    meeting->arrivals[0] = std::move(arrival);
   } else {
     Rendezvous::Table& table = arrival.stream->rendezvous->table();
-    arrivals = join(table, std::move(arrival), rank, nranks);
+    meeting = join(table, std::move(arrival), rank, nranks, &is_full);
   }
-  if (arrivals.empty()) return;
-  const Status error = first_error(arrivals);
-  error.ok() ? run_product(std::move(arrivals), rank) : complete(arrivals, rank, error);
+  if (is_full) {
+    const Status error = first_error(meeting->arrivals);
+    error.ok() ? run_product(meeting, rank) : complete(*meeting, error);
+  }
+  attend(*meeting, rank, is_full);
 }
 
 void fail(Stream& stream, int rank, int nranks, Status why) {

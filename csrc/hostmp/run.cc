@@ -10,78 +10,63 @@
 namespace jaxmp::hostmp {
 namespace {
 
-struct Job {
-  std::vector<Arrival> arrivals;
-  int self;
-  Product2D product;
-  std::atomic<size_t> next{0};
-  // Tiles not yet done, and one for the arriving thread: while it still asks its stream's pool for help, nobody may
-  // complete that stream.
-  std::atomic<size_t> left{0};
-  std::atomic<int> workers{0};
-};
-
-char* area_of_worker(const Job& job, int worker) {
-  const int64_t bytes = job.product.area.bytes();
+char* area_of_worker(const Meeting& meeting, int worker) {
+  const int64_t bytes = meeting.product.area.bytes();
   if (bytes == 0) return nullptr;
-  const auto nranks = static_cast<int>(job.arrivals.size());
+  const auto nranks = static_cast<int>(meeting.arrivals.size());
   const uintptr_t workspace =
-      reinterpret_cast<uintptr_t>(job.product.calls[static_cast<size_t>(worker % nranks)]->workspace);
+      reinterpret_cast<uintptr_t>(meeting.product.calls[static_cast<size_t>(worker % nranks)]->workspace);
   const uintptr_t aligned = (workspace + kAlignment - 1) / kAlignment * kAlignment;
   return reinterpret_cast<char*>(aligned) + worker / nranks * bytes;
 }
 
-void finish_one(Job& job, int self) {
-  if (job.left.fetch_sub(1, std::memory_order_acq_rel) == 1) complete(job.arrivals, self, Status());
+void finish_one(Meeting& meeting) {
+  if (meeting.left.fetch_sub(1, std::memory_order_acq_rel) == 1) complete(meeting, Status());
 }
 
-// Takes tiles until none is left. `self` is the rank that arrived on this thread, or -1 on a helper's.
-void work(Job& job, int self) {
-  const int worker = job.workers.fetch_add(1, std::memory_order_relaxed);
-  if (worker >= machine_threads()) return;  // no area is left, and no processor either
-  char* const area = area_of_worker(job, worker);
-  const std::vector<Tile>& tiles = job.product.schedule.tiles;
-  for (size_t i; (i = job.next.fetch_add(1, std::memory_order_relaxed)) < tiles.size();) {
-    run_tile(job.product, tiles[i], area);
-    finish_one(job, self);
-  }
-}
-
-void call_helpers(const std::shared_ptr<Job>& job) {
-  Pool* const pool = job->arrivals[static_cast<size_t>(job->self)].stream->pool;
-  if (!pool || operations(*job->product.calls[0]) < kWorthSharing) return;
-  const auto tiles = static_cast<int64_t>(job->product.schedule.tiles.size());
+void call_helpers(const std::shared_ptr<Meeting>& meeting, int rank) {
+  Pool* const pool = meeting->arrivals[static_cast<size_t>(rank)].stream->pool;
+  if (!pool || operations(*meeting->product.calls[0]) < kWorthSharing) return;
+  const auto tiles = static_cast<int64_t>(meeting->product.schedule.tiles.size());
   const int64_t threads = std::min<int64_t>({tiles, machine_threads(), int64_t{pool->num_threads()} + 1});
-  for (int64_t i = 1; i < threads; ++i) pool->schedule([job] { work(*job, -1); });
+  const int64_t here = std::count(meeting->seats.begin(), meeting->seats.end(), Seat::kHere);
+  for (int64_t i = here; i < threads; ++i) pool->schedule([meeting] { work(*meeting); });
 }
 
-std::shared_ptr<Job> make_job(std::vector<Arrival>& arrivals, int self) {
-  auto job = std::make_shared<Job>();
-  for (const Arrival& arrival : arrivals) job->product.calls.push_back(arrival.call.get());
-  const Call& call = *job->product.calls[0];
-  job->product.schedule = make_schedule(call);
-  job->product.area = area_of(call, job->product.schedule);
-  job->left.store(job->product.schedule.tiles.size() + 1, std::memory_order_relaxed);
-  job->arrivals = std::move(arrivals);
-  job->self = self;
-  return job;
+void open(Meeting& meeting) {
+  for (const Arrival& arrival : meeting.arrivals) meeting.product.calls.push_back(arrival.call.get());
+  const Call& call = *meeting.product.calls[0];
+  meeting.product.schedule = make_schedule(call);
+  meeting.product.area = area_of(call, meeting.product.schedule);
+  meeting.left.store(meeting.product.schedule.tiles.size() + 1, std::memory_order_relaxed);
+  meeting.is_open.store(true, std::memory_order_release);
 }
 
 }  // namespace
 
-void run_product(std::vector<Arrival> arrivals, int self) {
-  std::shared_ptr<Job> job;
+void work(Meeting& meeting) {
+  const int worker = meeting.workers.fetch_add(1, std::memory_order_relaxed);
+  if (worker >= machine_threads()) return;  // no area is left, and no processor either
+  char* const area = area_of_worker(meeting, worker);
+  const std::vector<Tile>& tiles = meeting.product.schedule.tiles;
+  for (size_t i; (i = meeting.next.fetch_add(1, std::memory_order_relaxed)) < tiles.size();) {
+    run_tile(meeting.product, tiles[i], area);
+    finish_one(meeting);
+  }
+}
+
+void run_product(const std::shared_ptr<Meeting>& meeting, int rank) {
   try {
-    job = make_job(arrivals, self);
+    open(*meeting);
   } catch (const std::exception& exception) {  // memory; the ranks have arrived, so they must hear of it
-    return complete(arrivals, self, ResourceExhausted(exception.what()));
+    return complete(*meeting, ResourceExhausted(exception.what()));
   }
   try {
-    call_helpers(job);
+    call_helpers(meeting, rank);
   } catch (const std::exception&) {  // without help it only takes longer
   }
-  work(*job, self);
-  finish_one(*job, self);
+  work(*meeting);
+  finish_one(*meeting);
 }
 
 }  // namespace jaxmp::hostmp
