@@ -133,6 +133,18 @@ def all_gather_matmul(x, w, axis_name, c=None, *, epilog_inputs=None, **options)
     Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or for an axis not in the mesh.
 
     Source: cuBLASMp's AllGather + Matmul (docs.nvidia.com/cuda/cublasmp, "Tensor parallelism").
+
+    >>> import jax, jax.numpy as jnp, jaxmp
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> call = jax.shard_map(
+    ...     lambda x, w: jaxmp.all_gather_matmul(x, w, "x"),
+    ...     mesh=mesh,
+    ...     in_specs=(P("x", None), P(None, "x")),
+    ...     out_specs=P(None, "x"),
+    ... )
+    >>> call(jnp.ones((4, 2)), jnp.ones((2, 3))).shape
+    (4, 3)
     """
     return collective("all_gather_matmul", Pattern.ALL_GATHER, x, w, axis_name, c, epilog_inputs, options)
 
@@ -156,6 +168,18 @@ def matmul_reduce_scatter(x, w, axis_name, c=None, *, epilog_inputs=None, **opti
     Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or for an axis not in the mesh.
 
     Source: cuBLASMp's Matmul + ReduceScatter (docs.nvidia.com/cuda/cublasmp, "Tensor parallelism").
+
+    >>> import jax, jax.numpy as jnp, jaxmp
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> call = jax.shard_map(
+    ...     lambda x, w: jaxmp.matmul_reduce_scatter(x, w, "x"),
+    ...     mesh=mesh,
+    ...     in_specs=(P(None, "x"), P("x", None)),
+    ...     out_specs=P("x", None),
+    ... )
+    >>> call(jnp.ones((4, 2)), jnp.ones((2, 3))).shape
+    (4, 3)
     """
     return collective("matmul_reduce_scatter", Pattern.REDUCE_SCATTER, x, w, axis_name, c, epilog_inputs, options)
 
@@ -179,6 +203,18 @@ def matmul_all_reduce(x, w, axis_name, c=None, *, epilog_inputs=None, **options)
     Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or for an axis not in the mesh.
 
     Source: cuBLASMp's Matmul + AllReduce (docs.nvidia.com/cuda/cublasmp, "Tensor parallelism").
+
+    >>> import jax, jax.numpy as jnp, jaxmp
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.make_mesh((1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> call = jax.shard_map(
+    ...     lambda x, w: jaxmp.matmul_all_reduce(x, w, "x"),
+    ...     mesh=mesh,
+    ...     in_specs=(P(None, "x"), P("x", None)),
+    ...     out_specs=P(),
+    ... )
+    >>> call(jnp.ones((4, 2)), jnp.ones((2, 3))).shape
+    (4, 3)
     """
     return collective("matmul_all_reduce", Pattern.ALL_REDUCE, x, w, axis_name, c, epilog_inputs, options)
 
@@ -192,7 +228,7 @@ def block_matmul(a, b, axis_names, c=None, *, epilog_inputs=None, **options):
       a: (m/p, k/q): block (i, j) of a on the rank with index i on the first axis and j on the second; with
         `transpose_a` the stored matrix is (k, m) and its block (k/p, m/q).
       b: (k/p, n/q), or (n/p, k/q) with `transpose_b`.
-      axis_names: (axis of the rows, axis of the columns).
+      axis_names: (axis of the rows, axis of the columns); each may be a tuple of axes, slowest first.
       c: (m/p, n/q), with `beta`.
       epilog_inputs, options: as in `matmul`; `bias` holds the n/q values of this rank's columns.
 
@@ -202,5 +238,15 @@ def block_matmul(a, b, axis_names, c=None, *, epilog_inputs=None, **options):
     Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or for axes that are no pair.
 
     Source: cuBLASMp's 2-D matmul (cublasMpMatmul, "generic"), after van de Geijn and Watts, SUMMA (1997).
+
+    >>> import jax, jax.numpy as jnp, jaxmp
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    >>> tiles = P("x", "y")
+    >>> call = jax.shard_map(
+    ...     lambda a, b: jaxmp.block_matmul(a, b, ("x", "y")), mesh=mesh, in_specs=(tiles, tiles), out_specs=tiles
+    ... )
+    >>> call(jnp.ones((4, 2)), jnp.ones((2, 3))).shape
+    (4, 3)
     """
     return collective("block_matmul", Pattern.GRID, a, b, axis_names, c, epilog_inputs, options)

@@ -21,7 +21,7 @@ from jaxmp._primitive import (
     matmul_epilog_p,
     matmul_p,
 )
-from jaxmp._spec import MatmulSpec
+from jaxmp._spec import MatmulSpec, Pattern
 
 
 def _front(x, dim):
@@ -30,11 +30,21 @@ def _front(x, dim):
 
 def _matmul_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
     (a, b), (da, db) = map(_front, args, dims), dims
-    if db is None:
+    turns = _turns(spec, a_is_batched=da is not None, b_is_batched=db is not None)
+    if db is None and not turns:
         return bind_rows(spec, a, b, auto=auto)[0], 0
-    if da is None:
+    if da is None and not turns:
         return _bind_columns(spec, a, b, auto), 1
-    return jax.lax.map(lambda ab: bind(spec, *ab, auto=auto)[0], (a, b)), 0
+    mapped = {name: x for name, x, dim in (("a", a, da), ("b", b, db)) if dim is not None}
+    fixed = {name: x for name, x, dim in (("a", a, da), ("b", b, db)) if dim is None}
+    return jax.lax.map(lambda x: bind(spec, **x, **fixed, auto=auto)[0], mapped), 0
+
+
+def _turns(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) -> bool:
+    """Whether a batched operand is a transposed one of a grid: its blocks then lie across those of D, and no fold of
+    the batch into rows or columns keeps them in their places."""
+    is_grid = spec.pattern == Pattern.GRID
+    return is_grid and ((a_is_batched and spec.transpose_a) or (b_is_batched and spec.transpose_b))
 
 
 def _bind_columns(spec: MatmulSpec, a, b, auto: bool):
@@ -55,7 +65,8 @@ def _matmul_epilog_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
     size = next(x.shape[0] for x, dim in zip(args, dims, strict=True) if dim is not None)
     operands = dict(zip(names, args, strict=True))
     is_batched = dict(zip(names, (dim is not None for dim in dims), strict=True))
-    if is_batched["a"] and not is_batched["b"] and not is_batched.get("bias"):
+    turns = _turns(spec, is_batched["a"], is_batched["b"])
+    if is_batched["a"] and not turns and not is_batched["b"] and not is_batched.get("bias"):
         if spec.has_c and not is_batched["c"]:
             operands["c"] = jnp.broadcast_to(operands["c"][None], (size, *operands["c"].shape))
         return _pack(bind_rows(spec, **operands, auto=auto))

@@ -86,24 +86,35 @@ def result(outputs, spec: MatmulSpec):
 
 
 def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, options: dict):
-    axes = (axis_names,) if isinstance(axis_names, str) else tuple(axis_names)
     mesh = _mesh.manual_mesh(name)
     if mesh is None:
         raise ValueError(f"{name}: works on the shards inside shard_map; outside, use jaxmp.matmul with out_sharding")
-    if pattern == Pattern.GRID and len(axes) != 2:
-        raise ValueError(f"{name}: axis_names must be a pair, the axis of rows and the axis of columns, got {axes}")
+    row_axes: tuple[str, ...] = _as_axes(axis_names)
+    col_axes: tuple[str, ...] = ()
+    if pattern == Pattern.GRID:
+        if isinstance(axis_names, str) or len(axis_names) != 2:
+            raise ValueError(
+                f"{name}: axis_names must be a pair, the axis of rows and the axis of columns, got {axis_names!r}"
+            )
+        row_axes, col_axes = map(_as_axes, axis_names)
+    axes = row_axes + col_axes
     for axis in axes:
         if axis not in mesh.shape:
             raise ValueError(f"{name}: axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
     if len(set(axes)) != len(axes):
         raise ValueError(f"{name}: axis names {axes} repeat")
-    row_axes: tuple[str, ...] = axes
-    col_axes: tuple[str, ...] = ()
-    if pattern == Pattern.GRID:
-        row_axes, col_axes = axes[:1], axes[1:]
     where = {"pattern": pattern, "mesh": tuple(mesh.shape.items()), "row_axes": row_axes, "col_axes": col_axes}
     spec, operands = validated(name, a, b, c, epilog_inputs, options, where)
+    if pattern == Pattern.GRID and spec.transpose_a and a.ndim > 2:
+        raise ValueError(
+            f"{name}: a has {a.ndim} dimensions; with transpose_a=True it must have 2, for its blocks lie across those "
+            "of the result: use jax.vmap for the others"
+        )
     return result(_bind_shards(spec, a.ndim - 2, *operands), spec)
+
+
+def _as_axes(names) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands) -> _Call:

@@ -60,6 +60,8 @@ _COMMUNICATES = {
     "psum_invariant": "sums the cotangents of an operand that is the same on several ranks",
     "all_gather_invariant": "asked for by out_sharding; with the other operand whole, the ranks compute the same",
 }
+# The pattern of a call under auto axes, until the partitioner has been asked.
+_UNSETTLED = "?"
 _COLUMNS = (
     "operation",
     "pattern",
@@ -118,10 +120,12 @@ def explain(fn: Callable) -> Callable[..., Explanation]:
         # A function of its own, so that neither tracing nor the partitioner answers from a cache.
         jitted = jax.jit(lambda *args, **kwargs: fn(*args, **kwargs))
         jaxpr = _compat.without_dead_code(jax.make_jaxpr(jitted)(*args, **kwargs).jaxpr)
-        found = list(_walk(jaxpr, 1, ()))
-        rows = [row for row in found if row is not None]
-        if len(rows) < len(found):
-            rows += _settled_by_partitioner(jitted, args, kwargs)
+        rows = list(_walk(jaxpr, 1, ()))
+        if any(row.pattern == _UNSETTLED for row in rows):
+            settled = _settled_by_partitioner(jitted, args, kwargs)
+            # On one device there is nothing to settle.
+            rows = [row for row in rows if row.pattern != _UNSETTLED or not settled] + settled
+            rows = [dataclasses.replace(row, pattern="local") if row.pattern == _UNSETTLED else row for row in rows]
         explanation = Explanation(tuple(rows))
         print(explanation)
         return explanation
@@ -141,20 +145,17 @@ def _settled_by_partitioner(jitted, args, kwargs) -> list[Row]:
     return rows
 
 
-def _walk(jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row | None]:
-    """Rows of `jaxpr` and all it contains; None stands for a call that the partitioner will settle."""
+def _walk(jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row]:
+    """Rows of `jaxpr` and all it contains."""
     for eqn in jaxpr.eqns:
         names = (*scopes, str(eqn.source_info.name_stack), str(eqn.params.get("name", "")))
-        if eqn.primitive in (matmul_p, matmul_epilog_p):
-            yield _matmul_row(eqn.params["spec"], eqn.invars[0].aval, eqn.invars[1].aval, count)
-        elif eqn.primitive in (auto_matmul_p, auto_matmul_epilog_p):
-            if len(jax.devices()) == 1:
-                yield _matmul_row(eqn.params["spec"], eqn.invars[0].aval, eqn.invars[1].aval, count)
-            else:
-                yield None
+        if eqn.primitive in (matmul_p, matmul_epilog_p, auto_matmul_p, auto_matmul_epilog_p):
+            row = _matmul_row(eqn.params["spec"], eqn.invars[0].aval, eqn.invars[1].aval, count)
+            is_auto = eqn.primitive in (auto_matmul_p, auto_matmul_epilog_p)
+            yield dataclasses.replace(row, pattern=_UNSETTLED) if is_auto else row
         elif eqn.primitive.name in _COMMUNICATES and any("jaxmp" in name for name in names):
-            if row := _communication_row(eqn, count):
-                yield row
+            collective = _communication_row(eqn, count)
+            yield from () if collective is None else (collective,)
         else:
             inner = count * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else count
             for sub in _compat.subjaxprs(eqn.params):

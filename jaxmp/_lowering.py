@@ -19,7 +19,7 @@ from jaxmp import _epilog, _layout, _native, _xla
 from jaxmp._activation import gelu_derivative, unpack_relu_aux
 from jaxmp._compat import mlir
 from jaxmp._primitive import activation_grad_p, matmul_epilog_p, matmul_p
-from jaxmp._route import Capabilities, find_route
+from jaxmp._route import Capabilities, find_route, why_unsupported
 from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, output_shape
 
 _DTYPES = {
@@ -51,6 +51,11 @@ def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int) -> C
             'pass implementation=None, "host" or "xla"'
         )
     if platform == "cpu" and (nprocesses == 1 or spec.nranks == 1):
+        why = why_unsupported(spec, host_capabilities()) if spec.pattern == Pattern.GRID else ""
+        if why and spec.implementation:
+            raise NotImplementedError(f'implementation="host": {why}; pass implementation=None or "xla"')
+        if why:
+            return Choice("xla", why)
         return Choice("host", "asked for" if spec.implementation else "CPU devices of one process")
     if spec.implementation == "host":
         raise NotImplementedError(

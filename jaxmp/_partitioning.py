@@ -7,9 +7,11 @@ mind (the gradient of an all-gather comes out as an all-reduce). Explicit axes o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
+from collections.abc import Callable
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -22,23 +24,21 @@ from jaxmp._primitive import auto_matmul_epilog_p, auto_matmul_p, bind
 from jaxmp._sharding import Dim, Dims, to_dims
 from jaxmp._spec import MatmulSpec, Pattern
 
-_observers = threading.local()
+# Who watches the partitioner, which may call back on any thread.
+_observers: list[Callable] = []
+_observers_lock = threading.Lock()
 
 
-def observe(callback):
-    """Context manager: `callback(spec, operand avals)` sees each call that the partitioner settles."""
-    return _Observation(callback)
-
-
-class _Observation:
-    def __init__(self, callback):
-        self._callback = callback
-
-    def __enter__(self):
-        _observers.callback = self._callback
-
-    def __exit__(self, *_):
-        _observers.callback = None
+@contextlib.contextmanager
+def observe(callback: Callable):
+    """While open, `callback(spec, operand types)` sees every call that the partitioner settles."""
+    with _observers_lock:
+        _observers.append(callback)
+    try:
+        yield
+    finally:
+        with _observers_lock:
+            _observers.remove(callback)
 
 
 def _settle(a: Dims, b: Dims, out: Dims, spec: MatmulSpec) -> tuple[Pattern, Dim, Dims, Dims, Dims]:
@@ -96,7 +96,7 @@ def _partition(spec: MatmulSpec, mesh, args, results):
     outputs = [_sharding(mesh, out)] * (2 if aux else 1)
 
     def lower(*shards):
-        if callback := getattr(_observers, "callback", None):
+        for callback in list(_observers):
             callback(local, [jax.typeof(x) for x in shards])
         return _body(local, *shards)
 

@@ -42,16 +42,21 @@ class Route:
     why: str
 
 
+def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
+    """Why no route leads to the library, or the empty string."""
+    if spec.pattern != Pattern.GRID or capabilities.grid_any_shape:
+        return ""
+    nrow, ncol = spec.axis_size(spec.row_axes), spec.axis_size(spec.col_axes)
+    return "" if nrow == ncol else f"cuBLASMp multiplies contiguous shards on square grids only, not {nrow}x{ncol}"
+
+
 def find_route(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabilities: Capabilities) -> Route:
     """The cheapest way to give the call with these local shapes to the library."""
     if spec.pattern == Pattern.ALL_REDUCE:
         return _route_all_reduce(spec, a_shape, b_shape, itemsize, capabilities)
     if spec.pattern == Pattern.GRID:
-        nrow, ncol = spec.axis_size(spec.row_axes), spec.axis_size(spec.col_axes)
-        if nrow != ncol and not capabilities.grid_any_shape:
-            return Route(
-                "unsupported", f"cuBLASMp multiplies contiguous shards on square grids only, not {nrow}x{ncol}"
-            )
+        if why := why_unsupported(spec, capabilities):
+            return Route("unsupported", why)
         if (spec.epilog != Epilog.NONE) and not capabilities.grid_epilogs:
             return Route("separate_epilog", "cuBLASMp has no epilogs on 2-D grids")
     return Route("direct", "")
