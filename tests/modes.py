@@ -10,6 +10,7 @@ from collections.abc import Callable
 import cases
 import jax
 import numpy as np
+import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -144,3 +145,13 @@ MODES = (
     Mode("no-mesh-eager", without_mesh, is_jitted=False, axis_type=None),
 )
 BY_ID = {mode.id: mode for mode in MODES}
+
+
+def pairs(some_modes, some_cases):
+    """`parametrize` arguments (mode, case) for every case that the mode can express."""
+    return [
+        pytest.param(mode, case, id=f"{mode.id}-{case.name}")
+        for mode in some_modes
+        for case in some_cases
+        if mode.serves(case)
+    ]

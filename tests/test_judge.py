@@ -96,11 +96,11 @@ def test_a_jvp_wrong_by_a_third_fails(rng, x64, activation):
 
 
 def test_the_majorant_of_gelu_dominates_its_derivatives(x64):
-    z = np.linspace(0, 8, 4001)
+    z = np.linspace(0, 8, 401)
 
     def derivatives(f):
         for _ in range(4):
-            yield jax.vmap(f)(z)
+            yield jax.jit(jax.vmap(f))(z)
             f = jax.grad(f)
 
     gelu = derivatives(lambda z: reference.activate("gelu", z))

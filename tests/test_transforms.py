@@ -150,44 +150,36 @@ def judge_all(name, got, expectation):
         bounds.judge(f"{name}[{i}]", x, want, allowed)
 
 
-def matrix():
-    """One parameter per mode and pattern that the mode can express."""
-    return [
-        pytest.param(mode, case.replace(per_shard=_SHARES[case.name]), id=f"{mode.id}-{case.name}")
-        for mode in modes.MODES
-        for case in cases.MATRIX
-        if mode.serves(case)
-    ]
-
-
 # Per shard, such that every case of the matrix has the same global extents and shares the expectations.
-_EXTENTS = (12, 4, 8)
-_SHARES = {
-    case.name: tuple(whole // one for whole, one in zip(_EXTENTS, case.extents, strict=True)) for case in cases.MATRIX
-}
+EXTENTS = (12, 4, 8)
+CASES = [
+    case.replace(per_shard=tuple(whole // one for whole, one in zip(EXTENTS, case.extents, strict=True)))
+    for case in cases.MATRIX
+]
+MATRIX = modes.pairs(modes.MODES, CASES)
+EXPORTABLE = modes.pairs([mode for mode in modes.MODES if mode.can_export and mode.is_jitted], CASES)
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: transform.__name__)
-@pytest.mark.parametrize(("mode", "case"), matrix())
+@pytest.mark.parametrize(("mode", "case"), MATRIX)
 def test_transform(mode, case, transform):
     cases.require(None)
     with mode.scope(case):
         got = mode.run(functools.partial(transform, mode.product(case)), placed(mode, case))
-    judge_all(f"{mode.id} {case.name} {transform.__name__}", got, expected(transform, _EXTENTS))
+    judge_all(f"{mode.id} {case.name} {transform.__name__}", got, expected(transform, EXTENTS))
 
 
 @pytest.mark.parametrize("transform", [forward, grad, jvp, vmap_both], ids=lambda transform: transform.__name__)
-@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
+@pytest.mark.parametrize("case", cases.by_id(CASES))
 def test_transform_xla(case, transform):
     """The oracle itself, through the same rules."""
-    case = case.replace(per_shard=_SHARES[case.name])
     mode = modes.BY_ID["explicit"]
     with mode.scope(case):
         got = mode.run(functools.partial(transform, mode.product(case, implementation="xla")), placed(mode, case))
-    judge_all(f"xla {case.name} {transform.__name__}", got, expected(transform, _EXTENTS))
+    judge_all(f"xla {case.name} {transform.__name__}", got, expected(transform, EXTENTS))
 
 
-@pytest.mark.parametrize(("mode", "case"), matrix())
+@pytest.mark.parametrize(("mode", "case"), MATRIX)
 def test_eval_shape(mode, case):
     """Nothing runs, and the type is the one that the result then has, sharding included."""
     cases.require(None)
@@ -205,18 +197,18 @@ def _entries(spec):
     return tuple(spec) + (None,) * (2 - len(spec))
 
 
-@pytest.mark.parametrize(("mode", "case"), matrix())
+@pytest.mark.parametrize(("mode", "case"), MATRIX)
 def test_ahead_of_time_compilation(mode, case):
     cases.require(None)
     with mode.scope(case):
         x = placed(mode, case)
         compiled = jax.jit(mode.product(case)).lower(x["a"], x["b"]).compile()
         got = compiled(x["a"], x["b"])
-    judge_all(f"{mode.id} {case.name} aot", got, expected(forward, _EXTENTS))
+    judge_all(f"{mode.id} {case.name} aot", got, expected(forward, EXTENTS))
 
 
 @pytest.mark.parametrize("transform", [forward, grad], ids=lambda transform: transform.__name__)
-@pytest.mark.parametrize(("mode", "case"), [p for p in matrix() if p.values[0].can_export and p.values[0].is_jitted])
+@pytest.mark.parametrize(("mode", "case"), EXPORTABLE)
 def test_export_round_trip(mode, case, transform):
     """Serialised, deserialised and run on the four devices of the mesh."""
     cases.require(None)
@@ -226,7 +218,7 @@ def test_export_round_trip(mode, case, transform):
         exported = jax.export.export(program, disabled_checks=EXPORT_CHECKS)(x)
         assert exported.nr_devices == (1 if mode.axis_type is None else 4)
         got = jax.jit(jax.export.deserialize(exported.serialize()).call)(x)
-    judge_all(f"{mode.id} {case.name} exported {transform.__name__}", got, expected(transform, _EXTENTS))
+    judge_all(f"{mode.id} {case.name} exported {transform.__name__}", got, expected(transform, EXTENTS))
 
 
 @pytest.mark.parametrize("axis", ["data", "model"])
