@@ -209,6 +209,10 @@ def _bind_plan(plan: _sharding.Plan, spec: MatmulSpec, a, b, *extra):
 
 def _gather(plan: _sharding.Plan, x, dimension: int):
     """The gather that out_sharding asks for where the ranks of a group would otherwise compute the same."""
+    if x.size == 0:  # XLA gathers nothing that is empty
+        shape = list(x.shape)
+        shape[dimension] *= lax.axis_size(plan.gather_axes)
+        return jnp.zeros(shape, x.dtype)
     with jax.named_scope("jaxmp_all_gather"):
         return lax.all_gather(x, plan.gather_axes, axis=dimension, tiled=True, to="invarying")
 

@@ -108,7 +108,8 @@ def _enumerator_assertions() -> list[str]:
 
 def _attribute_types(header: str) -> dict[str, str]:
     """The type of each attribute: the header tells it in the comment before the attribute, as `Type: int64_t.`"""
-    body = re.search(r"CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA.*?cublasMpMatmulDescriptorAttribute_t;", header, re.S)
+    enumerators = r"CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA.*?cublasMpMatmulDescriptorAttribute_t;"
+    body = re.search(enumerators, header, re.S)
     start = header.rindex("typedef enum", 0, body.start())
     pattern = r"/\*\*(.*?)\*/\s*(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_\w+)"
     types = {}
