@@ -10,6 +10,14 @@
 
 namespace jaxmp::check {
 
+// The thread sanitizer takes some fifty times as long, and what it looks for does not depend on the case: tests whose
+// time goes into their own reference then take fewer cases.
+#if defined(__SANITIZE_THREAD__)
+inline constexpr bool kUnderThreadSanitizer = true;
+#else
+inline constexpr bool kUnderThreadSanitizer = false;
+#endif
+
 inline std::atomic<int> failures{0};
 
 inline void report(bool holds, const char* file, int line, const std::string& what) {
