@@ -160,6 +160,12 @@ void gemm_widened(const Product& p, float alpha, float beta, char* scratch) {
   }
 }
 
+// OpenBLAS 0.3.34 takes another kernel for small single-precision products (m n k up to 1e6), and the one for two
+// transposed operands is not safe on two threads at once: it crashes, or mixes up their operands (seen on a processor
+// with AVX-512; tests/cpp/hostmp_blas.cc). Tiles of that size take microseconds, so they take turns.
+std::mutex small_tt_mutex;
+constexpr int64_t kSmallTt = 2'000'000;
+
 Kernel16 kernel_for(abi::cudaDataType_t type) {
   const Libraries& libraries = *loaded.load(std::memory_order_acquire);
   return type == abi::CUDA_R_16BF ? libraries.bf16_kernel : libraries.f16_kernel;
@@ -194,6 +200,9 @@ BlasInfo blas_info() {
 }
 
 void gemm(const Product& p, float alpha, float beta) {
+  const bool is_tt = p.trans_a != abi::CUBLAS_OP_N && p.trans_b != abi::CUBLAS_OP_N;
+  std::unique_lock<std::mutex> lock(small_tt_mutex, std::defer_lock);
+  if (is_tt && p.m * p.n * p.k <= kSmallTt) lock.lock();
   call_real(loaded.load(std::memory_order_acquire)->sgemm, p, alpha, beta);
 }
 void gemm(const Product& p, double alpha, double beta) {
