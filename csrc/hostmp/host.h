@@ -65,7 +65,8 @@ class Rendezvous {
 // One rank's stream for one call: what cublasMpSetStream is given, cast by as_stream(). It must
 // stay alive until done() was called. After a Matmul that returned SUCCESS, or after fail(), done()
 // is called exactly once:
-// - on the rank's own thread, before Matmul or fail() returns, where that thread finished the call;
+// - on the rank's own thread, before Matmul or fail() returns, where the call ended while that thread was still there:
+//   it stays for a moment to help with the tiles, which is cheaper than to wake another, and then goes on;
 // - else on a thread of hostmp's own, on which it may block (the rest of a rank's program may
 // resume there). After a Matmul that returned an error, done() is not called and the rank has not
 // arrived: call fail() for it.
