@@ -1,6 +1,7 @@
 """Run every benchmark, each in a process of its own, and put the tables together in one markdown file.
 
-The tables and the measurements go to benchmarks/results; `--write-docs` also replaces docs/benchmarks.md.
+The tables and the measurements go to benchmarks/results; `--write-docs` also replaces docs/benchmarks.md, or
+docs/benchmarks-mkl.md where MKL is installed.
 """
 
 import argparse
@@ -25,7 +26,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a short run, to see that everything works")
     parser.add_argument("--only", choices=BENCHMARKS, action="append", help="run this one; may be repeated")
-    parser.add_argument("--write-docs", action="store_true", help="replace docs/benchmarks.md by this run's tables")
+    parser.add_argument("--write-docs", action="store_true", help="replace the page in docs by this run's tables")
     arguments = parser.parse_args()
     if arguments.write_docs and (arguments.quick or arguments.only):
         parser.error("--write-docs wants a full run, so drop --quick and --only")
@@ -42,7 +43,8 @@ def main():
     (RESULTS / "benchmarks.md").write_text(text)
     print(header(about))
     if arguments.write_docs:
-        (HERE.parent / "docs" / "benchmarks.md").write_text(text)
+        page = "benchmarks-mkl.md" if "mkl" in about["versions"] else "benchmarks.md"
+        (HERE.parent / "docs" / page).write_text(text)
 
 
 if __name__ == "__main__":

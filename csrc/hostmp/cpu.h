@@ -8,7 +8,7 @@ struct Cpu {
   bool avx2 = false;         // with fma and f16c
   bool avx512 = false;       // f, bw, vl, dq
   bool avx512_bf16 = false;  // with avx512
-  bool amx_bf16 = false;     // the processor has it; who uses it must still ask the kernel for the tile registers
+  bool amx_bf16 = false;     // with avx512; the system lets this process use the tile registers
   bool amx_fp16 = false;
 };
 

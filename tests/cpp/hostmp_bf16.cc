@@ -1,0 +1,155 @@
+// Our own bf16 kernels, each where this processor has its instructions: against sums of small integers, which are exact
+// in any order, with canaries around C and the scratch area.
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "csrc/hostmp/amx_kernel.h"
+#include "csrc/hostmp/bf16_kernel.h"
+#include "csrc/hostmp/cpu.h"
+#include "tests/cpp/check.h"
+
+namespace jaxmp::test {
+namespace {
+
+using hostmp::Product;
+
+struct Kernel {
+  std::string name;
+  bool is_available;
+  void (*gemm)(const Product&, float, float, char*);
+  int64_t (*scratch)(int64_t, int64_t, int64_t);
+};
+
+uint16_t bf16(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return static_cast<uint16_t>(bits >> 16);
+}
+
+// Stored numbers with what they stand for; rows of padding hold NaN, which no product may read.
+struct Matrix {
+  Matrix(int64_t rows, int64_t cols, int64_t padding, std::mt19937* random)
+      : ld(rows + padding), bits(static_cast<size_t>(ld * cols), bf16(std::numeric_limits<float>::quiet_NaN())) {
+    values.resize(bits.size());
+    for (int64_t col = 0; col < cols; ++col) {
+      for (int64_t row = 0; row < rows; ++row) {
+        const float value = static_cast<float>(static_cast<int>((*random)() % 17) - 8);
+        values[static_cast<size_t>(col * ld + row)] = value;
+        bits[static_cast<size_t>(col * ld + row)] = bf16(value);
+      }
+    }
+  }
+  float at(bool is_plain, int64_t row, int64_t col) const {
+    return values[static_cast<size_t>(is_plain ? col * ld + row : row * ld + col)];
+  }
+
+  int64_t ld;
+  std::vector<uint16_t> bits;
+  std::vector<float> values;
+};
+
+void test_product(const Kernel& kernel, bool is_a_plain, bool is_b_plain, int64_t m, int64_t n, int64_t k, float alpha,
+                  float beta, std::mt19937* random) {
+  constexpr int64_t kPadding = 3;
+  constexpr float kCanary = 12345.0f;
+  const Matrix a(is_a_plain ? m : k, is_a_plain ? k : m, kPadding, random);
+  const Matrix b(is_b_plain ? k : n, is_b_plain ? n : k, kPadding, random);
+  const int64_t ldc = m + kPadding;
+  std::vector<float> c(static_cast<size_t>(ldc * n), kCanary);
+  std::vector<float> expected = c;
+  for (int64_t col = 0; col < n; ++col) {
+    for (int64_t row = 0; row < m; ++row) {
+      const auto at = static_cast<size_t>(col * ldc + row);
+      c[at] = beta == 0 ? std::numeric_limits<float>::quiet_NaN() : static_cast<float>((row + col) % 5);
+      float sum = 0;
+      for (int64_t l = 0; l < k; ++l) sum += a.at(is_a_plain, row, l) * b.at(is_b_plain, l, col);
+      expected[at] = alpha * sum + (beta == 0 ? 0 : beta * c[at]);
+    }
+  }
+  const auto bytes = static_cast<size_t>(kernel.scratch(m, n, k));
+  constexpr size_t kGuard = 64;
+  std::vector<char> memory(bytes + 2 * kGuard + 64, 0x5a);
+  char* const scratch = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + kGuard + 63) / 64 * 64);
+  const std::string name = kernel.name + (is_a_plain ? " N" : " T") + (is_b_plain ? "N " : "T ") + std::to_string(m) +
+                           "x" + std::to_string(n) + "x" + std::to_string(k) + " alpha " + std::to_string(alpha) +
+                           " beta " + std::to_string(beta);
+  kernel.gemm({is_a_plain ? abi::CUBLAS_OP_N : abi::CUBLAS_OP_T, is_b_plain ? abi::CUBLAS_OP_N : abi::CUBLAS_OP_T, m, n,
+               k, a.bits.data(), a.ld, b.bits.data(), b.ld, c.data(), ldc},
+              alpha, beta, scratch);
+  check::report(c == expected, __FILE__, __LINE__, name);
+  check::report(scratch[-1] == 0x5a && scratch[bytes] == 0x5a, __FILE__, __LINE__, name + ": scratch overrun");
+}
+
+void test_kernel(const Kernel& kernel) {
+  if (!kernel.is_available) {
+    std::printf("SKIPPED: %s, which this processor does not have\n", kernel.name.c_str());
+    return;
+  }
+  constexpr int64_t kExtents[][3] = {{1, 1, 1},    {1, 33, 2},    {16, 16, 32},  {17, 15, 31},   {32, 32, 64},
+                                     {33, 31, 65}, {48, 8, 512},  {49, 9, 513},  {64, 96, 1024}, {31, 65, 1025},
+                                     {5, 530, 40}, {70, 513, 33}, {96, 64, 2049}};
+  constexpr float kScales[][2] = {{1, 0}, {1, 1}, {2, 0}, {-1, 0.5f}, {1, -2}, {0, 1}};
+  std::mt19937 random(1);
+  for (bool is_a_plain : {true, false}) {
+    for (bool is_b_plain : {true, false}) {
+      for (const auto& extent : kExtents) {
+        for (const auto& scale : kScales) {
+          test_product(kernel, is_a_plain, is_b_plain, extent[0], extent[1], extent[2], scale[0], scale[1], &random);
+        }
+      }
+    }
+  }
+}
+
+// A number depends on its own row and column alone: the same operands, cut off at m rows and n columns.
+void test_extents_do_not_matter(const Kernel& kernel) {
+  if (!kernel.is_available) return;
+  constexpr int64_t kM = 70, kN = 70, kK = 1500;
+  std::mt19937 random(2);
+  std::vector<uint16_t> a(kM * kK), b(kN * kK);
+  std::uniform_real_distribution<float> draw(-1, 1);
+  for (uint16_t& x : a) x = bf16(draw(random));
+  for (uint16_t& x : b) x = bf16(draw(random));
+  const auto run = [&](int64_t m, int64_t n) {
+    std::vector<float> c(kM * kN);
+    std::vector<char> memory(static_cast<size_t>(kernel.scratch(m, n, kK)) + 64);
+    char* const scratch = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+    kernel.gemm({abi::CUBLAS_OP_N, abi::CUBLAS_OP_T, m, n, kK, a.data(), kM, b.data(), kN, c.data(), kM}, 1, 0,
+                scratch);
+    return c;
+  };
+  const std::vector<float> whole = run(kM, kN);
+  for (int64_t m = 1; m <= kM; ++m) {
+    const int64_t n = kN + 1 - m;
+    const std::vector<float> part = run(m, n);
+    bool is_same = true;
+    for (int64_t col = 0; col < n; ++col) {
+      for (int64_t row = 0; row < m; ++row) {
+        const auto at = static_cast<size_t>(col * kM + row);
+        is_same = is_same && part[at] == whole[at];
+      }
+    }
+    check::report(is_same, __FILE__, __LINE__, kernel.name + " cut off at " + std::to_string(m) + " rows");
+  }
+}
+
+}  // namespace
+}  // namespace jaxmp::test
+
+int main() {
+  using namespace jaxmp;  // NOLINT
+  const test::Kernel kernels[] = {
+      {"AVX512_BF16", hostmp::cpu().avx512_bf16, hostmp::bf16_gemm, hostmp::bf16_gemm_scratch},
+      {"AMX", hostmp::cpu().amx_bf16, hostmp::amx_gemm, hostmp::amx_gemm_scratch},
+  };
+  for (const test::Kernel& kernel : kernels) {
+    test::test_kernel(kernel);
+    test::test_extents_do_not_matter(kernel);
+  }
+  return check::summary("hostmp_bf16");
+}
