@@ -61,6 +61,9 @@ Status CheckCapabilities(const MpApi& api, const Problem& p) {
   if (p.pattern == Pattern::kGrid && p.epilog != 0 && !api.capabilities.grid_epilogs) {
     return Unimplemented(library + "takes no epilog on a grid, got epilog " + std::to_string(p.epilog));
   }
+  if (p.is_ordered() && !api.order_sums) {
+    return Unimplemented(library + "cannot keep the order of sums, got determinism " + p.determinism);
+  }
   return {};
 }
 
@@ -202,6 +205,7 @@ Status Plan::SetAttribute(Slot& slot, cublasMpMatmulDescriptorAttribute_t attrib
 }
 
 Status Plan::SetAttributes(Slot& slot) {
+  if (problem_.is_ordered()) JAXMP_RETURN_IF_ERROR(Check(api_.order_sums(slot.matmul.get()), "order_sums"));
   int32_t epilog = static_cast<int32_t>(problem_.epilog);
   if (problem_.pattern == Pattern::kAllReduce) epilog |= CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE;
   JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA, CublasOp(problem_.trans_a)));

@@ -234,6 +234,10 @@ StatusOr<Problem> MakeProblem(const Attributes& attributes) {
                            std::to_string(attributes.size()) +
                            "; the Python package and its extension disagree, reinstall jaxmp");
   }
+  if (problem.determinism != "run_to_run" && problem.determinism != "batch" && problem.determinism != "topology") {
+    return InvalidArgument("jaxmp: attribute determinism must be one of run_to_run, batch, topology; got " +
+                           problem.determinism);
+  }
   JAXMP_RETURN_IF_ERROR(CheckAxes(problem));
   return problem;
 }

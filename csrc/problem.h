@@ -33,11 +33,12 @@ struct Problem {
   // Sizes of all mesh axes, and the indices of those that span a group. Ranks of a 1-D group count
   // row-major over axes_row; in a grid axes_row give the process row and axes_col the column.
   std::vector<int64_t> mesh_shape, axes_row, axes_col;
-  std::string determinism;
+  std::string determinism;  // "run_to_run", "batch" or "topology"
 
   bool has_c() const { return dtype_c != DType::kNone; }
   bool has_bias() const { return dtype_bias != DType::kNone; }
   bool has_aux() const { return dtype_aux != DType::kNone; }
+  bool is_ordered() const { return determinism != "run_to_run"; }
   int64_t nprow() const { return Extent(axes_row); }
   int64_t npcol() const { return Extent(axes_col); }
   int64_t nranks() const { return nprow() * npcol(); }

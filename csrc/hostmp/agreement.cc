@@ -39,6 +39,7 @@ Fields fields_of(const Call& call) {
   fields.add("COMPUTE_TYPE", call.compute);
   fields.add("ALGO_TYPE", call.algo);
   fields.add("EPILOGUE", call.epilog + (call.is_all_reduce ? 1 : 0));
+  fields.add("the order of sums", call.is_ordered);
   fields.add("alpha", call.alpha.real());
   fields.add("alpha (imaginary part)", call.alpha.imag());
   // An all-reduce adds every rank's own beta C.

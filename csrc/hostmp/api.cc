@@ -265,6 +265,14 @@ cublasMpStatus_t MatmulDescriptorGetAttribute(cublasMpMatmulDescriptor_t desc,
   });
 }
 
+cublasMpStatus_t order_sums(cublasMpMatmulDescriptor_t desc) {
+  return guarded([&]() -> Status {
+    if (!desc) return InvalidArgument("matmulDesc is null");
+    desc->is_ordered = true;
+    return {};
+  });
+}
+
 cublasMpStatus_t Matmul_bufferSize(cublasMpHandle_t handle, cublasMpMatmulDescriptor_t matmul, int64_t m, int64_t n,
                                    int64_t k, const void* alpha, const void* a, int64_t ia, int64_t ja,
                                    cublasMpMatrixDescriptor_t desc_a, const void* b, int64_t ib, int64_t jb,
@@ -321,6 +329,7 @@ const MpApi& host_api() {
 #define JAXMP_LIST_FUNCTION(function) hostmp::function,
   static const MpApi api = {"hostmp",
                             {/*all_reduce_any_transposition=*/true, /*grid_any_shape=*/true, /*grid_epilogs=*/true},
+                            hostmp::order_sums,
                             hostmp::LastError,
                             JAXMP_CUBLASMP_FUNCTIONS(JAXMP_LIST_FUNCTION)};
 #undef JAXMP_LIST_FUNCTION

@@ -28,16 +28,34 @@ struct Target {
   float alpha, beta;
 };
 
+__mmask16 rows_of(const Target& target, int vector) {
+  const int64_t left = target.rows - vector * kLanes;
+  return left >= kLanes ? 0xffff : static_cast<__mmask16>((1u << std::max<int64_t>(left, 0)) - 1);
+}
+
+// Where alpha is 1, and beta 0 or 1, the sums start from C itself.
+bool continues(const Target& target) { return target.alpha == 1 && target.beta == 1; }
+
+template <int Vectors>
+JAXMP_AVX512_BF16 void start_tile(const Target& target, __m512 (&sums)[Vectors][kCols]) {
+  for (int64_t col = 0; col < kCols; ++col) {
+    for (int v = 0; v < Vectors; ++v) {
+      const bool loads = continues(target) && col < target.cols;
+      const float* const from = target.c + col * target.ldc + v * kLanes;
+      sums[v][col] = loads ? _mm512_maskz_loadu_ps(rows_of(target, v), from) : _mm512_setzero_ps();
+    }
+  }
+}
+
 template <int Vectors>
 JAXMP_AVX512_BF16 void store_tile(const Target& target, const __m512 (&sums)[Vectors][kCols]) {
   const __m512 alpha = _mm512_set1_ps(target.alpha), beta = _mm512_set1_ps(target.beta);
   for (int64_t col = 0; col < target.cols; ++col) {
     for (int v = 0; v < Vectors; ++v) {
-      const int64_t left = target.rows - v * kLanes;
-      const __mmask16 mask = left >= kLanes ? 0xffff : static_cast<__mmask16>((1u << std::max<int64_t>(left, 0)) - 1);
+      const __mmask16 mask = rows_of(target, v);
       float* const to = target.c + col * target.ldc + v * kLanes;
       __m512 value = _mm512_mul_ps(alpha, sums[v][col]);
-      if (target.beta != 0) value = _mm512_fmadd_ps(beta, _mm512_maskz_loadu_ps(mask, to), value);
+      if (target.beta != 0 && !continues(target)) value = _mm512_fmadd_ps(beta, _mm512_maskz_loadu_ps(mask, to), value);
       _mm512_mask_storeu_ps(to, mask, value);
     }
   }
@@ -46,9 +64,7 @@ JAXMP_AVX512_BF16 void store_tile(const Target& target, const __m512 (&sums)[Vec
 template <int Vectors>
 JAXMP_AVX512_BF16 inline void register_tile(const uint32_t* a, const uint32_t* b, int64_t pairs, const Target& target) {
   __m512 sums[Vectors][kCols];
-  for (int v = 0; v < Vectors; ++v) {
-    for (int64_t col = 0; col < kCols; ++col) sums[v][col] = _mm512_setzero_ps();
-  }
+  start_tile<Vectors>(target, sums);
   for (int64_t pair = 0; pair < pairs; ++pair, a += Vectors * kLanes, b += kBlock) {
     __m512bh rows[Vectors];
     for (int v = 0; v < Vectors; ++v) rows[v] = (__m512bh)_mm512_loadu_si512(a + v * kLanes);

@@ -173,6 +173,18 @@ void finish_tile(const Finish& f, abi::cudaDataType_t accumulator, abi::cudaData
   with_types(accumulator, out, [&](auto t, auto o) { finish<decltype(t), decltype(o)>(f); });
 }
 
+void scale_sums(void* z, int64_t ldz, int64_t rows, int64_t cols, double alpha_real, double alpha_imag,
+                abi::cudaDataType_t accumulator) {
+  with_types(accumulator, accumulator, [&](auto t, auto) {
+    using T = decltype(t);
+    const T alpha = make_scalar<T>(alpha_real, alpha_imag);
+    for (int64_t col = 0; col < cols; ++col) {
+      T* const to = static_cast<T*>(z) + col * ldz;
+      for (int64_t row = 0; row < rows; ++row) to[row] *= alpha;
+    }
+  });
+}
+
 void scale_c(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols, double beta_real,
              double beta_imag, bool adds, abi::cudaDataType_t accumulator, abi::cudaDataType_t out) {
   with_types(accumulator, out, [&](auto t, auto o) {

@@ -38,6 +38,10 @@ struct Finish {
 // d = round(activation(z + bias)); aux is the sign mask or round(z + bias).
 void finish_tile(const Finish& finish, abi::cudaDataType_t accumulator, abi::cudaDataType_t out);
 
+// z = alpha * z.
+void scale_sums(void* z, int64_t ldz, int64_t rows, int64_t cols, double alpha_real, double alpha_imag,
+                abi::cudaDataType_t accumulator);
+
 // z = beta * c, or z += beta * c where `adds`.
 void scale_c(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols, double beta_real,
              double beta_imag, bool adds, abi::cudaDataType_t accumulator, abi::cudaDataType_t out);

@@ -41,6 +41,7 @@ struct cublasMpMatmulDescriptor {
   // Raw bytes of every attribute, in the low bytes; see attribute_size().
   std::array<uint64_t, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME + 1> values;
   std::array<bool, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME + 1> is_set;
+  bool is_ordered;
 };
 
 }  // namespace jaxmp::abi
@@ -76,9 +77,11 @@ struct Call {
   abi::cublasMpMatmulAlgoType_t algo = abi::CUBLASMP_MATMUL_ALGO_TYPE_DEFAULT;
   int epilog = 0;  // without the ALLREDUCE bit
   bool is_all_reduce = false;
+  bool is_ordered = false;
   std::complex<double> alpha, beta;
   Operand a, b, c, d;
-  bool reads_c = false;  // c is there and beta is not 0
+  bool has_c = false;
+  bool reads_c = false;  // it has one, and beta is not 0
   const void* bias = nullptr;
   void* aux = nullptr;
   int64_t aux_ld = 0;

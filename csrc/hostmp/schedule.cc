@@ -5,6 +5,7 @@
 
 #include "csrc/hostmp/blas.h"
 #include "csrc/hostmp/host.h"
+#include "csrc/hostmp/ordered_kernel.h"
 
 namespace jaxmp::hostmp {
 namespace {
@@ -76,14 +77,23 @@ Schedule make_schedule(const Call& call) {
   return schedule;
 }
 
+bool sums_in_d(const Call& call) { return call.accumulator() == call.d.desc.type && !(call.is_ordered && call.has_c); }
+
 Area area_of(const Call& call, const Schedule& schedule) {
+  const abi::cudaDataType_t type = call.a.desc.type;
   Area area;
-  if (!facts(call.a.desc.type).is_16bit) return area;
   for (const Tile& tile : schedule.tiles) {
-    const int64_t sums = facts(call.d.desc.type).is_16bit ? 4 * tile.rows * tile.cols : 0;
+    const int64_t sums = sums_in_d(call) ? 0 : facts(call.accumulator()).bytes * tile.rows * tile.cols;
     area.sums_bytes = std::max(area.sums_bytes, round_up(sums, kAlignment));
-    const int64_t scratch = gemm16_scratch(call.a.desc.type, tile.rows, tile.cols, call.k);
+    int64_t scratch = 0, seam = 0;
+    if (call.is_ordered) {
+      scratch = ordered_gemm_scratch(type, tile.rows, tile.cols, call.k);
+      seam = ordered_unit(type) > 1 ? ordered_unit(type) * facts(type).bytes * (tile.rows + tile.cols) : 0;
+    } else if (facts(type).is_16bit) {
+      scratch = gemm16_scratch(type, tile.rows, tile.cols, call.k);
+    }
     area.scratch_bytes = std::max(area.scratch_bytes, round_up(scratch, kAlignment));
+    area.seam_bytes = std::max(area.seam_bytes, round_up(seam, kAlignment));
   }
   return area;
 }
@@ -91,7 +101,6 @@ Area area_of(const Call& call, const Schedule& schedule) {
 int64_t areas_per_rank(const Call& call) { return ceil_div(machine_threads(), call.nranks); }
 
 int64_t workspace_bytes(const Call& call) {
-  if (!facts(call.a.desc.type).is_16bit) return 0;
   const int64_t area = area_of(call, make_schedule(call)).bytes();
   return area == 0 ? 0 : areas_per_rank(call) * area + kAlignment;  // the caller's pointer may lie anywhere
 }

@@ -1,10 +1,12 @@
 #include "csrc/hostmp/tile.h"
 
+#include <algorithm>
 #include <cstring>
 #include <utility>
 
 #include "csrc/hostmp/blas.h"
 #include "csrc/hostmp/epilog.h"
+#include "csrc/hostmp/ordered_kernel.h"
 
 namespace jaxmp::hostmp {
 namespace {
@@ -33,20 +35,15 @@ class TileRun {
         m_(product.schedule.m[static_cast<size_t>(tile.m_cut)]),
         n_(product.schedule.n[static_cast<size_t>(tile.n_cut)]),
         call_(*product.calls[0]),
-        scratch_(workspace ? workspace + product.area.sums_bytes : nullptr) {
+        scratch_(workspace ? workspace + product.area.sums_bytes : nullptr),
+        seam_(scratch_ + product.area.scratch_bytes) {
     const int64_t rank = call_.is_all_reduce ? 0 : rank_of(call_.grid(), m_.proc[0], n_.proc[0]);
     place_ = {rank, m_.local[0] + tile.row, n_.local[0] + tile.col};
-    const bool sums_in_d = call_.accumulator() == call_.d.desc.type;
-    z_ = sums_in_d ? d_of(rank) : Block{workspace, tile.rows};
+    z_ = sums_in_d(call_) ? d_of(rank) : Block{workspace, tile.rows};
   }
 
   void operator()() {
-    bool is_started = start_with_c();
-    for (const Cut& cut : product_.schedule.k) {
-      add_product(cut, is_started);
-      is_started = true;
-    }
-    if (!is_started) fill_zero();
+    call_.is_ordered ? sum_in_order() : sum();
     finish();
     if (call_.is_all_reduce) copy_to_peers();
   }
@@ -57,11 +54,72 @@ class TileRun {
     return locate(product_.calls[static_cast<size_t>(rank)]->d, place_.row, place_.col);
   }
   int64_t d_bytes() const { return facts(call_.d.desc.type).bytes; }
-  bool sums_in_d() const { return call_.accumulator() == call_.d.desc.type; }
 
-  // z = beta C. cuBLASMp's all-reduce sums what each rank adds, beta and C being the rank's own.
-  bool start_with_c() {
+  // z = beta C, and onto it the products, as fast as the BLAS does them.
+  void sum() {
+    bool is_started = add_c(false);
+    for (const Cut& cut : product_.schedule.k) {
+      add_product(product_of(cut), is_started);
+      is_started = true;
+    }
+    if (!is_started) fill_zero();
+  }
+
+  // z = alpha (the sum over k in ascending order) + beta C.
+  void sum_in_order() {
+    const int64_t unit = ordered_unit(call_.a.desc.type);
     bool is_started = false;
+    const auto add = [&](const Product& product) {
+      ordered_gemm(call_.a.desc.type, product, is_started, scratch_);
+      is_started = true;
+    };
+    int64_t at = 0;  // up to where the sum has come
+    for (const Cut& cut : product_.schedule.k) {
+      const int64_t end = cut.begin + cut.size;
+      const int64_t whole = end == call_.k ? end : end / unit * unit;
+      if (at < whole) add(product_of(part_of(cut, at, whole)));
+      at = std::max(at, whole);
+      if (at < end) add(seam_at(at, std::min(at + unit, call_.k)));
+      at = at < end ? std::min(at + unit, call_.k) : at;
+    }
+    if (!is_started) fill_zero();
+    if (call_.alpha != 1.0) {
+      scale_sums(z_.data, z_.ld, tile_.rows, tile_.cols, call_.alpha.real(), call_.alpha.imag(), call_.accumulator());
+    }
+    add_c(true);
+  }
+
+  static Cut part_of(const Cut& cut, int64_t begin, int64_t end) {
+    const int64_t skipped = begin - cut.begin;
+    return {begin, end - begin, {cut.proc[0], cut.proc[1]}, {cut.local[0] + skipped, cut.local[1] + skipped}};
+  }
+
+  // What lies around a cut of k, copied together; only 16-bit types have seams.
+  Product seam_at(int64_t begin, int64_t end) {
+    const int64_t size = end - begin;
+    uint16_t* const a = reinterpret_cast<uint16_t*>(seam_);
+    uint16_t* const b = a + tile_.rows * size;
+    for (const Cut& cut : product_.schedule.k) {
+      const int64_t from = std::max(begin, cut.begin), to = std::min(end, cut.begin + cut.size);
+      if (from >= to) continue;
+      const Product p = product_of(part_of(cut, from, to));
+      const bool is_a_plain = p.trans_a == abi::CUBLAS_OP_N, is_b_plain = p.trans_b == abi::CUBLAS_OP_N;
+      for (int64_t k = 0; k < p.k; ++k) {
+        for (int64_t row = 0; row < p.m; ++row) {
+          a[(from - begin + k) * p.m + row] =
+              static_cast<const uint16_t*>(p.a)[is_a_plain ? k * p.lda + row : row * p.lda + k];
+        }
+        for (int64_t col = 0; col < p.n; ++col) {
+          b[col * size + from - begin + k] =
+              static_cast<const uint16_t*>(p.b)[is_b_plain ? col * p.ldb + k : k * p.ldb + col];
+        }
+      }
+    }
+    return {abi::CUBLAS_OP_N, abi::CUBLAS_OP_N, tile_.rows, tile_.cols, size, a, tile_.rows, b, size, z_.data, z_.ld};
+  }
+
+  // z (+)= beta C. cuBLASMp's all-reduce sums what each rank adds, beta and C being the rank's own.
+  bool add_c(bool is_started) {
     const int64_t first = call_.is_all_reduce ? 0 : place_.rank;
     const int64_t last = call_.is_all_reduce ? call_.nranks - 1 : place_.rank;
     for (int64_t rank = first; rank <= last; ++rank) {
@@ -75,12 +133,14 @@ class TileRun {
     return is_started;
   }
 
-  void add_product(const Cut& k, bool adds) {
+  Product product_of(const Cut& k) const {
     const bool is_a_plain = call_.trans_a == abi::CUBLAS_OP_N, is_b_plain = call_.trans_b == abi::CUBLAS_OP_N;
     const Block a = piece(&Call::a, is_a_plain, {m_.proc[1], m_.local[1] + tile_.row}, {k.proc[0], k.local[0]});
     const Block b = piece(&Call::b, is_b_plain, {k.proc[1], k.local[1]}, {n_.proc[1], n_.local[1] + tile_.col});
-    const Product product = {call_.trans_a, call_.trans_b, tile_.rows, tile_.cols, k.size, a.data,
-                             a.ld,          b.data,        b.ld,       z_.data,    z_.ld};
+    return {call_.trans_a, call_.trans_b, tile_.rows, tile_.cols, k.size, a.data, a.ld, b.data, b.ld, z_.data, z_.ld};
+  }
+
+  void add_product(const Product& product, bool adds) {
     const double one = adds ? 1 : 0;
     const std::complex<double> alpha = call_.alpha;
     switch (call_.a.desc.type) {
@@ -115,7 +175,7 @@ class TileRun {
   }
 
   void finish() {
-    if (sums_in_d() && call_.epilog == 0) return;
+    if (sums_in_d(call_) && call_.epilog == 0) return;
     const Epilog* epilog = find_epilog(call_.epilog);
     const Block d = d_of(place_.rank);
     const void* bias = epilog->has_bias ? static_cast<const char*>(owner().bias) + place_.row * d_bytes() : nullptr;
@@ -170,6 +230,7 @@ class TileRun {
   const Cut& n_;
   const Call& call_;  // rank 0's, for what all ranks share
   char* scratch_;
+  char* seam_;
   Place place_;
   Block z_;
 };

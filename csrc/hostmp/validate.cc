@@ -255,6 +255,7 @@ void copy_arguments(const Arguments& in, Call* call) {
   call->trans_a = attribute<cublasOperation_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA);
   call->trans_b = attribute<cublasOperation_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB);
   call->compute = attribute<cublasComputeType_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMPUTE_TYPE);
+  call->is_ordered = desc.is_ordered;
   call->algo = attribute<cublasMpMatmulAlgoType_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_ALGO_TYPE);
   const int epilog = attribute<int>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE);
   call->epilog = epilog & ~CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE;
@@ -315,7 +316,8 @@ Status read_call(const Arguments& in, bool runs, Call* call) {
   // As the header has it, the query reads beta only to see that it is 0 where there is no C, and never alpha.
   if (runs) call->alpha = read_scalar(in.alpha, call->accumulator());
   if (runs || !in.c) call->beta = read_scalar(in.beta, call->accumulator());
-  call->reads_c = in.c && call->beta != 0.0;
+  call->has_c = in.c != nullptr;
+  call->reads_c = call->has_c && call->beta != 0.0;
   JAXMP_RETURN_IF_ERROR(check_layout(*call));
   JAXMP_RETURN_IF_ERROR(check_c(*call, in.c != nullptr));
   JAXMP_RETURN_IF_ERROR(read_epilog(*in.matmul, runs, call));

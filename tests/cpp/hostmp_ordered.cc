@@ -1,0 +1,253 @@
+// Sums in one order: each kernel against the plain loop that its header describes, to the bit; whatever the extents,
+// and wherever k is cut.
+#include <cmath>
+#include <complex>
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "csrc/hostmp/elementwise.h"
+#include "csrc/hostmp/ordered_kernel.h"
+#include "tests/cpp/check.h"
+
+namespace jaxmp::test {
+namespace {
+
+using hostmp::BFloat16;
+using hostmp::Complex128;
+using hostmp::Complex64;
+using hostmp::Float16;
+using hostmp::Product;
+
+constexpr abi::cublasOperation_t kOps[] = {abi::CUBLAS_OP_N, abi::CUBLAS_OP_T, abi::CUBLAS_OP_C};
+
+template <typename T>
+struct Type;
+template <>
+struct Type<float> {
+  using Sum = float;
+  static constexpr abi::cudaDataType_t number = abi::CUDA_R_32F;
+  static constexpr const char* name = "f32";
+};
+template <>
+struct Type<double> {
+  using Sum = double;
+  static constexpr abi::cudaDataType_t number = abi::CUDA_R_64F;
+  static constexpr const char* name = "f64";
+};
+template <>
+struct Type<Complex64> {
+  using Sum = Complex64;
+  static constexpr abi::cudaDataType_t number = abi::CUDA_C_32F;
+  static constexpr const char* name = "c64";
+};
+template <>
+struct Type<Complex128> {
+  using Sum = Complex128;
+  static constexpr abi::cudaDataType_t number = abi::CUDA_C_64F;
+  static constexpr const char* name = "c128";
+};
+template <>
+struct Type<BFloat16> {
+  using Sum = float;
+  static constexpr abi::cudaDataType_t number = abi::CUDA_R_16BF;
+  static constexpr const char* name = "bf16";
+};
+template <>
+struct Type<Float16> {
+  using Sum = float;
+  static constexpr abi::cudaDataType_t number = abi::CUDA_R_16F;
+  static constexpr const char* name = "f16";
+};
+
+void set(double real, double, float* x) { *x = static_cast<float>(real); }
+void set(double real, double, double* x) { *x = real; }
+template <typename T>
+void set(double real, double imag, std::complex<T>* x) {
+  *x = {static_cast<T>(real), static_cast<T>(imag)};
+}
+template <typename T>
+void set(double real, double, T* x) {  // 16 bits
+  const float value = static_cast<float>(real);
+  hostmp::narrow(&value, x, 1);
+}
+
+template <typename T>
+T value(const T& x, bool) {
+  return x;
+}
+template <typename T>
+std::complex<T> value(const std::complex<T>& x, bool conjugates) {
+  return conjugates ? std::conj(x) : x;
+}
+float value(const BFloat16& x, bool) {
+  float wide;
+  hostmp::widen(&x, &wide, 1);
+  return wide;
+}
+float value(const Float16& x, bool) {
+  float wide;
+  hostmp::widen(&x, &wide, 1);
+  return wide;
+}
+
+// The header's step: one fused multiply-add; without the instruction, a product and a sum.
+template <typename T>
+T step(T x, T y, T sum, bool is_fused) {
+  const volatile T product = x * y;
+  return is_fused ? std::fma(x, y, sum) : sum + product;
+}
+template <typename T>
+std::complex<T> step(std::complex<T> x, std::complex<T> y, std::complex<T> sum, bool is_fused) {
+  const T real = step(-x.imag(), y.imag(), step(x.real(), y.real(), sum.real(), is_fused), is_fused);
+  const T imag = step(x.imag(), y.real(), step(x.real(), y.imag(), sum.imag(), is_fused), is_fused);
+  return {real, imag};
+}
+
+template <typename T>
+struct Case {
+  Case(abi::cublasOperation_t trans_a, abi::cublasOperation_t trans_b, int64_t m, int64_t n, int64_t k, unsigned seed)
+      : trans_a(trans_a), trans_b(trans_b), m(m), n(n), k(k) {
+    std::mt19937 random(seed);
+    std::uniform_real_distribution<double> draw(-1, 1);
+    a.resize(static_cast<size_t>(lda() * (trans_a == abi::CUBLAS_OP_N ? k : m)));
+    b.resize(static_cast<size_t>(ldb() * (trans_b == abi::CUBLAS_OP_N ? n : k)));
+    c.resize(static_cast<size_t>(ldc() * n));
+    for (T& x : a) set(draw(random), draw(random), &x);
+    for (T& x : b) set(draw(random), draw(random), &x);
+    for (auto& x : c) set(draw(random), draw(random), &x);
+  }
+
+  int64_t lda() const { return (trans_a == abi::CUBLAS_OP_N ? m : k) + 3; }
+  int64_t ldb() const { return (trans_b == abi::CUBLAS_OP_N ? k : n) + 1; }
+  int64_t ldc() const { return m + 2; }
+  std::string name() const {
+    return std::string(Type<T>::name) + " ops " + std::to_string(trans_a) + std::to_string(trans_b) + " " +
+           std::to_string(m) + "x" + std::to_string(n) + "x" + std::to_string(k);
+  }
+
+  Product product(int64_t begin, int64_t end, typename Type<T>::Sum* to) const {
+    return {trans_a,     trans_b,
+            m,           n,
+            end - begin, a.data() + begin * (trans_a == abi::CUBLAS_OP_N ? lda() : 1),
+            lda(),       b.data() + begin * (trans_b == abi::CUBLAS_OP_N ? 1 : ldb()),
+            ldb(),       to,
+            ldc()};
+  }
+
+  std::vector<typename Type<T>::Sum> expected(bool is_fused) const {
+    auto sums = c;
+    for (int64_t col = 0; col < n; ++col) {
+      for (int64_t row = 0; row < m; ++row) {
+        auto& sum = sums[static_cast<size_t>(col * ldc() + row)];
+        for (int64_t l = 0; l < k; ++l) {
+          const T& x = a[static_cast<size_t>(trans_a == abi::CUBLAS_OP_N ? l * lda() + row : row * lda() + l)];
+          const T& y = b[static_cast<size_t>(trans_b == abi::CUBLAS_OP_N ? col * ldb() + l : l * ldb() + col)];
+          sum = step(value(x, trans_a == abi::CUBLAS_OP_C), value(y, trans_b == abi::CUBLAS_OP_C), sum, is_fused);
+        }
+      }
+    }
+    return sums;
+  }
+
+  abi::cublasOperation_t trans_a, trans_b;
+  int64_t m, n, k;
+  std::vector<T> a, b;
+  std::vector<typename Type<T>::Sum> c;
+};
+
+template <typename T>
+bool same(const std::vector<T>& x, const std::vector<T>& y) {
+  return x.size() == y.size() && std::memcmp(x.data(), y.data(), x.size() * sizeof(T)) == 0;
+}
+
+constexpr int64_t kExtents[][3] = {{1, 1, 1},    {1, 40, 7},   {3, 5, 2},     {5, 4, 300},  {16, 8, 17},  {47, 9, 33},
+                                   {48, 16, 64}, {49, 17, 65}, {100, 3, 257}, {7, 515, 30}, {50, 60, 513}};
+
+// Scratch of exactly the size that was asked for, aligned, with a guard behind it.
+struct Scratch {
+  explicit Scratch(int64_t bytes) : bytes(static_cast<size_t>(bytes)), memory(this->bytes + 128, 0x5a) {}
+  char* data() { return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64); }
+  bool is_intact() { return data()[bytes] == 0x5a; }
+  size_t bytes;
+  std::vector<char> memory;
+};
+
+template <typename T>
+void test_kernel(const char* instructions) {
+  for (auto trans_a : kOps) {
+    for (auto trans_b : kOps) {
+      for (const auto& extent : kExtents) {
+        const Case<T> test(trans_a, trans_b, extent[0], extent[1], extent[2], 1);
+        auto c = test.c;
+        Scratch scratch(hostmp::ordered_gemm_on_scratch(Type<T>::number, test.n, test.k));
+        if (!hostmp::ordered_gemm_on(instructions, Type<T>::number, test.product(0, test.k, c.data()),
+                                     scratch.data())) {
+          std::printf("SKIPPED: %s, which this processor does not have\n", instructions);
+          return;
+        }
+        const bool is_fused = std::string(instructions) != "portable";
+        check::report(same(c, test.expected(is_fused)), __FILE__, __LINE__, instructions + (" " + test.name()));
+        check::report(scratch.is_intact(), __FILE__, __LINE__, test.name() + ": scratch overrun");
+      }
+    }
+  }
+}
+
+template <typename T>
+void test_extents_and_cuts() {
+  constexpr int64_t kM = 70, kN = 20, kK = 700;
+  const Case<T> test(abi::CUBLAS_OP_N, abi::CUBLAS_OP_T, kM, kN, kK, 2);
+  const auto run = [&](int64_t m, int64_t n, const std::vector<int64_t>& cuts) {
+    auto c = test.c;
+    int64_t at = 0;
+    for (int64_t cut : cuts) {
+      Product p = test.product(at, cut, c.data());
+      p.m = m;
+      p.n = n;
+      Scratch scratch(hostmp::ordered_gemm_scratch(Type<T>::number, m, n, cut - at));
+      hostmp::ordered_gemm(Type<T>::number, p, at > 0, scratch.data());
+      at = cut;
+    }
+    return c;
+  };
+  const auto whole = run(kM, kN, {kK});
+  for (int64_t m = 1; m <= kM; ++m) {
+    const int64_t n = 1 + m % kN;
+    const auto part = run(m, n, {kK});
+    bool is_same = true;
+    for (int64_t col = 0; col < n; ++col) {
+      const auto at = static_cast<size_t>(col * test.ldc());
+      is_same = is_same && std::memcmp(&part[at], &whole[at], static_cast<size_t>(m) * sizeof(part[0])) == 0;
+    }
+    check::report(is_same, __FILE__, __LINE__, std::string(Type<T>::name) + " with " + std::to_string(m) + " rows");
+  }
+  const int64_t unit = hostmp::ordered_unit(Type<T>::number);
+  for (int64_t cut = unit; cut < kK; cut += 5 * unit) {
+    check::report(same(run(kM, kN, {cut, kK}), whole), __FILE__, __LINE__,
+                  std::string(Type<T>::name) + " cut at " + std::to_string(cut));
+  }
+}
+
+template <typename T>
+void test_type() {
+  for (const char* instructions : {"avx512", "avx2", "portable"}) test_kernel<T>(instructions);
+  test_extents_and_cuts<T>();
+}
+
+}  // namespace
+}  // namespace jaxmp::test
+
+int main() {
+  using namespace jaxmp;  // NOLINT
+  test::test_type<float>();
+  test::test_type<double>();
+  test::test_type<hostmp::Complex64>();
+  test::test_type<hostmp::Complex128>();
+  test::test_type<hostmp::BFloat16>();
+  test::test_type<hostmp::Float16>();
+  return check::summary("hostmp_ordered");
+}
