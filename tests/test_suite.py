@@ -1,0 +1,175 @@
+"""The numerics suite over its table, nvmath's own cases with our bound, and trials that hypothesis draws.
+
+`JAXMP_FUZZ=n` draws n trials instead of a few hundred, from a new seed each time (`make fuzz`).
+"""
+
+import os
+import zlib
+
+import cases
+import numpy as np
+import pytest
+import suite
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from suite import Trial
+
+from jaxmp import Epilog
+
+FUZZ = int(os.environ.get("JAXMP_FUZZ", "0"))
+PATTERNS = ("local", "ag-data", "rs-data", "ar-data", "grid", "ag-swapped", "rs-swapped", "gather-b")
+
+
+def rng_of(trial):
+    return np.random.default_rng(zlib.crc32(trial.id.encode()))
+
+
+def trials(products):
+    return [pytest.param(trial, id=trial.id) for trial in products if trial.is_possible()]
+
+
+def transposition_of(epilog):
+    return "TN" if epilog in suite.OPERAND_SUMS else "NN"
+
+
+# Every epilog on every pattern, with C; on both implementations.
+EVERY_EPILOG = [
+    Trial(
+        cases.BY_NAME[name].replace(per_shard=(5, 7, 9), epilog=epilog, has_c=True, transposition=transposition_of(epilog)),
+        alpha=1.5,
+        beta=-0.5,
+        implementation=implementation,
+    )
+    for name in PATTERNS
+    for epilog in suite.EPILOGS
+    for implementation in cases.IMPLEMENTATIONS
+]
+
+# Every type with every epilog that it has, on the patterns that communicate.
+EVERY_TYPE = [
+    Trial(cases.BY_NAME[name].replace(per_shard=(4, 6, 33), epilog=epilog, dtype=dtype, transposition=transposition_of(epilog)))
+    for name in ("ag", "rs", "ar")
+    for dtype in cases.DTYPES
+    if dtype != "float32"
+    for epilog in suite.EPILOGS
+]
+
+# Tall, wide, thin, ragged, k = 1.
+EVERY_SHAPE = [
+    Trial(cases.BY_NAME[name].replace(per_shard=shape, epilog=epilog, transposition=transposition_of(epilog)))
+    for name in ("ag", "rs", "ar", "grid")
+    for shape in ((1, 1, 1), (1, 130, 3), (130, 1, 3), (3, 5, 1), (129, 17, 2), (2, 3, 517))
+    for epilog in (Epilog.NONE, Epilog.GELU_AUX_BIAS, Epilog.DRELU_BGRAD, Epilog.BGRADB)
+]
+
+# tests/nvmath_tests/distributed/test_matmul.py of nvmath 0.9: its extents, transpositions, scalars and epilogs, on its
+# layouts (AG, RS; AR without epilog in TN) and number of processes. Extents there are global.
+NVMATH_EXTENTS = ((64, 64, 64), (128, 96, 64), (64, 128, 64), (64, 32, 48), (84, 32, 48))
+NVMATH_EPILOGS = tuple(e for e in suite.EPILOGS if e not in (Epilog.DRELU, Epilog.DRELU_BGRAD))
+
+
+def with_extents(case, extents):
+    unit = case.replace(per_shard=(1, 1, 1)).extents
+    per_shard = tuple(-(-extent // parts) for extent, parts in zip(extents, unit, strict=True))
+    return case.replace(per_shard=per_shard)
+
+
+NVMATH = [
+    Trial(
+        with_extents(cases.BY_NAME[name].replace(transposition=transposition, epilog=epilog), extents),
+        alpha=0.8 if extents[0] == 64 else 1.0,
+        beta=0.5 if extents[1] == 96 else None,
+    )
+    for i, extents in enumerate(NVMATH_EXTENTS)
+    for j, transposition in enumerate(cases.TRANSPOSITIONS)
+    for e, epilog in enumerate(NVMATH_EPILOGS)
+    # Each pair of (extents, transposition), (extents, epilog) and (transposition, epilog) on each layout once or more.
+    for name in (("ag", "rs")[(i + j + e) % 2],)
+] + [
+    Trial(with_extents(cases.BY_NAME["ar"].replace(transposition="TN"), extents), beta=beta)
+    for extents in NVMATH_EXTENTS
+    for beta in (None, 0.8)
+]
+
+
+@pytest.mark.parametrize("trial", trials(EVERY_EPILOG))
+def test_every_epilog_on_every_pattern(trial):
+    suite.check(trial, rng_of(trial))
+
+
+@pytest.mark.parametrize("trial", trials(EVERY_TYPE))
+def test_every_type(trial):
+    suite.check(trial, rng_of(trial))
+
+
+@pytest.mark.parametrize("trial", trials(EVERY_SHAPE))
+def test_every_shape(trial):
+    suite.check(trial, rng_of(trial))
+
+
+@pytest.mark.parametrize("trial", trials(NVMATH))
+def test_what_nvmath_tests(trial):
+    suite.check(trial, rng_of(trial))
+
+
+@st.composite
+def drawn_trials(draw):
+    epilog = draw(st.sampled_from(suite.EPILOGS))
+    dtype = draw(st.sampled_from(cases.DTYPES))
+    is_complex = dtype.startswith("complex")
+    conjugation = draw(st.tuples(st.booleans(), st.booleans())) if is_complex else (False, False)
+    extent = st.one_of(st.integers(1, 9), st.sampled_from((16, 31, 64, 65, 130)))
+    case = draw(st.sampled_from(cases.CASES)).replace(
+        per_shard=draw(st.tuples(extent, extent, extent)),
+        transposition=draw(st.sampled_from(cases.TRANSPOSITIONS)),
+        conjugation=conjugation,
+        dtype=dtype,
+        epilog=epilog,
+    )
+    beta = draw(st.sampled_from((None, 1.0, -0.75, 2.0)))
+    trial = Trial(
+        case.replace(has_c=beta is not None),
+        alpha=draw(st.sampled_from((1.0, 0.5, -1.25))),
+        beta=beta,
+        implementation=draw(st.sampled_from(cases.IMPLEMENTATIONS)),
+        determinism=draw(st.sampled_from(suite.DETERMINISM)),
+    )
+    return trial
+
+
+@settings(
+    max_examples=FUZZ or 150,
+    derandomize=not FUZZ,
+    deadline=None,
+    database=None,
+    phases=(Phase.explicit, Phase.generate, Phase.shrink),
+    suppress_health_check=list(HealthCheck),
+)
+@given(trial=drawn_trials().filter(Trial.is_possible))
+def test_drawn_trials(trial):
+    suite.check(trial, rng_of(trial))
+
+
+# The judge itself: it must be able to say no.
+
+
+def test_the_suite_notices_a_lost_rank(monkeypatch):
+    trial = Trial(cases.BY_NAME["rs"].replace(per_shard=(5, 7, 9)))
+    run = suite.run
+
+    def with_a_lost_rank(trial, x):
+        lost = x | {"a": x["a"].copy()}
+        lost["a"][:, :9] = 0
+        return run(trial, lost)
+
+    monkeypatch.setattr(suite, "run", with_a_lost_rank)
+    with pytest.raises(AssertionError, match="out of bounds"):
+        suite.check(trial, rng_of(trial))
+
+
+def test_the_suite_notices_a_bias_that_is_added_twice(monkeypatch):
+    trial = Trial(cases.BY_NAME["ar"].replace(per_shard=(5, 7, 9), epilog=Epilog.GELU_AUX_BIAS))
+    run = suite.run
+    monkeypatch.setattr(suite, "run", lambda trial, x: run(trial, x | {"bias": 2 * x["bias"]}))
+    with pytest.raises(AssertionError, match="out of bounds"):
+        suite.check(trial, rng_of(trial))
