@@ -53,6 +53,10 @@ test: test-cpp test-python ## Run the C++ and the Python tests
 test-python: $(TEST)/.ready ## Run the Python tests only (ARGS="-k name" picks some)
 	$(TEST)/bin/pytest $(ARGS)
 
+.PHONY: fuzz
+fuzz: $(TEST)/.ready ## Draw products at random and judge them (N=10000: how many)
+	JAXMP_FUZZ=$(or $(N),2000) $(TEST)/bin/pytest tests/test_suite.py -k drawn --timeout=0 $(ARGS)
+
 .PHONY: test-cpp
 test-cpp: $(TEST)/.ready ## Run the C++ tests only
 	@$(call cpp_tests,cpp-$(TAG),Release,)
