@@ -33,7 +33,7 @@ from jaxmp._primitive import (
     matmul_epilog_p,
     matmul_p,
 )
-from jaxmp._spec import MatmulSpec, Pattern
+from jaxmp._spec import MatmulSpec, Pattern, operand_names, output_names
 
 
 def gather_rows(spec: MatmulSpec, x, dimension: int):
@@ -54,7 +54,7 @@ def _product(spec: MatmulSpec, left, right, operand, *, auto, **changes):
     if call.pattern == Pattern.LOCAL and summed:
         # An operand that was the same on several ranks gets the sum of their cotangents: an all-reduced product.
         call, summed = call.replace(pattern=Pattern.ALL_REDUCE, row_axes=summed), ()
-    d, _ = bind(call, left.astype(common), right.astype(common), auto=auto)
+    d = bind(call, left.astype(common), right.astype(common), auto=auto)["d"]
     d = lax.psum(d, summed) if summed else d
     return cast_varying(d, want).astype(operand.aval.dtype)
 
@@ -104,15 +104,16 @@ def _matmul_epilog_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
     row = _epilog.rule(spec.epilog)
     kept = spec if row.with_aux is None else spec.replace(epilog=row.with_aux)
     primitive = AUTO_TWIN[matmul_epilog_p] if auto else matmul_epilog_p
-    y, *aux = primitive.bind(*primals, spec=kept)
-    tz = _preactivation_tangent(primals, tangents, spec, auto, y)
-    outputs = [y, *aux] if row.aux else [y]
-    if tz is None:
-        return outputs, [_zero_tangent(x) for x in outputs]
-    ty = activation_grad(row.activation, aux[0], tz) if row.activation else tz
-    if row.aux == "gelu_aux":
-        return outputs, [ty, tz]
-    return outputs, [ty] + [_zero_tangent(x) for x in outputs[1:]]
+    stored = dict(zip(output_names(kept), primitive.bind(*primals, spec=kept), strict=True))
+    names = output_names(spec)
+    tz = _preactivation_tangent(primals, tangents, spec, auto, stored["d"])
+    moved = {}
+    if tz is not None:
+        aux = _epilog.rule(kept.epilog).aux
+        moved["d"] = activation_grad(row.activation, stored[aux], tz) if aux else tz
+        moved["gelu_aux"] = tz
+    outputs = [stored[name] for name in names]
+    return outputs, [moved.get(name, _zero_tangent(stored[name])) for name in names]
 
 
 def _zero_tangent(x):
@@ -120,20 +121,20 @@ def _zero_tangent(x):
 
 
 def _preactivation_tangent(primals, tangents, spec: MatmulSpec, auto: bool, like):
-    (a, b, *_), (ta, tb, *textra) = primals, tangents
+    (a, b, *_), (ta, tb, *rest) = primals, tangents
+    textra = dict(zip(operand_names(spec), rest, strict=True))
     product = spec.bilinear()
     terms = []
     if type(ta) is not ad.Zero:
-        terms.append(bind(product, ta, b, auto=auto)[0])
+        terms.append(bind(product, ta, b, auto=auto)["d"])
     if type(tb) is not ad.Zero:
-        terms.append(bind(product, a, tb, auto=auto)[0])
-    if spec.has_c:
-        tc, *textra = textra
-        if type(tc) is not ad.Zero and spec.beta != 0:
-            terms.append(tc if spec.beta == 1 else tc * jnp.asarray(spec.beta, tc.dtype))
-    if textra and type(textra[0]) is not ad.Zero:
+        terms.append(bind(product, a, tb, auto=auto)["d"])
+    tc, tbias = textra.get("c"), textra.get("bias")
+    if tc is not None and type(tc) is not ad.Zero and spec.beta != 0:
+        terms.append(tc if spec.beta == 1 else tc * jnp.asarray(spec.beta, tc.dtype))
+    if tbias is not None and type(tbias) is not ad.Zero:
         # Cast ahead of the broadcast, so that the transpose sums over rows before it sums over ranks.
-        tbias = cast_varying(textra[0], _compat.varying_axes(like))
+        tbias = cast_varying(tbias, _compat.varying_axes(like))
         terms.append(lax.broadcast_in_dim(tbias, like.shape, (1,)))
     return sum(terms[1:], terms[0]) if terms else None
 

@@ -47,7 +47,13 @@ class EpilogRule:
 
     @property
     def inputs(self) -> tuple[str, ...]:
+        """Names of the operands that the epilog adds to a, b and c, in order."""
         return ("bias",) if self.has_bias else ()
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the results that the epilog adds to d, in order."""
+        return (self.aux,) if self.aux else ()
 
 
 _RULES = {

@@ -18,9 +18,9 @@ from jax import lax
 from jaxmp import _epilog, _layout, _native, _xla
 from jaxmp._activation import gelu_derivative, unpack_relu_aux
 from jaxmp._compat import mlir
-from jaxmp._primitive import activation_grad_p, matmul_epilog_p, matmul_p
+from jaxmp._primitive import activation_grad_p, has_rows, matmul_epilog_p, matmul_p
 from jaxmp._route import Capabilities, find_route, why_unsupported
-from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, output_shape
+from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, operand_names, output_names, output_shape
 
 _DTYPES = {
     "float32": "f32",
@@ -122,7 +122,7 @@ def without_conjugation(spec: MatmulSpec) -> MatmulSpec:
 
 
 def _fused_matmul(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities):
-    """[d] or [d, aux] through the custom call, in the forms that the library takes."""
+    """The results through the custom call, in the forms that the library takes."""
     asked, spec = spec, without_conjugation(spec)
     a = lax.conj(a) if asked.conjugate_a and not spec.conjugate_a else a
     b = lax.conj(b) if asked.conjugate_b and not spec.conjugate_b else b
@@ -142,31 +142,33 @@ def _fused_matmul(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities):
 
 def _scatter_then_gather(a, b, *extra, spec: MatmulSpec):
     """An all-reduced product as a reduce-scattered one whose rows are then gathered."""
-    if spec.has_c:
-        c, *rest = extra
-        extra = (_xla.own_part(c, 0, spec.row_axes), *rest)
+    # What has rows is cut as the scattered rows are.
+    extra = tuple(
+        _xla.own_part(x, 0, spec.row_axes) if has_rows(name) else x
+        for name, x in zip(operand_names(spec), extra, strict=True)
+    )
     outputs = _custom_call(a, b, *extra, spec=spec.replace(pattern=Pattern.REDUCE_SCATTER))
     return [lax.all_gather(x, spec.row_axes, axis=0, tiled=True) for x in outputs]
 
 
 def _custom_call(a, b, *extra, spec: MatmulSpec):
-    """[d] or [d, aux] of one custom call."""
+    """The results of one custom call."""
     _native.register()
     rows, cols = output_shape(spec, a.shape, b.shape)
-    aux = _epilog.rule(spec.epilog).aux
-    results = [jax.ShapeDtypeStruct((rows, cols), spec.out_dtype)]
-    if aux == "relu_aux":
-        results.append(jax.ShapeDtypeStruct((rows, _layout.relu_aux_bytes(cols)), jnp.uint8))
-    elif aux == "gelu_aux":
-        results.append(jax.ShapeDtypeStruct((rows, _layout.gelu_aux_ld(cols)), spec.out_dtype))
+    stored = {
+        "d": jax.ShapeDtypeStruct((rows, cols), spec.out_dtype),
+        "relu_aux": jax.ShapeDtypeStruct((rows, _layout.relu_aux_bytes(cols)), jnp.uint8),
+        "gelu_aux": jax.ShapeDtypeStruct((rows, _layout.gelu_aux_ld(cols)), spec.out_dtype),
+    }
+    names = output_names(spec)
     operands = [b, a, *extra]
     if spec.nranks > 1:
         # Which device of the mesh this is: the call's own way to know its rank, on any device assignment.
         operands.append(lax.axis_index(tuple(name for name, _ in spec.mesh)).astype(jnp.int32))
     with jax.enable_x64(True):  # attributes are 64-bit
-        call = jax.ffi.ffi_call(_native.TARGET, results)
-        d, *aux_out = call(*operands, **call_attributes(spec, a, b))
-    return [d, *(x[:, :cols] if aux == "gelu_aux" else x for x in aux_out)]
+        call = jax.ffi.ffi_call(_native.TARGET, [stored[name] for name in names])
+        outputs = call(*operands, **call_attributes(spec, a, b))
+    return [x[:, :cols] if name == "gelu_aux" else x for name, x in zip(names, outputs, strict=True)]
 
 
 def _activation_grad(aux, t, *, activation: str):

@@ -30,6 +30,10 @@ _RESULT_TYPES = {
 _ACCUMULATORS = {"bfloat16": "float32", "float16": "float32"}
 
 
+# What each operand and result spans, by name: rows (m) and columns (n) of d, or n as a mask packed into bytes (p).
+DIMS = {"c": "mn", "bias": "n", "d": "mn", "relu_aux": "mp", "gelu_aux": "mn"}
+
+
 class Pattern(enum.StrEnum):
     """How one communicator's ranks share the product."""
 
@@ -94,6 +98,16 @@ def accumulator(dtype) -> np.dtype:
     """Type in which products of `dtype` are summed."""
     name = np.dtype(dtype).name
     return np.dtype(_ACCUMULATORS.get(name, name))
+
+
+def operand_names(spec: MatmulSpec) -> tuple[str, ...]:
+    """The operands after a and b, in the order of the primitive and of the custom call."""
+    return ("c",) * spec.has_c + _epilog.rule(spec.epilog).inputs
+
+
+def output_names(spec: MatmulSpec) -> tuple[str, ...]:
+    """The results, in the order of the primitive and of the custom call."""
+    return ("d", *_epilog.rule(spec.epilog).outputs)
 
 
 def output_rows(spec: MatmulSpec, rows: int) -> int:
@@ -271,8 +285,8 @@ def check_widens(name: str, argument: str, x, out_dtype) -> None:
         )
 
 
-def check_epilog(name: str, epilog, epilog_inputs, out_dtype, n: int) -> tuple[Epilog, Any]:
-    """(epilog, bias or None) after checking that exactly the inputs of the epilog are there."""
+def check_epilog(name: str, epilog, epilog_inputs, out_dtype, n: int) -> tuple[Epilog, dict[str, Any]]:
+    """(epilog, its inputs in d's type) after checking that exactly the inputs of the epilog are there."""
     try:
         epilog = Epilog(epilog)
     except ValueError:
@@ -295,15 +309,16 @@ def check_epilog(name: str, epilog, epilog_inputs, out_dtype, n: int) -> tuple[E
         raise TypeError(
             f"{name}: epilog {epilog.name} is defined for real types, the result is {np.dtype(out_dtype).name}"
         )
-    bias = given.get("bias")
-    if bias is not None:
+    if row.has_bias:
+        bias = given["bias"]
         check_array(name, "bias", bias, ndim=1)
         if bias.shape[0] != n:
             raise ValueError(
                 f"{name}: bias must have shape ({n},), one value per column of the result, got {tuple(bias.shape)}"
             )
         check_widens(name, "bias", bias, out_dtype)
-    return epilog, bias
+        given["bias"] = bias.astype(out_dtype)
+    return epilog, given
 
 
 def check_implementation(name: str, implementation) -> None:

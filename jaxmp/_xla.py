@@ -8,11 +8,11 @@ from jax import lax
 
 from jaxmp import _epilog
 from jaxmp._activation import gelu, pack_relu_aux
-from jaxmp._spec import MatmulSpec, Pattern, accumulator, output_shape
+from jaxmp._spec import MatmulSpec, Pattern, accumulator, operand_names, output_names, output_shape
 
 
 def matmul(a, b, *extra, spec: MatmulSpec, platform: str):
-    """[d] or [d, aux] from one device's shards."""
+    """The results from one device's shards, in the order of `output_names`."""
     acc = accumulator(a.dtype)
     if 0 in (*a.shape, *b.shape):
         return apply_epilog(jnp.zeros(output_shape(spec, a.shape, b.shape), acc), extra, spec)
@@ -32,23 +32,23 @@ def matmul(a, b, *extra, spec: MatmulSpec, platform: str):
 
 
 def apply_epilog(z, extra, spec: MatmulSpec):
-    """[d] or [d, aux] from the accumulated product: scale, add, activate, round once."""
+    """The results from the accumulated product: scale, add, activate, round once."""
     acc = z.dtype
+    operands = dict(zip(operand_names(spec), extra, strict=True))
     z = z if spec.alpha == 1 else z * jnp.asarray(spec.alpha, acc)
     row = _epilog.rule(spec.epilog)
-    if spec.has_c:
-        c, *extra = extra
-        if spec.beta != 0:  # else C may hold NaN
-            z = z + (c.astype(acc) if spec.beta == 1 else c.astype(acc) * jnp.asarray(spec.beta, acc))
+    if spec.has_c and spec.beta != 0:  # else C may hold NaN
+        c = operands["c"].astype(acc)
+        z = z + (c if spec.beta == 1 else c * jnp.asarray(spec.beta, acc))
     if row.has_bias:
-        z = z + extra[0].astype(acc)[None, :]
+        z = z + operands["bias"].astype(acc)[None, :]
     d = {None: lambda x: x, "relu": jax.nn.relu, "gelu": gelu}[row.activation](z)
-    outputs = [d.astype(spec.out_dtype)]
+    outputs = {"d": d.astype(spec.out_dtype)}
     if row.aux == "relu_aux":
-        outputs.append(pack_relu_aux(z > 0))
+        outputs["relu_aux"] = pack_relu_aux(z > 0)
     elif row.aux == "gelu_aux":
-        outputs.append(z.astype(spec.out_dtype))
-    return outputs
+        outputs["gelu_aux"] = z.astype(spec.out_dtype)
+    return [outputs[name] for name in output_names(spec)]
 
 
 def _gather_operands(spec: MatmulSpec, a, b):
