@@ -7,10 +7,13 @@ both                     one call per batch element, in a scan
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.interpreters import batching
 
+from jaxmp import _bgrad, _epilog
 from jaxmp._primitive import (
     AUTO_TWIN,
     activation_grad,
@@ -59,6 +62,8 @@ def _bind_columns(spec: MatmulSpec, a, b, auto: bool):
 
 
 def _matmul_epilog_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
+    if _epilog.rule(spec.epilog).gradient:
+        return _split_gradient(args, dims, spec, auto)
     names = ("a", "b", *operand_names(spec))
     operands = dict(zip(names, map(_front, args, dims), strict=True))
     batched = {name for name, dim in zip(names, dims, strict=True) if dim is not None}
@@ -76,8 +81,26 @@ def _matmul_epilog_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
             return bind(spec, each.pop("a"), each.pop("b"), each, auto=auto)
 
         outputs = jax.lax.map(one, operands)
-    outputs = [outputs[name] for name in output_names(spec)]
-    return outputs, [0] * len(outputs)
+    results = [outputs[name] for name in output_names(spec)]
+    return results, [0] * len(results)
+
+
+def _split_gradient(args, dims, spec: MatmulSpec, auto: bool):
+    """A bias gradient is one per batch element, so it leaves the call, whose rows then fold."""
+    row = _epilog.rule(spec.epilog)
+    plain = spec.replace(epilog=row.without_gradient)
+    call = jax.vmap(lambda *args: _bind_in_order(plain, args, auto), in_axes=tuple(dims), out_axes=0)
+    d = call(*args)
+    x, dim = {"a": (args[0], dims[0]), "b": (args[1], dims[1]), "d": (d, 0)}[_bgrad.summed(row.gradient)]
+    sums = functools.partial(_bgrad.bias_gradient, row.gradient, spec)
+    if dim is None:
+        return [d, sums(x)], [0, None]
+    return [d, jax.vmap(sums, in_axes=dim)(x)], [0, 0]
+
+
+def _bind_in_order(spec: MatmulSpec, args, auto: bool):
+    a, b, *extra = args
+    return bind(spec, a, b, dict(zip(operand_names(spec), extra, strict=True)), auto=auto)["d"]
 
 
 def _folds_into_rows(spec: MatmulSpec, batched: set[str]) -> bool:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _compat, _mesh, _sharding, _spec, _xla
+from jaxmp import _bgrad, _compat, _epilog, _mesh, _sharding, _spec, _xla
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import bind, bind_rows, has_rows
 from jaxmp._spec import MatmulSpec, Pattern
@@ -69,10 +69,11 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
     _spec.check_local_shapes(name, spec, a.shape[-2:], b.shape)
     shape = result_shape(spec, a, b)
     beta = _spec.check_c(name, c, options.get("beta"), out, shape)
-    epilog, inputs = _spec.check_epilog(name, options.get("epilog", Epilog.NONE), epilog_inputs, out, shape[-1])
+    epilog = options.get("epilog", Epilog.NONE)
+    spec, inputs = _spec.check_epilog(name, spec, epilog, epilog_inputs, shape, a.ndim)
     operands = {"a": a.astype(operand), "b": b.astype(operand)}
     operands |= inputs if c is None else {"c": c.astype(out), **inputs}
-    return spec.replace(beta=beta, epilog=epilog, has_c=c is not None), operands
+    return spec.replace(beta=beta, has_c=c is not None), operands
 
 
 def result_shape(spec: MatmulSpec, a, b) -> tuple[int, ...]:
@@ -110,6 +111,8 @@ def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, 
             f"{name}: a has {a.ndim} dimensions; with transpose_a=True it must have 2, for its blocks lie across those "
             "of the result: use jax.vmap for the others"
         )
+    spec = _spec.check_all_reduce(name, spec)
+    _spec.check_relu_aux(name, operands, spec, result_shape(spec, a, b)[-1])
     return result(_bind_shards(spec, a.ndim - 2, operands))
 
 
@@ -118,10 +121,14 @@ def _as_axes(names) -> tuple[str, ...]:
 
 
 def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands) -> _Call:
-    if placement.mode != _mesh.Mode.SHARDED:
-        return _Call(spec.replace(mesh=placement.axes), placement.mode, constraint=placement.constraint)
-    plan = _sharding.plan_call("matmul", placement.a, placement.b, placement.out, spec.transpose_a, spec.transpose_b)
     shape = result_shape(spec, operands["a"], operands["b"])
+    if placement.mode != _mesh.Mode.SHARDED:
+        spec = spec.replace(mesh=placement.axes)
+        if placement.mode == _mesh.Mode.MANUAL:
+            spec = _spec.check_all_reduce("matmul", spec)
+        _spec.check_relu_aux("matmul", operands, spec, shape[-1])
+        return _Call(spec, placement.mode, constraint=placement.constraint)
+    plan = _sharding.plan_call("matmul", placement.a, placement.b, placement.out, spec.transpose_a, spec.transpose_b)
     mesh = placement.mesh
     for argument, dims, x in (
         ("a", plan.a, operands["a"].shape),
@@ -129,17 +136,31 @@ def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands) -> _Call:
         ("the result", plan.out, shape),
     ):
         _sharding.check_dims("matmul", argument, dims, x, mesh.shape)
+    _spec.check_relu_aux("matmul", operands, spec, shape[-1], math.prod(mesh.shape[axis] for axis in plan.out[-1]))
     in_specs = [plan.a, plan.b, *(_dims(plan, name) for name in _spec.operand_names(spec))]
     out_specs = [_dims(plan, name) for name in _spec.output_names(spec)]
     spec = spec.replace(pattern=plan.pattern, mesh=placement.axes, row_axes=plan.row_axes, col_axes=plan.col_axes)
+    spec = _spec.check_all_reduce("matmul", spec)
     return _Call(
         spec, placement.mode, plan, mesh, _partition_specs(in_specs), _partition_specs(out_specs), placement.is_explicit
     )
 
 
 def _dims(plan: _sharding.Plan, name: str) -> _sharding.Dims:
-    """How an operand or result by name is sharded: like the dimensions of d that it has."""
-    return plan.out if has_rows(name) else plan.out[-1:]
+    """How an operand or result by name is sharded: like the dimensions of d that it has.
+
+    But the sums of an operand's own rows are whole in a group, whichever operand the call takes for its a.
+    """
+    if has_rows(name):
+        return plan.out
+    dim = plan.out[-2] if _spec.DIMS[name] == "m" else plan.out[-1]
+    if name == ("bgradb" if plan.is_swapped else "bgrada"):
+        dim = _outside(plan, dim)
+    return (dim,)
+
+
+def _outside(plan: _sharding.Plan, dim: _sharding.Dim) -> _sharding.Dim:
+    return tuple(axis for axis in dim if axis not in plan.row_axes + plan.col_axes)
 
 
 def _partition_specs(dims) -> tuple[P, ...]:
@@ -165,8 +186,14 @@ def jaxmp_call(call: _Call, operands: dict[str, Any]) -> dict[str, Any]:
     if 0 in a.shape[-2:] and 0 in b.shape:
         # Nothing to contract. XLA cannot partition a body whose operands are all empty, so they stay out of it.
         whole = result_shape(spec.replace(pattern=Pattern.LOCAL), a, b)
-        shape = NamedSharding(call.mesh, out_specs["d"]).shard_shape(whole)
-        body = functools.partial(_bind_empty, spec, shape, a.dtype)
+        shapes = {
+            name: NamedSharding(call.mesh, out_specs[name]).shard_shape(
+                whole if has_rows(name) else whole[-2:-1] if _spec.DIMS[name] == "m" else whole[-1:]
+            )
+            for name in ("d", *_epilog.rule(spec.epilog).outputs)
+            if name != "relu_aux"
+        }
+        body = functools.partial(_bind_empty, call.plan, spec, shapes, a.dtype)
         placed = {name: placed[name] for name in _spec.operand_names(spec)} | {"scalar": jnp.zeros(())}
         in_specs = {name: in_specs.get(name, P()) for name in placed}
     return jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs)(placed)
@@ -201,7 +228,8 @@ def _bind_plan(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any])
     elif plan.gather == "b":
         b = _gather(plan, b, 0 if spec.transpose_b else 1)
     if not plan.is_swapped:
-        return _bind_shards(spec, plan.dimension, operands | {"a": a, "b": b})
+        outputs = _bind_shards(spec, plan.dimension, operands | {"a": a, "b": b})
+        return _sum_over_data(outputs, _outside(plan, sum(plan.out[:-1], ())))
     # D = (op(b)^T @ op(a)^T)^T: the columns of D take the part that rows have in the pattern.
     rows, a, is_transposed = _flat_rows(spec, a)
     swapped = spec.bilinear(
@@ -211,8 +239,24 @@ def _bind_plan(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any])
         conjugate_b=spec.conjugate_a,
         out_dtype=_spec.accumulator(a.dtype),
         is_typed=_compat.is_vma_checked(),
+        epilog=_SWAPPED.get(spec.epilog, Epilog.NONE),
     )
-    return _apply_epilog(bind(swapped, b, a)["d"].T, operands, spec.replace(alpha=1.0), rows)
+    z, *gradient = bind(swapped, b, a).values()
+    if gradient:
+        rest = _apply_epilog(z.T, operands, spec.replace(alpha=1.0, epilog=Epilog.NONE), rows)
+        return rest | {_epilog.rule(spec.epilog).gradient: gradient[0].astype(spec.out_dtype)}
+    outputs = _apply_epilog(z.T, operands, spec.replace(alpha=1.0), rows)
+    return _sum_over_data(outputs, sum(plan.out[:-1], ()))
+
+
+# The transposed product has op(b) where this one has op(a).
+_SWAPPED = {Epilog.BGRADA: Epilog.BGRADB, Epilog.BGRADB: Epilog.BGRADA}
+
+
+def _sum_over_data(outputs: dict[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
+    """Bias gradients of d, summed over the axes that share its rows beside the call's group."""
+    with jax.named_scope(_bgrad.SCOPE):
+        return {name: lax.psum(x, axes) if axes and _bgrad.summed(name) == "d" else x for name, x in outputs.items()}
 
 
 def _gather(plan: _sharding.Plan, x, dimension: int):
@@ -235,17 +279,27 @@ def _flat_rows(spec: MatmulSpec, a):
 
 
 def _apply_epilog(z, operands: dict[str, Any], spec: MatmulSpec, rows: tuple[int, ...]) -> dict[str, Any]:
-    """The epilog of a product that a call has left plain; `rows` are the extents that fold into z's rows."""
+    """The epilog of a product that a call has left plain; `rows` are the extents that fold into z's rows.
+
+    A bias gradient of d is that of this device's rows.
+    """
     extra = {name: operands[name] for name in _spec.operand_names(spec)}
     folded = [x.reshape(z.shape[0], x.shape[-1]) if has_rows(name) else x for name, x in extra.items()]
-    outputs = dict(zip(_spec.output_names(spec), _xla.apply_epilog(z, folded, spec), strict=True))
+    local = spec.replace(pattern=Pattern.LOCAL)
+    outputs = dict(zip(_spec.output_names(spec), _xla.apply_epilog(z, folded, local), strict=True))
     return {name: x.reshape(*rows, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}
 
 
-def _bind_empty(spec: MatmulSpec, shape, dtype, operands: dict[str, Any]) -> dict[str, Any]:
-    """The epilog of a sum over nothing."""
+def _bind_empty(
+    plan: _sharding.Plan, spec: MatmulSpec, shapes: dict[str, tuple[int, ...]], dtype, operands: dict[str, Any]
+) -> dict[str, Any]:
+    """The epilog of a sum over nothing; `shapes` are those of the results on each device."""
+    gradient, shape = _epilog.rule(spec.epilog).gradient, shapes["d"]
+    if _bgrad.summed(gradient) in ("a", "b"):
+        rest = _bind_empty(plan, spec.replace(epilog=Epilog.NONE), shapes, dtype, operands)
+        return rest | {gradient: jnp.zeros(shapes[gradient], spec.out_dtype)}
     z = jnp.zeros((math.prod(shape[:-1]), shape[-1]), _spec.accumulator(dtype))
-    return _apply_epilog(z, operands, spec, shape[:-1])
+    return _sum_over_data(_apply_epilog(z, operands, spec, shape[:-1]), sum(plan.out[:-1], ()))
 
 
 def _bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, Any], *, auto: bool = False) -> dict[str, Any]:

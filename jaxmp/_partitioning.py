@@ -14,15 +14,16 @@ import threading
 from collections.abc import Callable
 
 import jax
+from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _layout
+from jaxmp import _bgrad, _layout
 from jaxmp._compat import mlir
 from jaxmp._primitive import auto_matmul_epilog_p, auto_matmul_p, bind
 from jaxmp._sharding import Dim, Dims, to_dims
-from jaxmp._spec import DIMS, MatmulSpec, Pattern, operand_names, output_names
+from jaxmp._spec import DIMS, MatmulSpec, Pattern, check_all_reduce, operand_names, output_names
 
 # Who watches the partitioner, which may call back on any thread.
 _observers: list[Callable] = []
@@ -89,10 +90,11 @@ def _partition(spec: MatmulSpec, mesh, args, results):
     if pattern == Pattern.REDUCE_SCATTER and not _divides(first.shape[0], out[0], mesh.shape):
         pattern, out = Pattern.ALL_REDUCE, (a[1] if spec.transpose_a else a[0], out[1])
     local = spec.replace(pattern=pattern, row_axes=group, mesh=tuple(mesh.shape.items()))
-
-    where = {"m": out[0], "n": out[1], "p": out[1]}
+    local = check_all_reduce("jaxmp.matmul", local)
+    outside = _without(out[0], group)
 
     def placed(name: str) -> NamedSharding:
+        where = {"m": outside if name == "bgrada" else out[0], "n": out[1], "p": out[1]}
         return _sharding(mesh, tuple(where[dim] for dim in DIMS[name]))
 
     operands = [_sharding(mesh, a), _sharding(mesh, b), *map(placed, operand_names(spec))]
@@ -101,7 +103,11 @@ def _partition(spec: MatmulSpec, mesh, args, results):
     def lower(*shards):
         for callback in list(_observers):
             callback(local, [jax.typeof(x) for x in shards])
-        return _body(local, *shards)
+        results = _body(local, *shards)
+        if _bgrad.summed(output_names(spec)[-1]) != "d" or not outside:
+            return results
+        *rest, gradient = results
+        return (*rest, lax.psum(gradient, outside))
 
     return mesh, lower, tuple(outputs) if len(outputs) > 1 else outputs[0], tuple(operands)
 

@@ -24,6 +24,7 @@ from jaxmp._spec import (
     Pattern,
     axes_text,
     check_local_shapes,
+    global_extents,
     operand_names,
     output_names,
     output_rows,
@@ -107,8 +108,8 @@ def _output_varying(spec: MatmulSpec, a, b, extra=()) -> frozenset[str]:
         added = x.manual_axis_type.varying
         if spec.pattern == Pattern.ALL_REDUCE and added & group:
             raise ValueError(
-                f"matmul_all_reduce: c and bias must be equal on every rank of axis {axes_text(spec.group_axes)}, "
-                f"but one varies over {sorted(added & group)}; add it after the call, or reduce it first"
+                "matmul_all_reduce: c and epilog inputs must be equal on every rank of axis "
+                f"{axes_text(spec.group_axes)}, but one varies over {sorted(added & group)}; add it after the call, or reduce it first"
             )
         product = product | added
     return frozenset(product)
@@ -126,15 +127,25 @@ def _matmul_abstract_eval(a, b, *, spec):
 
 def _matmul_epilog_abstract_eval(a, b, *extra, spec):
     d = _output_aval(spec, a, b, extra)
-    return [_result_aval(name, d) for name in output_names(spec)]
+    return [_result_aval(name, spec, a, b, d) for name in output_names(spec)]
 
 
-def _result_aval(name: str, d):
-    """The type of a result beside d."""
+def _result_aval(name: str, spec: MatmulSpec, a, b, d):
+    """The type of d, or of a result beside it."""
+    varying = d.manual_axis_type.varying
+    if DIMS[name] == "mn":
+        return d
     if DIMS[name] == "mp":
-        shape = (d.shape[0], _layout.relu_aux_bytes(d.shape[1]))
-        return _compat.with_shape(d, shape, jnp.uint8, d.manual_axis_type.varying)
-    return d
+        return _compat.with_shape(d, (d.shape[0], _layout.relu_aux_bytes(d.shape[1])), jnp.uint8, varying)
+    # Bias gradients: complete, so the same on all ranks that share what is summed.
+    shared = frozenset(spec.row_axes if spec.pattern != Pattern.ALL_GATHER else ())
+    if name == "bgrada":
+        shape = (global_extents(spec, a.shape, b.shape)[0],)
+        varying, shared = a.manual_axis_type.varying, frozenset(spec.group_axes)
+    else:
+        shape = (d.shape[1],)
+        varying = b.manual_axis_type.varying if name == "bgradb" else varying
+    return _compat.with_shape(d, shape, spec.out_dtype, frozenset(varying) - shared)
 
 
 def _activation_grad_abstract_eval(aux, t, *, activation):
