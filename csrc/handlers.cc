@@ -178,12 +178,19 @@ Status ReadOperands(const Plan& plan, Operands operands, Buffers* buffers, Place
   JAXMP_RETURN_IF_ERROR(operands.Argument("b", p.dtype_b, layout.b.local_size(), &buffers->b));
   if (p.has_c()) JAXMP_RETURN_IF_ERROR(operands.Argument("c", p.dtype_c, layout.d.local_size(), &buffers->c));
   if (p.has_bias()) JAXMP_RETURN_IF_ERROR(operands.Argument("bias", p.dtype_bias, layout.bias_size, &buffers->bias));
+  const bool writes_aux = p.has_aux() && !p.reads_aux();
+  if (p.reads_aux()) {
+    JAXMP_RETURN_IF_ERROR(operands.Argument("aux", p.dtype_aux, layout.aux.local_size, &buffers->aux_input));
+  }
   int64_t position = 0;
   if (plan.nranks() > 1) {
     JAXMP_ASSIGN_OR_RETURN(position, operands.Position());
   }
   JAXMP_RETURN_IF_ERROR(operands.Result("d", p.dtype_d, layout.d.local_size(), &buffers->d));
-  if (p.has_aux()) JAXMP_RETURN_IF_ERROR(operands.Result("aux", p.dtype_aux, layout.aux.local_size, &buffers->aux));
+  if (writes_aux) JAXMP_RETURN_IF_ERROR(operands.Result("aux", p.dtype_aux, layout.aux.local_size, &buffers->aux));
+  if (p.has_gradient()) {
+    JAXMP_RETURN_IF_ERROR(operands.Result("gradient", p.dtype_bias, layout.bias_size, &buffers->gradient));
+  }
   JAXMP_RETURN_IF_ERROR(operands.CheckNoMore());
   const Place* found = plan.communicator().Locate(position);
   if (!found) return InvalidArgument("jaxmp: the mesh has no position " + std::to_string(position));

@@ -148,13 +148,8 @@ Status Plan::MakeRank(int number) {
   JAXMP_ASSIGN_OR_RETURN(std::unique_ptr<Slot> slot, MakeSlot());
   // The library checks pointers for null even where it only counts bytes.
   void* some = rank.beta.bytes;
-  const Buffers buffers = {some,
-                           some,
-                           problem_.has_c() ? some : nullptr,
-                           problem_.has_bias() ? some : nullptr,
-                           some,
-                           problem_.has_aux() ? some : nullptr};
-  JAXMP_RETURN_IF_ERROR(SetPointers(*slot, buffers.bias, buffers.aux));
+  const Buffers buffers = {some, some, problem_.has_c() ? some : nullptr, some, some, some, some, some};
+  JAXMP_RETURN_IF_ERROR(SetPointers(*slot, buffers));
   JAXMP_RETURN_IF_ERROR(
       Call(api_.Matmul_bufferSize, "Matmul_bufferSize", rank, *slot, buffers, &rank.device_bytes, &rank.host_bytes));
   rank.free.push_back(std::move(slot));
@@ -211,9 +206,13 @@ Status Plan::SetAttributes(Slot& slot) {
   JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA, CublasOp(problem_.trans_a)));
   JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB, CublasOp(problem_.trans_b)));
   JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE, epilog));
-  if (problem_.has_bias()) {
+  if (problem_.has_bias() || problem_.has_gradient()) {
     JAXMP_RETURN_IF_ERROR(
         SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_DATA_TYPE, CudaType(problem_.dtype_bias)));
+  }
+  if (problem_.has_gradient()) {
+    JAXMP_RETURN_IF_ERROR(
+        SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME, CUBLASMP_RESULT_SCHEME_FULL));
   }
   if (!problem_.has_aux()) return {};
   if (problem_.dtype_aux != DType::kU8) {  // the RELU mask's type is fixed, and cuBLASMp refuses to be told
@@ -223,11 +222,13 @@ Status Plan::SetAttributes(Slot& slot) {
   return SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_LD, layout_.aux.attribute_ld);
 }
 
-Status Plan::SetPointers(Slot& slot, const void* bias, const void* aux) {
-  if (problem_.has_bias()) {
+Status Plan::SetPointers(Slot& slot, const Buffers& buffers) {
+  if (problem_.has_bias() || problem_.has_gradient()) {
+    const void* bias = problem_.has_gradient() ? buffers.gradient : buffers.bias;
     JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_POINTER, bias));
   }
   if (!problem_.has_aux()) return {};
+  const void* aux = problem_.reads_aux() ? buffers.aux_input : buffers.aux;
   return SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_POINTER, aux);
 }
 
@@ -288,7 +289,7 @@ void Plan::TakeBack(int number, Slot* slot) {
 Status Plan::Run(int number, Slot& slot, const Buffers& buffers, cudaStream_t stream) {
   const Rank& rank = *ranks_[static_cast<size_t>(number)];
   JAXMP_RETURN_IF_ERROR(Check(api_.SetStream(slot.handle.get(), stream), "SetStream"));
-  JAXMP_RETURN_IF_ERROR(SetPointers(slot, buffers.bias, buffers.aux));
+  JAXMP_RETURN_IF_ERROR(SetPointers(slot, buffers));
   return Call(api_.Matmul, "Matmul", rank, slot, buffers, slot.device_work.get(), rank.device_bytes,
               slot.host_work.get(), rank.host_bytes);
 }

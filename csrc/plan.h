@@ -27,8 +27,10 @@ struct Buffers {
   const void* b = nullptr;
   const void* c = nullptr;
   const void* bias = nullptr;
+  const void* aux_input = nullptr;
   void* d = nullptr;
   void* aux = nullptr;
+  void* gradient = nullptr;  // of the bias
 };
 
 // An object of the library, destroyed by the function of the table that it came from.
@@ -89,7 +91,7 @@ class Plan {
   Status SetAttributes(Slot& slot);
   template <typename Value>
   Status SetAttribute(Slot& slot, abi::cublasMpMatmulDescriptorAttribute_t attribute, const Value& value);
-  Status SetPointers(Slot& slot, const void* bias, const void* aux);
+  Status SetPointers(Slot& slot, const Buffers& buffers);
   Status AllocateWorkspace(const Rank& rank, Slot& slot);
   // The size query and the launch take the same arguments but for their last ones, so both go through here.
   template <typename Function, typename... Rest>

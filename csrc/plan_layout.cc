@@ -118,15 +118,14 @@ Status PlaceMatrices(const Problem& p, Layout* layout) {
 int64_t RoundUp(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 Status PlaceEpilog(const Problem& p, Layout* layout) {
-  // An epilog's number is a set of bits, as in cuBLASLt: 2 RELU, 4 BIAS, 32 GELU, 128 AUX.
-  const bool is_relu = p.epilog & abi::CUBLASMP_MATMUL_EPILOGUE_RELU;
-  const bool wants_bias = p.epilog & abi::CUBLASMP_MATMUL_EPILOGUE_BIAS;
+  const bool is_relu = p.epilog & (2 | 8);
+  const bool wants_bias = (p.epilog & abi::CUBLASMP_MATMUL_EPILOGUE_BIAS) || p.has_gradient();
   const bool wants_aux = p.epilog & 128;
   const std::string epilog = "jaxmp: epilog " + std::to_string(p.epilog);
   if (p.epilog & abi::CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE) {
     return InvalidArgument(epilog + " has the ALLREDUCE bit, which belongs to pattern all_reduce");
   }
-  if (wants_bias != p.has_bias()) {
+  if (wants_bias != (p.dtype_bias != DType::kNone)) {
     return InvalidArgument(epilog + (wants_bias ? " needs" : " takes no") + " bias, but dtype_bias is " +
                            Name(p.dtype_bias));
   }
@@ -134,7 +133,14 @@ Status PlaceEpilog(const Problem& p, Layout* layout) {
   if (p.dtype_aux != dtype_aux) {
     return InvalidArgument(epilog + " needs dtype_aux " + Name(dtype_aux) + ", got " + Name(p.dtype_aux));
   }
-  if (wants_bias) layout->bias_size = layout->d.local_rows;
+  if (p.has_gradient() && (p.m == 0 || p.n == 0)) {
+    return InvalidArgument(epilog +
+                           " sums to a bias gradient, but D has no elements; write the gradient without a call");
+  }
+  if (wants_bias) {
+    const bool is_of_b = p.epilog == abi::CUBLASMP_MATMUL_EPILOGUE_BGRADB;
+    layout->bias_size = is_of_b ? p.n : layout->d.local_rows;
+  }
   if (wants_aux) {
     const int64_t rows = layout->d.local_rows;
     // RELU_AUX: one bit an element, columns padded to 16 bytes. GELU_AUX: D's type, columns padded to 8 elements.

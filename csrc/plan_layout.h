@@ -30,15 +30,15 @@ struct MatrixLayout {
   int64_t local_size() const { return local_rows * local_cols; }
 };
 
-// The auxiliary output of an epilog beside one rank's part of D; zero where there is none.
+// The auxiliary matrix of an epilog beside one rank's part of D; zero where there is none.
 struct AuxLayout {
   int64_t attribute_ld = 0;  // as cuBLASMp counts it: bits for the RELU mask, elements for GELU
   int64_t local_size = 0;    // elements of the buffer
 };
 
 struct Layout {
-  MatrixLayout a, b, d;  // C lies as D does
-  int64_t bias_size = 0;
+  MatrixLayout a, b, d;   // C lies as D does
+  int64_t bias_size = 0;  // of the bias, or of its gradient
   AuxLayout aux;
 };
 

@@ -35,10 +35,14 @@ struct Problem {
   std::vector<int64_t> mesh_shape, axes_row, axes_col;
   std::string determinism;  // "run_to_run", "batch" or "topology"
 
+  // An epilog's number is a set of bits, as in cuBLASLt: 2 RELU, 4 BIAS, 8 its derivative, 16 the gradient of the bias,
+  // 32 GELU, 64 its derivative, 128 AUX, 256 and 512 the bias gradients of A and B. Bias and aux are inputs or outputs.
   bool has_c() const { return dtype_c != DType::kNone; }
-  bool has_bias() const { return dtype_bias != DType::kNone; }
+  bool has_bias() const { return dtype_bias != DType::kNone && !has_gradient(); }
+  bool has_gradient() const { return (epilog & (16 | 256 | 512)) != 0; }
   bool has_aux() const { return dtype_aux != DType::kNone; }
   bool is_ordered() const { return determinism != "run_to_run"; }
+  bool reads_aux() const { return (epilog & (8 | 64)) != 0; }
   int64_t nprow() const { return Extent(axes_row); }
   int64_t npcol() const { return Extent(axes_col); }
   int64_t nranks() const { return nprow() * npcol(); }

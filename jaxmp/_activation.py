@@ -23,7 +23,7 @@ def gelu(z):
 
 def gelu_derivative(z):
     """d gelu / dz, in float32 at least: s + z s (1 - s) 2u' with s = sigmoid(2u), 1 - s = sigmoid(-2u)."""
-    z = _widen(z)
+    z = jnp.clip(_widen(z), -32, 32)  # beyond, the derivative is 0 or 1 in every type, and z^2 may not overflow
     u2 = _SCALE * (z + _CUBIC * z**3)
     s = jax.nn.sigmoid(u2)
     return s + z * s * jax.nn.sigmoid(-u2) * _SCALE * (1 + 3 * _CUBIC * z**2)
@@ -37,6 +37,15 @@ def gelu_second_derivative(z):
     """d^2 gelu / dz^2, in float32 at least."""
     z = _widen(z)
     return jax.jvp(gelu_derivative, (z,), (jnp.ones_like(z),))[1]
+
+
+def multiply_by_slope(activation: str, aux, t):
+    """`t * act'(z)` from the aux that the forward call stored of z, in t's type."""
+    if activation == "relu":
+        return jnp.where(unpack_relu_aux(aux, t.shape[-1]), t, jnp.zeros_like(t))
+    slope = gelu_derivative(aux)
+    wide = jnp.promote_types(t.dtype, slope.dtype)
+    return (t.astype(wide) * slope.astype(wide)).astype(t.dtype)
 
 
 def unpack_relu_aux(aux, n: int):

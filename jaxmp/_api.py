@@ -83,7 +83,7 @@ def matmul(
     options = {key: value for key, value in locals().items() if key in SPEC_OPTIONS}
     spec, operands = validated("matmul", a, b, c, epilog_inputs, options)
     placement = _mesh.place("matmul", a, b, result_shape(spec, a, b), out_sharding, in_shardings, mesh)
-    return result(jaxmp_call(make_call(spec, placement, operands), *operands), spec)
+    return result(jaxmp_call(make_call(spec, placement, operands), operands))
 
 
 def linear(x, w, bias=None, *, activation: str | None = None, out_sharding=None, **options):

@@ -11,6 +11,9 @@ Per pattern, over the ranks of a group:
 The set is closed, but for the one gather that cuBLASMp cannot fuse, since it contracts over gathered rows.
 An operand that does not vary over some axis (weights under data parallelism, activations ahead of a column-parallel
 layer) gets the sum of its cotangents over that axis; where the product is local, it becomes an AR over it.
+
+With a bias, dbias = sum of t over its rows is the sum over the contraction of one operand of dB's product, so both come
+from one call with the epilog BGRADB (BGRADA where b is stored transposed).
 """
 
 from __future__ import annotations
@@ -22,8 +25,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
-from jaxmp import _compat, _epilog
+from jaxmp import _bgrad, _compat, _epilog
 from jaxmp._activation import gelu_second_derivative
+from jaxmp._epilog import Epilog
 from jaxmp._primitive import (
     AUTO_TWIN,
     activation_grad,
@@ -33,17 +37,22 @@ from jaxmp._primitive import (
     matmul_epilog_p,
     matmul_p,
 )
-from jaxmp._spec import MatmulSpec, Pattern
+from jaxmp._spec import MatmulSpec, Pattern, accumulator, operand_names, output_names
 
 
-def gather_rows(spec: MatmulSpec, x, dimension: int):
+def gather_rows(spec: MatmulSpec, x, dimension: int, to: str = "varying"):
     """All-gather of `x` over the group, under a name that `explain` finds."""
-    with jax.named_scope("jaxmp_all_gather"):
-        return lax.all_gather(x, spec.row_axes, axis=dimension, tiled=True)
+    with jax.named_scope("jaxmp_gather_rows"):
+        return lax.all_gather(x, spec.row_axes, axis=dimension, tiled=True, to=to)
 
 
 def _product(spec: MatmulSpec, left, right, operand, *, auto, **changes):
     """The product of a rule, in the type and over the varying axes of the operand whose cotangent it is."""
+    return _product_and_sums(spec, left, right, operand, auto=auto, **changes)[0]
+
+
+def _product_and_sums(spec: MatmulSpec, left, right, operand, bias=None, *, auto, **changes):
+    """As `_product`, and the cotangent of `bias` where the call can sum it as well, else None."""
     with jax.numpy_dtype_promotion("standard"):  # float32 cotangents of 16-bit operands, where the user may be strict
         common = jnp.promote_types(left.dtype, right.dtype)
     flags = {"transpose_a": False, "transpose_b": False, "conjugate_a": False, "conjugate_b": False}
@@ -54,9 +63,29 @@ def _product(spec: MatmulSpec, left, right, operand, *, auto, **changes):
     if call.pattern == Pattern.LOCAL and summed:
         # An operand that was the same on several ranks gets the sum of their cotangents: an all-reduced product.
         call, summed = call.replace(pattern=Pattern.ALL_REDUCE, row_axes=summed), ()
-    d, _ = bind(call, left.astype(common), right.astype(common), auto=auto)
+    call = call if bias is None else call.replace(epilog=_gradient_epilog(spec, call, left, right, bias))
+    d, *sums = bind(call, left.astype(common), right.astype(common), auto=auto).values()
     d = lax.psum(d, summed) if summed else d
-    return cast_varying(d, want).astype(operand.aval.dtype)
+    sums = [cast_varying(x, bias.aval.manual_axis_type.varying).astype(bias.aval.dtype) for x in sums]
+    return cast_varying(d, want).astype(operand.aval.dtype), sums[0] if sums else None
+
+
+def _gradient_epilog(forward: MatmulSpec, call: MatmulSpec, left, right, bias) -> Epilog:
+    """The epilog with which the product of a weight gradient also sums the cotangent to that of the bias, or NONE.
+
+    The sum that the call completes must be the one that the bias needs. It has to run over the ranks on which t differs
+    and the bias does not; untyped, shard_map sums what each of them returns, so the call may not.
+    """
+    is_transposed = forward.transpose_b  # then t is the left operand, transposed
+    if call.pattern == Pattern.GRID and (is_transposed or not forward.is_typed):
+        return Epilog.NONE
+    if not forward.is_typed:
+        is_fit = forward.pattern in (Pattern.LOCAL, Pattern.ALL_GATHER)
+    else:
+        ct = left if is_transposed else right
+        needed = _compat.varying_axes(ct) - frozenset(bias.aval.manual_axis_type.varying)
+        is_fit = needed == frozenset(call.row_axes)
+    return Epilog.NONE if not is_fit else Epilog.BGRADA if is_transposed else Epilog.BGRADB
 
 
 def _matmul_transpose_lhs(ct, a, b, *, spec: MatmulSpec, auto: bool):
@@ -75,20 +104,27 @@ def _matmul_transpose_lhs(ct, a, b, *, spec: MatmulSpec, auto: bool):
 
 
 def _matmul_transpose_rhs(ct, a, b, *, spec: MatmulSpec, auto: bool):
+    return _weight_and_bias_cotangents(ct, a, b, None, spec=spec, auto=auto)[0]
+
+
+def _weight_and_bias_cotangents(ct, a, b, bias, *, spec: MatmulSpec, auto: bool):
+    """The cotangents of b and of a bias that is added to the rows of d (or None); that of bias may come out as None,
+    where the call cannot sum it."""
     flags: dict[str, Any] = _LOCAL if spec.pattern != Pattern.GRID else {"pattern": Pattern.GRID}
     if spec.pattern == Pattern.ALL_REDUCE:
         ct = _reduced_cotangent(spec, ct)
     elif spec.pattern == Pattern.ALL_GATHER:
         a = gather_rows(spec, a, 1 if spec.transpose_a else 0)
     elif spec.pattern == Pattern.REDUCE_SCATTER:
-        ct = gather_rows(spec, ct, 0)
+        # Known to be the same on every rank, as the bias is.
+        ct = gather_rows(spec, ct, 0, "invarying" if spec.is_typed and bias is not None else "varying")
     if spec.transpose_b:
         flags = flags | {"transpose_a": True, "transpose_b": spec.transpose_a, "conjugate_b": spec.conjugate_a}
-        result = _product(spec, ct, a, b, auto=auto, **flags)
+        result, sums = _product_and_sums(spec, ct, a, b, bias, auto=auto, **flags)
     else:
         flags = flags | {"transpose_a": not spec.transpose_a, "conjugate_a": spec.conjugate_a}
-        result = _product(spec, a, ct, b, auto=auto, **flags)
-    return lax.conj(result) if spec.conjugate_b else result
+        result, sums = _product_and_sums(spec, a, ct, b, bias, auto=auto, **flags)
+    return lax.conj(result) if spec.conjugate_b else result, sums
 
 
 def _reduced_cotangent(spec: MatmulSpec, ct):
@@ -102,17 +138,74 @@ _LOCAL: dict[str, Any] = {"pattern": Pattern.LOCAL, "row_axes": (), "col_axes": 
 def _matmul_epilog_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
     """y = act(z), z = alpha*A@B + beta*c + bias:  dy = act'(z) * (alpha*dA@B + alpha*A@dB + beta*dc + dbias)."""
     row = _epilog.rule(spec.epilog)
+    if row.derivative or row.gradient:
+        return _derivative_jvp_rule(primals, tangents, spec=spec, auto=auto)
     kept = spec if row.with_aux is None else spec.replace(epilog=row.with_aux)
     primitive = AUTO_TWIN[matmul_epilog_p] if auto else matmul_epilog_p
-    y, *aux = primitive.bind(*primals, spec=kept)
-    tz = _preactivation_tangent(primals, tangents, spec, auto, y)
-    outputs = [y, *aux] if row.aux else [y]
-    if tz is None:
-        return outputs, [_zero_tangent(x) for x in outputs]
-    ty = activation_grad(row.activation, aux[0], tz) if row.activation else tz
-    if row.aux == "gelu_aux":
-        return outputs, [ty, tz]
-    return outputs, [ty] + [_zero_tangent(x) for x in outputs[1:]]
+    stored = dict(zip(output_names(kept), primitive.bind(*primals, spec=kept), strict=True))
+    names = output_names(spec)
+    tz = _preactivation_tangent(primals, tangents, spec, auto, stored["d"])
+    moved = {}
+    if tz is not None:
+        aux = _epilog.rule(kept.epilog).aux
+        moved["d"] = activation_grad(row.activation, stored[aux], tz) if aux and row.activation else tz
+        moved["gelu_aux"] = tz
+    outputs = [stored[name] for name in names]
+    return outputs, [moved.get(name, _zero_tangent(stored[name])) for name in names]
+
+
+def _derivative_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
+    """d = z * act'(aux), g = sum of d over rows, or of op(a) or op(b) over the contraction:
+    dd = act'(aux) * dz + z * act''(aux) * daux, and g is linear."""
+    row = _epilog.rule(spec.epilog)
+    primitive = AUTO_TWIN[matmul_epilog_p] if auto else matmul_epilog_p
+    outputs = dict(zip(output_names(spec), primitive.bind(*primals, spec=spec), strict=True))
+    td = _preactivation_tangent(primals, tangents, spec, auto, outputs["d"])
+    if row.derivative:
+        operands = dict(zip(("a", "b", *operand_names(spec)), primals, strict=True))
+        taux, aux = tangents[-1], operands.pop(row.aux_input)
+        td = None if td is None else activation_grad(row.derivative, aux, td)
+        if row.derivative == "gelu" and type(taux) is not ad.Zero:
+            z = bind(spec.replace(epilog=Epilog.NONE), operands.pop("a"), operands.pop("b"), operands, auto=auto)["d"]
+            curve = z * gelu_second_derivative(aux).astype(z.dtype) * taux
+            td = curve if td is None else td + curve
+    moved = {"d": _zero_tangent(outputs["d"]) if td is None else td}
+    if row.gradient:
+        x = {"a": tangents[0], "b": tangents[1], "d": moved["d"]}[_bgrad.summed(row.gradient)]
+        is_zero = type(x) is ad.Zero
+        moved[row.gradient] = (
+            _zero_tangent(outputs[row.gradient]) if is_zero else _bgrad.bias_gradient(row.gradient, spec, x)
+        )
+    return list(outputs.values()), [moved[name] for name in outputs]
+
+
+def _epilog_transpose_rule(cts, a, b, *extra, spec: MatmulSpec, auto: bool):
+    """Of d = alpha * A@B + bias, which the JVP rule binds where b and the bias are both differentiated."""
+    if operand_names(spec) != ("bias",) or _epilog.rule(spec.epilog).activation:
+        raise NotImplementedError(
+            f"a call with epilog {spec.epilog.name} and operands {operand_names(spec)} is not linear"
+        )
+    (ct,), (bias,), product = cts, extra, spec.bilinear()
+    ct_a = ct_b = ct_bias = None
+    if type(ct) is ad.Zero:
+        return [None, None, None]
+    if ad.is_undefined_primal(a):
+        ct_a = _matmul_transpose_lhs(ct, a, b, spec=product, auto=auto)
+    if ad.is_undefined_primal(b):
+        fused = bias if ad.is_undefined_primal(bias) else None
+        ct_b, ct_bias = _weight_and_bias_cotangents(ct, a, b, fused, spec=product, auto=auto)
+    if ad.is_undefined_primal(bias) and ct_bias is None:
+        ct_bias = _sum_to_bias(ct, bias.aval)
+    return [ct_a, ct_b, ct_bias]
+
+
+def _sum_to_bias(ct, bias):
+    """The cotangent of a bias by itself: t summed over its rows, and over the ranks on which the bias is the same."""
+    want = frozenset(bias.manual_axis_type.varying)
+    total = jnp.sum(ct.astype(accumulator(ct.dtype)), 0, dtype=accumulator(ct.dtype))
+    axes = tuple(sorted(_compat.varying_axes(ct) - want))
+    total = lax.psum(total, axes) if axes else total
+    return cast_varying(total, want).astype(bias.dtype)
 
 
 def _zero_tangent(x):
@@ -120,20 +213,24 @@ def _zero_tangent(x):
 
 
 def _preactivation_tangent(primals, tangents, spec: MatmulSpec, auto: bool, like):
-    (a, b, *_), (ta, tb, *textra) = primals, tangents
+    (a, b, *_), (ta, tb, *rest) = primals, tangents
+    textra = dict(zip(operand_names(spec), rest, strict=True))
     product = spec.bilinear()
     terms = []
     if type(ta) is not ad.Zero:
-        terms.append(bind(product, ta, b, auto=auto)[0])
-    if type(tb) is not ad.Zero:
-        terms.append(bind(product, a, tb, auto=auto)[0])
-    if spec.has_c:
-        tc, *textra = textra
-        if type(tc) is not ad.Zero and spec.beta != 0:
-            terms.append(tc if spec.beta == 1 else tc * jnp.asarray(spec.beta, tc.dtype))
-    if textra and type(textra[0]) is not ad.Zero:
+        terms.append(bind(product, ta, b, auto=auto)["d"])
+    tc, tbias = textra.get("c"), textra.get("bias")
+    if type(tb) is not ad.Zero and tbias is not None and type(tbias) is not ad.Zero:
+        # One call, whose transpose gives the gradients of both.
+        terms.append(bind(product.replace(epilog=Epilog.BIAS), a, tb, {"bias": tbias}, auto=auto)["d"])
+        tbias = None
+    elif type(tb) is not ad.Zero:
+        terms.append(bind(product, a, tb, auto=auto)["d"])
+    if tc is not None and type(tc) is not ad.Zero and spec.beta != 0:
+        terms.append(tc if spec.beta == 1 else tc * jnp.asarray(spec.beta, tc.dtype))
+    if tbias is not None and type(tbias) is not ad.Zero:
         # Cast ahead of the broadcast, so that the transpose sums over rows before it sums over ranks.
-        tbias = cast_varying(textra[0], _compat.varying_axes(like))
+        tbias = cast_varying(tbias, _compat.varying_axes(like))
         terms.append(lax.broadcast_in_dim(tbias, like.shape, (1,)))
     return sum(terms[1:], terms[0]) if terms else None
 
@@ -164,6 +261,11 @@ def _register(primitive, epilog_primitive, auto: bool) -> None:
 
     ad.defbilinear(primitive, lhs, rhs)
     ad.primitive_jvps[epilog_primitive] = jvp
+
+    def transpose(cts, *operands, spec):
+        return _epilog_transpose_rule(cts, *operands, spec=spec, auto=auto)
+
+    ad.primitive_transposes[epilog_primitive] = transpose
 
 
 _register(matmul_p, matmul_epilog_p, auto=False)

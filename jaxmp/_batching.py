@@ -7,21 +7,24 @@ both                     one call per batch element, in a scan
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.interpreters import batching
 
-from jaxmp import _epilog
+from jaxmp import _bgrad, _epilog
 from jaxmp._primitive import (
     AUTO_TWIN,
     activation_grad,
     activation_grad_p,
     bind,
     bind_rows,
+    has_rows,
     matmul_epilog_p,
     matmul_p,
 )
-from jaxmp._spec import MatmulSpec, Pattern
+from jaxmp._spec import DIMS, MatmulSpec, Pattern, operand_names, output_names
 
 
 def _front(x, dim):
@@ -32,12 +35,12 @@ def _matmul_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
     (a, b), (da, db) = map(_front, args, dims), dims
     turns = _turns(spec, a_is_batched=da is not None, b_is_batched=db is not None)
     if db is None and not turns:
-        return bind_rows(spec, a, b, auto=auto)[0], 0
+        return bind_rows(spec, a, b, auto=auto)["d"], 0
     if da is None and not turns:
         return _bind_columns(spec, a, b, auto), 1
     mapped = {name: x for name, x, dim in (("a", a, da), ("b", b, db)) if dim is not None}
     fixed = {name: x for name, x, dim in (("a", a, da), ("b", b, db)) if dim is None}
-    return jax.lax.map(lambda x: bind(spec, **x, **fixed, auto=auto)[0], mapped), 0
+    return jax.lax.map(lambda x: bind(spec, **x, **fixed, auto=auto)["d"], mapped), 0
 
 
 def _turns(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) -> bool:
@@ -54,31 +57,56 @@ def _bind_columns(spec: MatmulSpec, a, b, auto: bool):
         b = b.reshape(-1, b.shape[2])
     else:
         b = jnp.swapaxes(b, 0, 1).reshape(b.shape[1], -1)
-    d, _ = bind(spec, a, b, auto=auto)
+    d = bind(spec, a, b, auto=auto)["d"]
     return d.reshape(d.shape[0], batch, -1)
 
 
 def _matmul_epilog_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
-    args = list(map(_front, args, dims))
-    has_bias = _epilog.rule(spec.epilog).has_bias
-    names = ["a", "b"] + ["c"] * spec.has_c + ["bias"] * has_bias
-    size = next(x.shape[0] for x, dim in zip(args, dims, strict=True) if dim is not None)
-    operands = dict(zip(names, args, strict=True))
-    is_batched = dict(zip(names, (dim is not None for dim in dims), strict=True))
-    turns = _turns(spec, is_batched["a"], is_batched["b"])
-    if is_batched["a"] and not turns and not is_batched["b"] and not is_batched.get("bias"):
-        if spec.has_c and not is_batched["c"]:
-            operands["c"] = jnp.broadcast_to(operands["c"][None], (size, *operands["c"].shape))
-        return _pack(bind_rows(spec, **operands, auto=auto))
+    if _epilog.rule(spec.epilog).gradient:
+        return _split_gradient(args, dims, spec, auto)
+    names = ("a", "b", *operand_names(spec))
+    operands = dict(zip(names, map(_front, args, dims), strict=True))
+    batched = {name for name, dim in zip(names, dims, strict=True) if dim is not None}
+    size = next(operands[name].shape[0] for name in names if name in batched)
+    if _folds_into_rows(spec, batched):
+        for name in operand_names(spec):
+            if has_rows(name) and name not in batched:
+                operands[name] = jnp.broadcast_to(operands[name][None], (size, *operands[name].shape))
+        outputs = bind_rows(spec, operands.pop("a"), operands.pop("b"), operands, auto=auto)
+    else:
+        fixed = {name: operands.pop(name) for name in names if name not in batched}
 
-    mapped = {name: x for name, x in operands.items() if is_batched[name]}
-    fixed = {name: x for name, x in operands.items() if not is_batched[name]}
-    return _pack(jax.lax.map(lambda x: bind(spec, **x, **fixed, auto=auto), mapped))
+        def one(mapped):
+            each = fixed | mapped
+            return bind(spec, each.pop("a"), each.pop("b"), each, auto=auto)
+
+        outputs = jax.lax.map(one, operands)
+    results = [outputs[name] for name in output_names(spec)]
+    return results, [0] * len(results)
 
 
-def _pack(result):
-    outputs = [x for x in result if x is not None]
-    return outputs, [0] * len(outputs)
+def _split_gradient(args, dims, spec: MatmulSpec, auto: bool):
+    """A bias gradient is one per batch element, so it leaves the call, whose rows then fold."""
+    row = _epilog.rule(spec.epilog)
+    plain = spec.replace(epilog=row.without_gradient)
+    call = jax.vmap(lambda *args: _bind_in_order(plain, args, auto), in_axes=tuple(dims), out_axes=0)
+    d = call(*args)
+    x, dim = {"a": (args[0], dims[0]), "b": (args[1], dims[1]), "d": (d, 0)}[_bgrad.summed(row.gradient)]
+    sums = functools.partial(_bgrad.bias_gradient, row.gradient, spec)
+    if dim is None:
+        return [d, sums(x)], [0, None]
+    return [d, jax.vmap(sums, in_axes=dim)(x)], [0, 0]
+
+
+def _bind_in_order(spec: MatmulSpec, args, auto: bool):
+    a, b, *extra = args
+    return bind(spec, a, b, dict(zip(operand_names(spec), extra, strict=True)), auto=auto)["d"]
+
+
+def _folds_into_rows(spec: MatmulSpec, batched: set[str]) -> bool:
+    """Whether everything that is batched has rows, and b has not."""
+    is_fixed = all(name in DIMS and has_rows(name) for name in batched - {"a"})
+    return "a" in batched and is_fixed and not _turns(spec, a_is_batched=True, b_is_batched=False)
 
 
 def _activation_grad_batch_rule(args, dims, *, activation: str):

@@ -13,9 +13,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _compat, _epilog, _mesh, _sharding, _spec, _xla
+from jaxmp import _bgrad, _compat, _epilog, _mesh, _sharding, _spec, _xla
 from jaxmp._epilog import Epilog
-from jaxmp._primitive import bind, bind_rows
+from jaxmp._primitive import bind, bind_rows, has_rows
 from jaxmp._spec import MatmulSpec, Pattern
 
 SPEC_OPTIONS = [
@@ -47,7 +47,7 @@ class _Call:
 
 
 def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | None = None):
-    """(spec, operands in the types of the call) from what the user passed."""
+    """(spec, operands by name in the types of the call) from what the user passed."""
     unknown = sorted(set(options) - set(SPEC_OPTIONS))
     if unknown:
         raise TypeError(f"{name}: unexpected keyword arguments {unknown}; known are {SPEC_OPTIONS}")
@@ -69,20 +69,21 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
     _spec.check_local_shapes(name, spec, a.shape[-2:], b.shape)
     shape = result_shape(spec, a, b)
     beta = _spec.check_c(name, c, options.get("beta"), out, shape)
-    epilog, bias = _spec.check_epilog(name, options.get("epilog", Epilog.NONE), epilog_inputs, out, shape[-1])
-    operands = [a.astype(operand), b.astype(operand)]
-    operands += [x.astype(out) for x in (c, bias) if x is not None]
-    return spec.replace(beta=beta, epilog=epilog, has_c=c is not None), operands
+    epilog = options.get("epilog", Epilog.NONE)
+    spec, inputs = _spec.check_epilog(name, spec, epilog, epilog_inputs, shape, a.ndim)
+    operands = {"a": a.astype(operand), "b": b.astype(operand)}
+    operands |= inputs if c is None else {"c": c.astype(out), **inputs}
+    return spec.replace(beta=beta, has_c=c is not None), operands
 
 
 def result_shape(spec: MatmulSpec, a, b) -> tuple[int, ...]:
     return (*a.shape[:-2], *_spec.output_shape(spec, a.shape[-2:], b.shape))
 
 
-def result(outputs, spec: MatmulSpec):
-    """What the user gets: d, or (d, {name: aux})."""
-    aux = _epilog.rule(spec.epilog).aux
-    return (outputs[0], {aux: outputs[1]}) if aux else outputs[0]
+def result(outputs: dict[str, Any]):
+    """What the user gets: d, or (d, {name: further result})."""
+    rest = {name: x for name, x in outputs.items() if name != "d"}
+    return (outputs["d"], rest) if rest else outputs["d"]
 
 
 def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, options: dict):
@@ -110,7 +111,9 @@ def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, 
             f"{name}: a has {a.ndim} dimensions; with transpose_a=True it must have 2, for its blocks lie across those "
             "of the result: use jax.vmap for the others"
         )
-    return result(_bind_shards(spec, a.ndim - 2, *operands), spec)
+    spec = _spec.check_all_reduce(name, spec)
+    _spec.check_relu_aux(name, operands, spec, result_shape(spec, a, b)[-1])
+    return result(_bind_shards(spec, a.ndim - 2, operands))
 
 
 def _as_axes(names) -> tuple[str, ...]:
@@ -118,23 +121,46 @@ def _as_axes(names) -> tuple[str, ...]:
 
 
 def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands) -> _Call:
+    shape = result_shape(spec, operands["a"], operands["b"])
     if placement.mode != _mesh.Mode.SHARDED:
-        return _Call(spec.replace(mesh=placement.axes), placement.mode, constraint=placement.constraint)
+        spec = spec.replace(mesh=placement.axes)
+        if placement.mode == _mesh.Mode.MANUAL:
+            spec = _spec.check_all_reduce("matmul", spec)
+        _spec.check_relu_aux("matmul", operands, spec, shape[-1])
+        return _Call(spec, placement.mode, constraint=placement.constraint)
     plan = _sharding.plan_call("matmul", placement.a, placement.b, placement.out, spec.transpose_a, spec.transpose_b)
-    shape = result_shape(spec, *operands[:2])
     mesh = placement.mesh
     for argument, dims, x in (
-        ("a", plan.a, operands[0].shape),
-        ("b", plan.b, operands[1].shape),
+        ("a", plan.a, operands["a"].shape),
+        ("b", plan.b, operands["b"].shape),
         ("the result", plan.out, shape),
     ):
         _sharding.check_dims("matmul", argument, dims, x, mesh.shape)
-    in_specs = [plan.a, plan.b] + [plan.out] * spec.has_c + [plan.out[-1:]] * _epilog.rule(spec.epilog).has_bias
-    out_specs = [plan.out] * (2 if _epilog.rule(spec.epilog).aux else 1)
+    _spec.check_relu_aux("matmul", operands, spec, shape[-1], math.prod(mesh.shape[axis] for axis in plan.out[-1]))
+    in_specs = [plan.a, plan.b, *(_dims(plan, name) for name in _spec.operand_names(spec))]
+    out_specs = [_dims(plan, name) for name in _spec.output_names(spec)]
     spec = spec.replace(pattern=plan.pattern, mesh=placement.axes, row_axes=plan.row_axes, col_axes=plan.col_axes)
+    spec = _spec.check_all_reduce("matmul", spec)
     return _Call(
         spec, placement.mode, plan, mesh, _partition_specs(in_specs), _partition_specs(out_specs), placement.is_explicit
     )
+
+
+def _dims(plan: _sharding.Plan, name: str) -> _sharding.Dims:
+    """How an operand or result by name is sharded: like the dimensions of d that it has.
+
+    But the sums of an operand's own rows are whole in a group, whichever operand the call takes for its a.
+    """
+    if has_rows(name):
+        return plan.out
+    dim = plan.out[-2] if _spec.DIMS[name] == "m" else plan.out[-1]
+    if name == ("bgradb" if plan.is_swapped else "bgrada"):
+        dim = _outside(plan, dim)
+    return (dim,)
+
+
+def _outside(plan: _sharding.Plan, dim: _sharding.Dim) -> _sharding.Dim:
+    return tuple(axis for axis in dim if axis not in plan.row_axes + plan.col_axes)
 
 
 def _partition_specs(dims) -> tuple[P, ...]:
@@ -142,24 +168,35 @@ def _partition_specs(dims) -> tuple[P, ...]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def jaxmp_call(call: _Call, *operands):
+def jaxmp_call(call: _Call, operands: dict[str, Any]) -> dict[str, Any]:
+    """The results of a call by name."""
+    spec = call.spec
     if call.mode == _mesh.Mode.MANUAL:
-        return _bind_shards(call.spec, 0, *operands)
+        return _bind_shards(spec, 0, operands)
     if call.mode == _mesh.Mode.AUTO:
-        outputs = _bind_shards(call.spec, 0, *operands, auto=True)
+        outputs = _bind_shards(spec, 0, operands, auto=True)
         if call.constraint is not None:
-            outputs[0] = lax.with_sharding_constraint(outputs[0], call.constraint)
+            outputs["d"] = lax.with_sharding_constraint(outputs["d"], call.constraint)
         return outputs
-    names = ["a", "b"] + ["c"] * call.spec.has_c + ["bias"] * _epilog.rule(call.spec.epilog).has_bias
-    placed = [_reshard(call, *each) for each in zip(names, operands, call.in_specs, strict=True)]
-    shard_map = functools.partial(jax.shard_map, mesh=call.mesh, out_specs=list(call.out_specs))
-    if 0 in placed[0].shape[-2:] and 0 in placed[1].shape:
+    in_specs = dict(zip(("a", "b", *_spec.operand_names(spec)), call.in_specs, strict=True))
+    out_specs = dict(zip(_spec.output_names(spec), call.out_specs, strict=True))
+    placed = {name: _reshard(call, name, operands[name], in_specs[name]) for name in in_specs}
+    body = functools.partial(_bind_plan, call.plan, spec)
+    a, b = placed["a"], placed["b"]
+    if 0 in a.shape[-2:] and 0 in b.shape:
         # Nothing to contract. XLA cannot partition a body whose operands are all empty, so they stay out of it.
-        whole = result_shape(call.spec.replace(pattern=Pattern.LOCAL), *placed[:2])
-        shape = NamedSharding(call.mesh, call.out_specs[0]).shard_shape(whole)
-        body, rest = functools.partial(_bind_empty, call.spec, shape, placed[0].dtype), (jnp.zeros(()), *placed[2:])
-        return shard_map(body, in_specs=(P(), *call.in_specs[2:]))(*rest)
-    return shard_map(functools.partial(_bind_plan, call.plan, call.spec), in_specs=call.in_specs)(*placed)
+        whole = result_shape(spec.replace(pattern=Pattern.LOCAL), a, b)
+        shapes = {
+            name: NamedSharding(call.mesh, out_specs[name]).shard_shape(
+                whole if has_rows(name) else whole[-2:-1] if _spec.DIMS[name] == "m" else whole[-1:]
+            )
+            for name in ("d", *_epilog.rule(spec.epilog).outputs)
+            if name != "relu_aux"
+        }
+        body = functools.partial(_bind_empty, call.plan, spec, shapes, a.dtype)
+        placed = {name: placed[name] for name in _spec.operand_names(spec)} | {"scalar": jnp.zeros(())}
+        in_specs = {name: in_specs.get(name, P()) for name in placed}
+    return jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs)(placed)
 
 
 def _reshard(call: _Call, argument: str, x, spec: P):
@@ -182,15 +219,17 @@ def _normal(spec: P, ndim: int) -> _sharding.Dims:
     return _sharding.to_dims("matmul", "operand", spec, ndim)
 
 
-def _bind_plan(plan: _sharding.Plan, spec: MatmulSpec, a, b, *extra):
-    """One device's part of a planned call: [d] or [d, aux]."""
+def _bind_plan(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
+    """One device's part of a planned call."""
+    a, b = operands["a"], operands["b"]
     if plan.gather == "a":
         is_last = plan.dimension == a.ndim - 2
         a = _gather(plan, a, a.ndim - 1 if spec.transpose_a and is_last else plan.dimension)
     elif plan.gather == "b":
         b = _gather(plan, b, 0 if spec.transpose_b else 1)
     if not plan.is_swapped:
-        return _bind_shards(spec, plan.dimension, a, b, *extra)
+        outputs = _bind_shards(spec, plan.dimension, operands | {"a": a, "b": b})
+        return _sum_over_data(outputs, _outside(plan, sum(plan.out[:-1], ())))
     # D = (op(b)^T @ op(a)^T)^T: the columns of D take the part that rows have in the pattern.
     rows, a, is_transposed = _flat_rows(spec, a)
     swapped = spec.bilinear(
@@ -200,11 +239,24 @@ def _bind_plan(plan: _sharding.Plan, spec: MatmulSpec, a, b, *extra):
         conjugate_b=spec.conjugate_a,
         out_dtype=_spec.accumulator(a.dtype),
         is_typed=_compat.is_vma_checked(),
+        epilog=_SWAPPED.get(spec.epilog, Epilog.NONE),
     )
-    z = bind(swapped, b, a)[0].T
-    added = [x.reshape(z.shape) if x.ndim > 1 else x for x in extra]
-    outputs = _xla.apply_epilog(z, added, spec.replace(alpha=1.0))
-    return [x.reshape(*rows, x.shape[-1]) for x in outputs]
+    z, *gradient = bind(swapped, b, a).values()
+    if gradient:
+        rest = _apply_epilog(z.T, operands, spec.replace(alpha=1.0, epilog=Epilog.NONE), rows)
+        return rest | {_epilog.rule(spec.epilog).gradient: gradient[0].astype(spec.out_dtype)}
+    outputs = _apply_epilog(z.T, operands, spec.replace(alpha=1.0), rows)
+    return _sum_over_data(outputs, sum(plan.out[:-1], ()))
+
+
+# The transposed product has op(b) where this one has op(a).
+_SWAPPED = {Epilog.BGRADA: Epilog.BGRADB, Epilog.BGRADB: Epilog.BGRADA}
+
+
+def _sum_over_data(outputs: dict[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
+    """Bias gradients of d, summed over the axes that share its rows beside the call's group."""
+    with jax.named_scope(_bgrad.SCOPE):
+        return {name: lax.psum(x, axes) if axes and _bgrad.summed(name) == "d" else x for name, x in outputs.items()}
 
 
 def _gather(plan: _sharding.Plan, x, dimension: int):
@@ -226,30 +278,45 @@ def _flat_rows(spec: MatmulSpec, a):
     return a.shape[:-1], a.reshape(-1, a.shape[-1]), False
 
 
-def _bind_empty(spec: MatmulSpec, shape, dtype, _, *extra):
-    """The epilog of a sum over nothing."""
+def _apply_epilog(z, operands: dict[str, Any], spec: MatmulSpec, rows: tuple[int, ...]) -> dict[str, Any]:
+    """The epilog of a product that a call has left plain; `rows` are the extents that fold into z's rows.
+
+    A bias gradient of d is that of this device's rows.
+    """
+    extra = {name: operands[name] for name in _spec.operand_names(spec)}
+    folded = [x.reshape(z.shape[0], x.shape[-1]) if has_rows(name) else x for name, x in extra.items()]
+    local = spec.replace(pattern=Pattern.LOCAL)
+    outputs = dict(zip(_spec.output_names(spec), _xla.apply_epilog(z, folded, local), strict=True))
+    return {name: x.reshape(*rows, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}
+
+
+def _bind_empty(
+    plan: _sharding.Plan, spec: MatmulSpec, shapes: dict[str, tuple[int, ...]], dtype, operands: dict[str, Any]
+) -> dict[str, Any]:
+    """The epilog of a sum over nothing; `shapes` are those of the results on each device."""
+    gradient, shape = _epilog.rule(spec.epilog).gradient, shapes["d"]
+    if _bgrad.summed(gradient) in ("a", "b"):
+        rest = _bind_empty(plan, spec.replace(epilog=Epilog.NONE), shapes, dtype, operands)
+        return rest | {gradient: jnp.zeros(shapes[gradient], spec.out_dtype)}
     z = jnp.zeros((math.prod(shape[:-1]), shape[-1]), _spec.accumulator(dtype))
-    added = [x.reshape(z.shape) if x.ndim > 1 else x for x in extra]
-    return [x.reshape(*shape[:-1], x.shape[-1]) for x in _xla.apply_epilog(z, added, spec)]
+    return _sum_over_data(_apply_epilog(z, operands, spec, shape[:-1]), sum(plan.out[:-1], ()))
 
 
-def _bind_shards(spec: MatmulSpec, dimension: int, a, b, *extra, auto: bool = False):
-    """[d] or [d, aux] from shards of any rank; `dimension` of a is the one gathered or scattered."""
+def _bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, Any], *, auto: bool = False) -> dict[str, Any]:
+    """The results from shards of any rank; `dimension` of a is the one gathered or scattered."""
     spec = spec.replace(is_typed=_compat.is_vma_checked())
-    c = extra[0] if spec.has_c else None
-    bias = extra[-1] if _epilog.rule(spec.epilog).has_bias else None
+    a, b = operands["a"], operands["b"]
+    extra = {name: operands[name] for name in _spec.operand_names(spec)}
     if a.ndim == 2:
-        outputs = bind(spec, a, b, c, bias, auto=auto)
-        return [x for x in outputs if x is not None]
+        return bind(spec, a, b, extra, auto=auto)
     if spec.transpose_a:
         a, spec = a.swapaxes(-1, -2), spec.replace(transpose_a=False)
     ordered = spec.pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER)
     shape, lead = a.shape[:-1], dimension if ordered else 0
     batch, rows = math.prod(shape[:lead]), math.prod(shape[lead:])
-    if c is not None:
-        c = c.reshape(batch, -1, c.shape[-1])
-    outputs = bind_rows(spec, a.reshape(batch, rows, a.shape[-1]), b, c, bias, auto=auto)
+    extra = {name: x.reshape(batch, -1, x.shape[-1]) if has_rows(name) else x for name, x in extra.items()}
+    outputs = bind_rows(spec, a.reshape(batch, rows, a.shape[-1]), b, extra, auto=auto)
     shape = list(shape)
     if ordered:
         shape[lead] = _spec.output_rows(spec, shape[lead])
-    return [x.reshape(*shape, x.shape[-1]) for x in outputs if x is not None]
+    return {name: x.reshape(*shape, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}

@@ -9,6 +9,9 @@ import enum
 class Epilog(enum.IntEnum):
     """What is done to `z = alpha * op(a) @ op(b) + beta * c` before it is stored.
 
+    ALLREDUCE is a bit: alone, or with another as in `Epilog.ALLREDUCE | Epilog.BIAS`. It says that the ranks' products
+    are summed on every rank, which is what the all-reduce pattern does with and without it; elsewhere it is refused.
+
     Names and numbers are those of `cublasMpMatmulEpilogue_t` (cublasmp.h 0.10); NONE is its DEFAULT.
     """
 
@@ -37,17 +40,33 @@ class EpilogRule:
     """A row of the table.
 
     `with_aux` is the epilog that computes the same D and also stores `aux`, which the gradient reads;
-    None where the gradient needs nothing.
+    None where the gradient needs nothing. `derivative` is the activation by whose derivative z is multiplied;
+    `gradient` names the bias gradient, a further result (or is empty), which `without_gradient` leaves out.
     """
 
     activation: str | None = None
     has_bias: bool = False
     aux: str | None = None
     with_aux: Epilog | None = None
+    derivative: str | None = None
+    gradient: str = ""
+    without_gradient: Epilog = Epilog.NONE
+
+    @property
+    def aux_input(self) -> str:
+        """The aux output of the forward call that a derivative reads, or nothing."""
+        return f"{self.derivative}_aux" if self.derivative else ""
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        return ("bias",) if self.has_bias else ()
+        """Names of the operands that the epilog adds to a, b and c, in order."""
+        names = ("bias" if self.has_bias else "", self.aux_input)
+        return tuple(name for name in names if name)
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the results that the epilog adds to d, in order."""
+        return tuple(name for name in (self.aux, self.gradient) if name)
 
 
 _RULES = {
@@ -61,14 +80,17 @@ _RULES = {
     Epilog.GELU_AUX: EpilogRule("gelu", aux="gelu_aux", with_aux=Epilog.GELU_AUX),
     Epilog.GELU_BIAS: EpilogRule("gelu", True, with_aux=Epilog.GELU_AUX_BIAS),
     Epilog.GELU_AUX_BIAS: EpilogRule("gelu", True, "gelu_aux", Epilog.GELU_AUX_BIAS),
+    Epilog.DRELU: EpilogRule(derivative="relu"),
+    Epilog.DRELU_BGRAD: EpilogRule(derivative="relu", gradient="drelu_bgrad", without_gradient=Epilog.DRELU),
+    Epilog.DGELU: EpilogRule(derivative="gelu"),
+    Epilog.DGELU_BGRAD: EpilogRule(derivative="gelu", gradient="dgelu_bgrad", without_gradient=Epilog.DGELU),
+    Epilog.BGRADA: EpilogRule(gradient="bgrada"),
+    Epilog.BGRADB: EpilogRule(gradient="bgradb"),
 }
 
 
 def rule(epilog: Epilog) -> EpilogRule:
-    """The table's row for `epilog`; NotImplementedError names those that are not there yet."""
-    if epilog not in _RULES:
-        have = ", ".join(e.name for e in _RULES)
-        raise NotImplementedError(f"epilog {epilog.name} is not implemented; implemented are {have}")
+    """The table's row for `epilog`, which is without the ALLREDUCE bit."""
     return _RULES[epilog]
 
 

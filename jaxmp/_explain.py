@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp import _compat, _epilog, _lowering, _native, _partitioning
+from jaxmp import _bgrad, _compat, _epilog, _lowering, _native, _partitioning
 from jaxmp._primitive import auto_matmul_epilog_p, auto_matmul_p, matmul_epilog_p, matmul_p
 from jaxmp._route import find_route
 from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, output_shape
@@ -59,6 +59,11 @@ _COMMUNICATES = {
     "psum": "sums the cotangents of an operand that is the same on several ranks",
     "psum_invariant": "sums the cotangents of an operand that is the same on several ranks",
     "all_gather_invariant": "asked for by out_sharding; with the other operand whole, the ranks compute the same",
+}
+# And where the scope says it better.
+_SCOPES = {
+    _bgrad.SCOPE: "completes a bias gradient over axes that share its rows outside of the call",
+    "jaxmp_gather_rows": _COMMUNICATES["all_gather"],
 }
 # The pattern of a call under auto axes, until the partitioner has been asked.
 _UNSETTLED = "?"
@@ -154,7 +159,7 @@ def _walk(jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row]:
             is_auto = eqn.primitive in (auto_matmul_p, auto_matmul_epilog_p)
             yield dataclasses.replace(row, pattern=_UNSETTLED) if is_auto else row
         elif eqn.primitive.name in _COMMUNICATES and any("jaxmp" in name for name in names):
-            collective = _communication_row(eqn, count)
+            collective = _communication_row(eqn, count, names)
             yield from () if collective is None else (collective,)
         else:
             inner = count * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else count
@@ -223,7 +228,7 @@ def _bytes_moved(spec: MatmulSpec, a, b, implementation: str) -> int:
     return full * (p - 1) // p * (2 if spec.pattern == Pattern.ALL_REDUCE else 1)
 
 
-def _communication_row(eqn, count: int) -> Row | None:
+def _communication_row(eqn, count: int, scopes: tuple[str, ...]) -> Row | None:
     """A collective beside the calls, or None where a reshard only takes a part of what each rank has."""
     local, result = (_local_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
     dtype, name = eqn.invars[0].aval.dtype, eqn.primitive.name
@@ -243,7 +248,7 @@ def _communication_row(eqn, count: int) -> Row | None:
         accumulator="",
         epilog="",
         implementation="xla",
-        why=_COMMUNICATES[name],
+        why=next((why for scope, why in _SCOPES.items() if scope in "/".join(scopes)), _COMMUNICATES[name]),
         algorithm=f"jax.sharding.{name}" if name == "reshard" else f"lax.{name}",
         flops=0,
         bytes_moved=moved * dtype.itemsize,

@@ -16,11 +16,21 @@ import numpy as np
 from jax import lax
 
 from jaxmp import _epilog, _layout, _native, _xla
-from jaxmp._activation import gelu_derivative, unpack_relu_aux
+from jaxmp._activation import multiply_by_slope
 from jaxmp._compat import mlir
-from jaxmp._primitive import activation_grad_p, matmul_epilog_p, matmul_p
+from jaxmp._epilog import Epilog
+from jaxmp._primitive import activation_grad_p, has_rows, matmul_epilog_p, matmul_p
 from jaxmp._route import Capabilities, find_route, why_unsupported
-from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, output_shape
+from jaxmp._spec import (
+    DIMS,
+    MatmulSpec,
+    Pattern,
+    accumulator,
+    global_extents,
+    operand_names,
+    output_names,
+    output_shape,
+)
 
 _DTYPES = {
     "float32": "f32",
@@ -31,6 +41,10 @@ _DTYPES = {
     "complex128": "c128",
 }
 _COMPUTE = {"float32": "32F", "float64": "64F", "complex64": "32F", "complex128": "64F"}
+
+
+# cuBLASMp's A is our b.
+_SWAPPED = {Epilog.BGRADA: Epilog.BGRADB, Epilog.BGRADB: Epilog.BGRADA}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +104,12 @@ def call_attributes(spec: MatmulSpec, a, b) -> dict:
         "dtype_b": _DTYPES[a.dtype.name],
         "dtype_c": out if spec.has_c else "none",
         "dtype_d": out,
-        "dtype_bias": out if row.has_bias else "none",
-        "dtype_aux": {None: "none", "relu_aux": "u8", "gelu_aux": out}[row.aux],
+        "dtype_bias": out if row.has_bias or row.gradient else "none",
+        "dtype_aux": {None: "none", "relu_aux": "u8", "gelu_aux": out}[row.aux or row.aux_input],
         "compute": _COMPUTE[accumulator(a.dtype).name],
         "alpha": _complex_pair(spec.alpha),
         "beta": _complex_pair(spec.beta),
-        "epilog": np.int64(spec.epilog),
+        "epilog": np.int64(_SWAPPED.get(spec.epilog, spec.epilog)),
         "mesh_shape": np.array([size for _, size in spec.mesh], np.int64),
         "axes_row": np.array([names.index(axis) for axis in axes_row], np.int64),
         "axes_col": np.array([names.index(axis) for axis in axes_col], np.int64),
@@ -114,15 +128,19 @@ def _complex_pair(value) -> np.ndarray:
 
 
 def without_conjugation(spec: MatmulSpec) -> MatmulSpec:
-    """The spec less the conjugations that precede the call: cuBLASMp conjugates only what it transposes."""
+    """The spec less the conjugations that precede the call: cuBLASMp conjugates only what it transposes, and sums
+    only what it does not conjugate."""
     return spec.replace(
-        conjugate_a=spec.conjugate_a and spec.transpose_a,
+        conjugate_a=spec.conjugate_a and spec.transpose_a and spec.epilog != Epilog.BGRADA,
         conjugate_b=spec.conjugate_b and spec.transpose_b,
     )
 
 
 def _fused_matmul(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities):
-    """[d] or [d, aux] through the custom call, in the forms that the library takes."""
+    """The results through the custom call, in the forms that the library takes."""
+    if _epilog.rule(spec.epilog).gradient and 0 in output_shape(spec, a.shape, b.shape):
+        # Nothing to multiply, but sums to be written.
+        return _xla.matmul(a, b, *extra, spec=spec, platform="cpu")
     asked, spec = spec, without_conjugation(spec)
     a = lax.conj(a) if asked.conjugate_a and not spec.conjugate_a else a
     b = lax.conj(b) if asked.conjugate_b and not spec.conjugate_b else b
@@ -136,44 +154,58 @@ def _fused_matmul(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities):
         return _scatter_then_gather(a, b, *extra, spec=spec)
     elif kind == "separate_epilog":
         plain = spec.bilinear(out_dtype=accumulator(a.dtype))
-        return _xla.apply_epilog(_custom_call(a, b, spec=plain)[0], extra, spec.replace(alpha=1.0))
+        z = _fused_matmul(a, b, spec=plain, capabilities=capabilities)[0]
+        return _xla.apply_epilog(z, extra, spec.replace(alpha=1.0), a, b)
     return _custom_call(a, b, *extra, spec=spec)
 
 
 def _scatter_then_gather(a, b, *extra, spec: MatmulSpec):
     """An all-reduced product as a reduce-scattered one whose rows are then gathered."""
-    if spec.has_c:
-        c, *rest = extra
-        extra = (_xla.own_part(c, 0, spec.row_axes), *rest)
+    # What has rows is cut as the scattered rows are.
+    extra = tuple(
+        _xla.own_part(x, 0, spec.row_axes) if has_rows(name) else x
+        for name, x in zip(operand_names(spec), extra, strict=True)
+    )
     outputs = _custom_call(a, b, *extra, spec=spec.replace(pattern=Pattern.REDUCE_SCATTER))
-    return [lax.all_gather(x, spec.row_axes, axis=0, tiled=True) for x in outputs]
+    return [
+        lax.all_gather(x, spec.row_axes, axis=0, tiled=True) if has_rows(name) else x
+        for name, x in zip(output_names(spec), outputs, strict=True)
+    ]
 
 
 def _custom_call(a, b, *extra, spec: MatmulSpec):
-    """[d] or [d, aux] of one custom call."""
+    """The results of one custom call."""
     _native.register()
     rows, cols = output_shape(spec, a.shape, b.shape)
-    aux = _epilog.rule(spec.epilog).aux
-    results = [jax.ShapeDtypeStruct((rows, cols), spec.out_dtype)]
-    if aux == "relu_aux":
-        results.append(jax.ShapeDtypeStruct((rows, _layout.relu_aux_bytes(cols)), jnp.uint8))
-    elif aux == "gelu_aux":
-        results.append(jax.ShapeDtypeStruct((rows, _layout.gelu_aux_ld(cols)), spec.out_dtype))
-    operands = [b, a, *extra]
+    stored = {
+        "d": jax.ShapeDtypeStruct((rows, cols), spec.out_dtype),
+        "relu_aux": jax.ShapeDtypeStruct((rows, _layout.relu_aux_bytes(cols)), jnp.uint8),
+        "gelu_aux": jax.ShapeDtypeStruct((rows, _layout.gelu_aux_ld(cols)), spec.out_dtype),
+    }
+    for name in output_names(spec):
+        if DIMS[name] in ("m", "n"):
+            size = cols if DIMS[name] == "n" else global_extents(spec, a.shape, b.shape)[0]
+            stored[name] = jax.ShapeDtypeStruct((size,), spec.out_dtype)
+    names = output_names(spec)
+    operands = [b, a, *(_as_stored(name, x) for name, x in zip(operand_names(spec), extra, strict=True))]
     if spec.nranks > 1:
         # Which device of the mesh this is: the call's own way to know its rank, on any device assignment.
         operands.append(lax.axis_index(tuple(name for name, _ in spec.mesh)).astype(jnp.int32))
     with jax.enable_x64(True):  # attributes are 64-bit
-        call = jax.ffi.ffi_call(_native.TARGET, results)
-        d, *aux_out = call(*operands, **call_attributes(spec, a, b))
-    return [d, *(x[:, :cols] if aux == "gelu_aux" else x for x in aux_out)]
+        call = jax.ffi.ffi_call(_native.TARGET, [stored[name] for name in names])
+        outputs = call(*operands, **call_attributes(spec, a, b))
+    return [x[:, :cols] if name == "gelu_aux" else x for name, x in zip(names, outputs, strict=True)]
+
+
+def _as_stored(name: str, x):
+    """A gelu_aux input with its rows padded as cuBLASLt wants them."""
+    if name != "gelu_aux":
+        return x
+    return jnp.pad(x, ((0, 0), (0, _layout.gelu_aux_ld(x.shape[1]) - x.shape[1])))
 
 
 def _activation_grad(aux, t, *, activation: str):
-    if activation == "relu":
-        return jnp.where(unpack_relu_aux(aux, t.shape[-1]), t, jnp.zeros_like(t))
-    slope = gelu_derivative(aux)
-    return (t.astype(slope.dtype) * slope).astype(t.dtype)
+    return multiply_by_slope(activation, aux, t)
 
 
 def _rule(platform: str, is_multiple: bool):

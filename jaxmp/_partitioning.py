@@ -14,15 +14,16 @@ import threading
 from collections.abc import Callable
 
 import jax
+from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _epilog, _layout
+from jaxmp import _bgrad, _layout
 from jaxmp._compat import mlir
 from jaxmp._primitive import auto_matmul_epilog_p, auto_matmul_p, bind
 from jaxmp._sharding import Dim, Dims, to_dims
-from jaxmp._spec import MatmulSpec, Pattern
+from jaxmp._spec import DIMS, MatmulSpec, Pattern, check_all_reduce, operand_names, output_names
 
 # Who watches the partitioner, which may call back on any thread.
 _observers: list[Callable] = []
@@ -79,7 +80,7 @@ def _partition(spec: MatmulSpec, mesh, args, results):
         for x in (args[0], args[1], first)
     ]
     if (
-        _epilog.rule(spec.epilog).aux == "relu_aux"
+        "relu_aux" in (*operand_names(spec), *output_names(spec))
         and _shard(first.shape[1], dims[2][1], mesh.shape) % _layout.RELU_AUX_BITS
     ):
         # The mask is padded per shard; under the partitioner its shape cannot depend on the shards.
@@ -89,16 +90,24 @@ def _partition(spec: MatmulSpec, mesh, args, results):
     if pattern == Pattern.REDUCE_SCATTER and not _divides(first.shape[0], out[0], mesh.shape):
         pattern, out = Pattern.ALL_REDUCE, (a[1] if spec.transpose_a else a[0], out[1])
     local = spec.replace(pattern=pattern, row_axes=group, mesh=tuple(mesh.shape.items()))
+    local = check_all_reduce("jaxmp.matmul", local)
+    outside = _without(out[0], group)
 
-    extra = [out] * spec.has_c + [(out[1],)] * _epilog.rule(spec.epilog).has_bias
-    operands = [_sharding(mesh, dim) for dim in (a, b, *extra)]
-    aux = _epilog.rule(spec.epilog).aux
-    outputs = [_sharding(mesh, out)] * (2 if aux else 1)
+    def placed(name: str) -> NamedSharding:
+        where = {"m": outside if name == "bgrada" else out[0], "n": out[1], "p": out[1]}
+        return _sharding(mesh, tuple(where[dim] for dim in DIMS[name]))
+
+    operands = [_sharding(mesh, a), _sharding(mesh, b), *map(placed, operand_names(spec))]
+    outputs = list(map(placed, output_names(spec)))
 
     def lower(*shards):
         for callback in list(_observers):
             callback(local, [jax.typeof(x) for x in shards])
-        return _body(local, *shards)
+        results = _body(local, *shards)
+        if _bgrad.summed(output_names(spec)[-1]) != "d" or not outside:
+            return results
+        *rest, gradient = results
+        return (*rest, lax.psum(gradient, outside))
 
     return mesh, lower, tuple(outputs) if len(outputs) > 1 else outputs[0], tuple(operands)
 
@@ -124,18 +133,15 @@ def _sharding(mesh, dims: Dims) -> NamedSharding:
 
 
 def _body(spec: MatmulSpec, a, b, *extra):
-    c = extra[0] if spec.has_c else None
-    bias = extra[-1] if _epilog.rule(spec.epilog).has_bias else None
-    d, aux = bind(spec, a, b, c, bias)
-    return d if aux is None else (d, aux)
+    outputs = tuple(bind(spec, a, b, dict(zip(operand_names(spec), extra, strict=True))).values())
+    return outputs if len(outputs) > 1 else outputs[0]
 
 
 def _sharding_rule(spec: MatmulSpec) -> str:
-    row = _epilog.rule(spec.epilog)
-    operands = ["k m" if spec.transpose_a else "m k", "n k" if spec.transpose_b else "k n"]
-    operands += ["m n"] * spec.has_c + ["n"] * row.has_bias
     # The packed relu mask has its own extent over n, so n cannot be propagated into it.
-    results = ["m n", *{"gelu_aux": ["m n"], "relu_aux": ["m p"]}.get(row.aux or "", [])]
+    operands = ["k m" if spec.transpose_a else "m k", "n k" if spec.transpose_b else "k n"]
+    operands += [" ".join(DIMS[name]) for name in operand_names(spec)]
+    results = [" ".join(DIMS[name]) for name in output_names(spec)]
     return ", ".join(operands) + " -> " + ", ".join(results)
 
 

@@ -1,7 +1,7 @@
 """`matmul_p` and its companions: abstract evaluation, binding, registration of the rules.
 
 matmul_p(a, b)                      d = alpha * op(a) @ op(b): bilinear and pure; operands are the shards of one device
-matmul_epilog_p(a, b, [c], [bias])  (d, [aux]): the same call with C and an epilog
+matmul_epilog_p(a, b, *operands)    the same call with C and an epilog; `_spec` names its operands and results
 activation_grad_p(aux, t)           t * act'(z), linear in t; reads the packed aux, so the aux itself is the residual
 
 The `auto_` twins are what a bare `jit` over auto axes binds: one global product whose pattern XLA's partitioner
@@ -10,11 +10,26 @@ chooses (`_partitioning`). They share every rule but the lowering.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp import _compat, _epilog, _layout
-from jaxmp._spec import MatmulSpec, Pattern, axes_text, check_local_shapes, output_rows, output_shape
+from jaxmp import _compat, _layout
+from jaxmp._epilog import Epilog
+from jaxmp._spec import (
+    DIMS,
+    MatmulSpec,
+    Pattern,
+    axes_text,
+    check_local_shapes,
+    global_extents,
+    operand_names,
+    output_names,
+    output_rows,
+    output_shape,
+)
 
 matmul_p = _compat.make_primitive("jaxmp_matmul", multiple_results=False)
 matmul_epilog_p = _compat.make_primitive("jaxmp_matmul_epilog", multiple_results=True)
@@ -25,22 +40,22 @@ activation_grad_p = _compat.make_primitive("jaxmp_activation_grad", multiple_res
 AUTO_TWIN = {matmul_p: auto_matmul_p, matmul_epilog_p: auto_matmul_epilog_p}
 
 
-def bind(spec: MatmulSpec, a, b, c=None, bias=None, *, auto: bool = False):
-    """Bind on 2-D shards; returns (d, aux or None)."""
+def bind(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *, auto: bool = False) -> dict[str, Any]:
+    """The results by name, on 2-D shards; `extra` holds the operands after a and b by name."""
+    extra = extra or {}
     if auto:
         bilinear_p, epilog_p = auto_matmul_p, auto_matmul_epilog_p
     else:
         bilinear_p, epilog_p = matmul_p, matmul_epilog_p
-    spec = spec.replace(has_c=c is not None)
-    extra = [x.astype(spec.out_dtype) for x in (c, bias) if x is not None]
-    if not extra and not _epilog.rule(spec.epilog).activation:
-        return bilinear_p.bind(a, b, spec=spec), None
-    d, *aux = epilog_p.bind(a, b, *extra, spec=spec)
-    return d, aux[0] if aux else None
+    spec = spec.replace(has_c="c" in extra)
+    if spec.epilog == Epilog.NONE and not extra:
+        return {"d": bilinear_p.bind(a, b, spec=spec)}
+    outputs = epilog_p.bind(a, b, *(extra[name] for name in operand_names(spec)), spec=spec)
+    return dict(zip(output_names(spec), outputs, strict=True))
 
 
-def bind_rows(spec: MatmulSpec, a, b, c=None, bias=None, *, auto: bool = False):
-    """As `bind` for a of shape (batch, m, k), c and d (batch, m, n), in one call.
+def bind_rows(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *, auto: bool = False) -> dict[str, Any]:
+    """As `bind` for a of shape (batch, m, k), and whatever has rows (batch, m, n), in one call.
 
     Where the pattern is indifferent to the order of rows the batch folds into them. Gathered and scattered rows
     are ordered by rank first, so there the rank's index has to be the slowest: (P, batch, m/P).
@@ -53,18 +68,25 @@ def bind_rows(spec: MatmulSpec, a, b, c=None, bias=None, *, auto: bool = False):
     if spec.pattern == Pattern.REDUCE_SCATTER and batch > 1:
         check_local_shapes("jaxmp", spec, (rows, k), b.shape)
         a = jnp.swapaxes(a.reshape(batch, p, rows // p, k), 0, 1)
-    if c is not None:
+
+    def fold(x):
         if gathers:
-            c = jnp.swapaxes(c.reshape(batch, p, rows, c.shape[-1]), 0, 1)
-        c = c.reshape(-1, c.shape[-1])
-    d, aux = bind(spec, a.reshape(batch * rows, k), b, c, bias, auto=auto)
+            x = jnp.swapaxes(x.reshape(batch, p, rows, x.shape[-1]), 0, 1)
+        return x.reshape(-1, x.shape[-1])
 
     def unfold(x):
         if gathers:
             x = jnp.swapaxes(x.reshape(p, batch, rows, x.shape[-1]), 0, 1)
         return x.reshape(batch, output_rows(spec, rows), x.shape[-1])
 
-    return unfold(d), None if aux is None else unfold(aux)
+    folded = {name: fold(x) if has_rows(name) else x for name, x in (extra or {}).items()}
+    outputs = bind(spec, a.reshape(batch * rows, k), b, folded, auto=auto)
+    return {name: unfold(x) if has_rows(name) else x for name, x in outputs.items()}
+
+
+def has_rows(name: str) -> bool:
+    """Whether an operand or result has d's rows and columns, so that leading dimensions fold into its rows."""
+    return len(DIMS[name]) == 2
 
 
 def cast_varying(x, axes):
@@ -86,8 +108,8 @@ def _output_varying(spec: MatmulSpec, a, b, extra=()) -> frozenset[str]:
         added = x.manual_axis_type.varying
         if spec.pattern == Pattern.ALL_REDUCE and added & group:
             raise ValueError(
-                f"matmul_all_reduce: c and bias must be equal on every rank of axis {axes_text(spec.group_axes)}, "
-                f"but one varies over {sorted(added & group)}; add it after the call, or reduce it first"
+                "matmul_all_reduce: c and epilog inputs must be equal on every rank of axis "
+                f"{axes_text(spec.group_axes)}, but one varies over {sorted(added & group)}; add it after the call, or reduce it first"
             )
         product = product | added
     return frozenset(product)
@@ -105,13 +127,25 @@ def _matmul_abstract_eval(a, b, *, spec):
 
 def _matmul_epilog_abstract_eval(a, b, *extra, spec):
     d = _output_aval(spec, a, b, extra)
-    aux = _epilog.rule(spec.epilog).aux
-    if aux is None:
-        return [d]
-    if aux == "gelu_aux":
-        return [d, d]
-    shape = (d.shape[0], _layout.relu_aux_bytes(d.shape[1]))
-    return [d, _compat.with_shape(d, shape, jnp.uint8, d.manual_axis_type.varying)]
+    return [_result_aval(name, spec, a, b, d) for name in output_names(spec)]
+
+
+def _result_aval(name: str, spec: MatmulSpec, a, b, d):
+    """The type of d, or of a result beside it."""
+    varying = d.manual_axis_type.varying
+    if DIMS[name] == "mn":
+        return d
+    if DIMS[name] == "mp":
+        return _compat.with_shape(d, (d.shape[0], _layout.relu_aux_bytes(d.shape[1])), jnp.uint8, varying)
+    # Bias gradients: complete, so the same on all ranks that share what is summed.
+    shared = frozenset(spec.row_axes if spec.pattern != Pattern.ALL_GATHER else ())
+    if name == "bgrada":
+        shape = (global_extents(spec, a.shape, b.shape)[0],)
+        varying, shared = a.manual_axis_type.varying, frozenset(spec.group_axes)
+    else:
+        shape = (d.shape[1],)
+        varying = b.manual_axis_type.varying if name == "bgradb" else varying
+    return _compat.with_shape(d, shape, spec.out_dtype, frozenset(varying) - shared)
 
 
 def _activation_grad_abstract_eval(aux, t, *, activation):

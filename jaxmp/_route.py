@@ -12,8 +12,9 @@ import math
 
 import numpy as np
 
+from jaxmp import _epilog
 from jaxmp._epilog import Epilog
-from jaxmp._spec import MatmulSpec, Pattern, output_shape
+from jaxmp._spec import MatmulSpec, Pattern, global_extents, output_shape
 
 # What a byte through a link costs beside a byte through local memory: an H200 reads and writes 4.8 TB/s and sends
 # 0.45 TB/s each way over NVLink (NVIDIA H200 data sheet).
@@ -52,6 +53,8 @@ def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
 
 def find_route(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabilities: Capabilities) -> Route:
     """The cheapest way to give the call with these local shapes to the library."""
+    if _epilog.rule(spec.epilog).derivative and global_extents(spec, a_shape, b_shape)[2] == 1:
+        return Route("separate_epilog", "cuBLASMp multiplies by an activation's derivative only where k is not 1")
     if spec.pattern == Pattern.ALL_REDUCE:
         return _route_all_reduce(spec, a_shape, b_shape, itemsize, capabilities)
     if spec.pattern == Pattern.GRID:
@@ -69,6 +72,11 @@ def _route_all_reduce(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabil
         return Route("direct", "")
     rows, cols = output_shape(spec, a_shape, b_shape)
     p = spec.nranks
+    if spec.epilog in (Epilog.BGRADA, Epilog.BGRADB):
+        # A copy would be stored so that it cannot be summed.
+        form = "cuBLASMp all-reduces no product whose operand it sums"
+        kind = "separate_epilog" if rows % p else "reduce_scatter_all_gather"
+        return Route(kind, form)
     copied = 2 * sum(math.prod(shape) for shape in misplaced) * itemsize
     gathered = rows * cols * (p - 1) // p * np.dtype(spec.out_dtype).itemsize
     form = "cuBLASMp all-reduces with a stored (m, k) and b stored (n, k) only"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp import _epilog
+from jaxmp import _epilog, _layout
 from jaxmp._epilog import Epilog
 
 IMPLEMENTATIONS = (None, "host", "xla", "cublasmp")
@@ -28,6 +28,20 @@ _RESULT_TYPES = {
     "float16": ("float16", "float32"),
 }
 _ACCUMULATORS = {"bfloat16": "float32", "float16": "float32"}
+
+
+# What each operand and result spans, by name: rows (m) and columns (n) of d, or n as a mask packed into bytes (p).
+DIMS = {
+    "c": "mn",
+    "bias": "n",
+    "d": "mn",
+    "relu_aux": "mp",
+    "gelu_aux": "mn",
+    "drelu_bgrad": "n",
+    "dgelu_bgrad": "n",
+    "bgrada": "m",
+    "bgradb": "n",
+}
 
 
 class Pattern(enum.StrEnum):
@@ -46,7 +60,8 @@ class MatmulSpec:
 
     `mesh` holds every mesh axis as (name, size), since nothing ambient may matter later. `row_axes` are the
     axes of the group; for a grid, the axes over which the rows of every stored matrix are split, and
-    `col_axes` those of the columns. `is_typed` says that the enclosing shard_map checks varying axes.
+    `col_axes` those of the columns. `is_typed` says that the enclosing shard_map checks varying axes, and
+    `asks_all_reduce` that the epilog has the ALLREDUCE bit and the pattern is not known yet.
     """
 
     out_dtype: np.dtype
@@ -65,6 +80,7 @@ class MatmulSpec:
     precision: Any = None
     implementation: str | None = None
     is_typed: bool = False
+    asks_all_reduce: bool = False
 
     @property
     def group_axes(self) -> tuple[str, ...]:
@@ -87,13 +103,23 @@ class MatmulSpec:
 
     def bilinear(self, **changes) -> MatmulSpec:
         """The same product without C and epilog."""
-        return self.replace(beta=0.0, has_c=False, epilog=Epilog.NONE, **changes)
+        return self.replace(**{"beta": 0.0, "has_c": False, "epilog": Epilog.NONE, "asks_all_reduce": False} | changes)
 
 
 def accumulator(dtype) -> np.dtype:
     """Type in which products of `dtype` are summed."""
     name = np.dtype(dtype).name
     return np.dtype(_ACCUMULATORS.get(name, name))
+
+
+def operand_names(spec: MatmulSpec) -> tuple[str, ...]:
+    """The operands after a and b, in the order of the primitive and of the custom call."""
+    return ("c",) * spec.has_c + _epilog.rule(spec.epilog).inputs
+
+
+def output_names(spec: MatmulSpec) -> tuple[str, ...]:
+    """The results, in the order of the primitive and of the custom call."""
+    return ("d", *_epilog.rule(spec.epilog).outputs)
 
 
 def output_rows(spec: MatmulSpec, rows: int) -> int:
@@ -271,13 +297,18 @@ def check_widens(name: str, argument: str, x, out_dtype) -> None:
         )
 
 
-def check_epilog(name: str, epilog, epilog_inputs, out_dtype, n: int) -> tuple[Epilog, Any]:
-    """(epilog, bias or None) after checking that exactly the inputs of the epilog are there."""
+def check_epilog(name: str, spec: MatmulSpec, epilog, epilog_inputs, shape, ndim_a: int) -> tuple[MatmulSpec, dict]:
+    """(spec with the epilog, its inputs in the types of the call), for d of `shape`.
+
+    The columns of a relu_aux depend on the pattern: see `check_relu_aux`.
+    """
+    out = spec.out_dtype
     try:
-        epilog = Epilog(epilog)
-    except ValueError:
+        number = int(epilog)
+        epilog = Epilog(number & ~Epilog.ALLREDUCE)
+        row = _epilog.rule(epilog)
+    except (TypeError, ValueError):
         raise ValueError(f"{name}: epilog must be a jaxmp.Epilog, got {epilog!r}") from None
-    row = _epilog.rule(epilog)
     given = dict(epilog_inputs or {})
     missing = [key for key in row.inputs if given.get(key) is None]
     unknown = sorted(set(given) - set(row.inputs))
@@ -291,19 +322,86 @@ def check_epilog(name: str, epilog, epilog_inputs, out_dtype, n: int) -> tuple[E
             f"{name}: epilog {epilog.name} takes epilog_inputs {list(row.inputs)}, got unknown {unknown}; "
             "drop them or choose an epilog that uses them"
         )
-    if row.activation and jnp.issubdtype(out_dtype, jnp.complexfloating):
-        raise TypeError(
-            f"{name}: epilog {epilog.name} is defined for real types, the result is {np.dtype(out_dtype).name}"
+    if (row.activation or row.derivative) and jnp.issubdtype(out, jnp.complexfloating):
+        raise TypeError(f"{name}: epilog {epilog.name} is defined for real types, the result is {np.dtype(out).name}")
+    _check_summed_operand(name, spec, epilog, ndim_a)
+    checks = {"bias": _check_bias, "relu_aux": _check_relu_aux_input, "gelu_aux": _check_gelu_aux_input}
+    inputs = {key: checks[key](name, given[key], out, tuple(shape)) for key in row.inputs}
+    return spec.replace(epilog=epilog, asks_all_reduce=bool(number & Epilog.ALLREDUCE)), inputs
+
+
+def _check_summed_operand(name: str, spec: MatmulSpec, epilog: Epilog, ndim_a: int) -> None:
+    """cuBLASMp sums an operand over k only where k is its slowest stored dimension, column-major."""
+    if epilog == Epilog.BGRADB and spec.transpose_b:
+        raise NotImplementedError(
+            f"{name}: epilog BGRADB needs transpose_b=False, for cuBLASMp sums b over k only where it is stored (k, n); "
+            "store b so, or sum it ahead of the call"
         )
-    bias = given.get("bias")
-    if bias is not None:
-        check_array(name, "bias", bias, ndim=1)
-        if bias.shape[0] != n:
-            raise ValueError(
-                f"{name}: bias must have shape ({n},), one value per column of the result, got {tuple(bias.shape)}"
-            )
-        check_widens(name, "bias", bias, out_dtype)
-    return epilog, bias
+    if epilog == Epilog.BGRADA and not spec.transpose_a:
+        raise NotImplementedError(
+            f"{name}: epilog BGRADA needs transpose_a=True, for cuBLASMp sums a over k only where it is stored (k, m); "
+            "store a so, or sum it ahead of the call"
+        )
+    if epilog == Epilog.BGRADA and ndim_a != 2:
+        raise ValueError(
+            f"{name}: epilog BGRADA needs a with 2 dimensions, (k, m), got {ndim_a}; use jax.vmap for the others"
+        )
+
+
+def _check_bias(name: str, bias, out_dtype, shape):
+    check_array(name, "bias", bias, ndim=1)
+    if bias.shape[0] != shape[-1]:
+        raise ValueError(
+            f"{name}: bias must have shape ({shape[-1]},), one value per column of the result, got {tuple(bias.shape)}"
+        )
+    check_widens(name, "bias", bias, out_dtype)
+    return bias.astype(out_dtype)
+
+
+def _check_relu_aux_input(name: str, aux, out_dtype, shape):
+    if getattr(aux, "dtype", None) != np.uint8:
+        raise TypeError(
+            f"{name}: relu_aux must be the uint8 array that a RELU_AUX epilog returned, got "
+            f"{getattr(aux, 'dtype', type(aux).__name__)}"
+        )
+    if aux.ndim != len(shape) or tuple(aux.shape[:-1]) != shape[:-1]:
+        raise ValueError(
+            f"{name}: relu_aux must have the rows of the result, shape {(*shape[:-1], '...')}, got {tuple(aux.shape)}"
+        )
+    return aux
+
+
+def check_relu_aux(name: str, operands: dict[str, Any], spec: MatmulSpec, columns: int, shards: int = 1) -> None:
+    """Raise ValueError where an input mask is not packed as `shards` shards of d's columns would be."""
+    if "relu_aux" not in _epilog.rule(spec.epilog).inputs:
+        return
+    aux, width = operands["relu_aux"], shards * _layout.relu_aux_bytes(columns // shards)
+    if aux.shape[-1] != width:
+        raise ValueError(
+            f"{name}: relu_aux must have {width} bytes a row, a bit for each of the result's {columns} columns, "
+            f"padded to 16 bytes in each of their {shards} shards, got shape {tuple(aux.shape)}"
+        )
+
+
+def _check_gelu_aux_input(name: str, aux, out_dtype, shape):
+    check_array(name, "gelu_aux", aux)
+    if tuple(aux.shape) != shape:
+        raise ValueError(f"{name}: gelu_aux must have the result's shape {shape}, got {tuple(aux.shape)}")
+    if np.dtype(aux.dtype) != np.dtype(out_dtype):
+        raise TypeError(f"{name}: gelu_aux must have the result's dtype {np.dtype(out_dtype).name}, got {aux.dtype}")
+    return aux
+
+
+def check_all_reduce(name: str, spec: MatmulSpec) -> MatmulSpec:
+    """The spec less its ALLREDUCE bit; ValueError where the call's pattern is not an all-reduce."""
+    nranks = spec.axis_size(tuple(axis for axis, _ in spec.mesh)) if spec.pattern == Pattern.LOCAL else spec.nranks
+    if spec.asks_all_reduce and spec.pattern != Pattern.ALL_REDUCE and nranks > 1:
+        raise ValueError(
+            f"{name}: epilog ALLREDUCE belongs to the all_reduce pattern, but this call's pattern is "
+            f"{spec.pattern.value}; shard the contraction and pass an out_sharding without its axis, call "
+            "matmul_all_reduce inside shard_map, or drop ALLREDUCE"
+        )
+    return spec.replace(asks_all_reduce=False)
 
 
 def check_implementation(name: str, implementation) -> None:

@@ -6,19 +6,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp import _epilog
-from jaxmp._activation import gelu, pack_relu_aux
-from jaxmp._spec import MatmulSpec, Pattern, accumulator, output_shape
+from jaxmp import _bgrad, _epilog
+from jaxmp._activation import gelu, multiply_by_slope, pack_relu_aux
+from jaxmp._spec import MatmulSpec, Pattern, accumulator, operand_names, output_names, output_shape
 
 
 def matmul(a, b, *extra, spec: MatmulSpec, platform: str):
-    """[d] or [d, aux] from one device's shards."""
+    """The results from one device's shards, in the order of `output_names`."""
     acc = accumulator(a.dtype)
     if 0 in (*a.shape, *b.shape):
-        return apply_epilog(jnp.zeros(output_shape(spec, a.shape, b.shape), acc), extra, spec)
+        return apply_epilog(jnp.zeros(output_shape(spec, a.shape, b.shape), acc), extra, spec, a, b)
     if platform == "cpu":
         # XLA:CPU has no 16-bit dot into float32 for every layout; widening is exact.
         a, b = a.astype(acc), b.astype(acc)
+    shards = a, b
     a, b = _gather_operands(spec, a, b)
     a = lax.conj(a) if spec.conjugate_a else a
     b = lax.conj(b) if spec.conjugate_b else b
@@ -28,27 +29,36 @@ def matmul(a, b, *extra, spec: MatmulSpec, platform: str):
         z = lax.psum(z, spec.row_axes)
     elif spec.pattern == Pattern.REDUCE_SCATTER:
         z = lax.psum_scatter(z, spec.row_axes, scatter_dimension=0, tiled=True)
-    return apply_epilog(z, extra, spec)
+    return apply_epilog(z, extra, spec, *shards)
 
 
-def apply_epilog(z, extra, spec: MatmulSpec):
-    """[d] or [d, aux] from the accumulated product: scale, add, activate, round once."""
+def apply_epilog(z, extra, spec: MatmulSpec, a=None, b=None):
+    """The results from the accumulated product: scale, add, activate, round once.
+
+    `a` and `b` are this device's shards, which some epilogs sum.
+    """
     acc = z.dtype
+    operands = dict(zip(operand_names(spec), extra, strict=True))
     z = z if spec.alpha == 1 else z * jnp.asarray(spec.alpha, acc)
     row = _epilog.rule(spec.epilog)
-    if spec.has_c:
-        c, *extra = extra
-        if spec.beta != 0:  # else C may hold NaN
-            z = z + (c.astype(acc) if spec.beta == 1 else c.astype(acc) * jnp.asarray(spec.beta, acc))
+    if spec.has_c and spec.beta != 0:  # else C may hold NaN
+        c = operands["c"].astype(acc)
+        z = z + (c if spec.beta == 1 else c * jnp.asarray(spec.beta, acc))
     if row.has_bias:
-        z = z + extra[0].astype(acc)[None, :]
-    d = {None: lambda x: x, "relu": jax.nn.relu, "gelu": gelu}[row.activation](z)
-    outputs = [d.astype(spec.out_dtype)]
+        z = z + operands["bias"].astype(acc)[None, :]
+    if row.derivative:
+        d = multiply_by_slope(row.derivative, operands[row.aux_input], z)
+    else:
+        d = {None: lambda x: x, "relu": jax.nn.relu, "gelu": gelu}[row.activation](z)
+    outputs = {"d": d.astype(spec.out_dtype)}
     if row.aux == "relu_aux":
-        outputs.append(pack_relu_aux(z > 0))
+        outputs["relu_aux"] = pack_relu_aux(z > 0)
     elif row.aux == "gelu_aux":
-        outputs.append(z.astype(spec.out_dtype))
-    return outputs
+        outputs["gelu_aux"] = z.astype(spec.out_dtype)
+    if row.gradient:
+        summed = {"a": a, "b": b, "d": outputs["d"]}[_bgrad.summed(row.gradient)]
+        outputs[row.gradient] = _bgrad.bias_gradient(row.gradient, spec, summed)
+    return [outputs[name] for name in output_names(spec)]
 
 
 def _gather_operands(spec: MatmulSpec, a, b):

@@ -38,16 +38,28 @@ def matmul(
     z = alpha * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
     if c is not None:
         z = z + beta * c
-    row = _epilog.rule(Epilog(epilog))
+    row = _epilog.rule(Epilog(int(epilog) & ~Epilog.ALLREDUCE))
     if row.has_bias:
         z = z + _as_row(epilog_inputs["bias"], z.ndim)
     d = activate(row.activation, z)
+    if row.derivative == "relu":
+        d = z * _unpack(epilog_inputs["relu_aux"], z.shape[-1], relu_aux_shards)
+    elif row.derivative == "gelu":
+        d = z * _activation.gelu_derivative(epilog_inputs["gelu_aux"])
+    if row.gradient:
+        sums = {"bgrada": lambda: jnp.sum(a, -1), "bgradb": lambda: jnp.sum(b, 0)}
+        return d, {row.gradient: sums.get(row.gradient, lambda: jnp.sum(d, tuple(range(d.ndim - 1))))()}
     if row.aux is None:
         return d
     if row.aux == "gelu_aux":
         return d, {row.aux: z}
     shards = jnp.split(z > 0, relu_aux_shards, axis=-1)
     return d, {row.aux: jnp.concatenate([_activation.pack_relu_aux(x) for x in shards], axis=-1)}
+
+
+def _unpack(mask, columns: int, shards: int):
+    parts = jnp.split(mask, shards, axis=-1)
+    return jnp.concatenate([_activation.unpack_relu_aux(x, columns // shards) for x in parts], axis=-1)
 
 
 def linear(x, w, bias=None, *, activation: str | None = None):

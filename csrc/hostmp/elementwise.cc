@@ -81,6 +81,22 @@ JAXMP_INLINE void gelu_body(T* values, int64_t count) {
   }
 }
 
+// With s = 1 / (1 + e^-2u): s + x s (1 - s) 2u'. Beyond 32 the slope is 0 or 1 in every type, and x^2 may not overflow.
+template <typename T>
+JAXMP_INLINE void gelu_slope_body(T* values, int64_t count) {
+  constexpr T kTwoSqrt2OverPi = T(1.5957691216057307118);
+  for (int64_t i = 0; i < count; ++i) {
+    T x = values[i];
+    x = x < T(-32) ? T(-32) : x;
+    x = x > T(32) ? T(32) : x;
+    const T twice_u = kTwoSqrt2OverPi * (x + T(0.044715) * x * x * x);
+    const T w = exp_of_negative(twice_u < T(0) ? twice_u : -twice_u);
+    const T larger = T(1) / (T(1) + w), smaller = w / (T(1) + w);
+    const T inner = kTwoSqrt2OverPi * (T(1) + T(0.134145) * x * x);
+    values[i] = (twice_u < T(0) ? smaller : larger) + x * (larger * smaller) * inner;
+  }
+}
+
 float widen_one(Float16 value) {
   const uint32_t sign = (value.bits & 0x8000u) << 16;
   const uint32_t magnitude = value.bits & 0x7fffu;
@@ -126,6 +142,7 @@ JAXMP_DISPATCH(widen, (const BFloat16* from, float* to, int64_t count), (from, t
 JAXMP_DISPATCH(narrow, (const float* from, BFloat16* to, int64_t count), (from, to, count),
                narrow_body(from, to, count))
 JAXMP_DISPATCH(gelu, (float* values, int64_t count), (values, count), gelu_body(values, count))
+JAXMP_DISPATCH(gelu_slope, (float* values, int64_t count), (values, count), gelu_slope_body(values, count))
 
 #if defined(__x86_64__)
 JAXMP_AVX2 int64_t widen_f16c(const Float16* from, float* to, int64_t count) {
@@ -161,5 +178,8 @@ void narrow(const float* from, Float16* to, int64_t count) {
 
 void gelu(float* values, int64_t count) { gelu_best(values, count); }
 void gelu(double* values, int64_t count) { gelu_body(values, count); }
+
+void gelu_slope(float* values, int64_t count) { gelu_slope_best(values, count); }
+void gelu_slope(double* values, int64_t count) { gelu_slope_body(values, count); }
 
 }  // namespace jaxmp::hostmp

@@ -20,6 +20,10 @@ void narrow(const float* from, Float16* to, int64_t count);
 void gelu(float* values, int64_t count);
 void gelu(double* values, int64_t count);
 
+// gelu'(x), in place.
+void gelu_slope(float* values, int64_t count);
+void gelu_slope(double* values, int64_t count);
+
 }  // namespace jaxmp::hostmp
 
 #endif  // JAXMP_HOSTMP_ELEMENTWISE_H_

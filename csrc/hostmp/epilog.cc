@@ -22,6 +22,12 @@ constexpr Epilog kEpilogs[] = {
     {abi::CUBLASMP_MATMUL_EPILOGUE_GELU_BIAS, "GELU_BIAS", Activation::kGelu, true, false},
     {abi::CUBLASMP_MATMUL_EPILOGUE_GELU_AUX, "GELU_AUX", Activation::kGelu, false, true},
     {abi::CUBLASMP_MATMUL_EPILOGUE_GELU_AUX_BIAS, "GELU_AUX_BIAS", Activation::kGelu, true, true},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_DRELU, "DRELU", Activation::kRelu, false, true, true},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_DRELU_BGRAD, "DRELU_BGRAD", Activation::kRelu, false, true, true, Gradient::kD},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_DGELU, "DGELU", Activation::kGelu, false, true, true},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_DGELU_BGRAD, "DGELU_BGRAD", Activation::kGelu, false, true, true, Gradient::kD},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_BGRADA, "BGRADA", Activation::kNone, false, false, false, Gradient::kA},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_BGRADB, "BGRADB", Activation::kNone, false, false, false, Gradient::kB},
 };
 
 // Rows are finished in strips that stay in the first cache. A multiple of 8, so that no two strips share a mask byte.
@@ -77,6 +83,22 @@ void write_aux(const Finish& f, int64_t row, int64_t col, const T* values, int64
   }
 }
 
+// values *= slope of the activation where the forward pass had aux, for one strip of a column.
+template <typename T, typename Out>
+void multiply_by_slope(const Finish& f, int64_t row, int64_t col, T* values, int64_t count) {
+  if constexpr (!IsComplex<T>::value) {
+    if (f.epilog->activation == Activation::kRelu) {
+      const uint8_t* const mask = static_cast<const uint8_t*>(f.aux) + col * f.aux_ld + row / 8;
+      for (int64_t i = 0; i < count; ++i) values[i] = mask[i / 8] >> (i % 8) & 1 ? values[i] : T(0);
+    } else {
+      T slope[kStrip];
+      load(static_cast<const Out*>(f.aux) + col * f.aux_ld + row, slope, count);
+      gelu_slope(slope, count);
+      for (int64_t i = 0; i < count; ++i) values[i] *= slope[i];
+    }
+  }
+}
+
 template <typename T>
 void activate(Activation activation, T* values, int64_t count) {
   if constexpr (!IsComplex<T>::value) {
@@ -106,12 +128,16 @@ void finish(const Finish& f) {
     for (int64_t col = 0; col < f.cols; ++col) {
       load(static_cast<const T*>(f.z) + col * f.ldz + row, values, count);
       for (int64_t i = 0; f.bias && i < count; ++i) values[i] += bias[i];
-      if (f.aux) write_aux<T, Out>(f, row, col, values, count);
-      activate(f.epilog->activation, values, count);
+      if (f.epilog->is_derivative) {
+        multiply_by_slope<T, Out>(f, row, col, values, count);
+      } else {
+        if (f.aux) write_aux<T, Out>(f, row, col, values, count);
+        activate(f.epilog->activation, values, count);
+      }
       store(values, static_cast<Out*>(f.d) + col * f.ldd + row, count);
     }
   }
-  if (f.aux) pad_aux<Out>(f);
+  if (f.aux && !f.epilog->is_derivative) pad_aux<Out>(f);
 }
 
 template <typename T>
@@ -134,29 +160,6 @@ void scale(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64
       load(static_cast<const Out*>(c) + col * ldc + row, values, count);
       for (int64_t i = 0; i < count; ++i) to[i] = adds ? to[i] + beta * values[i] : beta * values[i];
     }
-  }
-}
-
-// The one place where types become template arguments: f(accumulator, output).
-template <typename Function>
-void with_types(abi::cudaDataType_t accumulator, abi::cudaDataType_t out, Function function) {
-  switch (out) {
-    case abi::CUDA_R_16BF:
-      return function(float{}, BFloat16{});
-    case abi::CUDA_R_16F:
-      return function(float{}, Float16{});
-    default:
-      break;
-  }
-  switch (accumulator) {
-    case abi::CUDA_R_64F:
-      return function(double{}, double{});
-    case abi::CUDA_C_32F:
-      return function(Complex64{}, Complex64{});
-    case abi::CUDA_C_64F:
-      return function(Complex128{}, Complex128{});
-    default:
-      return function(float{}, float{});
   }
 }
 

@@ -5,17 +5,25 @@
 #include <cstdint>
 
 #include "csrc/cublasmp_abi.h"
+#include "csrc/hostmp/types.h"
 
 namespace jaxmp::hostmp {
 
 enum class Activation { kNone, kRelu, kGelu };
+
+// Whose columns a bias gradient sums.
+enum class Gradient { kNone, kD, kA, kB };
 
 struct Epilog {
   int number;  // cuBLASMp's, without the ALLREDUCE bit
   const char* name;
   Activation activation;
   bool has_bias;
-  bool has_aux;
+  bool has_aux;                // which is written, or read where the epilog is a derivative
+  bool is_derivative = false;  // d = z * activation'(aux)
+  Gradient gradient = Gradient::kNone;
+
+  bool is_plain() const { return activation == Activation::kNone && !has_bias; }  // d = round(z)
 };
 
 // nullptr for an epilog that hostmp does not compute.
@@ -30,12 +38,12 @@ struct Finish {
   void* d;
   int64_t ldd;
   const void* bias;  // d's type
-  void* aux;         // GELU: d's type. RELU: bits, and the tile starts at a multiple of 8 rows
-  int64_t aux_ld;    // bytes for RELU, elements for GELU
+  void* aux;       // GELU: d's type. RELU: bits, and the tile starts at a multiple of 8 rows. Derivatives only read it
+  int64_t aux_ld;  // bytes for RELU, elements for GELU
   int64_t aux_rows;  // `rows`, and in the last tile of a column also the padding below, which is written as 0
 };
 
-// d = round(activation(z + bias)); aux is the sign mask or round(z + bias).
+// d = round(activation(z + bias)); aux is the sign mask or round(z + bias). A derivative: d = round(z * slope of aux).
 void finish_tile(const Finish& finish, abi::cudaDataType_t accumulator, abi::cudaDataType_t out);
 
 // z = alpha * z.
@@ -45,6 +53,29 @@ void scale_sums(void* z, int64_t ldz, int64_t rows, int64_t cols, double alpha_r
 // z = beta * c, or z += beta * c where `adds`.
 void scale_c(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols, double beta_real,
              double beta_imag, bool adds, abi::cudaDataType_t accumulator, abi::cudaDataType_t out);
+
+// The one place where types become template arguments: f(accumulator, output).
+template <typename Function>
+void with_types(abi::cudaDataType_t accumulator, abi::cudaDataType_t out, Function function) {
+  switch (out) {
+    case abi::CUDA_R_16BF:
+      return function(float{}, BFloat16{});
+    case abi::CUDA_R_16F:
+      return function(float{}, Float16{});
+    default:
+      break;
+  }
+  switch (accumulator) {
+    case abi::CUDA_R_64F:
+      return function(double{}, double{});
+    case abi::CUDA_C_32F:
+      return function(Complex64{}, Complex64{});
+    case abi::CUDA_C_64F:
+      return function(Complex128{}, Complex128{});
+    default:
+      return function(float{}, float{});
+  }
+}
 
 }  // namespace jaxmp::hostmp
 

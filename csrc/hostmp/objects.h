@@ -85,6 +85,7 @@ struct Call {
   const void* bias = nullptr;
   void* aux = nullptr;
   int64_t aux_ld = 0;
+  void* gradient = nullptr;
   char* workspace = nullptr;
 
   const abi::cublasMpGrid& grid() const { return d.desc.grid; }

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <exception>
 
+#include "csrc/hostmp/gradient.h"
 #include "csrc/hostmp/job.h"
 #include "csrc/hostmp/tile.h"
 #include "csrc/hostmp/validate.h"
@@ -21,7 +22,9 @@ char* area_of_worker(const Meeting& meeting, int worker) {
 }
 
 void finish_one(Meeting& meeting) {
-  if (meeting.left.fetch_sub(1, std::memory_order_acq_rel) == 1) complete(meeting, Status());
+  if (meeting.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  sum_gradient(meeting.product);
+  complete(meeting, Status());
 }
 
 void call_helpers(const std::shared_ptr<Meeting>& meeting, int rank) {

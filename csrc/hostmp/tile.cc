@@ -175,8 +175,8 @@ class TileRun {
   }
 
   void finish() {
-    if (sums_in_d(call_) && call_.epilog == 0) return;
     const Epilog* epilog = find_epilog(call_.epilog);
+    if (sums_in_d(call_) && epilog->is_plain()) return;
     const Block d = d_of(place_.rank);
     const void* bias = epilog->has_bias ? static_cast<const char*>(owner().bias) + place_.row * d_bytes() : nullptr;
     const Aux aux = epilog->has_aux ? aux_of(place_.rank) : Aux{};
@@ -208,14 +208,15 @@ class TileRun {
 
   void copy_to_peers() {
     const Block from = d_of(0);
-    const bool has_aux = find_epilog(call_.epilog)->has_aux;
+    const Epilog* epilog = find_epilog(call_.epilog);
+    const bool writes_aux = epilog->has_aux && !epilog->is_derivative;
     for (int64_t rank = 1; rank < call_.nranks; ++rank) {
       const Block to = d_of(rank);
       for (int64_t col = 0; col < tile_.cols; ++col) {
         std::memcpy(to.data + col * to.ld * d_bytes(), from.data + col * from.ld * d_bytes(),
                     static_cast<size_t>(tile_.rows * d_bytes()));
       }
-      if (!has_aux) continue;
+      if (!writes_aux) continue;
       const Aux source = aux_of(0), target = aux_of(rank);
       for (int64_t col = 0; col < tile_.cols; ++col) {
         std::memcpy(target.data + col * target.stride, source.data + col * source.stride,

@@ -8,7 +8,8 @@ namespace {
 
 using namespace abi;  // NOLINT: cuBLASMp's own names, everywhere below
 
-Status check_bias(const cublasMpMatmulDescriptor& desc, bool runs, Call* call) {
+// The bias, or its gradient: cuBLASMp has one set of attributes for both.
+Status check_bias_attributes(const cublasMpMatmulDescriptor& desc, Call* call) {
   constexpr int kType = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_DATA_TYPE;
   if (desc.is_set[kType] && attribute<cudaDataType_t>(desc, kType) != call->d.desc.type) {
     return Unimplemented(text("the bias is ", name_of(attribute<cudaDataType_t>(desc, kType)), " and D is ",
@@ -17,9 +18,35 @@ Status check_bias(const cublasMpMatmulDescriptor& desc, bool runs, Call* call) {
   if (attribute<int64_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_BATCH_STRIDE) != 0) {
     return InvalidArgument("BIAS_BATCH_STRIDE must be 0");
   }
+  return {};
+}
+
+Status check_bias(const cublasMpMatmulDescriptor& desc, bool runs, Call* call) {
+  JAXMP_RETURN_IF_ERROR(check_bias_attributes(desc, call));
   call->bias = attribute<const void*>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_POINTER);
   const bool is_needed = runs && call->d.local_rows() > 0;
   if (is_needed && !call->bias) return InvalidArgument("the epilog has a bias but BIAS_POINTER is not set");
+  return {};
+}
+
+Status check_gradient(const cublasMpMatmulDescriptor& desc, bool runs, const Epilog& epilog, Call* call) {
+  JAXMP_RETURN_IF_ERROR(check_bias_attributes(desc, call));
+  if (epilog.gradient == Gradient::kA && call->trans_a != CUBLAS_OP_N) {
+    return Unimplemented("epilog BGRADA needs TRANSA=N; store A as (m, k)");
+  }
+  if (epilog.gradient == Gradient::kB && call->trans_b != CUBLAS_OP_T) {
+    return Unimplemented("epilog BGRADB needs TRANSB=T; store B as (n, k)");
+  }
+  const auto scheme = attribute<cublasMpResultScheme_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME);
+  if (scheme != CUBLASMP_RESULT_SCHEME_FULL) {
+    return Unimplemented(text("BIAS_RESULT_SCHEME is ", static_cast<int>(scheme), ", but hostmp gives every rank the ",
+                              "complete sum; set it to CUBLASMP_RESULT_SCHEME_FULL"));
+  }
+  call->gradient = attribute<void*>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_POINTER);
+  const int64_t size = epilog.gradient == Gradient::kB ? call->n : call->d.local_rows();
+  if (runs && size > 0 && !call->gradient) {
+    return InvalidArgument("the epilog has a bias gradient but BIAS_POINTER is not set");
+  }
   return {};
 }
 
@@ -54,7 +81,8 @@ Status check_aux(const cublasMpMatmulDescriptor& desc, bool runs, const Epilog& 
   }
   call->aux = attribute<void*>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_POINTER);
   if (runs && rows > 0 && !call->aux) {
-    return InvalidArgument("the epilog has an aux output but EPILOGUE_AUX_POINTER is not set");
+    return InvalidArgument(text("the epilog has an aux ", epilog.is_derivative ? "input" : "output",
+                                " but EPILOGUE_AUX_POINTER is not set"));
   }
   return {};
 }
@@ -70,8 +98,12 @@ Status read_epilog(const cublasMpMatmulDescriptor& desc, bool runs, Call* call) 
   if (call->epilog != 0 && (call->d.row != 0 || call->d.col != 0)) {
     return Unimplemented(text("epilog ", epilog->name, " needs D from its first element; id and jd must be 1"));
   }
+  if (epilog->is_derivative && call->k == 1) {
+    return Unimplemented(text("epilog ", epilog->name, " does not take k = 1"));
+  }
   if (epilog->has_bias) JAXMP_RETURN_IF_ERROR(check_bias(desc, runs, call));
   if (epilog->has_aux) JAXMP_RETURN_IF_ERROR(check_aux(desc, runs, *epilog, call));
+  if (epilog->gradient != Gradient::kNone) JAXMP_RETURN_IF_ERROR(check_gradient(desc, runs, *epilog, call));
   return {};
 }
 

@@ -44,6 +44,14 @@ Number activation(int epilog, Number z) {
   return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
 }
 
+// By which a derivative multiplies z: gelu' in the form s + x s (1 - s) 2u' that does not cancel.
+double slope(int epilog, double x) {
+  if (is_relu(epilog)) return x > 0 ? 1 : 0;
+  const double inner = 2 * std::sqrt(2 / M_PI);
+  const double s = 1 / (1 + std::exp(-inner * (x + 0.044715 * x * x * x)));
+  return s + x * s * (1 - s) * inner * (1 + 3 * 0.044715 * x * x);
+}
+
 // How much of the allowance an error takes; the judge of this file, judged itself below.
 double used(const Case& c, Number got, Number expected, double magnitude) {
   const double u_acc = unit_roundoff(hostmp::accumulator_of(c.in)), u_out = unit_roundoff(c.out);
@@ -93,6 +101,12 @@ void check_values(const World& world) {
         if (c.has_c) size += std::abs(c.beta * world.c0.at(i, j));
         if (has_bias(c.epilog)) z += world.bias[static_cast<size_t>(i)];
         if (has_bias(c.epilog)) size += std::abs(world.bias[static_cast<size_t>(i)]);
+        if (is_derivative(c.epilog)) {
+          // The slope is computed to a few roundings of its terms, of which the largest is about 1.
+          const double by = slope(c.epilog, world.aux0.at(i, j).real());
+          worst = std::max(worst, used(c, d.at(i, j), z * by, size * (std::abs(by) + !is_relu(c.epilog))));
+          continue;
+        }
         worst = std::max(worst, used(c, d.at(i, j), activation(c.epilog, z), size));
         if (!has_aux(c.epilog)) continue;
         const int64_t col = c.pattern == Pattern::kAllReduce ? copy * c.n + j : j;
@@ -108,6 +122,34 @@ void check_values(const World& world) {
   check::report(aux_is_right, __FILE__, __LINE__, c.name() + ": aux");
 }
 
+// The bias gradient on every rank, from D as it was stored, or from op(A) and op(B).
+void check_gradient(const World& world) {
+  const Case& c = world.c;
+  const bool is_of_b = c.epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADB,
+             is_of_a = c.epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADA;
+  const Matrix d = world.gather();
+  const Matrix& x = is_of_b ? world.b : is_of_a ? world.a : d;
+  double worst = 0;
+  for (int64_t i = 0; i < (is_of_b ? c.n : c.m); ++i) {
+    Number sum = 0;
+    double size = 0;
+    for (int64_t j = 0; j < x.cols; ++j) {
+      sum += x.at(i, j);
+      size += std::abs(x.at(i, j));
+    }
+    for (int rank = 0; rank < c.nranks(); ++rank) {
+      bool holds_row = is_of_b;
+      for (int64_t j = 0; j < world.layouts.d.cols && !holds_row; ++j) holds_row = world.layouts.d.owner(i, j) == rank;
+      if (!holds_row) continue;
+      const int64_t at = is_of_b ? i : world.layouts.d.local_row(i);
+      const char* const data = world.ranks[static_cast<size_t>(rank)].gradient->get();
+      worst = std::max(worst, used(c, decode(c.out, data + at * facts(c.out).bytes), sum, size));
+    }
+  }
+  worst_used = std::max(worst_used, worst);
+  check::report(worst <= 1, __FILE__, __LINE__, c.name() + ": gradient used " + std::to_string(100 * worst) + " %");
+}
+
 class RandomWorld : public World {
  public:
   explicit RandomWorld(const Case& c)
@@ -115,6 +157,7 @@ class RandomWorld : public World {
           fill_random(&world->a, world->c.in, 1);
           fill_random(&world->b, world->c.in, 2);
           fill_random(&world->c0, world->c.out, 3);
+          fill_random(&world->aux0, world->c.out, 4);
         }) {}
 };
 
@@ -125,10 +168,14 @@ void check_case(const Case& c, hostmp::Pool* pool) {
     check::report(error.empty(), __FILE__, __LINE__, c.name() + ": " + error);
   check_values(world);
   world.check_untouched();
-  if (has_aux(c.epilog)) check_padding(world);
+  if (has_aux(c.epilog) && !is_derivative(c.epilog)) check_padding(world);
+  if (has_gradient(c.epilog)) check_gradient(world);
 }
 
-constexpr int kEpilogs[] = {0, 4, 2, 6, 32, 36, 130, 134, 160, 164};
+constexpr int kEpilogs[] = {0, 4, 2, 6, 32, 36, 130, 134, 160, 164, 136, 152, 192, 208, 256, 512};
+
+// The transposition of B that the epilog takes.
+cublasOperation_t op_b(int epilog) { return epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADB ? CUBLAS_OP_T : CUBLAS_OP_N; }
 
 void test_epilogs(hostmp::Pool* pool) {
   const Case patterns[] = {{Pattern::kLocal, 1, 1},     {Pattern::kAllGather, 3, 1}, {Pattern::kReduceScatter, 2, 1},
@@ -141,7 +188,7 @@ void test_epilogs(hostmp::Pool* pool) {
   for (Case c : patterns) {
     for (const auto& [in, out] : types) {
       for (int epilog : kEpilogs) {
-        c.in = in, c.out = out, c.epilog = epilog;
+        c.in = in, c.out = out, c.epilog = epilog, c.trans_b = op_b(epilog);
         c.m = 45, c.n = 42, c.k = 100;
         check_case(c, pool);
         c.m = 1, c.n = 6, c.k = 0;  // the epilog of a zero
@@ -156,10 +203,32 @@ void test_tiles(hostmp::Pool* pool) {
   for (int epilog : kEpilogs) {
     if (check::kUnderThreadSanitizer && epilog != 134 && epilog != 164) continue;
     Case c = {Pattern::kAllReduce, 2, 1, 700, 130, 520};
-    c.epilog = epilog, c.has_c = true, c.alpha = 0.5, c.beta = -0.75;
+    c.epilog = epilog, c.has_c = true, c.alpha = 0.5, c.beta = -0.75, c.trans_b = op_b(epilog);
     check_case(c, pool);
     c.in = c.out = CUDA_R_16BF;
     check_case(c, pool);
+  }
+}
+
+// A sum of random numbers has the same bits however the matrix is distributed, and whoever helps.
+void test_gradient_bits(hostmp::Pool* pool) {
+  for (const int epilog : {CUBLASMP_MATMUL_EPILOGUE_BGRADA, CUBLASMP_MATMUL_EPILOGUE_BGRADB}) {
+    std::vector<std::vector<Number>> sums;
+    const Case layouts[] = {{Pattern::kLocal, 1, 1},     {Pattern::kAllGather, 3, 1}, {Pattern::kReduceScatter, 2, 1},
+                            {Pattern::kAllReduce, 2, 1}, {Pattern::kGrid, 2, 2},      {Pattern::kGrid, 1, 3}};
+    for (Case c : layouts) {
+      c.m = 90, c.n = 66, c.k = 600, c.epilog = epilog, c.trans_b = op_b(epilog);
+      RandomWorld world(c);
+      world.run(sums.size() % 2 ? pool : nullptr);
+      const bool is_of_b = epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADB;
+      std::vector<Number>& sum = sums.emplace_back();
+      for (int64_t i = 0; i < (is_of_b ? c.n : c.m); ++i) {
+        const int64_t rank = is_of_b ? 0 : world.layouts.d.owner(i, 0);
+        const int64_t at = is_of_b ? i : world.layouts.d.local_row(i);
+        sum.push_back(decode(c.out, world.ranks[static_cast<size_t>(rank)].gradient->get() + at * 4));
+      }
+      CHECK(sum == sums[0]);
+    }
   }
 }
 
@@ -202,6 +271,7 @@ int main() {
   test::test_judge();
   test::test_epilogs(&pool);
   test::test_tiles(&pool);
+  test::test_gradient_bits(&pool);
   test::test_complex(&pool);
   test::test_rounds_once();
   std::printf("hostmp_epilog: worst error %.0f %% of what is allowed\n", 100 * test::worst_used);

@@ -255,7 +255,7 @@ void test_epilogs() {
   const auto attribute = [](int number, auto value) {
     return [number, value](Arguments& in) { in.attribute(number, value); };
   };
-  REFUSED(with(c, attribute(5, 136)), NOT_SUPPORTED, "epilog 136");
+  REFUSED(with(c, attribute(5, 8)), NOT_SUPPORTED, "epilog 8 is not among");
   REFUSED(with(c, attribute(5, int{CUBLASMP_MATMUL_EPILOGUE_BIAS})), INVALID_VALUE, "BIAS_POINTER is not set");
   REFUSED(with(c, attribute(16, int64_t{1})), NOT_SUPPORTED, "attribute 16");
   REFUSED(with(c, attribute(24, int64_t{1})), NOT_SUPPORTED, "attribute 24");
@@ -271,7 +271,25 @@ void test_epilogs() {
   c.epilog = CUBLASMP_MATMUL_EPILOGUE_GELU_AUX;
   REFUSED(with(c, attribute(10, int64_t{0})), INVALID_VALUE, "multiple of 8", "4 local rows", "got 0");
   REFUSED(with(c, attribute(12, int{CUDA_R_16F})), NOT_SUPPORTED, "the aux is f16");
+  c.epilog = CUBLASMP_MATMUL_EPILOGUE_DGELU;
+  REFUSED(with(c, attribute(9, int64_t{0})), INVALID_VALUE, "aux input", "EPILOGUE_AUX_POINTER is not set");
+  REFUSED(with(c, attribute(10, int64_t{0})), INVALID_VALUE, "multiple of 8", "4 local rows", "got 0");
+  REFUSED(with(c, attribute(12, int{CUDA_R_16F})), NOT_SUPPORTED, "the aux is f16");
+  REFUSED(with(c, [](Arguments& in) { in.k = 1; }), NOT_SUPPORTED, "DGELU does not take k = 1");
+  c.epilog = CUBLASMP_MATMUL_EPILOGUE_DRELU_BGRAD;
+  REFUSED(with(c, attribute(10, int64_t{64})), INVALID_VALUE, "multiple of 128", "got 64");
+  REFUSED(with(c, attribute(12, int{CUDA_R_32F})), INVALID_VALUE, "bit mask");
+  REFUSED(with(c, attribute(6, int64_t{0})), INVALID_VALUE, "bias gradient", "BIAS_POINTER is not set");
+  REFUSED(with(c, attribute(7, int64_t{4})), INVALID_VALUE, "BIAS_BATCH_STRIDE");
+  REFUSED(with(c, attribute(8, int{CUDA_R_64F})), NOT_SUPPORTED, "the bias is f64", "D is f32");
+  REFUSED(with(c, attribute(28, int{CUBLASMP_RESULT_SCHEME_PARTIAL})), NOT_SUPPORTED, "BIAS_RESULT_SCHEME is 1",
+          "RESULT_SCHEME_FULL");
+  REFUSED(with(c, attribute(28, int{CUBLASMP_RESULT_SCHEME_DEFAULT})), NOT_SUPPORTED, "BIAS_RESULT_SCHEME is 0");
+  REFUSED(with(c, attribute(5, int{CUBLASMP_MATMUL_EPILOGUE_BGRADB})), NOT_SUPPORTED, "BGRADB needs TRANSB=T");
   c.epilog = CUBLASMP_MATMUL_EPILOGUE_DEFAULT;
+  c.trans_a = CUBLAS_OP_T;
+  REFUSED(with(c, attribute(5, int{CUBLASMP_MATMUL_EPILOGUE_BGRADA})), NOT_SUPPORTED, "BGRADA needs TRANSA=N");
+  c.trans_a = CUBLAS_OP_N;
   c.in = c.out = CUDA_C_32F;
   REFUSED(with(c, attribute(5, int{CUBLASMP_MATMUL_EPILOGUE_RELU})), NOT_SUPPORTED, "RELU", "c64");
   Case cyclic = {Pattern::kCyclic, 2, 2, 13, 11, 17};

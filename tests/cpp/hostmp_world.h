@@ -278,7 +278,7 @@ struct Rank {
   Owned<cublasMpHandle> handle{nullptr, nullptr};
   Owned<cublasMpMatmulDescriptor> matmul{nullptr, nullptr};
   Owned<cublasMpMatrixDescriptor> desc_a{nullptr, nullptr}, desc_b{nullptr, nullptr}, desc_d{nullptr, nullptr};
-  std::unique_ptr<Buffer> a, b, c, d, bias, aux, workspace;
+  std::unique_ptr<Buffer> a, b, c, d, bias, aux, gradient, workspace;
   std::array<char, 16> alpha{}, beta{};
   int64_t aux_ld = 0;
 };
@@ -302,13 +302,15 @@ class World {
   hostmp::Group group;
   hostmp::Rendezvous rendezvous;
   std::vector<Rank> ranks;
-  Matrix a, b, c0;           // op'd later: as stored; c0 is C
+  Matrix a, b, c0, aux0;     // op'd later: as stored; c0 is C, aux0 what a derivative reads (the mask says > 0)
   std::vector<Number> bias;  // by row of D
   std::vector<std::string> errors;
   int64_t run_id = 1;
 
  private:
   void make_rank(int rank);
+  void make_bias(int rank);
+  void make_aux(int rank);
   Owned<cublasMpMatrixDescriptor> make_matrix(Rank& rank, int number, const Layout& layout, cudaDataType_t type);
   std::unique_ptr<Buffer> scatter(const Matrix& whole, const Layout& layout, int rank, cudaDataType_t type) const;
   int64_t lld(const Layout& layout, int rank) const;

@@ -28,7 +28,9 @@ void set(cublasMpMatmulDescriptor_t desc, int attribute, const T& value) {
 
 inline bool has_bias(int epilog) { return epilog & CUBLASMP_MATMUL_EPILOGUE_BIAS; }
 inline bool has_aux(int epilog) { return epilog & 128; }
-inline bool is_relu(int epilog) { return epilog & CUBLASMP_MATMUL_EPILOGUE_RELU; }
+inline bool is_relu(int epilog) { return epilog & (2 | 8); }
+inline bool is_derivative(int epilog) { return epilog & (8 | 64); }
+inline bool has_gradient(int epilog) { return epilog & (16 | 256 | 512); }
 
 inline World::World(const Case& given, const std::function<void(World*)>& fill)
     : c(given), layouts(layouts_of(given)), group(given.nranks()) {
@@ -39,6 +41,8 @@ inline World::World(const Case& given, const std::function<void(World*)>& fill)
   fill_integers(&a, is_complex, 1);
   fill_integers(&b, is_complex, 2);
   fill_integers(&c0, is_complex, 3);
+  aux0 = Matrix(c.m, c.n);
+  fill_integers(&aux0, is_complex, 4);
   if (fill) fill(this);
   for (int64_t i = 0; i < c.m; ++i) bias.push_back(double(i % 5) - 2);
   ranks.resize(static_cast<size_t>(c.nranks()));
@@ -101,7 +105,23 @@ inline void World::make_rank(int number) {
   set(matmul, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB, c.trans_b);
   set(matmul, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE, c.epilog | (c.pattern == Pattern::kAllReduce ? 1 : 0));
 
-  const auto [rows, cols] = layouts.d.local_shape(number);
+  make_bias(number);
+  if (has_aux(c.epilog)) make_aux(number);
+  encode(hostmp::accumulator_of(c.in), c.alpha, rank.alpha.data());
+  // cuBLASMp's all-reduce adds every rank's beta C, so one rank alone has a beta.
+  const bool adds_c = c.pattern != Pattern::kAllReduce || number == 0;
+  encode(hostmp::accumulator_of(c.in), adds_c ? c.beta : 0, rank.beta.data());
+  size_t bytes = 0;
+  check_ok(query(number, &bytes));
+  rank.workspace = std::make_unique<Buffer>(bytes);
+  for (const Buffer* buffer : {rank.a.get(), rank.b.get(), rank.c.get()}) before_.push_back(buffer->all());
+  before_.push_back(is_derivative(c.epilog) ? rank.aux->all() : std::vector<char>());
+}
+
+inline void World::make_bias(int number) {
+  Rank& rank = ranks[static_cast<size_t>(number)];
+  const cublasMpMatmulDescriptor_t matmul = rank.matmul.get();
+  const int64_t rows = layouts.d.local_shape(number).first;
   if (has_bias(c.epilog)) {
     rank.bias = std::make_unique<Buffer>(static_cast<size_t>(rows * facts(c.out).bytes));
     for (int64_t i = 0; i < c.m; ++i) {
@@ -115,22 +135,39 @@ inline void World::make_rank(int number) {
     const void* pointer = rank.bias->get();
     set(matmul, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_POINTER, pointer);
   }
-  if (has_aux(c.epilog)) {
-    rank.aux_ld = hostmp::round_up(rows, is_relu(c.epilog) ? 128 : 8);
-    const int64_t bytes = is_relu(c.epilog) ? rank.aux_ld / 8 : rank.aux_ld * facts(c.out).bytes;
-    rank.aux = std::make_unique<Buffer>(static_cast<size_t>(bytes * cols));
-    const void* pointer = rank.aux->get();
-    set(matmul, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_POINTER, pointer);
-    set(matmul, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_LD, rank.aux_ld);
+  if (!has_gradient(c.epilog)) return;
+  const int64_t size = c.epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADB ? c.n : rows;
+  rank.gradient = std::make_unique<Buffer>(static_cast<size_t>(size * facts(c.out).bytes));
+  const void* pointer = rank.gradient->get();
+  set(matmul, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_POINTER, pointer);
+  set(matmul, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME, CUBLASMP_RESULT_SCHEME_FULL);
+}
+
+inline void World::make_aux(int number) {
+  Rank& rank = ranks[static_cast<size_t>(number)];
+  const cublasMpMatmulDescriptor_t matmul = rank.matmul.get();
+  const auto [rows, cols] = layouts.d.local_shape(number);
+  rank.aux_ld = hostmp::round_up(rows, is_relu(c.epilog) ? 128 : 8);
+  const int64_t bytes = is_relu(c.epilog) ? rank.aux_ld / 8 : rank.aux_ld * facts(c.out).bytes;
+  rank.aux = std::make_unique<Buffer>(static_cast<size_t>(bytes * cols));
+  const void* pointer = rank.aux->get();
+  set(matmul, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_POINTER, pointer);
+  set(matmul, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_LD, rank.aux_ld);
+  if (!is_derivative(c.epilog)) return;
+  for (int64_t j = 0; j < layouts.d.cols; ++j) {
+    for (int64_t i = 0; i < c.m; ++i) {
+      if (layouts.d.owner(i, j) != number) continue;
+      const Number value = aux0.at(i, j % c.n);
+      const int64_t row = layouts.d.local_row(i), col = layouts.d.local_col(j);
+      if (is_relu(c.epilog)) {
+        char& byte = rank.aux->get()[col * bytes + row / 8];
+        const int bit = 1 << (row % 8);
+        byte = static_cast<char>(value.real() > 0 ? byte | bit : byte & ~bit);
+      } else {
+        encode(c.out, value, rank.aux->get() + col * bytes + row * facts(c.out).bytes);
+      }
+    }
   }
-  encode(hostmp::accumulator_of(c.in), c.alpha, rank.alpha.data());
-  // cuBLASMp's all-reduce adds every rank's beta C, so one rank alone has a beta.
-  const bool adds_c = c.pattern != Pattern::kAllReduce || number == 0;
-  encode(hostmp::accumulator_of(c.in), adds_c ? c.beta : 0, rank.beta.data());
-  size_t bytes = 0;
-  check_ok(query(number, &bytes));
-  rank.workspace = std::make_unique<Buffer>(bytes);
-  for (const Buffer* buffer : {rank.a.get(), rank.b.get(), rank.c.get()}) before_.push_back(buffer->all());
 }
 
 inline cublasMpStatus_t World::query(int number, size_t* device_bytes) {
@@ -204,12 +241,14 @@ inline Matrix World::gather(int64_t copy) const {
 inline void World::check_untouched() const {
   for (size_t i = 0; i < ranks.size(); ++i) {
     const Rank& rank = ranks[i];
-    CHECK(rank.a->all() == before_[3 * i]);
-    CHECK(rank.b->all() == before_[3 * i + 1]);
-    CHECK(rank.c->all() == before_[3 * i + 2]);
+    CHECK(rank.a->all() == before_[4 * i]);
+    CHECK(rank.b->all() == before_[4 * i + 1]);
+    CHECK(rank.c->all() == before_[4 * i + 2]);
+    if (is_derivative(c.epilog)) CHECK(rank.aux->all() == before_[4 * i + 3]);
     CHECK(rank.d->margins_are_intact());
     CHECK(rank.workspace->margins_are_intact());
     if (rank.aux) CHECK(rank.aux->margins_are_intact());
+    if (rank.gradient) CHECK(rank.gradient->margins_are_intact());
   }
 }
 

@@ -57,7 +57,7 @@ std::string RunOnce(Plan& plan, tests::World& world) {
     if (!slot.ok()) return slot.status().message();
     slots.push_back(std::move(*slot));
     const Status status = plan.Run(rank, *slots.back(),
-                                   {world.a[r].data(), world.b[r].data(), nullptr, nullptr, world.d[r].data(), nullptr},
+                                   {world.a[r].data(), world.b[r].data(), nullptr, nullptr, nullptr, world.d[r].data()},
                                    hostmp::as_stream(&completions.back()->stream));
     if (!status.ok()) return status.message();
   }
