@@ -41,6 +41,7 @@ struct Problem {
   bool has_bias() const { return dtype_bias != DType::kNone && !has_gradient(); }
   bool has_gradient() const { return (epilog & (16 | 256 | 512)) != 0; }
   bool has_aux() const { return dtype_aux != DType::kNone; }
+  bool reads_aux() const { return (epilog & (8 | 64)) != 0; }
   bool is_ordered() const { return determinism != "run_to_run"; }
   bool reads_aux() const { return (epilog & (8 | 64)) != 0; }
   int64_t nprow() const { return Extent(axes_row); }

@@ -182,9 +182,7 @@ def _derivative_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
 def _epilog_transpose_rule(cts, a, b, *extra, spec: MatmulSpec, auto: bool):
     """Of d = alpha * A@B + bias, which the JVP rule binds where b and the bias are both differentiated."""
     if operand_names(spec) != ("bias",) or _epilog.rule(spec.epilog).activation:
-        raise NotImplementedError(
-            f"a call with epilog {spec.epilog.name} and operands {operand_names(spec)} is not linear"
-        )
+        raise NotImplementedError(f"epilog {spec.epilog.name} with operands {operand_names(spec)} has no transpose")
     (ct,), (bias,), product = cts, extra, spec.bilinear()
     ct_a = ct_b = ct_bias = None
     if type(ct) is ad.Zero:

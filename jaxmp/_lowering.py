@@ -105,7 +105,7 @@ def call_attributes(spec: MatmulSpec, a, b) -> dict:
         "dtype_c": out if spec.has_c else "none",
         "dtype_d": out,
         "dtype_bias": out if row.has_bias or row.gradient else "none",
-        "dtype_aux": {None: "none", "relu_aux": "u8", "gelu_aux": out}[row.aux or row.aux_input],
+        "dtype_aux": {"": "none", "relu_aux": "u8", "gelu_aux": out}[row.aux or row.aux_input],
         "compute": _COMPUTE[accumulator(a.dtype).name],
         "alpha": _complex_pair(spec.alpha),
         "beta": _complex_pair(spec.beta),

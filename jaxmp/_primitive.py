@@ -109,7 +109,8 @@ def _output_varying(spec: MatmulSpec, a, b, extra=()) -> frozenset[str]:
         if spec.pattern == Pattern.ALL_REDUCE and added & group:
             raise ValueError(
                 "matmul_all_reduce: c and epilog inputs must be equal on every rank of axis "
-                f"{axes_text(spec.group_axes)}, but one varies over {sorted(added & group)}; add it after the call, or reduce it first"
+                f"{axes_text(spec.group_axes)}, but one varies over {sorted(added & group)}; "
+                "add it after the call, or reduce it first"
             )
         product = product | added
     return frozenset(product)

@@ -334,12 +334,12 @@ def _check_summed_operand(name: str, spec: MatmulSpec, epilog: Epilog, ndim_a: i
     """cuBLASMp sums an operand over k only where k is its slowest stored dimension, column-major."""
     if epilog == Epilog.BGRADB and spec.transpose_b:
         raise NotImplementedError(
-            f"{name}: epilog BGRADB needs transpose_b=False, for cuBLASMp sums b over k only where it is stored (k, n); "
+            f"{name}: epilog BGRADB needs transpose_b=False, for cuBLASMp sums b only where it is stored (k, n); "
             "store b so, or sum it ahead of the call"
         )
     if epilog == Epilog.BGRADA and not spec.transpose_a:
         raise NotImplementedError(
-            f"{name}: epilog BGRADA needs transpose_a=True, for cuBLASMp sums a over k only where it is stored (k, m); "
+            f"{name}: epilog BGRADA needs transpose_a=True, for cuBLASMp sums a only where it is stored (k, m); "
             "store a so, or sum it ahead of the call"
         )
     if epilog == Epilog.BGRADA and ndim_a != 2:
