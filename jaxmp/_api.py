@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxmp import _epilog, _mesh
+from jaxmp import _epilog, _mesh, _mlp
 from jaxmp._call import SPEC_OPTIONS, collective, jaxmp_call, make_call, result, result_shape, validated
 from jaxmp._epilog import Epilog
 from jaxmp._spec import Pattern
@@ -111,6 +111,71 @@ def linear(x, w, bias=None, *, activation: str | None = None, out_sharding=None,
     inputs = None if bias is None else {"bias": bias}
     epilog = _epilog.for_activation(activation, bias is not None)
     return matmul(x, w, epilog=epilog, epilog_inputs=inputs, out_sharding=out_sharding, **options)
+
+
+def mlp(
+    x,
+    w_in,
+    b_in,
+    w_out,
+    b_out,
+    *,
+    activation: str,
+    axis_name=None,
+    hidden_sharding=None,
+    out_sharding=None,
+    in_shardings=None,
+    mesh=None,
+    **options,
+):
+    """Two dense layers, `act(x @ w_in + b_in) @ w_out + b_out`, with a fused backward pass.
+
+    The value is that of two `linear`s. Its gradient takes the cotangent of y through w_out, the activation and the
+    hidden bias in one call (epilog DGELU_BGRAD or DRELU_BGRAD). Under XLA's partitioner (auto axes without
+    `in_shardings`) it is two `linear`s also in its gradient.
+
+    Where x's rows and w_in's columns lie on one axis the first layer is an all-gather, and with y's rows on it again
+    the second one a reduce-scatter (sequence parallelism); with x whole and y whole, they are local and an all-reduce.
+
+    Args:
+      x: (..., k).
+      w_in: (k, h); b_in: (h,) or None.
+      w_out: (h, n); b_out: (n,) or None.
+      activation: "relu" or "gelu" (tanh form).
+      axis_name: inside `jax.shard_map`, a mesh axis or a tuple of them: x's rows (the next to last dimension) are
+        gathered over it and y's are scattered; each rank holds its columns of w_in and b_in, its rows of w_out and all
+        of b_out. None: both layers are local there.
+      hidden_sharding: `PartitionSpec` or `NamedSharding` of the hidden layer (..., h); by default the rows of x less
+        the axes of w_in's columns, and those.
+      out_sharding: as in `matmul`, of y.
+      in_shardings: a triple of `PartitionSpec`s or `NamedSharding`s for x, w_in and w_out (auto axes).
+      mesh, options: as in `matmul`; of the options precision and implementation.
+
+    Returns:
+      (..., n), sharded as `out_sharding` says.
+
+    Raises: as `matmul`; the message says which of the two products is meant.
+
+    >>> import jax.numpy as jnp, jaxmp
+    >>> jaxmp.mlp(jnp.ones((2, 3)), jnp.ones((3, 4)), None, jnp.ones((4, 1)), jnp.ones(1), activation="relu")
+    Array([[13.],
+           [13.]], dtype=float32)
+    """
+    if getattr(x, "ndim", 0) == 1:
+        raise ValueError(f"mlp: x must have at least 2 dimensions, got 1 (shape {tuple(x.shape)}); pass x[None]")
+    unknown = sorted(set(options) - {"precision", "implementation"})
+    if unknown:
+        raise TypeError(f"mlp: unexpected keyword arguments {unknown}; known are ['implementation', 'precision']")
+    if in_shardings is not None and (isinstance(in_shardings, str) or len(in_shardings) != 3):
+        raise ValueError(
+            f"mlp: in_shardings must be a triple, one sharding each for x, w_in and w_out, got {in_shardings!r}"
+        )
+    shardings = {"hidden": hidden_sharding, "out": out_sharding, "ins": in_shardings, "mesh": mesh}
+    y = _mlp.mlp(x, w_in, b_in, w_out, b_out, activation, axis_name, shardings, options)
+    if y is not None:
+        return y
+    hidden = linear(x, w_in, b_in, activation=activation, out_sharding=hidden_sharding, mesh=mesh, **options)
+    return linear(hidden, w_out, b_out, out_sharding=out_sharding, mesh=mesh, **options)
 
 
 def all_gather_matmul(x, w, axis_name, c=None, *, epilog_inputs=None, **options):

@@ -18,6 +18,7 @@ from one call with the epilog BGRADB (BGRADA where b is stored transposed).
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -30,6 +31,8 @@ from jaxmp._activation import gelu_second_derivative
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import (
     AUTO_TWIN,
+    activated_matmul,
+    activated_matmul_p,
     activation_grad,
     activation_grad_p,
     bind,
@@ -89,10 +92,9 @@ def _gradient_epilog(forward: MatmulSpec, call: MatmulSpec, left, right, bias) -
 
 
 def _matmul_transpose_lhs(ct, a, b, *, spec: MatmulSpec, auto: bool):
-    pattern = {Pattern.ALL_GATHER: Pattern.REDUCE_SCATTER, Pattern.REDUCE_SCATTER: Pattern.ALL_GATHER}
-    flags: dict[str, Any] = {"pattern": pattern.get(spec.pattern, spec.pattern)}
+    flags = _lhs_pattern(spec)
     if spec.pattern == Pattern.ALL_REDUCE:
-        ct, flags = _reduced_cotangent(spec, ct), _LOCAL
+        ct = _reduced_cotangent(spec, ct)
     if spec.transpose_a and flags["pattern"] in (Pattern.LOCAL, Pattern.GRID):
         flags = flags | {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True}
         result = _product(spec, b, ct, a, auto=auto, **flags)
@@ -101,6 +103,14 @@ def _matmul_transpose_lhs(ct, a, b, *, spec: MatmulSpec, auto: bool):
         result = _product(spec, ct, b, a, auto=auto, **flags)
         result = result.T if spec.transpose_a else result
     return lax.conj(result) if spec.conjugate_a else result
+
+
+def _lhs_pattern(spec: MatmulSpec) -> dict[str, Any]:
+    """The pattern of the product that is the cotangent of a."""
+    if spec.pattern == Pattern.ALL_REDUCE:
+        return _LOCAL
+    turned = {Pattern.ALL_GATHER: Pattern.REDUCE_SCATTER, Pattern.REDUCE_SCATTER: Pattern.ALL_GATHER}
+    return {"pattern": turned.get(spec.pattern, spec.pattern)}
 
 
 def _matmul_transpose_rhs(ct, a, b, *, spec: MatmulSpec, auto: bool):
@@ -247,6 +257,50 @@ def _activation_grad_transpose_rule(ct, aux, t, *, activation: str):
     return [None, activation_grad(activation, aux, ct)]
 
 
+def _activated_matmul_jvp_rule(primals, tangents, *, spec: MatmulSpec, activation: str):
+    """y = (act'(z) * (t + b)) @ w is linear in (t, b) and in w; in z, dy = (act''(z) * (t + b) * dz) @ w."""
+    t, *bias, aux, w = primals
+    tt, *tbias, taux, tw = tangents
+    y = activated_matmul(spec, activation, t, bias[0] if bias else None, aux, w)
+    terms = []
+    moved = [x for x in tbias if type(x) is not ad.Zero]
+    if type(tt) is not ad.Zero or moved:
+        tt = ad.instantiate_zeros(tt)
+        terms.append(activated_matmul(spec, activation, tt, moved[0] if moved else None, aux, w))
+    whole = t + bias[0][None, :] if bias else t
+    if type(tw) is not ad.Zero:
+        terms.append(bind(spec, activation_grad(activation, aux, whole), tw)["d"])
+    if activation == "gelu" and type(taux) is not ad.Zero:
+        terms.append(bind(spec, whole * gelu_second_derivative(aux).astype(t.dtype) * taux, w)["d"])
+    if not terms:
+        return y, _zero_tangent(y)
+    axes = _compat.varying_axes(y)
+    return y, functools.reduce(jnp.add, (cast_varying(x, axes) for x in terms))
+
+
+def _activated_matmul_transpose_rule(ct, t, *rest, spec: MatmulSpec, activation: str):
+    """dt = act'(z) * (ct @ w^T) and dbias = the sum of dt over its rows: one call, with a derivative as its epilog."""
+    *bias, aux, w = rest
+    if type(ct) is ad.Zero:
+        return [None] * (1 + len(rest))
+    wants_sums = any(map(ad.is_undefined_primal, bias))
+    if spec.pattern == Pattern.ALL_REDUCE:
+        ct = _reduced_cotangent(spec, ct)
+    call = spec.bilinear(transpose_b=not spec.transpose_b, **_lhs_pattern(spec))
+    outputs = bind(call.replace(epilog=_DERIVATIVES[activation, wants_sums]), ct, w, {f"{activation}_aux": aux})
+    axes = _compat.varying_axes(aux)  # and of t and the bias: see `activated_matmul`
+    dt, *sums = (cast_varying(x, axes) for x in outputs.values())
+    return [dt if ad.is_undefined_primal(t) else None, *(sums or [None] * len(bias)), None, None]
+
+
+_DERIVATIVES = {
+    ("relu", False): Epilog.DRELU,
+    ("relu", True): Epilog.DRELU_BGRAD,
+    ("gelu", False): Epilog.DGELU,
+    ("gelu", True): Epilog.DGELU_BGRAD,
+}
+
+
 def _register(primitive, epilog_primitive, auto: bool) -> None:
     def lhs(ct, a, b, *, spec):
         return _matmul_transpose_lhs(ct, a, b, spec=spec, auto=auto)
@@ -268,5 +322,7 @@ def _register(primitive, epilog_primitive, auto: bool) -> None:
 
 _register(matmul_p, matmul_epilog_p, auto=False)
 _register(AUTO_TWIN[matmul_p], AUTO_TWIN[matmul_epilog_p], auto=True)
+ad.primitive_jvps[activated_matmul_p] = _activated_matmul_jvp_rule
+ad.primitive_transposes[activated_matmul_p] = _activated_matmul_transpose_rule
 ad.primitive_jvps[activation_grad_p] = _activation_grad_jvp_rule
 ad.primitive_transposes[activation_grad_p] = _activation_grad_transpose_rule

@@ -16,6 +16,8 @@ from jax.interpreters import batching
 from jaxmp import _bgrad, _epilog
 from jaxmp._primitive import (
     AUTO_TWIN,
+    activated_matmul_p,
+    activated_matmul_parts,
     activation_grad,
     activation_grad_p,
     bind,
@@ -119,6 +121,11 @@ def _activation_grad_batch_rule(args, dims, *, activation: str):
     return rows.reshape(t.shape), 0
 
 
+def _activated_matmul_batch_rule(args, dims, *, spec: MatmulSpec, activation: str):
+    parts = functools.partial(activated_matmul_parts, spec=spec, activation=activation)
+    return jax.vmap(parts, in_axes=tuple(dims))(*args), 0
+
+
 def _register(primitive, epilog_primitive, auto: bool) -> None:
     def matmul_rule(args, dims, *, spec):
         return _matmul_batch_rule(args, dims, spec=spec, auto=auto)
@@ -133,3 +140,4 @@ def _register(primitive, epilog_primitive, auto: bool) -> None:
 _register(matmul_p, matmul_epilog_p, auto=False)
 _register(AUTO_TWIN[matmul_p], AUTO_TWIN[matmul_epilog_p], auto=True)
 batching.primitive_batchers[activation_grad_p] = _activation_grad_batch_rule
+batching.primitive_batchers[activated_matmul_p] = _activated_matmul_batch_rule

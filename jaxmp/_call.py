@@ -71,7 +71,7 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
     beta = _spec.check_c(name, c, options.get("beta"), out, shape)
     epilog = options.get("epilog", Epilog.NONE)
     spec, inputs = _spec.check_epilog(name, spec, epilog, epilog_inputs, shape, a.ndim)
-    operands = {"a": a.astype(operand), "b": b.astype(operand)}
+    operands = {name: x if x.dtype == operand else x.astype(operand) for name, x in (("a", a), ("b", b))}
     operands |= inputs if c is None else {"c": c.astype(out), **inputs}
     return spec.replace(beta=beta, has_c=c is not None), operands
 
@@ -87,6 +87,20 @@ def result(outputs: dict[str, Any]):
 
 
 def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, options: dict):
+    where = pattern_on_axes(name, pattern, axis_names)
+    spec, operands = validated(name, a, b, c, epilog_inputs, options, where)
+    if pattern == Pattern.GRID and spec.transpose_a and a.ndim > 2:
+        raise ValueError(
+            f"{name}: a has {a.ndim} dimensions; with transpose_a=True it must have 2, for its blocks lie across those "
+            "of the result: use jax.vmap for the others"
+        )
+    spec = _spec.check_all_reduce(name, spec)
+    _spec.check_relu_aux(name, operands, spec, result_shape(spec, a, b)[-1])
+    return result(_bind_shards(spec, a.ndim - 2, operands))
+
+
+def pattern_on_axes(name: str, pattern: Pattern, axis_names) -> dict[str, Any]:
+    """What a spec says of the group that shares a product inside shard_map."""
     mesh = _mesh.manual_mesh(name)
     if mesh is None:
         raise ValueError(f"{name}: works on the shards inside shard_map; outside, use jaxmp.matmul with out_sharding")
@@ -104,43 +118,34 @@ def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, 
             raise ValueError(f"{name}: axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
     if len(set(axes)) != len(axes):
         raise ValueError(f"{name}: axis names {axes} repeat")
-    where = {"pattern": pattern, "mesh": tuple(mesh.shape.items()), "row_axes": row_axes, "col_axes": col_axes}
-    spec, operands = validated(name, a, b, c, epilog_inputs, options, where)
-    if pattern == Pattern.GRID and spec.transpose_a and a.ndim > 2:
-        raise ValueError(
-            f"{name}: a has {a.ndim} dimensions; with transpose_a=True it must have 2, for its blocks lie across those "
-            "of the result: use jax.vmap for the others"
-        )
-    spec = _spec.check_all_reduce(name, spec)
-    _spec.check_relu_aux(name, operands, spec, result_shape(spec, a, b)[-1])
-    return result(_bind_shards(spec, a.ndim - 2, operands))
+    return {"pattern": pattern, "mesh": tuple(mesh.shape.items()), "row_axes": row_axes, "col_axes": col_axes}
 
 
 def _as_axes(names) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands) -> _Call:
+def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands, name: str = "matmul") -> _Call:
     shape = result_shape(spec, operands["a"], operands["b"])
     if placement.mode != _mesh.Mode.SHARDED:
         spec = spec.replace(mesh=placement.axes)
         if placement.mode == _mesh.Mode.MANUAL:
-            spec = _spec.check_all_reduce("matmul", spec)
-        _spec.check_relu_aux("matmul", operands, spec, shape[-1])
+            spec = _spec.check_all_reduce(name, spec)
+        _spec.check_relu_aux(name, operands, spec, shape[-1])
         return _Call(spec, placement.mode, constraint=placement.constraint)
-    plan = _sharding.plan_call("matmul", placement.a, placement.b, placement.out, spec.transpose_a, spec.transpose_b)
+    plan = _sharding.plan_call(name, placement.a, placement.b, placement.out, spec.transpose_a, spec.transpose_b)
     mesh = placement.mesh
     for argument, dims, x in (
         ("a", plan.a, operands["a"].shape),
         ("b", plan.b, operands["b"].shape),
         ("the result", plan.out, shape),
     ):
-        _sharding.check_dims("matmul", argument, dims, x, mesh.shape)
-    _spec.check_relu_aux("matmul", operands, spec, shape[-1], math.prod(mesh.shape[axis] for axis in plan.out[-1]))
+        _sharding.check_dims(name, argument, dims, x, mesh.shape)
+    _spec.check_relu_aux(name, operands, spec, shape[-1], math.prod(mesh.shape[axis] for axis in plan.out[-1]))
     in_specs = [plan.a, plan.b, *(_dims(plan, name) for name in _spec.operand_names(spec))]
     out_specs = [_dims(plan, name) for name in _spec.output_names(spec)]
     spec = spec.replace(pattern=plan.pattern, mesh=placement.axes, row_axes=plan.row_axes, col_axes=plan.col_axes)
-    spec = _spec.check_all_reduce("matmul", spec)
+    spec = _spec.check_all_reduce(name, spec)
     return _Call(
         spec, placement.mode, plan, mesh, _partition_specs(in_specs), _partition_specs(out_specs), placement.is_explicit
     )
@@ -180,8 +185,8 @@ def jaxmp_call(call: _Call, operands: dict[str, Any]) -> dict[str, Any]:
         return outputs
     in_specs = dict(zip(("a", "b", *_spec.operand_names(spec)), call.in_specs, strict=True))
     out_specs = dict(zip(_spec.output_names(spec), call.out_specs, strict=True))
-    placed = {name: _reshard(call, name, operands[name], in_specs[name]) for name in in_specs}
-    body = functools.partial(_bind_plan, call.plan, spec)
+    placed = {name: reshard(call, name, operands[name], in_specs[name]) for name in in_specs}
+    body = functools.partial(bind_plan, call.plan, spec)
     a, b = placed["a"], placed["b"]
     if 0 in a.shape[-2:] and 0 in b.shape:
         # Nothing to contract. XLA cannot partition a body whose operands are all empty, so they stay out of it.
@@ -199,7 +204,7 @@ def jaxmp_call(call: _Call, operands: dict[str, Any]) -> dict[str, Any]:
     return jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs)(placed)
 
 
-def _reshard(call: _Call, argument: str, x, spec: P):
+def reshard(call: _Call, argument: str, x, spec: P):
     """Bring an explicit operand to the finer sharding of the plan: each device takes its part of what it has."""
     if not call.is_explicit:
         return x
@@ -219,7 +224,7 @@ def _normal(spec: P, ndim: int) -> _sharding.Dims:
     return _sharding.to_dims("matmul", "operand", spec, ndim)
 
 
-def _bind_plan(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
+def bind_plan(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
     """One device's part of a planned call."""
     a, b = operands["a"], operands["b"]
     if plan.gather == "a":

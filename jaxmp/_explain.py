@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxmp import _bgrad, _compat, _epilog, _lowering, _native, _partitioning
-from jaxmp._primitive import auto_matmul_epilog_p, auto_matmul_p, matmul_epilog_p, matmul_p
+from jaxmp._primitive import activated_matmul_p, auto_matmul_epilog_p, auto_matmul_p, matmul_epilog_p, matmul_p
 from jaxmp._route import find_route
 from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, output_shape
 
@@ -158,6 +158,8 @@ def _walk(jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row]:
             row = _matmul_row(eqn.params["spec"], eqn.invars[0].aval, eqn.invars[1].aval, count)
             is_auto = eqn.primitive in (auto_matmul_p, auto_matmul_epilog_p)
             yield dataclasses.replace(row, pattern=_UNSETTLED) if is_auto else row
+        elif eqn.primitive is activated_matmul_p:
+            yield _matmul_row(eqn.params["spec"], eqn.invars[0].aval, eqn.invars[-1].aval, count)
         elif eqn.primitive.name in _COMMUNICATES and any("jaxmp" in name for name in names):
             collective = _communication_row(eqn, count, names)
             yield from () if collective is None else (collective,)

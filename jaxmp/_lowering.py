@@ -19,7 +19,14 @@ from jaxmp import _epilog, _layout, _native, _xla
 from jaxmp._activation import multiply_by_slope
 from jaxmp._compat import mlir
 from jaxmp._epilog import Epilog
-from jaxmp._primitive import activation_grad_p, has_rows, matmul_epilog_p, matmul_p
+from jaxmp._primitive import (
+    activated_matmul_p,
+    activated_matmul_parts,
+    activation_grad_p,
+    has_rows,
+    matmul_epilog_p,
+    matmul_p,
+)
 from jaxmp._route import Capabilities, find_route, why_unsupported
 from jaxmp._spec import (
     DIMS,
@@ -230,3 +237,4 @@ def register_matmul_lowerings(bilinear_p, epilog_p) -> None:
 
 register_matmul_lowerings(matmul_p, matmul_epilog_p)
 mlir.register_lowering(activation_grad_p, mlir.lower_fun(_activation_grad, multiple_results=False))
+mlir.register_lowering(activated_matmul_p, mlir.lower_fun(activated_matmul_parts, multiple_results=False))

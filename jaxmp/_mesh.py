@@ -65,7 +65,7 @@ def place(name: str, a, b, out_shape, out_sharding, in_shardings, mesh) -> Place
         return _from_in_shardings(name, a, b, out_shape, out_sharding, in_shardings, mesh)
     explicit = _explicit_mesh(name, a, b, mesh)
     if explicit is not None:
-        specs = [_type_spec(x) for x in (a, b)]
+        specs = [type_spec(x) for x in (a, b)]
         return _sharded(name, explicit, True, a, b, specs, out_sharding, out_shape)
     return Placement(Mode.AUTO, constraint=_constraint(name, out_sharding, mesh, out_shape))
 
@@ -122,7 +122,8 @@ def _explicit_mesh(name: str, a, b, mesh):
     return found
 
 
-def _type_spec(x) -> P:
+def type_spec(x) -> P:
+    """The sharding in the type of an array."""
     sharding = jax.typeof(x).sharding
     return P() if sharding.mesh.empty else sharding.spec
 

@@ -3,6 +3,8 @@
 matmul_p(a, b)                      d = alpha * op(a) @ op(b): bilinear and pure; operands are the shards of one device
 matmul_epilog_p(a, b, *operands)    the same call with C and an epilog; `_spec` names its operands and results
 activation_grad_p(aux, t)           t * act'(z), linear in t; reads the packed aux, so the aux itself is the residual
+activated_matmul_p(t, [tbias], aux, w)  (act'(z) * (t + tbias)) @ w, linear in t and tbias: the tangent of two layers,
+                                    whose transpose is one call with a derivative as its epilog
 
 The `auto_` twins are what a bare `jit` over auto axes binds: one global product whose pattern XLA's partitioner
 chooses (`_partitioning`). They share every rule but the lowering.
@@ -36,6 +38,7 @@ matmul_epilog_p = _compat.make_primitive("jaxmp_matmul_epilog", multiple_results
 auto_matmul_p = _compat.make_primitive("jaxmp_auto_matmul", multiple_results=False, needs_devices=True)
 auto_matmul_epilog_p = _compat.make_primitive("jaxmp_auto_matmul_epilog", multiple_results=True, needs_devices=True)
 activation_grad_p = _compat.make_primitive("jaxmp_activation_grad", multiple_results=False)
+activated_matmul_p = _compat.make_primitive("jaxmp_activated_matmul", multiple_results=False)
 
 AUTO_TWIN = {matmul_p: auto_matmul_p, matmul_epilog_p: auto_matmul_epilog_p}
 
@@ -153,11 +156,16 @@ def _activation_grad_abstract_eval(aux, t, *, activation):
     return t
 
 
+def _activated_matmul_abstract_eval(t, *rest, spec, activation):
+    return _output_aval(spec, t, rest[-1])
+
+
 for _primitive in (matmul_p, auto_matmul_p):
     _primitive.def_abstract_eval(_matmul_abstract_eval)
 for _primitive in (matmul_epilog_p, auto_matmul_epilog_p):
     _primitive.def_abstract_eval(_matmul_epilog_abstract_eval)
 activation_grad_p.def_abstract_eval(_activation_grad_abstract_eval)
+activated_matmul_p.def_abstract_eval(_activated_matmul_abstract_eval)
 
 
 def activation_grad(activation: str, aux, t):
@@ -165,3 +173,20 @@ def activation_grad(activation: str, aux, t):
     axes = _compat.varying_axes(aux) | _compat.varying_axes(t)
     aux, t = cast_varying(aux, axes), cast_varying(t, axes)
     return activation_grad_p.bind(aux, t, activation=activation)
+
+
+def activated_matmul(spec: MatmulSpec, activation: str, t, tbias, aux, w):
+    """`(act'(z) * (t + tbias)) @ w` on 2-D shards, in the pattern of `spec`; tbias (columns of t,) or None."""
+    # Over the axes of w too, so that what the transpose sums over ranks is what follows from these casts.
+    axes = _compat.varying_axes(aux) | _compat.varying_axes(t) | _compat.varying_axes(w)
+    axes = axes if tbias is None else axes | _compat.varying_axes(tbias)
+    t, aux = cast_varying(t, axes), cast_varying(aux, axes)
+    bias = () if tbias is None else (cast_varying(tbias, axes),)
+    return activated_matmul_p.bind(t, *bias, aux, w, spec=spec, activation=activation)
+
+
+def activated_matmul_parts(t, *rest, spec: MatmulSpec, activation: str):
+    """The same as its parts."""
+    *bias, aux, w = rest
+    t = t + bias[0][None, :] if bias else t
+    return bind(spec, activation_grad(activation, aux, t), w)["d"]

@@ -43,7 +43,7 @@ def matmul(
         z = z + _as_row(epilog_inputs["bias"], z.ndim)
     d = activate(row.activation, z)
     if row.derivative == "relu":
-        d = z * _unpack(epilog_inputs["relu_aux"], z.shape[-1], relu_aux_shards)
+        d = jnp.where(_unpack(epilog_inputs["relu_aux"], z.shape[-1], relu_aux_shards), z, jnp.zeros_like(z))
     elif row.derivative == "gelu":
         d = z * _activation.gelu_derivative(epilog_inputs["gelu_aux"])
     if row.gradient:

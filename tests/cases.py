@@ -99,6 +99,29 @@ class Case:
         axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
         return math.prod(dict(self.mesh)[axis] for axis in axes)
 
+    @property
+    def column_shards(self) -> int:
+        """Into how many parts d's columns are cut; a packed relu mask is padded in each."""
+        return self._shards(self.out[1])
+
+    def takes(self, epilog: Epilog) -> bool:
+        """Whether the operands are stored so that the epilog can sum one of them."""
+        if epilog == Epilog.BGRADA:
+            return self.transposition[0] == "T"
+        return epilog != Epilog.BGRADB or self.transposition[1] == "N"
+
+    def spec_of(self, name: str) -> P:
+        """The sharding of an operand or result beside a and b, by name."""
+        rows, cols = self.out
+        if name == ("bgradb" if self.is_swapped else "bgrada"):
+            # Sums of the rows of the first operand of the call are whole in its group.
+            dim = cols if self.is_swapped else rows
+            axes = (dim,) if isinstance(dim, str) else dim or ()
+            return P(tuple(axis for axis in axes if axis not in self.group) or None)
+        if name == "bgrada":
+            return P(rows)
+        return P(cols) if name == "bias" or "bgrad" in name else self.out
+
     def jax_mesh(self, axis_type=AxisType.Explicit):
         """The mesh over the first devices; skips by name where there are too few."""
         require_devices(self.ndevices)
@@ -245,6 +268,12 @@ EPILOGS = (
     Epilog.GELU_AUX,
     Epilog.RELU_AUX_BIAS,
     Epilog.GELU_AUX_BIAS,
+    Epilog.DRELU,
+    Epilog.DRELU_BGRAD,
+    Epilog.DGELU,
+    Epilog.DGELU_BGRAD,
+    Epilog.BGRADA,
+    Epilog.BGRADB,
 )
 # None is the default, which on CPU devices of one process is "host".
 IMPLEMENTATIONS = (None, "xla")

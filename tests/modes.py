@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from jaxmp import _epilog
 
 # The function of each pattern inside shard_map.
 IN_SHARD_MAP = {
@@ -28,7 +29,8 @@ IN_SHARD_MAP = {
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """How a product is called; `product(case)` is f(a, b, c=None, bias=None) on arrays that `put` has placed."""
+    """How a product is called; `product(case)` is f(a, b, c=None, bias=None, **epilog_inputs) on arrays that `put` has
+    placed."""
 
     id: str
     product: Callable
@@ -62,16 +64,17 @@ class Mode:
         return (jax.jit(program) if self.is_jitted else program)(*args)
 
 
-def _inputs(bias) -> dict:
-    return {} if bias is None else {"epilog_inputs": {"bias": bias}}
+def _inputs(bias, more) -> dict:
+    inputs = more if bias is None else more | {"bias": bias}
+    return {"epilog_inputs": inputs} if inputs else {}
 
 
 def with_types(case, **options):
     """Shardings from the operands' types."""
 
-    def product(a, b, c=None, bias=None):
+    def product(a, b, c=None, bias=None, **more):
         return jaxmp.matmul(
-            a, b, c, **case.transpose, **case.conjugate, **_inputs(bias), out_sharding=case.out, **options
+            a, b, c, **case.transpose, **case.conjugate, **_inputs(bias, more), out_sharding=case.out, **options
         )
 
     return product
@@ -82,8 +85,8 @@ def with_in_shardings(case, **options):
     return functools.partial(_with_in_shardings, case, mesh, options)
 
 
-def _with_in_shardings(case, mesh, options, a, b, c=None, bias=None):
-    flags = case.transpose | case.conjugate | _inputs(bias) | options
+def _with_in_shardings(case, mesh, options, a, b, c=None, bias=None, **more):
+    flags = case.transpose | case.conjugate | _inputs(bias, more) | options
     return jaxmp.matmul(a, b, c, **flags, in_shardings=case.stored, out_sharding=case.out, mesh=mesh)
 
 
@@ -91,8 +94,9 @@ def with_nothing(case, **options):
     """XLA's partitioner chooses; `out_sharding` is a constraint."""
     out = NamedSharding(case.jax_mesh(AxisType.Auto), case.out)
 
-    def product(a, b, c=None, bias=None):
-        return jaxmp.matmul(a, b, c, **case.transpose, **case.conjugate, **_inputs(bias), out_sharding=out, **options)
+    def product(a, b, c=None, bias=None, **more):
+        flags = case.transpose | case.conjugate | _inputs(bias, more) | options
+        return jaxmp.matmul(a, b, c, **flags, out_sharding=out)
 
     return product
 
@@ -107,27 +111,32 @@ def in_unchecked_shard_map(case, **options):
 
 def _in_shard_map(case, options, check_vma):
     fn = IN_SHARD_MAP[case.pattern](case)
+    outputs = _epilog.rule(options.get("epilog", jaxmp.Epilog.NONE)).outputs
+    out_specs = (case.out, {name: case.spec_of(name) for name in outputs}) if outputs else case.out
+    rows = () if case.out[0] is None else (case.out[0],) if isinstance(case.out[0], str) else case.out[0]
+    data_axes = tuple(axis for axis in rows if axis not in case.group)
 
-    def body(a, b, *extra):
-        extra = list(extra)
-        c = extra.pop(0) if "beta" in options else None
-        return fn(a, b, c=c, **case.transpose, **case.conjugate, **_inputs(extra[0] if extra else None), **options)
+    def body(a, b, extra):
+        out = fn(a, b, c=extra.pop("c", None), **case.transpose, **case.conjugate, **_inputs(None, extra), **options)
+        for name in outputs:
+            if name in ("drelu_bgrad", "dgelu_bgrad") and data_axes:  # the call sums over its own group
+                out[1][name] = jax.lax.psum(out[1][name], data_axes)
+        return out
 
-    def product(a, b, c=None, bias=None):
-        extra = [(c, case.out)] * (c is not None) + [(bias, P(case.out[1]))] * (bias is not None)
-        in_specs = (*case.stored, *(spec for _, spec in extra))
-        # An aux output is sharded as the result is, so one spec serves both.
+    def product(a, b, c=None, bias=None, **more):
+        extra = {name: x for name, x in ({"c": c, "bias": bias} | more).items() if x is not None}
+        in_specs = (*case.stored, {name: case.spec_of(name) for name in extra})
         mapped = jax.shard_map(
-            body, mesh=case.jax_mesh(AxisType.Auto), in_specs=in_specs, out_specs=case.out, check_vma=check_vma
+            body, mesh=case.jax_mesh(AxisType.Auto), in_specs=in_specs, out_specs=out_specs, check_vma=check_vma
         )
-        return mapped(a, b, *(x for x, _ in extra))
+        return mapped(a, b, extra)
 
     return product
 
 
 def without_mesh(case, **options):
-    def product(a, b, c=None, bias=None):
-        return jaxmp.matmul(a, b, c, **case.transpose, **case.conjugate, **_inputs(bias), **options)
+    def product(a, b, c=None, bias=None, **more):
+        return jaxmp.matmul(a, b, c, **case.transpose, **case.conjugate, **_inputs(bias, more), **options)
 
     return product
 

@@ -23,52 +23,76 @@ MODES = [modes.BY_ID[name] for name in ("explicit", "in_shardings", "shard_map",
 EPILOGS = [epilog for epilog in cases.EPILOGS if epilog != Epilog.NONE]
 
 
-def data(case, rng):
-    """a, b, c, bias, and weights of the two outputs; 16-bit values are exact in float32."""
+def data(case, rng, column_shards):
+    """a, b, c, the epilogs' inputs, and weights of the outputs; 16-bit values are exact in float32."""
     m, n, _ = case.extents
     a, b = case.values(rng)
-    extra = {
-        name: cases.normal(rng, shape, case.dtype) for name, shape in (("c", (m, n)), ("bias", (n,)), ("w", (m, n)))
-    }
-    return {"a": a, "b": b, **extra}
+    shapes = {"c": (m, n), "bias": (n,), "gelu_aux": (m, n), "w": (m, n), "w_columns": (n,), "w_rows": (m,)}
+    extra = {name: cases.normal(rng, shape, case.dtype) for name, shape in shapes.items()}
+    return {"a": a, "b": b, "relu_aux": mask((m, n), rng, column_shards), **extra}
+
+
+def mask(shape, rng, column_shards):
+    """A random mask of d, packed as a RELU_AUX epilog would; the bits that pad it are set, and must not matter."""
+    m, n = shape
+    shards = rng.integers(0, 2, (m, column_shards, n // column_shards)).astype(bool)
+    pad = -shards.shape[2] % 128
+    return np.packbits(np.pad(shards, ((0, 0), (0, 0), (0, pad)), constant_values=True), -1, "little").reshape(m, -1)
 
 
 def specs(case):
     a, b = case.stored
-    return {"a": a, "b": b, "c": case.out, "w": case.out, "bias": P(case.out[1])}
+    columns = {"w_columns": case.spec_of("bias"), "w_rows": P(case.out[0])}
+    named = {name: case.spec_of(name) for name in ("c", "bias", "relu_aux", "gelu_aux", "w")}
+    return {"a": a, "b": b, **named, **columns}
 
 
 def program(f, epilog, x):
-    """d and gelu's aux, and the gradients of a loss that reads both; the relu mask has no gradient."""
+    """Every result, and the gradients of a loss that reads those that have one: the relu mask has none."""
     row = _epilog.rule(epilog)
-    has_bias = row.has_bias
 
-    def outputs(a, b, c, bias):
-        out = f(a, b, c, bias if has_bias else None)
-        return out if row.aux else (out, {})
+    def outputs(operands):
+        more = {name: operands[name] for name in row.inputs if name != "relu_aux"}
+        more |= {"relu_aux": x["relu_aux"]} if "relu_aux" in row.inputs else {}
+        out = f(operands["a"], operands["b"], operands["c"], **more)
+        return out if row.outputs else (out, {})
 
-    def loss(a, b, c, bias):
-        d, aux = outputs(a, b, c, bias)
+    def loss(operands):
+        d, aux = outputs(operands)
         total = jnp.sum(x["w"] * d**2)
         total = total + jnp.sum(x["w"] * aux["gelu_aux"]) if "gelu_aux" in aux else total
+        if row.gradient:
+            total = total + jnp.sum(x["w_rows" if row.gradient == "bgrada" else "w_columns"] * aux[row.gradient] ** 2)
         return total
 
-    argnums = (0, 1, 2, 3) if has_bias else (0, 1, 2)
-    operands = (x["a"], x["b"], x["c"], x["bias"])
-    d, aux = outputs(*operands)
-    return {"d": d, "gradients": jax.grad(loss, argnums)(*operands), "aux": aux}
+    operands = {name: x[name] for name in ("a", "b", "c", *row.inputs) if name != "relu_aux"}
+    d, aux = outputs(operands)
+    return {"d": d, "gradients": jax.grad(loss)(operands), "aux": aux}
 
 
 def bound_to(matmul, epilog, case, **options):
-    def product(a, b, c, bias):
-        inputs = {} if bias is None else {"epilog_inputs": {"bias": bias}}
-        return matmul(a, b, c, alpha=ALPHA, beta=BETA, epilog=epilog, **case.transpose, **inputs, **options)
+    def product(a, b, c, **inputs):
+        flags = case.transpose | ({"epilog_inputs": inputs} if inputs else {}) | options
+        return matmul(a, b, c, alpha=ALPHA, beta=BETA, epilog=epilog, **flags)
 
     return product
 
 
+def fitting(some_cases, epilogs):
+    """`parametrize` arguments (case, epilog) with the operands stored as the epilog wants them."""
+    return [
+        pytest.param(
+            case.replace(transposition="TN" if epilog == Epilog.BGRADA else "NN"),
+            epilog,
+            id=f"{case.name}-{epilog.name}",
+        )
+        for case in some_cases
+        for epilog in epilogs
+    ]
+
+
 def expected(epilog, case, x, shards):
-    wide = {name: cases.wide(v) for name, v in x.items()}
+    wide = {name: v if name == "relu_aux" else cases.wide(v) for name, v in x.items()}
     with jax.enable_x64(True):
         want = jax.jit(
             functools.partial(program, bound_to(reference.matmul, epilog, case, relu_aux_shards=shards), epilog)
@@ -79,13 +103,17 @@ def expected(epilog, case, x, shards):
 
 
 def check(mode, case, epilog, rng, **options):
-    x = data(case, rng)
+    # Under the partitioner a mask is packed before its columns are shared.
+    shards = 1 if mode.id == "partitioner" else case.column_shards
+    x = data(case, rng, shards)
     with mode.scope(case):
-        placed = {name: mode.put(case, v, specs(case)[name]) for name, v in x.items()}
+        where = specs(case) | ({"relu_aux": P(case.out[0])} if mode.id == "partitioner" else {})
+        placed = {name: mode.put(case, v, where[name]) for name, v in x.items()}
         f = mode.product(case, alpha=ALPHA, beta=BETA, epilog=epilog, **options)
         got = mode.run(functools.partial(program, f, epilog), placed)
         mask = got["aux"].get("relu_aux")
-        shards = 1 if mask is None else mask.shape[1] // min(s.data.shape[1] for s in mask.addressable_shards)
+        if mask is not None:
+            shards = mask.shape[1] // min(s.data.shape[1] for s in mask.addressable_shards)
     want, major = expected(epilog, case, x, shards)
     if mask is not None:
         assert mask.dtype == jnp.uint8
@@ -96,26 +124,39 @@ def check(mode, case, epilog, rng, **options):
     paths = jax.tree_util.tree_flatten_with_path(got)[0]
     for (path, g), w, m in zip(paths, jax.tree.leaves(want), jax.tree.leaves(major), strict=True):
         assert g.dtype == case.dtype
+        for copy in g.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(copy.data), np.asarray(g)[copy.index])
         bounds.judge(name + jax.tree_util.keystr(path), g, w, bounds.PROGRAM * u * m)
 
 
-@pytest.mark.parametrize("epilog", EPILOGS, ids=lambda epilog: epilog.name)
-@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
+@pytest.mark.parametrize(("case", "epilog"), fitting(cases.MATRIX, EPILOGS))
 def test_epilog_and_its_gradients(case, epilog, rng):
     cases.require(None)
     check(modes.BY_ID["explicit"], case.replace(per_shard=(3, 5, 2)), epilog, rng)
 
 
-@pytest.mark.parametrize("epilog", EPILOGS, ids=lambda epilog: epilog.name)
-@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX[:5]))
+@pytest.mark.parametrize(("case", "epilog"), fitting(cases.MATRIX[:5], EPILOGS))
 def test_epilog_and_its_gradients_xla(case, epilog, rng):
     check(modes.BY_ID["explicit"], case.replace(per_shard=(3, 5, 2)), epilog, rng, implementation="xla")
 
 
-@pytest.mark.parametrize("epilog", [Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX_BIAS, Epilog.GELU_BIAS], ids=lambda e: e.name)
+IN_EVERY_MODE = (
+    Epilog.RELU_AUX_BIAS,
+    Epilog.GELU_AUX_BIAS,
+    Epilog.GELU_BIAS,
+    Epilog.DRELU_BGRAD,
+    Epilog.DGELU_BGRAD,
+    Epilog.BGRADA,
+    Epilog.BGRADB,
+)
+
+
+@pytest.mark.parametrize("epilog", IN_EVERY_MODE, ids=lambda e: e.name)
 @pytest.mark.parametrize(("mode", "case"), modes.pairs(MODES[1:], cases.MATRIX[:7]))
 def test_epilog_in_every_mode(mode, case, epilog, rng):
     cases.require(None)
+    if epilog == Epilog.BGRADA:
+        case = case.replace(transposition="TN")
     check(mode, case.replace(per_shard=(3, 5, 2)), epilog, rng)
 
 
@@ -124,10 +165,12 @@ def test_epilog_in_every_mode(mode, case, epilog, rng):
 def test_epilog_of_every_transposition(case, transposition, rng):
     cases.require(None)
     case = case.replace(per_shard=(3, 5, 2), transposition=transposition)
-    check(modes.BY_ID["explicit"], case, Epilog.GELU_AUX_BIAS, rng)
+    for epilog in (Epilog.GELU_AUX_BIAS, Epilog.DGELU_BGRAD, Epilog.BGRADA, Epilog.BGRADB):
+        if case.takes(epilog):
+            check(modes.BY_ID["explicit"], case, epilog, rng)
 
 
-@pytest.mark.parametrize("epilog", [Epilog.GELU_AUX_BIAS, Epilog.RELU_BIAS], ids=lambda e: e.name)
+@pytest.mark.parametrize("epilog", [Epilog.GELU_AUX_BIAS, Epilog.RELU_BIAS, Epilog.DGELU_BGRAD], ids=lambda e: e.name)
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX[:5]))
 def test_epilog_of_every_real_type(case, dtype, epilog, rng):
