@@ -44,8 +44,7 @@ def multiply_by_slope(activation: str, aux, t):
     if activation == "relu":
         return jnp.where(unpack_relu_aux(aux, t.shape[-1]), t, jnp.zeros_like(t))
     slope = gelu_derivative(aux)
-    wide = jnp.promote_types(t.dtype, slope.dtype)
-    return (t.astype(wide) * slope.astype(wide)).astype(t.dtype)
+    return (t.astype(slope.dtype) * slope).astype(t.dtype)
 
 
 def unpack_relu_aux(aux, n: int):

@@ -52,8 +52,11 @@ def matmul(
       transpose_a, transpose_b: the operand is stored transposed.
       conjugate_a, conjugate_b: conjugate the (complex) operand.
       epilog: a `jaxmp.Epilog`: NONE, BIAS, RELU, GELU (tanh form), RELU_BIAS, GELU_BIAS, and the AUX form of each
-        activation.
-      epilog_inputs: `{"bias": (n,)}` for the epilogs with a bias.
+        activation; DRELU and DGELU, which multiply z by the derivative of the activation whose AUX output they take,
+        and their BGRAD forms; BGRADA (with `transpose_a` and a of 2 dimensions) and BGRADB (without `transpose_b`).
+        `Epilog.ALLREDUCE`, alone or or-ed with another, asserts that the call all-reduces and changes nothing.
+      epilog_inputs: `{"bias": (n,)}` for the epilogs with a bias; for the derivatives `{"relu_aux": ...}` or
+        `{"gelu_aux": ...}`, of the shape, dtype and sharding that the AUX epilog returned.
       precision: None, a `jax.lax.Precision` or its name. Products are summed in the accumulator's type: float32 for
         16-bit operands, which are rounded once, else the operands' own type.
       preferred_element_type: type of the result; float32 is available for bfloat16 and float16 operands.
@@ -63,15 +66,19 @@ def matmul(
       implementation: None (chosen by rule, see `jaxmp.explain`), "host", "xla" or "cublasmp".
 
     Returns:
-      d of shape (..., m, n), sharded as `out_sharding` says; with an AUX epilog the pair `(d, {name: aux})`:
+      d of shape (..., m, n), sharded as `out_sharding` says; with an AUX or a BGRAD epilog the pair `(d, {name: x})`:
       "gelu_aux" is the value ahead of the activation, (..., m, n) in d's dtype; "relu_aux" is a bit mask of uint8,
       (..., m, shards * ld): per shard of the columns ld = 16 * ceil(columns / 128) bytes a row, bit i % 8 of
-      byte i // 8 set where the value ahead of the activation is positive.
+      byte i // 8 set where the value ahead of the activation is positive. Bias gradients have d's dtype and are
+      complete on every rank: "drelu_bgrad" and "dgelu_bgrad" (n,) are d summed over all its rows, leading dimensions
+      included, sharded like d's columns; "bgradb" (n,) is op(b) summed over k, sharded likewise; "bgrada" (m,) is op(a)
+      summed over k, whole in each group. Inside shard_map they are complete over the call's group, not over other axes.
 
     Raises:
       TypeError: an operand is not an array, is integer, or does not convert to the result's type.
       ValueError: shapes, shardings, epilog inputs or c and beta do not fit; the message names the argument.
-      NotImplementedError: a type, epilog or implementation that does not exist (named).
+      NotImplementedError: a type or implementation that does not exist, a transposition that cuBLASMp does not sum
+        (named).
 
     Every process of a multi-process program calls this with equal arguments. Epilogs and their numbers are those of
     cuBLASMp (cublasmp.h 0.10, cublasMpMatmulEpilogue_t).

@@ -68,6 +68,11 @@ def linear(x, w, bias=None, *, activation: str | None = None):
     return activate(activation, z if bias is None else z + _as_row(bias, z.ndim))
 
 
+def mlp(x, w_in, b_in, w_out, b_out, *, activation: str):
+    """`act(x @ w_in + b_in) @ w_out + b_out` for x (..., k)."""
+    return linear(linear(x, w_in, b_in, activation=activation), w_out, b_out)
+
+
 def activate(activation: str | None, z):
     """relu, tanh-gelu or nothing."""
     if activation is None:

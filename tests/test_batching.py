@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog
+from jaxmp import Epilog, _epilog
 
 _XY = ("x", "y")
 
@@ -182,6 +182,45 @@ def test_vmap_over_c_and_bias(case, epilog, batched_name, rng):
         a, b, c, bias = (x[i] if name in names else x for name, x in values.items())
         z = a @ b + 2 * c + bias
         np.testing.assert_array_equal(np.asarray(d)[i], z if epilog == Epilog.BIAS else np.maximum(z, 0))
+
+
+WITH_GRADIENT = (Epilog.DRELU_BGRAD, Epilog.DGELU_BGRAD, Epilog.BGRADA, Epilog.BGRADB)
+
+
+@pytest.mark.parametrize("names", ["a", "b", "aux", "a and b", "everything"])
+@pytest.mark.parametrize("epilog", WITH_GRADIENT, ids=lambda e: e.name)
+@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX[:5]))
+def test_vmap_over_bias_gradients(case, epilog, names, rng):
+    """One gradient per batch element, as a Python loop would give."""
+    cases.require(None)
+    mode = modes.BY_ID["explicit"]
+    aux_names = _epilog.rule(epilog).inputs
+    if names == "aux" and not aux_names:
+        names = "everything"
+    case = case.replace(per_shard=(2, 3, 2), transposition="TN" if epilog == Epilog.BGRADA else "NN")
+    m, n, _ = case.extents
+    values = dict(zip("ab", case.integers(rng), strict=True))
+    specs = dict(zip("ab", case.stored, strict=True))
+    for name in aux_names:
+        mask = rng.integers(0, 256, (m, 16 * case.column_shards)).astype(np.uint8)
+        values[name] = mask if name == "relu_aux" else 40 * integers(rng, m, n)
+        specs[name] = case.out
+    chosen = {"aux": aux_names, "a and b": "ab", "everything": tuple(values)}.get(names, names)
+    stacked = {k: np.stack([v, v[::-1], np.roll(v, 1, 0)]) if k in chosen else v for k, v in values.items()}
+    with mode.scope(case):
+        placed = {k: mode.put(case, v, specs[k], ahead=int(k in chosen)) for k, v in stacked.items()}
+
+        def f(x):
+            x = dict(x)
+            return mode.product(case, epilog=epilog)(x.pop("a"), x.pop("b"), **x)
+
+        axes = ({k: 0 if k in chosen else None for k in placed},)
+        d, sums = mode.run(jax.vmap(f, axes), placed)
+        loop = [mode.run(f, {k: v[i] if k in chosen else v for k, v in placed.items()}) for i in range(3)]
+    for i, (one, one_sums) in enumerate(loop):
+        np.testing.assert_array_equal(np.asarray(d)[i], one)
+        for key, value in one_sums.items():
+            np.testing.assert_array_equal(np.asarray(sums[key])[i], value)
 
 
 def test_nested_vmap(rng):

@@ -42,7 +42,7 @@ def mask(shape, rng, column_shards):
 
 def specs(case):
     a, b = case.stored
-    columns = {"w_columns": case.spec_of("bias"), "w_rows": P(case.out[0])}
+    columns = {"w_columns": case.spec_of("bias"), "w_rows": case.spec_of("bgrada")}
     named = {name: case.spec_of(name) for name in ("c", "bias", "relu_aux", "gelu_aux", "w")}
     return {"a": a, "b": b, **named, **columns}
 
@@ -264,6 +264,114 @@ def test_complex_bias_c_and_scalars(case, rng):
         x = zip((a, b, c.astype(a.dtype), bias.astype(a.dtype)), (*case.stored, case.out, P(case.out[1])), strict=True)
         d = mode.run(f, *(mode.put(case, v, s) for v, s in x))
     np.testing.assert_array_equal(np.asarray(d), (2 - 1j) * (a.conj() @ b) + (1 + 3j) * c + bias)
+
+
+@pytest.mark.parametrize("epilog", EPILOGS, ids=lambda e: e.name)
+def test_all_reduce_with_every_epilog_is_the_same_call(epilog, rng):
+    """On the pattern that it names, and on a single rank."""
+    cases.require(None)
+    transposition = "TN" if epilog == Epilog.BGRADA else "NN"
+    for name in ("ar-data", "local"):
+        case = cases.BY_NAME[name].replace(per_shard=(3, 5, 2), transposition=transposition)
+        mode = modes.BY_ID["explicit" if name == "ar-data" else "no-mesh"]
+        x = data(case, rng, case.column_shards if mode.axis_type else 1)
+        results = []
+        with mode.scope(case):
+            placed = {key: mode.put(case, v, specs(case)[key]) for key, v in x.items()}
+            inputs = {key: placed[key] for key in _epilog.rule(epilog).inputs}
+            for number in (epilog, Epilog.ALLREDUCE | epilog):
+                f = mode.product(case, epilog=number)
+                out = mode.run(lambda a, b, inputs, f=f: f(a, b, **inputs), placed["a"], placed["b"], inputs)
+                results.append(jax.tree.leaves(out))
+        for plain, with_bit in zip(*results, strict=True):
+            np.testing.assert_array_equal(plain, with_bit)
+
+
+def test_all_reduce_alone(rng):
+    cases.require(None)
+    case, mode = cases.BY_NAME["ar"].replace(per_shard=(3, 5, 2)), modes.BY_ID["explicit"]
+    a, b = case.integers(rng)
+    with mode.scope(case):
+        placed = (mode.put(case, x, s) for x, s in zip((a, b), case.stored, strict=True))
+        np.testing.assert_array_equal(mode.run(mode.product(case, epilog=Epilog.ALLREDUCE), *placed), a @ b)
+
+
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+@pytest.mark.parametrize("epilog", [e for e in EPILOGS if _epilog.rule(e).gradient], ids=lambda e: e.name)
+@pytest.mark.parametrize("extents", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (4, 5, 1), (0, 5, 0)], ids=str)
+def test_bias_gradients_of_empty_and_thin_products(extents, epilog, implementation, rng):
+    """Sums over nothing are nought, and are written; an empty d still has the sums of what would have made it."""
+    cases.require(implementation)
+    m, n, k = extents
+    a, b = rng.integers(-3, 4, (m, k)).astype(np.float32), rng.integers(-3, 4, (k, n)).astype(np.float32)
+    inputs = {"relu_aux": mask((m, n), rng, 1), "gelu_aux": np.full((m, n), 40, np.float32)}  # of slope 1
+    inputs = {name: jnp.asarray(inputs[name]) for name in _epilog.rule(epilog).inputs}
+    turn = epilog == Epilog.BGRADA
+    f = functools.partial(
+        jaxmp.matmul, epilog=epilog, epilog_inputs=inputs, transpose_a=turn, implementation=implementation
+    )
+    d, sums = jax.jit(f)(jnp.asarray(a.T if turn else a), jnp.asarray(b))
+    z = a @ b
+    if "relu_aux" in inputs:
+        z = z * np.unpackbits(np.asarray(inputs["relu_aux"]), axis=-1, count=n, bitorder="little")
+    np.testing.assert_array_equal(d, z)
+    want = {"bgrada": a.sum(1), "bgradb": b.sum(0)}.get(_epilog.rule(epilog).gradient, z.sum(0))
+    np.testing.assert_array_equal(sums[_epilog.rule(epilog).gradient], want)
+
+
+def test_the_derivative_of_gelu_far_out_is_that_of_relu():
+    z = np.array([-3e38, -1e19, -40, 40, 1e19, 3e38, np.nan], np.float32)
+    for implementation in cases.IMPLEMENTATIONS:
+        cases.require(implementation)
+        d = jaxmp.matmul(
+            jnp.ones((1, 2)),
+            jnp.ones((2, 7)),
+            epilog=Epilog.DGELU,
+            epilog_inputs={"gelu_aux": jnp.asarray(z)[None]},
+            implementation=implementation,
+        )
+        np.testing.assert_array_equal(np.asarray(d)[0], np.where(np.isnan(z), np.nan, 2 * (z > 0)))
+
+
+@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
+def test_sums_are_complete_and_exact(case, rng):
+    """Integers: a rank, a group or a data-parallel replica whose rows were left out, or counted twice, shows."""
+    cases.require(None)
+    mode = modes.BY_ID["explicit"]
+    for epilog in (Epilog.DRELU_BGRAD, Epilog.BGRADA, Epilog.BGRADB):
+        turned = case.replace(per_shard=(3, 5, 2), transposition="TN" if epilog == Epilog.BGRADA else "NN")
+        a, b = turned.integers(rng)
+        x = mask(turned.extents[:2], rng, turned.column_shards)
+        inputs = {"relu_aux": x} if epilog == Epilog.DRELU_BGRAD else {}
+        with mode.scope(turned):
+            placed = [mode.put(turned, v, s) for v, s in zip((a, b), turned.stored, strict=True)]
+            inputs = {name: mode.put(turned, v, turned.out) for name, v in inputs.items()}
+            f = mode.product(turned, epilog=epilog)
+            d, sums = mode.run(lambda a, b, inputs, f=f: f(a, b, **inputs), *placed, inputs)
+        (got,) = sums.values()
+        op_a, op_b = turned.op(a, b)
+        want = {Epilog.BGRADA: op_a.sum(1), Epilog.BGRADB: op_b.sum(0)}.get(epilog, np.asarray(d).sum(0))
+        np.testing.assert_array_equal(got, want)
+        for copy in got.addressable_shards:
+            np.testing.assert_array_equal(np.asarray(copy.data), want[copy.index])
+
+
+@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX[:5]))
+def test_complex_sums(case, rng):
+    """What is summed is op(a) and op(b), with their conjugation."""
+    cases.require(None)
+    mode = modes.BY_ID["explicit"]
+    for epilog, transposition in ((Epilog.BGRADA, "TN"), (Epilog.BGRADB, "NN")):
+        turned = case.replace(
+            per_shard=(3, 5, 2), dtype="complex64", conjugation=(True, True), transposition=transposition
+        )
+        a, b = turned.integers(rng)
+        with mode.scope(turned):
+            placed = [mode.put(turned, v, s) for v, s in zip((a, b), turned.stored, strict=True)]
+            d, sums = mode.run(mode.product(turned, epilog=epilog), *placed)
+        op_a, op_b = turned.op(a, b)
+        np.testing.assert_array_equal(d, op_a @ op_b)
+        np.testing.assert_array_equal(*sums.values(), op_a.sum(1) if epilog == Epilog.BGRADA else op_b.sum(0))
 
 
 def test_the_numbers_are_those_of_cublasmp():

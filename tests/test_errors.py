@@ -8,6 +8,7 @@ import re
 import cases
 import jax
 import jax.numpy as jnp
+import modes
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
@@ -62,9 +63,21 @@ WRONG = {
     "complex beta of real operands": ((A, B, C), {"beta": 1 + 1j}, TypeError, "matmul: beta=(1+1j) is complex but the result has dtype float32"),
     "conjugate a real a": ((A, B), {"conjugate_a": True}, TypeError, "matmul: conjugate_a=True needs a complex operand, got dtype float32"),
     "conjugate a real b": ((A, B), {"conjugate_b": True}, TypeError, "matmul: conjugate_b=True needs a complex operand, got dtype float32"),
-    "unknown epilog": ((A, B), {"epilog": 3}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 3"),
+    "unknown epilog": ((A, B), {"epilog": 8}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 8"),
     "epilog by name": ((A, B), {"epilog": "relu"}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 'relu'"),
-    "epilog of later": ((A, B), {"epilog": Epilog.DGELU}, NotImplementedError, "epilog DGELU is not implemented; implemented are NONE, BIAS, RELU, RELU_AUX, RELU_BIAS, RELU_AUX_BIAS, GELU, GELU_AUX, GELU_BIAS, GELU_AUX_BIAS"),
+    "bits without an epilog": ((A, B), {"epilog": Epilog.ALLREDUCE | 8}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 9"),
+    "BGRADB of a transposed b": ((A, zeros(8, 6)), {"epilog": Epilog.BGRADB, "transpose_b": True}, NotImplementedError, "matmul: epilog BGRADB needs transpose_b=False, for cuBLASMp sums b only where it is stored (k, n); store b so"),
+    "BGRADA of a plain a": ((A, B), {"epilog": Epilog.BGRADA}, NotImplementedError, "matmul: epilog BGRADA needs transpose_a=True, for cuBLASMp sums a only where it is stored (k, m); store a so"),
+    "BGRADA of a batch": ((zeros(2, 6, 4), B), {"epilog": Epilog.BGRADA, "transpose_a": True}, ValueError, "matmul: epilog BGRADA needs a with 2 dimensions, (k, m), got 3; use jax.vmap for the others"),
+    "missing mask": ((A, B), {"epilog": Epilog.DRELU_BGRAD}, ValueError, "matmul: epilog DRELU_BGRAD needs epilog_inputs ['relu_aux'], missing ['relu_aux']"),
+    "mask of another type": ((A, B), {"epilog": Epilog.DRELU, "epilog_inputs": {"relu_aux": zeros(4, 16)}}, TypeError, "matmul: relu_aux must be the uint8 array that a RELU_AUX epilog returned, got float32"),
+    "mask that is no array": ((A, B), {"epilog": Epilog.DRELU, "epilog_inputs": {"relu_aux": 1}}, TypeError, "relu_aux must be the uint8 array that a RELU_AUX epilog returned, got int"),
+    "rows of a mask": ((A, B), {"epilog": Epilog.DRELU, "epilog_inputs": {"relu_aux": zeros(5, 16).astype(np.uint8)}}, ValueError, "matmul: relu_aux must have the rows of the result, shape (4, '...'), got (5, 16)"),
+    "unpacked mask": ((A, B), {"epilog": Epilog.DRELU, "epilog_inputs": {"relu_aux": zeros(4, 8).astype(np.uint8)}}, ValueError, "matmul: relu_aux must have 16 bytes a row, a bit for each of the result's 8 columns, padded to 16 bytes in each of their 1 shards, got shape (4, 8)"),
+    "shape of gelu_aux": ((A, B), {"epilog": Epilog.DGELU, "epilog_inputs": {"gelu_aux": zeros(8, 4)}}, ValueError, "matmul: gelu_aux must have the result's shape (4, 8), got (8, 4)"),
+    "type of gelu_aux": ((A, B), {"epilog": Epilog.DGELU, "epilog_inputs": {"gelu_aux": C.astype(jnp.bfloat16)}}, TypeError, "matmul: gelu_aux must have the result's dtype float32, got bfloat16"),
+    "bias of a derivative": ((A, B), {"epilog": Epilog.DGELU, "epilog_inputs": {"gelu_aux": C, "bias": BIAS}}, ValueError, "matmul: epilog DGELU takes epilog_inputs ['gelu_aux'], got unknown ['bias']"),
+    "derivative of complex": (COMPLEX, {"epilog": Epilog.DGELU, "epilog_inputs": {"gelu_aux": C}}, TypeError, "matmul: epilog DGELU is defined for real types, the result is complex64"),
     "missing bias": ((A, B), {"epilog": Epilog.GELU_BIAS}, ValueError, "matmul: epilog GELU_BIAS needs epilog_inputs ['bias'], missing ['bias']; pass epilog_inputs={'bias': ...}"),
     "unknown epilog input": ((A, B), {"epilog": Epilog.RELU, "epilog_inputs": {"bias": BIAS}}, ValueError, "matmul: epilog RELU takes epilog_inputs [], got unknown ['bias']; drop them or choose an epilog that uses them"),
     "misspelt epilog input": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": BIAS, "bais": BIAS}}, ValueError, "got unknown ['bais']"),
@@ -273,7 +286,7 @@ def test_bias_of_an_all_reduce_that_differs_between_ranks():
     f = jax.shard_map(call, mesh=mesh, in_specs=(P(None, "y"), P("y", None), P("y")), out_specs=P())
     with pytest.raises(
         ValueError,
-        match=r"matmul_all_reduce: c and bias must be equal on every rank of axis .*'y'.*, but one varies over",
+        match=r"matmul_all_reduce: c and epilog inputs must be equal on every rank of axis .*'y'.*, but one varies over",
     ):
         f(A, B, zeros(16))
 
@@ -286,3 +299,37 @@ def test_an_implementation_that_the_platform_lacks(monkeypatch):
     message = "implementation=\"cublasmp\" is not available on platform 'cpu'"
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         jaxmp.matmul(A, B, implementation="cublasmp")
+
+
+@pytest.mark.parametrize("name", ["local", "ag-data", "rs-data", "grid"])
+def test_all_reduce_belongs_to_its_pattern(name, rng):
+    """Before anything is launched, in every mode that knows the pattern; and by the partitioner, which chooses it."""
+    case = cases.BY_NAME[name].replace(per_shard=(4, 4, 4))
+    epilog = Epilog.ALLREDUCE | Epilog.BIAS
+    bias = np.zeros(case.extents[1], np.float32)
+    for mode in (modes.BY_ID["explicit"], modes.BY_ID["shard_map"]):
+        if not mode.serves(case):
+            continue
+        with mode.scope(case):
+            a, b = (mode.put(case, x, s) for x, s in zip(case.integers(rng), case.stored, strict=True))
+            message = f"epilog ALLREDUCE belongs to the all_reduce pattern, but this call's pattern is {case.pattern}; "
+            message += "shard the contraction and pass an out_sharding without its axis, call matmul_all_reduce"
+            with pytest.raises(ValueError, match=message):
+                mode.product(case, epilog=epilog)(a, b, bias=mode.put(case, bias, P(case.out[1])))
+
+
+def test_the_partitioner_refuses_all_reduce_of_another_pattern(rng):
+    cases.require(None)
+    case, mode = cases.BY_NAME["rs-data"].replace(per_shard=(4, 4, 4)), modes.BY_ID["partitioner"]
+    a, b = (mode.put(case, x, s) for x, s in zip(case.integers(rng), case.stored, strict=True))
+    with pytest.raises(Exception, match="epilog ALLREDUCE belongs to the all_reduce pattern"):
+        jax.jit(mode.product(case, epilog=Epilog.ALLREDUCE))(a, b)
+
+
+def test_a_mask_is_packed_per_shard(rng):
+    case, mode = cases.BY_NAME["local"].replace(per_shard=(4, 4, 4)), modes.BY_ID["explicit"]
+    mask = np.zeros((case.extents[0], 16), np.uint8)
+    with mode.scope(case):
+        a, b = (mode.put(case, x, s) for x, s in zip(case.integers(rng), case.stored, strict=True))
+        with pytest.raises(ValueError, match=r"relu_aux must have 32 bytes a row.*in each of their 2 shards"):
+            mode.product(case, epilog=Epilog.DRELU)(a, b, relu_aux=mode.put(case, mask, case.out))

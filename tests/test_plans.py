@@ -215,8 +215,8 @@ def test_the_sharding_rule_names_every_operand_and_result(epilog):
     row = _epilog.rule(epilog)
     rule = _partitioning._sharding_rule(MatmulSpec(np.dtype("float32"), epilog=epilog, has_c=True))
     operands, results = (side.split(",") for side in rule.split("->"))
-    assert len(operands) == 3 + row.has_bias
-    assert len(results) == 1 + (row.aux is not None)
+    assert len(operands) == 3 + len(row.inputs)
+    assert len(results) == 1 + len(row.outputs)
 
 
 # Routes: what cuBLASMp does not take as it is -------------------------------------------------------------------------
@@ -245,6 +245,23 @@ def test_cublasmp_all_reduces_one_transposition():
         kinds[transposition] = find_route(spec, (64, 8), (8, 64), 4, CUBLASMP).kind
     assert kinds["NT"] == "direct"
     assert "direct" not in (kinds["NN"], kinds["TN"], kinds["TT"])
+
+
+@pytest.mark.parametrize("capabilities", [CUBLASMP, HOSTMP], ids=["cublasmp", "hostmp"])
+@pytest.mark.parametrize("epilog", [Epilog.DRELU, Epilog.DRELU_BGRAD, Epilog.DGELU, Epilog.DGELU_BGRAD])
+def test_derivatives_of_one_product_are_multiplied_beside_the_call(epilog, capabilities):
+    spec = spec_of(cases.BY_NAME["local"], epilog=epilog)
+    assert find_route(spec, (8, 1), (1, 8), 4, capabilities).kind == "separate_epilog"
+    assert find_route(spec, (8, 2), (2, 8), 4, capabilities).kind == "direct"
+    assert find_route(spec_of(cases.BY_NAME["rs"], epilog=epilog), (8, 1), (1, 8), 4, capabilities).kind == "direct"
+
+
+@pytest.mark.parametrize(("epilog", "transposition"), [(Epilog.BGRADA, "TN"), (Epilog.BGRADB, "NN")])
+def test_an_all_reduce_that_sums_an_operand_copies_none(epilog, transposition):
+    spec = spec_of(cases.BY_NAME["ar"].replace(transposition=transposition), epilog=epilog)
+    assert find_route(spec, (64, 64), (64, 64), 4, CUBLASMP).kind == "reduce_scatter_all_gather"
+    assert find_route(spec, (63, 63), (63, 63), 4, CUBLASMP).kind == "separate_epilog"
+    assert find_route(spec, (64, 64), (64, 64), 4, HOSTMP).kind == "direct"
 
 
 def test_the_cheaper_of_two_ways_is_taken():
