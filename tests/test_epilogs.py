@@ -37,7 +37,8 @@ def mask(shape, rng, column_shards):
     m, n = shape
     shards = rng.integers(0, 2, (m, column_shards, n // column_shards)).astype(bool)
     pad = -shards.shape[2] % 128
-    return np.packbits(np.pad(shards, ((0, 0), (0, 0), (0, pad)), constant_values=True), -1, "little").reshape(m, -1)
+    packed = np.packbits(np.pad(shards, ((0, 0), (0, 0), (0, pad)), constant_values=True), -1, "little")
+    return packed.reshape(m, column_shards * packed.shape[-1])
 
 
 def specs(case):

@@ -217,6 +217,16 @@ def test_a_call_whose_result_is_not_used_is_removed():
     assert calls_of(compiled_text(program, a, b)) == ["local"]
 
 
+def test_batched_weights_and_biases_are_one_call():
+    """Tangents of a layer come in batches (jacfwd, hessian); they fold into the columns of one product."""
+    cases.require(None)
+    a, b, bias = jnp.ones((8, 4)), jnp.ones((3, 4, 5)), jnp.ones((3, 5))
+    f = jax.vmap(lambda b, bias: jaxmp.linear(a, b, bias))
+    text = compiled_text(f, b, bias)
+    assert calls_of(text) == ["local"]
+    assert "while" not in text
+
+
 def test_remat_computes_again_and_saves_nothing_else():
     cases.require(None)
     case = cases.BY_NAME["ag-data"].replace(per_shard=(4, 4, 4))

@@ -152,6 +152,26 @@ void BuffersAreChecked() {
   CHECK_EQ(error(good, results), "jaxmp: the mesh has no position 2");
 }
 
+// D = A B times gelu'(40) = 1, and its rows' sums: an aux that is read, and two results.
+void AuxInputsAndBiasGradientsHaveTheirPlaces() {
+  Attributes attributes = tests::Local(8, 2, 3);
+  attributes["epilog"] = int64_t{208};  // DGELU_BGRAD
+  attributes["dtype_bias"] = attributes["dtype_aux"] = std::string("f32");
+  fake_xla::Instance instance = fake_xla::Instantiate(attributes);
+  std::vector<float> a(24, 2), b(6, 1), aux(16, 40), d(16), sums(8);
+  b[0] = 5;  // the first column of D is 2 * (5 + 1 + 1)
+  const auto error = [&](std::vector<Buffer> args, std::vector<Buffer> rets) {
+    return Execution(*instance.site, 0, std::move(args), std::move(rets)).Wait();
+  };
+  CHECK_EQ(error({F32(a), F32(b), F32(aux)}, {F32(d), F32(sums)}), "");
+  CHECK(d == std::vector<float>({14, 14, 14, 14, 14, 14, 14, 14, 6, 6, 6, 6, 6, 6, 6, 6}));
+  CHECK(sums == std::vector<float>(8, 20));
+  CHECK_EQ(error({F32(a), F32(b)}, {F32(d), F32(sums)}), "jaxmp: argument aux is missing");
+  CHECK_EQ(error({F32(a), F32(b), F32(aux)}, {F32(d)}), "jaxmp: result gradient is missing");
+  CHECK_EQ(error({F32(a), F32(b), F32(aux)}, {F32(d), F32(b)}),
+           "jaxmp: gradient must hold 8 elements of f32 on each device, got local shape (6)");
+}
+
 void EmptyProductsRunNothing() {
   fake_xla::Instance instance = fake_xla::Instantiate(tests::AllGather(2, 0, 4, 4));
   tests::World world(*MakeProblem(tests::AllGather(2, 0, 4, 4)));
@@ -185,6 +205,7 @@ int main() {
   jaxmp::EqualCallSitesShareAPlanButNotARendezvous();
   jaxmp::AnErrorOnOneRankReachesAll();
   jaxmp::BuffersAreChecked();
+  jaxmp::AuxInputsAndBiasGradientsHaveTheirPlaces();
   jaxmp::EmptyProductsRunNothing();
   jaxmp::WrongAttributesAreRefusedAtInstantiation();
   jaxmp::ASiteThatGoesAwayFreesItsWaitingRanks();

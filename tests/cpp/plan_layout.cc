@@ -120,6 +120,24 @@ void EpilogsSizeTheirBuffers() {
   CHECK_CONTAINS(Refusal(attributes), "ALLREDUCE bit");
 }
 
+void BiasGradientsAreSizedByWhatIsSummed() {
+  Attributes attributes = tests::AllGather(2, 34, 6, 4);
+  attributes["epilog"] = int64_t{256};  // BGRADA: the local rows of D
+  CHECK_CONTAINS(Refusal(attributes), "epilog 256 needs bias, but dtype_bias is none");
+  attributes["dtype_bias"] = std::string("f32");
+  CHECK_EQ(MakeLayout(*MakeProblem(attributes))->bias_size, 17);
+  attributes["epilog"] = int64_t{512};  // BGRADB: all of n, on every rank
+  CHECK_EQ(MakeLayout(*MakeProblem(attributes))->bias_size, 6);
+  attributes["epilog"] = int64_t{152};  // DRELU_BGRAD
+  CHECK_CONTAINS(Refusal(attributes), "epilog 152 needs dtype_aux u8, got none");
+  attributes["dtype_aux"] = std::string("u8");
+  const Layout layout = *MakeLayout(*MakeProblem(attributes));
+  CHECK_EQ(layout.bias_size, 17);
+  CHECK_EQ(layout.aux.local_size, 16 * 6);
+  attributes["m"] = int64_t{0};
+  CHECK_CONTAINS(Refusal(attributes), "epilog 152 sums to a bias gradient, but D has no elements");
+}
+
 void ExtentsThatDoNotDivideAreNamed() {
   CHECK_EQ(Refusal(tests::AllGather(4, 6, 8, 3)),
            "jaxmp: pattern all_gather needs m to be a multiple of 4, got m=6; pad the operands or choose another mesh");
@@ -138,6 +156,7 @@ int main() {
   jaxmp::GridsKeepTheContractWhereTheyCan();
   jaxmp::LocalPartsAreThoseOfTheBoundary();
   jaxmp::EpilogsSizeTheirBuffers();
+  jaxmp::BiasGradientsAreSizedByWhatIsSummed();
   jaxmp::ExtentsThatDoNotDivideAreNamed();
   return jaxmp::check::summary("plan_layout");
 }
