@@ -49,6 +49,8 @@ def multiply_by_slope(activation: str, aux, t):
 
 def unpack_relu_aux(aux, n: int):
     """Boolean mask of shape (..., n) from the packed bits: bit i % 8 of byte i // 8 says z[i] > 0."""
+    if aux.size == 0:  # which jnp.unpackbits does not take
+        return jnp.zeros((*aux.shape[:-1], n), bool)
     return jnp.unpackbits(aux, axis=-1, count=n, bitorder="little").astype(bool)
 
 

@@ -10,58 +10,36 @@
 namespace jaxmp::hostmp {
 namespace {
 
-// Rows are summed in strips whose sums stay in the first cache; 2 KB of a column at a time are read in sequence.
-constexpr int64_t kStrip = 512;
+// Sums of this many rows stay in the first cache, and 1 KB of a column of floats at a time is read in sequence.
+constexpr int64_t kStrip = 256;
 
 // Columns are summed in chunks of their global index, and chunks one after the other: the bits of a sum depend on
 // neither tiles nor ranks nor threads, and its error grows with 64 + n / 64 terms instead of n.
 constexpr int64_t kChunk = 64;
 
-// A matrix whose columns are summed: who holds which, in ascending order.
-struct Summed {
-  Operand Call::* operand;
-  std::vector<Run> rows, cols;
-};
-
-Summed find_summed(const Call& call, Gradient gradient) {
-  // After an all-reduce every rank holds all of D: its descriptor lays the copies side by side, and any one will do.
-  const int64_t rows = gradient == Gradient::kB ? call.n : call.m;
-  const int64_t cols = gradient == Gradient::kD ? call.n : call.k;
-  Operand Call::* const operand = gradient == Gradient::kA ? &Call::a : gradient == Gradient::kB ? &Call::b : &Call::d;
-  const Operand& x = call.*operand;
-  return {operand, runs(x.desc.rows, x.row, rows), runs(x.desc.cols, x.col, cols)};
-}
-
-// Where sums go: the local rows of D, or for B every one of them.
-std::vector<Run> find_results(const Call& call, Gradient gradient) {
-  if (gradient == Gradient::kB) return {{0, call.n, 0, 0}};
-  return runs(call.d.desc.rows, call.d.row, call.m);
+Operand Call::* summed_operand(Gradient gradient) {
+  return gradient == Gradient::kA ? &Call::a : gradient == Gradient::kB ? &Call::b : &Call::d;
 }
 
 template <typename T, typename Out>
 class GradientRun {
  public:
-  GradientRun(const Product2D& product, Gradient gradient)
-      : calls_(product.calls), gradient_(gradient), summed_(find_summed(*calls_[0], gradient)) {}
+  GradientRun(const Product2D& product, const GradientWork& work, Gradient gradient)
+      : calls_(product.calls), work_(work), gradient_(gradient), operand_(summed_operand(gradient)) {}
 
-  void operator()() {
-    for (const Cut& cut : common_cuts(find_results(*calls_[0], gradient_), summed_.rows)) {
-      for (int64_t row = 0; row < cut.size; row += kStrip) {
-        const int64_t count = std::min(kStrip, cut.size - row);
-        sum(cut.proc[1], cut.local[1] + row, count);
-        write(cut.proc[0], cut.local[0] + row, count);
-      }
-    }
+  void operator()(const Strip& strip) {
+    sum(strip.proc, strip.local, strip.rows);
+    write(strip.result_proc, strip.result_local, strip.rows);
   }
 
  private:
   void sum(int64_t proc_row, int64_t local_row, int64_t count) {
     std::fill(sums_, sums_ + count, T(0));
     std::fill(chunk_, chunk_ + count, T(0));
-    for (const Run& run : summed_.cols) {
-      const abi::cublasMpGrid& grid = (calls_[0]->*summed_.operand).desc.grid;
+    for (const Run& run : work_.cols) {
+      const abi::cublasMpGrid& grid = (calls_[0]->*operand_).desc.grid;
       const auto rank = static_cast<size_t>(rank_of(grid, proc_row, run.proc));
-      const Operand& x = calls_[rank]->*summed_.operand;
+      const Operand& x = calls_[rank]->*operand_;
       for (int64_t i = 0; i < run.size; ++i) {
         add(reinterpret_cast<const void*>(x.data), (run.local + i) * x.desc.lld + local_row, count);
         if ((run.begin + i) % kChunk == kChunk - 1) end_chunk(count);
@@ -80,7 +58,7 @@ class GradientRun {
     }
   }
 
-  abi::cudaDataType_t type() const { return (calls_[0]->*summed_.operand).desc.type; }
+  abi::cudaDataType_t type() const { return (calls_[0]->*operand_).desc.type; }
 
   template <typename From>
   void add_typed(const From* from, int64_t count) {
@@ -111,19 +89,39 @@ class GradientRun {
   }
 
   const std::vector<const Call*>& calls_;
+  const GradientWork& work_;
   Gradient gradient_;
-  Summed summed_;
+  Operand Call::* operand_;
   T sums_[kStrip], chunk_[kStrip], column_[kStrip];
 };
 
 }  // namespace
 
-void sum_gradient(const Product2D& product) {
+GradientWork make_gradient(const Call& call) {
+  const Gradient gradient = find_epilog(call.epilog)->gradient;
+  GradientWork work;
+  if (gradient == Gradient::kNone) return work;
+  work.needs_d = gradient == Gradient::kD;
+  const bool is_of_b = gradient == Gradient::kB;
+  const Operand& x = call.*summed_operand(gradient);
+  // After an all-reduce every rank holds all of D: its descriptor lays the copies side by side, and the first will do.
+  work.cols = runs(x.desc.cols, x.col, work.needs_d ? call.n : call.k);
+  // Sums of B go to every rank whole, the others to where D has the row.
+  const auto results = is_of_b ? std::vector<Run>{{0, call.n, 0, 0}} : runs(call.d.desc.rows, call.d.row, call.m);
+  for (const Cut& cut : common_cuts(results, runs(x.desc.rows, x.row, is_of_b ? call.n : call.m))) {
+    for (int64_t row = 0; row < cut.size; row += kStrip) {
+      work.strips.push_back(
+          {cut.proc[1], cut.local[1] + row, cut.proc[0], cut.local[0] + row, std::min(kStrip, cut.size - row)});
+    }
+  }
+  return work;
+}
+
+void sum_strip(const Product2D& product, const GradientWork& work, const Strip& strip) {
   const Call& call = *product.calls[0];
   const Gradient gradient = find_epilog(call.epilog)->gradient;
-  if (gradient == Gradient::kNone) return;
   with_types(call.accumulator(), call.d.desc.type,
-             [&](auto t, auto out) { GradientRun<decltype(t), decltype(out)>(product, gradient)(); });
+             [&](auto t, auto out) { GradientRun<decltype(t), decltype(out)>(product, work, gradient)(strip); });
 }
 
 }  // namespace jaxmp::hostmp

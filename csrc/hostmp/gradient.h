@@ -2,13 +2,29 @@
 #ifndef JAXMP_HOSTMP_GRADIENT_H_
 #define JAXMP_HOSTMP_GRADIENT_H_
 
+#include <vector>
+
 #include "csrc/hostmp/tile.h"
 
 namespace jaxmp::hostmp {
 
-// Sums the columns of D (as stored), A or B, as the epilog of the product says, and writes the sums of its rows to
-// every rank. Runs once, when D is complete; does nothing for the other epilogs.
-void sum_gradient(const Product2D& product);
+// Rows of D, A or B, the sums of which are a piece of work: on which process row, and from which local row on.
+struct Strip {
+  int64_t proc, local;                // of the matrix that is summed
+  int64_t result_proc, result_local;  // of what receives the sums
+  int64_t rows;
+};
+
+struct GradientWork {
+  std::vector<Strip> strips;  // none for an epilog without a bias gradient
+  std::vector<Run> cols;      // what each strip sums
+  bool needs_d = false;       // sums what the tiles write; else strips may be summed along with the tiles
+};
+
+GradientWork make_gradient(const Call& call);
+
+// Sums the strip's columns, and writes the sums to every rank that wants them.
+void sum_strip(const Product2D& product, const GradientWork& work, const Strip& strip);
 
 }  // namespace jaxmp::hostmp
 

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "csrc/hostmp/gradient.h"
 #include "csrc/hostmp/host.h"
 #include "csrc/hostmp/objects.h"
 #include "csrc/hostmp/tile.h"
@@ -34,10 +35,11 @@ struct Meeting {
 
   // Written by the last rank to arrive, before `is_open`.
   Product2D product;
+  GradientWork gradient;
   std::atomic<bool> is_open{false};
   std::atomic<size_t> next{0};
-  // Tiles not yet done, and one for the last rank's thread: while it still asks its stream's pool for help, nobody may
-  // complete that stream.
+  // Tiles (and strips of a gradient) not yet done, and one for the last rank's thread: while it still asks its stream's
+  // pool for help, nobody may complete that stream.
   std::atomic<size_t> left{0};
   std::atomic<int> workers{0};
   Status status;  // written before the first seat is kDone

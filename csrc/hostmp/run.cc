@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <exception>
 
-#include "csrc/hostmp/gradient.h"
 #include "csrc/hostmp/job.h"
 #include "csrc/hostmp/tile.h"
 #include "csrc/hostmp/validate.h"
@@ -21,9 +20,17 @@ char* area_of_worker(const Meeting& meeting, int worker) {
   return reinterpret_cast<char*>(aligned) + worker / nranks * bytes;
 }
 
+// What threads share: the tiles, and strips that do not wait for them.
+size_t count_pieces(const Meeting& meeting) {
+  const GradientWork& gradient = meeting.gradient;
+  return meeting.product.schedule.tiles.size() + (gradient.needs_d ? 0 : gradient.strips.size());
+}
+
 void finish_one(Meeting& meeting) {
   if (meeting.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  sum_gradient(meeting.product);
+  if (meeting.gradient.needs_d) {
+    for (const Strip& strip : meeting.gradient.strips) sum_strip(meeting.product, meeting.gradient, strip);
+  }
   complete(meeting, Status());
 }
 
@@ -41,7 +48,8 @@ void open(Meeting& meeting) {
   const Call& call = *meeting.product.calls[0];
   meeting.product.schedule = make_schedule(call);
   meeting.product.area = area_of(call, meeting.product.schedule);
-  meeting.left.store(meeting.product.schedule.tiles.size() + 1, std::memory_order_relaxed);
+  meeting.gradient = make_gradient(call);
+  meeting.left.store(count_pieces(meeting) + 1, std::memory_order_relaxed);
   meeting.is_open.store(true, std::memory_order_release);
 }
 
@@ -52,8 +60,13 @@ void work(Meeting& meeting) {
   if (worker >= machine_threads()) return;  // no area is left, and no processor either
   char* const area = area_of_worker(meeting, worker);
   const std::vector<Tile>& tiles = meeting.product.schedule.tiles;
-  for (size_t i; (i = meeting.next.fetch_add(1, std::memory_order_relaxed)) < tiles.size();) {
-    run_tile(meeting.product, tiles[i], area);
+  const size_t pieces = count_pieces(meeting);
+  for (size_t i; (i = meeting.next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
+    if (i < tiles.size()) {
+      run_tile(meeting.product, tiles[i], area);
+    } else {
+      sum_strip(meeting.product, meeting.gradient, meeting.gradient.strips[i - tiles.size()]);
+    }
     finish_one(meeting);
   }
 }
