@@ -268,7 +268,7 @@ def test_complex_bias_c_and_scalars(case, rng):
 
 
 @pytest.mark.parametrize("epilog", EPILOGS, ids=lambda e: e.name)
-def test_all_reduce_with_every_epilog_is_the_same_call(epilog, rng):
+def test_allreduce_is_what_the_pattern_does(epilog, rng):
     """On the pattern that it names, and on a single rank."""
     cases.require(None)
     transposition = "TN" if epilog == Epilog.BGRADA else "NN"
