@@ -43,7 +43,6 @@ struct Problem {
   bool has_aux() const { return dtype_aux != DType::kNone; }
   bool reads_aux() const { return (epilog & (8 | 64)) != 0; }
   bool is_ordered() const { return determinism != "run_to_run"; }
-  bool reads_aux() const { return (epilog & (8 | 64)) != 0; }
   int64_t nprow() const { return Extent(axes_row); }
   int64_t npcol() const { return Extent(axes_col); }
   int64_t nranks() const { return nprow() * npcol(); }
