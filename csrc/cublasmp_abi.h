@@ -31,6 +31,7 @@ enum cudaDataType_t : int {
   CUDA_R_16BF = 14,
   CUDA_R_8F_E4M3 = 28,
   CUDA_R_8F_E5M2 = 29,
+  CUDA_R_4F_E2M1 = 33,
 };
 
 enum cublasOperation_t : int { CUBLAS_OP_N = 0, CUBLAS_OP_T = 1, CUBLAS_OP_C = 2 };
@@ -40,6 +41,7 @@ enum cublasComputeType_t : int {
   CUBLAS_COMPUTE_32F_PEDANTIC = 69,
   CUBLAS_COMPUTE_64F = 70,
   CUBLAS_COMPUTE_64F_PEDANTIC = 71,
+  CUBLAS_COMPUTE_32I = 72,
 };
 
 // cuBLASMp.

@@ -109,7 +109,16 @@ ffi::DataType FfiType(DType dtype) {
     case DType::kC128:
       return ffi::C128;
     case DType::kU8:
+    case DType::kE2M1:  // two in a byte: XLA has no packed layout that it would hand over on every platform
       return ffi::U8;
+    case DType::kE4M3:
+      return ffi::F8E4M3FN;
+    case DType::kE5M2:
+      return ffi::F8E5M2;
+    case DType::kS8:
+      return ffi::S8;
+    case DType::kS32:
+      return ffi::S32;
     case DType::kNone:
       break;
   }
@@ -117,6 +126,7 @@ ffi::DataType FfiType(DType dtype) {
 }
 
 Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype, int64_t size) {
+  if (dtype == DType::kE2M1) size /= 2;
   const bool has_type = buffer.element_type() == FfiType(dtype);
   if (has_type && static_cast<int64_t>(buffer.element_count()) == size) return {};
   std::string shape;
@@ -171,6 +181,28 @@ class Operands {
   size_t nargs_ = 0, nrets_ = 0;
 };
 
+DType ScaleType(ScaleMode mode) {
+  const bool is_byte = mode == ScaleMode::kVec16 || mode == ScaleMode::kVec32;
+  return is_byte ? DType::kU8 : DType::kF32;
+}
+
+Status ReadScales(const Problem& p, const ScaleSizes& sizes, Operands* operands, Buffers* buffers) {
+  struct Scale {
+    const char* name;
+    ScaleMode mode;
+    int64_t size;
+    const void** to;
+  };
+  for (const Scale& scale : {Scale{"scale_a", p.scale_mode_a, sizes.a, &buffers->scale_a},
+                             Scale{"scale_b", p.scale_mode_b, sizes.b, &buffers->scale_b},
+                             Scale{"scale_c", p.scale_mode_c, sizes.c, &buffers->scale_c},
+                             Scale{"scale_d", p.scale_mode_d, sizes.d, &buffers->scale_d}}) {
+    if (scale.mode == ScaleMode::kNone) continue;
+    JAXMP_RETURN_IF_ERROR(operands->Argument(scale.name, ScaleType(scale.mode), scale.size, scale.to));
+  }
+  return {};
+}
+
 Status ReadOperands(const Plan& plan, Operands operands, Buffers* buffers, Place* place) {
   const Problem& p = plan.problem();
   const Layout& layout = plan.layout();
@@ -182,6 +214,7 @@ Status ReadOperands(const Plan& plan, Operands operands, Buffers* buffers, Place
   if (p.reads_aux()) {
     JAXMP_RETURN_IF_ERROR(operands.Argument("aux", p.dtype_aux, layout.aux.local_size, &buffers->aux_input));
   }
+  JAXMP_RETURN_IF_ERROR(ReadScales(p, layout.scales, &operands, buffers));
   int64_t position = 0;
   if (plan.nranks() > 1) {
     JAXMP_ASSIGN_OR_RETURN(position, operands.Position());
@@ -190,6 +223,11 @@ Status ReadOperands(const Plan& plan, Operands operands, Buffers* buffers, Place
   if (writes_aux) JAXMP_RETURN_IF_ERROR(operands.Result("aux", p.dtype_aux, layout.aux.local_size, &buffers->aux));
   if (p.has_gradient()) {
     JAXMP_RETURN_IF_ERROR(operands.Result("gradient", p.dtype_bias, layout.bias_size, &buffers->gradient));
+  }
+  if (p.amax_d) JAXMP_RETURN_IF_ERROR(operands.Result("amax_d", DType::kF32, 1, &buffers->amax_d));
+  if (p.d_out_scale_mode != ScaleMode::kNone) {
+    JAXMP_RETURN_IF_ERROR(
+        operands.Result("d_out_scale", ScaleType(p.d_out_scale_mode), layout.scales.d_out, &buffers->d_out_scale));
   }
   JAXMP_RETURN_IF_ERROR(operands.CheckNoMore());
   const Place* found = plan.communicator().Locate(position);
@@ -262,6 +300,7 @@ Outcome Execute(Site* site, ffi::RunId run, ffi::ThreadPool threads, ffi::Remain
   Place place = {0, 0};
   // What is wrong here is wrong on every device, for all run one program: each returns the error, and none waits.
   const Status read = ReadOperands(plan, Operands(args, rets), &buffers, &place);
+  if (read.ok() && plan.is_empty() && buffers.amax_d) *static_cast<float*>(buffers.amax_d) = 0;
   if (!read.ok() || plan.is_empty()) return {ToError(read)};
 
   XlaPool pool(threads);

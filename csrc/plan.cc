@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <tuple>
 #include <utility>
 
 namespace jaxmp {
@@ -35,6 +36,16 @@ cudaDataType_t CudaType(DType dtype) {
       return CUDA_C_64F;
     case DType::kU8:
       return CUDA_R_8U;
+    case DType::kE4M3:
+      return CUDA_R_8F_E4M3;
+    case DType::kE5M2:
+      return CUDA_R_8F_E5M2;
+    case DType::kE2M1:
+      return CUDA_R_4F_E2M1;
+    case DType::kS8:
+      return CUDA_R_8I;
+    case DType::kS32:
+      return CUDA_R_32I;
     case DType::kF32:
     case DType::kNone:
       break;
@@ -45,7 +56,34 @@ cudaDataType_t CudaType(DType dtype) {
 cublasOperation_t CublasOp(Op op) { return op == Op::kN ? CUBLAS_OP_N : op == Op::kT ? CUBLAS_OP_T : CUBLAS_OP_C; }
 
 cublasComputeType_t CublasCompute(Compute compute) {
-  return compute == Compute::k64F ? CUBLAS_COMPUTE_64F : CUBLAS_COMPUTE_32F;
+  switch (compute) {
+    case Compute::k64F:
+      return CUBLAS_COMPUTE_64F;
+    case Compute::k32I:
+      return CUBLAS_COMPUTE_32I;
+    case Compute::k32F:
+      break;
+  }
+  return CUBLAS_COMPUTE_32F;
+}
+
+cublasMpMatmulMatrixScale_t CublasScale(ScaleMode mode) {
+  switch (mode) {
+    case ScaleMode::kVec16:
+      return CUBLASMP_MATMUL_MATRIX_SCALE_VEC16_UE4M3;
+    case ScaleMode::kVec32:
+      return CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
+    case ScaleMode::kOuterVec:
+      return CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32;
+    case ScaleMode::kVec128:
+      return CUBLASMP_MATMUL_MATRIX_SCALE_VEC128_FP32;
+    case ScaleMode::kBlk128:
+      return CUBLASMP_MATMUL_MATRIX_SCALE_BLK128x128_FP32;
+    case ScaleMode::kNone:
+    case ScaleMode::kScalar:
+      break;
+  }
+  return CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32;
 }
 
 Status CheckCapabilities(const MpApi& api, const Problem& p) {
@@ -127,6 +165,10 @@ Plan::Scalar Plan::MakeScalar(std::complex<double> value) const {
   const auto store = [&scalar](auto typed) { std::memcpy(scalar.bytes, &typed, sizeof(typed)); };
   const bool is_complex = problem_.dtype_a == DType::kC64 || problem_.dtype_a == DType::kC128;
   const bool is_double = problem_.compute == Compute::k64F;
+  if (problem_.compute == Compute::k32I) {
+    store(static_cast<int32_t>(value.real()));
+    return scalar;
+  }
   if (is_complex && is_double) store(value);
   if (is_complex && !is_double) store(std::complex<float>(value));
   if (!is_complex && is_double) store(value.real());
@@ -141,6 +183,7 @@ Status Plan::MakeRank(int number) {
   }
   JAXMP_RETURN_IF_ERROR(MakeMatrix(rank, layout_.a, problem_.dtype_a, &rank.a));
   JAXMP_RETURN_IF_ERROR(MakeMatrix(rank, layout_.b, problem_.dtype_b, &rank.b));
+  if (problem_.has_c()) JAXMP_RETURN_IF_ERROR(MakeMatrix(rank, layout_.d, problem_.dtype_c, &rank.c));
   JAXMP_RETURN_IF_ERROR(MakeMatrix(rank, layout_.d, problem_.dtype_d, &rank.d));
   // The all-reduce sums what every rank adds of its C, which is the same C everywhere: one rank adds it.
   const bool adds_c = problem_.pattern != Pattern::kAllReduce || number == 0;
@@ -148,7 +191,11 @@ Status Plan::MakeRank(int number) {
   JAXMP_ASSIGN_OR_RETURN(std::unique_ptr<Slot> slot, MakeSlot());
   // The library checks pointers for null even where it only counts bytes.
   void* some = rank.beta.bytes;
-  const Buffers buffers = {some, some, problem_.has_c() ? some : nullptr, some, some, some, some, some};
+  Buffers buffers;
+  buffers.a = buffers.b = buffers.bias = buffers.aux_input = some;
+  buffers.scale_a = buffers.scale_b = buffers.scale_c = buffers.scale_d = some;
+  buffers.c = problem_.has_c() ? some : nullptr;
+  buffers.d = buffers.aux = buffers.gradient = buffers.amax_d = buffers.d_out_scale = some;
   JAXMP_RETURN_IF_ERROR(SetPointers(*slot, buffers));
   JAXMP_RETURN_IF_ERROR(
       Call(api_.Matmul_bufferSize, "Matmul_bufferSize", rank, *slot, buffers, &rank.device_bytes, &rank.host_bytes));
@@ -214,6 +261,7 @@ Status Plan::SetAttributes(Slot& slot) {
     JAXMP_RETURN_IF_ERROR(
         SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME, CUBLASMP_RESULT_SCHEME_FULL));
   }
+  JAXMP_RETURN_IF_ERROR(SetScaleModes(slot));
   if (!problem_.has_aux()) return {};
   if (problem_.dtype_aux != DType::kU8) {  // the RELU mask's type is fixed, and cuBLASMp refuses to be told
     JAXMP_RETURN_IF_ERROR(
@@ -222,14 +270,37 @@ Status Plan::SetAttributes(Slot& slot) {
   return SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_LD, layout_.aux.attribute_ld);
 }
 
-Status Plan::SetPointers(Slot& slot, const Buffers& buffers) {
-  if (problem_.has_bias() || problem_.has_gradient()) {
-    const void* bias = problem_.has_gradient() ? buffers.gradient : buffers.bias;
-    JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_POINTER, bias));
+Status Plan::SetScaleModes(Slot& slot) {
+  const std::pair<cublasMpMatmulDescriptorAttribute_t, ScaleMode> modes[] = {
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_A_SCALE_MODE, problem_.scale_mode_a},
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_B_SCALE_MODE, problem_.scale_mode_b},
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_C_SCALE_MODE, problem_.scale_mode_c},
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_SCALE_MODE, problem_.scale_mode_d},
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_MODE, problem_.d_out_scale_mode}};
+  for (const auto& [attribute, mode] : modes) {
+    if (mode != ScaleMode::kNone) JAXMP_RETURN_IF_ERROR(SetAttribute(slot, attribute, CublasScale(mode)));
   }
-  if (!problem_.has_aux()) return {};
-  const void* aux = problem_.reads_aux() ? buffers.aux_input : buffers.aux;
-  return SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_POINTER, aux);
+  return {};
+}
+
+Status Plan::SetPointers(Slot& slot, const Buffers& buffers) {
+  const Problem& p = problem_;
+  const auto has = [](ScaleMode mode) { return mode != ScaleMode::kNone; };
+  const void* bias = p.has_gradient() ? buffers.gradient : buffers.bias;
+  const void* aux = p.reads_aux() ? buffers.aux_input : buffers.aux;
+  const std::tuple<cublasMpMatmulDescriptorAttribute_t, bool, const void*> pointers[] = {
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_POINTER, p.has_bias() || p.has_gradient(), bias},
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_POINTER, p.has_aux(), aux},
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_A_SCALE_POINTER, has(p.scale_mode_a), buffers.scale_a},
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_B_SCALE_POINTER, has(p.scale_mode_b), buffers.scale_b},
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_C_SCALE_POINTER, has(p.scale_mode_c), buffers.scale_c},
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_SCALE_POINTER, has(p.scale_mode_d), buffers.scale_d},
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_AMAX_D_POINTER, p.amax_d != 0, buffers.amax_d},
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_POINTER, has(p.d_out_scale_mode), buffers.d_out_scale}};
+  for (const auto& [attribute, is_used, pointer] : pointers) {
+    if (is_used) JAXMP_RETURN_IF_ERROR(SetAttribute(slot, attribute, pointer));
+  }
+  return {};
 }
 
 Status Plan::AllocateWorkspace(const Rank& rank, Slot& slot) {
@@ -248,7 +319,7 @@ Status Plan::AllocateWorkspace(const Rank& rank, Slot& slot) {
 template <typename Function, typename... Rest>
 Status Plan::Call(Function function, const char* name, const Rank& rank, Slot& slot, const Buffers& buffers,
                   Rest... rest) {
-  const cublasMpMatrixDescriptor_t c = buffers.c ? rank.d.get() : nullptr;
+  const cublasMpMatrixDescriptor_t c = buffers.c ? rank.c.get() : nullptr;
   return Check(function(slot.handle.get(), slot.matmul.get(), problem_.m, problem_.n, problem_.k, alpha_.bytes,
                         buffers.a, 1, 1, rank.a.get(), buffers.b, 1, 1, rank.b.get(), rank.beta.bytes, buffers.c, 1, 1,
                         c, buffers.d, 1, 1, rank.d.get(), rest...),

@@ -31,6 +31,8 @@ struct Buffers {
   void* d = nullptr;
   void* aux = nullptr;
   void* gradient = nullptr;  // of the bias
+  const void *scale_a = nullptr, *scale_b = nullptr, *scale_c = nullptr, *scale_d = nullptr;
+  void *amax_d = nullptr, *d_out_scale = nullptr;
 };
 
 // An object of the library, destroyed by the function of the table that it came from.
@@ -74,7 +76,8 @@ class Plan {
   // What a rank has whatever the call; made once, then only read, but for the free slots.
   struct Rank {
     std::vector<Owned<abi::cublasMpGrid>> grids;  // by GridKind, null where unused
-    Owned<abi::cublasMpMatrixDescriptor> a{nullptr, nullptr}, b{nullptr, nullptr}, d{nullptr, nullptr};
+    Owned<abi::cublasMpMatrixDescriptor> a{nullptr, nullptr}, b{nullptr, nullptr}, c{nullptr, nullptr},
+        d{nullptr, nullptr};  // c: null without C
     Scalar beta;
     size_t device_bytes = 0, host_bytes = 0;
     std::mutex mutex;
@@ -91,6 +94,7 @@ class Plan {
   Status SetAttributes(Slot& slot);
   template <typename Value>
   Status SetAttribute(Slot& slot, abi::cublasMpMatmulDescriptorAttribute_t attribute, const Value& value);
+  Status SetScaleModes(Slot& slot);
   Status SetPointers(Slot& slot, const Buffers& buffers);
   Status AllocateWorkspace(const Rank& rank, Slot& slot);
   // The size query and the launch take the same arguments but for their last ones, so both go through here.

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <utility>
 
 #include "csrc/cublasmp_abi.h"
 
@@ -150,12 +151,61 @@ Status PlaceEpilog(const Problem& p, Layout* layout) {
   return {};
 }
 
+// Of one rank's part of a matrix, `inner` along k in A and B and along the rows of D (cuBLAS documentation, "1D Block
+// Scaling Factors Layout" and "Scaling factors layouts"): tiles of 128 x 4 for blocks of 16 and 32.
+int64_t ScaleSize(ScaleMode mode, int64_t inner, int64_t outer) {
+  const auto blocks = [](int64_t extent, int64_t block) { return RoundUp(extent, block) / block; };
+  switch (mode) {
+    case ScaleMode::kNone:
+      return 0;
+    case ScaleMode::kScalar:
+      return 1;
+    case ScaleMode::kVec16:
+      return RoundUp(blocks(inner, 16), 4) * RoundUp(outer, 128);
+    case ScaleMode::kVec32:
+      return RoundUp(blocks(inner, 32), 4) * RoundUp(outer, 128);
+    case ScaleMode::kOuterVec:
+      return outer;
+    case ScaleMode::kVec128:
+      return blocks(inner, 128) * outer;
+    case ScaleMode::kBlk128:
+      return RoundUp(blocks(inner, 128), 4) * blocks(outer, 128);
+  }
+  return 0;
+}
+
+bool IsScaled(DType dtype) { return dtype == DType::kE4M3 || dtype == DType::kE5M2 || dtype == DType::kE2M1; }
+
+Status PlaceScales(const Problem& p, Layout* layout) {
+  const std::pair<const char*, ScaleMode> modes[] = {{"scale_mode_a", p.scale_mode_a},
+                                                     {"scale_mode_b", p.scale_mode_b},
+                                                     {"scale_mode_c", p.scale_mode_c},
+                                                     {"scale_mode_d", p.scale_mode_d},
+                                                     {"d_out_scale_mode", p.d_out_scale_mode}};
+  for (const auto& [name, mode] : modes) {
+    if (mode == ScaleMode::kNone || (IsScaled(p.dtype_a) && IsScaled(p.dtype_b))) continue;
+    return InvalidArgument(std::string("jaxmp: ") + name + " is " + Name(mode) + ", but A is " + Name(p.dtype_a) +
+                           " and B is " + Name(p.dtype_b) + "; only fp8 and fp4 are scaled");
+  }
+  const bool is_t = p.trans_a != Op::kN, is_n = p.trans_b == Op::kN;
+  const auto size = [](ScaleMode mode, const MatrixLayout& x, bool is_inner_row) {
+    return is_inner_row ? ScaleSize(mode, x.local_rows, x.local_cols) : ScaleSize(mode, x.local_cols, x.local_rows);
+  };
+  layout->scales.a = size(p.scale_mode_a, layout->a, is_t);
+  layout->scales.b = size(p.scale_mode_b, layout->b, is_n);
+  layout->scales.c = ScaleSize(p.scale_mode_c, 1, 1);
+  layout->scales.d = ScaleSize(p.scale_mode_d, 1, 1);
+  layout->scales.d_out = size(p.d_out_scale_mode, layout->d, true);
+  return {};
+}
+
 }  // namespace
 
 StatusOr<Layout> MakeLayout(const Problem& problem) {
   Layout layout;
   JAXMP_RETURN_IF_ERROR(PlaceMatrices(problem, &layout));
   JAXMP_RETURN_IF_ERROR(PlaceEpilog(problem, &layout));
+  JAXMP_RETURN_IF_ERROR(PlaceScales(problem, &layout));
   return layout;
 }
 

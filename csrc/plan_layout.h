@@ -36,10 +36,16 @@ struct AuxLayout {
   int64_t local_size = 0;    // elements of the buffer
 };
 
+// How many numbers scale a matrix on each rank, in the order of cuBLASLt's layouts; 0 where nothing does.
+struct ScaleSizes {
+  int64_t a = 0, b = 0, c = 0, d = 0, d_out = 0;
+};
+
 struct Layout {
   MatrixLayout a, b, d;   // C lies as D does
   int64_t bias_size = 0;  // of the bias, or of its gradient
   AuxLayout aux;
+  ScaleSizes scales;
 };
 
 // Refuses extents that the ranks do not divide, and epilogs that do not match the operands.

@@ -31,14 +31,27 @@ const Names<Op>& Table(Op) {
 }
 
 const Names<DType>& Table(DType) {
-  static const Names<DType> table = {{"none", DType::kNone}, {"f32", DType::kF32}, {"f64", DType::kF64},
-                                     {"bf16", DType::kBF16}, {"f16", DType::kF16}, {"c64", DType::kC64},
-                                     {"c128", DType::kC128}, {"u8", DType::kU8}};
+  static const Names<DType> table = {{"none", DType::kNone},   {"f32", DType::kF32},     {"f64", DType::kF64},
+                                     {"bf16", DType::kBF16},   {"f16", DType::kF16},     {"c64", DType::kC64},
+                                     {"c128", DType::kC128},   {"u8", DType::kU8},       {"f8e4m3", DType::kE4M3},
+                                     {"f8e5m2", DType::kE5M2}, {"f4e2m1", DType::kE2M1}, {"s8", DType::kS8},
+                                     {"s32", DType::kS32}};
   return table;
 }
 
 const Names<Compute>& Table(Compute) {
-  static const Names<Compute> table = {{"32F", Compute::k32F}, {"64F", Compute::k64F}};
+  static const Names<Compute> table = {{"32F", Compute::k32F}, {"64F", Compute::k64F}, {"32I", Compute::k32I}};
+  return table;
+}
+
+const Names<ScaleMode>& Table(ScaleMode) {
+  static const Names<ScaleMode> table = {{"none", ScaleMode::kNone},
+                                         {"scalar_fp32", ScaleMode::kScalar},
+                                         {"vec16_ue4m3", ScaleMode::kVec16},
+                                         {"vec32_ue8m0", ScaleMode::kVec32},
+                                         {"outer_vec_fp32", ScaleMode::kOuterVec},
+                                         {"vec128_fp32", ScaleMode::kVec128},
+                                         {"blk128x128_fp32", ScaleMode::kBlk128}};
   return table;
 }
 
@@ -69,6 +82,12 @@ void VisitFields(P& p, Visitor&& visit) {
   visit("compute", p.compute);
   visit("alpha", p.alpha);
   visit("beta", p.beta);
+  visit("scale_mode_a", p.scale_mode_a);
+  visit("scale_mode_b", p.scale_mode_b);
+  visit("scale_mode_c", p.scale_mode_c);
+  visit("scale_mode_d", p.scale_mode_d);
+  visit("d_out_scale_mode", p.d_out_scale_mode);
+  visit("amax_d", p.amax_d);
   visit("epilog", p.epilog);
   visit("mesh_shape", p.mesh_shape);
   visit("axes_row", p.axes_row);
@@ -244,25 +263,6 @@ StatusOr<Problem> MakeProblem(const Attributes& attributes) {
 
 const char* Name(Pattern pattern) { return NameOf(pattern); }
 const char* Name(DType dtype) { return NameOf(dtype); }
-
-size_t SizeOf(DType dtype) {
-  switch (dtype) {
-    case DType::kNone:
-      return 0;
-    case DType::kU8:
-      return 1;
-    case DType::kBF16:
-    case DType::kF16:
-      return 2;
-    case DType::kF32:
-      return 4;
-    case DType::kF64:
-    case DType::kC64:
-      return 8;
-    case DType::kC128:
-      return 16;
-  }
-  return 0;
-}
+const char* Name(ScaleMode mode) { return NameOf(mode); }
 
 }  // namespace jaxmp

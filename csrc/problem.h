@@ -18,8 +18,10 @@ namespace jaxmp {
 
 enum class Pattern : uint8_t { kLocal, kAllGather, kReduceScatter, kAllReduce, kGrid };
 enum class Op : char { kN = 'N', kT = 'T', kC = 'C' };
-enum class DType : uint8_t { kNone, kF32, kF64, kBF16, kF16, kC64, kC128, kU8 };
-enum class Compute : uint8_t { k32F, k64F };
+enum class DType : uint8_t { kNone, kF32, kF64, kBF16, kF16, kC64, kC128, kU8, kE4M3, kE5M2, kE2M1, kS8, kS32 };
+enum class Compute : uint8_t { k32F, k64F, k32I };
+// How a matrix is scaled; kNone is a scale of 1.
+enum class ScaleMode : uint8_t { kNone, kScalar, kVec16, kVec32, kOuterVec, kVec128, kBlk128 };
 
 struct Problem {
   Pattern pattern = Pattern::kLocal;
@@ -29,7 +31,11 @@ struct Problem {
         dtype_bias = DType::kNone, dtype_aux = DType::kNone;
   Compute compute = Compute::k32F;
   std::complex<double> alpha = 1.0, beta = 0.0;
-  int64_t epilog = 0;  // cuBLASMp's number without the ALLREDUCE bit
+  ScaleMode scale_mode_a = ScaleMode::kNone, scale_mode_b = ScaleMode::kNone, scale_mode_c = ScaleMode::kNone,
+            scale_mode_d = ScaleMode::kNone;
+  ScaleMode d_out_scale_mode = ScaleMode::kNone;  // of the scales that the call computes for D's blocks
+  int64_t amax_d = 0;                             // 1: the largest absolute value of D is an output
+  int64_t epilog = 0;                             // cuBLASMp's number without the ALLREDUCE bit
   // Sizes of all mesh axes, and the indices of those that span a group. Ranks of a 1-D group count
   // row-major over axes_row; in a grid axes_row give the process row and axes_col the column.
   std::vector<int64_t> mesh_shape, axes_row, axes_col;
@@ -75,7 +81,7 @@ StatusOr<Problem> MakeProblem(const Attributes& attributes);
 
 const char* Name(Pattern pattern);
 const char* Name(DType dtype);
-size_t SizeOf(DType dtype);  // bytes of one element; 0 for kNone
+const char* Name(ScaleMode mode);
 
 }  // namespace jaxmp
 

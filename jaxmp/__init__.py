@@ -4,6 +4,7 @@ from jaxmp import _autodiff as _autodiff
 from jaxmp import _batching as _batching
 from jaxmp import _lowering as _lowering
 from jaxmp import _partitioning as _partitioning
+from jaxmp import quantize as quantize
 from jaxmp import reference as reference
 from jaxmp._api import all_gather_matmul as all_gather_matmul
 from jaxmp._api import block_matmul as block_matmul
@@ -15,6 +16,8 @@ from jaxmp._api import mlp as mlp
 from jaxmp._epilog import Epilog as Epilog
 from jaxmp._explain import Explanation as Explanation
 from jaxmp._explain import explain as explain
+from jaxmp._narrow import Scales as Scales
 from jaxmp._native import plan_cache_clear as plan_cache_clear
 from jaxmp._native import plan_cache_info as plan_cache_info
 from jaxmp._native import register as register
+from jaxmp._scaled_matmul import scaled_matmul as scaled_matmul

@@ -23,6 +23,8 @@ def matmul(
     epilog_inputs=None,
     precision=None,
     preferred_element_type=None,
+    scales=None,
+    result_amax: bool = False,
     out_sharding=None,
     in_shardings=None,
     mesh=None,
@@ -44,7 +46,8 @@ def matmul(
     `jax.shard_map` the product is local; the functions that name an axis communicate.
 
     Args:
-      a: (..., m, k), or (..., k, m) with `transpose_a`; float32, float64, bfloat16, float16, complex64 or complex128.
+      a: (..., m, k), or (..., k, m) with `transpose_a`; float32, float64, bfloat16, float16, complex64 or complex128;
+        or, of 8 bits and fewer, float8_e4m3fn, float8_e5m2, float4_e2m1fn or int8 (see "Narrow types").
         Leading dimensions are batch dimensions of a and of the result.
       b: (k, n), or (n, k) with `transpose_b`.
       c: (..., m, n), sharded like the result, or None. It is not read where beta is 0.
@@ -60,6 +63,9 @@ def matmul(
       precision: None, a `jax.lax.Precision` or its name. Products are summed in the accumulator's type: float32 for
         16-bit operands, which are rounded once, else the operands' own type.
       preferred_element_type: type of the result; float32 is available for bfloat16 and float16 operands.
+      scales: a `jaxmp.Scales` for float8 and float4 operands.
+      result_amax: also return the largest absolute value of a float8 result ahead of its scale, over all devices (in
+        shard_map over the named axis), as "result_amax"; it has no derivative.
       out_sharding: `PartitionSpec` or `NamedSharding` of the result; required where the contraction is sharded.
       in_shardings: a pair of `PartitionSpec`s or `NamedSharding`s for a and b (auto axes).
       mesh: the mesh of those specs; the ambient mesh by default.
@@ -74,8 +80,17 @@ def matmul(
       included, sharded like d's columns; "bgradb" (n,) is op(b) summed over k, sharded likewise; "bgrada" (m,) is op(a)
       summed over k, whole in each group. Inside shard_map they are complete over the call's group, not over other axes.
 
+    Narrow types. float8 goes with float8 (float8_e5m2 not with itself) and float4 with float4, into bfloat16, float16,
+    float32 or their own type, which `preferred_element_type` names; a is stored (m, k) and b (n, k), with
+    `transpose_b=True`; m, n and k are multiples of 16 on each device (float4 and MXFP8: 128, k of float4: 64). Products
+    are exact and summed in float32, d = scales.d * epilog(alpha * scales.a * a @ b + beta * scales.c * c + bias), and
+    what exceeds the type saturates. A float8 result of MXFP8 operands and a float4 result are quantized in blocks, whose
+    scales are returned as "d_out_scale". c has the result's type, or for a float8 or float4 result float16 or bfloat16;
+    the bias has c's type, for a float32 result bfloat16. int8 goes with int8 into int32, modulo 2^32, alpha and beta
+    integers. Source: cuBLAS documentation, "Narrow Precision Data Types Usage".
+
     Raises:
-      TypeError: an operand is not an array, is integer, or does not convert to the result's type.
+      TypeError: an operand is not an array, is integer but not int8, or does not convert to the result's type.
       ValueError: shapes, shardings, epilog inputs or c and beta do not fit; the message names the argument.
       NotImplementedError: a type or implementation that does not exist, a transposition that cuBLASMp does not sum
         (named).

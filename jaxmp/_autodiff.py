@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
-from jaxmp import _bgrad, _compat, _epilog
+from jaxmp import _bgrad, _compat, _epilog, _narrow
 from jaxmp._activation import gelu_second_derivative
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import (
@@ -147,6 +147,8 @@ _LOCAL: dict[str, Any] = {"pattern": Pattern.LOCAL, "row_axes": (), "col_axes": 
 
 def _matmul_epilog_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
     """y = act(z), z = alpha*A@B + beta*c + bias:  dy = act'(z) * (alpha*dA@B + alpha*A@dB + beta*dc + dbias)."""
+    if _narrow.is_narrow(primals[0].dtype):
+        return _narrow_jvp(primals, tangents, spec, auto)
     row = _epilog.rule(spec.epilog)
     if row.derivative or row.gradient:
         return _derivative_jvp_rule(primals, tangents, spec=spec, auto=auto)
@@ -214,6 +216,43 @@ def _sum_to_bias(ct, bias):
     axes = tuple(sorted(_compat.varying_axes(ct) - want))
     total = lax.psum(total, axes) if axes else total
     return cast_varying(total, want).astype(bias.dtype)
+
+
+def _narrow_jvp(primals, tangents, spec: MatmulSpec, auto: bool):
+    """The tangent of an fp8 or fp4 product is that of the same product of its decoded operands times their scales, so
+    cotangents are products in the wide type, cast to the operands' own. The rounding of d counts as `astype` does; the
+    largest absolute value and the scales of d's blocks count as constants."""
+    primitive = AUTO_TWIN[matmul_epilog_p] if auto else matmul_epilog_p
+    stored = dict(zip(output_names(spec), primitive.bind(*primals, spec=spec), strict=True))
+    names = ("a", "b", *operand_names(spec))
+    fixed = dict(zip(names, primals, strict=True))
+    moving = {name: t for name, t in zip(names, tangents, strict=True) if type(t) is not ad.Zero}
+
+    def wide(given):
+        outputs = _widened(fixed | given, spec, auto)
+        return {name: x for name, x in outputs.items() if name in ("d", "gelu_aux")}
+
+    _, moved = jax.jvp(wide, ({name: fixed[name] for name in moving},), (moving,))
+    outputs = [stored[name] for name in output_names(spec)]
+    return outputs, [moved.get(name, _zero_tangent(stored[name])) for name in output_names(spec)]
+
+
+def _widened(operands: dict[str, Any], spec: MatmulSpec, auto: bool) -> dict[str, Any]:
+    """A narrow call on decoded operands: bfloat16 where all they hold is exact in it, else float32."""
+    exact = (_narrow.NONE, _narrow.VEC16, _narrow.VEC32)
+    is_exact = spec.out_dtype == jnp.bfloat16 and spec.scale_a in exact and spec.scale_b in exact
+    dtype = jnp.dtype(jnp.bfloat16 if is_exact else jnp.float32)
+    a = _narrow.dequantize(operands["a"], operands.get("scale_a"), spec.scale_a, dtype)
+    b = _narrow.dequantize(operands["b"], operands.get("scale_b"), spec.scale_b, dtype)
+    call = spec.bilinear(out_dtype=dtype, beta=spec.beta, has_c=spec.has_c, epilog=spec.epilog)
+    extra = {name: operands[name] for name in operand_names(call)}
+    extra |= {name: x.astype(dtype) for name, x in extra.items() if name in ("c", "bias")}
+    if spec.scale_c != _narrow.NONE:
+        extra["c"] = extra["c"] * operands["scale_c"].astype(dtype)
+    outputs = bind(call, a, b, extra, auto=auto)
+    if spec.scale_d != _narrow.NONE:
+        outputs["d"] = outputs["d"] * operands["scale_d"].astype(dtype)
+    return {name: x.astype(spec.out_dtype) if name != "relu_aux" else x for name, x in outputs.items()}
 
 
 def _zero_tangent(x):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import batching
 
-from jaxmp import _bgrad, _epilog
+from jaxmp import _bgrad, _epilog, _narrow
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import (
     AUTO_TWIN,
@@ -70,7 +70,8 @@ def _matmul_epilog_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
     names = ("a", "b", *operand_names(spec))
     operands = dict(zip(names, map(_front, args, dims), strict=True))
     batched = {name for name, dim in zip(names, dims, strict=True) if dim is not None}
-    if spec.epilog == Epilog.BIAS and not spec.has_c and "a" not in batched:
+    is_only_bias = spec.epilog == Epilog.BIAS and not spec.has_c and not _narrow.is_narrow(args[0].dtype)
+    if is_only_bias and "a" not in batched:
         return _split_bias(args, dims, spec, auto)
     size = next(operands[name].shape[0] for name in names if name in batched)
     if _folds_into_rows(spec, batched):
@@ -125,6 +126,8 @@ def _bind_in_order(spec: MatmulSpec, args, auto: bool):
 
 def _folds_into_rows(spec: MatmulSpec, batched: set[str]) -> bool:
     """Whether everything that is batched has rows, and b has not."""
+    if spec.amax_d or spec.scale_a not in (_narrow.NONE, _narrow.SCALAR):
+        return False  # the maximum is one a product, and scales have rows of their own
     is_fixed = all(name in DIMS and has_rows(name) for name in batched - {"a"})
     return "a" in batched and is_fixed and not _turns(spec, a_is_batched=True, b_is_batched=False)
 

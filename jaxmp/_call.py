@@ -9,13 +9,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _bgrad, _compat, _epilog, _mesh, _sharding, _spec, _xla
+from jaxmp import _bgrad, _compat, _epilog, _mesh, _narrow, _sharding, _spec, _xla
 from jaxmp._epilog import Epilog
-from jaxmp._primitive import bind, bind_rows, has_rows
+from jaxmp._primitive import bind, bind_rows, fold_scale, global_amax, has_rows
 from jaxmp._spec import MatmulSpec, Pattern
 
 SPEC_OPTIONS = [
@@ -29,6 +30,8 @@ SPEC_OPTIONS = [
     "precision",
     "preferred_element_type",
     "implementation",
+    "scales",
+    "result_amax",
 ]
 
 
@@ -53,7 +56,13 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
         raise TypeError(f"{name}: unexpected keyword arguments {unknown}; known are {SPEC_OPTIONS}")
     _spec.check_array(name, "a", a, at_least=2)
     _spec.check_array(name, "b", b, ndim=2)
-    operand, out = _spec.resolve_dtypes(name, a, b, options.get("preferred_element_type"))
+    is_narrow = _narrow.is_narrow(a.dtype) or _narrow.is_narrow(b.dtype)
+    if is_narrow:
+        out = _narrow.resolve_dtypes(name, a, b, options.get("preferred_element_type"))
+        operands = {"a": a, "b": b}
+    else:
+        operand, out = _spec.resolve_dtypes(name, a, b, options.get("preferred_element_type"))
+        operands = {name: x if x.dtype == operand else x.astype(operand) for name, x in (("a", a), ("b", b))}
     _spec.check_implementation(name, options.get("implementation"))
     spec = MatmulSpec(
         out_dtype=out,
@@ -68,12 +77,55 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
     )
     _spec.check_local_shapes(name, spec, a.shape[-2:], b.shape)
     shape = result_shape(spec, a, b)
-    beta = _spec.check_c(name, c, options.get("beta"), out, shape)
+    c_dtype, bias_dtype = _narrow.side_dtypes(name, out, c) if is_narrow and out != np.int32 else (out, out)
+    beta = _spec.check_c(name, c, options.get("beta"), c_dtype, shape)
+    spec = spec.replace(c_dtype=c_dtype, bias_dtype=bias_dtype) if is_narrow else spec
     epilog = options.get("epilog", Epilog.NONE)
     spec, inputs = _spec.check_epilog(name, spec, epilog, epilog_inputs, shape, a.ndim)
-    operands = {name: x if x.dtype == operand else x.astype(operand) for name, x in (("a", a), ("b", b))}
-    operands |= inputs if c is None else {"c": c.astype(out), **inputs}
-    return spec.replace(beta=beta, has_c=c is not None), operands
+    operands |= inputs if c is None else {"c": c.astype(c_dtype), **inputs}
+    spec = spec.replace(beta=beta, has_c=c is not None)
+    if not is_narrow:
+        _refuse_scaling(name, options, a)
+        return spec, operands
+    _narrow.check_transpositions(name, a.dtype, spec.transpose_a, spec.transpose_b)
+    _narrow.check_epilog(name, spec.epilog.name, a.dtype, out)
+    changes, scales = _scaling(name, options, a, b, out)
+    return spec.replace(**changes), operands | scales
+
+
+def _refuse_scaling(name: str, options: dict, a) -> None:
+    for argument in ("scales", "result_amax"):
+        if options.get(argument):
+            raise TypeError(f"{name}: {argument} goes with float8 and float4 operands, a has dtype {a.dtype}; drop it")
+
+
+def _scaling(name: str, options: dict, a, b, out) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the spec's fields, the operands by name) of the scales of narrow operands."""
+    scales = options.get("scales") or _narrow.Scales()
+    if not isinstance(scales, _narrow.Scales):
+        raise TypeError(f"{name}: scales must be a jaxmp.Scales, got {type(scales).__name__}")
+    amax = bool(options.get("result_amax", False))
+    if not _narrow.is_scaled(a.dtype):
+        if scales != _narrow.Scales() or amax:
+            raise TypeError(f"{name}: scales and result_amax go with float8 and float4 operands, a has dtype {a.dtype}")
+        return {}, {}
+    modes = {
+        "a": _narrow.find_mode(name, "a", scales.a, tuple(a.shape), a.dtype),
+        "b": _narrow.find_mode(name, "b", scales.b, tuple(b.shape), b.dtype),
+        "c": _narrow.check_scalar(name, "c", scales.c),
+        "d": _narrow.check_scalar(name, "d", scales.d),
+    }
+    _narrow.check_modes(name, modes, out)
+    is_blocked = modes["a"] in (_narrow.VEC16, _narrow.VEC32)
+    if amax and (out.name not in _narrow.FLOAT8 or is_blocked):
+        raise NotImplementedError(
+            f"{name}: result_amax is taken of a float8 result with tensor-wide scales; the result is {out.name} and "
+            f"scales.a is {modes['a']}: use jnp.max(jnp.abs(d)) of a wider result"
+        )
+    fields = {f"scale_{key}": mode for key, mode in modes.items()}
+    out_scale = modes["a"] if is_blocked and _narrow.is_narrow(out) else _narrow.NONE
+    given = {name: getattr(scales, name[-1]) for name, mode in fields.items() if mode != _narrow.NONE}
+    return fields | {"amax_d": amax, "d_out_scale": out_scale}, given
 
 
 def result_shape(spec: MatmulSpec, a, b) -> tuple[int, ...]:
@@ -82,7 +134,7 @@ def result_shape(spec: MatmulSpec, a, b) -> tuple[int, ...]:
 
 def result(outputs: dict[str, Any]):
     """What the user gets: d, or (d, {name: further result})."""
-    rest = {name: x for name, x in outputs.items() if name != "d"}
+    rest = {"result_amax" if name == "amax_d" else name: x for name, x in outputs.items() if name != "d"}
     return (outputs["d"], rest) if rest else outputs["d"]
 
 
@@ -96,7 +148,7 @@ def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, 
         )
     spec = _spec.check_all_reduce(name, spec)
     _spec.check_relu_aux(name, operands, spec, result_shape(spec, a, b)[-1])
-    return result(_bind_shards(spec, a.ndim - 2, operands))
+    return result(global_amax(spec, _bind_shards(spec, a.ndim - 2, operands), spec.group_axes))
 
 
 def pattern_on_axes(name: str, pattern: Pattern, axis_names) -> dict[str, Any]:
@@ -142,8 +194,11 @@ def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands, name: str 
     ):
         _sharding.check_dims(name, argument, dims, x, mesh.shape)
     _spec.check_relu_aux(name, operands, spec, shape[-1], math.prod(mesh.shape[axis] for axis in plan.out[-1]))
-    in_specs = [plan.a, plan.b, *(_dims(plan, name) for name in _spec.operand_names(spec))]
-    out_specs = [_dims(plan, name) for name in _spec.output_names(spec)]
+    in_specs = [plan.a, plan.b, *(_dims(spec, plan, name) for name in _spec.operand_names(spec))]
+    out_specs = [_dims(spec, plan, name) for name in _spec.output_names(spec)]
+    for scale, dims in zip(_spec.operand_names(spec), in_specs[2:], strict=True):
+        if scale in _spec.SCALE_NAMES:
+            _sharding.check_dims(name, f"scales.{scale[-1]}", dims, operands[scale].shape, mesh.shape)
     spec = spec.replace(pattern=plan.pattern, mesh=placement.axes, row_axes=plan.row_axes, col_axes=plan.col_axes)
     spec = _spec.check_all_reduce(name, spec)
     return _Call(
@@ -151,11 +206,16 @@ def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands, name: str 
     )
 
 
-def _dims(plan: _sharding.Plan, name: str) -> _sharding.Dims:
-    """How an operand or result by name is sharded: like the dimensions of d that it has.
+def _dims(spec: MatmulSpec, plan: _sharding.Plan, name: str) -> _sharding.Dims:
+    """How an operand or result by name is sharded: like the dimensions of d, or of the operand, that it has.
 
     But the sums of an operand's own rows are whole in a group, whichever operand the call takes for its a.
     """
+    if name in ("scale_a", "scale_b"):
+        operand = plan.a if name == "scale_a" else plan.b
+        return {_narrow.SCALAR: (), _narrow.OUTER_VEC: operand[:-1]}.get(getattr(spec, name), operand)
+    if not _spec.DIMS[name]:
+        return ()
     if has_rows(name):
         return plan.out
     dim = plan.out[-2] if _spec.DIMS[name] == "m" else plan.out[-1]
@@ -186,7 +246,7 @@ def jaxmp_call(call: _Call, operands: dict[str, Any]) -> dict[str, Any]:
     in_specs = dict(zip(("a", "b", *_spec.operand_names(spec)), call.in_specs, strict=True))
     out_specs = dict(zip(_spec.output_names(spec), call.out_specs, strict=True))
     placed = {name: reshard(call, name, operands[name], in_specs[name]) for name in in_specs}
-    body = functools.partial(bind_plan, call.plan, spec)
+    body = functools.partial(_bind_plan_globally, call.plan, spec)
     a, b = placed["a"], placed["b"]
     if 0 in a.shape[-2:] and 0 in b.shape:
         # Nothing to contract. XLA cannot partition a body whose operands are all empty, so they stay out of it.
@@ -224,6 +284,10 @@ def _normal(spec: P, ndim: int) -> _sharding.Dims:
     return _sharding.to_dims("matmul", "operand", spec, ndim)
 
 
+def _bind_plan_globally(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
+    return global_amax(spec, bind_plan(plan, spec, operands), tuple(axis for axis, _ in spec.mesh))
+
+
 def bind_plan(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
     """One device's part of a planned call."""
     a, b = operands["a"], operands["b"]
@@ -232,8 +296,13 @@ def bind_plan(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any]) 
         a = _gather(plan, a, a.ndim - 1 if spec.transpose_a and is_last else plan.dimension)
     elif plan.gather == "b":
         b = _gather(plan, b, 0 if spec.transpose_b else 1)
+    scale = f"scale_{plan.gather}"
+    if plan.gather and getattr(spec, scale) not in (_narrow.NONE, _narrow.SCALAR):
+        dimension = plan.dimension if plan.gather == "a" else 0
+        operands = operands | {scale: _gather(plan, operands[scale], dimension)}
+    operands = operands | {"a": a, "b": b}
     if not plan.is_swapped:
-        outputs = _bind_shards(spec, plan.dimension, operands | {"a": a, "b": b})
+        outputs = _bind_shards(spec, plan.dimension, operands)
         return _sum_over_data(outputs, _outside(plan, sum(plan.out[:-1], ())))
     # D = (op(b)^T @ op(a)^T)^T: the columns of D take the part that rows have in the pattern.
     rows, a, is_transposed = _flat_rows(spec, a)
@@ -245,8 +314,12 @@ def bind_plan(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any]) 
         out_dtype=_spec.accumulator(a.dtype),
         is_typed=_compat.is_vma_checked(),
         epilog=_SWAPPED.get(spec.epilog, Epilog.NONE),
+        scale_a=spec.scale_b,
+        scale_b=spec.scale_a,
     )
-    z, *gradient = bind(swapped, b, a).values()
+    scales = {"scale_a": operands.get("scale_b"), "scale_b": fold_scale(spec, operands.get("scale_a"))}
+    extra = {name: scales[name] for name in _spec.operand_names(swapped)}
+    z, *gradient = bind(swapped, b, a, extra).values()
     if gradient:
         rest = _apply_epilog(z.T, operands, spec.replace(alpha=1.0, epilog=Epilog.NONE), rows)
         return rest | {_epilog.rule(spec.epilog).gradient: gradient[0].astype(spec.out_dtype)}
@@ -271,7 +344,11 @@ def _gather(plan: _sharding.Plan, x, dimension: int):
         shape[dimension] *= lax.axis_size(plan.gather_axes)
         return jnp.zeros(shape, x.dtype)
     with jax.named_scope("jaxmp_all_gather"):
-        return lax.all_gather(x, plan.gather_axes, axis=dimension, tiled=True, to="invarying")
+        # Numbers of 8 bits and fewer travel as bytes, which every platform gathers.
+        is_narrow = x.dtype.itemsize == 1
+        moved = _narrow.as_bytes(x) if is_narrow else x
+        moved = lax.all_gather(moved, plan.gather_axes, axis=dimension, tiled=True, to="invarying")
+        return _narrow.from_bytes(moved, x.dtype) if is_narrow else moved
 
 
 def _flat_rows(spec: MatmulSpec, a):
@@ -320,6 +397,8 @@ def _bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, Any], *, 
     shape, lead = a.shape[:-1], dimension if ordered else 0
     batch, rows = math.prod(shape[:lead]), math.prod(shape[lead:])
     extra = {name: x.reshape(batch, -1, x.shape[-1]) if has_rows(name) else x for name, x in extra.items()}
+    if spec.scale_a not in (_narrow.NONE, _narrow.SCALAR):
+        extra["scale_a"] = extra["scale_a"].reshape(batch, rows, *extra["scale_a"].shape[a.ndim - 1 :])
     outputs = bind_rows(spec, a.reshape(batch, rows, a.shape[-1]), b, extra, auto=auto)
     shape = list(shape)
     if ordered:

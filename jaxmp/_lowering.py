@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp import _epilog, _layout, _native, _xla
+from jaxmp import _epilog, _layout, _narrow, _native, _xla
 from jaxmp._activation import multiply_by_slope
 from jaxmp._compat import mlir
 from jaxmp._epilog import Epilog
@@ -30,6 +30,7 @@ from jaxmp._primitive import (
 from jaxmp._route import Capabilities, find_route, why_unsupported
 from jaxmp._spec import (
     DIMS,
+    SCALE_NAMES,
     MatmulSpec,
     Pattern,
     accumulator,
@@ -46,8 +47,13 @@ _DTYPES = {
     "float16": "f16",
     "complex64": "c64",
     "complex128": "c128",
+    "float8_e4m3fn": "f8e4m3",
+    "float8_e5m2": "f8e5m2",
+    "float4_e2m1fn": "f4e2m1",
+    "int8": "s8",
+    "int32": "s32",
 }
-_COMPUTE = {"float32": "32F", "float64": "64F", "complex64": "32F", "complex128": "64F"}
+_COMPUTE = {"float32": "32F", "float64": "64F", "complex64": "32F", "complex128": "64F", "int32": "32I"}
 
 
 # cuBLASMp's A is our b.
@@ -109,13 +115,19 @@ def call_attributes(spec: MatmulSpec, a, b) -> dict:
         "trans_b": _transposition(spec.transpose_a, spec.conjugate_a),
         "dtype_a": _DTYPES[b.dtype.name],
         "dtype_b": _DTYPES[a.dtype.name],
-        "dtype_c": out if spec.has_c else "none",
+        "dtype_c": _DTYPES[np.dtype(spec.c_dtype or spec.out_dtype).name] if spec.has_c else "none",
         "dtype_d": out,
-        "dtype_bias": out if row.has_bias or row.gradient else "none",
+        "dtype_bias": _DTYPES[np.dtype(spec.bias_dtype or spec.out_dtype).name] if row.has_bias or row.gradient else "none",
         "dtype_aux": {"": "none", "relu_aux": "u8", "gelu_aux": out}[row.aux or row.aux_input],
         "compute": _COMPUTE[accumulator(a.dtype).name],
         "alpha": _complex_pair(spec.alpha),
         "beta": _complex_pair(spec.beta),
+        "scale_mode_a": spec.scale_b,
+        "scale_mode_b": spec.scale_a,
+        "scale_mode_c": spec.scale_c,
+        "scale_mode_d": spec.scale_d,
+        "d_out_scale_mode": spec.d_out_scale,
+        "amax_d": np.int64(spec.amax_d),
         "epilog": np.int64(_SWAPPED.get(spec.epilog, spec.epilog)),
         "mesh_shape": np.array([size for _, size in spec.mesh], np.int64),
         "axes_row": np.array([names.index(axis) for axis in axes_row], np.int64),
@@ -160,8 +172,10 @@ def _fused_matmul(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities):
     elif kind == "reduce_scatter_all_gather":
         return _scatter_then_gather(a, b, *extra, spec=spec)
     elif kind == "separate_epilog":
-        plain = spec.bilinear(out_dtype=accumulator(a.dtype))
-        z = _fused_matmul(a, b, spec=plain, capabilities=capabilities)[0]
+        plain = spec.bilinear(out_dtype=accumulator(a.dtype), scale_a=spec.scale_a, scale_b=spec.scale_b)
+        named = dict(zip(operand_names(spec), extra, strict=True))
+        scales = (named[name] for name in operand_names(plain))
+        z = _fused_matmul(a, b, *scales, spec=plain, capabilities=capabilities)[0]
         return _xla.apply_epilog(z, extra, spec.replace(alpha=1.0), a, b)
     return _custom_call(a, b, *extra, spec=spec)
 
@@ -175,7 +189,9 @@ def _scatter_then_gather(a, b, *extra, spec: MatmulSpec):
     )
     outputs = _custom_call(a, b, *extra, spec=spec.replace(pattern=Pattern.REDUCE_SCATTER))
     return [
-        lax.all_gather(x, spec.row_axes, axis=0, tiled=True) if has_rows(name) else x
+        lax.all_gather(x, spec.row_axes, axis=0, tiled=True)
+        if has_rows(name)
+        else (lax.pmax(x, spec.row_axes) if name == "amax_d" else x)
         for name, x in zip(output_names(spec), outputs, strict=True)
     ]
 
@@ -188,20 +204,39 @@ def _custom_call(a, b, *extra, spec: MatmulSpec):
         "d": jax.ShapeDtypeStruct((rows, cols), spec.out_dtype),
         "relu_aux": jax.ShapeDtypeStruct((rows, _layout.relu_aux_bytes(cols)), jnp.uint8),
         "gelu_aux": jax.ShapeDtypeStruct((rows, _layout.gelu_aux_ld(cols)), spec.out_dtype),
+        "amax_d": jax.ShapeDtypeStruct((), jnp.float32),
     }
     for name in output_names(spec):
         if DIMS[name] in ("m", "n"):
             size = cols if DIMS[name] == "n" else global_extents(spec, a.shape, b.shape)[0]
             stored[name] = jax.ShapeDtypeStruct((size,), spec.out_dtype)
+    if np.dtype(spec.out_dtype).name == _narrow.FLOAT4:
+        stored["d"] = jax.ShapeDtypeStruct((rows, cols // 2), jnp.uint8)
+    blocks = cols // _narrow.BLOCK.get(spec.d_out_scale, 1)
+    if spec.d_out_scale != _narrow.NONE:
+        size = _layout.round_up(rows, 128) * _layout.round_up(blocks, 4)
+        stored["d_out_scale"] = jax.ShapeDtypeStruct((size,), jnp.uint8)
     names = output_names(spec)
-    operands = [b, a, *(_as_stored(name, x) for name, x in zip(operand_names(spec), extra, strict=True))]
+    named = dict(zip(operand_names(spec), extra, strict=True))
+    operands = [_narrow.as_bytes(x) if x.dtype.name == _narrow.FLOAT4 else x for x in (b, a)]
+    operands += [_as_stored(name, x) for name, x in named.items() if name not in SCALE_NAMES]
+    for name in ("scale_b", "scale_a", "scale_c", "scale_d"):  # a and b have swapped
+        if name in named:
+            operands.append(_narrow.for_library(named[name], getattr(spec, name)))
     if spec.nranks > 1:
         # Which device of the mesh this is: the call's own way to know its rank, on any device assignment.
         operands.append(lax.axis_index(tuple(name for name, _ in spec.mesh)).astype(jnp.int32))
     with jax.enable_x64(True):  # attributes are 64-bit
         call = jax.ffi.ffi_call(_native.TARGET, [stored[name] for name in names])
         outputs = call(*operands, **call_attributes(spec, a, b))
-    return [x[:, :cols] if name == "gelu_aux" else x for name, x in zip(names, outputs, strict=True)]
+    final = {
+        "d": lambda x: _narrow.from_bytes(x, spec.out_dtype) if x.dtype == jnp.uint8 else x,
+        "gelu_aux": lambda x: x[:, :cols],
+        "d_out_scale": lambda x: _narrow.from_bytes(
+            _narrow.unswizzle(x, rows, blocks), _narrow.scale_dtype(spec.d_out_scale)
+        ),
+    }
+    return [final.get(name, lambda x: x)(x) for name, x in zip(names, outputs, strict=True)]
 
 
 def _as_stored(name: str, x):

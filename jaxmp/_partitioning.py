@@ -21,9 +21,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp import _bgrad, _layout
 from jaxmp._compat import mlir
-from jaxmp._primitive import auto_matmul_epilog_p, auto_matmul_p, bind
+from jaxmp._primitive import auto_matmul_epilog_p, auto_matmul_p, bind, global_amax
 from jaxmp._sharding import Dim, Dims, to_dims
-from jaxmp._spec import DIMS, MatmulSpec, Pattern, check_all_reduce, operand_names, output_names
+from jaxmp._spec import MatmulSpec, Pattern, check_all_reduce, operand_names, output_names
+from jaxmp._spec import dims as spanned
 
 # Who watches the partitioner, which may call back on any thread.
 _observers: list[Callable] = []
@@ -92,10 +93,12 @@ def _partition(spec: MatmulSpec, mesh, args, results):
     local = spec.replace(pattern=pattern, row_axes=group, mesh=tuple(mesh.shape.items()))
     local = check_all_reduce("jaxmp.matmul", local)
     outside = _without(out[0], group)
+    where_of_operand = {"scale_a": {"m": a[0], "w": a[0], "u": a[1]}, "scale_b": {"n": b[0], "x": b[0], "v": b[1]}}
 
     def placed(name: str) -> NamedSharding:
-        where = {"m": outside if name == "bgrada" else out[0], "n": out[1], "p": out[1]}
-        return _sharding(mesh, tuple(where[dim] for dim in DIMS[name]))
+        where = {"m": outside if name == "bgrada" else out[0], "n": out[1], "p": out[1], "q": out[1]}
+        where = where_of_operand.get(name, where)
+        return _sharding(mesh, tuple(where[dim] for dim in spanned(spec, name)))
 
     operands = [_sharding(mesh, a), _sharding(mesh, b), *map(placed, operand_names(spec))]
     outputs = list(map(placed, output_names(spec)))
@@ -133,15 +136,16 @@ def _sharding(mesh, dims: Dims) -> NamedSharding:
 
 
 def _body(spec: MatmulSpec, a, b, *extra):
-    outputs = tuple(bind(spec, a, b, dict(zip(operand_names(spec), extra, strict=True))).values())
+    named = bind(spec, a, b, dict(zip(operand_names(spec), extra, strict=True)))
+    outputs = tuple(global_amax(spec, named, tuple(axis for axis, _ in spec.mesh)).values())
     return outputs if len(outputs) > 1 else outputs[0]
 
 
 def _sharding_rule(spec: MatmulSpec) -> str:
     # The packed relu mask has its own extent over n, so n cannot be propagated into it.
     operands = ["k m" if spec.transpose_a else "m k", "n k" if spec.transpose_b else "k n"]
-    operands += [" ".join(DIMS[name]) for name in operand_names(spec)]
-    results = [" ".join(DIMS[name]) for name in output_names(spec)]
+    operands += [" ".join(spanned(spec, name)) for name in operand_names(spec)]
+    results = [" ".join(spanned(spec, name)) for name in output_names(spec)]
     return ", ".join(operands) + " -> " + ", ".join(results)
 
 

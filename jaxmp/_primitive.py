@@ -15,10 +15,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp import _compat, _layout
+from jaxmp import _compat, _layout, _narrow
 from jaxmp._epilog import Epilog
 from jaxmp._spec import (
     DIMS,
@@ -31,6 +32,7 @@ from jaxmp._spec import (
     output_names,
     output_rows,
     output_shape,
+    local_extents,
 )
 
 matmul_p = _compat.make_primitive("jaxmp_matmul", multiple_results=False)
@@ -51,7 +53,7 @@ def bind(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *, auto
     else:
         bilinear_p, epilog_p = matmul_p, matmul_epilog_p
     spec = spec.replace(has_c="c" in extra)
-    if spec.epilog == Epilog.NONE and not extra:
+    if spec.epilog == Epilog.NONE and not extra and not _narrow.is_narrow(a.dtype):
         return {"d": bilinear_p.bind(a, b, spec=spec)}
     outputs = epilog_p.bind(a, b, *(extra[name] for name in operand_names(spec)), spec=spec)
     return dict(zip(output_names(spec), outputs, strict=True))
@@ -68,9 +70,14 @@ def bind_rows(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *,
     batch, rows, k = a.shape
     p = spec.nranks
     gathers = spec.pattern == Pattern.ALL_GATHER and batch > 1
-    if spec.pattern == Pattern.REDUCE_SCATTER and batch > 1:
+    scatters = spec.pattern == Pattern.REDUCE_SCATTER and batch > 1
+    if scatters:
         check_local_shapes("jaxmp", spec, (rows, k), b.shape)
-        a = jnp.swapaxes(a.reshape(batch, p, rows // p, k), 0, 1)
+
+    def fold_operand(x):
+        if scatters:
+            x = jnp.swapaxes(x.reshape(batch, p, rows // p, *x.shape[2:]), 0, 1)
+        return x.reshape(batch * rows, *x.shape[3 if scatters else 2 :])
 
     def fold(x):
         if gathers:
@@ -83,13 +90,33 @@ def bind_rows(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *,
         return x.reshape(batch, output_rows(spec, rows), x.shape[-1])
 
     folded = {name: fold(x) if has_rows(name) else x for name, x in (extra or {}).items()}
-    outputs = bind(spec, a.reshape(batch * rows, k), b, folded, auto=auto)
+    if spec.scale_a not in (_narrow.NONE, _narrow.SCALAR):
+        folded["scale_a"] = fold_operand(folded["scale_a"])
+    outputs = bind(spec, fold_operand(a), b, folded, auto=auto)
     return {name: unfold(x) if has_rows(name) else x for name, x in outputs.items()}
 
 
 def has_rows(name: str) -> bool:
     """Whether an operand or result has d's rows and columns, so that leading dimensions fold into its rows."""
     return len(DIMS[name]) == 2
+
+
+def fold_scale(spec: MatmulSpec, scale):
+    """scale_a of an operand whose leading dimensions have folded into its rows."""
+    if spec.scale_a in (_narrow.NONE, _narrow.SCALAR):
+        return scale
+    return scale.reshape(-1) if spec.scale_a == _narrow.OUTER_VEC else scale.reshape(-1, scale.shape[-1])
+
+
+def global_amax(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
+    """`outputs` with the maximum of `amax_d` over the ranks of `axes`: cuBLASMp leaves each rank its own."""
+    if not spec.amax_d:
+        return outputs
+    amax = lax.stop_gradient(outputs["amax_d"])
+    if _compat.is_vma_checked():
+        axes = tuple(axis for axis in axes if axis in _compat.varying_axes(amax))
+    with jax.named_scope("jaxmp_amax"):
+        return outputs | {"amax_d": lax.pmax(amax, axes) if axes else amax}
 
 
 def cast_varying(x, axes):
@@ -121,6 +148,9 @@ def _output_varying(spec: MatmulSpec, a, b, extra=()) -> frozenset[str]:
 
 def _output_aval(spec: MatmulSpec, a, b, extra=()):
     check_local_shapes("jaxmp", spec, a.shape, b.shape)
+    if _narrow.is_scaled(a.dtype):
+        m, k, _, n = local_extents(spec, a.shape, b.shape)
+        _narrow.check_units("jaxmp", a.dtype, spec.scale_a, spec.scale_b, {"m": m, "n": n, "k": k})
     shape = output_shape(spec, a.shape, b.shape)
     return _compat.with_shape(a, shape, spec.out_dtype, _output_varying(spec, a, b, extra))
 
@@ -130,13 +160,20 @@ def _matmul_abstract_eval(a, b, *, spec):
 
 
 def _matmul_epilog_abstract_eval(a, b, *extra, spec):
-    d = _output_aval(spec, a, b, extra)
+    # Block scales vary as their operands do.
+    named = zip(operand_names(spec), extra, strict=True)
+    d = _output_aval(spec, a, b, [x for name, x in named if name not in ("scale_a", "scale_b") or x.ndim == 0])
     return [_result_aval(name, spec, a, b, d) for name in output_names(spec)]
 
 
 def _result_aval(name: str, spec: MatmulSpec, a, b, d):
     """The type of d, or of a result beside it."""
     varying = d.manual_axis_type.varying
+    if name == "amax_d":
+        return _compat.with_shape(d, (), jnp.float32, varying)
+    if name == "d_out_scale":
+        shape = (d.shape[0], d.shape[1] // _narrow.BLOCK[spec.d_out_scale])
+        return _compat.with_shape(d, shape, _narrow.scale_dtype(spec.d_out_scale), varying)
     if DIMS[name] == "mn":
         return d
     if DIMS[name] == "mp":

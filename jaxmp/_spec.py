@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp import _epilog, _layout
+from jaxmp import _epilog, _layout, _narrow
 from jaxmp._epilog import Epilog
 
 IMPLEMENTATIONS = (None, "host", "xla", "cublasmp")
@@ -27,7 +27,7 @@ _RESULT_TYPES = {
     "bfloat16": ("bfloat16", "float32"),
     "float16": ("float16", "float32"),
 }
-_ACCUMULATORS = {"bfloat16": "float32", "float16": "float32"}
+_ACCUMULATORS = {"bfloat16": "float32", "float16": "float32", "int8": "int32"} | dict.fromkeys(_narrow.SCALED, "float32")
 
 
 # What each operand and result spans, by name: rows (m) and columns (n) of d, or n as a mask packed into bytes (p).
@@ -42,6 +42,11 @@ DIMS = {
     "bgrada": "m",
     "bgradb": "n",
 }
+# Scalars, and the scales of d's blocks (q of them a row).
+DIMS |= {"scale_c": "", "scale_d": "", "amax_d": "", "d_out_scale": "mq"}
+# The scales of a and b span what their mode says (`dims`), and fold and shard as their operand does.
+DIMS |= {"scale_a": "", "scale_b": ""}
+SCALE_NAMES = ("scale_a", "scale_b", "scale_c", "scale_d")
 
 
 class Pattern(enum.StrEnum):
@@ -61,7 +66,8 @@ class MatmulSpec:
     `mesh` holds every mesh axis as (name, size), since nothing ambient may matter later. `row_axes` are the
     axes of the group; for a grid, the axes over which the rows of every stored matrix are split, and
     `col_axes` those of the columns. `is_typed` says that the enclosing shard_map checks varying axes, and
-    `asks_all_reduce` that the epilog has the ALLREDUCE bit and the pattern is not known yet.
+    `asks_all_reduce` that the epilog has the ALLREDUCE bit and the pattern is not known yet. The scale
+    modes are `_narrow`'s; `c_dtype` and `bias_dtype` are None where they are those of the result.
     """
 
     out_dtype: np.dtype
@@ -77,6 +83,14 @@ class MatmulSpec:
     beta: complex | float = 0.0
     has_c: bool = False
     epilog: Epilog = Epilog.NONE
+    scale_a: str = _narrow.NONE
+    scale_b: str = _narrow.NONE
+    scale_c: str = _narrow.NONE
+    scale_d: str = _narrow.NONE
+    d_out_scale: str = _narrow.NONE
+    amax_d: bool = False
+    c_dtype: np.dtype | None = None
+    bias_dtype: np.dtype | None = None
     precision: Any = None
     implementation: str | None = None
     is_typed: bool = False
@@ -102,8 +116,17 @@ class MatmulSpec:
         return dataclasses.replace(self, **changes)
 
     def bilinear(self, **changes) -> MatmulSpec:
-        """The same product without C and epilog."""
-        return self.replace(**{"beta": 0.0, "has_c": False, "epilog": Epilog.NONE, "asks_all_reduce": False} | changes)
+        """The same product without C, epilog and scales."""
+        plain = dict.fromkeys((*SCALE_NAMES, "d_out_scale"), _narrow.NONE) | {
+            "beta": 0.0,
+            "has_c": False,
+            "epilog": Epilog.NONE,
+            "asks_all_reduce": False,
+            "amax_d": False,
+            "c_dtype": None,
+            "bias_dtype": None,
+        }
+        return self.replace(**(plain | changes))
 
 
 def accumulator(dtype) -> np.dtype:
@@ -114,12 +137,23 @@ def accumulator(dtype) -> np.dtype:
 
 def operand_names(spec: MatmulSpec) -> tuple[str, ...]:
     """The operands after a and b, in the order of the primitive and of the custom call."""
-    return ("c",) * spec.has_c + _epilog.rule(spec.epilog).inputs
+    scales = tuple(name for name in SCALE_NAMES if getattr(spec, name) != _narrow.NONE)
+    return ("c",) * spec.has_c + _epilog.rule(spec.epilog).inputs + scales
 
 
 def output_names(spec: MatmulSpec) -> tuple[str, ...]:
     """The results, in the order of the primitive and of the custom call."""
-    return ("d", *_epilog.rule(spec.epilog).outputs)
+    scales = ("amax_d",) * spec.amax_d + ("d_out_scale",) * (spec.d_out_scale != _narrow.NONE)
+    return ("d", *_epilog.rule(spec.epilog).outputs, *scales)
+
+
+def dims(spec: MatmulSpec, name: str) -> str:
+    """What an operand or result spans, as `DIMS`; blocks of scales along k are u in a and v in b, of rows w and x."""
+    if name not in ("scale_a", "scale_b"):
+        return DIMS[name]
+    row, inner, block = "muw" if name == "scale_a" else "nvx"
+    mode = getattr(spec, name)
+    return {_narrow.SCALAR: "", _narrow.OUTER_VEC: row, _narrow.BLK128: block + inner}.get(mode, row + inner)
 
 
 def output_rows(spec: MatmulSpec, rows: int) -> int:
@@ -226,10 +260,10 @@ def check_array(name: str, argument: str, x, ndim: int | None = None, at_least: 
             f"{name}: {argument} must have at least {at_least} dimensions, got {len(x.shape)} (shape {tuple(x.shape)})"
         )
     dtype = x.dtype
-    if dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer):
+    if dtype == np.bool_ or (jnp.issubdtype(dtype, jnp.integer) and dtype != np.int8 and argument != "c"):
         raise TypeError(
-            f"{name}: {argument} has dtype {dtype}; integer and boolean operands are not supported and never widened: "
-            f"convert it, for example {argument}.astype(jnp.float32)"
+            f"{name}: {argument} has dtype {dtype}; integer operands but int8, and boolean ones, are not supported and "
+            f"never widened: convert it, for example {argument}.astype(jnp.float32)"
         )
 
 
@@ -268,6 +302,10 @@ def check_scalar(name: str, argument: str, value, out_dtype) -> complex | float:
                 f"{name}: {argument}={value} is complex but the result has dtype {np.dtype(out_dtype).name}"
             )
         return value
+    if jnp.issubdtype(out_dtype, jnp.integer) and not float(value).is_integer():
+        raise TypeError(
+            f"{name}: {argument}={value} is not an integer but the result has dtype {np.dtype(out_dtype).name}"
+        )
     return float(value)
 
 
@@ -326,7 +364,8 @@ def check_epilog(name: str, spec: MatmulSpec, epilog, epilog_inputs, shape, ndim
         raise TypeError(f"{name}: epilog {epilog.name} is defined for real types, the result is {np.dtype(out).name}")
     _check_summed_operand(name, spec, epilog, ndim_a)
     checks = {"bias": _check_bias, "relu_aux": _check_relu_aux_input, "gelu_aux": _check_gelu_aux_input}
-    inputs = {key: checks[key](name, given[key], out, tuple(shape)) for key in row.inputs}
+    dtypes = {"bias": spec.bias_dtype or out}
+    inputs = {key: checks[key](name, given[key], dtypes.get(key, out), tuple(shape)) for key in row.inputs}
     return spec.replace(epilog=epilog, asks_all_reduce=bool(number & Epilog.ALLREDUCE)), inputs
 
 

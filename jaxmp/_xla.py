@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp import _bgrad, _epilog
+from jaxmp import _bgrad, _epilog, _narrow
 from jaxmp._activation import gelu, multiply_by_slope, pack_relu_aux
 from jaxmp._spec import MatmulSpec, Pattern, accumulator, operand_names, output_names, output_shape
 
@@ -14,6 +14,10 @@ from jaxmp._spec import MatmulSpec, Pattern, accumulator, operand_names, output_
 def matmul(a, b, *extra, spec: MatmulSpec, platform: str):
     """The results from one device's shards, in the order of `output_names`."""
     acc = accumulator(a.dtype)
+    named = dict(zip(operand_names(spec), extra, strict=True))
+    if _narrow.is_narrow(a.dtype):  # decoded, with their scales, and then as any other operands
+        a = _narrow.dequantize(a, named.get("scale_a"), spec.scale_a, acc)
+        b = _narrow.dequantize(b, named.get("scale_b"), spec.scale_b, acc)
     if 0 in (*a.shape, *b.shape):
         return apply_epilog(jnp.zeros(output_shape(spec, a.shape, b.shape), acc), extra, spec, a, b)
     if platform == "cpu":
@@ -43,6 +47,7 @@ def apply_epilog(z, extra, spec: MatmulSpec, a=None, b=None):
     row = _epilog.rule(spec.epilog)
     if spec.has_c and spec.beta != 0:  # else C may hold NaN
         c = operands["c"].astype(acc)
+        c = c * operands["scale_c"] if "scale_c" in operands else c
         z = z + (c if spec.beta == 1 else c * jnp.asarray(spec.beta, acc))
     if row.has_bias:
         z = z + operands["bias"].astype(acc)[None, :]
@@ -50,7 +55,7 @@ def apply_epilog(z, extra, spec: MatmulSpec, a=None, b=None):
         d = multiply_by_slope(row.derivative, operands[row.aux_input], z)
     else:
         d = {None: lambda x: x, "relu": jax.nn.relu, "gelu": gelu}[row.activation](z)
-    outputs = {"d": d.astype(spec.out_dtype)}
+    outputs = {"d": d.astype(spec.out_dtype)} if not _narrow.is_scaled(spec.out_dtype) else _encode(d, operands, spec)
     if row.aux == "relu_aux":
         outputs["relu_aux"] = pack_relu_aux(z > 0)
     elif row.aux == "gelu_aux":
@@ -59,6 +64,16 @@ def apply_epilog(z, extra, spec: MatmulSpec, a=None, b=None):
         summed = {"a": a, "b": b, "d": outputs["d"]}[_bgrad.summed(row.gradient)]
         outputs[row.gradient] = _bgrad.bias_gradient(row.gradient, spec, summed)
     return [outputs[name] for name in output_names(spec)]
+
+
+def _encode(d, operands, spec: MatmulSpec):
+    """A result of fp8 or fp4: the largest absolute value, and then scaled, and rounded once."""
+    outputs = {"amax_d": jnp.max(jnp.abs(d), initial=0.0)} if spec.amax_d else {}
+    scaled = d * operands["scale_d"] if "scale_d" in operands else d
+    if spec.d_out_scale == _narrow.NONE:
+        return outputs | {"d": _narrow.encode(scaled, spec.out_dtype)}
+    stored, scales = _narrow.encode_blocks(scaled, spec.d_out_scale, spec.out_dtype)
+    return outputs | {"d": stored, "d_out_scale": scales}
 
 
 def _gather_operands(spec: MatmulSpec, a, b):

@@ -9,7 +9,7 @@ namespace {
 
 // Every number on which ranks must agree, as a double: all are small integers, or doubles already.
 struct Fields {
-  static constexpr size_t kMost = 64;
+  static constexpr size_t kMost = 80;
   std::array<const char*, kMost> names;
   std::array<double, kMost> values;
   size_t count = 0;
@@ -27,6 +27,21 @@ void add_matrix(const Operand& x, const char* const (&names)[11], Fields* fields
                            double(x.desc.type),        double(x.desc.grid.nprow),  double(x.desc.grid.layout),
                            double(x.row + 1),          double(x.col + 1)};
   for (size_t i = 0; i < 11; ++i) fields->add(names[i], values[i]);
+}
+
+// Tensor-wide scales belong to the whole matrix, so their values must agree; block scales are each rank's own.
+void add_scales(const Call& call, Fields* fields) {
+  const auto add = [fields](const char* mode, const char* value, const Scales& scales) {
+    fields->add(mode, scales.mode);
+    const bool is_scalar = scales.mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32;
+    fields->add(value, is_scalar ? scales.scalar() : 0.0f);
+  };
+  add("A_SCALE_MODE", "the scale of A", call.scale_a);
+  add("B_SCALE_MODE", "the scale of B", call.scale_b);
+  add("C_SCALE_MODE", "the scale of C", call.scale_c);
+  add("D_SCALE_MODE", "the scale of D", call.scale_d);
+  fields->add("D_OUT_SCALE_POINTER (set or not)", call.has_d_out_scale);
+  fields->add("AMAX_D_POINTER (set or not)", call.amax_d != nullptr);
 }
 
 Fields fields_of(const Call& call) {
@@ -59,6 +74,7 @@ Fields fields_of(const Call& call) {
       call.d,
       {"mD", "nD", "mbD", "nbD", "rsrcD", "csrcD", "typeD", "nprow of D's grid", "layout of D's grid", "id", "jd"},
       &fields);
+  add_scales(call, &fields);
   return fields;
 }
 

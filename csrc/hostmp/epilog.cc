@@ -190,6 +190,10 @@ void scale_sums(void* z, int64_t ldz, int64_t rows, int64_t cols, double alpha_r
 
 void scale_c(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols, double beta_real,
              double beta_imag, bool adds, abi::cudaDataType_t accumulator, abi::cudaDataType_t out) {
+  if (accumulator == abi::CUDA_R_32I) {  // modulo 2^32
+    const auto factor = static_cast<uint32_t>(static_cast<int64_t>(beta_real));
+    return scale<uint32_t, uint32_t>(c, ldc, z, ldz, rows, cols, factor, adds);
+  }
   with_types(accumulator, out, [&](auto t, auto o) {
     using T = decltype(t);
     scale<T, decltype(o)>(c, ldc, z, ldz, rows, cols, make_scalar<T>(beta_real, beta_imag), adds);

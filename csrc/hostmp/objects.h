@@ -10,6 +10,7 @@
 #include "csrc/cublasmp_abi.h"
 #include "csrc/hostmp/host.h"
 #include "csrc/hostmp/layout.h"
+#include "csrc/hostmp/scales.h"
 #include "csrc/hostmp/types.h"
 
 namespace jaxmp::abi {
@@ -83,13 +84,20 @@ struct Call {
   bool has_c = false;
   bool reads_c = false;  // it has one, and beta is not 0
   const void* bias = nullptr;
+  abi::cudaDataType_t bias_type = abi::CUDA_R_32F;
   void* aux = nullptr;
   int64_t aux_ld = 0;
   void* gradient = nullptr;
+  Scales scale_a, scale_b, scale_c, scale_d;
+  bool has_d_out_scale = false;
+  Scales d_out_scale;          // an output
+  uint32_t* amax_d = nullptr;  // a float's bits
   char* workspace = nullptr;
 
   const abi::cublasMpGrid& grid() const { return d.desc.grid; }
   abi::cudaDataType_t accumulator() const { return accumulator_of(a.desc.type); }
+  bool is_narrow() const { return facts(a.desc.type).is_narrow; }
+  bool stores_narrow() const { return facts(d.desc.type).is_narrow; }
 };
 
 }  // namespace jaxmp::hostmp

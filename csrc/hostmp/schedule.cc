@@ -5,6 +5,7 @@
 
 #include "csrc/hostmp/blas.h"
 #include "csrc/hostmp/host.h"
+#include "csrc/hostmp/narrow_product.h"
 #include "csrc/hostmp/ordered_kernel.h"
 
 namespace jaxmp::hostmp {
@@ -18,7 +19,13 @@ constexpr int64_t kLargestTile = 1 << 19;  // elements of D: the epilog finds it
 constexpr int64_t kLargestTile16 = 1 << 18;     // also bounds the workspace
 constexpr int64_t kRowUnit = 16, kColUnit = 8;  // of the kernels' register tiles, and of the bytes of the RELU mask
 
-int64_t largest_tile(const Call& call) { return facts(call.a.desc.type).is_16bit ? kLargestTile16 : kLargestTile; }
+// Whether operands are widened or decoded panel by panel, for which a thread needs memory.
+bool needs_area(const Call& call) { return facts(call.a.desc.type).is_16bit || call.is_narrow(); }
+
+int64_t largest_tile(const Call& call) { return needs_area(call) ? kLargestTile16 : kLargestTile; }
+
+// Blocks of D that share a scale stay in one tile.
+int64_t row_unit(const Call& call) { return call.has_d_out_scale ? block_of(call.d_out_scale.mode) : kRowUnit; }
 
 // A function of the product and the machine alone, never of who is free: the cut decides how a result is rounded.
 double target_area(const Call& call) {
@@ -43,11 +50,12 @@ int64_t count_row_pieces(int64_t cols, int64_t pieces) {
   return ceil_div(pieces, std::min(pieces, std::max<int64_t>(1, cols / kNarrowest)));
 }
 
-void cut_rectangle(int32_t m_cut, int32_t n_cut, int64_t rows, int64_t cols, double area, std::vector<Tile>* tiles) {
+void cut_rectangle(int32_t m_cut, int32_t n_cut, int64_t rows, int64_t cols, double area, int64_t unit,
+                   std::vector<Tile>* tiles) {
   const double whole = static_cast<double>(rows) * static_cast<double>(cols);
   const int64_t pieces = std::max<int64_t>(1, std::llround(whole / area));
   const int64_t row_pieces = count_row_pieces(cols, pieces);
-  const int64_t tile_rows = round_up(ceil_div(rows, row_pieces), kRowUnit);
+  const int64_t tile_rows = round_up(ceil_div(rows, row_pieces), unit);
   const int64_t tile_cols = round_up(ceil_div(cols, ceil_div(pieces, row_pieces)), kColUnit);
   for (int64_t col = 0; col < cols; col += tile_cols) {
     for (int64_t row = 0; row < rows; row += tile_rows) {
@@ -71,7 +79,7 @@ Schedule make_schedule(const Call& call) {
   for (size_t n = 0; n < schedule.n.size(); ++n) {
     for (size_t m = 0; m < schedule.m.size(); ++m) {
       cut_rectangle(static_cast<int32_t>(m), static_cast<int32_t>(n), schedule.m[m].size, schedule.n[n].size, area,
-                    &schedule.tiles);
+                    row_unit(call), &schedule.tiles);
     }
   }
   return schedule;
@@ -89,6 +97,8 @@ Area area_of(const Call& call, const Schedule& schedule) {
     if (call.is_ordered) {
       scratch = ordered_gemm_scratch(type, tile.rows, tile.cols, call.k);
       seam = ordered_unit(type) > 1 ? ordered_unit(type) * facts(type).bytes * (tile.rows + tile.cols) : 0;
+    } else if (call.is_narrow()) {
+      scratch = narrow_scratch(applies_to_sums(type, call.scale_a, call.scale_b), tile.rows, tile.cols, call.k);
     } else if (facts(type).is_16bit) {
       scratch = gemm16_scratch(type, tile.rows, tile.cols, call.k);
     }

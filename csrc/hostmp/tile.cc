@@ -5,7 +5,9 @@
 #include <utility>
 
 #include "csrc/hostmp/blas.h"
+#include "csrc/hostmp/elementwise.h"
 #include "csrc/hostmp/epilog.h"
+#include "csrc/hostmp/narrow_product.h"
 #include "csrc/hostmp/ordered_kernel.h"
 
 namespace jaxmp::hostmp {
@@ -19,7 +21,7 @@ struct Block {
 
 Block locate(const Operand& x, int64_t row, int64_t col) {
   const int64_t ld = x.desc.lld;
-  return {const_cast<char*>(x.data) + (col * ld + row) * facts(x.desc.type).bytes, ld};
+  return {const_cast<char*>(x.data) + bytes_of(x.desc.type, col * ld + row), ld};
 }
 
 // The tile's place in D: on which rank, and at which local row and column.
@@ -53,13 +55,13 @@ class TileRun {
   Block d_of(int64_t rank) const {
     return locate(product_.calls[static_cast<size_t>(rank)]->d, place_.row, place_.col);
   }
-  int64_t d_bytes() const { return facts(call_.d.desc.type).bytes; }
+  int64_t d_bytes(int64_t count = 1) const { return bytes_of(call_.d.desc.type, count); }
 
   // z = beta C, and onto it the products, as fast as the BLAS does them.
   void sum() {
     bool is_started = add_c(false);
     for (const Cut& cut : product_.schedule.k) {
-      add_product(product_of(cut), is_started);
+      call_.is_narrow() ? add_narrow(cut, is_started) : add_product(product_of(cut), is_started);
       is_started = true;
     }
     if (!is_started) fill_zero();
@@ -126,8 +128,9 @@ class TileRun {
       const Call& call = *product_.calls[static_cast<size_t>(rank)];
       if (!call.reads_c) continue;
       const Block c = locate(call.c, place_.row, place_.col);
-      scale_c(c.data, c.ld, z_.data, z_.ld, tile_.rows, tile_.cols, call.beta.real(), call.beta.imag(), is_started,
-              call.accumulator(), call.d.desc.type);
+      const std::complex<double> beta = call.beta * static_cast<double>(call.scale_c.scalar());
+      scale_c(c.data, c.ld, z_.data, z_.ld, tile_.rows, tile_.cols, beta.real(), beta.imag(), is_started,
+              call.accumulator(), call.c.desc.type);
       is_started = true;
     }
     return is_started;
@@ -157,6 +160,31 @@ class TileRun {
     }
   }
 
+  // The operand's piece, with the scales of the rank that holds it.
+  NarrowOperand narrow_piece(Operand Call::* operand, Scales Call::* scales, bool is_adjacent_in_k, const Cut& k,
+                             int along_k, const Cut& other, int64_t at) const {
+    const int64_t proc_k = k.proc[along_k], proc = other.proc[1], local_k = k.local[along_k],
+                  local = other.local[1] + at;
+    const int64_t rank = is_adjacent_in_k ? rank_of((call_.*operand).desc.grid, proc_k, proc)
+                                          : rank_of((call_.*operand).desc.grid, proc, proc_k);
+    const Call& holder = *product_.calls[static_cast<size_t>(rank)];
+    const Operand& x = holder.*operand;
+    const Block block = is_adjacent_in_k ? locate(x, local_k, local) : locate(x, local, local_k);
+    return {x.desc.type, block.data,     block.ld, is_adjacent_in_k, holder.*scales,
+            local_k,     x.local_rows(), local,    x.local_cols()};
+  }
+
+  void add_narrow(const Cut& k, bool adds) {
+    const bool is_a_k = call_.trans_a != abi::CUBLAS_OP_N, is_b_k = call_.trans_b == abi::CUBLAS_OP_N;
+    const NarrowOperand a = narrow_piece(&Call::a, &Call::scale_a, is_a_k, k, 0, m_, tile_.row);
+    const NarrowOperand b = narrow_piece(&Call::b, &Call::scale_b, is_b_k, k, 1, n_, tile_.col);
+    double alpha = call_.alpha.real();
+    for (const Scales* scales : {&a.scales, &b.scales}) {
+      if (scales->mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32) alpha *= static_cast<double>(scales->scalar());
+    }
+    narrow_gemm({tile_.rows, tile_.cols, k.size, a, b, z_.data, z_.ld}, alpha, adds, scratch_);
+  }
+
   // Where op(X) is at (row, col), each given as the process coordinate and the local index along that axis of op(X).
   struct Index {
     int64_t proc, local;
@@ -177,11 +205,50 @@ class TileRun {
   void finish() {
     const Epilog* epilog = find_epilog(call_.epilog);
     if (sums_in_d(call_) && epilog->is_plain()) return;
+    if (call_.stores_narrow()) return finish_narrow(epilog);
     const Block d = d_of(place_.rank);
-    const void* bias = epilog->has_bias ? static_cast<const char*>(owner().bias) + place_.row * d_bytes() : nullptr;
+    const void* bias = epilog->has_bias ? bias_of_tile(call_.d.desc.type) : nullptr;
     const Aux aux = epilog->has_aux ? aux_of(place_.rank) : Aux{};
     finish_tile({epilog, tile_.rows, tile_.cols, z_.data, z_.ld, d.data, d.ld, bias, aux.data, aux.ld, aux.rows},
                 call_.accumulator(), call_.d.desc.type);
+  }
+
+  // The tile's part of the bias, as `type`.
+  const void* bias_of_tile(abi::cudaDataType_t type) const {
+    const abi::cudaDataType_t have = call_.bias_type;
+    const char* const bias = static_cast<const char*>(owner().bias) + bytes_of(have, place_.row);
+    if (have == type) return bias;
+    float* const wide = reinterpret_cast<float*>(scratch_);  // fp8 operands only; their products are done with it
+    if (have == abi::CUDA_R_16BF) widen(reinterpret_cast<const BFloat16*>(bias), wide, tile_.rows);
+    if (have == abi::CUDA_R_16F) widen(reinterpret_cast<const Float16*>(bias), wide, tile_.rows);
+    return wide;
+  }
+
+  // fp8 and fp4: the epilog in floats where the sums are, then scaled and encoded.
+  void finish_narrow(const Epilog* epilog) {
+    if (!epilog->is_plain()) {
+      const void* bias = epilog->has_bias ? bias_of_tile(abi::CUDA_R_32F) : nullptr;
+      const Aux aux = epilog->has_aux ? aux_of(place_.rank) : Aux{};
+      finish_tile({epilog, tile_.rows, tile_.cols, z_.data, z_.ld, z_.data, z_.ld, bias, aux.data, aux.ld, aux.rows},
+                  abi::CUDA_R_32F, abi::CUDA_R_32F);
+    }
+    const Block d = d_of(place_.rank);
+    const int64_t rows_of_part = call_.is_all_reduce ? call_.m : owner().d.local_rows();
+    const uint32_t amax = store_narrow({call_.d.desc.type, reinterpret_cast<const float*>(z_.data), z_.ld, tile_.rows,
+                                        tile_.cols, d.data, d.ld, owner().scale_d.scalar(), owner().d_out_scale.mode,
+                                        static_cast<uint8_t*>(const_cast<void*>(owner().d_out_scale.data)), place_.row,
+                                        place_.col, rows_of_part});
+    const int64_t last = call_.is_all_reduce ? call_.nranks - 1 : place_.rank;
+    for (int64_t rank = place_.rank; rank <= last; ++rank) {
+      raise_to(product_.calls[static_cast<size_t>(rank)]->amax_d, amax);
+    }
+  }
+
+  static void raise_to(uint32_t* most, uint32_t value) {
+    if (!most) return;
+    uint32_t have = __atomic_load_n(most, __ATOMIC_RELAXED);
+    while (have < value && !__atomic_compare_exchange_n(most, &have, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+    }
   }
 
   struct Aux {
@@ -213,14 +280,26 @@ class TileRun {
     for (int64_t rank = 1; rank < call_.nranks; ++rank) {
       const Block to = d_of(rank);
       for (int64_t col = 0; col < tile_.cols; ++col) {
-        std::memcpy(to.data + col * to.ld * d_bytes(), from.data + col * from.ld * d_bytes(),
-                    static_cast<size_t>(tile_.rows * d_bytes()));
+        std::memcpy(to.data + d_bytes(col * to.ld), from.data + d_bytes(col * from.ld),
+                    static_cast<size_t>(d_bytes(tile_.rows)));
       }
+      if (call_.has_d_out_scale) copy_scales(*product_.calls[static_cast<size_t>(rank)]);
       if (!writes_aux) continue;
       const Aux source = aux_of(0), target = aux_of(rank);
       for (int64_t col = 0; col < tile_.cols; ++col) {
         std::memcpy(target.data + col * target.stride, source.data + col * source.stride,
                     static_cast<size_t>(source.bytes));
+      }
+    }
+  }
+
+  void copy_scales(const Call& to) const {
+    const int64_t block = block_of(call_.d_out_scale.mode);
+    for (int64_t col = place_.col; col < place_.col + tile_.cols; ++col) {
+      for (int64_t row = place_.row; row < place_.row + tile_.rows; row += block) {
+        const int64_t at = tiled_offset(row / block, col, call_.m / block);
+        static_cast<uint8_t*>(const_cast<void*>(to.d_out_scale.data))[at] =
+            static_cast<const uint8_t*>(call_.d_out_scale.data)[at];
       }
     }
   }

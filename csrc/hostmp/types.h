@@ -26,6 +26,8 @@ struct TypeFacts {
   int64_t bytes;  // 0 for a type that hostmp does not know
   bool is_complex;
   bool is_16bit;
+  bool is_narrow = false;  // 8 bits and fewer: decoded to bf16, which holds all of them, before anything is computed
+  int64_t bits = 8 * bytes;
 };
 
 constexpr TypeFacts facts(abi::cudaDataType_t type) {
@@ -42,6 +44,16 @@ constexpr TypeFacts facts(abi::cudaDataType_t type) {
       return {"bf16", 2, false, true};
     case abi::CUDA_R_16F:
       return {"f16", 2, false, true};
+    case abi::CUDA_R_8F_E4M3:
+      return {"f8e4m3", 1, false, false, true};
+    case abi::CUDA_R_8F_E5M2:
+      return {"f8e5m2", 1, false, false, true};
+    case abi::CUDA_R_4F_E2M1:
+      return {"f4e2m1", 1, false, false, true, 4};
+    case abi::CUDA_R_8I:
+      return {"s8", 1, false, false, true};
+    case abi::CUDA_R_32I:
+      return {"s32", 4, false, false};
     default:
       return {"unsupported", 0, false, false};
   }
@@ -54,8 +66,18 @@ inline std::string name_of(abi::cudaDataType_t type) {
 
 // The type in which products are summed, and of alpha and beta: what cuBLAS calls the scale type.
 constexpr abi::cudaDataType_t accumulator_of(abi::cudaDataType_t operand) {
-  return facts(operand).is_16bit ? abi::CUDA_R_32F : operand;
+  if (operand == abi::CUDA_R_8I) return abi::CUDA_R_32I;
+  return facts(operand).is_16bit || facts(operand).is_narrow ? abi::CUDA_R_32F : operand;
 }
+
+constexpr bool is_float8(abi::cudaDataType_t type) {
+  return type == abi::CUDA_R_8F_E4M3 || type == abi::CUDA_R_8F_E5M2;
+}
+// What takes scales: fp8 and fp4.
+constexpr bool is_scaled(abi::cudaDataType_t type) { return is_float8(type) || type == abi::CUDA_R_4F_E2M1; }
+
+// Bytes of `count` adjacent elements; of 4-bit ones the count is even.
+constexpr int64_t bytes_of(abi::cudaDataType_t type, int64_t count) { return count * facts(type).bits / 8; }
 
 constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 

@@ -10,6 +10,7 @@
 #include "csrc/hostmp/schedule.h"
 #include "csrc/hostmp/text.h"
 #include "csrc/hostmp/validate_epilog.h"
+#include "csrc/hostmp/validate_narrow.h"
 
 namespace jaxmp::hostmp {
 namespace {
@@ -50,6 +51,8 @@ std::complex<double> read_scalar(const void* from, cudaDataType_t type) {
       return read(Complex64{});
     case CUDA_C_64F:
       return read(Complex128{});
+    case CUDA_R_32I:
+      return read(int32_t{});
     default:
       return read(float{});
   }
@@ -57,6 +60,7 @@ std::complex<double> read_scalar(const void* from, cudaDataType_t type) {
 
 Status check_types(const Call& call) {
   const cudaDataType_t a = call.a.desc.type, b = call.b.desc.type, d = call.d.desc.type;
+  if (facts(a).is_narrow || facts(b).is_narrow) return check_narrow_types(call);
   if (a != b) return Unimplemented(text("A is ", name_of(a), " and B is ", name_of(b), "; both must be of one type"));
   const bool widens = facts(a).is_16bit && d == CUDA_R_32F;
   if (a != d && !widens) {
@@ -160,7 +164,9 @@ Status check_c(const Call& call, bool is_given) {
     return InvalidArgument(text("c is null but beta is ", call.beta.real(), "; pass C, or beta = 0"));
   }
   const cublasMpMatrixDescriptor &c = call.c.desc, &d = call.d.desc;
-  if (c.type != d.type) {
+  if (call.stores_narrow()) {
+    JAXMP_RETURN_IF_ERROR(check_c_of_narrow(c.type));
+  } else if (c.type != d.type) {
     return Unimplemented(text("C is ", name_of(c.type), " and D is ", name_of(d.type), "; they must be of one type"));
   }
   if (c.rows.block != d.rows.block || c.cols.block != d.cols.block) {
@@ -222,7 +228,7 @@ struct Range {
 
 Range range_of(const char* name, const Operand& x) {
   const int64_t rows = x.local_rows(), cols = x.local_cols();
-  const int64_t bytes = rows > 0 && cols > 0 ? ((cols - 1) * x.desc.lld + rows) * facts(x.desc.type).bytes : 0;
+  const int64_t bytes = rows > 0 && cols > 0 ? bytes_of(x.desc.type, (cols - 1) * x.desc.lld + rows) : 0;
   return {name, x.data, bytes};
 }
 
@@ -255,7 +261,7 @@ void copy_arguments(const Arguments& in, Call* call) {
   call->trans_a = attribute<cublasOperation_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA);
   call->trans_b = attribute<cublasOperation_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB);
   call->compute = attribute<cublasComputeType_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMPUTE_TYPE);
-  call->is_ordered = desc.is_ordered;
+  call->is_ordered = desc.is_ordered && in.desc_a->type != CUDA_R_8I;  // integers come out alike in any order
   call->algo = attribute<cublasMpMatmulAlgoType_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_ALGO_TYPE);
   const int epilog = attribute<int>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE);
   call->epilog = epilog & ~CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE;
@@ -321,6 +327,7 @@ Status read_call(const Arguments& in, bool runs, Call* call) {
   JAXMP_RETURN_IF_ERROR(check_layout(*call));
   JAXMP_RETURN_IF_ERROR(check_c(*call, in.c != nullptr));
   JAXMP_RETURN_IF_ERROR(read_epilog(*in.matmul, runs, call));
+  JAXMP_RETURN_IF_ERROR(read_scales(*in.matmul, runs, call));
   JAXMP_RETURN_IF_ERROR(check_unsupported(*in.matmul, *call));
   return runs ? check_memory(*call, in.c != nullptr) : check_algorithm(*call, nullptr, false);
 }

@@ -2,6 +2,7 @@
 
 #include "csrc/hostmp/epilog.h"
 #include "csrc/hostmp/text.h"
+#include "csrc/hostmp/validate_narrow.h"
 
 namespace jaxmp::hostmp {
 namespace {
@@ -11,9 +12,12 @@ using namespace abi;  // NOLINT: cuBLASMp's own names, everywhere below
 // The bias, or its gradient: cuBLASMp has one set of attributes for both.
 Status check_bias_attributes(const cublasMpMatmulDescriptor& desc, Call* call) {
   constexpr int kType = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_DATA_TYPE;
-  if (desc.is_set[kType] && attribute<cudaDataType_t>(desc, kType) != call->d.desc.type) {
-    return Unimplemented(text("the bias is ", name_of(attribute<cudaDataType_t>(desc, kType)), " and D is ",
-                              name_of(call->d.desc.type), "; they must be of one type"));
+  call->bias_type = desc.is_set[kType] ? attribute<cudaDataType_t>(desc, kType) : call->d.desc.type;
+  if (call->is_narrow()) {
+    JAXMP_RETURN_IF_ERROR(check_bias_of_narrow(*call));
+  } else if (call->bias_type != call->d.desc.type) {
+    return Unimplemented(text("the bias is ", name_of(call->bias_type), " and D is ", name_of(call->d.desc.type),
+                              "; they must be of one type"));
   }
   if (attribute<int64_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_BATCH_STRIDE) != 0) {
     return InvalidArgument("BIAS_BATCH_STRIDE must be 0");
@@ -95,6 +99,7 @@ Status read_epilog(const cublasMpMatmulDescriptor& desc, bool runs, Call* call) 
   if (epilog->activation != Activation::kNone && facts(call->d.desc.type).is_complex) {
     return Unimplemented(text("epilog ", epilog->name, " has no meaning for ", name_of(call->d.desc.type)));
   }
+  if (call->is_narrow()) JAXMP_RETURN_IF_ERROR(check_epilog_of_narrow(*call, *epilog));
   if (call->epilog != 0 && (call->d.row != 0 || call->d.col != 0)) {
     return Unimplemented(text("epilog ", epilog->name, " needs D from its first element; id and jd must be 1"));
   }
@@ -108,9 +113,11 @@ Status read_epilog(const cublasMpMatmulDescriptor& desc, bool runs, Call* call) 
 }
 
 Status check_unsupported(const cublasMpMatmulDescriptor& desc, const Call& call) {
-  // From the aux's scale to D's output scale: all for numbers of 8 bits and fewer, which hostmp does not have.
-  for (int number = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_POINTER;
-       number <= CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_MODE; ++number) {
+  // From the aux's scale to D's output scale: all for numbers of 8 bits and fewer; read_scales has read those of the
+  // matrices, an aux of 8 bits hostmp does not have.
+  const int last = is_scaled(call.a.desc.type) ? CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_MODE
+                                               : CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_MODE;
+  for (int number = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_POINTER; number <= last; ++number) {
     if (desc.values[static_cast<size_t>(number)] == 0) continue;
     return Unimplemented(text("attribute ", number, " asks for scaling or an absolute maximum, which ",
                               name_of(call.d.desc.type), " does not take"));

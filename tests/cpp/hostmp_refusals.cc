@@ -87,7 +87,7 @@ void test_matrix_descriptors() {
   REFUSED(change(&Description::csrc, 1), INVALID_VALUE, "csrc must be in [0, 1)", "got 1");
   REFUSED(change(&Description::lld, 3), INVALID_VALUE, "lld is 3", "4 rows");
   REFUSED(change(&Description::lld, int64_t{1} << 31), NOT_SUPPORTED, "lld must fit 32 bits");
-  REFUSED(change(&Description::type, CUDA_R_8I), NOT_SUPPORTED, "data type 3");
+  REFUSED(change(&Description::type, CUDA_R_8U), NOT_SUPPORTED, "data type 8");
   REFUSED(describe(world, {}, false), INVALID_VALUE, "grid is null");
 }
 

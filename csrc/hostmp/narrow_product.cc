@@ -1,0 +1,194 @@
+#include "csrc/hostmp/narrow_product.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "csrc/hostmp/blas.h"
+#include "csrc/hostmp/types.h"
+
+namespace jaxmp::hostmp {
+namespace {
+
+// Of k, decoded at a time; also bounds sums of 8-bit integers to 2^24, up to which floats are exact.
+constexpr int64_t kDepth = 1024;
+constexpr int64_t kScaleBlock = 128;
+constexpr int64_t kAlign = 64;
+
+// One stored column of `count` numbers along k, each block times its scale.
+void decode_scaled(const NarrowOperand& x, const char* from, int64_t inner, int64_t outer, int64_t count,
+                   BFloat16* to) {
+  const int64_t block = block_of(x.scales.mode), blocks = x.inners / block;
+  for (int64_t i = 0; i < count; i += block) {
+    const float scale = x.scales.block((inner + i) / block, outer, blocks);
+    decode(x.type, from + bytes_of(x.type, i), block, scale, to + i);
+  }
+}
+
+// `depth` of k from `at` on, of `count` indices: a dense panel in the operand's own order.
+void decode_panel(const NarrowOperand& x, int64_t at, int64_t depth, int64_t count, BFloat16* to) {
+  if (!x.is_adjacent_in_k) {
+    for (int64_t i = 0; i < depth; ++i) {
+      decode(x.type, x.data + bytes_of(x.type, (at + i) * x.ld), count, 1.0f, to + i * count);
+    }
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const char* const from = x.data + bytes_of(x.type, i * x.ld + at);
+    if (is_tiled(x.scales.mode)) {
+      decode_scaled(x, from, x.inner + at, x.outer + i, depth, to + i * depth);
+    } else {
+      decode(x.type, from, depth, 1.0f, to + i * depth);
+    }
+  }
+}
+
+struct Scratch {
+  BFloat16 *a, *b;
+  float *sums, *row_scales;
+  char* kernel;
+};
+
+int64_t aligned(int64_t bytes) { return round_up(bytes, kAlign); }
+
+Scratch divide(char* scratch, bool has_sums, int64_t m, int64_t n, int64_t depth) {
+  const auto take = [&scratch](int64_t bytes) {
+    char* const taken = scratch;
+    scratch += aligned(bytes);
+    return taken;
+  };
+  Scratch parts{};
+  parts.a = reinterpret_cast<BFloat16*>(take(2 * m * depth));
+  parts.b = reinterpret_cast<BFloat16*>(take(2 * n * depth));
+  if (has_sums) {
+    parts.sums = reinterpret_cast<float*>(take(4 * m * n));
+    parts.row_scales = reinterpret_cast<float*>(take(4 * m));
+  }
+  parts.kernel = scratch;
+  return parts;
+}
+
+void add_integers(const NarrowProduct& p, const float* sums, double alpha, bool adds) {
+  const auto factor = static_cast<uint32_t>(static_cast<int64_t>(alpha));
+  for (int64_t col = 0; col < p.n; ++col) {
+    uint32_t* const c = static_cast<uint32_t*>(p.c) + col * p.ldc;
+    const float* const sum = sums + col * p.m;
+    for (int64_t row = 0; row < p.m; ++row) {
+      const uint32_t term = factor * static_cast<uint32_t>(static_cast<int32_t>(sum[row]));
+      c[row] = adds ? c[row] + term : term;
+    }
+  }
+}
+
+void add_scaled(const NarrowProduct& p, int64_t at, const Scratch& scratch, float alpha, bool adds) {
+  const auto scale_of = [at](const NarrowOperand& x, int64_t index) {
+    return x.scales.of_sum((x.inner + at) / kScaleBlock, x.outer + index, ceil_div(x.inners, kScaleBlock), x.outers);
+  };
+  for (int64_t row = 0; row < p.m; ++row) scratch.row_scales[row] = alpha * scale_of(p.a, row);
+  for (int64_t col = 0; col < p.n; ++col) {
+    float* const c = static_cast<float*>(p.c) + col * p.ldc;
+    const float* const sum = scratch.sums + col * p.m;
+    const float scale = scale_of(p.b, col);
+    for (int64_t row = 0; row < p.m; ++row) {
+      const float term = scratch.row_scales[row] * scale * sum[row];
+      c[row] = adds ? c[row] + term : term;
+    }
+  }
+}
+
+}  // namespace
+
+void narrow_gemm(const NarrowProduct& p, double alpha, bool adds, char* memory) {
+  const bool has_sums = applies_to_sums(p.a.type, p.a.scales, p.b.scales);
+  const bool by_blocks = block_of(p.a.scales.mode) == kScaleBlock || block_of(p.b.scales.mode) == kScaleBlock;
+  const Scratch scratch = divide(memory, has_sums, p.m, p.n, std::min(p.k, kDepth));
+  for (int64_t at = 0; at < p.k; at += kDepth) {
+    const int64_t panel = std::min(kDepth, p.k - at);
+    decode_panel(p.a, at, panel, p.m, scratch.a);
+    decode_panel(p.b, at, panel, p.n, scratch.b);
+    const int64_t step = by_blocks ? kScaleBlock : panel;
+    for (int64_t from = 0; from < panel; from += step, adds = true) {
+      const int64_t depth = std::min(step, panel - from);
+      const bool is_a_k = p.a.is_adjacent_in_k, is_b_k = p.b.is_adjacent_in_k;
+      const Product product = {is_a_k ? abi::CUBLAS_OP_T : abi::CUBLAS_OP_N,
+                               is_b_k ? abi::CUBLAS_OP_N : abi::CUBLAS_OP_T,
+                               p.m,
+                               p.n,
+                               depth,
+                               scratch.a + from * (is_a_k ? 1 : p.m),
+                               is_a_k ? panel : p.m,
+                               scratch.b + from * (is_b_k ? 1 : p.n),
+                               is_b_k ? panel : p.n,
+                               has_sums ? scratch.sums : p.c,
+                               has_sums ? p.m : p.ldc};
+      if (!has_sums) {
+        gemm16(abi::CUDA_R_16BF, product, static_cast<float>(alpha), adds ? 1.0f : 0.0f, scratch.kernel);
+        continue;
+      }
+      gemm16(abi::CUDA_R_16BF, product, 1.0f, 0.0f, scratch.kernel);
+      if (p.a.type == abi::CUDA_R_8I) {
+        add_integers(p, scratch.sums, alpha, adds);
+      } else {
+        add_scaled(p, at + from, scratch, static_cast<float>(alpha), adds);
+      }
+    }
+  }
+}
+
+int64_t narrow_scratch(bool has_sums, int64_t m, int64_t n, int64_t k) {
+  const int64_t depth = std::min(k, kDepth);
+  const int64_t sums = has_sums ? aligned(4 * m * n) + aligned(4 * m) : 0;
+  const int64_t product = aligned(2 * m * depth) + aligned(2 * n * depth) + sums;
+  return std::max(product + gemm16_scratch(abi::CUDA_R_16BF, m, n, depth), aligned(4 * m));
+}
+
+namespace {
+
+constexpr int64_t kStrip = 512;  // a multiple of every block
+
+uint32_t absolute_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof(bits));
+  return bits & 0x7fffffffu;
+}
+
+// Divides a block by its scale, and stores the scale (cuBLAS documentation, "1D Block Quantization").
+void scale_block(const NarrowOutput& out, float* values, int64_t count, int64_t row, int64_t col) {
+  float most = 0;
+  for (int64_t i = 0; i < count; ++i) most = std::max(most, std::abs(values[i]));
+  const float wanted = most / largest(out.type);
+  const int64_t block = block_of(out.mode);
+  uint8_t bits = 0;
+  if (out.mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0) {
+    bits = ue8m0_above(wanted);
+  } else {
+    encode(abi::CUDA_R_8F_E4M3, &wanted, 1, &bits);
+  }
+  out.scales[tiled_offset(row / block, col, out.rows_of_part / block)] = bits;
+  const float inverse = out.mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0 ? inverse_ue8m0(bits)
+                        : bits == 0 ? 0.0f
+                                    : 1.0f / ue4m3(bits);  // rounded to 0: the block is all but 0
+  for (int64_t i = 0; i < count; ++i) values[i] *= inverse;
+}
+
+}  // namespace
+
+uint32_t store_narrow(const NarrowOutput& out) {
+  alignas(64) float values[kStrip];
+  uint32_t most = 0;
+  const int64_t block = block_of(out.mode);
+  for (int64_t col = 0; col < out.cols; ++col) {
+    for (int64_t row = 0; row < out.rows; row += kStrip) {
+      const int64_t count = std::min(kStrip, out.rows - row);
+      const float* const z = out.z + col * out.ldz + row;
+      for (int64_t i = 0; i < count; ++i) most = std::max(most, absolute_bits(z[i]));
+      for (int64_t i = 0; i < count; ++i) values[i] = out.scale * z[i];
+      for (int64_t i = 0; block > 0 && i < count; i += block) {
+        scale_block(out, values + i, block, out.row + row + i, out.col + col);
+      }
+      encode(out.type, values, count, out.d + bytes_of(out.type, col * out.ldd + row));
+    }
+  }
+  return most;
+}
+
+}  // namespace jaxmp::hostmp

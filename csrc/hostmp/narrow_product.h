@@ -1,0 +1,62 @@
+// Products of numbers of 8 bits and fewer: panels of k are decoded to bf16, which holds all of them and their products
+// with block scales, and multiplied by the 16-bit kernels.
+#ifndef JAXMP_HOSTMP_NARROW_PRODUCT_H_
+#define JAXMP_HOSTMP_NARROW_PRODUCT_H_
+
+#include <cstdint>
+
+#include "csrc/cublasmp_abi.h"
+#include "csrc/hostmp/scales.h"
+
+namespace jaxmp::hostmp {
+
+// An operand as stored, from the first element of a piece on. `inner` and `outer` say where in the rank's part the
+// piece begins, of the extents `inners` and `outers`.
+struct NarrowOperand {
+  abi::cudaDataType_t type;
+  const char* data;
+  int64_t ld;
+  bool is_adjacent_in_k;
+  Scales scales;
+  int64_t inner, inners, outer, outers;
+};
+
+struct NarrowProduct {
+  int64_t m, n, k;
+  NarrowOperand a, b;
+  void* c;  // floats; of 8-bit integers int32
+  int64_t ldc;
+};
+
+// c = alpha op(a) op(b) + c, without c where it is not to be added. The tensor-wide scales are the caller's to put
+// into alpha. 8-bit integers: exact, modulo 2^32.
+void narrow_gemm(const NarrowProduct& product, double alpha, bool adds, char* scratch);
+
+// Bytes, for any product of at most m x n; at least m floats.
+int64_t narrow_scratch(bool applies_to_sums, int64_t m, int64_t n, int64_t k);
+
+// Whether products of these operands are scaled, or added as integers, after they have been summed.
+inline bool applies_to_sums(abi::cudaDataType_t type, const Scales& a, const Scales& b) {
+  return type == abi::CUDA_R_8I || scales_sums(a.mode) || scales_sums(b.mode);
+}
+
+// What happens to a tile of D in floats on its way to 8 or 4 bits: `scale` times it, encoded. With a tiled `mode`,
+// each block of a column is divided by a scale of its own, which goes to `scales`. `row` and `col` are the tile's place
+// in the rank's part, which has `rows_of_part` rows. Returns the largest absolute value ahead of all scaling, as bits
+// of a float (a NaN is larger than any number).
+struct NarrowOutput {
+  abi::cudaDataType_t type;
+  const float* z;
+  int64_t ldz, rows, cols;
+  char* d;  // the tile's first element
+  int64_t ldd;
+  float scale;
+  ScaleMode mode;
+  uint8_t* scales;
+  int64_t row, col, rows_of_part;
+};
+uint32_t store_narrow(const NarrowOutput& output);
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_NARROW_PRODUCT_H_

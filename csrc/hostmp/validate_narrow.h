@@ -1,0 +1,25 @@
+// What hostmp refuses of products of 8 bits and fewer: types, transpositions, alignment, and the modes of their scales.
+#ifndef JAXMP_HOSTMP_VALIDATE_NARROW_H_
+#define JAXMP_HOSTMP_VALIDATE_NARROW_H_
+
+#include "csrc/hostmp/epilog.h"
+#include "csrc/hostmp/objects.h"
+#include "csrc/status.h"
+
+namespace jaxmp::hostmp {
+
+// A's, B's and D's types, the compute type, and for fp8 and fp4 the transpositions.
+Status check_narrow_types(const Call& call);
+
+// C where D is fp8 or fp4.
+Status check_c_of_narrow(abi::cudaDataType_t c);
+
+Status check_bias_of_narrow(const Call& call);
+Status check_epilog_of_narrow(const Call& call, const Epilog& epilog);
+
+// Fills call->scale_*, d_out_scale and amax_d, and checks them against the types and the layout.
+Status read_scales(const abi::cublasMpMatmulDescriptor& desc, bool runs, Call* call);
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_VALIDATE_NARROW_H_

@@ -1,0 +1,164 @@
+"""To fp8 and fp4 and back: quantizers for every mode of `jaxmp.Scales`, delayed scaling, and the library's layouts.
+
+A quantizer returns `(q, scale)` with x = q * scale up to rounding, ready for `matmul(..., scales=Scales(a=scale))`.
+Blocks run along the last dimension, as in `jax.nn.scaled_matmul`.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jaxmp import _narrow
+from jaxmp._layout import round_up
+
+_E4M3 = jnp.float8_e4m3fn
+
+
+def largest(dtype) -> float:
+    """The largest finite number of an fp8 or fp4 type: 448 (e4m3), 57344 (e5m2), 6 (e2m1)."""
+    return float(jnp.finfo(dtype).max)
+
+
+def amax(x):
+    """The largest absolute value of `x`, a float32 scalar."""
+    return jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0)
+
+
+def scale_for(amax, dtype=_E4M3, *, margin: int = 0):
+    """The float32 scale that brings `amax` to `2**-margin` times the largest number of `dtype`; 1 where amax is 0 or not
+    finite (TransformerEngine's rule)."""
+    scale = amax.astype(jnp.float32) * (2.0**margin / largest(dtype))
+    return jnp.where((amax > 0) & jnp.isfinite(scale), scale, 1.0)
+
+
+def encode(x, dtype=_E4M3):
+    """`x` in `dtype`, saturating where `x.astype(dtype)` would give NaN or infinity."""
+    return _narrow.encode(x, dtype)
+
+
+def tensor(x, dtype=_E4M3, *, scale=None):
+    """(q, scale) with one float32 scalar: `scale_for(amax(x))` unless it is given, as delayed scaling does.
+
+    >>> import jax.numpy as jnp, jaxmp
+    >>> q, scale = jaxmp.quantize.tensor(jnp.array([1.0, -2.0, 0.5]))
+    >>> (q.astype(jnp.float32) * scale).tolist()
+    [1.0, -2.0, 0.5]
+    """
+    scale = scale_for(amax(x), dtype) if scale is None else scale
+    return _narrow.encode(x.astype(jnp.float32) / scale, dtype), scale
+
+
+def update_history(history, amax):
+    """An amax history (length,), newest first, with `amax` put in front and the oldest dropped."""
+    return jnp.roll(history, 1).at[0].set(amax.astype(history.dtype))
+
+
+def delayed_scale(history, dtype=_E4M3, *, margin: int = 0):
+    """The scale for the next step from the largest of past absolute maxima; Micikevicius et al., "FP8 Formats for Deep
+    Learning" (2022), as TransformerEngine's DelayedScaling."""
+    return scale_for(jnp.max(history), dtype, margin=margin)
+
+
+def rows(x, dtype=_E4M3):
+    """(q, scale (rows,)): one float32 scale a row."""
+    scale = scale_for(jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1), dtype)
+    return _narrow.encode(x.astype(jnp.float32) / scale[..., None], dtype), scale
+
+
+def vec128(x, dtype=_E4M3):
+    """(q, scale (rows, k/128)): one float32 scale for 128 adjacent elements."""
+    _check_blocks("vec128", x, 128)
+    scale = scale_for(_narrow.block_amax(x.astype(jnp.float32), 128), dtype)
+    return _narrow.encode(x.astype(jnp.float32) / _narrow.expand(scale, _narrow.VEC128, x.shape), dtype), scale
+
+
+def blk128(x, dtype=_E4M3):
+    """(q, scale (rows/128, k/128)) of a 2-D x: one float32 scale for 128 x 128 elements."""
+    _check_blocks("blk128", x, 128)
+    by_rows = _narrow.block_amax(x.astype(jnp.float32), 128)
+    padded = jnp.pad(by_rows, ((0, -x.shape[0] % 128), (0, 0)))
+    scale = scale_for(jnp.max(padded.reshape(-1, 128, padded.shape[1]), axis=1), dtype)
+    return _narrow.encode(x.astype(jnp.float32) / _narrow.expand(scale, _narrow.BLK128, x.shape), dtype), scale
+
+
+def mxfp8(x, dtype=_E4M3):
+    """(q, scale (rows, k/32) of float8_e8m0fnu): MXFP8, with scales rounded up to powers of two.
+
+    Bit for bit what `jax.nn.scaled_dot_general` quantizes to with the config "mxfp8".
+    """
+    _check_blocks("mxfp8", x, 32)
+    x = x.astype(jnp.float32)
+    return _narrow.encode_blocks(x, _narrow.VEC32, dtype)
+
+
+def nvfp4(x, *, global_scale=1.0):
+    """(q, scale (rows, k/16) of float8_e4m3fn): NVFP4; x = q * scale * global_scale.
+
+    `global_scale`, float32, goes into alpha; `nvfp4_global_scale` makes full use of the scales' range. Bit for bit what
+    `jax.nn.scaled_dot_general` quantizes to with the config "nvfp4", but for blocks of zeros, where that has NaN.
+    """
+    _check_blocks("nvfp4", x, 16)
+    x = x.astype(jnp.float32) / global_scale
+    scale = _narrow.encode(_narrow.block_amax(x, 16) / largest(jnp.float4_e2m1fn), _E4M3)
+    wide = jnp.repeat(scale.astype(jnp.float32), 16, axis=-1)
+    return _narrow.encode(jnp.where(wide == 0, 0.0, x / wide), jnp.float4_e2m1fn), scale
+
+
+def nvfp4_global_scale(amax):
+    """The scale that brings `amax` to 6 * 448, the product of the largest numbers of e2m1 and e4m3."""
+    return amax.astype(jnp.float32) / (largest(jnp.float4_e2m1fn) * largest(_E4M3))
+
+
+def dequantize(q, scale, dtype=jnp.float32):
+    """q times its scale in `dtype`; the mode follows from the scale's shape and dtype, as in `jaxmp.Scales`."""
+    return _narrow.dequantize(q, scale, _mode("dequantize", q, scale), jnp.dtype(dtype))
+
+
+def expand(scale, q):
+    """The float32 scale of every element of `q`."""
+    return jnp.broadcast_to(_narrow.expand(scale, _mode("expand", q, scale), q.shape), q.shape)
+
+
+def swizzle(scale):
+    """Block scales (rows, blocks) as bytes in the order of cuBLASLt (tiles of 128 x 4, padded with 0), flat.
+
+    `jaxmp.matmul` does this itself; it is for data that other libraries share.
+    """
+    return _narrow.swizzle(_narrow.as_bytes(scale))
+
+
+def unswizzle(flat, rows: int, blocks: int, dtype=jnp.float8_e8m0fnu):
+    """The inverse of `swizzle`: scales (rows, blocks) of `dtype`."""
+    size = round_up(rows, 128) * round_up(blocks, 4)
+    if flat.shape != (size,):
+        raise ValueError(
+            f"unswizzle: {rows} x {blocks} scales take {size} bytes in tiles of 128 x 4, got shape {flat.shape}"
+        )
+    return _narrow.from_bytes(_narrow.unswizzle(flat, rows, blocks), dtype)
+
+
+def scale_offset(row: int, block: int, blocks: int) -> int:
+    """Where `swizzle` puts the scale of `block` (of `blocks`) in `row` (nvmath's get_block_scale_offset)."""
+    tile = row // 128 * round_up(blocks, 4) // 4 + block // 4
+    return 512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + block % 4
+
+
+def pack_fp4(q):
+    """float4_e2m1fn (..., k) as uint8 (..., k/2), the first of two in the low half of its byte."""
+    return _narrow.as_bytes(q)
+
+
+def unpack_fp4(packed):
+    """The inverse of `pack_fp4`."""
+    return _narrow.from_bytes(packed, jnp.float4_e2m1fn)
+
+
+def _check_blocks(name: str, x, size: int) -> None:
+    if x.ndim < 2 or x.shape[-1] % size:
+        raise ValueError(f"quantize.{name}: the last dimension must be a multiple of {size}, got shape {tuple(x.shape)}")
+
+
+def _mode(name: str, q, scale) -> str:
+    if scale is not None and scale.dtype.name == "float32" and scale.shape == ():
+        return _narrow.SCALAR
+    return _narrow.find_mode(f"quantize.{name}", "a", scale, tuple(q.shape), q.dtype)
