@@ -270,7 +270,7 @@ def mx_scale(amax, dtype):
     bits = lax.bitcast_convert_type((amax / float(jnp.finfo(dtype).max)).astype(jnp.float32), jnp.uint32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
     goes_up = jnp.where(exponent == 0, mantissa > 0x400000, (mantissa > 0) & (exponent < 254))
-    return lax.bitcast_convert_type((exponent + goes_up).astype(jnp.uint8), jnp.float8_e8m0fnu)
+    return lax.bitcast_convert_type((exponent + goes_up.astype(jnp.uint32)).astype(jnp.uint8), jnp.float8_e8m0fnu)
 
 
 def blocks(x, size: int):

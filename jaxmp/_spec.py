@@ -260,7 +260,7 @@ def check_array(name: str, argument: str, x, ndim: int | None = None, at_least: 
             f"{name}: {argument} must have at least {at_least} dimensions, got {len(x.shape)} (shape {tuple(x.shape)})"
         )
     dtype = x.dtype
-    if dtype == np.bool_ or (jnp.issubdtype(dtype, jnp.integer) and dtype != np.int8 and argument != "c"):
+    if dtype == np.bool_ or (jnp.issubdtype(dtype, jnp.integer) and dtype != np.int8):
         raise TypeError(
             f"{name}: {argument} has dtype {dtype}; integer operands but int8, and boolean ones, are not supported and "
             f"never widened: convert it, for example {argument}.astype(jnp.float32)"
@@ -319,7 +319,8 @@ def check_c(name: str, c, beta, out_dtype, out_shape) -> complex | float:
         return 0.0
     if beta is None:
         raise ValueError(f"{name}: c was given without beta; pass beta=1.0 to add c as it is")
-    check_array(name, "c", c)
+    if np.dtype(out_dtype) != np.int32 or getattr(c, "dtype", None) != np.int32:
+        check_array(name, "c", c)
     if tuple(c.shape) != tuple(out_shape):
         raise ValueError(f"{name}: c must have the result's shape {tuple(out_shape)}, got {tuple(c.shape)}")
     check_widens(name, "c", c, out_dtype)

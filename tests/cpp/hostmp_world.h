@@ -18,6 +18,7 @@
 
 #include "csrc/hostmp/elementwise.h"
 #include "csrc/hostmp/host.h"
+#include "csrc/hostmp/narrow.h"
 #include "csrc/hostmp/types.h"
 #include "csrc/mp_api.h"
 #include "tests/cpp/check.h"
@@ -50,6 +51,13 @@ inline Number decode(cudaDataType_t type, const char* from) {
       hostmp::widen(&value, &wide, 1);
       return wide;
     }
+    case CUDA_R_32I:
+      return Number(read(int32_t{}));
+    case CUDA_R_8F_E4M3:
+    case CUDA_R_8F_E5M2:
+    case CUDA_R_8I:
+      hostmp::decode(type, from, 1, &wide);
+      return wide;
     default: {
       const auto value = read(hostmp::Float16{});
       hostmp::widen(&value, &wide, 1);
@@ -75,6 +83,13 @@ inline void encode(cudaDataType_t type, Number number, char* to) {
     case CUDA_R_16BF:
       hostmp::narrow(&real, &bf16, 1);
       return write(bf16);
+    case CUDA_R_32I:
+      return write(static_cast<int32_t>(number.real()));
+    case CUDA_R_8I:
+      return write(static_cast<int8_t>(number.real()));
+    case CUDA_R_8F_E4M3:
+    case CUDA_R_8F_E5M2:
+      return hostmp::encode(type, &real, 1, to);
     default:
       hostmp::narrow(&real, &f16, 1);
       return write(f16);
