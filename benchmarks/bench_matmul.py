@@ -24,15 +24,22 @@ PATTERNS = {
     "AR": (P(None, "x"), P("x", None), P(None, None)),
 }
 SHAPES = [(n, n, n) for n in (256, 512, 1024, 2048)] + [(512, 4096, 11008)]  # m, k, n
-TYPES = [("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32")]
+TYPES = [
+    ("float32", "float32"),
+    ("bfloat16", "bfloat16"),
+    ("bfloat16", "float32"),
+    ("float8_e4m3fn", "bfloat16"),
+]
 RANKS = (2, 4)
 CONTENDERS = ("jaxmp", "xla", "one device, xla", "one device, jaxmp")
 
 
 def operand(shape, dtype, sharding, seed):
     """Random values, made on the devices in their sharding."""
-    draw = functools.partial(jax.random.uniform, jax.random.key(seed), shape, jnp.dtype(dtype), -1, 1)
-    return jax.jit(draw, out_shardings=sharding)()
+    is_narrow = jnp.dtype(dtype).itemsize == 1
+    drawn = jnp.bfloat16 if is_narrow else jnp.dtype(dtype)
+    draw = functools.partial(jax.random.uniform, jax.random.key(seed), shape, drawn, -1, 1)
+    return jax.jit(lambda: draw().astype(dtype), out_shardings=sharding)()
 
 
 def contenders(pattern, ranks, shape, types):
@@ -42,6 +49,9 @@ def contenders(pattern, ranks, shape, types):
     mesh = jax.make_mesh((ranks,), ("x",), axis_types=(AxisType.Explicit,), devices=devices[:ranks])
     *in_specs, out_spec = PATTERNS[pattern]
     shapes = (m, k), (k, n)
+    is_narrow = jnp.dtype(dtype).itemsize == 1
+    if is_narrow:  # b is stored (n, k), as fp8 is multiplied
+        shapes, in_specs = ((m, k), (n, k)), [in_specs[0], P(*reversed(in_specs[1]))]
 
     def operands(shardings):
         return [operand(s, dtype, to, seed) for seed, (s, to) in enumerate(zip(shapes, shardings, strict=True))]
@@ -49,8 +59,11 @@ def contenders(pattern, ranks, shape, types):
     sharded = operands([NamedSharding(mesh, spec) for spec in in_specs])
     alone = operands([SingleDeviceSharding(devices[0])] * 2)
     to = NamedSharding(mesh, out_spec)
-    ours = functools.partial(jaxmp.matmul, preferred_element_type=jnp.dtype(out))
-    theirs = functools.partial(jnp.matmul, preferred_element_type=jnp.dtype(out))
+    ours = functools.partial(jaxmp.matmul, preferred_element_type=jnp.dtype(out), transpose_b=is_narrow)
+
+    def theirs(a, b, **options):
+        return jnp.matmul(a, b.T if is_narrow else b, preferred_element_type=jnp.dtype(out), **options)
+
     calls = {
         "jaxmp": functools.partial(jax.jit(functools.partial(ours, out_sharding=to)), *sharded),
         "xla": functools.partial(jax.jit(functools.partial(theirs, out_sharding=to)), *sharded),
@@ -95,7 +108,7 @@ def label_of_shape(shape):
 
 
 def label_of_types(types):
-    short = {"float32": "f32", "bfloat16": "bf16"}
+    short = {"float32": "f32", "bfloat16": "bf16", "float8_e4m3fn": "fp8"}
     return " -> ".join(short[t] for t in types) if types[0] != types[1] or types[0] != "float32" else "f32"
 
 

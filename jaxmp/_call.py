@@ -79,7 +79,9 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
     shape = result_shape(spec, a, b)
     c_dtype, bias_dtype = _narrow.side_dtypes(name, out, c) if is_narrow and out != np.int32 else (out, out)
     beta = _spec.check_c(name, c, options.get("beta"), c_dtype, shape)
-    spec = spec.replace(c_dtype=c_dtype, bias_dtype=bias_dtype) if is_narrow else spec
+    if is_narrow:
+        _narrow.check_bias(name, (epilog_inputs or {}).get("bias"), bias_dtype, out)
+        spec = spec.replace(c_dtype=c_dtype, bias_dtype=bias_dtype)
     epilog = options.get("epilog", Epilog.NONE)
     spec, inputs = _spec.check_epilog(name, spec, epilog, epilog_inputs, shape, a.ndim)
     operands |= inputs if c is None else {"c": c.astype(c_dtype), **inputs}

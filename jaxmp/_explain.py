@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp import _bgrad, _compat, _epilog, _lowering, _native, _partitioning
+from jaxmp import _bgrad, _compat, _epilog, _lowering, _narrow, _native, _partitioning
 from jaxmp._primitive import activated_matmul_p, auto_matmul_epilog_p, auto_matmul_p, matmul_epilog_p, matmul_p
 from jaxmp._route import find_route
 from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, output_shape
@@ -25,7 +25,7 @@ class Row:
       operation: "matmul", "matmul+epilog", or "all_gather" or "all_reduce" for what runs beside the calls.
       count: how often the program runs it (the trip counts of enclosing scans, multiplied).
       global_shapes, local_shapes: of a, b and d, as stored: of one group's product, and per device.
-      dtypes: "a x b -> d"; accumulator: the type in which products are summed.
+      dtypes: "a x b -> d", and the scale modes of a and b where they have scales; accumulator: the type in which products are summed.
       pattern: how the ranks of a group share the product; groups: their number, size and axes.
       epilog: name of the epilog.
       implementation, why: which implementation serves it and the rule that chose it.
@@ -56,6 +56,7 @@ class Row:
 _COMMUNICATES = {
     "all_gather": "the product contracts over gathered rows; cuBLASMp cannot fuse that gather",
     "reshard": "brings the gradient of an operand, of which each rank took its part, back to the operand's sharding",
+    "pmax": "takes the largest absolute value of every rank (result_amax); cuBLASMp leaves each its own",
     "psum": "sums the cotangents of an operand that is the same on several ranks",
     "psum_invariant": "sums the cotangents of an operand that is the same on several ranks",
     "all_gather_invariant": "asked for by out_sharding; with the other operand whole, the ranks compute the same",
@@ -183,7 +184,7 @@ def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None) -> R
         groups=f"{spec.ngroups} x {spec.nranks} {spec.group_axes}" if spec.nranks > 1 else "1 rank",
         global_shapes=((k, m) if spec.transpose_a else (m, k), (n, k) if spec.transpose_b else (k, n), (m, n)),
         local_shapes=(tuple(a.shape), tuple(b.shape), output_shape(spec, a.shape, b.shape)),
-        dtypes=f"{a.dtype.name} x {b.dtype.name} -> {out.name}",
+        dtypes=f"{a.dtype.name} x {b.dtype.name} -> {out.name}{_scales(spec)}",
         accumulator=accumulator(a.dtype).name,
         epilog=spec.epilog.name,
         implementation=choice.implementation,
@@ -193,6 +194,10 @@ def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None) -> R
         bytes_moved=_bytes_moved(spec, a, b, choice.implementation),
         workspace=workspace,
     )
+
+
+def _scales(spec: MatmulSpec) -> str:
+    return "" if {spec.scale_a, spec.scale_b} == {_narrow.NONE} else f", scales {spec.scale_a} x {spec.scale_b}"
 
 
 def _plan_facts(spec: MatmulSpec, a, b, implementation: str) -> tuple[str, int]:
@@ -234,7 +239,7 @@ def _communication_row(eqn, count: int, scopes: tuple[str, ...]) -> Row | None:
     """A collective beside the calls, or None where a reshard only takes a part of what each rank has."""
     local, result = (_local_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
     dtype, name = eqn.invars[0].aval.dtype, eqn.primitive.name
-    is_sum = name.startswith("psum")
+    is_sum = name.startswith("psum") or name == "pmax"
     moved = math.prod(local) if is_sum else math.prod(result) - math.prod(local)
     if moved <= 0:
         return None

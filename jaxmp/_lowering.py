@@ -117,7 +117,9 @@ def call_attributes(spec: MatmulSpec, a, b) -> dict:
         "dtype_b": _DTYPES[a.dtype.name],
         "dtype_c": _DTYPES[np.dtype(spec.c_dtype or spec.out_dtype).name] if spec.has_c else "none",
         "dtype_d": out,
-        "dtype_bias": _DTYPES[np.dtype(spec.bias_dtype or spec.out_dtype).name] if row.has_bias or row.gradient else "none",
+        "dtype_bias": _DTYPES[np.dtype(spec.bias_dtype or spec.out_dtype).name]
+        if row.has_bias or row.gradient
+        else "none",
         "dtype_aux": {"": "none", "relu_aux": "u8", "gelu_aux": out}[row.aux or row.aux_input],
         "compute": _COMPUTE[accumulator(a.dtype).name],
         "alpha": _complex_pair(spec.alpha),

@@ -138,6 +138,15 @@ def side_dtypes(name: str, out, c) -> tuple[np.dtype, np.dtype]:
     return c.dtype, c.dtype
 
 
+def check_bias(name: str, bias, dtype, out) -> None:
+    have = getattr(bias, "dtype", None)
+    if have is not None and np.dtype(have) != np.dtype(dtype):
+        raise TypeError(
+            f"{name}: bias has dtype {have}, but a result of {np.dtype(out).name} from 8-bit operands takes it in "
+            f"{np.dtype(dtype).name}; convert it"
+        )
+
+
 _EPILOGS = ("NONE", "BIAS", "RELU", "RELU_BIAS", "RELU_AUX", "RELU_AUX_BIAS", "DRELU")
 _EPILOGS_WIDE = ("GELU_AUX", "GELU_AUX_BIAS")
 

@@ -28,11 +28,11 @@ from jaxmp._spec import (
     axes_text,
     check_local_shapes,
     global_extents,
+    local_extents,
     operand_names,
     output_names,
     output_rows,
     output_shape,
-    local_extents,
 )
 
 matmul_p = _compat.make_primitive("jaxmp_matmul", multiple_results=False)
@@ -172,8 +172,8 @@ def _result_aval(name: str, spec: MatmulSpec, a, b, d):
     if name == "amax_d":
         return _compat.with_shape(d, (), jnp.float32, varying)
     if name == "d_out_scale":
-        shape = (d.shape[0], d.shape[1] // _narrow.BLOCK[spec.d_out_scale])
-        return _compat.with_shape(d, shape, _narrow.scale_dtype(spec.d_out_scale), varying)
+        blocks = d.shape[1] // _narrow.BLOCK[spec.d_out_scale]
+        return _compat.with_shape(d, (d.shape[0], blocks), _narrow.scale_dtype(spec.d_out_scale), varying)
     if DIMS[name] == "mn":
         return d
     if DIMS[name] == "mp":

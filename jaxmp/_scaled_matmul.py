@@ -64,7 +64,9 @@ def _check_shapes(lhs, rhs, lhs_scales, rhs_scales) -> None:
     shapes = {"lhs": lhs, "rhs": rhs, "lhs_scales": lhs_scales, "rhs_scales": rhs_scales}
     texts = ", ".join(f"{name} {tuple(x.shape)}" for name, x in shapes.items())
     if any(x.ndim != 3 for x in shapes.values()):
-        raise ValueError(f"scaled_matmul: every operand must have 3 dimensions, (batch, rows, k or blocks); got {texts}")
+        raise ValueError(
+            f"scaled_matmul: every operand must have 3 dimensions, (batch, rows, k or blocks); got {texts}"
+        )
     if lhs.shape[0] != rhs.shape[0] or lhs.shape[2] != rhs.shape[2]:
         raise ValueError(f"scaled_matmul: lhs and rhs must have equal batch and k; got {texts}")
     if lhs_scales.shape[:2] != lhs.shape[:2] or rhs_scales.shape[:2] != rhs.shape[:2]:

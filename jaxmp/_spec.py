@@ -27,7 +27,9 @@ _RESULT_TYPES = {
     "bfloat16": ("bfloat16", "float32"),
     "float16": ("float16", "float32"),
 }
-_ACCUMULATORS = {"bfloat16": "float32", "float16": "float32", "int8": "int32"} | dict.fromkeys(_narrow.SCALED, "float32")
+_ACCUMULATORS = {"bfloat16": "float32", "float16": "float32", "int8": "int32"} | dict.fromkeys(
+    _narrow.SCALED, "float32"
+)
 
 
 # What each operand and result spans, by name: rows (m) and columns (n) of d, or n as a mask packed into bytes (p).

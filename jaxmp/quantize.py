@@ -155,7 +155,9 @@ def unpack_fp4(packed):
 
 def _check_blocks(name: str, x, size: int) -> None:
     if x.ndim < 2 or x.shape[-1] % size:
-        raise ValueError(f"quantize.{name}: the last dimension must be a multiple of {size}, got shape {tuple(x.shape)}")
+        raise ValueError(
+            f"quantize.{name}: the last dimension must be a multiple of {size}, got shape {tuple(x.shape)}"
+        )
 
 
 def _mode(name: str, q, scale) -> str:

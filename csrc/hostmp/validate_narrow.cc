@@ -65,11 +65,12 @@ Status check_units(const Call& call) {
   }
   // A whole number of blocks lies together only where the distribution does not cut one.
   const std::pair<const char*, const Operand*> sides[] = {{"A", &call.a}, {"B", &call.b}, {"D", &call.d}};
+  const auto is_contiguous = [](const Axis& axis) {
+    return axis.nprocs == 1 || axis.block * axis.nprocs >= axis.extent;
+  };
   for (const auto& [name, x] : sides) {
-    if (x->row == 0 && x->col == 0 && x->desc.rows.block * x->desc.rows.nprocs >= x->desc.rows.extent &&
-        x->desc.cols.block * x->desc.cols.nprocs >= x->desc.cols.extent) {
-      continue;
-    }
+    const bool is_whole = x->row == 0 && x->col == 0;
+    if (is_whole && is_contiguous(x->desc.rows) && is_contiguous(x->desc.cols)) continue;
     return Unimplemented(text(name, " is block-cyclic or starts within its matrix, which fp8 and fp4 do not take"));
   }
   return {};
