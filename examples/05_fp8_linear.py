@@ -5,7 +5,7 @@
 
 Forward operands are e4m3, gradients e5m2. A scale is taken from the largest values of the last steps, because that of
 this step is known only when the product is done: the calls that make an fp8 result return it (`result_amax`), over all
-devices. fp8 is multiplied along rows only, so the backward pass transposes its operands (`transpose_b=True` throughout).
+devices. fp8 is multiplied along rows only, so the backward pass transposes its operands.
 
 The same training in bfloat16 is the yardstick: both must learn alike.
 """
@@ -53,7 +53,7 @@ def mlp_bf16(params, x):
 def mlp_fp8(params, x, scales, probe):
     """(y, the largest absolute values of this step's forward tensors).
 
-    `probe` has no part in the result: its cotangent brings the largest values of the gradients out of the backward pass.
+    `probe` has no part in the result: its cotangent brings the largest values of the gradients out.
     """
     return forward(params, x, scales, probe)[0]
 

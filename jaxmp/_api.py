@@ -82,12 +82,12 @@ def matmul(
 
     Narrow types. float8 goes with float8 (float8_e5m2 not with itself) and float4 with float4, into bfloat16, float16,
     float32 or their own type, which `preferred_element_type` names; a is stored (m, k) and b (n, k), with
-    `transpose_b=True`; m, n and k are multiples of 16 on each device (float4 and MXFP8: 128, k of float4: 64). Products
-    are exact and summed in float32, d = scales.d * epilog(alpha * scales.a * a @ b + beta * scales.c * c + bias), and
-    what exceeds the type saturates. A float8 result of MXFP8 operands and a float4 result are quantized in blocks, whose
-    scales are returned as "d_out_scale". c has the result's type, or for a float8 or float4 result float16 or bfloat16;
-    the bias has c's type, for a float32 result bfloat16. int8 goes with int8 into int32, modulo 2^32, alpha and beta
-    integers. Source: cuBLAS documentation, "Narrow Precision Data Types Usage".
+    `transpose_b=True`; m, n and k are multiples of 16 on each device (float4 and MXFP8: 128, k of float4: 64).
+    Products are exact and summed in float32, d = scales.d * epilog(alpha * scales.a * a @ b + beta * scales.c * c +
+    bias), and what exceeds the type saturates. A float8 result of MXFP8 operands and a float4 result are quantized in
+    blocks, whose scales are returned as "d_out_scale". c has the result's type, or for a float8 or float4 result
+    float16 or bfloat16; the bias has c's type, for a float32 result bfloat16. int8 goes with int8 into int32, modulo
+    2^32, alpha and beta integers. Source: cuBLAS documentation, "Narrow Precision Data Types Usage".
 
     Raises:
       TypeError: an operand is not an array, is integer but not int8, or does not convert to the result's type.

@@ -25,7 +25,8 @@ class Row:
       operation: "matmul", "matmul+epilog", or "all_gather" or "all_reduce" for what runs beside the calls.
       count: how often the program runs it (the trip counts of enclosing scans, multiplied).
       global_shapes, local_shapes: of a, b and d, as stored: of one group's product, and per device.
-      dtypes: "a x b -> d", and the scale modes of a and b where they have scales; accumulator: the type in which products are summed.
+      dtypes: "a x b -> d", and the scale modes of a and b where they have scales.
+      accumulator: the type in which products are summed.
       pattern: how the ranks of a group share the product; groups: their number, size and axes.
       epilog: name of the epilog.
       implementation, why: which implementation serves it and the rule that chose it.

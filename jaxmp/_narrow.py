@@ -10,7 +10,8 @@ operand run along its last dimension:
     (rows, k/128)         float32          vec128_fp32
     (rows/128, k/128)     float32          blk128x128_fp32
 
-Names, meaning and memory layout: cuBLAS documentation, "Narrow Precision Data Types Usage"; cublasMpMatmulMatrixScale_t.
+Names, meaning and memory layout: cuBLAS documentation, "Narrow Precision Data Types Usage", and cublasmp.h's
+cublasMpMatmulMatrixScale_t.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def resolve_dtypes(name: str, a, b, preferred) -> np.dtype:
     allowed = result_dtypes(a.dtype, b.dtype)
     if not allowed:
         raise NotImplementedError(
-            f"{name}: a is {a.dtype.name} and b is {b.dtype.name}; float8 goes with float8 (float8_e5m2 not with itself), "
-            "float4_e2m1fn and int8 with their own type: convert one of them"
+            f"{name}: a is {a.dtype.name} and b is {b.dtype.name}; float8 goes with float8 (float8_e5m2 not with "
+            "itself), float4_e2m1fn and int8 with their own type: convert one of them"
         )
     if preferred is None and len(allowed) == 1:
         return np.dtype(allowed[0])
@@ -111,8 +112,8 @@ def resolve_dtypes(name: str, a, b, preferred) -> np.dtype:
     out = np.dtype(jax.dtypes.canonicalize_dtype(preferred))
     if out.name not in allowed:
         raise NotImplementedError(
-            f"{name}: preferred_element_type {out.name} is not available for {a.dtype.name} and {b.dtype.name} operands; "
-            f"available: {', '.join(allowed)}"
+            f"{name}: preferred_element_type {out.name} is not available for {a.dtype.name} and {b.dtype.name} "
+            f"operands; available: {', '.join(allowed)}"
         )
     return out
 

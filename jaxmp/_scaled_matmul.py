@@ -15,8 +15,9 @@ def scaled_matmul(lhs, rhs, lhs_scales, rhs_scales, preferred_element_type=jnp.f
 
         out[b] = (lhs * repeat(lhs_scales)) @ (rhs * repeat(rhs_scales)).T
 
-    MXFP8 (float8 in blocks of 32 with float8_e8m0fnu scales) and NVFP4 (float4_e2m1fn in blocks of 16 with float8_e4m3fn
-    scales) are one narrow product a batch element, padded to whole tiles; other operands are scaled in float32 first.
+    MXFP8 (float8 in blocks of 32 with float8_e8m0fnu scales) and NVFP4 (float4_e2m1fn in blocks of 16 with
+    float8_e4m3fn scales) are one narrow product a batch element, padded to whole tiles; other operands are scaled in
+    float32 first.
 
     Args:
       lhs: (batch, m, k).

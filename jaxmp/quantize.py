@@ -25,8 +25,9 @@ def amax(x):
 
 
 def scale_for(amax, dtype=_E4M3, *, margin: int = 0):
-    """The float32 scale that brings `amax` to `2**-margin` times the largest number of `dtype`; 1 where amax is 0 or not
-    finite (TransformerEngine's rule)."""
+    """The float32 scale that brings `amax` to `2**-margin` times the largest number of `dtype`.
+
+    1 where amax is 0 or not finite (TransformerEngine's rule)."""
     scale = amax.astype(jnp.float32) * (2.0**margin / largest(dtype))
     return jnp.where((amax > 0) & jnp.isfinite(scale), scale, 1.0)
 
