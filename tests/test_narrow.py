@@ -464,7 +464,7 @@ def test_gradients_of_c_bias_and_block_scaled_operands(rng):
 
     def plain(a, c, bias):
         z = (a.astype(jnp.float32) * full) @ scaled(b, scale).astype(np.float32).T
-        return jnp.sum(jax.nn.relu(z + 2.0 * c + bias.astype(jnp.float32)))
+        return jnp.sum(jax.nn.relu(z + 2.0 * c + bias.astype(jnp.float32)[None]))
 
     for g, w in zip(jax.grad(of_blocks, (0, 1, 2))(a, c, bias), jax.grad(plain, (0, 1, 2))(a, c, bias), strict=True):
         np.testing.assert_array_equal(np.asarray(g), np.asarray(w))
