@@ -14,10 +14,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _call, _compat, _epilog, _mesh, _sharding
+from jaxmp import _call, _compat, _epilog, _mesh, _narrow, _sharding
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import activated_matmul, cast_varying
 from jaxmp._spec import MatmulSpec, Pattern
@@ -128,6 +129,12 @@ def mlp(x, w_in, b_in, w_out, b_out, activation: str, axis_name, shardings: dict
     """y, or None where XLA's partitioner decides, and the two layers have to be calls of their own."""
     if activation not in ("relu", "gelu"):
         raise ValueError(f'mlp: activation must be "relu" or "gelu", got {activation!r}')
+    for argument, operand in (("x", x), ("w_in", w_in), ("w_out", w_out)):
+        if _narrow.is_narrow(getattr(operand, "dtype", np.float32)):
+            raise NotImplementedError(
+                f"mlp: {argument} has dtype {operand.dtype}; layers of 8 bits and fewer need scales between them: call "
+                "jaxmp.matmul twice (examples/05_fp8_linear.py)"
+            )
     where = _patterns(axis_name)
     spec, ins = _validated(FIRST, x, w_in, b_in, activation, options, where[0])
     h = jax.ShapeDtypeStruct(_call.result_shape(spec, x, w_in), _promoted(spec.out_dtype, w_out))

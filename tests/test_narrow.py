@@ -467,7 +467,8 @@ def test_gradients_of_c_bias_and_block_scaled_operands(rng):
         return jnp.sum(jax.nn.relu(z + 2.0 * c + bias.astype(jnp.float32)[None]))
 
     for g, w in zip(jax.grad(of_blocks, (0, 1, 2))(a, c, bias), jax.grad(plain, (0, 1, 2))(a, c, bias), strict=True):
-        np.testing.assert_array_equal(np.asarray(g), np.asarray(w))
+        assert g.dtype == w.dtype
+        np.testing.assert_array_equal(np.asarray(g).astype(np.float32), np.asarray(w).astype(np.float32))
     wide = a.astype(np.float32), b.astype(np.float32)
     want = jax.grad(lambda rows: jnp.sum((wide[0] * rows[:, None]) @ (wide[1] * rows[:, None]).T))(rows)
     bounds.judge("rows", jax.grad(of_rows)(rows), want, 1e-5 * np.abs(want) + 1e-2)
@@ -528,6 +529,12 @@ def test_scaled_matmul(kind, shape, rng):
     out = jaxmp.scaled_matmul(lhs, rhs, *scales)
     np.testing.assert_array_equal(out, np.einsum("bmk,bnk->bmn", *wide))
     assert jaxmp.scaled_matmul(lhs, rhs, *scales, preferred_element_type=jnp.bfloat16).dtype == jnp.bfloat16
+
+
+def test_mlp_refuses():
+    x, w = np.zeros((16, 16), E4M3), np.zeros((16, 16), np.float32)
+    with pytest.raises(NotImplementedError, match=r"mlp: x has dtype float8_e4m3fn; .*call jaxmp.matmul twice"):
+        jaxmp.mlp(x, w, None, w, None, activation="relu")
 
 
 def test_scaled_matmul_refuses_shapes():
