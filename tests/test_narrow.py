@@ -143,7 +143,7 @@ def call_in_shard_map(case, a, b, scale_a, scale_b, **options):
 PATTERNS = by_name("local", "ag", "ag-data", "ag-swapped", "rs", "rs-data", "rs-swapped", "ar", "ar-data", "grid")
 
 
-@pytest.mark.parametrize("case", PATTERNS, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*PATTERNS, *by_name("gather-a", "gather-b")], ids=lambda case: case.name)
 @pytest.mark.parametrize("mode", SCALE_MODES, ids=lambda mode: mode.id)
 def test_every_scale_reaches_its_block(mode, case, rng):
     case = case.replace(transposition="NT", per_shard=(mode.unit,) * 3)
@@ -510,6 +510,21 @@ def test_linear_and_explain(rng, capsys):
     assert row.accumulator == "float32"
 
 
+def test_explain_names_the_maximum(rng, capsys):
+    case = by_name("rs")[0].replace(transposition="NT", per_shard=(16, 16, 16))
+    mesh = case.jax_mesh(AxisType.Auto)
+    m, n, k = case.extents
+
+    def program(a, b):
+        options = {"in_shardings": case.stored, "out_sharding": case.out, "mesh": mesh, "result_amax": True}
+        return jaxmp.matmul(a, b, preferred_element_type=E4M3, **TN, **options)
+
+    rows = jaxmp.explain(program)(small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)).rows
+    capsys.readouterr()
+    assert [row.operation for row in rows] == ["matmul", "all_reduce"]
+    assert "largest absolute value of every rank (result_amax)" in rows[1].why
+
+
 # scaled_matmul and quantize -------------------------------------------------------------------------------------
 
 
@@ -630,7 +645,7 @@ WRONG = {
     "no result type": ((A8, B8), {}, TypeError, "operands of float8_e4m3fn and float8_e4m3fn need preferred_element_type; available: bfloat16, float16, float32, float8_e4m3fn"),
     "e5m2 twice": ((A8.astype(E5M2), B8.astype(E5M2)), F32, NotImplementedError, "float8_e5m2 not with itself"),
     "float8 with bfloat16": ((A8, B8.astype(ml_dtypes.bfloat16)), F32, NotImplementedError, "a is float8_e4m3fn and b is bfloat16"),
-    "a result of float64": ((A8, B8), {"preferred_element_type": np.float16, "scales": Scales(d=ONE)}, ValueError, "scales.d scales a result of float8"),
+    "d scale of float16": ((A8, B8), {"preferred_element_type": np.float16, "scales": Scales(d=ONE)}, ValueError, "scales.d scales a result of float8"),
     "an int8 result": ((A8, B8), {"preferred_element_type": np.int8}, NotImplementedError, "preferred_element_type int8 is not available for float8_e4m3fn"),
     "k": ((A8[:, :24], B8[:, :24]), F32, ValueError, "k must be a multiple of 16 on each device for float8_e4m3fn, got 24; pad it to 32"),
     "m": ((A8[:20], B8), F32, ValueError, "m must be a multiple of 16 on each device for float8_e4m3fn, got 20"),
@@ -655,7 +670,8 @@ WRONG = {
     "c beside fp8": ((A8, B8, np.zeros((32, 48), np.float32)), {"beta": 1.0, "preferred_element_type": E4M3}, TypeError, "c has dtype float32 but a result of float8_e4m3fn takes c in float16 or bfloat16"),
     "RELU of int8": ((A8.astype(np.int8), B8.astype(np.int8)), {"epilog": Epilog.RELU}, NotImplementedError, "epilog RELU is not available for int8 operands and a result of int32; available: NONE"),
     "alpha of int8": ((A8.astype(np.int8), B8.astype(np.int8)), {"alpha": 0.5}, TypeError, "alpha=0.5 is not an integer but the result has dtype int32"),
-    "int8 with int32": ((A8.astype(np.int8), B8.astype(np.int8)), F32, NotImplementedError, "preferred_element_type float32 is not available for int8 and int8 operands; available: int32"),
+    "range of alpha of int8": ((A8.astype(np.int8), B8.astype(np.int8)), {"alpha": 2.0**31}, ValueError, "alpha=2147483648.0 does not fit int32, the type of the result"),
+    "int8 to float32": ((A8.astype(np.int8), B8.astype(np.int8)), F32, NotImplementedError, "preferred_element_type float32 is not available for int8 and int8 operands; available: int32"),
 }  # fmt: skip
 
 
