@@ -61,19 +61,28 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
         transpose_b=bool(options.get("transpose_b", False)),
         conjugate_a=_spec.check_conjugate(name, "conjugate_a", options.get("conjugate_a", False), a),
         conjugate_b=_spec.check_conjugate(name, "conjugate_b", options.get("conjugate_b", False), b),
-        alpha=_spec.check_scalar(name, "alpha", options.get("alpha", 1.0), out),
         precision=_spec.resolve_precision(name, options.get("precision")),
         implementation=options.get("implementation"),
         **(pattern or {}),
     )
     _spec.check_local_shapes(name, spec, a.shape[-2:], b.shape)
     shape = result_shape(spec, a, b)
-    beta = _spec.check_c(name, c, options.get("beta"), out, shape)
+    scalars = {
+        "alpha": _spec.check_scalar(name, "alpha", options.get("alpha", 1.0), out),
+        "beta": _spec.check_c(name, c, options.get("beta"), out, shape),
+    }
+    traced = {argument: x for argument, x in scalars.items() if isinstance(x, jax.Array)}
+    scalars |= dict.fromkeys(traced, 1.0)
     epilog = options.get("epilog", Epilog.NONE)
     spec, inputs = _spec.check_epilog(name, spec, epilog, epilog_inputs, shape, a.ndim)
+    if traced and _epilog.rule(spec.epilog).gradient:
+        raise NotImplementedError(
+            f"{name}: epilog {spec.epilog.name} takes Python numbers for alpha and beta, got an array for "
+            f"{' and '.join(traced)}; scale an operand, or the gradient that comes in"
+        )
     operands = {"a": a.astype(operand), "b": b.astype(operand)}
     operands |= inputs if c is None else {"c": c.astype(out), **inputs}
-    return spec.replace(beta=beta, has_c=c is not None), operands
+    return spec.replace(**scalars, traced=tuple(traced), has_c=c is not None), operands | traced
 
 
 def result_shape(spec: MatmulSpec, a, b) -> tuple[int, ...]:
@@ -180,8 +189,10 @@ def jaxmp_call(call: _Call, operands: dict[str, Any]) -> dict[str, Any]:
         return outputs
     in_specs = dict(zip(("a", "b", *_spec.operand_names(spec)), call.in_specs, strict=True))
     out_specs = dict(zip(_spec.output_names(spec), call.out_specs, strict=True))
-    placed = {name: _reshard(call, name, operands[name], in_specs[name]) for name in in_specs}
-    body = functools.partial(_bind_plan, call.plan, spec)
+    placed = {name: reshard(call, name, operands[name], in_specs[name]) for name in in_specs}
+    scalars = {name: operands[name] for name in spec.traced}
+    placed, in_specs = placed | scalars, in_specs | dict.fromkeys(scalars, P())
+    body = functools.partial(bind_plan, call.plan, spec)
     a, b = placed["a"], placed["b"]
     if 0 in a.shape[-2:] and 0 in b.shape:
         # Nothing to contract. XLA cannot partition a body whose operands are all empty, so they stay out of it.
@@ -194,12 +205,12 @@ def jaxmp_call(call: _Call, operands: dict[str, Any]) -> dict[str, Any]:
             if name != "relu_aux"
         }
         body = functools.partial(_bind_empty, call.plan, spec, shapes, a.dtype)
-        placed = {name: placed[name] for name in _spec.operand_names(spec)} | {"scalar": jnp.zeros(())}
+        placed = {name: x for name, x in placed.items() if name not in ("a", "b")} | {"scalar": jnp.zeros(())}
         in_specs = {name: in_specs.get(name, P()) for name in placed}
     return jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs)(placed)
 
 
-def _reshard(call: _Call, argument: str, x, spec: P):
+def reshard(call: _Call, argument: str, x, spec: P):
     """Bring an explicit operand to the finer sharding of the plan: each device takes its part of what it has."""
     if not call.is_explicit:
         return x
@@ -219,7 +230,7 @@ def _normal(spec: P, ndim: int) -> _sharding.Dims:
     return _sharding.to_dims("matmul", "operand", spec, ndim)
 
 
-def _bind_plan(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
+def bind_plan(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
     """One device's part of a planned call."""
     a, b = operands["a"], operands["b"]
     if plan.gather == "a":
@@ -240,6 +251,7 @@ def _bind_plan(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any])
         out_dtype=_spec.accumulator(a.dtype),
         is_typed=_compat.is_vma_checked(),
         epilog=_SWAPPED.get(spec.epilog, Epilog.NONE),
+        traced=spec.traced,
     )
     z, *gradient = bind(swapped, b, a).values()
     if gradient:
@@ -285,8 +297,9 @@ def _apply_epilog(z, operands: dict[str, Any], spec: MatmulSpec, rows: tuple[int
     """
     extra = {name: operands[name] for name in _spec.operand_names(spec)}
     folded = [x.reshape(z.shape[0], x.shape[-1]) if has_rows(name) else x for name, x in extra.items()]
+    scalars = {name: operands[name] for name in spec.traced}
     local = spec.replace(pattern=Pattern.LOCAL)
-    outputs = dict(zip(_spec.output_names(spec), _xla.apply_epilog(z, folded, local), strict=True))
+    outputs = dict(zip(_spec.output_names(spec), _xla.apply_epilog(z, folded, local, **scalars), strict=True))
     return {name: x.reshape(*rows, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}
 
 
@@ -306,6 +319,12 @@ def _bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, Any], *, 
     """The results from shards of any rank; `dimension` of a is the one gathered or scattered."""
     spec = spec.replace(is_typed=_compat.is_vma_checked())
     a, b = operands["a"], operands["b"]
+    if spec.traced and set(spec.traced) <= set(operands):
+        # cuBLASMp takes its scalars from the host, ahead of the call. A traced one scales the accumulated product
+        # instead, in operations that XLA fuses into one, with C and the epilog behind it.
+        plain = spec.bilinear(out_dtype=_spec.accumulator(a.dtype), traced=spec.traced)
+        z = _bind_shards(plain, dimension, {"a": a, "b": b}, auto=auto)["d"]
+        return _apply_epilog(z.reshape(-1, z.shape[-1]), operands, spec.replace(alpha=1.0), z.shape[:-1])
     extra = {name: operands[name] for name in _spec.operand_names(spec)}
     if a.ndim == 2:
         return bind(spec, a, b, extra, auto=auto)

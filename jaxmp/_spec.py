@@ -61,7 +61,8 @@ class MatmulSpec:
     `mesh` holds every mesh axis as (name, size), since nothing ambient may matter later. `row_axes` are the
     axes of the group; for a grid, the axes over which the rows of every stored matrix are split, and
     `col_axes` those of the columns. `is_typed` says that the enclosing shard_map checks varying axes, and
-    `asks_all_reduce` that the epilog has the ALLREDUCE bit and the pattern is not known yet.
+    `asks_all_reduce` that the epilog has the ALLREDUCE bit and the pattern is not known yet. `traced` names those
+    of alpha and beta that are arrays, and so are operands beside the call.
     """
 
     out_dtype: np.dtype
@@ -81,6 +82,7 @@ class MatmulSpec:
     implementation: str | None = None
     is_typed: bool = False
     asks_all_reduce: bool = False
+    traced: tuple[str, ...] = ()
 
     @property
     def group_axes(self) -> tuple[str, ...]:
@@ -103,7 +105,8 @@ class MatmulSpec:
 
     def bilinear(self, **changes) -> MatmulSpec:
         """The same product without C and epilog."""
-        return self.replace(**{"beta": 0.0, "has_c": False, "epilog": Epilog.NONE, "asks_all_reduce": False} | changes)
+        plain = {"beta": 0.0, "has_c": False, "epilog": Epilog.NONE, "asks_all_reduce": False, "traced": ()}
+        return self.replace(**plain | changes)
 
 
 def accumulator(dtype) -> np.dtype:
@@ -253,14 +256,21 @@ def resolve_dtypes(name: str, a, b, preferred) -> tuple[np.dtype, np.dtype]:
     return operand, out
 
 
-def check_scalar(name: str, argument: str, value, out_dtype) -> complex | float:
-    """A Python number that does not take part in promotion."""
+def check_scalar(name: str, argument: str, value, out_dtype) -> Any:
+    """A Python number, or a JAX scalar in the accumulator's type; neither takes part in promotion."""
     if isinstance(value, np.generic | np.ndarray) and np.ndim(value) == 0:
         value = value.item()
+    if isinstance(value, jax.Array) and value.ndim == 0 and value.dtype != np.bool_:
+        if jnp.iscomplexobj(value) and not jnp.issubdtype(out_dtype, jnp.complexfloating):
+            raise TypeError(
+                f"{name}: {argument} has dtype {value.dtype} but the result has dtype {np.dtype(out_dtype).name}"
+            )
+        return value.astype(accumulator(out_dtype))
+    what = f" of shape {value.shape} and dtype {value.dtype}" if isinstance(value, np.ndarray | jax.Array) else ""
     if isinstance(value, bool) or not isinstance(value, numbers.Real | complex):
         raise TypeError(
-            f"{name}: {argument} must be a Python number, got {type(value).__name__}; "
-            f"multiply by a traced scalar outside of the call"
+            f"{name}: {argument} must be a Python number or a scalar array, got {type(value).__name__}{what}; "
+            "multiply by anything else outside of the call"
         )
     if isinstance(value, complex):
         if not jnp.issubdtype(out_dtype, jnp.complexfloating):
@@ -271,7 +281,7 @@ def check_scalar(name: str, argument: str, value, out_dtype) -> complex | float:
     return float(value)
 
 
-def check_c(name: str, c, beta, out_dtype, out_shape) -> complex | float:
+def check_c(name: str, c, beta, out_dtype, out_shape) -> Any:
     """Validate C against D and return beta."""
     if c is None:
         if beta is not None:
