@@ -13,6 +13,8 @@ from jaxmp._api import matmul as matmul
 from jaxmp._api import matmul_all_reduce as matmul_all_reduce
 from jaxmp._api import matmul_reduce_scatter as matmul_reduce_scatter
 from jaxmp._api import mlp as mlp
+from jaxmp._dot_general import dot_general as dot_general
+from jaxmp._dot_general import einsum as einsum
 from jaxmp._epilog import Epilog as Epilog
 from jaxmp._explain import Explanation as Explanation
 from jaxmp._explain import explain as explain

@@ -50,8 +50,10 @@ def matmul(
         or, of 8 bits and fewer, float8_e4m3fn, float8_e5m2, float4_e2m1fn or int8 (see "Narrow types").
         Leading dimensions are batch dimensions of a and of the result.
       b: (k, n), or (n, k) with `transpose_b`.
-      c: (..., m, n), sharded like the result, or None. It is not read where beta is 0.
-      alpha, beta: Python numbers; they take no part in type promotion. `beta` goes with `c` and only with it.
+      c: (..., m, n), sharded like the result, or None. It is not read where beta is the number 0.
+      alpha, beta: Python numbers, or scalar arrays and tracers, by which one can differentiate; they take no part in
+        type promotion. `beta` goes with `c` and only with it. cuBLASMp takes its scalars from the host, so with an
+        array the call computes the plain product in the accumulator's type, and scaling, c and epilog follow it.
       transpose_a, transpose_b: the operand is stored transposed.
       conjugate_a, conjugate_b: conjugate the (complex) operand.
       epilog: a `jaxmp.Epilog`: NONE, BIAS, RELU, GELU (tanh form), RELU_BIAS, GELU_BIAS, and the AUX form of each

@@ -70,7 +70,6 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
         transpose_b=bool(options.get("transpose_b", False)),
         conjugate_a=_spec.check_conjugate(name, "conjugate_a", options.get("conjugate_a", False), a),
         conjugate_b=_spec.check_conjugate(name, "conjugate_b", options.get("conjugate_b", False), b),
-        alpha=_spec.check_scalar(name, "alpha", options.get("alpha", 1.0), out),
         precision=_spec.resolve_precision(name, options.get("precision")),
         implementation=options.get("implementation"),
         **(pattern or {}),
@@ -78,14 +77,25 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
     _spec.check_local_shapes(name, spec, a.shape[-2:], b.shape)
     shape = result_shape(spec, a, b)
     c_dtype, bias_dtype = _narrow.side_dtypes(name, out, c) if is_narrow and out != np.int32 else (out, out)
-    beta = _spec.check_c(name, c, options.get("beta"), c_dtype, shape)
+    scalars = {
+        "alpha": _spec.check_scalar(name, "alpha", options.get("alpha", 1.0), out),
+        "beta": _spec.check_c(name, c, options.get("beta"), c_dtype, shape),
+    }
+    traced = {argument: x for argument, x in scalars.items() if isinstance(x, jax.Array)}
+    scalars |= dict.fromkeys(traced, 1.0)
     if is_narrow:
         _narrow.check_bias(name, (epilog_inputs or {}).get("bias"), bias_dtype, out)
         spec = spec.replace(c_dtype=c_dtype, bias_dtype=bias_dtype)
     epilog = options.get("epilog", Epilog.NONE)
     spec, inputs = _spec.check_epilog(name, spec, epilog, epilog_inputs, shape, a.ndim)
-    operands |= inputs if c is None else {"c": c.astype(c_dtype), **inputs}
-    spec = spec.replace(beta=beta, has_c=c is not None)
+    if traced and (is_narrow or _epilog.rule(spec.epilog).gradient):
+        what = f"{a.dtype} operands" if is_narrow else f"epilog {spec.epilog.name}"
+        raise NotImplementedError(
+            f"{name}: with {what} alpha and beta are Python numbers, got an array for {' and '.join(traced)}; "
+            f"{'multiply a scale by it' if is_narrow else 'scale an operand, or the gradient that comes in'}"
+        )
+    operands |= (inputs if c is None else {"c": c.astype(c_dtype), **inputs}) | traced
+    spec = spec.replace(**scalars, traced=tuple(traced), has_c=c is not None)
     if not is_narrow:
         _refuse_scaling(name, options, a)
         return spec, operands
@@ -248,6 +258,8 @@ def jaxmp_call(call: _Call, operands: dict[str, Any]) -> dict[str, Any]:
     in_specs = dict(zip(("a", "b", *_spec.operand_names(spec)), call.in_specs, strict=True))
     out_specs = dict(zip(_spec.output_names(spec), call.out_specs, strict=True))
     placed = {name: reshard(call, name, operands[name], in_specs[name]) for name in in_specs}
+    scalars = {name: operands[name] for name in spec.traced}
+    placed, in_specs = placed | scalars, in_specs | dict.fromkeys(scalars, P())
     body = functools.partial(_bind_plan_globally, call.plan, spec)
     a, b = placed["a"], placed["b"]
     if 0 in a.shape[-2:] and 0 in b.shape:
@@ -261,7 +273,7 @@ def jaxmp_call(call: _Call, operands: dict[str, Any]) -> dict[str, Any]:
             if name != "relu_aux"
         }
         body = functools.partial(_bind_empty, call.plan, spec, shapes, a.dtype)
-        placed = {name: placed[name] for name in _spec.operand_names(spec)} | {"scalar": jnp.zeros(())}
+        placed = {name: x for name, x in placed.items() if name not in ("a", "b")} | {"scalar": jnp.zeros(())}
         in_specs = {name: in_specs.get(name, P()) for name in placed}
     return jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs)(placed)
 
@@ -318,6 +330,7 @@ def bind_plan(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any]) 
         epilog=_SWAPPED.get(spec.epilog, Epilog.NONE),
         scale_a=spec.scale_b,
         scale_b=spec.scale_a,
+        traced=spec.traced,
     )
     scales = {"scale_a": operands.get("scale_b"), "scale_b": fold_scale(spec, operands.get("scale_a"))}
     extra = {name: scales[name] for name in _spec.operand_names(swapped)}
@@ -369,8 +382,9 @@ def _apply_epilog(z, operands: dict[str, Any], spec: MatmulSpec, rows: tuple[int
     """
     extra = {name: operands[name] for name in _spec.operand_names(spec)}
     folded = [x.reshape(z.shape[0], x.shape[-1]) if has_rows(name) else x for name, x in extra.items()]
+    scalars = {name: operands[name] for name in spec.traced}
     local = spec.replace(pattern=Pattern.LOCAL)
-    outputs = dict(zip(_spec.output_names(spec), _xla.apply_epilog(z, folded, local), strict=True))
+    outputs = dict(zip(_spec.output_names(spec), _xla.apply_epilog(z, folded, local, **scalars), strict=True))
     return {name: x.reshape(*rows, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}
 
 
@@ -390,6 +404,12 @@ def _bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, Any], *, 
     """The results from shards of any rank; `dimension` of a is the one gathered or scattered."""
     spec = spec.replace(is_typed=_compat.is_vma_checked())
     a, b = operands["a"], operands["b"]
+    if spec.traced and set(spec.traced) <= set(operands):
+        # cuBLASMp takes its scalars from the host, ahead of the call. A traced one scales the accumulated product
+        # instead, in operations that XLA fuses into one, with C and the epilog behind it.
+        plain = spec.bilinear(out_dtype=_spec.accumulator(a.dtype), traced=spec.traced)
+        z = _bind_shards(plain, dimension, {"a": a, "b": b}, auto=auto)["d"]
+        return _apply_epilog(z.reshape(-1, z.shape[-1]), operands, spec.replace(alpha=1.0), z.shape[:-1])
     extra = {name: operands[name] for name in _spec.operand_names(spec)}
     if a.ndim == 2:
         return bind(spec, a, b, extra, auto=auto)

@@ -176,6 +176,10 @@ def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None) -> R
     platform, nprocesses = jax.default_backend(), jax.process_count()
     choice = _lowering.choose_implementation(spec, platform, nprocesses)
     algorithm, workspace = _plan_facts(spec, a, b, choice.implementation)
+    reasons = [choice.why]
+    if spec.traced:
+        reasons.append(f"{' and '.join(spec.traced)} traced, so scaling, c and epilog follow the call")
+    reasons += [] if why is None else [why]
     out = np.dtype(spec.out_dtype)
     is_complex = np.issubdtype(out, np.complexfloating)
     return Row(
@@ -189,7 +193,7 @@ def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None) -> R
         accumulator=accumulator(a.dtype).name,
         epilog=spec.epilog.name,
         implementation=choice.implementation,
-        why=choice.why if why is None else f"{choice.why}; {why}",
+        why="; ".join(reasons),
         algorithm=algorithm,
         flops=2 * m * n * k * (4 if is_complex else 1) * spec.ngroups,
         bytes_moved=_bytes_moved(spec, a, b, choice.implementation),

@@ -229,7 +229,7 @@ def _custom_call(a, b, *extra, spec: MatmulSpec):
         # Which device of the mesh this is: the call's own way to know its rank, on any device assignment.
         operands.append(lax.axis_index(tuple(name for name, _ in spec.mesh)).astype(jnp.int32))
     with jax.enable_x64(True):  # attributes are 64-bit
-        call = jax.ffi.ffi_call(_native.TARGET, [stored[name] for name in names])
+        call = jax.ffi.ffi_call(_native.TARGET, [stored[name] for name in names], input_output_aliases=_aliases(spec))
         outputs = call(*operands, **call_attributes(spec, a, b))
     final = {
         "d": lambda x: _narrow.from_bytes(x, spec.out_dtype) if x.dtype == jnp.uint8 else x,
@@ -246,6 +246,18 @@ def _as_stored(name: str, x):
     if name != "gelu_aux":
         return x
     return jnp.pad(x, ((0, 0), (0, _layout.gelu_aux_ld(x.shape[1]) - x.shape[1])))
+
+
+def _aliases(spec: MatmulSpec) -> dict[int, int]:
+    """D takes the memory of C, so c that is donated, carried by a loop or not used again is updated in place.
+
+    XLA copies c ahead of the call where it is used again or was not donated, and without the alias it copies D after
+    the call where c was donated: one pass over D in either case (0.7 ms beside 16 ms for 1024^3 in float32 on two
+    cores). Those who add to a large C mostly accumulate, so the side that saves the memory as well is the better one.
+    """
+    if not spec.has_c or spec.beta == 0:  # C that is not read is not worth a copy
+        return {}
+    return {2 + operand_names(spec).index("c"): 0}
 
 
 def _activation_grad(aux, t, *, activation: str):

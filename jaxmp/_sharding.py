@@ -87,7 +87,7 @@ def plan_call(name: str, a: Dims, b: Dims, out: Dims | None, transpose_a: bool, 
 
     Raises ValueError where the result is ambiguous or one call cannot give it.
     """
-    if out is not None and _is_grid(a, b, out):
+    if out is not None and is_grid(a, b, out):
         return Plan(Pattern.GRID, a[0], a[1], a=a, b=b, out=out)
     *rows, k_a = (*a[:-2], a[-1], a[-2]) if transpose_a else a
     k_b, cols = (b[1], b[0]) if transpose_b else b
@@ -114,7 +114,8 @@ def plan_call(name: str, a: Dims, b: Dims, out: Dims | None, transpose_a: bool, 
     return dataclasses.replace(found, a=a, b=b, out=out)
 
 
-def _is_grid(a: Dims, b: Dims, out: Dims) -> bool:
+def is_grid(a: Dims, b: Dims, out: Dims) -> bool:
+    """Whether every matrix, as stored, is in blocks on the same axes."""
     return len(a) == 2 and a == b == out and bool(a[0]) and bool(a[1])
 
 

@@ -69,7 +69,8 @@ class MatmulSpec:
     axes of the group; for a grid, the axes over which the rows of every stored matrix are split, and
     `col_axes` those of the columns. `is_typed` says that the enclosing shard_map checks varying axes, and
     `asks_all_reduce` that the epilog has the ALLREDUCE bit and the pattern is not known yet. The scale
-    modes are `_narrow`'s; `c_dtype` and `bias_dtype` are None where they are those of the result.
+    modes are `_narrow`'s; `c_dtype` and `bias_dtype` are None where they are those of the result. `traced` names those
+    of alpha and beta that are arrays, and so are operands beside the call.
     """
 
     out_dtype: np.dtype
@@ -97,6 +98,7 @@ class MatmulSpec:
     implementation: str | None = None
     is_typed: bool = False
     asks_all_reduce: bool = False
+    traced: tuple[str, ...] = ()
 
     @property
     def group_axes(self) -> tuple[str, ...]:
@@ -127,6 +129,7 @@ class MatmulSpec:
             "amax_d": False,
             "c_dtype": None,
             "bias_dtype": None,
+            "traced": (),
         }
         return self.replace(**(plain | changes))
 
@@ -289,14 +292,21 @@ def resolve_dtypes(name: str, a, b, preferred) -> tuple[np.dtype, np.dtype]:
     return operand, out
 
 
-def check_scalar(name: str, argument: str, value, out_dtype) -> complex | float:
-    """A Python number that does not take part in promotion."""
+def check_scalar(name: str, argument: str, value, out_dtype) -> Any:
+    """A Python number, or a JAX scalar in the accumulator's type; neither takes part in promotion."""
     if isinstance(value, np.generic | np.ndarray) and np.ndim(value) == 0:
         value = value.item()
+    if isinstance(value, jax.Array) and value.ndim == 0 and value.dtype != np.bool_:
+        if jnp.iscomplexobj(value) and not jnp.issubdtype(out_dtype, jnp.complexfloating):
+            raise TypeError(
+                f"{name}: {argument} has dtype {value.dtype} but the result has dtype {np.dtype(out_dtype).name}"
+            )
+        return value.astype(accumulator(out_dtype))
+    what = f" of shape {value.shape} and dtype {value.dtype}" if isinstance(value, np.ndarray | jax.Array) else ""
     if isinstance(value, bool) or not isinstance(value, numbers.Real | complex):
         raise TypeError(
-            f"{name}: {argument} must be a Python number, got {type(value).__name__}; "
-            f"multiply by a traced scalar outside of the call"
+            f"{name}: {argument} must be a Python number or a scalar array, got {type(value).__name__}{what}; "
+            "multiply by anything else outside of the call"
         )
     if isinstance(value, complex):
         if not jnp.issubdtype(out_dtype, jnp.complexfloating):
@@ -308,12 +318,12 @@ def check_scalar(name: str, argument: str, value, out_dtype) -> complex | float:
         raise TypeError(
             f"{name}: {argument}={value} is not an integer but the result has dtype {np.dtype(out_dtype).name}"
         )
-    if jnp.issubdtype(out_dtype, jnp.integer) and not -(2**31) <= value < 2**31:
+    if jnp.issubdtype(out_dtype, jnp.integer) and not -(2**31) <= float(value) < 2**31:
         raise ValueError(f"{name}: {argument}={value} does not fit {np.dtype(out_dtype).name}, the type of the result")
     return float(value)
 
 
-def check_c(name: str, c, beta, out_dtype, out_shape) -> complex | float:
+def check_c(name: str, c, beta, out_dtype, out_shape) -> Any:
     """Validate C against D and return beta."""
     if c is None:
         if beta is not None:

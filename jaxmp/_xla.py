@@ -36,19 +36,22 @@ def matmul(a, b, *extra, spec: MatmulSpec, platform: str):
     return apply_epilog(z, extra, spec, *shards)
 
 
-def apply_epilog(z, extra, spec: MatmulSpec, a=None, b=None):
+def apply_epilog(z, extra, spec: MatmulSpec, a=None, b=None, *, alpha=None, beta=None):
     """The results from the accumulated product: scale, add, activate, round once.
 
-    `a` and `b` are this device's shards, which some epilogs sum.
+    `a` and `b` are this device's shards, which some epilogs sum. A given alpha or beta is an array and takes the place
+    of the spec's.
     """
     acc = z.dtype
     operands = dict(zip(operand_names(spec), extra, strict=True))
-    z = z if spec.alpha == 1 else z * jnp.asarray(spec.alpha, acc)
+    if alpha is not None or spec.alpha != 1:
+        z = z * jnp.asarray(spec.alpha if alpha is None else alpha, acc)
     row = _epilog.rule(spec.epilog)
-    if spec.has_c and spec.beta != 0:  # else C may hold NaN
+    if spec.has_c and (beta is not None or spec.beta != 0):  # else C may hold NaN
         c = operands["c"].astype(acc)
         c = c * operands["scale_c"] if "scale_c" in operands else c
-        z = z + (c if spec.beta == 1 else c * jnp.asarray(spec.beta, acc))
+        is_plain = beta is None and spec.beta == 1
+        z = z + (c if is_plain else c * jnp.asarray(spec.beta if beta is None else beta, acc))
     if row.has_bias:
         z = z + operands["bias"].astype(acc)[None, :]
     if row.derivative:

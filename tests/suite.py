@@ -226,7 +226,7 @@ def _gradients(trial: Trial, x, wide, product, slope, slope_error, size) -> dict
     """Of sum(Re(w_o * o)) over the outputs o; JAX's convention for complex operands."""
     (a, b, z), name = product, SUMS.get(trial.epilog)
     m, n, _ = trial.case.extents
-    ct = wide["w_d"] + (np.broadcast_to(wide[f"w_{name}"], (m, n)) if name and "bgrad" == name[-5:] else 0)
+    ct = wide["w_d"] + (np.broadcast_to(wide[f"w_{name}"], (m, n)) if name and name[-5:] == "bgrad" else 0)
     ct_size = np.abs(ct)
     gz = ct * slope + wide.get("w_gelu_aux", 0) * (trial.epilog in FORWARD)
     gz_size = ct_size * (np.abs(slope) + slope_error) + np.abs(wide.get("w_gelu_aux", 0)) * (trial.epilog in FORWARD)

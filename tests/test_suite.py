@@ -35,7 +35,9 @@ def transposition_of(epilog):
 # Every epilog on every pattern, with C; on both implementations.
 EVERY_EPILOG = [
     Trial(
-        cases.BY_NAME[name].replace(per_shard=(5, 7, 9), epilog=epilog, has_c=True, transposition=transposition_of(epilog)),
+        cases.BY_NAME[name].replace(
+            per_shard=(5, 7, 9), epilog=epilog, has_c=True, transposition=transposition_of(epilog)
+        ),
         alpha=1.5,
         beta=-0.5,
         implementation=implementation,
@@ -47,7 +49,11 @@ EVERY_EPILOG = [
 
 # Every type with every epilog that it has, on the patterns that communicate.
 EVERY_TYPE = [
-    Trial(cases.BY_NAME[name].replace(per_shard=(4, 6, 33), epilog=epilog, dtype=dtype, transposition=transposition_of(epilog)))
+    Trial(
+        cases.BY_NAME[name].replace(
+            per_shard=(4, 6, 33), epilog=epilog, dtype=dtype, transposition=transposition_of(epilog)
+        )
+    )
     for name in ("ag", "rs", "ar")
     for dtype in cases.DTYPES
     if dtype != "float32"

@@ -45,7 +45,7 @@ StatusOr<std::shared_ptr<Plan>> MakePlan(const MpApi& api, const Problem& proble
   return Plan::Make(api, problem, GetCommunicator({problem.mesh_shape, problem.axes_row, problem.axes_col}));
 }
 
-// One product, all ranks on this thread; "" or the first error.
+// One product, all ranks on this thread; "" or the first error. With a C, that is D's memory.
 std::string RunOnce(Plan& plan, tests::World& world) {
   hostmp::Rendezvous rendezvous;
   std::vector<std::unique_ptr<Completion>> completions;
@@ -56,9 +56,11 @@ std::string RunOnce(Plan& plan, tests::World& world) {
     StatusOr<Plan::Lease> slot = plan.Take(rank);
     if (!slot.ok()) return slot.status().message();
     slots.push_back(std::move(*slot));
-    const Status status = plan.Run(rank, *slots.back(),
-                                   {world.a[r].data(), world.b[r].data(), nullptr, nullptr, nullptr, world.d[r].data()},
-                                   hostmp::as_stream(&completions.back()->stream));
+    const Status status =
+        plan.Run(rank, *slots.back(),
+                 {world.a[r].data(), world.b[r].data(), plan.problem().has_c() ? world.d[r].data() : nullptr, nullptr,
+                  world.d[r].data(), nullptr},
+                 hostmp::as_stream(&completions.back()->stream));
     if (!status.ok()) return status.message();
   }
   std::string first;
@@ -87,6 +89,34 @@ void EveryPatternIsRight() {
           CHECK_EQ(RunOnce(**plan, world), "");
           CHECK(world.IsRight());
         }
+      }
+    }
+  }
+}
+
+// D = A B - 3 C where D is C's memory; an all-reduce, whose every rank holds the same C, adds it once.
+void CIsUpdatedInPlace() {
+  const auto c = [](const Problem& p) {
+    return [n = p.n](int64_t i, int64_t j) { return static_cast<float>((i * 3 + j % n * 4) % 7 - 3); };
+  };
+  for (Attributes attributes :
+       {tests::Local(7, 5, 9), tests::AllGather(3, 6, 12, 5), tests::ReduceScatter(3, 5, 6, 12),
+        tests::AllReduce(3, 4, 5, 12), tests::Grid(2, 2, 4, 8, 6), tests::Grid(1, 3, 3, 6, 9)}) {
+    attributes["dtype_c"] = std::string("f32");
+    for (double beta : {-3.0, 0.0}) {
+      attributes["beta"] = std::vector<double>{beta, 0};
+      const Problem problem = *MakeProblem(attributes);
+      auto plan = *MakePlan(host_api(), problem);
+      tests::World world(problem);  // D holds NaN, which beta = 0 does not read
+      for (int rank = 0; rank < problem.nranks() && beta != 0; ++rank) {
+        world.d[static_cast<size_t>(rank)] = world.Part(world.layout.d, rank, c(problem));
+      }
+      CHECK_EQ(RunOnce(*plan, world), "");
+      for (int rank = 0; rank < problem.nranks(); ++rank) {
+        std::vector<float> expected = world.Expected(rank);
+        const std::vector<float> before = world.Part(world.layout.d, rank, c(problem));
+        for (size_t i = 0; i < expected.size(); ++i) expected[i] += static_cast<float>(beta) * before[i];
+        CHECK(world.d[static_cast<size_t>(rank)] == expected);
       }
     }
   }
@@ -170,6 +200,7 @@ void TheCacheTellsLibrariesApart() {
 int main() {
   CHECK_EQ(jaxmp::hostmp::load_blas(jaxmp::check::environment("JAXMP_BLAS"), "").message(), "");
   jaxmp::EveryPatternIsRight();
+  jaxmp::CIsUpdatedInPlace();
   jaxmp::AUsedPlanAnswersAsAFreshOne();
   jaxmp::SlotsAreReusedAndGrowOnlyWithConcurrentCalls();
   jaxmp::CapabilitiesAreAskedFor();
