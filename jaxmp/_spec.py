@@ -308,7 +308,7 @@ def check_scalar(name: str, argument: str, value, out_dtype) -> complex | float:
         raise TypeError(
             f"{name}: {argument}={value} is not an integer but the result has dtype {np.dtype(out_dtype).name}"
         )
-    if jnp.issubdtype(out_dtype, jnp.integer) and not -(2**31) <= value < 2**31:
+    if jnp.issubdtype(out_dtype, jnp.integer) and not -(2**31) <= float(value) < 2**31:
         raise ValueError(f"{name}: {argument}={value} does not fit {np.dtype(out_dtype).name}, the type of the result")
     return float(value)
 
