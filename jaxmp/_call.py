@@ -57,12 +57,7 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
     _spec.check_array(name, "a", a, at_least=2)
     _spec.check_array(name, "b", b, ndim=2)
     is_narrow = _narrow.is_narrow(a.dtype) or _narrow.is_narrow(b.dtype)
-    if is_narrow:
-        out = _narrow.resolve_dtypes(name, a, b, options.get("preferred_element_type"))
-        operands = {"a": a, "b": b}
-    else:
-        operand, out = _spec.resolve_dtypes(name, a, b, options.get("preferred_element_type"))
-        operands = {name: x if x.dtype == operand else x.astype(operand) for name, x in (("a", a), ("b", b))}
+    operands, out = _typed_operands(name, a, b, options.get("preferred_element_type"), is_narrow)
     _spec.check_implementation(name, options.get("implementation"))
     spec = MatmulSpec(
         out_dtype=out,
@@ -76,7 +71,7 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
     )
     _spec.check_local_shapes(name, spec, a.shape[-2:], b.shape)
     shape = result_shape(spec, a, b)
-    c_dtype, bias_dtype = _narrow.side_dtypes(name, out, c) if is_narrow and out != np.int32 else (out, out)
+    c_dtype, bias_dtype = _narrow.side_dtypes(name, out, c) if is_narrow else (out, out)
     scalars = {
         "alpha": _spec.check_scalar(name, "alpha", options.get("alpha", 1.0), out),
         "beta": _spec.check_c(name, c, options.get("beta"), c_dtype, shape),
@@ -103,6 +98,14 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
     _narrow.check_epilog(name, spec.epilog.name, a.dtype, out)
     changes, scales = _scaling(name, options, a, b, out)
     return spec.replace(**changes), operands | scales
+
+
+def _typed_operands(name: str, a, b, preferred, is_narrow: bool) -> tuple[dict[str, Any], np.dtype]:
+    """(a and b in the types of the call, type of d); operands of 8 bits and fewer are never promoted."""
+    if is_narrow:
+        return {"a": a, "b": b}, _narrow.resolve_dtypes(name, a, b, preferred)
+    operand, out = _spec.resolve_dtypes(name, a, b, preferred)
+    return {key: x if x.dtype == operand else x.astype(operand) for key, x in (("a", a), ("b", b))}, out
 
 
 def _refuse_scaling(name: str, options: dict, a) -> None:

@@ -128,9 +128,9 @@ def check_transpositions(name: str, dtype, transpose_a: bool, transpose_b: bool)
 
 
 def side_dtypes(name: str, out, c) -> tuple[np.dtype, np.dtype]:
-    """(type of C, type of the bias) beside a D of type `out` from fp8 or fp4 operands."""
+    """(type of C, type of the bias) beside a D of type `out` from narrow operands."""
     out = np.dtype(out)
-    if not is_narrow(out):
+    if not is_scaled(out):
         return out, np.dtype(jnp.bfloat16) if out == np.float32 else out
     if c is None:
         return np.dtype(np.float16), np.dtype(np.float16)

@@ -384,6 +384,20 @@ def test_decoding_and_saturation_over_every_code():
         np.testing.assert_array_equal(np.asarray(d).astype(np.float32), most)
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("m", "k"), [(0, 32), (16, 0)])
+def test_empty_operands(m, k, implementation):
+    a, b = np.zeros((m, k), E4M3), np.zeros((32, k), E4M3)
+    d, more = jaxmp.matmul(
+        a, b, scales=Scales(a=np.float32(2)), preferred_element_type=E4M3, result_amax=True,
+        implementation=implementation, **TN,
+    )  # fmt: skip
+    np.testing.assert_array_equal(np.asarray(d).astype(np.float32), np.zeros((m, 32)))
+    assert float(more["result_amax"]) == 0
+    integers = jaxmp.matmul(a.astype(np.int8), b.astype(np.int8), implementation=implementation, **TN)
+    np.testing.assert_array_equal(integers, np.zeros((m, 32), np.int32))
+
+
 # int8 -----------------------------------------------------------------------------------------------------------
 
 
