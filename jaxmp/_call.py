@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _bgrad, _compat, _epilog, _mesh, _sharding, _spec, _xla
+from jaxmp import _bgrad, _compat, _epilog, _mesh, _precision, _sharding, _spec, _xla
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import bind, bind_rows, has_rows
 from jaxmp._spec import MatmulSpec, Pattern
@@ -29,7 +29,13 @@ SPEC_OPTIONS = [
     "precision",
     "preferred_element_type",
     "implementation",
+    "communication_dtype",
+    "algorithm",
+    "comm_sm_count",
 ]
+
+
+HINTS = ("communication_dtype", "algorithm", "comm_sm_count")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,8 +68,9 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
         conjugate_a=_spec.check_conjugate(name, "conjugate_a", options.get("conjugate_a", False), a),
         conjugate_b=_spec.check_conjugate(name, "conjugate_b", options.get("conjugate_b", False), b),
         alpha=_spec.check_scalar(name, "alpha", options.get("alpha", 1.0), out),
-        precision=_spec.resolve_precision(name, options.get("precision")),
+        precision=_precision.resolve(name, options.get("precision"), operand, out),
         implementation=options.get("implementation"),
+        **_spec.resolve_hints(name, out, operand, *(options.get(hint) for hint in HINTS)),
         **(pattern or {}),
     )
     _spec.check_local_shapes(name, spec, a.shape[-2:], b.shape)
@@ -106,6 +113,7 @@ def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, 
         raise ValueError(f"{name}: axis names {axes} repeat")
     where = {"pattern": pattern, "mesh": tuple(mesh.shape.items()), "row_axes": row_axes, "col_axes": col_axes}
     spec, operands = validated(name, a, b, c, epilog_inputs, options, where)
+    _spec.check_hints(name, spec)
     if pattern == Pattern.GRID and spec.transpose_a and a.ndim > 2:
         raise ValueError(
             f"{name}: a has {a.ndim} dimensions; with transpose_a=True it must have 2, for its blocks lie across those "
@@ -126,6 +134,7 @@ def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands) -> _Call:
         spec = spec.replace(mesh=placement.axes)
         if placement.mode == _mesh.Mode.MANUAL:
             spec = _spec.check_all_reduce("matmul", spec)
+        _spec.check_hints("matmul", spec, is_settled=placement.mode != _mesh.Mode.AUTO)
         _spec.check_relu_aux("matmul", operands, spec, shape[-1])
         return _Call(spec, placement.mode, constraint=placement.constraint)
     plan = _sharding.plan_call("matmul", placement.a, placement.b, placement.out, spec.transpose_a, spec.transpose_b)
@@ -141,6 +150,7 @@ def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands) -> _Call:
     out_specs = [_dims(plan, name) for name in _spec.output_names(spec)]
     spec = spec.replace(pattern=plan.pattern, mesh=placement.axes, row_axes=plan.row_axes, col_axes=plan.col_axes)
     spec = _spec.check_all_reduce("matmul", spec)
+    _spec.check_hints("matmul", spec)
     return _Call(
         spec, placement.mode, plan, mesh, _partition_specs(in_specs), _partition_specs(out_specs), placement.is_explicit
     )
@@ -241,7 +251,7 @@ def _bind_plan(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any])
         is_typed=_compat.is_vma_checked(),
         epilog=_SWAPPED.get(spec.epilog, Epilog.NONE),
     )
-    z, *gradient = bind(swapped, b, a).values()
+    z, *gradient = bind(_spec.fit_hints(swapped), b, a).values()
     if gradient:
         rest = _apply_epilog(z.T, operands, spec.replace(alpha=1.0, epilog=Epilog.NONE), rows)
         return rest | {_epilog.rule(spec.epilog).gradient: gradient[0].astype(spec.out_dtype)}

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp import _epilog, _layout, _native, _xla
+from jaxmp import _epilog, _layout, _native, _precision, _xla
 from jaxmp._activation import multiply_by_slope
 from jaxmp._compat import mlir
+from jaxmp._config import config
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import activation_grad_p, has_rows, matmul_epilog_p, matmul_p
 from jaxmp._route import Capabilities, find_route, why_unsupported
@@ -40,7 +41,6 @@ _DTYPES = {
     "complex64": "c64",
     "complex128": "c128",
 }
-_COMPUTE = {"float32": "32F", "float64": "64F", "complex64": "32F", "complex128": "64F"}
 
 
 # cuBLASMp's A is our b.
@@ -66,8 +66,12 @@ def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int) -> C
         )
     if platform == "cpu" and (nprocesses == 1 or spec.nranks == 1):
         why = why_unsupported(spec, host_capabilities()) if spec.pattern == Pattern.GRID else ""
+        remedy = 'pass implementation=None or "xla"'
+        if _precision.sums_narrowly(spec.precision) and not config().ignores_precision:
+            why = f"precision={spec.precision} sums in 16 bits, which hostmp does not"
+            remedy += ", or set JAXMP_HOST_PRECISION=ignore to sum in float32"
         if why and spec.implementation:
-            raise NotImplementedError(f'implementation="host": {why}; pass implementation=None or "xla"')
+            raise NotImplementedError(f'implementation="host": {why}; {remedy}')
         if why:
             return Choice("xla", why)
         return Choice("host", "asked for" if spec.implementation else "CPU devices of one process")
@@ -106,7 +110,7 @@ def call_attributes(spec: MatmulSpec, a, b) -> dict:
         "dtype_d": out,
         "dtype_bias": out if row.has_bias or row.gradient else "none",
         "dtype_aux": {None: "none", "relu_aux": "u8", "gelu_aux": out}[row.aux or row.aux_input],
-        "compute": _COMPUTE[accumulator(a.dtype).name],
+        "compute": compute_of(spec, a.dtype).name,
         "alpha": _complex_pair(spec.alpha),
         "beta": _complex_pair(spec.beta),
         "epilog": np.int64(_SWAPPED.get(spec.epilog, spec.epilog)),
@@ -114,7 +118,26 @@ def call_attributes(spec: MatmulSpec, a, b) -> dict:
         "axes_row": np.array([names.index(axis) for axis in axes_row], np.int64),
         "axes_col": np.array([names.index(axis) for axis in axes_col], np.int64),
         "determinism": "run_to_run",
+        "communication_dtype": _DTYPES[spec.communication_dtype] if spec.communication_dtype else "none",
+        "algorithm": spec.algorithm,
+        "comm_sm_count": np.int64(spec.comm_sm_count),
+        **_layouts(spec),
     }
+
+
+def compute_of(spec: MatmulSpec, operand) -> _precision.Compute:
+    """How the custom call computes; `choose_implementation` has let a sum in 16 bits pass only where it is ignored."""
+    compute = _precision.find(spec.precision, operand)
+    return _precision.full(operand) if compute.is_narrow else compute
+
+
+def _layouts(spec: MatmulSpec) -> dict:
+    """(mb, nb, rsrc, csrc) of A, B and D as stored, each pair turned round; empty where shards are contiguous."""
+    a, b, d = (
+        np.array([*x.layout.block[::-1], *x.layout.first[::-1]] if x else [], np.int64)
+        for x in spec.cyclic or (None,) * 3
+    )
+    return {"layout_a": b, "layout_b": a, "layout_d": d}
 
 
 def _transposition(is_transposed: bool, is_conjugated: bool) -> str:
@@ -194,6 +217,8 @@ def _custom_call(a, b, *extra, spec: MatmulSpec):
     with jax.enable_x64(True):  # attributes are 64-bit
         call = jax.ffi.ffi_call(_native.TARGET, [stored[name] for name in names])
         outputs = call(*operands, **call_attributes(spec, a, b))
+    if spec.cyclic:
+        return [_without_padding(spec, outputs[0])]
     return [x[:, :cols] if name == "gelu_aux" else x for name, x in zip(names, outputs, strict=True)]
 
 
@@ -202,6 +227,18 @@ def _as_stored(name: str, x):
     if name != "gelu_aux":
         return x
     return jnp.pad(x, ((0, 0), (0, _layout.gelu_aux_ld(x.shape[1]) - x.shape[1])))
+
+
+def _without_padding(spec: MatmulSpec, d):
+    """d with zeros where this process holds less than the largest part: the library leaves that memory alone."""
+    assert spec.cyclic is not None
+    shape, layout = spec.cyclic[2].shape, spec.cyclic[2].layout
+    if not layout.is_padded(shape):
+        return d
+    for dimension, axes in enumerate((spec.row_axes, spec.col_axes)):
+        held = jnp.asarray(layout.indices(shape, dimension) < shape[dimension])[lax.axis_index(axes)]
+        d = jnp.where(lax.broadcast_in_dim(held, d.shape, (dimension,)), d, jnp.zeros_like(d))
+    return d
 
 
 def _activation_grad(aux, t, *, activation: str):

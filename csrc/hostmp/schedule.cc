@@ -6,6 +6,7 @@
 #include "csrc/hostmp/blas.h"
 #include "csrc/hostmp/host.h"
 #include "csrc/hostmp/ordered_kernel.h"
+#include "csrc/hostmp/rounded.h"
 
 namespace jaxmp::hostmp {
 namespace {
@@ -18,7 +19,9 @@ constexpr int64_t kLargestTile = 1 << 19;  // elements of D: the epilog finds it
 constexpr int64_t kLargestTile16 = 1 << 18;     // also bounds the workspace
 constexpr int64_t kRowUnit = 16, kColUnit = 8;  // of the kernels' register tiles, and of the bytes of the RELU mask
 
-int64_t largest_tile(const Call& call) { return facts(call.a.desc.type).is_16bit ? kLargestTile16 : kLargestTile; }
+bool needs_area(const Call& call) { return facts(call.a.desc.type).is_16bit || rounds_operands(call.compute); }
+
+int64_t largest_tile(const Call& call) { return needs_area(call) ? kLargestTile16 : kLargestTile; }
 
 // A function of the product and the machine alone, never of who is free: the cut decides how a result is rounded.
 double target_area(const Call& call) {
@@ -89,6 +92,8 @@ Area area_of(const Call& call, const Schedule& schedule) {
     if (call.is_ordered) {
       scratch = ordered_gemm_scratch(type, tile.rows, tile.cols, call.k);
       seam = ordered_unit(type) > 1 ? ordered_unit(type) * facts(type).bytes * (tile.rows + tile.cols) : 0;
+    } else if (rounds_operands(call.compute)) {
+      scratch = gemm_rounded_scratch(call.compute, type, tile.rows, tile.cols, call.k);
     } else if (facts(type).is_16bit) {
       scratch = gemm16_scratch(type, tile.rows, tile.cols, call.k);
     }
