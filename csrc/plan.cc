@@ -222,11 +222,10 @@ Status Plan::MakeGrid(int number, GridKind kind) {
 Status Plan::MakeMatrix(Rank& rank, const MatrixLayout& layout, DType dtype, Owned<cublasMpMatrixDescriptor>* matrix) {
   cublasMpMatrixDescriptor_t made = nullptr;
   const int64_t lld = std::max<int64_t>(1, layout.local_rows);
-  JAXMP_RETURN_IF_ERROR(
-      Check(api_.MatrixDescriptorCreate(layout.rows, layout.cols, layout.row_block, layout.col_block,
-                                        layout.row_source, layout.col_source, lld, CudaType(dtype),
-                                        rank.grids[static_cast<size_t>(layout.grid)].get(), &made),
-            "MatrixDescriptorCreate"));
+  JAXMP_RETURN_IF_ERROR(Check(api_.MatrixDescriptorCreate(layout.rows, layout.cols, layout.row_block, layout.col_block,
+                                                          layout.row_source, layout.col_source, lld, CudaType(dtype),
+                                                          rank.grids[static_cast<size_t>(layout.grid)].get(), &made),
+                              "MatrixDescriptorCreate"));
   *matrix = {made, api_.MatrixDescriptorDestroy};
   return {};
 }

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _compat, _layout, _precision, _spec
+from jaxmp import _compat, _layout, _precision, _spec, _xla
 from jaxmp._epilog import Epilog
 from jaxmp._layout import BlockCyclic, Distributed
 from jaxmp._mesh import manual_mesh
@@ -30,7 +30,9 @@ from jaxmp._spec import MatmulSpec, Pattern
 Axes = tuple[tuple[str, ...], tuple[str, ...]]
 
 
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["shape", "layout", "mesh", "axes"])
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["shape", "layout", "mesh", "axes"]
+)
 @dataclasses.dataclass(frozen=True)
 class BlockCyclicArray:
     """A matrix in a block-cyclic layout over two mesh axes: a pytree with one array.
@@ -283,8 +285,9 @@ def _multiply(spec: MatmulSpec, mesh, a, b, c=None):
         added = jnp.zeros(_data_shape(d), spec.out_dtype)
         return added if c is None or spec.beta == 0 else c * jnp.asarray(spec.beta, c.dtype)
 
-    def multiply(a, b, *extra):
-        return bind(spec.replace(is_typed=_compat.is_vma_checked()), a, b, *extra)[0]
+    def multiply(a, b, *c):
+        c_alone = [_xla.without_padding(spec, x) for x in c]  # and so its cotangent has none
+        return bind(spec.replace(is_typed=_compat.is_vma_checked()), a, b, *c_alone)[0]
 
     operands = (a, b) if c is None else (a, b, c)
     return jax.shard_map(multiply, mesh=mesh, in_specs=(tiles,) * len(operands), out_specs=tiles)(*operands)
@@ -326,12 +329,12 @@ def _result_layout(name: str, a, b, c, transpose_a: bool, transpose_b: bool, out
     """The layout asked for or that of c, else the blocks of m and n, from the process that a's rows and b's columns
     start at where those lie along the same dimension of the grid."""
     if out_layout is not None and not isinstance(out_layout, BlockCyclic):
-        raise TypeError(f"{name}: out_layout must be a jaxmp.BlockCyclic, got {type(out_layout).__name__}")
+        raise TypeError(f"{name}: out_sharding must be a jaxmp.BlockCyclic, got {type(out_layout).__name__}")
     block = a.layout.block[1 if transpose_a else 0], b.layout.block[0 if transpose_b else 1]
     first = 0 if transpose_a else a.layout.first[0], 0 if transpose_b else b.layout.first[1]
     layout = out_layout or (BlockCyclic(a.layout.grid, block, first) if c is None else c.layout)
     if layout.grid != a.layout.grid:
-        raise ValueError(f"{name}: out_layout has the grid {layout.grid} but a lies on {a.layout.grid}")
+        raise ValueError(f"{name}: out_sharding has the grid {layout.grid} but a lies on {a.layout.grid}")
     if c is not None and c.layout != layout:
         raise ValueError(f"{name}: c has the layout {c.layout} but the result {layout}; they must be equal")
     return layout

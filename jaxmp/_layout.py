@@ -126,9 +126,9 @@ class BlockCyclic:
         """(processes, largest part): the global index of each local one along `dimension`, or the extent for padding."""
         extent, block = shape[dimension], self.block[dimension]
         nprocs, source = self.grid[dimension], self.first[dimension]
-        local = np.arange(self.local_shape(shape)[dimension])
-        found = [local_to_global(local, block, iproc, source, nprocs) for iproc in range(nprocs)]
-        return np.minimum(np.array(found, np.int32), extent)
+        local = range(self.local_shape(shape)[dimension])
+        found = [[local_to_global(i, block, iproc, source, nprocs) for i in local] for iproc in range(nprocs)]
+        return np.minimum(np.array(found, np.int32).reshape(nprocs, len(local)), extent)
 
     def is_padded(self, shape: tuple[int, int]) -> bool:
         """Whether some process holds less than the largest part."""

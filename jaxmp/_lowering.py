@@ -57,6 +57,11 @@ class Choice:
 
 def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int) -> Choice:
     """The written rule behind `implementation=None`; NotImplementedError where the one asked for cannot serve."""
+    if platform == "cpu" and spec.precision == "BF16_BF16_BF16" and spec.implementation != "host":
+        raise NotImplementedError(
+            "precision=BF16_BF16_BF16 sums in bfloat16, which neither hostmp nor XLA does on a CPU; pass BF16_BF16_F32, "
+            'or implementation="host" with JAXMP_HOST_PRECISION=ignore to sum in float32'
+        )
     if spec.implementation == "xla":
         return Choice("xla", "asked for")
     if spec.implementation == "cublasmp":
@@ -218,7 +223,7 @@ def _custom_call(a, b, *extra, spec: MatmulSpec):
         call = jax.ffi.ffi_call(_native.TARGET, [stored[name] for name in names])
         outputs = call(*operands, **call_attributes(spec, a, b))
     if spec.cyclic:
-        return [_without_padding(spec, outputs[0])]
+        return [_xla.without_padding(spec, outputs[0])]  # the library leaves it alone
     return [x[:, :cols] if name == "gelu_aux" else x for name, x in zip(names, outputs, strict=True)]
 
 
@@ -227,18 +232,6 @@ def _as_stored(name: str, x):
     if name != "gelu_aux":
         return x
     return jnp.pad(x, ((0, 0), (0, _layout.gelu_aux_ld(x.shape[1]) - x.shape[1])))
-
-
-def _without_padding(spec: MatmulSpec, d):
-    """d with zeros where this process holds less than the largest part: the library leaves that memory alone."""
-    assert spec.cyclic is not None
-    shape, layout = spec.cyclic[2].shape, spec.cyclic[2].layout
-    if not layout.is_padded(shape):
-        return d
-    for dimension, axes in enumerate((spec.row_axes, spec.col_axes)):
-        held = jnp.asarray(layout.indices(shape, dimension) < shape[dimension])[lax.axis_index(axes)]
-        d = jnp.where(lax.broadcast_in_dim(held, d.shape, (dimension,)), d, jnp.zeros_like(d))
-    return d
 
 
 def _activation_grad(aux, t, *, activation: str):

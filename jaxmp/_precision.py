@@ -137,11 +137,13 @@ def resolve(name: str, precision: Any, operand, out) -> str:
 
 def _find(name: str, precision: Any) -> str:
     if isinstance(precision, lax.DotAlgorithm):
-        raise NotImplementedError(f"{name}: precision={precision} is not implemented; pass a jax.lax.DotAlgorithmPreset")
-    if isinstance(precision, lax.DotAlgorithmPreset) or (isinstance(precision, str) and precision in _TABLE):
-        asked = precision.name if isinstance(precision, lax.DotAlgorithmPreset) else precision
-        if asked in _TABLE:
-            return asked
+        raise NotImplementedError(
+            f"{name}: precision={precision} is not implemented; pass a jax.lax.DotAlgorithmPreset"
+        )
+    asked = precision.name if isinstance(precision, lax.DotAlgorithmPreset) else precision
+    if isinstance(asked, str) and asked in _TABLE:
+        return asked
+    if isinstance(asked, str) and asked in lax.DotAlgorithmPreset.__members__:
         raise NotImplementedError(
             f"{name}: precision={asked} is of 8-bit operands, which have no choice of it; pass precision=None"
         )

@@ -514,7 +514,9 @@ def hints_text(spec: MatmulSpec) -> str:
     return ", ".join(f"{name}={value}" for name, value, default in given if value != default)
 
 
-def check_blocks(name: str, a: Distributed, b: Distributed, d: Distributed, transpose_a: bool, transpose_b: bool) -> None:
+def check_blocks(
+    name: str, a: Distributed, b: Distributed, d: Distributed, transpose_a: bool, transpose_b: bool
+) -> None:
     """Raise ValueError unless the blocks along each of m, n and k are of one size: cuBLASMp's block contract."""
     (m_a, k_a) = a.layout.block[::-1] if transpose_a else a.layout.block
     (k_b, n_b) = b.layout.block[::-1] if transpose_b else b.layout.block

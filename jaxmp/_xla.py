@@ -95,9 +95,23 @@ def _gather_cyclic(spec: MatmulSpec, a, b):
             order = matrix.layout.indices(matrix.shape, i).ravel()
             place = np.argsort(order, kind="stable")[: matrix.shape[i]]
             x = jnp.take(x, place, axis=i)
-        mine = jnp.asarray(d.layout.indices(d.shape, dimension))[lax.axis_index((spec.row_axes, spec.col_axes)[dimension])]
+        mine = jnp.asarray(d.layout.indices(d.shape, dimension))[
+            lax.axis_index((spec.row_axes, spec.col_axes)[dimension])
+        ]
         parts.append(jnp.take(x, mine, axis=own, mode="fill", fill_value=0))  # padding is zeros
     return parts
+
+
+def without_padding(spec: MatmulSpec, d):
+    """d (or c) with zeros where this process holds less than the largest block-cyclic part."""
+    assert spec.cyclic is not None
+    shape, layout = spec.cyclic[2].shape, spec.cyclic[2].layout
+    if not layout.is_padded(shape):
+        return d
+    for dimension, axes in enumerate((spec.row_axes, spec.col_axes)):
+        held = jnp.asarray(layout.indices(shape, dimension) < shape[dimension])[lax.axis_index(axes)]
+        d = jnp.where(lax.broadcast_in_dim(held, d.shape, (dimension,)), d, jnp.zeros_like(d))
+    return d
 
 
 def _gather_stored(spec: MatmulSpec, x, kept: int | None):

@@ -89,8 +89,9 @@ void gemm_rounded(cublasComputeType_t compute, cudaDataType_t type, const Produc
     const int64_t depth = std::min(kPanelDepth, p.k - at);
     is_a_plain ? fill(p.a, p.lda, 0, at, p.m, depth, panel_a) : fill(p.a, p.lda, at, 0, depth, p.m, panel_a);
     is_b_plain ? fill(p.b, p.ldb, at, 0, depth, p.n, panel_b) : fill(p.b, p.ldb, 0, at, p.n, depth, panel_b);
-    const Product part = {p.trans_a, p.trans_b, p.m,     p.n, depth, panel_a, is_a_plain ? p.m : depth,
-                          panel_b,   is_b_plain ? depth : p.n, p.c, p.ldc};
+    const Product part = {
+        p.trans_a, p.trans_b, p.m, p.n, depth, panel_a, is_a_plain ? p.m : depth, panel_b, is_b_plain ? depth : p.n,
+        p.c,       p.ldc};
     const float add = at == 0 ? beta : 1.0f;
     if (facts(panel).is_16bit) {
       gemm16(panel, part, alpha.real(), add, inner);

@@ -124,8 +124,8 @@ void EpilogsSizeTheirBuffers() {
 void CyclicLayoutsHoldTheLargestPart() {
   Layout layout = *MakeLayout(*MakeProblem(tests::Cyclic(2, 3, 10, 19, 13)));
   CheckLocal(layout.a, 6, 5);  // k: 4 4 4 1 over 3
-  CheckLocal(layout.b, 8, 9);  // k: 4 4 4 1 over 2; n: 3 x 6 and 1 over 3
-  CheckLocal(layout.d, 6, 9);
+  CheckLocal(layout.b, 8, 7);  // k: 4 4 4 1 over 2; n: six 3s and a 1 over 3
+  CheckLocal(layout.d, 6, 7);
   CHECK_EQ(layout.a.row_block, 2);
   CHECK_EQ(layout.a.col_block, 4);
   CHECK_EQ(layout.a.row_source, 1);

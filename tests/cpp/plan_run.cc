@@ -95,12 +95,13 @@ void EveryPatternIsRight() {
 }
 
 void CyclicLayoutsAreRight() {
+  static const MpApi strict = Strict();  // no capability is needed
   for (const auto& [nprow, npcol] : {std::pair<int64_t, int64_t>{1, 1}, {1, 2}, {2, 1}, {2, 2}, {2, 3}, {3, 2}}) {
     for (const auto& [m, n, k] : {std::array<int64_t, 3>{4, 6, 8}, {13, 11, 17}, {1, 2, 3}, {24, 36, 48}}) {
       for (const bool a_is_n : {true, false}) {
         for (const bool b_is_n : {true, false}) {
           const Problem problem = *MakeProblem(tests::Cyclic(nprow, npcol, m, n, k, a_is_n, b_is_n));
-          auto plan = MakePlan(Strict(), problem);  // no capability is needed
+          auto plan = MakePlan(strict, problem);
           CHECK_EQ(plan.status().message(), "");
           tests::World world(problem);
           CHECK_EQ(RunOnce(**plan, world), "");

@@ -75,10 +75,8 @@ inline Attributes Cyclic(int64_t nprow, int64_t npcol, int64_t m, int64_t n, int
   attributes["trans_a"] = std::string(is_a_plain ? "N" : "T");
   attributes["trans_b"] = std::string(is_b_plain ? "N" : "T");
   const int64_t row = nprow > 1 ? 1 : 0, col = npcol > 1 ? 1 : 0;
-  attributes["layout_a"] =
-      is_a_plain ? std::vector<int64_t>{2, 4, row, 0} : std::vector<int64_t>{4, 2, 0, col};
-  attributes["layout_b"] =
-      is_b_plain ? std::vector<int64_t>{4, 3, 0, col} : std::vector<int64_t>{3, 4, row, 0};
+  attributes["layout_a"] = is_a_plain ? std::vector<int64_t>{2, 4, row, 0} : std::vector<int64_t>{4, 2, 0, col};
+  attributes["layout_b"] = is_b_plain ? std::vector<int64_t>{4, 3, 0, col} : std::vector<int64_t>{3, 4, row, 0};
   attributes["layout_d"] = std::vector<int64_t>{2, 3, row, col};
   return attributes;
 }

@@ -68,9 +68,9 @@ struct World {
     std::vector<float> part;
     for (int64_t j = 0; j < matrix.local_cols; ++j) {
       for (int64_t i = 0; i < matrix.local_rows; ++i) {
-        part.push_back(element(Global(i, prow, matrix.local_rows, matrix.row_block, nprow, matrix.row_source),
-                               Global(j, pcol, matrix.local_cols, matrix.col_block, problem.nranks() / nprow,
-                                      matrix.col_source)));
+        part.push_back(
+            element(Global(i, prow, matrix.local_rows, matrix.row_block, nprow, matrix.row_source),
+                    Global(j, pcol, matrix.local_cols, matrix.col_block, problem.nranks() / nprow, matrix.col_source)));
       }
     }
     return part;
