@@ -93,7 +93,8 @@ def to_block_cyclic(x, layout: BlockCyclic, *, mesh=None, axes=None) -> BlockCyc
     if isinstance(x, BlockCyclicArray):
         if layout.grid != x.layout.grid:
             raise ValueError(
-                f"{name}: x lies on a {x.layout.grid} grid but layout has {layout.grid}; a grid is that of the mesh axes"
+                f"{name}: x lies on a {x.layout.grid} grid but layout has {layout.grid}; keep the grid, which is that "
+                "of the mesh axes"
             )
         data = _move(x.data, x.shape, x.mesh, x.axes, x.layout, layout)
         return dataclasses.replace(x, data=data, layout=layout)
@@ -152,7 +153,8 @@ def _find_axes(name: str, mesh, axes, layout: BlockCyclic) -> Axes:
     sizes = tuple(math.prod(mesh.shape[axis] for axis in entry) for entry in (rows, cols))
     if sizes != layout.grid:
         raise ValueError(
-            f"{name}: layout has the grid {layout.grid} but the mesh axes {(rows, cols)} have {sizes}; they must be equal"
+            f"{name}: layout has the grid {layout.grid} but the mesh axes {(rows, cols)} have {sizes}; they must be "
+            "equal"
         )
     return rows, cols
 
@@ -242,7 +244,10 @@ def matmul(
     comm_sm_count: int | None = None,
     refused: Mapping[str, Any] = MappingProxyType({}),
 ) -> BlockCyclicArray:
-    """`jaxmp.matmul` for block-cyclic operands; its documentation is there. `refused` are arguments that do not apply."""
+    """`jaxmp.matmul` for block-cyclic operands; its documentation is there.
+
+    `out_layout` is what it calls `out_sharding`; `refused` holds arguments that block-cyclic operands do not take.
+    """
     name = "matmul"
     for argument, value in {**refused, "epilog": epilog or None}.items():
         if value is not None:

@@ -123,7 +123,7 @@ class BlockCyclic:
         return rows, cols
 
     def indices(self, shape: tuple[int, int], dimension: int) -> np.ndarray:
-        """(processes, largest part): the global index of each local one along `dimension`, or the extent for padding."""
+        """Global index of each local one along `dimension`, (processes, largest part); the extent for padding."""
         extent, block = shape[dimension], self.block[dimension]
         nprocs, source = self.grid[dimension], self.first[dimension]
         local = range(self.local_shape(shape)[dimension])

@@ -59,8 +59,8 @@ def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int) -> C
     """The written rule behind `implementation=None`; NotImplementedError where the one asked for cannot serve."""
     if platform == "cpu" and spec.precision == "BF16_BF16_BF16" and spec.implementation != "host":
         raise NotImplementedError(
-            "precision=BF16_BF16_BF16 sums in bfloat16, which neither hostmp nor XLA does on a CPU; pass BF16_BF16_F32, "
-            'or implementation="host" with JAXMP_HOST_PRECISION=ignore to sum in float32'
+            "precision=BF16_BF16_BF16 sums in bfloat16, which neither hostmp nor XLA does on a CPU; pass "
+            'BF16_BF16_F32, or implementation="host" with JAXMP_HOST_PRECISION=ignore to sum in float32'
         )
     if spec.implementation == "xla":
         return Choice("xla", "asked for")

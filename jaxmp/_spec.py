@@ -497,7 +497,7 @@ def check_hints(name: str, spec: MatmulSpec, is_settled: bool = True) -> None:
 
 
 def fit_hints(spec: MatmulSpec) -> MatmulSpec:
-    """The spec of a call derived from the user's, less the hints that its pattern or the type of its D does not take."""
+    """The spec of a derived call, less the hints that its pattern or the type of its D does not take."""
     dtype = spec.communication_dtype
     if dtype and (spec.pattern not in _SUMMING or np.dtype(dtype).itemsize < np.dtype(spec.out_dtype).itemsize):
         spec = spec.replace(communication_dtype=None)

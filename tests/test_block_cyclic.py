@@ -164,7 +164,7 @@ def operand_layouts(grid, transposition, blocks, is_elsewhere):
     mb, nb, kb = blocks
     first = a_first(grid, is_elsewhere)
     a = BlockCyclic(grid, (mb, kb) if transposition[0] == "N" else (kb, mb), first)
-    b = BlockCyclic(grid, (kb, nb) if transposition[1] == "N" else (nb, kb), first[:1] + (0,))
+    b = BlockCyclic(grid, (kb, nb) if transposition[1] == "N" else (nb, kb), (*first[:1], 0))
     return a, b
 
 

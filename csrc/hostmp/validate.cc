@@ -70,6 +70,10 @@ Status check_types(const Call& call) {
   const bool is_32f = call.compute == CUBLAS_COMPUTE_32F || call.compute == CUBLAS_COMPUTE_32F_PEDANTIC;
   // Emulation is served by the f32 and f64 products of the BLAS, which are at least as exact.
   const bool is_for_f32 = rounds_operands(call.compute) || call.compute == CUBLAS_COMPUTE_32F_EMULATED_16BFX9;
+  if (call.is_ordered && rounds_operands(call.compute)) {
+    return Unimplemented(text("the compute type is ", static_cast<int>(call.compute),
+                              ", whose products are not summed in one order; take CUBLAS_COMPUTE_32F for that"));
+  }
   if (is_double ? is_64f : is_32f || (is_for_f32 && !facts(a).is_16bit)) return {};
   return Unimplemented(text("the compute type is ", static_cast<int>(call.compute), " but A is ", name_of(a),
                             ", which takes CUBLAS_COMPUTE_", is_double ? "64F" : "32F"));

@@ -99,7 +99,7 @@ inline void World::make_rank(int number) {
   rank.handle = {handle, api.Destroy};
   const bool is_double = c.in == CUDA_R_64F || c.in == CUDA_C_64F;
   cublasMpMatmulDescriptor_t matmul = nullptr;
-  check_ok(api.MatmulDescriptorCreate(&matmul, is_double ? CUBLAS_COMPUTE_64F : CUBLAS_COMPUTE_32F));
+  check_ok(api.MatmulDescriptorCreate(&matmul, is_double ? CUBLAS_COMPUTE_64F : c.single));
   rank.matmul = {matmul, api.MatmulDescriptorDestroy};
   set(matmul, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA, c.trans_a);
   set(matmul, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB, c.trans_b);
