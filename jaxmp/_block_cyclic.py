@@ -121,6 +121,12 @@ def from_block_cyclic(x: BlockCyclicArray):
       TypeError: x is no BlockCyclicArray.
 
     Communicates by one all-to-all per dimension.
+
+    >>> import jax, jax.numpy as jnp, jaxmp
+    >>> mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    >>> x = jaxmp.to_block_cyclic(jnp.ones((5, 3)), jaxmp.BlockCyclic(grid=(1, 1), block=(2, 2)), mesh=mesh)
+    >>> jaxmp.from_block_cyclic(jaxmp.matmul(x, x, transpose_a=True))[0, 0]
+    Array(5., dtype=float32)
     """
     if not isinstance(x, BlockCyclicArray):
         raise TypeError(f"from_block_cyclic: x must be a jaxmp.BlockCyclicArray, got {type(x).__name__}")

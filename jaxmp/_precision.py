@@ -155,8 +155,8 @@ def _find(name: str, precision: Any) -> str:
             value if value is None else lax.Precision(value)
         except ValueError:
             raise ValueError(
-                f"{name}: precision must be None, a jax.lax.Precision or its name, a jax.lax.DotAlgorithmPreset or its "
-                f"name, or one of {', '.join(_NAMES)}; got {precision!r}"
+                f"{name}: precision must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset, the name of one, "
+                f"or one of {', '.join(_NAMES)}; got {precision!r}"
             ) from None
     return "DEFAULT"
 

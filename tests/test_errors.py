@@ -75,7 +75,7 @@ WRONG = {
     "bias is no array": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": [0.0] * 8}}, TypeError, "matmul: bias must be an array, got list"),
     "activation of complex": (COMPLEX, {"epilog": Epilog.RELU}, TypeError, "matmul: epilog RELU is defined for real types, the result is complex64"),
     "unknown implementation": ((A, B), {"implementation": "cuda"}, ValueError, "matmul: implementation must be one of (None, 'host', 'xla', 'cublasmp'), got 'cuda'"),
-    "unknown precision": ((A, B), {"precision": "best"}, ValueError, "matmul: precision must be None, a jax.lax.Precision or its name, got 'best'"),
+    "unknown precision": ((A, B), {"precision": "best"}, ValueError, "64F_EMULATED_FIXEDPOINT, 16F; got 'best'"),
     "three precisions": ((A, B), {"precision": (None,) * 3}, ValueError, "matmul: precision must be one value or a pair, got (None, None, None)"),
     "precision of other operands": ((A, B), {"precision": jax.lax.DotAlgorithmPreset.F64_F64_F64}, NotImplementedError, "matmul: precision=F64_F64_F64 takes operands of float64, complex128, got float32; convert them, or pass precision=None"),
     "precision as an algorithm": ((A, B), {"precision": jax.lax.DotAlgorithm(np.float32, np.float32, np.float32)}, NotImplementedError, "is not implemented; pass a jax.lax.DotAlgorithmPreset"),
