@@ -297,8 +297,8 @@ def _multiply(spec: MatmulSpec, mesh, a, b, c=None):
         return added if c is None or spec.beta == 0 else c * jnp.asarray(spec.beta, c.dtype)
 
     def multiply(a, b, *c):
-        c_alone = [_xla.without_padding(spec, x) for x in c]  # and so its cotangent has none
-        return bind(spec.replace(is_typed=_compat.is_vma_checked()), a, b, *c_alone)[0]
+        extra = {"c": _xla.without_padding(spec, c[0])} if c else {}  # and so its cotangent has none
+        return bind(spec.replace(is_typed=_compat.is_vma_checked()), a, b, extra)["d"]
 
     operands = (a, b) if c is None else (a, b, c)
     return jax.shard_map(multiply, mesh=mesh, in_specs=(tiles,) * len(operands), out_specs=tiles)(*operands)
