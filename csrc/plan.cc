@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <tuple>
+#include <functional>
 #include <utility>
 
 namespace jaxmp {
@@ -14,7 +15,7 @@ using namespace abi;  // NOLINT: cuBLASMp's own names, everywhere below
 struct Plan::Slot {
   Owned<cublasMpHandle> handle{nullptr, nullptr};
   Owned<cublasMpMatmulDescriptor> matmul{nullptr, nullptr};
-  std::unique_ptr<void, void (*)(void*)> device_work{nullptr, std::free}, host_work{nullptr, std::free};
+  std::unique_ptr<void, std::function<void(void*)>> device_work{nullptr, std::free}, host_work{nullptr, std::free};
   bool has_workspace = false;
 };
 
@@ -57,14 +58,28 @@ cublasOperation_t CublasOp(Op op) { return op == Op::kN ? CUBLAS_OP_N : op == Op
 
 cublasComputeType_t CublasCompute(Compute compute) {
   switch (compute) {
+    case Compute::k32F:
+      return CUBLAS_COMPUTE_32F;
+    case Compute::k32FPedantic:
+      return CUBLAS_COMPUTE_32F_PEDANTIC;
+    case Compute::k32FFastTF32:
+      return CUBLAS_COMPUTE_32F_FAST_TF32;
+    case Compute::k32FFast16BF:
+      return CUBLAS_COMPUTE_32F_FAST_16BF;
+    case Compute::k32FFast16F:
+      return CUBLAS_COMPUTE_32F_FAST_16F;
+    case Compute::k32FEmulated16BFX9:
+      return CUBLAS_COMPUTE_32F_EMULATED_16BFX9;
     case Compute::k64F:
       return CUBLAS_COMPUTE_64F;
+    case Compute::k64FPedantic:
+      return CUBLAS_COMPUTE_64F_PEDANTIC;
     case Compute::k32I:
       return CUBLAS_COMPUTE_32I;
-    case Compute::k32F:
+    case Compute::k64FEmulatedFixedPoint:
       break;
   }
-  return CUBLAS_COMPUTE_32F;
+  return CUBLAS_COMPUTE_64F_EMULATED_FIXEDPOINT;
 }
 
 cublasMpMatmulMatrixScale_t CublasScale(ScaleMode mode) {
@@ -86,13 +101,42 @@ cublasMpMatmulMatrixScale_t CublasScale(ScaleMode mode) {
   return CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32;
 }
 
+bool IsDouble(Compute compute) {
+  return compute == Compute::k64F || compute == Compute::k64FPedantic || compute == Compute::k64FEmulatedFixedPoint;
+}
+
+cublasMpMatmulAlgoType_t AlgoType(Algorithm algorithm) {
+  switch (algorithm) {
+    case Algorithm::kDefault:
+      break;
+    case Algorithm::kSplitP2P:
+      return CUBLASMP_MATMUL_ALGO_TYPE_SPLIT_P2P;
+    case Algorithm::kSplitMulticast:
+      return CUBLASMP_MATMUL_ALGO_TYPE_SPLIT_MULTICAST;
+    case Algorithm::kAtomicP2P:
+      return CUBLASMP_MATMUL_ALGO_TYPE_ATOMIC_P2P;
+    case Algorithm::kAtomicMulticast:
+      return CUBLASMP_MATMUL_ALGO_TYPE_ATOMIC_MULTICAST;
+    case Algorithm::kNoOverlap:
+      return CUBLASMP_MATMUL_ALGO_TYPE_NO_OVERLAP;
+    case Algorithm::kFused:
+      return CUBLASMP_MATMUL_ALGO_TYPE_FUSED;
+  }
+  return CUBLASMP_MATMUL_ALGO_TYPE_DEFAULT;
+}
+
+// An algorithm that overlaps, asked for by name, wants a workspace that the library knows.
+bool NeedsRegisteredWorkspace(const Problem& p) {
+  return p.algorithm != Algorithm::kDefault && p.algorithm != Algorithm::kNoOverlap;
+}
+
 Status CheckCapabilities(const MpApi& api, const Problem& p) {
   const std::string library = std::string("jaxmp: ") + api.name + " ";
   const bool is_tn = p.trans_a != Op::kN && p.trans_b == Op::kN;
   if (p.pattern == Pattern::kAllReduce && !is_tn && !api.capabilities.all_reduce_any_transposition) {
     return Unimplemented(library + "takes all_reduce with trans_a=T and trans_b=N only; store A as (k, m)");
   }
-  if (p.pattern == Pattern::kGrid && p.nprow() != p.npcol() && !api.capabilities.grid_any_shape) {
+  if (p.pattern == Pattern::kGrid && !p.is_cyclic() && p.nprow() != p.npcol() && !api.capabilities.grid_any_shape) {
     return Unimplemented(library + "takes square grids only, got " + std::to_string(p.nprow()) + "x" +
                          std::to_string(p.npcol()));
   }
@@ -164,7 +208,7 @@ Plan::Scalar Plan::MakeScalar(std::complex<double> value) const {
   Scalar scalar = {};
   const auto store = [&scalar](auto typed) { std::memcpy(scalar.bytes, &typed, sizeof(typed)); };
   const bool is_complex = problem_.dtype_a == DType::kC64 || problem_.dtype_a == DType::kC128;
-  const bool is_double = problem_.compute == Compute::k64F;
+  const bool is_double = IsDouble(problem_.compute);
   if (problem_.compute == Compute::k32I) {
     store(static_cast<int32_t>(value.real()));
     return scalar;
@@ -219,10 +263,10 @@ Status Plan::MakeGrid(int number, GridKind kind) {
 Status Plan::MakeMatrix(Rank& rank, const MatrixLayout& layout, DType dtype, Owned<cublasMpMatrixDescriptor>* matrix) {
   cublasMpMatrixDescriptor_t made = nullptr;
   const int64_t lld = std::max<int64_t>(1, layout.local_rows);
-  JAXMP_RETURN_IF_ERROR(
-      Check(api_.MatrixDescriptorCreate(layout.rows, layout.cols, layout.row_block, layout.col_block, 0, 0, lld,
-                                        CudaType(dtype), rank.grids[static_cast<size_t>(layout.grid)].get(), &made),
-            "MatrixDescriptorCreate"));
+  JAXMP_RETURN_IF_ERROR(Check(api_.MatrixDescriptorCreate(layout.rows, layout.cols, layout.row_block, layout.col_block,
+                                                          layout.row_source, layout.col_source, lld, CudaType(dtype),
+                                                          rank.grids[static_cast<size_t>(layout.grid)].get(), &made),
+                              "MatrixDescriptorCreate"));
   *matrix = {made, api_.MatrixDescriptorDestroy};
   return {};
 }
@@ -253,6 +297,7 @@ Status Plan::SetAttributes(Slot& slot) {
   JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA, CublasOp(problem_.trans_a)));
   JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB, CublasOp(problem_.trans_b)));
   JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE, epilog));
+  JAXMP_RETURN_IF_ERROR(SetHints(slot));
   if (problem_.has_bias() || problem_.has_gradient()) {
     JAXMP_RETURN_IF_ERROR(
         SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_DATA_TYPE, CudaType(problem_.dtype_bias)));
@@ -268,6 +313,20 @@ Status Plan::SetAttributes(Slot& slot) {
         SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE, CudaType(problem_.dtype_aux)));
   }
   return SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_LD, layout_.aux.attribute_ld);
+}
+
+Status Plan::SetHints(Slot& slot) {
+  if (problem_.algorithm != Algorithm::kDefault) {
+    JAXMP_RETURN_IF_ERROR(
+        SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_ALGO_TYPE, AlgoType(problem_.algorithm)));
+  }
+  if (problem_.comm_sm_count != 0) {
+    const auto count = static_cast<int32_t>(problem_.comm_sm_count);
+    JAXMP_RETURN_IF_ERROR(SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMMUNICATION_SM_COUNT, count));
+  }
+  if (problem_.communication_dtype == DType::kNone) return {};
+  return SetAttribute(slot, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMMUNICATION_TYPE,
+                      CudaType(problem_.communication_dtype));
 }
 
 Status Plan::SetScaleModes(Slot& slot) {
@@ -310,7 +369,15 @@ Status Plan::AllocateWorkspace(const Rank& rank, Slot& slot) {
     pointer->reset(std::aligned_alloc(kWorkspaceAlignment, rounded));
     return *pointer != nullptr;
   };
-  slot.has_workspace = allocate(rank.device_bytes, &slot.device_work) && allocate(rank.host_bytes, &slot.host_work);
+  if (NeedsRegisteredWorkspace(problem_)) {
+    cublasMpGrid_t grid = rank.grids[static_cast<size_t>(layout_.d.grid)].get();
+    void* made = nullptr;
+    JAXMP_RETURN_IF_ERROR(Check(api_.Malloc(grid, &made, std::max<size_t>(1, rank.device_bytes)), "Malloc"));
+    slot.device_work = {made, [free = api_.Free, grid](void* work) { (void)free(grid, work); }};
+    slot.has_workspace = allocate(rank.host_bytes, &slot.host_work);
+  } else {
+    slot.has_workspace = allocate(rank.device_bytes, &slot.device_work) && allocate(rank.host_bytes, &slot.host_work);
+  }
   if (slot.has_workspace) return {};
   return ResourceExhausted("jaxmp: no memory for a workspace of " + std::to_string(rank.device_bytes) + " + " +
                            std::to_string(rank.host_bytes) + " bytes of " + ToString(problem_));

@@ -92,6 +92,7 @@ class Plan {
   Status MakeMatrix(Rank& rank, const MatrixLayout& layout, DType dtype, Owned<abi::cublasMpMatrixDescriptor>* matrix);
   StatusOr<std::unique_ptr<Slot>> MakeSlot();
   Status SetAttributes(Slot& slot);
+  Status SetHints(Slot& slot);
   template <typename Value>
   Status SetAttribute(Slot& slot, abi::cublasMpMatmulDescriptorAttribute_t attribute, const Value& value);
   Status SetScaleModes(Slot& slot);

@@ -59,6 +59,39 @@ void PlaceOnGrid(const Problem& p, Layout* layout) {
   layout->d = SplitBoth(p, Op::kN, p.m, p.n, BlocksOf(nprow, a_m), BlocksOf(npcol, b_n));
 }
 
+int64_t RoundUp(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// What the process that comes first holds, and no process holds more: `extent` in blocks of `block`, dealt to `nprocs`.
+int64_t LargestPart(int64_t extent, int64_t block, int64_t nprocs) {
+  const int64_t cycle = block * nprocs;
+  return extent / cycle * block + std::min(block, extent % cycle);
+}
+
+MatrixLayout MakeCyclic(const Problem& p, int64_t rows, int64_t cols, const std::vector<int64_t>& layout) {
+  MatrixLayout matrix;
+  matrix.grid = GridKind::kProcess;
+  matrix.rows = rows;
+  matrix.cols = cols;
+  matrix.row_block = layout[0];
+  matrix.col_block = layout[1];
+  matrix.row_source = layout[2];
+  matrix.col_source = layout[3];
+  matrix.local_rows = LargestPart(rows, layout[0], p.nprow());
+  matrix.local_cols = LargestPart(cols, layout[1], p.npcol());
+  return matrix;
+}
+
+Status PlaceCyclic(const Problem& p, Layout* layout) {
+  if (p.epilog != 0) {
+    return Unimplemented("jaxmp: block-cyclic layouts take no epilog, got epilog " + std::to_string(p.epilog));
+  }
+  const bool a_is_n = p.trans_a == Op::kN, b_is_n = p.trans_b == Op::kN;
+  layout->a = MakeCyclic(p, a_is_n ? p.m : p.k, a_is_n ? p.k : p.m, p.layout_a);
+  layout->b = MakeCyclic(p, b_is_n ? p.k : p.n, b_is_n ? p.n : p.k, p.layout_b);
+  layout->d = MakeCyclic(p, p.m, p.n, p.layout_d);
+  return {};
+}
+
 Status CheckDivides(const Problem& problem, const char* name, int64_t extent, int64_t parts) {
   if (extent % parts == 0) return {};
   return InvalidArgument(std::string("jaxmp: pattern ") + Name(problem.pattern) + " needs " + name +
@@ -109,14 +142,13 @@ Status PlaceMatrices(const Problem& p, Layout* layout) {
       layout->d = SplitCols(Op::kN, p.m, p.n * P, P, 1);
       return {};
     case Pattern::kGrid:
+      if (p.is_cyclic()) return PlaceCyclic(p, layout);
       JAXMP_RETURN_IF_ERROR(CheckGrid(p));
       PlaceOnGrid(p, layout);
       return {};
   }
   return Internal("jaxmp: unknown pattern");
 }
-
-int64_t RoundUp(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 Status PlaceEpilog(const Problem& p, Layout* layout) {
   const bool is_relu = p.epilog & (2 | 8);

@@ -25,7 +25,8 @@ struct MatrixLayout {
   GridKind grid = GridKind::kColumn;
   int64_t rows = 0, cols = 0;
   int64_t row_block = 1, col_block = 1;
-  int64_t local_rows = 0, local_cols = 0;
+  int64_t row_source = 0, col_source = 0;  // the process row and column with the first block
+  int64_t local_rows = 0, local_cols = 0;  // block-cyclic: what the rank with most of them holds, and all allocate
 
   int64_t local_size() const { return local_rows * local_cols; }
 };

@@ -40,7 +40,16 @@ const Names<DType>& Table(DType) {
 }
 
 const Names<Compute>& Table(Compute) {
-  static const Names<Compute> table = {{"32F", Compute::k32F}, {"64F", Compute::k64F}, {"32I", Compute::k32I}};
+  static const Names<Compute> table = {{"32F", Compute::k32F},
+                                       {"32F_PEDANTIC", Compute::k32FPedantic},
+                                       {"32F_FAST_TF32", Compute::k32FFastTF32},
+                                       {"32F_FAST_16BF", Compute::k32FFast16BF},
+                                       {"32F_FAST_16F", Compute::k32FFast16F},
+                                       {"32F_EMULATED_16BFX9", Compute::k32FEmulated16BFX9},
+                                       {"64F", Compute::k64F},
+                                       {"64F_PEDANTIC", Compute::k64FPedantic},
+                                       {"64F_EMULATED_FIXEDPOINT", Compute::k64FEmulatedFixedPoint},
+                                        {"32I", Compute::k32I}};
   return table;
 }
 
@@ -52,6 +61,17 @@ const Names<ScaleMode>& Table(ScaleMode) {
                                          {"outer_vec_fp32", ScaleMode::kOuterVec},
                                          {"vec128_fp32", ScaleMode::kVec128},
                                          {"blk128x128_fp32", ScaleMode::kBlk128}};
+  return table;
+}
+
+const Names<Algorithm>& Table(Algorithm) {
+  static const Names<Algorithm> table = {{"default", Algorithm::kDefault},
+                                         {"split_p2p", Algorithm::kSplitP2P},
+                                         {"split_multicast", Algorithm::kSplitMulticast},
+                                         {"atomic_p2p", Algorithm::kAtomicP2P},
+                                         {"atomic_multicast", Algorithm::kAtomicMulticast},
+                                         {"no_overlap", Algorithm::kNoOverlap},
+                                         {"fused", Algorithm::kFused}};
   return table;
 }
 
@@ -93,6 +113,12 @@ void VisitFields(P& p, Visitor&& visit) {
   visit("axes_row", p.axes_row);
   visit("axes_col", p.axes_col);
   visit("determinism", p.determinism);
+  visit("communication_dtype", p.communication_dtype);
+  visit("algorithm", p.algorithm);
+  visit("comm_sm_count", p.comm_sm_count);
+  visit("layout_a", p.layout_a);
+  visit("layout_b", p.layout_b);
+  visit("layout_d", p.layout_d);
 }
 
 // ---- printing
@@ -203,6 +229,33 @@ Status CheckAxes(const Problem& problem) {
   return {};
 }
 
+Status CheckLayouts(const Problem& problem) {
+  const std::pair<const char*, const std::vector<int64_t>*> layouts[] = {
+      {"layout_a", &problem.layout_a}, {"layout_b", &problem.layout_b}, {"layout_d", &problem.layout_d}};
+  for (const auto& [name, layout] : layouts) {
+    if (layout->size() != (problem.is_cyclic() ? 4 : 0)) {
+      return InvalidArgument(std::string("jaxmp: attribute ") + name +
+                             " must be (mb, nb, rsrc, csrc) in each of layout_a, layout_b and layout_d, or empty in "
+                             "all; got " +
+                             std::to_string(layout->size()) + " numbers");
+    }
+    if (layout->empty()) continue;
+    const auto& at = *layout;
+    if (at[0] > 0 && at[1] > 0 && at[2] >= 0 && at[2] < problem.nprow() && at[3] >= 0 && at[3] < problem.npcol()) {
+      continue;
+    }
+    return InvalidArgument(std::string("jaxmp: attribute ") + name + " must hold blocks of at least 1 and a process " +
+                           "of the " + std::to_string(problem.nprow()) + "x" + std::to_string(problem.npcol()) +
+                           " grid; got blocks " + std::to_string(at[0]) + "x" + std::to_string(at[1]) +
+                           " from process (" + std::to_string(at[2]) + ", " + std::to_string(at[3]) + ")");
+  }
+  if (problem.is_cyclic() && problem.pattern != Pattern::kGrid) {
+    return InvalidArgument(std::string("jaxmp: pattern ") + Name(problem.pattern) +
+                           " takes contiguous shards; block-cyclic layouts belong to pattern grid");
+  }
+  return {};
+}
+
 }  // namespace
 
 bool operator==(const Problem& x, const Problem& y) {
@@ -258,6 +311,7 @@ StatusOr<Problem> MakeProblem(const Attributes& attributes) {
                            problem.determinism);
   }
   JAXMP_RETURN_IF_ERROR(CheckAxes(problem));
+  JAXMP_RETURN_IF_ERROR(CheckLayouts(problem));
   return problem;
 }
 

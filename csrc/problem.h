@@ -19,7 +19,28 @@ namespace jaxmp {
 enum class Pattern : uint8_t { kLocal, kAllGather, kReduceScatter, kAllReduce, kGrid };
 enum class Op : char { kN = 'N', kT = 'T', kC = 'C' };
 enum class DType : uint8_t { kNone, kF32, kF64, kBF16, kF16, kC64, kC128, kU8, kE4M3, kE5M2, kE2M1, kS8, kS32 };
-enum class Compute : uint8_t { k32F, k64F, k32I };
+// cuBLAS's compute types: how exactly products are formed, and in which type they are summed.
+enum class Compute : uint8_t {
+  k32F,
+  k32FPedantic,
+  k32FFastTF32,
+  k32FFast16BF,
+  k32FFast16F,
+  k32FEmulated16BFX9,
+  k64F,
+  k64FPedantic,
+  k64FEmulatedFixedPoint,
+  k32I,
+};
+enum class Algorithm : uint8_t {
+  kDefault,
+  kSplitP2P,
+  kSplitMulticast,
+  kAtomicP2P,
+  kAtomicMulticast,
+  kNoOverlap,
+  kFused,
+};
 // How a matrix is scaled; kNone is a scale of 1.
 enum class ScaleMode : uint8_t { kNone, kScalar, kVec16, kVec32, kOuterVec, kVec128, kBlk128 };
 
@@ -40,6 +61,13 @@ struct Problem {
   // row-major over axes_row; in a grid axes_row give the process row and axes_col the column.
   std::vector<int64_t> mesh_shape, axes_row, axes_col;
   std::string determinism;  // "run_to_run", "batch" or "topology"
+  // Hints: the type in which partial sums travel (none: the library's choice), how communication and products overlap,
+  // and how many multiprocessors communicate (0: the library's choice).
+  DType communication_dtype = DType::kNone;
+  Algorithm algorithm = Algorithm::kDefault;
+  int64_t comm_sm_count = 0;
+  // Block-cyclic A, B and D on a grid, as stored: (mb, nb, rsrc, csrc). Empty: contiguous shards.
+  std::vector<int64_t> layout_a, layout_b, layout_d;
 
   // An epilog's number is a set of bits, as in cuBLASLt: 2 RELU, 4 BIAS, 8 its derivative, 16 the gradient of the bias,
   // 32 GELU, 64 its derivative, 128 AUX, 256 and 512 the bias gradients of A and B. Bias and aux are inputs or outputs.
@@ -49,6 +77,7 @@ struct Problem {
   bool has_aux() const { return dtype_aux != DType::kNone; }
   bool reads_aux() const { return (epilog & (8 | 64)) != 0; }
   bool is_ordered() const { return determinism != "run_to_run"; }
+  bool is_cyclic() const { return !layout_d.empty(); }
   int64_t nprow() const { return Extent(axes_row); }
   int64_t npcol() const { return Extent(axes_col); }
   int64_t nranks() const { return nprow() * npcol(); }

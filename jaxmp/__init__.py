@@ -13,11 +13,15 @@ from jaxmp._api import matmul as matmul
 from jaxmp._api import matmul_all_reduce as matmul_all_reduce
 from jaxmp._api import matmul_reduce_scatter as matmul_reduce_scatter
 from jaxmp._api import mlp as mlp
+from jaxmp._block_cyclic import BlockCyclicArray as BlockCyclicArray
+from jaxmp._block_cyclic import from_block_cyclic as from_block_cyclic
+from jaxmp._block_cyclic import to_block_cyclic as to_block_cyclic
 from jaxmp._dot_general import dot_general as dot_general
 from jaxmp._dot_general import einsum as einsum
 from jaxmp._epilog import Epilog as Epilog
 from jaxmp._explain import Explanation as Explanation
 from jaxmp._explain import explain as explain
+from jaxmp._layout import BlockCyclic as BlockCyclic
 from jaxmp._narrow import Scales as Scales
 from jaxmp._native import plan_cache_clear as plan_cache_clear
 from jaxmp._native import plan_cache_info as plan_cache_info

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxmp import _epilog, _mesh, _mlp
+from jaxmp import _block_cyclic, _epilog, _mesh, _mlp
 from jaxmp._call import SPEC_OPTIONS, collective, jaxmp_call, make_call, result, result_shape, validated
 from jaxmp._epilog import Epilog
 from jaxmp._spec import Pattern
@@ -29,6 +29,9 @@ def matmul(
     in_shardings=None,
     mesh=None,
     implementation: str | None = None,
+    communication_dtype=None,
+    algorithm: str | None = None,
+    comm_sm_count: int | None = None,
 ):
     """Distributed matrix product with an epilog, `d = epilog(alpha * op(a) @ op(b) + beta * c)`.
 
@@ -62,16 +65,24 @@ def matmul(
         `Epilog.ALLREDUCE`, alone or or-ed with another, asserts that the call all-reduces and changes nothing.
       epilog_inputs: `{"bias": (n,)}` for the epilogs with a bias; for the derivatives `{"relu_aux": ...}` or
         `{"gelu_aux": ...}`, of the shape, dtype and sharding that the AUX epilog returned.
-      precision: None, a `jax.lax.Precision` or its name. Products are summed in the accumulator's type: float32 for
-        16-bit operands, which are rounded once, else the operands' own type.
+      precision: None, a `jax.lax.Precision`, a `jax.lax.DotAlgorithmPreset`, the name of one, a pair of the first, or
+        a compute type of cuBLAS ("32F_FAST_TF32", "64F_EMULATED_FIXEDPOINT", ...). None and every `jax.lax.Precision`
+        are the operands' full type: products are summed in float32 for 16-bit operands, which are rounded once, else
+        in the operands' own type. Presets may round operands first; see the table in `jaxmp/_precision.py`.
       preferred_element_type: type of the result; float32 is available for bfloat16 and float16 operands.
       scales: a `jaxmp.Scales` for float8 and float4 operands.
       result_amax: also return the largest absolute value of a float8 result ahead of its scale, over all devices (in
         shard_map over the named axis), as "result_amax"; it has no derivative.
-      out_sharding: `PartitionSpec` or `NamedSharding` of the result; required where the contraction is sharded.
+      out_sharding: `PartitionSpec` or `NamedSharding` of the result; required where the contraction is sharded. For
+        block-cyclic operands the `jaxmp.BlockCyclic` of the result.
       in_shardings: a pair of `PartitionSpec`s or `NamedSharding`s for a and b (auto axes).
       mesh: the mesh of those specs; the ambient mesh by default.
       implementation: None (chosen by rule, see `jaxmp.explain`), "host", "xla" or "cublasmp".
+      communication_dtype, algorithm, comm_sm_count: hints to cuBLASMp, which "host" checks and "xla" ignores: the type
+        in which partial sums travel (reduce-scatter and all-reduce only; no smaller than d's, no larger than the
+        accumulator's), how communication overlaps with products ("split_p2p", "split_multicast", "atomic_p2p",
+        "atomic_multicast", "no_overlap", "fused"; None lets the library choose), and how many multiprocessors
+        communicate. Gradients, whose patterns are others, keep those that apply.
 
     Returns:
       d of shape (..., m, n), sharded as `out_sharding` says; with an AUX or a BGRAD epilog the pair `(d, {name: x})`:
@@ -93,9 +104,13 @@ def matmul(
 
     Raises:
       TypeError: an operand is not an array, is integer but not int8, or does not convert to the result's type.
-      ValueError: shapes, shardings, epilog inputs or c and beta do not fit; the message names the argument.
-      NotImplementedError: a type or implementation that does not exist, a transposition that cuBLASMp does not sum
-        (named).
+      ValueError: shapes, shardings, epilog inputs, hints or c and beta do not fit; the message names the argument.
+      NotImplementedError: a type, precision or implementation that does not exist, or a transposition that
+        cuBLASMp does not sum (named).
+
+    Block-cyclic operands (`jaxmp.to_block_cyclic`): a, b and c may be `BlockCyclicArray`s on one grid, whose blocks
+    along each of m, n and k are of one size; then d is one too, in c's layout or in a's rows and b's columns. There is
+    no epilog.
 
     Every process of a multi-process program calls this with equal arguments. Epilogs and their numbers are those of
     cuBLASMp (cublasmp.h 0.10, cublasMpMatmulEpilogue_t).
@@ -105,6 +120,9 @@ def matmul(
     Array(6., dtype=float32)
     """
     options = {key: value for key, value in locals().items() if key in SPEC_OPTIONS}
+    if isinstance(a, _block_cyclic.BlockCyclicArray) or isinstance(b, _block_cyclic.BlockCyclicArray):
+        refused = {"epilog_inputs": epilog_inputs, "in_shardings": in_shardings, "mesh": mesh}
+        return _block_cyclic.matmul(a, b, c, out_layout=out_sharding, refused=refused, **options)
     spec, operands = validated("matmul", a, b, c, epilog_inputs, options)
     placement = _mesh.place("matmul", a, b, result_shape(spec, a, b), out_sharding, in_shardings, mesh)
     return result(jaxmp_call(make_call(spec, placement, operands), operands))

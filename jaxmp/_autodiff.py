@@ -40,7 +40,7 @@ from jaxmp._primitive import (
     matmul_epilog_p,
     matmul_p,
 )
-from jaxmp._spec import MatmulSpec, Pattern, accumulator, operand_names, output_names
+from jaxmp._spec import MatmulSpec, Pattern, accumulator, fit_hints, operand_names, output_names
 
 
 def gather_rows(spec: MatmulSpec, x, dimension: int, to: str = "varying"):
@@ -59,7 +59,7 @@ def _product_and_sums(spec: MatmulSpec, left, right, operand, bias=None, *, auto
     with jax.numpy_dtype_promotion("standard"):  # float32 cotangents of 16-bit operands, where the user may be strict
         common = jnp.promote_types(left.dtype, right.dtype)
     flags = {"transpose_a": False, "transpose_b": False, "conjugate_a": False, "conjugate_b": False}
-    call = spec.bilinear(**{"out_dtype": common, **flags, **changes})
+    call = fit_hints(spec.bilinear(**{"out_dtype": common, **flags, **changes}))
     have = _compat.varying_axes(left) | _compat.varying_axes(right) | frozenset(call.group_axes)
     want = frozenset(operand.aval.manual_axis_type.varying)
     summed = tuple(axis for axis, _ in call.mesh if axis in have - want) if spec.is_typed else ()
@@ -97,10 +97,10 @@ def _matmul_transpose_lhs(ct, a, b, *, spec: MatmulSpec, auto: bool):
         ct = _reduced_cotangent(spec, ct)
     if spec.transpose_a and flags["pattern"] in (Pattern.LOCAL, Pattern.GRID):
         flags = flags | {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True}
-        result = _product(spec, b, ct, a, auto=auto, **flags)
+        result = _product(spec, b, ct, a, auto=auto, cyclic=_cyclic(spec, "bda"), **flags)
     else:
         flags = flags | {"transpose_b": not spec.transpose_b, "conjugate_b": spec.conjugate_b}
-        result = _product(spec, ct, b, a, auto=auto, **flags)
+        result = _product(spec, ct, b, a, auto=auto, cyclic=_cyclic(spec, "dba"), **flags)
         result = result.T if spec.transpose_a else result
     return lax.conj(result) if spec.conjugate_a else result
 
@@ -130,11 +130,16 @@ def _weight_and_bias_cotangents(ct, a, b, bias, *, spec: MatmulSpec, auto: bool)
         ct = gather_rows(spec, ct, 0, "invarying" if spec.is_typed and bias is not None else "varying")
     if spec.transpose_b:
         flags = flags | {"transpose_a": True, "transpose_b": spec.transpose_a, "conjugate_b": spec.conjugate_a}
-        result, sums = _product_and_sums(spec, ct, a, b, bias, auto=auto, **flags)
+        result, sums = _product_and_sums(spec, ct, a, b, bias, auto=auto, cyclic=_cyclic(spec, "dab"), **flags)
     else:
         flags = flags | {"transpose_a": not spec.transpose_a, "conjugate_a": spec.conjugate_a}
-        result, sums = _product_and_sums(spec, a, ct, b, bias, auto=auto, **flags)
+        result, sums = _product_and_sums(spec, a, ct, b, bias, auto=auto, cyclic=_cyclic(spec, "adb"), **flags)
     return lax.conj(result) if spec.conjugate_b else result, sums
+
+
+def _cyclic(spec: MatmulSpec, names: str):
+    """The layouts of the three matrices of a derived product, named by the part they had in the given one."""
+    return spec.cyclic and tuple(dict(zip("abd", spec.cyclic, strict=True))[name] for name in names)
 
 
 def _reduced_cotangent(spec: MatmulSpec, ct):

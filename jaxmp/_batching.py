@@ -48,9 +48,11 @@ def _matmul_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
 
 def _turns(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) -> bool:
     """Whether a batched operand is a transposed one of a grid: its blocks then lie across those of D, and no fold of
-    the batch into rows or columns keeps them in their places."""
+    the batch into rows or columns keeps them in their places; nor does any of block-cyclic ones."""
     is_grid = spec.pattern == Pattern.GRID
-    return is_grid and ((a_is_batched and spec.transpose_a) or (b_is_batched and spec.transpose_b))
+    return bool(spec.cyclic) or (
+        is_grid and ((a_is_batched and spec.transpose_a) or (b_is_batched and spec.transpose_b))
+    )
 
 
 def _bind_columns(spec: MatmulSpec, a, b, auto: bool):

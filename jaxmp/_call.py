@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _bgrad, _compat, _epilog, _mesh, _narrow, _sharding, _spec, _xla
+from jaxmp import _bgrad, _compat, _epilog, _mesh, _narrow, _precision, _sharding, _spec, _xla
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import bind, bind_rows, fold_scale, global_amax, has_rows
 from jaxmp._spec import MatmulSpec, Pattern
@@ -32,7 +32,13 @@ SPEC_OPTIONS = [
     "implementation",
     "scales",
     "result_amax",
+    "communication_dtype",
+    "algorithm",
+    "comm_sm_count",
 ]
+
+
+HINTS = ("communication_dtype", "algorithm", "comm_sm_count")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,8 +71,9 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
         transpose_b=bool(options.get("transpose_b", False)),
         conjugate_a=_spec.check_conjugate(name, "conjugate_a", options.get("conjugate_a", False), a),
         conjugate_b=_spec.check_conjugate(name, "conjugate_b", options.get("conjugate_b", False), b),
-        precision=_spec.resolve_precision(name, options.get("precision")),
+        precision=_precision.resolve(name, options.get("precision"), operands["a"].dtype, out),
         implementation=options.get("implementation"),
+        **_spec.resolve_hints(name, out, operands["a"].dtype, *(options.get(hint) for hint in HINTS)),
         **(pattern or {}),
     )
     _spec.check_local_shapes(name, spec, a.shape[-2:], b.shape)
@@ -198,6 +205,7 @@ def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands, name: str 
         spec = spec.replace(mesh=placement.axes)
         if placement.mode == _mesh.Mode.MANUAL:
             spec = _spec.check_all_reduce(name, spec)
+        _spec.check_hints(name, spec, is_settled=placement.mode != _mesh.Mode.AUTO)
         _spec.check_relu_aux(name, operands, spec, shape[-1])
         return _Call(spec, placement.mode, constraint=placement.constraint)
     plan = _sharding.plan_call(name, placement.a, placement.b, placement.out, spec.transpose_a, spec.transpose_b)
@@ -216,6 +224,7 @@ def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands, name: str 
             _sharding.check_dims(name, f"scales.{scale[-1]}", dims, operands[scale].shape, mesh.shape)
     spec = spec.replace(pattern=plan.pattern, mesh=placement.axes, row_axes=plan.row_axes, col_axes=plan.col_axes)
     spec = _spec.check_all_reduce(name, spec)
+    _spec.check_hints(name, spec)
     return _Call(
         spec, placement.mode, plan, mesh, _partition_specs(in_specs), _partition_specs(out_specs), placement.is_explicit
     )
@@ -337,7 +346,7 @@ def bind_plan(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any]) 
     )
     scales = {"scale_a": operands.get("scale_b"), "scale_b": fold_scale(spec, operands.get("scale_a"))}
     extra = {name: scales[name] for name in _spec.operand_names(swapped)}
-    z, *gradient = bind(swapped, b, a, extra).values()
+    z, *gradient = bind(_spec.fit_hints(swapped), b, a, extra).values()
     if gradient:
         rest = _apply_epilog(z.T, operands, spec.replace(alpha=1.0, epilog=Epilog.NONE), rows)
         return rest | {_epilog.rule(spec.epilog).gradient: gradient[0].astype(spec.out_dtype)}

@@ -13,6 +13,10 @@ VARIABLES = {
     "JAXMP_PLAN_CACHE_SIZE": ("plans kept for reuse; the least recently used go first", "512"),
     "JAXMP_BLAS": ("path of a BLAS library to use instead of scipy-openblas32's", ""),
     "JAXMP_MKL": ("'auto' uses MKL's 16-bit products where MKL is installed, 'off' never", "auto"),
+    "JAXMP_HOST_PRECISION": (
+        "a precision that no CPU computes (sums in 16 bits): 'strict' refuses it on \"host\", 'ignore' sums in float32",
+        "strict",
+    ),
 }
 _LOG_TOPICS = ("plan",)
 
@@ -25,6 +29,7 @@ class Config:
     plan_cache_size: int
     blas: str | None
     use_mkl: bool
+    ignores_precision: bool
 
 
 @functools.cache
@@ -48,4 +53,7 @@ def parse(environ: Mapping[str, str]) -> Config:
     mkl = read("JAXMP_MKL")
     if mkl not in ("auto", "off"):
         raise ValueError(f"JAXMP_MKL must be 'auto' or 'off' but is {mkl!r}.")
-    return Config(log, int(size), read("JAXMP_BLAS") or None, mkl == "auto")
+    precision = read("JAXMP_HOST_PRECISION")
+    if precision not in ("strict", "ignore"):
+        raise ValueError(f"JAXMP_HOST_PRECISION must be 'strict' or 'ignore' but is {precision!r}.")
+    return Config(log, int(size), read("JAXMP_BLAS") or None, mkl == "auto", precision == "ignore")

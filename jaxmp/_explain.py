@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp import _bgrad, _compat, _epilog, _lowering, _narrow, _native, _partitioning
+from jaxmp import _bgrad, _compat, _epilog, _lowering, _narrow, _native, _partitioning, _precision
 from jaxmp._primitive import activated_matmul_p, auto_matmul_epilog_p, auto_matmul_p, matmul_epilog_p, matmul_p
 from jaxmp._route import find_route
-from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, output_shape
+from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, hints_text, output_shape
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,7 @@ class Row:
       flops: floating-point operations of all groups together (2 m n k; a complex product counts 4 real ones).
       bytes_moved: bytes that one rank reads from its peers.
       workspace: bytes per rank.
+      compute: cuBLAS's compute type; hints, layout: the call's hints and block-cyclic layouts, empty where it has none.
     """
 
     operation: str
@@ -51,6 +52,9 @@ class Row:
     flops: int
     bytes_moved: int
     workspace: int
+    compute: str = ""
+    hints: str = ""
+    layout: str = ""
 
 
 # What runs beside the calls, by primitive, and why.
@@ -99,8 +103,15 @@ class Explanation:
         lines = [
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
         ]
-        reasons = dict.fromkeys(f"{row.implementation}: {row.why}; {row.algorithm}" for row in self.rows)
+        reasons = dict.fromkeys(f"{row.implementation}: {row.why}; {row.algorithm}{_remarks(row)}" for row in self.rows)
         return "\n".join([*lines, "", *reasons])
+
+
+def _remarks(row: Row) -> str:
+    """What a call has beyond most: a compute type other than the full one, hints, a layout."""
+    compute = "" if row.compute in ("", "32F", "64F") else row.compute
+    named = (("compute type", compute), ("hints", row.hints), ("block-cyclic", row.layout))
+    return "".join(f"; {name} {value}" for name, value in named if value)
 
 
 def explain(fn: Callable) -> Callable[..., Explanation]:
@@ -182,6 +193,8 @@ def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None) -> R
     reasons += [] if why is None else [why]
     out = np.dtype(spec.out_dtype)
     is_complex = np.issubdtype(out, np.complexfloating)
+    is_host = choice.implementation == "host"
+    compute = _lowering.compute_of(spec, a.dtype) if is_host else _precision.find(spec.precision, a.dtype)
     return Row(
         operation="matmul" if spec.epilog == _epilog.Epilog.NONE and not spec.has_c else "matmul+epilog",
         count=count,
@@ -190,7 +203,7 @@ def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None) -> R
         global_shapes=((k, m) if spec.transpose_a else (m, k), (n, k) if spec.transpose_b else (k, n), (m, n)),
         local_shapes=(tuple(a.shape), tuple(b.shape), output_shape(spec, a.shape, b.shape)),
         dtypes=f"{a.dtype.name} x {b.dtype.name} -> {out.name}{_scales(spec)}",
-        accumulator=accumulator(a.dtype).name,
+        accumulator=compute.accumulator or accumulator(a.dtype).name,
         epilog=spec.epilog.name,
         implementation=choice.implementation,
         why="; ".join(reasons),
@@ -198,6 +211,9 @@ def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None) -> R
         flops=2 * m * n * k * (4 if is_complex else 1) * spec.ngroups,
         bytes_moved=_bytes_moved(spec, a, b, choice.implementation),
         workspace=workspace,
+        compute=compute.name,
+        hints=hints_text(spec),
+        layout=" @ ".join(map(str, spec.cyclic[:2])) + f" -> {spec.cyclic[2]}" if spec.cyclic else "",
     )
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
+
+import numpy as np
 
 # cuBLASLt wants the leading dimension of a packed relu mask in multiples of this many bits.
 RELU_AUX_BITS = 128
@@ -61,3 +66,127 @@ def relu_aux_bytes(n: int) -> int:
 def gelu_aux_ld(n: int) -> int:
     """Leading dimension in elements of the pre-activation buffer (cuBLASLt: a multiple of 8)."""
     return round_up(n, 8)
+
+
+# Block-cyclic matrices -------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockCyclic:
+    """ScaLAPACK's two-dimensional block-cyclic distribution of a matrix.
+
+    The matrix is cut into blocks of (mb, nb), the last of each row and column ragged. Block (i, j) belongs to process
+    ((i + first[0]) % p, (j + first[1]) % q) of a p x q grid, and the blocks of a process lie side by side in its
+    memory, in their order.
+
+    Worked example, rows only: 10 rows with p=2, mb=3, first=0 are blocks 0 1 2 | 3 4 5 | 6 7 8 | 9; process 0 holds
+    rows 0 1 2 6 7 8, process 1 rows 3 4 5 9.
+
+    Args:
+      grid: (p, q), processes along the rows and along the columns.
+      block: (mb, nb), rows and columns of a block.
+      first: the process with the first block; ScaLAPACK's (RSRC, CSRC).
+
+    Raises:
+      TypeError, ValueError: a field is no pair of integers in its range.
+
+    Source: Blackford et al., ScaLAPACK Users' Guide (1997), section 4.3.2 and array descriptors (MB, NB, RSRC, CSRC).
+
+    >>> import jaxmp
+    >>> jaxmp.BlockCyclic(grid=(2, 1), block=(3, 4)).local_shape((10, 4))
+    (6, 4)
+    """
+
+    grid: tuple[int, int]
+    block: tuple[int, int]
+    first: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        for field, least in (("grid", 1), ("block", 1), ("first", 0)):
+            value = getattr(self, field)
+            try:
+                pair = tuple(operator.index(x) for x in value)
+            except TypeError:
+                raise TypeError(f"BlockCyclic: {field} must be a pair of integers, got {value!r}") from None
+            if len(pair) != 2 or min(pair) < least:
+                raise ValueError(f"BlockCyclic: {field} must be a pair of integers of at least {least}, got {value!r}")
+            object.__setattr__(self, field, pair)
+        if any(source >= extent for source, extent in zip(self.first, self.grid, strict=True)):
+            raise ValueError(f"BlockCyclic: first={self.first} must be a process of the grid {self.grid}")
+
+    def local_shape(self, shape: tuple[int, int]) -> tuple[int, int]:
+        """Rows and columns of the largest part that a process holds of a matrix of `shape`."""
+        rows, cols = (
+            numroc(n, nb, source, source, nprocs)  # nobody holds more than the one that comes first
+            for n, nb, source, nprocs in zip(shape, self.block, self.first, self.grid, strict=True)
+        )
+        return rows, cols
+
+    def indices(self, shape: tuple[int, int], dimension: int) -> np.ndarray:
+        """Global index of each local one along `dimension`, (processes, largest part); the extent for padding."""
+        extent, block = shape[dimension], self.block[dimension]
+        nprocs, source = self.grid[dimension], self.first[dimension]
+        local = range(self.local_shape(shape)[dimension])
+        found = [[local_to_global(i, block, iproc, source, nprocs) for i in local] for iproc in range(nprocs)]
+        return np.minimum(np.array(found, np.int32).reshape(nprocs, len(local)), extent)
+
+    def is_padded(self, shape: tuple[int, int]) -> bool:
+        """Whether some process holds less than the largest part."""
+        return any(n % (nb * p) for n, nb, p in zip(shape, self.block, self.grid, strict=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class Distributed:
+    """A stored matrix of global `shape` in a block-cyclic layout."""
+
+    shape: tuple[int, int]
+    layout: BlockCyclic
+
+    @property
+    def local_shape(self) -> tuple[int, int]:
+        return self.layout.local_shape(self.shape)
+
+    def __str__(self) -> str:
+        (m, n), (mb, nb), (rsrc, csrc) = self.shape, self.layout.block, self.layout.first
+        return f"{m}x{n} in {mb}x{nb} from ({rsrc}, {csrc})"
+
+
+def contiguous(shape: tuple[int, int], grid: tuple[int, int]) -> BlockCyclic:
+    """One block a process: what a `PartitionSpec` over the grid gives, where it divides the shape."""
+    rows, cols = (max(1, -(-n // p)) for n, p in zip(shape, grid, strict=True))
+    return BlockCyclic(grid, (rows, cols))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Exchange:
+    """One dimension of a redistribution as an all-to-all of equal parts.
+
+    `send[s, t]` are the local indices of what process s sends to t; `take[t]` are t's local indices as positions in
+    what it receives, the parts of all processes one after the other. An index beyond the end is padding.
+    """
+
+    send: np.ndarray
+    take: np.ndarray
+
+
+@functools.lru_cache(maxsize=256)
+def exchange(shape: tuple[int, int], dimension: int, source: BlockCyclic, target: BlockCyclic) -> Exchange | None:
+    """How to get from one layout on a grid to another along `dimension`; None where nothing moves."""
+    have, want = source.indices(shape, dimension), target.indices(shape, dimension)
+    if np.array_equal(have, want):
+        return None
+    extent, nprocs = shape[dimension], len(have)
+    owner, local = np.empty((2, extent), np.int64)
+    for process, indices in enumerate(have):
+        held = indices[indices < extent]
+        owner[held], local[held] = process, np.arange(len(held))
+    parts = [[indices[(indices < extent)] for indices in want] for _ in range(nprocs)]
+    parts = [[part[owner[part] == s] for part in row] for s, row in enumerate(parts)]
+    width = max(len(part) for row in parts for part in row)
+    send = np.full((nprocs, nprocs, width), have.shape[1], np.int32)
+    position = np.full((nprocs, extent + 1), nprocs * width, np.int32)
+    for s, row in enumerate(parts):
+        for t, part in enumerate(row):
+            send[s, t, : len(part)] = local[part]
+            position[t, part] = s * width + np.arange(len(part))
+    return Exchange(send, np.take_along_axis(position, want, axis=1))

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp import _epilog, _layout, _narrow, _native, _xla
+from jaxmp import _epilog, _layout, _narrow, _native, _precision, _xla
 from jaxmp._activation import multiply_by_slope
 from jaxmp._compat import mlir
+from jaxmp._config import config
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import (
     activated_matmul_p,
@@ -53,7 +54,6 @@ _DTYPES = {
     "int8": "s8",
     "int32": "s32",
 }
-_COMPUTE = {"float32": "32F", "float64": "64F", "complex64": "32F", "complex128": "64F", "int32": "32I"}
 
 
 # cuBLASMp's A is our b.
@@ -70,6 +70,11 @@ class Choice:
 
 def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int) -> Choice:
     """The written rule behind `implementation=None`; NotImplementedError where the one asked for cannot serve."""
+    if platform == "cpu" and spec.precision == "BF16_BF16_BF16" and spec.implementation != "host":
+        raise NotImplementedError(
+            "precision=BF16_BF16_BF16 sums in bfloat16, which neither hostmp nor XLA does on a CPU; pass "
+            'BF16_BF16_F32, or implementation="host" with JAXMP_HOST_PRECISION=ignore to sum in float32'
+        )
     if spec.implementation == "xla":
         return Choice("xla", "asked for")
     if spec.implementation == "cublasmp":
@@ -79,8 +84,12 @@ def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int) -> C
         )
     if platform == "cpu" and (nprocesses == 1 or spec.nranks == 1):
         why = why_unsupported(spec, host_capabilities()) if spec.pattern == Pattern.GRID else ""
+        remedy = 'pass implementation=None or "xla"'
+        if _precision.sums_narrowly(spec.precision) and not config().ignores_precision:
+            why = f"precision={spec.precision} sums in 16 bits, which hostmp does not"
+            remedy += ", or set JAXMP_HOST_PRECISION=ignore to sum in float32"
         if why and spec.implementation:
-            raise NotImplementedError(f'implementation="host": {why}; pass implementation=None or "xla"')
+            raise NotImplementedError(f'implementation="host": {why}; {remedy}')
         if why:
             return Choice("xla", why)
         return Choice("host", "asked for" if spec.implementation else "CPU devices of one process")
@@ -121,7 +130,7 @@ def call_attributes(spec: MatmulSpec, a, b) -> dict:
         if row.has_bias or row.gradient
         else "none",
         "dtype_aux": {"": "none", "relu_aux": "u8", "gelu_aux": out}[row.aux or row.aux_input],
-        "compute": _COMPUTE[accumulator(a.dtype).name],
+        "compute": compute_of(spec, a.dtype).name,
         "alpha": _complex_pair(spec.alpha),
         "beta": _complex_pair(spec.beta),
         "scale_mode_a": spec.scale_b,
@@ -135,7 +144,26 @@ def call_attributes(spec: MatmulSpec, a, b) -> dict:
         "axes_row": np.array([names.index(axis) for axis in axes_row], np.int64),
         "axes_col": np.array([names.index(axis) for axis in axes_col], np.int64),
         "determinism": "run_to_run",
+        "communication_dtype": _DTYPES[spec.communication_dtype] if spec.communication_dtype else "none",
+        "algorithm": spec.algorithm,
+        "comm_sm_count": np.int64(spec.comm_sm_count),
+        **_layouts(spec),
     }
+
+
+def compute_of(spec: MatmulSpec, operand) -> _precision.Compute:
+    """How the custom call computes; `choose_implementation` has let a sum in 16 bits pass only where it is ignored."""
+    compute = _precision.find(spec.precision, operand)
+    return _precision.full(operand) if compute.is_narrow else compute
+
+
+def _layouts(spec: MatmulSpec) -> dict:
+    """(mb, nb, rsrc, csrc) of A, B and D as stored, each pair turned round; empty where shards are contiguous."""
+    a, b, d = (
+        np.array([*x.layout.block[::-1], *x.layout.first[::-1]] if x else [], np.int64)
+        for x in spec.cyclic or (None,) * 3
+    )
+    return {"layout_a": b, "layout_b": a, "layout_d": d}
 
 
 def _transposition(is_transposed: bool, is_conjugated: bool) -> str:
@@ -231,6 +259,8 @@ def _custom_call(a, b, *extra, spec: MatmulSpec):
     with jax.enable_x64(True):  # attributes are 64-bit
         call = jax.ffi.ffi_call(_native.TARGET, [stored[name] for name in names], input_output_aliases=_aliases(spec))
         outputs = call(*operands, **call_attributes(spec, a, b))
+    if spec.cyclic:
+        return [_xla.without_padding(spec, outputs[0])]  # the library leaves it alone
     final = {
         "d": lambda x: _narrow.from_bytes(x, spec.out_dtype) if x.dtype == jnp.uint8 else x,
         "gelu_aux": lambda x: x[:, :cols],

@@ -45,7 +45,7 @@ class Route:
 
 def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
     """Why no route leads to the library, or the empty string."""
-    if spec.pattern != Pattern.GRID or capabilities.grid_any_shape:
+    if spec.pattern != Pattern.GRID or spec.cyclic or capabilities.grid_any_shape:
         return ""
     nrow, ncol = spec.axis_size(spec.row_axes), spec.axis_size(spec.col_axes)
     return "" if nrow == ncol else f"cuBLASMp multiplies contiguous shards on square grids only, not {nrow}x{ncol}"

@@ -11,10 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from jaxmp import _epilog, _layout, _narrow
 from jaxmp._epilog import Epilog
+from jaxmp._layout import Distributed
 
 IMPLEMENTATIONS = (None, "host", "xla", "cublasmp")
 
@@ -27,6 +27,8 @@ _RESULT_TYPES = {
     "bfloat16": ("bfloat16", "float32"),
     "float16": ("float16", "float32"),
 }
+# cublasMpMatmulAlgoType_t's names, and the patterns on which cuBLASMp has each (cublasmp.h 0.10).
+ALGORITHMS = ("default", "split_p2p", "split_multicast", "atomic_p2p", "atomic_multicast", "no_overlap", "fused")
 _ACCUMULATORS = {"bfloat16": "float32", "float16": "float32", "int8": "int32"} | dict.fromkeys(
     _narrow.SCALED, "float32"
 )
@@ -61,6 +63,18 @@ class Pattern(enum.StrEnum):
     GRID = "grid"
 
 
+_SUMMING = (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE)
+_ALGORITHM_PATTERNS = {
+    "default": tuple(Pattern),
+    "no_overlap": tuple(Pattern),
+    "split_p2p": (Pattern.ALL_GATHER, *_SUMMING),
+    "split_multicast": _SUMMING,
+    "atomic_p2p": (Pattern.ALL_GATHER, *_SUMMING),
+    "atomic_multicast": _SUMMING,
+    "fused": (Pattern.ALL_REDUCE,),
+}
+
+
 @dataclasses.dataclass(frozen=True)
 class MatmulSpec:
     """Everything static about one call but its shapes; row-major, as the user sees it.
@@ -71,6 +85,8 @@ class MatmulSpec:
     `asks_all_reduce` that the epilog has the ALLREDUCE bit and the pattern is not known yet. The scale
     modes are `_narrow`'s; `c_dtype` and `bias_dtype` are None where they are those of the result. `traced` names those
     of alpha and beta that are arrays, and so are operands beside the call.
+    `precision` is a row of `_precision`'s table. `cyclic` are the stored a, b and d of a grid whose shards are
+    block-cyclic.
     """
 
     out_dtype: np.dtype
@@ -94,11 +110,15 @@ class MatmulSpec:
     amax_d: bool = False
     c_dtype: np.dtype | None = None
     bias_dtype: np.dtype | None = None
-    precision: Any = None
+    precision: str = "DEFAULT"
     implementation: str | None = None
     is_typed: bool = False
     asks_all_reduce: bool = False
     traced: tuple[str, ...] = ()
+    communication_dtype: str | None = None
+    algorithm: str = "default"
+    comm_sm_count: int = 0
+    cyclic: tuple[Distributed, Distributed, Distributed] | None = None
 
     @property
     def group_axes(self) -> tuple[str, ...]:
@@ -179,6 +199,8 @@ def local_extents(spec: MatmulSpec, a_shape, b_shape) -> tuple[int, int, int, in
 
 def output_shape(spec: MatmulSpec, a_shape, b_shape) -> tuple[int, int]:
     """Shape of each rank's D."""
+    if spec.cyclic:
+        return spec.cyclic[2].local_shape
     rows, _, _, cols = local_extents(spec, a_shape, b_shape)
     if spec.pattern == Pattern.GRID:
         # A transposed operand has the rows (columns) of D where the grid has its columns (rows).
@@ -190,6 +212,9 @@ def output_shape(spec: MatmulSpec, a_shape, b_shape) -> tuple[int, int]:
 
 def global_extents(spec: MatmulSpec, a_shape, b_shape) -> tuple[int, int, int]:
     """(m, n, k) of the product that one communicator computes, from the local shapes of A and B."""
+    if spec.cyclic:
+        (rows, cols), d = spec.cyclic[0].shape, spec.cyclic[2]
+        return *d.shape, rows if spec.transpose_a else cols
     rows, k, _, cols = local_extents(spec, a_shape, b_shape)
     p = spec.nranks
     if spec.pattern == Pattern.ALL_GATHER:
@@ -206,6 +231,14 @@ def global_extents(spec: MatmulSpec, a_shape, b_shape) -> tuple[int, int, int]:
 
 def check_local_shapes(name: str, spec: MatmulSpec, a_shape, b_shape) -> None:
     """Raise ValueError where local shards do not fit the pattern."""
+    if spec.cyclic:
+        for argument, shape, matrix in (("a", a_shape, spec.cyclic[0]), ("b", b_shape, spec.cyclic[1])):
+            if tuple(shape) != matrix.local_shape:
+                raise ValueError(
+                    f"{name}: {argument} must have shape {matrix.local_shape} on each device, the largest part of "
+                    f"{matrix}, got {tuple(shape)}"
+                )
+        return
     rows, k_a, k_b, cols = local_extents(spec, a_shape, b_shape)
     if spec.pattern == Pattern.GRID:
         nrow, ncol = spec.axis_size(spec.row_axes), spec.axis_size(spec.col_axes)
@@ -470,21 +503,85 @@ def check_conjugate(name: str, argument: str, flag: bool, x) -> bool:
     return bool(flag)
 
 
-def resolve_precision(name: str, precision):
-    """JAX's precision names; every implementation on the CPU computes products in the accumulator's full type."""
-    if precision is None:
-        return None
-    if isinstance(precision, lax.DotAlgorithmPreset | lax.DotAlgorithm):
-        raise NotImplementedError(
-            f"{name}: precision={precision} is not implemented; pass a jax.lax.Precision or its name"
-        )
-    values = precision if isinstance(precision, tuple) else (precision, precision)
-    try:
-        resolved = tuple(value if value is None else lax.Precision(value) for value in values)
-    except ValueError:
+def resolve_hints(name: str, out_dtype, operand, communication_dtype, algorithm, comm_sm_count) -> dict[str, Any]:
+    """The hints as fields of a spec; `check_hints` judges them against the pattern once that is known."""
+    if communication_dtype is not None:
+        communication_dtype = np.dtype(jax.dtypes.canonicalize_dtype(communication_dtype))
+        scale, out = accumulator(operand), np.dtype(out_dtype)
+        is_number = communication_dtype.name in _RESULT_TYPES
+        is_alike = jnp.issubdtype(communication_dtype, jnp.complexfloating) == jnp.issubdtype(out, jnp.complexfloating)
+        if not (is_number and is_alike and out.itemsize <= communication_dtype.itemsize <= scale.itemsize):
+            raise ValueError(
+                f"{name}: communication_dtype must be no smaller than the result's {out.name} and no larger than "
+                f"{scale.name}, in which products are summed, got {communication_dtype.name}"
+            )
+        communication_dtype = communication_dtype.name
+    if algorithm is not None and algorithm not in ALGORITHMS:
+        raise ValueError(f"{name}: algorithm must be None or one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    if comm_sm_count is not None:
+        if isinstance(comm_sm_count, bool) or not isinstance(comm_sm_count, int | np.integer):
+            raise TypeError(f"{name}: comm_sm_count must be an integer, got {type(comm_sm_count).__name__}")
+        if not 1 <= comm_sm_count < 2**31:
+            raise ValueError(
+                f"{name}: comm_sm_count must be at least 1, the number of multiprocessors that communicate, got "
+                f"{comm_sm_count}; None leaves it to the library"
+            )
+    return {
+        "communication_dtype": communication_dtype,
+        "algorithm": algorithm or "default",
+        "comm_sm_count": int(comm_sm_count or 0),
+    }
+
+
+def check_hints(name: str, spec: MatmulSpec, is_settled: bool = True) -> None:
+    """Raise ValueError for a hint that the call's pattern does not take; unsettled, no pattern is known yet."""
+    pattern = f"this call is {spec.pattern.value}" if is_settled else "XLA's partitioner has not chosen one yet"
+    remedy = "drop it" if is_settled else "pass in_shardings and out_sharding, or use explicit axes"
+    if spec.communication_dtype is not None and (spec.pattern not in _SUMMING or not is_settled):
         raise ValueError(
-            f"{name}: precision must be None, a jax.lax.Precision or its name, got {precision!r}"
-        ) from None
-    if len(resolved) != 2:
-        raise ValueError(f"{name}: precision must be one value or a pair, got {precision!r}")
-    return resolved
+            f"{name}: communication_dtype={spec.communication_dtype} is of partial sums, so the pattern must be "
+            f"reduce_scatter or all_reduce, but {pattern}; {remedy}"
+        )
+    takes = _ALGORITHM_PATTERNS[spec.algorithm]
+    if spec.pattern not in takes or (not is_settled and len(takes) < len(Pattern)):
+        raise ValueError(
+            f"{name}: algorithm={spec.algorithm!r} needs the pattern {' or '.join(p.value for p in takes)}, but "
+            f"{pattern}; {remedy}"
+        )
+
+
+def fit_hints(spec: MatmulSpec) -> MatmulSpec:
+    """The spec of a derived call, less the hints that its pattern or the type of its D does not take."""
+    dtype = spec.communication_dtype
+    if dtype and (spec.pattern not in _SUMMING or np.dtype(dtype).itemsize < np.dtype(spec.out_dtype).itemsize):
+        spec = spec.replace(communication_dtype=None)
+    return spec if spec.pattern in _ALGORITHM_PATTERNS[spec.algorithm] else spec.replace(algorithm="default")
+
+
+def hints_text(spec: MatmulSpec) -> str:
+    """The hints that were given, as a user writes them."""
+    given = (
+        ("communication_dtype", spec.communication_dtype, None),
+        ("algorithm", spec.algorithm, "default"),
+        ("comm_sm_count", spec.comm_sm_count, 0),
+    )
+    return ", ".join(f"{name}={value}" for name, value, default in given if value != default)
+
+
+def check_blocks(
+    name: str, a: Distributed, b: Distributed, d: Distributed, transpose_a: bool, transpose_b: bool
+) -> None:
+    """Raise ValueError unless the blocks along each of m, n and k are of one size: cuBLASMp's block contract."""
+    (m_a, k_a) = a.layout.block[::-1] if transpose_a else a.layout.block
+    (k_b, n_b) = b.layout.block[::-1] if transpose_b else b.layout.block
+    m_d, n_d = d.layout.block
+    for dimension, one, x, other, y in (
+        ("k", "a", k_a, "b", k_b),
+        ("m", "a", m_a, "the result", m_d),
+        ("n", "b", n_b, "the result", n_d),
+    ):
+        if x != y:
+            raise ValueError(
+                f"{name}: along {dimension}, {one} has blocks of {x} but {other} has {y}; they must be equal: lay "
+                f"{other} out in blocks of {x}, or {one} in blocks of {y} (jaxmp.to_block_cyclic)"
+            )

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxmp import _bgrad, _epilog, _narrow
+from jaxmp import _bgrad, _epilog, _narrow, _precision
 from jaxmp._activation import gelu, multiply_by_slope, pack_relu_aux
 from jaxmp._spec import MatmulSpec, Pattern, accumulator, operand_names, output_names, output_shape
 
 
 def matmul(a, b, *extra, spec: MatmulSpec, platform: str):
     """The results from one device's shards, in the order of `output_names`."""
-    acc = accumulator(a.dtype)
+    compute = _precision.find(spec.precision, a.dtype)
+    acc = jnp.dtype(compute.accumulator or accumulator(a.dtype))
     named = dict(zip(operand_names(spec), extra, strict=True))
     if _narrow.is_narrow(a.dtype):  # decoded, with their scales, and then as any other operands
         a = _narrow.dequantize(a, named.get("scale_a"), spec.scale_a, acc)
         b = _narrow.dequantize(b, named.get("scale_b"), spec.scale_b, acc)
     if 0 in (*a.shape, *b.shape):
         return apply_epilog(jnp.zeros(output_shape(spec, a.shape, b.shape), acc), extra, spec, a, b)
-    if platform == "cpu":
+    if platform == "cpu" and not compute.is_narrow:
         # XLA:CPU has no 16-bit dot into float32 for every layout; widening is exact.
         a, b = a.astype(acc), b.astype(acc)
     shards = a, b
@@ -28,12 +30,18 @@ def matmul(a, b, *extra, spec: MatmulSpec, platform: str):
     a = lax.conj(a) if spec.conjugate_a else a
     b = lax.conj(b) if spec.conjugate_b else b
     contract = ((0 if spec.transpose_a else 1,), (1 if spec.transpose_b else 0,))
-    z = lax.dot_general(a, b, (contract, ((), ())), precision=spec.precision, preferred_element_type=acc)
+    a, b = _precision.rounded(a, compute), _precision.rounded(b, compute)
+    precision = lax.DotAlgorithmPreset[_NARROW[compute.name]] if compute.is_narrow else lax.Precision.HIGHEST
+    z = lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=acc)
     if spec.pattern == Pattern.ALL_REDUCE:
         z = lax.psum(z, spec.row_axes)
     elif spec.pattern == Pattern.REDUCE_SCATTER:
         z = lax.psum_scatter(z, spec.row_axes, scatter_dimension=0, tiled=True)
     return apply_epilog(z, extra, spec, *shards)
+
+
+# XLA's names of the algorithms that sum in 16 bits.
+_NARROW = {"16F": "F16_F16_F16", "BF16_BF16_BF16": "BF16_BF16_BF16"}
 
 
 def apply_epilog(z, extra, spec: MatmulSpec, a=None, b=None, *, alpha=None, beta=None):
@@ -82,6 +90,8 @@ def _encode(d, operands, spec: MatmulSpec):
 def _gather_operands(spec: MatmulSpec, a, b):
     if spec.pattern == Pattern.ALL_GATHER:
         a = lax.all_gather(a, spec.row_axes, axis=1 if spec.transpose_a else 0, tiled=True)
+    elif spec.cyclic:
+        a, b = _gather_cyclic(spec, a, b)
     elif spec.pattern == Pattern.GRID:
         a = _gather_stored(spec, a, kept=None if spec.transpose_a else 0)
         b = _gather_stored(spec, b, kept=None if spec.transpose_b else 1)
@@ -89,6 +99,37 @@ def _gather_operands(spec: MatmulSpec, a, b):
         a = own_part(a, 1, spec.row_axes) if spec.transpose_a else a
         b = own_part(b, 0, spec.col_axes) if spec.transpose_b else b
     return a, b
+
+
+def _gather_cyclic(spec: MatmulSpec, a, b):
+    """What this process needs for its part of d: those rows of op(a) and columns of op(b), in its own order."""
+    assert spec.cyclic is not None
+    whole_a, whole_b, d = spec.cyclic
+    kept = (1 if spec.transpose_a else 0, 0 if spec.transpose_b else 1)
+    parts = []
+    for x, matrix, own, dimension in ((a, whole_a, kept[0], 0), (b, whole_b, kept[1], 1)):
+        x = _gather_stored(spec, x, kept=None)
+        for i in range(2):
+            order = matrix.layout.indices(matrix.shape, i).ravel()
+            place = np.argsort(order, kind="stable")[: matrix.shape[i]]
+            x = jnp.take(x, place, axis=i)
+        mine = jnp.asarray(d.layout.indices(d.shape, dimension))[
+            lax.axis_index((spec.row_axes, spec.col_axes)[dimension])
+        ]
+        parts.append(jnp.take(x, mine, axis=own, mode="fill", fill_value=0))  # padding is zeros
+    return parts
+
+
+def without_padding(spec: MatmulSpec, d):
+    """d (or c) with zeros where this process holds less than the largest block-cyclic part."""
+    assert spec.cyclic is not None
+    shape, layout = spec.cyclic[2].shape, spec.cyclic[2].layout
+    if not layout.is_padded(shape):
+        return d
+    for dimension, axes in enumerate((spec.row_axes, spec.col_axes)):
+        held = jnp.asarray(layout.indices(shape, dimension) < shape[dimension])[lax.axis_index(axes)]
+        d = jnp.where(lax.broadcast_in_dim(held, d.shape, (dimension,)), d, jnp.zeros_like(d))
+    return d
 
 
 def _gather_stored(spec: MatmulSpec, x, kept: int | None):

@@ -56,6 +56,10 @@ def attributes(pattern="local", m=4, n=5, k=6, mesh=(), **changes):
         "axes_row": np.arange(len(mesh), dtype=np.int64),
         "axes_col": np.array([], np.int64),
         "determinism": "run_to_run",
+        "communication_dtype": "none",
+        "algorithm": "default",
+        "comm_sm_count": np.int64(0),
+        **{f"layout_{matrix}": np.array([], np.int64) for matrix in "abd"},
     }
     return {**call, **changes}
 
@@ -148,7 +152,9 @@ def test_versions_of_the_extension(extension):
 
 
 def test_configuration_defaults():
-    assert _config.parse({}) == _config.Config(log=frozenset(), plan_cache_size=512, blas=None, use_mkl=True)
+    assert _config.parse({}) == _config.Config(
+        log=frozenset(), plan_cache_size=512, blas=None, use_mkl=True, ignores_precision=False
+    )
 
 
 @pytest.mark.parametrize(

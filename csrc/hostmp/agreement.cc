@@ -53,6 +53,7 @@ Fields fields_of(const Call& call) {
   fields.add("TRANSB", call.trans_b);
   fields.add("COMPUTE_TYPE", call.compute);
   fields.add("ALGO_TYPE", call.algo);
+  fields.add("COMMUNICATION_SM_COUNT", call.communication_sm_count);
   fields.add("EPILOGUE", call.epilog + (call.is_all_reduce ? 1 : 0));
   fields.add("the order of sums", call.is_ordered);
   fields.add("alpha", call.alpha.real());

@@ -75,6 +75,7 @@ struct Call {
   int64_t m = 0, n = 0, k = 0;
   abi::cublasOperation_t trans_a = abi::CUBLAS_OP_N, trans_b = abi::CUBLAS_OP_N;
   abi::cublasComputeType_t compute = abi::CUBLAS_COMPUTE_32F;
+  int communication_sm_count = 0;  // 0: the library's choice
   abi::cublasMpMatmulAlgoType_t algo = abi::CUBLASMP_MATMUL_ALGO_TYPE_DEFAULT;
   int epilog = 0;  // without the ALLREDUCE bit
   bool is_all_reduce = false;
@@ -99,6 +100,14 @@ struct Call {
   bool is_narrow() const { return facts(a.desc.type).is_narrow; }
   bool stores_narrow() const { return facts(d.desc.type).is_narrow; }
 };
+
+// Whether partial sums travel between the ranks: A and B are distributed along k and nothing else.
+inline bool sums_over_ranks(const Call& call) {
+  const bool is_a_plain = call.trans_a == abi::CUBLAS_OP_N, is_b_plain = call.trans_b == abi::CUBLAS_OP_N;
+  const Axis& a = is_a_plain ? call.a.desc.cols : call.a.desc.rows;
+  const Axis& b = is_b_plain ? call.b.desc.rows : call.b.desc.cols;
+  return a.nprocs == call.nranks && b.nprocs == call.nranks;
+}
 
 }  // namespace jaxmp::hostmp
 

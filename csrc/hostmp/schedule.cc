@@ -7,6 +7,7 @@
 #include "csrc/hostmp/host.h"
 #include "csrc/hostmp/narrow_product.h"
 #include "csrc/hostmp/ordered_kernel.h"
+#include "csrc/hostmp/rounded.h"
 
 namespace jaxmp::hostmp {
 namespace {
@@ -19,8 +20,8 @@ constexpr int64_t kLargestTile = 1 << 19;  // elements of D: the epilog finds it
 constexpr int64_t kLargestTile16 = 1 << 18;     // also bounds the workspace
 constexpr int64_t kRowUnit = 16, kColUnit = 8;  // of the kernels' register tiles, and of the bytes of the RELU mask
 
-// Whether operands are widened or decoded panel by panel, for which a thread needs memory.
-bool needs_area(const Call& call) { return facts(call.a.desc.type).is_16bit || call.is_narrow(); }
+// Whether operands are widened, decoded or rounded panel by panel, for which a thread needs memory.
+bool needs_area(const Call& call) { return facts(call.a.desc.type).is_16bit || call.is_narrow() || rounds_operands(call.compute); }
 
 int64_t largest_tile(const Call& call) { return needs_area(call) ? kLargestTile16 : kLargestTile; }
 
@@ -99,6 +100,8 @@ Area area_of(const Call& call, const Schedule& schedule) {
       seam = ordered_unit(type) > 1 ? ordered_unit(type) * facts(type).bytes * (tile.rows + tile.cols) : 0;
     } else if (call.is_narrow()) {
       scratch = narrow_scratch(applies_to_sums(type, call.scale_a, call.scale_b), tile.rows, tile.cols, call.k);
+    } else if (rounds_operands(call.compute)) {
+      scratch = gemm_rounded_scratch(call.compute, type, tile.rows, tile.cols, call.k);
     } else if (facts(type).is_16bit) {
       scratch = gemm16_scratch(type, tile.rows, tile.cols, call.k);
     }

@@ -42,7 +42,7 @@ inline double operations(const Call& call) {
 // of the call to provide one for every thread of the machine.
 struct Area {
   int64_t sums_bytes = 0;     // a tile of D in the accumulator's type
-  int64_t scratch_bytes = 0;  // for gemm16 or ordered_gemm
+  int64_t scratch_bytes = 0;  // for gemm16, gemm_rounded or ordered_gemm
   int64_t seam_bytes = 0;     // for operands around a cut of k where ordered_gemm cannot be cut
   int64_t bytes() const { return sums_bytes + scratch_bytes + seam_bytes; }
 };

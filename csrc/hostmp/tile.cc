@@ -9,6 +9,7 @@
 #include "csrc/hostmp/epilog.h"
 #include "csrc/hostmp/narrow_product.h"
 #include "csrc/hostmp/ordered_kernel.h"
+#include "csrc/hostmp/rounded.h"
 
 namespace jaxmp::hostmp {
 namespace {
@@ -146,6 +147,10 @@ class TileRun {
   void add_product(const Product& product, bool adds) {
     const double one = adds ? 1 : 0;
     const std::complex<double> alpha = call_.alpha;
+    if (rounds_operands(call_.compute)) {
+      return gemm_rounded(call_.compute, call_.a.desc.type, product, Complex64(alpha), static_cast<float>(one),
+                          scratch_);
+    }
     switch (call_.a.desc.type) {
       case abi::CUDA_R_64F:
         return gemm(product, alpha.real(), one);

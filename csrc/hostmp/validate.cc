@@ -7,6 +7,7 @@
 
 #include "csrc/hostmp/blas.h"
 #include "csrc/hostmp/memory.h"
+#include "csrc/hostmp/rounded.h"
 #include "csrc/hostmp/schedule.h"
 #include "csrc/hostmp/text.h"
 #include "csrc/hostmp/validate_epilog.h"
@@ -68,12 +69,18 @@ Status check_types(const Call& call) {
                               facts(a).is_16bit ? " or f32" : ""));
   }
   const bool is_double = a == CUDA_R_64F || a == CUDA_C_64F;
-  const bool is_64f = call.compute == CUBLAS_COMPUTE_64F || call.compute == CUBLAS_COMPUTE_64F_PEDANTIC;
-  if (is_double != is_64f) {
-    return Unimplemented(text("the compute type is ", static_cast<int>(call.compute), " but A is ", name_of(a),
-                              ", which takes CUBLAS_COMPUTE_", is_double ? "64F" : "32F"));
+  const bool is_64f = call.compute == CUBLAS_COMPUTE_64F || call.compute == CUBLAS_COMPUTE_64F_PEDANTIC ||
+                      call.compute == CUBLAS_COMPUTE_64F_EMULATED_FIXEDPOINT;
+  const bool is_32f = call.compute == CUBLAS_COMPUTE_32F || call.compute == CUBLAS_COMPUTE_32F_PEDANTIC;
+  // Emulation is served by the f32 and f64 products of the BLAS, which are at least as exact.
+  const bool is_for_f32 = rounds_operands(call.compute) || call.compute == CUBLAS_COMPUTE_32F_EMULATED_16BFX9;
+  if (call.is_ordered && rounds_operands(call.compute)) {
+    return Unimplemented(text("the compute type is ", static_cast<int>(call.compute),
+                              ", whose products are not summed in one order; take CUBLAS_COMPUTE_32F for that"));
   }
-  return {};
+  if (is_double ? is_64f : is_32f || (is_for_f32 && !facts(a).is_16bit)) return {};
+  return Unimplemented(text("the compute type is ", static_cast<int>(call.compute), " but A is ", name_of(a),
+                            ", which takes CUBLAS_COMPUTE_", is_double ? "64F" : "32F"));
 }
 
 struct Side {
@@ -204,6 +211,12 @@ Status check_algorithm(const Call& call, const void* workspace, bool runs) {
   if (call.algo == CUBLASMP_MATMUL_ALGO_TYPE_DEFAULT || call.algo == CUBLASMP_MATMUL_ALGO_TYPE_NO_OVERLAP) return {};
   const std::string algo = text("algorithm ", static_cast<int>(call.algo));
   if (call.algo < 0 || call.algo > CUBLASMP_MATMUL_ALGO_TYPE_FUSED) return InvalidArgument(algo + " does not exist");
+  if (call.algo == CUBLASMP_MATMUL_ALGO_TYPE_FUSED && !call.is_all_reduce) {
+    return Unimplemented(algo + " (FUSED) all-reduces; set the ALLREDUCE epilog, or use DEFAULT");
+  }
+  if (call.algo == CUBLASMP_MATMUL_ALGO_TYPE_SPLIT_MULTICAST && !sums_over_ranks(call)) {
+    return Unimplemented(algo + " (SPLIT_MULTICAST) sums over ranks; A and B must be distributed along k alone");
+  }
   const std::pair<const char*, const Operand*> sides[] = {{"A", &call.a}, {"B", &call.b}, {"D", &call.d}};
   for (const auto& [name, operand] : sides) {
     for (const Axis& axis : {operand->desc.rows, operand->desc.cols}) {
@@ -263,6 +276,7 @@ void copy_arguments(const Arguments& in, Call* call) {
   call->compute = attribute<cublasComputeType_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMPUTE_TYPE);
   call->is_ordered = desc.is_ordered && in.desc_a->type != CUDA_R_8I;  // integers come out alike in any order
   call->algo = attribute<cublasMpMatmulAlgoType_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_ALGO_TYPE);
+  call->communication_sm_count = attribute<int>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMMUNICATION_SM_COUNT);
   const int epilog = attribute<int>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE);
   call->epilog = epilog & ~CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE;
   call->is_all_reduce = epilog & CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE;

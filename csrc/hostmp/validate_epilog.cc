@@ -122,12 +122,21 @@ Status check_unsupported(const cublasMpMatmulDescriptor& desc, const Call& call)
     return Unimplemented(text("attribute ", number, " asks for scaling or an absolute maximum, which ",
                               name_of(call.d.desc.type), " does not take"));
   }
+  if (call.communication_sm_count < 0) {
+    return InvalidArgument(text("COMMUNICATION_SM_COUNT must not be negative, got ", call.communication_sm_count));
+  }
   constexpr int kType = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMMUNICATION_TYPE;
   if (!desc.is_set[kType]) return {};
   // Nothing is communicated here, sums stay in the accumulator; but the real library's rule must hold.
   const auto type = attribute<cudaDataType_t>(desc, kType);
   const int64_t bytes = facts(type).bytes;
-  if (bytes >= facts(call.d.desc.type).bytes && bytes <= facts(call.accumulator()).bytes) return {};
+  const bool fits = bytes >= facts(call.d.desc.type).bytes && bytes <= facts(call.accumulator()).bytes;
+  if (fits && sums_over_ranks(call)) return {};
+  if (fits) {
+    return InvalidArgument(
+        text("COMMUNICATION_TYPE ", name_of(type),
+             " is of partial sums, and no rank has any; it goes with A and B distributed along k alone"));
+  }
   return InvalidArgument(text("COMMUNICATION_TYPE ", name_of(type), " must be no smaller than D's ",
                               name_of(call.d.desc.type), " and no larger than ", name_of(call.accumulator())));
 }

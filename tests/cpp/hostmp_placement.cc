@@ -124,6 +124,22 @@ void test_scalars(hostmp::Pool* pool) {
   }
 }
 
+// Small integers need no rounding, so operands that are rounded first give the same bits; k deeper than a panel.
+void test_rounded_operands(hostmp::Pool* pool) {
+  for (Case c : patterns()) {
+    if (c.nranks() == 3) continue;
+    for (cublasComputeType_t compute : {CUBLAS_COMPUTE_32F_FAST_TF32, CUBLAS_COMPUTE_32F_FAST_16BF,
+                                        CUBLAS_COMPUTE_32F_FAST_16F, CUBLAS_COMPUTE_32F_EMULATED_16BFX9}) {
+      for (cudaDataType_t type : {CUDA_R_32F, CUDA_C_32F}) {
+        const bool is_plain = type == CUDA_R_32F || c.pattern == Pattern::kCyclic;
+        c.m = 21, c.n = 35, c.k = 613, c.in = c.out = type, c.single = compute;
+        c.trans_a = c.trans_b = is_plain ? CUBLAS_OP_N : CUBLAS_OP_C;
+        check_case(c, pool);
+      }
+    }
+  }
+}
+
 void test_beta_zero_never_reads_c(hostmp::Pool* pool) {
   for (Case c : patterns()) {
     for (const Types& types : kTypes) {
@@ -154,6 +170,7 @@ int main() {
   test::test_shapes(&pool);
   test::test_large(&pool);
   test::test_scalars(&pool);
+  test::test_rounded_operands(&pool);
   test::test_beta_zero_never_reads_c(&pool);
   return check::summary("hostmp_placement");
 }

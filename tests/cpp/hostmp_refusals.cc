@@ -172,6 +172,22 @@ void test_types() {
   REFUSED(types(CUDA_R_32F, CUDA_R_32F, CUDA_R_16BF), NOT_SUPPORTED, "D is bf16", "must be f32");
   REFUSED(types(CUDA_R_16BF, CUDA_R_16BF, CUDA_R_16F), NOT_SUPPORTED, "D must be bf16 or f32");
   REFUSED(types(CUDA_R_64F, CUDA_R_64F, CUDA_R_64F), NOT_SUPPORTED, "compute type is 68", "COMPUTE_64F");
+  const auto compute = [](cudaDataType_t type, cublasComputeType_t number) {
+    Case c = kGather;
+    c.in = c.out = type;
+    return with(c, [number](Arguments& in) {
+      in.attribute(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMPUTE_TYPE, static_cast<int>(number));
+    });
+  };
+  REFUSED(compute(CUDA_R_16BF, CUBLAS_COMPUTE_32F_FAST_TF32), NOT_SUPPORTED, "compute type is 77", "A is bf16");
+  REFUSED(compute(CUDA_R_64F, CUBLAS_COMPUTE_32F_FAST_16BF), NOT_SUPPORTED, "compute type is 75", "COMPUTE_64F");
+  REFUSED(with(kGather,
+               [](Arguments& in) {
+                 in.attribute(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMPUTE_TYPE, int{CUBLAS_COMPUTE_32F_FAST_TF32});
+                 check_ok(api.order_sums(in.matmul));
+               }),
+          NOT_SUPPORTED, "compute type is 77", "not summed in one order");
+  REFUSED(compute(CUDA_R_32F, CUBLAS_COMPUTE_64F_EMULATED_FIXEDPOINT), NOT_SUPPORTED, "compute type is 79");
 }
 
 void test_c() {
@@ -228,6 +244,12 @@ void test_algorithms() {
   };
   REFUSED(with(kGather, algo(7)), INVALID_VALUE, "algorithm 7");
   REFUSED(with(kGather, algo(CUBLASMP_MATMUL_ALGO_TYPE_SPLIT_P2P)), NOT_SUPPORTED, "d_work registered");
+  REFUSED(with(kGather, algo(CUBLASMP_MATMUL_ALGO_TYPE_FUSED)), NOT_SUPPORTED, "algorithm 6 (FUSED) all-reduces");
+  REFUSED(with(kGather, algo(CUBLASMP_MATMUL_ALGO_TYPE_SPLIT_MULTICAST)), NOT_SUPPORTED, "SPLIT_MULTICAST", "along k");
+  REFUSED(with(kGather, [](Arguments& in) { in.attribute(4, int{-1}); }), INVALID_VALUE, "COMMUNICATION_SM_COUNT",
+          "got -1");
+  REFUSED(with(kGather, [](Arguments& in) { in.attribute(27, int{CUDA_R_32F}); }), INVALID_VALUE,
+          "COMMUNICATION_TYPE f32 is of partial sums");
   Case odd = kGather;
   odd.m = 9;
   REFUSED(with(odd, algo(CUBLASMP_MATMUL_ALGO_TYPE_SPLIT_P2P)), NOT_SUPPORTED, "cut evenly", "9 in blocks of 5");
@@ -333,6 +355,8 @@ void test_agreement() {
   std::string error = disagreement(c, [](Arguments& in) { in.k = 8; });
   CHECK_CONTAINS(error, "ranks disagree on k: rank 0 has 16, rank 1 has 8");
   const float alpha = 3;
+  error = disagreement(c, [](Arguments& in) { in.attribute(4, int{8}); });
+  CHECK_CONTAINS(error, "disagree on COMMUNICATION_SM_COUNT: rank 0 has 0, rank 1 has 8");
   error = disagreement(c, [&alpha](Arguments& in) { in.alpha = &alpha; });
   CHECK_CONTAINS(error, "disagree on alpha: rank 0 has 1, rank 1 has 3");
   error = disagreement(c, [](Arguments& in) { in.attribute(5, int{CUBLASMP_MATMUL_EPILOGUE_RELU}); });

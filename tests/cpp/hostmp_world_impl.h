@@ -99,7 +99,7 @@ inline void World::make_rank(int number) {
   rank.handle = {handle, api.Destroy};
   const bool is_double = c.in == CUDA_R_64F || c.in == CUDA_C_64F;
   cublasMpMatmulDescriptor_t matmul = nullptr;
-  const cublasComputeType_t narrow = c.in == CUDA_R_8I ? CUBLAS_COMPUTE_32I : CUBLAS_COMPUTE_32F;
+  const cublasComputeType_t narrow = c.in == CUDA_R_8I ? CUBLAS_COMPUTE_32I : c.single;
   check_ok(api.MatmulDescriptorCreate(&matmul, is_double ? CUBLAS_COMPUTE_64F : narrow));
   rank.matmul = {matmul, api.MatmulDescriptorDestroy};
   set(matmul, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA, c.trans_a);

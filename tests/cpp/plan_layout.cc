@@ -138,6 +138,32 @@ void BiasGradientsAreSizedByWhatIsSummed() {
   CHECK_CONTAINS(Refusal(attributes), "epilog 152 sums to a bias gradient, but D has no elements");
 }
 
+// 10 rows in blocks of 2 over 2 process rows from row 1: blocks 0, 2, 4 on row 1 (6 rows), 1 and 3 on row 0 (4).
+void CyclicLayoutsHoldTheLargestPart() {
+  Layout layout = *MakeLayout(*MakeProblem(tests::Cyclic(2, 3, 10, 19, 13)));
+  CheckLocal(layout.a, 6, 5);  // k: 4 4 4 1 over 3
+  CheckLocal(layout.b, 8, 7);  // k: 4 4 4 1 over 2; n: six 3s and a 1 over 3
+  CheckLocal(layout.d, 6, 7);
+  CHECK_EQ(layout.a.row_block, 2);
+  CHECK_EQ(layout.a.col_block, 4);
+  CHECK_EQ(layout.a.row_source, 1);
+  CHECK_EQ(layout.a.col_source, 0);
+  CHECK_EQ(layout.d.row_source, 1);
+  CHECK_EQ(layout.d.col_source, 1);
+  CHECK(layout.d.grid == GridKind::kProcess);
+  layout = *MakeLayout(*MakeProblem(tests::Cyclic(2, 2, 1, 1, 1)));  // more processes than blocks
+  CheckLocal(layout.d, 1, 1);
+  for (const bool a_is_n : {true, false}) {
+    for (const bool b_is_n : {true, false}) {
+      const Problem problem = *MakeProblem(tests::Cyclic(2, 3, 10, 19, 13, a_is_n, b_is_n));
+      CheckBlockContract(problem, *MakeLayout(problem));
+    }
+  }
+  Attributes attributes = tests::Cyclic(2, 2, 4, 4, 4);
+  attributes["epilog"] = int64_t{2};
+  CHECK_EQ(Refusal(attributes), "jaxmp: block-cyclic layouts take no epilog, got epilog 2");
+}
+
 void ExtentsThatDoNotDivideAreNamed() {
   CHECK_EQ(Refusal(tests::AllGather(4, 6, 8, 3)),
            "jaxmp: pattern all_gather needs m to be a multiple of 4, got m=6; pad the operands or choose another mesh");
@@ -157,6 +183,7 @@ int main() {
   jaxmp::LocalPartsAreThoseOfTheBoundary();
   jaxmp::EpilogsSizeTheirBuffers();
   jaxmp::BiasGradientsAreSizedByWhatIsSummed();
+  jaxmp::CyclicLayoutsHoldTheLargestPart();
   jaxmp::ExtentsThatDoNotDivideAreNamed();
   return jaxmp::check::summary("plan_layout");
 }

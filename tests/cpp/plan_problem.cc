@@ -53,6 +53,28 @@ void RefusesAxesThatTheMeshLacks() {
   CHECK_CONTAINS(Refusal(attributes), "pattern local takes no axes_row");
 }
 
+void RefusesLayoutsThatTheGridLacks() {
+  const Attributes base = tests::Cyclic(2, 3, 6, 8, 10);
+  CHECK_EQ(Refusal(base), "");
+  const auto with = [&base](const char* name, std::vector<int64_t> layout) {
+    Attributes attributes = base;
+    attributes[name] = std::move(layout);
+    return Refusal(attributes);
+  };
+  CHECK_CONTAINS(with("layout_a", {2, 4, 1}), "attribute layout_a must be (mb, nb, rsrc, csrc)");
+  CHECK_CONTAINS(with("layout_b", {}), "attribute layout_b must be (mb, nb, rsrc, csrc) in each of layout_a");
+  CHECK_CONTAINS(with("layout_d", {}), "layout_a must be (mb, nb, rsrc, csrc) in each");
+  CHECK_CONTAINS(with("layout_d", {2, 0, 0, 0}), "blocks of at least 1 and a process of the 2x3 grid; got blocks 2x0");
+  CHECK_CONTAINS(with("layout_b", {4, 3, 0, 3}), "got blocks 4x3 from process (0, 3)");
+  CHECK_CONTAINS(with("layout_b", {4, 3, -1, 0}), "from process (-1, 0)");
+  Attributes attributes = base;
+  attributes["pattern"] = std::string("all_gather");
+  attributes["axes_row"] = std::vector<int64_t>{0, 1};
+  attributes["axes_col"] = std::vector<int64_t>{};
+  attributes["layout_a"] = attributes["layout_b"] = attributes["layout_d"] = std::vector<int64_t>{1, 1, 0, 0};
+  CHECK_CONTAINS(Refusal(attributes), "block-cyclic layouts belong to pattern grid");
+}
+
 void ComparesEveryFieldByItsBits() {
   const Attributes base = tests::AllReduce(4, 6, 8, 10);
   const Problem problem = *MakeProblem(base);
@@ -65,12 +87,19 @@ void ComparesEveryFieldByItsBits() {
                               {"beta", std::vector<double>{-0.0, 0}},
                               {"epilog", int64_t{4}},
                               {"mesh_shape", std::vector<int64_t>{4, 1}},
-                              {"determinism", std::string("none")}};
+                              {"determinism", std::string("none")},
+                              {"communication_dtype", std::string("f32")},
+                              {"algorithm", std::string("fused")},
+                              {"comm_sm_count", int64_t{8}}};
   for (const auto& [name, value] : changes) {
     Attributes changed = base;
     changed[name] = value;
     CHECK(*MakeProblem(changed) != problem);
   }
+  Attributes cyclic = tests::Cyclic(2, 2, 6, 8, 10), other = cyclic;
+  other["layout_d"] = std::vector<int64_t>{2, 3, 0, 1};
+  CHECK(*MakeProblem(cyclic) != *MakeProblem(other));
+  CHECK(*MakeProblem(cyclic) != *MakeProblem(tests::Grid(2, 2, 6, 8, 10)));
 }
 
 }  // namespace
@@ -80,6 +109,7 @@ int main() {
   jaxmp::DecodesEveryAttribute();
   jaxmp::RefusesWhatItDoesNotKnow();
   jaxmp::RefusesAxesThatTheMeshLacks();
+  jaxmp::RefusesLayoutsThatTheGridLacks();
   jaxmp::ComparesEveryFieldByItsBits();
   return jaxmp::check::summary("plan_problem");
 }

@@ -1,8 +1,10 @@
 // Plans on hostmp: a used plan answers as a fresh one, slots are reused, capabilities and refusals are heeded.
+#include <array>
 #include <atomic>
 #include <future>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "csrc/plan.h"
@@ -122,6 +124,61 @@ void CIsUpdatedInPlace() {
   }
 }
 
+void CyclicLayoutsAreRight() {
+  static const MpApi strict = Strict();  // no capability is needed
+  for (const auto& [nprow, npcol] : {std::pair<int64_t, int64_t>{1, 1}, {1, 2}, {2, 1}, {2, 2}, {2, 3}, {3, 2}}) {
+    for (const auto& [m, n, k] : {std::array<int64_t, 3>{4, 6, 8}, {13, 11, 17}, {1, 2, 3}, {24, 36, 48}}) {
+      for (const bool a_is_n : {true, false}) {
+        for (const bool b_is_n : {true, false}) {
+          const Problem problem = *MakeProblem(tests::Cyclic(nprow, npcol, m, n, k, a_is_n, b_is_n));
+          auto plan = MakePlan(strict, problem);
+          CHECK_EQ(plan.status().message(), "");
+          tests::World world(problem);
+          CHECK_EQ(RunOnce(**plan, world), "");
+          CHECK(world.IsRight());
+        }
+      }
+    }
+  }
+}
+
+// hostmp refuses what the header forbids, so a plan that runs has passed its hints on as the header has them.
+void HintsReachTheLibrary() {
+  const auto with = [](Attributes attributes, const char* name, const Attribute& value) {
+    attributes[name] = value;
+    return attributes;
+  };
+  const auto run = [](const Attributes& attributes) -> std::string {
+    const Problem problem = *MakeProblem(attributes);
+    auto plan = MakePlan(host_api(), problem);
+    if (!plan.ok()) return plan.status().message();
+    tests::World world(problem);
+    const std::string error = RunOnce(**plan, world);
+    CHECK(!error.empty() || world.IsRight());
+    return error;
+  };
+  const Attributes gather = tests::AllGather(2, 4, 6, 8), scatter = tests::ReduceScatter(2, 4, 6, 8);
+  for (const char* algorithm : {"split_p2p", "no_overlap", "default"}) {
+    CHECK_EQ(run(with(gather, "algorithm", std::string(algorithm))), "");
+    CHECK_EQ(run(with(scatter, "algorithm", std::string(algorithm))), "");
+  }
+  CHECK_EQ(run(with(scatter, "algorithm", std::string("split_multicast"))), "");
+  CHECK_CONTAINS(run(with(gather, "algorithm", std::string("split_multicast"))), "algorithm 2 (SPLIT_MULTICAST)");
+  CHECK_CONTAINS(run(with(scatter, "algorithm", std::string("fused"))), "algorithm 6 (FUSED) all-reduces");
+  CHECK_EQ(run(with(tests::AllReduce(2, 4, 6, 8), "algorithm", std::string("fused"))), "");
+  CHECK_EQ(run(with(scatter, "communication_dtype", std::string("f32"))), "");
+  CHECK_CONTAINS(run(with(gather, "communication_dtype", std::string("f32"))), "COMMUNICATION_TYPE f32 is of partial");
+  CHECK_CONTAINS(run(with(scatter, "communication_dtype", std::string("bf16"))), "COMMUNICATION_TYPE bf16 must be no");
+  CHECK_EQ(run(with(scatter, "comm_sm_count", int64_t{16})), "");
+  for (const char* compute : {"32F", "32F_PEDANTIC", "32F_FAST_TF32", "32F_FAST_16BF", "32F_FAST_16F",
+                              "32F_EMULATED_16BFX9"}) {  // small integers are exact in all of them
+    CHECK_EQ(run(with(scatter, "compute", std::string(compute))), "");
+  }
+  for (const char* compute : {"64F", "64F_PEDANTIC", "64F_EMULATED_FIXEDPOINT"}) {
+    CHECK_CONTAINS(run(with(scatter, "compute", std::string(compute))), "which takes CUBLAS_COMPUTE_32F");
+  }
+}
+
 void AUsedPlanAnswersAsAFreshOne() {
   const Problem problem = *MakeProblem(tests::ReduceScatter(2, 17, 6, 10));
   auto used = *MakePlan(host_api(), problem);
@@ -201,6 +258,8 @@ int main() {
   CHECK_EQ(jaxmp::hostmp::load_blas(jaxmp::check::environment("JAXMP_BLAS"), "").message(), "");
   jaxmp::EveryPatternIsRight();
   jaxmp::CIsUpdatedInPlace();
+  jaxmp::CyclicLayoutsAreRight();
+  jaxmp::HintsReachTheLibrary();
   jaxmp::AUsedPlanAnswersAsAFreshOne();
   jaxmp::SlotsAreReusedAndGrowOnlyWithConcurrentCalls();
   jaxmp::CapabilitiesAreAskedFor();

@@ -36,7 +36,13 @@ inline Attributes Local(int64_t m, int64_t n, int64_t k) {
           {"mesh_shape", std::vector<int64_t>{}},
           {"axes_row", std::vector<int64_t>{}},
           {"axes_col", std::vector<int64_t>{}},
-          {"determinism", std::string("run_to_run")}};
+          {"determinism", std::string("run_to_run")},
+          {"communication_dtype", std::string("none")},
+          {"algorithm", std::string("default")},
+          {"comm_sm_count", int64_t{0}},
+          {"layout_a", std::vector<int64_t>{}},
+          {"layout_b", std::vector<int64_t>{}},
+          {"layout_d", std::vector<int64_t>{}}};
 }
 
 inline Attributes OneAxis(const char* pattern, int64_t nranks, int64_t m, int64_t n, int64_t k) {
@@ -64,6 +70,20 @@ inline Attributes Grid(int64_t nprow, int64_t npcol, int64_t m, int64_t n, int64
   attributes["mesh_shape"] = std::vector<int64_t>{nprow, npcol};
   attributes["axes_row"] = std::vector<int64_t>{0};
   attributes["axes_col"] = std::vector<int64_t>{1};
+  return attributes;
+}
+
+// The same in blocks of 2 along m, 3 along n and 4 along k; the first blocks are on process rows and columns 1, where
+// there are any.
+inline Attributes Cyclic(int64_t nprow, int64_t npcol, int64_t m, int64_t n, int64_t k, bool is_a_plain = true,
+                         bool is_b_plain = true) {
+  Attributes attributes = Grid(nprow, npcol, m, n, k);
+  attributes["trans_a"] = std::string(is_a_plain ? "N" : "T");
+  attributes["trans_b"] = std::string(is_b_plain ? "N" : "T");
+  const int64_t row = nprow > 1 ? 1 : 0, col = npcol > 1 ? 1 : 0;
+  attributes["layout_a"] = is_a_plain ? std::vector<int64_t>{2, 4, row, 0} : std::vector<int64_t>{4, 2, 0, col};
+  attributes["layout_b"] = is_b_plain ? std::vector<int64_t>{4, 3, 0, col} : std::vector<int64_t>{3, 4, row, 0};
+  attributes["layout_d"] = std::vector<int64_t>{2, 3, row, col};
   return attributes;
 }
 
