@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
-#include <tuple>
 #include <functional>
+#include <tuple>
 #include <utility>
 
 namespace jaxmp {

@@ -49,7 +49,7 @@ const Names<Compute>& Table(Compute) {
                                        {"64F", Compute::k64F},
                                        {"64F_PEDANTIC", Compute::k64FPedantic},
                                        {"64F_EMULATED_FIXEDPOINT", Compute::k64FEmulatedFixedPoint},
-                                        {"32I", Compute::k32I}};
+                                       {"32I", Compute::k32I}};
   return table;
 }
 

@@ -14,6 +14,9 @@ operands may be rounded ahead of the product and in which type products are summ
     F16_F16_F16                   16F (float16 only)   -                      -                     float16
     BF16_BF16_BF16                none (bfloat16 only) -                      -                     bfloat16
 
+Operands of 8 bits and fewer have no choice: None and ANY_F8_ANY_F8_F32 sum float8 and float4 in float32 (32F), None
+sums int8 in int32 (32I).
+
 Rounding happens only where it is asked for: every `lax.Precision` is the operands' full type, which is at least as
 exact as what JAX promises for it. The six- and three-fold emulations are served by the nine-fold one for that reason.
 
@@ -38,6 +41,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+
+from jaxmp import _narrow
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +75,7 @@ _COMPUTES = {
         Compute("64F"),
         Compute("64F_PEDANTIC"),
         Compute("64F_EMULATED_FIXEDPOINT"),
+        Compute("32I"),
         Compute("16F", accumulator="float16"),
         Compute("BF16_BF16_BF16", accumulator="bfloat16"),
     )
@@ -87,8 +93,11 @@ def _row(halves: str | None = None, singles: str | None = None, doubles: str | N
     return {name: compute for name, compute in types.items() if compute}
 
 
+_FLOAT8 = dict.fromkeys(_narrow.FLOAT8, "32F")
 _PRESETS = {
-    "DEFAULT": _row("32F", "32F", "64F"),
+    "DEFAULT": _row("32F", "32F", "64F") | dict.fromkeys(_narrow.SCALED, "32F") | {"int8": "32I"},
+    "ANY_F8_ANY_F8_F32": _FLOAT8,
+    "ANY_F8_ANY_F8_F32_FAST_ACCUM": _FLOAT8,
     "F32_F32_F32": _row("32F", "32F"),
     "TF32_TF32_F32_X3": _row("32F", "32F"),
     "TF32_TF32_F32": _row("32F", "32F_FAST_TF32"),
@@ -143,10 +152,6 @@ def _find(name: str, precision: Any) -> str:
     asked = precision.name if isinstance(precision, lax.DotAlgorithmPreset) else precision
     if isinstance(asked, str) and asked in _TABLE:
         return asked
-    if isinstance(asked, str) and asked in lax.DotAlgorithmPreset.__members__:
-        raise NotImplementedError(
-            f"{name}: precision={asked} is of 8-bit operands, which have no choice of it; pass precision=None"
-        )
     values = precision if isinstance(precision, tuple) else (precision, precision)
     if len(values) != 2:
         raise ValueError(f"{name}: precision must be one value or a pair, got {precision!r}")

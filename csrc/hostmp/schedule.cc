@@ -21,7 +21,9 @@ constexpr int64_t kLargestTile16 = 1 << 18;     // also bounds the workspace
 constexpr int64_t kRowUnit = 16, kColUnit = 8;  // of the kernels' register tiles, and of the bytes of the RELU mask
 
 // Whether operands are widened, decoded or rounded panel by panel, for which a thread needs memory.
-bool needs_area(const Call& call) { return facts(call.a.desc.type).is_16bit || call.is_narrow() || rounds_operands(call.compute); }
+bool needs_area(const Call& call) {
+  return facts(call.a.desc.type).is_16bit || call.is_narrow() || rounds_operands(call.compute);
+}
 
 int64_t largest_tile(const Call& call) { return needs_area(call) ? kLargestTile16 : kLargestTile; }
 
