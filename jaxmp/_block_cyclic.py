@@ -258,6 +258,12 @@ def matmul(
     for argument, value in {**refused, "epilog": epilog or None}.items():
         if value is not None:
             raise NotImplementedError(f"{name}: {argument} is not available for block-cyclic operands; leave it out")
+    for argument, value in (("alpha", alpha), ("beta", beta)):
+        if isinstance(value, jax.Array):
+            raise NotImplementedError(
+                f"{name}: with block-cyclic operands {argument} is a Python number, got an array; scale the data of an "
+                "operand instead"
+            )
     _check_operands(name, a, b, c)
     operand, out = _spec.resolve_dtypes(name, a, b, preferred_element_type)
     _spec.check_implementation(name, implementation)

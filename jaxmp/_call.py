@@ -169,6 +169,7 @@ def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, 
             "of the result: use jax.vmap for the others"
         )
     spec = _spec.check_all_reduce(name, spec)
+    _spec.check_hints(name, spec)
     _spec.check_relu_aux(name, operands, spec, result_shape(spec, a, b)[-1])
     return result(global_amax(spec, _bind_shards(spec, a.ndim - 2, operands), spec.group_axes))
 

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = [path for path in sorted((ROOT / "docs").glob("*.md")) if "::test_" in path.read_text()]
 
 
-def tests_of(path):
+def functions_of(path):
     """Names of the test functions of a file, those in classes included."""
     return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
 
@@ -20,7 +20,7 @@ def test_every_named_test_exists(document):
     named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)", document.read_text())
     assert named
     missing = [
-        f"{file}::{test}" for file, test in named if not (ROOT / file).exists() or test not in tests_of(ROOT / file)
+        f"{file}::{test}" for file, test in named if not (ROOT / file).exists() or test not in functions_of(ROOT / file)
     ]
     assert not missing
 
