@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from typing import Any
 
 import jax
@@ -14,11 +15,12 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _bgrad, _compat, _epilog, _mesh, _narrow, _sharding, _spec, _xla
+from jaxmp import _bgrad, _compat, _epilog, _mesh, _narrow, _native, _sharding, _spec, _xla
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import bind, bind_rows, fold_scale, global_amax, has_rows
 from jaxmp._spec import MatmulSpec, Pattern
 
+_PACKAGE = os.path.dirname(__file__)
 SPEC_OPTIONS = [
     "alpha",
     "beta",
@@ -72,6 +74,7 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
         conjugate_b=_spec.check_conjugate(name, "conjugate_b", options.get("conjugate_b", False), b),
         precision=_spec.resolve_precision(name, options.get("precision")),
         implementation=options.get("implementation"),
+        line=f"{name} at {_compat.user_line(_PACKAGE)}" if _native.has_roll_call() else "",
         **(pattern or {}),
     )
     _spec.check_local_shapes(name, spec, a.shape[-2:], b.shape)

@@ -1,4 +1,4 @@
-"""The process's configuration: the only reader of environment variables."""
+"""The process's configuration: the only reader, and for one flag of XLA writer, of environment variables."""
 
 from __future__ import annotations
 
@@ -13,8 +13,19 @@ VARIABLES = {
     "JAXMP_PLAN_CACHE_SIZE": ("plans kept for reuse; the least recently used go first", "512"),
     "JAXMP_BLAS": ("path of a BLAS library to use instead of scipy-openblas32's", ""),
     "JAXMP_MKL": ("'auto' uses MKL's 16-bit products where MKL is installed, 'off' never", "auto"),
+    "JAXMP_TIMEOUT": ("seconds after which a process that has not come to a call is missing", "60"),
+    "JAXMP_AGREEMENT": ("'on' compares the calls of the processes ahead of running them, 'off' does not", "on"),
 }
 _LOG_TOPICS = ("plan",)
+# What launchers tell the processes that they start: (rank, size).
+_LAUNCHERS = {
+    "mpi": (
+        ("PMI_RANK", "PMI_SIZE"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+        ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    ),
+    "slurm": (("SLURM_PROCID", "SLURM_NTASKS"),),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +36,8 @@ class Config:
     plan_cache_size: int
     blas: str | None
     use_mkl: bool
+    timeout: float = 60.0
+    compares_calls: bool = True
 
 
 @functools.cache
@@ -48,4 +61,36 @@ def parse(environ: Mapping[str, str]) -> Config:
     mkl = read("JAXMP_MKL")
     if mkl not in ("auto", "off"):
         raise ValueError(f"JAXMP_MKL must be 'auto' or 'off' but is {mkl!r}.")
-    return Config(log, int(size), read("JAXMP_BLAS") or None, mkl == "auto")
+    agreement = read("JAXMP_AGREEMENT")
+    if agreement not in ("on", "off"):
+        raise ValueError(f"JAXMP_AGREEMENT must be 'on' or 'off' but is {agreement!r}.")
+    timeout = parse_timeout("JAXMP_TIMEOUT", read("JAXMP_TIMEOUT"))
+    return Config(log, int(size), read("JAXMP_BLAS") or None, mkl == "auto", timeout, agreement == "on")
+
+
+def parse_timeout(name: str, value) -> float:
+    """`value` as a positive number of seconds."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"{name} must be a positive number of seconds but is {value!r}.")
+    return seconds
+
+
+def launcher(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
+    """("mpi" or "slurm", number of processes) where this process was started by one of them, else None."""
+    environ = os.environ if environ is None else environ
+    for name, variables in _LAUNCHERS.items():
+        for rank, size in variables:
+            if rank in environ and environ.get(size, "").isdecimal():
+                return name, int(environ[size])
+    return None
+
+
+def add_xla_flag(name: str, value: str) -> None:
+    """Give XLA a flag that the user has not given; XLA reads them once, when its first backend starts."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if f"--{name}" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()

@@ -1,6 +1,11 @@
-"""The "xla" implementation: the local product plus `lax` collectives, in the accumulator's type throughout."""
+"""The "xla" implementation: the local product plus `lax` collectives, in the accumulator's type throughout.
+
+Across processes the local product may be another's (`local_product`), and `ahead` goes ahead of the first collective.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,29 +16,48 @@ from jaxmp._activation import gelu, multiply_by_slope, pack_relu_aux
 from jaxmp._spec import MatmulSpec, Pattern, accumulator, operand_names, output_names, output_shape
 
 
-def matmul(a, b, *extra, spec: MatmulSpec, platform: str):
-    """The results from one device's shards, in the order of `output_names`."""
+def matmul(
+    a, b, *extra, spec: MatmulSpec, platform: str, local_product: Callable | None = None, ahead: Callable | None = None
+):
+    """The results from one device's shards, in the order of `output_names`.
+
+    `local_product(a, b, spec)` is alpha = 1 times op(a) @ op(b) of what one device has gathered, in the accumulator's
+    type; `ahead(xs)` gives back the operands of the first collective.
+    """
     acc = accumulator(a.dtype)
     named = dict(zip(operand_names(spec), extra, strict=True))
     if _narrow.is_narrow(a.dtype):  # decoded, with their scales, and then as any other operands
         a = _narrow.dequantize(a, named.get("scale_a"), spec.scale_a, acc)
         b = _narrow.dequantize(b, named.get("scale_b"), spec.scale_b, acc)
+        local_product = None
     if 0 in (*a.shape, *b.shape):
         return apply_epilog(jnp.zeros(output_shape(spec, a.shape, b.shape), acc), extra, spec, a, b)
-    if platform == "cpu":
+    ahead = ahead or (lambda operands: operands)
+    # A bias gradient that sums a or b communicates too, and does not wait for the product.
+    is_ahead = spec.pattern in (Pattern.ALL_GATHER, Pattern.GRID) or bool(_epilog.rule(spec.epilog).gradient)
+    if is_ahead:
+        a, b = ahead([a, b])
+    if platform == "cpu" and not local_product:
         # XLA:CPU has no 16-bit dot into float32 for every layout; widening is exact.
         a, b = a.astype(acc), b.astype(acc)
-    shards = a, b
+    shards = a.astype(acc), b.astype(acc)
     a, b = _gather_operands(spec, a, b)
-    a = lax.conj(a) if spec.conjugate_a else a
-    b = lax.conj(b) if spec.conjugate_b else b
-    contract = ((0 if spec.transpose_a else 1,), (1 if spec.transpose_b else 0,))
-    z = lax.dot_general(a, b, (contract, ((), ())), precision=spec.precision, preferred_element_type=acc)
+    z = (local_product or _dot_general)(a, b, spec)
+    if not is_ahead:
+        (z,) = ahead([z])
     if spec.pattern == Pattern.ALL_REDUCE:
         z = lax.psum(z, spec.row_axes)
     elif spec.pattern == Pattern.REDUCE_SCATTER:
         z = lax.psum_scatter(z, spec.row_axes, scatter_dimension=0, tiled=True)
     return apply_epilog(z, extra, spec, *shards)
+
+
+def _dot_general(a, b, spec: MatmulSpec):
+    a = lax.conj(a) if spec.conjugate_a else a
+    b = lax.conj(b) if spec.conjugate_b else b
+    contract = ((0 if spec.transpose_a else 1,), (1 if spec.transpose_b else 0,))
+    acc = accumulator(a.dtype)
+    return lax.dot_general(a, b, (contract, ((), ())), precision=spec.precision, preferred_element_type=acc)
 
 
 def apply_epilog(z, extra, spec: MatmulSpec, a=None, b=None, *, alpha=None, beta=None):
