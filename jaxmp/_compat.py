@@ -8,6 +8,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 from jax._src import api as _api
@@ -171,7 +172,7 @@ def translate_errors(translate: Callable[[Exception], Exception | None]) -> None
 
         return waiting
 
-    arrays = _array.ArrayImpl
+    arrays: Any = _array.ArrayImpl
     arrays.block_until_ready = translating(arrays.block_until_ready)
     arrays._value = property(translating(arrays._value.fget))
     _api.xc.batched_block_until_ready = translating(_api.xc.batched_block_until_ready)

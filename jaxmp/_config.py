@@ -22,7 +22,6 @@ _LAUNCHERS = {
     "mpi": (
         ("PMI_RANK", "PMI_SIZE"),
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
-        ("MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
     ),
     "slurm": (("SLURM_PROCID", "SLURM_NTASKS"),),
 }

@@ -92,7 +92,8 @@ def initialize(
     if coordinator_address is None:
         found = _detect(local_device_ids, initialization_timeout)
         coordinator_address, num_processes, process_id, local_device_ids = found
-    assert num_processes is not None and process_id is not None
+    assert num_processes is not None
+    assert process_id is not None
     host, _, port = coordinator_address.rpartition(":")
     # gloo's time for a call that all have come to; without it half an hour.
     add_xla_flag("xla_cpu_collective_timeout_seconds", str(max(1, round(seconds))))
@@ -209,10 +210,10 @@ def _detect(local_device_ids, timeout: int):
                 f"initialize: this process was started by mpiexec, but mpi4py cannot be imported ({error}); "
                 "pip install 'jaxmp[mpi]', or pass coordinator_address, num_processes and process_id"
             ) from error
-        if mpi.COMM_WORLD.Get_size() != size and "MPI_LOCALNRANKS" not in name:
+        if mpi.COMM_WORLD.Get_size() != size:
             raise RuntimeError(
-                f"initialize: mpiexec started {size} processes but mpi4py sees {mpi.COMM_WORLD.Get_size()}: they belong "
-                "to different MPIs; use the mpiexec that came with mpi4py's MPI"
+                f"initialize: mpiexec started {size} processes but mpi4py sees {mpi.COMM_WORLD.Get_size()}: they "
+                "belong to different MPIs; use the mpiexec that came with mpi4py's MPI"
             )
     return _compat.detect_processes({"mpi": "mpi4py", "slurm": "slurm"}[name], local_device_ids, timeout)
 
@@ -232,8 +233,9 @@ def _connect(host: str, process: int, nprocesses: int, generation: int, timeout:
     sockets: list[socket.socket | None] = [None] * nprocesses
     for other in range(process):
         address, port, their_token = entries[other][:3]
-        sockets[other] = socket.create_connection((address, int(port)), timeout=timeout)
-        sockets[other].sendall(f"{their_token} {process:8d}".encode())
+        connected = socket.create_connection((address, int(port)), timeout=timeout)
+        connected.sendall(f"{their_token} {process:8d}".encode())
+        sockets[other] = connected
     while any(sockets[other] is None for other in range(process + 1, nprocesses)):
         accepted, _ = listener.accept()
         accepted.settimeout(timeout)
@@ -257,7 +259,7 @@ def _own_address(host: str) -> str:
 
 
 def _versions() -> tuple[str, str]:
-    return importlib.metadata.version("jaxmp"), jax.__version__
+    return importlib.metadata.version("jaxmp"), importlib.metadata.version("jax")
 
 
 def _check_versions(process: int, versions) -> None:
@@ -319,9 +321,8 @@ def _set_hooks() -> None:
 
     def excepthook(kind, value, traceback):
         if _state is not None:
-            _state.reason = (
-                _state.reason or f"it raised {kind.__name__}: {str(value).splitlines()[0] if str(value) else ''}"
-            )
+            message = f"{value}".partition("\n")[0]
+            _state.reason = _state.reason or f"it raised {kind.__name__}: {message}"
             _native.extension().leave_roll_call(_state.reason[:500])
         previous(kind, value, traceback)
 
