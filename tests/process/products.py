@@ -1,0 +1,174 @@
+"""The products of the one-process tests, on four devices of several processes. Run by `ranks.py products`."""
+
+from __future__ import annotations
+
+import collections
+
+import cases
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+from bounds import judge_product
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Epilog
+
+RAN: collections.Counter = collections.Counter()
+FOUR = [case for case in cases.CASES if case.ndevices == 4]
+ONE_OF_EACH = [case for case in FOUR if case.name in ("ag-data", "rs-data", "ar-data", "grid")]
+
+
+def main(initialize):
+    initialize(timeout=30)
+    assert jax.device_count() == 4
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    for case in FOUR:
+        placed(case, "explicit")
+    for case in ONE_OF_EACH:
+        for transposition in ("NT", "TN", "TT"):
+            placed(case.replace(transposition=transposition, per_shard=(1, 2, 3)), "explicit")
+        placed(case, "in_shardings")
+        placed(case, "partitioner")
+        placed(case, "shard_map")
+        placed(case, "explicit-eager")
+        placed(case, "explicit", implementation="xla")
+        rounded(case, "bfloat16")
+        rounded(case, "float16")
+        rounded(case.replace(conjugation=(True, True)), "complex64")
+        transformed(case)
+        empty(case)
+    for epilog in cases.EPILOGS[1:]:
+        for case in ONE_OF_EACH[:3] if epilog in (Epilog.RELU, Epilog.GELU_AUX_BIAS) else ONE_OF_EACH[:1]:
+            with_epilog(case, epilog)
+    says_where_each_group_lives()
+    print("RAN", dict(RAN))
+
+
+def compare(got, want):
+    """Each device's part of `got` is the same part of `want`, to the bit."""
+    for shard in got.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), want[shard.index])
+
+
+def operands(case, mode, a, b):
+    return [mode.put(case, x, spec) for x, spec in zip((a, b), case.stored, strict=True)]
+
+
+def placed(case, mode_id, **options):
+    """Small integers: exact, so every element has to be where it belongs."""
+    mode = modes.BY_ID[mode_id]
+    if not mode.serves(case):
+        return
+    a, b = case.integers(np.random.default_rng(0))
+    with mode.scope(case):
+        got = mode.run(mode.product(case, **options), *operands(case, mode, a, b))
+        compare(got, np.matmul(*case.op(a, b)))
+    RAN[f"placed {mode_id}"] += 1
+
+
+def rounded(case, dtype):
+    case = case.replace(dtype=dtype, per_shard=(3, 2, 5))
+    mode = modes.BY_ID["explicit"]
+    a, b = case.values(np.random.default_rng(1))
+    op_a, op_b = (cases.wide(x) for x in case.op(a, b))
+    with mode.scope(case):
+        got = mode.run(mode.product(case), *operands(case, mode, a, b))
+        for shard in got.addressable_shards:
+            rows, cols = shard.index
+            judge_product(f"{case.id}", np.asarray(shard.data), op_a[rows], op_b[:, cols], operands=case.dtype)
+    RAN["rounded"] += 1
+
+
+def transformed(case):
+    """Gradients, tangents, vmap, scan and remat, on small integers, against plain jax.numpy on one device."""
+    mode = modes.BY_ID["explicit"]
+    a, b = case.integers(np.random.default_rng(2))
+    stored = [P(*spec) for spec in case.stored]
+    with mode.scope(case):
+        product = mode.product(case)
+        x, y = operands(case, mode, a, b)
+
+        def both(product):
+            def loss(a, b):
+                return jnp.sum(product(a, b) * jnp.float32(3))
+
+            return {
+                "grad": jax.grad(loss, argnums=(0, 1)),
+                "remat": jax.grad(jax.checkpoint(loss), argnums=(0, 1)),
+                "jvp": lambda a, b: jax.jvp(product, (a, b), (a, b))[1],
+                "scan": lambda a, b: jax.lax.scan(lambda c, _: (c, product(c, b)), a, None, length=2)[1][1],
+                "vmap": lambda a, b: jax.vmap(product, in_axes=(None, 0))(a, jnp.stack([b, b + b]))[1],
+            }
+
+        ours, plain = both(product), both(lambda a, b: jnp.matmul(*_op(case, a, b)))
+        for name, function in ours.items():
+            got = jax.jit(function)(x, y)
+            with jax.default_device(jax.local_devices()[0]), jax.set_mesh(_no_mesh()):
+                want = jax.jit(plain[name])(a, b)
+            for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                compare(one, np.asarray(other))
+            RAN[name] += 1
+    assert stored
+
+
+def _op(case, a, b):
+    return a.T if case.transposition[0] == "T" else a, b.T if case.transposition[1] == "T" else b
+
+
+def _no_mesh():
+    return jax.make_mesh((1,), ("one",), axis_types=(AxisType.Auto,), devices=jax.local_devices()[:1])
+
+
+def with_epilog(case, epilog):
+    """alpha, C and the epilog against `reference` in float64; the aux output too."""
+    case = case.replace(epilog=epilog, per_shard=(2, 3, 4))
+    mode = modes.BY_ID["explicit"]
+    rng = np.random.default_rng(3)
+    a, b = case.values(rng)
+    _, n, _ = case.extents
+    bias = cases.normal(rng, n, case.dtype) if epilog.name.endswith("BIAS") else None
+    inputs = {} if bias is None else {"epilog_inputs": {"bias": bias}}
+    with mode.scope(case):
+        x, y = operands(case, mode, a, b)
+        placed_bias = [] if bias is None else [cases.put(bias, case.jax_mesh(), P(case.out[1]))]
+        program = mode.product(case, alpha=0.5, epilog=epilog)
+        got = jax.jit(lambda a, b, *bias: program(a, b, None, *bias))(x, y, *placed_bias)
+    with jax.default_device(jax.local_devices()[0]):
+        want = jaxmp.reference.matmul(a, b, alpha=0.5, epilog=epilog, **inputs)
+    d, want_d = (got[0], want[0]) if isinstance(got, tuple) else (got, want)
+    scale = 4 * 2.0**-24 * np.max(np.abs(a) @ np.abs(b) + (0 if bias is None else np.abs(bias))) + 1e-7
+    for shard in d.addressable_shards:
+        error = np.max(np.abs(np.asarray(shard.data) - np.asarray(want_d)[shard.index]))
+        assert error <= 8 * scale, f"{case.id}: {error} is above {8 * scale}"
+    RAN["epilog"] += 1
+
+
+def empty(case):
+    case = case.replace(per_shard=(2, 3, 0))
+    mode = modes.BY_ID["explicit"]
+    a, b = case.integers(np.random.default_rng(4))
+    with mode.scope(case):
+        got = mode.run(mode.product(case), *operands(case, mode, a, b))
+        compare(got, np.matmul(*case.op(a, b)))
+    RAN["empty"] += 1
+
+
+def says_where_each_group_lives():
+    """Axis y of a 2x2 mesh stays within a process of two devices, and within none of one device."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    found = {}
+    with jax.set_mesh(mesh):
+        for axis in ("x", "y"):
+            a = jax.device_put(np.ones((4, 8), np.float32), NamedSharding(mesh, P(None, axis)))
+            b = jax.device_put(np.ones((8, 4), np.float32), NamedSharding(mesh, P(axis, None)))
+
+            def product(a, b):
+                return jaxmp.matmul(a, b, out_sharding=P(None, None))
+
+            found[axis] = jaxmp.explain(product)(a, b).rows[0].implementation
+            compare(jax.jit(product)(a, b), np.full((4, 4), 8, np.float32))
+    within = "host" if jax.local_device_count() == 2 else "host+xla"
+    assert found == {"x": "host+xla", "y": within}, found
