@@ -21,7 +21,7 @@ using Indices = ffi::Span<const int64_t>;
 
 ffi::ErrorOr<std::unique_ptr<RollCallSite>> Instantiate(std::string_view program, int64_t index, std::string_view call,
                                                         std::string_view fields, Indices devices, Indices processes,
-                                                        Indices groups, bool is_sequential) {
+                                                        Indices groups, int64_t is_sequential) {
   try {
     Appointment appointment;
     appointment.program = program;
@@ -31,7 +31,7 @@ ffi::ErrorOr<std::unique_ptr<RollCallSite>> Instantiate(std::string_view program
     appointment.devices.assign(devices.begin(), devices.end());
     appointment.processes.assign(processes.begin(), processes.end());
     appointment.groups.assign(groups.begin(), groups.end());
-    appointment.is_sequential = is_sequential;
+    appointment.is_sequential = is_sequential != 0;
     StatusOr<std::shared_ptr<const Appointment>> prepared = Prepare(std::move(appointment));
     if (!prepared.ok()) return ffi::Unexpected(ffi::Error::InvalidArgument(prepared.status().message()));
     return std::make_unique<RollCallSite>(std::move(*prepared));
@@ -99,7 +99,7 @@ XLA_FFI_Error* RollCallInstantiate(XLA_FFI_CallFrame* frame) {
                                    .Attr<Indices>("devices")
                                    .Attr<Indices>("processes")
                                    .Attr<Indices>("groups")
-                                   .Attr<bool>("is_sequential")
+                                   .Attr<int64_t>("is_sequential")
                                    .To(Instantiate)
                                    .release();
   return handler->Call(frame);

@@ -45,7 +45,7 @@ def main():
     ndevices = jax.device_count()
     rng = np.random.default_rng(0)  # the same in every process
     shapes = ((ROWS, WIDTH), (WIDTH, HIDDEN), (HIDDEN, WIDTH), (ROWS, WIDTH))
-    x, up, down, target = (rng.normal(size=s).astype(np.float32) / np.sqrt(s[0]) for s in shapes)
+    x, up, down, target = ((rng.normal(size=s) / np.sqrt(s[0])).astype(np.float32) for s in shapes)
     with jax.default_device(jax.local_devices()[0]):
         wanted = train(one_device_loss, (jnp.asarray(up), jnp.asarray(down)), x, target)
 

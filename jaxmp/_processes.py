@@ -110,7 +110,7 @@ class Site:
             "devices": np.array(self.span.devices, np.int64),
             "processes": np.array(self.span.processes, np.int64),
             "groups": np.array(self.span.groups, np.int64),
-            "is_sequential": jax.local_device_count() == 1,
+            "is_sequential": np.int64(jax.local_device_count() == 1),
         }
 
 

@@ -37,7 +37,7 @@ class Job:
 
     def __init__(self, folder: Path, scenario: str, nprocesses: int, *, ndevices: int = 1, env=None):
         self.scenario, self.folder = scenario, folder
-        self.port = _free_port()
+        self.port = free_port()
         base = {name: value for name, value in os.environ.items() if not name.startswith(("JAXMP_", "PMI_", "OMPI_"))}
         base |= {
             "JAX_PLATFORMS": "cpu",
@@ -117,7 +117,7 @@ class Job:
         return "\n".join(f"--- {log.name}\n{log.read_text()[-4000:]}" for log in self.logs)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
