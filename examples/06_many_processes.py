@@ -59,8 +59,8 @@ def main():
         got = train(loss_of, weights, x, target)
     error = np.max(np.abs(np.array(got) / np.array(wanted) - 1))
     print(
-        f"process {jax.process_index()} of {jax.process_count()}, {ndevices} devices: loss {got[0]:.4f} -> {got[-1]:.4f}, "
-        f"relative difference to one device {error:.1e}",
+        f"process {jax.process_index()} of {jax.process_count()}, {ndevices} devices: "
+        f"loss {got[0]:.4f} -> {got[-1]:.4f}, relative difference to one device {error:.1e}",
         flush=True,
     )
     assert error < 1e-4

@@ -87,7 +87,8 @@ def initialize(
     ValueError: initialize: process_id must be from 0 to num_processes - 1 = 0, got 1
     """
     global _state, _generation
-    _check_first(coordinator_address, num_processes, process_id)
+    _check_arguments(coordinator_address, num_processes, process_id)
+    _check_moment()
     seconds = config().timeout if timeout is None else parse_timeout("initialize: timeout", timeout)
     if coordinator_address is None:
         found = _detect(local_device_ids, initialization_timeout)
@@ -160,13 +161,16 @@ def shutdown() -> None:
 # Who and where --------------------------------------------------------------------------------------------------
 
 
-def _check_first(coordinator_address, num_processes, process_id) -> None:
+def _check_moment() -> None:
     if _state is not None or _compat.distributed_client() is not None:
         raise RuntimeError("initialize: this process is part of a job already; call it once, or shutdown() in between")
     if _compat.backend_exists():
         raise RuntimeError(
             "initialize: JAX's backend exists already; call this ahead of jax.devices, jnp.ones and all that computes"
         )
+
+
+def _check_arguments(coordinator_address, num_processes, process_id) -> None:
     given = {
         "coordinator_address": coordinator_address,
         "num_processes": num_processes,

@@ -105,7 +105,8 @@ def start(options, processes: int, devices: int) -> bool:
     counts = [f"--small={options.small}", f"--large={options.large}", f"--large-extent={options.large_extent}"]
     command = [sys.executable, __file__, *counts, f"--processes={processes}", f"--port={port}"]
     started = [subprocess.Popen([*command, f"--process={i}"], env=environment) for i in range(processes)]
-    return all([process.wait() == 0 for process in started])  # a list: wait for all of them
+    statuses = [process.wait() for process in started]
+    return not any(statuses)
 
 
 def main() -> int:
@@ -119,7 +120,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.process is not None:
         return rank(options)
-    return 0 if all([start(options, 1, 8), start(options, 2, 2)]) else 1
+    runs = [start(options, 1, 8), start(options, 2, 2)]
+    return 0 if all(runs) else 1
 
 
 if __name__ == "__main__":
