@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-ROWS, WIDTH, HIDDEN, STEPS, RATE = 64, 48, 96, 20, 0.05
+ROWS, WIDTH, HIDDEN, STEPS, RATE = 64, 48, 96, 20, 2.0
 
 
 def loss_of(weights, x, target):
@@ -29,13 +29,13 @@ def one_device_loss(weights, x, target):
 
 def train(loss, weights, x, target):
     @jax.jit
-    def step(weights):
+    def step(weights, x, target):
         value, gradients = jax.value_and_grad(loss)(weights, x, target)
         return value, jax.tree.map(lambda w, g: w - RATE * g, weights, gradients)
 
     losses = []
     for _ in range(STEPS):
-        value, weights = step(weights)
+        value, weights = step(weights, x, target)
         losses.append(float(value))
     return losses
 
