@@ -105,7 +105,7 @@ class Site:
         return {
             "program": f"{self.program} {described}" if self.program == _PARTITIONED else self.program,
             "index": np.int64(self.index),
-            "call": spec.line,
+            "call": spec.line or "matmul",
             "fields": described,
             "devices": np.array(self.span.devices, np.int64),
             "processes": np.array(self.span.processes, np.int64),
