@@ -14,11 +14,19 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog
+from jaxmp import Epilog, _epilog
 
 RAN: collections.Counter = collections.Counter()
 FOUR = [case for case in cases.CASES if case.ndevices == 4]
 ONE_OF_EACH = [case for case in FOUR if case.name in ("ag-data", "rs-data", "ar-data", "grid")]
+
+
+# The others are what the gradients of these are made of, and run in `gradients_of_a_layer`.
+FORWARD_EPILOGS = [
+    epilog
+    for epilog in cases.EPILOGS[1:]
+    if set(_epilog.rule(epilog).inputs) <= {"bias"} and not _epilog.rule(epilog).gradient
+]
 
 
 def main(initialize):
@@ -40,9 +48,10 @@ def main(initialize):
         rounded(case.replace(conjugation=(True, True)), "complex64")
         transformed(case)
         empty(case)
-    for epilog in cases.EPILOGS[1:]:
+    for epilog in FORWARD_EPILOGS:
         for case in ONE_OF_EACH[:3] if epilog in (Epilog.RELU, Epilog.GELU_AUX_BIAS) else ONE_OF_EACH[:1]:
             with_epilog(case, epilog)
+    gradients_of_a_layer()
     says_where_each_group_lives()
     print("RAN", dict(RAN))
 
@@ -169,6 +178,31 @@ def empty(case):
         got = mode.run(mode.product(case), *operands(case, mode, a, b))
         compare(got, np.matmul(*case.op(a, b)))
     RAN["empty"] += 1
+
+
+def gradients_of_a_layer():
+    """Of two dense layers with bias and relu, on small integers: the bias gradients of several ranks included."""
+    rng = np.random.default_rng(5)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+    shapes = ((8, 4), (4, 8), (8,), (8, 4))
+    layouts = (P("x", None), P(None, "x"), P("x"), P("x", None))
+    values = [rng.integers(-2, 3, shape).astype(np.float32) for shape in shapes]
+
+    def ours(x, up, bias, down):
+        h = jaxmp.linear(x, up, bias, activation="relu", out_sharding=P(None, "x"))
+        return jnp.sum(jaxmp.matmul(h, down, out_sharding=P("x", None)) * jnp.float32(3))
+
+    def plain(x, up, bias, down):
+        return jnp.sum((jax.nn.relu(x @ up + bias[None, :]) @ down) * jnp.float32(3))
+
+    with jax.set_mesh(mesh):
+        placed_values = [cases.put(x, mesh, spec) for x, spec in zip(values, layouts, strict=True)]
+        got = jax.jit(jax.grad(ours, argnums=(0, 1, 2, 3)))(*placed_values)
+    with jax.default_device(jax.local_devices()[0]):
+        want = jax.jit(jax.grad(plain, argnums=(0, 1, 2, 3)))(*values)
+    for one, other in zip(got, want, strict=True):
+        compare(one, np.asarray(other))
+    RAN["layer"] += 1
 
 
 def says_where_each_group_lives():
