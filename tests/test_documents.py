@@ -63,7 +63,7 @@ def test_the_readme_lists_the_commands_of_the_makefile():
 
 
 def test_every_row_of_the_faults_names_a_test_that_exists():
-    document = (ROOT / "docs" / "faults.md").read_text()
+    document = (ROOT / "docs" / "faults.md").read_text().partition("## Soak")[0]
     tests = "\n".join(path.read_text() for path in (ROOT / "tests" / "process").glob("test_*.py"))
     rows = [line for line in document.splitlines() if line.startswith("| ") and "---" not in line][1:]
     assert len(rows) >= 15
