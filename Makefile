@@ -16,6 +16,7 @@ DEMO  := .venv/demo-$(TAG)
 TEST  := .venv/test-$(TAG)
 BENCH := .venv/bench-$(TAG)$(if $(EXTRAS),-$(EXTRAS))
 LINT  := .venv/lint-$(TAG)
+MPI   := .venv/mpi-$(TAG)
 
 COMMA := ,
 
@@ -35,16 +36,20 @@ endef
 
 .PHONY: help
 help: ## This list
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 	@echo "  Variables: PYTHON=<interpreter>, JAX=<version; empty: the newest>, ARGS=<more arguments>"
 
 .PHONY: demo
 demo: $(DEMO)/.ready ## Train the digits example on four CPU devices
 	$(DEMO)/bin/python examples/01_digits_mlp.py $(ARGS)
 
+.PHONY: demo-mpi
+demo-mpi: $(MPI)/.ready ## Train over four processes that mpiexec starts; MPI comes from PyPI
+	PATH="$(CURDIR)/$(MPI)/bin:$$PATH" JAX_PLATFORMS=cpu mpiexec -n 4 python examples/06_many_processes.py
+
 .PHONY: examples
-examples: $(DEMO)/.ready ## Run every example
-	@for example in examples/[0-9]*.py; do echo "== $$example"; $(DEMO)/bin/python $$example; done
+examples: $(DEMO)/.ready ## Run every example of one process
+	@for example in $(filter-out %_processes.py,$(wildcard examples/[0-9]*.py)); do echo "== $$example"; $(DEMO)/bin/python $$example; done
 
 .PHONY: test
 test: test-cpp test-python ## Run the C++ and the Python tests
@@ -60,6 +65,14 @@ fuzz: $(TEST)/.ready ## Draw products at random and judge them (N=10000: how man
 .PHONY: test-cpp
 test-cpp: $(TEST)/.ready ## Run the C++ tests only
 	@$(call cpp_tests,cpp-$(TAG),Release,)
+
+.PHONY: test-process
+test-process: $(TEST)/.ready ## Run the tests of many processes, with faults (ARGS="-k name" picks some)
+	$(TEST)/bin/pytest tests/process $(ARGS)
+
+.PHONY: soak
+soak: $(TEST)/.ready ## Run 100,000 small and 1,000 large calls and watch memory and descriptors
+	$(TEST)/bin/python tests/process/soak.py $(ARGS)
 
 .PHONY: test-abi
 test-abi: $(TEST)/.ready ## Compare our declarations with the real cublasmp.h, from its wheel (Linux)
@@ -109,6 +122,9 @@ $(DEMO)/.ready: $(ALL_SOURCES)
 
 $(TEST)/.ready: $(CXX_SOURCES)
 	$(call new_venv,$(TEST),--editable '.[test]')
+
+$(MPI)/.ready: $(ALL_SOURCES)
+	$(call new_venv,$(MPI),'.[mpi]')
 
 $(BENCH)/.ready: $(ALL_SOURCES)
 	$(call new_venv,$(BENCH),'.[bench$(if $(EXTRAS),$(COMMA)$(EXTRAS))]')

@@ -14,6 +14,9 @@
 #include "csrc/mp_api.h"
 #include "csrc/plan_cache.h"
 #include "csrc/problem.h"
+#include "csrc/rollcall/relay.h"
+#include "csrc/rollcall/rollcall.h"
+#include "csrc/rollcall_handlers.h"
 #include "csrc/status.h"
 
 namespace nb = nanobind;
@@ -33,6 +36,10 @@ nb::dict Registrations() {
   bundle["instantiate"] = nb::capsule(reinterpret_cast<void*>(MatmulInstantiate));
   bundle["execute"] = nb::capsule(reinterpret_cast<void*>(MatmulExecute));
   targets["jaxmp_matmul"] = bundle;
+  nb::dict roll_call;
+  roll_call["instantiate"] = nb::capsule(reinterpret_cast<void*>(RollCallInstantiate));
+  roll_call["execute"] = nb::capsule(reinterpret_cast<void*>(RollCallExecute));
+  targets["jaxmp_roll_call"] = roll_call;
   return targets;
 }
 
@@ -41,6 +48,10 @@ nb::dict Types() {
   site["type_id"] = nb::capsule(&Site::id, "xla.ffi.type_id");
   site["type_info"] = nb::capsule(&Site::info, "xla.ffi.type_info");
   types["jaxmp_site"] = site;
+  nb::dict roll_call;
+  roll_call["type_id"] = nb::capsule(&RollCallSite::id, "xla.ffi.type_id");
+  roll_call["type_info"] = nb::capsule(&RollCallSite::info, "xla.ffi.type_info");
+  types["jaxmp_roll_call_site"] = roll_call;
   return types;
 }
 
@@ -102,6 +113,28 @@ nb::dict DescribePlan(const nb::dict& attributes) {
   return result;
 }
 
+void StartRollCallWith(int process, const std::vector<int>& sockets, double timeout, bool compares, int interrupts) {
+  StartRollCall({process, sockets, timeout, compares, interrupts});
+}
+
+nb::list PeerDicts() {
+  nb::list result;
+  for (const PeerState& state : PeerStates()) {
+    nb::dict peer;
+    peer["gone"] = state.gone;
+    peer["is_clean"] = state.is_clean;
+    peer["silence"] = state.silence;
+    result.append(peer);
+  }
+  return result;
+}
+
+int StartRelayTo(const std::string& host, const std::string& port) {
+  const StatusOr<int> relay = StartRelay(host, port);
+  ThrowIfError(relay.status());
+  return *relay;
+}
+
 }  // namespace
 }  // namespace jaxmp
 
@@ -121,4 +154,12 @@ NB_MODULE(_jaxmp, m) {
   m.def("set_plan_cache_capacity", [](size_t capacity) { plan_cache().set_capacity(capacity); });
   m.def("set_plan_log", [](bool is_on) { plan_cache().set_log(is_on); });
   m.def("describe_plan", &DescribePlan, nb::arg("attributes"));
+  m.def("start_roll_call", &StartRollCallWith, nb::arg("process"), nb::arg("sockets"), nb::arg("timeout"),
+        nb::arg("compares"), nb::arg("interrupts"));
+  m.def("leave_roll_call", &LeaveRollCall, nb::arg("reason"));
+  m.def("stop_roll_call", &StopRollCall, nb::call_guard<nb::gil_scoped_release>());
+  m.def("roll_call_failure", &RollCallFailure);
+  m.def("last_call", &LastCall);
+  m.def("peers", &PeerDicts);
+  m.def("start_relay", &StartRelayTo, nb::arg("host"), nb::arg("port"));
 }

@@ -202,6 +202,9 @@ Status Decode(const char* name, const Attribute& from, E& to) {
   return InvalidArgument(std::string("jaxmp: attribute ") + name + " must be one of " + known + "; got " + text);
 }
 
+// A communicator lists every device of the mesh; beyond this the attribute is garbage.
+constexpr int64_t kMostDevices = 1 << 20;
+
 Status CheckAxes(const Problem& problem) {
   const int64_t naxes = static_cast<int64_t>(problem.mesh_shape.size());
   std::set<int64_t> seen;
@@ -213,10 +216,16 @@ Status CheckAxes(const Problem& problem) {
       }
     }
   }
+  int64_t ndevices = 1;
   for (int64_t size : problem.mesh_shape) {
     if (size < 1) {
       return InvalidArgument("jaxmp: every size in mesh_shape must be at least 1; got " + std::to_string(size));
     }
+    if (size > kMostDevices / ndevices) {
+      return InvalidArgument("jaxmp: mesh_shape may have " + std::to_string(kMostDevices) +
+                             " devices in all; got a size of " + std::to_string(size));
+    }
+    ndevices *= size;
   }
   const bool is_local = problem.pattern == Pattern::kLocal;
   if (is_local && !seen.empty()) {

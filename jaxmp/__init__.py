@@ -4,6 +4,7 @@ from jaxmp import _autodiff as _autodiff
 from jaxmp import _batching as _batching
 from jaxmp import _lowering as _lowering
 from jaxmp import _partitioning as _partitioning
+from jaxmp import distributed as distributed
 from jaxmp import quantize as quantize
 from jaxmp import reference as reference
 from jaxmp._api import all_gather_matmul as all_gather_matmul
@@ -27,3 +28,4 @@ from jaxmp._native import plan_cache_clear as plan_cache_clear
 from jaxmp._native import plan_cache_info as plan_cache_info
 from jaxmp._native import register as register
 from jaxmp._scaled_matmul import scaled_matmul as scaled_matmul
+from jaxmp.distributed import DistributedError as DistributedError

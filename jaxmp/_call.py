@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 from typing import Any
 
 import jax
@@ -14,11 +15,12 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _bgrad, _compat, _epilog, _mesh, _narrow, _precision, _sharding, _spec, _xla
+from jaxmp import _bgrad, _compat, _epilog, _mesh, _narrow, _native, _precision, _sharding, _spec, _xla
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import bind, bind_rows, fold_scale, global_amax, has_rows
 from jaxmp._spec import MatmulSpec, Pattern
 
+_PACKAGE = os.path.dirname(__file__)
 SPEC_OPTIONS = [
     "alpha",
     "beta",
@@ -74,6 +76,7 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
         precision=_precision.resolve(name, options.get("precision"), operands["a"].dtype, out),
         implementation=options.get("implementation"),
         **_spec.resolve_hints(name, out, operands["a"].dtype, *(options.get(hint) for hint in HINTS)),
+        line=f"{name} at {_compat.user_line(_PACKAGE)}" if _native.has_roll_call() else "",
         **(pattern or {}),
     )
     _spec.check_local_shapes(name, spec, a.shape[-2:], b.shape)

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import functools
+import os
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
+from jax._src import api as _api
+from jax._src import array as _array
+from jax._src import clusters as _clusters
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax._src import distributed as _distributed
+from jax._src import mesh as _mesh
+from jax._src import sharding_impls as _sharding_impls
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _pe
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
@@ -61,14 +74,130 @@ def is_concrete(x) -> bool:
     return not isinstance(x, _core.Tracer)
 
 
+# Lowering across processes --------------------------------------------------------------------------------------
+
+
+def require_devices(primitives: Iterable[Primitive]) -> None:
+    """From here on a lowering of these serves only the devices for which it was made."""
+    _dispatch.prim_requires_devices_during_lowering.update(primitives)
+
+
+def lowering_mesh(ctx) -> jax.sharding.Mesh | None:
+    """The mesh with its devices for which a lowering rule runs, or None where JAX does not know them yet."""
+    axes = ctx.module_context.axis_context
+    mesh = axes.mesh if isinstance(axes, _sharding_impls.SPMDAxisContext) else None
+    return mesh if isinstance(mesh, jax.sharding.Mesh) else ambient_mesh()
+
+
+def ambient_mesh() -> jax.sharding.Mesh | None:
+    """The mesh of `jax.set_mesh`."""
+    mesh = _mesh.get_concrete_mesh()
+    return None if mesh is None or mesh.empty else mesh
+
+
+def program_name(ctx) -> str:
+    """The name of the module that is being lowered."""
+    return str(ctx.module_context.module.operation.attributes["sym_name"]).strip('"')
+
+
+def next_index(ctx, key: str) -> int:
+    """How often this was asked in the module that is being lowered; the order of lowering is that of the program."""
+    counters = ctx.module_context.cached_primitive_lowerings
+    counters[key] = counters.get(key, -1) + 1
+    return counters[key]
+
+
+def user_line(package: str) -> str:
+    """The line of the user's program, "train.py:41", that is running; files of `package` and of JAX are passed over."""
+    own = (package + os.sep, os.path.dirname(jax.__file__) + os.sep)
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+# Processes ------------------------------------------------------------------------------------------------------
+
+
+def backend_exists() -> bool:
+    """Whether JAX has started a backend; from then on it no longer learns of other processes."""
+    return _xla_bridge.backends_are_initialized()
+
+
+def distributed_client():
+    """The client of JAX's coordination service, or None."""
+    return _distributed.global_state.client
+
+
+def detect_processes(method: str, local_device_ids, timeout: int):
+    """(coordinator address, number of processes, process id, local device ids) as JAX finds them."""
+    detect = _clusters.ClusterEnv.auto_detect_unset_distributed_params
+    return detect(None, None, None, local_device_ids, method, timeout)
+
+
+def uses_mutual_tls() -> bool:
+    """Whether JAX checks the name of the host at the other end of the connection."""
+    return bool(getattr(jax.config, "jax_mtls_ca_file", None))
+
+
+def abandon_distributed() -> None:
+    """Forget JAX's coordination service without the barrier that its shutdown waits in.
+
+    Its client must not be destroyed either, which would wait in the same barrier.
+    """
+    atexit.unregister(_api.clean_up)
+    state = _distributed.global_state
+    for name in ("preemption_sync_manager", "client", "service"):
+        if getattr(state, name) is not None:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(getattr(state, name)))
+            setattr(state, name, None)
+
+
+def translate_errors(translate: Callable[[Exception], Exception | None]) -> None:
+    """Where waiting for an array raises XLA's error, raise what `translate` makes of it.
+
+    An error of a program that is already running reaches Python only here, so there is no other place for a type.
+    """
+
+    def translating(wait):
+        @functools.wraps(wait, assigned=("__doc__",), updated=())
+        def waiting(*args, **kwargs):
+            try:
+                return wait(*args, **kwargs)
+            except jax.errors.JaxRuntimeError as error:
+                translated = translate(error)
+                if translated is None:
+                    raise
+                raise translated from error
+
+        return waiting
+
+    arrays: Any = _array.ArrayImpl
+    arrays.block_until_ready = translating(arrays.block_until_ready)
+    arrays._value = property(translating(arrays._value.fget))
+    _api.xc.batched_block_until_ready = translating(_api.xc.batched_block_until_ready)
+
+
 __all__ = [
     "Primitive",
+    "abandon_distributed",
+    "ambient_mesh",
+    "backend_exists",
     "batching",
+    "detect_processes",
+    "distributed_client",
     "is_concrete",
     "is_vma_checked",
+    "lowering_mesh",
     "make_primitive",
     "mlir",
+    "next_index",
+    "program_name",
+    "require_devices",
     "subjaxprs",
+    "translate_errors",
+    "user_line",
+    "uses_mutual_tls",
     "varying_axes",
     "with_shape",
     "without_dead_code",

@@ -1,4 +1,4 @@
-"""The process's configuration: the only reader of environment variables."""
+"""The process's configuration: the only reader, and for one flag of XLA writer, of environment variables."""
 
 from __future__ import annotations
 
@@ -17,8 +17,18 @@ VARIABLES = {
         "a precision that no CPU computes (sums in 16 bits): 'strict' refuses it on \"host\", 'ignore' sums in float32",
         "strict",
     ),
+    "JAXMP_TIMEOUT": ("seconds after which a process that has not come to a call is missing", "60"),
+    "JAXMP_AGREEMENT": ("'on' compares the calls of the processes ahead of running them, 'off' does not", "on"),
 }
 _LOG_TOPICS = ("plan",)
+# What launchers tell the processes that they start: (rank, size).
+_LAUNCHERS = {
+    "mpi": (
+        ("PMI_RANK", "PMI_SIZE"),
+        ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ),
+    "slurm": (("SLURM_PROCID", "SLURM_NTASKS"),),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +40,8 @@ class Config:
     blas: str | None
     use_mkl: bool
     ignores_precision: bool
+    timeout: float = 60.0
+    compares_calls: bool = True
 
 
 @functools.cache
@@ -56,4 +68,38 @@ def parse(environ: Mapping[str, str]) -> Config:
     precision = read("JAXMP_HOST_PRECISION")
     if precision not in ("strict", "ignore"):
         raise ValueError(f"JAXMP_HOST_PRECISION must be 'strict' or 'ignore' but is {precision!r}.")
-    return Config(log, int(size), read("JAXMP_BLAS") or None, mkl == "auto", precision == "ignore")
+    agreement = read("JAXMP_AGREEMENT")
+    if agreement not in ("on", "off"):
+        raise ValueError(f"JAXMP_AGREEMENT must be 'on' or 'off' but is {agreement!r}.")
+    timeout = parse_timeout("JAXMP_TIMEOUT", read("JAXMP_TIMEOUT"))
+    return Config(
+        log, int(size), read("JAXMP_BLAS") or None, mkl == "auto", precision == "ignore", timeout, agreement == "on"
+    )
+
+
+def parse_timeout(name: str, value) -> float:
+    """`value` as a positive number of seconds."""
+    try:
+        seconds = float(value)
+    except (TypeError, ValueError):
+        seconds = 0.0
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"{name} must be a positive number of seconds but is {value!r}.")
+    return seconds
+
+
+def launcher(environ: Mapping[str, str] | None = None) -> tuple[str, int] | None:
+    """("mpi" or "slurm", number of processes) where this process was started by one of them, else None."""
+    environ = os.environ if environ is None else environ
+    for name, variables in _LAUNCHERS.items():
+        for rank, size in variables:
+            if rank in environ and environ.get(size, "").isdecimal():
+                return name, int(environ[size])
+    return None
+
+
+def add_xla_flag(name: str, value: str) -> None:
+    """Give XLA a flag that the user has not given; XLA reads them once, when its first backend starts."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if f"--{name}" not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp import _bgrad, _compat, _epilog, _lowering, _narrow, _native, _partitioning, _precision
+from jaxmp import _bgrad, _compat, _epilog, _lowering, _narrow, _native, _partitioning, _precision, _processes
 from jaxmp._primitive import activated_matmul_p, auto_matmul_epilog_p, auto_matmul_p, matmul_epilog_p, matmul_p
 from jaxmp._route import find_route
 from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, hints_text, output_shape
@@ -184,7 +184,7 @@ def _walk(jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row]:
 
 def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None) -> Row:
     m, n, k = global_extents(spec, a.shape, b.shape)
-    platform, nprocesses = jax.default_backend(), jax.process_count()
+    platform, nprocesses = jax.default_backend(), _processes.group_processes(spec, _compat.ambient_mesh())
     choice = _lowering.choose_implementation(spec, platform, nprocesses)
     algorithm, workspace = _plan_facts(spec, a, b, choice.implementation)
     reasons = [choice.why]
@@ -223,6 +223,8 @@ def _scales(spec: MatmulSpec) -> str:
 
 def _plan_facts(spec: MatmulSpec, a, b, implementation: str) -> tuple[str, int]:
     """(algorithm, workspace bytes per rank) of the plan that serves a call."""
+    if implementation == "host+xla":
+        return "hostmp local Matmul and lax collectives", 0
     if implementation != "host":
         return ("lax.dot_general and lax collectives" if spec.nranks > 1 else "lax.dot_general"), 0
     spec = _lowering.without_conjugation(spec)

@@ -9,13 +9,14 @@ A grid swaps its two directions for the same reason.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp import _epilog, _layout, _narrow, _native, _precision, _xla
+from jaxmp import _compat, _epilog, _layout, _narrow, _native, _precision, _processes, _xla
 from jaxmp._activation import multiply_by_slope
 from jaxmp._compat import mlir
 from jaxmp._config import config
@@ -69,7 +70,10 @@ class Choice:
 
 
 def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int) -> Choice:
-    """The written rule behind `implementation=None`; NotImplementedError where the one asked for cannot serve."""
+    """The written rule behind `implementation=None`; NotImplementedError where the one asked for cannot serve.
+
+    `nprocesses`: over how many processes the ranks of a group spread (`_processes.group_processes`).
+    """
     if platform == "cpu" and spec.precision == "BF16_BF16_BF16" and spec.implementation != "host":
         raise NotImplementedError(
             "precision=BF16_BF16_BF16 sums in bfloat16, which neither hostmp nor XLA does on a CPU; pass "
@@ -99,7 +103,8 @@ def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int) -> C
             f'{nprocesses} processes; pass implementation=None or "xla"'
         )
     if platform == "cpu":
-        return Choice("xla", f"the ranks of a group may live in {nprocesses} processes")
+        why = f"the ranks of a group live in {nprocesses} processes: each multiplies on its own, XLA communicates"
+        return Choice("host+xla", why)
     return Choice("xla", f"no fused implementation for platform {platform!r}")
 
 
@@ -295,15 +300,38 @@ def _activation_grad(aux, t, *, activation: str):
 
 
 def _rule(platform: str, is_multiple: bool):
-    def lower(*operands, spec: MatmulSpec):
-        choice = choose_implementation(spec, platform, jax.process_count())
-        if choice.implementation == "host":
-            outputs = _fused_matmul(*operands, spec=spec, capabilities=host_capabilities())
-        else:
-            outputs = _xla.matmul(*operands, spec=spec, platform=platform)
-        return outputs if is_multiple else outputs[0]
+    def rule(ctx, *nodes, spec: MatmulSpec):
+        nprocesses = _processes.group_processes(spec, _compat.lowering_mesh(ctx))
+        choice = choose_implementation(spec, platform, nprocesses)
+        site = _processes.site(ctx, spec) if platform == "cpu" and choice.implementation != "host" else None
 
-    return mlir.lower_fun(lower, multiple_results=is_multiple)
+        def lower(a, b, *extra):
+            if choice.implementation == "host":
+                outputs = _fused_matmul(a, b, *extra, spec=spec, capabilities=host_capabilities())
+            else:
+                local_product = _host_product if choice.implementation == "host+xla" else None
+                ahead = functools.partial(site.roll_call, spec, a, b) if site else None
+                outputs = _xla.matmul(
+                    a, b, *extra, spec=spec, platform=platform, local_product=local_product, ahead=ahead
+                )
+            return outputs if is_multiple else outputs[0]
+
+        return mlir.lower_fun(lower, multiple_results=is_multiple)(ctx, *nodes)
+
+    return rule
+
+
+def _host_product(a, b, spec: MatmulSpec):
+    """One device's product in the accumulator's type, through the custom call."""
+    local = MatmulSpec(
+        accumulator(a.dtype),
+        transpose_a=spec.transpose_a,
+        transpose_b=spec.transpose_b,
+        conjugate_a=spec.conjugate_a,
+        conjugate_b=spec.conjugate_b,
+        precision=spec.precision,
+    )
+    return _fused_matmul(a, b, spec=local, capabilities=host_capabilities())[0]
 
 
 def register_matmul_lowerings(bilinear_p, epilog_p) -> None:

@@ -20,12 +20,14 @@ import numpy as np
 from jaxmp._config import config
 
 TARGET = "jaxmp_matmul"
+ROLL_CALL_TARGET = "jaxmp_roll_call"
 # The version of the boundary between this package and its extension: attributes, operands, functions.
 ABI_VERSION = 1
 
 _lock = threading.RLock()
 _loaded: Any = None
 _is_registered = False
+_has_roll_call = False
 
 
 def register() -> None:
@@ -66,6 +68,25 @@ def describe_plan(attributes: Mapping[str, Any]) -> dict[str, Any]:
 def capabilities() -> dict[str, bool]:
     """What the library behind the custom call takes beyond cuBLASMp's documented forms."""
     return extension().capabilities()
+
+
+def start_roll_call(process: int, sockets: list[int], timeout: float, compares: bool, interrupts: int) -> None:
+    """Begin to watch the processes at the other ends of `sockets` (by process; -1 is this one), which it then owns."""
+    global _has_roll_call
+    extension().start_roll_call(process, sockets, timeout, compares, interrupts)
+    _has_roll_call = True
+
+
+def stop_roll_call() -> None:
+    """Close the sockets; calls that still wait fail."""
+    global _has_roll_call
+    extension().stop_roll_call()
+    _has_roll_call = False
+
+
+def has_roll_call() -> bool:
+    """Whether this process watches others, and is watched."""
+    return _has_roll_call
 
 
 def plan_cache_info() -> dict[str, int]:

@@ -1,6 +1,11 @@
-"""The "xla" implementation: the local product plus `lax` collectives, in the accumulator's type throughout."""
+"""The "xla" implementation: the local product plus `lax` collectives, in the accumulator's type throughout.
+
+Across processes the local product may be another's (`local_product`), and `ahead` goes ahead of the first collective.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -12,27 +17,38 @@ from jaxmp._activation import gelu, multiply_by_slope, pack_relu_aux
 from jaxmp._spec import MatmulSpec, Pattern, accumulator, operand_names, output_names, output_shape
 
 
-def matmul(a, b, *extra, spec: MatmulSpec, platform: str):
-    """The results from one device's shards, in the order of `output_names`."""
+def matmul(
+    a, b, *extra, spec: MatmulSpec, platform: str, local_product: Callable | None = None, ahead: Callable | None = None
+):
+    """The results from one device's shards, in the order of `output_names`.
+
+    `local_product(a, b, spec)` is alpha = 1 times op(a) @ op(b) of what one device has gathered, in the accumulator's
+    type; `ahead(xs)` gives back the operands of the first collective.
+    """
     compute = _precision.find(spec.precision, a.dtype)
     acc = jnp.dtype(compute.accumulator or accumulator(a.dtype))
+    if compute.is_narrow or spec.cyclic:
+        local_product = None
     named = dict(zip(operand_names(spec), extra, strict=True))
     if _narrow.is_narrow(a.dtype):  # decoded, with their scales, and then as any other operands
         a = _narrow.dequantize(a, named.get("scale_a"), spec.scale_a, acc)
         b = _narrow.dequantize(b, named.get("scale_b"), spec.scale_b, acc)
+        local_product = None
     if 0 in (*a.shape, *b.shape):
         return apply_epilog(jnp.zeros(output_shape(spec, a.shape, b.shape), acc), extra, spec, a, b)
-    if platform == "cpu" and not compute.is_narrow:
+    ahead = ahead or (lambda operands: operands)
+    # A bias gradient that sums a or b communicates too, and does not wait for the product.
+    is_ahead = spec.pattern in (Pattern.ALL_GATHER, Pattern.GRID) or bool(_epilog.rule(spec.epilog).gradient)
+    if is_ahead:
+        a, b = ahead([a, b])
+    if platform == "cpu" and not local_product and not compute.is_narrow:
         # XLA:CPU has no 16-bit dot into float32 for every layout; widening is exact.
         a, b = a.astype(acc), b.astype(acc)
-    shards = a, b
+    shards = a.astype(acc), b.astype(acc)
     a, b = _gather_operands(spec, a, b)
-    a = lax.conj(a) if spec.conjugate_a else a
-    b = lax.conj(b) if spec.conjugate_b else b
-    contract = ((0 if spec.transpose_a else 1,), (1 if spec.transpose_b else 0,))
-    a, b = _precision.rounded(a, compute), _precision.rounded(b, compute)
-    precision = lax.DotAlgorithmPreset[_NARROW[compute.name]] if compute.is_narrow else lax.Precision.HIGHEST
-    z = lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=acc)
+    z = local_product(a, b, spec) if local_product else _dot_general(a, b, spec, compute, acc)
+    if not is_ahead:
+        (z,) = ahead([z])
     if spec.pattern == Pattern.ALL_REDUCE:
         z = lax.psum(z, spec.row_axes)
     elif spec.pattern == Pattern.REDUCE_SCATTER:
@@ -42,6 +58,15 @@ def matmul(a, b, *extra, spec: MatmulSpec, platform: str):
 
 # XLA's names of the algorithms that sum in 16 bits.
 _NARROW = {"16F": "F16_F16_F16", "BF16_BF16_BF16": "BF16_BF16_BF16"}
+
+
+def _dot_general(a, b, spec: MatmulSpec, compute: _precision.Compute, acc):
+    a = lax.conj(a) if spec.conjugate_a else a
+    b = lax.conj(b) if spec.conjugate_b else b
+    contract = ((0 if spec.transpose_a else 1,), (1 if spec.transpose_b else 0,))
+    a, b = _precision.rounded(a, compute), _precision.rounded(b, compute)
+    precision = lax.DotAlgorithmPreset[_NARROW[compute.name]] if compute.is_narrow else lax.Precision.HIGHEST
+    return lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=acc)
 
 
 def apply_epilog(z, extra, spec: MatmulSpec, a=None, b=None, *, alpha=None, beta=None):

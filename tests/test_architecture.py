@@ -152,7 +152,8 @@ def test_every_environment_variable_is_in_the_readme_and_nothing_else_is():
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.name)
 def test_every_example_ends_with_its_launch_line(path):
     assert re.match(r"\d\d_\w+\.py$", path.name)
-    assert path.read_text().rstrip().splitlines()[-1] == f"# Launch: python examples/{path.name}"
+    launcher = "mpiexec -n 4 " if path.name.endswith("_processes.py") else ""
+    assert path.read_text().rstrip().splitlines()[-1] == f"# Launch: {launcher}python examples/{path.name}"
 
 
 # The checker itself: each of these is wrong, and has to be found.

@@ -60,3 +60,15 @@ def test_the_readme_lists_the_commands_of_the_makefile():
     named = set(re.findall(r"`make ([a-z-]+)`", (ROOT / "README.md").read_text()))
     assert named <= targets
     assert targets - named <= {"help", "clean", "test-cpp"}
+
+
+def test_every_row_of_the_faults_names_a_test_that_exists():
+    document = (ROOT / "docs" / "faults.md").read_text().partition("## Soak")[0]
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests" / "process").glob("test_*.py"))
+    rows = [line for line in document.splitlines() if line.startswith("| ") and "---" not in line][1:]
+    assert len(rows) >= 15
+    for row in rows:
+        named = re.findall(r"`(test_\w+)`", row)
+        assert named, f"names no test: {row}"
+    for name in re.findall(r"`(test_\w+)`", document):
+        assert f"def {name}(" in tests, f"docs/faults.md names {name}"

@@ -1,0 +1,20 @@
+// A relay between this process and JAX's coordination service.
+//
+// JAX's client ends its process (abort) as soon as the connection to the service breaks, which is when process 0 dies:
+// no exception, no name. Behind a relay the connection stays open, and the roll call says who is missing.
+#ifndef JAXMP_ROLLCALL_RELAY_H_
+#define JAXMP_ROLLCALL_RELAY_H_
+
+#include <string>
+
+#include "csrc/status.h"
+
+namespace jaxmp {
+
+// Listens on a free port of 127.0.0.1 and carries each connection's bytes to and from host:port, for as long as the
+// process lives. The port.
+StatusOr<int> StartRelay(const std::string& host, const std::string& port);
+
+}  // namespace jaxmp
+
+#endif  // JAXMP_ROLLCALL_RELAY_H_

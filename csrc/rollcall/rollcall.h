@@ -1,0 +1,85 @@
+// Which process has come to which call.
+//
+// XLA's collectives across processes cannot be interrupted, and one that a peer never joins hangs. So ahead of a
+// collective every process of the group says that it has come, and goes on when all the others have: from there on all
+// of them are alive and about to run the same thing. Here is that roll call: messages over sockets that Python has
+// connected, a thread that reads them, a deadline, and the comparison of what the processes came for.
+//
+// Nobody blocks. A process that comes late finds the others' messages waiting; what a call has cost when everybody is
+// there is one message to each of the others.
+#ifndef JAXMP_ROLLCALL_ROLLCALL_H_
+#define JAXMP_ROLLCALL_ROLLCALL_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "csrc/status.h"
+
+namespace jaxmp {
+
+// One call of one program, as all its processes have to see it. Calls are told apart by program and index; `fields`
+// is what has to be equal, one "name=value" a line.
+struct Appointment {
+  std::string program;
+  int64_t index = 0;
+  std::string call;  // for people: "matmul at train.py:41"
+  std::string fields;
+  std::vector<int64_t> devices, processes, groups;  // by position in the mesh
+  // Whether each process has a single device in all: its programs then run one after the other, and two processes that
+  // wait for each other in different programs disagree.
+  bool is_sequential = false;
+
+  // Derived by Prepare().
+  struct Group {
+    std::vector<int> processes;  // distinct, ascending
+    uint64_t key = 0;            // of the program, the index and the devices
+  };
+  std::vector<Group> members;  // by group
+  uint64_t program_hash = 0, label = 0, digest = 0;
+};
+
+// Checks the appointment and fills in what is derived.
+StatusOr<std::shared_ptr<const Appointment>> Prepare(Appointment appointment);
+
+struct RollCallOptions {
+  int process = 0;
+  std::vector<int> sockets;  // by process, -1 for its own; owned from here on
+  double timeout = 60;       // seconds until a process that has not come is missing
+  bool compares = true;      // whether fields are compared
+  int interrupts = -1;       // a descriptor that becomes readable when the user interrupts, or -1
+};
+
+// One roll call per operating-system process. Start, Leave and Stop are called by one thread; Arrive by any.
+void StartRollCall(const RollCallOptions& options);
+
+// Tells the peers that this process comes to no further call, and why: "" where all is well.
+void LeaveRollCall(const std::string& reason);
+
+// Closes the sockets; calls that still wait fail.
+void StopRollCall();
+
+// The device at `position` has come. `done` is called exactly once with the outcome: on this thread where it is known
+// already, else on a thread of the roll call's own on which it may block.
+void Arrive(const std::shared_ptr<const Appointment>& appointment, int64_t position,
+            std::function<void(const Status&)> done);
+
+// What has gone wrong so far: the message of the first call that failed, or "".
+std::string RollCallFailure();
+
+// The call to which this process came last, or "".
+std::string LastCall();
+
+struct PeerState {
+  std::string gone;  // how it left; "" while it is there
+  bool is_clean;     // it left saying that all is well
+  double silence;    // seconds since it was last heard; it is asked for a sign of life once a second
+};
+std::vector<PeerState> PeerStates();
+
+}  // namespace jaxmp
+
+#endif  // JAXMP_ROLLCALL_ROLLCALL_H_

@@ -1,0 +1,114 @@
+#include "csrc/rollcall_handlers.h"
+
+#include <cstring>
+#include <exception>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "csrc/status.h"
+
+namespace ffi = xla::ffi;
+
+namespace jaxmp {
+
+ffi::TypeId RollCallSite::id = {};
+const ffi::TypeInfo RollCallSite::info = ffi::MakeTypeInfo<RollCallSite>();
+
+namespace {
+
+using Indices = ffi::Span<const int64_t>;
+
+ffi::ErrorOr<std::unique_ptr<RollCallSite>> Instantiate(std::string_view program, int64_t index, std::string_view call,
+                                                        std::string_view fields, Indices devices, Indices processes,
+                                                        Indices groups, int64_t is_sequential) {
+  try {
+    Appointment appointment;
+    appointment.program = program;
+    appointment.index = index;
+    appointment.call = call;
+    appointment.fields = fields;
+    appointment.devices.assign(devices.begin(), devices.end());
+    appointment.processes.assign(processes.begin(), processes.end());
+    appointment.groups.assign(groups.begin(), groups.end());
+    appointment.is_sequential = is_sequential != 0;
+    StatusOr<std::shared_ptr<const Appointment>> prepared = Prepare(std::move(appointment));
+    if (!prepared.ok()) return ffi::Unexpected(ffi::Error::InvalidArgument(prepared.status().message()));
+    return std::make_unique<RollCallSite>(std::move(*prepared));
+  } catch (const std::exception& exception) {  // memory
+    return ffi::Unexpected(ffi::Error::Internal(std::string("jaxmp: ") + exception.what()));
+  }
+}
+
+ffi::Error CopyOperands(const ffi::RemainingArgs& args, ffi::RemainingRets& rets, int32_t* position) {
+  if (args.size() != rets.size() + 1) {
+    return ffi::Error::InvalidArgument("jaxmp: a roll call takes its results and a position, got " +
+                                       std::to_string(args.size()) + " arguments for " + std::to_string(rets.size()) +
+                                       " results");
+  }
+  for (size_t i = 0; i < rets.size(); ++i) {
+    const auto from = args.get<ffi::AnyBuffer>(i);
+    auto to = rets.get<ffi::AnyBuffer>(i);
+    if (from.has_error()) return from.error();
+    if (to.has_error()) return to.error();
+    if (from->size_bytes() != (*to)->size_bytes()) {
+      return ffi::Error::InvalidArgument("jaxmp: argument " + std::to_string(i) + " of a roll call has " +
+                                         std::to_string(from->size_bytes()) + " bytes, its result " +
+                                         std::to_string((*to)->size_bytes()));
+    }
+    if (from->untyped_data() != (*to)->untyped_data()) {
+      std::memcpy((*to)->untyped_data(), from->untyped_data(), from->size_bytes());
+    }
+  }
+  const auto last = args.get<ffi::AnyBuffer>(rets.size());
+  if (last.has_error()) return last.error();
+  if (last->element_type() != ffi::S32 || last->element_count() != 1) {
+    return ffi::Error::InvalidArgument("jaxmp: argument position must be one int32, the device's index in the mesh");
+  }
+  *position = *static_cast<const int32_t*>(last->untyped_data());
+  return ffi::Error::Success();
+}
+
+ffi::Future Execute(RollCallSite* site, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  auto promise = std::make_shared<ffi::Promise>();
+  ffi::Future future(*promise);
+  int32_t position = 0;
+  ffi::Error error = CopyOperands(args, rets, &position);
+  if (error.failure()) {
+    promise->SetError(error);
+    return future;
+  }
+  Arrive(site->appointment, position, [promise](const Status& status) {
+    if (status.ok()) {
+      promise->SetAvailable();
+    } else {
+      promise->SetError(ffi::Error(ffi::ErrorCode::kFailedPrecondition, status.message()));
+    }
+  });
+  return future;
+}
+
+}  // namespace
+
+XLA_FFI_Error* RollCallInstantiate(XLA_FFI_CallFrame* frame) {
+  static const auto* handler = ffi::Ffi::BindInstantiate()
+                                   .Attr<std::string_view>("program")
+                                   .Attr<int64_t>("index")
+                                   .Attr<std::string_view>("call")
+                                   .Attr<std::string_view>("fields")
+                                   .Attr<Indices>("devices")
+                                   .Attr<Indices>("processes")
+                                   .Attr<Indices>("groups")
+                                   .Attr<int64_t>("is_sequential")
+                                   .To(Instantiate)
+                                   .release();
+  return handler->Call(frame);
+}
+
+XLA_FFI_Error* RollCallExecute(XLA_FFI_CallFrame* frame) {
+  static const auto* handler =
+      ffi::Ffi::Bind().Ctx<ffi::State<RollCallSite>>().RemainingArgs().RemainingRets().To(Execute).release();
+  return handler->Call(frame);
+}
+
+}  // namespace jaxmp

@@ -1,0 +1,135 @@
+"""Where the ranks of a call live, and what their processes have to agree on ahead of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jaxmp import _compat, _native
+from jaxmp._spec import MatmulSpec, global_extents
+
+# XLA's partitioner has each call lowered as a program of its own, all of this name and in no order of ours.
+_PARTITIONED = "tmp_xla_computation"
+# XLA:CPU runs a program of less than a thousand operations while it is being dispatched. An error then comes out of the
+# call and not out of waiting for the result, and JAX's fast path makes a ValueError of it. This many more operations
+# make every program wait for its turn, in a microsecond.
+_UNCHEAP = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The devices of a mesh, their processes and their groups, each by position in the mesh.
+
+    Worked example: axes (x=2, y=2) on devices 0 1 | 2 3, a call over "x": groups (0, 1, 0, 1). With two processes of
+    two devices, processes (0, 0, 1, 1), each group has a rank in both; a call over "y" has groups (0, 0, 1, 1), and
+    each stays within one process.
+    """
+
+    devices: tuple[int, ...]
+    processes: tuple[int, ...]
+    groups: tuple[int, ...]
+
+    @property
+    def group_processes(self) -> int:
+        """The number of processes over which the ranks of a group spread, of the group that spreads most."""
+        members: dict[int, set[int]] = {}
+        for process, group in zip(self.processes, self.groups, strict=True):
+            members.setdefault(group, set()).add(process)
+        return max(map(len, members.values()))
+
+
+def span(spec: MatmulSpec, mesh) -> Span | None:
+    """The span of a call on `mesh`, equal on every process; None where nobody has said which devices these are.
+
+    Where only the shape of the mesh is known and it has as many devices as the job, all of them take part, in an
+    order that is not known: they count as one group.
+    """
+    shape = [size for _, size in spec.mesh]
+    names = [name for name, _ in spec.mesh]
+    if mesh is None or tuple(mesh.shape.items()) != spec.mesh:
+        if math.prod(shape) != jax.device_count():
+            return None
+        devices = sorted(jax.devices(), key=lambda device: device.id)
+        groups = np.zeros(shape, int)
+    else:
+        devices = list(mesh.devices.flat)
+        others = [i for i, name in enumerate(names) if name not in spec.group_axes]
+        coordinates = np.indices(shape)
+        groups = np.zeros(shape, int)
+        for axis in others:
+            groups = groups * shape[axis] + coordinates[axis]
+    return Span(
+        tuple(device.id for device in devices),
+        tuple(device.process_index for device in devices),
+        tuple(int(group) for group in groups.flat),
+    )
+
+
+def group_processes(spec: MatmulSpec, mesh) -> int:
+    """The number of processes over which a group of this call spreads; where that is not known, all there are."""
+    if jax.process_count() == 1:
+        return 1
+    found = span(spec, mesh)
+    return jax.process_count() if found is None else found.group_processes
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One call of a program that is being lowered, as its processes have to see it."""
+
+    span: Span
+    program: str
+    index: int
+
+    def roll_call(self, spec: MatmulSpec, a, b, operands):
+        """`operands` once every process of this device's group has come with an equal call; `a` and `b` are its shards.
+
+        A process that does not come, or with another call, makes it an error in all of them.
+        """
+        _native.register()
+        position = lax.axis_index(tuple(name for name, _ in spec.mesh)).astype(np.int32)
+        position = position + lax.reduce_min(lax.iota(np.int32, _UNCHEAP) * position, axes=(0,))  # adds 0
+        results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+        aliases = {i: i for i in range(len(results))}
+        with jax.enable_x64(True):  # attributes are 64-bit
+            call = jax.ffi.ffi_call(_native.ROLL_CALL_TARGET, results, input_output_aliases=aliases)
+            return call(*operands, position, **self.attributes(spec, a, b))
+
+    def attributes(self, spec: MatmulSpec, a, b) -> dict[str, Any]:
+        described = "\n".join(f"{name}={value}" for name, value in fields(spec, a, b).items())
+        return {
+            "program": f"{self.program} {described}" if self.program == _PARTITIONED else self.program,
+            "index": np.int64(self.index),
+            "call": spec.line or "matmul",
+            "fields": described,
+            "devices": np.array(self.span.devices, np.int64),
+            "processes": np.array(self.span.processes, np.int64),
+            "groups": np.array(self.span.groups, np.int64),
+            "is_sequential": np.int64(jax.local_device_count() == 1),
+        }
+
+
+def fields(spec: MatmulSpec, a, b) -> dict[str, Any]:
+    """What has to be equal on every process of a group, in the user's terms."""
+    m, n, k = global_extents(spec, a.shape, b.shape)
+    described: dict[str, Any] = {"m": m, "n": n, "k": k, "dtype": a.dtype.name}
+    for field in dataclasses.fields(spec):
+        if field.name != "line":
+            value = getattr(spec, field.name)
+            described[field.name] = getattr(value, "name", value)
+    return described
+
+
+def site(ctx, spec: MatmulSpec) -> Site | None:
+    """The site that a lowering rule is at, or None where the call needs no roll call."""
+    if not _native.has_roll_call() or jax.process_count() == 1:
+        return None
+    found = span(spec, _compat.lowering_mesh(ctx))
+    if found is None or found.group_processes == 1:
+        return None
+    return Site(found, _compat.program_name(ctx), _compat.next_index(ctx, "jaxmp_roll_call"))

@@ -1,0 +1,243 @@
+// The roll call against a peer that the test plays: it writes the peer's messages into the other end of a socket.
+#include "csrc/rollcall/rollcall.h"
+
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "csrc/rollcall/wire.h"
+#include "tests/cpp/check.h"
+
+namespace jaxmp {
+namespace {
+
+using rollcall::Decode;
+using rollcall::Decoded;
+using rollcall::Encode;
+using rollcall::Kind;
+using rollcall::Message;
+
+constexpr double kTimeout = 1.5;
+
+std::shared_ptr<const Appointment> Make(const std::string& program, int64_t index, const std::string& fields) {
+  Appointment appointment;
+  appointment.program = program;
+  appointment.index = index;
+  appointment.call = "matmul at train.py:" + std::to_string(41 + index);
+  appointment.fields = fields;
+  appointment.devices = {0, 1};
+  appointment.processes = {0, 1};
+  appointment.groups = {0, 0};
+  appointment.is_sequential = true;
+  return *Prepare(appointment);
+}
+
+// Process 0 is under test, process 1 is the test.
+class Peer {
+ public:
+  explicit Peer(bool compares = true, int interrupts = -1) {
+    int ends[2];
+    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+    fd_ = ends[1];
+    StartRollCall({0, {-1, ends[0]}, kTimeout, compares, interrupts});
+  }
+  ~Peer() {
+    StopRollCall();
+    Close();
+  }
+
+  void Send(const Message& message) {
+    const std::string bytes = Encode(message);
+    CHECK_EQ(write(fd_, bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
+  }
+  void Come(const Appointment& appointment, uint64_t count) {
+    Message message;
+    message.kind = Kind::kArrival;
+    message.program = appointment.program_hash;
+    message.label = appointment.label;
+    message.key = appointment.members[0].key;
+    message.count = count;
+    message.digest = appointment.digest;
+    message.text = appointment.call + "\n" + appointment.fields;
+    Send(message);
+  }
+  Message Next() {
+    Message message;
+    char buffer[4096];
+    while (Decode(&bytes_, &message) != Decoded::kMessage) {
+      const ssize_t got = read(fd_, buffer, sizeof(buffer));
+      if (got <= 0) return {};
+      bytes_.append(buffer, static_cast<size_t>(got));
+    }
+    return message;
+  }
+  void Close() {
+    if (fd_ >= 0) close(fd_);
+    fd_ = -1;
+  }
+
+ private:
+  int fd_;
+  std::string bytes_;
+};
+
+std::future<std::string> Come(const std::shared_ptr<const Appointment>& appointment) {
+  auto promise = std::make_shared<std::promise<std::string>>();
+  Arrive(appointment, 0, [promise](const Status& status) { promise->set_value(status.message()); });
+  return promise->get_future();
+}
+
+bool IsReady(const std::future<std::string>& outcome) {
+  return outcome.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+}
+
+void WhoeverComesLastFreesBoth() {
+  Peer peer;
+  const auto call = Make("jit_f", 0, "k=4");
+  for (uint64_t count = 1; count <= 50; ++count) {
+    if (count % 2) peer.Come(*call, count);  // first or last
+    auto outcome = Come(call);
+    CHECK_EQ(peer.Next().count, count);
+    if (count % 2 == 0) {
+      CHECK(!IsReady(outcome));
+      peer.Come(*call, count);
+    }
+    CHECK_EQ(outcome.get(), "");
+  }
+  CHECK_EQ(RollCallFailure(), "");
+}
+
+void IndependentCallsMayComeInAnyOrder() {
+  Peer peer;
+  const auto one = Make("jit_f", 0, "k=4"), two = Make("jit_f", 1, "k=8");
+  auto first = Come(one), second = Come(two);
+  peer.Come(*two, 1);
+  CHECK_EQ(second.get(), "");
+  std::this_thread::sleep_for(std::chrono::milliseconds(700));  // waiting at another call of one program is no crossing
+  CHECK(!IsReady(first));
+  peer.Come(*one, 1);
+  CHECK_EQ(first.get(), "");
+}
+
+void DifferentFieldsAreNamed() {
+  Peer peer;
+  peer.Come(*Make("jit_f", 0, "m=1\nk=4095"), 1);
+  CHECK_EQ(Come(Make("jit_f", 0, "m=1\nk=4096")).get(),
+           "jaxmp.DistributedError: matmul at train.py:41: rank 1 has k=4095, rank 0 has k=4096");
+  CHECK(peer.Next().kind == Kind::kArrival);
+  CHECK(peer.Next().kind == Kind::kFailure);
+  const auto next = Make("jit_f", 0, "m=1");
+  peer.Come(*next, 2);
+  CHECK_EQ(Come(next).get(), "");  // the call has recovered
+}
+
+void WithoutComparingFieldsMayDiffer() {
+  Peer peer(/*compares=*/false);
+  peer.Come(*Make("jit_f", 0, "k=4095"), 1);
+  CHECK_EQ(Come(Make("jit_f", 0, "k=4096")).get(), "");
+}
+
+void OtherProgramsThatWaitForEachOtherAreNamed() {
+  Peer peer;
+  peer.Come(*Make("jit_g", 5, "k=4"), 1);
+  CHECK_CONTAINS(Come(Make("jit_f", 0, "k=4")).get(),
+                 "different programs: rank 1 waits in matmul at train.py:46, rank 0 in matmul at train.py:41");
+}
+
+void AMissingRankIsNamedAtTheDeadline() {
+  Peer peer;
+  const auto begun = std::chrono::steady_clock::now();
+  const std::string message = Come(Make("jit_f", 0, "k=4")).get();
+  const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+  CHECK_CONTAINS(message, "matmul at train.py:41: rank 1 has not come");
+  CHECK(waited >= kTimeout);
+  CHECK(waited < kTimeout + 2);
+  CHECK_CONTAINS(RollCallFailure(), "rank 1 has not come");
+}
+
+void ARankThatEndsIsNamedAtOnce() {
+  for (const bool says_so : {false, true}) {
+    Peer peer;
+    auto outcome = Come(Make("jit_f", 0, "k=4"));
+    if (says_so) {
+      Message goodbye;
+      goodbye.kind = Kind::kGoodbye;
+      goodbye.text = "it raised ValueError: bad luck";
+      peer.Send(goodbye);
+    }
+    peer.Close();
+    CHECK_CONTAINS(outcome.get(), says_so ? "rank 1 has ended: it raised ValueError: bad luck" : "without a word");
+    CHECK_EQ(PeerStates()[1].is_clean, false);
+  }
+}
+
+void WhatAPeerGivesUpIsGivenUpHere() {
+  Peer peer;
+  const auto call = Make("jit_f", 0, "k=4");
+  Message failure;
+  failure.kind = Kind::kFailure;
+  failure.key = call->members[0].key;
+  failure.count = 1;
+  failure.text = "matmul at train.py:41: rank 2 has not come";
+  peer.Send(failure);
+  peer.Come(*call, 1);
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  CHECK_CONTAINS(Come(call).get(), "rank 2 has not come");
+}
+
+void AnInterruptEndsTheWaiting() {
+  int ends[2];
+  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends), 0);
+  {
+    Peer peer(true, ends[0]);
+    auto outcome = Come(Make("jit_f", 0, "k=4"));
+    const char number = 2;
+    CHECK_EQ(write(ends[1], &number, 1), 1);
+    CHECK_CONTAINS(outcome.get(), "interrupted by the user");
+  }
+  close(ends[0]);
+  close(ends[1]);
+}
+
+void TheEndFreesThoseWhoWait() {
+  std::future<std::string> outcome;
+  {
+    Peer peer;
+    outcome = Come(Make("jit_f", 0, "k=4"));
+  }
+  CHECK_CONTAINS(outcome.get(), "shut down");
+  CHECK_CONTAINS(Come(Make("jit_f", 0, "k=4")).get(), "shut down");
+}
+
+void APlaceOutsideTheMeshIsRefused() {
+  std::string message;
+  Arrive(Make("jit_f", 0, ""), 7, [&message](const Status& status) { message = status.message(); });
+  CHECK_CONTAINS(message, "the mesh has no position 7");
+  Appointment short_of_groups;
+  short_of_groups.devices = short_of_groups.processes = {0, 1};
+  CHECK_CONTAINS(Prepare(short_of_groups).status().message(), "got 2, 2 and 0");
+}
+
+}  // namespace
+}  // namespace jaxmp
+
+int main() {
+  jaxmp::WhoeverComesLastFreesBoth();
+  jaxmp::IndependentCallsMayComeInAnyOrder();
+  jaxmp::DifferentFieldsAreNamed();
+  jaxmp::WithoutComparingFieldsMayDiffer();
+  jaxmp::OtherProgramsThatWaitForEachOtherAreNamed();
+  jaxmp::AMissingRankIsNamedAtTheDeadline();
+  jaxmp::ARankThatEndsIsNamedAtOnce();
+  jaxmp::WhatAPeerGivesUpIsGivenUpHere();
+  jaxmp::AnInterruptEndsTheWaiting();
+  jaxmp::TheEndFreesThoseWhoWait();
+  jaxmp::APlaceOutsideTheMeshIsRefused();
+  return jaxmp::check::summary("rollcall");
+}

@@ -1,0 +1,223 @@
+"""The products of the one-process tests, on four devices of several processes. Run by `ranks.py products`."""
+
+from __future__ import annotations
+
+import collections
+
+import bounds
+import cases
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Epilog, _epilog
+
+RAN: collections.Counter = collections.Counter()
+FOUR = [case for case in cases.CASES if case.ndevices == 4]
+ONE_OF_EACH = [case for case in FOUR if case.name in ("ag-data", "rs-data", "ar-data", "grid")]
+
+
+# The others are what the gradients of these are made of, and run in `gradients_of_a_layer`.
+FORWARD_EPILOGS = [
+    epilog
+    for epilog in cases.EPILOGS[1:]
+    if set(_epilog.rule(epilog).inputs) <= {"bias"} and not _epilog.rule(epilog).gradient
+]
+
+
+def main(initialize):
+    initialize(timeout=30)
+    assert jax.device_count() == 4
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    for case in FOUR:
+        placed(case, "explicit")
+    for case in ONE_OF_EACH:
+        for transposition in ("NT", "TN", "TT"):
+            placed(case.replace(transposition=transposition, per_shard=(1, 2, 3)), "explicit")
+        placed(case, "in_shardings")
+        placed(case, "partitioner")
+        placed(case, "shard_map")
+        placed(case, "explicit-eager")
+        placed(case, "explicit", implementation="xla")
+        rounded(case, "bfloat16")
+        rounded(case, "float16")
+        rounded(case.replace(conjugation=(True, True)), "complex64")
+        transformed(case)
+        empty(case)
+    for epilog in FORWARD_EPILOGS:
+        for case in ONE_OF_EACH[:3] if epilog in (Epilog.RELU, Epilog.GELU_AUX_BIAS) else ONE_OF_EACH[:1]:
+            with_epilog(case, epilog)
+    gradients_of_a_layer()
+    says_where_each_group_lives()
+    print("RAN", dict(RAN))
+
+
+def compare(got, want):
+    """Each device's part of `got` is the same part of `want`, to the bit."""
+    for shard in got.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), want[shard.index])
+
+
+def operands(case, mode, a, b):
+    return [mode.put(case, x, spec) for x, spec in zip((a, b), case.stored, strict=True)]
+
+
+def placed(case, mode_id, **options):
+    """Small integers: exact, so every element has to be where it belongs."""
+    mode = modes.BY_ID[mode_id]
+    if not mode.serves(case):
+        return
+    a, b = case.integers(np.random.default_rng(0))
+    with mode.scope(case):
+        got = mode.run(mode.product(case, **options), *operands(case, mode, a, b))
+        compare(got, np.matmul(*case.op(a, b)))
+    RAN[f"placed {mode_id}"] += 1
+
+
+def rounded(case, dtype):
+    case = case.replace(dtype=dtype, per_shard=(3, 2, 5))
+    mode = modes.BY_ID["explicit"]
+    a, b = case.values(np.random.default_rng(1))
+    op_a, op_b = (cases.wide(x) for x in case.op(a, b))
+    with mode.scope(case):
+        got = mode.run(mode.product(case), *operands(case, mode, a, b))
+        for shard in got.addressable_shards:
+            rows, cols = shard.index
+            bounds.judge_product(f"{case.id}", np.asarray(shard.data), op_a[rows], op_b[:, cols], operands=case.dtype)
+    RAN["rounded"] += 1
+
+
+def transformed(case):
+    """Gradients, tangents, vmap, scan and remat, on small integers, against plain jax.numpy on one device."""
+    mode = modes.BY_ID["explicit"]
+    a, b = case.integers(np.random.default_rng(2))
+    stored = [P(*spec) for spec in case.stored]
+    with mode.scope(case):
+        product = mode.product(case)
+        x, y = operands(case, mode, a, b)
+
+        def both(product):
+            def loss(a, b):
+                return jnp.sum(product(a, b) * jnp.float32(3))
+
+            return {
+                "grad": jax.grad(loss, argnums=(0, 1)),
+                "remat": jax.grad(jax.checkpoint(loss), argnums=(0, 1)),
+                "jvp": lambda a, b: jax.jvp(product, (a, b), (a, b))[1],
+                "scan": lambda a, b: jax.lax.scan(lambda c, _: (c, product(c, b)), a, None, length=2)[1][1],
+                "vmap": lambda a, b: jax.vmap(product, in_axes=(None, 0))(a, jnp.stack([b, b + b]))[1],
+            }
+
+        ours, plain = both(product), both(lambda a, b: jnp.matmul(*_op(case, a, b)))
+        for name, function in ours.items():
+            got = jax.jit(function)(x, y)
+            with jax.default_device(jax.local_devices()[0]), jax.set_mesh(_no_mesh()):
+                want = jax.jit(plain[name])(a, b)
+            for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+                compare(one, np.asarray(other))
+            RAN[name] += 1
+    assert stored
+
+
+def _op(case, a, b):
+    return a.T if case.transposition[0] == "T" else a, b.T if case.transposition[1] == "T" else b
+
+
+def _no_mesh():
+    return jax.make_mesh((1,), ("one",), axis_types=(AxisType.Auto,), devices=jax.local_devices()[:1])
+
+
+def with_epilog(case, epilog):
+    """alpha, bias, activation and aux output under the bound of the one-process tests."""
+    case = case.replace(epilog=epilog, per_shard=(2, 3, 4))
+    mode = modes.BY_ID["explicit"]
+    rng = np.random.default_rng(3)
+    a, b = case.values(rng)
+    _, n, _ = case.extents
+    bias = cases.normal(rng, n, case.dtype) if epilog.name.endswith("BIAS") else None
+    with mode.scope(case):
+        x, y = operands(case, mode, a, b)
+        placed_bias = [] if bias is None else [cases.put(bias, case.jax_mesh(), P(case.out[1]))]
+        program = mode.product(case, alpha=0.5, epilog=epilog)
+        got = jax.jit(lambda a, b, *bias: program(a, b, None, *bias))(x, y, *placed_bias)
+    wide = [None if x is None else cases.wide(x) for x in (a, b, bias)]
+    with jax.default_device(jax.local_devices()[0]), jax.enable_x64(True):
+        want = _with(jaxmp.reference.matmul, epilog, *wide)
+        major = _with(bounds.matmul_majorant, epilog, *(None if x is None else np.abs(x) for x in wide))
+    for name in ("d", "gelu_aux"):
+        results = [_output(outputs, name) for outputs in (got, want, major)]
+        if results[0] is None:
+            continue
+        for shard in results[0].addressable_shards:
+            exact, allowed = (np.asarray(x)[shard.index] for x in results[1:])
+            allowed = bounds.PROGRAM * bounds.unit_roundoff("float32") * allowed
+            bounds.judge(f"{case.id} {name}", np.asarray(shard.data), exact, allowed)
+    RAN["epilog"] += 1
+
+
+def _with(function, epilog, a, b, bias):
+    inputs = None if bias is None else {"bias": bias}
+    return function(a, b, alpha=0.5, epilog=epilog, epilog_inputs=inputs)
+
+
+def _output(outputs, name):
+    if not isinstance(outputs, tuple):
+        return outputs if name == "d" else None
+    return outputs[0] if name == "d" else outputs[1].get(name)
+
+
+def empty(case):
+    case = case.replace(per_shard=(2, 3, 0))
+    mode = modes.BY_ID["explicit"]
+    a, b = case.integers(np.random.default_rng(4))
+    with mode.scope(case):
+        got = mode.run(mode.product(case), *operands(case, mode, a, b))
+        compare(got, np.matmul(*case.op(a, b)))
+    RAN["empty"] += 1
+
+
+def gradients_of_a_layer():
+    """Of two dense layers with bias and relu, on small integers: the bias gradients of several ranks included."""
+    rng = np.random.default_rng(5)
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+    shapes = ((8, 4), (4, 8), (8,), (8, 4))
+    layouts = (P("x", None), P(None, "x"), P("x"), P("x", None))
+    values = [rng.integers(-2, 3, shape).astype(np.float32) for shape in shapes]
+
+    def ours(x, up, bias, down):
+        h = jaxmp.linear(x, up, bias, activation="relu", out_sharding=P(None, "x"))
+        return jnp.sum(jaxmp.matmul(h, down, out_sharding=P("x", None)) * jnp.float32(3))
+
+    def plain(x, up, bias, down):
+        return jnp.sum((jax.nn.relu(x @ up + bias[None, :]) @ down) * jnp.float32(3))
+
+    with jax.set_mesh(mesh):
+        placed_values = [cases.put(x, mesh, spec) for x, spec in zip(values, layouts, strict=True)]
+        got = jax.jit(jax.grad(ours, argnums=(0, 1, 2, 3)))(*placed_values)
+    with jax.default_device(jax.local_devices()[0]):
+        want = jax.jit(jax.grad(plain, argnums=(0, 1, 2, 3)))(*values)
+    for one, other in zip(got, want, strict=True):
+        compare(one, np.asarray(other))
+    RAN["layer"] += 1
+
+
+def says_where_each_group_lives():
+    """Axis y of a 2x2 mesh stays within a process of two devices, and within none of one device."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    found = {}
+    with jax.set_mesh(mesh):
+        for axis in ("x", "y"):
+            a = jax.device_put(np.ones((4, 8), np.float32), NamedSharding(mesh, P(None, axis)))
+            b = jax.device_put(np.ones((8, 4), np.float32), NamedSharding(mesh, P(axis, None)))
+
+            def product(a, b):
+                return jaxmp.matmul(a, b, out_sharding=P(None, None))
+
+            found[axis] = jaxmp.explain(product)(a, b).rows[0].implementation
+            compare(jax.jit(product)(a, b), np.full((4, 4), 8, np.float32))
+    within = "host" if jax.local_device_count() == 2 else "host+xla"
+    assert found == {"x": "host+xla", "y": within}, found

@@ -1,0 +1,257 @@
+"""What one rank of a test does: `python ranks.py SCENARIO PROCESS NPROCESSES PORT`.
+
+A rank prints FAULT and the time when it goes wrong, SAW, the time and the error when it catches one, and ENDED.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+SCENARIO, PROCESS, NPROCESSES, PORT = sys.argv[1], *map(int, sys.argv[2:5])
+VICTIM = 0 if SCENARIO.endswith("-of-rank-0") else NPROCESSES - 1
+IS_VICTIM = VICTIM == PROCESS
+
+
+def initialize(**options):
+    jaxmp.distributed.initialize(f"127.0.0.1:{PORT}", NPROCESSES, PROCESS, **options)
+
+
+def fault():
+    print(f"FAULT {time.time():.3f}")
+
+
+def make_mesh(shape=None, names=("x",)):
+    shape = shape or (jax.device_count(),)
+    mesh = jax.make_mesh(shape, names, axis_types=(AxisType.Explicit,) * len(shape))
+    jax.set_mesh(mesh)
+    return mesh
+
+
+def ones(mesh, shape, spec, dtype="float32"):
+    sharding = NamedSharding(mesh, spec)
+    return jax.make_array_from_callback(shape, sharding, lambda index: np.ones(shape, dtype)[index])
+
+
+def operands(mesh, m=48, n=8, k=48, dtype="float32"):
+    return ones(mesh, (m, k), P(None, "x"), dtype), ones(mesh, (k, n), P("x", None), dtype)
+
+
+@jax.jit
+def product(a, b):
+    return jaxmp.matmul(a, b, out_sharding=P(None, None))  # THE CALL
+
+
+def check(d, want):
+    for shard in d.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), np.full(shard.data.shape, want))
+
+
+# Faults at a call -----------------------------------------------------------------------------------------------
+
+
+def around_a_call(before=None, after=None):
+    """Two good calls, the victim's `before` or `after`, and calls until something is seen."""
+    initialize()
+    a, b = operands(make_mesh())
+    check(product(a, b), 48)
+    if IS_VICTIM and before:
+        before()
+    check(product(a, b), 48)
+    if IS_VICTIM and after:
+        after()
+    for _ in range(3):
+        check(product(a, b), 48)
+
+
+def send(number):
+    def now():
+        fault()
+        os.kill(os.getpid(), number)
+
+    return now
+
+
+def during_a_call(number):
+    """The victim gets its signal half-way through a run of large products."""
+    initialize()
+    a, b = operands(make_mesh(), 2048, 1024, 64 * NPROCESSES)
+    check(product(a, b), 64 * NPROCESSES)
+    if IS_VICTIM:
+        threading.Timer(0.3, send(number)).start()
+    end = time.time() + 30
+    while time.time() < end:
+        product(a, b).block_until_ready()
+
+
+def raise_error():
+    fault()
+    raise ValueError("bad luck")
+
+
+def leave_early():
+    fault()
+    sys.exit(0)
+
+
+def be_slow():
+    time.sleep(1.6 * float(os.environ["JAXMP_TIMEOUT"]) / 2)
+
+
+# Ranks that disagree --------------------------------------------------------------------------------------------
+
+
+def disagree(build, wrong):
+    """`build(**wrong)` on the victim, `build()` on the others."""
+    initialize()
+    make_mesh()
+    fault()
+    check_ready = build(**(wrong if IS_VICTIM else {}))
+    jax.block_until_ready(check_ready)
+
+
+def call_with(k=48, dtype="float32", **options):
+    a, b = operands(jax.sharding.get_mesh(), k=k, dtype=dtype)
+    return jax.jit(lambda a, b: jaxmp.matmul(a, b, out_sharding=P(None, None), **options))(a, b)
+
+
+def call_on_mesh(shape=(4,), names=("x",)):
+    mesh = make_mesh(shape, names)
+    a, b = operands(mesh)
+    return jax.jit(lambda a, b: jaxmp.matmul(a, b, out_sharding=P(None, None)))(a, b)
+
+
+def call_program(is_other=False):
+    a, b = operands(jax.sharding.get_mesh())
+
+    def one(a, b):
+        return jaxmp.matmul(a, b, out_sharding=P(None, None))
+
+    def another(a, b):
+        return jaxmp.matmul(a, b, out_sharding=P("x", None))
+
+    return jax.jit(another if is_other else one)(a, b)
+
+
+def other_version():
+    if IS_VICTIM:
+        jaxmp.distributed._versions = lambda: ("9.9.9", jax.__version__)
+    fault()
+    initialize()
+
+
+# Beginnings and ends --------------------------------------------------------------------------------------------
+
+
+def begin_again():
+    """A second call, a call after shutdown, a call after the backend exists."""
+    initialize()
+    try:
+        initialize()
+    except RuntimeError as error:
+        print("SECOND", error)
+    jaxmp.distributed.shutdown()
+    initialize(timeout=5)
+    check(product(*operands(make_mesh())), 48)
+    try:
+        jax.jit(product)(*operands(make_mesh()))
+    finally:
+        jaxmp.distributed.shutdown()
+    try:
+        initialize()
+    except RuntimeError as error:
+        print("AFTER", error)
+
+
+def wait_for_a_signal():
+    """The victim computes nothing and sleeps; the others wait for it in a call."""
+    initialize()
+    a, b = operands(make_mesh())
+    check(product(a, b), 48)
+    print("READY")
+    if IS_VICTIM:
+        time.sleep(60)
+    fault()
+    check(product(a, b), 48)
+
+
+def many_groups_and_loops():
+    """Sub-meshes, two groups of a mesh, loops, and independent calls on one line, none of which may be mixed up."""
+    initialize()
+    halves = [jax.devices()[:2], jax.devices()[2:]]
+    mesh = make_mesh((2, 2), ("x", "y"))
+    for axis in ("x", "y"):
+        a, b = ones(mesh, (8, 16), P(None, axis)), ones(mesh, (16, 4), P(axis, None))
+
+        @jax.jit
+        def many(a, b):
+            products = [jaxmp.matmul(a, b * i, out_sharding=P(None, None)) for i in (1, 2, 3)]
+            looped = jax.lax.fori_loop(
+                0, 3, lambda i, d: d + jaxmp.matmul(a, b, out_sharding=P(None, None)), jnp.zeros((8, 4))
+            )
+            return sum(products) + looped
+
+        for _ in range(5):
+            check(many(a, b), 16 * 9)
+    mine = halves[0] if PROCESS < 2 else halves[1]
+    half = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=mine)
+    with jax.set_mesh(half):
+        for _ in range(3 + PROCESS // 2):  # the halves do not count together
+            check(product(*operands(half)), 48)
+    check(product(*operands(make_mesh())), 48)
+
+
+SCENARIOS = {
+    "fine": lambda: around_a_call(),
+    "killed-before": lambda: around_a_call(before=send(signal.SIGKILL)),
+    "killed-during": lambda: during_a_call(signal.SIGKILL),
+    "killed-after": lambda: around_a_call(after=send(signal.SIGKILL)),
+    "killed-of-rank-0": lambda: around_a_call(before=send(signal.SIGKILL)),
+    "stopped-before": lambda: around_a_call(before=send(signal.SIGSTOP)),
+    "stopped-during": lambda: during_a_call(signal.SIGSTOP),
+    "stopped-after": lambda: around_a_call(after=send(signal.SIGSTOP)),
+    "stopped-of-rank-0": lambda: around_a_call(before=send(signal.SIGSTOP)),
+    "raised": lambda: around_a_call(before=raise_error),
+    "left": lambda: around_a_call(before=leave_early),
+    "slow": lambda: around_a_call(before=be_slow),
+    "shape": lambda: disagree(call_with, {"k": 96}),
+    "dtype": lambda: disagree(call_with, {"dtype": "bfloat16"}),
+    "epilog": lambda: disagree(call_with, {"epilog": jaxmp.Epilog.RELU}),
+    "alpha": lambda: disagree(call_with, {"alpha": 2.0}),
+    "mesh": lambda: disagree(call_on_mesh, {"shape": (2, 2), "names": ("x", "y")}),
+    "program": lambda: disagree(call_program, {"is_other": True}),
+    "version": other_version,
+    "begin-again": begin_again,
+    "signal": wait_for_a_signal,
+    "groups": many_groups_and_loops,
+}
+
+
+def main():
+    try:
+        if SCENARIO == "products":
+            import products
+
+            products.main(initialize)
+        else:
+            SCENARIOS[SCENARIO]()
+    except Exception as error:
+        if not isinstance(error, ValueError):
+            print(f"SAW {time.time():.3f} {type(error).__name__}: {error}")
+        raise
+    print("ENDED")
+
+
+if __name__ == "__main__":
+    main()

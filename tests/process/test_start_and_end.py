@@ -1,0 +1,79 @@
+"""How a job begins and ends when nothing goes wrong, and what is refused at its beginning."""
+
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from job import run
+
+import jaxmp
+from jaxmp import _config
+
+
+def test_a_good_job_ends_with_0_and_leaves_nothing(tmp_path):
+    before = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    job, ranks = run(tmp_path, "fine", 4)
+    assert [rank.status for rank in ranks] == [0] * 4, job.all_logs()
+    assert not job.orphans()
+    assert {path.name for path in tmp_path.iterdir()} == {log.name for log in job.logs}
+    after = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+    assert not {name for name in after - before if "jax" in name.lower()}
+
+
+def test_groups_loops_and_sub_meshes_do_not_mix(tmp_path):
+    job, ranks = run(tmp_path, "groups", 4)
+    assert [rank.status for rank in ranks] == [0] * 4, job.all_logs()
+
+
+def test_initialize_twice_after_shutdown_and_after_the_backend(tmp_path):
+    job, ranks = run(tmp_path, "begin-again", 2)
+    for rank in ranks:
+        assert rank.status == 0, job.all_logs()
+        assert "SECOND initialize: this process is part of a job already" in rank.log
+        assert "AFTER initialize: JAX's backend exists already" in rank.log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (("host:1", 2), ValueError, "without process_id; pass all three"),
+        (("host", 2, 0), ValueError, "must be 'host:port', got 'host'"),
+        (("host:1", 0, 0), ValueError, "num_processes must be at least 1, got 0"),
+        (("host:1", 2, 2), ValueError, "from 0 to num_processes - 1 = 1, got 2"),
+        (("host:1", 2, "0"), TypeError, "process_id must be an int, got '0'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(arguments, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        jaxmp.distributed.initialize(*arguments)
+
+
+def test_a_missing_launcher_and_a_missing_mpi4py_are_named():
+    program = "import jaxmp; jaxmp.distributed.initialize()"
+    # An mpi4py that is not there, whether or not it is installed.
+    without = "import sys; sys.modules['mpi4py'] = None; " + program
+    for text, variables, message in (
+        (program, {}, "no launcher has started this process; start it with `mpiexec -n 4 python ...`"),
+        (without, {"PMI_RANK": "0", "PMI_SIZE": "2"}, "mpi4py cannot be imported"),
+    ):
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "SLURM"))}
+        ran = subprocess.run(
+            [sys.executable, "-c", text],
+            env=clean | {"JAX_PLATFORMS": "cpu"} | variables,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert ran.returncode == 1
+        assert message in ran.stderr
+
+
+def test_launchers_are_known_by_what_they_set():
+    assert _config.launcher({}) is None
+    assert _config.launcher({"PMI_RANK": "1", "PMI_SIZE": "4"}) == ("mpi", 4)
+    assert _config.launcher({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}) == ("mpi", 2)
+    assert _config.launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "3"}) == ("slurm", 3)
+    assert _config.launcher({"SLURM_NTASKS": "3"}) is None  # inside an allocation, but not started by srun
