@@ -127,6 +127,9 @@ def matmul(
     options = {key: value for key, value in locals().items() if key in SPEC_OPTIONS}
     if isinstance(a, _block_cyclic.BlockCyclicArray) or isinstance(b, _block_cyclic.BlockCyclicArray):
         refused = {"epilog_inputs": epilog_inputs, "in_shardings": in_shardings, "mesh": mesh}
+        for name, default in (("scales", None), ("result_amax", False), ("determinism", "run_to_run")):
+            value = options.pop(name)
+            refused[name] = None if value == default else value
         return _block_cyclic.matmul(a, b, c, out_layout=out_sharding, refused=refused, **options)
     spec, operands = validated("matmul", a, b, c, epilog_inputs, options)
     placement = _mesh.place("matmul", a, b, result_shape(spec, a, b), out_sharding, in_shardings, mesh)
