@@ -79,6 +79,10 @@ test-abi: $(TEST)/.ready ## Compare our declarations with the real cublasmp.h, f
 	$(TEST)/bin/pip install --quiet --disable-pip-version-check --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime
 	JAXMP_REQUIRE_ABI=1 $(TEST)/bin/pytest tests/test_abi.py $(ARGS)
 
+.PHONY: determinism
+determinism: $(DEMO)/.ready ## Check every promise about bits on this machine (ARGS=--quick for a short run)
+	$(DEMO)/bin/python -m jaxmp.testing determinism $(ARGS)
+
 .PHONY: sanitize
 sanitize: $(TEST)/.ready ## Run the C++ tests under the address, undefined-behaviour and thread sanitizers
 	@$(call cpp_tests,cpp-asan-$(TAG),RelWithDebInfo,address$(COMMA)undefined)

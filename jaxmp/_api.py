@@ -32,6 +32,7 @@ def matmul(
     communication_dtype=None,
     algorithm: str | None = None,
     comm_sm_count: int | None = None,
+    determinism: str = "run_to_run",
 ):
     """Distributed matrix product with an epilog, `d = epilog(alpha * op(a) @ op(b) + beta * c)`.
 
@@ -83,6 +84,10 @@ def matmul(
         accumulator's), how communication overlaps with products ("split_p2p", "split_multicast", "atomic_p2p",
         "atomic_multicast", "no_overlap", "fused"; None lets the library choose), and how many multiprocessors
         communicate. Gradients, whose patterns are others, keep those that apply.
+      determinism: what the bits of the result may depend on (docs/determinism.md). "run_to_run": the same call with
+        the same operands gives the same bits. "batch": besides, a row of d depends only on its own row of a, on b and
+        on the epilog's inputs, not on how many rows there are or where it stands. "topology": besides, the bits do not
+        depend on the mesh, and gradients keep that.
 
     Returns:
       d of shape (..., m, n), sharded as `out_sharding` says; with an AUX or a BGRAD epilog the pair `(d, {name: x})`:
@@ -122,7 +127,9 @@ def matmul(
     options = {key: value for key, value in locals().items() if key in SPEC_OPTIONS}
     if isinstance(a, _block_cyclic.BlockCyclicArray) or isinstance(b, _block_cyclic.BlockCyclicArray):
         refused = {"epilog_inputs": epilog_inputs, "in_shardings": in_shardings, "mesh": mesh}
-        refused |= {"scales": options.pop("scales"), "result_amax": options.pop("result_amax") or None}
+        for name, default in (("scales", None), ("result_amax", False), ("determinism", "run_to_run")):
+            value = options.pop(name)
+            refused[name] = None if value == default else value
         return _block_cyclic.matmul(a, b, c, out_layout=out_sharding, refused=refused, **options)
     spec, operands = validated("matmul", a, b, c, epilog_inputs, options)
     placement = _mesh.place("matmul", a, b, result_shape(spec, a, b), out_sharding, in_shardings, mesh)
@@ -192,7 +199,7 @@ def mlp(
         the axes of w_in's columns, and those.
       out_sharding: as in `matmul`, of y.
       in_shardings: a triple of `PartitionSpec`s or `NamedSharding`s for x, w_in and w_out (auto axes).
-      mesh, options: as in `matmul`; of the options precision and implementation.
+      mesh, options: as in `matmul`; of the options precision, implementation and determinism.
 
     Returns:
       (..., n), sharded as `out_sharding` says.
@@ -206,9 +213,11 @@ def mlp(
     """
     if getattr(x, "ndim", 0) == 1:
         raise ValueError(f"mlp: x must have at least 2 dimensions, got 1 (shape {tuple(x.shape)}); pass x[None]")
-    unknown = sorted(set(options) - {"precision", "implementation"})
+    unknown = sorted(set(options) - {"precision", "implementation", "determinism"})
     if unknown:
-        raise TypeError(f"mlp: unexpected keyword arguments {unknown}; known are ['implementation', 'precision']")
+        raise TypeError(
+            f"mlp: unexpected keyword arguments {unknown}; known are ['determinism', 'implementation', 'precision']"
+        )
     if in_shardings is not None and (isinstance(in_shardings, str) or len(in_shardings) != 3):
         raise ValueError(
             f"mlp: in_shardings must be a triple, one sharding each for x, w_in and w_out, got {in_shardings!r}"

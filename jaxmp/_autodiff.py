@@ -19,6 +19,7 @@ from one call with the epilog BGRADB (BGRADA where b is stored transposed).
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -26,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
-from jaxmp import _bgrad, _compat, _epilog, _narrow
+from jaxmp import _bgrad, _compat, _epilog, _narrow, _order, _xla
 from jaxmp._activation import gelu_second_derivative
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import (
@@ -35,12 +36,13 @@ from jaxmp._primitive import (
     activated_matmul_p,
     activation_grad,
     activation_grad_p,
+    auto_activation_grad_p,
     bind,
     cast_varying,
     matmul_epilog_p,
     matmul_p,
 )
-from jaxmp._spec import MatmulSpec, Pattern, accumulator, fit_hints, operand_names, output_names
+from jaxmp._spec import MatmulSpec, Pattern, accumulator, axes_text, fit_hints, operand_names, output_names
 
 
 def gather_rows(spec: MatmulSpec, x, dimension: int, to: str = "varying"):
@@ -54,8 +56,11 @@ def _product(spec: MatmulSpec, left, right, operand, *, auto, **changes):
     return _product_and_sums(spec, left, right, operand, auto=auto, **changes)[0]
 
 
-def _product_and_sums(spec: MatmulSpec, left, right, operand, bias=None, *, auto, **changes):
-    """As `_product`, and the cotangent of `bias` where the call can sum it as well, else None."""
+def _product_and_sums(spec: MatmulSpec, left, right, operand, bias=None, *, auto, layout=(), **changes):
+    """As `_product`, and the cotangent of `bias` where the call can sum it as well, else None.
+
+    `layout` tells how the contraction lies in the global array (`_order`).
+    """
     with jax.numpy_dtype_promotion("standard"):  # float32 cotangents of 16-bit operands, where the user may be strict
         common = jnp.promote_types(left.dtype, right.dtype)
     flags = {"transpose_a": False, "transpose_b": False, "conjugate_a": False, "conjugate_b": False}
@@ -63,11 +68,20 @@ def _product_and_sums(spec: MatmulSpec, left, right, operand, bias=None, *, auto
     have = _compat.varying_axes(left) | _compat.varying_axes(right) | frozenset(call.group_axes)
     want = frozenset(operand.aval.manual_axis_type.varying)
     summed = tuple(axis for axis, _ in call.mesh if axis in have - want) if spec.is_typed else ()
+    if spec.determinism == "topology" and not auto:
+        _check_ordered(spec, call, summed)
+        call = call.replace(rows=(), cols=())
+    scattered: tuple[str, ...] = ()
+    if spec.determinism == "topology" and summed and call.pattern == Pattern.ALL_GATHER:
+        left, call = gather_rows(spec, left, 0), call.replace(**_LOCAL)
+    elif spec.determinism == "topology" and summed and call.pattern == Pattern.REDUCE_SCATTER:
+        scattered, summed, call = call.row_axes, call.row_axes + summed, call.replace(**_LOCAL)
     if call.pattern == Pattern.LOCAL and summed:
         # An operand that was the same on several ranks gets the sum of their cotangents: an all-reduced product.
-        call, summed = call.replace(pattern=Pattern.ALL_REDUCE, row_axes=summed), ()
+        (call, left, right), summed = _order.summed_over(call, left, right, summed, layout), ()
     call = call if bias is None else call.replace(epilog=_gradient_epilog(spec, call, left, right, bias))
     d, *sums = bind(call, left.astype(common), right.astype(common), auto=auto).values()
+    d = _xla.own_part(d, 0, scattered) if scattered else d
     d = lax.psum(d, summed) if summed else d
     sums = [cast_varying(x, bias.aval.manual_axis_type.varying).astype(bias.aval.dtype) for x in sums]
     return cast_varying(d, want).astype(operand.aval.dtype), sums[0] if sums else None
@@ -91,11 +105,35 @@ def _gradient_epilog(forward: MatmulSpec, call: MatmulSpec, left, right, bias) -
     return Epilog.NONE if not is_fit else Epilog.BGRADA if is_transposed else Epilog.BGRADB
 
 
+def _check_ordered(spec: MatmulSpec, call: MatmulSpec, summed: tuple[str, ...]) -> None:
+    """Raise NotImplementedError where a gradient would be a sum that no call of ours takes part in."""
+    if not spec.is_typed and math.prod(size for _, size in spec.mesh) > 1:
+        raise NotImplementedError(
+            'jaxmp: determinism="topology" has no gradients under shard_map with check_vma=False, where JAX itself '
+            'sums the cotangents over ranks; leave check_vma=True, or pass determinism="batch"'
+        )
+    if call.pattern == Pattern.GRID and summed:
+        raise NotImplementedError(
+            'jaxmp: determinism="topology" has no gradient of an operand of a 2-D grid that is the same along '
+            f"{axes_text(summed)}, for the sum over it would follow the grid's; shard the operand over it, or pass "
+            'determinism="batch"'
+        )
+
+
 def _matmul_transpose_lhs(ct, a, b, *, spec: MatmulSpec, auto: bool):
     flags = _lhs_pattern(spec)
     if spec.pattern == Pattern.ALL_REDUCE:
         ct = _reduced_cotangent(spec, ct)
-    if spec.transpose_a and flags["pattern"] in (Pattern.LOCAL, Pattern.GRID):
+    flags = flags | {"layout": ((1, spec.cols),)}
+    # A complex product and its transpose take the two terms of an imaginary part in the other order. On "topology"
+    # every pattern has to take the same one, and only the blocks of a grid cannot be transposed afterwards.
+    is_symmetric = spec.determinism != "topology" or not jnp.issubdtype(ct.dtype, jnp.complexfloating)
+    if spec.transpose_a and spec.pattern == Pattern.GRID and not is_symmetric:
+        raise NotImplementedError(
+            'jaxmp: determinism="topology" has no gradient of a complex a that is stored transposed on a 2-D grid; '
+            'store it (m, k), or pass determinism="batch"'
+        )
+    if spec.transpose_a and (flags["pattern"] == Pattern.GRID or (flags["pattern"] == Pattern.LOCAL and is_symmetric)):
         flags = flags | {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True}
         result = _product(spec, b, ct, a, auto=auto, cyclic=_cyclic(spec, "bda"), **flags)
     else:
@@ -128,6 +166,9 @@ def _weight_and_bias_cotangents(ct, a, b, bias, *, spec: MatmulSpec, auto: bool)
     elif spec.pattern == Pattern.REDUCE_SCATTER:
         # Known to be the same on every rank, as the bias is.
         ct = gather_rows(spec, ct, 0, "invarying" if spec.is_typed and bias is not None else "varying")
+    flags = flags | {"layout": spec.rows, "ahead": 1}
+    if spec.pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER):
+        a, ct = _order.unfolded(spec, a, 1 if spec.transpose_a else 0), _order.unfolded(spec, ct, 0)
     if spec.transpose_b:
         flags = flags | {"transpose_a": True, "transpose_b": spec.transpose_a, "conjugate_b": spec.conjugate_a}
         result, sums = _product_and_sums(spec, ct, a, b, bias, auto=auto, cyclic=_cyclic(spec, "dab"), **flags)
@@ -165,7 +206,9 @@ def _matmul_epilog_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
     moved = {}
     if tz is not None:
         aux = _epilog.rule(kept.epilog).aux
-        moved["d"] = activation_grad(row.activation, stored[aux], tz) if aux and row.activation else tz
+        moved["d"] = tz
+        if aux and row.activation:
+            moved["d"] = activation_grad(row.activation, stored[aux], tz, spec, auto=auto)
         moved["gelu_aux"] = tz
     outputs = [stored[name] for name in names]
     return outputs, [moved.get(name, _zero_tangent(stored[name])) for name in names]
@@ -181,7 +224,7 @@ def _derivative_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
     if row.derivative:
         operands = dict(zip(("a", "b", *operand_names(spec)), primals, strict=True))
         taux, aux = tangents[-1], operands.pop(row.aux_input)
-        td = None if td is None else activation_grad(row.derivative, aux, td)
+        td = None if td is None else activation_grad(row.derivative, aux, td, spec, auto=auto)
         if row.derivative == "gelu" and type(taux) is not ad.Zero:
             z = bind(spec.replace(epilog=Epilog.NONE), operands.pop("a"), operands.pop("b"), operands, auto=auto)["d"]
             curve = z * gelu_second_derivative(aux).astype(z.dtype) * taux
@@ -272,6 +315,9 @@ def _preactivation_tangent(primals, tangents, spec: MatmulSpec, auto: bool, like
     if type(ta) is not ad.Zero:
         terms.append(bind(product, ta, b, auto=auto)["d"])
     tc, tbias = textra.get("c"), textra.get("bias")
+    if tbias is not None and type(tbias) is not ad.Zero and spec.determinism == "topology":
+        terms.append(_bias_in_rows(spec, tbias, like, auto))
+        tbias = None
     if type(tb) is not ad.Zero and tbias is not None and type(tbias) is not ad.Zero:
         # One call, whose transpose gives the gradients of both.
         terms.append(bind(product.replace(epilog=Epilog.BIAS), a, tb, {"bias": tbias}, auto=auto)["d"])
@@ -287,18 +333,26 @@ def _preactivation_tangent(primals, tangents, spec: MatmulSpec, auto: bool, like
     return sum(terms[1:], terms[0]) if terms else None
 
 
-def _activation_grad_jvp_rule(primals, tangents, *, activation: str):
+def _bias_in_rows(spec: MatmulSpec, bias, like, auto: bool):
+    """The bias in every row, as a product with ones: its transpose sums the rows as one of our calls does, in order."""
+    ones = cast_varying(jnp.ones((like.shape[0], 1), bias.dtype), _compat.varying_axes(like))
+    local = spec.bare().bilinear(**_LOCAL, alpha=1.0, out_dtype=bias.dtype, rows=_order.rows_of_result(spec), ahead=1)
+    return _order.folded(spec, bind(local, ones, bias[None], auto=auto)["d"])
+
+
+def _activation_grad_jvp_rule(primals, tangents, *, activation: str, spec: MatmulSpec | None, auto: bool):
     """Linear in t; in aux, d(t * act'(z)) = t * act''(z) * dz, which for relu is nought."""
     (aux, t), (taux, tt) = primals, tangents
-    y = activation_grad(activation, aux, t)
-    terms = [] if type(tt) is ad.Zero else [activation_grad(activation, aux, tt)]
+    slope = functools.partial(activation_grad, activation, aux, spec=spec, auto=auto)
+    y = slope(t)
+    terms = [] if type(tt) is ad.Zero else [slope(tt)]
     if activation == "gelu" and type(taux) is not ad.Zero:
         terms.append((t * gelu_second_derivative(aux).astype(t.dtype)) * taux.astype(t.dtype))
     return y, sum(terms[1:], terms[0]) if terms else _zero_tangent(y)
 
 
-def _activation_grad_transpose_rule(ct, aux, t, *, activation: str):
-    return [None, activation_grad(activation, aux, ct)]
+def _activation_grad_transpose_rule(ct, aux, t, *, activation: str, spec: MatmulSpec | None, auto: bool):
+    return [None, activation_grad(activation, aux, ct, spec, auto=auto)]
 
 
 def _activated_matmul_jvp_rule(primals, tangents, *, spec: MatmulSpec, activation: str):
@@ -313,7 +367,7 @@ def _activated_matmul_jvp_rule(primals, tangents, *, spec: MatmulSpec, activatio
         terms.append(activated_matmul(spec, activation, tt, moved[0] if moved else None, aux, w))
     whole = t + bias[0][None, :] if bias else t
     if type(tw) is not ad.Zero:
-        terms.append(bind(spec, activation_grad(activation, aux, whole), tw)["d"])
+        terms.append(bind(spec, activation_grad(activation, aux, whole, spec), tw)["d"])
     if activation == "gelu" and type(taux) is not ad.Zero:
         terms.append(bind(spec, whole * gelu_second_derivative(aux).astype(t.dtype) * taux, w)["d"])
     if not terms:
@@ -368,5 +422,6 @@ _register(matmul_p, matmul_epilog_p, auto=False)
 _register(AUTO_TWIN[matmul_p], AUTO_TWIN[matmul_epilog_p], auto=True)
 ad.primitive_jvps[activated_matmul_p] = _activated_matmul_jvp_rule
 ad.primitive_transposes[activated_matmul_p] = _activated_matmul_transpose_rule
-ad.primitive_jvps[activation_grad_p] = _activation_grad_jvp_rule
-ad.primitive_transposes[activation_grad_p] = _activation_grad_transpose_rule
+for _primitive, _auto in ((activation_grad_p, False), (auto_activation_grad_p, True)):
+    ad.primitive_jvps[_primitive] = functools.partial(_activation_grad_jvp_rule, auto=_auto)
+    ad.primitive_transposes[_primitive] = functools.partial(_activation_grad_transpose_rule, auto=_auto)

@@ -21,6 +21,7 @@ from jaxmp._primitive import (
     activated_matmul_parts,
     activation_grad,
     activation_grad_p,
+    auto_activation_grad_p,
     bind,
     bind_rows,
     has_rows,
@@ -38,8 +39,9 @@ def _matmul_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
     (a, b), (da, db) = map(_front, args, dims), dims
     turns = _turns(spec, a_is_batched=da is not None, b_is_batched=db is not None)
     if db is None and not turns:
-        return bind_rows(spec, a, b, auto=auto)["d"], 0
-    if da is None and not turns:
+        return bind_rows(spec.folded(a.shape[0]), a, b, auto=auto)["d"], 0
+    # Folded into columns the batch would stand inside of those of each rank, in the sum of the gradient in a.
+    if da is None and not turns and spec.determinism != "topology":
         return _bind_columns(spec, a, b, auto), 1
     mapped = {name: x for name, x, dim in (("a", a, da), ("b", b, db)) if dim is not None}
     fixed = {name: x for name, x, dim in (("a", a, da), ("b", b, db)) if dim is None}
@@ -80,7 +82,7 @@ def _matmul_epilog_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
         for name in operand_names(spec):
             if has_rows(name) and name not in batched:
                 operands[name] = jnp.broadcast_to(operands[name][None], (size, *operands[name].shape))
-        outputs = bind_rows(spec, operands.pop("a"), operands.pop("b"), operands, auto=auto)
+        outputs = bind_rows(spec.folded(size), operands.pop("a"), operands.pop("b"), operands, auto=auto)
     else:
         fixed = {name: operands.pop(name) for name in names if name not in batched}
 
@@ -110,6 +112,11 @@ def _split_bias(args, dims, spec: MatmulSpec, auto: bool):
 
 def _split_gradient(args, dims, spec: MatmulSpec, auto: bool):
     """A bias gradient is one per batch element, so it leaves the call, whose rows then fold."""
+    if spec.determinism == "topology":
+        raise NotImplementedError(
+            f'jaxmp: determinism="topology" has no epilog {spec.epilog.name} under vmap, for XLA completes its sums; '
+            'take the gradient of a bias, or pass determinism="batch"'
+        )
     row = _epilog.rule(spec.epilog)
     plain = spec.replace(epilog=row.without_gradient)
     call = jax.vmap(lambda *args: _bind_in_order(plain, args, auto), in_axes=tuple(dims), out_axes=0)
@@ -134,13 +141,13 @@ def _folds_into_rows(spec: MatmulSpec, batched: set[str]) -> bool:
     return "a" in batched and is_fixed and not _turns(spec, a_is_batched=True, b_is_batched=False)
 
 
-def _activation_grad_batch_rule(args, dims, *, activation: str):
+def _activation_grad_batch_rule(args, dims, *, activation: str, spec: MatmulSpec | None, auto: bool):
     size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
     aux, t = (
         jnp.broadcast_to(x[None], (size, *x.shape)) if dim is None else _front(x, dim)
         for x, dim in zip(args, dims, strict=True)
     )
-    rows = activation_grad(activation, aux.reshape(-1, aux.shape[-1]), t.reshape(-1, t.shape[-1]))
+    rows = activation_grad(activation, aux.reshape(-1, aux.shape[-1]), t.reshape(-1, t.shape[-1]), spec, auto=auto)
     return rows.reshape(t.shape), 0
 
 
@@ -162,5 +169,6 @@ def _register(primitive, epilog_primitive, auto: bool) -> None:
 
 _register(matmul_p, matmul_epilog_p, auto=False)
 _register(AUTO_TWIN[matmul_p], AUTO_TWIN[matmul_epilog_p], auto=True)
-batching.primitive_batchers[activation_grad_p] = _activation_grad_batch_rule
+batching.primitive_batchers[activation_grad_p] = functools.partial(_activation_grad_batch_rule, auto=False)
+batching.primitive_batchers[auto_activation_grad_p] = functools.partial(_activation_grad_batch_rule, auto=True)
 batching.primitive_batchers[activated_matmul_p] = _activated_matmul_batch_rule

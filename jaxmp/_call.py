@@ -37,6 +37,7 @@ SPEC_OPTIONS = [
     "communication_dtype",
     "algorithm",
     "comm_sm_count",
+    "determinism",
 ]
 
 
@@ -77,6 +78,7 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
         implementation=options.get("implementation"),
         **_spec.resolve_hints(name, out, operands["a"].dtype, *(options.get(hint) for hint in HINTS)),
         line=f"{name} at {_compat.user_line(_PACKAGE)}" if _native.has_roll_call() else "",
+        determinism=_spec.check_determinism(name, options.get("determinism", "run_to_run"), operands["a"].dtype),
         **(pattern or {}),
     )
     _spec.check_local_shapes(name, spec, a.shape[-2:], b.shape)
@@ -98,6 +100,12 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
         raise NotImplementedError(
             f"{name}: with {what} alpha and beta are Python numbers, got an array for {' and '.join(traced)}; "
             f"{'multiply a scale by it' if is_narrow else 'scale an operand, or the gradient that comes in'}"
+        )
+    if traced and spec.is_invariant:
+        raise NotImplementedError(
+            f"{name}: determinism={spec.determinism!r} takes alpha and beta as Python numbers, got an array for "
+            f"{' and '.join(traced)}, after which XLA would apply the epilog; scale an operand, or pass "
+            'determinism="run_to_run"'
         )
     operands |= (inputs if c is None else {"c": c.astype(c_dtype), **inputs}) | traced
     spec = spec.replace(**scalars, traced=tuple(traced), has_c=c is not None)
@@ -330,10 +338,14 @@ def bind_plan(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any]) 
     if plan.gather and getattr(spec, scale) not in (_narrow.NONE, _narrow.SCALAR):
         dimension = plan.dimension if plan.gather == "a" else 0
         operands = operands | {scale: _gather(plan, operands[scale], dimension)}
+    if plan.is_swapped and spec.is_invariant:
+        plan, spec, a, b = _without_swap(plan, spec, a, b)
+    if spec.determinism == "topology" and spec.pattern != Pattern.GRID:
+        spec = _with_order(plan, spec, a)
     operands = operands | {"a": a, "b": b}
     if not plan.is_swapped:
         outputs = _bind_shards(spec, plan.dimension, operands)
-        return _sum_over_data(outputs, _outside(plan, sum(plan.out[:-1], ())))
+        return _sum_over_data(spec, outputs, _outside(plan, sum(plan.out[:-1], ())))
     # D = (op(b)^T @ op(a)^T)^T: the columns of D take the part that rows have in the pattern.
     rows, a, is_transposed = _flat_rows(spec, a)
     swapped = spec.bilinear(
@@ -355,17 +367,67 @@ def bind_plan(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any]) 
         rest = _apply_epilog(z.T, operands, spec.replace(alpha=1.0, epilog=Epilog.NONE), rows)
         return rest | {_epilog.rule(spec.epilog).gradient: gradient[0].astype(spec.out_dtype)}
     outputs = _apply_epilog(z.T, operands, spec.replace(alpha=1.0), rows)
-    return _sum_over_data(outputs, sum(plan.out[:-1], ()))
+    return _sum_over_data(spec, outputs, sum(plan.out[:-1], ()))
 
 
 # The transposed product has op(b) where this one has op(a).
 _SWAPPED = {Epilog.BGRADA: Epilog.BGRADB, Epilog.BGRADB: Epilog.BGRADA}
 
 
-def _sum_over_data(outputs: dict[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
+def _sum_over_data(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
     """Bias gradients of d, summed over the axes that share its rows beside the call's group."""
+    names = [name for name in outputs if axes and _bgrad.summed(name) == "d"]
+    if names and spec.determinism == "topology":
+        raise NotImplementedError(
+            f'matmul: determinism="topology" has no epilog {spec.epilog.name} on rows that are sharded over '
+            f"{_spec.axes_text(axes)} beside the call, for XLA would complete {names[0]}; take the gradient of a bias, "
+            'or pass determinism="batch"'
+        )
     with jax.named_scope(_bgrad.SCOPE):
-        return {name: lax.psum(x, axes) if axes and _bgrad.summed(name) == "d" else x for name, x in outputs.items()}
+        return {name: lax.psum(x, axes) if name in names else x for name, x in outputs.items()}
+
+
+def _without_swap(plan: _sharding.Plan, spec: MatmulSpec, a, b):
+    """A swapped call as a local one of gathered operands, whose epilog is the library's.
+
+    XLA's arithmetic is not bit for bit the library's, and depends on what XLA fuses it with.
+    """
+    if _epilog.rule(spec.epilog).gradient:
+        raise NotImplementedError(
+            f"matmul: determinism={spec.determinism!r} has no epilog {spec.epilog.name} where columns of the result "
+            f"are gathered or scattered over {_spec.axes_text(plan.row_axes)}; take another out_sharding, or "
+            'pass determinism="run_to_run"'
+        )
+    gathered = dataclasses.replace(plan, pattern=Pattern.LOCAL, gather_axes=plan.row_axes, is_swapped=False)
+    k, n = (1, 0) if spec.transpose_b else (0, 1)
+    with jax.named_scope("jaxmp_whole_operands"):
+        if plan.pattern == Pattern.ALL_GATHER:
+            b = _gather(gathered, b, n)
+        else:
+            a, b = _gather(gathered, a, a.ndim - (2 if spec.transpose_a else 1)), _turn(plan, b, n, k)
+    return gathered, spec.replace(pattern=Pattern.LOCAL, row_axes=()), a, b
+
+
+def _turn(plan: _sharding.Plan, x, split: int, joined: int):
+    """`x` sharded over the group along dimension `split` instead of `joined`."""
+    if x.size == 0:  # as in _gather
+        p, shape = lax.axis_size(plan.row_axes), list(x.shape)
+        shape[split], shape[joined] = shape[split] // p, shape[joined] * p
+        return jnp.zeros(shape, x.dtype)
+    return lax.all_to_all(x, plan.row_axes, split, joined, tiled=True)
+
+
+def _with_order(plan: _sharding.Plan, spec: MatmulSpec, a) -> MatmulSpec:
+    """The spec with the places of D's rows and columns in the global array."""
+    shape = (*a.shape[:-2], a.shape[-1]) if spec.transpose_a else a.shape[:-1]
+    rows = [
+        (extent, tuple(axis for axis in axes if axis not in spec.row_axes))
+        for extent, axes in zip(shape, plan.out[:-1], strict=True)
+    ]
+    if spec.pattern == Pattern.ALL_GATHER:
+        extent, axes = rows[plan.dimension]
+        rows[plan.dimension] = (extent * spec.nranks, axes)
+    return spec.replace(rows=tuple(rows), cols=plan.out[-1])
 
 
 def _gather(plan: _sharding.Plan, x, dimension: int):
@@ -412,8 +474,12 @@ def _bind_empty(
     if _bgrad.summed(gradient) in ("a", "b"):
         rest = _bind_empty(plan, spec.replace(epilog=Epilog.NONE), shapes, dtype, operands)
         return rest | {gradient: jnp.zeros(shapes[gradient], spec.out_dtype)}
+    if spec.is_invariant:
+        local = spec.bare().replace(pattern=Pattern.LOCAL, row_axes=(), col_axes=())
+        nothing = {"a": jnp.zeros((*shape[:-1], 0), dtype), "b": jnp.zeros((0, shape[-1]), dtype)}
+        return _sum_over_data(spec, _bind_shards(local, 0, operands | nothing), sum(plan.out[:-1], ()))
     z = jnp.zeros((math.prod(shape[:-1]), shape[-1]), _spec.accumulator(dtype))
-    return _sum_over_data(_apply_epilog(z, operands, spec, shape[:-1]), sum(plan.out[:-1], ()))
+    return _sum_over_data(spec, _apply_epilog(z, operands, spec, shape[:-1]), sum(plan.out[:-1], ()))
 
 
 def _bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, Any], *, auto: bool = False) -> dict[str, Any]:
@@ -434,6 +500,7 @@ def _bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, Any], *, 
     ordered = spec.pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER)
     shape, lead = a.shape[:-1], dimension if ordered else 0
     batch, rows = math.prod(shape[:lead]), math.prod(shape[lead:])
+    spec = spec.replace(ahead=batch) if spec.determinism == "topology" else spec
     extra = {name: x.reshape(batch, -1, x.shape[-1]) if has_rows(name) else x for name, x in extra.items()}
     if spec.scale_a not in (_narrow.NONE, _narrow.SCALAR):
         extra["scale_a"] = extra["scale_a"].reshape(batch, rows, *extra["scale_a"].shape[a.ndim - 1 :])

@@ -41,6 +41,7 @@ def dot_general(
     in_shardings=None,
     mesh=None,
     implementation: str | None = None,
+    determinism: str = "run_to_run",
 ):
     """Distributed product with `lax.dot_general`'s signature, for layers that take a `dot_general=`.
 
@@ -53,7 +54,8 @@ def dot_general(
       lhs, rhs: arrays of any rank; float32, float64, bfloat16, float16, complex64 or complex128.
       dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`, as in `lax.dot_general`.
         Batch dimensions cost one call per index, in a scan: cuBLASMp has no batched product.
-      precision, preferred_element_type, mesh, implementation: as in `jaxmp.matmul`.
+      precision, preferred_element_type, mesh, implementation, determinism: as in `jaxmp.matmul`; of the levels
+        "run_to_run" and "batch".
       out_sharding: `PartitionSpec` or `NamedSharding` of the result; required where a contracted dimension is sharded.
         One of its free dimensions may be gathered or scattered; the others lie as in the operands, or more finely.
       in_shardings: a pair of `PartitionSpec`s or `NamedSharding`s for lhs and rhs (auto axes).
@@ -76,10 +78,16 @@ def dot_general(
     (2, 3, 5, 6)
     """
     numbers = _numbers("dot_general", dimension_numbers, lhs, rhs)
+    if determinism == "topology":
+        raise NotImplementedError(
+            'dot_general: determinism="topology" is not available, for ranks may hold several contracted dimensions '
+            'interleaved; use jaxmp.matmul on matrices, or pass determinism="batch"'
+        )
     options = {
         "precision": tuple(precision) if isinstance(precision, list) else precision,
         "preferred_element_type": preferred_element_type,
         "implementation": implementation,
+        "determinism": determinism,
     }
     return _product("dot_general", lhs, rhs, numbers, options, out_sharding, in_shardings, mesh)
 
@@ -92,7 +100,7 @@ def einsum(subscripts: str, a, b, *, out_sharding=None, in_shardings=None, **opt
         one operand and not in the result, is refused.
       a, b: the operands; types as in `jaxmp.matmul`.
       out_sharding, in_shardings: as in `jaxmp.dot_general`, for the result and the operands as they are written here.
-      options: `precision`, `preferred_element_type`, `mesh` and `implementation` of `jaxmp.dot_general`.
+      options: `precision`, `preferred_element_type`, `mesh`, `implementation` and `determinism` of `jaxmp.dot_general`.
 
     Returns:
       The result, with its dimensions in the order of `subscripts`, sharded as `out_sharding` says.

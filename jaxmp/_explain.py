@@ -22,11 +22,12 @@ class Row:
     """One call, or one collective that jaxmp added, as every rank runs it.
 
     Attributes:
-      operation: "matmul", "matmul+epilog", or "all_gather" or "all_reduce" for what runs beside the calls.
+      operation: "matmul", "matmul+epilog", or "all_gather", "all_to_all", "all_reduce" for what runs beside the calls.
       count: how often the program runs it (the trip counts of enclosing scans, multiplied).
       global_shapes, local_shapes: of a, b and d, as stored: of one group's product, and per device.
       dtypes: "a x b -> d", and the scale modes of a and b where they have scales.
       accumulator: the type in which products are summed.
+      determinism: the level asked for: "run_to_run", "batch" or "topology".
       pattern: how the ranks of a group share the product; groups: their number, size and axes.
       epilog: name of the epilog.
       implementation, why: which implementation serves it and the rule that chose it.
@@ -45,6 +46,7 @@ class Row:
     local_shapes: tuple[tuple[int, ...], ...]
     dtypes: str
     accumulator: str
+    determinism: str
     epilog: str
     implementation: str
     why: str
@@ -63,6 +65,7 @@ _COMMUNICATES = {
     "reshard": "brings the gradient of an operand, of which each rank took its part, back to the operand's sharding",
     "pmax": "takes the largest absolute value of every rank (result_amax); cuBLASMp leaves each its own",
     "psum": "sums the cotangents of an operand that is the same on several ranks",
+    "all_to_all": "brings all of k to each rank",
     "psum_invariant": "sums the cotangents of an operand that is the same on several ranks",
     "all_gather_invariant": "asked for by out_sharding; with the other operand whole, the ranks compute the same",
 }
@@ -70,7 +73,11 @@ _COMMUNICATES = {
 _SCOPES = {
     _bgrad.SCOPE: "completes a bias gradient over axes that share its rows outside of the call",
     "jaxmp_gather_rows": _COMMUNICATES["all_gather"],
+    "jaxmp_whole_operands": "lets the call apply its own epilog to gathered or scattered columns, for the bits",
+    "jaxmp_global_order": "puts rows that the ranks hold interleaved in the order of the global array, for the bits",
 }
+# What provides the levels of determinism beyond "run_to_run".
+_ORDER = "each element is one sum over k in ascending order, then its epilog"
 # The pattern of a call under auto axes, until the partitioner has been asked.
 _UNSETTLED = "?"
 _COLUMNS = (
@@ -81,6 +88,7 @@ _COLUMNS = (
     "per device",
     "dtypes",
     "acc",
+    "bits",
     "epilog",
     "by",
     "Gflop",
@@ -195,6 +203,9 @@ def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None) -> R
     is_complex = np.issubdtype(out, np.complexfloating)
     is_host = choice.implementation == "host"
     compute = _lowering.compute_of(spec, a.dtype) if is_host else _precision.find(spec.precision, a.dtype)
+    # Gathered, an all-reduced product is computed by every rank.
+    is_repeated = spec.is_invariant and choice.implementation == "xla" and spec.pattern == Pattern.ALL_REDUCE
+    copies = spec.ngroups * (spec.nranks if is_repeated else 1)
     return Row(
         operation="matmul" if spec.epilog == _epilog.Epilog.NONE and not spec.has_c else "matmul+epilog",
         count=count,
@@ -204,11 +215,12 @@ def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None) -> R
         local_shapes=(tuple(a.shape), tuple(b.shape), output_shape(spec, a.shape, b.shape)),
         dtypes=f"{a.dtype.name} x {b.dtype.name} -> {out.name}{_scales(spec)}",
         accumulator=compute.accumulator or accumulator(a.dtype).name,
+        determinism=spec.determinism,
         epilog=spec.epilog.name,
         implementation=choice.implementation,
         why="; ".join(reasons),
         algorithm=algorithm,
-        flops=2 * m * n * k * (4 if is_complex else 1) * spec.ngroups,
+        flops=2 * m * n * k * (4 if is_complex else 1) * copies,
         bytes_moved=_bytes_moved(spec, a, b, choice.implementation),
         workspace=workspace,
         compute=compute.name,
@@ -223,6 +235,8 @@ def _scales(spec: MatmulSpec) -> str:
 
 def _plan_facts(spec: MatmulSpec, a, b, implementation: str) -> tuple[str, int]:
     """(algorithm, workspace bytes per rank) of the plan that serves a call."""
+    if implementation != "host" and spec.is_invariant:
+        return _gathered_facts(spec, a, b)
     if implementation == "host+xla":
         return "hostmp local Matmul and lax collectives", 0
     if implementation != "host":
@@ -233,7 +247,20 @@ def _plan_facts(spec: MatmulSpec, a, b, implementation: str) -> tuple[str, int]:
         return f"{route.kind} ({route.why})", 0
     plan = _native.describe_plan(_lowering.call_attributes(spec, a, b))
     workspace = max(d + h for d, h in zip(plan["device_workspace"], plan["host_workspace"], strict=True))
-    return f"{plan['library']} {plan['algorithm']}", workspace
+    order = f"; {_ORDER}" if spec.is_invariant else ""
+    return f"{plan['library']} {plan['algorithm']}{order}", workspace
+
+
+def _gathered_facts(spec: MatmulSpec, a, b) -> tuple[str, int]:
+    """As `_plan_facts` of "xla" where bits are promised."""
+    _, _, k = global_extents(spec, a.shape, b.shape)
+    rows, cols = output_shape(spec, a.shape, b.shape)
+    local = spec.replace(pattern=Pattern.LOCAL, mesh=(), row_axes=(), col_axes=())
+    parts = [(k, rows) if spec.transpose_a else (rows, k), (cols, k) if spec.transpose_b else (k, cols)]
+    whole_a, whole_b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(parts, (a, b), strict=True))
+    algorithm, workspace = _plan_facts(local, whole_a, whole_b, "host")
+    copied = "each rank gathers what its part of d needs; " if spec.nranks > 1 else ""
+    return f"{copied}{algorithm}", workspace
 
 
 def _bytes_moved(spec: MatmulSpec, a, b, implementation: str) -> int:
@@ -251,6 +278,9 @@ def _bytes_moved(spec: MatmulSpec, a, b, implementation: str) -> int:
         return (spec.axis_size(spec.col_axes) - 1) * bytes_a + (spec.axis_size(spec.row_axes) - 1) * bytes_b
     if spec.pattern == Pattern.LOCAL:
         return 0
+    if spec.is_invariant and implementation != "host":
+        kept = p if spec.pattern == Pattern.REDUCE_SCATTER else 1
+        return (p - 1) * (bytes_a // kept + bytes_b)
     if implementation == "host":
         # Each rank computes 1/P of the rows from all ranks' shards.
         return (p - 1) * (bytes_a // p + bytes_b)
@@ -263,19 +293,23 @@ def _communication_row(eqn, count: int, scopes: tuple[str, ...]) -> Row | None:
     local, result = (_local_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
     dtype, name = eqn.invars[0].aval.dtype, eqn.primitive.name
     is_sum = name.startswith("psum") or name == "pmax"
+    axes = eqn.params.get("axis_name") or eqn.params.get("axes") or ()
     moved = math.prod(local) if is_sum else math.prod(result) - math.prod(local)
+    if name == "all_to_all":
+        p = math.prod(eqn.invars[0].aval.sharding.mesh.shape[axis] for axis in axes)
+        moved = math.prod(local) * (p - 1) // p
     if moved <= 0:
         return None
-    axes = eqn.params.get("axis_name") or eqn.params.get("axes") or ()
     return Row(
-        operation="all_reduce" if is_sum else "all_gather",
+        operation="all_reduce" if is_sum else name if name == "all_to_all" else "all_gather",
         count=count,
         pattern="-",
         groups=str(axes),
         global_shapes=(tuple(eqn.outvars[0].aval.shape),),
         local_shapes=(local,),
         dtypes=dtype.name,
-        accumulator="",
+        accumulator=dtype.name if is_sum else "",
+        determinism="",
         epilog="",
         implementation="xla",
         why=next((why for scope, why in _SCOPES.items() if scope in "/".join(scopes)), _COMMUNICATES[name]),
@@ -303,6 +337,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         _shapes(row.local_shapes),
         row.dtypes,
         row.accumulator,
+        row.determinism,
         row.epilog,
         row.implementation,
         f"{row.flops / 1e9:.3g}",

@@ -79,6 +79,11 @@ def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int) -> C
             "precision=BF16_BF16_BF16 sums in bfloat16, which neither hostmp nor XLA does on a CPU; pass "
             'BF16_BF16_F32, or implementation="host" with JAXMP_HOST_PRECISION=ignore to sum in float32'
         )
+    if spec.is_invariant and platform != "cpu" and spec.implementation != "cublasmp":
+        raise NotImplementedError(
+            f"determinism={spec.determinism!r} is not available on platform {platform!r}, where the order of a sum is "
+            'the compiler\'s; pass determinism="run_to_run"'
+        )
     if spec.implementation == "xla":
         return Choice("xla", "asked for")
     if spec.implementation == "cublasmp":
@@ -148,7 +153,7 @@ def call_attributes(spec: MatmulSpec, a, b) -> dict:
         "mesh_shape": np.array([size for _, size in spec.mesh], np.int64),
         "axes_row": np.array([names.index(axis) for axis in axes_row], np.int64),
         "axes_col": np.array([names.index(axis) for axis in axes_col], np.int64),
-        "determinism": "run_to_run",
+        "determinism": spec.determinism,
         "communication_dtype": _DTYPES[spec.communication_dtype] if spec.communication_dtype else "none",
         "algorithm": spec.algorithm,
         "comm_sm_count": np.int64(spec.comm_sm_count),
@@ -231,6 +236,23 @@ def _scatter_then_gather(a, b, *extra, spec: MatmulSpec):
     ]
 
 
+def _gathered_matmul(a, b, *extra, spec: MatmulSpec):
+    """[d] or [d, aux] of "xla" where bits are promised: what this rank's part of D needs is gathered, and one local
+    call makes it. XLA's own products promise nothing."""
+    if _epilog.rule(spec.epilog).gradient and spec.nranks > 1:
+        raise NotImplementedError(
+            f'determinism={spec.determinism!r} has no epilog {spec.epilog.name} with implementation="xla" over '
+            f"{spec.nranks} ranks, for XLA would complete its sums; take the gradient of a bias, or pass another level"
+        )
+    local = spec.replace(pattern=Pattern.LOCAL, mesh=(), row_axes=(), col_axes=())
+    if 0 in (*a.shape, *b.shape):  # XLA gathers nothing that is empty
+        rows, cols = output_shape(spec, a.shape, b.shape)
+        a, b, local = jnp.zeros((rows, 0), a.dtype), jnp.zeros((0, cols), b.dtype), local.bare()
+    else:
+        a, b = _xla.gather_for_part(spec, a, b)
+    return _fused_matmul(a, b, *extra, spec=local, capabilities=host_capabilities())
+
+
 def _custom_call(a, b, *extra, spec: MatmulSpec):
     """The results of one custom call."""
     _native.register()
@@ -295,8 +317,13 @@ def _aliases(spec: MatmulSpec) -> dict[int, int]:
     return {2 + operand_names(spec).index("c"): 0}
 
 
-def _activation_grad(aux, t, *, activation: str):
-    return multiply_by_slope(activation, aux, t)
+def _activation_grad(aux, t, *, activation: str, spec: MatmulSpec | None):
+    if spec is None:
+        return multiply_by_slope(activation, aux, t)
+    # The derivative epilog of a product over nothing, with t as its C: -0 * 0 is -0, and -0 + t is t, also for t = -0.
+    spec = spec.replace(epilog=Epilog.DGELU, alpha=-0.0, beta=1.0, has_c=True)
+    a, b = jnp.zeros((t.shape[0], 0), t.dtype), jnp.zeros((0, t.shape[1]), t.dtype)
+    return _custom_call(a, b, t, aux, spec=spec)[0]
 
 
 def _rule(platform: str, is_multiple: bool):
@@ -308,6 +335,9 @@ def _rule(platform: str, is_multiple: bool):
         def lower(a, b, *extra):
             if choice.implementation == "host":
                 outputs = _fused_matmul(a, b, *extra, spec=spec, capabilities=host_capabilities())
+            elif spec.is_invariant:
+                a, b = site.roll_call(spec, a, b, [a, b]) if site else (a, b)
+                outputs = _gathered_matmul(a, b, *extra, spec=spec)
             else:
                 local_product = _host_product if choice.implementation == "host+xla" else None
                 ahead = functools.partial(site.roll_call, spec, a, b) if site else None

@@ -21,7 +21,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp import _bgrad, _layout
 from jaxmp._compat import mlir
-from jaxmp._primitive import auto_matmul_epilog_p, auto_matmul_p, bind, global_amax
+from jaxmp._primitive import (
+    activation_grad,
+    auto_activation_grad_p,
+    auto_matmul_epilog_p,
+    auto_matmul_p,
+    bind,
+    global_amax,
+)
 from jaxmp._sharding import Dim, Dims, to_dims
 from jaxmp._spec import MatmulSpec, Pattern, check_all_reduce, operand_names, output_names
 from jaxmp._spec import dims as spanned
@@ -161,6 +168,26 @@ def _lower(*operands, spec: MatmulSpec):
     return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
 
 
+@functools.lru_cache(maxsize=256)
+def _partitioned_slope(activation: str, spec: MatmulSpec):
+    """Element by element, so every shard is a call of its own, on the sharding of the result."""
+
+    def body(aux, t):
+        return activation_grad(activation, aux, t, spec)
+
+    def partition(mesh, args, result):
+        return mesh, body, result.sharding, (result.sharding, result.sharding)
+
+    fn = custom_partitioning(body)
+    fn.def_partition(partition, sharding_rule="m n, m n -> m n")
+    return fn
+
+
+def _lower_slope(aux, t, *, activation: str, spec: MatmulSpec):
+    return _partitioned_slope(activation, spec)(aux, t)
+
+
+mlir.register_lowering(auto_activation_grad_p, mlir.lower_fun(_lower_slope, multiple_results=False))
 for _primitive in (auto_matmul_p, auto_matmul_epilog_p):
     mlir.register_lowering(
         _primitive,

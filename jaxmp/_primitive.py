@@ -2,7 +2,8 @@
 
 matmul_p(a, b)                      d = alpha * op(a) @ op(b): bilinear and pure; operands are the shards of one device
 matmul_epilog_p(a, b, *operands)    the same call with C and an epilog; `_spec` names its operands and results
-activation_grad_p(aux, t)           t * act'(z), linear in t; reads the packed aux, so the aux itself is the residual
+activation_grad_p(aux, t)           t * act'(z), linear in t; reads the packed aux, so the aux itself is the residual;
+                                    the library's own arithmetic where the level of determinism asks for it
 activated_matmul_p(t, [tbias], aux, w)  (act'(z) * (t + tbias)) @ w, linear in t and tbias: the tangent of two layers,
                                     whose transpose is one call with a derivative as its epilog
 
@@ -40,6 +41,9 @@ matmul_epilog_p = _compat.make_primitive("jaxmp_matmul_epilog", multiple_results
 auto_matmul_p = _compat.make_primitive("jaxmp_auto_matmul", multiple_results=False, needs_devices=True)
 auto_matmul_epilog_p = _compat.make_primitive("jaxmp_auto_matmul_epilog", multiple_results=True, needs_devices=True)
 activation_grad_p = _compat.make_primitive("jaxmp_activation_grad", multiple_results=False)
+auto_activation_grad_p = _compat.make_primitive(
+    "jaxmp_auto_activation_grad", multiple_results=False, needs_devices=True
+)
 activated_matmul_p = _compat.make_primitive("jaxmp_activated_matmul", multiple_results=False)
 
 AUTO_TWIN = {matmul_p: auto_matmul_p, matmul_epilog_p: auto_matmul_epilog_p}
@@ -189,7 +193,7 @@ def _result_aval(name: str, spec: MatmulSpec, a, b, d):
     return _compat.with_shape(d, shape, spec.out_dtype, frozenset(varying) - shared)
 
 
-def _activation_grad_abstract_eval(aux, t, *, activation):
+def _activation_grad_abstract_eval(aux, t, *, activation, spec):
     return t
 
 
@@ -201,15 +205,21 @@ for _primitive in (matmul_p, auto_matmul_p):
     _primitive.def_abstract_eval(_matmul_abstract_eval)
 for _primitive in (matmul_epilog_p, auto_matmul_epilog_p):
     _primitive.def_abstract_eval(_matmul_epilog_abstract_eval)
-activation_grad_p.def_abstract_eval(_activation_grad_abstract_eval)
+for _primitive in (activation_grad_p, auto_activation_grad_p):
+    _primitive.def_abstract_eval(_activation_grad_abstract_eval)
 activated_matmul_p.def_abstract_eval(_activated_matmul_abstract_eval)
 
 
-def activation_grad(activation: str, aux, t):
-    """`t * act'(z)` from the aux output that the forward call stored."""
+def activation_grad(activation: str, aux, t, spec: MatmulSpec | None = None, *, auto: bool = False):
+    """`t * act'(z)` from the aux output that the forward call stored; `spec` is that call's, for its determinism."""
     axes = _compat.varying_axes(aux) | _compat.varying_axes(t)
     aux, t = cast_varying(aux, axes), cast_varying(t, axes)
-    return activation_grad_p.bind(aux, t, activation=activation)
+    # A mask only selects; a slope is arithmetic, which XLA may contract with its surroundings.
+    if spec is None or not spec.is_invariant or activation != "gelu":
+        return activation_grad_p.bind(aux, t, activation=activation, spec=None)
+    primitive = auto_activation_grad_p if auto else activation_grad_p
+    spec = MatmulSpec(t.dtype, implementation=spec.implementation, determinism=spec.determinism)
+    return primitive.bind(aux, t, activation=activation, spec=spec)
 
 
 def activated_matmul(spec: MatmulSpec, activation: str, t, tbias, aux, w):
@@ -226,4 +236,4 @@ def activated_matmul_parts(t, *rest, spec: MatmulSpec, activation: str):
     """The same as its parts."""
     *bias, aux, w = rest
     t = t + bias[0][None, :] if bias else t
-    return bind(spec, activation_grad(activation, aux, t), w)["d"]
+    return bind(spec, activation_grad(activation, aux, t, spec), w)["d"]

@@ -45,6 +45,13 @@ class Route:
 
 def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
     """Why no route leads to the library, or the empty string."""
+    if (
+        spec.pattern == Pattern.GRID
+        and spec.is_invariant
+        and spec.epilog != Epilog.NONE
+        and not capabilities.grid_epilogs
+    ):
+        return f"the library has no epilogs on 2-D grids, and XLA's would not keep determinism={spec.determinism!r}"
     if spec.pattern != Pattern.GRID or spec.cyclic or capabilities.grid_any_shape:
         return ""
     nrow, ncol = spec.axis_size(spec.row_axes), spec.axis_size(spec.col_axes)

@@ -17,6 +17,7 @@ from jaxmp._epilog import Epilog
 from jaxmp._layout import Distributed
 
 IMPLEMENTATIONS = (None, "host", "xla", "cublasmp")
+DETERMINISM = ("run_to_run", "batch", "topology")
 
 # Type of D by type of A and B; cublasmp.h and nvmath's type table. Everything 16-bit accumulates in float32.
 _RESULT_TYPES = {
@@ -88,6 +89,10 @@ class MatmulSpec:
     `precision` is a row of `_precision`'s table. `cyclic` are the stored a, b and d of a grid whose shards are
     block-cyclic.
     `line` names the call in messages of a job of several processes, "matmul at train.py:41", and is empty elsewhere.
+    `determinism` is the level of docs/determinism.md. What is left serves the order of the sums in the gradients of
+    "topology" alone: `rows` are the dimensions that fold into D's rows, slowest first, each as (extent of what a rank
+    holds of it ahead of a scatter or after a gather, axes that shard it otherwise); `cols` are the axes that shard D's
+    columns; `ahead` rows of each rank are folded ahead of those that are gathered or scattered.
     """
 
     out_dtype: np.dtype
@@ -121,6 +126,15 @@ class MatmulSpec:
     comm_sm_count: int = 0
     cyclic: tuple[Distributed, Distributed, Distributed] | None = None
     line: str = ""
+    determinism: str = "run_to_run"
+    rows: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    cols: tuple[str, ...] = ()
+    ahead: int = 1
+
+    @property
+    def is_invariant(self) -> bool:
+        """Whether every element is one ordered sum, and its epilog the library's own arithmetic."""
+        return self.determinism != "run_to_run"
 
     @property
     def group_axes(self) -> tuple[str, ...]:
@@ -154,6 +168,16 @@ class MatmulSpec:
             "traced": (),
         }
         return self.replace(**(plain | changes))
+
+    def bare(self) -> MatmulSpec:
+        """The same for operands that are neither transposed nor conjugated."""
+        return self.replace(transpose_a=False, transpose_b=False, conjugate_a=False, conjugate_b=False)
+
+    def folded(self, batch: int) -> MatmulSpec:
+        """The same for `batch` such products whose rows follow each other."""
+        if self.determinism != "topology":
+            return self
+        return self.replace(ahead=batch * self.ahead, rows=((batch, ()), *self.rows) if self.rows else ())
 
 
 def accumulator(dtype) -> np.dtype:
@@ -496,6 +520,18 @@ def check_all_reduce(name: str, spec: MatmulSpec) -> MatmulSpec:
 def check_implementation(name: str, implementation) -> None:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{name}: implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+
+
+def check_determinism(name: str, level, operand) -> str:
+    if level not in DETERMINISM:
+        raise ValueError(f"{name}: determinism must be one of {DETERMINISM}, got {level!r}")
+    if level != DETERMINISM[0] and _narrow.is_scaled(operand):
+        raise NotImplementedError(
+            f"{name}: determinism={level!r} is not available for {np.dtype(operand).name} operands, for which no "
+            "kernel sums in order; convert them, for example to bfloat16, or pass "
+            'determinism="run_to_run"'
+        )
+    return level
 
 
 def check_conjugate(name: str, argument: str, flag: bool, x) -> bool:

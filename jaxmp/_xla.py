@@ -102,6 +102,18 @@ def apply_epilog(z, extra, spec: MatmulSpec, a=None, b=None, *, alpha=None, beta
     return [outputs[name] for name in output_names(spec)]
 
 
+def gather_for_part(spec: MatmulSpec, a, b):
+    """(a, b) with all that this rank's part of D is made of: rows of op(a) and columns of op(b), each over all k."""
+    if spec.pattern not in (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE):
+        return _gather_operands(spec, a, b)
+    rows, k = (1, 0) if spec.transpose_a else (0, 1)
+    if spec.pattern == Pattern.REDUCE_SCATTER:
+        a = lax.all_to_all(a, spec.row_axes, rows, k, tiled=True)
+    else:
+        a = lax.all_gather(a, spec.row_axes, axis=k, tiled=True)
+    return a, lax.all_gather(b, spec.row_axes, axis=1 if spec.transpose_b else 0, tiled=True)
+
+
 def _encode(d, operands, spec: MatmulSpec):
     """A result of fp8 or fp4: the largest absolute value, and then scaled, and rounded once."""
     outputs = {"amax_d": jnp.max(jnp.abs(d), initial=0.0)} if spec.amax_d else {}

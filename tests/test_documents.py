@@ -55,6 +55,22 @@ def test_links_between_documents_lead_somewhere(document):
         assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+def test_every_promise_about_bits_names_tests_that_exist():
+    """A promise is as good as the test that proves it, and a test as the promise that it is known to prove."""
+    lines = (ROOT / "docs" / "determinism.md").read_text().split("## Which test proves it")[1].splitlines()
+    rows = [line for line in lines if line.startswith("|")][2:]
+    assert len(rows) >= 15
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.\w+)(?:::(\w+))?`", row)
+        assert named, row
+        for path, name in named:
+            assert not name or f"\ndef {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+    named = set(re.findall(r"test_determinism\.py::(\w+)", "\n".join(rows)))
+    tests = set(re.findall(r"\ndef (test_\w+)\(", (ROOT / "tests" / "test_determinism.py").read_text()))
+    of_tools = re.compile("checker|equal_bits|unequal|explain|key|unknown_level|slips_in")
+    assert not [name for name in tests - named if not of_tools.search(name)]
+
+
 def test_the_readme_lists_the_commands_of_the_makefile():
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), flags=re.M))
     named = set(re.findall(r"`make ([a-z-]+)`", (ROOT / "README.md").read_text()))

@@ -1,0 +1,84 @@
+"""The same training, bit for bit, on one, two, four and eight devices.
+
+A sum over devices is rounded in another order on another number of them, so loss curves drift apart and no run on a
+larger machine can be compared with one on a smaller. With determinism="topology" a product has the bits of one device
+on any mesh, and so have its gradients. What stands between the products here has them by itself: relu selects, the
+logits are whole on every device where the loss is taken, and the learning rate is a power of two.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+ROWS, FEATURES, HIDDEN, CLASSES, STEPS, RATE = 256, 40, 96, 10, 25, 2.0**-2
+# Weights of a layer that gathers rows, of one that scatters them, and of a local one.
+WEIGHTS = (P(None, "x"), P("x", None), P(None, None))
+
+
+def logits_of(params, x, level):
+    up, down, out = params
+    x = jaxmp.linear(x, up, activation="relu", out_sharding=P(None, "x"), determinism=level)
+    x = jaxmp.linear(x, down, activation="relu", out_sharding=P("x", None), determinism=level)
+    return jaxmp.linear(x, out, out_sharding=P("x", None), determinism=level)
+
+
+def loss_of(params, x, labels, level):
+    logits = jax.sharding.reshard(logits_of(params, x, level), P(None, None))
+    return -jnp.mean(jnp.sum(jax.nn.log_softmax(logits) * labels, axis=-1))
+
+
+@functools.partial(jax.jit, static_argnames="level")
+def step(params, x, labels, level):
+    loss, grads = jax.value_and_grad(loss_of)(params, x, labels, level)
+    return jax.tree.map(lambda p, g: p - RATE * g, params, grads), loss
+
+
+def train(ndevices, level, params, x, labels):
+    """The loss of every step, and the weights at the end."""
+    mesh = jax.make_mesh((ndevices,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:ndevices])
+    with jax.set_mesh(mesh):
+        params = [jax.device_put(w, NamedSharding(mesh, spec)) for w, spec in zip(params, WEIGHTS, strict=True)]
+        x, labels = (
+            jax.device_put(x, NamedSharding(mesh, P("x", None))),
+            jax.device_put(labels, NamedSharding(mesh, P())),
+        )
+        losses = []
+        for _ in range(STEPS):
+            params, loss = step(params, x, labels, level)
+            losses.append(np.asarray(loss))  # waits: XLA's own collectives can block with many steps in flight
+    return np.stack(losses), [np.asarray(w) for w in params]
+
+
+def main():
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    rng = np.random.default_rng(0)
+    widths = (FEATURES, HIDDEN, FEATURES, CLASSES)
+    params = [(rng.normal(size=(k, n)) / np.sqrt(k)).astype(np.float32) for k, n in itertools.pairwise(widths)]
+    x = rng.normal(size=(ROWS, FEATURES)).astype(np.float32)
+    labels = np.eye(CLASSES, dtype=np.float32)[np.argmax(x @ rng.normal(size=(FEATURES, CLASSES)), axis=-1)]
+
+    for level in ("run_to_run", "topology"):
+        losses, weights = train(1, level, params, x, labels)
+        print(f'"{level}": loss {losses[0]:.4f} to {losses[-1]:.4f} on 1 device')
+        for ndevices in (2, 4, 8):
+            other, other_weights = train(ndevices, level, params, x, labels)
+            same = sum(a.tobytes() == b.tobytes() for a, b in zip(losses, other, strict=True))
+            is_same = all(a.tobytes() == b.tobytes() for a, b in zip(weights, other_weights, strict=True))
+            weights_too = "and so have the weights" if is_same else "the weights have not"
+            print(f"  {ndevices} devices: {same:2} of {STEPS} losses have the same bits, {weights_too}")
+            assert level != "topology" or (same == STEPS and is_same)
+    assert losses[-1] < losses[0] / 2
+
+
+if __name__ == "__main__":
+    main()
+
+# Launch: python examples/08_same_bits_on_any_mesh.py

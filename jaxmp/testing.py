@@ -1,0 +1,360 @@
+"""Tools for tests of programs that rely on bits, and the checker of docs/determinism.md.
+
+    python -m jaxmp.testing determinism            every promise, on this machine (minutes)
+    python -m jaxmp.testing determinism --quick    the same with fewer shapes (a minute)
+
+It needs no test framework, prints what it compares, and exits with status 1 at the first shape that breaks a promise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp import _api, _epilog
+from jaxmp._activation import pack_relu_aux
+from jaxmp._epilog import Epilog
+
+
+def assert_bitwise_equal(actual, expected, err_msg: str = "") -> None:
+    """Raise AssertionError unless two arrays have the same shape, the same dtype and the same bits.
+
+    Stricter than equality: 0 and -0 differ, and so do NaNs of another sign or payload; equal NaNs are equal.
+
+    Args:
+      actual, expected: arrays, or anything that `numpy.asarray` takes.
+      err_msg: what the message begins with.
+
+    Raises:
+      AssertionError: says how many elements differ and where the first of them and the farthest apart are, with both
+        values in hexadecimal and the distance in units in the last place (how many numbers of the type lie between
+        them, plus one).
+
+    >>> import numpy as np
+    >>> assert_bitwise_equal(np.float32([1, 2]), np.float32([1, 2]))
+    >>> assert_bitwise_equal(np.float32([1, 0]), np.float32([1, -0.0]), "loss")
+    Traceback (most recent call last):
+      ...
+    AssertionError: loss: 1 of 2 elements differ; the first at (1,): 0.0 (0x00000000) instead of -0.0 (0x80000000), ...
+    """
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    head = f"{err_msg}: " if err_msg else ""
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        raise AssertionError(
+            f"{head}{actual.dtype}{list(actual.shape)} instead of {expected.dtype}{list(expected.shape)}"
+        )
+    have, want = _bits(actual), _bits(expected)
+    differs = (have != want).any(axis=-1)
+    if not differs.any():
+        return
+    places = np.argwhere(differs)
+    first = tuple(map(int, places[0]))
+    text = f"{head}{len(places)} of {actual.size} elements differ; the first at {first}: "
+    text += _describe(actual, expected, first)
+    apart = np.max(_distance(actual[differs], expected[differs]), axis=-1)
+    worst = tuple(map(int, places[np.argmax(apart)]))
+    if worst != first:
+        text += f"; the farthest apart at {worst}: " + _describe(actual, expected, worst)
+    raise AssertionError(text)
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    """Unsigned integers with the bits of `x`, one for each real number: shape (*x.shape, 1 or 2)."""
+    parts = 2 if np.iscomplexobj(x) else 1
+    size = x.dtype.itemsize // parts
+    return np.ascontiguousarray(x).reshape(-1).view(f"u{size}").reshape(*x.shape, parts)
+
+
+def _distance(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Units in the last place between two arrays of one type, per real number; objects, for they may pass 64 bits."""
+    return np.abs(_places(actual) - _places(expected))
+
+
+def _places(x: np.ndarray) -> np.ndarray:
+    """The place of each number of a type in the order of its numbers, -0 just below 0."""
+    bits = _bits(x).astype(object)
+    sign = 1 << (8 * _bits(x).dtype.itemsize - 1)
+    return np.where(bits >= sign, sign - 1 - bits, bits) if jnp.issubdtype(x.dtype, jnp.inexact) else bits
+
+
+def _describe(actual: np.ndarray, expected: np.ndarray, index: tuple[int, ...]) -> str:
+    def show(x):
+        width = 2 * _bits(x).dtype.itemsize
+        return f"{x[index]} ({' '.join(f'0x{int(bits):0{width}x}' for bits in _bits(x)[index])})"
+
+    text = f"{show(actual)} instead of {show(expected)}"
+    if np.isnan(actual[index]) or np.isnan(expected[index]):
+        return text
+    apart = np.max(_distance(actual[index], expected[index]))
+    return f"{text}, {apart} ulp{'s' * (apart != 1)} apart"
+
+
+# The checker -----------------------------------------------------------------------------------------------------
+
+DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
+# Results that sum over the rows, so that they have to depend on how many there are.
+_SUMS_OF_ROWS = ("drelu_bgrad", "dgelu_bgrad")
+EPILOGS = (
+    Epilog.NONE,
+    Epilog.BIAS,
+    Epilog.RELU,
+    Epilog.RELU_AUX,
+    Epilog.RELU_BIAS,
+    Epilog.RELU_AUX_BIAS,
+    Epilog.GELU,
+    Epilog.GELU_AUX,
+    Epilog.GELU_BIAS,
+    Epilog.GELU_AUX_BIAS,
+)
+# Of these "batch" promises the rows; on a mesh their sums are XLA's for some shardings, which "topology" refuses.
+DERIVATIVES = (
+    Epilog.DRELU,
+    Epilog.DGELU,
+    Epilog.DRELU_BGRAD,
+    Epilog.DGELU_BGRAD,
+    Epilog.BGRADA,
+    Epilog.BGRADB,
+)
+LEVELS = ("batch", "topology")
+IMPLEMENTATIONS = ("host", "xla")
+# Every count up to 70, and both sides of what tiles, vectors and caches are multiples of.
+ROWS = (*range(1, 71), *(edge + i for edge in (80, 96, 112, 128, 160, 192, 256, 320) for i in (-1, 0, 1)))
+SOME_ROWS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 96)
+# (k, n) from one to a transformer's width.
+EXTENTS = ((1, 1), (3, 5), (33, 16), (64, 17), (257, 33), (1024, 3), (4097, 64), (11008, 24))
+SOME_EXTENTS = ((1, 3), (33, 17), (1025, 40))
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One comparison of many products: `run` raises where one differs, and returns how many it has compared."""
+
+    promise: str
+    subject: str
+    run: Callable[[], int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Shardings of a (m, k), b (k, n) and d over a mesh."""
+
+    name: str
+    mesh: tuple[tuple[str, int], ...]
+    a: P
+    b: P
+    d: P
+
+    def make_mesh(self):
+        """The mesh over the first devices."""
+        names, sizes = zip(*self.mesh, strict=True)
+        count = int(np.prod(sizes))
+        return jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names), devices=jax.devices()[:count])
+
+
+def layouts(ndevices: int) -> Iterator[Layout]:
+    """Every pattern on meshes of `ndevices` devices."""
+    line = (("x", ndevices),)
+    rows, cols = P("x", None), P(None, "x")
+    yield Layout("local", line, rows, P(None, None), rows)
+    yield Layout("local, columns", line, P(None, None), cols, cols)
+    yield Layout("all-gather", line, rows, cols, cols)
+    yield Layout("all-gather of columns", line, rows, cols, rows)
+    yield Layout("reduce-scatter", line, cols, rows, rows)
+    yield Layout("reduce-scatter of columns", line, cols, rows, cols)
+    yield Layout("all-reduce", line, cols, rows, P(None, None))
+    if ndevices == 1:
+        return
+    square = (("x", 2), ("y", ndevices // 2))
+    tiles = P("x", "y")
+    yield Layout("grid", square, tiles, tiles, tiles)
+    yield Layout("data x all-gather", square, P(("x", "y"), None), P(None, "y"), tiles)
+    yield Layout("data x reduce-scatter", square, tiles, P("y", None), P(("x", "y"), None))
+    yield Layout("data x all-reduce", square, tiles, P("y", None), P("x", None))
+
+
+def draw(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """Normal values of `dtype`, the same for the same arguments."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_normal(shape)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        x = x + 1j * rng.standard_normal(shape)
+    return x.astype(jnp.dtype(dtype))
+
+
+def _serves(dtype: str, epilog: Epilog) -> bool:
+    row = _epilog.rule(epilog)
+    return not (dtype.startswith("complex") and (row.activation or row.derivative))
+
+
+def _inputs(epilog: Epilog, bias) -> dict:
+    return {"bias": bias} if "bias" in _epilog.rule(epilog).inputs else {}
+
+
+def _aux_inputs(epilog: Epilog, z) -> dict:
+    """What an epilog that is a derivative reads: z ahead of the activation, or its packed signs."""
+    aux = {"relu_aux": pack_relu_aux(z > 0), "gelu_aux": z} if not np.iscomplexobj(z) else {}
+    return {name: x for name, x in aux.items() if name in _epilog.rule(epilog).inputs}
+
+
+def check_rows(level: str, implementation: str, dtype: str, k: int, n: int, epilog: Epilog, counts) -> int:
+    """Rows of A alone, among others and elsewhere: the rows of D and aux have to keep their bits."""
+    is_turned = epilog == Epilog.BGRADA  # which sums an a that is stored (k, m)
+    product = functools.partial(
+        _api.matmul, epilog=epilog, determinism=level, implementation=implementation, transpose_a=is_turned
+    )
+    largest = max(counts)
+    a, b = draw(0, (largest, k), dtype), draw(1, (k, n), dtype)
+    c, inputs = draw(2, (largest, n), dtype), _inputs(epilog, draw(3, (n,), dtype))
+    with_rows = {"c": c} | jax.tree.map(np.asarray, _aux_inputs(epilog, draw(5, (largest, n), dtype)))
+    rng = np.random.default_rng(4)
+    places = [np.arange(m) for m in counts] + [rng.permutation(largest)[:m] for m in (*counts[::8], largest)]
+
+    def outputs(a, with_rows):
+        rest = {name: x for name, x in with_rows.items() if name != "c"}
+        out = product(a.T if is_turned else a, b, with_rows["c"], alpha=1.25, beta=-0.75, epilog_inputs=inputs | rest)
+        return {"d": out[0], **out[1]} if isinstance(out, tuple) else {"d": out}
+
+    program = jax.jit(lambda parts: [outputs(*part) for part in parts])
+    parts = [(a[place], {name: x[place] for name, x in with_rows.items()}) for place in places]
+    *parts, whole = jax.tree.map(np.asarray, program([*parts, (a, with_rows)]))
+    for place, part in zip(places, parts, strict=True):
+        for name in [name for name in part if name not in _SUMS_OF_ROWS]:
+            where = f"{name} of m={len(place)} k={k} n={n} {epilog.name}, beside the same rows among {largest}"
+            assert_bitwise_equal(part[name], whole[name] if name == "bgradb" else whole[name][place], where)
+    return len(places)
+
+
+def check_meshes(
+    level: str, implementation: str, dtype: str, extents, epilog: Epilog, counts, transpose: str = "NN", only=()
+) -> int:
+    """One product and its gradients on every mesh of `counts` devices: the bits have to be those of one device.
+
+    `extents` are (m, n, k), `only` names of layouts, all by default.
+    """
+    m, n, k = extents
+    is_turned = [letter == "T" for letter in transpose]
+    shapes = (k, m) if is_turned[0] else (m, k), (n, k) if is_turned[1] else (k, n), (m, n), (m, n), (n,)
+    operands = [draw(i, shape, dtype) for i, shape in enumerate(shapes)]
+    product_of = functools.partial(
+        _api.matmul, determinism=level, implementation=implementation, epilog=epilog, alpha=1.25, beta=-0.75
+    )
+    product_of = functools.partial(product_of, transpose_a=is_turned[0], transpose_b=is_turned[1])
+
+    def program(shardings, a, b, c, w, bias):
+        def product(a, b, c, bias):
+            out = product_of(a, b, c, epilog_inputs=_inputs(epilog, bias), **shardings)
+            return out if isinstance(out, tuple) else (out, {})
+
+        d, pullback, aux = jax.vjp(product, a, b, c, bias, has_aux=True)
+        # The packed mask is padded for each shard, so it has another shape on another mesh; d has what it says.
+        return {"d": d, "gelu_aux": aux.get("gelu_aux"), "gradients in a, b, c, bias": pullback(w)}
+
+    want = jax.tree.map(np.asarray, jax.jit(functools.partial(program, {}))(*operands))
+    compared = 0
+    for layout in itertools.chain(*map(layouts, counts)):
+        if only and layout.name not in only:
+            continue
+        if layout.name == "grid" and is_turned[0] and dtype.startswith("complex"):
+            continue  # refused by name
+        mesh = layout.make_mesh()
+        turned = [
+            P(*spec[::-1]) if t and layout.name != "grid" else spec
+            for spec, t in zip((layout.a, layout.b), is_turned, strict=True)
+        ]
+        specs = (*turned, layout.d, layout.d, P(layout.d[1]))
+        placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs, strict=True)]
+        shardings = {"in_shardings": tuple(turned), "out_sharding": layout.d, "mesh": mesh}
+        got = jax.jit(functools.partial(program, shardings))(*placed)
+        for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
+            name = jax.tree_util.keystr(path, simple=True, separator=" ")
+            where = f"{layout.name} on {dict(layout.mesh)}, {transpose} m={m} k={k} n={n} {epilog.name}"
+            assert_bitwise_equal(x, y, f"{name} of {where}")
+        compared += 1
+    return compared
+
+
+def checks(is_quick: bool) -> Iterator[Check]:
+    """Everything that is promised, shape by shape."""
+    rows = SOME_ROWS if is_quick else ROWS
+    extents = SOME_EXTENTS if is_quick else EXTENTS
+    counts = [count for count in (1, 2, 4, 8) if count <= jax.device_count()]
+    counts = counts[-1:] if is_quick else counts
+    for dtype, implementation in itertools.product(DTYPES, IMPLEMENTATIONS):
+        head = f"{implementation} {dtype}"
+        plain = [(k, n, Epilog.NONE) for k, n in extents]
+        with_epilog = [(65, 33, epilog) for epilog in EPILOGS if _serves(dtype, epilog)]
+        derived = [(65, 33, epilog) for epilog in DERIVATIVES if _serves(dtype, epilog)]
+        for k, n, epilog in plain + with_epilog[:: 4 if is_quick else 1] + derived[:: 4 if is_quick else 1]:
+            subject = f"{head} k={k} n={n} {epilog.name}"
+            run = functools.partial(check_rows, "batch", implementation, dtype, k, n, epilog, rows)
+            yield Check("batch", subject, run)
+        for k, transpose in ((40, "TN"),) if is_quick else ((8, "NN"), (40, "TN"), (1000, "NT"), (4104, "TT")):
+            run = functools.partial(
+                check_meshes, "topology", implementation, dtype, (24, 40, k), Epilog.NONE, counts, transpose
+            )
+            yield Check("topology", f"{head} k={k} {transpose} NONE", run)
+        for _, _, epilog in with_epilog[1 :: 6 if is_quick else 1]:
+            run = functools.partial(check_meshes, "topology", implementation, dtype, (24, 40, 40), epilog, counts[-1:])
+            yield Check("topology", f"{head} k=40 {epilog.name}", run)
+
+
+def varying_row_counts(dtype: str = "float32", k: int = 301, n: int = 301) -> list[int]:
+    """Row counts for which plain `jnp.matmul` gives rows other bits than among many: what nobody promises."""
+    a, b = draw(0, (128, k), dtype), draw(1, (k, n), dtype)
+    counts = (1, 2, 3, 4, 8, 17, 33, 64)
+    whole, *parts = jax.tree.map(
+        np.asarray, jax.jit(lambda parts: [x @ b for x in parts])([a, *(a[:m] for m in counts)])
+    )
+    return [m for m, part in zip(counts, parts, strict=True) if np.any(_bits(part) != _bits(whole[:m]))]
+
+
+def run(is_quick: bool) -> int:
+    """Run all checks and print them; the exit status."""
+    started = time.perf_counter()
+    totals: dict[str, list[int]] = {}
+    print(f"jnp.matmul, float32, k=n=301: the bits of a row change for m in {varying_row_counts() or 'no row count'}")
+    for check in checks(is_quick):
+        begun = time.perf_counter()
+        try:
+            compared = check.run()
+        except AssertionError as error:
+            print(f'BROKEN  "{check.promise}"  {check.subject}: {error}')
+            return 1
+        seconds = time.perf_counter() - begun
+        print(f"{check.promise:9} {check.subject:45} {compared:4} products equal, {seconds:5.1f} s", flush=True)
+        total = totals.setdefault(f"{check.promise:9} {' '.join(check.subject.split()[:2])}", [0, 0])
+        total[0] += 1
+        total[1] += compared
+    print("\npromise   kept by              checks  products")
+    for subject, (count, compared) in sorted(totals.items()):
+        print(f"{subject:30} {count:6} {compared:9}")
+    print(f"Every promise holds on this machine ({time.perf_counter() - started:.0f} s).")
+    return 0
+
+
+def main(arguments=None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m jaxmp.testing", description=__doc__.split("\n", 1)[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    checker = commands.add_parser("determinism", help="check every promise of docs/determinism.md on this machine")
+    checker.add_argument("--quick", action="store_true", help="fewer shapes, about a minute")
+    options = parser.parse_args(arguments)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_enable_x64", True)
+    return run(options.quick)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
