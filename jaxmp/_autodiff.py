@@ -292,7 +292,7 @@ def _widened(operands: dict[str, Any], spec: MatmulSpec, auto: bool) -> dict[str
     dtype = jnp.dtype(jnp.bfloat16 if is_exact else jnp.float32)
     a = _narrow.dequantize(operands["a"], operands.get("scale_a"), spec.scale_a, dtype)
     b = _narrow.dequantize(operands["b"], operands.get("scale_b"), spec.scale_b, dtype)
-    call = spec.bilinear(out_dtype=dtype, beta=spec.beta, has_c=spec.has_c, epilog=spec.epilog)
+    call = fit_hints(spec.bilinear(out_dtype=dtype, beta=spec.beta, has_c=spec.has_c, epilog=spec.epilog))
     extra = {name: operands[name] for name in operand_names(call)}
     extra |= {name: x.astype(dtype) for name, x in extra.items() if name in ("c", "bias")}
     if spec.scale_c != _narrow.NONE:

@@ -461,6 +461,22 @@ def test_gradients(name, out, rng):
         np.testing.assert_array_equal(np.asarray(g), np.asarray(w))
 
 
+def test_derivatives_take_no_hint_that_is_not_theirs(rng):
+    """Partial sums of a bfloat16 result may travel in bfloat16, those of its float32 derivatives may not."""
+    case = by_name("rs")[0].replace(transposition="NT", per_shard=(16, 16, 16))
+    m, n, k = case.extents
+    a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
+
+    def loss(s, **hint):
+        where = {"in_shardings": case.stored, "out_sharding": case.out, "mesh": case.jax_mesh(AxisType.Auto)}
+        d = jaxmp.matmul(a, b, scales=Scales(a=s), preferred_element_type=jnp.bfloat16, **TN, **where, **hint)
+        return jnp.sum(d.astype(jnp.float32))
+
+    at = (jnp.float32(0.5),), (jnp.float32(1),)
+    hinted = jax.jvp(lambda s: loss(s, communication_dtype=jnp.bfloat16), *at)
+    assert hinted == jax.jvp(loss, *at)
+
+
 def test_gradients_of_c_bias_and_block_scaled_operands(rng):
     a, b = small(rng, (128, 128), E4M3), small(rng, (128, 128), E4M3)
     scale = make_scale(rng, "mx", a.shape)
