@@ -144,7 +144,6 @@ def test_epilog_and_its_gradients_xla(case, epilog, rng):
 IN_EVERY_MODE = (
     Epilog.RELU_AUX_BIAS,
     Epilog.GELU_AUX_BIAS,
-    Epilog.GELU_BIAS,
     Epilog.DRELU_BGRAD,
     Epilog.DGELU_BGRAD,
     Epilog.BGRADA,
