@@ -14,7 +14,7 @@ operands may be rounded ahead of the product and in which type products are summ
     F16_F16_F16                   16F (float16 only)   -                      -                     float16
     BF16_BF16_BF16                none (bfloat16 only) -                      -                     bfloat16
 
-Operands of 8 bits and fewer have no choice: None and ANY_F8_ANY_F8_F32 sum float8 and float4 in float32 (32F), None
+Operands of 8 bits and fewer have no choice: None and the ANY_F8 presets sum float8 and float4 in float32 (32F), None
 sums int8 in int32 (32I).
 
 Rounding happens only where it is asked for: every `lax.Precision` is the operands' full type, which is at least as
@@ -98,6 +98,8 @@ _PRESETS = {
     "DEFAULT": _row("32F", "32F", "64F") | dict.fromkeys(_narrow.SCALED, "32F") | {"int8": "32I"},
     "ANY_F8_ANY_F8_F32": _FLOAT8,
     "ANY_F8_ANY_F8_F32_FAST_ACCUM": _FLOAT8,
+    "ANY_F8_ANY_F8_ANY": _FLOAT8,
+    "ANY_F8_ANY_F8_ANY_FAST_ACCUM": _FLOAT8,
     "F32_F32_F32": _row("32F", "32F"),
     "TF32_TF32_F32_X3": _row("32F", "32F"),
     "TF32_TF32_F32": _row("32F", "32F_FAST_TF32"),

@@ -325,13 +325,17 @@ def test_the_default_goes_to_xla_where_the_library_cannot_and_says_so(monkeypatc
     jax.clear_caches()
 
 
-def test_several_processes_and_other_platforms_take_xla():
+def test_several_processes_and_other_platforms_communicate_through_xla():
     spec = functools.partial(MatmulSpec, np.dtype("float32"))
     collective = spec(Pattern.ALL_GATHER, (("y", 4),), ("y",))
     choose = functools.partial(_lowering.choose_implementation, platform="cpu", nprocesses=2)
     for chosen, implementation, why in (
         (choose(spec()), "host", "CPU devices of one process"),
-        (choose(collective), "xla", "the ranks of a group may live in 2 processes"),
+        (
+            choose(collective),
+            "host+xla",
+            "the ranks of a group live in 2 processes: each multiplies on its own, XLA communicates",
+        ),
         (choose(collective, nprocesses=1), "host", "CPU devices of one process"),
         (choose(collective, platform="cuda"), "xla", "no fused implementation for platform 'cuda'"),
     ):
