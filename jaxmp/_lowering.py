@@ -314,6 +314,8 @@ def _aliases(spec: MatmulSpec) -> dict[int, int]:
     """
     if not spec.has_c or spec.beta == 0:  # C that is not read is not worth a copy
         return {}
+    if np.dtype(spec.c_dtype or spec.out_dtype) != np.dtype(spec.out_dtype):  # C of a float8 result is wider than it
+        return {}
     return {2 + operand_names(spec).index("c"): 0}
 
 
