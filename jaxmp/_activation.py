@@ -18,15 +18,22 @@ def gelu(z):
 
     0.5 z (1 + tanh(u)) = z sigmoid(2u), u = sqrt(2/pi) (z + 0.044715 z^3): the right side does not cancel at z << 0.
     """
-    return z * jax.nn.sigmoid(_SCALE * (z + _CUBIC * z**3))
+    scale, cubic = _constants(z)
+    return z * jax.nn.sigmoid(scale * (z + cubic * z**3))
+
+
+def _constants(z):
+    """Those of the argument of the sigmoid, in z's type: inside shard_map a Python float is a double under x64."""
+    return jnp.asarray(_SCALE, z.dtype), jnp.asarray(_CUBIC, z.dtype)
 
 
 def gelu_derivative(z):
     """d gelu / dz, in float32 at least: s + z s (1 - s) 2u' with s = sigmoid(2u), 1 - s = sigmoid(-2u)."""
     z = jnp.clip(_widen(z), -32, 32)  # beyond, the derivative is 0 or 1 in every type, and z^2 may not overflow
-    u2 = _SCALE * (z + _CUBIC * z**3)
+    scale, cubic = _constants(z)
+    u2 = scale * (z + cubic * z**3)
     s = jax.nn.sigmoid(u2)
-    return s + z * s * jax.nn.sigmoid(-u2) * _SCALE * (1 + 3 * _CUBIC * z**2)
+    return s + z * s * jax.nn.sigmoid(-u2) * scale * (1 + 3 * cubic * z**2)
 
 
 def _widen(z):
