@@ -58,11 +58,12 @@ std::string RunOnce(Plan& plan, tests::World& world) {
     StatusOr<Plan::Lease> slot = plan.Take(rank);
     if (!slot.ok()) return slot.status().message();
     slots.push_back(std::move(*slot));
-    const Status status =
-        plan.Run(rank, *slots.back(),
-                 {world.a[r].data(), world.b[r].data(), plan.problem().has_c() ? world.d[r].data() : nullptr, nullptr,
-                  world.d[r].data(), nullptr},
-                 hostmp::as_stream(&completions.back()->stream));
+    Buffers buffers;
+    buffers.a = world.a[r].data();
+    buffers.b = world.b[r].data();
+    buffers.c = plan.problem().has_c() ? world.d[r].data() : nullptr;
+    buffers.d = world.d[r].data();
+    const Status status = plan.Run(rank, *slots.back(), buffers, hostmp::as_stream(&completions.back()->stream));
     if (!status.ok()) return status.message();
   }
   std::string first;
