@@ -22,6 +22,29 @@ jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--share",
+        metavar="I/N",
+        help="of the cases of each test run those whose number is I modulo N, so that N runs share them; tests marked "
+        "`everywhere` run whole",
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--share"):
+        return
+    index, count = map(int, config.getoption("--share").split("/"))
+    seen, kept, left = {}, [], []
+    for item in items:
+        test = (item.path, getattr(item, "originalname", item.name))
+        number = seen[test] = seen.get(test, -1) + 1
+        runs = number % count == index or item.get_closest_marker("everywhere") or not hasattr(item, "callspec")
+        (kept if runs else left).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
+
+
 @pytest.fixture
 def standard_promotion():
     """JAX's default promotion rules, for tests of mixed operands."""

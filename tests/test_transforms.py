@@ -21,6 +21,8 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import reference
 
+pytestmark = pytest.mark.everywhere
+
 BATCH = 3
 EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call("jaxmp_matmul")]
 
