@@ -56,7 +56,7 @@ ffi::Error CopyOperands(const ffi::RemainingArgs& args, ffi::RemainingRets& rets
                                          std::to_string(from->size_bytes()) + " bytes, its result " +
                                          std::to_string((*to)->size_bytes()));
     }
-    if (from->untyped_data() != (*to)->untyped_data()) {
+    if (from->size_bytes() != 0 && from->untyped_data() != (*to)->untyped_data()) {
       std::memcpy((*to)->untyped_data(), from->untyped_data(), from->size_bytes());
     }
   }

@@ -17,6 +17,12 @@ inline constexpr bool kUnderThreadSanitizer = true;
 #else
 inline constexpr bool kUnderThreadSanitizer = false;
 #endif
+// The address and undefined-behaviour sanitizers take some ten times as long.
+#if defined(__SANITIZE_ADDRESS__)
+inline constexpr bool kUnderSanitizer = true;
+#else
+inline constexpr bool kUnderSanitizer = kUnderThreadSanitizer;
+#endif
 
 inline std::atomic<int> failures{0};
 

@@ -201,7 +201,7 @@ void test_epilogs(hostmp::Pool* pool) {
 // Several tiles in both directions, so that a tile's bias and aux are not those of the first.
 void test_tiles(hostmp::Pool* pool) {
   for (int epilog : kEpilogs) {
-    if (check::kUnderThreadSanitizer && epilog != 134 && epilog != 164) continue;
+    if (check::kUnderSanitizer && epilog != 134 && epilog != 164) continue;
     Case c = {Pattern::kAllReduce, 2, 1, 700, 130, 520};
     c.epilog = epilog, c.has_c = true, c.alpha = 0.5, c.beta = -0.75, c.trans_b = op_b(epilog);
     check_case(c, pool);

@@ -244,10 +244,12 @@ void test_type() {
 int main() {
   using namespace jaxmp;  // NOLINT
   test::test_type<float>();
-  test::test_type<double>();
   test::test_type<hostmp::Complex64>();
-  test::test_type<hostmp::Complex128>();
   test::test_type<hostmp::BFloat16>();
-  test::test_type<hostmp::Float16>();
+  if (!check::kUnderSanitizer) {  // the same code, for other types
+    test::test_type<double>();
+    test::test_type<hostmp::Complex128>();
+    test::test_type<hostmp::Float16>();
+  }
   return check::summary("hostmp_ordered");
 }

@@ -96,7 +96,7 @@ void test_shapes(hostmp::Pool* pool) {
 void test_large(hostmp::Pool* pool) {
   for (Case c : patterns()) {
     if (c.nranks() == 3) continue;
-    if (check::kUnderThreadSanitizer && c.pattern != Pattern::kAllGather && c.pattern != Pattern::kAllReduce) continue;
+    if (check::kUnderSanitizer && c.pattern != Pattern::kAllGather && c.pattern != Pattern::kAllReduce) continue;
     for (const Types& types :
          {Types{CUDA_R_32F, CUDA_R_32F}, Types{CUDA_R_16BF, CUDA_R_16BF}, Types{CUDA_R_16F, CUDA_R_32F}}) {
       c.m = 131, c.n = 260, c.k = 1101, c.in = types.in, c.out = types.out, c.extra_ld = 5;
@@ -166,7 +166,7 @@ int main() {
   CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
   test::Threads pool(3);
   test::test_patterns(&pool);
-  if (!check::kUnderThreadSanitizer) test::test_patterns(nullptr);
+  if (!check::kUnderSanitizer) test::test_patterns(nullptr);
   test::test_shapes(&pool);
   test::test_large(&pool);
   test::test_scalars(&pool);
