@@ -116,6 +116,10 @@ format: $(LINT)/.ready ## Rewrite the sources in the project's style
 bench: $(BENCH)/.ready ## Compare with XLA and write the tables (ARGS=--quick for a short run, EXTRAS=mkl with MKL)
 	$(BENCH)/bin/python benchmarks/run.py $(ARGS)
 
+.PHONY: bench-quick
+bench-quick: $(TEST)/.ready ## See that the benchmarks run, in the environment of the tests
+	$(TEST)/bin/python benchmarks/run.py --quick $(ARGS)
+
 .PHONY: clean
 clean: ## Remove the environments and everything that was built
 	rm -rf .venv build dist .cache .mypy_cache .pytest_cache .ruff_cache
