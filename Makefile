@@ -81,7 +81,7 @@ test-abi: $(TEST)/.ready ## Compare our declarations with the real cublasmp.h, f
 
 .PHONY: determinism
 determinism: $(DEMO)/.ready ## Check every promise about bits on this machine (ARGS=--quick for a short run)
-	$(DEMO)/bin/python -m jaxmp.testing determinism $(ARGS)
+	$(DEMO)/bin/python -P -m jaxmp.testing determinism $(ARGS)
 
 .PHONY: sanitize
 sanitize: $(TEST)/.ready ## Run the C++ tests under the address, undefined-behaviour and thread sanitizers
