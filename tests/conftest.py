@@ -26,8 +26,8 @@ def pytest_addoption(parser):
     parser.addoption(
         "--share",
         metavar="I/N",
-        help="of the cases of each test run those whose number is I modulo N, so that N runs share them; tests marked "
-        "`everywhere` run whole",
+        help="of the cases of each test run those whose number is I modulo N, so that N runs share them; "
+        "of tests marked `half` every second one",
     )
 
 
@@ -39,7 +39,8 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         test = (item.path, getattr(item, "originalname", item.name))
         number = seen[test] = seen.get(test, -1) + 1
-        runs = number % count == index or item.get_closest_marker("everywhere") or not hasattr(item, "callspec")
+        parts = 2 if item.get_closest_marker("half") else count
+        runs = number % parts == index % parts or not hasattr(item, "callspec")
         (kept if runs else left).append(item)
     config.hook.pytest_deselected(items=left)
     items[:] = kept

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import reference
 
-pytestmark = pytest.mark.everywhere
+pytestmark = pytest.mark.half
 
 BATCH = 3
 EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call("jaxmp_matmul")]
