@@ -39,8 +39,6 @@ SPEC_OPTIONS = [
     "comm_sm_count",
     "determinism",
 ]
-
-
 HINTS = ("communication_dtype", "algorithm", "comm_sm_count")
 
 
@@ -355,7 +353,7 @@ def bind_plan(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any]) 
         conjugate_b=spec.conjugate_a,
         out_dtype=_spec.accumulator(a.dtype),
         is_typed=_compat.is_vma_checked(),
-        epilog=_SWAPPED.get(spec.epilog, Epilog.NONE),
+        epilog=_epilog.SWAPPED.get(spec.epilog, Epilog.NONE),
         scale_a=spec.scale_b,
         scale_b=spec.scale_a,
         traced=spec.traced,
@@ -368,10 +366,6 @@ def bind_plan(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any]) 
         return rest | {_epilog.rule(spec.epilog).gradient: gradient[0].astype(spec.out_dtype)}
     outputs = _apply_epilog(z.T, operands, spec.replace(alpha=1.0), rows)
     return _sum_over_data(spec, outputs, sum(plan.out[:-1], ()))
-
-
-# The transposed product has op(b) where this one has op(a).
-_SWAPPED = {Epilog.BGRADA: Epilog.BGRADB, Epilog.BGRADB: Epilog.BGRADA}
 
 
 def _sum_over_data(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:

@@ -88,6 +88,9 @@ _RULES = {
     Epilog.BGRADB: EpilogRule(gradient="bgradb"),
 }
 
+# What an epilog that sums an operand becomes where the operands change places.
+SWAPPED = {Epilog.BGRADA: Epilog.BGRADB, Epilog.BGRADB: Epilog.BGRADA}
+
 
 def rule(epilog: Epilog) -> EpilogRule:
     """The table's row for `epilog`, which is without the ALLREDUCE bit."""

@@ -87,9 +87,8 @@ Status load_mkl(const char* path, Libraries* libraries) {
   return {};
 }
 
-// In the order of their rates. On Sapphire Rapids MKL's bf16 product runs at 6 to 8 times the rate of sgemm, our AMX
-// kernel at 0.9 to 1.0 of MKL's. MKL's own 16-bit kernels need AMX: on Zen 4 it widens bf16 and runs at the rate of
-// sgemm, our AVX512_BF16 kernel at twice that.
+// In the order of their rates (docs/benchmarks.md, docs/benchmarks-mkl.md). MKL's own 16-bit kernels need AMX: on Zen 4
+// it widens bf16 and runs at the rate of sgemm, our AVX512_BF16 kernel at twice that.
 void choose_kernels(Libraries* libraries) {
   if (libraries->bf16 && cpu().amx_bf16) {
     libraries->bf16_kernel = Kernel16::kMkl;

@@ -3,7 +3,7 @@
 #include <cmath>
 #include <cstring>
 
-#include "csrc/hostmp/cpu.h"
+#include "csrc/hostmp/dispatch.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -11,19 +11,6 @@
 
 namespace jaxmp::hostmp {
 namespace {
-
-#define JAXMP_INLINE inline __attribute__((always_inline))
-
-uint32_t bits_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-float float_of(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
 
 // The bodies, written once; the compiler vectorises each inside a function for every instruction set below.
 
@@ -119,24 +106,6 @@ Float16 narrow_one(float value) {
   const uint32_t rounded = magnitude + 0xfff + ((magnitude >> 13) & 1);
   return {static_cast<uint16_t>(sign | ((rounded - 0x38000000) >> 13))};
 }
-
-// One function for each instruction set, all with the same body.
-#if defined(__x86_64__)
-#define JAXMP_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")))
-#define JAXMP_AVX2 __attribute__((target("avx2,fma,f16c")))
-#define JAXMP_DISPATCH(name, parameters, arguments, body) \
-  JAXMP_AVX512 void name##_avx512 parameters { body; }    \
-  JAXMP_AVX2 void name##_avx2 parameters { body; }        \
-  void name##_plain parameters { body; }                  \
-  void name##_best parameters {                           \
-    if (cpu().avx512) return name##_avx512 arguments;     \
-    if (cpu().avx2) return name##_avx2 arguments;         \
-    name##_plain arguments;                               \
-  }
-#else
-#define JAXMP_DISPATCH(name, parameters, arguments, body) \
-  void name##_best parameters { body; }
-#endif
 
 JAXMP_DISPATCH(widen, (const BFloat16* from, float* to, int64_t count), (from, to, count), widen_body(from, to, count))
 JAXMP_DISPATCH(narrow, (const float* from, BFloat16* to, int64_t count), (from, to, count),

@@ -2,27 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstring>
 
-#include "csrc/hostmp/cpu.h"
+#include "csrc/hostmp/dispatch.h"
 
 namespace jaxmp::hostmp {
 namespace {
 
 using abi::cudaDataType_t;
-
-#define JAXMP_INLINE inline __attribute__((always_inline))
-
-JAXMP_INLINE uint32_t bits_of(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits;
-}
-JAXMP_INLINE float float_of(uint32_t bits) {
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
 
 // A format with `kMantissa` stored bits and exponent bias `kBias`; `kMagnitude` masks all but the sign. Magnitudes from
 // `kNan` on are NaN, and `kInfinity` is infinite, where the format has them.
@@ -88,24 +74,6 @@ JAXMP_INLINE void decode_integers(const int8_t* from, int64_t count, uint16_t* t
   for (int64_t i = 0; i < count; ++i) to[i] = cut(static_cast<float>(from[i]));
 }
 
-// One function for each instruction set, all with the same body.
-#if defined(__x86_64__)
-#define JAXMP_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")))
-#define JAXMP_AVX2 __attribute__((target("avx2,fma,f16c")))
-#define JAXMP_DISPATCH(name, parameters, arguments, body) \
-  JAXMP_AVX512 void name##_avx512 parameters { body; }    \
-  JAXMP_AVX2 void name##_avx2 parameters { body; }        \
-  void name##_plain parameters { body; }                  \
-  void name parameters {                                  \
-    if (cpu().avx512) return name##_avx512 arguments;     \
-    if (cpu().avx2) return name##_avx2 arguments;         \
-    name##_plain arguments;                               \
-  }
-#else
-#define JAXMP_DISPATCH(name, parameters, arguments, body) \
-  void name parameters { body; }
-#endif
-
 JAXMP_DISPATCH(decode_e4m3, (const uint8_t* from, int64_t count, float scale, uint16_t* to), (from, count, scale, to),
                decode_bytes<E4m3>(from, count, scale, to))
 JAXMP_DISPATCH(decode_e5m2, (const uint8_t* from, int64_t count, float scale, uint16_t* to), (from, count, scale, to),
@@ -130,13 +98,13 @@ void decode(cudaDataType_t type, const void* from, int64_t count, float scale, B
   uint16_t* const out = &to->bits;
   switch (type) {
     case abi::CUDA_R_8F_E4M3:
-      return decode_e4m3(static_cast<const uint8_t*>(from), count, scale, out);
+      return decode_e4m3_best(static_cast<const uint8_t*>(from), count, scale, out);
     case abi::CUDA_R_8F_E5M2:
-      return decode_e5m2(static_cast<const uint8_t*>(from), count, scale, out);
+      return decode_e5m2_best(static_cast<const uint8_t*>(from), count, scale, out);
     case abi::CUDA_R_4F_E2M1:
-      return decode_e2m1(static_cast<const uint8_t*>(from), count, scale, out);
+      return decode_e2m1_best(static_cast<const uint8_t*>(from), count, scale, out);
     default:
-      return decode_s8(static_cast<const int8_t*>(from), count, out);
+      return decode_s8_best(static_cast<const int8_t*>(from), count, out);
   }
 }
 
@@ -161,8 +129,8 @@ void decode(cudaDataType_t type, const void* from, int64_t count, float* to) {
 
 void encode(cudaDataType_t type, const float* from, int64_t count, void* to) {
   uint8_t* const bytes = static_cast<uint8_t*>(to);
-  if (type == abi::CUDA_R_8F_E4M3) return encode_e4m3(from, count, bytes);
-  if (type == abi::CUDA_R_8F_E5M2) return encode_e5m2(from, count, bytes);
+  if (type == abi::CUDA_R_8F_E4M3) return encode_e4m3_best(from, count, bytes);
+  if (type == abi::CUDA_R_8F_E5M2) return encode_e5m2_best(from, count, bytes);
   for (int64_t i = 0; i < count / 2; ++i) {
     bytes[i] = static_cast<uint8_t>(encode_one<E2m1>(from[2 * i]) | encode_one<E2m1>(from[2 * i + 1]) << 4);
   }
