@@ -1,9 +1,15 @@
 #include "csrc/communicators.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <map>
 #include <mutex>
+#include <string>
 #include <tuple>
+#include <utility>
+
+#include "csrc/hostmp/host.h"
+#include "csrc/mp_status.h"
 
 namespace jaxmp {
 namespace {
@@ -52,6 +58,53 @@ std::vector<Place> PlacesOf(const Axes& axes) {
   return places;
 }
 
+constexpr size_t kWorkspaceAlignment = 64;  // a cache line, and an AVX-512 register
+
+// hostmp's calls of one rank overlap, and its ranks look alike in every group: a seat is a rank, each plan has grids of
+// its own, and each call in flight a handle and a workspace.
+class HostCommunicator final : public Communicator {
+ public:
+  explicit HostCommunicator(const Axes& axes) : Communicator(axes), group_(nranks()) {}
+
+  int nseats() const override { return nranks(); }
+  bool is_made_at_once() const override { return true; }
+
+  StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, int seat, const GridShape& shape) const override {
+    abi::cublasMpGrid_t grid = nullptr;
+    JAXMP_RETURN_IF_ERROR(
+        Check(api, api.GridCreate(shape.nprow, shape.npcol, shape.order, group_.comm(seat), &grid), "GridCreate"));
+    return std::shared_ptr<abi::cublasMpGrid>(grid, api.GridDestroy);
+  }
+
+  StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, int,
+                                                        abi::cudaStream_t stream) const override {
+    abi::cublasMpHandle_t handle = nullptr;
+    JAXMP_RETURN_IF_ERROR(Check(api, api.Create(&handle, stream), "Create"));
+    return std::shared_ptr<abi::cublasMpHandle>(handle, api.Destroy);
+  }
+
+  StatusOr<size_t> Agree(int, StatusOr<size_t> bytes, abi::cudaStream_t) const override { return bytes; }
+
+  StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, int seat, const GridShape& shape, size_t bytes,
+                                            bool is_registered, std::shared_ptr<void> last) const override {
+    if (last) return last;
+    if (is_registered) {
+      JAXMP_ASSIGN_OR_RETURN(std::shared_ptr<abi::cublasMpGrid> grid, Grid(api, seat, shape));
+      void* made = nullptr;
+      JAXMP_RETURN_IF_ERROR(Check(api, api.Malloc(grid.get(), &made, std::max<size_t>(1, bytes)), "Malloc"));
+      return std::shared_ptr<void>(made, [free = api.Free, grid](void* work) { (void)free(grid.get(), work); });
+    }
+    if (bytes == 0) return last;
+    const size_t rounded = (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    std::shared_ptr<void> made(std::aligned_alloc(kWorkspaceAlignment, rounded), std::free);
+    if (!made) return ResourceExhausted("jaxmp: no memory for a workspace of " + std::to_string(bytes) + " bytes");
+    return made;
+  }
+
+ private:
+  hostmp::Group group_;
+};
+
 }  // namespace
 
 bool Axes::operator<(const Axes& other) const {
@@ -61,12 +114,16 @@ bool Axes::operator<(const Axes& other) const {
 Communicator::Communicator(const Axes& axes)
     : nprow_(static_cast<int>(Extent(axes.mesh_shape, axes.row))),
       npcol_(static_cast<int>(Extent(axes.mesh_shape, axes.col))),
-      places_(PlacesOf(axes)),
-      group_(nprow_ * npcol_) {}
+      places_(PlacesOf(axes)) {}
 
 const Place* Communicator::Locate(int64_t position) const {
   if (position < 0 || position >= static_cast<int64_t>(places_.size())) return nullptr;
   return &places_[static_cast<size_t>(position)];
+}
+
+StatusOr<Place> Communicator::Find(int64_t position) const {
+  if (const Place* place = Locate(position)) return *place;
+  return InvalidArgument("jaxmp: the mesh has no position " + std::to_string(position));
 }
 
 std::shared_ptr<const Communicator> GetCommunicator(const Axes& axes) {
@@ -79,7 +136,7 @@ std::shared_ptr<const Communicator> GetCommunicator(const Axes& axes) {
       if (auto communicator = found->second.lock()) return communicator;
     }
   }
-  auto made = std::make_shared<const Communicator>(axes);  // collective on some libraries, so never under the lock
+  auto made = std::make_shared<const HostCommunicator>(axes);
   std::lock_guard<std::mutex> lock(*mutex);
   std::weak_ptr<const Communicator>& entry = (*known)[axes];
   if (auto first = entry.lock()) return first;

@@ -229,6 +229,11 @@ cublasMpStatus_t cublasMpMatmul(cublasMpHandle_t handle, cublasMpMatmulDescripto
                                 cublasMpMatrixDescriptor_t descD, void* d_work, size_t workspaceSizeInBytesOnDevice,
                                 void* h_work, size_t workspaceSizeInBytesOnHost);
 
+// Messages of the library, on the thread that caused them; levels 0 (none), 1 (errors) to 5 (every call).
+using cublasMpLoggerCallback_t = void (*)(int logLevel, const char* functionName, const char* message);
+cublasMpStatus_t cublasMpLoggerSetCallback(cublasMpLoggerCallback_t callback);
+cublasMpStatus_t cublasMpLoggerSetLevel(int level);
+
 }  // namespace jaxmp::abi
 
 #endif  // JAXMP_CUBLASMP_ABI_H_

@@ -1,14 +1,22 @@
 // The Python extension jaxmp._jaxmp: targets, versions, counters.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <map>
 #include <optional>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
+#include "csrc/cuda/exchange.h"
+#include "csrc/cuda/libraries.h"
+#include "csrc/cuda/log.h"
+#include "csrc/cuda/watchdog.h"
+#include "csrc/cuda_handlers.h"
 #include "csrc/handlers.h"
 #include "csrc/hostmp/host.h"
 #include "csrc/mp_api.h"
@@ -25,33 +33,52 @@ namespace jaxmp {
 namespace {
 
 // The version of the boundary to the Python files; jaxmp/_native.py has the same number.
-constexpr int kAbiVersion = 1;
+constexpr int kAbiVersion = 2;
 
 void ThrowIfError(const Status& status) {
   if (!status.ok()) throw nb::value_error(status.message().c_str());
 }
 
+using Handler = XLA_FFI_Error* (*)(XLA_FFI_CallFrame*);
+
+nb::dict Stages(Handler instantiate, Handler execute) {
+  nb::dict stages;
+  stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(instantiate));
+  stages["execute"] = nb::capsule(reinterpret_cast<void*>(execute));
+  return stages;
+}
+
+template <typename State>
+nb::dict Type() {
+  nb::dict type;
+  type["type_id"] = nb::capsule(&State::id, "xla.ffi.type_id");
+  type["type_info"] = nb::capsule(&State::info, "xla.ffi.type_info");
+  return type;
+}
+
 nb::dict Registrations() {
-  nb::dict bundle, targets;
-  bundle["instantiate"] = nb::capsule(reinterpret_cast<void*>(MatmulInstantiate));
-  bundle["execute"] = nb::capsule(reinterpret_cast<void*>(MatmulExecute));
-  targets["jaxmp_matmul"] = bundle;
-  nb::dict roll_call;
-  roll_call["instantiate"] = nb::capsule(reinterpret_cast<void*>(RollCallInstantiate));
-  roll_call["execute"] = nb::capsule(reinterpret_cast<void*>(RollCallExecute));
-  targets["jaxmp_roll_call"] = roll_call;
+  nb::dict targets;
+  targets["jaxmp_matmul"] = Stages(MatmulInstantiate, MatmulExecute);
+  targets["jaxmp_roll_call"] = Stages(RollCallInstantiate, RollCallExecute);
   return targets;
 }
 
 nb::dict Types() {
-  nb::dict site, types;
-  site["type_id"] = nb::capsule(&Site::id, "xla.ffi.type_id");
-  site["type_info"] = nb::capsule(&Site::info, "xla.ffi.type_info");
-  types["jaxmp_site"] = site;
-  nb::dict roll_call;
-  roll_call["type_id"] = nb::capsule(&RollCallSite::id, "xla.ffi.type_id");
-  roll_call["type_info"] = nb::capsule(&RollCallSite::info, "xla.ffi.type_info");
-  types["jaxmp_roll_call_site"] = roll_call;
+  nb::dict types;
+  types["jaxmp_site"] = Type<Site>();
+  types["jaxmp_roll_call_site"] = Type<RollCallSite>();
+  return types;
+}
+
+nb::dict CudaRegistrations() {
+  nb::dict targets;
+  targets["jaxmp_matmul"] = Stages(CudaMatmulInstantiate, CudaMatmulExecute);
+  return targets;
+}
+
+nb::dict CudaTypes() {
+  nb::dict types;
+  types["jaxmp_cuda_site"] = Type<CudaSite>();
   return types;
 }
 
@@ -71,8 +98,7 @@ nb::dict BlasInfo() {
   return result;
 }
 
-nb::dict LibraryCapabilities() {
-  const Capabilities& capabilities = host_api().capabilities;
+nb::dict ToDict(const Capabilities& capabilities) {
   nb::dict result;
   result["all_reduce_any_transposition"] = capabilities.all_reduce_any_transposition;
   result["grid_any_shape"] = capabilities.grid_any_shape;
@@ -90,27 +116,65 @@ nb::dict PlanCacheInfo() {
   return result;
 }
 
-nb::dict DescribePlan(const nb::dict& attributes) {
+// On cuBLASMp the workspace is known once every rank of the communicator has asked for it, so it stays empty.
+nb::dict DescribePlan(const nb::dict& attributes, const std::string& library) {
   Attributes decoded;
   for (const auto& [name, value] : attributes) {
     decoded[nb::cast<std::string>(name)] = nb::cast<Attribute>(value);
   }
   const StatusOr<Problem> problem = MakeProblem(decoded);
   ThrowIfError(problem.status());
-  const StatusOr<std::shared_ptr<Plan>> plan = plan_cache().Get(host_api(), *problem);
-  ThrowIfError(plan.status());
-  nb::dict result;
   nb::list device, host;
-  for (int rank = 0; rank < (*plan)->nranks(); ++rank) {
-    device.append((*plan)->device_workspace(rank));
-    host.append((*plan)->host_workspace(rank));
+  if (library == kCublasMp.name) {
+    ThrowIfError(LayoutOn(kCublasMp, *problem).status());
+  } else {
+    const StatusOr<std::shared_ptr<Plan>> plan = plan_cache().Get(host_api(), *problem);
+    ThrowIfError(plan.status());
+    for (int rank = 0; rank < (*plan)->nranks(); ++rank) {
+      device.append((*plan)->device_workspace(rank));
+      host.append((*plan)->host_workspace(rank));
+    }
   }
-  result["library"] = host_api().name;
-  result["algorithm"] = (*plan)->algorithm();
-  result["nranks"] = (*plan)->nranks();
+  nb::dict result;
+  result["library"] = library == kCublasMp.name ? kCublasMp.name : host_api().name;
+  result["algorithm"] = AlgorithmOf(*problem);
+  result["nranks"] = problem->nranks();
   result["device_workspace"] = device;
   result["host_workspace"] = host;
   return result;
+}
+
+void LoadCublasMp(const std::string& cublasmp, const std::string& nccl, const std::string& driver) {
+  const Status status = cuda::Load(cublasmp, nccl, driver);
+  if (!status.ok()) throw std::runtime_error(status.message());
+}
+
+std::map<std::string, std::string> CublasMpInfo() {
+  const cuda::Libraries* libraries = cuda::Loaded();
+  return libraries ? libraries->info : std::map<std::string, std::string>();
+}
+
+StatusOr<std::string> CallPython(const nb::object& function, const std::string& key, const std::string* value,
+                                 double timeout) {
+  const nb::gil_scoped_acquire acquired;
+  try {
+    const nb::object bytes = value ? nb::object(nb::bytes(value->data(), value->size())) : nb::none();
+    const nb::bytes result = nb::cast<nb::bytes>(function(key, bytes, timeout));
+    return std::string(result.c_str(), result.size());
+  } catch (nb::python_error& error) {
+    return FailedPrecondition(nb::str(error.value()).c_str());
+  } catch (const std::exception& error) {
+    return Internal(error.what());
+  }
+}
+
+void SetExchange(const nb::object& function) {
+  if (function.is_none()) return cuda::SetExchange({});
+  // Never released: XLA's threads may call it for as long as they live, which is longer than the interpreter.
+  const auto* const kept = new nb::object(function);
+  cuda::SetExchange([kept](const std::string& key, const std::string* value, double timeout) {
+    return CallPython(*kept, key, value, timeout);
+  });
 }
 
 void StartRollCallWith(int process, const std::vector<int>& sockets, double timeout, bool compares, int interrupts) {
@@ -148,12 +212,22 @@ NB_MODULE(_jaxmp, m) {
   m.def("types", &Types);
   m.def("load_blas", &LoadBlas, nb::arg("path"), nb::arg("mkl_path").none());
   m.def("blas_info", &BlasInfo);
-  m.def("capabilities", &LibraryCapabilities);
+  m.def("capabilities", [] { return ToDict(host_api().capabilities); });
   m.def("plan_cache_info", &PlanCacheInfo);
   m.def("plan_cache_clear", [] { plan_cache().Clear(); });
   m.def("set_plan_cache_capacity", [](size_t capacity) { plan_cache().set_capacity(capacity); });
   m.def("set_plan_log", [](bool is_on) { plan_cache().set_log(is_on); });
-  m.def("describe_plan", &DescribePlan, nb::arg("attributes"));
+  m.def("describe_plan", &DescribePlan, nb::arg("attributes"), nb::arg("library") = "host");
+  m.def("cuda_registrations", &CudaRegistrations);
+  m.def("cuda_types", &CudaTypes);
+  m.def("load_cublasmp", &LoadCublasMp, nb::arg("cublasmp"), nb::arg("nccl"), nb::arg("driver"));
+  m.def("cublasmp_info", &CublasMpInfo);
+  m.def("cublasmp_capabilities", [] { return ToDict(kCublasMp.capabilities); });
+  m.def("set_cublasmp_log", &cuda::SetLogging, nb::arg("is_on"));
+  m.def("cublasmp_log", &cuda::TakeLog);
+  m.def("set_exchange", &SetExchange, nb::arg("function").none());
+  m.def("set_timeout", &cuda::SetTimeout, nb::arg("seconds"));
+  m.def("cuda_failure", &cuda::Failure);
   m.def("start_roll_call", &StartRollCallWith, nb::arg("process"), nb::arg("sockets"), nb::arg("timeout"),
         nb::arg("compares"), nb::arg("interrupts"));
   m.def("leave_roll_call", &LeaveRollCall, nb::arg("reason"));

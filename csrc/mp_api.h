@@ -41,6 +41,14 @@ struct Capabilities {
   bool grid_epilogs = false;                  // cuBLASMp: epilogs on 1-D layouts only
 };
 
+// What can be said of a library that is not loaded.
+struct Library {
+  const char* name;
+  Capabilities capabilities;
+  bool can_order_sums;
+};
+inline constexpr Library kCublasMp = {"cublasmp", {}, false};
+
 struct MpApi {
   const char* name;
   Capabilities capabilities;

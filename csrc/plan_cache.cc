@@ -4,19 +4,20 @@
 #include <cstdio>
 #include <string>
 
-#include "csrc/communicators.h"
-
 namespace jaxmp {
 
-StatusOr<std::shared_ptr<Plan>> PlanCache::Get(const MpApi& api, const Problem& problem) {
-  return plans_.Get(Key{&api, problem}, [this](const Key& key) { return Make(key); });
+std::shared_ptr<const Communicator> PlanCache::OnHost(const Problem& problem) {
+  return GetCommunicator({problem.mesh_shape, problem.axes_row, problem.axes_col});
 }
 
-StatusOr<std::shared_ptr<Plan>> PlanCache::Make(const Key& key) const {
+StatusOr<std::shared_ptr<Plan>> PlanCache::Get(const MpApi& api, const Problem& problem, MakeCommunicator make) {
+  return plans_.Get(Key{&api, problem}, [this, make](const Key& key) { return Make(key, make); });
+}
+
+StatusOr<std::shared_ptr<Plan>> PlanCache::Make(const Key& key, MakeCommunicator make) const {
   const auto start = std::chrono::steady_clock::now();
   const Problem& p = key.problem;
-  StatusOr<std::shared_ptr<Plan>> plan =
-      Plan::Make(*key.api, p, GetCommunicator({p.mesh_shape, p.axes_row, p.axes_col}));
+  StatusOr<std::shared_ptr<Plan>> plan = Plan::Make(*key.api, p, make(p));
   if (is_logging_) {
     const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - start;
     // One call, so that lines of concurrent threads do not mix.

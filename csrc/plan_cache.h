@@ -6,6 +6,7 @@
 #include <atomic>
 #include <memory>
 
+#include "csrc/communicators.h"
 #include "csrc/lru_cache.h"
 #include "csrc/mp_api.h"
 #include "csrc/plan.h"
@@ -18,8 +19,11 @@ class PlanCache {
  public:
   explicit PlanCache(size_t capacity) : plans_(capacity) {}
 
-  // The plan of the problem on this library, made where the cache has none.
-  StatusOr<std::shared_ptr<Plan>> Get(const MpApi& api, const Problem& problem);
+  using MakeCommunicator = std::shared_ptr<const Communicator> (*)(const Problem& problem);
+
+  // The plan of the problem on this library, made where the cache has none; `make` gives the communicator of a library
+  // that is not hostmp.
+  StatusOr<std::shared_ptr<Plan>> Get(const MpApi& api, const Problem& problem, MakeCommunicator make = OnHost);
 
   CacheInfo info() const { return plans_.info(); }
   void Clear() { plans_.Clear(); }
@@ -36,7 +40,8 @@ class PlanCache {
     size_t operator()(const Key& key) const { return ProblemHash()(key.problem); }
   };
 
-  StatusOr<std::shared_ptr<Plan>> Make(const Key& key) const;
+  static std::shared_ptr<const Communicator> OnHost(const Problem& problem);
+  StatusOr<std::shared_ptr<Plan>> Make(const Key& key, MakeCommunicator make) const;
 
   LruCache<Key, Plan, Hash> plans_;
   std::atomic<bool> is_logging_{false};

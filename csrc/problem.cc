@@ -119,6 +119,7 @@ void VisitFields(P& p, Visitor&& visit) {
   visit("layout_a", p.layout_a);
   visit("layout_b", p.layout_b);
   visit("layout_d", p.layout_d);
+  visit("devices", p.devices);
 }
 
 // ---- printing
@@ -226,6 +227,10 @@ Status CheckAxes(const Problem& problem) {
                              " devices in all; got a size of " + std::to_string(size));
     }
     ndevices *= size;
+  }
+  if (!problem.devices.empty() && static_cast<int64_t>(problem.devices.size()) != ndevices) {
+    return InvalidArgument("jaxmp: attribute devices must be empty or name the " + std::to_string(ndevices) +
+                           " devices of mesh_shape; got " + std::to_string(problem.devices.size()));
   }
   const bool is_local = problem.pattern == Pattern::kLocal;
   if (is_local && !seen.empty()) {

@@ -68,6 +68,8 @@ struct Problem {
   int64_t comm_sm_count = 0;
   // Block-cyclic A, B and D on a grid, as stored: (mb, nb, rsrc, csrc). Empty: contiguous shards.
   std::vector<int64_t> layout_a, layout_b, layout_d;
+  // Global device ids by position in the mesh, where communicators depend on them and they are known.
+  std::vector<int64_t> devices;
 
   // An epilog's number is a set of bits, as in cuBLASLt: 2 RELU, 4 BIAS, 8 its derivative, 16 the gradient of the bias,
   // 32 GELU, 64 its derivative, 128 AUX, 256 and 512 the bias gradients of A and B. Bias and aux are inputs or outputs.

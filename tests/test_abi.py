@@ -1,4 +1,4 @@
-"""Our declarations of cuBLASMp against its own header.
+"""Our declarations of cuBLASMp, of the CUDA driver and of NCCL against their own headers.
 
 Without these a number or a parameter that changed in a release would be found on a GPU, as memory that is overwritten.
 A translation unit that includes both headers asserts every enumerator, attribute size and signature; wrong copies of

@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/cuda_handlers.h"
 #include "csrc/handlers.h"
 #include "csrc/problem.h"
 #include "xla/ffi/api/ffi.h"
@@ -45,6 +46,8 @@ struct XLA_FFI_ExecutionContext {
   void* state = nullptr;
   int64_t run_id = 0;
   int64_t num_threads = 2;
+  int32_t ordinal = 0;
+  void* stream = nullptr;
   std::vector<std::thread> helpers;
 };
 
@@ -66,6 +69,14 @@ inline XLA_FFI_Error* StateGet(XLA_FFI_State_Get_Args* args) {
 }
 inline XLA_FFI_Error* RunIdGet(XLA_FFI_RunId_Get_Args* args) {
   args->run_id = args->ctx->run_id;
+  return nullptr;
+}
+inline XLA_FFI_Error* DeviceOrdinalGet(XLA_FFI_DeviceOrdinal_Get_Args* args) {
+  args->device_ordinal = args->ctx->ordinal;
+  return nullptr;
+}
+inline XLA_FFI_Error* StreamGet(XLA_FFI_Stream_Get_Args* args) {
+  args->stream = args->ctx->stream;
   return nullptr;
 }
 inline XLA_FFI_Error* ThreadPoolSchedule(XLA_FFI_ThreadPool_Schedule_Args* args) {
@@ -100,6 +111,8 @@ inline const XLA_FFI_Api* Api() {
     made.XLA_FFI_State_Set = StateSet;
     made.XLA_FFI_State_Get = StateGet;
     made.XLA_FFI_RunId_Get = RunIdGet;
+    made.XLA_FFI_DeviceOrdinal_Get = DeviceOrdinalGet;
+    made.XLA_FFI_Stream_Get = StreamGet;
     made.XLA_FFI_ThreadPool_Schedule = ThreadPoolSchedule;
     made.XLA_FFI_ThreadPool_NumThreads = ThreadPoolNumThreads;
     made.XLA_FFI_Future_Create = FutureCreate;
@@ -202,18 +215,40 @@ inline std::string Take(XLA_FFI_Error* error) {
 }
 
 // A call site of an executable, or the message with which it was refused.
-struct Instance {
-  std::unique_ptr<jaxmp::Site> site;
+template <typename Site>
+struct InstanceOf {
+  std::unique_ptr<Site> site;
   std::string error;
 };
+using Instance = InstanceOf<jaxmp::Site>;
 
-inline Instance Instantiate(const jaxmp::Attributes& attributes) {
-  jaxmp::Site::id.type_id = 1;  // what the registration would have written
+template <typename Site>
+InstanceOf<Site> InstantiateWith(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), const jaxmp::Attributes& attributes) {
+  Site::id.type_id = 1;  // what the registration would have written
   XLA_FFI_ExecutionContext context;
   Frame frame(XLA_FFI_ExecutionStage_INSTANTIATE, &context);
   frame.SetAttributes(attributes);
-  std::string error = Take(jaxmp::MatmulInstantiate(frame.get()));
-  return {std::unique_ptr<jaxmp::Site>(static_cast<jaxmp::Site*>(context.state)), error};
+  std::string error = Take(handler(frame.get()));
+  return {std::unique_ptr<Site>(static_cast<Site*>(context.state)), error};
+}
+
+inline Instance Instantiate(const jaxmp::Attributes& attributes) {
+  return InstantiateWith<jaxmp::Site>(jaxmp::MatmulInstantiate, attributes);
+}
+inline InstanceOf<jaxmp::CudaSite> InstantiateOnCuda(const jaxmp::Attributes& attributes) {
+  return InstantiateWith<jaxmp::CudaSite>(jaxmp::CudaMatmulInstantiate, attributes);
+}
+
+// What a call on a CUDA device returns: its error, or "".
+inline std::string ExecuteOnCuda(jaxmp::CudaSite& site, int32_t ordinal, void* stream, std::vector<Buffer> args,
+                                 std::vector<Buffer> rets) {
+  XLA_FFI_ExecutionContext context;
+  context.state = &site;
+  context.ordinal = ordinal;
+  context.stream = stream;
+  Frame frame(XLA_FFI_ExecutionStage_EXECUTE, &context);
+  frame.SetBuffers(std::move(args), std::move(rets));
+  return Take(jaxmp::CudaMatmulExecute(frame.get()));
 }
 
 // One device's execution of a call site: begun by the constructor, over after Wait().

@@ -12,7 +12,8 @@ namespace jaxmp {
 namespace {
 
 void CheckPlaces(const Axes& axes, const std::vector<std::pair<int, int64_t>>& rank_and_group) {
-  const Communicator communicator(axes);
+  const auto made = GetCommunicator(axes);
+  const Communicator& communicator = *made;
   for (size_t position = 0; position < rank_and_group.size(); ++position) {
     const Place* place = communicator.Locate(static_cast<int64_t>(position));
     CHECK(place != nullptr);
@@ -39,7 +40,8 @@ void TwoAxesCountInTheOrderGiven() {
 void GridsCountDownTheColumns() {
   CheckPlaces({{2, 3}, {0}, {1}}, {{0, 0}, {2, 0}, {4, 0}, {1, 0}, {3, 0}, {5, 0}});
   CheckPlaces({{2, 3}, {1}, {0}}, {{0, 0}, {1, 0}, {2, 0}, {3, 0}, {4, 0}, {5, 0}});
-  const Communicator communicator({{2, 2, 3}, {2}, {0}});
+  const auto made = GetCommunicator({{2, 2, 3}, {2}, {0}});
+  const Communicator& communicator = *made;
   CHECK_EQ(communicator.nprow(), 3);
   CHECK_EQ(communicator.npcol(), 2);
   CHECK_EQ(communicator.Locate(1 * 6 + 1 * 3 + 2)->rank, 2 + 1 * 3);

@@ -4,6 +4,7 @@
 #include <map>
 
 #include "csrc/communicators.h"
+#include "csrc/hostmp/host.h"
 #include "csrc/plan.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/problems.h"

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/hostmp/host.h"
 #include "csrc/plan.h"
 #include "csrc/plan_cache.h"
 #include "tests/cpp/check.h"
@@ -55,15 +56,16 @@ std::string RunOnce(Plan& plan, tests::World& world) {
   for (int rank = 0; rank < plan.nranks(); ++rank) {
     const size_t r = static_cast<size_t>(rank);
     completions.push_back(std::make_unique<Completion>(&rendezvous, 0));
-    StatusOr<Plan::Lease> slot = plan.Take(rank);
-    if (!slot.ok()) return slot.status().message();
-    slots.push_back(std::move(*slot));
     Buffers buffers;
     buffers.a = world.a[r].data();
     buffers.b = world.b[r].data();
     buffers.c = plan.problem().has_c() ? world.d[r].data() : nullptr;
     buffers.d = world.d[r].data();
-    const Status status = plan.Run(rank, *slots.back(), buffers, hostmp::as_stream(&completions.back()->stream));
+    const abi::cudaStream_t stream = hostmp::as_stream(&completions.back()->stream);
+    StatusOr<Plan::Lease> slot = plan.Take(rank, buffers, stream);
+    if (!slot.ok()) return slot.status().message();
+    slots.push_back(std::move(*slot));
+    const Status status = plan.Run(rank, *slots.back(), buffers, stream);
     if (!status.ok()) return status.message();
   }
   std::string first;
@@ -209,10 +211,10 @@ void SlotsAreReusedAndGrowOnlyWithConcurrentCalls() {
   }
   CHECK_EQ(handles_made.load(), 2);
   {
-    const Plan::Lease held = *plan->Take(0), another = *plan->Take(0);
+    const Plan::Lease held = *plan->Take(0, {}, nullptr), another = *plan->Take(0, {}, nullptr);
     CHECK_EQ(handles_made.load(), 3);
   }
-  const Plan::Lease again = *plan->Take(0), more = *plan->Take(0);
+  const Plan::Lease again = *plan->Take(0, {}, nullptr), more = *plan->Take(0, {}, nullptr);
   CHECK_EQ(handles_made.load(), 3);
 }
 

@@ -42,7 +42,8 @@ inline Attributes Local(int64_t m, int64_t n, int64_t k) {
           {"comm_sm_count", int64_t{0}},
           {"layout_a", std::vector<int64_t>{}},
           {"layout_b", std::vector<int64_t>{}},
-          {"layout_d", std::vector<int64_t>{}}};
+          {"layout_d", std::vector<int64_t>{}},
+          {"devices", std::vector<int64_t>{}}};
 }
 
 inline Attributes OneAxis(const char* pattern, int64_t nranks, int64_t m, int64_t n, int64_t k) {

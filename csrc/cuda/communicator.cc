@@ -1,0 +1,73 @@
+#include "csrc/cuda/communicator.h"
+
+#include <map>
+#include <utility>
+
+#include "csrc/cuda/libraries.h"
+
+namespace jaxmp::cuda {
+namespace {
+
+std::string Join(const std::vector<int64_t>& values) {
+  std::string text;
+  for (int64_t value : values) text += (text.empty() ? "" : "-") + std::to_string(value);
+  return text;
+}
+
+int CountDevices() {
+  int count = 0;
+  return Loaded()->driver.DeviceGetCount(&count) == abi::CUDA_SUCCESS ? count : 0;
+}
+
+}  // namespace
+
+CudaCommunicator::CudaCommunicator(const Axes& axes, const std::vector<int64_t>& devices) : Communicator(axes) {
+  const std::string mesh = "jaxmp/nccl/mesh " + Join(axes.mesh_shape) + "/axes " + Join(axes.row) + " by " +
+                           Join(axes.col) + "/devices " + Join(devices);
+  const int64_t ngroups_here = nranks() == 1 ? CountDevices() : ngroups();
+  for (int64_t group = 0; group < ngroups_here; ++group) {
+    for (int rank = 0; rank < nranks(); ++rank) {
+      members_.push_back(std::make_unique<Member>(mesh + "/group " + std::to_string(group), group, rank, nranks()));
+    }
+  }
+}
+
+StatusOr<int> CudaCommunicator::SeatOf(int64_t position, int ordinal) const {
+  JAXMP_ASSIGN_OR_RETURN(const Place place, Find(position));
+  if (nranks() > 1) return static_cast<int>(place.group) * nranks() + place.rank;
+  if (ordinal >= 0 && ordinal < nseats()) return ordinal;
+  return Internal("jaxmp: this process has " + std::to_string(nseats()) +
+                  " CUDA devices, but XLA runs a call on device " + std::to_string(ordinal));
+}
+
+StatusOr<std::shared_ptr<abi::cublasMpGrid>> CudaCommunicator::Grid(const MpApi& api, int seat,
+                                                                    const GridShape& shape) const {
+  return member(seat).Grid(api, shape);
+}
+
+StatusOr<std::shared_ptr<abi::cublasMpHandle>> CudaCommunicator::Handle(const MpApi& api, int seat,
+                                                                        abi::cudaStream_t stream) const {
+  return member(seat).Handle(api, stream);
+}
+
+StatusOr<size_t> CudaCommunicator::Agree(int seat, StatusOr<size_t> bytes, abi::cudaStream_t stream) const {
+  return member(seat).Agree(std::move(bytes), stream);
+}
+
+// Always registered: without it cuBLASMp does not overlap.
+StatusOr<std::shared_ptr<void>> CudaCommunicator::Workspace(const MpApi& api, int seat, const GridShape& shape,
+                                                            size_t bytes, bool, std::shared_ptr<void>) const {
+  return member(seat).Workspace(api, shape, bytes);
+}
+
+std::shared_ptr<const CudaCommunicator> GetCudaCommunicator(const Axes& axes, const std::vector<int64_t>& devices) {
+  // Never destroyed, like what its members hold.
+  static auto* mutex = new std::mutex;
+  static auto* known = new std::map<std::pair<Axes, std::vector<int64_t>>, std::shared_ptr<const CudaCommunicator>>;
+  std::lock_guard<std::mutex> lock(*mutex);  // nothing collective happens in here
+  std::shared_ptr<const CudaCommunicator>& found = (*known)[{axes, devices}];
+  if (!found) found = std::make_shared<const CudaCommunicator>(axes, devices);
+  return found;
+}
+
+}  // namespace jaxmp::cuda

@@ -1,0 +1,32 @@
+// A CUDA context made current for a scope.
+#ifndef JAXMP_CUDA_CONTEXT_H_
+#define JAXMP_CUDA_CONTEXT_H_
+
+#include "csrc/cuda/libraries.h"
+
+namespace jaxmp::cuda {
+
+// XLA's threads have their device's context current where they call a handler; other threads do not, and the libraries
+// take whichever is.
+class CurrentContext {
+ public:
+  explicit CurrentContext(abi::CUcontext context) {
+    abi::CUcontext current = nullptr;
+    const Driver& driver = Loaded()->driver;
+    if (driver.CtxGetCurrent(&current) == abi::CUDA_SUCCESS && current == context) return;
+    is_pushed_ = driver.CtxPushCurrent_v2(context) == abi::CUDA_SUCCESS;
+  }
+  ~CurrentContext() {
+    abi::CUcontext popped = nullptr;
+    if (is_pushed_) (void)Loaded()->driver.CtxPopCurrent_v2(&popped);
+  }
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+
+ private:
+  bool is_pushed_ = false;
+};
+
+}  // namespace jaxmp::cuda
+
+#endif  // JAXMP_CUDA_CONTEXT_H_

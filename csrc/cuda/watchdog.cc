@@ -1,0 +1,200 @@
+#include "csrc/cuda/watchdog.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <sstream>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "csrc/cuda/context.h"
+#include "csrc/cuda/exchange.h"
+#include "csrc/cuda/libraries.h"
+
+namespace jaxmp::cuda {
+namespace {
+
+constexpr std::chrono::milliseconds kLongestPause(100);
+
+// Never destroyed: its thread outlives main.
+class Watchdog {
+ public:
+  // False where everything was aborted already.
+  bool Add(std::shared_ptr<Watch> watch) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!failure_.empty()) return false;
+    if (watches_.empty()) std::thread([this] { Serve(); }).detach();
+    watches_.push_back(std::move(watch));
+    return true;
+  }
+
+  std::string failure() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return failure_;
+  }
+
+ private:
+  void Serve() {
+    for (;;) {
+      std::vector<std::shared_ptr<Watch>> watches;
+      {
+        std::lock_guard<std::mutex> lock(mutex_);
+        watches = watches_;
+      }
+      for (const std::shared_ptr<Watch>& watch : watches) {
+        if (const std::string failure = watch->Poll(); !failure.empty()) return AbortAll(failure);
+      }
+      const std::chrono::duration<double> patience(Timeout() / 4);
+      std::this_thread::sleep_for(std::min<std::chrono::duration<double>>(kLongestPause, patience));
+    }
+  }
+
+  void AbortAll(const std::string& failure) {
+    std::fprintf(stderr, "%s; all communicators of this process are aborted\n", failure.c_str());
+    std::vector<std::shared_ptr<Watch>> watches;
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      failure_ = failure;  // first: calls that return because of the abort then know why
+      watches = watches_;
+    }
+    for (const std::shared_ptr<Watch>& watch : watches) watch->Abort();
+  }
+
+  std::mutex mutex_;
+  std::vector<std::shared_ptr<Watch>> watches_;
+  std::string failure_;
+};
+
+Watchdog& watchdog() {
+  static auto* const only = new Watchdog;
+  return *only;
+}
+
+}  // namespace
+
+std::string Failure() { return watchdog().failure(); }
+
+Status CheckAlive() {
+  const std::string failure = Failure();
+  if (failure.empty()) return {};
+  return FailedPrecondition(failure + "; the communicators of this process were aborted, start it again");
+}
+
+StatusOr<std::shared_ptr<Watch>> Watch::Make(abi::CUcontext context, std::string who) {
+  std::shared_ptr<Watch> watch(new Watch(context, std::move(who)));
+  for (abi::CUevent* event :
+       {&watch->watched_.begin, &watch->watched_.end, &watch->latest_.begin, &watch->latest_.end}) {
+    JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.EventCreate(event, abi::CU_EVENT_DISABLE_TIMING), "cuEventCreate"));
+  }
+  if (!watchdog().Add(watch)) return CheckAlive();
+  return watch;
+}
+
+Status Watch::Adopt(abi::ncclComm_t comm) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    comm_ = comm;
+  }
+  const Status alive = CheckAlive();
+  if (!alive.ok()) Abort();
+  return alive;
+}
+
+void Watch::Enter(std::shared_ptr<const std::string> call) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  call_ = std::move(call);
+  entered_ = Clock::now();
+}
+
+void Watch::Leave() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  call_.reset();
+}
+
+Status Watch::Begin(abi::CUstream stream) {
+  abi::CUevent event;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    latest_.state = State::kRecording;
+    event = latest_.begin;
+  }
+  return Check(Loaded()->driver.EventRecord(event, stream), "cuEventRecord");
+}
+
+Status Watch::End(abi::CUstream stream) {
+  // While it is recording, the watchdog leaves the span alone.
+  JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.EventRecord(latest_.end, stream), "cuEventRecord"));
+  std::lock_guard<std::mutex> lock(mutex_);
+  last_end_ = latest_.end;
+  last_stream_ = stream;
+  latest_.state = State::kQueued;
+  latest_.call = call_;
+  return {};
+}
+
+Status Watch::Follow(abi::CUstream stream) {
+  if (!last_end_ || stream == last_stream_) return {};
+  return Check(Loaded()->driver.StreamWaitEvent(stream, last_end_, 0), "cuStreamWaitEvent");
+}
+
+std::string Watch::Late(const std::string& call, const char* where) const {
+  std::ostringstream text;
+  text << "jaxmp: " << who_ << " has waited " << Timeout() << " s " << where << " for its peers in the call " << call
+       << "; a rank has ended, failed or gone another way (set JAXMP_TIMEOUT to wait longer)";
+  return text.str();
+}
+
+std::string Watch::PollHost(Clock::time_point now) const {
+  const std::chrono::duration<double> waited = now - entered_;
+  return call_ && waited.count() > Timeout() ? Late(*call_, "on the host") : "";
+}
+
+std::string Watch::PollDevice(Clock::time_point now) {
+  if (watched_.state == State::kIdle && latest_.state == State::kQueued) std::swap(watched_, latest_);
+  if (watched_.state == State::kIdle) return "";
+  // The time of a call counts from when the device comes to it: ahead of it in the stream may be hours of other work.
+  const Driver& driver = Loaded()->driver;
+  const bool is_queued = watched_.state == State::kQueued;
+  const abi::CUresult result = driver.EventQuery(is_queued ? watched_.begin : watched_.end);
+  if (result == abi::CUDA_SUCCESS) {
+    watched_.state = is_queued ? State::kRunning : State::kIdle;
+    watched_.since = now;
+    return "";
+  }
+  if (result == abi::CUDA_ERROR_DEINITIALIZED) return "";  // the process is ending
+  if (result != abi::CUDA_ERROR_NOT_READY) {
+    return "jaxmp: the device of " + who_ + " has failed (" + Why(result) + ") in or ahead of the call " +
+           *watched_.call;
+  }
+  const std::chrono::duration<double> waited = now - watched_.since;
+  return !is_queued && waited.count() > Timeout() ? Late(*watched_.call, "on the device") : "";
+}
+
+std::string Watch::Poll() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const CurrentContext current(context_);
+  if (comm_) {
+    abi::ncclResult_t state = abi::ncclSuccess;
+    const abi::ncclResult_t asked = Loaded()->nccl.CommGetAsyncError(comm_, &state);
+    if (asked != abi::ncclSuccess) state = asked;
+    if (state != abi::ncclSuccess && state != abi::ncclInProgress) {
+      return "jaxmp: NCCL reports " + Why(state) + " on " + who_;
+    }
+  }
+  const Clock::time_point now = Clock::now();
+  std::string late = PollHost(now);
+  return late.empty() ? PollDevice(now) : late;
+}
+
+void Watch::Abort() {
+  abi::ncclComm_t comm;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    comm = std::exchange(comm_, nullptr);
+  }
+  if (!comm) return;
+  const CurrentContext current(context_);
+  (void)Loaded()->nccl.CommAbort(comm);
+}
+
+}  // namespace jaxmp::cuda

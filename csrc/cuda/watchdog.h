@@ -1,0 +1,81 @@
+// Watches the ranks of this process while they wait for others, and frees them where that does not end.
+//
+// A thread polls every communicator for NCCL's asynchronous errors, and every rank for a call that has begun and does
+// not end: on the host, where it makes collective objects, or on its stream. On either it aborts all communicators of
+// the process: NCCL's kernels then return, and each later call fails with the reason. What the aborted call wrote is
+// undefined, and so is what followed it on the stream.
+#ifndef JAXMP_CUDA_WATCHDOG_H_
+#define JAXMP_CUDA_WATCHDOG_H_
+
+#include <chrono>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "csrc/cuda_abi.h"
+#include "csrc/status.h"
+
+namespace jaxmp::cuda {
+
+// Why the communicators of this process were aborted; "" as long as they were not.
+std::string Failure();
+// The same as an error, for a call that comes later.
+Status CheckAlive();
+
+// One rank's calls. Used by one thread at a time, and by the watchdog's.
+class Watch {
+ public:
+  // `who` names the rank. The context must be current, here and in the calls below.
+  static StatusOr<std::shared_ptr<Watch>> Make(abi::CUcontext context, std::string who);
+
+  // From here on the communicator is polled, and aborted where anything fails. An error: that has happened already.
+  Status Adopt(abi::ncclComm_t comm);
+
+  // The host's part of a call, which may block in a collective; `call` describes it.
+  void Enter(std::shared_ptr<const std::string> call);
+  void Leave();
+
+  // The device's part: what is put on the stream between the two.
+  Status Begin(abi::CUstream stream);
+  Status End(abi::CUstream stream);
+
+  // Makes the stream wait for what the last call put on another one.
+  Status Follow(abi::CUstream stream);
+
+  // The watchdog's turn; "" or what went wrong.
+  std::string Poll();
+  void Abort();
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  enum class State { kIdle, kRecording, kQueued, kRunning };
+  // The events around one call on the stream.
+  struct Span {
+    abi::CUevent begin = nullptr, end = nullptr;
+    State state = State::kIdle;
+    std::shared_ptr<const std::string> call;
+    Clock::time_point since;
+  };
+
+  Watch(abi::CUcontext context, std::string who) : context_(context), who_(std::move(who)) {}
+  std::string PollHost(Clock::time_point now) const;
+  std::string PollDevice(Clock::time_point now);
+  std::string Late(const std::string& call, const char* where) const;
+
+  const abi::CUcontext context_;
+  const std::string who_;
+  std::mutex mutex_;  // of everything below; never held in a collective
+  abi::ncclComm_t comm_ = nullptr;
+  std::shared_ptr<const std::string> call_;  // in its host part; null outside
+  Clock::time_point entered_;
+  // A call is put into `latest_`, over the one before it; the watchdog moves it to `watched_` when that has ended. So
+  // two spans are enough for any number of calls on their way, for the stream keeps them in order.
+  Span watched_, latest_;
+  abi::CUevent last_end_ = nullptr;  // of the last call, on last_stream_
+  abi::CUstream last_stream_ = nullptr;
+};
+
+}  // namespace jaxmp::cuda
+
+#endif  // JAXMP_CUDA_WATCHDOG_H_

@@ -1,0 +1,25 @@
+// What every platform's handler has in common: attributes and buffers of a call frame, read and checked, and errors.
+#ifndef JAXMP_OPERANDS_H_
+#define JAXMP_OPERANDS_H_
+
+#include "csrc/plan_attributes.h"
+#include "csrc/plan_layout.h"
+#include "csrc/problem.h"
+#include "csrc/status.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxmp {
+
+xla::ffi::Error ToError(const Status& status);
+
+StatusOr<Attributes> ReadAttributes(const xla::ffi::Dictionary& dictionary);
+
+// The buffers of one device, in the order of the boundary: arguments a, b, [c], [bias], [aux], [scale_a], [scale_b],
+// [scale_c], [scale_d], [position]; results d, [aux], [gradient], [amax_d], [d_out_scale]. `position` is null where a
+// group has one rank, and points to one int32, wherever the platform keeps its buffers.
+Status ReadOperands(const Problem& p, const Layout& layout, const xla::ffi::RemainingArgs& args,
+                    const xla::ffi::RemainingRets& rets, Buffers* buffers, const void** position);
+
+}  // namespace jaxmp
+
+#endif  // JAXMP_OPERANDS_H_

@@ -1,0 +1,151 @@
+// Ranks that are left alone: without the watchdog each of these would hang for ever. An abort holds for the process, so
+// every case runs in one of its own: this program again, with the case's name.
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <map>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "csrc/cuda/exchange.h"
+#include "csrc/cuda/watchdog.h"
+#include "tests/cpp/check.h"
+#include "tests/cpp/fake_gpus.h"
+#include "tests/cpp/problems.h"
+
+namespace jaxmp {
+namespace {
+
+using tests::Gpu;
+using tests::World;
+
+struct Pair {
+  Pair() : instance(fake_xla::InstantiateOnCuda(tests::AllGather(2, 4, 6, 8))), zero(0), one(1) {
+    CHECK_EQ(instance.error, "");
+  }
+
+  std::vector<std::string> RunBoth() {
+    World world(instance.site->plan->problem());
+    return tests::RunAll(*instance.site, world, {&zero, &one});
+  }
+
+  fake_xla::InstanceOf<CudaSite> instance;
+  Gpu zero, one;
+};
+
+std::string AwaitFailure() {
+  for (int i = 0; i < 2000 && cuda::Failure().empty(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  return cuda::Failure();
+}
+
+// Every later call gives the reason, on every device and for every program.
+void CheckDead(Pair& pair, const std::string& why) {
+  for (const std::string& error : pair.RunBoth()) {
+    CHECK_CONTAINS(error, why);
+    CHECK_CONTAINS(error, "the communicators of this process were aborted, start it again");
+  }
+  const auto local = fake_xla::InstantiateOnCuda(tests::Local(4, 4, 4));
+  World world(local.site->plan->problem());
+  CHECK_CONTAINS(tests::RunRank(*local.site, world, pair.zero, 0, 0), why);
+}
+
+// Rank 1 does not come to the second call: rank 0's stream waits, is freed, and the process says for whom and where.
+void APeerThatStaysAwayOnTheDevice() {
+  cuda::SetTimeout(0.3);
+  Pair pair;
+  for (const std::string& error : pair.RunBoth()) CHECK_EQ(error, "");
+  World world(pair.instance.site->plan->problem());
+  CHECK_EQ(tests::RunRank(*pair.instance.site, world, pair.zero, 0, 0), "");  // returns with the stream, once freed
+  const std::string why =
+      "jaxmp: rank 0 of 2 in group 0 (device 0) has waited 0.3 s on the device for its peers in the "
+      "call [pattern=all_gather m=4 n=6 k=8 ";
+  CHECK_CONTAINS(cuda::Failure(), why);
+  CheckDead(pair, why);
+}
+
+// Calls that end are not held against a process that is slow to send more, nor is a stream that is busy with others.
+void TimeBeforeACallDoesNotCount() {
+  cuda::SetTimeout(0.2);
+  Pair pair;
+  for (int run = 0; run < 3; ++run) {
+    const auto sleep = [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(500)); };
+    auto* const launch = tests::FakeFunction<decltype(cuLaunchHostFunc)>("right/libcuda.so.1", "cuLaunchHostFunc");
+    if (run > 0) CHECK_EQ(launch(pair.zero.stream, sleep, nullptr), abi::CUDA_SUCCESS);
+    if (run > 0) CHECK_EQ(launch(pair.one.stream, sleep, nullptr), abi::CUDA_SUCCESS);
+    for (const std::string& error : pair.RunBoth()) CHECK_EQ(error, "");
+  }
+  CHECK_EQ(cuda::Failure(), "");
+}
+
+// Rank 1 fails ahead of a collective call of the host's, in which rank 0 then waits.
+void APeerThatStaysAwayOnTheHost() {
+  cuda::SetTimeout(0.5);
+  Pair pair;
+  tests::FakeFunction<decltype(fake_cublasmp_fail)>("right/libcublasmp.so.0", "fake_cublasmp_fail")(
+      "GridCreate", 1, abi::CUBLASMP_STATUS_INTERNAL_ERROR);
+  const std::string why = " has waited 0.5 s on the host for its peers in the call [pattern=all_gather";
+  for (const std::string& error : pair.RunBoth()) CHECK_CONTAINS(error, why);
+  CheckDead(pair, why);
+}
+
+// NCCL has found out by itself, between two calls.
+void AnErrorThatNcclReports() {
+  Pair pair;
+  for (const std::string& error : pair.RunBoth()) CHECK_EQ(error, "");
+  tests::FakeFunction<decltype(fake_nccl_break)>("right/libnccl.so.2", "fake_nccl_break")(abi::ncclRemoteError);
+  const std::string why =
+      "jaxmp: NCCL reports remote process exited or there was a network error (NCCL error 6) on rank";
+  CHECK_CONTAINS(AwaitFailure(), why);
+  CheckDead(pair, why);
+}
+
+void EveryCommunicatorIsAborted() {
+  Pair pair;
+  for (const std::string& error : pair.RunBoth()) CHECK_EQ(error, "");
+  auto* const live = tests::FakeFunction<decltype(fake_nccl_live)>("right/libnccl.so.2", "fake_nccl_live");
+  CHECK_EQ(live(), 2);
+  tests::FakeFunction<decltype(fake_nccl_break)>("right/libnccl.so.2", "fake_nccl_break")(abi::ncclSystemError);
+  CHECK(!AwaitFailure().empty());
+  for (int i = 0; i < 2000 && live() > 0; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  CHECK_EQ(live(), 0);
+}
+
+const std::map<std::string, void (*)()>& Cases() {
+  static const std::map<std::string, void (*)()> cases = {
+      {"APeerThatStaysAwayOnTheDevice", APeerThatStaysAwayOnTheDevice},
+      {"TimeBeforeACallDoesNotCount", TimeBeforeACallDoesNotCount},
+      {"APeerThatStaysAwayOnTheHost", APeerThatStaysAwayOnTheHost},
+      {"AnErrorThatNcclReports", AnErrorThatNcclReports},
+      {"EveryCommunicatorIsAborted", EveryCommunicatorIsAborted}};
+  return cases;
+}
+
+int RunCase(const std::string& name) {
+  CHECK_EQ(tests::LoadFakes().message(), "");
+  Cases().at(name)();
+  return check::summary(name.c_str());
+}
+
+int StartCase(const char* program, const std::string& name) {
+  const pid_t child = fork();
+  if (child == 0) {
+    execl(program, program, name.c_str(), nullptr);
+    _exit(127);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  return status;
+}
+
+}  // namespace
+}  // namespace jaxmp
+
+int main(int argc, char** argv) {
+  if (argc > 1) return jaxmp::RunCase(argv[1]);
+  for (const auto& [name, run] : jaxmp::Cases()) CHECK_EQ(jaxmp::StartCase(argv[0], name), 0);
+  return jaxmp::check::summary("cuda_faults");
+}

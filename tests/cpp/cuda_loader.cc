@@ -1,0 +1,94 @@
+// Without these a machine with the wrong libraries would end in a missing symbol, or in memory that two NCCLs share.
+#include <cstdlib>
+#include <string>
+
+#include "csrc/cuda/libraries.h"
+#include "tests/cpp/check.h"
+#include "tests/cpp/fake_gpus.h"
+#include "tests/cpp/problems.h"
+
+namespace jaxmp {
+namespace {
+
+using tests::Fake;
+
+constexpr const char* kOther = "libm.so.6";  // a library, but none of ours
+
+// Names of the loader's stay as they are.
+std::string PathOf(const std::string& library) { return library == kOther ? library : Fake(library); }
+
+std::string LoadError(const std::string& cublasmp, const std::string& nccl, const std::string& driver) {
+  const Status status = cuda::Load(PathOf(cublasmp), PathOf(nccl), PathOf(driver));
+  CHECK(status.ok() == (cuda::Loaded() != nullptr));
+  return status.message();
+}
+
+constexpr const char *kMp = "right/libcublasmp.so.0", *kNccl = "right/libnccl.so.2", *kCuda = "right/libcuda.so.1";
+
+std::string LoadErrorWith(const char* knob, const char* value) {
+  setenv(knob, value, 1);
+  const std::string error = LoadError(kMp, kNccl, kCuda);
+  unsetenv(knob);
+  return error;
+}
+
+void NothingIsLoadedAtFirst() {
+  CHECK_CONTAINS(cuda::cuda_api().status().message(), "cuBLASMp is not loaded in this process; call jaxmp.register()");
+  CHECK_CONTAINS(fake_xla::InstantiateOnCuda(tests::Local(4, 4, 4)).error, "cuBLASMp is not loaded");
+}
+
+void WhatIsMissingIsNamed() {
+  CHECK_CONTAINS(LoadError(kMp, kNccl, "none/libcuda.so.1"), "jaxmp: the CUDA driver cannot be opened as ");
+  CHECK_CONTAINS(LoadError(kMp, kNccl, "none/libcuda.so.1"), "install NVIDIA's driver");
+  CHECK_CONTAINS(LoadError(kMp, "none/libnccl.so.2", kCuda), "jaxmp: NCCL cannot be opened as ");
+  CHECK_CONTAINS(LoadError("none/libcublasmp.so.0", kNccl, kCuda), "none/libcublasmp.so.0: cannot open shared object");
+  CHECK_CONTAINS(LoadError("none/libcublasmp.so.0", kNccl, kCuda), "pip install --upgrade 'jaxmp[cuda13]'");
+  CHECK_CONTAINS(LoadError(kMp, kNccl, kOther), "libm.so.6 has no cuInit, which the CUDA driver");
+  CHECK_CONTAINS(LoadError(kMp, kOther, kCuda), "libm.so.6 has no ncclGetVersion, which NCCL 2.30 has");
+  CHECK_CONTAINS(LoadError("lacking/libcublasmp.so.0", kNccl, kCuda), "has no cublasMpNumroc, which cuBLASMp 0.10 has");
+}
+
+void WrongVersionsAreNamed() {
+  CHECK_CONTAINS(LoadErrorWith("FAKE_NCCL_VERSION", "22907"), "is NCCL 2.29.7, but cuBLASMp 0.10 needs 2.30 or newer");
+  CHECK_CONTAINS(LoadErrorWith("FAKE_CUBLASMP_VERSION", "902"), "is cuBLASMp 0.9.2, but 0.10 is required");
+  CHECK_CONTAINS(LoadErrorWith("FAKE_CUBLASMP_VERSION", "1100"), "is cuBLASMp 0.11.0, but 0.10 is required");
+  CHECK_CONTAINS(LoadErrorWith("FAKE_CUBLASMP_VERSION", "10000"), "is cuBLASMp 1.0.0, but 0.10 is required");
+}
+
+void ASecondNcclIsNamed() {
+  const std::string error = LoadError(kMp, "second/libnccl_second.so.2", kCuda);
+  CHECK_CONTAINS(error, "two NCCLs are in this process: ");
+  CHECK_CONTAINS(error, "libnccl_second.so.2 was opened, but ");
+  CHECK_CONTAINS(error, "right/libnccl.so.2; leave one of them");
+  CHECK_EQ(cuda::cuda_api().status().message(), error);  // the last reason, for whoever runs a program all the same
+  CHECK_CONTAINS(fake_xla::InstantiateOnCuda(tests::Local(4, 4, 4)).error, "two NCCLs");
+}
+
+void TheFirstSuccessHolds() {
+  CHECK_EQ(LoadErrorWith("FAKE_CUBLASMP_VERSION", "1005"), "");
+  const cuda::Libraries* first = cuda::Loaded();
+  if (!first) return;
+  CHECK_EQ(LoadError("none", "none", "none"), "");
+  CHECK(cuda::Loaded() == first);
+  CHECK_EQ(first->info.at("cublasmp"), Fake(kMp));
+  CHECK_EQ(first->info.at("cublasmp_version"), "0.10.5");
+  CHECK_EQ(first->info.at("nccl"), Fake(kNccl));
+  CHECK_EQ(first->info.at("nccl_version"), "2.30.7");
+  CHECK_EQ(first->info.at("driver"), Fake(kCuda));
+  CHECK_EQ(first->info.at("driver_version"), "13.0");
+  CHECK(*cuda::cuda_api() == &first->cublasmp);
+  CHECK_EQ(std::string(first->cublasmp.name), "cublasmp");
+  CHECK(!first->cublasmp.capabilities.grid_any_shape && !first->cublasmp.order_sums);
+}
+
+}  // namespace
+}  // namespace jaxmp
+
+int main() {
+  jaxmp::NothingIsLoadedAtFirst();
+  jaxmp::WhatIsMissingIsNamed();
+  jaxmp::WrongVersionsAreNamed();
+  jaxmp::ASecondNcclIsNamed();
+  jaxmp::TheFirstSuccessHolds();
+  return jaxmp::check::summary("cuda_loader");
+}

@@ -1,0 +1,94 @@
+// Fake devices, each with its context, stream and thread, as XLA:GPU has them; calls on all of them at once.
+#ifndef JAXMP_TESTS_FAKE_GPUS_H_
+#define JAXMP_TESTS_FAKE_GPUS_H_
+
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "csrc/cuda/libraries.h"
+#include "tests/cpp/check.h"
+#include "tests/cpp/fake_xla.h"
+#include "tests/cpp/world.h"
+#include "tests/fakes/fake.h"
+
+namespace jaxmp::tests {
+
+inline std::string Fake(const std::string& file) { return check::environment("JAXMP_FAKES") + ("/" + file); }
+
+inline Status LoadFakes() {
+  return cuda::Load(Fake("right/libcublasmp.so.0"), Fake("right/libnccl.so.2"), Fake("right/libcuda.so.1"));
+}
+
+// One of the fakes' own functions, of the library that is loaded.
+template <typename Function>
+Function* FakeFunction(const char* library, const char* name) {
+  return reinterpret_cast<Function*>(dlsym(dlopen(Fake(library).c_str(), RTLD_NOW | RTLD_LOCAL), name));
+}
+
+inline fake_xla::Buffer F32(std::vector<float>& data) {
+  return {XLA_FFI_DataType_F32, {int64_t(data.size())}, data.data()};
+}
+
+struct Gpu {
+  explicit Gpu(int ordinal) : ordinal(ordinal) {
+    CHECK_EQ(driver().DevicePrimaryCtxRetain(&context, ordinal), abi::CUDA_SUCCESS);
+    stream = NewStream();
+  }
+  ~Gpu() { (void)driver().StreamDestroy_v2(stream); }
+  Gpu(const Gpu&) = delete;
+
+  abi::CUstream NewStream() const {
+    abi::CUstream made = nullptr;
+    (void)driver().CtxPushCurrent_v2(context);
+    CHECK_EQ(driver().StreamCreate(&made, abi::CU_STREAM_NON_BLOCKING), abi::CUDA_SUCCESS);
+    abi::CUcontext popped = nullptr;
+    (void)driver().CtxPopCurrent_v2(&popped);
+    return made;
+  }
+  static const cuda::Driver& driver() { return cuda::Loaded()->driver; }
+
+  const int ordinal;
+  abi::CUcontext context = nullptr;
+  abi::CUstream stream = nullptr;
+};
+
+// Every device of a machine with `count` of them on a thread of its own.
+inline void OnEach(int count, const std::function<void(int)>& work) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < count; ++i) threads.emplace_back(work, i);
+  for (std::thread& thread : threads) thread.join();
+}
+
+// One rank of a world on a device, up to the end of its stream.
+inline std::string RunRank(CudaSite& site, World& world, const Gpu& gpu, int32_t position, size_t rank) {
+  std::vector<fake_xla::Buffer> args = {F32(world.a[rank]), F32(world.b[rank])};
+  if (world.problem.nranks() > 1) args.push_back({XLA_FFI_DataType_S32, {}, &position});
+  const std::string error = fake_xla::ExecuteOnCuda(site, gpu.ordinal, gpu.stream, args, {F32(world.d[rank])});
+  (void)Gpu::driver().StreamSynchronize(gpu.stream);
+  return error;
+}
+
+inline int32_t PositionOf(const CudaSite& site, int rank) {
+  int32_t position = 0;
+  while (site.communicator->Locate(position)->rank != rank) ++position;
+  return position;
+}
+
+// All ranks of group 0; rank r runs on gpus[r]. The errors by rank.
+inline std::vector<std::string> RunAll(CudaSite& site, World& world, const std::vector<const Gpu*>& gpus) {
+  std::vector<std::string> errors(gpus.size());
+  OnEach(static_cast<int>(gpus.size()), [&](int rank) {
+    const auto r = static_cast<size_t>(rank);
+    errors[r] = RunRank(site, world, *gpus[r], PositionOf(site, rank), r);
+  });
+  return errors;
+}
+
+}  // namespace jaxmp::tests
+
+#endif  // JAXMP_TESTS_FAKE_GPUS_H_

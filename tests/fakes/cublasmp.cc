@@ -1,0 +1,453 @@
+// A libcublasmp.so.0 over hostmp: products run on fake streams, and what is collective blocks until every rank has come.
+// It insists on what the header demands of its caller: a current context, the handle's context, equal arguments on all
+// ranks, memory of its own as workspace.
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "csrc/hostmp/host.h"
+#include "csrc/hostmp/objects.h"
+#include "csrc/mp_api.h"
+#include "tests/fakes/fake.h"
+
+FAKE(cuStreamGetCtx);  // libcuda's
+
+namespace {
+
+using namespace jaxmp::abi;  // NOLINT: cuBLASMp's own names
+using jaxmp::hostmp::as_stream;
+
+const jaxmp::MpApi& host() { return jaxmp::host_api(); }
+
+constexpr int kHost = 0, kStream = 1;  // channels of fake_nccl_gather
+
+// hostmp's side of a communicator.
+struct World {
+  explicit World(int nranks) : group(nranks) {}
+  jaxmp::hostmp::Group group;
+  jaxmp::hostmp::Rendezvous rendezvous;
+};
+
+struct Handle {
+  int ordinal;
+  CUstream stream;
+};
+
+struct State {
+  std::mutex mutex;
+  std::map<const void*, std::unique_ptr<World>> worlds;  // by fake_nccl_group()
+  std::map<cublasMpHandle_t, Handle> handles;
+  std::map<cublasMpGrid_t, ncclComm_t> grids;
+  std::map<void*, cublasMpGrid_t> buffers;
+  std::set<const void*> descriptors;
+  std::map<std::pair<std::string, int>, int> failures;  // status of the next such call on a device
+  std::map<int, std::string> log;                       // by device
+  cublasMpLoggerCallback_t logger = nullptr;
+  int log_level = 0;
+};
+
+State& state() {
+  static auto* const only = new State;  // streams may still run at exit
+  return *only;
+}
+
+void Log(int ordinal, const std::string& entry) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  state().log[ordinal] += entry + " ";
+}
+
+void Say(int level, const char* function, const std::string& message) {
+  cublasMpLoggerCallback_t logger = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    if (level <= state().log_level) logger = state().logger;
+  }
+  if (logger) logger(level, function, message.c_str());
+}
+
+// Notes the call; fails where a test wants it to.
+cublasMpStatus_t Enter(const std::string& name) {
+  const int ordinal = fake_cuda_ordinal();
+  if (ordinal < 0) return CUBLASMP_STATUS_EXECUTION_FAILED;
+  Log(ordinal, name);
+  int failure = 0;
+  {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    const auto found = state().failures.find({name, ordinal});
+    if (found == state().failures.end()) return CUBLASMP_STATUS_SUCCESS;
+    failure = found->second;
+    state().failures.erase(found);
+  }
+  Say(1, ("cublasMp" + name).c_str(), "as the test wants it");
+  return static_cast<cublasMpStatus_t>(failure);
+}
+
+cublasMpStatus_t Report(cublasMpStatus_t status, const char* function) {
+  if (status != CUBLASMP_STATUS_SUCCESS) Say(1, function, host().last_error());
+  return status;
+}
+
+#define ENTER(name) \
+  if (const cublasMpStatus_t entered = Enter(name); entered != CUBLASMP_STATUS_SUCCESS) return entered
+
+// Waits for every rank; an error where they differ.
+cublasMpStatus_t Agree(ncclComm_t comm, long long value) {  // NOLINT
+  const int nranks = fake_nccl_nranks(comm);
+  const long long* values = fake_nccl_gather(comm, kHost, value);  // NOLINT
+  if (!values) return CUBLASMP_STATUS_INTERNAL_ERROR;
+  const bool is_equal = std::all_of(values, values + nranks, [value](auto other) { return other == value; });
+  return is_equal ? CUBLASMP_STATUS_SUCCESS : CUBLASMP_STATUS_INVALID_VALUE;
+}
+
+World& WorldOf(ncclComm_t comm) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  std::unique_ptr<World>& world = state().worlds[fake_nccl_group(comm)];
+  if (!world) world = std::make_unique<World>(fake_nccl_nranks(comm));
+  return *world;
+}
+
+ncclComm_t CommOf(cublasMpGrid_t grid) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  const auto found = state().grids.find(grid);
+  return found == state().grids.end() ? nullptr : found->second;
+}
+
+Handle HandleOf(cublasMpHandle_t handle) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  const auto found = state().handles.find(handle);
+  return found == state().handles.end() ? Handle{-1, nullptr} : found->second;
+}
+
+int OrdinalOf(CUstream stream) {
+  CUcontext context = nullptr;
+  return stream && ::cuStreamGetCtx(stream, &context) == CUDA_SUCCESS ? *reinterpret_cast<int*>(context) : -1;
+}
+
+void LoadBlas() {
+  static const bool is_loaded = [] {
+    const char* path = std::getenv("JAXMP_BLAS");
+    return path && jaxmp::hostmp::load_blas(path, "").ok();
+  }();
+  if (!is_loaded) std::abort();  // a test that does not name a BLAS
+}
+
+const char* AlgorithmOf(cublasMpMatmulDescriptor_t matmul, const cublasMpGrid& grid, int nranks) {
+  if (nranks == 1) return "local Matmul";
+  if (matmul->values[CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE] & CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE) {
+    return "Matmul + AllReduce";
+  }
+  if (grid.nprow == nranks) return "AllGather + Matmul";
+  return grid.npcol == nranks ? "Matmul + ReduceScatter" : "generic Matmul";
+}
+
+// A product on its stream: hostmp's, waited for, so that the stream goes on when every rank has come.
+struct Product {
+  std::function<cublasMpStatus_t(cublasMpHandle_t, cublasMpMatmulDescriptor_t)> run;
+  cublasMpMatmulDescriptor matmul;
+  ncclComm_t comm;
+  World* world;
+  int ordinal;
+
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool is_done = false;
+  jaxmp::Status status;
+  jaxmp::hostmp::Stream stream;
+
+  static void Done(void* data, const jaxmp::Status& status) {
+    Product& product = *static_cast<Product*>(data);
+    std::lock_guard<std::mutex> lock(product.mutex);
+    product.status = status;
+    product.is_done = true;
+    product.changed.notify_all();
+  }
+
+  static void Run(void* data) {
+    auto* const product = static_cast<Product*>(data);
+    Log(product->ordinal, "~Matmul");
+    product->stream = {&product->world->rendezvous, 0, 0, nullptr, Done, product};
+    cublasMpHandle_t handle = nullptr;
+    (void)host().Create(&handle, as_stream(&product->stream));
+    const cublasMpStatus_t status = product->run(handle, &product->matmul);
+    (void)host().Destroy(handle);
+    if (status != CUBLASMP_STATUS_SUCCESS) return Fail(host().last_error());
+    std::unique_lock<std::mutex> lock(product->mutex);
+    while (!product->is_done) {
+      product->changed.wait_for(lock, std::chrono::milliseconds(5));
+      if (!product->is_done && fake_nccl_is_aborted(product->comm)) return;  // hostmp still has it: it stays
+    }
+    if (!product->status.ok()) Fail(product->status.message());
+    lock.unlock();
+    delete product;
+  }
+
+  static void Fail(const std::string& why) {
+    std::fprintf(stderr, "fake cublasmp: %s\n", why.c_str());
+    std::abort();  // a device that fails: nothing that a test expects
+  }
+};
+
+bool HasWorkspace(void* work, size_t bytes) {
+  if (bytes == 0) return true;
+  std::lock_guard<std::mutex> lock(state().mutex);
+  return state().buffers.count(work) > 0;
+}
+
+}  // namespace
+
+#define FAKE_FUNCTION(name) FAKE(cublasMp##name);
+JAXMP_CUBLASMP_FUNCTIONS(FAKE_FUNCTION)
+FAKE(cublasMpLoggerSetCallback);
+FAKE(cublasMpLoggerSetLevel);
+
+cublasMpStatus_t cublasMpGetVersion(int* version) {
+  *version = fakes::Knob("FAKE_CUBLASMP_VERSION", 1000);
+  return CUBLASMP_STATUS_SUCCESS;
+}
+const char* cublasMpGetStatusString(cublasMpStatus_t status) { return host().GetStatusString(status); }
+#ifndef FAKE_CUBLASMP_WITHOUT_NUMROC
+int64_t cublasMpNumroc(int64_t n, int64_t nb, uint32_t iproc, uint32_t isrcproc, uint32_t nprocs) {
+  return host().Numroc(n, nb, iproc, isrcproc, nprocs);
+}
+#endif
+cublasMpStatus_t cublasMpLoggerSetCallback(cublasMpLoggerCallback_t callback) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  state().logger = callback;
+  return CUBLASMP_STATUS_SUCCESS;
+}
+cublasMpStatus_t cublasMpLoggerSetLevel(int level) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  state().log_level = level;
+  return CUBLASMP_STATUS_SUCCESS;
+}
+
+cublasMpStatus_t cublasMpCreate(cublasMpHandle_t* handle, cudaStream_t stream) {
+  ENTER("Create");
+  const cublasMpStatus_t status = host().Create(handle, nullptr);
+  std::lock_guard<std::mutex> lock(state().mutex);
+  if (status == CUBLASMP_STATUS_SUCCESS) state().handles[*handle] = {fake_cuda_ordinal(), stream};
+  return status;
+}
+cublasMpStatus_t cublasMpDestroy(cublasMpHandle_t handle) {
+  ENTER("Destroy");
+  {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    if (state().handles.erase(handle) == 0) return CUBLASMP_STATUS_INVALID_VALUE;
+  }
+  return host().Destroy(handle);
+}
+cublasMpStatus_t cublasMpSetStream(cublasMpHandle_t handle, cudaStream_t stream) {
+  ENTER("SetStream");
+  std::lock_guard<std::mutex> lock(state().mutex);
+  const auto found = state().handles.find(handle);
+  if (found == state().handles.end() || OrdinalOf(stream) != found->second.ordinal) {
+    return CUBLASMP_STATUS_INVALID_VALUE;
+  }
+  found->second.stream = stream;
+  return CUBLASMP_STATUS_SUCCESS;
+}
+cublasMpStatus_t cublasMpGetStream(cublasMpHandle_t handle, cudaStream_t* stream) {
+  *stream = HandleOf(handle).stream;
+  return CUBLASMP_STATUS_SUCCESS;
+}
+
+cublasMpStatus_t cublasMpGridCreate(int64_t nprow, int64_t npcol, cublasMpGridLayout_t layout, ncclComm_t comm,
+                                    cublasMpGrid_t* grid) {
+  ENTER("GridCreate");
+  const cublasMpStatus_t agreed = Agree(comm, (nprow * 1000 + npcol) * 2 + layout);
+  if (agreed != CUBLASMP_STATUS_SUCCESS) return agreed;
+  const cublasMpStatus_t status =
+      host().GridCreate(nprow, npcol, layout, WorldOf(comm).group.comm(fake_nccl_rank(comm)), grid);
+  std::lock_guard<std::mutex> lock(state().mutex);
+  if (status == CUBLASMP_STATUS_SUCCESS) state().grids[*grid] = comm;
+  return Report(status, "cublasMpGridCreate");
+}
+cublasMpStatus_t cublasMpGridDestroy(cublasMpGrid_t grid) {
+  ENTER("GridDestroy");
+  const ncclComm_t comm = CommOf(grid);
+  if (!comm) return CUBLASMP_STATUS_INVALID_VALUE;
+  const cublasMpStatus_t agreed = Agree(comm, 0);
+  if (agreed != CUBLASMP_STATUS_SUCCESS) return agreed;
+  std::lock_guard<std::mutex> lock(state().mutex);
+  state().grids.erase(grid);
+  return host().GridDestroy(grid);
+}
+
+cublasMpStatus_t cublasMpMalloc(cublasMpGrid_t grid, void** pointer, size_t size) {
+  ENTER("Malloc");
+  const ncclComm_t comm = CommOf(grid);
+  if (!comm || size == 0) return CUBLASMP_STATUS_INVALID_VALUE;
+  const cublasMpStatus_t agreed = Agree(comm, static_cast<long long>(size));  // NOLINT: windows are symmetric
+  if (agreed != CUBLASMP_STATUS_SUCCESS) return agreed;
+  const cublasMpStatus_t status = host().Malloc(grid, pointer, size);
+  std::lock_guard<std::mutex> lock(state().mutex);
+  if (status == CUBLASMP_STATUS_SUCCESS) state().buffers[*pointer] = grid;
+  return status;
+}
+cublasMpStatus_t cublasMpFree(cublasMpGrid_t grid, void* pointer) {
+  ENTER("Free");
+  const ncclComm_t comm = CommOf(grid);
+  if (!comm) return CUBLASMP_STATUS_INVALID_VALUE;
+  const cublasMpStatus_t agreed = Agree(comm, 0);
+  if (agreed != CUBLASMP_STATUS_SUCCESS) return agreed;
+  {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    if (state().buffers.erase(pointer) == 0) return CUBLASMP_STATUS_INVALID_VALUE;
+  }
+  return host().Free(grid, pointer);
+}
+cublasMpStatus_t cublasMpBufferRegister(cublasMpGrid_t grid, void* pointer, size_t size) {
+  ENTER("BufferRegister");
+  const cublasMpStatus_t agreed = Agree(CommOf(grid), static_cast<long long>(size));  // NOLINT
+  return agreed == CUBLASMP_STATUS_SUCCESS ? host().BufferRegister(grid, pointer, size) : agreed;
+}
+cublasMpStatus_t cublasMpBufferDeregister(cublasMpGrid_t grid, void* pointer) {
+  ENTER("BufferDeregister");
+  const cublasMpStatus_t agreed = Agree(CommOf(grid), 0);
+  return agreed == CUBLASMP_STATUS_SUCCESS ? host().BufferDeregister(grid, pointer) : agreed;
+}
+
+cublasMpStatus_t cublasMpMatrixDescriptorInit(int64_t m, int64_t n, int64_t mb, int64_t nb, int64_t rsrc, int64_t csrc,
+                                              int64_t lld, cudaDataType_t type, cublasMpGrid_t grid,
+                                              cublasMpMatrixDescriptor_t desc) {
+  return Report(host().MatrixDescriptorInit(m, n, mb, nb, rsrc, csrc, lld, type, grid, desc),
+                "cublasMpMatrixDescriptorInit");
+}
+cublasMpStatus_t cublasMpMatrixDescriptorCreate(int64_t m, int64_t n, int64_t mb, int64_t nb, int64_t rsrc,
+                                                int64_t csrc, int64_t lld, cudaDataType_t type, cublasMpGrid_t grid,
+                                                cublasMpMatrixDescriptor_t* desc) {
+  ENTER("MatrixDescriptorCreate");
+  const cublasMpStatus_t status = host().MatrixDescriptorCreate(m, n, mb, nb, rsrc, csrc, lld, type, grid, desc);
+  if (status == CUBLASMP_STATUS_SUCCESS) {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    state().descriptors.insert(*desc);
+  }
+  return Report(status, "cublasMpMatrixDescriptorCreate");
+}
+cublasMpStatus_t cublasMpMatrixDescriptorDestroy(cublasMpMatrixDescriptor_t desc) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  if (state().descriptors.erase(desc) == 0) return CUBLASMP_STATUS_INVALID_VALUE;
+  return host().MatrixDescriptorDestroy(desc);
+}
+
+cublasMpStatus_t cublasMpMatmulDescriptorInit(cublasMpMatmulDescriptor_t desc, cublasComputeType_t compute) {
+  return host().MatmulDescriptorInit(desc, compute);
+}
+cublasMpStatus_t cublasMpMatmulDescriptorCreate(cublasMpMatmulDescriptor_t* desc, cublasComputeType_t compute) {
+  ENTER("MatmulDescriptorCreate");
+  const cublasMpStatus_t status = host().MatmulDescriptorCreate(desc, compute);
+  std::lock_guard<std::mutex> lock(state().mutex);
+  if (status == CUBLASMP_STATUS_SUCCESS) state().descriptors.insert(*desc);
+  return status;
+}
+cublasMpStatus_t cublasMpMatmulDescriptorDestroy(cublasMpMatmulDescriptor_t desc) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  if (state().descriptors.erase(desc) == 0) return CUBLASMP_STATUS_INVALID_VALUE;
+  return host().MatmulDescriptorDestroy(desc);
+}
+cublasMpStatus_t cublasMpMatmulDescriptorSetAttribute(cublasMpMatmulDescriptor_t desc,
+                                                      cublasMpMatmulDescriptorAttribute_t attribute, const void* buffer,
+                                                      size_t bytes) {
+  ENTER("SetAttribute");
+  return Report(host().MatmulDescriptorSetAttribute(desc, attribute, buffer, bytes),
+                "cublasMpMatmulDescriptorSetAttribute");
+}
+cublasMpStatus_t cublasMpMatmulDescriptorGetAttribute(cublasMpMatmulDescriptor_t desc,
+                                                      cublasMpMatmulDescriptorAttribute_t attribute, void* buffer,
+                                                      size_t bytes, size_t* written) {
+  return host().MatmulDescriptorGetAttribute(desc, attribute, buffer, bytes, written);
+}
+
+cublasMpStatus_t cublasMpMatmul_bufferSize(cublasMpHandle_t handle, cublasMpMatmulDescriptor_t matmul, int64_t m,
+                                           int64_t n, int64_t k, const void* alpha, const void* a, int64_t ia,
+                                           int64_t ja, cublasMpMatrixDescriptor_t desc_a, const void* b, int64_t ib,
+                                           int64_t jb, cublasMpMatrixDescriptor_t desc_b, const void* beta,
+                                           const void* c, int64_t ic, int64_t jc, cublasMpMatrixDescriptor_t desc_c,
+                                           void* d, int64_t id, int64_t jd, cublasMpMatrixDescriptor_t desc_d,
+                                           size_t* device_bytes, size_t* host_bytes) {
+  ENTER("Matmul_bufferSize");
+  LoadBlas();
+  const cublasMpStatus_t status =
+      host().Matmul_bufferSize(handle, matmul, m, n, k, alpha, a, ia, ja, desc_a, b, ib, jb, desc_b, beta, c, ic, jc,
+                               desc_c, d, id, jd, desc_d, device_bytes, host_bytes);
+  if (status != CUBLASMP_STATUS_SUCCESS) return Report(status, "cublasMpMatmul_bufferSize");
+  // hostmp rarely asks for memory, the real library does.
+  *device_bytes = std::max(*device_bytes, static_cast<size_t>(8 * m * n));
+  *host_bytes = 64;
+  return status;
+}
+
+cublasMpStatus_t cublasMpMatmul(cublasMpHandle_t handle, cublasMpMatmulDescriptor_t matmul, int64_t m, int64_t n,
+                                int64_t k, const void* alpha, const void* a, int64_t ia, int64_t ja,
+                                cublasMpMatrixDescriptor_t desc_a, const void* b, int64_t ib, int64_t jb,
+                                cublasMpMatrixDescriptor_t desc_b, const void* beta, const void* c, int64_t ic,
+                                int64_t jc, cublasMpMatrixDescriptor_t desc_c, void* d, int64_t id, int64_t jd,
+                                cublasMpMatrixDescriptor_t desc_d, void* work, size_t bytes, void* host_work,
+                                size_t host_bytes) {
+  ENTER("Matmul");
+  size_t needed = 0, none = 0;
+  const cublasMpStatus_t checked =
+      host().Matmul_bufferSize(handle, matmul, m, n, k, alpha, a, ia, ja, desc_a, b, ib, jb, desc_b, beta, c, ic, jc,
+                               desc_c, d, id, jd, desc_d, &needed, &none);
+  if (checked != CUBLASMP_STATUS_SUCCESS) return Report(checked, "cublasMpMatmul");
+  if (bytes < needed || !HasWorkspace(work, bytes) || !host_work || host_bytes < 64) {
+    Say(1, "cublasMpMatmul", "the workspace is missing, too small or not of cublasMpMalloc");
+    return CUBLASMP_STATUS_INVALID_VALUE;
+  }
+  const Handle of = HandleOf(handle);
+  // The grid that a descriptor holds is hostmp's copy; the communicator comes from the world that it belongs to.
+  ncclComm_t comm = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    for (const auto& [grid, candidate] : state().grids) {
+      if (grid->comm.group == desc_d->grid.comm.group && grid->comm.rank == desc_d->grid.comm.rank) comm = candidate;
+    }
+  }
+  Say(5, "cublasMpMatmul", std::string("Using ") + AlgorithmOf(matmul, desc_d->grid, fake_nccl_nranks(comm)));
+  std::array<char, 16> alpha_bytes, beta_bytes;
+  std::memcpy(alpha_bytes.data(), alpha, 16);  // the plan's scalars have 16 bytes whatever their type is
+  std::memcpy(beta_bytes.data(), beta, 16);
+  auto* const product = new Product;
+  product->matmul = *matmul;
+  product->comm = comm;
+  product->world = &WorldOf(comm);
+  product->ordinal = of.ordinal;
+  const bool has_c = desc_c != nullptr;
+  product->run = [=, a_desc = *desc_a, b_desc = *desc_b, c_desc = has_c ? *desc_c : cublasMpMatrixDescriptor{},
+                  d_desc = *desc_d](cublasMpHandle_t on, cublasMpMatmulDescriptor_t with) mutable {
+    return host().Matmul(on, with, m, n, k, alpha_bytes.data(), a, ia, ja, &a_desc, b, ib, jb, &b_desc,
+                         beta_bytes.data(), c, ic, jc, has_c ? &c_desc : nullptr, d, id, jd, &d_desc, work, bytes,
+                         nullptr, 0);
+  };
+  (void)cuLaunchHostFunc(of.stream, Product::Run, product);
+  return CUBLASMP_STATUS_SUCCESS;
+}
+
+const char* fake_cublasmp_log(int device) {
+  static thread_local std::string taken;
+  std::lock_guard<std::mutex> lock(state().mutex);
+  taken = std::exchange(state().log[device], "");
+  return taken.c_str();
+}
+void fake_cublasmp_fail(const char* call, int device, int status) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  state().failures[{call, device}] = status;
+}
+int fake_cublasmp_live() {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  return static_cast<int>(state().handles.size() + state().grids.size() + state().buffers.size() +
+                          state().descriptors.size());
+}

@@ -1,0 +1,263 @@
+// A libcuda.so.1 whose devices are in host memory. A stream is a thread that works through a queue; a context is a
+// device's number; where the driver wants one to be current, this one insists.
+#include <condition_variable>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <queue>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "tests/fakes/fake.h"
+
+namespace jaxmp::abi {
+
+struct CUctx_st {
+  int ordinal;
+};
+
+struct CUevent_st {
+  struct Mark {
+    std::mutex mutex;
+    std::condition_variable reached;
+    bool is_reached = false;
+  };
+  std::mutex mutex;
+  std::shared_ptr<Mark> mark;  // of the last record; null before the first
+};
+
+struct CUstream_st {
+  explicit CUstream_st(CUcontext context) : context(context), worker([this] { Work(); }) {}
+  ~CUstream_st() {
+    Put(nullptr);
+    worker.join();
+  }
+
+  void Put(std::function<void()> work) {
+    std::lock_guard<std::mutex> lock(mutex);
+    queue.push(std::move(work));
+    changed.notify_all();
+  }
+  void Work() {
+    std::unique_lock<std::mutex> lock(mutex);
+    for (;;) {
+      changed.wait(lock, [this] { return !queue.empty(); });
+      const std::function<void()> work = queue.front();
+      lock.unlock();
+      if (!work) return;
+      work();
+      lock.lock();
+      queue.pop();  // only now: an empty queue is an idle stream
+      changed.notify_all();
+    }
+  }
+  void Synchronize() {
+    std::unique_lock<std::mutex> lock(mutex);
+    changed.wait(lock, [this] { return queue.empty(); });
+  }
+
+  const CUcontext context;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::queue<std::function<void()>> queue;
+  std::thread worker;
+};
+
+}  // namespace jaxmp::abi
+
+namespace {
+
+using namespace jaxmp::abi;  // NOLINT: the driver's own names
+
+constexpr int kMostDevices = 64;
+
+CUctx_st contexts[kMostDevices];
+thread_local std::vector<CUcontext> current;
+
+bool HasContext() { return !current.empty() && current.back(); }
+
+void* Pointer(CUdeviceptr pointer) { return reinterpret_cast<void*>(pointer); }
+
+}  // namespace
+
+FAKE(cuInit);
+FAKE(cuDriverGetVersion);
+FAKE(cuGetErrorString);
+FAKE(cuDeviceGetCount);
+FAKE(cuDeviceGet);
+FAKE(cuDeviceGetName);
+FAKE(cuDeviceGetAttribute);
+FAKE(cuDevicePrimaryCtxRetain);
+FAKE(cuCtxGetCurrent);
+FAKE(cuCtxSetCurrent);
+FAKE(cuCtxPushCurrent_v2);
+FAKE(cuCtxPopCurrent_v2);
+FAKE(cuMemAlloc_v2);
+FAKE(cuMemFree_v2);
+FAKE(cuMemcpyDtoHAsync_v2);
+FAKE(cuMemcpyHtoDAsync_v2);
+FAKE(cuMemsetD8Async);
+FAKE(cuStreamCreate);
+FAKE(cuStreamDestroy_v2);
+FAKE(cuStreamSynchronize);
+FAKE(cuStreamWaitEvent);
+FAKE(cuStreamGetCtx);
+FAKE(cuEventCreate);
+FAKE(cuEventDestroy_v2);
+FAKE(cuEventRecord);
+FAKE(cuEventQuery);
+
+CUresult cuInit(unsigned int) { return fakes::Knob("FAKE_CUDA_DEVICES", 8) > 0 ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE; }
+CUresult cuDriverGetVersion(int* version) {
+  *version = 13000;
+  return CUDA_SUCCESS;
+}
+CUresult cuGetErrorString(CUresult error, const char** text) {
+  *text = error == CUDA_ERROR_INVALID_CONTEXT ? "invalid device context" : "fake error";
+  return CUDA_SUCCESS;
+}
+CUresult cuDeviceGetCount(int* count) {
+  *count = fakes::Knob("FAKE_CUDA_DEVICES", 8);
+  return CUDA_SUCCESS;
+}
+CUresult cuDeviceGet(CUdevice* device, int ordinal) {
+  *device = ordinal;
+  return ordinal >= 0 && ordinal < kMostDevices ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+CUresult cuDeviceGetName(char* name, int length, CUdevice device) {
+  std::snprintf(name, static_cast<size_t>(length), "Fake GPU %d", device);
+  return CUDA_SUCCESS;
+}
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
+  *value = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? fakes::Knob("FAKE_CUDA_CAPABILITY", 90) / 10
+                                                                     : fakes::Knob("FAKE_CUDA_CAPABILITY", 90) % 10;
+  return CUDA_SUCCESS;
+}
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  contexts[device].ordinal = device;
+  *context = &contexts[device];
+  return CUDA_SUCCESS;
+}
+
+CUresult cuCtxGetCurrent(CUcontext* context) {
+  *context = current.empty() ? nullptr : current.back();
+  return CUDA_SUCCESS;
+}
+CUresult cuCtxSetCurrent(CUcontext context) {
+  if (current.empty()) current.push_back(nullptr);
+  current.back() = context;
+  return CUDA_SUCCESS;
+}
+CUresult cuCtxPushCurrent_v2(CUcontext context) {
+  current.push_back(context);
+  return CUDA_SUCCESS;
+}
+CUresult cuCtxPopCurrent_v2(CUcontext* context) {
+  if (current.empty()) return CUDA_ERROR_INVALID_CONTEXT;
+  *context = current.back();
+  current.pop_back();
+  return CUDA_SUCCESS;
+}
+int fake_cuda_ordinal() { return HasContext() ? current.back()->ordinal : -1; }
+
+CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t bytes) {
+  if (!HasContext()) return CUDA_ERROR_INVALID_CONTEXT;
+  if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
+  *pointer = reinterpret_cast<CUdeviceptr>(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
+  return CUDA_SUCCESS;
+}
+CUresult cuMemFree_v2(CUdeviceptr pointer) {
+  std::free(Pointer(pointer));
+  return CUDA_SUCCESS;
+}
+CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
+  if (!stream || !from) return CUDA_ERROR_INVALID_VALUE;
+  stream->Put([=] { std::memcpy(to, Pointer(from), bytes); });
+  return CUDA_SUCCESS;
+}
+// Pageable memory may be reused as soon as the call has returned.
+CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
+  if (!stream || !to) return CUDA_ERROR_INVALID_VALUE;
+  const char* begin = static_cast<const char*>(from);
+  stream->Put([to, copy = std::vector<char>(begin, begin + bytes)] { std::memcpy(Pointer(to), copy.data(), copy.size()); });
+  return CUDA_SUCCESS;
+}
+CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream) {
+  if (!stream || (!to && bytes > 0)) return CUDA_ERROR_INVALID_VALUE;
+  stream->Put([=] { std::memset(Pointer(to), value, bytes); });
+  return CUDA_SUCCESS;
+}
+
+CUresult cuStreamCreate(CUstream* stream, unsigned int) {
+  if (!HasContext()) return CUDA_ERROR_INVALID_CONTEXT;
+  *stream = new CUstream_st(current.back());
+  return CUDA_SUCCESS;
+}
+CUresult cuStreamDestroy_v2(CUstream stream) {
+  delete stream;
+  return CUDA_SUCCESS;
+}
+CUresult cuStreamSynchronize(CUstream stream) {
+  if (!stream) return CUDA_ERROR_INVALID_VALUE;
+  stream->Synchronize();
+  return CUDA_SUCCESS;
+}
+CUresult cuStreamGetCtx(CUstream stream, CUcontext* context) {
+  if (!stream) return CUDA_ERROR_INVALID_VALUE;
+  *context = stream->context;
+  return CUDA_SUCCESS;
+}
+CUresult cuLaunchHostFunc(CUstream stream, void (*work)(void*), void* data) {
+  stream->Put([=] { work(data); });
+  return CUDA_SUCCESS;
+}
+
+CUresult cuEventCreate(CUevent* event, unsigned int) {
+  if (!HasContext()) return CUDA_ERROR_INVALID_CONTEXT;
+  *event = new CUevent_st;
+  return CUDA_SUCCESS;
+}
+CUresult cuEventDestroy_v2(CUevent event) {
+  delete event;
+  return CUDA_SUCCESS;
+}
+CUresult cuEventRecord(CUevent event, CUstream stream) {
+  if (!event || !stream) return CUDA_ERROR_INVALID_VALUE;
+  const auto mark = std::make_shared<CUevent_st::Mark>();
+  {
+    std::lock_guard<std::mutex> lock(event->mutex);
+    event->mark = mark;
+  }
+  stream->Put([mark] {
+    std::lock_guard<std::mutex> lock(mark->mutex);
+    mark->is_reached = true;
+    mark->reached.notify_all();
+  });
+  return CUDA_SUCCESS;
+}
+CUresult cuEventQuery(CUevent event) {
+  if (!HasContext()) return CUDA_ERROR_INVALID_CONTEXT;
+  std::lock_guard<std::mutex> lock(event->mutex);
+  if (!event->mark) return CUDA_SUCCESS;
+  std::lock_guard<std::mutex> inner(event->mark->mutex);
+  return event->mark->is_reached ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
+}
+CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int) {
+  std::shared_ptr<CUevent_st::Mark> mark;
+  {
+    std::lock_guard<std::mutex> lock(event->mutex);
+    mark = event->mark;
+  }
+  if (!mark) return CUDA_SUCCESS;
+  stream->Put([mark] {
+    std::unique_lock<std::mutex> lock(mark->mutex);
+    mark->reached.wait(lock, [&] { return mark->is_reached; });
+  });
+  return CUDA_SUCCESS;
+}

@@ -1,0 +1,54 @@
+// What the fake libraries have in common.
+#ifndef JAXMP_TESTS_FAKES_FAKE_H_
+#define JAXMP_TESTS_FAKES_FAKE_H_
+
+#include <cstdlib>
+#include <type_traits>
+
+#include "csrc/cuda_abi.h"
+
+// Exported under the real library's name, and of the type that we declare for it.
+#define FAKE(name)                    \
+  extern "C" decltype(jaxmp::abi::name) name __attribute__((visibility("default")))
+
+namespace fakes {
+
+inline int Knob(const char* name, int otherwise) {
+  const char* value = std::getenv(name);
+  return value ? std::atoi(value) : otherwise;
+}
+
+}  // namespace fakes
+
+// ---- libcuda's, beyond what jaxmp calls
+
+extern "C" {
+// Runs work on the stream, in its order, as cuLaunchHostFunc does.
+jaxmp::abi::CUresult cuLaunchHostFunc(jaxmp::abi::CUstream stream, void (*work)(void*), void* data);
+int fake_cuda_ordinal();  // of the thread's current context; -1 without one
+}
+
+// ---- libnccl's
+
+extern "C" {
+int fake_nccl_rank(jaxmp::abi::ncclComm_t comm);
+int fake_nccl_nranks(jaxmp::abi::ncclComm_t comm);
+const void* fake_nccl_group(jaxmp::abi::ncclComm_t comm);  // the same for all ranks of a communicator
+bool fake_nccl_is_aborted(jaxmp::abi::ncclComm_t comm);
+// Every rank's value once all have come, or null after an abort. Blocks. `channel` keeps host and stream apart, whose
+// arrivals are not ordered among each other.
+const long long* fake_nccl_gather(jaxmp::abi::ncclComm_t comm, int channel, long long value);  // NOLINT
+void fake_nccl_break(int result);  // every communicator reports it as its asynchronous error
+int fake_nccl_live();              // communicators that were made and not given back
+}
+
+// ---- libcublasmp's
+
+extern "C" {
+// The calls on a device since the last time, in order, each "Name " or, on the stream, "~Name "; valid until the next.
+const char* fake_cublasmp_log(int device);
+void fake_cublasmp_fail(const char* call, int device, int status);  // has the next such call there return the status
+int fake_cublasmp_live();  // objects and buffers that were made and not destroyed
+}
+
+#endif  // JAXMP_TESTS_FAKES_FAKE_H_

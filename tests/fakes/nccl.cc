@@ -1,0 +1,166 @@
+// A libnccl.so.2 whose ranks are threads of one process. What blocks on the host or on a stream blocks here as well,
+// until every rank has come or the communicator is aborted.
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "tests/fakes/fake.h"
+
+namespace {
+
+// The i-th arrival of a rank belongs with the i-th of every other.
+struct Meeting {
+  std::vector<long long> values;  // NOLINT: by rank
+  int count = 0;
+};
+
+struct Group {
+  explicit Group(int nranks) : nranks(nranks) {}
+
+  const int nranks;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<Meeting> meetings[2];         // by channel; kept, for values are handed out by address
+  std::vector<size_t> arrivals[2];  // by channel and rank
+  std::atomic<bool> is_aborted{false};
+
+  const long long* Gather(int channel, int rank, long long value) {  // NOLINT
+    std::unique_lock<std::mutex> lock(mutex);
+    auto& counts = arrivals[channel];
+    counts.resize(static_cast<size_t>(nranks));
+    const size_t turn = counts[static_cast<size_t>(rank)]++;
+    while (meetings[channel].size() <= turn) {
+      meetings[channel].push_back({std::vector<long long>(static_cast<size_t>(nranks)), 0});  // NOLINT
+    }
+    Meeting& meeting = meetings[channel][turn];
+    meeting.values[static_cast<size_t>(rank)] = value;
+    ++meeting.count;
+    changed.notify_all();
+    changed.wait(lock, [&] { return meeting.count == nranks || is_aborted; });
+    return meeting.count == nranks ? meeting.values.data() : nullptr;
+  }
+
+  void Abort() {
+    std::lock_guard<std::mutex> lock(mutex);
+    is_aborted = true;
+    changed.notify_all();
+  }
+};
+
+std::mutex mutex;
+std::map<std::string, std::shared_ptr<Group>>& groups() {
+  static auto* const all = new std::map<std::string, std::shared_ptr<Group>>;
+  return *all;
+}
+std::atomic<int> asynchronous_error{0}, live{0};
+
+constexpr int kOnHost = 0, kOnStream = 1;
+
+}  // namespace
+
+namespace jaxmp::abi {
+
+struct ncclComm {
+  std::shared_ptr<Group> group;
+  int rank;
+};
+
+}  // namespace jaxmp::abi
+
+using namespace jaxmp::abi;  // NOLINT: NCCL's own names
+
+FAKE(ncclGetVersion);
+FAKE(ncclGetErrorString);
+FAKE(ncclGetLastError);
+FAKE(ncclGetUniqueId);
+FAKE(ncclCommInitRank);
+FAKE(ncclCommDestroy);
+FAKE(ncclCommAbort);
+FAKE(ncclCommGetAsyncError);
+FAKE(ncclAllReduce);
+
+ncclResult_t ncclGetVersion(int* version) {
+  *version = fakes::Knob("FAKE_NCCL_VERSION", 23007);
+  return ncclSuccess;
+}
+const char* ncclGetErrorString(ncclResult_t result) {
+  return result == ncclRemoteError ? "remote process exited or there was a network error" : "fake error";
+}
+const char* ncclGetLastError(ncclComm_t) { return ""; }
+
+ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
+  static std::atomic<int> count{0};
+  *id = {};
+  const std::string text = "id " + std::to_string(count++);
+  std::memcpy(id->internal, text.data(), text.size());
+  return ncclSuccess;
+}
+
+ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId id, int rank) {
+  if (fake_cuda_ordinal() < 0 || rank < 0 || rank >= nranks) return ncclInvalidUsage;
+  std::shared_ptr<Group> group;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    std::shared_ptr<Group>& known = groups()[std::string(id.internal, sizeof(id.internal))];
+    if (!known) known = std::make_shared<Group>(nranks);
+    group = known;
+  }
+  if (group->nranks != nranks) return ncclInvalidArgument;
+  const long long* devices = group->Gather(kOnHost, rank, fake_cuda_ordinal());  // NOLINT
+  if (!devices) return ncclSystemError;
+  if (std::count(devices, devices + nranks, devices[rank]) > 1) return ncclInvalidUsage;  // two ranks on one device
+  *comm = new ncclComm{group, rank};
+  ++live;
+  return ncclSuccess;
+}
+ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+  delete comm;
+  --live;
+  return ncclSuccess;
+}
+// The memory stays: calls that the abort sets free may still look at it.
+ncclResult_t ncclCommAbort(ncclComm_t comm) {
+  comm->group->Abort();
+  --live;
+  return ncclSuccess;
+}
+ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* result) {
+  *result = static_cast<ncclResult_t>(asynchronous_error.load());
+  return ncclSuccess;
+}
+
+// The largest of 8-byte integers: all that jaxmp reduces.
+ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                           ncclComm_t comm, cudaStream_t stream) {
+  if (type != ncclInt64 || op != ncclMax || count != 1) return ncclInvalidArgument;
+  struct Work {
+    const long long* from;  // NOLINT
+    long long* to;          // NOLINT
+    ncclComm_t comm;
+  };
+  const auto run = [](void* data) {
+    const std::unique_ptr<Work> work(static_cast<Work*>(data));
+    const int nranks = work->comm->group->nranks;
+    const long long* values = fake_nccl_gather(work->comm, kOnStream, *work->from);  // NOLINT
+    if (values) *work->to = *std::max_element(values, values + nranks);
+  };
+  auto* const work = new Work{static_cast<const long long*>(from), static_cast<long long*>(to), comm};  // NOLINT
+  return cuLaunchHostFunc(stream, run, work) == CUDA_SUCCESS ? ncclSuccess : ncclUnhandledCudaError;
+}
+
+int fake_nccl_rank(ncclComm_t comm) { return comm->rank; }
+int fake_nccl_nranks(ncclComm_t comm) { return comm->group->nranks; }
+const void* fake_nccl_group(ncclComm_t comm) { return comm->group.get(); }
+bool fake_nccl_is_aborted(ncclComm_t comm) { return comm->group->is_aborted; }
+const long long* fake_nccl_gather(ncclComm_t comm, int channel, long long value) {  // NOLINT
+  return comm->group->Gather(channel, comm->rank, value);
+}
+void fake_nccl_break(int result) { asynchronous_error = result; }
+int fake_nccl_live() { return live; }
