@@ -75,8 +75,8 @@ soak: $(TEST)/.ready ## Run 100,000 small and 1,000 large calls and watch memory
 	$(TEST)/bin/python tests/process/soak.py $(ARGS)
 
 .PHONY: test-abi
-test-abi: $(TEST)/.ready ## Compare our declarations with the real cublasmp.h, from its wheel (Linux)
-	$(TEST)/bin/pip install --quiet --disable-pip-version-check --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime
+test-abi: $(TEST)/.ready ## Compare our declarations with the real headers, from their wheels (Linux)
+	$(TEST)/bin/pip install --quiet --disable-pip-version-check --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime nvidia-nccl-cu13
 	JAXMP_REQUIRE_ABI=1 $(TEST)/bin/pytest tests/test_abi.py $(ARGS)
 
 .PHONY: determinism

@@ -17,8 +17,6 @@
   X(GetErrorString)               \
   X(DeviceGetCount)               \
   X(DeviceGet)                    \
-  X(DeviceGetName)                \
-  X(DeviceGetAttribute)           \
   X(DevicePrimaryCtxRetain)       \
   X(CtxGetCurrent)                \
   X(CtxSetCurrent)                \
@@ -35,7 +33,6 @@
   X(StreamWaitEvent)              \
   X(StreamGetCtx)                 \
   X(EventCreate)                  \
-  X(EventDestroy_v2)              \
   X(EventRecord)                  \
   X(EventQuery)
 
@@ -68,10 +65,6 @@ enum CUresult : int {
 
 enum CUevent_flags : int { CU_EVENT_DEFAULT = 0, CU_EVENT_DISABLE_TIMING = 2 };
 enum CUstream_flags : int { CU_STREAM_DEFAULT = 0, CU_STREAM_NON_BLOCKING = 1 };
-enum CUdevice_attribute : int {
-  CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR = 75,
-  CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR = 76,
-};
 
 struct CUctx_st;
 struct CUevent_st;
@@ -86,8 +79,6 @@ CUresult cuDriverGetVersion(int* driverVersion);
 CUresult cuGetErrorString(CUresult error, const char** pStr);
 CUresult cuDeviceGetCount(int* count);
 CUresult cuDeviceGet(CUdevice* device, int ordinal);
-CUresult cuDeviceGetName(char* name, int len, CUdevice dev);
-CUresult cuDeviceGetAttribute(int* pi, CUdevice_attribute attrib, CUdevice dev);
 CUresult cuDevicePrimaryCtxRetain(CUcontext* pctx, CUdevice dev);
 CUresult cuCtxGetCurrent(CUcontext* pctx);
 CUresult cuCtxSetCurrent(CUcontext ctx);
@@ -104,7 +95,6 @@ CUresult cuStreamSynchronize(CUstream hStream);
 CUresult cuStreamWaitEvent(CUstream hStream, CUevent hEvent, unsigned int Flags);
 CUresult cuStreamGetCtx(CUstream hStream, CUcontext* pctx);
 CUresult cuEventCreate(CUevent* phEvent, unsigned int Flags);
-CUresult cuEventDestroy_v2(CUevent hEvent);
 CUresult cuEventRecord(CUevent hEvent, CUstream hStream);
 CUresult cuEventQuery(CUevent hEvent);
 

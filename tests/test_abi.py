@@ -1,10 +1,11 @@
 """Our declarations of cuBLASMp, of the CUDA driver and of NCCL against their own headers.
 
 Without these a number or a parameter that changed in a release would be found on a GPU, as memory that is overwritten.
-A translation unit that includes both headers asserts every enumerator, attribute size and signature; wrong copies of
-ours must not compile. Nothing is linked or run, and no GPU is needed, only the headers out of two wheels:
+A translation unit that includes ours and theirs asserts every enumerator, attribute size and signature; wrong copies of
+ours must not compile. Nothing is linked or run, and no GPU is needed, only the headers out of three wheels (the last
+one weighs 200 MB; without it NCCL's half is skipped):
 
-    pip install --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime
+    pip install --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime nvidia-nccl-cu13
 """
 
 import importlib.metadata
@@ -19,6 +20,8 @@ import pytest
 ROOT = pathlib.Path(__file__).parents[1]
 OURS = (ROOT / "csrc" / "cublasmp_abi.h").read_text()
 TABLE = (ROOT / "csrc" / "mp_api.h").read_text()
+CUDA = (ROOT / "csrc" / "cuda_abi.h").read_text()
+LOGGER = ("LoggerSetCallback", "LoggerSetLevel")  # cuBLASMp's own, which no table of the core holds
 
 # cublasmp.h includes these two, whose wheels weigh 400 and 300 MB. From the first it takes types alone, whose numbers
 # are then not checked (cudaDataType_t comes from the real library_types.h, and is); from the second one opaque pointer.
@@ -36,6 +39,11 @@ typedef enum { CUBLAS_FILL_STUB } cublasFillMode_t;
 typedef enum { CUBLAS_DIAG_STUB } cublasDiagType_t;
 """,
     "nccl.h": "#pragma once\ntypedef struct ncclComm* ncclComm_t;\n",
+}
+# nccl.h includes these for the types of cuBLAS's and of its own device side, which we do not declare.
+NCCL_STUBS = {
+    "cuda_runtime.h": "#pragma once\n#include <stddef.h>\ntypedef struct CUstream_st* cudaStream_t;\n",
+    "cuda_fp16.h": "#pragma once\n",
 }
 
 # Rewrites our types, wherever they stand in a signature, into those of the real header; all else must match as it is.
@@ -57,7 +65,7 @@ def _include_dir(distribution: str, header: str) -> pathlib.Path:
     for file in files:
         if file.name == header:
             return pathlib.Path(file.locate()).parent
-    message = f"no {header}; pip install --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime"
+    message = f"no {header}; pip install --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime nvidia-nccl-cu13"
     if os.environ.get("JAXMP_REQUIRE_ABI"):
         pytest.fail(message)
     pytest.skip(message)
@@ -103,7 +111,11 @@ def _our_enums() -> list[str]:
 def _enumerator_assertions() -> list[str]:
     unchecked = ("cublasOperation_t", "cublasComputeType_t")  # stubs
     names = [name for enum in _our_enums() if enum not in unchecked for name in _enumerators(OURS, enum)]
-    return [f'static_assert(int(::{n}) == int(ours::{n}), "{n}");' for n in names]
+    return [_equal(name) for name in names]
+
+
+def _equal(name: str) -> str:
+    return f'static_assert(int(::{name}) == int(ours::{name}), "{name}");'
 
 
 def _attribute_types(header: str) -> dict[str, str]:
@@ -129,15 +141,17 @@ def _functions() -> list[str]:
     return [name for name in re.findall(r"X\((\w+)\)", TABLE) if name != "function"]
 
 
+def _signature(name: str) -> str:
+    return (
+        f"static_assert(std::is_same_v<Real<decltype(ours::{name})>::type, decltype(::{name})>, "
+        f'"signature of {name}");'
+    )
+
+
 def _signature_assertions() -> list[str]:
     opaque = re.findall(r"^struct (\w+);", OURS, flags=re.M)
     maps = [f"template <> struct Real<ours::{t}> {{ using type = ::{t}; }};" for t in opaque + _our_enums()]
-    checks = [
-        f"static_assert(std::is_same_v<Real<decltype(ours::cublasMp{f})>::type, decltype(::cublasMp{f})>, "
-        f'"signature of cublasMp{f}");'
-        for f in _functions()
-    ]
-    return [CHECKER, *maps, *checks]
+    return [CHECKER, *maps, *(_signature(f"cublasMp{f}") for f in (*_functions(), *LOGGER))]
 
 
 def _source(header: str) -> str:
@@ -155,8 +169,10 @@ def _source(header: str) -> str:
     return "\n".join(lines)
 
 
-def _compile(compiler, includes, folder, ours, source) -> subprocess.CompletedProcess:
-    (folder / "cublasmp_abi.h").write_text(ours)
+def _compile(compiler, includes, folder, ours, source, cuda=CUDA) -> subprocess.CompletedProcess:
+    (folder / "csrc").mkdir(exist_ok=True)
+    for name, text in {"cublasmp_abi.h": ours, "csrc/cublasmp_abi.h": ours, "cuda_abi.h": cuda}.items():
+        (folder / name).write_text(text)
     (folder / "abi.cc").write_text(source)
     flags = [f"-I{folder}", *(f"-isystem{path}" for path in includes)]
     command = [compiler, "-std=c++17", "-fsyntax-only", *flags, str(folder / "abi.cc")]
@@ -203,5 +219,83 @@ def test_everything_is_compared(real_header):
 def test_a_wrong_declaration_is_found(compile_with, right, wrong, complaint):
     assert right in OURS
     result = compile_with(OURS.replace(right, wrong, 1))
+    assert result.returncode != 0
+    assert complaint in result.stderr
+
+
+def _cuda_functions(library: str) -> list[str]:
+    """Of JAXMP_DRIVER_FUNCTIONS or JAXMP_NCCL_FUNCTIONS."""
+    table = re.search(rf"#define JAXMP_{library}_FUNCTIONS\(X\)(.*?)\n\n", CUDA, flags=re.S)[1]
+    return re.findall(r"X\((\w+)\)", table)
+
+
+def _cuda_source(library: str, header: str, prefix: str) -> str:
+    """Assertions about the driver's or NCCL's part of cuda_abi.h."""
+    text = re.sub(r"//[^\n]*", "", CUDA)
+    enums = [e for e in re.findall(r"^enum (\w+) : int", text, flags=re.M) if e.startswith(prefix)]
+    types = [*enums, *(s for s in re.findall(r"^struct (\w+)[;\s]", text, flags=re.M) if s.startswith(prefix))]
+    types += ["ncclComm"] if library == "NCCL" else []
+    names = [name for enum in enums for name in _enumerators(text, enum)]
+    return "\n".join(
+        [
+            "#include <type_traits>",
+            f"#include <{header}>",
+            '#include "cuda_abi.h"',
+            "namespace ours = jaxmp::abi;",
+            CHECKER,
+            "template <> struct Real<ours::CUstream_st> { using type = ::CUstream_st; };",
+            *(f"template <> struct Real<ours::{t}> {{ using type = ::{t}; }};" for t in types),
+            *map(_equal, names),
+            *(f'static_assert(sizeof(ours::{t}) == sizeof(::{t}), "{t}");' for t in types if t == "ncclUniqueId"),
+            *(_signature(("cu" if library == "DRIVER" else "nccl") + f) for f in _cuda_functions(library)),
+        ]
+    )
+
+
+@pytest.fixture
+def compile_cuda(compiler, tmp_path):
+    """Compiles a cuda_abi.h beside the real cuda.h ("DRIVER"), or beside the real nccl.h ("NCCL")."""
+
+    def compile_beside(library: str, cuda: str) -> subprocess.CompletedProcess:
+        if library == "DRIVER":
+            folder, source = _include_dir("nvidia-cuda-runtime", "cuda.h"), _cuda_source("DRIVER", "cuda.h", "CU")
+        else:
+            folder, source = _include_dir("nvidia-nccl-cu13", "nccl.h"), _cuda_source("NCCL", "nccl.h", "nccl")
+            for name, text in NCCL_STUBS.items():
+                (tmp_path / name).write_text(text)
+        return _compile(compiler, [folder], tmp_path, OURS, source, cuda)
+
+    return compile_beside
+
+
+@pytest.mark.parametrize("library", ["DRIVER", "NCCL"])
+def test_ours_is_the_real_cuda_abi(compile_cuda, library):
+    result = compile_cuda(library, CUDA)
+    assert result.returncode == 0, result.stderr
+
+
+def test_every_cuda_declaration_is_compared():
+    text = re.sub(r"//[^\n]*", "", CUDA)
+    declared = re.findall(r"\b(cu[A-Z]\w+|nccl[A-Z]\w+)\(", text.split("namespace jaxmp::abi {", 1)[1])
+    compared = ["cu" + f for f in _cuda_functions("DRIVER")] + ["nccl" + f for f in _cuda_functions("NCCL")]
+    assert sorted(declared) == sorted(compared)
+    assert len(compared) == 32
+
+
+@pytest.mark.parametrize(
+    ("library", "right", "wrong", "complaint"),
+    [
+        ("DRIVER", "CUDA_ERROR_NOT_READY = 600", "CUDA_ERROR_NOT_READY = 601", "CUDA_ERROR_NOT_READY"),
+        ("DRIVER", "CU_EVENT_DISABLE_TIMING = 2", "CU_EVENT_DISABLE_TIMING = 1", "CU_EVENT_DISABLE_TIMING"),
+        ("DRIVER", "cuMemFree_v2(CUdeviceptr dptr)", "cuMemFree_v2(void* dptr)", "signature of cuMemFree_v2"),
+        ("DRIVER", "cuEventQuery(CUevent hEvent)", "cuEventQuery(CUstream hEvent)", "signature of cuEventQuery"),
+        ("NCCL", "ncclInt64 = 4", "ncclInt64 = 5", "ncclInt64"),
+        ("NCCL", "char internal[128]", "char internal[64]", "ncclUniqueId"),
+        ("NCCL", "ncclCommAbort(ncclComm_t comm)", "ncclCommAbort(ncclComm_t* comm)", "signature of ncclCommAbort"),
+    ],
+)
+def test_a_wrong_cuda_declaration_is_found(compile_cuda, library, right, wrong, complaint):
+    assert right in CUDA
+    result = compile_cuda(library, CUDA.replace(right, wrong, 1))
     assert result.returncode != 0
     assert complaint in result.stderr

@@ -4,6 +4,7 @@
 
 #include "csrc/cuda/exchange.h"
 #include "csrc/cuda/libraries.h"
+#include "csrc/cuda/log.h"
 #include "csrc/mp_status.h"
 
 namespace jaxmp::cuda {
@@ -41,6 +42,7 @@ Status Member::Enter(int ordinal, abi::CUcontext context, abi::CUstream stream,
   }
   if (!comm_) JAXMP_RETURN_IF_ERROR(Connect());
   stream_ = stream;
+  (void)TakeLastError();  // of a call that recovered from it
   watch_->Enter(std::move(call));
   return watch_->Follow(stream);
 }

@@ -1,7 +1,6 @@
 // A libcuda.so.1 whose devices are in host memory. A stream is a thread that works through a queue; a context is a
 // device's number; where the driver wants one to be current, this one insists.
 #include <condition_variable>
-#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
@@ -89,8 +88,6 @@ FAKE(cuDriverGetVersion);
 FAKE(cuGetErrorString);
 FAKE(cuDeviceGetCount);
 FAKE(cuDeviceGet);
-FAKE(cuDeviceGetName);
-FAKE(cuDeviceGetAttribute);
 FAKE(cuDevicePrimaryCtxRetain);
 FAKE(cuCtxGetCurrent);
 FAKE(cuCtxSetCurrent);
@@ -107,7 +104,6 @@ FAKE(cuStreamSynchronize);
 FAKE(cuStreamWaitEvent);
 FAKE(cuStreamGetCtx);
 FAKE(cuEventCreate);
-FAKE(cuEventDestroy_v2);
 FAKE(cuEventRecord);
 FAKE(cuEventQuery);
 
@@ -127,15 +123,6 @@ CUresult cuDeviceGetCount(int* count) {
 CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   *device = ordinal;
   return ordinal >= 0 && ordinal < kMostDevices ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
-CUresult cuDeviceGetName(char* name, int length, CUdevice device) {
-  std::snprintf(name, static_cast<size_t>(length), "Fake GPU %d", device);
-  return CUDA_SUCCESS;
-}
-CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice) {
-  *value = attribute == CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR ? fakes::Knob("FAKE_CUDA_CAPABILITY", 90) / 10
-                                                                     : fakes::Knob("FAKE_CUDA_CAPABILITY", 90) % 10;
-  return CUDA_SUCCESS;
 }
 CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
   static std::mutex mutex;
@@ -223,10 +210,6 @@ CUresult cuEventCreate(CUevent* event, unsigned int) {
   *event = new CUevent_st;
   return CUDA_SUCCESS;
 }
-CUresult cuEventDestroy_v2(CUevent event) {
-  delete event;
-  return CUDA_SUCCESS;
-}
 CUresult cuEventRecord(CUevent event, CUstream stream) {
   if (!event || !stream) return CUDA_ERROR_INVALID_VALUE;
   const auto mark = std::make_shared<CUevent_st::Mark>();
@@ -260,4 +243,21 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int) {
     mark->reached.wait(lock, [&] { return mark->is_reached; });
   });
   return CUDA_SUCCESS;
+}
+
+// For harnesses that copy without a stream.
+extern "C" {
+CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, size_t bytes) {
+  std::memcpy(Pointer(to), from, bytes);
+  return CUDA_SUCCESS;
+}
+CUresult cuMemcpyDtoH_v2(void* to, CUdeviceptr from, size_t bytes) {
+  std::memcpy(to, Pointer(from), bytes);
+  return CUDA_SUCCESS;
+}
+CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t bytes) {
+  std::memset(Pointer(to), value, bytes);
+  return CUDA_SUCCESS;
+}
+CUresult cuDevicePrimaryCtxRelease_v2(CUdevice) { return CUDA_SUCCESS; }
 }
