@@ -421,7 +421,7 @@ def test_a_program_for_cuda_calls_the_library(sharded):
     assert [number(line, name) for name in "mnk"] == [12, 8, 16], "columns come first"
     assert number(line, "epilog") == 32
     assert 'determinism = "run_to_run"' in line
-    assert "devices = array<i64>" in line, "the program is for other devices than these"
+    assert "devices = dense<> " in line, "the program is for other devices than these"
 
 
 def test_the_same_program_without_asking_is_xlas(sharded):
@@ -430,24 +430,29 @@ def test_the_same_program_without_asking_is_xlas(sharded):
     assert not texts(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")), a, b)
 
 
-def test_what_runs_here_names_its_devices(sharded, monkeypatch):
-    """A communicator belongs to devices, so a program that is lowered for some serves no others."""
-    cases.require("host")
-    monkeypatch.setattr(_native, "cuda_devices", lambda: ["a card"])
-    monkeypatch.setattr(_native, "card_capability", lambda: (9, 0))
-    monkeypatch.setattr(_native, "why_no_cublasmp", lambda: "")
+@pytest.fixture
+def required(cards, monkeypatch):
+    """In a process with CUDA devices, the primitives whose lowerings have come to serve some devices alone."""
+    primitives = []
+    cards("9.0")
     monkeypatch.setattr(_native, "register", lambda: None)
-    required = []
-    monkeypatch.setattr(_lowering._compat, "require_devices", required.extend)
+    monkeypatch.setattr(_lowering._compat, "require_devices", primitives.extend)
+    return primitives
+
+
+def test_what_runs_here_names_its_devices(sharded, required):
+    """A communicator belongs to devices, so a program that is lowered for some serves no others."""
     a, b = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
     ids = ", ".join(str(device.id) for device in jax.devices()[:4])
     (line,) = texts(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")), a, b)
-    assert f"devices = array<i64: {ids}>" in line
+    assert f"devices = dense<[{ids}]>" in line
     assert {primitive.name for primitive in required} == {"jaxmp_matmul", "jaxmp_matmul_epilog"}
-    required.clear()
+
+
+def test_one_rank_needs_no_devices(required):
     (line,) = texts(jaxmp.matmul, *(jax.ShapeDtypeStruct((4, 4), jnp.float32),) * 2)
-    assert "devices = array<i64>" in line
-    assert not required, "one rank needs no communicator"
+    assert "devices = dense<> " in line
+    assert not required
 
 
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
