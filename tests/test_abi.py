@@ -143,8 +143,7 @@ def _functions() -> list[str]:
 
 def _signature(name: str) -> str:
     return (
-        f"static_assert(std::is_same_v<Real<decltype(ours::{name})>::type, decltype(::{name})>, "
-        f'"signature of {name}");'
+        f'static_assert(std::is_same_v<Real<decltype(ours::{name})>::type, decltype(::{name})>, "signature of {name}");'
     )
 
 

@@ -172,7 +172,8 @@ CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
   if (!stream || !to) return CUDA_ERROR_INVALID_VALUE;
   const char* begin = static_cast<const char*>(from);
-  stream->Put([to, copy = std::vector<char>(begin, begin + bytes)] { std::memcpy(Pointer(to), copy.data(), copy.size()); });
+  stream->Put(
+      [to, copy = std::vector<char>(begin, begin + bytes)] { std::memcpy(Pointer(to), copy.data(), copy.size()); });
   return CUDA_SUCCESS;
 }
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream) {
