@@ -95,6 +95,12 @@ def ambient_mesh() -> jax.sharding.Mesh | None:
     return None if mesh is None or mesh.empty else mesh
 
 
+def default_platform() -> str:
+    """The platform for which a program is lowered by default: "cuda" where `jax.default_backend` says "gpu"."""
+    backend = _xla_bridge.get_backend()
+    return getattr(backend, "_raw_platform", backend.platform)
+
+
 def program_name(ctx) -> str:
     """The name of the module that is being lowered."""
     return str(ctx.module_context.module.operation.attributes["sym_name"]).strip('"')
@@ -184,6 +190,7 @@ __all__ = [
     "ambient_mesh",
     "backend_exists",
     "batching",
+    "default_platform",
     "detect_processes",
     "distributed_client",
     "is_concrete",

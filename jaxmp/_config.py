@@ -9,7 +9,11 @@ from collections.abc import Mapping
 
 # variable: (what it does, default). docs and `Config` follow this table.
 VARIABLES = {
-    "JAXMP_LOG": ("comma-separated topics to log on stderr; the one topic so far is 'plan'", ""),
+    "JAXMP_LOG": (
+        "comma-separated topics: 'plan' logs on stderr every plan that is made, 'cublasmp' has `explain` show which "
+        "algorithms cuBLASMp said that it used",
+        "",
+    ),
     "JAXMP_PLAN_CACHE_SIZE": ("plans kept for reuse; the least recently used go first", "512"),
     "JAXMP_BLAS": ("path of a BLAS library to use instead of scipy-openblas32's", ""),
     "JAXMP_MKL": ("'auto' uses MKL's 16-bit products where MKL is installed, 'off' never", "auto"),
@@ -20,7 +24,7 @@ VARIABLES = {
     "JAXMP_TIMEOUT": ("seconds after which a process that has not come to a call is missing", "60"),
     "JAXMP_AGREEMENT": ("'on' compares the calls of the processes ahead of running them, 'off' does not", "on"),
 }
-_LOG_TOPICS = ("plan",)
+_LOG_TOPICS = ("plan", "cublasmp")
 # What launchers tell the processes that they start: (rank, size).
 _LAUNCHERS = {
     "mpi": (

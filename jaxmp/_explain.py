@@ -34,7 +34,7 @@ class Row:
       algorithm: the library's algorithm and BLAS, where a plan can be made here.
       flops: floating-point operations of all groups together (2 m n k; a complex product counts 4 real ones).
       bytes_moved: bytes that one rank reads from its peers.
-      workspace: bytes per rank.
+      workspace: bytes per rank; 0 for cuBLASMp, which is asked when the call first runs.
       compute: cuBLAS's compute type; hints, layout: the call's hints and block-cyclic layouts, empty where it has none.
     """
 
@@ -99,9 +99,14 @@ _COLUMNS = (
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """The rows of a program in the order in which it runs them; `str` gives the table."""
+    """The rows of a program in the order in which it runs them; `str` gives the table.
+
+    `logged` is what cuBLASMp said of the calls that ran since the last explanation, where JAXMP_LOG has "cublasmp":
+    which algorithm it used, overlapped or not.
+    """
 
     rows: tuple[Row, ...]
+    logged: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         if not self.rows:
@@ -112,7 +117,8 @@ class Explanation:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
         ]
         reasons = dict.fromkeys(f"{row.implementation}: {row.why}; {row.algorithm}{_remarks(row)}" for row in self.rows)
-        return "\n".join([*lines, "", *reasons])
+        said = [f"cuBLASMp logged: {line}" for line in self.logged]
+        return "\n".join([*lines, "", *reasons, *said])
 
 
 def _remarks(row: Row) -> str:
@@ -152,7 +158,7 @@ def explain(fn: Callable) -> Callable[..., Explanation]:
             # On one device there is nothing to settle.
             rows = [row for row in rows if row.pattern != _UNSETTLED or not settled] + settled
             rows = [dataclasses.replace(row, pattern="local") if row.pattern == _UNSETTLED else row for row in rows]
-        explanation = Explanation(tuple(rows))
+        explanation = Explanation(tuple(rows), tuple(_native.cublasmp_log()))
         print(explanation)
         return explanation
 
@@ -192,8 +198,8 @@ def _walk(jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row]:
 
 def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None) -> Row:
     m, n, k = global_extents(spec, a.shape, b.shape)
-    platform, nprocesses = jax.default_backend(), _processes.group_processes(spec, _compat.ambient_mesh())
-    choice = _lowering.choose_implementation(spec, platform, nprocesses)
+    nprocesses = _processes.group_processes(spec, _compat.ambient_mesh())
+    choice = _lowering.choose_implementation(spec, _compat.default_platform(), nprocesses, (a.dtype, b.dtype))
     algorithm, workspace = _plan_facts(spec, a, b, choice.implementation)
     reasons = [choice.why]
     if spec.traced:
@@ -239,6 +245,8 @@ def _plan_facts(spec: MatmulSpec, a, b, implementation: str) -> tuple[str, int]:
         return _gathered_facts(spec, a, b)
     if implementation == "host+xla":
         return "hostmp local Matmul and lax collectives", 0
+    if implementation == "cublasmp":
+        return _cublasmp_algorithm(spec, a, b), 0
     if implementation != "host":
         return ("lax.dot_general and lax collectives" if spec.nranks > 1 else "lax.dot_general"), 0
     spec = _lowering.without_conjugation(spec)
@@ -249,6 +257,18 @@ def _plan_facts(spec: MatmulSpec, a, b, implementation: str) -> tuple[str, int]:
     workspace = max(d + h for d, h in zip(plan["device_workspace"], plan["host_workspace"], strict=True))
     order = f"; {_ORDER}" if spec.is_invariant else ""
     return f"{plan['library']} {plan['algorithm']}{order}", workspace
+
+
+def _cublasmp_algorithm(spec: MatmulSpec, a, b) -> str:
+    """What cuBLASMp is expected to do; which of its algorithms it takes, and its workspace, show when it runs."""
+    if 0 in (*a.shape, *b.shape):
+        return "nothing to multiply, so XLA writes d"
+    spec = _lowering.without_conjugation(spec)
+    route = find_route(spec, a.shape, b.shape, a.dtype.itemsize, _lowering.cublasmp_capabilities())
+    if route.kind != "direct":
+        return f"{route.kind} ({route.why})"
+    plan = _native.describe_plan(_lowering.call_attributes(spec, a, b), "cublasmp")
+    return f"{plan['library']} {plan['algorithm']}; workspace from its first run on"
 
 
 def _gathered_facts(spec: MatmulSpec, a, b) -> tuple[str, int]:

@@ -29,7 +29,7 @@ from jaxmp._primitive import (
     matmul_epilog_p,
     matmul_p,
 )
-from jaxmp._route import Capabilities, find_route, why_unsupported
+from jaxmp._route import Capabilities, find_route, why_card_refuses, why_not_cublasmp, why_unsupported
 from jaxmp._spec import (
     DIMS,
     SCALE_NAMES,
@@ -65,26 +65,33 @@ class Choice:
     why: str
 
 
-def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int) -> Choice:
-    """The written rule behind `implementation=None`; NotImplementedError where the one asked for cannot serve.
+def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple = ()) -> Choice:
+    """The written rule behind `implementation=None`; raises where the one asked for cannot serve.
 
-    `nprocesses`: over how many processes the ranks of a group spread (`_processes.group_processes`).
+    `nprocesses`: over how many processes the ranks of a group spread (`_processes.group_processes`); `operands`: the
+    types of a and b, by which a card's limits are known.
+
+    Raises:
+      NotImplementedError: the library, the platform or the card cannot compute the call.
+      RuntimeError: cuBLASMp was asked for and cannot be opened.
     """
     if platform == "cpu" and spec.precision == "BF16_BF16_BF16" and spec.implementation != "host":
         raise NotImplementedError(
             "precision=BF16_BF16_BF16 sums in bfloat16, which neither hostmp nor XLA does on a CPU; pass "
             'BF16_BF16_F32, or implementation="host" with JAXMP_HOST_PRECISION=ignore to sum in float32'
         )
-    if spec.is_invariant and platform != "cpu" and spec.implementation != "cublasmp":
+    if spec.is_invariant and platform != "cpu":
         raise NotImplementedError(
             f"determinism={spec.determinism!r} is not available on platform {platform!r}, where the order of a sum is "
             'the compiler\'s; pass determinism="run_to_run"'
         )
     if spec.implementation == "xla":
         return Choice("xla", "asked for")
+    if platform == "cuda" and spec.implementation != "host":
+        return _choose_on_cuda(spec, operands)
     if spec.implementation == "cublasmp":
         raise NotImplementedError(
-            f'implementation="cublasmp" is not available on platform {platform!r} in this version; '
+            f'implementation="cublasmp" is not available on platform {platform!r}, it serves CUDA devices; '
             'pass implementation=None, "host" or "xla"'
         )
     if platform == "cpu" and (nprocesses == 1 or spec.nranks == 1):
@@ -109,12 +116,41 @@ def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int) -> C
     return Choice("xla", f"no fused implementation for platform {platform!r}")
 
 
+def _choose_on_cuda(spec: MatmulSpec, operands: tuple) -> Choice:
+    """Between cuBLASMp and "xla". What it depends on is equal on every process: the call, the kind of the cards, and
+    the libraries, which `distributed.initialize` compares."""
+    is_asked = spec.implementation == "cublasmp"
+    why = why_unsupported(spec, cublasmp_capabilities()) or why_not_cublasmp(spec, operands)
+    why = why or why_card_refuses(spec, operands, _native.card_capability())
+    if why and is_asked:
+        raise NotImplementedError(f'implementation="cublasmp": {why}; pass implementation=None or "xla"')
+    if why:
+        return Choice("xla", why)
+    if not _native.cuda_devices():  # a program for another machine
+        if is_asked:
+            return Choice("cublasmp", "asked for; whether it is installed shows where the program runs")
+        why = 'lowered without a GPU, where cuBLASMp cannot be looked for; pass implementation="cublasmp" to have it called'
+        return Choice("xla", why)
+    why = _native.why_no_cublasmp()
+    if why and is_asked:
+        raise RuntimeError(f'implementation="cublasmp": {why}')
+    return Choice("xla", why) if why else Choice("cublasmp", "asked for" if is_asked else "CUDA devices, cuBLASMp is open")
+
+
 def host_capabilities() -> Capabilities:
     return Capabilities(**_native.capabilities())
 
 
-def call_attributes(spec: MatmulSpec, a, b) -> dict:
-    """Attributes of the custom call, in cuBLASMp's column-major terms; `a` and `b` are JAX's shards or their types."""
+def cublasmp_capabilities() -> Capabilities:
+    return Capabilities(**_native.capabilities("cublasmp"))
+
+
+def call_attributes(spec: MatmulSpec, a, b, devices: tuple[int, ...] = ()) -> dict:
+    """Attributes of the custom call, in cuBLASMp's column-major terms; `a` and `b` are JAX's shards or their types.
+
+    `devices` are the ids of the mesh's devices by their place in it, by which the call finds its communicator; empty
+    where they are not known, and where no communicator spans them.
+    """
     m, n, k = global_extents(spec, a.shape, b.shape)
     row = _epilog.rule(spec.epilog)
     out = _DTYPES[np.dtype(spec.out_dtype).name]
@@ -149,6 +185,7 @@ def call_attributes(spec: MatmulSpec, a, b) -> dict:
         "mesh_shape": np.array([size for _, size in spec.mesh], np.int64),
         "axes_row": np.array([names.index(axis) for axis in axes_row], np.int64),
         "axes_col": np.array([names.index(axis) for axis in axes_col], np.int64),
+        "devices": np.array(devices, np.int64),
         "determinism": spec.determinism,
         "communication_dtype": _DTYPES[spec.communication_dtype] if spec.communication_dtype else "none",
         "algorithm": spec.algorithm,
@@ -191,8 +228,8 @@ def without_conjugation(spec: MatmulSpec) -> MatmulSpec:
     )
 
 
-def _fused_matmul(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities):
-    """The results through the custom call, in the forms that the library takes."""
+def _fused_matmul(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities, devices: tuple[int, ...] = ()):
+    """The results through the custom call, in the forms that the library takes; `devices` as in `call_attributes`."""
     if _epilog.rule(spec.epilog).gradient and 0 in output_shape(spec, a.shape, b.shape):
         # Nothing to multiply, but sums to be written.
         return _xla.matmul(a, b, *extra, spec=spec, platform="cpu")
@@ -206,24 +243,24 @@ def _fused_matmul(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities):
         a = lax.conj(a) if spec.conjugate_a else a
         spec = spec.replace(transpose_a=False, transpose_b=True, conjugate_a=False)
     elif kind == "reduce_scatter_all_gather":
-        return _scatter_then_gather(a, b, *extra, spec=spec)
+        return _scatter_then_gather(a, b, *extra, spec=spec, devices=devices)
     elif kind == "separate_epilog":
         plain = spec.bilinear(out_dtype=accumulator(a.dtype), scale_a=spec.scale_a, scale_b=spec.scale_b)
         named = dict(zip(operand_names(spec), extra, strict=True))
         scales = (named[name] for name in operand_names(plain))
-        z = _fused_matmul(a, b, *scales, spec=plain, capabilities=capabilities)[0]
+        z = _fused_matmul(a, b, *scales, spec=plain, capabilities=capabilities, devices=devices)[0]
         return _xla.apply_epilog(z, extra, spec.replace(alpha=1.0), a, b)
-    return _custom_call(a, b, *extra, spec=spec)
+    return _custom_call(a, b, *extra, spec=spec, devices=devices)
 
 
-def _scatter_then_gather(a, b, *extra, spec: MatmulSpec):
+def _scatter_then_gather(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...]):
     """An all-reduced product as a reduce-scattered one whose rows are then gathered."""
     # What has rows is cut as the scattered rows are.
     extra = tuple(
         _xla.own_part(x, 0, spec.row_axes) if has_rows(name) else x
         for name, x in zip(operand_names(spec), extra, strict=True)
     )
-    outputs = _custom_call(a, b, *extra, spec=spec.replace(pattern=Pattern.REDUCE_SCATTER))
+    outputs = _custom_call(a, b, *extra, spec=spec.replace(pattern=Pattern.REDUCE_SCATTER), devices=devices)
     return [
         lax.all_gather(x, spec.row_axes, axis=0, tiled=True)
         if has_rows(name)
@@ -249,7 +286,7 @@ def _gathered_matmul(a, b, *extra, spec: MatmulSpec):
     return _fused_matmul(a, b, *extra, spec=local, capabilities=host_capabilities())
 
 
-def _custom_call(a, b, *extra, spec: MatmulSpec):
+def _custom_call(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...] = ()):
     """The results of one custom call."""
     _native.register()
     rows, cols = output_shape(spec, a.shape, b.shape)
@@ -281,7 +318,7 @@ def _custom_call(a, b, *extra, spec: MatmulSpec):
         operands.append(lax.axis_index(tuple(name for name, _ in spec.mesh)).astype(jnp.int32))
     with jax.enable_x64(True):  # attributes are 64-bit
         call = jax.ffi.ffi_call(_native.TARGET, [stored[name] for name in names], input_output_aliases=_aliases(spec))
-        outputs = call(*operands, **call_attributes(spec, a, b))
+        outputs = call(*operands, **call_attributes(spec, a, b, devices))
     if spec.cyclic:
         return [_xla.without_padding(spec, outputs[0])]  # the library leaves it alone
     final = {
@@ -326,13 +363,19 @@ def _activation_grad(aux, t, *, activation: str, spec: MatmulSpec | None):
 
 def _rule(platform: str, is_multiple: bool):
     def rule(ctx, *nodes, spec: MatmulSpec):
-        nprocesses = _processes.group_processes(spec, _compat.lowering_mesh(ctx))
-        choice = choose_implementation(spec, platform, nprocesses)
+        mesh = _compat.lowering_mesh(ctx)
+        nprocesses = _processes.group_processes(spec, mesh)
+        choice = choose_implementation(spec, platform, nprocesses, tuple(aval.dtype for aval in ctx.avals_in[:2]))
+        devices = _devices_of(spec, mesh) if choice.implementation == "cublasmp" else ()
         site = _processes.site(ctx, spec) if platform == "cpu" and choice.implementation != "host" else None
 
         def lower(a, b, *extra):
             if choice.implementation == "host":
                 outputs = _fused_matmul(a, b, *extra, spec=spec, capabilities=host_capabilities())
+            elif choice.implementation == "cublasmp" and 0 not in (*a.shape, *b.shape):
+                outputs = _fused_matmul(
+                    a, b, *extra, spec=spec, capabilities=cublasmp_capabilities(), devices=devices
+                )
             elif spec.is_invariant:
                 a, b = site.roll_call(spec, a, b, [a, b]) if site else (a, b)
                 outputs = _gathered_matmul(a, b, *extra, spec=spec)
@@ -347,6 +390,16 @@ def _rule(platform: str, is_multiple: bool):
         return mlir.lower_fun(lower, multiple_results=is_multiple)(ctx, *nodes)
 
     return rule
+
+
+def _devices_of(spec: MatmulSpec, mesh) -> tuple[int, ...]:
+    """The devices of a call that is to run in this process, for which alone its lowering serves from now on."""
+    if spec.nranks == 1 or not _native.cuda_devices():
+        return ()
+    devices = _processes.mesh_devices(spec, mesh)
+    if devices:
+        _compat.require_devices((matmul_p, matmul_epilog_p))
+    return devices
 
 
 def _host_product(a, b, spec: MatmulSpec):

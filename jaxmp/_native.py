@@ -17,17 +17,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxmp import _compat, _cuda
 from jaxmp._config import config
 
 TARGET = "jaxmp_matmul"
 ROLL_CALL_TARGET = "jaxmp_roll_call"
 # The version of the boundary between this package and its extension: attributes, operands, functions.
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 _lock = threading.RLock()
 _loaded: Any = None
 _is_registered = False
 _has_roll_call = False
+_timeout: float | None = None
+_why_no_cublasmp: str | None = None
 
 
 def register() -> None:
@@ -35,7 +38,8 @@ def register() -> None:
 
     Compiling a program with jaxmp in it does this by itself. Call it in a process that only runs programs compiled
     elsewhere (`jax.export.deserialize`, a deserialised executable), ahead of running them. It starts JAX's backend, so
-    `jax.distributed.initialize` and the like come first.
+    `jax.distributed.initialize` and the like come first. Where the process has CUDA devices it opens cuBLASMp too; if
+    that fails, the calls on them fail with the reason.
 
     >>> import jaxmp
     >>> jaxmp.register()
@@ -45,34 +49,97 @@ def register() -> None:
         if _is_registered:
             return
         module = extension()
-        try:
-            jax.local_devices(backend="cpu")  # a lowering for another platform may come first
-        except RuntimeError:
-            return  # no CPU client in this process: the program is being exported, not run here
-        for name, capsules in module.types().items():
-            jax.ffi.register_ffi_type(name, capsules, platform="cpu")
-        for name, capsules in module.registrations().items():
-            jax.ffi.register_ffi_target(name, capsules, platform="cpu")
-        _is_registered = True
+        has_cpu, has_cuda = bool(_devices("cpu")), bool(cuda_devices())
+        if has_cpu:  # a lowering for another platform may come first
+            _register_on("cpu", module.types(), module.registrations())
+        if has_cuda:
+            why_no_cublasmp()
+            _register_on("CUDA", module.cuda_types(), module.cuda_registrations())
+        # With neither the program is being exported, not run here.
+        _is_registered = has_cpu or has_cuda
 
 
-def describe_plan(attributes: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan of the call with these FFI attributes: nranks, algorithm, workspace bytes per rank.
+def _register_on(platform: str, types: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
+    for name, capsules in types.items():
+        jax.ffi.register_ffi_type(name, capsules, platform=platform)
+    for name, capsules in targets.items():
+        jax.ffi.register_ffi_target(name, capsules, platform=platform)
+
+
+def cuda_devices() -> list[Any]:
+    """This process's CUDA devices; it starts JAX's backend."""
+    return _devices("cuda")
+
+
+def card_capability() -> tuple[int, int] | None:
+    """The least compute capability among all CUDA devices of the job, (9, 0) for "9.0"; None without any."""
+    if not cuda_devices():
+        return None
+    everywhere = cuda_devices()[0].client.devices()
+    versions = [device.compute_capability.split(".") for device in everywhere]
+    return min((int(major), int(minor)) for major, minor in versions)
+
+
+def _devices(platform: str) -> list[Any]:
+    try:
+        return jax.local_devices(backend=platform)
+    except RuntimeError:  # no client for the platform
+        return []
+
+
+def why_no_cublasmp() -> str:
+    """Why this process cannot use the real cuBLASMp, or "" where it is open; asked once, the answer stays."""
+    global _why_no_cublasmp
+    with _lock:
+        if _why_no_cublasmp is None:
+            _why_no_cublasmp = _open_cublasmp()
+        return _why_no_cublasmp
+
+
+def _open_cublasmp() -> str:
+    module = extension()
+    try:
+        libraries = _cuda.find()
+    except RuntimeError as error:
+        return str(error)
+    module.set_cublasmp_log("cublasmp" in config().log)
+    module.set_timeout(config().timeout if _timeout is None else _timeout)
+    module.set_exchange(_exchange if jax.process_count() > 1 else None)
+    try:
+        module.load_cublasmp(libraries.cublasmp, libraries.nccl, libraries.driver)
+    except RuntimeError as error:
+        return f"{error} (looked for in {libraries.cublasmp_source})"
+    return ""
+
+
+def cublasmp_info() -> dict[str, str]:
+    """Paths and versions of cuBLASMp, NCCL and the driver; empty before they are open."""
+    return extension().cublasmp_info()
+
+
+def cublasmp_log() -> list[str]:
+    """What cuBLASMp logged since the last call, where JAXMP_LOG has "cublasmp"; empty where it is not open."""
+    return list(extension().cublasmp_log()) if _why_no_cublasmp == "" else []
+
+
+def describe_plan(attributes: Mapping[str, Any], library: str = "host") -> dict[str, Any]:
+    """The plan of the call with these FFI attributes: nranks, algorithm, and for "host" workspace bytes per rank.
 
     Raises ValueError with the library's reason where it refuses the call.
     """
     plain = {name: v if isinstance(v, str) else np.asarray(v).tolist() for name, v in attributes.items()}
-    return extension().describe_plan(plain)
+    return extension().describe_plan(plain, library)
 
 
-def capabilities() -> dict[str, bool]:
-    """What the library behind the custom call takes beyond cuBLASMp's documented forms."""
-    return extension().capabilities()
+def capabilities(library: str = "host") -> dict[str, bool]:
+    """What the library behind the custom call ("host" or "cublasmp") takes beyond cuBLASMp's documented forms."""
+    return extension().capabilities() if library == "host" else extension().cublasmp_capabilities()
 
 
 def start_roll_call(process: int, sockets: list[int], timeout: float, compares: bool, interrupts: int) -> None:
     """Begin to watch the processes at the other ends of `sockets` (by process; -1 is this one), which it then owns."""
-    global _has_roll_call
+    global _has_roll_call, _timeout
+    _timeout = timeout
     extension().start_roll_call(process, sockets, timeout, compares, interrupts)
     _has_roll_call = True
 
@@ -82,6 +149,27 @@ def stop_roll_call() -> None:
     global _has_roll_call
     extension().stop_roll_call()
     _has_roll_call = False
+
+
+def _exchange(key: str, value: bytes | None, timeout: float) -> bytes:
+    """Publish `value` under `key` in JAX's store, or wait for what another process publishes there.
+
+    NCCL ids travel this way between the processes of a group. JAX has a store wherever it has several processes,
+    whoever started them.
+    """
+    client = _compat.distributed_client()
+    if client is None:
+        raise RuntimeError(f"no store is left for {key}: jax.distributed.shutdown() came ahead of a call's first run")
+    if value is not None:
+        client.key_value_set_bytes(key, value)
+        return value
+    try:
+        return client.blocking_key_value_get_bytes(key, max(1, round(timeout * 1000)))
+    except jax.errors.JaxRuntimeError as error:
+        raise TimeoutError(
+            f"nobody has published {key} within {timeout:g} s; a process of the group has ended, is stuck, or runs "
+            f"another program ({error})"
+        ) from error
 
 
 def has_roll_call() -> bool:

@@ -70,6 +70,13 @@ def span(spec: MatmulSpec, mesh) -> Span | None:
     )
 
 
+def mesh_devices(spec: MatmulSpec, mesh) -> tuple[int, ...]:
+    """The ids of the mesh's devices by their place in it; empty where nobody has said which they are."""
+    if mesh is None or tuple(mesh.shape.items()) != spec.mesh:
+        return ()
+    return tuple(device.id for device in mesh.devices.flat)
+
+
 def group_processes(spec: MatmulSpec, mesh) -> int:
     """The number of processes over which a group of this call spreads; where that is not known, all there are."""
     if jax.process_count() == 1:

@@ -12,7 +12,7 @@ import math
 
 import numpy as np
 
-from jaxmp import _epilog
+from jaxmp import _epilog, _narrow, _precision
 from jaxmp._epilog import Epilog
 from jaxmp._spec import MatmulSpec, Pattern, global_extents, output_shape
 
@@ -56,6 +56,39 @@ def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
         return ""
     nrow, ncol = spec.axis_size(spec.row_axes), spec.axis_size(spec.col_axes)
     return "" if nrow == ncol else f"cuBLASMp multiplies contiguous shards on square grids only, not {nrow}x{ncol}"
+
+
+def why_not_cublasmp(spec: MatmulSpec, operands: tuple) -> str:
+    """Why no call of cuBLASMp computes this with operands of these types as it was asked for, or the empty string."""
+    if _precision.sums_narrowly(spec.precision):
+        return f"precision={spec.precision} sums in 16 bits, which jaxmp does not ask of cuBLASMp"
+    if any(np.dtype(dtype).name == _narrow.INT8 for dtype in operands):
+        return "no source says that cuBLASMp 0.10 multiplies int8"
+    return ""
+
+
+# Compute capabilities from which on cuBLASMp has a mode of scales (cublasmp.h 0.10, cublasMpMatmulMatrixScale_t), and
+# those of which it says "cc 9.0" alone.
+_FLOAT8_CARD, _BLOCK_CARD, _HOPPER = (8, 9), (10, 0), (9, 0)
+_HOPPER_MODES = (_narrow.OUTER_VEC, _narrow.VEC128, _narrow.BLK128)
+
+
+def why_card_refuses(spec: MatmulSpec, operands: tuple, capability: tuple[int, int] | None) -> str:
+    """Why a card of this compute capability does not multiply operands of these types, or the empty string.
+
+    None: the card is not known, for the program is for another machine.
+    """
+    names = [np.dtype(dtype).name for dtype in operands]
+    if capability is None or not any(name in _narrow.SCALED for name in names):
+        return ""
+    modes = {spec.scale_a, spec.scale_b}
+    has = f"this card has {capability[0]}.{capability[1]}"
+    if modes & {_narrow.VEC16, _narrow.VEC32} or _narrow.FLOAT4 in names:
+        kind = "NVFP4" if _narrow.FLOAT4 in names else "MXFP8"
+        return "" if capability >= _BLOCK_CARD else f"{kind} needs compute capability 10.0 or later, {has}"
+    if hopper := sorted(modes.intersection(_HOPPER_MODES)):
+        return "" if capability == _HOPPER else f"scales of {hopper[0]} need compute capability 9.0, {has}"
+    return "" if capability >= _FLOAT8_CARD else f"{names[0]} needs compute capability 8.9 or later, {has}"
 
 
 def find_route(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabilities: Capabilities) -> Route:

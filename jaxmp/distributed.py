@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import jax
 
-from jaxmp import _compat, _native
+from jaxmp import _compat, _cuda, _native
 from jaxmp._config import add_xla_flag, config, launcher, parse_timeout
 from jaxmp._primitive import matmul_epilog_p, matmul_p
 
@@ -262,12 +262,12 @@ def _own_address(host: str) -> str:
         return probe.getsockname()[0]
 
 
-def _versions() -> tuple[str, str]:
-    return importlib.metadata.version("jaxmp"), importlib.metadata.version("jax")
+def _versions() -> tuple[str, ...]:
+    return importlib.metadata.version("jaxmp"), importlib.metadata.version("jax"), _cuda.installed()
 
 
 def _check_versions(process: int, versions) -> None:
-    for name, values in zip(("jaxmp", "jax"), zip(*versions, strict=True), strict=True):
+    for name, values in zip(("jaxmp", "jax", "cuBLASMp"), zip(*versions, strict=True), strict=True):
         other = next((i for i, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             _fail(

@@ -3,6 +3,7 @@
 // |D - D*| <= c (u_acc (|alpha| |A||B| + |beta C| + |bias|) + u_out |D*|), D* in double.
 #include <cmath>
 
+#include "tests/cpp/definitions.h"
 #include "tests/cpp/hostmp_world.h"
 
 namespace jaxmp::test {
@@ -11,20 +12,6 @@ namespace {
 // What is allowed, in units of the bound: sums of some hundred terms, in an order that the BLAS chooses.
 constexpr double kAllowed = 8;
 double worst_used = 0;
-
-double unit_roundoff(cudaDataType_t type) {
-  switch (type) {
-    case CUDA_R_64F:
-    case CUDA_C_64F:
-      return std::ldexp(1, -53);
-    case CUDA_R_16BF:
-      return std::ldexp(1, -8);
-    case CUDA_R_16F:
-      return std::ldexp(1, -11);
-    default:
-      return std::ldexp(1, -24);
-  }
-}
 
 void fill_random(Matrix* matrix, cudaDataType_t type, unsigned seed) {
   std::mt19937 random(seed);
@@ -35,21 +22,6 @@ void fill_random(Matrix* matrix, cudaDataType_t type, unsigned seed) {
     encode(type, {real, facts(type).is_complex ? normal(random) : 0}, bytes.data());
     value = decode(type, bytes.data());  // as the operand holds it
   }
-}
-
-Number activation(int epilog, Number z) {
-  const double x = z.real();
-  if (is_relu(epilog)) return x > 0 ? x : 0;
-  if (!(epilog & CUBLASMP_MATMUL_EPILOGUE_GELU)) return z;
-  return 0.5 * x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x)));
-}
-
-// By which a derivative multiplies z: gelu' in the form s + x s (1 - s) 2u' that does not cancel.
-double slope(int epilog, double x) {
-  if (is_relu(epilog)) return x > 0 ? 1 : 0;
-  const double inner = 2 * std::sqrt(2 / M_PI);
-  const double s = 1 / (1 + std::exp(-inner * (x + 0.044715 * x * x * x)));
-  return s + x * s * (1 - s) * inner * (1 + 3 * 0.044715 * x * x);
 }
 
 // How much of the allowance an error takes; the judge of this file, judged itself below.

@@ -2,6 +2,7 @@
 #ifndef JAXMP_TESTS_HOSTMP_WORLD_IMPL_H_
 #define JAXMP_TESTS_HOSTMP_WORLD_IMPL_H_
 
+#include "tests/cpp/definitions.h"
 #include "tests/cpp/hostmp_world.h"
 
 namespace jaxmp::test {
@@ -25,12 +26,6 @@ void set(cublasMpMatmulDescriptor_t desc, int attribute, const T& value) {
   check_ok(host_api().MatmulDescriptorSetAttribute(desc, static_cast<cublasMpMatmulDescriptorAttribute_t>(attribute),
                                                    &value, sizeof(value)));
 }
-
-inline bool has_bias(int epilog) { return epilog & CUBLASMP_MATMUL_EPILOGUE_BIAS; }
-inline bool has_aux(int epilog) { return epilog & 128; }
-inline bool is_relu(int epilog) { return epilog & (2 | 8); }
-inline bool is_derivative(int epilog) { return epilog & (8 | 64); }
-inline bool has_gradient(int epilog) { return epilog & (16 | 256 | 512); }
 
 inline World::World(const Case& given, const std::function<void(World*)>& fill)
     : c(given), layouts(layouts_of(given)), group(given.nranks()) {

@@ -1,0 +1,127 @@
+"""Where the real cuBLASMp is: its library, NCCL's and the driver's, found without opening any of them.
+
+Each is looked for where its wheel puts it and then left to the loader, which knows LD_LIBRARY_PATH and the system's
+folders. Opening them, and judging their versions, is the extension's part.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+# The sonames. The wheels have these files alone, without links that end in .so.
+CUBLASMP, NCCL, DRIVER = "libcublasmp.so.0", "libnccl.so.2", "libcuda.so.1"
+# CUDA's major version to the folder of cuBLASMp's wheel under nvidia/; NCCL's two wheels share one folder.
+_FOLDERS = {"cu13": "cublasmp/cu13/lib", "cu12": "cublasmp/cu12/lib"}
+_NCCL_FOLDER = "nccl/lib"
+_MAPS = "/proc/self/maps"
+
+
+@dataclasses.dataclass(frozen=True)
+class Libraries:
+    """Paths, or names that the loader looks up; `cublasmp_source` tells people where the first one comes from."""
+
+    cublasmp: str
+    nccl: str
+    driver: str
+    cublasmp_source: str
+
+
+def find() -> Libraries:
+    """The libraries that this process would use.
+
+    Raises:
+      RuntimeError: cuBLASMp is installed for another CUDA than JAX's plugin, or this process has loaded another NCCL
+        than the one that cuBLASMp would use.
+    """
+    roots = _wheel_roots()
+    cublasmp, source = _find_cublasmp(roots)
+    return Libraries(cublasmp, _find_nccl(roots), DRIVER, source)
+
+
+def installed() -> str:
+    """The wheel of cuBLASMp for JAX's CUDA, "nvidia-cublasmp-cu13-0.10.0", or "none"; equal in all processes of a job,
+    for it decides what they run."""
+    for major in _plugins():
+        name = f"nvidia-cublasmp-{major}"
+        try:
+            return f"{name}-{importlib.metadata.version(name)}"
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "none"
+
+
+def _wheel_roots() -> list[Path]:
+    """The folders named nvidia on the import path, in its order; several wheels share one."""
+    spec = importlib.util.find_spec("nvidia")
+    return [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
+
+
+def _plugins() -> tuple[str, ...]:
+    """The CUDA versions that JAX has a plugin for, the newer one first."""
+    return tuple(major for major in _FOLDERS if importlib.util.find_spec(f"jax_cuda{major[2:]}_plugin"))
+
+
+def _majors() -> tuple[str, ...]:
+    """The CUDA versions to look for: those of JAX's plugins, or all where it has none."""
+    return _plugins() or tuple(_FOLDERS)
+
+
+def _find_cublasmp(roots: Iterable[Path]) -> tuple[str, str]:
+    """(path or name, where it comes from)."""
+    found = {major: _first_file(roots, folder, CUBLASMP) for major, folder in _FOLDERS.items()}
+    for major in _majors():
+        if path := found[major]:
+            return path, f"the wheel nvidia-cublasmp-{major}"
+    others = [major for major, path in found.items() if path]
+    if others:
+        wanted = _majors()[0]
+        raise RuntimeError(
+            f"cuBLASMp is installed for CUDA {others[0][2:]} ({found[others[0]]}), but JAX's plugin is for CUDA "
+            f"{wanted[2:]}; pip install 'jaxmp[cuda{wanted[2:]}]'"
+        )
+    wheels = " or ".join(f"nvidia-cublasmp-{major}" for major in _majors())
+    return CUBLASMP, f"the loader's path, for {wheels} is not installed"
+
+
+def _find_nccl(roots: Iterable[Path]) -> str:
+    """The wheel's NCCL, or the one that this process has loaded already, or the loader's."""
+    wheel, loaded = _first_file(roots, _NCCL_FOLDER, NCCL), mapped_files("libnccl.so")
+    if len(loaded) > 1:
+        raise RuntimeError(
+            f"this process has loaded two NCCLs, {loaded[0]} and {loaded[1]}; communicators of one are not those of "
+            "the other: take one of them off LD_LIBRARY_PATH and LD_PRELOAD, or uninstall it"
+        )
+    if loaded and wheel and not _is_same_file(loaded[0], wheel):
+        raise RuntimeError(
+            f"this process has loaded NCCL from {loaded[0]}, but cuBLASMp would use {wheel}, and one process takes one "
+            f"NCCL; take {os.path.dirname(loaded[0])} off LD_LIBRARY_PATH and LD_PRELOAD, or uninstall what loads it"
+        )
+    return wheel or (loaded[0] if loaded else NCCL)
+
+
+def _first_file(roots: Iterable[Path], folder: str, name: str) -> str:
+    paths = (root / folder / name for root in roots)
+    return next((str(path) for path in paths if path.is_file()), "")
+
+
+def _is_same_file(path: str, other: str) -> bool:
+    try:
+        return os.path.samefile(path, other)
+    except OSError:  # replaced since it was loaded, for one
+        return False
+
+
+def mapped_files(prefix: str) -> list[str]:
+    """The files in this process's memory whose names begin with `prefix`; none where the system does not tell."""
+    try:
+        lines = Path(_MAPS).read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return []
+    # address permissions offset device inode path, which may hold spaces
+    paths = {fields[5] for line in lines if len(fields := line.split(maxsplit=5)) == 6}
+    return sorted(path for path in paths if os.path.basename(path).startswith(prefix))

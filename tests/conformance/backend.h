@@ -1,0 +1,46 @@
+// What a library needs around its calls: memory, a stream, a communicator. One object is one rank's, used from one
+// thread.
+#ifndef JAXMP_TESTS_CONFORMANCE_BACKEND_H_
+#define JAXMP_TESTS_CONFORMANCE_BACKEND_H_
+
+#include <cstddef>
+#include <memory>
+#include <string>
+
+#include "csrc/mp_api.h"
+#include "csrc/status.h"
+
+namespace jaxmp::conformance {
+
+class Rank {
+ public:
+  virtual ~Rank() = default;
+  virtual abi::ncclComm_t comm() const = 0;
+  // For the next call, which is the `number`-th of every rank.
+  virtual abi::cudaStream_t stream(int64_t number) = 0;
+  // The call was refused and did not reach the stream, which its peers may be waiting for.
+  virtual void give_up(const std::string& why) = 0;
+  // Waits until the call is done.
+  virtual Status synchronize() = 0;
+  // Memory that the library can use; null where there is none.
+  virtual void* allocate(size_t bytes) = 0;
+  virtual void release(void* memory) = 0;
+  virtual Status write(void* to, const void* from, size_t bytes) = 0;
+  virtual Status read(void* to, const void* from, size_t bytes) = 0;
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual const MpApi& api() const = 0;
+  // Collective: called by each rank on its own thread, which then keeps the rank to its end.
+  virtual StatusOr<std::unique_ptr<Rank>> make_rank(int rank) = 0;
+  // What a workspace may be at most; one of this size serves all calls.
+  virtual size_t workspace_bytes() const = 0;
+};
+
+StatusOr<std::unique_ptr<Backend>> make_host_backend(int nranks, const std::string& blas);
+
+}  // namespace jaxmp::conformance
+
+#endif  // JAXMP_TESTS_CONFORMANCE_BACKEND_H_

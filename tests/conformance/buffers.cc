@@ -1,0 +1,312 @@
+#include "tests/conformance/buffers.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace jaxmp::conformance {
+namespace {
+
+int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+bool is_tiled(int mode) {
+  return mode == CUBLASMP_MATMUL_MATRIX_SCALE_VEC16_UE4M3 || mode == CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0;
+}
+
+// Where the scale of a block lies among those of a rank's part, by the cuBLAS documentation, "Narrow Precision Data
+// Types Usage"; `inners` blocks along k, `outers` elements across it.
+int64_t scale_index(int mode, int64_t inner, int64_t outer, int64_t inners, int64_t outers) {
+  switch (mode) {
+    case CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32:
+      return 0;
+    case CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32:
+      return outer;
+    case CUBLASMP_MATMUL_MATRIX_SCALE_VEC128_FP32:
+      return inner * outers + outer;
+    case CUBLASMP_MATMUL_MATRIX_SCALE_BLK128x128_FP32:
+      return outer / 128 * round_up(inners, 4) + inner;
+    default:  // tiles of 128 x 4
+      return (outer / 128 * (round_up(inners, 4) / 4) + inner / 4) * 512 + outer % 32 * 16 + outer % 128 / 32 * 4 +
+             inner % 4;
+  }
+}
+
+int64_t scale_count(int mode, int64_t inners, int64_t outers) {
+  switch (mode) {
+    case CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32:
+      return 1;
+    case CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32:
+      return outers;
+    case CUBLASMP_MATMUL_MATRIX_SCALE_VEC128_FP32:
+      return inners * outers;
+    case CUBLASMP_MATMUL_MATRIX_SCALE_BLK128x128_FP32:
+      return round_up(inners, 4) * ((outers + 127) / 128);
+    default:
+      return round_up(inners, 4) * round_up(outers, 128);
+  }
+}
+
+// The scales of tiled modes are bytes: a power of two, or an unsigned e4m3.
+void put_scale(int mode, double value, char* data, int64_t index) {
+  if (mode == CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0) {
+    data[index] = static_cast<char>(127 + std::ilogb(value));
+  } else if (mode == CUBLASMP_MATMUL_MATRIX_SCALE_VEC16_UE4M3) {
+    test::encode(CUDA_R_8F_E4M3, value, data + index);
+  } else {
+    test::encode(CUDA_R_32F, value, data + 4 * index);
+  }
+}
+
+double get_tiled_scale(int mode, const char* data, int64_t index) {
+  if (mode == CUBLASMP_MATMUL_MATRIX_SCALE_VEC16_UE4M3) return test::decode(CUDA_R_8F_E4M3, data + index).real();
+  return std::ldexp(1.0, static_cast<unsigned char>(data[index]) - 127);
+}
+
+// Everything of an integer result is exact; what its rounding may differ by, were it not.
+double allowance(const Case& c, double magnitude, Number want) {
+  const double u_acc = test::unit_roundoff(hostmp::accumulator_of(c.in)), u_out = test::unit_roundoff(c.out);
+  return 8 * (u_acc * magnitude + u_out * std::abs(want)) + 1e-37;
+}
+
+}  // namespace
+
+void Verdict::add(Number got, Number want, double allowed) {
+  if (got == want) return;
+  is_exact = false;
+  const double used = std::abs(got - want) / allowed;
+  worst = used <= worst ? worst : used;                               // so too for a NaN
+  if (std::isnan(worst)) worst = std::numeric_limits<double>::max();  // which JSON has no word for
+}
+
+int64_t Buffers::lld(const test::Layout& layout) const {
+  return std::max<int64_t>(1, layout.local_shape(number_).first) + c_.extra_ld;
+}
+
+Buffers::Buffers(const Case& given, const Operands& operands, Rank* rank, int number)
+    : layouts(test::layouts_of(given)), c_(given), rank_(rank), number_(number) {
+  a = scatter(operands.a, layouts.a, given.in);
+  b = scatter(operands.b, layouts.b, given.in_b);
+  c = scatter(operands.c, layouts.d, given.c_type);
+  if (given.c_is_nan) std::memset(c.before(), 0xff, bytes_of(given.c_type, layouts.d.local_shape(number).second *
+                                                                               lld(layouts.d)));
+  d = given.is_in_place ? scatter(operands.c, layouts.d, given.c_type)
+                        : Buffer(rank, bytes_of(given.out, layouts.d.local_shape(number).second * lld(layouts.d)));
+  const bool ta = given.trans_a != CUBLAS_OP_N, tb = given.trans_b != CUBLAS_OP_N;
+  if (given.scale_a != kUnscaled) scale_a = scatter_scales(layouts.a, given.scale_a, kSeedA, ta);
+  if (given.scale_b != kUnscaled) scale_b = scatter_scales(layouts.b, given.scale_b, kSeedB, !tb);
+  if (given.has_scale_c) scale_c = scalar(kScaleC);
+  if (given.has_scale_d) scale_d = scalar(kScaleD);
+  if (given.has_amax) amax = Buffer(rank, 4);
+  if (given.d_out_scale != kUnscaled) {
+    const auto [rows, cols] = layouts.d.local_shape(number);
+    const int64_t count = scale_count(given.d_out_scale, rows / inner_block(given.d_out_scale), cols);
+    d_out_scale = Buffer(rank, static_cast<size_t>(count));
+  }
+  make_epilog(operands);
+}
+
+Buffer Buffers::scatter(const Matrix& whole, const test::Layout& layout, cudaDataType_t type) {
+  const auto [rows, cols] = layout.local_shape(number_);
+  const int64_t ld = lld(layout);
+  Buffer buffer(rank_, rows > 0 && cols > 0 ? bytes_of(type, cols * ld) : 0);
+  for (int64_t j = 0; j < layout.cols; ++j) {
+    for (int64_t i = 0; i < layout.rows; ++i) {
+      if (layout.owner(i, j) != number_) continue;
+      // An all-reduce's C is the same on every rank, side by side.
+      put_element(type, whole.at(i, j % whole.cols), buffer.before(), layout.local_col(j) * ld + layout.local_row(i));
+    }
+  }
+  return buffer;
+}
+
+Buffer Buffers::scatter_scales(const test::Layout& layout, int mode, unsigned seed, bool is_inner_row) {
+  const auto [rows, cols] = layout.local_shape(number_);
+  const int64_t inner_extent = is_inner_row ? rows : cols, outers = is_inner_row ? cols : rows;
+  const int64_t inners = (inner_extent + inner_block(mode) - 1) / inner_block(mode);
+  const int64_t count = scale_count(mode, inners, outers);
+  Buffer buffer(rank_, static_cast<size_t>(is_tiled(mode) ? count : 4 * count));
+  for (int64_t j = 0; j < layout.cols; ++j) {
+    for (int64_t i = 0; i < layout.rows; ++i) {
+      if (layout.owner(i, j) != number_) continue;
+      const int64_t row = layout.local_row(i), col = layout.local_col(j);
+      const int64_t inner = (is_inner_row ? row : col) / inner_block(mode), outer = is_inner_row ? col : row;
+      put_scale(mode, scale_of(mode, is_inner_row ? i : j, is_inner_row ? j : i, seed), buffer.before(),
+                scale_index(mode, inner, outer, inners, outers));
+    }
+  }
+  return buffer;
+}
+
+Buffer Buffers::scalar(double value) {
+  Buffer buffer(rank_, 4);
+  test::encode(CUDA_R_32F, value, buffer.before());
+  return buffer;
+}
+
+bool Buffers::holds_row(int64_t i) const {
+  for (int64_t j = 0; j < layouts.d.cols; ++j) {
+    if (layouts.d.owner(i, j) == number_) return true;
+  }
+  return false;
+}
+
+void Buffers::make_epilog(const Operands& operands) {
+  const auto [rows, cols] = layouts.d.local_shape(number_);
+  if (test::has_bias(c_.epilog)) {
+    bias = Buffer(rank_, bytes_of(c_.bias_type, rows));
+    for (int64_t i = 0; i < c_.m; ++i) {
+      if (!holds_row(i)) continue;
+      put_element(c_.bias_type, operands.bias[static_cast<size_t>(i)], bias.before(), layouts.d.local_row(i));
+    }
+  }
+  if (test::has_gradient(c_.epilog)) {
+    gradient = Buffer(rank_, bytes_of(c_.bias_type, c_.epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADB ? c_.n : rows));
+  }
+  if (!test::has_aux(c_.epilog)) return;
+  const bool is_mask = test::is_relu(c_.epilog);
+  aux_ld = round_up(rows, is_mask ? 128 : 8);
+  aux = Buffer(rank_, is_mask ? static_cast<size_t>(aux_ld / 8 * cols) : bytes_of(c_.out, aux_ld * cols));
+  if (is_mask) std::memset(aux.before(), 0, static_cast<size_t>(aux_ld / 8 * cols));  // which gathering wants
+  if (test::is_derivative(c_.epilog)) put_aux(operands.aux);
+}
+
+void Buffers::put_aux(const Matrix& whole) {
+  for (int64_t j = 0; j < layouts.d.cols; ++j) {
+    for (int64_t i = 0; i < c_.m; ++i) {
+      if (layouts.d.owner(i, j) != number_) continue;
+      const Number value = whole.at(i, j % c_.n);
+      const int64_t row = layouts.d.local_row(i), at = layouts.d.local_col(j) * aux_ld + row;
+      if (!test::is_relu(c_.epilog)) {
+        put_element(c_.out, value, aux.before(), at);
+      } else if (value.real() > 0) {
+        aux.before()[at / 8] = static_cast<char>(aux.before()[at / 8] | 1 << (row % 8));
+      }
+    }
+  }
+}
+
+std::array<Buffer*, 13> Buffers::all() {
+  return {&a,       &b,       &c,       &d,    &bias,       &aux, &gradient,
+          &scale_a, &scale_b, &scale_c, &scale_d, &amax, &d_out_scale};
+}
+
+Status Buffers::write() {
+  for (Buffer* buffer : all()) {
+    if (buffer->is_missing()) return ResourceExhausted("no memory for the operands");
+    JAXMP_RETURN_IF_ERROR(buffer->write());
+  }
+  return {};
+}
+
+Status Buffers::read() {
+  for (Buffer* buffer : all()) JAXMP_RETURN_IF_ERROR(buffer->read());
+  return {};
+}
+
+bool Buffers::is_memory_intact() const {
+  for (const Buffer* input : {&a, &b, &c, &bias, &scale_a, &scale_b, &scale_c, &scale_d}) {
+    if (!input->is_untouched()) return false;
+  }
+  if (test::is_derivative(c_.epilog) && !aux.is_untouched()) return false;
+  for (const Buffer* output : {&d, &aux, &gradient, &amax, &d_out_scale}) {
+    if (!output->margins_are_intact()) return false;
+  }
+  return true;
+}
+
+std::map<std::string, Verdict> Buffers::judge(const Expected& expected) const {
+  std::map<std::string, Verdict> results;
+  results["d"] = c_.d_out_scale == kUnscaled ? judge_d(expected) : judge_blocks(expected);
+  if (test::has_aux(c_.epilog) && !test::is_derivative(c_.epilog)) results["aux"] = judge_aux(expected);
+  if (test::has_gradient(c_.epilog)) results["gradient"] = judge_gradient(expected);
+  if (c_.has_amax) results["amax"] = judge_amax(expected);
+  return results;
+}
+
+Verdict Buffers::judge_d(const Expected& expected) const {
+  Verdict verdict;
+  const double scale = c_.has_scale_d ? kScaleD : 1;
+  const int64_t ld = lld(layouts.d);
+  for (int64_t j = 0; j < layouts.d.cols; ++j) {
+    for (int64_t i = 0; i < c_.m; ++i) {
+      if (layouts.d.owner(i, j) != number_) continue;
+      const int64_t at = layouts.d.local_col(j) * ld + layouts.d.local_row(i);
+      const Number want = expected.d.at(i, j % c_.n) * scale;
+      const double slack = expected.slack.at(i, j % c_.n).real() + expected.magnitude.at(i, j % c_.n).real();
+      verdict.add(get_element(c_.out, d.after(), at), stored(c_.out, want), allowance(c_, slack, want));
+    }
+  }
+  return verdict;
+}
+
+// D times the scales that the call computed for its blocks. Half the distance of neighbours in e4m3 is a 16th of a
+// number; in e2m1 up to a 6th of a block's largest, whose scale is rounded to a 16th besides.
+Verdict Buffers::judge_blocks(const Expected& expected) const {
+  Verdict verdict;
+  const int64_t block = inner_block(c_.d_out_scale), inners = layouts.d.local_shape(number_).first / block;
+  const int64_t ld = lld(layouts.d);
+  for (int64_t j = 0; j < layouts.d.cols; ++j) {
+    for (int64_t first = 0; first < c_.m; first += block) {
+      if (layouts.d.owner(first, j) != number_) continue;
+      double most = 0;
+      for (int64_t i = first; i < first + block; ++i) {
+        most = std::max(most, std::abs(expected.d.at(i, j % c_.n)));
+      }
+      const int64_t row = layouts.d.local_row(first), col = layouts.d.local_col(j);
+      const int64_t index = scale_index(c_.d_out_scale, row / block, col, inners, 0);
+      const double scale = get_tiled_scale(c_.d_out_scale, d_out_scale.after(), index);
+      for (int64_t i = 0; i < block; ++i) {
+        const Number want = expected.d.at(first + i, j % c_.n);
+        const double allowed = c_.out == CUDA_R_4F_E2M1 ? most / 4 : std::abs(want) / 16 + most / 1024;
+        verdict.add(get_element(c_.out, d.after(), col * ld + row + i) * scale, want, allowed + 1e-37);
+      }
+    }
+  }
+  return verdict;
+}
+
+Verdict Buffers::judge_aux(const Expected& expected) const {
+  Verdict verdict;
+  for (int64_t j = 0; j < layouts.d.cols; ++j) {
+    for (int64_t i = 0; i < c_.m; ++i) {
+      if (layouts.d.owner(i, j) != number_) continue;
+      const Number z = expected.z.at(i, j % c_.n);
+      const int64_t row = layouts.d.local_row(i), at = layouts.d.local_col(j) * aux_ld + row;
+      if (test::is_relu(c_.epilog)) {
+        verdict.add(aux.after()[at / 8] >> (row % 8) & 1, z.real() > 0 ? 1 : 0, 1e-37);
+      } else {
+        const double magnitude = expected.magnitude.at(i, j % c_.n).real();
+        verdict.add(get_element(c_.out, aux.after(), at), stored(c_.out, z), allowance(c_, magnitude, z));
+      }
+    }
+  }
+  return verdict;
+}
+
+Verdict Buffers::judge_gradient(const Expected& expected) const {
+  Verdict verdict;
+  const bool is_of_b = c_.epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADB;
+  for (size_t i = 0; i < expected.gradient.size(); ++i) {
+    const auto index = static_cast<int64_t>(i);
+    if (!is_of_b && !holds_row(index)) continue;
+    const int64_t at = is_of_b ? index : layouts.d.local_row(index);
+    const Number want = expected.gradient[i];
+    verdict.add(get_element(c_.bias_type, gradient.after(), at), stored(c_.bias_type, want),
+                std::max(expected.gradient_slack[i], allowance(c_, 0, want)));
+  }
+  return verdict;
+}
+
+// Of this rank's part, ahead of its scaling: cuBLASMp takes no maximum over ranks.
+Verdict Buffers::judge_amax(const Expected& expected) const {
+  double most = 0;
+  for (int64_t j = 0; j < layouts.d.cols; ++j) {
+    for (int64_t i = 0; i < c_.m; ++i) {
+      if (layouts.d.owner(i, j) == number_) most = std::max(most, std::abs(expected.d.at(i, j % c_.n)));
+    }
+  }
+  Verdict verdict;
+  verdict.add(test::decode(CUDA_R_32F, amax.after()), most, allowance(c_, most, most));
+  return verdict;
+}
+
+}  // namespace jaxmp::conformance

@@ -1,0 +1,97 @@
+// One call of cuBLASMp's API: what is asked, and what hostmp answers to it.
+//
+// A suite of these runs on both libraries (backend.h), and compare.py names what they do differently. Cases are data:
+// they say nothing of who runs them.
+#ifndef JAXMP_TESTS_CONFORMANCE_CASE_H_
+#define JAXMP_TESTS_CONFORMANCE_CASE_H_
+
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "csrc/mp_api.h"
+#include "tests/cpp/definitions.h"
+
+namespace jaxmp::conformance {
+
+using namespace abi;  // NOLINT: cuBLASMp's own names
+using test::facts;
+using test::Matrix;
+using test::Number;
+using test::Pattern;
+
+// The arguments of MatrixDescriptorCreate.
+struct Description {
+  int64_t m, n, mb, nb, rsrc, csrc, lld;
+  cudaDataType_t type;
+};
+
+struct Descriptions {
+  Description a, b, c, d;
+};
+
+// The arguments of Matmul.
+struct Call {
+  cublasMpHandle_t handle;
+  cublasMpMatmulDescriptor_t matmul;
+  int64_t m, n, k, ia = 1, ja = 1, ib = 1, jb = 1, ic = 1, jc = 1, id = 1, jd = 1;
+  const void *alpha, *beta, *a, *b, *c;
+  void* d;
+  cublasMpMatrixDescriptor_t desc_a, desc_b, desc_c, desc_d;
+  void* work;
+  size_t bytes;
+};
+
+// A setting of the matmul descriptor beside those that the case itself needs; `size` 0 is the attribute's own.
+struct Setting {
+  int attribute;
+  int64_t value;
+  size_t size = 0;
+};
+
+enum class Workspace {
+  kRegistered,  // as cublasMpMalloc gives it
+  kPlain,
+};
+
+constexpr int kUnscaled = -1;
+
+struct Case : test::Case {
+  std::string topic;      // what the case is about, ahead of its name
+  std::string variant;    // what sets it apart from its like, behind its name
+  cudaDataType_t in_b{};  // the type of B; `in` is that of A
+  cudaDataType_t c_type{}, bias_type{};
+  cublasComputeType_t compute{};
+  int scale_a = kUnscaled, scale_b = kUnscaled, d_out_scale = kUnscaled;  // cublasMpMatmulMatrixScale_t
+  bool has_scale_c = false, has_scale_d = false, has_amax = false;
+  bool c_is_nan = false;  // with beta = 0, which does not read it
+  Workspace workspace = Workspace::kRegistered;
+  std::vector<Setting> settings;
+  std::function<void(Descriptions&)> describe;  // changes the descriptors
+  std::function<void(Call&)> change;            // changes the call
+  // Of the first function that refuses, on hostmp; and the capability (mp_api.h) by which hostmp takes what the real
+  // library need not.
+  cublasMpStatus_t expected = CUBLASMP_STATUS_SUCCESS;
+  std::string capability;
+
+  std::string name() const;
+};
+
+// The cases for this many ranks, always in the same order.
+std::vector<Case> all_cases(int nranks);
+
+// In parts, for all_cases.
+using Add = std::function<void(const Case&)>;
+void add_products(int nranks, const Add& add);
+void add_epilogs(int nranks, const Add& add);
+void add_narrow(int nranks, const Add& add);
+void add_options(int nranks, const Add& add);
+void add_refusals(int nranks, const Add& add);
+
+// A plain case of the pattern on all ranks, of small extents that they divide.
+Case make_case(const char* topic, Pattern pattern, int nranks, cudaDataType_t in = CUDA_R_32F,
+               cudaDataType_t out = CUDA_R_32F);
+
+}  // namespace jaxmp::conformance
+
+#endif  // JAXMP_TESTS_CONFORMANCE_CASE_H_

@@ -1,0 +1,258 @@
+#include <array>
+#include <utility>
+
+#include "tests/conformance/case.h"
+
+namespace jaxmp::conformance {
+namespace {
+
+constexpr std::pair<cudaDataType_t, cudaDataType_t> kTypes[] = {
+    {CUDA_R_32F, CUDA_R_32F},  {CUDA_R_64F, CUDA_R_64F},   {CUDA_R_16BF, CUDA_R_16BF}, {CUDA_R_16BF, CUDA_R_32F},
+    {CUDA_R_16F, CUDA_R_16F},  {CUDA_R_16F, CUDA_R_32F},   {CUDA_C_32F, CUDA_C_32F},   {CUDA_C_64F, CUDA_C_64F}};
+constexpr int kEpilogs[] = {4, 2, 6, 130, 134, 136, 152, 32, 36, 160, 164, 192, 208, 256, 512};
+
+bool is_double(cudaDataType_t type) { return type == CUDA_R_64F || type == CUDA_C_64F; }
+
+// Patterns with their process grids: one-dimensional ones over all ranks, and every grid that they form.
+std::vector<Case> layouts(const char* topic, int nranks, cudaDataType_t in, cudaDataType_t out) {
+  std::vector<Case> result;
+  if (nranks == 1) result.push_back(make_case(topic, Pattern::kLocal, 1, in, out));
+  for (Pattern pattern : {Pattern::kAllGather, Pattern::kReduceScatter, Pattern::kAllReduce}) {
+    result.push_back(make_case(topic, pattern, nranks, in, out));
+  }
+  for (Pattern pattern : {Pattern::kGrid, Pattern::kCyclic}) {
+    for (int p = 1; p <= nranks; ++p) {
+      if (nranks % p != 0) continue;
+      Case c = make_case(topic, pattern, nranks, in, out);
+      c.p = p, c.q = nranks / p;
+      if (pattern == Pattern::kGrid && c.p != c.q) c.capability = "grid_any_shape";
+      result.push_back(c);
+    }
+  }
+  return result;
+}
+
+void set_transposition(Case* c, cublasOperation_t a, cublasOperation_t b) {
+  c->trans_a = a, c->trans_b = b;
+  const bool is_tn = a != CUBLAS_OP_N && b == CUBLAS_OP_N;
+  if (c->pattern == Pattern::kAllReduce) c->capability = is_tn ? "" : "all_reduce_any_transposition";
+}
+
+// With every transposition that the types have.
+void add_transposed(Case c, const Add& add) {
+  const bool is_complex = facts(c.in).is_complex;
+  for (cublasOperation_t a : {CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_OP_C}) {
+    for (cublasOperation_t b : {CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_OP_C}) {
+      if ((a == CUBLAS_OP_C || b == CUBLAS_OP_C) && !is_complex) continue;
+      set_transposition(&c, a, b);
+      add(c);
+    }
+  }
+}
+
+}  // namespace
+
+std::string Case::name() const {
+  std::string text = topic + ": " + test::Case::name();
+  if (in_b != in) text += std::string(" B ") + facts(in_b).name;
+  if (compute != CUBLAS_COMPUTE_32F && compute != CUBLAS_COMPUTE_64F) text += " compute " + std::to_string(compute);
+  if (scale_a != kUnscaled || scale_b != kUnscaled) {
+    text += " scales " + std::to_string(scale_a) + "," + std::to_string(scale_b);
+  }
+  for (const auto& [is_so, word] : {std::pair(has_c, " C"), std::pair(is_in_place, " in place"),
+                                    std::pair(c_is_nan, " of NaN"), std::pair(has_scale_c, " scale C"),
+                                    std::pair(has_scale_d, " scale D"), std::pair(has_amax, " amax"),
+                                    std::pair(workspace == Workspace::kPlain, " plain workspace")}) {
+    if (is_so) text += word;
+  }
+  return variant.empty() ? text : text + ", " + variant;
+}
+
+Case make_case(const char* topic, Pattern pattern, int nranks, cudaDataType_t in, cudaDataType_t out) {
+  Case c;
+  c.topic = topic;
+  c.pattern = pattern;
+  c.p = nranks;
+  // Divided by up to 4 ranks and by every grid of them; no two alike, so that a confusion shows.
+  c.m = 24, c.n = 16, c.k = 32;
+  if (pattern == Pattern::kCyclic) c.m = 23, c.n = 31, c.k = 18;
+  c.in = c.in_b = in;
+  c.out = c.c_type = c.bias_type = out;
+  c.compute = in == CUDA_R_8I ? CUBLAS_COMPUTE_32I : is_double(in) ? CUBLAS_COMPUTE_64F : CUBLAS_COMPUTE_32F;
+  return c;
+}
+
+void add_products(int nranks, const Add& add) {
+  for (const auto& [in, out] : kTypes) {
+    for (Case c : layouts("product", nranks, in, out)) {
+      add_transposed(c, add);
+      c.has_c = true;
+      c.alpha = 2, c.beta = -1;
+      set_transposition(&c, CUBLAS_OP_T, CUBLAS_OP_N);
+      add(c);
+      c.is_in_place = true;
+      add(c);
+    }
+  }
+  for (Case c : layouts("uneven", nranks, CUDA_R_32F, CUDA_R_32F)) {
+    c.m = 13, c.n = 11, c.k = 17;
+    if (nranks > 1 && c.pattern != Pattern::kCyclic) add_transposed(c, add);
+  }
+}
+
+void add_epilogs(int nranks, const Add& add) {
+  for (const auto& [in, out] : kTypes) {
+    if (facts(in).is_complex) continue;
+    for (Case c : layouts("epilog", nranks, in, out)) {
+      if (c.pattern == Pattern::kCyclic || (c.pattern == Pattern::kGrid && c.p != c.q)) continue;
+      for (int epilog : kEpilogs) {
+        c.epilog = epilog;
+        c.capability = c.pattern == Pattern::kGrid && nranks > 1 ? "grid_epilogs" : "";
+        const bool sums_a = epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADA, sums_b = epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADB;
+        for (cublasOperation_t a : {CUBLAS_OP_N, CUBLAS_OP_T}) {
+          for (cublasOperation_t b : {CUBLAS_OP_N, CUBLAS_OP_T}) {
+            if ((sums_a && a != CUBLAS_OP_N) || (sums_b && b != CUBLAS_OP_T)) continue;
+            set_transposition(&c, a, b);
+            add(c);
+          }
+        }
+      }
+      c.epilog = CUBLASMP_MATMUL_EPILOGUE_RELU_AUX_BIAS;
+      c.has_c = true, c.alpha = 2, c.beta = -1;
+      set_transposition(&c, CUBLAS_OP_T, CUBLAS_OP_N);
+      add(c);
+    }
+  }
+}
+
+namespace {
+
+// In units of what the types demand of each rank's part: different multiples, so that a confusion shows.
+Case narrow_case(Pattern pattern, int nranks, cudaDataType_t in, cudaDataType_t out, int64_t outer, int64_t k) {
+  Case c = make_case("narrow", pattern, nranks, in, out);
+  c.m = 2 * outer * nranks, c.n = outer * nranks, c.k = 2 * k * nranks;
+  c.trans_a = CUBLAS_OP_T;
+  const bool stores_narrow = facts(out).is_narrow;
+  c.c_type = stores_narrow ? CUDA_R_16F : out;
+  c.bias_type = stores_narrow ? CUDA_R_16F : out == CUDA_R_32F ? CUDA_R_16BF : out;
+  return c;
+}
+
+void add_float8(Pattern pattern, int nranks, const Add& add) {
+  constexpr std::pair<cudaDataType_t, cudaDataType_t> kPairs[] = {{CUDA_R_8F_E4M3, CUDA_R_8F_E4M3},
+                                                                  {CUDA_R_8F_E4M3, CUDA_R_8F_E5M2},
+                                                                  {CUDA_R_8F_E5M2, CUDA_R_8F_E4M3}};
+  for (const auto& [a, b] : kPairs) {
+    for (cudaDataType_t out : {CUDA_R_16F, CUDA_R_16BF, CUDA_R_32F, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2}) {
+      if (out == CUDA_R_8F_E5M2 && a == b) continue;
+      Case c = narrow_case(pattern, nranks, a, out, 16, 16);
+      c.in_b = b;
+      add(c);
+      c.scale_a = c.scale_b = CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32;
+      c.has_scale_d = c.has_amax = facts(out).is_narrow;
+      add(c);
+      c.has_c = true, c.beta = -1, c.has_scale_c = facts(out).is_narrow;
+      add(c);
+    }
+  }
+  for (int epilog : {4, 2, 6, 130, 134, 136, 160, 164}) {
+    Case c = narrow_case(pattern, nranks, CUDA_R_8F_E4M3, CUDA_R_16BF, 16, 16);
+    c.epilog = epilog;
+    add(c);
+  }
+}
+
+void add_scaled(Pattern pattern, int nranks, const Add& add) {
+  struct Kind {
+    int a, b;
+    cudaDataType_t in;
+    int64_t outer, k;
+    bool stores_narrow;
+  };
+  constexpr auto kVec16 = CUBLASMP_MATMUL_MATRIX_SCALE_VEC16_UE4M3, kVec32 = CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0,
+                 kOuter = CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32, kVec128 = CUBLASMP_MATMUL_MATRIX_SCALE_VEC128_FP32,
+                 kBlk128 = CUBLASMP_MATMUL_MATRIX_SCALE_BLK128x128_FP32;
+  const Kind kinds[] = {{kOuter, kOuter, CUDA_R_8F_E4M3, 16, 16, false},
+                        {kVec128, kVec128, CUDA_R_8F_E4M3, 16, 128, false},
+                        {kVec128, kBlk128, CUDA_R_8F_E4M3, 128, 128, false},
+                        {kBlk128, kVec128, CUDA_R_8F_E4M3, 128, 128, false},
+                        {kVec32, kVec32, CUDA_R_8F_E4M3, 128, 128, true},
+                        {kVec16, kVec16, CUDA_R_4F_E2M1, 128, 64, true}};
+  for (const Kind& kind : kinds) {
+    std::vector<cudaDataType_t> outs = {CUDA_R_16BF, CUDA_R_32F};
+    if (kind.stores_narrow) outs.push_back(kind.in);
+    for (cudaDataType_t out : outs) {
+      Case c = narrow_case(pattern, nranks, kind.in, out, kind.outer, kind.k);
+      if (kind.outer == 128) c.m = c.n = kind.outer * nranks, c.k = kind.k * nranks;  // the reference's time
+      c.scale_a = kind.a, c.scale_b = kind.b;
+      if (facts(out).is_narrow) c.d_out_scale = kind.a;
+      add(c);
+    }
+  }
+}
+
+}  // namespace
+
+void add_narrow(int nranks, const Add& add) {
+  const std::array<Pattern, 3> sharded = {Pattern::kAllGather, Pattern::kReduceScatter, Pattern::kAllReduce};
+  for (Pattern pattern : sharded) {
+    add_float8(pattern, nranks, add);
+    if (nranks < 4) add_scaled(pattern, nranks, add);  // four ranks add no form to two, and cubes of 512
+    Case c = narrow_case(pattern, nranks, CUDA_R_8I, CUDA_R_32I, 16, 16);
+    c.has_c = true, c.alpha = 2, c.beta = -1;
+    add(c);
+  }
+}
+
+void add_options(int nranks, const Add& add) {
+  for (Pattern pattern : {Pattern::kAllGather, Pattern::kReduceScatter, Pattern::kAllReduce}) {
+    const bool sums = pattern != Pattern::kAllGather;
+    Case c = make_case("option", pattern, nranks, CUDA_R_16BF, CUDA_R_16BF);
+    c.trans_a = CUBLAS_OP_T;
+    for (int algorithm : {1, 2, 3, 4, 5, 6}) {
+      if ((algorithm == CUBLASMP_MATMUL_ALGO_TYPE_SPLIT_MULTICAST && !sums) ||
+          (algorithm == CUBLASMP_MATMUL_ALGO_TYPE_ATOMIC_MULTICAST && !sums) ||
+          (algorithm == CUBLASMP_MATMUL_ALGO_TYPE_FUSED && pattern != Pattern::kAllReduce)) {
+        continue;
+      }
+      c.variant = "algorithm " + std::to_string(algorithm);
+      c.settings = {{CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_ALGO_TYPE, algorithm}};
+      add(c);
+    }
+    c.variant = "8 multiprocessors communicate";
+    c.settings = {{CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMMUNICATION_SM_COUNT, 8}};
+    add(c);
+    for (cudaDataType_t type : {CUDA_R_16BF, CUDA_R_32F}) {
+      if (!sums || nranks == 1) continue;
+      c.variant = std::string("communicates ") + facts(type).name;
+      c.settings = {{CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMMUNICATION_TYPE, type}};
+      add(c);
+    }
+    c.variant = "", c.settings = {}, c.workspace = Workspace::kPlain;
+    add(c);
+    c.workspace = Workspace::kRegistered;
+    c.has_c = c.c_is_nan = true;
+    add(c);
+    c = make_case("option", pattern, nranks);
+    c.trans_a = CUBLAS_OP_T;
+    for (int compute : {69, 74, 75, 77, 78}) {
+      c.compute = static_cast<cublasComputeType_t>(compute);
+      add(c);
+    }
+    c = make_case("option", pattern, nranks, CUDA_R_64F, CUDA_R_64F);
+    c.trans_a = CUBLAS_OP_T;
+    for (int compute : {71, 79}) {
+      c.compute = static_cast<cublasComputeType_t>(compute);
+      add(c);
+    }
+  }
+}
+
+std::vector<Case> all_cases(int nranks) {
+  std::vector<Case> cases;
+  const Add add = [&cases](const Case& c) { cases.push_back(c); };
+  for (auto part : {add_products, add_epilogs, add_narrow, add_options, add_refusals}) part(nranks, add);
+  return cases;
+}
+
+}  // namespace jaxmp::conformance

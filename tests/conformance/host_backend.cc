@@ -1,0 +1,84 @@
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+
+#include "csrc/hostmp/host.h"
+#include "tests/conformance/backend.h"
+
+namespace jaxmp::conformance {
+namespace {
+
+class HostRank final : public Rank {
+ public:
+  HostRank(hostmp::Group* group, hostmp::Rendezvous* rendezvous, int rank)
+      : group_(group), rendezvous_(rendezvous), rank_(rank) {}
+
+  abi::ncclComm_t comm() const override { return group_->comm(rank_); }
+
+  abi::cudaStream_t stream(int64_t number) override {
+    const auto done = [](void* context, const Status& status) {
+      auto* const self = static_cast<HostRank*>(context);
+      std::lock_guard<std::mutex> lock(self->mutex_);
+      self->status_ = status;
+      self->is_done_ = true;
+      self->wake_.notify_all();
+    };
+    is_done_ = false;
+    stream_ = {rendezvous_, number, 0, nullptr, done, this};
+    return hostmp::as_stream(&stream_);
+  }
+
+  void give_up(const std::string& why) override {
+    hostmp::fail(stream_, rank_, group_->nranks(), InvalidArgument(why));
+  }
+
+  Status synchronize() override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    wake_.wait(lock, [this] { return is_done_; });
+    return status_;
+  }
+
+  void* allocate(size_t bytes) override { return std::aligned_alloc(64, (bytes + 63) / 64 * 64); }
+  void release(void* memory) override { std::free(memory); }
+  Status write(void* to, const void* from, size_t bytes) override { return copy(to, from, bytes); }
+  Status read(void* to, const void* from, size_t bytes) override { return copy(to, from, bytes); }
+
+ private:
+  static Status copy(void* to, const void* from, size_t bytes) {
+    std::memcpy(to, from, bytes);
+    return {};
+  }
+
+  hostmp::Group* group_;
+  hostmp::Rendezvous* rendezvous_;
+  int rank_;
+  hostmp::Stream stream_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  bool is_done_ = false;
+  Status status_;
+};
+
+class HostBackend final : public Backend {
+ public:
+  explicit HostBackend(int nranks) : group_(nranks) {}
+  const MpApi& api() const override { return host_api(); }
+  StatusOr<std::unique_ptr<Rank>> make_rank(int rank) override {
+    return std::unique_ptr<Rank>(std::make_unique<HostRank>(&group_, &rendezvous_, rank));
+  }
+  size_t workspace_bytes() const override { return size_t{8} << 20; }
+
+ private:
+  hostmp::Group group_;
+  hostmp::Rendezvous rendezvous_;
+};
+
+}  // namespace
+
+StatusOr<std::unique_ptr<Backend>> make_host_backend(int nranks, const std::string& blas) {
+  JAXMP_RETURN_IF_ERROR(hostmp::load_blas(blas.c_str(), ""));
+  return std::unique_ptr<Backend>(std::make_unique<HostBackend>(nranks));
+}
+
+}  // namespace jaxmp::conformance

@@ -1,0 +1,84 @@
+// A rank's memory for one case: what is written ahead of the call, and what is found there after it.
+#ifndef JAXMP_TESTS_CONFORMANCE_MEMORY_H_
+#define JAXMP_TESTS_CONFORMANCE_MEMORY_H_
+
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "tests/conformance/backend.h"
+#include "tests/conformance/case.h"
+
+namespace jaxmp::conformance {
+
+constexpr size_t kMargin = 256;
+constexpr char kCanary = static_cast<char>(0xa5);
+
+// Bytes between two margins, everything set to the canary at first: what is not written stays recognisable.
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(Rank* rank, size_t bytes)
+      : rank_(rank), before_(bytes + 2 * kMargin, kCanary), data_(static_cast<char*>(rank->allocate(before_.size()))) {}
+  ~Buffer() {
+    if (data_) rank_->release(data_);
+  }
+  Buffer(Buffer&& other) noexcept { *this = std::move(other); }
+  Buffer& operator=(Buffer&& other) noexcept {
+    std::swap(rank_, other.rank_);
+    std::swap(before_, other.before_);
+    std::swap(after_, other.after_);
+    std::swap(data_, other.data_);
+    return *this;
+  }
+
+  // On the device; null where the case has no such buffer.
+  char* get() const { return data_ ? data_ + kMargin : nullptr; }
+  bool is_missing() const { return !data_ && !before_.empty(); }
+  // On the host: what goes there, and, once read, what was found.
+  char* before() { return before_.data() + kMargin; }
+  const char* after() const { return after_.data() + kMargin; }
+
+  Status write() const { return data_ ? rank_->write(data_, before_.data(), before_.size()) : Status(); }
+  Status read() {
+    after_.resize(before_.size());
+    return data_ ? rank_->read(after_.data(), data_, after_.size()) : Status();
+  }
+  bool is_untouched() const { return before_ == after_; }
+  bool margins_are_intact() const {
+    const size_t end = before_.size() - (before_.empty() ? 0 : kMargin);
+    for (size_t i = 0; i < before_.size(); ++i) {
+      if ((i < kMargin || i >= end) && after_[i] != kCanary) return false;
+    }
+    return true;
+  }
+
+ private:
+  Rank* rank_ = nullptr;
+  std::vector<char> before_, after_;
+  char* data_ = nullptr;
+};
+
+// Element `index` of an array of any type; those of 4 bits lie two in a byte, the first in the low half.
+inline Number get_element(cudaDataType_t type, const char* data, int64_t index) {
+  if (type != CUDA_R_4F_E2M1) return test::decode(type, data + index * facts(type).bytes);
+  float pair[2];
+  hostmp::decode(type, data + index / 2, 2, pair);
+  return pair[index % 2];
+}
+
+inline void put_element(cudaDataType_t type, Number value, char* data, int64_t index) {
+  if (type != CUDA_R_4F_E2M1) return test::encode(type, value, data + index * facts(type).bytes);
+  float pair[2];
+  hostmp::decode(type, data + index / 2, 2, pair);
+  pair[index % 2] = static_cast<float>(value.real());
+  hostmp::encode(type, pair, 2, data + index / 2);
+}
+
+inline size_t bytes_of(cudaDataType_t type, int64_t elements) {
+  return static_cast<size_t>((elements * facts(type).bits + 7) / 8);
+}
+
+}  // namespace jaxmp::conformance
+
+#endif  // JAXMP_TESTS_CONFORMANCE_MEMORY_H_

@@ -1,0 +1,210 @@
+// Numbers of any type, and where the elements of a distributed matrix lie: element by element, from the definitions.
+#ifndef JAXMP_TESTS_PLACEMENT_H_
+#define JAXMP_TESTS_PLACEMENT_H_
+
+#include <algorithm>
+#include <complex>
+#include <cstdint>
+#include <cstring>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "csrc/cublasmp_abi.h"
+#include "csrc/hostmp/elementwise.h"
+#include "csrc/hostmp/narrow.h"
+#include "csrc/hostmp/types.h"
+
+namespace jaxmp::test {
+
+using namespace abi;  // NOLINT: cuBLASMp's own names
+using Number = std::complex<double>;
+using hostmp::facts;
+
+// ---- numbers of any type
+
+inline Number decode(cudaDataType_t type, const char* from) {
+  const auto read = [from](auto value) {
+    std::memcpy(&value, from, sizeof(value));
+    return value;
+  };
+  float wide = 0;
+  switch (type) {
+    case CUDA_R_32F:
+      return read(float{});
+    case CUDA_R_64F:
+      return read(double{});
+    case CUDA_C_32F:
+      return Number(read(std::complex<float>{}));
+    case CUDA_C_64F:
+      return read(Number{});
+    case CUDA_R_16BF: {
+      const auto value = read(hostmp::BFloat16{});
+      hostmp::widen(&value, &wide, 1);
+      return wide;
+    }
+    case CUDA_R_32I:
+      return Number(read(int32_t{}));
+    case CUDA_R_8F_E4M3:
+    case CUDA_R_8F_E5M2:
+    case CUDA_R_8I:
+      hostmp::decode(type, from, 1, &wide);
+      return wide;
+    default: {
+      const auto value = read(hostmp::Float16{});
+      hostmp::widen(&value, &wide, 1);
+      return wide;
+    }
+  }
+}
+
+inline void encode(cudaDataType_t type, Number number, char* to) {
+  const auto write = [to](auto value) { std::memcpy(to, &value, sizeof(value)); };
+  const auto real = static_cast<float>(number.real());
+  hostmp::BFloat16 bf16;
+  hostmp::Float16 f16;
+  switch (type) {
+    case CUDA_R_32F:
+      return write(real);
+    case CUDA_R_64F:
+      return write(number.real());
+    case CUDA_C_32F:
+      return write(std::complex<float>(number));
+    case CUDA_C_64F:
+      return write(number);
+    case CUDA_R_16BF:
+      hostmp::narrow(&real, &bf16, 1);
+      return write(bf16);
+    case CUDA_R_32I:
+      return write(static_cast<int32_t>(number.real()));
+    case CUDA_R_8I:
+      return write(static_cast<int8_t>(number.real()));
+    case CUDA_R_8F_E4M3:
+    case CUDA_R_8F_E5M2:
+      return hostmp::encode(type, &real, 1, to);
+    default:
+      hostmp::narrow(&real, &f16, 1);
+      return write(f16);
+  }
+}
+
+struct Matrix {
+  int64_t rows = 0, cols = 0;
+  std::vector<Number> values;  // column-major
+
+  Matrix() = default;
+  Matrix(int64_t rows, int64_t cols) : rows(rows), cols(cols), values(static_cast<size_t>(rows * cols)) {}
+  Number& at(int64_t i, int64_t j) { return values[static_cast<size_t>(i + j * rows)]; }
+  const Number& at(int64_t i, int64_t j) const { return values[static_cast<size_t>(i + j * rows)]; }
+};
+
+// ---- layouts, element by element, independent of hostmp's own arithmetic
+
+struct Grid {
+  int64_t nprow = 1, npcol = 1;
+  cublasMpGridLayout_t layout = CUBLASMP_GRID_LAYOUT_COL_MAJOR;
+};
+
+struct Layout {
+  Grid grid;
+  int64_t rows = 0, cols = 0, mb = 1, nb = 1, rsrc = 0, csrc = 0;
+
+  int64_t owner(int64_t i, int64_t j) const {
+    const int64_t p = (i / mb + rsrc) % grid.nprow, q = (j / nb + csrc) % grid.npcol;
+    return grid.layout == CUBLASMP_GRID_LAYOUT_COL_MAJOR ? p + q * grid.nprow : p * grid.npcol + q;
+  }
+  int64_t local_row(int64_t i) const { return i / mb / grid.nprow * mb + i % mb; }
+  int64_t local_col(int64_t j) const { return j / nb / grid.npcol * nb + j % nb; }
+  std::pair<int64_t, int64_t> local_shape(int64_t rank) const {
+    const bool by_col = grid.layout == CUBLASMP_GRID_LAYOUT_COL_MAJOR;
+    const int64_t p = by_col ? rank % grid.nprow : rank / grid.npcol;
+    const int64_t q = by_col ? rank / grid.nprow : rank % grid.npcol;
+    int64_t m = 0, n = 0;
+    for (int64_t i = 0; i < rows; ++i) m += (i / mb + rsrc) % grid.nprow == p;
+    for (int64_t j = 0; j < cols; ++j) n += (j / nb + csrc) % grid.npcol == q;
+    return {m, n};
+  }
+};
+
+enum class Pattern { kLocal, kAllGather, kReduceScatter, kAllReduce, kGrid, kCyclic };
+constexpr const char* kPatternNames[] = {"local", "all-gather", "reduce-scatter", "all-reduce", "grid", "cyclic"};
+
+struct Case {
+  Pattern pattern = Pattern::kLocal;
+  int p = 1, q = 1;  // q for kGrid and kCyclic
+  int64_t m = 1, n = 1, k = 1;
+  cublasOperation_t trans_a = CUBLAS_OP_N, trans_b = CUBLAS_OP_N;
+  cudaDataType_t in = CUDA_R_32F, out = CUDA_R_32F;
+  int epilog = 0;
+  bool has_c = false, is_in_place = false;
+  Number alpha = 1, beta = 0;
+  int64_t extra_ld = 0;
+  cublasComputeType_t single = CUBLAS_COMPUTE_32F;  // the compute type of all but f64 and c128
+
+  int nranks() const { return p * q; }
+  std::string name() const {
+    const char ops[] = "NTC";
+    return std::string(kPatternNames[static_cast<int>(pattern)]) + " " + std::to_string(p) + "x" + std::to_string(q) +
+           " m=" + std::to_string(m) + " n=" + std::to_string(n) + " k=" + std::to_string(k) + " " + ops[trans_a] +
+           ops[trans_b] + " " + facts(in).name + "->" + facts(out).name + " epilog " + std::to_string(epilog);
+  }
+};
+
+struct Layouts {
+  Layout a, b, d;
+};
+
+inline int64_t part(int64_t extent, int64_t parts) { return std::max<int64_t>(1, (extent + parts - 1) / parts); }
+
+// cuBLASMp's layouts for the pattern, in terms of op(A), op(B), D; then stored transposed where asked for.
+inline Layouts layouts_of(const Case& c) {
+  const Grid column{c.nranks(), 1, CUBLASMP_GRID_LAYOUT_COL_MAJOR}, row{1, c.nranks(), CUBLASMP_GRID_LAYOUT_ROW_MAJOR};
+  const Grid both{c.p, c.q, CUBLASMP_GRID_LAYOUT_COL_MAJOR};
+  const int64_t P = c.nranks(), m = std::max<int64_t>(1, c.m), n = std::max<int64_t>(1, c.n);
+  const int64_t k = std::max<int64_t>(1, c.k);
+  // Rows and columns of op(A), op(B), D, and how each is split: grid for plain, grid for transposed, block of both.
+  struct Spec {
+    Grid plain, transposed;
+    int64_t rows = 0, cols = 0, row_block = 1, col_block = 1, rsrc = 0, csrc = 0;
+  };
+  Spec a, b, d;
+  switch (c.pattern) {
+    case Pattern::kLocal:
+    case Pattern::kAllGather:
+      a = {column, row, c.m, c.k, part(m, P), k, 0, 0};
+      b = {row, column, c.k, c.n, k, part(n, P), 0, 0};
+      d = {column, column, c.m, c.n, part(m, P), part(n, P), 0, 0};
+      break;
+    case Pattern::kReduceScatter:
+      a = {row, column, c.m, c.k, m, part(k, P), 0, 0};
+      b = {column, row, c.k, c.n, part(k, P), part(n, P), 0, 0};
+      d = {row, row, c.m, c.n, m, part(n, P), 0, 0};
+      break;
+    case Pattern::kAllReduce:
+      a = {row, column, c.m, c.k, m, part(k, P), 0, 0};
+      b = {column, row, c.k, c.n, part(k, P), n, 0, 0};
+      d = {row, row, c.m, c.n * P, m, n, 0, 0};
+      break;
+    case Pattern::kGrid: {
+      const bool ta = c.trans_a != CUBLAS_OP_N, tb = c.trans_b != CUBLAS_OP_N;
+      a = {both, both, c.m, c.k, part(m, ta ? c.q : c.p), part(k, ta ? c.p : c.q), 0, 0};
+      b = {both, both, c.k, c.n, part(k, tb ? c.q : c.p), part(n, tb ? c.p : c.q), 0, 0};
+      d = {both, both, c.m, c.n, part(m, c.p), part(n, c.q), 0, 0};
+      break;
+    }
+    case Pattern::kCyclic:  // blocks of 3, 5 and 2, first blocks away from rank 0
+      a = {both, both, c.m, c.k, 3, 2, c.p - 1, 0};
+      b = {both, both, c.k, c.n, 2, 5, 0, c.q - 1};
+      d = {both, both, c.m, c.n, 3, 5, c.p - 1, c.q - 1};
+      break;
+  }
+  const auto store = [](const Spec& s, bool transposed) {
+    if (!transposed) return Layout{s.plain, s.rows, s.cols, s.row_block, s.col_block, s.rsrc, s.csrc};
+    return Layout{s.transposed, s.cols, s.rows, s.col_block, s.row_block, 0, 0};
+  };
+  return {store(a, c.trans_a != CUBLAS_OP_N), store(b, c.trans_b != CUBLAS_OP_N), store(d, false)};
+}
+
+}  // namespace jaxmp::test
+
+#endif  // JAXMP_TESTS_PLACEMENT_H_
