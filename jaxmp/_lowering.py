@@ -134,7 +134,9 @@ def _choose_on_cuda(spec: MatmulSpec, operands: tuple) -> Choice:
     why = _native.why_no_cublasmp()
     if why and is_asked:
         raise RuntimeError(f'implementation="cublasmp": {why}')
-    return Choice("xla", why) if why else Choice("cublasmp", "asked for" if is_asked else "CUDA devices, cuBLASMp is open")
+    return (
+        Choice("xla", why) if why else Choice("cublasmp", "asked for" if is_asked else "CUDA devices, cuBLASMp is open")
+    )
 
 
 def host_capabilities() -> Capabilities:
@@ -373,9 +375,7 @@ def _rule(platform: str, is_multiple: bool):
             if choice.implementation == "host":
                 outputs = _fused_matmul(a, b, *extra, spec=spec, capabilities=host_capabilities())
             elif choice.implementation == "cublasmp" and 0 not in (*a.shape, *b.shape):
-                outputs = _fused_matmul(
-                    a, b, *extra, spec=spec, capabilities=cublasmp_capabilities(), devices=devices
-                )
+                outputs = _fused_matmul(a, b, *extra, spec=spec, capabilities=cublasmp_capabilities(), devices=devices)
             elif spec.is_invariant:
                 a, b = site.roll_call(spec, a, b, [a, b]) if site else (a, b)
                 outputs = _gathered_matmul(a, b, *extra, spec=spec)
