@@ -318,7 +318,7 @@ def _custom_call(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...] = ()):
     if spec.nranks > 1:
         # Which device of the mesh this is: the call's own way to know its rank, on any device assignment.
         operands.append(lax.axis_index(tuple(name for name, _ in spec.mesh)).astype(jnp.int32))
-    with jax.enable_x64(True):  # attributes are 64-bit
+    with jax.enable_x64(True), jax.named_scope(profile_name(spec, a, b)):  # attributes are 64-bit
         call = jax.ffi.ffi_call(_native.TARGET, [stored[name] for name in names], input_output_aliases=_aliases(spec))
         outputs = call(*operands, **call_attributes(spec, a, b, devices))
     if spec.cyclic:
@@ -331,6 +331,14 @@ def _custom_call(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...] = ()):
         ),
     }
     return [final.get(name, lambda x: x)(x) for name, x in zip(names, outputs, strict=True)]
+
+
+def profile_name(spec: MatmulSpec, a, b) -> str:
+    """The range of a call in profiles and in HLO metadata: pattern, global m x k x n, types, level, kernel."""
+    m, n, k = global_extents(spec, a.shape, b.shape)
+    types = f"{_DTYPES[a.dtype.name]}*{_DTYPES[b.dtype.name]}->{_DTYPES[np.dtype(spec.out_dtype).name]}"
+    kernel = "one order of sums" if spec.is_invariant else _native.kernel_of(_DTYPES[a.dtype.name])
+    return f"jaxmp {spec.pattern.value} {m}x{k}x{n} {types} {spec.determinism} ({kernel})"
 
 
 def _as_stored(name: str, x):
