@@ -34,7 +34,10 @@
   X(StreamGetCtx)                 \
   X(EventCreate)                  \
   X(EventRecord)                  \
-  X(EventQuery)
+  X(EventQuery)                   \
+  X(ModuleLoadData)               \
+  X(ModuleGetFunction)            \
+  X(LaunchKernel)
 
 #define JAXMP_NCCL_FUNCTIONS(X) \
   X(GetVersion)                 \
@@ -60,6 +63,7 @@ enum CUresult : int {
   CUDA_ERROR_NO_DEVICE = 100,
   CUDA_ERROR_INVALID_CONTEXT = 201,
   CUDA_ERROR_NOT_READY = 600,
+  CUDA_ERROR_LAUNCH_FAILED = 719,
   CUDA_ERROR_UNKNOWN = 999,
 };
 
@@ -68,8 +72,12 @@ enum CUstream_flags : int { CU_STREAM_DEFAULT = 0, CU_STREAM_NON_BLOCKING = 1 };
 
 struct CUctx_st;
 struct CUevent_st;
+struct CUmod_st;
+struct CUfunc_st;
 using CUcontext = CUctx_st*;
 using CUevent = CUevent_st*;
+using CUmodule = CUmod_st*;
+using CUfunction = CUfunc_st*;
 using CUstream = cudaStream_t;
 using CUdevice = int;
 using CUdeviceptr = unsigned long long;  // NOLINT: the header's own type
@@ -97,6 +105,11 @@ CUresult cuStreamGetCtx(CUstream hStream, CUcontext* pctx);
 CUresult cuEventCreate(CUevent* phEvent, unsigned int Flags);
 CUresult cuEventRecord(CUevent hEvent, CUstream hStream);
 CUresult cuEventQuery(CUevent hEvent);
+CUresult cuModuleLoadData(CUmodule* module, const void* image);
+CUresult cuModuleGetFunction(CUfunction* hfunc, CUmodule hmod, const char* name);
+CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ,
+                        unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ,
+                        unsigned int sharedMemBytes, CUstream hStream, void** kernelParams, void** extra);
 
 // NCCL.
 

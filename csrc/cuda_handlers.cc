@@ -99,7 +99,8 @@ Status RunOnSeat(CudaSite& site, int seat, const Buffers& buffers, abi::CUstream
   JAXMP_RETURN_IF_ERROR(ZeroResults(plan, buffers, stream));
   JAXMP_RETURN_IF_ERROR(watch.Begin(stream));
   JAXMP_RETURN_IF_ERROR(plan.Run(seat, *slot, buffers, stream));
-  return watch.End(stream);
+  JAXMP_RETURN_IF_ERROR(watch.End(stream));
+  return cuda::CheckAlive();  // an abort while the host was in there has not seen this call on the stream
 }
 
 Status ExecuteOnSeat(CudaSite& site, int seat, int ordinal, abi::CUcontext context, const Buffers& buffers,

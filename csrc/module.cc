@@ -159,8 +159,10 @@ StatusOr<std::string> CallPython(const nb::object& function, const std::string& 
   const nb::gil_scoped_acquire acquired;
   try {
     const nb::object bytes = value ? nb::object(nb::bytes(value->data(), value->size())) : nb::none();
-    const nb::bytes result = nb::cast<nb::bytes>(function(key, bytes, timeout));
-    return std::string(result.c_str(), result.size());
+    const nb::object result = function(key, bytes, timeout);
+    if (nb::bytes read; nb::try_cast(result, read)) return std::string(read.c_str(), read.size());
+    const std::string type = nb::cast<std::string>(result.type().attr("__name__"));
+    return InvalidArgument("exchange: " + key + ": expected bytes, the callback returned " + type);
   } catch (nb::python_error& error) {
     return FailedPrecondition(nb::str(error.value()).c_str());
   } catch (const std::exception& error) {
@@ -199,6 +201,16 @@ int StartRelayTo(const std::string& host, const std::string& port) {
   return *relay;
 }
 
+nb::bytes CallExchange(const std::string& key, const std::optional<nb::bytes>& value, double timeout) {
+  const std::string text = value ? std::string(value->c_str(), value->size()) : "";
+  StatusOr<std::string> result = [&] {
+    const nb::gil_scoped_release released;
+    return cuda::CallExchange(key, value ? &text : nullptr, timeout);
+  }();
+  if (!result.ok()) throw std::runtime_error(result.status().message());
+  return nb::bytes(result->data(), result->size());
+}
+
 }  // namespace
 }  // namespace jaxmp
 
@@ -226,6 +238,7 @@ NB_MODULE(_jaxmp, m) {
   m.def("set_cublasmp_log", &cuda::SetLogging, nb::arg("is_on"));
   m.def("cublasmp_log", &cuda::TakeLog);
   m.def("set_exchange", &SetExchange, nb::arg("function").none());
+  m.def("exchange", &CallExchange, nb::arg("key"), nb::arg("value").none(), nb::arg("timeout"));
   m.def("set_timeout", &cuda::SetTimeout, nb::arg("seconds"));
   m.def("cuda_failure", &cuda::Failure);
   m.def("start_roll_call", &StartRollCallWith, nb::arg("process"), nb::arg("sockets"), nb::arg("timeout"),

@@ -4,10 +4,16 @@ A sum over devices is rounded in another order on another number of them, so los
 larger machine can be compared with one on a smaller. With determinism="topology" a product has the bits of one device
 on any mesh, and so have its gradients. What stands between the products here has them by itself: relu selects, the
 logits are whole on every device where the loss is taken, and the learning rate is a power of two.
+
+At the end it shows which kernels ran: every call is a named range in JAX's profiles.
 """
 
+import collections
 import functools
 import itertools
+import pathlib
+import re
+import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -40,20 +46,61 @@ def step(params, x, labels, level):
     return jax.tree.map(lambda p, g: p - RATE * g, params, grads), loss
 
 
+def make_mesh(ndevices):
+    return jax.make_mesh((ndevices,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:ndevices])
+
+
+def place(mesh, params, x, labels):
+    params = [jax.device_put(w, NamedSharding(mesh, spec)) for w, spec in zip(params, WEIGHTS, strict=True)]
+    return (
+        params,
+        jax.device_put(x, NamedSharding(mesh, P("x", None))),
+        jax.device_put(labels, NamedSharding(mesh, P())),
+    )
+
+
 def train(ndevices, level, params, x, labels):
     """The loss of every step, and the weights at the end."""
-    mesh = jax.make_mesh((ndevices,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:ndevices])
+    mesh = make_mesh(ndevices)
     with jax.set_mesh(mesh):
-        params = [jax.device_put(w, NamedSharding(mesh, spec)) for w, spec in zip(params, WEIGHTS, strict=True)]
-        x, labels = (
-            jax.device_put(x, NamedSharding(mesh, P("x", None))),
-            jax.device_put(labels, NamedSharding(mesh, P())),
-        )
+        params, x, labels = place(mesh, params, x, labels)
         losses = []
         for _ in range(STEPS):
             params, loss = step(params, x, labels, level)
             losses.append(np.asarray(loss))  # waits: XLA's own collectives can block with many steps in flight
     return np.stack(losses), [np.asarray(w) for w in params]
+
+
+def kernel_times(program, run):
+    """For each jaxmp call of a compiled program: its range, how often it ran, and for how many seconds, on all devices.
+
+    A profile names the instructions of the program; the program says in which range each of them lies.
+    """
+    ranges = dict(re.findall(r'%(\S+) = .*custom_call_target="jaxmp_matmul".*op_name="[^"]*(jaxmp [^"/]+)/', program))
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            run()
+        profile = jax.profiler.ProfileData.from_file(str(next(pathlib.Path(folder).rglob("*.xplane.pb"))))
+        counts, seconds = collections.Counter(), collections.Counter()
+        for event in (event for plane in profile.planes for line in plane.lines for event in line.events):
+            if event.name in ranges and any(name == "hlo_op" for name, _ in event.stats):
+                counts[ranges[event.name]] += 1
+                seconds[ranges[event.name]] += event.duration_ns * 1e-9
+    return [(name, counts[name], time) for name, time in seconds.most_common()]
+
+
+def print_kernels(ndevices, level, *arrays):
+    mesh = make_mesh(ndevices)
+    with jax.set_mesh(mesh):
+        placed = place(mesh, *arrays)
+        compiled = step.lower(*placed, level).compile()
+        jax.block_until_ready(compiled(*placed))
+        rows = kernel_times(compiled.as_text(), lambda: jax.block_until_ready(compiled(*placed)))
+    print(f'One step with "{level}" on {ndevices} devices; times are of all devices together:')
+    print("   runs       us  call")
+    for name, count, time in rows:
+        print(f"  {count:5} {time * 1e6:8.0f}  {name}")
+    assert len(rows) >= len(WEIGHTS)
 
 
 def main():
@@ -76,6 +123,8 @@ def main():
             print(f"  {ndevices} devices: {same:2} of {STEPS} losses have the same bits, {weights_too}")
             assert level != "topology" or (same == STEPS and is_same)
     assert losses[-1] < losses[0] / 2
+    for level in ("run_to_run", "topology"):
+        print_kernels(4, level, params, x, labels)
 
 
 if __name__ == "__main__":

@@ -134,7 +134,9 @@ def _choose_on_cuda(spec: MatmulSpec, operands: tuple) -> Choice:
     why = _native.why_no_cublasmp()
     if why and is_asked:
         raise RuntimeError(f'implementation="cublasmp": {why}')
-    return Choice("xla", why) if why else Choice("cublasmp", "asked for" if is_asked else "CUDA devices, cuBLASMp is open")
+    return (
+        Choice("xla", why) if why else Choice("cublasmp", "asked for" if is_asked else "CUDA devices, cuBLASMp is open")
+    )
 
 
 def host_capabilities() -> Capabilities:
@@ -316,7 +318,7 @@ def _custom_call(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...] = ()):
     if spec.nranks > 1:
         # Which device of the mesh this is: the call's own way to know its rank, on any device assignment.
         operands.append(lax.axis_index(tuple(name for name, _ in spec.mesh)).astype(jnp.int32))
-    with jax.enable_x64(True):  # attributes are 64-bit
+    with jax.enable_x64(True), jax.named_scope(profile_name(spec, a, b)):  # attributes are 64-bit
         call = jax.ffi.ffi_call(_native.TARGET, [stored[name] for name in names], input_output_aliases=_aliases(spec))
         outputs = call(*operands, **call_attributes(spec, a, b, devices))
     if spec.cyclic:
@@ -329,6 +331,14 @@ def _custom_call(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...] = ()):
         ),
     }
     return [final.get(name, lambda x: x)(x) for name, x in zip(names, outputs, strict=True)]
+
+
+def profile_name(spec: MatmulSpec, a, b) -> str:
+    """The range of a call in profiles and in HLO metadata: pattern, global m x k x n, types, level, kernel."""
+    m, n, k = global_extents(spec, a.shape, b.shape)
+    types = f"{_DTYPES[a.dtype.name]}*{_DTYPES[b.dtype.name]}->{_DTYPES[np.dtype(spec.out_dtype).name]}"
+    kernel = "one order of sums" if spec.is_invariant else _native.kernel_of(_DTYPES[a.dtype.name])
+    return f"jaxmp {spec.pattern.value} {m}x{k}x{n} {types} {spec.determinism} ({kernel})"
 
 
 def _as_stored(name: str, x):
@@ -373,9 +383,7 @@ def _rule(platform: str, is_multiple: bool):
             if choice.implementation == "host":
                 outputs = _fused_matmul(a, b, *extra, spec=spec, capabilities=host_capabilities())
             elif choice.implementation == "cublasmp" and 0 not in (*a.shape, *b.shape):
-                outputs = _fused_matmul(
-                    a, b, *extra, spec=spec, capabilities=cublasmp_capabilities(), devices=devices
-                )
+                outputs = _fused_matmul(a, b, *extra, spec=spec, capabilities=cublasmp_capabilities(), devices=devices)
             elif spec.is_invariant:
                 a, b = site.roll_call(spec, a, b, [a, b]) if site else (a, b)
                 outputs = _gathered_matmul(a, b, *extra, spec=spec)

@@ -192,6 +192,11 @@ def blas_info() -> dict[str, str]:
     return extension().blas_info()
 
 
+def kernel_of(dtype: str) -> str:
+    """What multiplies operands of this type (the custom call's name of it) on the host, for people to read."""
+    return blas_info().get(dtype, "decoded to bf16")
+
+
 def extension() -> Any:
     """The extension module, loaded, checked and configured on the first call."""
     global _loaded

@@ -205,6 +205,14 @@ def test_the_gradient_of_an_mlp():
     assert not other_products_of(text)
 
 
+def test_a_profile_names_what_a_call_computes():
+    a, b = np.ones((6, 4), np.float32), np.ones((4, 5), np.float32)
+    for level, kernel in (("run_to_run", _native.kernel_of("f32")), ("topology", "one order of sums")):
+        text = compiled_text(lambda a, b, level=level: jaxmp.matmul(a, b, determinism=level), a, b)
+        call = next(line for line in text.splitlines() if f'custom_call_target="{_native.TARGET}"' in line)
+        assert f"/jaxmp local 6x4x5 f32*f32->f32 {level} ({kernel})/" in call
+
+
 def test_a_call_whose_result_is_not_used_is_removed():
     """Pure primitives: dead calls go, and equal calls are one."""
     cases.require(None)

@@ -55,15 +55,6 @@ State& state() {
   return *only;
 }
 
-StatusOr<std::string> Call(const std::string& key, const std::string* value, double timeout) {
-  std::shared_ptr<const Exchange> exchange;
-  {
-    std::lock_guard<std::mutex> lock(state().mutex);
-    exchange = state().exchange;
-  }
-  return exchange ? (*exchange)(key, value, timeout) : state().table(key, value, timeout);
-}
-
 std::string KeyOf(const std::string& key, int rank) { return key + "/" + std::to_string(rank); }
 
 std::string Text(double seconds) {
@@ -78,7 +69,7 @@ Status AwaitOthers(const std::string& key, int nranks) {
   const auto start = Clock::now();
   for (int rank = 1; rank < nranks; ++rank) {
     const std::chrono::duration<double> spent = Clock::now() - start;
-    const StatusOr<std::string> came = Call(KeyOf(key, rank), nullptr, std::max(0.0, timeout - spent.count()));
+    const StatusOr<std::string> came = CallExchange(KeyOf(key, rank), nullptr, std::max(0.0, timeout - spent.count()));
     if (came.ok()) continue;
     return FailedPrecondition("jaxmp: rank " + std::to_string(rank) + " of " + std::to_string(nranks) +
                               " did not come to its first call within " + Text(timeout) + " s (" +
@@ -96,9 +87,9 @@ StatusOr<std::string> MakeValue(const std::string& key, int nranks) {
 
 StatusOr<std::string> ReceiveValue(const std::string& key, int rank, int nranks) {
   const std::string here = "here";
-  JAXMP_RETURN_IF_ERROR(Call(KeyOf(key, rank), &here, Timeout()).status());
+  JAXMP_RETURN_IF_ERROR(CallExchange(KeyOf(key, rank), &here, Timeout()).status());
   // Rank 0 may come last, and then waits for others in its turn.
-  StatusOr<std::string> value = Call(key, nullptr, 2 * Timeout());
+  StatusOr<std::string> value = CallExchange(key, nullptr, 2 * Timeout());
   if (value.ok()) return value;
   return FailedPrecondition("jaxmp: rank 0 of " + std::to_string(nranks) + " did not open their communicator within " +
                             Text(2 * Timeout()) + " s (" + value.status().message() +
@@ -113,6 +104,15 @@ void SetExchange(Exchange exchange) {
   state().exchange.swap(shared);
 }
 
+StatusOr<std::string> CallExchange(const std::string& key, const std::string* value, double timeout) {
+  std::shared_ptr<const Exchange> exchange;
+  {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    exchange = state().exchange;
+  }
+  return exchange ? (*exchange)(key, value, timeout) : state().table(key, value, timeout);
+}
+
 void SetTimeout(double seconds) { state().timeout = seconds; }
 double Timeout() { return state().timeout; }
 
@@ -120,7 +120,7 @@ StatusOr<abi::ncclUniqueId> AgreeOnId(const std::string& key, int rank, int nran
   StatusOr<std::string> value = rank == 0 ? MakeValue(key, nranks) : ReceiveValue(key, rank, nranks);
   if (rank == 0 && nranks > 1) {
     const std::string published = value.ok() ? *value : kError + value.status().message();
-    JAXMP_RETURN_IF_ERROR(Call(key, &published, Timeout()).status());
+    JAXMP_RETURN_IF_ERROR(CallExchange(key, &published, Timeout()).status());
   }
   JAXMP_RETURN_IF_ERROR(value.status());
   if (value->empty() || value->front() == kError) return FailedPrecondition(value->substr(value->empty() ? 0 : 1));

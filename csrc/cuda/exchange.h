@@ -16,6 +16,9 @@ using Exchange = std::function<StatusOr<std::string>(const std::string& key, con
 // An empty function, as at the start: a table of this process, for groups whose ranks are all threads of it.
 void SetExchange(Exchange exchange);
 
+// The same through whatever is set.
+StatusOr<std::string> CallExchange(const std::string& key, const std::string* value, double timeout);
+
 // Seconds that a rank waits for its peers, here and in calls.
 void SetTimeout(double seconds);
 double Timeout();

@@ -54,7 +54,7 @@ void Member::Leave() {
 Status Member::Open(int ordinal, abi::CUcontext context) {
   ordinal_ = ordinal;
   JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.MemAlloc_v2(&scratch_, sizeof(int64_t)), "cuMemAlloc"));
-  JAXMP_ASSIGN_OR_RETURN(watch_, Watch::Make(context, Describe()));
+  JAXMP_ASSIGN_OR_RETURN(watch_, Watch::Make(context, Describe(), nranks_ > 1));
   return {};
 }
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstdlib>
 #include <sstream>
 #include <thread>
 #include <utility>
@@ -57,6 +58,7 @@ class Watchdog {
       failure_ = failure;  // first: calls that return because of the abort then know why
       watches = watches_;
     }
+    for (const std::shared_ptr<Watch>& watch : watches) watch->FailDevice();
     for (const std::shared_ptr<Watch>& watch : watches) watch->Abort();
   }
 
@@ -80,12 +82,15 @@ Status CheckAlive() {
   return FailedPrecondition(failure + "; the communicators of this process were aborted, start it again");
 }
 
-StatusOr<std::shared_ptr<Watch>> Watch::Make(abi::CUcontext context, std::string who) {
-  std::shared_ptr<Watch> watch(new Watch(context, std::move(who)));
+StatusOr<std::shared_ptr<Watch>> Watch::Make(abi::CUcontext context, std::string who, bool has_peers) {
+  std::shared_ptr<Watch> watch(new Watch(context, std::move(who), has_peers));
   for (abi::CUevent* event :
        {&watch->watched_.begin, &watch->watched_.end, &watch->latest_.begin, &watch->latest_.end}) {
     JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.EventCreate(event, abi::CU_EVENT_DISABLE_TIMING), "cuEventCreate"));
   }
+  StatusOr<std::unique_ptr<const Trap>> trap =
+      has_peers ? Trap::Make() : StatusOr<std::unique_ptr<const Trap>>(nullptr);
+  if (trap.ok()) watch->trap_ = std::move(*trap);
   if (!watchdog().Add(watch)) return CheckAlive();
   return watch;
 }
@@ -112,6 +117,7 @@ void Watch::Leave() {
 }
 
 Status Watch::Begin(abi::CUstream stream) {
+  if (!has_peers_) return {};
   abi::CUevent event;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -127,7 +133,7 @@ Status Watch::End(abi::CUstream stream) {
   std::lock_guard<std::mutex> lock(mutex_);
   last_end_ = latest_.end;
   last_stream_ = stream;
-  latest_.state = State::kQueued;
+  if (has_peers_) latest_.state = State::kQueued;
   latest_.call = call_;
   return {};
 }
@@ -184,6 +190,19 @@ std::string Watch::Poll() {
   const Clock::time_point now = Clock::now();
   std::string late = PollHost(now);
   return late.empty() ? PollDevice(now) : late;
+}
+
+bool Watch::IsOnDevice(const Span& span) const {
+  return span.state != State::kIdle && Loaded()->driver.EventQuery(span.end) != abi::CUDA_SUCCESS;
+}
+
+void Watch::FailDevice() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const CurrentContext current(context_);
+  if (!IsOnDevice(watched_) && !IsOnDevice(latest_)) return;
+  if (trap_ && trap_->Spring()) return;
+  std::fprintf(stderr, "jaxmp: the device of %s cannot be made to fail; ending the process\n", who_.c_str());
+  std::abort();
 }
 
 void Watch::Abort() {

@@ -1,9 +1,9 @@
 // Watches the ranks of this process while they wait for others, and frees them where that does not end.
 //
 // A thread polls every communicator for NCCL's asynchronous errors, and every rank for a call that has begun and does
-// not end: on the host, where it makes collective objects, or on its stream. On either it aborts all communicators of
-// the process: NCCL's kernels then return, and each later call fails with the reason. What the aborted call wrote is
-// undefined, and so is what followed it on the stream.
+// not end: on the host, where it makes collective objects, or on its stream. On either it fails the context of each
+// device that has a call on its stream, so that nobody takes what that call leaves behind for its result, and aborts
+// all communicators of the process, so that nobody waits. Each later call fails with the reason.
 #ifndef JAXMP_CUDA_WATCHDOG_H_
 #define JAXMP_CUDA_WATCHDOG_H_
 
@@ -12,6 +12,7 @@
 #include <mutex>
 #include <string>
 
+#include "csrc/cuda/trap.h"
 #include "csrc/cuda_abi.h"
 #include "csrc/status.h"
 
@@ -25,8 +26,8 @@ Status CheckAlive();
 // One rank's calls. Used by one thread at a time, and by the watchdog's.
 class Watch {
  public:
-  // `who` names the rank. The context must be current, here and in the calls below.
-  static StatusOr<std::shared_ptr<Watch>> Make(abi::CUcontext context, std::string who);
+  // `who` names the rank; one without peers waits for nobody. The context must be current, here and in the calls below.
+  static StatusOr<std::shared_ptr<Watch>> Make(abi::CUcontext context, std::string who, bool has_peers);
 
   // From here on the communicator is polled, and aborted where anything fails. An error: that has happened already.
   Status Adopt(abi::ncclComm_t comm);
@@ -42,8 +43,9 @@ class Watch {
   // Makes the stream wait for what the last call put on another one.
   Status Follow(abi::CUstream stream);
 
-  // The watchdog's turn; "" or what went wrong.
+  // The watchdog's turn: "" or what went wrong; then the two steps of an abort.
   std::string Poll();
+  void FailDevice();
   void Abort();
 
  private:
@@ -58,14 +60,18 @@ class Watch {
     Clock::time_point since;
   };
 
-  Watch(abi::CUcontext context, std::string who) : context_(context), who_(std::move(who)) {}
+  Watch(abi::CUcontext context, std::string who, bool has_peers)
+      : context_(context), who_(std::move(who)), has_peers_(has_peers) {}
   std::string PollHost(Clock::time_point now) const;
   std::string PollDevice(Clock::time_point now);
   std::string Late(const std::string& call, const char* where) const;
+  bool IsOnDevice(const Span& span) const;
 
   const abi::CUcontext context_;
   const std::string who_;
-  std::mutex mutex_;  // of everything below; never held in a collective
+  const bool has_peers_;
+  std::unique_ptr<const Trap> trap_;  // null without peers, and where the driver cannot compile it
+  std::mutex mutex_;                  // of everything below; never held in a collective
   abi::ncclComm_t comm_ = nullptr;
   std::shared_ptr<const std::string> call_;  // in its host part; null outside
   Clock::time_point entered_;

@@ -20,8 +20,9 @@ namespace {
 #define JAXMP_AMX __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 
 constexpr int64_t kStrip = 2 * kBlock;
-constexpr int64_t kDepth = 1024;  // deep enough for loading and storing the sums to matter little
-constexpr int64_t kWidth = 512;   // columns of op(B) packed at a time: 1 MiB, for the second cache
+constexpr int64_t kDepth = 1024;            // deep enough for loading and storing the sums to matter little
+constexpr int64_t kWidth = 512;             // columns of op(B) packed at a time: 1 MiB, for the second cache
+constexpr int64_t kPanelRows = 8 * kStrip;  // of op(A) packed at a time: 512 KiB
 constexpr int64_t kWordsOfBlock = kBlock * kBlock;
 constexpr int64_t kLine = 64;  // bytes of a tile's line
 
@@ -96,28 +97,46 @@ JAXMP_AMX void strip_product(const uint32_t* a, const uint32_t* b, int64_t block
 // Of 32 rows or columns, padded in k.
 int64_t words_of_strip(int64_t k) { return 2 * kWordsOfBlock * ceil_div(std::min(k, kDepth), kStrip); }
 
+int64_t strips_of_panel(int64_t m) { return ceil_div(std::min(m, kPanelRows), kStrip); }
+
+// Rows [top, top + rows) of op(A) and `depth` k from `at` on, in strips one after another. Where rows are adjacent
+// every block of k is read along all strips: long runs, for a large leading dimension puts each k on a page of its own.
+void pack_panel(const Product& p, int64_t top, int64_t rows, int64_t at, int64_t depth, uint32_t* to) {
+  const int64_t pairs = ceil_div(depth, kStrip) * kBlock;
+  const int64_t step = p.trans_a == abi::CUBLAS_OP_N ? kBlock : pairs;
+  for (int64_t pair = 0; pair < pairs; pair += step) {
+    const Panel panel = panel_of_a(p, at + 2 * pair);
+    for (int64_t row = 0; row < rows; row += kStrip) {
+      pack_by_pairs(panel, top + row, rows - row, kStrip, depth - 2 * pair, step, to + row * pairs + pair * kStrip);
+    }
+  }
+}
+
 }  // namespace
 
 JAXMP_AMX void amx_gemm(const Product& p, float alpha, float beta, char* scratch) {
-  uint32_t* const strip_a = reinterpret_cast<uint32_t*>(scratch);
-  uint32_t* const packed_b = strip_a + words_of_strip(p.k);
+  uint32_t* const packed_a = reinterpret_cast<uint32_t*>(scratch);
+  uint32_t* const packed_b = packed_a + strips_of_panel(p.m) * words_of_strip(p.k);
   const TileConfig config;
   _tile_loadconfig(&config);
   for (int64_t at = 0; at < p.k; at += kDepth) {
     const int64_t depth = std::min(kDepth, p.k - at), blocks = ceil_div(depth, kStrip);
-    const Panel a = panel_of_a(p, at), b = panel_of_b(p, at);
+    const Panel b = panel_of_b(p, at);
     const auto strip_b = [&](int64_t col) { return packed_b + col / kBlock * blocks * kWordsOfBlock; };
     for (int64_t left = 0; left < p.n; left += kWidth) {
       const int64_t cols = std::min(kWidth, p.n - left);
       for (int64_t col = 0; col < round_up(cols, kStrip); col += kBlock) {
         pack_by_indices(b, left + col, cols - col, depth, strip_b(col));
       }
-      for (int64_t row = 0; row < p.m; row += kStrip) {
-        pack_by_pairs(a, row, p.m - row, kStrip, depth, blocks * kBlock, strip_a);
-        for (int64_t col = 0; col < cols; col += kStrip) {
-          const Target target = {static_cast<float*>(p.c) + (left + col) * p.ldc + row, p.ldc,
-                                 std::min(kStrip, p.m - row), std::min(kStrip, cols - col)};
-          strip_product(strip_a, strip_b(col), blocks, target, alpha, at == 0 ? beta : 1.0f);
+      for (int64_t top = 0; top < p.m; top += kPanelRows) {
+        const int64_t rows = std::min(kPanelRows, p.m - top);
+        pack_panel(p, top, rows, at, depth, packed_a);
+        for (int64_t row = 0; row < rows; row += kStrip) {
+          for (int64_t col = 0; col < cols; col += kStrip) {
+            const Target target = {static_cast<float*>(p.c) + (left + col) * p.ldc + top + row, p.ldc,
+                                   std::min(kStrip, rows - row), std::min(kStrip, cols - col)};
+            strip_product(packed_a + row * blocks * kBlock, strip_b(col), blocks, target, alpha, at == 0 ? beta : 1.0f);
+          }
         }
       }
     }
@@ -125,8 +144,8 @@ JAXMP_AMX void amx_gemm(const Product& p, float alpha, float beta, char* scratch
   _tile_release();
 }
 
-int64_t amx_gemm_scratch(int64_t, int64_t n, int64_t k) {
-  return 4 * words_of_strip(k) * (1 + ceil_div(std::min(n, kWidth), kStrip));
+int64_t amx_gemm_scratch(int64_t m, int64_t n, int64_t k) {
+  return 4 * words_of_strip(k) * (strips_of_panel(m) + ceil_div(std::min(n, kWidth), kStrip));
 }
 
 }  // namespace jaxmp::hostmp

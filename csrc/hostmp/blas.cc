@@ -187,8 +187,8 @@ Status load_blas(const char* blas_path, const char* mkl_path) {
   if (mkl_path && *mkl_path) JAXMP_RETURN_IF_ERROR(load_mkl(mkl_path, libraries.get()));
   choose_kernels(libraries.get());
   BlasInfo& info = libraries->info;
-  info.f32 = "cblas_sgemm";
-  info.f64 = "cblas_dgemm";
+  info.f32 = "cblas_sgemm, few rows in place";
+  info.f64 = "cblas_dgemm, few rows in place";
   info.c64 = "cblas_cgemm";
   info.c128 = "cblas_zgemm";
   info.bf16 = describe(libraries->bf16_kernel);

@@ -18,10 +18,14 @@
 namespace jaxmp::hostmp {
 namespace {
 
-constexpr int64_t kDepth = 256;     // a strip of op(A) is at most 48 KiB
+constexpr int64_t kDepth = 256;     // a strip of op(A) is at most 96 KiB
 constexpr int64_t kWidth = 512;     // columns of op(B) packed at a time: at most 1 MiB, for the second cache
-constexpr int64_t kStripRows = 48;  // the most rows of a strip, of any instruction set and type
-constexpr int64_t kThin = 4;        // columns up to which A is read in place
+constexpr int64_t kStripRows = 48;  // a multiple of the rows of a strip, for any instruction set and type
+constexpr int64_t kPanelRows = 8 * kStripRows;  // of op(A) packed at a time: at most 768 KiB, for the second cache
+constexpr int64_t kThin = 16;                   // columns up to which A is read in place
+constexpr int64_t kThinRows = 512;              // of which the sums of kThin columns stay in the first cache
+
+int64_t rows_packed(int64_t m) { return std::min(round_up(m, kStripRows), kPanelRows); }
 
 template <typename From>
 constexpr int64_t kParts = 1;
@@ -211,12 +215,17 @@ int64_t ordered_gemm_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int
   const Kernel kernel = kernel_for(type);
   if (kernel == Kernel::kAmx) return amx_gemm_scratch(m, n, k);
   if (kernel == Kernel::kAvx512Bf16) return bf16_gemm_scratch(m, n, k);
-  return ordered_gemm_on_scratch(type, n, k);
+  return ordered_gemm_on_scratch(type, m, n, k);
 }
 
 int64_t ordered_unit(abi::cudaDataType_t type) {
   const Kernel kernel = kernel_for(type);
   return kernel == Kernel::kAmx ? 32 : kernel == Kernel::kAvx512Bf16 ? 2 : 1;
+}
+
+bool is_thin(abi::cudaDataType_t type, const Product& p) {
+  const bool is_real = type == abi::CUDA_R_32F || type == abi::CUDA_R_64F;
+  return is_real && cpu().avx2 && p.n <= kThin && p.trans_a == abi::CUBLAS_OP_N;
 }
 
 bool ordered_gemm_on(const char* instructions, abi::cudaDataType_t type, const Product& p, char* scratch) {
@@ -229,10 +238,10 @@ bool ordered_gemm_on(const char* instructions, abi::cudaDataType_t type, const P
   return false;
 }
 
-int64_t ordered_gemm_on_scratch(abi::cudaDataType_t type, int64_t n, int64_t k) {
+int64_t ordered_gemm_on_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k) {
   constexpr int64_t kMostCols = 8;
   const int64_t bytes = facts(accumulator_of(type)).bytes;  // of a complex number: both parts
-  return bytes * (kStripRows * kDepth + round_up(std::min(n, kWidth), kMostCols) * std::min(k, kDepth));
+  return bytes * (rows_packed(m) + round_up(std::min(n, kWidth), kMostCols)) * std::min(k, kDepth);
 }
 
 }  // namespace jaxmp::hostmp

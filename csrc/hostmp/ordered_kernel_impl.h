@@ -79,8 +79,29 @@ JAXMP_TARGET void pack(const Panel<From>& panel, int64_t count, int64_t width, i
   }
 }
 
-// Packed strips of `depth` k. `step_a` from one k to the next: the strip's width, or the leading dimension of an
-// operand that is read where it lies.
+// A panel of op(A), in strips of `Rows` rows one after another. Where rows are adjacent every k is read along all
+// strips: long runs, for a large leading dimension puts each k on a page of its own.
+template <int64_t Rows, typename From, typename T>
+JAXMP_TARGET void pack_strips(const Panel<From>& panel, int64_t rows, int64_t depth, T* to) {
+  constexpr int64_t kLanes = Simd<T>::kLanes, kParts = hostmp::kParts<From>;
+  int64_t packed = 0;
+  if constexpr (std::is_same_v<From, T>) {
+    packed = panel.is_adjacent_in_k ? 0 : rows / Rows * Rows;
+    for (int64_t k = 0; packed > 0 && k < depth; ++k) {
+      const T* const from = panel.from(0, k).data;
+      for (int64_t row = 0; row < packed; row += Rows) {
+        T* const line = to + row * depth + k * Rows;
+        for (int64_t i = 0; i < Rows; i += kLanes) Simd<T>::store(line + i, Simd<T>::load(from + row + i));
+      }
+    }
+  }
+  for (; packed < rows; packed += Rows) {
+    const int64_t count = std::min(Rows, rows - packed);
+    pack(panel.from(packed, 0), count, round_up(count, kLanes), depth, to + packed * depth * kParts);
+  }
+}
+
+// Packed strips of `depth` k; `step_a` from one k to the next.
 template <typename T>
 struct Strips {
   const T* a;
@@ -194,45 +215,60 @@ JAXMP_TARGET void add_tile(const Strips<T>& s, int, const Target<std::complex<T>
   }
 }
 
-// Few columns, op(A) = A: the columns of A are read once, in the order in which they lie, several k at a time.
-template <typename T, int Steps>
-JAXMP_INLINE void add_columns(const T* a, int64_t lda, const T* b, int64_t step_b, int64_t rows, T* c) {
+// Few columns, op(A) = A, which is then read once, in the order in which it lies. `Steps` k at a time for `Cols`
+// columns: each number of A serves Cols products, and each sum takes Steps of them between its load and its store.
+template <typename T, int Steps, int Cols>
+JAXMP_INLINE void add_columns(const T* a, int64_t lda, const Panel<T>& b, int64_t rows, T* c, int64_t ldc) {
   using V = typename Simd<T>::V;
   constexpr int kLanes = Simd<T>::kLanes;
-  V weights[Steps];
-  for (int k = 0; k < Steps; ++k) weights[k] = Simd<T>::broadcast(b[k * step_b]);
+  V weights[Cols][Steps];
+  for (int col = 0; col < Cols; ++col) {
+    for (int k = 0; k < Steps; ++k) weights[col][k] = Simd<T>::broadcast(*b.from(col, k).data);
+  }
   int64_t row = 0;
   for (; row + kLanes <= rows; row += kLanes) {
-    V sum = Simd<T>::load(c + row);
-    for (int k = 0; k < Steps; ++k) sum = Simd<T>::fma(Simd<T>::load(a + k * lda + row), weights[k], sum);
-    Simd<T>::store(c + row, sum);
+    V sums[Cols];
+    for (int col = 0; col < Cols; ++col) sums[col] = Simd<T>::load(c + col * ldc + row);
+    for (int k = 0; k < Steps; ++k) {
+      const V numbers = Simd<T>::load(a + k * lda + row);
+      for (int col = 0; col < Cols; ++col) sums[col] = Simd<T>::fma(numbers, weights[col][k], sums[col]);
+    }
+    for (int col = 0; col < Cols; ++col) Simd<T>::store(c + col * ldc + row, sums[col]);
   }
   if (row == rows) return;
-  alignas(64) T rest[Steps + 1][kLanes] = {};
-  std::copy_n(c + row, rows - row, rest[Steps]);
-  V sum = Simd<T>::load(rest[Steps]);
-  for (int k = 0; k < Steps; ++k) {
-    std::copy_n(a + k * lda + row, rows - row, rest[k]);
-    sum = Simd<T>::fma(Simd<T>::load(rest[k]), weights[k], sum);
+  alignas(64) T rest[Steps][kLanes] = {}, rest_c[kLanes] = {};
+  for (int k = 0; k < Steps; ++k) std::copy_n(a + k * lda + row, rows - row, rest[k]);
+  for (int col = 0; col < Cols; ++col) {
+    std::copy_n(c + col * ldc + row, rows - row, rest_c);
+    V sum = Simd<T>::load(rest_c);
+    for (int k = 0; k < Steps; ++k) sum = Simd<T>::fma(Simd<T>::load(rest[k]), weights[col][k], sum);
+    Simd<T>::store(rest_c, sum);
+    std::copy_n(rest_c, rows - row, c + col * ldc + row);
   }
-  Simd<T>::store(rest[Steps], sum);
-  std::copy_n(rest[Steps], rows - row, c + row);
+}
+
+template <typename T, int Steps>
+JAXMP_INLINE void add_all_columns(const T* a, int64_t lda, const Panel<T>& b, int64_t rows, int64_t cols, T* c,
+                                  int64_t ldc) {
+  constexpr int kCols = 4;
+  int64_t col = 0;
+  for (; col + kCols <= cols; col += kCols) {
+    add_columns<T, Steps, kCols>(a, lda, b.from(col, 0), rows, c + col * ldc, ldc);
+  }
+  for (; col < cols; ++col) add_columns<T, Steps, 1>(a, lda, b.from(col, 0), rows, c + col * ldc, ldc);
 }
 
 template <typename T>
 JAXMP_TARGET void thin_gemm(const Product& p, const Panel<T>& a, const Panel<T>& b) {
   constexpr int64_t kSteps = 4;
-  const int64_t step_b = b.is_adjacent_in_k ? 1 : b.ld;
-  for (int64_t k = 0; k < p.k; k += kSteps) {
-    for (int64_t col = 0; col < p.n; ++col) {
-      T* const c = static_cast<T*>(p.c) + col * p.ldc;
-      const T* const from = b.from(col, k).data;
-      if (p.k - k >= kSteps) {
-        add_columns<T, kSteps>(a.from(0, k).data, a.ld, from, step_b, p.m, c);
-        continue;
-      }
-      for (int64_t i = k; i < p.k; ++i) add_columns<T, 1>(a.from(0, i).data, a.ld, b.from(col, i).data, step_b, p.m, c);
+  for (int64_t row = 0; row < p.m; row += kThinRows) {
+    const int64_t rows = std::min(kThinRows, p.m - row);
+    T* const c = static_cast<T*>(p.c) + row;
+    int64_t k = 0;
+    for (; k + kSteps <= p.k; k += kSteps) {
+      add_all_columns<T, kSteps>(a.from(row, k).data, a.ld, b.from(0, k), rows, p.n, c, p.ldc);
     }
+    for (; k < p.k; ++k) add_all_columns<T, 1>(a.from(row, k).data, a.ld, b.from(0, k), rows, p.n, c, p.ldc);
   }
 }
 
@@ -250,8 +286,8 @@ JAXMP_TARGET void gemm(const Product& p, char* scratch) {
   if constexpr (std::is_same_v<From, T>) {
     if (p.n <= kThin && !a.is_adjacent_in_k) return thin_gemm(p, a, b);
   }
-  T* const strip_a = reinterpret_cast<T*>(scratch);
-  T* const packed_b = strip_a + kStripRows * kDepth * kParts;
+  T* const packed_a = reinterpret_cast<T*>(scratch);
+  T* const packed_b = packed_a + rows_packed(p.m) * std::min(p.k, kDepth) * kParts;
   for (int64_t at = 0; at < p.k; at += kDepth) {
     const int64_t depth = std::min(kDepth, p.k - at);
     for (int64_t left = 0; left < p.n; left += kWidth) {
@@ -259,14 +295,18 @@ JAXMP_TARGET void gemm(const Product& p, char* scratch) {
       for (int64_t col = 0; col < cols; col += kCols) {
         pack(b.from(left + col, at), std::min(kCols, cols - col), kCols, depth, packed_b + col * depth * kParts);
       }
-      for (int64_t row = 0; row < p.m; row += kRows) {
-        const int64_t rows = std::min(kRows, p.m - row), width = round_up(rows, kLanes);
-        pack(a.from(row, at), rows, width, depth, strip_a);
-        const int vectors = static_cast<int>(width / kLanes);
-        for (int64_t col = 0; col < cols; col += kCols) {
-          const Strips<T> strips = {strip_a, width * kParts, packed_b + col * depth * kParts, depth};
-          C* const c = static_cast<C*>(p.c) + (left + col) * p.ldc + row;
-          add_tile<T>(strips, vectors, Target<C>{c, p.ldc, rows, std::min(kCols, cols - col)});
+      for (int64_t top = 0; top < p.m; top += kPanelRows) {
+        const int64_t panel_rows = std::min(kPanelRows, p.m - top);
+        pack_strips<kRows>(a.from(top, at), panel_rows, depth, packed_a);
+        for (int64_t row = 0; row < panel_rows; row += kRows) {
+          const int64_t rows = std::min(kRows, panel_rows - row), width = round_up(rows, kLanes);
+          const T* const strip = packed_a + row * depth * kParts;
+          for (int64_t col = 0; col < cols; col += kCols) {
+            const Strips<T> strips = {strip, width * kParts, packed_b + col * depth * kParts, depth};
+            C* const c = static_cast<C*>(p.c) + (left + col) * p.ldc + top + row;
+            add_tile<T>(strips, static_cast<int>(width / kLanes),
+                        Target<C>{c, p.ldc, rows, std::min(kCols, cols - col)});
+          }
         }
       }
     }

@@ -151,6 +151,9 @@ class TileRun {
       return gemm_rounded(call_.compute, call_.a.desc.type, product, Complex64(alpha), static_cast<float>(one),
                           scratch_);
     }
+    if (alpha == 1.0 && is_thin(call_.a.desc.type, product)) {
+      return ordered_gemm(call_.a.desc.type, product, adds, nullptr);
+    }
     switch (call_.a.desc.type) {
       case abi::CUDA_R_64F:
         return gemm(product, alpha.real(), one);

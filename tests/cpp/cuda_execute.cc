@@ -225,6 +225,60 @@ void MeshesOverOtherDevicesDoNotMix() {
   }
 }
 
+// The host runs ahead of the streams, and two sites alternate: every rank meets its peers call by call all the same.
+void CallsOnTheirWayKeepTheirOrder() {
+  const Attributes attributes[] = {tests::AllGather(3, 6, 6, 10), tests::ReduceScatter(3, 6, 6, 12)};
+  const InstanceOf<CudaSite> sites[] = {Make(attributes[0]), Make(attributes[1])};
+  std::vector<std::unique_ptr<World>> worlds;
+  for (int call = 0; call < 40; ++call) {
+    worlds.push_back(std::make_unique<World>(*MakeProblem(attributes[call % 2]), call));
+  }
+  tests::OnEach(3, [&](int32_t rank) {
+    const auto r = static_cast<size_t>(rank);
+    const Gpu& gpu = *machine()[r];
+    for (size_t call = 0; call < worlds.size(); ++call) {
+      World& world = *worlds[call];
+      const std::vector<fake_xla::Buffer> args = {F32(world.a[r]), F32(world.b[r]), {XLA_FFI_DataType_S32, {}, &rank}};
+      CHECK_EQ(fake_xla::ExecuteOnCuda(*sites[call % 2].site, gpu.ordinal, gpu.stream, args, {F32(world.d[r])}), "");
+    }
+    CHECK_EQ(Gpu::driver().StreamSynchronize(gpu.stream), abi::CUDA_SUCCESS);
+  });
+  for (const auto& world : worlds) CHECK(world->IsRight());
+}
+
+void TwoThreadsOnOneDeviceTakeTurns() {
+  const InstanceOf<CudaSite> instance = Make(tests::Local(9, 9, 9));
+  const Gpu& gpu = *machine()[3];
+  const abi::CUstream streams[] = {gpu.stream, gpu.NewStream()};
+  tests::OnEach(2, [&](int thread) {
+    for (int call = 0; call < 20; ++call) {
+      World world(instance.site->plan->problem(), call);
+      const std::vector<fake_xla::Buffer> args = {F32(world.a[0]), F32(world.b[0])};
+      CHECK_EQ(fake_xla::ExecuteOnCuda(*instance.site, 3, streams[thread], args, {F32(world.d[0])}), "");
+      CHECK_EQ(Gpu::driver().StreamSynchronize(streams[thread]), abi::CUDA_SUCCESS);
+      CHECK(world.IsRight());
+    }
+  });
+  RunRight(*instance.site, Gpus({3}));  // behind the other stream, for that is about to go
+  CHECK_EQ(Gpu::driver().StreamDestroy_v2(streams[1]), abi::CUDA_SUCCESS);
+}
+
+// What a plan makes goes with it; what ranks share stays.
+void APlanTakesItsObjectsWithIt() {
+  static auto* const live =
+      tests::FakeFunction<decltype(fake_cublasmp_live)>("right/libcublasmp.so.0", "fake_cublasmp_live");
+  plan_cache().Clear();
+  const int before = live();
+  for (int64_t k = 1; k <= 3; ++k) {
+    const InstanceOf<CudaSite> instance = Make(tests::AllGather(2, 4, 6, k));
+    RunRight(*instance.site, FirstGpus(2));
+    CHECK_EQ(live(), before + 2 * 4);  // three matrices and a product on each rank
+    plan_cache().Clear();
+    CHECK_EQ(live(), before + 2 * 4);  // the site has it still
+  }
+  CHECK_EQ(live(), before);
+}
+
 void AnotherStreamWaitsForTheLast() {
   const InstanceOf<CudaSite> instance = Make(tests::Local(200, 200, 200));
   const Gpu& gpu = *machine()[0];
@@ -390,6 +444,9 @@ int main() {
   jaxmp::LocalProductsNeedNoPeer();
   jaxmp::GroupsDoNotMix();
   jaxmp::MeshesOverOtherDevicesDoNotMix();
+  jaxmp::CallsOnTheirWayKeepTheirOrder();
+  jaxmp::TwoThreadsOnOneDeviceTakeTurns();
+  jaxmp::APlanTakesItsObjectsWithIt();
   jaxmp::AnotherStreamWaitsForTheLast();
   jaxmp::AuxIsWrittenCompletely();
   jaxmp::EmptyProductsRunNothing();

@@ -4,6 +4,8 @@
 #include <unistd.h>
 
 #include <chrono>
+#include <csignal>
+#include <cstdint>
 #include <cstdlib>
 #include <map>
 #include <memory>
@@ -53,13 +55,32 @@ void CheckDead(Pair& pair, const std::string& why) {
   CHECK_CONTAINS(tests::RunRank(*local.site, world, pair.zero, 0, 0), why);
 }
 
-// Rank 1 does not come to the second call: rank 0's stream waits, is freed, and the process says for whom and where.
+void Sleep(abi::CUstream stream, int milliseconds) {
+  static auto* const launch = tests::FakeFunction<decltype(cuLaunchHostFunc)>("right/libcuda.so.1", "cuLaunchHostFunc");
+  const auto sleep = [](void* time) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(reinterpret_cast<intptr_t>(time)));
+  };
+  CHECK_EQ(launch(stream, sleep, reinterpret_cast<void*>(intptr_t{milliseconds})), abi::CUDA_SUCCESS);
+}
+
+// Rank 1 does not come to the second call: rank 0's stream waits. It ends with an error, for what it holds by then is
+// no result, and the process says for whom it waited and where.
 void APeerThatStaysAwayOnTheDevice() {
   cuda::SetTimeout(0.3);
   Pair pair;
   for (const std::string& error : pair.RunBoth()) CHECK_EQ(error, "");
+  // A product without peers, on its way on a third device at that time, is none of it.
+  const auto local = fake_xla::InstantiateOnCuda(tests::Local(4, 4, 4));
+  const Gpu two(2);
+  World alone(local.site->plan->problem());
+  Sleep(two.stream, 1000);
+  CHECK_EQ(fake_xla::ExecuteOnCuda(*local.site, 2, two.stream, {tests::F32(alone.a[0]), tests::F32(alone.b[0])},
+                                   {tests::F32(alone.d[0])}),
+           "");
   World world(pair.instance.site->plan->problem());
-  CHECK_EQ(tests::RunRank(*pair.instance.site, world, pair.zero, 0, 0), "");  // returns with the stream, once freed
+  CHECK_EQ(tests::RunRank(*pair.instance.site, world, pair.zero, 0, 0), "the stream failed with 719");
+  CHECK_EQ(Gpu::driver().StreamSynchronize(two.stream), abi::CUDA_SUCCESS);
+  CHECK(alone.IsRight());
   const std::string why =
       "jaxmp: rank 0 of 2 in group 0 (device 0) has waited 0.3 s on the device for its peers in the "
       "call [pattern=all_gather m=4 n=6 k=8 ";
@@ -67,15 +88,24 @@ void APeerThatStaysAwayOnTheDevice() {
   CheckDead(pair, why);
 }
 
+// Where the driver cannot compile, there is no way to fail a stream but to end the process.
+void ADeviceThatCannotBeMadeToFail() {
+  cuda::SetTimeout(0.3);
+  setenv("FAKE_CUDA_COMPILES", "0", 1);
+  Pair pair;
+  for (const std::string& error : pair.RunBoth()) CHECK_EQ(error, "");
+  World world(pair.instance.site->plan->problem());
+  (void)tests::RunRank(*pair.instance.site, world, pair.zero, 0, 0);
+  CHECK(!"reached");
+}
+
 // Calls that end are not held against a process that is slow to send more, nor is a stream that is busy with others.
 void TimeBeforeACallDoesNotCount() {
   cuda::SetTimeout(0.2);
   Pair pair;
   for (int run = 0; run < 3; ++run) {
-    const auto sleep = [](void*) { std::this_thread::sleep_for(std::chrono::milliseconds(500)); };
-    auto* const launch = tests::FakeFunction<decltype(cuLaunchHostFunc)>("right/libcuda.so.1", "cuLaunchHostFunc");
-    if (run > 0) CHECK_EQ(launch(pair.zero.stream, sleep, nullptr), abi::CUDA_SUCCESS);
-    if (run > 0) CHECK_EQ(launch(pair.one.stream, sleep, nullptr), abi::CUDA_SUCCESS);
+    if (run > 0) Sleep(pair.zero.stream, 500);
+    if (run > 0) Sleep(pair.one.stream, 500);
     for (const std::string& error : pair.RunBoth()) CHECK_EQ(error, "");
   }
   CHECK_EQ(cuda::Failure(), "");
@@ -100,6 +130,10 @@ void AnErrorThatNcclReports() {
   const std::string why =
       "jaxmp: NCCL reports remote process exited or there was a network error (NCCL error 6) on rank";
   CHECK_CONTAINS(AwaitFailure(), why);
+  // No call was on the streams: what they hold are results.
+  for (const Gpu* gpu : {&pair.zero, &pair.one}) {
+    CHECK_EQ(Gpu::driver().StreamSynchronize(gpu->stream), abi::CUDA_SUCCESS);
+  }
   CheckDead(pair, why);
 }
 
@@ -120,7 +154,8 @@ const std::map<std::string, void (*)()>& Cases() {
       {"TimeBeforeACallDoesNotCount", TimeBeforeACallDoesNotCount},
       {"APeerThatStaysAwayOnTheHost", APeerThatStaysAwayOnTheHost},
       {"AnErrorThatNcclReports", AnErrorThatNcclReports},
-      {"EveryCommunicatorIsAborted", EveryCommunicatorIsAborted}};
+      {"EveryCommunicatorIsAborted", EveryCommunicatorIsAborted},
+      {"ADeviceThatCannotBeMadeToFail", ADeviceThatCannotBeMadeToFail}};
   return cases;
 }
 
@@ -146,6 +181,10 @@ int StartCase(const char* program, const std::string& name) {
 
 int main(int argc, char** argv) {
   if (argc > 1) return jaxmp::RunCase(argv[1]);
-  for (const auto& [name, run] : jaxmp::Cases()) CHECK_EQ(jaxmp::StartCase(argv[0], name), 0);
+  for (const auto& [name, run] : jaxmp::Cases()) {
+    const bool is_aborted = name == "ADeviceThatCannotBeMadeToFail";
+    const int status = jaxmp::StartCase(argv[0], name);
+    CHECK(is_aborted ? WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT : status == 0);
+  }
   return jaxmp::check::summary("cuda_faults");
 }

@@ -64,13 +64,14 @@ inline void OnEach(int count, const std::function<void(int)>& work) {
   for (std::thread& thread : threads) thread.join();
 }
 
-// One rank of a world on a device, up to the end of its stream.
+// One rank of a world on a device, up to the end of its stream; the call's error, or the stream's.
 inline std::string RunRank(CudaSite& site, World& world, const Gpu& gpu, int32_t position, size_t rank) {
   std::vector<fake_xla::Buffer> args = {F32(world.a[rank]), F32(world.b[rank])};
   if (world.problem.nranks() > 1) args.push_back({XLA_FFI_DataType_S32, {}, &position});
   const std::string error = fake_xla::ExecuteOnCuda(site, gpu.ordinal, gpu.stream, args, {F32(world.d[rank])});
-  (void)Gpu::driver().StreamSynchronize(gpu.stream);
-  return error;
+  if (!error.empty()) return error;
+  const abi::CUresult waited = Gpu::driver().StreamSynchronize(gpu.stream);
+  return waited == abi::CUDA_SUCCESS ? "" : "the stream failed with " + std::to_string(waited);
 }
 
 inline int32_t PositionOf(const CudaSite& site, int rank) {

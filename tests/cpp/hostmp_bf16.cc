@@ -90,9 +90,9 @@ void test_kernel(const Kernel& kernel) {
     std::printf("SKIPPED: %s, which this processor does not have\n", kernel.name.c_str());
     return;
   }
-  constexpr int64_t kExtents[][3] = {{1, 1, 1},    {1, 33, 2},    {16, 16, 32},  {17, 15, 31},   {32, 32, 64},
-                                     {33, 31, 65}, {48, 8, 512},  {49, 9, 513},  {64, 96, 1024}, {31, 65, 1025},
-                                     {5, 530, 40}, {70, 513, 33}, {96, 64, 2049}};
+  constexpr int64_t kExtents[][3] = {{1, 1, 1},    {1, 33, 2},    {16, 16, 32},   {17, 15, 31},   {32, 32, 64},
+                                     {33, 31, 65}, {48, 8, 512},  {49, 9, 513},   {64, 96, 1024}, {31, 65, 1025},
+                                     {5, 530, 40}, {70, 513, 33}, {96, 64, 2049}, {257, 33, 35},  {530, 3, 1030}};
   constexpr float kScales[][2] = {{1, 0}, {1, 1}, {2, 0}, {-1, 0.5f}, {1, -2}, {0, 1}};
   std::mt19937 random(1);
   for (bool is_a_plain : {true, false}) {

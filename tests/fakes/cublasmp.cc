@@ -1,6 +1,6 @@
-// A libcublasmp.so.0 over hostmp: products run on fake streams, and what is collective blocks until every rank has come.
-// It insists on what the header demands of its caller: a current context, the handle's context, equal arguments on all
-// ranks, memory of its own as workspace.
+// A libcublasmp.so.0 over hostmp: products run on fake streams, and what is collective blocks until every rank has
+// come. It insists on what the header demands of its caller: a current context, the handle's context, equal arguments
+// on all ranks, memory of its own as workspace.
 #include <algorithm>
 #include <array>
 #include <atomic>

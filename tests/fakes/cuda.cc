@@ -1,5 +1,7 @@
 // A libcuda.so.1 whose devices are in host memory. A stream is a thread that works through a queue; a context is a
 // device's number; where the driver wants one to be current, this one insists.
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
@@ -17,7 +19,10 @@ namespace jaxmp::abi {
 
 struct CUctx_st {
   int ordinal;
+  std::atomic<bool> has_failed{false};
 };
+
+struct CUfunc_st {};
 
 struct CUevent_st {
   struct Mark {
@@ -54,9 +59,10 @@ struct CUstream_st {
       changed.notify_all();
     }
   }
-  void Synchronize() {
+  CUresult Synchronize() {
     std::unique_lock<std::mutex> lock(mutex);
-    changed.wait(lock, [this] { return queue.empty(); });
+    while (!queue.empty() && !context->has_failed) changed.wait_for(lock, std::chrono::milliseconds(5));
+    return context->has_failed ? CUDA_ERROR_LAUNCH_FAILED : CUDA_SUCCESS;
   }
 
   const CUcontext context;
@@ -106,6 +112,9 @@ FAKE(cuStreamGetCtx);
 FAKE(cuEventCreate);
 FAKE(cuEventRecord);
 FAKE(cuEventQuery);
+FAKE(cuModuleLoadData);
+FAKE(cuModuleGetFunction);
+FAKE(cuLaunchKernel);
 
 CUresult cuInit(unsigned int) { return fakes::Knob("FAKE_CUDA_DEVICES", 8) > 0 ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE; }
 CUresult cuDriverGetVersion(int* version) {
@@ -172,7 +181,8 @@ CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
   if (!stream || !to) return CUDA_ERROR_INVALID_VALUE;
   const char* begin = static_cast<const char*>(from);
-  stream->Put([to, copy = std::vector<char>(begin, begin + bytes)] { std::memcpy(Pointer(to), copy.data(), copy.size()); });
+  stream->Put(
+      [to, copy = std::vector<char>(begin, begin + bytes)] { std::memcpy(Pointer(to), copy.data(), copy.size()); });
   return CUDA_SUCCESS;
 }
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream) {
@@ -192,8 +202,7 @@ CUresult cuStreamDestroy_v2(CUstream stream) {
 }
 CUresult cuStreamSynchronize(CUstream stream) {
   if (!stream) return CUDA_ERROR_INVALID_VALUE;
-  stream->Synchronize();
-  return CUDA_SUCCESS;
+  return stream->Synchronize();
 }
 CUresult cuStreamGetCtx(CUstream stream, CUcontext* context) {
   if (!stream) return CUDA_ERROR_INVALID_VALUE;
@@ -227,6 +236,7 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
 CUresult cuEventQuery(CUevent event) {
   if (!HasContext()) return CUDA_ERROR_INVALID_CONTEXT;
   std::lock_guard<std::mutex> lock(event->mutex);
+  if (current.back()->has_failed) return CUDA_ERROR_LAUNCH_FAILED;
   if (!event->mark) return CUDA_SUCCESS;
   std::lock_guard<std::mutex> inner(event->mark->mutex);
   return event->mark->is_reached ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
@@ -241,6 +251,28 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int) {
   stream->Put([mark] {
     std::unique_lock<std::mutex> lock(mark->mutex);
     mark->reached.wait(lock, [&] { return mark->is_reached; });
+  });
+  return CUDA_SUCCESS;
+}
+
+// There is one kernel: it fails the context where its argument is not 0.
+CUresult cuModuleLoadData(CUmodule* module, const void* image) {
+  if (!HasContext()) return CUDA_ERROR_INVALID_CONTEXT;
+  *module = nullptr;
+  const bool can_compile =
+      fakes::Knob("FAKE_CUDA_COMPILES", 1) && std::strstr(static_cast<const char*>(image), "trap;");
+  return can_compile ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN;
+}
+CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char*) {
+  static CUfunc_st trap;
+  *function = &trap;
+  return CUDA_SUCCESS;
+}
+CUresult cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
+                        CUstream stream, void** arguments, void**) {
+  const unsigned is_sprung = *static_cast<unsigned*>(arguments[0]);
+  stream->Put([stream, is_sprung] {
+    if (is_sprung) stream->context->has_failed = true;
   });
   return CUDA_SUCCESS;
 }

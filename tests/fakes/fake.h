@@ -8,8 +8,7 @@
 #include "csrc/cuda_abi.h"
 
 // Exported under the real library's name, and of the type that we declare for it.
-#define FAKE(name)                    \
-  extern "C" decltype(jaxmp::abi::name) name __attribute__((visibility("default")))
+#define FAKE(name) extern "C" decltype(jaxmp::abi::name) name __attribute__((visibility("default")))
 
 namespace fakes {
 

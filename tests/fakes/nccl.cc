@@ -27,7 +27,7 @@ struct Group {
   const int nranks;
   std::mutex mutex;
   std::condition_variable changed;
-  std::deque<Meeting> meetings[2];         // by channel; kept, for values are handed out by address
+  std::deque<Meeting> meetings[2];  // by channel; kept, for values are handed out by address
   std::vector<size_t> arrivals[2];  // by channel and rank
   std::atomic<bool> is_aborted{false};
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import functools
 
 import bounds
 import cases
@@ -15,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Epilog, _epilog
+from jaxmp.testing import assert_bitwise_equal
 
 RAN: collections.Counter = collections.Counter()
 FOUR = [case for case in cases.CASES if case.ndevices == 4]
@@ -51,6 +53,8 @@ def main(initialize):
     for epilog in FORWARD_EPILOGS:
         for case in ONE_OF_EACH[:3] if epilog in (Epilog.RELU, Epilog.GELU_AUX_BIAS) else ONE_OF_EACH[:1]:
             with_epilog(case, epilog)
+        for dtype in ("float32", "bfloat16"):
+            has_the_bits_of_one_device(case.replace(dtype=dtype))
     gradients_of_a_layer()
     says_where_each_group_lives()
     print("RAN", dict(RAN))
@@ -121,6 +125,32 @@ def transformed(case):
                 compare(one, np.asarray(other))
             RAN[name] += 1
     assert stored
+
+
+def has_the_bits_of_one_device(case):
+    """determinism="topology": the product and its gradients do not depend on the number of processes."""
+    case = case.replace(per_shard=(3, 5, 7))
+    mode = modes.BY_ID["explicit"]
+    a, b = case.values(np.random.default_rng(6))
+    m, n, _ = case.extents
+    ct = cases.normal(np.random.default_rng(7), (m, n), case.dtype)
+
+    def both(product):
+        def run(a, b, ct):
+            d, pull = jax.vjp(product, a, b)
+            return d, *pull(ct)
+
+        return jax.jit(run)
+
+    with mode.scope(case):
+        placed_ct = cases.put(ct, case.jax_mesh(), P(*case.out))
+        got = both(mode.product(case, determinism="topology"))(*operands(case, mode, a, b), placed_ct)
+    with jax.default_device(jax.local_devices()[0]), jax.set_mesh(_no_mesh()):
+        want = both(functools.partial(jaxmp.matmul, determinism="topology"))(a, b, ct)
+    for one, other in zip(got, want, strict=True):
+        for shard in one.addressable_shards:
+            assert_bitwise_equal(np.asarray(shard.data), np.asarray(other)[shard.index])
+    RAN["bits"] += 1
 
 
 def _op(case, a, b):
