@@ -23,12 +23,11 @@ _MAPS = "/proc/self/maps"
 
 @dataclasses.dataclass(frozen=True)
 class Libraries:
-    """Paths, or names that the loader looks up; `cublasmp_source` tells people where the first one comes from."""
+    """Paths, or names that the loader looks up."""
 
     cublasmp: str
     nccl: str
     driver: str
-    cublasmp_source: str
 
 
 def find() -> Libraries:
@@ -39,8 +38,7 @@ def find() -> Libraries:
         than the one that cuBLASMp would use.
     """
     roots = _wheel_roots()
-    cublasmp, source = _find_cublasmp(roots)
-    return Libraries(cublasmp, _find_nccl(roots), DRIVER, source)
+    return Libraries(_find_cublasmp(roots), _find_nccl(roots), DRIVER)
 
 
 def installed() -> str:
@@ -71,12 +69,12 @@ def _majors() -> tuple[str, ...]:
     return _plugins() or tuple(_FOLDERS)
 
 
-def _find_cublasmp(roots: Iterable[Path]) -> tuple[str, str]:
-    """(path or name, where it comes from)."""
+def _find_cublasmp(roots: Iterable[Path]) -> str:
+    """The wheel's, for JAX's CUDA, or the loader's."""
     found = {major: _first_file(roots, folder, CUBLASMP) for major, folder in _FOLDERS.items()}
     for major in _majors():
         if path := found[major]:
-            return path, f"the wheel nvidia-cublasmp-{major}"
+            return path
     others = [major for major, path in found.items() if path]
     if others:
         wanted = _majors()[0]
@@ -84,8 +82,7 @@ def _find_cublasmp(roots: Iterable[Path]) -> tuple[str, str]:
             f"cuBLASMp is installed for CUDA {others[0][2:]} ({found[others[0]]}), but JAX's plugin is for CUDA "
             f"{wanted[2:]}; pip install 'jaxmp[cuda{wanted[2:]}]'"
         )
-    wheels = " or ".join(f"nvidia-cublasmp-{major}" for major in _majors())
-    return CUBLASMP, f"the loader's path, for {wheels} is not installed"
+    return CUBLASMP
 
 
 def _find_nccl(roots: Iterable[Path]) -> str:

@@ -339,6 +339,8 @@ def _translated(error: Exception) -> Exception | None:
     if _state is None:
         return None
     text, native = str(error), _native.extension()
+    if failure := native.cuda_failure():
+        return DistributedError(failure)
     ours = re.search(r"jaxmp\.DistributedError: (.*)", text)
     if ours:
         failure = native.roll_call_failure()

@@ -57,7 +57,7 @@ def test_the_wheels_are_found_where_they_put_their_files(wheels):
     found = _cuda.find()
     assert found.cublasmp == str(root / "cublasmp/cu13/lib/libcublasmp.so.0")
     assert found.nccl == str(root / "nccl/lib/libnccl.so.2")
-    assert (found.driver, found.cublasmp_source) == ("libcuda.so.1", "the wheel nvidia-cublasmp-cu13")
+    assert found.driver == "libcuda.so.1"
 
 
 def test_wheels_share_the_folder_nvidia_on_the_import_path(tmp_path, monkeypatch):
@@ -74,15 +74,14 @@ def test_without_wheels_the_loader_looks(wheels):
     wheels()
     found = _cuda.find()
     assert (found.cublasmp, found.nccl) == ("libcublasmp.so.0", "libnccl.so.2")
-    assert found.cublasmp_source == "the loader's path, for nvidia-cublasmp-cu13 is not installed"
 
 
 def test_without_a_plugin_both_cudas_will_do_and_the_newer_is_taken(wheels, monkeypatch):
     monkeypatch.setattr(_cuda, "_plugins", lambda: ())
     wheels("cu12", "nccl")
-    assert _cuda.find().cublasmp_source == "the wheel nvidia-cublasmp-cu12"
+    assert "/cu12/" in _cuda.find().cublasmp
     wheels("cu13")
-    assert _cuda.find().cublasmp_source == "the wheel nvidia-cublasmp-cu13"
+    assert "/cu13/" in _cuda.find().cublasmp
 
 
 def test_a_library_for_another_cuda_names_both_and_the_remedy(wheels):
@@ -166,8 +165,13 @@ def test_what_the_processes_of_a_job_compare(monkeypatch):
 class FakeExtension:
     """The extension's functions for cuBLASMp, which note their calls."""
 
+    failure = ""
+
     def __init__(self, refusal=""):
         self.calls, self.refusal = [], refusal
+
+    def cuda_failure(self):
+        return self.failure
 
     def load_cublasmp(self, *paths):
         self.calls.append(("load_cublasmp", *paths))
@@ -190,6 +194,7 @@ def opening(wheels, monkeypatch):
         monkeypatch.setattr(_native, "extension", lambda: module)
         return module
 
+    monkeypatch.setattr(_native._compat, "translate_errors", lambda translate: None)
     monkeypatch.setattr(_native, "_why_no_cublasmp", None)
     wheels("cu13", "nccl")
     return make
@@ -214,9 +219,8 @@ def test_the_deadline_of_initialize_goes_before_that_of_the_environment(opening,
     assert ("set_timeout", 3.0) in module.calls
 
 
-def test_why_it_cannot_be_opened_stays_and_says_where_it_was_looked_for(opening):
-    module = opening("libcuda.so.1 cannot be opened")
-    why = "libcuda.so.1 cannot be opened (looked for in the wheel nvidia-cublasmp-cu13)"
+def test_why_it_cannot_be_opened_stays(opening):
+    module = opening(why := "libcuda.so.1 cannot be opened")
     assert (_native.why_no_cublasmp(), _native.why_no_cublasmp()) == (why, why)
     assert [call[0] for call in module.calls].count("load_cublasmp") == 1
     assert _native.cublasmp_log() == []
@@ -230,6 +234,30 @@ def test_a_conflict_of_libraries_opens_none(opening, monkeypatch):
 
     monkeypatch.setattr(_cuda, "find", refuse)
     assert (_native.why_no_cublasmp(), module.calls) == ("two NCCLs", [])
+
+
+def test_a_machine_without_a_driver_is_told_so(wheels, monkeypatch):
+    """The extension's own answer."""
+    cases.require("host")
+    wheels()
+    monkeypatch.setattr(_native, "_why_no_cublasmp", None)
+    monkeypatch.setattr(_cuda, "DRIVER", "libcuda-absent.so.1")
+    why = _native.why_no_cublasmp()
+    assert "the CUDA driver cannot be opened as libcuda-absent.so.1" in why
+    assert "install NVIDIA's driver" in why
+    assert _native.cublasmp_info() == {}
+
+
+def test_a_failed_launch_is_told_by_its_reason(opening, monkeypatch):
+    """XLA says CUDA_ERROR_LAUNCH_FAILED; why the communicators were aborted is ours to say."""
+    module = opening()
+    error = jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_LAUNCH_FAILED")
+    assert _native._translated(error) is None
+    module.failure = "matmul at train.py:41: rank 1 of 4 did not come within 60 s"
+    assert (type(_native._translated(error)), str(_native._translated(error))) == (RuntimeError, module.failure)
+    monkeypatch.setattr(jaxmp.distributed, "_state", object())
+    translated = jaxmp.distributed._translated(error)
+    assert (type(translated), str(translated)) == (jaxmp.distributed.DistributedError, module.failure)
 
 
 # ---- ids between processes
@@ -421,7 +449,7 @@ def test_a_program_for_cuda_calls_the_library(sharded):
     assert [number(line, name) for name in "mnk"] == [12, 8, 16], "columns come first"
     assert number(line, "epilog") == 32
     assert 'determinism = "run_to_run"' in line
-    assert "devices = array<i64>" in line, "the program is for other devices than these"
+    assert "devices = dense<> " in line, "the program is for other devices than these"
 
 
 def test_the_same_program_without_asking_is_xlas(sharded):
@@ -430,24 +458,29 @@ def test_the_same_program_without_asking_is_xlas(sharded):
     assert not texts(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")), a, b)
 
 
-def test_what_runs_here_names_its_devices(sharded, monkeypatch):
-    """A communicator belongs to devices, so a program that is lowered for some serves no others."""
-    cases.require("host")
-    monkeypatch.setattr(_native, "cuda_devices", lambda: ["a card"])
-    monkeypatch.setattr(_native, "card_capability", lambda: (9, 0))
-    monkeypatch.setattr(_native, "why_no_cublasmp", lambda: "")
+@pytest.fixture
+def required(cards, monkeypatch):
+    """In a process with CUDA devices, the primitives whose lowerings have come to serve some devices alone."""
+    primitives = []
+    cards("9.0")
     monkeypatch.setattr(_native, "register", lambda: None)
-    required = []
-    monkeypatch.setattr(_lowering._compat, "require_devices", required.extend)
+    monkeypatch.setattr(_lowering._compat, "require_devices", primitives.extend)
+    return primitives
+
+
+def test_what_runs_here_names_its_devices(sharded, required):
+    """A communicator belongs to devices, so a program that is lowered for some serves no others."""
     a, b = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
     ids = ", ".join(str(device.id) for device in jax.devices()[:4])
     (line,) = texts(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")), a, b)
-    assert f"devices = array<i64: {ids}>" in line
+    assert f"devices = dense<[{ids}]>" in line
     assert {primitive.name for primitive in required} == {"jaxmp_matmul", "jaxmp_matmul_epilog"}
-    required.clear()
+
+
+def test_one_rank_needs_no_devices(required):
     (line,) = texts(jaxmp.matmul, *(jax.ShapeDtypeStruct((4, 4), jnp.float32),) * 2)
-    assert "devices = array<i64>" in line
-    assert not required, "one rank needs no communicator"
+    assert "devices = dense<> " in line
+    assert not required
 
 
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)

@@ -55,6 +55,7 @@ def attributes(pattern="local", m=4, n=5, k=6, mesh=(), **changes):
         "mesh_shape": np.array(mesh, np.int64),
         "axes_row": np.arange(len(mesh), dtype=np.int64),
         "axes_col": np.array([], np.int64),
+        "devices": np.array([], np.int64),
         "determinism": "run_to_run",
         "communication_dtype": "none",
         "algorithm": "default",
@@ -160,7 +161,7 @@ def test_configuration_defaults():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("JAXMP_LOG", "plan,plans", "JAXMP_LOG takes plan but has plans."),
+        ("JAXMP_LOG", "plan,plans", "JAXMP_LOG takes plan, cublasmp but has plans."),
         ("JAXMP_PLAN_CACHE_SIZE", "0", "JAXMP_PLAN_CACHE_SIZE must be a whole number of at least 1 but is '0'."),
         ("JAXMP_PLAN_CACHE_SIZE", "many", "JAXMP_PLAN_CACHE_SIZE must be a whole number of at least 1 but is 'many'."),
         ("JAXMP_MKL", "on", "JAXMP_MKL must be 'auto' or 'off' but is 'on'."),

@@ -337,15 +337,15 @@ def test_several_processes_and_other_platforms_communicate_through_xla():
             "the ranks of a group live in 2 processes: each multiplies on its own, XLA communicates",
         ),
         (choose(collective, nprocesses=1), "host", "CPU devices of one process"),
-        (choose(collective, platform="cuda"), "xla", "no fused implementation for platform 'cuda'"),
+        (choose(collective, platform="rocm"), "xla", "no fused implementation for platform 'rocm'"),
     ):
         assert (chosen.implementation, chosen.why) == (implementation, why)
     with pytest.raises(
         NotImplementedError, match="serves the CPU devices of one process, not platform 'cpu' with 2 processes"
     ):
         choose(collective.replace(implementation="host"))
-    with pytest.raises(NotImplementedError, match="\"cublasmp\" is not available on platform 'cuda'"):
-        choose(collective.replace(implementation="cublasmp"), platform="cuda")
+    with pytest.raises(NotImplementedError, match="\"cublasmp\" is not available on platform 'rocm', it serves CUDA"):
+        choose(collective.replace(implementation="cublasmp"), platform="rocm")
 
 
 def test_row_major_becomes_column_major_in_the_attributes():

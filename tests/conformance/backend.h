@@ -41,6 +41,13 @@ class Backend {
 
 StatusOr<std::unique_ptr<Backend>> make_host_backend(int nranks, const std::string& blas);
 
+// Paths of the libraries, or names for the loader. With a file, ranks of other processes get NCCL's id through it.
+struct CudaOptions {
+  std::string cublasmp = "libcublasmp.so.0", nccl = "libnccl.so.2", driver = "libcuda.so.1", id_file;
+};
+// Ranks share the GPUs in turns, which NCCL has to be told (docs/gpu.md).
+StatusOr<std::unique_ptr<Backend>> make_cuda_backend(int nranks, const CudaOptions& options);
+
 }  // namespace jaxmp::conformance
 
 #endif  // JAXMP_TESTS_CONFORMANCE_BACKEND_H_

@@ -205,9 +205,27 @@ int run_cases(const Options& options, Backend* backend, int nranks) {
 }
 
 int usage(const std::string& why) {
-  std::fprintf(stderr, "%s\nusage: conformance --library host|cublasmp --ranks N [--only TEXT] [--after NAME]\n"
-               "  [--share I/N] [--seconds S] [--blas PATH]\n", why.c_str());
+  std::fprintf(stderr,
+               "%s\nusage: conformance --library host|cublasmp --ranks N [--only TEXT] [--after NAME] [--share I/N]\n"
+               "  [--seconds S] [--blas PATH] [--cublasmp PATH --nccl PATH --driver PATH] [--rank R --id FILE]\n",
+               why.c_str());
   return 2;
+}
+
+StatusOr<std::unique_ptr<Backend>> make_backend(Options options, int nranks) {
+  const std::string library = options["library"];
+  if (library == "host") {
+    const char* blas = std::getenv("JAXMP_BLAS");
+    return make_host_backend(nranks, options.count("blas") ? options["blas"] : blas ? blas : "");
+  }
+  if (library != "cublasmp") return InvalidArgument("--library must be host or cublasmp");
+  if (options.count("rank") != options.count("id")) return InvalidArgument("--rank and --id go together");
+  CudaOptions cuda;
+  for (const auto& [name, value] : {std::pair("cublasmp", &cuda.cublasmp), std::pair("nccl", &cuda.nccl),
+                                    std::pair("driver", &cuda.driver), std::pair("id", &cuda.id_file)}) {
+    if (options.count(name)) *value = options[name];
+  }
+  return make_cuda_backend(nranks, cuda);
 }
 
 }  // namespace
@@ -220,14 +238,10 @@ int run(int argc, char** argv) {
   }
   const int nranks = options.count("ranks") ? std::atoi(options["ranks"].c_str()) : 0;
   if (nranks < 1 || nranks > 4) return usage("--ranks must be from 1 to 4");
-  const std::string& library = options["library"];
-  if (library != "host") return usage("--library must be host");
-  const char* blas = std::getenv("JAXMP_BLAS");
-  StatusOr<std::unique_ptr<Backend>> backend =
-      make_host_backend(nranks, options.count("blas") ? options["blas"] : blas ? blas : "");
+  StatusOr<std::unique_ptr<Backend>> backend = make_backend(options, nranks);
   if (!backend.ok()) return usage(backend.status().message());
   const int surprises = run_cases(options, backend->get(), nranks);
-  std::fprintf(stderr, "conformance: %s with %d ranks, %d surprises\n", library.c_str(), nranks, surprises);
+  std::fprintf(stderr, "conformance: %s with %d ranks, %d surprises\n", (*backend)->api().name, nranks, surprises);
   return surprises == 0 ? 0 : 1;
 }
 

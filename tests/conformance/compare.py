@@ -1,0 +1,165 @@
+"""What two libraries did with the same cases, and every difference by its name.
+
+The lines are those that `conformance` prints. A difference is a *fault* where hostmp promises something that the other
+library does not keep: it would make every test on a CPU worthless for the GPU. hostmp may refuse what the other takes,
+for it is strict on purpose, and take what it declares as a capability.
+
+    python tests/conformance/compare.py host.jsonl cublasmp.jsonl [--known FILE]
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+# What a difference is called, and why it is one.
+FAULTS = {
+    "missing": "only one library was asked",
+    "ends": "it crashed, hung, or failed after it had accepted the call",
+    "divides": "its ranks did not agree whether to accept the call",
+    "refuses": "it refuses what hostmp takes, without a capability of hostmp's that says so",
+    "differs": "a result is outside of its bound",
+    "rounds": "a result that has one right answer is within its bound, but another",
+    "overwrites": "it wrote to an operand, or past the end of a buffer",
+}
+ALLOWED = {
+    "capability": "it refuses what hostmp takes as a declared capability",
+    "accepts": "it takes what hostmp refuses",
+    "reason": "it refuses for another reason than hostmp",
+}
+_ENDS = ("crash", "hang", "run", "memory")
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """`kind` is a key of FAULTS or ALLOWED, `detail` what was seen."""
+
+    kind: str
+    case: str
+    ranks: int
+    detail: str
+
+    @property
+    def is_fault(self) -> bool:
+        return self.kind in FAULTS
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.case} ({self.ranks} ranks): {self.detail}"
+
+
+def read(path: Path) -> list[dict]:
+    """The lines of a file that say how a case ended."""
+    lines = (json.loads(line) for line in path.read_text().splitlines() if line.strip())
+    return [line for line in lines if "case" in line]
+
+
+def compare(ours: list[dict], theirs: list[dict]) -> list[Difference]:
+    """Every difference of `theirs` to `ours` (hostmp's), in the order of the cases."""
+    host, other = _by_case(ours), _by_case(theirs)
+    differences = []
+    for key in [*host, *(key for key in other if key not in host)]:
+        case, ranks = key
+        if key not in host or key not in other:
+            by = "hostmp" if key in host else "the other library"
+            differences.append(Difference("missing", case, ranks, f"run by {by} alone"))
+            continue
+        kind_and_detail = _difference(host[key], other[key])
+        if kind_and_detail:
+            differences.append(Difference(kind_and_detail[0], case, ranks, kind_and_detail[1]))
+    return differences
+
+
+def _by_case(lines: list[dict]) -> dict[tuple[str, int], list[dict]]:
+    cases: dict[tuple[str, int], list[dict]] = {}
+    for line in lines:
+        cases.setdefault((line["case"], line["ranks"]), []).append(line)
+    for key, found in cases.items():
+        seats = sorted(line["rank"] for line in found)
+        if len(set(seats)) != len(seats):
+            raise ValueError(f"{key[0]} was run twice on {key[1]} ranks; compare one run with one run")
+    return cases
+
+
+def _difference(host: list[dict], other: list[dict]) -> tuple[str, str] | None:
+    """(kind, detail) of one case on all ranks: the gravest."""
+    for line in other:
+        if line["stage"] in _ENDS:
+            return "ends", f"rank {line['rank']}: {line['stage']}: {line['error']}"
+    statuses = {line["rank"]: line["status"] for line in other}
+    if len(set(statuses.values())) > 1 or len(other) != len(host):
+        return "divides", f"status by rank: {statuses}"
+    ours, theirs = host[0], other[0]
+    if ours["status"] == 0 != theirs["status"]:
+        kind = "capability" if ours["capability"] else "refuses"
+        return kind, f"{theirs['stage']} gives status {theirs['status']}: {theirs['error']}"
+    if ours["status"] != 0:
+        if theirs["status"] == 0:
+            return "accepts", f"hostmp says: {ours['error']}"
+        if theirs["status"] == ours["status"]:
+            return None
+        return "reason", f"status {theirs['status']} ({theirs['error']}), hostmp {ours['status']} ({ours['error']})"
+    return _difference_of_results(host, other)
+
+
+def _difference_of_results(host: list[dict], other: list[dict]) -> tuple[str, str] | None:
+    exact = {(line["rank"], name) for line in host for name, result in line["results"].items() if result["exact"]}
+    found: dict[str, str] = {}
+    for line in other:
+        if not line["intact"]:
+            found.setdefault("overwrites", f"rank {line['rank']}")
+        for name, result in line["results"].items():
+            where = f"rank {line['rank']}: {name} uses {100 * result['worst']:.3g} % of its bound"
+            if result["worst"] > 1:
+                found.setdefault("differs", where)
+            elif not result["exact"] and (line["rank"], name) in exact:
+                found.setdefault("rounds", where)
+    return next(((kind, found[kind]) for kind in ("differs", "overwrites", "rounds") if kind in found), None)
+
+
+def known(path: Path | None) -> list[tuple[str, str]]:
+    """(kind, part of the name) of the faults that a file excuses: lines "kind: part", and comments."""
+    if path is None:
+        return []
+    lines = (line.strip() for line in path.read_text().splitlines())
+    return [tuple(line.split(": ", 1)) for line in lines if line and not line.startswith("#")]  # type: ignore[misc]
+
+
+def report(
+    differences: list[Difference], excuses: list[tuple[str, str]], is_whole: bool = True
+) -> tuple[str, bool]:
+    """(what to print, whether there is a fault that nothing excuses, or, in a whole run, an excuse of nothing)."""
+    counts = collections.Counter(difference.kind for difference in differences)
+    lines = [f"{counts[kind]:5d}  {kind}: {why}" for kind, why in (FAULTS | ALLOWED).items() if counts[kind]]
+    is_bad, used = False, set()
+    for difference in differences:
+        excuse = next((e for e in excuses if e[0] == difference.kind and e[1] in difference.case), None)
+        used |= {excuse} if excuse else set()
+        is_bad = is_bad or (difference.is_fault and excuse is None)
+        if difference.is_fault:
+            lines.append(f"{'known ' if excuse else 'FAULT '}{difference}")
+        elif difference.kind != "capability":
+            lines.append(f"{difference}")
+    for excuse in excuses:
+        if is_whole and excuse not in used:
+            lines.append(f"FAULT nothing needs the excuse {excuse[0]}: {excuse[1]}")
+            is_bad = True
+    return "\n".join(lines) or "no difference", is_bad
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("host", type=Path)
+    parser.add_argument("other", type=Path)
+    parser.add_argument("--known", type=Path, help="faults that are known, one a line")
+    arguments = parser.parse_args()
+    text, is_bad = report(compare(read(arguments.host), read(arguments.other)), known(arguments.known))
+    print(text)
+    return 1 if is_bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
