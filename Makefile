@@ -79,6 +79,12 @@ test-abi: $(TEST)/.ready ## Compare our declarations with the real headers, from
 	$(TEST)/bin/pip install --quiet --disable-pip-version-check --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime nvidia-nccl-cu13
 	JAXMP_REQUIRE_ABI=1 $(TEST)/bin/pytest tests/test_abi.py $(ARGS)
 
+.PHONY: test-cublasmp
+test-cublasmp: $(TEST)/.ready ## Run the C++ tests, and what the real cuBLASMp does without a GPU (wheels of 700 MB)
+	$(TEST)/bin/pip install --quiet --disable-pip-version-check --no-deps nvidia-cublasmp-cu13 nvidia-nccl-cu13 nvidia-cublas
+	@export JAXMP_CUDA_WHEELS=$$($(TEST)/bin/python -c 'import nvidia.cublasmp as c; print(list(c.__path__)[0].rpartition("/")[0])'); \
+	$(call cpp_tests,cpp-$(TAG),Release,)
+
 .PHONY: determinism
 determinism: $(DEMO)/.ready ## Check every promise about bits on this machine (ARGS=--quick for a short run)
 	$(DEMO)/bin/python -P -m jaxmp.testing determinism $(ARGS)

@@ -9,6 +9,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 
 namespace jaxmp::abi {
 
@@ -232,6 +233,7 @@ cublasMpStatus_t cublasMpMatmul(cublasMpHandle_t handle, cublasMpMatmulDescripto
 // Messages of the library, on the thread that caused them; levels 0 (none), 1 (errors) to 5 (every call).
 using cublasMpLoggerCallback_t = void (*)(int logLevel, const char* functionName, const char* message);
 cublasMpStatus_t cublasMpLoggerSetCallback(cublasMpLoggerCallback_t callback);
+cublasMpStatus_t cublasMpLoggerSetFile(FILE* file);  // null: no file, and nothing on stdout
 cublasMpStatus_t cublasMpLoggerSetLevel(int level);
 
 }  // namespace jaxmp::abi

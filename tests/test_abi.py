@@ -21,7 +21,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 OURS = (ROOT / "csrc" / "cublasmp_abi.h").read_text()
 TABLE = (ROOT / "csrc" / "mp_api.h").read_text()
 CUDA = (ROOT / "csrc" / "cuda_abi.h").read_text()
-LOGGER = ("LoggerSetCallback", "LoggerSetLevel")  # cuBLASMp's own, which no table of the core holds
+LOGGER = ("LoggerSetCallback", "LoggerSetFile", "LoggerSetLevel")  # cuBLASMp's own, which no table of the core holds
 
 # cublasmp.h includes these two, whose wheels weigh 400 and 300 MB. From the first it takes types alone, whose numbers
 # are then not checked (cudaDataType_t comes from the real library_types.h, and is); from the second one opaque pointer.

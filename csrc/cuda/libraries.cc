@@ -99,9 +99,10 @@ Status OpenCublasMp(const std::string& path, Libraries* libraries) {
   JAXMP_RETURN_IF_ERROR(Find(handle, "cublasMp" #function, "cuBLASMp 0.10", path, &api.function));
   JAXMP_CUBLASMP_FUNCTIONS(JAXMP_FIND_FUNCTION)
 #undef JAXMP_FIND_FUNCTION
-  JAXMP_RETURN_IF_ERROR(
-      Find(handle, "cublasMpLoggerSetCallback", "cuBLASMp 0.10", path, &libraries->logger.SetCallback));
-  JAXMP_RETURN_IF_ERROR(Find(handle, "cublasMpLoggerSetLevel", "cuBLASMp 0.10", path, &libraries->logger.SetLevel));
+  Logger& logger = libraries->logger;
+  JAXMP_RETURN_IF_ERROR(Find(handle, "cublasMpLoggerSetCallback", "cuBLASMp 0.10", path, &logger.SetCallback));
+  JAXMP_RETURN_IF_ERROR(Find(handle, "cublasMpLoggerSetFile", "cuBLASMp 0.10", path, &logger.SetFile));
+  JAXMP_RETURN_IF_ERROR(Find(handle, "cublasMpLoggerSetLevel", "cuBLASMp 0.10", path, &logger.SetLevel));
   api.name = kCublasMp.name;
   api.capabilities = kCublasMp.capabilities;
   api.order_sums = nullptr;

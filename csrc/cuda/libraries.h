@@ -25,6 +25,7 @@ struct Nccl {
 
 struct Logger {
   decltype(&abi::cublasMpLoggerSetCallback) SetCallback = nullptr;
+  decltype(&abi::cublasMpLoggerSetFile) SetFile = nullptr;
   decltype(&abi::cublasMpLoggerSetLevel) SetLevel = nullptr;
 };
 

@@ -14,6 +14,8 @@ namespace {
 constexpr size_t kMostLines = 4096;
 constexpr int kErrors = 1, kEverything = 5;
 
+constexpr size_t kLongestError = 2000;
+
 thread_local std::string last_error, taken_error;
 
 struct Lines {
@@ -29,7 +31,7 @@ Lines& lines() {
 void OnMessage(int level, const char* function, const char* message) {
   std::string line = std::string("[") + (function ? function : "") + "] " + (message ? message : "");
   while (!line.empty() && line.back() == '\n') line.pop_back();
-  if (level == kErrors) last_error = line;
+  if (level == kErrors && last_error.size() < kLongestError) last_error += (last_error.empty() ? "" : "; ") + line;
   std::lock_guard<std::mutex> lock(lines().mutex);
   lines().lines.push_back(std::move(line));
   if (lines().lines.size() > kMostLines) lines().lines.pop_front();
@@ -47,6 +49,7 @@ void SetLogging(bool is_on) {
 // A library that cannot be told works all the same.
 void ApplyLogging(const Libraries& libraries) {
   (void)libraries.logger.SetCallback(OnMessage);
+  (void)libraries.logger.SetFile(nullptr);
   (void)libraries.logger.SetLevel(is_logging ? kEverything : kErrors);
 }
 

@@ -8,8 +8,8 @@
 namespace jaxmp::cuda {
 
 // Has the library report everything to this process, with lines such as "[cublasMpMatmul] Using AllGather + Matmul";
-// off: errors alone, which complete the messages of failed calls. Either overrides CUBLASMP_LOG_LEVEL. May be called
-// before the library is loaded.
+// off: errors alone, which complete the messages of failed calls. Either overrides CUBLASMP_LOG_LEVEL and
+// CUBLASMP_LOG_FILE: without that every line would stand on stdout as well. May be called before the library is loaded.
 void SetLogging(bool is_on);
 
 // Tells a library that was just loaded.
@@ -19,7 +19,8 @@ void ApplyLogging(const Libraries& libraries);
 // The lines since the last call, oldest first; the newest 4096 of them.
 std::vector<std::string> TakeLog();
 
-// The last error that the library reported on this thread, once; "" where it reported none. Valid until the next call.
+// The errors that the library reported on this thread since the last time, in one line; "" where it reported none. A
+// failed call may report several, the cause first. Valid until the next call.
 const char* TakeLastError();
 
 }  // namespace jaxmp::cuda

@@ -346,9 +346,10 @@ void AFailedCallSaysEverything() {
   World world(instance.site->plan->problem());
   FailNext("Matmul", 1, abi::CUBLASMP_STATUS_NOT_SUPPORTED);
   const std::string error = tests::RunRank(*instance.site, world, *machine()[1], 0, 0);
-  CHECK_CONTAINS(error,
-                 "jaxmp: cublasmp Matmul: [cublasMpMatmul] as the test wants it; rank 0 of 1 in group 1 (device 1)");
-  CHECK_CONTAINS(error, "call [pattern=local m=3 n=3 k=4 ");
+  CHECK_CONTAINS(
+      error,
+      "jaxmp: cublasmp Matmul: [cublasMpMatmul] a cause; [cublasMpMatmul] as the test wants it; rank 0 of 1 in group 1 "
+      "(device 1), call [pattern=local m=3 n=3 k=4 ");
   RunRight(*instance.site, Gpus({1}));
 }
 

@@ -91,6 +91,7 @@ cublasMpStatus_t Enter(const std::string& name) {
     failure = found->second;
     state().failures.erase(found);
   }
+  Say(1, ("cublasMp" + name).c_str(), "a cause");
   Say(1, ("cublasMp" + name).c_str(), "as the test wants it");
   return static_cast<cublasMpStatus_t>(failure);
 }
@@ -211,6 +212,7 @@ bool HasWorkspace(void* work, size_t bytes) {
 #define FAKE_FUNCTION(name) FAKE(cublasMp##name);
 JAXMP_CUBLASMP_FUNCTIONS(FAKE_FUNCTION)
 FAKE(cublasMpLoggerSetCallback);
+FAKE(cublasMpLoggerSetFile);
 FAKE(cublasMpLoggerSetLevel);
 
 cublasMpStatus_t cublasMpGetVersion(int* version) {
@@ -228,6 +230,7 @@ cublasMpStatus_t cublasMpLoggerSetCallback(cublasMpLoggerCallback_t callback) {
   state().logger = callback;
   return CUBLASMP_STATUS_SUCCESS;
 }
+cublasMpStatus_t cublasMpLoggerSetFile(FILE*) { return CUBLASMP_STATUS_SUCCESS; }
 cublasMpStatus_t cublasMpLoggerSetLevel(int level) {
   std::lock_guard<std::mutex> lock(state().mutex);
   state().log_level = level;

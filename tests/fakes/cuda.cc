@@ -277,6 +277,14 @@ CUresult cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsi
   return CUDA_SUCCESS;
 }
 
+// What the real libcublasmp.so.0 wants of a driver beyond that, to be opened; none of it works.
+extern "C" {
+CUresult cuCtxGetId(CUcontext, unsigned long long*) { return CUDA_ERROR_UNKNOWN; }  // NOLINT
+CUresult cuMemGetAddressRange_v2(CUdeviceptr*, size_t*, CUdeviceptr) { return CUDA_ERROR_UNKNOWN; }
+CUresult cuMemRelease(unsigned long long) { return CUDA_ERROR_UNKNOWN; }                         // NOLINT
+CUresult cuMemRetainAllocationHandle(unsigned long long*, void*) { return CUDA_ERROR_UNKNOWN; }  // NOLINT
+}
+
 // For harnesses that copy without a stream.
 extern "C" {
 CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void* from, size_t bytes) {
