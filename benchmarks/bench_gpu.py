@@ -5,6 +5,7 @@ program, since what it costs beside XLA's own is a few microseconds. With --writ
 """
 
 import argparse
+import contextlib
 import functools
 import importlib
 import json
@@ -133,8 +134,6 @@ def measure_large(case, seconds):
 
 
 def _implementation(f, *args):
-    import contextlib
-
     with contextlib.redirect_stdout(None):
         return jaxmp.explain(f)(*args).rows[0].implementation
 

@@ -9,7 +9,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path += [str(HERE), str(HERE.parent), str(HERE.parent / "process")]
 
-import conftest  # noqa: F401: settings of every test
+import conftest  # settings of every test
 import jax
 
 import jaxmp

@@ -1,6 +1,6 @@
 """The custom call on one CUDA device: numbers, transforms, programs, and memory after ten thousand calls.
 
-One rank is cuBLASMp's local Matmul, with every epilog and type; the ways of a program around it are those of any number.
+One rank is cuBLASMp's local Matmul, with every epilog and type; a program around it is like any other.
 """
 
 import collections
@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import suite
 import test_transforms
-from gpu import alone, cublasmp  # noqa: F401: fixtures
+from gpu import alone, cublasmp
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -30,7 +30,7 @@ PATTERNS = ("local", "ag-data", "rs-data", "ar-data", "grid")
 
 
 def trials():
-    """Every epilog in every type of 16 and 32 bits; the types without epilogs plain; every pattern and transposition."""
+    """Every epilog in every type of 16 and 32 bits, the other types plain; every pattern and transposition."""
     found = []
     for name in PATTERNS:
         case = alone(cases.BY_NAME[name]).replace(per_shard=(40, 48, 56))
@@ -144,7 +144,7 @@ def resident_bytes() -> int:
 
 @pytest.mark.timeout(0)
 def test_ten_thousand_calls_leave_memory_as_it_was():
-    """After a warm-up, device memory does not grow at all beyond an allocator's page, host memory by no kilobyte a call."""
+    """After a warm-up: device memory up to an allocator's page, host memory up to less than a kilobyte a call."""
     a, b, c = (jnp.ones((256, 256), jnp.bfloat16) for _ in range(3))
     bias = jnp.ones(256, jnp.bfloat16)
     program = jax.jit(

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from gpu import ROOT, SHARING, conformance, cublasmp  # noqa: F401: fixtures
+from gpu import ROOT, SHARING, conformance, cublasmp
 
 from jaxmp import _native
 
@@ -21,7 +21,7 @@ def test_the_library_is_the_one_that_was_written_for():
 
 @pytest.mark.timeout(0)  # a case that hangs has a deadline of its own
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_it_does_what_hostmp_does(conformance, ranks):  # noqa: F811
+def test_it_does_what_hostmp_does(conformance, ranks):
     """With several ranks each is a process, and they share the GPUs that there are."""
     command = [sys.executable, str(ROOT / "tests/conformance/run.py"), "--binary", str(conformance)]
     command += ["--ranks", str(ranks), "--out", str(ROOT / "build/conformance")]

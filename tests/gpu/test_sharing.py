@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from gpu import SHARING, cublasmp  # noqa: F401: fixtures, and the folder of job
+from gpu import SHARING, cublasmp
 from job import free_port
 
 pytestmark = pytest.mark.usefixtures("cublasmp")
