@@ -74,7 +74,7 @@ test-process: $(TEST)/.ready ## Run the tests of many processes, with faults (AR
 test-gpu: ## Run the tests on real GPUs, in the environment of PYTHON as it is: nothing is installed
 	@mkdir -p build
 	JAXMP_REQUIRE_GPU=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
-	  $(PYTHON) -m pytest tests/gpu --timeout=900 $(ARGS) 2>&1 | tee build/test-gpu.log
+	  $(PYTHON) -P -m pytest tests/gpu --timeout=900 $(ARGS) 2>&1 | tee build/test-gpu.log
 
 .PHONY: soak
 soak: $(TEST)/.ready ## Run 100,000 small and 1,000 large calls and watch memory and descriptors
