@@ -1,6 +1,7 @@
 #include "csrc/cuda/watchdog.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cstdio>
 #include <cstdlib>
 #include <sstream>
@@ -30,6 +31,7 @@ class Watchdog {
   }
 
   std::string failure() {
+    if (!has_failed_.load(std::memory_order_acquire)) return "";  // every call asks
     std::lock_guard<std::mutex> lock(mutex_);
     return failure_;
   }
@@ -56,6 +58,7 @@ class Watchdog {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       failure_ = failure;  // first: calls that return because of the abort then know why
+      has_failed_.store(true, std::memory_order_release);
       watches = watches_;
     }
     for (const std::shared_ptr<Watch>& watch : watches) watch->FailDevice();
@@ -64,8 +67,15 @@ class Watchdog {
 
   std::mutex mutex_;
   std::vector<std::shared_ptr<Watch>> watches_;
-  std::string failure_;
+  std::string failure_;  // guarded by mutex_
+  std::atomic<bool> has_failed_{false};
 };
+
+// XLA has given its contexts back, or the driver is shutting down: the process is ending, and nobody waits any more.
+bool IsGone(abi::CUresult result) {
+  return result == abi::CUDA_ERROR_DEINITIALIZED || result == abi::CUDA_ERROR_INVALID_CONTEXT ||
+         result == abi::CUDA_ERROR_INVALID_HANDLE || result == abi::CUDA_ERROR_CONTEXT_IS_DESTROYED;
+}
 
 Watchdog& watchdog() {
   static auto* const only = new Watchdog;
@@ -167,7 +177,7 @@ std::string Watch::PollDevice(Clock::time_point now) {
     watched_.since = now;
     return "";
   }
-  if (result == abi::CUDA_ERROR_DEINITIALIZED) return "";  // the process is ending
+  if (IsGone(result)) return "";
   if (result != abi::CUDA_ERROR_NOT_READY) {
     return "jaxmp: the device of " + who_ + " has failed (" + Why(result) + ") in or ahead of the call " +
            *watched_.call;
@@ -193,7 +203,7 @@ std::string Watch::Poll() {
 }
 
 bool Watch::IsOnDevice(const Span& span) const {
-  return span.state != State::kIdle && Loaded()->driver.EventQuery(span.end) != abi::CUDA_SUCCESS;
+  return span.state != State::kIdle && Loaded()->driver.EventQuery(span.end) == abi::CUDA_ERROR_NOT_READY;
 }
 
 void Watch::FailDevice() {

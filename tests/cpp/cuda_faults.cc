@@ -137,6 +137,20 @@ void AnErrorThatNcclReports() {
   CheckDead(pair, why);
 }
 
+// A process that ends takes its contexts down while the watchdog is still there.
+void AnEndIsNoFailure() {
+  Pair pair;
+  Sleep(pair.zero.stream, 200);
+  World world(pair.instance.site->plan->problem());
+  tests::OnEach(2, [&](int rank) {
+    const auto r = static_cast<size_t>(rank);
+    CHECK_EQ(tests::RunRank(*pair.instance.site, world, rank == 0 ? pair.zero : pair.one, rank, r), "");
+  });
+  tests::FakeFunction<decltype(fake_cuda_shut_down)>("right/libcuda.so.1", "fake_cuda_shut_down")();
+  std::this_thread::sleep_for(std::chrono::milliseconds(400));
+  CHECK_EQ(cuda::Failure(), "");
+}
+
 void EveryCommunicatorIsAborted() {
   Pair pair;
   for (const std::string& error : pair.RunBoth()) CHECK_EQ(error, "");
@@ -154,6 +168,7 @@ const std::map<std::string, void (*)()>& Cases() {
       {"TimeBeforeACallDoesNotCount", TimeBeforeACallDoesNotCount},
       {"APeerThatStaysAwayOnTheHost", APeerThatStaysAwayOnTheHost},
       {"AnErrorThatNcclReports", AnErrorThatNcclReports},
+      {"AnEndIsNoFailure", AnEndIsNoFailure},
       {"EveryCommunicatorIsAborted", EveryCommunicatorIsAborted},
       {"ADeviceThatCannotBeMadeToFail", ADeviceThatCannotBeMadeToFail}};
   return cases;

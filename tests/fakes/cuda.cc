@@ -82,6 +82,7 @@ constexpr int kMostDevices = 64;
 
 CUctx_st contexts[kMostDevices];
 thread_local std::vector<CUcontext> current;
+std::atomic<bool> is_shut_down{false};
 
 bool HasContext() { return !current.empty() && current.back(); }
 
@@ -160,6 +161,7 @@ CUresult cuCtxPopCurrent_v2(CUcontext* context) {
   current.pop_back();
   return CUDA_SUCCESS;
 }
+void fake_cuda_shut_down() { is_shut_down = true; }
 int fake_cuda_ordinal() { return HasContext() ? current.back()->ordinal : -1; }
 
 CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t bytes) {
@@ -234,6 +236,7 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
   return CUDA_SUCCESS;
 }
 CUresult cuEventQuery(CUevent event) {
+  if (is_shut_down) return CUDA_ERROR_CONTEXT_IS_DESTROYED;
   if (!HasContext()) return CUDA_ERROR_INVALID_CONTEXT;
   std::lock_guard<std::mutex> lock(event->mutex);
   if (current.back()->has_failed) return CUDA_ERROR_LAUNCH_FAILED;
