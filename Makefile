@@ -22,7 +22,7 @@ COMMA := ,
 
 CXX_SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc -type f 2>/dev/null)
 ALL_SOURCES := $(CXX_SOURCES) $(shell find jaxmp -name '*.py' 2>/dev/null)
-CXX_STYLED   = $(shell git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cc' 'tests/cpp/*.h' 'tests/cpp/*.cc' 'tests/fakes/*')
+CXX_STYLED   = $(shell git ls-files -co --exclude-standard 'csrc/*.h' 'csrc/*.cc' 'tests/*.h' 'tests/*.cc')
 
 # $(call new_venv,directory,arguments of pip install): a failure leaves no half-made environment behind.
 define new_venv
@@ -69,6 +69,12 @@ test-cpp: $(TEST)/.ready ## Run the C++ tests only
 .PHONY: test-process
 test-process: $(TEST)/.ready ## Run the tests of many processes, with faults (ARGS="-k name" picks some)
 	$(TEST)/bin/pytest tests/process $(ARGS)
+
+.PHONY: test-gpu
+test-gpu: ## Run the tests on real GPUs, in the environment of PYTHON as it is: nothing is installed
+	@mkdir -p build
+	JAXMP_REQUIRE_GPU=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
+	  $(PYTHON) -P -m pytest tests/gpu --timeout=900 $(ARGS) 2>&1 | tee build/test-gpu.log
 
 .PHONY: soak
 soak: $(TEST)/.ready ## Run 100,000 small and 1,000 large calls and watch memory and descriptors
@@ -125,6 +131,10 @@ bench: $(BENCH)/.ready ## Compare with XLA and write the tables (ARGS=--quick fo
 .PHONY: bench-quick
 bench-quick: $(TEST)/.ready ## See that the benchmarks run, in the environment of the tests
 	$(TEST)/bin/python benchmarks/run.py --quick $(ARGS)
+
+.PHONY: bench-gpu
+bench-gpu: ## Compare with XLA and nvmath-python on a GPU, in the environment of PYTHON as it is (ARGS=--write-docs)
+	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) benchmarks/bench_gpu.py $(ARGS)
 
 .PHONY: clean
 clean: ## Remove the environments and everything that was built

@@ -129,8 +129,8 @@ def _choose_on_cuda(spec: MatmulSpec, operands: tuple) -> Choice:
     if not _native.cuda_devices():  # a program for another machine
         if is_asked:
             return Choice("cublasmp", "asked for; whether it is installed shows where the program runs")
-        why = 'lowered without a GPU, where cuBLASMp cannot be looked for; pass implementation="cublasmp" to have it called'
-        return Choice("xla", why)
+        remedy = 'pass implementation="cublasmp" to have it called'
+        return Choice("xla", f"lowered without a GPU, where cuBLASMp cannot be looked for; {remedy}")
     why = _native.why_no_cublasmp()
     if why and is_asked:
         raise RuntimeError(f'implementation="cublasmp": {why}')

@@ -136,7 +136,8 @@ def test_the_core_reads_no_environment(path):
 def environment_variables():
     """Every JAXMP_* that something reads: a string of Python code, a getenv of a C++ test, an export of make."""
     found = set()
-    for path in [*python_files(), *ROOT.glob("tests/*.py"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("examples/*.py")]:
+    folders = ("tests", "tests/gpu", "benchmarks", "examples")
+    for path in [*python_files(), *(path for folder in folders for path in ROOT.glob(f"{folder}/*.py"))]:
         strings = [n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
         found |= {s for s in strings if isinstance(s, str) and re.fullmatch(r"JAXMP_[A-Z_]+", s)}
     for path in ROOT.glob("tests/cpp/*"):

@@ -145,5 +145,5 @@ def test_a_library_that_crashes_is_asked_the_rest(program, processes, monkeypatc
 
 
 def test_a_library_that_cannot_begin_says_why(program):
-    with pytest.raises(run.NotStarted, match="no such library"):
+    with pytest.raises(run.NotStartedError, match="no such library"):
         run.run_suite(program, 1, ["--library", "none"])

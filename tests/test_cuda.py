@@ -248,6 +248,27 @@ def test_a_machine_without_a_driver_is_told_so(wheels, monkeypatch):
     assert _native.cublasmp_info() == {}
 
 
+@pytest.mark.parametrize(("platforms", "want"), [("cpu", ["cpu"]), ("cpu cuda", ["cpu", "CUDA"]), ("cuda", ["CUDA"])])
+def test_the_call_is_registered_where_there_are_devices(platforms, want, monkeypatch):
+    """Types ahead of the targets that use them, and the library open ahead of both."""
+    done = []
+    capsules = {name: (lambda name=name: {name: {}}) for name in ("types", "registrations")}
+    capsules |= {f"cuda_{name}": (lambda name=name: {f"cuda_{name}": {}}) for name in ("types", "registrations")}
+    monkeypatch.setattr(_native, "extension", lambda: types.SimpleNamespace(**capsules))
+    monkeypatch.setattr(_native, "_is_registered", False)
+    monkeypatch.setattr(_native, "_devices", lambda platform: ["a device"] if platform in platforms.split() else [])
+    monkeypatch.setattr(_native, "why_no_cublasmp", lambda: done.append("open") or "")
+    for name in ("register_ffi_type", "register_ffi_target"):
+        monkeypatch.setattr(jax.ffi, name, lambda name, _, platform: done.append((name, platform)))
+    _native.register()
+    _native.register()
+    expected = {
+        "cpu": [("types", "cpu"), ("registrations", "cpu")],
+        "CUDA": ["open", ("cuda_types", "CUDA"), ("cuda_registrations", "CUDA")],
+    }
+    assert done == [step for platform in want for step in expected[platform]]
+
+
 def test_a_failed_launch_is_told_by_its_reason(opening, monkeypatch):
     """XLA says CUDA_ERROR_LAUNCH_FAILED; why the communicators were aborted is ours to say."""
     module = opening()

@@ -86,8 +86,8 @@ Buffers::Buffers(const Case& given, const Operands& operands, Rank* rank, int nu
   a = scatter(operands.a, layouts.a, given.in);
   b = scatter(operands.b, layouts.b, given.in_b);
   c = scatter(operands.c, layouts.d, given.c_type);
-  if (given.c_is_nan) std::memset(c.before(), 0xff, bytes_of(given.c_type, layouts.d.local_shape(number).second *
-                                                                               lld(layouts.d)));
+  if (given.c_is_nan)
+    std::memset(c.before(), 0xff, bytes_of(given.c_type, layouts.d.local_shape(number).second * lld(layouts.d)));
   d = given.is_in_place ? scatter(operands.c, layouts.d, given.c_type)
                         : Buffer(rank, bytes_of(given.out, layouts.d.local_shape(number).second * lld(layouts.d)));
   const bool ta = given.trans_a != CUBLAS_OP_N, tb = given.trans_b != CUBLAS_OP_N;
@@ -185,8 +185,7 @@ void Buffers::put_aux(const Matrix& whole) {
 }
 
 std::array<Buffer*, 13> Buffers::all() {
-  return {&a,       &b,       &c,       &d,    &bias,       &aux, &gradient,
-          &scale_a, &scale_b, &scale_c, &scale_d, &amax, &d_out_scale};
+  return {&a, &b, &c, &d, &bias, &aux, &gradient, &scale_a, &scale_b, &scale_c, &scale_d, &amax, &d_out_scale};
 }
 
 Status Buffers::write() {

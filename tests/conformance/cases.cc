@@ -7,8 +7,8 @@ namespace jaxmp::conformance {
 namespace {
 
 constexpr std::pair<cudaDataType_t, cudaDataType_t> kTypes[] = {
-    {CUDA_R_32F, CUDA_R_32F},  {CUDA_R_64F, CUDA_R_64F},   {CUDA_R_16BF, CUDA_R_16BF}, {CUDA_R_16BF, CUDA_R_32F},
-    {CUDA_R_16F, CUDA_R_16F},  {CUDA_R_16F, CUDA_R_32F},   {CUDA_C_32F, CUDA_C_32F},   {CUDA_C_64F, CUDA_C_64F}};
+    {CUDA_R_32F, CUDA_R_32F}, {CUDA_R_64F, CUDA_R_64F}, {CUDA_R_16BF, CUDA_R_16BF}, {CUDA_R_16BF, CUDA_R_32F},
+    {CUDA_R_16F, CUDA_R_16F}, {CUDA_R_16F, CUDA_R_32F}, {CUDA_C_32F, CUDA_C_32F},   {CUDA_C_64F, CUDA_C_64F}};
 constexpr int kEpilogs[] = {4, 2, 6, 130, 134, 136, 152, 32, 36, 160, 164, 192, 208, 256, 512};
 
 bool is_double(cudaDataType_t type) { return type == CUDA_R_64F || type == CUDA_C_64F; }
@@ -59,10 +59,10 @@ std::string Case::name() const {
   if (scale_a != kUnscaled || scale_b != kUnscaled) {
     text += " scales " + std::to_string(scale_a) + "," + std::to_string(scale_b);
   }
-  for (const auto& [is_so, word] : {std::pair(has_c, " C"), std::pair(is_in_place, " in place"),
-                                    std::pair(c_is_nan, " of NaN"), std::pair(has_scale_c, " scale C"),
-                                    std::pair(has_scale_d, " scale D"), std::pair(has_amax, " amax"),
-                                    std::pair(workspace == Workspace::kPlain, " plain workspace")}) {
+  for (const auto& [is_so, word] :
+       {std::pair(has_c, " C"), std::pair(is_in_place, " in place"), std::pair(c_is_nan, " of NaN"),
+        std::pair(has_scale_c, " scale C"), std::pair(has_scale_d, " scale D"), std::pair(has_amax, " amax"),
+        std::pair(workspace == Workspace::kPlain, " plain workspace")}) {
     if (is_so) text += word;
   }
   return variant.empty() ? text : text + ", " + variant;
@@ -108,7 +108,8 @@ void add_epilogs(int nranks, const Add& add) {
       for (int epilog : kEpilogs) {
         c.epilog = epilog;
         c.capability = c.pattern == Pattern::kGrid && nranks > 1 ? "grid_epilogs" : "";
-        const bool sums_a = epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADA, sums_b = epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADB;
+        const bool sums_a = epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADA,
+                   sums_b = epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADB;
         for (cublasOperation_t a : {CUBLAS_OP_N, CUBLAS_OP_T}) {
           for (cublasOperation_t b : {CUBLAS_OP_N, CUBLAS_OP_T}) {
             if ((sums_a && a != CUBLAS_OP_N) || (sums_b && b != CUBLAS_OP_T)) continue;
@@ -139,9 +140,8 @@ Case narrow_case(Pattern pattern, int nranks, cudaDataType_t in, cudaDataType_t 
 }
 
 void add_float8(Pattern pattern, int nranks, const Add& add) {
-  constexpr std::pair<cudaDataType_t, cudaDataType_t> kPairs[] = {{CUDA_R_8F_E4M3, CUDA_R_8F_E4M3},
-                                                                  {CUDA_R_8F_E4M3, CUDA_R_8F_E5M2},
-                                                                  {CUDA_R_8F_E5M2, CUDA_R_8F_E4M3}};
+  constexpr std::pair<cudaDataType_t, cudaDataType_t> kPairs[] = {
+      {CUDA_R_8F_E4M3, CUDA_R_8F_E4M3}, {CUDA_R_8F_E4M3, CUDA_R_8F_E5M2}, {CUDA_R_8F_E5M2, CUDA_R_8F_E4M3}};
   for (const auto& [a, b] : kPairs) {
     for (cudaDataType_t out : {CUDA_R_16F, CUDA_R_16BF, CUDA_R_32F, CUDA_R_8F_E4M3, CUDA_R_8F_E5M2}) {
       if (out == CUDA_R_8F_E5M2 && a == b) continue;
@@ -170,14 +170,13 @@ void add_scaled(Pattern pattern, int nranks, const Add& add) {
     bool stores_narrow;
   };
   constexpr auto kVec16 = CUBLASMP_MATMUL_MATRIX_SCALE_VEC16_UE4M3, kVec32 = CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0,
-                 kOuter = CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32, kVec128 = CUBLASMP_MATMUL_MATRIX_SCALE_VEC128_FP32,
+                 kOuter = CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32,
+                 kVec128 = CUBLASMP_MATMUL_MATRIX_SCALE_VEC128_FP32,
                  kBlk128 = CUBLASMP_MATMUL_MATRIX_SCALE_BLK128x128_FP32;
-  const Kind kinds[] = {{kOuter, kOuter, CUDA_R_8F_E4M3, 16, 16, false},
-                        {kVec128, kVec128, CUDA_R_8F_E4M3, 16, 128, false},
-                        {kVec128, kBlk128, CUDA_R_8F_E4M3, 128, 128, false},
-                        {kBlk128, kVec128, CUDA_R_8F_E4M3, 128, 128, false},
-                        {kVec32, kVec32, CUDA_R_8F_E4M3, 128, 128, true},
-                        {kVec16, kVec16, CUDA_R_4F_E2M1, 128, 64, true}};
+  const Kind kinds[] = {
+      {kOuter, kOuter, CUDA_R_8F_E4M3, 16, 16, false},     {kVec128, kVec128, CUDA_R_8F_E4M3, 16, 128, false},
+      {kVec128, kBlk128, CUDA_R_8F_E4M3, 128, 128, false}, {kBlk128, kVec128, CUDA_R_8F_E4M3, 128, 128, false},
+      {kVec32, kVec32, CUDA_R_8F_E4M3, 128, 128, true},    {kVec16, kVec16, CUDA_R_4F_E2M1, 128, 64, true}};
   for (const Kind& kind : kinds) {
     std::vector<cudaDataType_t> outs = {CUDA_R_16BF, CUDA_R_32F};
     if (kind.stores_narrow) outs.push_back(kind.in);

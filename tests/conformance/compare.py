@@ -128,9 +128,7 @@ def known(path: Path | None) -> list[tuple[str, str]]:
     return [tuple(line.split(": ", 1)) for line in lines if line and not line.startswith("#")]  # type: ignore[misc]
 
 
-def report(
-    differences: list[Difference], excuses: list[tuple[str, str]], is_whole: bool = True
-) -> tuple[str, bool]:
+def report(differences: list[Difference], excuses: list[tuple[str, str]], is_whole: bool = True) -> tuple[str, bool]:
     """(what to print, whether there is a fault that nothing excuses, or, in a whole run, an excuse of nothing)."""
     counts = collections.Counter(difference.kind for difference in differences)
     lines = [f"{counts[kind]:5d}  {kind}: {why}" for kind, why in (FAULTS | ALLOWED).items() if counts[kind]]

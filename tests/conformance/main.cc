@@ -3,9 +3,9 @@
 //   conformance --library host --ranks 2 [--only TEXT] [--after NAME] [--share I/N]
 //   conformance --library cublasmp --ranks 2 --cublasmp PATH --nccl PATH --driver PATH [--rank 0 --id FILE]
 //
-// All ranks are threads of this process, or, with --rank, this process is one of them. hostmp has to answer as each case
-// expects, so with it the number of surprises is the exit status; what the real library does instead is for compare.py
-// to say. Status 3: a case did not end within --seconds. Status 4: the device cannot go on after a failure.
+// All ranks are threads of this process, or, with --rank, this process is one of them. hostmp has to answer as each
+// case expects, so with it the number of surprises is the exit status; what the real library does instead is for
+// compare.py to say. Status 3: a case did not end within --seconds. Status 4: the device cannot go on after a failure.
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>

@@ -42,7 +42,8 @@ Matrix scaled(const Case& c, const Matrix& x, bool is_a) {
 
 // result = a b^T and magnitude = |a| |b|^T, in complex arithmetic only where there are complex numbers.
 template <typename Scalar>
-void multiply(const std::vector<Scalar>& a, const std::vector<Scalar>& b, int64_t k, Matrix* result, Matrix* magnitude) {
+void multiply(const std::vector<Scalar>& a, const std::vector<Scalar>& b, int64_t k, Matrix* result,
+              Matrix* magnitude) {
   const auto m = static_cast<size_t>(result->rows), n = static_cast<size_t>(result->cols);
   std::vector<Scalar> column(m);
   std::vector<double> sizes(m);
@@ -135,7 +136,8 @@ Expected::Expected(const Case& c, const Operands& x)
     }
   }
   if (!test::has_gradient(c.epilog)) return;
-  const bool is_of_a = c.epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADA, is_of_b = c.epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADB;
+  const bool is_of_a = c.epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADA,
+             is_of_b = c.epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADB;
   const Matrix& summed = is_of_a ? a : is_of_b ? b : d;
   const double u_acc = test::unit_roundoff(hostmp::accumulator_of(c.in)), u_out = test::unit_roundoff(c.out);
   for (int64_t i = 0; i < summed.rows; ++i) {

@@ -16,7 +16,8 @@ using Owned = std::unique_ptr<Object, cublasMpStatus_t (*)(Object*)>;
 // One case on one rank. Each step records the first function that refuses.
 class CaseRun {
  public:
-  CaseRun(Runner* runner, const Case& c, Buffers* buffers) : runner_(*runner), api_(runner->api_), c_(c), x_(*buffers) {}
+  CaseRun(Runner* runner, const Case& c, Buffers* buffers)
+      : runner_(*runner), api_(runner->api_), c_(c), x_(*buffers) {}
 
   bool describe();
   bool set_attributes();
@@ -64,9 +65,9 @@ bool CaseRun::make(const test::Layout& layout, const Description& x, Owned<cubla
   const cublasMpGrid_t grid = runner_.grid(layout.grid, &status);
   if (!check(status, "GridCreate")) return false;
   cublasMpMatrixDescriptor_t desc = nullptr;
-  const bool is_made = check(
-      api_.MatrixDescriptorCreate(x.m, x.n, x.mb, x.nb, x.rsrc, x.csrc, x.lld, x.type, grid, &desc),
-      "MatrixDescriptorCreate");
+  const bool is_made =
+      check(api_.MatrixDescriptorCreate(x.m, x.n, x.mb, x.nb, x.rsrc, x.csrc, x.lld, x.type, grid, &desc),
+            "MatrixDescriptorCreate");
   *made = {desc, api_.MatrixDescriptorDestroy};
   return is_made;
 }
@@ -187,10 +188,9 @@ bool CaseRun::call(int64_t index) {
   (void)runner_.rank_.write(workspace() + x.bytes, margin.data(), kMargin);  // a failure shows as an overrun
   if (c_.change) c_.change(x);
   if (!check(api_.SetStream(x.handle, runner_.rank_.stream(index)), "SetStream")) return false;
-  const cublasMpStatus_t status =
-      api_.Matmul(x.handle, x.matmul, x.m, x.n, x.k, x.alpha, x.a, x.ia, x.ja, x.desc_a, x.b, x.ib, x.jb, x.desc_b,
-                  x.beta, x.c, x.ic, x.jc, x.desc_c, x.d, x.id, x.jd, x.desc_d, x.work, x.bytes, host_work_.data(),
-                  host_work_.size());
+  const cublasMpStatus_t status = api_.Matmul(x.handle, x.matmul, x.m, x.n, x.k, x.alpha, x.a, x.ia, x.ja, x.desc_a,
+                                              x.b, x.ib, x.jb, x.desc_b, x.beta, x.c, x.ic, x.jc, x.desc_c, x.d, x.id,
+                                              x.jd, x.desc_d, x.work, x.bytes, host_work_.data(), host_work_.size());
   const bool is_taken = check(status, "Matmul");
   if (!is_taken) runner_.rank_.give_up(outcome.error);
   const Status done = runner_.rank_.synchronize();

@@ -15,7 +15,7 @@ namespace jaxmp::conformance {
 struct Outcome {
   std::string stage = "done";  // or the function that refused first
   int status = CUBLASMP_STATUS_SUCCESS;
-  std::string error;           // the reason, or why the run failed after Matmul had accepted it
+  std::string error;  // the reason, or why the run failed after Matmul had accepted it
   size_t workspace = 0;
   std::map<std::string, Verdict> results;
   bool is_memory_intact = true;  // operands, and what lies around every buffer
@@ -45,7 +45,8 @@ class Runner {
   int number_, nranks_;
   cublasMpHandle_t handle_ = nullptr;
   std::map<GridKey, cublasMpGrid_t> grids_;
-  cublasMpGrid_t of_rows_ = nullptr, of_columns_ = nullptr;  // of `grids_`: those with which the workspace is registered
+  cublasMpGrid_t of_rows_ = nullptr,
+                 of_columns_ = nullptr;  // of `grids_`: those with which the workspace is registered
   void* registered_ = nullptr;
   void* plain_ = nullptr;
 };

@@ -22,14 +22,14 @@ from pathlib import Path
 import compare
 
 # Exit statuses of `conformance` (main.cc).
-_NOT_STARTED, _HUNG, _BROKEN = 2, 3, 4
+_HUNG, _BROKEN = 3, 4
 # So many crashes say that something is wrong as a whole.
 _MOST_RESTARTS = 60
 # What the other ranks get to end after the first of them has.
 _GRACE = 10.0
 
 
-class NotStarted(RuntimeError):
+class NotStartedError(RuntimeError):
     """The suite could not begin: a library, a device or a communicator is missing."""
 
 
@@ -49,7 +49,7 @@ def run_suite(binary: Path, ranks: int, options: list[str], *, processes: bool =
         last = next((line["begins"] for line in reversed(found) if "begins" in line), None)
         errors = "\n".join(error for _, _, error in ended).strip()
         if last is None:
-            raise NotStarted(errors or f"conformance ended with {[status for status, _, _ in ended]}")
+            raise NotStartedError(errors or f"conformance ended with {[status for status, _, _ in ended]}")
         lines += _lines_of_the_end(lines, last, ranks, ended, errors)
         after = ["--after", last]
     raise RuntimeError(f"the library ended {_MOST_RESTARTS} times, last in {last}: {errors}")

@@ -1,0 +1,33 @@
+"""The real library against hostmp, case by case: what every test on a CPU is worth on a GPU."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from gpu import ROOT, SHARING, conformance, cublasmp
+
+from jaxmp import _native
+
+pytestmark = pytest.mark.usefixtures("cublasmp")
+
+
+def test_the_library_is_the_one_that_was_written_for():
+    info = _native.cublasmp_info()
+    print(info)
+    assert info["cublasmp_version"].startswith("0.10.")
+    assert tuple(map(int, info["nccl_version"].split(".")[:2])) >= (2, 30)
+
+
+@pytest.mark.timeout(0)  # a case that hangs has a deadline of its own
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_it_does_what_hostmp_does(conformance, ranks):
+    """With several ranks each is a process, and they share the GPUs that there are."""
+    command = [sys.executable, str(ROOT / "tests/conformance/run.py"), "--binary", str(conformance)]
+    command += ["--ranks", str(ranks), "--out", str(ROOT / "build/conformance")]
+    command += ["--processes", "--known", str(ROOT / "tests/conformance/known_of_cublasmp.txt")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment |= SHARING if ranks > 1 else {}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    print(done.stdout, done.stderr)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
