@@ -1,16 +1,10 @@
 // The custom call on CUDA as XLA:GPU drives it, over fake libraries: one thread a device, streams that run behind the
 // host, calls that block until every rank has come. What it proves is the order of our calls, not the library's
 // answers.
-#include <chrono>
-#include <condition_variable>
-#include <map>
 #include <memory>
-#include <mutex>
 #include <string>
 #include <vector>
 
-#include "csrc/cuda/exchange.h"
-#include "csrc/cuda/log.h"
 #include "csrc/cuda/watchdog.h"
 #include "csrc/plan_cache.h"
 #include "tests/cpp/check.h"
@@ -20,68 +14,22 @@
 namespace jaxmp {
 namespace {
 
+using namespace tests;  // NOLINT: fake devices
 using fake_xla::InstanceOf;
-using tests::F32;
-using tests::Gpu;
-using tests::World;
-
-std::vector<std::unique_ptr<Gpu>>& machine() {
-  static auto* const gpus = new std::vector<std::unique_ptr<Gpu>>;
-  return *gpus;
-}
-
-std::vector<const Gpu*> Gpus(const std::vector<size_t>& ordinals) {
-  std::vector<const Gpu*> gpus;
-  for (size_t ordinal : ordinals) gpus.push_back(machine()[ordinal].get());
-  return gpus;
-}
-
-std::vector<const Gpu*> FirstGpus(int64_t count) {
-  std::vector<const Gpu*> gpus;
-  for (int64_t i = 0; i < count; ++i) gpus.push_back(machine()[static_cast<size_t>(i)].get());
-  return gpus;
-}
-
-std::string CallsOn(int device) {
-  static auto* const log =
-      tests::FakeFunction<decltype(fake_cublasmp_log)>("right/libcublasmp.so.0", "fake_cublasmp_log");
-  return log(device);
-}
-
-Attributes With(Attributes attributes, const char* name, const Attribute& value) {
-  attributes[name] = value;
-  return attributes;
-}
-
-Attributes OnDevices(Attributes attributes, const std::vector<int64_t>& devices) {
-  return With(std::move(attributes), "devices", devices);
-}
-
-InstanceOf<CudaSite> Make(const Attributes& attributes) {
-  InstanceOf<CudaSite> instance = fake_xla::InstantiateOnCuda(attributes);
-  CHECK_EQ(instance.error, "");
-  return instance;
-}
-
-void RunRight(CudaSite& site, const std::vector<const Gpu*>& gpus, int salt = 0) {
-  World world(site.plan->problem(), salt);
-  for (const std::string& error : tests::RunAll(site, world, gpus)) CHECK_EQ(error, "");
-  if (!world.IsRight()) check::report(false, __FILE__, __LINE__, "wrong: " + *site.text);
-}
 
 Attributes TransposedA(Attributes attributes) { return With(std::move(attributes), "trans_a", std::string("T")); }
 
 void EveryPatternIsRight() {
   for (int64_t nranks : {1, 2, 4}) {
     for (const Attributes& attributes :
-         {tests::Local(7, 5, 9), tests::AllGather(nranks, 8, 12, 5), tests::ReduceScatter(nranks, 5, 8, 12),
-          TransposedA(tests::AllReduce(nranks, 3, 5, 12)), TransposedA(tests::AllGather(nranks, 4, 4, 300))}) {
+         {Local(7, 5, 9), AllGather(nranks, 8, 12, 5), ReduceScatter(nranks, 5, 8, 12),
+          TransposedA(AllReduce(nranks, 3, 5, 12)), TransposedA(AllGather(nranks, 4, 4, 300))}) {
       const InstanceOf<CudaSite> instance = Make(attributes);
       const int64_t group = instance.site->plan->nranks();
       for (int run = 0; run < 3; ++run) RunRight(*instance.site, FirstGpus(group), run);
     }
   }
-  for (const Attributes& attributes : {tests::Grid(2, 2, 4, 8, 6), tests::Cyclic(1, 2, 13, 11, 17)}) {
+  for (const Attributes& attributes : {Grid(2, 2, 4, 8, 6), Cyclic(1, 2, 13, 11, 17)}) {
     const InstanceOf<CudaSite> instance = Make(attributes);
     RunRight(*instance.site, FirstGpus(instance.site->plan->nranks()));
   }
@@ -89,13 +37,13 @@ void EveryPatternIsRight() {
 
 // C is D's memory; of an all-reduce's ranks one adds it.
 void CIsAddedOnce() {
-  Attributes attributes = TransposedA(tests::AllReduce(2, 4, 6, 8));
+  Attributes attributes = TransposedA(AllReduce(2, 4, 6, 8));
   attributes["dtype_c"] = std::string("f32");
   attributes["beta"] = std::vector<double>{2, 0};
   const InstanceOf<CudaSite> instance = Make(attributes);
   World world(instance.site->plan->problem());
   for (auto& d : world.d) d.assign(d.size(), 3);
-  tests::OnEach(2, [&](int32_t rank) {
+  OnEach(2, [&](int32_t rank) {
     const auto r = static_cast<size_t>(rank);
     const Gpu& gpu = *machine()[r];
     const std::vector<fake_xla::Buffer> args = {
@@ -112,7 +60,7 @@ void CIsAddedOnce() {
 
 // The first execution makes everything, in one order on every rank; a later one only runs.
 void ALaterExecutionOnlyRuns() {
-  const InstanceOf<CudaSite> instance = Make(OnDevices(tests::AllGather(2, 4, 6, 8), {4, 5}));
+  const InstanceOf<CudaSite> instance = Make(OnDevices(AllGather(2, 4, 6, 8), {4, 5}));
   const std::vector<const Gpu*> gpus = Gpus({4, 5});
   (void)CallsOn(4);
   (void)CallsOn(5);
@@ -125,14 +73,14 @@ void ALaterExecutionOnlyRuns() {
   CHECK_EQ(CallsOn(4), "SetStream Matmul ~Matmul ");
   CHECK_EQ(CallsOn(5), "SetStream Matmul ~Matmul ");
   // Another site of the same problem shares the plan, and with it all of that.
-  const InstanceOf<CudaSite> other = Make(OnDevices(tests::AllGather(2, 4, 6, 8), {4, 5}));
+  const InstanceOf<CudaSite> other = Make(OnDevices(AllGather(2, 4, 6, 8), {4, 5}));
   CHECK(other.site->plan == instance.site->plan);
   RunRight(*other.site, gpus, 2);
   CHECK_EQ(CallsOn(4), "SetStream Matmul ~Matmul ");
 }
 
 void PointersAreAttributes() {
-  Attributes attributes = OnDevices(tests::AllGather(2, 4, 6, 8), {4, 5});
+  Attributes attributes = OnDevices(AllGather(2, 4, 6, 8), {4, 5});
   attributes["epilog"] = int64_t{4};
   attributes["dtype_bias"] = std::string("f32");
   const InstanceOf<CudaSite> instance = Make(attributes);
@@ -140,7 +88,7 @@ void PointersAreAttributes() {
     World world(instance.site->plan->problem(), run);
     std::vector<std::vector<float>> bias(2, std::vector<float>{static_cast<float>(run), 10});
     (void)CallsOn(4);
-    tests::OnEach(2, [&](int32_t rank) {
+    OnEach(2, [&](int32_t rank) {
       const auto r = static_cast<size_t>(rank);
       const Gpu& gpu = *machine()[4 + r];
       const std::vector<fake_xla::Buffer> args = {
@@ -159,14 +107,14 @@ void PointersAreAttributes() {
 void PlansShareWhatARankHas() {
   const std::vector<const Gpu*> gpus = Gpus({6, 7});
   const auto run = [&](int64_t m, int64_t k) {
-    const InstanceOf<CudaSite> instance = Make(OnDevices(tests::AllGather(2, m, 4, k), {6, 7}));
+    const InstanceOf<CudaSite> instance = Make(OnDevices(AllGather(2, m, 4, k), {6, 7}));
     RunRight(*instance.site, gpus);
     CHECK_EQ(CallsOn(6).size(), CallsOn(7).size());
     return instance.site->plan->device_workspace(0);
   };
   const size_t small = run(4, 8);
   CHECK(small > 0);
-  const InstanceOf<CudaSite> large = Make(OnDevices(tests::AllGather(2, 512, 512, 512), {6, 7}));
+  const InstanceOf<CudaSite> large = Make(OnDevices(AllGather(2, 512, 512, 512), {6, 7}));
   (void)CallsOn(6);
   RunRight(*large.site, gpus);
   CHECK(large.site->plan->device_workspace(0) > small);
@@ -175,33 +123,32 @@ void PlansShareWhatARankHas() {
   CHECK(grown.find("GridCreate") == std::string::npos);
   CHECK(grown.find("Create ") != std::string::npos && grown.find(" Create ") == std::string::npos);  // of descriptors
   (void)CallsOn(7);
-  const InstanceOf<CudaSite> again = Make(OnDevices(tests::AllGather(2, 8, 4, 8), {6, 7}));
+  const InstanceOf<CudaSite> again = Make(OnDevices(AllGather(2, 8, 4, 8), {6, 7}));
   RunRight(*again.site, gpus);
   CHECK(CallsOn(6).find("Malloc") == std::string::npos);
 }
 
 void LocalProductsNeedNoPeer() {
-  const InstanceOf<CudaSite> instance = Make(tests::Local(30, 20, 10));
+  const InstanceOf<CudaSite> instance = Make(Local(30, 20, 10));
   std::vector<std::unique_ptr<World>> worlds;
   for (int i = 0; i < 4; ++i) worlds.push_back(std::make_unique<World>(instance.site->plan->problem(), i));
-  tests::OnEach(4, [&](int i) {
-    CHECK_EQ(tests::RunRank(*instance.site, *worlds[static_cast<size_t>(i)], *machine()[static_cast<size_t>(i)], 0, 0),
-             "");
+  OnEach(4, [&](int i) {
+    CHECK_EQ(RunRank(*instance.site, *worlds[static_cast<size_t>(i)], *machine()[static_cast<size_t>(i)], 0, 0), "");
   });
   for (const auto& world : worlds) CHECK(world->IsRight());
 }
 
 // In a mesh of 2 x 2 the second axis spans two groups, which multiply at the same time.
 void GroupsDoNotMix() {
-  Attributes attributes = tests::ReduceScatter(2, 4, 6, 8);
+  Attributes attributes = ReduceScatter(2, 4, 6, 8);
   attributes["mesh_shape"] = std::vector<int64_t>{2, 2};
   attributes["axes_row"] = std::vector<int64_t>{1};
   const InstanceOf<CudaSite> instance = Make(attributes);
   World worlds[] = {World(instance.site->plan->problem(), 0), World(instance.site->plan->problem(), 1)};
   for (int run = 0; run < 5; ++run) {
-    tests::OnEach(4, [&](int position) {
+    OnEach(4, [&](int position) {
       const auto p = static_cast<size_t>(position);
-      CHECK_EQ(tests::RunRank(*instance.site, worlds[p / 2], *machine()[p], position, p % 2), "");
+      CHECK_EQ(RunRank(*instance.site, worlds[p / 2], *machine()[p], position, p % 2), "");
     });
     CHECK(worlds[0].IsRight() && worlds[1].IsRight());
   }
@@ -209,17 +156,17 @@ void GroupsDoNotMix() {
 
 // A rank that two meshes have on one device must not take the other mesh's communicator.
 void MeshesOverOtherDevicesDoNotMix() {
-  const Attributes attributes = tests::AllGather(2, 4, 6, 8);
+  const Attributes attributes = AllGather(2, 4, 6, 8);
   for (const std::vector<int64_t>& devices : {std::vector<int64_t>{0, 1}, {1, 0}, {0, 2}, {2, 1}}) {
     const InstanceOf<CudaSite> instance = Make(OnDevices(attributes, devices));
     RunRight(*instance.site, Gpus({static_cast<size_t>(devices[0]), static_cast<size_t>(devices[1])}));
   }
   // Where the devices are not known, the first that come are the mesh.
-  const InstanceOf<CudaSite> unknown = Make(tests::AllGather(2, 4, 6, 8));
+  const InstanceOf<CudaSite> unknown = Make(AllGather(2, 4, 6, 8));
   RunRight(*unknown.site, Gpus({0, 1}));
-  const InstanceOf<CudaSite> elsewhere = Make(With(tests::AllGather(2, 4, 6, 8), "alpha", std::vector<double>{2, 0}));
+  const InstanceOf<CudaSite> elsewhere = Make(With(AllGather(2, 4, 6, 8), "alpha", std::vector<double>{2, 0}));
   World world(elsewhere.site->plan->problem());
-  for (const std::string& error : tests::RunAll(*elsewhere.site, world, Gpus({2, 3}))) {
+  for (const std::string& error : RunAll(*elsewhere.site, world, Gpus({2, 3}))) {
     CHECK_CONTAINS(error, "has its communicator on that device, but this call runs on device ");
     CHECK_CONTAINS(error, "compile it in this process instead");
   }
@@ -227,13 +174,13 @@ void MeshesOverOtherDevicesDoNotMix() {
 
 // The host runs ahead of the streams, and two sites alternate: every rank meets its peers call by call all the same.
 void CallsOnTheirWayKeepTheirOrder() {
-  const Attributes attributes[] = {tests::AllGather(3, 6, 6, 10), tests::ReduceScatter(3, 6, 6, 12)};
+  const Attributes attributes[] = {AllGather(3, 6, 6, 10), ReduceScatter(3, 6, 6, 12)};
   const InstanceOf<CudaSite> sites[] = {Make(attributes[0]), Make(attributes[1])};
   std::vector<std::unique_ptr<World>> worlds;
   for (int call = 0; call < 40; ++call) {
     worlds.push_back(std::make_unique<World>(*MakeProblem(attributes[call % 2]), call));
   }
-  tests::OnEach(3, [&](int32_t rank) {
+  OnEach(3, [&](int32_t rank) {
     const auto r = static_cast<size_t>(rank);
     const Gpu& gpu = *machine()[r];
     for (size_t call = 0; call < worlds.size(); ++call) {
@@ -247,10 +194,10 @@ void CallsOnTheirWayKeepTheirOrder() {
 }
 
 void TwoThreadsOnOneDeviceTakeTurns() {
-  const InstanceOf<CudaSite> instance = Make(tests::Local(9, 9, 9));
+  const InstanceOf<CudaSite> instance = Make(Local(9, 9, 9));
   const Gpu& gpu = *machine()[3];
   const abi::CUstream streams[] = {gpu.stream, gpu.NewStream()};
-  tests::OnEach(2, [&](int thread) {
+  OnEach(2, [&](int thread) {
     for (int call = 0; call < 20; ++call) {
       World world(instance.site->plan->problem(), call);
       const std::vector<fake_xla::Buffer> args = {F32(world.a[0]), F32(world.b[0])};
@@ -265,12 +212,11 @@ void TwoThreadsOnOneDeviceTakeTurns() {
 
 // What a plan makes goes with it; what ranks share stays.
 void APlanTakesItsObjectsWithIt() {
-  static auto* const live =
-      tests::FakeFunction<decltype(fake_cublasmp_live)>("right/libcublasmp.so.0", "fake_cublasmp_live");
+  static auto* const live = FakeFunction<decltype(fake_cublasmp_live)>("right/libcublasmp.so.0", "fake_cublasmp_live");
   plan_cache().Clear();
   const int before = live();
   for (int64_t k = 1; k <= 3; ++k) {
-    const InstanceOf<CudaSite> instance = Make(tests::AllGather(2, 4, 6, k));
+    const InstanceOf<CudaSite> instance = Make(AllGather(2, 4, 6, k));
     RunRight(*instance.site, FirstGpus(2));
     CHECK_EQ(live(), before + 2 * 4);  // three matrices and a product on each rank
     plan_cache().Clear();
@@ -280,7 +226,7 @@ void APlanTakesItsObjectsWithIt() {
 }
 
 void AnotherStreamWaitsForTheLast() {
-  const InstanceOf<CudaSite> instance = Make(tests::Local(200, 200, 200));
+  const InstanceOf<CudaSite> instance = Make(Local(200, 200, 200));
   const Gpu& gpu = *machine()[0];
   const abi::CUstream other = gpu.NewStream();
   World first(instance.site->plan->problem(), 0), second(instance.site->plan->problem(), 1);
@@ -300,7 +246,7 @@ void AnotherStreamWaitsForTheLast() {
 
 // 3 rows of a mask have 16 bytes a column; what the library does not write is 0 all the same.
 void AuxIsWrittenCompletely() {
-  Attributes attributes = tests::Local(3, 2, 4);
+  Attributes attributes = Local(3, 2, 4);
   attributes["epilog"] = int64_t{130};
   attributes["dtype_aux"] = std::string("u8");
   const InstanceOf<CudaSite> instance = Make(attributes);
@@ -316,127 +262,18 @@ void AuxIsWrittenCompletely() {
 }
 
 void EmptyProductsRunNothing() {
-  const InstanceOf<CudaSite> instance = Make(tests::AllGather(2, 0, 4, 4));
+  const InstanceOf<CudaSite> instance = Make(AllGather(2, 0, 4, 4));
   World world(instance.site->plan->problem());
   (void)CallsOn(0);
-  CHECK_EQ(tests::RunRank(*instance.site, world, *machine()[0], 0, 0), "");  // no peer needed
+  CHECK_EQ(RunRank(*instance.site, world, *machine()[0], 0, 0), "");  // no peer needed
   CHECK_EQ(CallsOn(0), "");
-}
-
-void BuffersAreChecked() {
-  const InstanceOf<CudaSite> instance = Make(tests::Local(4, 6, 8));
-  World world(instance.site->plan->problem());
-  const auto error = [&](std::vector<fake_xla::Buffer> args) {
-    return fake_xla::ExecuteOnCuda(*instance.site, 0, machine()[0]->stream, std::move(args), {F32(world.d[0])});
-  };
-  CHECK_EQ(error({F32(world.b[0]), F32(world.b[0])}),
-           "jaxmp: a must hold 32 elements of f32 on each device, got local shape (48)");
-  CHECK_EQ(error({F32(world.a[0])}), "jaxmp: argument b is missing");
-}
-
-void FailNext(const char* call, int device, int status) {
-  static auto* const fail =
-      tests::FakeFunction<decltype(fake_cublasmp_fail)>("right/libcublasmp.so.0", "fake_cublasmp_fail");
-  fail(call, device, status);
-}
-
-// The library's status, its own words, the rank and the problem; and nothing is left behind.
-void AFailedCallSaysEverything() {
-  const InstanceOf<CudaSite> instance = Make(tests::Local(3, 3, 4));
-  World world(instance.site->plan->problem());
-  FailNext("Matmul", 1, abi::CUBLASMP_STATUS_NOT_SUPPORTED);
-  const std::string error = tests::RunRank(*instance.site, world, *machine()[1], 0, 0);
-  CHECK_CONTAINS(
-      error,
-      "jaxmp: cublasmp Matmul: [cublasMpMatmul] a cause; [cublasMpMatmul] as the test wants it; rank 0 of 1 in group 1 "
-      "(device 1), call [pattern=local m=3 n=3 k=4 ");
-  RunRight(*instance.site, Gpus({1}));
-}
-
-// A rank that fails on its own, while the plan is made, takes the others with it: none waits for it on the device.
-void OneRankThatCannotPrepareStopsAll() {
-  const InstanceOf<CudaSite> instance = Make(OnDevices(tests::AllGather(2, 4, 6, 10), {4, 5}));
-  for (const char* call : {"Matmul_bufferSize", "MatrixDescriptorCreate", "MatmulDescriptorCreate"}) {
-    World world(instance.site->plan->problem());
-    FailNext(call, 5, abi::CUBLASMP_STATUS_ALLOCATION_FAILED);
-    const std::vector<std::string> errors = tests::RunAll(*instance.site, world, Gpus({4, 5}));
-    CHECK_CONTAINS(errors[1], std::string("jaxmp: cublasmp ") + call + ": ");
-    CHECK_CONTAINS(errors[0], "another rank of the group could not prepare this call; its own error says why");
-  }
-  RunRight(*instance.site, Gpus({4, 5}));
-}
-
-// The ids travel through whatever the process was given, under keys that name mesh, devices, group and rank.
-void IdsTravelThroughTheExchange() {
-  static std::mutex mutex;
-  static std::condition_variable changed;
-  static std::map<std::string, std::string> values;
-  cuda::SetExchange([](const std::string& key, const std::string* value, double timeout) -> StatusOr<std::string> {
-    std::unique_lock<std::mutex> lock(mutex);
-    if (value) values[key] = *value;
-    changed.notify_all();
-    changed.wait_for(lock, std::chrono::duration<double>(timeout), [&] { return values.count(key) > 0; });
-    return values[key];
-  });
-  const InstanceOf<CudaSite> instance = Make(OnDevices(tests::AllGather(3, 6, 6, 10), {5, 6, 7}));
-  RunRight(*instance.site, Gpus({5, 6, 7}));
-  cuda::SetExchange({});
-  const std::string key = "jaxmp/nccl/mesh 3/axes 0 by /devices 5-6-7/group 0/0";
-  CHECK_EQ(values.size(), size_t{3});
-  CHECK_EQ(values[key].size(), size_t{129});
-  CHECK_EQ(values[key + "/1"], "here");
-  CHECK_EQ(values[key + "/2"], "here");
-}
-
-// A rank that does not come in time is named on every rank, and the next attempt starts afresh.
-void ALateRankIsNamed() {
-  const InstanceOf<CudaSite> instance = Make(OnDevices(tests::AllGather(3, 6, 6, 10), {0, 3, 4}));
-  const std::vector<const Gpu*> gpus = Gpus({0, 3, 4});
-  cuda::SetTimeout(0.2);
-  World world(instance.site->plan->problem());
-  tests::OnEach(2, [&](int rank) {
-    const auto r = static_cast<size_t>(rank);
-    CHECK_CONTAINS(
-        tests::RunRank(*instance.site, world, *gpus[r], rank, r),
-        "jaxmp: rank 2 of 3 did not come to its first call within 0.2 s (no thread of this process published "
-        "it); set JAXMP_TIMEOUT to wait longer");
-  });
-  CHECK_CONTAINS(tests::RunRank(*instance.site, world, *gpus[2], 2, 2), "rank 2 of 3 did not come");
-  cuda::SetTimeout(60);
-  RunRight(*instance.site, gpus);
-}
-
-void CapabilitiesAreAskedFor() {
-  const auto refusal = [](const Attributes& attributes) { return fake_xla::InstantiateOnCuda(attributes).error; };
-  CHECK_CONTAINS(refusal(tests::AllReduce(2, 4, 4, 4)),
-                 "jaxmp: cublasmp takes all_reduce with trans_a=T and trans_b=N");
-  CHECK_CONTAINS(refusal(tests::Grid(1, 2, 4, 4, 4)), "jaxmp: cublasmp takes square grids only, got 1x2");
-  CHECK_CONTAINS(refusal(With(tests::Local(4, 4, 4), "determinism", std::string("batch"))),
-                 "jaxmp: cublasmp cannot keep the order of sums");
-  CHECK_CONTAINS(refusal(OnDevices(tests::AllGather(2, 4, 4, 4), {0})),
-                 "attribute devices must be empty or name the 2 devices of mesh_shape; got 1");
-}
-
-void TheLibrarysLogIsKept() {
-  const InstanceOf<CudaSite> instance = Make(tests::ReduceScatter(2, 4, 6, 8));
-  (void)cuda::TakeLog();
-  RunRight(*instance.site, FirstGpus(2));
-  CHECK(cuda::TakeLog().empty());
-  cuda::SetLogging(true);
-  RunRight(*instance.site, FirstGpus(2));
-  const std::vector<std::string> lines = cuda::TakeLog();
-  CHECK_EQ(lines.size(), size_t{2});
-  for (const std::string& line : lines) CHECK_EQ(line, "[cublasMpMatmul] Using Matmul + ReduceScatter");
-  cuda::SetLogging(false);
-  CHECK(cuda::TakeLog().empty());
 }
 
 }  // namespace
 }  // namespace jaxmp
 
 int main() {
-  CHECK_EQ(jaxmp::tests::LoadFakes().message(), "");
-  for (int i = 0; i < 8; ++i) jaxmp::machine().push_back(std::make_unique<jaxmp::tests::Gpu>(i));
+  const jaxmp::tests::Machine machine;
   jaxmp::EveryPatternIsRight();
   jaxmp::CIsAddedOnce();
   jaxmp::ALaterExecutionOnlyRuns();
@@ -451,14 +288,6 @@ int main() {
   jaxmp::AnotherStreamWaitsForTheLast();
   jaxmp::AuxIsWrittenCompletely();
   jaxmp::EmptyProductsRunNothing();
-  jaxmp::BuffersAreChecked();
-  jaxmp::AFailedCallSaysEverything();
-  jaxmp::OneRankThatCannotPrepareStopsAll();
-  jaxmp::IdsTravelThroughTheExchange();
-  jaxmp::ALateRankIsNamed();
-  jaxmp::CapabilitiesAreAskedFor();
-  jaxmp::TheLibrarysLogIsKept();
   CHECK_EQ(jaxmp::cuda::Failure(), "");
-  jaxmp::machine().clear();
   return jaxmp::check::summary("cuda_execute");
 }

@@ -6,13 +6,16 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "csrc/cuda/libraries.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_xla.h"
+#include "tests/cpp/problems.h"
 #include "tests/cpp/world.h"
 #include "tests/fakes/fake.h"
 
@@ -88,6 +91,58 @@ inline std::vector<std::string> RunAll(CudaSite& site, World& world, const std::
     errors[r] = RunRank(site, world, *gpus[r], PositionOf(site, rank), r);
   });
   return errors;
+}
+
+inline std::vector<std::unique_ptr<Gpu>>& machine() {
+  static auto* const gpus = new std::vector<std::unique_ptr<Gpu>>;
+  return *gpus;
+}
+
+// The fakes loaded, and eight devices, for as long as a test runs.
+struct Machine {
+  Machine() {
+    CHECK_EQ(LoadFakes().message(), "");
+    for (int i = 0; i < 8; ++i) machine().push_back(std::make_unique<Gpu>(i));
+  }
+  ~Machine() { machine().clear(); }
+};
+
+inline std::vector<const Gpu*> Gpus(const std::vector<size_t>& ordinals) {
+  std::vector<const Gpu*> gpus;
+  for (size_t ordinal : ordinals) gpus.push_back(machine()[ordinal].get());
+  return gpus;
+}
+
+inline std::vector<const Gpu*> FirstGpus(int64_t count) {
+  std::vector<const Gpu*> gpus;
+  for (int64_t i = 0; i < count; ++i) gpus.push_back(machine()[static_cast<size_t>(i)].get());
+  return gpus;
+}
+
+inline std::string CallsOn(int device) {
+  static auto* const log = FakeFunction<decltype(fake_cublasmp_log)>("right/libcublasmp.so.0", "fake_cublasmp_log");
+  return log(device);
+}
+
+inline Attributes With(Attributes attributes, const char* name, const Attribute& value) {
+  attributes[name] = value;
+  return attributes;
+}
+
+inline Attributes OnDevices(Attributes attributes, const std::vector<int64_t>& devices) {
+  return With(std::move(attributes), "devices", devices);
+}
+
+inline fake_xla::InstanceOf<CudaSite> Make(const Attributes& attributes) {
+  fake_xla::InstanceOf<CudaSite> instance = fake_xla::InstantiateOnCuda(attributes);
+  CHECK_EQ(instance.error, "");
+  return instance;
+}
+
+inline void RunRight(CudaSite& site, const std::vector<const Gpu*>& gpus, int salt = 0) {
+  World world(site.plan->problem(), salt);
+  for (const std::string& error : RunAll(site, world, gpus)) CHECK_EQ(error, "");
+  if (!world.IsRight()) check::report(false, __FILE__, __LINE__, "wrong: " + *site.text);
 }
 
 }  // namespace jaxmp::tests

@@ -1,0 +1,144 @@
+// What a call on CUDA says when something is wrong, and that every rank says it: over fake libraries, which fail where
+// a test wants them to.
+#include <chrono>
+#include <condition_variable>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "csrc/cuda/exchange.h"
+#include "csrc/cuda/log.h"
+#include "csrc/cuda/watchdog.h"
+#include "tests/cpp/check.h"
+#include "tests/cpp/fake_gpus.h"
+#include "tests/cpp/problems.h"
+
+namespace jaxmp {
+namespace {
+
+using namespace tests;  // NOLINT: fake devices
+using fake_xla::InstanceOf;
+
+void BuffersAreChecked() {
+  const InstanceOf<CudaSite> instance = Make(Local(4, 6, 8));
+  World world(instance.site->plan->problem());
+  const auto error = [&](std::vector<fake_xla::Buffer> args) {
+    return fake_xla::ExecuteOnCuda(*instance.site, 0, machine()[0]->stream, std::move(args), {F32(world.d[0])});
+  };
+  CHECK_EQ(error({F32(world.b[0]), F32(world.b[0])}),
+           "jaxmp: a must hold 32 elements of f32 on each device, got local shape (48)");
+  CHECK_EQ(error({F32(world.a[0])}), "jaxmp: argument b is missing");
+}
+
+void FailNext(const char* call, int device, int status) {
+  static auto* const fail = FakeFunction<decltype(fake_cublasmp_fail)>("right/libcublasmp.so.0", "fake_cublasmp_fail");
+  fail(call, device, status);
+}
+
+// The library's status, its own words, the rank and the problem; and nothing is left behind.
+void AFailedCallSaysEverything() {
+  const InstanceOf<CudaSite> instance = Make(Local(3, 3, 4));
+  World world(instance.site->plan->problem());
+  FailNext("Matmul", 1, abi::CUBLASMP_STATUS_NOT_SUPPORTED);
+  const std::string error = RunRank(*instance.site, world, *machine()[1], 0, 0);
+  CHECK_CONTAINS(
+      error,
+      "jaxmp: cublasmp Matmul: [cublasMpMatmul] a cause; [cublasMpMatmul] as the test wants it; rank 0 of 1 in group 1 "
+      "(device 1), call [pattern=local m=3 n=3 k=4 ");
+  RunRight(*instance.site, Gpus({1}));
+}
+
+// A rank that fails on its own, while the plan is made, takes the others with it: none waits for it on the device.
+void OneRankThatCannotPrepareStopsAll() {
+  const InstanceOf<CudaSite> instance = Make(OnDevices(AllGather(2, 4, 6, 10), {4, 5}));
+  for (const char* call : {"Matmul_bufferSize", "MatrixDescriptorCreate", "MatmulDescriptorCreate"}) {
+    World world(instance.site->plan->problem());
+    FailNext(call, 5, abi::CUBLASMP_STATUS_ALLOCATION_FAILED);
+    const std::vector<std::string> errors = RunAll(*instance.site, world, Gpus({4, 5}));
+    CHECK_CONTAINS(errors[1], std::string("jaxmp: cublasmp ") + call + ": ");
+    CHECK_CONTAINS(errors[0], "another rank of the group could not prepare this call; its own error says why");
+  }
+  RunRight(*instance.site, Gpus({4, 5}));
+}
+
+// The ids travel through whatever the process was given, under keys that name mesh, devices, group and rank.
+void IdsTravelThroughTheExchange() {
+  static std::mutex mutex;
+  static std::condition_variable changed;
+  static std::map<std::string, std::string> values;
+  cuda::SetExchange([](const std::string& key, const std::string* value, double timeout) -> StatusOr<std::string> {
+    std::unique_lock<std::mutex> lock(mutex);
+    if (value) values[key] = *value;
+    changed.notify_all();
+    changed.wait_for(lock, std::chrono::duration<double>(timeout), [&] { return values.count(key) > 0; });
+    return values[key];
+  });
+  const InstanceOf<CudaSite> instance = Make(OnDevices(AllGather(3, 6, 6, 10), {5, 6, 7}));
+  RunRight(*instance.site, Gpus({5, 6, 7}));
+  cuda::SetExchange({});
+  const std::string key = "jaxmp/nccl/mesh 3/axes 0 by /devices 5-6-7/group 0/0";
+  CHECK_EQ(values.size(), size_t{3});
+  CHECK_EQ(values[key].size(), size_t{129});
+  CHECK_EQ(values[key + "/1"], "here");
+  CHECK_EQ(values[key + "/2"], "here");
+}
+
+// A rank that does not come in time is named on every rank, and the next attempt starts afresh.
+void ALateRankIsNamed() {
+  const InstanceOf<CudaSite> instance = Make(OnDevices(AllGather(3, 6, 6, 10), {0, 3, 4}));
+  const std::vector<const Gpu*> gpus = Gpus({0, 3, 4});
+  cuda::SetTimeout(0.2);
+  World world(instance.site->plan->problem());
+  OnEach(2, [&](int rank) {
+    const auto r = static_cast<size_t>(rank);
+    CHECK_CONTAINS(
+        RunRank(*instance.site, world, *gpus[r], rank, r),
+        "jaxmp: rank 2 of 3 did not come to its first call within 0.2 s (no thread of this process published "
+        "it); set JAXMP_TIMEOUT to wait longer");
+  });
+  CHECK_CONTAINS(RunRank(*instance.site, world, *gpus[2], 2, 2), "rank 2 of 3 did not come");
+  cuda::SetTimeout(60);
+  RunRight(*instance.site, gpus);
+}
+
+void CapabilitiesAreAskedFor() {
+  const auto refusal = [](const Attributes& attributes) { return fake_xla::InstantiateOnCuda(attributes).error; };
+  CHECK_CONTAINS(refusal(AllReduce(2, 4, 4, 4)), "jaxmp: cublasmp takes all_reduce with trans_a=T and trans_b=N");
+  CHECK_CONTAINS(refusal(Grid(1, 2, 4, 4, 4)), "jaxmp: cublasmp takes square grids only, got 1x2");
+  CHECK_CONTAINS(refusal(With(Local(4, 4, 4), "determinism", std::string("batch"))),
+                 "jaxmp: cublasmp cannot keep the order of sums");
+  CHECK_CONTAINS(refusal(OnDevices(AllGather(2, 4, 4, 4), {0})),
+                 "attribute devices must be empty or name the 2 devices of mesh_shape; got 1");
+}
+
+void TheLibrarysLogIsKept() {
+  const InstanceOf<CudaSite> instance = Make(ReduceScatter(2, 4, 6, 8));
+  (void)cuda::TakeLog();
+  RunRight(*instance.site, FirstGpus(2));
+  CHECK(cuda::TakeLog().empty());
+  cuda::SetLogging(true);
+  RunRight(*instance.site, FirstGpus(2));
+  const std::vector<std::string> lines = cuda::TakeLog();
+  CHECK_EQ(lines.size(), size_t{2});
+  for (const std::string& line : lines) CHECK_EQ(line, "[cublasMpMatmul] Using Matmul + ReduceScatter");
+  cuda::SetLogging(false);
+  CHECK(cuda::TakeLog().empty());
+}
+
+}  // namespace
+}  // namespace jaxmp
+
+int main() {
+  const jaxmp::tests::Machine machine;
+  jaxmp::BuffersAreChecked();
+  jaxmp::AFailedCallSaysEverything();
+  jaxmp::OneRankThatCannotPrepareStopsAll();
+  jaxmp::IdsTravelThroughTheExchange();
+  jaxmp::ALateRankIsNamed();
+  jaxmp::CapabilitiesAreAskedFor();
+  jaxmp::TheLibrarysLogIsKept();
+  CHECK_EQ(jaxmp::cuda::Failure(), "");
+  return jaxmp::check::summary("cuda_refusals");
+}
