@@ -61,10 +61,17 @@ double get_tiled_scale(int mode, const char* data, int64_t index) {
   return std::ldexp(1.0, static_cast<unsigned char>(data[index]) - 127);
 }
 
-// Everything of an integer result is exact; what its rounding may differ by, were it not.
-double allowance(const Case& c, double magnitude, Number want) {
-  const double u_acc = test::unit_roundoff(hostmp::accumulator_of(c.in)), u_out = test::unit_roundoff(c.out);
-  return 8 * (u_acc * magnitude + u_out * std::abs(want)) + 1e-37;
+// The smallest number above 0, where that is not out of reach.
+double smallest(cudaDataType_t type) {
+  if (type == CUDA_R_8F_E4M3) return std::ldexp(1, -9);
+  if (type == CUDA_R_8F_E5M2) return std::ldexp(1, -16);
+  return type == CUDA_R_16F ? std::ldexp(1, -24) : 1e-37;
+}
+
+// What a sum of terms of this size may be off, and the neighbour that it is then rounded to.
+double allowance(const Case& c, cudaDataType_t type, double magnitude, Number want) {
+  const double u_acc = test::unit_roundoff(hostmp::accumulator_of(c.in)), u_out = test::unit_roundoff(type);
+  return 8 * u_acc * magnitude + 2 * u_out * std::abs(want) + smallest(type);
 }
 
 }  // namespace
@@ -95,7 +102,9 @@ Buffers::Buffers(const Case& given, const Operands& operands, Rank* rank, int nu
   if (given.scale_b != kUnscaled) scale_b = scatter_scales(layouts.b, given.scale_b, kSeedB, !tb);
   if (given.has_scale_c) scale_c = scalar(kScaleC);
   if (given.has_scale_d) scale_d = scalar(kScaleD);
+  if (given.has_scale_aux) scale_aux = scalar(kScaleAux);
   if (given.has_amax) amax = Buffer(rank, 4);
+  if (given.has_amax_aux) amax_aux = Buffer(rank, 4);
   if (given.d_out_scale != kUnscaled) {
     const auto [rows, cols] = layouts.d.local_shape(number);
     const int64_t count = scale_count(given.d_out_scale, rows / inner_block(given.d_out_scale), cols);
@@ -164,7 +173,7 @@ void Buffers::make_epilog(const Operands& operands) {
   if (!test::has_aux(c_.epilog)) return;
   const bool is_mask = test::is_relu(c_.epilog);
   aux_ld = round_up(rows, is_mask ? 128 : 8);
-  aux = Buffer(rank_, is_mask ? static_cast<size_t>(aux_ld / 8 * cols) : bytes_of(c_.out, aux_ld * cols));
+  aux = Buffer(rank_, is_mask ? static_cast<size_t>(aux_ld / 8 * cols) : bytes_of(c_.aux_type, aux_ld * cols));
   if (is_mask) std::memset(aux.before(), 0, static_cast<size_t>(aux_ld / 8 * cols));  // which gathering wants
   if (test::is_derivative(c_.epilog)) put_aux(operands.aux);
 }
@@ -176,7 +185,7 @@ void Buffers::put_aux(const Matrix& whole) {
       const Number value = whole.at(i, j % c_.n);
       const int64_t row = layouts.d.local_row(i), at = layouts.d.local_col(j) * aux_ld + row;
       if (!test::is_relu(c_.epilog)) {
-        put_element(c_.out, value, aux.before(), at);
+        put_element(c_.aux_type, value, aux.before(), at);
       } else if (value.real() > 0) {
         aux.before()[at / 8] = static_cast<char>(aux.before()[at / 8] | 1 << (row % 8));
       }
@@ -184,8 +193,9 @@ void Buffers::put_aux(const Matrix& whole) {
   }
 }
 
-std::array<Buffer*, 13> Buffers::all() {
-  return {&a, &b, &c, &d, &bias, &aux, &gradient, &scale_a, &scale_b, &scale_c, &scale_d, &amax, &d_out_scale};
+std::array<Buffer*, 15> Buffers::all() {
+  return {&a,       &b,       &c,       &d,         &bias, &aux,      &gradient,   &scale_a,
+          &scale_b, &scale_c, &scale_d, &scale_aux, &amax, &amax_aux, &d_out_scale};
 }
 
 Status Buffers::write() {
@@ -202,11 +212,11 @@ Status Buffers::read() {
 }
 
 bool Buffers::is_memory_intact() const {
-  for (const Buffer* input : {&a, &b, &c, &bias, &scale_a, &scale_b, &scale_c, &scale_d}) {
+  for (const Buffer* input : {&a, &b, &c, &bias, &scale_a, &scale_b, &scale_c, &scale_d, &scale_aux}) {
     if (!input->is_untouched()) return false;
   }
   if (test::is_derivative(c_.epilog) && !aux.is_untouched()) return false;
-  for (const Buffer* output : {&d, &aux, &gradient, &amax, &d_out_scale}) {
+  for (const Buffer* output : {&d, &aux, &gradient, &amax, &amax_aux, &d_out_scale}) {
     if (!output->margins_are_intact()) return false;
   }
   return true;
@@ -217,7 +227,8 @@ std::map<std::string, Verdict> Buffers::judge(const Expected& expected) const {
   results["d"] = c_.d_out_scale == kUnscaled ? judge_d(expected) : judge_blocks(expected);
   if (test::has_aux(c_.epilog) && !test::is_derivative(c_.epilog)) results["aux"] = judge_aux(expected);
   if (test::has_gradient(c_.epilog)) results["gradient"] = judge_gradient(expected);
-  if (c_.has_amax) results["amax"] = judge_amax(expected);
+  if (c_.has_amax) results["amax"] = judge_amax(expected.d, amax);
+  if (c_.has_amax_aux) results["amax of aux"] = judge_amax(expected.z, amax_aux);
   return results;
 }
 
@@ -231,7 +242,7 @@ Verdict Buffers::judge_d(const Expected& expected) const {
       const int64_t at = layouts.d.local_col(j) * ld + layouts.d.local_row(i);
       const Number want = expected.d.at(i, j % c_.n) * scale;
       const double slack = expected.slack.at(i, j % c_.n).real() + expected.magnitude.at(i, j % c_.n).real();
-      verdict.add(get_element(c_.out, d.after(), at), stored(c_.out, want), allowance(c_, slack, want));
+      verdict.add(get_element(c_.out, d.after(), at), stored(c_.out, want), allowance(c_, c_.out, slack, want));
     }
   }
   return verdict;
@@ -274,7 +285,9 @@ Verdict Buffers::judge_aux(const Expected& expected) const {
         verdict.add(aux.after()[at / 8] >> (row % 8) & 1, z.real() > 0 ? 1 : 0, 1e-37);
       } else {
         const double magnitude = expected.magnitude.at(i, j % c_.n).real();
-        verdict.add(get_element(c_.out, aux.after(), at), stored(c_.out, z), allowance(c_, magnitude, z));
+        const Number want = z * (c_.has_scale_aux ? kScaleAux : 1);
+        verdict.add(get_element(c_.aux_type, aux.after(), at), stored(c_.aux_type, want),
+                    allowance(c_, c_.aux_type, magnitude, want));
       }
     }
   }
@@ -290,21 +303,22 @@ Verdict Buffers::judge_gradient(const Expected& expected) const {
     const int64_t at = is_of_b ? index : layouts.d.local_row(index);
     const Number want = expected.gradient[i];
     verdict.add(get_element(c_.bias_type, gradient.after(), at), stored(c_.bias_type, want),
-                std::max(expected.gradient_slack[i], allowance(c_, 0, want)));
+                std::max(expected.gradient_slack[i], allowance(c_, c_.bias_type, 0, want)));
   }
   return verdict;
 }
 
 // Of this rank's part, ahead of its scaling: cuBLASMp takes no maximum over ranks.
-Verdict Buffers::judge_amax(const Expected& expected) const {
+Verdict Buffers::judge_amax(const Matrix& whole, const Buffer& buffer) const {
   double most = 0;
   for (int64_t j = 0; j < layouts.d.cols; ++j) {
     for (int64_t i = 0; i < c_.m; ++i) {
-      if (layouts.d.owner(i, j) == number_) most = std::max(most, std::abs(expected.d.at(i, j % c_.n)));
+      if (layouts.d.owner(i, j) == number_) most = std::max(most, std::abs(whole.at(i, j % c_.n)));
     }
   }
   Verdict verdict;
-  verdict.add(test::decode(CUDA_R_32F, amax.after()), most, allowance(c_, most, most));
+  verdict.add(test::decode(CUDA_R_32F, buffer.after()), stored(CUDA_R_32F, most),
+              allowance(c_, CUDA_R_32F, most, most));
   return verdict;
 }
 

@@ -31,7 +31,7 @@ class Buffers {
   const void* given_c() const { return !c_.has_c ? nullptr : c_.is_in_place ? d.get() : c.get(); }
   int64_t lld(const test::Layout& layout) const;
 
-  Buffer a, b, c, d, bias, aux, gradient, scale_a, scale_b, scale_c, scale_d, amax, d_out_scale;
+  Buffer a, b, c, d, bias, aux, gradient, scale_a, scale_b, scale_c, scale_d, scale_aux, amax, amax_aux, d_out_scale;
   test::Layouts layouts;
   int64_t aux_ld = 0;
 
@@ -42,12 +42,12 @@ class Buffers {
   void make_epilog(const Operands& operands);
   void put_aux(const Matrix& aux);
   bool holds_row(int64_t i) const;
-  std::array<Buffer*, 13> all();
+  std::array<Buffer*, 15> all();
   Verdict judge_d(const Expected& expected) const;
   Verdict judge_blocks(const Expected& expected) const;
   Verdict judge_aux(const Expected& expected) const;
   Verdict judge_gradient(const Expected& expected) const;
-  Verdict judge_amax(const Expected& expected) const;
+  Verdict judge_amax(const Matrix& whole, const Buffer& buffer) const;
 
   const Case& c_;
   Rank* rank_;

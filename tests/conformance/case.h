@@ -60,10 +60,11 @@ struct Case : test::Case {
   std::string topic;      // what the case is about, ahead of its name
   std::string variant;    // what sets it apart from its like, behind its name
   cudaDataType_t in_b{};  // the type of B; `in` is that of A
-  cudaDataType_t c_type{}, bias_type{};
+  cudaDataType_t c_type{}, bias_type{}, aux_type{};
   cublasComputeType_t compute{};
   int scale_a = kUnscaled, scale_b = kUnscaled, d_out_scale = kUnscaled;  // cublasMpMatmulMatrixScale_t
   bool has_scale_c = false, has_scale_d = false, has_amax = false;
+  bool has_scale_aux = false, has_amax_aux = false;
   bool c_is_nan = false;  // with beta = 0, which does not read it
   Workspace workspace = Workspace::kRegistered;
   std::vector<Setting> settings;

@@ -55,6 +55,7 @@ void add_transposed(Case c, const Add& add) {
 std::string Case::name() const {
   std::string text = topic + ": " + test::Case::name();
   if (in_b != in) text += std::string(" B ") + facts(in_b).name;
+  if (aux_type != out) text += std::string(" aux ") + facts(aux_type).name;
   if (compute != CUBLAS_COMPUTE_32F && compute != CUBLAS_COMPUTE_64F) text += " compute " + std::to_string(compute);
   if (scale_a != kUnscaled || scale_b != kUnscaled) {
     text += " scales " + std::to_string(scale_a) + "," + std::to_string(scale_b);
@@ -62,6 +63,7 @@ std::string Case::name() const {
   for (const auto& [is_so, word] :
        {std::pair(has_c, " C"), std::pair(is_in_place, " in place"), std::pair(c_is_nan, " of NaN"),
         std::pair(has_scale_c, " scale C"), std::pair(has_scale_d, " scale D"), std::pair(has_amax, " amax"),
+        std::pair(has_scale_aux, " scale aux"), std::pair(has_amax_aux, " amax of aux"),
         std::pair(workspace == Workspace::kPlain, " plain workspace")}) {
     if (is_so) text += word;
   }
@@ -77,7 +79,7 @@ Case make_case(const char* topic, Pattern pattern, int nranks, cudaDataType_t in
   c.m = 24, c.n = 16, c.k = 32;
   if (pattern == Pattern::kCyclic) c.m = 23, c.n = 31, c.k = 18;
   c.in = c.in_b = in;
-  c.out = c.c_type = c.bias_type = out;
+  c.out = c.c_type = c.bias_type = c.aux_type = out;
   c.compute = in == CUDA_R_8I ? CUBLAS_COMPUTE_32I : is_double(in) ? CUBLAS_COMPUTE_64F : CUBLAS_COMPUTE_32F;
   return c;
 }
@@ -160,6 +162,19 @@ void add_float8(Pattern pattern, int nranks, const Add& add) {
     c.epilog = epilog;
     add(c);
   }
+  // GELU's aux beside an fp8 D is of C's type, or fp8 itself, with a scale of its own.
+  Case c = narrow_case(pattern, nranks, CUDA_R_8F_E4M3, CUDA_R_8F_E4M3, 16, 16);
+  c.has_scale_d = true;
+  c.aux_type = CUDA_R_16F;
+  for (int epilog : {160, 164}) {
+    c.epilog = epilog;
+    add(c);
+  }
+  c.epilog = 160;
+  c.aux_type = CUDA_R_8F_E4M3;
+  add(c);
+  c.has_scale_aux = c.has_amax_aux = true;
+  add(c);
 }
 
 void add_scaled(Pattern pattern, int nranks, const Add& add) {

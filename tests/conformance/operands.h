@@ -19,7 +19,7 @@ struct Operands {
 
 // A power of two for the block of elements around (inner, outer) of an operand: `inner` counts along k.
 double scale_of(int mode, int64_t inner, int64_t outer, unsigned seed);
-constexpr double kScaleC = 2, kScaleD = 0.5;
+constexpr double kScaleC = 2, kScaleD = 0.5, kScaleAux = 0.25;
 constexpr unsigned kSeedA = 2, kSeedB = 3;
 
 // The elements of a block along k, and across it, that share a scale.

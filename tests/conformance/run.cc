@@ -123,7 +123,8 @@ bool CaseRun::set_epilog() {
     return false;
   }
   if (!test::has_aux(c_.epilog)) return true;
-  if (!test::is_relu(c_.epilog) && !set_number(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE, c_.out)) {
+  if (!test::is_relu(c_.epilog) &&
+      !set_number(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE, c_.aux_type)) {
     return false;
   }
   return set_pointer(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_POINTER, x_.aux.get()) &&
@@ -132,18 +133,25 @@ bool CaseRun::set_epilog() {
 
 bool CaseRun::set_scales() {
   struct Scale {
-    int pointer, mode;  // the mode's attribute follows the pointer's
+    int pointer, mode;
     const Buffer& buffer;
+    int mode_attribute = pointer + 1;
   };
   constexpr int kScalar = CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32;
   const Scale scales[] = {{CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_A_SCALE_POINTER, c_.scale_a, x_.scale_a},
                           {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_B_SCALE_POINTER, c_.scale_b, x_.scale_b},
                           {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_C_SCALE_POINTER, kScalar, x_.scale_c},
                           {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_SCALE_POINTER, kScalar, x_.scale_d},
-                          {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_POINTER, c_.d_out_scale, x_.d_out_scale}};
+                          {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_POINTER, c_.d_out_scale, x_.d_out_scale},
+                          {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_POINTER, kScalar, x_.scale_aux,
+                           CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_MODE}};
   for (const Scale& scale : scales) {
     if (!scale.buffer.get()) continue;
-    if (!set_pointer(scale.pointer, scale.buffer.get()) || !set_number(scale.pointer + 1, scale.mode)) return false;
+    if (!set_pointer(scale.pointer, scale.buffer.get()) || !set_number(scale.mode_attribute, scale.mode)) return false;
+  }
+  if (x_.amax_aux.get() &&
+      !set_pointer(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_AMAX_POINTER, x_.amax_aux.get())) {
+    return false;
   }
   return !x_.amax.get() || set_pointer(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_AMAX_D_POINTER, x_.amax.get());
 }

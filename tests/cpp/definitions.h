@@ -24,6 +24,10 @@ inline double unit_roundoff(cudaDataType_t type) {
       return std::ldexp(1, -8);
     case CUDA_R_16F:
       return std::ldexp(1, -11);
+    case CUDA_R_8F_E4M3:
+      return std::ldexp(1, -4);
+    case CUDA_R_8F_E5M2:
+      return std::ldexp(1, -3);
     default:
       return std::ldexp(1, -24);
   }
