@@ -92,6 +92,7 @@ Status ZeroResults(const Plan& plan, const Buffers& buffers, abi::CUstream strea
   return buffers.amax_d ? Zero(buffers.amax_d, sizeof(float), stream) : Status();
 }
 
+// The slot goes back as soon as everything is on the stream: the seat's next call comes behind it there.
 Status RunOnSeat(CudaSite& site, int seat, const Buffers& buffers, abi::CUstream stream) {
   Plan& plan = *site.plan;
   cuda::Watch& watch = site.communicator->member(seat).watch();
