@@ -7,7 +7,7 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
@@ -77,9 +77,12 @@ def is_concrete(x) -> bool:
 # Lowering across processes --------------------------------------------------------------------------------------
 
 
-def require_devices(primitives: Iterable[Primitive]) -> None:
+def require_devices(primitives: Collection[Primitive]) -> None:
     """From here on a lowering of these serves only the devices for which it was made."""
-    _dispatch.prim_requires_devices_during_lowering.update(primitives)
+    known = _dispatch.prim_requires_devices_during_lowering
+    if not known.issuperset(primitives):
+        known.update(primitives)
+        _dispatch.jaxpr_has_prim_requiring_devices.cache_clear()  # programs that were asked before
 
 
 def lowering_mesh(ctx) -> jax.sharding.Mesh | None:

@@ -16,7 +16,8 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from conftest import require_devices
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -496,6 +497,25 @@ def test_what_runs_here_names_its_devices(sharded, required):
     (line,) = texts(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")), a, b)
     assert f"devices = dense<[{ids}]>" in line
     assert {primitive.name for primitive in required} == {"jaxmp_matmul", "jaxmp_matmul_epilog"}
+
+
+def test_meshes_of_one_shape_have_lowerings_of_their_own(cards, monkeypatch):
+    """JAX would give the second mesh the program of the first, with the first one's communicator."""
+    require_devices(8)
+    cards("9.0")
+    monkeypatch.setattr(_native, "register", lambda: None)
+    dispatch = _lowering._compat._dispatch
+    monkeypatch.setattr(dispatch, "prim_requires_devices_during_lowering", set())  # as in a process of its own
+    product = jax.jit(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")))
+    for order in ([0, 1, 2, 3], [4, 5, 6, 7], [3, 2, 1, 0], [0, 1, 2, 3]):
+        mesh = Mesh(np.array(jax.devices())[order], ("y",), axis_types=(AxisType.Explicit,))
+        a, b = (
+            jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+            for spec in (("y", None), (None, "y"))
+        )
+        with jax.set_mesh(mesh):
+            text = product.trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
+        assert f"devices = dense<[{', '.join(map(str, order))}]>" in text
 
 
 def test_one_rank_needs_no_devices(required):
