@@ -196,7 +196,8 @@ Status ReadScales(const Problem& p, const ScaleSizes& sizes, Operands* operands,
   for (const Scale& scale : {Scale{"scale_a", p.scale_mode_a, sizes.a, &buffers->scale_a},
                              Scale{"scale_b", p.scale_mode_b, sizes.b, &buffers->scale_b},
                              Scale{"scale_c", p.scale_mode_c, sizes.c, &buffers->scale_c},
-                             Scale{"scale_d", p.scale_mode_d, sizes.d, &buffers->scale_d}}) {
+                             Scale{"scale_d", p.scale_mode_d, sizes.d, &buffers->scale_d},
+                             Scale{"scale_aux", p.scale_mode_aux, sizes.aux, &buffers->scale_aux}}) {
     if (scale.mode == ScaleMode::kNone) continue;
     JAXMP_RETURN_IF_ERROR(operands->Argument(scale.name, ScaleType(scale.mode), scale.size, scale.to));
   }
@@ -225,6 +226,7 @@ Status ReadOperands(const Plan& plan, Operands operands, Buffers* buffers, Place
     JAXMP_RETURN_IF_ERROR(operands.Result("gradient", p.dtype_bias, layout.bias_size, &buffers->gradient));
   }
   if (p.amax_d) JAXMP_RETURN_IF_ERROR(operands.Result("amax_d", DType::kF32, 1, &buffers->amax_d));
+  if (p.amax_aux) JAXMP_RETURN_IF_ERROR(operands.Result("amax_aux", DType::kF32, 1, &buffers->amax_aux));
   if (p.d_out_scale_mode != ScaleMode::kNone) {
     JAXMP_RETURN_IF_ERROR(
         operands.Result("d_out_scale", ScaleType(p.d_out_scale_mode), layout.scales.d_out, &buffers->d_out_scale));
@@ -300,7 +302,9 @@ Outcome Execute(Site* site, ffi::RunId run, ffi::ThreadPool threads, ffi::Remain
   Place place = {0, 0};
   // What is wrong here is wrong on every device, for all run one program: each returns the error, and none waits.
   const Status read = ReadOperands(plan, Operands(args, rets), &buffers, &place);
-  if (read.ok() && plan.is_empty() && buffers.amax_d) *static_cast<float*>(buffers.amax_d) = 0;
+  for (void* amax : {buffers.amax_d, buffers.amax_aux}) {
+    if (read.ok() && plan.is_empty() && amax) *static_cast<float*>(amax) = 0;
+  }
   if (!read.ok() || plan.is_empty()) return {ToError(read)};
 
   XlaPool pool(threads);

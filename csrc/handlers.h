@@ -25,8 +25,8 @@ struct Site {
 // Once per call site: decodes the attributes and resolves the plan.
 XLA_FFI_Error* MatmulInstantiate(XLA_FFI_CallFrame* frame);
 
-// Once per device and execution. Arguments a, b, [c], [bias], [scale_a], [scale_b], [scale_c], [scale_d], [position];
-// results d, [aux], [amax_d], [d_out_scale].
+// Once per device and execution. Arguments a, b, [c], [bias], [aux], [scale_a], [scale_b], [scale_c], [scale_d],
+// [scale_aux], [position]; results d, [aux], [gradient], [amax_d], [amax_aux], [d_out_scale].
 XLA_FFI_Error* MatmulExecute(XLA_FFI_CallFrame* frame);
 
 }  // namespace jaxmp

@@ -237,9 +237,9 @@ Status Plan::MakeRank(int number) {
   void* some = rank.beta.bytes;
   Buffers buffers;
   buffers.a = buffers.b = buffers.bias = buffers.aux_input = some;
-  buffers.scale_a = buffers.scale_b = buffers.scale_c = buffers.scale_d = some;
+  buffers.scale_a = buffers.scale_b = buffers.scale_c = buffers.scale_d = buffers.scale_aux = some;
   buffers.c = problem_.has_c() ? some : nullptr;
-  buffers.d = buffers.aux = buffers.gradient = buffers.amax_d = buffers.d_out_scale = some;
+  buffers.d = buffers.aux = buffers.gradient = buffers.amax_d = buffers.amax_aux = buffers.d_out_scale = some;
   JAXMP_RETURN_IF_ERROR(SetPointers(*slot, buffers));
   JAXMP_RETURN_IF_ERROR(
       Call(api_.Matmul_bufferSize, "Matmul_bufferSize", rank, *slot, buffers, &rank.device_bytes, &rank.host_bytes));
@@ -335,6 +335,7 @@ Status Plan::SetScaleModes(Slot& slot) {
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_B_SCALE_MODE, problem_.scale_mode_b},
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_C_SCALE_MODE, problem_.scale_mode_c},
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_SCALE_MODE, problem_.scale_mode_d},
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_MODE, problem_.scale_mode_aux},
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_MODE, problem_.d_out_scale_mode}};
   for (const auto& [attribute, mode] : modes) {
     if (mode != ScaleMode::kNone) JAXMP_RETURN_IF_ERROR(SetAttribute(slot, attribute, CublasScale(mode)));
@@ -354,7 +355,9 @@ Status Plan::SetPointers(Slot& slot, const Buffers& buffers) {
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_B_SCALE_POINTER, has(p.scale_mode_b), buffers.scale_b},
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_C_SCALE_POINTER, has(p.scale_mode_c), buffers.scale_c},
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_SCALE_POINTER, has(p.scale_mode_d), buffers.scale_d},
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_POINTER, has(p.scale_mode_aux), buffers.scale_aux},
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_AMAX_D_POINTER, p.amax_d != 0, buffers.amax_d},
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_AMAX_POINTER, p.amax_aux != 0, buffers.amax_aux},
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_POINTER, has(p.d_out_scale_mode), buffers.d_out_scale}};
   for (const auto& [attribute, is_used, pointer] : pointers) {
     if (is_used) JAXMP_RETURN_IF_ERROR(SetAttribute(slot, attribute, pointer));

@@ -34,12 +34,15 @@ SPEC_OPTIONS = [
     "implementation",
     "scales",
     "result_amax",
+    "aux_dtype",
+    "aux_amax",
     "communication_dtype",
     "algorithm",
     "comm_sm_count",
     "determinism",
 ]
 HINTS = ("communication_dtype", "algorithm", "comm_sm_count")
+_OF_SCALES = ("scales", "result_amax", "aux_dtype", "aux_amax")  # float8 and float4 alone take these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +115,7 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
         return spec, operands
     _narrow.check_transpositions(name, a.dtype, spec.transpose_a, spec.transpose_b)
     _narrow.check_epilog(name, spec.epilog.name, a.dtype, out)
-    changes, scales = _scaling(name, options, a, b, out)
+    changes, scales = _scaling(name, options, a, b, spec)
     return spec.replace(**changes), operands | scales
 
 
@@ -125,28 +128,34 @@ def _typed_operands(name: str, a, b, preferred, is_narrow: bool) -> tuple[dict[s
 
 
 def _refuse_scaling(name: str, options: dict, a) -> None:
-    for argument in ("scales", "result_amax"):
+    for argument in _OF_SCALES:
         if options.get(argument):
             raise TypeError(f"{name}: {argument} goes with float8 and float4 operands, a has dtype {a.dtype}; drop it")
 
 
-def _scaling(name: str, options: dict, a, b, out) -> tuple[dict[str, Any], dict[str, Any]]:
+def _scaling(name: str, options: dict, a, b, spec: MatmulSpec) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the spec's fields, the operands by name) of the scales of narrow operands."""
+    out = np.dtype(spec.out_dtype)
     scales = options.get("scales") or _narrow.Scales()
     if not isinstance(scales, _narrow.Scales):
         raise TypeError(f"{name}: scales must be a jaxmp.Scales, got {type(scales).__name__}")
-    amax = bool(options.get("result_amax", False))
+    amax, aux_amax = (bool(options.get(argument, False)) for argument in ("result_amax", "aux_amax"))
     if not _narrow.is_scaled(a.dtype):
-        if scales != _narrow.Scales() or amax:
-            raise TypeError(f"{name}: scales and result_amax go with float8 and float4 operands, a has dtype {a.dtype}")
+        if scales != _narrow.Scales() or any(options.get(argument) for argument in _OF_SCALES[1:]):
+            raise TypeError(
+                f"{name}: {', '.join(_OF_SCALES)} go with float8 and float4 operands, a has dtype {a.dtype}; drop them"
+            )
         return {}, {}
     modes = {
         "a": _narrow.find_mode(name, "a", scales.a, tuple(a.shape), a.dtype),
         "b": _narrow.find_mode(name, "b", scales.b, tuple(b.shape), b.dtype),
         "c": _narrow.check_scalar(name, "c", scales.c),
         "d": _narrow.check_scalar(name, "d", scales.d),
+        "aux": _narrow.check_scalar(name, "aux", scales.aux),
     }
     _narrow.check_modes(name, modes, out)
+    of_aux = {"aux_dtype": options.get("aux_dtype"), "scales.aux": scales.aux, "aux_amax": aux_amax}
+    aux = _narrow.resolve_aux(name, spec.epilog.name, (a.dtype, b.dtype, out), spec.c_dtype, modes["a"], of_aux)
     is_blocked = modes["a"] in (_narrow.VEC16, _narrow.VEC32)
     if amax and (out.name not in _narrow.FLOAT8 or is_blocked):
         raise NotImplementedError(
@@ -155,8 +164,9 @@ def _scaling(name: str, options: dict, a, b, out) -> tuple[dict[str, Any], dict[
         )
     fields = {f"scale_{key}": mode for key, mode in modes.items()}
     out_scale = modes["a"] if is_blocked and _narrow.is_narrow(out) else _narrow.NONE
-    given = {name: getattr(scales, name[-1]) for name, mode in fields.items() if mode != _narrow.NONE}
-    return fields | {"amax_d": amax, "d_out_scale": out_scale}, given
+    given = {f"scale_{key}": getattr(scales, key) for key, mode in modes.items() if mode != _narrow.NONE}
+    results = {"amax_d": amax, "aux_amax": aux_amax, "aux_dtype": aux, "d_out_scale": out_scale}
+    return fields | results, given
 
 
 def result_shape(spec: MatmulSpec, a, b) -> tuple[int, ...]:
@@ -215,7 +225,9 @@ def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands, name: str 
         spec = spec.replace(mesh=placement.axes)
         if placement.mode == _mesh.Mode.MANUAL:
             spec = _spec.check_all_reduce(name, spec)
-        _spec.check_hints(name, spec, is_settled=placement.mode != _mesh.Mode.AUTO)
+        is_settled = placement.mode != _mesh.Mode.AUTO
+        has_mesh = is_settled or _mesh.is_known(placement, operands["a"], operands["b"])
+        _spec.check_hints(name, spec, is_settled, has_mesh)
         _spec.check_relu_aux(name, operands, spec, shape[-1])
         return _Call(spec, placement.mode, constraint=placement.constraint)
     plan = _sharding.plan_call(name, placement.a, placement.b, placement.out, spec.transpose_a, spec.transpose_b)
@@ -231,7 +243,8 @@ def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands, name: str 
     out_specs = [_dims(spec, plan, name) for name in _spec.output_names(spec)]
     for scale, dims in zip(_spec.operand_names(spec), in_specs[2:], strict=True):
         if scale in _spec.SCALE_NAMES:
-            _sharding.check_dims(name, f"scales.{scale[-1]}", dims, operands[scale].shape, mesh.shape)
+            argument = f"scales.{scale.removeprefix('scale_')}"
+            _sharding.check_dims(name, argument, dims, operands[scale].shape, mesh.shape)
     spec = spec.replace(pattern=plan.pattern, mesh=placement.axes, row_axes=plan.row_axes, col_axes=plan.col_axes)
     spec = _spec.check_all_reduce(name, spec)
     _spec.check_hints(name, spec)

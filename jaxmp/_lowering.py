@@ -22,6 +22,7 @@ from jaxmp._compat import mlir
 from jaxmp._config import config
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import (
+    AMAXES,
     activated_matmul_p,
     activated_matmul_parts,
     activation_grad_p,
@@ -36,6 +37,7 @@ from jaxmp._spec import (
     MatmulSpec,
     Pattern,
     accumulator,
+    aux_dtype,
     global_extents,
     operand_names,
     output_names,
@@ -135,7 +137,9 @@ def call_attributes(spec: MatmulSpec, a, b) -> dict:
         "dtype_bias": _DTYPES[np.dtype(spec.bias_dtype or spec.out_dtype).name]
         if row.has_bias or row.gradient
         else "none",
-        "dtype_aux": {"": "none", "relu_aux": "u8", "gelu_aux": out}[row.aux or row.aux_input],
+        "dtype_aux": {"": "none", "relu_aux": "u8", "gelu_aux": _DTYPES[aux_dtype(spec).name]}[
+            row.aux or row.aux_input
+        ],
         "compute": compute_of(spec, a.dtype).name,
         "alpha": _complex_pair(spec.alpha),
         "beta": _complex_pair(spec.beta),
@@ -143,8 +147,10 @@ def call_attributes(spec: MatmulSpec, a, b) -> dict:
         "scale_mode_b": spec.scale_a,
         "scale_mode_c": spec.scale_c,
         "scale_mode_d": spec.scale_d,
+        "scale_mode_aux": spec.scale_aux,
         "d_out_scale_mode": spec.d_out_scale,
         "amax_d": np.int64(spec.amax_d),
+        "amax_aux": np.int64(spec.aux_amax),
         "epilog": np.int64(_epilog.SWAPPED.get(spec.epilog, spec.epilog)),
         "mesh_shape": np.array([size for _, size in spec.mesh], np.int64),
         "axes_row": np.array([names.index(axis) for axis in axes_row], np.int64),
@@ -227,7 +233,7 @@ def _scatter_then_gather(a, b, *extra, spec: MatmulSpec):
     return [
         lax.all_gather(x, spec.row_axes, axis=0, tiled=True)
         if has_rows(name)
-        else (lax.pmax(x, spec.row_axes) if name == "amax_d" else x)
+        else (lax.pmax(x, spec.row_axes) if name in AMAXES else x)
         for name, x in zip(output_names(spec), outputs, strict=True)
     ]
 
@@ -256,8 +262,8 @@ def _custom_call(a, b, *extra, spec: MatmulSpec):
     stored = {
         "d": jax.ShapeDtypeStruct((rows, cols), spec.out_dtype),
         "relu_aux": jax.ShapeDtypeStruct((rows, _layout.relu_aux_bytes(cols)), jnp.uint8),
-        "gelu_aux": jax.ShapeDtypeStruct((rows, _layout.gelu_aux_ld(cols)), spec.out_dtype),
-        "amax_d": jax.ShapeDtypeStruct((), jnp.float32),
+        "gelu_aux": jax.ShapeDtypeStruct((rows, _layout.gelu_aux_ld(cols)), aux_dtype(spec)),
+        **dict.fromkeys(AMAXES, jax.ShapeDtypeStruct((), jnp.float32)),
     }
     for name in output_names(spec):
         if DIMS[name] in ("m", "n"):
@@ -273,7 +279,7 @@ def _custom_call(a, b, *extra, spec: MatmulSpec):
     named = dict(zip(operand_names(spec), extra, strict=True))
     operands = [_narrow.as_bytes(x) if x.dtype.name == _narrow.FLOAT4 else x for x in (b, a)]
     operands += [_as_stored(name, x) for name, x in named.items() if name not in SCALE_NAMES]
-    for name in ("scale_b", "scale_a", "scale_c", "scale_d"):  # a and b have swapped
+    for name in ("scale_b", "scale_a", "scale_c", "scale_d", "scale_aux"):  # a and b have swapped
         if name in named:
             operands.append(_narrow.for_library(named[name], getattr(spec, name)))
     if spec.nranks > 1:

@@ -1,7 +1,6 @@
 #include "csrc/hostmp/narrow_product.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "csrc/hostmp/blas.h"
 #include "csrc/hostmp/types.h"
@@ -144,12 +143,6 @@ int64_t narrow_scratch(bool has_sums, int64_t m, int64_t n, int64_t k) {
 namespace {
 
 constexpr int64_t kStrip = 512;  // a multiple of every block
-
-uint32_t absolute_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits & 0x7fffffffu;
-}
 
 // Divides a block by its scale, and stores the scale (cuBLAS documentation, "1D Block Quantization").
 void scale_block(const NarrowOutput& out, float* values, int64_t count, int64_t row, int64_t col) {

@@ -36,7 +36,7 @@ void RefusesWhatItDoesNotKnow() {
   CHECK_CONTAINS(Refusal(attributes), "attribute m must be present");
   attributes = tests::AllReduce(4, 6, 8, 10);
   attributes["colour"] = int64_t{1};
-  CHECK_CONTAINS(Refusal(attributes), "expected 32 attributes, got 33");
+  CHECK_CONTAINS(Refusal(attributes), "expected 34 attributes, got 35");
 }
 
 void RefusesAxesThatTheMeshLacks() {
