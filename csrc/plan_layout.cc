@@ -221,12 +221,9 @@ int64_t ScaleSize(ScaleMode mode, int64_t inner, int64_t outer) {
 bool IsScaled(DType dtype) { return dtype == DType::kE4M3 || dtype == DType::kE5M2 || dtype == DType::kE2M1; }
 
 Status PlaceScales(const Problem& p, Layout* layout) {
-  const std::pair<const char*, ScaleMode> modes[] = {{"scale_mode_a", p.scale_mode_a},
-                                                     {"scale_mode_b", p.scale_mode_b},
-                                                     {"scale_mode_c", p.scale_mode_c},
-                                                     {"scale_mode_d", p.scale_mode_d},
-                                                     {"scale_mode_aux", p.scale_mode_aux},
-                                                     {"d_out_scale_mode", p.d_out_scale_mode}};
+  const std::pair<const char*, ScaleMode> modes[] = {
+      {"scale_mode_a", p.scale_mode_a}, {"scale_mode_b", p.scale_mode_b},     {"scale_mode_c", p.scale_mode_c},
+      {"scale_mode_d", p.scale_mode_d}, {"scale_mode_aux", p.scale_mode_aux}, {"d_out_scale_mode", p.d_out_scale_mode}};
   for (const auto& [name, mode] : modes) {
     if (mode == ScaleMode::kNone || (IsScaled(p.dtype_a) && IsScaled(p.dtype_b))) continue;
     return InvalidArgument(std::string("jaxmp: ") + name + " is " + Name(mode) + ", but A is " + Name(p.dtype_a) +

@@ -39,6 +39,7 @@ from jaxmp._primitive import (
     auto_activation_grad_p,
     bind,
     cast_varying,
+    completes_sums,
     matmul_epilog_p,
     matmul_p,
 )
@@ -93,6 +94,8 @@ def _gradient_epilog(forward: MatmulSpec, call: MatmulSpec, left, right, bias) -
     The sum that the call completes must be the one that the bias needs. It has to run over the ranks on which t differs
     and the bias does not; untyped, shard_map sums what each of them returns, so the call may not.
     """
+    if not completes_sums(call):
+        return Epilog.NONE
     is_transposed = forward.transpose_b  # then t is the left operand, transposed
     if call.pattern == Pattern.GRID and (is_transposed or not forward.is_typed):
         return Epilog.NONE

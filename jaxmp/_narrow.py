@@ -169,8 +169,8 @@ def check_epilog(name: str, epilog_name: str, dtype, out) -> None:
 def resolve_aux(name: str, epilog_name: str, dtypes, c, scale_a: str, given: dict[str, Any]) -> np.dtype | None:
     """Type of gelu_aux, or None where the epilog has none.
 
-    It has the type of d, or where d is float8 that of c (float16 without c), as nvmath-python has it; and float8_e4m3fn,
-    with a scale and its largest value, where cuBLAS has that (documentation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE).
+    It has the type of d, or where d is float8 that of c (float16 without c), as nvmath-python has it; or float8_e4m3fn,
+    with a scale and its largest value, where cuBLAS has that (its documentation, cublasLtMatmulDescAttributes_t).
     `dtypes` are those of a, b and d; `given` what the user said of the aux, by argument.
     """
     said = [argument for argument, value in given.items() if value is not None and value is not False]
@@ -189,8 +189,8 @@ def resolve_aux(name: str, epilog_name: str, dtypes, c, scale_a: str, given: dic
     if asked.name not in allowed:
         raise NotImplementedError(
             f"{name}: aux_dtype {asked.name} is not available for epilog {epilog_name} with {a} and {b} operands, c of "
-            f"{np.dtype(c).name} and a result of {out}; available: {', '.join(allowed)} (float8_e4m3fn goes with GELU_AUX, "
-            "operands and a result of float8_e4m3fn, tensor-wide scales, and c of float16 or none)"
+            f"{np.dtype(c).name} and a result of {out}; available: {', '.join(allowed)} (float8_e4m3fn goes with "
+            "GELU_AUX, operands and a result of float8_e4m3fn, tensor-wide scales, and c of float16 or none)"
         )
     rest = [argument for argument in said if argument != "aux_dtype"]
     if rest and asked.name not in FLOAT8:

@@ -124,6 +124,12 @@ def global_amax(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, ...]
     return outputs | amaxes
 
 
+def completes_sums(spec: MatmulSpec) -> bool:
+    """Whether what will serve a call also completes a bias gradient: "xla" does not where bits are promised."""
+    is_host = spec.implementation == "host" or (spec.implementation is None and jax.process_count() == 1)
+    return is_host or not spec.is_invariant or spec.nranks == 1
+
+
 def cast_varying(x, axes):
     missing = tuple(axis for axis in sorted(axes) if axis not in _compat.varying_axes(x))
     return lax.pcast(x, missing, to="varying") if missing else x

@@ -23,8 +23,8 @@ ROOT = pathlib.Path(__file__).parents[1]
 OURS = (ROOT / "csrc" / "cublasmp_abi.h").read_text()
 TABLE = (ROOT / "csrc" / "mp_api.h").read_text()
 
-# cublas_api.h and library_types.h of CUDA 13 (nvidia-cublas 13.10.0.20, nvidia-cuda-runtime 13.5.37): the numbers of what
-# cublasmp_abi.h declares of them.
+# What cublasmp_abi.h declares of cublas_api.h and library_types.h, with the numbers of CUDA 13 (nvidia-cublas
+# 13.10.0.20, nvidia-cuda-runtime 13.5.37).
 RECORDED = {
     "cublasOperation_t": {"CUBLAS_OP_N": 0, "CUBLAS_OP_T": 1, "CUBLAS_OP_C": 2},
     "cublasComputeType_t": {

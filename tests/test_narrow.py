@@ -447,9 +447,7 @@ def test_float8_aux_in_shard_map_under_vmap_and_of_nothing(rng):
         d, more = jaxmp.matmul_reduce_scatter(a, b, "y", **options, **TN)
         return d, more["gelu_aux_amax"][None]
 
-    mapped = jax.shard_map(
-        body, mesh=case.jax_mesh(AxisType.Auto), in_specs=case.stored, out_specs=(case.out, P("x"))
-    )
+    mapped = jax.shard_map(body, mesh=case.jax_mesh(AxisType.Auto), in_specs=case.stored, out_specs=(case.out, P("x")))
     halves = np.abs(scaled(a, None) @ scaled(b, None).T).reshape(2, -1)
     np.testing.assert_array_equal(jax.jit(mapped)(a, b)[1], halves.max(1))
 

@@ -78,7 +78,7 @@ struct Call {
   int communication_sm_count = 0;  // 0: the library's choice
   abi::cublasMpMatmulAlgoType_t algo = abi::CUBLASMP_MATMUL_ALGO_TYPE_DEFAULT;
   int communication_type = -1;  // a cudaDataType_t; -1: the library's choice
-  int epilog = 0;  // without the ALLREDUCE bit
+  int epilog = 0;               // without the ALLREDUCE bit
   bool is_all_reduce = false;
   bool is_ordered = false;
   std::complex<double> alpha, beta;

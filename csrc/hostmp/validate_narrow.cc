@@ -192,7 +192,8 @@ Status check_aux_of_narrow(const Call& call, const Epilog& epilog) {
                        call.d.desc.type == aux && c == CUDA_R_16F;
   if (is_e4m3 && call.epilog == CUBLASMP_MATMUL_EPILOGUE_GELU_AUX) return {};
   return Unimplemented(text("the aux is ", name_of(aux), " beside D of ", name_of(call.d.desc.type), " and epilog ",
-                            epilog.name, "; EPILOGUE_AUX_DATA_TYPE must be the type of C, or f8e4m3 where A, B and D "
+                            epilog.name,
+                            "; EPILOGUE_AUX_DATA_TYPE must be the type of C, or f8e4m3 where A, B and D "
                             "are f8e4m3, C is f16 and the epilog is GELU_AUX"));
 }
 

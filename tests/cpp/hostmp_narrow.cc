@@ -218,23 +218,24 @@ void test_aux_refusals() {
   Case c = kTensor;
   c.epilog = CUBLASMP_MATMUL_EPILOGUE_GELU_AUX;
   const auto aux = [](cudaDataType_t type) {
-    return [type](Arguments& in) {
-      in.attribute(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE, int{type});
-    };
+    return
+        [type](Arguments& in) { in.attribute(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE, int{type}); };
   };
   CHECK_EQ(with(c, aux(CUDA_R_8F_E4M3)).message, "");
   CHECK_EQ(with(c, [](Arguments&) {}).message, "");  // unset it is D's type
   REFUSED(with(c, aux(CUDA_R_8F_E5M2)), NOT_SUPPORTED, "the aux is f8e5m2 beside D of f8e4m3", "the type of C");
   REFUSED(with(c, aux(CUDA_R_32F)), NOT_SUPPORTED, "the aux is f32");
-  REFUSED(with(c, [&](Arguments& in) {
-            aux(CUDA_R_8F_E4M3)(in);
-            in.attribute(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_MODE, 2);
-          }),
+  REFUSED(with(c,
+               [&](Arguments& in) {
+                 aux(CUDA_R_8F_E4M3)(in);
+                 in.attribute(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_MODE, 2);
+               }),
           NOT_SUPPORTED, "EPILOGUE_AUX_SCALE_MODE must be SCALAR_FP32, got VEC32_UE8M0");
-  REFUSED(with(c, [&](Arguments& in) {
-            aux(CUDA_R_16F)(in);
-            in.attribute(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_AMAX_POINTER, kSome);
-          }),
+  REFUSED(with(c,
+               [&](Arguments& in) {
+                 aux(CUDA_R_16F)(in);
+                 in.attribute(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_AMAX_POINTER, kSome);
+               }),
           NOT_SUPPORTED, "EPILOGUE_AUX_AMAX_POINTER is set, but the aux is not fp8");
   c.out = CUDA_R_16BF;
   REFUSED(with(c, aux(CUDA_R_8F_E4M3)), NOT_SUPPORTED, "the aux is f8e4m3 and D is bf16", "of one type");
