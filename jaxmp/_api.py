@@ -100,10 +100,11 @@ def matmul(
       d of shape (..., m, n), sharded as `out_sharding` says; with an AUX or a BGRAD epilog the pair `(d, {name: x})`:
       "gelu_aux" is the value ahead of the activation, (..., m, n) in d's dtype (see `aux_dtype`); "relu_aux" is a bit
       mask of uint8, (..., m, shards * ld): per shard of the columns ld = 16 * ceil(columns / 128) bytes a row, bit
-      i % 8 of byte i // 8 set where the value ahead of the activation is positive. Bias gradients have d's dtype and are
-      complete on every rank: "drelu_bgrad" and "dgelu_bgrad" (n,) are d summed over all its rows, leading dimensions
-      included, sharded like d's columns; "bgradb" (n,) is op(b) summed over k, sharded likewise; "bgrada" (m,) is op(a)
-      summed over k, whole in each group. Inside shard_map they are complete over the call's group, not over other axes.
+      i % 8 of byte i // 8 set where the value ahead of the activation is positive. Bias gradients have d's dtype and
+      are complete on every rank: "drelu_bgrad" and "dgelu_bgrad" (n,) are d summed over all its rows, leading
+      dimensions included, sharded like d's columns; "bgradb" (n,) is op(b) summed over k, sharded likewise; "bgrada"
+      (m,) is op(a) summed over k, whole in each group. Inside shard_map they are complete over the call's group, not
+      over other axes.
 
     Narrow types. float8 goes with float8 (float8_e5m2 not with itself) and float4 with float4, into bfloat16, float16,
     float32 or their own type, which `preferred_element_type` names; a is stored (m, k) and b (n, k), with

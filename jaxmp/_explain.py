@@ -25,7 +25,7 @@ class Row:
       operation: "matmul", "matmul+epilog", or "all_gather", "all_to_all", "all_reduce" for what runs beside the calls.
       count: how often the program runs it (the trip counts of enclosing scans, multiplied).
       global_shapes, local_shapes: of a, b and d, as stored: of one group's product, and per device.
-      dtypes: "a x b -> d", the scale modes of a and b where they have scales, and the type of a gelu_aux that has not d's.
+      dtypes: "a x b -> d", the scale modes of a and b where they have scales, and gelu_aux's type where it is not d's.
       accumulator: the type in which products are summed.
       determinism: the level asked for: "run_to_run", "batch" or "topology".
       pattern: how the ranks of a group share the product; groups: their number, size and axes.
