@@ -43,7 +43,17 @@ from jaxmp._primitive import (
     matmul_epilog_p,
     matmul_p,
 )
-from jaxmp._spec import MatmulSpec, Pattern, accumulator, aux_dtype, axes_text, fit_hints, operand_names, output_names
+from jaxmp._spec import (
+    SCALE_NAMES,
+    MatmulSpec,
+    Pattern,
+    accumulator,
+    aux_dtype,
+    axes_text,
+    fit_hints,
+    operand_names,
+    output_names,
+)
 
 
 def gather_rows(spec: MatmulSpec, x, dimension: int, to: str = "varying"):
@@ -279,6 +289,13 @@ def _narrow_jvp(primals, tangents, spec: MatmulSpec, auto: bool):
     names = ("a", "b", *operand_names(spec))
     fixed = dict(zip(names, primals, strict=True))
     moving = {name: t for name, t in zip(names, tangents, strict=True) if type(t) is not ad.Zero}
+    of_scales = [name for name in SCALE_NAMES if name in moving]
+    if of_scales and spec.determinism == "topology":
+        scale = of_scales[0].removeprefix("scale_")
+        raise NotImplementedError(
+            f'jaxmp: determinism="topology" has no derivative in scales.{scale}, which XLA would sum; hold it constant '
+            '(jax.lax.stop_gradient), or pass determinism="batch"'
+        )
 
     def wide(given):
         outputs = _widened(fixed | given, spec, auto)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -79,7 +80,7 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
         implementation=options.get("implementation"),
         **_spec.resolve_hints(name, out, operands["a"].dtype, *(options.get(hint) for hint in HINTS)),
         line=f"{name} at {_compat.user_line(_PACKAGE)}" if _native.has_roll_call() else "",
-        determinism=_spec.check_determinism(name, options.get("determinism", "run_to_run"), operands["a"].dtype),
+        determinism=_spec.check_determinism(name, options.get("determinism", "run_to_run")),
         **(pattern or {}),
     )
     _spec.check_local_shapes(name, spec, a.shape[-2:], b.shape)
@@ -405,6 +406,8 @@ def _without_swap(plan: _sharding.Plan, spec: MatmulSpec, a, b):
             f"are gathered or scattered over {_spec.axes_text(plan.row_axes)}; take another out_sharding, or "
             'pass determinism="run_to_run"'
         )
+    why = f"where columns of the result are gathered or scattered over {_spec.axes_text(plan.row_axes)}"
+    _spec.check_gathered_scales("matmul", spec, why)
     gathered = dataclasses.replace(plan, pattern=Pattern.LOCAL, gather_axes=plan.row_axes, is_swapped=False)
     k, n = (1, 0) if spec.transpose_b else (0, 1)
     with jax.named_scope("jaxmp_whole_operands"):
@@ -421,7 +424,7 @@ def _turn(plan: _sharding.Plan, x, split: int, joined: int):
         p, shape = lax.axis_size(plan.row_axes), list(x.shape)
         shape[split], shape[joined] = shape[split] // p, shape[joined] * p
         return jnp.zeros(shape, x.dtype)
-    return lax.all_to_all(x, plan.row_axes, split, joined, tiled=True)
+    return _move(lambda x: lax.all_to_all(x, plan.row_axes, split, joined, tiled=True), x)
 
 
 def _with_order(plan: _sharding.Plan, spec: MatmulSpec, a) -> MatmulSpec:
@@ -444,11 +447,25 @@ def _gather(plan: _sharding.Plan, x, dimension: int):
         shape[dimension] *= lax.axis_size(plan.gather_axes)
         return jnp.zeros(shape, x.dtype)
     with jax.named_scope("jaxmp_all_gather"):
-        # Numbers of 8 bits and fewer travel as bytes, which every platform gathers.
-        is_narrow = x.dtype.itemsize == 1
-        moved = _narrow.as_bytes(x) if is_narrow else x
-        moved = lax.all_gather(moved, plan.gather_axes, axis=dimension, tiled=True, to="invarying")
-        return _narrow.from_bytes(moved, x.dtype) if is_narrow else moved
+        return _move(lambda x: lax.all_gather(x, plan.gather_axes, axis=dimension, tiled=True, to="invarying"), x)
+
+
+def _move(collective: Callable, x):
+    """`collective(x)`, of floats of 8 bits and fewer as bytes, which every platform moves."""
+    is_narrow = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
+    return _move_bytes(collective, x) if is_narrow else collective(x)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _move_bytes(collective: Callable, x):
+    return _narrow.from_bytes(collective(_narrow.as_bytes(x)), x.dtype)
+
+
+@_move_bytes.defjvp
+def _move_bytes_jvp(collective: Callable, primals, tangents):
+    """Bytes have no derivative, but what they are moved by is linear: tangents, and cotangents, travel in float32."""
+    (x,), (t,) = primals, tangents
+    return _move_bytes(collective, x), collective(t.astype(jnp.float32)).astype(t.dtype)
 
 
 def _flat_rows(spec: MatmulSpec, a):

@@ -38,6 +38,7 @@ from jaxmp._spec import (
     Pattern,
     accumulator,
     aux_dtype,
+    check_gathered_scales,
     global_extents,
     operand_names,
     output_names,
@@ -251,7 +252,10 @@ def _gathered_matmul(a, b, *extra, spec: MatmulSpec):
         rows, cols = output_shape(spec, a.shape, b.shape)
         a, b, local = jnp.zeros((rows, 0), a.dtype), jnp.zeros((0, cols), b.dtype), local.bare()
     else:
-        a, b = _xla.gather_for_part(spec, a, b)
+        if spec.nranks > 1:
+            check_gathered_scales("matmul", spec, f'with implementation="xla" over {spec.nranks} ranks')
+        moved = _xla.gather_for_part(spec, _narrow.as_moved(a), _narrow.as_moved(b))
+        a, b = (_narrow.from_moved(x, like.dtype) for x, like in zip(moved, (a, b), strict=True))
     return _fused_matmul(a, b, *extra, spec=local, capabilities=host_capabilities())
 
 
@@ -348,7 +352,9 @@ def _rule(platform: str, is_multiple: bool):
             if choice.implementation == "host":
                 outputs = _fused_matmul(a, b, *extra, spec=spec, capabilities=host_capabilities())
             elif spec.is_invariant:
-                a, b = site.roll_call(spec, a, b, [a, b]) if site else (a, b)
+                if site:
+                    moved = site.roll_call(spec, a, b, [_narrow.as_moved(x) for x in (a, b)])
+                    a, b = (_narrow.from_moved(x, like.dtype) for x, like in zip(moved, (a, b), strict=True))
                 outputs = _gathered_matmul(a, b, *extra, spec=spec)
             else:
                 local_product = _host_product if choice.implementation == "host+xla" else None

@@ -364,6 +364,16 @@ def from_bytes(x, dtype):
     return lax.bitcast_convert_type(halves.astype(jnp.uint4), dtype)
 
 
+def as_moved(x):
+    """What a collective moves of `x`: of 8 bits and fewer its bytes, which every platform moves."""
+    return as_bytes(x) if x.dtype.itemsize == 1 else x
+
+
+def from_moved(x, dtype):
+    """The inverse of `as_moved`."""
+    return from_bytes(x, dtype) if np.dtype(dtype).itemsize == 1 else x
+
+
 def swizzle(scales):
     """Scales of blocks (rows, blocks) in cuBLASLt's order, flat: tiles of 128 x 4 one after the other along the blocks,
     each in 32 lines of 4 x 4: byte 16 (r % 32) + 4 (r / 32) + c of a tile is its row r, column c. Padded with 0."""

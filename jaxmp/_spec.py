@@ -533,16 +533,19 @@ def check_implementation(name: str, implementation) -> None:
         raise ValueError(f"{name}: implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
 
 
-def check_determinism(name: str, level, operand) -> str:
+def check_determinism(name: str, level) -> str:
     if level not in DETERMINISM:
         raise ValueError(f"{name}: determinism must be one of {DETERMINISM}, got {level!r}")
-    if level != DETERMINISM[0] and _narrow.is_scaled(operand):
-        raise NotImplementedError(
-            f"{name}: determinism={level!r} is not available for {np.dtype(operand).name} operands, for which no "
-            "kernel sums in order; convert them, for example to bfloat16, or pass "
-            'determinism="run_to_run"'
-        )
     return level
+
+
+def check_gathered_scales(name: str, spec: MatmulSpec, why: str) -> None:
+    """Raise NotImplementedError where operands are gathered for the bits whose scales would have to follow them."""
+    if spec.is_invariant and {spec.scale_a, spec.scale_b} - {_narrow.NONE, _narrow.SCALAR}:
+        raise NotImplementedError(
+            f"{name}: determinism={spec.determinism!r} has scales of whole tensors only {why}; got scales.a of "
+            f'{spec.scale_a} and scales.b of {spec.scale_b}: take those, or pass determinism="run_to_run"'
+        )
 
 
 def check_conjugate(name: str, argument: str, flag: bool, x) -> bool:

@@ -70,6 +70,32 @@ class TileRun {
 
   // z = alpha (the sum over k in ascending order) + beta C.
   void sum_in_order() {
+    const bool is_started = call_.is_narrow() ? multiply_narrow_in_order() : multiply_in_order();
+    if (!is_started) fill_zero();
+    const std::complex<double> alpha = call_.alpha * tensor_scale();
+    if (alpha != 1.0) {
+      scale_sums(z_.data, z_.ld, tile_.rows, tile_.cols, alpha.real(), alpha.imag(), call_.accumulator());
+    }
+    add_c(true);
+  }
+
+  // Of A and B; the ranks agree on tensor-wide scales.
+  double tensor_scale() const {
+    double scale = 1;
+    for (const Scales* scales : {&call_.scale_a, &call_.scale_b}) {
+      if (scales->mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32) scale *= static_cast<double>(scales->scalar());
+    }
+    return scale;
+  }
+
+  bool multiply_narrow_in_order() {
+    std::vector<NarrowProduct> parts;
+    for (const Cut& cut : product_.schedule.k) parts.push_back(narrow_product_of(cut));
+    if (!parts.empty()) narrow_gemm_in_order(parts, scratch_);
+    return !parts.empty();
+  }
+
+  bool multiply_in_order() {
     const int64_t unit = ordered_unit(call_.a.desc.type);
     bool is_started = false;
     const auto add = [&](const Product& product) {
@@ -85,11 +111,7 @@ class TileRun {
       if (at < end) add(seam_at(at, std::min(at + unit, call_.k)));
       at = at < end ? std::min(at + unit, call_.k) : at;
     }
-    if (!is_started) fill_zero();
-    if (call_.alpha != 1.0) {
-      scale_sums(z_.data, z_.ld, tile_.rows, tile_.cols, call_.alpha.real(), call_.alpha.imag(), call_.accumulator());
-    }
-    add_c(true);
+    return is_started;
   }
 
   static Cut part_of(const Cut& cut, int64_t begin, int64_t end) {
@@ -182,15 +204,15 @@ class TileRun {
             local_k,     x.local_rows(), local,    x.local_cols()};
   }
 
-  void add_narrow(const Cut& k, bool adds) {
+  NarrowProduct narrow_product_of(const Cut& k) const {
     const bool is_a_k = call_.trans_a != abi::CUBLAS_OP_N, is_b_k = call_.trans_b == abi::CUBLAS_OP_N;
     const NarrowOperand a = narrow_piece(&Call::a, &Call::scale_a, is_a_k, k, 0, m_, tile_.row);
     const NarrowOperand b = narrow_piece(&Call::b, &Call::scale_b, is_b_k, k, 1, n_, tile_.col);
-    double alpha = call_.alpha.real();
-    for (const Scales* scales : {&a.scales, &b.scales}) {
-      if (scales->mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32) alpha *= static_cast<double>(scales->scalar());
-    }
-    narrow_gemm({tile_.rows, tile_.cols, k.size, a, b, z_.data, z_.ld}, alpha, adds, scratch_);
+    return {tile_.rows, tile_.cols, k.size, a, b, z_.data, z_.ld};
+  }
+
+  void add_narrow(const Cut& k, bool adds) {
+    narrow_gemm(narrow_product_of(k), call_.alpha.real() * tensor_scale(), adds, scratch_);
   }
 
   // Where op(X) is at (row, col), each given as the process coordinate and the local index along that axis of op(X).

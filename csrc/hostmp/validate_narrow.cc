@@ -143,10 +143,6 @@ Status check_narrow_types(const Call& call) {
     return Unimplemented(text("the compute type is ", static_cast<int>(call.compute), " but A is ", name_of(a),
                               ", which takes CUBLAS_COMPUTE_", a == CUDA_R_8I ? "32I" : "32F"));
   }
-  if (is_scaled(a) && call.is_ordered) {
-    return Unimplemented(
-        text("sums of ", name_of(a), " have no fixed order here; decode the operands ahead of the call"));
-  }
   if (is_scaled(a) && (call.trans_a != CUBLAS_OP_T || call.trans_b != CUBLAS_OP_N)) {
     return Unimplemented(text(name_of(a), " is multiplied with TRANSA=T and TRANSB=N only; store both along k"));
   }
