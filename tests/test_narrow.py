@@ -438,6 +438,21 @@ def test_gelu_aux_of_a_float8_result_has_the_type_of_c(out, c_dtype, rng):
         np.testing.assert_array_equal(np.asarray(more["gelu_aux"]), z.astype(c_dtype or np.float16))
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gelu_aux_beside_a_block_scaled_result(implementation, rng):
+    a, b = small(rng, (128, 128), E4M3), small(rng, (256, 128), E4M3)
+    scale_a, scale_b = make_scale(rng, "mx", a.shape), make_scale(rng, "mx", b.shape)
+    z = scaled(a, scale_a) @ scaled(b, scale_b).T / 8
+    d, more = jaxmp.matmul(
+        a, b, alpha=0.125, scales=Scales(a=scale_a, b=scale_b), preferred_element_type=E4M3,
+        epilog=Epilog.GELU_AUX, implementation=implementation, **TN,
+    )  # fmt: skip
+    np.testing.assert_array_equal(np.asarray(more["gelu_aux"]), z.astype(np.float16))
+    want = z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))) / 2
+    amax = np.repeat(np.abs(want).reshape(128, -1, 32).max(-1), 32, axis=1)
+    bounds.judge("blocks", scaled(d, more["d_out_scale"]), want, amax * (2 * 16 / 448) + 2.0**-20)
+
+
 def test_float8_aux_in_shard_map_under_vmap_and_of_nothing(rng):
     case = by_name("rs-data")[0].replace(transposition="NT", per_shard=(16, 16, 16))
     m, n, k = case.extents
