@@ -61,6 +61,13 @@ Status Zero(void* at, size_t bytes, abi::CUstream stream) {
   return cuda::Check(cuda::Loaded()->driver.MemsetD8Async(DevicePointer(at), 0, bytes, stream), "cuMemsetD8Async");
 }
 
+Status ZeroAmax(const Buffers& buffers, abi::CUstream stream) {
+  for (void* amax : {buffers.amax_d, buffers.amax_aux}) {
+    if (amax) JAXMP_RETURN_IF_ERROR(Zero(amax, sizeof(float), stream));
+  }
+  return {};
+}
+
 // Read from the device by the first call that comes by; a device keeps its place in an executable.
 StatusOr<int> SeatOf(CudaSite& site, int ordinal, const void* position, abi::CUstream stream) {
   {
@@ -81,7 +88,7 @@ StatusOr<int> SeatOf(CudaSite& site, int ordinal, const void* position, abi::CUs
 }
 
 // What the library may leave unwritten or only raise: the padding of an aux matrix (cuBLASMp also wants the mask of
-// RELU_AUX zeroed ahead of AllGather + Matmul), and the largest value of D.
+// RELU_AUX zeroed ahead of AllGather + Matmul), and the largest values.
 Status ZeroResults(const Plan& plan, const Buffers& buffers, abi::CUstream stream) {
   const Problem& p = plan.problem();
   const AuxLayout& aux = plan.layout().aux;
@@ -89,9 +96,10 @@ Status ZeroResults(const Plan& plan, const Buffers& buffers, abi::CUstream strea
   if (buffers.aux && (is_mask || aux.attribute_ld != plan.layout().d.local_rows)) {
     JAXMP_RETURN_IF_ERROR(Zero(buffers.aux, static_cast<size_t>(BytesOf(p.dtype_aux, aux.local_size)), stream));
   }
-  return buffers.amax_d ? Zero(buffers.amax_d, sizeof(float), stream) : Status();
+  return ZeroAmax(buffers, stream);
 }
 
+// The slot goes back as soon as everything is on the stream: the seat's next call comes behind it there.
 Status RunOnSeat(CudaSite& site, int seat, const Buffers& buffers, abi::CUstream stream) {
   Plan& plan = *site.plan;
   cuda::Watch& watch = site.communicator->member(seat).watch();
@@ -125,7 +133,7 @@ Status ExecuteChecked(CudaSite& site, int ordinal, abi::CUstream stream, const f
   abi::CUcontext context = nullptr;
   JAXMP_RETURN_IF_ERROR(cuda::Check(cuda::Loaded()->driver.StreamGetCtx(stream, &context), "cuStreamGetCtx"));
   const cuda::CurrentContext current(context);
-  if (plan.is_empty()) return buffers.amax_d ? Zero(buffers.amax_d, sizeof(float), stream) : Status();
+  if (plan.is_empty()) return ZeroAmax(buffers, stream);
   JAXMP_ASSIGN_OR_RETURN(const int seat, SeatOf(site, ordinal, position, stream));
   return ExecuteOnSeat(site, seat, ordinal, context, buffers, stream);
 }

@@ -118,7 +118,9 @@ Outcome Execute(Site* site, ffi::RunId run, ffi::ThreadPool threads, ffi::Remain
   Buffers buffers;
   // What is wrong here is wrong on every device, for all run one program: each returns the error, and none waits.
   const StatusOr<Place> place = ReadCall(plan, args, rets, &buffers);
-  if (place.ok() && plan.is_empty() && buffers.amax_d) *static_cast<float*>(buffers.amax_d) = 0;
+  for (void* amax : {buffers.amax_d, buffers.amax_aux}) {
+    if (place.ok() && plan.is_empty() && amax) *static_cast<float*>(amax) = 0;
+  }
   if (!place.ok() || plan.is_empty()) return {ToError(place.status())};
 
   XlaPool pool(threads);

@@ -161,7 +161,8 @@ Status ReadScales(const Problem& p, const ScaleSizes& sizes, Operands* operands,
   for (const Scale& scale : {Scale{"scale_a", p.scale_mode_a, sizes.a, &buffers->scale_a},
                              Scale{"scale_b", p.scale_mode_b, sizes.b, &buffers->scale_b},
                              Scale{"scale_c", p.scale_mode_c, sizes.c, &buffers->scale_c},
-                             Scale{"scale_d", p.scale_mode_d, sizes.d, &buffers->scale_d}}) {
+                             Scale{"scale_d", p.scale_mode_d, sizes.d, &buffers->scale_d},
+                             Scale{"scale_aux", p.scale_mode_aux, sizes.aux, &buffers->scale_aux}}) {
     if (scale.mode == ScaleMode::kNone) continue;
     JAXMP_RETURN_IF_ERROR(operands->Argument(scale.name, ScaleType(scale.mode), scale.size, scale.to));
   }
@@ -190,6 +191,7 @@ Status ReadOperands(const Problem& p, const Layout& layout, const ffi::Remaining
     JAXMP_RETURN_IF_ERROR(operands.Result("gradient", p.dtype_bias, layout.bias_size, &buffers->gradient));
   }
   if (p.amax_d) JAXMP_RETURN_IF_ERROR(operands.Result("amax_d", DType::kF32, 1, &buffers->amax_d));
+  if (p.amax_aux) JAXMP_RETURN_IF_ERROR(operands.Result("amax_aux", DType::kF32, 1, &buffers->amax_aux));
   if (p.d_out_scale_mode != ScaleMode::kNone) {
     JAXMP_RETURN_IF_ERROR(
         operands.Result("d_out_scale", ScaleType(p.d_out_scale_mode), layout.scales.d_out, &buffers->d_out_scale));

@@ -50,9 +50,9 @@ Status CheckCapabilities(const Library& library, const Problem& p) {
 Buffers StandIns(const Problem& p, void* some) {
   Buffers buffers;
   buffers.a = buffers.b = buffers.bias = buffers.aux_input = some;
-  buffers.scale_a = buffers.scale_b = buffers.scale_c = buffers.scale_d = some;
+  buffers.scale_a = buffers.scale_b = buffers.scale_c = buffers.scale_d = buffers.scale_aux = some;
   buffers.c = p.has_c() ? some : nullptr;
-  buffers.d = buffers.aux = buffers.gradient = buffers.amax_d = buffers.d_out_scale = some;
+  buffers.d = buffers.aux = buffers.gradient = buffers.amax_d = buffers.amax_aux = buffers.d_out_scale = some;
   return buffers;
 }
 

@@ -50,8 +50,8 @@ class Plan {
   // Makes the objects of the seat where that is still to be done, with the buffers and the stream of this call.
   StatusOr<Lease> Take(int seat, const Buffers& buffers, abi::cudaStream_t stream);
 
-  // Starts this rank's part of the product on the stream. The slot and everything that `buffers` points to must stay
-  // until the stream has completed.
+  // Starts this rank's part of the product on the stream. Everything that `buffers` points to must stay until the
+  // stream has completed, and so must the slot, unless the next call that takes it comes behind this one on the stream.
   Status Run(int seat, Slot& slot, const Buffers& buffers, abi::cudaStream_t stream);
 
   const Problem& problem() const { return problem_; }

@@ -41,6 +41,7 @@ Status SetScaleModes(const Descriptor& to, const Problem& p) {
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_B_SCALE_MODE, p.scale_mode_b},
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_C_SCALE_MODE, p.scale_mode_c},
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_SCALE_MODE, p.scale_mode_d},
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_MODE, p.scale_mode_aux},
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_MODE, p.d_out_scale_mode}};
   for (const auto& [attribute, mode] : modes) {
     if (mode != ScaleMode::kNone) JAXMP_RETURN_IF_ERROR(to.Set(attribute, CublasScale(mode)));
@@ -85,7 +86,9 @@ Status SetPointers(const MpApi& api, cublasMpMatmulDescriptor_t matmul, const Pr
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_B_SCALE_POINTER, has(p.scale_mode_b), buffers.scale_b},
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_C_SCALE_POINTER, has(p.scale_mode_c), buffers.scale_c},
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_SCALE_POINTER, has(p.scale_mode_d), buffers.scale_d},
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_POINTER, has(p.scale_mode_aux), buffers.scale_aux},
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_AMAX_D_POINTER, p.amax_d != 0, buffers.amax_d},
+      {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_AMAX_POINTER, p.amax_aux != 0, buffers.amax_aux},
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_POINTER, has(p.d_out_scale_mode), buffers.d_out_scale}};
   for (const auto& [attribute, is_used, pointer] : pointers) {
     if (is_used) JAXMP_RETURN_IF_ERROR(to.Set(attribute, pointer));

@@ -19,8 +19,8 @@ struct Buffers {
   void* d = nullptr;
   void* aux = nullptr;
   void* gradient = nullptr;  // of the bias
-  const void *scale_a = nullptr, *scale_b = nullptr, *scale_c = nullptr, *scale_d = nullptr;
-  void *amax_d = nullptr, *d_out_scale = nullptr;
+  const void *scale_a = nullptr, *scale_b = nullptr, *scale_c = nullptr, *scale_d = nullptr, *scale_aux = nullptr;
+  void *amax_d = nullptr, *amax_aux = nullptr, *d_out_scale = nullptr;
 };
 
 // Everything that does not change between calls.

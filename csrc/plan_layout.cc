@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "csrc/cublasmp_abi.h"
 
@@ -150,6 +151,15 @@ Status PlaceMatrices(const Problem& p, Layout* layout) {
   return Internal("jaxmp: unknown pattern");
 }
 
+// The types that an epilog's aux may have: bits for the mask of RELU; for GELU that of D, and beside an fp8 D one of 16
+// bits or fp8 too (cuBLAS documentation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE). The library judges the rest.
+std::vector<DType> AuxTypes(const Problem& p) {
+  if (!(p.epilog & 128)) return {DType::kNone};
+  if (p.epilog & (2 | 8)) return {DType::kU8};
+  const bool is_float8 = p.dtype_d == DType::kE4M3 || p.dtype_d == DType::kE5M2;
+  return is_float8 ? std::vector<DType>{DType::kF16, DType::kBF16, DType::kE4M3} : std::vector<DType>{p.dtype_d};
+}
+
 Status PlaceEpilog(const Problem& p, Layout* layout) {
   const bool is_relu = p.epilog & (2 | 8);
   const bool wants_bias = (p.epilog & abi::CUBLASMP_MATMUL_EPILOGUE_BIAS) || p.has_gradient();
@@ -162,9 +172,11 @@ Status PlaceEpilog(const Problem& p, Layout* layout) {
     return InvalidArgument(epilog + (wants_bias ? " needs" : " takes no") + " bias, but dtype_bias is " +
                            Name(p.dtype_bias));
   }
-  const DType dtype_aux = !wants_aux ? DType::kNone : is_relu ? DType::kU8 : p.dtype_d;
-  if (p.dtype_aux != dtype_aux) {
-    return InvalidArgument(epilog + " needs dtype_aux " + Name(dtype_aux) + ", got " + Name(p.dtype_aux));
+  const std::vector<DType> types = AuxTypes(p);
+  if (std::find(types.begin(), types.end(), p.dtype_aux) == types.end()) {
+    std::string names;
+    for (DType type : types) names += (names.empty() ? "" : " or ") + std::string(Name(type));
+    return InvalidArgument(epilog + " needs dtype_aux " + names + ", got " + Name(p.dtype_aux));
   }
   if (p.has_gradient() && (p.m == 0 || p.n == 0)) {
     return InvalidArgument(epilog +
@@ -209,11 +221,9 @@ int64_t ScaleSize(ScaleMode mode, int64_t inner, int64_t outer) {
 bool IsScaled(DType dtype) { return dtype == DType::kE4M3 || dtype == DType::kE5M2 || dtype == DType::kE2M1; }
 
 Status PlaceScales(const Problem& p, Layout* layout) {
-  const std::pair<const char*, ScaleMode> modes[] = {{"scale_mode_a", p.scale_mode_a},
-                                                     {"scale_mode_b", p.scale_mode_b},
-                                                     {"scale_mode_c", p.scale_mode_c},
-                                                     {"scale_mode_d", p.scale_mode_d},
-                                                     {"d_out_scale_mode", p.d_out_scale_mode}};
+  const std::pair<const char*, ScaleMode> modes[] = {
+      {"scale_mode_a", p.scale_mode_a}, {"scale_mode_b", p.scale_mode_b},     {"scale_mode_c", p.scale_mode_c},
+      {"scale_mode_d", p.scale_mode_d}, {"scale_mode_aux", p.scale_mode_aux}, {"d_out_scale_mode", p.d_out_scale_mode}};
   for (const auto& [name, mode] : modes) {
     if (mode == ScaleMode::kNone || (IsScaled(p.dtype_a) && IsScaled(p.dtype_b))) continue;
     return InvalidArgument(std::string("jaxmp: ") + name + " is " + Name(mode) + ", but A is " + Name(p.dtype_a) +
@@ -227,6 +237,7 @@ Status PlaceScales(const Problem& p, Layout* layout) {
   layout->scales.b = size(p.scale_mode_b, layout->b, is_n);
   layout->scales.c = ScaleSize(p.scale_mode_c, 1, 1);
   layout->scales.d = ScaleSize(p.scale_mode_d, 1, 1);
+  layout->scales.aux = ScaleSize(p.scale_mode_aux, 1, 1);
   layout->scales.d_out = size(p.d_out_scale_mode, layout->d, true);
   return {};
 }

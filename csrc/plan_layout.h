@@ -39,7 +39,7 @@ struct AuxLayout {
 
 // How many numbers scale a matrix on each rank, in the order of cuBLASLt's layouts; 0 where nothing does.
 struct ScaleSizes {
-  int64_t a = 0, b = 0, c = 0, d = 0, d_out = 0;
+  int64_t a = 0, b = 0, c = 0, d = 0, aux = 0, d_out = 0;
 };
 
 struct Layout {

@@ -106,8 +106,10 @@ void VisitFields(P& p, Visitor&& visit) {
   visit("scale_mode_b", p.scale_mode_b);
   visit("scale_mode_c", p.scale_mode_c);
   visit("scale_mode_d", p.scale_mode_d);
+  visit("scale_mode_aux", p.scale_mode_aux);
   visit("d_out_scale_mode", p.d_out_scale_mode);
   visit("amax_d", p.amax_d);
+  visit("amax_aux", p.amax_aux);
   visit("epilog", p.epilog);
   visit("mesh_shape", p.mesh_shape);
   visit("axes_row", p.axes_row);

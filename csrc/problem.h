@@ -53,9 +53,9 @@ struct Problem {
   Compute compute = Compute::k32F;
   std::complex<double> alpha = 1.0, beta = 0.0;
   ScaleMode scale_mode_a = ScaleMode::kNone, scale_mode_b = ScaleMode::kNone, scale_mode_c = ScaleMode::kNone,
-            scale_mode_d = ScaleMode::kNone;
+            scale_mode_d = ScaleMode::kNone, scale_mode_aux = ScaleMode::kNone;
   ScaleMode d_out_scale_mode = ScaleMode::kNone;  // of the scales that the call computes for D's blocks
-  int64_t amax_d = 0;                             // 1: the largest absolute value of D is an output
+  int64_t amax_d = 0, amax_aux = 0;               // 1: the largest absolute value of D, or of the aux, is an output
   int64_t epilog = 0;                             // cuBLASMp's number without the ALLREDUCE bit
   // Sizes of all mesh axes, and the indices of those that span a group. Ranks of a 1-D group count
   // row-major over axes_row; in a grid axes_row give the process row and axes_col the column.

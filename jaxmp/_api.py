@@ -25,6 +25,8 @@ def matmul(
     preferred_element_type=None,
     scales=None,
     result_amax: bool = False,
+    aux_dtype=None,
+    aux_amax: bool = False,
     out_sharding=None,
     in_shardings=None,
     mesh=None,
@@ -74,6 +76,11 @@ def matmul(
       scales: a `jaxmp.Scales` for float8 and float4 operands.
       result_amax: also return the largest absolute value of a float8 result ahead of its scale, over all devices (in
         shard_map over the named axis), as "result_amax"; it has no derivative.
+      aux_dtype: the type of gelu_aux for float8 operands. None: that of the result, or for a float8 result that of c
+        (float16 without c). float8_e4m3fn: multiplied with `scales.aux`, with epilog GELU_AUX, operands and a result of
+        float8_e4m3fn, tensor-wide scales, and c of float16 or none.
+      aux_amax: also return the largest absolute value of a float8 gelu_aux ahead of its scale, as "gelu_aux_amax"; as
+        `result_amax`.
       out_sharding: `PartitionSpec` or `NamedSharding` of the result; required where the contraction is sharded. For
         block-cyclic operands the `jaxmp.BlockCyclic` of the result.
       in_shardings: a pair of `PartitionSpec`s or `NamedSharding`s for a and b (auto axes).
@@ -91,12 +98,13 @@ def matmul(
 
     Returns:
       d of shape (..., m, n), sharded as `out_sharding` says; with an AUX or a BGRAD epilog the pair `(d, {name: x})`:
-      "gelu_aux" is the value ahead of the activation, (..., m, n) in d's dtype; "relu_aux" is a bit mask of uint8,
-      (..., m, shards * ld): per shard of the columns ld = 16 * ceil(columns / 128) bytes a row, bit i % 8 of
-      byte i // 8 set where the value ahead of the activation is positive. Bias gradients have d's dtype and are
-      complete on every rank: "drelu_bgrad" and "dgelu_bgrad" (n,) are d summed over all its rows, leading dimensions
-      included, sharded like d's columns; "bgradb" (n,) is op(b) summed over k, sharded likewise; "bgrada" (m,) is op(a)
-      summed over k, whole in each group. Inside shard_map they are complete over the call's group, not over other axes.
+      "gelu_aux" is the value ahead of the activation, (..., m, n) in d's dtype (see `aux_dtype`); "relu_aux" is a bit
+      mask of uint8, (..., m, shards * ld): per shard of the columns ld = 16 * ceil(columns / 128) bytes a row, bit
+      i % 8 of byte i // 8 set where the value ahead of the activation is positive. Bias gradients have d's dtype and
+      are complete on every rank: "drelu_bgrad" and "dgelu_bgrad" (n,) are d summed over all its rows, leading
+      dimensions included, sharded like d's columns; "bgradb" (n,) is op(b) summed over k, sharded likewise; "bgrada"
+      (m,) is op(a) summed over k, whole in each group. Inside shard_map they are complete over the call's group, not
+      over other axes.
 
     Narrow types. float8 goes with float8 (float8_e5m2 not with itself) and float4 with float4, into bfloat16, float16,
     float32 or their own type, which `preferred_element_type` names; a is stored (m, k) and b (n, k), with
@@ -127,7 +135,8 @@ def matmul(
     options = {key: value for key, value in locals().items() if key in SPEC_OPTIONS}
     if isinstance(a, _block_cyclic.BlockCyclicArray) or isinstance(b, _block_cyclic.BlockCyclicArray):
         refused = {"epilog_inputs": epilog_inputs, "in_shardings": in_shardings, "mesh": mesh}
-        for name, default in (("scales", None), ("result_amax", False), ("determinism", "run_to_run")):
+        defaults = {"scales": None, "result_amax": False, "aux_dtype": None, "aux_amax": False}
+        for name, default in (defaults | {"determinism": "run_to_run"}).items():
             value = options.pop(name)
             refused[name] = None if value == default else value
         return _block_cyclic.matmul(a, b, c, out_layout=out_sharding, refused=refused, **options)

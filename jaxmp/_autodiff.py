@@ -39,10 +39,21 @@ from jaxmp._primitive import (
     auto_activation_grad_p,
     bind,
     cast_varying,
+    completes_sums,
     matmul_epilog_p,
     matmul_p,
 )
-from jaxmp._spec import MatmulSpec, Pattern, accumulator, axes_text, fit_hints, operand_names, output_names
+from jaxmp._spec import (
+    SCALE_NAMES,
+    MatmulSpec,
+    Pattern,
+    accumulator,
+    aux_dtype,
+    axes_text,
+    fit_hints,
+    operand_names,
+    output_names,
+)
 
 
 def gather_rows(spec: MatmulSpec, x, dimension: int, to: str = "varying"):
@@ -93,6 +104,8 @@ def _gradient_epilog(forward: MatmulSpec, call: MatmulSpec, left, right, bias) -
     The sum that the call completes must be the one that the bias needs. It has to run over the ranks on which t differs
     and the bias does not; untyped, shard_map sums what each of them returns, so the call may not.
     """
+    if not completes_sums(call):
+        return Epilog.NONE
     is_transposed = forward.transpose_b  # then t is the left operand, transposed
     if call.pattern == Pattern.GRID and (is_transposed or not forward.is_typed):
         return Epilog.NONE
@@ -268,13 +281,21 @@ def _sum_to_bias(ct, bias):
 
 def _narrow_jvp(primals, tangents, spec: MatmulSpec, auto: bool):
     """The tangent of an fp8 or fp4 product is that of the same product of its decoded operands times their scales, so
-    cotangents are products in the wide type, cast to the operands' own. The rounding of d counts as `astype` does; the
-    largest absolute value and the scales of d's blocks count as constants."""
+    cotangents are products in the wide type, cast to the operands' own. The rounding of d and of gelu_aux counts as
+    `astype` does, and activations are differentiated where they were ahead of it; the largest absolute values and the
+    scales of d's blocks count as constants."""
     primitive = AUTO_TWIN[matmul_epilog_p] if auto else matmul_epilog_p
     stored = dict(zip(output_names(spec), primitive.bind(*primals, spec=spec), strict=True))
     names = ("a", "b", *operand_names(spec))
     fixed = dict(zip(names, primals, strict=True))
     moving = {name: t for name, t in zip(names, tangents, strict=True) if type(t) is not ad.Zero}
+    of_scales = [name for name in SCALE_NAMES if name in moving]
+    if of_scales and spec.determinism == "topology":
+        scale = of_scales[0].removeprefix("scale_")
+        raise NotImplementedError(
+            f'jaxmp: determinism="topology" has no derivative in scales.{scale}, which XLA would sum; hold it constant '
+            '(jax.lax.stop_gradient), or pass determinism="batch"'
+        )
 
     def wide(given):
         outputs = _widened(fixed | given, spec, auto)
@@ -298,9 +319,11 @@ def _widened(operands: dict[str, Any], spec: MatmulSpec, auto: bool) -> dict[str
     if spec.scale_c != _narrow.NONE:
         extra["c"] = extra["c"] * operands["scale_c"].astype(dtype)
     outputs = bind(call, a, b, extra, auto=auto)
-    if spec.scale_d != _narrow.NONE:
-        outputs["d"] = outputs["d"] * operands["scale_d"].astype(dtype)
-    return {name: x.astype(spec.out_dtype) if name != "relu_aux" else x for name, x in outputs.items()}
+    for name, scale in (("d", "scale_d"), ("gelu_aux", "scale_aux")):
+        if scale in operand_names(spec):
+            outputs[name] = outputs[name] * operands[scale].astype(dtype)
+    dtypes = {"d": spec.out_dtype, "gelu_aux": aux_dtype(spec)}
+    return {name: x.astype(dtypes.get(name, x.dtype)) for name, x in outputs.items()}
 
 
 def _zero_tangent(x):

@@ -135,7 +135,7 @@ def _bind_in_order(spec: MatmulSpec, args, auto: bool):
 
 def _folds_into_rows(spec: MatmulSpec, batched: set[str]) -> bool:
     """Whether everything that is batched has rows, and b has not."""
-    if spec.amax_d or spec.scale_a not in (_narrow.NONE, _narrow.SCALAR):
+    if spec.amax_d or spec.aux_amax or spec.scale_a not in (_narrow.NONE, _narrow.SCALAR):
         return False  # the maximum is one a product, and scales have rows of their own
     is_fixed = all(name in DIMS and has_rows(name) for name in batched - {"a"})
     return "a" in batched and is_fixed and not _turns(spec, a_is_batched=True, b_is_batched=False)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import os
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,12 +35,15 @@ SPEC_OPTIONS = [
     "implementation",
     "scales",
     "result_amax",
+    "aux_dtype",
+    "aux_amax",
     "communication_dtype",
     "algorithm",
     "comm_sm_count",
     "determinism",
 ]
 HINTS = ("communication_dtype", "algorithm", "comm_sm_count")
+_OF_SCALES = ("scales", "result_amax", "aux_dtype", "aux_amax")  # float8 and float4 alone take these
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +80,7 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
         implementation=options.get("implementation"),
         **_spec.resolve_hints(name, out, operands["a"].dtype, *(options.get(hint) for hint in HINTS)),
         line=f"{name} at {_compat.user_line(_PACKAGE)}" if _native.has_roll_call() else "",
-        determinism=_spec.check_determinism(name, options.get("determinism", "run_to_run"), operands["a"].dtype),
+        determinism=_spec.check_determinism(name, options.get("determinism", "run_to_run")),
         **(pattern or {}),
     )
     _spec.check_local_shapes(name, spec, a.shape[-2:], b.shape)
@@ -112,7 +116,7 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
         return spec, operands
     _narrow.check_transpositions(name, a.dtype, spec.transpose_a, spec.transpose_b)
     _narrow.check_epilog(name, spec.epilog.name, a.dtype, out)
-    changes, scales = _scaling(name, options, a, b, out)
+    changes, scales = _scaling(name, options, a, b, spec)
     return spec.replace(**changes), operands | scales
 
 
@@ -125,28 +129,34 @@ def _typed_operands(name: str, a, b, preferred, is_narrow: bool) -> tuple[dict[s
 
 
 def _refuse_scaling(name: str, options: dict, a) -> None:
-    for argument in ("scales", "result_amax"):
+    for argument in _OF_SCALES:
         if options.get(argument):
             raise TypeError(f"{name}: {argument} goes with float8 and float4 operands, a has dtype {a.dtype}; drop it")
 
 
-def _scaling(name: str, options: dict, a, b, out) -> tuple[dict[str, Any], dict[str, Any]]:
+def _scaling(name: str, options: dict, a, b, spec: MatmulSpec) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the spec's fields, the operands by name) of the scales of narrow operands."""
+    out = np.dtype(spec.out_dtype)
     scales = options.get("scales") or _narrow.Scales()
     if not isinstance(scales, _narrow.Scales):
         raise TypeError(f"{name}: scales must be a jaxmp.Scales, got {type(scales).__name__}")
-    amax = bool(options.get("result_amax", False))
+    amax, aux_amax = (bool(options.get(argument, False)) for argument in ("result_amax", "aux_amax"))
     if not _narrow.is_scaled(a.dtype):
-        if scales != _narrow.Scales() or amax:
-            raise TypeError(f"{name}: scales and result_amax go with float8 and float4 operands, a has dtype {a.dtype}")
+        if scales != _narrow.Scales() or any(options.get(argument) for argument in _OF_SCALES[1:]):
+            raise TypeError(
+                f"{name}: {', '.join(_OF_SCALES)} go with float8 and float4 operands, a has dtype {a.dtype}; drop them"
+            )
         return {}, {}
     modes = {
         "a": _narrow.find_mode(name, "a", scales.a, tuple(a.shape), a.dtype),
         "b": _narrow.find_mode(name, "b", scales.b, tuple(b.shape), b.dtype),
         "c": _narrow.check_scalar(name, "c", scales.c),
         "d": _narrow.check_scalar(name, "d", scales.d),
+        "aux": _narrow.check_scalar(name, "aux", scales.aux),
     }
     _narrow.check_modes(name, modes, out)
+    of_aux = {"aux_dtype": options.get("aux_dtype"), "scales.aux": scales.aux, "aux_amax": aux_amax}
+    aux = _narrow.resolve_aux(name, spec.epilog.name, (a.dtype, b.dtype, out), spec.c_dtype, modes["a"], of_aux)
     is_blocked = modes["a"] in (_narrow.VEC16, _narrow.VEC32)
     if amax and (out.name not in _narrow.FLOAT8 or is_blocked):
         raise NotImplementedError(
@@ -155,8 +165,9 @@ def _scaling(name: str, options: dict, a, b, out) -> tuple[dict[str, Any], dict[
         )
     fields = {f"scale_{key}": mode for key, mode in modes.items()}
     out_scale = modes["a"] if is_blocked and _narrow.is_narrow(out) else _narrow.NONE
-    given = {name: getattr(scales, name[-1]) for name, mode in fields.items() if mode != _narrow.NONE}
-    return fields | {"amax_d": amax, "d_out_scale": out_scale}, given
+    given = {f"scale_{key}": getattr(scales, key) for key, mode in modes.items() if mode != _narrow.NONE}
+    results = {"amax_d": amax, "aux_amax": aux_amax, "aux_dtype": aux, "d_out_scale": out_scale}
+    return fields | results, given
 
 
 def result_shape(spec: MatmulSpec, a, b) -> tuple[int, ...]:
@@ -215,7 +226,9 @@ def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands, name: str 
         spec = spec.replace(mesh=placement.axes)
         if placement.mode == _mesh.Mode.MANUAL:
             spec = _spec.check_all_reduce(name, spec)
-        _spec.check_hints(name, spec, is_settled=placement.mode != _mesh.Mode.AUTO)
+        is_settled = placement.mode != _mesh.Mode.AUTO
+        has_mesh = is_settled or _mesh.is_known(placement, operands["a"], operands["b"])
+        _spec.check_hints(name, spec, is_settled, has_mesh)
         _spec.check_relu_aux(name, operands, spec, shape[-1])
         return _Call(spec, placement.mode, constraint=placement.constraint)
     plan = _sharding.plan_call(name, placement.a, placement.b, placement.out, spec.transpose_a, spec.transpose_b)
@@ -231,7 +244,8 @@ def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands, name: str 
     out_specs = [_dims(spec, plan, name) for name in _spec.output_names(spec)]
     for scale, dims in zip(_spec.operand_names(spec), in_specs[2:], strict=True):
         if scale in _spec.SCALE_NAMES:
-            _sharding.check_dims(name, f"scales.{scale[-1]}", dims, operands[scale].shape, mesh.shape)
+            argument = f"scales.{scale.removeprefix('scale_')}"
+            _sharding.check_dims(name, argument, dims, operands[scale].shape, mesh.shape)
     spec = spec.replace(pattern=plan.pattern, mesh=placement.axes, row_axes=plan.row_axes, col_axes=plan.col_axes)
     spec = _spec.check_all_reduce(name, spec)
     _spec.check_hints(name, spec)
@@ -392,6 +406,8 @@ def _without_swap(plan: _sharding.Plan, spec: MatmulSpec, a, b):
             f"are gathered or scattered over {_spec.axes_text(plan.row_axes)}; take another out_sharding, or "
             'pass determinism="run_to_run"'
         )
+    why = f"where columns of the result are gathered or scattered over {_spec.axes_text(plan.row_axes)}"
+    _spec.check_gathered_scales("matmul", spec, why)
     gathered = dataclasses.replace(plan, pattern=Pattern.LOCAL, gather_axes=plan.row_axes, is_swapped=False)
     k, n = (1, 0) if spec.transpose_b else (0, 1)
     with jax.named_scope("jaxmp_whole_operands"):
@@ -408,7 +424,7 @@ def _turn(plan: _sharding.Plan, x, split: int, joined: int):
         p, shape = lax.axis_size(plan.row_axes), list(x.shape)
         shape[split], shape[joined] = shape[split] // p, shape[joined] * p
         return jnp.zeros(shape, x.dtype)
-    return lax.all_to_all(x, plan.row_axes, split, joined, tiled=True)
+    return _move(lambda x: lax.all_to_all(x, plan.row_axes, split, joined, tiled=True), x)
 
 
 def _with_order(plan: _sharding.Plan, spec: MatmulSpec, a) -> MatmulSpec:
@@ -431,11 +447,25 @@ def _gather(plan: _sharding.Plan, x, dimension: int):
         shape[dimension] *= lax.axis_size(plan.gather_axes)
         return jnp.zeros(shape, x.dtype)
     with jax.named_scope("jaxmp_all_gather"):
-        # Numbers of 8 bits and fewer travel as bytes, which every platform gathers.
-        is_narrow = x.dtype.itemsize == 1
-        moved = _narrow.as_bytes(x) if is_narrow else x
-        moved = lax.all_gather(moved, plan.gather_axes, axis=dimension, tiled=True, to="invarying")
-        return _narrow.from_bytes(moved, x.dtype) if is_narrow else moved
+        return _move(lambda x: lax.all_gather(x, plan.gather_axes, axis=dimension, tiled=True, to="invarying"), x)
+
+
+def _move(collective: Callable, x):
+    """`collective(x)`, of floats of 8 bits and fewer as bytes, which every platform moves."""
+    is_narrow = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
+    return _move_bytes(collective, x) if is_narrow else collective(x)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _move_bytes(collective: Callable, x):
+    return _narrow.from_bytes(collective(_narrow.as_bytes(x)), x.dtype)
+
+
+@_move_bytes.defjvp
+def _move_bytes_jvp(collective: Callable, primals, tangents):
+    """Bytes have no derivative, but what they are moved by is linear: tangents, and cotangents, travel in float32."""
+    (x,), (t,) = primals, tangents
+    return _move_bytes(collective, x), collective(t.astype(jnp.float32)).astype(t.dtype)
 
 
 def _flat_rows(spec: MatmulSpec, a):

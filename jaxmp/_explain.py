@@ -25,7 +25,7 @@ class Row:
       operation: "matmul", "matmul+epilog", or "all_gather", "all_to_all", "all_reduce" for what runs beside the calls.
       count: how often the program runs it (the trip counts of enclosing scans, multiplied).
       global_shapes, local_shapes: of a, b and d, as stored: of one group's product, and per device.
-      dtypes: "a x b -> d", and the scale modes of a and b where they have scales.
+      dtypes: "a x b -> d", the scale modes of a and b where they have scales, and gelu_aux's type where it is not d's.
       accumulator: the type in which products are summed.
       determinism: the level asked for: "run_to_run", "batch" or "topology".
       pattern: how the ranks of a group share the product; groups: their number, size and axes.
@@ -63,7 +63,7 @@ class Row:
 _COMMUNICATES = {
     "all_gather": "the product contracts over gathered rows; cuBLASMp cannot fuse that gather",
     "reshard": "brings the gradient of an operand, of which each rank took its part, back to the operand's sharding",
-    "pmax": "takes the largest absolute value of every rank (result_amax); cuBLASMp leaves each its own",
+    "pmax": "takes the largest absolute value of every rank (result_amax, gelu_aux_amax); cuBLASMp leaves each its own",
     "psum": "sums the cotangents of an operand that is the same on several ranks",
     "all_to_all": "brings all of k to each rank",
     "psum_invariant": "sums the cotangents of an operand that is the same on several ranks",
@@ -236,7 +236,8 @@ def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None) -> R
 
 
 def _scales(spec: MatmulSpec) -> str:
-    return "" if {spec.scale_a, spec.scale_b} == {_narrow.NONE} else f", scales {spec.scale_a} x {spec.scale_b}"
+    scales = "" if {spec.scale_a, spec.scale_b} == {_narrow.NONE} else f", scales {spec.scale_a} x {spec.scale_b}"
+    return scales if spec.aux_dtype in (None, spec.out_dtype) else f"{scales}, gelu_aux {np.dtype(spec.aux_dtype).name}"
 
 
 def _plan_facts(spec: MatmulSpec, a, b, implementation: str) -> tuple[str, int]:

@@ -22,6 +22,7 @@ from jaxmp._compat import mlir
 from jaxmp._config import config
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import (
+    AMAXES,
     activated_matmul_p,
     activated_matmul_parts,
     activation_grad_p,
@@ -36,6 +37,8 @@ from jaxmp._spec import (
     MatmulSpec,
     Pattern,
     accumulator,
+    aux_dtype,
+    check_gathered_scales,
     global_extents,
     operand_names,
     output_names,
@@ -173,7 +176,9 @@ def call_attributes(spec: MatmulSpec, a, b, devices: tuple[int, ...] = ()) -> di
         "dtype_bias": _DTYPES[np.dtype(spec.bias_dtype or spec.out_dtype).name]
         if row.has_bias or row.gradient
         else "none",
-        "dtype_aux": {"": "none", "relu_aux": "u8", "gelu_aux": out}[row.aux or row.aux_input],
+        "dtype_aux": {"": "none", "relu_aux": "u8", "gelu_aux": _DTYPES[aux_dtype(spec).name]}[
+            row.aux or row.aux_input
+        ],
         "compute": compute_of(spec, a.dtype).name,
         "alpha": _complex_pair(spec.alpha),
         "beta": _complex_pair(spec.beta),
@@ -181,8 +186,10 @@ def call_attributes(spec: MatmulSpec, a, b, devices: tuple[int, ...] = ()) -> di
         "scale_mode_b": spec.scale_a,
         "scale_mode_c": spec.scale_c,
         "scale_mode_d": spec.scale_d,
+        "scale_mode_aux": spec.scale_aux,
         "d_out_scale_mode": spec.d_out_scale,
         "amax_d": np.int64(spec.amax_d),
+        "amax_aux": np.int64(spec.aux_amax),
         "epilog": np.int64(_epilog.SWAPPED.get(spec.epilog, spec.epilog)),
         "mesh_shape": np.array([size for _, size in spec.mesh], np.int64),
         "axes_row": np.array([names.index(axis) for axis in axes_row], np.int64),
@@ -266,7 +273,7 @@ def _scatter_then_gather(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...
     return [
         lax.all_gather(x, spec.row_axes, axis=0, tiled=True)
         if has_rows(name)
-        else (lax.pmax(x, spec.row_axes) if name == "amax_d" else x)
+        else (lax.pmax(x, spec.row_axes) if name in AMAXES else x)
         for name, x in zip(output_names(spec), outputs, strict=True)
     ]
 
@@ -284,7 +291,10 @@ def _gathered_matmul(a, b, *extra, spec: MatmulSpec):
         rows, cols = output_shape(spec, a.shape, b.shape)
         a, b, local = jnp.zeros((rows, 0), a.dtype), jnp.zeros((0, cols), b.dtype), local.bare()
     else:
-        a, b = _xla.gather_for_part(spec, a, b)
+        if spec.nranks > 1:
+            check_gathered_scales("matmul", spec, f'with implementation="xla" over {spec.nranks} ranks')
+        moved = _xla.gather_for_part(spec, _narrow.as_moved(a), _narrow.as_moved(b))
+        a, b = (_narrow.from_moved(x, like.dtype) for x, like in zip(moved, (a, b), strict=True))
     return _fused_matmul(a, b, *extra, spec=local, capabilities=host_capabilities())
 
 
@@ -295,8 +305,8 @@ def _custom_call(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...] = ()):
     stored = {
         "d": jax.ShapeDtypeStruct((rows, cols), spec.out_dtype),
         "relu_aux": jax.ShapeDtypeStruct((rows, _layout.relu_aux_bytes(cols)), jnp.uint8),
-        "gelu_aux": jax.ShapeDtypeStruct((rows, _layout.gelu_aux_ld(cols)), spec.out_dtype),
-        "amax_d": jax.ShapeDtypeStruct((), jnp.float32),
+        "gelu_aux": jax.ShapeDtypeStruct((rows, _layout.gelu_aux_ld(cols)), aux_dtype(spec)),
+        **dict.fromkeys(AMAXES, jax.ShapeDtypeStruct((), jnp.float32)),
     }
     for name in output_names(spec):
         if DIMS[name] in ("m", "n"):
@@ -312,7 +322,7 @@ def _custom_call(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...] = ()):
     named = dict(zip(operand_names(spec), extra, strict=True))
     operands = [_narrow.as_bytes(x) if x.dtype.name == _narrow.FLOAT4 else x for x in (b, a)]
     operands += [_as_stored(name, x) for name, x in named.items() if name not in SCALE_NAMES]
-    for name in ("scale_b", "scale_a", "scale_c", "scale_d"):  # a and b have swapped
+    for name in ("scale_b", "scale_a", "scale_c", "scale_d", "scale_aux"):  # a and b have swapped
         if name in named:
             operands.append(_narrow.for_library(named[name], getattr(spec, name)))
     if spec.nranks > 1:
@@ -385,7 +395,9 @@ def _rule(platform: str, is_multiple: bool):
             elif choice.implementation == "cublasmp" and 0 not in (*a.shape, *b.shape):
                 outputs = _fused_matmul(a, b, *extra, spec=spec, capabilities=cublasmp_capabilities(), devices=devices)
             elif spec.is_invariant:
-                a, b = site.roll_call(spec, a, b, [a, b]) if site else (a, b)
+                if site:
+                    moved = site.roll_call(spec, a, b, [_narrow.as_moved(x) for x in (a, b)])
+                    a, b = (_narrow.from_moved(x, like.dtype) for x, like in zip(moved, (a, b), strict=True))
                 outputs = _gathered_matmul(a, b, *extra, spec=spec)
             else:
                 local_product = _host_product if choice.implementation == "host+xla" else None

@@ -122,6 +122,12 @@ def _explicit_mesh(name: str, a, b, mesh):
     return found
 
 
+def is_known(placement: Placement, *operands) -> bool:
+    """Whether a call that is left to the partitioner tells of a mesh: around it, in a type or by its result's."""
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in operands)]
+    return placement.constraint is not None or not all(mesh.empty for mesh in meshes)
+
+
 def type_spec(x) -> P:
     """The sharding in the type of an array."""
     sharding = jax.typeof(x).sharding

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp import _call, _compat, _epilog, _mesh, _narrow, _sharding
 from jaxmp._epilog import Epilog
-from jaxmp._primitive import activated_matmul, cast_varying
+from jaxmp._primitive import activated_matmul, cast_varying, completes_sums
 from jaxmp._spec import MatmulSpec, Pattern
 
 FIRST, SECOND = "mlp (x @ w_in)", "mlp (hidden @ w_out)"
@@ -155,6 +155,7 @@ def mlp(x, w_in, b_in, w_out, b_out, activation: str, axis_name, shardings: dict
         specs, plans = tuple(call.spec for call in calls), [call.plan for call in calls]
         is_fused = is_fused and plans[1].a == plans[0].out and not plans[1].gather and not plans[1].is_swapped
         is_fused = is_fused and plans[1].pattern in (Pattern.LOCAL, Pattern.ALL_REDUCE, Pattern.REDUCE_SCATTER)
+    is_fused &= all(map(completes_sums, specs))
     names = (("w_in", "b_in"), ("w_out", "b_out"))
     layers = [
         _Layer(s.replace(epilog=Epilog.NONE), plan, *each) for s, plan, each in zip(specs, plans, names, strict=True)

@@ -55,6 +55,7 @@ class Scales:
       a, b: of the operands, sharded like them (a scalar is the same everywhere). None is a scale of 1.
       c: scalar float32, for tensor-wide scales only.
       d: scalar float32, for a result of fp8 (tensor-wide scales) or fp4: the result is multiplied with it.
+      aux: scalar float32, for a gelu_aux of fp8 (`aux_dtype=`): it is multiplied with it.
 
     Source: cuBLAS documentation, "Narrow Precision Data Types Usage".
     """
@@ -63,6 +64,7 @@ class Scales:
     b: Any = None
     c: Any = None
     d: Any = None
+    aux: Any = None
 
 
 def scale_dtype(mode: str) -> np.dtype:
@@ -149,14 +151,14 @@ def check_bias(name: str, bias, dtype, out) -> None:
 
 
 _EPILOGS = ("NONE", "BIAS", "RELU", "RELU_BIAS", "RELU_AUX", "RELU_AUX_BIAS", "DRELU")
-_EPILOGS_WIDE = ("GELU_AUX", "GELU_AUX_BIAS")
+_GELU_AUX = ("GELU_AUX", "GELU_AUX_BIAS")
 
 
 def check_epilog(name: str, epilog_name: str, dtype, out) -> None:
     """Raise NotImplementedError for what cuBLAS does not have for 8-bit operands."""
     allowed = ("NONE",) if np.dtype(dtype).name == INT8 else _EPILOGS
-    if is_scaled(dtype) and not is_narrow(out):
-        allowed = (*allowed, *_EPILOGS_WIDE)
+    if is_scaled(dtype) and np.dtype(out).name != FLOAT4:
+        allowed = (*allowed, *_GELU_AUX)
     if epilog_name not in allowed:
         raise NotImplementedError(
             f"{name}: epilog {epilog_name} is not available for {np.dtype(dtype).name} operands and a result of "
@@ -164,16 +166,52 @@ def check_epilog(name: str, epilog_name: str, dtype, out) -> None:
         )
 
 
+def resolve_aux(name: str, epilog_name: str, dtypes, c, scale_a: str, given: dict[str, Any]) -> np.dtype | None:
+    """Type of gelu_aux, or None where the epilog has none.
+
+    It has the type of d, or where d is float8 that of c (float16 without c), as nvmath-python has it; or float8_e4m3fn,
+    with a scale and its largest value, where cuBLAS has that (its documentation, cublasLtMatmulDescAttributes_t).
+    `dtypes` are those of a, b and d; `given` what the user said of the aux, by argument.
+    """
+    said = [argument for argument, value in given.items() if value is not None and value is not False]
+    if epilog_name not in _GELU_AUX:
+        if said:
+            raise ValueError(
+                f"{name}: {said[0]} is of gelu_aux, but epilog {epilog_name} has none; drop it, or take "
+                f"{' or '.join(_GELU_AUX)}"
+            )
+        return None
+    a, b, out = (np.dtype(dtype).name for dtype in dtypes)
+    default = np.dtype(c) if out in FLOAT8 else np.dtype(out)
+    asked = default if given["aux_dtype"] is None else np.dtype(jax.dtypes.canonicalize_dtype(given["aux_dtype"]))
+    is_e4m3 = {a, b, out} == {"float8_e4m3fn"} and np.dtype(c) == np.float16 and scale_a in (NONE, SCALAR)
+    allowed = (default.name, "float8_e4m3fn") if is_e4m3 and epilog_name == "GELU_AUX" else (default.name,)
+    if asked.name not in allowed:
+        raise NotImplementedError(
+            f"{name}: aux_dtype {asked.name} is not available for epilog {epilog_name} with {a} and {b} operands, c of "
+            f"{np.dtype(c).name} and a result of {out}; available: {', '.join(allowed)} (float8_e4m3fn goes with "
+            "GELU_AUX, operands and a result of float8_e4m3fn, tensor-wide scales, and c of float16 or none)"
+        )
+    rest = [argument for argument in said if argument != "aux_dtype"]
+    if rest and asked.name not in FLOAT8:
+        raise ValueError(
+            f"{name}: {rest[0]} is of a gelu_aux of float8, but it is {asked.name} here; drop it, or pass "
+            "aux_dtype=jnp.float8_e4m3fn"
+        )
+    return asked
+
+
 # Scales --------------------------------------------------------------------------------------------------------
 
 
 def find_mode(name: str, argument: str, scale, shape: tuple[int, ...], dtype) -> str:
     """The mode of an operand's scale from its shape and dtype; `shape` is the operand's, (..., rows, k)."""
+    is_float4, k = np.dtype(dtype).name == FLOAT4, shape[-1]
     if scale is None:
-        if np.dtype(dtype).name == FLOAT4:
+        if is_float4:
             raise ValueError(
                 f"{name}: scales.{argument} is missing; {FLOAT4} operands need one a block of 16, shape "
-                f"{(*shape[:-1], shape[-1] // 16)} of float8_e4m3fn"
+                f"{(*shape[:-1], k // 16)} of float8_e4m3fn"
             )
         return NONE
     if not hasattr(scale, "shape") or not hasattr(scale, "dtype"):
@@ -181,23 +219,24 @@ def find_mode(name: str, argument: str, scale, shape: tuple[int, ...], dtype) ->
     options = {
         SCALAR: (),
         OUTER_VEC: shape[:-1],
-        VEC128: (*shape[:-1], shape[-1] // 128),
-        BLK128: (*shape[:-2], -(-shape[-2] // 128), shape[-1] // 128),
-        VEC32: (*shape[:-1], shape[-1] // 32),
+        VEC128: (*shape[:-1], k // 128),
+        BLK128: (*shape[:-2], -(-shape[-2] // 128), k // 128),
+        VEC32: (*shape[:-1], k // 32),
     }
     if len(shape) > 2:
         del options[BLK128]  # rows fold, blocks of rows do not
-    if np.dtype(dtype).name == FLOAT4:
-        options = {VEC16: (*shape[:-1], shape[-1] // 16)}
+    if is_float4:
+        options = {VEC16: (*shape[:-1], k // 16)}
+    blocked = {BLOCK[mode] for mode in options if mode in BLOCK and k % BLOCK[mode]}
+    options = {mode: wanted for mode, wanted in options.items() if BLOCK.get(mode) not in blocked}
     for mode, wanted in options.items():
         if scale.dtype.name == _SCALE_DTYPE.get(mode, "float32") and tuple(scale.shape) == wanted:
-            if mode in BLOCK and shape[-1] % BLOCK[mode]:
-                break
             return mode
     texts = [f"{wanted} of {_SCALE_DTYPE.get(mode, 'float32')}" for mode, wanted in options.items()]
+    rest = f"no scale of blocks of {' or '.join(map(str, sorted(blocked)))}, which do not divide its k={k}"
     raise ValueError(
         f"{name}: scales.{argument} has shape {tuple(scale.shape)} and dtype {scale.dtype.name}; an operand of shape "
-        f"{shape} and dtype {np.dtype(dtype).name} takes {', '.join(texts)} (k divided by the block without remainder)"
+        f"{shape} and dtype {np.dtype(dtype).name} takes {', '.join([*texts, rest] if blocked else texts)}"
     )
 
 
@@ -323,6 +362,16 @@ def from_bytes(x, dtype):
         return x if np.dtype(dtype) == np.uint8 else lax.bitcast_convert_type(x, dtype)
     halves = jnp.stack([x & 0xF, x >> 4], axis=-1).reshape(*x.shape[:-1], 2 * x.shape[-1])
     return lax.bitcast_convert_type(halves.astype(jnp.uint4), dtype)
+
+
+def as_moved(x):
+    """What a collective moves of `x`: of 8 bits and fewer its bytes, which every platform moves."""
+    return as_bytes(x) if x.dtype.itemsize == 1 else x
+
+
+def from_moved(x, dtype):
+    """The inverse of `as_moved`."""
+    return from_bytes(x, dtype) if np.dtype(dtype).itemsize == 1 else x
 
 
 def swizzle(scales):

@@ -28,9 +28,10 @@ exact as what JAX promises for it. The six- and three-fold emulations are served
     64F_EMULATED_FIXEDPOINT   dgemm                                       Precision.HIGHEST
     16F, BF16_BF16_BF16       refused, or 32F (JAXMP_HOST_PRECISION)      XLA's algorithm of that name
 
-bfloat16 and float16 round to nearest, ties to even; TF32 to nearest, ties away from zero, which is cvt.rna.tf32.f32
-(PTX ISA 7.0): cuBLAS documents no rounding, and this is the one conversion that every GPU with TF32 has.
-Sources: cublas_api.h (cublasComputeType_t), jax.lax.DotAlgorithmPreset, nvmath-python's type table.
+Every rounding is to nearest, ties to even. Of TF32 the cuBLAS documentation of CUDA 13 says so (cublasComputeType_t,
+CUBLAS_COMPUTE_32F_FAST_TF32: "input conversions round to nearest even"). PTX's cvt.rna.tf32.f32, by which a kernel may
+convert on its own, rounds ties away from zero; no GPU has been asked yet.
+Sources: that documentation, cublas_api.h (cublasComputeType_t), jax.lax.DotAlgorithmPreset, nvmath-python's type table.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ def rounded(x, compute: Compute):
         return lax.complex(rounded(lax.real(x), compute), rounded(lax.imag(x), compute))
     if compute.rounding == "tf32":
         bits = lax.bitcast_convert_type(x, jnp.uint32)
-        kept = (bits + jnp.uint32(0x1000)) & jnp.uint32(0xFFFFE000)
+        kept = (bits + jnp.uint32(0xFFF) + (bits >> 13 & jnp.uint32(1))) & jnp.uint32(0xFFFFE000)
         return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(kept, jnp.float32), x)
     # XLA takes a pair of conversions for superfluous unless something stands between them.
     return lax.optimization_barrier(x.astype(compute.rounding)).astype(x.dtype)

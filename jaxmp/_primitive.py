@@ -26,6 +26,7 @@ from jaxmp._spec import (
     DIMS,
     MatmulSpec,
     Pattern,
+    aux_dtype,
     axes_text,
     check_local_shapes,
     global_extents,
@@ -46,6 +47,7 @@ auto_activation_grad_p = _compat.make_primitive(
 )
 activated_matmul_p = _compat.make_primitive("jaxmp_activated_matmul", multiple_results=False)
 
+AMAXES = ("amax_d", "gelu_aux_amax")
 AUTO_TWIN = {matmul_p: auto_matmul_p, matmul_epilog_p: auto_matmul_epilog_p}
 
 
@@ -113,14 +115,19 @@ def fold_scale(spec: MatmulSpec, scale):
 
 
 def global_amax(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
-    """`outputs` with the maximum of `amax_d` over the ranks of `axes`: cuBLASMp leaves each rank its own."""
-    if not spec.amax_d:
-        return outputs
-    amax = lax.stop_gradient(outputs["amax_d"])
-    if _compat.is_vma_checked():
-        axes = tuple(axis for axis in axes if axis in _compat.varying_axes(amax))
-    with jax.named_scope("jaxmp_amax"):
-        return outputs | {"amax_d": lax.pmax(amax, axes) if axes else amax}
+    """`outputs` with the largest absolute values over the ranks of `axes`: cuBLASMp leaves each rank its own."""
+    amaxes = {name: lax.stop_gradient(outputs[name]) for name in output_names(spec) if name in AMAXES}
+    for name, amax in amaxes.items():
+        unequal = tuple(axis for axis in axes if axis in _compat.varying_axes(amax) or not _compat.is_vma_checked())
+        with jax.named_scope("jaxmp_amax"):
+            amaxes[name] = lax.pmax(amax, unequal) if unequal else amax
+    return outputs | amaxes
+
+
+def completes_sums(spec: MatmulSpec) -> bool:
+    """Whether what will serve a call also completes a bias gradient: "xla" does not where bits are promised."""
+    is_host = spec.implementation == "host" or (spec.implementation is None and jax.process_count() == 1)
+    return is_host or not spec.is_invariant or spec.nranks == 1
 
 
 def cast_varying(x, axes):
@@ -173,8 +180,10 @@ def _matmul_epilog_abstract_eval(a, b, *extra, spec):
 def _result_aval(name: str, spec: MatmulSpec, a, b, d):
     """The type of d, or of a result beside it."""
     varying = d.manual_axis_type.varying
-    if name == "amax_d":
+    if name in AMAXES:
         return _compat.with_shape(d, (), jnp.float32, varying)
+    if name == "gelu_aux":
+        return _compat.with_shape(d, d.shape, aux_dtype(spec), varying)
     if name == "d_out_scale":
         blocks = d.shape[1] // _narrow.BLOCK[spec.d_out_scale]
         return _compat.with_shape(d, (d.shape[0], blocks), _narrow.scale_dtype(spec.d_out_scale), varying)

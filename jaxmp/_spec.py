@@ -48,10 +48,10 @@ DIMS = {
     "bgradb": "n",
 }
 # Scalars, and the scales of d's blocks (q of them a row).
-DIMS |= {"scale_c": "", "scale_d": "", "amax_d": "", "d_out_scale": "mq"}
+DIMS |= dict.fromkeys(("scale_c", "scale_d", "scale_aux", "amax_d", "gelu_aux_amax"), "") | {"d_out_scale": "mq"}
 # The scales of a and b span what their mode says (`dims`), and fold and shard as their operand does.
 DIMS |= {"scale_a": "", "scale_b": ""}
-SCALE_NAMES = ("scale_a", "scale_b", "scale_c", "scale_d")
+SCALE_NAMES = ("scale_a", "scale_b", "scale_c", "scale_d", "scale_aux")
 
 
 class Pattern(enum.StrEnum):
@@ -84,8 +84,8 @@ class MatmulSpec:
     axes of the group; for a grid, the axes over which the rows of every stored matrix are split, and
     `col_axes` those of the columns. `is_typed` says that the enclosing shard_map checks varying axes, and
     `asks_all_reduce` that the epilog has the ALLREDUCE bit and the pattern is not known yet. The scale
-    modes are `_narrow`'s; `c_dtype` and `bias_dtype` are None where they are those of the result. `traced` names those
-    of alpha and beta that are arrays, and so are operands beside the call.
+    modes are `_narrow`'s; `c_dtype`, `bias_dtype` and `aux_dtype` (of gelu_aux) are None where they are those of the
+    result. `traced` names those of alpha and beta that are arrays, and so are operands beside the call.
     `precision` is a row of `_precision`'s table. `cyclic` are the stored a, b and d of a grid whose shards are
     block-cyclic.
     `line` names the call in messages of a job of several processes, "matmul at train.py:41", and is empty elsewhere.
@@ -112,10 +112,13 @@ class MatmulSpec:
     scale_b: str = _narrow.NONE
     scale_c: str = _narrow.NONE
     scale_d: str = _narrow.NONE
+    scale_aux: str = _narrow.NONE
     d_out_scale: str = _narrow.NONE
     amax_d: bool = False
+    aux_amax: bool = False
     c_dtype: np.dtype | None = None
     bias_dtype: np.dtype | None = None
+    aux_dtype: np.dtype | None = None
     precision: str = "DEFAULT"
     implementation: str | None = None
     is_typed: bool = False
@@ -163,8 +166,10 @@ class MatmulSpec:
             "epilog": Epilog.NONE,
             "asks_all_reduce": False,
             "amax_d": False,
+            "aux_amax": False,
             "c_dtype": None,
             "bias_dtype": None,
+            "aux_dtype": None,
             "traced": (),
         }
         return self.replace(**(plain | changes))
@@ -194,8 +199,14 @@ def operand_names(spec: MatmulSpec) -> tuple[str, ...]:
 
 def output_names(spec: MatmulSpec) -> tuple[str, ...]:
     """The results, in the order of the primitive and of the custom call."""
-    scales = ("amax_d",) * spec.amax_d + ("d_out_scale",) * (spec.d_out_scale != _narrow.NONE)
+    scales = ("amax_d",) * spec.amax_d + ("gelu_aux_amax",) * spec.aux_amax
+    scales += ("d_out_scale",) * (spec.d_out_scale != _narrow.NONE)
     return ("d", *_epilog.rule(spec.epilog).outputs, *scales)
+
+
+def aux_dtype(spec: MatmulSpec) -> np.dtype:
+    """Type of gelu_aux."""
+    return np.dtype(spec.aux_dtype or spec.out_dtype)
 
 
 def dims(spec: MatmulSpec, name: str) -> str:
@@ -522,16 +533,19 @@ def check_implementation(name: str, implementation) -> None:
         raise ValueError(f"{name}: implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
 
 
-def check_determinism(name: str, level, operand) -> str:
+def check_determinism(name: str, level) -> str:
     if level not in DETERMINISM:
         raise ValueError(f"{name}: determinism must be one of {DETERMINISM}, got {level!r}")
-    if level != DETERMINISM[0] and _narrow.is_scaled(operand):
-        raise NotImplementedError(
-            f"{name}: determinism={level!r} is not available for {np.dtype(operand).name} operands, for which no "
-            "kernel sums in order; convert them, for example to bfloat16, or pass "
-            'determinism="run_to_run"'
-        )
     return level
+
+
+def check_gathered_scales(name: str, spec: MatmulSpec, why: str) -> None:
+    """Raise NotImplementedError where operands are gathered for the bits whose scales would have to follow them."""
+    if spec.is_invariant and {spec.scale_a, spec.scale_b} - {_narrow.NONE, _narrow.SCALAR}:
+        raise NotImplementedError(
+            f"{name}: determinism={spec.determinism!r} has scales of whole tensors only {why}; got scales.a of "
+            f'{spec.scale_a} and scales.b of {spec.scale_b}: take those, or pass determinism="run_to_run"'
+        )
 
 
 def check_conjugate(name: str, argument: str, flag: bool, x) -> bool:
@@ -571,10 +585,15 @@ def resolve_hints(name: str, out_dtype, operand, communication_dtype, algorithm,
     }
 
 
-def check_hints(name: str, spec: MatmulSpec, is_settled: bool = True) -> None:
+def check_hints(name: str, spec: MatmulSpec, is_settled: bool = True, has_mesh: bool = True) -> None:
     """Raise ValueError for a hint that the call's pattern does not take; unsettled, no pattern is known yet."""
-    pattern = f"this call is {spec.pattern.value}" if is_settled else "XLA's partitioner has not chosen one yet"
-    remedy = "drop it" if is_settled else "pass in_shardings and out_sharding, or use explicit axes"
+    pattern, remedy = f"this call is {spec.pattern.value}", "drop it"
+    if not is_settled:
+        pattern = "XLA's partitioner has not chosen one yet"
+        remedy = "pass in_shardings and out_sharding, or use explicit axes"
+    if not has_mesh:
+        pattern = "no mesh is known to this call, which is local then"
+        remedy = "drop it, or give the call a mesh (jax.set_mesh, or mesh=) and pass in_shardings and out_sharding"
     if spec.communication_dtype is not None and (spec.pattern not in _SUMMING or not is_settled):
         raise ValueError(
             f"{name}: communication_dtype={spec.communication_dtype} is of partial sums, so the pattern must be "

@@ -14,7 +14,7 @@ from jax import lax
 
 from jaxmp import _bgrad, _epilog, _narrow, _precision
 from jaxmp._activation import gelu, multiply_by_slope, pack_relu_aux
-from jaxmp._spec import MatmulSpec, Pattern, accumulator, operand_names, output_names, output_shape
+from jaxmp._spec import MatmulSpec, Pattern, accumulator, aux_dtype, operand_names, output_names, output_shape
 
 
 def matmul(
@@ -95,7 +95,7 @@ def apply_epilog(z, extra, spec: MatmulSpec, a=None, b=None, *, alpha=None, beta
     if row.aux == "relu_aux":
         outputs["relu_aux"] = pack_relu_aux(z > 0)
     elif row.aux == "gelu_aux":
-        outputs["gelu_aux"] = z.astype(spec.out_dtype)
+        outputs |= _encode_aux(z, operands, spec)
     if row.gradient:
         summed = {"a": a, "b": b, "d": outputs["d"]}[_bgrad.summed(row.gradient)]
         outputs[row.gradient] = _bgrad.bias_gradient(row.gradient, spec, summed)
@@ -122,6 +122,16 @@ def _encode(d, operands, spec: MatmulSpec):
         return outputs | {"d": _narrow.encode(scaled, spec.out_dtype)}
     stored, scales = _narrow.encode_blocks(scaled, spec.d_out_scale, spec.out_dtype)
     return outputs | {"d": stored, "d_out_scale": scales}
+
+
+def _encode_aux(z, operands, spec: MatmulSpec):
+    """What is ahead of a gelu in its type; of fp8 scaled, and with its largest absolute value ahead of that."""
+    dtype = aux_dtype(spec)
+    if not _narrow.is_scaled(dtype):
+        return {"gelu_aux": z.astype(dtype)}
+    scaled = z * operands["scale_aux"] if "scale_aux" in operands else z
+    amax = {"gelu_aux_amax": jnp.max(jnp.abs(z), initial=0.0)} if spec.aux_amax else {}
+    return {"gelu_aux": _narrow.encode(scaled, dtype)} | amax
 
 
 def _gather_operands(spec: MatmulSpec, a, b):

@@ -6,6 +6,9 @@ ours must not compile. Nothing is linked or run, and no GPU is needed, only the 
 one weighs 200 MB; without it NCCL's half is skipped):
 
     pip install --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime nvidia-nccl-cu13
+
+Of cuBLAS's own header, whose wheel weighs 400 MB, cublasmp.h takes two enumerations. They are recorded here, so that
+their numbers are compared everywhere; where nvidia-cublas is installed too, the record is compared with it.
 """
 
 import importlib.metadata
@@ -23,20 +26,64 @@ TABLE = (ROOT / "csrc" / "mp_api.h").read_text()
 CUDA = (ROOT / "csrc" / "cuda_abi.h").read_text()
 LOGGER = ("LoggerSetCallback", "LoggerSetFile", "LoggerSetLevel")  # cuBLASMp's own, which no table of the core holds
 
-# cublasmp.h includes these two, whose wheels weigh 400 and 300 MB. From the first it takes types alone, whose numbers
-# are then not checked (cudaDataType_t comes from the real library_types.h, and is); from the second one opaque pointer.
+# What cublasmp_abi.h declares of cublas_api.h and library_types.h, with the numbers of CUDA 13 (nvidia-cublas
+# 13.10.0.20, nvidia-cuda-runtime 13.5.37).
+RECORDED = {
+    "cublasOperation_t": {"CUBLAS_OP_N": 0, "CUBLAS_OP_T": 1, "CUBLAS_OP_C": 2},
+    "cublasComputeType_t": {
+        "CUBLAS_COMPUTE_32F": 68,
+        "CUBLAS_COMPUTE_32F_PEDANTIC": 69,
+        "CUBLAS_COMPUTE_64F": 70,
+        "CUBLAS_COMPUTE_64F_PEDANTIC": 71,
+        "CUBLAS_COMPUTE_32I": 72,
+        "CUBLAS_COMPUTE_32F_FAST_16F": 74,
+        "CUBLAS_COMPUTE_32F_FAST_16BF": 75,
+        "CUBLAS_COMPUTE_32F_FAST_TF32": 77,
+        "CUBLAS_COMPUTE_32F_EMULATED_16BFX9": 78,
+        "CUBLAS_COMPUTE_64F_EMULATED_FIXEDPOINT": 79,
+    },
+    "cudaDataType_t": {
+        "CUDA_R_32F": 0,
+        "CUDA_R_64F": 1,
+        "CUDA_R_16F": 2,
+        "CUDA_R_8I": 3,
+        "CUDA_C_32F": 4,
+        "CUDA_C_64F": 5,
+        "CUDA_R_8U": 8,
+        "CUDA_R_32I": 10,
+        "CUDA_R_16BF": 14,
+        "CUDA_R_8F_E4M3": 28,
+        "CUDA_R_8F_E5M2": 29,
+        "CUDA_R_4F_E2M1": 33,
+    },
+}
+# The wheel and the header in it that each of these comes from.
+SOURCES = {
+    "cublasOperation_t": ("nvidia-cublas", "cublas_api.h"),
+    "cublasComputeType_t": ("nvidia-cublas", "cublas_api.h"),
+    "cudaDataType_t": ("nvidia-cuda-runtime", "library_types.h"),
+}
+
+
+def _recorded_enum(enum: str) -> str:
+    numbers = ", ".join(f"{name} = {number}" for name, number in RECORDED[enum].items())
+    return f"typedef enum {{ {numbers} }} {enum};"
+
+
+# cublasmp.h includes these two, whose wheels weigh 400 and 300 MB. From the first it takes types alone; from the second
+# one opaque pointer.
 STUBS = {
-    "cublas_v2.h": """
+    "cublas_v2.h": f"""
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
 #include <library_types.h>
 typedef struct CUstream_st* cudaStream_t;
-typedef enum { CUBLAS_OPERATION_STUB } cublasOperation_t;
-typedef enum { CUBLAS_COMPUTE_STUB } cublasComputeType_t;
-typedef enum { CUBLAS_SIDE_STUB } cublasSideMode_t;
-typedef enum { CUBLAS_FILL_STUB } cublasFillMode_t;
-typedef enum { CUBLAS_DIAG_STUB } cublasDiagType_t;
+{_recorded_enum("cublasOperation_t")}
+{_recorded_enum("cublasComputeType_t")}
+typedef enum {{ CUBLAS_SIDE_STUB }} cublasSideMode_t;
+typedef enum {{ CUBLAS_FILL_STUB }} cublasFillMode_t;
+typedef enum {{ CUBLAS_DIAG_STUB }} cublasDiagType_t;
 """,
     "nccl.h": "#pragma once\ntypedef struct ncclComm* ncclComm_t;\n",
 }
@@ -57,14 +104,18 @@ template <typename R, typename... Args> struct Real<R(Args...)> {
 """
 
 
-def _include_dir(distribution: str, header: str) -> pathlib.Path:
+def _find(distribution: str, header: str) -> pathlib.Path | None:
     try:
         files = importlib.metadata.files(distribution) or []
     except importlib.metadata.PackageNotFoundError:
         files = []
-    for file in files:
-        if file.name == header:
-            return pathlib.Path(file.locate()).parent
+    return next((pathlib.Path(file.locate()) for file in files if file.name == header), None)
+
+
+def _include_dir(distribution: str, header: str) -> pathlib.Path:
+    found = _find(distribution, header)
+    if found is not None:
+        return found.parent
     message = f"no {header}; pip install --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime nvidia-nccl-cu13"
     if os.environ.get("JAXMP_REQUIRE_ABI"):
         pytest.fail(message)
@@ -94,14 +145,23 @@ def includes(real_header, tmp_path_factory) -> list[pathlib.Path]:
     return [real_header.parent, stubs, cuda]
 
 
-def _enumerators(text: str, enum: str) -> list[str]:
-    """Names in a C enumeration: ours is `enum name : int { ... }`, theirs `typedef enum { ... } name;`."""
+def _body(text: str, enum: str) -> str:
+    """What is in a C enumeration: ours is `enum name : int { ... }`, theirs `typedef enum { ... } name;`, with a name
+    behind `enum` or without."""
     bare = re.sub(r"/\*.*?\*/|//[^\n]*", "", text, flags=re.S)
     ours = re.search(rf"enum {enum} : int {{(.*?)}};", bare, flags=re.S)
-    theirs = re.search(rf"typedef enum\s*{{([^{{}}]*)}} {enum};", bare, flags=re.S)
+    theirs = re.search(rf"typedef enum\s*{{([^{{}}]*)}} {enum};|typedef enum {enum}\s*{{([^{{}}]*)}}", bare, flags=re.S)
     found = ours or theirs
     assert found, f"no enumeration {enum}"
-    return re.findall(r"^\s*(\w+)", found[1].replace(",", "\n"), flags=re.M)
+    return next(group for group in found.groups() if group is not None)
+
+
+def _enumerators(text: str, enum: str) -> list[str]:
+    return re.findall(r"^\s*(\w+)", _body(text, enum).replace(",", "\n"), flags=re.M)
+
+
+def _numbers(text: str, enum: str) -> dict[str, int]:
+    return {name: int(number) for name, number in re.findall(r"(\w+)\s*=\s*(-?\d+)", _body(text, enum))}
 
 
 def _our_enums() -> list[str]:
@@ -109,8 +169,7 @@ def _our_enums() -> list[str]:
 
 
 def _enumerator_assertions() -> list[str]:
-    unchecked = ("cublasOperation_t", "cublasComputeType_t")  # stubs
-    names = [name for enum in _our_enums() if enum not in unchecked for name in _enumerators(OURS, enum)]
+    names = [name for enum in _our_enums() for name in _enumerators(OURS, enum)]
     return [_equal(name) for name in names]
 
 
@@ -200,11 +259,28 @@ def test_everything_is_compared(real_header):
             assert _enumerators(OURS, enum) == _enumerators(header, enum), enum
 
 
+@pytest.mark.parametrize("enum", RECORDED)
+def test_numbers_of_cuda_and_cublas(enum):
+    assert _numbers(OURS, enum) == RECORDED[enum]
+
+
+@pytest.mark.parametrize("enum", RECORDED)
+def test_the_record_is_what_an_installed_header_says(enum):
+    distribution, header = SOURCES[enum]
+    found = _find(distribution, header)
+    if found is None:
+        pytest.skip(f"no {header}; pip install --no-deps {distribution}")
+    real = _numbers(found.read_text(), enum)
+    assert {name: real.get(name) for name in RECORDED[enum]} == RECORDED[enum]
+
+
 @pytest.mark.parametrize(
     ("right", "wrong", "complaint"),
     [
         ("CUBLASMP_MATMUL_EPILOGUE_GELU_AUX = 160", "CUBLASMP_MATMUL_EPILOGUE_GELU_AUX = 161", "EPILOGUE_GELU_AUX"),
         ("CUDA_R_16BF = 14", "CUDA_R_16BF = 15", "CUDA_R_16BF"),
+        ("CUBLAS_COMPUTE_32F_FAST_TF32 = 77", "CUBLAS_COMPUTE_32F_FAST_TF32 = 76", "CUBLAS_COMPUTE_32F_FAST_TF32"),
+        ("CUBLAS_OP_C = 2", "CUBLAS_OP_C = 3", "CUBLAS_OP_C"),
         ("return 4;", "return 8;", "size of CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA"),
         (
             "cublasMpGetVersion(int* version)",

@@ -95,7 +95,6 @@ WRONG = {
     "unknown implementation": ((A, B), {"implementation": "cuda"}, ValueError, "matmul: implementation must be one of (None, 'host', 'xla', 'cublasmp'), got 'cuda'"),
     "unknown determinism": ((A, B), {"determinism": "bits"}, ValueError, "matmul: determinism must be one of ('run_to_run', 'batch', 'topology'), got 'bits'"),
     "determinism and a traced alpha": ((A, B), {"determinism": "topology", "alpha": jnp.float32(2)}, NotImplementedError, "matmul: determinism='topology' takes alpha and beta as Python numbers, got an array for alpha, after which XLA would apply the epilog; scale an operand, or pass"),
-    "determinism of fp8": ((A.astype(jnp.float8_e4m3fn), B.astype(jnp.float8_e4m3fn)), {"determinism": "batch", "preferred_element_type": jnp.float32}, NotImplementedError, "matmul: determinism='batch' is not available for float8_e4m3fn operands, for which no kernel sums in order; convert them, for example to bfloat16"),
     "unknown precision": ((A, B), {"precision": "best"}, ValueError, "64F_EMULATED_FIXEDPOINT, 16F; got 'best'"),
     "three precisions": ((A, B), {"precision": (None,) * 3}, ValueError, "matmul: precision must be one value or a pair, got (None, None, None)"),
     "precision of other operands": ((A, B), {"precision": jax.lax.DotAlgorithmPreset.F64_F64_F64}, NotImplementedError, "matmul: precision=F64_F64_F64 takes operands of float64, complex128, got float32; convert them, or pass precision=None"),

@@ -7,6 +7,7 @@ bound of `bounds`, with float64 products of the decoded operands.
 """
 
 import dataclasses
+import functools
 import itertools
 
 import bounds
@@ -21,7 +22,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, Scales, quantize
+from jaxmp import Epilog, Scales, quantize, testing
 
 E4M3, E5M2, FP4, E8M0 = (
     np.dtype(t)
@@ -214,6 +215,19 @@ def test_partitioner_with_scales(rng):
     np.testing.assert_array_equal(d, scaled(a, scale_a) @ scaled(b, scale_b).T)
 
 
+def test_partitioner_with_a_float8_aux(rng):
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    a, b = small(rng, (64, 64), E4M3), small(rng, (32, 64), E4M3)
+    rows = NamedSharding(mesh, P("x", None))
+    options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX, "aux_dtype": E4M3, "aux_amax": True}
+    _, more = jax.jit(lambda a, b: jaxmp.matmul(a, b, scales=Scales(aux=jnp.float32(0.5)), **options, **TN))(
+        jax.device_put(a, rows), jax.device_put(b, NamedSharding(mesh, P()))
+    )
+    z = scaled(a, None) @ scaled(b, None).T
+    np.testing.assert_array_equal(np.asarray(more["gelu_aux"]), saturated((z / 2).astype(np.float32), E4M3))
+    assert float(more["gelu_aux_amax"]) == np.abs(z).max()
+
+
 def test_leading_dimensions(rng):
     case = by_name("rs")[0].replace(transposition="NT")
     mesh = case.jax_mesh(AxisType.Explicit)
@@ -343,8 +357,6 @@ EPILOGS = [Epilog.BIAS, Epilog.RELU, Epilog.RELU_BIAS, Epilog.RELU_AUX_BIAS, Epi
 @pytest.mark.parametrize("epilog", EPILOGS, ids=lambda e: e.name)
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float8_e4m3fn"])
 def test_epilogs_and_c(out, epilog, implementation, rng):
-    if out == "float8_e4m3fn" and epilog == Epilog.GELU_AUX_BIAS:
-        return  # refused; see test_errors
     side = {"float32": jnp.bfloat16, "float8_e4m3fn": jnp.float16}.get(out, jnp.dtype(out))
     c_dtype = jnp.float32 if out == "float32" else side
     a, b = small(rng, (32, 64), E4M3), small(rng, (48, 64), E4M3)
@@ -354,15 +366,158 @@ def test_epilogs_and_c(out, epilog, implementation, rng):
         a, b, c, alpha=0.25, beta=0.5, epilog=epilog, preferred_element_type=out, implementation=implementation,
         scales=Scales(a=jnp.float32(2), c=jnp.float32(2)), **TN, **row,
     )  # fmt: skip
-    d = d[0] if isinstance(d, tuple) else d
+    d, aux = d if isinstance(d, tuple) else (d, {})
     z = 0.5 * scaled(a, None) @ scaled(b, None).T + np.asarray(c).astype(np.float64)
     z = z + (np.asarray(bias).astype(np.float64) if row else 0)
     if epilog == Epilog.GELU_AUX_BIAS:
-        want = z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))) / 2
-        bounds.judge("gelu", d, want, 8 * (bounds.unit_roundoff(out) * np.abs(want) + 2.0**-24 * (1 + np.abs(z))))
+        judge_gelu(d, z, out)
+        # Sums of small integers are exact; of a float8 result the aux has the type of c.
+        want = z.astype(np.float32).astype(side if out == "float8_e4m3fn" else jnp.dtype(out))
+        assert aux["gelu_aux"].dtype == want.dtype
+        np.testing.assert_array_equal(np.asarray(aux["gelu_aux"]), want)
         return
     want = z if epilog == Epilog.BIAS else np.maximum(z, 0)
     np.testing.assert_array_equal(np.asarray(d), saturated(want.astype(np.float32), np.dtype(jnp.dtype(out))))
+
+
+def judge_gelu(d, z, out):
+    """d against gelu of the exact z, rounded to a type whose smallest numbers are not normal, and saturated."""
+    want = z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))) / 2
+    want = np.clip(want, -float(jnp.finfo(out).max), float(jnp.finfo(out).max))
+    finest = float(jnp.finfo(out).smallest_subnormal) / 2
+    bounds.judge("gelu", d, want, 8 * (bounds.unit_roundoff(out) * np.abs(want) + 2.0**-24 * (1 + np.abs(z))) + finest)
+
+
+@pytest.mark.parametrize(
+    ("case", "implementation"), [*((case, "host") for case in PATTERNS), *((case, "xla") for case in PATTERNS[1::3])]
+)
+def test_float8_aux_and_its_global_amax(case, implementation, rng):
+    """gelu_aux is z times its own scale, saturated; the amax is the largest |z| of all ranks, ahead of that scale."""
+    case = case.replace(transposition="NT", per_shard=(16, 16, 16))
+    m, n, k = case.extents
+    a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
+    a[-1], b[-1] = 3, -3  # the largest value is on the last rank, and scaled it is beyond 448
+    z = scaled(a, None) @ scaled(b, None).T / 8
+    spec_a, spec_b = case.stored
+    mesh = case.jax_mesh(AxisType.Explicit)
+
+    @jax.jit
+    def program(a, b, scale, scale_aux):
+        return jaxmp.matmul(
+            a, b, alpha=0.5, scales=Scales(a=scale, d=scale, aux=scale_aux), preferred_element_type=E4M3,
+            epilog=Epilog.GELU_AUX, aux_dtype=jnp.float8_e4m3fn, aux_amax=True, result_amax=True,
+            out_sharding=case.out, implementation=implementation, **TN,
+        )  # fmt: skip
+
+    with jax.set_mesh(mesh):
+        scalars = (cases.put(np.float32(x), mesh, P()) for x in (0.25, 64))
+        d, more = program(cases.put(a, mesh, spec_a), cases.put(b, mesh, spec_b), *scalars)
+    assert set(more) == {"gelu_aux", "gelu_aux_amax", "result_amax"}
+    assert more["gelu_aux"].dtype == E4M3
+    assert np.abs(64 * z).max() > 448
+    np.testing.assert_array_equal(np.asarray(more["gelu_aux"]), saturated((64 * z).astype(np.float32), E4M3))
+    assert more["gelu_aux_amax"].shape == ()
+    assert float(more["gelu_aux_amax"]) == np.abs(z).max() == -z.min()
+    assert d.dtype == E4M3
+    assert float(more["result_amax"]) < float(more["gelu_aux_amax"])  # that of gelu, which lets no -z through
+    for x in more["gelu_aux"].addressable_shards:
+        np.testing.assert_array_equal(np.asarray(x.data), np.asarray(more["gelu_aux"])[x.index])
+
+
+@pytest.mark.parametrize("c_dtype", [None, jnp.float16, jnp.bfloat16])
+@pytest.mark.parametrize("out", [E4M3, E5M2])
+def test_gelu_aux_of_a_float8_result_has_the_type_of_c(out, c_dtype, rng):
+    a, b = small(rng, (32, 64), E4M3), small(rng, (48, 64), E5M2)
+    c = None if c_dtype is None else jnp.asarray(small(rng, (32, 48), np.float32), c_dtype)
+    z = scaled(a, None) @ scaled(b, None).T / 8 + (0 if c is None else np.asarray(c).astype(np.float64))
+    for implementation in IMPLEMENTATIONS:
+        options = {"preferred_element_type": out, "implementation": implementation, "epilog": Epilog.GELU_AUX}
+        options |= {} if c is None else {"c": c, "beta": 1.0}
+        d, more = jaxmp.matmul(a, b, alpha=0.125, **options, **TN)
+        judge_gelu(d, z, out)
+        np.testing.assert_array_equal(np.asarray(more["gelu_aux"]), z.astype(c_dtype or np.float16))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_gelu_aux_beside_a_block_scaled_result(implementation, rng):
+    a, b = small(rng, (128, 128), E4M3), small(rng, (256, 128), E4M3)
+    scale_a, scale_b = make_scale(rng, "mx", a.shape), make_scale(rng, "mx", b.shape)
+    z = scaled(a, scale_a) @ scaled(b, scale_b).T / 8
+    d, more = jaxmp.matmul(
+        a, b, alpha=0.125, scales=Scales(a=scale_a, b=scale_b), preferred_element_type=E4M3,
+        epilog=Epilog.GELU_AUX, implementation=implementation, **TN,
+    )  # fmt: skip
+    np.testing.assert_array_equal(np.asarray(more["gelu_aux"]), z.astype(np.float16))
+    want = z * (1 + np.tanh(np.sqrt(2 / np.pi) * (z + 0.044715 * z**3))) / 2
+    amax = np.repeat(np.abs(want).reshape(128, -1, 32).max(-1), 32, axis=1)
+    bounds.judge("blocks", scaled(d, more["d_out_scale"]), want, amax * (2 * 16 / 448) + 2.0**-20)
+
+
+def test_float8_aux_in_shard_map_under_vmap_and_of_nothing(rng):
+    case = by_name("rs-data")[0].replace(transposition="NT", per_shard=(16, 16, 16))
+    m, n, k = case.extents
+    a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
+    options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX, "aux_dtype": E4M3, "aux_amax": True}
+
+    def body(a, b):
+        d, more = jaxmp.matmul_reduce_scatter(a, b, "y", **options, **TN)
+        return d, more["gelu_aux_amax"][None]
+
+    mapped = jax.shard_map(body, mesh=case.jax_mesh(AxisType.Auto), in_specs=case.stored, out_specs=(case.out, P("x")))
+    halves = np.abs(scaled(a, None) @ scaled(b, None).T).reshape(2, -1)
+    np.testing.assert_array_equal(jax.jit(mapped)(a, b)[1], halves.max(1))
+
+    rows = a.reshape(2, m // 2, k)
+    d, more = jax.jit(jax.vmap(lambda a: jaxmp.matmul(a, b, **options, **TN)))(rows)
+    np.testing.assert_array_equal(more["gelu_aux_amax"], halves.max(1))
+    each = [jaxmp.matmul(x, b, **options, **TN) for x in rows]
+    for i, (d_of_row, more_of_row) in enumerate(each):
+        np.testing.assert_array_equal(np.asarray(d[i]), np.asarray(d_of_row))
+        np.testing.assert_array_equal(np.asarray(more["gelu_aux"][i]), np.asarray(more_of_row["gelu_aux"]))
+
+    for shape in ((0, 32), (16, 0)):
+        for implementation in IMPLEMENTATIONS:
+            empty = np.zeros(shape, E4M3), np.zeros((32, shape[1]), E4M3)
+            d, more = jaxmp.matmul(*empty, implementation=implementation, **options, **TN)
+            assert more["gelu_aux"].shape == d.shape == (shape[0], 32)
+            assert float(more["gelu_aux_amax"]) == 0
+
+
+@pytest.mark.parametrize("aux_dtype", [None, E4M3])
+def test_gradients_through_gelu_aux(aux_dtype, rng):
+    """Its rounding counts as nothing: d and gelu_aux have the derivatives of gelu(z) and of z times its scale."""
+    a, b = small(rng, (16, 32), E4M3), small(rng, (32, 32), E4M3)
+    weights = [powers(rng, (16, 32)) for _ in range(2)]
+    scale_of_aux = jnp.float32(0.5) if aux_dtype else jnp.float32(1)
+
+    def ours(s, t):
+        scales = Scales(a=s, aux=t if aux_dtype else None)
+        options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX, "aux_dtype": aux_dtype}
+        d, more = jaxmp.matmul(a, b, alpha=2.0**-5, scales=scales, **options, **TN)
+        return sum(jnp.sum(x.astype(jnp.float32) * w) for x, w in zip((d, more["gelu_aux"]), weights, strict=True))
+
+    def plain(s, t):
+        z = 2.0**-5 * (s * a.astype(jnp.float32)) @ b.astype(jnp.float32).T
+        return jnp.sum(jax.nn.gelu(z) * weights[0]) + jnp.sum(z * t * weights[1])
+
+    got = jax.grad(ours, (0, 1))(jnp.float32(0.5), scale_of_aux)
+    want = jax.grad(plain, (0, 1))(jnp.float32(0.5), scale_of_aux)
+    size = float(sum(np.abs(w).sum() for w in weights)) * 32 * 9 * 2.0**-5
+    for name, g, w in zip(("scale of a", "scale of the aux"), got, want, strict=True):
+        if aux_dtype or name == "scale of a":
+            # Sums over all elements, of cotangents that were cast to float8: their powers of two stay.
+            bounds.judge(name, g, w, 8 * bounds.unit_roundoff("float32") * size)
+
+
+def test_explain_names_the_type_of_the_aux(rng, capsys):
+    a, b = small(rng, (16, 32), E4M3), small(rng, (32, 32), E4M3)
+    options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX, "aux_dtype": E4M3}
+    (row,) = jaxmp.explain(lambda a, b: jaxmp.matmul(a, b, **options, **TN))(a, b).rows
+    assert row.dtypes == "float8_e4m3fn x float8_e4m3fn -> float8_e4m3fn"
+    options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX}
+    (row,) = jaxmp.explain(lambda a, b: jaxmp.matmul(a, b, **options, **TN))(a, b).rows
+    assert row.dtypes == "float8_e4m3fn x float8_e4m3fn -> float8_e4m3fn, gelu_aux float16"
+    capsys.readouterr()
 
 
 def test_decoding_and_saturation_over_every_code():
@@ -432,7 +587,7 @@ def test_int8_long_sums_and_overflow(implementation, rng):
 
 
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("name", ["local", "ag", "rs", "ar"])
+@pytest.mark.parametrize("name", ["local", "ag", "rs", "ar", "ag-swapped", "rs-swapped", "gather-a", "gather-b"])
 def test_gradients(name, out, rng):
     """Against the same product of decoded operands: of a and b in their own type, of c, the bias and the scales."""
     case = by_name(name)[0].replace(transposition="NT", per_shard=(16, 16, 16))
@@ -552,7 +707,98 @@ def test_explain_names_the_maximum(rng, capsys):
     rows = jaxmp.explain(program)(small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)).rows
     capsys.readouterr()
     assert [row.operation for row in rows] == ["matmul", "all_reduce"]
-    assert "largest absolute value of every rank (result_amax)" in rows[1].why
+    assert "largest absolute value of every rank (result_amax, gelu_aux_amax)" in rows[1].why
+
+
+# Levels of determinism ------------------------------------------------------------------------------------------
+
+
+def drawn(rng, mode, m, n, k):
+    """Operands and scales of which no sum is exact."""
+    a, b = (rng.standard_normal(shape).astype(mode.dtype) for shape in ((m, k), (n, k)))
+    return a, b, *mode.scales(rng, a.shape, b.shape)
+
+
+@pytest.mark.parametrize("case", by_name("ag", "rs", "ar-data", "grid"), ids=lambda case: case.name)
+@pytest.mark.parametrize("mode", SCALE_MODES, ids=lambda mode: mode.id)
+def test_bits_do_not_know_the_mesh(mode, case, rng):
+    """Ranks that hold no whole block of the processor's instructions among them, and cuts within a panel."""
+    case = case.replace(transposition="NT", per_shard=(mode.unit, mode.unit, 144 if mode.unit == 16 else mode.unit))
+    a, b, scale_a, scale_b = drawn(rng, mode, *case.extents)
+    options = {"determinism": "topology", **F32}
+    want = jaxmp.matmul(a, b, scales=Scales(a=scale_a, b=scale_b), **options, **TN)
+    testing.assert_bitwise_equal(call_sharded(case, a, b, scale_a, scale_b, AxisType.Explicit, **options), want)
+    bounds.judge_product(mode.id, want, scaled(a, scale_a), scaled(b, scale_b).T, operands=jnp.bfloat16, out="float32")
+
+
+@pytest.mark.parametrize("mode", SCALE_MODES, ids=lambda mode: mode.id)
+def test_a_row_does_not_know_its_batch(mode, rng):
+    """k of more than one panel of the decoding, which is 1024 deep."""
+    unit = 128 if mode.a == "blk128" else mode.unit
+    a, b, scale_a, scale_b = drawn(rng, mode, 3 * unit, mode.unit, 1152)
+    options = {"determinism": "batch", **F32}
+    whole = np.asarray(jaxmp.matmul(a, b, scales=Scales(a=scale_a, b=scale_b), **options, **TN))
+    for at in (0, unit, 2 * unit):
+        rows = slice(at, at + unit)
+        block = rows if mode.a != "blk128" else slice(at // 128, at // 128 + 1)
+        part = scale_a if np.ndim(scale_a) == 0 else scale_a[block]
+        d = jaxmp.matmul(a[rows], b, scales=Scales(a=part, b=scale_b), **options, **TN)
+        testing.assert_bitwise_equal(d, whole[rows])
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["ag", "rs", "ar", "grid", "ag-swapped", "rs-swapped"])
+def test_bits_of_float8_results_and_gradients_do_not_know_the_mesh(name, implementation, rng):
+    """On "xla" too, with scales of whole tensors; the epilog, the largest values and c with it."""
+    case = by_name(name)[0].replace(transposition="NT", per_shard=(16, 16, 48))
+    m, n, k = case.extents
+    a, b = (rng.standard_normal(shape).astype(E4M3) for shape in ((m, k), (n, k)))
+    c, w = rng.standard_normal((m, n)).astype(np.float16), rng.standard_normal((m, n)).astype(np.float32)
+
+    def program(a, b, c, w, **where):
+        def outputs(a, b, c):
+            return jaxmp.matmul(
+                a, b, c, alpha=0.7, beta=1.3, scales=Scales(a=jnp.float32(0.3), d=jnp.float32(5)), result_amax=True,
+                epilog=Epilog.GELU_AUX, preferred_element_type=E4M3, determinism="topology", **where, **TN,
+            )  # fmt: skip
+
+        def loss(a, b, c):
+            return jnp.sum(outputs(a, b, c)[0].astype(jnp.float32) * w)
+
+        return outputs(a, b, c), jax.grad(loss, (0, 1, 2))(a, b, c)
+
+    want = jax.jit(program)(a, b, c, w)
+    mesh = case.jax_mesh(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        specs = (*case.stored, case.out, case.out)
+        placed = [cases.put(x, mesh, spec) for x, spec in zip((a, b, c, w), specs, strict=True)]
+        where = {"out_sharding": case.out, "implementation": implementation}
+        got = jax.jit(functools.partial(program, **where))(*placed)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        testing.assert_bitwise_equal(x, y)
+
+
+def test_levels_refuse_what_would_be_gathered_with_its_scales(rng):
+    rows = SCALE_MODES[3]
+    for name, message in (
+        (
+            "rs-swapped",
+            "has scales of whole tensors only where columns of the result are gathered or scattered over 'y'",
+        ),
+        ("rs", 'has scales of whole tensors only with implementation="xla" over 4 ranks'),
+    ):
+        case = by_name(name)[0].replace(transposition="NT", per_shard=(16, 16, 16))
+        operands = drawn(rng, rows, *case.extents)
+        with pytest.raises(NotImplementedError, match=f"{message}; got scales.a of outer_vec_fp32"):
+            call_sharded(case, *operands, AxisType.Explicit, determinism="batch", implementation="xla", **F32)
+
+    def loss(scale, level):
+        d = jaxmp.matmul(A8, B8, scales=Scales(b=scale), determinism=level, **F32, **TN)
+        return jnp.sum(d)
+
+    assert float(jax.grad(loss)(jnp.float32(1), "batch")) == 0
+    with pytest.raises(NotImplementedError, match=r'determinism="topology" has no derivative in scales\.b, which XLA'):
+        jax.grad(loss)(jnp.float32(1), "topology")
 
 
 # scaled_matmul and quantize -------------------------------------------------------------------------------------
@@ -681,9 +927,9 @@ WRONG = {
     "m": ((A8[:20], B8), F32, ValueError, "m must be a multiple of 16 on each device for float8_e4m3fn, got 20"),
     "n of MXFP8": ((BIG, BIG[:64]), {"scales": Scales(a=MX, b=MX[:64]), **F32}, ValueError, "n must be a multiple of 128 on each device for float8_e4m3fn with scales of vec32_ue8m0, got 64"),
     "fp4 without scales": ((A4, A4), F32, ValueError, "scales.a is missing; float4_e2m1fn operands need one a block of 16, shape (128, 8) of float8_e4m3fn"),
-    "shape of a scale": ((A8, B8), {"scales": Scales(a=np.ones(31, np.float32)), **F32}, ValueError, "scales.a has shape (31,) and dtype float32; an operand of shape (32, 64) and dtype float8_e4m3fn takes () of float32, (32,) of float32"),
+    "shape of a scale": ((A8, B8), {"scales": Scales(a=np.ones(31, np.float32)), **F32}, ValueError, "scales.a has shape (31,) and dtype float32; an operand of shape (32, 64) and dtype float8_e4m3fn takes () of float32, (32,) of float32, (32, 2) of float8_e8m0fnu, no scale of blocks of 128, which do not divide its k=64"),
     "dtype of a scale": ((A8, B8), {"scales": Scales(b=np.float16(1)), **F32}, ValueError, "scales.b has shape () and dtype float16"),
-    "block that does not divide": ((A8[:, :48], B8[:, :48]), {"scales": Scales(a=np.ones((32, 1), E8M0)), **F32}, ValueError, "k divided by the block without remainder"),
+    "block that does not divide": ((A8[:, :48], B8[:, :48]), {"scales": Scales(a=np.ones((32, 1), E8M0)), **F32}, ValueError, "an operand of shape (32, 48) and dtype float8_e4m3fn takes () of float32, (32,) of float32, no scale of blocks of 32 or 128, which do not divide its k=48"),
     "two modes": ((BIG, BIG), {"scales": Scales(a=MX, b=ONE), **F32}, NotImplementedError, "scales.a is vec32_ue8m0 and scales.b is scalar_fp32, which do not go together"),
     "blocks of both": ((BIG, BIG), {"scales": Scales(a=np.ones((1, 2), np.float32), b=np.ones((1, 2), np.float32)), **F32}, NotImplementedError, "(rows, k/128) with (rows, k/128) or (rows/128, k/128)"),
     "rows and fp8": ((A8, B8), {"scales": Scales(a=np.ones(32, np.float32), b=np.ones(48, np.float32)), "preferred_element_type": E4M3}, NotImplementedError, "with scales of outer_vec_fp32 the result must be bfloat16, float16 or float32, got float8_e4m3fn"),
@@ -693,9 +939,19 @@ WRONG = {
     "no Scales": ((A8, B8), {"scales": (ONE, ONE), **F32}, TypeError, "scales must be a jaxmp.Scales, got tuple"),
     "amax of bfloat16": ((A8, B8), {"result_amax": True, **F32}, NotImplementedError, "result_amax is taken of a float8 result with tensor-wide scales; the result is float32"),
     "scales of float32": ((A8.astype(np.float32), B8.astype(np.float32)), {"scales": Scales(a=ONE)}, TypeError, "scales goes with float8 and float4 operands, a has dtype float32; drop it"),
-    "scales of int8": ((A8.astype(np.int8), B8.astype(np.int8)), {"scales": Scales(a=ONE)}, TypeError, "scales and result_amax go with float8 and float4 operands, a has dtype int8"),
+    "scales of int8": ((A8.astype(np.int8), B8.astype(np.int8)), {"scales": Scales(a=ONE)}, TypeError, "scales, result_amax, aux_dtype, aux_amax go with float8 and float4 operands, a has dtype int8; drop them"),
     "GELU": ((A8, B8), {"epilog": Epilog.GELU, **F32}, NotImplementedError, "epilog GELU is not available for float8_e4m3fn operands and a result of float32; available: NONE, BIAS, RELU, RELU_BIAS, RELU_AUX, RELU_AUX_BIAS, DRELU, GELU_AUX, GELU_AUX_BIAS"),
-    "GELU_AUX and fp8": ((A8, B8), {"epilog": Epilog.GELU_AUX, "preferred_element_type": E4M3}, NotImplementedError, "epilog GELU_AUX is not available for float8_e4m3fn operands and a result of float8_e4m3fn"),
+    "GELU_AUX and fp4": ((A4, A4), {"epilog": Epilog.GELU_AUX, "preferred_element_type": FP4}, NotImplementedError, "epilog GELU_AUX is not available for float4_e2m1fn operands and a result of float4_e2m1fn"),
+    "aux of another type": ((A8, B8), {"epilog": Epilog.GELU_AUX, "aux_dtype": np.float16, **F32}, NotImplementedError, "aux_dtype float16 is not available for epilog GELU_AUX with float8_e4m3fn and float8_e4m3fn operands, c of float32 and a result of float32; available: float32 (float8_e4m3fn goes with GELU_AUX,"),
+    "fp8 aux of fp8 and bf16 c": ((A8, B8, np.zeros((32, 48), ml_dtypes.bfloat16)), {"beta": 1.0, "epilog": Epilog.GELU_AUX, "aux_dtype": E4M3, "preferred_element_type": E4M3}, NotImplementedError, "c of bfloat16 and a result of float8_e4m3fn; available: bfloat16 ("),
+    "fp8 aux of e5m2": ((A8, B8.astype(E5M2)), {"epilog": Epilog.GELU_AUX, "aux_dtype": E4M3, "preferred_element_type": E4M3}, NotImplementedError, "with float8_e4m3fn and float8_e5m2 operands, c of float16 and a result of float8_e4m3fn; available: float16 ("),
+    "fp8 aux with a bias": ((A8, B8), {"epilog": Epilog.GELU_AUX_BIAS, "epilog_inputs": {"bias": np.zeros(48, np.float16)}, "aux_dtype": E4M3, "preferred_element_type": E4M3}, NotImplementedError, "not available for epilog GELU_AUX_BIAS"),
+    "fp8 aux of blocks": ((BIG, BIG), {"epilog": Epilog.GELU_AUX, "aux_dtype": E4M3, "scales": Scales(a=MX, b=MX), "preferred_element_type": E4M3}, NotImplementedError, "available: float16 (float8_e4m3fn goes with GELU_AUX, operands and a result of float8_e4m3fn, tensor-wide scales"),
+    "aux scale of float16": ((A8, B8), {"epilog": Epilog.GELU_AUX, "scales": Scales(aux=ONE), "preferred_element_type": E4M3}, ValueError, "scales.aux is of a gelu_aux of float8, but it is float16 here; drop it, or pass aux_dtype=jnp.float8_e4m3fn"),
+    "aux amax of float32": ((A8, B8), {"epilog": Epilog.GELU_AUX, "aux_amax": True, **F32}, ValueError, "aux_amax is of a gelu_aux of float8, but it is float32 here"),
+    "aux without GELU": ((A8, B8), {"epilog": Epilog.RELU_AUX, "aux_dtype": E4M3, "preferred_element_type": E4M3}, ValueError, "aux_dtype is of gelu_aux, but epilog RELU_AUX has none; drop it, or take GELU_AUX or GELU_AUX_BIAS"),
+    "shape of scales.aux": ((A8, B8), {"epilog": Epilog.GELU_AUX, "aux_dtype": E4M3, "scales": Scales(aux=np.ones(2, np.float32)), "preferred_element_type": E4M3}, ValueError, "scales.aux must be a float32 scalar of shape (), got shape (2,) of float32"),
+    "aux_dtype of float32": ((A8.astype(np.float32), B8.astype(np.float32)), {"epilog": Epilog.GELU_AUX, "aux_dtype": E4M3}, TypeError, "aux_dtype goes with float8 and float4 operands, a has dtype float32; drop it"),
     "bias of float32": ((A8, B8), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": np.zeros(48, np.float32)}, **F32}, TypeError, "bias has dtype float32"),
     "c beside fp8": ((A8, B8, np.zeros((32, 48), np.float32)), {"beta": 1.0, "preferred_element_type": E4M3}, TypeError, "c has dtype float32 but a result of float8_e4m3fn takes c in float16 or bfloat16"),
     "RELU of int8": ((A8.astype(np.int8), B8.astype(np.int8)), {"epilog": Epilog.RELU}, NotImplementedError, "epilog RELU is not available for int8 operands and a result of int32; available: NONE"),

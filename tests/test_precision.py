@@ -18,9 +18,10 @@ import modes
 import numpy as np
 import pytest
 from jax import lax
+from jax.sharding import AxisType
 
 import jaxmp
-from jaxmp import _config, _lowering, _precision
+from jaxmp import _config, _lowering, _precision, _processes
 
 EXPLICIT = modes.BY_ID["explicit"]
 ROUNDING = {"TF32_TF32_F32": "tf32", "BF16_BF16_F32": "bfloat16", "F16_F16_F32": "float16"}
@@ -29,9 +30,9 @@ SINGLES = ("float32", "complex64")
 
 
 def to_tf32(x):
-    """Ten bits of mantissa, to nearest, ties away from zero; by arithmetic, where jaxmp goes by bits."""
+    """Ten bits of mantissa, to nearest, ties to even; by arithmetic, where jaxmp goes by bits."""
     mantissa, exponent = np.frexp(x.astype(np.float64))
-    return np.ldexp(np.sign(mantissa) * np.floor(np.abs(mantissa) * 2**11 + 0.5) / 2**11, exponent)
+    return np.ldexp(np.rint(mantissa * 2**11) / 2**11, exponent)
 
 
 def rounded(x, kind):
@@ -71,9 +72,9 @@ def test_operands_are_rounded_as_asked(name, precision, dtype, implementation, r
 @pytest.mark.parametrize(
     ("precision", "value", "want"),
     [
-        ("TF32_TF32_F32", 1 + 2**-11, 1 + 2**-10),  # a tie, away from zero
-        ("TF32_TF32_F32", -1 - 2**-11, -1 - 2**-10),
-        ("TF32_TF32_F32", 1 + 2**-11 - 2**-23, 1.0),  # just below
+        ("TF32_TF32_F32", 1 + 2**-11, 1.0),  # a tie, to even
+        ("TF32_TF32_F32", -1 - 3 * 2**-11, -1 - 2**-9),
+        ("TF32_TF32_F32", 1 + 2**-11 + 2**-23, 1 + 2**-10),  # just above
         ("TF32_TF32_F32", np.inf, np.inf),
         ("TF32_TF32_F32", np.nan, np.nan),
         ("TF32_TF32_F32", 3.4028235e38, np.inf),  # rounds up beyond the range
@@ -297,6 +298,17 @@ def test_explain_names_the_hints():
     assert "hints communication_dtype=float32, algorithm=split_p2p" in str(explanation)
 
 
+def test_processes_agree_on_the_hints():
+    spec = jaxmp._spec.MatmulSpec(np.dtype("float32"), communication_dtype="float32", algorithm="split_p2p")
+    operands = (jax.ShapeDtypeStruct((4, 4), "float32"),) * 2
+    agreed = _processes.fields(spec, *operands)
+    assert {name: agreed[name] for name in ("communication_dtype", "algorithm", "comm_sm_count")} == {
+        "communication_dtype": "float32",
+        "algorithm": "split_p2p",
+        "comm_sm_count": 0,
+    }
+
+
 WRONG_HINTS = [
     ("rs-data", {"algorithm": "nvls"}, ValueError, "matmul: algorithm must be None or one of default, split_p2p, "),
     ("rs-data", {"algorithm": "fused"}, ValueError, "algorithm='fused' needs the pattern all_reduce, but this call is reduce_scatter; drop it"),
@@ -319,9 +331,12 @@ def test_hints_that_the_call_does_not_take(name, hints, exception, message, rng)
 
 
 @pytest.mark.parametrize("hints", [{"algorithm": "split_p2p"}, {"communication_dtype": "float32"}])
-def test_hints_ahead_of_a_pattern(hints, rng):
+def test_hints_ahead_of_a_pattern(hints):
     a, b = jnp.ones((4, 4)), jnp.ones((4, 4))
-    with pytest.raises(ValueError, match="XLA's partitioner has not chosen one yet; pass in_shardings"):
+    with pytest.raises(ValueError, match=r"but no mesh is known to this call, which is local then; drop it, or give"):
+        jaxmp.matmul(a, b, **hints)
+    message = "XLA's partitioner has not chosen one yet; pass in_shardings"
+    with jax.set_mesh(cases.BY_NAME["rs"].jax_mesh(AxisType.Auto)), pytest.raises(ValueError, match=message):
         jaxmp.matmul(a, b, **hints)
 
 

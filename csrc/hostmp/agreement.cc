@@ -40,8 +40,11 @@ void add_scales(const Call& call, Fields* fields) {
   add("B_SCALE_MODE", "the scale of B", call.scale_b);
   add("C_SCALE_MODE", "the scale of C", call.scale_c);
   add("D_SCALE_MODE", "the scale of D", call.scale_d);
+  add("EPILOGUE_AUX_SCALE_MODE", "the scale of the aux", call.scale_aux);
   fields->add("D_OUT_SCALE_POINTER (set or not)", call.has_d_out_scale);
   fields->add("AMAX_D_POINTER (set or not)", call.amax_d != nullptr);
+  fields->add("EPILOGUE_AUX_AMAX_POINTER (set or not)", call.amax_aux != nullptr);
+  fields->add("EPILOGUE_AUX_DATA_TYPE", call.aux_type);
 }
 
 Fields fields_of(const Call& call) {
@@ -54,6 +57,7 @@ Fields fields_of(const Call& call) {
   fields.add("COMPUTE_TYPE", call.compute);
   fields.add("ALGO_TYPE", call.algo);
   fields.add("COMMUNICATION_SM_COUNT", call.communication_sm_count);
+  fields.add("COMMUNICATION_TYPE", call.communication_type);
   fields.add("EPILOGUE", call.epilog + (call.is_all_reduce ? 1 : 0));
   fields.add("the order of sums", call.is_ordered);
   fields.add("alpha", call.alpha.real());

@@ -307,7 +307,9 @@ cublasMpStatus_t Matmul(cublasMpHandle_t handle, cublasMpMatmulDescriptor_t matm
     JAXMP_RETURN_IF_ERROR(check_workspace(call, device, device_bytes, host));
     call.workspace = static_cast<char*>(device);
     arrival.stream = handle->stream;
-    if (call.amax_d) *call.amax_d = 0;  // the tiles raise it
+    for (uint32_t* amax : {call.amax_d, call.amax_aux}) {
+      if (amax) *amax = 0;  // the tiles raise it
+    }
     if (!arrival.stream || !arrival.stream->done) {
       return FailedPrecondition("the handle has no stream; call cublasMpSetStream with as_stream(&stream)");
     }

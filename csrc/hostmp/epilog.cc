@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "csrc/hostmp/elementwise.h"
+#include "csrc/hostmp/narrow.h"
 #include "csrc/hostmp/types.h"
 
 namespace jaxmp::hostmp {
@@ -71,14 +72,30 @@ void write_mask(const T* values, int64_t count, uint8_t* mask) {
   }
 }
 
+// The aux of GELU in the type that was asked for, from element `at` on.
+template <typename T>
+void write_gelu_aux(const Finish& f, int64_t at, const T* values, int64_t count) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (f.aux_type == abi::CUDA_R_16BF) return store(values, static_cast<BFloat16*>(f.aux) + at, count);
+    if (f.aux_type == abi::CUDA_R_16F) return store(values, static_cast<Float16*>(f.aux) + at, count);
+    if (is_float8(f.aux_type)) {
+      float scaled[kStrip];
+      for (int64_t i = 0; i < count; ++i) *f.aux_amax = std::max(*f.aux_amax, absolute_bits(values[i]));
+      for (int64_t i = 0; i < count; ++i) scaled[i] = f.aux_scale * values[i];
+      return encode(f.aux_type, scaled, count, static_cast<uint8_t*>(f.aux) + at);
+    }
+  }
+  store(values, static_cast<T*>(f.aux) + at, count);
+}
+
 // The aux of one strip of a column, from z + bias.
-template <typename T, typename Out>
+template <typename T>
 void write_aux(const Finish& f, int64_t row, int64_t col, const T* values, int64_t count) {
   if constexpr (!IsComplex<T>::value) {
     if (f.epilog->activation == Activation::kRelu) {
       write_mask(values, count, static_cast<uint8_t*>(f.aux) + col * f.aux_ld + row / 8);
     } else {
-      store(values, static_cast<Out*>(f.aux) + col * f.aux_ld + row, count);
+      write_gelu_aux(f, col * f.aux_ld + row, values, count);
     }
   }
 }
@@ -107,10 +124,9 @@ void activate(Activation activation, T* values, int64_t count) {
   }
 }
 
-template <typename Out>
 void pad_aux(const Finish& f) {
   const bool is_mask = f.epilog->activation == Activation::kRelu;
-  const int64_t size = is_mask ? 1 : sizeof(Out);
+  const int64_t size = is_mask ? 1 : facts(f.aux_type).bytes;
   const int64_t begin = is_mask ? ceil_div(f.rows, 8) : f.rows;
   const int64_t end = is_mask ? ceil_div(f.aux_rows, 8) : f.aux_rows;
   for (int64_t col = 0; begin < end && col < f.cols; ++col) {
@@ -131,13 +147,13 @@ void finish(const Finish& f) {
       if (f.epilog->is_derivative) {
         multiply_by_slope<T, Out>(f, row, col, values, count);
       } else {
-        if (f.aux) write_aux<T, Out>(f, row, col, values, count);
+        if (f.aux) write_aux(f, row, col, values, count);
         activate(f.epilog->activation, values, count);
       }
       store(values, static_cast<Out*>(f.d) + col * f.ldd + row, count);
     }
   }
-  if (f.aux && !f.epilog->is_derivative) pad_aux<Out>(f);
+  if (f.aux && !f.epilog->is_derivative) pad_aux(f);
 }
 
 template <typename T>

@@ -38,9 +38,13 @@ struct Finish {
   void* d;
   int64_t ldd;
   const void* bias;  // d's type
-  void* aux;       // GELU: d's type. RELU: bits, and the tile starts at a multiple of 8 rows. Derivatives only read it
-  int64_t aux_ld;  // bytes for RELU, elements for GELU
+  void* aux;         // RELU: bits, and the tile starts at a multiple of 8 rows. Derivatives only read it
+  int64_t aux_ld;    // bytes for RELU, elements for GELU
   int64_t aux_rows;  // `rows`, and in the last tile of a column also the padding below, which is written as 0
+  abi::cudaDataType_t
+      aux_type;        // of GELU: out's, or where the sums are floats bf16, f16 or fp8; a derivative's is out's
+  float aux_scale;     // by which an aux of fp8 is multiplied
+  uint32_t* aux_amax;  // raised to the bits of the largest absolute value ahead of that
 };
 
 // d = round(activation(z + bias)); aux is the sign mask or round(z + bias). A derivative: d = round(z * slope of aux).

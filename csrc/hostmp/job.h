@@ -38,7 +38,7 @@ struct Meeting {
   GradientWork gradient;
   std::atomic<bool> is_open{false};
   std::atomic<size_t> next{0};
-  // Tiles (and strips of a gradient) not yet done, and one for the last rank's thread: while it still asks its stream's
+  // Tiles (and pieces of a gradient) not yet done, and one for the last rank's thread: while it still asks its stream's
   // pool for help, nobody may complete that stream.
   std::atomic<size_t> left{0};
   std::atomic<int> workers{0};

@@ -26,6 +26,13 @@ void encode(abi::cudaDataType_t type, const float* from, int64_t count, void* to
 
 float largest(abi::cudaDataType_t type);
 
+// The bits of |value|, of which those of a larger number, and of a NaN, are larger.
+inline uint32_t absolute_bits(float value) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &value, sizeof(bits));
+  return bits & 0x7fffffffu;
+}
+
 // A scale of one byte.
 inline float ue8m0(uint8_t bits) {
   // 2^(bits - 127); 0 is subnormal as a float, and 255 is NaN.

@@ -1,9 +1,9 @@
 #include "csrc/hostmp/narrow_product.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "csrc/hostmp/blas.h"
+#include "csrc/hostmp/ordered_kernel.h"
 #include "csrc/hostmp/types.h"
 
 namespace jaxmp::hostmp {
@@ -24,20 +24,21 @@ void decode_scaled(const NarrowOperand& x, const char* from, int64_t inner, int6
   }
 }
 
-// `depth` of k from `at` on, of `count` indices: a dense panel in the operand's own order.
-void decode_panel(const NarrowOperand& x, int64_t at, int64_t depth, int64_t count, BFloat16* to) {
+// `depth` of k from `at` on, of `count` indices: a panel in the operand's own order, `ld` from one index (or, where the
+// operand is not adjacent in k, one k) to the next.
+void decode_panel(const NarrowOperand& x, int64_t at, int64_t depth, int64_t count, BFloat16* to, int64_t ld) {
   if (!x.is_adjacent_in_k) {
     for (int64_t i = 0; i < depth; ++i) {
-      decode(x.type, x.data + bytes_of(x.type, (at + i) * x.ld), count, 1.0f, to + i * count);
+      decode(x.type, x.data + bytes_of(x.type, (at + i) * x.ld), count, 1.0f, to + i * ld);
     }
     return;
   }
   for (int64_t i = 0; i < count; ++i) {
     const char* const from = x.data + bytes_of(x.type, i * x.ld + at);
     if (is_tiled(x.scales.mode)) {
-      decode_scaled(x, from, x.inner + at, x.outer + i, depth, to + i * depth);
+      decode_scaled(x, from, x.inner + at, x.outer + i, depth, to + i * ld);
     } else {
-      decode(x.type, from, depth, 1.0f, to + i * depth);
+      decode(x.type, from, depth, 1.0f, to + i * ld);
     }
   }
 }
@@ -103,12 +104,12 @@ void narrow_gemm(const NarrowProduct& p, double alpha, bool adds, char* memory) 
   const Scratch scratch = divide(memory, has_sums, p.m, p.n, std::min(p.k, kDepth));
   for (int64_t at = 0; at < p.k; at += kDepth) {
     const int64_t panel = std::min(kDepth, p.k - at);
-    decode_panel(p.a, at, panel, p.m, scratch.a);
-    decode_panel(p.b, at, panel, p.n, scratch.b);
+    const bool is_a_k = p.a.is_adjacent_in_k, is_b_k = p.b.is_adjacent_in_k;
+    decode_panel(p.a, at, panel, p.m, scratch.a, is_a_k ? panel : p.m);
+    decode_panel(p.b, at, panel, p.n, scratch.b, is_b_k ? panel : p.n);
     const int64_t step = by_blocks ? kScaleBlock : panel;
     for (int64_t from = 0; from < panel; from += step, adds = true) {
       const int64_t depth = std::min(step, panel - from);
-      const bool is_a_k = p.a.is_adjacent_in_k, is_b_k = p.b.is_adjacent_in_k;
       const Product product = {is_a_k ? abi::CUBLAS_OP_T : abi::CUBLAS_OP_N,
                                is_b_k ? abi::CUBLAS_OP_N : abi::CUBLAS_OP_T,
                                p.m,
@@ -134,22 +135,58 @@ void narrow_gemm(const NarrowProduct& p, double alpha, bool adds, char* memory) 
   }
 }
 
-int64_t narrow_scratch(bool has_sums, int64_t m, int64_t n, int64_t k) {
+void narrow_gemm_in_order(const std::vector<NarrowProduct>& parts, char* memory) {
+  const NarrowProduct& first = parts.front();
+  const bool has_sums = applies_to_sums(first.a.type, first.a.scales, first.b.scales);
+  const bool by_blocks = block_of(first.a.scales.mode) == kScaleBlock || block_of(first.b.scales.mode) == kScaleBlock;
+  int64_t k = 0;
+  for (const NarrowProduct& part : parts) k += part.k;
+  const Scratch scratch = divide(memory, has_sums, first.m, first.n, std::min(k, kDepth));
+  size_t scaling = 0;  // the part whose scales are next
+  int64_t passed = 0;  // k of those before it
+  bool adds = false;
+  for (int64_t at = 0; at < k; at += kDepth) {
+    const int64_t panel = std::min(kDepth, k - at);
+    int64_t begin = 0;
+    for (const NarrowProduct& part : parts) {
+      const int64_t from = std::max(at, begin), depth = std::min(at + panel, begin + part.k) - from;
+      if (depth > 0) decode_panel(part.a, from - begin, depth, part.m, scratch.a + from - at, panel);
+      if (depth > 0) decode_panel(part.b, from - begin, depth, part.n, scratch.b + from - at, panel);
+      begin += part.k;
+    }
+    const int64_t step = by_blocks ? kScaleBlock : panel;
+    for (int64_t from = 0; from < panel; from += step, adds = true) {
+      const Product product = {abi::CUBLAS_OP_T,
+                               abi::CUBLAS_OP_N,
+                               first.m,
+                               first.n,
+                               std::min(step, panel - from),
+                               scratch.a + from,
+                               panel,
+                               scratch.b + from,
+                               panel,
+                               has_sums ? scratch.sums : first.c,
+                               has_sums ? first.m : first.ldc};
+      ordered_gemm(abi::CUDA_R_16BF, product, adds && !has_sums, scratch.kernel);
+      if (!has_sums) continue;
+      while (at + from >= passed + parts[scaling].k) passed += parts[scaling++].k;
+      add_scaled(parts[scaling], at + from - passed, scratch, 1.0f, adds);
+    }
+  }
+}
+
+int64_t narrow_scratch(bool has_sums, bool is_ordered, int64_t m, int64_t n, int64_t k) {
   const int64_t depth = std::min(k, kDepth);
   const int64_t sums = has_sums ? aligned(4 * m * n) + aligned(4 * m) : 0;
   const int64_t product = aligned(2 * m * depth) + aligned(2 * n * depth) + sums;
-  return std::max(product + gemm16_scratch(abi::CUDA_R_16BF, m, n, depth), aligned(4 * m));
+  const int64_t kernel =
+      is_ordered ? ordered_gemm_scratch(abi::CUDA_R_16BF, m, n, depth) : gemm16_scratch(abi::CUDA_R_16BF, m, n, depth);
+  return std::max(product + kernel, aligned(4 * m));
 }
 
 namespace {
 
 constexpr int64_t kStrip = 512;  // a multiple of every block
-
-uint32_t absolute_bits(float value) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  return bits & 0x7fffffffu;
-}
 
 // Divides a block by its scale, and stores the scale (cuBLAS documentation, "1D Block Quantization").
 void scale_block(const NarrowOutput& out, float* values, int64_t count, int64_t row, int64_t col) {

@@ -4,6 +4,7 @@
 #define JAXMP_HOSTMP_NARROW_PRODUCT_H_
 
 #include <cstdint>
+#include <vector>
 
 #include "csrc/cublasmp_abi.h"
 #include "csrc/hostmp/scales.h"
@@ -32,8 +33,13 @@ struct NarrowProduct {
 // into alpha. 8-bit integers: exact, modulo 2^32.
 void narrow_gemm(const NarrowProduct& product, double alpha, bool adds, char* scratch);
 
+// c = op(a) op(b), of a product whose k lies in several parts, each sum in one order: the parts are decoded together
+// into panels that begin at multiples of their depth, so nothing depends on where k is cut. Blocks of 128 are summed
+// each by itself, scaled, and added in ascending order. For operands that are adjacent in k, with equal m, n and c.
+void narrow_gemm_in_order(const std::vector<NarrowProduct>& parts, char* scratch);
+
 // Bytes, for any product of at most m x n; at least m floats.
-int64_t narrow_scratch(bool applies_to_sums, int64_t m, int64_t n, int64_t k);
+int64_t narrow_scratch(bool applies_to_sums, bool is_ordered, int64_t m, int64_t n, int64_t k);
 
 // Whether products of these operands are scaled, or added as integers, after they have been summed.
 inline bool applies_to_sums(abi::cudaDataType_t type, const Scales& a, const Scales& b) {

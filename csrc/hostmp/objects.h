@@ -77,7 +77,8 @@ struct Call {
   abi::cublasComputeType_t compute = abi::CUBLAS_COMPUTE_32F;
   int communication_sm_count = 0;  // 0: the library's choice
   abi::cublasMpMatmulAlgoType_t algo = abi::CUBLASMP_MATMUL_ALGO_TYPE_DEFAULT;
-  int epilog = 0;  // without the ALLREDUCE bit
+  int communication_type = -1;  // a cudaDataType_t; -1: the library's choice
+  int epilog = 0;               // without the ALLREDUCE bit
   bool is_all_reduce = false;
   bool is_ordered = false;
   std::complex<double> alpha, beta;
@@ -88,11 +89,12 @@ struct Call {
   abi::cudaDataType_t bias_type = abi::CUDA_R_32F;
   void* aux = nullptr;
   int64_t aux_ld = 0;
+  abi::cudaDataType_t aux_type = abi::CUDA_R_8U;  // CUDA_R_8U: the mask of RELU
   void* gradient = nullptr;
-  Scales scale_a, scale_b, scale_c, scale_d;
+  Scales scale_a, scale_b, scale_c, scale_d, scale_aux;
   bool has_d_out_scale = false;
-  Scales d_out_scale;          // an output
-  uint32_t* amax_d = nullptr;  // a float's bits
+  Scales d_out_scale;                               // an output
+  uint32_t *amax_d = nullptr, *amax_aux = nullptr;  // bits of floats
   char* workspace = nullptr;
 
   const abi::cublasMpGrid& grid() const { return d.desc.grid; }

@@ -62,9 +62,9 @@ void round_to_tf32(const float* from, float* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     uint32_t bits;
     std::memcpy(&bits, from + i, sizeof(bits));
-    // Half of the last bit that is kept, added to the magnitude; infinities and NaN stay as they are.
+    // Just under half of the last bit that is kept, and that bit itself, which decides a tie; infinities and NaN stay.
     const bool is_finite = (bits & 0x7f800000) != 0x7f800000;
-    bits = is_finite ? (bits + 0x1000) & 0xffffe000 : bits;
+    bits = is_finite ? (bits + 0xfff + (bits >> 13 & 1)) & 0xffffe000 : bits;
     std::memcpy(to + i, &bits, sizeof(bits));
   }
 }

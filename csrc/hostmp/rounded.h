@@ -1,8 +1,8 @@
 // Single-precision products whose operands are rounded first: cuBLAS's CUBLAS_COMPUTE_32F_FAST_*.
 //
-// FAST_16BF and FAST_16F round to nearest, ties to even, as cvt.rn does. FAST_TF32 keeps ten bits of the mantissa and
-// rounds to nearest, ties away from zero: cvt.rna.tf32.f32 (PTX ISA 7.0), the one conversion that every GPU with TF32
-// has. What is beyond half precision's range becomes an infinity. Products are exact and summed in f32.
+// All of them round to nearest, ties to even; FAST_TF32 keeps ten bits of the mantissa ("input conversions round to
+// nearest even", cuBLAS documentation of CUDA 13, cublasComputeType_t). What is beyond half precision's range becomes
+// an infinity. Products are exact and summed in f32.
 #ifndef JAXMP_HOSTMP_ROUNDED_H_
 #define JAXMP_HOSTMP_ROUNDED_H_
 

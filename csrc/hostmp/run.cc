@@ -20,17 +20,15 @@ char* area_of_worker(const Meeting& meeting, int worker) {
   return reinterpret_cast<char*>(aligned) + worker / nranks * bytes;
 }
 
-// What threads share: the tiles, and strips that do not wait for them.
+// What threads take one by one: the tiles, and pieces of a gradient that do not wait for them.
 size_t count_pieces(const Meeting& meeting) {
   const GradientWork& gradient = meeting.gradient;
-  return meeting.product.schedule.tiles.size() + (gradient.needs_d ? 0 : gradient.strips.size());
+  return meeting.product.schedule.tiles.size() + (gradient.needs_d ? 0 : gradient.pieces());
 }
 
 void finish_one(Meeting& meeting) {
   if (meeting.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
-  if (meeting.gradient.needs_d) {
-    for (const Strip& strip : meeting.gradient.strips) sum_strip(meeting.product, meeting.gradient, strip);
-  }
+  write_gradient(meeting.product, meeting.gradient);
   complete(meeting, Status());
 }
 
@@ -48,7 +46,7 @@ void open(Meeting& meeting) {
   const Call& call = *meeting.product.calls[0];
   meeting.product.schedule = make_schedule(call);
   meeting.product.area = area_of(call, meeting.product.schedule);
-  meeting.gradient = make_gradient(call);
+  meeting.gradient = make_gradient(meeting.product);
   meeting.left.store(count_pieces(meeting) + 1, std::memory_order_relaxed);
   meeting.is_open.store(true, std::memory_order_release);
 }
@@ -64,8 +62,9 @@ void work(Meeting& meeting) {
   for (size_t i; (i = meeting.next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
     if (i < tiles.size()) {
       run_tile(meeting.product, tiles[i], area);
+      sum_ready(meeting.product, meeting.gradient, tiles[i]);
     } else {
-      sum_strip(meeting.product, meeting.gradient, meeting.gradient.strips[i - tiles.size()]);
+      sum_piece(meeting.product, meeting.gradient, i - tiles.size());
     }
     finish_one(meeting);
   }

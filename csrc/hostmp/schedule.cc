@@ -97,11 +97,12 @@ Area area_of(const Call& call, const Schedule& schedule) {
     const int64_t sums = sums_in_d(call) ? 0 : facts(call.accumulator()).bytes * tile.rows * tile.cols;
     area.sums_bytes = std::max(area.sums_bytes, round_up(sums, kAlignment));
     int64_t scratch = 0, seam = 0;
-    if (call.is_ordered) {
+    if (call.is_narrow()) {
+      const bool has_sums = applies_to_sums(type, call.scale_a, call.scale_b);
+      scratch = narrow_scratch(has_sums, call.is_ordered, tile.rows, tile.cols, call.k);
+    } else if (call.is_ordered) {
       scratch = ordered_gemm_scratch(type, tile.rows, tile.cols, call.k);
       seam = ordered_unit(type) > 1 ? ordered_unit(type) * facts(type).bytes * (tile.rows + tile.cols) : 0;
-    } else if (call.is_narrow()) {
-      scratch = narrow_scratch(applies_to_sums(type, call.scale_a, call.scale_b), tile.rows, tile.cols, call.k);
     } else if (rounds_operands(call.compute)) {
       scratch = gemm_rounded_scratch(call.compute, type, tile.rows, tile.cols, call.k);
     } else if (facts(type).is_16bit) {

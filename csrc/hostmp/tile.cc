@@ -70,6 +70,32 @@ class TileRun {
 
   // z = alpha (the sum over k in ascending order) + beta C.
   void sum_in_order() {
+    const bool is_started = call_.is_narrow() ? multiply_narrow_in_order() : multiply_in_order();
+    if (!is_started) fill_zero();
+    const std::complex<double> alpha = call_.alpha * tensor_scale();
+    if (alpha != 1.0) {
+      scale_sums(z_.data, z_.ld, tile_.rows, tile_.cols, alpha.real(), alpha.imag(), call_.accumulator());
+    }
+    add_c(true);
+  }
+
+  // Of A and B; the ranks agree on tensor-wide scales.
+  double tensor_scale() const {
+    double scale = 1;
+    for (const Scales* scales : {&call_.scale_a, &call_.scale_b}) {
+      if (scales->mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32) scale *= static_cast<double>(scales->scalar());
+    }
+    return scale;
+  }
+
+  bool multiply_narrow_in_order() {
+    std::vector<NarrowProduct> parts;
+    for (const Cut& cut : product_.schedule.k) parts.push_back(narrow_product_of(cut));
+    if (!parts.empty()) narrow_gemm_in_order(parts, scratch_);
+    return !parts.empty();
+  }
+
+  bool multiply_in_order() {
     const int64_t unit = ordered_unit(call_.a.desc.type);
     bool is_started = false;
     const auto add = [&](const Product& product) {
@@ -85,11 +111,7 @@ class TileRun {
       if (at < end) add(seam_at(at, std::min(at + unit, call_.k)));
       at = at < end ? std::min(at + unit, call_.k) : at;
     }
-    if (!is_started) fill_zero();
-    if (call_.alpha != 1.0) {
-      scale_sums(z_.data, z_.ld, tile_.rows, tile_.cols, call_.alpha.real(), call_.alpha.imag(), call_.accumulator());
-    }
-    add_c(true);
+    return is_started;
   }
 
   static Cut part_of(const Cut& cut, int64_t begin, int64_t end) {
@@ -182,15 +204,15 @@ class TileRun {
             local_k,     x.local_rows(), local,    x.local_cols()};
   }
 
-  void add_narrow(const Cut& k, bool adds) {
+  NarrowProduct narrow_product_of(const Cut& k) const {
     const bool is_a_k = call_.trans_a != abi::CUBLAS_OP_N, is_b_k = call_.trans_b == abi::CUBLAS_OP_N;
     const NarrowOperand a = narrow_piece(&Call::a, &Call::scale_a, is_a_k, k, 0, m_, tile_.row);
     const NarrowOperand b = narrow_piece(&Call::b, &Call::scale_b, is_b_k, k, 1, n_, tile_.col);
-    double alpha = call_.alpha.real();
-    for (const Scales* scales : {&a.scales, &b.scales}) {
-      if (scales->mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32) alpha *= static_cast<double>(scales->scalar());
-    }
-    narrow_gemm({tile_.rows, tile_.cols, k.size, a, b, z_.data, z_.ld}, alpha, adds, scratch_);
+    return {tile_.rows, tile_.cols, k.size, a, b, z_.data, z_.ld};
+  }
+
+  void add_narrow(const Cut& k, bool adds) {
+    narrow_gemm(narrow_product_of(k), call_.alpha.real() * tensor_scale(), adds, scratch_);
   }
 
   // Where op(X) is at (row, col), each given as the process coordinate and the local index along that axis of op(X).
@@ -214,11 +236,18 @@ class TileRun {
     const Epilog* epilog = find_epilog(call_.epilog);
     if (sums_in_d(call_) && epilog->is_plain()) return;
     if (call_.stores_narrow()) return finish_narrow(epilog);
-    const Block d = d_of(place_.rank);
-    const void* bias = epilog->has_bias ? bias_of_tile(call_.d.desc.type) : nullptr;
+    apply_epilog(epilog, d_of(place_.rank), call_.d.desc.type);
+  }
+
+  // The epilog from the sums into `to`, of type `out`.
+  void apply_epilog(const Epilog* epilog, const Block& to, abi::cudaDataType_t out) {
+    const void* bias = epilog->has_bias ? bias_of_tile(out) : nullptr;
     const Aux aux = epilog->has_aux ? aux_of(place_.rank) : Aux{};
-    finish_tile({epilog, tile_.rows, tile_.cols, z_.data, z_.ld, d.data, d.ld, bias, aux.data, aux.ld, aux.rows},
-                call_.accumulator(), call_.d.desc.type);
+    uint32_t amax = 0;
+    finish_tile({epilog, tile_.rows, tile_.cols, z_.data, z_.ld, to.data, to.ld, bias, aux.data, aux.ld, aux.rows,
+                 call_.aux_type, owner().scale_aux.scalar(), &amax},
+                call_.accumulator(), out);
+    raise(&Call::amax_aux, amax);
   }
 
   // The tile's part of the bias, as `type`.
@@ -234,26 +263,26 @@ class TileRun {
 
   // fp8 and fp4: the epilog in floats where the sums are, then scaled and encoded.
   void finish_narrow(const Epilog* epilog) {
-    if (!epilog->is_plain()) {
-      const void* bias = epilog->has_bias ? bias_of_tile(abi::CUDA_R_32F) : nullptr;
-      const Aux aux = epilog->has_aux ? aux_of(place_.rank) : Aux{};
-      finish_tile({epilog, tile_.rows, tile_.cols, z_.data, z_.ld, z_.data, z_.ld, bias, aux.data, aux.ld, aux.rows},
-                  abi::CUDA_R_32F, abi::CUDA_R_32F);
-    }
+    if (!epilog->is_plain()) apply_epilog(epilog, z_, abi::CUDA_R_32F);
     const Block d = d_of(place_.rank);
     const int64_t rows_of_part = call_.is_all_reduce ? call_.m : owner().d.local_rows();
     const uint32_t amax = store_narrow({call_.d.desc.type, reinterpret_cast<const float*>(z_.data), z_.ld, tile_.rows,
                                         tile_.cols, d.data, d.ld, owner().scale_d.scalar(), owner().d_out_scale.mode,
                                         static_cast<uint8_t*>(const_cast<void*>(owner().d_out_scale.data)), place_.row,
                                         place_.col, rows_of_part});
+    raise(&Call::amax_d, amax);
+  }
+
+  // Raises the maximum of every rank that holds the tile.
+  void raise(uint32_t* Call::* most, uint32_t value) const {
     const int64_t last = call_.is_all_reduce ? call_.nranks - 1 : place_.rank;
     for (int64_t rank = place_.rank; rank <= last; ++rank) {
-      raise_to(product_.calls[static_cast<size_t>(rank)]->amax_d, amax);
+      uint32_t* const of_rank = product_.calls[static_cast<size_t>(rank)]->*most;
+      if (of_rank) raise_to(of_rank, value);
     }
   }
 
   static void raise_to(uint32_t* most, uint32_t value) {
-    if (!most) return;
     uint32_t have = __atomic_load_n(most, __ATOMIC_RELAXED);
     while (have < value && !__atomic_compare_exchange_n(most, &have, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
     }
@@ -274,10 +303,10 @@ class TileRun {
     aux.rows = is_last ? call.aux_ld - place_.row : tile_.rows;
     const bool is_mask = find_epilog(call.epilog)->activation == Activation::kRelu;
     aux.ld = is_mask ? call.aux_ld / 8 : call.aux_ld;
-    aux.stride = is_mask ? aux.ld : aux.ld * d_bytes();
-    aux.bytes = is_mask ? ceil_div(aux.rows, 8) : aux.rows * d_bytes();
-    aux.data =
-        static_cast<char*>(call.aux) + place_.col * aux.stride + (is_mask ? place_.row / 8 : place_.row * d_bytes());
+    aux.stride = is_mask ? aux.ld : bytes_of(call.aux_type, aux.ld);
+    aux.bytes = is_mask ? ceil_div(aux.rows, 8) : bytes_of(call.aux_type, aux.rows);
+    const int64_t above = is_mask ? place_.row / 8 : bytes_of(call.aux_type, place_.row);
+    aux.data = static_cast<char*>(call.aux) + place_.col * aux.stride + above;
     return aux;
   }
 

@@ -277,6 +277,8 @@ void copy_arguments(const Arguments& in, Call* call) {
   call->is_ordered = desc.is_ordered && in.desc_a->type != CUDA_R_8I;  // integers come out alike in any order
   call->algo = attribute<cublasMpMatmulAlgoType_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_ALGO_TYPE);
   call->communication_sm_count = attribute<int>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMMUNICATION_SM_COUNT);
+  constexpr int kCommunication = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMMUNICATION_TYPE;
+  if (desc.is_set[kCommunication]) call->communication_type = attribute<int>(desc, kCommunication);
   const int epilog = attribute<int>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE);
   call->epilog = epilog & ~CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE;
   call->is_all_reduce = epilog & CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE;

@@ -54,20 +54,23 @@ Status check_gradient(const cublasMpMatmulDescriptor& desc, bool runs, const Epi
   return {};
 }
 
-Status check_aux_type(const cublasMpMatmulDescriptor& desc, const Call& call, bool is_mask) {
+Status check_aux_type(const cublasMpMatmulDescriptor& desc, bool is_mask, const Epilog& epilog, Call* call) {
   constexpr int kType = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE;
-  if (!desc.is_set[kType]) return {};
-  if (is_mask)
+  if (is_mask && desc.is_set[kType]) {
     return InvalidArgument("EPILOGUE_AUX_DATA_TYPE is set, but the aux of RELU is a bit mask; leave it unset");
-  const auto type = attribute<cudaDataType_t>(desc, kType);
-  if (type == call.d.desc.type) return {};
+  }
+  if (is_mask) return {};
+  const cudaDataType_t d = call->d.desc.type;
+  call->aux_type = desc.is_set[kType] ? attribute<cudaDataType_t>(desc, kType) : d;
+  if (is_float8(d)) return check_aux_of_narrow(*call, epilog);
+  if (call->aux_type == d) return {};
   return Unimplemented(
-      text("the aux is ", name_of(type), " and D is ", name_of(call.d.desc.type), "; they must be of one type"));
+      text("the aux is ", name_of(call->aux_type), " and D is ", name_of(d), "; they must be of one type"));
 }
 
 Status check_aux(const cublasMpMatmulDescriptor& desc, bool runs, const Epilog& epilog, Call* call) {
   const bool is_mask = epilog.activation == Activation::kRelu;
-  JAXMP_RETURN_IF_ERROR(check_aux_type(desc, *call, is_mask));
+  JAXMP_RETURN_IF_ERROR(check_aux_type(desc, is_mask, epilog, call));
   if (attribute<int64_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_BATCH_STRIDE) != 0) {
     return InvalidArgument("EPILOGUE_AUX_BATCH_STRIDE must be 0");
   }
@@ -113,11 +116,9 @@ Status read_epilog(const cublasMpMatmulDescriptor& desc, bool runs, Call* call) 
 }
 
 Status check_unsupported(const cublasMpMatmulDescriptor& desc, const Call& call) {
-  // From the aux's scale to D's output scale: all for numbers of 8 bits and fewer; read_scales has read those of the
-  // matrices, an aux of 8 bits hostmp does not have.
-  const int last = is_scaled(call.a.desc.type) ? CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_MODE
-                                               : CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_MODE;
-  for (int number = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_POINTER; number <= last; ++number) {
+  // From the aux's scale to D's output scale: all for fp8 and fp4, of which read_scales has read them.
+  for (int number = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_POINTER;
+       number <= CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_MODE && !is_scaled(call.a.desc.type); ++number) {
     if (desc.values[static_cast<size_t>(number)] == 0) continue;
     return Unimplemented(text("attribute ", number, " asks for scaling or an absolute maximum, which ",
                               name_of(call.d.desc.type), " does not take"));
@@ -125,10 +126,9 @@ Status check_unsupported(const cublasMpMatmulDescriptor& desc, const Call& call)
   if (call.communication_sm_count < 0) {
     return InvalidArgument(text("COMMUNICATION_SM_COUNT must not be negative, got ", call.communication_sm_count));
   }
-  constexpr int kType = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMMUNICATION_TYPE;
-  if (!desc.is_set[kType]) return {};
+  if (call.communication_type == -1) return {};
   // Nothing is communicated here, sums stay in the accumulator; but the real library's rule must hold.
-  const auto type = attribute<cudaDataType_t>(desc, kType);
+  const auto type = static_cast<cudaDataType_t>(call.communication_type);
   const int64_t bytes = facts(type).bytes;
   const bool fits = bytes >= facts(call.d.desc.type).bytes && bytes <= facts(call.accumulator()).bytes;
   if (fits && sums_over_ranks(call)) return {};

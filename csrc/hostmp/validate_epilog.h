@@ -16,7 +16,7 @@ T attribute(const abi::cublasMpMatmulDescriptor& desc, int number) {
   return value;
 }
 
-// Fills call->bias, aux, aux_ld and gradient where the epilog has them.
+// Fills call->bias, aux, aux_ld, aux_type and gradient where the epilog has them.
 Status read_epilog(const abi::cublasMpMatmulDescriptor& desc, bool runs, Call* call);
 
 // Refuses attributes that hostmp would have to ignore.

@@ -113,6 +113,13 @@ Status check_output(const Call& call) {
   if (call.amax_d && (!is_float8(d) || is_blocked)) {
     return Unimplemented(text("AMAX_D_POINTER is set; the largest value is taken of an fp8 D with tensor-wide scales"));
   }
+  const bool has_narrow_aux = is_float8(call.aux_type);
+  if ((call.scale_aux.data || call.amax_aux) && !has_narrow_aux) {
+    return Unimplemented("EPILOGUE_AUX_SCALE_POINTER or EPILOGUE_AUX_AMAX_POINTER is set, but the aux is not fp8");
+  }
+  if (has_narrow_aux && is_blocked) {
+    return Unimplemented("the aux is fp8, which goes with tensor-wide scales only");
+  }
   const bool needs_out_scale = is_blocked && call.stores_narrow();
   if (call.has_d_out_scale == needs_out_scale) return {};
   return InvalidArgument(text("D_OUT_SCALE_MODE is ", call.has_d_out_scale ? "set" : "not set", ", but D is ",
@@ -135,10 +142,6 @@ Status check_narrow_types(const Call& call) {
   if (call.compute != compute) {
     return Unimplemented(text("the compute type is ", static_cast<int>(call.compute), " but A is ", name_of(a),
                               ", which takes CUBLAS_COMPUTE_", a == CUDA_R_8I ? "32I" : "32F"));
-  }
-  if (is_scaled(a) && call.is_ordered) {
-    return Unimplemented(
-        text("sums of ", name_of(a), " have no fixed order here; decode the operands ahead of the call"));
   }
   if (is_scaled(a) && (call.trans_a != CUBLAS_OP_T || call.trans_b != CUBLAS_OP_N)) {
     return Unimplemented(text(name_of(a), " is multiplied with TRANSA=T and TRANSB=N only; store both along k"));
@@ -171,36 +174,53 @@ Status check_epilog_of_narrow(const Call& call, const Epilog& epilog) {
     return Unimplemented(text("cuBLAS has no epilog ", epilog.name, " for ", name_of(call.a.desc.type),
                               "; it has BIAS, those of RELU, DRELU and GELU_AUX"));
   }
-  if (is_gelu && call.stores_narrow()) {
+  if (is_gelu && call.d.desc.type == CUDA_R_4F_E2M1) {
     return Unimplemented(text("epilog ", epilog.name, " is not computed for D of ", name_of(call.d.desc.type),
-                              "; use a D of 16 or 32 bits"));
+                              "; use a D of 8 bits or more"));
   }
   return {};
 }
 
+Status check_aux_of_narrow(const Call& call, const Epilog& epilog) {
+  const cudaDataType_t aux = call.aux_type, c = call.has_c ? call.c.desc.type : CUDA_R_16F;
+  if (aux == c || (!call.has_c && aux == CUDA_R_16BF)) return {};
+  const bool is_e4m3 = aux == CUDA_R_8F_E4M3 && call.a.desc.type == aux && call.b.desc.type == aux &&
+                       call.d.desc.type == aux && c == CUDA_R_16F;
+  if (is_e4m3 && call.epilog == CUBLASMP_MATMUL_EPILOGUE_GELU_AUX) return {};
+  return Unimplemented(text("the aux is ", name_of(aux), " beside D of ", name_of(call.d.desc.type), " and epilog ",
+                            epilog.name,
+                            "; EPILOGUE_AUX_DATA_TYPE must be the type of C, or f8e4m3 where A, B and D "
+                            "are f8e4m3, C is f16 and the epilog is GELU_AUX"));
+}
+
 Status read_scales(const cublasMpMatmulDescriptor& desc, bool runs, Call* call) {
   if (!is_scaled(call->a.desc.type)) return {};
-  const auto read = [&desc](int pointer, Scales* scales) -> Status {
+  const auto read_with = [&desc](int pointer, int number, Scales* scales) -> Status {
     scales->data = attribute<const void*>(desc, pointer);
-    const int mode = attribute<int>(desc, pointer + 1);  // each pointer's mode follows it
+    const int mode = attribute<int>(desc, number);
     if (mode < 0 || mode > CUBLASMP_MATMUL_MATRIX_SCALE_BLK128x128_FP32) {
-      return InvalidArgument(text("attribute ", pointer + 1, " is ", mode, ", which is no scale mode"));
+      return InvalidArgument(text("attribute ", number, " is ", mode, ", which is no scale mode"));
     }
     scales->mode = static_cast<ScaleMode>(mode);
     return {};
   };
+  const auto read = [&](int pointer, Scales* scales) { return read_with(pointer, pointer + 1, scales); };
   JAXMP_RETURN_IF_ERROR(read(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_A_SCALE_POINTER, &call->scale_a));
   JAXMP_RETURN_IF_ERROR(read(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_B_SCALE_POINTER, &call->scale_b));
   JAXMP_RETURN_IF_ERROR(read(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_C_SCALE_POINTER, &call->scale_c));
   JAXMP_RETURN_IF_ERROR(read(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_SCALE_POINTER, &call->scale_d));
   JAXMP_RETURN_IF_ERROR(read(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_POINTER, &call->d_out_scale));
+  JAXMP_RETURN_IF_ERROR(read_with(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_POINTER,
+                                  CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_MODE, &call->scale_aux));
+  call->amax_aux = attribute<uint32_t*>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_AMAX_POINTER);
   call->has_d_out_scale = desc.is_set[CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_MODE];
   call->amax_d = attribute<uint32_t*>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_AMAX_D_POINTER);
   JAXMP_RETURN_IF_ERROR(check_modes(*call));
   JAXMP_RETURN_IF_ERROR(check_output(*call));
-  for (const Scales* scalar : {&call->scale_c, &call->scale_d}) {
+  for (const Scales* scalar : {&call->scale_c, &call->scale_d, &call->scale_aux}) {
     if (scalar->mode == CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32) continue;
-    return Unimplemented(text("C_SCALE_MODE and D_SCALE_MODE must be SCALAR_FP32, got ", name_of(scalar->mode)));
+    return Unimplemented(text("C_SCALE_MODE, D_SCALE_MODE and EPILOGUE_AUX_SCALE_MODE must be SCALAR_FP32, got ",
+                              name_of(scalar->mode)));
   }
   if (call->has_d_out_scale && call->d_out_scale.mode != call->scale_a.mode) {
     return Unimplemented(text("D_OUT_SCALE_MODE is ", name_of(call->d_out_scale.mode), ", but the operands have ",

@@ -17,7 +17,11 @@ Status check_c_of_narrow(abi::cudaDataType_t c);
 Status check_bias_of_narrow(const Call& call);
 Status check_epilog_of_narrow(const Call& call, const Epilog& epilog);
 
-// Fills call->scale_*, d_out_scale and amax_d, and checks them against the types and the layout.
+// GELU's aux where D is fp8 (cuBLAS documentation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE; nvmath-python 1.0 gives
+// it the type of C).
+Status check_aux_of_narrow(const Call& call, const Epilog& epilog);
+
+// Fills call->scale_*, d_out_scale and amax_*, and checks them against the types and the layout.
 Status read_scales(const abi::cublasMpMatmulDescriptor& desc, bool runs, Call* call);
 
 }  // namespace jaxmp::hostmp

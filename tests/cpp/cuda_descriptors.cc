@@ -44,8 +44,9 @@ void CheckAccepted(Attributes attributes, std::initializer_list<std::pair<const 
   CHECK_EQ(SetAttributes(descriptor.api(), descriptor.object, *problem, *layout).message(), "");
   char some[16];
   Buffers buffers;
-  buffers.bias = buffers.aux_input = buffers.scale_a = buffers.scale_b = buffers.scale_c = buffers.scale_d = some;
-  buffers.aux = buffers.gradient = buffers.amax_d = buffers.d_out_scale = some;
+  buffers.bias = buffers.aux_input = buffers.scale_a = buffers.scale_b = buffers.scale_c = buffers.scale_d =
+      buffers.scale_aux = some;
+  buffers.aux = buffers.gradient = buffers.amax_d = buffers.amax_aux = buffers.d_out_scale = some;
   CHECK_EQ(SetPointers(descriptor.api(), descriptor.object, *problem, buffers).message(), "");
   int32_t epilog = -1;
   size_t written = 0;
@@ -92,6 +93,14 @@ void EveryAttributeIsAccepted() {
                            {"d_out_scale_mode", S(mode)},
                            {"amax_d", I{1}}});
     }
+    CheckAccepted(base, {{"dtype_a", S("f8e4m3")},
+                         {"dtype_b", S("f8e4m3")},
+                         {"dtype_d", S("f8e4m3")},
+                         {"dtype_aux", S("f8e4m3")},
+                         {"epilog", I{160}},
+                         {"scale_mode_d", S("scalar_fp32")},
+                         {"scale_mode_aux", S("scalar_fp32")},
+                         {"amax_aux", I{1}}});
   }
 }
 

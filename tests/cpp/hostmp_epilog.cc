@@ -204,6 +204,33 @@ void test_gradient_bits(hostmp::Pool* pool) {
   }
 }
 
+// Sums of D are those of its chunks of 64 columns, added in order, whoever summed which of them.
+void test_gradient_of_d_bits(hostmp::Pool* pool) {
+  const Case layouts[] = {{Pattern::kLocal, 1, 1},
+                          {Pattern::kAllGather, 3, 1},
+                          {Pattern::kReduceScatter, 2, 1},
+                          {Pattern::kAllReduce, 2, 1},
+                          {Pattern::kGrid, 2, 2}};
+  for (Case c : layouts) {
+    c.m = 530, c.n = 1100, c.k = 64, c.epilog = CUBLASMP_MATMUL_EPILOGUE_DRELU_BGRAD;
+    RandomWorld world(c);
+    world.run(pool);
+    const Matrix d = world.gather();
+    bool is_equal = true;
+    for (int64_t i = 0; i < c.m; ++i) {
+      float sum = 0;
+      for (int64_t begin = 0; begin < c.n; begin += 64) {
+        float chunk = 0;
+        for (int64_t j = begin; j < std::min(begin + 64, c.n); ++j) chunk += static_cast<float>(d.at(i, j).real());
+        sum += chunk;
+      }
+      const Rank& rank = world.ranks[static_cast<size_t>(world.layouts.d.owner(i, 0))];
+      is_equal = is_equal && decode(c.out, rank.gradient->get() + 4 * world.layouts.d.local_row(i)) == Number(sum);
+    }
+    check::report(is_equal, __FILE__, __LINE__, c.name());
+  }
+}
+
 void test_complex(hostmp::Pool* pool) {
   for (cudaDataType_t type : {CUDA_C_32F, CUDA_C_64F}) {
     Case c = {Pattern::kReduceScatter, 2, 1, 40, 30, 60, CUBLAS_OP_C, CUBLAS_OP_N, type, type};
@@ -244,6 +271,7 @@ int main() {
   test::test_epilogs(&pool);
   test::test_tiles(&pool);
   test::test_gradient_bits(&pool);
+  test::test_gradient_of_d_bits(&pool);
   test::test_complex(&pool);
   test::test_rounds_once();
   std::printf("hostmp_epilog: worst error %.0f %% of what is allowed\n", 100 * test::worst_used);

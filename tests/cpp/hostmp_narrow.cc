@@ -204,10 +204,41 @@ void test_scale_refusals() {
           "D is f32");
   REFUSED(with(wide, pointer(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_AMAX_D_POINTER)), NOT_SUPPORTED, "AMAX_D_POINTER");
   REFUSED(with(wide, pointer(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_POINTER)), NOT_SUPPORTED,
+          "EPILOGUE_AUX_SCALE_POINTER", "the aux is not fp8");
+  Case plain;
+  REFUSED(with(plain, pointer(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_POINTER)), NOT_SUPPORTED,
           "attribute 13");
   Case integers = kTensor;
   integers.in = CUDA_R_8I, integers.out = CUDA_R_32I;
   REFUSED(with(integers, pointer(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_A_SCALE_POINTER)), NOT_SUPPORTED, "attribute 16");
+}
+
+// GELU's aux beside an fp8 D: of C's type, or e4m3 with everything around it e4m3 and f16.
+void test_aux_refusals() {
+  Case c = kTensor;
+  c.epilog = CUBLASMP_MATMUL_EPILOGUE_GELU_AUX;
+  const auto aux = [](cudaDataType_t type) {
+    return
+        [type](Arguments& in) { in.attribute(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE, int{type}); };
+  };
+  CHECK_EQ(with(c, aux(CUDA_R_8F_E4M3)).message, "");
+  CHECK_EQ(with(c, [](Arguments&) {}).message, "");  // unset it is D's type
+  REFUSED(with(c, aux(CUDA_R_8F_E5M2)), NOT_SUPPORTED, "the aux is f8e5m2 beside D of f8e4m3", "the type of C");
+  REFUSED(with(c, aux(CUDA_R_32F)), NOT_SUPPORTED, "the aux is f32");
+  REFUSED(with(c,
+               [&](Arguments& in) {
+                 aux(CUDA_R_8F_E4M3)(in);
+                 in.attribute(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_MODE, 2);
+               }),
+          NOT_SUPPORTED, "EPILOGUE_AUX_SCALE_MODE must be SCALAR_FP32, got VEC32_UE8M0");
+  REFUSED(with(c,
+               [&](Arguments& in) {
+                 aux(CUDA_R_16F)(in);
+                 in.attribute(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_AMAX_POINTER, kSome);
+               }),
+          NOT_SUPPORTED, "EPILOGUE_AUX_AMAX_POINTER is set, but the aux is not fp8");
+  c.out = CUDA_R_16BF;
+  REFUSED(with(c, aux(CUDA_R_8F_E4M3)), NOT_SUPPORTED, "the aux is f8e4m3 and D is bf16", "of one type");
 }
 
 }  // namespace
@@ -225,5 +256,6 @@ int main() {
   }
   test::test_refusals();
   test::test_scale_refusals();
+  test::test_aux_refusals();
   return check::summary("hostmp_narrow");
 }

@@ -357,6 +357,9 @@ void test_agreement() {
   const float alpha = 3;
   error = disagreement(c, [](Arguments& in) { in.attribute(4, int{8}); });
   CHECK_CONTAINS(error, "disagree on COMMUNICATION_SM_COUNT: rank 0 has 0, rank 1 has 8");
+  const Case sums = {Pattern::kReduceScatter, 2, 1, 8, 12, 16};
+  error = disagreement(sums, [](Arguments& in) { in.attribute(27, int{CUDA_R_32F}); });
+  CHECK_CONTAINS(error, "disagree on COMMUNICATION_TYPE: rank 0 has -1, rank 1 has 0");
   error = disagreement(c, [&alpha](Arguments& in) { in.alpha = &alpha; });
   CHECK_CONTAINS(error, "disagree on alpha: rank 0 has 1, rank 1 has 3");
   error = disagreement(c, [](Arguments& in) { in.attribute(5, int{CUBLASMP_MATMUL_EPILOGUE_RELU}); });

@@ -44,10 +44,10 @@ StatusOr<std::shared_ptr<Plan>> MakePlan(const Attributes& attributes) {
   return Plan::Make(api, *problem, GetCommunicator({problem->mesh_shape, problem->axes_row, problem->axes_col}));
 }
 
-// The modes of A, B, C, D and D's output scales; -1 where the attribute is not set.
+// The modes of A, B, C, D, the aux and D's output scales; -1 where the attribute is not set.
 std::string Modes() {
   std::string text;
-  for (int attribute : {17, 19, 21, 23, 26}) {
+  for (int attribute : {17, 19, 21, 23, 15, 26}) {
     const auto found = modes.find(attribute);
     text += (text.empty() ? "" : " ") + std::to_string(found == modes.end() ? -1 : found->second);
   }
@@ -55,7 +55,7 @@ std::string Modes() {
 }
 std::string Pointers() {
   std::string text;
-  for (int attribute : {16, 18, 20, 22, 24, 25}) {
+  for (int attribute : {16, 18, 20, 22, 24, 13, 14, 25}) {
     const auto found = pointers.find(attribute);
     text += found == pointers.end() ? '-' : found->second ? '1' : '0';
   }
@@ -70,15 +70,15 @@ std::string Refusal(const Attributes& attributes) {
 void TestTensorwide() {
   Attributes attributes = Narrow(AllGather(2, 64, 64, 64), "f8e4m3", "f8e4m3");
   CHECK_EQ(Refusal(attributes), "");
-  CHECK_EQ(Modes(), "-1 -1 -1 -1 -1");
-  CHECK_EQ(Pointers(), "------");
+  CHECK_EQ(Modes(), "-1 -1 -1 -1 -1 -1");
+  CHECK_EQ(Pointers(), "--------");
   for (const char* name : {"scale_mode_a", "scale_mode_b", "scale_mode_d"})
     attributes[name] = std::string("scalar_fp32");
   attributes["amax_d"] = int64_t{1};
   const auto plan = MakePlan(attributes);
   CHECK(plan.ok());
-  CHECK_EQ(Modes(), "0 0 -1 0 -1");
-  CHECK_EQ(Pointers(), "11-11-");
+  CHECK_EQ(Modes(), "0 0 -1 0 -1 -1");
+  CHECK_EQ(Pointers(), "11-11---");
   CHECK_EQ((*plan)->layout().scales.a, 1);
 }
 
@@ -88,8 +88,8 @@ void TestBlocks() {
   attributes["d_out_scale_mode"] = std::string("vec32_ue8m0");
   auto plan = MakePlan(attributes);
   CHECK(plan.ok());
-  CHECK_EQ(Modes(), "2 2 -1 -1 2");
-  CHECK_EQ(Pointers(), "11---1");
+  CHECK_EQ(Modes(), "2 2 -1 -1 -1 2");
+  CHECK_EQ(Pointers(), "11-----1");
   CHECK_EQ((*plan)->layout().scales.a, 128 * 8);                     // a rank's 128 of m, 256 of k
   CHECK_EQ((*plan)->layout().scales.b, 256 * 8);                     // 256 of n
   CHECK_EQ((*plan)->layout().scales.d_out, 512 / 32 / 4 * 128 * 4);  // 128 rows of D in blocks of 32, 512 columns
@@ -99,9 +99,29 @@ void TestBlocks() {
   attributes["scale_mode_b"] = std::string("vec128_fp32");
   plan = MakePlan(attributes);
   CHECK(plan.ok());
-  CHECK_EQ(Modes(), "5 4 -1 -1 -1");
+  CHECK_EQ(Modes(), "5 4 -1 -1 -1 -1");
   CHECK_EQ((*plan)->layout().scales.a, 4);  // 3 blocks of k, rounded up to 4, for one block of m
   CHECK_EQ((*plan)->layout().scales.b, 3 * 64);
+}
+
+// GELU_AUX of an fp8 D: the aux in fp8 with its scale and its largest value, or in 16 bits.
+void TestAux() {
+  Attributes attributes = Narrow(AllGather(2, 64, 64, 64), "f8e4m3", "f8e4m3");
+  attributes["epilog"] = int64_t{CUBLASMP_MATMUL_EPILOGUE_GELU_AUX};
+  attributes["dtype_aux"] = std::string("f16");
+  CHECK_EQ(Refusal(attributes), "");
+  CHECK_EQ(modes[CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE], int{CUDA_R_16F});
+  attributes["dtype_aux"] = std::string("f8e4m3");
+  attributes["scale_mode_aux"] = std::string("scalar_fp32");
+  attributes["amax_aux"] = int64_t{1};
+  const auto plan = MakePlan(attributes);
+  CHECK(plan.ok());
+  CHECK_EQ(Modes(), "-1 -1 -1 -1 0 -1");
+  CHECK_EQ(Pointers(), "-----11-");
+  CHECK_EQ(modes[CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE], int{CUDA_R_8F_E4M3});
+  CHECK_EQ((*plan)->layout().scales.aux, 1);
+  attributes["dtype_aux"] = std::string("f32");
+  check::contains(Refusal(attributes), "epilog 160 needs dtype_aux f16 or bf16 or f8e4m3, got f32", __FILE__, __LINE__);
 }
 
 void TestRefusals() {
@@ -121,6 +141,7 @@ int main() {
   CHECK_EQ(jaxmp::hostmp::load_blas(jaxmp::check::environment("JAXMP_BLAS"), "").message(), "");
   jaxmp::tests::TestTensorwide();
   jaxmp::tests::TestBlocks();
+  jaxmp::tests::TestAux();
   jaxmp::tests::TestRefusals();
   return jaxmp::check::summary("plan_narrow");
 }

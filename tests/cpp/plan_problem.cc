@@ -36,7 +36,7 @@ void RefusesWhatItDoesNotKnow() {
   CHECK_CONTAINS(Refusal(attributes), "attribute m must be present");
   attributes = tests::AllReduce(4, 6, 8, 10);
   attributes["colour"] = int64_t{1};
-  CHECK_CONTAINS(Refusal(attributes), "expected 33 attributes, got 34");
+  CHECK_CONTAINS(Refusal(attributes), "expected 35 attributes, got 36");
 }
 
 void RefusesAxesThatTheMeshLacks() {
