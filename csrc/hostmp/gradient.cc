@@ -13,7 +13,7 @@ namespace {
 // Sums of this many rows stay in the first cache, and 1 KB of a column of floats at a time is read in sequence.
 constexpr int64_t kStrip = 256;
 constexpr int64_t kChunk = 64;
-// Chunks that one thread takes at a time: 512 KB of floats, some 20 us, beside which a counter is nothing.
+// Chunks that one thread takes at a time: 512 KB of floats, beside which a counter is nothing.
 constexpr int64_t kGroup = 8;
 
 Operand Call::* summed_operand(Gradient gradient) {
