@@ -197,6 +197,12 @@ Kernel kernel_for(abi::cudaDataType_t type) {
   return Kernel::kOther;
 }
 
+void fill_zero(const Product& p, int64_t bytes) {
+  for (int64_t col = 0; col < p.n; ++col) {
+    std::memset(static_cast<char*>(p.c) + col * p.ldc * bytes, 0, static_cast<size_t>(p.m * bytes));
+  }
+}
+
 }  // namespace
 
 void ordered_gemm(abi::cudaDataType_t type, const Product& p, bool adds, char* scratch) {
@@ -204,9 +210,7 @@ void ordered_gemm(abi::cudaDataType_t type, const Product& p, bool adds, char* s
   if (kernel == Kernel::kAmx) return amx_gemm(p, 1.0f, adds ? 1.0f : 0.0f, scratch);
   if (kernel == Kernel::kAvx512Bf16) return bf16_gemm(p, 1.0f, adds ? 1.0f : 0.0f, scratch);
   const int64_t bytes = facts(accumulator_of(type)).bytes;
-  for (int64_t col = 0; !adds && col < p.n; ++col) {
-    std::memset(static_cast<char*>(p.c) + col * p.ldc * bytes, 0, static_cast<size_t>(p.m * bytes));
-  }
+  if (!adds) fill_zero(p, bytes);
   ordered_gemm_on("avx512", type, p, scratch) || ordered_gemm_on("avx2", type, p, scratch) ||
       ordered_gemm_on("portable", type, p, scratch);
 }
@@ -226,6 +230,15 @@ int64_t ordered_unit(abi::cudaDataType_t type) {
 bool is_thin(abi::cudaDataType_t type, const Product& p) {
   const bool is_real = type == abi::CUDA_R_32F || type == abi::CUDA_R_64F;
   return is_real && cpu().avx2 && p.n <= kThin && p.trans_a == abi::CUBLAS_OP_N;
+}
+
+void thin_gemm(abi::cudaDataType_t type, const Product& p, bool adds) {
+  if (!adds) fill_zero(p, facts(type).bytes);
+#if defined(__x86_64__)
+  if (cpu().avx512) return avx512::dispatch_thin(type, p);
+  if (cpu().avx2) return avx2::dispatch_thin(type, p);
+#endif
+  portable::dispatch_thin(type, p);
 }
 
 bool ordered_gemm_on(const char* instructions, abi::cudaDataType_t type, const Product& p, char* scratch) {

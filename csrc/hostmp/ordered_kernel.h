@@ -18,9 +18,12 @@ void ordered_gemm(abi::cudaDataType_t type, const Product& product, bool adds, c
 int64_t ordered_gemm_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k);
 int64_t ordered_unit(abi::cudaDataType_t type);
 
-// Whether ordered_gemm reads op(A) where it lies, without scratch: a few columns on vectors. It is then the fastest
-// product there is, for a BLAS packs op(A) first.
+// Whether thin_gemm serves a product: float or double, op(A) = A, a few columns, and a processor with vectors.
 bool is_thin(abi::cudaDataType_t type, const Product& product);
+
+// c = a op(b), or c += a op(b) where `adds`, summed in panels of k. It reads A where it lies, and is the fastest such
+// product there is, for a BLAS packs A first.
+void thin_gemm(abi::cudaDataType_t type, const Product& product, bool adds);
 
 // The same, for tests: added to c, on an instruction set by name ("avx512", "avx2" or "portable", and no special one
 // for bf16). False where this processor does not have it.

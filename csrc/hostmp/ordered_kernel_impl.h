@@ -258,17 +258,37 @@ JAXMP_INLINE void add_all_columns(const T* a, int64_t lda, const Panel<T>& b, in
   for (; col < cols; ++col) add_columns<T, Steps, 1>(a, lda, b.from(col, 0), rows, c + col * ldc, ldc);
 }
 
+// c += op(a) op(b) for the given rows and k.
 template <typename T>
-JAXMP_TARGET void thin_gemm(const Product& p, const Panel<T>& a, const Panel<T>& b) {
+JAXMP_TARGET void thin_rows(const Panel<T>& a, const Panel<T>& b, int64_t rows, int64_t cols, int64_t depth, T* c,
+                            int64_t ldc) {
   constexpr int64_t kSteps = 4;
+  int64_t k = 0;
+  for (; k + kSteps <= depth; k += kSteps) {
+    add_all_columns<T, kSteps>(a.from(0, k).data, a.ld, b.from(0, k), rows, cols, c, ldc);
+  }
+  for (; k < depth; ++k) add_all_columns<T, 1>(a.from(0, k).data, a.ld, b.from(0, k), rows, cols, c, ldc);
+}
+
+// Sums stay together in the first cache, whatever C's leading dimension is. With `in_panels` each panel of k has sums
+// of its own, as a BLAS has it: rounding errors then grow with 256 + k / 256 terms. Else every sum goes on from C.
+template <typename T>
+JAXMP_TARGET void thin_gemm(const Product& p, const Panel<T>& a, const Panel<T>& b, bool in_panels) {
+  alignas(64) T sums[kThin * kThinRows];
+  const int64_t depth = in_panels ? kDepth : p.k;
   for (int64_t row = 0; row < p.m; row += kThinRows) {
     const int64_t rows = std::min(kThinRows, p.m - row);
-    T* const c = static_cast<T*>(p.c) + row;
-    int64_t k = 0;
-    for (; k + kSteps <= p.k; k += kSteps) {
-      add_all_columns<T, kSteps>(a.from(row, k).data, a.ld, b.from(0, k), rows, p.n, c, p.ldc);
+    const auto column_of_c = [&](int64_t col) { return static_cast<T*>(p.c) + col * p.ldc + row; };
+    for (int64_t at = 0; at < p.k; at += depth) {
+      std::fill(sums, sums + p.n * kThinRows, T(0));
+      for (int64_t col = 0; !in_panels && col < p.n; ++col) std::copy_n(column_of_c(col), rows, sums + col * kThinRows);
+      thin_rows<T>(a.from(row, at), b.from(0, at), rows, p.n, std::min(depth, p.k - at), sums, kThinRows);
+      for (int64_t col = 0; col < p.n; ++col) {
+        T* const c = column_of_c(col);
+        const T* const sum = sums + col * kThinRows;
+        for (int64_t i = 0; i < rows; ++i) c[i] = in_panels ? c[i] + sum[i] : sum[i];
+      }
     }
-    for (; k < p.k; ++k) add_all_columns<T, 1>(a.from(row, k).data, a.ld, b.from(0, k), rows, p.n, c, p.ldc);
   }
 }
 
@@ -284,7 +304,7 @@ JAXMP_TARGET void gemm(const Product& p, char* scratch) {
   const Panel<From> b = {static_cast<const From*>(p.b), p.ldb, p.trans_b == abi::CUBLAS_OP_N,
                          p.trans_b == abi::CUBLAS_OP_C};
   if constexpr (std::is_same_v<From, T>) {
-    if (p.n <= kThin && !a.is_adjacent_in_k) return thin_gemm(p, a, b);
+    if (p.n <= kThin && !a.is_adjacent_in_k) return thin_gemm(p, a, b, false);
   }
   T* const packed_a = reinterpret_cast<T*>(scratch);
   T* const packed_b = packed_a + rows_packed(p.m) * std::min(p.k, kDepth) * kParts;
@@ -328,6 +348,17 @@ JAXMP_TARGET void dispatch(abi::cudaDataType_t type, const Product& p, char* scr
     default:
       return gemm<float>(p, scratch);
   }
+}
+
+template <typename T>
+JAXMP_TARGET void thin_gemm_in_panels(const Product& p) {
+  const bool is_b_plain = p.trans_b == abi::CUBLAS_OP_N;
+  thin_gemm<T>(p, {static_cast<const T*>(p.a), p.lda, false, false},
+               {static_cast<const T*>(p.b), p.ldb, is_b_plain, false}, true);
+}
+
+JAXMP_TARGET void dispatch_thin(abi::cudaDataType_t type, const Product& p) {
+  type == abi::CUDA_R_64F ? thin_gemm_in_panels<double>(p) : thin_gemm_in_panels<float>(p);
 }
 
 #undef JAXMP_INLINE

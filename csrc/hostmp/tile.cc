@@ -174,7 +174,7 @@ class TileRun {
                           scratch_);
     }
     if (alpha == 1.0 && is_thin(call_.a.desc.type, product)) {
-      return ordered_gemm(call_.a.desc.type, product, adds, nullptr);
+      return thin_gemm(call_.a.desc.type, product, adds);
     }
     switch (call_.a.desc.type) {
       case abi::CUDA_R_64F:

@@ -1,5 +1,6 @@
 // Sums in one order: each kernel against the plain loop that its header describes, to the bit; whatever the extents,
 // and wherever k is cut.
+#include <algorithm>
 #include <cmath>
 #include <complex>
 #include <cstdint>
@@ -138,12 +139,13 @@ struct Case {
             ldc()};
   }
 
-  std::vector<typename Type<T>::Sum> expected(bool is_fused) const {
+  std::vector<typename Type<T>::Sum> expected(bool is_fused) const { return expected(is_fused, 0, k); }
+  std::vector<typename Type<T>::Sum> expected(bool is_fused, int64_t begin, int64_t end) const {
     auto sums = c;
     for (int64_t col = 0; col < n; ++col) {
       for (int64_t row = 0; row < m; ++row) {
         auto& sum = sums[static_cast<size_t>(col * ldc() + row)];
-        for (int64_t l = 0; l < k; ++l) {
+        for (int64_t l = begin; l < end; ++l) {
           const T& x = a[static_cast<size_t>(trans_a == abi::CUBLAS_OP_N ? l * lda() + row : row * lda() + l)];
           const T& y = b[static_cast<size_t>(trans_b == abi::CUBLAS_OP_N ? col * ldb() + l : l * ldb() + col)];
           sum = step(value(x, trans_a == abi::CUBLAS_OP_C), value(y, trans_b == abi::CUBLAS_OP_C), sum, is_fused);
@@ -194,6 +196,32 @@ void test_kernel(const char* instructions) {
         check::report(same(c, test.expected(is_fused)), __FILE__, __LINE__, instructions + (" " + test.name()));
         check::report(scratch.is_intact(), __FILE__, __LINE__, test.name() + ": scratch overrun");
       }
+    }
+  }
+}
+
+// A sum for each panel of 256 k, and the panels one after the other.
+template <typename T>
+void test_thin() {
+  for (auto trans_b : kOps) {
+    for (const auto& extent : kExtents) {
+      const Case<T> test(abi::CUBLAS_OP_N, trans_b, extent[0], extent[1], extent[2], 2);
+      if (!hostmp::is_thin(Type<T>::number, test.product(0, test.k, nullptr))) continue;
+      auto c = test.c, expected = test.c;
+      hostmp::thin_gemm(Type<T>::number, test.product(0, test.k, c.data()), true);
+      for (int64_t at = 0; at < test.k; at += 256) {
+        Case<T> panel = test;
+        panel.c.assign(test.c.size(), T(0));
+        const int64_t end = std::min(at + 256, test.k);
+        const auto sums = panel.expected(true, at, end);
+        for (int64_t col = 0; col < test.n; ++col) {
+          for (int64_t row = 0; row < test.m; ++row) {
+            const auto i = static_cast<size_t>(col * test.ldc() + row);
+            expected[i] += sums[i];
+          }
+        }
+      }
+      check::report(same(c, expected), __FILE__, __LINE__, "thin " + test.name());
     }
   }
 }
@@ -249,6 +277,8 @@ int main() {
     return 0;
   }
   test::test_type<float>();
+  test::test_thin<float>();
+  test::test_thin<double>();
   test::test_type<hostmp::Complex64>();
   test::test_type<hostmp::BFloat16>();
   if (!check::kUnderSanitizer) {  // the same code, for other types
