@@ -89,7 +89,12 @@ typedef enum {{ CUBLAS_DIAG_STUB }} cublasDiagType_t;
 }
 # nccl.h includes these for the types of cuBLAS's and of its own device side, which we do not declare.
 NCCL_STUBS = {
-    "cuda_runtime.h": "#pragma once\n#include <stddef.h>\ntypedef struct CUstream_st* cudaStream_t;\n",
+    "cuda_runtime.h": """
+#pragma once
+#include <stddef.h>
+typedef struct CUstream_st* cudaStream_t;
+typedef struct CUevent_st* cudaEvent_t;
+""",
     "cuda_fp16.h": "#pragma once\n",
 }
 
