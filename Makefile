@@ -107,7 +107,7 @@ mkdir -p build; \
 cmake -S . -B build/$(1) -G Ninja -DCMAKE_BUILD_TYPE=$(2) -DJAXMP_BUILD_TESTS=ON -DJAXMP_SANITIZE='$(3)' \
   -DPython_EXECUTABLE=$(CURDIR)/$(TEST)/bin/python > build/$(1).log 2>&1 || { cat build/$(1).log; exit 1; }; \
 cmake --build build/$(1); \
-ctest --test-dir build/$(1) --output-on-failure --timeout 600
+ctest --test-dir build/$(1) --output-on-failure --timeout 600 --parallel 2
 endef
 
 .PHONY: lint

@@ -222,13 +222,15 @@ inline void World::run(hostmp::Pool* pool, bool on_threads) {
 
 inline Matrix World::gather(int64_t copy) const {
   const bool is_all_reduce = c.pattern == Pattern::kAllReduce;
+  std::vector<int64_t> llds;
+  for (size_t rank = 0; rank < ranks.size(); ++rank) llds.push_back(lld(layouts.d, static_cast<int>(rank)));
   Matrix whole(c.m, c.n);
   for (int64_t j = 0; j < c.n; ++j) {
     for (int64_t i = 0; i < c.m; ++i) {
       const int64_t col = is_all_reduce ? copy * c.n + j : j;
-      const int64_t rank = layouts.d.owner(i, col);
-      const int64_t at = layouts.d.local_col(col) * lld(layouts.d, static_cast<int>(rank)) + layouts.d.local_row(i);
-      whole.at(i, j) = decode(c.out, ranks[static_cast<size_t>(rank)].d->get() + at * facts(c.out).bytes);
+      const auto rank = static_cast<size_t>(layouts.d.owner(i, col));
+      const int64_t at = layouts.d.local_col(col) * llds[rank] + layouts.d.local_row(i);
+      whole.at(i, j) = decode(c.out, ranks[rank].d->get() + at * facts(c.out).bytes);
     }
   }
   return whole;
