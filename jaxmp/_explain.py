@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp import _bgrad, _compat, _epilog, _lowering, _narrow, _native, _partitioning, _precision, _processes
+from jaxmp import _bgrad, _choice, _compat, _epilog, _lowering, _narrow, _native, _partitioning, _precision, _processes
 from jaxmp._primitive import activated_matmul_p, auto_matmul_epilog_p, auto_matmul_p, matmul_epilog_p, matmul_p
 from jaxmp._route import find_route
 from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, hints_text, output_shape
@@ -199,7 +199,7 @@ def _walk(jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row]:
 def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None) -> Row:
     m, n, k = global_extents(spec, a.shape, b.shape)
     nprocesses = _processes.group_processes(spec, _compat.ambient_mesh())
-    choice = _lowering.choose_implementation(spec, _compat.default_platform(), nprocesses, (a.dtype, b.dtype))
+    choice = _choice.choose_implementation(spec, _compat.default_platform(), nprocesses, (a.dtype, b.dtype))
     algorithm, workspace = _plan_facts(spec, a, b, choice.implementation)
     reasons = [choice.why]
     if spec.traced:
@@ -251,7 +251,7 @@ def _plan_facts(spec: MatmulSpec, a, b, implementation: str) -> tuple[str, int]:
     if implementation != "host":
         return ("lax.dot_general and lax collectives" if spec.nranks > 1 else "lax.dot_general"), 0
     spec = _lowering.without_conjugation(spec)
-    route = find_route(spec, a.shape, b.shape, a.dtype.itemsize, _lowering.host_capabilities())
+    route = find_route(spec, a.shape, b.shape, a.dtype.itemsize, _choice.host_capabilities())
     if route.kind != "direct":
         return f"{route.kind} ({route.why})", 0
     plan = _native.describe_plan(_lowering.call_attributes(spec, a, b))
@@ -265,7 +265,7 @@ def _cublasmp_algorithm(spec: MatmulSpec, a, b) -> str:
     if 0 in (*a.shape, *b.shape):
         return "nothing to multiply, so XLA writes d"
     spec = _lowering.without_conjugation(spec)
-    route = find_route(spec, a.shape, b.shape, a.dtype.itemsize, _lowering.cublasmp_capabilities())
+    route = find_route(spec, a.shape, b.shape, a.dtype.itemsize, _choice.cublasmp_capabilities())
     if route.kind != "direct":
         return f"{route.kind} ({route.why})"
     plan = _native.describe_plan(_lowering.call_attributes(spec, a, b), "cublasmp")

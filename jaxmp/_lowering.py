@@ -8,7 +8,6 @@ A grid swaps its two directions for the same reason.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -16,10 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp import _compat, _epilog, _layout, _narrow, _native, _precision, _processes, _xla
+from jaxmp import _choice, _compat, _epilog, _layout, _narrow, _native, _precision, _processes, _xla
 from jaxmp._activation import multiply_by_slope
 from jaxmp._compat import mlir
-from jaxmp._config import config
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import (
     AMAXES,
@@ -30,7 +28,7 @@ from jaxmp._primitive import (
     matmul_epilog_p,
     matmul_p,
 )
-from jaxmp._route import Capabilities, find_route, why_card_refuses, why_not_cublasmp, why_unsupported
+from jaxmp._route import Capabilities, find_route
 from jaxmp._spec import (
     DIMS,
     SCALE_NAMES,
@@ -58,96 +56,6 @@ _DTYPES = {
     "int8": "s8",
     "int32": "s32",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """Which implementation serves a call, and the rule that chose it."""
-
-    implementation: str
-    why: str
-
-
-def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple = ()) -> Choice:
-    """The written rule behind `implementation=None`; raises where the one asked for cannot serve.
-
-    `nprocesses`: over how many processes the ranks of a group spread (`_processes.group_processes`); `operands`: the
-    types of a and b, by which a card's limits are known.
-
-    Raises:
-      NotImplementedError: the library, the platform or the card cannot compute the call.
-      RuntimeError: cuBLASMp was asked for and cannot be opened.
-    """
-    if platform == "cpu" and spec.precision == "BF16_BF16_BF16" and spec.implementation != "host":
-        raise NotImplementedError(
-            "precision=BF16_BF16_BF16 sums in bfloat16, which neither hostmp nor XLA does on a CPU; pass "
-            'BF16_BF16_F32, or implementation="host" with JAXMP_HOST_PRECISION=ignore to sum in float32'
-        )
-    if spec.is_invariant and platform != "cpu":
-        raise NotImplementedError(
-            f"determinism={spec.determinism!r} is not available on platform {platform!r}, where the order of a sum is "
-            'the compiler\'s; pass determinism="run_to_run"'
-        )
-    if spec.implementation == "xla":
-        return Choice("xla", "asked for")
-    if platform == "cuda" and spec.implementation != "host":
-        return _choose_on_cuda(spec, operands)
-    if spec.implementation == "cublasmp":
-        raise NotImplementedError(
-            f'implementation="cublasmp" is not available on platform {platform!r}, it serves CUDA devices; '
-            'pass implementation=None, "host" or "xla"'
-        )
-    if platform == "cpu" and (nprocesses == 1 or spec.nranks == 1):
-        why = why_unsupported(spec, host_capabilities()) if spec.pattern == Pattern.GRID else ""
-        remedy = 'pass implementation=None or "xla"'
-        if _precision.sums_narrowly(spec.precision) and not config().ignores_precision:
-            why = f"precision={spec.precision} sums in 16 bits, which hostmp does not"
-            remedy += ", or set JAXMP_HOST_PRECISION=ignore to sum in float32"
-        if why and spec.implementation:
-            raise NotImplementedError(f'implementation="host": {why}; {remedy}')
-        if why:
-            return Choice("xla", why)
-        return Choice("host", "asked for" if spec.implementation else "CPU devices of one process")
-    if spec.implementation == "host":
-        raise NotImplementedError(
-            f'implementation="host" serves the CPU devices of one process, not platform {platform!r} with '
-            f'{nprocesses} processes; pass implementation=None or "xla"'
-        )
-    if platform == "cpu":
-        why = f"the ranks of a group live in {nprocesses} processes: each multiplies on its own, XLA communicates"
-        return Choice("host+xla", why)
-    return Choice("xla", f"no fused implementation for platform {platform!r}")
-
-
-def _choose_on_cuda(spec: MatmulSpec, operands: tuple) -> Choice:
-    """Between cuBLASMp and "xla". What it depends on is equal on every process: the call, the kind of the cards, and
-    the libraries, which `distributed.initialize` compares."""
-    is_asked = spec.implementation == "cublasmp"
-    why = why_unsupported(spec, cublasmp_capabilities()) or why_not_cublasmp(spec, operands)
-    why = why or why_card_refuses(spec, operands, _native.card_capability())
-    if why and is_asked:
-        raise NotImplementedError(f'implementation="cublasmp": {why}; pass implementation=None or "xla"')
-    if why:
-        return Choice("xla", why)
-    if not _native.cuda_devices():  # a program for another machine
-        if is_asked:
-            return Choice("cublasmp", "asked for; whether it is installed shows where the program runs")
-        remedy = 'pass implementation="cublasmp" to have it called'
-        return Choice("xla", f"lowered without a GPU, where cuBLASMp cannot be looked for; {remedy}")
-    why = _native.why_no_cublasmp()
-    if why and is_asked:
-        raise RuntimeError(f'implementation="cublasmp": {why}')
-    return (
-        Choice("xla", why) if why else Choice("cublasmp", "asked for" if is_asked else "CUDA devices, cuBLASMp is open")
-    )
-
-
-def host_capabilities() -> Capabilities:
-    return Capabilities(**_native.capabilities())
-
-
-def cublasmp_capabilities() -> Capabilities:
-    return Capabilities(**_native.capabilities("cublasmp"))
 
 
 def call_attributes(spec: MatmulSpec, a, b, devices: tuple[int, ...] = ()) -> dict:
@@ -204,7 +112,7 @@ def call_attributes(spec: MatmulSpec, a, b, devices: tuple[int, ...] = ()) -> di
 
 
 def compute_of(spec: MatmulSpec, operand) -> _precision.Compute:
-    """How the custom call computes; `choose_implementation` has let a sum in 16 bits pass only where it is ignored."""
+    """How the custom call computes; `_choice` has let a sum in 16 bits pass only where it is ignored."""
     compute = _precision.find(spec.precision, operand)
     return _precision.full(operand) if compute.is_narrow else compute
 
@@ -295,7 +203,7 @@ def _gathered_matmul(a, b, *extra, spec: MatmulSpec):
             check_gathered_scales("matmul", spec, f'with implementation="xla" over {spec.nranks} ranks')
         moved = _xla.gather_for_part(spec, _narrow.as_moved(a), _narrow.as_moved(b))
         a, b = (_narrow.from_moved(x, like.dtype) for x, like in zip(moved, (a, b), strict=True))
-    return _fused_matmul(a, b, *extra, spec=local, capabilities=host_capabilities())
+    return _fused_matmul(a, b, *extra, spec=local, capabilities=_choice.host_capabilities())
 
 
 def _custom_call(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...] = ()):
@@ -347,7 +255,10 @@ def profile_name(spec: MatmulSpec, a, b) -> str:
     """The range of a call in profiles and in HLO metadata: pattern, global m x k x n, types, level, kernel."""
     m, n, k = global_extents(spec, a.shape, b.shape)
     types = f"{_DTYPES[a.dtype.name]}*{_DTYPES[b.dtype.name]}->{_DTYPES[np.dtype(spec.out_dtype).name]}"
-    kernel = "one order of sums" if spec.is_invariant else _native.kernel_of(_DTYPES[a.dtype.name])
+    if spec.implementation == "cublasmp":
+        kernel = "cuBLASMp"
+    else:
+        kernel = "one order of sums" if spec.is_invariant else _native.kernel_of(_DTYPES[a.dtype.name])
     return f"jaxmp {spec.pattern.value} {m}x{k}x{n} {types} {spec.determinism} ({kernel})"
 
 
@@ -385,15 +296,18 @@ def _rule(platform: str, is_multiple: bool):
     def rule(ctx, *nodes, spec: MatmulSpec):
         mesh = _compat.lowering_mesh(ctx)
         nprocesses = _processes.group_processes(spec, mesh)
-        choice = choose_implementation(spec, platform, nprocesses, tuple(aval.dtype for aval in ctx.avals_in[:2]))
+        choice = _choice.choose_implementation(
+            spec, platform, nprocesses, tuple(aval.dtype for aval in ctx.avals_in[:2])
+        )
         devices = _devices_of(spec, mesh) if choice.implementation == "cublasmp" else ()
         site = _processes.site(ctx, spec) if platform == "cpu" and choice.implementation != "host" else None
 
         def lower(a, b, *extra):
             if choice.implementation == "host":
-                outputs = _fused_matmul(a, b, *extra, spec=spec, capabilities=host_capabilities())
+                outputs = _fused_matmul(a, b, *extra, spec=spec, capabilities=_choice.host_capabilities())
             elif choice.implementation == "cublasmp" and 0 not in (*a.shape, *b.shape):
-                outputs = _fused_matmul(a, b, *extra, spec=spec, capabilities=cublasmp_capabilities(), devices=devices)
+                chosen, capabilities = spec.replace(implementation="cublasmp"), _choice.cublasmp_capabilities()
+                outputs = _fused_matmul(a, b, *extra, spec=chosen, capabilities=capabilities, devices=devices)
             elif spec.is_invariant:
                 if site:
                     moved = site.roll_call(spec, a, b, [_narrow.as_moved(x) for x in (a, b)])
@@ -432,7 +346,7 @@ def _host_product(a, b, spec: MatmulSpec):
         conjugate_b=spec.conjugate_b,
         precision=spec.precision,
     )
-    return _fused_matmul(a, b, spec=local, capabilities=host_capabilities())[0]
+    return _fused_matmul(a, b, spec=local, capabilities=_choice.host_capabilities())[0]
 
 
 def register_matmul_lowerings(bilinear_p, epilog_p) -> None:

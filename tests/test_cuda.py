@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, _config, _cuda, _lowering, _native
+from jaxmp import Epilog, _choice, _config, _cuda, _lowering, _native
 from jaxmp._route import why_card_refuses
 from jaxmp._spec import MatmulSpec, Pattern
 
@@ -340,7 +340,7 @@ def cards(monkeypatch):
 SPEC = MatmulSpec(np.dtype("float32"), Pattern.ALL_GATHER, (("y", 4),), ("y",))
 GRID = MatmulSpec(np.dtype("float32"), Pattern.GRID, (("x", 2), ("y", 4)), ("x",), ("y",))
 FLOATS = (np.dtype("float32"),) * 2
-choose = functools.partial(_lowering.choose_implementation, platform="cuda", nprocesses=1, operands=FLOATS)
+choose = functools.partial(_choice.choose_implementation, platform="cuda", nprocesses=1, operands=FLOATS)
 
 
 def test_cublasmp_is_the_default_where_it_is_open(cards):
@@ -349,13 +349,13 @@ def test_cublasmp_is_the_default_where_it_is_open(cards):
         chosen = choose(spec)
         assert (chosen.implementation, chosen.why) == ("cublasmp", "CUDA devices, cuBLASMp is open")
         assert choose(spec, nprocesses=4) == chosen, "NCCL crosses processes"
-    assert choose(SPEC.replace(implementation="cublasmp")) == _lowering.Choice("cublasmp", "asked for")
-    assert choose(SPEC.replace(implementation="xla")) == _lowering.Choice("xla", "asked for")
+    assert choose(SPEC.replace(implementation="cublasmp")) == _choice.Choice("cublasmp", "asked for")
+    assert choose(SPEC.replace(implementation="xla")) == _choice.Choice("xla", "asked for")
 
 
 def test_a_library_that_cannot_be_opened_leaves_xla_and_says_why(cards):
     cards("9.0", why="cuBLASMp is 0.8.0, jaxmp needs 0.10")
-    assert choose(SPEC) == _lowering.Choice("xla", "cuBLASMp is 0.8.0, jaxmp needs 0.10")
+    assert choose(SPEC) == _choice.Choice("xla", "cuBLASMp is 0.8.0, jaxmp needs 0.10")
     with pytest.raises(RuntimeError, match=r'^implementation="cublasmp": cuBLASMp is 0\.8\.0, jaxmp needs 0\.10$'):
         choose(SPEC.replace(implementation="cublasmp"))
 
@@ -390,7 +390,7 @@ def test_without_a_gpu_the_library_is_called_only_where_asked_for(monkeypatch):
 )
 def test_what_cublasmp_does_not_compute_goes_to_xla_or_is_refused_by_name(cards, spec, operands, why):
     cards("10.0", "9.0")  # the least of them counts, so that all processes choose alike
-    assert choose(spec, operands=operands) == _lowering.Choice("xla", why)
+    assert choose(spec, operands=operands) == _choice.Choice("xla", why)
     with pytest.raises(NotImplementedError, match=re.escape(f'"cublasmp": {why}; pass implementation=None or "xla"')):
         choose(spec.replace(implementation="cublasmp"), operands=operands)
 
@@ -478,6 +478,14 @@ def test_the_same_program_without_asking_is_xlas(sharded):
     cases.require("host")
     a, b = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
     assert not texts(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")), a, b)
+
+
+def test_a_profile_says_that_cublasmp_multiplies(sharded):
+    cases.require("host")
+    a, b = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
+    f = jax.jit(functools.partial(ask, out_sharding=P(None, "y")))
+    text = f.trace(a, b).lower(lowering_platforms=("cuda",)).as_text(debug_info=True)
+    assert "/jaxmp all_gather 8x16x12 f32*f32->f32 run_to_run (cuBLASMp)/" in text
 
 
 @pytest.fixture

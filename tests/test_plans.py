@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, _epilog, _layout, _lowering, _partitioning, _sharding
+from jaxmp import Epilog, _choice, _epilog, _layout, _lowering, _partitioning, _sharding
 from jaxmp._partitioning import _settle
 from jaxmp._route import Capabilities, find_route
 from jaxmp._spec import MatmulSpec, Pattern, global_extents, output_shape
@@ -291,7 +291,7 @@ def test_cublasmp_wants_square_grids_without_epilogs():
 def test_every_route_gives_the_same_result(name, transposition, shape, conjugation, rng, monkeypatch):
     """The forms that real cuBLASMp takes, run on hostmp: integers, so equal to the bit."""
     cases.require(None)
-    monkeypatch.setattr(_lowering, "host_capabilities", lambda: CUBLASMP)
+    monkeypatch.setattr(_choice, "host_capabilities", lambda: CUBLASMP)
     m, n, k = shape
     case = cases.BY_NAME[name].replace(per_shard=(4 * m, n, k), transposition=transposition)
     case = case.replace(dtype="complex64", conjugation=conjugation) if any(conjugation) else case
@@ -310,7 +310,7 @@ def test_every_route_gives_the_same_result(name, transposition, shape, conjugati
 
 def test_the_default_goes_to_xla_where_the_library_cannot_and_says_so(monkeypatch, rng):
     cases.require(None)
-    monkeypatch.setattr(_lowering, "host_capabilities", lambda: CUBLASMP)
+    monkeypatch.setattr(_choice, "host_capabilities", lambda: CUBLASMP)
     case = cases.BY_NAME["grid-2x4"].replace(per_shard=(2, 2, 2))
     mode = modes.BY_ID["explicit"]
     jax.clear_caches()
@@ -328,7 +328,7 @@ def test_the_default_goes_to_xla_where_the_library_cannot_and_says_so(monkeypatc
 def test_several_processes_and_other_platforms_communicate_through_xla():
     spec = functools.partial(MatmulSpec, np.dtype("float32"))
     collective = spec(Pattern.ALL_GATHER, (("y", 4),), ("y",))
-    choose = functools.partial(_lowering.choose_implementation, platform="cpu", nprocesses=2)
+    choose = functools.partial(_choice.choose_implementation, platform="cpu", nprocesses=2)
     for chosen, implementation, why in (
         (choose(spec()), "host", "CPU devices of one process"),
         (

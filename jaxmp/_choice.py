@@ -1,0 +1,100 @@
+"""Which implementation serves a call: the written rule behind `implementation=None`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxmp import _native, _precision
+from jaxmp._config import config
+from jaxmp._route import Capabilities, why_card_refuses, why_not_cublasmp, why_unsupported
+from jaxmp._spec import MatmulSpec, Pattern
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which implementation serves a call, and the rule that chose it."""
+
+    implementation: str
+    why: str
+
+
+def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple = ()) -> Choice:
+    """The written rule behind `implementation=None`; raises where the one asked for cannot serve.
+
+    `nprocesses`: over how many processes the ranks of a group spread (`_processes.group_processes`); `operands`: the
+    types of a and b, by which a card's limits are known.
+
+    Raises:
+      NotImplementedError: the library, the platform or the card cannot compute the call.
+      RuntimeError: cuBLASMp was asked for and cannot be opened.
+    """
+    if platform == "cpu" and spec.precision == "BF16_BF16_BF16" and spec.implementation != "host":
+        raise NotImplementedError(
+            "precision=BF16_BF16_BF16 sums in bfloat16, which neither hostmp nor XLA does on a CPU; pass "
+            'BF16_BF16_F32, or implementation="host" with JAXMP_HOST_PRECISION=ignore to sum in float32'
+        )
+    if spec.is_invariant and platform != "cpu":
+        raise NotImplementedError(
+            f"determinism={spec.determinism!r} is not available on platform {platform!r}, where the order of a sum is "
+            'the compiler\'s; pass determinism="run_to_run"'
+        )
+    if spec.implementation == "xla":
+        return Choice("xla", "asked for")
+    if platform == "cuda" and spec.implementation != "host":
+        return _choose_on_cuda(spec, operands)
+    if spec.implementation == "cublasmp":
+        raise NotImplementedError(
+            f'implementation="cublasmp" is not available on platform {platform!r}, it serves CUDA devices; '
+            'pass implementation=None, "host" or "xla"'
+        )
+    if platform == "cpu" and (nprocesses == 1 or spec.nranks == 1):
+        why = why_unsupported(spec, host_capabilities()) if spec.pattern == Pattern.GRID else ""
+        remedy = 'pass implementation=None or "xla"'
+        if _precision.sums_narrowly(spec.precision) and not config().ignores_precision:
+            why = f"precision={spec.precision} sums in 16 bits, which hostmp does not"
+            remedy += ", or set JAXMP_HOST_PRECISION=ignore to sum in float32"
+        if why and spec.implementation:
+            raise NotImplementedError(f'implementation="host": {why}; {remedy}')
+        if why:
+            return Choice("xla", why)
+        return Choice("host", "asked for" if spec.implementation else "CPU devices of one process")
+    if spec.implementation == "host":
+        raise NotImplementedError(
+            f'implementation="host" serves the CPU devices of one process, not platform {platform!r} with '
+            f'{nprocesses} processes; pass implementation=None or "xla"'
+        )
+    if platform == "cpu":
+        why = f"the ranks of a group live in {nprocesses} processes: each multiplies on its own, XLA communicates"
+        return Choice("host+xla", why)
+    return Choice("xla", f"no fused implementation for platform {platform!r}")
+
+
+def _choose_on_cuda(spec: MatmulSpec, operands: tuple) -> Choice:
+    """Between cuBLASMp and "xla". What it depends on is equal on every process: the call, the kind of the cards, and
+    the libraries, which `distributed.initialize` compares."""
+    is_asked = spec.implementation == "cublasmp"
+    why = why_unsupported(spec, cublasmp_capabilities()) or why_not_cublasmp(spec, operands)
+    why = why or why_card_refuses(spec, operands, _native.card_capability())
+    if why and is_asked:
+        raise NotImplementedError(f'implementation="cublasmp": {why}; pass implementation=None or "xla"')
+    if why:
+        return Choice("xla", why)
+    if not _native.cuda_devices():  # a program for another machine
+        if is_asked:
+            return Choice("cublasmp", "asked for; whether it is installed shows where the program runs")
+        remedy = 'pass implementation="cublasmp" to have it called'
+        return Choice("xla", f"lowered without a GPU, where cuBLASMp cannot be looked for; {remedy}")
+    why = _native.why_no_cublasmp()
+    if why and is_asked:
+        raise RuntimeError(f'implementation="cublasmp": {why}')
+    return (
+        Choice("xla", why) if why else Choice("cublasmp", "asked for" if is_asked else "CUDA devices, cuBLASMp is open")
+    )
+
+
+def host_capabilities() -> Capabilities:
+    return Capabilities(**_native.capabilities())
+
+
+def cublasmp_capabilities() -> Capabilities:
+    return Capabilities(**_native.capabilities("cublasmp"))
