@@ -53,16 +53,32 @@ int64_t count_row_pieces(int64_t cols, int64_t pieces) {
   return ceil_div(pieces, std::min(pieces, std::max<int64_t>(1, cols / kNarrowest)));
 }
 
-void cut_rectangle(int32_t m_cut, int32_t n_cut, int64_t rows, int64_t cols, double area, int64_t unit,
+// Each product reads all of op(A), so narrow pieces of n, a few from each rank, are multiplied together. What that
+// copies stays in the second cache.
+constexpr int64_t kMostTogether = 128;
+constexpr int64_t kMostCopied = 1 << 20;  // bytes
+
+// How many cuts of n, from `first` on, one tile takes.
+size_t count_together(const Call& call, const std::vector<Cut>& cuts, size_t first) {
+  const int64_t column = std::max<int64_t>(1, call.k * facts(call.a.desc.type).bytes);
+  const int64_t most = call.is_narrow() ? 0 : std::min(kMostTogether, kMostCopied / column);
+  int64_t cols = cuts[first].size;
+  size_t next = first + 1;
+  while (next < cuts.size() && cols + cuts[next].size <= most) cols += cuts[next++].size;
+  return next - first;
+}
+
+void cut_rectangle(int32_t m_cut, int32_t n_cut, int32_t n_cuts, int64_t rows, int64_t cols, double area, int64_t unit,
                    std::vector<Tile>* tiles) {
   const double whole = static_cast<double>(rows) * static_cast<double>(cols);
   const int64_t pieces = std::max<int64_t>(1, std::llround(whole / area));
   const int64_t row_pieces = count_row_pieces(cols, pieces);
   const int64_t tile_rows = round_up(ceil_div(rows, row_pieces), unit);
-  const int64_t tile_cols = round_up(ceil_div(cols, ceil_div(pieces, row_pieces)), kColUnit);
+  const int64_t tile_cols = n_cuts > 1 ? cols : round_up(ceil_div(cols, ceil_div(pieces, row_pieces)), kColUnit);
   for (int64_t col = 0; col < cols; col += tile_cols) {
     for (int64_t row = 0; row < rows; row += tile_rows) {
-      tiles->push_back({m_cut, n_cut, row, std::min(tile_rows, rows - row), col, std::min(tile_cols, cols - col)});
+      tiles->push_back({m_cut, n_cut, row, std::min(tile_rows, rows - row), col, std::min(tile_cols, cols - col),
+                        n_cuts});
     }
   }
 }
@@ -79,22 +95,36 @@ Schedule make_schedule(const Call& call) {
   schedule.n = common_cuts(d_cols, op_cols(call.b, is_b_plain, call.n));
   schedule.k = common_cuts(op_cols(call.a, is_a_plain, call.k), op_rows(call.b, is_b_plain, call.k));
   const double area = target_area(call);
-  for (size_t n = 0; n < schedule.n.size(); ++n) {
+  for (size_t n = 0, together; n < schedule.n.size(); n += together) {
+    together = count_together(call, schedule.n, n);
+    const Cut& last = schedule.n[n + together - 1];
+    const int64_t cols = last.begin + last.size - schedule.n[n].begin;
     for (size_t m = 0; m < schedule.m.size(); ++m) {
-      cut_rectangle(static_cast<int32_t>(m), static_cast<int32_t>(n), schedule.m[m].size, schedule.n[n].size, area,
-                    row_unit(call), &schedule.tiles);
+      cut_rectangle(static_cast<int32_t>(m), static_cast<int32_t>(n), static_cast<int32_t>(together),
+                    schedule.m[m].size, cols, area, row_unit(call), &schedule.tiles);
     }
   }
   return schedule;
 }
 
-bool sums_in_d(const Call& call) { return call.accumulator() == call.d.desc.type && !(call.is_ordered && call.has_c); }
+bool Schedule::is_together(const Tile& tile, int side) const {
+  for (int32_t i = tile.n_cut; i + 1 < tile.n_cut + tile.n_cuts; ++i) {
+    const Cut &cut = n[static_cast<size_t>(i)], &next = n[static_cast<size_t>(i) + 1];
+    if (next.proc[side] != cut.proc[side] || next.local[side] != cut.local[side] + cut.size) return false;
+  }
+  return true;
+}
+
+bool sums_in_d(const Call& call, const Schedule& schedule, const Tile& tile) {
+  const bool reads_c_last = call.is_ordered && call.has_c;
+  return call.accumulator() == call.d.desc.type && !reads_c_last && schedule.is_together_in_d(tile);
+}
 
 Area area_of(const Call& call, const Schedule& schedule) {
   const abi::cudaDataType_t type = call.a.desc.type;
   Area area;
   for (const Tile& tile : schedule.tiles) {
-    const int64_t sums = sums_in_d(call) ? 0 : facts(call.accumulator()).bytes * tile.rows * tile.cols;
+    const int64_t sums = sums_in_d(call, schedule, tile) ? 0 : facts(call.accumulator()).bytes * tile.rows * tile.cols;
     area.sums_bytes = std::max(area.sums_bytes, round_up(sums, kAlignment));
     int64_t scratch = 0, seam = 0;
     if (call.is_narrow()) {
@@ -108,6 +138,8 @@ Area area_of(const Call& call, const Schedule& schedule) {
     } else if (facts(type).is_16bit) {
       scratch = gemm16_scratch(type, tile.rows, tile.cols, call.k);
     }
+    const int64_t pieces = schedule.is_together_in_b(tile) ? 0 : facts(type).bytes * tile.cols * call.k;
+    area.pieces_bytes = std::max(area.pieces_bytes, round_up(pieces, kAlignment));
     area.scratch_bytes = std::max(area.scratch_bytes, round_up(scratch, kAlignment));
     area.seam_bytes = std::max(area.seam_bytes, round_up(seam, kAlignment));
   }

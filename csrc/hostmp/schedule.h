@@ -21,6 +21,7 @@ struct Tile {
   int32_t m_cut, n_cut;  // indices into Schedule::m and ::n
   int64_t row, rows;     // within the cut
   int64_t col, cols;
+  int32_t n_cuts = 1;  // where narrow cuts of n are taken together: how many, from the first column to the last
 };
 
 struct Schedule {
@@ -28,6 +29,13 @@ struct Schedule {
   std::vector<Cut> n;  // [0] D's columns, [1] those of op(B)
   std::vector<Cut> k;  // [0] columns of op(A), [1] rows of op(B)
   std::vector<Tile> tiles;
+
+  // Whether the tile's columns are next to each other in one rank's memory: those of D, those of op(B).
+  bool is_together_in_d(const Tile& tile) const { return is_together(tile, 0); }
+  bool is_together_in_b(const Tile& tile) const { return is_together(tile, 1); }
+
+ private:
+  bool is_together(const Tile& tile, int side) const;
 };
 
 Schedule make_schedule(const Call& call);
@@ -44,11 +52,13 @@ struct Area {
   int64_t sums_bytes = 0;     // a tile of D in the accumulator's type
   int64_t scratch_bytes = 0;  // for gemm16, gemm_rounded or ordered_gemm
   int64_t seam_bytes = 0;     // for operands around a cut of k where ordered_gemm cannot be cut
-  int64_t bytes() const { return sums_bytes + scratch_bytes + seam_bytes; }
+  int64_t pieces_bytes = 0;   // for columns of op(B) that several ranks hold, put together
+  int64_t bytes() const { return sums_bytes + scratch_bytes + seam_bytes + pieces_bytes; }
 };
 constexpr int64_t kAlignment = 64;
-// Whether a tile is summed in D itself: not where D is narrower, nor where C, which may be D, is still to be read.
-bool sums_in_d(const Call& call);
+// Whether a tile is summed in D itself: not where D is narrower, nor where C, which may be D, is still to be read, nor
+// where several ranks hold it.
+bool sums_in_d(const Call& call, const Schedule& schedule, const Tile& tile);
 Area area_of(const Call& call, const Schedule& schedule);
 int64_t areas_per_rank(const Call& call);
 int64_t workspace_bytes(const Call& call);

@@ -39,28 +39,65 @@ class TileRun {
         n_(product.schedule.n[static_cast<size_t>(tile.n_cut)]),
         call_(*product.calls[0]),
         scratch_(workspace ? workspace + product.area.sums_bytes : nullptr),
-        seam_(scratch_ + product.area.scratch_bytes) {
-    const int64_t rank = call_.is_all_reduce ? 0 : rank_of(call_.grid(), m_.proc[0], n_.proc[0]);
-    place_ = {rank, m_.local[0] + tile.row, n_.local[0] + tile.col};
-    z_ = sums_in_d(call_) ? d_of(rank) : Block{workspace, tile.rows};
-  }
+        seam_(scratch_ + product.area.scratch_bytes),
+        pieces_(seam_ + product.area.seam_bytes),
+        place_(find_place()),
+        is_in_d_(sums_in_d(call_, product.schedule, tile)),
+        z_(is_in_d_ ? d_of(place_.rank) : Block{workspace, tile.rows}) {}
 
   void operator()() {
     call_.is_ordered ? sum_in_order() : sum();
-    finish();
-    if (call_.is_all_reduce) copy_to_peers();
+    for_ranks([](TileRun& part) {
+      part.finish();
+      if (part.call_.is_all_reduce) part.copy_to_peers();
+    });
   }
 
  private:
+  // The part of a tile of several cuts that lies in the given one.
+  TileRun(const TileRun& whole, const Tile& tile)
+      : product_(whole.product_),
+        tile_(tile),
+        m_(whole.m_),
+        n_(product_.schedule.n[static_cast<size_t>(tile.n_cut)]),
+        call_(whole.call_),
+        scratch_(whole.scratch_),
+        seam_(whole.seam_),
+        pieces_(whole.pieces_),
+        place_(find_place()),
+        is_in_d_(whole.is_in_d_),
+        z_(whole.z_) {
+    z_.data += bytes_of(call_.accumulator(), (n_.begin - whole.n_.begin) * z_.ld);
+  }
+
+  // For the columns of each rank apart: C, D, aux and the epilog's inputs are its own.
+  template <typename Function>
+  void for_ranks(Function function) {
+    if (is_of_one_rank()) return function(*this);
+    for (int32_t cut = tile_.n_cut; cut < tile_.n_cut + tile_.n_cuts; ++cut) {
+      const int64_t cols = product_.schedule.n[static_cast<size_t>(cut)].size;
+      TileRun part(*this, Tile{tile_.m_cut, cut, tile_.row, tile_.rows, 0, cols});
+      function(part);
+    }
+  }
+
+  bool is_of_one_rank() const { return product_.schedule.is_together_in_d(tile_); }
+
+  Place find_place() const {
+    const int64_t rank = call_.is_all_reduce ? 0 : rank_of(call_.grid(), m_.proc[0], n_.proc[0]);
+    return {rank, m_.local[0] + tile_.row, n_.local[0] + tile_.col};
+  }
+
   const Call& owner() const { return *product_.calls[static_cast<size_t>(place_.rank)]; }
   Block d_of(int64_t rank) const {
     return locate(product_.calls[static_cast<size_t>(rank)]->d, place_.row, place_.col);
   }
-  int64_t d_bytes(int64_t count = 1) const { return bytes_of(call_.d.desc.type, count); }
 
   // z = beta C, and onto it the products, as fast as the BLAS does them.
   void sum() {
-    bool is_started = add_c(false);
+    bool is_started = !is_of_one_rank();  // of whom some may read C, and others not
+    if (is_started) fill_zero();
+    for_ranks([&](TileRun& part) { is_started = part.add_c(is_started); });
     for (const Cut& cut : product_.schedule.k) {
       call_.is_narrow() ? add_narrow(cut, is_started) : add_product(product_of(cut), is_started);
       is_started = true;
@@ -76,7 +113,7 @@ class TileRun {
     if (alpha != 1.0) {
       scale_sums(z_.data, z_.ld, tile_.rows, tile_.cols, alpha.real(), alpha.imag(), call_.accumulator());
     }
-    add_c(true);
+    for_ranks([](TileRun& part) { part.add_c(true); });
   }
 
   // Of A and B; the ranks agree on tensor-wide scales.
@@ -160,10 +197,36 @@ class TileRun {
   }
 
   Product product_of(const Cut& k) const {
-    const bool is_a_plain = call_.trans_a == abi::CUBLAS_OP_N, is_b_plain = call_.trans_b == abi::CUBLAS_OP_N;
+    const bool is_a_plain = call_.trans_a == abi::CUBLAS_OP_N;
     const Block a = piece(&Call::a, is_a_plain, {m_.proc[1], m_.local[1] + tile_.row}, {k.proc[0], k.local[0]});
-    const Block b = piece(&Call::b, is_b_plain, {k.proc[1], k.local[1]}, {n_.proc[1], n_.local[1] + tile_.col});
+    const Block b = product_.schedule.is_together_in_b(tile_) ? piece_of_b(k, n_, tile_.col) : pieces_of_b(k);
     return {call_.trans_a, call_.trans_b, tile_.rows, tile_.cols, k.size, a.data, a.ld, b.data, b.ld, z_.data, z_.ld};
+  }
+
+  Block piece_of_b(const Cut& k, const Cut& n, int64_t col) const {
+    return piece(&Call::b, call_.trans_b == abi::CUBLAS_OP_N, {k.proc[1], k.local[1]}, {n.proc[1], n.local[1] + col});
+  }
+
+  // Those of all ranks, put together as they are stored.
+  Block pieces_of_b(const Cut& k) const {
+    const abi::cudaDataType_t type = call_.b.desc.type;
+    const bool is_plain = call_.trans_b == abi::CUBLAS_OP_N;
+    const Block all = {pieces_, is_plain ? k.size : tile_.cols};
+    for (int32_t i = tile_.n_cut; i < tile_.n_cut + tile_.n_cuts; ++i) {
+      const Cut& n = product_.schedule.n[static_cast<size_t>(i)];
+      const int64_t col = n.begin - n_.begin;
+      const Block from = piece_of_b(k, n, 0);
+      char* const to = all.data + bytes_of(type, is_plain ? col * all.ld : col);
+      copy_columns(type, from, is_plain ? k.size : n.size, is_plain ? n.size : k.size, {to, all.ld});
+    }
+    return all;
+  }
+
+  static void copy_columns(abi::cudaDataType_t type, const Block& from, int64_t rows, int64_t cols, const Block& to) {
+    for (int64_t col = 0; col < cols; ++col) {
+      std::memcpy(to.data + bytes_of(type, col * to.ld), from.data + bytes_of(type, col * from.ld),
+                  static_cast<size_t>(bytes_of(type, rows)));
+    }
   }
 
   void add_product(const Product& product, bool adds) {
@@ -234,7 +297,7 @@ class TileRun {
 
   void finish() {
     const Epilog* epilog = find_epilog(call_.epilog);
-    if (sums_in_d(call_) && epilog->is_plain()) return;
+    if (is_in_d_ && epilog->is_plain()) return;
     if (call_.stores_narrow()) return finish_narrow(epilog);
     apply_epilog(epilog, d_of(place_.rank), call_.d.desc.type);
   }
@@ -315,11 +378,7 @@ class TileRun {
     const Epilog* epilog = find_epilog(call_.epilog);
     const bool writes_aux = epilog->has_aux && !epilog->is_derivative;
     for (int64_t rank = 1; rank < call_.nranks; ++rank) {
-      const Block to = d_of(rank);
-      for (int64_t col = 0; col < tile_.cols; ++col) {
-        std::memcpy(to.data + d_bytes(col * to.ld), from.data + d_bytes(col * from.ld),
-                    static_cast<size_t>(d_bytes(tile_.rows)));
-      }
+      copy_columns(call_.d.desc.type, from, tile_.rows, tile_.cols, d_of(rank));
       if (call_.has_d_out_scale) copy_scales(*product_.calls[static_cast<size_t>(rank)]);
       if (!writes_aux) continue;
       const Aux source = aux_of(0), target = aux_of(rank);
@@ -342,13 +401,15 @@ class TileRun {
   }
 
   const Product2D& product_;
-  const Tile& tile_;
+  const Tile tile_;
   const Cut& m_;
   const Cut& n_;
   const Call& call_;  // rank 0's, for what all ranks share
-  char* scratch_;
-  char* seam_;
-  Place place_;
+  char* const scratch_;
+  char* const seam_;
+  char* const pieces_;
+  const Place place_;
+  const bool is_in_d_;
   Block z_;
 };
 
