@@ -24,6 +24,7 @@ PATTERNS = {
     "AR": (P(None, "x"), P("x", None), P(None, None)),
 }
 SHAPES = [(n, n, n) for n in (256, 512, 1024, 2048)] + [(512, 4096, 11008)]  # m, k, n
+FEW_ROWS = [(8, 4096, 4096), (64, 4096, 4096)]  # as in decoding: the weights are the work
 TYPES = [
     ("float32", "float32"),
     ("bfloat16", "bfloat16"),
@@ -112,18 +113,24 @@ def label_of_types(types):
     return " -> ".join(short[t] for t in types) if types[0] != types[1] or types[0] != "float32" else "f32"
 
 
+def size_of(shape):
+    if shape in FEW_ROWS:
+        return "8 and 64 rows"
+    return "1024 and above" if max(shape) >= 1024 else "256 and 512"
+
+
 def summary(cases):
     """Geometric means per types and size class, and the worst row, which a mean would hide."""
     rows = []
-    for types, large in itertools.product(TYPES, (False, True)):
-        group = [c for c in cases if tuple(c["types"]) == types and (max(c["shape"]) >= 1024) == large]
+    for types, size in itertools.product(TYPES, ("8 and 64 rows", "256 and 512", "1024 and above")):
+        group = [c for c in cases if tuple(c["types"]) == types and size_of(tuple(c["shape"])) == size]
         if not group:
             continue
         worst = min(group, key=lambda c: c["to_xla"])
         rows.append(
             [
                 label_of_types(types),
-                "1024 and above" if large else "256 and 512",
+                size,
                 f"{geometric_mean(c['to_xla'] for c in group):.2f}",
                 f"{geometric_mean(c['to_limit'] for c in group):.2f}",
                 f"{geometric_mean(c['xla_to_limit'] for c in group):.2f}",
@@ -149,7 +156,7 @@ def detail(cases):
 
 
 def measure(quick):
-    shapes = [(256, 256, 256), (1024, 1024, 1024)] if quick else SHAPES
+    shapes = [*FEW_ROWS[:1], (256, 256, 256), (1024, 1024, 1024)] if quick else FEW_ROWS + SHAPES
     grid = list(itertools.product(TYPES, shapes, PATTERNS, RANKS))
     seconds, rounds = (0.1, (5, 15)) if quick else (0.5, (9, 41))
     cases = [

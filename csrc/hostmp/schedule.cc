@@ -53,10 +53,10 @@ int64_t count_row_pieces(int64_t cols, int64_t pieces) {
   return ceil_div(pieces, std::min(pieces, std::max<int64_t>(1, cols / kNarrowest)));
 }
 
-// Each product reads all of op(A), so narrow pieces of n, a few from each rank, are multiplied together. What that
-// copies stays in the second cache.
+// Each product reads all of op(A), so narrow pieces of n, a few from each rank, are multiplied together. What is
+// copied for it is a part of op(A) in size.
 constexpr int64_t kMostTogether = 128;
-constexpr int64_t kMostCopied = 1 << 20;  // bytes
+constexpr int64_t kMostCopied = 4 << 20;  // bytes, for each thread
 
 // How many cuts of n, from `first` on, one tile takes.
 size_t count_together(const Call& call, const std::vector<Cut>& cuts, size_t first) {

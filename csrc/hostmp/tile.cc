@@ -211,7 +211,7 @@ class TileRun {
   Block pieces_of_b(const Cut& k) const {
     const abi::cudaDataType_t type = call_.b.desc.type;
     const bool is_plain = call_.trans_b == abi::CUBLAS_OP_N;
-    const Block all = {pieces_, is_plain ? k.size : tile_.cols};
+    const Block all = {pieces_ + bytes_of(type, k.begin * tile_.cols), is_plain ? k.size : tile_.cols};
     for (int32_t i = tile_.n_cut; i < tile_.n_cut + tile_.n_cuts; ++i) {
       const Cut& n = product_.schedule.n[static_cast<size_t>(i)];
       const int64_t col = n.begin - n_.begin;
