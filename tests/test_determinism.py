@@ -11,6 +11,7 @@ import functools
 import itertools
 import re
 
+import bounds
 import cases
 import jax
 import jax.numpy as jnp
@@ -125,6 +126,16 @@ def test_bits_do_not_know_the_mesh(dtype, count):
     assert testing.check_meshes("topology", "host", dtype, (24, 40, 200), Epilog.NONE, [count], only=only) >= 4
 
 
+@pytest.mark.parametrize(("count", "held"), [(2, 100), (4, 250), (8, 300)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cuts_inside_of_panels_do_not_matter(dtype, count, held):
+    """Each rank holds `held` of k, and for the gradient in b 150 rows, which panels of 256 and 1024 do not end with."""
+    cases.require("host")
+    testing.check_meshes(
+        "topology", "host", dtype, (150 * count, 16, held * count), Epilog.NONE, [count], only=SOME_LAYOUTS
+    )
+
+
 @pytest.mark.parametrize("transpose", ["TN", "NT", "TT"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_bits_of_transposed_operands_do_not_know_the_mesh(dtype, transpose):
@@ -148,6 +159,43 @@ def test_bits_of_every_epilog_do_not_know_the_mesh(dtype, epilog):
 def test_bits_of_xla_do_not_know_the_mesh():
     cases.require("host")
     testing.check_meshes("topology", "xla", "bfloat16", (24, 40, 200), Epilog.GELU_AUX_BIAS, [4], only=SOME_LAYOUTS)
+
+
+PANEL = 256
+NOT_BFLOAT16 = [dtype for dtype in DTYPES if dtype != "bfloat16"]
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("dtype", NOT_BFLOAT16)
+def test_sums_are_made_in_the_written_order(dtype, rows):
+    """Against numpy: products with 1 are exact, so each step is one addition. A sum for every 256 k, then their sum."""
+    cases.require("host")
+    accumulator = ACCUMULATORS[dtype]
+    a = testing.draw(0, (rows, 2400), dtype)
+    panels = [a[:, at : at + PANEL].astype(accumulator) for at in range(0, a.shape[1], PANEL)]
+    sums = [np.add.accumulate(panel, axis=1)[:, -1] for panel in panels]
+    want = np.repeat(np.add.accumulate(sums)[-1][:, None], 24, axis=1)
+    ones = np.ones((a.shape[1], 24), jnp.dtype(dtype))
+    product = functools.partial(jaxmp.matmul, determinism="topology", preferred_element_type=accumulator)
+    testing.assert_bitwise_equal(product(a, ones), want)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    shardings = {"in_shardings": (P(None, "x"), P("x", None)), "out_sharding": P(None, "x"), "mesh": mesh}
+    testing.assert_bitwise_equal(product(a, ones, **shardings), want, "over 8 ranks")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("rows", [3, 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_errors_are_those_of_panels(dtype, rows, level):
+    """Within 256 + k / 256 roundings of numbers of one sign; one accumulator is off by 2,000 to 14,000 in most types."""
+    cases.require("host")
+    k, accumulator = 65536, ACCUMULATORS[dtype]
+    a, b = (np.full(shape, x).astype(jnp.dtype(dtype)) for shape, x in (((rows, k), 1.9), ((k, 20), 0.7)))
+    got = jaxmp.matmul(a, b, determinism=level, preferred_element_type=accumulator)
+    product = a[0, 0].astype(np.clongdouble) * b[0, 0].astype(np.clongdouble)
+    want = np.full(got.shape, k * product)
+    allowed = (PANEL + k / PANEL) * bounds.unit_roundoff(accumulator) * np.abs(want)
+    bounds.judge(f"{dtype} {level}", got, want, allowed)
 
 
 LEADING = {

@@ -4,12 +4,18 @@
 
 #include <cstdint>
 
-#include "csrc/hostmp/blas.h"
+#include "csrc/hostmp/panels.h"
 
 namespace jaxmp::hostmp {
 
-// As gemm16 for bf16. Only where cpu().amx_bf16. The instruction takes subnormal inputs and results as 0.
-void amx_gemm(const Product& product, float alpha, float beta, char* scratch);
+// The depth of a panel. The instruction adds the sum of 32 products at a time, so 1024 make 32 terms; and adding a
+// panel to C, which no instruction does from a tile register, costs a third of the rate at 256, nothing to speak of at
+// 1024.
+constexpr int64_t kAmxPanel = 1024;
+
+// As gemm16 for bf16; every part but the last one has a multiple of 32 k. Only where cpu().amx_bf16. The instruction
+// takes subnormal inputs and results as 0.
+void amx_gemm(const Parts& parts, float alpha, float beta, char* scratch);
 int64_t amx_gemm_scratch(int64_t m, int64_t n, int64_t k);
 
 }  // namespace jaxmp::hostmp

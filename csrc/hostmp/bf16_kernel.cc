@@ -1,5 +1,5 @@
-// The usual three levels: k is cut into panels, op(A) and op(B) are packed a panel at a time, and a register tile of
-// 48 x 8 sums over the panel. The instruction multiplies pairs: for each of 16 rows it adds
+// The usual three levels: k is cut into panels (panels.h), op(A) and op(B) are packed a panel at a time, and a register
+// tile of 48 x 8 sums over the panel. The instruction multiplies pairs: for each of 16 rows it adds
 // a[2p] b[2p] + a[2p+1] b[2p+1] to a float. So both are packed in strips (bf16_pack.h): op(A) in strips of 48 rows (the
 // last one of 16, 32 or 48), op(B) in strips of 16 columns, two register tiles.
 #include "csrc/hostmp/bf16_kernel.h"
@@ -7,6 +7,7 @@
 #include <algorithm>
 
 #include "csrc/hostmp/bf16_pack.h"
+#include "csrc/hostmp/bf16_thin.h"
 
 #if defined(__x86_64__)
 
@@ -19,7 +20,6 @@ constexpr int64_t kLanes = 16;
 constexpr int kMaxVectors = 3;  // 3 x 8 sums, 3 of A and a broadcast of B fill the 32 registers
 constexpr int64_t kRows = kMaxVectors * kLanes;
 constexpr int64_t kCols = kBlock / 2;
-constexpr int64_t kDepth = 512;  // a strip of B is then 16 KiB, a strip of A 48 KiB
 
 // Where a register tile goes.
 struct Target {
@@ -33,20 +33,6 @@ __mmask16 rows_of(const Target& target, int vector) {
   return left >= kLanes ? 0xffff : static_cast<__mmask16>((1u << std::max<int64_t>(left, 0)) - 1);
 }
 
-// Where alpha is 1, and beta 0 or 1, the sums start from C itself.
-bool continues(const Target& target) { return target.alpha == 1 && target.beta == 1; }
-
-template <int Vectors>
-JAXMP_AVX512_BF16 void start_tile(const Target& target, __m512 (&sums)[Vectors][kCols]) {
-  for (int64_t col = 0; col < kCols; ++col) {
-    for (int v = 0; v < Vectors; ++v) {
-      const bool loads = continues(target) && col < target.cols;
-      const float* const from = target.c + col * target.ldc + v * kLanes;
-      sums[v][col] = loads ? _mm512_maskz_loadu_ps(rows_of(target, v), from) : _mm512_setzero_ps();
-    }
-  }
-}
-
 template <int Vectors>
 JAXMP_AVX512_BF16 void store_tile(const Target& target, const __m512 (&sums)[Vectors][kCols]) {
   const __m512 alpha = _mm512_set1_ps(target.alpha), beta = _mm512_set1_ps(target.beta);
@@ -55,7 +41,7 @@ JAXMP_AVX512_BF16 void store_tile(const Target& target, const __m512 (&sums)[Vec
       const __mmask16 mask = rows_of(target, v);
       float* const to = target.c + col * target.ldc + v * kLanes;
       __m512 value = _mm512_mul_ps(alpha, sums[v][col]);
-      if (target.beta != 0 && !continues(target)) value = _mm512_fmadd_ps(beta, _mm512_maskz_loadu_ps(mask, to), value);
+      if (target.beta != 0) value = _mm512_fmadd_ps(beta, _mm512_maskz_loadu_ps(mask, to), value);
       _mm512_mask_storeu_ps(to, mask, value);
     }
   }
@@ -64,7 +50,9 @@ JAXMP_AVX512_BF16 void store_tile(const Target& target, const __m512 (&sums)[Vec
 template <int Vectors>
 JAXMP_AVX512_BF16 inline void register_tile(const uint32_t* a, const uint32_t* b, int64_t pairs, const Target& target) {
   __m512 sums[Vectors][kCols];
-  start_tile<Vectors>(target, sums);
+  for (int v = 0; v < Vectors; ++v) {
+    for (int64_t col = 0; col < kCols; ++col) sums[v][col] = _mm512_setzero_ps();
+  }
   for (int64_t pair = 0; pair < pairs; ++pair, a += Vectors * kLanes, b += kBlock) {
     __m512bh rows[Vectors];
     for (int v = 0; v < Vectors; ++v) rows[v] = (__m512bh)_mm512_loadu_si512(a + v * kLanes);
@@ -96,28 +84,40 @@ JAXMP_AVX512_BF16 void strip_product(const uint32_t* a, int64_t width, const uin
   }
 }
 
+// The pairs of a segment to their place in a strip.
+void pack_segment(const Segment& segment, const Panel& from, int64_t begin, int64_t count, int64_t width,
+                  uint32_t* strip) {
+  pack_by_pairs(from, begin, count, width, segment.depth, (segment.depth + 1) / 2, strip + segment.offset / 2 * width);
+}
+
 }  // namespace
 
-void bf16_gemm(const Product& p, float alpha, float beta, char* scratch) {
+void bf16_gemm(const Parts& parts, float alpha, float beta, char* scratch) {
+  if (bf16_thin_gemm(Bf16Sums::kAvx512Bf16, parts, alpha, beta)) return;
+  const Product& p = parts.front();
+  const std::vector<KPanel> panels = panels_of(parts, kOrderedPanel);
   uint32_t* const strip_a = reinterpret_cast<uint32_t*>(scratch);
-  uint32_t* const packed_b = strip_a + kRows * ((std::min(p.k, kDepth) + 1) / 2);
-  for (int64_t at = 0; at < p.k; at += kDepth) {
-    const int64_t depth = std::min(kDepth, p.k - at), pairs = (depth + 1) / 2;
-    const Panel a = panel_of_a(p, at), b = panel_of_b(p, at);
+  uint32_t* const packed_b = strip_a + kRows * ((panels.front().depth + 1) / 2);
+  for (const KPanel& panel : panels) {
+    const int64_t pairs = (panel.depth + 1) / 2;
     for (int64_t col = 0; col < p.n; col += kBlock) {
-      pack_by_pairs(b, col, p.n - col, kBlock, depth, pairs, packed_b + col * pairs);
+      for (const Segment& segment : panel.segments) {
+        pack_segment(segment, panel_of_b(segment), col, p.n - col, kBlock, packed_b + col * pairs);
+      }
     }
     for (int64_t row = 0; row < p.m; row += kRows) {
       const int64_t rows = std::min(kRows, p.m - row), width = round_up(rows, kLanes);
-      pack_by_pairs(a, row, rows, width, depth, pairs, strip_a);
+      for (const Segment& segment : panel.segments) {
+        pack_segment(segment, panel_of_a(segment), row, rows, width, strip_a);
+      }
       strip_product(strip_a, width, packed_b, p.n, pairs,
-                    {static_cast<float*>(p.c) + row, p.ldc, rows, 0, alpha, at == 0 ? beta : 1.0f});
+                    {static_cast<float*>(p.c) + row, p.ldc, rows, 0, alpha, panel.begin == 0 ? beta : 1.0f});
     }
   }
 }
 
 int64_t bf16_gemm_scratch(int64_t, int64_t n, int64_t k) {
-  return 4 * ((std::min(k, kDepth) + 1) / 2) * (kRows + round_up(n, kBlock));
+  return 4 * ((std::min(k, kOrderedPanel) + 1) / 2) * (kRows + round_up(n, kBlock));
 }
 
 }  // namespace jaxmp::hostmp
@@ -126,7 +126,7 @@ int64_t bf16_gemm_scratch(int64_t, int64_t n, int64_t k) {
 
 namespace jaxmp::hostmp {
 
-void bf16_gemm(const Product&, float, float, char*) {}
+void bf16_gemm(const Parts&, float, float, char*) {}
 int64_t bf16_gemm_scratch(int64_t, int64_t, int64_t) { return 0; }
 
 }  // namespace jaxmp::hostmp

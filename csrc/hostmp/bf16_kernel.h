@@ -4,12 +4,13 @@
 
 #include <cstdint>
 
-#include "csrc/hostmp/blas.h"
+#include "csrc/hostmp/panels.h"
 
 namespace jaxmp::hostmp {
 
-// As gemm16 for bf16. Only where cpu().avx512_bf16. The instruction takes subnormal inputs and results as 0.
-void bf16_gemm(const Product& product, float alpha, float beta, char* scratch);
+// As gemm16 for bf16; every part but the last one has an even number of k. Only where cpu().avx512_bf16. The
+// instruction takes subnormal inputs and results as 0.
+void bf16_gemm(const Parts& parts, float alpha, float beta, char* scratch);
 int64_t bf16_gemm_scratch(int64_t m, int64_t n, int64_t k);
 
 }  // namespace jaxmp::hostmp

@@ -9,7 +9,7 @@
 
 #include <cstdint>
 
-#include "csrc/hostmp/blas.h"
+#include "csrc/hostmp/panels.h"
 
 namespace jaxmp::hostmp {
 
@@ -24,13 +24,15 @@ struct Panel {
   bool is_adjacent_in_k;
 };
 
-inline Panel panel_of_a(const Product& p, int64_t k) {
+inline Panel panel_of_a(const Segment& segment) {
+  const Product& p = *segment.part;
   const bool is_plain = p.trans_a == abi::CUBLAS_OP_N;
-  return {static_cast<const uint16_t*>(p.a) + k * (is_plain ? p.lda : 1), p.lda, !is_plain};
+  return {static_cast<const uint16_t*>(p.a) + segment.k * (is_plain ? p.lda : 1), p.lda, !is_plain};
 }
-inline Panel panel_of_b(const Product& p, int64_t k) {
+inline Panel panel_of_b(const Segment& segment) {
+  const Product& p = *segment.part;
   const bool is_plain = p.trans_b == abi::CUBLAS_OP_N;
-  return {static_cast<const uint16_t*>(p.b) + k * (is_plain ? 1 : p.ldb), p.ldb, is_plain};
+  return {static_cast<const uint16_t*>(p.b) + segment.k * (is_plain ? 1 : p.ldb), p.ldb, is_plain};
 }
 
 // A strip: `count` indices from `begin` on, padded to `width` of them (a multiple of 16), by pairs: ceil(depth / 2)

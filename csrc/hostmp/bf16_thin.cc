@@ -7,7 +7,6 @@
 #include <algorithm>
 
 #include "csrc/hostmp/amx_kernel.h"
-#include "csrc/hostmp/bf16_kernel.h"
 #include "csrc/hostmp/bf16_pack.h"
 
 #if defined(__x86_64__)
@@ -141,7 +140,7 @@ JAXMP_AVX512_BF16 void add_segment(Bf16Sums kind, const Segment& segment, int64_
 template <int Cols>
 JAXMP_AVX512_BF16 void multiply(Bf16Sums kind, const Parts& parts, bool adds) {
   const Product& p = parts.front();
-  const std::vector<KPanel> panels = panels_of(parts, kind == Bf16Sums::kAmx ? kAmxPanel : kBf16Panel);
+  const std::vector<KPanel> panels = panels_of(parts, kind == Bf16Sums::kAmx ? kAmxPanel : kOrderedPanel);
   alignas(64) float sums[Cols][kRows];
   for (int64_t row = 0; row < p.m; row += kRows) {
     const int64_t rows = std::min(kRows, p.m - row);
@@ -159,18 +158,20 @@ JAXMP_AVX512_BF16 void multiply(Bf16Sums kind, const Parts& parts, bool adds) {
 
 }  // namespace
 
-bool is_bf16_thin(const Product& p) { return p.trans_a == abi::CUBLAS_OP_N && p.n <= 4; }
-
-void bf16_thin_gemm(Bf16Sums kind, const Parts& parts, bool adds) {
+bool bf16_thin_gemm(Bf16Sums kind, const Parts& parts, float alpha, float beta) {
+  const bool is_plain = parts.front().trans_a == abi::CUBLAS_OP_N && alpha == 1 && (beta == 0 || beta == 1);
+  if (!is_plain) return false;
   switch (parts.front().n) {
     case 1:
-      return multiply<1>(kind, parts, adds);
+      return multiply<1>(kind, parts, beta == 1), true;
     case 2:
-      return multiply<2>(kind, parts, adds);
+      return multiply<2>(kind, parts, beta == 1), true;
     case 3:
-      return multiply<3>(kind, parts, adds);
+      return multiply<3>(kind, parts, beta == 1), true;
+    case 4:
+      return multiply<4>(kind, parts, beta == 1), true;
     default:
-      return multiply<4>(kind, parts, adds);
+      return false;
   }
 }
 
@@ -180,8 +181,7 @@ void bf16_thin_gemm(Bf16Sums kind, const Parts& parts, bool adds) {
 
 namespace jaxmp::hostmp {
 
-bool is_bf16_thin(const Product&) { return false; }
-void bf16_thin_gemm(Bf16Sums, const Parts&, bool) {}
+bool bf16_thin_gemm(Bf16Sums, const Parts&, float, float) { return false; }
 
 }  // namespace jaxmp::hostmp
 

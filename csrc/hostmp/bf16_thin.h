@@ -6,14 +6,12 @@
 
 namespace jaxmp::hostmp {
 
-// Which of our kernels takes the products of more columns; these have the same bits.
+// Whose sums these are, to the bit: which kernel takes the products of more columns.
 enum class Bf16Sums { kAmx, kAvx512Bf16 };
 
-// op(A) = A, at most 4 columns.
-bool is_bf16_thin(const Product& product);
-
-// c (+)= op(A) op(B), where `is_bf16_thin`. Subnormal inputs and results are 0, as in the other kernels.
-void bf16_thin_gemm(Bf16Sums sums, const Parts& parts, bool adds);
+// Computes c = alpha op(A) op(B) + beta c, without memory of its own, where op(A) = A, with at most 4 columns, alpha is
+// 1, and beta 0 or 1. Returns whether these hold. Panels, and where parts may end, are those of the kernel.
+bool bf16_thin_gemm(Bf16Sums sums, const Parts& parts, float alpha, float beta);
 
 }  // namespace jaxmp::hostmp
 

@@ -226,9 +226,9 @@ void gemm16(abi::cudaDataType_t type, const Product& p, float alpha, float beta,
     case Kernel16::kMkl:
       return call_mixed(type == abi::CUDA_R_16BF ? libraries.bf16 : libraries.f16, p, alpha, beta);
     case Kernel16::kAmx:
-      return amx_gemm(p, alpha, beta, scratch);
+      return amx_gemm({p}, alpha, beta, scratch);
     case Kernel16::kAvx512Bf16:
-      return bf16_gemm(p, alpha, beta, scratch);
+      return bf16_gemm({p}, alpha, beta, scratch);
     case Kernel16::kWidened:
       break;
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "csrc/hostmp/amx_kernel.h"
 #include "csrc/hostmp/blas.h"
 #include "csrc/hostmp/ordered_kernel.h"
 #include "csrc/hostmp/types.h"
@@ -12,6 +13,7 @@ namespace {
 // Of k, decoded at a time; also bounds sums of 8-bit integers to 2^24, up to which floats are exact.
 constexpr int64_t kDepth = 1024;
 constexpr int64_t kScaleBlock = 128;
+static_assert(kDepth % kOrderedPanel == 0 && kDepth % kAmxPanel == 0, "a panel of a sum is decoded at once");
 constexpr int64_t kAlign = 64;
 
 // One stored column of `count` numbers along k, each block times its scale.
@@ -167,7 +169,7 @@ void narrow_gemm_in_order(const std::vector<NarrowProduct>& parts, char* memory)
                                panel,
                                has_sums ? scratch.sums : first.c,
                                has_sums ? first.m : first.ldc};
-      ordered_gemm(abi::CUDA_R_16BF, product, adds && !has_sums, scratch.kernel);
+      ordered_gemm(abi::CUDA_R_16BF, {product}, adds && !has_sums, scratch.kernel);
       if (!has_sums) continue;
       while (at + from >= passed + parts[scaling].k) passed += parts[scaling++].k;
       add_scaled(parts[scaling], at + from - passed, scratch, 1.0f, adds);

@@ -18,7 +18,6 @@
 namespace jaxmp::hostmp {
 namespace {
 
-constexpr int64_t kDepth = 256;     // a strip of op(A) is at most 96 KiB
 constexpr int64_t kWidth = 512;     // columns of op(B) packed at a time: at most 1 MiB, for the second cache
 constexpr int64_t kStripRows = 48;  // a multiple of the rows of a strip, for any instruction set and type
 constexpr int64_t kPanelRows = 8 * kStripRows;  // of op(A) packed at a time: at most 768 KiB, for the second cache
@@ -105,6 +104,7 @@ struct Simd<float> {
   JAXMP_SIMD V load(const float* from) { return _mm512_loadu_ps(from); }
   JAXMP_SIMD void store(float* to, V value) { _mm512_storeu_ps(to, value); }
   JAXMP_SIMD V broadcast(float value) { return _mm512_set1_ps(value); }
+  JAXMP_SIMD V add(V x, V y) { return _mm512_add_ps(x, y); }
   JAXMP_SIMD V fma(V x, V y, V sum) { return _mm512_fmadd_ps(x, y, sum); }
   JAXMP_SIMD V fnma(V x, V y, V sum) { return _mm512_fnmadd_ps(x, y, sum); }
 };
@@ -115,6 +115,7 @@ struct Simd<double> {
   JAXMP_SIMD V load(const double* from) { return _mm512_loadu_pd(from); }
   JAXMP_SIMD void store(double* to, V value) { _mm512_storeu_pd(to, value); }
   JAXMP_SIMD V broadcast(double value) { return _mm512_set1_pd(value); }
+  JAXMP_SIMD V add(V x, V y) { return _mm512_add_pd(x, y); }
   JAXMP_SIMD V fma(V x, V y, V sum) { return _mm512_fmadd_pd(x, y, sum); }
   JAXMP_SIMD V fnma(V x, V y, V sum) { return _mm512_fnmadd_pd(x, y, sum); }
 };
@@ -136,6 +137,7 @@ struct Simd<float> {
   JAXMP_SIMD V load(const float* from) { return _mm256_loadu_ps(from); }
   JAXMP_SIMD void store(float* to, V value) { _mm256_storeu_ps(to, value); }
   JAXMP_SIMD V broadcast(float value) { return _mm256_set1_ps(value); }
+  JAXMP_SIMD V add(V x, V y) { return _mm256_add_ps(x, y); }
   JAXMP_SIMD V fma(V x, V y, V sum) { return _mm256_fmadd_ps(x, y, sum); }
   JAXMP_SIMD V fnma(V x, V y, V sum) { return _mm256_fnmadd_ps(x, y, sum); }
 };
@@ -146,6 +148,7 @@ struct Simd<double> {
   JAXMP_SIMD V load(const double* from) { return _mm256_loadu_pd(from); }
   JAXMP_SIMD void store(double* to, V value) { _mm256_storeu_pd(to, value); }
   JAXMP_SIMD V broadcast(double value) { return _mm256_set1_pd(value); }
+  JAXMP_SIMD V add(V x, V y) { return _mm256_add_pd(x, y); }
   JAXMP_SIMD V fma(V x, V y, V sum) { return _mm256_fmadd_pd(x, y, sum); }
   JAXMP_SIMD V fnma(V x, V y, V sum) { return _mm256_fnmadd_pd(x, y, sum); }
 };
@@ -175,6 +178,10 @@ struct Simd {
   }
   static void store(T* to, V value) { std::memcpy(to, value.lanes, sizeof(value.lanes)); }
   static V broadcast(T value) { return {{value, value, value, value}}; }
+  static V add(V x, V y) {
+    for (int i = 0; i < kLanes; ++i) x.lanes[i] += y.lanes[i];
+    return x;
+  }
   static V fma(V x, V y, V sum) {
     for (int i = 0; i < kLanes; ++i) sum.lanes[i] += x.lanes[i] * y.lanes[i];
     return sum;
@@ -197,22 +204,14 @@ Kernel kernel_for(abi::cudaDataType_t type) {
   return Kernel::kOther;
 }
 
-void fill_zero(const Product& p, int64_t bytes) {
-  for (int64_t col = 0; col < p.n; ++col) {
-    std::memset(static_cast<char*>(p.c) + col * p.ldc * bytes, 0, static_cast<size_t>(p.m * bytes));
-  }
-}
-
 }  // namespace
 
-void ordered_gemm(abi::cudaDataType_t type, const Product& p, bool adds, char* scratch) {
+void ordered_gemm(abi::cudaDataType_t type, const Parts& parts, bool adds, char* scratch) {
   const Kernel kernel = kernel_for(type);
-  if (kernel == Kernel::kAmx) return amx_gemm(p, 1.0f, adds ? 1.0f : 0.0f, scratch);
-  if (kernel == Kernel::kAvx512Bf16) return bf16_gemm(p, 1.0f, adds ? 1.0f : 0.0f, scratch);
-  const int64_t bytes = facts(accumulator_of(type)).bytes;
-  if (!adds) fill_zero(p, bytes);
-  ordered_gemm_on("avx512", type, p, scratch) || ordered_gemm_on("avx2", type, p, scratch) ||
-      ordered_gemm_on("portable", type, p, scratch);
+  if (kernel == Kernel::kAmx) return amx_gemm(parts, 1.0f, adds ? 1.0f : 0.0f, scratch);
+  if (kernel == Kernel::kAvx512Bf16) return bf16_gemm(parts, 1.0f, adds ? 1.0f : 0.0f, scratch);
+  ordered_gemm_on("avx512", type, parts, adds, scratch) || ordered_gemm_on("avx2", type, parts, adds, scratch) ||
+      ordered_gemm_on("portable", type, parts, adds, scratch);
 }
 
 int64_t ordered_gemm_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k) {
@@ -227,34 +226,35 @@ int64_t ordered_unit(abi::cudaDataType_t type) {
   return kernel == Kernel::kAmx ? 32 : kernel == Kernel::kAvx512Bf16 ? 2 : 1;
 }
 
+int64_t ordered_panel(abi::cudaDataType_t type) { return kernel_for(type) == Kernel::kAmx ? kAmxPanel : kOrderedPanel; }
+
 bool is_thin(abi::cudaDataType_t type, const Product& p) {
   const bool is_real = type == abi::CUDA_R_32F || type == abi::CUDA_R_64F;
   return is_real && cpu().avx2 && p.n <= kThin && p.trans_a == abi::CUBLAS_OP_N;
 }
 
 void thin_gemm(abi::cudaDataType_t type, const Product& p, bool adds) {
-  if (!adds) fill_zero(p, facts(type).bytes);
 #if defined(__x86_64__)
-  if (cpu().avx512) return avx512::dispatch_thin(type, p);
-  if (cpu().avx2) return avx2::dispatch_thin(type, p);
+  if (cpu().avx512) return avx512::dispatch_thin(type, {p}, adds);
+  if (cpu().avx2) return avx2::dispatch_thin(type, {p}, adds);
 #endif
-  portable::dispatch_thin(type, p);
+  portable::dispatch_thin(type, {p}, adds);
 }
 
-bool ordered_gemm_on(const char* instructions, abi::cudaDataType_t type, const Product& p, char* scratch) {
+bool ordered_gemm_on(const char* instructions, abi::cudaDataType_t type, const Parts& parts, bool adds, char* scratch) {
   const std::string_view name = instructions;
 #if defined(__x86_64__)
-  if (name == "avx512" && cpu().avx512) return avx512::dispatch(type, p, scratch), true;
-  if (name == "avx2" && cpu().avx2) return avx2::dispatch(type, p, scratch), true;
+  if (name == "avx512" && cpu().avx512) return avx512::dispatch(type, parts, adds, scratch), true;
+  if (name == "avx2" && cpu().avx2) return avx2::dispatch(type, parts, adds, scratch), true;
 #endif
-  if (name == "portable") return portable::dispatch(type, p, scratch), true;
+  if (name == "portable") return portable::dispatch(type, parts, adds, scratch), true;
   return false;
 }
 
 int64_t ordered_gemm_on_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k) {
   constexpr int64_t kMostCols = 8;
   const int64_t bytes = facts(accumulator_of(type)).bytes;  // of a complex number: both parts
-  return bytes * (rows_packed(m) + round_up(std::min(n, kWidth), kMostCols)) * std::min(k, kDepth);
+  return bytes * (rows_packed(m) + round_up(std::min(n, kWidth), kMostCols)) * std::min(k, kOrderedPanel);
 }
 
 }  // namespace jaxmp::hostmp

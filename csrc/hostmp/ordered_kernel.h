@@ -1,33 +1,35 @@
-// Matrix products in which every element is summed in one order: by its own accumulator, in ascending k, one fused
-// multiply-add (without such an instruction: a product and a sum) for each k. So its bits depend on a row of op(A) and
-// a column of op(B) alone: not on m, n, or the element's place; and a sum that was stored goes on where it stopped, so
-// they do not depend on where k is cut either. No BLAS promises that: it takes other kernels for other shapes.
+// Matrix products in which every element is summed in one order: panel by panel (panels.h), and within a panel in
+// ascending k, by one fused multiply-add (without such an instruction: a product and a sum) for each k. So its bits
+// depend on a row of op(A) and a column of op(B) alone: not on m, n, the element's place, or where k is cut. No BLAS
+// promises that: it takes other kernels for other shapes.
 #ifndef JAXMP_HOSTMP_ORDERED_KERNEL_H_
 #define JAXMP_HOSTMP_ORDERED_KERNEL_H_
 
 #include <cstdint>
 
 #include "csrc/hostmp/blas.h"
+#include "csrc/hostmp/panels.h"
 
 namespace jaxmp::hostmp {
 
-// c = op(a) op(b), or c += op(a) op(b) where `adds`; c has the accumulator's type. `scratch` has ordered_gemm_scratch()
-// bytes, aligned to 64. bf16 is multiplied by the processor's own instructions where it has them, which sum blocks of
-// ordered_unit() consecutive k at once: there k may be cut only at multiples of it.
-void ordered_gemm(abi::cudaDataType_t type, const Product& product, bool adds, char* scratch);
+// c = op(a) op(b), or c += op(a) op(b), panel by panel, where `adds`; c has the accumulator's type. `scratch` has
+// ordered_gemm_scratch() bytes, aligned to 64. bf16 is multiplied by the processor's own instructions where it has
+// them, which sum blocks of ordered_unit() consecutive k at once: every part but the last one has a multiple of it.
+void ordered_gemm(abi::cudaDataType_t type, const Parts& parts, bool adds, char* scratch);
 int64_t ordered_gemm_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k);
 int64_t ordered_unit(abi::cudaDataType_t type);
+int64_t ordered_panel(abi::cudaDataType_t type);  // its depth
 
 // Whether thin_gemm serves a product: float or double, op(A) = A, a few columns, and a processor with vectors.
 bool is_thin(abi::cudaDataType_t type, const Product& product);
 
-// c = a op(b), or c += a op(b) where `adds`, summed in panels of k. It reads A where it lies, and is the fastest such
-// product there is, for a BLAS packs A first.
+// c = a op(b), or c += a op(b) where `adds`, summed in the same order. It reads A where it lies, and is the fastest
+// such product there is, for a BLAS packs A first.
 void thin_gemm(abi::cudaDataType_t type, const Product& product, bool adds);
 
-// The same, for tests: added to c, on an instruction set by name ("avx512", "avx2" or "portable", and no special one
-// for bf16). False where this processor does not have it.
-bool ordered_gemm_on(const char* instructions, abi::cudaDataType_t type, const Product& product, char* scratch);
+// ordered_gemm on an instruction set by name ("avx512", "avx2" or "portable", and no special one for bf16). False where
+// this processor does not have it.
+bool ordered_gemm_on(const char* instructions, abi::cudaDataType_t type, const Parts& parts, bool adds, char* scratch);
 int64_t ordered_gemm_on_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k);
 
 }  // namespace jaxmp::hostmp

@@ -1,8 +1,8 @@
 // The body of ordered_kernel.cc, compiled once for each instruction set: included with JAXMP_TARGET, the attribute of
 // every function, and with Simd<T> in scope. k and the columns are cut into panels; a panel of op(A) is packed in
-// strips of kVectors vectors of rows, one of op(B) in strips of kCols columns, and a register tile of kVectors x kCols
-// vectors of accumulators runs over the panel. Complex numbers are packed with real and imaginary parts apart. Rows and
-// columns beyond the operand are packed as zeros, and what they give is dropped.
+// strips of kVectors vectors of rows (at most 96 KiB), one of op(B) in strips of kCols columns, and a register tile of
+// kVectors x kCols vectors of accumulators runs over the panel. Complex numbers are packed with real and imaginary
+// parts apart. Rows and columns beyond the operand are packed as zeros, and what they give is dropped.
 
 #define JAXMP_INLINE JAXMP_TARGET inline __attribute__((always_inline))
 
@@ -18,6 +18,19 @@ struct Panel {
     return {data + (is_adjacent_in_k ? index * ld + k : k * ld + index), ld, is_adjacent_in_k, is_conjugated};
   }
 };
+
+template <typename From>
+Panel<From> panel_of_a(const Segment& segment) {
+  const Product& p = *segment.part;
+  const bool is_plain = p.trans_a == abi::CUBLAS_OP_N;
+  return Panel<From>{static_cast<const From*>(p.a), p.lda, !is_plain, p.trans_a == abi::CUBLAS_OP_C}.from(0, segment.k);
+}
+template <typename From>
+Panel<From> panel_of_b(const Segment& segment) {
+  const Product& p = *segment.part;
+  const bool is_plain = p.trans_b == abi::CUBLAS_OP_N;
+  return Panel<From>{static_cast<const From*>(p.b), p.ldb, is_plain, p.trans_b == abi::CUBLAS_OP_C}.from(0, segment.k);
+}
 
 // Real numbers, `count` indices of `depth` numbers each: to[k * width + i]; zeros up to `width`.
 template <typename From, typename T>
@@ -79,25 +92,27 @@ JAXMP_TARGET void pack(const Panel<From>& panel, int64_t count, int64_t width, i
   }
 }
 
-// A panel of op(A), in strips of `Rows` rows one after another. Where rows are adjacent every k is read along all
-// strips: long runs, for a large leading dimension puts each k on a page of its own.
+// `rows` rows of a segment of op(A), in strips of `Rows` rows one after another, each with room for `depth` k. Where
+// rows are adjacent every k is read along all strips: long runs, for a large leading dimension puts each k on a page of
+// its own.
 template <int64_t Rows, typename From, typename T>
-JAXMP_TARGET void pack_strips(const Panel<From>& panel, int64_t rows, int64_t depth, T* to) {
+JAXMP_TARGET void pack_strips(const Segment& segment, int64_t top, int64_t rows, int64_t depth, T* to) {
   constexpr int64_t kLanes = Simd<T>::kLanes, kParts = hostmp::kParts<From>;
+  const Panel<From> panel = panel_of_a<From>(segment).from(top, 0);
   int64_t packed = 0;
   if constexpr (std::is_same_v<From, T>) {
     packed = panel.is_adjacent_in_k ? 0 : rows / Rows * Rows;
-    for (int64_t k = 0; packed > 0 && k < depth; ++k) {
+    for (int64_t k = 0; packed > 0 && k < segment.depth; ++k) {
       const T* const from = panel.from(0, k).data;
       for (int64_t row = 0; row < packed; row += Rows) {
-        T* const line = to + row * depth + k * Rows;
+        T* const line = to + row * depth + (segment.offset + k) * Rows;
         for (int64_t i = 0; i < Rows; i += kLanes) Simd<T>::store(line + i, Simd<T>::load(from + row + i));
       }
     }
   }
   for (; packed < rows; packed += Rows) {
-    const int64_t count = std::min(Rows, rows - packed);
-    pack(panel.from(packed, 0), count, round_up(count, kLanes), depth, to + packed * depth * kParts);
+    const int64_t count = std::min(Rows, rows - packed), width = round_up(count, kLanes);
+    pack(panel.from(packed, 0), count, width, segment.depth, to + (packed * depth + segment.offset * width) * kParts);
   }
 }
 
@@ -110,14 +125,14 @@ struct Strips {
   int64_t depth;
 };
 
-// sums[part][column][row], a dense block: += the product of two strips.
+// c = the product of two strips, or c += it.
 template <typename T, int Vectors>
-JAXMP_INLINE void add_strips(const Strips<T>& s, T* c, int64_t ldc) {
+JAXMP_INLINE void multiply_strips(const Strips<T>& s, T* c, int64_t ldc, bool adds) {
   using V = typename Simd<T>::V;
   constexpr int kCols = Simd<T>::kCols, kLanes = Simd<T>::kLanes;
   V sums[kCols][Vectors];
   for (int col = 0; col < kCols; ++col) {
-    for (int v = 0; v < Vectors; ++v) sums[col][v] = Simd<T>::load(c + col * ldc + v * kLanes);
+    for (int v = 0; v < Vectors; ++v) sums[col][v] = Simd<T>::broadcast(0);
   }
   const T* a = s.a;
   const T* b = s.b;
@@ -131,19 +146,21 @@ JAXMP_INLINE void add_strips(const Strips<T>& s, T* c, int64_t ldc) {
     }
   }
   for (int col = 0; col < kCols; ++col) {
-    for (int v = 0; v < Vectors; ++v) Simd<T>::store(c + col * ldc + v * kLanes, sums[col][v]);
+    for (int v = 0; v < Vectors; ++v) {
+      T* const to = c + col * ldc + v * kLanes;
+      Simd<T>::store(to, adds ? Simd<T>::add(Simd<T>::load(to), sums[col][v]) : sums[col][v]);
+    }
   }
 }
 
-// As above with real and imaginary parts apart: re += ar br; re -= ai bi; im += ar bi; im += ai br.
+// The product with real and imaginary parts apart: re += ar br; re -= ai bi; im += ar bi; im += ai br.
 template <typename T>
-JAXMP_INLINE void add_complex_strips(const Strips<T>& s, T* re, T* im, int64_t ldc) {
+JAXMP_INLINE void multiply_complex_strips(const Strips<T>& s, T* re, T* im, int64_t ldc) {
   using V = typename Simd<T>::V;
   constexpr int kCols = Simd<T>::kComplexCols, kLanes = Simd<T>::kLanes;
   V real[kCols], imag[kCols];
   for (int col = 0; col < kCols; ++col) {
-    real[col] = Simd<T>::load(re + col * ldc);
-    imag[col] = Simd<T>::load(im + col * ldc);
+    real[col] = imag[col] = Simd<T>::broadcast(0);
   }
   const T* a = s.a;
   const T* b = s.b;
@@ -169,48 +186,47 @@ template <typename C>
 struct Target {
   C* c;
   int64_t ldc, rows, cols;
+  bool adds;
 };
 
+template <typename C>
+JAXMP_TARGET void put_column(const C* sums, int64_t rows, bool adds, C* c) {
+  for (int64_t row = 0; row < rows; ++row) c[row] = adds ? c[row] + sums[row] : sums[row];
+}
+
 template <typename T>
-JAXMP_TARGET void add_tile(const Strips<T>& s, int vectors, const Target<T>& t) {
+JAXMP_TARGET void multiply_tile(const Strips<T>& s, int vectors, const Target<T>& t) {
   constexpr int64_t kLanes = Simd<T>::kLanes, kRows = Simd<T>::kVectors * kLanes, kCols = Simd<T>::kCols;
   const bool is_whole = t.rows == vectors * kLanes && t.cols == kCols;
   alignas(64) T sums[kRows * kCols];
   T* const to = is_whole ? t.c : sums;
   const int64_t ld = is_whole ? t.ldc : kRows;
-  if (!is_whole) {
-    std::fill(sums, sums + kRows * kCols, T(0));
-    for (int64_t col = 0; col < t.cols; ++col) std::copy_n(t.c + col * t.ldc, t.rows, sums + col * kRows);
-  }
+  const bool adds = is_whole && t.adds;
   switch (vectors) {
     case 1:
-      add_strips<T, 1>(s, to, ld);
+      multiply_strips<T, 1>(s, to, ld, adds);
       break;
     case 2:
-      add_strips<T, 2>(s, to, ld);
+      multiply_strips<T, 2>(s, to, ld, adds);
       break;
     default:
-      add_strips<T, Simd<T>::kVectors>(s, to, ld);
+      multiply_strips<T, Simd<T>::kVectors>(s, to, ld, adds);
   }
-  if (!is_whole) {
-    for (int64_t col = 0; col < t.cols; ++col) std::copy_n(sums + col * kRows, t.rows, t.c + col * t.ldc);
+  for (int64_t col = 0; !is_whole && col < t.cols; ++col) {
+    put_column(sums + col * kRows, t.rows, t.adds, t.c + col * t.ldc);
   }
 }
 
 template <typename T>
-JAXMP_TARGET void add_tile(const Strips<T>& s, int, const Target<std::complex<T>>& t) {
+JAXMP_TARGET void multiply_tile(const Strips<T>& s, int, const Target<std::complex<T>>& t) {
   constexpr int64_t kLanes = Simd<T>::kLanes, kCols = Simd<T>::kComplexCols;
-  alignas(64) T real[kLanes * kCols] = {}, imag[kLanes * kCols] = {};
+  alignas(64) T real[kLanes * kCols], imag[kLanes * kCols];
+  multiply_complex_strips<T>(s, real, imag, kLanes);
   for (int64_t col = 0; col < t.cols; ++col) {
+    std::complex<T>* const c = t.c + col * t.ldc;
     for (int64_t row = 0; row < t.rows; ++row) {
-      real[col * kLanes + row] = t.c[col * t.ldc + row].real();
-      imag[col * kLanes + row] = t.c[col * t.ldc + row].imag();
-    }
-  }
-  add_complex_strips<T>(s, real, imag, kLanes);
-  for (int64_t col = 0; col < t.cols; ++col) {
-    for (int64_t row = 0; row < t.rows; ++row) {
-      t.c[col * t.ldc + row] = {real[col * kLanes + row], imag[col * kLanes + row]};
+      const std::complex<T> sum = {real[col * kLanes + row], imag[col * kLanes + row]};
+      c[row] = t.adds ? c[row] + sum : sum;
     }
   }
 }
@@ -270,62 +286,66 @@ JAXMP_TARGET void thin_rows(const Panel<T>& a, const Panel<T>& b, int64_t rows, 
   for (; k < depth; ++k) add_all_columns<T, 1>(a.from(0, k).data, a.ld, b.from(0, k), rows, cols, c, ldc);
 }
 
-// Sums stay together in the first cache, whatever C's leading dimension is. With `in_panels` each panel of k has sums
-// of its own, as a BLAS has it: rounding errors then grow with 256 + k / 256 terms. Else every sum goes on from C.
+// A panel's sums stay together in the first cache, whatever C's leading dimension is.
 template <typename T>
-JAXMP_TARGET void thin_gemm(const Product& p, const Panel<T>& a, const Panel<T>& b, bool in_panels) {
+JAXMP_TARGET void thin_gemm(const Parts& parts, bool adds) {
   alignas(64) T sums[kThin * kThinRows];
-  const int64_t depth = in_panels ? kDepth : p.k;
+  const Product& p = parts.front();
+  const std::vector<KPanel> panels = panels_of(parts, kOrderedPanel);
   for (int64_t row = 0; row < p.m; row += kThinRows) {
     const int64_t rows = std::min(kThinRows, p.m - row);
-    const auto column_of_c = [&](int64_t col) { return static_cast<T*>(p.c) + col * p.ldc + row; };
-    for (int64_t at = 0; at < p.k; at += depth) {
-      std::fill(sums, sums + p.n * kThinRows, T(0));
-      for (int64_t col = 0; !in_panels && col < p.n; ++col) std::copy_n(column_of_c(col), rows, sums + col * kThinRows);
-      thin_rows<T>(a.from(row, at), b.from(0, at), rows, p.n, std::min(depth, p.k - at), sums, kThinRows);
+    for (const KPanel& panel : panels) {
+      for (int64_t col = 0; col < p.n; ++col) std::fill_n(sums + col * kThinRows, rows, T(0));
+      for (const Segment& segment : panel.segments) {
+        thin_rows<T>(panel_of_a<T>(segment).from(row, 0), panel_of_b<T>(segment), rows, p.n, segment.depth, sums,
+                     kThinRows);
+      }
       for (int64_t col = 0; col < p.n; ++col) {
-        T* const c = column_of_c(col);
-        const T* const sum = sums + col * kThinRows;
-        for (int64_t i = 0; i < rows; ++i) c[i] = in_panels ? c[i] + sum[i] : sum[i];
+        T* const c = static_cast<T*>(p.c) + col * p.ldc + row;
+        put_column(sums + col * kThinRows, rows, adds || panel.begin > 0, c);
       }
     }
   }
 }
 
 template <typename From>
-JAXMP_TARGET void gemm(const Product& p, char* scratch) {
+JAXMP_TARGET void gemm(const Parts& parts, bool adds, char* scratch) {
   using T = Real<From>;
   using C = std::conditional_t<kParts<From> == 2, std::complex<T>, T>;
   constexpr int64_t kLanes = Simd<T>::kLanes, kParts = hostmp::kParts<From>;
   constexpr int64_t kRows = kParts == 2 ? kLanes : Simd<T>::kVectors * kLanes;
   constexpr int64_t kCols = kParts == 2 ? Simd<T>::kComplexCols : Simd<T>::kCols;
-  const Panel<From> a = {static_cast<const From*>(p.a), p.lda, p.trans_a != abi::CUBLAS_OP_N,
-                         p.trans_a == abi::CUBLAS_OP_C};
-  const Panel<From> b = {static_cast<const From*>(p.b), p.ldb, p.trans_b == abi::CUBLAS_OP_N,
-                         p.trans_b == abi::CUBLAS_OP_C};
+  const Product& p = parts.front();
   if constexpr (std::is_same_v<From, T>) {
-    if (p.n <= kThin && !a.is_adjacent_in_k) return thin_gemm(p, a, b, false);
+    if (p.n <= kThin && p.trans_a == abi::CUBLAS_OP_N) return thin_gemm<T>(parts, adds);
   }
+  const std::vector<KPanel> panels = panels_of(parts, kOrderedPanel);
   T* const packed_a = reinterpret_cast<T*>(scratch);
-  T* const packed_b = packed_a + rows_packed(p.m) * std::min(p.k, kDepth) * kParts;
-  for (int64_t at = 0; at < p.k; at += kDepth) {
-    const int64_t depth = std::min(kDepth, p.k - at);
+  T* const packed_b = packed_a + rows_packed(p.m) * panels.front().depth * kParts;
+  for (const KPanel& panel : panels) {
+    const int64_t depth = panel.depth;
+    const bool adds_panel = adds || panel.begin > 0;
     for (int64_t left = 0; left < p.n; left += kWidth) {
       const int64_t cols = std::min(kWidth, p.n - left);
       for (int64_t col = 0; col < cols; col += kCols) {
-        pack(b.from(left + col, at), std::min(kCols, cols - col), kCols, depth, packed_b + col * depth * kParts);
+        for (const Segment& segment : panel.segments) {
+          pack(panel_of_b<From>(segment).from(left + col, 0), std::min(kCols, cols - col), kCols, segment.depth,
+               packed_b + (col * depth + segment.offset * kCols) * kParts);
+        }
       }
       for (int64_t top = 0; top < p.m; top += kPanelRows) {
         const int64_t panel_rows = std::min(kPanelRows, p.m - top);
-        pack_strips<kRows>(a.from(top, at), panel_rows, depth, packed_a);
+        for (const Segment& segment : panel.segments) {
+          pack_strips<kRows, From>(segment, top, panel_rows, depth, packed_a);
+        }
         for (int64_t row = 0; row < panel_rows; row += kRows) {
           const int64_t rows = std::min(kRows, panel_rows - row), width = round_up(rows, kLanes);
           const T* const strip = packed_a + row * depth * kParts;
           for (int64_t col = 0; col < cols; col += kCols) {
             const Strips<T> strips = {strip, width * kParts, packed_b + col * depth * kParts, depth};
             C* const c = static_cast<C*>(p.c) + (left + col) * p.ldc + top + row;
-            add_tile<T>(strips, static_cast<int>(width / kLanes),
-                        Target<C>{c, p.ldc, rows, std::min(kCols, cols - col)});
+            multiply_tile<T>(strips, static_cast<int>(width / kLanes),
+                             Target<C>{c, p.ldc, rows, std::min(kCols, cols - col), adds_panel});
           }
         }
       }
@@ -333,32 +353,25 @@ JAXMP_TARGET void gemm(const Product& p, char* scratch) {
   }
 }
 
-JAXMP_TARGET void dispatch(abi::cudaDataType_t type, const Product& p, char* scratch) {
+JAXMP_TARGET void dispatch(abi::cudaDataType_t type, const Parts& parts, bool adds, char* scratch) {
   switch (type) {
     case abi::CUDA_R_64F:
-      return gemm<double>(p, scratch);
+      return gemm<double>(parts, adds, scratch);
     case abi::CUDA_C_32F:
-      return gemm<Complex64>(p, scratch);
+      return gemm<Complex64>(parts, adds, scratch);
     case abi::CUDA_C_64F:
-      return gemm<Complex128>(p, scratch);
+      return gemm<Complex128>(parts, adds, scratch);
     case abi::CUDA_R_16BF:
-      return gemm<BFloat16>(p, scratch);
+      return gemm<BFloat16>(parts, adds, scratch);
     case abi::CUDA_R_16F:
-      return gemm<Float16>(p, scratch);
+      return gemm<Float16>(parts, adds, scratch);
     default:
-      return gemm<float>(p, scratch);
+      return gemm<float>(parts, adds, scratch);
   }
 }
 
-template <typename T>
-JAXMP_TARGET void thin_gemm_in_panels(const Product& p) {
-  const bool is_b_plain = p.trans_b == abi::CUBLAS_OP_N;
-  thin_gemm<T>(p, {static_cast<const T*>(p.a), p.lda, false, false},
-               {static_cast<const T*>(p.b), p.ldb, is_b_plain, false}, true);
-}
-
-JAXMP_TARGET void dispatch_thin(abi::cudaDataType_t type, const Product& p) {
-  type == abi::CUDA_R_64F ? thin_gemm_in_panels<double>(p) : thin_gemm_in_panels<float>(p);
+JAXMP_TARGET void dispatch_thin(abi::cudaDataType_t type, const Parts& parts, bool adds) {
+  type == abi::CUDA_R_64F ? thin_gemm<double>(parts, adds) : thin_gemm<float>(parts, adds);
 }
 
 #undef JAXMP_INLINE

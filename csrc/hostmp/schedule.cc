@@ -83,6 +83,16 @@ void cut_rectangle(int32_t m_cut, int32_t n_cut, int32_t n_cuts, int64_t rows, i
   }
 }
 
+// k that lie around the cuts, at most: a unit at each cut between two of them.
+int64_t depth_of_seams(const Call& call, const Schedule& schedule) {
+  const int64_t unit = ordered_unit(call.a.desc.type);
+  const auto divides = [&](const Cut& cut) {
+    const int64_t end = cut.begin + cut.size;
+    return end < call.k && end % unit != 0;
+  };
+  return std::min(call.k, unit * std::count_if(schedule.k.begin(), schedule.k.end(), divides));
+}
+
 }  // namespace
 
 Schedule make_schedule(const Call& call) {
@@ -120,6 +130,10 @@ bool sums_in_d(const Call& call, const Schedule& schedule, const Tile& tile) {
   return call.accumulator() == call.d.desc.type && !reads_c_last && schedule.is_together_in_d(tile);
 }
 
+int64_t seam_bytes(const Call& call, int64_t depth, int64_t rows, int64_t cols) {
+  return depth * facts(call.a.desc.type).bytes * (rows + cols);
+}
+
 Area area_of(const Call& call, const Schedule& schedule) {
   const abi::cudaDataType_t type = call.a.desc.type;
   Area area;
@@ -132,7 +146,7 @@ Area area_of(const Call& call, const Schedule& schedule) {
       scratch = narrow_scratch(has_sums, call.is_ordered, tile.rows, tile.cols, call.k);
     } else if (call.is_ordered) {
       scratch = ordered_gemm_scratch(type, tile.rows, tile.cols, call.k);
-      seam = ordered_unit(type) > 1 ? ordered_unit(type) * facts(type).bytes * (tile.rows + tile.cols) : 0;
+      seam = seam_bytes(call, depth_of_seams(call, schedule), tile.rows, tile.cols);
     } else if (rounds_operands(call.compute)) {
       scratch = gemm_rounded_scratch(call.compute, type, tile.rows, tile.cols, call.k);
     } else if (facts(type).is_16bit) {

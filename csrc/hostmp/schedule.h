@@ -51,7 +51,7 @@ inline double operations(const Call& call) {
 struct Area {
   int64_t sums_bytes = 0;     // a tile of D in the accumulator's type
   int64_t scratch_bytes = 0;  // for gemm16, gemm_rounded or ordered_gemm
-  int64_t seam_bytes = 0;     // for operands around a cut of k where ordered_gemm cannot be cut
+  int64_t seam_bytes = 0;     // for operands around the cuts of k where ordered_gemm cannot be cut
   int64_t pieces_bytes = 0;   // for columns of op(B) that several ranks hold, put together
   int64_t bytes() const { return sums_bytes + scratch_bytes + seam_bytes + pieces_bytes; }
 };
@@ -60,6 +60,8 @@ constexpr int64_t kAlignment = 64;
 // where several ranks hold it.
 bool sums_in_d(const Call& call, const Schedule& schedule, const Tile& tile);
 Area area_of(const Call& call, const Schedule& schedule);
+// Of operands around one cut, `depth` k of a tile.
+int64_t seam_bytes(const Call& call, int64_t depth, int64_t rows, int64_t cols);
 int64_t areas_per_rank(const Call& call);
 int64_t workspace_bytes(const Call& call);
 

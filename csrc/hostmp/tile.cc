@@ -134,21 +134,21 @@ class TileRun {
 
   bool multiply_in_order() {
     const int64_t unit = ordered_unit(call_.a.desc.type);
-    bool is_started = false;
-    const auto add = [&](const Product& product) {
-      ordered_gemm(call_.a.desc.type, product, is_started, scratch_);
-      is_started = true;
-    };
-    int64_t at = 0;  // up to where the sum has come
+    Parts parts;
+    char* seam = seam_;
+    int64_t at = 0;  // up to where the parts have come
     for (const Cut& cut : product_.schedule.k) {
       const int64_t end = cut.begin + cut.size;
       const int64_t whole = end == call_.k ? end : end / unit * unit;
-      if (at < whole) add(product_of(part_of(cut, at, whole)));
+      if (at < whole) parts.push_back(product_of(part_of(cut, at, whole)));
       at = std::max(at, whole);
-      if (at < end) add(seam_at(at, std::min(at + unit, call_.k)));
-      at = at < end ? std::min(at + unit, call_.k) : at;
+      if (at >= end) continue;
+      parts.push_back(seam_at(at, std::min(at + unit, call_.k), seam));
+      seam += seam_bytes(call_, parts.back().k, tile_.rows, tile_.cols);
+      at += parts.back().k;
     }
-    return is_started;
+    if (!parts.empty()) ordered_gemm(call_.a.desc.type, parts, false, scratch_);
+    return !parts.empty();
   }
 
   static Cut part_of(const Cut& cut, int64_t begin, int64_t end) {
@@ -157,9 +157,9 @@ class TileRun {
   }
 
   // What lies around a cut of k, copied together; only 16-bit types have seams.
-  Product seam_at(int64_t begin, int64_t end) {
+  Product seam_at(int64_t begin, int64_t end, char* memory) {
     const int64_t size = end - begin;
-    uint16_t* const a = reinterpret_cast<uint16_t*>(seam_);
+    uint16_t* const a = reinterpret_cast<uint16_t*>(memory);
     uint16_t* const b = a + tile_.rows * size;
     for (const Cut& cut : product_.schedule.k) {
       const int64_t from = std::max(begin, cut.begin), to = std::min(end, cut.begin + cut.size);

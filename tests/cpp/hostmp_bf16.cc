@@ -1,5 +1,6 @@
 // Our own bf16 kernels, each where this processor has its instructions: against sums of small integers, which are exact
 // in any order, with canaries around C and the scratch area.
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -16,12 +17,14 @@
 namespace jaxmp::test {
 namespace {
 
+using hostmp::Parts;
 using hostmp::Product;
 
 struct Kernel {
   std::string name;
   bool is_available;
-  void (*gemm)(const Product&, float, float, char*);
+  void (*gemm)(const Parts&, float, float, char*);
+  int64_t panel, unit;  // of k
   int64_t (*scratch)(int64_t, int64_t, int64_t);
 };
 
@@ -53,8 +56,26 @@ struct Matrix {
   std::vector<float> values;
 };
 
+// k from `begin` on, `k` of them.
+Product part_of(const Product& p, int64_t begin, int64_t k) {
+  Product part = p;
+  part.k = k;
+  part.a = static_cast<const uint16_t*>(p.a) + begin * (p.trans_a == abi::CUBLAS_OP_N ? p.lda : 1);
+  part.b = static_cast<const uint16_t*>(p.b) + begin * (p.trans_b == abi::CUBLAS_OP_N ? 1 : p.ldb);
+  return part;
+}
+
+// Parts of one to seven units.
+Parts cut_up(const Kernel& kernel, const Product& p) {
+  Parts parts;
+  for (int64_t at = 0; at < p.k; at += parts.back().k) {
+    parts.push_back(part_of(p, at, std::min(p.k - at, kernel.unit * (1 + static_cast<int64_t>(parts.size()) * 3 % 7))));
+  }
+  return parts;
+}
+
 void test_product(const Kernel& kernel, bool is_a_plain, bool is_b_plain, int64_t m, int64_t n, int64_t k, float alpha,
-                  float beta, std::mt19937* random) {
+                  float beta, bool is_cut, std::mt19937* random) {
   constexpr int64_t kPadding = 3;
   constexpr float kCanary = 12345.0f;
   const Matrix a(is_a_plain ? m : k, is_a_plain ? k : m, kPadding, random);
@@ -77,10 +98,19 @@ void test_product(const Kernel& kernel, bool is_a_plain, bool is_b_plain, int64_
   char* const scratch = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + kGuard + 63) / 64 * 64);
   const std::string name = kernel.name + (is_a_plain ? " N" : " T") + (is_b_plain ? "N " : "T ") + std::to_string(m) +
                            "x" + std::to_string(n) + "x" + std::to_string(k) + " alpha " + std::to_string(alpha) +
-                           " beta " + std::to_string(beta);
-  kernel.gemm({is_a_plain ? abi::CUBLAS_OP_N : abi::CUBLAS_OP_T, is_b_plain ? abi::CUBLAS_OP_N : abi::CUBLAS_OP_T, m, n,
-               k, a.bits.data(), a.ld, b.bits.data(), b.ld, c.data(), ldc},
-              alpha, beta, scratch);
+                           " beta " + std::to_string(beta) + (is_cut ? " in parts" : "");
+  const Product whole = {is_a_plain ? abi::CUBLAS_OP_N : abi::CUBLAS_OP_T,
+                         is_b_plain ? abi::CUBLAS_OP_N : abi::CUBLAS_OP_T,
+                         m,
+                         n,
+                         k,
+                         a.bits.data(),
+                         a.ld,
+                         b.bits.data(),
+                         b.ld,
+                         c.data(),
+                         ldc};
+  kernel.gemm(is_cut ? cut_up(kernel, whole) : Parts{whole}, alpha, beta, scratch);
   check::report(c == expected, __FILE__, __LINE__, name);
   check::report(scratch[-1] == 0x5a && scratch[bytes] == 0x5a, __FILE__, __LINE__, name + ": scratch overrun");
 }
@@ -99,34 +129,46 @@ void test_kernel(const Kernel& kernel) {
     for (bool is_b_plain : {true, false}) {
       for (const auto& extent : kExtents) {
         for (const auto& scale : kScales) {
-          test_product(kernel, is_a_plain, is_b_plain, extent[0], extent[1], extent[2], scale[0], scale[1], &random);
+          for (bool is_cut : {false, true}) {
+            test_product(kernel, is_a_plain, is_b_plain, extent[0], extent[1], extent[2], scale[0], scale[1], is_cut,
+                         &random);
+          }
         }
       }
     }
   }
 }
 
-// A number depends on its own row and column alone: the same operands, cut off at m rows and n columns.
-void test_extents_do_not_matter(const Kernel& kernel) {
+// A number depends on its own row and column alone: the same operands, cut off at m rows and n columns, and with k in
+// parts. It is the sum of the panels, each alone, in ascending order.
+void test_extents_and_parts_do_not_matter(const Kernel& kernel) {
   if (!kernel.is_available) return;
-  constexpr int64_t kM = 70, kN = 70, kK = 1500;
+  constexpr int64_t kM = 70, kN = 70, kK = 2500;
   std::mt19937 random(2);
   std::vector<uint16_t> a(kM * kK), b(kN * kK);
   std::uniform_real_distribution<float> draw(-1, 1);
   for (uint16_t& x : a) x = bf16(draw(random));
   for (uint16_t& x : b) x = bf16(draw(random));
-  const auto run = [&](int64_t m, int64_t n) {
+  const auto run = [&](int64_t m, int64_t n, int64_t begin, int64_t end, bool is_cut) {
     std::vector<float> c(kM * kN);
-    std::vector<char> memory(static_cast<size_t>(kernel.scratch(m, n, kK)) + 64);
+    std::vector<char> memory(static_cast<size_t>(kernel.scratch(m, n, end - begin)) + 64);
     char* const scratch = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
-    kernel.gemm({abi::CUBLAS_OP_N, abi::CUBLAS_OP_T, m, n, kK, a.data(), kM, b.data(), kN, c.data(), kM}, 1, 0,
-                scratch);
+    const Product all = {abi::CUBLAS_OP_N, abi::CUBLAS_OP_T, m, n, kK, a.data(), kM, b.data(), kN, c.data(), kM};
+    const Product part = part_of(all, begin, end - begin);
+    kernel.gemm(is_cut ? cut_up(kernel, part) : Parts{part}, 1, 0, scratch);
     return c;
   };
-  const std::vector<float> whole = run(kM, kN);
+  const std::vector<float> whole = run(kM, kN, 0, kK, false);
+  check::report(run(kM, kN, 0, kK, true) == whole, __FILE__, __LINE__, kernel.name + " in parts");
+  std::vector<float> total = run(kM, kN, 0, kernel.panel, false);
+  for (int64_t at = kernel.panel; at < kK; at += kernel.panel) {
+    const std::vector<float> sums = run(kM, kN, at, std::min(at + kernel.panel, kK), false);
+    for (size_t i = 0; i < total.size(); ++i) total[i] += sums[i];
+  }
+  check::report(total == whole, __FILE__, __LINE__, kernel.name + " panel by panel");
   for (int64_t m = 1; m <= kM; ++m) {
     const int64_t n = kN + 1 - m;
-    const std::vector<float> part = run(m, n);
+    const std::vector<float> part = run(m, n, 0, kK, false);
     bool is_same = true;
     for (int64_t col = 0; col < n; ++col) {
       for (int64_t row = 0; row < m; ++row) {
@@ -138,18 +180,61 @@ void test_extents_do_not_matter(const Kernel& kernel) {
   }
 }
 
+// Few columns go to a kernel of their own, which writes out what the instruction does: also where products underflow,
+// overflow and cancel, and k ends inside a block.
+void test_few_columns_have_the_bits_of_many(const Kernel& kernel) {
+  if (!kernel.is_available) return;
+  constexpr int64_t kN = 33;
+  std::mt19937 random(3);
+  for (const uint32_t lowest : {30u, 56u, 120u, 180u}) {  // exponent; of a product of two: -194 to 107, all in all
+    for (const int64_t k : {1, 2, 30, 31, 32, 33, 700, 2085}) {
+      const auto m = static_cast<int64_t>(1 + random() % 90);
+      const auto draw = [&] { return static_cast<uint16_t>((random() & 0x807f) | (lowest + random() % 14) << 7); };
+      std::vector<uint16_t> a(static_cast<size_t>(m * k)), b(static_cast<size_t>(kN * k));
+      std::generate(a.begin(), a.end(), draw);
+      std::generate(b.begin(), b.end(), draw);
+      const auto run = [&](bool is_b_plain, int64_t n, float beta, bool is_cut) {
+        std::vector<float> c(static_cast<size_t>(m * kN), 1.5f);
+        std::vector<char> memory(static_cast<size_t>(kernel.scratch(m, n, k)) + 64);
+        char* const scratch = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
+        const Product whole = {abi::CUBLAS_OP_N, is_b_plain ? abi::CUBLAS_OP_N : abi::CUBLAS_OP_T,
+                               m,                n,
+                               k,                a.data(),
+                               m,                b.data(),
+                               is_b_plain ? k : kN, c.data(),
+                               m};
+        kernel.gemm(is_cut ? cut_up(kernel, whole) : Parts{whole}, 1, beta, scratch);
+        return c;
+      };
+      for (const bool is_b_plain : {true, false}) {
+        for (const float beta : {0.0f, 1.0f}) {
+          const std::vector<float> many = run(is_b_plain, kN, beta, false);
+          for (int64_t n = 1; n <= 5; ++n) {
+            const std::vector<float> few = run(is_b_plain, n, beta, n % 2 == 0);
+            check::report(std::memcmp(few.data(), many.data(), static_cast<size_t>(4 * m * n)) == 0, __FILE__, __LINE__,
+                          kernel.name + " " + std::to_string(n) + " columns, k = " + std::to_string(k) +
+                              ", exponents from " + std::to_string(lowest));
+          }
+        }
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace jaxmp::test
 
 int main() {
   using namespace jaxmp;  // NOLINT
   const test::Kernel kernels[] = {
-      {"AVX512_BF16", hostmp::cpu().avx512_bf16, hostmp::bf16_gemm, hostmp::bf16_gemm_scratch},
-      {"AMX", hostmp::cpu().amx_bf16, hostmp::amx_gemm, hostmp::amx_gemm_scratch},
+      {"AVX512_BF16", hostmp::cpu().avx512_bf16, hostmp::bf16_gemm, hostmp::kOrderedPanel, 2,
+       hostmp::bf16_gemm_scratch},
+      {"AMX", hostmp::cpu().amx_bf16, hostmp::amx_gemm, hostmp::kAmxPanel, 32, hostmp::amx_gemm_scratch},
   };
   for (const test::Kernel& kernel : kernels) {
     test::test_kernel(kernel);
-    test::test_extents_do_not_matter(kernel);
+    test::test_extents_and_parts_do_not_matter(kernel);
+    test::test_few_columns_have_the_bits_of_many(kernel);
   }
   return check::summary("hostmp_bf16");
 }

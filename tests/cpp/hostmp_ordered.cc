@@ -1,5 +1,5 @@
-// Sums in one order: each kernel against the plain loop that its header describes, to the bit; whatever the extents,
-// and wherever k is cut.
+// Sums in one order: each kernel against the plain loops that its header describes, to the bit; whatever the extents,
+// and wherever k is cut. And what panels are for: small rounding errors.
 #include <algorithm>
 #include <cmath>
 #include <complex>
@@ -21,6 +21,7 @@ using hostmp::BFloat16;
 using hostmp::Complex128;
 using hostmp::Complex64;
 using hostmp::Float16;
+using hostmp::Parts;
 using hostmp::Product;
 
 constexpr abi::cublasOperation_t kOps[] = {abi::CUBLAS_OP_N, abi::CUBLAS_OP_T, abi::CUBLAS_OP_C};
@@ -139,20 +140,39 @@ struct Case {
             ldc()};
   }
 
-  std::vector<typename Type<T>::Sum> expected(bool is_fused) const { return expected(is_fused, 0, k); }
-  std::vector<typename Type<T>::Sum> expected(bool is_fused, int64_t begin, int64_t end) const {
+  Parts parts(const std::vector<int64_t>& cuts, typename Type<T>::Sum* to) const {
+    Parts found;
+    int64_t begin = 0;
+    for (int64_t cut : cuts) {
+      found.push_back(product(begin, cut, to));
+      begin = cut;
+    }
+    return found;
+  }
+
+  // The header's order, in panels of 256. With `adds`, onto c.
+  std::vector<typename Type<T>::Sum> expected(bool is_fused, bool adds) const {
     auto sums = c;
     for (int64_t col = 0; col < n; ++col) {
       for (int64_t row = 0; row < m; ++row) {
-        auto& sum = sums[static_cast<size_t>(col * ldc() + row)];
-        for (int64_t l = begin; l < end; ++l) {
-          const T& x = a[static_cast<size_t>(trans_a == abi::CUBLAS_OP_N ? l * lda() + row : row * lda() + l)];
-          const T& y = b[static_cast<size_t>(trans_b == abi::CUBLAS_OP_N ? col * ldb() + l : l * ldb() + col)];
-          sum = step(value(x, trans_a == abi::CUBLAS_OP_C), value(y, trans_b == abi::CUBLAS_OP_C), sum, is_fused);
+        auto& total = sums[static_cast<size_t>(col * ldc() + row)];
+        for (int64_t at = 0; at < k; at += 256) {
+          const auto sum = panel_sum(row, col, at, std::min(at + 256, k), is_fused);
+          total = at > 0 || adds ? total + sum : sum;
         }
       }
     }
     return sums;
+  }
+
+  typename Type<T>::Sum panel_sum(int64_t row, int64_t col, int64_t begin, int64_t end, bool is_fused) const {
+    typename Type<T>::Sum sum = 0;
+    for (int64_t l = begin; l < end; ++l) {
+      const T& x = a[static_cast<size_t>(trans_a == abi::CUBLAS_OP_N ? l * lda() + row : row * lda() + l)];
+      const T& y = b[static_cast<size_t>(trans_b == abi::CUBLAS_OP_N ? col * ldb() + l : l * ldb() + col)];
+      sum = step(value(x, trans_a == abi::CUBLAS_OP_C), value(y, trans_b == abi::CUBLAS_OP_C), sum, is_fused);
+    }
+    return sum;
   }
 
   abi::cublasOperation_t trans_a, trans_b;
@@ -179,74 +199,94 @@ struct Scratch {
   std::vector<char> memory;
 };
 
+// Where k is cut: inside panels, between them, and in pieces of one.
+const std::vector<int64_t> kCuts[] = {{}, {1, 2, 3, 100, 250, 256, 257, 300, 511, 513}};
+std::vector<int64_t> cuts_of(int64_t k, std::vector<int64_t> cuts) {
+  cuts.erase(std::find_if(cuts.begin(), cuts.end(), [k](int64_t cut) { return cut >= k; }), cuts.end());
+  cuts.push_back(k);
+  return cuts;
+}
+
 template <typename T>
 void test_kernel(const char* instructions) {
   for (auto trans_a : kOps) {
     for (auto trans_b : kOps) {
       for (const auto& extent : kExtents) {
         const Case<T> test(trans_a, trans_b, extent[0], extent[1], extent[2], 1);
-        auto c = test.c;
-        Scratch scratch(hostmp::ordered_gemm_on_scratch(Type<T>::number, test.m, test.n, test.k));
-        if (!hostmp::ordered_gemm_on(instructions, Type<T>::number, test.product(0, test.k, c.data()),
-                                     scratch.data())) {
-          std::printf("SKIPPED: %s, which this processor does not have\n", instructions);
-          return;
+        const bool is_fused = std::string(instructions) != "portable", adds = test.n % 2 == 0;
+        const auto expected = test.expected(is_fused, adds);
+        for (const auto& cuts : kCuts) {
+          auto c = test.c;
+          const Parts parts = test.parts(cuts_of(test.k, cuts), c.data());
+          Scratch scratch(hostmp::ordered_gemm_on_scratch(Type<T>::number, test.m, test.n, test.k));
+          if (!hostmp::ordered_gemm_on(instructions, Type<T>::number, parts, adds, scratch.data())) {
+            std::printf("SKIPPED: %s, which this processor does not have\n", instructions);
+            return;
+          }
+          check::report(same(c, expected), __FILE__, __LINE__, instructions + (" " + test.name()));
+          check::report(scratch.is_intact(), __FILE__, __LINE__, test.name() + ": scratch overrun");
         }
-        const bool is_fused = std::string(instructions) != "portable";
-        check::report(same(c, test.expected(is_fused)), __FILE__, __LINE__, instructions + (" " + test.name()));
-        check::report(scratch.is_intact(), __FILE__, __LINE__, test.name() + ": scratch overrun");
       }
     }
   }
 }
 
-// A sum for each panel of 256 k, and the panels one after the other.
 template <typename T>
 void test_thin() {
   for (auto trans_b : kOps) {
     for (const auto& extent : kExtents) {
       const Case<T> test(abi::CUBLAS_OP_N, trans_b, extent[0], extent[1], extent[2], 2);
       if (!hostmp::is_thin(Type<T>::number, test.product(0, test.k, nullptr))) continue;
-      auto c = test.c, expected = test.c;
-      hostmp::thin_gemm(Type<T>::number, test.product(0, test.k, c.data()), true);
-      for (int64_t at = 0; at < test.k; at += 256) {
-        Case<T> panel = test;
-        panel.c.assign(test.c.size(), T(0));
-        const int64_t end = std::min(at + 256, test.k);
-        const auto sums = panel.expected(true, at, end);
-        for (int64_t col = 0; col < test.n; ++col) {
-          for (int64_t row = 0; row < test.m; ++row) {
-            const auto i = static_cast<size_t>(col * test.ldc() + row);
-            expected[i] += sums[i];
-          }
-        }
+      for (bool adds : {false, true}) {
+        auto c = test.c;
+        hostmp::thin_gemm(Type<T>::number, test.product(0, test.k, c.data()), adds);
+        check::report(same(c, test.expected(true, adds)), __FILE__, __LINE__, "thin " + test.name());
       }
-      check::report(same(c, expected), __FILE__, __LINE__, "thin " + test.name());
     }
   }
 }
 
+// Whatever an instruction does within a panel: the whole is the sum of the panels, each alone, in ascending order.
+template <typename T>
+void check_panels(const Case<T>& test, const std::vector<typename Type<T>::Sum>& whole) {
+  const int64_t panel = hostmp::ordered_panel(Type<T>::number);
+  auto total = test.c;
+  for (int64_t at = 0; at < test.k; at += panel) {
+    const int64_t end = std::min(at + panel, test.k);
+    auto sums = test.c;
+    Scratch scratch(hostmp::ordered_gemm_scratch(Type<T>::number, test.m, test.n, end - at));
+    hostmp::ordered_gemm(Type<T>::number, {test.product(at, end, sums.data())}, false, scratch.data());
+    for (int64_t col = 0; col < test.n; ++col) {
+      for (int64_t row = 0; row < test.m; ++row) {
+        const auto i = static_cast<size_t>(col * test.ldc() + row);
+        total[i] = at > 0 ? total[i] + sums[i] : sums[i];
+      }
+    }
+  }
+  check::report(same(whole, total), __FILE__, __LINE__, std::string(Type<T>::name) + " panel by panel");
+}
+
 template <typename T>
 void test_extents_and_cuts() {
-  constexpr int64_t kM = 70, kN = 20, kK = 700;
-  const Case<T> test(abi::CUBLAS_OP_N, abi::CUBLAS_OP_T, kM, kN, kK, 2);
+  constexpr int64_t kM = 70, kN = 20;
+  const int64_t unit = hostmp::ordered_unit(Type<T>::number), k = 2 * hostmp::ordered_panel(Type<T>::number) + 188;
+  const Case<T> test(abi::CUBLAS_OP_N, abi::CUBLAS_OP_T, kM, kN, k, 2);
   const auto run = [&](int64_t m, int64_t n, const std::vector<int64_t>& cuts) {
     auto c = test.c;
-    int64_t at = 0;
-    for (int64_t cut : cuts) {
-      Product p = test.product(at, cut, c.data());
-      p.m = m;
-      p.n = n;
-      Scratch scratch(hostmp::ordered_gemm_scratch(Type<T>::number, m, n, cut - at));
-      hostmp::ordered_gemm(Type<T>::number, p, at > 0, scratch.data());
-      at = cut;
+    Parts parts = test.parts(cuts, c.data());
+    for (Product& part : parts) {
+      part.m = m;
+      part.n = n;
     }
+    Scratch scratch(hostmp::ordered_gemm_scratch(Type<T>::number, m, n, k));
+    hostmp::ordered_gemm(Type<T>::number, parts, false, scratch.data());
+    check::report(scratch.is_intact(), __FILE__, __LINE__, test.name() + ": scratch overrun");
     return c;
   };
-  const auto whole = run(kM, kN, {kK});
+  const auto whole = run(kM, kN, {k});
   for (int64_t m = 1; m <= kM; ++m) {
     const int64_t n = 1 + m % kN;
-    const auto part = run(m, n, {kK});
+    const auto part = run(m, n, {k});
     bool is_same = true;
     for (int64_t col = 0; col < n; ++col) {
       const auto at = static_cast<size_t>(col * test.ldc());
@@ -254,11 +294,15 @@ void test_extents_and_cuts() {
     }
     check::report(is_same, __FILE__, __LINE__, std::string(Type<T>::name) + " with " + std::to_string(m) + " rows");
   }
-  const int64_t unit = hostmp::ordered_unit(Type<T>::number);
-  for (int64_t cut = unit; cut < kK; cut += 5 * unit) {
-    check::report(same(run(kM, kN, {cut, kK}), whole), __FILE__, __LINE__,
+  std::vector<int64_t> cuts;
+  for (int64_t cut = unit; cut < k; cut += (cuts.size() % 2 ? 5 : 1) * unit) {
+    check::report(same(run(kM, kN, {cut, k}), whole), __FILE__, __LINE__,
                   std::string(Type<T>::name) + " cut at " + std::to_string(cut));
+    cuts.push_back(cut);
   }
+  cuts.push_back(k);
+  check::report(same(run(kM, kN, cuts), whole), __FILE__, __LINE__, std::string(Type<T>::name) + " cut everywhere");
+  check_panels(test, whole);
 }
 
 template <typename T>
