@@ -30,6 +30,7 @@ from jax.interpreters import ad
 from jaxmp import _bgrad, _compat, _epilog, _narrow, _order, _xla
 from jaxmp._activation import gelu_second_derivative
 from jaxmp._epilog import Epilog
+from jaxmp._hints import fit_hints
 from jaxmp._primitive import (
     AUTO_TWIN,
     activated_matmul,
@@ -50,7 +51,6 @@ from jaxmp._spec import (
     accumulator,
     aux_dtype,
     axes_text,
-    fit_hints,
     operand_names,
     output_names,
 )

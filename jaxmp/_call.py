@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _bgrad, _compat, _epilog, _mesh, _narrow, _native, _precision, _sharding, _spec, _xla
+from jaxmp import _bgrad, _checks, _compat, _epilog, _hints, _mesh, _narrow, _native, _precision, _sharding, _spec, _xla
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import bind, bind_rows, fold_scale, global_amax, has_rows
 from jaxmp._spec import MatmulSpec, Pattern
@@ -65,30 +65,30 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
     unknown = sorted(set(options) - set(SPEC_OPTIONS))
     if unknown:
         raise TypeError(f"{name}: unexpected keyword arguments {unknown}; known are {SPEC_OPTIONS}")
-    _spec.check_array(name, "a", a, at_least=2)
-    _spec.check_array(name, "b", b, ndim=2)
+    _checks.check_array(name, "a", a, at_least=2)
+    _checks.check_array(name, "b", b, ndim=2)
     is_narrow = _narrow.is_narrow(a.dtype) or _narrow.is_narrow(b.dtype)
     operands, out = _typed_operands(name, a, b, options.get("preferred_element_type"), is_narrow)
-    _spec.check_implementation(name, options.get("implementation"))
+    _checks.check_implementation(name, options.get("implementation"))
     spec = MatmulSpec(
         out_dtype=out,
         transpose_a=bool(options.get("transpose_a", False)),
         transpose_b=bool(options.get("transpose_b", False)),
-        conjugate_a=_spec.check_conjugate(name, "conjugate_a", options.get("conjugate_a", False), a),
-        conjugate_b=_spec.check_conjugate(name, "conjugate_b", options.get("conjugate_b", False), b),
+        conjugate_a=_checks.check_conjugate(name, "conjugate_a", options.get("conjugate_a", False), a),
+        conjugate_b=_checks.check_conjugate(name, "conjugate_b", options.get("conjugate_b", False), b),
         precision=_precision.resolve(name, options.get("precision"), operands["a"].dtype, out),
         implementation=options.get("implementation"),
-        **_spec.resolve_hints(name, out, operands["a"].dtype, *(options.get(hint) for hint in HINTS)),
+        **_hints.resolve_hints(name, out, operands["a"].dtype, *(options.get(hint) for hint in HINTS)),
         line=f"{name} at {_compat.user_line(_PACKAGE)}" if _native.has_roll_call() else "",
-        determinism=_spec.check_determinism(name, options.get("determinism", "run_to_run")),
+        determinism=_checks.check_determinism(name, options.get("determinism", "run_to_run")),
         **(pattern or {}),
     )
     _spec.check_local_shapes(name, spec, a.shape[-2:], b.shape)
-    shape = result_shape(spec, a, b)
+    shape = _spec.result_shape(spec, a, b)
     c_dtype, bias_dtype = _narrow.side_dtypes(name, out, c) if is_narrow else (out, out)
     scalars = {
-        "alpha": _spec.check_scalar(name, "alpha", options.get("alpha", 1.0), out),
-        "beta": _spec.check_c(name, c, options.get("beta"), c_dtype, shape),
+        "alpha": _checks.check_scalar(name, "alpha", options.get("alpha", 1.0), out),
+        "beta": _checks.check_c(name, c, options.get("beta"), c_dtype, shape),
     }
     traced = {argument: x for argument, x in scalars.items() if isinstance(x, jax.Array)}
     scalars |= dict.fromkeys(traced, 1.0)
@@ -96,7 +96,7 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
         _narrow.check_bias(name, (epilog_inputs or {}).get("bias"), bias_dtype, out)
         spec = spec.replace(c_dtype=c_dtype, bias_dtype=bias_dtype)
     epilog = options.get("epilog", Epilog.NONE)
-    spec, inputs = _spec.check_epilog(name, spec, epilog, epilog_inputs, shape, a.ndim)
+    spec, inputs = _checks.check_epilog(name, spec, epilog, epilog_inputs, shape, a.ndim)
     if traced and (is_narrow or _epilog.rule(spec.epilog).gradient):
         what = f"{a.dtype} operands" if is_narrow else f"epilog {spec.epilog.name}"
         raise NotImplementedError(
@@ -124,7 +124,7 @@ def _typed_operands(name: str, a, b, preferred, is_narrow: bool) -> tuple[dict[s
     """(a and b in the types of the call, type of d); operands of 8 bits and fewer are never promoted."""
     if is_narrow:
         return {"a": a, "b": b}, _narrow.resolve_dtypes(name, a, b, preferred)
-    operand, out = _spec.resolve_dtypes(name, a, b, preferred)
+    operand, out = _checks.resolve_dtypes(name, a, b, preferred)
     return {key: x if x.dtype == operand else x.astype(operand) for key, x in (("a", a), ("b", b))}, out
 
 
@@ -170,10 +170,6 @@ def _scaling(name: str, options: dict, a, b, spec: MatmulSpec) -> tuple[dict[str
     return fields | results, given
 
 
-def result_shape(spec: MatmulSpec, a, b) -> tuple[int, ...]:
-    return (*a.shape[:-2], *_spec.output_shape(spec, a.shape[-2:], b.shape))
-
-
 def result(outputs: dict[str, Any]):
     """What the user gets: d, or (d, {name: further result})."""
     rest = {"result_amax" if name == "amax_d" else name: x for name, x in outputs.items() if name != "d"}
@@ -188,9 +184,9 @@ def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, 
             f"{name}: a has {a.ndim} dimensions; with transpose_a=True it must have 2, for its blocks lie across those "
             "of the result: use jax.vmap for the others"
         )
-    spec = _spec.check_all_reduce(name, spec)
-    _spec.check_hints(name, spec)
-    _spec.check_relu_aux(name, operands, spec, result_shape(spec, a, b)[-1])
+    spec = _checks.check_all_reduce(name, spec)
+    _hints.check_hints(name, spec)
+    _checks.check_relu_aux(name, operands, spec, _spec.result_shape(spec, a, b)[-1])
     return result(global_amax(spec, _bind_shards(spec, a.ndim - 2, operands), spec.group_axes))
 
 
@@ -221,15 +217,15 @@ def _as_axes(names) -> tuple[str, ...]:
 
 
 def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands, name: str = "matmul") -> _Call:
-    shape = result_shape(spec, operands["a"], operands["b"])
+    shape = _spec.result_shape(spec, operands["a"], operands["b"])
     if placement.mode != _mesh.Mode.SHARDED:
         spec = spec.replace(mesh=placement.axes)
         if placement.mode == _mesh.Mode.MANUAL:
-            spec = _spec.check_all_reduce(name, spec)
+            spec = _checks.check_all_reduce(name, spec)
         is_settled = placement.mode != _mesh.Mode.AUTO
         has_mesh = is_settled or _mesh.is_known(placement, operands["a"], operands["b"])
-        _spec.check_hints(name, spec, is_settled, has_mesh)
-        _spec.check_relu_aux(name, operands, spec, shape[-1])
+        _hints.check_hints(name, spec, is_settled, has_mesh)
+        _checks.check_relu_aux(name, operands, spec, shape[-1])
         return _Call(spec, placement.mode, constraint=placement.constraint)
     plan = _sharding.plan_call(name, placement.a, placement.b, placement.out, spec.transpose_a, spec.transpose_b)
     mesh = placement.mesh
@@ -239,7 +235,7 @@ def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands, name: str 
         ("the result", plan.out, shape),
     ):
         _sharding.check_dims(name, argument, dims, x, mesh.shape)
-    _spec.check_relu_aux(name, operands, spec, shape[-1], math.prod(mesh.shape[axis] for axis in plan.out[-1]))
+    _checks.check_relu_aux(name, operands, spec, shape[-1], math.prod(mesh.shape[axis] for axis in plan.out[-1]))
     in_specs = [plan.a, plan.b, *(_dims(spec, plan, name) for name in _spec.operand_names(spec))]
     out_specs = [_dims(spec, plan, name) for name in _spec.output_names(spec)]
     for scale, dims in zip(_spec.operand_names(spec), in_specs[2:], strict=True):
@@ -247,8 +243,8 @@ def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands, name: str 
             argument = f"scales.{scale.removeprefix('scale_')}"
             _sharding.check_dims(name, argument, dims, operands[scale].shape, mesh.shape)
     spec = spec.replace(pattern=plan.pattern, mesh=placement.axes, row_axes=plan.row_axes, col_axes=plan.col_axes)
-    spec = _spec.check_all_reduce(name, spec)
-    _spec.check_hints(name, spec)
+    spec = _checks.check_all_reduce(name, spec)
+    _hints.check_hints(name, spec)
     return _Call(
         spec, placement.mode, plan, mesh, _partition_specs(in_specs), _partition_specs(out_specs), placement.is_explicit
     )
@@ -300,7 +296,7 @@ def jaxmp_call(call: _Call, operands: dict[str, Any]) -> dict[str, Any]:
     a, b = placed["a"], placed["b"]
     if 0 in a.shape[-2:] and 0 in b.shape:
         # Nothing to contract. XLA cannot partition a body whose operands are all empty, so they stay out of it.
-        whole = result_shape(spec.replace(pattern=Pattern.LOCAL), a, b)
+        whole = _spec.result_shape(spec.replace(pattern=Pattern.LOCAL), a, b)
         shapes = {
             name: NamedSharding(call.mesh, out_specs[name]).shard_shape(
                 whole if has_rows(name) else whole[-2:-1] if _spec.DIMS[name] == "m" else whole[-1:]
@@ -374,7 +370,7 @@ def bind_plan(plan: _sharding.Plan, spec: MatmulSpec, operands: dict[str, Any]) 
     )
     scales = {"scale_a": operands.get("scale_b"), "scale_b": fold_scale(spec, operands.get("scale_a"))}
     extra = {name: scales[name] for name in _spec.operand_names(swapped)}
-    z, *gradient = bind(_spec.fit_hints(swapped), b, a, extra).values()
+    z, *gradient = bind(_hints.fit_hints(swapped), b, a, extra).values()
     if gradient:
         rest = _apply_epilog(z.T, operands, spec.replace(alpha=1.0, epilog=Epilog.NONE), rows)
         return rest | {_epilog.rule(spec.epilog).gradient: gradient[0].astype(spec.out_dtype)}
@@ -407,7 +403,7 @@ def _without_swap(plan: _sharding.Plan, spec: MatmulSpec, a, b):
             'pass determinism="run_to_run"'
         )
     why = f"where columns of the result are gathered or scattered over {_spec.axes_text(plan.row_axes)}"
-    _spec.check_gathered_scales("matmul", spec, why)
+    _checks.check_gathered_scales("matmul", spec, why)
     gathered = dataclasses.replace(plan, pattern=Pattern.LOCAL, gather_axes=plan.row_axes, is_swapped=False)
     k, n = (1, 0) if spec.transpose_b else (0, 1)
     with jax.named_scope("jaxmp_whole_operands"):

@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 from opt_einsum.parser import parse_einsum_input
 
-from jaxmp import _mesh, _sharding, _spec
+from jaxmp import _checks, _mesh, _sharding
 from jaxmp._call import bind_plan, jaxmp_call, make_call, validated
 from jaxmp._sharding import Dim, Dims
 from jaxmp._spec import Pattern, axes_text
@@ -112,7 +112,7 @@ def einsum(subscripts: str, a, b, *, out_sharding=None, in_shardings=None, **opt
     (2, 5, 3, 6)
     """
     for argument, x in (("a", a), ("b", b)):
-        _spec.check_array("einsum", argument, x)
+        _checks.check_array("einsum", argument, x)
     left, right, output = _parse(subscripts, a, b)
     batch = "".join(x for x in output if x in left and x in right)
     free = "".join(x for x in left + right if x in output and x not in batch)
@@ -206,7 +206,7 @@ def _pick(values, indices) -> tuple:
 def _numbers(name: str, dimension_numbers, lhs, rhs) -> _Numbers:
     """Dimension numbers without negative ones, checked against the operands."""
     for argument, x in (("lhs", lhs), ("rhs", rhs)):
-        _spec.check_array(name, argument, x)
+        _checks.check_array(name, argument, x)
     try:
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
         parts = [[int(i) for i in part] for part in (lhs_contract, rhs_contract, lhs_batch, rhs_batch)]
@@ -300,7 +300,7 @@ def jaxmp_dot_general(product: _Product, lhs, rhs):
     if 0 in lhs.shape and 0 in rhs.shape:
         # Nothing to multiply. XLA cannot partition a body whose operands are all empty, so they stay out of it.
         preferred = dict(product.options)["preferred_element_type"]
-        _, dtype = _spec.resolve_dtypes(product.name, lhs, rhs, preferred)
+        _, dtype = _checks.resolve_dtypes(product.name, lhs, rhs, preferred)
         return shard_map(lambda _: jnp.zeros(local_shape, dtype), in_specs=(P(),))(jnp.zeros(()))
     body = functools.partial(_fold, product, functools.partial(_multiply_shards, product), local_shape)
     return shard_map(body, in_specs=specs)(lhs, rhs)

@@ -350,7 +350,7 @@ def test_every_combination_of_algorithm_and_pattern_is_as_hostmp_has_it(rng):
     """What Python lets through, the library takes."""
     cases.require(None)
     served = set()
-    for name, algorithm in itertools.product(("local", "ag", "rs", "ar", "grid"), jaxmp._spec.ALGORITHMS):
+    for name, algorithm in itertools.product(("local", "ag", "rs", "ar", "grid"), jaxmp._hints.ALGORITHMS):
         case = cases.BY_NAME[name].replace(per_shard=(2, 2, 2))
         a, b = case.integers(rng)
         with contextlib.suppress(ValueError):
