@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from jaxmp import _block_cyclic, _epilog, _mesh, _mlp
-from jaxmp._call import SPEC_OPTIONS, collective, jaxmp_call, make_call, result, validated
+from jaxmp._arguments import SPEC_OPTIONS, validated
+from jaxmp._call import collective, jaxmp_call, make_call, result
 from jaxmp._epilog import Epilog
 from jaxmp._spec import Pattern, result_shape
 

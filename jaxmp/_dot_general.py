@@ -25,8 +25,10 @@ from jax.sharding import PartitionSpec as P
 from opt_einsum.parser import parse_einsum_input
 
 from jaxmp import _checks, _mesh, _sharding
-from jaxmp._call import bind_plan, jaxmp_call, make_call, validated
+from jaxmp._arguments import validated
+from jaxmp._call import jaxmp_call, make_call
 from jaxmp._sharding import Dim, Dims
+from jaxmp._shards import bind_plan
 from jaxmp._spec import Pattern, axes_text
 
 

@@ -19,8 +19,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.sharding import PartitionSpec as P
 
 from jaxmp import _call, _compat, _epilog, _mesh, _narrow, _sharding
+from jaxmp._arguments import validated
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import activated_matmul, cast_varying, completes_sums
+from jaxmp._shards import bind_plan
 from jaxmp._spec import MatmulSpec, Pattern, result_shape
 
 FIRST, SECOND = "mlp (x @ w_in)", "mlp (hidden @ w_out)"
@@ -47,7 +49,7 @@ class _Layer:
 
     def _bind(self, x, operands, extra, **changes):
         weight = operands[self.weight]
-        return _call.bind_plan(
+        return bind_plan(
             self.plan, self.spec.replace(**changes), {"a": x.astype(weight.dtype), "b": weight, **extra}
         )
 
@@ -177,7 +179,7 @@ def _patterns(axis_name) -> tuple[dict[str, Any], dict[str, Any]]:
 def _validated(name: str, x, w, bias, activation: str | None, options: dict[str, Any], where: dict[str, Any]):
     epilog = _epilog.for_activation(activation, bias is not None)
     inputs = {} if bias is None else {"bias": bias}
-    return _call.validated(name, x, w, None, inputs, options | {"epilog": epilog}, where)
+    return validated(name, x, w, None, inputs, options | {"epilog": epilog}, where)
 
 
 def _promoted(dtype, w):
