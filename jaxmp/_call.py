@@ -108,18 +108,17 @@ def _planned_call(spec: MatmulSpec, placement: _mesh.Placement, operands, shape:
     ):
         _sharding.check_dims(name, argument, dims, x, mesh.shape)
     check_relu_aux(name, operands, spec, shape[-1], math.prod(mesh.shape[axis] for axis in plan.out[-1]))
-    in_specs = [plan.a, plan.b, *(_dims(spec, plan, name) for name in _spec.operand_names(spec))]
-    out_specs = [_dims(spec, plan, name) for name in _spec.output_names(spec)]
-    for scale, dims in zip(_spec.operand_names(spec), in_specs[2:], strict=True):
+    ins = [plan.a, plan.b, *(_dims(spec, plan, name) for name in _spec.operand_names(spec))]
+    outs = [_dims(spec, plan, name) for name in _spec.output_names(spec)]
+    for scale, dims in zip(_spec.operand_names(spec), ins[2:], strict=True):
         if scale in _spec.SCALE_NAMES:
             argument = f"scales.{scale.removeprefix('scale_')}"
             _sharding.check_dims(name, argument, dims, operands[scale].shape, mesh.shape)
     spec = spec.replace(pattern=plan.pattern, mesh=placement.axes, row_axes=plan.row_axes, col_axes=plan.col_axes)
     spec = check_all_reduce(name, spec)
     check_hints(name, spec)
-    return _Call(
-        spec, placement.mode, plan, mesh, _partition_specs(in_specs), _partition_specs(out_specs), placement.is_explicit
-    )
+    in_specs, out_specs = (tuple(map(_mesh.partition_spec, dims)) for dims in (ins, outs))
+    return _Call(spec, placement.mode, plan, mesh, in_specs, out_specs, placement.is_explicit)
 
 
 def _dims(spec: MatmulSpec, plan: _sharding.Plan, name: str) -> _sharding.Dims:
@@ -138,10 +137,6 @@ def _dims(spec: MatmulSpec, plan: _sharding.Plan, name: str) -> _sharding.Dims:
     if name == ("bgradb" if plan.is_swapped else "bgrada"):
         dim = plan.outside_group(dim)
     return (dim,)
-
-
-def _partition_specs(dims) -> tuple[P, ...]:
-    return tuple(P(*(dim or None for dim in entry)) for entry in dims)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import PartitionSpec as P
 
 from jaxmp import _call, _compat, _epilog, _mesh, _narrow, _sharding
 from jaxmp._arguments import validated
@@ -49,9 +48,7 @@ class _Layer:
 
     def _bind(self, x, operands, extra, **changes):
         weight = operands[self.weight]
-        return bind_plan(
-            self.plan, self.spec.replace(**changes), {"a": x.astype(weight.dtype), "b": weight, **extra}
-        )
+        return bind_plan(self.plan, self.spec.replace(**changes), {"a": x.astype(weight.dtype), "b": weight, **extra})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,7 +196,7 @@ def _calls(placement: _mesh.Placement, specs, operands, w_out, shardings: dict[s
         rows = tuple(tuple(axis for axis in dim if axis not in cols) for dim in placement.a[:-1])
         placement = dataclasses.replace(placement, out=(*rows, cols))
     first = _call.make_call(specs[0], placement, operands[0], FIRST)
-    hidden, given = P(*(dim or None for dim in first.plan.out)), shardings["ins"]
+    hidden, given = _mesh.partition_spec(first.plan.out), shardings["ins"]
     h, w = operands[1]["a"], operands[1]["b"]
     where = (hidden, given[2] if given is not None else _mesh.type_spec(w_out))
     shape = result_shape(specs[1], h, w)
