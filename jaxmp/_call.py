@@ -36,10 +36,11 @@ class _Call:
     constraint: NamedSharding | None = None
 
 
-def result(outputs: dict[str, Any]):
-    """What the user gets: d, or (d, {name: further result})."""
-    rest = {"result_amax" if name == "amax_d" else name: x for name, x in outputs.items() if name != "d"}
-    return (outputs["d"], rest) if rest else outputs["d"]
+def product(a, b, c, epilog_inputs, options: dict, out_sharding, in_shardings, mesh):
+    """The result of `jaxmp.matmul`."""
+    spec, operands = validated("matmul", a, b, c, epilog_inputs, options)
+    placement = _mesh.place("matmul", a, b, result_shape(spec, a, b), out_sharding, in_shardings, mesh)
+    return _result(jaxmp_call(make_call(spec, placement, operands), operands))
 
 
 def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, options: dict):
@@ -54,7 +55,13 @@ def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, 
     spec = check_all_reduce(name, spec)
     check_hints(name, spec)
     check_relu_aux(name, operands, spec, result_shape(spec, a, b)[-1])
-    return result(global_amax(spec, bind_shards(spec, a.ndim - 2, operands), spec.group_axes))
+    return _result(global_amax(spec, bind_shards(spec, a.ndim - 2, operands), spec.group_axes))
+
+
+def _result(outputs: dict[str, Any]):
+    """What the user gets: d, or (d, {name: further result})."""
+    rest = {"result_amax" if name == "amax_d" else name: x for name, x in outputs.items() if name != "d"}
+    return (outputs["d"], rest) if rest else outputs["d"]
 
 
 def pattern_on_axes(name: str, pattern: Pattern, axis_names) -> dict[str, Any]:
