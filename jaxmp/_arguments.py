@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp import _checks, _compat, _epilog, _hints, _narrow, _native, _precision
+from jaxmp import _checks, _compat, _epilog, _hints, _narrow, _narrow_checks, _native, _precision
 from jaxmp._epilog import Epilog
 from jaxmp._spec import MatmulSpec, check_local_shapes, result_shape
 
@@ -34,7 +34,6 @@ SPEC_OPTIONS = [
     "determinism",
 ]
 _HINTS = ("communication_dtype", "algorithm", "comm_sm_count")
-_OF_SCALES = ("scales", "result_amax", "aux_dtype", "aux_amax")
 
 
 def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | None = None):
@@ -49,7 +48,7 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
     spec = _product_spec(name, a, b, operands["a"].dtype, out, options).replace(**(pattern or {}))
     check_local_shapes(name, spec, a.shape[-2:], b.shape)
     shape = result_shape(spec, a, b)
-    c_dtype, bias_dtype = _narrow.side_dtypes(name, out, c) if is_narrow else (out, out)
+    c_dtype, bias_dtype = _narrow_checks.side_dtypes(name, out, c) if is_narrow else (out, out)
     scalars = {
         "alpha": _checks.check_scalar(name, "alpha", options.get("alpha", 1.0), out),
         "beta": _checks.check_c(name, c, options.get("beta"), c_dtype, shape),
@@ -57,15 +56,15 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
     traced = {argument: x for argument, x in scalars.items() if isinstance(x, jax.Array)}
     spec = spec.replace(**(scalars | dict.fromkeys(traced, 1.0)), traced=tuple(traced), has_c=c is not None)
     if is_narrow:
-        _narrow.check_bias(name, (epilog_inputs or {}).get("bias"), bias_dtype, out)
+        _narrow_checks.check_bias(name, (epilog_inputs or {}).get("bias"), bias_dtype, out)
         spec = spec.replace(c_dtype=c_dtype, bias_dtype=bias_dtype)
     epilog = options.get("epilog", Epilog.NONE)
     spec, inputs = _checks.check_epilog(name, spec, epilog, epilog_inputs, shape, a.ndim)
     _check_traced(name, spec, a.dtype, is_narrow)
     if is_narrow:
-        _narrow.check_transpositions(name, a.dtype, spec.transpose_a, spec.transpose_b)
-        _narrow.check_epilog(name, spec.epilog.name, a.dtype, out)
-    changes, scales = _scaling(name, options, a, b, spec)
+        _narrow_checks.check_transpositions(name, a.dtype, spec.transpose_a, spec.transpose_b)
+        _narrow_checks.check_epilog(name, spec.epilog.name, a.dtype, out)
+    changes, scales = _narrow_checks.resolve_scales(name, options, a, b, spec)
     added = {} if c is None else {"c": c.astype(c_dtype)}
     return spec.replace(**changes), operands | added | inputs | traced | scales
 
@@ -73,7 +72,7 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
 def _typed_operands(name: str, a, b, preferred, is_narrow: bool) -> tuple[dict[str, Any], np.dtype]:
     """(a and b in the types of the call, type of d); operands of 8 bits and fewer are never promoted."""
     if is_narrow:
-        return {"a": a, "b": b}, _narrow.resolve_dtypes(name, a, b, preferred)
+        return {"a": a, "b": b}, _narrow_checks.resolve_dtypes(name, a, b, preferred)
     operand, out = _checks.resolve_dtypes(name, a, b, preferred)
     return {key: x if x.dtype == operand else x.astype(operand) for key, x in (("a", a), ("b", b))}, out
 
@@ -109,40 +108,3 @@ def _check_traced(name: str, spec: MatmulSpec, dtype, is_narrow: bool) -> None:
             f"{name}: determinism={spec.determinism!r} takes alpha and beta as Python numbers, {arrays}, after which "
             'XLA would apply the epilog; scale an operand, or pass determinism="run_to_run"'
         )
-
-
-def _scaling(name: str, options: dict, a, b, spec: MatmulSpec) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(the spec's fields, the operands by name) of the scales of float8 and float4 operands; of others, nothing."""
-    if not _narrow.is_scaled(a.dtype):
-        extra = " and ".join(argument for argument in _OF_SCALES if options.get(argument))
-        if extra:
-            raise TypeError(
-                f"{name}: only float8 and float4 operands take {extra}, but a has dtype {a.dtype}; drop {extra}"
-            )
-        return {}, {}
-    out = np.dtype(spec.out_dtype)
-    scales = options.get("scales") or _narrow.Scales()
-    if not isinstance(scales, _narrow.Scales):
-        raise TypeError(f"{name}: scales must be a jaxmp.Scales, got {type(scales).__name__}")
-    amax, aux_amax = (bool(options.get(argument, False)) for argument in ("result_amax", "aux_amax"))
-    modes = {
-        "a": _narrow.find_mode(name, "a", scales.a, tuple(a.shape), a.dtype),
-        "b": _narrow.find_mode(name, "b", scales.b, tuple(b.shape), b.dtype),
-        "c": _narrow.check_scalar(name, "c", scales.c),
-        "d": _narrow.check_scalar(name, "d", scales.d),
-        "aux": _narrow.check_scalar(name, "aux", scales.aux),
-    }
-    _narrow.check_modes(name, modes, out)
-    of_aux = {"aux_dtype": options.get("aux_dtype"), "scales.aux": scales.aux, "aux_amax": aux_amax}
-    aux = _narrow.resolve_aux(name, spec.epilog.name, (a.dtype, b.dtype, out), spec.c_dtype, modes["a"], of_aux)
-    is_blocked = modes["a"] in (_narrow.VEC16, _narrow.VEC32)
-    if amax and (out.name not in _narrow.FLOAT8 or is_blocked):
-        raise NotImplementedError(
-            f"{name}: result_amax is taken of a float8 result with tensor-wide scales; the result is {out.name} and "
-            f"scales.a is {modes['a']}: use jnp.max(jnp.abs(d)) of a wider result"
-        )
-    fields = {f"scale_{key}": mode for key, mode in modes.items()}
-    out_scale = modes["a"] if is_blocked and _narrow.is_narrow(out) else _narrow.NONE
-    given = {f"scale_{key}": getattr(scales, key) for key, mode in modes.items() if mode != _narrow.NONE}
-    results = {"amax_d": amax, "aux_amax": aux_amax, "aux_dtype": aux, "d_out_scale": out_scale}
-    return fields | results, given
