@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "csrc/rollcall/rollcall.h"
 #include "csrc/status.h"
 
 namespace ffi = xla::ffi;

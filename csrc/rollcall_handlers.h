@@ -5,7 +5,7 @@
 #include <memory>
 #include <utility>
 
-#include "csrc/rollcall/rollcall.h"
+#include "csrc/rollcall/appointment.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxmp {

@@ -18,7 +18,7 @@ from jaxmp._block_cyclic import BlockCyclicArray as BlockCyclicArray
 from jaxmp._block_cyclic import from_block_cyclic as from_block_cyclic
 from jaxmp._block_cyclic import to_block_cyclic as to_block_cyclic
 from jaxmp._dot_general import dot_general as dot_general
-from jaxmp._dot_general import einsum as einsum
+from jaxmp._einsum import einsum as einsum
 from jaxmp._epilog import Epilog as Epilog
 from jaxmp._explain import Explanation as Explanation
 from jaxmp._explain import explain as explain

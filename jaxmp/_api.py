@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from jaxmp import _block_cyclic, _epilog, _mesh, _mlp
-from jaxmp._call import SPEC_OPTIONS, collective, jaxmp_call, make_call, result, result_shape, validated
+from jaxmp import _block_cyclic, _epilog, _mlp
+from jaxmp._arguments import SPEC_OPTIONS
+from jaxmp._call import collective, product
 from jaxmp._epilog import Epilog
 from jaxmp._spec import Pattern
 
@@ -140,9 +141,7 @@ def matmul(
             value = options.pop(name)
             refused[name] = None if value == default else value
         return _block_cyclic.matmul(a, b, c, out_layout=out_sharding, refused=refused, **options)
-    spec, operands = validated("matmul", a, b, c, epilog_inputs, options)
-    placement = _mesh.place("matmul", a, b, result_shape(spec, a, b), out_sharding, in_shardings, mesh)
-    return result(jaxmp_call(make_call(spec, placement, operands), operands))
+    return product(a, b, c, epilog_inputs, options, out_sharding, in_shardings, mesh)
 
 
 def linear(x, w, bias=None, *, activation: str | None = None, out_sharding=None, **options):

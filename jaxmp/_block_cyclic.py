@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _compat, _layout, _precision, _spec, _xla
+from jaxmp import _checks, _compat, _hints, _layout, _precision, _xla
 from jaxmp._epilog import Epilog
 from jaxmp._layout import BlockCyclic, Distributed
 from jaxmp._mesh import manual_mesh
@@ -265,12 +265,12 @@ def matmul(
                 "operand instead"
             )
     _check_operands(name, a, b, c)
-    operand, out = _spec.resolve_dtypes(name, a, b, preferred_element_type)
-    _spec.check_implementation(name, implementation)
+    operand, out = _checks.resolve_dtypes(name, a, b, preferred_element_type)
+    _checks.check_implementation(name, implementation)
     shape = _result_shape(name, a, b, transpose_a, transpose_b)
     layout = _result_layout(name, a, b, c, transpose_a, transpose_b, out_layout)
     cyclic = (Distributed(a.shape, a.layout), Distributed(b.shape, b.layout), Distributed(shape, layout))
-    _spec.check_blocks(name, *cyclic, transpose_a, transpose_b)
+    _check_blocks(name, *cyclic, transpose_a, transpose_b)
     spec = MatmulSpec(
         out_dtype=out,
         pattern=Pattern.GRID,
@@ -279,17 +279,17 @@ def matmul(
         col_axes=a.axes[1],
         transpose_a=bool(transpose_a),
         transpose_b=bool(transpose_b),
-        conjugate_a=_spec.check_conjugate(name, "conjugate_a", conjugate_a, a),
-        conjugate_b=_spec.check_conjugate(name, "conjugate_b", conjugate_b, b),
-        alpha=_spec.check_scalar(name, "alpha", alpha, out),
-        beta=_spec.check_c(name, c, beta, out, shape),
+        conjugate_a=_checks.check_conjugate(name, "conjugate_a", conjugate_a, a),
+        conjugate_b=_checks.check_conjugate(name, "conjugate_b", conjugate_b, b),
+        alpha=_checks.check_scalar(name, "alpha", alpha, out),
+        beta=_checks.check_c(name, c, beta, out, shape),
         precision=_precision.resolve(name, precision, operand, out),
         implementation=implementation,
         has_c=c is not None,
         cyclic=cyclic,
-        **_spec.resolve_hints(name, out, operand, communication_dtype, algorithm, comm_sm_count),
+        **_hints.resolve_hints(name, out, operand, communication_dtype, algorithm, comm_sm_count),
     )
-    _spec.check_hints(name, spec)
+    _hints.check_hints(name, spec)
     operands = [x.data.astype(dtype) for x, dtype in ((a, operand), (b, operand), (c, out)) if x is not None]
     return BlockCyclicArray(_multiply(spec, a.mesh, *operands), shape, layout, a.mesh, a.axes)
 
@@ -324,7 +324,7 @@ def _check_operands(name: str, a, b, c) -> None:
                 f"{name}: {argument} must be a jaxmp.BlockCyclicArray as the other operands are, got "
                 f"{type(x).__name__}; lay it out with jaxmp.to_block_cyclic"
             )
-        _spec.check_array(name, argument, x)
+        _checks.check_array(name, argument, x)
         if (dict(x.mesh.shape), x.axes) != (dict(a.mesh.shape), a.axes):
             raise ValueError(
                 f"{name}: a lies on axes {a.axes} of mesh {dict(a.mesh.shape)} but {argument} on {x.axes} of "
@@ -355,3 +355,22 @@ def _result_layout(name: str, a, b, c, transpose_a: bool, transpose_b: bool, out
     if c is not None and c.layout != layout:
         raise ValueError(f"{name}: c has the layout {c.layout} but the result {layout}; they must be equal")
     return layout
+
+
+def _check_blocks(
+    name: str, a: Distributed, b: Distributed, d: Distributed, transpose_a: bool, transpose_b: bool
+) -> None:
+    """Raise ValueError unless the blocks along each of m, n and k are of one size: cuBLASMp's block contract."""
+    (m_a, k_a) = a.layout.block[::-1] if transpose_a else a.layout.block
+    (k_b, n_b) = b.layout.block[::-1] if transpose_b else b.layout.block
+    m_d, n_d = d.layout.block
+    for dimension, one, x, other, y in (
+        ("k", "a", k_a, "b", k_b),
+        ("m", "a", m_a, "the result", m_d),
+        ("n", "b", n_b, "the result", n_d),
+    ):
+        if x != y:
+            raise ValueError(
+                f"{name}: along {dimension}, {one} has blocks of {x} but {other} has {y}; they must be equal: lay "
+                f"{other} out in blocks of {x}, or {one} in blocks of {y} (jaxmp.to_block_cyclic)"
+            )

@@ -1,7 +1,7 @@
-"""`dot_general` with any dimension numbers, and `einsum` of two operands.
+"""`dot_general` with any dimension numbers.
 
-Both become products of matrices, a (rows..., k) and b (k, n), one per index of the batch dimensions. The dimensions
-are put together inside `shard_map`, on each device's shards, so that no reshape moves data between devices: all that
+It becomes products of matrices, a (rows..., k) and b (k, n), one per index of the batch dimensions. The dimensions are
+put together inside `shard_map`, on each device's shards, so that no reshape moves data between devices: all that
 the pattern has to know of contracted dimensions, or of columns, is over which axes they are split.
 
 Worked example: x (batch, seq, d) on P("data", "model", None), w (d, heads, size) on P(None, "model", None) and a result
@@ -22,11 +22,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
-from opt_einsum.parser import parse_einsum_input
 
-from jaxmp import _mesh, _sharding, _spec
-from jaxmp._call import bind_plan, jaxmp_call, make_call, validated
+from jaxmp import _checks, _mesh, _sharding
+from jaxmp._arguments import validated
+from jaxmp._call import jaxmp_call, make_call
+from jaxmp._mesh import partition_spec
 from jaxmp._sharding import Dim, Dims
+from jaxmp._shards import bind_plan
 from jaxmp._spec import Pattern, axes_text
 
 
@@ -92,94 +94,6 @@ def dot_general(
     return _product("dot_general", lhs, rhs, numbers, options, out_sharding, in_shardings, mesh)
 
 
-def einsum(subscripts: str, a, b, *, out_sharding=None, in_shardings=None, **options):
-    """Distributed `jnp.einsum` of two operands, such as `einsum("bsd,dhk->bshk", x, w)`.
-
-    Args:
-      subscripts: as in `jnp.einsum`, with or without "->" and "...". An index that occurs twice in one operand, or in
-        one operand and not in the result, is refused.
-      a, b: the operands; types as in `jaxmp.matmul`.
-      out_sharding, in_shardings: as in `jaxmp.dot_general`, for the result and the operands as they are written here.
-      options: `precision`, `preferred_element_type`, `mesh`, `implementation` and `determinism` of `jaxmp.dot_general`.
-
-    Returns:
-      The result, with its dimensions in the order of `subscripts`, sharded as `out_sharding` says.
-
-    Raises: as `jaxmp.dot_general`; ValueError for subscripts that do not fit; NotImplementedError for the refused ones.
-
-    >>> import jax.numpy as jnp, jaxmp
-    >>> jaxmp.einsum("bsd,dhk->bhsk", jnp.ones((2, 3, 4)), jnp.ones((4, 5, 6))).shape
-    (2, 5, 3, 6)
-    """
-    for argument, x in (("a", a), ("b", b)):
-        _spec.check_array("einsum", argument, x)
-    left, right, output = _parse(subscripts, a, b)
-    batch = "".join(x for x in output if x in left and x in right)
-    free = "".join(x for x in left + right if x in output and x not in batch)
-    free_swapped = "".join(x for x in right + left if x in output and x not in batch)
-    if output != batch + free and output == batch + free_swapped:
-        # The product of the operands in the other order is the one that needs no transposition.
-        a, b, left, right, free = b, a, right, left, free_swapped
-        in_shardings = in_shardings and tuple(in_shardings)[::-1]
-    contracted = "".join(x for x in left if x not in batch + free)
-    numbers = tuple(
-        tuple(tuple(map(letters.index, indices)) for letters in (left, right)) for indices in (contracted, batch)
-    )
-    given = batch + free
-    result = dot_general(
-        a, b, numbers, out_sharding=_permuted(out_sharding, output, given), in_shardings=in_shardings, **options
-    )
-    return lax.transpose(result, tuple(map(given.index, output)))
-
-
-# Subscripts ----------------------------------------------------------------------------------------------------
-
-
-def _parse(subscripts: str, a, b) -> tuple[str, str, str]:
-    """(indices of a, of b, of the result), one letter a dimension."""
-    if not isinstance(subscripts, str):
-        raise TypeError(f"einsum: subscripts must be a string such as 'ij,jk->ik', got {type(subscripts).__name__}")
-    try:
-        inputs, output, _ = parse_einsum_input((subscripts, a, b))
-    except ValueError as error:
-        raise ValueError(f"einsum: subscripts {subscripts!r} are not valid: {error}") from None
-    left, right = inputs.split(",")
-    extents: dict[str, int] = {}
-    for argument, letters, x in (("a", left, a), ("b", right, b)):
-        if len(letters) != x.ndim:
-            raise ValueError(
-                f"einsum: subscripts {subscripts!r} give {argument} {len(letters)} indices, but it has {x.ndim} "
-                f"dimensions (shape {tuple(x.shape)})"
-            )
-        for letter, extent in zip(letters, x.shape, strict=True):
-            if letters.count(letter) > 1:
-                raise NotImplementedError(
-                    f"einsum: index {letter!r} occurs twice in {argument} (subscripts {subscripts!r}); take the "
-                    "diagonal first (jnp.diagonal)"
-                )
-            if letter not in output and letter not in (right if argument == "a" else left):
-                raise NotImplementedError(
-                    f"einsum: index {letter!r} occurs in {argument} only and is summed (subscripts {subscripts!r}); "
-                    f"sum {argument} over it first (jnp.sum)"
-                )
-            if extents.setdefault(letter, extent) != extent:
-                raise ValueError(
-                    f"einsum: index {letter!r} has extent {extents[letter]} in a but {extent} in b (shapes "
-                    f"{tuple(a.shape)}, {tuple(b.shape)}); nothing is broadcast"
-                )
-    return left, right, output
-
-
-def _permuted(sharding, have: str, want: str):
-    """The sharding of dimensions `have` for the same ones in the order `want`."""
-    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
-    if not isinstance(spec, P):
-        return sharding
-    dims = _sharding.to_dims("einsum", "the result", spec, len(have))
-    spec = _partition_spec(tuple(dims[have.index(letter)] for letter in want))
-    return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec
-
-
 # Dimension numbers ---------------------------------------------------------------------------------------------
 
 
@@ -206,7 +120,7 @@ def _pick(values, indices) -> tuple:
 def _numbers(name: str, dimension_numbers, lhs, rhs) -> _Numbers:
     """Dimension numbers without negative ones, checked against the operands."""
     for argument, x in (("lhs", lhs), ("rhs", rhs)):
-        _spec.check_array(name, argument, x)
+        _checks.check_array(name, argument, x)
     try:
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
         parts = [[int(i) for i in part] for part in (lhs_contract, rhs_contract, lhs_batch, rhs_batch)]
@@ -300,7 +214,7 @@ def jaxmp_dot_general(product: _Product, lhs, rhs):
     if 0 in lhs.shape and 0 in rhs.shape:
         # Nothing to multiply. XLA cannot partition a body whose operands are all empty, so they stay out of it.
         preferred = dict(product.options)["preferred_element_type"]
-        _, dtype = _spec.resolve_dtypes(product.name, lhs, rhs, preferred)
+        _, dtype = _checks.resolve_dtypes(product.name, lhs, rhs, preferred)
         return shard_map(lambda _: jnp.zeros(local_shape, dtype), in_specs=(P(),))(jnp.zeros(()))
     body = functools.partial(_fold, product, functools.partial(_multiply_shards, product), local_shape)
     return shard_map(body, in_specs=specs)(lhs, rhs)
@@ -371,12 +285,8 @@ def _planned(product: _Product, lhs_shape, rhs_shape) -> _Product:
     for argument, dims, shape in (("lhs", lhs, lhs_shape), ("rhs", rhs, rhs_shape)):
         _sharding.check_dims(name, argument, dims, shape, placement.mesh.shape)
     out = numbers.result(lhs, rhs) if out is None else out
-    in_specs = _partition_spec(lhs), _partition_spec(rhs)
-    return dataclasses.replace(product, plan=plan, columns=columns, in_specs=in_specs, out_spec=_partition_spec(out))
-
-
-def _partition_spec(dims: Dims) -> P:
-    return P(*(dim or None for dim in dims))
+    in_specs = partition_spec(lhs), partition_spec(rhs)
+    return dataclasses.replace(product, plan=plan, columns=columns, in_specs=in_specs, out_spec=partition_spec(out))
 
 
 def _agreed(name: str, kind: str, left, right, lhs: Dims, rhs: Dims) -> tuple[Dims, Dims]:
@@ -440,7 +350,7 @@ def _plan_matrices(name: str, numbers: _Numbers, lhs: Dims, rhs: Dims, out: Dims
     shared = [i for i, dim in enumerate(rows + cols) if out is not None and out[ahead + i] != dim]
     if out is not None and len(shared) > 1:
         raise ValueError(
-            f"{name}: out_sharding {_partition_spec(out)} differs from the shardings of lhs and rhs in dimensions "
+            f"{name}: out_sharding {partition_spec(out)} differs from the shardings of lhs and rhs in dimensions "
             f"{[ahead + i for i in shared]} of the result, and one call gathers or scatters one of them; reshard first "
             "(jax.sharding.reshard)"
         )

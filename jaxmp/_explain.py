@@ -12,9 +12,10 @@ import jax
 import numpy as np
 
 from jaxmp import _bgrad, _choice, _compat, _epilog, _lowering, _narrow, _native, _partitioning, _precision, _processes
+from jaxmp._hints import hints_text
 from jaxmp._primitive import activated_matmul_p, auto_matmul_epilog_p, auto_matmul_p, matmul_epilog_p, matmul_p
 from jaxmp._route import find_route
-from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, hints_text, output_shape
+from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, output_shape
 
 
 @dataclasses.dataclass(frozen=True)

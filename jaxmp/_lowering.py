@@ -17,6 +17,7 @@ from jax import lax
 
 from jaxmp import _choice, _compat, _epilog, _layout, _narrow, _native, _precision, _processes, _xla
 from jaxmp._activation import multiply_by_slope
+from jaxmp._checks import check_gathered_scales
 from jaxmp._compat import mlir
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import (
@@ -36,7 +37,6 @@ from jaxmp._spec import (
     Pattern,
     accumulator,
     aux_dtype,
-    check_gathered_scales,
     global_extents,
     operand_names,
     output_names,

@@ -36,6 +36,11 @@ class Placement:
         return tuple(self.mesh.shape.items()) if self.mesh is not None else ()
 
 
+def partition_spec(dims: _sharding.Dims) -> P:
+    """The inverse of `_sharding.to_dims`."""
+    return P(*(dim or None for dim in dims))
+
+
 def manual_mesh(name: str):
     """The mesh of the enclosing shard_map, or None outside; ValueError where only some axes are manual."""
     mesh = jax.sharding.get_abstract_mesh()

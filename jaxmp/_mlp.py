@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import PartitionSpec as P
 
 from jaxmp import _call, _compat, _epilog, _mesh, _narrow, _sharding
+from jaxmp._arguments import validated
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import activated_matmul, cast_varying, completes_sums
-from jaxmp._spec import MatmulSpec, Pattern
+from jaxmp._shards import bind_plan
+from jaxmp._spec import MatmulSpec, Pattern, result_shape
 
 FIRST, SECOND = "mlp (x @ w_in)", "mlp (hidden @ w_out)"
 
@@ -47,9 +48,7 @@ class _Layer:
 
     def _bind(self, x, operands, extra, **changes):
         weight = operands[self.weight]
-        return _call.bind_plan(
-            self.plan, self.spec.replace(**changes), {"a": x.astype(weight.dtype), "b": weight, **extra}
-        )
+        return bind_plan(self.plan, self.spec.replace(**changes), {"a": x.astype(weight.dtype), "b": weight, **extra})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +136,7 @@ def mlp(x, w_in, b_in, w_out, b_out, activation: str, axis_name, shardings: dict
             )
     where = _patterns(axis_name)
     spec, ins = _validated(FIRST, x, w_in, b_in, activation, options, where[0])
-    h = jax.ShapeDtypeStruct(_call.result_shape(spec, x, w_in), _promoted(spec.out_dtype, w_out))
+    h = jax.ShapeDtypeStruct(result_shape(spec, x, w_in), _promoted(spec.out_dtype, w_out))
     next_spec, outs = _validated(SECOND, h, w_out, b_out, None, options, where[1])
     is_fused = h.dtype == spec.out_dtype == next_spec.out_dtype and 0 not in (*x.shape, *w_in.shape, *w_out.shape)
     is_fused &= spec.determinism != "topology"  # a hidden bias has its sums over data-parallel ranks from calls
@@ -177,7 +176,7 @@ def _patterns(axis_name) -> tuple[dict[str, Any], dict[str, Any]]:
 def _validated(name: str, x, w, bias, activation: str | None, options: dict[str, Any], where: dict[str, Any]):
     epilog = _epilog.for_activation(activation, bias is not None)
     inputs = {} if bias is None else {"bias": bias}
-    return _call.validated(name, x, w, None, inputs, options | {"epilog": epilog}, where)
+    return validated(name, x, w, None, inputs, options | {"epilog": epilog}, where)
 
 
 def _promoted(dtype, w):
@@ -197,10 +196,10 @@ def _calls(placement: _mesh.Placement, specs, operands, w_out, shardings: dict[s
         rows = tuple(tuple(axis for axis in dim if axis not in cols) for dim in placement.a[:-1])
         placement = dataclasses.replace(placement, out=(*rows, cols))
     first = _call.make_call(specs[0], placement, operands[0], FIRST)
-    hidden, given = P(*(dim or None for dim in first.plan.out)), shardings["ins"]
+    hidden, given = _mesh.partition_spec(first.plan.out), shardings["ins"]
     h, w = operands[1]["a"], operands[1]["b"]
     where = (hidden, given[2] if given is not None else _mesh.type_spec(w_out))
-    shape = _call.result_shape(specs[1], h, w)
+    shape = result_shape(specs[1], h, w)
     second = _mesh.place(SECOND, h, w, shape, shardings["out"], where, placement.mesh)
     return first, _call.make_call(specs[1], second, operands[1], SECOND)
 

@@ -20,6 +20,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp import _bgrad, _layout
+from jaxmp._checks import check_all_reduce
 from jaxmp._compat import mlir
 from jaxmp._primitive import (
     activation_grad,
@@ -30,7 +31,7 @@ from jaxmp._primitive import (
     global_amax,
 )
 from jaxmp._sharding import Dim, Dims, to_dims
-from jaxmp._spec import MatmulSpec, Pattern, check_all_reduce, operand_names, output_names
+from jaxmp._spec import MatmulSpec, Pattern, operand_names, output_names
 from jaxmp._spec import dims as spanned
 
 # Who watches the partitioner, which may call back on any thread.

@@ -47,6 +47,10 @@ class Plan:
     b: Dims = ()
     out: Dims = ()
 
+    def outside_group(self, dim: Dim) -> Dim:
+        """The axes of `dim` that are not the group's."""
+        return tuple(axis for axis in dim if axis not in self.row_axes + self.col_axes)
+
 
 LOCAL_PLAN = Plan(Pattern.LOCAL)
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
-import importlib.metadata
 import logging
 import os
 import re
-import secrets
 import signal
 import socket
 import sys
 import threading
 import time
-from typing import NoReturn
 
 import jax
 
-from jaxmp import _compat, _cuda, _native
-from jaxmp._config import add_xla_flag, config, launcher, parse_timeout
+from jaxmp import _compat, _meeting, _native
+from jaxmp._config import add_xla_flag, config, parse_timeout
 from jaxmp._primitive import matmul_epilog_p, matmul_p
 
 __all__ = ["DistributedError", "initialize", "shutdown"]
@@ -30,6 +26,7 @@ _NO_HEARTBEAT = 10**6
 # What a process may take to end after a failure until the system ends it.
 _GRACE = 10
 _POLL = 0.05
+_SILENT = "does not answer: it is stopped, or its machine or network is gone"
 
 
 class DistributedError(RuntimeError):
@@ -87,11 +84,11 @@ def initialize(
     ValueError: initialize: process_id must be from 0 to num_processes - 1 = 0, got 1
     """
     global _state, _generation
-    _check_arguments(coordinator_address, num_processes, process_id)
+    _meeting.check_arguments(coordinator_address, num_processes, process_id)
     _check_moment()
     seconds = config().timeout if timeout is None else parse_timeout("initialize: timeout", timeout)
     if coordinator_address is None:
-        found = _detect(local_device_ids, initialization_timeout)
+        found = _meeting.detect(local_device_ids, initialization_timeout)
         coordinator_address, num_processes, process_id, local_device_ids = found
     assert num_processes is not None
     assert process_id is not None
@@ -117,7 +114,7 @@ def initialize(
             f"initialize: rank {process_id} did not meet all {num_processes} processes at {host}:{port} within "
             f"{initialization_timeout} s; look for one that did not start ({error})"
         ) from error
-    sockets, versions = _connect(host, process_id, num_processes, _generation, initialization_timeout)
+    sockets, versions = _meeting.connect(host, process_id, num_processes, _generation, initialization_timeout)
     _generation += 1
     interrupts = _watch_interrupts()
     _state = _State(process_id, num_processes, seconds, interrupts)
@@ -127,7 +124,7 @@ def initialize(
     )
     _compat.require_devices((matmul_p, matmul_epilog_p))
     _set_hooks()
-    _check_versions(process_id, versions)
+    _check_versions(_state, versions)
 
 
 def shutdown() -> None:
@@ -158,9 +155,6 @@ def shutdown() -> None:
     jax.distributed.shutdown()
 
 
-# Who and where --------------------------------------------------------------------------------------------------
-
-
 def _check_moment() -> None:
     if _state is not None or _compat.distributed_client() is not None:
         raise RuntimeError("initialize: this process is part of a job already; call it once, or shutdown() in between")
@@ -170,116 +164,15 @@ def _check_moment() -> None:
         )
 
 
-def _check_arguments(coordinator_address, num_processes, process_id) -> None:
-    given = {
-        "coordinator_address": coordinator_address,
-        "num_processes": num_processes,
-        "process_id": process_id,
-    }
-    missing = [name for name, value in given.items() if value is None]
-    if missing and len(missing) < 3:
-        raise ValueError(
-            f"initialize: got {', '.join(set(given) - set(missing))} without {', '.join(missing)}; "
-            "pass all three, or none under a launcher"
-        )
-    if missing:
-        return
-    for name in ("num_processes", "process_id"):
-        if not isinstance(given[name], int) or isinstance(given[name], bool):
-            raise TypeError(f"initialize: {name} must be an int, got {given[name]!r}")
-    if not isinstance(coordinator_address, str) or not re.fullmatch(r".+:\d+", coordinator_address):
-        raise ValueError(f"initialize: coordinator_address must be 'host:port', got {coordinator_address!r}")
-    if num_processes < 1:
-        raise ValueError(f"initialize: num_processes must be at least 1, got {num_processes}")
-    if not 0 <= process_id < num_processes:
-        raise ValueError(
-            f"initialize: process_id must be from 0 to num_processes - 1 = {num_processes - 1}, got {process_id}"
-        )
-
-
-def _detect(local_device_ids, timeout: int):
-    """What the launcher says, through JAX's own detection."""
-    found = launcher()
-    if found is None:
-        raise RuntimeError(
-            "initialize: no launcher has started this process; start it with `mpiexec -n 4 python ...` "
-            "(pip install 'jaxmp[mpi]') or srun, or pass coordinator_address, num_processes and process_id"
-        )
-    name, size = found
-    if name == "mpi":
-        try:
-            mpi = importlib.import_module("mpi4py.MPI")
-        except ImportError as error:
-            raise ImportError(
-                f"initialize: this process was started by mpiexec, but mpi4py cannot be imported ({error}); "
-                "pip install 'jaxmp[mpi]', or pass coordinator_address, num_processes and process_id"
-            ) from error
-        if mpi.COMM_WORLD.Get_size() != size:
-            raise RuntimeError(
-                f"initialize: mpiexec started {size} processes but mpi4py sees {mpi.COMM_WORLD.Get_size()}: they "
-                "belong to different MPIs; use the mpiexec that came with mpi4py's MPI"
-            )
-    return _compat.detect_processes({"mpi": "mpi4py", "slurm": "slurm"}[name], local_device_ids, timeout)
-
-
-def _connect(host: str, process: int, nprocesses: int, generation: int, timeout: int):
-    """(a connected socket per process, None for this one; the versions by process)."""
-    own = _own_address(host)
-    listener = socket.create_server(
-        (own, 0), family=socket.AF_INET6 if ":" in own else socket.AF_INET, backlog=nprocesses
-    )
-    listener.settimeout(timeout)
-    token = secrets.token_hex(16)
-    client = _compat.distributed_client()
-    key = f"jaxmp/{generation}/"
-    client.key_value_set(f"{key}{process}", " ".join((own, str(listener.getsockname()[1]), token, *_versions())))
-    entries = [client.blocking_key_value_get(f"{key}{i}", timeout * 1000).split() for i in range(nprocesses)]
-    sockets: list[socket.socket | None] = [None] * nprocesses
-    for other in range(process):
-        address, port, their_token = entries[other][:3]
-        connected = socket.create_connection((address, int(port)), timeout=timeout)
-        connected.sendall(f"{their_token} {process:8d}".encode())
-        sockets[other] = connected
-    while any(sockets[other] is None for other in range(process + 1, nprocesses)):
-        accepted, _ = listener.accept()
-        accepted.settimeout(timeout)
-        greeting = accepted.recv(len(token) + 9, socket.MSG_WAITALL).decode(errors="replace").split()
-        if len(greeting) == 2 and secrets.compare_digest(greeting[0], token) and greeting[1].isdecimal():
-            sockets[int(greeting[1])] = accepted
-        else:  # a stranger
-            accepted.close()
-    listener.close()
-    for connected in filter(None, sockets):
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sockets, [entry[3:] for entry in entries]
-
-
-def _own_address(host: str) -> str:
-    """The address of this machine from which the coordinator's is reached."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # of datagrams: sends nothing
-        return probe.getsockname()[0]
-
-
-def _versions() -> tuple[str, ...]:
-    return importlib.metadata.version("jaxmp"), importlib.metadata.version("jax"), _cuda.installed()
-
-
-def _check_versions(process: int, versions) -> None:
+def _check_versions(state: _State, versions) -> None:
     for name, values in zip(("jaxmp", "jax", "cuBLASMp"), zip(*versions, strict=True), strict=True):
         other = next((i for i, value in enumerate(values) if value != values[0]), None)
         if other is not None:
-            _fail(
+            state.reason = (
                 f"initialize: rank {other} has {name} {values[other]}, rank 0 has {values[0]}; "
                 "install the same on every machine"
             )
-
-
-def _fail(message: str) -> NoReturn:
-    assert _state is not None
-    _state.reason = message
-    raise DistributedError(message)
+            raise DistributedError(state.reason)
 
 
 # Interrupts -----------------------------------------------------------------------------------------------------
@@ -363,9 +256,7 @@ def _why_transport_failed(native) -> str:
         time.sleep(_POLL)
     assert _state is not None
     silent = [
-        f"rank {i} does not answer: it is stopped, or its machine or network is gone"
-        for i, peer in enumerate(peers)
-        if i != _state.process and peer["silence"] > 3 * 1.5
+        f"rank {i} {_SILENT}" for i, peer in enumerate(peers) if i != _state.process and peer["silence"] > 3 * 1.5
     ]
     return ", ".join(silent) or "the transport gave up, though every process answers"
 
@@ -383,7 +274,7 @@ def _farewell(state: _State) -> str:
             if peer["gone"] and not peer["is_clean"]:
                 return f"rank {i} {peer['gone']}"
             if not peer["gone"] and peer["silence"] > state.timeout:
-                return f"rank {i} does not answer: it is stopped, or its machine or network is gone"
+                return f"rank {i} {_SILENT}"
         if all(peer["gone"] for _, peer in peers):
             return ""
         time.sleep(_POLL)

@@ -21,7 +21,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 import jaxmp
-from jaxmp import _config, _lowering, _precision, _processes
+from jaxmp import _choice, _config, _precision, _processes
 
 EXPLICIT = modes.BY_ID["explicit"]
 ROUNDING = {"TF32_TF32_F32": "tf32", "BF16_BF16_F32": "bfloat16", "F16_F16_F32": "float16"}
@@ -206,7 +206,7 @@ def test_host_refuses_sums_in_sixteen_bits_by_name(precision, dtype):
 def test_host_sums_in_float32_where_told_to_ignore_it(precision, dtype, monkeypatch, rng):
     cases.require(None)
     ignoring = dataclasses.replace(_config.config(), ignores_precision=True)
-    monkeypatch.setattr(_lowering, "config", lambda: ignoring)
+    monkeypatch.setattr(_choice, "config", lambda: ignoring)
     case = cases.BY_NAME["rs-data"].replace(dtype=dtype, per_shard=(3, 5, 301))
     a, b = case.values(rng)
     d = multiply(case, a, b, precision=precision, implementation="host")
@@ -350,7 +350,7 @@ def test_every_combination_of_algorithm_and_pattern_is_as_hostmp_has_it(rng):
     """What Python lets through, the library takes."""
     cases.require(None)
     served = set()
-    for name, algorithm in itertools.product(("local", "ag", "rs", "ar", "grid"), jaxmp._spec.ALGORITHMS):
+    for name, algorithm in itertools.product(("local", "ag", "rs", "ar", "grid"), jaxmp._hints.ALGORITHMS):
         case = cases.BY_NAME[name].replace(per_shard=(2, 2, 2))
         a, b = case.integers(rng)
         with contextlib.suppress(ValueError):

@@ -14,36 +14,12 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
+#include "csrc/rollcall/appointment.h"
 #include "csrc/status.h"
 
 namespace jaxmp {
-
-// One call of one program, as all its processes have to see it. Calls are told apart by program and index; `fields`
-// is what has to be equal, one "name=value" a line.
-struct Appointment {
-  std::string program;
-  int64_t index = 0;
-  std::string call;  // for people: "matmul at train.py:41"
-  std::string fields;
-  std::vector<int64_t> devices, processes, groups;  // by position in the mesh
-  // Whether each process has a single device in all: its programs then run one after the other, and two processes that
-  // wait for each other in different programs disagree.
-  bool is_sequential = false;
-
-  // Derived by Prepare().
-  struct Group {
-    std::vector<int> processes;  // distinct, ascending
-    uint64_t key = 0;            // of the program, the index and the devices
-  };
-  std::vector<Group> members;  // by group
-  uint64_t program_hash = 0, label = 0, digest = 0;
-};
-
-// Checks the appointment and fills in what is derived.
-StatusOr<std::shared_ptr<const Appointment>> Prepare(Appointment appointment);
 
 struct RollCallOptions {
   int process = 0;

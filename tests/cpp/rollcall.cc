@@ -11,6 +11,7 @@
 #include <thread>
 #include <vector>
 
+#include "csrc/rollcall/appointment.h"
 #include "csrc/rollcall/wire.h"
 #include "tests/cpp/check.h"
 

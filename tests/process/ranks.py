@@ -146,7 +146,7 @@ def call_program(is_other=False):
 
 def other_version():
     if IS_VICTIM:
-        jaxmp.distributed._versions = lambda: ("9.9.9", jax.__version__, "none")
+        jaxmp._meeting._versions = lambda: ("9.9.9", jax.__version__, "none")
     fault()
     initialize()
 

@@ -1,0 +1,30 @@
+#include "csrc/rollcall/peer.h"
+
+namespace jaxmp::rollcall {
+namespace {
+
+constexpr std::chrono::milliseconds kPingInterval(1000);
+// A process that has not answered for this long is said not to answer.
+constexpr std::chrono::milliseconds kSilent(3500);
+
+}  // namespace
+
+void Peer::Send(const Message& message) {
+  if (socket.is_open()) socket.Send(message);
+}
+
+void Peer::Ping(Clock::time_point now) {
+  if (!socket.is_open() || now - pinged <= kPingInterval) return;
+  pinged = now;
+  socket.Send(Message{});
+}
+
+std::string Peer::WhyMissing(Clock::time_point now) const {
+  if (now - heard > kSilent) {
+    return "has not come and does not answer: it is stopped, or its machine or network is gone";
+  }
+  return "has not come; it is alive, " +
+         (last_call.empty() ? "and has come to no call yet" : "the last call it came to is " + last_call);
+}
+
+}  // namespace jaxmp::rollcall
