@@ -52,7 +52,7 @@ inline constexpr Library kCublasMp = {"cublasmp", {}, false};
 struct MpApi {
   const char* name;
   Capabilities capabilities;
-  // Has every element of D summed in one order, by one accumulator in ascending k, so that it depends on its row of
+  // Has every element of D summed in one order, fixed panels of k one after the other, so that it depends on its row of
   // op(A) and its column of op(B) alone; null where the library cannot. To be called before the workspace is queried.
   abi::cublasMpStatus_t (*order_sums)(abi::cublasMpMatmulDescriptor_t matmul);
   // Why the last call on this thread did not return SUCCESS; "" where the library keeps that to

@@ -78,7 +78,7 @@ _SCOPES = {
     "jaxmp_global_order": "puts rows that the ranks hold interleaved in the order of the global array, for the bits",
 }
 # What provides the levels of determinism beyond "run_to_run".
-_ORDER = "each element is one sum over k in ascending order, then its epilog"
+_ORDER = "each element is one sum over k in ascending order, in fixed panels, then its epilog"
 # The pattern of a call under auto axes, until the partitioner has been asked.
 _UNSETTLED = "?"
 _COLUMNS = (

@@ -1,6 +1,6 @@
 // Without these a shard could come out in the wrong place, transposed, or from the wrong rank, and look plausible.
 // Small integers keep every sum exact, so D is compared bit by bit: every pattern, transposition and type, from empty
-// shapes up; and nothing but D is written.
+// shapes up; and nothing but D is written. Sums in one order have the bits of one rank on any numbers.
 #include "tests/cpp/hostmp_world.h"
 
 namespace jaxmp::test {
@@ -158,6 +158,35 @@ void test_beta_zero_never_reads_c(hostmp::Pool* pool) {
   }
 }
 
+// k of several panels, cut inside of them, in blocks of 2 at the finest; the workspace holds what is copied together.
+void test_ordered_bits_do_not_know_the_mesh(hostmp::Pool* pool) {
+  const auto fill = [](World* world) {
+    std::mt19937 random(1);
+    std::normal_distribution<double> draw;
+    for (Matrix* matrix : {&world->a, &world->b}) {
+      for (Number& x : matrix->values) x = {draw(random), facts(world->c.in).is_complex ? draw(random) : 0};
+    }
+  };
+  for (const Types& types : kTypes) {
+    for (cublasOperation_t op : {CUBLAS_OP_N, CUBLAS_OP_C}) {
+      const auto run = [&](Case c) {
+        c.m = 13, c.n = 19, c.k = 2341, c.is_ordered = true;
+        c.trans_a = c.trans_b = op, c.in = types.in, c.out = types.out;
+        auto world = std::make_unique<World>(c, fill);
+        world->run(pool);
+        world->check_untouched();
+        return world;
+      };
+      const Matrix expected = run({})->gather();
+      for (const Case& c : patterns()) {
+        if (c.pattern == Pattern::kCyclic && op != CUBLAS_OP_N) continue;
+        const auto world = run(c);
+        check::report(world->gather().values == expected.values, __FILE__, __LINE__, world->c.name() + " in one order");
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace jaxmp::test
 
@@ -171,6 +200,7 @@ int main() {
   test::test_large(&pool);
   test::test_scalars(&pool);
   test::test_rounded_operands(&pool);
+  test::test_ordered_bits_do_not_know_the_mesh(&pool);
   test::test_beta_zero_never_reads_c(&pool);
   return check::summary("hostmp_placement");
 }

@@ -140,6 +140,7 @@ struct Case {
   Number alpha = 1, beta = 0;
   int64_t extra_ld = 0;
   cublasComputeType_t single = CUBLAS_COMPUTE_32F;  // the compute type of all but f64 and c128
+  bool is_ordered = false;
 
   int nranks() const { return p * q; }
   std::string name() const {
