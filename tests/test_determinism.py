@@ -187,7 +187,7 @@ def test_sums_are_made_in_the_written_order(dtype, rows):
 @pytest.mark.parametrize("rows", [3, 20])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_errors_are_those_of_panels(dtype, rows, level):
-    """Within 256 + k / 256 roundings of numbers of one sign; one accumulator is off by 2,000 to 14,000 in most types."""
+    """Within 256 + k / 256 roundings of numbers of one sign; one accumulator is off by 2,000 to 14,000, mostly."""
     cases.require("host")
     k, accumulator = 65536, ACCUMULATORS[dtype]
     a, b = (np.full(shape, x).astype(jnp.dtype(dtype)) for shape, x in (((rows, k), 1.9), ((k, 20), 0.7)))

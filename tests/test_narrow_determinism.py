@@ -27,7 +27,7 @@ def drawn(rng, mode, m, n, k):
 @pytest.mark.parametrize("mode", SCALE_MODES, ids=lambda mode: mode.id)
 @pytest.mark.parametrize("is_deep", [False, True], ids=["", "deep"])
 def test_bits_do_not_know_the_mesh(is_deep, mode, case, rng):
-    """Ranks that hold no whole block of the processor's instructions among them, and cuts within a panel; of several."""
+    """Ranks that hold no whole block of the processor's instructions among them, and cuts in one or several panels."""
     k = 5 * 128 if is_deep else 144 if mode.unit == 16 else mode.unit
     case = case.replace(transposition="NT", per_shard=(mode.unit, mode.unit, k))
     a, b, scale_a, scale_b = drawn(rng, mode, *case.extents)

@@ -77,8 +77,8 @@ void cut_rectangle(int32_t m_cut, int32_t n_cut, int32_t n_cuts, int64_t rows, i
   const int64_t tile_cols = n_cuts > 1 ? cols : round_up(ceil_div(cols, ceil_div(pieces, row_pieces)), kColUnit);
   for (int64_t col = 0; col < cols; col += tile_cols) {
     for (int64_t row = 0; row < rows; row += tile_rows) {
-      tiles->push_back({m_cut, n_cut, row, std::min(tile_rows, rows - row), col, std::min(tile_cols, cols - col),
-                        n_cuts});
+      tiles->push_back(
+          {m_cut, n_cut, row, std::min(tile_rows, rows - row), col, std::min(tile_cols, cols - col), n_cuts});
     }
   }
 }

@@ -197,11 +197,16 @@ void test_few_columns_have_the_bits_of_many(const Kernel& kernel) {
         std::vector<float> c(static_cast<size_t>(m * kN), 1.5f);
         std::vector<char> memory(static_cast<size_t>(kernel.scratch(m, n, k)) + 64);
         char* const scratch = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
-        const Product whole = {abi::CUBLAS_OP_N, is_b_plain ? abi::CUBLAS_OP_N : abi::CUBLAS_OP_T,
-                               m,                n,
-                               k,                a.data(),
-                               m,                b.data(),
-                               is_b_plain ? k : kN, c.data(),
+        const Product whole = {abi::CUBLAS_OP_N,
+                               is_b_plain ? abi::CUBLAS_OP_N : abi::CUBLAS_OP_T,
+                               m,
+                               n,
+                               k,
+                               a.data(),
+                               m,
+                               b.data(),
+                               is_b_plain ? k : kN,
+                               c.data(),
                                m};
         kernel.gemm(is_cut ? cut_up(kernel, whole) : Parts{whole}, 1, beta, scratch);
         return c;
