@@ -14,7 +14,7 @@ import numpy as np
 from jaxmp import _bgrad, _choice, _compat, _epilog, _lowering, _narrow, _native, _partitioning, _precision, _processes
 from jaxmp._hints import hints_text
 from jaxmp._primitive import activated_matmul_p, auto_matmul_epilog_p, auto_matmul_p, matmul_epilog_p, matmul_p
-from jaxmp._route import find_route
+from jaxmp._route import PADDED_K, find_route, with_k
 from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, output_shape
 
 
@@ -247,30 +247,36 @@ def _plan_facts(spec: MatmulSpec, a, b, implementation: str) -> tuple[str, int]:
         return _gathered_facts(spec, a, b)
     if implementation == "host+xla":
         return "hostmp local Matmul and lax collectives", 0
-    if implementation == "cublasmp":
-        return _cublasmp_algorithm(spec, a, b), 0
-    if implementation != "host":
-        return ("lax.dot_general and lax collectives" if spec.nranks > 1 else "lax.dot_general"), 0
+    if implementation in ("host", "cublasmp"):
+        return _library_facts(spec, a, b, implementation)
+    return ("lax.dot_general and lax collectives" if spec.nranks > 1 else "lax.dot_general"), 0
+
+
+def _library_facts(spec: MatmulSpec, a, b, library: str) -> tuple[str, int]:
+    """As `_plan_facts` of a call of hostmp or cuBLASMp.
+
+    Which of its algorithms cuBLASMp takes, and its workspace, show when it runs; this is what it is expected to do.
+    """
+    is_host = library == "host"
+    if not is_host and 0 in (*a.shape, *b.shape):
+        return "nothing to multiply, so XLA writes d", 0
     spec = _lowering.without_conjugation(spec)
-    route = find_route(spec, a.shape, b.shape, a.dtype.itemsize, _choice.host_capabilities())
+    capabilities = _choice.host_capabilities() if is_host else _choice.cublasmp_capabilities()
+    route = find_route(spec, a.shape, b.shape, a.dtype.itemsize, capabilities)
+    named = f"{route.kind} ({route.why})"
+    if route.kind == "padded_k":
+        shapes = with_k(spec, a.shape, b.shape, PADDED_K)
+        padded = (jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, (a, b), strict=True))
+        algorithm, workspace = _library_facts(spec, *padded, library)
+        return f"{named}; {algorithm}", workspace
     if route.kind != "direct":
-        return f"{route.kind} ({route.why})", 0
-    plan = _native.describe_plan(_lowering.call_attributes(spec, a, b))
+        return named, 0
+    plan = _native.describe_plan(_lowering.call_attributes(spec, a, b), library)
+    if not is_host:
+        return f"{plan['library']} {plan['algorithm']}; workspace from its first run on", 0
     workspace = max(d + h for d, h in zip(plan["device_workspace"], plan["host_workspace"], strict=True))
     order = f"; {_ORDER}" if spec.is_invariant else ""
     return f"{plan['library']} {plan['algorithm']}{order}", workspace
-
-
-def _cublasmp_algorithm(spec: MatmulSpec, a, b) -> str:
-    """What cuBLASMp is expected to do; which of its algorithms it takes, and its workspace, show when it runs."""
-    if 0 in (*a.shape, *b.shape):
-        return "nothing to multiply, so XLA writes d"
-    spec = _lowering.without_conjugation(spec)
-    route = find_route(spec, a.shape, b.shape, a.dtype.itemsize, _choice.cublasmp_capabilities())
-    if route.kind != "direct":
-        return f"{route.kind} ({route.why})"
-    plan = _native.describe_plan(_lowering.call_attributes(spec, a, b), "cublasmp")
-    return f"{plan['library']} {plan['algorithm']}; workspace from its first run on"
 
 
 def _gathered_facts(spec: MatmulSpec, a, b) -> tuple[str, int]:

@@ -29,7 +29,7 @@ from jaxmp._primitive import (
     matmul_epilog_p,
     matmul_p,
 )
-from jaxmp._route import Capabilities, find_route
+from jaxmp._route import PADDED_K, Capabilities, find_route, with_k
 from jaxmp._spec import (
     DIMS,
     SCALE_NAMES,
@@ -159,6 +159,9 @@ def _fused_matmul(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities, de
         # What a transposition also conjugated still has to be.
         a = lax.conj(a) if spec.conjugate_a else a
         spec = spec.replace(transpose_a=False, transpose_b=True, conjugate_a=False)
+    elif kind == "padded_k":
+        a, b = (pad_to(x, shape) for x, shape in zip((a, b), with_k(spec, a.shape, b.shape, PADDED_K), strict=True))
+        return _fused_matmul(a, b, *extra, spec=spec, capabilities=capabilities, devices=devices)
     elif kind == "reduce_scatter_all_gather":
         return _scatter_then_gather(a, b, *extra, spec=spec, devices=devices)
     elif kind == "separate_epilog":
@@ -168,6 +171,11 @@ def _fused_matmul(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities, de
         z = _fused_matmul(a, b, *scales, spec=plain, capabilities=capabilities, devices=devices)[0]
         return _xla.apply_epilog(z, extra, spec.replace(alpha=1.0), a, b)
     return _custom_call(a, b, *extra, spec=spec, devices=devices)
+
+
+def pad_to(x, shape):
+    """`x` with zeros behind it along every dimension that `shape` has more of."""
+    return jnp.pad(x, [(0, want - have) for have, want in zip(x.shape, shape, strict=True)])
 
 
 def _scatter_then_gather(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...]):

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxmp import _epilog, _narrow, _precision
 from jaxmp._epilog import Epilog
-from jaxmp._spec import MatmulSpec, Pattern, global_extents, output_shape
+from jaxmp._spec import MatmulSpec, Pattern, global_extents, local_extents, output_shape
 
 # What a byte through a link costs beside a byte through local memory: an H200 reads and writes 4.8 TB/s and sends
 # 0.45 TB/s each way over NVLink (NVIDIA H200 data sheet).
@@ -35,8 +35,9 @@ class Route:
     """How a call reaches the library.
 
     `kind`: "direct"; "transposed_copy", operands copied so that they are stored as the library wants them;
-    "reduce_scatter_all_gather", an AR as an RS call and an all-gather of its rows; "separate_epilog", the plain product
-    followed by XLA's epilog; "unsupported", which `implementation=None` gives to "xla".
+    "reduce_scatter_all_gather", an AR as an RS call and an all-gather of its rows; "padded_k", zeros added along k
+    (`with_k`); "separate_epilog", the plain product followed by XLA's epilog; "unsupported", which
+    `implementation=None` gives to "xla".
     """
 
     kind: str
@@ -93,16 +94,27 @@ def why_card_refuses(spec: MatmulSpec, operands: tuple, capability: tuple[int, i
 
 def find_route(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabilities: Capabilities) -> Route:
     """The cheapest way to give the call with these local shapes to the library."""
-    if _epilog.rule(spec.epilog).derivative and global_extents(spec, a_shape, b_shape)[2] == 1:
-        return Route("separate_epilog", "cuBLASMp multiplies by an activation's derivative only where k is not 1")
-    if spec.pattern == Pattern.ALL_REDUCE:
-        return _route_all_reduce(spec, a_shape, b_shape, itemsize, capabilities)
     if spec.pattern == Pattern.GRID:
         if why := why_unsupported(spec, capabilities):
             return Route("unsupported", why)
         if (spec.epilog != Epilog.NONE) and not capabilities.grid_epilogs:
             return Route("separate_epilog", "cuBLASMp has no epilogs on 2-D grids")
+    if _epilog.rule(spec.epilog).derivative and global_extents(spec, a_shape, b_shape)[2] == 1:
+        return Route("padded_k", "cuBLASMp multiplies by an activation's derivative only where k is not 1")
+    if spec.pattern == Pattern.ALL_REDUCE:
+        return _route_all_reduce(spec, a_shape, b_shape, itemsize, capabilities)
     return Route("direct", "")
+
+
+# What k is padded to: a call may multiply by a derivative then. The zeros add +0 to sums that begin at +0, so that no
+# element changes, not even the sign of a zero, and they lie on every rank alike, for k = 1 is whole on each.
+PADDED_K = 2
+
+
+def with_k(spec: MatmulSpec, a_shape, b_shape, k: int):
+    """The local shapes of a and b as stored, with `k` for the extent along which they are contracted."""
+    rows, _, _, cols = local_extents(spec, a_shape, b_shape)
+    return (k, rows) if spec.transpose_a else (rows, k), (cols, k) if spec.transpose_b else (k, cols)
 
 
 def _route_all_reduce(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabilities: Capabilities) -> Route:

@@ -9,6 +9,7 @@ The long sweep is `make determinism`; these are the shapes that most easily go w
 
 import functools
 import itertools
+import math
 import re
 
 import bounds
@@ -22,7 +23,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, _compat, _config, _native, _primitive, _spec, testing
+from jaxmp import Epilog, _compat, _config, _epilog, _native, _primitive, _spec, testing
 
 DTYPES = testing.DTYPES
 LEVELS = testing.LEVELS
@@ -282,6 +283,53 @@ def test_the_slope_of_a_gelu_is_the_librarys():
     testing.assert_bitwise_equal(np.asarray(fused)[1:], want[1:])
     calls = re.findall(r"custom_call @jaxmp_matmul\(.*?epilog = (\d+)", jax.jit(slope).lower(aux, t).as_text())
     assert calls == [str(int(Epilog.DGELU))]
+
+
+OF_ACTIVATIONS = [epilog for epilog in testing.DERIVATIVES if _epilog.rule(epilog).derivative]
+# Of a (m, 1), b (1, n) and d over a mesh of x and y; over an axis of one device every pattern has k = 1.
+OVER_ONE_PRODUCT = {
+    "local": ((2, 2), P(None, None), P(None, ("x", "y")), P(None, ("x", "y"))),
+    "all-gather": ((1, 4), P("y", None), P(None, "y"), P(None, "y")),
+    "reduce-scatter": ((1, 1), P(None, "y"), P("y", None), P("y", None)),
+    "all-reduce": ((4, 1), P(None, "y"), P("y", "x"), P(None, "x")),
+    "grid": ((1, 1), P("x", "y"), P("x", "y"), P("x", "y")),
+}
+
+
+@pytest.mark.parametrize("level", ["run_to_run", *LEVELS])
+@pytest.mark.parametrize("epilog", OF_ACTIVATIONS, ids=lambda epilog: epilog.name)
+def test_a_derivative_of_one_product_does_not_know_the_mesh(epilog, level):
+    """cuBLASMp takes none over k = 1, so k is padded: on every rank of every pattern alike, signs of zeros with it."""
+    cases.require("host")
+    m, n = 8, 512
+    a, b, z = (testing.draw(i, shape, "float32") for i, shape in enumerate(((m, 1), (1, n), (m, n))))
+    a[:2], b[0, :4] = [[0.0], [-0.0]], [0.0, -0.0, 1.0, -1.0]
+    inputs = jax.tree.map(np.asarray, testing._aux_inputs(epilog, z))
+
+    def product(a, b, inputs, **where):
+        out = jaxmp.matmul(a, b, epilog=epilog, epilog_inputs=inputs, determinism=level, **where)
+        return {"d": out[0], **out[1]} if isinstance(out, tuple) else {"d": out}
+
+    want = jax.jit(product)(a, b, inputs)
+    (text,) = re.findall(r"custom_call @jaxmp_matmul.*", jax.jit(product).lower(a, b, inputs).as_text())
+    assert set(re.findall(r"\b(epilog|k) = (\d+)", text)) == {("epilog", str(int(epilog))), ("k", "2")}
+    for name, (sizes, *specs) in OVER_ONE_PRODUCT.items():
+        axes, devices = (AxisType.Explicit,) * 2, jax.devices()[: math.prod(sizes)]
+        mesh = jax.make_mesh(sizes, ("x", "y"), axis_types=axes, devices=devices)
+        with jax.set_mesh(mesh):
+            left, right = (cases.put(x, mesh, spec) for x, spec in zip((a, b), specs, strict=False))
+            given = {key: cases.put(x, mesh, specs[2]) for key, x in inputs.items()}
+            got = jax.jit(functools.partial(product, out_sharding=specs[2]))(left, right, given)
+        for key in want:
+            testing.assert_bitwise_equal(got[key], want[key], f"{name}: {key}")
+
+
+@pytest.mark.parametrize("implementation", testing.IMPLEMENTATIONS)
+@pytest.mark.parametrize("epilog", OF_ACTIVATIONS, ids=lambda epilog: epilog.name)
+def test_a_row_of_a_derivative_of_one_product_does_not_know_its_batch(epilog, implementation):
+    cases.require("host")
+    for level in LEVELS:
+        testing.check_rows(level, implementation, "float32", 1, 17, epilog, testing.SOME_ROWS)
 
 
 @pytest.mark.parametrize("mode", ["explicit", "partitioner", "shard_map"])

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import Epilog, _choice, _epilog, _layout, _lowering, _partitioning, _sharding
 from jaxmp._partitioning import _settle
-from jaxmp._route import Capabilities, find_route
+from jaxmp._route import PADDED_K, Capabilities, find_route, with_k
 from jaxmp._spec import MatmulSpec, Pattern, global_extents, output_shape
 
 MESH = {"x": 2, "y": 2}
@@ -249,11 +249,19 @@ def test_cublasmp_all_reduces_one_transposition():
 
 @pytest.mark.parametrize("capabilities", [CUBLASMP, HOSTMP], ids=["cublasmp", "hostmp"])
 @pytest.mark.parametrize("epilog", [Epilog.DRELU, Epilog.DRELU_BGRAD, Epilog.DGELU, Epilog.DGELU_BGRAD])
-def test_derivatives_of_one_product_are_multiplied_beside_the_call(epilog, capabilities):
-    spec = spec_of(cases.BY_NAME["local"], epilog=epilog)
-    assert find_route(spec, (8, 1), (1, 8), 4, capabilities).kind == "separate_epilog"
-    assert find_route(spec, (8, 2), (2, 8), 4, capabilities).kind == "direct"
+def test_derivatives_of_one_product_are_padded_along_k(epilog, capabilities):
+    for transposition in cases.TRANSPOSITIONS:
+        case = cases.BY_NAME["local"].replace(transposition=transposition)
+        spec = spec_of(case, epilog=epilog)
+        a, b = with_k(spec, (8, 8), (8, 8), 1)
+        assert find_route(spec, a, b, 4, capabilities).kind == "padded_k"
+        a, b = with_k(spec, a, b, PADDED_K)
+        assert (a, b) == ((2, 8) if spec.transpose_a else (8, 2), (8, 2) if spec.transpose_b else (2, 8))
+        assert find_route(spec, a, b, 4, capabilities).kind == "direct"
     assert find_route(spec_of(cases.BY_NAME["rs"], epilog=epilog), (8, 1), (1, 8), 4, capabilities).kind == "direct"
+    grid = spec_of(cases.BY_NAME["grid"].replace(mesh=(("x", 1), ("y", 1))), epilog=epilog)
+    assert find_route(grid, (8, 1), (1, 8), 4, CUBLASMP).kind == "separate_epilog"
+    assert find_route(grid, (8, 1), (1, 8), 4, HOSTMP).kind == "padded_k"
 
 
 @pytest.mark.parametrize(("epilog", "transposition"), [(Epilog.BGRADA, "TN"), (Epilog.BGRADB, "NN")])
