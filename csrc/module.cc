@@ -33,7 +33,7 @@ namespace jaxmp {
 namespace {
 
 // The version of the boundary to the Python files; jaxmp/_native.py has the same number.
-constexpr int kAbiVersion = 2;
+constexpr int kAbiVersion = 3;
 
 void ThrowIfError(const Status& status) {
   if (!status.ok()) throw nb::value_error(status.message().c_str());
@@ -98,11 +98,12 @@ nb::dict BlasInfo() {
   return result;
 }
 
-nb::dict ToDict(const Capabilities& capabilities) {
+nb::dict ToDict(const Capabilities& capabilities, bool can_order_sums) {
   nb::dict result;
   result["all_reduce_any_transposition"] = capabilities.all_reduce_any_transposition;
   result["grid_any_shape"] = capabilities.grid_any_shape;
   result["grid_epilogs"] = capabilities.grid_epilogs;
+  result["orders_sums"] = can_order_sums;
   return result;
 }
 
@@ -224,7 +225,7 @@ NB_MODULE(_jaxmp, m) {
   m.def("types", &Types);
   m.def("load_blas", &LoadBlas, nb::arg("path"), nb::arg("mkl_path").none());
   m.def("blas_info", &BlasInfo);
-  m.def("capabilities", [] { return ToDict(host_api().capabilities); });
+  m.def("capabilities", [] { return ToDict(host_api().capabilities, host_api().order_sums != nullptr); });
   m.def("plan_cache_info", &PlanCacheInfo);
   m.def("plan_cache_clear", [] { plan_cache().Clear(); });
   m.def("set_plan_cache_capacity", [](size_t capacity) { plan_cache().set_capacity(capacity); });
@@ -234,7 +235,7 @@ NB_MODULE(_jaxmp, m) {
   m.def("cuda_types", &CudaTypes);
   m.def("load_cublasmp", &LoadCublasMp, nb::arg("cublasmp"), nb::arg("nccl"), nb::arg("driver"));
   m.def("cublasmp_info", &CublasMpInfo);
-  m.def("cublasmp_capabilities", [] { return ToDict(kCublasMp.capabilities); });
+  m.def("cublasmp_capabilities", [] { return ToDict(kCublasMp.capabilities, kCublasMp.can_order_sums); });
   m.def("set_cublasmp_log", &cuda::SetLogging, nb::arg("is_on"));
   m.def("cublasmp_log", &cuda::TakeLog);
   m.def("set_exchange", &SetExchange, nb::arg("function").none());

@@ -33,11 +33,18 @@ def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int, oper
             "precision=BF16_BF16_BF16 sums in bfloat16, which neither hostmp nor XLA does on a CPU; pass "
             'BF16_BF16_F32, or implementation="host" with JAXMP_HOST_PRECISION=ignore to sum in float32'
         )
-    if spec.is_invariant and platform != "cpu":
+    choice = _choose(spec, platform, nprocesses, operands)
+    if spec.is_invariant and platform != "cpu" and choice.implementation != "cublasmp":
+        remedy = 'pass implementation="cublasmp", or ' if (platform, spec.implementation) == ("cuda", "xla") else ""
         raise NotImplementedError(
-            f"determinism={spec.determinism!r} is not available on platform {platform!r}, where the order of a sum is "
-            'the compiler\'s; pass determinism="run_to_run"'
+            f"determinism={spec.determinism!r} is not available on platform {platform!r} with "
+            f"implementation={choice.implementation!r} ({choice.why}), where the order of a sum is the compiler's; "
+            f'{remedy}pass determinism="run_to_run"'
         )
+    return choice
+
+
+def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple) -> Choice:
     if spec.implementation == "xla":
         return Choice("xla", "asked for")
     if platform == "cuda" and spec.implementation != "host":
@@ -90,6 +97,11 @@ def _choose_on_cuda(spec: MatmulSpec, operands: tuple) -> Choice:
     return (
         Choice("xla", why) if why else Choice("cublasmp", "asked for" if is_asked else "CUDA devices, cuBLASMp is open")
     )
+
+
+def capabilities_of(implementation: str) -> Capabilities:
+    """Those of the library behind an implementation: cuBLASMp, or hostmp, which is that of every other one."""
+    return cublasmp_capabilities() if implementation == "cublasmp" else host_capabilities()
 
 
 def host_capabilities() -> Capabilities:

@@ -48,7 +48,8 @@ def cotangent_of_a(ct, a, b, *, spec: MatmulSpec, auto: bool):
             'store it (m, k), or pass determinism="batch"'
         )
     if spec.transpose_a and (flags["pattern"] == Pattern.GRID or (flags["pattern"] == Pattern.LOCAL and is_symmetric)):
-        flags = flags | {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True}
+        turned = {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True}
+        flags = flags | turned | {"is_turned": True}
         result = _product(spec, b, ct, a, auto=auto, cyclic=_cyclic(spec, "bda"), **flags)
     else:
         flags = flags | {"transpose_b": not spec.transpose_b, "conjugate_b": spec.conjugate_b}
@@ -130,7 +131,7 @@ def _product_and_sums(spec: MatmulSpec, left, right, operand, bias=None, *, auto
     """
     with jax.numpy_dtype_promotion("standard"):  # float32 cotangents of 16-bit operands, where the user may be strict
         common = jnp.promote_types(left.dtype, right.dtype)
-    flags = {"transpose_a": False, "transpose_b": False, "conjugate_a": False, "conjugate_b": False}
+    flags = dict.fromkeys(("transpose_a", "transpose_b", "conjugate_a", "conjugate_b", "is_turned"), False)
     call = fit_hints(spec.bilinear(**{"out_dtype": common, **flags, **changes}))
     have = _compat.varying_axes(left) | _compat.varying_axes(right) | frozenset(call.group_axes)
     want = frozenset(operand.aval.manual_axis_type.varying)

@@ -11,11 +11,29 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp import _bgrad, _choice, _compat, _epilog, _lowering, _narrow, _native, _partitioning, _precision, _processes
-from jaxmp._hints import hints_text
+from jaxmp import (
+    _bgrad,
+    _choice,
+    _chunks,
+    _compat,
+    _epilog,
+    _lowering,
+    _narrow,
+    _native,
+    _partitioning,
+    _precision,
+    _processes,
+)
+from jaxmp._hints import fit_hints, hints_text
 from jaxmp._primitive import activated_matmul_p, auto_matmul_epilog_p, auto_matmul_p, matmul_epilog_p, matmul_p
 from jaxmp._route import PADDED_K, find_route, with_k
-from jaxmp._spec import MatmulSpec, Pattern, accumulator, global_extents, output_shape
+from jaxmp._spec import (
+    MatmulSpec,
+    Pattern,
+    accumulator,
+    global_extents,
+    output_shape,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +229,7 @@ def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None) -> R
     is_host = choice.implementation == "host"
     compute = _lowering.compute_of(spec, a.dtype) if is_host else _precision.find(spec.precision, a.dtype)
     # Gathered, an all-reduced product is computed by every rank.
-    is_repeated = spec.is_invariant and choice.implementation == "xla" and spec.pattern == Pattern.ALL_REDUCE
+    is_repeated = spec.is_invariant and choice.implementation != "host" and spec.pattern == Pattern.ALL_REDUCE
     copies = spec.ngroups * (spec.nranks if is_repeated else 1)
     return Row(
         operation="matmul" if spec.epilog == _epilog.Epilog.NONE and not spec.has_c else "matmul+epilog",
@@ -244,7 +262,7 @@ def _scales(spec: MatmulSpec) -> str:
 def _plan_facts(spec: MatmulSpec, a, b, implementation: str) -> tuple[str, int]:
     """(algorithm, workspace bytes per rank) of the plan that serves a call."""
     if implementation != "host" and spec.is_invariant:
-        return _gathered_facts(spec, a, b)
+        return _gathered_facts(spec, a, b, "cublasmp" if implementation == "cublasmp" else "host")
     if implementation == "host+xla":
         return "hostmp local Matmul and lax collectives", 0
     if implementation in ("host", "cublasmp"):
@@ -257,36 +275,38 @@ def _library_facts(spec: MatmulSpec, a, b, library: str) -> tuple[str, int]:
 
     Which of its algorithms cuBLASMp takes, and its workspace, show when it runs; this is what it is expected to do.
     """
-    is_host = library == "host"
-    if not is_host and 0 in (*a.shape, *b.shape):
+    if library == "cublasmp" and 0 in (*a.shape, *b.shape) and not spec.is_invariant:
         return "nothing to multiply, so XLA writes d", 0
     spec = _lowering.without_conjugation(spec)
-    capabilities = _choice.host_capabilities() if is_host else _choice.cublasmp_capabilities()
-    route = find_route(spec, a.shape, b.shape, a.dtype.itemsize, capabilities)
+    route = find_route(spec, a.shape, b.shape, a.dtype.itemsize, _choice.capabilities_of(library))
     named = f"{route.kind} ({route.why})"
+    if route.kind == "fixed_chunks" and spec.nranks > 1:
+        return _gathered_facts(spec, a, b, library)
+    if route.kind == "fixed_chunks":
+        return _chunks.describe(spec, a.shape, b.shape, library), 0
     if route.kind == "padded_k":
         shapes = with_k(spec, a.shape, b.shape, PADDED_K)
-        padded = (jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, (a, b), strict=True))
-        algorithm, workspace = _library_facts(spec, *padded, library)
+        padded_a, padded_b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(shapes, (a, b), strict=True))
+        algorithm, workspace = _library_facts(spec, padded_a, padded_b, library)
         return f"{named}; {algorithm}", workspace
     if route.kind != "direct":
         return named, 0
     plan = _native.describe_plan(_lowering.call_attributes(spec, a, b), library)
-    if not is_host:
+    if library == "cublasmp":
         return f"{plan['library']} {plan['algorithm']}; workspace from its first run on", 0
     workspace = max(d + h for d, h in zip(plan["device_workspace"], plan["host_workspace"], strict=True))
     order = f"; {_ORDER}" if spec.is_invariant else ""
     return f"{plan['library']} {plan['algorithm']}{order}", workspace
 
 
-def _gathered_facts(spec: MatmulSpec, a, b) -> tuple[str, int]:
-    """As `_plan_facts` of "xla" where bits are promised."""
+def _gathered_facts(spec: MatmulSpec, a, b, library: str) -> tuple[str, int]:
+    """As `_plan_facts` where bits are promised and the ranks of a group do not share a call."""
     _, _, k = global_extents(spec, a.shape, b.shape)
     rows, cols = output_shape(spec, a.shape, b.shape)
-    local = spec.replace(pattern=Pattern.LOCAL, mesh=(), row_axes=(), col_axes=())
+    local = fit_hints(spec.replace(pattern=Pattern.LOCAL, mesh=(), row_axes=(), col_axes=()))
     parts = [(k, rows) if spec.transpose_a else (rows, k), (cols, k) if spec.transpose_b else (k, cols)]
     whole_a, whole_b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(parts, (a, b), strict=True))
-    algorithm, workspace = _plan_facts(local, whole_a, whole_b, "host")
+    algorithm, workspace = _library_facts(local, whole_a, whole_b, library)
     copied = "each rank gathers what its part of d needs; " if spec.nranks > 1 else ""
     return f"{copied}{algorithm}", workspace
 

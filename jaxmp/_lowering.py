@@ -15,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp import _choice, _compat, _epilog, _layout, _narrow, _native, _precision, _processes, _xla
+from jaxmp import _bgrad, _choice, _chunks, _compat, _epilog, _layout, _narrow, _native, _precision, _processes, _xla
 from jaxmp._activation import multiply_by_slope
 from jaxmp._checks import check_gathered_scales
 from jaxmp._compat import mlir
 from jaxmp._epilog import Epilog
+from jaxmp._hints import fit_hints
 from jaxmp._primitive import (
     AMAXES,
     activated_matmul_p,
@@ -29,7 +30,7 @@ from jaxmp._primitive import (
     matmul_epilog_p,
     matmul_p,
 )
-from jaxmp._route import PADDED_K, Capabilities, find_route, with_k
+from jaxmp._route import Capabilities, find_route
 from jaxmp._spec import (
     DIMS,
     SCALE_NAMES,
@@ -37,6 +38,7 @@ from jaxmp._spec import (
     Pattern,
     accumulator,
     aux_dtype,
+    axes_text,
     global_extents,
     operand_names,
     output_names,
@@ -154,13 +156,15 @@ def _fused_matmul(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities, de
     a = lax.conj(a) if asked.conjugate_a and not spec.conjugate_a else a
     b = lax.conj(b) if asked.conjugate_b and not spec.conjugate_b else b
     kind = find_route(spec, a.shape, b.shape, a.dtype.itemsize, capabilities).kind
+    if kind == "fixed_chunks":
+        return _in_chunks(a, b, *extra, spec=spec, capabilities=capabilities)
     if kind == "transposed_copy":
         a, b = (a.T if spec.transpose_a else a), (b if spec.transpose_b else b.T)
         # What a transposition also conjugated still has to be.
         a = lax.conj(a) if spec.conjugate_a else a
         spec = spec.replace(transpose_a=False, transpose_b=True, conjugate_a=False)
     elif kind == "padded_k":
-        a, b = (pad_to(x, shape) for x, shape in zip((a, b), with_k(spec, a.shape, b.shape, PADDED_K), strict=True))
+        a, b = _chunks.padded_along_k(a, b, spec)
         return _fused_matmul(a, b, *extra, spec=spec, capabilities=capabilities, devices=devices)
     elif kind == "reduce_scatter_all_gather":
         return _scatter_then_gather(a, b, *extra, spec=spec, devices=devices)
@@ -173,9 +177,12 @@ def _fused_matmul(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities, de
     return _custom_call(a, b, *extra, spec=spec, devices=devices)
 
 
-def pad_to(x, shape):
-    """`x` with zeros behind it along every dimension that `shape` has more of."""
-    return jnp.pad(x, [(0, want - have) for have, want in zip(x.shape, shape, strict=True)])
+def _in_chunks(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities):
+    """The results by local calls of one shape, of what this rank has gathered for its part of D."""
+    if spec.pattern != Pattern.LOCAL:
+        return _gathered_matmul(a, b, *extra, spec=spec, capabilities=capabilities)
+    call = functools.partial(_fused_matmul, capabilities=capabilities)
+    return _chunks.matmul(a, b, *extra, spec=spec, call=call)
 
 
 def _scatter_then_gather(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...]):
@@ -194,24 +201,29 @@ def _scatter_then_gather(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...
     ]
 
 
-def _gathered_matmul(a, b, *extra, spec: MatmulSpec):
-    """[d] or [d, aux] of "xla" where bits are promised: what this rank's part of D needs is gathered, and one local
-    call makes it. XLA's own products promise nothing."""
-    if _epilog.rule(spec.epilog).gradient and spec.nranks > 1:
+def _gathered_matmul(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities):
+    """The results where bits are promised and the ranks of a group do not share a call: what this rank's part of D
+    needs is gathered, and local calls make it. XLA's own products promise nothing."""
+    local = fit_hints(spec.replace(pattern=Pattern.LOCAL, mesh=(), row_axes=(), col_axes=()))
+    # Over these axes the ranks have other rows of D.
+    axes = spec.row_axes if spec.pattern in (Pattern.REDUCE_SCATTER, Pattern.GRID) else ()
+    gradient = _epilog.rule(spec.epilog).gradient
+    if _bgrad.summed(gradient) == "d" and spec.axis_size(axes) > 1:
         raise NotImplementedError(
-            f'determinism={spec.determinism!r} has no epilog {spec.epilog.name} with implementation="xla" over '
-            f"{spec.nranks} ranks, for XLA would complete its sums; take the gradient of a bias, or pass another level"
+            f"determinism={spec.determinism!r} has no epilog {spec.epilog.name} where operands are gathered and the "
+            f"rows of the result lie over {axes_text(axes)}, for XLA would complete {gradient}; take the gradient of a "
+            "bias, or pass another level"
         )
-    local = spec.replace(pattern=Pattern.LOCAL, mesh=(), row_axes=(), col_axes=())
-    if 0 in (*a.shape, *b.shape):  # XLA gathers nothing that is empty
-        rows, cols = output_shape(spec, a.shape, b.shape)
-        a, b, local = jnp.zeros((rows, 0), a.dtype), jnp.zeros((0, cols), b.dtype), local.bare()
-    else:
-        if spec.nranks > 1:
-            check_gathered_scales("matmul", spec, f'with implementation="xla" over {spec.nranks} ranks')
-        moved = _xla.gather_for_part(spec, _narrow.as_moved(a), _narrow.as_moved(b))
-        a, b = (_narrow.from_moved(x, like.dtype) for x, like in zip(moved, (a, b), strict=True))
-    return _fused_matmul(a, b, *extra, spec=local, capabilities=_choice.host_capabilities())
+    if spec.nranks > 1:
+        check_gathered_scales("matmul", spec, f"where operands are gathered over {spec.nranks} ranks")
+        a, b = _xla.gather_for_part(spec, a, b)
+    outputs = _fused_matmul(a, b, *extra, spec=local, capabilities=capabilities)
+    if gradient != "bgrada" or not axes:
+        return outputs
+    return [
+        lax.all_gather(x, axes, axis=0, tiled=True) if name == gradient else x
+        for name, x in zip(output_names(spec), outputs, strict=True)
+    ]
 
 
 def _custom_call(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...] = ()):
@@ -291,13 +303,16 @@ def _aliases(spec: MatmulSpec) -> dict[int, int]:
     return {2 + operand_names(spec).index("c"): 0}
 
 
-def _activation_grad(aux, t, *, activation: str, spec: MatmulSpec | None):
+def _activation_grad(aux, t, *, activation: str, spec: MatmulSpec | None, platform: str):
     if spec is None:
         return multiply_by_slope(activation, aux, t)
+    choice = _choice.choose_implementation(spec, platform, 1, (t.dtype, t.dtype))
+    capabilities = _choice.capabilities_of(choice.implementation)
     # The derivative epilog of a product over nothing, with t as its C: -0 * 0 is -0, and -0 + t is t, also for t = -0.
-    spec = spec.replace(epilog=Epilog.DGELU, alpha=-0.0, beta=1.0, has_c=True)
+    changes = {"epilog": Epilog.DGELU, "alpha": -0.0, "beta": 1.0, "has_c": True}
+    spec = spec.replace(implementation=choice.implementation, **changes)
     a, b = jnp.zeros((t.shape[0], 0), t.dtype), jnp.zeros((0, t.shape[1]), t.dtype)
-    return _custom_call(a, b, t, aux, spec=spec)[0]
+    return _fused_matmul(a, b, t, aux, spec=spec, capabilities=capabilities)[0]
 
 
 def _rule(platform: str, is_multiple: bool):
@@ -307,20 +322,21 @@ def _rule(platform: str, is_multiple: bool):
         choice = _choice.choose_implementation(
             spec, platform, nprocesses, tuple(aval.dtype for aval in ctx.avals_in[:2])
         )
+        capabilities = functools.partial(_choice.capabilities_of, choice.implementation)  # "xla" does without a library
         devices = _devices_of(spec, mesh) if choice.implementation == "cublasmp" else ()
         site = _processes.site(ctx, spec) if platform == "cpu" and choice.implementation != "host" else None
 
         def lower(a, b, *extra):
             if choice.implementation == "host":
-                outputs = _fused_matmul(a, b, *extra, spec=spec, capabilities=_choice.host_capabilities())
-            elif choice.implementation == "cublasmp" and 0 not in (*a.shape, *b.shape):
-                chosen, capabilities = spec.replace(implementation="cublasmp"), _choice.cublasmp_capabilities()
-                outputs = _fused_matmul(a, b, *extra, spec=chosen, capabilities=capabilities, devices=devices)
+                outputs = _fused_matmul(a, b, *extra, spec=spec, capabilities=capabilities())
+            elif choice.implementation == "cublasmp" and (spec.is_invariant or 0 not in (*a.shape, *b.shape)):
+                chosen = spec.replace(implementation="cublasmp")
+                outputs = _fused_matmul(a, b, *extra, spec=chosen, capabilities=capabilities(), devices=devices)
             elif spec.is_invariant:
                 if site:
                     moved = site.roll_call(spec, a, b, [_narrow.as_moved(x) for x in (a, b)])
                     a, b = (_narrow.from_moved(x, like.dtype) for x, like in zip(moved, (a, b), strict=True))
-                outputs = _gathered_matmul(a, b, *extra, spec=spec)
+                outputs = _gathered_matmul(a, b, *extra, spec=spec, capabilities=capabilities())
             else:
                 local_product = _host_product if choice.implementation == "host+xla" else None
                 ahead = functools.partial(site.roll_call, spec, a, b) if site else None
@@ -335,8 +351,11 @@ def _rule(platform: str, is_multiple: bool):
 
 
 def _devices_of(spec: MatmulSpec, mesh) -> tuple[int, ...]:
-    """The devices of a call that is to run in this process, for which alone its lowering serves from now on."""
-    if spec.nranks == 1 or not _native.cuda_devices():
+    """The devices of a call that is to run in this process, for which alone its lowering serves from now on.
+
+    Under a level of determinism cuBLASMp's calls are local ones.
+    """
+    if spec.nranks == 1 or spec.is_invariant or not _native.cuda_devices():
         return ()
     devices = _processes.mesh_devices(spec, mesh)
     if devices:
@@ -366,5 +385,10 @@ def register_matmul_lowerings(bilinear_p, epilog_p) -> None:
 
 
 register_matmul_lowerings(matmul_p, matmul_epilog_p)
-mlir.register_lowering(activation_grad_p, mlir.lower_fun(_activation_grad, multiple_results=False))
+for _platform in ("other", "cpu", "cuda"):
+    mlir.register_lowering(
+        activation_grad_p,
+        mlir.lower_fun(functools.partial(_activation_grad, platform=_platform), multiple_results=False),
+        platform=None if _platform == "other" else _platform,
+    )
 mlir.register_lowering(activated_matmul_p, mlir.lower_fun(activated_matmul_parts, multiple_results=False))

@@ -23,7 +23,7 @@ from jaxmp._config import config
 TARGET = "jaxmp_matmul"
 ROLL_CALL_TARGET = "jaxmp_roll_call"
 # The version of the boundary between this package and its extension: attributes, operands, functions.
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 _lock = threading.RLock()
 _loaded: Any = None

@@ -28,6 +28,7 @@ class Capabilities:
     all_reduce_any_transposition: bool = False
     grid_any_shape: bool = False
     grid_epilogs: bool = False
+    orders_sums: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Route:
 
     `kind`: "direct"; "transposed_copy", operands copied so that they are stored as the library wants them;
     "reduce_scatter_all_gather", an AR as an RS call and an all-gather of its rows; "padded_k", zeros added along k
-    (`with_k`); "separate_epilog", the plain product followed by XLA's epilog; "unsupported", which
+    (`with_k`); "fixed_chunks", gathered where it has several ranks and then as local calls of one shape (`_chunks`);
+    "separate_epilog", the plain product followed by XLA's epilog; "unsupported", which
     `implementation=None` gives to "xla".
     """
 
@@ -46,6 +48,8 @@ class Route:
 
 def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
     """Why no route leads to the library, or the empty string."""
+    if is_chunked(spec, capabilities):
+        return ""
     if (
         spec.pattern == Pattern.GRID
         and spec.is_invariant
@@ -92,8 +96,15 @@ def why_card_refuses(spec: MatmulSpec, operands: tuple, capability: tuple[int, i
     return "" if capability >= _FLOAT8_CARD else f"{names[0]} needs compute capability 8.9 or later, {has}"
 
 
+def is_chunked(spec: MatmulSpec, capabilities: Capabilities) -> bool:
+    """Whether a level of determinism is kept by calls of one shape, for the library keeps none."""
+    return spec.is_invariant and not capabilities.orders_sums
+
+
 def find_route(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabilities: Capabilities) -> Route:
     """The cheapest way to give the call with these local shapes to the library."""
+    if is_chunked(spec, capabilities):
+        return Route("fixed_chunks", "the library promises no order of sums")
     if spec.pattern == Pattern.GRID:
         if why := why_unsupported(spec, capabilities):
             return Route("unsupported", why)

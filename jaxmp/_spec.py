@@ -68,7 +68,8 @@ class MatmulSpec:
     `precision` is a row of `_precision`'s table. `cyclic` are the stored a, b and d of a grid whose shards are
     block-cyclic.
     `line` names the call in messages of a job of several processes, "matmul at train.py:41", and is empty elsewhere.
-    `determinism` is the level of docs/determinism.md. What is left serves the order of the sums in the gradients of
+    `determinism` is the level of docs/determinism.md. `is_turned`: on other patterns this product is its transpose (the
+    gradient of an a that is stored transposed). What is left serves the order of the sums in the gradients of
     "topology" alone: `rows` are the dimensions that fold into D's rows, slowest first, each as (extent of what a rank
     holds of it ahead of a scatter or after a gather, axes that shard it otherwise); `cols` are the axes that shard D's
     columns; `ahead` rows of each rank are folded ahead of those that are gathered or scattered.
@@ -109,6 +110,7 @@ class MatmulSpec:
     cyclic: tuple[Distributed, Distributed, Distributed] | None = None
     line: str = ""
     determinism: str = "run_to_run"
+    is_turned: bool = False
     rows: tuple[tuple[int, tuple[str, ...]], ...] = ()
     cols: tuple[str, ...] = ()
     ahead: int = 1

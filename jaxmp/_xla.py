@@ -104,6 +104,15 @@ def apply_epilog(z, extra, spec: MatmulSpec, a=None, b=None, *, alpha=None, beta
 
 def gather_for_part(spec: MatmulSpec, a, b):
     """(a, b) with all that this rank's part of D is made of: rows of op(a) and columns of op(b), each over all k."""
+    if 0 in (*a.shape, *b.shape):  # XLA gathers nothing that is empty
+        rows, cols = output_shape(spec, a.shape, b.shape)
+        a = jnp.zeros((0, rows) if spec.transpose_a else (rows, 0), a.dtype)
+        return a, jnp.zeros((cols, 0) if spec.transpose_b else (0, cols), b.dtype)
+    moved = _gather_moved(spec, _narrow.as_moved(a), _narrow.as_moved(b))
+    return tuple(_narrow.from_moved(x, like.dtype) for x, like in zip(moved, (a, b), strict=True))
+
+
+def _gather_moved(spec: MatmulSpec, a, b):
     if spec.pattern not in (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE):
         return _gather_operands(spec, a, b)
     rows, k = (1, 0) if spec.transpose_a else (0, 1)

@@ -2,6 +2,7 @@
 
     python -m jaxmp.testing determinism            every promise, on this machine (minutes)
     python -m jaxmp.testing determinism --quick    the same with fewer shapes (a minute)
+    python -m jaxmp.testing determinism --implementation cublasmp    what cuBLASMp keeps, on this machine's GPUs
 
 It needs no test framework, prints what it compares, and exits with status 1 at the first shape that breaks a promise.
 """
@@ -22,7 +23,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _api, _epilog
+from jaxmp import _api, _chunks, _epilog
 from jaxmp._activation import pack_relu_aux
 from jaxmp._epilog import Epilog
 
@@ -128,6 +129,7 @@ DERIVATIVES = (
 )
 LEVELS = ("batch", "topology")
 IMPLEMENTATIONS = ("host", "xla")
+ON_GPUS = "cublasmp"
 # Every count up to 70, and both sides of what tiles, vectors and caches are multiples of.
 ROWS = (*range(1, 71), *(edge + i for edge in (80, 96, 112, 128, 160, 192, 256, 320) for i in (-1, 0, 1)))
 SOME_ROWS = (1, 2, 3, 7, 8, 15, 16, 17, 31, 33, 63, 64, 65, 96)
@@ -235,6 +237,21 @@ def check_rows(level: str, implementation: str, dtype: str, k: int, n: int, epil
     return len(places)
 
 
+def check_columns(level: str, implementation: str, dtype: str, k: int, m: int, counts) -> int:
+    """Columns of B alone, among others and elsewhere: the columns of D have to keep their bits."""
+    largest = max(counts)
+    a, b = draw(0, (m, k), dtype), draw(1, (k, largest), dtype)
+    product = functools.partial(_api.matmul, a, determinism=level, implementation=implementation)
+    rng = np.random.default_rng(4)
+    places = [np.arange(n) for n in counts] + [rng.permutation(largest)[:n] for n in (*counts[::8], largest)]
+    parts = jax.jit(lambda parts: [product(part) for part in parts])([b[:, place] for place in places])
+    whole = np.asarray(jax.jit(product)(b))
+    for place, part in zip(places, parts, strict=True):
+        where = f"d of m={m} k={k} n={len(place)}, beside the same columns among {largest}"
+        assert_bitwise_equal(part, whole[:, place], where)
+    return len(places)
+
+
 def check_meshes(
     level: str, implementation: str, dtype: str, extents, epilog: Epilog, counts, transpose: str = "NN", only=()
 ) -> int:
@@ -284,29 +301,47 @@ def check_meshes(
     return compared
 
 
-def checks(is_quick: bool) -> Iterator[Check]:
+def checks(is_quick: bool, implementations: tuple[str, ...] = IMPLEMENTATIONS) -> Iterator[Check]:
     """Everything that is promised, shape by shape."""
-    rows = SOME_ROWS if is_quick else ROWS
-    extents = SOME_EXTENTS if is_quick else EXTENTS
-    counts = [count for count in (1, 2, 4, 8) if count <= jax.device_count()]
-    counts = counts[-1:] if is_quick else counts
-    for dtype, implementation in itertools.product(DTYPES, IMPLEMENTATIONS):
-        head = f"{implementation} {dtype}"
-        plain = [(k, n, Epilog.NONE) for k, n in extents]
-        with_epilog = [(65, 33, epilog) for epilog in EPILOGS if _serves(dtype, epilog)]
-        derived = [(65, 33, epilog) for epilog in DERIVATIVES if _serves(dtype, epilog)]
-        for k, n, epilog in plain + with_epilog[:: 4 if is_quick else 1] + derived[:: 4 if is_quick else 1]:
-            subject = f"{head} k={k} n={n} {epilog.name}"
-            run = functools.partial(check_rows, "batch", implementation, dtype, k, n, epilog, rows)
-            yield Check("batch", subject, run)
-        for k, transpose in ((40, "TN"),) if is_quick else ((8, "NN"), (40, "TN"), (1000, "NT"), (4104, "TT")):
-            run = functools.partial(
-                check_meshes, "topology", implementation, dtype, (24, 40, k), Epilog.NONE, counts, transpose
-            )
-            yield Check("topology", f"{head} k={k} {transpose} NONE", run)
-        for _, _, epilog in with_epilog[1 :: 6 if is_quick else 1]:
-            run = functools.partial(check_meshes, "topology", implementation, dtype, (24, 40, 40), epilog, counts[-1:])
-            yield Check("topology", f"{head} k=40 {epilog.name}", run)
+    devices = [count for count in (1, 2, 4, 8) if count <= jax.device_count()]
+    devices = devices[-1:] if is_quick else devices
+    for dtype, implementation in itertools.product(DTYPES, implementations):
+        yield from _checks_of_batch(implementation, dtype, is_quick)
+        yield from _checks_of_topology(implementation, dtype, is_quick, devices)
+
+
+def _checks_of_batch(implementation: str, dtype: str, is_quick: bool) -> Iterator[Check]:
+    step, head = 4 if is_quick else 1, f"{implementation} {dtype}"
+    rows = _place_counts(implementation, SOME_ROWS if is_quick else ROWS, _chunks.ROWS)
+    cols = _place_counts(implementation, SOME_ROWS, _chunks.COLUMNS)
+    plain = [(k, n, Epilog.NONE) for k, n in (SOME_EXTENTS if is_quick else EXTENTS)]
+    with_epilog = [(65, 33, epilog) for epilog in EPILOGS if _serves(dtype, epilog)]
+    derived = [(65, 33, epilog) for epilog in DERIVATIVES if _serves(dtype, epilog)]
+    for k, n, epilog in plain + with_epilog[::step] + derived[::step]:
+        run = functools.partial(check_rows, "batch", implementation, dtype, k, n, epilog, rows)
+        yield Check("batch", f"{head} k={k} n={n} {epilog.name}", run)
+    for k in (65,) if is_quick else (1, 65, 1025):
+        run = functools.partial(check_columns, "batch", implementation, dtype, k, 33, cols)
+        yield Check("batch", f"{head} k={k} columns", run)
+
+
+def _place_counts(implementation: str, counts: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """Counts of rows or columns; of cuBLASMp both sides of the edges of its chunks of `size` too."""
+    edges = tuple(size * chunk + i for chunk in (1, 2) for i in (-1, 0, 1))
+    return (*counts, *edges) if implementation == ON_GPUS else counts
+
+
+def _checks_of_topology(implementation: str, dtype: str, is_quick: bool, devices: list[int]) -> Iterator[Check]:
+    head = f"{implementation} {dtype}"
+    check = functools.partial(check_meshes, "topology", implementation, dtype)
+    # Of cuBLASMp several chunks, so that the ranks of a mesh have their rows and columns at other places of them.
+    m, n = (3 * _chunks.ROWS, 2 * _chunks.COLUMNS + 128) if implementation == ON_GPUS else (24, 40)
+    for k, transpose in ((40, "TN"),) if is_quick else ((8, "NN"), (40, "TN"), (1000, "NT"), (4104, "TT")):
+        run = functools.partial(check, (m, n, k), Epilog.NONE, devices, transpose)
+        yield Check("topology", f"{head} k={k} {transpose} NONE", run)
+    for epilog in [epilog for epilog in EPILOGS if _serves(dtype, epilog)][1 :: 6 if is_quick else 1]:
+        run = functools.partial(check, (m, n, 40), epilog, devices[-1:])
+        yield Check("topology", f"{head} k=40 {epilog.name}", run)
 
 
 def varying_row_counts(dtype: str = "float32", k: int = 301, n: int = 301) -> list[int]:
@@ -319,12 +354,12 @@ def varying_row_counts(dtype: str = "float32", k: int = 301, n: int = 301) -> li
     return [m for m, part in zip(counts, parts, strict=True) if np.any(_bits(part) != _bits(whole[:m]))]
 
 
-def run(is_quick: bool) -> int:
+def run(is_quick: bool, implementations: tuple[str, ...] = IMPLEMENTATIONS) -> int:
     """Run all checks and print them; the exit status."""
     started = time.perf_counter()
     totals: dict[str, list[int]] = {}
     print(f"jnp.matmul, float32, k=n=301: the bits of a row change for m in {varying_row_counts() or 'no row count'}")
-    for check in checks(is_quick):
+    for check in checks(is_quick, implementations):
         begun = time.perf_counter()
         try:
             compared = check.run()
@@ -349,11 +384,19 @@ def main(arguments=None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     checker = commands.add_parser("determinism", help="check every promise of docs/determinism.md on this machine")
     checker.add_argument("--quick", action="store_true", help="fewer shapes, about a minute")
+    checker.add_argument(
+        "--implementation",
+        choices=(*IMPLEMENTATIONS, ON_GPUS),
+        help='of that one alone; "cublasmp" runs on the GPUs of this process, the others on its CPU',
+    )
     options = parser.parse_args(arguments)
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_enable_x64", True)
-    return run(options.quick)
+    if options.implementation != ON_GPUS:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 8)
+    elif jax.default_backend() != "gpu":
+        parser.error(f"--implementation cublasmp needs a CUDA device, found {jax.default_backend()}")
+    return run(options.quick, IMPLEMENTATIONS if options.implementation is None else (options.implementation,))
 
 
 if __name__ == "__main__":

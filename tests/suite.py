@@ -114,8 +114,9 @@ class Trial:
         is_turned_grid = case.pattern == "grid" and case.transposition[0] == "T"
         if self.determinism == "topology" and is_turned_grid and case.dtype.startswith("complex"):
             return f"{level} has no gradient of a complex a that is stored transposed on a 2-D grid"
-        if has_sums and self.implementation == "xla" and case.nranks > 1:
-            return f'has no epilog {self.epilog.name} with implementation="xla" over {case.nranks} ranks'
+        lies_over_rows = case.pattern in ("reduce_scatter", "grid") and case.nranks > 1
+        if has_sums and self.epilog in BACKWARD and self.implementation == "xla" and lies_over_rows:
+            return f"has no epilog {self.epilog.name} where operands are gathered and the rows of the result lie over"
         return ""
 
 

@@ -395,14 +395,6 @@ def test_what_cublasmp_does_not_compute_goes_to_xla_or_is_refused_by_name(cards,
         choose(spec.replace(implementation="cublasmp"), operands=operands)
 
 
-@pytest.mark.parametrize("implementation", [None, "xla", "cublasmp"])
-@pytest.mark.parametrize("level", ["batch", "topology"])
-def test_no_promise_about_bits_is_made_on_cuda(cards, level, implementation):
-    cards("9.0")
-    with pytest.raises(NotImplementedError, match=f"determinism='{level}' is not available on platform 'cuda'"):
-        choose(SPEC.replace(determinism=level, implementation=implementation))
-
-
 def test_host_is_no_choice_on_cuda(cards):
     cards("9.0")
     with pytest.raises(NotImplementedError, match="serves the CPU devices of one process, not platform 'cuda'"):
