@@ -95,7 +95,7 @@ def matmul(
       determinism: what the bits of the result may depend on (docs/determinism.md). "run_to_run": the same call with
         the same operands gives the same bits. "batch": besides, a row of d depends only on its own row of a, on b and
         on the epilog's inputs, not on how many rows there are or where it stands. "topology": besides, the bits do not
-        depend on the mesh, and gradients keep that.
+        depend on the mesh, and gradients keep that. On GPUs both need cuBLASMp, and no GPU has proved them yet.
 
     Returns:
       d of shape (..., m, n), sharded as `out_sharding` says; with an AUX or a BGRAD epilog the pair `(d, {name: x})`:

@@ -70,7 +70,7 @@ def matmul(a, b, *extra, spec: MatmulSpec, call: Callable) -> list:
 def describe(spec: MatmulSpec, a_shape, b_shape, library: str) -> str:
     """What a local product comes to, for people to read."""
     rows, k, _, cols = local_extents(spec, a_shape, b_shape)
-    calls = math.prod(_count(rows, cols))
+    calls = math.prod(_count(cols, rows) if spec.is_turned else _count(rows, cols))
     text = f"{library} {calls} local Matmul of {ROWS}x{k}x{COLUMNS} each, padded, instead of an order of sums"
     unproved = "; not proved on a GPU yet, `python -m jaxmp.testing determinism --implementation cublasmp` does"
     return text + unproved * (library == "cublasmp")

@@ -390,12 +390,12 @@ def main(arguments=None) -> int:
         help='of that one alone; "cublasmp" runs on the GPUs of this process, the others on its CPU',
     )
     options = parser.parse_args(arguments)
+    if options.implementation == ON_GPUS and jax.default_backend() != "gpu":
+        parser.error(f"--implementation cublasmp needs a CUDA device, but JAX's backend is {jax.default_backend()}")
     jax.config.update("jax_enable_x64", True)
     if options.implementation != ON_GPUS:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 8)
-    elif jax.default_backend() != "gpu":
-        parser.error(f"--implementation cublasmp needs a CUDA device, found {jax.default_backend()}")
     return run(options.quick, IMPLEMENTATIONS if options.implementation is None else (options.implementation,))
 
 

@@ -773,6 +773,14 @@ def test_the_checker_ends_at_the_first_broken_promise(monkeypatch, capsys):
     assert "Every promise holds" in capsys.readouterr().out
 
 
+def test_the_checker_takes_gpus_only_where_there_are_some(capsys):
+    if jax.default_backend() == "gpu":
+        pytest.skip("this machine has GPUs: make test-gpu runs the checker on them")
+    with pytest.raises(SystemExit):
+        testing.main(["determinism", "--implementation", "cublasmp"])
+    assert "cublasmp needs a CUDA device, but JAX's backend is cpu" in capsys.readouterr().err
+
+
 def test_the_checker_checks_every_promise():
     found = list(testing.checks(is_quick=False))
     assert len(found) > len(list(testing.checks(is_quick=True))) > 40

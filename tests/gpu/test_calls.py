@@ -22,7 +22,7 @@ from gpu import alone, cublasmp
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, _native
+from jaxmp import Epilog, _native, testing
 
 pytestmark = pytest.mark.usefixtures("cublasmp")
 ask = functools.partial(jaxmp.matmul, implementation="cublasmp")
@@ -89,6 +89,13 @@ def test_float8():
 def test_a_product_over_nothing():
     d = ask(jnp.ones((8, 0)), jnp.ones((0, 16)), jnp.ones((8, 16)), beta=3.0)
     np.testing.assert_array_equal(np.asarray(d), np.full((8, 16), 3.0, np.float32))
+
+
+@pytest.mark.timeout(0)
+def test_every_promise_about_bits():
+    """The checker's shorter list; what it prints names the first shape that breaks one."""
+    with jax.enable_x64(True):
+        assert testing.run(is_quick=True, implementations=(testing.ON_GPUS,)) == 0
 
 
 # ---- programs
