@@ -60,13 +60,20 @@ def extents_of(text):
 
 # Per device: below one chunk, whole ones, ragged ones, with one and with several chunks each way.
 SHAPES = ((3, 5, 7), (32, 128, 4), (33, 129, 3), (20, 70, 9))
+PATTERNS = ("local", "ag-data", "rs-data", "ar-data", "grid", "ag-swapped", "rs-swapped")
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-@pytest.mark.parametrize("name", ["local", "ag-data", "rs-data", "ar-data", "grid", "ag-swapped", "rs-swapped"])
-def test_every_element_is_in_its_place(name, shape, in_chunks, rng):
-    """Sums of small integers are exact; C, bias, alpha and beta with them, and a transposition for each shape."""
-    transposition = cases.TRANSPOSITIONS[SHAPES.index(shape)]
+@pytest.mark.parametrize(
+    ("name", "shape", "transposition"),
+    [
+        *(("local", shape, transposition) for shape, transposition in zip(SHAPES, cases.TRANSPOSITIONS, strict=True)),
+        *((name, SHAPES[3], cases.TRANSPOSITIONS[i % 4]) for i, name in enumerate(PATTERNS[1:])),
+        *((name, SHAPES[2], "NT") for name in ("rs-data", "grid")),
+    ],
+    ids=str,
+)
+def test_every_element_is_in_its_place(name, shape, transposition, in_chunks, rng):
+    """Sums of small integers are exact; C, bias, alpha and beta with them."""
     case = cases.BY_NAME[name].replace(per_shard=shape, transposition=transposition)
     a, b = case.integers(rng)
     m, n, _ = case.extents
@@ -100,7 +107,11 @@ def test_conjugates_are_in_their_place(transposition, conjugation, in_chunks, rn
     np.testing.assert_array_equal(in_chunks(jax.jit(product), a, b), np.matmul(*case.op(a, b)))
 
 
-@pytest.mark.parametrize("epilog", cases.EPILOGS, ids=lambda epilog: epilog.name)
+# One for each set of inputs and results; what becomes of z is the library's.
+EPILOGS = (Epilog.NONE, Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX_BIAS, *testing.DERIVATIVES)
+
+
+@pytest.mark.parametrize("epilog", EPILOGS, ids=lambda epilog: epilog.name)
 def test_every_epilog_is_that_of_one_call(epilog, in_chunks, rng, monkeypatch):
     """Against the ordered sums of one call: on integers equal to the bit, masks and their padding included."""
     monkeypatch.setattr(_chunks, "COLUMNS", 256)  # then the mask of the last chunk is wider than d's
