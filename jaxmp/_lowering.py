@@ -182,7 +182,8 @@ def _in_chunks(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities):
     if spec.pattern != Pattern.LOCAL:
         return _gathered_matmul(a, b, *extra, spec=spec, capabilities=capabilities)
     call = functools.partial(_fused_matmul, capabilities=capabilities)
-    return _chunks.matmul(a, b, *extra, spec=spec, call=call)
+    with jax.named_scope(f"jaxmp {spec.determinism} by calls of one shape"):
+        return _chunks.matmul(a, b, *extra, spec=spec, call=call)
 
 
 def _scatter_then_gather(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...]):

@@ -300,7 +300,9 @@ def test_programs_for_cuda_call_one_shape(mesh_of, level):
         )
         f = functools.partial(ask, determinism=level, out_sharding=P(*out), epilog=Epilog.GELU)
         with jax.set_mesh(mesh):
-            return jax.jit(f).trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
+            program = jax.jit(f).trace(a, b).lower(lowering_platforms=("cuda",))
+        assert f"jaxmp {level} by calls of one shape/" in program.as_text(debug_info=True)
+        return program.as_text()
 
     rows, cols, whole = ("y", None), (None, "y"), (None, None)
     for m, specs, out, collectives in (
