@@ -125,7 +125,8 @@ def global_amax(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, ...]
 
 
 def completes_sums(spec: MatmulSpec) -> bool:
-    """Whether what will serve a call also completes a bias gradient: "xla" does not where bits are promised."""
+    """Whether a call is asked to complete a bias gradient as well: not where its operands are gathered for the bits,
+    for then each rank would sum what XLA sums once."""
     is_host = spec.implementation == "host" or (spec.implementation is None and jax.process_count() == 1)
     return is_host or not spec.is_invariant or spec.nranks == 1
 

@@ -41,6 +41,9 @@ def main():
             products.rounded(case, dtype)
         products.transformed(case)
         products.empty(case)
+        products.has_the_bits_of_one_device(case)
+        # Rows and columns at other places of a call than on one device, and in several of them (jaxmp/_chunks.py).
+        products.has_the_bits_of_one_device(case.replace(dtype="bfloat16"), per_shard=(300, 2200, 64))
         for epilog in (Epilog.BIAS, Epilog.RELU_AUX, Epilog.GELU_AUX_BIAS):
             products.with_epilog(case, epilog)
     print("RAN", dict(products.RAN), flush=True)

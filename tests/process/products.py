@@ -127,9 +127,9 @@ def transformed(case):
     assert stored
 
 
-def has_the_bits_of_one_device(case):
+def has_the_bits_of_one_device(case, per_shard=(3, 5, 7)):
     """determinism="topology": the product and its gradients do not depend on the number of processes."""
-    case = case.replace(per_shard=(3, 5, 7))
+    case = case.replace(per_shard=per_shard)
     mode = modes.BY_ID["explicit"]
     a, b = case.values(np.random.default_rng(6))
     m, n, _ = case.extents
