@@ -788,7 +788,8 @@ def test_the_checker_checks_every_promise():
     assert subjects == set(itertools.product(LEVELS, testing.IMPLEMENTATIONS, DTYPES))
     on_gpus = list(testing.checks(is_quick=False, implementations=("cublasmp",)))
     assert {check.subject.split()[0] for check in on_gpus} == {"cublasmp"}
-    assert len(on_gpus) == len(found) / 2
+    assert {check.subject.split()[1] for check in on_gpus} == set(DTYPES)
+    assert all(f" {epilog.name}" in " ".join(check.subject for check in on_gpus) for epilog in testing.EPILOGS)
     names = " ".join(check.subject for check in found)
     assert all(f" {epilog.name}" in names for epilog in testing.EPILOGS + testing.DERIVATIVES)
     assert " k=1 " in names
