@@ -181,7 +181,7 @@ def _scatter_then_gather(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...
     return [
         lax.all_gather(x, spec.row_axes, axis=0, tiled=True)
         if has_rows(name)
-        else (lax.pmax(x, spec.row_axes) if name in AMAXES else x)
+        else (_narrow.amax_of_ranks(x, spec.row_axes) if name in AMAXES else x)
         for name, x in zip(output_names(spec), outputs, strict=True)
     ]
 

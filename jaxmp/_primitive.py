@@ -120,7 +120,7 @@ def global_amax(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, ...]
     for name, amax in amaxes.items():
         unequal = tuple(axis for axis in axes if axis in _compat.varying_axes(amax) or not _compat.is_vma_checked())
         with jax.named_scope("jaxmp_amax"):
-            amaxes[name] = lax.pmax(amax, unequal) if unequal else amax
+            amaxes[name] = _narrow.amax_of_ranks(amax, unequal) if unequal else amax
     return outputs | amaxes
 
 
