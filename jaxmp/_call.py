@@ -164,7 +164,7 @@ def jaxmp_call(call: _Call, operands: dict[str, Any]) -> dict[str, Any]:
     placed, in_specs = placed | scalars, in_specs | dict.fromkeys(scalars, P())
     body = functools.partial(_bind_plan_globally, call.plan, spec)
     a, b = placed["a"], placed["b"]
-    if 0 in a.shape[-2:] and 0 in b.shape:
+    if 0 in a.shape and 0 in b.shape:
         # Nothing to contract. XLA cannot partition a body whose operands are all empty, so they stay out of it.
         shapes = _shard_shapes(call, result_shape(spec.replace(pattern=Pattern.LOCAL), a, b), out_specs)
         body = functools.partial(bind_empty, call.plan, spec, shapes, a.dtype)

@@ -13,6 +13,7 @@ chooses (`_partitioning`). They share every rule but the lowering.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,7 +89,7 @@ def bind_rows(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *,
     def fold(x):
         if gathers:
             x = jnp.swapaxes(x.reshape(batch, p, rows, x.shape[-1]), 0, 1)
-        return x.reshape(-1, x.shape[-1])
+        return merge_rows(x)
 
     def unfold(x):
         if gathers:
@@ -102,6 +103,11 @@ def bind_rows(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *,
     return {name: unfold(x) if has_rows(name) else x for name, x in outputs.items()}
 
 
+def merge_rows(x):
+    """`x` as a matrix, its leading dimensions folded into rows: reshape cannot tell their number without columns."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def has_rows(name: str) -> bool:
     """Whether an operand or result has d's rows and columns, so that leading dimensions fold into its rows."""
     return len(DIMS[name]) == 2
@@ -111,7 +117,7 @@ def fold_scale(spec: MatmulSpec, scale):
     """scale_a of an operand whose leading dimensions have folded into its rows."""
     if spec.scale_a in (_narrow.NONE, _narrow.SCALAR):
         return scale
-    return scale.reshape(-1) if spec.scale_a == _narrow.OUTER_VEC else scale.reshape(-1, scale.shape[-1])
+    return scale.reshape(-1) if spec.scale_a == _narrow.OUTER_VEC else merge_rows(scale)
 
 
 def global_amax(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
