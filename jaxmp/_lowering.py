@@ -321,7 +321,8 @@ def _rule(platform: str, is_multiple: bool):
                 )
             return outputs if is_multiple else outputs[0]
 
-        return mlir.lower_fun(lower, multiple_results=is_multiple)(ctx, *nodes)
+        with _compat.off_explicit_mesh():
+            return mlir.lower_fun(lower, multiple_results=is_multiple)(ctx, *nodes)
 
     return rule
 
