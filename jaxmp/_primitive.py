@@ -52,6 +52,27 @@ AMAXES = ("amax_d", "gelu_aux_amax")
 AUTO_TWIN = {matmul_p: auto_matmul_p, matmul_epilog_p: auto_matmul_epilog_p}
 
 
+def dots_saveable(primitive, *args, **params) -> bool:
+    """A policy for `jax.checkpoint`: keep the results of products, jaxmp's and JAX's, and compute the rest again.
+
+    `jax.checkpoint_policies.dots_saveable` knows `lax.dot_general` alone, so under it jaxmp's products, with what they
+    communicate, run again in the backward pass.
+
+    Args:
+      primitive, args, params: what `jax.checkpoint` asks about.
+
+    Returns:
+      Whether the results of this primitive are kept.
+
+    >>> import jax, jax.numpy as jnp, jaxmp
+    >>> layer = jax.checkpoint(lambda x, w: jnp.sin(jaxmp.matmul(x, w)), policy=jaxmp.dots_saveable)
+    >>> jax.grad(lambda w: layer(jnp.ones((2, 3)), w).sum())(jnp.zeros((3, 1))).tolist()
+    [[2.0], [2.0], [2.0]]
+    """
+    is_ours = primitive in (*AUTO_TWIN, *AUTO_TWIN.values(), activated_matmul_p)
+    return is_ours or bool(jax.checkpoint_policies.dots_saveable(primitive, *args, **params))
+
+
 def bind(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *, auto: bool = False) -> dict[str, Any]:
     """The results by name, on 2-D shards; `extra` holds the operands after a and b by name."""
     extra = extra or {}
