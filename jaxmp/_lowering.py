@@ -209,6 +209,11 @@ def _gathered_matmul(a, b, *extra, spec: MatmulSpec):
 def _custom_call(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...] = ()):
     """The results of one custom call."""
     _native.register()
+    if not all(isinstance(extent, int) for extent in (*a.shape, *b.shape)):
+        raise NotImplementedError(
+            f"matmul: the custom call takes numbers for extents, got operands of {a.shape} and {b.shape}; export for "
+            'numbers, or pass implementation="xla"'
+        )
     rows, cols = output_shape(spec, a.shape, b.shape)
     stored = {
         "d": jax.ShapeDtypeStruct((rows, cols), spec.out_dtype),

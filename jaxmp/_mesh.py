@@ -175,6 +175,15 @@ def type_spec(x) -> P:
     return P() if sharding.mesh.empty else sharding.spec
 
 
+def of_one_row(sharding):
+    """The sharding of x[None], a matrix of one row, for that of a vector x; of a pair that of the first."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, of_one_row(sharding.spec))
+    if isinstance(sharding, P):
+        return P(None, *sharding)
+    return (of_one_row(sharding[0]), *sharding[1:]) if isinstance(sharding, tuple | list) and sharding else sharding
+
+
 def _spec(name: str, argument: str, sharding) -> P:
     if isinstance(sharding, NamedSharding):
         sharding = sharding.spec
