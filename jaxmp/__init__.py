@@ -27,5 +27,6 @@ from jaxmp._narrow import Scales as Scales
 from jaxmp._native import plan_cache_clear as plan_cache_clear
 from jaxmp._native import plan_cache_info as plan_cache_info
 from jaxmp._native import register as register
+from jaxmp._primitive import dots_saveable as dots_saveable
 from jaxmp._scaled_matmul import scaled_matmul as scaled_matmul
 from jaxmp.distributed import DistributedError as DistributedError

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jaxmp import _block_cyclic, _epilog, _mlp
+from jaxmp import _block_cyclic, _checks, _epilog, _mesh, _mlp
 from jaxmp._arguments import SPEC_OPTIONS
 from jaxmp._call import collective, product
 from jaxmp._epilog import Epilog
@@ -20,7 +20,7 @@ def matmul(
     transpose_b: bool = False,
     conjugate_a: bool = False,
     conjugate_b: bool = False,
-    epilog: Epilog = Epilog.NONE,
+    epilog: Epilog | int = Epilog.NONE,
     epilog_inputs=None,
     precision=None,
     preferred_element_type=None,
@@ -59,8 +59,9 @@ def matmul(
       b: (k, n), or (n, k) with `transpose_b`.
       c: (..., m, n), sharded like the result, or None. It is not read where beta is the number 0.
       alpha, beta: Python numbers, or scalar arrays and tracers, by which one can differentiate; they take no part in
-        type promotion. `beta` goes with `c` and only with it. cuBLASMp takes its scalars from the host, so with an
-        array the call computes the plain product in the accumulator's type, and scaling, c and epilog follow it.
+        type promotion. `beta` goes with `c` and only with it. Where alpha is the number 0, NaN and infinities of a and
+        b may or may not reach d, as in BLAS. cuBLASMp takes its scalars from the host, so with an array the call
+        computes the plain product in the accumulator's type, and scaling, c and epilog follow it.
       transpose_a, transpose_b: the operand is stored transposed.
       conjugate_a, conjugate_b: conjugate the (complex) operand.
       epilog: a `jaxmp.Epilog`: NONE, BIAS, RELU, GELU (tanh form), RELU_BIAS, GELU_BIAS, and the AUX form of each
@@ -165,7 +166,9 @@ def linear(x, w, bias=None, *, activation: str | None = None, out_sharding=None,
     Array([1., 1., 1., 1.], dtype=float32)
     """
     if getattr(x, "ndim", 0) == 1:
-        return linear(x[None], w, bias, activation=activation, out_sharding=out_sharding, **options)[0]
+        given = {"in_shardings": options.pop("in_shardings", None), "out_sharding": out_sharding}
+        shardings = {name: _mesh.of_one_row(sharding) for name, sharding in given.items()}
+        return linear(x[None], w, bias, activation=activation, **shardings, **options)[0]
     inputs = None if bias is None else {"bias": bias}
     epilog = _epilog.for_activation(activation, bias is not None)
     return matmul(x, w, epilog=epilog, epilog_inputs=inputs, out_sharding=out_sharding, **options)
@@ -219,6 +222,7 @@ def mlp(
     Array([[13.],
            [13.]], dtype=float32)
     """
+    x, w_in, b_in, w_out, b_out = map(_checks.as_array, (x, w_in, b_in, w_out, b_out))
     if getattr(x, "ndim", 0) == 1:
         raise ValueError(f"mlp: x must have at least 2 dimensions, got 1 (shape {tuple(x.shape)}); pass x[None]")
     unknown = sorted(set(options) - {"precision", "implementation", "determinism"})

@@ -27,6 +27,7 @@ from jaxmp._primitive import (
     has_rows,
     matmul_epilog_p,
     matmul_p,
+    merge_rows,
 )
 from jaxmp._spec import DIMS, MatmulSpec, Pattern, accumulator, operand_names, output_names
 
@@ -59,13 +60,10 @@ def _turns(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) -> bool:
 
 def _bind_columns(spec: MatmulSpec, a, b, auto: bool):
     """d of shape (m, batch, n) for b of shape (batch, k, n), or (batch, n, k) where it is transposed."""
-    batch = b.shape[0]
-    if spec.transpose_b:
-        b = b.reshape(-1, b.shape[2])
-    else:
-        b = jnp.swapaxes(b, 0, 1).reshape(b.shape[1], -1)
+    batch, k, n = b.shape if not spec.transpose_b else (b.shape[0], b.shape[2], b.shape[1])
+    b = b.reshape(batch * n, k) if spec.transpose_b else jnp.swapaxes(b, 0, 1).reshape(k, batch * n)
     d = bind(spec, a, b, auto=auto)["d"]
-    return d.reshape(d.shape[0], batch, -1)
+    return d.reshape(d.shape[0], batch, n)
 
 
 def _matmul_epilog_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
@@ -147,7 +145,7 @@ def _activation_grad_batch_rule(args, dims, *, activation: str, spec: MatmulSpec
         jnp.broadcast_to(x[None], (size, *x.shape)) if dim is None else _front(x, dim)
         for x, dim in zip(args, dims, strict=True)
     )
-    rows = activation_grad(activation, aux.reshape(-1, aux.shape[-1]), t.reshape(-1, t.shape[-1]), spec, auto=auto)
+    rows = activation_grad(activation, merge_rows(aux), merge_rows(t), spec, auto=auto)
     return rows.reshape(t.shape), 0
 
 

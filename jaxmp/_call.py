@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp import _epilog, _mesh, _narrow, _sharding, _spec
 from jaxmp._arguments import validated
-from jaxmp._checks import check_all_reduce, check_relu_aux
+from jaxmp._checks import as_array, check_all_reduce, check_relu_aux
 from jaxmp._hints import check_hints
 from jaxmp._primitive import global_amax, has_rows
 from jaxmp._shards import bind_empty, bind_plan, bind_shards
@@ -38,6 +38,7 @@ class _Call:
 
 def product(a, b, c, epilog_inputs, options: dict, out_sharding, in_shardings, mesh):
     """The result of `jaxmp.matmul`."""
+    a, b, c = map(as_array, (a, b, c))
     spec, operands = validated("matmul", a, b, c, epilog_inputs, options)
     placement = _mesh.place("matmul", a, b, result_shape(spec, a, b), out_sharding, in_shardings, mesh)
     return _result(jaxmp_call(make_call(spec, placement, operands), operands))
@@ -46,6 +47,7 @@ def product(a, b, c, epilog_inputs, options: dict, out_sharding, in_shardings, m
 def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, options: dict):
     """The result of a product whose group is named, on the shards of the enclosing shard_map."""
     where = pattern_on_axes(name, pattern, axis_names)
+    a, b, c = map(as_array, (a, b, c))
     spec, operands = validated(name, a, b, c, epilog_inputs, options, where)
     if pattern == Pattern.GRID and spec.transpose_a and a.ndim > 2:
         raise ValueError(
@@ -69,14 +71,14 @@ def pattern_on_axes(name: str, pattern: Pattern, axis_names) -> dict[str, Any]:
     mesh = _mesh.manual_mesh(name)
     if mesh is None:
         raise ValueError(f"{name}: works on the shards inside shard_map; outside, use jaxmp.matmul with out_sharding")
-    row_axes: tuple[str, ...] = _as_axes(axis_names)
+    row_axes: tuple[str, ...] = _as_axes(name, axis_names)
     col_axes: tuple[str, ...] = ()
     if pattern == Pattern.GRID:
         if isinstance(axis_names, str) or len(axis_names) != 2:
             raise ValueError(
                 f"{name}: axis_names must be a pair, the axis of rows and the axis of columns, got {axis_names!r}"
             )
-        row_axes, col_axes = map(_as_axes, axis_names)
+        row_axes, col_axes = (_as_axes(name, axes) for axes in axis_names)
     axes = row_axes + col_axes
     for axis in axes:
         if axis not in mesh.shape:
@@ -86,7 +88,9 @@ def pattern_on_axes(name: str, pattern: Pattern, axis_names) -> dict[str, Any]:
     return {"pattern": pattern, "mesh": tuple(mesh.shape.items()), "row_axes": row_axes, "col_axes": col_axes}
 
 
-def _as_axes(names) -> tuple[str, ...]:
+def _as_axes(name: str, names) -> tuple[str, ...]:
+    if not isinstance(names, str | tuple | list | P):
+        raise TypeError(f"{name}: takes the name of a mesh axis or a tuple of names, got {names!r}")
     return (names,) if isinstance(names, str) else tuple(names)
 
 
@@ -164,7 +168,7 @@ def jaxmp_call(call: _Call, operands: dict[str, Any]) -> dict[str, Any]:
     placed, in_specs = placed | scalars, in_specs | dict.fromkeys(scalars, P())
     body = functools.partial(_bind_plan_globally, call.plan, spec)
     a, b = placed["a"], placed["b"]
-    if 0 in a.shape[-2:] and 0 in b.shape:
+    if 0 in a.shape and 0 in b.shape:
         # Nothing to contract. XLA cannot partition a body whose operands are all empty, so they stay out of it.
         shapes = _shard_shapes(call, result_shape(spec.replace(pattern=Pattern.LOCAL), a, b), out_specs)
         body = functools.partial(bind_empty, call.plan, spec, shapes, a.dtype)

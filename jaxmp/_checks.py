@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -15,6 +16,12 @@ from jaxmp._spec import RESULT_TYPES, MatmulSpec, Pattern, accumulator
 
 IMPLEMENTATIONS = (None, "host", "xla", "cublasmp")
 DETERMINISM = ("run_to_run", "batch", "topology")
+
+
+def as_array(x):
+    """The array of what only stands for one, as `jnp` takes it (`__jax_array__`): a parameter of Flax."""
+    array = getattr(x, "__jax_array__", None)
+    return x if array is None else array()
 
 
 def check_array(name: str, argument: str, x, ndim: int | None = None, at_least: int | None = None) -> None:
@@ -105,8 +112,11 @@ def check_c(name: str, c, beta, out_dtype, out_shape) -> Any:
 
 
 def check_widens(name: str, argument: str, x, out_dtype) -> None:
-    """Raise TypeError unless `x` converts to the result's type without loss by JAX's promotion."""
-    if np.dtype(jnp.promote_types(x.dtype, out_dtype)) != np.dtype(out_dtype):
+    """Raise TypeError unless `x` converts to the result's type without loss by JAX's promotion.
+
+    By that an array of NumPy's has the type that JAX gives it, and a weak type gives way.
+    """
+    if np.dtype(jnp.result_type(x, np.dtype(out_dtype))) != np.dtype(out_dtype):
         raise TypeError(
             f"{name}: {argument} has dtype {x.dtype} but the result has dtype {np.dtype(out_dtype).name}; convert "
             f"{argument} to {np.dtype(out_dtype).name}, or ask for a wider result with preferred_element_type"
@@ -125,7 +135,11 @@ def check_epilog(name: str, spec: MatmulSpec, epilog, epilog_inputs, shape, ndim
         row = _epilog.rule(epilog)
     except (TypeError, ValueError):
         raise ValueError(f"{name}: epilog must be a jaxmp.Epilog, got {epilog!r}") from None
-    given = dict(epilog_inputs or {})
+    if epilog_inputs is not None and not isinstance(epilog_inputs, Mapping):
+        raise TypeError(
+            f"{name}: epilog_inputs must be a dict such as {{'bias': bias}}, got {type(epilog_inputs).__name__}"
+        )
+    given = {key: as_array(x) for key, x in (epilog_inputs or {}).items()}
     missing = [key for key in row.inputs if given.get(key) is None]
     unknown = sorted(set(given) - set(row.inputs))
     if missing:

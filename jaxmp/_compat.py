@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import functools
 import os
@@ -92,6 +93,12 @@ def lowering_mesh(ctx) -> jax.sharding.Mesh | None:
     return mesh if isinstance(mesh, jax.sharding.Mesh) else ambient_mesh()
 
 
+def partitions_without_shardy(ctx) -> bool:
+    """Whether the program that is being lowered is for several devices, and not for XLA's Shardy partitioner."""
+    is_off = not getattr(jax.config, "jax_use_shardy_partitioner", True)
+    return is_off and getattr(ctx.module_context.axis_context, "num_devices", 1) != 1
+
+
 def ambient_mesh() -> jax.sharding.Mesh | None:
     """The mesh of `jax.set_mesh`."""
     mesh = _mesh.get_concrete_mesh()
@@ -102,6 +109,15 @@ def default_platform() -> str:
     """The platform for which a program is lowered by default: "cuda" where `jax.default_backend` says "gpu"."""
     backend = _xla_bridge.get_backend()
     return getattr(backend, "_raw_platform", backend.platform)
+
+
+def off_explicit_mesh():
+    """A context in which what is traced is of one device, also where an explicit mesh is around the compiler: there it
+    calls back for shards, which JAX would take for global arrays on that mesh."""
+    kinds = jax.sharding.get_abstract_mesh().axis_types
+    is_explicit = any(kind == jax.sharding.AxisType.Explicit for kind in kinds)
+    empty = jax.sharding.AbstractMesh((), ())
+    return jax.sharding.use_abstract_mesh(empty) if is_explicit else contextlib.nullcontext()
 
 
 def program_name(ctx) -> str:
@@ -202,6 +218,8 @@ __all__ = [
     "make_primitive",
     "mlir",
     "next_index",
+    "off_explicit_mesh",
+    "partitions_without_shardy",
     "program_name",
     "require_devices",
     "subjaxprs",

@@ -115,6 +115,11 @@ def _cyclic(spec: MatmulSpec, names: str):
 
 def _gather_rows(spec: MatmulSpec, x, dimension: int, to: str = "varying"):
     """All-gather of `x` over the group, under a name that `explain` finds."""
+    if x.size == 0:  # XLA gathers nothing that is empty
+        axes = _compat.varying_axes(x)
+        axes = axes | set(spec.row_axes) if to == "varying" and spec.is_typed else axes - set(spec.row_axes)
+        shape = (extent * (spec.nranks if i == dimension else 1) for i, extent in enumerate(x.shape))
+        return cast_varying(jnp.zeros(tuple(shape), x.dtype), axes)
     with jax.named_scope("jaxmp_gather_rows"):
         return lax.all_gather(x, spec.row_axes, axis=dimension, tiled=True, to=to)
 

@@ -79,6 +79,7 @@ def dot_general(
     >>> jaxmp.dot_general(jnp.ones((2, 3, 4)), jnp.ones((4, 5, 6)), (((2,), (0,)), ((), ()))).shape
     (2, 3, 5, 6)
     """
+    lhs, rhs = map(_checks.as_array, (lhs, rhs))
     numbers = _numbers("dot_general", dimension_numbers, lhs, rhs)
     if determinism == "topology":
         raise NotImplementedError(

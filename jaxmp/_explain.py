@@ -150,7 +150,8 @@ def _remarks(row: Row) -> str:
 def explain(fn: Callable) -> Callable[..., Explanation]:
     """Print one row per jaxmp call of `fn`, forward or (given a gradient function) backward, and return them.
 
-    `explain(fn)(*args, **kwargs)` traces `fn` for its arguments (arrays or `jax.ShapeDtypeStruct`s) and runs nothing.
+    `explain(fn)(*args, **kwargs)` traces `fn` for its arrays (or `jax.ShapeDtypeStruct`s), with its other arguments as
+    they are, and runs nothing.
     Calls whose pattern XLA's partitioner decides (auto axes, no shardings given) are found by compiling `fn`.
 
     Returns:
@@ -169,11 +170,12 @@ def explain(fn: Callable) -> Callable[..., Explanation]:
     @functools.wraps(fn)
     def explained(*args, **kwargs) -> Explanation:
         # A function of its own, so that neither tracing nor the partitioner answers from a cache.
-        jitted = jax.jit(lambda *args, **kwargs: fn(*args, **kwargs))
-        jaxpr = _compat.without_dead_code(jax.make_jaxpr(jitted)(*args, **kwargs).jaxpr)
+        arrays, fn_of_arrays = _split_arrays(fn, args, kwargs)
+        jitted = jax.jit(fn_of_arrays)
+        jaxpr = _compat.without_dead_code(jax.make_jaxpr(jitted)(arrays).jaxpr)
         rows = list(_walk(jaxpr, 1, ()))
         if any(row.pattern == _UNSETTLED for row in rows):
-            settled = _settled_by_partitioner(jitted, args, kwargs)
+            settled = _settled_by_partitioner(jitted, arrays)
             # On one device there is nothing to settle.
             rows = [row for row in rows if row.pattern != _UNSETTLED or not settled] + settled
             rows = [dataclasses.replace(row, pattern="local") if row.pattern == _UNSETTLED else row for row in rows]
@@ -184,7 +186,20 @@ def explain(fn: Callable) -> Callable[..., Explanation]:
     return explained
 
 
-def _settled_by_partitioner(jitted, args, kwargs) -> list[Row]:
+def _split_arrays(fn: Callable, args, kwargs) -> tuple[list[Any], Callable]:
+    """The arrays among the arguments, and `fn` as a function of them alone."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+
+    def fn_of_arrays(arrays):
+        given = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
+        args, kwargs = jax.tree.unflatten(tree, given.values())
+        return fn(*args, **kwargs)
+
+    return [leaves[i] for i in places], fn_of_arrays
+
+
+def _settled_by_partitioner(jitted, arrays) -> list[Row]:
     rows: list[Row] = []
     why = "chosen by XLA's partitioner (auto axes, no in_shardings)"
 
@@ -192,7 +207,7 @@ def _settled_by_partitioner(jitted, args, kwargs) -> list[Row]:
         rows.append(_matmul_row(spec, avals[0], avals[1], 1, why))
 
     with _partitioning.observe(on_call):
-        jitted.lower(*args, **kwargs).compile()
+        jitted.lower(arrays).compile()
     return rows
 
 

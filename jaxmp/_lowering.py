@@ -197,7 +197,7 @@ def _scatter_then_gather(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...
     return [
         lax.all_gather(x, spec.row_axes, axis=0, tiled=True)
         if has_rows(name)
-        else (lax.pmax(x, spec.row_axes) if name in AMAXES else x)
+        else (_narrow.amax_of_ranks(x, spec.row_axes) if name in AMAXES else x)
         for name, x in zip(output_names(spec), outputs, strict=True)
     ]
 
@@ -230,6 +230,11 @@ def _gathered_matmul(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities)
 def _custom_call(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...] = ()):
     """The results of one custom call."""
     _native.register()
+    if not all(isinstance(extent, int) for extent in (*a.shape, *b.shape)):
+        raise NotImplementedError(
+            f"matmul: the custom call takes numbers for extents, got operands of {a.shape} and {b.shape}; export for "
+            'numbers, or pass implementation="xla"'
+        )
     rows, cols = output_shape(spec, a.shape, b.shape)
     stored = {
         "d": jax.ShapeDtypeStruct((rows, cols), spec.out_dtype),
@@ -346,7 +351,8 @@ def _rule(platform: str, is_multiple: bool):
                 )
             return outputs if is_multiple else outputs[0]
 
-        return mlir.lower_fun(lower, multiple_results=is_multiple)(ctx, *nodes)
+        with _compat.off_explicit_mesh():
+            return mlir.lower_fun(lower, multiple_results=is_multiple)(ctx, *nodes)
 
     return rule
 

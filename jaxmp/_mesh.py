@@ -7,7 +7,7 @@ import enum
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp import _compat, _sharding
@@ -66,9 +66,11 @@ def place(name: str, a, b, out_shape, out_sharding, in_shardings, mesh) -> Place
                     "all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce or block_matmul"
                 )
         return Placement(Mode.MANUAL, manual)
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"{name}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     if in_shardings is not None:
         return _from_in_shardings(name, a, b, out_shape, out_sharding, in_shardings, mesh)
-    explicit = _explicit_mesh(name, a, b, mesh)
+    explicit = _explicit_mesh(name, a, b, mesh, out_sharding)
     if explicit is not None:
         specs = [type_spec(x) for x in (a, b)]
         return _sharded(name, explicit, True, a, b, specs, out_sharding, out_shape)
@@ -80,6 +82,8 @@ def _from_in_shardings(name, a, b, out_shape, out_sharding, in_shardings, mesh) 
         raise ValueError(f"{name}: in_shardings must be a pair, one sharding for a and one for b, got {in_shardings!r}")
     for sharding in (*in_shardings, out_sharding):
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) and mesh is None else mesh
+    for sharding in in_shardings:
+        _check_mesh(name, "in_shardings", sharding, mesh)
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise ValueError(
@@ -90,7 +94,25 @@ def _from_in_shardings(name, a, b, out_shape, out_sharding, in_shardings, mesh) 
     return _sharded(name, mesh, is_explicit, a, b, specs, out_sharding, out_shape)
 
 
+def _check_mesh(name: str, argument: str, given, mesh) -> None:
+    """Raise ValueError where a mesh, or that of a NamedSharding, is not the call's, for nothing would come of it."""
+    given = given.mesh if isinstance(given, NamedSharding) else given
+    if not isinstance(given, Mesh | AbstractMesh) or mesh is None:
+        return
+    if tuple(given.shape.items()) != tuple(mesh.shape.items()):
+        raise ValueError(
+            f"{name}: {argument} names mesh {dict(given.shape)} but the call runs on {dict(mesh.shape)}; use one mesh"
+        )
+    if isinstance(given, Mesh) and isinstance(mesh, Mesh):
+        ids, wanted = ([device.id for device in x.devices.flat] for x in (given, mesh))
+        if ids != wanted:
+            raise ValueError(
+                f"{name}: {argument} names a mesh of devices {ids} but the call runs on {wanted}; use one mesh"
+            )
+
+
 def _sharded(name, mesh, is_explicit, a, b, specs, out_sharding, out_shape) -> Placement:
+    _check_mesh(name, "out_sharding", out_sharding, mesh)
     dims = [
         _sharding.to_dims(name, argument, spec, x.ndim) for argument, spec, x in zip("ab", specs, (a, b), strict=True)
     ]
@@ -103,20 +125,16 @@ def _sharded(name, mesh, is_explicit, a, b, specs, out_sharding, out_shape) -> P
     return Placement(Mode.SHARDED, mesh, is_explicit, dims[0], dims[1], out)
 
 
-def _explicit_mesh(name: str, a, b, mesh):
-    """The mesh of operands whose types carry a sharding; concrete where an array knows it."""
+def _explicit_mesh(name: str, a, b, mesh, out_sharding):
+    """The mesh of operands whose types carry a sharding; concrete where an array knows it.
+
+    Operands on no mesh (NumPy arrays, arrays made ahead of `jax.set_mesh`) are whole on the explicit mesh around them.
+    """
     found = None
     for argument, x in (("a", a), ("b", b)):
         sharding = jax.typeof(x).sharding
-        kinds = sharding.mesh.axis_types if not sharding.mesh.empty else ()
-        if not any(kind == AxisType.Explicit for kind in kinds):
+        if not _is_explicit(name, f"{argument} lives on a mesh", sharding.mesh):
             continue
-        if not all(kind == AxisType.Explicit for kind in kinds):
-            mixed = {axis: kind.name for axis, kind in zip(sharding.mesh.axis_names, kinds, strict=True)}
-            raise ValueError(
-                f"{name}: {argument} lives on a mesh whose axes are not all explicit, {mixed}; "
-                "make every axis explicit, or pass in_shardings"
-            )
         concrete = getattr(getattr(x, "sharding", None), "mesh", None) if _compat.is_concrete(x) else None
         this = concrete if concrete is not None else sharding.mesh
         if found is not None and found.shape != this.shape:
@@ -124,7 +142,25 @@ def _explicit_mesh(name: str, a, b, mesh):
         found = this if found is None or concrete is not None else found
     if found is not None and mesh is not None and dict(mesh.shape) != dict(found.shape):
         raise ValueError(f"{name}: mesh has axes {dict(mesh.shape)} but the operands live on {dict(found.shape)}")
+    _check_mesh(name, "mesh", mesh, found)
+    if found is None and all(jax.typeof(x).sharding.mesh.empty for x in (a, b)):
+        given = out_sharding.mesh if mesh is None and isinstance(out_sharding, NamedSharding) else mesh
+        around = given if given is not None else jax.sharding.get_abstract_mesh()
+        found = around if _is_explicit(name, "the call is on a mesh", around) else None
     return found
+
+
+def _is_explicit(name: str, who: str, mesh) -> bool:
+    """Whether the axes of a mesh are explicit; ValueError where only some of them are."""
+    kinds = mesh.axis_types if not mesh.empty else ()
+    if not any(kind == AxisType.Explicit for kind in kinds):
+        return False
+    if not all(kind == AxisType.Explicit for kind in kinds):
+        mixed = {axis: kind.name for axis, kind in zip(mesh.axis_names, kinds, strict=True)}
+        raise ValueError(
+            f"{name}: {who} whose axes are not all explicit, {mixed}; make every axis explicit, or pass in_shardings"
+        )
+    return True
 
 
 def is_known(placement: Placement, *operands) -> bool:
@@ -137,6 +173,15 @@ def type_spec(x) -> P:
     """The sharding in the type of an array."""
     sharding = jax.typeof(x).sharding
     return P() if sharding.mesh.empty else sharding.spec
+
+
+def of_one_row(sharding):
+    """The sharding of x[None], a matrix of one row, for that of a vector x; of a pair that of the first."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, of_one_row(sharding.spec))
+    if isinstance(sharding, P):
+        return P(None, *sharding)
+    return (of_one_row(sharding[0]), *sharding[1:]) if isinstance(sharding, tuple | list) and sharding else sharding
 
 
 def _spec(name: str, argument: str, sharding) -> P:
@@ -156,6 +201,7 @@ def _constraint(name: str, out_sharding, mesh, out_shape) -> NamedSharding | Non
     if out_sharding is None:
         return None
     spec = _spec(name, "out_sharding", out_sharding)
+    _check_mesh(name, "out_sharding", out_sharding, mesh)
     if isinstance(out_sharding, NamedSharding):
         mesh = out_sharding.mesh
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()

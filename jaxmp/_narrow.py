@@ -185,8 +185,21 @@ def blocks(x, size: int):
     return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
+def amax(x, axis=None):
+    """The largest absolute value, 0 of nothing, and NaN where there is one: XLA's maximum over more than a few thousand
+    elements loses it on CPUs."""
+    return jnp.where(jnp.any(jnp.isnan(x), axis), jnp.nan, jnp.max(jnp.abs(x), axis, initial=0.0))
+
+
+def amax_of_ranks(x, axes: tuple[str, ...]):
+    """The largest of every rank's float32 `amax`. The bits of numbers that are not negative have their order, and NaN
+    comes last, which the maximum of floats may lose."""
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    return lax.bitcast_convert_type(lax.pmax(bits, axes), jnp.float32)
+
+
 def block_amax(x, size: int):
-    return jnp.max(jnp.abs(blocks(x, size)), axis=-1)
+    return amax(blocks(x, size), -1)
 
 
 def encode_blocks(x, mode: str, dtype):

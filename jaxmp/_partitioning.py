@@ -19,7 +19,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _bgrad, _layout
+from jaxmp import _bgrad, _compat, _layout
 from jaxmp._checks import check_all_reduce
 from jaxmp._compat import mlir
 from jaxmp._primitive import (
@@ -114,7 +114,8 @@ def _partition(spec: MatmulSpec, mesh, args, results):
     def lower(*shards):
         for callback in list(_observers):
             callback(local, [jax.typeof(x) for x in shards])
-        results = _body(local, *shards)
+        with _compat.off_explicit_mesh():
+            results = _body(local, *shards)
         if _bgrad.summed(output_names(spec)[-1]) != "d" or not outside:
             return results
         *rest, gradient = results
@@ -188,12 +189,20 @@ def _lower_slope(aux, t, *, activation: str, spec: MatmulSpec):
     return _partitioned_slope(activation, spec)(aux, t)
 
 
-mlir.register_lowering(auto_activation_grad_p, mlir.lower_fun(_lower_slope, multiple_results=False))
-for _primitive in (auto_matmul_p, auto_matmul_epilog_p):
-    mlir.register_lowering(
-        _primitive,
-        mlir.lower_fun(
-            _lower if _primitive.multiple_results else (lambda *operands, spec: _lower(*operands, spec=spec)[0]),
-            multiple_results=_primitive.multiple_results,
-        ),
-    )
+def _register(primitive, lower: Callable) -> None:
+    lowered = mlir.lower_fun(lower, multiple_results=primitive.multiple_results)
+
+    def rule(ctx, *nodes, **params):
+        if _compat.partitions_without_shardy(ctx):  # GSPMD would end the process
+            raise NotImplementedError(
+                "jaxmp.matmul: on automatic axes it is XLA's Shardy partitioner that chooses, and "
+                "jax_use_shardy_partitioner is off; turn it on, pass in_shardings, or use explicit axes"
+            )
+        return lowered(ctx, *nodes, **params)
+
+    mlir.register_lowering(primitive, rule)
+
+
+_register(auto_activation_grad_p, _lower_slope)
+_register(auto_matmul_p, lambda *operands, spec: _lower(*operands, spec=spec)[0])
+_register(auto_matmul_epilog_p, _lower)

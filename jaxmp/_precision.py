@@ -155,7 +155,7 @@ def _find(name: str, precision: Any) -> str:
     asked = precision.name if isinstance(precision, lax.DotAlgorithmPreset) else precision
     if isinstance(asked, str) and asked in _TABLE:
         return asked
-    values = precision if isinstance(precision, tuple) else (precision, precision)
+    values = tuple(precision) if isinstance(precision, tuple | list) else (precision, precision)
     if len(values) != 2:
         raise ValueError(f"{name}: precision must be one value or a pair, got {precision!r}")
     for value in values:

@@ -13,6 +13,7 @@ chooses (`_partitioning`). They share every rule but the lowering.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -49,6 +50,27 @@ activated_matmul_p = _compat.make_primitive("jaxmp_activated_matmul", multiple_r
 
 AMAXES = ("amax_d", "gelu_aux_amax")
 AUTO_TWIN = {matmul_p: auto_matmul_p, matmul_epilog_p: auto_matmul_epilog_p}
+
+
+def dots_saveable(primitive, *args, **params) -> bool:
+    """A policy for `jax.checkpoint`: keep the results of products, jaxmp's and JAX's, and compute the rest again.
+
+    `jax.checkpoint_policies.dots_saveable` knows `lax.dot_general` alone, so under it jaxmp's products, with what they
+    communicate, run again in the backward pass.
+
+    Args:
+      primitive, args, params: what `jax.checkpoint` asks about.
+
+    Returns:
+      Whether the results of this primitive are kept.
+
+    >>> import jax, jax.numpy as jnp, jaxmp
+    >>> layer = jax.checkpoint(lambda x, w: jnp.sin(jaxmp.matmul(x, w)), policy=jaxmp.dots_saveable)
+    >>> jax.grad(lambda w: layer(jnp.ones((2, 3)), w).sum())(jnp.zeros((3, 1))).tolist()
+    [[2.0], [2.0], [2.0]]
+    """
+    is_ours = primitive in (*AUTO_TWIN, *AUTO_TWIN.values(), activated_matmul_p)
+    return is_ours or bool(jax.checkpoint_policies.dots_saveable(primitive, *args, **params))
 
 
 def bind(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *, auto: bool = False) -> dict[str, Any]:
@@ -88,7 +110,7 @@ def bind_rows(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *,
     def fold(x):
         if gathers:
             x = jnp.swapaxes(x.reshape(batch, p, rows, x.shape[-1]), 0, 1)
-        return x.reshape(-1, x.shape[-1])
+        return merge_rows(x)
 
     def unfold(x):
         if gathers:
@@ -102,6 +124,11 @@ def bind_rows(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *,
     return {name: unfold(x) if has_rows(name) else x for name, x in outputs.items()}
 
 
+def merge_rows(x):
+    """`x` as a matrix, its leading dimensions folded into rows: reshape cannot tell their number without columns."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
 def has_rows(name: str) -> bool:
     """Whether an operand or result has d's rows and columns, so that leading dimensions fold into its rows."""
     return len(DIMS[name]) == 2
@@ -111,7 +138,7 @@ def fold_scale(spec: MatmulSpec, scale):
     """scale_a of an operand whose leading dimensions have folded into its rows."""
     if spec.scale_a in (_narrow.NONE, _narrow.SCALAR):
         return scale
-    return scale.reshape(-1) if spec.scale_a == _narrow.OUTER_VEC else scale.reshape(-1, scale.shape[-1])
+    return scale.reshape(-1) if spec.scale_a == _narrow.OUTER_VEC else merge_rows(scale)
 
 
 def global_amax(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
@@ -120,7 +147,7 @@ def global_amax(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, ...]
     for name, amax in amaxes.items():
         unequal = tuple(axis for axis in axes if axis in _compat.varying_axes(amax) or not _compat.is_vma_checked())
         with jax.named_scope("jaxmp_amax"):
-            amaxes[name] = lax.pmax(amax, unequal) if unequal else amax
+            amaxes[name] = _narrow.amax_of_ranks(amax, unequal) if unequal else amax
     return outputs | amaxes
 
 

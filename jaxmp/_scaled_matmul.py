@@ -30,6 +30,7 @@ def scaled_matmul(lhs, rhs, lhs_scales, rhs_scales, preferred_element_type=jnp.f
       (batch, m, n) of `preferred_element_type`.
 
     Raises:
+      TypeError: an operand is not an array.
       ValueError: shapes that do not fit.
 
     Source: `jax.nn.scaled_matmul` (JAX 0.10.2).
@@ -63,6 +64,9 @@ def scaled_matmul(lhs, rhs, lhs_scales, rhs_scales, preferred_element_type=jnp.f
 
 def _check_shapes(lhs, rhs, lhs_scales, rhs_scales) -> None:
     shapes = {"lhs": lhs, "rhs": rhs, "lhs_scales": lhs_scales, "rhs_scales": rhs_scales}
+    for name, x in shapes.items():
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise TypeError(f"scaled_matmul: {name} must be an array, got {type(x).__name__}")
     texts = ", ".join(f"{name} {tuple(x.shape)}" for name, x in shapes.items())
     if any(x.ndim != 3 for x in shapes.values()):
         raise ValueError(

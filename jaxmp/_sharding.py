@@ -57,6 +57,12 @@ LOCAL_PLAN = Plan(Pattern.LOCAL)
 
 def to_dims(name: str, argument: str, spec, ndim: int) -> Dims:
     """A PartitionSpec as one tuple of axis names per dimension."""
+    for kind in ("unreduced", "reduced"):
+        if axes := getattr(spec, kind, None):
+            raise NotImplementedError(
+                f"{name}: the sharding of {argument}, {spec}, has {kind} axes {sorted(axes)}, which no call takes or "
+                "gives; pass another (jax.sharding.reshard)"
+            )
     entries = tuple(spec)
     if len(entries) > ndim:
         raise ValueError(
@@ -106,11 +112,11 @@ def plan_call(name: str, a: Dims, b: Dims, out: Dims | None, transpose_a: bool, 
     else:
         found = _plan_gathered(rows, cols, out)
     if found is None:
+        reachable = "; ".join(_text(option) for option in _reachable(*given, contracted))
         raise ValueError(
             f"{name}: out_sharding {_text(out)} cannot come from one call with rows of a on {_text(given[0])}, "
             f"contraction on {contracted or None} and columns of b on {given[1] or None}; reshard an operand first "
-            "(jax.sharding.reshard), or ask for one of: "
-            + "; ".join(_text(option) for option in _reachable(*given, contracted))
+            "(jax.sharding.reshard)" + (f", or ask for one of: {reachable}" if reachable else "")
         )
     lead, last = tuple(rows[:-1]), rows[-1]
     a = (*lead, contracted, last) if transpose_a else (*rows, contracted)

@@ -20,7 +20,7 @@ from jaxmp import _bgrad, _compat, _epilog, _narrow, _sharding, _spec, _xla
 from jaxmp._checks import check_gathered_scales
 from jaxmp._epilog import Epilog
 from jaxmp._hints import fit_hints
-from jaxmp._primitive import bind, bind_rows, fold_scale, has_rows
+from jaxmp._primitive import bind, bind_rows, fold_scale, has_rows, merge_rows
 from jaxmp._spec import MatmulSpec, Pattern
 
 
@@ -164,7 +164,7 @@ def _flat_rows(spec: MatmulSpec, a):
         return (a.shape[1 if spec.transpose_a else 0],), a, spec.transpose_a
     if spec.transpose_a:
         a = a.swapaxes(-1, -2)
-    return a.shape[:-1], a.reshape(-1, a.shape[-1]), False
+    return a.shape[:-1], merge_rows(a), False
 
 
 def _apply_epilog(z, operands: dict[str, Any], spec: MatmulSpec, rows: tuple[int, ...]) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, Any], *, a
         # instead, in operations that XLA fuses into one, with C and the epilog behind it.
         plain = spec.bilinear(out_dtype=_spec.accumulator(a.dtype), traced=spec.traced)
         z = bind_shards(plain, dimension, {"a": a, "b": b}, auto=auto)["d"]
-        return _apply_epilog(z.reshape(-1, z.shape[-1]), operands, spec.replace(alpha=1.0), z.shape[:-1])
+        return _apply_epilog(merge_rows(z), operands, spec.replace(alpha=1.0), z.shape[:-1])
     extra = {name: operands[name] for name in _spec.operand_names(spec)}
     if a.ndim == 2:
         return bind(spec, a, b, extra, auto=auto)
@@ -215,7 +215,10 @@ def bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, Any], *, a
     shape, lead = a.shape[:-1], dimension if ordered else 0
     batch, rows = math.prod(shape[:lead]), math.prod(shape[lead:])
     spec = spec.replace(ahead=batch) if spec.determinism == "topology" else spec
-    extra = {name: x.reshape(batch, -1, x.shape[-1]) if has_rows(name) else x for name, x in extra.items()}
+    extra = {
+        name: x.reshape(batch, math.prod(x.shape[lead:-1]), x.shape[-1]) if has_rows(name) else x
+        for name, x in extra.items()
+    }
     if spec.scale_a not in (_narrow.NONE, _narrow.SCALAR):
         extra["scale_a"] = extra["scale_a"].reshape(batch, rows, *extra["scale_a"].shape[a.ndim - 1 :])
     outputs = bind_rows(spec, a.reshape(batch, rows, a.shape[-1]), b, extra, auto=auto)

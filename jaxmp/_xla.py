@@ -125,7 +125,7 @@ def _gather_moved(spec: MatmulSpec, a, b):
 
 def _encode(d, operands, spec: MatmulSpec):
     """A result of fp8 or fp4: the largest absolute value, and then scaled, and rounded once."""
-    outputs = {"amax_d": jnp.max(jnp.abs(d), initial=0.0)} if spec.amax_d else {}
+    outputs = {"amax_d": _narrow.amax(d)} if spec.amax_d else {}
     scaled = d * operands["scale_d"] if "scale_d" in operands else d
     if spec.d_out_scale == _narrow.NONE:
         return outputs | {"d": _narrow.encode(scaled, spec.out_dtype)}
@@ -139,7 +139,7 @@ def _encode_aux(z, operands, spec: MatmulSpec):
     if not _narrow.is_scaled(dtype):
         return {"gelu_aux": z.astype(dtype)}
     scaled = z * operands["scale_aux"] if "scale_aux" in operands else z
-    amax = {"gelu_aux_amax": jnp.max(jnp.abs(z), initial=0.0)} if spec.aux_amax else {}
+    amax = {"gelu_aux_amax": _narrow.amax(z)} if spec.aux_amax else {}
     return {"gelu_aux": _narrow.encode(scaled, dtype)} | amax
 
 

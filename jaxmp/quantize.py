@@ -20,15 +20,16 @@ def largest(dtype) -> float:
 
 
 def amax(x):
-    """The largest absolute value of `x`, a float32 scalar."""
-    return jnp.max(jnp.abs(x.astype(jnp.float32)), initial=0.0)
+    """The largest absolute value of `x`, a float32 scalar; NaN where `x` has one."""
+    return _narrow.amax(x.astype(jnp.float32))
 
 
 def scale_for(amax, dtype=_E4M3, *, margin: int = 0):
     """The float32 scale that brings `amax` to `2**-margin` times the largest number of `dtype`.
 
     1 where amax is 0 or not finite (TransformerEngine's rule)."""
-    scale = amax.astype(jnp.float32) * (2.0**margin / largest(dtype))
+    amax = jnp.asarray(amax, jnp.float32)
+    scale = amax * (2.0**margin / largest(dtype))
     return jnp.where((amax > 0) & jnp.isfinite(scale), scale, 1.0)
 
 
@@ -62,7 +63,7 @@ def delayed_scale(history, dtype=_E4M3, *, margin: int = 0):
 
 def rows(x, dtype=_E4M3):
     """(q, scale (rows,)): one float32 scale a row."""
-    scale = scale_for(jnp.max(jnp.abs(x.astype(jnp.float32)), axis=-1), dtype)
+    scale = scale_for(_narrow.amax(x.astype(jnp.float32), -1), dtype)
     return _narrow.encode(x.astype(jnp.float32) / scale[..., None], dtype), scale
 
 
@@ -78,7 +79,7 @@ def blk128(x, dtype=_E4M3):
     _check_blocks("blk128", x, 128)
     by_rows = _narrow.block_amax(x.astype(jnp.float32), 128)
     padded = jnp.pad(by_rows, ((0, -x.shape[0] % 128), (0, 0)))
-    scale = scale_for(jnp.max(padded.reshape(-1, 128, padded.shape[1]), axis=1), dtype)
+    scale = scale_for(_narrow.amax(padded.reshape(padded.shape[0] // 128, 128, padded.shape[1]), 1), dtype)
     return _narrow.encode(x.astype(jnp.float32) / _narrow.expand(scale, _narrow.BLK128, x.shape), dtype), scale
 
 
@@ -107,7 +108,7 @@ def nvfp4(x, *, global_scale=1.0):
 
 def nvfp4_global_scale(amax):
     """The scale that brings `amax` to 6 * 448, the product of the largest numbers of e2m1 and e4m3."""
-    return amax.astype(jnp.float32) / (largest(jnp.float4_e2m1fn) * largest(_E4M3))
+    return jnp.asarray(amax, jnp.float32) / (largest(jnp.float4_e2m1fn) * largest(_E4M3))
 
 
 def dequantize(q, scale, dtype=jnp.float32):

@@ -20,7 +20,7 @@ def matmul(
     transpose_b: bool = False,
     conjugate_a: bool = False,
     conjugate_b: bool = False,
-    epilog: Epilog = Epilog.NONE,
+    epilog: Epilog | int = Epilog.NONE,
     epilog_inputs=None,
     relu_aux_shards: int = 1,
 ):

@@ -53,6 +53,9 @@ WRONG = {
     "b stored transposed": ((A, zeros(8, 6)), {}, ValueError, "matmul: b has k=8 but a has k=6 (shapes (4, 6), (8, 6)); pass transpose_b=True if b is stored (n, k)"),
     "b not stored transposed": ((A, zeros(6, 9)), {"transpose_b": True}, ValueError, "b has k=9 but a has k=6 (shapes (4, 6), (6, 9)); pass transpose_b=False if b is stored (k, n)"),
     "a stored transposed": ((zeros(6, 4), zeros(6, 9)), {}, ValueError, "b has k=6 but a has k=4 (shapes (6, 4), (6, 9)); pass transpose_a=True if a is stored (k, m)"),
+    "epilog_inputs is the bias": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": BIAS}, TypeError, "matmul: epilog_inputs must be a dict such as {'bias': bias}, got ndarray"),
+    "a mesh that is none": ((A, B), {"mesh": "x"}, TypeError, "matmul: mesh must be a jax.sharding.Mesh, got str"),
+    "a list of three precisions": ((A, B), {"precision": ["high"] * 3}, ValueError, "matmul: precision must be one value or a pair, got ['high', 'high', 'high']"),
     "beta without c": ((A, B), {"beta": 0.5}, ValueError, "matmul: beta=0.5 was given without c; pass c of shape (4, 8) or drop beta"),
     "c without beta": ((A, B, C), {}, ValueError, "matmul: c was given without beta; pass beta=1.0 to add c as it is"),
     "shape of c": ((A, B, zeros(8, 4)), {"beta": 1.0}, ValueError, "matmul: c must have the result's shape (4, 8), got (8, 4)"),
@@ -187,6 +190,56 @@ def test_a_mesh_argument_that_is_not_the_operands():
         jaxmp.matmul(a, b, mesh=other)
 
 
+OTHER_MESHES = {"wider": (slice(4), "{'x': 4}"), "in another order": (slice(1, None, -1), "a mesh of devices [1, 0]")}
+
+
+@pytest.mark.parametrize(("devices", "message"), OTHER_MESHES.values(), ids=OTHER_MESHES)
+@pytest.mark.parametrize("argument", ["mesh", "in_shardings", "out_sharding"])
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
+def test_a_sharding_of_another_mesh_is_not_taken_for_the_calls(axis_type, argument, devices, message):
+    here, other = (
+        jax.make_mesh((len(x),), ("x",), axis_types=(axis_type,), devices=x)
+        for x in (jax.devices()[:2], jax.devices()[devices])
+    )
+    whole, elsewhere = NamedSharding(here, P()), NamedSharding(other, P())
+    options = {
+        "mesh": {"mesh": other, "in_shardings": (elsewhere, elsewhere), "out_sharding": whole},
+        "in_shardings": {"mesh": here, "in_shardings": (whole, elsewhere)},
+        "out_sharding": {"mesh": here, "out_sharding": elsewhere},
+    }[argument]
+    a, b = cases.put(A, here, P()), cases.put(B, here, P())
+    with pytest.raises(ValueError, match=re.escape(message) if argument != "mesh" else "out_sharding names .*mesh"):
+        jaxmp.matmul(a, b, **options)
+
+
+def test_an_operand_with_unreduced_axes():
+    mesh = cases.BY_NAME["local"].jax_mesh()
+    with jax.set_mesh(mesh):
+        partial = P(None, None, unreduced={"x"})
+        shardings = NamedSharding(mesh, P(None, "x")), NamedSharding(mesh, P("x", None))
+        a, b = (jax.ShapeDtypeStruct((8, 8), np.float32, sharding=sharding) for sharding in shardings)
+        a = jax.eval_shape(lambda a, b: jnp.matmul(a, b, out_sharding=partial), a, b)
+        message = "matmul: the sharding of a, P(None, None, unreduced={'x'}), has unreduced axes ['x'], which no call"
+        with pytest.raises(NotImplementedError, match=re.escape(message)):
+            jax.eval_shape(lambda a: jaxmp.matmul(a, zeros(8, 8)), a)
+
+
+def test_a_result_that_nothing_reaches_offers_nothing():
+    mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
+    message = r"columns of b on \('x',\); reshard an operand first \(jax.sharding.reshard\)$"
+    with pytest.raises(ValueError, match=message):
+        jaxmp.matmul(A, B, in_shardings=(P("x", "y"), P("y", "x")), out_sharding=P(None, "x"), mesh=mesh)
+
+
+def test_a_mesh_around_the_call_with_explicit_and_automatic_axes():
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Auto), devices=jax.devices()[:4])
+    message = (
+        "matmul: the call is on a mesh whose axes are not all explicit, {'x': 'Explicit', 'y': 'Auto'}; make every"
+    )
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=re.escape(message)):
+        jaxmp.matmul(A, B)
+
+
 def test_a_mesh_with_explicit_and_automatic_axes():
     mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit, AxisType.Auto), devices=jax.devices()[:4])
     with jax.set_mesh(mesh):
@@ -228,6 +281,14 @@ def test_collectives_outside_of_shard_map(name):
 def test_collectives_over_an_axis_that_is_not_in_the_mesh(name):
     with pytest.raises(ValueError, match=rf"{name}: .*'z'.*\('x', 'y'\)"):
         manual(lambda a, b: COLLECTIVES[name](a, b, "z"))
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("axis", [None, 0])
+def test_collectives_over_an_axis_that_is_no_name(name, axis):
+    message = f"{name}: takes the name of a mesh axis or a tuple of names, got {axis}"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        manual(lambda a, b: COLLECTIVES[name](a, b, axis))
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)

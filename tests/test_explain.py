@@ -91,6 +91,16 @@ def test_types_and_accumulators():
         assert row.flops == 2 * 2 * 3 * 5 * (4 if dtype == "complex64" else 1)
 
 
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_arguments_that_are_no_arrays_stay_what_they_are(implementation):
+    cases.require(None)
+    x, w = jax.ShapeDtypeStruct((8, 16), "float32"), jax.ShapeDtypeStruct((4, 16), "float32")
+    options = {"alpha": 2.0, "epilog": jaxmp.Epilog.RELU, "implementation": implementation}
+    (row,) = jaxmp.explain(jaxmp.matmul)(x, w, transpose_b=True, **options).rows
+    assert (row.global_shapes, row.epilog) == (((8, 16), (4, 16), (8, 4)), "RELU")
+    assert "traced" not in row.why
+
+
 def test_a_scan_counts_its_steps():
     cases.require(None)
 

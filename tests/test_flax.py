@@ -136,3 +136,17 @@ def test_linen(axis_type, rng):
 
     for i, (g, w) in enumerate(zip(gradients(jaxmp.dot_general), gradients(jax.lax.dot_general), strict=True)):
         bounds.judge(f"leaf {i}", g, w, np.full(w.shape, 256 * bounds.unit_roundoff("float32") * np.abs(w).max()))
+
+
+@pytest.mark.parametrize("kind", [nnx.Param, nnx.Variable])
+def test_a_parameter_is_an_operand_as_it_is_to_jnp(kind, rng):
+    cases.require(None)
+    x, w, bias = (rng.integers(-4, 5, shape).astype(np.float32) for shape in ((4, 6), (6, 6), (6,)))
+    kept, bias_kept = kind(jnp.asarray(w)), kind(jnp.asarray(bias))
+    for got, want in (
+        (jaxmp.matmul(x, kept), x @ w),
+        (jaxmp.linear(x, kept, bias_kept), x @ w + bias),
+        (jaxmp.mlp(x, kept, bias_kept, kept, None, activation="relu"), np.maximum(x @ w + bias, 0) @ w),
+        (jaxmp.einsum("ij,jk->ik", x, kept), x @ w),
+    ):
+        np.testing.assert_array_equal(got, want)

@@ -3,6 +3,7 @@
 Numbers cannot show this: a product whose operands XLA gathered first is right, and as slow as if jaxmp did not exist.
 """
 
+import functools
 import re
 from collections import Counter
 
@@ -244,6 +245,31 @@ def test_remat_computes_again_and_saves_nothing_else():
         f = mode.product(case, epilog=Epilog.GELU)
         text = compiled_text(jax.grad(lambda a, b: jnp.sum(jax.checkpoint(f)(a, b))), a, b)
     assert calls_of(text) == ["all_gather", "reduce_scatter"]
+
+
+@pytest.mark.parametrize(
+    ("id_", "name"), [("explicit", "local"), ("explicit", "rs-data"), ("shard_map", "rs-data"), ("no-mesh", "local")]
+)
+def test_a_policy_that_saves_products_saves_ours(id_, name):
+    """JAX's own does not know them."""
+    case, mode = cases.BY_NAME[name].replace(per_shard=(4, 4, 4)), modes.BY_ID[id_]
+    with mode.scope(case):
+        _, (a, b) = programs(mode, case)["forward"]
+        product = mode.product(case, epilog=Epilog.GELU)
+
+        def products(wrap):
+            layer = wrap(lambda a, b: jnp.sin(product(a, b)))
+            return sum(
+                row.operation.startswith("matmul")
+                for row in jaxmp.explain(jax.grad(lambda a, b: jnp.sum(layer(a, b) ** 2), (0, 1)))(a, b).rows
+            )
+
+        kept, again = (
+            products(functools.partial(jax.checkpoint, policy=policy))
+            for policy in (jaxmp.dots_saveable, jax.checkpoint_policies.dots_saveable)
+        )
+        assert kept == products(lambda f: f) == again - 1
+    assert jaxmp.dots_saveable(jax.lax.dot_general_p)
 
 
 def test_the_packed_mask_is_the_residual_of_relu():

@@ -4,6 +4,7 @@
 
 #include "csrc/hostmp/amx_kernel.h"
 #include "csrc/hostmp/blas.h"
+#include "csrc/hostmp/dispatch.h"
 #include "csrc/hostmp/ordered_kernel.h"
 #include "csrc/hostmp/types.h"
 
@@ -192,9 +193,9 @@ constexpr int64_t kStrip = 512;  // a multiple of every block
 
 // Divides a block by its scale, and stores the scale (cuBLAS documentation, "1D Block Quantization").
 void scale_block(const NarrowOutput& out, float* values, int64_t count, int64_t row, int64_t col) {
-  float most = 0;
-  for (int64_t i = 0; i < count; ++i) most = std::max(most, std::abs(values[i]));
-  const float wanted = most / largest(out.type);
+  uint32_t most = 0;  // as bits, by which a NaN is the largest: e2m1 has none, so the scale has to keep it
+  for (int64_t i = 0; i < count; ++i) most = std::max(most, absolute_bits(values[i]));
+  const float wanted = float_of(most) / largest(out.type);
   const int64_t block = block_of(out.mode);
   uint8_t bits = 0;
   if (out.mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0) {

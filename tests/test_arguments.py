@@ -1,0 +1,197 @@
+"""What `jnp.matmul` takes, the public functions take: arrays of NumPy's, of no mesh, of no extent, weakly typed ones.
+
+What would be wrong without it: operands that were not put on the mesh around them crash in XLA's partitioner, the
+sharding of a vector is taken for that of a matrix, and empty batches, which a training loop meets at the end of its
+data, fail in a gradient alone.
+"""
+
+import functools
+import re
+
+import cases
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Epilog
+
+CALLS = {
+    "matmul": lambda x, w, bias: jaxmp.matmul(x, w, out_sharding=P("x", None)),
+    "linear": lambda x, w, bias: jaxmp.linear(x, w, bias, out_sharding=P(None, "x")),
+    "einsum": lambda x, w, bias: jaxmp.einsum("ij,jk->ik", x, w),
+    "mlp": lambda x, w, bias: jaxmp.mlp(x, w, bias, w, bias, activation="relu", out_sharding=P("x", None)),
+    "jit": lambda x, w, bias: jax.jit(lambda: jaxmp.matmul(x, w, out_sharding=P("x", None)))(),
+    "grad": lambda x, w, bias: jax.grad(lambda w: jaxmp.linear(x, w, bias, out_sharding=P("x")).sum())(w),
+}
+
+
+def integers(rng, *shape):
+    return rng.integers(-4, 5, shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("make", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+@pytest.mark.parametrize("name", CALLS)
+def test_operands_of_no_mesh_are_whole_on_the_explicit_one_around_them(name, make, mesh_of, rng):
+    arrays = x, w, bias = integers(rng, 8, 8), integers(rng, 8, 8), integers(rng, 8)
+    made = [make(array) for array in arrays]
+    with jax.set_mesh(mesh_of({"x": 4})):
+        got = CALLS[name](*made)
+    want = {
+        "linear": x @ w + bias,
+        "mlp": np.maximum(x @ w + bias, 0) @ w + bias,
+        "grad": np.repeat(x.sum(0)[:, None], 8, 1),
+    }
+    np.testing.assert_array_equal(got, want.get(name, x @ w))
+    assert len(got.devices()) == 4
+
+
+@pytest.mark.parametrize("how", ["mesh", "out_sharding"])
+def test_an_explicit_mesh_that_only_the_call_names(how, mesh_of, rng):
+    x, w, mesh = integers(rng, 8, 8), integers(rng, 8, 8), mesh_of({"x": 4})
+    spec = P(None, "x")
+    options = {
+        "mesh": {"mesh": mesh, "out_sharding": spec},
+        "out_sharding": {"out_sharding": NamedSharding(mesh, spec)},
+    }
+    got = jaxmp.matmul(x, w, **options[how])
+    np.testing.assert_array_equal(got, x @ w)
+    assert got.sharding.spec == spec
+
+
+def test_arrays_of_numpys_own_types_have_those_that_jax_gives_them():
+    """With 64-bit types off, which is JAX's default, np.ones is float32 to every function of JAX."""
+    cases.require(None)
+    a, b, c, bias = np.ones((2, 3)), np.ones((3, 4)), np.ones((2, 4)), np.ones(4)
+    with jax.numpy_dtype_promotion("standard"):
+        d = jaxmp.matmul(a, b, c, beta=1.0, epilog=Epilog.BIAS, epilog_inputs={"bias": bias})
+        y = jaxmp.linear(jnp.ones((2, 3)), jnp.ones((3, 4)), bias, activation="relu")
+    assert (d.dtype, float(d[0, 0]), y.dtype, float(y[0, 0])) == (jnp.float32, 5.0, jnp.float32, 4.0)
+
+
+def test_a_weakly_typed_bias_gives_way():
+    cases.require(None)
+    x, bias = jnp.ones((2, 3), jnp.bfloat16), jnp.full(4, 1.0)
+    assert bias.weak_type
+    y = jaxmp.linear(x, jnp.ones((3, 4), jnp.bfloat16), bias)
+    assert (y.dtype, float(y[0, 0])) == (jnp.bfloat16, 4.0)
+
+
+VECTORS = {
+    "columns": ((None,), (None, "x"), ("x",)),
+    "reduce-scatter": (("x",), ("x", None), ("x",)),
+    "all-reduce": (("x",), ("x", None), (None,)),
+}
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
+@pytest.mark.parametrize(("x_spec", "w_spec", "out"), VECTORS.values(), ids=VECTORS)
+def test_the_sharding_of_a_vector_is_of_one_dimension(x_spec, w_spec, out, axis_type, mesh_of, rng):
+    mesh, x, w = mesh_of({"x": 4}, axis_type), integers(rng, 8), integers(rng, 8, 16)
+    shardings = NamedSharding(mesh, P(*x_spec)), NamedSharding(mesh, P(*w_spec))
+    options = {} if axis_type == AxisType.Explicit else {"in_shardings": shardings}
+    x_there, w_there = (jax.device_put(array, sharding) for array, sharding in zip((x, w), shardings, strict=True))
+    y = jaxmp.linear(x_there, w_there, out_sharding=NamedSharding(mesh, P(*out)), **options)
+    np.testing.assert_array_equal(y, x @ w)
+    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P(*out)), 1)
+
+
+def test_automatic_axes_within_explicit_ones(mesh_of, rng):
+    """The compiler asks for the shards' program while the explicit mesh is still around it."""
+    mesh, x, w, bias = mesh_of({"x": 4}), integers(rng, 8, 8), integers(rng, 8, 8), integers(rng, 8)
+
+    def layer(x, w, bias):
+        return jaxmp.linear(x, w, bias, activation="relu")
+
+    with jax.set_mesh(mesh):
+        program = jax.sharding.auto_axes(layer, out_sharding=P(None, "x"))
+        x_there, w_there = cases.put(x, mesh, P("x", None)), cases.put(w, mesh, P(None, "x"))
+        got, grad = jax.jit(jax.value_and_grad(lambda *x: program(*x).sum()))(x_there, w_there, bias)
+    assert float(got) == np.maximum(x @ w + bias, 0).sum()
+    np.testing.assert_array_equal(grad, (x @ w + bias > 0) @ w.T)
+
+
+# Nothing --------------------------------------------------------------------------------------------------------
+
+EMPTY = {"no rows": (0, 8, 8), "no columns": (8, 8, 0), "no contraction": (8, 0, 8)}
+
+
+@pytest.mark.parametrize("alpha", [1.0, np.float32(2)], ids=["number", "array"])
+@pytest.mark.parametrize("lead", [(), (2,), (0,)], ids=str)
+@pytest.mark.parametrize(("m", "k", "n"), EMPTY.values(), ids=EMPTY)
+@pytest.mark.parametrize(
+    "case", [c for c in cases.CASES if c.name in ("ag", "rs", "ar", "local")], ids=lambda c: c.name
+)
+def test_empty_products_and_their_gradients(case, m, k, n, lead, alpha):
+    mesh, ahead = case.jax_mesh(), (None,) * len(lead)
+
+    def put(shape, spec):
+        return jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, P(*spec)))
+
+    with jax.set_mesh(mesh):
+        a, b, c = put((*lead, m, k), (*ahead, *case.a)), put((k, n), case.b), put((*lead, m, n), (*ahead, *case.out))
+        alpha = alpha if isinstance(alpha, float) else jnp.asarray(alpha)
+
+        def f(a, b, c):
+            out = P(*ahead, *case.out)
+            return jaxmp.matmul(a, b, c, alpha=alpha, beta=2.0, epilog=Epilog.RELU, out_sharding=out)
+
+        grads = jax.jit(jax.grad(lambda *x: f(*x).sum(), (0, 1, 2)))(a, b, c)
+        results = (f(a, b, c), c, 2.0), *zip(grads, (a, b, c), (0.0, 0.0, 2.0), strict=True)
+    for got, like, each in results:
+        assert got.shape == like.shape
+        if got.size:  # JAX itself cannot fetch an empty array whose shards are
+            np.testing.assert_array_equal(got, np.full(like.shape, each))
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_mapped_gradients_without_columns(activation):
+    cases.require(None)
+    loss = functools.partial(lambda activation, x, w: jaxmp.linear(x, w, activation=activation).sum(), activation)
+    assert jax.vmap(jax.grad(loss), (0, None))(jnp.ones((3, 2, 6)), jnp.ones((6, 0))).shape == (3, 2, 6)
+
+
+@pytest.mark.parametrize("transpose_b", [False, True])
+@pytest.mark.parametrize(("batch", "k"), [(0, 6), (3, 0), (0, 0)])
+def test_mapped_weights_of_no_extent(batch, k, transpose_b):
+    cases.require(None)
+    w = jnp.ones((batch, 5, k) if transpose_b else (batch, k, 5))
+    product = functools.partial(jaxmp.matmul, transpose_b=transpose_b)
+    np.testing.assert_array_equal(jax.vmap(product, (None, 0))(jnp.ones((4, k)), w), np.zeros((batch, 4, 5)))
+
+
+# Programs -------------------------------------------------------------------------------------------------------
+
+
+def test_an_export_for_any_extent_says_why_not():
+    """ "xla" has no custom call, and takes them."""
+    cases.require(None)
+    (n,) = jax.export.symbolic_shape("n")
+    shapes = jax.ShapeDtypeStruct((n, 8), np.float32), jax.ShapeDtypeStruct((8, 8), np.float32)
+
+    def export(**options):
+        check = jax.export.DisabledSafetyCheck.custom_call("jaxmp_matmul")
+        return jax.export.export(jax.jit(lambda a, b: jaxmp.matmul(a, b, **options)), disabled_checks=[check])(*shapes)
+
+    with pytest.raises(Exception, match=re.escape("got operands of (n, 8) and (8, 8); export for numbers, or pass")):
+        export()
+    a, b = np.ones((3, 8), np.float32), np.ones((8, 8), np.float32)
+    np.testing.assert_array_equal(export(implementation="xla").call(a, b), a @ b)
+
+
+def test_a_partitioner_that_cannot_ask_us_is_refused_ahead_of_it(mesh_of):
+    """GSPMD, which JAX still has behind an option, would end the process."""
+    whole = NamedSharding(mesh_of({"x": 2}, AxisType.Auto), P())
+    program = jax.jit(jaxmp.matmul, in_shardings=(whole, whole))
+    if not hasattr(jax.config, "jax_use_shardy_partitioner"):
+        pytest.skip("this JAX has no other partitioner")
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        with pytest.raises(NotImplementedError, match="jax_use_shardy_partitioner is off; turn it on, pass in_shard"):
+            program.lower(np.ones((4, 4), np.float32), np.ones((4, 4), np.float32))
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
