@@ -295,7 +295,7 @@ void test_extents_and_cuts() {
     check::report(is_same, __FILE__, __LINE__, std::string(Type<T>::name) + " with " + std::to_string(m) + " rows");
   }
   std::vector<int64_t> cuts;
-  for (int64_t cut = unit; cut < k; cut += (cuts.size() % 2 ? 5 : 1) * unit) {
+  for (int64_t cut = unit; cut < k; cut += (cuts.size() % 2 ? 13 : 1) * unit) {
     check::report(same(run(kM, kN, {cut, k}), whole), __FILE__, __LINE__,
                   std::string(Type<T>::name) + " cut at " + std::to_string(cut));
     cuts.push_back(cut);
