@@ -1,5 +1,7 @@
 """Distributed matrix multiplication for JAX."""
 
+from importlib.metadata import version as _version
+
 from jaxmp import _autodiff as _autodiff
 from jaxmp import _batching as _batching
 from jaxmp import _lowering as _lowering
@@ -30,3 +32,5 @@ from jaxmp._native import register as register
 from jaxmp._primitive import dots_saveable as dots_saveable
 from jaxmp._scaled_matmul import scaled_matmul as scaled_matmul
 from jaxmp.distributed import DistributedError as DistributedError
+
+__version__ = _version("jaxmp")

@@ -17,6 +17,7 @@ cublasMpMatmulMatrixScale_t.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -71,10 +72,12 @@ def scale_dtype(mode: str) -> np.dtype:
     return np.dtype(_SCALE_DTYPE.get(mode, "float32"))
 
 
+@functools.cache  # the name of a type takes microseconds, and eager calls ask often
 def is_narrow(dtype) -> bool:
     return np.dtype(dtype).name in (*SCALED, INT8)
 
 
+@functools.cache
 def is_scaled(dtype) -> bool:
     """Whether numbers of this type take scales: fp8 and fp4."""
     return np.dtype(dtype).name in SCALED

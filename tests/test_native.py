@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import pytest
 
+import jaxmp
 from jaxmp import _config, _native
 
 
@@ -25,6 +26,10 @@ def extension():
     cases.require("host")
     _native.plan_cache_clear()
     return _native.extension()
+
+
+def test_the_package_and_the_extension_are_of_one_version(extension):
+    assert jaxmp.__version__ == importlib.metadata.version("jaxmp") == extension.version()
 
 
 def attributes(pattern="local", m=4, n=5, k=6, mesh=(), **changes):

@@ -366,3 +366,15 @@ def test_row_major_becomes_column_major_in_the_attributes():
     assert {name: got[name] for name in want} == want
     assert (list(got["axes_row"]), list(got["axes_col"]), list(got["mesh_shape"])) == ([1], [0], [2, 4])
     assert list(got["alpha"]) == [2.0, -3.0]
+
+
+def test_a_spec_prints_what_is_not_as_by_default():
+    spec = MatmulSpec(np.dtype("float32"), Pattern.ALL_GATHER, (("y", 4),), ("y",))
+    text = "out_dtype=dtype('float32'), pattern=<Pattern.ALL_GATHER: 'all_gather'>, mesh=(('y', 4),), row_axes=('y',)"
+    assert repr(spec) == f"MatmulSpec({text})"
+
+
+def test_a_spec_without_changes_is_itself():
+    spec = MatmulSpec(np.dtype("float32"))
+    assert spec.replace(alpha=1.0, epilog=Epilog.NONE) is spec
+    assert spec.replace(alpha=2.0) == MatmulSpec(np.dtype("float32"), alpha=2.0)
