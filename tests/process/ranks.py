@@ -239,6 +239,8 @@ SCENARIOS = {
 
 
 def main():
+    # A shell has what it runs in the background ignore interrupts, and so would the tests that it started.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if SCENARIO == "products":
             import products
