@@ -1,6 +1,6 @@
 """Distributed matrix multiplication for JAX."""
 
-from importlib.metadata import version as _version
+import importlib.metadata
 
 from jaxmp import _autodiff as _autodiff
 from jaxmp import _batching as _batching
@@ -33,4 +33,4 @@ from jaxmp._primitive import dots_saveable as dots_saveable
 from jaxmp._scaled_matmul import scaled_matmul as scaled_matmul
 from jaxmp.distributed import DistributedError as DistributedError
 
-__version__ = _version("jaxmp")
+__version__ = importlib.metadata.version("jaxmp")

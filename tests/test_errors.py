@@ -219,8 +219,8 @@ def test_an_operand_with_unreduced_axes():
         shardings = NamedSharding(mesh, P(None, "x")), NamedSharding(mesh, P("x", None))
         a, b = (jax.ShapeDtypeStruct((8, 8), np.float32, sharding=sharding) for sharding in shardings)
         a = jax.eval_shape(lambda a, b: jnp.matmul(a, b, out_sharding=partial), a, b)
-        message = "matmul: the sharding of a, P(None, None, unreduced={'x'}), has unreduced axes ['x'], which no call"
-        with pytest.raises(NotImplementedError, match=re.escape(message)):
+        message = r"matmul: the sharding of a, P\(None, None, unreduced=.*\), has unreduced axes \['x'\], which no call"
+        with pytest.raises(NotImplementedError, match=message):
             jax.eval_shape(lambda a: jaxmp.matmul(a, zeros(8, 8)), a)
 
 
