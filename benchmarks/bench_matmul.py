@@ -157,7 +157,11 @@ def detail(cases):
 
 def measure(quick):
     shapes = [*FEW_ROWS[:1], (256, 256, 256), (1024, 1024, 1024)] if quick else FEW_ROWS + SHAPES
-    grid = list(itertools.product(TYPES, shapes, PATTERNS, RANKS))
+    grid = [
+        each
+        for each in itertools.product(TYPES, shapes, PATTERNS, RANKS)
+        if each[0][0] != "float8_e4m3fn" or each[1][0] % (16 * each[3]) == 0  # fp8 has 16 rows on each device, or more
+    ]
     seconds, rounds = (0.1, (5, 15)) if quick else (0.5, (9, 41))
     cases = [
         case(pattern, ranks, shape, types, seconds, rounds)
