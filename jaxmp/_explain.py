@@ -16,8 +16,8 @@ from jaxmp import (
     _choice,
     _chunks,
     _compat,
+    _custom_call,
     _epilog,
-    _lowering,
     _narrow,
     _native,
     _partitioning,
@@ -26,7 +26,7 @@ from jaxmp import (
 )
 from jaxmp._hints import fit_hints, hints_text
 from jaxmp._primitive import activated_matmul_p, auto_matmul_epilog_p, auto_matmul_p, matmul_epilog_p, matmul_p
-from jaxmp._route import PADDED_K, find_route, with_k
+from jaxmp._route import PADDED_K, find_route, with_k, without_conjugation
 from jaxmp._spec import (
     MatmulSpec,
     Pattern,
@@ -242,7 +242,7 @@ def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None) -> R
     out = np.dtype(spec.out_dtype)
     is_complex = np.issubdtype(out, np.complexfloating)
     is_host = choice.implementation == "host"
-    compute = _lowering.compute_of(spec, a.dtype) if is_host else _precision.find(spec.precision, a.dtype)
+    compute = _custom_call.compute_of(spec, a.dtype) if is_host else _precision.find(spec.precision, a.dtype)
     # Gathered, an all-reduced product is computed by every rank.
     is_repeated = spec.is_invariant and choice.implementation != "host" and spec.pattern == Pattern.ALL_REDUCE
     copies = spec.ngroups * (spec.nranks if is_repeated else 1)
@@ -292,7 +292,7 @@ def _library_facts(spec: MatmulSpec, a, b, library: str) -> tuple[str, int]:
     """
     if library == "cublasmp" and 0 in (*a.shape, *b.shape) and not spec.is_invariant:
         return "nothing to multiply, so XLA writes d", 0
-    spec = _lowering.without_conjugation(spec)
+    spec = without_conjugation(spec)
     route = find_route(spec, a.shape, b.shape, a.dtype.itemsize, _choice.capabilities_of(library))
     named = f"{route.kind} ({route.why})"
     if route.kind == "fixed_chunks" and spec.nranks > 1:
@@ -306,7 +306,7 @@ def _library_facts(spec: MatmulSpec, a, b, library: str) -> tuple[str, int]:
         return f"{named}; {algorithm}", workspace
     if route.kind != "direct":
         return named, 0
-    plan = _native.describe_plan(_lowering.call_attributes(spec, a, b), library)
+    plan = _native.describe_plan(_custom_call.call_attributes(spec, a, b), library)
     if library == "cublasmp":
         return f"{plan['library']} {plan['algorithm']}; workspace from its first run on", 0
     workspace = max(d + h for d, h in zip(plan["device_workspace"], plan["host_workspace"], strict=True))

@@ -117,6 +117,15 @@ def find_route(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabilities: 
     return Route("direct", "")
 
 
+def without_conjugation(spec: MatmulSpec) -> MatmulSpec:
+    """The spec less the conjugations that precede the call: cuBLASMp conjugates only what it transposes, and sums
+    only what it does not conjugate."""
+    return spec.replace(
+        conjugate_a=spec.conjugate_a and spec.transpose_a and spec.epilog != Epilog.BGRADA,
+        conjugate_b=spec.conjugate_b and spec.transpose_b,
+    )
+
+
 # What k is padded to: a call may multiply by a derivative then. The zeros add +0 to sums that begin at +0, so that no
 # element changes, not even the sign of a zero, and they lie on every rank alike, for k = 1 is whole on each.
 PADDED_K = 2

@@ -233,12 +233,12 @@ def test_bits_do_not_know_the_mesh(dtype, transpose, only, in_chunks, monkeypatc
 
     hostmp's sums happen to be those of the transpose, cuBLASLt's need not be; so here the two operands are told apart.
     """
-    custom_call = _lowering._custom_call
+    custom_call = _lowering.custom_call
 
     def unequal(a, b, *extra, **options):
         return custom_call((a * 1.1).astype(a.dtype), b, *extra, **options)
 
-    monkeypatch.setattr(_lowering, "_custom_call", unequal)
+    monkeypatch.setattr(_lowering, "custom_call", unequal)
     check = functools.partial(testing.check_meshes, "topology", "host", dtype, (72, 160, 40), Epilog.NONE, [4])
     in_chunks(check, transpose, only)
 

@@ -21,7 +21,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, _choice, _config, _cuda, _lowering, _native
+from jaxmp import Epilog, _choice, _compat, _config, _cuda, _native
 from jaxmp._route import why_card_refuses
 from jaxmp._spec import MatmulSpec, Pattern
 
@@ -486,7 +486,7 @@ def required(cards, monkeypatch):
     primitives = []
     cards("9.0")
     monkeypatch.setattr(_native, "register", lambda: None)
-    monkeypatch.setattr(_lowering._compat, "require_devices", primitives.extend)
+    monkeypatch.setattr(_compat, "require_devices", primitives.extend)
     return primitives
 
 
@@ -504,7 +504,7 @@ def test_meshes_of_one_shape_have_lowerings_of_their_own(cards, monkeypatch):
     require_devices(8)
     cards("9.0")
     monkeypatch.setattr(_native, "register", lambda: None)
-    dispatch = _lowering._compat._dispatch
+    dispatch = _compat._dispatch
     monkeypatch.setattr(dispatch, "prim_requires_devices_during_lowering", set())  # as in a process of its own
     product = jax.jit(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")))
     for order in ([0, 1, 2, 3], [4, 5, 6, 7], [3, 2, 1, 0], [0, 1, 2, 3]):

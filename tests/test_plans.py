@@ -17,7 +17,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, _choice, _epilog, _layout, _lowering, _partitioning, _sharding
+from jaxmp import Epilog, _choice, _custom_call, _epilog, _layout, _partitioning, _sharding
 from jaxmp._partitioning import _settle
 from jaxmp._route import PADDED_K, Capabilities, find_route, with_k
 from jaxmp._spec import MatmulSpec, Pattern, global_extents, output_shape
@@ -361,7 +361,7 @@ def test_row_major_becomes_column_major_in_the_attributes():
     case = cases.BY_NAME["grid-2x4"].replace(transposition="TN")
     spec = spec_of(case, conjugate_a=True, alpha=2 - 3j).replace(out_dtype=np.dtype("complex64"))
     a, b = jax.ShapeDtypeStruct((5, 3), jnp.complex64), jax.ShapeDtypeStruct((5, 7), jnp.complex64)
-    got = _lowering.call_attributes(spec, a, b)
+    got = _custom_call.call_attributes(spec, a, b)
     want = {"pattern": "grid", "m": 28, "n": 12, "k": 10, "trans_a": "N", "trans_b": "C", "compute": "32F", "epilog": 0}
     assert {name: got[name] for name in want} == want
     assert (list(got["axes_row"]), list(got["axes_col"]), list(got["mesh_shape"])) == ([1], [0], [2, 4])
