@@ -1,0 +1,79 @@
+"""Equality of two arrays to the bit, and how far apart they are where they are not."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+
+def assert_bitwise_equal(actual, expected, err_msg: str = "") -> None:
+    """Raise AssertionError unless two arrays have the same shape, the same dtype and the same bits.
+
+    Stricter than equality: 0 and -0 differ, and so do NaNs of another sign or payload; equal NaNs are equal.
+
+    Args:
+      actual, expected: arrays, or anything that `numpy.asarray` takes.
+      err_msg: what the message begins with.
+
+    Raises:
+      AssertionError: says how many elements differ and where the first of them and the farthest apart are, with both
+        values in hexadecimal and the distance in units in the last place (how many numbers of the type lie between
+        them, plus one).
+
+    >>> import numpy as np
+    >>> assert_bitwise_equal(np.float32([1, 2]), np.float32([1, 2]))
+    >>> assert_bitwise_equal(np.float32([1, 0]), np.float32([1, -0.0]), "loss")
+    Traceback (most recent call last):
+      ...
+    AssertionError: loss: 1 of 2 elements differ; the first at (1,): 0.0 (0x00000000) instead of -0.0 (0x80000000), ...
+    """
+    actual, expected = np.asarray(actual), np.asarray(expected)
+    head = f"{err_msg}: " if err_msg else ""
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        raise AssertionError(
+            f"{head}{actual.dtype}{list(actual.shape)} instead of {expected.dtype}{list(expected.shape)}"
+        )
+    have, want = bits_of(actual), bits_of(expected)
+    differs = (have != want).any(axis=-1)
+    if not differs.any():
+        return
+    places = np.argwhere(differs)
+    first = tuple(map(int, places[0]))
+    text = f"{head}{len(places)} of {actual.size} elements differ; the first at {first}: "
+    text += _describe(actual, expected, first)
+    apart = np.max(_distance(actual[differs], expected[differs]), axis=-1)
+    worst = tuple(map(int, places[np.argmax(apart)]))
+    if worst != first:
+        text += f"; the farthest apart at {worst}: " + _describe(actual, expected, worst)
+    raise AssertionError(text)
+
+
+def bits_of(x: np.ndarray) -> np.ndarray:
+    """Unsigned integers with the bits of `x`, one for each real number: shape (*x.shape, 1 or 2)."""
+    parts = 2 if np.iscomplexobj(x) else 1
+    size = x.dtype.itemsize // parts
+    return np.ascontiguousarray(x).reshape(-1).view(f"u{size}").reshape(*x.shape, parts)
+
+
+def _distance(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Units in the last place between two arrays of one type, per real number; objects, for they may pass 64 bits."""
+    return np.abs(_places(actual) - _places(expected))
+
+
+def _places(x: np.ndarray) -> np.ndarray:
+    """The place of each number of a type in the order of its numbers, -0 just below 0."""
+    bits = bits_of(x).astype(object)
+    sign = 1 << (8 * bits_of(x).dtype.itemsize - 1)
+    return np.where(bits >= sign, sign - 1 - bits, bits) if jnp.issubdtype(x.dtype, jnp.inexact) else bits
+
+
+def _describe(actual: np.ndarray, expected: np.ndarray, index: tuple[int, ...]) -> str:
+    def show(x):
+        width = 2 * bits_of(x).dtype.itemsize
+        return f"{x[index]} ({' '.join(f'0x{int(bits):0{width}x}' for bits in bits_of(x)[index])})"
+
+    text = f"{show(actual)} instead of {show(expected)}"
+    if np.isnan(actual[index]) or np.isnan(expected[index]):
+        return text
+    apart = np.max(_distance(actual[index], expected[index]))
+    return f"{text}, {apart} ulp{'s' * (apart != 1)} apart"
