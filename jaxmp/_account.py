@@ -59,7 +59,7 @@ def _gathered_facts(spec: MatmulSpec, a, b, library: str) -> tuple[str, int]:
     """As `plan_facts` where bits are promised and the ranks of a group do not share a call."""
     _, _, k = global_extents(spec, a.shape, b.shape)
     rows, cols = output_shape(spec, a.shape, b.shape)
-    local = fit_hints(spec.replace(pattern=Pattern.LOCAL, mesh=(), row_axes=(), col_axes=()))
+    local = fit_hints(spec.local())
     parts = [(k, rows) if spec.transpose_a else (rows, k), (cols, k) if spec.transpose_b else (k, cols)]
     whole_a, whole_b = (jax.ShapeDtypeStruct(shape, x.dtype) for shape, x in zip(parts, (a, b), strict=True))
     algorithm, workspace = _library_facts(local, whole_a, whole_b, library)

@@ -25,7 +25,7 @@ from jax import lax
 from jaxmp import _epilog, _layout, _narrow, _xla
 from jaxmp._epilog import Epilog
 from jaxmp._route import PADDED_K, with_k
-from jaxmp._spec import DIMS, MatmulSpec, Pattern, aux_dtype, dims, local_extents, operand_names, output_names
+from jaxmp._spec import DIMS, MatmulSpec, aux_dtype, dims, local_extents, operand_names, output_names
 
 # The extents of a call. In tiles of 128 x 128 they are 4 x 32 = 128, about one for each of the 132 multiprocessors of
 # an H100 or H200. Fewer rows than columns, since batches are small where layers are not, and multiples of 128, as
@@ -91,11 +91,7 @@ def padded_along_k(a, b, spec: MatmulSpec):
 def _chunk_spec(spec: MatmulSpec, is_scaled: bool) -> MatmulSpec:
     """The spec of every call. Only what the library takes in one form alone is stored otherwise than (m, k), (k, n)."""
     is_summed = spec.epilog == Epilog.BGRADA
-    return spec.replace(
-        pattern=Pattern.LOCAL,
-        mesh=(),
-        row_axes=(),
-        col_axes=(),
+    return spec.local().replace(
         determinism="run_to_run",
         transpose_a=is_summed,
         conjugate_a=spec.conjugate_a and is_summed,

@@ -86,7 +86,7 @@ def _scatter_then_gather(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...
 def _gathered_matmul(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities):
     """The results where bits are promised and the ranks of a group do not share a call: what this rank's part of D
     needs is gathered, and local calls make it. XLA's own products promise nothing."""
-    local = fit_hints(spec.replace(pattern=Pattern.LOCAL, mesh=(), row_axes=(), col_axes=()))
+    local = fit_hints(spec.local())
     # Over these axes the ranks have other rows of D.
     axes = spec.row_axes if spec.pattern in (Pattern.REDUCE_SCATTER, Pattern.GRID) else ()
     gradient = _epilog.rule(spec.epilog).gradient

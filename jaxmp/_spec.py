@@ -166,6 +166,10 @@ class MatmulSpec:
         """The same for operands that are neither transposed nor conjugated."""
         return self.replace(transpose_a=False, transpose_b=False, conjugate_a=False, conjugate_b=False)
 
+    def local(self) -> MatmulSpec:
+        """The same on one device, for operands that are whole there; hints are for `_hints` to fit."""
+        return self.replace(pattern=Pattern.LOCAL, mesh=(), row_axes=(), col_axes=())
+
     def folded(self, batch: int) -> MatmulSpec:
         """The same for `batch` such products whose rows follow each other."""
         if self.determinism != "topology":
