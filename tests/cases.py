@@ -257,6 +257,7 @@ EMPTY_SHAPES = ((0, 3, 2), (2, 0, 3), (3, 2, 0), (0, 0, 0))
 TRANSPOSITIONS = ("NN", "NT", "TN", "TT")
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
 NEEDS_X64 = ("float64", "complex128")
+ACCUMULATORS = {name: "float32" if name in ("bfloat16", "float16") else name for name in DTYPES}
 EPILOGS = (
     Epilog.NONE,
     Epilog.BIAS,

@@ -16,9 +16,9 @@ import modes
 import numpy as np
 import pytest
 import suite
+from cuda_programs import cards, number, texts
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from test_cuda import cards, number, texts
 
 import jaxmp
 from jaxmp import Epilog, Scales, _choice, _chunks, _compat, _lowering, _native, _primitive, _spec, testing

@@ -99,7 +99,7 @@ NVMATH = [
 
 
 # The levels of determinism beyond the default, on every pattern: an epilog that is kept, and one that is kept on some
-# layouts and refused on others. What they promise of the bits is in test_determinism.py.
+# layouts and refused on others. What they promise of the bits is in test_determinism*.py.
 LEVELS = [
     Trial(
         cases.BY_NAME[name].replace(per_shard=(5, 7, 9), epilog=epilog, has_c=True, dtype=dtype),

@@ -1,0 +1,35 @@
+"""Programs for CUDA devices, on machines without one."""
+
+import re
+import types
+
+import cases
+import jax
+import pytest
+
+from jaxmp import _native
+
+
+@pytest.fixture
+def cards(monkeypatch):
+    """Return `cards("9.0", "9.0")`, which gives this process CUDA devices of these compute capabilities."""
+    cases.require("host")
+
+    def plug_in(*capabilities, why=""):
+        client = types.SimpleNamespace()
+        devices = [types.SimpleNamespace(compute_capability=version, client=client) for version in capabilities]
+        client.devices = lambda: devices
+        monkeypatch.setattr(_native, "cuda_devices", lambda: devices[:1])
+        monkeypatch.setattr(_native, "why_no_cublasmp", lambda: why)
+
+    return plug_in
+
+
+def texts(f, *args, platform="cuda"):
+    """The custom calls of jaxmp in the program that would run on `platform`, each as its line."""
+    lines = jax.jit(f).trace(*args).lower(lowering_platforms=(platform,)).as_text().splitlines()
+    return [line for line in lines if "@jaxmp_matmul" in line]
+
+
+def number(line, name):
+    return int(re.search(rf"\b{name} = (-?\d+)", line)[1])

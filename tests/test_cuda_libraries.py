@@ -1,0 +1,310 @@
+"""The way to the libraries of the real cuBLASMp on machines without a GPU: finding, opening and joining them.
+
+Silently wrong without these: a second NCCL in the process, whose communicators are garbage to the first; a library of
+another CUDA.
+"""
+
+import importlib
+import sys
+import types
+
+import cases
+import jax
+import jax.export
+import pytest
+
+import jaxmp
+from jaxmp import _config, _cuda, _native
+
+# ---- finding the libraries
+
+
+@pytest.fixture
+def wheels(tmp_path, monkeypatch):
+    """Return `wheels("cu13", "nccl")`, which lays out the files of those wheels and nothing else."""
+
+    def lay_out(*names):
+        folders = {"cu13": "cublasmp/cu13/lib", "cu12": "cublasmp/cu12/lib", "nccl": "nccl/lib"}
+        for name in names:
+            folder = tmp_path / "nvidia" / folders[name]
+            folder.mkdir(parents=True)
+            (folder / (_cuda.NCCL if name == "nccl" else _cuda.CUBLASMP)).write_bytes(b"")
+        monkeypatch.setattr(_cuda, "_wheel_roots", lambda: [tmp_path / "nvidia"])
+        return tmp_path / "nvidia"
+
+    monkeypatch.setattr(_cuda, "_MAPS", str(tmp_path / "maps"))
+    monkeypatch.setattr(_cuda, "_plugins", lambda: ("cu13",))
+    (tmp_path / "maps").write_text("7f00-7f01 r-xp 00000000 08:01 42 /usr/lib/libc.so.6\n7f02-7f03 rw-p 0 00:00 0\n")
+    return lay_out
+
+
+def load(tmp_path, *paths):
+    """Pretend that the process has these files in its memory, each in two mappings."""
+    lines = [f"7f00-7f01 r-xp 00000000 08:01 42 {path}\n" * 2 for path in paths]
+    (tmp_path / "maps").write_text("".join(lines))
+
+
+def test_the_wheels_are_found_where_they_put_their_files(wheels):
+    root = wheels("cu13", "nccl")
+    found = _cuda.find()
+    assert found.cublasmp == str(root / "cublasmp/cu13/lib/libcublasmp.so.0")
+    assert found.nccl == str(root / "nccl/lib/libnccl.so.2")
+    assert found.driver == "libcuda.so.1"
+
+
+def test_wheels_share_the_folder_nvidia_on_the_import_path(tmp_path, monkeypatch):
+    for place, folder in (("one", "cublasmp/cu13/lib"), ("two", "nccl/lib")):
+        (tmp_path / place / "nvidia" / folder).mkdir(parents=True)
+        monkeypatch.syspath_prepend(tmp_path / place)
+    for name in [name for name in sys.modules if name == "nvidia" or name.startswith("nvidia.")]:
+        monkeypatch.delitem(sys.modules, name)
+    importlib.invalidate_caches()
+    assert {tmp_path / "one/nvidia", tmp_path / "two/nvidia"} <= set(_cuda._wheel_roots())
+
+
+def test_without_wheels_the_loader_looks(wheels):
+    wheels()
+    found = _cuda.find()
+    assert (found.cublasmp, found.nccl) == ("libcublasmp.so.0", "libnccl.so.2")
+
+
+def test_without_a_plugin_both_cudas_will_do_and_the_newer_is_taken(wheels, monkeypatch):
+    monkeypatch.setattr(_cuda, "_plugins", lambda: ())
+    wheels("cu12", "nccl")
+    assert "/cu12/" in _cuda.find().cublasmp
+    wheels("cu13")
+    assert "/cu13/" in _cuda.find().cublasmp
+
+
+def test_a_library_for_another_cuda_names_both_and_the_remedy(wheels):
+    root = wheels("cu12", "nccl")
+    with pytest.raises(RuntimeError) as caught:
+        _cuda.find()
+    assert str(caught.value) == (
+        f"cuBLASMp is installed for CUDA 12 ({root}/cublasmp/cu12/lib/libcublasmp.so.0), but JAX's plugin is for CUDA "
+        "13; pip install 'jaxmp[cuda13]'"
+    )
+
+
+def test_the_nccl_in_the_process_may_be_the_wheels(wheels, tmp_path):
+    """XLA has opened the same file by then, perhaps by another name."""
+    root = wheels("cu13", "nccl")
+    (tmp_path / "libnccl.so.2.30.7").symlink_to(root / "nccl/lib/libnccl.so.2")
+    load(tmp_path, tmp_path / "libnccl.so.2.30.7")
+    assert _cuda.find().nccl == str(root / "nccl/lib/libnccl.so.2")
+
+
+def test_a_second_nccl_names_both_and_the_remedy(wheels, tmp_path):
+    root = wheels("cu13", "nccl")
+    other = tmp_path / "my system" / "libnccl.so.2"  # a blank in the path
+    other.parent.mkdir()
+    other.write_bytes(b"")
+    load(tmp_path, other)
+    with pytest.raises(RuntimeError) as caught:
+        _cuda.find()
+    assert str(caught.value) == (
+        f"this process has loaded NCCL from {other}, but cuBLASMp would use {root}/nccl/lib/libnccl.so.2, and one "
+        f"process takes one NCCL; take {other.parent} off LD_LIBRARY_PATH and LD_PRELOAD, or uninstall what loads it"
+    )
+
+
+def test_two_nccls_in_the_process_are_named(wheels, tmp_path):
+    wheels("cu13")
+    load(tmp_path, "/a/libnccl.so.2", "/b/libnccl.so.2.29.7")
+    with pytest.raises(RuntimeError, match=r"two NCCLs, /a/libnccl\.so\.2 and /b/libnccl\.so\.2\.29\.7; .*uninstall"):
+        _cuda.find()
+
+
+def test_an_nccl_that_is_loaded_serves_where_no_wheel_has_one(wheels, tmp_path):
+    wheels("cu13")
+    load(tmp_path, "/opt/libnccl.so.2")
+    assert _cuda.find().nccl == "/opt/libnccl.so.2"
+
+
+def test_a_system_without_maps_has_loaded_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(_cuda, "_MAPS", str(tmp_path / "absent"))
+    assert _cuda.mapped_files("libnccl") == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_maps_of_this_process_are_read():
+    assert any(path.endswith(".so") or ".so." in path for path in _cuda.mapped_files("lib"))
+
+
+def test_what_the_processes_of_a_job_compare(monkeypatch):
+    versions = {"nvidia-cublasmp-cu13": "0.10.0.3695"}
+
+    def version(name):
+        try:
+            return versions[name]
+        except KeyError:
+            raise _cuda.importlib.metadata.PackageNotFoundError(name) from None
+
+    monkeypatch.setattr(_cuda.importlib.metadata, "version", version)
+    for plugins, want in (
+        (("cu13",), "nvidia-cublasmp-cu13-0.10.0.3695"),
+        (("cu13", "cu12"), "nvidia-cublasmp-cu13-0.10.0.3695"),
+        (("cu12",), "none"),
+        ((), "none"),
+    ):
+        monkeypatch.setattr(_cuda, "_plugins", lambda plugins=plugins: plugins)
+        assert _cuda.installed() == want
+
+
+# ---- opening them
+
+
+class FakeExtension:
+    """The extension's functions for cuBLASMp, which note their calls."""
+
+    failure = ""
+
+    def __init__(self, refusal=""):
+        self.calls, self.refusal = [], refusal
+
+    def cuda_failure(self):
+        return self.failure
+
+    def load_cublasmp(self, *paths):
+        self.calls.append(("load_cublasmp", *paths))
+        if self.refusal:
+            raise RuntimeError(self.refusal)
+
+    def cublasmp_log(self):
+        return ["a line"]
+
+    def __getattr__(self, name):
+        return lambda *args: self.calls.append((name, *args))
+
+
+@pytest.fixture
+def opening(wheels, monkeypatch):
+    """Return `opening(refusal)`, a fake extension in a process that has not asked for cuBLASMp yet."""
+
+    def make(refusal=""):
+        module = FakeExtension(refusal)
+        monkeypatch.setattr(_native, "extension", lambda: module)
+        return module
+
+    monkeypatch.setattr(_native._compat, "translate_errors", lambda translate: None)
+    monkeypatch.setattr(_native, "_why_no_cublasmp", None)
+    wheels("cu13", "nccl")
+    return make
+
+
+def test_the_library_is_opened_once_with_the_configuration(opening, monkeypatch):
+    module = opening()
+    config = _config.parse({"JAXMP_LOG": "cublasmp", "JAXMP_TIMEOUT": "7"})
+    monkeypatch.setattr(_native, "config", lambda: config)
+    assert (_native.why_no_cublasmp(), _native.why_no_cublasmp()) == ("", "")
+    found = _cuda.find()
+    *settings, load_call = module.calls
+    assert settings == [("set_cublasmp_log", True), ("set_timeout", 7.0), ("set_exchange", None)]
+    assert load_call == ("load_cublasmp", found.cublasmp, found.nccl, found.driver)
+    assert _native.cublasmp_log() == ["a line"]
+
+
+def test_the_deadline_of_initialize_goes_before_that_of_the_environment(opening, monkeypatch):
+    module = opening()
+    monkeypatch.setattr(_native, "_timeout", 3.0)
+    _native.why_no_cublasmp()
+    assert ("set_timeout", 3.0) in module.calls
+
+
+def test_why_it_cannot_be_opened_stays(opening):
+    module = opening(why := "libcuda.so.1 cannot be opened")
+    assert (_native.why_no_cublasmp(), _native.why_no_cublasmp()) == (why, why)
+    assert [call[0] for call in module.calls].count("load_cublasmp") == 1
+    assert _native.cublasmp_log() == []
+
+
+def test_a_conflict_of_libraries_opens_none(opening, monkeypatch):
+    module = opening()
+
+    def refuse():
+        raise RuntimeError("two NCCLs")
+
+    monkeypatch.setattr(_cuda, "find", refuse)
+    assert (_native.why_no_cublasmp(), module.calls) == ("two NCCLs", [])
+
+
+def test_a_machine_without_a_driver_is_told_so(wheels, monkeypatch):
+    """The extension's own answer."""
+    cases.require("host")
+    wheels()
+    monkeypatch.setattr(_native, "_why_no_cublasmp", None)
+    monkeypatch.setattr(_cuda, "DRIVER", "libcuda-absent.so.1")
+    why = _native.why_no_cublasmp()
+    assert "the CUDA driver cannot be opened as libcuda-absent.so.1" in why
+    assert "install NVIDIA's driver" in why
+    assert _native.cublasmp_info() == {}
+
+
+@pytest.mark.parametrize(("platforms", "want"), [("cpu", ["cpu"]), ("cpu cuda", ["cpu", "CUDA"]), ("cuda", ["CUDA"])])
+def test_the_call_is_registered_where_there_are_devices(platforms, want, monkeypatch):
+    """Types ahead of the targets that use them, and the library open ahead of both."""
+    done = []
+    capsules = {name: (lambda name=name: {name: {}}) for name in ("types", "registrations")}
+    capsules |= {f"cuda_{name}": (lambda name=name: {f"cuda_{name}": {}}) for name in ("types", "registrations")}
+    monkeypatch.setattr(_native, "extension", lambda: types.SimpleNamespace(**capsules))
+    monkeypatch.setattr(_native, "_is_registered", False)
+    monkeypatch.setattr(_native, "_devices", lambda platform: ["a device"] if platform in platforms.split() else [])
+    monkeypatch.setattr(_native, "why_no_cublasmp", lambda: done.append("open") or "")
+    for name in ("register_ffi_type", "register_ffi_target"):
+        monkeypatch.setattr(jax.ffi, name, lambda name, _, platform: done.append((name, platform)))
+    _native.register()
+    _native.register()
+    expected = {
+        "cpu": [("types", "cpu"), ("registrations", "cpu")],
+        "CUDA": ["open", ("cuda_types", "CUDA"), ("cuda_registrations", "CUDA")],
+    }
+    assert done == [step for platform in want for step in expected[platform]]
+
+
+def test_a_failed_launch_is_told_by_its_reason(opening, monkeypatch):
+    """XLA says CUDA_ERROR_LAUNCH_FAILED; why the communicators were aborted is ours to say."""
+    module = opening()
+    error = jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_LAUNCH_FAILED")
+    assert _native._translated(error) is None
+    module.failure = "matmul at train.py:41: rank 1 of 4 did not come within 60 s"
+    assert (type(_native._translated(error)), str(_native._translated(error))) == (RuntimeError, module.failure)
+    monkeypatch.setattr(jaxmp.distributed, "_state", object())
+    translated = jaxmp.distributed._translated(error)
+    assert (type(translated), str(translated)) == (jaxmp.distributed.DistributedError, module.failure)
+
+
+# ---- ids between processes
+
+
+class FakeStore:
+    """JAX's store, whose waiting ends at once."""
+
+    def __init__(self):
+        self.values, self.waits = {}, []
+
+    def key_value_set_bytes(self, key, value):
+        assert key not in self.values, "JAX's store refuses a second value"
+        self.values[key] = value
+
+    def blocking_key_value_get_bytes(self, key, milliseconds):
+        self.waits.append(milliseconds)
+        if key not in self.values:
+            raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED: GetKeyValue() timed out")
+        return self.values[key]
+
+
+def test_ids_travel_through_the_store(monkeypatch):
+    store = FakeStore()
+    monkeypatch.setattr(_native._compat, "distributed_client", lambda: store)
+    assert _native._exchange("nccl/y/0", b"\0id\xff", 5.0) == b"\0id\xff"
+    assert store.values == {"nccl/y/0": b"\0id\xff"}
+    assert _native._exchange("nccl/y/0", None, 5.0) == b"\0id\xff"
+    assert store.waits == [5000]
+    with pytest.raises(TimeoutError, match=r"nobody has published nccl/y/1 within 0\.25 s; a process of"):
+        _native._exchange("nccl/y/1", None, 0.25)
+
+
+def test_without_a_store_nothing_travels(monkeypatch):
+    monkeypatch.setattr(_native._compat, "distributed_client", lambda: None)
+    with pytest.raises(RuntimeError, match=r"no store is left for nccl/y/0: jax\.distributed\.shutdown\(\)"):
+        _native._exchange("nccl/y/0", None, 1.0)

@@ -1,0 +1,327 @@
+"""The level "topology" of docs/determinism.md, bit for bit: no mesh shows in a result or a gradient.
+
+Silently wrong without these: a loss curve that moves with the number of devices, by no more than rounding.
+"""
+
+import functools
+import math
+import re
+
+import cases
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Epilog, _epilog, _primitive, _spec, testing
+
+pytestmark = pytest.mark.usefixtures("x64")
+DTYPES = testing.DTYPES
+LEVELS = testing.LEVELS
+EXPLICIT = modes.BY_ID["explicit"]
+SOME_LAYOUTS = ("all-gather", "reduce-scatter of columns", "all-reduce", "grid")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count"), [*(("float32", count) for count in (1, 2, 4)), *((dtype, 8) for dtype in DTYPES)]
+)
+def test_bits_do_not_know_the_mesh(dtype, count):
+    """Forward and gradients of every pattern; k is cut inside the blocks that a bf16 kernel sums at once."""
+    cases.require("host")
+    only = () if dtype in ("float32", "bfloat16", "complex64") else SOME_LAYOUTS
+    assert testing.check_meshes("topology", "host", dtype, (24, 40, 200), Epilog.NONE, [count], only=only) >= 4
+
+
+@pytest.mark.parametrize(("count", "held"), [(2, 100), (4, 250), (8, 300)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_cuts_inside_of_panels_do_not_matter(dtype, count, held):
+    """Each rank holds `held` of k, and for the gradient in b 150 rows, which panels of 256 and 1024 do not end with."""
+    cases.require("host")
+    testing.check_meshes(
+        "topology", "host", dtype, (150 * count, 16, held * count), Epilog.NONE, [count], only=SOME_LAYOUTS
+    )
+
+
+@pytest.mark.parametrize("transpose", ["TN", "NT", "TT"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_bits_of_transposed_operands_do_not_know_the_mesh(dtype, transpose):
+    cases.require("host")
+    testing.check_meshes("topology", "host", dtype, (24, 40, 40), Epilog.NONE, [4], transpose, SOME_LAYOUTS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "epilog"),
+    [
+        *(("float32", epilog) for epilog in testing.EPILOGS[1:]),
+        ("bfloat16", Epilog.RELU_BIAS),
+        ("bfloat16", Epilog.GELU_AUX_BIAS),
+    ],
+)
+def test_bits_of_every_epilog_do_not_know_the_mesh(dtype, epilog):
+    cases.require("host")
+    testing.check_meshes("topology", "host", dtype, (24, 40, 40), epilog, [4], only=SOME_LAYOUTS)
+
+
+def test_bits_of_xla_do_not_know_the_mesh():
+    cases.require("host")
+    testing.check_meshes("topology", "xla", "bfloat16", (24, 40, 200), Epilog.GELU_AUX_BIAS, [4], only=SOME_LAYOUTS)
+
+
+LEADING = {
+    # Shardings of a (batch, sequence, k), b and d, on a mesh of x and y.
+    "sequence": (P(None, "x", None), P(None, None), P(None, "x", None)),
+    "sequence over two axes": (P(None, ("y", "x"), None), P(None, None), P(None, ("y", "x"), None)),
+    "batch": (P("x", None, None), P(None, None), P("x", None, None)),
+    "batch and sequence": (P("y", "x", None), P(None, None), P("y", "x", None)),
+    "gathered sequence": (P(None, "x", None), P(None, "x"), P(None, None, "x")),
+    "gathered sequence of a batch": (P("y", "x", None), P(None, "x"), P("y", None, "x")),
+    "scattered sequence": (P(None, None, "x"), P("x", None), P(None, "x", None)),
+    "scattered sequence of a batch": (P("y", None, "x"), P("x", None), P("y", "x", None)),
+    "scattered sequence, columns shared": (P(None, None, "x"), P("x", "y"), P(None, "x", "y")),
+    "scattered batch": (P(None, "y", "x"), P("x", None), P("x", "y", None)),
+    "gathered batch": (P("x", "y", None), P(None, "x"), P(None, "y", "x")),
+    "gathered columns": (P(None, "x", None), P(None, "x"), P(None, "x", None)),
+    "scattered columns": (P("y", None, "x"), P("x", None), P("y", None, "x")),
+    "columns over two axes": (P("x", None, None), P(None, ("x", "y")), P(None, None, ("x", "y"))),
+    "columns over two axes, reversed": (P("x", None, None), P(None, ("y", "x")), P(None, None, ("y", "x"))),
+    "columns of whole rows": (P(None, None, None), P(None, ("y", "x")), P(None, None, ("y", "x"))),
+}
+
+
+@pytest.mark.parametrize("name", LEADING)
+def test_gradients_of_leading_dimensions_do_not_know_the_mesh(name):
+    """Rows fold out of several dimensions: ranks hold them interleaved, and yet they are summed in the global order."""
+    cases.require("host")
+    mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
+    specs = (*LEADING[name], P(LEADING[name][2][-1]))
+    shapes = (4, 8, 40), (40, 24), (4, 8, 24), (24,)
+    a, b, t, bias = (testing.draw(i, s, "float32") for i, s in enumerate(shapes))
+
+    def program(shardings, a, b, t, bias):
+        def layer(a, b, bias):
+            return jaxmp.linear(a, b, bias, activation="gelu", determinism="topology", **shardings)
+
+        d, pullback = jax.vjp(layer, a, b, bias)
+        return dict(zip(("a", "b", "bias"), pullback(t), strict=True), d=d)
+
+    want = jax.jit(functools.partial(program, {}))(a, b, t, bias)
+    shardings = {"in_shardings": specs[:2], "out_sharding": specs[2], "mesh": mesh}
+    placed = [cases.put(x, mesh, spec) for x, spec in zip((a, b, t, bias), specs, strict=True)]
+    got = jax.jit(functools.partial(program, shardings))(*placed)
+    for key in want:
+        testing.assert_bitwise_equal(got[key], want[key], f"{name}: {key}")
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+def test_a_mlp_has_the_bits_of_one_device(activation):
+    cases.require("host")
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    shapes = (16, 24), (24, 40), (40,), (40, 24), (24,)
+    operands = [testing.draw(i, shape, "float32") for i, shape in enumerate(shapes)]
+    rows = P(("data", "model"), None)
+    specs = rows, P(None, "model"), P("model"), P("model", None), P(None)
+
+    def gradients(out, *operands):
+        y, pullback = jax.vjp(
+            lambda *args: jaxmp.mlp(*args, activation=activation, determinism="topology", out_sharding=out), *operands
+        )
+        return y, pullback(y)
+
+    want = jax.jit(functools.partial(gradients, None))(*operands)
+    with jax.set_mesh(mesh):
+        got = jax.jit(functools.partial(gradients, rows))(
+            *(cases.put(x, mesh, spec) for x, spec in zip(operands, specs, strict=True))
+        )
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        testing.assert_bitwise_equal(x, y)
+
+
+def test_the_slope_of_a_gelu_is_the_librarys():
+    """Alone, fused with its neighbours, and for every row count: XLA may contract its own, and not this one."""
+    cases.require("host")
+    aux, t = testing.draw(0, (70, 33), "float32"), testing.draw(1, (70, 33), "float32")
+    t[0, :3] = 0.0, -0.0, np.inf
+    spec = _spec.MatmulSpec(np.dtype("float32"), determinism="batch")
+    slope = functools.partial(_primitive.activation_grad, "gelu", spec=spec)
+    want = np.asarray(jax.jit(slope)(aux, t))
+    for m in (1, 2, 3, 17, 64):
+        testing.assert_bitwise_equal(jax.jit(slope)(aux[:m], t[:m]), want[:m], f"m={m}")
+    fused = jax.jit(lambda aux, t: slope(aux, (t * 3 + aux) - (t * 3 + aux) + t) * 1.0)(aux, t)
+    assert np.isnan(fused[0, 2])
+    testing.assert_bitwise_equal(np.asarray(fused)[1:], want[1:])
+    calls = re.findall(r"custom_call @jaxmp_matmul\(.*?epilog = (\d+)", jax.jit(slope).lower(aux, t).as_text())
+    assert calls == [str(int(Epilog.DGELU))]
+
+
+OF_ACTIVATIONS = [epilog for epilog in testing.DERIVATIVES if _epilog.rule(epilog).derivative]
+# Of a (m, 1), b (1, n) and d over a mesh of x and y; over an axis of one device every pattern has k = 1.
+OVER_ONE_PRODUCT = {
+    "local": ((2, 2), P(None, None), P(None, ("x", "y")), P(None, ("x", "y"))),
+    "all-gather": ((1, 4), P("y", None), P(None, "y"), P(None, "y")),
+    "reduce-scatter": ((1, 1), P(None, "y"), P("y", None), P("y", None)),
+    "all-reduce": ((4, 1), P(None, "y"), P("y", "x"), P(None, "x")),
+    "grid": ((1, 1), P("x", "y"), P("x", "y"), P("x", "y")),
+}
+
+
+@pytest.mark.parametrize("level", ["run_to_run", *LEVELS])
+@pytest.mark.parametrize("epilog", OF_ACTIVATIONS, ids=lambda epilog: epilog.name)
+def test_a_derivative_of_one_product_does_not_know_the_mesh(epilog, level):
+    """cuBLASMp takes none over k = 1, so k is padded: on every rank of every pattern alike, signs of zeros with it."""
+    cases.require("host")
+    m, n = 8, 512
+    a, b, z = (testing.draw(i, shape, "float32") for i, shape in enumerate(((m, 1), (1, n), (m, n))))
+    a[:2], b[0, :4] = [[0.0], [-0.0]], [0.0, -0.0, 1.0, -1.0]
+    inputs = jax.tree.map(np.asarray, testing._aux_inputs(epilog, z))
+
+    def product(a, b, inputs, **where):
+        out = jaxmp.matmul(a, b, epilog=epilog, epilog_inputs=inputs, determinism=level, **where)
+        return {"d": out[0], **out[1]} if isinstance(out, tuple) else {"d": out}
+
+    want = jax.jit(product)(a, b, inputs)
+    (text,) = re.findall(r"custom_call @jaxmp_matmul.*", jax.jit(product).lower(a, b, inputs).as_text())
+    assert set(re.findall(r"\b(epilog|k) = (\d+)", text)) == {("epilog", str(int(epilog))), ("k", "2")}
+    for name, (sizes, *specs) in OVER_ONE_PRODUCT.items():
+        axes, devices = (AxisType.Explicit,) * 2, jax.devices()[: math.prod(sizes)]
+        mesh = jax.make_mesh(sizes, ("x", "y"), axis_types=axes, devices=devices)
+        with jax.set_mesh(mesh):
+            left, right = (cases.put(x, mesh, spec) for x, spec in zip((a, b), specs, strict=False))
+            given = {key: cases.put(x, mesh, specs[2]) for key, x in inputs.items()}
+            got = jax.jit(functools.partial(product, out_sharding=specs[2]))(left, right, given)
+        for key in want:
+            testing.assert_bitwise_equal(got[key], want[key], f"{name}: {key}")
+
+
+@pytest.mark.parametrize("implementation", testing.IMPLEMENTATIONS)
+@pytest.mark.parametrize("epilog", OF_ACTIVATIONS, ids=lambda epilog: epilog.name)
+def test_a_row_of_a_derivative_of_one_product_does_not_know_its_batch(epilog, implementation):
+    cases.require("host")
+    for level in LEVELS:
+        testing.check_rows(level, implementation, "float32", 1, 17, epilog, testing.SOME_ROWS)
+
+
+@pytest.mark.parametrize("mode", ["explicit", "partitioner", "shard_map"])
+@pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME[name] for name in ("local", "ag", "rs", "ar", "rs-data")]))
+def test_every_way_to_call_gives_the_bits_of_one_device(case, mode):
+    cases.require("host")
+    case, mode = case.replace(per_shard=(5, 3, 11)), modes.BY_ID[mode]
+    a, b = case.values(np.random.default_rng(0))
+    with mode.scope(case):
+        placed = [mode.put(case, x, s) for x, s in zip((a, b), case.stored, strict=True)]
+        d = mode.run(mode.product(case, determinism="topology"), *placed)
+    testing.assert_bitwise_equal(d, jaxmp.matmul(a, b, determinism="topology"))
+
+
+def test_gradients_under_the_partitioner_do_not_know_the_mesh():
+    """XLA chooses the patterns; every sum it leaves to a call, and the slope of gelu with it."""
+    cases.require("host")
+    case = cases.BY_NAME["ar-data"].replace(per_shard=(5, 6, 12))
+    mode = modes.BY_ID["partitioner"]
+    m, n, _ = case.extents
+    operands = (
+        *case.values(np.random.default_rng(0)),
+        testing.draw(0, (m, n), "float32"),
+        testing.draw(1, (n,), "float32"),
+    )
+
+    def program(f, a, b, w, bias):
+        d, pullback = jax.vjp(lambda a, b, bias: f(a, b, None, bias), a, b, bias)
+        return d, pullback(w)
+
+    options = {"determinism": "topology", "epilog": Epilog.GELU_BIAS}
+    want = jax.jit(functools.partial(program, modes.without_mesh(case, **options)))(*operands)
+    specs = (*case.stored, case.out, P(case.out[1]))
+    placed = [mode.put(case, x, spec) for x, spec in zip(operands, specs, strict=True)]
+    got = jax.jit(functools.partial(program, mode.product(case, **options)))(*placed)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        testing.assert_bitwise_equal(x, y)
+
+
+def test_xla_serves_gradients_with_a_bias():
+    """Sums over ranks that no call may complete there come as sums of their own; in integers they are exact."""
+    cases.require("host")
+    case = cases.BY_NAME["ag-data"]
+    rng = np.random.default_rng(0)
+    shapes = {"x": (8, 6), "w_in": (6, 4), "b_in": (4,), "w_out": (4, 6), "b_out": (6,)}
+    specs = {"x": P(("x", "y"), None), "w_in": P(None, "y"), "b_in": P("y"), "w_out": P("y", None), "b_out": P()}
+    operands = {name: rng.integers(-3, 4, shape).astype(np.float32) for name, shape in shapes.items()}
+
+    def of_mlp(operands, **options):
+        out = {"hidden_sharding": P("x", "y"), "out_sharding": P(("x", "y"), None)}
+        ins = (operands[name] for name in shapes)
+        return jnp.sum(jaxmp.mlp(*ins, activation="relu", **out, **options) ** 2)
+
+    def of_linear(operands, **options):
+        x, w, bias = (operands[name] for name in ("x", "w_in", "b_in"))
+        return jnp.sum(jaxmp.linear(x, w, bias, activation="relu", out_sharding=P("x", "y"), **options) ** 2)
+
+    mesh = case.jax_mesh()
+    with jax.set_mesh(mesh):
+        placed = {name: cases.put(x, mesh, specs[name]) for name, x in operands.items()}
+        for loss in (of_mlp, of_linear):
+            options = {"determinism": "batch", "implementation": "xla"}
+            got = jax.jit(jax.grad(functools.partial(loss, **options)))(placed)
+            want = jax.jit(jax.grad(loss))(placed)
+            for name in shapes:
+                np.testing.assert_array_equal(got[name], want[name], err_msg=f"{loss.__name__} {name}")
+
+
+def test_the_order_of_devices_does_not_matter():
+    cases.require("host")
+    a, b = testing.draw(0, (8, 40), "float32"), testing.draw(1, (40, 8), "float32")
+    want = jaxmp.matmul(a, b, determinism="topology")
+    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
+        mesh = jax.sharding.Mesh(np.asarray(jax.devices())[order], ("x",), axis_types=(AxisType.Auto,))
+        shardings = {"in_shardings": (P(None, "x"), P("x", None)), "out_sharding": P("x", None), "mesh": mesh}
+        testing.assert_bitwise_equal(jaxmp.matmul(a, b, determinism="topology", **shardings), want)
+
+
+def test_what_cannot_keep_the_level_is_refused_by_name():
+    cases.require("host")
+    mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(AxisType.Auto,) * 3)
+    level = {"determinism": "topology"}
+
+    def gradient(call, specs, out, check_vma=True):
+        mapped = jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
+        return jax.grad(lambda a, b: jnp.sum(mapped(a, b)), (0, 1))(
+            jnp.ones((8, 8), "float32"), jnp.ones((8, 8), "float32")
+        )
+
+    with pytest.raises(NotImplementedError, match='"topology" has no gradients under shard_map with check_vma=False'):
+        gradient(functools.partial(jaxmp.matmul, **level), (P("x"), P()), P("x"), check_vma=False)
+    grid = functools.partial(jaxmp.block_matmul, axis_names=("x", "y"), **level)
+    with pytest.raises(NotImplementedError, match="gradient of an operand of a 2-D grid that is the same along 'z'"):
+        gradient(grid, (P(("z", "x"), "y"), P("x", "y")), P(("z", "x"), "y"))
+    with pytest.raises(NotImplementedError, match='dot_general: determinism="topology" is not available'):
+        jaxmp.einsum("ij,jk->ik", jnp.ones((2, 3), "float32"), jnp.ones((3, 2), "float32"), **level)
+    plane = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
+    cyclic = jaxmp.to_block_cyclic(jnp.ones((8, 8), "float32"), jaxmp.BlockCyclic((2, 2), (3, 3)), mesh=plane)
+    with pytest.raises(NotImplementedError, match="determinism is not available for block-cyclic operands"):
+        jaxmp.matmul(cyclic, cyclic, **level)
+    a, b = (cases.put(np.ones((8, 8), np.float32), plane, P("y", None)) for _ in range(2))
+    mask = jnp.zeros((8, 16), jnp.uint8)
+    sums = {"epilog": Epilog.DRELU_BGRAD, "epilog_inputs": {"relu_aux": mask}, "mesh": plane, **level}
+    rows = {"in_shardings": (P("y", None), P()), "out_sharding": P("y", None)}
+    with pytest.raises(NotImplementedError, match="has no epilog DRELU_BGRAD on rows that are sharded over 'y' beside"):
+        jaxmp.matmul(a, b, **rows, **sums)
+    columns = {"in_shardings": (P("y", None), P(None, "y")), "out_sharding": P("y", None)}
+    with pytest.raises(NotImplementedError, match="no epilog DRELU_BGRAD where columns of the result are gathered"):
+        jaxmp.matmul(a, b, **columns, **sums)
+    gathered = {"in_shardings": (P(None, "y"), P("y", None)), "out_sharding": P("y", None), "implementation": "xla"}
+    with pytest.raises(NotImplementedError, match="no epilog DRELU_BGRAD where operands are gathered and the rows of"):
+        jaxmp.matmul(a, b, **gathered, **sums)
+    turned = cases.BY_NAME["grid"].replace(dtype="complex64", transposition="TN", per_shard=(2, 2, 2))
+    with EXPLICIT.scope(turned):
+        a, b = (
+            EXPLICIT.put(turned, x, s)
+            for x, s in zip(turned.values(np.random.default_rng(0)), turned.stored, strict=True)
+        )
+        f = EXPLICIT.product(turned, **level)
+        with pytest.raises(
+            NotImplementedError, match="gradient of a complex a that is stored transposed on a 2-D grid"
+        ):
+            jax.grad(lambda a: jnp.real(jnp.sum(f(a, b))))(a)
