@@ -1,8 +1,9 @@
-"""vmap rules: fold the batch into rows or columns where one call can do it, else scan over calls.
+"""vmap rules: fold the batch into rows or columns where one call can do it, else keep it as a batch.
 
 only a (and c) batched   rows:    (batch, m, k) -> (batch * m, k)
 only b batched           columns: (batch, k, n) -> (k, batch * n)
-both                     one call per batch element, in a scan
+both                     a product with a batch of its own (`_batched`), or, where a library or its order of sums is
+                         asked for, one call per index in a scan
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax.interpreters import batching
 
 from jaxmp import _bgrad, _epilog, _narrow
+from jaxmp._batched import may_batch
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import (
     AUTO_TWIN,
@@ -46,6 +48,8 @@ def _matmul_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
         return _bind_columns(spec, a, b, auto), 1
     mapped = {name: x for name, x, dim in (("a", a, da), ("b", b, db)) if dim is not None}
     fixed = {name: x for name, x, dim in (("a", a, da), ("b", b, db)) if dim is None}
+    if may_batch(spec) and not fixed:
+        return bind(spec, a, b, auto=auto, batched=True)["d"], 0
     return jax.lax.map(lambda x: bind(spec, **x, **fixed, auto=auto)["d"], mapped), 0
 
 
@@ -81,6 +85,11 @@ def _matmul_epilog_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
             if has_rows(name) and name not in batched:
                 operands[name] = jnp.broadcast_to(operands[name][None], (size, *operands[name].shape))
         outputs = bind_rows(spec.folded(size), operands.pop("a"), operands.pop("b"), operands, auto=auto)
+    elif may_batch(spec) and batched.issuperset("ab"):
+        whole = {
+            name: x if name in batched else jnp.broadcast_to(x[None], (size, *x.shape)) for name, x in operands.items()
+        }
+        outputs = bind(spec, whole.pop("a"), whole.pop("b"), whole, auto=auto, batched=True)
     else:
         fixed = {name: operands.pop(name) for name in names if name not in batched}
 

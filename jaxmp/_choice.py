@@ -7,7 +7,10 @@ import dataclasses
 from jaxmp import _native, _precision
 from jaxmp._config import config
 from jaxmp._route import Capabilities, why_card_refuses, why_not_cublasmp, why_unsupported
-from jaxmp._spec import MatmulSpec, Pattern
+from jaxmp._spec import MatmulSpec, Pattern, accumulator
+
+# Operations of a product from which on calls one by one are no slower than XLA's batched dot.
+LARGE_IN_BATCH = 2**25
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +45,22 @@ def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int, oper
             f'{remedy}pass determinism="run_to_run"'
         )
     return choice
+
+
+def choose_for_batch(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple, work: int) -> Choice:
+    """As `choose_implementation`, for a batch of products of `work` operations each.
+
+    Only XLA has a batched product. hostmp is the faster one even call by call where a product is large, and is shared
+    by ranks or has operands that are narrower than their sums. A group of several processes stays as it is, for each
+    of its collectives has a roll call of one product.
+    """
+    choice = choose_implementation(spec, platform, nprocesses, operands)
+    if choice.implementation not in ("host", "cublasmp"):
+        return choice
+    gains = spec.nranks > 1 or accumulator(operands[0]) != operands[0]
+    if choice.implementation == "host" and gains and work >= LARGE_IN_BATCH:
+        return dataclasses.replace(choice, why=f"{choice.why}; large products, one call per index of the batch")
+    return Choice("xla", "both operands have a batch: one dot and one collective of XLA's for all of it")
 
 
 def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple) -> Choice:

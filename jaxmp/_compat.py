@@ -55,6 +55,16 @@ def with_shape(aval, shape, dtype, varying):
     return aval.update(shape=tuple(shape), dtype=dtype, manual_axis_type=vma, weak_type=False)
 
 
+def without_front(aval):
+    """The type of one index along the first dimension."""
+    return _core.mapped_aval(aval.shape[0], 0, aval)
+
+
+def with_front(aval, size: int):
+    """`aval` with a dimension of `size` in front."""
+    return _core.unmapped_aval(size, 0, aval)
+
+
 def is_vma_checked() -> bool:
     """Whether the enclosing shard_map runs with check_vma=True."""
     return bool(_config._check_vma.value)
@@ -93,10 +103,14 @@ def lowering_mesh(ctx) -> jax.sharding.Mesh | None:
     return mesh if isinstance(mesh, jax.sharding.Mesh) else ambient_mesh()
 
 
+def device_count(ctx) -> int:
+    """The number of devices that the program which is being lowered is for."""
+    return getattr(ctx.module_context.axis_context, "num_devices", 1)
+
+
 def partitions_without_shardy(ctx) -> bool:
     """Whether the program that is being lowered is for several devices, and not for XLA's Shardy partitioner."""
-    is_off = not getattr(jax.config, "jax_use_shardy_partitioner", True)
-    return is_off and getattr(ctx.module_context.axis_context, "num_devices", 1) != 1
+    return not getattr(jax.config, "jax_use_shardy_partitioner", True) and device_count(ctx) != 1
 
 
 def ambient_mesh() -> jax.sharding.Mesh | None:

@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxmp import (
     _account,
+    _batched,
     _bgrad,
     _choice,
     _compat,
@@ -25,12 +26,21 @@ from jaxmp import (
     _processes,
 )
 from jaxmp._hints import hints_text
-from jaxmp._primitive import activated_matmul_p, auto_matmul_epilog_p, auto_matmul_p, matmul_epilog_p, matmul_p
+from jaxmp._primitive import (
+    activated_matmul_p,
+    auto_batched_matmul_epilog_p,
+    auto_batched_matmul_p,
+    auto_matmul_epilog_p,
+    auto_matmul_p,
+    matmul_epilog_p,
+    matmul_p,
+)
 from jaxmp._spec import (
     MatmulSpec,
     Pattern,
     accumulator,
     global_extents,
+    operations,
     output_shape,
 )
 
@@ -200,8 +210,13 @@ def _settled_by_partitioner(jitted, arrays) -> list[Row]:
     rows: list[Row] = []
     why = "chosen by XLA's partitioner (auto axes, no in_shardings)"
 
-    def on_call(spec: MatmulSpec, avals) -> None:
-        rows.append(_matmul_row(spec, avals[0], avals[1], 1, why))
+    def on_call(spec: MatmulSpec, avals, is_batched: bool) -> None:
+        if not is_batched:
+            rows.append(_matmul_row(spec, avals[0], avals[1], 1, why))
+            return
+        a, b = map(_compat.without_front, avals[:2])
+        row = _matmul_row(spec, a, b, avals[0].shape[0])
+        rows.append(dataclasses.replace(row, why="a batch, which XLA partitions (auto axes, no in_shardings)"))
 
     with _partitioning.observe(on_call):
         jitted.lower(arrays).compile()
@@ -216,6 +231,11 @@ def _walk(jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row]:
             row = _matmul_row(eqn.params["spec"], eqn.invars[0].aval, eqn.invars[1].aval, count)
             is_auto = eqn.primitive in (auto_matmul_p, auto_matmul_epilog_p)
             yield dataclasses.replace(row, pattern=_UNSETTLED) if is_auto else row
+        elif eqn.primitive in _batched.ONE:
+            a, b = (_compat.without_front(v.aval) for v in eqn.invars[:2])
+            row = _matmul_row(eqn.params["spec"], a, b, count * eqn.invars[0].aval.shape[0], is_batched=True)
+            is_auto = eqn.primitive in (auto_batched_matmul_p, auto_batched_matmul_epilog_p)
+            yield dataclasses.replace(row, pattern=_UNSETTLED) if is_auto else row
         elif eqn.primitive is activated_matmul_p:
             yield _matmul_row(eqn.params["spec"], eqn.invars[0].aval, eqn.invars[-1].aval, count)
         elif eqn.primitive.name in _COMMUNICATES and any("jaxmp" in name for name in names):
@@ -227,10 +247,12 @@ def _walk(jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row]:
                 yield from _walk(sub, inner, names)
 
 
-def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None) -> Row:
+def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None, is_batched: bool = False) -> Row:
     m, n, k = global_extents(spec, a.shape, b.shape)
     nprocesses = _processes.group_processes(spec, _compat.ambient_mesh())
-    choice = _choice.choose_implementation(spec, _compat.default_platform(), nprocesses, (a.dtype, b.dtype))
+    found = spec, _compat.default_platform(), nprocesses, (a.dtype, b.dtype)
+    work = operations(spec, a.shape, b.shape)
+    choice = _choice.choose_for_batch(*found, work) if is_batched else _choice.choose_implementation(*found)
     algorithm, workspace = _account.plan_facts(spec, a, b, choice.implementation)
     reasons = [choice.why]
     if spec.traced:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp import _bgrad, _choice, _chunks, _compat, _epilog, _narrow, _native, _processes, _xla
+from jaxmp import _batched, _bgrad, _choice, _chunks, _compat, _epilog, _narrow, _native, _processes, _xla
 from jaxmp._activation import multiply_by_slope
 from jaxmp._checks import check_gathered_scales
 from jaxmp._compat import mlir
@@ -20,12 +20,23 @@ from jaxmp._primitive import (
     activated_matmul_p,
     activated_matmul_parts,
     activation_grad_p,
+    batched_matmul_epilog_p,
+    batched_matmul_p,
     has_rows,
     matmul_epilog_p,
     matmul_p,
 )
 from jaxmp._route import Capabilities, find_route, without_conjugation
-from jaxmp._spec import MatmulSpec, Pattern, accumulator, axes_text, operand_names, output_names, output_shape
+from jaxmp._spec import (
+    MatmulSpec,
+    Pattern,
+    accumulator,
+    axes_text,
+    operand_names,
+    operations,
+    output_names,
+    output_shape,
+)
 
 
 def _fused_matmul(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities, devices: tuple[int, ...] = ()):
@@ -156,6 +167,28 @@ def _rule(platform: str, is_multiple: bool):
     return rule
 
 
+def _batched_rule(platform: str, primitive):
+    one, is_multiple = _batched.ONE[primitive], primitive.multiple_results
+
+    def rule(ctx, *nodes, spec: MatmulSpec):
+        a, b = (_compat.without_front(aval) for aval in ctx.avals_in[:2])
+        nprocesses = _processes.group_processes(spec, _compat.lowering_mesh(ctx))
+        work = operations(spec, a.shape, b.shape)
+        choice = _choice.choose_for_batch(spec, platform, nprocesses, (a.dtype, b.dtype), work)
+
+        def lower(*operands):
+            # Across processes each collective has a roll call ahead of it, which is of one product.
+            if choice.implementation != "xla" or (nprocesses > 1 and spec.nranks > 1):
+                return lax.map(lambda each: one.bind(*each, spec=spec), operands)
+            outputs = jax.vmap(functools.partial(_xla.matmul, spec=spec, platform=platform))(*operands)
+            return outputs if is_multiple else outputs[0]
+
+        with _compat.off_explicit_mesh():
+            return mlir.lower_fun(lower, multiple_results=is_multiple)(ctx, *nodes)
+
+    return rule
+
+
 def _devices_of(spec: MatmulSpec, mesh) -> tuple[int, ...]:
     """The devices of a call that is to run in this process, for which alone its lowering serves from now on.
 
@@ -191,6 +224,11 @@ def register_matmul_lowerings(bilinear_p, epilog_p) -> None:
 
 
 register_matmul_lowerings(matmul_p, matmul_epilog_p)
+for _primitive in (batched_matmul_p, batched_matmul_epilog_p):
+    for _platform in ("other", "cpu", "cuda"):
+        mlir.register_lowering(
+            _primitive, _batched_rule(_platform, _primitive), platform=None if _platform == "other" else _platform
+        )
 for _platform in ("other", "cpu", "cuda"):
     mlir.register_lowering(
         activation_grad_p,

@@ -25,8 +25,12 @@ from jaxmp._compat import mlir
 from jaxmp._primitive import (
     activation_grad,
     auto_activation_grad_p,
+    auto_batched_matmul_epilog_p,
+    auto_batched_matmul_p,
     auto_matmul_epilog_p,
     auto_matmul_p,
+    batched_matmul_epilog_p,
+    batched_matmul_p,
     bind,
     global_amax,
 )
@@ -41,7 +45,7 @@ _observers_lock = threading.Lock()
 
 @contextlib.contextmanager
 def observe(callback: Callable):
-    """While open, `callback(spec, operand types)` sees every call that the partitioner settles."""
+    """While open, `callback(spec, operand types, is_batched)` sees every call that the partitioner settles."""
     with _observers_lock:
         _observers.append(callback)
     try:
@@ -113,7 +117,7 @@ def _partition(spec: MatmulSpec, mesh, args, results):
 
     def lower(*shards):
         for callback in list(_observers):
-            callback(local, [jax.typeof(x) for x in shards])
+            callback(local, [jax.typeof(x) for x in shards], False)
         with _compat.off_explicit_mesh():
             results = _body(local, *shards)
         if _bgrad.summed(output_names(spec)[-1]) != "d" or not outside:
@@ -189,6 +193,21 @@ def _lower_slope(aux, t, *, activation: str, spec: MatmulSpec):
     return _partitioned_slope(activation, spec)(aux, t)
 
 
+def _register_batched(primitive, of_devices) -> None:
+    """A batch of products of global arrays is XLA's to partition, for custom_partitioning does not go with a batch;
+    on one device it is a batch as any other."""
+
+    def rule(ctx, *nodes, spec: MatmulSpec):
+        if _compat.device_count(ctx) > 1:
+            spec = spec.replace(implementation="xla")
+            for callback in list(_observers):
+                callback(spec, ctx.avals_in, True)
+        lower = functools.partial(of_devices.bind, spec=spec)
+        return mlir.lower_fun(lower, multiple_results=primitive.multiple_results)(ctx, *nodes)
+
+    mlir.register_lowering(primitive, rule)
+
+
 def _register(primitive, lower: Callable) -> None:
     lowered = mlir.lower_fun(lower, multiple_results=primitive.multiple_results)
 
@@ -206,3 +225,5 @@ def _register(primitive, lower: Callable) -> None:
 _register(auto_activation_grad_p, _lower_slope)
 _register(auto_matmul_p, lambda *operands, spec: _lower(*operands, spec=spec)[0])
 _register(auto_matmul_epilog_p, _lower)
+_register_batched(auto_batched_matmul_p, batched_matmul_p)
+_register_batched(auto_batched_matmul_epilog_p, batched_matmul_epilog_p)

@@ -6,6 +6,7 @@ activation_grad_p(aux, t)           t * act'(z), linear in t; reads the packed a
                                     the library's own arithmetic where the level of determinism asks for it
 activated_matmul_p(t, [tbias], aux, w)  (act'(z) * (t + tbias)) @ w, linear in t and tbias: the tangent of two layers,
                                     whose transpose is one call with a derivative as its epilog
+batched_matmul_p, batched_matmul_epilog_p  the first two for operands that all have a batch in front (`_batched`)
 
 The `auto_` twins are what a bare `jit` over auto axes binds: one global product whose pattern XLA's partitioner
 chooses (`_partitioning`). They share every rule but the lowering.
@@ -47,9 +48,20 @@ auto_activation_grad_p = _compat.make_primitive(
     "jaxmp_auto_activation_grad", multiple_results=False, needs_devices=True
 )
 activated_matmul_p = _compat.make_primitive("jaxmp_activated_matmul", multiple_results=False)
+batched_matmul_p = _compat.make_primitive("jaxmp_batched_matmul", multiple_results=False)
+batched_matmul_epilog_p = _compat.make_primitive("jaxmp_batched_matmul_epilog", multiple_results=True)
+auto_batched_matmul_p = _compat.make_primitive("jaxmp_auto_batched_matmul", multiple_results=False)
+auto_batched_matmul_epilog_p = _compat.make_primitive("jaxmp_auto_batched_matmul_epilog", multiple_results=True)
 
 AMAXES = ("amax_d", "gelu_aux_amax")
 AUTO_TWIN = {matmul_p: auto_matmul_p, matmul_epilog_p: auto_matmul_epilog_p}
+# The primitive of a batch by that of one of its products.
+BATCHED = {
+    matmul_p: batched_matmul_p,
+    matmul_epilog_p: batched_matmul_epilog_p,
+    auto_matmul_p: auto_batched_matmul_p,
+    auto_matmul_epilog_p: auto_batched_matmul_epilog_p,
+}
 
 
 def dots_saveable(primitive, *args, **params) -> bool:
@@ -69,22 +81,23 @@ def dots_saveable(primitive, *args, **params) -> bool:
     >>> jax.grad(lambda w: layer(jnp.ones((2, 3)), w).sum())(jnp.zeros((3, 1))).tolist()
     [[2.0], [2.0], [2.0]]
     """
-    is_ours = primitive in (*AUTO_TWIN, *AUTO_TWIN.values(), activated_matmul_p)
+    is_ours = primitive in (*BATCHED, *BATCHED.values(), activated_matmul_p)
     return is_ours or bool(jax.checkpoint_policies.dots_saveable(primitive, *args, **params))
 
 
-def bind(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *, auto: bool = False) -> dict[str, Any]:
-    """The results by name, on 2-D shards; `extra` holds the operands after a and b by name."""
+def bind(
+    spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *, auto: bool = False, batched: bool = False
+) -> dict[str, Any]:
+    """The results by name, on 2-D shards; `extra` holds the operands after a and b by name. With `batched` all of
+    them have one more dimension in front."""
     extra = extra or {}
-    if auto:
-        bilinear_p, epilog_p = auto_matmul_p, auto_matmul_epilog_p
-    else:
-        bilinear_p, epilog_p = matmul_p, matmul_epilog_p
     spec = spec.replace(has_c="c" in extra)
-    if spec.epilog == Epilog.NONE and not extra and not _narrow.is_narrow(a.dtype):
-        return {"d": bilinear_p.bind(a, b, spec=spec)}
-    outputs = epilog_p.bind(a, b, *(extra[name] for name in operand_names(spec)), spec=spec)
-    return dict(zip(output_names(spec), outputs, strict=True))
+    is_bilinear = spec.epilog == Epilog.NONE and not extra and not _narrow.is_narrow(a.dtype)
+    primitive = matmul_p if is_bilinear else matmul_epilog_p
+    primitive = AUTO_TWIN[primitive] if auto else primitive
+    primitive = BATCHED[primitive] if batched else primitive
+    outputs = primitive.bind(a, b, *(extra[name] for name in operand_names(spec)), spec=spec)
+    return dict(zip(output_names(spec), [outputs] if is_bilinear else outputs, strict=True))
 
 
 def bind_rows(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *, auto: bool = False) -> dict[str, Any]:

@@ -263,6 +263,11 @@ def global_extents(spec: MatmulSpec, a_shape, b_shape) -> tuple[int, int, int]:
     return rows, cols, k
 
 
+def operations(spec: MatmulSpec, a_shape, b_shape) -> int:
+    """Multiplications and additions of the product that one communicator computes, from the local shapes."""
+    return 2 * math.prod(global_extents(spec, a_shape, b_shape))
+
+
 def check_local_shapes(name: str, spec: MatmulSpec, a_shape, b_shape) -> None:
     """Raise ValueError where local shards do not fit the pattern."""
     if spec.cyclic:

@@ -51,7 +51,7 @@ def matmul(
         (z,) = ahead([z])
     if spec.pattern == Pattern.ALL_REDUCE:
         z = lax.psum(z, spec.row_axes)
-    elif spec.pattern == Pattern.REDUCE_SCATTER:
+    elif spec.pattern == Pattern.REDUCE_SCATTER and spec.nranks > 1:
         z = lax.psum_scatter(z, spec.row_axes, scatter_dimension=0, tiled=True)
     return apply_epilog(z, extra, spec, *shards)
 
@@ -144,6 +144,8 @@ def _encode_aux(z, operands, spec: MatmulSpec):
 
 
 def _gather_operands(spec: MatmulSpec, a, b):
+    if spec.nranks == 1 and not spec.cyclic:  # XLA would copy
+        return a, b
     if spec.pattern == Pattern.ALL_GATHER:
         a = lax.all_gather(a, spec.row_axes, axis=1 if spec.transpose_a else 0, tiled=True)
     elif spec.cyclic:

@@ -130,3 +130,7 @@ def test_vmap(rng):
     got = jax.vmap(lambda a, s: jaxmp.matmul(a, b, scales=Scales(a=s, b=scale_b), **TN, **F32))(a, blocks)
     want = np.stack([scaled(x, s) @ scaled(b, scale_b).T for x, s in zip(a, blocks, strict=True)])
     np.testing.assert_array_equal(got, want)
+    every = jnp.stack([b, b[::-1], b])
+    got = jax.vmap(lambda a, b, s: jaxmp.matmul(a, b, scales=Scales(a=s, b=scale_b), **TN, **F32))(a, every, blocks)
+    want = np.stack([scaled(x, s) @ scaled(y, scale_b).T for x, y, s in zip(a, every, blocks, strict=True)])
+    np.testing.assert_array_equal(got, want)
