@@ -1,4 +1,4 @@
-"""Time of the smallest call: a jitted 64x64 product on one device, where all that differs is the way to the product."""
+"""Time of the smallest call: a 64x64 product on one device, where all that differs is the way to the product."""
 
 import functools
 
@@ -15,14 +15,21 @@ def measure(quick):
         "jaxmp": functools.partial(jax.jit(jaxmp.matmul), a, b),
         "jaxmp, host": functools.partial(jax.jit(functools.partial(jaxmp.matmul, implementation="host")), a, b),
         "jnp": functools.partial(jax.jit(jnp.matmul), a, b),
+        "jaxmp, eager": functools.partial(jaxmp.matmul, a, b),
+        "jnp, eager": functools.partial(jnp.matmul, a, b),
     }
     # Turns of a hundred calls: one is not much longer than reading the clock.
     turns = {name: functools.partial(hundred, call) for name, call in calls.items()}
     times = interleaved(turns, seconds=0.5 if quick else 4, rounds=(15, 301), wait=lambda result: None)
     micros = {name: seconds * 1e4 for name, seconds in times.items()}
-    rows = [[name, f"{value:.1f}", f"{value - micros['jnp']:+.1f}"] for name, value in micros.items()]
-    prose = "Microseconds per call, waiting for each result; float32, one device."
-    return Report("Overhead of a call", prose, [("", ["call", "µs", "to jnp"], rows)], {"microseconds": micros})
+    jnps = {name: micros["jnp, eager" if name.endswith("eager") else "jnp"] for name in micros}
+    rows = [
+        [name, f"{value:.1f}", f"{value - jnps[name]:+.1f}", f"{value / jnps[name]:.2f}"]
+        for name, value in micros.items()
+    ]
+    prose = "Microseconds per call, under `jit` and without, waiting for each result; float32, one device."
+    table = ("", ["call", "µs", "to jnp", "ratio"], rows)
+    return Report("Overhead of a call", prose, [table], {"microseconds": micros})
 
 
 def hundred(call):

@@ -134,7 +134,8 @@ def matmul(
     >>> jaxmp.matmul(jnp.ones((2, 3)), jnp.ones((3, 4)), alpha=2.0)[0, 0]
     Array(6., dtype=float32)
     """
-    options = {key: value for key, value in locals().items() if key in SPEC_OPTIONS}
+    given = locals()
+    options = {name: given[name] for name in SPEC_OPTIONS}
     if isinstance(a, _block_cyclic.BlockCyclicArray) or isinstance(b, _block_cyclic.BlockCyclicArray):
         refused = {"epilog_inputs": epilog_inputs, "in_shardings": in_shardings, "mesh": mesh}
         defaults = {"scales": None, "result_amax": False, "aux_dtype": None, "aux_amax": False}

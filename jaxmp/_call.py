@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _epilog, _mesh, _narrow, _sharding, _spec
+from jaxmp import _eager, _epilog, _mesh, _narrow, _sharding, _spec
 from jaxmp._arguments import validated
 from jaxmp._checks import as_array, check_all_reduce, check_relu_aux
 from jaxmp._hints import check_hints
@@ -39,9 +40,27 @@ class _Call:
 def product(a, b, c, epilog_inputs, options: dict, out_sharding, in_shardings, mesh):
     """The result of `jaxmp.matmul`."""
     a, b, c = map(as_array, (a, b, c))
-    spec, operands = validated("matmul", a, b, c, epilog_inputs, options)
-    placement = _mesh.place("matmul", a, b, result_shape(spec, a, b), out_sharding, in_shardings, mesh)
-    return _result(jaxmp_call(make_call(spec, placement, operands), operands))
+    given = _given(a, b, c, epilog_inputs)
+    decided = _eager.decided(given, options, (out_sharding, in_shardings, mesh))
+    if decided:
+        call, casts = decided[0]
+        operands = {name: x.astype(casts[name]) if name in casts else x for name, x in given.items()}
+    else:
+        spec, operands = validated("matmul", a, b, c, epilog_inputs, options)
+        placement = _mesh.place("matmul", a, b, result_shape(spec, a, b), out_sharding, in_shardings, mesh)
+        call = make_call(spec, placement, operands)
+    if decided == []:
+        decided.append((call, {name: operands[name].dtype for name, x in given.items() if operands[name] is not x}))
+    return _result(jaxmp_call(call, operands))
+
+
+def _given(a, b, c, epilog_inputs) -> dict[str, Any]:
+    """What was passed for operands, by name; nothing where the names are wrong."""
+    given = {"a": a, "b": b} if c is None else {"a": a, "b": b, "c": c}
+    if epilog_inputs is None:
+        return given
+    is_named = isinstance(epilog_inputs, Mapping) and epilog_inputs.keys().isdisjoint(("a", "b", "c"))
+    return given | dict(epilog_inputs) if is_named else {}
 
 
 def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, options: dict):

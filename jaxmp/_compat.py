@@ -21,6 +21,7 @@ from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
+from jax._src import util as _util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _pe
 from jax.extend.core import Primitive
@@ -78,6 +79,12 @@ def subjaxprs(params: dict):
 def without_dead_code(jaxpr):
     """`jaxpr` less the equations that no output needs, in itself and in what it calls."""
     return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+def cache_in_context(capacity: int):
+    """A decorator: an LRU cache whose keys hold, beside the arguments, every setting of JAX that tracing depends on,
+    the mesh of `jax.set_mesh` among them; `jax.clear_caches` empties it."""
+    return _util.cache(max_size=capacity)
 
 
 def is_concrete(x) -> bool:
@@ -223,6 +230,7 @@ __all__ = [
     "ambient_mesh",
     "backend_exists",
     "batching",
+    "cache_in_context",
     "default_platform",
     "detect_processes",
     "distributed_client",
