@@ -1,4 +1,4 @@
-"""Batches that both operands have, as attention's heads and experts do: jaxmp's way, calls one by one, `lax.dot_general`.
+"""Batches that both operands have, as heads and experts do: jaxmp's way, calls one by one, `lax.dot_general`.
 
 The batch lies on the devices, or every product is one whose rows are gathered.
 """
@@ -54,7 +54,7 @@ def measure(quick):
         rows.append([name, "x".join(map(str, shape)), {"float32": "f32", "bfloat16": "bf16"}[dtype], *micros, *ratios])
     mean = geometric_mean([case["seconds"]["XLA"] / case["seconds"]["jaxmp"] for case in cases])
     prose = (
-        f"Microseconds on {RANKS} devices; the batch is sharded, or the rows of each product are gathered. *One by one*: "
+        f"Microseconds on {RANKS} devices; the batch is sharded, or rows are gathered. *One by one*: "
         f"`implementation=\"host\"`. jaxmp's rate to XLA's, geometric mean: {mean:.2f}."
     )
     columns = ["case", "batch x m x k x n", "types", "jaxmp", "one by one", "XLA", "jaxmp / XLA", "one by one / XLA"]
