@@ -5,30 +5,15 @@
 #include <utility>
 
 #include "csrc/hostmp/blas.h"
-#include "csrc/hostmp/elementwise.h"
+#include "csrc/hostmp/block.h"
 #include "csrc/hostmp/epilog.h"
 #include "csrc/hostmp/narrow_product.h"
 #include "csrc/hostmp/ordered_kernel.h"
 #include "csrc/hostmp/rounded.h"
+#include "csrc/hostmp/tile_part.h"
 
 namespace jaxmp::hostmp {
 namespace {
-
-// A rectangle of local memory.
-struct Block {
-  char* data;
-  int64_t ld;
-};
-
-Block locate(const Operand& x, int64_t row, int64_t col) {
-  const int64_t ld = x.desc.lld;
-  return {const_cast<char*>(x.data) + bytes_of(x.desc.type, col * ld + row), ld};
-}
-
-// The tile's place in D: on which rank, and at which local row and column.
-struct Place {
-  int64_t rank, row, col;
-};
 
 class TileRun {
  public:
@@ -41,63 +26,40 @@ class TileRun {
         scratch_(workspace ? workspace + product.area.sums_bytes : nullptr),
         seam_(scratch_ + product.area.scratch_bytes),
         pieces_(seam_ + product.area.seam_bytes),
-        place_(find_place()),
-        is_in_d_(sums_in_d(call_, product.schedule, tile)),
-        z_(is_in_d_ ? d_of(place_.rank) : Block{workspace, tile.rows}) {}
-
-  void operator()() {
-    call_.is_ordered ? sum_in_order() : sum();
-    for_ranks([](TileRun& part) {
-      part.finish();
-      if (part.call_.is_all_reduce) part.copy_to_peers();
-    });
-  }
-
- private:
-  // The part of a tile of several cuts that lies in the given one.
-  TileRun(const TileRun& whole, const Tile& tile)
-      : product_(whole.product_),
-        tile_(tile),
-        m_(whole.m_),
-        n_(product_.schedule.n[static_cast<size_t>(tile.n_cut)]),
-        call_(whole.call_),
-        scratch_(whole.scratch_),
-        seam_(whole.seam_),
-        pieces_(whole.pieces_),
-        place_(find_place()),
-        is_in_d_(whole.is_in_d_),
-        z_(whole.z_) {
-    z_.data += bytes_of(call_.accumulator(), (n_.begin - whole.n_.begin) * z_.ld);
-  }
-
-  // For the columns of each rank apart: C, D, aux and the epilog's inputs are its own.
-  template <typename Function>
-  void for_ranks(Function function) {
-    if (is_of_one_rank()) return function(*this);
-    for (int32_t cut = tile_.n_cut; cut < tile_.n_cut + tile_.n_cuts; ++cut) {
-      const int64_t cols = product_.schedule.n[static_cast<size_t>(cut)].size;
-      TileRun part(*this, Tile{tile_.m_cut, cut, tile_.row, tile_.rows, 0, cols});
-      function(part);
+        z_{workspace, tile.rows} {
+    if (product.schedule.is_together_in_d(tile)) {
+      const Place place = place_of(n_, tile.col);
+      const bool is_in_d = sums_in_d(call_, product.schedule, tile);
+      if (is_in_d) z_ = locate(product.calls[static_cast<size_t>(place.rank)]->d, place.row, place.col);
+      parts_.emplace_back(product.calls, place, tile.rows, tile.cols, z_, is_in_d, scratch_);
+      return;
+    }
+    for (int32_t i = tile.n_cut; i < tile.n_cut + tile.n_cuts; ++i) {
+      const Cut& n = cut_of_n(i);
+      char* const z = z_.data + bytes_of(call_.accumulator(), (n.begin - n_.begin) * z_.ld);
+      parts_.emplace_back(product.calls, place_of(n, 0), tile.rows, n.size, Block{z, z_.ld}, false, scratch_);
     }
   }
 
-  bool is_of_one_rank() const { return product_.schedule.is_together_in_d(tile_); }
-
-  Place find_place() const {
-    const int64_t rank = call_.is_all_reduce ? 0 : rank_of(call_.grid(), m_.proc[0], n_.proc[0]);
-    return {rank, m_.local[0] + tile_.row, n_.local[0] + tile_.col};
+  void operator()() {
+    call_.is_ordered ? sum_in_order() : sum();
+    for (const TilePart& part : parts_) part.finish();
   }
 
-  const Call& owner() const { return *product_.calls[static_cast<size_t>(place_.rank)]; }
-  Block d_of(int64_t rank) const {
-    return locate(product_.calls[static_cast<size_t>(rank)]->d, place_.row, place_.col);
+ private:
+  const Cut& cut_of_n(int32_t i) const { return product_.schedule.n[static_cast<size_t>(i)]; }
+
+  // Where D has the tile's first row, and column `col` of a cut of n.
+  Place place_of(const Cut& n, int64_t col) const {
+    const int64_t rank = call_.is_all_reduce ? 0 : rank_of(call_.grid(), m_.proc[0], n.proc[0]);
+    return {rank, m_.local[0] + tile_.row, n.local[0] + col};
   }
 
   // z = beta C, and onto it the products, as fast as the BLAS does them.
   void sum() {
-    bool is_started = !is_of_one_rank();  // of whom some may read C, and others not
+    bool is_started = parts_.size() > 1;  // of whom some may read C, and others not
     if (is_started) fill_zero();
-    for_ranks([&](TileRun& part) { is_started = part.add_c(is_started); });
+    for (const TilePart& part : parts_) is_started = part.add_c(is_started);
     for (const Cut& cut : product_.schedule.k) {
       call_.is_narrow() ? add_narrow(cut, is_started) : add_product(product_of(cut), is_started);
       is_started = true;
@@ -113,7 +75,7 @@ class TileRun {
     if (alpha != 1.0) {
       scale_sums(z_.data, z_.ld, tile_.rows, tile_.cols, alpha.real(), alpha.imag(), call_.accumulator());
     }
-    for_ranks([](TileRun& part) { part.add_c(true); });
+    for (const TilePart& part : parts_) part.add_c(true);
   }
 
   // Of A and B; the ranks agree on tensor-wide scales.
@@ -180,22 +142,6 @@ class TileRun {
     return {abi::CUBLAS_OP_N, abi::CUBLAS_OP_N, tile_.rows, tile_.cols, size, a, tile_.rows, b, size, z_.data, z_.ld};
   }
 
-  // z (+)= beta C. cuBLASMp's all-reduce sums what each rank adds, beta and C being the rank's own.
-  bool add_c(bool is_started) {
-    const int64_t first = call_.is_all_reduce ? 0 : place_.rank;
-    const int64_t last = call_.is_all_reduce ? call_.nranks - 1 : place_.rank;
-    for (int64_t rank = first; rank <= last; ++rank) {
-      const Call& call = *product_.calls[static_cast<size_t>(rank)];
-      if (!call.reads_c) continue;
-      const Block c = locate(call.c, place_.row, place_.col);
-      const std::complex<double> beta = call.beta * static_cast<double>(call.scale_c.scalar());
-      scale_c(c.data, c.ld, z_.data, z_.ld, tile_.rows, tile_.cols, beta.real(), beta.imag(), is_started,
-              call.accumulator(), call.c.desc.type);
-      is_started = true;
-    }
-    return is_started;
-  }
-
   Product product_of(const Cut& k) const {
     const bool is_a_plain = call_.trans_a == abi::CUBLAS_OP_N;
     const Block a = piece(&Call::a, is_a_plain, {m_.proc[1], m_.local[1] + tile_.row}, {k.proc[0], k.local[0]});
@@ -213,20 +159,13 @@ class TileRun {
     const bool is_plain = call_.trans_b == abi::CUBLAS_OP_N;
     const Block all = {pieces_ + bytes_of(type, k.begin * tile_.cols), is_plain ? k.size : tile_.cols};
     for (int32_t i = tile_.n_cut; i < tile_.n_cut + tile_.n_cuts; ++i) {
-      const Cut& n = product_.schedule.n[static_cast<size_t>(i)];
+      const Cut& n = cut_of_n(i);
       const int64_t col = n.begin - n_.begin;
       const Block from = piece_of_b(k, n, 0);
       char* const to = all.data + bytes_of(type, is_plain ? col * all.ld : col);
-      copy_columns(type, from, is_plain ? k.size : n.size, is_plain ? n.size : k.size, {to, all.ld});
+      copy_block(type, from, is_plain ? k.size : n.size, is_plain ? n.size : k.size, {to, all.ld});
     }
     return all;
-  }
-
-  static void copy_columns(abi::cudaDataType_t type, const Block& from, int64_t rows, int64_t cols, const Block& to) {
-    for (int64_t col = 0; col < cols; ++col) {
-      std::memcpy(to.data + bytes_of(type, col * to.ld), from.data + bytes_of(type, col * from.ld),
-                  static_cast<size_t>(bytes_of(type, rows)));
-    }
   }
 
   void add_product(const Product& product, bool adds) {
@@ -295,122 +234,16 @@ class TileRun {
     }
   }
 
-  void finish() {
-    const Epilog* epilog = find_epilog(call_.epilog);
-    if (is_in_d_ && epilog->is_plain()) return;
-    if (call_.stores_narrow()) return finish_narrow(epilog);
-    apply_epilog(epilog, d_of(place_.rank), call_.d.desc.type);
-  }
-
-  // The epilog from the sums into `to`, of type `out`.
-  void apply_epilog(const Epilog* epilog, const Block& to, abi::cudaDataType_t out) {
-    const void* bias = epilog->has_bias ? bias_of_tile(out) : nullptr;
-    const Aux aux = epilog->has_aux ? aux_of(place_.rank) : Aux{};
-    uint32_t amax = 0;
-    finish_tile({epilog, tile_.rows, tile_.cols, z_.data, z_.ld, to.data, to.ld, bias, aux.data, aux.ld, aux.rows,
-                 call_.aux_type, owner().scale_aux.scalar(), &amax},
-                call_.accumulator(), out);
-    raise(&Call::amax_aux, amax);
-  }
-
-  // The tile's part of the bias, as `type`.
-  const void* bias_of_tile(abi::cudaDataType_t type) const {
-    const abi::cudaDataType_t have = call_.bias_type;
-    const char* const bias = static_cast<const char*>(owner().bias) + bytes_of(have, place_.row);
-    if (have == type) return bias;
-    float* const wide = reinterpret_cast<float*>(scratch_);  // fp8 operands only; their products are done with it
-    if (have == abi::CUDA_R_16BF) widen(reinterpret_cast<const BFloat16*>(bias), wide, tile_.rows);
-    if (have == abi::CUDA_R_16F) widen(reinterpret_cast<const Float16*>(bias), wide, tile_.rows);
-    return wide;
-  }
-
-  // fp8 and fp4: the epilog in floats where the sums are, then scaled and encoded.
-  void finish_narrow(const Epilog* epilog) {
-    if (!epilog->is_plain()) apply_epilog(epilog, z_, abi::CUDA_R_32F);
-    const Block d = d_of(place_.rank);
-    const int64_t rows_of_part = call_.is_all_reduce ? call_.m : owner().d.local_rows();
-    const uint32_t amax = store_narrow({call_.d.desc.type, reinterpret_cast<const float*>(z_.data), z_.ld, tile_.rows,
-                                        tile_.cols, d.data, d.ld, owner().scale_d.scalar(), owner().d_out_scale.mode,
-                                        static_cast<uint8_t*>(const_cast<void*>(owner().d_out_scale.data)), place_.row,
-                                        place_.col, rows_of_part});
-    raise(&Call::amax_d, amax);
-  }
-
-  // Raises the maximum of every rank that holds the tile.
-  void raise(uint32_t* Call::* most, uint32_t value) const {
-    const int64_t last = call_.is_all_reduce ? call_.nranks - 1 : place_.rank;
-    for (int64_t rank = place_.rank; rank <= last; ++rank) {
-      uint32_t* const of_rank = product_.calls[static_cast<size_t>(rank)]->*most;
-      if (of_rank) raise_to(of_rank, value);
-    }
-  }
-
-  static void raise_to(uint32_t* most, uint32_t value) {
-    uint32_t have = __atomic_load_n(most, __ATOMIC_RELAXED);
-    while (have < value && !__atomic_compare_exchange_n(most, &have, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
-    }
-  }
-
-  struct Aux {
-    char* data = nullptr;
-    int64_t ld = 0;      // bytes for RELU, elements for GELU
-    int64_t rows = 0;    // with the padding, in the last tile of a column
-    int64_t bytes = 0;   // of `rows`
-    int64_t stride = 0;  // bytes
-  };
-  Aux aux_of(int64_t rank) const {
-    const Call& call = *product_.calls[static_cast<size_t>(rank)];
-    const int64_t local_rows = call.is_all_reduce ? call.m : call.d.local_rows();
-    const bool is_last = place_.row + tile_.rows == local_rows;
-    Aux aux;
-    aux.rows = is_last ? call.aux_ld - place_.row : tile_.rows;
-    const bool is_mask = find_epilog(call.epilog)->activation == Activation::kRelu;
-    aux.ld = is_mask ? call.aux_ld / 8 : call.aux_ld;
-    aux.stride = is_mask ? aux.ld : bytes_of(call.aux_type, aux.ld);
-    aux.bytes = is_mask ? ceil_div(aux.rows, 8) : bytes_of(call.aux_type, aux.rows);
-    const int64_t above = is_mask ? place_.row / 8 : bytes_of(call.aux_type, place_.row);
-    aux.data = static_cast<char*>(call.aux) + place_.col * aux.stride + above;
-    return aux;
-  }
-
-  void copy_to_peers() {
-    const Block from = d_of(0);
-    const Epilog* epilog = find_epilog(call_.epilog);
-    const bool writes_aux = epilog->has_aux && !epilog->is_derivative;
-    for (int64_t rank = 1; rank < call_.nranks; ++rank) {
-      copy_columns(call_.d.desc.type, from, tile_.rows, tile_.cols, d_of(rank));
-      if (call_.has_d_out_scale) copy_scales(*product_.calls[static_cast<size_t>(rank)]);
-      if (!writes_aux) continue;
-      const Aux source = aux_of(0), target = aux_of(rank);
-      for (int64_t col = 0; col < tile_.cols; ++col) {
-        std::memcpy(target.data + col * target.stride, source.data + col * source.stride,
-                    static_cast<size_t>(source.bytes));
-      }
-    }
-  }
-
-  void copy_scales(const Call& to) const {
-    const int64_t block = block_of(call_.d_out_scale.mode);
-    for (int64_t col = place_.col; col < place_.col + tile_.cols; ++col) {
-      for (int64_t row = place_.row; row < place_.row + tile_.rows; row += block) {
-        const int64_t at = tiled_offset(row / block, col, call_.m / block);
-        static_cast<uint8_t*>(const_cast<void*>(to.d_out_scale.data))[at] =
-            static_cast<const uint8_t*>(call_.d_out_scale.data)[at];
-      }
-    }
-  }
-
   const Product2D& product_;
   const Tile tile_;
   const Cut& m_;
-  const Cut& n_;
+  const Cut& n_;      // the first one
   const Call& call_;  // rank 0's, for what all ranks share
   char* const scratch_;
   char* const seam_;
   char* const pieces_;
-  const Place place_;
-  const bool is_in_d_;
   Block z_;
+  std::vector<TilePart> parts_;  // each cut of n apart, where the tile is not in one piece in D
 };
 
 }  // namespace
