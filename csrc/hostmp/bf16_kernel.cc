@@ -6,12 +6,11 @@
 
 #include <algorithm>
 
+#include "csrc/hostmp/avx512.h"
 #include "csrc/hostmp/bf16_pack.h"
 #include "csrc/hostmp/bf16_thin.h"
 
 #if defined(__x86_64__)
-
-#include <immintrin.h>
 
 namespace jaxmp::hostmp {
 namespace {

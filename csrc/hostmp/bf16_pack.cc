@@ -2,13 +2,9 @@
 
 #include <algorithm>
 
-#if defined(__x86_64__)
+#include "csrc/hostmp/avx512.h"
 
-// GCC 12 takes the "undefined" values of its own AVX-512 header for mistakes (GCC bug 105593).
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-#include <immintrin.h>
+#if defined(__x86_64__)
 
 namespace jaxmp::hostmp {
 namespace {

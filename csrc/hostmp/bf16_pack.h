@@ -13,8 +13,6 @@
 
 namespace jaxmp::hostmp {
 
-#define JAXMP_AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
-
 constexpr int64_t kBlock = 16;
 
 // A stored operand from some k on, whose numbers are adjacent either along k or along the other dimension.

@@ -7,15 +7,10 @@
 #include <algorithm>
 
 #include "csrc/hostmp/amx_kernel.h"
+#include "csrc/hostmp/avx512.h"
 #include "csrc/hostmp/bf16_pack.h"
 
 #if defined(__x86_64__)
-
-// GCC 12 takes the "undefined" values of its own AVX-512 header for mistakes (GCC bug 105593).
-#if defined(__GNUC__) && !defined(__clang__)
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#endif
-#include <immintrin.h>
 
 namespace jaxmp::hostmp {
 namespace {
