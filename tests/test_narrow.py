@@ -51,6 +51,20 @@ def test_every_scale_reaches_its_block(mode, case, rng):
         np.testing.assert_array_equal(d, want)
 
 
+@pytest.mark.parametrize("case", by_name("ag", "rs"), ids=lambda case: case.name)
+@pytest.mark.parametrize("mode", [mode for mode in SCALE_MODES if mode.a == "vec128"], ids=lambda mode: mode.id)
+@pytest.mark.parametrize("determinism", ["run_to_run", "topology"])
+def test_few_rows_of_several_devices(determinism, mode, case, rng):
+    """Fewer than a block of k has: they are multiplied together, each times the scales of the device that holds it."""
+    case = case.replace(transposition="NT", per_shard=(16, mode.unit, mode.unit))
+    m, n, k = case.extents
+    a, b = small(rng, (m, k), mode.dtype), small(rng, (n, k), mode.dtype)
+    scale_a, scale_b = mode.scales(rng, a.shape, b.shape)
+    want = (scaled(a, scale_a) @ scaled(b, scale_b).T).astype(np.float32)
+    d = call_sharded(case, a, b, scale_a, scale_b, AxisType.Explicit, determinism=determinism, **F32)
+    np.testing.assert_array_equal(d, want)
+
+
 def call_in_shard_map(case, a, b, scale_a, scale_b, **options):
     spec_a, spec_b = case.stored
     given = [(scale_a, spec_a), (scale_b, spec_b)]

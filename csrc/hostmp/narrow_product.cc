@@ -46,6 +46,14 @@ void decode_panel(const NarrowOperand& x, int64_t at, int64_t depth, int64_t cou
   }
 }
 
+// The columns of all ranks next to each other.
+void decode_columns(const std::vector<NarrowColumns>& columns, int64_t at, int64_t depth, BFloat16* to, int64_t ld) {
+  for (const auto& [n, x] : columns) {
+    decode_panel(x, at, depth, n, to, ld);
+    to += n * (x.is_adjacent_in_k ? ld : 1);
+  }
+}
+
 struct Scratch {
   BFloat16 *a, *b;
   float *sums, *row_scales;
@@ -88,13 +96,15 @@ void add_scaled(const NarrowProduct& p, int64_t at, const Scratch& scratch, floa
     return x.scales.of_sum((x.inner + at) / kScaleBlock, x.outer + index, ceil_div(x.inners, kScaleBlock), x.outers);
   };
   for (int64_t row = 0; row < p.m; ++row) scratch.row_scales[row] = alpha * scale_of(p.a, row);
-  for (int64_t col = 0; col < p.n; ++col) {
-    float* const c = static_cast<float*>(p.c) + col * p.ldc;
-    const float* const sum = scratch.sums + col * p.m;
-    const float scale = scale_of(p.b, col);
-    for (int64_t row = 0; row < p.m; ++row) {
-      const float term = scratch.row_scales[row] * scale * sum[row];
-      c[row] = adds ? c[row] + term : term;
+  float* c = static_cast<float*>(p.c);
+  const float* sum = scratch.sums;
+  for (const auto& [n, x] : p.b) {
+    for (int64_t col = 0; col < n; ++col, c += p.ldc, sum += p.m) {
+      const float scale = scale_of(x, col);
+      for (int64_t row = 0; row < p.m; ++row) {
+        const float term = scratch.row_scales[row] * scale * sum[row];
+        c[row] = adds ? c[row] + term : term;
+      }
     }
   }
 }
@@ -102,14 +112,15 @@ void add_scaled(const NarrowProduct& p, int64_t at, const Scratch& scratch, floa
 }  // namespace
 
 void narrow_gemm(const NarrowProduct& p, double alpha, bool adds, char* memory) {
-  const bool has_sums = applies_to_sums(p.a.type, p.a.scales, p.b.scales);
-  const bool by_blocks = block_of(p.a.scales.mode) == kScaleBlock || block_of(p.b.scales.mode) == kScaleBlock;
+  const NarrowOperand& b = p.b.front().x;
+  const bool has_sums = applies_to_sums(p.a.type, p.a.scales, b.scales);
+  const bool by_blocks = block_of(p.a.scales.mode) == kScaleBlock || block_of(b.scales.mode) == kScaleBlock;
   const Scratch scratch = divide(memory, has_sums, p.m, p.n, std::min(p.k, kDepth));
   for (int64_t at = 0; at < p.k; at += kDepth) {
     const int64_t panel = std::min(kDepth, p.k - at);
-    const bool is_a_k = p.a.is_adjacent_in_k, is_b_k = p.b.is_adjacent_in_k;
+    const bool is_a_k = p.a.is_adjacent_in_k, is_b_k = b.is_adjacent_in_k;
     decode_panel(p.a, at, panel, p.m, scratch.a, is_a_k ? panel : p.m);
-    decode_panel(p.b, at, panel, p.n, scratch.b, is_b_k ? panel : p.n);
+    decode_columns(p.b, at, panel, scratch.b, is_b_k ? panel : p.n);
     const int64_t step = by_blocks ? kScaleBlock : panel;
     for (int64_t from = 0; from < panel; from += step, adds = true) {
       const int64_t depth = std::min(step, panel - from);
@@ -140,8 +151,9 @@ void narrow_gemm(const NarrowProduct& p, double alpha, bool adds, char* memory) 
 
 void narrow_gemm_in_order(const std::vector<NarrowProduct>& parts, char* memory) {
   const NarrowProduct& first = parts.front();
-  const bool has_sums = applies_to_sums(first.a.type, first.a.scales, first.b.scales);
-  const bool by_blocks = block_of(first.a.scales.mode) == kScaleBlock || block_of(first.b.scales.mode) == kScaleBlock;
+  const Scales &scales_a = first.a.scales, &scales_b = first.b.front().x.scales;
+  const bool has_sums = applies_to_sums(first.a.type, scales_a, scales_b);
+  const bool by_blocks = block_of(scales_a.mode) == kScaleBlock || block_of(scales_b.mode) == kScaleBlock;
   int64_t k = 0;
   for (const NarrowProduct& part : parts) k += part.k;
   const Scratch scratch = divide(memory, has_sums, first.m, first.n, std::min(k, kDepth));
@@ -154,7 +166,7 @@ void narrow_gemm_in_order(const std::vector<NarrowProduct>& parts, char* memory)
     for (const NarrowProduct& part : parts) {
       const int64_t from = std::max(at, begin), depth = std::min(at + panel, begin + part.k) - from;
       if (depth > 0) decode_panel(part.a, from - begin, depth, part.m, scratch.a + from - at, panel);
-      if (depth > 0) decode_panel(part.b, from - begin, depth, part.n, scratch.b + from - at, panel);
+      if (depth > 0) decode_columns(part.b, from - begin, depth, scratch.b + from - at, panel);
       begin += part.k;
     }
     const int64_t step = by_blocks ? kScaleBlock : panel;

@@ -22,10 +22,17 @@ struct NarrowOperand {
   int64_t inner, inners, outer, outers;
 };
 
+// Columns of op(B) that one rank holds.
+struct NarrowColumns {
+  int64_t n;
+  NarrowOperand x;
+};
+
 struct NarrowProduct {
   int64_t m, n, k;
-  NarrowOperand a, b;
-  void* c;  // floats; of 8-bit integers int32
+  NarrowOperand a;
+  std::vector<NarrowColumns> b;  // n in all
+  void* c;                       // floats; of 8-bit integers int32
   int64_t ldc;
 };
 

@@ -54,14 +54,14 @@ int64_t count_row_pieces(int64_t cols, int64_t pieces) {
 }
 
 // Each product reads all of op(A), so narrow pieces of n, a few from each rank, are multiplied together. What is
-// copied for it is a part of op(A) in size.
+// copied for it is a part of op(A) in size. Numbers of 8 bits and fewer are decoded anyway, and so not copied.
 constexpr int64_t kMostTogether = 128;
 constexpr int64_t kMostCopied = 4 << 20;  // bytes, for each thread
 
 // How many cuts of n, from `first` on, one tile takes.
 size_t count_together(const Call& call, const std::vector<Cut>& cuts, size_t first) {
   const int64_t column = std::max<int64_t>(1, call.k * facts(call.a.desc.type).bytes);
-  const int64_t most = call.is_narrow() ? 0 : std::min(kMostTogether, kMostCopied / column);
+  const int64_t most = call.is_narrow() ? kMostTogether : std::min(kMostTogether, kMostCopied / column);
   int64_t cols = cuts[first].size;
   size_t next = first + 1;
   while (next < cuts.size() && cols + cuts[next].size <= most) cols += cuts[next++].size;
@@ -152,7 +152,8 @@ Area area_of(const Call& call, const Schedule& schedule) {
     } else if (facts(type).is_16bit) {
       scratch = gemm16_scratch(type, tile.rows, tile.cols, call.k);
     }
-    const int64_t pieces = schedule.is_together_in_b(tile) ? 0 : facts(type).bytes * tile.cols * call.k;
+    const bool is_copied = !call.is_narrow() && !schedule.is_together_in_b(tile);
+    const int64_t pieces = is_copied ? facts(type).bytes * tile.cols * call.k : 0;
     area.pieces_bytes = std::max(area.pieces_bytes, round_up(pieces, kAlignment));
     area.scratch_bytes = std::max(area.scratch_bytes, round_up(scratch, kAlignment));
     area.seam_bytes = std::max(area.seam_bytes, round_up(seam, kAlignment));

@@ -209,8 +209,18 @@ class TileRun {
   NarrowProduct narrow_product_of(const Cut& k) const {
     const bool is_a_k = call_.trans_a != abi::CUBLAS_OP_N, is_b_k = call_.trans_b == abi::CUBLAS_OP_N;
     const NarrowOperand a = narrow_piece(&Call::a, &Call::scale_a, is_a_k, k, 0, m_, tile_.row);
-    const NarrowOperand b = narrow_piece(&Call::b, &Call::scale_b, is_b_k, k, 1, n_, tile_.col);
-    return {tile_.rows, tile_.cols, k.size, a, b, z_.data, z_.ld};
+    const auto columns = [&](const Cut& n, int64_t col, int64_t cols) {
+      return NarrowColumns{cols, narrow_piece(&Call::b, &Call::scale_b, is_b_k, k, 1, n, col)};
+    };
+    NarrowProduct product = {tile_.rows, tile_.cols, k.size, a, {}, z_.data, z_.ld};
+    if (product_.schedule.is_together_in_b(tile_)) {
+      product.b = {columns(n_, tile_.col, tile_.cols)};
+      return product;
+    }
+    for (int32_t i = tile_.n_cut; i < tile_.n_cut + tile_.n_cuts; ++i) {
+      product.b.push_back(columns(cut_of_n(i), 0, cut_of_n(i).size));
+    }
+    return product;
   }
 
   void add_narrow(const Cut& k, bool adds) {
