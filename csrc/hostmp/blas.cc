@@ -165,6 +165,19 @@ void gemm_widened(const Product& p, float alpha, float beta, char* scratch) {
   }
 }
 
+// As few calls as there may be: a part of which the kernel's instruction does not take the last k whole ends one.
+void gemm_in_parts(void (*kernel)(const Parts&, float, float, char*), int64_t unit, const Parts& parts, float alpha,
+                   float beta, char* scratch) {
+  Parts together;
+  for (const Product& part : parts) {
+    together.push_back(part);
+    if (part.k % unit == 0 && &part != &parts.back()) continue;
+    kernel(together, alpha, beta, scratch);
+    together.clear();
+    beta = 1;
+  }
+}
+
 // OpenBLAS 0.3.34 takes another kernel for small single-precision products (m n k up to 1e6), and the one for two
 // transposed operands is not safe on two threads at once: it crashes, or mixes up their operands (seen on a processor
 // with AVX-512; tests/cpp/hostmp_blas.cc). Tiles of that size take microseconds, so they take turns.
@@ -220,20 +233,20 @@ void gemm(const Product& p, Complex128 alpha, Complex128 beta) {
   call_complex(loaded.load(std::memory_order_acquire)->zgemm, p, alpha, beta);
 }
 
-void gemm16(abi::cudaDataType_t type, const Product& p, float alpha, float beta, char* scratch) {
+void gemm16(abi::cudaDataType_t type, const Parts& parts, float alpha, float beta, char* scratch) {
   const Libraries& libraries = *loaded.load(std::memory_order_acquire);
-  switch (kernel_for(type)) {
-    case Kernel16::kMkl:
-      return call_mixed(type == abi::CUDA_R_16BF ? libraries.bf16 : libraries.f16, p, alpha, beta);
-    case Kernel16::kAmx:
-      return amx_gemm({p}, alpha, beta, scratch);
-    case Kernel16::kAvx512Bf16:
-      return bf16_gemm({p}, alpha, beta, scratch);
-    case Kernel16::kWidened:
-      break;
+  const Kernel16 kernel = kernel_for(type);
+  if (kernel == Kernel16::kAmx) return gemm_in_parts(amx_gemm, kAmxUnit, parts, alpha, beta, scratch);
+  if (kernel == Kernel16::kAvx512Bf16) return gemm_in_parts(bf16_gemm, kBf16Unit, parts, alpha, beta, scratch);
+  const bool is_bf16 = type == abi::CUDA_R_16BF;
+  for (const Product& p : parts) {
+    if (kernel == Kernel16::kMkl) {
+      call_mixed(is_bf16 ? libraries.bf16 : libraries.f16, p, alpha, beta);
+    } else {
+      is_bf16 ? gemm_widened<BFloat16>(p, alpha, beta, scratch) : gemm_widened<Float16>(p, alpha, beta, scratch);
+    }
+    beta = 1;
   }
-  type == abi::CUDA_R_16BF ? gemm_widened<BFloat16>(p, alpha, beta, scratch)
-                           : gemm_widened<Float16>(p, alpha, beta, scratch);
 }
 
 int64_t gemm16_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k) {

@@ -3,6 +3,7 @@
 #define JAXMP_HOSTMP_BLAS_H_
 
 #include <cstdint>
+#include <vector>
 
 #include "csrc/cublasmp_abi.h"
 #include "csrc/hostmp/types.h"
@@ -28,10 +29,14 @@ void gemm(const Product& product, double alpha, double beta);
 void gemm(const Product& product, Complex64 alpha, Complex64 beta);
 void gemm(const Product& product, Complex128 alpha, Complex128 beta);
 
-// 16-bit a and b into a float c. `scratch` has gemm16_scratch() bytes, aligned to 64.
-void gemm16(abi::cudaDataType_t type, const Product& product, float alpha, float beta, char* scratch);
+// A product whose k, at least one, lies in several parts, in ascending order. They share m, n, c and its leading
+// dimension.
+using Parts = std::vector<Product>;
 
-// Enough for any product of at most m x n, whatever its k.
+// 16-bit a and b into a float c. `scratch` has gemm16_scratch() bytes, aligned to 64.
+void gemm16(abi::cudaDataType_t type, const Parts& parts, float alpha, float beta, char* scratch);
+
+// Enough for any product of at most m x n and k.
 int64_t gemm16_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k);
 
 }  // namespace jaxmp::hostmp

@@ -136,10 +136,10 @@ void narrow_gemm(const NarrowProduct& p, double alpha, bool adds, char* memory) 
                                has_sums ? scratch.sums : p.c,
                                has_sums ? p.m : p.ldc};
       if (!has_sums) {
-        gemm16(abi::CUDA_R_16BF, product, static_cast<float>(alpha), adds ? 1.0f : 0.0f, scratch.kernel);
+        gemm16(abi::CUDA_R_16BF, {product}, static_cast<float>(alpha), adds ? 1.0f : 0.0f, scratch.kernel);
         continue;
       }
-      gemm16(abi::CUDA_R_16BF, product, 1.0f, 0.0f, scratch.kernel);
+      gemm16(abi::CUDA_R_16BF, {product}, 1.0f, 0.0f, scratch.kernel);
       if (p.a.type == abi::CUDA_R_8I) {
         add_integers(p, scratch.sums, alpha, adds);
       } else {

@@ -223,7 +223,7 @@ int64_t ordered_gemm_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int
 
 int64_t ordered_unit(abi::cudaDataType_t type) {
   const Kernel kernel = kernel_for(type);
-  return kernel == Kernel::kAmx ? 32 : kernel == Kernel::kAvx512Bf16 ? 2 : 1;
+  return kernel == Kernel::kAmx ? kAmxUnit : kernel == Kernel::kAvx512Bf16 ? kBf16Unit : 1;
 }
 
 int64_t ordered_panel(abi::cudaDataType_t type) { return kernel_for(type) == Kernel::kAmx ? kAmxPanel : kOrderedPanel; }

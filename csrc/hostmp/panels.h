@@ -15,10 +15,6 @@ namespace jaxmp::hostmp {
 // The depth of a panel, but on AMX (kAmxPanel).
 constexpr int64_t kOrderedPanel = 256;
 
-// A product whose k, at least one, lies in several parts, in ascending order. They share m, n, c and its leading
-// dimension.
-using Parts = std::vector<Product>;
-
 // `depth` k of a part from its `k` on, which are those of a panel from `offset` on.
 struct Segment {
   const Product* part;

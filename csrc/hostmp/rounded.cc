@@ -94,7 +94,7 @@ void gemm_rounded(cublasComputeType_t compute, cudaDataType_t type, const Produc
         p.c,       p.ldc};
     const float add = at == 0 ? beta : 1.0f;
     if (facts(panel).is_16bit) {
-      gemm16(panel, part, alpha.real(), add, inner);
+      gemm16(panel, {part}, alpha.real(), add, inner);
     } else if (facts(type).is_complex) {
       gemm(part, Complex64(alpha), Complex64(add));
     } else {

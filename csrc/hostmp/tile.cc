@@ -60,11 +60,15 @@ class TileRun {
     bool is_started = parts_.size() > 1;  // of whom some may read C, and others not
     if (is_started) fill_zero();
     for (const TilePart& part : parts_) is_started = part.add_c(is_started);
+    if (product_.schedule.k.empty()) {
+      if (!is_started) fill_zero();
+      return;
+    }
+    if (facts(call_.a.desc.type).is_16bit) return add_parts(is_started);
     for (const Cut& cut : product_.schedule.k) {
       call_.is_narrow() ? add_narrow(cut, is_started) : add_product(product_of(cut), is_started);
       is_started = true;
     }
-    if (!is_started) fill_zero();
   }
 
   // z = alpha (the sum over k in ascending order) + beta C.
@@ -168,6 +172,12 @@ class TileRun {
     return all;
   }
 
+  void add_parts(bool adds) {
+    Parts parts;
+    for (const Cut& cut : product_.schedule.k) parts.push_back(product_of(cut));
+    gemm16(call_.a.desc.type, parts, static_cast<float>(call_.alpha.real()), adds ? 1.0f : 0.0f, scratch_);
+  }
+
   void add_product(const Product& product, bool adds) {
     const double one = adds ? 1 : 0;
     const std::complex<double> alpha = call_.alpha;
@@ -185,10 +195,8 @@ class TileRun {
         return gemm(product, Complex64(alpha), Complex64(static_cast<float>(one)));
       case abi::CUDA_C_64F:
         return gemm(product, alpha, Complex128(one));
-      case abi::CUDA_R_32F:
-        return gemm(product, static_cast<float>(alpha.real()), static_cast<float>(one));
       default:
-        return gemm16(call_.a.desc.type, product, static_cast<float>(alpha.real()), static_cast<float>(one), scratch_);
+        return gemm(product, static_cast<float>(alpha.real()), static_cast<float>(one));
     }
   }
 

@@ -1,5 +1,5 @@
-// Our own bf16 kernels, each where this processor has its instructions: against sums of small integers, which are exact
-// in any order, with canaries around C and the scratch area.
+// Our own bf16 kernels, each where this processor has its instructions, and the choice among them: against sums of
+// small integers, which are exact in any order, with canaries around C and the scratch area.
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -11,7 +11,9 @@
 
 #include "csrc/hostmp/amx_kernel.h"
 #include "csrc/hostmp/bf16_kernel.h"
+#include "csrc/hostmp/blas.h"
 #include "csrc/hostmp/cpu.h"
+#include "csrc/hostmp/host.h"
 #include "tests/cpp/check.h"
 
 namespace jaxmp::test {
@@ -226,20 +228,33 @@ void test_few_columns_have_the_bits_of_many(const Kernel& kernel) {
   }
 }
 
+// k may be cut anywhere: of what is cut here, some ends where an instruction's k do.
+const Kernel kChosen = {
+    "gemm16",
+    true,
+    [](const Parts& parts, float alpha, float beta, char* scratch) {
+      hostmp::gemm16(abi::CUDA_R_16BF, parts, alpha, beta, scratch);
+    },
+    0,
+    8,
+    [](int64_t m, int64_t n, int64_t k) { return hostmp::gemm16_scratch(abi::CUDA_R_16BF, m, n, k); }};
+
 }  // namespace
 }  // namespace jaxmp::test
 
 int main() {
   using namespace jaxmp;  // NOLINT
+  CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
   const test::Kernel kernels[] = {
-      {"AVX512_BF16", hostmp::cpu().avx512_bf16, hostmp::bf16_gemm, hostmp::kOrderedPanel, 2,
+      {"AVX512_BF16", hostmp::cpu().avx512_bf16, hostmp::bf16_gemm, hostmp::kOrderedPanel, hostmp::kBf16Unit,
        hostmp::bf16_gemm_scratch},
-      {"AMX", hostmp::cpu().amx_bf16, hostmp::amx_gemm, hostmp::kAmxPanel, 32, hostmp::amx_gemm_scratch},
+      {"AMX", hostmp::cpu().amx_bf16, hostmp::amx_gemm, hostmp::kAmxPanel, hostmp::kAmxUnit, hostmp::amx_gemm_scratch},
   };
   for (const test::Kernel& kernel : kernels) {
     test::test_kernel(kernel);
     test::test_extents_and_parts_do_not_matter(kernel);
     test::test_few_columns_have_the_bits_of_many(kernel);
   }
+  test::test_kernel(test::kChosen);
   return check::summary("hostmp_bf16");
 }
