@@ -3,134 +3,29 @@
 // on all ranks, memory of its own as workspace.
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
-#include <map>
-#include <memory>
 #include <mutex>
-#include <set>
 #include <string>
-#include <utility>
-#include <vector>
 
 #include "csrc/hostmp/host.h"
-#include "csrc/hostmp/objects.h"
 #include "csrc/mp_api.h"
+#include "tests/fakes/cublasmp_state.h"
 #include "tests/fakes/fake.h"
 
 FAKE(cuStreamGetCtx);  // libcuda's
 
 namespace {
 
-using namespace jaxmp::abi;  // NOLINT: cuBLASMp's own names
+using namespace fakes;  // NOLINT
 using jaxmp::hostmp::as_stream;
-
-const jaxmp::MpApi& host() { return jaxmp::host_api(); }
-
-constexpr int kHost = 0, kStream = 1;  // channels of fake_nccl_gather
-
-// hostmp's side of a communicator.
-struct World {
-  explicit World(int nranks) : group(nranks) {}
-  jaxmp::hostmp::Group group;
-  jaxmp::hostmp::Rendezvous rendezvous;
-};
-
-struct Handle {
-  int ordinal;
-  CUstream stream;
-};
-
-struct State {
-  std::mutex mutex;
-  std::map<const void*, std::unique_ptr<World>> worlds;  // by fake_nccl_group()
-  std::map<cublasMpHandle_t, Handle> handles;
-  std::map<cublasMpGrid_t, ncclComm_t> grids;
-  std::map<void*, cublasMpGrid_t> buffers;
-  std::set<const void*> descriptors;
-  std::map<std::pair<std::string, int>, int> failures;  // status of the next such call on a device
-  std::map<int, std::string> log;                       // by device
-  cublasMpLoggerCallback_t logger = nullptr;
-  int log_level = 0;
-};
-
-State& state() {
-  static auto* const only = new State;  // streams may still run at exit
-  return *only;
-}
-
-void Log(int ordinal, const std::string& entry) {
-  std::lock_guard<std::mutex> lock(state().mutex);
-  state().log[ordinal] += entry + " ";
-}
-
-void Say(int level, const char* function, const std::string& message) {
-  cublasMpLoggerCallback_t logger = nullptr;
-  {
-    std::lock_guard<std::mutex> lock(state().mutex);
-    if (level <= state().log_level) logger = state().logger;
-  }
-  if (logger) logger(level, function, message.c_str());
-}
-
-// Notes the call; fails where a test wants it to.
-cublasMpStatus_t Enter(const std::string& name) {
-  const int ordinal = fake_cuda_ordinal();
-  if (ordinal < 0) return CUBLASMP_STATUS_EXECUTION_FAILED;
-  Log(ordinal, name);
-  int failure = 0;
-  {
-    std::lock_guard<std::mutex> lock(state().mutex);
-    const auto found = state().failures.find({name, ordinal});
-    if (found == state().failures.end()) return CUBLASMP_STATUS_SUCCESS;
-    failure = found->second;
-    state().failures.erase(found);
-  }
-  Say(1, ("cublasMp" + name).c_str(), "a cause");
-  Say(1, ("cublasMp" + name).c_str(), "as the test wants it");
-  return static_cast<cublasMpStatus_t>(failure);
-}
-
-cublasMpStatus_t Report(cublasMpStatus_t status, const char* function) {
-  if (status != CUBLASMP_STATUS_SUCCESS) Say(1, function, host().last_error());
-  return status;
-}
 
 #define ENTER(name) \
   if (const cublasMpStatus_t entered = Enter(name); entered != CUBLASMP_STATUS_SUCCESS) return entered
-
-// Waits for every rank; an error where they differ.
-cublasMpStatus_t Agree(ncclComm_t comm, long long value) {  // NOLINT
-  const int nranks = fake_nccl_nranks(comm);
-  const long long* values = fake_nccl_gather(comm, kHost, value);  // NOLINT
-  if (!values) return CUBLASMP_STATUS_INTERNAL_ERROR;
-  const bool is_equal = std::all_of(values, values + nranks, [value](auto other) { return other == value; });
-  return is_equal ? CUBLASMP_STATUS_SUCCESS : CUBLASMP_STATUS_INVALID_VALUE;
-}
-
-World& WorldOf(ncclComm_t comm) {
-  std::lock_guard<std::mutex> lock(state().mutex);
-  std::unique_ptr<World>& world = state().worlds[fake_nccl_group(comm)];
-  if (!world) world = std::make_unique<World>(fake_nccl_nranks(comm));
-  return *world;
-}
-
-ncclComm_t CommOf(cublasMpGrid_t grid) {
-  std::lock_guard<std::mutex> lock(state().mutex);
-  const auto found = state().grids.find(grid);
-  return found == state().grids.end() ? nullptr : found->second;
-}
-
-Handle HandleOf(cublasMpHandle_t handle) {
-  std::lock_guard<std::mutex> lock(state().mutex);
-  const auto found = state().handles.find(handle);
-  return found == state().handles.end() ? Handle{-1, nullptr} : found->second;
-}
 
 int OrdinalOf(CUstream stream) {
   CUcontext context = nullptr;
@@ -200,12 +95,6 @@ struct Product {
     std::abort();  // a device that fails: nothing that a test expects
   }
 };
-
-bool HasWorkspace(void* work, size_t bytes) {
-  if (bytes == 0) return true;
-  std::lock_guard<std::mutex> lock(state().mutex);
-  return state().buffers.count(work) > 0;
-}
 
 }  // namespace
 
@@ -437,20 +326,4 @@ cublasMpStatus_t cublasMpMatmul(cublasMpHandle_t handle, cublasMpMatmulDescripto
   };
   (void)cuLaunchHostFunc(of.stream, Product::Run, product);
   return CUBLASMP_STATUS_SUCCESS;
-}
-
-const char* fake_cublasmp_log(int device) {
-  static thread_local std::string taken;
-  std::lock_guard<std::mutex> lock(state().mutex);
-  taken = std::exchange(state().log[device], "");
-  return taken.c_str();
-}
-void fake_cublasmp_fail(const char* call, int device, int status) {
-  std::lock_guard<std::mutex> lock(state().mutex);
-  state().failures[{call, device}] = status;
-}
-int fake_cublasmp_live() {
-  std::lock_guard<std::mutex> lock(state().mutex);
-  return static_cast<int>(state().handles.size() + state().grids.size() + state().buffers.size() +
-                          state().descriptors.size());
 }

@@ -1,0 +1,104 @@
+#include "tests/fakes/cublasmp_state.h"
+
+#include <algorithm>
+
+namespace fakes {
+namespace {
+
+constexpr int kHostChannel = 0;  // of fake_nccl_gather
+
+}  // namespace
+
+State& state() {
+  static auto* const only = new State;  // streams may still run at exit
+  return *only;
+}
+
+void Log(int ordinal, const std::string& entry) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  state().log[ordinal] += entry + " ";
+}
+
+void Say(int level, const char* function, const std::string& message) {
+  cublasMpLoggerCallback_t logger = nullptr;
+  {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    if (level <= state().log_level) logger = state().logger;
+  }
+  if (logger) logger(level, function, message.c_str());
+}
+
+cublasMpStatus_t Enter(const std::string& name) {
+  const int ordinal = fake_cuda_ordinal();
+  if (ordinal < 0) return CUBLASMP_STATUS_EXECUTION_FAILED;
+  Log(ordinal, name);
+  int failure = 0;
+  {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    const auto found = state().failures.find({name, ordinal});
+    if (found == state().failures.end()) return CUBLASMP_STATUS_SUCCESS;
+    failure = found->second;
+    state().failures.erase(found);
+  }
+  Say(1, ("cublasMp" + name).c_str(), "a cause");
+  Say(1, ("cublasMp" + name).c_str(), "as the test wants it");
+  return static_cast<cublasMpStatus_t>(failure);
+}
+
+cublasMpStatus_t Report(cublasMpStatus_t status, const char* function) {
+  if (status != CUBLASMP_STATUS_SUCCESS) Say(1, function, host().last_error());
+  return status;
+}
+
+cublasMpStatus_t Agree(ncclComm_t comm, long long value) {  // NOLINT
+  const int nranks = fake_nccl_nranks(comm);
+  const long long* values = fake_nccl_gather(comm, kHostChannel, value);  // NOLINT
+  if (!values) return CUBLASMP_STATUS_INTERNAL_ERROR;
+  const bool is_equal = std::all_of(values, values + nranks, [value](auto other) { return other == value; });
+  return is_equal ? CUBLASMP_STATUS_SUCCESS : CUBLASMP_STATUS_INVALID_VALUE;
+}
+
+World& WorldOf(ncclComm_t comm) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  std::unique_ptr<World>& world = state().worlds[fake_nccl_group(comm)];
+  if (!world) world = std::make_unique<World>(fake_nccl_nranks(comm));
+  return *world;
+}
+
+ncclComm_t CommOf(cublasMpGrid_t grid) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  const auto found = state().grids.find(grid);
+  return found == state().grids.end() ? nullptr : found->second;
+}
+
+Handle HandleOf(cublasMpHandle_t handle) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  const auto found = state().handles.find(handle);
+  return found == state().handles.end() ? Handle{-1, nullptr} : found->second;
+}
+
+bool HasWorkspace(void* work, size_t bytes) {
+  if (bytes == 0) return true;
+  std::lock_guard<std::mutex> lock(state().mutex);
+  return state().buffers.count(work) > 0;
+}
+
+}  // namespace fakes
+
+using fakes::state;
+
+const char* fake_cublasmp_log(int device) {
+  static thread_local std::string taken;
+  std::lock_guard<std::mutex> lock(state().mutex);
+  taken = std::exchange(state().log[device], "");
+  return taken.c_str();
+}
+void fake_cublasmp_fail(const char* call, int device, int status) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  state().failures[{call, device}] = status;
+}
+int fake_cublasmp_live() {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  return static_cast<int>(state().handles.size() + state().grids.size() + state().buffers.size() +
+                          state().descriptors.size());
+}

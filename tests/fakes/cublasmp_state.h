@@ -1,0 +1,76 @@
+// What the fake libcublasmp.so.0 remembers: objects, who belongs to which communicator, what was called, and which call
+// a test wants to fail.
+#ifndef JAXMP_TESTS_FAKES_CUBLASMP_STATE_H_
+#define JAXMP_TESTS_FAKES_CUBLASMP_STATE_H_
+
+#include <cstddef>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <utility>
+
+#include "csrc/hostmp/host.h"
+#include "csrc/hostmp/objects.h"
+#include "csrc/mp_api.h"
+#include "tests/fakes/fake.h"
+
+// A process may have several builds of the library, each with a state of its own.
+#pragma GCC visibility push(hidden)
+
+namespace fakes {
+
+using namespace jaxmp::abi;  // NOLINT: cuBLASMp's own names
+
+inline const jaxmp::MpApi& host() { return jaxmp::host_api(); }
+
+// hostmp's side of a communicator.
+struct World {
+  explicit World(int nranks) : group(nranks) {}
+  jaxmp::hostmp::Group group;
+  jaxmp::hostmp::Rendezvous rendezvous;
+};
+
+struct Handle {
+  int ordinal;
+  CUstream stream;
+};
+
+struct State {
+  std::mutex mutex;
+  std::map<const void*, std::unique_ptr<World>> worlds;  // by fake_nccl_group()
+  std::map<cublasMpHandle_t, Handle> handles;
+  std::map<cublasMpGrid_t, ncclComm_t> grids;
+  std::map<void*, cublasMpGrid_t> buffers;
+  std::set<const void*> descriptors;
+  std::map<std::pair<std::string, int>, int> failures;  // status of the next such call on a device
+  std::map<int, std::string> log;                       // by device
+  cublasMpLoggerCallback_t logger = nullptr;
+  int log_level = 0;
+};
+
+State& state();
+
+void Log(int ordinal, const std::string& entry);
+void Say(int level, const char* function, const std::string& message);
+
+// Notes the call; returns the status that a test wants of it.
+cublasMpStatus_t Enter(const std::string& name);
+
+// Says why a call failed, and returns the status.
+cublasMpStatus_t Report(cublasMpStatus_t status, const char* function);
+
+// Waits for every rank; an error where they differ.
+cublasMpStatus_t Agree(ncclComm_t comm, long long value);  // NOLINT
+
+World& WorldOf(ncclComm_t comm);
+ncclComm_t CommOf(cublasMpGrid_t grid);       // null where there is no such grid
+Handle HandleOf(cublasMpHandle_t handle);     // {-1, null}
+bool HasWorkspace(void* work, size_t bytes);  // it is cublasMpMalloc's, or there are no bytes
+
+}  // namespace fakes
+
+#pragma GCC visibility pop
+
+#endif  // JAXMP_TESTS_FAKES_CUBLASMP_STATE_H_
