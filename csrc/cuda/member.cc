@@ -1,7 +1,11 @@
 #include "csrc/cuda/member.h"
 
+#include <chrono>
+#include <condition_variable>
 #include <limits>
+#include <thread>
 
+#include "csrc/cuda/context.h"
 #include "csrc/cuda/exchange.h"
 #include "csrc/cuda/libraries.h"
 #include "csrc/cuda/log.h"
@@ -17,6 +21,41 @@ constexpr int64_t kFailed = std::numeric_limits<int64_t>::max();
 template <typename T>
 std::shared_ptr<T> Unowned(T* object) {
   return std::shared_ptr<T>(std::shared_ptr<T>(), object);
+}
+
+// A communicator that is being opened, on a thread of its own.
+struct Opening {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool is_done = false;
+  abi::ncclResult_t result = abi::ncclSuccess;
+  abi::ncclComm_t comm = nullptr;
+};
+
+constexpr std::chrono::milliseconds kLook(50);
+
+// ncclCommInitRank waits for every rank, for ever where one has ended since it asked for the id. It takes no deadline,
+// and nothing stops it: a communicator that does not block is none for cuBLASMp, which never asks NCCL whether a call
+// is still in progress (its library has no reference to ncclCommGetAsyncError). So it gets a thread, which the caller
+// leaves behind where the watchdog has given the peers up.
+StatusOr<abi::ncclComm_t> OpenCommunicator(abi::CUcontext context, int nranks, const abi::ncclUniqueId& id, int rank) {
+  const auto opening = std::make_shared<Opening>();
+  std::thread([=] {
+    const CurrentContext current(context);
+    abi::ncclComm_t comm = nullptr;
+    const abi::ncclResult_t result = Loaded()->nccl.CommInitRank(&comm, nranks, id, rank);
+    std::lock_guard<std::mutex> lock(opening->mutex);
+    opening->comm = comm;
+    opening->result = result;
+    opening->is_done = true;
+    opening->changed.notify_all();
+  }).detach();
+  std::unique_lock<std::mutex> lock(opening->mutex);
+  while (!opening->changed.wait_for(lock, kLook, [&] { return opening->is_done; })) {
+    JAXMP_RETURN_IF_ERROR(CheckAlive());
+  }
+  JAXMP_RETURN_IF_ERROR(Check(opening->result, "ncclCommInitRank"));
+  return opening->comm;
 }
 
 }  // namespace
@@ -40,7 +79,7 @@ Status Member::Enter(int ordinal, abi::CUcontext context, abi::CUstream stream,
                               ", and the program does not say which devices its "
                               "mesh has, as an exported one; compile it in this process instead");
   }
-  if (!comm_) JAXMP_RETURN_IF_ERROR(Connect());
+  if (!comm_) JAXMP_RETURN_IF_ERROR(Connect(context));
   stream_ = stream;
   (void)TakeLastError();  // of a call that recovered from it
   watch_->Enter(std::move(call));
@@ -58,16 +97,14 @@ Status Member::Open(int ordinal, abi::CUcontext context) {
   return {};
 }
 
-Status Member::Connect() {
+Status Member::Connect(abi::CUcontext context) {
   const std::string key = key_ + "/" + std::to_string(attempts_++);
-  JAXMP_ASSIGN_OR_RETURN(abi::ncclUniqueId id, AgreeOnId(key, rank_, nranks_));
+  JAXMP_ASSIGN_OR_RETURN(const abi::ncclUniqueId id, AgreeOnId(key, rank_, nranks_));
   watch_->Enter(std::make_shared<const std::string>("ncclCommInitRank"));
-  abi::ncclComm_t comm = nullptr;
-  const abi::ncclResult_t result = Loaded()->nccl.CommInitRank(&comm, nranks_, id, rank_);
+  const StatusOr<abi::ncclComm_t> comm = OpenCommunicator(context, nranks_, id, rank_);
   watch_->Leave();
-  JAXMP_RETURN_IF_ERROR(Check(result, "ncclCommInitRank"));
-  comm_ = comm;
-  return watch_->Adopt(comm);
+  JAXMP_ASSIGN_OR_RETURN(comm_, comm);
+  return watch_->Adopt(comm_);
 }
 
 StatusOr<std::shared_ptr<abi::cublasMpGrid>> Member::Grid(const MpApi& api, const GridShape& shape) {
@@ -119,13 +156,31 @@ StatusOr<std::shared_ptr<void>> Member::Workspace(const MpApi& api, const GridSh
   if (memory.data) {
     // Every call that used it is on this stream, or ahead of it by an event.
     JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.StreamSynchronize(stream_), "cuStreamSynchronize"));
-    void* const old = std::exchange(memory, {}).data;
-    JAXMP_RETURN_IF_ERROR(jaxmp::Check(api, api.Free(grid.get(), old), "Free"));
+    JAXMP_RETURN_IF_ERROR(Release(api, grid.get(), std::exchange(memory, {})));
   }
+  JAXMP_ASSIGN_OR_RETURN(memory, Allocate(api, grid.get(), bytes));
+  return Unowned(memory.data);
+}
+
+// Memory that NCCL knows on all ranks, without which cuBLASMp does not overlap. A grid may have none (GPUs that do not
+// reach each other's memory, for one): cuBLASMp then says so on every rank, ahead of anything collective, and its
+// samples go on with memory of their own.
+StatusOr<Member::Memory> Member::Allocate(const MpApi& api, abi::cublasMpGrid_t grid, size_t bytes) const {
   void* made = nullptr;
-  JAXMP_RETURN_IF_ERROR(jaxmp::Check(api, api.Malloc(grid.get(), &made, bytes), "Malloc"));
-  memory = {made, bytes};
-  return Unowned(made);
+  const abi::cublasMpStatus_t status = api.Malloc(grid, &made, bytes);
+  if (status != abi::CUBLASMP_STATUS_NOT_SUPPORTED) {
+    JAXMP_RETURN_IF_ERROR(jaxmp::Check(api, status, "Malloc"));
+    return Memory{made, bytes, true};
+  }
+  (void)TakeLastError();
+  abi::CUdeviceptr plain = 0;
+  JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.MemAlloc_v2(&plain, bytes), "cuMemAlloc"));
+  return Memory{reinterpret_cast<void*>(plain), bytes, false};
+}
+
+Status Member::Release(const MpApi& api, abi::cublasMpGrid_t grid, const Memory& memory) const {
+  if (memory.is_registered) return jaxmp::Check(api, api.Free(grid, memory.data), "Free");
+  return Check(Loaded()->driver.MemFree_v2(reinterpret_cast<abi::CUdeviceptr>(memory.data)), "cuMemFree");
 }
 
 }  // namespace jaxmp::cuda

@@ -44,10 +44,13 @@ class Member {
   struct Memory {
     void* data = nullptr;
     size_t bytes = 0;
+    bool is_registered = false;  // of cublasMpMalloc; else the driver's
   };
 
   Status Open(int ordinal, abi::CUcontext context);
-  Status Connect();
+  Status Connect(abi::CUcontext context);
+  StatusOr<Memory> Allocate(const MpApi& api, abi::cublasMpGrid_t grid, size_t bytes) const;
+  Status Release(const MpApi& api, abi::cublasMpGrid_t grid, const Memory& memory) const;
   StatusOr<int64_t> AllReduceMax(int64_t value, abi::CUstream stream);
 
   const std::string key_;

@@ -17,6 +17,8 @@ namespace jaxmp::cuda {
 namespace {
 
 constexpr std::chrono::milliseconds kLongestPause(100);
+constexpr std::chrono::seconds kPatience(5);  // with what an abort ought to end
+constexpr std::chrono::milliseconds kLook(10);
 
 // Never destroyed: its thread outlives main.
 class Watchdog {
@@ -62,7 +64,24 @@ class Watchdog {
       watches = watches_;
     }
     for (const std::shared_ptr<Watch>& watch : watches) watch->FailDevice();
-    for (const std::shared_ptr<Watch>& watch : watches) watch->Abort();
+    // An abort may itself wait for what it cannot end.
+    std::thread([watches] {
+      for (const std::shared_ptr<Watch>& watch : watches) watch->Abort();
+    }).detach();
+    AwaitHosts(watches);
+  }
+
+  // An abort of our communicator does not reach those that cuBLASMp has split off it, once they are made (NCCL 2.30,
+  // ncclCommInitChildComm): who waits on the host in one of them stays there. Then there is only the process to end.
+  static void AwaitHosts(const std::vector<std::shared_ptr<Watch>>& watches) {
+    const auto deadline = std::chrono::steady_clock::now() + kPatience;
+    for (const std::shared_ptr<Watch>& watch : watches) {
+      for (std::string call; !(call = watch->Waiting()).empty(); std::this_thread::sleep_for(kLook)) {
+        if (std::chrono::steady_clock::now() < deadline) continue;
+        std::fprintf(stderr, "jaxmp: the abort did not free %s; ending the process\n", call.c_str());
+        std::abort();
+      }
+    }
   }
 
   std::mutex mutex_;
@@ -204,6 +223,11 @@ std::string Watch::Poll() {
 
 bool Watch::IsOnDevice(const Span& span) const {
   return span.state != State::kIdle && Loaded()->driver.EventQuery(span.end) == abi::CUDA_ERROR_NOT_READY;
+}
+
+std::string Watch::Waiting() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return has_peers_ && call_ ? who_ + " from the host's part of the call " + *call_ : "";
 }
 
 void Watch::FailDevice() {

@@ -43,10 +43,12 @@ class Watch {
   // Makes the stream wait for what the last call put on another one.
   Status Follow(abi::CUstream stream);
 
-  // The watchdog's turn: "" or what went wrong; then the two steps of an abort.
+  // The watchdog's turn: "" or what went wrong; then the two steps of an abort, and who is still in a call's host part
+  // after them ("" where nobody is).
   std::string Poll();
   void FailDevice();
   void Abort();
+  std::string Waiting();
 
  private:
   using Clock = std::chrono::steady_clock;

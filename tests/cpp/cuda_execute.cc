@@ -1,6 +1,7 @@
 // The custom call on CUDA as XLA:GPU drives it, over fake libraries: one thread a device, streams that run behind the
 // host, calls that block until every rank has come. What it proves is the order of our calls, not the library's
 // answers.
+#include <cstdlib>
 #include <memory>
 #include <string>
 #include <vector>
@@ -269,6 +270,29 @@ void EmptyProductsRunNothing() {
   CHECK_EQ(CallsOn(0), "");
 }
 
+// Where ranks do not reach each other's memory, a workspace is the driver's, and cuBLASMp does without overlap; an
+// algorithm that overlaps, asked for by name, is then refused on every rank alike.
+void AWorkspaceNeedsNoSymmetricMemory() {
+  setenv("FAKE_CUBLASMP_SYMMETRIC", "0", 1);
+  const std::vector<int64_t> devices = {70, 71};  // a communicator of its own, without a workspace yet
+  auto* const allocations =
+      FakeFunction<decltype(fake_cuda_allocations)>("right/libcuda.so.1", "fake_cuda_allocations");
+  const InstanceOf<CudaSite> small = Make(OnDevices(AllGather(2, 4, 6, 8), devices));
+  RunRight(*small.site, FirstGpus(2));
+  const int before = allocations();
+  const InstanceOf<CudaSite> large = Make(OnDevices(AllGather(2, 40, 60, 8), devices));
+  RunRight(*large.site, FirstGpus(2));
+  CHECK_EQ(allocations(), before);  // the larger one took the smaller one's place
+  const InstanceOf<CudaSite> asked =
+      Make(OnDevices(With(AllGather(2, 4, 6, 8), "algorithm", std::string("split_p2p")), devices));
+  World world(asked.site->plan->problem());
+  for (const std::string& error : RunAll(*asked.site, world, FirstGpus(2))) {
+    CHECK_CONTAINS(error, "jaxmp: cublasmp Matmul: [cublasMpMatmul] this algorithm needs a registered workspace; rank");
+  }
+  RunRight(*small.site, FirstGpus(2), 1);
+  unsetenv("FAKE_CUBLASMP_SYMMETRIC");
+}
+
 }  // namespace
 }  // namespace jaxmp
 
@@ -288,6 +312,7 @@ int main() {
   jaxmp::AnotherStreamWaitsForTheLast();
   jaxmp::AuxIsWrittenCompletely();
   jaxmp::EmptyProductsRunNothing();
+  jaxmp::AWorkspaceNeedsNoSymmetricMemory();
   CHECK_EQ(jaxmp::cuda::Failure(), "");
   return jaxmp::check::summary("cuda_execute");
 }

@@ -122,6 +122,30 @@ void APeerThatStaysAwayOnTheHost() {
   CheckDead(pair, why);
 }
 
+// Rank 1 has reported, and ends ahead of ncclCommInitRank, in which rank 0 then waits; nothing can abort that.
+void APeerThatIsLostWhileConnecting() {
+  cuda::SetTimeout(0.4);
+  Pair pair;
+  const std::string here = "here";
+  CHECK(cuda::CallExchange("jaxmp/nccl/mesh 2/axes 0 by /devices /group 0/0/1", &here, 1).ok());
+  World world(pair.instance.site->plan->problem());
+  const std::string why =
+      "jaxmp: rank 0 of 2 in group 0 (device 0) has waited 0.4 s on the host for its peers in the call "
+      "ncclCommInitRank; ";
+  CHECK_CONTAINS(tests::RunRank(*pair.instance.site, world, pair.zero, 0, 0), why);
+  CheckDead(pair, why);
+}
+
+// What an abort does not free, a communicator that cuBLASMp split off ours for one, ends the process, not its patience.
+void AHostThatCannotBeFreed() {
+  cuda::SetTimeout(0.3);
+  Pair pair;
+  tests::FakeFunction<decltype(fake_cublasmp_fail)>("right/libcublasmp.so.0", "fake_cublasmp_fail")("GridCreate", 0,
+                                                                                                     kFakeHang);
+  (void)pair.RunBoth();
+  CHECK(!"reached");
+}
+
 // NCCL has found out by itself, between two calls.
 void AnErrorThatNcclReports() {
   Pair pair;
@@ -167,6 +191,8 @@ const std::map<std::string, void (*)()>& Cases() {
       {"APeerThatStaysAwayOnTheDevice", APeerThatStaysAwayOnTheDevice},
       {"TimeBeforeACallDoesNotCount", TimeBeforeACallDoesNotCount},
       {"APeerThatStaysAwayOnTheHost", APeerThatStaysAwayOnTheHost},
+      {"APeerThatIsLostWhileConnecting", APeerThatIsLostWhileConnecting},
+      {"AHostThatCannotBeFreed", AHostThatCannotBeFreed},
       {"AnErrorThatNcclReports", AnErrorThatNcclReports},
       {"AnEndIsNoFailure", AnEndIsNoFailure},
       {"EveryCommunicatorIsAborted", EveryCommunicatorIsAborted},
@@ -197,7 +223,7 @@ int StartCase(const char* program, const std::string& name) {
 int main(int argc, char** argv) {
   if (argc > 1) return jaxmp::RunCase(argv[1]);
   for (const auto& [name, run] : jaxmp::Cases()) {
-    const bool is_aborted = name == "ADeviceThatCannotBeMadeToFail";
+    const bool is_aborted = name == "ADeviceThatCannotBeMadeToFail" || name == "AHostThatCannotBeFreed";
     const int status = jaxmp::StartCase(argv[0], name);
     CHECK(is_aborted ? WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT : status == 0);
   }

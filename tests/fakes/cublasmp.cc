@@ -96,6 +96,11 @@ struct Product {
   }
 };
 
+bool IsExplicit(cublasMpMatmulDescriptor_t matmul) {
+  const auto algo = matmul->values[CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_ALGO_TYPE];
+  return algo != CUBLASMP_MATMUL_ALGO_TYPE_DEFAULT && algo != CUBLASMP_MATMUL_ALGO_TYPE_NO_OVERLAP;
+}
+
 }  // namespace
 
 #define FAKE_FUNCTION(name) FAKE(cublasMp##name);
@@ -182,6 +187,10 @@ cublasMpStatus_t cublasMpMalloc(cublasMpGrid_t grid, void** pointer, size_t size
   ENTER("Malloc");
   const ncclComm_t comm = CommOf(grid);
   if (!comm || size == 0) return CUBLASMP_STATUS_INVALID_VALUE;
+  if (!IsSymmetric()) {
+    Say(1, "cublasMpMalloc", "no symmetric memory here");
+    return CUBLASMP_STATUS_NOT_SUPPORTED;
+  }
   const cublasMpStatus_t agreed = Agree(comm, static_cast<long long>(size));  // NOLINT: windows are symmetric
   if (agreed != CUBLASMP_STATUS_SUCCESS) return agreed;
   const cublasMpStatus_t status = host().Malloc(grid, pointer, size);
@@ -299,15 +308,12 @@ cublasMpStatus_t cublasMpMatmul(cublasMpHandle_t handle, cublasMpMatmulDescripto
     Say(1, "cublasMpMatmul", "the workspace is missing, too small or not of cublasMpMalloc");
     return CUBLASMP_STATUS_INVALID_VALUE;
   }
-  const Handle of = HandleOf(handle);
-  // The grid that a descriptor holds is hostmp's copy; the communicator comes from the world that it belongs to.
-  ncclComm_t comm = nullptr;
-  {
-    std::lock_guard<std::mutex> lock(state().mutex);
-    for (const auto& [grid, candidate] : state().grids) {
-      if (grid->comm.group == desc_d->grid.comm.group && grid->comm.rank == desc_d->grid.comm.rank) comm = candidate;
-    }
+  if (IsExplicit(matmul) && fake_nccl_nranks(CommOf(desc_d)) > 1 && !IsRegistered(work)) {
+    Say(1, "cublasMpMatmul", "this algorithm needs a registered workspace");
+    return CUBLASMP_STATUS_NOT_SUPPORTED;
   }
+  const Handle of = HandleOf(handle);
+  ncclComm_t const comm = CommOf(desc_d);
   Say(5, "cublasMpMatmul", std::string("Using ") + AlgorithmOf(matmul, desc_d->grid, fake_nccl_nranks(comm)));
   std::array<char, 16> alpha_bytes, beta_bytes;
   std::memcpy(alpha_bytes.data(), alpha, 16);  // the plan's scalars have 16 bytes whatever their type is

@@ -1,6 +1,8 @@
 #include "tests/fakes/cublasmp_state.h"
 
 #include <algorithm>
+#include <chrono>
+#include <thread>
 
 namespace fakes {
 namespace {
@@ -40,6 +42,7 @@ cublasMpStatus_t Enter(const std::string& name) {
     failure = found->second;
     state().failures.erase(found);
   }
+  while (failure == kFakeHang) std::this_thread::sleep_for(std::chrono::seconds(1));
   Say(1, ("cublasMp" + name).c_str(), "a cause");
   Say(1, ("cublasMp" + name).c_str(), "as the test wants it");
   return static_cast<cublasMpStatus_t>(failure);
@@ -71,16 +74,29 @@ ncclComm_t CommOf(cublasMpGrid_t grid) {
   return found == state().grids.end() ? nullptr : found->second;
 }
 
+ncclComm_t CommOf(cublasMpMatrixDescriptor_t desc) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  for (const auto& [grid, comm] : state().grids) {
+    if (grid->comm.group == desc->grid.comm.group && grid->comm.rank == desc->grid.comm.rank) return comm;
+  }
+  return nullptr;
+}
+
 Handle HandleOf(cublasMpHandle_t handle) {
   std::lock_guard<std::mutex> lock(state().mutex);
   const auto found = state().handles.find(handle);
   return found == state().handles.end() ? Handle{-1, nullptr} : found->second;
 }
 
-bool HasWorkspace(void* work, size_t bytes) {
-  if (bytes == 0) return true;
+bool IsRegistered(void* work) {
   std::lock_guard<std::mutex> lock(state().mutex);
   return state().buffers.count(work) > 0;
+}
+
+bool IsSymmetric() { return Knob("FAKE_CUBLASMP_SYMMETRIC", 1) != 0; }
+
+bool HasWorkspace(void* work, size_t bytes) {
+  return bytes == 0 || IsRegistered(work) || (!IsSymmetric() && fake_cuda_has(work, bytes));
 }
 
 }  // namespace fakes

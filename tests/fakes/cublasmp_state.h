@@ -65,9 +65,15 @@ cublasMpStatus_t Report(cublasMpStatus_t status, const char* function);
 cublasMpStatus_t Agree(ncclComm_t comm, long long value);  // NOLINT
 
 World& WorldOf(ncclComm_t comm);
-ncclComm_t CommOf(cublasMpGrid_t grid);       // null where there is no such grid
-Handle HandleOf(cublasMpHandle_t handle);     // {-1, null}
-bool HasWorkspace(void* work, size_t bytes);  // it is cublasMpMalloc's, or there are no bytes
+ncclComm_t CommOf(cublasMpGrid_t grid);  // null where there is no such grid
+// The grid that a descriptor holds is hostmp's copy; the communicator comes from the world that it belongs to.
+ncclComm_t CommOf(cublasMpMatrixDescriptor_t desc);
+Handle HandleOf(cublasMpHandle_t handle);  // {-1, null}
+
+// Whether ranks reach each other's memory. Where they do not, cublasMpMalloc says so at once and waits for nobody.
+bool IsSymmetric();
+bool IsRegistered(void* work);                // it is cublasMpMalloc's
+bool HasWorkspace(void* work, size_t bytes);  // that, any memory where none is symmetric, or no bytes
 
 }  // namespace fakes
 

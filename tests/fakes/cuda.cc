@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <queue>
@@ -88,6 +89,16 @@ bool HasContext() { return !current.empty() && current.back(); }
 
 void* Pointer(CUdeviceptr pointer) { return reinterpret_cast<void*>(pointer); }
 
+struct Memory {
+  std::mutex mutex;
+  std::map<const void*, size_t> bytes;  // of what was allocated and not freed
+};
+
+Memory& memory() {
+  static auto* const only = new Memory;
+  return *only;
+}
+
 }  // namespace
 
 FAKE(cuInit);
@@ -167,12 +178,26 @@ int fake_cuda_ordinal() { return HasContext() ? current.back()->ordinal : -1; }
 CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t bytes) {
   if (!HasContext()) return CUDA_ERROR_INVALID_CONTEXT;
   if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
-  *pointer = reinterpret_cast<CUdeviceptr>(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
+  void* const made = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  *pointer = reinterpret_cast<CUdeviceptr>(made);
+  std::lock_guard<std::mutex> lock(memory().mutex);
+  memory().bytes[made] = bytes;
   return CUDA_SUCCESS;
 }
 CUresult cuMemFree_v2(CUdeviceptr pointer) {
+  std::lock_guard<std::mutex> lock(memory().mutex);
+  if (memory().bytes.erase(Pointer(pointer)) == 0) return CUDA_ERROR_INVALID_VALUE;
   std::free(Pointer(pointer));
   return CUDA_SUCCESS;
+}
+bool fake_cuda_has(const void* data, size_t bytes) {
+  std::lock_guard<std::mutex> lock(memory().mutex);
+  const auto found = memory().bytes.find(data);
+  return found != memory().bytes.end() && found->second >= bytes;
+}
+int fake_cuda_allocations() {
+  std::lock_guard<std::mutex> lock(memory().mutex);
+  return static_cast<int>(memory().bytes.size());
 }
 CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
   if (!stream || !from) return CUDA_ERROR_INVALID_VALUE;

@@ -26,6 +26,8 @@ extern "C" {
 jaxmp::abi::CUresult cuLaunchHostFunc(jaxmp::abi::CUstream stream, void (*work)(void*), void* data);
 void fake_cuda_shut_down();  // contexts are gone from here on
 int fake_cuda_ordinal();     // of the thread's current context; -1 without one
+bool fake_cuda_has(const void* memory, size_t bytes);  // whether cuMemAlloc gave it
+int fake_cuda_allocations();                           // of cuMemAlloc, that were not given back
 }
 
 // ---- libnccl's
@@ -44,10 +46,13 @@ int fake_nccl_live();              // communicators that were made and not given
 
 // ---- libcublasmp's
 
+constexpr int kFakeHang = -1;
+
 extern "C" {
 // The calls on a device since the last time, in order, each "Name " or, on the stream, "~Name "; valid until the next.
 const char* fake_cublasmp_log(int device);
-void fake_cublasmp_fail(const char* call, int device, int status);  // has the next such call there return the status
+// Has the next such call there return the status; with kFakeHang it does not return at all.
+void fake_cublasmp_fail(const char* call, int device, int status);
 int fake_cublasmp_live();  // objects and buffers that were made and not destroyed
 }
 
