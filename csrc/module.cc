@@ -103,6 +103,7 @@ nb::dict ToDict(const Capabilities& capabilities, bool can_order_sums) {
   result["all_reduce_any_transposition"] = capabilities.all_reduce_any_transposition;
   result["grid_any_shape"] = capabilities.grid_any_shape;
   result["grid_epilogs"] = capabilities.grid_epilogs;
+  result["complex_epilogs"] = capabilities.complex_epilogs;
   result["orders_sums"] = can_order_sums;
   return result;
 }

@@ -39,6 +39,7 @@ struct Capabilities {
   bool all_reduce_any_transposition = false;  // cuBLASMp: op(A) = Aᵀ, op(B) = B only
   bool grid_any_shape = false;                // cuBLASMp: contiguous shards need nprow == npcol
   bool grid_epilogs = false;                  // cuBLASMp: epilogs on 1-D layouts only
+  bool complex_epilogs = false;               // cuBLASMp: cuBLASLt's, of which no complex product has one
 };
 
 // What can be said of a library that is not loaded.

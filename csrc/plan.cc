@@ -40,6 +40,10 @@ Status CheckCapabilities(const Library& library, const Problem& p) {
   if (p.pattern == Pattern::kGrid && p.epilog != 0 && !library.capabilities.grid_epilogs) {
     return Unimplemented(who + "takes no epilog on a grid, got epilog " + std::to_string(p.epilog));
   }
+  const bool is_complex = p.dtype_a == DType::kC64 || p.dtype_a == DType::kC128;
+  if (is_complex && p.epilog != 0 && !library.capabilities.complex_epilogs) {
+    return Unimplemented(who + "takes no epilog with complex numbers, got epilog " + std::to_string(p.epilog));
+  }
   if (p.is_ordered() && !library.can_order_sums) {
     return Unimplemented(who + "cannot keep the order of sums, got determinism " + p.determinism);
   }

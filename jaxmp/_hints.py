@@ -17,7 +17,7 @@ ALGORITHMS = {
     "split_p2p": (Pattern.ALL_GATHER, *_SUMMING),
     "split_multicast": _SUMMING,
     "atomic_p2p": (Pattern.ALL_GATHER, *_SUMMING),
-    "atomic_multicast": _SUMMING,
+    "atomic_multicast": (Pattern.REDUCE_SCATTER,),
     "no_overlap": tuple(Pattern),
     "fused": (Pattern.ALL_REDUCE,),
 }

@@ -1,8 +1,8 @@
 """A call in the forms that a library takes.
 
 cuBLASMp all-reduces with op(A) = A^T, op(B) = B only, multiplies contiguous shards on square grids only, and has its
-epilogs on one-dimensional layouts only. hostmp declares that it takes more. What a library does not take directly is
-put together from what it takes, the cheapest way, and `explain` names it.
+epilogs on one-dimensional layouts and of real numbers only. hostmp declares that it takes more. What a library does not
+take directly is put together from what it takes, the cheapest way, and `explain` names it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Capabilities:
     all_reduce_any_transposition: bool = False
     grid_any_shape: bool = False
     grid_epilogs: bool = False
+    complex_epilogs: bool = False
     orders_sums: bool = False
 
 
@@ -48,15 +49,12 @@ class Route:
 
 def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
     """Why no route leads to the library, or the empty string."""
-    if is_chunked(spec, capabilities):
+    has_chunks = is_chunked(spec, capabilities)  # which are local products, whatever the pattern is
+    why = _why_no_epilog(spec.replace(pattern=Pattern.LOCAL) if has_chunks else spec, capabilities)
+    if why and spec.is_invariant:
+        return f"{why}, and XLA's would not keep determinism={spec.determinism!r}"
+    if has_chunks:
         return ""
-    if (
-        spec.pattern == Pattern.GRID
-        and spec.is_invariant
-        and spec.epilog != Epilog.NONE
-        and not capabilities.grid_epilogs
-    ):
-        return f"the library has no epilogs on 2-D grids, and XLA's would not keep determinism={spec.determinism!r}"
     if spec.pattern != Pattern.GRID or spec.cyclic or capabilities.grid_any_shape:
         return ""
     nrow, ncol = spec.axis_size(spec.row_axes), spec.axis_size(spec.col_axes)
@@ -68,13 +66,13 @@ def why_not_cublasmp(spec: MatmulSpec, operands: tuple) -> str:
     if _precision.sums_narrowly(spec.precision):
         return f"precision={spec.precision} sums in 16 bits, which jaxmp does not ask of cuBLASMp"
     if any(np.dtype(dtype).name == _narrow.INT8 for dtype in operands):
-        return "no source says that cuBLASMp 0.10 multiplies int8"
+        return "cuBLASMp multiplies int8 to float32 only, not to int32"
     return ""
 
 
-# Compute capabilities from which on cuBLASMp has a mode of scales (cublasmp.h 0.10, cublasMpMatmulMatrixScale_t), and
-# those of which it says "cc 9.0" alone.
-_FLOAT8_CARD, _BLOCK_CARD, _HOPPER = (8, 9), (10, 0), (9, 0)
+# Compute capabilities from which on cuBLASMp multiplies float8 (cublasmp.h 0.10, cublasMpMatmul; its modes of scales
+# begin at 8.9) and has scales of blocks (cublasMpMatmulMatrixScale_t), and the one that has the other modes.
+_FLOAT8_CARD, _BLOCK_CARD, _HOPPER = (9, 0), (10, 0), (9, 0)
 _HOPPER_MODES = (_narrow.OUTER_VEC, _narrow.VEC128, _narrow.BLK128)
 
 
@@ -93,7 +91,23 @@ def why_card_refuses(spec: MatmulSpec, operands: tuple, capability: tuple[int, i
         return "" if capability >= _BLOCK_CARD else f"{kind} needs compute capability 10.0 or later, {has}"
     if hopper := sorted(modes.intersection(_HOPPER_MODES)):
         return "" if capability == _HOPPER else f"scales of {hopper[0]} need compute capability 9.0, {has}"
-    return "" if capability >= _FLOAT8_CARD else f"{names[0]} needs compute capability 8.9 or later, {has}"
+    return "" if capability >= _FLOAT8_CARD else f"{names[0]} needs compute capability 9.0 or later, {has}"
+
+
+def _is_complex(spec: MatmulSpec) -> bool:
+    return np.issubdtype(np.dtype(spec.out_dtype), np.complexfloating)
+
+
+def _why_no_epilog(spec: MatmulSpec, capabilities: Capabilities) -> str:
+    """Why the library has this epilog nowhere or not here, or the empty string."""
+    if spec.epilog == Epilog.NONE:
+        return ""
+    # The table of types of cublasLtMatmul (cuBLAS 13 documentation), which does the local products.
+    if _is_complex(spec) and not capabilities.complex_epilogs:
+        return "cuBLASMp has no epilogs of complex numbers"
+    if spec.pattern == Pattern.GRID and not capabilities.grid_epilogs:
+        return "cuBLASMp has no epilogs on 2-D grids"
+    return ""
 
 
 def is_chunked(spec: MatmulSpec, capabilities: Capabilities) -> bool:
@@ -108,8 +122,8 @@ def find_route(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabilities: 
     if spec.pattern == Pattern.GRID:
         if why := why_unsupported(spec, capabilities):
             return Route("unsupported", why)
-        if (spec.epilog != Epilog.NONE) and not capabilities.grid_epilogs:
-            return Route("separate_epilog", "cuBLASMp has no epilogs on 2-D grids")
+    if why := _why_no_epilog(spec, capabilities):
+        return Route("separate_epilog", why)
     if _epilog.rule(spec.epilog).derivative and global_extents(spec, a_shape, b_shape)[2] == 1:
         return Route("padded_k", "cuBLASMp multiplies by an activation's derivative only where k is not 1")
     if spec.pattern == Pattern.ALL_REDUCE:

@@ -379,3 +379,18 @@ def test_a_wrong_cuda_declaration_is_found(compile_cuda, library, right, wrong, 
     result = compile_cuda(library, CUDA.replace(right, wrong, 1))
     assert result.returncode != 0
     assert complaint in result.stderr
+
+
+def test_the_kernel_that_fails_a_context_assembles(tmp_path):
+    """A driver that refused it would end a job's processes where an error was promised (csrc/cuda/trap.cc)."""
+    ptxas = _find("nvidia-cuda-nvcc", "ptxas")
+    if ptxas is None:
+        pytest.skip("no ptxas; pip install --no-deps nvidia-cuda-nvcc")
+    found = re.search(r'kPtx\[\] = R"\((.*?)\)"', (ROOT / "csrc" / "cuda" / "trap.cc").read_text(), re.DOTALL)
+    assert found is not None
+    kernel = tmp_path / "trap.ptx"
+    for text, is_right in ((found[1], True), (found[1].replace("trap;", "trip;"), False)):
+        kernel.write_text(text)
+        for card in ("sm_75", "sm_90", "sm_100", "sm_120"):
+            run = subprocess.run([ptxas, f"-arch={card}", kernel, "-o", tmp_path / "trap.cubin"], capture_output=True)
+            assert (run.returncode == 0) == is_right, run.stderr

@@ -411,7 +411,7 @@ def test_what_keeps_no_level_on_cuda_is_refused_by_name(level, cards):
     assert choose(grid.replace(epilog=Epilog.GELU), "cuda", operands=floats).implementation == "cublasmp"
     for spec, platform, operands, why in (
         (plain.replace(implementation="xla"), "cuda", floats, r"\(asked for\).*; pass implementation=\"cublasmp\", or"),
-        (plain, "cuda", bytes_, r"\(no source says that cuBLASMp 0\.10 multiplies int8\)"),
+        (plain, "cuda", bytes_, r"\(cuBLASMp multiplies int8 to float32 only, not to int32\)"),
         (plain, "rocm", floats, r"\(no fused implementation for platform 'rocm'\)"),
     ):
         with pytest.raises(NotImplementedError, match=f"{head} '{platform}' with implementation='xla' {why}"):

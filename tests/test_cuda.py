@@ -70,7 +70,9 @@ def test_without_a_gpu_the_library_is_called_only_where_asked_for(monkeypatch):
             "precision=F16_F16_F16 sums in 16 bits, which jaxmp does not ask of cuBLASMp",
             id="narrow sum",
         ),
-        pytest.param(SPEC, (np.dtype("int8"),) * 2, "no source says that cuBLASMp 0.10 multiplies int8", id="int8"),
+        pytest.param(
+            SPEC, (np.dtype("int8"),) * 2, "cuBLASMp multiplies int8 to float32 only, not to int32", id="int8"
+        ),
         pytest.param(
             SPEC.replace(scale_a="vec32_ue8m0", scale_b="vec32_ue8m0"),
             (jnp.dtype("float8_e4m3fn"),) * 2,
@@ -98,8 +100,8 @@ FP8, FP4 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float4_e2m1fn")
 @pytest.mark.parametrize(
     ("dtype", "mode", "lowest", "highest", "what"),
     [
-        (FP8, "none", (8, 9), None, "float8_e4m3fn needs compute capability 8.9 or later"),
-        (FP8, "scalar_fp32", (8, 9), None, "float8_e4m3fn needs compute capability 8.9 or later"),
+        (FP8, "none", (9, 0), None, "float8_e4m3fn needs compute capability 9.0 or later"),
+        (FP8, "scalar_fp32", (9, 0), None, "float8_e4m3fn needs compute capability 9.0 or later"),
         (FP8, "outer_vec_fp32", (9, 0), (9, 0), "scales of outer_vec_fp32 need compute capability 9.0"),
         (FP8, "vec128_fp32", (9, 0), (9, 0), "scales of vec128_fp32 need compute capability 9.0"),
         (FP8, "blk128x128_fp32", (9, 0), (9, 0), "scales of blk128x128_fp32 need compute capability 9.0"),
@@ -108,7 +110,7 @@ FP8, FP4 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float4_e2m1fn")
     ],
 )
 def test_what_a_card_does_not_multiply(dtype, mode, lowest, highest, what):
-    """cublasmp.h 0.10, cublasMpMatmulMatrixScale_t."""
+    """cublasmp.h 0.10, cublasMpMatmul and cublasMpMatmulMatrixScale_t."""
     spec = SPEC.replace(scale_a=mode, scale_b=mode)
     for capability in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
         is_fit = lowest <= capability <= (highest or capability)

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import Epilog, _choice, _custom_call, _epilog, _layout, _partitioning, _sharding
 from jaxmp._partitioning import _settle
-from jaxmp._route import PADDED_K, Capabilities, find_route, with_k
+from jaxmp._route import PADDED_K, Capabilities, find_route, why_unsupported, with_k
 from jaxmp._spec import MatmulSpec, Pattern, global_extents, output_shape
 
 MESH = {"x": 2, "y": 2}
@@ -222,7 +222,7 @@ def test_the_sharding_rule_names_every_operand_and_result(epilog):
 # Routes: what cuBLASMp does not take as it is -------------------------------------------------------------------------
 
 CUBLASMP = Capabilities()
-HOSTMP = Capabilities(all_reduce_any_transposition=True, grid_any_shape=True, grid_epilogs=True)
+HOSTMP = Capabilities(all_reduce_any_transposition=True, grid_any_shape=True, grid_epilogs=True, complex_epilogs=True)
 
 
 def spec_of(case, **changes):
@@ -290,6 +290,43 @@ def test_cublasmp_wants_square_grids_without_epilogs():
     assert find_route(activated, (8, 8), (8, 8), 4, CUBLASMP).kind == "separate_epilog"
     oblong = find_route(spec_of(cases.BY_NAME["grid-2x4"]), (8, 8), (8, 8), 4, CUBLASMP)
     assert (oblong.kind, "square grids only, not 2x4" in oblong.why) == ("unsupported", True)
+
+
+def test_cublasmp_has_no_epilogs_of_complex_numbers():
+    for name in ("local", "ag", "rs", "ar"):
+        spec = spec_of(cases.BY_NAME[name].replace(transposition="NT"), epilog=Epilog.BIAS)
+        assert find_route(spec, (8, 8), (8, 8), 4, CUBLASMP).kind == "direct"
+        spec = spec.replace(out_dtype=np.dtype("complex64"))
+        route = find_route(spec, (8, 8), (8, 8), 8, CUBLASMP)
+        assert (route.kind, route.why) == ("separate_epilog", "cuBLASMp has no epilogs of complex numbers")
+        assert find_route(spec, (8, 8), (8, 8), 8, HOSTMP).kind == "direct"
+        assert find_route(spec.replace(epilog=Epilog.NONE), (8, 8), (8, 8), 8, CUBLASMP).kind == "direct"
+        why = why_unsupported(spec.replace(determinism="batch"), CUBLASMP)
+        assert why == "cuBLASMp has no epilogs of complex numbers, and XLA's would not keep determinism='batch'"
+
+
+@pytest.mark.parametrize("epilog", [Epilog.BIAS, Epilog.BGRADA, Epilog.BGRADB])
+@pytest.mark.parametrize("name", ["local", "ag-data", "rs-data", "ar-data"])
+def test_an_epilog_of_complex_numbers_beside_the_call_gives_the_same_result(name, epilog, rng, monkeypatch):
+    cases.require(None)
+    monkeypatch.setattr(_choice, "host_capabilities", lambda: CUBLASMP)
+    transposition = {Epilog.BGRADA: "TN", Epilog.BGRADB: "NN"}.get(epilog, "NN")
+    case = cases.BY_NAME[name].replace(per_shard=(4, 3, 5), transposition=transposition, dtype="complex64")
+    a, b = case.integers(rng)
+    bias = rng.integers(-3, 4, case.extents[1]).astype(a.dtype)
+    given = {"epilog_inputs": {"bias": bias}} if epilog == Epilog.BIAS else {}
+    mode = modes.BY_ID["explicit"]
+    jax.clear_caches()  # the route is taken at lowering
+    with mode.scope(case):
+        x, y = (mode.put(case, x, s) for x, s in zip((a, b), case.stored, strict=True))
+        out = {"out_sharding": case.out} if case.mesh else {}
+        found = jax.jit(functools.partial(jaxmp.matmul, **case.transpose, epilog=epilog, **given, **out))(x, y)
+    jax.clear_caches()
+    op_a, op_b = case.op(a, b)
+    d, rest = found if isinstance(found, tuple) else (found, {})
+    np.testing.assert_array_equal(d, op_a @ op_b + (bias if epilog == Epilog.BIAS else 0))
+    for summed in rest.values():
+        np.testing.assert_array_equal(summed, op_a.sum(1) if epilog == Epilog.BGRADA else op_b.sum(0))
 
 
 @pytest.mark.parametrize("conjugation", [(False, False), (True, True)], ids=["plain", "conjugated"])

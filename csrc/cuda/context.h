@@ -6,8 +6,8 @@
 
 namespace jaxmp::cuda {
 
-// XLA's threads have their device's context current where they call a handler; other threads do not, and the libraries
-// take whichever is.
+// The libraries take whichever context is current. Where XLA calls a handler that may be its device's, another or none:
+// one client of XLA's runs a device's programs on any thread of a pool. The watchdog's thread has none.
 class CurrentContext {
  public:
   explicit CurrentContext(abi::CUcontext context) {

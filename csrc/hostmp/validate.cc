@@ -206,6 +206,15 @@ Status check_all_reduce(const Call& call) {
   return InvalidArgument("ALLREDUCE sums over k: A and B must be distributed along k alone");
 }
 
+// A column of partial sums, in the type in which they are communicated.
+Status check_fused_rows(const Call& call) {
+  const auto type = call.communication_type == -1 ? call.accumulator() : cudaDataType_t(call.communication_type);
+  const int64_t bytes = call.d.local_rows() * facts(type).bytes;
+  if (bytes % 16 == 0) return {};
+  return Unimplemented(text("algorithm 6 (FUSED) needs the local rows of D to be a multiple of 16 bytes, got ",
+                            call.d.local_rows(), " rows of ", name_of(type)));
+}
+
 // What an explicit overlap algorithm asks beyond the rest. DEFAULT falls back where it does not hold.
 Status check_algorithm(const Call& call, const void* workspace, bool runs) {
   if (call.algo == CUBLASMP_MATMUL_ALGO_TYPE_DEFAULT || call.algo == CUBLASMP_MATMUL_ALGO_TYPE_NO_OVERLAP) return {};
@@ -217,6 +226,10 @@ Status check_algorithm(const Call& call, const void* workspace, bool runs) {
   if (call.algo == CUBLASMP_MATMUL_ALGO_TYPE_SPLIT_MULTICAST && !sums_over_ranks(call)) {
     return Unimplemented(algo + " (SPLIT_MULTICAST) sums over ranks; A and B must be distributed along k alone");
   }
+  if (call.algo == CUBLASMP_MATMUL_ALGO_TYPE_ATOMIC_MULTICAST && (call.is_all_reduce || !sums_over_ranks(call))) {
+    return Unimplemented(algo + " (ATOMIC_MULTICAST) reduces and scatters; take SPLIT_MULTICAST, or DEFAULT");
+  }
+  if (call.algo == CUBLASMP_MATMUL_ALGO_TYPE_FUSED) JAXMP_RETURN_IF_ERROR(check_fused_rows(call));
   const std::pair<const char*, const Operand*> sides[] = {{"A", &call.a}, {"B", &call.b}, {"D", &call.d}};
   for (const auto& [name, operand] : sides) {
     for (const Axis& axis : {operand->desc.rows, operand->desc.cols}) {

@@ -102,7 +102,21 @@ void add_products(int nranks, const Add& add) {
   }
 }
 
+void add_complex_epilogs(int nranks, const Add& add) {
+  for (cudaDataType_t type : {CUDA_C_32F, CUDA_C_64F}) {
+    for (Pattern pattern : {Pattern::kAllGather, Pattern::kReduceScatter}) {
+      Case c = make_case("epilog", pattern, nranks, type, type);
+      c.capability = "complex_epilogs";
+      for (int epilog : {CUBLASMP_MATMUL_EPILOGUE_BIAS, CUBLASMP_MATMUL_EPILOGUE_BGRADA}) {
+        c.epilog = epilog;
+        add(c);
+      }
+    }
+  }
+}
+
 void add_epilogs(int nranks, const Add& add) {
+  add_complex_epilogs(nranks, add);
   for (const auto& [in, out] : kTypes) {
     if (facts(in).is_complex) continue;
     for (Case c : layouts("epilog", nranks, in, out)) {
@@ -225,7 +239,7 @@ void add_options(int nranks, const Add& add) {
     c.trans_a = CUBLAS_OP_T;
     for (int algorithm : {1, 2, 3, 4, 5, 6}) {
       if ((algorithm == CUBLASMP_MATMUL_ALGO_TYPE_SPLIT_MULTICAST && !sums) ||
-          (algorithm == CUBLASMP_MATMUL_ALGO_TYPE_ATOMIC_MULTICAST && !sums) ||
+          (algorithm == CUBLASMP_MATMUL_ALGO_TYPE_ATOMIC_MULTICAST && pattern != Pattern::kReduceScatter) ||
           (algorithm == CUBLASMP_MATMUL_ALGO_TYPE_FUSED && pattern != Pattern::kAllReduce)) {
         continue;
       }

@@ -8,8 +8,9 @@ namespace {
 
 constexpr cublasMpStatus_t kInvalid = CUBLASMP_STATUS_INVALID_VALUE, kUnsupported = CUBLASMP_STATUS_NOT_SUPPORTED;
 
-Case base(int nranks, cudaDataType_t in = CUDA_R_32F, cudaDataType_t out = CUDA_R_32F) {
-  return make_case("refusal", Pattern::kAllGather, nranks, in, out);
+Case base(int nranks, cudaDataType_t in = CUDA_R_32F, cudaDataType_t out = CUDA_R_32F,
+          Pattern pattern = Pattern::kAllGather) {
+  return make_case("refusal", pattern, nranks, in, out);
 }
 
 class Refusals {
@@ -105,6 +106,16 @@ void add_combinations(int nranks, Refusals& refuse) {
   c = base(nranks, CUDA_C_32F, CUDA_C_32F);
   c.epilog = CUBLASMP_MATMUL_EPILOGUE_RELU;
   refuse.put(c, "RELU of complex numbers", kUnsupported);
+  for (Pattern pattern : {Pattern::kAllGather, Pattern::kAllReduce}) {
+    if (nranks == 1 && pattern == Pattern::kAllGather) continue;  // one rank's layouts are those of every pattern
+    c = base(nranks, CUDA_R_32F, CUDA_R_32F, pattern);
+    c.trans_a = CUBLAS_OP_T;
+    c.settings = {{ATTRIBUTE(ALGO_TYPE), CUBLASMP_MATMUL_ALGO_TYPE_ATOMIC_MULTICAST}};
+    refuse.put(c, "ATOMIC_MULTICAST only reduces and scatters", kUnsupported);
+  }
+  c.m = 26;  // rows of 104 bytes
+  c.settings = {{ATTRIBUTE(ALGO_TYPE), CUBLASMP_MATMUL_ALGO_TYPE_FUSED}};
+  refuse.put(c, "FUSED of rows that are no multiple of 16 bytes", kUnsupported);
   c = base(nranks);
   c.workspace = Workspace::kPlain;
   c.settings = {{ATTRIBUTE(ALGO_TYPE), CUBLASMP_MATMUL_ALGO_TYPE_SPLIT_P2P}};

@@ -141,7 +141,7 @@ void AHostThatCannotBeFreed() {
   cuda::SetTimeout(0.3);
   Pair pair;
   tests::FakeFunction<decltype(fake_cublasmp_fail)>("right/libcublasmp.so.0", "fake_cublasmp_fail")("GridCreate", 0,
-                                                                                                     kFakeHang);
+                                                                                                    kFakeHang);
   (void)pair.RunBoth();
   CHECK(!"reached");
 }

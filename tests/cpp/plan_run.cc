@@ -229,6 +229,10 @@ void CapabilitiesAreAskedFor() {
   Attributes attributes = tests::Grid(2, 2, 4, 4, 4);
   attributes["epilog"] = int64_t{2};
   CHECK_EQ(refusal(attributes), "jaxmp: strict takes no epilog on a grid, got epilog 2");
+  attributes = tests::AllGather(2, 4, 4, 4);
+  for (const char* name : {"dtype_a", "dtype_b", "dtype_d", "dtype_bias"}) attributes[name] = std::string("c64");
+  attributes["epilog"] = int64_t{4};
+  CHECK_EQ(refusal(attributes), "jaxmp: strict takes no epilog with complex numbers, got epilog 4");
   attributes = tests::AllReduce(2, 4, 4, 4);
   attributes["trans_a"] = std::string("T");
   CHECK_EQ(refusal(attributes), "");
