@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmp import _eager, _epilog, _mesh, _narrow, _sharding, _spec
 from jaxmp._arguments import validated
 from jaxmp._checks import as_array, check_all_reduce, check_relu_aux
-from jaxmp._hints import check_hints
+from jaxmp._hints import check_fused, check_hints
 from jaxmp._primitive import global_amax, has_rows
 from jaxmp._shards import bind_empty, bind_plan, bind_shards
 from jaxmp._spec import MatmulSpec, Pattern, result_shape
@@ -75,6 +75,7 @@ def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, 
         )
     spec = check_all_reduce(name, spec)
     check_hints(name, spec)
+    check_fused(name, spec, result_shape(spec, a, b)[-1])
     check_relu_aux(name, operands, spec, result_shape(spec, a, b)[-1])
     return _result(global_amax(spec, bind_shards(spec, a.ndim - 2, operands), spec.group_axes))
 
@@ -122,6 +123,7 @@ def make_call(spec: MatmulSpec, placement: _mesh.Placement, operands, name: str 
         is_settled = placement.mode != _mesh.Mode.AUTO
         has_mesh = is_settled or _mesh.is_known(placement, operands["a"], operands["b"])
         check_hints(name, spec, is_settled, has_mesh)
+        check_fused(name, spec, shape[-1])
         check_relu_aux(name, operands, spec, shape[-1])
         return _Call(spec, placement.mode, constraint=placement.constraint)
     return _planned_call(spec, placement, operands, shape, name)
@@ -137,7 +139,8 @@ def _planned_call(spec: MatmulSpec, placement: _mesh.Placement, operands, shape:
         ("the result", plan.out, shape),
     ):
         _sharding.check_dims(name, argument, dims, x, mesh.shape)
-    check_relu_aux(name, operands, spec, shape[-1], math.prod(mesh.shape[axis] for axis in plan.out[-1]))
+    shards = math.prod(mesh.shape[axis] for axis in plan.out[-1])
+    check_relu_aux(name, operands, spec, shape[-1], shards)
     ins = [plan.a, plan.b, *(_dims(spec, plan, name) for name in _spec.operand_names(spec))]
     outs = [_dims(spec, plan, name) for name in _spec.output_names(spec)]
     for scale, dims in zip(_spec.operand_names(spec), ins[2:], strict=True):
@@ -147,6 +150,7 @@ def _planned_call(spec: MatmulSpec, placement: _mesh.Placement, operands, shape:
     spec = spec.replace(pattern=plan.pattern, mesh=placement.axes, row_axes=plan.row_axes, col_axes=plan.col_axes)
     spec = check_all_reduce(name, spec)
     check_hints(name, spec)
+    check_fused(name, spec, shape[-1] // shards)
     in_specs, out_specs = (tuple(map(_mesh.partition_spec, dims)) for dims in (ins, outs))
     return _Call(spec, placement.mode, plan, mesh, in_specs, out_specs, placement.is_explicit)
 

@@ -75,6 +75,19 @@ def check_hints(name: str, spec: MatmulSpec, is_settled: bool = True, has_mesh: 
         )
 
 
+def check_fused(name: str, spec: MatmulSpec, columns: int) -> None:
+    """Raise ValueError where each device's d has `columns` that the algorithm "fused" cannot take.
+
+    Source: cublasmp.h 0.10, CUBLASMP_MATMUL_ALGO_TYPE_FUSED.
+    """
+    dtype = np.dtype(spec.communication_dtype or accumulator(spec.out_dtype))
+    if spec.algorithm == "fused" and columns * dtype.itemsize % 16:
+        raise ValueError(
+            f"{name}: algorithm='fused' needs rows of the result that are a multiple of 16 bytes of the communicated "
+            f"{dtype.name}, a multiple of {16 // dtype.itemsize} columns, got {columns}; pad b, or drop it"
+        )
+
+
 def fit_hints(spec: MatmulSpec) -> MatmulSpec:
     """The spec of a derived call, less the hints that its pattern or the type of its D does not take."""
     dtype = spec.communication_dtype

@@ -119,9 +119,8 @@ def find_route(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabilities: 
     """The cheapest way to give the call with these local shapes to the library."""
     if is_chunked(spec, capabilities):
         return Route("fixed_chunks", "the library promises no order of sums")
-    if spec.pattern == Pattern.GRID:
-        if why := why_unsupported(spec, capabilities):
-            return Route("unsupported", why)
+    if why := why_unsupported(spec, capabilities):
+        return Route("unsupported", why)
     if why := _why_no_epilog(spec, capabilities):
         return Route("separate_epilog", why)
     if _epilog.rule(spec.epilog).derivative and global_extents(spec, a_shape, b_shape)[2] == 1:

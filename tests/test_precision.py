@@ -313,6 +313,8 @@ def test_processes_agree_on_the_hints():
 WRONG_HINTS = [
     ("rs-data", {"algorithm": "nvls"}, ValueError, "matmul: algorithm must be None or one of default, split_p2p, "),
     ("rs-data", {"algorithm": "fused"}, ValueError, "algorithm='fused' needs the pattern all_reduce, but this call is reduce_scatter; drop it"),
+    ("ar-data", {"algorithm": "fused"}, ValueError, "matmul: algorithm='fused' needs rows of the result that are a multiple of 16 bytes of the communicated float32, a multiple of 4 columns, got 5; pad b, or drop it"),
+    ("ar-data", {"algorithm": "atomic_multicast"}, ValueError, "algorithm='atomic_multicast' needs the pattern reduce_scatter, but this call is all_reduce"),
     ("ag-data", {"algorithm": "split_multicast"}, ValueError, "algorithm='split_multicast' needs the pattern reduce_scatter or all_reduce, but this call is all_gather"),
     ("local", {"algorithm": "split_p2p"}, ValueError, "needs the pattern all_gather or reduce_scatter or all_reduce, but this call is local"),
     ("grid", {"communication_dtype": "float32"}, ValueError, "communication_dtype=float32 is of partial sums, so the pattern must be reduce_scatter or all_reduce, but this call is grid"),
@@ -352,10 +354,10 @@ def test_every_combination_of_algorithm_and_pattern_is_as_hostmp_has_it(rng):
     cases.require(None)
     served = set()
     for name, algorithm in itertools.product(("local", "ag", "rs", "ar", "grid"), jaxmp._hints.ALGORITHMS):
-        case = cases.BY_NAME[name].replace(per_shard=(2, 2, 2))
+        case = cases.BY_NAME[name].replace(per_shard=(2, 4, 2))
         a, b = case.integers(rng)
         with contextlib.suppress(ValueError):
             d = multiply(case, a, b, algorithm=algorithm)
             served.add((case.pattern, algorithm))
             np.testing.assert_array_equal(np.asarray(d), a @ b)
-    assert len(served) == 2 * 5 + 3 + 2 + 3 + 2 + 1
+    assert len(served) == 2 * 5 + 3 + 2 + 3 + 1 + 1
