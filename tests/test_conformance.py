@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxmp import _cuda
+
 sys.path.insert(0, str(Path(__file__).parent / "conformance"))
 import compare
 import run
@@ -147,3 +149,17 @@ def test_a_library_that_crashes_is_asked_the_rest(program, processes, monkeypatc
 def test_a_library_that_cannot_begin_says_why(program):
     with pytest.raises(run.NotStartedError, match="no such library"):
         run.run_suite(program, 1, ["--library", "none"])
+
+
+def test_the_loader_finds_what_wheels_in_other_folders_bring(tmp_path, monkeypatch):
+    """cuBLASMp's RPATH names its neighbours, but cuBLAS is where JAX is."""
+    folders = ("unpacked/nvidia/cublasmp/cu13/lib", "unpacked/nvidia/nccl/lib", "site-packages/nvidia/cu13/lib")
+    for folder in folders:
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setattr(
+        _cuda, "_wheel_roots", lambda: [tmp_path / "unpacked/nvidia", tmp_path / "site-packages/nvidia"]
+    )
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/before")
+    assert run.environment()["LD_LIBRARY_PATH"].split(":") == [*(str(tmp_path / f) for f in folders), "/before"]
+    monkeypatch.delenv("LD_LIBRARY_PATH")
+    assert run.environment()["LD_LIBRARY_PATH"].split(":") == [str(tmp_path / folder) for folder in folders]

@@ -111,6 +111,18 @@ def _libraries(arguments) -> list[str]:
     return [text for name, path in paths.items() for text in (f"--{name}", path)]
 
 
+def environment() -> dict[str, str]:
+    """Ours, where the loader finds the libraries of all wheels. cuBLASMp's looks for cuBLAS beside itself, and another
+    folder of the import path may have it; in a Python process JAX's plugin has loaded it before."""
+    from jaxmp import _cuda
+
+    folders = [
+        folder for root in _cuda._wheel_roots() for folder in sorted({*root.glob("*/lib"), *root.glob("*/*/lib")})
+    ]
+    have = os.environ.get("LD_LIBRARY_PATH")
+    return os.environ | {"LD_LIBRARY_PATH": os.pathsep.join([*map(str, folders), *([have] if have else [])])}
+
+
 def _blas() -> str:
     if os.environ.get("JAXMP_BLAS"):
         return os.environ["JAXMP_BLAS"]
@@ -126,7 +138,12 @@ def compare_libraries(arguments, ranks: int) -> tuple[str, bool]:
     host = run_suite(arguments.binary, ranks, ["--library", "host", "--blas", _blas(), *share])
     options = ["--library", "cublasmp", *_libraries(arguments), *share]
     other = run_suite(
-        arguments.binary, ranks, options, processes=arguments.processes and ranks > 1, seconds=arguments.seconds
+        arguments.binary,
+        ranks,
+        options,
+        processes=arguments.processes and ranks > 1,
+        seconds=arguments.seconds,
+        env=None if arguments.cublasmp else environment(),
     )
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
