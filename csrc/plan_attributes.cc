@@ -23,7 +23,9 @@ struct Descriptor {
   }
 };
 
+// Of how ranks communicate. No source says what a product of one rank, which is cuBLASLt's, makes of them.
 Status SetHints(const Descriptor& to, const Problem& p) {
+  if (p.nranks() == 1) return {};
   if (p.algorithm != Algorithm::kDefault) {
     JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_ALGO_TYPE, AlgoType(p.algorithm)));
   }

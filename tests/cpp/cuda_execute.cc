@@ -293,6 +293,23 @@ void AWorkspaceNeedsNoSymmetricMemory() {
   unsetenv("FAKE_CUBLASMP_SYMMETRIC");
 }
 
+void OneRankGetsNoHints() {
+  const auto count = [](const Attributes& attributes) {
+    const InstanceOf<CudaSite> instance = Make(attributes);
+    (void)CallsOn(0);
+    RunRight(*instance.site, FirstGpus(1));
+    const std::string calls = CallsOn(0), name = "SetAttribute";
+    int found = 0;
+    for (size_t at = 0; (at = calls.find(name, at)) != std::string::npos; at += name.size()) ++found;
+    return found;
+  };
+  const Attributes plain = TransposedA(AllReduce(1, 4, 6, 10));
+  const Attributes hinted = With(With(plain, "algorithm", std::string("fused")), "comm_sm_count", int64_t{8});
+  const int expected = count(plain);
+  CHECK(expected > 0);
+  CHECK_EQ(count(With(hinted, "communication_dtype", std::string("f32"))), expected);
+}
+
 }  // namespace
 }  // namespace jaxmp
 
@@ -313,6 +330,7 @@ int main() {
   jaxmp::AuxIsWrittenCompletely();
   jaxmp::EmptyProductsRunNothing();
   jaxmp::AWorkspaceNeedsNoSymmetricMemory();
+  jaxmp::OneRankGetsNoHints();
   CHECK_EQ(jaxmp::cuda::Failure(), "");
   return jaxmp::check::summary("cuda_execute");
 }
