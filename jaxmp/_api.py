@@ -166,6 +166,11 @@ def linear(x, w, bias=None, *, activation: str | None = None, out_sharding=None,
     >>> jaxmp.linear(jnp.ones((2, 3)), jnp.ones((3, 4)), -2 * jnp.ones(4), activation="relu")[0]
     Array([1., 1., 1., 1.], dtype=float32)
     """
+    own = [name for name in ("c", "beta", "epilog", "epilog_inputs") if name in options]
+    if own:
+        raise TypeError(
+            f"linear: takes no {' and '.join(own)}, its epilog follows from bias and activation; call matmul"
+        )
     if getattr(x, "ndim", 0) == 1:
         given = {"in_shardings": options.pop("in_shardings", None), "out_sharding": out_sharding}
         shardings = {name: _mesh.of_one_row(sharding) for name, sharding in given.items()}

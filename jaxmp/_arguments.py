@@ -82,8 +82,8 @@ def _product_spec(name: str, a, b, operand: np.dtype, out: np.dtype, options: di
     _checks.check_implementation(name, options.get("implementation"))
     return MatmulSpec(
         out_dtype=out,
-        transpose_a=bool(options.get("transpose_a", False)),
-        transpose_b=bool(options.get("transpose_b", False)),
+        transpose_a=_checks.check_flag(name, "transpose_a", options.get("transpose_a", False)),
+        transpose_b=_checks.check_flag(name, "transpose_b", options.get("transpose_b", False)),
         conjugate_a=_checks.check_conjugate(name, "conjugate_a", options.get("conjugate_a", False), a),
         conjugate_b=_checks.check_conjugate(name, "conjugate_b", options.get("conjugate_b", False), b),
         precision=_precision.resolve(name, options.get("precision"), operand, out),

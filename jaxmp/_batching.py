@@ -31,7 +31,7 @@ from jaxmp._primitive import (
     matmul_p,
     merge_rows,
 )
-from jaxmp._spec import DIMS, MatmulSpec, Pattern, accumulator, operand_names, output_names
+from jaxmp._spec import DIMS, MatmulSpec, Pattern, accumulator, axes_text, operand_names, output_names
 
 
 def _front(x, dim):
@@ -163,19 +163,33 @@ def _activated_matmul_batch_rule(args, dims, *, spec: MatmulSpec, activation: st
     return jax.vmap(parts, in_axes=tuple(dims))(*args), 0
 
 
-def _register(primitive, epilog_primitive, auto: bool) -> None:
-    def matmul_rule(args, dims, *, spec):
-        return _matmul_batch_rule(args, dims, spec=spec, auto=auto)
-
-    def epilog_rule(args, dims, *, spec):
-        return _matmul_epilog_batch_rule(args, dims, spec=spec, auto=auto)
-
-    batching.primitive_batchers[primitive] = matmul_rule
-    batching.primitive_batchers[epilog_primitive] = epilog_rule
+def _register(primitive, rule) -> None:
+    batching.primitive_batchers[primitive] = functools.partial(_batch_if_whole, rule)
 
 
-_register(matmul_p, matmul_epilog_p, auto=False)
-_register(AUTO_TWIN[matmul_p], AUTO_TWIN[matmul_epilog_p], auto=True)
-batching.primitive_batchers[activation_grad_p] = functools.partial(_activation_grad_batch_rule, auto=False)
-batching.primitive_batchers[auto_activation_grad_p] = functools.partial(_activation_grad_batch_rule, auto=True)
-batching.primitive_batchers[activated_matmul_p] = _activated_matmul_batch_rule
+def _batch_if_whole(rule, args, dims, **params):
+    """`rule`, or NotImplementedError for a batch on explicit mesh axes.
+
+    JAX leaves such axes out of the shard_map around the call, where XLA would gather what lies on them, and has no
+    derivative of a shard_map over them within that one.
+    """
+    for x, dim in zip(args, dims, strict=True):
+        entry = None if dim is None else jax.typeof(x).sharding.spec[dim]
+        if entry is not None:
+            axes = entry if isinstance(entry, tuple) else (entry,)
+            raise NotImplementedError(
+                f"jaxmp: vmap over a dimension that is sharded over explicit {axes_text(axes)} is not supported, "
+                "for JAX leaves it out of the call; pass the batch as leading dimensions of a, name it in "
+                "jaxmp.einsum or jaxmp.dot_general, or map over an automatic axis with in_shardings and "
+                f"spmd_axis_name={axes_text(axes)}"
+            )
+    return rule(args, dims, **params)
+
+
+for _auto in (False, True):
+    _products = [AUTO_TWIN[p] if _auto else p for p in (matmul_p, matmul_epilog_p)]
+    for _primitive, _rule in zip(_products, (_matmul_batch_rule, _matmul_epilog_batch_rule), strict=True):
+        _register(_primitive, functools.partial(_rule, auto=_auto))
+_register(activation_grad_p, functools.partial(_activation_grad_batch_rule, auto=False))
+_register(auto_activation_grad_p, functools.partial(_activation_grad_batch_rule, auto=True))
+_register(activated_matmul_p, _activated_matmul_batch_rule)

@@ -265,6 +265,8 @@ def matmul(
                 "operand instead"
             )
     _check_operands(name, a, b, c)
+    transpose_a = _checks.check_flag(name, "transpose_a", transpose_a)
+    transpose_b = _checks.check_flag(name, "transpose_b", transpose_b)
     operand, out = _checks.resolve_dtypes(name, a, b, preferred_element_type)
     _checks.check_implementation(name, implementation)
     shape = _result_shape(name, a, b, transpose_a, transpose_b)
@@ -277,8 +279,8 @@ def matmul(
         mesh=tuple(a.mesh.shape.items()),
         row_axes=a.axes[0],
         col_axes=a.axes[1],
-        transpose_a=bool(transpose_a),
-        transpose_b=bool(transpose_b),
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
         conjugate_a=_checks.check_conjugate(name, "conjugate_a", conjugate_a, a),
         conjugate_b=_checks.check_conjugate(name, "conjugate_b", conjugate_b, b),
         alpha=_checks.check_scalar(name, "alpha", alpha, out),

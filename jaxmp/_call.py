@@ -90,7 +90,10 @@ def pattern_on_axes(name: str, pattern: Pattern, axis_names) -> dict[str, Any]:
     """What a spec says of the group that shares a product inside shard_map."""
     mesh = _mesh.manual_mesh(name)
     if mesh is None:
-        raise ValueError(f"{name}: works on the shards inside shard_map; outside, use jaxmp.matmul with out_sharding")
+        raise ValueError(
+            f"{name}: works on the shards inside shard_map where an axis is named; outside, leave axis_name out of "
+            "jaxmp.mlp, or use jaxmp.matmul, and pass out_sharding"
+        )
     row_axes: tuple[str, ...] = _as_axes(name, axis_names)
     col_axes: tuple[str, ...] = ()
     if pattern == Pattern.GRID:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,8 +27,12 @@ def as_array(x):
 
 def check_array(name: str, argument: str, x, ndim: int | None = None, at_least: int | None = None) -> None:
     """Raise TypeError or ValueError unless `x` is an array of a supported type and rank."""
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise TypeError(f"{name}: {argument} must be an array, got {type(x).__name__}; convert it with jnp.asarray")
+    if not _is_array(x):
+        is_numpy = isinstance(x, np.ndarray | np.generic)
+        what, of_dtype = (" of numbers", f" of dtype {x.dtype}") if is_numpy else ("", "")
+        raise TypeError(
+            f"{name}: {argument} must be an array{what}, got {type(x).__name__}{of_dtype}; convert it with jnp.asarray"
+        )
     if ndim is not None and len(x.shape) != ndim:
         raise ValueError(f"{name}: {argument} must have {ndim} dimensions, got {len(x.shape)} (shape {tuple(x.shape)})")
     if at_least is not None and len(x.shape) < at_least:
@@ -40,6 +45,42 @@ def check_array(name: str, argument: str, x, ndim: int | None = None, at_least: 
             f"{name}: {argument} has dtype {dtype}; integer operands but int8, and boolean ones, are not supported and "
             f"never widened: convert it, for example {argument}.astype(jnp.float32)"
         )
+    if not jnp.issubdtype(dtype, jnp.number):
+        raise TypeError(f"{name}: {argument} must be an array of numbers, got dtype {dtype}")
+
+
+def _is_array(x) -> bool:
+    """Whether JAX takes `x` for an array, or for the description of one: no list, no other library's tensor.
+
+    A block-cyclic array is a pytree, and stands for its data.
+    """
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        return True
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        return False
+    if not jax.tree_util.all_leaves([x]):
+        return True
+    try:
+        jax.typeof(x)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def check_dtype(name: str, argument: str, value) -> np.dtype:
+    """The type that a user names, as JAX has it under its current setting of 64-bit types."""
+    try:
+        return np.dtype(jax.dtypes.canonicalize_dtype(value))
+    except TypeError:
+        raise TypeError(f"{name}: {argument} must be a dtype, such as jnp.float32, got {value!r}") from None
+
+
+def check_flag(name: str, argument: str, value) -> bool:
+    """A bool, for a letter as BLAS takes it ("N") would be one of another meaning."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    what = "a tracer, which is no static value" if isinstance(value, jax.core.Tracer) else repr(value)
+    raise TypeError(f"{name}: {argument} must be True or False, got {what}")
 
 
 def resolve_dtypes(name: str, a, b, preferred) -> tuple[np.dtype, np.dtype]:
@@ -53,7 +94,7 @@ def resolve_dtypes(name: str, a, b, preferred) -> tuple[np.dtype, np.dtype]:
     allowed = RESULT_TYPES[operand.name]
     if preferred is None:
         return operand, operand
-    out = np.dtype(jax.dtypes.canonicalize_dtype(preferred))
+    out = check_dtype(name, "preferred_element_type", preferred)
     if out.name not in allowed:
         raise NotImplementedError(
             f"{name}: preferred_element_type {np.dtype(preferred).name} is not available for {operand.name} operands; "
@@ -90,7 +131,10 @@ def check_scalar(name: str, argument: str, value, out_dtype) -> Any:
         )
     if jnp.issubdtype(out_dtype, jnp.integer) and not -(2**31) <= float(value) < 2**31:
         raise ValueError(f"{name}: {argument}={value} does not fit {np.dtype(out_dtype).name}, the type of the result")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: {argument} must fit a float64, got an integer beyond 1.8e308") from None
 
 
 def check_c(name: str, c, beta, out_dtype, out_shape) -> Any:
@@ -130,7 +174,9 @@ def check_epilog(name: str, spec: MatmulSpec, epilog, epilog_inputs, shape, ndim
     """
     out = spec.out_dtype
     try:
-        number = int(epilog)
+        if isinstance(epilog, bool):
+            raise TypeError
+        number = operator.index(epilog)
         epilog = Epilog(number & ~Epilog.ALLREDUCE)
         row = _epilog.rule(epilog)
     except (TypeError, ValueError):
@@ -255,8 +301,9 @@ def check_gathered_scales(name: str, spec: MatmulSpec, why: str) -> None:
         )
 
 
-def check_conjugate(name: str, argument: str, flag: bool, x) -> bool:
+def check_conjugate(name: str, argument: str, flag, x) -> bool:
     """Whether to conjugate; real operands refuse, so that a wrong flag does not pass unseen."""
+    flag = check_flag(name, argument, flag)
     if flag and not jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: {argument}=True needs a complex operand, got dtype {x.dtype}")
-    return bool(flag)
+    return flag

@@ -174,6 +174,11 @@ def explain(fn: Callable) -> Callable[..., Explanation]:
     ('local', 'float32', 1024)
     """
 
+    if not callable(fn):
+        raise TypeError(
+            f"explain: takes a function, got {type(fn).__name__}; write explain(fn)(*args) for the calls of fn(*args)"
+        )
+
     @functools.wraps(fn)
     def explained(*args, **kwargs) -> Explanation:
         # A function of its own, so that neither tracing nor the partitioner answers from a cache.

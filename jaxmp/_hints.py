@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._checks import check_dtype
 from jaxmp._spec import RESULT_TYPES, MatmulSpec, Pattern, accumulator
 
 _SUMMING = (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE)
@@ -26,7 +26,7 @@ ALGORITHMS = {
 def resolve_hints(name: str, out_dtype, operand, communication_dtype, algorithm, comm_sm_count) -> dict[str, Any]:
     """The hints as fields of a spec; `check_hints` judges them against the pattern once that is known."""
     if communication_dtype is not None:
-        communication_dtype = np.dtype(jax.dtypes.canonicalize_dtype(communication_dtype))
+        communication_dtype = check_dtype(name, "communication_dtype", communication_dtype)
         scale, out = accumulator(operand), np.dtype(out_dtype)
         is_number = communication_dtype.name in RESULT_TYPES
         is_alike = jnp.issubdtype(communication_dtype, jnp.complexfloating) == jnp.issubdtype(out, jnp.complexfloating)
@@ -36,7 +36,7 @@ def resolve_hints(name: str, out_dtype, operand, communication_dtype, algorithm,
                 f"{scale.name}, in which products are summed, got {communication_dtype.name}"
             )
         communication_dtype = communication_dtype.name
-    if algorithm is not None and algorithm not in ALGORITHMS:
+    if algorithm is not None and not (isinstance(algorithm, str) and algorithm in ALGORITHMS):
         raise ValueError(f"{name}: algorithm must be None or one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
     if comm_sm_count is not None:
         if isinstance(comm_sm_count, bool) or not isinstance(comm_sm_count, int | np.integer):

@@ -50,7 +50,8 @@ def manual_mesh(name: str):
     if rest:
         raise ValueError(
             f"{name}: the enclosing shard_map is manual over {tuple(mesh.manual_axes)} but not over {tuple(rest)}; "
-            "XLA would gather the others around the call: make every axis manual (leave out axis_names)"
+            "XLA would gather the others around the call: make every axis manual (leave out axis_names), or put the "
+            f"call into a second shard_map, with axis_names={set(rest)}"
         )
     return mesh
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxmp._checks import check_dtype, check_flag
 from jaxmp._narrow import (
     BLK128,
     FLOAT4,
@@ -48,7 +48,7 @@ def resolve_dtypes(name: str, a, b, preferred) -> np.dtype:
             f"{name}: operands of {a.dtype.name} and {b.dtype.name} need preferred_element_type; "
             f"available: {', '.join(allowed)}"
         )
-    out = np.dtype(jax.dtypes.canonicalize_dtype(preferred))
+    out = check_dtype(name, "preferred_element_type", preferred)
     if out.name not in allowed:
         raise NotImplementedError(
             f"{name}: preferred_element_type {out.name} is not available for {a.dtype.name} and {b.dtype.name} "
@@ -112,7 +112,7 @@ def resolve_scales(name: str, options: dict, a, b, spec: MatmulSpec) -> tuple[di
     scales = options.get("scales") or Scales()
     if not isinstance(scales, Scales):
         raise TypeError(f"{name}: scales must be a jaxmp.Scales, got {type(scales).__name__}")
-    amax, aux_amax = (bool(options.get(argument, False)) for argument in ("result_amax", "aux_amax"))
+    amax, aux_amax = (check_flag(name, key, options.get(key, False)) for key in ("result_amax", "aux_amax"))
     modes = {
         "a": find_mode(name, "a", scales.a, tuple(a.shape), a.dtype),
         "b": find_mode(name, "b", scales.b, tuple(b.shape), b.dtype),
@@ -186,7 +186,7 @@ def _resolve_aux(name: str, epilog_name: str, dtypes, c, scale_a: str, given: di
         return None
     a, b, out = (np.dtype(dtype).name for dtype in dtypes)
     default = np.dtype(c) if out in FLOAT8 else np.dtype(out)
-    asked = default if given["aux_dtype"] is None else np.dtype(jax.dtypes.canonicalize_dtype(given["aux_dtype"]))
+    asked = default if given["aux_dtype"] is None else check_dtype(name, "aux_dtype", given["aux_dtype"])
     is_e4m3 = {a, b, out} == {"float8_e4m3fn"} and np.dtype(c) == np.float16 and scale_a in (NONE, SCALAR)
     allowed = (default.name, "float8_e4m3fn") if is_e4m3 and epilog_name == "GELU_AUX" else (default.name,)
     if asked.name not in allowed:

@@ -32,6 +32,12 @@ def zeros(*shape, dtype=np.float32):
     return np.zeros(shape, dtype)
 
 
+class Tensor:
+    """An array of another library, which JAX does not take."""
+
+    shape, ndim, dtype = (4, 6), 2, "torch.float32"
+
+
 A, B, C, BIAS = zeros(4, 6), zeros(6, 8), zeros(4, 8), zeros(8)
 COMPLEX = (A.astype(np.complex64), B.astype(np.complex64))
 
@@ -40,6 +46,17 @@ WRONG = {
     "a is no array": (([[1.0]], B), {}, TypeError, "matmul: a must be an array, got list; convert it with jnp.asarray"),
     "b is no array": ((A, 2.0), {}, TypeError, "matmul: b must be an array, got float"),
     "c is no array": ((A, B, 1.0), {"beta": 1.0}, TypeError, "matmul: c must be an array, got float"),
+    "a is another library's": ((Tensor(), B), {}, TypeError, "matmul: a must be an array, got Tensor; convert it with jnp.asarray"),
+    "a holds objects": ((A.astype(object), B), {}, TypeError, "matmul: a must be an array of numbers, got ndarray of dtype object; convert it with jnp.asarray"),
+    "a holds float0": ((np.zeros((4, 6), jax.dtypes.float0), B), {}, TypeError, "matmul: a must be an array of numbers, got dtype [('float0', 'V')]"),
+    "transposition as in BLAS": ((A, B), {"transpose_a": "N"}, TypeError, "matmul: transpose_a must be True or False, got 'N'"),
+    "conjugation as in BLAS": ((A, B), {"conjugate_b": "C"}, TypeError, "matmul: conjugate_b must be True or False, got 'C'"),
+    "epilog is no integer": ((A, B), {"epilog": 2.5}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 2.5"),
+    "epilog is a bool": ((A, B), {"epilog": True}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got True"),
+    "result type is none": ((A, B), {"preferred_element_type": "float33"}, TypeError, "matmul: preferred_element_type must be a dtype, such as jnp.float32, got 'float33'"),
+    "communication type is none": ((A, B), {"communication_dtype": "halfer"}, TypeError, "matmul: communication_dtype must be a dtype, such as jnp.float32, got 'halfer'"),
+    "alpha beyond float64": ((A, B), {"alpha": 10**400}, ValueError, "matmul: alpha must fit a float64, got an integer beyond 1.8e308"),
+    "algorithm is a list": ((A, B), {"algorithm": ["fused"]}, ValueError, "matmul: algorithm must be None or one of default"),
     "a is a vector": ((zeros(6), B), {}, ValueError, "matmul: a must have at least 2 dimensions, got 1 (shape (6,))"),
     "b is a vector": ((A, zeros(6)), {}, ValueError, "matmul: b must have 2 dimensions, got 1 (shape (6,))"),
     "b has a batch": ((A, zeros(2, 6, 8)), {}, ValueError, "matmul: b must have 2 dimensions, got 3 (shape (2, 6, 8))"),
@@ -120,6 +137,23 @@ def test_wrong_argument(arguments, keywords, exception, message, standard_promot
 def test_an_unknown_keyword_is_refused_by_the_functions_that_take_options():
     with pytest.raises(TypeError, match=r"unexpected keyword argument.*'colour'"):
         jaxmp.linear(A, B, colour="red")
+
+
+def test_linear_chooses_its_epilog_by_itself():
+    message = "linear: takes no epilog and epilog_inputs, its epilog follows from bias and activation; call matmul"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        jaxmp.linear(A, B, epilog=Epilog.BIAS, epilog_inputs={"bias": BIAS})
+
+
+def test_explain_takes_a_function_and_not_its_result():
+    message = "explain: takes a function, got ndarray; write explain(fn)(*args) for the calls of fn(*args)"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        jaxmp.explain(C)
+
+
+def test_mlp_names_an_axis_inside_of_shard_map_only():
+    with pytest.raises(ValueError, match=r"mlp: .* outside, leave axis_name out of jaxmp\.mlp"):
+        jaxmp.mlp(A, B, None, B.T, None, activation="relu", axis_name="y")
 
 
 def test_linear_names_its_activations():
@@ -300,7 +334,8 @@ def test_collectives_over_one_axis_twice(name):
 @pytest.mark.parametrize("name", COLLECTIVES)
 def test_collectives_in_a_partial_manual_region(name):
     message = (
-        rf"{name}: the enclosing shard_map is manual over \('y',\) but not over \('x',\); .*make every axis manual"
+        rf"{name}: the enclosing shard_map is manual over \('y',\) but not over \('x',\); .*make every axis manual "
+        r"\(leave out axis_names\), or put the call into a second shard_map, with axis_names=\{'x'\}"
     )
     with pytest.raises(ValueError, match=message):
         jax.jit(lambda a, b: manual(lambda a, b: COLLECTIVES[name](a, b, "y"), axis_names={"y"}, a=a, b=b))(A, B)
