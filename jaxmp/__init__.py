@@ -1,6 +1,6 @@
 """Distributed matrix multiplication for JAX."""
 
-import importlib.metadata
+import importlib.metadata as _metadata
 
 from jaxmp import _autodiff as _autodiff
 from jaxmp import _batching as _batching
@@ -33,4 +33,4 @@ from jaxmp._primitive import dots_saveable as dots_saveable
 from jaxmp._scaled_matmul import scaled_matmul as scaled_matmul
 from jaxmp.distributed import DistributedError as DistributedError
 
-__version__ = importlib.metadata.version("jaxmp")
+__version__ = _metadata.version("jaxmp")

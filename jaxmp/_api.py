@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+
 from jaxmp import _block_cyclic, _checks, _epilog, _mesh, _mlp
 from jaxmp._arguments import SPEC_OPTIONS
 from jaxmp._call import collective, product
@@ -36,7 +40,7 @@ def matmul(
     algorithm: str | None = None,
     comm_sm_count: int | None = None,
     determinism: str = "run_to_run",
-):
+) -> Any:
     """Distributed matrix product with an epilog, `d = epilog(alpha * op(a) @ op(b) + beta * c)`.
 
     A pure function: jit, grad, jvp, vmap, remat, scan and `jax.export` apply. The shardings of the operands and of the
@@ -146,7 +150,7 @@ def matmul(
     return product(a, b, c, epilog_inputs, options, out_sharding, in_shardings, mesh)
 
 
-def linear(x, w, bias=None, *, activation: str | None = None, out_sharding=None, **options):
+def linear(x, w, bias=None, *, activation: str | None = None, out_sharding=None, **options) -> Any:
     """Dense layer `act(x @ w + bias)`, one call with a fused epilog.
 
     Args:
@@ -194,7 +198,7 @@ def mlp(
     in_shardings=None,
     mesh=None,
     **options,
-):
+) -> jax.Array:
     """Two dense layers, `act(x @ w_in + b_in) @ w_out + b_out`, with a fused backward pass.
 
     The value is that of two `linear`s. Its gradient takes the cotangent of y through w_out, the activation and the
@@ -248,7 +252,7 @@ def mlp(
     return linear(hidden, w_out, b_out, out_sharding=out_sharding, mesh=mesh, **options)
 
 
-def all_gather_matmul(x, w, axis_name, c=None, *, epilog_inputs=None, **options):
+def all_gather_matmul(x, w, axis_name, c=None, *, epilog_inputs=None, **options) -> Any:
     """Gather x's rows over an axis and multiply: `concat(x of every rank) @ w`.
 
     Inside a full-manual `jax.shard_map`; collective over `axis_name`: every rank calls it with an equal spec.
@@ -284,7 +288,7 @@ def all_gather_matmul(x, w, axis_name, c=None, *, epilog_inputs=None, **options)
     return collective("all_gather_matmul", Pattern.ALL_GATHER, x, w, axis_name, c, epilog_inputs, options)
 
 
-def matmul_reduce_scatter(x, w, axis_name, c=None, *, epilog_inputs=None, **options):
+def matmul_reduce_scatter(x, w, axis_name, c=None, *, epilog_inputs=None, **options) -> Any:
     """Multiply and sum over an axis, each rank keeping its part of the rows.
 
     Inside a full-manual `jax.shard_map`; collective over `axis_name`: every rank calls it with an equal spec.
@@ -319,7 +323,7 @@ def matmul_reduce_scatter(x, w, axis_name, c=None, *, epilog_inputs=None, **opti
     return collective("matmul_reduce_scatter", Pattern.REDUCE_SCATTER, x, w, axis_name, c, epilog_inputs, options)
 
 
-def matmul_all_reduce(x, w, axis_name, c=None, *, epilog_inputs=None, **options):
+def matmul_all_reduce(x, w, axis_name, c=None, *, epilog_inputs=None, **options) -> Any:
     """Multiply and sum over an axis: `sum over ranks of x @ w` on every rank.
 
     Inside a full-manual `jax.shard_map`; collective over `axis_name`: every rank calls it with an equal spec.
@@ -354,7 +358,7 @@ def matmul_all_reduce(x, w, axis_name, c=None, *, epilog_inputs=None, **options)
     return collective("matmul_all_reduce", Pattern.ALL_REDUCE, x, w, axis_name, c, epilog_inputs, options)
 
 
-def block_matmul(a, b, axis_names, c=None, *, epilog_inputs=None, **options):
+def block_matmul(a, b, axis_names, c=None, *, epilog_inputs=None, **options) -> Any:
     """Product of matrices in 2-D blocks on a p x q mesh.
 
     Inside a full-manual `jax.shard_map`; collective over both axes: every rank calls it with an equal spec.

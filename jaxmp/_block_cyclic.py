@@ -108,7 +108,7 @@ def to_block_cyclic(x, layout: BlockCyclic, *, mesh=None, axes=None) -> BlockCyc
     return BlockCyclicArray(data, tuple(x.shape), layout, mesh, axes)
 
 
-def from_block_cyclic(x: BlockCyclicArray):
+def from_block_cyclic(x: BlockCyclicArray) -> jax.Array:
     """The matrix that `x` holds, as an ordinary array.
 
     Args:

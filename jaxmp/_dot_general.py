@@ -44,7 +44,7 @@ def dot_general(
     mesh=None,
     implementation: str | None = None,
     determinism: str = "run_to_run",
-):
+) -> jax.Array:
     """Distributed product with `lax.dot_general`'s signature, for layers that take a `dot_general=`.
 
         result[batch..., lhs free..., rhs free...] = sum over the contracted dimensions of lhs * rhs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -13,7 +14,7 @@ from jaxmp._mesh import partition_spec
 from jaxmp._sharding import to_dims
 
 
-def einsum(subscripts: str, a, b, *, out_sharding=None, in_shardings=None, **options):
+def einsum(subscripts: str, a, b, *, out_sharding=None, in_shardings=None, **options) -> jax.Array:
     """Distributed `jnp.einsum` of two operands, such as `einsum("bsd,dhk->bshk", x, w)`.
 
     Args:

@@ -10,7 +10,7 @@ from jaxmp._api import matmul
 from jaxmp._narrow import Scales
 
 
-def scaled_matmul(lhs, rhs, lhs_scales, rhs_scales, preferred_element_type=jnp.float32):
+def scaled_matmul(lhs, rhs, lhs_scales, rhs_scales, preferred_element_type=jnp.float32) -> jax.Array:
     """Product of block-scaled operands along their last dimensions, `jax.nn.scaled_matmul` on every platform.
 
         out[b] = (lhs * repeat(lhs_scales)) @ (rhs * repeat(rhs_scales)).T

@@ -6,6 +6,7 @@ Blocks run along the last dimension, as in `jax.nn.scaled_matmul`.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 
 from jaxmp import _narrow
@@ -19,12 +20,12 @@ def largest(dtype) -> float:
     return float(jnp.finfo(dtype).max)
 
 
-def amax(x):
+def amax(x) -> jax.Array:
     """The largest absolute value of `x`, a float32 scalar; NaN where `x` has one."""
     return _narrow.amax(x.astype(jnp.float32))
 
 
-def scale_for(amax, dtype=_E4M3, *, margin: int = 0):
+def scale_for(amax, dtype=_E4M3, *, margin: int = 0) -> jax.Array:
     """The float32 scale that brings `amax` to `2**-margin` times the largest number of `dtype`.
 
     1 where amax is 0 or not finite (TransformerEngine's rule)."""
@@ -33,12 +34,12 @@ def scale_for(amax, dtype=_E4M3, *, margin: int = 0):
     return jnp.where((amax > 0) & jnp.isfinite(scale), scale, 1.0)
 
 
-def encode(x, dtype=_E4M3):
+def encode(x, dtype=_E4M3) -> jax.Array:
     """`x` in `dtype`, saturating where `x.astype(dtype)` would give NaN or infinity."""
     return _narrow.encode(x, dtype)
 
 
-def tensor(x, dtype=_E4M3, *, scale=None):
+def tensor(x, dtype=_E4M3, *, scale=None) -> tuple[jax.Array, jax.Array]:
     """(q, scale) with one float32 scalar: `scale_for(amax(x))` unless it is given, as delayed scaling does.
 
     >>> import jax.numpy as jnp, jaxmp
@@ -50,31 +51,31 @@ def tensor(x, dtype=_E4M3, *, scale=None):
     return _narrow.encode(x.astype(jnp.float32) / scale, dtype), scale
 
 
-def update_history(history, amax):
+def update_history(history, amax) -> jax.Array:
     """An amax history (length,), newest first, with `amax` put in front and the oldest dropped."""
     return jnp.roll(history, 1).at[0].set(amax.astype(history.dtype))
 
 
-def delayed_scale(history, dtype=_E4M3, *, margin: int = 0):
+def delayed_scale(history, dtype=_E4M3, *, margin: int = 0) -> jax.Array:
     """The scale for the next step from the largest of past absolute maxima; Micikevicius et al., "FP8 Formats for Deep
     Learning" (2022), as TransformerEngine's DelayedScaling."""
     return scale_for(jnp.max(history), dtype, margin=margin)
 
 
-def rows(x, dtype=_E4M3):
+def rows(x, dtype=_E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows,)): one float32 scale a row."""
     scale = scale_for(_narrow.amax(x.astype(jnp.float32), -1), dtype)
     return _narrow.encode(x.astype(jnp.float32) / scale[..., None], dtype), scale
 
 
-def vec128(x, dtype=_E4M3):
+def vec128(x, dtype=_E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows, k/128)): one float32 scale for 128 adjacent elements."""
     _check_blocks("vec128", x, 128)
     scale = scale_for(_narrow.block_amax(x.astype(jnp.float32), 128), dtype)
     return _narrow.encode(x.astype(jnp.float32) / _narrow.expand(scale, _narrow.VEC128, x.shape), dtype), scale
 
 
-def blk128(x, dtype=_E4M3):
+def blk128(x, dtype=_E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows/128, k/128)) of a 2-D x: one float32 scale for 128 x 128 elements."""
     _check_blocks("blk128", x, 128)
     by_rows = _narrow.block_amax(x.astype(jnp.float32), 128)
@@ -83,7 +84,7 @@ def blk128(x, dtype=_E4M3):
     return _narrow.encode(x.astype(jnp.float32) / _narrow.expand(scale, _narrow.BLK128, x.shape), dtype), scale
 
 
-def mxfp8(x, dtype=_E4M3):
+def mxfp8(x, dtype=_E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows, k/32) of float8_e8m0fnu): MXFP8, with scales rounded up to powers of two.
 
     Bit for bit what `jax.nn.scaled_dot_general` quantizes to with the config "mxfp8".
@@ -93,7 +94,7 @@ def mxfp8(x, dtype=_E4M3):
     return _narrow.encode_blocks(x, _narrow.VEC32, dtype)
 
 
-def nvfp4(x, *, global_scale=1.0):
+def nvfp4(x, *, global_scale=1.0) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows, k/16) of float8_e4m3fn): NVFP4; x = q * scale * global_scale.
 
     `global_scale`, float32, goes into alpha; `nvfp4_global_scale` makes full use of the scales' range. Bit for bit what
@@ -106,22 +107,22 @@ def nvfp4(x, *, global_scale=1.0):
     return _narrow.encode(jnp.where(wide == 0, 0.0, x / wide), jnp.float4_e2m1fn), scale
 
 
-def nvfp4_global_scale(amax):
+def nvfp4_global_scale(amax) -> jax.Array:
     """The scale that brings `amax` to 6 * 448, the product of the largest numbers of e2m1 and e4m3."""
     return jnp.asarray(amax, jnp.float32) / (largest(jnp.float4_e2m1fn) * largest(_E4M3))
 
 
-def dequantize(q, scale, dtype=jnp.float32):
+def dequantize(q, scale, dtype=jnp.float32) -> jax.Array:
     """q times its scale in `dtype`; the mode follows from the scale's shape and dtype, as in `jaxmp.Scales`."""
     return _narrow.dequantize(q, scale, _mode("dequantize", q, scale), jnp.dtype(dtype))
 
 
-def expand(scale, q):
+def expand(scale, q) -> jax.Array:
     """The float32 scale of every element of `q`."""
     return jnp.broadcast_to(_narrow.expand(scale, _mode("expand", q, scale), q.shape), q.shape)
 
 
-def swizzle(scale):
+def swizzle(scale) -> jax.Array:
     """Block scales (rows, blocks) as bytes in the order of cuBLASLt (tiles of 128 x 4, padded with 0), flat.
 
     `jaxmp.matmul` does this itself; it is for data that other libraries share.
@@ -129,7 +130,7 @@ def swizzle(scale):
     return _narrow.swizzle(_narrow.as_bytes(scale))
 
 
-def unswizzle(flat, rows: int, blocks: int, dtype=jnp.float8_e8m0fnu):
+def unswizzle(flat, rows: int, blocks: int, dtype=jnp.float8_e8m0fnu) -> jax.Array:
     """The inverse of `swizzle`: scales (rows, blocks) of `dtype`."""
     size = round_up(rows, 128) * round_up(blocks, 4)
     if flat.shape != (size,):
@@ -145,12 +146,12 @@ def scale_offset(row: int, block: int, blocks: int) -> int:
     return 512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + block % 4
 
 
-def pack_fp4(q):
+def pack_fp4(q) -> jax.Array:
     """float4_e2m1fn (..., k) as uint8 (..., k/2), the first of two in the low half of its byte."""
     return _narrow.as_bytes(q)
 
 
-def unpack_fp4(packed):
+def unpack_fp4(packed) -> jax.Array:
     """The inverse of `pack_fp4`."""
     return _narrow.from_bytes(packed, jnp.float4_e2m1fn)
 

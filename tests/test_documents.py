@@ -49,6 +49,20 @@ def test_every_public_function_that_takes_arguments_has_an_example(name):
     assert ">>>" in inspect.getdoc(getattr(jaxmp, name))
 
 
+@pytest.mark.parametrize("module", [jaxmp, jaxmp.quantize], ids=lambda module: module.__name__)
+def test_every_public_function_says_what_it_returns(module):
+    """To mypy --strict a function without any annotation is untyped, and each call of it an error."""
+    functions = {name: f for name, f in vars(module).items() if inspect.isfunction(f) and not name.startswith("_")}
+    assert functions
+    assert not [name for name, f in functions.items() if inspect.signature(f).return_annotation is inspect._empty]
+
+
+def test_the_public_names_are_ours():
+    """What `dir` offers has to be meant for users, and no module that an import left behind."""
+    names = {name: value for name, value in vars(jaxmp).items() if not name.startswith("_")}
+    assert not [name for name, x in names.items() if inspect.ismodule(x) and not x.__name__.startswith("jaxmp")]
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_links_between_documents_lead_somewhere(document):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
