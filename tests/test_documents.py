@@ -8,6 +8,7 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,13 @@ def test_the_public_names_are_ours():
 def test_links_between_documents_lead_somewhere(document):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
         assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_a_source_distribution_has_what_its_tests_read():
+    """The tests go along with the sources, and these tests read documents."""
+    exclude = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["sdist"]["exclude"]
+    read = {path.relative_to(ROOT).parts[0] for path in [*DOCUMENTS, ROOT / "tests", ROOT / "Makefile"]}
+    assert not read & set(exclude)
 
 
 def test_every_promise_about_bits_names_tests_that_exist():
