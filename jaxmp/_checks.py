@@ -47,6 +47,11 @@ def check_array(name: str, argument: str, x, ndim: int | None = None, at_least: 
         )
     if not jnp.issubdtype(dtype, jnp.number):
         raise TypeError(f"{name}: {argument} must be an array of numbers, got dtype {dtype}")
+    if isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host:
+        raise ValueError(
+            f"{name}: {argument} lies in host memory, and products are taken in the memory of the devices; move it "
+            "there first, with jax.device_put(x, jax.memory.Space.Device)"
+        )
 
 
 def _is_array(x) -> bool:

@@ -139,6 +139,19 @@ def test_an_unknown_keyword_is_refused_by_the_functions_that_take_options():
         jaxmp.linear(A, B, colour="red")
 
 
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_an_operand_in_host_memory(is_jitted):
+    """As for jnp: a GPU's library would be given a pointer to the host."""
+    a = jax.device_put(A)
+    a = jax.device_put(a, a.sharding.with_memory_kind("pinned_host"))
+    call = jax.jit(jaxmp.matmul) if is_jitted else jaxmp.matmul
+    message = "matmul: a lies in host memory, and products are taken in the memory of the devices; move it there first"
+    with pytest.raises(ValueError, match=message):
+        call(a, B)
+    moved = jax.eval_shape(lambda a: jaxmp.matmul(jax.device_put(a, jax.memory.Space.Device), B), a)
+    assert moved.shape == (4, 8)
+
+
 def test_linear_chooses_its_epilog_by_itself():
     message = "linear: takes no epilog and epilog_inputs, its epilog follows from bias and activation; call matmul"
     with pytest.raises(TypeError, match=re.escape(message)):
