@@ -85,10 +85,11 @@ def check_dims(name: str, argument: str, dims: Dims, shape, mesh: Mapping[str, i
     for i, (dim, extent) in enumerate(zip(dims, shape, strict=True)):
         size = math.prod(mesh[axis] for axis in dim)
         if extent % size:
+            is_number = isinstance(extent, int)
+            remedy = f"pad it to {-(-extent // size) * size}" if is_number else f"export for an extent of {size} * n"
             raise ValueError(
                 f"{name}: dimension {i} of {argument} has extent {extent}, which axis {axes_text(dim)} of size {size} "
-                f"does not divide (global shape {tuple(shape)}); pad it to {-(-extent // size) * size}, "
-                "or shard it differently"
+                f"does not divide (global shape {tuple(shape)}); {remedy}, or shard it differently"
             )
 
 

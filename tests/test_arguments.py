@@ -183,6 +183,24 @@ def test_an_export_for_any_extent_says_why_not():
     np.testing.assert_array_equal(export(implementation="xla").call(a, b), a @ b)
 
 
+def test_an_export_for_any_extent_shards_multiples(mesh_of):
+    mesh = mesh_of({"x": 4}, AxisType.Auto)
+    options = {"in_shardings": (P("x", None), P(None, "x")), "out_sharding": P(None, "x"), "mesh": mesh}
+    call = jax.jit(lambda a, b: jaxmp.matmul(a, b, implementation="xla", **options))
+    b = np.ones((8, 8), np.float32)
+
+    def export(extent):
+        (m,) = jax.export.symbolic_shape(extent)
+        return jax.export.export(call)(jax.ShapeDtypeStruct((m, 8), np.float32), b)
+
+    message = (
+        "a has extent n, which axis 'x' of size 4 does not divide (global shape (n, 8)); export for an extent of 4 * n"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        export("n")
+    assert export("4 * n").out_avals[0].shape[1] == 8
+
+
 def test_a_partitioner_that_cannot_ask_us_is_refused_ahead_of_it(mesh_of):
     """GSPMD, which JAX still has behind an option, would end the process."""
     whole = NamedSharding(mesh_of({"x": 2}, AxisType.Auto), P())
