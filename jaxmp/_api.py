@@ -164,7 +164,7 @@ def linear(x, w, bias=None, *, activation: str | None = None, out_sharding=None,
     Returns:
       (..., n), sharded as `out_sharding` says.
 
-    Raises: as `matmul`; ValueError for an unknown activation.
+    Raises: as `matmul`, in whose messages x is a and w is b; ValueError for an unknown activation.
 
     >>> import jax.numpy as jnp, jaxmp
     >>> jaxmp.linear(jnp.ones((2, 3)), jnp.ones((3, 4)), -2 * jnp.ones(4), activation="relu")[0]
@@ -269,7 +269,8 @@ def all_gather_matmul(x, w, axis_name, c=None, *, epilog_inputs=None, **options)
     Returns:
       (..., m, n/P).
 
-    Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or for an axis not in the mesh.
+    Raises: as `matmul`, in whose messages x is a and w is b; ValueError outside shard_map, in a partial-manual one, or
+      for an axis not in the mesh.
 
     Source: cuBLASMp's AllGather + Matmul (docs.nvidia.com/cuda/cublasmp, "Tensor parallelism").
 
@@ -304,7 +305,8 @@ def matmul_reduce_scatter(x, w, axis_name, c=None, *, epilog_inputs=None, **opti
     Returns:
       (..., m/P, n): rank r has the r-th part of the rows of `sum over ranks of x @ w`, rounded once.
 
-    Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or for an axis not in the mesh.
+    Raises: as `matmul`, in whose messages x is a and w is b; ValueError outside shard_map, in a partial-manual one, or
+      for an axis not in the mesh.
 
     Source: cuBLASMp's Matmul + ReduceScatter (docs.nvidia.com/cuda/cublasmp, "Tensor parallelism").
 
@@ -339,7 +341,8 @@ def matmul_all_reduce(x, w, axis_name, c=None, *, epilog_inputs=None, **options)
     Returns:
       (..., m, n), the same bits on every rank.
 
-    Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or for an axis not in the mesh.
+    Raises: as `matmul`, in whose messages x is a and w is b; ValueError outside shard_map, in a partial-manual one, or
+      for an axis not in the mesh.
 
     Source: cuBLASMp's Matmul + AllReduce (docs.nvidia.com/cuda/cublasmp, "Tensor parallelism").
 
