@@ -62,6 +62,10 @@ class BlockCyclicArray:
     def __matmul__(self, other: BlockCyclicArray) -> BlockCyclicArray:
         return matmul(self, other)
 
+    def __array__(self, dtype=None, copy=None):
+        """Refused, for NumPy would make an array of one object of it without a word."""
+        raise TypeError("BlockCyclicArray: is no array as it lies; take jaxmp.from_block_cyclic(x)")
+
 
 def to_block_cyclic(x, layout: BlockCyclic, *, mesh=None, axes=None) -> BlockCyclicArray:
     """Lay a matrix out block-cyclically; pure, differentiable, and the inverse of `from_block_cyclic`.
@@ -284,7 +288,7 @@ def matmul(
         conjugate_a=_checks.check_conjugate(name, "conjugate_a", conjugate_a, a),
         conjugate_b=_checks.check_conjugate(name, "conjugate_b", conjugate_b, b),
         alpha=_checks.check_scalar(name, "alpha", alpha, out),
-        beta=_checks.check_c(name, c, beta, out, shape),
+        beta=_checks.check_c(name, None if c is None else jax.ShapeDtypeStruct(c.shape, c.dtype), beta, out, shape),
         precision=_precision.resolve(name, precision, operand, out),
         implementation=implementation,
         has_c=c is not None,
@@ -326,7 +330,7 @@ def _check_operands(name: str, a, b, c) -> None:
                 f"{name}: {argument} must be a jaxmp.BlockCyclicArray as the other operands are, got "
                 f"{type(x).__name__}; lay it out with jaxmp.to_block_cyclic"
             )
-        _checks.check_array(name, argument, x)
+        _checks.check_array(name, argument, jax.ShapeDtypeStruct(x.shape, x.dtype))
         if (dict(x.mesh.shape), x.axes) != (dict(a.mesh.shape), a.axes):
             raise ValueError(
                 f"{name}: a lies on axes {a.axes} of mesh {dict(a.mesh.shape)} but {argument} on {x.axes} of "

@@ -55,16 +55,11 @@ def check_array(name: str, argument: str, x, ndim: int | None = None, at_least: 
 
 
 def _is_array(x) -> bool:
-    """Whether JAX takes `x` for an array, or for the description of one: no list, no other library's tensor.
-
-    A block-cyclic array is a pytree, and stands for its data.
-    """
+    """Whether JAX takes `x` for an array, or for the description of one: no list, no other library's tensor."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return True
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         return False
-    if not jax.tree_util.all_leaves([x]):
-        return True
     try:
         jax.typeof(x)
     except (TypeError, ValueError):

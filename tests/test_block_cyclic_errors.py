@@ -114,3 +114,13 @@ def test_a_c_in_another_layout():
         match=re.escape("matmul: c has the layout BlockCyclic(grid=(2, 2), block=(2, 2), first=(1, 0)) but the result"),
     ):
         jaxmp.matmul(a, b, c, beta=1.0, out_sharding=BlockCyclic((2, 2), (2, 2)))
+
+
+@pytest.mark.parametrize("convert", [np.asarray, jnp.asarray])
+def test_a_block_cyclic_matrix_is_no_array(convert):
+    """NumPy would make an array of one object of it."""
+    a = OPERANDS["a"]()
+    with pytest.raises(TypeError, match=r"BlockCyclicArray: is no array as it lies; take jaxmp\.from_block_cyclic"):
+        convert(a)
+    with pytest.raises(TypeError, match="einsum: a must be an array, got BlockCyclicArray"):
+        jaxmp.einsum("ij,jk->ik", a, a)
