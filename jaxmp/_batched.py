@@ -14,7 +14,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax.interpreters import ad, batching
+from jax.interpreters import ad
 
 from jaxmp import _compat
 from jaxmp._primitive import BATCHED
@@ -71,7 +71,7 @@ def _transpose(primitive, cts, *operands, spec: MatmulSpec):
     return [results.get(i) for i in range(len(operands))]
 
 
-def _batch_rule(primitive, operands, dims, *, spec: MatmulSpec):
+def batch_rule(primitive, operands, dims, *, spec: MatmulSpec):
     """A further batch joins the one there is, where all operands have it; else it is the inner one of two."""
     if all(dim is not None for dim in dims):
         fronted = [jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)]
@@ -91,4 +91,3 @@ for _primitive in ONE:
     _primitive.def_abstract_eval(functools.partial(_abstract_eval, primitive=_primitive))
     ad.primitive_jvps[_primitive] = functools.partial(_jvp, _primitive)
     ad.primitive_transposes[_primitive] = functools.partial(_transpose, _primitive)
-    batching.primitive_batchers[_primitive] = functools.partial(_batch_rule, _primitive)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.interpreters import batching
 
 from jaxmp import _bgrad, _epilog, _narrow
-from jaxmp._batched import may_batch
+from jaxmp._batched import ONE, batch_rule, may_batch
 from jaxmp._epilog import Epilog
 from jaxmp._primitive import (
     AUTO_TWIN,
@@ -193,3 +193,5 @@ for _auto in (False, True):
 _register(activation_grad_p, functools.partial(_activation_grad_batch_rule, auto=False))
 _register(auto_activation_grad_p, functools.partial(_activation_grad_batch_rule, auto=True))
 _register(activated_matmul_p, _activated_matmul_batch_rule)
+for _primitive in ONE:
+    _register(_primitive, functools.partial(batch_rule, _primitive))

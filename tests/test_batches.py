@@ -117,6 +117,14 @@ def test_auto_axes_are_partitioned(rng):
     assert jax.export.export(f)(*placed).out_avals[0].shape == (8, 4, 16)
 
 
+def test_a_further_batch_on_an_explicit_axis_is_refused(rng):
+    cases.require(None)
+    with jax.set_mesh(mesh_of()):
+        a, b = (cases.put(integers(rng, 4, 2, 3, 3), mesh_of(), P("x")) for _ in range(2))
+        with pytest.raises(NotImplementedError, match="vmap over a dimension that is sharded over explicit 'x'"):
+            jax.vmap(jax.vmap(jaxmp.matmul))(a, b)
+
+
 def test_the_policy_keeps_a_batch(rng):
     a, b = integers(rng, 3, 4, 5), integers(rng, 3, 5, 6)
 
