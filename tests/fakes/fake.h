@@ -24,8 +24,8 @@ inline int Knob(const char* name, int otherwise) {
 extern "C" {
 // Runs work on the stream, in its order, as cuLaunchHostFunc does.
 jaxmp::abi::CUresult cuLaunchHostFunc(jaxmp::abi::CUstream stream, void (*work)(void*), void* data);
-void fake_cuda_shut_down();  // contexts are gone from here on
-int fake_cuda_ordinal();     // of the thread's current context; -1 without one
+void fake_cuda_shut_down();                            // contexts are gone from here on
+int fake_cuda_ordinal();                               // of the thread's current context; -1 without one
 bool fake_cuda_has(const void* memory, size_t bytes);  // whether cuMemAlloc gave it
 int fake_cuda_allocations();                           // of cuMemAlloc, that were not given back
 }
