@@ -65,6 +65,8 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, pattern: dict | 
         _narrow_checks.check_transpositions(name, a.dtype, spec.transpose_a, spec.transpose_b)
         _narrow_checks.check_epilog(name, spec.epilog.name, a.dtype, out)
     changes, scales = _narrow_checks.resolve_scales(name, options, a, b, spec)
+    for argument, x in (inputs | scales).items():
+        _checks.check_memory(name, argument.replace("scale_", "scales."), x)
     added = {} if c is None else {"c": c.astype(c_dtype)}
     return spec.replace(**changes), operands | added | inputs | traced | scales
 

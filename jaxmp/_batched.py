@@ -11,6 +11,7 @@ of the product of one index, and so are its rules.
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,7 @@ def may_batch(spec: MatmulSpec) -> bool:
 
 def _abstract_eval(*avals, primitive, spec: MatmulSpec):
     size = avals[0].shape[0]
+    assert all(aval.shape[0] == size for aval in avals), avals
     outputs, _ = ONE[primitive].abstract_eval(*map(_compat.without_front, avals), spec=spec)
     return jax.tree.map(lambda aval: _compat.with_front(aval, size), outputs)
 
@@ -76,7 +78,7 @@ def batch_rule(primitive, operands, dims, *, spec: MatmulSpec):
     if all(dim is not None for dim in dims):
         fronted = [jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)]
         sizes = fronted[0].shape[:2]
-        outputs = primitive.bind(*(x.reshape(-1, *x.shape[2:]) for x in fronted), spec=spec)
+        outputs = primitive.bind(*(x.reshape(math.prod(sizes), *x.shape[2:]) for x in fronted), spec=spec)
         parted = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), outputs)
         return parted, jax.tree.map(lambda _: 0, parted)
     moved = [x if dim is None else jnp.moveaxis(x, dim, 1) for x, dim in zip(operands, dims, strict=True)]

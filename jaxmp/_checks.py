@@ -47,6 +47,11 @@ def check_array(name: str, argument: str, x, ndim: int | None = None, at_least: 
         )
     if not jnp.issubdtype(dtype, jnp.number):
         raise TypeError(f"{name}: {argument} must be an array of numbers, got dtype {dtype}")
+    check_memory(name, argument, x)
+
+
+def check_memory(name: str, argument: str, x) -> None:
+    """Raise ValueError for an array in the memory of the host, of which a device's library would get the pointer."""
     if isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host:
         raise ValueError(
             f"{name}: {argument} lies in host memory, and products are taken in the memory of the devices; move it "

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
-from jaxmp import _native, _precision
+from jaxmp import _narrow, _native, _precision
 from jaxmp._config import config
 from jaxmp._route import Capabilities, why_card_refuses, why_not_cublasmp, why_unsupported
 from jaxmp._spec import MatmulSpec, Pattern, accumulator
 
-# Operations of a product from which on calls one by one are no slower than XLA's batched dot.
+# Multiplications and additions of a product from which on hostmp one by one is no slower than XLA's batched dot.
 LARGE_IN_BATCH = 2**25
 
 
@@ -47,20 +47,28 @@ def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int, oper
     return choice
 
 
-def choose_for_batch(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple, work: int) -> Choice:
-    """As `choose_implementation`, for a batch of products of `work` operations each.
+def choose_for_batch(
+    spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple, work: int
+) -> tuple[Choice, bool]:
+    """(as `choose_implementation`, whether XLA computes the whole batch in one product) for products of `work`
+    multiplications and additions each.
 
-    Only XLA has a batched product. hostmp is the faster one even call by call where a product is large, and is shared
-    by ranks or has operands that are narrower than their sums. A group of several processes stays as it is, for each
-    of its collectives has a roll call of one product.
+    No library has a batched product, and XLA has. One by one go products for which a library is the better one even so:
+    on CPUs large ones that ranks share or whose operands are narrower than their sums; on GPUs operands of 8 bits and
+    fewer, which `_xla` widens; and those across processes of CPUs, where each collective has a roll call of its own.
     """
     choice = choose_implementation(spec, platform, nprocesses, operands)
-    if choice.implementation not in ("host", "cublasmp"):
-        return choice
-    gains = spec.nranks > 1 or accumulator(operands[0]) != operands[0]
-    if choice.implementation == "host" and gains and work >= LARGE_IN_BATCH:
-        return dataclasses.replace(choice, why=f"{choice.why}; large products, one call per index of the batch")
-    return Choice("xla", "both operands have a batch: one dot and one collective of XLA's for all of it")
+    if platform == "cpu" and nprocesses > 1 and spec.nranks > 1:
+        return choice, False
+    if choice.implementation == "xla":
+        return choice, True
+    is_shared = spec.nranks > 1 or accumulator(operands[0]) != operands[0]
+    is_large = isinstance(work, int) and work >= LARGE_IN_BATCH
+    is_narrow = _narrow.is_narrow(operands[0])
+    gains = (is_large and is_shared) if choice.implementation == "host" else is_narrow
+    if gains or _precision.sums_narrowly(spec.precision):
+        return dataclasses.replace(choice, why=f"{choice.why}; a batch, one call per index"), False
+    return Choice("xla", "both operands have a batch: one dot and one collective of XLA's for all of it"), True
 
 
 def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple) -> Choice:

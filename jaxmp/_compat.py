@@ -82,8 +82,8 @@ def without_dead_code(jaxpr):
 
 
 def cache_in_context(capacity: int):
-    """A decorator: an LRU cache whose keys hold, beside the arguments, every setting of JAX that tracing depends on,
-    the mesh of `jax.set_mesh` among them; `jax.clear_caches` empties it."""
+    """A decorator: an LRU cache whose keys hold, beside the arguments, every setting of JAX that tracing depends on:
+    of the mesh of `jax.set_mesh` its axes, not its devices. `jax.clear_caches` empties it."""
     return _util.cache(max_size=capacity)
 
 
@@ -233,6 +233,7 @@ __all__ = [
     "cache_in_context",
     "default_platform",
     "detect_processes",
+    "device_count",
     "distributed_client",
     "is_concrete",
     "is_vma_checked",
@@ -249,6 +250,8 @@ __all__ = [
     "user_line",
     "uses_mutual_tls",
     "varying_axes",
+    "with_front",
     "with_shape",
     "without_dead_code",
+    "without_front",
 ]

@@ -55,9 +55,10 @@ def dot_general(
     Args:
       lhs, rhs: arrays of any rank; float32, float64, bfloat16, float16, complex64 or complex128.
       dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`, as in `lax.dot_general`.
-        cuBLASMp has no batched product: batch dimensions make one product of XLA's with one collective, or one call per
-        index, in a scan, where `implementation` or `determinism` asks for a library, and on CPUs where that is faster
-        (large products that ranks share or whose operands are narrower than their sums; `explain` says which).
+        cuBLASMp has no batched product: batch dimensions make one product of XLA's with one collective, or one call
+        per index, in a scan, where `implementation` or `determinism` asks for a library, on CPUs where that is faster
+        (large products that ranks share or whose operands are narrower than their sums) and where a group spreads
+        over processes; `explain` says which.
       precision, preferred_element_type, mesh, implementation, determinism: as in `jaxmp.matmul`; of the levels
         "run_to_run" and "batch".
       out_sharding: `PartitionSpec` or `NamedSharding` of the result; required where a contracted dimension is sharded.

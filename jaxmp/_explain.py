@@ -51,7 +51,8 @@ class Row:
 
     Attributes:
       operation: "matmul", "matmul+epilog", or "all_gather", "all_to_all", "all_reduce" for what runs beside the calls.
-      count: how often the program runs it (the trip counts of enclosing scans, multiplied).
+      count: how often the program runs it (the trip counts of enclosing scans, multiplied); of a batch that both
+        operands have, also its extent, whether it is one product or one call per index.
       global_shapes, local_shapes: of a, b and d, as stored: of one group's product, and per device.
       dtypes: "a x b -> d", the scale modes of a and b where they have scales, and gelu_aux's type where it is not d's.
       accumulator: the type in which products are summed.
@@ -106,6 +107,7 @@ _SCOPES = {
 }
 # The pattern of a call under auto axes, until the partitioner has been asked.
 _UNSETTLED = "?"
+_UNSETTLED_BATCH = "? of a batch"
 _COLUMNS = (
     "operation",
     "pattern",
@@ -186,11 +188,11 @@ def explain(fn: Callable) -> Callable[..., Explanation]:
         jitted = jax.jit(fn_of_arrays)
         jaxpr = _compat.without_dead_code(jax.make_jaxpr(jitted)(arrays).jaxpr)
         rows = list(_walk(jaxpr, 1, ()))
-        if any(row.pattern == _UNSETTLED for row in rows):
-            settled = _settled_by_partitioner(jitted, arrays)
+        if any(row.pattern in (_UNSETTLED, _UNSETTLED_BATCH) for row in rows):
+            settled, partitions_batches = _settled_by_partitioner(jitted, arrays)
             # On one device there is nothing to settle.
             rows = [row for row in rows if row.pattern != _UNSETTLED or not settled] + settled
-            rows = [dataclasses.replace(row, pattern="local") if row.pattern == _UNSETTLED else row for row in rows]
+            rows = [_on_one_device(row, partitions_batches) for row in rows]
         explanation = Explanation(tuple(rows), tuple(_native.cublasmp_log()))
         print(explanation)
         return explanation
@@ -211,21 +213,29 @@ def _split_arrays(fn: Callable, args, kwargs) -> tuple[list[Any], Callable]:
     return [leaves[i] for i in places], fn_of_arrays
 
 
-def _settled_by_partitioner(jitted, arrays) -> list[Row]:
+def _settled_by_partitioner(jitted, arrays) -> tuple[list[Row], bool]:
+    """(the calls that XLA's partitioner has settled, whether there were batches for it to partition)."""
     rows: list[Row] = []
+    batches = []
     why = "chosen by XLA's partitioner (auto axes, no in_shardings)"
 
-    def on_call(spec: MatmulSpec, avals, is_batched: bool) -> None:
-        if not is_batched:
+    def on_call(spec: MatmulSpec, avals) -> None:
+        if avals is None:
+            batches.append(spec)
+        else:
             rows.append(_matmul_row(spec, avals[0], avals[1], 1, why))
-            return
-        a, b = map(_compat.without_front, avals[:2])
-        row = _matmul_row(spec, a, b, avals[0].shape[0])
-        rows.append(dataclasses.replace(row, why="a batch, which XLA partitions (auto axes, no in_shardings)"))
 
     with _partitioning.observe(on_call):
         jitted.lower(arrays).compile()
-    return rows
+    return rows, bool(batches)
+
+
+def _on_one_device(row: Row, partitions_batches: bool) -> Row:
+    """A row that the partitioner had nothing to say of: a product on one device, or a batch that XLA partitions."""
+    if row.pattern == _UNSETTLED_BATCH and partitions_batches:
+        why = "a batch, which XLA partitions (auto axes, no in_shardings); the shapes per device are its own"
+        row = dataclasses.replace(row, implementation="xla", why=why, algorithm="lax.dot_general", workspace=0)
+    return dataclasses.replace(row, pattern="local") if row.pattern in (_UNSETTLED, _UNSETTLED_BATCH) else row
 
 
 def _walk(jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row]:
@@ -240,7 +250,7 @@ def _walk(jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row]:
             a, b = (_compat.without_front(v.aval) for v in eqn.invars[:2])
             row = _matmul_row(eqn.params["spec"], a, b, count * eqn.invars[0].aval.shape[0], is_batched=True)
             is_auto = eqn.primitive in (auto_batched_matmul_p, auto_batched_matmul_epilog_p)
-            yield dataclasses.replace(row, pattern=_UNSETTLED) if is_auto else row
+            yield dataclasses.replace(row, pattern=_UNSETTLED_BATCH) if is_auto else row
         elif eqn.primitive is activated_matmul_p:
             yield _matmul_row(eqn.params["spec"], eqn.invars[0].aval, eqn.invars[-1].aval, count)
         elif eqn.primitive.name in _COMMUNICATES and any("jaxmp" in name for name in names):
@@ -257,7 +267,7 @@ def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None, is_b
     nprocesses = _processes.group_processes(spec, _compat.ambient_mesh())
     found = spec, _compat.default_platform(), nprocesses, (a.dtype, b.dtype)
     work = operations(spec, a.shape, b.shape)
-    choice = _choice.choose_for_batch(*found, work) if is_batched else _choice.choose_implementation(*found)
+    choice = _choice.choose_for_batch(*found, work)[0] if is_batched else _choice.choose_implementation(*found)
     algorithm, workspace = _account.plan_facts(spec, a, b, choice.implementation)
     reasons = [choice.why]
     if spec.traced:

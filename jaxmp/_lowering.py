@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -174,11 +175,10 @@ def _batched_rule(platform: str, primitive):
         a, b = (_compat.without_front(aval) for aval in ctx.avals_in[:2])
         nprocesses = _processes.group_processes(spec, _compat.lowering_mesh(ctx))
         work = operations(spec, a.shape, b.shape)
-        choice = _choice.choose_for_batch(spec, platform, nprocesses, (a.dtype, b.dtype), work)
+        _, is_one_product = _choice.choose_for_batch(spec, platform, nprocesses, (a.dtype, b.dtype), work)
 
         def lower(*operands):
-            # Across processes each collective has a roll call ahead of it, which is of one product.
-            if choice.implementation != "xla" or (nprocesses > 1 and spec.nranks > 1):
+            if not is_one_product:
                 return lax.map(lambda each: one.bind(*each, spec=spec), operands)
             outputs = jax.vmap(functools.partial(_xla.matmul, spec=spec, platform=platform))(*operands)
             return outputs if is_multiple else outputs[0]
@@ -198,7 +198,7 @@ def _devices_of(spec: MatmulSpec, mesh) -> tuple[int, ...]:
         return ()
     devices = _processes.mesh_devices(spec, mesh)
     if devices:
-        _compat.require_devices((matmul_p, matmul_epilog_p))
+        _compat.require_devices((matmul_p, matmul_epilog_p, batched_matmul_p, batched_matmul_epilog_p))
     return devices
 
 
@@ -215,24 +215,18 @@ def _host_product(a, b, spec: MatmulSpec):
     return _fused_matmul(a, b, spec=local, capabilities=_choice.host_capabilities())[0]
 
 
-def register_matmul_lowerings(bilinear_p, epilog_p) -> None:
-    """Register the rules of this module for a pair of primitives."""
-    for primitive in (bilinear_p, epilog_p):
-        mlir.register_lowering(primitive, _rule("other", primitive.multiple_results))
-        for platform in ("cpu", "cuda"):
-            mlir.register_lowering(primitive, _rule(platform, primitive.multiple_results), platform=platform)
+def _register(primitive, rule_of: Callable) -> None:
+    for platform in ("other", "cpu", "cuda"):
+        mlir.register_lowering(primitive, rule_of(platform), platform=None if platform == "other" else platform)
 
 
-register_matmul_lowerings(matmul_p, matmul_epilog_p)
+def _activation_grad_rule(platform: str):
+    return mlir.lower_fun(functools.partial(_activation_grad, platform=platform), multiple_results=False)
+
+
+for _primitive in (matmul_p, matmul_epilog_p):
+    _register(_primitive, functools.partial(_rule, is_multiple=_primitive.multiple_results))
 for _primitive in (batched_matmul_p, batched_matmul_epilog_p):
-    for _platform in ("other", "cpu", "cuda"):
-        mlir.register_lowering(
-            _primitive, _batched_rule(_platform, _primitive), platform=None if _platform == "other" else _platform
-        )
-for _platform in ("other", "cpu", "cuda"):
-    mlir.register_lowering(
-        activation_grad_p,
-        mlir.lower_fun(functools.partial(_activation_grad, platform=_platform), multiple_results=False),
-        platform=None if _platform == "other" else _platform,
-    )
+    _register(_primitive, functools.partial(_batched_rule, primitive=_primitive))
+_register(activation_grad_p, _activation_grad_rule)
 mlir.register_lowering(activated_matmul_p, mlir.lower_fun(activated_matmul_parts, multiple_results=False))

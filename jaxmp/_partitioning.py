@@ -45,7 +45,8 @@ _observers_lock = threading.Lock()
 
 @contextlib.contextmanager
 def observe(callback: Callable):
-    """While open, `callback(spec, operand types, is_batched)` sees every call that the partitioner settles."""
+    """While open, `callback(spec, operand types)` sees every call that the partitioner settles, and with None for the
+    types every batch of products that it has to place."""
     with _observers_lock:
         _observers.append(callback)
     try:
@@ -117,7 +118,7 @@ def _partition(spec: MatmulSpec, mesh, args, results):
 
     def lower(*shards):
         for callback in list(_observers):
-            callback(local, [jax.typeof(x) for x in shards], False)
+            callback(local, [jax.typeof(x) for x in shards])
         with _compat.off_explicit_mesh():
             results = _body(local, *shards)
         if _bgrad.summed(output_names(spec)[-1]) != "d" or not outside:
@@ -201,7 +202,7 @@ def _register_batched(primitive, of_devices) -> None:
         if _compat.device_count(ctx) > 1:
             spec = spec.replace(implementation="xla")
             for callback in list(_observers):
-                callback(spec, ctx.avals_in, True)
+                callback(spec, None)
         lower = functools.partial(of_devices.bind, spec=spec)
         return mlir.lower_fun(lower, multiple_results=primitive.multiple_results)(ctx, *nodes)
 

@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 from test_hlo import calls_of, collectives_of, compiled_text, other_products_of
 
 import jaxmp
-from jaxmp import Epilog
+from jaxmp import Epilog, _choice
 from jaxmp._choice import LARGE_IN_BATCH
+from jaxmp._spec import MatmulSpec, Pattern
 
 NUMBERS = (((2,), (1,)), ((0,), (0,)))
 # Shardings of a (batch, m, k), b (batch, k, n) and d over the four devices of "x", and what XLA does beside the dot.
@@ -100,6 +101,47 @@ def test_large_products_run_call_by_call_where_that_is_faster(dtype, is_shared):
             is_host = is_large and (is_shared or dtype == "bfloat16")
             assert row.implementation == ("host" if is_host else "xla")
             assert bool(calls) == is_host
+
+
+@pytest.mark.parametrize(
+    ("dtype", "platform", "nprocesses", "options", "want"),
+    [
+        ("float32", "cpu", 1, {}, ("xla", True)),
+        ("float32", "cpu", 2, {}, ("host+xla", False)),
+        ("float32", "cpu", 2, {"implementation": "xla"}, ("xla", False)),
+        ("float32", "cuda", 1, {}, ("xla", True)),
+        ("float32", "cuda", 2, {}, ("xla", True)),
+        ("float8_e4m3fn", "cuda", 2, {}, ("cublasmp", False)),
+        ("float32", "tpu", 2, {}, ("xla", True)),
+        ("bfloat16", "cpu", 1, {"precision": "BF16_BF16_BF16", "implementation": None}, ("host", False)),
+    ],
+    ids=str,
+)
+def test_the_rule(dtype, platform, nprocesses, options, want, monkeypatch):
+    """What is small, by platform and processes; a GPU's library is taken to be there."""
+    monkeypatch.setattr(_choice._native, "cuda_devices", lambda: (0, 1))
+    monkeypatch.setattr(_choice._native, "why_no_cublasmp", lambda: "")
+    monkeypatch.setattr(_choice._native, "card_capability", lambda: (9, 0))
+    if "precision" in options:
+        monkeypatch.setattr(_choice, "choose_implementation", lambda *_: _choice.Choice("host", "as asked for"))
+    spec = MatmulSpec(np.dtype("float32"), Pattern.ALL_GATHER, (("x", 2),), ("x",), transpose_b=True, **options)
+    operands = (np.dtype(dtype), np.dtype(dtype))
+    choice, is_one = _choice.choose_for_batch(spec, platform, nprocesses, operands, LARGE_IN_BATCH - 1)
+    assert (choice.implementation, is_one) == want
+
+
+def test_every_auto_batch_is_counted(rng):
+    """Two batches that are equal, and one in a loop."""
+    cases.require(None)
+    mesh = mesh_of(AxisType.Auto)
+    x = cases.put(integers(rng, 8, 4, 4), mesh, P("x"))
+    batch = jax.vmap(jaxmp.matmul)
+
+    def program(x):
+        return jax.lax.scan(lambda y, _: (batch(y, x), None), batch(batch(x, x), x), length=5)[0]
+
+    rows = jaxmp.explain(program)(x).rows
+    assert [(row.count, row.implementation) for row in rows] == [(8, "xla"), (8, "xla"), (40, "xla")]
 
 
 def test_auto_axes_are_partitioned(rng):
@@ -265,6 +307,21 @@ def test_no_products_and_products_of_nothing():
         np.testing.assert_array_equal(product(a, b), np.zeros((*shape[:2], 5)))
         da, db = jax.grad(lambda a, b: product(a, b).sum(), (0, 1))(a, b)
         assert (da.shape, db.shape) == (a.shape, b.shape)
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 4, 0), (2, 3, 0, 4), (2, 0, 3, 4), (0, 2, 3, 4)], ids=str)
+def test_batches_of_batches_of_nothing(shape):
+    a, b = jnp.ones(shape), jnp.ones((*shape[:2], shape[3], 5))
+    np.testing.assert_array_equal(jax.vmap(jax.vmap(jaxmp.matmul))(a, b), np.zeros((*shape[:3], 5)))
+
+
+def test_extents_that_are_not_known():
+    """Of any batch and rows, which are exported with XLA's product."""
+    m, batch = jax.export.symbolic_shape("m, batch")
+    a, b = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((batch, m, 8), (batch, 8, 4)))
+    exported = jax.export.export(jax.jit(jax.vmap(jaxmp.matmul)))(a, b)
+    x, y = np.ones((3, 2, 8), "bfloat16"), np.ones((3, 8, 4), "bfloat16")
+    np.testing.assert_array_equal(exported.call(x, y), np.full((3, 2, 4), 8))
 
 
 def test_sums_of_16_bits_are_rounded_once(rng):

@@ -201,6 +201,17 @@ def test_meshes_of_other_devices_are_not_mixed_up(operands):
     assert misses() == 3
 
 
+def test_ambient_meshes_of_other_devices_are_not_mixed_up(operands):
+    """Operands that lie nowhere in particular go where the mesh of `jax.set_mesh` is; the decision is the same one."""
+    require_devices(8)
+    a, b, _ = operands
+    for order in ([0, 1], [2, 3], [1, 0]):
+        with jax.set_mesh(Mesh(np.array(jax.devices())[order], ("x",), axis_types=(AxisType.Explicit,))):
+            d = jaxmp.matmul(a, b, out_sharding=P("x", None))
+        assert list(d.sharding.mesh.devices.flat) == [jax.devices()[i] for i in order]
+        np.testing.assert_array_equal(np.asarray(d), np.asarray(a) @ np.asarray(b))
+
+
 def test_shardings_are_not_mixed_up(operands):
     require_devices(4)
     a, b, _ = operands

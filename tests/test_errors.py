@@ -152,6 +152,23 @@ def test_an_operand_in_host_memory(is_jitted):
     assert moved.shape == (4, 8)
 
 
+def in_host_memory(x):
+    x = jax.device_put(x)
+    return jax.device_put(x, x.sharding.with_memory_kind("pinned_host"))
+
+
+def test_other_operands_in_host_memory():
+    mask = in_host_memory(zeros(4, 16).astype(np.uint8))
+    with pytest.raises(ValueError, match="matmul: relu_aux lies in host memory"):
+        jaxmp.matmul(A, B, epilog=Epilog.DRELU, epilog_inputs={"relu_aux": mask})
+    with pytest.raises(ValueError, match="matmul: bias lies in host memory"):
+        jaxmp.matmul(A, B, epilog=Epilog.BIAS, epilog_inputs={"bias": in_host_memory(BIAS)})
+    narrow = jnp.zeros((128, 128), jnp.float8_e4m3fn)
+    scales = jaxmp.Scales(a=in_host_memory(np.float32(1)))
+    with pytest.raises(ValueError, match=r"matmul: scales\.a lies in host memory"):
+        jaxmp.matmul(narrow, narrow, transpose_b=True, scales=scales, preferred_element_type=jnp.float32)
+
+
 def test_linear_chooses_its_epilog_by_itself():
     message = "linear: takes no epilog and epilog_inputs, its epilog follows from bias and activation; call matmul"
     with pytest.raises(TypeError, match=re.escape(message)):

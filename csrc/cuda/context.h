@@ -13,18 +13,21 @@ class CurrentContext {
   explicit CurrentContext(abi::CUcontext context) {
     abi::CUcontext current = nullptr;
     const Driver& driver = Loaded()->driver;
-    if (driver.CtxGetCurrent(&current) == abi::CUDA_SUCCESS && current == context) return;
-    is_pushed_ = driver.CtxPushCurrent_v2(context) == abi::CUDA_SUCCESS;
+    is_current_ = driver.CtxGetCurrent(&current) == abi::CUDA_SUCCESS && current == context;
+    if (is_current_) return;
+    is_pushed_ = is_current_ = driver.CtxPushCurrent_v2(context) == abi::CUDA_SUCCESS;
   }
   ~CurrentContext() {
     abi::CUcontext popped = nullptr;
     if (is_pushed_) (void)Loaded()->driver.CtxPopCurrent_v2(&popped);
   }
+  // Whether it is current now.
+  bool ok() const { return is_current_; }
   CurrentContext(const CurrentContext&) = delete;
   CurrentContext& operator=(const CurrentContext&) = delete;
 
  private:
-  bool is_pushed_ = false;
+  bool is_current_ = false, is_pushed_ = false;
 };
 
 }  // namespace jaxmp::cuda

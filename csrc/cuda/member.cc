@@ -40,20 +40,27 @@ constexpr std::chrono::milliseconds kLook(50);
 // leaves behind where the watchdog has given the peers up.
 StatusOr<abi::ncclComm_t> OpenCommunicator(abi::CUcontext context, int nranks, const abi::ncclUniqueId& id, int rank) {
   const auto opening = std::make_shared<Opening>();
-  std::thread([=] {
+  std::thread thread([=] {
     const CurrentContext current(context);
     abi::ncclComm_t comm = nullptr;
-    const abi::ncclResult_t result = Loaded()->nccl.CommInitRank(&comm, nranks, id, rank);
+    const abi::ncclResult_t result =
+        current.ok() ? Loaded()->nccl.CommInitRank(&comm, nranks, id, rank) : abi::ncclUnhandledCudaError;
     std::lock_guard<std::mutex> lock(opening->mutex);
     opening->comm = comm;
     opening->result = result;
     opening->is_done = true;
     opening->changed.notify_all();
-  }).detach();
-  std::unique_lock<std::mutex> lock(opening->mutex);
-  while (!opening->changed.wait_for(lock, kLook, [&] { return opening->is_done; })) {
-    JAXMP_RETURN_IF_ERROR(CheckAlive());
+  });
+  {
+    std::unique_lock<std::mutex> lock(opening->mutex);
+    while (!opening->changed.wait_for(lock, kLook, [&] { return opening->is_done; })) {
+      const Status alive = CheckAlive();
+      if (alive.ok()) continue;
+      thread.detach();
+      return alive;
+    }
   }
+  thread.join();
   JAXMP_RETURN_IF_ERROR(Check(opening->result, "ncclCommInitRank"));
   return opening->comm;
 }

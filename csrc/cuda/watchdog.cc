@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <sstream>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -63,30 +64,50 @@ class Watchdog {
       has_failed_.store(true, std::memory_order_release);
       watches = watches_;
     }
-    for (const std::shared_ptr<Watch>& watch : watches) watch->FailDevice();
-    // An abort may itself wait for what it cannot end.
-    std::thread([watches] {
-      for (const std::shared_ptr<Watch>& watch : watches) watch->Abort();
-    }).detach();
+    // Either step may itself wait: a launch for a driver that another thread holds, an abort for what it cannot end.
+    const auto have_failed = std::make_shared<std::atomic<bool>>(false);
+    try {
+      steps_ = std::thread([watches, have_failed] {
+        for (const std::shared_ptr<Watch>& watch : watches) watch->FailDevice();
+        have_failed->store(true);
+        for (const std::shared_ptr<Watch>& watch : watches) watch->Abort();
+      });
+    } catch (const std::system_error& error) {
+      End(std::string("no thread for the abort, ") + error.what());
+    }
+    // Each device takes up to kPatience to fail; they mostly fail at once.
+    if (!Await(2 * kPatience, [&] { return have_failed->load(); })) End("the driver does not let the devices fail");
     AwaitHosts(watches);
   }
 
   // An abort of our communicator does not reach those that cuBLASMp has split off it, once they are made (NCCL 2.30,
   // ncclCommInitChildComm): who waits on the host in one of them stays there. Then there is only the process to end.
   static void AwaitHosts(const std::vector<std::shared_ptr<Watch>>& watches) {
-    const auto deadline = std::chrono::steady_clock::now() + kPatience;
-    for (const std::shared_ptr<Watch>& watch : watches) {
-      for (std::string call; !(call = watch->Waiting()).empty(); std::this_thread::sleep_for(kLook)) {
-        if (std::chrono::steady_clock::now() < deadline) continue;
-        std::fprintf(stderr, "jaxmp: the abort did not free %s; ending the process\n", call.c_str());
-        std::abort();
-      }
+    std::string call;
+    const auto is_free = [&call](const std::shared_ptr<Watch>& watch) { return (call = watch->Waiting()).empty(); };
+    const auto are_free = [&] { return std::all_of(watches.begin(), watches.end(), is_free); };
+    if (!Await(kPatience, are_free)) End("the abort did not free " + call);
+  }
+
+  template <typename Condition>
+  static bool Await(std::chrono::seconds patience, Condition condition) {
+    const auto deadline = std::chrono::steady_clock::now() + patience;
+    while (!condition()) {
+      if (std::chrono::steady_clock::now() > deadline) return false;
+      std::this_thread::sleep_for(kLook);
     }
+    return true;
+  }
+
+  [[noreturn]] static void End(const std::string& why) {
+    std::fprintf(stderr, "jaxmp: %s; ending the process\n", why.c_str());
+    std::abort();
   }
 
   std::mutex mutex_;
   std::vector<std::shared_ptr<Watch>> watches_;
   std::string failure_;  // guarded by mutex_
+  std::thread steps_;    // of the abort; nobody waits for its end
   std::atomic<bool> has_failed_{false};
 };
 
@@ -231,9 +252,11 @@ std::string Watch::Waiting() {
 }
 
 void Watch::FailDevice() {
-  std::lock_guard<std::mutex> lock(mutex_);
   const CurrentContext current(context_);
-  if (!IsOnDevice(watched_) && !IsOnDevice(latest_)) return;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (!IsOnDevice(watched_) && !IsOnDevice(latest_)) return;
+  }
   if (trap_ && trap_->Spring()) return;
   std::fprintf(stderr, "jaxmp: the device of %s cannot be made to fail; ending the process\n", who_.c_str());
   std::abort();

@@ -99,6 +99,17 @@ void ADeviceThatCannotBeMadeToFail() {
   CHECK(!"reached");
 }
 
+// A launch waits for a driver that a thread in another call holds.
+void ADriverThatDoesNotLetDevicesFail() {
+  cuda::SetTimeout(0.3);
+  Pair pair;
+  for (const std::string& error : pair.RunBoth()) CHECK_EQ(error, "");
+  setenv("FAKE_CUDA_LAUNCH_HANGS", "1", 1);
+  World world(pair.instance.site->plan->problem());
+  (void)tests::RunRank(*pair.instance.site, world, pair.zero, 0, 0);
+  CHECK(!"reached");
+}
+
 // Calls that end are not held against a process that is slow to send more, nor is a stream that is busy with others.
 void TimeBeforeACallDoesNotCount() {
   cuda::SetTimeout(0.2);
@@ -196,7 +207,8 @@ const std::map<std::string, void (*)()>& Cases() {
       {"AnErrorThatNcclReports", AnErrorThatNcclReports},
       {"AnEndIsNoFailure", AnEndIsNoFailure},
       {"EveryCommunicatorIsAborted", EveryCommunicatorIsAborted},
-      {"ADeviceThatCannotBeMadeToFail", ADeviceThatCannotBeMadeToFail}};
+      {"ADeviceThatCannotBeMadeToFail", ADeviceThatCannotBeMadeToFail},
+      {"ADriverThatDoesNotLetDevicesFail", ADriverThatDoesNotLetDevicesFail}};
   return cases;
 }
 
@@ -223,7 +235,8 @@ int StartCase(const char* program, const std::string& name) {
 int main(int argc, char** argv) {
   if (argc > 1) return jaxmp::RunCase(argv[1]);
   for (const auto& [name, run] : jaxmp::Cases()) {
-    const bool is_aborted = name == "ADeviceThatCannotBeMadeToFail" || name == "AHostThatCannotBeFreed";
+    const bool is_aborted = name == "ADeviceThatCannotBeMadeToFail" || name == "AHostThatCannotBeFreed" ||
+                            name == "ADriverThatDoesNotLetDevicesFail";
     const int status = jaxmp::StartCase(argv[0], name);
     CHECK(is_aborted ? WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT : status == 0);
   }

@@ -299,6 +299,7 @@ CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char*) {
 CUresult cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                         CUstream stream, void** arguments, void**) {
   const unsigned is_sprung = *static_cast<unsigned*>(arguments[0]);
+  while (is_sprung && fakes::Knob("FAKE_CUDA_LAUNCH_HANGS", 0)) std::this_thread::sleep_for(std::chrono::seconds(1));
   stream->Put([stream, is_sprung] {
     if (is_sprung) stream->context->has_failed = true;
   });
