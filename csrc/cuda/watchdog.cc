@@ -65,19 +65,23 @@ class Watchdog {
       watches = watches_;
     }
     // Either step may itself wait: a launch for a driver that another thread holds, an abort for what it cannot end.
-    const auto have_failed = std::make_shared<std::atomic<bool>>(false);
+    const auto done = std::make_shared<std::atomic<int>>(0);
+    std::thread steps;
     try {
-      steps_ = std::thread([watches, have_failed] {
+      steps = std::thread([watches, done] {
         for (const std::shared_ptr<Watch>& watch : watches) watch->FailDevice();
-        have_failed->store(true);
+        done->store(1);
         for (const std::shared_ptr<Watch>& watch : watches) watch->Abort();
+        done->store(2);
       });
     } catch (const std::system_error& error) {
       End(std::string("no thread for the abort, ") + error.what());
     }
     // Each device takes up to kPatience to fail; they mostly fail at once.
-    if (!Await(2 * kPatience, [&] { return have_failed->load(); })) End("the driver does not let the devices fail");
+    if (!Await(2 * kPatience, [&] { return done->load() >= 1; })) End("the driver does not let the devices fail");
     AwaitHosts(watches);
+    if (Await(kPatience, [&] { return done->load() == 2; })) return steps.join();
+    steps.detach();
   }
 
   // An abort of our communicator does not reach those that cuBLASMp has split off it, once they are made (NCCL 2.30,
@@ -107,7 +111,6 @@ class Watchdog {
   std::mutex mutex_;
   std::vector<std::shared_ptr<Watch>> watches_;
   std::string failure_;  // guarded by mutex_
-  std::thread steps_;    // of the abort; nobody waits for its end
   std::atomic<bool> has_failed_{false};
 };
 
