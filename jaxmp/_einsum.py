@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from opt_einsum.parser import parse_einsum_input
 
-from jaxmp._checks import check_array
+from jaxmp._checks import as_array, check_array
 from jaxmp._dot_general import dot_general
 from jaxmp._mesh import partition_spec
 from jaxmp._sharding import to_dims
@@ -33,6 +33,7 @@ def einsum(subscripts: str, a, b, *, out_sharding=None, in_shardings=None, **opt
     >>> jaxmp.einsum("bsd,dhk->bhsk", jnp.ones((2, 3, 4)), jnp.ones((4, 5, 6))).shape
     (2, 5, 3, 6)
     """
+    a, b = as_array(a), as_array(b)
     for argument, x in (("a", a), ("b", b)):
         check_array("einsum", argument, x)
     left, right, output = _parse(subscripts, a, b)
