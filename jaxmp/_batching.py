@@ -186,10 +186,9 @@ def _batch_if_whole(rule, args, dims, **params):
     return rule(args, dims, **params)
 
 
-for _auto in (False, True):
-    _products = [AUTO_TWIN[p] if _auto else p for p in (matmul_p, matmul_epilog_p)]
-    for _primitive, _rule in zip(_products, (_matmul_batch_rule, _matmul_epilog_batch_rule), strict=True):
-        _register(_primitive, functools.partial(_rule, auto=_auto))
+for _primitive, _rule in ((matmul_p, _matmul_batch_rule), (matmul_epilog_p, _matmul_epilog_batch_rule)):
+    _register(_primitive, functools.partial(_rule, auto=False))
+    _register(AUTO_TWIN[_primitive], functools.partial(_rule, auto=True))
 _register(activation_grad_p, functools.partial(_activation_grad_batch_rule, auto=False))
 _register(auto_activation_grad_p, functools.partial(_activation_grad_batch_rule, auto=True))
 _register(activated_matmul_p, _activated_matmul_batch_rule)

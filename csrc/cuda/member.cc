@@ -1,9 +1,10 @@
 #include "csrc/cuda/member.h"
 
 #include <chrono>
-#include <condition_variable>
+#include <future>
 #include <limits>
 #include <thread>
+#include <utility>
 
 #include "csrc/cuda/context.h"
 #include "csrc/cuda/exchange.h"
@@ -23,15 +24,6 @@ std::shared_ptr<T> Unowned(T* object) {
   return std::shared_ptr<T>(std::shared_ptr<T>(), object);
 }
 
-// A communicator that is being opened, on a thread of its own.
-struct Opening {
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool is_done = false;
-  abi::ncclResult_t result = abi::ncclSuccess;
-  abi::ncclComm_t comm = nullptr;
-};
-
 constexpr std::chrono::milliseconds kLook(50);
 
 // ncclCommInitRank waits for every rank, for ever where one has ended since it asked for the id. It takes no deadline,
@@ -39,30 +31,24 @@ constexpr std::chrono::milliseconds kLook(50);
 // is still in progress (its library has no reference to ncclCommGetAsyncError). So it gets a thread, which the caller
 // leaves behind where the watchdog has given the peers up.
 StatusOr<abi::ncclComm_t> OpenCommunicator(abi::CUcontext context, int nranks, const abi::ncclUniqueId& id, int rank) {
-  const auto opening = std::make_shared<Opening>();
-  std::thread thread([=] {
+  std::packaged_task<StatusOr<abi::ncclComm_t>()> open([=]() -> StatusOr<abi::ncclComm_t> {
     const CurrentContext current(context);
     abi::ncclComm_t comm = nullptr;
     const abi::ncclResult_t result =
         current.ok() ? Loaded()->nccl.CommInitRank(&comm, nranks, id, rank) : abi::ncclUnhandledCudaError;
-    std::lock_guard<std::mutex> lock(opening->mutex);
-    opening->comm = comm;
-    opening->result = result;
-    opening->is_done = true;
-    opening->changed.notify_all();
+    JAXMP_RETURN_IF_ERROR(Check(result, "ncclCommInitRank"));
+    return comm;
   });
-  {
-    std::unique_lock<std::mutex> lock(opening->mutex);
-    while (!opening->changed.wait_for(lock, kLook, [&] { return opening->is_done; })) {
-      const Status alive = CheckAlive();
-      if (alive.ok()) continue;
-      thread.detach();
-      return alive;
-    }
+  std::future<StatusOr<abi::ncclComm_t>> opened = open.get_future();
+  std::thread thread(std::move(open));
+  while (opened.wait_for(kLook) != std::future_status::ready) {
+    const Status alive = CheckAlive();
+    if (alive.ok()) continue;
+    thread.detach();
+    return alive;
   }
   thread.join();
-  JAXMP_RETURN_IF_ERROR(Check(opening->result, "ncclCommInitRank"));
-  return opening->comm;
+  return opened.get();
 }
 
 }  // namespace
