@@ -12,6 +12,7 @@ from jax.interpreters import ad
 
 from jaxmp import _bgrad, _compat, _epilog, _narrow, _order
 from jaxmp._activation import gelu_second_derivative
+from jaxmp._collectives import cast_varying
 from jaxmp._cotangents import (
     LOCAL,
     cotangent_of_a,
@@ -31,7 +32,6 @@ from jaxmp._primitive import (
     activation_grad_p,
     auto_activation_grad_p,
     bind,
-    cast_varying,
     matmul_epilog_p,
     matmul_p,
 )

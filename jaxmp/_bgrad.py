@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp import _compat
+from jaxmp import _collectives, _compat
 from jaxmp._spec import MatmulSpec, Pattern, accumulator
 
 SCOPE = "jaxmp_bias_gradient"
@@ -26,15 +26,15 @@ def bias_gradient(name: str, spec: MatmulSpec, x):
     """The complete gradient called `name` from one device's shard of `summed(name)`; sums in the accumulator's type."""
     with jax.named_scope(SCOPE):
         if name == "bgrada":
-            total = _sum(x, 0 if spec.transpose_a else 1, spec.conjugate_a, _contraction_axes(spec))
+            total = _sum(x, 0 if spec.transpose_a else 1, spec.conjugate_a, _contraction_axes(spec), spec.line)
             # Every rank gets the sums of all rows of op(a), also where it holds a part of them.
             rows = {Pattern.ALL_GATHER: spec.row_axes, Pattern.GRID: spec.col_axes}.get(spec.pattern, ())
-            total = _gather_whole(total, rows) if rows else total
+            total = _gather_whole(total, rows, spec.line) if rows else total
         elif name == "bgradb":
-            total = _sum(x, 1 if spec.transpose_b else 0, spec.conjugate_b, _contraction_axes(spec))
+            total = _sum(x, 1 if spec.transpose_b else 0, spec.conjugate_b, _contraction_axes(spec), spec.line)
         else:
             rows = spec.row_axes if spec.pattern in (Pattern.REDUCE_SCATTER, Pattern.GRID) else ()
-            total = _sum(x, 0, False, rows)
+            total = _sum(x, 0, False, rows, spec.line)
         return total.astype(spec.out_dtype)
 
 
@@ -43,14 +43,14 @@ def _contraction_axes(spec: MatmulSpec) -> tuple[str, ...]:
     return spec.row_axes if spec.pattern in (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE, Pattern.GRID) else ()
 
 
-def _sum(x, dimension: int, is_conjugated: bool, axes: tuple[str, ...]):
+def _sum(x, dimension: int, is_conjugated: bool, axes: tuple[str, ...], line: str):
     acc = accumulator(x.dtype)
     total = jnp.sum(x.astype(acc), dimension, dtype=acc)
     total = lax.conj(total) if is_conjugated else total
-    return lax.psum(total, axes) if axes else total
+    return _collectives.psum(total, axes, line=line) if axes else total
 
 
-def _gather_whole(x, axes: tuple[str, ...]):
+def _gather_whole(x, axes: tuple[str, ...], line: str):
     """All-gather of a vector whose result is the same on every rank, and known to be."""
     to = "invarying" if _compat.is_vma_checked() else "varying"
-    return lax.all_gather(x, axes, axis=0, tiled=True, to=to)
+    return _collectives.all_gather(x, axes, axis=0, to=to, line=line)

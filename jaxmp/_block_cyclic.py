@@ -17,10 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _checks, _compat, _hints, _layout, _precision, _xla
+from jaxmp import _checks, _collectives, _compat, _hints, _layout, _precision, _xla
 from jaxmp._epilog import Epilog
 from jaxmp._layout import BlockCyclic, Distributed
 from jaxmp._mesh import manual_mesh
@@ -203,7 +203,7 @@ def _empty(shape, layout: BlockCyclic, dtype):
 def _resharded(x, mesh, spec: P):
     """`x` with this sharding where shardings are part of types; elsewhere shard_map brings it there."""
     is_explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)
-    return jax.sharding.reshard(x, NamedSharding(mesh, spec)) if is_explicit else x
+    return _collectives.reshard(x, mesh, spec) if is_explicit else x
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
@@ -226,7 +226,7 @@ def _exchanged(x, dimension: int, names: tuple[str, ...], exchange: _layout.Exch
     nprocs, me = len(exchange.take), lax.axis_index(names)
     send = jnp.asarray(exchange.send.reshape(nprocs, -1))[me]
     x = jnp.take(x, send, axis=dimension, mode="fill", fill_value=0)
-    x = lax.all_to_all(x, names, split_axis=dimension, concat_axis=dimension, tiled=True)
+    x = _collectives.all_to_all(x, names, dimension, dimension)
     return jnp.take(x, jnp.asarray(exchange.take)[me], axis=dimension, mode="fill", fill_value=0)
 
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _eager, _epilog, _mesh, _narrow, _sharding, _spec
+from jaxmp import _collectives, _eager, _epilog, _mesh, _narrow, _sharding, _spec
 from jaxmp._arguments import validated
 from jaxmp._checks import as_array, check_all_reduce, check_relu_aux
 from jaxmp._hints import check_fused, check_hints
@@ -227,7 +227,7 @@ def reshard(call: _Call, argument: str, x, spec: P):
             f"matmul: {argument} is sharded {have.spec}, but this call needs it {spec}; "
             "reshard it first (jax.sharding.reshard)"
         )
-    return jax.sharding.reshard(x, NamedSharding(call.mesh, spec))
+    return _collectives.reshard(x, call.mesh, spec, is_local=True)
 
 
 def _normal(spec: P, ndim: int) -> _sharding.Dims:

@@ -66,6 +66,13 @@ def with_front(aval, size: int):
     return _core.unmapped_aval(size, 0, aval)
 
 
+def mesh_axes() -> tuple[tuple[str, int], ...]:
+    """Every axis of the mesh whose shards are being traced, as (name, size)."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = _core.get_axis_env().axis_sizes if mesh.empty else mesh.shape
+    return tuple(axes.items())
+
+
 def is_vma_checked() -> bool:
     """Whether the enclosing shard_map runs with check_vma=True."""
     return bool(_config._check_vma.value)
@@ -239,6 +246,7 @@ __all__ = [
     "is_vma_checked",
     "lowering_mesh",
     "make_primitive",
+    "mesh_axes",
     "mlir",
     "next_index",
     "off_explicit_mesh",

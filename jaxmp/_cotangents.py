@@ -25,10 +25,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp import _compat, _order, _xla
+from jaxmp import _collectives, _compat, _order, _xla
+from jaxmp._collectives import cast_varying
 from jaxmp._epilog import Epilog
 from jaxmp._hints import fit_hints
-from jaxmp._primitive import bind, cast_varying, completes_sums
+from jaxmp._primitive import bind, completes_sums
 from jaxmp._spec import MatmulSpec, Pattern, accumulator, axes_text
 
 LOCAL: dict[str, Any] = {"pattern": Pattern.LOCAL, "row_axes": (), "col_axes": ()}
@@ -99,13 +100,13 @@ def cotangent_of_bias(ct, bias):
     want = frozenset(bias.manual_axis_type.varying)
     total = jnp.sum(ct.astype(accumulator(ct.dtype)), 0, dtype=accumulator(ct.dtype))
     axes = tuple(sorted(_compat.varying_axes(ct) - want))
-    total = lax.psum(total, axes) if axes else total
+    total = _collectives.psum(total, axes) if axes else total
     return cast_varying(total, want).astype(bias.dtype)
 
 
 def reduced_cotangent(spec: MatmulSpec, ct):
     """The cotangent of a sum over ranks: the same on all of them; untyped, shard_map has divided it."""
-    return ct if spec.is_typed else lax.psum(ct, spec.row_axes)
+    return ct if spec.is_typed else _collectives.psum(ct, spec.row_axes, line=spec.line)
 
 
 def _cyclic(spec: MatmulSpec, names: str):
@@ -121,7 +122,7 @@ def _gather_rows(spec: MatmulSpec, x, dimension: int, to: str = "varying"):
         shape = (extent * (spec.nranks if i == dimension else 1) for i, extent in enumerate(x.shape))
         return cast_varying(jnp.zeros(tuple(shape), x.dtype), axes)
     with jax.named_scope("jaxmp_gather_rows"):
-        return lax.all_gather(x, spec.row_axes, axis=dimension, tiled=True, to=to)
+        return _collectives.all_gather(x, spec.row_axes, axis=dimension, to=to, line=spec.line)
 
 
 def _product(spec: MatmulSpec, left, right, operand, *, auto, **changes):
@@ -155,7 +156,7 @@ def _product_and_sums(spec: MatmulSpec, left, right, operand, bias=None, *, auto
     call = call if bias is None else call.replace(epilog=_gradient_epilog(spec, call, left, right, bias))
     d, *sums = bind(call, left.astype(common), right.astype(common), auto=auto).values()
     d = _xla.own_part(d, 0, scattered) if scattered else d
-    d = lax.psum(d, summed) if summed else d
+    d = _collectives.psum(d, summed, line=spec.line) if summed else d
     sums = [cast_varying(x, bias.aval.manual_axis_type.varying).astype(bias.aval.dtype) for x in sums]
     return cast_varying(d, want).astype(operand.aval.dtype), sums[0] if sums else None
 

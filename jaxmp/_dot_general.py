@@ -20,10 +20,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, reshard
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _checks, _mesh, _sharding
+from jaxmp import _checks, _collectives, _mesh, _sharding
 from jaxmp._arguments import validated
 from jaxmp._call import jaxmp_call, make_call
 from jaxmp._mesh import partition_spec
@@ -212,7 +212,9 @@ def jaxmp_dot_general(product: _Product, lhs, rhs):
     mesh, specs = placement.mesh, product.in_specs
     if placement.is_explicit:
         # To the plan's finer shardings: each device takes its part of what it has.
-        lhs, rhs = (reshard(x, NamedSharding(mesh, spec)) for x, spec in zip((lhs, rhs), specs, strict=True))
+        lhs, rhs = (
+            _collectives.reshard(x, mesh, spec, is_local=True) for x, spec in zip((lhs, rhs), specs, strict=True)
+        )
     shard_map = functools.partial(jax.shard_map, mesh=mesh, out_specs=product.out_spec)
     local_shape = NamedSharding(mesh, product.out_spec).shard_shape(out_shape)
     if 0 in lhs.shape and 0 in rhs.shape:

@@ -12,6 +12,7 @@ from jax import lax
 from jaxmp import _batched, _bgrad, _choice, _chunks, _compat, _epilog, _narrow, _native, _processes, _xla
 from jaxmp._activation import multiply_by_slope
 from jaxmp._checks import check_gathered_scales
+from jaxmp._collectives import process_barrier_p
 from jaxmp._compat import mlir
 from jaxmp._custom_call import custom_call
 from jaxmp._epilog import Epilog
@@ -21,6 +22,7 @@ from jaxmp._primitive import (
     activated_matmul_p,
     activated_matmul_parts,
     activation_grad_p,
+    amax_of_ranks,
     batched_matmul_epilog_p,
     batched_matmul_p,
     has_rows,
@@ -90,7 +92,7 @@ def _scatter_then_gather(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...
     return [
         lax.all_gather(x, spec.row_axes, axis=0, tiled=True)
         if has_rows(name)
-        else (_narrow.amax_of_ranks(x, spec.row_axes) if name in AMAXES else x)
+        else (amax_of_ranks(x, spec.row_axes) if name in AMAXES else x)
         for name, x in zip(output_names(spec), outputs, strict=True)
     ]
 
@@ -141,7 +143,8 @@ def _rule(platform: str, is_multiple: bool):
         )
         capabilities = functools.partial(_choice.capabilities_of, choice.implementation)  # "xla" does without a library
         devices = _devices_of(spec, mesh) if choice.implementation == "cublasmp" else ()
-        site = _processes.site(ctx, spec) if platform == "cpu" and choice.implementation != "host" else None
+        is_barred = platform == "cpu" and choice.implementation != "host"
+        site = _processes.site(ctx, spec.mesh, spec.group_axes) if is_barred else None
 
         def lower(a, b, *extra):
             if choice.implementation == "host":
@@ -151,12 +154,12 @@ def _rule(platform: str, is_multiple: bool):
                 outputs = _fused_matmul(a, b, *extra, spec=chosen, capabilities=capabilities(), devices=devices)
             elif spec.is_invariant:
                 if site:
-                    moved = site.roll_call(spec, a, b, [_narrow.as_moved(x) for x in (a, b)])
+                    moved = _barrier(site, spec, a, b, [_narrow.as_moved(x) for x in (a, b)])
                     a, b = (_narrow.from_moved(x, like.dtype) for x, like in zip(moved, (a, b), strict=True))
                 outputs = _gathered_matmul(a, b, *extra, spec=spec, capabilities=capabilities())
             else:
                 local_product = _host_product if choice.implementation == "host+xla" else None
-                ahead = functools.partial(site.roll_call, spec, a, b) if site else None
+                ahead = functools.partial(_barrier, site, spec, a, b) if site else None
                 outputs = _xla.matmul(
                     a, b, *extra, spec=spec, platform=platform, local_product=local_product, ahead=ahead
                 )
@@ -177,9 +180,13 @@ def _batched_rule(platform: str, primitive):
         work = operations(spec, a.shape, b.shape)
         _, is_one_product = _choice.choose_for_batch(spec, platform, nprocesses, (a.dtype, b.dtype), work)
 
+        site = _processes.site(ctx, spec.mesh, spec.group_axes) if platform == "cpu" and is_one_product else None
+
         def lower(*operands):
             if not is_one_product:
                 return lax.map(lambda each: one.bind(*each, spec=spec), operands)
+            if site:
+                operands = (*_batched_barrier(site, spec, *operands[:2]), *operands[2:])
             outputs = jax.vmap(functools.partial(_xla.matmul, spec=spec, platform=platform))(*operands)
             return outputs if is_multiple else outputs[0]
 
@@ -187,6 +194,31 @@ def _batched_rule(platform: str, primitive):
             return mlir.lower_fun(lower, multiple_results=is_multiple)(ctx, *nodes)
 
     return rule
+
+
+def _barrier(site: _processes.Site, spec: MatmulSpec, a, b, operands):
+    """`operands` once every process of the group has come to a call of this spec on shards like `a` and `b`."""
+    return site.barrier(spec.line or "matmul", _processes.fields(spec, a, b), operands)
+
+
+def _batched_barrier(site: _processes.Site, spec: MatmulSpec, a, b):
+    fields = {"batch": a.shape[0], **_processes.fields(spec, a[0], b[0])}
+    moved = site.barrier(spec.line or "matmul", fields, [_narrow.as_moved(x) for x in (a, b)])
+    return [_narrow.from_moved(x, like.dtype) for x, like in zip(moved, (a, b), strict=True)]
+
+
+def _process_barrier_rule(ctx, x, *, mesh, axes: tuple[str, ...], call: str, is_active: bool):
+    site = _processes.site(ctx, mesh, axes) if is_active else None
+    if site is None:
+        return [x]
+
+    def lower(x):
+        fields = {"shape of a shard": x.shape, "dtype": x.dtype.name, "axes": axes, "mesh": mesh}
+        (moved,) = site.barrier(call, fields, [_narrow.as_moved(x)])
+        return _narrow.from_moved(moved, x.dtype)
+
+    with _compat.off_explicit_mesh():
+        return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
 
 
 def _devices_of(spec: MatmulSpec, mesh) -> tuple[int, ...]:
@@ -229,4 +261,6 @@ for _primitive in (matmul_p, matmul_epilog_p):
 for _primitive in (batched_matmul_p, batched_matmul_epilog_p):
     _register(_primitive, functools.partial(_batched_rule, primitive=_primitive))
 _register(activation_grad_p, _activation_grad_rule)
+mlir.register_lowering(process_barrier_p, lambda ctx, x, **_: [x])
+mlir.register_lowering(process_barrier_p, _process_barrier_rule, platform="cpu")
 mlir.register_lowering(activated_matmul_p, mlir.lower_fun(activated_matmul_parts, multiple_results=False))

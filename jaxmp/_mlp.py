@@ -19,8 +19,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxmp import _call, _compat, _epilog, _mesh, _narrow, _sharding
 from jaxmp._arguments import validated
+from jaxmp._collectives import cast_varying
 from jaxmp._epilog import Epilog
-from jaxmp._primitive import activated_matmul, cast_varying, completes_sums
+from jaxmp._primitive import activated_matmul, completes_sums
 from jaxmp._shards import bind_plan
 from jaxmp._spec import MatmulSpec, Pattern, result_shape
 

@@ -194,13 +194,6 @@ def amax(x, axis=None):
     return jnp.where(jnp.any(jnp.isnan(x), axis), jnp.nan, jnp.max(jnp.abs(x), axis, initial=0.0))
 
 
-def amax_of_ranks(x, axes: tuple[str, ...]):
-    """The largest of every rank's float32 `amax`. The bits of numbers that are not negative have their order, and NaN
-    comes last, which the maximum of floats may lose."""
-    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-    return lax.bitcast_convert_type(lax.pmax(bits, axes), jnp.float32)
-
-
 def block_amax(x, size: int):
     return amax(blocks(x, size), -1)
 

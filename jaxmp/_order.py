@@ -15,10 +15,9 @@ from __future__ import annotations
 import math
 
 import jax
-from jax import lax
 
-from jaxmp import _xla
-from jaxmp._primitive import cast_varying
+from jaxmp import _collectives, _xla
+from jaxmp._collectives import cast_varying
 from jaxmp._spec import MatmulSpec, Pattern
 
 # The dimensions of a contraction, slowest first: (extent on each rank, axes that shard it).
@@ -85,7 +84,7 @@ def _is_contiguous(layout: Layout) -> bool:
 def _contiguous(call: MatmulSpec, x, dimension: int, order: tuple[str, ...], layout: Layout):
     """This rank's contiguous part of what the ranks of `order` hold interleaved along `dimension`."""
     with jax.named_scope("jaxmp_global_order"):
-        x = lax.all_gather(cast_varying(x, order), order, axis=dimension, tiled=True)
+        x = _collectives.all_gather(cast_varying(x, order), order, axis=dimension, line=call.line)
     shape, n = x.shape, len(layout)
     ahead = math.prod(call.axis_size((axis,)) for axis in order) // math.prod(
         call.axis_size(axes) for _, axes in layout

@@ -14,12 +14,11 @@ import threading
 from collections.abc import Callable
 
 import jax
-from jax import lax
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _bgrad, _compat, _layout
+from jaxmp import _bgrad, _collectives, _compat, _layout
 from jaxmp._checks import check_all_reduce
 from jaxmp._compat import mlir
 from jaxmp._primitive import (
@@ -124,7 +123,7 @@ def _partition(spec: MatmulSpec, mesh, args, results):
         if _bgrad.summed(output_names(spec)[-1]) != "d" or not outside:
             return results
         *rest, gradient = results
-        return (*rest, lax.psum(gradient, outside))
+        return (*rest, _collectives.psum(gradient, outside, line=spec.line))
 
     return mesh, lower, tuple(outputs) if len(outputs) > 1 else outputs[0], tuple(operands)
 

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp import _compat, _layout, _narrow
+from jaxmp import _collectives, _compat, _layout, _narrow
+from jaxmp._collectives import cast_varying
 from jaxmp._epilog import Epilog
 from jaxmp._spec import (
     DIMS,
@@ -160,8 +161,15 @@ def global_amax(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, ...]
     for name, amax in amaxes.items():
         unequal = tuple(axis for axis in axes if axis in _compat.varying_axes(amax) or not _compat.is_vma_checked())
         with jax.named_scope("jaxmp_amax"):
-            amaxes[name] = _narrow.amax_of_ranks(amax, unequal) if unequal else amax
+            amaxes[name] = amax_of_ranks(amax, unequal, line=spec.line) if unequal else amax
     return outputs | amaxes
+
+
+def amax_of_ranks(x, axes: tuple[str, ...], *, line: str = ""):
+    """The largest of every rank's float32 amax. The bits of numbers that are not negative have their order, and NaN
+    comes last, which the maximum of floats may lose."""
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    return lax.bitcast_convert_type(_collectives.pmax(bits, axes, line=line), jnp.float32)
 
 
 def completes_sums(spec: MatmulSpec) -> bool:
@@ -169,11 +177,6 @@ def completes_sums(spec: MatmulSpec) -> bool:
     for then each rank would sum what XLA sums once."""
     is_host = spec.implementation == "host" or (spec.implementation is None and jax.process_count() == 1)
     return is_host or not spec.is_invariant or spec.nranks == 1
-
-
-def cast_varying(x, axes):
-    missing = tuple(axis for axis in sorted(axes) if axis not in _compat.varying_axes(x))
-    return lax.pcast(x, missing, to="varying") if missing else x
 
 
 # Abstract evaluation -------------------------------------------------------------------------------------------

@@ -21,6 +21,10 @@ _PARTITIONED = "tmp_xla_computation"
 _UNCHEAP = 1024
 
 
+# Every mesh axis as (name, size).
+MeshAxes = tuple[tuple[str, int], ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class Span:
     """The devices of a mesh, their processes and their groups, each by position in the mesh.
@@ -43,22 +47,23 @@ class Span:
         return max(map(len, members.values()))
 
 
-def span(spec: MatmulSpec, mesh) -> Span | None:
-    """The span of a call on `mesh`, equal on every process; None where nobody has said which devices these are.
+def span(axes: MeshAxes, group_axes: tuple[str, ...], mesh) -> Span | None:
+    """The span of a call over `group_axes` of a mesh with these axes, equal on every process; None where nobody has
+    said which devices these are.
 
     Where only the shape of the mesh is known and it has as many devices as the job, all of them take part, in an
     order that is not known: they count as one group.
     """
-    shape = [size for _, size in spec.mesh]
-    names = [name for name, _ in spec.mesh]
-    if mesh is None or tuple(mesh.shape.items()) != spec.mesh:
+    shape = [size for _, size in axes]
+    names = [name for name, _ in axes]
+    if mesh is None or tuple(mesh.shape.items()) != axes:
         if math.prod(shape) != jax.device_count():
             return None
         devices = sorted(jax.devices(), key=lambda device: device.id)
         groups = np.zeros(shape, int)
     else:
         devices = list(mesh.devices.flat)
-        others = [i for i, name in enumerate(names) if name not in spec.group_axes]
+        others = [i for i, name in enumerate(names) if name not in group_axes]
         coordinates = np.indices(shape)
         groups = np.zeros(shape, int)
         for axis in others:
@@ -81,7 +86,7 @@ def group_processes(spec: MatmulSpec, mesh) -> int:
     """The number of processes over which a group of this call spreads; where that is not known, all there are."""
     if jax.process_count() == 1:
         return 1
-    found = span(spec, mesh)
+    found = span(spec.mesh, spec.group_axes, mesh)
     return jax.process_count() if found is None else found.group_processes
 
 
@@ -93,26 +98,29 @@ class Site:
     program: str
     index: int
 
-    def roll_call(self, spec: MatmulSpec, a, b, operands):
-        """`operands` once every process of this device's group has come with an equal call; `a` and `b` are its shards.
+    axes: MeshAxes
+
+    def barrier(self, call: str, fields: dict[str, Any], operands):
+        """`operands` once every process of this device's group has come to an equal call: `call` names it for people,
+        `fields` are what has to be equal.
 
         A process that does not come, or with another call, makes it an error in all of them.
         """
         _native.register()
-        position = lax.axis_index(tuple(name for name, _ in spec.mesh)).astype(np.int32)
+        position = lax.axis_index(tuple(name for name, _ in self.axes)).astype(np.int32)
         position = position + lax.reduce_min(lax.iota(np.int32, _UNCHEAP) * position, axes=(0,))  # adds 0
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
         aliases = {i: i for i in range(len(results))}
         with jax.enable_x64(True):  # attributes are 64-bit
-            call = jax.ffi.ffi_call(_native.ROLL_CALL_TARGET, results, input_output_aliases=aliases)
-            return call(*operands, position, **self.attributes(spec, a, b))
+            wait = jax.ffi.ffi_call(_native.ROLL_CALL_TARGET, results, input_output_aliases=aliases)
+            return wait(*operands, position, **self.attributes(call, fields))
 
-    def attributes(self, spec: MatmulSpec, a, b) -> dict[str, Any]:
-        described = "\n".join(f"{name}={value}" for name, value in fields(spec, a, b).items())
+    def attributes(self, call: str, fields: dict[str, Any]) -> dict[str, Any]:
+        described = "\n".join(f"{name}={value}" for name, value in fields.items())
         return {
             "program": f"{self.program} {described}" if self.program == _PARTITIONED else self.program,
             "index": np.int64(self.index),
-            "call": spec.line or "matmul",
+            "call": call,
             "fields": described,
             "devices": np.array(self.span.devices, np.int64),
             "processes": np.array(self.span.processes, np.int64),
@@ -132,11 +140,11 @@ def fields(spec: MatmulSpec, a, b) -> dict[str, Any]:
     return described
 
 
-def site(ctx, spec: MatmulSpec) -> Site | None:
-    """The site that a lowering rule is at, or None where the call needs no roll call."""
+def site(ctx, axes: MeshAxes, group_axes: tuple[str, ...]) -> Site | None:
+    """The site that a lowering rule is at, of a call over `group_axes`; None where it needs no barrier."""
     if not _native.has_roll_call() or jax.process_count() == 1:
         return None
-    found = span(spec, _compat.lowering_mesh(ctx))
+    found = span(axes, group_axes, _compat.lowering_mesh(ctx))
     if found is None or found.group_processes == 1:
         return None
-    return Site(found, _compat.program_name(ctx), _compat.next_index(ctx, "jaxmp_roll_call"))
+    return Site(found, _compat.program_name(ctx), _compat.next_index(ctx, "jaxmp_roll_call"), axes)

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp import _bgrad, _compat, _epilog, _narrow, _sharding, _spec, _xla
+from jaxmp import _bgrad, _collectives, _compat, _epilog, _narrow, _sharding, _spec, _xla
 from jaxmp._checks import check_gathered_scales
 from jaxmp._epilog import Epilog
 from jaxmp._hints import fit_hints
@@ -83,7 +83,7 @@ def _sum_over_data(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, .
             'or pass determinism="batch"'
         )
     with jax.named_scope(_bgrad.SCOPE):
-        return {name: lax.psum(x, axes) if name in names else x for name, x in outputs.items()}
+        return {name: _collectives.psum(x, axes, line=spec.line) if name in names else x for name, x in outputs.items()}
 
 
 def _without_swap(plan: _sharding.Plan, spec: MatmulSpec, a, b):
@@ -114,7 +114,7 @@ def _turn(plan: _sharding.Plan, x, split: int, joined: int):
         p, shape = lax.axis_size(plan.row_axes), list(x.shape)
         shape[split], shape[joined] = shape[split] // p, shape[joined] * p
         return jnp.zeros(shape, x.dtype)
-    return _move(lambda x: lax.all_to_all(x, plan.row_axes, split, joined, tiled=True), x)
+    return _move(lambda x: _collectives.all_to_all(x, plan.row_axes, split, joined), x)
 
 
 def _with_order(plan: _sharding.Plan, spec: MatmulSpec, a) -> MatmulSpec:
@@ -137,7 +137,7 @@ def _gather(plan: _sharding.Plan, x, dimension: int):
         shape[dimension] *= lax.axis_size(plan.gather_axes)
         return jnp.zeros(shape, x.dtype)
     with jax.named_scope("jaxmp_all_gather"):
-        return _move(lambda x: lax.all_gather(x, plan.gather_axes, axis=dimension, tiled=True, to="invarying"), x)
+        return _move(lambda x: _collectives.all_gather(x, plan.gather_axes, axis=dimension, to="invarying"), x)
 
 
 def _move(collective: Callable, x):

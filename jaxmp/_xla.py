@@ -37,8 +37,7 @@ def matmul(
     if 0 in (*a.shape, *b.shape):
         return apply_epilog(jnp.zeros(output_shape(spec, a.shape, b.shape), acc), extra, spec, a, b)
     ahead = ahead or (lambda operands: operands)
-    # A bias gradient that sums a or b communicates too, and does not wait for the product.
-    is_ahead = spec.pattern in (Pattern.ALL_GATHER, Pattern.GRID) or bool(_epilog.rule(spec.epilog).gradient)
+    is_ahead = spec.pattern in (Pattern.ALL_GATHER, Pattern.GRID)
     if is_ahead:
         a, b = ahead([a, b])
     if platform == "cpu" and not local_product and not compute.is_narrow:

@@ -16,8 +16,9 @@ import time
 import jax
 
 from jaxmp import _compat, _meeting, _native
+from jaxmp._collectives import process_barrier_p
 from jaxmp._config import add_xla_flag, config, parse_timeout
-from jaxmp._primitive import matmul_epilog_p, matmul_p
+from jaxmp._primitive import batched_matmul_epilog_p, batched_matmul_p, matmul_epilog_p, matmul_p
 
 __all__ = ["DistributedError", "initialize", "shutdown"]
 
@@ -122,7 +123,7 @@ def initialize(
     _native.start_roll_call(
         process_id, fds, seconds, config().compares_calls, interrupts[0].fileno() if interrupts else -1
     )
-    _compat.require_devices((matmul_p, matmul_epilog_p))
+    _compat.require_devices((matmul_p, matmul_epilog_p, batched_matmul_p, batched_matmul_epilog_p, process_barrier_p))
     _set_hooks()
     _check_versions(_state, versions)
 
