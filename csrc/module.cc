@@ -33,7 +33,7 @@ namespace jaxmp {
 namespace {
 
 // The version of the boundary to the Python files; jaxmp/_native.py has the same number.
-constexpr int kAbiVersion = 3;
+constexpr int kAbiVersion = 4;
 
 void ThrowIfError(const Status& status) {
   if (!status.ok()) throw nb::value_error(status.message().c_str());
@@ -181,18 +181,19 @@ void SetExchange(const nb::object& function) {
   });
 }
 
-void StartRollCallWith(int process, const std::vector<int>& sockets, double timeout, bool compares, int interrupts) {
-  StartRollCall({process, sockets, timeout, compares, interrupts});
+void StartRollCallWith(int process, int nprocesses, double timeout, bool compares, int interrupts) {
+  StartRollCall({process, nprocesses, timeout, compares, interrupts});
 }
 
-nb::list PeerDicts() {
-  nb::list result;
+nb::dict PeerDicts() {
+  nb::dict result;
   for (const PeerState& state : PeerStates()) {
     nb::dict peer;
     peer["gone"] = state.gone;
+    peer["gone_for"] = state.gone_for;
     peer["is_clean"] = state.is_clean;
     peer["silence"] = state.silence;
-    result.append(peer);
+    result[nb::int_(state.process)] = peer;
   }
   return result;
 }
@@ -243,8 +244,12 @@ NB_MODULE(_jaxmp, m) {
   m.def("exchange", &CallExchange, nb::arg("key"), nb::arg("value").none(), nb::arg("timeout"));
   m.def("set_timeout", &cuda::SetTimeout, nb::arg("seconds"));
   m.def("cuda_failure", &cuda::Failure);
-  m.def("start_roll_call", &StartRollCallWith, nb::arg("process"), nb::arg("sockets"), nb::arg("timeout"),
+  m.def("start_roll_call", &StartRollCallWith, nb::arg("process"), nb::arg("nprocesses"), nb::arg("timeout"),
         nb::arg("compares"), nb::arg("interrupts"));
+  m.def("want_processes", &WantProcesses, nb::arg("processes"));
+  m.def("wanted_processes", &WantedProcesses, nb::call_guard<nb::gil_scoped_release>());
+  m.def("connect_peer", &ConnectPeer, nb::arg("process"), nb::arg("fd"));
+  m.def("lose_peer", &LosePeer, nb::arg("process"), nb::arg("gone"));
   m.def("leave_roll_call", &LeaveRollCall, nb::arg("reason"));
   m.def("stop_roll_call", &StopRollCall, nb::call_guard<nb::gil_scoped_release>());
   m.def("roll_call_failure", &RollCallFailure);

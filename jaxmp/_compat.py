@@ -206,17 +206,28 @@ def abandon_distributed() -> None:
             setattr(state, name, None)
 
 
-def translate_errors(translate: Callable[[Exception], Exception | None]) -> None:
-    """Where waiting for an array raises XLA's error, raise what `translate` makes of it.
+def translate_errors(
+    translate: Callable[[Exception], Exception | None], run: Callable[[Callable[[], Any]], Any] | None = None
+) -> None:
+    """Where waiting for an array raises XLA's error, raise what `translate` makes of it; `run(wait)` waits, where there
+    is something to wait for.
 
     An error of a program that is already running reaches Python only here, so there is no other place for a type.
     """
+
+    def is_ready(arrays) -> bool:
+        try:
+            return all(x.is_ready() for x in (arrays if isinstance(arrays, list) else [arrays]))
+        except RuntimeError:  # deleted, which the wait says
+            return True
 
     def translating(wait):
         @functools.wraps(wait, assigned=("__doc__",), updated=())
         def waiting(*args, **kwargs):
             try:
-                return wait(*args, **kwargs)
+                if run is None or is_ready(args[0]):
+                    return wait(*args, **kwargs)
+                return run(lambda: wait(*args, **kwargs))
             except jax.errors.JaxRuntimeError as error:
                 translated = translate(error)
                 if translated is None:

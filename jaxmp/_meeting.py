@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.metadata
+import itertools
 import re
 import secrets
 import socket
+from collections.abc import Callable
 
 from jaxmp import _compat, _cuda
 from jaxmp._config import launcher
+from jaxmp._peers import Peers
 
 
 def check_arguments(coordinator_address, num_processes, process_id) -> None:
@@ -64,36 +68,53 @@ def detect(local_device_ids, timeout: int):
     return _compat.detect_processes({"mpi": "mpi4py", "slurm": "slurm"}[name], local_device_ids, timeout)
 
 
-def connect(host: str, process: int, nprocesses: int, generation: int, timeout: int):
-    """(a connected socket per process, None for this one; the versions by process)."""
-    own = _own_address(host)
-    listener = socket.create_server(
-        (own, 0), family=socket.AF_INET6 if ":" in own else socket.AF_INET, backlog=nprocesses
-    )
-    listener.settimeout(timeout)
-    token = secrets.token_hex(16)
-    client = _compat.distributed_client()
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """What the processes know of each other once all of them have met.
+
+    `peers` answers and opens their connections, `address_of(process)` is where it listens, and `refusal` says why the
+    job cannot run, the same on every process, or "".
+    """
+
+    peers: Peers
+    address_of: Callable[[int], tuple[str, int]]
+    refusal: str
+
+
+def meet(host: str, process: int, nprocesses: int, generation: int, timeout: int, reach: float) -> Meeting:
+    """Wait until every process of the job is here, for `timeout` seconds; `reach`: seconds in which a peer is reached.
+
+    What a process publishes and reads in JAX's store does not grow with the number of processes.
+    """
+    client, milliseconds = _compat.distributed_client(), timeout * 1000
     key = f"jaxmp/{generation}/"
-    client.key_value_set(f"{key}{process}", " ".join((own, str(listener.getsockname()[1]), token, *_versions())))
-    entries = [client.blocking_key_value_get(f"{key}{i}", timeout * 1000).split() for i in range(nprocesses)]
-    sockets: list[socket.socket | None] = [None] * nprocesses
-    for other in range(process):
-        address, port, their_token = entries[other][:3]
-        connected = socket.create_connection((address, int(port)), timeout=timeout)
-        connected.sendall(f"{their_token} {process:8d}".encode())
-        sockets[other] = connected
-    while any(sockets[other] is None for other in range(process + 1, nprocesses)):
-        accepted, _ = listener.accept()
-        accepted.settimeout(timeout)
-        greeting = accepted.recv(len(token) + 9, socket.MSG_WAITALL).decode(errors="replace").split()
-        if len(greeting) == 2 and secrets.compare_digest(greeting[0], token) and greeting[1].isdecimal():
-            sockets[int(greeting[1])] = accepted
-        else:  # a stranger
-            accepted.close()
-    listener.close()
-    for connected in filter(None, sockets):
-        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    return sockets, [entry[3:] for entry in entries]
+    if process == 0:
+        client.key_value_set(f"{key}secret", secrets.token_hex(32))
+        client.key_value_set(f"{key}versions", " ".join(_versions()))
+    secret = bytes.fromhex(client.blocking_key_value_get(f"{key}secret", milliseconds))
+    versions = client.blocking_key_value_get(f"{key}versions", milliseconds).split(" ")
+    peers = Peers(_own_address(host), process, nprocesses, secret, reach)
+    client.key_value_set(f"{key}at/{process}", f"{peers.host} {peers.port}")
+    for name, own, first in zip(("jaxmp", "jax", "cuBLASMp"), _versions(), versions, strict=True):
+        if own != first:
+            text = f"rank {process} has {name} {own}, rank 0 has {first}; install the same on every machine"
+            client.key_value_set(f"{key}refused/{process}", text)
+            break
+    client.wait_at_barrier(f"{key}all", milliseconds)
+    refused = client.key_value_dir_get(f"{key}refused/")
+
+    def address_of(peer: int) -> tuple[str, int]:
+        found, port = client.blocking_key_value_get(f"{key}at/{peer}", max(1, round(reach * 1000))).split()
+        return found, int(port)
+
+    return Meeting(peers, address_of, min(refused)[1] if refused else "")
+
+
+def neighbours(process: int, nprocesses: int) -> list[int]:
+    """The processes with which this one stays connected from the start, so that an end is noticed, and passed on, also
+    where no call joins the two: those 1, 2, 4, ... places further on. There are few of them in the largest job."""
+    distances = itertools.takewhile(lambda distance: distance < nprocesses, (2**i for i in itertools.count()))
+    return [(process + distance) % nprocesses for distance in distances]
 
 
 def _own_address(host: str) -> str:

@@ -23,7 +23,7 @@ from jaxmp._config import config
 TARGET = "jaxmp_matmul"
 ROLL_CALL_TARGET = "jaxmp_roll_call"
 # The version of the boundary between this package and its extension: attributes, operands, functions.
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 _lock = threading.RLock()
 _loaded: Any = None
@@ -143,11 +143,11 @@ def capabilities(library: str = "host") -> dict[str, bool]:
     return extension().capabilities() if library == "host" else extension().cublasmp_capabilities()
 
 
-def start_roll_call(process: int, sockets: list[int], timeout: float, compares: bool, interrupts: int) -> None:
-    """Begin to watch the processes at the other ends of `sockets` (by process; -1 is this one), which it then owns."""
+def start_roll_call(process: int, nprocesses: int, timeout: float, compares: bool, interrupts: int) -> None:
+    """Begin to watch the other processes of the job; whoever connects them (`_peers`) hands their sockets over."""
     global _has_roll_call, _timeout
     _timeout = timeout
-    extension().start_roll_call(process, sockets, timeout, compares, interrupts)
+    extension().start_roll_call(process, nprocesses, timeout, compares, interrupts)
     _has_roll_call = True
 
 

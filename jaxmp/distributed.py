@@ -6,18 +6,22 @@ import atexit
 import contextlib
 import logging
 import os
+import queue
 import re
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from typing import Any
 
 import jax
 
 from jaxmp import _compat, _meeting, _native
 from jaxmp._collectives import process_barrier_p
 from jaxmp._config import add_xla_flag, config, parse_timeout
+from jaxmp._peers import Peers
 from jaxmp._primitive import batched_matmul_epilog_p, batched_matmul_p, matmul_epilog_p, matmul_p
 
 __all__ = ["DistributedError", "initialize", "shutdown"]
@@ -27,6 +31,9 @@ _NO_HEARTBEAT = 10**6
 # What a process may take to end after a failure until the system ends it.
 _GRACE = 10
 _POLL = 0.05
+# How often a wait for an array looks after the peers, and by how much a known failure may run ahead of the error.
+_WATCH = 0.25
+_SETTLES = 1.5
 _SILENT = "does not answer: it is stopped, or its machine or network is gone"
 
 
@@ -37,8 +44,11 @@ class DistributedError(RuntimeError):
 class _State:
     """This process's part in the job, from `initialize` to `shutdown`."""
 
-    def __init__(self, process: int, nprocesses: int, timeout: float, interrupts: tuple[socket.socket, ...]):
-        self.process, self.nprocesses, self.timeout, self.interrupts = process, nprocesses, timeout, interrupts
+    def __init__(
+        self, process: int, nprocesses: int, timeout: float, interrupts: tuple[socket.socket, ...], peers: Peers
+    ):
+        self.process, self.nprocesses, self.timeout = process, nprocesses, timeout
+        self.interrupts, self.peers = interrupts, peers
         self.reason = ""  # why this process cannot end well
 
 
@@ -115,17 +125,23 @@ def initialize(
             f"initialize: rank {process_id} did not meet all {num_processes} processes at {host}:{port} within "
             f"{initialization_timeout} s; look for one that did not start ({error})"
         ) from error
-    sockets, versions = _meeting.connect(host, process_id, num_processes, _generation, initialization_timeout)
+    meeting = _meeting.meet(host, process_id, num_processes, _generation, initialization_timeout, seconds)
     _generation += 1
     interrupts = _watch_interrupts()
-    _state = _State(process_id, num_processes, seconds, interrupts)
-    fds = [-1 if s is None else s.detach() for s in sockets]
+    _state = _State(process_id, num_processes, seconds, interrupts, meeting.peers)
+    native = _native.extension()
     _native.start_roll_call(
-        process_id, fds, seconds, config().compares_calls, interrupts[0].fileno() if interrupts else -1
+        process_id, num_processes, seconds, config().compares_calls, interrupts[0].fileno() if interrupts else -1
     )
+    meeting.peers.start(native.wanted_processes, meeting.address_of, native.connect_peer, native.lose_peer)
     _compat.require_devices((matmul_p, matmul_epilog_p, batched_matmul_p, batched_matmul_epilog_p, process_barrier_p))
     _set_hooks()
-    _check_versions(_state, versions)
+    neighbours = _meeting.neighbours(process_id, num_processes)
+    native.want_processes(neighbours)
+    missing = meeting.peers.wait_for(neighbours, initialization_timeout if not meeting.refusal else _GRACE)
+    if meeting.refusal or missing:
+        _state.reason = f"initialize: {meeting.refusal or missing}"
+        raise DistributedError(_state.reason)
 
 
 def shutdown() -> None:
@@ -145,6 +161,7 @@ def shutdown() -> None:
         return
     reason = _state.reason or _native.extension().roll_call_failure() or _farewell(_state)
     _close_interrupts(_state)
+    _state.peers.close()
     if reason:
         _native.extension().leave_roll_call(reason)
         _native.stop_roll_call()
@@ -163,17 +180,6 @@ def _check_moment() -> None:
         raise RuntimeError(
             "initialize: JAX's backend exists already; call this ahead of jax.devices, jnp.ones and all that computes"
         )
-
-
-def _check_versions(state: _State, versions) -> None:
-    for name, values in zip(("jaxmp", "jax", "cuBLASMp"), zip(*versions, strict=True), strict=True):
-        other = next((i for i, value in enumerate(values) if value != values[0]), None)
-        if other is not None:
-            state.reason = (
-                f"initialize: rank {other} has {name} {values[other]}, rank 0 has {values[0]}; "
-                "install the same on every machine"
-            )
-            raise DistributedError(state.reason)
 
 
 # Interrupts -----------------------------------------------------------------------------------------------------
@@ -214,7 +220,7 @@ def _set_hooks() -> None:
     if _are_hooks_set:
         return
     _are_hooks_set = True
-    _compat.translate_errors(_translated)
+    _compat.translate_errors(_translated, _watched)
     previous = sys.excepthook
 
     def excepthook(kind, value, traceback):
@@ -249,17 +255,88 @@ def _why_transport_failed(native) -> str:
     deadline = time.monotonic() + 1
     while True:
         peers = native.peers()
-        gone = [f"rank {i} {peer['gone']}" for i, peer in enumerate(peers) if peer["gone"]]
+        gone = [f"rank {i} {peer['gone']}" for i, peer in peers.items() if peer["gone"]]
         if gone:
             return ", ".join(gone)
         if time.monotonic() > deadline:
             break
         time.sleep(_POLL)
-    assert _state is not None
-    silent = [
-        f"rank {i} {_SILENT}" for i, peer in enumerate(peers) if i != _state.process and peer["silence"] > 3 * 1.5
-    ]
+    silent = [f"rank {i} {_SILENT}" for i, peer in peers.items() if peer["silence"] > 3 * 1.5]
     return ", ".join(silent) or "the transport gave up, though every process answers"
+
+
+# A wait that no end of a peer ends --------------------------------------------------------------------------------
+
+
+class _Waiter(threading.Thread):
+    """A thread that waits for arrays, so that the thread that asks for it can give up."""
+
+    def __init__(self):
+        super().__init__(name="jaxmp-wait", daemon=True)
+        self.work: queue.SimpleQueue = queue.SimpleQueue()
+        self.start()
+
+    def run(self):
+        while True:
+            wait, done = self.work.get()
+            try:
+                done.put((wait(), None))
+            except BaseException as error:  # handed on as it is
+                done.put((None, error))
+            del wait, done  # the array they hold
+
+
+_idle_waiters: list[_Waiter] = []
+
+
+def _watched(wait: Callable[[], Any]) -> Any:
+    """`wait()`, or a DistributedError where a peer is gone and the wait goes on.
+
+    XLA opens the transport of a set of devices when its first collective runs, by way of rank 0's store: where a rank
+    ends meanwhile, the others wait for half a minute, and for rank 0 without end. The same holds for collectives that
+    are none of jaxmp's.
+    """
+    if (state := _state) is None:
+        return wait()
+    waiter = _idle_waiters.pop() if _idle_waiters else _Waiter()
+    done: queue.SimpleQueue = queue.SimpleQueue()
+    waiter.work.put((wait, done))
+    watch = _Watch(state)
+    while True:
+        try:
+            result, error = done.get(timeout=_WATCH)
+            break
+        except queue.Empty:
+            if why := watch.overdue():
+                raise DistributedError(why) from None
+    _idle_waiters.append(waiter)
+    if error is not None:
+        raise error
+    return result
+
+
+class _Watch:
+    """How long one wait has gone on, and what has gone wrong meanwhile."""
+
+    def __init__(self, state: _State):
+        self._state, self._started, self._failed = state, time.monotonic(), 0.0
+
+    def overdue(self) -> str:
+        """Why there is no use in waiting any longer, or ""."""
+        native, now, timeout = _native.extension(), time.monotonic(), self._state.timeout
+        if failure := native.roll_call_failure():
+            # The program's own error has time to come first.
+            self._failed = self._failed or now
+            return failure if now - self._failed > _SETTLES else ""
+        waited = now - self._started
+        for i, peer in native.peers().items():
+            is_gone = peer["gone"] and not peer["is_clean"]
+            since = peer["gone_for"] if is_gone else 0.0 if peer["gone"] else peer["silence"]
+            if min(since, waited) > timeout + _SETTLES:
+                what = peer["gone"] if is_gone else _SILENT
+                call = native.last_call() or "a collective"
+                return f"{call}: rank {i} {what}; rank {self._state.process} has waited for {waited:.3g} s"
+        return ""
 
 
 # The end --------------------------------------------------------------------------------------------------------
@@ -270,13 +347,13 @@ def _farewell(state: _State) -> str:
     native = _native.extension()
     native.leave_roll_call("")
     while True:
-        peers = [(i, peer) for i, peer in enumerate(native.peers()) if i != state.process]
-        for i, peer in peers:
+        peers = native.peers()
+        for i, peer in peers.items():
             if peer["gone"] and not peer["is_clean"]:
                 return f"rank {i} {peer['gone']}"
             if not peer["gone"] and peer["silence"] > state.timeout:
                 return f"rank {i} {_SILENT}"
-        if all(peer["gone"] for _, peer in peers):
+        if all(peer["gone"] for peer in peers.values()):
             return ""
         time.sleep(_POLL)
 
@@ -293,6 +370,7 @@ def _at_exit() -> None:
     except KeyboardInterrupt:
         reason = "it was interrupted"
     _close_interrupts(state)
+    state.peers.close()
     if not reason:
         _native.stop_roll_call()
         return

@@ -9,8 +9,27 @@ constexpr std::chrono::milliseconds kSilent(3500);
 
 }  // namespace
 
+void Peer::Connect(int fd) {
+  is_connected = true;
+  heard = Clock::now();
+  socket = Socket(fd);
+  for (const Message& message : unsent) socket.Send(message);
+  unsent.clear();
+}
+
+void Peer::Leave(const std::string& how) {
+  if (!gone.empty()) return;
+  gone = how;
+  left = Clock::now();
+  unsent.clear();
+}
+
 void Peer::Send(const Message& message) {
-  if (socket.is_open()) socket.Send(message);
+  if (socket.is_open()) {
+    socket.Send(message);
+  } else if (!is_connected && gone.empty()) {
+    unsent.push_back(message);
+  }
 }
 
 void Peer::Ping(Clock::time_point now) {

@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <string>
+#include <vector>
 
 #include "csrc/rollcall/wire.h"
 
@@ -12,19 +13,22 @@ namespace jaxmp::rollcall {
 using Clock = std::chrono::steady_clock;
 
 struct Peer {
-  explicit Peer(int fd) : socket(fd) {}
+  void Connect(int fd);
+  void Leave(const std::string& how);
 
-  // Only where it is still there.
+  // Waits for the connection, where there is none yet; is nothing to who has left.
   void Send(const Message& message);
   // Asks for a sign of life, once a second.
   void Ping(Clock::time_point now);
   // Why it may have come to no call yet: "has not come; it is alive, ...".
   std::string WhyMissing(Clock::time_point now) const;
 
-  Socket socket;
-  std::string gone;  // how it left; empty while it is there
+  bool is_wanted = false, is_connected = false;  // ever
+  Socket socket{-1};
+  std::vector<Message> unsent;  // until it is connected
+  std::string gone;             // how it left; empty while it is there
   bool is_clean = false;
-  Clock::time_point heard = Clock::now(), pinged = Clock::now();
+  Clock::time_point heard = Clock::now(), pinged = Clock::now(), left;
   std::string last_call;
 };
 

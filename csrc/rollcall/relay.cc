@@ -1,6 +1,7 @@
 #include "csrc/rollcall/relay.h"
 
 #include <arpa/inet.h>
+#include <dirent.h>
 #include <netdb.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
@@ -8,23 +9,38 @@
 #include <unistd.h>
 
 #include <cerrno>
+#include <chrono>
+#include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <thread>
 
 namespace jaxmp {
 namespace {
 
-// Copies until either side ends. True where it was the source.
-bool Copy(int from, int to) {
+// The two ends of one connection: closed when neither direction is copied any more.
+struct Ends {
+  Ends(int client, int service) : client(client), service(service) {}
+  ~Ends() {
+    close(client);
+    close(service);
+  }
+  Ends(const Ends&) = delete;
+
+  const int client, service;
+};
+
+// Copies until either side ends.
+void Copy(int from, int to) {
   char buffer[1 << 14];
   for (;;) {
     const ssize_t got = recv(from, buffer, sizeof(buffer), 0);
     if (got < 0 && errno == EINTR) continue;
-    if (got <= 0) return true;
+    if (got <= 0) return;
     for (ssize_t sent = 0; sent < got;) {
       const ssize_t n = send(to, buffer + sent, static_cast<size_t>(got - sent), MSG_NOSIGNAL);
       if (n < 0 && errno == EINTR) continue;
-      if (n <= 0) return false;
+      if (n <= 0) return;
       sent += n;
     }
   }
@@ -49,7 +65,7 @@ int Connect(const std::string& host, const std::string& port) {
   return fd;
 }
 
-// One connection. The client is told of no end but its own and of no service that it could not reach at first, which it
+// One connection. The client is told of no end but its own, and that a service could not be reached at first, which it
 // tries again.
 void Serve(int client, const std::string& host, const std::string& port) {
   const int service = Connect(host, port);
@@ -57,9 +73,49 @@ void Serve(int client, const std::string& host, const std::string& port) {
     close(client);
     return;
   }
-  std::thread([client, service] { Copy(service, client); }).detach();
+  const auto ends = std::make_shared<const Ends>(client, service);
+  std::thread([ends] { Copy(ends->service, ends->client); }).detach();
   Copy(client, service);
-  shutdown(service, SHUT_RDWR);  // ends the other thread; descriptors stay, a handful per process
+  shutdown(service, SHUT_RDWR);  // ends the other thread
+}
+
+// Whether the socket at the other end of `client` is this process's: JAX's client is. Others on this machine have to go
+// to the service themselves.
+bool IsOurs(int client) {
+  sockaddr_in theirs = {};
+  socklen_t size = sizeof(theirs);
+  if (getpeername(client, reinterpret_cast<sockaddr*>(&theirs), &size) != 0) return false;
+  DIR* const descriptors = opendir("/proc/self/fd");
+  if (!descriptors) return true;  // nobody can tell
+  bool is_found = false;
+  while (const dirent* const entry = is_found ? nullptr : readdir(descriptors)) {
+    sockaddr_storage address = {};
+    size = sizeof(address);
+    if (getsockname(std::atoi(entry->d_name), reinterpret_cast<sockaddr*>(&address), &size) != 0) continue;
+    if (address.ss_family == AF_INET6) {  // 127.0.0.1 as ::ffff:127.0.0.1; a connection's port on loopback is its own
+      is_found = reinterpret_cast<const sockaddr_in6&>(address).sin6_port == theirs.sin_port;
+    } else if (address.ss_family == AF_INET) {
+      const auto& own = reinterpret_cast<const sockaddr_in&>(address);
+      is_found = own.sin_port == theirs.sin_port && own.sin_addr.s_addr == theirs.sin_addr.s_addr;
+    }
+  }
+  closedir(descriptors);
+  return is_found;
+}
+
+void Accept(int listener, const std::string& host, const std::string& port) {
+  for (;;) {
+    const int client = accept4(listener, nullptr, nullptr, SOCK_CLOEXEC);
+    if (client < 0) {  // out of descriptors, perhaps, or the client is gone already
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    } else if (!IsOurs(client)) {
+      close(client);
+    } else {
+      const int on = 1;
+      setsockopt(client, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
+      std::thread(Serve, client, host, port).detach();
+    }
+  }
 }
 
 }  // namespace
@@ -74,14 +130,7 @@ StatusOr<int> StartRelay(const std::string& host, const std::string& port) {
       getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
     return Internal(std::string("jaxmp: no port on 127.0.0.1 for the coordination service: ") + std::strerror(errno));
   }
-  std::thread([listener, host, port] {
-    for (int client; (client = accept(listener, nullptr, nullptr)) >= 0 || errno == EINTR;) {
-      if (client < 0) continue;
-      const int on = 1;
-      setsockopt(client, IPPROTO_TCP, TCP_NODELAY, &on, sizeof(on));
-      std::thread(Serve, client, host, port).detach();
-    }
-  }).detach();
+  std::thread(Accept, listener, host, port).detach();
   return static_cast<int>(ntohs(address.sin_port));
 }
 

@@ -11,8 +11,8 @@
 
 namespace jaxmp {
 
-// Listens on a free port of 127.0.0.1 and carries each connection's bytes to and from host:port, for as long as the
-// process lives. The port.
+// Listens on a free port of 127.0.0.1 and carries the bytes of each connection that this process makes to it to and
+// from host:port, for as long as the process lives; others' are closed. The port.
 StatusOr<int> StartRelay(const std::string& host, const std::string& port);
 
 }  // namespace jaxmp

@@ -6,7 +6,9 @@
 
 #include <algorithm>
 #include <chrono>
+#include <condition_variable>
 #include <cstdio>
+#include <map>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -42,6 +44,10 @@ struct Waiting {
 class Book {
  public:
   void Start(const RollCallOptions& options);
+  void Want(const std::vector<int>& processes);
+  std::vector<int> Wanted();
+  void Connect(int process, int fd);
+  void Lose(int process, const std::string& gone);
   void Leave(const std::string& reason);
   void Stop();
   void Arrive(const std::shared_ptr<const Appointment>& appointment, size_t position,
@@ -66,12 +72,15 @@ class Book {
   void DrainInterrupts();
   void Read(int process);
   void Handle(int process, const Message& message);
-  Peer& peer(int process) { return peers_[static_cast<size_t>(process)]; }
+  void WantLocked(int process);
+  Peer& peer(int process) { return peers_[process]; }
 
   std::mutex mutex_;
   bool is_running_ = false;
   RollCallOptions options_;
-  std::vector<Peer> peers_;
+  std::map<int, Peer> peers_;  // those that are wanted, by process
+  std::vector<int> wanted_;    // that nobody has been told of
+  std::condition_variable has_wanted_;
   Ledger ledger_{0};
   std::vector<Waiting> waiting_;  // in the order in which they came
   std::string failure_, last_call_;
@@ -91,7 +100,7 @@ void Book::Start(const RollCallOptions& options) {
   std::lock_guard<std::mutex> lock(mutex_);
   options_ = options;
   peers_.clear();
-  for (int fd : options.sockets) peers_.emplace_back(fd);
+  wanted_.clear();
   ledger_ = Ledger(options.process);
   failure_.clear();
   last_call_.clear();
@@ -100,12 +109,53 @@ void Book::Start(const RollCallOptions& options) {
   thread_ = std::thread([this] { Serve(); });
 }
 
+void Book::Want(const std::vector<int>& processes) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!is_running_) return;
+  for (int process : processes) WantLocked(process);
+}
+
+void Book::WantLocked(int process) {
+  if (process == options_.process || process < 0 || process >= options_.nprocesses) return;
+  Peer& wanted = peer(process);
+  if (std::exchange(wanted.is_wanted, true)) return;
+  if (wanted.is_connected || !wanted.gone.empty()) return;
+  wanted_.push_back(process);
+  has_wanted_.notify_one();
+}
+
+std::vector<int> Book::Wanted() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  has_wanted_.wait(lock, [this] { return !wanted_.empty() || !is_running_; });
+  if (!is_running_) return {};
+  return std::exchange(wanted_, {});
+}
+
+void Book::Connect(int process, int fd) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  const bool is_of_use = is_running_ && process != options_.process && process >= 0 && process < options_.nprocesses &&
+                         !peer(process).is_connected && peer(process).gone.empty();
+  if (!is_of_use) {
+    close(fd);
+    return;
+  }
+  peer(process).Connect(fd);
+  Wake();  // the thread has one more socket to read
+}
+
+void Book::Lose(int process, const std::string& gone) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (!is_running_ || peer(process).is_connected) return;
+  peer(process).Leave(gone);
+  Wake();
+}
+
 void Book::Leave(const std::string& reason) {
   std::lock_guard<std::mutex> lock(mutex_);
   Message goodbye;
   goodbye.kind = Kind::kGoodbye;
   goodbye.text = reason;
-  for (Peer& peer : peers_) peer.Send(goodbye);
+  for (auto& [process, peer] : peers_) peer.Send(goodbye);
 }
 
 void Book::Stop() {
@@ -122,6 +172,7 @@ void Book::Stop() {
     waiting_.clear();
   }
   Resume(std::move(settled));
+  has_wanted_.notify_all();
   Wake();
   thread_.join();
   std::lock_guard<std::mutex> lock(mutex_);
@@ -147,8 +198,9 @@ std::vector<PeerState> Book::peers() {
   std::lock_guard<std::mutex> lock(mutex_);
   std::vector<PeerState> result;
   const Clock::time_point now = Clock::now();
-  for (Peer& peer : peers_) {
-    result.push_back({peer.gone, peer.is_clean, Seconds(now - peer.heard)});
+  for (auto& [process, peer] : peers_) {
+    const double gone_for = peer.gone.empty() ? 0 : Seconds(now - peer.left);
+    result.push_back({process, peer.gone, gone_for, peer.is_clean, Seconds(now - peer.heard)});
     peer.Ping(now);
   }
   return result;
@@ -164,11 +216,12 @@ void Book::Arrive(const std::shared_ptr<const Appointment>& appointment, size_t 
     std::lock_guard<std::mutex> lock(mutex_);
     if (!is_running_) {
       outcome = FailedPrecondition(appointment->call + ": jaxmp.distributed was shut down");
-    } else if (last >= static_cast<int>(peers_.size())) {
+    } else if (last >= options_.nprocesses) {
       outcome = InvalidArgument(appointment->call + ": a group names process " + std::to_string(last) + " of " +
-                                std::to_string(peers_.size()));
+                                std::to_string(options_.nprocesses));
     } else {
       const Turn turn = ledger_.Arrive(appointment, position);
+      for (int process : turn.members().processes) WantLocked(process);
       last_call_ = appointment->call;
       if (const std::optional<Message> news = ledger_.Announcement(turn)) Send(turn, *news);
       outcome = Outcome(turn);
@@ -183,7 +236,9 @@ void Book::Arrive(const std::shared_ptr<const Appointment>& appointment, size_t 
 
 // To all other processes of the call.
 void Book::Send(const Turn& turn, const Message& message) {
-  for (int process : turn.members().processes) peer(process).Send(message);
+  for (int process : turn.members().processes) {
+    if (process != options_.process) peer(process).Send(message);
+  }
 }
 
 // ---- is everybody there?
@@ -275,9 +330,12 @@ void Book::Serve() {
   std::unique_lock<std::mutex> lock(mutex_);
   while (is_running_) {
     std::vector<pollfd> polled = {{wake_[0], POLLIN, 0}, {options_.interrupts, POLLIN, 0}};
-    for (const Peer& peer : peers_) {
+    std::vector<int> readable;
+    for (const auto& [process, peer] : peers_) {
+      if (!peer.socket.is_open()) continue;
       const int events = POLLIN | (peer.socket.has_unsent() ? POLLOUT : 0);
-      polled.push_back({peer.socket.fd(), static_cast<int16_t>(events), 0});  // poll passes over negative ones
+      polled.push_back({peer.socket.fd(), static_cast<int16_t>(events), 0});
+      readable.push_back(process);
     }
     const int patience = waiting_.empty() ? -1 : 100;
     lock.unlock();
@@ -288,8 +346,8 @@ void Book::Serve() {
     while (polled[0].revents && read(wake_[0], bytes, sizeof(bytes)) > 0) {
     }
     if (polled[1].revents) DrainInterrupts();
-    for (size_t process = 0; process < peers_.size(); ++process) {
-      if (polled[process + 2].revents) Read(static_cast<int>(process));
+    for (size_t i = 0; i < readable.size(); ++i) {
+      if (polled[i + 2].revents) Read(readable[i]);
     }
     Settled settled = Settle();
     lock.unlock();
@@ -318,7 +376,7 @@ void Book::Read(int process) {
   const bool is_open = from.socket.Receive(&messages);
   from.heard = Clock::now();
   for (const Message& message : messages) Handle(process, message);
-  if (!is_open && from.gone.empty()) from.gone = "has ended without a word: it was killed, or crashed";
+  if (!is_open) from.Leave("has ended without a word: it was killed, or crashed");
 }
 
 void Book::Handle(int process, const Message& message) {
@@ -343,7 +401,7 @@ void Book::Handle(int process, const Message& message) {
       return;
     case Kind::kGoodbye:
       from.is_clean = message.text.empty();
-      from.gone = message.text.empty() ? "has ended" : "has ended: " + message.text;
+      from.Leave(message.text.empty() ? "has ended" : "has ended: " + message.text);
       return;
   }
 }
@@ -351,6 +409,10 @@ void Book::Handle(int process, const Message& message) {
 }  // namespace
 
 void StartRollCall(const RollCallOptions& options) { book().Start(options); }
+void WantProcesses(const std::vector<int>& processes) { book().Want(processes); }
+std::vector<int> WantedProcesses() { return book().Wanted(); }
+void ConnectPeer(int process, int fd) { book().Connect(process, fd); }
+void LosePeer(int process, const std::string& gone) { book().Lose(process, gone); }
 void LeaveRollCall(const std::string& reason) { book().Leave(reason); }
 void StopRollCall() { book().Stop(); }
 

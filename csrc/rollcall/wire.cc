@@ -56,6 +56,13 @@ Socket::Socket(int fd) : fd_(fd) {
 Socket::Socket(Socket&& other) noexcept
     : fd_(std::exchange(other.fd_, -1)), in_(std::move(other.in_)), out_(std::move(other.out_)) {}
 
+Socket& Socket::operator=(Socket&& other) noexcept {
+  std::swap(fd_, other.fd_);
+  std::swap(in_, other.in_);
+  std::swap(out_, other.out_);
+  return *this;
+}
+
 void Socket::Send(const Message& message) {
   out_ += Encode(message);
   Flush();

@@ -35,7 +35,7 @@ class Socket {
   explicit Socket(int fd);  // owns it; -1 is a socket that is closed
   ~Socket() { Close(); }
   Socket(Socket&& other) noexcept;
-  Socket(const Socket&) = delete;
+  Socket& operator=(Socket&& other) noexcept;
 
   int fd() const { return fd_; }
   bool is_open() const { return fd_ >= 0; }

@@ -1,7 +1,11 @@
 // The roll call against a peer that the test plays: it writes the peer's messages into the other end of a socket.
 #include "csrc/rollcall/rollcall.h"
 
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
 #include <sys/socket.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <chrono>
@@ -12,6 +16,7 @@
 #include <vector>
 
 #include "csrc/rollcall/appointment.h"
+#include "csrc/rollcall/relay.h"
 #include "csrc/rollcall/wire.h"
 #include "tests/cpp/check.h"
 
@@ -46,7 +51,8 @@ class Peer {
     int ends[2];
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
     fd_ = ends[1];
-    StartRollCall({0, {-1, ends[0]}, kTimeout, compares, interrupts});
+    StartRollCall({0, 2, kTimeout, compares, interrupts});
+    ConnectPeer(1, ends[0]);
   }
   ~Peer() {
     StopRollCall();
@@ -174,7 +180,7 @@ void ARankThatEndsIsNamedAtOnce() {
     }
     peer.Close();
     CHECK_CONTAINS(outcome.get(), says_so ? "rank 1 has ended: it raised ValueError: bad luck" : "without a word");
-    CHECK_EQ(PeerStates()[1].is_clean, false);
+    CHECK_EQ(PeerStates()[0].is_clean, false);
   }
 }
 
@@ -225,6 +231,123 @@ void APlaceOutsideTheMeshIsRefused() {
   CHECK_CONTAINS(Prepare(short_of_groups).status().message(), "got 2, 2 and 0");
 }
 
+// A process that nothing has connected yet is asked for once, and hears afterwards what it was told before.
+void AProcessIsConnectedWhenItIsNeeded() {
+  StartRollCall({0, 3, kTimeout, true, -1});
+  const auto call = Make("jit_f", 0, "k=4");
+  auto outcome = Come(call);
+  CHECK(WantedProcesses() == std::vector<int>{1});
+  WantProcesses({0, 1, 2, 3, -1});
+  CHECK(WantedProcesses() == std::vector<int>{2});
+  int ends[2];
+  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+  ConnectPeer(1, ends[0]);
+  Message message;
+  std::string bytes(4096, '\0');
+  bytes.resize(static_cast<size_t>(read(ends[1], bytes.data(), bytes.size())));
+  CHECK(Decode(&bytes, &message) == Decoded::kMessage);
+  CHECK_EQ(message.count, uint64_t{1});
+  message.text = call->call + "\n" + call->fields;
+  bytes = Encode(message);
+  CHECK_EQ(write(ends[1], bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
+  CHECK_EQ(outcome.get(), "");
+  StopRollCall();
+  CHECK(WantedProcesses().empty());
+  close(ends[1]);
+}
+
+void AProcessThatCannotBeConnectedIsNamedAtOnce() {
+  StartRollCall({0, 2, kTimeout, true, -1});
+  auto outcome = Come(Make("jit_f", 0, "k=4"));
+  LosePeer(1, "has ended: nothing listens at 127.0.0.1:9 any more");
+  CHECK_CONTAINS(outcome.get(), "rank 1 has ended: nothing listens");
+  StopRollCall();
+}
+
+// A second connection to the same process, and one of a process that the job has not, are closed.
+void AConnectionOfNoUseIsClosed() {
+  Peer peer;
+  for (int process : {0, 1, 2, -1}) {
+    int ends[2];
+    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+    ConnectPeer(process, ends[0]);
+    char byte;
+    CHECK_EQ(read(ends[1], &byte, 1), 0);
+    close(ends[1]);
+  }
+  auto outcome = Come(Make("jit_f", 0, "k=4"));
+  peer.Come(*Make("jit_f", 0, "k=4"), 1);
+  CHECK_EQ(outcome.get(), "");
+}
+
+int OpenDescriptors() {
+  int count = 0;
+  for (int fd = 0; fd < 4096; ++fd) count += fcntl(fd, F_GETFD) >= 0;
+  return count;
+}
+
+int ConnectTo(int port) {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  CHECK_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  return fd;
+}
+
+// Strangers come and go at the relay, some of them silent; the service is there, and then it is not.
+void TheRelayKeepsNoDescriptorOfAStranger() {
+  const int service = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(address);
+  CHECK_EQ(bind(service, reinterpret_cast<sockaddr*>(&address), size), 0);
+  CHECK_EQ(listen(service, 64), 0);
+  CHECK_EQ(getsockname(service, reinterpret_cast<sockaddr*>(&address), &size), 0);
+  const StatusOr<int> relay = StartRelay("127.0.0.1", std::to_string(ntohs(address.sin_port)));
+  CHECK(relay.ok());
+  const auto settle = [](int before) {
+    for (int i = 0; i < 500 && OpenDescriptors() > before; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    CHECK_EQ(OpenDescriptors(), before);
+  };
+  const int before = OpenDescriptors();
+  for (int i = 0; i < 500; ++i) {
+    const int stranger = ConnectTo(*relay), served = accept(service, nullptr, nullptr);
+    CHECK_EQ(write(stranger, "hello", 5), 5);
+    char bytes[5];
+    CHECK_EQ(recv(served, bytes, 5, MSG_WAITALL), 5);
+    close(i % 2 ? served : stranger);
+    if (i % 2)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));  // the client is not told of the service's end
+    if (i % 2) CHECK_EQ(recv(stranger, bytes, 1, MSG_DONTWAIT), -1);
+    close(i % 2 ? stranger : served);
+  }
+  settle(before);
+  // Another process is turned away, silent or not.
+  const pid_t child = fork();
+  if (child == 0) {
+    int turned_away = 0;
+    char byte;
+    for (int i = 0; i < 500; ++i) {
+      const int stranger = ConnectTo(*relay);
+      turned_away += recv(stranger, &byte, 1, 0) <= 0;
+      close(stranger);
+    }
+    _exit(turned_away == 500 ? 0 : 1);
+  }
+  int status = 1;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  CHECK_EQ(status, 0);
+  settle(before);
+  close(service);
+  for (int i = 0; i < 500; ++i) close(ConnectTo(*relay));
+  settle(before - 1);
+}
+
 }  // namespace
 }  // namespace jaxmp
 
@@ -240,5 +363,9 @@ int main() {
   jaxmp::AnInterruptEndsTheWaiting();
   jaxmp::TheEndFreesThoseWhoWait();
   jaxmp::APlaceOutsideTheMeshIsRefused();
+  jaxmp::AProcessIsConnectedWhenItIsNeeded();
+  jaxmp::AProcessThatCannotBeConnectedIsNamedAtOnce();
+  jaxmp::AConnectionOfNoUseIsClosed();
+  jaxmp::TheRelayKeepsNoDescriptorOfAStranger();
   return jaxmp::check::summary("rollcall");
 }

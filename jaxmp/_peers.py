@@ -1,0 +1,259 @@
+"""This process's connections to the other processes of its job: opened when first needed, each end proved to the other.
+
+Each process listens at one address, that from which it reaches the coordinator. Rank 0 makes a secret, and JAX's
+coordination service hands it out. Who connects shows that it has the secret, and so does who listens, by HMAC-SHA256
+(RFC 2104) over numbers that both have drawn; the secret itself never travels here:
+
+    who connects                                    who listens
+    HELLO: magic, from, to, number 1       ->
+                                           <-       number 2, HMAC("listens", HELLO, number 2)
+    HMAC("connects", HELLO, number 2)      ->
+
+Two processes may connect to each other at the same time. Then the lower rank decides: it ends each handshake with one
+byte, 1 for the connection that both keep and 0 for any other. Whoever does not get that far within a few seconds is a
+stranger, is closed and counted. docs/faults.md says what processes see, SECURITY.md what this protects.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import hashlib
+import hmac
+import logging
+import secrets
+import socket
+import struct
+import threading
+import time
+
+logger = logging.getLogger("jaxmp.distributed")
+
+_HELLO = struct.Struct(">8sII32s")
+_MAGIC = b"jaxmp 2\n"
+_NUMBER = 32
+_HMAC = hashlib.sha256().digest_size
+# Seconds that a handshake may take, of which a peer needs milliseconds.
+_HANDSHAKE = 5.0
+# Handshakes under way at once; one more ends the oldest. A peer that this hits connects again.
+_MOST_HANDSHAKES = 64
+_RETRY = 0.1
+
+
+class Peers:
+    """The listener of one process, and the sockets that have proved to belong to a peer.
+
+    Args:
+      address: of this machine, as peers reach it; the only one that is listened at.
+      process, nprocesses: this process and how many there are.
+      secret: the job's, the same in all processes.
+      timeout: seconds in which a peer has to be reached.
+      address_of: (process) to the (host, port) at which it listens.
+      connect, lose: take (process, a socket's descriptor), and (process, why there is none).
+    """
+
+    def __init__(self, address: str, process: int, nprocesses: int, secret: bytes, timeout: float):
+        self.process, self.nprocesses, self.timeout, self._secret = process, nprocesses, timeout, secret
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=128)
+        self.host, self.port = address, self._listener.getsockname()[1]
+        self.strangers = 0
+        self._changed = threading.Condition()
+        self._connected: set[int] = set()
+        self._lost: dict[int, str] = {}
+        self._handshakes: collections.OrderedDict[socket.socket, None] = collections.OrderedDict()
+        self._is_open = True
+
+    def start(self, wanted, address_of, connect, lose) -> None:
+        """Answer peers, and connect those that `wanted()` lists, which waits for some and lists none at the end."""
+        self._address_of, self._connect, self._lose = address_of, connect, lose
+        for name, work in (("accept", self._accept), ("want", lambda: self._want(wanted))):
+            threading.Thread(target=work, name=f"jaxmp-{name}", daemon=True).start()
+
+    def wait_for(self, processes, timeout: float) -> str:
+        """Wait until all of these are connected; "" or what hinders, with the rank."""
+        missing: list[int] = []
+
+        def is_settled() -> bool:
+            missing[:] = [i for i in processes if i not in self._connected and i != self.process]
+            return not missing or any(i in self._lost for i in missing)
+
+        with self._changed:
+            self._changed.wait_for(is_settled, timeout)
+            lost = [f"rank {i} {self._lost[i]}" for i in missing if i in self._lost]
+        if lost:
+            return lost[0]
+        return f"rank {missing[0]} does not answer" if missing else ""
+
+    def close(self) -> None:
+        """Listen no more; connections that were handed on stay."""
+        with self._changed:
+            self._is_open = False
+            pending = list(self._handshakes)
+        # Wakes the thread that accepts, which close alone does not.
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for connection in pending:
+            _shut(connection)
+
+    # Who listens ---------------------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        while self._is_open:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:  # closed, or out of descriptors
+                time.sleep(_RETRY)
+                continue
+            with self._changed:
+                self._handshakes[connection] = None
+                oldest = next(iter(self._handshakes)) if len(self._handshakes) > _MOST_HANDSHAKES else None
+            if oldest is not None:
+                _shut(oldest)
+            threading.Thread(target=self._answer, args=(connection,), name="jaxmp-answer", daemon=True).start()
+
+    def _answer(self, connection: socket.socket) -> None:
+        deadline = time.monotonic() + _HANDSHAKE
+        try:
+            hello = _receive(connection, _HELLO.size, deadline)
+            magic, peer, me, _ = _HELLO.unpack(hello)
+            if magic != _MAGIC or me != self.process or peer == me or peer >= self.nprocesses:
+                raise ConnectionError("no greeting of this job")
+            number = secrets.token_bytes(_NUMBER)
+            _send(connection, number + self._proof(b"listens", hello, number), deadline)
+            proof = _receive(connection, _HMAC, deadline)
+            if not hmac.compare_digest(proof, self._proof(b"connects", hello, number)):
+                raise ConnectionError("a wrong proof")
+            with self._changed:
+                self._handshakes.pop(connection, None)
+        except OSError as error:
+            self._count_stranger(connection, error)
+            connection.close()
+            return
+        self._settle(peer, connection, deadline)
+
+    def _count_stranger(self, connection: socket.socket, error: OSError) -> None:
+        with self._changed:
+            self._handshakes.pop(connection, None)
+            if not self._is_open:
+                return
+            self.strangers += 1
+            count = self.strangers
+        if count == 10 ** (len(str(count)) - 1):  # 1, 10, 100, ...
+            logger.warning(
+                "rank %d: %d connection%s to %s:%d did not prove to be of this job and %s closed (the last one: %s)",
+                *(self.process, count, "" if count == 1 else "s", self.host, self.port),
+                *("was" if count == 1 else "were", error),
+            )
+
+    # Who connects --------------------------------------------------------------------------------------------------
+
+    def _want(self, wanted) -> None:
+        while processes := wanted():
+            for peer in processes:
+                threading.Thread(target=self._reach, args=(peer,), name=f"jaxmp-reach-{peer}", daemon=True).start()
+
+    def _reach(self, peer: int) -> None:
+        """Connect to `peer`, again and again until the deadline, unless it connects first or has ended."""
+        end = time.monotonic() + self.timeout
+        address = None
+        while self._is_open and peer not in self._connected and time.monotonic() < end:
+            try:
+                address = address or self._address_of(peer)
+                connection = socket.create_connection(address, timeout=max(0.1, end - time.monotonic()))
+            except ConnectionRefusedError:
+                host, port = address or ("?", 0)
+                self._give_up(peer, f"has ended: nothing listens at {host}:{port} any more")
+                return
+            except Exception as error:  # what JAX's store raises has no common type
+                logger.debug("rank %d: rank %d is not reached: %s", self.process, peer, error)
+                time.sleep(_RETRY)
+                continue
+            if self._greet(peer, connection):
+                return
+            time.sleep(_RETRY)
+
+    def _greet(self, peer: int, connection: socket.socket) -> bool:
+        """Whether the handshake came to its end."""
+        deadline = time.monotonic() + _HANDSHAKE
+        hello = _HELLO.pack(_MAGIC, self.process, peer, secrets.token_bytes(_NUMBER))
+        try:
+            _send(connection, hello, deadline)
+            reply = _receive(connection, _NUMBER + _HMAC, deadline)
+            number, proof = reply[:_NUMBER], reply[_NUMBER:]
+            if not hmac.compare_digest(proof, self._proof(b"listens", hello, number)):
+                raise ConnectionError("whoever listens there is not of this job")
+            _send(connection, self._proof(b"connects", hello, number), deadline)
+        except OSError as error:
+            logger.debug("rank %d: rank %d is not reached: %s", self.process, peer, error)
+            connection.close()
+            return False
+        return self._settle(peer, connection, deadline)
+
+    def _give_up(self, peer: int, why: str) -> None:
+        with self._changed:
+            if not self._is_open or peer in self._connected:
+                return
+            self._lost[peer] = why
+            self._changed.notify_all()
+        self._lose(peer, why)
+
+    # Both ----------------------------------------------------------------------------------------------------------
+
+    def _settle(self, peer: int, connection: socket.socket, deadline: float) -> bool:
+        """Keep this connection to `peer`, which has proved itself, or close it, as the lower rank says."""
+        try:
+            if self.process < peer:
+                with self._changed:
+                    is_kept = self._is_open and peer not in self._connected
+                    if is_kept:
+                        self._connected.add(peer)
+                _send(connection, b"\1" if is_kept else b"\0", deadline)
+            else:
+                is_kept = _receive(connection, 1, deadline) == b"\1"
+        except OSError as error:
+            logger.debug("rank %d: the handshake with rank %d broke off: %s", self.process, peer, error)
+            if self.process < peer:
+                with self._changed:
+                    self._connected.discard(peer)
+            connection.close()
+            return False
+        if not is_kept:
+            connection.close()
+            return True
+        connection.settimeout(None)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._connect(peer, connection.detach())
+        with self._changed:
+            self._connected.add(peer)
+            self._changed.notify_all()
+        return True
+
+    def _proof(self, side: bytes, hello: bytes, number: bytes) -> bytes:
+        return hmac.digest(self._secret, side + hello + number, "sha256")
+
+
+def _receive(connection: socket.socket, size: int, deadline: float) -> bytes:
+    """Exactly `size` bytes, however slowly they come, until the deadline."""
+    received = b""
+    while len(received) < size:
+        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        part = connection.recv(size - len(received))
+        if not part:
+            raise ConnectionError("it closed the connection")
+        received += part
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{len(received)} of {size} bytes came in time")
+    return received
+
+
+def _send(connection: socket.socket, data: bytes, deadline: float) -> None:
+    connection.settimeout(max(0.001, deadline - time.monotonic()))
+    connection.sendall(data)
+
+
+def _shut(connection: socket.socket) -> None:
+    """End what another thread waits for on this socket, which stays that thread's to close."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
