@@ -246,6 +246,10 @@ def main():
             import products
 
             products.main(initialize)
+        elif SCENARIO == "chaos":
+            import chaos_rank
+
+            chaos_rank.main(initialize, PROCESS)
         else:
             SCENARIOS[SCENARIO]()
     except Exception as error:
