@@ -255,5 +255,6 @@ NB_MODULE(_jaxmp, m) {
   m.def("roll_call_failure", &RollCallFailure);
   m.def("last_call", &LastCall);
   m.def("peers", &PeerDicts);
+  m.def("service_lost_for", &ServiceLostFor);
   m.def("start_relay", &StartRelayTo, nb::arg("host"), nb::arg("port"));
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import logging
 import os
 import queue
@@ -13,10 +14,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
 
 import jax
+import jaxlib
 
 from jaxmp import _compat, _meeting, _native
 from jaxmp._collectives import process_barrier_p
@@ -34,6 +36,7 @@ _POLL = 0.05
 # How often a wait for an array looks after the peers, and by how much a known failure may run ahead of the error.
 _WATCH = 0.25
 _SETTLES = 1.5
+_NO_STORE = "rank 0 has ended, and JAX's coordination service with it"
 _SILENT = "does not answer: it is stopped, or its machine or network is gone"
 
 
@@ -44,11 +47,9 @@ class DistributedError(RuntimeError):
 class _State:
     """This process's part in the job, from `initialize` to `shutdown`."""
 
-    def __init__(
-        self, process: int, nprocesses: int, timeout: float, interrupts: tuple[socket.socket, ...], peers: Peers
-    ):
-        self.process, self.nprocesses, self.timeout = process, nprocesses, timeout
-        self.interrupts, self.peers = interrupts, peers
+    def __init__(self, process: int, nprocesses: int, timeout: float, interrupts: tuple[socket.socket, ...]):
+        self.process, self.nprocesses, self.timeout, self.interrupts = process, nprocesses, timeout, interrupts
+        self.peers: Peers | None = None  # until it has met them
         self.reason = ""  # why this process cannot end well
 
 
@@ -94,7 +95,7 @@ def initialize(
     Traceback (most recent call last):
     ValueError: initialize: process_id must be from 0 to num_processes - 1 = 0, got 1
     """
-    global _state, _generation
+    global _state
     _meeting.check_arguments(coordinator_address, num_processes, process_id)
     _check_moment()
     seconds = config().timeout if timeout is None else parse_timeout("initialize: timeout", timeout)
@@ -125,23 +126,38 @@ def initialize(
             f"initialize: rank {process_id} did not meet all {num_processes} processes at {host}:{port} within "
             f"{initialization_timeout} s; look for one that did not start ({error})"
         ) from error
-    meeting = _meeting.meet(host, process_id, num_processes, _generation, initialization_timeout, seconds)
+    _state = _State(process_id, num_processes, seconds, _watch_interrupts())
+    _set_hooks()
+    _compat.require_devices((matmul_p, matmul_epilog_p, batched_matmul_p, batched_matmul_epilog_p, process_barrier_p))
+    try:
+        _join(_state, host, initialization_timeout)
+    except DistributedError as error:
+        _state.reason = str(error)
+        raise
+
+
+def _join(state: _State, host: str, timeout: int) -> None:
+    """Meet the other processes, and connect this one's neighbours."""
+    global _generation
+    native, interrupts = _native.extension(), state.interrupts
+    meet = functools.partial(_meeting.meet, host, state.process, state.nprocesses, _generation, timeout, state.timeout)
+    meeting = _on_waiter(meet, lambda: native.service_lost_for() >= 0 and f"initialize: {_NO_STORE}")
     _generation += 1
-    interrupts = _watch_interrupts()
-    _state = _State(process_id, num_processes, seconds, interrupts, meeting.peers)
-    native = _native.extension()
+    state.peers = meeting.peers
     _native.start_roll_call(
-        process_id, num_processes, seconds, config().compares_calls, interrupts[0].fileno() if interrupts else -1
+        state.process,
+        state.nprocesses,
+        state.timeout,
+        config().compares_calls,
+        interrupts[0].fileno() if interrupts else -1,
     )
     meeting.peers.start(native.wanted_processes, meeting.address_of, native.connect_peer, native.lose_peer)
-    _compat.require_devices((matmul_p, matmul_epilog_p, batched_matmul_p, batched_matmul_epilog_p, process_barrier_p))
-    _set_hooks()
-    neighbours = _meeting.neighbours(process_id, num_processes)
+    threading.Thread(target=_guard_main_thread, args=(state,), name="jaxmp-guard", daemon=True).start()
+    neighbours = _meeting.neighbours(state.process, state.nprocesses)
     native.want_processes(neighbours)
-    missing = meeting.peers.wait_for(neighbours, initialization_timeout if not meeting.refusal else _GRACE)
+    missing = meeting.peers.wait_for(neighbours, _GRACE if meeting.refusal else timeout)
     if meeting.refusal or missing:
-        _state.reason = f"initialize: {meeting.refusal or missing}"
-        raise DistributedError(_state.reason)
+        raise DistributedError(f"initialize: {meeting.refusal or missing}")
 
 
 def shutdown() -> None:
@@ -160,8 +176,7 @@ def shutdown() -> None:
     if _state is None:
         return
     reason = _state.reason or _native.extension().roll_call_failure() or _farewell(_state)
-    _close_interrupts(_state)
-    _state.peers.close()
+    _close(_state)
     if reason:
         _native.extension().leave_roll_call(reason)
         _native.stop_roll_call()
@@ -201,7 +216,10 @@ def _watch_interrupts() -> tuple[socket.socket, ...]:
     return reader, writer
 
 
-def _close_interrupts(state: _State) -> None:
+def _close(state: _State) -> None:
+    """Listen no more, to peers and to signals."""
+    if state.peers is not None:
+        state.peers.close()
     if not state.interrupts:
         return
     with contextlib.suppress(ValueError):  # not the main thread
@@ -289,25 +307,17 @@ class _Waiter(threading.Thread):
 _idle_waiters: list[_Waiter] = []
 
 
-def _watched(wait: Callable[[], Any]) -> Any:
-    """`wait()`, or a DistributedError where a peer is gone and the wait goes on.
-
-    XLA opens the transport of a set of devices when its first collective runs, by way of rank 0's store: where a rank
-    ends meanwhile, the others wait for half a minute, and for rank 0 without end. The same holds for collectives that
-    are none of jaxmp's.
-    """
-    if (state := _state) is None:
-        return wait()
+def _on_waiter(wait: Callable[[], Any], why_not: Callable[[], str | Literal[False]]) -> Any:
+    """`wait()` on a thread of its own, given up with a DistributedError once `why_not()` says why."""
     waiter = _idle_waiters.pop() if _idle_waiters else _Waiter()
     done: queue.SimpleQueue = queue.SimpleQueue()
     waiter.work.put((wait, done))
-    watch = _Watch(state)
     while True:
         try:
             result, error = done.get(timeout=_WATCH)
             break
         except queue.Empty:
-            if why := watch.overdue():
+            if why := why_not():
                 raise DistributedError(why) from None
     _idle_waiters.append(waiter)
     if error is not None:
@@ -315,28 +325,69 @@ def _watched(wait: Callable[[], Any]) -> Any:
     return result
 
 
-class _Watch:
-    """How long one wait has gone on, and what has gone wrong meanwhile."""
+def _watched(wait: Callable[[], Any]) -> Any:
+    """`wait()`, or a DistributedError where a peer is gone and the wait goes on.
 
-    def __init__(self, state: _State):
-        self._state, self._started, self._failed = state, time.monotonic(), 0.0
+    XLA opens the transport of a set of devices when its first collective runs, by way of rank 0's store: where a rank
+    ends meanwhile, the others wait for half a minute, and for rank 0 without end. The same holds for collectives that
+    are none of jaxmp's.
+    """
+    return wait() if _state is None else _on_waiter(wait, _Watch(_state, _SETTLES).overdue)
+
+
+class _Watch:
+    """How long one wait has gone on, and what has gone wrong meanwhile; `grace`: seconds for others to say it first."""
+
+    def __init__(self, state: _State, grace: float):
+        self._state, self._grace, self._failed = state, grace, 0.0
+        self.started = time.monotonic()
 
     def overdue(self) -> str:
         """Why there is no use in waiting any longer, or ""."""
-        native, now, timeout = _native.extension(), time.monotonic(), self._state.timeout
+        native, now = _native.extension(), time.monotonic()
+        waited = now - self.started
         if failure := native.roll_call_failure():
-            # The program's own error has time to come first.
             self._failed = self._failed or now
-            return failure if now - self._failed > _SETTLES else ""
-        waited = now - self._started
-        for i, peer in native.peers().items():
-            is_gone = peer["gone"] and not peer["is_clean"]
-            since = peer["gone_for"] if is_gone else 0.0 if peer["gone"] else peer["silence"]
-            if min(since, waited) > timeout + _SETTLES:
-                what = peer["gone"] if is_gone else _SILENT
+            return failure if min(now - self._failed, waited) > self._grace else ""
+        for what, seconds in _troubles(native):
+            if min(seconds, waited) > self._state.timeout + self._grace:
                 call = native.last_call() or "a collective"
-                return f"{call}: rank {i} {what}; rank {self._state.process} has waited for {waited:.3g} s"
+                return f"{call}: {what}; rank {self._state.process} has waited for {waited:.3g} s (JAXMP_TIMEOUT)"
         return ""
+
+
+def _troubles(native) -> Iterator[tuple[str, float]]:
+    """(what, for how many seconds) of every peer that is gone without a good end, or silent."""
+    for i, peer in native.peers().items():
+        if not peer["gone"]:
+            yield f"rank {i} {_SILENT}", peer["silence"]
+        elif not peer["is_clean"]:
+            yield f"rank {i} {peer['gone']}", peer["gone_for"]
+    if (seconds := native.service_lost_for()) >= 0:
+        yield _NO_STORE, seconds
+
+
+def _guard_main_thread(state: _State) -> None:
+    """End the process, with the error, where the main thread is stuck within JAX because of a peer.
+
+    JAX asks rank 0's store while it starts its backend, and runs short programs with XLA's own collectives as they are
+    called. No exception can be raised into either.
+    """
+    own = tuple(os.path.dirname(module.__file__) + os.sep for module in (jax, jaxlib))
+    main = threading.main_thread().ident
+    watch, place = _Watch(state, 2 * _SETTLES), None
+    while _state is state:
+        time.sleep(_WATCH)
+        frame = sys._current_frames().get(main or 0)
+        seen = frame and (frame.f_code, frame.f_lasti)
+        is_in_jax = frame is not None and frame.f_code.co_filename.startswith(own)
+        if not is_in_jax or seen != place:
+            watch, place = _Watch(state, 2 * _SETTLES), seen
+        elif why := watch.overdue():
+            print(f"jaxmp.DistributedError: rank {state.process}: {why}", file=sys.stderr, flush=True)
+            _native.extension().leave_roll_call(why[:500])
+            os._exit(1)
+        del frame
 
 
 # The end --------------------------------------------------------------------------------------------------------
@@ -369,8 +420,7 @@ def _at_exit() -> None:
         reason = state.reason or failure or _farewell(state)
     except KeyboardInterrupt:
         reason = "it was interrupted"
-    _close_interrupts(state)
-    state.peers.close()
+    _close(state)
     if not reason:
         _native.stop_roll_call()
         return

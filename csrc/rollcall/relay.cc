@@ -8,6 +8,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstdlib>
@@ -17,6 +18,8 @@
 
 namespace jaxmp {
 namespace {
+
+using Clock = std::chrono::steady_clock;
 
 // The two ends of one connection: closed when neither direction is copied any more.
 struct Ends {
@@ -28,9 +31,12 @@ struct Ends {
   Ends(const Ends&) = delete;
 
   const int client, service;
+  std::atomic<bool> has_client{true};
 };
 
-// Copies until either side ends.
+std::atomic<Clock::rep> lost_at{0};  // 0: not
+
+// Copies until the source ends; what the target takes no more is dropped, and the source not told.
 void Copy(int from, int to) {
   char buffer[1 << 14];
   for (;;) {
@@ -40,7 +46,7 @@ void Copy(int from, int to) {
     for (ssize_t sent = 0; sent < got;) {
       const ssize_t n = send(to, buffer + sent, static_cast<size_t>(got - sent), MSG_NOSIGNAL);
       if (n < 0 && errno == EINTR) continue;
-      if (n <= 0) return;
+      if (n <= 0) break;
       sent += n;
     }
   }
@@ -73,9 +79,13 @@ void Serve(int client, const std::string& host, const std::string& port) {
     close(client);
     return;
   }
-  const auto ends = std::make_shared<const Ends>(client, service);
-  std::thread([ends] { Copy(ends->service, ends->client); }).detach();
+  const auto ends = std::make_shared<Ends>(client, service);
+  std::thread([ends] {
+    Copy(ends->service, ends->client);
+    if (ends->has_client) lost_at = Clock::now().time_since_epoch().count();
+  }).detach();
   Copy(client, service);
+  ends->has_client = false;
   shutdown(service, SHUT_RDWR);  // ends the other thread
 }
 
@@ -132,6 +142,11 @@ StatusOr<int> StartRelay(const std::string& host, const std::string& port) {
   }
   std::thread(Accept, listener, host, port).detach();
   return static_cast<int>(ntohs(address.sin_port));
+}
+
+double ServiceLostFor() {
+  const Clock::rep at = lost_at;
+  return at == 0 ? -1 : std::chrono::duration<double>(Clock::now().time_since_epoch() - Clock::duration(at)).count();
 }
 
 }  // namespace jaxmp

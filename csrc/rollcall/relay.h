@@ -15,6 +15,10 @@ namespace jaxmp {
 // from host:port, for as long as the process lives; others' are closed. The port.
 StatusOr<int> StartRelay(const std::string& host, const std::string& port);
 
+// Seconds since the service closed a connection that JAX's client still had open, so since it ended; -1 while it has
+// not.
+double ServiceLostFor();
+
 }  // namespace jaxmp
 
 #endif  // JAXMP_ROLLCALL_RELAY_H_

@@ -2,8 +2,8 @@
 
 Each job draws a model, forward or with its gradient, 2 or 4 ranks, and a fault of one rank: killed or stopped at once
 or some time into a step, late, raising, leaving early, or with other rows, k or dtype, in the first step or a later
-one. A job passes if every other rank ends within JAXMP_TIMEOUT + 5 s of the fault, by an error of jaxmp's that names
-the victim (and the difference, where there is one) and with status 1; with nothing wrong, or with somebody late, with 0.
+one. A job passes if every other rank ends within JAXMP_TIMEOUT + 5 s of the fault, with status 1 and an error of
+jaxmp's that names the victim, and the difference where there is one. Where somebody is late, all end with 0.
 """
 
 from __future__ import annotations

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 
 SCENARIO, PROCESS, NPROCESSES, PORT = sys.argv[1], *map(int, sys.argv[2:5])
-VICTIM = 0 if SCENARIO.endswith("-of-rank-0") else NPROCESSES - 1
+VICTIM = 0 if SCENARIO.endswith(("-of-rank-0", "opening", "backend", "meeting")) else NPROCESSES - 1
 IS_VICTIM = VICTIM == PROCESS
 
 
@@ -53,6 +55,21 @@ def product(a, b):
     return jaxmp.matmul(a, b, out_sharding=P(None, None))  # THE CALL
 
 
+@jax.jit
+def step(a, b):
+    """A product that gathers rows, and its gradients: one scatters its rows, the other gathers rows beside its call."""
+
+    def loss(a, b):
+        d = jaxmp.matmul(a, b, out_sharding=P(None, "x"))  # THE STEP
+        return jnp.sum(d.astype(jnp.float32) ** 2)
+
+    return jax.value_and_grad(loss, argnums=(0, 1))(a, b)
+
+
+def step_operands(mesh, m=48, k=48, dtype="float32"):
+    return ones(mesh, (m, k), P("x", None), dtype), ones(mesh, (k, 24), P(None, "x"), dtype)
+
+
 def check(d, want):
     for shard in d.addressable_shards:
         np.testing.assert_array_equal(np.asarray(shard.data), np.full(shard.data.shape, want))
@@ -73,6 +90,18 @@ def around_a_call(before=None, after=None):
         after()
     for _ in range(3):
         check(product(a, b), 48)
+
+
+def first_step(fault):
+    """Nothing has run yet: no collective, and so no transport."""
+    initialize()
+    a, b = step_operands(make_mesh())
+    Path(f"ready.{PROCESS}").touch()
+    if IS_VICTIM:
+        while len(list(Path.cwd().glob("ready.*"))) < NPROCESSES:  # no rank is still starting its backend
+            time.sleep(0.01)
+        fault()
+    jax.block_until_ready(step(a, b))
 
 
 def send(number):
@@ -109,6 +138,54 @@ def be_slow():
     time.sleep(1.6 * float(os.environ["JAXMP_TIMEOUT"]) / 2)
 
 
+def dies_while_the_transport_opens():
+    """Rank 0, with JAX's store, ends once all have passed the barrier of the first product, ahead of its collective."""
+    initialize()
+    a, b = operands(make_mesh(), 2048, 1024, 2048 * NPROCESSES)
+    if PROCESS == 0:
+        native = jaxmp._native.extension()
+
+        def watch():
+            while not native.last_call():
+                time.sleep(0.0001)
+            send(signal.SIGKILL)()
+
+        threading.Thread(target=watch, daemon=True).start()
+    product(a, b).block_until_ready()
+
+
+def dies_while_backends_start():
+    """Rank 0 ends at once; the others start their backends, for which JAX asks rank 0's store."""
+    initialize()
+    if PROCESS == 0:
+        send(signal.SIGKILL)()
+    product(*operands(make_mesh()))
+
+
+def dies_while_all_meet():
+    """Rank 0 ends when JAX's part has begun, and jaxmp's has not."""
+    if PROCESS == 0:
+        jaxmp._meeting.meet = lambda *args: send(signal.SIGKILL)()
+    initialize()
+
+
+def strangers_at_the_start():
+    """Before a rank answers anybody, strangers wait at its port, silent and loud."""
+    start, kept = jaxmp._meeting.Peers.start, []
+
+    def start_late(self, *args):
+        for number in range(80):
+            stranger = socket.create_connection((self.host, self.port))
+            stranger.sendall(b"" if number % 2 else b"hello" * 20)
+            kept.append(stranger)
+        start(self, *args)
+
+    jaxmp._meeting.Peers.start = start_late
+    initialize()
+    check(product(*operands(make_mesh())), 48)
+    print("STRANGERS", jaxmp.distributed._state.peers.strangers)
+
+
 # Ranks that disagree --------------------------------------------------------------------------------------------
 
 
@@ -124,6 +201,10 @@ def disagree(build, wrong):
 def call_with(k=48, dtype="float32", **options):
     a, b = operands(jax.sharding.get_mesh(), k=k, dtype=dtype)
     return jax.jit(lambda a, b: jaxmp.matmul(a, b, out_sharding=P(None, None), **options))(a, b)
+
+
+def step_with(**options):
+    return step(*step_operands(jax.sharding.get_mesh(), **options))
 
 
 def call_on_mesh(shape=(4,), names=("x",)):
@@ -231,6 +312,18 @@ SCENARIOS = {
     "alpha": lambda: disagree(call_with, {"alpha": 2.0}),
     "mesh": lambda: disagree(call_on_mesh, {"shape": (2, 2), "names": ("x", "y")}),
     "program": lambda: disagree(call_program, {"is_other": True}),
+    "first-killed": lambda: first_step(send(signal.SIGKILL)),
+    "first-killed-of-rank-0": lambda: first_step(send(signal.SIGKILL)),
+    "first-stopped": lambda: first_step(send(signal.SIGSTOP)),
+    "first-stopped-of-rank-0": lambda: first_step(send(signal.SIGSTOP)),
+    "first-raised": lambda: first_step(raise_error),
+    "step-rows": lambda: disagree(step_with, {"m": 96}),
+    "step-k": lambda: disagree(step_with, {"k": 96}),
+    "step-dtype": lambda: disagree(step_with, {"dtype": "bfloat16"}),
+    "opening": dies_while_the_transport_opens,
+    "backend": dies_while_backends_start,
+    "meeting": dies_while_all_meet,
+    "strangers": strangers_at_the_start,
     "version": other_version,
     "begin-again": begin_again,
     "signal": wait_for_a_signal,

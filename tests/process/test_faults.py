@@ -55,6 +55,73 @@ def test_stopped_rank_0_is_missing_at_the_deadline(tmp_path):
     see(job, ranks, (1, 2), rf"{CALL}: rank 0 has not come and does not answer", TIMEOUT + SLACK)
 
 
+# Ahead of the first step there is no transport yet, and every rank still has to compile.
+COMPILES = 10.0
+STEP = (
+    CALL.rpartition(":")[0]
+    + ":"
+    + next(
+        str(number)
+        for number, line in enumerate((Path(__file__).parent / "ranks.py").read_text().splitlines(), 1)
+        if line.endswith("# THE STEP")
+    )
+)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "message"),
+    [
+        ("first-killed", "rank 2 has ended without a word"),
+        ("first-killed-of-rank-0", "rank 0 has ended without a word"),
+        ("first-raised", "rank 2 has ended: it raised ValueError: bad luck"),
+    ],
+)
+def test_a_rank_that_ends_ahead_of_the_first_step_is_named_at_once(tmp_path, scenario, message):
+    """The gradient's own gather has no order with the product's barrier, so it needs one of its own."""
+    job, ranks = run(tmp_path, scenario, 3)
+    see(job, ranks, (1, 2) if scenario.endswith("0") else (0, 1), f"{STEP}: {message}", COMPILES)
+
+
+@pytest.mark.parametrize("scenario", ["first-stopped", "first-stopped-of-rank-0"])
+def test_a_rank_stopped_ahead_of_the_first_step_is_missing_at_the_deadline(tmp_path, scenario):
+    victim = 0 if scenario.endswith("0") else 2
+    job, ranks = run(tmp_path, scenario, 3, stopped=(victim,))
+    live = [i for i in range(3) if i != victim]
+    see(job, ranks, live, f"{STEP}: rank {victim} has not come and does not answer", TIMEOUT + COMPILES)
+
+
+def test_rank_0_ends_while_the_transport_opens(tmp_path):
+    """XLA then waits for JAX's store, which was rank 0's, without end."""
+    job, ranks = run(tmp_path, "opening", 2)
+    see(job, ranks, (1,), f"{CALL}: rank 0 has ended", TIMEOUT + SLACK)
+
+
+def test_rank_0_ends_while_the_backends_start(tmp_path):
+    job, ranks = run(tmp_path, "backend", 3)
+    for rank in ranks[1:]:
+        assert rank.status == 1, job.all_logs()
+        assert "DistributedError: rank 0 has ended" in re.sub(r"rank [12]: .*?: rank 0", "rank 0", rank.log)
+
+
+def test_rank_0_ends_while_all_meet(tmp_path):
+    job, ranks = run(tmp_path, "meeting", 3)
+    see(job, ranks, (1, 2), "initialize: rank 0 has ended, and JAX's coordination service with it", 2.0)
+
+
+@pytest.mark.parametrize(
+    ("scenario", "difference"),
+    [
+        ("step-rows", r"rank 2 has .*(m=96|\(32, 48\))|has .*(m=48|\(16, 48\)), rank 2"),
+        ("step-k", r"rank 2 has .*(k=96|\(16, 96\))|has .*(k=48|\(16, 48\)), rank 2"),
+        ("step-dtype", "rank 2 has .*dtype=bfloat16|has .*dtype=float32.*, rank 2"),
+    ],
+)
+def test_ranks_with_different_gradients_are_told_the_difference(tmp_path, scenario, difference):
+    """Where the transport meets it first, it ends the process."""
+    job, ranks = run(tmp_path, scenario, 3)
+    see(job, ranks, (0, 1, 2), f"{STEP}: .*({difference})", 60.0)
+
+
 def test_a_rank_stopped_inside_the_transport_is_named(tmp_path):
     job, ranks = run(tmp_path, "stopped-during", 2, stopped=(1,))
     see(job, ranks, (0,), rf"{CALL}: rank 1 .*does not answer", TIMEOUT + SLACK)

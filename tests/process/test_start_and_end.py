@@ -22,6 +22,14 @@ def test_a_good_job_ends_with_0_and_leaves_nothing(tmp_path):
     assert not {name for name in after - before if "jax" in name.lower()}
 
 
+def test_strangers_at_the_start_are_no_peers(tmp_path):
+    job, ranks = run(tmp_path, "strangers", 3)
+    assert [rank.status for rank in ranks] == [0] * 3, job.all_logs()
+    for rank in ranks:
+        assert "did not prove to be of this job" in rank.log
+        assert int(re.search(r"^STRANGERS (\d+)$", rank.log, flags=re.M)[1]) >= 40, job.all_logs()
+
+
 def test_groups_loops_and_sub_meshes_do_not_mix(tmp_path):
     job, ranks = run(tmp_path, "groups", 4)
     assert [rank.status for rank in ranks] == [0] * 4, job.all_logs()
