@@ -70,6 +70,10 @@ test-cpp: $(TEST)/.ready ## Run the C++ tests only
 test-process: $(TEST)/.ready ## Run the tests of many processes, with faults (ARGS="-k name" picks some)
 	$(TEST)/bin/pytest tests/process $(ARGS)
 
+.PHONY: chaos
+chaos: $(TEST)/.ready ## Run jobs with a fault at a random moment (N=200: how many, SEED=1 to repeat a run)
+	$(TEST)/bin/python tests/process/chaos.py --jobs $(or $(N),200) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
 .PHONY: test-gpu
 test-gpu: ## Run the tests on real GPUs, in the environment of PYTHON as it is: nothing is installed
 	@mkdir -p build

@@ -72,8 +72,9 @@ def judge(fault: dict, i: int, rank, ranks) -> list[str]:
         wrong.append(f"rank {i} saw an error that does not name rank {victim}: {saw!r}")
     if at_end:
         return wrong
-    names = {"rows": r"\bm=|shape of a shard=", "k": r"\bk=|\bn=|shape of a shard=", "dtype": r"dtype="}
-    if is_different and not re.search(names[kind], rank.saw):
+    # A gradient contracts over the rows, or has k columns.
+    difference = "dtype=" if kind == "dtype" else r"\b[mnk]=|shape of a shard="
+    if is_different and not re.search(difference, rank.saw):
         wrong.append(f"rank {i} saw an error that does not name the difference: {rank.saw!r}")
     begun = [float(t) for other in ranks for t in re.findall(r"^FAULT ([\d.]+)$", other.log, flags=re.M)]
     if is_different:  # from when the last rank has come
