@@ -117,6 +117,12 @@ def neighbours(process: int, nprocesses: int) -> list[int]:
     return [(process + distance) % nprocesses for distance in distances]
 
 
+def bind_address(host: str, port: str) -> str:
+    """Where rank 0's coordination service listens: at the one address at which it is reached. JAX's default is all."""
+    own = _own_address(host)
+    return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
+
+
 def _own_address(host: str) -> str:
     """The address of this machine from which the coordinator's is reached."""
     family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]

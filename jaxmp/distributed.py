@@ -117,6 +117,7 @@ def initialize(
             process_id,
             local_device_ids=local_device_ids,
             cluster_detection_method="deactivate",
+            coordinator_bind_address=_meeting.bind_address(host, port) if process_id == 0 else None,
             initialization_timeout=initialization_timeout,
             heartbeat_timeout_seconds=_NO_HEARTBEAT,
             shutdown_timeout_seconds=max(1, round(seconds)),

@@ -183,6 +183,12 @@ def strangers_at_the_start():
     jaxmp._meeting.Peers.start = start_late
     initialize()
     check(product(*operands(make_mesh())), 48)
+    if PROCESS == 0:  # JAX's service listens at the address that was given, and at no other one of this machine
+        socket.create_connection(("127.0.0.1", PORT)).close()
+        try:
+            socket.create_connection(("127.0.0.2", PORT)).close()
+        except ConnectionRefusedError:
+            print("REFUSED")
     print("STRANGERS", jaxmp.distributed._state.peers.strangers)
 
 

@@ -25,6 +25,7 @@ def test_a_good_job_ends_with_0_and_leaves_nothing(tmp_path):
 def test_strangers_at_the_start_are_no_peers(tmp_path):
     job, ranks = run(tmp_path, "strangers", 3)
     assert [rank.status for rank in ranks] == [0] * 3, job.all_logs()
+    assert "REFUSED" in ranks[0].log, job.all_logs()
     for rank in ranks:
         assert "did not prove to be of this job" in rank.log
         assert int(re.search(r"^STRANGERS (\d+)$", rank.log, flags=re.M)[1]) >= 40, job.all_logs()
