@@ -67,6 +67,12 @@ def forbidden(room, uses, allowed, standard=()):
     return [f"{room} may not use {name}; docs/architecture.md allows {sorted(allowed[room])}" for name in extra]
 
 
+def raw_collectives(source):
+    """The collectives of `jax.lax` that a module calls by itself."""
+    names = "psum|pmax|pmin|all_gather|psum_scatter|all_to_all|ppermute|pcast"
+    return re.findall(rf"\blax\.({names})\(|\bsharding\.(reshard)\(", source)
+
+
 def python_files():
     return sorted((ROOT / "jaxmp").glob("**/*.py"))
 
@@ -208,3 +214,11 @@ def test_a_forbidden_include_is_found():
 def test_reading_the_environment_is_found():
     assert attributes_of("os", "import os\nos.environ.get('X')") == {"environ"}
     assert attributes_of("os", "from os import getenv") == {"getenv"}
+
+
+def test_collectives_stand_behind_a_barrier():
+    """One that does not can hang a job, or end its processes. `_xla` and `_lowering` have the barrier of the call."""
+    users = {room_of(path) for path in python_files() if raw_collectives(path.read_text())}
+    assert users == {"_collectives", "_xla", "_lowering"}
+    assert raw_collectives("lax.psum(x, axes)")
+    assert not raw_collectives("_collectives.psum(x, axes)")

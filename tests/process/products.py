@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import collections
 import functools
+import re
 
 import bounds
 import cases
+import chaos_rank
 import jax
 import jax.numpy as jnp
 import modes
@@ -56,6 +58,7 @@ def main(initialize):
         for dtype in ("float32", "bfloat16"):
             has_the_bits_of_one_device(case.replace(dtype=dtype))
     gradients_of_a_layer()
+    every_collective_is_behind_a_barrier()
     says_where_each_group_lives()
     print("RAN", dict(RAN))
 
@@ -234,6 +237,30 @@ def gradients_of_a_layer():
     for one, other in zip(got, want, strict=True):
         compare(one, np.asarray(other))
     RAN["layer"] += 1
+
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+INSTRUCTION = r"^ +(?:ROOT )?%?([\w.-]+) = .*? ([a-z-]+)\((.*)$"
+
+
+def every_collective_is_behind_a_barrier():
+    """In the compiled gradients of every model, each collective needs the result of a barrier."""
+    for model in ("gather", "reduce", "data", "grid"):
+        step, operands = chaos_rank.program(model, True, "")
+        text = jax.jit(step).lower(*operands).compile().as_text()
+        found = 0
+        for computation in re.split(r"^\}", text, flags=re.M):
+            needs, kind = {}, {}
+            for name, op, rest in re.findall(INSTRUCTION, computation, flags=re.M):
+                needs[name], kind[name] = re.findall(r"%?([\w.-]+)", rest), op + rest
+            behind = {name for name in kind if "jaxmp_roll_call" in kind[name]}
+            while more := {name for name in kind if name not in behind and behind.intersection(needs[name])}:
+                behind |= more
+            collectives = [name for name in kind if kind[name].startswith(COLLECTIVES)]
+            assert behind.issuperset(collectives), f"{model}: {set(collectives) - behind}\n{computation}"
+            found += len(collectives)
+        assert found, text
+        RAN["barriers"] += found
 
 
 def says_where_each_group_lives():
