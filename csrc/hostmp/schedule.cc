@@ -18,7 +18,7 @@ constexpr double kTilesPerThread = 2;
 constexpr double kSmallestTile = 4e6;      // operations, some 40 us: what a tile costs beyond its product is then noise
 constexpr int64_t kLargestTile = 1 << 19;  // elements of D: the epilog finds it in the second or third cache
 constexpr int64_t kLargestTile16 = 1 << 18;     // also bounds the workspace
-constexpr int64_t kRowUnit = 16, kColUnit = 8;  // of the kernels' register tiles, and of the bytes of the RELU mask
+constexpr int64_t kRowUnit = 16, kColUnit = 8;  // of the kernels' register tiles
 
 // Whether operands are widened, decoded or rounded panel by panel, for which a thread needs memory.
 bool needs_area(const Call& call) {
