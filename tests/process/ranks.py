@@ -246,6 +246,10 @@ def main():
             import products
 
             products.main(initialize)
+        elif SCENARIO == "float-state":
+            import float_state
+
+            float_state.main(initialize)
         else:
             SCENARIOS[SCENARIO]()
     except Exception as error:
