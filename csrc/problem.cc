@@ -218,7 +218,7 @@ Status CheckNumbers(const Problem& problem) {
   };
   for (const Range& range : {Range{"m", problem.m, kLargestExtent}, Range{"n", problem.n, kLargestExtent},
                              Range{"k", problem.k, kLargestExtent}, Range{"amax_d", problem.amax_d, 1},
-                             Range{"amax_aux", problem.amax_aux, 1}, Range{"epilog", problem.epilog, 1023},
+                             Range{"amax_aux", problem.amax_aux, 1}, Range{"epilog", problem.epilog, INT32_MAX},
                              Range{"comm_sm_count", problem.comm_sm_count, INT32_MAX}}) {
     if (range.value <= range.most) continue;
     return InvalidArgument(std::string("jaxmp: attribute ") + range.name + " must be at most " +

@@ -89,7 +89,7 @@ void RefusesNumbersBeyondAnyMachine() {
   CHECK_EQ(with(product, "m", kLargest), "");
   CHECK_CONTAINS(with(product, "m", kLargest + 1), "attribute m must be at most 1099511627776, got 1099511627777");
   CHECK_CONTAINS(with(product, "k", int64_t{1} << 62), "attribute k must be at most");
-  CHECK_CONTAINS(with(product, "epilog", (int64_t{1} << 32) + 4), "attribute epilog must be at most 1023");
+  CHECK_CONTAINS(with(product, "epilog", (int64_t{1} << 32) + 4), "attribute epilog must be at most 2147483647");
   CHECK_CONTAINS(with(product, "comm_sm_count", int64_t{1} << 31), "must be at most 2147483647, got 2147483648");
   CHECK_CONTAINS(with(product, "amax_d", int64_t{2}), "attribute amax_d must be at most 1, got 2");
   CHECK_EQ(with(cyclic, "layout_a", std::vector<int64_t>{kLargest, 4, 0, 0}), "");
