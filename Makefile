@@ -62,6 +62,11 @@ test-python: $(TEST)/.ready ## Run the Python tests only (ARGS="-k name" picks s
 fuzz: $(TEST)/.ready ## Draw products at random and judge them (N=10000: how many)
 	JAXMP_FUZZ=$(or $(N),2000) $(TEST)/bin/pytest tests/test_suite.py -k drawn --timeout=0 $(ARGS)
 
+.PHONY: fuzz-attributes
+fuzz-attributes: $(TEST)/.ready ## Change the attributes of calls at random, under the sanitizers (N=1000000: how often)
+	@export JAXMP_FUZZ=$(or $(N),1000000); \
+	$(call cpp_tests,cpp-asan-$(TAG),RelWithDebInfo,address$(COMMA)undefined,attribute_fuzz,--verbose)
+
 .PHONY: test-cpp
 test-cpp: $(TEST)/.ready ## Run the C++ tests only
 	@$(call cpp_tests,cpp-$(TAG),Release,)
@@ -104,14 +109,14 @@ sanitize: $(TEST)/.ready ## Run the C++ tests under the address, undefined-behav
 	@$(call cpp_tests,cpp-asan-$(TAG),RelWithDebInfo,address$(COMMA)undefined)
 	@$(call cpp_tests,cpp-tsan-$(TAG),RelWithDebInfo,thread)
 
-# $(call cpp_tests,build folder,build type,sanitizers). PATH gives CMake the environment's own ninja.
+# $(call cpp_tests,build folder,build type,sanitizers,the one test to run,more options of ctest). PATH gives CMake the environment's own ninja.
 define cpp_tests
 export PATH="$(CURDIR)/$(TEST)/bin:$$PATH"; \
 mkdir -p build; \
 cmake -S . -B build/$(1) -G Ninja -DCMAKE_BUILD_TYPE=$(2) -DJAXMP_BUILD_TESTS=ON -DJAXMP_SANITIZE='$(3)' \
   -DPython_EXECUTABLE=$(CURDIR)/$(TEST)/bin/python > build/$(1).log 2>&1 || { cat build/$(1).log; exit 1; }; \
-cmake --build build/$(1); \
-ctest --test-dir build/$(1) --output-on-failure --timeout 600 --parallel 2
+cmake --build build/$(1) $(if $(4),--target $(4)); \
+ctest --test-dir build/$(1) --output-on-failure --timeout 600 --parallel 2 $(if $(4),-R '^$(4)$$' $(5))
 endef
 
 .PHONY: lint

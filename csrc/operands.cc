@@ -2,6 +2,7 @@
 
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace ffi = xla::ffi;
@@ -53,7 +54,9 @@ StatusOr<Attribute> ReadAttribute(const ffi::Dictionary& dictionary, std::string
 StatusOr<Attributes> ReadAttributes(const ffi::Dictionary& dictionary) {
   Attributes attributes;
   for (std::string_view name : dictionary) {
-    JAXMP_ASSIGN_OR_RETURN(attributes[std::string(name)], ReadAttribute(dictionary, name));
+    JAXMP_ASSIGN_OR_RETURN(Attribute attribute, ReadAttribute(dictionary, name));
+    if (attributes.emplace(name, std::move(attribute)).second) continue;
+    return InvalidArgument("jaxmp: attribute " + std::string(name) + " is given twice");
   }
   return attributes;
 }

@@ -151,6 +151,20 @@ Status PlaceMatrices(const Problem& p, Layout* layout) {
   return Internal("jaxmp: unknown pattern");
 }
 
+// Sizes are products of two extents, each of which problem.cc bounds. Below this many elements on a device, which no
+// memory holds, neither their bytes nor the sizes of what goes with them exceed 64 bits.
+constexpr int64_t kMostElements = int64_t{1} << 44;
+
+Status CheckSizes(const Layout& layout) {
+  const std::pair<const char*, const MatrixLayout*> matrices[] = {{"A", &layout.a}, {"B", &layout.b}, {"D", &layout.d}};
+  for (const auto& [name, matrix] : matrices) {
+    if (matrix->local_rows == 0 || matrix->local_cols <= kMostElements / matrix->local_rows) continue;
+    return InvalidArgument(std::string("jaxmp: ") + name + " has " + std::to_string(matrix->local_rows) + "x" +
+                           std::to_string(matrix->local_cols) + " elements on each device, more than 2^44");
+  }
+  return {};
+}
+
 // The types that an epilog's aux may have: bits for the mask of RELU; for GELU that of D, and beside an fp8 D one of 16
 // bits or fp8 too (cuBLAS documentation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE). The library judges the rest.
 std::vector<DType> AuxTypes(const Problem& p) {
@@ -247,6 +261,7 @@ Status PlaceScales(const Problem& p, Layout* layout) {
 StatusOr<Layout> MakeLayout(const Problem& problem) {
   Layout layout;
   JAXMP_RETURN_IF_ERROR(PlaceMatrices(problem, &layout));
+  JAXMP_RETURN_IF_ERROR(CheckSizes(layout));
   JAXMP_RETURN_IF_ERROR(PlaceEpilog(problem, &layout));
   JAXMP_RETURN_IF_ERROR(PlaceScales(problem, &layout));
   return layout;

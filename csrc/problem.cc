@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstring>
 #include <functional>
 #include <set>
@@ -205,8 +206,33 @@ Status Decode(const char* name, const Attribute& from, E& to) {
   return InvalidArgument(std::string("jaxmp: attribute ") + name + " must be one of " + known + "; got " + text);
 }
 
-// A communicator lists every device of the mesh; beyond this the attribute is garbage.
+// Attributes are input: a program may have been changed since it was exported. What is beyond these is garbage, and
+// below them no product of an extent or a block with a number of devices, and no sum of a few, exceeds 64 bits.
+constexpr int64_t kLargestExtent = int64_t{1} << 40;
 constexpr int64_t kMostDevices = 1 << 20;
+
+Status CheckNumbers(const Problem& problem) {
+  struct Range {
+    const char* name;
+    int64_t value, most;
+  };
+  for (const Range& range : {Range{"m", problem.m, kLargestExtent}, Range{"n", problem.n, kLargestExtent},
+                             Range{"k", problem.k, kLargestExtent}, Range{"amax_d", problem.amax_d, 1},
+                             Range{"amax_aux", problem.amax_aux, 1}, Range{"epilog", problem.epilog, INT32_MAX},
+                             Range{"comm_sm_count", problem.comm_sm_count, INT32_MAX}}) {
+    if (range.value <= range.most) continue;
+    return InvalidArgument(std::string("jaxmp: attribute ") + range.name + " must be at most " +
+                           std::to_string(range.most) + ", got " + std::to_string(range.value));
+  }
+  if (problem.compute != Compute::k32I) return {};
+  const std::pair<const char*, std::complex<double>> scalars[] = {{"alpha", problem.alpha}, {"beta", problem.beta}};
+  for (const auto& [name, value] : scalars) {
+    const bool fits = value.real() >= INT32_MIN && value.real() <= INT32_MAX;  // false for a NaN
+    if (fits && value.real() == std::trunc(value.real()) && value.imag() == 0) continue;
+    return InvalidArgument(std::string("jaxmp: attribute ") + name + " must be an integer of 32 bits with compute 32I");
+  }
+  return {};
+}
 
 Status CheckAxes(const Problem& problem) {
   const int64_t naxes = static_cast<int64_t>(problem.mesh_shape.size());
@@ -257,10 +283,12 @@ Status CheckLayouts(const Problem& problem) {
     }
     if (layout->empty()) continue;
     const auto& at = *layout;
-    if (at[0] > 0 && at[1] > 0 && at[2] >= 0 && at[2] < problem.nprow() && at[3] >= 0 && at[3] < problem.npcol()) {
+    const auto is_block = [](int64_t block) { return block > 0 && block <= kLargestExtent; };
+    if (is_block(at[0]) && is_block(at[1]) && at[2] >= 0 && at[2] < problem.nprow() && at[3] >= 0 &&
+        at[3] < problem.npcol()) {
       continue;
     }
-    return InvalidArgument(std::string("jaxmp: attribute ") + name + " must hold blocks of at least 1 and a process " +
+    return InvalidArgument(std::string("jaxmp: attribute ") + name + " must hold blocks of 1 to 2^40 and a process " +
                            "of the " + std::to_string(problem.nprow()) + "x" + std::to_string(problem.npcol()) +
                            " grid; got blocks " + std::to_string(at[0]) + "x" + std::to_string(at[1]) +
                            " from process (" + std::to_string(at[2]) + ", " + std::to_string(at[3]) + ")");
@@ -326,6 +354,7 @@ StatusOr<Problem> MakeProblem(const Attributes& attributes) {
     return InvalidArgument("jaxmp: attribute determinism must be one of run_to_run, batch, topology; got " +
                            problem.determinism);
   }
+  JAXMP_RETURN_IF_ERROR(CheckNumbers(problem));
   JAXMP_RETURN_IF_ERROR(CheckAxes(problem));
   JAXMP_RETURN_IF_ERROR(CheckLayouts(problem));
   return problem;

@@ -1,5 +1,6 @@
 #include "csrc/rollcall_handlers.h"
 
+#include <cstdint>
 #include <cstring>
 #include <exception>
 #include <string>
@@ -20,10 +21,22 @@ namespace {
 
 using Indices = ffi::Span<const int64_t>;
 
+// A roll call counts processes in 32 bits.
+Status CheckProcesses(Indices processes) {
+  for (int64_t process : processes) {
+    if (process >= 0 && process <= INT32_MAX) continue;
+    return InvalidArgument("jaxmp: attribute processes of a roll call must count from 0, got " +
+                           std::to_string(process));
+  }
+  return {};
+}
+
 ffi::ErrorOr<std::unique_ptr<RollCallSite>> Instantiate(std::string_view program, int64_t index, std::string_view call,
                                                         std::string_view fields, Indices devices, Indices processes,
                                                         Indices groups, int64_t is_sequential) {
   try {
+    const Status checked = CheckProcesses(processes);
+    if (!checked.ok()) return ffi::Unexpected(ffi::Error::InvalidArgument(checked.message()));
     Appointment appointment;
     appointment.program = program;
     appointment.index = index;

@@ -145,7 +145,8 @@ cublasMpStatus_t GridCreate(int64_t nprow, int64_t npcol, cublasMpGridLayout_t l
     if (layout != CUBLASMP_GRID_LAYOUT_COL_MAJOR && layout != CUBLASMP_GRID_LAYOUT_ROW_MAJOR) {
       return InvalidArgument(text("layout ", static_cast<int>(layout), " is neither COL_MAJOR (0) nor ROW_MAJOR (1)"));
     }
-    if (nprow <= 0 || npcol <= 0 || nprow * npcol != comm->nranks) {
+    const int64_t nranks = comm->nranks;
+    if (nprow <= 0 || npcol <= 0 || nprow > nranks || npcol > nranks || nprow * npcol != nranks) {
       return InvalidArgument(
           text("a grid of ", nprow, "x", npcol, " does not hold the ", comm->nranks, " ranks of its communicator"));
     }

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "csrc/float_state.h"
 #include "csrc/hostmp/amx_kernel.h"
 #include "csrc/hostmp/avx512.h"
 #include "csrc/hostmp/bf16_pack.h"
@@ -19,19 +20,6 @@ constexpr int64_t kLanes = 16;
 constexpr int kVectors = 2;      // of rows: a line of the cache
 constexpr int64_t kRows = 2048;  // of 4 columns: their sums stay in the first cache
 constexpr int64_t kDepth = 32;   // k of a block
-
-// Subnormal numbers are zero while it lives, inputs and results.
-class FlushToZero {
- public:
-  FlushToZero() : before_(_mm_getcsr()) { _mm_setcsr(before_ | kFlushToZero | kDenormalsAreZero); }
-  ~FlushToZero() { _mm_setcsr(before_); }
-  FlushToZero(const FlushToZero&) = delete;
-  FlushToZero& operator=(const FlushToZero&) = delete;
-
- private:
-  static constexpr unsigned kFlushToZero = 0x8000, kDenormalsAreZero = 0x40;
-  unsigned before_;
-};
 
 // At most 32 rows of A and 32 k. `b` has the words of each column of op(B): floats, or pairs of bfloat16.
 struct Block {
@@ -117,7 +105,7 @@ template <int Cols>
 JAXMP_AVX512_BF16 void add_segment(Bf16Sums kind, const Segment& segment, int64_t row, int64_t rows,
                                    float (&sums)[Cols][kRows]) {
   const Panel a = panel_of_a(segment), b = panel_of_b(segment);
-  const FlushToZero flush;
+  const ScopedFloatState flush(FloatState::Current().Flushing());
   for (int64_t k = 0; k < segment.depth; k += kDepth) {
     const int64_t depth = std::min(kDepth, segment.depth - k);
     alignas(64) uint32_t words[Cols][kDepth];

@@ -31,7 +31,7 @@ constexpr Epilog kEpilogs[] = {
     {abi::CUBLASMP_MATMUL_EPILOGUE_BGRADB, "BGRADB", Activation::kNone, false, false, false, Gradient::kB},
 };
 
-// Rows are finished in strips that stay in the first cache. A multiple of 8, so that no two strips share a mask byte.
+// Rows are finished in strips that stay in the first cache.
 constexpr int64_t kStrip = 512;
 
 template <typename T>
@@ -62,13 +62,34 @@ void relu(T* values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) values[i] = values[i] < T(0) ? T(0) : values[i];
 }
 
-// Bit i % 8 of byte i / 8 says whether values[i] > 0; the bits beyond `count` are 0.
+// Writes the lowest `count` of `bits` into the byte, from bit `from` on. Tiles are cut where the ranks' parts of A are,
+// anywhere within a byte, so other threads may write the rest of it meanwhile.
+void write_bits(unsigned bits, int64_t from, int64_t count, uint8_t* byte) {
+  const unsigned own = ((1u << count) - 1) << from;
+  uint8_t have = __atomic_load_n(byte, __ATOMIC_RELAXED), wanted;
+  do {
+    wanted = static_cast<uint8_t>((have & ~own) | (bits << from & own));
+  } while (!__atomic_compare_exchange_n(byte, &have, wanted, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+}
+
 template <typename T>
-void write_mask(const T* values, int64_t count, uint8_t* mask) {
-  for (int64_t i = 0; i < count; i += 8) {
-    unsigned bits = 0;
-    for (int64_t j = 0; j < std::min<int64_t>(8, count - i); ++j) bits |= unsigned{values[i + j] > T(0)} << j;
-    mask[i / 8] = static_cast<uint8_t>(bits);
+unsigned positive_bits(const T* values, int64_t count) {
+  unsigned bits = 0;
+  for (int64_t i = 0; i < count; ++i) bits |= unsigned{values[i] > T(0)} << i;
+  return bits;
+}
+
+// Bit row % 8 of byte row / 8 says whether the row's value is > 0; `values` begin with row `at`.
+template <typename T>
+void write_mask(const T* values, int64_t at, int64_t count, uint8_t* mask) {
+  for (int64_t i = 0; i < count;) {
+    const int64_t row = at + i, held = std::min(8 - row % 8, count - i);
+    if (held == 8) {
+      mask[row / 8] = static_cast<uint8_t>(positive_bits(values + i, 8));
+    } else {
+      write_bits(positive_bits(values + i, held), row % 8, held, mask + row / 8);
+    }
+    i += held;
   }
 }
 
@@ -93,7 +114,7 @@ template <typename T>
 void write_aux(const Finish& f, int64_t row, int64_t col, const T* values, int64_t count) {
   if constexpr (!IsComplex<T>::value) {
     if (f.epilog->activation == Activation::kRelu) {
-      write_mask(values, count, static_cast<uint8_t*>(f.aux) + col * f.aux_ld + row / 8);
+      write_mask(values, f.aux_bit + row, count, static_cast<uint8_t*>(f.aux) + col * f.aux_ld);
     } else {
       write_gelu_aux(f, col * f.aux_ld + row, values, count);
     }
@@ -105,8 +126,9 @@ template <typename T, typename Out>
 void multiply_by_slope(const Finish& f, int64_t row, int64_t col, T* values, int64_t count) {
   if constexpr (!IsComplex<T>::value) {
     if (f.epilog->activation == Activation::kRelu) {
-      const uint8_t* const mask = static_cast<const uint8_t*>(f.aux) + col * f.aux_ld + row / 8;
-      for (int64_t i = 0; i < count; ++i) values[i] = mask[i / 8] >> (i % 8) & 1 ? values[i] : T(0);
+      const uint8_t* const mask = static_cast<const uint8_t*>(f.aux) + col * f.aux_ld;
+      const int64_t at = f.aux_bit + row;
+      for (int64_t i = 0; i < count; ++i) values[i] = mask[(at + i) / 8] >> ((at + i) % 8) & 1 ? values[i] : T(0);
     } else {
       T slope[kStrip];
       load(static_cast<const Out*>(f.aux) + col * f.aux_ld + row, slope, count);
@@ -125,13 +147,16 @@ void activate(Activation activation, T* values, int64_t count) {
 }
 
 void pad_aux(const Finish& f) {
+  if (f.aux_rows <= f.rows) return;
   const bool is_mask = f.epilog->activation == Activation::kRelu;
+  const int64_t rows = f.aux_bit + f.rows;
   const int64_t size = is_mask ? 1 : facts(f.aux_type).bytes;
-  const int64_t begin = is_mask ? ceil_div(f.rows, 8) : f.rows;
-  const int64_t end = is_mask ? ceil_div(f.aux_rows, 8) : f.aux_rows;
-  for (int64_t col = 0; begin < end && col < f.cols; ++col) {
-    std::memset(static_cast<char*>(f.aux) + (col * f.aux_ld + begin) * size, 0,
-                static_cast<size_t>((end - begin) * size));
+  const int64_t begin = is_mask ? ceil_div(rows, 8) : f.rows;
+  const int64_t end = is_mask ? ceil_div(f.aux_bit + f.aux_rows, 8) : f.aux_rows;
+  for (int64_t col = 0; col < f.cols; ++col) {
+    char* const aux = static_cast<char*>(f.aux) + col * f.aux_ld * size;
+    if (is_mask && rows % 8 != 0) write_bits(0, rows % 8, 8 - rows % 8, reinterpret_cast<uint8_t*>(aux) + rows / 8);
+    if (begin < end) std::memset(aux + begin * size, 0, static_cast<size_t>((end - begin) * size));
   }
 }
 

@@ -38,7 +38,8 @@ struct Finish {
   void* d;
   int64_t ldd;
   const void* bias;  // d's type
-  void* aux;         // RELU: bits, and the tile starts at a multiple of 8 rows. Derivatives only read it
+  void* aux;         // RELU: the byte with the first row's bit. Derivatives only read it
+  int64_t aux_bit;   // of RELU: where that bit is in its byte, which other tiles may share
   int64_t aux_ld;    // bytes for RELU, elements for GELU
   int64_t aux_rows;  // `rows`, and in the last tile of a column also the padding below, which is written as 0
   abi::cudaDataType_t

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "csrc/float_state.h"
 #include "csrc/hostmp/gradient.h"
 #include "csrc/hostmp/host.h"
 #include "csrc/hostmp/objects.h"
@@ -20,6 +21,7 @@ struct Arrival {
   Stream* stream = nullptr;
   std::unique_ptr<Call> call;
   Status error;
+  FloatState state = FloatState::Current();  // of the rank's thread: its program resumes in it
 };
 
 // Where the thread is on which a rank arrived. It stays for a moment (kHere), helps, and completes its own stream; once
@@ -28,6 +30,9 @@ enum class Seat { kHere, kGone, kDone };
 
 struct Meeting {
   explicit Meeting(int nranks) : arrivals(static_cast<size_t>(nranks)), seats(static_cast<size_t>(nranks)) {}
+
+  // In which the product is computed, whoever came last and whoever helps.
+  const FloatState& state() const { return arrivals[0].state; }
 
   std::vector<Arrival> arrivals;  // by rank; a null stream has not arrived
   int count = 0;                  // of arrivals; both are guarded by the rendezvous until it is full

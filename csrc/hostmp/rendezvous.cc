@@ -6,6 +6,7 @@
 #include <thread>
 #include <utility>
 
+#include "csrc/float_state.h"
 #include "csrc/hostmp/host.h"
 #include "csrc/hostmp/job.h"
 #include "csrc/hostmp/text.h"
@@ -32,13 +33,14 @@ Rendezvous::~Rendezvous() {
 
 namespace {
 
-// Threads on which peers' programs resume. They may block there for as long as a program blocks, so a thread is added
-// whenever none is idle, and kept: in the steady state a call starts no thread.
+// Threads on which peers' programs resume, each in the state of the thread that it came on. They may block there for as
+// long as a program blocks, so a thread is added whenever none is idle, and kept: in the steady state a call starts no
+// thread.
 class Completions {
  public:
-  void post(Stream* stream, const Status& status) {
+  void post(const Arrival& arrival, const Status& status) {
     std::unique_lock<std::mutex> lock(mutex_);
-    waiting_.emplace_back(stream, status);
+    waiting_.push_back({arrival.stream, arrival.state, status});
     if (waiting_.size() <= idle_) {
       lock.unlock();
       wake_.notify_one();
@@ -48,23 +50,32 @@ class Completions {
   }
 
  private:
+  struct Completion {
+    Stream* stream;
+    FloatState state;
+    Status status;
+  };
+
   void serve() {
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       ++idle_;
       wake_.wait(lock, [this] { return !waiting_.empty(); });
       --idle_;
-      const auto [stream, status] = std::move(waiting_.front());
+      const Completion next = std::move(waiting_.front());
       waiting_.pop_front();
       lock.unlock();
-      stream->done(stream->context, status);
+      {
+        const ScopedFloatState state(next.state);
+        next.stream->done(next.stream->context, next.status);
+      }
       lock.lock();
     }
   }
 
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::deque<std::pair<Stream*, Status>> waiting_;
+  std::deque<Completion> waiting_;
   size_t idle_ = 0;
 };
 
@@ -137,9 +148,9 @@ void attend(Meeting& meeting, int rank, bool has_worked) {
 void complete(Meeting& meeting, const Status& status) {
   meeting.status = status;
   for (size_t rank = 0; rank < meeting.arrivals.size(); ++rank) {
-    Stream* const stream = meeting.arrivals[rank].stream;
+    const Arrival& arrival = meeting.arrivals[rank];
     const Seat seat = meeting.seats[rank].exchange(Seat::kDone, std::memory_order_acq_rel);
-    if (stream && seat == Seat::kGone) completions().post(stream, status);
+    if (arrival.stream && seat == Seat::kGone) completions().post(arrival, status);
   }
 }
 

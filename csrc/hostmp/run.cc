@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <exception>
 
+#include "csrc/float_state.h"
 #include "csrc/hostmp/job.h"
 #include "csrc/hostmp/tile.h"
 #include "csrc/hostmp/validate.h"
@@ -28,6 +29,7 @@ size_t count_pieces(const Meeting& meeting) {
 
 void finish_one(Meeting& meeting) {
   if (meeting.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  const ScopedFloatState state(meeting.state());
   write_gradient(meeting.product, meeting.gradient);
   complete(meeting, Status());
 }
@@ -56,6 +58,7 @@ void open(Meeting& meeting) {
 void work(Meeting& meeting) {
   const int worker = meeting.workers.fetch_add(1, std::memory_order_relaxed);
   if (worker >= machine_threads()) return;  // no area is left, and no processor either
+  const ScopedFloatState state(meeting.state());
   char* const area = area_of_worker(meeting, worker);
   const std::vector<Tile>& tiles = meeting.product.schedule.tiles;
   const size_t pieces = count_pieces(meeting);

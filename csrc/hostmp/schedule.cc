@@ -18,7 +18,7 @@ constexpr double kTilesPerThread = 2;
 constexpr double kSmallestTile = 4e6;      // operations, some 40 us: what a tile costs beyond its product is then noise
 constexpr int64_t kLargestTile = 1 << 19;  // elements of D: the epilog finds it in the second or third cache
 constexpr int64_t kLargestTile16 = 1 << 18;     // also bounds the workspace
-constexpr int64_t kRowUnit = 16, kColUnit = 8;  // of the kernels' register tiles, and of the bytes of the RELU mask
+constexpr int64_t kRowUnit = 16, kColUnit = 8;  // of the kernels' register tiles
 
 // Whether operands are widened, decoded or rounded panel by panel, for which a thread needs memory.
 bool needs_area(const Call& call) {
@@ -115,6 +115,22 @@ Schedule make_schedule(const Call& call) {
     }
   }
   return schedule;
+}
+
+double most_pieces(const Call& call) {
+  const bool is_a_plain = call.trans_a == abi::CUBLAS_OP_N, is_b_plain = call.trans_b == abi::CUBLAS_OP_N;
+  const auto runs_of = [](const Axis& axis, int64_t size) {
+    return axis.nprocs == 1 ? 1.0 : 2.0 + static_cast<double>(size / axis.block);
+  };
+  const auto cuts = [&](const Axis& one, const Axis& other, int64_t size) {
+    return runs_of(one, size) + runs_of(other, size);
+  };
+  const abi::cublasMpMatrixDescriptor &a = call.a.desc, &b = call.b.desc, &d = call.d.desc;
+  const double m = cuts(d.rows, is_a_plain ? a.rows : a.cols, call.m);
+  const double n = cuts(d.cols, is_b_plain ? b.cols : b.rows, call.n);
+  const double k = cuts(is_a_plain ? a.cols : a.rows, is_b_plain ? b.rows : b.cols, call.k);
+  const double elements = static_cast<double>(call.m) * static_cast<double>(call.n);
+  return std::max(k, m * n + elements / static_cast<double>(largest_tile(call)));
 }
 
 bool Schedule::is_together(const Tile& tile, int side) const {

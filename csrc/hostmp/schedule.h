@@ -40,6 +40,9 @@ struct Schedule {
 
 Schedule make_schedule(const Call& call);
 
+// As many cuts and tiles as a schedule has at most, without making it: small blocks of large extents make any number.
+double most_pieces(const Call& call);
+
 // Below this a product is not worth waking a second thread.
 constexpr double kWorthSharing = 2e6;  // floating-point operations, some 20 us
 inline double operations(const Call& call) {

@@ -60,8 +60,8 @@ void TilePart::apply_epilog(const Epilog* epilog, const Block& to, abi::cudaData
   const void* bias = epilog->has_bias ? bias_as(out) : nullptr;
   const Aux aux = epilog->has_aux ? aux_of(place_.rank) : Aux{};
   uint32_t amax = 0;
-  finish_tile({epilog, rows_, cols_, z_.data, z_.ld, to.data, to.ld, bias, aux.data, aux.ld, aux.rows, call_.aux_type,
-               owner().scale_aux.scalar(), &amax},
+  finish_tile({epilog, rows_, cols_, z_.data, z_.ld, to.data, to.ld, bias, aux.data, aux.bit, aux.ld, aux.rows,
+               call_.aux_type, owner().scale_aux.scalar(), &amax},
               call_.accumulator(), out);
   raise(&Call::amax_aux, amax);
 }
@@ -86,7 +86,8 @@ TilePart::Aux TilePart::aux_of(int64_t rank) const {
   const bool is_mask = find_epilog(call.epilog)->activation == Activation::kRelu;
   aux.ld = is_mask ? call.aux_ld / 8 : call.aux_ld;
   aux.stride = is_mask ? aux.ld : bytes_of(call.aux_type, aux.ld);
-  aux.bytes = is_mask ? ceil_div(aux.rows, 8) : bytes_of(call.aux_type, aux.rows);
+  aux.bit = is_mask ? place_.row % 8 : 0;
+  aux.bytes = is_mask ? ceil_div(aux.bit + aux.rows, 8) : bytes_of(call.aux_type, aux.rows);
   const int64_t above = is_mask ? place_.row / 8 : bytes_of(call.aux_type, place_.row);
   aux.data = static_cast<char*>(call.aux) + place_.col * aux.stride + above;
   return aux;

@@ -43,6 +43,7 @@ class TilePart {
   // Where the part's aux is.
   struct Aux {
     char* data = nullptr;
+    int64_t bit = 0;     // of RELU: where the first row's is in its byte
     int64_t ld = 0;      // bytes for RELU, elements for GELU
     int64_t rows = 0;    // with the padding, in the last tile of a column
     int64_t bytes = 0;   // of `rows`

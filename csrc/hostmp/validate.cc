@@ -30,6 +30,12 @@ Status check_present(const Arguments& in) {
   return {};
 }
 
+// Beyond these no memory holds a matrix, and below them no offset in bytes exceeds 64 bits.
+constexpr int64_t kLargestExtent = int64_t{1} << 40;
+constexpr int64_t kMostElements = int64_t{1} << 44;
+// Of the cuts and tiles of a product: a schedule of these takes some hundred megabytes.
+constexpr double kMostPieces = 1 << 24;
+
 Status check_extents(const Arguments& in) {
   const std::pair<const char*, int64_t> extents[] = {{"m", in.m}, {"n", in.n}, {"k", in.k}};
   for (const auto& [name, value] : extents) {
@@ -104,7 +110,7 @@ Status check_submatrix(const Side& side) {
                                   "; indices count from 1 and must stand at a block of ", along.block, side.name, "=",
                                   along.axis.block));
     }
-    if (along.offset + along.size > along.axis.extent) {
+    if (along.offset > along.axis.extent || along.size > along.axis.extent - along.offset) {
       return InvalidArgument(text("sub(", side.name, ") needs ", along.size, " ", along.index, "s from ",
                                   along.offset + 1, ", but ", side.name, " has ", along.axis.extent));
     }
@@ -279,7 +285,8 @@ Status check_memory(const Call& call, bool has_c) {
 void copy_arguments(const Arguments& in, Call* call) {
   const cublasMpMatmulDescriptor& desc = *in.matmul;
   const auto operand = [](const void* data, int64_t i, int64_t j, const cublasMpMatrixDescriptor& of) {
-    return Operand{static_cast<const char*>(data), i - 1, j - 1, of};
+    constexpr int64_t kLeast = -kLargestExtent;  // is refused as well, and no subtraction overflows
+    return Operand{static_cast<const char*>(data), std::max(i, kLeast) - 1, std::max(j, kLeast) - 1, of};
   };
   call->m = in.m;
   call->n = in.n;
@@ -303,6 +310,13 @@ void copy_arguments(const Arguments& in, Call* call) {
   call->nranks = call->grid().comm.nranks;
 }
 
+Status check_pieces(const Call& call) {
+  const double pieces = most_pieces(call);
+  if (pieces <= kMostPieces) return {};
+  return Unimplemented(text("a product of m=", call.m, ", n=", call.n, ", k=", call.k, " in these blocks would be cut ",
+                            "into some ", pieces, " pieces; larger blocks make fewer"));
+}
+
 Status check_layout(const Call& call) {
   const bool is_a_plain = call.trans_a == CUBLAS_OP_N, is_b_plain = call.trans_b == CUBLAS_OP_N;
   const Side sides[] = {
@@ -313,6 +327,7 @@ Status check_layout(const Call& call) {
   for (const Side& side : sides) JAXMP_RETURN_IF_ERROR(check_submatrix(side));
   JAXMP_RETURN_IF_ERROR(check_grids(call));
   JAXMP_RETURN_IF_ERROR(check_blocks(call));
+  JAXMP_RETURN_IF_ERROR(check_pieces(call));
   return check_all_reduce(call);
 }
 
@@ -326,7 +341,9 @@ Status check_matrix(const cublasMpMatrixDescriptor& desc) {
   for (const Along& along : {Along{"m", "mb", "rsrc", desc.rows}, Along{"n", "nb", "csrc", desc.cols}}) {
     const Axis& axis = along.axis;
     if (axis.extent < 0) return InvalidArgument(text(along.extent, " must not be negative, got ", axis.extent));
+    if (axis.extent > kLargestExtent) return Unimplemented(text(along.extent, " is ", axis.extent, ", over 2^40"));
     if (axis.block <= 0) return InvalidArgument(text(along.block, " must be positive, got ", axis.block));
+    if (axis.block > kLargestExtent) return Unimplemented(text(along.block, " is ", axis.block, ", over 2^40"));
     if (axis.source < 0 || axis.source >= axis.nprocs) {
       return InvalidArgument(text(along.source, " must be in [0, ", axis.nprocs, "), got ", axis.source));
     }
@@ -339,7 +356,12 @@ Status check_matrix(const cublasMpMatrixDescriptor& desc) {
         text("lld is ", desc.lld, " but this rank holds ", rows, " rows; it must be positive and no less than them"));
   }
   if (desc.lld > INT_MAX) return Unimplemented(text("lld must fit 32 bits, got ", desc.lld));
-  return {};
+  const int64_t cols = numroc(desc.cols, col_of(desc.grid, desc.grid.comm.rank));
+  const bool fits = desc.cols.extent == 0 || (desc.rows.extent <= kMostElements / desc.cols.extent &&
+                                              desc.lld <= kMostElements / std::max<int64_t>(1, cols));
+  if (fits) return {};
+  return Unimplemented(text("a matrix of ", desc.rows.extent, "x", desc.cols.extent, " with lld=", desc.lld,
+                            " has more than 2^44 elements"));
 }
 
 Status read_call(const Arguments& in, bool runs, Call* call) {

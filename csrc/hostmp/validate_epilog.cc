@@ -1,5 +1,7 @@
 #include "csrc/hostmp/validate_epilog.h"
 
+#include <algorithm>
+
 #include "csrc/hostmp/epilog.h"
 #include "csrc/hostmp/text.h"
 #include "csrc/hostmp/validate_narrow.h"
@@ -54,6 +56,8 @@ Status check_gradient(const cublasMpMatmulDescriptor& desc, bool runs, const Epi
   return {};
 }
 
+constexpr int64_t kMostElements = int64_t{1} << 52;  // beyond it offsets in bytes could exceed 64 bits
+
 Status check_aux_type(const cublasMpMatmulDescriptor& desc, bool is_mask, const Epilog& epilog, Call* call) {
   constexpr int kType = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE;
   if (is_mask && desc.is_set[kType]) {
@@ -80,6 +84,9 @@ Status check_aux(const cublasMpMatmulDescriptor& desc, bool runs, const Epilog& 
   if (call->aux_ld < rows || call->aux_ld % unit != 0) {
     return InvalidArgument(text("EPILOGUE_AUX_LD must be a multiple of ", unit, " and at least the ", rows,
                                 " local rows of D, got ", call->aux_ld));
+  }
+  if (call->aux_ld > kMostElements / std::max<int64_t>(1, call->d.local_cols())) {
+    return Unimplemented(text("EPILOGUE_AUX_LD is ", call->aux_ld, ", which makes an aux of more than 2^52 elements"));
   }
   const Axis& axis = call->d.desc.rows;
   if (is_mask && axis.nprocs > 1 && axis.block < axis.extent && axis.block % 8 != 0 &&

@@ -14,6 +14,7 @@
 #include <thread>
 #include <utility>
 
+#include "csrc/float_state.h"
 #include "csrc/rollcall/ledger.h"
 #include "csrc/rollcall/peer.h"
 #include "csrc/rollcall/resumptions.h"
@@ -422,7 +423,12 @@ void Arrive(const std::shared_ptr<const Appointment>& appointment, int64_t posit
     done(InvalidArgument(appointment->call + ": the mesh has no position " + std::to_string(position)));
     return;
   }
-  book().Arrive(appointment, static_cast<size_t>(position), std::move(done));
+  // Whoever waits resumes on a thread of ours, whoever comes last goes on at once: both compute alike.
+  auto resume = [state = FloatState::Current(), done = std::move(done)](const Status& status) {
+    const ScopedFloatState scope(state);
+    done(status);
+  };
+  book().Arrive(appointment, static_cast<size_t>(position), std::move(resume));
 }
 
 std::string RollCallFailure() { return book().failure(); }

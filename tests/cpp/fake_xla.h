@@ -11,6 +11,7 @@
 #include <string>
 #include <thread>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "csrc/cuda_handlers.h"
@@ -123,6 +124,11 @@ inline const XLA_FFI_Api* Api() {
   return &api;
 }
 
+// What XLA may hand over as an attribute: ours, and scalars that none of ours is.
+using AnyAttribute =
+    std::variant<int64_t, std::string, std::vector<int64_t>, std::vector<double>, int32_t, float, double, bool>;
+using AnyAttributes = std::vector<std::pair<std::string, AnyAttribute>>;  // of which one name may come twice
+
 struct Buffer {
   XLA_FFI_DataType dtype;
   std::vector<int64_t> shape;
@@ -152,7 +158,15 @@ class Frame {
     frame_.rets = {XLA_FFI_Rets_STRUCT_SIZE, nullptr, int64_t(rets_.size()), ret_types_.data(), ret_pointers_.data()};
   }
 
-  void SetAttributes(jaxmp::Attributes attributes) {
+  void SetAttributes(const jaxmp::Attributes& attributes) {
+    AnyAttributes all;
+    for (const auto& [name, value] : attributes) {
+      std::visit([&all, &name = name](const auto& typed) { all.emplace_back(name, typed); }, value);
+    }
+    SetAttributes(std::move(all));
+  }
+
+  void SetAttributes(AnyAttributes attributes) {
     attributes_ = std::move(attributes);
     const size_t count = attributes_.size();
     spans_.reserve(2 * count);
@@ -178,8 +192,13 @@ class Frame {
     types_.push_back(type);
     values_.push_back(value);
   }
-  void Encode(int64_t& value) {
-    scalars_.push_back({XLA_FFI_DataType_S64, &value});
+  void Encode(int64_t& value) { EncodeScalar(XLA_FFI_DataType_S64, &value); }
+  void Encode(int32_t& value) { EncodeScalar(XLA_FFI_DataType_S32, &value); }
+  void Encode(float& value) { EncodeScalar(XLA_FFI_DataType_F32, &value); }
+  void Encode(double& value) { EncodeScalar(XLA_FFI_DataType_F64, &value); }
+  void Encode(bool& value) { EncodeScalar(XLA_FFI_DataType_PRED, &value); }
+  void EncodeScalar(XLA_FFI_DataType dtype, void* value) {
+    scalars_.push_back({dtype, value});
     Add(XLA_FFI_AttrType_SCALAR, &scalars_.back());
   }
   void Encode(std::string& value) {
@@ -201,7 +220,7 @@ class Frame {
   std::vector<XLA_FFI_ArgType> arg_types_;
   std::vector<XLA_FFI_RetType> ret_types_;
   std::vector<void*> arg_pointers_, ret_pointers_, values_;
-  jaxmp::Attributes attributes_;
+  AnyAttributes attributes_;
   std::vector<XLA_FFI_ByteSpan> spans_;
   std::vector<XLA_FFI_ByteSpan*> names_;
   std::vector<XLA_FFI_Scalar> scalars_;
@@ -222,8 +241,8 @@ struct InstanceOf {
 };
 using Instance = InstanceOf<jaxmp::Site>;
 
-template <typename Site>
-InstanceOf<Site> InstantiateWith(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), const jaxmp::Attributes& attributes) {
+template <typename Site, typename Attributes>
+InstanceOf<Site> InstantiateWith(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), const Attributes& attributes) {
   Site::id.type_id = 1;  // what the registration would have written
   XLA_FFI_ExecutionContext context;
   Frame frame(XLA_FFI_ExecutionStage_INSTANTIATE, &context);
@@ -232,7 +251,8 @@ InstanceOf<Site> InstantiateWith(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), 
   return {std::unique_ptr<Site>(static_cast<Site*>(context.state)), error};
 }
 
-inline Instance Instantiate(const jaxmp::Attributes& attributes) {
+template <typename Attributes>
+Instance Instantiate(const Attributes& attributes) {
   return InstantiateWith<jaxmp::Site>(jaxmp::MatmulInstantiate, attributes);
 }
 inline InstanceOf<jaxmp::CudaSite> InstantiateOnCuda(const jaxmp::Attributes& attributes) {

@@ -2,6 +2,7 @@
 // unwritten; and rounding could creep into sums. Random operands, judged component by component:
 // |D - D*| <= c (u_acc (|alpha| |A||B| + |beta C| + |bias|) + u_out |D*|), D* in double.
 #include <cmath>
+#include <numeric>
 
 #include "tests/cpp/definitions.h"
 #include "tests/cpp/hostmp_world.h"
@@ -170,6 +171,35 @@ void test_epilogs(hostmp::Pool* pool) {
   }
 }
 
+// A stored transposed, its columns are cut by another number of processes than D's rows: tiles of D then begin within a
+// byte of its mask, and share that byte with their neighbours.
+void test_masks_that_are_cut_anywhere(hostmp::Pool* pool) {
+  const std::pair<int, int> grids[] = {{1, 2}, {2, 1}, {1, 4}, {7, 1}, {1, 7}, {3, 2}, {2, 3}, {2, 2}};
+  const int64_t sizes[] = {1, 3, 11, 130};
+  for (const auto& [p, q] : grids) {
+    for (int64_t size : sizes) {
+      for (int epilog : {130, 134, 136, 152, 160, 164, 192, 208}) {
+        for (int transposed = 0; transposed < 4; ++transposed) {
+          const int64_t unit = std::lcm(p, q);
+          Case c = {Pattern::kGrid, p, q, size * unit, 3 * unit, 2 * unit};
+          c.trans_a = transposed & 1 ? CUBLAS_OP_T : CUBLAS_OP_N;
+          c.trans_b = transposed & 2 ? CUBLAS_OP_T : CUBLAS_OP_N;
+          c.epilog = epilog, c.has_c = size == 3, c.beta = c.has_c ? 0.5 : 0;
+          check_case(c, pool);
+        }
+      }
+      if (check::kUnderThreadSanitizer) break;
+    }
+  }
+}
+
+// Two threads write bits of one byte at once, thousands of times: none may undo the other's.
+void test_tiles_that_share_a_byte_of_the_mask(hostmp::Pool* pool) {
+  Case c = {Pattern::kGrid, 1, 7, 63, 4200, 14};
+  c.trans_a = CUBLAS_OP_T, c.epilog = CUBLASMP_MATMUL_EPILOGUE_RELU_AUX;
+  for (int times = check::kUnderSanitizer ? 1 : 5; times > 0; --times) check_case(c, pool);
+}
+
 // Several tiles in both directions, so that a tile's bias and aux are not those of the first.
 void test_tiles(hostmp::Pool* pool) {
   for (int epilog : kEpilogs) {
@@ -270,6 +300,8 @@ int main() {
   test::test_judge();
   test::test_epilogs(&pool);
   test::test_tiles(&pool);
+  test::test_masks_that_are_cut_anywhere(&pool);
+  test::test_tiles_that_share_a_byte_of_the_mask(&pool);
   test::test_gradient_bits(&pool);
   test::test_gradient_of_d_bits(&pool);
   test::test_complex(&pool);

@@ -55,6 +55,8 @@ void test_extents_and_indices() {
   REFUSED(with(kGather, [](Arguments& in) { in.k = int64_t{1} << 31; }), NOT_SUPPORTED, "k must fit 32 bits");
   REFUSED(with(kGather, [](Arguments& in) { in.ia = 2; }), INVALID_VALUE, "sub(A)", "row 2", "mbA=4");
   REFUSED(with(kGather, [](Arguments& in) { in.ia = 0; }), INVALID_VALUE, "sub(A)", "row 0");
+  REFUSED(with(kGather, [](Arguments& in) { in.ia = INT64_MIN; }), INVALID_VALUE, "sub(A)");
+  REFUSED(with(kGather, [](Arguments& in) { in.ia = INT64_MAX - 2; }), INVALID_VALUE, "sub(A)");
   REFUSED(with(kGather, [](Arguments& in) { in.jb = 7; }), INVALID_VALUE, "sub(B)", "12 columns from 7", "has 12");
   REFUSED(with(kGather, [](Arguments& in) { in.n = 13; }), INVALID_VALUE, "needs 13", "has 12");
 }
@@ -87,6 +89,13 @@ void test_matrix_descriptors() {
   REFUSED(change(&Description::csrc, 1), INVALID_VALUE, "csrc must be in [0, 1)", "got 1");
   REFUSED(change(&Description::lld, 3), INVALID_VALUE, "lld is 3", "4 rows");
   REFUSED(change(&Description::lld, int64_t{1} << 31), NOT_SUPPORTED, "lld must fit 32 bits");
+  for (int64_t huge : {(int64_t{1} << 40) + 1, int64_t{1} << 62, INT64_MAX}) {
+    REFUSED(change(&Description::m, huge), NOT_SUPPORTED, "m is " + std::to_string(huge), "over 2^40");
+    REFUSED(change(&Description::mb, huge), NOT_SUPPORTED, "mb is " + std::to_string(huge), "over 2^40");
+    REFUSED(change(&Description::nb, huge), NOT_SUPPORTED, "nb is " + std::to_string(huge), "over 2^40");
+  }
+  const Description huge = {64, int64_t{1} << 40, 32, int64_t{1} << 40, 0, 0, 32};
+  REFUSED(describe(world, huge), NOT_SUPPORTED, "64x1099511627776 with lld=32 has more than 2^44 elements");
   REFUSED(change(&Description::type, CUDA_R_8U), NOT_SUPPORTED, "data type 8");
   REFUSED(describe(world, {}, false), INVALID_VALUE, "grid is null");
 }
@@ -98,6 +107,7 @@ void test_grids() {
     return api.GridCreate(p, q, static_cast<cublasMpGridLayout_t>(layout), comm, &grid);
   };
   REFUSED(create(2, 3, 0, group.comm(0)), INVALID_VALUE, "2x3", "4 ranks");
+  REFUSED(create(int64_t{1} << 62, 16, 0, group.comm(0)), INVALID_VALUE, "4611686018427387904x16", "4 ranks");
   REFUSED(create(-2, -2, 0, group.comm(0)), INVALID_VALUE, "-2x-2");
   REFUSED(create(2, 2, 0, nullptr), INVALID_VALUE, "comm is null");
   REFUSED(create(2, 2, 5, group.comm(0)), INVALID_VALUE, "layout 5");

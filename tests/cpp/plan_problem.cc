@@ -1,4 +1,6 @@
 // The cache key: what decodes, what is refused, and when two problems are the same.
+#include <cmath>
+
 #include "csrc/problem.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/problems.h"
@@ -64,7 +66,7 @@ void RefusesLayoutsThatTheGridLacks() {
   CHECK_CONTAINS(with("layout_a", {2, 4, 1}), "attribute layout_a must be (mb, nb, rsrc, csrc)");
   CHECK_CONTAINS(with("layout_b", {}), "attribute layout_b must be (mb, nb, rsrc, csrc) in each of layout_a");
   CHECK_CONTAINS(with("layout_d", {}), "layout_a must be (mb, nb, rsrc, csrc) in each");
-  CHECK_CONTAINS(with("layout_d", {2, 0, 0, 0}), "blocks of at least 1 and a process of the 2x3 grid; got blocks 2x0");
+  CHECK_CONTAINS(with("layout_d", {2, 0, 0, 0}), "blocks of 1 to 2^40 and a process of the 2x3 grid; got blocks 2x0");
   CHECK_CONTAINS(with("layout_b", {4, 3, 0, 3}), "got blocks 4x3 from process (0, 3)");
   CHECK_CONTAINS(with("layout_b", {4, 3, -1, 0}), "from process (-1, 0)");
   Attributes attributes = base;
@@ -73,6 +75,34 @@ void RefusesLayoutsThatTheGridLacks() {
   attributes["axes_col"] = std::vector<int64_t>{};
   attributes["layout_a"] = attributes["layout_b"] = attributes["layout_d"] = std::vector<int64_t>{1, 1, 0, 0};
   CHECK_CONTAINS(Refusal(attributes), "block-cyclic layouts belong to pattern grid");
+}
+
+// Ahead of the first arithmetic, in which they would overflow.
+void RefusesNumbersBeyondAnyMachine() {
+  const auto with = [](const Attributes& base, const char* name, const Attribute& value) {
+    Attributes attributes = base;
+    attributes[name] = value;
+    return Refusal(attributes);
+  };
+  const Attributes product = tests::AllReduce(4, 6, 8, 10), cyclic = tests::Cyclic(2, 3, 6, 8, 10);
+  constexpr int64_t kLargest = int64_t{1} << 40;
+  CHECK_EQ(with(product, "m", kLargest), "");
+  CHECK_CONTAINS(with(product, "m", kLargest + 1), "attribute m must be at most 1099511627776, got 1099511627777");
+  CHECK_CONTAINS(with(product, "k", int64_t{1} << 62), "attribute k must be at most");
+  CHECK_CONTAINS(with(product, "epilog", (int64_t{1} << 32) + 4), "attribute epilog must be at most 2147483647");
+  CHECK_CONTAINS(with(product, "comm_sm_count", int64_t{1} << 31), "must be at most 2147483647, got 2147483648");
+  CHECK_CONTAINS(with(product, "amax_d", int64_t{2}), "attribute amax_d must be at most 1, got 2");
+  CHECK_EQ(with(cyclic, "layout_a", std::vector<int64_t>{kLargest, 4, 0, 0}), "");
+  for (int64_t block : {kLargest + 1, int64_t{1} << 62, INT64_MAX}) {
+    CHECK_CONTAINS(with(cyclic, "layout_a", std::vector<int64_t>{block, 4, 0, 0}), "must hold blocks of 1 to 2^40");
+    CHECK_CONTAINS(with(cyclic, "layout_d", std::vector<int64_t>{2, block, 0, 0}), "must hold blocks of 1 to 2^40");
+  }
+  Attributes integers = product;
+  integers["compute"] = std::string("32I");
+  CHECK_EQ(Refusal(integers), "");
+  for (double alpha : {0.5, 3e9, -1e300, std::nan("")}) {
+    CHECK_CONTAINS(with(integers, "alpha", std::vector<double>{alpha, 0}), "alpha must be an integer of 32 bits");
+  }
 }
 
 void ComparesEveryFieldByItsBits() {
@@ -110,6 +140,7 @@ int main() {
   jaxmp::RefusesWhatItDoesNotKnow();
   jaxmp::RefusesAxesThatTheMeshLacks();
   jaxmp::RefusesLayoutsThatTheGridLacks();
+  jaxmp::RefusesNumbersBeyondAnyMachine();
   jaxmp::ComparesEveryFieldByItsBits();
   return jaxmp::check::summary("plan_problem");
 }

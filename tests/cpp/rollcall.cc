@@ -15,6 +15,7 @@
 #include <thread>
 #include <vector>
 
+#include "csrc/float_state.h"
 #include "csrc/rollcall/appointment.h"
 #include "csrc/rollcall/relay.h"
 #include "csrc/rollcall/wire.h"
@@ -222,6 +223,37 @@ void TheEndFreesThoseWhoWait() {
   CHECK_CONTAINS(Come(Make("jit_f", 0, "k=4")).get(), "shut down");
 }
 
+// Whoever waits goes on as XLA's threads compute, which take subnormal numbers as zero, as does whoever comes last.
+void AProgramResumesInTheStateInWhichItCame() {
+  struct Resumed {
+    FloatState state;
+    std::thread::id thread;
+  };
+  const FloatState keeping = FloatState::Current();
+  Peer peer;
+  const auto call = Make("jit_f", 0, "k=4"), missing = Make("jit_f", 1, "k=4");
+  const auto come = [](const std::shared_ptr<const Appointment>& appointment, const FloatState& state) {
+    auto promise = std::make_shared<std::promise<Resumed>>();
+    const ScopedFloatState scope(state);
+    Arrive(appointment, 0,
+           [promise](const Status&) { promise->set_value({FloatState::Current(), std::this_thread::get_id()}); });
+    return promise->get_future();
+  };
+  for (uint64_t count = 1; count <= 8; ++count) {
+    const FloatState state = count & 2 ? keeping.Flushing() : keeping;
+    const bool is_last = count & 1;
+    if (is_last) peer.Come(*call, count);
+    if (is_last) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    auto resumed = come(call, state);
+    if (!is_last) peer.Come(*call, count);
+    const Resumed found = resumed.get();
+    CHECK(found.state == state);
+    CHECK_EQ(found.thread == std::this_thread::get_id(), is_last);
+  }
+  CHECK(come(missing, keeping.Flushing()).get().state == keeping.Flushing());  // at the deadline
+  CHECK(FloatState::Current() == keeping);
+}
+
 void APlaceOutsideTheMeshIsRefused() {
   std::string message;
   Arrive(Make("jit_f", 0, ""), 7, [&message](const Status& status) { message = status.message(); });
@@ -366,6 +398,7 @@ int main() {
   jaxmp::WhatAPeerGivesUpIsGivenUpHere();
   jaxmp::AnInterruptEndsTheWaiting();
   jaxmp::TheEndFreesThoseWhoWait();
+  jaxmp::AProgramResumesInTheStateInWhichItCame();
   jaxmp::APlaceOutsideTheMeshIsRefused();
   jaxmp::AProcessIsConnectedWhenItIsNeeded();
   jaxmp::AProcessThatCannotBeConnectedIsNamedAtOnce();

@@ -349,6 +349,10 @@ def main():
             import chaos_rank
 
             chaos_rank.main(initialize, PROCESS)
+        elif SCENARIO == "float-state":
+            import float_state
+
+            float_state.main(initialize)
         else:
             SCENARIOS[SCENARIO]()
     except Exception as error:

@@ -1,0 +1,76 @@
+"""Products with subnormal operands, and arithmetic behind them. Run by `ranks.py float-state`.
+
+XLA's threads take subnormal numbers as zero. Whoever waits for the other process resumes on a thread of ours, whoever
+comes last on XLA's; each process comes last in every second run, and every run has to give the same bits.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+RUNS = 6
+AHEAD = 0.4  # seconds by which a process comes before the other
+TINY, LARGE = 1e-40, 1e30  # their product is an ordinary number, or 0
+
+
+def main(initialize):
+    initialize(timeout=30)
+    rank = jax.process_index()
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(AxisType.Explicit,))
+    jax.set_mesh(mesh)
+    for name, (program, shapes, specs) in programs().items():
+        placed = [place(mesh, shape, spec, seed) for seed, (shape, spec) in enumerate(zip(shapes, specs, strict=True))]
+        run = jax.jit(program)
+        jax.block_until_ready(run(*placed))
+        seen = []
+        for last in range(RUNS):
+            # Both are here: the product before has been waited for. So one of them now waits in the call.
+            if last % 2 == rank:
+                time.sleep(AHEAD)
+            seen.append(digest(run(*placed)))
+        print("BITS", name, *seen)
+
+
+def programs():
+    """Each runs arithmetic behind a call, in which the bits of a subnormal number show."""
+    left, right = P(None, "x"), P("x", None)
+    small, large = ((8, 16), (16, 8)), ((96, 256), (256, 64))
+    return {
+        "product": (lambda a, b: jaxmp.matmul(a, b, out_sharding=P(None, None)), small, (left, right)),
+        "scatter": (lambda a, b: jaxmp.matmul(a, b, out_sharding=P(None, "x")), large, (left, right)),
+        "gather": (lambda a, b: jaxmp.matmul(a, b, out_sharding=P("x", None)), large, (right, P(None, None))),
+        "behind": (behind, small, (left, right)),
+        "twice": (lambda a, b: behind(a, b) + behind(a + a, b), small, (left, right)),
+        "loop": (loop, small, (left, right)),
+    }
+
+
+def behind(a, b):
+    """Arithmetic on the operands that can only run when the product has come."""
+    d = jaxmp.matmul(a, b, out_sharding=P(None, None))
+    one = 1 + 0 * jnp.sum(d)
+    return d + jnp.sum((a * one) * jnp.float32(LARGE)) + jnp.sum((b * one) * jnp.float32(TINY))
+
+
+def loop(a, b):
+    return jax.lax.fori_loop(0, 3, lambda i, d: d + behind(a, b + jnp.float32(i)), jnp.zeros((8, 8)))
+
+
+def place(mesh, shape, spec, seed):
+    """The first operand's numbers are subnormal, the second's are large: nothing else is there to hide a product."""
+    x = (np.random.default_rng(seed).integers(1, 8, shape) * (TINY if seed == 0 else LARGE)).astype(np.float32)
+    return jax.make_array_from_callback(shape, NamedSharding(mesh, spec), lambda index: x[index])
+
+
+def digest(out):
+    parts = [np.asarray(shard.data).tobytes() for shard in out.addressable_shards]
+    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
