@@ -1,22 +1,15 @@
-"""The numerics suite over its table, nvmath's own cases with our bound, and trials that hypothesis draws.
+"""The numerics suite over its table, and nvmath's own cases with our bound; test_drawn.py draws more."""
 
-`JAXMP_FUZZ=n` draws n trials instead of a few hundred, from a new seed each time (`make fuzz`).
-"""
-
-import os
 import zlib
 
 import cases
 import numpy as np
 import pytest
 import suite
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from suite import Trial
 
 from jaxmp import Epilog
 
-FUZZ = int(os.environ.get("JAXMP_FUZZ", "0"))
 PATTERNS = ("local", "ag-data", "rs-data", "ar-data", "grid", "ag-swapped", "rs-swapped", "gather-b")
 
 
@@ -141,44 +134,6 @@ def test_every_shape(trial):
 
 @pytest.mark.parametrize("trial", trials(NVMATH))
 def test_what_nvmath_tests(trial):
-    suite.check(trial, rng_of(trial))
-
-
-@st.composite
-def drawn_trials(draw):
-    epilog = draw(st.sampled_from(suite.EPILOGS))
-    dtype = draw(st.sampled_from(cases.DTYPES))
-    is_complex = dtype.startswith("complex")
-    conjugation = draw(st.tuples(st.booleans(), st.booleans())) if is_complex else (False, False)
-    extent = st.one_of(st.integers(1, 9), st.sampled_from((16, 31, 64, 65, 130)))
-    case = draw(st.sampled_from(cases.CASES)).replace(
-        per_shard=draw(st.tuples(extent, extent, extent)),
-        transposition=draw(st.sampled_from(cases.TRANSPOSITIONS)),
-        conjugation=conjugation,
-        dtype=dtype,
-        epilog=epilog,
-    )
-    beta = draw(st.sampled_from((None, 1.0, -0.75, 2.0)))
-    trial = Trial(
-        case.replace(has_c=beta is not None),
-        alpha=draw(st.sampled_from((1.0, 0.5, -1.25))),
-        beta=beta,
-        implementation=draw(st.sampled_from(cases.IMPLEMENTATIONS)),
-        determinism=draw(st.sampled_from(("run_to_run", *suite.DETERMINISM))),  # half of them of the default
-    )
-    return trial
-
-
-@settings(
-    max_examples=FUZZ or 150,
-    derandomize=not FUZZ,
-    deadline=None,
-    database=None,
-    phases=(Phase.explicit, Phase.generate, Phase.shrink),
-    suppress_health_check=list(HealthCheck),
-)
-@given(trial=drawn_trials().filter(Trial.is_possible))
-def test_drawn_trials(trial):
     suite.check(trial, rng_of(trial))
 
 

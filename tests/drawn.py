@@ -1,0 +1,367 @@
+"""Random products: what is drawn of a number, how it is run, and what it is compared with.
+
+`draw(number)` makes a program of that number alone: layout, transposition, type, extents (primes, ones and nought among
+them), scalars, C, epilog, implementation, level of determinism, a batch, aliased or donated operands. It is compiled
+once and runs on several sets of values: from the normal distribution, with zeros of both signs, with NaN, with
+infinities, with subnormals, and so large that sums overflow. Each output and gradient is compared with the oracle of
+suite.py, element by element: a NaN has to be a NaN, an infinity that infinity, and everything else within the bound.
+XLA:CPU flushes subnormals to zero, so there the smallest normal number is allowed beside the bound, and nothing more.
+
+What is not judged: the order in which a complex product meets an infinity (NaN or infinite, it has to be not finite),
+and the gradient of a gelu at an infinity, or where z^2 overflows, which is NaN in jax.nn.gelu too.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import warnings
+
+import bounds
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import suite
+from jax.sharding import PartitionSpec as P
+from suite import Expected, Trial
+
+from jaxmp import Epilog
+
+PRIMES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37, 61, 127)
+KINDS = ("normal", "zeros", "nan", "infinite", "subnormal", "overflowing", "normal again", "normal once more")
+BATCH = 3
+# By batch: the operands and weights that have it. "rows" is a batch of a, whose rows the call folds together.
+_UNBATCHED = {"": None, "rows": ("b", "bias"), "both": ()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """A trial, and how it is called. `donated`: "" for nothing, "c" (of a forward pass alone), or "everything"."""
+
+    number: int
+    trial: Trial
+    batch: str = ""
+    is_aliased: bool = False
+    donated: str = ""
+
+    @property
+    def id(self) -> str:
+        more = [f"batch-{self.batch}"] * bool(self.batch) + ["aliased"] * self.is_aliased
+        return "-".join([str(self.number), self.trial.id, *more, *[f"donated-{self.donated}"] * bool(self.donated)])
+
+    def has_batch(self, name: str) -> bool:
+        unbatched = _UNBATCHED[self.batch]
+        return unbatched is not None and name not in unbatched
+
+
+def draw(number: int) -> Product:
+    """The product of this number."""
+    rng = np.random.default_rng([number, 0])
+
+    def one_of(choices):
+        return choices[rng.integers(len(choices))]
+
+    while True:
+        dtype, epilog = one_of(cases.DTYPES), one_of(suite.EPILOGS)
+        is_complex = dtype.startswith("complex")
+        beta = one_of((None, None, 1.0, -0.75, 2.0, 0.0))
+        case = one_of(cases.CASES).replace(
+            transposition=one_of(cases.TRANSPOSITIONS),
+            conjugation=(bool(rng.integers(2)), bool(rng.integers(2))) if is_complex else (False, False),
+            dtype=dtype,
+            epilog=epilog,
+            has_c=beta is not None,
+        )
+        is_aliased = bool(rng.random() < 0.15) and case.stored[0] == case.stored[1]
+        case = case.replace(per_shard=_extents(rng, case, is_aliased))
+        trial = Trial(
+            case,
+            alpha=one_of((1.0, 0.5, -1.25)),
+            beta=beta,
+            implementation=one_of(cases.IMPLEMENTATIONS),
+            determinism=one_of(("run_to_run", *suite.DETERMINISM)),  # half of them of the default
+        )
+        batch = one_of(("", "", "", "rows", "both"))
+        donated = one_of(("", "", "c" if beta is not None else "", "everything"))
+        if trial.is_possible():
+            return Product(number, trial, "" if is_aliased else batch, is_aliased, donated)
+
+
+def _extents(rng, case, is_aliased: bool) -> tuple[int, int, int]:
+    """Extents per shard; of aliased operands such that both have one shape."""
+
+    def extent():
+        kind = rng.random()
+        if kind < 0.06:
+            return 0
+        if kind < 0.5:
+            return int(rng.choice(PRIMES))
+        return int(rng.integers(1, 10)) if kind < 0.9 else int(rng.choice((16, 31, 64, 65, 130)))
+
+    m, n, k = extent(), extent(), extent()
+    if not is_aliased:
+        return m, n, k
+    parts = case.replace(per_shard=(1, 1, 1)).extents
+    whole = m * math.lcm(*parts)
+    same = tuple(whole // part for part in parts)
+    # a a^T and a^T a take any k, a a a square a.
+    return (same[0], same[1], k) if case.transposition in ("NT", "TN") else same
+
+
+# Values -----------------------------------------------------------------------------------------------------------
+
+
+def kinds_of(product: Product) -> tuple[str, ...]:
+    """The kinds of values with which the product runs, in order; "normal" in place of those that do not fit it."""
+    trial = product.trial
+    left_out = set()
+    if product.is_aliased:
+        left_out.add("subnormal")  # their products with each other say nothing
+    is_sum_of_d = trial.epilog in (Epilog.DRELU_BGRAD, Epilog.DGELU_BGRAD)
+    if trial.case.dtype not in ("float32", "bfloat16", "float16") or is_sum_of_d:
+        left_out.add("overflowing")  # float64 overflows in the oracle too; signs mix
+    if suite.FORWARD.get(trial.epilog) == "gelu" and trial.alpha < 0:
+        left_out.add("overflowing")  # -inf * 0
+    return tuple("normal" if kind in left_out else kind for kind in KINDS)
+
+
+def values(product: Product, kind: str, rng) -> dict[str, np.ndarray]:
+    """Operands as stored and weights of the loss, with a batch in front of those that have one."""
+    examples = [_example(product, kind, rng) for _ in range(BATCH if product.batch else 1)]
+    return {
+        name: np.stack([x[name] for x in examples]) if product.has_batch(name) else v for name, v in examples[0].items()
+    }
+
+
+def _example(product: Product, kind: str, rng) -> dict[str, np.ndarray]:
+    x = suite.draw(product.trial, rng)
+    dtype, inputs = product.trial.case.dtype, [x[name] for name in ("a", "b", "c", "bias", "gelu_aux") if name in x]
+    if kind == "zeros":
+        for v in inputs:
+            v[rng.random(v.shape) < 0.5] *= np.zeros((), dtype)  # which keeps the sign
+    elif kind in ("nan", "infinite"):
+        for v in inputs:
+            if v.size and rng.random() < 0.5:
+                places = rng.integers(v.size, size=rng.integers(1, 4))
+                special = np.nan if kind == "nan" else rng.choice((-np.inf, np.inf), places.shape)
+                v.ravel()[places] = np.broadcast_to(special, places.shape).astype(dtype)
+    elif kind == "subnormal":
+        _make_subnormal(product.trial, x, rng)
+    elif kind == "overflowing":
+        _make_overflowing(product.trial, x, rng)
+    return x | {"b": x["a"]} if product.is_aliased else x
+
+
+def _make_subnormal(trial: Trial, x: dict[str, np.ndarray], rng) -> None:
+    """Rows of op(a) of subnormal numbers, and everything that they meet so small that no sum of them is normal.
+
+    So whatever is flushed, no result is further off than the smallest normal number.
+    """
+    case, tiny = trial.case, float(jnp.finfo(trial.case.dtype).tiny)
+    (m, n, k), dtype = case.extents, jnp.dtype(trial.case.dtype)
+
+    def scale(v, factor):
+        v[...] = (v.astype(np.complex128 if v.dtype.kind == "c" else np.float64) * factor).astype(dtype)
+
+    a = x["a"].T if case.transposition[0] == "T" else x["a"]
+    rows = rng.random(m) < 0.7
+    a[rows] = (tiny * rng.random((np.count_nonzero(rows), k))).astype(dtype)
+    scale(x["b"], 1 / (8 * max(k, 1)))
+    for name in x:
+        if name.startswith("w_"):
+            scale(x[name], 1 / (64 * max(m, n, 1)))
+    if rng.random() < 0.5:
+        for name in ("c", "bias"):
+            if name in x:
+                scale(x[name], tiny / 16)
+
+
+def _make_overflowing(trial: Trial, x: dict[str, np.ndarray], rng) -> None:
+    """Positive a and b, so that no order of the sum matters: some rows of the product overflow and others do not."""
+    case, dtype = trial.case, jnp.dtype(trial.case.dtype)
+    least, most, other = (0.0, 2.8, 1.5) if dtype == jnp.float16 else (18.0, 20.0, 18.5)
+    a = x["a"].T if case.transposition[0] == "T" else x["a"]
+    a[...] = (10 ** rng.uniform(least, most, (a.shape[0], 1)) * rng.uniform(0.5, 1, a.shape)).astype(dtype)
+    x["b"][...] = (10**other * rng.uniform(0.5, 1, x["b"].shape)).astype(dtype)
+
+
+# The library ------------------------------------------------------------------------------------------------------
+
+
+def compile_product(product: Product, x: dict[str, np.ndarray]):
+    """f(values) -> (outputs, gradients), compiled once; gradients are empty where the program has a forward pass only."""
+    trial, mesh = product.trial, product.trial.case.jax_mesh()
+    specs = {
+        name: P(None, *spec) if product.has_batch(name) else spec for name, spec in suite.specs(trial).items()
+    }
+
+    def outputs_of(operands, rest):
+        def one(x):
+            return suite.outputs_of(trial, x | ({"b": x["a"]} if product.is_aliased else {}))
+
+        x = operands | rest
+        if not product.batch:
+            return one(x)
+        return jax.vmap(one, ({name: 0 if product.has_batch(name) else None for name in x},))(x)
+
+    def program(operands, rest):
+        if product.donated == "c":
+            return outputs_of(operands, rest), {}
+        gradients = jax.grad(lambda operands: suite.loss_of(outputs_of(operands, rest), rest))(operands)
+        return outputs_of(operands, rest), gradients
+
+    def split(x):
+        operands, rest = suite.split({name: v for name, v in x.items() if name != "b" or not product.is_aliased})
+        if product.donated == "c":  # alone in the argument that is donated
+            return {"c": operands["c"]}, {name: v for name, v in (operands | rest).items() if name != "c"}
+        return operands, rest
+
+    def is_64_bit():
+        return jax.enable_x64(trial.case.dtype in cases.NEEDS_X64)
+
+    jitted = jax.jit(program, donate_argnums=(0,) if product.donated else ())
+
+    def run(x):
+        with is_64_bit(), jax.set_mesh(mesh), warnings.catch_warnings():
+            # An operand is donated though it may have no use: then the program must go on as if it had not been.
+            warnings.filterwarnings("ignore", "Some donated buffers were not usable")
+            return jitted(*split({name: cases.put(v, mesh, specs[name]) for name, v in x.items()}))
+
+    return run
+
+
+# The judge --------------------------------------------------------------------------------------------------------
+
+
+def check(product: Product, kind: str, x: dict[str, np.ndarray], got) -> None:
+    """Judge every output and gradient, on every device."""
+    trial, (outputs, gradients) = product.trial, got
+    absolute = allowed_beside(trial, kind)
+    for name, value in outputs.items():
+        suite.check_replicas(f"{product.id} {name}", value)
+    outputs = {name: np.asarray(value) for name, value in outputs.items()}
+    wanted = [expected(product, kind, _part(product, x, i), absolute) for i in range(BATCH if product.batch else 1)]
+    for i, (want, _) in enumerate(wanted):
+        one = {name: value[i] if product.batch else value for name, value in outputs.items()}
+        suite.check_outputs(trial, one, want, absolute)
+    joined = {name: _stacked if product.has_batch(name) else _summed for name in gradients}
+    want = {name: join([gradients[name] for _, gradients in wanted]) for name, join in joined.items()}
+    if is_gradient_judged(trial, kind):
+        suite.check_gradients(trial, gradients, want, absolute)
+
+
+def is_gradient_judged(trial: Trial, kind: str) -> bool:
+    """Gradients of a gelu at infinities are jax.nn.gelu's NaN, not the limit."""
+    is_gelu = suite.FORWARD.get(trial.epilog) == "gelu"
+    return not (is_gelu and (kind == "infinite" or (kind == "overflowing" and trial.case.dtype != "float16")))
+
+
+def allowed_beside(trial: Trial, kind: str) -> float:
+    """What a flushed subnormal changes; float16's are normal numbers of the accumulator, and rounded in their place."""
+    if kind != "subnormal":
+        return 0.0
+    finfo = jnp.finfo(trial.case.dtype)
+    return float(finfo.smallest_subnormal if trial.case.dtype == "float16" else finfo.tiny)
+
+
+def expected(product: Product, kind: str, x, absolute: float):
+    with np.errstate(all="ignore"):
+        outputs, gradients = suite.expected(product.trial, x, absolute)
+    if product.is_aliased:
+        gradients["a"] = _summed([gradients["a"], gradients.pop("b")])
+    if kind == "overflowing":
+        outputs, gradients = (
+            {name: v if name == "relu_aux" else _overflowed(product.trial, v) for name, v in each.items()}
+            for each in (outputs, gradients)
+        )
+    return outputs, gradients
+
+
+def _overflowed(trial: Trial, want: Expected) -> Expected:
+    """With the infinities of the type; within a hundredth of its largest number both are right."""
+    most = float(jnp.finfo(trial.case.dtype).max)
+    value = np.where(np.abs(want.value) > 1.01 * most, np.copysign(np.inf, want.value), want.value)
+    return dataclasses.replace(
+        want, value=value, may_overflow=want.scale * max(1, 1 / abs(trial.alpha)) > 0.99 * most
+    )
+
+
+def _part(product: Product, x, i: int):
+    return {name: v[i] if product.has_batch(name) else v for name, v in x.items()}
+
+
+def _summed(parts: list[Expected]) -> Expected:
+    value, scale, extra = (sum(getattr(part, name) for part in parts) for name in ("value", "scale", "extra"))
+    return Expected(value, scale, extra, np.any([np.broadcast_to(p.may_overflow, value.shape) for p in parts], axis=0))
+
+
+def _stacked(parts: list[Expected]) -> Expected:
+    shape = parts[0].value.shape
+    fields = ("value", "scale", "extra", "may_overflow")
+    return Expected(*(np.stack([np.broadcast_to(getattr(part, name), shape) for part in parts]) for name in fields))
+
+
+# Many -------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Tally:
+    """What has been drawn, and what was wrong."""
+
+    counts: collections.Counter = dataclasses.field(default_factory=collections.Counter)
+    failures: list[str] = dataclasses.field(default_factory=list)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{count} {what}" for what, count in sorted(self.counts.items()))
+
+
+def check_number(number: int, count: int, tally: Tally) -> None:
+    """Draw the product of a number and judge it on `count` sets of values, at most len(KINDS)."""
+    product = draw(number)
+    trial = product.trial
+    cases.require(trial.implementation)
+    rng = np.random.default_rng([number, 1])
+    run = None
+    for kind in kinds_of(product)[:count]:
+        x = values(product, kind, rng)
+        run = run or compile_product(product, x)
+        try:
+            got = run(x)
+        except NotImplementedError as error:
+            if not is_refusal(product, str(error)):
+                raise
+            tally.counts["programs refused"] += 1
+            return
+        # Under vmap the sums of an epilog are operations of their own, which are refused elsewhere.
+        assert product.batch or not trial.refusal(), f"{product.id}: is not refused"
+        check(product, kind, x, got)
+        _count(product, kind.split()[0], got, tally)
+
+
+def is_refusal(product: Product, message: str) -> bool:
+    """Whether the message is one that docs/determinism.md has for this product."""
+    trial = product.trial
+    if product.batch and trial.determinism == "topology" and trial.epilog in suite.SUMS:
+        return f"has no epilog {trial.epilog.name} under vmap" in message
+    return bool(trial.refusal()) and trial.refusal() in message
+
+
+def _count(product: Product, kind: str, got, tally: Tally) -> None:
+    trial = product.trial
+    tally.counts["products"] += 1
+    for what, is_so in {
+        f"of {kind} values": True,
+        "with gradients": bool(got[1]) and is_gradient_judged(trial, kind),
+        "with a batch": product.batch,
+        "with aliased operands": product.is_aliased,
+        "with donated operands": product.donated,
+        "empty": 0 in trial.case.extents,
+        "with a prime extent per shard": set(trial.case.per_shard) & set(PRIMES),
+        f"of {trial.case.dtype}": True,
+        f"of pattern {trial.case.pattern}": True,
+        f'of level "{trial.determinism}"': True,
+        f"by {trial.implementation or 'the default'}": True,
+    }.items():
+        tally.counts[what] += bool(is_so)
