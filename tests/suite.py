@@ -133,12 +133,18 @@ def gelu(z):
     return z / 2 * (1 + _tanh_and_slope(z)[0])
 
 
+# Where gelu' is 0 or 1, and gelu'' 0, to every digit; at an infinity the formulas would be NaN instead of the limit.
+_FAR = 32
+
+
 def gelu_slope(z):
+    z = np.clip(z, -_FAR, _FAR)
     t, du = _tanh_and_slope(z)
     return (1 + t) / 2 + z / 2 * (1 - t**2) * du
 
 
 def gelu_curvature(z):
+    z = np.clip(z, -_FAR, _FAR)
     t, du = _tanh_and_slope(z)
     s = 1 - t**2
     return s * du + z / 2 * (s * _SCALE * 6 * _CUBIC * z - 2 * t * s * du**2)
@@ -222,7 +228,7 @@ def expected(trial: Trial, x: dict[str, np.ndarray], absolute=0.0) -> tuple[dict
     elif kind == "gelu":
         d, slope = gelu(z), gelu_slope(z)
         slope_error = 2 * (z_error + kept_error(trial, z))
-        slope_error = np.where(np.isfinite(slope_error), slope_error, 0.0)
+        slope_error = np.where(np.isfinite(z) & (np.abs(z) - slope_error < _FAR), slope_error, 0.0)
     elif trial.epilog in BACKWARD:
         aux = wide.get("gelu_aux")
         slope = unpack(x["relu_aux"], n, shards).astype(float) if aux is None else gelu_slope(aux)
@@ -230,7 +236,7 @@ def expected(trial: Trial, x: dict[str, np.ndarray], absolute=0.0) -> tuple[dict
         # A mask selects: what it leaves out is nought, whatever it was.
         d = np.where(slope != 0, z, 0.0) if aux is None else z * slope
         factor = np.abs(slope) if aux is None else np.full(z.shape, 1.2)
-        slope_error = np.zeros(z.shape) if aux is None else 8 * u * (1 + np.abs(aux))
+        slope_error = np.zeros(z.shape) if aux is None else 8 * u * (1 + np.minimum(np.abs(aux), _FAR))
     elif z.size and np.iscomplexobj(z):
         slope_error = np.zeros(z.shape)
     d_scale = 1.2 * size * factor if kind == "gelu" else size * factor
@@ -281,7 +287,9 @@ def _gradients(trial: Trial, x, wide, product, slope, slope_error, size) -> dict
         gradients["bias"] = Expected(gz.sum(0), gz_size.sum(0), gz_error.sum(0))
     if "gelu_aux" in x:
         aux = wide["gelu_aux"]
-        gradients["gelu_aux"] = Expected(ct * z * gelu_curvature(aux), 8 * ct_size * size * (1 + np.abs(aux)))
+        gradients["gelu_aux"] = Expected(
+            ct * z * gelu_curvature(aux), 8 * ct_size * size * (1 + np.minimum(np.abs(aux), _FAR))
+        )
     return gradients
 
 
