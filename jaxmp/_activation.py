@@ -13,6 +13,7 @@ _SCALE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
 
 
+@jax.custom_jvp
 def gelu(z):
     """GELU in its tanh form (Hendrycks and Gimpel, arXiv:1606.08415; cuBLASLt's CUBLASLT_EPILOGUE_GELU).
 
@@ -20,6 +21,14 @@ def gelu(z):
     """
     scale, cubic = _constants(z)
     return z * jax.nn.sigmoid(scale * (z + cubic * z**3))
+
+
+@gelu.defjvp
+def _gelu_jvp(primals, tangents):
+    """By `gelu_derivative`, which is 0 or 1 far out: the derivative of the formula above is NaN where z^3 overflows."""
+    (z,), (t,) = primals, tangents
+    slope = gelu_derivative(z)
+    return gelu(z), (t.astype(slope.dtype) * slope).astype(t.dtype)
 
 
 def _constants(z):
