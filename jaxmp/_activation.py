@@ -36,8 +36,22 @@ def _constants(z):
     return jnp.asarray(_SCALE, z.dtype), jnp.asarray(_CUBIC, z.dtype)
 
 
+@jax.custom_jvp
 def gelu_derivative(z):
-    """d gelu / dz, in float32 at least: s + z s (1 - s) 2u' with s = sigmoid(2u), 1 - s = sigmoid(-2u)."""
+    """d gelu / dz, in float32 at least."""
+    return _gelu_derivative(z)
+
+
+@gelu_derivative.defjvp
+def _gelu_derivative_jvp(primals, tangents):
+    """As one factor: its terms, each times a tangent that is infinite, would be NaN together."""
+    (z,), (t,) = primals, tangents
+    curve = gelu_second_derivative(z)
+    return gelu_derivative(z), t.astype(curve.dtype) * curve
+
+
+def _gelu_derivative(z):
+    """s + z s (1 - s) 2u' with s = sigmoid(2u), 1 - s = sigmoid(-2u)."""
     z = jnp.clip(_widen(z), -32, 32)  # beyond, the derivative is 0 or 1 in every type, and z^2 may not overflow
     scale, cubic = _constants(z)
     u2 = scale * (z + cubic * z**3)
@@ -52,7 +66,7 @@ def _widen(z):
 def gelu_second_derivative(z):
     """d^2 gelu / dz^2, in float32 at least."""
     z = _widen(z)
-    return jax.jvp(gelu_derivative, (z,), (jnp.ones_like(z),))[1]
+    return jax.jvp(_gelu_derivative, (z,), (jnp.ones_like(z),))[1]
 
 
 def multiply_by_slope(activation: str, aux, t):

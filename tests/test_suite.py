@@ -112,6 +112,19 @@ LEVELS = [
 ]
 
 
+# Nothing along one dimension or two, on every pattern: XLA partitions no body whose operands are all empty.
+EMPTY = ((0, 3, 2), (2, 0, 3), (3, 2, 0), (0, 2, 0), (2, 0, 0), (0, 0, 2), (0, 0, 0))
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_empty_products(name):
+    """Every epilog with one of the shapes, which is another on the next pattern, by one implementation in turn."""
+    for i, epilog in enumerate(suite.EPILOGS, len(EMPTY) - 1 + PATTERNS.index(name)):
+        case = cases.BY_NAME[name].replace(epilog=epilog, transposition=transposition_of(epilog))
+        trial = Trial(case.replace(per_shard=EMPTY[i % len(EMPTY)]), implementation=cases.IMPLEMENTATIONS[i % 2])
+        suite.check(trial, rng_of(trial))
+
+
 @pytest.mark.parametrize("trial", trials(LEVELS))
 def test_every_level_of_determinism(trial):
     suite.check(trial, rng_of(trial))
