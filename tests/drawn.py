@@ -287,7 +287,8 @@ def allowed_beside(trial: Trial, kind: str) -> float:
 
 def expected(product: Product, kind: str, x, absolute: float):
     with np.errstate(all="ignore"):
-        outputs, gradients = suite.expected(product.trial, x, absolute)
+        underflow = absolute if product.trial.case.dtype == "float16" else 0.0
+        outputs, gradients = suite.expected(product.trial, x, absolute, underflow)
     if product.is_aliased:
         gradients["a"] = _summed([gradients["a"], gradients.pop("b")])
     if kind == "overflowing":

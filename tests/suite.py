@@ -206,8 +206,9 @@ class Expected:
     may_overflow: np.ndarray | bool = False
 
 
-def expected(trial: Trial, x: dict[str, np.ndarray], absolute=0.0) -> tuple[dict[str, Expected], dict[str, Expected]]:
-    """(outputs, gradients by operand) in float64; z may be wrong by `absolute` beside its roundings."""
+def expected(trial: Trial, x: dict[str, np.ndarray], absolute=0.0, underflow=0.0):
+    """(outputs, gradients) by name in float64. z may be wrong by `absolute` beside its roundings, and what is stored in
+    between by `underflow`."""
     case, u = trial.case, bounds.accumulator_roundoff(trial.case.dtype)
     n, shards = case.extents[1], column_shards(case)
     wide = {name: cases.wide(v) for name, v in x.items() if name != "relu_aux"}
@@ -251,9 +252,9 @@ def expected(trial: Trial, x: dict[str, np.ndarray], absolute=0.0) -> tuple[dict
         summed, scale = {"bgrada": (a, np.abs(a)), "bgradb": (b, np.abs(b))}.get(name, (d, outputs["d"].scale))
         axis = 1 if name == "bgrada" else 0
         # The sum of what is stored: each term of D was rounded to its type.
-        stored = bounds.unit_roundoff(case.dtype) * np.abs(summed).sum(axis) if summed is d else 0.0
+        stored = (bounds.unit_roundoff(case.dtype) * np.abs(summed) + underflow).sum(axis) if summed is d else 0.0
         outputs[name] = Expected(summed.sum(axis), scale.sum(axis), stored)
-    return outputs, _gradients(trial, x, wide, (a, b, z), slope, slope_error, size)
+    return outputs, _gradients(trial, x, wide, (a, b, z), slope, slope_error, size, underflow)
 
 
 def kept_error(trial: Trial, z) -> np.ndarray:
@@ -261,7 +262,7 @@ def kept_error(trial: Trial, z) -> np.ndarray:
     return bounds.unit_roundoff(trial.case.dtype) * np.abs(z)
 
 
-def _gradients(trial: Trial, x, wide, product, slope, slope_error, size) -> dict[str, Expected]:
+def _gradients(trial: Trial, x, wide, product, slope, slope_error, size, underflow) -> dict[str, Expected]:
     """Of sum(Re(w_o * o)) over the outputs o; JAX's convention for complex operands."""
     (a, b, z), name = product, SUMS.get(trial.epilog)
     m, n, _ = trial.case.extents
@@ -269,7 +270,7 @@ def _gradients(trial: Trial, x, wide, product, slope, slope_error, size) -> dict
     ct_size = np.abs(ct)
     gz = ct * slope + wide.get("w_gelu_aux", 0) * (trial.epilog in FORWARD)
     gz_size = ct_size * (np.abs(slope) + slope_error) + np.abs(wide.get("w_gelu_aux", 0)) * (trial.epilog in FORWARD)
-    gz_error = ct_size * slope_error
+    gz_error = ct_size * slope_error + underflow
     da, da_size = trial.alpha * (gz @ b.T), abs(trial.alpha) * (gz_size @ np.abs(b).T)
     db, db_size = trial.alpha * (a.T @ gz), abs(trial.alpha) * (np.abs(a).T @ gz_size)
     da_extra = abs(trial.alpha) * (gz_error @ np.abs(b).T)

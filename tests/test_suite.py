@@ -125,6 +125,16 @@ def test_empty_products(name):
         suite.check(trial, rng_of(trial))
 
 
+@pytest.mark.parametrize("epilog", suite.OPERAND_SUMS, ids=lambda epilog: epilog.name)
+def test_sums_beside_an_empty_result(epilog):
+    """With a level of determinism operands are gathered for them, also where the other operand is empty."""
+    shape = (5, 0, 3) if epilog == Epilog.BGRADA else (0, 5, 3)
+    for name in ("ag-data", "rs-data", "ar-data", "grid"):
+        case = cases.BY_NAME[name].replace(per_shard=shape, epilog=epilog, transposition="TN")
+        trial = Trial(case, implementation="xla", determinism="topology")
+        suite.check(trial, rng_of(trial))
+
+
 @pytest.mark.parametrize("trial", trials(LEVELS))
 def test_every_level_of_determinism(trial):
     suite.check(trial, rng_of(trial))
