@@ -169,7 +169,7 @@ def test_no_precision_is_narrower_than_its_name():
                 assert operand in SINGLES
             assert not compute.is_narrow or asked.endswith(("F16_F16_F16", "BF16_BF16_BF16"))
             seen |= {compute.rounding, compute.is_narrow}
-    assert seen == {"", "tf32", "bfloat16", "float16", True, False}
+    assert seen == {None, "tf32", "bfloat16", "float16", True, False}
 
 
 def test_explain_names_compute_type_and_accumulator():
