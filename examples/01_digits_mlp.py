@@ -106,7 +106,9 @@ def main():
         return jax.device_put(x, NamedSharding(mesh, ROWS))
 
     with jax.set_mesh(mesh):
-        losses, (first_misses, late_misses), accuracy = train(sharded_layer, place_params, place_rows, data, "2x2 mesh ")
+        losses, (first_misses, late_misses), accuracy = train(
+            sharded_layer, place_params, place_rows, data, "2x2 mesh "
+        )
     print(f"trained in {time.perf_counter() - started:.1f} s; plan cache {jaxmp.plan_cache_info()}")
     expected, _, _ = train(one_device_layer, jax.device_put, jnp.asarray, data, "one device")
 

@@ -3,7 +3,7 @@
 A matrix library has several kernels and takes another one for few rows, and another kernel sums in another order. So an
 answer depends on who else asked at the same time. With determinism="batch" every element is one sum in one order: a row
 has the same bits alone, among others, at any place, and after any recomputation, so exp(f(x) - f(x)) is exactly one.
-Of plain bfloat16 arithmetic it is not: XLA leaves the rounding out of one of the two copies of f(x), but not of the other.
+Of plain bfloat16 arithmetic it is not: XLA leaves out the rounding of one of the two copies of f(x).
 """
 
 import functools

@@ -13,22 +13,26 @@ _SCALE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
 
 
-@jax.custom_jvp
 def gelu(z):
     """GELU in its tanh form (Hendrycks and Gimpel, arXiv:1606.08415; cuBLASLt's CUBLASLT_EPILOGUE_GELU).
 
     0.5 z (1 + tanh(u)) = z sigmoid(2u), u = sqrt(2/pi) (z + 0.044715 z^3): the right side does not cancel at z << 0.
     """
+    return _gelu(z)
+
+
+@jax.custom_jvp
+def _gelu(z):
     scale, cubic = _constants(z)
     return z * jax.nn.sigmoid(scale * (z + cubic * z**3))
 
 
-@gelu.defjvp
+@_gelu.defjvp
 def _gelu_jvp(primals, tangents):
     """By `gelu_derivative`, which is 0 or 1 far out: the derivative of the formula above is NaN where z^3 overflows."""
     (z,), (t,) = primals, tangents
     slope = gelu_derivative(z)
-    return gelu(z), (t.astype(slope.dtype) * slope).astype(t.dtype)
+    return _gelu(z), (t.astype(slope.dtype) * slope).astype(t.dtype)
 
 
 def _constants(z):

@@ -98,7 +98,7 @@ _named: set[str] = set()
 
 
 def warn_of_unknown(stacklevel: int = 2) -> None:
-    """Warn of the variables that look like jaxmp's and are not, of each once: a misspelt one would do nothing, unseen."""
+    """Warn, once each, of variables that look like jaxmp's and are not: misspelt ones would do nothing, unseen."""
     known = (*VARIABLES, *TEST_VARIABLES)
     for name in sorted(name for name in os.environ if name.upper().startswith("JAXMP")):
         if name in known or name in _named:

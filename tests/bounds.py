@@ -51,7 +51,7 @@ def judge(name: str, got, want, allowed) -> float:
 def judge_special(name: str, got, want, allowed, may_overflow=False) -> float:
     """`judge`, where `want` may hold NaN and infinities: a NaN has to be a NaN, an infinity the same infinity.
 
-    A complex number that is not finite has to be not finite. Where `may_overflow`, an infinity of the right sign will do.
+    Of complex numbers only whether they are finite is judged. Where `may_overflow`, an infinity of that sign will do.
     """
     got, want = np.asarray(got), np.asarray(want)
     assert got.shape == want.shape, f"{name}: shapes {got.shape}, {want.shape}"

@@ -195,11 +195,9 @@ def _make_overflowing(trial: Trial, x: dict[str, np.ndarray], rng) -> None:
 
 
 def compile_product(product: Product, x: dict[str, np.ndarray]):
-    """f(values) -> (outputs, gradients), compiled once; gradients are empty where the program has a forward pass only."""
+    """f(values) -> (outputs, gradients), compiled once; without gradients where the program has a forward pass only."""
     trial, mesh = product.trial, product.trial.case.jax_mesh()
-    specs = {
-        name: P(None, *spec) if product.has_batch(name) else spec for name, spec in suite.specs(trial).items()
-    }
+    specs = {name: P(None, *spec) if product.has_batch(name) else spec for name, spec in suite.specs(trial).items()}
 
     def outputs_of(operands, rest):
         def one(x):

@@ -136,7 +136,7 @@ def test_the_core_reads_no_environment(path):
 
 
 def environment_variables():
-    """Every JAXMP_* that something reads or sets: a string of Python code, a getenv of C++, a setting of make or CMake."""
+    """Every JAXMP_* that something reads or sets: a string of Python, a getenv of C++, a setting of make or CMake."""
     found = set()
     others = [p for folder in ("tests", "benchmarks", "examples") for p in ROOT.glob(f"{folder}/**/*.py")]
     for path in [*python_files(), *others]:

@@ -64,8 +64,14 @@ def test_few_numbers_draw_everything():
 
 
 def test_values_are_what_their_kind_says():
-    product = next(p for p in map(drawn.draw, range(1000)) if p.trial.case.dtype == "float32" and "overflowing" in
-                   drawn.kinds_of(p) and min(p.trial.case.extents) > 4 and not p.is_aliased)
+    product = next(
+        p
+        for p in map(drawn.draw, range(1000))
+        if p.trial.case.dtype == "float32"
+        and "overflowing" in drawn.kinds_of(p)
+        and min(p.trial.case.extents) > 4
+        and not p.is_aliased
+    )
     rng = np.random.default_rng(0)
     x = {kind: drawn.values(product, kind, rng) for kind in drawn.KINDS}
     assert any(np.isnan(v).any() for v in x["nan"].values() if v.dtype == np.float32)
