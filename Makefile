@@ -59,8 +59,8 @@ test-python: $(TEST)/.ready ## Run the Python tests only (ARGS="-k name" picks s
 	$(TEST)/bin/pytest $(ARGS)
 
 .PHONY: fuzz
-fuzz: $(TEST)/.ready ## Draw products at random and judge them (N=10000: how many)
-	JAXMP_FUZZ=$(or $(N),2000) $(TEST)/bin/pytest tests/test_suite.py -k drawn --timeout=0 $(ARGS)
+fuzz: $(TEST)/.ready ## Draw products at random and judge them (N=20000: how many, SEED=7: which)
+	JAXMP_FUZZ=$(or $(N),2000) JAXMP_FUZZ_SEED=$(SEED) $(TEST)/bin/pytest tests/test_drawn.py -k drawn_products --timeout=0 $(ARGS)
 
 .PHONY: fuzz-attributes
 fuzz-attributes: $(TEST)/.ready ## Change the attributes of calls at random, under the sanitizers (N=1000000: how often)

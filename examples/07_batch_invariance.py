@@ -3,6 +3,7 @@
 A matrix library has several kernels and takes another one for few rows, and another kernel sums in another order. So an
 answer depends on who else asked at the same time. With determinism="batch" every element is one sum in one order: a row
 has the same bits alone, among others, at any place, and after any recomputation, so exp(f(x) - f(x)) is exactly one.
+Of plain bfloat16 arithmetic it is not: XLA leaves out the rounding of one of the two copies of f(x).
 """
 
 import functools
@@ -17,8 +18,9 @@ import jaxmp
 from jaxmp.testing import assert_bitwise_equal
 
 REQUESTS, WIDTH, CLASSES = 64, 301, 300
-# Scores of this size lie a whole number apart: one unit in the last place, and exp(f(x) - f(x)) would be e or 1 / e.
-SIZE = 3e3
+SCALE = 0.3
+# Of the entries of x and of w. The largest scores are some hundreds, of which bfloat16 has every second number.
+SIZE = 5.0
 
 
 def changed_rows(product, inputs, model):
@@ -29,9 +31,13 @@ def changed_rows(product, inputs, model):
 
 
 def best_of_softmax(score, x, w):
-    """exp(f(x) - f(x)) for f(x) = max(score(x)): the largest term of a softmax, which is one."""
-    scores = score(x, w)
-    return jnp.max(jnp.exp(scores - jnp.max(score(x, w), axis=-1, keepdims=True)), axis=-1)
+    """exp(f(x) - f(x)) for f(x) = max(score(x)): the largest term of a softmax in float32, which is one."""
+    highest = jnp.max(score(x, w), axis=-1, keepdims=True).astype(jnp.float32)
+    return jnp.max(jnp.exp(score(x, w).astype(jnp.float32) - highest), axis=-1)
+
+
+def plain_score(x, w):
+    return (x @ w) * jnp.asarray(SCALE, x.dtype)
 
 
 def main():
@@ -39,12 +45,15 @@ def main():
     jax.config.update("jax_num_cpu_devices", 4)
     rng = np.random.default_rng(0)
     inputs, model = (rng.normal(scale=SIZE, size=s).astype(np.float32) for s in ((REQUESTS, WIDTH), (WIDTH, CLASSES)))
+    x, w = inputs.astype(jnp.bfloat16), model.astype(jnp.bfloat16)
     invariant = functools.partial(jaxmp.matmul, determinism="batch")
 
+    changed = {}
     for name, product in {"jnp.matmul": jnp.matmul, "jaxmp": jaxmp.matmul, 'jaxmp, "batch"': invariant}.items():
-        changed = changed_rows(product, inputs, model)
-        print(f"{name:16} {changed:2} of {REQUESTS} rows change when they are computed alone")
-    assert changed == 0
+        changed[name] = changed_rows(product, inputs, model)
+        print(f"{name:16} {changed[name]:2} of {REQUESTS} rows change when they are computed alone")
+    assert changed["jnp.matmul"] > 0
+    assert changed['jaxmp, "batch"'] == 0
 
     order = rng.permutation(REQUESTS)
     assert_bitwise_equal(jax.jit(invariant)(inputs[order], model), np.asarray(invariant(inputs, model))[order])
@@ -52,18 +61,20 @@ def main():
 
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     rows, columns = P("x", None), P(None, "x")
-    sharded = functools.partial(invariant, alpha=0.3, in_shardings=(rows, columns), out_sharding=columns, mesh=mesh)
-    placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in ((inputs, rows), (model, columns))]
-    score = functools.partial(invariant, alpha=0.3)
-    for name, program, operands in (
-        ("jnp", functools.partial(best_of_softmax, lambda x, w: 0.3 * (x @ w)), (inputs, model)),
-        ("jaxmp", functools.partial(best_of_softmax, score), (inputs, model)),
-        ("jaxmp, recomputed", functools.partial(best_of_softmax, jax.checkpoint(score)), (inputs, model)),
-        ("jaxmp, on 4 devices", functools.partial(best_of_softmax, sharded), placed),
+    score = functools.partial(invariant, alpha=SCALE)
+    sharded = functools.partial(score, in_shardings=(rows, columns), out_sharding=columns, mesh=mesh)
+    placed = [jax.device_put(v, NamedSharding(mesh, s)) for v, s in ((x, rows), (w, columns))]
+    for name, f, operands in (
+        ("jnp", plain_score, (x, w)),
+        ("jaxmp", score, (x, w)),
+        ("jaxmp, recomputed", jax.checkpoint(score), (x, w)),
+        ("jaxmp, on 4 devices", sharded, placed),
     ):
-        best = np.asarray(jax.jit(program)(*operands))
-        print(f"{name:20} exp(f(x) - f(x)) lies between {best.min()} and {best.max()}")
-        if name != "jnp":
+        best = np.asarray(jax.jit(functools.partial(best_of_softmax, f))(*operands))
+        print(f"{name:20} exp(f(x) - f(x)) lies between {best.min():.3g} and {best.max():.3g}")
+        if name == "jnp":
+            assert best.min() < 1 < best.max()
+        else:
             assert_bitwise_equal(best, np.ones(REQUESTS, np.float32))
 
 

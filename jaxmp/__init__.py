@@ -4,6 +4,7 @@ import importlib.metadata as _metadata
 
 from jaxmp import _autodiff as _autodiff
 from jaxmp import _batching as _batching
+from jaxmp import _config as _config
 from jaxmp import _lowering as _lowering
 from jaxmp import _partitioning as _partitioning
 from jaxmp import distributed as distributed
@@ -34,3 +35,5 @@ from jaxmp._scaled_matmul import scaled_matmul as scaled_matmul
 from jaxmp.distributed import DistributedError as DistributedError
 
 __version__ = _metadata.version("jaxmp")
+
+_config.warn_of_unknown(stacklevel=3)

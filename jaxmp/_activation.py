@@ -18,8 +18,21 @@ def gelu(z):
 
     0.5 z (1 + tanh(u)) = z sigmoid(2u), u = sqrt(2/pi) (z + 0.044715 z^3): the right side does not cancel at z << 0.
     """
+    return _gelu(z)
+
+
+@jax.custom_jvp
+def _gelu(z):
     scale, cubic = _constants(z)
     return z * jax.nn.sigmoid(scale * (z + cubic * z**3))
+
+
+@_gelu.defjvp
+def _gelu_jvp(primals, tangents):
+    """By `gelu_derivative`, which is 0 or 1 far out: the derivative of the formula above is NaN where z^3 overflows."""
+    (z,), (t,) = primals, tangents
+    slope = gelu_derivative(z)
+    return _gelu(z), (t.astype(slope.dtype) * slope).astype(t.dtype)
 
 
 def _constants(z):
@@ -27,8 +40,22 @@ def _constants(z):
     return jnp.asarray(_SCALE, z.dtype), jnp.asarray(_CUBIC, z.dtype)
 
 
+@jax.custom_jvp
 def gelu_derivative(z):
-    """d gelu / dz, in float32 at least: s + z s (1 - s) 2u' with s = sigmoid(2u), 1 - s = sigmoid(-2u)."""
+    """d gelu / dz, in float32 at least."""
+    return _gelu_derivative(z)
+
+
+@gelu_derivative.defjvp
+def _gelu_derivative_jvp(primals, tangents):
+    """As one factor: its terms, each times a tangent that is infinite, would be NaN together."""
+    (z,), (t,) = primals, tangents
+    curve = gelu_second_derivative(z)
+    return gelu_derivative(z), t.astype(curve.dtype) * curve
+
+
+def _gelu_derivative(z):
+    """s + z s (1 - s) 2u' with s = sigmoid(2u), 1 - s = sigmoid(-2u)."""
     z = jnp.clip(_widen(z), -32, 32)  # beyond, the derivative is 0 or 1 in every type, and z^2 may not overflow
     scale, cubic = _constants(z)
     u2 = scale * (z + cubic * z**3)
@@ -43,7 +70,7 @@ def _widen(z):
 def gelu_second_derivative(z):
     """d^2 gelu / dz^2, in float32 at least."""
     z = _widen(z)
-    return jax.jvp(gelu_derivative, (z,), (jnp.ones_like(z),))[1]
+    return jax.jvp(_gelu_derivative, (z,), (jnp.ones_like(z),))[1]
 
 
 def multiply_by_slope(activation: str, aux, t):

@@ -52,5 +52,7 @@ def _sum(x, dimension: int, is_conjugated: bool, axes: tuple[str, ...], line: st
 
 def _gather_whole(x, axes: tuple[str, ...], line: str):
     """All-gather of a vector whose result is the same on every rank, and known to be."""
+    if x.size == 0:  # XLA gathers nothing that is empty
+        return jnp.zeros(x.shape, x.dtype)
     to = "invarying" if _compat.is_vma_checked() else "varying"
     return _collectives.all_gather(x, axes, axis=0, to=to, line=line)

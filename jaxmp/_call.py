@@ -194,13 +194,33 @@ def jaxmp_call(call: _Call, operands: dict[str, Any]) -> dict[str, Any]:
     placed, in_specs = placed | scalars, in_specs | dict.fromkeys(scalars, P())
     body = functools.partial(_bind_plan_globally, call.plan, spec)
     a, b = placed["a"], placed["b"]
+    shape = result_shape(spec.replace(pattern=Pattern.LOCAL), a, b)
+    if 0 in shape:
+        types = jax.eval_shape(jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs), placed)
+        if all(0 in types[name].shape for name in ("bgrada", "bgradb") if name in types):
+            return _nothing(call, types, out_specs)
     if 0 in a.shape and 0 in b.shape:
         # Nothing to contract. XLA cannot partition a body whose operands are all empty, so they stay out of it.
-        shapes = _shard_shapes(call, result_shape(spec.replace(pattern=Pattern.LOCAL), a, b), out_specs)
+        shapes = _shard_shapes(call, shape, out_specs)
         body = functools.partial(bind_empty, call.plan, spec, shapes, a.dtype)
         placed = {name: x for name, x in placed.items() if name not in ("a", "b")} | {"scalar": jnp.zeros(())}
         in_specs = {name: in_specs.get(name, P()) for name in placed}
     return jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs)(placed)
+
+
+def _nothing(call: _Call, types: dict[str, Any], out_specs: dict[str, P]) -> dict[str, Any]:
+    """The results of a call whose d is empty, where no sums of operands are among them: they depend on no operand.
+
+    XLA cannot partition a body that uses only operands that are empty, as the gradient of such a call would be.
+    """
+
+    def zeros(_):
+        return {
+            name: jnp.zeros(NamedSharding(call.mesh, out_specs[name]).shard_shape(x.shape), x.dtype)
+            for name, x in types.items()
+        }
+
+    return jax.shard_map(zeros, mesh=call.mesh, in_specs=(P(),), out_specs=out_specs)(jnp.zeros(()))
 
 
 def _shard_shapes(call: _Call, whole: tuple[int, ...], out_specs: dict[str, P]) -> dict[str, tuple[int, ...]]:

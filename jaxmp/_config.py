@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import os
+import warnings
 from collections.abc import Mapping
 
 # variable: (what it does, default). docs and `Config` follow this table.
@@ -24,6 +26,16 @@ VARIABLES = {
     "JAXMP_TIMEOUT": ("seconds after which a process that has not come to a call is missing", "60"),
     "JAXMP_AGREEMENT": ("'on' compares the calls of the processes ahead of running them, 'off' does not", "on"),
 }
+# Those of the tests, which the package does not read: no misspelt ones.
+TEST_VARIABLES = (
+    "JAXMP_FUZZ",
+    "JAXMP_FUZZ_SEED",
+    "JAXMP_REQUIRE_DEVICES",
+    "JAXMP_REQUIRE_GPU",
+    "JAXMP_REQUIRE_ABI",
+    "JAXMP_CUDA_WHEELS",
+    "JAXMP_FAKES",
+)
 _LOG_TOPICS = ("plan", "cublasmp")
 # What launchers tell the processes that they start: (rank, size).
 _LAUNCHERS = {
@@ -51,6 +63,7 @@ class Config:
 @functools.cache
 def config() -> Config:
     """The configuration, read once when first needed."""
+    warn_of_unknown()
     return parse(os.environ)
 
 
@@ -79,6 +92,21 @@ def parse(environ: Mapping[str, str]) -> Config:
     return Config(
         log, int(size), read("JAXMP_BLAS") or None, mkl == "auto", precision == "ignore", timeout, agreement == "on"
     )
+
+
+_named: set[str] = set()
+
+
+def warn_of_unknown(stacklevel: int = 2) -> None:
+    """Warn, once each, of variables that look like jaxmp's and are not: misspelt ones would do nothing, unseen."""
+    known = (*VARIABLES, *TEST_VARIABLES)
+    for name in sorted(name for name in os.environ if name.upper().startswith("JAXMP")):
+        if name in known or name in _named:
+            continue
+        _named.add(name)
+        close = difflib.get_close_matches(name.upper(), known, n=1)
+        advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(sorted(VARIABLES))}."
+        warnings.warn(f"jaxmp has no environment variable {name}, which does nothing; {advice}", stacklevel=stacklevel)
 
 
 def parse_timeout(name: str, value) -> float:

@@ -5,6 +5,7 @@ Across processes the local product may be another's (`local_product`), and `ahea
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -103,23 +104,31 @@ def apply_epilog(z, extra, spec: MatmulSpec, a=None, b=None, *, alpha=None, beta
 
 def gather_for_part(spec: MatmulSpec, a, b):
     """(a, b) with all that this rank's part of D is made of: rows of op(a) and columns of op(b), each over all k."""
-    if 0 in (*a.shape, *b.shape):  # XLA gathers nothing that is empty
-        rows, cols = output_shape(spec, a.shape, b.shape)
-        a = jnp.zeros((0, rows) if spec.transpose_a else (rows, 0), a.dtype)
-        return a, jnp.zeros((cols, 0) if spec.transpose_b else (0, cols), b.dtype)
-    moved = _gather_moved(spec, _narrow.as_moved(a), _narrow.as_moved(b))
-    return tuple(_narrow.from_moved(x, like.dtype) for x, like in zip(moved, (a, b), strict=True))
+    parts = []
+    for which, x in enumerate((a, b)):
+        gather, moved = functools.partial(_gather_moved, spec, which), _narrow.as_moved(x)
+        if x.size:
+            part = gather(moved)
+        else:  # XLA gathers nothing that is empty; the other operand may still have to be summed
+            like = jax.eval_shape(gather, moved)
+            part = jnp.zeros(like.shape, like.dtype)
+        parts.append(_narrow.from_moved(part, x.dtype))
+    return tuple(parts)
 
 
-def _gather_moved(spec: MatmulSpec, a, b):
-    if spec.pattern not in (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE):
-        return _gather_operands(spec, a, b)
-    rows, k = (1, 0) if spec.transpose_a else (0, 1)
-    if spec.pattern == Pattern.REDUCE_SCATTER:
-        a = lax.all_to_all(a, spec.row_axes, rows, k, tiled=True)
-    else:
-        a = lax.all_gather(a, spec.row_axes, axis=k, tiled=True)
-    return a, lax.all_gather(b, spec.row_axes, axis=1 if spec.transpose_b else 0, tiled=True)
+def _gather_moved(spec: MatmulSpec, which: int, x):
+    """`gather_for_part` of a (0) or of b (1)."""
+    is_transposed = (spec.transpose_a, spec.transpose_b)[which]
+    own, k = (1 - which, which) if is_transposed else (which, 1 - which)
+    if spec.pattern == Pattern.ALL_GATHER:
+        return x if which else lax.all_gather(x, spec.row_axes, axis=own, tiled=True)
+    if spec.pattern == Pattern.GRID:
+        # As in `_gather_operands`.
+        x = _gather_stored(spec, x, kept=None if is_transposed else own)
+        return own_part(x, own, (spec.row_axes, spec.col_axes)[which]) if is_transposed else x
+    if spec.pattern == Pattern.REDUCE_SCATTER and not which:
+        return lax.all_to_all(x, spec.row_axes, own, k, tiled=True)
+    return lax.all_gather(x, spec.row_axes, axis=k, tiled=True)
 
 
 def _encode(d, operands, spec: MatmulSpec):

@@ -138,6 +138,12 @@ def _aux_inputs(epilog: Epilog, z) -> dict:
     return {name: x for name, x in aux.items() if name in _epilog.rule(epilog).inputs}
 
 
+def _require_values(x, where: str) -> None:
+    """Raise AssertionError where `x` is zeros alone: those would be equal whatever computed them."""
+    if x.size and not np.any(x):
+        raise AssertionError(f"{where}: all {x.size} elements are zero, which proves nothing")
+
+
 def check_rows(level: str, implementation: str, dtype: str, k: int, n: int, epilog: Epilog, counts) -> int:
     """Rows of A alone, among others and elsewhere: the rows of D and aux have to keep their bits."""
     is_turned = epilog == Epilog.BGRADA  # which sums an a that is stored (k, m)
@@ -159,6 +165,7 @@ def check_rows(level: str, implementation: str, dtype: str, k: int, n: int, epil
     program = jax.jit(lambda parts: [outputs(*part) for part in parts])
     parts = [(a[place], {name: x[place] for name, x in with_rows.items()}) for place in places]
     *parts, whole = jax.tree.map(np.asarray, program([*parts, (a, with_rows)]))
+    _require_values(whole["d"], f"d of m={largest} k={k} n={n} {epilog.name}")
     for place, part in zip(places, parts, strict=True):
         for name in [name for name in part if name not in _SUMS_OF_ROWS]:
             where = f"{name} of m={len(place)} k={k} n={n} {epilog.name}, beside the same rows among {largest}"
@@ -175,6 +182,7 @@ def check_columns(level: str, implementation: str, dtype: str, k: int, m: int, c
     places = [np.arange(n) for n in counts] + [rng.permutation(largest)[:n] for n in (*counts[::8], largest)]
     parts = jax.jit(lambda parts: [product(part) for part in parts])([b[:, place] for place in places])
     whole = np.asarray(jax.jit(product)(b))
+    _require_values(whole, f"d of m={m} k={k} n={largest}")
     for place, part in zip(places, parts, strict=True):
         where = f"d of m={m} k={k} n={len(place)}, beside the same columns among {largest}"
         assert_bitwise_equal(part, whole[:, place], where)
@@ -207,6 +215,8 @@ def check_meshes(
         return {"d": d, "gelu_aux": aux.get("gelu_aux"), "gradients in a, b, c, bias": pullback(w)}
 
     want = jax.tree.map(np.asarray, jax.jit(functools.partial(program, {}))(*operands))
+    for x in (want["d"], *want["gradients in a, b, c, bias"][:3]):
+        _require_values(x, f"a result of one device, {transpose} m={m} k={k} n={n} {epilog.name}")
     compared = 0
     for layout in itertools.chain(*map(layouts, counts)):
         if only and layout.name not in only:

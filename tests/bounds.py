@@ -48,6 +48,30 @@ def judge(name: str, got, want, allowed) -> float:
     return percentage
 
 
+def judge_special(name: str, got, want, allowed, may_overflow=False) -> float:
+    """`judge`, where `want` may hold NaN and infinities: a NaN has to be a NaN, an infinity the same infinity.
+
+    Of complex numbers only whether they are finite is judged. Where `may_overflow`, an infinity of that sign will do.
+    """
+    got, want = np.asarray(got), np.asarray(want)
+    assert got.shape == want.shape, f"{name}: shapes {got.shape}, {want.shape}"
+    if np.iscomplexobj(want) or np.iscomplexobj(got):
+        is_right, is_special = np.isfinite(got) == np.isfinite(want), ~np.isfinite(want)
+    else:
+        got = got.astype(np.float64)
+        overflows = np.isinf(got) & np.isfinite(want) & may_overflow & (np.sign(got) == np.sign(want))
+        is_special = ~np.isfinite(want) | overflows
+        is_right = np.where(is_special, (got == want) | (np.isnan(got) & np.isnan(want)) | overflows, np.isfinite(got))
+    if not is_right.all():
+        first = tuple(map(int, np.argwhere(~is_right)[0]))
+        raise AssertionError(
+            f"{name}: {np.count_nonzero(~is_right)} of {want.size} elements are NaN, infinite or finite where they "
+            f"should not be; the first, at {first}, is {got[first]} instead of {want[first]}"
+        )
+    got, want, allowed = (np.where(is_special, 0.0, x) for x in (got, want, allowed))
+    return judge(name, got, want, allowed)
+
+
 def judge_product(name: str, got, a, b, want=None, *, operands, out=None, c: float = PRODUCT) -> float:
     """Judge D = A @ B for float64 (or complex128) A and B, as products of type `operands` stored in type `out`."""
     want = a @ b if want is None else want

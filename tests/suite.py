@@ -133,12 +133,18 @@ def gelu(z):
     return z / 2 * (1 + _tanh_and_slope(z)[0])
 
 
+# Where gelu' is 0 or 1, and gelu'' 0, to every digit; at an infinity the formulas would be NaN instead of the limit.
+_FAR = 32
+
+
 def gelu_slope(z):
+    z = np.clip(z, -_FAR, _FAR)
     t, du = _tanh_and_slope(z)
     return (1 + t) / 2 + z / 2 * (1 - t**2) * du
 
 
 def gelu_curvature(z):
+    z = np.clip(z, -_FAR, _FAR)
     t, du = _tanh_and_slope(z)
     s = 1 - t**2
     return s * du + z / 2 * (s * _SCALE * 6 * _CUBIC * z - 2 * t * s * du**2)
@@ -189,24 +195,30 @@ def unpack(aux: np.ndarray, n: int, shards: int) -> np.ndarray:
 
 @dataclasses.dataclass
 class Expected:
-    """A value, what its error is measured in (`scale`, on absolute values), and `extra`: allowed on top."""
+    """A value, what its error is measured in (`scale`, on absolute values), and `extra`: allowed on top.
+
+    Where `may_overflow`, an infinity of the value's sign will do as well.
+    """
 
     value: np.ndarray
     scale: np.ndarray
     extra: np.ndarray | float = 0.0
+    may_overflow: np.ndarray | bool = False
 
 
-def expected(trial: Trial, x: dict[str, np.ndarray]) -> tuple[dict[str, Expected], dict[str, Expected]]:
-    """(outputs, gradients by operand) in float64."""
+def expected(trial: Trial, x: dict[str, np.ndarray], absolute=0.0, underflow=0.0):
+    """(outputs, gradients) by name in float64. z may be wrong by `absolute` beside its roundings, and what is stored in
+    between by `underflow`."""
     case, u = trial.case, bounds.accumulator_roundoff(trial.case.dtype)
     n, shards = case.extents[1], column_shards(case)
     wide = {name: cases.wide(v) for name, v in x.items() if name != "relu_aux"}
     a, b = case.op(wide["a"], wide["b"])
     z, size = trial.alpha * (a @ b), abs(trial.alpha) * (np.abs(a) @ np.abs(b))
     for name, factor in (("c", trial.beta), ("bias", 1.0)):
-        if name in wide:
+        if name in wide and factor != 0:  # beta = 0 does not read C
             z, size = z + factor * wide[name], size + abs(factor) * np.abs(wide[name])
-    z_error = _PRODUCT * u * size
+    size = np.where(np.isfinite(size), size, 0.0)  # what is infinite or no number has no error: it is or is not
+    z_error = _PRODUCT * u * size + absolute
 
     # d = f(z), with f's slope, a bound of it and, for what the rounding of z may turn over, the slope's own error.
     kind = FORWARD.get(trial.epilog)
@@ -217,12 +229,15 @@ def expected(trial: Trial, x: dict[str, np.ndarray]) -> tuple[dict[str, Expected
     elif kind == "gelu":
         d, slope = gelu(z), gelu_slope(z)
         slope_error = 2 * (z_error + kept_error(trial, z))
+        slope_error = np.where(np.isfinite(z) & (np.abs(z) - slope_error < _FAR), slope_error, 0.0)
     elif trial.epilog in BACKWARD:
         aux = wide.get("gelu_aux")
         slope = unpack(x["relu_aux"], n, shards).astype(float) if aux is None else gelu_slope(aux)
         # gelu' is a sum of terms that cancel where it is small.
-        d, factor = z * slope, np.abs(slope) if aux is None else np.full(z.shape, 1.2)
-        slope_error = np.zeros(z.shape) if aux is None else 8 * u * (1 + np.abs(aux))
+        # A mask selects: what it leaves out is nought, whatever it was.
+        d = np.where(slope != 0, z, 0.0) if aux is None else z * slope
+        factor = np.abs(slope) if aux is None else np.full(z.shape, 1.2)
+        slope_error = np.zeros(z.shape) if aux is None else 8 * u * (1 + np.minimum(np.abs(aux), _FAR))
     elif z.size and np.iscomplexobj(z):
         slope_error = np.zeros(z.shape)
     d_scale = 1.2 * size * factor if kind == "gelu" else size * factor
@@ -237,9 +252,9 @@ def expected(trial: Trial, x: dict[str, np.ndarray]) -> tuple[dict[str, Expected
         summed, scale = {"bgrada": (a, np.abs(a)), "bgradb": (b, np.abs(b))}.get(name, (d, outputs["d"].scale))
         axis = 1 if name == "bgrada" else 0
         # The sum of what is stored: each term of D was rounded to its type.
-        stored = bounds.unit_roundoff(case.dtype) * np.abs(summed).sum(axis) if summed is d else 0.0
+        stored = (bounds.unit_roundoff(case.dtype) * np.abs(summed) + underflow).sum(axis) if summed is d else 0.0
         outputs[name] = Expected(summed.sum(axis), scale.sum(axis), stored)
-    return outputs, _gradients(trial, x, wide, (a, b, z), slope, slope_error, size)
+    return outputs, _gradients(trial, x, wide, (a, b, z), slope, slope_error, size, underflow)
 
 
 def kept_error(trial: Trial, z) -> np.ndarray:
@@ -247,7 +262,7 @@ def kept_error(trial: Trial, z) -> np.ndarray:
     return bounds.unit_roundoff(trial.case.dtype) * np.abs(z)
 
 
-def _gradients(trial: Trial, x, wide, product, slope, slope_error, size) -> dict[str, Expected]:
+def _gradients(trial: Trial, x, wide, product, slope, slope_error, size, underflow) -> dict[str, Expected]:
     """Of sum(Re(w_o * o)) over the outputs o; JAX's convention for complex operands."""
     (a, b, z), name = product, SUMS.get(trial.epilog)
     m, n, _ = trial.case.extents
@@ -255,7 +270,7 @@ def _gradients(trial: Trial, x, wide, product, slope, slope_error, size) -> dict
     ct_size = np.abs(ct)
     gz = ct * slope + wide.get("w_gelu_aux", 0) * (trial.epilog in FORWARD)
     gz_size = ct_size * (np.abs(slope) + slope_error) + np.abs(wide.get("w_gelu_aux", 0)) * (trial.epilog in FORWARD)
-    gz_error = ct_size * slope_error
+    gz_error = ct_size * slope_error + underflow
     da, da_size = trial.alpha * (gz @ b.T), abs(trial.alpha) * (gz_size @ np.abs(b).T)
     db, db_size = trial.alpha * (a.T @ gz), abs(trial.alpha) * (np.abs(a).T @ gz_size)
     da_extra = abs(trial.alpha) * (gz_error @ np.abs(b).T)
@@ -267,12 +282,17 @@ def _gradients(trial: Trial, x, wide, product, slope, slope_error, size) -> dict
     gradients = {"a": _stored(trial.case, 0, da, da_size, da_extra), "b": _stored(trial.case, 1, db, db_size, db_extra)}
     if "c" in x:
         beta = trial.beta
-        gradients["c"] = Expected(beta * gz, abs(beta) * gz_size, abs(beta) * gz_error)
+        parts = (beta * gz, abs(beta) * gz_size, abs(beta) * gz_error) if beta else (np.zeros(z.shape),) * 3
+        gradients["c"] = Expected(*parts)
     if "bias" in x:
         gradients["bias"] = Expected(gz.sum(0), gz_size.sum(0), gz_error.sum(0))
     if "gelu_aux" in x:
         aux = wide["gelu_aux"]
-        gradients["gelu_aux"] = Expected(ct * z * gelu_curvature(aux), 8 * ct_size * size * (1 + np.abs(aux)))
+        gradients["gelu_aux"] = Expected(
+            ct * z * gelu_curvature(aux),
+            8 * ct_size * size * (1 + np.minimum(np.abs(aux), _FAR)),
+            may_overflow=size * max(1, 1 / abs(trial.alpha)) > 0.99 * float(jnp.finfo(trial.case.dtype).max),
+        )
     return gradients
 
 
@@ -292,41 +312,50 @@ def specs(trial: Trial) -> dict[str, P]:
     return {"a": case.stored[0], "b": case.stored[1], "bias": P(case.out[1]), **whole, **{w: P(None) for w in sums}}
 
 
+def outputs_of(trial: Trial, x) -> dict:
+    """Every output of the trial's call on `x`, by name."""
+    case, level = trial.case, trial.determinism
+    inputs = {name: x[name] for name in ("bias", "gelu_aux", "relu_aux") if name in x}
+    d = jaxmp.matmul(
+        x["a"],
+        x["b"],
+        x.get("c"),
+        alpha=trial.alpha,
+        beta=trial.beta,
+        epilog=trial.epilog,
+        epilog_inputs=inputs or None,
+        implementation=trial.implementation,
+        out_sharding=case.out,
+        **case.transpose,
+        **case.conjugate,
+        **({} if level == "run_to_run" else {"determinism": level}),
+    )
+    return {"d": d[0], **d[1]} if isinstance(d, tuple) else {"d": d}
+
+
+def loss_of(outputs, rest):
+    """A loss that reads every output, each with a weight for every element."""
+    terms = [jnp.sum(jnp.real(rest[f"w_{name}"] * value)) for name, value in outputs.items() if f"w_{name}" in rest]
+    return sum(terms[1:], terms[0])
+
+
+def split(x: dict) -> tuple[dict, dict]:
+    """(what is differentiated, the rest)."""
+    operands = {name: v for name, v in x.items() if name in ("a", "b", "c", "bias", "gelu_aux")}
+    return operands, {name: v for name, v in x.items() if name not in operands}
+
+
 def run(trial: Trial, x: dict[str, np.ndarray]):
     """(outputs, gradients) as jaxmp computes them, jitted, on the case's mesh."""
     case = trial.case
-    options = {"alpha": trial.alpha, "beta": trial.beta, "epilog": trial.epilog, "implementation": trial.implementation}
-    if trial.determinism != "run_to_run":
-        options["determinism"] = trial.determinism
-
-    def outputs(x):
-        inputs = {name: x[name] for name in ("bias", "gelu_aux", "relu_aux") if name in x}
-        d = jaxmp.matmul(
-            x["a"],
-            x["b"],
-            x.get("c"),
-            **case.transpose,
-            **case.conjugate,
-            **options,
-            epilog_inputs=inputs or None,
-            out_sharding=case.out,
-        )
-        return {"d": d[0], **d[1]} if isinstance(d, tuple) else {"d": d}
-
-    def loss(operands, rest):
-        out = outputs(operands | rest)
-        terms = [jnp.sum(jnp.real(rest[f"w_{name}"] * value)) for name, value in out.items() if f"w_{name}" in rest]
-        return sum(terms[1:], terms[0])
 
     def program(operands, rest):
-        return outputs(operands | rest), jax.grad(loss)(operands, rest)
+        gradients = jax.grad(lambda operands: loss_of(outputs_of(trial, operands | rest), rest))(operands)
+        return outputs_of(trial, operands | rest), gradients
 
-    is_operand = {name: name in ("a", "b", "c", "bias", "gelu_aux") for name in x}
     with jax.enable_x64(case.dtype in cases.NEEDS_X64), jax.set_mesh(case.jax_mesh()):
         placed = {name: cases.put(v, case.jax_mesh(), specs(trial)[name]) for name, v in x.items()}
-        operands = {name: v for name, v in placed.items() if is_operand[name]}
-        rest = {name: v for name, v in placed.items() if not is_operand[name]}
-        return jax.jit(program)(operands, rest)
+        return jax.jit(program)(*split(placed))
 
 
 def check(trial: Trial, rng: np.random.Generator) -> None:
@@ -337,20 +366,30 @@ def check(trial: Trial, rng: np.random.Generator) -> None:
         with pytest.raises(NotImplementedError, match=re.escape(trial.refusal())):
             run(trial, x)
         return
-    got_outputs, got_gradients = run(trial, x)
-    want_outputs, want_gradients = expected(trial, x)
-    assert set(got_outputs) == set(want_outputs), f"{trial.id}: {sorted(got_outputs)}"
-    for name, want in want_outputs.items():
-        check_replicas(f"{trial.id} {name}", got_outputs[name])
+    (outputs, gradients), (want_outputs, want_gradients) = run(trial, x), expected(trial, x)
+    for name, value in outputs.items():
+        check_replicas(f"{trial.id} {name}", value)
+    check_outputs(trial, outputs, want_outputs)
+    check_gradients(trial, gradients, want_gradients)
+
+
+def check_outputs(trial: Trial, got, want: dict[str, Expected], absolute: float = 0.0) -> None:
+    """Judge outputs; `absolute` is allowed beside what rounding allows."""
+    assert set(got) == set(want), f"{trial.id}: {sorted(got)}"
+    for name, value in want.items():
         if name == "relu_aux":
-            judge_mask(trial, got_outputs[name], want)
+            judge_mask(trial, got[name], value)
         else:
-            judge(trial, name, got_outputs[name], want, _PRODUCT)
-    for name, want in want_gradients.items():
-        judge(trial, f"d{name}", got_gradients[name], want, _PROGRAM)
+            judge(trial, name, got[name], value, _PRODUCT, absolute)
 
 
-def judge(trial: Trial, name: str, got, want: Expected, c: float) -> None:
+def check_gradients(trial: Trial, got, want: dict[str, Expected], absolute: float = 0.0) -> None:
+    assert set(got) == set(want), f"{trial.id}: gradients {sorted(got)}"
+    for name, value in want.items():
+        judge(trial, f"d{name}", got[name], value, _PROGRAM, absolute)
+
+
+def judge(trial: Trial, name: str, got, want: Expected, c: float, absolute: float = 0.0) -> None:
     dtype = trial.case.dtype
     assert got.dtype == jnp.dtype(dtype), f"{trial.id} {name}: {got.dtype}"
     # Against float64 nothing wider can judge: half of what is allowed is the oracle's own.
@@ -358,8 +397,8 @@ def judge(trial: Trial, name: str, got, want: Expected, c: float) -> None:
     u_out = bounds.unit_roundoff(dtype)
     is_gradient = name.startswith("d") and name != "d"
     u = u_out if is_gradient else bounds.accumulator_roundoff(dtype)
-    allowed = c * (u * want.scale + u_out * np.abs(want.value)) + c * want.extra
-    bounds.judge(f"{trial.id} {name}", got, want.value, allowed)
+    allowed = c * (u * want.scale + u_out * np.abs(want.value)) + c * want.extra + absolute
+    bounds.judge_special(f"{trial.id} {name}", got, want.value, allowed, want.may_overflow)
 
 
 def judge_mask(trial: Trial, got, want: Expected) -> None:
@@ -372,10 +411,15 @@ def judge_mask(trial: Trial, got, want: Expected) -> None:
     np.testing.assert_array_equal(got, pack(bits, shards), err_msg=f"{trial.id} relu_aux: padding")
 
 
+def fetch(x) -> np.ndarray:
+    """`x` on the host; JAX cannot fetch an empty array whose shards are."""
+    return np.asarray(x) if x.size else np.zeros(x.shape, x.dtype)
+
+
 def check_replicas(name: str, x) -> None:
     """Each device has what the array as a whole says that it has."""
-    whole = np.asarray(x)
-    for shard in x.addressable_shards:
+    whole = fetch(x)
+    for shard in x.addressable_shards if x.size else ():
         assert np.asarray(shard.data).tobytes() == np.ascontiguousarray(whole[shard.index]).tobytes(), (
             f"{name}: device {shard.device} has other bits than its replicas"
         )

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from jaxmp import _config
+
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENT = ROOT / "docs" / "architecture.md"
 EXTERNAL_INCLUDES = ("nanobind", "xla")
@@ -140,20 +142,46 @@ def test_the_core_reads_no_environment(path):
 
 
 def environment_variables():
-    """Every JAXMP_* that something reads: a string of Python code, a getenv of a C++ test, an export of make."""
+    """Every JAXMP_* that something reads or sets: a string of Python, a getenv of C++, a setting of make or CMake."""
     found = set()
-    folders = ("tests", "tests/gpu", "benchmarks", "examples")
-    for path in [*python_files(), *(path for folder in folders for path in ROOT.glob(f"{folder}/*.py"))]:
-        strings = [n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)]
+    others = [p for folder in ("tests", "benchmarks", "examples") for p in ROOT.glob(f"{folder}/**/*.py")]
+    for path in [*python_files(), *others]:
+        tree = ast.parse(path.read_text())
+        if path.name == "_config.py":  # names those of the tests too, which it does not read
+            (tree,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "parse")
+        strings = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)]
         found |= {s for s in strings if isinstance(s, str) and re.fullmatch(r"JAXMP_[A-Z_]+", s)}
     for path in ROOT.glob("tests/cpp/*"):
-        found |= set(re.findall(r'getenv\("(JAXMP_\w+)"\)', path.read_text()))
+        found |= set(re.findall(r'(?:getenv|environment)\("(JAXMP_\w+)"\)', path.read_text()))
+    settings = [(ROOT / name).read_text() for name in ("Makefile", ".ci/run")]
+    settings += re.findall(r'ENVIRONMENT "([^"]*)"', (ROOT / "CMakeLists.txt").read_text())
+    for text in settings:
+        found |= set(re.findall(r"(?<!-D)\b(JAXMP_\w+)=", text))
     return found
 
 
-def test_every_environment_variable_is_in_the_readme_and_nothing_else_is():
+def mentioned_variables():
+    """Every JAXMP_* that documents, and the messages of C++, tell a user about."""
+    documents = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md")]
+    found = {name for path in documents for name in re.findall(r"\bJAXMP_[A-Z_]+\b", path.read_text())}
+    for path in cpp_files():
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+        texts = re.findall(r'"((?:[^"\\]|\\.)*)"', "\n".join(lines))
+        found |= {name for text in texts for name in re.findall(r"\bJAXMP_[A-Z_]+\b", text)}
+    return found
+
+
+def test_every_environment_variable_is_known_and_in_the_readme_and_nothing_else_is():
     documented = set(re.findall(r"^\| `(JAXMP_\w+)", (ROOT / "README.md").read_text(), flags=re.M))
     assert documented == environment_variables()
+    # What is not known is warned of as misspelt.
+    assert documented == {*_config.VARIABLES, *_config.TEST_VARIABLES}
+    assert mentioned_variables() <= documented
+
+
+def test_settings_and_mentions_are_found():
+    assert {"JAXMP_FUZZ", "JAXMP_FAKES", "JAXMP_BLAS", "JAXMP_REQUIRE_ABI"} <= environment_variables()
+    assert "JAXMP_TIMEOUT" in mentioned_variables()
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.name)

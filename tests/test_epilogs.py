@@ -333,6 +333,37 @@ def test_the_derivative_of_gelu_far_out_is_that_of_relu():
         np.testing.assert_array_equal(np.asarray(d)[0], np.where(np.isnan(z), np.nan, 2 * (z > 0)))
 
 
+@pytest.mark.parametrize("name", ["local", "rs-swapped", "ag-swapped"])
+def test_the_gradients_of_gelu_far_out_are_those_of_relu(name):
+    """Also where XLA applies it: to a product that is computed transposed, and, with k = 0, to a sum over nothing."""
+    cases.require(None)
+    far = np.array([-3e38, -1e19, -40, 40, 1e19, 3e38, np.inf, np.nan], np.float32)
+    case, mode = cases.BY_NAME[name].replace(per_shard=(1, len(far), 1)), modes.BY_ID["explicit"]
+    m, n, k = case.extents
+    z = np.broadcast_to(np.tile(far, n // len(far)), (m, n))
+
+    def program(a, b, nothing, z):
+        def d(a, b, z, **options):
+            return mode.product(case, beta=1.0, **options)(a, b, c=z).sum()
+
+        def of_aux(aux):
+            return mode.product(case, epilog=Epilog.DGELU)(a, b, gelu_aux=aux).sum()
+
+        of_c = functools.partial(jax.grad(d, 2), epilog=Epilog.GELU)
+        return of_c(a, b, z), of_c(*nothing, z), jax.grad(of_aux)(z)
+
+    with mode.scope(case):
+        a, b = (
+            mode.put(case, np.zeros((m, k), np.float32), case.a),
+            mode.put(case, np.zeros((k, n), np.float32), case.b),
+        )
+        nothing = [mode.put(case, np.zeros(s, np.float32), spec) for s, spec in (((m, 0), case.a), ((0, n), case.b))]
+        *of_c, of_aux = mode.run(program, a, b, nothing, mode.put(case, z, case.out))
+    for got in of_c:
+        np.testing.assert_array_equal(got, np.where(np.isnan(z), np.nan, z > 0))
+    np.testing.assert_array_equal(of_aux, np.where(np.isnan(z), np.nan, 0))
+
+
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
 def test_sums_are_complete_and_exact(case, rng):
     """Integers: a rank, a group or a data-parallel replica whose rows were left out, or counted twice, shows."""

@@ -275,8 +275,7 @@ def test_a_policy_that_saves_products_saves_ours(id_, name):
 def test_the_packed_mask_is_the_residual_of_relu():
     """One bit per element is kept for the backward pass, not the value ahead of the activation."""
     cases.require(None)
-    a, b = jnp.ones((64, 32)), jnp.ones((32, 256))
+    a, b = jnp.ones((64, 48)), jnp.ones((48, 256))
     _, pullback = jax.vjp(lambda a, b: jaxmp.matmul(a, b, epilog=Epilog.RELU), a, b)
     kept = Counter((x.shape, x.dtype.name) for x in jax.tree.leaves(pullback) if x.shape not in (a.shape, b.shape))
-    assert kept == {((64, 32), "uint8"): 1} or kept == {}, kept
-    assert any(x.dtype == jnp.uint8 and x.nbytes == 64 * 256 // 8 for x in jax.tree.leaves(pullback))
+    assert kept == {((64, 256 // 8), "uint8"): 1}

@@ -6,6 +6,7 @@ that starts JAX's backend before `jax.distributed.initialize`.
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -180,6 +181,45 @@ def test_a_variable_that_means_nothing_is_an_error(name, value, message):
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("end", "advice"),
+    [
+        ("_TIMOUT", "did you mean JAXMP_TIMEOUT?"),
+        ("LOG", "did you mean JAXMP_LOG?"),
+        ("_log", "did you mean JAXMP_LOG?"),
+        ("_FUZ", "did you mean JAXMP_FUZZ?"),
+        ("_NUMBER_OF_GREEN_THINGS", "there are JAXMP_AGREEMENT, JAXMP_BLAS, JAXMP_HOST_PRECISION, "),
+    ],
+)
+def test_a_misspelt_variable_is_named_once(end, advice, monkeypatch):
+    name = f"JAXMP{end}"
+    monkeypatch.setattr(_config, "_named", set())
+    monkeypatch.setenv(name, "1")
+    with pytest.warns(UserWarning, match=re.escape(f"no environment variable {name}, which does nothing; {advice}")):
+        _config.config.__wrapped__()
+    _config.config.__wrapped__()  # warnings are errors here
+
+
+def test_known_variables_are_not_warned_of(monkeypatch):
+    monkeypatch.setattr(_config, "_named", set())
+    for name in (*_config.VARIABLES, *_config.TEST_VARIABLES):
+        monkeypatch.setenv(name, _config.VARIABLES.get(name, ("", ""))[1])
+    _config.config.__wrapped__()
+
+
+def test_the_import_names_a_misspelt_variable():
+    """Where nothing else reads the configuration, and at the line of the user's import."""
+    ran = subprocess.run(
+        [sys.executable, "-c", "import jaxmp"],
+        env=os.environ | {f"JAXMP_{'TIMOUT'}": "5", "JAXMP_TIMEOUT": "5"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert re.findall(r"(\S+): UserWarning: .* variable (\w+)", ran.stderr) == [("<string>:1", f"JAXMP_{'TIMOUT'}")]
+
+
 # ---- plans
 
 
@@ -216,7 +256,7 @@ def test_describe_plan(extension, pattern, algorithm):
     assert plan["nranks"] == 4
     assert plan["algorithm"] == algorithm
     assert len(plan["device_workspace"]) == len(plan["host_workspace"]) == 4
-    assert all(size >= 0 for size in plan["device_workspace"])
+    assert len(set(plan["device_workspace"])) == len(set(plan["host_workspace"])) == 1  # shards are of one size
 
 
 @pytest.mark.parametrize(

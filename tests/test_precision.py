@@ -160,6 +160,7 @@ def test_every_preset_of_jax_has_a_row():
 
 def test_no_precision_is_narrower_than_its_name():
     """Whoever asks for float32 sums gets them; only presets that name a narrower type round or sum in it."""
+    seen = set()
     for asked, row in _precision._PRESETS.items():
         for operand, name in row.items():
             compute = _precision._COMPUTES[name]
@@ -167,6 +168,8 @@ def test_no_precision_is_narrower_than_its_name():
                 assert {"tf32": "TF32", "bfloat16": "BF16", "float16": "F16"}[compute.rounding] == asked.split("_")[0]
                 assert operand in SINGLES
             assert not compute.is_narrow or asked.endswith(("F16_F16_F16", "BF16_BF16_BF16"))
+            seen |= {compute.rounding, compute.is_narrow}
+    assert seen == {None, "tf32", "bfloat16", "float16", True, False}
 
 
 def test_explain_names_compute_type_and_accumulator():

@@ -1,22 +1,15 @@
-"""The numerics suite over its table, nvmath's own cases with our bound, and trials that hypothesis draws.
+"""The numerics suite over its table, and nvmath's own cases with our bound; test_drawn.py draws more."""
 
-`JAXMP_FUZZ=n` draws n trials instead of a few hundred, from a new seed each time (`make fuzz`).
-"""
-
-import os
 import zlib
 
 import cases
 import numpy as np
 import pytest
 import suite
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
 from suite import Trial
 
 from jaxmp import Epilog
 
-FUZZ = int(os.environ.get("JAXMP_FUZZ", "0"))
 PATTERNS = ("local", "ag-data", "rs-data", "ar-data", "grid", "ag-swapped", "rs-swapped", "gather-b")
 
 
@@ -119,6 +112,29 @@ LEVELS = [
 ]
 
 
+# Nothing along one dimension or two, on every pattern: XLA partitions no body whose operands are all empty.
+EMPTY = ((0, 3, 2), (2, 0, 3), (3, 2, 0), (0, 2, 0), (2, 0, 0), (0, 0, 2), (0, 0, 0))
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_empty_products(name):
+    """Every epilog with one of the shapes, which is another on the next pattern, by one implementation in turn."""
+    for i, epilog in enumerate(suite.EPILOGS, len(EMPTY) - 1 + PATTERNS.index(name)):
+        case = cases.BY_NAME[name].replace(epilog=epilog, transposition=transposition_of(epilog))
+        trial = Trial(case.replace(per_shard=EMPTY[i % len(EMPTY)]), implementation=cases.IMPLEMENTATIONS[i % 2])
+        suite.check(trial, rng_of(trial))
+
+
+@pytest.mark.parametrize("epilog", suite.OPERAND_SUMS, ids=lambda epilog: epilog.name)
+def test_sums_beside_an_empty_result(epilog):
+    """With a level of determinism operands are gathered for them, also where the other operand is empty."""
+    shape = (5, 0, 3) if epilog == Epilog.BGRADA else (0, 5, 3)
+    for name in ("ag-data", "rs-data", "ar-data", "grid"):
+        case = cases.BY_NAME[name].replace(per_shard=shape, epilog=epilog, transposition="TN")
+        trial = Trial(case, implementation="xla", determinism="topology")
+        suite.check(trial, rng_of(trial))
+
+
 @pytest.mark.parametrize("trial", trials(LEVELS))
 def test_every_level_of_determinism(trial):
     suite.check(trial, rng_of(trial))
@@ -141,44 +157,6 @@ def test_every_shape(trial):
 
 @pytest.mark.parametrize("trial", trials(NVMATH))
 def test_what_nvmath_tests(trial):
-    suite.check(trial, rng_of(trial))
-
-
-@st.composite
-def drawn_trials(draw):
-    epilog = draw(st.sampled_from(suite.EPILOGS))
-    dtype = draw(st.sampled_from(cases.DTYPES))
-    is_complex = dtype.startswith("complex")
-    conjugation = draw(st.tuples(st.booleans(), st.booleans())) if is_complex else (False, False)
-    extent = st.one_of(st.integers(1, 9), st.sampled_from((16, 31, 64, 65, 130)))
-    case = draw(st.sampled_from(cases.CASES)).replace(
-        per_shard=draw(st.tuples(extent, extent, extent)),
-        transposition=draw(st.sampled_from(cases.TRANSPOSITIONS)),
-        conjugation=conjugation,
-        dtype=dtype,
-        epilog=epilog,
-    )
-    beta = draw(st.sampled_from((None, 1.0, -0.75, 2.0)))
-    trial = Trial(
-        case.replace(has_c=beta is not None),
-        alpha=draw(st.sampled_from((1.0, 0.5, -1.25))),
-        beta=beta,
-        implementation=draw(st.sampled_from(cases.IMPLEMENTATIONS)),
-        determinism=draw(st.sampled_from(("run_to_run", *suite.DETERMINISM))),  # half of them of the default
-    )
-    return trial
-
-
-@settings(
-    max_examples=FUZZ or 150,
-    derandomize=not FUZZ,
-    deadline=None,
-    database=None,
-    phases=(Phase.explicit, Phase.generate, Phase.shrink),
-    suppress_health_check=list(HealthCheck),
-)
-@given(trial=drawn_trials().filter(Trial.is_possible))
-def test_drawn_trials(trial):
     suite.check(trial, rng_of(trial))
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmp import testing
+from jaxmp import Epilog, testing
 
 pytestmark = pytest.mark.usefixtures("x64")
 DTYPES = testing.DTYPES
@@ -90,6 +90,20 @@ def test_the_checker_ends_at_the_first_broken_promise(monkeypatch, capsys):
     monkeypatch.setattr(testing, "checks", lambda *_: [good])
     assert testing.run(is_quick=True) == 0
     assert "Every promise holds" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("kind", ["rows", "columns", "meshes"])
+def test_the_checker_is_not_content_with_zeros(kind, monkeypatch):
+    """Which have the same bits in any batch and on any mesh."""
+    real = testing._api.matmul
+    monkeypatch.setattr(testing._api, "matmul", lambda *args, **options: 0 * real(*args, **options))
+    check = {
+        "rows": lambda: testing.check_rows("batch", "xla", "float32", 3, 5, Epilog.NONE, (1, 2)),
+        "columns": lambda: testing.check_columns("batch", "xla", "float32", 3, 5, (1, 2)),
+        "meshes": lambda: testing.check_meshes("topology", "xla", "float32", (2, 2, 2), Epilog.NONE, [1]),
+    }[kind]
+    with pytest.raises(AssertionError, match="elements are zero, which proves nothing"):
+        check()
 
 
 def test_the_checker_takes_gpus_only_where_there_are_some(capsys):
