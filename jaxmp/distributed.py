@@ -374,7 +374,7 @@ def _guard_main_thread(state: _State) -> None:
     JAX asks rank 0's store while it starts its backend, and runs short programs with XLA's own collectives as they are
     called. No exception can be raised into either.
     """
-    own = tuple(os.path.dirname(module.__file__) + os.sep for module in (jax, jaxlib))
+    own = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, jaxlib))
     main = threading.main_thread().ident
     watch, place = _Watch(state, 2 * _SETTLES), None
     while _state is state:
