@@ -401,6 +401,7 @@ void Book::Handle(int process, const Message& message) {
       from.last_call = message.text;
       return;
     case Kind::kGoodbye:
+      if (from.is_clean) from.gone.clear();  // who left well may still see a failure, and then says so
       from.is_clean = message.text.empty();
       from.Leave(message.text.empty() ? "has ended" : "has ended: " + message.text);
       return;

@@ -185,6 +185,21 @@ void ARankThatEndsIsNamedAtOnce() {
   }
 }
 
+// At the end of a program all leave, and wait for the others: what one of them sees meanwhile is the reason for all.
+void ALaterReasonReplacesAGoodEnd() {
+  Peer peer;
+  Message goodbye;
+  goodbye.kind = Kind::kGoodbye;
+  for (const char* text : {"", "rank 2 has ended without a word"}) {
+    goodbye.text = text;
+    peer.Send(goodbye);
+  }
+  auto outcome = Come(Make("jit_f", 0, "k=4"));
+  CHECK_CONTAINS(outcome.get(), "rank 1 has ended");
+  for (int i = 0; i < 200 && PeerStates()[0].is_clean; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  CHECK_EQ(PeerStates()[0].gone, "has ended: rank 2 has ended without a word");
+}
+
 void WhatAPeerGivesUpIsGivenUpHere() {
   Peer peer;
   const auto call = Make("jit_f", 0, "k=4");
@@ -395,6 +410,7 @@ int main() {
   jaxmp::OtherProgramsThatWaitForEachOtherAreNamed();
   jaxmp::AMissingRankIsNamedAtTheDeadline();
   jaxmp::ARankThatEndsIsNamedAtOnce();
+  jaxmp::ALaterReasonReplacesAGoodEnd();
   jaxmp::WhatAPeerGivesUpIsGivenUpHere();
   jaxmp::AnInterruptEndsTheWaiting();
   jaxmp::TheEndFreesThoseWhoWait();
