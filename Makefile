@@ -120,10 +120,11 @@ ctest --test-dir build/$(1) --output-on-failure --timeout 600 --parallel 2 $(if 
 endef
 
 .PHONY: lint
-lint: $(LINT)/.ready ## Check style, formatting and types (ruff, mypy, clang-format)
+lint: $(LINT)/.ready ## Check style, formatting, types and layers (ruff, mypy, import-linter, clang-format)
 	$(LINT)/bin/ruff check .
 	$(LINT)/bin/ruff format --check .
 	$(LINT)/bin/mypy
+	$(LINT)/bin/lint-imports --no-cache
 	@echo "clang-format --dry-run -Werror, $(words $(CXX_STYLED)) files"
 	@$(LINT)/bin/clang-format --dry-run -Werror $(CXX_STYLED)
 

@@ -19,7 +19,8 @@ import jax.numpy as jnp
 from common import interleaved, machine, table
 
 import jaxmp
-from jaxmp import Epilog, _native
+from jaxmp import Epilog
+from jaxmp._src.runtime import native
 
 HERE = Path(__file__).resolve().parent
 PAGE = HERE.parent / "docs" / "gpu.md"
@@ -235,9 +236,9 @@ def main():
     if arguments.write_docs and (arguments.quick or arguments.anywhere):
         parser.error("--write-docs wants a full run on a GPU")
     if not arguments.anywhere:
-        if not _native.cuda_devices():
+        if not native.cuda_devices():
             sys.exit("bench_gpu: no CUDA device; --anywhere runs it on what there is")
-        if why := _native.why_no_cublasmp():
+        if why := native.why_no_cublasmp():
             sys.exit(f"bench_gpu: {why}")
     seconds = 0.05 if arguments.quick else 1.0
     large = [measure_large(case, seconds) for case in (QUICK_LARGE if arguments.quick else LARGE)]
@@ -245,7 +246,7 @@ def main():
     record = {
         "card": card(),
         "machine": machine(),
-        "libraries": _native.cublasmp_info(),
+        "libraries": native.cublasmp_info(),
         "ceiling": ceiling_of(large),
         "large": large,
         "small": small,

@@ -20,11 +20,12 @@ from typing import Any, Literal
 import jax
 import jaxlib
 
-from jaxmp import _compat, _meeting, _native
-from jaxmp._collectives import process_barrier_p
-from jaxmp._config import add_xla_flag, config, parse_timeout
-from jaxmp._peers import Peers
-from jaxmp._primitive import batched_matmul_epilog_p, batched_matmul_p, matmul_epilog_p, matmul_p
+from jaxmp._src.primitive.collectives import process_barrier_p
+from jaxmp._src.primitive.primitives import batched_matmul_epilog_p, batched_matmul_p, matmul_epilog_p, matmul_p
+from jaxmp._src.runtime import bootstrap, jax_compat
+from jaxmp._src.runtime import native as native_lib
+from jaxmp._src.runtime.config import add_xla_flag, config, parse_timeout
+from jaxmp._src.runtime.peers import Peers
 
 __all__ = ["DistributedError", "initialize", "shutdown"]
 
@@ -96,19 +97,19 @@ def initialize(
     ValueError: initialize: process_id must be from 0 to num_processes - 1 = 0, got 1
     """
     global _state
-    _meeting.check_arguments(coordinator_address, num_processes, process_id)
+    bootstrap.check_arguments(coordinator_address, num_processes, process_id)
     _check_moment()
     seconds = config().timeout if timeout is None else parse_timeout("initialize: timeout", timeout)
     if coordinator_address is None:
-        found = _meeting.detect(local_device_ids, initialization_timeout)
+        found = bootstrap.detect(local_device_ids, initialization_timeout)
         coordinator_address, num_processes, process_id, local_device_ids = found
     assert num_processes is not None
     assert process_id is not None
     host, _, port = coordinator_address.rpartition(":")
     # gloo's time for a call that all have come to; without it half an hour.
     add_xla_flag("xla_cpu_collective_timeout_seconds", str(max(1, round(seconds))))
-    if process_id != 0 and not _compat.uses_mutual_tls():
-        relay = _native.extension().start_relay(host.strip("[]"), port)
+    if process_id != 0 and not jax_compat.uses_mutual_tls():
+        relay = native_lib.extension().start_coordinator_proxy(host.strip("[]"), port)
         coordinator_address = f"127.0.0.1:{relay}"
     try:
         jax.distributed.initialize(
@@ -117,7 +118,7 @@ def initialize(
             process_id,
             local_device_ids=local_device_ids,
             cluster_detection_method="deactivate",
-            coordinator_bind_address=_meeting.bind_address(host, port) if process_id == 0 else None,
+            coordinator_bind_address=bootstrap.bind_address(host, port) if process_id == 0 else None,
             initialization_timeout=initialization_timeout,
             heartbeat_timeout_seconds=_NO_HEARTBEAT,
             shutdown_timeout_seconds=max(1, round(seconds)),
@@ -129,7 +130,9 @@ def initialize(
         ) from error
     _state = _State(process_id, num_processes, seconds, _watch_interrupts())
     _set_hooks()
-    _compat.require_devices((matmul_p, matmul_epilog_p, batched_matmul_p, batched_matmul_epilog_p, process_barrier_p))
+    jax_compat.require_devices(
+        (matmul_p, matmul_epilog_p, batched_matmul_p, batched_matmul_epilog_p, process_barrier_p)
+    )
     try:
         _join(_state, host, initialization_timeout)
     except DistributedError as error:
@@ -140,12 +143,12 @@ def initialize(
 def _join(state: _State, host: str, timeout: int) -> None:
     """Meet the other processes, and connect this one's neighbours."""
     global _generation
-    native, interrupts = _native.extension(), state.interrupts
-    meet = functools.partial(_meeting.meet, host, state.process, state.nprocesses, _generation, timeout, state.timeout)
+    native, interrupts = native_lib.extension(), state.interrupts
+    meet = functools.partial(bootstrap.meet, host, state.process, state.nprocesses, _generation, timeout, state.timeout)
     meeting = _on_waiter(meet, lambda: native.service_lost_for() >= 0 and f"initialize: {_NO_STORE}")
     _generation += 1
     state.peers = meeting.peers
-    _native.start_roll_call(
+    native_lib.start_barrier(
         state.process,
         state.nprocesses,
         state.timeout,
@@ -154,7 +157,7 @@ def _join(state: _State, host: str, timeout: int) -> None:
     )
     meeting.peers.start(native.wanted_processes, meeting.address_of, native.connect_peer, native.lose_peer)
     threading.Thread(target=_guard_main_thread, args=(state,), name="jaxmp-guard", daemon=True).start()
-    neighbours = _meeting.neighbours(state.process, state.nprocesses)
+    neighbours = bootstrap.neighbours(state.process, state.nprocesses)
     native.want_processes(neighbours)
     missing = meeting.peers.wait_for(neighbours, _GRACE if meeting.refusal else timeout)
     if meeting.refusal or missing:
@@ -176,23 +179,23 @@ def shutdown() -> None:
     global _state
     if _state is None:
         return
-    reason = _state.reason or _native.extension().roll_call_failure() or _farewell(_state)
+    reason = _state.reason or native_lib.extension().barrier_failure() or _farewell(_state)
     _close(_state)
     if reason:
-        _native.extension().leave_roll_call(reason)
-        _native.stop_roll_call()
-        _compat.abandon_distributed()
+        native_lib.extension().leave_barrier(reason)
+        native_lib.stop_barrier()
+        jax_compat.abandon_distributed()
         _state = None
         raise DistributedError(f"shutdown: {reason}")
-    _native.stop_roll_call()
+    native_lib.stop_barrier()
     _state = None
     jax.distributed.shutdown()
 
 
 def _check_moment() -> None:
-    if _state is not None or _compat.distributed_client() is not None:
+    if _state is not None or jax_compat.distributed_client() is not None:
         raise RuntimeError("initialize: this process is part of a job already; call it once, or shutdown() in between")
-    if _compat.backend_exists():
+    if jax_compat.backend_exists():
         raise RuntimeError(
             "initialize: JAX's backend exists already; call this ahead of jax.devices, jnp.ones and all that computes"
         )
@@ -239,14 +242,14 @@ def _set_hooks() -> None:
     if _are_hooks_set:
         return
     _are_hooks_set = True
-    _compat.translate_errors(_translated, _watched)
+    jax_compat.translate_errors(_translated, _watched)
     previous = sys.excepthook
 
     def excepthook(kind, value, traceback):
         if _state is not None:
             message = f"{value}".partition("\n")[0]
             _state.reason = _state.reason or f"it raised {kind.__name__}: {message}"
-            _native.extension().leave_roll_call(_state.reason[:500])
+            native_lib.extension().leave_barrier(_state.reason[:500])
         previous(kind, value, traceback)
 
     sys.excepthook = excepthook
@@ -257,12 +260,12 @@ def _translated(error: Exception) -> Exception | None:
     """The DistributedError behind an error of XLA, if that is what it is."""
     if _state is None:
         return None
-    text, native = str(error), _native.extension()
+    text, native = str(error), native_lib.extension()
     if failure := native.cuda_failure():
         return DistributedError(failure)
     ours = re.search(r"jaxmp\.DistributedError: (.*)", text)
     if ours:
-        failure = native.roll_call_failure()
+        failure = native.barrier_failure()
         return DistributedError(failure if failure and failure in text else ours[1])
     if "gloo" not in text.lower():
         return None
@@ -345,9 +348,9 @@ class _Watch:
 
     def overdue(self) -> str:
         """Why there is no use in waiting any longer, or ""."""
-        native, now = _native.extension(), time.monotonic()
+        native, now = native_lib.extension(), time.monotonic()
         waited = now - self.started
-        if failure := native.roll_call_failure():
+        if failure := native.barrier_failure():
             self._failed = self._failed or now
             return failure if min(now - self._failed, waited) > self._grace else ""
         for what, seconds in _troubles(native):
@@ -386,7 +389,7 @@ def _guard_main_thread(state: _State) -> None:
             watch, place = _Watch(state, 2 * _SETTLES), seen
         elif why := watch.overdue():
             print(f"jaxmp.DistributedError: rank {state.process}: {why}", file=sys.stderr, flush=True)
-            _native.extension().leave_roll_call(why[:500])
+            native_lib.extension().leave_barrier(why[:500])
             os._exit(1)
         del frame
 
@@ -396,8 +399,8 @@ def _guard_main_thread(state: _State) -> None:
 
 def _farewell(state: _State) -> str:
     """Leave with all others; the reason why that is not possible, or ""."""
-    native = _native.extension()
-    native.leave_roll_call("")
+    native = native_lib.extension()
+    native.leave_barrier("")
     while True:
         peers = native.peers()
         for i, peer in peers.items():
@@ -416,22 +419,22 @@ def _at_exit() -> None:
     state, _state = _state, None
     if state is None:
         return
-    failure = _native.extension().roll_call_failure()
+    failure = native_lib.extension().barrier_failure()
     try:
         reason = state.reason or failure or _farewell(state)
     except KeyboardInterrupt:
         reason = "it was interrupted"
     _close(state)
     if not reason:
-        _native.stop_roll_call()
+        native_lib.stop_barrier()
         return
     if not state.reason:
         print(f"jaxmp.DistributedError: rank {state.process}: {reason}", file=sys.stderr)
-    _native.extension().leave_roll_call(reason[:500])
+    native_lib.extension().leave_barrier(reason[:500])
     if hasattr(signal, "SIGALRM") and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_GRACE)
-    _compat.abandon_distributed()
+    jax_compat.abandon_distributed()
     atexit._run_exitfuncs()
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

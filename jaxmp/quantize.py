@@ -9,8 +9,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxmp import _narrow
-from jaxmp._layout import round_up
+from jaxmp._src.spec import low_precision
+from jaxmp._src.spec.process_grid import round_up
 
 _E4M3 = jnp.float8_e4m3fn
 
@@ -22,7 +22,7 @@ def largest(dtype) -> float:
 
 def amax(x) -> jax.Array:
     """The largest absolute value of `x`, a float32 scalar; NaN where `x` has one."""
-    return _narrow.amax(x.astype(jnp.float32))
+    return low_precision.amax(x.astype(jnp.float32))
 
 
 def scale_for(amax, dtype=_E4M3, *, margin: int = 0) -> jax.Array:
@@ -36,7 +36,7 @@ def scale_for(amax, dtype=_E4M3, *, margin: int = 0) -> jax.Array:
 
 def encode(x, dtype=_E4M3) -> jax.Array:
     """`x` in `dtype`, saturating where `x.astype(dtype)` would give NaN or infinity."""
-    return _narrow.encode(x, dtype)
+    return low_precision.encode(x, dtype)
 
 
 def tensor(x, dtype=_E4M3, *, scale=None) -> tuple[jax.Array, jax.Array]:
@@ -48,7 +48,7 @@ def tensor(x, dtype=_E4M3, *, scale=None) -> tuple[jax.Array, jax.Array]:
     [1.0, -2.0, 0.5]
     """
     scale = scale_for(amax(x), dtype) if scale is None else scale
-    return _narrow.encode(x.astype(jnp.float32) / scale, dtype), scale
+    return low_precision.encode(x.astype(jnp.float32) / scale, dtype), scale
 
 
 def update_history(history, amax) -> jax.Array:
@@ -64,24 +64,28 @@ def delayed_scale(history, dtype=_E4M3, *, margin: int = 0) -> jax.Array:
 
 def rows(x, dtype=_E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows,)): one float32 scale a row."""
-    scale = scale_for(_narrow.amax(x.astype(jnp.float32), -1), dtype)
-    return _narrow.encode(x.astype(jnp.float32) / scale[..., None], dtype), scale
+    scale = scale_for(low_precision.amax(x.astype(jnp.float32), -1), dtype)
+    return low_precision.encode(x.astype(jnp.float32) / scale[..., None], dtype), scale
 
 
 def vec128(x, dtype=_E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows, k/128)): one float32 scale for 128 adjacent elements."""
     _check_blocks("vec128", x, 128)
-    scale = scale_for(_narrow.block_amax(x.astype(jnp.float32), 128), dtype)
-    return _narrow.encode(x.astype(jnp.float32) / _narrow.expand(scale, _narrow.VEC128, x.shape), dtype), scale
+    scale = scale_for(low_precision.block_amax(x.astype(jnp.float32), 128), dtype)
+    return low_precision.encode(
+        x.astype(jnp.float32) / low_precision.expand(scale, low_precision.VEC128, x.shape), dtype
+    ), scale
 
 
 def blk128(x, dtype=_E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows/128, k/128)) of a 2-D x: one float32 scale for 128 x 128 elements."""
     _check_blocks("blk128", x, 128)
-    by_rows = _narrow.block_amax(x.astype(jnp.float32), 128)
+    by_rows = low_precision.block_amax(x.astype(jnp.float32), 128)
     padded = jnp.pad(by_rows, ((0, -x.shape[0] % 128), (0, 0)))
-    scale = scale_for(_narrow.amax(padded.reshape(padded.shape[0] // 128, 128, padded.shape[1]), 1), dtype)
-    return _narrow.encode(x.astype(jnp.float32) / _narrow.expand(scale, _narrow.BLK128, x.shape), dtype), scale
+    scale = scale_for(low_precision.amax(padded.reshape(padded.shape[0] // 128, 128, padded.shape[1]), 1), dtype)
+    return low_precision.encode(
+        x.astype(jnp.float32) / low_precision.expand(scale, low_precision.BLK128, x.shape), dtype
+    ), scale
 
 
 def mxfp8(x, dtype=_E4M3) -> tuple[jax.Array, jax.Array]:
@@ -91,7 +95,7 @@ def mxfp8(x, dtype=_E4M3) -> tuple[jax.Array, jax.Array]:
     """
     _check_blocks("mxfp8", x, 32)
     x = x.astype(jnp.float32)
-    return _narrow.encode_blocks(x, _narrow.VEC32, dtype)
+    return low_precision.encode_blocks(x, low_precision.VEC32, dtype)
 
 
 def nvfp4(x, *, global_scale=1.0) -> tuple[jax.Array, jax.Array]:
@@ -102,9 +106,9 @@ def nvfp4(x, *, global_scale=1.0) -> tuple[jax.Array, jax.Array]:
     """
     _check_blocks("nvfp4", x, 16)
     x = x.astype(jnp.float32) / global_scale
-    scale = _narrow.encode(_narrow.block_amax(x, 16) / largest(jnp.float4_e2m1fn), _E4M3)
+    scale = low_precision.encode(low_precision.block_amax(x, 16) / largest(jnp.float4_e2m1fn), _E4M3)
     wide = jnp.repeat(scale.astype(jnp.float32), 16, axis=-1)
-    return _narrow.encode(jnp.where(wide == 0, 0.0, x / wide), jnp.float4_e2m1fn), scale
+    return low_precision.encode(jnp.where(wide == 0, 0.0, x / wide), jnp.float4_e2m1fn), scale
 
 
 def nvfp4_global_scale(amax) -> jax.Array:
@@ -114,12 +118,12 @@ def nvfp4_global_scale(amax) -> jax.Array:
 
 def dequantize(q, scale, dtype=jnp.float32) -> jax.Array:
     """q times its scale in `dtype`; the mode follows from the scale's shape and dtype, as in `jaxmp.Scales`."""
-    return _narrow.dequantize(q, scale, _mode("dequantize", q, scale), jnp.dtype(dtype))
+    return low_precision.dequantize(q, scale, _mode("dequantize", q, scale), jnp.dtype(dtype))
 
 
 def expand(scale, q) -> jax.Array:
     """The float32 scale of every element of `q`."""
-    return jnp.broadcast_to(_narrow.expand(scale, _mode("expand", q, scale), q.shape), q.shape)
+    return jnp.broadcast_to(low_precision.expand(scale, _mode("expand", q, scale), q.shape), q.shape)
 
 
 def swizzle(scale) -> jax.Array:
@@ -127,7 +131,7 @@ def swizzle(scale) -> jax.Array:
 
     `jaxmp.matmul` does this itself; it is for data that other libraries share.
     """
-    return _narrow.swizzle(_narrow.as_bytes(scale))
+    return low_precision.swizzle(low_precision.as_bytes(scale))
 
 
 def unswizzle(flat, rows: int, blocks: int, dtype=jnp.float8_e8m0fnu) -> jax.Array:
@@ -137,7 +141,7 @@ def unswizzle(flat, rows: int, blocks: int, dtype=jnp.float8_e8m0fnu) -> jax.Arr
         raise ValueError(
             f"unswizzle: {rows} x {blocks} scales take {size} bytes in tiles of 128 x 4, got shape {flat.shape}"
         )
-    return _narrow.from_bytes(_narrow.unswizzle(flat, rows, blocks), dtype)
+    return low_precision.from_bytes(low_precision.unswizzle(flat, rows, blocks), dtype)
 
 
 def scale_offset(row: int, block: int, blocks: int) -> int:
@@ -148,12 +152,12 @@ def scale_offset(row: int, block: int, blocks: int) -> int:
 
 def pack_fp4(q) -> jax.Array:
     """float4_e2m1fn (..., k) as uint8 (..., k/2), the first of two in the low half of its byte."""
-    return _narrow.as_bytes(q)
+    return low_precision.as_bytes(q)
 
 
 def unpack_fp4(packed) -> jax.Array:
     """The inverse of `pack_fp4`."""
-    return _narrow.from_bytes(packed, jnp.float4_e2m1fn)
+    return low_precision.from_bytes(packed, jnp.float4_e2m1fn)
 
 
 def _check_blocks(name: str, x, size: int) -> None:
@@ -165,5 +169,5 @@ def _check_blocks(name: str, x, size: int) -> None:
 
 def _mode(name: str, q, scale) -> str:
     if scale is not None and scale.dtype.name == "float32" and scale.shape == ():
-        return _narrow.SCALAR
-    return _narrow.find_mode(f"quantize.{name}", "a", scale, tuple(q.shape), q.dtype)
+        return low_precision.SCALAR
+    return low_precision.find_mode(f"quantize.{name}", "a", scale, tuple(q.shape), q.dtype)

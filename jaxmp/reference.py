@@ -5,8 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxmp import _activation, _epilog
-from jaxmp._epilog import Epilog
+from jaxmp._src.spec import activations, epilogs
+from jaxmp._src.spec.epilogs import Epilog
 
 
 def matmul(
@@ -38,14 +38,14 @@ def matmul(
     z = alpha * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
     if c is not None:
         z = z + beta * c
-    row = _epilog.rule(Epilog(int(epilog) & ~Epilog.ALLREDUCE))
+    row = epilogs.rule(Epilog(int(epilog) & ~Epilog.ALLREDUCE))
     if row.has_bias:
         z = z + _as_row(epilog_inputs["bias"], z.ndim)
     d = activate(row.activation, z)
     if row.derivative == "relu":
         d = jnp.where(_unpack(epilog_inputs["relu_aux"], z.shape[-1], relu_aux_shards), z, jnp.zeros_like(z))
     elif row.derivative == "gelu":
-        d = z * _activation.gelu_derivative(epilog_inputs["gelu_aux"])
+        d = z * activations.gelu_derivative(epilog_inputs["gelu_aux"])
     if row.gradient:
         sums = {"bgrada": lambda: jnp.sum(a, -1), "bgradb": lambda: jnp.sum(b, 0)}
         return d, {row.gradient: sums.get(row.gradient, lambda: jnp.sum(d, tuple(range(d.ndim - 1))))()}
@@ -54,12 +54,12 @@ def matmul(
     if row.aux == "gelu_aux":
         return d, {row.aux: z}
     shards = jnp.split(z > 0, relu_aux_shards, axis=-1)
-    return d, {row.aux: jnp.concatenate([_activation.pack_relu_aux(x) for x in shards], axis=-1)}
+    return d, {row.aux: jnp.concatenate([activations.pack_relu_aux(x) for x in shards], axis=-1)}
 
 
 def _unpack(mask, columns: int, shards: int):
     parts = jnp.split(mask, shards, axis=-1)
-    return jnp.concatenate([_activation.unpack_relu_aux(x, columns // shards) for x in parts], axis=-1)
+    return jnp.concatenate([activations.unpack_relu_aux(x, columns // shards) for x in parts], axis=-1)
 
 
 def linear(x, w, bias=None, *, activation: str | None = None):
@@ -77,7 +77,7 @@ def activate(activation: str | None, z):
     """relu, tanh-gelu or nothing."""
     if activation is None:
         return z
-    return {"relu": jax.nn.relu, "gelu": _activation.gelu}[activation](z)
+    return {"relu": jax.nn.relu, "gelu": activations.gelu}[activation](z)
 
 
 def _as_row(bias, ndim: int):

@@ -23,11 +23,13 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import _api, _chunks, _epilog
-from jaxmp._activation import pack_relu_aux
-from jaxmp._bitwise import assert_bitwise_equal as assert_bitwise_equal
-from jaxmp._bitwise import bits_of
-from jaxmp._epilog import Epilog
+from jaxmp._src.lowering import fixed_shape
+from jaxmp._src.ops import matmul as matmul_lib
+from jaxmp._src.runtime.bitwise import assert_bitwise_equal as assert_bitwise_equal
+from jaxmp._src.runtime.bitwise import bits_of
+from jaxmp._src.spec import epilogs
+from jaxmp._src.spec.activations import pack_relu_aux
+from jaxmp._src.spec.epilogs import Epilog
 
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
 # Results that sum over the rows, so that they have to depend on how many there are.
@@ -122,20 +124,20 @@ def draw(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 def _serves(implementation: str, dtype: str, epilog: Epilog) -> bool:
     """Whether a type has an epilog; on GPUs those of 16 and 32 bits are taken, as in `make test-gpu`."""
-    row = _epilog.rule(epilog)
+    row = epilogs.rule(epilog)
     if implementation == ON_GPUS:
         return epilog == Epilog.NONE or dtype in ("float32", "bfloat16", "float16")
     return not (dtype.startswith("complex") and (row.activation or row.derivative))
 
 
 def _inputs(epilog: Epilog, bias) -> dict:
-    return {"bias": bias} if "bias" in _epilog.rule(epilog).inputs else {}
+    return {"bias": bias} if "bias" in epilogs.rule(epilog).inputs else {}
 
 
 def _aux_inputs(epilog: Epilog, z) -> dict:
     """What an epilog that is a derivative reads: z ahead of the activation, or its packed signs."""
     aux = {"relu_aux": pack_relu_aux(z > 0), "gelu_aux": z} if not np.iscomplexobj(z) else {}
-    return {name: x for name, x in aux.items() if name in _epilog.rule(epilog).inputs}
+    return {name: x for name, x in aux.items() if name in epilogs.rule(epilog).inputs}
 
 
 def _require_values(x, where: str) -> None:
@@ -148,7 +150,7 @@ def check_rows(level: str, implementation: str, dtype: str, k: int, n: int, epil
     """Rows of A alone, among others and elsewhere: the rows of D and aux have to keep their bits."""
     is_turned = epilog == Epilog.BGRADA  # which sums an a that is stored (k, m)
     product = functools.partial(
-        _api.matmul, epilog=epilog, determinism=level, implementation=implementation, transpose_a=is_turned
+        matmul_lib.matmul, epilog=epilog, determinism=level, implementation=implementation, transpose_a=is_turned
     )
     largest = max(counts)
     a, b = draw(0, (largest, k), dtype), draw(1, (k, n), dtype)
@@ -177,7 +179,7 @@ def check_columns(level: str, implementation: str, dtype: str, k: int, m: int, c
     """Columns of B alone, among others and elsewhere: the columns of D have to keep their bits."""
     largest = max(counts)
     a, b = draw(0, (m, k), dtype), draw(1, (k, largest), dtype)
-    product = functools.partial(_api.matmul, a, determinism=level, implementation=implementation)
+    product = functools.partial(matmul_lib.matmul, a, determinism=level, implementation=implementation)
     rng = np.random.default_rng(4)
     places = [np.arange(n) for n in counts] + [rng.permutation(largest)[:n] for n in (*counts[::8], largest)]
     parts = jax.jit(lambda parts: [product(part) for part in parts])([b[:, place] for place in places])
@@ -201,7 +203,7 @@ def check_meshes(
     shapes = (k, m) if is_turned[0] else (m, k), (n, k) if is_turned[1] else (k, n), (m, n), (m, n), (n,)
     operands = [draw(i, shape, dtype) for i, shape in enumerate(shapes)]
     product_of = functools.partial(
-        _api.matmul, determinism=level, implementation=implementation, epilog=epilog, alpha=1.25, beta=-0.75
+        matmul_lib.matmul, determinism=level, implementation=implementation, epilog=epilog, alpha=1.25, beta=-0.75
     )
     product_of = functools.partial(product_of, transpose_a=is_turned[0], transpose_b=is_turned[1])
 
@@ -252,8 +254,8 @@ def checks(is_quick: bool, implementations: tuple[str, ...] = IMPLEMENTATIONS) -
 def _checks_of_batch(implementation: str, dtype: str, is_quick: bool) -> Iterator[Check]:
     step, head = 4 if is_quick else 1, f"{implementation} {dtype}"
     serves = functools.partial(_serves, implementation, dtype)
-    rows = _place_counts(implementation, SOME_ROWS if is_quick else ROWS, _chunks.ROWS)
-    cols = _place_counts(implementation, SOME_ROWS, _chunks.COLUMNS)
+    rows = _place_counts(implementation, SOME_ROWS if is_quick else ROWS, fixed_shape.ROWS)
+    cols = _place_counts(implementation, SOME_ROWS, fixed_shape.COLUMNS)
     plain = [(k, n, Epilog.NONE) for k, n in (SOME_EXTENTS if is_quick else EXTENTS)]
     with_epilog = [(65, 33, epilog) for epilog in EPILOGS if serves(epilog)]
     derived = [(65, 33, epilog) for epilog in DERIVATIVES if serves(epilog)]
@@ -275,7 +277,7 @@ def _checks_of_topology(implementation: str, dtype: str, is_quick: bool, devices
     head = f"{implementation} {dtype}"
     check = functools.partial(check_meshes, "topology", implementation, dtype)
     # Of cuBLASMp several chunks, so that the ranks of a mesh have their rows and columns at other places of them.
-    m, n = (3 * _chunks.ROWS, 2 * _chunks.COLUMNS + 128) if implementation == ON_GPUS else (24, 40)
+    m, n = (3 * fixed_shape.ROWS, 2 * fixed_shape.COLUMNS + 128) if implementation == ON_GPUS else (24, 40)
     for k, transpose in ((40, "TN"),) if is_quick else ((8, "NN"), (40, "TN"), (1000, "NT"), (4104, "TT")):
         run = functools.partial(check, (m, n, k), Epilog.NONE, devices, transpose)
         yield Check("topology", f"{head} k={k} {transpose} NONE", run)

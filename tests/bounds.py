@@ -13,7 +13,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp import Epilog, _epilog
+from jaxmp import Epilog
+from jaxmp._src.spec import epilogs
 
 # Roundings of a product. The error of a sum of k random terms grows like k, as |A| |B| does (k roundings of partial
 # sums that grow like sqrt(k)): about 0.6 of it is one standard deviation, and a large matrix holds six of them.
@@ -108,7 +109,7 @@ def matmul_majorant(
     z = abs(alpha) * (a @ b)
     if c is not None:
         z = z + abs(beta) * c
-    row = _epilog.rule(epilog)
+    row = epilogs.rule(epilog)
     if row.has_bias:
         z = z + jnp.expand_dims(epilog_inputs["bias"], tuple(range(z.ndim - 1)))
     if row.derivative == "gelu":

@@ -20,7 +20,8 @@ from conftest import require_devices
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp import Epilog, _native
+from jaxmp import Epilog
+from jaxmp._src.runtime import native
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,7 +291,7 @@ def require(implementation) -> None:
     if implementation == "xla":
         return
     try:
-        _native.extension()
+        native.extension()
     except ImportError as error:
         if os.environ.get("JAXMP_REQUIRE_DEVICES", "0") != "0" or os.environ.get("CI"):
             pytest.fail(str(error))

@@ -7,7 +7,7 @@ import cases
 import jax
 import pytest
 
-from jaxmp import _native
+from jaxmp._src.runtime import native
 
 
 @pytest.fixture
@@ -19,8 +19,8 @@ def cards(monkeypatch):
         client = types.SimpleNamespace()
         devices = [types.SimpleNamespace(compute_capability=version, client=client) for version in capabilities]
         client.devices = lambda: devices
-        monkeypatch.setattr(_native, "cuda_devices", lambda: devices[:1])
-        monkeypatch.setattr(_native, "why_no_cublasmp", lambda: why)
+        monkeypatch.setattr(native, "cuda_devices", lambda: devices[:1])
+        monkeypatch.setattr(native, "why_no_cublasmp", lambda: why)
 
     return plug_in
 

@@ -21,12 +21,12 @@ import subprocess
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
-OURS = (ROOT / "csrc" / "cublasmp_abi.h").read_text()
-TABLE = (ROOT / "csrc" / "mp_api.h").read_text()
-CUDA = (ROOT / "csrc" / "cuda_abi.h").read_text()
+OURS = (ROOT / "csrc" / "cublasmp" / "abi.h").read_text()
+TABLE = (ROOT / "csrc" / "cublasmp" / "api_table.h").read_text()
+CUDA = (ROOT / "csrc" / "cuda" / "abi.h").read_text()
 LOGGER = ("LoggerSetCallback", "LoggerSetFile", "LoggerSetLevel")  # cuBLASMp's own, which no table of the core holds
 
-# What cublasmp_abi.h declares of cublas_api.h and library_types.h, with the numbers of CUDA 13 (nvidia-cublas
+# What cublasmp/abi.h declares of cublas_api.h and library_types.h, with the numbers of CUDA 13 (nvidia-cublas
 # 13.10.0.20, nvidia-cuda-runtime 13.5.37).
 RECORDED = {
     "cublasOperation_t": {"CUBLAS_OP_N": 0, "CUBLAS_OP_T": 1, "CUBLAS_OP_C": 2},
@@ -233,8 +233,8 @@ def _source(header: str) -> str:
 
 
 def _compile(compiler, includes, folder, ours, source, cuda=CUDA) -> subprocess.CompletedProcess:
-    (folder / "csrc").mkdir(exist_ok=True)
-    for name, text in {"cublasmp_abi.h": ours, "csrc/cublasmp_abi.h": ours, "cuda_abi.h": cuda}.items():
+    (folder / "csrc" / "cublasmp").mkdir(parents=True, exist_ok=True)
+    for name, text in {"cublasmp_abi.h": ours, "csrc/cublasmp/abi.h": ours, "cuda_abi.h": cuda}.items():
         (folder / name).write_text(text)
     (folder / "abi.cc").write_text(source)
     flags = [f"-I{folder}", *(f"-isystem{path}" for path in includes)]
@@ -310,7 +310,7 @@ def _cuda_functions(library: str) -> list[str]:
 
 
 def _cuda_source(library: str, header: str, prefix: str) -> str:
-    """Assertions about the driver's or NCCL's part of cuda_abi.h."""
+    """Assertions about the driver's or NCCL's part of cuda/abi.h."""
     text = re.sub(r"//[^\n]*", "", CUDA)
     enums = [e for e in re.findall(r"^enum (\w+) : int", text, flags=re.M) if e.startswith(prefix)]
     types = [*enums, *(s for s in re.findall(r"^struct (\w+)[;\s]", text, flags=re.M) if s.startswith(prefix))]
@@ -334,7 +334,7 @@ def _cuda_source(library: str, header: str, prefix: str) -> str:
 
 @pytest.fixture
 def compile_cuda(compiler, tmp_path):
-    """Compiles a cuda_abi.h beside the real cuda.h ("DRIVER"), or beside the real nccl.h ("NCCL")."""
+    """Compiles a cuda/abi.h beside the real cuda.h ("DRIVER"), or beside the real nccl.h ("NCCL")."""
 
     def compile_beside(library: str, cuda: str) -> subprocess.CompletedProcess:
         if library == "DRIVER":
@@ -382,11 +382,11 @@ def test_a_wrong_cuda_declaration_is_found(compile_cuda, library, right, wrong, 
 
 
 def test_the_kernel_that_fails_a_context_assembles(tmp_path):
-    """A driver that refused it would end a job's processes where an error was promised (csrc/cuda/trap.cc)."""
+    """A driver that refused it would end a job's processes where an error was promised (csrc/cuda/context_fault.cc)."""
     ptxas = _find("nvidia-cuda-nvcc", "ptxas")
     if ptxas is None:
         pytest.skip("no ptxas; pip install --no-deps nvidia-cuda-nvcc")
-    found = re.search(r'kPtx\[\] = R"\((.*?)\)"', (ROOT / "csrc" / "cuda" / "trap.cc").read_text(), re.DOTALL)
+    found = re.search(r'kPtx\[\] = R"\((.*?)\)"', (ROOT / "csrc" / "cuda" / "context_fault.cc").read_text(), re.DOTALL)
     assert found is not None
     kernel = tmp_path / "trap.ptx"
     for text, is_right in ((found[1], True), (found[1].replace("trap;", "trip;"), False)):

@@ -17,9 +17,10 @@ from jax.sharding import PartitionSpec as P
 from test_hlo import calls_of, collectives_of, compiled_text, other_products_of
 
 import jaxmp
-from jaxmp import Epilog, _choice
-from jaxmp._choice import LARGE_IN_BATCH
-from jaxmp._spec import MatmulSpec, Pattern
+from jaxmp import Epilog
+from jaxmp._src.lowering import backend
+from jaxmp._src.lowering.backend import LARGE_IN_BATCH
+from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
 
 NUMBERS = (((2,), (1,)), ((0,), (0,)))
 # Shardings of a (batch, m, k), b (batch, k, n) and d over the four devices of "x", and what XLA does beside the dot.
@@ -119,14 +120,14 @@ def test_large_products_run_call_by_call_where_that_is_faster(dtype, is_shared):
 )
 def test_the_rule(dtype, platform, nprocesses, options, want, monkeypatch):
     """What is small, by platform and processes; a GPU's library is taken to be there."""
-    monkeypatch.setattr(_choice._native, "cuda_devices", lambda: (0, 1))
-    monkeypatch.setattr(_choice._native, "why_no_cublasmp", lambda: "")
-    monkeypatch.setattr(_choice._native, "card_capability", lambda: (9, 0))
+    monkeypatch.setattr(backend.native, "cuda_devices", lambda: (0, 1))
+    monkeypatch.setattr(backend.native, "why_no_cublasmp", lambda: "")
+    monkeypatch.setattr(backend.native, "card_capability", lambda: (9, 0))
     if "precision" in options:
-        monkeypatch.setattr(_choice, "choose_implementation", lambda *_: _choice.Choice("host", "as asked for"))
+        monkeypatch.setattr(backend, "choose_implementation", lambda *_: backend.Choice("host", "as asked for"))
     spec = MatmulSpec(np.dtype("float32"), Pattern.ALL_GATHER, (("x", 2),), ("x",), transpose_b=True, **options)
     operands = (np.dtype(dtype), np.dtype(dtype))
-    choice, is_one = _choice.choose_for_batch(spec, platform, nprocesses, operands, LARGE_IN_BATCH - 1)
+    choice, is_one = backend.choose_for_batch(spec, platform, nprocesses, operands, LARGE_IN_BATCH - 1)
     assert (choice.implementation, is_one) == want
 
 

@@ -18,7 +18,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, _epilog, reference
+from jaxmp import Epilog, reference
+from jaxmp._src.spec import epilogs
 
 _XY = ("x", "y")
 
@@ -193,7 +194,7 @@ WITH_GRADIENT = (Epilog.DRELU_BGRAD, Epilog.DGELU_BGRAD, Epilog.BGRADA, Epilog.B
     [
         pytest.param(epilog, names, id=f"{epilog.name}-{names}")
         for epilog in WITH_GRADIENT
-        for names in ("a", "b", "a and b", "aux", "everything")[: 5 if _epilog.rule(epilog).inputs else 3]
+        for names in ("a", "b", "a and b", "aux", "everything")[: 5 if epilogs.rule(epilog).inputs else 3]
     ],
 )
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX[:5]))
@@ -201,7 +202,7 @@ def test_vmap_over_bias_gradients(case, epilog, names, rng):
     """One gradient per batch element, as a Python loop would give."""
     cases.require(None)
     mode = modes.BY_ID["explicit"]
-    aux_names = _epilog.rule(epilog).inputs
+    aux_names = epilogs.rule(epilog).inputs
     case = case.replace(per_shard=(2, 3, 2), transposition="TN" if epilog == Epilog.BGRADA else "NN")
     m, n, _ = case.extents
     values = dict(zip("ab", case.integers(rng), strict=True))

@@ -17,7 +17,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import BlockCyclic, _layout
+from jaxmp import BlockCyclic
+from jaxmp._src.spec import process_grid
 
 GRIDS = ((1, 1), (1, 2), (2, 1), (2, 2), (2, 4))
 DTYPES = ("float32", "float64", "bfloat16", "complex64")
@@ -149,11 +150,11 @@ def test_permutations_are_their_own_transposes(rng):
 
 def test_exchanges_are_no_wider_than_they_need():
     """From contiguous halves to blocks of 2: each process keeps half of what it has and sends the other."""
-    source, target = _layout.contiguous((16, 1), (2, 1)), BlockCyclic((2, 1), (2, 1))
-    exchange = _layout.exchange((16, 1), 0, source, target)
+    source, target = process_grid.contiguous((16, 1), (2, 1)), BlockCyclic((2, 1), (2, 1))
+    exchange = process_grid.exchange((16, 1), 0, source, target)
     assert exchange.send.shape == (2, 2, 4)
     assert exchange.send[0].tolist() == [[0, 1, 4, 5], [2, 3, 6, 7]]
-    assert _layout.exchange((16, 1), 1, source, target) is None
+    assert process_grid.exchange((16, 1), 1, source, target) is None
 
 
 # Products --------------------------------------------------------------------------------------------------------

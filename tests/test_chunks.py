@@ -21,8 +21,12 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, Scales, _choice, _chunks, _compat, _lowering, _native, _primitive, _spec, testing
-from jaxmp._route import Capabilities
+from jaxmp import Epilog, Scales, testing
+from jaxmp._src.lowering import backend, fixed_shape, rules
+from jaxmp._src.lowering.legalize import Capabilities
+from jaxmp._src.primitive import primitives
+from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.spec import matmul_spec
 
 __all__ = ["cards"]  # a fixture
 EXPLICIT = modes.BY_ID["explicit"]
@@ -34,12 +38,12 @@ ROWS, COLUMNS = 32, 128
 def in_chunks(monkeypatch):
     """Return `in_chunks(f, *args)`: `f(*args)` where hostmp takes what cuBLASMp takes, in chunks of 32 x 128."""
     cases.require("host")
-    monkeypatch.setattr(_chunks, "ROWS", ROWS)
-    monkeypatch.setattr(_chunks, "COLUMNS", COLUMNS)
+    monkeypatch.setattr(fixed_shape, "ROWS", ROWS)
+    monkeypatch.setattr(fixed_shape, "COLUMNS", COLUMNS)
 
     def run(f, *args):
         with monkeypatch.context() as patch:
-            patch.setattr(_choice, "host_capabilities", Capabilities)
+            patch.setattr(backend, "host_capabilities", Capabilities)
             jax.clear_caches()  # the route is taken at lowering
             try:
                 return jax.tree.map(np.asarray, f(*args))
@@ -114,7 +118,7 @@ EPILOGS = (Epilog.NONE, Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX_BIAS, *testing.DER
 @pytest.mark.parametrize("epilog", EPILOGS, ids=lambda epilog: epilog.name)
 def test_every_epilog_is_that_of_one_call(epilog, in_chunks, rng, monkeypatch):
     """Against the ordered sums of one call: on integers equal to the bit, masks and their padding included."""
-    monkeypatch.setattr(_chunks, "COLUMNS", 256)  # then the mask of the last chunk is wider than d's
+    monkeypatch.setattr(fixed_shape, "COLUMNS", 256)  # then the mask of the last chunk is wider than d's
     m, n, k = 70, 300, 9
     transposition = "TN" if epilog == Epilog.BGRADA else "NN"
     case = cases.BY_NAME["local"].replace(per_shard=(m, n, k), mesh=(("x", 1), ("y", 1)), transposition=transposition)
@@ -187,7 +191,7 @@ def test_scales_follow_their_rows_and_blocks(mode, in_chunks, rng, monkeypatch):
         options = {"transpose_b": True, "preferred_element_type": out, "determinism": "batch"}
         return jaxmp.matmul(a, b, scales=Scales(a=scale_a, b=scale_b), **options)
 
-    monkeypatch.setattr(_chunks, "ROWS", 128)
+    monkeypatch.setattr(fixed_shape, "ROWS", 128)
     args = (a, b, *scales)
     want, got = jax.jit(product)(*args), in_chunks(jax.jit(product), *args)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
@@ -233,12 +237,12 @@ def test_bits_do_not_know_the_mesh(dtype, transpose, only, in_chunks, monkeypatc
 
     hostmp's sums happen to be those of the transpose, cuBLASLt's need not be; so here the two operands are told apart.
     """
-    custom_call = _lowering.custom_call
+    custom_call = rules.custom_call
 
     def unequal(a, b, *extra, **options):
         return custom_call((a * 1.1).astype(a.dtype), b, *extra, **options)
 
-    monkeypatch.setattr(_lowering, "custom_call", unequal)
+    monkeypatch.setattr(rules, "custom_call", unequal)
     check = functools.partial(testing.check_meshes, "topology", "host", dtype, (72, 160, 40), Epilog.NONE, [4])
     in_chunks(check, transpose, only)
 
@@ -255,8 +259,8 @@ def test_a_mapped_batch_has_the_bits_of_its_members(in_chunks):
 def test_the_slope_of_a_gelu_is_the_librarys(in_chunks):
     aux, t = testing.draw(0, (70, 140), "float32"), testing.draw(1, (70, 140), "float32")
     t[0, :2] = 0.0, np.inf
-    spec = _spec.MatmulSpec(np.dtype("float32"), determinism="batch")
-    slope = jax.jit(functools.partial(_primitive.activation_grad, "gelu", spec=spec))
+    spec = matmul_spec.MatmulSpec(np.dtype("float32"), determinism="batch")
+    slope = jax.jit(functools.partial(primitives.activation_grad, "gelu", spec=spec))
     testing.assert_bitwise_equal(in_chunks(slope, aux, t), slope(aux, t))
 
 
@@ -264,7 +268,7 @@ def test_all_batches_and_meshes_share_a_plan(in_chunks):
     """Row counts, column counts, patterns and stored forms differ; calls do not."""
 
     def plans():
-        _native.plan_cache_clear()
+        native.plan_cache_clear()
         for m, n in ((1, 1), (31, 7), (70, 300)):
             a, b = testing.draw(0, (m, 40), "float32"), testing.draw(1, (40, n), "float32")
             jaxmp.matmul(a, b, determinism="batch")
@@ -277,7 +281,7 @@ def test_all_batches_and_meshes_share_a_plan(in_chunks):
             with EXPLICIT.scope(case):
                 placed = [EXPLICIT.put(case, x, s) for x, s in zip((a, b), case.stored, strict=True)]
                 jax.block_until_ready(EXPLICIT.product(case, determinism="topology")(*placed))
-        return _native.plan_cache_info()["misses"]
+        return native.plan_cache_info()["misses"]
 
     assert in_chunks(plans) == 1
 
@@ -313,7 +317,7 @@ def test_programs_for_cuda_call_one_shape(mesh_of, level):
         (1, (whole, cols), cols, set()),
     ):
         text = lowered(((m, 64), (64, 8192)), specs, out)
-        assert extents_of(text) == ({(_chunks.COLUMNS, _chunks.ROWS, 64)}, 1)
+        assert extents_of(text) == ({(fixed_shape.COLUMNS, fixed_shape.ROWS, 64)}, 1)
         assert set(re.findall(r"stablehlo\.(all_\w+|reduce_scatter|collective_\w+)\"", text)) == collectives
         assert 'determinism = "run_to_run"' in text
         assert 'pattern = "local"' in text
@@ -349,7 +353,7 @@ def test_gradients_for_cuda_are_local_calls_of_the_chunks_extents(mesh_of):
     with jax.set_mesh(mesh):
         text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(a, b, bias).lower(lowering_platforms=("cuda",)).as_text()
     extents, calls = extents_of(text)
-    assert {(m, n) for m, n, _ in extents} == {(_chunks.COLUMNS, _chunks.ROWS)}
+    assert {(m, n) for m, n, _ in extents} == {(fixed_shape.COLUMNS, fixed_shape.ROWS)}
     # The product and its aux, the slope, and a gradient each; k is that of the product, of two zeros, n, m and m.
     assert {k for *_, k in extents} == {32, 2, 48, 64}
     assert calls == 5
@@ -359,9 +363,9 @@ def test_gradients_for_cuda_are_local_calls_of_the_chunks_extents(mesh_of):
 def test_a_program_for_cuda_belongs_to_no_devices(mesh_of, cards, monkeypatch):
     """Its calls are of one rank, so it needs no communicator."""
     cards("9.0")
-    monkeypatch.setattr(_native, "register", lambda: None)
+    monkeypatch.setattr(native, "register", lambda: None)
     required = []
-    monkeypatch.setattr(_compat, "require_devices", required.extend)
+    monkeypatch.setattr(jax_compat, "require_devices", required.extend)
     mesh = mesh_of({"y": 4})
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, P("y", None)))
     with jax.set_mesh(mesh):
@@ -376,7 +380,7 @@ def test_a_program_for_cuda_belongs_to_no_devices(mesh_of, cards, monkeypatch):
 
 def test_explain_says_what_is_gathered_and_called(mesh_of, cards, monkeypatch):
     cards("9.0")
-    monkeypatch.setattr(_compat, "default_platform", lambda: "cuda")
+    monkeypatch.setattr(jax_compat, "default_platform", lambda: "cuda")
     mesh = mesh_of({"y": 4})
     a, b = (
         jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
@@ -397,8 +401,8 @@ def test_explain_says_what_is_gathered_and_called(mesh_of, cards, monkeypatch):
 
 @pytest.mark.parametrize("level", LEVELS)
 def test_what_keeps_no_level_on_cuda_is_refused_by_name(level, cards):
-    plain = _spec.MatmulSpec(np.dtype("float32"), determinism=level)
-    choose = functools.partial(_choice.choose_implementation, nprocesses=1)
+    plain = matmul_spec.MatmulSpec(np.dtype("float32"), determinism=level)
+    choose = functools.partial(backend.choose_implementation, nprocesses=1)
     floats, bytes_ = (np.dtype("float32"),) * 2, (np.dtype("int8"),) * 2
     head = f"determinism='{level}' is not available on platform"
     with pytest.raises(
@@ -407,7 +411,7 @@ def test_what_keeps_no_level_on_cuda_is_refused_by_name(level, cards):
         choose(plain, "cuda", operands=floats)
     cards("9.0")
     assert choose(plain, "cuda", operands=floats).implementation == "cublasmp"
-    grid = plain.replace(pattern=_spec.Pattern.GRID, mesh=(("x", 2), ("y", 4)), row_axes=("x",), col_axes=("y",))
+    grid = plain.replace(pattern=matmul_spec.Pattern.GRID, mesh=(("x", 2), ("y", 4)), row_axes=("x",), col_axes=("y",))
     assert choose(grid.replace(epilog=Epilog.GELU), "cuda", operands=floats).implementation == "cublasmp"
     for spec, platform, operands, why in (
         (plain.replace(implementation="xla"), "cuda", floats, r"\(asked for\).*; pass implementation=\"cublasmp\", or"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmp import _cuda
+from jaxmp._src.runtime import cuda_libraries
 
 sys.path.insert(0, str(Path(__file__).parent / "conformance"))
 import compare
@@ -157,7 +157,7 @@ def test_the_loader_finds_what_wheels_in_other_folders_bring(tmp_path, monkeypat
     for folder in folders:
         (tmp_path / folder).mkdir(parents=True)
     monkeypatch.setattr(
-        _cuda, "_wheel_roots", lambda: [tmp_path / "unpacked/nvidia", tmp_path / "site-packages/nvidia"]
+        cuda_libraries, "_wheel_roots", lambda: [tmp_path / "unpacked/nvidia", tmp_path / "site-packages/nvidia"]
     )
     monkeypatch.setenv("LD_LIBRARY_PATH", "/before")
     assert run.environment()["LD_LIBRARY_PATH"].split(":") == [*(str(tmp_path / f) for f in folders), "/before"]

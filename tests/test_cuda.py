@@ -19,9 +19,11 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, _choice, _compat, _native
-from jaxmp._route import why_card_refuses
-from jaxmp._spec import MatmulSpec, Pattern
+from jaxmp import Epilog
+from jaxmp._src.lowering import backend
+from jaxmp._src.lowering.legalize import why_card_refuses
+from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
 
 __all__ = ["cards"]  # a fixture
 
@@ -31,7 +33,7 @@ __all__ = ["cards"]  # a fixture
 SPEC = MatmulSpec(np.dtype("float32"), Pattern.ALL_GATHER, (("y", 4),), ("y",))
 GRID = MatmulSpec(np.dtype("float32"), Pattern.GRID, (("x", 2), ("y", 4)), ("x",), ("y",))
 FLOATS = (np.dtype("float32"),) * 2
-choose = functools.partial(_choice.choose_implementation, platform="cuda", nprocesses=1, operands=FLOATS)
+choose = functools.partial(backend.choose_implementation, platform="cuda", nprocesses=1, operands=FLOATS)
 
 
 def test_cublasmp_is_the_default_where_it_is_open(cards):
@@ -40,20 +42,20 @@ def test_cublasmp_is_the_default_where_it_is_open(cards):
         chosen = choose(spec)
         assert (chosen.implementation, chosen.why) == ("cublasmp", "CUDA devices, cuBLASMp is open")
         assert choose(spec, nprocesses=4) == chosen, "NCCL crosses processes"
-    assert choose(SPEC.replace(implementation="cublasmp")) == _choice.Choice("cublasmp", "asked for")
-    assert choose(SPEC.replace(implementation="xla")) == _choice.Choice("xla", "asked for")
+    assert choose(SPEC.replace(implementation="cublasmp")) == backend.Choice("cublasmp", "asked for")
+    assert choose(SPEC.replace(implementation="xla")) == backend.Choice("xla", "asked for")
 
 
 def test_a_library_that_cannot_be_opened_leaves_xla_and_says_why(cards):
     cards("9.0", why="cuBLASMp is 0.8.0, jaxmp needs 0.10")
-    assert choose(SPEC) == _choice.Choice("xla", "cuBLASMp is 0.8.0, jaxmp needs 0.10")
+    assert choose(SPEC) == backend.Choice("xla", "cuBLASMp is 0.8.0, jaxmp needs 0.10")
     with pytest.raises(RuntimeError, match=r'^implementation="cublasmp": cuBLASMp is 0\.8\.0, jaxmp needs 0\.10$'):
         choose(SPEC.replace(implementation="cublasmp"))
 
 
 def test_without_a_gpu_the_library_is_called_only_where_asked_for(monkeypatch):
     cases.require("host")
-    monkeypatch.setattr(_native, "cuda_devices", list)
+    monkeypatch.setattr(native, "cuda_devices", list)
     chosen = choose(SPEC)
     assert chosen.implementation == "xla"
     assert 'lowered without a GPU, where cuBLASMp cannot be looked for; pass implementation="cublasmp"' in chosen.why
@@ -83,7 +85,7 @@ def test_without_a_gpu_the_library_is_called_only_where_asked_for(monkeypatch):
 )
 def test_what_cublasmp_does_not_compute_goes_to_xla_or_is_refused_by_name(cards, spec, operands, why):
     cards("10.0", "9.0")  # the least of them counts, so that all processes choose alike
-    assert choose(spec, operands=operands) == _choice.Choice("xla", why)
+    assert choose(spec, operands=operands) == backend.Choice("xla", why)
     with pytest.raises(NotImplementedError, match=re.escape(f'"cublasmp": {why}; pass implementation=None or "xla"')):
         choose(spec.replace(implementation="cublasmp"), operands=operands)
 
@@ -168,8 +170,8 @@ def required(cards, monkeypatch):
     """In a process with CUDA devices, the primitives whose lowerings have come to serve some devices alone."""
     primitives = []
     cards("9.0")
-    monkeypatch.setattr(_native, "register", lambda: None)
-    monkeypatch.setattr(_compat, "require_devices", primitives.extend)
+    monkeypatch.setattr(native, "register", lambda: None)
+    monkeypatch.setattr(jax_compat, "require_devices", primitives.extend)
     return primitives
 
 
@@ -188,8 +190,8 @@ def test_meshes_of_one_shape_have_lowerings_of_their_own(cards, monkeypatch):
     """JAX would give the second mesh the program of the first, with the first one's communicator."""
     require_devices(8)
     cards("9.0")
-    monkeypatch.setattr(_native, "register", lambda: None)
-    dispatch = _compat._dispatch
+    monkeypatch.setattr(native, "register", lambda: None)
+    dispatch = jax_compat._dispatch
     monkeypatch.setattr(dispatch, "prim_requires_devices_during_lowering", set())  # as in a process of its own
     product = jax.jit(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")))
     for order in ([0, 1, 2, 3], [4, 5, 6, 7], [3, 2, 1, 0], [0, 1, 2, 3]):
@@ -288,8 +290,8 @@ def test_one_export_serves_both_platforms(sharded):
 
 def test_explain_tells_what_cublasmp_will_be_asked(sharded, cards, monkeypatch):
     cards("9.0")
-    monkeypatch.setattr(_native._compat, "default_platform", lambda: "cuda")
-    monkeypatch.setattr(_native, "cublasmp_log", lambda: ["[cublasMpMatmul] Using AllGather + Matmul"])
+    monkeypatch.setattr(native.jax_compat, "default_platform", lambda: "cuda")
+    monkeypatch.setattr(native, "cublasmp_log", lambda: ["[cublasMpMatmul] Using AllGather + Matmul"])
     a, b = sharded((8, 16), "y", None), sharded((16, 12), None, "y")
     explanation = jaxmp.explain(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")))(a, b)
     (row,) = explanation.rows
@@ -302,7 +304,7 @@ def test_explain_tells_what_cublasmp_will_be_asked(sharded, cards, monkeypatch):
 
 def test_explain_names_the_route_of_an_all_reduce(sharded, cards, monkeypatch):
     cards("9.0")
-    monkeypatch.setattr(_native._compat, "default_platform", lambda: "cuda")
+    monkeypatch.setattr(native.jax_compat, "default_platform", lambda: "cuda")
     a, b = sharded((8, 16), None, "y"), sharded((16, 12), "y", None)
     (row,) = jaxmp.explain(functools.partial(jaxmp.matmul, out_sharding=P(None, None)))(a, b).rows
     assert (row.implementation, row.workspace) == ("cublasmp", 0)
@@ -311,7 +313,7 @@ def test_explain_names_the_route_of_an_all_reduce(sharded, cards, monkeypatch):
 
 def test_explain_says_why_cublasmp_is_not_used(sharded, cards, monkeypatch):
     cards("9.0", why="libcublasmp.so.0 cannot be opened")
-    monkeypatch.setattr(_native._compat, "default_platform", lambda: "cuda")
+    monkeypatch.setattr(native.jax_compat, "default_platform", lambda: "cuda")
     a, b = sharded((8, 16), None, "y"), sharded((16, 12), "y", None)
     (row,) = jaxmp.explain(functools.partial(jaxmp.matmul, out_sharding=P(None, None)))(a, b).rows
     assert (row.implementation, row.why) == ("xla", "libcublasmp.so.0 cannot be opened")

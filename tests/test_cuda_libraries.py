@@ -14,7 +14,8 @@ import jax.export
 import pytest
 
 import jaxmp
-from jaxmp import _config, _cuda, _native
+from jaxmp._src.runtime import config as config_lib
+from jaxmp._src.runtime import cuda_libraries, native
 
 # ---- finding the libraries
 
@@ -28,12 +29,12 @@ def wheels(tmp_path, monkeypatch):
         for name in names:
             folder = tmp_path / "nvidia" / folders[name]
             folder.mkdir(parents=True)
-            (folder / (_cuda.NCCL if name == "nccl" else _cuda.CUBLASMP)).write_bytes(b"")
-        monkeypatch.setattr(_cuda, "_wheel_roots", lambda: [tmp_path / "nvidia"])
+            (folder / (cuda_libraries.NCCL if name == "nccl" else cuda_libraries.CUBLASMP)).write_bytes(b"")
+        monkeypatch.setattr(cuda_libraries, "_wheel_roots", lambda: [tmp_path / "nvidia"])
         return tmp_path / "nvidia"
 
-    monkeypatch.setattr(_cuda, "_MAPS", str(tmp_path / "maps"))
-    monkeypatch.setattr(_cuda, "_plugins", lambda: ("cu13",))
+    monkeypatch.setattr(cuda_libraries, "_MAPS", str(tmp_path / "maps"))
+    monkeypatch.setattr(cuda_libraries, "_plugins", lambda: ("cu13",))
     (tmp_path / "maps").write_text("7f00-7f01 r-xp 00000000 08:01 42 /usr/lib/libc.so.6\n7f02-7f03 rw-p 0 00:00 0\n")
     return lay_out
 
@@ -46,7 +47,7 @@ def load(tmp_path, *paths):
 
 def test_the_wheels_are_found_where_they_put_their_files(wheels):
     root = wheels("cu13", "nccl")
-    found = _cuda.find()
+    found = cuda_libraries.find()
     assert found.cublasmp == str(root / "cublasmp/cu13/lib/libcublasmp.so.0")
     assert found.nccl == str(root / "nccl/lib/libnccl.so.2")
     assert found.driver == "libcuda.so.1"
@@ -59,27 +60,27 @@ def test_wheels_share_the_folder_nvidia_on_the_import_path(tmp_path, monkeypatch
     for name in [name for name in sys.modules if name == "nvidia" or name.startswith("nvidia.")]:
         monkeypatch.delitem(sys.modules, name)
     importlib.invalidate_caches()
-    assert {tmp_path / "one/nvidia", tmp_path / "two/nvidia"} <= set(_cuda._wheel_roots())
+    assert {tmp_path / "one/nvidia", tmp_path / "two/nvidia"} <= set(cuda_libraries._wheel_roots())
 
 
 def test_without_wheels_the_loader_looks(wheels):
     wheels()
-    found = _cuda.find()
+    found = cuda_libraries.find()
     assert (found.cublasmp, found.nccl) == ("libcublasmp.so.0", "libnccl.so.2")
 
 
 def test_without_a_plugin_both_cudas_will_do_and_the_newer_is_taken(wheels, monkeypatch):
-    monkeypatch.setattr(_cuda, "_plugins", lambda: ())
+    monkeypatch.setattr(cuda_libraries, "_plugins", lambda: ())
     wheels("cu12", "nccl")
-    assert "/cu12/" in _cuda.find().cublasmp
+    assert "/cu12/" in cuda_libraries.find().cublasmp
     wheels("cu13")
-    assert "/cu13/" in _cuda.find().cublasmp
+    assert "/cu13/" in cuda_libraries.find().cublasmp
 
 
 def test_a_library_for_another_cuda_names_both_and_the_remedy(wheels):
     root = wheels("cu12", "nccl")
     with pytest.raises(RuntimeError) as caught:
-        _cuda.find()
+        cuda_libraries.find()
     assert str(caught.value) == (
         f"cuBLASMp is installed for CUDA 12 ({root}/cublasmp/cu12/lib/libcublasmp.so.0), but JAX's plugin is for CUDA "
         "13; pip install 'jaxmp[cuda13]'"
@@ -91,7 +92,7 @@ def test_the_nccl_in_the_process_may_be_the_wheels(wheels, tmp_path):
     root = wheels("cu13", "nccl")
     (tmp_path / "libnccl.so.2.30.7").symlink_to(root / "nccl/lib/libnccl.so.2")
     load(tmp_path, tmp_path / "libnccl.so.2.30.7")
-    assert _cuda.find().nccl == str(root / "nccl/lib/libnccl.so.2")
+    assert cuda_libraries.find().nccl == str(root / "nccl/lib/libnccl.so.2")
 
 
 def test_a_second_nccl_names_both_and_the_remedy(wheels, tmp_path):
@@ -101,7 +102,7 @@ def test_a_second_nccl_names_both_and_the_remedy(wheels, tmp_path):
     other.write_bytes(b"")
     load(tmp_path, other)
     with pytest.raises(RuntimeError) as caught:
-        _cuda.find()
+        cuda_libraries.find()
     assert str(caught.value) == (
         f"this process has loaded NCCL from {other}, but cuBLASMp would use {root}/nccl/lib/libnccl.so.2, and one "
         f"process takes one NCCL; take {other.parent} off LD_LIBRARY_PATH and LD_PRELOAD, or uninstall what loads it"
@@ -112,23 +113,23 @@ def test_two_nccls_in_the_process_are_named(wheels, tmp_path):
     wheels("cu13")
     load(tmp_path, "/a/libnccl.so.2", "/b/libnccl.so.2.29.7")
     with pytest.raises(RuntimeError, match=r"two NCCLs, /a/libnccl\.so\.2 and /b/libnccl\.so\.2\.29\.7; .*uninstall"):
-        _cuda.find()
+        cuda_libraries.find()
 
 
 def test_an_nccl_that_is_loaded_serves_where_no_wheel_has_one(wheels, tmp_path):
     wheels("cu13")
     load(tmp_path, "/opt/libnccl.so.2")
-    assert _cuda.find().nccl == "/opt/libnccl.so.2"
+    assert cuda_libraries.find().nccl == "/opt/libnccl.so.2"
 
 
 def test_a_system_without_maps_has_loaded_nothing(monkeypatch, tmp_path):
-    monkeypatch.setattr(_cuda, "_MAPS", str(tmp_path / "absent"))
-    assert _cuda.mapped_files("libnccl") == []
+    monkeypatch.setattr(cuda_libraries, "_MAPS", str(tmp_path / "absent"))
+    assert cuda_libraries.mapped_files("libnccl") == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_maps_of_this_process_are_read():
-    assert any(path.endswith(".so") or ".so." in path for path in _cuda.mapped_files("lib"))
+    assert any(path.endswith(".so") or ".so." in path for path in cuda_libraries.mapped_files("lib"))
 
 
 def test_what_the_processes_of_a_job_compare(monkeypatch):
@@ -138,17 +139,17 @@ def test_what_the_processes_of_a_job_compare(monkeypatch):
         try:
             return versions[name]
         except KeyError:
-            raise _cuda.importlib.metadata.PackageNotFoundError(name) from None
+            raise cuda_libraries.importlib.metadata.PackageNotFoundError(name) from None
 
-    monkeypatch.setattr(_cuda.importlib.metadata, "version", version)
+    monkeypatch.setattr(cuda_libraries.importlib.metadata, "version", version)
     for plugins, want in (
         (("cu13",), "nvidia-cublasmp-cu13-0.10.0.3695"),
         (("cu13", "cu12"), "nvidia-cublasmp-cu13-0.10.0.3695"),
         (("cu12",), "none"),
         ((), "none"),
     ):
-        monkeypatch.setattr(_cuda, "_plugins", lambda plugins=plugins: plugins)
-        assert _cuda.installed() == want
+        monkeypatch.setattr(cuda_libraries, "_plugins", lambda plugins=plugins: plugins)
+        assert cuda_libraries.installed() == want
 
 
 # ---- opening them
@@ -183,39 +184,39 @@ def opening(wheels, monkeypatch):
 
     def make(refusal=""):
         module = FakeExtension(refusal)
-        monkeypatch.setattr(_native, "extension", lambda: module)
+        monkeypatch.setattr(native, "extension", lambda: module)
         return module
 
-    monkeypatch.setattr(_native._compat, "translate_errors", lambda translate: None)
-    monkeypatch.setattr(_native, "_why_no_cublasmp", None)
+    monkeypatch.setattr(native.jax_compat, "translate_errors", lambda translate: None)
+    monkeypatch.setattr(native, "_why_no_cublasmp", None)
     wheels("cu13", "nccl")
     return make
 
 
 def test_the_library_is_opened_once_with_the_configuration(opening, monkeypatch):
     module = opening()
-    config = _config.parse({"JAXMP_LOG": "cublasmp", "JAXMP_TIMEOUT": "7"})
-    monkeypatch.setattr(_native, "config", lambda: config)
-    assert (_native.why_no_cublasmp(), _native.why_no_cublasmp()) == ("", "")
-    found = _cuda.find()
+    config = config_lib.parse({"JAXMP_LOG": "cublasmp", "JAXMP_TIMEOUT": "7"})
+    monkeypatch.setattr(native, "config", lambda: config)
+    assert (native.why_no_cublasmp(), native.why_no_cublasmp()) == ("", "")
+    found = cuda_libraries.find()
     *settings, load_call = module.calls
     assert settings == [("set_cublasmp_log", True), ("set_timeout", 7.0), ("set_exchange", None)]
     assert load_call == ("load_cublasmp", found.cublasmp, found.nccl, found.driver)
-    assert _native.cublasmp_log() == ["a line"]
+    assert native.cublasmp_log() == ["a line"]
 
 
 def test_the_deadline_of_initialize_goes_before_that_of_the_environment(opening, monkeypatch):
     module = opening()
-    monkeypatch.setattr(_native, "_timeout", 3.0)
-    _native.why_no_cublasmp()
+    monkeypatch.setattr(native, "_timeout", 3.0)
+    native.why_no_cublasmp()
     assert ("set_timeout", 3.0) in module.calls
 
 
 def test_why_it_cannot_be_opened_stays(opening):
     module = opening(why := "libcuda.so.1 cannot be opened")
-    assert (_native.why_no_cublasmp(), _native.why_no_cublasmp()) == (why, why)
+    assert (native.why_no_cublasmp(), native.why_no_cublasmp()) == (why, why)
     assert [call[0] for call in module.calls].count("load_cublasmp") == 1
-    assert _native.cublasmp_log() == []
+    assert native.cublasmp_log() == []
 
 
 def test_a_conflict_of_libraries_opens_none(opening, monkeypatch):
@@ -224,20 +225,20 @@ def test_a_conflict_of_libraries_opens_none(opening, monkeypatch):
     def refuse():
         raise RuntimeError("two NCCLs")
 
-    monkeypatch.setattr(_cuda, "find", refuse)
-    assert (_native.why_no_cublasmp(), module.calls) == ("two NCCLs", [])
+    monkeypatch.setattr(cuda_libraries, "find", refuse)
+    assert (native.why_no_cublasmp(), module.calls) == ("two NCCLs", [])
 
 
 def test_a_machine_without_a_driver_is_told_so(wheels, monkeypatch):
     """The extension's own answer."""
     cases.require("host")
     wheels()
-    monkeypatch.setattr(_native, "_why_no_cublasmp", None)
-    monkeypatch.setattr(_cuda, "DRIVER", "libcuda-absent.so.1")
-    why = _native.why_no_cublasmp()
+    monkeypatch.setattr(native, "_why_no_cublasmp", None)
+    monkeypatch.setattr(cuda_libraries, "DRIVER", "libcuda-absent.so.1")
+    why = native.why_no_cublasmp()
     assert "the CUDA driver cannot be opened as libcuda-absent.so.1" in why
     assert "install NVIDIA's driver" in why
-    assert _native.cublasmp_info() == {}
+    assert native.cublasmp_info() == {}
 
 
 @pytest.mark.parametrize(("platforms", "want"), [("cpu", ["cpu"]), ("cpu cuda", ["cpu", "CUDA"]), ("cuda", ["CUDA"])])
@@ -246,14 +247,14 @@ def test_the_call_is_registered_where_there_are_devices(platforms, want, monkeyp
     done = []
     capsules = {name: (lambda name=name: {name: {}}) for name in ("types", "registrations")}
     capsules |= {f"cuda_{name}": (lambda name=name: {f"cuda_{name}": {}}) for name in ("types", "registrations")}
-    monkeypatch.setattr(_native, "extension", lambda: types.SimpleNamespace(**capsules))
-    monkeypatch.setattr(_native, "_is_registered", False)
-    monkeypatch.setattr(_native, "_devices", lambda platform: ["a device"] if platform in platforms.split() else [])
-    monkeypatch.setattr(_native, "why_no_cublasmp", lambda: done.append("open") or "")
+    monkeypatch.setattr(native, "extension", lambda: types.SimpleNamespace(**capsules))
+    monkeypatch.setattr(native, "_is_registered", False)
+    monkeypatch.setattr(native, "_devices", lambda platform: ["a device"] if platform in platforms.split() else [])
+    monkeypatch.setattr(native, "why_no_cublasmp", lambda: done.append("open") or "")
     for name in ("register_ffi_type", "register_ffi_target"):
         monkeypatch.setattr(jax.ffi, name, lambda name, _, platform: done.append((name, platform)))
-    _native.register()
-    _native.register()
+    native.register()
+    native.register()
     expected = {
         "cpu": [("types", "cpu"), ("registrations", "cpu")],
         "CUDA": ["open", ("cuda_types", "CUDA"), ("cuda_registrations", "CUDA")],
@@ -265,9 +266,9 @@ def test_a_failed_launch_is_told_by_its_reason(opening, monkeypatch):
     """XLA says CUDA_ERROR_LAUNCH_FAILED; why the communicators were aborted is ours to say."""
     module = opening()
     error = jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_LAUNCH_FAILED")
-    assert _native._translated(error) is None
+    assert native._translated(error) is None
     module.failure = "matmul at train.py:41: rank 1 of 4 did not come within 60 s"
-    assert (type(_native._translated(error)), str(_native._translated(error))) == (RuntimeError, module.failure)
+    assert (type(native._translated(error)), str(native._translated(error))) == (RuntimeError, module.failure)
     monkeypatch.setattr(jaxmp.distributed, "_state", object())
     translated = jaxmp.distributed._translated(error)
     assert (type(translated), str(translated)) == (jaxmp.distributed.DistributedError, module.failure)
@@ -295,16 +296,16 @@ class FakeStore:
 
 def test_ids_travel_through_the_store(monkeypatch):
     store = FakeStore()
-    monkeypatch.setattr(_native._compat, "distributed_client", lambda: store)
-    assert _native._exchange("nccl/y/0", b"\0id\xff", 5.0) == b"\0id\xff"
+    monkeypatch.setattr(native.jax_compat, "distributed_client", lambda: store)
+    assert native._exchange("nccl/y/0", b"\0id\xff", 5.0) == b"\0id\xff"
     assert store.values == {"nccl/y/0": b"\0id\xff"}
-    assert _native._exchange("nccl/y/0", None, 5.0) == b"\0id\xff"
+    assert native._exchange("nccl/y/0", None, 5.0) == b"\0id\xff"
     assert store.waits == [5000]
     with pytest.raises(TimeoutError, match=r"nobody has published nccl/y/1 within 0\.25 s; a process of"):
-        _native._exchange("nccl/y/1", None, 0.25)
+        native._exchange("nccl/y/1", None, 0.25)
 
 
 def test_without_a_store_nothing_travels(monkeypatch):
-    monkeypatch.setattr(_native._compat, "distributed_client", lambda: None)
+    monkeypatch.setattr(native.jax_compat, "distributed_client", lambda: None)
     with pytest.raises(RuntimeError, match=r"no store is left for nccl/y/0: jax\.distributed\.shutdown\(\)"):
-        _native._exchange("nccl/y/0", None, 1.0)
+        native._exchange("nccl/y/0", None, 1.0)

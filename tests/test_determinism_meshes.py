@@ -17,7 +17,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, _epilog, _primitive, _spec, testing
+from jaxmp import Epilog, testing
+from jaxmp._src.primitive import primitives
+from jaxmp._src.spec import epilogs, matmul_spec
 
 pytestmark = pytest.mark.usefixtures("x64")
 DTYPES = testing.DTYPES
@@ -145,8 +147,8 @@ def test_the_slope_of_a_gelu_is_the_librarys():
     cases.require("host")
     aux, t = testing.draw(0, (70, 33), "float32"), testing.draw(1, (70, 33), "float32")
     t[0, :3] = 0.0, -0.0, np.inf
-    spec = _spec.MatmulSpec(np.dtype("float32"), determinism="batch")
-    slope = functools.partial(_primitive.activation_grad, "gelu", spec=spec)
+    spec = matmul_spec.MatmulSpec(np.dtype("float32"), determinism="batch")
+    slope = functools.partial(primitives.activation_grad, "gelu", spec=spec)
     want = np.asarray(jax.jit(slope)(aux, t))
     for m in (1, 2, 3, 17, 64):
         testing.assert_bitwise_equal(jax.jit(slope)(aux[:m], t[:m]), want[:m], f"m={m}")
@@ -157,7 +159,7 @@ def test_the_slope_of_a_gelu_is_the_librarys():
     assert calls == [str(int(Epilog.DGELU))]
 
 
-OF_ACTIVATIONS = [epilog for epilog in testing.DERIVATIVES if _epilog.rule(epilog).derivative]
+OF_ACTIVATIONS = [epilog for epilog in testing.DERIVATIVES if epilogs.rule(epilog).derivative]
 # Of a (m, 1), b (1, n) and d over a mesh of x and y; over an axis of one device every pattern has k = 1.
 OVER_ONE_PRODUCT = {
     "local": ((2, 2), P(None, None), P(None, ("x", "y")), P(None, ("x", "y"))),

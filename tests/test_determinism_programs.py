@@ -17,7 +17,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, _compat, _config, _native, testing
+from jaxmp import Epilog, testing
+from jaxmp._src.runtime import config as config_lib
+from jaxmp._src.runtime import jax_compat, native
 
 pytestmark = pytest.mark.usefixtures("x64")
 DTYPES = testing.DTYPES
@@ -124,7 +126,7 @@ def inexact_types(jaxpr) -> set[str]:
     """Names of every floating type in a jaxpr and all it contains."""
     found = {v.aval.dtype for eqn in jaxpr.eqns for v in (*eqn.invars, *eqn.outvars) if hasattr(v.aval, "dtype")}
     found = {dtype.name for dtype in found if jnp.issubdtype(dtype, jnp.inexact)}
-    return found.union(*(inexact_types(sub) for eqn in jaxpr.eqns for sub in _compat.subjaxprs(eqn.params)))
+    return found.union(*(inexact_types(sub) for eqn in jaxpr.eqns for sub in jax_compat.subjaxprs(eqn.params)))
 
 
 def tensor_types(text: str) -> set[str]:
@@ -175,10 +177,10 @@ def test_explain_and_the_log_name_the_accumulator(dtype, capfd):
     (row,) = jaxmp.explain(jaxmp.matmul)(a, b).rows
     assert row.accumulator == ACCUMULATORS[dtype]
     assert f" {ACCUMULATORS[dtype]} " in capfd.readouterr().out
-    _native.extension().set_plan_log(True)
+    native.extension().set_plan_log(True)
     try:
         jaxmp.plan_cache_clear()
         jax.jit(jaxmp.matmul).lower(a, b).compile()
     finally:
-        _native.extension().set_plan_log("plan" in _config.config().log)
+        native.extension().set_plan_log("plan" in config_lib.config().log)
     assert f"compute={COMPUTE[ACCUMULATORS[dtype]]} " in capfd.readouterr().err

@@ -18,13 +18,14 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, _call, _eager, testing
+from jaxmp import Epilog, testing
+from jaxmp._src.sharding import eager_calls, sharded_call
 
 
 @pytest.fixture(autouse=True)
 def cold():
     cases.require("host")
-    _eager.kept.cache_clear()
+    eager_calls.kept.cache_clear()
 
 
 @pytest.fixture
@@ -34,17 +35,17 @@ def operands(rng):
 
 
 def misses():
-    return _eager.kept.cache_info().misses
+    return eager_calls.kept.cache_info().misses
 
 
 def judged(monkeypatch):
     """A list that grows by the name of every call that is validated from here on."""
     names = []
-    monkeypatch.setattr(_call, "validated", lambda name, *args: names.append(name) or validated(name, *args))
+    monkeypatch.setattr(sharded_call, "validated", lambda name, *args: names.append(name) or validated(name, *args))
     return names
 
 
-validated = _call.validated
+validated = sharded_call.validated
 
 
 def test_a_call_like_an_earlier_one_is_not_judged_again(operands, monkeypatch):
@@ -52,7 +53,7 @@ def test_a_call_like_an_earlier_one_is_not_judged_again(operands, monkeypatch):
     calls = judged(monkeypatch)
     for _ in range(50):
         got = jaxmp.matmul(a, b, c, beta=2.0, epilog=Epilog.BIAS, epilog_inputs={"bias": b[0]})
-    assert len(calls) == misses() == _eager.kept.cache_info().currsize == 1
+    assert len(calls) == misses() == eager_calls.kept.cache_info().currsize == 1
     bias = {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": b[0]}}
     other = jaxmp.matmul(b, a, c, beta=2.0, **bias)
     assert len(calls) == 1, "other values of one type are one kind"
@@ -65,8 +66,8 @@ def test_what_is_kept_is_bounded(operands):
     a, b, _ = operands
     for i in range(3):
         jaxmp.matmul(a, b, alpha=float(i))
-    assert _eager.kept.cache_info().currsize == 3
-    assert _eager.kept.cache_info().maxsize == _eager.CAPACITY
+    assert eager_calls.kept.cache_info().currsize == 3
+    assert eager_calls.kept.cache_info().maxsize == eager_calls.CAPACITY
 
 
 OPTIONS = {
@@ -144,7 +145,7 @@ def test_scalars_that_are_no_python_numbers_are_judged_each_time(operands, alpha
 
 def test_a_call_that_names_its_line_is_judged_each_time(operands, monkeypatch):
     a, b, _ = operands
-    monkeypatch.setattr(_eager._native, "has_roll_call", lambda: True)
+    monkeypatch.setattr(eager_calls.native, "has_barrier", lambda: True)
     calls = judged(monkeypatch)
     for _ in range(3):
         jaxmp.matmul(a, b)

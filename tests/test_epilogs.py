@@ -16,7 +16,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, _epilog, reference
+from jaxmp import Epilog, reference
+from jaxmp._src.spec import epilogs as epilogs_lib
 
 ALPHA, BETA = 1.5, 0.5
 MODES = [modes.BY_ID[name] for name in ("explicit", "in_shardings", "shard_map", "shard_map-unchecked", "partitioner")]
@@ -50,7 +51,7 @@ def specs(case):
 
 def program(f, epilog, x):
     """Every result, and the gradients of a loss that reads those that have one: the relu mask has none."""
-    row = _epilog.rule(epilog)
+    row = epilogs_lib.rule(epilog)
 
     def outputs(operands):
         more = {name: operands[name] for name in row.inputs if name != "relu_aux"}
@@ -278,7 +279,7 @@ def test_allreduce_is_what_the_pattern_does(epilog, rng):
         results = []
         with mode.scope(case):
             placed = {key: mode.put(case, v, specs(case)[key]) for key, v in x.items()}
-            inputs = {key: placed[key] for key in _epilog.rule(epilog).inputs}
+            inputs = {key: placed[key] for key in epilogs_lib.rule(epilog).inputs}
             for number in (epilog, Epilog.ALLREDUCE | epilog):
                 f = mode.product(case, epilog=number)
                 out = mode.run(lambda a, b, inputs, f=f: f(a, b, **inputs), placed["a"], placed["b"], inputs)
@@ -297,7 +298,7 @@ def test_all_reduce_alone(rng):
 
 
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
-@pytest.mark.parametrize("epilog", [e for e in EPILOGS if _epilog.rule(e).gradient], ids=lambda e: e.name)
+@pytest.mark.parametrize("epilog", [e for e in EPILOGS if epilogs_lib.rule(e).gradient], ids=lambda e: e.name)
 @pytest.mark.parametrize("extents", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (4, 5, 1), (0, 5, 0)], ids=str)
 def test_bias_gradients_of_empty_and_thin_products(extents, epilog, implementation, rng):
     """Sums over nothing are nought, and are written; an empty d still has the sums of what would have made it."""
@@ -305,7 +306,7 @@ def test_bias_gradients_of_empty_and_thin_products(extents, epilog, implementati
     m, n, k = extents
     a, b = rng.integers(-3, 4, (m, k)).astype(np.float32), rng.integers(-3, 4, (k, n)).astype(np.float32)
     inputs = {"relu_aux": mask((m, n), rng, 1), "gelu_aux": np.full((m, n), 40, np.float32)}  # of slope 1
-    inputs = {name: jnp.asarray(inputs[name]) for name in _epilog.rule(epilog).inputs}
+    inputs = {name: jnp.asarray(inputs[name]) for name in epilogs_lib.rule(epilog).inputs}
     turn = epilog == Epilog.BGRADA
     f = functools.partial(
         jaxmp.matmul, epilog=epilog, epilog_inputs=inputs, transpose_a=turn, implementation=implementation
@@ -315,8 +316,8 @@ def test_bias_gradients_of_empty_and_thin_products(extents, epilog, implementati
     if "relu_aux" in inputs:
         z = z * np.unpackbits(np.asarray(inputs["relu_aux"]), axis=-1, count=n, bitorder="little")
     np.testing.assert_array_equal(d, z)
-    want = {"bgrada": a.sum(1), "bgradb": b.sum(0)}.get(_epilog.rule(epilog).gradient, z.sum(0))
-    np.testing.assert_array_equal(sums[_epilog.rule(epilog).gradient], want)
+    want = {"bgrada": a.sum(1), "bgradb": b.sum(0)}.get(epilogs_lib.rule(epilog).gradient, z.sum(0))
+    np.testing.assert_array_equal(sums[epilogs_lib.rule(epilog).gradient], want)
 
 
 def test_the_derivative_of_gelu_far_out_is_that_of_relu():
@@ -418,7 +419,7 @@ def test_the_numbers_are_those_of_cublasmp():
 
 
 def test_every_implemented_epilog_is_in_the_table_of_cases():
-    assert set(_epilog._RULES) == set(cases.EPILOGS)
+    assert set(epilogs_lib._RULES) == set(cases.EPILOGS)
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])
@@ -429,7 +430,7 @@ def test_linear(activation, has_bias, rng):
     operands = (x, w, bias) if has_bias else (x, w)
     with jax.enable_x64(True):
         want = reference.linear(*map(cases.wide, operands), activation=activation)
-    major = bounds.matmul_majorant(np.abs(x), np.abs(w), epilog=_epilog.for_activation(activation, False))
+    major = bounds.matmul_majorant(np.abs(x), np.abs(w), epilog=epilogs_lib.for_activation(activation, False))
     allowed = bounds.PROGRAM * bounds.unit_roundoff("float32") * (np.asarray(major) + np.abs(bias))
     for leading in ((), (0,), (0, 0)):  # matrices, rows and single vectors
         got = jaxmp.linear(*(jnp.asarray(v) for v in (x[leading], *operands[1:])), activation=activation)

@@ -15,7 +15,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, _choice
+from jaxmp import Epilog
+from jaxmp._src.lowering import backend
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +26,7 @@ def launches(monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("the call was lowered ahead of its error")
 
-    monkeypatch.setattr(_choice, "choose_implementation", refuse)
+    monkeypatch.setattr(backend, "choose_implementation", refuse)
 
 
 def zeros(*shape, dtype=np.float32):

@@ -8,14 +8,14 @@ import threading
 
 import pytest
 
-from jaxmp import _native
+from jaxmp._src.runtime import native
 
 ID = b"i" + bytes(range(128))
 
 
 @pytest.fixture
 def extension():
-    module = _native.extension()
+    module = native.extension()
     yield module
     module.set_exchange(None)
 

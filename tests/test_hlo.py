@@ -16,7 +16,8 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, _native
+from jaxmp import Epilog
+from jaxmp._src.runtime import native
 
 COLLECTIVE = r"(all-gather|all-reduce|reduce-scatter|collective-permute|collective-broadcast|all-to-all)(?:-start)?\("
 
@@ -54,7 +55,7 @@ def compiled_text(program, *args):
 
 def calls_of(text):
     """Patterns of our custom calls, in no order."""
-    return sorted(re.findall(rf'custom_call_target="{_native.TARGET}".*?pattern = "(\w+)"', text))
+    return sorted(re.findall(rf'custom_call_target="{native.TARGET}".*?pattern = "(\w+)"', text))
 
 
 def collectives_of(text):
@@ -208,9 +209,9 @@ def test_the_gradient_of_an_mlp():
 
 def test_a_profile_names_what_a_call_computes():
     a, b = np.ones((6, 4), np.float32), np.ones((4, 5), np.float32)
-    for level, kernel in (("run_to_run", _native.kernel_of("f32")), ("topology", "one order of sums")):
+    for level, kernel in (("run_to_run", native.kernel_of("f32")), ("topology", "one order of sums")):
         text = compiled_text(lambda a, b, level=level: jaxmp.matmul(a, b, determinism=level), a, b)
-        call = next(line for line in text.splitlines() if f'custom_call_target="{_native.TARGET}"' in line)
+        call = next(line for line in text.splitlines() if f'custom_call_target="{native.TARGET}"' in line)
         assert f"/jaxmp local 6x4x5 f32*f32->f32 {level} ({kernel})/" in call
 
 

@@ -18,15 +18,16 @@ import numpy as np
 import pytest
 
 import jaxmp
-from jaxmp import _config, _native
+from jaxmp._src.runtime import config as config_lib
+from jaxmp._src.runtime import native
 
 
 @pytest.fixture
 def extension():
     """The loaded extension, with an empty plan cache."""
     cases.require("host")
-    _native.plan_cache_clear()
-    return _native.extension()
+    native.plan_cache_clear()
+    return native.extension()
 
 
 def test_the_package_and_the_extension_are_of_one_version(extension):
@@ -75,11 +76,11 @@ def attributes(pattern="local", m=4, n=5, k=6, mesh=(), **changes):
 
 def custom_call(a, b, **changes):
     """Row-major `a @ b` through the bare custom call."""
-    _native.register()
+    native.register()
     (m, k), n = a.shape, b.shape[1]
     call = attributes(**{"m": n, "n": m, "k": k, **changes})
     with jax.enable_x64(True):
-        return jax.ffi.ffi_call(_native.TARGET, jax.ShapeDtypeStruct((m, n), a.dtype))(b, a, **call)
+        return jax.ffi.ffi_call(native.TARGET, jax.ShapeDtypeStruct((m, n), a.dtype))(b, a, **call)
 
 
 # ---- loading
@@ -101,39 +102,39 @@ def test_import_loads_no_extension_and_starts_no_backend():
 
 
 def fake_module(**values):
-    known = {"abi_version": _native.ABI_VERSION, "version": "9.9.9", "jaxlib_version": "0.10.2", **values}
+    known = {"abi_version": native.ABI_VERSION, "version": "9.9.9", "jaxlib_version": "0.10.2", **values}
     return types.SimpleNamespace(**{name: (lambda value=value: value) for name, value in known.items()})
 
 
 def test_another_abi_version_names_both_and_the_remedy():
     with pytest.raises(ImportError) as caught:
-        _native._check_versions(fake_module(abi_version=7))
+        native._check_versions(fake_module(abi_version=7))
     assert str(caught.value) == (
-        f"jaxmp's Python files need extension ABI {_native.ABI_VERSION} but jaxmp._jaxmp (jaxmp 9.9.9) has ABI 7; "
+        f"jaxmp's Python files need extension ABI {native.ABI_VERSION} but jaxmp._jaxmp (jaxmp 9.9.9) has ABI 7; "
         "reinstall jaxmp so that both come from one version."
     )
 
 
 def test_a_jaxlib_older_than_the_headers_names_both_and_the_remedy():
     with pytest.raises(ImportError, match=r"FFI headers of jaxlib 99\.1\.2 but jaxlib .* is installed; upgrade jaxlib"):
-        _native._check_versions(fake_module(jaxlib_version="99.1.2"))
+        native._check_versions(fake_module(jaxlib_version="99.1.2"))
 
 
 def test_versions_compare_by_their_numbers():
-    assert _native._release("0.10.2") < _native._release("0.12.0.1")
-    assert _native._release("0.9.9") < _native._release("0.10.2")
-    assert _native._release("0.10.2.dev20260101") == (0, 10, 2)
+    assert native._release("0.10.2") < native._release("0.12.0.1")
+    assert native._release("0.9.9") < native._release("0.10.2")
+    assert native._release("0.10.2.dev20260101") == (0, 10, 2)
 
 
 def test_a_missing_extension_says_how_to_get_one(monkeypatch):
-    monkeypatch.setattr(_native, "_loaded", None)
+    monkeypatch.setattr(native, "_loaded", None)
     monkeypatch.setitem(sys.modules, "jaxmp._jaxmp", None)
     with pytest.raises(ImportError, match=r'extension cannot be loaded.*pass implementation="xla"'):
-        _native.extension()
+        native.extension()
 
 
 def test_a_blas_that_is_not_there_is_named(extension):
-    program = "from jaxmp import _native; _native.blas_info()"
+    program = "from jaxmp._src.runtime import native; native.blas_info()"
     done = subprocess.run(
         [sys.executable, "-c", program],
         capture_output=True,
@@ -146,14 +147,14 @@ def test_a_blas_that_is_not_there_is_named(extension):
 
 
 def test_blas_info_names_the_library_and_a_kernel_for_each_dtype(extension):
-    info = _native.blas_info()
+    info = native.blas_info()
     assert set(info) == {"library", "config", "mkl", "f32", "f64", "c64", "c128", "bf16", "f16"}
     assert "openblas" in info["library"]
     assert all(info[dtype] for dtype in ("f32", "f64", "c64", "c128", "bf16", "f16"))
 
 
 def test_versions_of_the_extension(extension):
-    assert extension.abi_version() == _native.ABI_VERSION
+    assert extension.abi_version() == native.ABI_VERSION
     assert extension.version() == importlib.metadata.version("jaxmp")
 
 
@@ -161,7 +162,7 @@ def test_versions_of_the_extension(extension):
 
 
 def test_configuration_defaults():
-    assert _config.parse({}) == _config.Config(
+    assert config_lib.parse({}) == config_lib.Config(
         log=frozenset(), plan_cache_size=512, blas=None, use_mkl=True, ignores_precision=False
     )
 
@@ -177,7 +178,7 @@ def test_configuration_defaults():
 )
 def test_a_variable_that_means_nothing_is_an_error(name, value, message):
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the whole message is compared
-        _config.parse({name: value})
+        config_lib.parse({name: value})
     assert str(caught.value) == message
 
 
@@ -193,18 +194,18 @@ def test_a_variable_that_means_nothing_is_an_error(name, value, message):
 )
 def test_a_misspelt_variable_is_named_once(end, advice, monkeypatch):
     name = f"JAXMP{end}"
-    monkeypatch.setattr(_config, "_named", set())
+    monkeypatch.setattr(config_lib, "_named", set())
     monkeypatch.setenv(name, "1")
     with pytest.warns(UserWarning, match=re.escape(f"no environment variable {name}, which does nothing; {advice}")):
-        _config.config.__wrapped__()
-    _config.config.__wrapped__()  # warnings are errors here
+        config_lib.config.__wrapped__()
+    config_lib.config.__wrapped__()  # warnings are errors here
 
 
 def test_known_variables_are_not_warned_of(monkeypatch):
-    monkeypatch.setattr(_config, "_named", set())
-    for name in (*_config.VARIABLES, *_config.TEST_VARIABLES):
-        monkeypatch.setenv(name, _config.VARIABLES.get(name, ("", ""))[1])
-    _config.config.__wrapped__()
+    monkeypatch.setattr(config_lib, "_named", set())
+    for name in (*config_lib.VARIABLES, *config_lib.TEST_VARIABLES):
+        monkeypatch.setenv(name, config_lib.VARIABLES.get(name, ("", ""))[1])
+    config_lib.config.__wrapped__()
 
 
 def test_the_import_names_a_misspelt_variable():
@@ -224,23 +225,23 @@ def test_the_import_names_a_misspelt_variable():
 
 
 def test_plan_cache_counts_hits_and_misses(extension):
-    _native.describe_plan(attributes())
-    _native.describe_plan(attributes())
-    _native.describe_plan(attributes(k=7))
-    info = _native.plan_cache_info()
-    assert info == {"hits": 1, "misses": 2, "size": 2, "capacity": _config.config().plan_cache_size}
-    _native.plan_cache_clear()
-    assert _native.plan_cache_info() == {"hits": 0, "misses": 0, "size": 0, "capacity": info["capacity"]}
+    native.describe_plan(attributes())
+    native.describe_plan(attributes())
+    native.describe_plan(attributes(k=7))
+    info = native.plan_cache_info()
+    assert info == {"hits": 1, "misses": 2, "size": 2, "capacity": config_lib.config().plan_cache_size}
+    native.plan_cache_clear()
+    assert native.plan_cache_info() == {"hits": 0, "misses": 0, "size": 0, "capacity": info["capacity"]}
 
 
 def test_plan_cache_is_bounded(extension):
     extension.set_plan_cache_capacity(2)
     try:
         for k in (1, 2, 3):
-            _native.describe_plan(attributes(k=k))
-        assert _native.plan_cache_info()["size"] == 2
+            native.describe_plan(attributes(k=k))
+        assert native.plan_cache_info()["size"] == 2
     finally:
-        extension.set_plan_cache_capacity(_config.config().plan_cache_size)
+        extension.set_plan_cache_capacity(config_lib.config().plan_cache_size)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,7 @@ def test_plan_cache_is_bounded(extension):
     ],
 )
 def test_describe_plan(extension, pattern, algorithm):
-    plan = _native.describe_plan(attributes(pattern, m=8, n=4, k=12, mesh=(4,)))
+    plan = native.describe_plan(attributes(pattern, m=8, n=4, k=12, mesh=(4,)))
     assert plan["nranks"] == 4
     assert plan["algorithm"] == algorithm
     assert len(plan["device_workspace"]) == len(plan["host_workspace"]) == 4
@@ -270,15 +271,15 @@ def test_describe_plan(extension, pattern, algorithm):
 )
 def test_a_refused_plan_says_why(extension, changes, message):
     with pytest.raises(ValueError, match=message):
-        _native.describe_plan(attributes(**changes))
-    assert _native.plan_cache_info()["size"] == 0
+        native.describe_plan(attributes(**changes))
+    assert native.plan_cache_info()["size"] == 0
 
 
 def test_a_plan_miss_is_logged_on_one_line(extension, capfd):
     extension.set_plan_log(True)
     try:
-        _native.describe_plan(attributes(m=11))
-        _native.describe_plan(attributes(m=11))
+        native.describe_plan(attributes(m=11))
+        native.describe_plan(attributes(m=11))
     finally:
         extension.set_plan_log(False)
     (line,) = capfd.readouterr().err.splitlines()
@@ -295,7 +296,7 @@ def test_registration_is_idempotent_and_safe_from_threads(extension):
 
     def register():
         try:
-            _native.register()
+            native.register()
         except Exception as error:  # reported below, on the main thread
             failures.append(error)
 

@@ -15,8 +15,9 @@ import time
 
 import pytest
 
-from jaxmp import _meeting, _peers
-from jaxmp._peers import Peers
+from jaxmp._src.runtime import bootstrap
+from jaxmp._src.runtime import peers as peers_lib
+from jaxmp._src.runtime.peers import Peers
 
 SECRET = b"s" * 32
 STRANGERS = int(os.environ.get("JAXMP_FUZZ", "0")) or 300
@@ -88,12 +89,12 @@ def test_a_process_is_connected_only_when_it_is_wanted():
 
 def test_a_job_of_10000_processes_opens_few_connections():
     """Those of its neighbours, and these reach everybody, so an end is passed on to all."""
-    assert [_meeting.neighbours(i, 4) for i in range(4)] == [[1, 2], [2, 3], [3, 0], [0, 1]]
-    assert _meeting.neighbours(0, 1) == []
-    assert len(_meeting.neighbours(9_999, 10_000)) == 14
+    assert [bootstrap.neighbours(i, 4) for i in range(4)] == [[1, 2], [2, 3], [3, 0], [0, 1]]
+    assert bootstrap.neighbours(0, 1) == []
+    assert len(bootstrap.neighbours(9_999, 10_000)) == 14
     reached, steps = {0}, 0
     while len(reached) < 10_000:
-        reached |= {peer for process in reached for peer in _meeting.neighbours(process, 10_000)}
+        reached |= {peer for process in reached for peer in bootstrap.neighbours(process, 10_000)}
         steps += 1
     assert steps <= 14
 
@@ -113,7 +114,7 @@ def test_a_process_that_has_ended_is_known_at_once():
 
 
 def test_only_the_own_interface_is_listened_at():
-    peers = Peers(_meeting._own_address("127.0.0.1"), 0, 2, SECRET, 1)
+    peers = Peers(bootstrap._own_address("127.0.0.1"), 0, 2, SECRET, 1)
     try:
         assert peers.host == "127.0.0.1"
         with pytest.raises(ConnectionRefusedError):
@@ -168,7 +169,7 @@ ATTACKS = {
 
 @pytest.fixture
 def listener(monkeypatch, caplog):
-    monkeypatch.setattr(_peers, "_HANDSHAKE", 0.5)
+    monkeypatch.setattr(peers_lib, "_HANDSHAKE", 0.5)
     caplog.set_level(logging.WARNING, logger="jaxmp.distributed")
     with job(3) as processes:
         yield processes[1]

@@ -17,10 +17,14 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, _choice, _custom_call, _epilog, _layout, _partitioning, _sharding
-from jaxmp._partitioning import _settle
-from jaxmp._route import PADDED_K, Capabilities, find_route, why_unsupported, with_k
-from jaxmp._spec import MatmulSpec, Pattern, global_extents, output_shape
+from jaxmp import Epilog
+from jaxmp._src.lowering import backend, ffi_call
+from jaxmp._src.lowering.legalize import PADDED_K, Capabilities, find_route, why_unsupported, with_k
+from jaxmp._src.sharding import partitioner
+from jaxmp._src.sharding import patterns as patterns_lib
+from jaxmp._src.sharding.partitioner import _settle
+from jaxmp._src.spec import epilogs, process_grid
+from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, global_extents, output_shape
 
 MESH = {"x": 2, "y": 2}
 DIMS = ((), ("x",), ("y",), ("x", "y"), ("y", "x"))
@@ -37,26 +41,26 @@ def test_blocks_dealt_out_by_hand(nb, nprocs):
         for i in range(n):
             hands[(isrc + i // nb) % nprocs].append(i)
         for iproc, hand in enumerate(hands):
-            assert _layout.numroc(n, nb, iproc, isrc, nprocs) == len(hand)
-            assert [_layout.local_to_global(j, nb, iproc, isrc, nprocs) for j in range(len(hand))] == hand
+            assert process_grid.numroc(n, nb, iproc, isrc, nprocs) == len(hand)
+            assert [process_grid.local_to_global(j, nb, iproc, isrc, nprocs) for j in range(len(hand))] == hand
 
 
 def test_flattening_is_numpys():
     for shape in ((1,), (4,), (2, 3), (3, 1, 2), ()):
         for index in range(int(np.prod(shape))):
-            coordinates = _layout.unflatten_index(index, shape)
+            coordinates = process_grid.unflatten_index(index, shape)
             assert coordinates == tuple(map(int, np.unravel_index(index, shape))) if shape else coordinates == ()
-            assert _layout.flatten_index(coordinates, shape) == index
+            assert process_grid.flatten_index(coordinates, shape) == index
 
 
 @pytest.mark.parametrize(("columns", "size"), [(0, 0), (1, 16), (127, 16), (128, 16), (129, 32), (257, 48)])
 def test_bytes_of_a_row_of_the_relu_mask(columns, size):
-    assert _layout.relu_aux_bytes(columns) == size
+    assert process_grid.relu_aux_bytes(columns) == size
 
 
 @pytest.mark.parametrize(("columns", "ld"), [(0, 0), (1, 8), (8, 8), (9, 16)])
 def test_leading_dimension_of_the_gelu_aux(columns, ld):
-    assert _layout.gelu_aux_ld(columns) == ld
+    assert process_grid.gelu_aux_ld(columns) == ld
 
 
 # Shardings to patterns ----------------------------------------------------------------------------------------------
@@ -70,7 +74,7 @@ def holdings(dims, device):
     """The block of a matrix that a device holds: per dimension (position, number of positions)."""
     return tuple(
         (
-            _layout.flatten_index(coordinates_of(dim, device), [MESH[a] for a in dim]),
+            process_grid.flatten_index(coordinates_of(dim, device), [MESH[a] for a in dim]),
             int(np.prod([MESH[a] for a in dim])),
         )
         for dim in dims
@@ -91,7 +95,7 @@ def test_a_plan_gives_each_device_what_it_needs():
         if any(set(one) & set(other) for one, other in (a, b, out)):
             continue
         try:
-            plan = _sharding.plan_call("matmul", a, b, out, False, False)
+            plan = patterns_lib.plan_call("matmul", a, b, out, False, False)
         except ValueError:
             continue
         patterns.add((plan.pattern, plan.is_swapped, plan.gather))
@@ -131,15 +135,15 @@ def check_plan(plan, devices, out):
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 def test_the_table_is_planned_as_it_says(case, transposition):
     case = case.replace(transposition=transposition)
-    a, b = (_sharding.to_dims("matmul", "x", spec, 2) for spec in case.stored)
-    out = _sharding.to_dims("matmul", "x", case.out, 2)
-    plan = _sharding.plan_call("matmul", a, b, out, **case.transpose)
+    a, b = (patterns_lib.to_dims("matmul", "x", spec, 2) for spec in case.stored)
+    out = patterns_lib.to_dims("matmul", "x", case.out, 2)
+    plan = patterns_lib.plan_call("matmul", a, b, out, **case.transpose)
     assert (plan.pattern, plan.is_swapped, plan.gather or "") == (case.pattern, case.is_swapped, case.gathers)
     assert plan.row_axes + plan.col_axes == case.group
 
 
 def test_without_out_sharding_the_result_is_that_of_dot_general():
-    plan = _sharding.plan_call("matmul", (("x",), ()), ((), ("y",)), None, False, False)
+    plan = patterns_lib.plan_call("matmul", (("x",), ()), ((), ("y",)), None, False, False)
     assert (plan.pattern, plan.out) == (Pattern.LOCAL, (("x",), ("y",)))
 
 
@@ -212,8 +216,8 @@ def test_a_result_whose_rows_the_ranks_do_not_divide(rng):
 
 @pytest.mark.parametrize("epilog", cases.EPILOGS, ids=lambda e: e.name)
 def test_the_sharding_rule_names_every_operand_and_result(epilog):
-    row = _epilog.rule(epilog)
-    rule = _partitioning._sharding_rule(MatmulSpec(np.dtype("float32"), epilog=epilog, has_c=True))
+    row = epilogs.rule(epilog)
+    rule = partitioner._sharding_rule(MatmulSpec(np.dtype("float32"), epilog=epilog, has_c=True))
     operands, results = (side.split(",") for side in rule.split("->"))
     assert len(operands) == 3 + len(row.inputs)
     assert len(results) == 1 + len(row.outputs)
@@ -309,7 +313,7 @@ def test_cublasmp_has_no_epilogs_of_complex_numbers():
 @pytest.mark.parametrize("name", ["local", "ag-data", "rs-data", "ar-data"])
 def test_an_epilog_of_complex_numbers_beside_the_call_gives_the_same_result(name, epilog, rng, monkeypatch):
     cases.require(None)
-    monkeypatch.setattr(_choice, "host_capabilities", lambda: CUBLASMP)
+    monkeypatch.setattr(backend, "host_capabilities", lambda: CUBLASMP)
     transposition = {Epilog.BGRADA: "TN", Epilog.BGRADB: "NN"}.get(epilog, "NN")
     case = cases.BY_NAME[name].replace(per_shard=(4, 3, 5), transposition=transposition, dtype="complex64")
     a, b = case.integers(rng)
@@ -336,7 +340,7 @@ def test_an_epilog_of_complex_numbers_beside_the_call_gives_the_same_result(name
 def test_every_route_gives_the_same_result(name, transposition, shape, conjugation, rng, monkeypatch):
     """The forms that real cuBLASMp takes, run on hostmp: integers, so equal to the bit."""
     cases.require(None)
-    monkeypatch.setattr(_choice, "host_capabilities", lambda: CUBLASMP)
+    monkeypatch.setattr(backend, "host_capabilities", lambda: CUBLASMP)
     m, n, k = shape
     case = cases.BY_NAME[name].replace(per_shard=(4 * m, n, k), transposition=transposition)
     case = case.replace(dtype="complex64", conjugation=conjugation) if any(conjugation) else case
@@ -355,7 +359,7 @@ def test_every_route_gives_the_same_result(name, transposition, shape, conjugati
 
 def test_the_default_goes_to_xla_where_the_library_cannot_and_says_so(monkeypatch, rng):
     cases.require(None)
-    monkeypatch.setattr(_choice, "host_capabilities", lambda: CUBLASMP)
+    monkeypatch.setattr(backend, "host_capabilities", lambda: CUBLASMP)
     case = cases.BY_NAME["grid-2x4"].replace(per_shard=(2, 2, 2))
     mode = modes.BY_ID["explicit"]
     jax.clear_caches()
@@ -373,7 +377,7 @@ def test_the_default_goes_to_xla_where_the_library_cannot_and_says_so(monkeypatc
 def test_several_processes_and_other_platforms_communicate_through_xla():
     spec = functools.partial(MatmulSpec, np.dtype("float32"))
     collective = spec(Pattern.ALL_GATHER, (("y", 4),), ("y",))
-    choose = functools.partial(_choice.choose_implementation, platform="cpu", nprocesses=2)
+    choose = functools.partial(backend.choose_implementation, platform="cpu", nprocesses=2)
     for chosen, implementation, why in (
         (choose(spec()), "host", "CPU devices of one process"),
         (
@@ -398,7 +402,7 @@ def test_row_major_becomes_column_major_in_the_attributes():
     case = cases.BY_NAME["grid-2x4"].replace(transposition="TN")
     spec = spec_of(case, conjugate_a=True, alpha=2 - 3j).replace(out_dtype=np.dtype("complex64"))
     a, b = jax.ShapeDtypeStruct((5, 3), jnp.complex64), jax.ShapeDtypeStruct((5, 7), jnp.complex64)
-    got = _custom_call.call_attributes(spec, a, b)
+    got = ffi_call.call_attributes(spec, a, b)
     want = {"pattern": "grid", "m": 28, "n": 12, "k": 10, "trans_a": "N", "trans_b": "C", "compute": "32F", "epilog": 0}
     assert {name: got[name] for name in want} == want
     assert (list(got["axes_row"]), list(got["axes_col"]), list(got["mesh_shape"])) == ([1], [0], [2, 4])

@@ -21,7 +21,9 @@ from jax import lax
 from jax.sharding import AxisType
 
 import jaxmp
-from jaxmp import _choice, _config, _precision, _processes
+from jaxmp._src.lowering import backend, process_barrier
+from jaxmp._src.runtime import config as config_lib
+from jaxmp._src.spec import precisions
 
 EXPLICIT = modes.BY_ID["explicit"]
 ROUNDING = {"TF32_TF32_F32": "tf32", "BF16_BF16_F32": "bfloat16", "F16_F16_F32": "float16"}
@@ -115,7 +117,7 @@ def test_presets_round_no_sixteen_bit_operand(dtype, rng):
     a, b = case.values(rng)
     want = np.asarray(multiply(case, a, b)).tobytes()
     for precision in [*ROUNDING, *FULL]:
-        takes = _precision._TABLE[precision]
+        takes = precisions._TABLE[precision]
         assert (dtype in takes) == (
             precision not in ("BF16_BF16_F32", "F16_F16_F32") or dtype[0] == precision[0].lower()
         )
@@ -155,15 +157,15 @@ def test_gradients_round_as_the_product_does(name, implementation, rng):
 
 
 def test_every_preset_of_jax_has_a_row():
-    assert {preset.name for preset in lax.DotAlgorithmPreset} <= set(_precision._TABLE)
+    assert {preset.name for preset in lax.DotAlgorithmPreset} <= set(precisions._TABLE)
 
 
 def test_no_precision_is_narrower_than_its_name():
     """Whoever asks for float32 sums gets them; only presets that name a narrower type round or sum in it."""
     seen = set()
-    for asked, row in _precision._PRESETS.items():
+    for asked, row in precisions._PRESETS.items():
         for operand, name in row.items():
-            compute = _precision._COMPUTES[name]
+            compute = precisions._COMPUTES[name]
             if compute.rounding:
                 assert {"tf32": "TF32", "bfloat16": "BF16", "float16": "F16"}[compute.rounding] == asked.split("_")[0]
                 assert operand in SINGLES
@@ -208,8 +210,8 @@ def test_host_refuses_sums_in_sixteen_bits_by_name(precision, dtype):
 @pytest.mark.parametrize(("precision", "dtype"), NARROW)
 def test_host_sums_in_float32_where_told_to_ignore_it(precision, dtype, monkeypatch, rng):
     cases.require(None)
-    ignoring = dataclasses.replace(_config.config(), ignores_precision=True)
-    monkeypatch.setattr(_choice, "config", lambda: ignoring)
+    ignoring = dataclasses.replace(config_lib.config(), ignores_precision=True)
+    monkeypatch.setattr(backend, "config", lambda: ignoring)
     case = cases.BY_NAME["rs-data"].replace(dtype=dtype, per_shard=(3, 5, 301))
     a, b = case.values(rng)
     d = multiply(case, a, b, precision=precision, implementation="host")
@@ -229,10 +231,10 @@ def test_sums_in_float16_go_to_xla():
 
 
 def test_the_variable_that_ignores_it():
-    assert not _config.parse({}).ignores_precision
-    assert _config.parse({"JAXMP_HOST_PRECISION": "ignore"}).ignores_precision
+    assert not config_lib.parse({}).ignores_precision
+    assert config_lib.parse({"JAXMP_HOST_PRECISION": "ignore"}).ignores_precision
     with pytest.raises(ValueError, match="JAXMP_HOST_PRECISION must be 'strict' or 'ignore' but is 'yes'"):
-        _config.parse({"JAXMP_HOST_PRECISION": "yes"})
+        config_lib.parse({"JAXMP_HOST_PRECISION": "yes"})
 
 
 @pytest.mark.parametrize(
@@ -303,9 +305,11 @@ def test_explain_names_the_hints():
 
 
 def test_processes_agree_on_the_hints():
-    spec = jaxmp._spec.MatmulSpec(np.dtype("float32"), communication_dtype="float32", algorithm="split_p2p")
+    spec = jaxmp._src.spec.matmul_spec.MatmulSpec(
+        np.dtype("float32"), communication_dtype="float32", algorithm="split_p2p"
+    )
     operands = (jax.ShapeDtypeStruct((4, 4), "float32"),) * 2
-    agreed = _processes.fields(spec, *operands)
+    agreed = process_barrier.fields(spec, *operands)
     assert {name: agreed[name] for name in ("communication_dtype", "algorithm", "comm_sm_count")} == {
         "communication_dtype": "float32",
         "algorithm": "split_p2p",
@@ -356,7 +360,9 @@ def test_every_combination_of_algorithm_and_pattern_is_as_hostmp_has_it(rng):
     """What Python lets through, the library takes."""
     cases.require(None)
     served = set()
-    for name, algorithm in itertools.product(("local", "ag", "rs", "ar", "grid"), jaxmp._hints.ALGORITHMS):
+    for name, algorithm in itertools.product(
+        ("local", "ag", "rs", "ar", "grid"), jaxmp._src.validation.comm_options.ALGORITHMS
+    ):
         case = cases.BY_NAME[name].replace(per_shard=(2, 4, 2))
         a, b = case.integers(rng)
         with contextlib.suppress(ValueError):

@@ -95,8 +95,8 @@ def test_the_checker_ends_at_the_first_broken_promise(monkeypatch, capsys):
 @pytest.mark.parametrize("kind", ["rows", "columns", "meshes"])
 def test_the_checker_is_not_content_with_zeros(kind, monkeypatch):
     """Which have the same bits in any batch and on any mesh."""
-    real = testing._api.matmul
-    monkeypatch.setattr(testing._api, "matmul", lambda *args, **options: 0 * real(*args, **options))
+    real = testing.matmul_lib.matmul
+    monkeypatch.setattr(testing.matmul_lib, "matmul", lambda *args, **options: 0 * real(*args, **options))
     check = {
         "rows": lambda: testing.check_rows("batch", "xla", "float32", 3, 5, Epilog.NONE, (1, 2)),
         "columns": lambda: testing.check_columns("batch", "xla", "float32", 3, 5, (1, 2)),

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
-#include "csrc/communicators.h"
-#include "csrc/cuda/member.h"
-#include "csrc/status.h"
+#include "csrc/base/status.h"
+#include "csrc/cuda/rank_context.h"
+#include "csrc/plan/communicator.h"
 
 namespace jaxmp::cuda {
 

@@ -7,7 +7,7 @@
 #include <mutex>
 #include <utility>
 
-#include "csrc/cuda/log.h"
+#include "csrc/cuda/logger.h"
 
 namespace jaxmp::cuda {
 namespace {

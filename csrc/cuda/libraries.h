@@ -5,9 +5,9 @@
 #include <map>
 #include <string>
 
-#include "csrc/cuda_abi.h"
-#include "csrc/mp_api.h"
-#include "csrc/status.h"
+#include "csrc/base/status.h"
+#include "csrc/cublasmp/api_table.h"
+#include "csrc/cuda/abi.h"
 
 namespace jaxmp::cuda {
 

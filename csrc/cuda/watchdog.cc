@@ -11,8 +11,8 @@
 #include <vector>
 
 #include "csrc/cuda/context.h"
-#include "csrc/cuda/exchange.h"
 #include "csrc/cuda/libraries.h"
+#include "csrc/cuda/nccl_id_exchange.h"
 
 namespace jaxmp::cuda {
 namespace {

@@ -12,9 +12,9 @@
 #include <mutex>
 #include <string>
 
-#include "csrc/cuda/trap.h"
-#include "csrc/cuda_abi.h"
-#include "csrc/status.h"
+#include "csrc/base/status.h"
+#include "csrc/cuda/abi.h"
+#include "csrc/cuda/context_fault.h"
 
 namespace jaxmp::cuda {
 

@@ -1,7 +1,7 @@
 #include <array>
 #include <cstring>
 
-#include "csrc/hostmp/text.h"
+#include "csrc/base/str_cat.h"
 #include "csrc/hostmp/validate.h"
 
 namespace jaxmp::hostmp {

@@ -6,13 +6,13 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/base/str_cat.h"
+#include "csrc/cublasmp/api_table.h"
 #include "csrc/hostmp/job.h"
 #include "csrc/hostmp/memory.h"
 #include "csrc/hostmp/objects.h"
 #include "csrc/hostmp/schedule.h"
-#include "csrc/hostmp/text.h"
 #include "csrc/hostmp/validate.h"
-#include "csrc/mp_api.h"
 
 namespace jaxmp::hostmp {
 

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 
-#include "csrc/float_state.h"
+#include "csrc/base/float_state.h"
 #include "csrc/hostmp/amx_kernel.h"
 #include "csrc/hostmp/avx512.h"
 #include "csrc/hostmp/bf16_pack.h"

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "csrc/cublasmp_abi.h"
+#include "csrc/cublasmp/abi.h"
 #include "csrc/hostmp/types.h"
 
 namespace jaxmp::hostmp {

@@ -12,8 +12,8 @@
 #include <memory>
 #include <string>
 
-#include "csrc/cublasmp_abi.h"
-#include "csrc/status.h"
+#include "csrc/base/status.h"
+#include "csrc/cublasmp/abi.h"
 
 namespace jaxmp::hostmp {
 

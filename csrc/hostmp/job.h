@@ -7,12 +7,12 @@
 #include <memory>
 #include <vector>
 
-#include "csrc/float_state.h"
+#include "csrc/base/float_state.h"
+#include "csrc/base/status.h"
 #include "csrc/hostmp/gradient.h"
 #include "csrc/hostmp/host.h"
 #include "csrc/hostmp/objects.h"
 #include "csrc/hostmp/tile.h"
-#include "csrc/status.h"
 
 namespace jaxmp::hostmp {
 

@@ -5,8 +5,8 @@
 #include <mutex>
 #include <tuple>
 
+#include "csrc/base/str_cat.h"
 #include "csrc/hostmp/schedule.h"
-#include "csrc/hostmp/text.h"
 #include "csrc/hostmp/types.h"
 
 namespace jaxmp::hostmp {

@@ -4,8 +4,8 @@
 
 #include <cstddef>
 
+#include "csrc/base/status.h"
 #include "csrc/hostmp/objects.h"
-#include "csrc/status.h"
 
 namespace jaxmp::hostmp {
 

@@ -8,7 +8,7 @@
 
 #include <cstdint>
 
-#include "csrc/cublasmp_abi.h"
+#include "csrc/cublasmp/abi.h"
 #include "csrc/hostmp/types.h"
 
 namespace jaxmp::hostmp {

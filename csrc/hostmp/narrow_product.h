@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "csrc/cublasmp_abi.h"
+#include "csrc/cublasmp/abi.h"
 #include "csrc/hostmp/scales.h"
 
 namespace jaxmp::hostmp {

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <string>
 
-#include "csrc/cublasmp_abi.h"
+#include "csrc/cublasmp/abi.h"
 #include "csrc/hostmp/host.h"
 #include "csrc/hostmp/layout.h"
 #include "csrc/hostmp/scales.h"

@@ -6,10 +6,10 @@
 #include <thread>
 #include <utility>
 
-#include "csrc/float_state.h"
+#include "csrc/base/float_state.h"
+#include "csrc/base/str_cat.h"
 #include "csrc/hostmp/host.h"
 #include "csrc/hostmp/job.h"
-#include "csrc/hostmp/text.h"
 #include "csrc/hostmp/validate.h"
 
 namespace jaxmp::hostmp {

@@ -9,7 +9,7 @@
 #include <complex>
 #include <cstdint>
 
-#include "csrc/cublasmp_abi.h"
+#include "csrc/cublasmp/abi.h"
 #include "csrc/hostmp/blas.h"
 
 namespace jaxmp::hostmp {

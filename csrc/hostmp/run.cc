@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <exception>
 
-#include "csrc/float_state.h"
+#include "csrc/base/float_state.h"
 #include "csrc/hostmp/job.h"
 #include "csrc/hostmp/tile.h"
 #include "csrc/hostmp/validate.h"

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "csrc/cublasmp_abi.h"
+#include "csrc/cublasmp/abi.h"
 #include "csrc/hostmp/narrow.h"
 #include "csrc/hostmp/types.h"
 

@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <string>
 
-#include "csrc/cublasmp_abi.h"
+#include "csrc/cublasmp/abi.h"
 
 namespace jaxmp::hostmp {
 

@@ -5,11 +5,11 @@
 #include <cstring>
 #include <utility>
 
+#include "csrc/base/str_cat.h"
 #include "csrc/hostmp/blas.h"
 #include "csrc/hostmp/memory.h"
 #include "csrc/hostmp/rounded.h"
 #include "csrc/hostmp/schedule.h"
-#include "csrc/hostmp/text.h"
 #include "csrc/hostmp/validate_epilog.h"
 #include "csrc/hostmp/validate_narrow.h"
 

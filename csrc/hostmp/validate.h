@@ -5,8 +5,8 @@
 
 #include <vector>
 
+#include "csrc/base/status.h"
 #include "csrc/hostmp/objects.h"
-#include "csrc/status.h"
 
 namespace jaxmp::hostmp {
 

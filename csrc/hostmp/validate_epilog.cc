@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "csrc/base/str_cat.h"
 #include "csrc/hostmp/epilog.h"
-#include "csrc/hostmp/text.h"
 #include "csrc/hostmp/validate_narrow.h"
 
 namespace jaxmp::hostmp {

@@ -4,8 +4,8 @@
 
 #include <cstring>
 
+#include "csrc/base/status.h"
 #include "csrc/hostmp/objects.h"
-#include "csrc/status.h"
 
 namespace jaxmp::hostmp {
 

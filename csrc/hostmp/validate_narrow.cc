@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <utility>
 
-#include "csrc/hostmp/text.h"
+#include "csrc/base/str_cat.h"
 #include "csrc/hostmp/validate_epilog.h"
 
 namespace jaxmp::hostmp {

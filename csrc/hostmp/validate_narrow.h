@@ -2,9 +2,9 @@
 #ifndef JAXMP_HOSTMP_VALIDATE_NARROW_H_
 #define JAXMP_HOSTMP_VALIDATE_NARROW_H_
 
+#include "csrc/base/status.h"
 #include "csrc/hostmp/epilog.h"
 #include "csrc/hostmp/objects.h"
-#include "csrc/status.h"
 
 namespace jaxmp::hostmp {
 

@@ -7,8 +7,8 @@
 #include <memory>
 #include <string>
 
-#include "csrc/mp_api.h"
-#include "csrc/status.h"
+#include "csrc/base/status.h"
+#include "csrc/cublasmp/api_table.h"
 
 namespace jaxmp::conformance {
 

@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "csrc/mp_api.h"
+#include "csrc/cublasmp/api_table.h"
 #include "tests/cpp/definitions.h"
 
 namespace jaxmp::conformance {

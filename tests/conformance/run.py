@@ -104,9 +104,9 @@ def _libraries(arguments) -> list[str]:
     if arguments.cublasmp:
         paths = {"cublasmp": arguments.cublasmp, "nccl": arguments.nccl, "driver": arguments.driver}
     else:
-        from jaxmp import _cuda
+        from jaxmp._src.runtime import cuda_libraries
 
-        found = _cuda.find()
+        found = cuda_libraries.find()
         paths = {"cublasmp": found.cublasmp, "nccl": found.nccl, "driver": found.driver}
     return [text for name, path in paths.items() for text in (f"--{name}", path)]
 
@@ -114,10 +114,12 @@ def _libraries(arguments) -> list[str]:
 def environment() -> dict[str, str]:
     """Ours, where the loader finds the libraries of all wheels. cuBLASMp's looks for cuBLAS beside itself, and another
     folder of the import path may have it; in a Python process JAX's plugin has loaded it before."""
-    from jaxmp import _cuda
+    from jaxmp._src.runtime import cuda_libraries
 
     folders = [
-        folder for root in _cuda._wheel_roots() for folder in sorted({*root.glob("*/lib"), *root.glob("*/*/lib")})
+        folder
+        for root in cuda_libraries._wheel_roots()
+        for folder in sorted({*root.glob("*/lib"), *root.glob("*/*/lib")})
     ]
     have = os.environ.get("LD_LIBRARY_PATH")
     return os.environ | {"LD_LIBRARY_PATH": os.pathsep.join([*map(str, folders), *([have] if have else [])])}
@@ -126,9 +128,9 @@ def environment() -> dict[str, str]:
 def _blas() -> str:
     if os.environ.get("JAXMP_BLAS"):
         return os.environ["JAXMP_BLAS"]
-    from jaxmp import _native
+    from jaxmp._src.runtime import native
 
-    return _native._blas_path()
+    return native._blas_path()
 
 
 def compare_libraries(arguments, ranks: int) -> tuple[str, bool]:

@@ -25,12 +25,12 @@
 #include <variant>
 #include <vector>
 
-#include "csrc/handlers.h"
-#include "csrc/plan.h"
-#include "csrc/plan_layout.h"
-#include "csrc/plan_types.h"
-#include "csrc/rollcall/rollcall.h"
-#include "csrc/rollcall_handlers.h"
+#include "csrc/barrier/barrier.h"
+#include "csrc/ffi/host_matmul.h"
+#include "csrc/ffi/process_barrier.h"
+#include "csrc/plan/distribution.h"
+#include "csrc/plan/enums.h"
+#include "csrc/plan/plan.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_xla.h"
 #include "tests/cpp/problems.h"
@@ -495,12 +495,12 @@ void SomeAttributesAtRandom(std::vector<std::unique_ptr<Call>>& calls, int64_t c
 }
 
 // The same of the call in which processes wait for each other. The other process has ended, so nobody waits for long.
-void RollCalls(int64_t count, uint32_t seed) {
-  RollCallSite::id.type_id = 2;  // what the registration would have written
+void ProcessBarriers(int64_t count, uint32_t seed) {
+  ProcessBarrierSite::id.type_id = 2;  // what the registration would have written
   int ends[2];
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
   close(ends[1]);
-  StartRollCall({0, 2, 0.1, true, -1});
+  StartBarrier({0, 2, 0.1, true, -1});
   ConnectPeer(1, ends[0]);
   const Attributes good = {{"program", std::string("jit_step")},           {"index", int64_t{0}},
                            {"call", std::string("matmul at train.py:41")}, {"fields", std::string("m=1\nn=2")},
@@ -512,8 +512,8 @@ void RollCalls(int64_t count, uint32_t seed) {
     XLA_FFI_ExecutionContext context;
     fake_xla::Frame made(XLA_FFI_ExecutionStage_INSTANTIATE, &context);
     made.SetAttributes(attributes);
-    const std::string error = fake_xla::Take(RollCallInstantiate(made.get()));
-    const std::unique_ptr<RollCallSite> site(static_cast<RollCallSite*>(context.state));
+    const std::string error = fake_xla::Take(ProcessBarrierInstantiate(made.get()));
+    const std::unique_ptr<ProcessBarrierSite> site(static_cast<ProcessBarrierSite*>(context.state));
     CHECK(error.empty() == (site != nullptr));
     if (!site) return;
     ++accepted;
@@ -521,20 +521,20 @@ void RollCalls(int64_t count, uint32_t seed) {
     fake_xla::Frame frame(XLA_FFI_ExecutionStage_EXECUTE, &context);
     int32_t position = 0;
     frame.SetBuffers({{XLA_FFI_DataType_S32, {}, &position}}, {});
-    (void)fake_xla::Take(RollCallExecute(frame.get()));
+    (void)fake_xla::Take(ProcessBarrierExecute(frame.get()));
     const std::unique_ptr<XLA_FFI_Future> future(frame.get()->future);
     if (future) future->Wait();
   };
   for (size_t index = 0; index < all.size(); ++index) {
     for (size_t mutation = 0; mutation < MutationsOf(all[index].second); ++mutation) {
-      std::snprintf(trial, sizeof(trial), "a roll call, %s, mutation %zu", all[index].first.c_str(), mutation);
+      std::snprintf(trial, sizeof(trial), "a process barrier, %s, mutation %zu", all[index].first.c_str(), mutation);
       AnyAttributes attributes = all;
       Mutate(index, mutation, &attributes);
       run(attributes);
     }
   }
   for (int64_t i = 0; i < count; ++i, ++seed) {
-    std::snprintf(trial, sizeof(trial), "a roll call, JAXMP_FUZZ_SEED=%u", seed);
+    std::snprintf(trial, sizeof(trial), "a process barrier, JAXMP_FUZZ_SEED=%u", seed);
     Random random(seed);
     AnyAttributes attributes = all;
     for (size_t left = 1 + Below(random, 3); left > 0; --left) {
@@ -544,7 +544,7 @@ void RollCalls(int64_t count, uint32_t seed) {
     run(attributes);
   }
   CHECK(accepted > 10);
-  StopRollCall();
+  StopBarrier();
 }
 
 }  // namespace
@@ -565,7 +565,7 @@ int main() {
   EveryBlockOfAllMatrices(calls, &tally);
   EveryAttributeWithEveryMutation(calls, &tally);
   SomeAttributesAtRandom(calls, count, seed, &tally);
-  RollCalls(count / 20, seed);
+  ProcessBarriers(count / 20, seed);
   for (const auto& call : calls) tally.succeeded += call->succeeded, tally.failed += call->failed;
   const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
   std::printf(

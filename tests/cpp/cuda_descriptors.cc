@@ -7,9 +7,9 @@
 #include <utility>
 
 #include "csrc/cuda/libraries.h"
-#include "csrc/cuda/log.h"
-#include "csrc/plan_attributes.h"
-#include "csrc/plan_types.h"
+#include "csrc/cuda/logger.h"
+#include "csrc/plan/descriptor_attributes.h"
+#include "csrc/plan/enums.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_gpus.h"
 #include "tests/cpp/problems.h"

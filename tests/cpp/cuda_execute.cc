@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "csrc/cuda/watchdog.h"
-#include "csrc/plan_cache.h"
+#include "csrc/plan/plan_cache.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_gpus.h"
 #include "tests/cpp/problems.h"

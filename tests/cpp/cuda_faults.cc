@@ -13,7 +13,7 @@
 #include <thread>
 #include <vector>
 
-#include "csrc/cuda/exchange.h"
+#include "csrc/cuda/nccl_id_exchange.h"
 #include "csrc/cuda/watchdog.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_gpus.h"

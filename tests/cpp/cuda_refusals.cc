@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "csrc/cuda/exchange.h"
-#include "csrc/cuda/log.h"
+#include "csrc/cuda/logger.h"
+#include "csrc/cuda/nccl_id_exchange.h"
 #include "csrc/cuda/watchdog.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_gpus.h"

@@ -14,9 +14,9 @@
 #include <variant>
 #include <vector>
 
-#include "csrc/cuda_handlers.h"
-#include "csrc/handlers.h"
-#include "csrc/problem.h"
+#include "csrc/ffi/cuda_matmul.h"
+#include "csrc/ffi/host_matmul.h"
+#include "csrc/plan/matmul_problem.h"
 #include "xla/ffi/api/ffi.h"
 
 struct XLA_FFI_Error {

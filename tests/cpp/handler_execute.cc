@@ -5,7 +5,7 @@
 #include <thread>
 #include <vector>
 
-#include "csrc/handlers.h"
+#include "csrc/ffi/host_matmul.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_xla.h"
 #include "tests/cpp/problems.h"

@@ -12,9 +12,9 @@
 #include <thread>
 #include <vector>
 
-#include "csrc/handlers.h"
-#include "csrc/rollcall/wire.h"
-#include "csrc/rollcall_handlers.h"
+#include "csrc/barrier/messages.h"
+#include "csrc/ffi/host_matmul.h"
+#include "csrc/ffi/process_barrier.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_xla.h"
 #include "tests/cpp/problems.h"
@@ -190,8 +190,8 @@ void BuffersOfAnyKindAreAnsweredWithAnError() {
   CHECK(failed > 100);
 }
 
-void RollCallsOfAnyKindAreAnsweredWithAnError() {
-  RollCallSite::id.type_id = 2;  // what the registration would have written
+void ProcessBarriersOfAnyKindAreAnsweredWithAnError() {
+  ProcessBarrierSite::id.type_id = 2;  // what the registration would have written
   const Attributes good = {{"program", std::string("jit_step")},           {"index", int64_t{0}},
                            {"call", std::string("matmul at train.py:41")}, {"fields", std::string("m=1\nn=2")},
                            {"devices", std::vector<int64_t>{0, 1}},        {"processes", std::vector<int64_t>{0, 1}},
@@ -202,18 +202,18 @@ void RollCallsOfAnyKindAreAnsweredWithAnError() {
     XLA_FFI_ExecutionContext context;
     fake_xla::Frame made(XLA_FFI_ExecutionStage_INSTANTIATE, &context);
     made.SetAttributes(fuzzer.Damaged(good));
-    const std::string error = fake_xla::Take(RollCallInstantiate(made.get()));
-    const std::unique_ptr<RollCallSite> site(static_cast<RollCallSite*>(context.state));
+    const std::string error = fake_xla::Take(ProcessBarrierInstantiate(made.get()));
+    const std::unique_ptr<ProcessBarrierSite> site(static_cast<ProcessBarrierSite*>(context.state));
     CHECK(error.empty() == (site != nullptr));
     accepted += site != nullptr;
   }
   CHECK(accepted > 100);
   // No other process is connected here, so the best outcome is that too.
-  Appointment appointment;
-  appointment.devices = {0, 1};
-  appointment.processes = {0, 1};
-  appointment.groups = {0, 0};
-  RollCallSite site(*Prepare(appointment));
+  CallSignature signature;
+  signature.devices = {0, 1};
+  signature.processes = {0, 1};
+  signature.groups = {0, 0};
+  ProcessBarrierSite site(*Prepare(signature));
   for (uint32_t seed = 0; seed < 4000; ++seed) {
     Fuzzer fuzzer(seed + 300000);
     XLA_FFI_ExecutionContext context;
@@ -227,7 +227,7 @@ void RollCallsOfAnyKindAreAnsweredWithAnError() {
       }
     }
     frame.SetBuffers(args, rets);
-    std::string error = fake_xla::Take(RollCallExecute(frame.get()));
+    std::string error = fake_xla::Take(ProcessBarrierExecute(frame.get()));
     const std::unique_ptr<XLA_FFI_Future> future(frame.get()->future);
     if (future) error = future->Wait();
     CHECK(!error.empty());
@@ -235,20 +235,20 @@ void RollCallsOfAnyKindAreAnsweredWithAnError() {
 }
 
 void BytesOfAnyKindAreMessagesOrRefused() {
-  const rollcall::Message good = {rollcall::Kind::kArrival, 1, 2, 3, 4, 5, "matmul at train.py:41\nm=1"};
+  const barrier::Message good = {barrier::Kind::kArrival, 1, 2, 3, 4, 5, "matmul at train.py:41\nm=1"};
   for (uint32_t seed = 0; seed < 20000; ++seed) {
     Fuzzer fuzzer(seed + 400000);
-    std::string bytes = rollcall::Encode(good) + rollcall::Encode(good);
+    std::string bytes = barrier::Encode(good) + barrier::Encode(good);
     for (size_t left = fuzzer.Below(6); left > 0; --left) bytes[fuzzer.Below(bytes.size())] = char(fuzzer.Below(256));
     bytes.resize(fuzzer.Below(bytes.size() + 1));
-    rollcall::Message message;
+    barrier::Message message;
     int messages = 0;
-    while (rollcall::Decode(&bytes, &message) == rollcall::Decoded::kMessage) ++messages;
+    while (barrier::Decode(&bytes, &message) == barrier::Decoded::kMessage) ++messages;
     CHECK(messages <= 3);
   }
-  std::string bytes = rollcall::Encode(good);
-  rollcall::Message message;
-  CHECK(rollcall::Decode(&bytes, &message) == rollcall::Decoded::kMessage);
+  std::string bytes = barrier::Encode(good);
+  barrier::Message message;
+  CHECK(barrier::Decode(&bytes, &message) == barrier::Decoded::kMessage);
   CHECK_EQ(message.text, good.text);
   CHECK_EQ(message.digest, good.digest);
   CHECK(bytes.empty());
@@ -261,7 +261,7 @@ int main() {
   CHECK_EQ(jaxmp::hostmp::load_blas(jaxmp::check::environment("JAXMP_BLAS"), "").message(), "");
   jaxmp::AttributesOfAnyKindAreAnsweredWithAnError();
   jaxmp::BuffersOfAnyKindAreAnsweredWithAnError();
-  jaxmp::RollCallsOfAnyKindAreAnsweredWithAnError();
+  jaxmp::ProcessBarriersOfAnyKindAreAnsweredWithAnError();
   jaxmp::BytesOfAnyKindAreMessagesOrRefused();
   return jaxmp::check::summary("handler_fuzz");
 }

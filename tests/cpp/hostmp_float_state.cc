@@ -3,7 +3,7 @@
 // computed in one state, whoever computes them.
 #include <optional>
 
-#include "csrc/float_state.h"
+#include "csrc/base/float_state.h"
 #include "tests/cpp/hostmp_world.h"
 
 namespace jaxmp::test {

@@ -16,8 +16,8 @@
 #include <thread>
 #include <vector>
 
+#include "csrc/cublasmp/api_table.h"
 #include "csrc/hostmp/host.h"
-#include "csrc/mp_api.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/placement.h"
 

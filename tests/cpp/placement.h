@@ -10,7 +10,7 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/cublasmp_abi.h"
+#include "csrc/cublasmp/abi.h"
 #include "csrc/hostmp/elementwise.h"
 #include "csrc/hostmp/narrow.h"
 #include "csrc/hostmp/types.h"

@@ -5,7 +5,7 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/communicators.h"
+#include "csrc/plan/communicator.h"
 #include "tests/cpp/check.h"
 
 namespace jaxmp {

@@ -1,9 +1,8 @@
 // The distribution of every pattern: local sizes as the Python side allocates them, blocks as cuBLASMp demands them.
-#include "csrc/plan_layout.h"
-
 #include <string>
 #include <vector>
 
+#include "csrc/plan/distribution.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/problems.h"
 

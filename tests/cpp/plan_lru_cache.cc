@@ -5,8 +5,8 @@
 #include <thread>
 #include <vector>
 
-#include "csrc/lru_cache.h"
-#include "csrc/status.h"
+#include "csrc/base/lru_cache.h"
+#include "csrc/base/status.h"
 #include "tests/cpp/check.h"
 
 namespace jaxmp {

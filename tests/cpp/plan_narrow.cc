@@ -3,9 +3,9 @@
 #include <cstring>
 #include <map>
 
-#include "csrc/communicators.h"
 #include "csrc/hostmp/host.h"
-#include "csrc/plan.h"
+#include "csrc/plan/communicator.h"
+#include "csrc/plan/plan.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/problems.h"
 

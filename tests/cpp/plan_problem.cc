@@ -1,7 +1,7 @@
 // The cache key: what decodes, what is refused, and when two problems are the same.
 #include <cmath>
 
-#include "csrc/problem.h"
+#include "csrc/plan/matmul_problem.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/problems.h"
 

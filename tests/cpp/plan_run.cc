@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "csrc/hostmp/host.h"
-#include "csrc/plan.h"
-#include "csrc/plan_cache.h"
+#include "csrc/plan/plan.h"
+#include "csrc/plan/plan_cache.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/problems.h"
 #include "tests/cpp/world.h"

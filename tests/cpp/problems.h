@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "csrc/problem.h"
+#include "csrc/plan/matmul_problem.h"
 
 namespace jaxmp::tests {
 

@@ -9,8 +9,8 @@
 #include <limits>
 #include <vector>
 
-#include "csrc/plan_layout.h"
-#include "csrc/problem.h"
+#include "csrc/plan/distribution.h"
+#include "csrc/plan/matmul_problem.h"
 
 namespace jaxmp::tests {
 

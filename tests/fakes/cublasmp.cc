@@ -12,8 +12,8 @@
 #include <mutex>
 #include <string>
 
+#include "csrc/cublasmp/api_table.h"
 #include "csrc/hostmp/host.h"
-#include "csrc/mp_api.h"
 #include "tests/fakes/cublasmp_state.h"
 #include "tests/fakes/fake.h"
 

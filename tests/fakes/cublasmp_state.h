@@ -11,9 +11,9 @@
 #include <string>
 #include <utility>
 
+#include "csrc/cublasmp/api_table.h"
 #include "csrc/hostmp/host.h"
 #include "csrc/hostmp/objects.h"
-#include "csrc/mp_api.h"
 #include "tests/fakes/fake.h"
 
 // A process may have several builds of the library, each with a state of its own.

@@ -5,7 +5,7 @@
 #include <cstdlib>
 #include <type_traits>
 
-#include "csrc/cuda_abi.h"
+#include "csrc/cuda/abi.h"
 
 // Exported under the real library's name, and of the type that we declare for it.
 #define FAKE(name) extern "C" decltype(jaxmp::abi::name) name __attribute__((visibility("default")))

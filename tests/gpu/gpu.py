@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmp import _native
+from jaxmp._src.runtime import native
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "process"))
@@ -46,9 +46,9 @@ def among(case, nranks: int):
 @pytest.fixture
 def cublasmp():
     """cuBLASMp, open in this process, on its CUDA devices."""
-    if not _native.cuda_devices():
+    if not native.cuda_devices():
         missing("needs a CUDA device; start with JAX_PLATFORMS=cuda,cpu, as `make test-gpu` does")
-    if why := _native.why_no_cublasmp():
+    if why := native.why_no_cublasmp():
         missing(why)
 
 

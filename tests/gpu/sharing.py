@@ -20,12 +20,13 @@ jaxmp.distributed.initialize(f"127.0.0.1:{port}", nranks, rank, local_device_ids
 import products
 from gpu import among
 
-from jaxmp import Epilog, _native
+from jaxmp import Epilog
+from jaxmp._src.runtime import native
 
 
 def main():
     assert jax.device_count() == nranks
-    assert _native.why_no_cublasmp() == ""
+    assert native.why_no_cublasmp() == ""
     # cuBLASMp multiplies contiguous shards on square grids only.
     found = [among(case, nranks) for case in products.FOUR if case.pattern != "grid" or nranks == 4]
     for case in found:
@@ -42,7 +43,7 @@ def main():
         products.transformed(case)
         products.empty(case)
         products.has_the_bits_of_one_device(case)
-        # Rows and columns at other places of a call than on one device, and in several of them (jaxmp/_chunks.py).
+        # Rows and columns at other places of a call than on one device, and in several of them (lowering/fixed_shape).
         products.has_the_bits_of_one_device(case.replace(dtype="bfloat16"), per_shard=(300, 2200, 64))
         for epilog in (Epilog.BIAS, Epilog.RELU_AUX, Epilog.GELU_AUX_BIAS):
             products.with_epilog(case, epilog)

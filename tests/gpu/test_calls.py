@@ -22,7 +22,8 @@ from gpu import alone, cublasmp
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, _native, testing
+from jaxmp import Epilog, testing
+from jaxmp._src.runtime import native
 
 pytestmark = pytest.mark.usefixtures("cublasmp")
 ask = functools.partial(jaxmp.matmul, implementation="cublasmp")
@@ -119,15 +120,15 @@ def test_a_program_holds_our_calls_and_nothing_else():
 
 
 def test_equal_calls_share_a_plan_and_repeated_ones_make_none():
-    _native.plan_cache_clear()
+    native.plan_cache_clear()
     a, b = jnp.ones((16, 24)), jnp.ones((24, 40))
     program = jax.jit(lambda a, b: ask(a, b) + ask(a * 2, b))
     jax.block_until_ready(program(a, b))
-    made = _native.plan_cache_info()
+    made = native.plan_cache_info()
     assert made["misses"] == 1
     for _ in range(100):
         jax.block_until_ready(program(a, b))
-    assert _native.plan_cache_info() == made
+    assert native.plan_cache_info() == made
 
 
 def free_bytes() -> int:

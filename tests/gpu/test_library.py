@@ -7,13 +7,13 @@ import sys
 import pytest
 from gpu import ROOT, SHARING, conformance, cublasmp
 
-from jaxmp import _native
+from jaxmp._src.runtime import native
 
 pytestmark = pytest.mark.usefixtures("cublasmp")
 
 
 def test_the_library_is_the_one_that_was_written_for():
-    info = _native.cublasmp_info()
+    info = native.cublasmp_info()
     print(info)
     assert info["cublasmp_version"].startswith("0.10.")
     assert tuple(map(int, info["nccl_version"].split(".")[:2])) >= (2, 30)

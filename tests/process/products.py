@@ -17,7 +17,8 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, _epilog
+from jaxmp import Epilog
+from jaxmp._src.spec import epilogs
 from jaxmp.testing import assert_bitwise_equal
 
 RAN: collections.Counter = collections.Counter()
@@ -29,7 +30,7 @@ ONE_OF_EACH = [case for case in FOUR if case.name in ("ag-data", "rs-data", "ar-
 FORWARD_EPILOGS = [
     epilog
     for epilog in cases.EPILOGS[1:]
-    if set(_epilog.rule(epilog).inputs) <= {"bias"} and not _epilog.rule(epilog).gradient
+    if set(epilogs.rule(epilog).inputs) <= {"bias"} and not epilogs.rule(epilog).gradient
 ]
 
 
@@ -253,7 +254,7 @@ def every_collective_is_behind_a_barrier():
             needs, kind = {}, {}
             for name, op, rest in re.findall(INSTRUCTION, computation, flags=re.M):
                 needs[name], kind[name] = re.findall(r"%?([\w.-]+)", rest), op + rest
-            behind = {name for name in kind if "jaxmp_roll_call" in kind[name]}
+            behind = {name for name in kind if "jaxmp_process_barrier" in kind[name]}
             while more := {name for name in kind if name not in behind and behind.intersection(needs[name])}:
                 behind |= more
             collectives = [name for name in kind if kind[name].startswith(COLLECTIVES)]

@@ -143,7 +143,7 @@ def dies_while_the_transport_opens():
     initialize()
     a, b = operands(make_mesh(), 2048, 1024, 2048 * NPROCESSES)
     if PROCESS == 0:
-        native = jaxmp._native.extension()
+        native = jaxmp._src.runtime.native.extension()
 
         def watch():
             while not native.last_call():
@@ -165,13 +165,13 @@ def dies_while_backends_start():
 def dies_while_all_meet():
     """Rank 0 ends when JAX's part has begun, and jaxmp's has not."""
     if PROCESS == 0:
-        jaxmp._meeting.meet = lambda *args: send(signal.SIGKILL)()
+        jaxmp._src.runtime.bootstrap.meet = lambda *args: send(signal.SIGKILL)()
     initialize()
 
 
 def strangers_at_the_start():
     """Before a rank answers anybody, strangers wait at its port, silent and loud."""
-    start, kept = jaxmp._meeting.Peers.start, []
+    start, kept = jaxmp._src.runtime.bootstrap.Peers.start, []
 
     def start_late(self, *args):
         for number in range(80):
@@ -180,7 +180,7 @@ def strangers_at_the_start():
             kept.append(stranger)
         start(self, *args)
 
-    jaxmp._meeting.Peers.start = start_late
+    jaxmp._src.runtime.bootstrap.Peers.start = start_late
     initialize()
     check(product(*operands(make_mesh())), 48)
     if PROCESS == 0:  # JAX's service listens at the address that was given, and at no other one of this machine
@@ -233,7 +233,7 @@ def call_program(is_other=False):
 
 def other_version():
     if IS_VICTIM:
-        jaxmp._meeting._versions = lambda: ("9.9.9", jax.__version__, "none")
+        jaxmp._src.runtime.bootstrap._versions = lambda: ("9.9.9", jax.__version__, "none")
     fault()
     initialize()
 

@@ -9,7 +9,7 @@ import pytest
 from job import run
 
 import jaxmp
-from jaxmp import _config
+from jaxmp._src.runtime import config
 
 
 def test_a_good_job_ends_with_0_and_leaves_nothing(tmp_path):
@@ -81,8 +81,8 @@ def test_a_missing_launcher_and_a_missing_mpi4py_are_named():
 
 
 def test_launchers_are_known_by_what_they_set():
-    assert _config.launcher({}) is None
-    assert _config.launcher({"PMI_RANK": "1", "PMI_SIZE": "4"}) == ("mpi", 4)
-    assert _config.launcher({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}) == ("mpi", 2)
-    assert _config.launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "3"}) == ("slurm", 3)
-    assert _config.launcher({"SLURM_NTASKS": "3"}) is None  # inside an allocation, but not started by srun
+    assert config.launcher({}) is None
+    assert config.launcher({"PMI_RANK": "1", "PMI_SIZE": "4"}) == ("mpi", 4)
+    assert config.launcher({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}) == ("mpi", 2)
+    assert config.launcher({"SLURM_PROCID": "0", "SLURM_NTASKS": "3"}) == ("slurm", 3)
+    assert config.launcher({"SLURM_NTASKS": "3"}) is None  # inside an allocation, but not started by srun

@@ -1,0 +1,114 @@
+#include "csrc/barrier/arrival_tracker.h"
+
+#include <algorithm>
+
+namespace jaxmp::barrier {
+namespace {
+
+// Calls whose failure is remembered for those who come late.
+constexpr size_t kFailuresKept = 8;
+
+}  // namespace
+
+Turn ArrivalTracker::Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position) {
+  Turn turn{signature, static_cast<size_t>(signature->groups[position]), 0};
+  Entry& entry = entries_[turn.members().key];
+  entry.program = signature->program_hash;
+  entry.label = signature->label;
+  turn.count = ++entry.arrived[signature->devices[position]];
+  return turn;
+}
+
+std::optional<Message> ArrivalTracker::Announcement(const Turn& turn) {
+  const CallSignature& signature = *turn.signature;
+  Entry& entry = entries_.at(turn.members().key);
+  if (turn.count <= entry.announced) return std::nullopt;
+  entry.announced = turn.count;
+  Message message;
+  message.kind = Kind::kArrival;
+  message.program = signature.program_hash;
+  message.label = signature.label;
+  message.key = turn.members().key;
+  message.count = turn.count;
+  message.digest = signature.digest;
+  if (entry.described.insert(signature.digest).second) message.text = signature.call + "\n" + signature.fields;
+  return message;
+}
+
+std::string ArrivalTracker::Hear(int process, const Message& arrival) {
+  Entry& entry = entries_[arrival.key];
+  entry.program = arrival.program;
+  entry.label = arrival.label;
+  Said& said = entry.said[process];
+  said.count = arrival.count;
+  said.digest[arrival.count] = arrival.digest;
+  Text& text = texts_[arrival.digest];
+  if (!arrival.text.empty()) {
+    const size_t end = std::min(arrival.text.find('\n'), arrival.text.size());
+    text = {arrival.text.substr(0, end), arrival.text.substr(end)};
+  }
+  return text.call;
+}
+
+bool ArrivalTracker::Awaits(const Turn& turn, int process) const {
+  if (process == process_) return false;
+  const std::map<int, Said>& said = entry(turn).said;
+  const auto found = said.find(process);
+  return found == said.end() || found->second.count < turn.count;
+}
+
+void ArrivalTracker::Settle(const Turn& turn) {
+  for (auto& [process, said] : entries_.at(turn.members().key).said) {
+    said.digest.erase(said.digest.begin(), said.digest.lower_bound(turn.count));
+  }
+}
+
+std::optional<std::string> ArrivalTracker::Disagreement(const Turn& turn) const {
+  for (const auto& [process, said] : entry(turn).said) {
+    const auto found = said.digest.find(turn.count);
+    if (found == said.digest.end() || found->second == turn.signature->digest) continue;
+    return Differences(process, text(found->second).fields, process_, turn.signature->fields);
+  }
+  return std::nullopt;
+}
+
+std::optional<std::string> ArrivalTracker::Crossing(const Turn& turn, int process) const {
+  const Entry& mine = entry(turn);
+  for (const auto& [key, other] : entries_) {
+    const auto said = other.said.find(process);
+    if (&other == &mine || said == other.said.end() || said->second.count <= other.announced) continue;
+    if (other.failed.count(said->second.count)) continue;
+    if (other.program == mine.program && other.label != mine.label) continue;
+    const auto digest = said->second.digest.find(said->second.count);
+    const Text theirs = digest == said->second.digest.end() ? Text() : text(digest->second);
+    if (other.label == mine.label) {
+      return Differences(process, theirs.fields, process_, turn.signature->fields);
+    }
+    return "the ranks run different programs: rank " + std::to_string(process) + " waits in " + theirs.call +
+           ", rank " + std::to_string(process_) + " in " + turn.signature->call;
+  }
+  return std::nullopt;
+}
+
+void ArrivalTracker::Fail(const Turn& turn, const Status& status) {
+  std::map<uint64_t, Status>& failed = entries_.at(turn.members().key).failed;
+  failed.emplace(turn.count, status);
+  if (failed.size() > kFailuresKept) failed.erase(failed.begin());
+}
+
+void ArrivalTracker::HearFailure(const Message& failure) {
+  entries_[failure.key].failed.emplace(failure.count, FailedPrecondition("jaxmp.DistributedError: " + failure.text));
+}
+
+const Status* ArrivalTracker::failure(const Turn& turn) const {
+  const std::map<uint64_t, Status>& failed = entry(turn).failed;
+  const auto found = failed.find(turn.count);
+  return found == failed.end() ? nullptr : &found->second;
+}
+
+ArrivalTracker::Text ArrivalTracker::text(uint64_t digest) const {
+  const auto found = texts_.find(digest);
+  return found == texts_.end() ? Text() : found->second;
+}
+
+}  // namespace jaxmp::barrier

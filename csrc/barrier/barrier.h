@@ -1,0 +1,77 @@
+// Which process has come to which call.
+//
+// XLA's collectives across processes cannot be interrupted, and one that a peer never joins hangs. So ahead of a
+// collective every process of the group says that it has come, and goes on when all the others have: from there on all
+// of them are alive and about to run the same thing. Here is that process barrier: messages over sockets that Python
+// connects, a thread that reads them, a deadline, and the comparison of what the processes came for.
+//
+// A process is connected when it is first needed: the process barrier says which are wanted (WantedProcesses), Python
+// opens a socket and has the other end prove itself, and hands the socket over (ConnectPeer). Messages wait until then.
+//
+// Nobody blocks. A process that comes late finds the others' messages waiting; what a call has cost when everybody is
+// there is one message to each of the others.
+#ifndef JAXMP_BARRIER_BARRIER_H_
+#define JAXMP_BARRIER_BARRIER_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "csrc/barrier/call_signature.h"
+#include "csrc/base/status.h"
+
+namespace jaxmp {
+
+struct BarrierOptions {
+  int process = 0, nprocesses = 1;
+  double timeout = 60;   // seconds until a process that has not come is missing
+  bool compares = true;  // whether fields are compared
+  int interrupts = -1;   // a descriptor that becomes readable when the user interrupts, or -1
+};
+
+// One process barrier per operating-system process. Start, Leave and Stop are called by one thread; Arrive by any.
+void StartBarrier(const BarrierOptions& options);
+
+// Asks for a connection to each of these, unless there is one or it has been asked for.
+void WantProcesses(const std::vector<int>& processes);
+
+// The processes that were asked for since the last call; waits for one. Empty once the process barrier has stopped.
+std::vector<int> WantedProcesses();
+
+// `fd` is a socket at whose other end `process` has proved itself; owned from here on, also where it is of no use.
+void ConnectPeer(int process, int fd);
+
+// `process` cannot be connected, since it `gone`: "has ended ...".
+void LosePeer(int process, const std::string& gone);
+
+// Tells the peers that this process comes to no further call, and why: "" where all is well.
+void LeaveBarrier(const std::string& reason);
+
+// Closes the sockets; calls that still wait fail.
+void StopBarrier();
+
+// The device at `position` has come. `done` is called exactly once with the outcome: on this thread where it is known
+// already, else on a thread of the process barrier's own on which it may block.
+void Arrive(const std::shared_ptr<const CallSignature>& signature, int64_t position,
+            std::function<void(const Status&)> done);
+
+// What has gone wrong so far: the message of the first call that failed, or "".
+std::string BarrierFailure();
+
+// The call to which this process came last, or "".
+std::string LastCall();
+
+struct PeerState {
+  int process;
+  std::string gone;  // how it left; "" while it is there
+  double gone_for;   // seconds since then
+  bool is_clean;     // it left saying that all is well
+  double silence;    // seconds since it was last heard; it is asked for a sign of life once a second
+};
+std::vector<PeerState> PeerStates();  // of those that are connected or wanted
+
+}  // namespace jaxmp
+
+#endif  // JAXMP_BARRIER_BARRIER_H_

@@ -1,0 +1,80 @@
+#include "csrc/barrier/call_signature.h"
+
+#include <algorithm>
+#include <map>
+#include <utility>
+
+namespace jaxmp {
+namespace {
+
+// FNV-1a: the same in every process, which std::hash need not be.
+uint64_t Hash(const std::string& text) {
+  uint64_t hash = 0xCBF29CE484222325u;
+  for (unsigned char c : text) hash = (hash ^ c) * 0x100000001B3u;
+  return hash;
+}
+
+std::map<std::string, std::string> FieldsOf(const std::string& fields) {
+  std::map<std::string, std::string> result;
+  for (size_t begin = 0; begin < fields.size();) {
+    const size_t end = std::min(fields.find('\n', begin), fields.size());
+    const std::string line = fields.substr(begin, end - begin);
+    const size_t equals = line.find('=');
+    if (equals != std::string::npos) result[line.substr(0, equals)] = line.substr(equals + 1);
+    begin = end + 1;
+  }
+  return result;
+}
+
+}  // namespace
+
+StatusOr<std::shared_ptr<const CallSignature>> Prepare(CallSignature signature) {
+  const size_t size = signature.devices.size();
+  if (signature.processes.size() != size || signature.groups.size() != size || size == 0) {
+    return InvalidArgument(
+        "jaxmp: a process barrier needs a device, a process and a group for each position in the mesh, got " +
+        std::to_string(size) + ", " + std::to_string(signature.processes.size()) + " and " +
+        std::to_string(signature.groups.size()));
+  }
+  signature.program_hash = Hash(signature.program);
+  const std::string label = signature.program + "#" + std::to_string(signature.index);
+  signature.label = Hash(label);
+  signature.digest = Hash(signature.fields);
+  std::map<int64_t, std::string> keys;
+  for (size_t position = 0; position < size; ++position) {
+    const int64_t group = signature.groups[position];
+    if (group < 0 || group >= static_cast<int64_t>(size) || signature.processes[position] < 0) {
+      return InvalidArgument("jaxmp: groups and processes of a process barrier count from 0, got group " +
+                             std::to_string(group) + " and process " + std::to_string(signature.processes[position]));
+    }
+    if (static_cast<size_t>(group) >= signature.members.size()) signature.members.resize(size_t(group) + 1);
+    std::vector<int>& processes = signature.members[static_cast<size_t>(group)].processes;
+    processes.push_back(static_cast<int>(signature.processes[position]));
+    keys[group] += "," + std::to_string(signature.devices[position]);
+  }
+  for (auto& [group, devices] : keys) {
+    CallSignature::Group& members = signature.members[static_cast<size_t>(group)];
+    std::sort(members.processes.begin(), members.processes.end());
+    members.processes.erase(std::unique(members.processes.begin(), members.processes.end()), members.processes.end());
+    members.key = Hash(label + ":" + devices);
+  }
+  return std::shared_ptr<const CallSignature>(std::make_shared<CallSignature>(std::move(signature)));
+}
+
+std::string Differences(int one, const std::string& fields, int other, const std::string& other_fields) {
+  std::map<std::string, std::string> mine = FieldsOf(fields), theirs = FieldsOf(other_fields);
+  std::string left, right;
+  for (const auto& [name, value] : theirs) mine.emplace(name, "none");
+  for (const auto& [name, value] : mine) {
+    const auto found = theirs.find(name);
+    const std::string counterpart = found == theirs.end() ? "none" : found->second;
+    if (value == counterpart) continue;
+    left += " " + name + "=" + value;
+    right += " " + name + "=" + counterpart;
+  }
+  const std::string rank = "rank " + std::to_string(one), other_rank = "rank " + std::to_string(other);
+  if (left.empty()) return rank + " and " + other_rank + " differ";
+  return rank + " has" + left + ", " + other_rank + " has" + right;
+}
+
+}  // namespace jaxmp

@@ -1,0 +1,43 @@
+// A call to which several processes come, as all of them have to see it.
+#ifndef JAXMP_BARRIER_CALL_SIGNATURE_H_
+#define JAXMP_BARRIER_CALL_SIGNATURE_H_
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "csrc/base/status.h"
+
+namespace jaxmp {
+
+// One call of one program. Calls are told apart by program and index; `fields` is what has to be equal, one
+// "name=value" a line.
+struct CallSignature {
+  std::string program;
+  int64_t index = 0;
+  std::string call;  // for people: "matmul at train.py:41"
+  std::string fields;
+  std::vector<int64_t> devices, processes, groups;  // by position in the mesh
+  // Whether each process has a single device in all: its programs then run one after the other, and two processes that
+  // wait for each other in different programs disagree.
+  bool is_sequential = false;
+
+  // Derived by Prepare().
+  struct Group {
+    std::vector<int> processes;  // distinct, ascending
+    uint64_t key = 0;            // of the program, the index and the devices
+  };
+  std::vector<Group> members;  // by group
+  uint64_t program_hash = 0, label = 0, digest = 0;
+};
+
+// Checks the signature and fills in what is derived.
+StatusOr<std::shared_ptr<const CallSignature>> Prepare(CallSignature signature);
+
+// "rank 2 has k=4096, rank 0 has k=4095", for every field in which the two differ.
+std::string Differences(int one, const std::string& fields, int other, const std::string& other_fields);
+
+}  // namespace jaxmp
+
+#endif  // JAXMP_BARRIER_CALL_SIGNATURE_H_

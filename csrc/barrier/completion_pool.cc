@@ -1,0 +1,33 @@
+#include "csrc/barrier/completion_pool.h"
+
+#include <thread>
+#include <utility>
+
+namespace jaxmp::barrier {
+
+void CompletionPool::Post(std::function<void()> work) {
+  std::unique_lock<std::mutex> lock(mutex_);
+  waiting_.push_back(std::move(work));
+  if (waiting_.size() <= idle_) {
+    lock.unlock();
+    wake_.notify_one();
+  } else {
+    std::thread([this] { Serve(); }).detach();
+  }
+}
+
+void CompletionPool::Serve() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  for (;;) {
+    ++idle_;
+    wake_.wait(lock, [this] { return !waiting_.empty(); });
+    --idle_;
+    const std::function<void()> work = std::move(waiting_.front());
+    waiting_.pop_front();
+    lock.unlock();
+    work();
+    lock.lock();
+  }
+}
+
+}  // namespace jaxmp::barrier

@@ -1,0 +1,29 @@
+// Threads on which programs resume.
+#ifndef JAXMP_BARRIER_COMPLETION_POOL_H_
+#define JAXMP_BARRIER_COMPLETION_POOL_H_
+
+#include <condition_variable>
+#include <cstddef>
+#include <deque>
+#include <functional>
+#include <mutex>
+
+namespace jaxmp::barrier {
+
+// Programs may block on these threads, so one is added whenever none is idle, and kept. Never destroyed.
+class CompletionPool {
+ public:
+  void Post(std::function<void()> work);
+
+ private:
+  void Serve();
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::deque<std::function<void()>> waiting_;
+  size_t idle_ = 0;
+};
+
+}  // namespace jaxmp::barrier
+
+#endif  // JAXMP_BARRIER_COMPLETION_POOL_H_

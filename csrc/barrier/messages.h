@@ -1,0 +1,56 @@
+// Messages between the processes of a job, and the sockets that carry them.
+#ifndef JAXMP_BARRIER_MESSAGES_H_
+#define JAXMP_BARRIER_MESSAGES_H_
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace jaxmp::barrier {
+
+enum class Kind : uint8_t {
+  kArrival,  // the sender has come to `key` for the count-th time
+  kFailure,  // the sender has given up its count-th call of `key`; text says why
+  kPing,
+  kPong,     // text: the call to which the sender came last
+  kGoodbye,  // the sender leaves; text says why
+};
+
+// The numbers are in the sender's byte order: a job has one kind of machine.
+struct Message {
+  Kind kind = Kind::kPing;
+  uint64_t program = 0, label = 0, key = 0, count = 0, digest = 0;
+  std::string text;  // of an arrival: the call, a newline, its fields; empty where the receiver has seen the digest
+};
+
+std::string Encode(const Message& message);
+
+// Takes the first message off `bytes`. kWrong: these bytes are not ours.
+enum class Decoded { kMessage, kIncomplete, kWrong };
+Decoded Decode(std::string* bytes, Message* message);
+
+// A connected socket that never blocks: what it cannot send at once waits in it.
+class Socket {
+ public:
+  explicit Socket(int fd);  // owns it; -1 is a socket that is closed
+  ~Socket() { Close(); }
+  Socket(Socket&& other) noexcept;
+  Socket& operator=(Socket&& other) noexcept;
+
+  int fd() const { return fd_; }
+  bool is_open() const { return fd_ >= 0; }
+  bool has_unsent() const { return !out_.empty(); }
+  void Send(const Message& message);
+  void Flush();
+  // Appends what has come. False at the end of the stream, after which the socket is closed.
+  bool Receive(std::vector<Message>* messages);
+  void Close();
+
+ private:
+  int fd_;
+  std::string in_, out_;
+};
+
+}  // namespace jaxmp::barrier
+
+#endif  // JAXMP_BARRIER_MESSAGES_H_

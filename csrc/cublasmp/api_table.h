@@ -1,0 +1,73 @@
+// The table through which everything above calls cuBLASMp, or an implementation of the same calls.
+#ifndef JAXMP_CUBLASMP_API_TABLE_H_
+#define JAXMP_CUBLASMP_API_TABLE_H_
+
+#include "csrc/cublasmp/abi.h"
+
+// Every function of the table, without its prefix: one list for the table, for a loader and for the
+// ABI test.
+#define JAXMP_CUBLASMP_FUNCTIONS(X) \
+  X(GetVersion)                     \
+  X(GetStatusString)                \
+  X(Numroc)                         \
+  X(Create)                         \
+  X(Destroy)                        \
+  X(SetStream)                      \
+  X(GetStream)                      \
+  X(GridCreate)                     \
+  X(GridDestroy)                    \
+  X(Malloc)                         \
+  X(Free)                           \
+  X(BufferRegister)                 \
+  X(BufferDeregister)               \
+  X(MatrixDescriptorCreate)         \
+  X(MatrixDescriptorInit)           \
+  X(MatrixDescriptorDestroy)        \
+  X(MatmulDescriptorCreate)         \
+  X(MatmulDescriptorInit)           \
+  X(MatmulDescriptorDestroy)        \
+  X(MatmulDescriptorSetAttribute)   \
+  X(MatmulDescriptorGetAttribute)   \
+  X(Matmul_bufferSize)              \
+  X(Matmul)
+
+namespace jaxmp {
+
+// What a library takes beyond cuBLASMp's documented forms. A plan that needs one of these asks
+// first.
+struct Capabilities {
+  bool all_reduce_any_transposition = false;  // cuBLASMp: op(A) = Aᵀ, op(B) = B only
+  bool grid_any_shape = false;                // cuBLASMp: contiguous shards need nprow == npcol
+  bool grid_epilogs = false;                  // cuBLASMp: epilogs on 1-D layouts only
+  bool complex_epilogs = false;               // cuBLASMp: cuBLASLt's, of which no complex product has one
+};
+
+// What can be said of a library that is not loaded.
+struct Library {
+  const char* name;
+  Capabilities capabilities;
+  bool can_order_sums;
+};
+inline constexpr Library kCublasMp = {"cublasmp", {}, false};
+
+struct MpApi {
+  const char* name;
+  Capabilities capabilities;
+  // Has every element of D summed in one order, fixed panels of k one after the other, so that it depends on its row of
+  // op(A) and its column of op(B) alone; null where the library cannot. To be called before the workspace is queried.
+  abi::cublasMpStatus_t (*order_sums)(abi::cublasMpMatmulDescriptor_t matmul);
+  // Why the last call on this thread did not return SUCCESS; "" where the library keeps that to
+  // itself.
+  const char* (*last_error)();
+
+#define JAXMP_DECLARE_FUNCTION(function) decltype(&abi::cublasMp##function) function;
+  JAXMP_CUBLASMP_FUNCTIONS(JAXMP_DECLARE_FUNCTION)
+#undef JAXMP_DECLARE_FUNCTION
+};
+
+// cuBLASMp's calls on host memory (hostmp/). The table lives as long as the process.
+const MpApi& host_api();
+
+}  // namespace jaxmp
+
+#endif  // JAXMP_CUBLASMP_API_TABLE_H_

@@ -1,0 +1,179 @@
+#include "csrc/cuda/rank_context.h"
+
+#include <chrono>
+#include <future>
+#include <limits>
+#include <thread>
+#include <utility>
+
+#include "csrc/cublasmp/status.h"
+#include "csrc/cuda/context.h"
+#include "csrc/cuda/libraries.h"
+#include "csrc/cuda/logger.h"
+#include "csrc/cuda/nccl_id_exchange.h"
+
+namespace jaxmp::cuda {
+namespace {
+
+// What a rank that cannot go on brings to an agreement: more than any number of bytes.
+constexpr int64_t kFailed = std::numeric_limits<int64_t>::max();
+
+// For what stays for the life of the process.
+template <typename T>
+std::shared_ptr<T> Unowned(T* object) {
+  return std::shared_ptr<T>(std::shared_ptr<T>(), object);
+}
+
+constexpr std::chrono::milliseconds kLook(50);
+
+// ncclCommInitRank waits for every rank, for ever where one has ended since it asked for the id. It takes no deadline,
+// and nothing stops it: a communicator that does not block is none for cuBLASMp, which never asks NCCL whether a call
+// is still in progress (its library has no reference to ncclCommGetAsyncError). So it gets a thread, which the caller
+// leaves behind where the watchdog has given the peers up.
+StatusOr<abi::ncclComm_t> OpenCommunicator(abi::CUcontext context, int nranks, const abi::ncclUniqueId& id, int rank) {
+  std::packaged_task<StatusOr<abi::ncclComm_t>()> open([=]() -> StatusOr<abi::ncclComm_t> {
+    const CurrentContext current(context);
+    abi::ncclComm_t comm = nullptr;
+    const abi::ncclResult_t result =
+        current.ok() ? Loaded()->nccl.CommInitRank(&comm, nranks, id, rank) : abi::ncclUnhandledCudaError;
+    JAXMP_RETURN_IF_ERROR(Check(result, "ncclCommInitRank"));
+    return comm;
+  });
+  std::future<StatusOr<abi::ncclComm_t>> opened = open.get_future();
+  std::thread thread(std::move(open));
+  while (opened.wait_for(kLook) != std::future_status::ready) {
+    const Status alive = CheckAlive();
+    if (alive.ok()) continue;
+    thread.detach();
+    return alive;
+  }
+  thread.join();
+  return opened.get();
+}
+
+}  // namespace
+
+Member::Member(std::string key, int64_t group, int rank, int nranks)
+    : key_(std::move(key)), group_(group), rank_(rank), nranks_(nranks) {}
+
+std::string Member::Describe() const {
+  return "rank " + std::to_string(rank_) + " of " + std::to_string(nranks_) + " in group " + std::to_string(group_) +
+         " (device " + std::to_string(ordinal_) + ")";
+}
+
+Status Member::Enter(int ordinal, abi::CUcontext context, abi::CUstream stream,
+                     std::shared_ptr<const std::string> call) {
+  if (!watch_) JAXMP_RETURN_IF_ERROR(Open(ordinal, context));
+  if (ordinal != ordinal_) {
+    return FailedPrecondition("jaxmp: " + Describe() +
+                              " has its communicator on that device, but this call runs on "
+                              "device " +
+                              std::to_string(ordinal) +
+                              ", and the program does not say which devices its "
+                              "mesh has, as an exported one; compile it in this process instead");
+  }
+  if (!comm_) JAXMP_RETURN_IF_ERROR(Connect(context));
+  stream_ = stream;
+  (void)TakeLastError();  // of a call that recovered from it
+  watch_->Enter(std::move(call));
+  return watch_->Follow(stream);
+}
+
+void Member::Leave() {
+  if (watch_) watch_->Leave();
+}
+
+Status Member::Open(int ordinal, abi::CUcontext context) {
+  ordinal_ = ordinal;
+  JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.MemAlloc_v2(&scratch_, sizeof(int64_t)), "cuMemAlloc"));
+  JAXMP_ASSIGN_OR_RETURN(watch_, Watch::Make(context, Describe(), nranks_ > 1));
+  return {};
+}
+
+Status Member::Connect(abi::CUcontext context) {
+  const std::string key = key_ + "/" + std::to_string(attempts_++);
+  JAXMP_ASSIGN_OR_RETURN(const abi::ncclUniqueId id, AgreeOnId(key, rank_, nranks_));
+  watch_->Enter(std::make_shared<const std::string>("ncclCommInitRank"));
+  const StatusOr<abi::ncclComm_t> comm = OpenCommunicator(context, nranks_, id, rank_);
+  watch_->Leave();
+  JAXMP_ASSIGN_OR_RETURN(comm_, comm);
+  return watch_->Adopt(comm_);
+}
+
+StatusOr<std::shared_ptr<abi::cublasMpGrid>> Member::Grid(const MpApi& api, const GridShape& shape) {
+  std::shared_ptr<abi::cublasMpGrid>& known = grids_[shape];
+  if (known) return known;
+  abi::cublasMpGrid_t grid = nullptr;
+  JAXMP_RETURN_IF_ERROR(
+      jaxmp::Check(api, api.GridCreate(shape.nprow, shape.npcol, shape.order, comm_, &grid), "GridCreate"));
+  known = Unowned(grid);
+  return known;
+}
+
+StatusOr<std::shared_ptr<abi::cublasMpHandle>> Member::Handle(const MpApi& api, abi::cudaStream_t stream) {
+  if (handle_) return handle_;
+  abi::cublasMpHandle_t handle = nullptr;
+  JAXMP_RETURN_IF_ERROR(jaxmp::Check(api, api.Create(&handle, stream), "Create"));
+  handle_ = Unowned(handle);
+  return handle_;
+}
+
+StatusOr<int64_t> Member::AllReduceMax(int64_t value, abi::CUstream stream) {
+  const Libraries& libraries = *Loaded();
+  void* const at = reinterpret_cast<void*>(scratch_);
+  JAXMP_RETURN_IF_ERROR(
+      Check(libraries.driver.MemcpyHtoDAsync_v2(scratch_, &value, sizeof(value), stream), "cuMemcpyHtoDAsync"));
+  JAXMP_RETURN_IF_ERROR(
+      Check(libraries.nccl.AllReduce(at, at, 1, abi::ncclInt64, abi::ncclMax, comm_, stream), "ncclAllReduce"));
+  JAXMP_RETURN_IF_ERROR(
+      Check(libraries.driver.MemcpyDtoHAsync_v2(&value, scratch_, sizeof(value), stream), "cuMemcpyDtoHAsync"));
+  JAXMP_RETURN_IF_ERROR(Check(libraries.driver.StreamSynchronize(stream), "cuStreamSynchronize"));
+  JAXMP_RETURN_IF_ERROR(CheckAlive());  // an aborted reduction says nothing
+  return value;
+}
+
+// One small all-reduce for each plan, when it is made. It is also NCCL's first kernel on a new communicator, which all
+// ranks then launch together, ahead of cuBLAS's.
+StatusOr<size_t> Member::Agree(StatusOr<size_t> bytes, abi::cudaStream_t stream) {
+  if (nranks_ == 1) return bytes;
+  JAXMP_ASSIGN_OR_RETURN(const int64_t most, AllReduceMax(bytes.ok() ? static_cast<int64_t>(*bytes) : kFailed, stream));
+  if (!bytes.ok()) return bytes;
+  if (most != kFailed) return static_cast<size_t>(most);
+  return FailedPrecondition("jaxmp: another rank of the group could not prepare this call; its own error says why");
+}
+
+StatusOr<std::shared_ptr<void>> Member::Workspace(const MpApi& api, const GridShape& shape, size_t bytes) {
+  Memory& memory = workspaces_[shape];
+  if (memory.bytes >= bytes) return Unowned(memory.data);
+  JAXMP_ASSIGN_OR_RETURN(std::shared_ptr<abi::cublasMpGrid> grid, Grid(api, shape));
+  if (memory.data) {
+    // Every call that used it is on this stream, or ahead of it by an event.
+    JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.StreamSynchronize(stream_), "cuStreamSynchronize"));
+    JAXMP_RETURN_IF_ERROR(Release(api, grid.get(), std::exchange(memory, {})));
+  }
+  JAXMP_ASSIGN_OR_RETURN(memory, Allocate(api, grid.get(), bytes));
+  return Unowned(memory.data);
+}
+
+// Memory that NCCL knows on all ranks, without which cuBLASMp does not overlap. A grid may have none (GPUs that do not
+// reach each other's memory, for one): cuBLASMp then says so on every rank, ahead of anything collective, and its
+// samples go on with memory of their own.
+StatusOr<Member::Memory> Member::Allocate(const MpApi& api, abi::cublasMpGrid_t grid, size_t bytes) const {
+  void* made = nullptr;
+  const abi::cublasMpStatus_t status = api.Malloc(grid, &made, bytes);
+  if (status != abi::CUBLASMP_STATUS_NOT_SUPPORTED) {
+    JAXMP_RETURN_IF_ERROR(jaxmp::Check(api, status, "Malloc"));
+    return Memory{made, bytes, true};
+  }
+  (void)TakeLastError();
+  abi::CUdeviceptr plain = 0;
+  JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.MemAlloc_v2(&plain, bytes), "cuMemAlloc"));
+  return Memory{reinterpret_cast<void*>(plain), bytes, false};
+}
+
+Status Member::Release(const MpApi& api, abi::cublasMpGrid_t grid, const Memory& memory) const {
+  if (memory.is_registered) return jaxmp::Check(api, api.Free(grid, memory.data), "Free");
+  return Check(Loaded()->driver.MemFree_v2(reinterpret_cast<abi::CUdeviceptr>(memory.data)), "cuMemFree");
+}
+
+}  // namespace jaxmp::cuda

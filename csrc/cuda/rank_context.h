@@ -1,0 +1,74 @@
+// One rank of one group on its device: what its plans share.
+#ifndef JAXMP_CUDA_RANK_CONTEXT_H_
+#define JAXMP_CUDA_RANK_CONTEXT_H_
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+
+#include "csrc/base/status.h"
+#include "csrc/cublasmp/api_table.h"
+#include "csrc/cuda/abi.h"
+#include "csrc/cuda/watchdog.h"
+#include "csrc/plan/communicator.h"
+
+namespace jaxmp::cuda {
+
+// Communicator, handle, grids and workspaces are made when a call first needs them, on the thread that brings that
+// call: making them is collective, and every rank comes to it at the same call of the same program. They stay for the
+// life of the process: destroying them is collective too, and nothing that ends (a plan, an executable) ends on all
+// ranks at one time.
+class Member {
+ public:
+  // `key` names the group to all of its ranks, and no other group.
+  Member(std::string key, int64_t group, int rank, int nranks);
+
+  // One call at a time: held from Enter() to Leave(). No other rank's progress depends on it.
+  std::mutex& turn() { return turn_; }
+
+  // Begins a call on this device: the communicator is there and usable, the stream ordered behind the last call.
+  Status Enter(int ordinal, abi::CUcontext context, abi::CUstream stream, std::shared_ptr<const std::string> call);
+  void Leave();
+  Watch& watch() { return *watch_; }
+
+  StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, const GridShape& shape);
+  StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, abi::cudaStream_t stream);
+  StatusOr<size_t> Agree(StatusOr<size_t> bytes, abi::cudaStream_t stream);
+  StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, const GridShape& shape, size_t bytes);
+
+  std::string Describe() const;  // "rank 1 of 4 in group 0 (device 3)"
+
+ private:
+  struct Memory {
+    void* data = nullptr;
+    size_t bytes = 0;
+    bool is_registered = false;  // of cublasMpMalloc; else the driver's
+  };
+
+  Status Open(int ordinal, abi::CUcontext context);
+  Status Connect(abi::CUcontext context);
+  StatusOr<Memory> Allocate(const MpApi& api, abi::cublasMpGrid_t grid, size_t bytes) const;
+  Status Release(const MpApi& api, abi::cublasMpGrid_t grid, const Memory& memory) const;
+  StatusOr<int64_t> AllReduceMax(int64_t value, abi::CUstream stream);
+
+  const std::string key_;
+  const int64_t group_;
+  const int rank_, nranks_;
+
+  std::mutex turn_;  // guards everything below
+  int ordinal_ = -1;
+  int attempts_ = 0;  // to connect; equal on all ranks, for they fail together
+  std::shared_ptr<Watch> watch_;
+  abi::ncclComm_t comm_ = nullptr;
+  abi::CUstream stream_ = nullptr;  // of the call at hand, then of the last one
+  abi::CUdeviceptr scratch_ = 0;    // 8 bytes
+  std::shared_ptr<abi::cublasMpHandle> handle_;
+  std::map<GridShape, std::shared_ptr<abi::cublasMpGrid>> grids_;
+  std::map<GridShape, Memory> workspaces_;
+};
+
+}  // namespace jaxmp::cuda
+
+#endif  // JAXMP_CUDA_RANK_CONTEXT_H_

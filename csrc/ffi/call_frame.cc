@@ -1,0 +1,205 @@
+#include "csrc/ffi/call_frame.h"
+
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace ffi = xla::ffi;
+
+namespace jaxmp {
+namespace {
+
+ffi::ErrorCode ErrorCodeOf(Code code) {
+  switch (code) {
+    case Code::kOk:
+      return ffi::ErrorCode::kOk;
+    case Code::kInvalidArgument:
+      return ffi::ErrorCode::kInvalidArgument;
+    case Code::kFailedPrecondition:
+      return ffi::ErrorCode::kFailedPrecondition;
+    case Code::kUnimplemented:
+      return ffi::ErrorCode::kUnimplemented;
+    case Code::kResourceExhausted:
+      return ffi::ErrorCode::kResourceExhausted;
+    case Code::kInternal:
+      break;
+  }
+  return ffi::ErrorCode::kInternal;
+}
+
+}  // namespace
+
+ffi::Error ToError(const Status& status) {
+  return status.ok() ? ffi::Error::Success() : ffi::Error(ErrorCodeOf(status.code()), status.message());
+}
+
+namespace {
+
+StatusOr<Attribute> ReadAttribute(const ffi::Dictionary& dictionary, std::string_view name) {
+  if (auto value = dictionary.get<int64_t>(name)) return Attribute(*value);
+  if (auto value = dictionary.get<std::string_view>(name)) return Attribute(std::string(*value));
+  if (auto value = dictionary.get<ffi::Span<const int64_t>>(name)) {
+    return Attribute(std::vector<int64_t>(value->begin(), value->end()));
+  }
+  if (auto value = dictionary.get<ffi::Span<const double>>(name)) {
+    return Attribute(std::vector<double>(value->begin(), value->end()));
+  }
+  return InvalidArgument("jaxmp: attribute " + std::string(name) +
+                         " must be an int64, a string, or an array of int64 or float64");
+}
+
+}  // namespace
+
+StatusOr<Attributes> ReadAttributes(const ffi::Dictionary& dictionary) {
+  Attributes attributes;
+  for (std::string_view name : dictionary) {
+    JAXMP_ASSIGN_OR_RETURN(Attribute attribute, ReadAttribute(dictionary, name));
+    if (attributes.emplace(name, std::move(attribute)).second) continue;
+    return InvalidArgument("jaxmp: attribute " + std::string(name) + " is given twice");
+  }
+  return attributes;
+}
+
+namespace {
+
+ffi::DataType FfiType(DType dtype) {
+  switch (dtype) {
+    case DType::kF32:
+      return ffi::F32;
+    case DType::kF64:
+      return ffi::F64;
+    case DType::kBF16:
+      return ffi::BF16;
+    case DType::kF16:
+      return ffi::F16;
+    case DType::kC64:
+      return ffi::C64;
+    case DType::kC128:
+      return ffi::C128;
+    case DType::kU8:
+    case DType::kE2M1:  // two in a byte: XLA has no packed layout that it would hand over on every platform
+      return ffi::U8;
+    case DType::kE4M3:
+      return ffi::F8E4M3FN;
+    case DType::kE5M2:
+      return ffi::F8E5M2;
+    case DType::kS8:
+      return ffi::S8;
+    case DType::kS32:
+      return ffi::S32;
+    case DType::kNone:
+      break;
+  }
+  return ffi::DataType::INVALID;
+}
+
+Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype, int64_t size) {
+  if (dtype == DType::kE2M1) size /= 2;
+  const bool has_type = buffer.element_type() == FfiType(dtype);
+  if (has_type && static_cast<int64_t>(buffer.element_count()) == size) return {};
+  std::string shape;
+  for (int64_t extent : buffer.dimensions()) shape += (shape.empty() ? "" : ", ") + std::to_string(extent);
+  std::string message = std::string("jaxmp: ") + name + " must hold " + std::to_string(size) + " elements of " +
+                        Name(dtype) + " on each device, got local shape (" + shape + ")";
+  if (!has_type) message += " of another dtype (XLA's number " + std::to_string(int(buffer.element_type())) + ")";
+  return InvalidArgument(message);
+}
+
+// Hands out the buffers of a call frame in the order of the boundary, checking each.
+class Operands {
+ public:
+  Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) : args_(args), rets_(rets) {}
+
+  Status Argument(const char* name, DType dtype, int64_t size, const void** to) {
+    if (nargs_ >= args_.size()) return InvalidArgument(std::string("jaxmp: argument ") + name + " is missing");
+    const ffi::ErrorOr<ffi::AnyBuffer> buffer = args_.get<ffi::AnyBuffer>(nargs_++);
+    if (buffer.has_error()) return Internal(buffer.error().message());
+    *to = buffer->untyped_data();
+    return CheckBuffer(name, *buffer, dtype, size);
+  }
+
+  Status Result(const char* name, DType dtype, int64_t size, void** to) {
+    if (nrets_ >= rets_.size()) return InvalidArgument(std::string("jaxmp: result ") + name + " is missing");
+    ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> buffer = rets_.get<ffi::AnyBuffer>(nrets_++);
+    if (buffer.has_error()) return Internal(buffer.error().message());
+    *to = (*buffer)->untyped_data();
+    return CheckBuffer(name, **buffer, dtype, size);
+  }
+
+  // Where this device stands in the mesh: the last argument of a call with more than one rank.
+  Status Position(const void** to) {
+    if (nargs_ >= args_.size()) return InvalidArgument("jaxmp: argument position is missing");
+    const ffi::ErrorOr<ffi::AnyBuffer> buffer = args_.get<ffi::AnyBuffer>(nargs_++);
+    if (buffer.has_error()) return Internal(buffer.error().message());
+    *to = buffer->untyped_data();
+    if (buffer->element_type() == ffi::S32 && buffer->element_count() == 1) return {};
+    return InvalidArgument("jaxmp: argument position must be one int32, the device's index in the mesh");
+  }
+
+  Status CheckNoMore() const {
+    if (nargs_ == args_.size() && nrets_ == rets_.size()) return {};
+    return InvalidArgument("jaxmp: expected " + std::to_string(nargs_) + " arguments and " + std::to_string(nrets_) +
+                           " results, got " + std::to_string(args_.size()) + " and " + std::to_string(rets_.size()));
+  }
+
+ private:
+  const ffi::RemainingArgs& args_;
+  const ffi::RemainingRets& rets_;
+  size_t nargs_ = 0, nrets_ = 0;
+};
+
+DType ScaleType(ScaleMode mode) {
+  const bool is_byte = mode == ScaleMode::kVec16 || mode == ScaleMode::kVec32;
+  return is_byte ? DType::kU8 : DType::kF32;
+}
+
+Status ReadScales(const Problem& p, const ScaleSizes& sizes, Operands* operands, Buffers* buffers) {
+  struct Scale {
+    const char* name;
+    ScaleMode mode;
+    int64_t size;
+    const void** to;
+  };
+  for (const Scale& scale : {Scale{"scale_a", p.scale_mode_a, sizes.a, &buffers->scale_a},
+                             Scale{"scale_b", p.scale_mode_b, sizes.b, &buffers->scale_b},
+                             Scale{"scale_c", p.scale_mode_c, sizes.c, &buffers->scale_c},
+                             Scale{"scale_d", p.scale_mode_d, sizes.d, &buffers->scale_d},
+                             Scale{"scale_aux", p.scale_mode_aux, sizes.aux, &buffers->scale_aux}}) {
+    if (scale.mode == ScaleMode::kNone) continue;
+    JAXMP_RETURN_IF_ERROR(operands->Argument(scale.name, ScaleType(scale.mode), scale.size, scale.to));
+  }
+  return {};
+}
+
+}  // namespace
+
+Status ReadOperands(const Problem& p, const Layout& layout, const ffi::RemainingArgs& args,
+                    const ffi::RemainingRets& rets, Buffers* buffers, const void** position) {
+  Operands operands(args, rets);
+  JAXMP_RETURN_IF_ERROR(operands.Argument("a", p.dtype_a, layout.a.local_size(), &buffers->a));
+  JAXMP_RETURN_IF_ERROR(operands.Argument("b", p.dtype_b, layout.b.local_size(), &buffers->b));
+  if (p.has_c()) JAXMP_RETURN_IF_ERROR(operands.Argument("c", p.dtype_c, layout.d.local_size(), &buffers->c));
+  if (p.has_bias()) JAXMP_RETURN_IF_ERROR(operands.Argument("bias", p.dtype_bias, layout.bias_size, &buffers->bias));
+  const bool writes_aux = p.has_aux() && !p.reads_aux();
+  if (p.reads_aux()) {
+    JAXMP_RETURN_IF_ERROR(operands.Argument("aux", p.dtype_aux, layout.aux.local_size, &buffers->aux_input));
+  }
+  JAXMP_RETURN_IF_ERROR(ReadScales(p, layout.scales, &operands, buffers));
+  *position = nullptr;
+  if (p.nranks() > 1) JAXMP_RETURN_IF_ERROR(operands.Position(position));
+  JAXMP_RETURN_IF_ERROR(operands.Result("d", p.dtype_d, layout.d.local_size(), &buffers->d));
+  if (writes_aux) JAXMP_RETURN_IF_ERROR(operands.Result("aux", p.dtype_aux, layout.aux.local_size, &buffers->aux));
+  if (p.has_gradient()) {
+    JAXMP_RETURN_IF_ERROR(operands.Result("gradient", p.dtype_bias, layout.bias_size, &buffers->gradient));
+  }
+  if (p.amax_d) JAXMP_RETURN_IF_ERROR(operands.Result("amax_d", DType::kF32, 1, &buffers->amax_d));
+  if (p.amax_aux) JAXMP_RETURN_IF_ERROR(operands.Result("amax_aux", DType::kF32, 1, &buffers->amax_aux));
+  if (p.d_out_scale_mode != ScaleMode::kNone) {
+    JAXMP_RETURN_IF_ERROR(
+        operands.Result("d_out_scale", ScaleType(p.d_out_scale_mode), layout.scales.d_out, &buffers->d_out_scale));
+  }
+  return operands.CheckNoMore();
+}
+
+}  // namespace jaxmp

@@ -1,0 +1,25 @@
+// What every platform's handler has in common: attributes and buffers of a call frame, read and checked, and errors.
+#ifndef JAXMP_FFI_CALL_FRAME_H_
+#define JAXMP_FFI_CALL_FRAME_H_
+
+#include "csrc/base/status.h"
+#include "csrc/plan/descriptor_attributes.h"
+#include "csrc/plan/distribution.h"
+#include "csrc/plan/matmul_problem.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxmp {
+
+xla::ffi::Error ToError(const Status& status);
+
+StatusOr<Attributes> ReadAttributes(const xla::ffi::Dictionary& dictionary);
+
+// The buffers of one device, in the order of the boundary: arguments a, b, [c], [bias], [aux], [scale_a], [scale_b],
+// [scale_c], [scale_d], [scale_aux], [position]; results d, [aux], [gradient], [amax_d], [amax_aux], [d_out_scale].
+// `position` is null where a group has one rank, and points to one int32, wherever the platform keeps its buffers.
+Status ReadOperands(const Problem& p, const Layout& layout, const xla::ffi::RemainingArgs& args,
+                    const xla::ffi::RemainingRets& rets, Buffers* buffers, const void** position);
+
+}  // namespace jaxmp
+
+#endif  // JAXMP_FFI_CALL_FRAME_H_

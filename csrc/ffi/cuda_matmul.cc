@@ -1,0 +1,170 @@
+#include "csrc/ffi/cuda_matmul.h"
+
+#include <exception>
+#include <utility>
+
+#include "csrc/base/status.h"
+#include "csrc/cuda/context.h"
+#include "csrc/cuda/libraries.h"
+#include "csrc/cuda/watchdog.h"
+#include "csrc/ffi/call_frame.h"
+#include "csrc/plan/enums.h"
+#include "csrc/plan/matmul_problem.h"
+#include "csrc/plan/plan_cache.h"
+
+namespace ffi = xla::ffi;
+
+namespace jaxmp {
+
+ffi::TypeId CudaSite::id = {};
+const ffi::TypeInfo CudaSite::info = ffi::MakeTypeInfo<CudaSite>();
+
+CudaSite::CudaSite(std::shared_ptr<Plan> plan, std::shared_ptr<const cuda::CudaCommunicator> communicator)
+    : plan(std::move(plan)),
+      communicator(std::move(communicator)),
+      text(std::make_shared<const std::string>("[" + ToString(this->plan->problem()) + "]")) {}
+
+namespace {
+
+// ---- instantiate
+
+std::shared_ptr<const cuda::CudaCommunicator> CommunicatorOf(const Problem& p) {
+  // Groups of one rank are alike whatever the mesh is.
+  if (p.nranks() == 1) return cuda::GetCudaCommunicator({{}, {}, {}}, {});
+  return cuda::GetCudaCommunicator({p.mesh_shape, p.axes_row, p.axes_col}, p.devices);
+}
+
+StatusOr<std::unique_ptr<CudaSite>> MakeSite(const ffi::Dictionary& dictionary) {
+  JAXMP_ASSIGN_OR_RETURN(const MpApi* api, cuda::cuda_api());
+  JAXMP_ASSIGN_OR_RETURN(Attributes attributes, ReadAttributes(dictionary));
+  JAXMP_ASSIGN_OR_RETURN(Problem problem, MakeProblem(attributes));
+  const auto make = [](const Problem& p) -> std::shared_ptr<const Communicator> { return CommunicatorOf(p); };
+  JAXMP_ASSIGN_OR_RETURN(std::shared_ptr<Plan> plan, plan_cache().Get(*api, problem, make));
+  return std::make_unique<CudaSite>(std::move(plan), CommunicatorOf(problem));
+}
+
+ffi::ErrorOr<std::unique_ptr<CudaSite>> Instantiate(ffi::Dictionary dictionary) {
+  try {
+    StatusOr<std::unique_ptr<CudaSite>> site = MakeSite(dictionary);
+    if (!site.ok()) return ffi::Unexpected(ToError(site.status()));
+    return std::move(*site);
+  } catch (const std::exception& exception) {  // memory
+    return ffi::Unexpected(ffi::Error::Internal(std::string("jaxmp: ") + exception.what()));
+  }
+}
+
+// ---- execute
+
+abi::CUdeviceptr DevicePointer(const void* pointer) { return reinterpret_cast<abi::CUdeviceptr>(pointer); }
+
+Status Zero(void* at, size_t bytes, abi::CUstream stream) {
+  return cuda::Check(cuda::Loaded()->driver.MemsetD8Async(DevicePointer(at), 0, bytes, stream), "cuMemsetD8Async");
+}
+
+Status ZeroAmax(const Buffers& buffers, abi::CUstream stream) {
+  for (void* amax : {buffers.amax_d, buffers.amax_aux}) {
+    if (amax) JAXMP_RETURN_IF_ERROR(Zero(amax, sizeof(float), stream));
+  }
+  return {};
+}
+
+// Read from the device by the first call that comes by; a device keeps its place in an executable.
+StatusOr<int> SeatOf(CudaSite& site, int ordinal, const void* position, abi::CUstream stream) {
+  {
+    std::lock_guard<std::mutex> lock(site.mutex);
+    if (const auto found = site.seats.find(ordinal); found != site.seats.end()) return found->second;
+  }
+  int32_t at = 0;
+  if (position) {
+    const cuda::Driver& driver = cuda::Loaded()->driver;
+    JAXMP_RETURN_IF_ERROR(
+        cuda::Check(driver.MemcpyDtoHAsync_v2(&at, DevicePointer(position), sizeof(at), stream), "cuMemcpyDtoHAsync"));
+    JAXMP_RETURN_IF_ERROR(cuda::Check(driver.StreamSynchronize(stream), "cuStreamSynchronize"));
+  }
+  JAXMP_ASSIGN_OR_RETURN(const int seat, site.communicator->SeatOf(at, ordinal));
+  std::lock_guard<std::mutex> lock(site.mutex);
+  site.seats[ordinal] = seat;
+  return seat;
+}
+
+// What the library may leave unwritten or only raise: the padding of an aux matrix (cuBLASMp also wants the mask of
+// RELU_AUX zeroed ahead of AllGather + Matmul), and the largest values.
+Status ZeroResults(const Plan& plan, const Buffers& buffers, abi::CUstream stream) {
+  const Problem& p = plan.problem();
+  const AuxLayout& aux = plan.layout().aux;
+  const bool is_mask = p.dtype_aux == DType::kU8;
+  if (buffers.aux && (is_mask || aux.attribute_ld != plan.layout().d.local_rows)) {
+    JAXMP_RETURN_IF_ERROR(Zero(buffers.aux, static_cast<size_t>(BytesOf(p.dtype_aux, aux.local_size)), stream));
+  }
+  return ZeroAmax(buffers, stream);
+}
+
+// The slot goes back as soon as everything is on the stream: the seat's next call comes behind it there.
+Status RunOnSeat(CudaSite& site, int seat, const Buffers& buffers, abi::CUstream stream) {
+  Plan& plan = *site.plan;
+  cuda::Watch& watch = site.communicator->member(seat).watch();
+  JAXMP_ASSIGN_OR_RETURN(const Plan::Lease slot, plan.Take(seat, buffers, stream));
+  JAXMP_RETURN_IF_ERROR(ZeroResults(plan, buffers, stream));
+  JAXMP_RETURN_IF_ERROR(watch.Begin(stream));
+  JAXMP_RETURN_IF_ERROR(plan.Run(seat, *slot, buffers, stream));
+  JAXMP_RETURN_IF_ERROR(watch.End(stream));
+  return cuda::CheckAlive();  // an abort while the host was in there has not seen this call on the stream
+}
+
+Status ExecuteOnSeat(CudaSite& site, int seat, int ordinal, abi::CUcontext context, const Buffers& buffers,
+                     abi::CUstream stream) {
+  cuda::Member& member = site.communicator->member(seat);
+  const cuda::Turn turn(member);
+  Status status = member.Enter(ordinal, context, stream, site.text);
+  if (status.ok()) status = RunOnSeat(site, seat, buffers, stream);
+  if (status.ok()) return {};
+  // Whatever a call returned out of an abort, this is why.
+  JAXMP_RETURN_IF_ERROR(cuda::CheckAlive());
+  return Status(status.code(), status.message() + "; " + member.Describe() + ", call " + *site.text);
+}
+
+Status ExecuteChecked(CudaSite& site, int ordinal, abi::CUstream stream, const ffi::RemainingArgs& args,
+                      const ffi::RemainingRets& rets) {
+  const Plan& plan = *site.plan;
+  Buffers buffers;
+  const void* position = nullptr;
+  JAXMP_RETURN_IF_ERROR(ReadOperands(plan.problem(), plan.layout(), args, rets, &buffers, &position));
+  JAXMP_RETURN_IF_ERROR(cuda::CheckAlive());
+  abi::CUcontext context = nullptr;
+  JAXMP_RETURN_IF_ERROR(cuda::Check(cuda::Loaded()->driver.StreamGetCtx(stream, &context), "cuStreamGetCtx"));
+  const cuda::CurrentContext current(context);
+  if (plan.is_empty()) return ZeroAmax(buffers, stream);
+  JAXMP_ASSIGN_OR_RETURN(const int seat, SeatOf(site, ordinal, position, stream));
+  return ExecuteOnSeat(site, seat, ordinal, context, buffers, stream);
+}
+
+ffi::Error Execute(CudaSite* site, int32_t ordinal, abi::CUstream stream, ffi::RemainingArgs args,
+                   ffi::RemainingRets rets) {
+  try {
+    return ToError(ExecuteChecked(*site, ordinal, stream, args, rets));
+  } catch (const std::exception& exception) {  // memory
+    return ffi::Error(ffi::ErrorCode::kResourceExhausted, std::string("jaxmp: ") + exception.what());
+  }
+}
+
+}  // namespace
+
+XLA_FFI_Error* CudaMatmulInstantiate(XLA_FFI_CallFrame* frame) {
+  static const auto* handler = ffi::Ffi::BindInstantiate().Attrs().To(Instantiate).release();
+  return handler->Call(frame);
+}
+
+// No attribute is bound: they were decoded once, into the plan.
+XLA_FFI_Error* CudaMatmulExecute(XLA_FFI_CallFrame* frame) {
+  static const auto* handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::State<CudaSite>>()
+                                   .Ctx<ffi::DeviceOrdinal>()
+                                   .Ctx<ffi::PlatformStream<abi::CUstream>>()
+                                   .RemainingArgs()
+                                   .RemainingRets()
+                                   .To(Execute)
+                                   .release();
+  return handler->Call(frame);
+}
+
+}  // namespace jaxmp

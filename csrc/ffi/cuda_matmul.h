@@ -1,0 +1,40 @@
+// The custom call `jaxmp_matmul` on CUDA devices.
+#ifndef JAXMP_FFI_CUDA_MATMUL_H_
+#define JAXMP_FFI_CUDA_MATMUL_H_
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "csrc/cuda/communicator.h"
+#include "csrc/plan/plan.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxmp {
+
+// The state of one call site of one executable.
+struct CudaSite {
+  static xla::ffi::TypeId id;  // XLA writes it when the type is registered
+  static const xla::ffi::TypeInfo info;
+
+  CudaSite(std::shared_ptr<Plan> plan, std::shared_ptr<const cuda::CudaCommunicator> communicator);
+
+  const std::shared_ptr<Plan> plan;
+  const std::shared_ptr<const cuda::CudaCommunicator> communicator;
+  const std::shared_ptr<const std::string> text;  // of the problem, for messages
+  std::mutex mutex;
+  std::map<int, int> seats;  // by device ordinal, once a device has come by; guarded by mutex
+};
+
+// Once per call site: decodes the attributes and resolves the plan. Touches no device.
+XLA_FFI_Error* CudaMatmulInstantiate(XLA_FFI_CallFrame* frame);
+
+// Once per device and execution, on the device's own thread; operands.h has the arguments and results. It returns when
+// everything is on the stream. The first execution on a device makes what that rank needs, which is collective and
+// waits for the stream; later ones set stream and pointers and enqueue the product.
+XLA_FFI_Error* CudaMatmulExecute(XLA_FFI_CallFrame* frame);
+
+}  // namespace jaxmp
+
+#endif  // JAXMP_FFI_CUDA_MATMUL_H_

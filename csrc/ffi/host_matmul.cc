@@ -1,0 +1,173 @@
+#include "csrc/ffi/host_matmul.h"
+
+#include <atomic>
+#include <exception>
+#include <functional>
+#include <optional>
+#include <string>
+#include <utility>
+#include <variant>
+
+#include "csrc/base/status.h"
+#include "csrc/cublasmp/api_table.h"
+#include "csrc/ffi/call_frame.h"
+#include "csrc/plan/matmul_problem.h"
+#include "csrc/plan/plan_cache.h"
+
+namespace ffi = xla::ffi;
+
+namespace jaxmp {
+
+ffi::TypeId Site::id = {};
+const ffi::TypeInfo Site::info = ffi::MakeTypeInfo<Site>();
+
+// What a call that may finish at once returns: its status, or a future where it is still running.
+struct Outcome {
+  ffi::Error error;
+  std::optional<ffi::Future> future = std::nullopt;
+};
+
+namespace {
+
+// ---- instantiate
+
+StatusOr<std::unique_ptr<Site>> MakeSite(const ffi::Dictionary& dictionary) {
+  JAXMP_ASSIGN_OR_RETURN(Attributes attributes, ReadAttributes(dictionary));
+  JAXMP_ASSIGN_OR_RETURN(Problem problem, MakeProblem(attributes));
+  JAXMP_ASSIGN_OR_RETURN(std::shared_ptr<Plan> plan, plan_cache().Get(host_api(), problem));
+  return std::make_unique<Site>(std::move(plan));
+}
+
+ffi::ErrorOr<std::unique_ptr<Site>> Instantiate(ffi::Dictionary dictionary) {
+  try {
+    StatusOr<std::unique_ptr<Site>> site = MakeSite(dictionary);
+    if (!site.ok()) return ffi::Unexpected(ToError(site.status()));
+    return std::move(*site);
+  } catch (const std::exception& exception) {  // memory
+    return ffi::Unexpected(ffi::Error::Internal(std::string("jaxmp: ") + exception.what()));
+  }
+}
+
+// ---- execute
+
+// Threads that help the arriving one; XLA's pool may be used until the handler returns, and is.
+class XlaPool final : public hostmp::Pool {
+ public:
+  explicit XlaPool(ffi::ThreadPool pool) : pool_(pool) {}
+  int num_threads() const override { return static_cast<int>(pool_.num_threads()); }
+  void schedule(std::function<void()> work) override { pool_.Schedule(std::move(work)); }
+
+ private:
+  ffi::ThreadPool pool_;
+};
+
+// One rank's call from its arrival to its completion. The handler and the stream's completion both come by once, in
+// any order and on any threads; whoever comes second resolves the call and deletes it.
+struct Call {
+  explicit Call(std::shared_ptr<Plan> plan) : plan(std::move(plan)) {}
+
+  std::shared_ptr<Plan> plan;
+  Plan::Lease slot;
+  hostmp::Stream stream;
+  Status status;
+  std::optional<ffi::Promise> promise;
+  std::atomic<bool> is_second{false};
+};
+
+// The stream's completion. A peer's program resumes in here, so nothing of the call is held when it does.
+void OnDone(void* context, const Status& status) {
+  Call* call = static_cast<Call*>(context);
+  call->status = status;
+  call->slot.reset();
+  if (!call->is_second.exchange(true, std::memory_order_acq_rel)) return;
+  ffi::Promise promise = std::move(*call->promise);
+  const ffi::Error error = ToError(status);
+  delete call;
+  error.success() ? promise.SetAvailable() : promise.SetError(error);
+}
+
+// The handler's side: a call that was completed before the handler returns needs no future.
+Outcome Finish(Call* call) {
+  if (!call->is_second.load(std::memory_order_acquire)) {
+    ffi::Future future(call->promise.emplace());
+    if (!call->is_second.exchange(true, std::memory_order_acq_rel)) return {ffi::Error::Success(), std::move(future)};
+  }
+  Outcome outcome{ToError(call->status)};
+  delete call;
+  return outcome;
+}
+
+Status Start(Call& call, int rank, const Buffers& buffers) {
+  try {
+    JAXMP_ASSIGN_OR_RETURN(call.slot, call.plan->Take(rank, buffers, hostmp::as_stream(&call.stream)));
+    return call.plan->Run(rank, *call.slot, buffers, hostmp::as_stream(&call.stream));
+  } catch (const std::exception& exception) {
+    return ResourceExhausted(std::string("jaxmp: ") + exception.what());
+  }
+}
+
+StatusOr<Place> ReadCall(const Plan& plan, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                         Buffers* buffers) {
+  const void* position = nullptr;
+  JAXMP_RETURN_IF_ERROR(ReadOperands(plan.problem(), plan.layout(), args, rets, buffers, &position));
+  return plan.communicator().Find(position ? *static_cast<const int32_t*>(position) : 0);
+}
+
+Outcome Execute(Site* site, ffi::RunId run, ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  Plan& plan = *site->plan;
+  Buffers buffers;
+  // What is wrong here is wrong on every device, for all run one program: each returns the error, and none waits.
+  const StatusOr<Place> place = ReadCall(plan, args, rets, &buffers);
+  for (void* amax : {buffers.amax_d, buffers.amax_aux}) {
+    if (place.ok() && plan.is_empty() && amax) *static_cast<float*>(amax) = 0;
+  }
+  if (!place.ok() || plan.is_empty()) return {ToError(place.status())};
+
+  XlaPool pool(threads);
+  Call* call = new Call(site->plan);
+  call->stream = {&site->rendezvous, run.run_id, place->group, &pool, OnDone, call};
+  const Status started = Start(*call, place->rank, buffers);
+  // From here on a peer may be waiting: a rank that cannot go on arrives with its error, and all of them get it.
+  if (!started.ok()) hostmp::fail(call->stream, place->rank, plan.nranks(), started);
+  return Finish(call);
+}
+
+}  // namespace
+}  // namespace jaxmp
+
+namespace xla::ffi {
+
+template <>
+struct ResultEncoding<ExecutionStage::kExecute, jaxmp::Outcome> {
+  static std::variant<XLA_FFI_Error*, XLA_FFI_Future*> Encode(const XLA_FFI_Api* api, XLA_FFI_ExecutionContext* ctx,
+                                                              jaxmp::Outcome outcome) {
+    if (outcome.future) {
+      return ResultEncoding<ExecutionStage::kExecute, Future>::Encode(api, ctx, std::move(*outcome.future));
+    }
+    return ResultEncoding<ExecutionStage::kExecute, Error>::Encode(api, ctx, std::move(outcome.error));
+  }
+};
+
+}  // namespace xla::ffi
+
+namespace jaxmp {
+
+XLA_FFI_Error* MatmulInstantiate(XLA_FFI_CallFrame* frame) {
+  static const auto* handler = ffi::Ffi::BindInstantiate().Attrs().To(Instantiate).release();
+  return handler->Call(frame);
+}
+
+// No attribute is bound: they were decoded once, into the plan.
+XLA_FFI_Error* MatmulExecute(XLA_FFI_CallFrame* frame) {
+  static const auto* handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::State<Site>>()
+                                   .Ctx<ffi::RunId>()
+                                   .Ctx<ffi::ThreadPool>()
+                                   .RemainingArgs()
+                                   .RemainingRets()
+                                   .To(Execute)
+                                   .release();
+  return handler->Call(frame);
+}
+
+}  // namespace jaxmp

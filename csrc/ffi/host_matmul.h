@@ -1,0 +1,33 @@
+// The custom call `jaxmp_matmul` as XLA sees it.
+#ifndef JAXMP_FFI_HOST_MATMUL_H_
+#define JAXMP_FFI_HOST_MATMUL_H_
+
+#include <memory>
+
+#include "csrc/hostmp/host.h"
+#include "csrc/plan/plan.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jaxmp {
+
+// The state of one call site of one executable. Its rendezvous tells calls in different places of a program apart; the
+// plan may be shared with other sites.
+struct Site {
+  static xla::ffi::TypeId id;  // XLA writes it when the type is registered
+  static const xla::ffi::TypeInfo info;
+
+  explicit Site(std::shared_ptr<Plan> plan) : plan(std::move(plan)) {}
+
+  std::shared_ptr<Plan> plan;
+  hostmp::Rendezvous rendezvous;
+};
+
+// Once per call site: decodes the attributes and resolves the plan.
+XLA_FFI_Error* MatmulInstantiate(XLA_FFI_CallFrame* frame);
+
+// Once per device and execution; operands.h has the arguments and results.
+XLA_FFI_Error* MatmulExecute(XLA_FFI_CallFrame* frame);
+
+}  // namespace jaxmp
+
+#endif  // JAXMP_FFI_HOST_MATMUL_H_

@@ -1,0 +1,129 @@
+#include "csrc/ffi/process_barrier.h"
+
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "csrc/barrier/barrier.h"
+#include "csrc/base/status.h"
+
+namespace ffi = xla::ffi;
+
+namespace jaxmp {
+
+ffi::TypeId ProcessBarrierSite::id = {};
+const ffi::TypeInfo ProcessBarrierSite::info = ffi::MakeTypeInfo<ProcessBarrierSite>();
+
+namespace {
+
+using Indices = ffi::Span<const int64_t>;
+
+// A process barrier counts processes in 32 bits.
+Status CheckProcesses(Indices processes) {
+  for (int64_t process : processes) {
+    if (process >= 0 && process <= INT32_MAX) continue;
+    return InvalidArgument("jaxmp: attribute processes of a process barrier must count from 0, got " +
+                           std::to_string(process));
+  }
+  return {};
+}
+
+ffi::ErrorOr<std::unique_ptr<ProcessBarrierSite>> Instantiate(std::string_view program, int64_t index,
+                                                              std::string_view call, std::string_view fields,
+                                                              Indices devices, Indices processes, Indices groups,
+                                                              int64_t is_sequential) {
+  try {
+    const Status checked = CheckProcesses(processes);
+    if (!checked.ok()) return ffi::Unexpected(ffi::Error::InvalidArgument(checked.message()));
+    CallSignature signature;
+    signature.program = program;
+    signature.index = index;
+    signature.call = call;
+    signature.fields = fields;
+    signature.devices.assign(devices.begin(), devices.end());
+    signature.processes.assign(processes.begin(), processes.end());
+    signature.groups.assign(groups.begin(), groups.end());
+    signature.is_sequential = is_sequential != 0;
+    StatusOr<std::shared_ptr<const CallSignature>> prepared = Prepare(std::move(signature));
+    if (!prepared.ok()) return ffi::Unexpected(ffi::Error::InvalidArgument(prepared.status().message()));
+    return std::make_unique<ProcessBarrierSite>(std::move(*prepared));
+  } catch (const std::exception& exception) {  // memory
+    return ffi::Unexpected(ffi::Error::Internal(std::string("jaxmp: ") + exception.what()));
+  }
+}
+
+ffi::Error CopyOperands(const ffi::RemainingArgs& args, ffi::RemainingRets& rets, int32_t* position) {
+  if (args.size() != rets.size() + 1) {
+    return ffi::Error::InvalidArgument("jaxmp: a process barrier takes its results and a position, got " +
+                                       std::to_string(args.size()) + " arguments for " + std::to_string(rets.size()) +
+                                       " results");
+  }
+  for (size_t i = 0; i < rets.size(); ++i) {
+    const auto from = args.get<ffi::AnyBuffer>(i);
+    auto to = rets.get<ffi::AnyBuffer>(i);
+    if (from.has_error()) return from.error();
+    if (to.has_error()) return to.error();
+    if (from->size_bytes() != (*to)->size_bytes()) {
+      return ffi::Error::InvalidArgument("jaxmp: argument " + std::to_string(i) + " of a process barrier has " +
+                                         std::to_string(from->size_bytes()) + " bytes, its result " +
+                                         std::to_string((*to)->size_bytes()));
+    }
+    if (from->size_bytes() != 0 && from->untyped_data() != (*to)->untyped_data()) {
+      std::memcpy((*to)->untyped_data(), from->untyped_data(), from->size_bytes());
+    }
+  }
+  const auto last = args.get<ffi::AnyBuffer>(rets.size());
+  if (last.has_error()) return last.error();
+  if (last->element_type() != ffi::S32 || last->element_count() != 1) {
+    return ffi::Error::InvalidArgument("jaxmp: argument position must be one int32, the device's index in the mesh");
+  }
+  *position = *static_cast<const int32_t*>(last->untyped_data());
+  return ffi::Error::Success();
+}
+
+ffi::Future Execute(ProcessBarrierSite* site, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  auto promise = std::make_shared<ffi::Promise>();
+  ffi::Future future(*promise);
+  int32_t position = 0;
+  ffi::Error error = CopyOperands(args, rets, &position);
+  if (error.failure()) {
+    promise->SetError(error);
+    return future;
+  }
+  Arrive(site->signature, position, [promise](const Status& status) {
+    if (status.ok()) {
+      promise->SetAvailable();
+    } else {
+      promise->SetError(ffi::Error(ffi::ErrorCode::kFailedPrecondition, status.message()));
+    }
+  });
+  return future;
+}
+
+}  // namespace
+
+XLA_FFI_Error* ProcessBarrierInstantiate(XLA_FFI_CallFrame* frame) {
+  static const auto* handler = ffi::Ffi::BindInstantiate()
+                                   .Attr<std::string_view>("program")
+                                   .Attr<int64_t>("index")
+                                   .Attr<std::string_view>("call")
+                                   .Attr<std::string_view>("fields")
+                                   .Attr<Indices>("devices")
+                                   .Attr<Indices>("processes")
+                                   .Attr<Indices>("groups")
+                                   .Attr<int64_t>("is_sequential")
+                                   .To(Instantiate)
+                                   .release();
+  return handler->Call(frame);
+}
+
+XLA_FFI_Error* ProcessBarrierExecute(XLA_FFI_CallFrame* frame) {
+  static const auto* handler =
+      ffi::Ffi::Bind().Ctx<ffi::State<ProcessBarrierSite>>().RemainingArgs().RemainingRets().To(Execute).release();
+  return handler->Call(frame);
+}
+
+}  // namespace jaxmp

@@ -1,0 +1,147 @@
+#include "csrc/plan/communicator.h"
+
+#include <algorithm>
+#include <cstdlib>
+#include <map>
+#include <mutex>
+#include <string>
+#include <tuple>
+#include <utility>
+
+#include "csrc/cublasmp/status.h"
+#include "csrc/hostmp/host.h"
+
+namespace jaxmp {
+namespace {
+
+int64_t Extent(const std::vector<int64_t>& mesh_shape, const std::vector<int64_t>& axes) {
+  int64_t extent = 1;
+  for (int64_t axis : axes) extent *= mesh_shape[static_cast<size_t>(axis)];
+  return extent;
+}
+
+// Row-major index of the coordinates on these axes alone.
+int64_t Flatten(const std::vector<int64_t>& mesh_shape, const std::vector<int64_t>& coordinates,
+                const std::vector<int64_t>& axes) {
+  int64_t index = 0;
+  for (int64_t axis : axes) {
+    index = index * mesh_shape[static_cast<size_t>(axis)] + coordinates[static_cast<size_t>(axis)];
+  }
+  return index;
+}
+
+std::vector<int64_t> OtherAxes(const Axes& axes) {
+  std::vector<int64_t> others;
+  for (int64_t axis = 0; axis < static_cast<int64_t>(axes.mesh_shape.size()); ++axis) {
+    const bool is_row = std::count(axes.row.begin(), axes.row.end(), axis) > 0;
+    const bool is_col = std::count(axes.col.begin(), axes.col.end(), axis) > 0;
+    if (!is_row && !is_col) others.push_back(axis);
+  }
+  return others;
+}
+
+std::vector<Place> PlacesOf(const Axes& axes) {
+  const std::vector<int64_t> others = OtherAxes(axes);
+  const int64_t nprow = Extent(axes.mesh_shape, axes.row);
+  std::vector<int64_t> coordinates(axes.mesh_shape.size(), 0);
+  std::vector<Place> places;
+  for (bool is_done = false; !is_done;) {
+    const int64_t prow = Flatten(axes.mesh_shape, coordinates, axes.row);
+    const int64_t pcol = Flatten(axes.mesh_shape, coordinates, axes.col);
+    places.push_back({static_cast<int>(prow + pcol * nprow), Flatten(axes.mesh_shape, coordinates, others)});
+    is_done = true;  // unless some coordinate can still be counted up, the last axis first
+    for (size_t axis = coordinates.size(); axis-- > 0 && is_done;) {
+      is_done = ++coordinates[axis] == axes.mesh_shape[axis];
+      if (is_done) coordinates[axis] = 0;
+    }
+  }
+  return places;
+}
+
+constexpr size_t kWorkspaceAlignment = 64;  // a cache line, and an AVX-512 register
+
+// hostmp's calls of one rank overlap, and its ranks look alike in every group: a seat is a rank, each plan has grids of
+// its own, and each call in flight a handle and a workspace.
+class HostCommunicator final : public Communicator {
+ public:
+  explicit HostCommunicator(const Axes& axes) : Communicator(axes), group_(nranks()) {}
+
+  int nseats() const override { return nranks(); }
+  bool is_made_at_once() const override { return true; }
+
+  StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, int seat, const GridShape& shape) const override {
+    abi::cublasMpGrid_t grid = nullptr;
+    JAXMP_RETURN_IF_ERROR(
+        Check(api, api.GridCreate(shape.nprow, shape.npcol, shape.order, group_.comm(seat), &grid), "GridCreate"));
+    return std::shared_ptr<abi::cublasMpGrid>(grid, api.GridDestroy);
+  }
+
+  StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, int,
+                                                        abi::cudaStream_t stream) const override {
+    abi::cublasMpHandle_t handle = nullptr;
+    JAXMP_RETURN_IF_ERROR(Check(api, api.Create(&handle, stream), "Create"));
+    return std::shared_ptr<abi::cublasMpHandle>(handle, api.Destroy);
+  }
+
+  StatusOr<size_t> Agree(int, StatusOr<size_t> bytes, abi::cudaStream_t) const override { return bytes; }
+
+  StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, int seat, const GridShape& shape, size_t bytes,
+                                            bool is_registered, std::shared_ptr<void> last) const override {
+    if (last) return last;
+    if (is_registered) {
+      JAXMP_ASSIGN_OR_RETURN(std::shared_ptr<abi::cublasMpGrid> grid, Grid(api, seat, shape));
+      void* made = nullptr;
+      JAXMP_RETURN_IF_ERROR(Check(api, api.Malloc(grid.get(), &made, std::max<size_t>(1, bytes)), "Malloc"));
+      return std::shared_ptr<void>(made, [free = api.Free, grid](void* work) { (void)free(grid.get(), work); });
+    }
+    if (bytes == 0) return last;
+    const size_t rounded = (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    std::shared_ptr<void> made(std::aligned_alloc(kWorkspaceAlignment, rounded), std::free);
+    if (!made) return ResourceExhausted("jaxmp: no memory for a workspace of " + std::to_string(bytes) + " bytes");
+    return made;
+  }
+
+ private:
+  hostmp::Group group_;
+};
+
+}  // namespace
+
+bool Axes::operator<(const Axes& other) const {
+  return std::tie(mesh_shape, row, col) < std::tie(other.mesh_shape, other.row, other.col);
+}
+
+Communicator::Communicator(const Axes& axes)
+    : nprow_(static_cast<int>(Extent(axes.mesh_shape, axes.row))),
+      npcol_(static_cast<int>(Extent(axes.mesh_shape, axes.col))),
+      places_(PlacesOf(axes)) {}
+
+const Place* Communicator::Locate(int64_t position) const {
+  if (position < 0 || position >= static_cast<int64_t>(places_.size())) return nullptr;
+  return &places_[static_cast<size_t>(position)];
+}
+
+StatusOr<Place> Communicator::Find(int64_t position) const {
+  if (const Place* place = Locate(position)) return *place;
+  return InvalidArgument("jaxmp: the mesh has no position " + std::to_string(position));
+}
+
+std::shared_ptr<const Communicator> GetCommunicator(const Axes& axes) {
+  // Never destroyed: a plan of some other static may outlive this function's statics.
+  static auto* mutex = new std::mutex;
+  static auto* known = new std::map<Axes, std::weak_ptr<const Communicator>>;
+  {
+    std::lock_guard<std::mutex> lock(*mutex);
+    if (auto found = known->find(axes); found != known->end()) {
+      if (auto communicator = found->second.lock()) return communicator;
+    }
+  }
+  auto made = std::make_shared<const HostCommunicator>(axes);
+  std::lock_guard<std::mutex> lock(*mutex);
+  std::weak_ptr<const Communicator>& entry = (*known)[axes];
+  if (auto first = entry.lock()) return first;
+  entry = made;
+  return made;
+}
+
+}  // namespace jaxmp

@@ -1,0 +1,94 @@
+// Which devices of a mesh multiply together, and what their plans share: communicator, grids, handle, device memory.
+#ifndef JAXMP_PLAN_COMMUNICATOR_H_
+#define JAXMP_PLAN_COMMUNICATOR_H_
+
+#include <cstdint>
+#include <memory>
+#include <tuple>
+#include <vector>
+
+#include "csrc/base/status.h"
+#include "csrc/cublasmp/abi.h"
+#include "csrc/cublasmp/api_table.h"
+
+namespace jaxmp {
+
+// The mesh axes that span a group. Ranks of a 1-D group count row-major over `row`, in the order given. In a grid `row`
+// gives the process row and `col` the process column, and ranks count down the columns: rank = prow + pcol * nprow.
+struct Axes {
+  std::vector<int64_t> mesh_shape, row, col;
+
+  bool operator<(const Axes& other) const;
+};
+
+// Where one device of the mesh stands.
+struct Place {
+  int rank;       // in its group
+  int64_t group;  // row-major over the axes that do not span the group
+};
+
+// A grid over the ranks of a group.
+struct GridShape {
+  int64_t nprow, npcol;
+  abi::cublasMpGridLayout_t order;
+
+  bool operator<(const GridShape& other) const {
+    return std::tie(nprow, npcol, order) < std::tie(other.nprow, other.npcol, other.order);
+  }
+};
+
+// The groups of one mesh, which all look alike: a rank means the same in each of them.
+//
+// Example: mesh_shape {2, 3}, row {1}, col {}. Positions 0 1 2 | 3 4 5 are two groups of three, position 4 is rank 1 of
+// group 1. With row {1}, col {0} there is one 3×2 grid: position 4 = coordinates (1, 1) is process row 1, column 1,
+// rank 1 + 1·3 = 4; position 3 = (1, 0) is rank 0 + 1·3 = 3.
+//
+// It is also where libraries differ: in who makes the objects of a rank, and in what ranks keep between plans. A rank
+// of one group that this process may serve is a *seat*; objects belong to seats.
+class Communicator {
+ public:
+  explicit Communicator(const Axes& axes);
+  virtual ~Communicator() = default;
+
+  int nprow() const { return nprow_; }
+  int npcol() const { return npcol_; }
+  int nranks() const { return nprow_ * npcol_; }
+  int64_t ngroups() const { return static_cast<int64_t>(places_.size()) / nranks(); }
+
+  // The place of the device at this row-major position in the mesh; null where the mesh has no such position.
+  const Place* Locate(int64_t position) const;
+
+  // The same, or an error that names the position.
+  StatusOr<Place> Find(int64_t position) const;
+
+  virtual int nseats() const = 0;
+  int rank_of(int seat) const { return seat % nranks(); }
+
+  // Whether the objects of all seats are made at once, on any thread. Where making them is collective, each seat's own
+  // thread makes them in the first call that comes to it.
+  virtual bool is_made_at_once() const = 0;
+
+  virtual StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, int seat,
+                                                            const GridShape& shape) const = 0;
+  // A handle that one call at a time may use.
+  virtual StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, int seat,
+                                                                abi::cudaStream_t stream) const = 0;
+  // What every rank of the group takes for a plan's workspace, where this rank takes `bytes`, or failed: an error on
+  // one of them is an error on all.
+  virtual StatusOr<size_t> Agree(int seat, StatusOr<size_t> bytes, abi::cudaStream_t stream) const = 0;
+  // Device memory for one call on the stream, in place of what the caller's last call had; `is_registered` asks for
+  // memory that the library knows on this grid.
+  virtual StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, int seat, const GridShape& shape, size_t bytes,
+                                                    bool is_registered, std::shared_ptr<void> last) const = 0;
+
+ private:
+  int nprow_, npcol_;
+  std::vector<Place> places_;  // by position
+};
+
+// hostmp's communicator of these axes: the same one for as long as anybody holds it.
+std::shared_ptr<const Communicator> GetCommunicator(const Axes& axes);
+
+}  // namespace jaxmp
+
+#endif  // JAXMP_PLAN_COMMUNICATOR_H_

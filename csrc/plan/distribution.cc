@@ -1,0 +1,270 @@
+#include "csrc/plan/distribution.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "csrc/cublasmp/abi.h"
+
+namespace jaxmp {
+namespace {
+
+// How many parts a matrix is cut into, along each of its stored dimensions, to get one rank's part and to get a block.
+struct Cut {
+  int64_t local_rows, local_cols;
+  int64_t block_rows, block_cols;
+};
+
+MatrixLayout MakeMatrix(GridKind grid, int64_t rows, int64_t cols, const Cut& cut) {
+  MatrixLayout matrix;
+  matrix.grid = grid;
+  matrix.rows = rows;
+  matrix.cols = cols;
+  matrix.local_rows = rows / cut.local_rows;
+  matrix.local_cols = cols / cut.local_cols;
+  matrix.row_block = std::max<int64_t>(1, rows / cut.block_rows);  // an empty matrix still has a block size
+  matrix.col_block = std::max<int64_t>(1, cols / cut.block_cols);
+  return matrix;
+}
+
+// A stored operand whose `rows` (of op(X)) are cut into `parts` and whose columns are whole. Transposed, it is the
+// stored columns that are cut: the shards of the ranks are then side by side.
+MatrixLayout SplitRows(Op op, int64_t rows, int64_t cols, int64_t parts, int64_t col_blocks) {
+  if (op == Op::kN) return MakeMatrix(GridKind::kColumn, rows, cols, {parts, 1, parts, col_blocks});
+  return MakeMatrix(GridKind::kRow, cols, rows, {1, parts, col_blocks, parts});
+}
+
+MatrixLayout SplitCols(Op op, int64_t rows, int64_t cols, int64_t parts, int64_t row_blocks) {
+  if (op == Op::kN) return MakeMatrix(GridKind::kRow, rows, cols, {1, parts, row_blocks, parts});
+  return MakeMatrix(GridKind::kColumn, cols, rows, {parts, 1, parts, row_blocks});
+}
+
+// Into how many blocks a dimension is cut: as many as processes share it; where it is whole, any number is legal, and
+// that of the other matrix along the same dimension makes the two agree.
+int64_t BlocksOf(int64_t own_parts, int64_t other_parts) { return own_parts == 1 ? other_parts : own_parts; }
+
+// A stored operand on the process grid; `row_blocks` and `col_blocks` cut op(X).
+MatrixLayout SplitBoth(const Problem& p, Op op, int64_t rows, int64_t cols, int64_t row_blocks, int64_t col_blocks) {
+  if (op == Op::kN) return MakeMatrix(GridKind::kProcess, rows, cols, {p.nprow(), p.npcol(), row_blocks, col_blocks});
+  return MakeMatrix(GridKind::kProcess, cols, rows, {p.nprow(), p.npcol(), col_blocks, row_blocks});
+}
+
+void PlaceOnGrid(const Problem& p, Layout* layout) {
+  const int64_t nprow = p.nprow(), npcol = p.npcol();
+  const bool a_is_n = p.trans_a == Op::kN, b_is_n = p.trans_b == Op::kN;
+  const int64_t a_m = a_is_n ? nprow : npcol, a_k = a_is_n ? npcol : nprow;
+  const int64_t b_k = b_is_n ? nprow : npcol, b_n = b_is_n ? npcol : nprow;
+  layout->a = SplitBoth(p, p.trans_a, p.m, p.k, BlocksOf(a_m, nprow), BlocksOf(a_k, b_k));
+  layout->b = SplitBoth(p, p.trans_b, p.k, p.n, BlocksOf(b_k, a_k), BlocksOf(b_n, npcol));
+  layout->d = SplitBoth(p, Op::kN, p.m, p.n, BlocksOf(nprow, a_m), BlocksOf(npcol, b_n));
+}
+
+int64_t RoundUp(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// What the process that comes first holds, and no process holds more: `extent` in blocks of `block`, dealt to `nprocs`.
+int64_t LargestPart(int64_t extent, int64_t block, int64_t nprocs) {
+  const int64_t cycle = block * nprocs;
+  return extent / cycle * block + std::min(block, extent % cycle);
+}
+
+MatrixLayout MakeCyclic(const Problem& p, int64_t rows, int64_t cols, const std::vector<int64_t>& layout) {
+  MatrixLayout matrix;
+  matrix.grid = GridKind::kProcess;
+  matrix.rows = rows;
+  matrix.cols = cols;
+  matrix.row_block = layout[0];
+  matrix.col_block = layout[1];
+  matrix.row_source = layout[2];
+  matrix.col_source = layout[3];
+  matrix.local_rows = LargestPart(rows, layout[0], p.nprow());
+  matrix.local_cols = LargestPart(cols, layout[1], p.npcol());
+  return matrix;
+}
+
+Status PlaceCyclic(const Problem& p, Layout* layout) {
+  if (p.epilog != 0) {
+    return Unimplemented("jaxmp: block-cyclic layouts take no epilog, got epilog " + std::to_string(p.epilog));
+  }
+  const bool a_is_n = p.trans_a == Op::kN, b_is_n = p.trans_b == Op::kN;
+  layout->a = MakeCyclic(p, a_is_n ? p.m : p.k, a_is_n ? p.k : p.m, p.layout_a);
+  layout->b = MakeCyclic(p, b_is_n ? p.k : p.n, b_is_n ? p.n : p.k, p.layout_b);
+  layout->d = MakeCyclic(p, p.m, p.n, p.layout_d);
+  return {};
+}
+
+Status CheckDivides(const Problem& problem, const char* name, int64_t extent, int64_t parts) {
+  if (extent % parts == 0) return {};
+  return InvalidArgument(std::string("jaxmp: pattern ") + Name(problem.pattern) + " needs " + name +
+                         " to be a multiple of " + std::to_string(parts) + ", got " + name + "=" +
+                         std::to_string(extent) + "; pad the operands or choose another mesh");
+}
+
+Status CheckGrid(const Problem& p) {
+  const int64_t nprow = p.nprow(), npcol = p.npcol();
+  JAXMP_RETURN_IF_ERROR(CheckDivides(p, "m", p.m, p.trans_a == Op::kN ? nprow : npcol));
+  JAXMP_RETURN_IF_ERROR(CheckDivides(p, "k", p.k, p.trans_a == Op::kN ? npcol : nprow));
+  JAXMP_RETURN_IF_ERROR(CheckDivides(p, "k", p.k, p.trans_b == Op::kN ? nprow : npcol));
+  JAXMP_RETURN_IF_ERROR(CheckDivides(p, "n", p.n, p.trans_b == Op::kN ? npcol : nprow));
+  JAXMP_RETURN_IF_ERROR(CheckDivides(p, "m", p.m, nprow));  // D
+  return CheckDivides(p, "n", p.n, npcol);
+}
+
+// The table of cuBLASMp's 1-D algorithms, in terms of op(A) (m×k), op(B) (k×n) and D (m×n). Where a dimension is not
+// split, its block is chosen to satisfy cuBLASMp's block contract: op(A) and op(B) agree on k, op(A) and D on m,
+// op(B) and D on n.
+Status PlaceMatrices(const Problem& p, Layout* layout) {
+  const int64_t P = p.nranks();
+  switch (p.pattern) {
+    case Pattern::kLocal:
+      layout->a = SplitRows(p.trans_a, p.m, p.k, 1, 1);
+      layout->b = SplitCols(p.trans_b, p.k, p.n, 1, 1);
+      layout->d = SplitRows(Op::kN, p.m, p.n, 1, 1);
+      return {};
+    case Pattern::kAllGather:
+      JAXMP_RETURN_IF_ERROR(CheckDivides(p, "m", p.m, P));
+      JAXMP_RETURN_IF_ERROR(CheckDivides(p, "n", p.n, P));
+      layout->a = SplitRows(p.trans_a, p.m, p.k, P, 1);
+      layout->b = SplitCols(p.trans_b, p.k, p.n, P, 1);
+      layout->d = SplitRows(Op::kN, p.m, p.n, P, P);
+      return {};
+    case Pattern::kReduceScatter:
+      JAXMP_RETURN_IF_ERROR(CheckDivides(p, "k", p.k, P));
+      JAXMP_RETURN_IF_ERROR(CheckDivides(p, "n", p.n, P));
+      layout->a = SplitCols(p.trans_a, p.m, p.k, P, 1);
+      layout->b = SplitRows(p.trans_b, p.k, p.n, P, P);
+      layout->d = SplitCols(Op::kN, p.m, p.n, P, 1);
+      return {};
+    case Pattern::kAllReduce:
+      JAXMP_RETURN_IF_ERROR(CheckDivides(p, "k", p.k, P));
+      layout->a = SplitCols(p.trans_a, p.m, p.k, P, 1);
+      layout->b = SplitRows(p.trans_b, p.k, p.n, P, 1);
+      // Every rank holds all of D: to cuBLASMp, P copies side by side.
+      layout->d = SplitCols(Op::kN, p.m, p.n * P, P, 1);
+      return {};
+    case Pattern::kGrid:
+      if (p.is_cyclic()) return PlaceCyclic(p, layout);
+      JAXMP_RETURN_IF_ERROR(CheckGrid(p));
+      PlaceOnGrid(p, layout);
+      return {};
+  }
+  return Internal("jaxmp: unknown pattern");
+}
+
+// Sizes are products of two extents, each of which problem.cc bounds. Below this many elements on a device, which no
+// memory holds, neither their bytes nor the sizes of what goes with them exceed 64 bits.
+constexpr int64_t kMostElements = int64_t{1} << 44;
+
+Status CheckSizes(const Layout& layout) {
+  const std::pair<const char*, const MatrixLayout*> matrices[] = {{"A", &layout.a}, {"B", &layout.b}, {"D", &layout.d}};
+  for (const auto& [name, matrix] : matrices) {
+    if (matrix->local_rows == 0 || matrix->local_cols <= kMostElements / matrix->local_rows) continue;
+    return InvalidArgument(std::string("jaxmp: ") + name + " has " + std::to_string(matrix->local_rows) + "x" +
+                           std::to_string(matrix->local_cols) + " elements on each device, more than 2^44");
+  }
+  return {};
+}
+
+// The types that an epilog's aux may have: bits for the mask of RELU; for GELU that of D, and beside an fp8 D one of 16
+// bits or fp8 too (cuBLAS documentation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE). The library judges the rest.
+std::vector<DType> AuxTypes(const Problem& p) {
+  if (!(p.epilog & 128)) return {DType::kNone};
+  if (p.epilog & (2 | 8)) return {DType::kU8};
+  const bool is_float8 = p.dtype_d == DType::kE4M3 || p.dtype_d == DType::kE5M2;
+  return is_float8 ? std::vector<DType>{DType::kF16, DType::kBF16, DType::kE4M3} : std::vector<DType>{p.dtype_d};
+}
+
+Status PlaceEpilog(const Problem& p, Layout* layout) {
+  const bool is_relu = p.epilog & (2 | 8);
+  const bool wants_bias = (p.epilog & abi::CUBLASMP_MATMUL_EPILOGUE_BIAS) || p.has_gradient();
+  const bool wants_aux = p.epilog & 128;
+  const std::string epilog = "jaxmp: epilog " + std::to_string(p.epilog);
+  if (p.epilog & abi::CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE) {
+    return InvalidArgument(epilog + " has the ALLREDUCE bit, which belongs to pattern all_reduce");
+  }
+  if (wants_bias != (p.dtype_bias != DType::kNone)) {
+    return InvalidArgument(epilog + (wants_bias ? " needs" : " takes no") + " bias, but dtype_bias is " +
+                           Name(p.dtype_bias));
+  }
+  const std::vector<DType> types = AuxTypes(p);
+  if (std::find(types.begin(), types.end(), p.dtype_aux) == types.end()) {
+    std::string names;
+    for (DType type : types) names += (names.empty() ? "" : " or ") + std::string(Name(type));
+    return InvalidArgument(epilog + " needs dtype_aux " + names + ", got " + Name(p.dtype_aux));
+  }
+  if (p.has_gradient() && (p.m == 0 || p.n == 0)) {
+    return InvalidArgument(epilog +
+                           " sums to a bias gradient, but D has no elements; write the gradient without a call");
+  }
+  if (wants_bias) {
+    const bool is_of_b = p.epilog == abi::CUBLASMP_MATMUL_EPILOGUE_BGRADB;
+    layout->bias_size = is_of_b ? p.n : layout->d.local_rows;
+  }
+  if (wants_aux) {
+    const int64_t rows = layout->d.local_rows;
+    // RELU_AUX: one bit an element, columns padded to 16 bytes. GELU_AUX: D's type, columns padded to 8 elements.
+    layout->aux.attribute_ld = RoundUp(rows, is_relu ? 128 : 8);
+    layout->aux.local_size = layout->aux.attribute_ld / (is_relu ? 8 : 1) * layout->d.local_cols;
+  }
+  return {};
+}
+
+// Of one rank's part of a matrix, `inner` along k in A and B and along the rows of D (cuBLAS documentation, "1D Block
+// Scaling Factors Layout" and "Scaling factors layouts"): tiles of 128 x 4 for blocks of 16 and 32.
+int64_t ScaleSize(ScaleMode mode, int64_t inner, int64_t outer) {
+  const auto blocks = [](int64_t extent, int64_t block) { return RoundUp(extent, block) / block; };
+  switch (mode) {
+    case ScaleMode::kNone:
+      return 0;
+    case ScaleMode::kScalar:
+      return 1;
+    case ScaleMode::kVec16:
+      return RoundUp(blocks(inner, 16), 4) * RoundUp(outer, 128);
+    case ScaleMode::kVec32:
+      return RoundUp(blocks(inner, 32), 4) * RoundUp(outer, 128);
+    case ScaleMode::kOuterVec:
+      return outer;
+    case ScaleMode::kVec128:
+      return blocks(inner, 128) * outer;
+    case ScaleMode::kBlk128:
+      return RoundUp(blocks(inner, 128), 4) * blocks(outer, 128);
+  }
+  return 0;
+}
+
+bool IsScaled(DType dtype) { return dtype == DType::kE4M3 || dtype == DType::kE5M2 || dtype == DType::kE2M1; }
+
+Status PlaceScales(const Problem& p, Layout* layout) {
+  const std::pair<const char*, ScaleMode> modes[] = {
+      {"scale_mode_a", p.scale_mode_a}, {"scale_mode_b", p.scale_mode_b},     {"scale_mode_c", p.scale_mode_c},
+      {"scale_mode_d", p.scale_mode_d}, {"scale_mode_aux", p.scale_mode_aux}, {"d_out_scale_mode", p.d_out_scale_mode}};
+  for (const auto& [name, mode] : modes) {
+    if (mode == ScaleMode::kNone || (IsScaled(p.dtype_a) && IsScaled(p.dtype_b))) continue;
+    return InvalidArgument(std::string("jaxmp: ") + name + " is " + Name(mode) + ", but A is " + Name(p.dtype_a) +
+                           " and B is " + Name(p.dtype_b) + "; only fp8 and fp4 are scaled");
+  }
+  const bool is_t = p.trans_a != Op::kN, is_n = p.trans_b == Op::kN;
+  const auto size = [](ScaleMode mode, const MatrixLayout& x, bool is_inner_row) {
+    return is_inner_row ? ScaleSize(mode, x.local_rows, x.local_cols) : ScaleSize(mode, x.local_cols, x.local_rows);
+  };
+  layout->scales.a = size(p.scale_mode_a, layout->a, is_t);
+  layout->scales.b = size(p.scale_mode_b, layout->b, is_n);
+  layout->scales.c = ScaleSize(p.scale_mode_c, 1, 1);
+  layout->scales.d = ScaleSize(p.scale_mode_d, 1, 1);
+  layout->scales.aux = ScaleSize(p.scale_mode_aux, 1, 1);
+  layout->scales.d_out = size(p.d_out_scale_mode, layout->d, true);
+  return {};
+}
+
+}  // namespace
+
+StatusOr<Layout> MakeLayout(const Problem& problem) {
+  Layout layout;
+  JAXMP_RETURN_IF_ERROR(PlaceMatrices(problem, &layout));
+  JAXMP_RETURN_IF_ERROR(CheckSizes(layout));
+  JAXMP_RETURN_IF_ERROR(PlaceEpilog(problem, &layout));
+  JAXMP_RETURN_IF_ERROR(PlaceScales(problem, &layout));
+  return layout;
+}
+
+}  // namespace jaxmp

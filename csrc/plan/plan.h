@@ -1,0 +1,107 @@
+// A plan: one problem turned into cuBLASMp's objects for every rank of a group, ready to run.
+//
+// A plan is a function of its problem alone. What a call changes (stream, pointers, workspace) sits in slots: each call
+// takes one for itself, so that one plan serves any number of calls at once. What differs between libraries beside
+// their functions (who makes the objects of a rank, and when; memory; what plans share) is the communicator's.
+#ifndef JAXMP_PLAN_PLAN_H_
+#define JAXMP_PLAN_PLAN_H_
+
+#include <complex>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "csrc/base/status.h"
+#include "csrc/cublasmp/api_table.h"
+#include "csrc/plan/communicator.h"
+#include "csrc/plan/descriptor_attributes.h"
+#include "csrc/plan/distribution.h"
+#include "csrc/plan/matmul_problem.h"
+
+namespace jaxmp {
+
+// An object of the library, destroyed by the function of the table that it came from.
+template <typename Object>
+using Owned = std::unique_ptr<Object, abi::cublasMpStatus_t (*)(Object*)>;
+
+// How the problem lies on its ranks, where the library takes it; needs no library.
+StatusOr<Layout> LayoutOn(const Library& library, const Problem& problem);
+
+// cuBLASMp's name for what it does with such a problem.
+const char* AlgorithmOf(const Problem& problem);
+
+class Plan {
+ public:
+  static StatusOr<std::shared_ptr<Plan>> Make(const MpApi& api, const Problem& problem,
+                                              std::shared_ptr<const Communicator> communicator);
+
+  // What one call holds while it runs: a handle, a matmul descriptor and the workspace.
+  struct Slot;
+  struct ReturnSlot {
+    Plan* plan = nullptr;
+    int seat = 0;
+    void operator()(Slot* slot) const { plan->TakeBack(seat, slot); }
+  };
+  using Lease = std::unique_ptr<Slot, ReturnSlot>;  // must not outlive the plan
+
+  // Makes the objects of the seat where that is still to be done, with the buffers and the stream of this call.
+  StatusOr<Lease> Take(int seat, const Buffers& buffers, abi::cudaStream_t stream);
+
+  // Starts this rank's part of the product on the stream. Everything that `buffers` points to must stay until the
+  // stream has completed, and so must the slot, unless the next call that takes it comes behind this one on the stream.
+  Status Run(int seat, Slot& slot, const Buffers& buffers, abi::cudaStream_t stream);
+
+  const Problem& problem() const { return problem_; }
+  const Layout& layout() const { return layout_; }
+  const Communicator& communicator() const { return *communicator_; }
+  int nranks() const { return communicator_->nranks(); }
+  bool is_empty() const { return problem_.m == 0 || problem_.n == 0; }  // D has no elements: nothing to run
+  size_t device_workspace(int seat) const { return seats_[static_cast<size_t>(seat)]->device_bytes; }
+  size_t host_workspace(int seat) const { return seats_[static_cast<size_t>(seat)]->host_bytes; }
+
+ private:
+  // A scalar in cuBLASMp's scale type: float, double or a complex pair of them.
+  struct Scalar {
+    alignas(16) unsigned char bytes[16];
+  };
+  // What a rank has whatever the call; made once, then only read, but for the free slots.
+  struct Seat {
+    bool is_made = false;
+    std::shared_ptr<abi::cublasMpGrid> grids[3];  // by GridKind, null where unused
+    Owned<abi::cublasMpMatrixDescriptor> a{nullptr, nullptr}, b{nullptr, nullptr}, c{nullptr, nullptr},
+        d{nullptr, nullptr};  // c: null without C
+    Scalar beta;
+    size_t device_bytes = 0, host_bytes = 0;
+    std::mutex mutex;
+    std::vector<std::unique_ptr<Slot>> free;  // guarded by mutex
+  };
+
+  Plan(const MpApi& api, const Problem& problem, const Layout& layout,
+       std::shared_ptr<const Communicator> communicator);
+
+  Status MakeSeat(int seat, const Buffers& buffers, abi::cudaStream_t stream);
+  Status MakeObjects(int seat, const Buffers& buffers, abi::cudaStream_t stream);
+  Status MakeMatrix(Seat& seat, const MatrixLayout& layout, DType dtype, Owned<abi::cublasMpMatrixDescriptor>* matrix);
+  StatusOr<std::unique_ptr<Slot>> MakeSlot(int seat, abi::cudaStream_t stream);
+  Status TakeWorkspace(int seat, Slot& slot);
+  GridShape ShapeOf(GridKind kind) const;
+  // The size query and the launch take the same arguments but for their last ones, so both go through here.
+  template <typename Function, typename... Rest>
+  Status Call(Function function, const char* name, const Seat& seat, Slot& slot, const Buffers& buffers, Rest... rest);
+  Scalar MakeScalar(std::complex<double> value) const;
+  void TakeBack(int seat, Slot* slot);
+
+  const MpApi& api_;
+  const Problem problem_;
+  const Layout layout_;
+  const std::shared_ptr<const Communicator> communicator_;
+  const Scalar alpha_;
+  std::vector<std::unique_ptr<Seat>> seats_;
+};
+
+}  // namespace jaxmp
+
+#endif  // JAXMP_PLAN_PLAN_H_

@@ -1,0 +1,36 @@
+#include "csrc/plan/plan_cache.h"
+
+#include <chrono>
+#include <cstdio>
+#include <string>
+
+namespace jaxmp {
+
+std::shared_ptr<const Communicator> PlanCache::OnHost(const Problem& problem) {
+  return GetCommunicator({problem.mesh_shape, problem.axes_row, problem.axes_col});
+}
+
+StatusOr<std::shared_ptr<Plan>> PlanCache::Get(const MpApi& api, const Problem& problem, MakeCommunicator make) {
+  return plans_.Get(Key{&api, problem}, [this, make](const Key& key) { return Make(key, make); });
+}
+
+StatusOr<std::shared_ptr<Plan>> PlanCache::Make(const Key& key, MakeCommunicator make) const {
+  const auto start = std::chrono::steady_clock::now();
+  const Problem& p = key.problem;
+  StatusOr<std::shared_ptr<Plan>> plan = Plan::Make(*key.api, p, make(p));
+  if (is_logging_) {
+    const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - start;
+    // One call, so that lines of concurrent threads do not mix.
+    std::fprintf(stderr, "jaxmp plan: %.0f us, %s, %s%s\n", took.count(), key.api->name, ToString(p).c_str(),
+                 plan.ok() ? "" : (": " + plan.status().message()).c_str());
+  }
+  return plan;
+}
+
+PlanCache& plan_cache() {
+  // Never destroyed: executables that hold plans may outlive every static. The capacity is the configuration's.
+  static auto* cache = new PlanCache(512);
+  return *cache;
+}
+
+}  // namespace jaxmp

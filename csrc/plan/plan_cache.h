@@ -1,0 +1,54 @@
+// The process's plans, by problem. One of the three places that hold state; the others are the communicators and the
+// configuration.
+#ifndef JAXMP_PLAN_PLAN_CACHE_H_
+#define JAXMP_PLAN_PLAN_CACHE_H_
+
+#include <atomic>
+#include <memory>
+
+#include "csrc/base/lru_cache.h"
+#include "csrc/base/status.h"
+#include "csrc/cublasmp/api_table.h"
+#include "csrc/plan/communicator.h"
+#include "csrc/plan/matmul_problem.h"
+#include "csrc/plan/plan.h"
+
+namespace jaxmp {
+
+class PlanCache {
+ public:
+  explicit PlanCache(size_t capacity) : plans_(capacity) {}
+
+  using MakeCommunicator = std::shared_ptr<const Communicator> (*)(const Problem& problem);
+
+  // The plan of the problem on this library, made where the cache has none; `make` gives the communicator of a library
+  // that is not hostmp.
+  StatusOr<std::shared_ptr<Plan>> Get(const MpApi& api, const Problem& problem, MakeCommunicator make = OnHost);
+
+  CacheInfo info() const { return plans_.info(); }
+  void Clear() { plans_.Clear(); }
+  void set_capacity(size_t capacity) { plans_.set_capacity(capacity); }
+  void set_log(bool is_on) { is_logging_ = is_on; }  // one line on stderr for each plan made
+
+ private:
+  struct Key {
+    const MpApi* api;  // a library's table is one object for the life of the process
+    Problem problem;
+    bool operator==(const Key& other) const { return api == other.api && problem == other.problem; }
+  };
+  struct Hash {
+    size_t operator()(const Key& key) const { return ProblemHash()(key.problem); }
+  };
+
+  static std::shared_ptr<const Communicator> OnHost(const Problem& problem);
+  StatusOr<std::shared_ptr<Plan>> Make(const Key& key, MakeCommunicator make) const;
+
+  LruCache<Key, Plan, Hash> plans_;
+  std::atomic<bool> is_logging_{false};
+};
+
+PlanCache& plan_cache();
+
+}  // namespace jaxmp
+
+#endif  // JAXMP_PLAN_PLAN_CACHE_H_

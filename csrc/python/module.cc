@@ -1,0 +1,260 @@
+// The Python extension jaxmp._jaxmp: targets, versions, counters.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/map.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/variant.h>
+#include <nanobind/stl/vector.h>
+
+#include <map>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+
+#include "csrc/barrier/barrier.h"
+#include "csrc/barrier/coordinator_proxy.h"
+#include "csrc/base/status.h"
+#include "csrc/cublasmp/api_table.h"
+#include "csrc/cuda/libraries.h"
+#include "csrc/cuda/logger.h"
+#include "csrc/cuda/nccl_id_exchange.h"
+#include "csrc/cuda/watchdog.h"
+#include "csrc/ffi/cuda_matmul.h"
+#include "csrc/ffi/host_matmul.h"
+#include "csrc/ffi/process_barrier.h"
+#include "csrc/hostmp/host.h"
+#include "csrc/plan/matmul_problem.h"
+#include "csrc/plan/plan_cache.h"
+
+namespace nb = nanobind;
+
+namespace jaxmp {
+namespace {
+
+// The version of the boundary to the Python files; jaxmp/_src/runtime/native.py has the same number.
+constexpr int kAbiVersion = 4;
+
+void ThrowIfError(const Status& status) {
+  if (!status.ok()) throw nb::value_error(status.message().c_str());
+}
+
+using Handler = XLA_FFI_Error* (*)(XLA_FFI_CallFrame*);
+
+nb::dict Stages(Handler instantiate, Handler execute) {
+  nb::dict stages;
+  stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(instantiate));
+  stages["execute"] = nb::capsule(reinterpret_cast<void*>(execute));
+  return stages;
+}
+
+template <typename State>
+nb::dict Type() {
+  nb::dict type;
+  type["type_id"] = nb::capsule(&State::id, "xla.ffi.type_id");
+  type["type_info"] = nb::capsule(&State::info, "xla.ffi.type_info");
+  return type;
+}
+
+nb::dict Registrations() {
+  nb::dict targets;
+  targets["jaxmp_matmul"] = Stages(MatmulInstantiate, MatmulExecute);
+  targets["jaxmp_process_barrier"] = Stages(ProcessBarrierInstantiate, ProcessBarrierExecute);
+  return targets;
+}
+
+nb::dict Types() {
+  nb::dict types;
+  types["jaxmp_site"] = Type<Site>();
+  types["jaxmp_process_barrier_site"] = Type<ProcessBarrierSite>();
+  return types;
+}
+
+nb::dict CudaRegistrations() {
+  nb::dict targets;
+  targets["jaxmp_matmul"] = Stages(CudaMatmulInstantiate, CudaMatmulExecute);
+  return targets;
+}
+
+nb::dict CudaTypes() {
+  nb::dict types;
+  types["jaxmp_cuda_site"] = Type<CudaSite>();
+  return types;
+}
+
+void LoadBlas(const std::string& path, const std::optional<std::string>& mkl_path) {
+  ThrowIfError(hostmp::load_blas(path.c_str(), mkl_path.value_or("").c_str()));
+}
+
+nb::dict BlasInfo() {
+  const hostmp::BlasInfo info = hostmp::blas_info();
+  nb::dict result;
+  for (const auto& [name, value] :
+       {std::pair("library", &info.library), std::pair("config", &info.config), std::pair("mkl", &info.mkl),
+        std::pair("f32", &info.f32), std::pair("f64", &info.f64), std::pair("c64", &info.c64),
+        std::pair("c128", &info.c128), std::pair("bf16", &info.bf16), std::pair("f16", &info.f16)}) {
+    result[name] = *value;
+  }
+  return result;
+}
+
+nb::dict ToDict(const Capabilities& capabilities, bool can_order_sums) {
+  nb::dict result;
+  result["all_reduce_any_transposition"] = capabilities.all_reduce_any_transposition;
+  result["grid_any_shape"] = capabilities.grid_any_shape;
+  result["grid_epilogs"] = capabilities.grid_epilogs;
+  result["complex_epilogs"] = capabilities.complex_epilogs;
+  result["orders_sums"] = can_order_sums;
+  return result;
+}
+
+nb::dict PlanCacheInfo() {
+  const CacheInfo info = plan_cache().info();
+  nb::dict result;
+  result["hits"] = info.hits;
+  result["misses"] = info.misses;
+  result["size"] = info.size;
+  result["capacity"] = info.capacity;
+  return result;
+}
+
+// On cuBLASMp the workspace is known once every rank of the communicator has asked for it, so it stays empty.
+nb::dict DescribePlan(const nb::dict& attributes, const std::string& library) {
+  Attributes decoded;
+  for (const auto& [name, value] : attributes) {
+    decoded[nb::cast<std::string>(name)] = nb::cast<Attribute>(value);
+  }
+  const StatusOr<Problem> problem = MakeProblem(decoded);
+  ThrowIfError(problem.status());
+  nb::list device, host;
+  if (library == kCublasMp.name) {
+    ThrowIfError(LayoutOn(kCublasMp, *problem).status());
+  } else {
+    const StatusOr<std::shared_ptr<Plan>> plan = plan_cache().Get(host_api(), *problem);
+    ThrowIfError(plan.status());
+    for (int rank = 0; rank < (*plan)->nranks(); ++rank) {
+      device.append((*plan)->device_workspace(rank));
+      host.append((*plan)->host_workspace(rank));
+    }
+  }
+  nb::dict result;
+  result["library"] = library == kCublasMp.name ? kCublasMp.name : host_api().name;
+  result["algorithm"] = AlgorithmOf(*problem);
+  result["nranks"] = problem->nranks();
+  result["device_workspace"] = device;
+  result["host_workspace"] = host;
+  return result;
+}
+
+void LoadCublasMp(const std::string& cublasmp, const std::string& nccl, const std::string& driver) {
+  const Status status = cuda::Load(cublasmp, nccl, driver);
+  if (!status.ok()) throw std::runtime_error(status.message());
+}
+
+std::map<std::string, std::string> CublasMpInfo() {
+  const cuda::Libraries* libraries = cuda::Loaded();
+  return libraries ? libraries->info : std::map<std::string, std::string>();
+}
+
+StatusOr<std::string> CallPython(const nb::object& function, const std::string& key, const std::string* value,
+                                 double timeout) {
+  const nb::gil_scoped_acquire acquired;
+  try {
+    const nb::object bytes = value ? nb::object(nb::bytes(value->data(), value->size())) : nb::none();
+    const nb::object result = function(key, bytes, timeout);
+    if (nb::bytes read; nb::try_cast(result, read)) return std::string(read.c_str(), read.size());
+    const std::string type = nb::cast<std::string>(result.type().attr("__name__"));
+    return InvalidArgument("exchange: " + key + ": expected bytes, the callback returned " + type);
+  } catch (nb::python_error& error) {
+    return FailedPrecondition(nb::str(error.value()).c_str());
+  } catch (const std::exception& error) {
+    return Internal(error.what());
+  }
+}
+
+void SetExchange(const nb::object& function) {
+  if (function.is_none()) return cuda::SetExchange({});
+  // Never released: XLA's threads may call it for as long as they live, which is longer than the interpreter.
+  const auto* const kept = new nb::object(function);
+  cuda::SetExchange([kept](const std::string& key, const std::string* value, double timeout) {
+    return CallPython(*kept, key, value, timeout);
+  });
+}
+
+void StartBarrierWith(int process, int nprocesses, double timeout, bool compares, int interrupts) {
+  StartBarrier({process, nprocesses, timeout, compares, interrupts});
+}
+
+nb::dict PeerDicts() {
+  nb::dict result;
+  for (const PeerState& state : PeerStates()) {
+    nb::dict peer;
+    peer["gone"] = state.gone;
+    peer["gone_for"] = state.gone_for;
+    peer["is_clean"] = state.is_clean;
+    peer["silence"] = state.silence;
+    result[nb::int_(state.process)] = peer;
+  }
+  return result;
+}
+
+int StartCoordinatorProxyTo(const std::string& host, const std::string& port) {
+  const StatusOr<int> relay = StartCoordinatorProxy(host, port);
+  ThrowIfError(relay.status());
+  return *relay;
+}
+
+nb::bytes CallExchange(const std::string& key, const std::optional<nb::bytes>& value, double timeout) {
+  const std::string text = value ? std::string(value->c_str(), value->size()) : "";
+  StatusOr<std::string> result = [&] {
+    const nb::gil_scoped_release released;
+    return cuda::CallExchange(key, value ? &text : nullptr, timeout);
+  }();
+  if (!result.ok()) throw std::runtime_error(result.status().message());
+  return nb::bytes(result->data(), result->size());
+}
+
+}  // namespace
+}  // namespace jaxmp
+
+NB_MODULE(_jaxmp, m) {
+  using namespace jaxmp;  // NOLINT
+  m.doc() = "jaxmp's compiled half; use it through jaxmp._native.";
+  m.def("version", [] { return JAXMP_VERSION; });
+  m.def("abi_version", [] { return kAbiVersion; });
+  m.def("jaxlib_version", [] { return JAXMP_JAXLIB_VERSION; }, "The jaxlib whose FFI headers this was built with.");
+  m.def("registrations", &Registrations);
+  m.def("types", &Types);
+  m.def("load_blas", &LoadBlas, nb::arg("path"), nb::arg("mkl_path").none());
+  m.def("blas_info", &BlasInfo);
+  m.def("capabilities", [] { return ToDict(host_api().capabilities, host_api().order_sums != nullptr); });
+  m.def("plan_cache_info", &PlanCacheInfo);
+  m.def("plan_cache_clear", [] { plan_cache().Clear(); });
+  m.def("set_plan_cache_capacity", [](size_t capacity) { plan_cache().set_capacity(capacity); });
+  m.def("set_plan_log", [](bool is_on) { plan_cache().set_log(is_on); });
+  m.def("describe_plan", &DescribePlan, nb::arg("attributes"), nb::arg("library") = "host");
+  m.def("cuda_registrations", &CudaRegistrations);
+  m.def("cuda_types", &CudaTypes);
+  m.def("load_cublasmp", &LoadCublasMp, nb::arg("cublasmp"), nb::arg("nccl"), nb::arg("driver"));
+  m.def("cublasmp_info", &CublasMpInfo);
+  m.def("cublasmp_capabilities", [] { return ToDict(kCublasMp.capabilities, kCublasMp.can_order_sums); });
+  m.def("set_cublasmp_log", &cuda::SetLogging, nb::arg("is_on"));
+  m.def("cublasmp_log", &cuda::TakeLog);
+  m.def("set_exchange", &SetExchange, nb::arg("function").none());
+  m.def("exchange", &CallExchange, nb::arg("key"), nb::arg("value").none(), nb::arg("timeout"));
+  m.def("set_timeout", &cuda::SetTimeout, nb::arg("seconds"));
+  m.def("cuda_failure", &cuda::Failure);
+  m.def("start_barrier", &StartBarrierWith, nb::arg("process"), nb::arg("nprocesses"), nb::arg("timeout"),
+        nb::arg("compares"), nb::arg("interrupts"));
+  m.def("want_processes", &WantProcesses, nb::arg("processes"));
+  m.def("wanted_processes", &WantedProcesses, nb::call_guard<nb::gil_scoped_release>());
+  m.def("connect_peer", &ConnectPeer, nb::arg("process"), nb::arg("fd"));
+  m.def("lose_peer", &LosePeer, nb::arg("process"), nb::arg("gone"));
+  m.def("leave_barrier", &LeaveBarrier, nb::arg("reason"));
+  m.def("stop_barrier", &StopBarrier, nb::call_guard<nb::gil_scoped_release>());
+  m.def("barrier_failure", &BarrierFailure);
+  m.def("last_call", &LastCall);
+  m.def("peers", &PeerDicts);
+  m.def("service_lost_for", &ServiceLostFor);
+  m.def("start_coordinator_proxy", &StartCoordinatorProxyTo, nb::arg("host"), nb::arg("port"));
+}

@@ -1,0 +1,1 @@
+"""What a traced program does, call by call, and what it costs."""

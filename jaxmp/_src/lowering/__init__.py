@@ -1,0 +1,1 @@
+"""From a primitive to the custom call, or to XLA's own operations."""

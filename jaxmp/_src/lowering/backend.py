@@ -1,0 +1,140 @@
+"""Which implementation serves a call: the written rule behind `implementation=None`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from jaxmp._src.lowering.legalize import Capabilities, why_card_refuses, why_not_cublasmp, why_unsupported
+from jaxmp._src.runtime import native
+from jaxmp._src.runtime.config import config
+from jaxmp._src.spec import low_precision, precisions
+from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator
+
+# Multiplications and additions of a product from which on hostmp one by one is no slower than XLA's batched dot.
+LARGE_IN_BATCH = 2**25
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Which implementation serves a call, and the rule that chose it."""
+
+    implementation: str
+    why: str
+
+
+def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple = ()) -> Choice:
+    """The written rule behind `implementation=None`; raises where the one asked for cannot serve.
+
+    `nprocesses`: over how many processes the ranks of a group spread (`process_barrier.group_processes`); `operands`:
+    the types of a and b, by which a card's limits are known.
+
+    Raises:
+      NotImplementedError: the library, the platform or the card cannot compute the call.
+      RuntimeError: cuBLASMp was asked for and cannot be opened.
+    """
+    if platform == "cpu" and spec.precision == "BF16_BF16_BF16" and spec.implementation != "host":
+        raise NotImplementedError(
+            "precision=BF16_BF16_BF16 sums in bfloat16, which neither hostmp nor XLA does on a CPU; pass "
+            'BF16_BF16_F32, or implementation="host" with JAXMP_HOST_PRECISION=ignore to sum in float32'
+        )
+    choice = _choose(spec, platform, nprocesses, operands)
+    if spec.is_invariant and platform != "cpu" and choice.implementation != "cublasmp":
+        remedy = 'pass implementation="cublasmp", or ' if (platform, spec.implementation) == ("cuda", "xla") else ""
+        raise NotImplementedError(
+            f"determinism={spec.determinism!r} is not available on platform {platform!r} with "
+            f"implementation={choice.implementation!r} ({choice.why}), where the order of a sum is the compiler's; "
+            f'{remedy}pass determinism="run_to_run"'
+        )
+    return choice
+
+
+def choose_for_batch(
+    spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple, work: int
+) -> tuple[Choice, bool]:
+    """(as `choose_implementation`, whether XLA computes the whole batch in one product) for products of `work`
+    multiplications and additions each.
+
+    No library has a batched product, and XLA has. One by one go products for which a library is the better one even so:
+    on CPUs large ones that ranks share or whose operands are narrower than their sums; on GPUs operands of 8 bits and
+    fewer, which XLA widens; and those across processes of CPUs, where each collective has a barrier of its own.
+    """
+    choice = choose_implementation(spec, platform, nprocesses, operands)
+    if platform == "cpu" and nprocesses > 1 and spec.nranks > 1:
+        return choice, False
+    if choice.implementation == "xla":
+        return choice, True
+    is_shared = spec.nranks > 1 or accumulator(operands[0]) != operands[0]
+    is_large = isinstance(work, int) and work >= LARGE_IN_BATCH
+    is_narrow = low_precision.is_narrow(operands[0])
+    gains = (is_large and is_shared) if choice.implementation == "host" else is_narrow
+    if gains or precisions.sums_narrowly(spec.precision):
+        return dataclasses.replace(choice, why=f"{choice.why}; a batch, one call per index"), False
+    return Choice("xla", "both operands have a batch: one dot and one collective of XLA's for all of it"), True
+
+
+def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple) -> Choice:
+    if spec.implementation == "xla":
+        return Choice("xla", "asked for")
+    if platform == "cuda" and spec.implementation != "host":
+        return _choose_on_cuda(spec, operands)
+    if spec.implementation == "cublasmp":
+        raise NotImplementedError(
+            f'implementation="cublasmp" is not available on platform {platform!r}, it serves CUDA devices; '
+            'pass implementation=None, "host" or "xla"'
+        )
+    if platform == "cpu" and (nprocesses == 1 or spec.nranks == 1):
+        why = why_unsupported(spec, host_capabilities()) if spec.pattern == Pattern.GRID else ""
+        remedy = 'pass implementation=None or "xla"'
+        if precisions.sums_narrowly(spec.precision) and not config().ignores_precision:
+            why = f"precision={spec.precision} sums in 16 bits, which hostmp does not"
+            remedy += ", or set JAXMP_HOST_PRECISION=ignore to sum in float32"
+        if why and spec.implementation:
+            raise NotImplementedError(f'implementation="host": {why}; {remedy}')
+        if why:
+            return Choice("xla", why)
+        return Choice("host", "asked for" if spec.implementation else "CPU devices of one process")
+    if spec.implementation == "host":
+        raise NotImplementedError(
+            f'implementation="host" serves the CPU devices of one process, not platform {platform!r} with '
+            f'{nprocesses} processes; pass implementation=None or "xla"'
+        )
+    if platform == "cpu":
+        why = f"the ranks of a group live in {nprocesses} processes: each multiplies on its own, XLA communicates"
+        return Choice("host+xla", why)
+    return Choice("xla", f"no fused implementation for platform {platform!r}")
+
+
+def _choose_on_cuda(spec: MatmulSpec, operands: tuple) -> Choice:
+    """Between cuBLASMp and "xla". What it depends on is equal on every process: the call, the kind of the cards, and
+    the libraries, which `distributed.initialize` compares."""
+    is_asked = spec.implementation == "cublasmp"
+    why = why_unsupported(spec, cublasmp_capabilities()) or why_not_cublasmp(spec, operands)
+    why = why or why_card_refuses(spec, operands, native.card_capability())
+    if why and is_asked:
+        raise NotImplementedError(f'implementation="cublasmp": {why}; pass implementation=None or "xla"')
+    if why:
+        return Choice("xla", why)
+    if not native.cuda_devices():  # a program for another machine
+        if is_asked:
+            return Choice("cublasmp", "asked for; whether it is installed shows where the program runs")
+        remedy = 'pass implementation="cublasmp" to have it called'
+        return Choice("xla", f"lowered without a GPU, where cuBLASMp cannot be looked for; {remedy}")
+    why = native.why_no_cublasmp()
+    if why and is_asked:
+        raise RuntimeError(f'implementation="cublasmp": {why}')
+    return (
+        Choice("xla", why) if why else Choice("cublasmp", "asked for" if is_asked else "CUDA devices, cuBLASMp is open")
+    )
+
+
+def capabilities_of(implementation: str) -> Capabilities:
+    """Those of the library behind an implementation: cuBLASMp, or hostmp, which is that of every other one."""
+    return cublasmp_capabilities() if implementation == "cublasmp" else host_capabilities()
+
+
+def host_capabilities() -> Capabilities:
+    return Capabilities(**native.capabilities())
+
+
+def cublasmp_capabilities() -> Capabilities:
+    return Capabilities(**native.capabilities("cublasmp"))

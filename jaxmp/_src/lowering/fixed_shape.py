@@ -1,0 +1,182 @@
+"""A product as calls of one shape: "batch" and "topology" over a library that promises no order of sums.
+
+Which kernel cuBLASLt takes, and with it the order in which an element of D is summed, follows from the call: its
+extents, types, transpositions, leading dimensions and epilog. So all calls of a product are alike, however many rows
+and columns it has and wherever a mesh has cut them: one rank, all of k, ROWS rows, COLUMNS columns, a stored (m, k) and
+b stored (k, n). What a chunk lacks is padding, and what comes of padding is dropped.
+
+    ROWS = 512, COLUMNS = 4096, a (1100, k), b (k, 5000): 3 x 2 calls of 512 x k x 4096, of which the last ones have 76
+    rows and 904 columns of d. Row 600 is row 88 of its calls; on four ranks, each with 275 of the rows, the third has
+    it as row 50 of its only one.
+
+Then an element can depend on no more than its row of op(A), its column of op(B) and its place in the chunk; and not on
+that place where a kernel sums all its tiles alike. No source says that every kernel of cuBLASLt does (a stream-K
+schedule cuts k elsewhere in each tile), so this is for `python -m jaxmp.testing determinism` to show on a card.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp._src.lowering import xla_matmul
+from jaxmp._src.lowering.legalize import PADDED_K, with_k
+from jaxmp._src.spec import epilogs, low_precision, process_grid
+from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.spec.matmul_spec import DIMS, MatmulSpec, aux_dtype, dims, local_extents, operand_names, output_names
+
+# The extents of a call. In tiles of 128 x 128 they are 4 x 32 = 128, about one for each of the 132 multiprocessors of
+# an H100 or H200. Fewer rows than columns, since batches are small where layers are not, and multiples of 128, as
+# scales of blocks and the packed mask of relu have to be. Reasoned, not measured: no GPU could be had.
+ROWS, COLUMNS = 512, 4096
+
+
+def matmul(a, b, *extra, spec: MatmulSpec, call: Callable) -> list:
+    """The results of a local product, in the order of `output_names`; `call(a, b, *extra, spec=spec)` has a chunk's."""
+    row = epilogs.rule(spec.epilog)
+    rows, k, _, cols = local_extents(spec, a.shape, b.shape)
+    if 0 in (rows, cols) or (k == 0 and low_precision.is_narrow(a.dtype)):
+        return xla_matmul.matmul(a, b, *extra, spec=spec, platform="cpu")
+    if k == 0:  # which cuBLASMp does not take
+        a, b = padded_along_k(a, b, spec)
+    if spec.is_turned:
+        return [_turned(a, b, spec, call).T]
+    if row.derivative and row.gradient:
+        return _with_sums(a, b, *extra, spec=spec, call=call)
+    operands = dict(zip(("a", "b", *operand_names(spec)), (a, b, *extra), strict=True))
+    types = {name: x.dtype for name, x in operands.items()}
+    moved = {name: _padded(spec, name, low_precision.as_moved(x)) for name, x in operands.items()}
+    nrow, ncol = _count(rows, cols)
+    chunk = _chunk_spec(spec, low_precision.is_scaled(b.dtype))
+
+    def chunks_of_columns(j):
+        of_columns = {name: _part(spec, name, x, "n", j) for name, x in moved.items()}
+        of_columns["b"] = _stored_alike(of_columns["b"], spec.transpose_b, chunk.transpose_b, spec.conjugate_b)
+
+        def one(i):
+            parts = {name: _part(spec, name, x, "m", i) for name, x in of_columns.items()}
+            parts["a"] = _stored_alike(parts["a"], spec.transpose_a, chunk.transpose_a, spec.conjugate_a)
+            outputs = call(*(low_precision.from_moved(x, types[name]) for name, x in parts.items()), spec=chunk)
+            return [low_precision.as_moved(x) for x in outputs]
+
+        return _each(nrow, one)
+
+    stacked = _each(ncol, chunks_of_columns)
+    return [_whole(spec, name, x, rows, cols) for name, x in zip(output_names(spec), stacked, strict=True)]
+
+
+def describe(spec: MatmulSpec, a_shape, b_shape, library: str) -> str:
+    """What a local product comes to, for people to read."""
+    rows, k, _, cols = local_extents(spec, a_shape, b_shape)
+    calls = math.prod(_count(cols, rows) if spec.is_turned else _count(rows, cols))
+    text = f"{library} {calls} local Matmul of {ROWS}x{k}x{COLUMNS} each, padded, instead of an order of sums"
+    unproved = "; not proved on a GPU yet, `python -m jaxmp.testing determinism --implementation cublasmp` does"
+    return text + unproved * (library == "cublasmp")
+
+
+def _count(rows: int, cols: int) -> tuple[int, int]:
+    """How many chunks of rows and of columns a product has."""
+    return -(-rows // ROWS), -(-cols // COLUMNS)
+
+
+def padded_along_k(a, b, spec: MatmulSpec):
+    """(a, b) with zeros behind them along the contraction, which then has PADDED_K terms."""
+    shapes = with_k(spec, a.shape, b.shape, PADDED_K)
+    pairs = [list(zip(x.shape, shape, strict=True)) for x, shape in zip((a, b), shapes, strict=True)]
+    return tuple(jnp.pad(x, [(0, want - have) for have, want in pair]) for x, pair in zip((a, b), pairs, strict=True))
+
+
+def _chunk_spec(spec: MatmulSpec, is_scaled: bool) -> MatmulSpec:
+    """The spec of every call. Only what the library takes in one form alone is stored otherwise than (m, k), (k, n)."""
+    is_summed = spec.epilog == Epilog.BGRADA
+    return spec.local().replace(
+        determinism="run_to_run",
+        transpose_a=is_summed,
+        conjugate_a=spec.conjugate_a and is_summed,
+        transpose_b=is_scaled,
+        conjugate_b=False,
+    )
+
+
+def _turned(a, b, spec: MatmulSpec, call: Callable):
+    """The transposed product, which is the one that the same gradient is on other meshes."""
+    turned = spec.replace(
+        is_turned=False,
+        transpose_a=not spec.transpose_b,
+        transpose_b=not spec.transpose_a,
+        conjugate_a=spec.conjugate_b,
+        conjugate_b=spec.conjugate_a,
+    )
+    return matmul(b, a, spec=turned, call=call)[0]
+
+
+def _with_sums(a, b, *extra, spec: MatmulSpec, call: Callable) -> list:
+    """With d summed over its rows. The library would round the sums of each chunk to d's type, so they are a product
+    with ones, rounded once."""
+    row = epilogs.rule(spec.epilog)
+    plain = spec.replace(epilog=row.without_gradient)
+    outputs = dict(zip(output_names(plain), matmul(a, b, *extra, spec=plain, call=call), strict=True))
+    d = outputs["d"]
+    sums = MatmulSpec(spec.out_dtype, implementation=spec.implementation, determinism=spec.determinism)
+    outputs[row.gradient] = matmul(jnp.ones((1, d.shape[0]), d.dtype), d, spec=sums, call=call)[0][0]
+    return [outputs[name] for name in output_names(spec)]
+
+
+def _cuts(spec: MatmulSpec, name: str) -> dict[int, tuple[str, int]]:
+    """The dimensions of an operand that are cut: whether with the rows (m) or the columns (n) of d, and into parts of
+    what extent."""
+    stored = {"a": "km" if spec.transpose_a else "mk", "b": "nk" if spec.transpose_b else "kn"}
+    parts = {"m": ("m", ROWS), "n": ("n", COLUMNS), "p": ("n", COLUMNS // 8)}
+    parts |= {"w": ("m", ROWS // 128), "x": ("n", COLUMNS // 128)}
+    letters = stored.get(name) or dims(spec, name)
+    return {i: parts[letter] for i, letter in enumerate(letters) if letter in parts}
+
+
+def _padded(spec: MatmulSpec, name: str, x):
+    """`x` with whole chunks: zeros, but where a largest value is asked for the last row again, which adds no value."""
+    has_amax = spec.amax_d or spec.aux_amax
+    for dimension, (way, size) in _cuts(spec, name).items():
+        if missing := -x.shape[dimension] % size:
+            width = [(0, missing if i == dimension else 0) for i in range(x.ndim)]
+            x = jnp.pad(x, width, mode="edge" if has_amax and way == "m" else "constant")
+    return x
+
+
+def _part(spec: MatmulSpec, name: str, x, way: str, index):
+    """Chunk `index` along the rows (m) or columns (n) of d."""
+    for dimension, (cut, size) in _cuts(spec, name).items():
+        if cut == way and x.shape[dimension] != size:
+            x = lax.dynamic_slice_in_dim(x, index * size, size, dimension)
+    return x
+
+
+def _stored_alike(x, is_transposed: bool, wants_transposed: bool, is_conjugated: bool):
+    x = x if is_transposed == wants_transposed else x.T
+    return lax.conj(x) if is_conjugated and not wants_transposed else x
+
+
+def _each(number: int, body: Callable) -> list:
+    """The results of `body(0)` to `body(number - 1)`, each stacked along a new first dimension."""
+    if number == 1:
+        return [x[None] for x in body(0)]
+    return lax.map(body, jnp.arange(number, dtype=jnp.int32))
+
+
+def _whole(spec: MatmulSpec, name: str, x, rows: int, cols: int):
+    """A result from those of its chunks, (chunks of columns, chunks of rows, *shape)."""
+    if not DIMS[name]:  # the largest values
+        return jnp.max(x)
+    if DIMS[name] in ("m", "n"):  # the sums of a are equal in all chunks of columns, those of b in all of rows
+        return x[0].reshape(-1)[:rows] if DIMS[name] == "m" else x[:, 0].reshape(-1)[:cols]
+    ncol, nrow, height, width = x.shape
+    x = x.transpose(1, 2, 0, 3).reshape(nrow * height, ncol * width)
+    x = x[:rows, : process_grid.relu_aux_bytes(cols) if DIMS[name] == "mp" else cols * width // COLUMNS]
+    types = {
+        "d": spec.out_dtype,
+        "gelu_aux": aux_dtype(spec),
+        "d_out_scale": low_precision.scale_dtype(spec.d_out_scale),
+    }
+    return low_precision.from_moved(x, types[name]) if name in types else x

@@ -1,0 +1,150 @@
+"""Where the ranks of a call live, and what their processes have to agree on ahead of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax import lax
+
+from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.spec.matmul_spec import MatmulSpec, global_extents
+
+# XLA's partitioner has each call lowered as a program of its own, all of this name and in no order of ours.
+_PARTITIONED = "tmp_xla_computation"
+# XLA:CPU runs a program of less than a thousand operations while it is being dispatched. An error then comes out of the
+# call and not out of waiting for the result, and JAX's fast path makes a ValueError of it. This many more operations
+# make every program wait for its turn, in a microsecond.
+_UNCHEAP = 1024
+
+
+# Every mesh axis as (name, size).
+MeshAxes = tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Span:
+    """The devices of a mesh, their processes and their groups, each by position in the mesh.
+
+    Worked example: axes (x=2, y=2) on devices 0 1 | 2 3, a call over "x": groups (0, 1, 0, 1). With two processes of
+    two devices, processes (0, 0, 1, 1), each group has a rank in both; a call over "y" has groups (0, 0, 1, 1), and
+    each stays within one process.
+    """
+
+    devices: tuple[int, ...]
+    processes: tuple[int, ...]
+    groups: tuple[int, ...]
+
+    @property
+    def group_processes(self) -> int:
+        """The number of processes over which the ranks of a group spread, of the group that spreads most."""
+        members: dict[int, set[int]] = {}
+        for process, group in zip(self.processes, self.groups, strict=True):
+            members.setdefault(group, set()).add(process)
+        return max(map(len, members.values()))
+
+
+def span(axes: MeshAxes, group_axes: tuple[str, ...], mesh) -> Span | None:
+    """The span of a call over `group_axes` of a mesh with these axes, equal on every process; None where nobody has
+    said which devices these are.
+
+    Where only the shape of the mesh is known and it has as many devices as the job, all of them take part, in an
+    order that is not known: they count as one group.
+    """
+    shape = [size for _, size in axes]
+    names = [name for name, _ in axes]
+    if mesh is None or tuple(mesh.shape.items()) != axes:
+        if math.prod(shape) != jax.device_count():
+            return None
+        devices = sorted(jax.devices(), key=lambda device: device.id)
+        groups = np.zeros(shape, int)
+    else:
+        devices = list(mesh.devices.flat)
+        others = [i for i, name in enumerate(names) if name not in group_axes]
+        coordinates = np.indices(shape)
+        groups = np.zeros(shape, int)
+        for axis in others:
+            groups = groups * shape[axis] + coordinates[axis]
+    return Span(
+        tuple(device.id for device in devices),
+        tuple(device.process_index for device in devices),
+        tuple(int(group) for group in groups.flat),
+    )
+
+
+def mesh_devices(spec: MatmulSpec, mesh) -> tuple[int, ...]:
+    """The ids of the mesh's devices by their place in it; empty where nobody has said which they are."""
+    if mesh is None or tuple(mesh.shape.items()) != spec.mesh:
+        return ()
+    return tuple(device.id for device in mesh.devices.flat)
+
+
+def group_processes(spec: MatmulSpec, mesh) -> int:
+    """The number of processes over which a group of this call spreads; where that is not known, all there are."""
+    if jax.process_count() == 1:
+        return 1
+    found = span(spec.mesh, spec.group_axes, mesh)
+    return jax.process_count() if found is None else found.group_processes
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """One call of a program that is being lowered, as its processes have to see it."""
+
+    span: Span
+    program: str
+    index: int
+
+    axes: MeshAxes
+
+    def barrier(self, call: str, fields: dict[str, Any], operands):
+        """`operands` once every process of this device's group has come to an equal call: `call` names it for people,
+        `fields` are what has to be equal.
+
+        A process that does not come, or with another call, makes it an error in all of them.
+        """
+        native.register()
+        position = lax.axis_index(tuple(name for name, _ in self.axes)).astype(np.int32)
+        position = position + lax.reduce_min(lax.iota(np.int32, _UNCHEAP) * position, axes=(0,))  # adds 0
+        results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+        aliases = {i: i for i in range(len(results))}
+        with jax.enable_x64(True):  # attributes are 64-bit
+            wait = jax.ffi.ffi_call(native.BARRIER_TARGET, results, input_output_aliases=aliases)
+            return wait(*operands, position, **self.attributes(call, fields))
+
+    def attributes(self, call: str, fields: dict[str, Any]) -> dict[str, Any]:
+        described = "\n".join(f"{name}={value}" for name, value in fields.items())
+        return {
+            "program": f"{self.program} {described}" if self.program == _PARTITIONED else self.program,
+            "index": np.int64(self.index),
+            "call": call,
+            "fields": described,
+            "devices": np.array(self.span.devices, np.int64),
+            "processes": np.array(self.span.processes, np.int64),
+            "groups": np.array(self.span.groups, np.int64),
+            "is_sequential": np.int64(jax.local_device_count() == 1),
+        }
+
+
+def fields(spec: MatmulSpec, a, b) -> dict[str, Any]:
+    """What has to be equal on every process of a group, in the user's terms."""
+    m, n, k = global_extents(spec, a.shape, b.shape)
+    described: dict[str, Any] = {"m": m, "n": n, "k": k, "dtype": a.dtype.name}
+    for field in dataclasses.fields(spec):
+        if field.name != "line":
+            value = getattr(spec, field.name)
+            described[field.name] = getattr(value, "name", value)
+    return described
+
+
+def site(ctx, axes: MeshAxes, group_axes: tuple[str, ...]) -> Site | None:
+    """The site that a lowering rule is at, of a call over `group_axes`; None where it needs no barrier."""
+    if not native.has_barrier() or jax.process_count() == 1:
+        return None
+    found = span(axes, group_axes, jax_compat.lowering_mesh(ctx))
+    if found is None or found.group_processes == 1:
+        return None
+    return Site(found, jax_compat.program_name(ctx), jax_compat.next_index(ctx, "jaxmp_process_barrier"), axes)

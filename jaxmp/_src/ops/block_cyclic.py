@@ -1,0 +1,389 @@
+"""Block-cyclic matrices: arrays of ScaLAPACK's local parts, made from global arrays and back, and their products.
+
+A redistribution is one all-to-all per dimension, of parts padded to the largest: what each process holds of a
+contiguous sharding is sorted by who is to have it, exchanged, and put in place. It is a permutation, so its transpose
+is the way back. A product is one call on the local parts, and its derivatives are such products again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxmp._src.lowering import xla_matmul
+from jaxmp._src.primitive import collectives
+from jaxmp._src.primitive.primitives import bind
+from jaxmp._src.runtime import jax_compat
+from jaxmp._src.sharding.meshes import manual_mesh
+from jaxmp._src.spec import precisions, process_grid
+from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
+from jaxmp._src.spec.process_grid import BlockCyclic, Distributed
+from jaxmp._src.validation import comm_options, operand_checks
+
+Axes = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["data"], meta_fields=["shape", "layout", "mesh", "axes"]
+)
+@dataclasses.dataclass(frozen=True)
+class BlockCyclicArray:
+    """A matrix in a block-cyclic layout over two mesh axes: a pytree with one array.
+
+    Attributes:
+      data: (p * rows, q * columns), sharded P(*axes), where (rows, columns) is the largest part that a process holds:
+        each device has its ScaLAPACK buffer, row-major, the rest of it zeros.
+      shape: of the matrix.
+      layout: a `jaxmp.BlockCyclic`.
+      mesh: the mesh; axes: the mesh axes of the process rows and of the process columns.
+    """
+
+    data: Any
+    shape: tuple[int, int]
+    layout: BlockCyclic
+    mesh: Any
+    axes: Axes
+
+    @property
+    def dtype(self):
+        return self.data.dtype
+
+    @property
+    def ndim(self) -> int:
+        return 2
+
+    def __matmul__(self, other: BlockCyclicArray) -> BlockCyclicArray:
+        return matmul(self, other)
+
+    def __array__(self, dtype=None, copy=None):
+        """Refused, for NumPy would make an array of one object of it without a word."""
+        raise TypeError("BlockCyclicArray: is no array as it lies; take jaxmp.from_block_cyclic(x)")
+
+
+def to_block_cyclic(x, layout: BlockCyclic, *, mesh=None, axes=None) -> BlockCyclicArray:
+    """Lay a matrix out block-cyclically; pure, differentiable, and the inverse of `from_block_cyclic`.
+
+    Args:
+      x: (m, n), sharded in any way, of any type; or a `BlockCyclicArray`, which gets another layout on its grid.
+      layout: a `jaxmp.BlockCyclic` whose grid is that of the mesh axes.
+      mesh: the mesh; by default x's own, else the ambient one.
+      axes: the mesh axes of the process rows and of the process columns, each a name or a tuple of names (slowest
+        first); by default the two axes of a mesh that has two.
+
+    Returns:
+      A `BlockCyclicArray` of shape (m, n).
+
+    Raises:
+      TypeError, ValueError: x is no matrix, there is no mesh, or the grid is not that of the axes.
+
+    Communicates by one all-to-all per dimension over the axes, after bringing x to the sharding P(*axes).
+
+    >>> import jax, jax.numpy as jnp, jaxmp
+    >>> mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    >>> x = jaxmp.to_block_cyclic(jnp.ones((5, 3)), jaxmp.BlockCyclic(grid=(1, 1), block=(2, 2)), mesh=mesh)
+    >>> jaxmp.from_block_cyclic(x).shape
+    (5, 3)
+    """
+    name = "to_block_cyclic"
+    if not isinstance(layout, BlockCyclic):
+        raise TypeError(f"{name}: layout must be a jaxmp.BlockCyclic, got {type(layout).__name__}")
+    if isinstance(x, BlockCyclicArray):
+        if layout.grid != x.layout.grid:
+            raise ValueError(
+                f"{name}: x lies on a {x.layout.grid} grid but layout has {layout.grid}; keep the grid, which is that "
+                "of the mesh axes"
+            )
+        data = _move(x.data, x.shape, x.mesh, x.axes, x.layout, layout)
+        return dataclasses.replace(x, data=data, layout=layout)
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise TypeError(f"{name}: x must be an array, got {type(x).__name__}; convert it with jnp.asarray")
+    if len(x.shape) != 2:
+        raise ValueError(f"{name}: x must have 2 dimensions, got {len(x.shape)} (shape {tuple(x.shape)})")
+    mesh = _find_mesh(name, x, mesh)
+    axes = _find_axes(name, mesh, axes, layout)
+    data = _spread(jnp.asarray(x), mesh, axes, layout)
+    return BlockCyclicArray(data, tuple(x.shape), layout, mesh, axes)
+
+
+def from_block_cyclic(x: BlockCyclicArray) -> jax.Array:
+    """The matrix that `x` holds, as an ordinary array.
+
+    Args:
+      x: a `BlockCyclicArray` of shape (m, n).
+
+    Returns:
+      (m, n), sharded P(*x.axes) where the grid divides it; on a mesh with explicit axes replicated where it does not.
+
+    Raises:
+      TypeError: x is no BlockCyclicArray.
+
+    Communicates by one all-to-all per dimension.
+
+    >>> import jax, jax.numpy as jnp, jaxmp
+    >>> mesh = jax.make_mesh((1, 1), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    >>> x = jaxmp.to_block_cyclic(jnp.ones((5, 3)), jaxmp.BlockCyclic(grid=(1, 1), block=(2, 2)), mesh=mesh)
+    >>> jaxmp.from_block_cyclic(jaxmp.matmul(x, x, transpose_a=True))[0, 0]
+    Array(5., dtype=float32)
+    """
+    if not isinstance(x, BlockCyclicArray):
+        raise TypeError(f"from_block_cyclic: x must be a jaxmp.BlockCyclicArray, got {type(x).__name__}")
+    return _collect(x.data, x.shape, x.mesh, x.axes, x.layout)
+
+
+def _find_mesh(name: str, x, mesh):
+    if manual_mesh(name) is not None:
+        raise ValueError(f"{name}: takes global arrays, so it cannot be called inside shard_map; call it outside")
+    own = getattr(getattr(x, "sharding", None), "mesh", None) if jax_compat.is_concrete(x) else None
+    for found in (mesh, own, jax.sharding.get_abstract_mesh() if mesh is None else None):
+        if found is not None and not found.empty:
+            return found
+    raise ValueError(f"{name}: there is no mesh; pass mesh=, or call under jax.set_mesh(mesh)")
+
+
+def _find_axes(name: str, mesh, axes, layout: BlockCyclic) -> Axes:
+    if axes is None:
+        axes = tuple(mesh.axis_names)
+    if isinstance(axes, str) or len(axes) != 2:
+        raise ValueError(
+            f"{name}: axes must be a pair, the mesh axes of the process rows and of the process columns, got {axes!r}"
+        )
+    rows, cols = ((entry,) if isinstance(entry, str) else tuple(entry) for entry in axes)
+    for axis in rows + cols:
+        if axis not in mesh.shape:
+            raise ValueError(f"{name}: axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
+    if len(set(rows + cols)) != len(rows + cols):
+        raise ValueError(f"{name}: axis names {rows + cols} repeat")
+    sizes = tuple(math.prod(mesh.shape[axis] for axis in entry) for entry in (rows, cols))
+    if sizes != layout.grid:
+        raise ValueError(
+            f"{name}: layout has the grid {layout.grid} but the mesh axes {(rows, cols)} have {sizes}; they must be "
+            "equal"
+        )
+    return rows, cols
+
+
+# Redistribution --------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _spread(x, mesh, axes: Axes, layout: BlockCyclic):
+    """Global array to data."""
+    shape = tuple(x.shape)
+    plain = process_grid.contiguous(shape, layout.grid)
+    padding = [(0, nb * p - n) for n, nb, p in zip(shape, plain.block, layout.grid, strict=True)]
+    if 0 in shape:
+        return _empty(shape, layout, x.dtype)
+    if any(after for _, after in padding):
+        # A sharded dimension cannot grow by a number that its shards do not divide.
+        x = jnp.pad(_resharded(x, mesh, P(None, None)), padding)
+    return _move(_resharded(x, mesh, P(*axes)), shape, mesh, axes, plain, layout)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def _collect(data, shape, mesh, axes: Axes, layout: BlockCyclic):
+    """Data to global array."""
+    if 0 in shape:
+        return jnp.zeros(shape, data.dtype)
+    x = _move(data, shape, mesh, axes, layout, process_grid.contiguous(shape, layout.grid))
+    return x if x.shape == shape else _resharded(x, mesh, P(None, None))[: shape[0], : shape[1]]
+
+
+def _empty(shape, layout: BlockCyclic, dtype):
+    rows, cols = layout.local_shape(shape)
+    return jnp.zeros((rows * layout.grid[0], cols * layout.grid[1]), dtype)
+
+
+def _resharded(x, mesh, spec: P):
+    """`x` with this sharding where shardings are part of types; elsewhere shard_map brings it there."""
+    is_explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)
+    return collectives.reshard(x, mesh, spec) if is_explicit else x
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
+def _move(data, shape, mesh, axes: Axes, source: BlockCyclic, target: BlockCyclic):
+    """Data in one layout to data in another on the same grid."""
+    if 0 in shape:
+        return _empty(shape, target, data.dtype)
+    exchanges = [process_grid.exchange(shape, dimension, source, target) for dimension in range(2)]
+
+    def move(x):
+        for dimension, (exchange, names) in enumerate(zip(exchanges, axes, strict=True)):
+            if exchange is not None:
+                x = _exchanged(x, dimension, names, exchange)
+        return x
+
+    return jax.shard_map(move, mesh=mesh, in_specs=P(*axes), out_specs=P(*axes))(data)
+
+
+def _exchanged(x, dimension: int, names: tuple[str, ...], exchange: process_grid.Exchange):
+    nprocs, me = len(exchange.take), lax.axis_index(names)
+    send = jnp.asarray(exchange.send.reshape(nprocs, -1))[me]
+    x = jnp.take(x, send, axis=dimension, mode="fill", fill_value=0)
+    x = collectives.all_to_all(x, names, dimension, dimension)
+    return jnp.take(x, jnp.asarray(exchange.take)[me], axis=dimension, mode="fill", fill_value=0)
+
+
+# Products --------------------------------------------------------------------------------------------------------
+
+
+def matmul(
+    a,
+    b,
+    c=None,
+    *,
+    alpha=1.0,
+    beta=None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    conjugate_a: bool = False,
+    conjugate_b: bool = False,
+    epilog=Epilog.NONE,
+    precision=None,
+    preferred_element_type=None,
+    out_layout: BlockCyclic | None = None,
+    implementation: str | None = None,
+    communication_dtype=None,
+    algorithm: str | None = None,
+    comm_sm_count: int | None = None,
+    refused: Mapping[str, Any] = MappingProxyType({}),
+) -> BlockCyclicArray:
+    """`jaxmp.matmul` for block-cyclic operands; its documentation is there.
+
+    `out_layout` is what it calls `out_sharding`; `refused` holds arguments that block-cyclic operands do not take.
+    """
+    name = "matmul"
+    for argument, value in {**refused, "epilog": epilog or None}.items():
+        if value is not None:
+            raise NotImplementedError(f"{name}: {argument} is not available for block-cyclic operands; leave it out")
+    for argument, value in (("alpha", alpha), ("beta", beta)):
+        if isinstance(value, jax.Array):
+            raise NotImplementedError(
+                f"{name}: with block-cyclic operands {argument} is a Python number, got an array; scale the data of an "
+                "operand instead"
+            )
+    _check_operands(name, a, b, c)
+    transpose_a = operand_checks.check_flag(name, "transpose_a", transpose_a)
+    transpose_b = operand_checks.check_flag(name, "transpose_b", transpose_b)
+    operand, out = operand_checks.resolve_dtypes(name, a, b, preferred_element_type)
+    operand_checks.check_implementation(name, implementation)
+    shape = _result_shape(name, a, b, transpose_a, transpose_b)
+    layout = _result_layout(name, a, b, c, transpose_a, transpose_b, out_layout)
+    cyclic = (Distributed(a.shape, a.layout), Distributed(b.shape, b.layout), Distributed(shape, layout))
+    _check_blocks(name, *cyclic, transpose_a, transpose_b)
+    spec = MatmulSpec(
+        out_dtype=out,
+        pattern=Pattern.GRID,
+        mesh=tuple(a.mesh.shape.items()),
+        row_axes=a.axes[0],
+        col_axes=a.axes[1],
+        transpose_a=transpose_a,
+        transpose_b=transpose_b,
+        conjugate_a=operand_checks.check_conjugate(name, "conjugate_a", conjugate_a, a),
+        conjugate_b=operand_checks.check_conjugate(name, "conjugate_b", conjugate_b, b),
+        alpha=operand_checks.check_scalar(name, "alpha", alpha, out),
+        beta=operand_checks.check_c(
+            name, None if c is None else jax.ShapeDtypeStruct(c.shape, c.dtype), beta, out, shape
+        ),
+        precision=precisions.resolve(name, precision, operand, out),
+        implementation=implementation,
+        has_c=c is not None,
+        cyclic=cyclic,
+        **comm_options.resolve_hints(name, out, operand, communication_dtype, algorithm, comm_sm_count),
+    )
+    comm_options.check_hints(name, spec)
+    operands = [x.data.astype(dtype) for x, dtype in ((a, operand), (b, operand), (c, out)) if x is not None]
+    return BlockCyclicArray(_multiply(spec, a.mesh, *operands), shape, layout, a.mesh, a.axes)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _multiply(spec: MatmulSpec, mesh, a, b, c=None):
+    assert spec.cyclic is not None
+    d, tiles = spec.cyclic[2], P(spec.row_axes, spec.col_axes)
+    if 0 in (*a.shape, *b.shape):  # nothing to contract
+        added = jnp.zeros(_data_shape(d), spec.out_dtype)
+        return added if c is None or spec.beta == 0 else c * jnp.asarray(spec.beta, c.dtype)
+
+    def multiply(a, b, *c):
+        extra = {"c": xla_matmul.without_padding(spec, c[0])} if c else {}  # and so its cotangent has none
+        return bind(spec.replace(is_typed=jax_compat.is_vma_checked()), a, b, extra)["d"]
+
+    operands = (a, b) if c is None else (a, b, c)
+    return jax.shard_map(multiply, mesh=mesh, in_specs=(tiles,) * len(operands), out_specs=tiles)(*operands)
+
+
+def _data_shape(matrix: Distributed) -> tuple[int, int]:
+    (rows, cols), (p, q) = matrix.local_shape, matrix.layout.grid
+    return rows * p, cols * q
+
+
+def _check_operands(name: str, a, b, c) -> None:
+    for argument, x in (("a", a), ("b", b), ("c", c)):
+        if x is None and argument == "c":
+            continue
+        if not isinstance(x, BlockCyclicArray):
+            raise TypeError(
+                f"{name}: {argument} must be a jaxmp.BlockCyclicArray as the other operands are, got "
+                f"{type(x).__name__}; lay it out with jaxmp.to_block_cyclic"
+            )
+        operand_checks.check_array(name, argument, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        operand_checks.check_memory(name, argument, x.data)
+        if (dict(x.mesh.shape), x.axes) != (dict(a.mesh.shape), a.axes):
+            raise ValueError(
+                f"{name}: a lies on axes {a.axes} of mesh {dict(a.mesh.shape)} but {argument} on {x.axes} of "
+                f"{dict(x.mesh.shape)}; use one mesh and one pair of axes"
+            )
+    if manual_mesh(name) is not None:
+        raise ValueError(f"{name}: takes block-cyclic arrays outside of shard_map only, for they are global")
+
+
+def _result_shape(name: str, a, b, transpose_a: bool, transpose_b: bool) -> tuple[int, int]:
+    m, k_a = a.shape[::-1] if transpose_a else a.shape
+    k_b, n = b.shape[::-1] if transpose_b else b.shape
+    if k_a != k_b:
+        raise ValueError(f"{name}: b has k={k_b} but a has k={k_a} (global shapes {a.shape}, {b.shape})")
+    return m, n
+
+
+def _result_layout(name: str, a, b, c, transpose_a: bool, transpose_b: bool, out_layout) -> BlockCyclic:
+    """The layout asked for or that of c, else the blocks of m and n, from the process that a's rows and b's columns
+    start at where those lie along the same dimension of the grid."""
+    if out_layout is not None and not isinstance(out_layout, BlockCyclic):
+        raise TypeError(f"{name}: out_sharding must be a jaxmp.BlockCyclic, got {type(out_layout).__name__}")
+    block = a.layout.block[1 if transpose_a else 0], b.layout.block[0 if transpose_b else 1]
+    first = 0 if transpose_a else a.layout.first[0], 0 if transpose_b else b.layout.first[1]
+    layout = out_layout or (BlockCyclic(a.layout.grid, block, first) if c is None else c.layout)
+    if layout.grid != a.layout.grid:
+        raise ValueError(f"{name}: out_sharding has the grid {layout.grid} but a lies on {a.layout.grid}")
+    if c is not None and c.layout != layout:
+        raise ValueError(f"{name}: c has the layout {c.layout} but the result {layout}; they must be equal")
+    return layout
+
+
+def _check_blocks(
+    name: str, a: Distributed, b: Distributed, d: Distributed, transpose_a: bool, transpose_b: bool
+) -> None:
+    """Raise ValueError unless the blocks along each of m, n and k are of one size: cuBLASMp's block contract."""
+    (m_a, k_a) = a.layout.block[::-1] if transpose_a else a.layout.block
+    (k_b, n_b) = b.layout.block[::-1] if transpose_b else b.layout.block
+    m_d, n_d = d.layout.block
+    for dimension, one, x, other, y in (
+        ("k", "a", k_a, "b", k_b),
+        ("m", "a", m_a, "the result", m_d),
+        ("n", "b", n_b, "the result", n_d),
+    ):
+        if x != y:
+            raise ValueError(
+                f"{name}: along {dimension}, {one} has blocks of {x} but {other} has {y}; they must be equal: lay "
+                f"{other} out in blocks of {x}, or {one} in blocks of {y} (jaxmp.to_block_cyclic)"
+            )

@@ -1,0 +1,100 @@
+"""`einsum` of two operands, as one `dot_general`: from subscripts to dimension numbers."""
+
+from __future__ import annotations
+
+import jax
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from opt_einsum.parser import parse_einsum_input
+
+from jaxmp._src.ops.dot_general import dot_general
+from jaxmp._src.sharding.meshes import partition_spec
+from jaxmp._src.sharding.patterns import to_dims
+from jaxmp._src.validation.operand_checks import as_array, check_array
+
+
+def einsum(subscripts: str, a, b, *, out_sharding=None, in_shardings=None, **options) -> jax.Array:
+    """Distributed `jnp.einsum` of two operands, such as `einsum("bsd,dhk->bshk", x, w)`.
+
+    Args:
+      subscripts: as in `jnp.einsum`, with or without "->" and "...". An index that occurs twice in one operand, or in
+        one operand and not in the result, is refused.
+      a, b: the operands; types as in `jaxmp.matmul`.
+      out_sharding, in_shardings: as in `jaxmp.dot_general`, for the result and the operands as they are written here.
+      options: `precision`, `preferred_element_type`, `mesh`, `implementation` and `determinism` of `jaxmp.dot_general`.
+
+    Returns:
+      The result, with its dimensions in the order of `subscripts`, sharded as `out_sharding` says.
+
+    Raises: as `jaxmp.dot_general`; ValueError for subscripts that do not fit; NotImplementedError for the refused ones.
+
+    >>> import jax.numpy as jnp, jaxmp
+    >>> jaxmp.einsum("bsd,dhk->bhsk", jnp.ones((2, 3, 4)), jnp.ones((4, 5, 6))).shape
+    (2, 5, 3, 6)
+    """
+    a, b = as_array(a), as_array(b)
+    for argument, x in (("a", a), ("b", b)):
+        check_array("einsum", argument, x)
+    left, right, output = _parse(subscripts, a, b)
+    batch = "".join(x for x in output if x in left and x in right)
+    free = "".join(x for x in left + right if x in output and x not in batch)
+    free_swapped = "".join(x for x in right + left if x in output and x not in batch)
+    if output != batch + free and output == batch + free_swapped:
+        # The product of the operands in the other order is the one that needs no transposition.
+        a, b, left, right, free = b, a, right, left, free_swapped
+        in_shardings = in_shardings and tuple(in_shardings)[::-1]
+    contracted = "".join(x for x in left if x not in batch + free)
+    numbers = tuple(
+        tuple(tuple(map(letters.index, indices)) for letters in (left, right)) for indices in (contracted, batch)
+    )
+    given = batch + free
+    result = dot_general(
+        a, b, numbers, out_sharding=_permuted(out_sharding, output, given), in_shardings=in_shardings, **options
+    )
+    return lax.transpose(result, tuple(map(given.index, output)))
+
+
+def _parse(subscripts: str, a, b) -> tuple[str, str, str]:
+    """(indices of a, of b, of the result), one letter a dimension."""
+    if not isinstance(subscripts, str):
+        raise TypeError(f"einsum: subscripts must be a string such as 'ij,jk->ik', got {type(subscripts).__name__}")
+    try:
+        inputs, output, _ = parse_einsum_input((subscripts, a, b))
+    except ValueError as error:
+        raise ValueError(f"einsum: subscripts {subscripts!r} are not valid: {error}") from None
+    left, right = inputs.split(",")
+    extents: dict[str, int] = {}
+    for argument, letters, x in (("a", left, a), ("b", right, b)):
+        if len(letters) != x.ndim:
+            raise ValueError(
+                f"einsum: subscripts {subscripts!r} give {argument} {len(letters)} indices, but it has {x.ndim} "
+                f"dimensions (shape {tuple(x.shape)})"
+            )
+        for letter, extent in zip(letters, x.shape, strict=True):
+            if letters.count(letter) > 1:
+                raise NotImplementedError(
+                    f"einsum: index {letter!r} occurs twice in {argument} (subscripts {subscripts!r}); take the "
+                    "diagonal first (jnp.diagonal)"
+                )
+            if letter not in output and letter not in (right if argument == "a" else left):
+                raise NotImplementedError(
+                    f"einsum: index {letter!r} occurs in {argument} only and is summed (subscripts {subscripts!r}); "
+                    f"sum {argument} over it first (jnp.sum)"
+                )
+            if extents.setdefault(letter, extent) != extent:
+                raise ValueError(
+                    f"einsum: index {letter!r} has extent {extents[letter]} in a but {extent} in b (shapes "
+                    f"{tuple(a.shape)}, {tuple(b.shape)}); nothing is broadcast"
+                )
+    return left, right, output
+
+
+def _permuted(sharding, have: str, want: str):
+    """The sharding of dimensions `have` for the same ones in the order `want`."""
+    spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    if not isinstance(spec, P):
+        return sharding
+    dims = to_dims("einsum", "the result", spec, len(have))
+    spec = partition_spec(tuple(dims[have.index(letter)] for letter in want))
+    return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec

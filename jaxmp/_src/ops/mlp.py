@@ -1,0 +1,229 @@
+"""Two dense layers as one function, whose backward pass goes through the activation inside of a call.
+
+With z = x @ w_in + b_in, h = act(z), y = h @ w_out + b_out, the tangent of h never exists on its own:
+dy = (act'(z) * (dx @ w_in + x @ dw_in + db_in)) @ w_out + h @ dw_out + db_out. Its first term is one primitive,
+`activated_matmul_p`; the transpose of that is one product, with DGELU_BGRAD or DRELU_BGRAD as its epilog.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from jaxmp._src.primitive.collectives import cast_varying
+from jaxmp._src.primitive.primitives import activated_matmul, completes_sums
+from jaxmp._src.runtime import jax_compat
+from jaxmp._src.sharding import meshes, sharded_call
+from jaxmp._src.sharding import patterns as patterns_lib
+from jaxmp._src.sharding.shard_local import bind_plan
+from jaxmp._src.spec import epilogs, low_precision
+from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, result_shape
+from jaxmp._src.validation.arguments import validated
+
+FIRST, SECOND = "mlp (x @ w_in)", "mlp (hidden @ w_out)"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """One layer on shards: its spec and plan, and the names of its operands among those of both layers."""
+
+    spec: MatmulSpec
+    plan: patterns_lib.Plan
+    weight: str
+    bias: str
+
+    def apply(self, x, operands: dict[str, Any], activation: str | None, keeps_aux: bool = False) -> dict[str, Any]:
+        """The results of the whole layer."""
+        bias = {"bias": operands[self.bias]} if self.bias in operands else {}
+        epilog = epilogs.for_activation(activation, bool(bias))
+        epilog = (keeps_aux and epilogs.rule(epilog).with_aux) or epilog
+        return self._bind(x, operands, bias, epilog=epilog)
+
+    def product(self, x, operands: dict[str, Any]):
+        return self._bind(x, operands, {}, epilog=Epilog.NONE)["d"]
+
+    def _bind(self, x, operands, extra, **changes):
+        weight = operands[self.weight]
+        return bind_plan(self.plan, self.spec.replace(**changes), {"a": x.astype(weight.dtype), "b": weight, **extra})
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mlp:
+    first: _Layer
+    second: _Layer
+    activation: str
+
+
+def _layers(mlp: _Mlp, operands: dict[str, Any]):
+    """y from the shards of x, w_in, b_in, w_out, b_out (the biases only where there are any)."""
+    h = mlp.first.apply(operands["x"], operands, mlp.activation)["d"]
+    return mlp.second.apply(h, operands, None)["d"]
+
+
+_fused_layers = jax.custom_jvp(_layers, nondiff_argnums=(0,))
+
+
+def _layers_jvp_rule(mlp: _Mlp, primals, tangents):
+    operands, moved = primals[0], {k: t for k, t in tangents[0].items() if not isinstance(t, SymbolicZero)}
+    h, aux = mlp.first.apply(operands["x"], operands, mlp.activation, keeps_aux=True).values()
+    y = mlp.second.apply(h, operands, None)["d"]
+
+    def first(varied):
+        return mlp.first.product((operands | varied)["x"], operands | varied)
+
+    def second(varied):
+        return mlp.second.apply(h, operands | varied, None)["d"]
+
+    def tangent(f, names):
+        varied = {name: operands[name] for name in names if name in moved}
+        return jax.jvp(f, (varied,), ({name: moved[name] for name in varied},))[1] if varied else None
+
+    tz, terms = tangent(first, ("x", "w_in")), [tangent(second, ("w_out", "b_out"))]
+    if tz is not None or "b_in" in moved:
+        tz = jnp.zeros_like(h) if tz is None else tz
+        terms.append(_activated(mlp, tz, moved.get("b_in"), aux, operands["w_out"]))
+    axes = jax_compat.varying_axes(y)
+    terms = [cast_varying(x, axes) for x in terms if x is not None]
+    return y, functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(y)
+
+
+_fused_layers.defjvp(_layers_jvp_rule, symbolic_zeros=True)
+
+
+def _activated(mlp: _Mlp, tz, tbias, aux, w):
+    """`activated_matmul` on shards of any rank, their rows folded in the order in which the pattern scatters them."""
+    spec = mlp.second.spec.bilinear(is_typed=jax_compat.is_vma_checked())
+    scatters, p = spec.pattern == Pattern.REDUCE_SCATTER, spec.nranks
+    shape, lead = list(tz.shape[:-1]), mlp.second.plan.dimension if scatters else 0
+    batch, rows = math.prod(shape[:lead]), math.prod(shape[lead:])
+
+    def fold(x):
+        if scatters and batch > 1:
+            x = jnp.swapaxes(x.reshape(batch, p, rows // p, x.shape[-1]), 0, 1)
+        return x.reshape(batch * rows, x.shape[-1])
+
+    y = activated_matmul(spec, mlp.activation, fold(tz), tbias, fold(aux), w)
+    if scatters:
+        shape[lead] //= p
+    return y.reshape(*shape, y.shape[-1])
+
+
+# Where it runs ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """Both layers, hashable; on global arrays with their calls, else on the shards of the enclosing shard_map."""
+
+    mlp: _Mlp
+    is_fused: bool
+    calls: tuple[Any, ...] = ()
+
+
+def mlp(x, w_in, b_in, w_out, b_out, activation: str, axis_name, shardings: dict[str, Any], options: dict[str, Any]):
+    """y, or None where XLA's partitioner decides, and the two layers have to be calls of their own."""
+    if activation not in ("relu", "gelu"):
+        raise ValueError(f'mlp: activation must be "relu" or "gelu", got {activation!r}')
+    for argument, operand in (("x", x), ("w_in", w_in), ("w_out", w_out)):
+        if low_precision.is_narrow(getattr(operand, "dtype", np.float32)):
+            raise NotImplementedError(
+                f"mlp: {argument} has dtype {operand.dtype}; layers of 8 bits and fewer need scales between them: call "
+                "jaxmp.matmul twice (examples/05_fp8_linear.py)"
+            )
+    where = _patterns(axis_name)
+    spec, ins = _validated(FIRST, x, w_in, b_in, activation, options, where[0])
+    h = jax.ShapeDtypeStruct(result_shape(spec, x, w_in), _promoted(spec.out_dtype, w_out))
+    next_spec, outs = _validated(SECOND, h, w_out, b_out, None, options, where[1])
+    is_fused = h.dtype == spec.out_dtype == next_spec.out_dtype and 0 not in (*x.shape, *w_in.shape, *w_out.shape)
+    is_fused &= spec.determinism != "topology"  # a hidden bias has its sums over data-parallel ranks from calls
+    specs, operands = (spec, next_spec), (ins, outs)
+    given = None if shardings["ins"] is None else tuple(shardings["ins"])[:2]
+    placement = meshes.place(FIRST, x, w_in, h.shape, shardings["hidden"], given, shardings["mesh"])
+    if placement.mode == meshes.Mode.AUTO:
+        return None
+    calls: tuple[Any, ...] = ()
+    if placement.mode == meshes.Mode.MANUAL:
+        specs = tuple(s.replace(mesh=placement.axes) for s in specs)
+        plans = [patterns_lib.Plan(s.pattern, s.row_axes, dimension=x.ndim - 2) for s in specs]
+    else:
+        calls = _calls(placement, specs, operands, w_out, shardings)
+        specs, plans = tuple(call.spec for call in calls), [call.plan for call in calls]
+        is_fused = is_fused and plans[1].a == plans[0].out and not plans[1].gather and not plans[1].is_swapped
+        is_fused = is_fused and plans[1].pattern in (Pattern.LOCAL, Pattern.ALL_REDUCE, Pattern.REDUCE_SCATTER)
+    is_fused &= all(map(completes_sums, specs))
+    names = (("w_in", "b_in"), ("w_out", "b_out"))
+    layers = [
+        _Layer(s.replace(epilog=Epilog.NONE), plan, *each) for s, plan, each in zip(specs, plans, names, strict=True)
+    ]
+    arrays = {"x": ins["a"], "w_in": ins["b"], "b_in": ins.get("bias"), "w_out": outs["b"], "b_out": outs.get("bias")}
+    arrays = {name: array for name, array in arrays.items() if array is not None}
+    return jaxmp_mlp(_Run(_Mlp(layers[0], layers[1], activation), is_fused, calls), arrays)
+
+
+def _patterns(axis_name) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What the two specs say of the group: x's rows are gathered over the axis, y's are scattered."""
+    if axis_name is None:
+        return {}, {}
+    patterns = (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER)
+    first, second = (sharded_call.pattern_on_axes("mlp", pattern, axis_name) for pattern in patterns)
+    return first, second
+
+
+def _validated(name: str, x, w, bias, activation: str | None, options: dict[str, Any], where: dict[str, Any]):
+    epilog = epilogs.for_activation(activation, bias is not None)
+    inputs = {} if bias is None else {"bias": bias}
+    return validated(name, x, w, None, inputs, options | {"epilog": epilog}, where)
+
+
+def _promoted(dtype, w):
+    """The type in which the second layer takes the hidden one; what is no array is refused later, by name."""
+    return jnp.promote_types(dtype, w.dtype) if hasattr(w, "dtype") else dtype
+
+
+def _calls(placement: meshes.Placement, specs, operands, w_out, shardings: dict[str, Any]):
+    """Both calls on global arrays; the hidden layer keeps the columns of w_in and the other axes of x's rows."""
+    if placement.out is None:
+        if placement.a[-1] or placement.b[0]:
+            raise ValueError(
+                f"mlp: the contraction of x @ w_in is sharded over {placement.a[-1] or placement.b[0]}; "
+                "pass hidden_sharding, the sharding of its result"
+            )
+        cols = placement.b[1]
+        rows = tuple(tuple(axis for axis in dim if axis not in cols) for dim in placement.a[:-1])
+        placement = dataclasses.replace(placement, out=(*rows, cols))
+    first = sharded_call.make_call(specs[0], placement, operands[0], FIRST)
+    hidden, given = meshes.partition_spec(first.plan.out), shardings["ins"]
+    h, w = operands[1]["a"], operands[1]["b"]
+    where = (hidden, given[2] if given is not None else meshes.type_spec(w_out))
+    shape = result_shape(specs[1], h, w)
+    second = meshes.place(SECOND, h, w, shape, shardings["out"], where, placement.mesh)
+    return first, sharded_call.make_call(specs[1], second, operands[1], SECOND)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def jaxmp_mlp(run: _Run, operands: dict[str, Any]):
+    """y of both layers: in one body that differentiates as a whole where that can be, else one after the other."""
+    body = functools.partial(_fused_layers if run.is_fused else _layers, run.mlp)
+    if not run.calls:
+        return body(operands)
+    first, second = run.calls
+    names = (("x", "w_in", "b_in"), ("hidden", "w_out", "b_out"))
+    ins, outs = ([name for name in each if name in operands or name == "hidden"] for each in names)
+    if not run.is_fused:
+        h = sharded_call.jaxmp_call(
+            first, dict(zip(("a", "b", "bias"), (operands[name] for name in ins), strict=False))
+        )["d"]
+        rest = (h.astype(operands["w_out"].dtype), *(operands[name] for name in outs[1:]))
+        return sharded_call.jaxmp_call(second, dict(zip(("a", "b", "bias"), rest, strict=False)))["d"]
+    specs = dict(zip(ins, first.in_specs, strict=True)) | dict(zip(outs, second.in_specs, strict=True))
+    specs = {name: specs[name] for name in operands}
+    placed = {name: sharded_call.reshard(first, name, x, specs[name]) for name, x in operands.items()}
+    return jax.shard_map(body, mesh=first.mesh, in_specs=(specs,), out_specs=second.out_specs[0])(placed)

@@ -1,0 +1,1 @@
+"""The primitives and their rules: tangents, cotangents, batches, and the collectives around calls."""

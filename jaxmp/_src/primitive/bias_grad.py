@@ -1,0 +1,59 @@
+"""Bias gradients as plain sums and collectives: the oracle of the fused ones, and what their derivatives are made of.
+
+drelu_bgrad, dgelu_bgrad   d summed over all its rows, as it was stored: (n,)
+bgrada                     op(a) summed over the contraction: (m,), whole on every rank of the group
+bgradb                     op(b) summed over the contraction: (n,), as d's columns are shared
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp._src.primitive import collectives
+from jaxmp._src.runtime import jax_compat
+from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator
+
+SCOPE = "jaxmp_bias_gradient"
+
+
+def summed(name: str) -> str:
+    """The matrix whose sums a result is: "a", "b", "d", or nothing for what is no bias gradient."""
+    return {"bgrada": "a", "bgradb": "b", "drelu_bgrad": "d", "dgelu_bgrad": "d"}.get(name, "")
+
+
+def bias_gradient(name: str, spec: MatmulSpec, x):
+    """The complete gradient called `name` from one device's shard of `summed(name)`; sums in the accumulator's type."""
+    with jax.named_scope(SCOPE):
+        if name == "bgrada":
+            total = _sum(x, 0 if spec.transpose_a else 1, spec.conjugate_a, _contraction_axes(spec), spec.line)
+            # Every rank gets the sums of all rows of op(a), also where it holds a part of them.
+            rows = {Pattern.ALL_GATHER: spec.row_axes, Pattern.GRID: spec.col_axes}.get(spec.pattern, ())
+            total = _gather_whole(total, rows, spec.line) if rows else total
+        elif name == "bgradb":
+            total = _sum(x, 1 if spec.transpose_b else 0, spec.conjugate_b, _contraction_axes(spec), spec.line)
+        else:
+            rows = spec.row_axes if spec.pattern in (Pattern.REDUCE_SCATTER, Pattern.GRID) else ()
+            total = _sum(x, 0, False, rows, spec.line)
+        return total.astype(spec.out_dtype)
+
+
+def _contraction_axes(spec: MatmulSpec) -> tuple[str, ...]:
+    """Axes that share the contraction; in a grid those of the stored rows, for a is transposed and b is not."""
+    return spec.row_axes if spec.pattern in (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE, Pattern.GRID) else ()
+
+
+def _sum(x, dimension: int, is_conjugated: bool, axes: tuple[str, ...], line: str):
+    acc = accumulator(x.dtype)
+    total = jnp.sum(x.astype(acc), dimension, dtype=acc)
+    total = lax.conj(total) if is_conjugated else total
+    return collectives.psum(total, axes, line=line) if axes else total
+
+
+def _gather_whole(x, axes: tuple[str, ...], line: str):
+    """All-gather of a vector whose result is the same on every rank, and known to be."""
+    if x.size == 0:  # XLA gathers nothing that is empty
+        return jnp.zeros(x.shape, x.dtype)
+    to = "invarying" if jax_compat.is_vma_checked() else "varying"
+    return collectives.all_gather(x, axes, axis=0, to=to, line=line)

@@ -1,0 +1,112 @@
+"""XLA's collectives around jaxmp's calls, each behind a process barrier.
+
+XLA cannot interrupt a collective that crosses processes, and its transport ends the process where the ranks' messages
+differ in size. So every process of the group has to be there, with an equal operand, before one of them enters.
+`process_barrier_p` is that barrier: an identity, lowered to a wait where the group spreads over processes. The forward
+call of a product has a barrier of its own, which compares the whole call (`process_barrier.Site`).
+
+Transposing turns a collective into another one, and what ran after it runs before. So each collective stands between
+two barriers, of which the second waits in the transposed program only:
+
+    x -> barrier -> all_gather -> (barrier)         transposed: ct -> barrier -> psum_scatter -> (barrier)
+
+Outside a job of several processes nothing is added to the program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+from jax import lax
+from jax.interpreters import ad
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.runtime.jax_compat import batching
+
+# (x) -> x. `mesh` are all mesh axes as (name, size), `axes` those of the group; `call` says for people what the barrier
+# is ahead of, "all_gather for matmul at train.py:41"; a barrier that is not `is_active` waits only when transposed.
+process_barrier_p = jax_compat.make_primitive("jaxmp_process_barrier", multiple_results=False)
+process_barrier_p.def_abstract_eval(lambda x, **_: x)
+batching.primitive_batchers[process_barrier_p] = lambda operands, dims, **params: (
+    process_barrier_p.bind(*operands, **params),
+    dims[0],
+)
+
+
+def _transpose(ct, x, *, is_active: bool, **params):
+    return [process_barrier_p.bind(ct, is_active=not is_active, **params)]
+
+
+ad.deflinear2(process_barrier_p, _transpose)
+
+
+def all_gather(x, axes: tuple[str, ...], *, axis: int, to: str = "varying", line: str = ""):
+    """`lax.all_gather`, tiled."""
+    return _guarded(lambda x: lax.all_gather(x, axes, axis=axis, tiled=True, to=to), "all_gather", x, axes, line)
+
+
+def all_to_all(x, axes: tuple[str, ...], split_axis: int, concat_axis: int, *, line: str = ""):
+    """`lax.all_to_all`, tiled."""
+
+    def collective(x):
+        return lax.all_to_all(x, axes, split_axis, concat_axis, tiled=True)
+
+    return _guarded(collective, "all_to_all", x, axes, line)
+
+
+def psum(x, axes: tuple[str, ...], *, line: str = ""):
+    """`lax.psum`."""
+    return _guarded(lambda x: lax.psum(x, axes), "psum", x, axes, line)
+
+
+def pmax(x, axes: tuple[str, ...], *, line: str = ""):
+    """`lax.pmax`."""
+    return _guarded(lambda x: lax.pmax(x, axes), "pmax", x, axes, line)
+
+
+def cast_varying(x, axes, *, line: str = ""):
+    """`x` with a type that varies over `axes` too: it moves nothing, but its transpose is a psum."""
+    missing = tuple(axis for axis in sorted(axes) if axis not in jax_compat.varying_axes(x))
+    if not missing:
+        return x
+    return _barrier(lax.pcast(x, missing, to="varying"), missing, "psum", line, is_active=False)
+
+
+def reshard(x, mesh, spec: P, *, is_local: bool = False):
+    """`jax.sharding.reshard` to `spec`; with `is_local` each device takes a part of what it has, so that only the
+    transpose communicates."""
+    if not native.has_barrier():
+        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    x = x if is_local else _global_barrier(x, mesh, is_active=True)
+    return _global_barrier(jax.sharding.reshard(x, NamedSharding(mesh, spec)), mesh, is_active=False)
+
+
+def own_part(x, dimension: int, axes):
+    """This rank's part of what it holds whole."""
+    extent = x.shape[dimension] // lax.axis_size(axes)
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * extent, extent, dimension)
+
+
+def _global_barrier(x, mesh, *, is_active: bool):
+    """The barrier of all devices of `mesh`, on a global array whose sharding is explicit."""
+    spec, axes = jax.typeof(x).sharding.spec, tuple(mesh.axis_names)
+
+    def local(x):
+        return _barrier(x, axes, "reshard", "", is_active=is_active)
+
+    return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)(x)
+
+
+def _guarded(collective: Callable, operation: str, x, axes: tuple[str, ...], line: str):
+    x = _barrier(x, axes, operation, line, is_active=True)
+    return _barrier(collective(x), axes, operation, line, is_active=False)
+
+
+def _barrier(x, axes, operation: str, line: str, *, is_active: bool):
+    if not native.has_barrier():
+        return x
+    call = f"{operation} for {line or 'a matmul'}"
+    return process_barrier_p.bind(x, mesh=jax_compat.mesh_axes(), axes=tuple(axes), call=call, is_active=is_active)

@@ -1,0 +1,277 @@
+"""The rules of differentiation: tangents of a call as further products, whose transposes are `transpose`."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.interpreters import ad
+
+from jaxmp._src.primitive import bias_grad, row_order
+from jaxmp._src.primitive.collectives import cast_varying
+from jaxmp._src.primitive.primitives import (
+    AUTO_TWIN,
+    activated_matmul,
+    activated_matmul_p,
+    activation_grad,
+    activation_grad_p,
+    auto_activation_grad_p,
+    bind,
+    matmul_epilog_p,
+    matmul_p,
+)
+from jaxmp._src.primitive.transpose import (
+    LOCAL,
+    cotangent_of_a,
+    cotangent_of_b,
+    cotangent_of_bias,
+    cotangents_of_b_and_bias,
+    pattern_of_a,
+    reduced_cotangent,
+)
+from jaxmp._src.runtime import jax_compat
+from jaxmp._src.spec import epilogs, low_precision
+from jaxmp._src.spec.activations import gelu_second_derivative
+from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.spec.matmul_spec import SCALE_NAMES, MatmulSpec, Pattern, aux_dtype, operand_names, output_names
+from jaxmp._src.validation.comm_options import fit_hints
+
+
+def _matmul_epilog_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
+    """y = act(z), z = alpha*A@B + beta*c + bias:  dy = act'(z) * (alpha*dA@B + alpha*A@dB + beta*dc + dbias)."""
+    if low_precision.is_narrow(primals[0].dtype):
+        return _narrow_jvp(primals, tangents, spec, auto)
+    row = epilogs.rule(spec.epilog)
+    if row.derivative or row.gradient:
+        return _derivative_jvp_rule(primals, tangents, spec=spec, auto=auto)
+    kept = spec if row.with_aux is None else spec.replace(epilog=row.with_aux)
+    primitive = AUTO_TWIN[matmul_epilog_p] if auto else matmul_epilog_p
+    stored = dict(zip(output_names(kept), primitive.bind(*primals, spec=kept), strict=True))
+    names = output_names(spec)
+    tz = _preactivation_tangent(primals, tangents, spec, auto, stored["d"])
+    moved = {}
+    if tz is not None:
+        aux = epilogs.rule(kept.epilog).aux
+        moved["d"] = tz
+        if aux and row.activation:
+            moved["d"] = activation_grad(row.activation, stored[aux], tz, spec, auto=auto)
+        moved["gelu_aux"] = tz
+    outputs = [stored[name] for name in names]
+    return outputs, [moved.get(name, _zero_tangent(stored[name])) for name in names]
+
+
+def _derivative_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
+    """d = z * act'(aux), g = sum of d over rows, or of op(a) or op(b) over the contraction:
+    dd = act'(aux) * dz + z * act''(aux) * daux, and g is linear."""
+    row = epilogs.rule(spec.epilog)
+    primitive = AUTO_TWIN[matmul_epilog_p] if auto else matmul_epilog_p
+    outputs = dict(zip(output_names(spec), primitive.bind(*primals, spec=spec), strict=True))
+    td = _preactivation_tangent(primals, tangents, spec, auto, outputs["d"])
+    if row.derivative:
+        operands = dict(zip(("a", "b", *operand_names(spec)), primals, strict=True))
+        taux, aux = tangents[-1], operands.pop(row.aux_input)
+        td = None if td is None else activation_grad(row.derivative, aux, td, spec, auto=auto)
+        if row.derivative == "gelu" and type(taux) is not ad.Zero:
+            z = bind(spec.replace(epilog=Epilog.NONE), operands.pop("a"), operands.pop("b"), operands, auto=auto)["d"]
+            curve = z * gelu_second_derivative(aux).astype(z.dtype) * taux
+            td = curve if td is None else td + curve
+    moved = {"d": _zero_tangent(outputs["d"]) if td is None else td}
+    if row.gradient:
+        x = {"a": tangents[0], "b": tangents[1], "d": moved["d"]}[bias_grad.summed(row.gradient)]
+        is_zero = type(x) is ad.Zero
+        moved[row.gradient] = (
+            _zero_tangent(outputs[row.gradient]) if is_zero else bias_grad.bias_gradient(row.gradient, spec, x)
+        )
+    return list(outputs.values()), [moved[name] for name in outputs]
+
+
+def _epilog_transpose_rule(cts, a, b, *extra, spec: MatmulSpec, auto: bool):
+    """Of d = alpha * A@B + bias, which the JVP rule binds where b and the bias are both differentiated."""
+    if operand_names(spec) != ("bias",) or epilogs.rule(spec.epilog).activation:
+        raise NotImplementedError(f"epilog {spec.epilog.name} with operands {operand_names(spec)} has no transpose")
+    (ct,), (bias,), product = cts, extra, spec.bilinear()
+    ct_a = ct_b = ct_bias = None
+    if type(ct) is ad.Zero:
+        return [None, None, None]
+    if ad.is_undefined_primal(a):
+        ct_a = cotangent_of_a(ct, a, b, spec=product, auto=auto)
+    if ad.is_undefined_primal(b):
+        fused = bias if ad.is_undefined_primal(bias) else None
+        ct_b, ct_bias = cotangents_of_b_and_bias(ct, a, b, fused, spec=product, auto=auto)
+    if ad.is_undefined_primal(bias) and ct_bias is None:
+        ct_bias = cotangent_of_bias(ct, bias.aval)
+    return [ct_a, ct_b, ct_bias]
+
+
+def _narrow_jvp(primals, tangents, spec: MatmulSpec, auto: bool):
+    """The tangent of an fp8 or fp4 product is that of the same product of its decoded operands times their scales, so
+    cotangents are products in the wide type, cast to the operands' own. The rounding of d and of gelu_aux counts as
+    `astype` does, and activations are differentiated where they were ahead of it; the largest absolute values and the
+    scales of d's blocks count as constants."""
+    primitive = AUTO_TWIN[matmul_epilog_p] if auto else matmul_epilog_p
+    stored = dict(zip(output_names(spec), primitive.bind(*primals, spec=spec), strict=True))
+    names = ("a", "b", *operand_names(spec))
+    fixed = dict(zip(names, primals, strict=True))
+    moving = {name: t for name, t in zip(names, tangents, strict=True) if type(t) is not ad.Zero}
+    of_scales = [name for name in SCALE_NAMES if name in moving]
+    if of_scales and spec.determinism == "topology":
+        scale = of_scales[0].removeprefix("scale_")
+        raise NotImplementedError(
+            f'jaxmp: determinism="topology" has no derivative in scales.{scale}, which XLA would sum; hold it constant '
+            '(jax.lax.stop_gradient), or pass determinism="batch"'
+        )
+
+    def wide(given):
+        outputs = _widened(fixed | given, spec, auto)
+        return {name: x for name, x in outputs.items() if name in ("d", "gelu_aux")}
+
+    _, moved = jax.jvp(wide, ({name: fixed[name] for name in moving},), (moving,))
+    outputs = [stored[name] for name in output_names(spec)]
+    return outputs, [moved.get(name, _zero_tangent(stored[name])) for name in output_names(spec)]
+
+
+def _widened(operands: dict[str, Any], spec: MatmulSpec, auto: bool) -> dict[str, Any]:
+    """A narrow call on decoded operands: bfloat16 where all they hold is exact in it, else float32."""
+    exact = (low_precision.NONE, low_precision.VEC16, low_precision.VEC32)
+    is_exact = spec.out_dtype == jnp.bfloat16 and spec.scale_a in exact and spec.scale_b in exact
+    dtype = jnp.dtype(jnp.bfloat16 if is_exact else jnp.float32)
+    a = low_precision.dequantize(operands["a"], operands.get("scale_a"), spec.scale_a, dtype)
+    b = low_precision.dequantize(operands["b"], operands.get("scale_b"), spec.scale_b, dtype)
+    call = fit_hints(spec.bilinear(out_dtype=dtype, beta=spec.beta, has_c=spec.has_c, epilog=spec.epilog))
+    extra = {name: operands[name] for name in operand_names(call)}
+    extra |= {name: x.astype(dtype) for name, x in extra.items() if name in ("c", "bias")}
+    if spec.scale_c != low_precision.NONE:
+        extra["c"] = extra["c"] * operands["scale_c"].astype(dtype)
+    outputs = bind(call, a, b, extra, auto=auto)
+    for name, scale in (("d", "scale_d"), ("gelu_aux", "scale_aux")):
+        if scale in operand_names(spec):
+            outputs[name] = outputs[name] * operands[scale].astype(dtype)
+    dtypes = {"d": spec.out_dtype, "gelu_aux": aux_dtype(spec)}
+    return {name: x.astype(dtypes.get(name, x.dtype)) for name, x in outputs.items()}
+
+
+def _zero_tangent(x):
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
+def _preactivation_tangent(primals, tangents, spec: MatmulSpec, auto: bool, like):
+    (a, b, *_), (ta, tb, *rest) = primals, tangents
+    textra = dict(zip(operand_names(spec), rest, strict=True))
+    product = spec.bilinear()
+    terms = []
+    if type(ta) is not ad.Zero:
+        terms.append(bind(product, ta, b, auto=auto)["d"])
+    tc, tbias = textra.get("c"), textra.get("bias")
+    if tbias is not None and type(tbias) is not ad.Zero and spec.determinism == "topology":
+        terms.append(_bias_in_rows(spec, tbias, like, auto))
+        tbias = None
+    if type(tb) is not ad.Zero and tbias is not None and type(tbias) is not ad.Zero:
+        # One call, whose transpose gives the gradients of both.
+        terms.append(bind(product.replace(epilog=Epilog.BIAS), a, tb, {"bias": tbias}, auto=auto)["d"])
+        tbias = None
+    elif type(tb) is not ad.Zero:
+        terms.append(bind(product, a, tb, auto=auto)["d"])
+    if tc is not None and type(tc) is not ad.Zero and spec.beta != 0:
+        terms.append(tc if spec.beta == 1 else tc * jnp.asarray(spec.beta, tc.dtype))
+    if tbias is not None and type(tbias) is not ad.Zero:
+        # Cast ahead of the broadcast, so that the transpose sums over rows before it sums over ranks.
+        tbias = cast_varying(tbias, jax_compat.varying_axes(like))
+        terms.append(lax.broadcast_in_dim(tbias, like.shape, (1,)))
+    return sum(terms[1:], terms[0]) if terms else None
+
+
+def _bias_in_rows(spec: MatmulSpec, bias, like, auto: bool):
+    """The bias in every row, as a product with ones: its transpose sums the rows as one of our calls does, in order."""
+    ones = cast_varying(jnp.ones((like.shape[0], 1), bias.dtype), jax_compat.varying_axes(like))
+    local = spec.bare().bilinear(**LOCAL, alpha=1.0, out_dtype=bias.dtype, rows=row_order.rows_of_result(spec), ahead=1)
+    return row_order.folded(spec, bind(local, ones, bias[None], auto=auto)["d"])
+
+
+def _activation_grad_jvp_rule(primals, tangents, *, activation: str, spec: MatmulSpec | None, auto: bool):
+    """Linear in t; in aux, d(t * act'(z)) = t * act''(z) * dz, which for relu is nought."""
+    (aux, t), (taux, tt) = primals, tangents
+    slope = functools.partial(activation_grad, activation, aux, spec=spec, auto=auto)
+    y = slope(t)
+    terms = [] if type(tt) is ad.Zero else [slope(tt)]
+    if activation == "gelu" and type(taux) is not ad.Zero:
+        terms.append((t * gelu_second_derivative(aux).astype(t.dtype)) * taux.astype(t.dtype))
+    return y, sum(terms[1:], terms[0]) if terms else _zero_tangent(y)
+
+
+def _activation_grad_transpose_rule(ct, aux, t, *, activation: str, spec: MatmulSpec | None, auto: bool):
+    return [None, activation_grad(activation, aux, ct, spec, auto=auto)]
+
+
+def _activated_matmul_jvp_rule(primals, tangents, *, spec: MatmulSpec, activation: str):
+    """y = (act'(z) * (t + b)) @ w is linear in (t, b) and in w; in z, dy = (act''(z) * (t + b) * dz) @ w."""
+    t, *bias, aux, w = primals
+    tt, *tbias, taux, tw = tangents
+    y = activated_matmul(spec, activation, t, bias[0] if bias else None, aux, w)
+    terms = []
+    moved = [x for x in tbias if type(x) is not ad.Zero]
+    if type(tt) is not ad.Zero or moved:
+        tt = ad.instantiate_zeros(tt)
+        terms.append(activated_matmul(spec, activation, tt, moved[0] if moved else None, aux, w))
+    whole = t + bias[0][None, :] if bias else t
+    if type(tw) is not ad.Zero:
+        terms.append(bind(spec, activation_grad(activation, aux, whole, spec), tw)["d"])
+    if activation == "gelu" and type(taux) is not ad.Zero:
+        terms.append(bind(spec, whole * gelu_second_derivative(aux).astype(t.dtype) * taux, w)["d"])
+    if not terms:
+        return y, _zero_tangent(y)
+    axes = jax_compat.varying_axes(y)
+    return y, functools.reduce(jnp.add, (cast_varying(x, axes) for x in terms))
+
+
+def _activated_matmul_transpose_rule(ct, t, *rest, spec: MatmulSpec, activation: str):
+    """dt = act'(z) * (ct @ w^T) and dbias = the sum of dt over its rows: one call, with a derivative as its epilog."""
+    *bias, aux, w = rest
+    if type(ct) is ad.Zero:
+        return [None] * (1 + len(rest))
+    wants_sums = any(map(ad.is_undefined_primal, bias))
+    if spec.pattern == Pattern.ALL_REDUCE:
+        ct = reduced_cotangent(spec, ct)
+    call = spec.bilinear(transpose_b=not spec.transpose_b, **pattern_of_a(spec))
+    outputs = bind(call.replace(epilog=_DERIVATIVES[activation, wants_sums]), ct, w, {f"{activation}_aux": aux})
+    axes = jax_compat.varying_axes(aux)  # and of t and the bias: see `activated_matmul`
+    dt, *sums = (cast_varying(x, axes) for x in outputs.values())
+    return [dt if ad.is_undefined_primal(t) else None, *(sums or [None] * len(bias)), None, None]
+
+
+_DERIVATIVES = {
+    ("relu", False): Epilog.DRELU,
+    ("relu", True): Epilog.DRELU_BGRAD,
+    ("gelu", False): Epilog.DGELU,
+    ("gelu", True): Epilog.DGELU_BGRAD,
+}
+
+
+def _register(primitive, epilog_primitive, auto: bool) -> None:
+    def lhs(ct, a, b, *, spec):
+        return cotangent_of_a(ct, a, b, spec=spec, auto=auto)
+
+    def rhs(ct, a, b, *, spec):
+        return cotangent_of_b(ct, a, b, spec=spec, auto=auto)
+
+    def jvp(primals, tangents, *, spec):
+        return _matmul_epilog_jvp_rule(primals, tangents, spec=spec, auto=auto)
+
+    ad.defbilinear(primitive, lhs, rhs)
+    ad.primitive_jvps[epilog_primitive] = jvp
+
+    def transpose(cts, *operands, spec):
+        return _epilog_transpose_rule(cts, *operands, spec=spec, auto=auto)
+
+    ad.primitive_transposes[epilog_primitive] = transpose
+
+
+_register(matmul_p, matmul_epilog_p, auto=False)
+_register(AUTO_TWIN[matmul_p], AUTO_TWIN[matmul_epilog_p], auto=True)
+ad.primitive_jvps[activated_matmul_p] = _activated_matmul_jvp_rule
+ad.primitive_transposes[activated_matmul_p] = _activated_matmul_transpose_rule
+for _primitive, _auto in ((activation_grad_p, False), (auto_activation_grad_p, True)):
+    ad.primitive_jvps[_primitive] = functools.partial(_activation_grad_jvp_rule, auto=_auto)
+    ad.primitive_transposes[_primitive] = functools.partial(_activation_grad_transpose_rule, auto=_auto)

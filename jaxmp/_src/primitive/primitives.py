@@ -1,0 +1,296 @@
+"""`matmul_p` and its companions: abstract evaluation, binding, registration of the rules.
+
+matmul_p(a, b)                      d = alpha * op(a) @ op(b): bilinear and pure; operands are the shards of one device
+matmul_epilog_p(a, b, *operands)    the same call with C and an epilog; `matmul_spec` names its operands and results
+activation_grad_p(aux, t)           t * act'(z), linear in t; reads the packed aux, so the aux itself is the residual;
+                                    the library's own arithmetic where the level of determinism asks for it
+activated_matmul_p(t, [tbias], aux, w)  (act'(z) * (t + tbias)) @ w, linear in t and tbias: the tangent of two layers,
+                                    whose transpose is one call with a derivative as its epilog
+batched_matmul_p, batched_matmul_epilog_p  the first two for operands that all have a batch in front (`batched_matmul`)
+
+The `auto_` twins are what a bare `jit` over auto axes binds: one global product whose pattern XLA's partitioner
+chooses (`partitioner`). They share every rule but the lowering.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp._src.primitive import collectives
+from jaxmp._src.primitive.collectives import cast_varying
+from jaxmp._src.runtime import jax_compat
+from jaxmp._src.spec import low_precision, process_grid
+from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.spec.matmul_spec import (
+    DIMS,
+    MatmulSpec,
+    Pattern,
+    aux_dtype,
+    axes_text,
+    check_local_shapes,
+    global_extents,
+    local_extents,
+    operand_names,
+    output_names,
+    output_rows,
+    output_shape,
+)
+
+matmul_p = jax_compat.make_primitive("jaxmp_matmul", multiple_results=False)
+matmul_epilog_p = jax_compat.make_primitive("jaxmp_matmul_epilog", multiple_results=True)
+auto_matmul_p = jax_compat.make_primitive("jaxmp_auto_matmul", multiple_results=False, needs_devices=True)
+auto_matmul_epilog_p = jax_compat.make_primitive("jaxmp_auto_matmul_epilog", multiple_results=True, needs_devices=True)
+activation_grad_p = jax_compat.make_primitive("jaxmp_activation_grad", multiple_results=False)
+auto_activation_grad_p = jax_compat.make_primitive(
+    "jaxmp_auto_activation_grad", multiple_results=False, needs_devices=True
+)
+activated_matmul_p = jax_compat.make_primitive("jaxmp_activated_matmul", multiple_results=False)
+batched_matmul_p = jax_compat.make_primitive("jaxmp_batched_matmul", multiple_results=False)
+batched_matmul_epilog_p = jax_compat.make_primitive("jaxmp_batched_matmul_epilog", multiple_results=True)
+auto_batched_matmul_p = jax_compat.make_primitive("jaxmp_auto_batched_matmul", multiple_results=False)
+auto_batched_matmul_epilog_p = jax_compat.make_primitive("jaxmp_auto_batched_matmul_epilog", multiple_results=True)
+
+AMAXES = ("amax_d", "gelu_aux_amax")
+AUTO_TWIN = {matmul_p: auto_matmul_p, matmul_epilog_p: auto_matmul_epilog_p}
+# The primitive of a batch by that of one of its products.
+BATCHED = {
+    matmul_p: batched_matmul_p,
+    matmul_epilog_p: batched_matmul_epilog_p,
+    auto_matmul_p: auto_batched_matmul_p,
+    auto_matmul_epilog_p: auto_batched_matmul_epilog_p,
+}
+
+
+def dots_saveable(primitive, *args, **params) -> bool:
+    """A policy for `jax.checkpoint`: keep the results of products, jaxmp's and JAX's, and compute the rest again.
+
+    `jax.checkpoint_policies.dots_saveable` knows `lax.dot_general` alone, so under it jaxmp's products, with what they
+    communicate, run again in the backward pass.
+
+    Args:
+      primitive, args, params: what `jax.checkpoint` asks about.
+
+    Returns:
+      Whether the results of this primitive are kept.
+
+    >>> import jax, jax.numpy as jnp, jaxmp
+    >>> layer = jax.checkpoint(lambda x, w: jnp.sin(jaxmp.matmul(x, w)), policy=jaxmp.dots_saveable)
+    >>> jax.grad(lambda w: layer(jnp.ones((2, 3)), w).sum())(jnp.zeros((3, 1))).tolist()
+    [[2.0], [2.0], [2.0]]
+    """
+    is_ours = primitive in (*BATCHED, *BATCHED.values(), activated_matmul_p)
+    return is_ours or bool(jax.checkpoint_policies.dots_saveable(primitive, *args, **params))
+
+
+def bind(
+    spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *, auto: bool = False, batched: bool = False
+) -> dict[str, Any]:
+    """The results by name, on 2-D shards; `extra` holds the operands after a and b by name. With `batched` all of
+    them have one more dimension in front."""
+    extra = extra or {}
+    spec = spec.replace(has_c="c" in extra)
+    is_bilinear = spec.epilog == Epilog.NONE and not extra and not low_precision.is_narrow(a.dtype)
+    primitive = matmul_p if is_bilinear else matmul_epilog_p
+    primitive = AUTO_TWIN[primitive] if auto else primitive
+    primitive = BATCHED[primitive] if batched else primitive
+    outputs = primitive.bind(a, b, *(extra[name] for name in operand_names(spec)), spec=spec)
+    return dict(zip(output_names(spec), [outputs] if is_bilinear else outputs, strict=True))
+
+
+def bind_rows(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *, auto: bool = False) -> dict[str, Any]:
+    """As `bind` for a of shape (batch, m, k), and whatever has rows (batch, m, n), in one call.
+
+    Where the pattern is indifferent to the order of rows the batch folds into them. Gathered and scattered rows
+    are ordered by rank first, so there the rank's index has to be the slowest: (P, batch, m/P).
+    """
+    if spec.transpose_a:
+        a, spec = jnp.swapaxes(a, 1, 2), spec.replace(transpose_a=False)
+    batch, rows, k = a.shape
+    p = spec.nranks
+    gathers = spec.pattern == Pattern.ALL_GATHER and batch > 1
+    scatters = spec.pattern == Pattern.REDUCE_SCATTER and batch > 1
+    if scatters:
+        check_local_shapes("jaxmp", spec, (rows, k), b.shape)
+
+    def fold_operand(x):
+        if scatters:
+            x = jnp.swapaxes(x.reshape(batch, p, rows // p, *x.shape[2:]), 0, 1)
+        return x.reshape(batch * rows, *x.shape[3 if scatters else 2 :])
+
+    def fold(x):
+        if gathers:
+            x = jnp.swapaxes(x.reshape(batch, p, rows, x.shape[-1]), 0, 1)
+        return merge_rows(x)
+
+    def unfold(x):
+        if gathers:
+            x = jnp.swapaxes(x.reshape(p, batch, rows, x.shape[-1]), 0, 1)
+        return x.reshape(batch, output_rows(spec, rows), x.shape[-1])
+
+    folded = {name: fold(x) if has_rows(name) else x for name, x in (extra or {}).items()}
+    if spec.scale_a not in (low_precision.NONE, low_precision.SCALAR):
+        folded["scale_a"] = fold_operand(folded["scale_a"])
+    outputs = bind(spec, fold_operand(a), b, folded, auto=auto)
+    return {name: unfold(x) if has_rows(name) else x for name, x in outputs.items()}
+
+
+def merge_rows(x):
+    """`x` as a matrix, its leading dimensions folded into rows: reshape cannot tell their number without columns."""
+    return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+
+
+def has_rows(name: str) -> bool:
+    """Whether an operand or result has d's rows and columns, so that leading dimensions fold into its rows."""
+    return len(DIMS[name]) == 2
+
+
+def fold_scale(spec: MatmulSpec, scale):
+    """scale_a of an operand whose leading dimensions have folded into its rows."""
+    if spec.scale_a in (low_precision.NONE, low_precision.SCALAR):
+        return scale
+    return scale.reshape(-1) if spec.scale_a == low_precision.OUTER_VEC else merge_rows(scale)
+
+
+def global_amax(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
+    """`outputs` with the largest absolute values over the ranks of `axes`: cuBLASMp leaves each rank its own."""
+    amaxes = {name: lax.stop_gradient(outputs[name]) for name in output_names(spec) if name in AMAXES}
+    for name, amax in amaxes.items():
+        unequal = tuple(
+            axis for axis in axes if axis in jax_compat.varying_axes(amax) or not jax_compat.is_vma_checked()
+        )
+        with jax.named_scope("jaxmp_amax"):
+            amaxes[name] = amax_of_ranks(amax, unequal, line=spec.line) if unequal else amax
+    return outputs | amaxes
+
+
+def amax_of_ranks(x, axes: tuple[str, ...], *, line: str = ""):
+    """The largest of every rank's float32 amax. The bits of numbers that are not negative have their order, and NaN
+    comes last, which the maximum of floats may lose."""
+    bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
+    return lax.bitcast_convert_type(collectives.pmax(bits, axes, line=line), jnp.float32)
+
+
+def completes_sums(spec: MatmulSpec) -> bool:
+    """Whether a call is asked to complete a bias gradient as well: not where its operands are gathered for the bits,
+    for then each rank would sum what XLA sums once."""
+    is_host = spec.implementation == "host" or (spec.implementation is None and jax.process_count() == 1)
+    return is_host or not spec.is_invariant or spec.nranks == 1
+
+
+# Abstract evaluation -------------------------------------------------------------------------------------------
+
+
+def _output_varying(spec: MatmulSpec, a, b, extra=()) -> frozenset[str]:
+    """Manual axes over which d varies; operands may vary over different axes, and their transposes make up for it."""
+    group = frozenset(spec.group_axes)
+    product = a.manual_axis_type.varying | b.manual_axis_type.varying
+    if not spec.is_typed:
+        return frozenset(product)
+    product = product - group if spec.pattern == Pattern.ALL_REDUCE else product | group
+    for x in extra:
+        added = x.manual_axis_type.varying
+        if spec.pattern == Pattern.ALL_REDUCE and added & group:
+            raise ValueError(
+                "matmul_all_reduce: c and epilog inputs must be equal on every rank of axis "
+                f"{axes_text(spec.group_axes)}, but one varies over {sorted(added & group)}; "
+                "add it after the call, or reduce it first"
+            )
+        product = product | added
+    return frozenset(product)
+
+
+def _output_aval(spec: MatmulSpec, a, b, extra=()):
+    check_local_shapes("jaxmp", spec, a.shape, b.shape)
+    if low_precision.is_scaled(a.dtype):
+        m, k, _, n = local_extents(spec, a.shape, b.shape)
+        low_precision.check_units("jaxmp", a.dtype, spec.scale_a, spec.scale_b, {"m": m, "n": n, "k": k})
+    shape = output_shape(spec, a.shape, b.shape)
+    return jax_compat.with_shape(a, shape, spec.out_dtype, _output_varying(spec, a, b, extra))
+
+
+def _matmul_abstract_eval(a, b, *, spec):
+    return _output_aval(spec, a, b)
+
+
+def _matmul_epilog_abstract_eval(a, b, *extra, spec):
+    # Block scales vary as their operands do.
+    named = zip(operand_names(spec), extra, strict=True)
+    d = _output_aval(spec, a, b, [x for name, x in named if name not in ("scale_a", "scale_b") or x.ndim == 0])
+    return [_result_aval(name, spec, a, b, d) for name in output_names(spec)]
+
+
+def _result_aval(name: str, spec: MatmulSpec, a, b, d):
+    """The type of d, or of a result beside it."""
+    varying = d.manual_axis_type.varying
+    if name in AMAXES:
+        return jax_compat.with_shape(d, (), jnp.float32, varying)
+    if name == "gelu_aux":
+        return jax_compat.with_shape(d, d.shape, aux_dtype(spec), varying)
+    if name == "d_out_scale":
+        blocks = d.shape[1] // low_precision.BLOCK[spec.d_out_scale]
+        return jax_compat.with_shape(d, (d.shape[0], blocks), low_precision.scale_dtype(spec.d_out_scale), varying)
+    if DIMS[name] == "mn":
+        return d
+    if DIMS[name] == "mp":
+        return jax_compat.with_shape(d, (d.shape[0], process_grid.relu_aux_bytes(d.shape[1])), jnp.uint8, varying)
+    # Bias gradients: complete, so the same on all ranks that share what is summed.
+    shared = frozenset(spec.row_axes if spec.pattern != Pattern.ALL_GATHER else ())
+    if name == "bgrada":
+        shape = (global_extents(spec, a.shape, b.shape)[0],)
+        varying, shared = a.manual_axis_type.varying, frozenset(spec.group_axes)
+    else:
+        shape = (d.shape[1],)
+        varying = b.manual_axis_type.varying if name == "bgradb" else varying
+    return jax_compat.with_shape(d, shape, spec.out_dtype, frozenset(varying) - shared)
+
+
+def _activation_grad_abstract_eval(aux, t, *, activation, spec):
+    return t
+
+
+def _activated_matmul_abstract_eval(t, *rest, spec, activation):
+    return _output_aval(spec, t, rest[-1])
+
+
+for _primitive in (matmul_p, auto_matmul_p):
+    _primitive.def_abstract_eval(_matmul_abstract_eval)
+for _primitive in (matmul_epilog_p, auto_matmul_epilog_p):
+    _primitive.def_abstract_eval(_matmul_epilog_abstract_eval)
+for _primitive in (activation_grad_p, auto_activation_grad_p):
+    _primitive.def_abstract_eval(_activation_grad_abstract_eval)
+activated_matmul_p.def_abstract_eval(_activated_matmul_abstract_eval)
+
+
+def activation_grad(activation: str, aux, t, spec: MatmulSpec | None = None, *, auto: bool = False):
+    """`t * act'(z)` from the aux output that the forward call stored; `spec` is that call's, for its determinism."""
+    axes = jax_compat.varying_axes(aux) | jax_compat.varying_axes(t)
+    aux, t = cast_varying(aux, axes), cast_varying(t, axes)
+    # A mask only selects; a slope is arithmetic, which XLA may contract with its surroundings.
+    if spec is None or not spec.is_invariant or activation != "gelu":
+        return activation_grad_p.bind(aux, t, activation=activation, spec=None)
+    primitive = auto_activation_grad_p if auto else activation_grad_p
+    spec = MatmulSpec(t.dtype, implementation=spec.implementation, determinism=spec.determinism)
+    return primitive.bind(aux, t, activation=activation, spec=spec)
+
+
+def activated_matmul(spec: MatmulSpec, activation: str, t, tbias, aux, w):
+    """`(act'(z) * (t + tbias)) @ w` on 2-D shards, in the pattern of `spec`; tbias (columns of t,) or None."""
+    # Over the axes of w too, so that what the transpose sums over ranks is what follows from these casts.
+    axes = jax_compat.varying_axes(aux) | jax_compat.varying_axes(t) | jax_compat.varying_axes(w)
+    axes = axes if tbias is None else axes | jax_compat.varying_axes(tbias)
+    t, aux = cast_varying(t, axes), cast_varying(aux, axes)
+    bias = () if tbias is None else (cast_varying(tbias, axes),)
+    return activated_matmul_p.bind(t, *bias, aux, w, spec=spec, activation=activation)
+
+
+def activated_matmul_parts(t, *rest, spec: MatmulSpec, activation: str):
+    """The same as its parts."""
+    *bias, aux, w = rest
+    t = t + bias[0][None, :] if bias else t
+    return bind(spec, activation_grad(activation, aux, t, spec), w)["d"]

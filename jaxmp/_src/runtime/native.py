@@ -1,0 +1,275 @@
+"""The compiled extension: loaded on first use, checked, and registered with XLA.
+
+Importing this module loads nothing. XLA's CPU client registers pending FFI targets before the types they
+use, which fails, so the registration waits until a lowering needs it: by then the client exists.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import importlib.metadata
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp._src.runtime import cuda_libraries, jax_compat
+from jaxmp._src.runtime.config import config
+
+TARGET = "jaxmp_matmul"
+BARRIER_TARGET = "jaxmp_process_barrier"
+# The version of the boundary between this package and its extension: attributes, operands, functions.
+ABI_VERSION = 4
+
+_lock = threading.RLock()
+_loaded: Any = None
+_is_registered = False
+_has_barrier = False
+_timeout: float | None = None
+_why_no_cublasmp: str | None = None
+
+
+def register() -> None:
+    """Make jaxmp's custom call known to XLA; further calls do nothing.
+
+    Compiling a program with jaxmp in it does this by itself. Call it in a process that only runs programs compiled
+    elsewhere (`jax.export.deserialize`, a deserialised executable), ahead of running them. It starts JAX's backend, so
+    `jax.distributed.initialize` and the like come first. Where the process has CUDA devices it opens cuBLASMp too; if
+    that fails, the calls on them fail with the reason.
+
+    >>> import jaxmp
+    >>> jaxmp.register()
+    """
+    global _is_registered
+    with _lock:
+        if _is_registered:
+            return
+        module = extension()
+        has_cpu, has_cuda = bool(_devices("cpu")), bool(cuda_devices())
+        if has_cpu:  # a lowering for another platform may come first
+            _register_on("cpu", module.types(), module.registrations())
+        if has_cuda:
+            why_no_cublasmp()
+            _register_on("CUDA", module.cuda_types(), module.cuda_registrations())
+        # With neither the program is being exported, not run here.
+        _is_registered = has_cpu or has_cuda
+
+
+def _register_on(platform: str, types: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
+    for name, capsules in types.items():
+        jax.ffi.register_ffi_type(name, capsules, platform=platform)
+    for name, capsules in targets.items():
+        jax.ffi.register_ffi_target(name, capsules, platform=platform)
+
+
+def cuda_devices() -> list[Any]:
+    """This process's CUDA devices; it starts JAX's backend."""
+    return _devices("cuda")
+
+
+def card_capability() -> tuple[int, int] | None:
+    """The least compute capability among all CUDA devices of the job, (9, 0) for "9.0"; None without any."""
+    if not cuda_devices():
+        return None
+    everywhere = cuda_devices()[0].client.devices()
+    versions = [device.compute_capability.split(".") for device in everywhere]
+    return min((int(major), int(minor)) for major, minor in versions)
+
+
+def _devices(platform: str) -> list[Any]:
+    try:
+        return jax.local_devices(backend=platform)
+    except RuntimeError:  # no client for the platform
+        return []
+
+
+def why_no_cublasmp() -> str:
+    """Why this process cannot use the real cuBLASMp, or "" where it is open; asked once, the answer stays."""
+    global _why_no_cublasmp
+    with _lock:
+        if _why_no_cublasmp is None:
+            _why_no_cublasmp = _open_cublasmp()
+        return _why_no_cublasmp
+
+
+def _open_cublasmp() -> str:
+    module = extension()
+    try:
+        libraries = cuda_libraries.find()
+    except RuntimeError as error:
+        return str(error)
+    module.set_cublasmp_log("cublasmp" in config().log)
+    module.set_timeout(config().timeout if _timeout is None else _timeout)
+    module.set_exchange(_exchange if jax.process_count() > 1 else None)
+    try:
+        module.load_cublasmp(libraries.cublasmp, libraries.nccl, libraries.driver)
+    except RuntimeError as error:
+        return str(error)
+    jax_compat.translate_errors(_translated)
+    return ""
+
+
+def _translated(error: Exception) -> Exception | None:
+    """What is behind an error of XLA's after the communicators were aborted: XLA knows of a failed launch alone."""
+    failure = extension().cuda_failure()
+    return RuntimeError(failure) if failure else None
+
+
+def cublasmp_info() -> dict[str, str]:
+    """Paths and versions of cuBLASMp, NCCL and the driver; empty before they are open."""
+    return extension().cublasmp_info()
+
+
+def cublasmp_log() -> list[str]:
+    """What cuBLASMp logged since the last call, where JAXMP_LOG has "cublasmp"; empty where it is not open."""
+    return list(extension().cublasmp_log()) if _why_no_cublasmp == "" else []
+
+
+def describe_plan(attributes: Mapping[str, Any], library: str = "host") -> dict[str, Any]:
+    """The plan of the call with these FFI attributes: nranks, algorithm, and for "host" workspace bytes per rank.
+
+    Raises ValueError with the library's reason where it refuses the call.
+    """
+    plain = {name: v if isinstance(v, str) else np.asarray(v).tolist() for name, v in attributes.items()}
+    return extension().describe_plan(plain, library)
+
+
+def capabilities(library: str = "host") -> dict[str, bool]:
+    """What the library behind the custom call ("host" or "cublasmp") takes beyond cuBLASMp's documented forms."""
+    return extension().capabilities() if library == "host" else extension().cublasmp_capabilities()
+
+
+def start_barrier(process: int, nprocesses: int, timeout: float, compares: bool, interrupts: int) -> None:
+    """Begin to watch the other processes of the job; whoever connects them (`peers`) hands their sockets over."""
+    global _has_barrier, _timeout
+    _timeout = timeout
+    extension().start_barrier(process, nprocesses, timeout, compares, interrupts)
+    _has_barrier = True
+
+
+def stop_barrier() -> None:
+    """Close the sockets; calls that still wait fail."""
+    global _has_barrier
+    extension().stop_barrier()
+    _has_barrier = False
+
+
+def _exchange(key: str, value: bytes | None, timeout: float) -> bytes:
+    """Publish `value` under `key` in JAX's store, or wait for what another process publishes there.
+
+    NCCL ids travel this way between the processes of a group. JAX has a store wherever it has several processes,
+    whoever started them.
+    """
+    client = jax_compat.distributed_client()
+    if client is None:
+        raise RuntimeError(f"no store is left for {key}: jax.distributed.shutdown() came ahead of a call's first run")
+    if value is not None:
+        client.key_value_set_bytes(key, value)
+        return value
+    try:
+        return client.blocking_key_value_get_bytes(key, max(1, round(timeout * 1000)))
+    except jax.errors.JaxRuntimeError as error:
+        raise TimeoutError(
+            f"nobody has published {key} within {timeout:g} s; a process of the group has ended, is stuck, or runs "
+            f"another program ({error})"
+        ) from error
+
+
+def has_barrier() -> bool:
+    """Whether this process watches others, and is watched."""
+    return _has_barrier
+
+
+def plan_cache_info() -> dict[str, int]:
+    """Counters of the plan cache: hits, misses, size, capacity."""
+    return extension().plan_cache_info()
+
+
+def plan_cache_clear() -> None:
+    """Drop all cached plans and zero the counters; calls already compiled keep theirs."""
+    extension().plan_cache_clear()
+
+
+def blas_info() -> dict[str, str]:
+    """Which library and which kernel serves each dtype."""
+    return extension().blas_info()
+
+
+def kernel_of(dtype: str) -> str:
+    """What multiplies operands of this type (the custom call's name of it) on the host, for people to read."""
+    return blas_info().get(dtype, "decoded to bf16")
+
+
+def extension() -> Any:
+    """The extension module, loaded, checked and configured on the first call."""
+    global _loaded
+    with _lock:
+        if _loaded is None:
+            module = _import_extension()
+            _check_versions(module)
+            module.load_blas(_blas_path(), _mkl_path())
+            module.set_plan_log("plan" in config().log)
+            module.set_plan_cache_capacity(config().plan_cache_size)
+            _loaded = module
+        return _loaded
+
+
+def _import_extension() -> Any:
+    try:
+        return importlib.import_module("jaxmp._jaxmp")
+    except ImportError as error:
+        raise ImportError(
+            f"jaxmp's compiled extension cannot be loaded ({error}); install jaxmp from its wheel or build it "
+            'with "pip install ." in the source tree, or pass implementation="xla" to do without it.'
+        ) from error
+
+
+def _check_versions(module: Any) -> None:
+    if module.abi_version() != ABI_VERSION:
+        raise ImportError(
+            f"jaxmp's Python files need extension ABI {ABI_VERSION} but jaxmp._jaxmp (jaxmp {module.version()}) "
+            f"has ABI {module.abi_version()}; reinstall jaxmp so that both come from one version."
+        )
+    built_with, installed = module.jaxlib_version(), importlib.metadata.version("jaxlib")
+    if _release(installed) < _release(built_with):
+        raise ImportError(
+            f"jaxmp's extension was built with the FFI headers of jaxlib {built_with} but jaxlib {installed} is "
+            f"installed; upgrade jaxlib, or reinstall jaxmp from its wheel."
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The leading numbers of a version: (0, 10, 2) for "0.10.2.dev5"."""
+    numbers = []
+    for part in version.split("."):
+        if not part.isdecimal():
+            break
+        numbers.append(int(part))
+    return tuple(numbers)
+
+
+def _blas_path() -> str:
+    if config().blas:
+        return str(config().blas)
+    directory = importlib.import_module("scipy_openblas32").get_lib_dir()
+    found = sorted(p for suffix in ("so", "dylib") for p in glob.glob(os.path.join(directory, f"*openblas*.{suffix}")))
+    if not found:
+        raise ImportError(
+            f"scipy-openblas32 is installed but {directory} holds no library; reinstall it, or set JAXMP_BLAS."
+        )
+    return found[0]
+
+
+def _mkl_path() -> str | None:
+    if not config().use_mkl:
+        return None
+    try:
+        files = importlib.metadata.distribution("mkl").files or ()
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    libraries = sorted(str(f.locate()) for f in files if f.name.startswith("libmkl_rt."))
+    return os.path.realpath(libraries[0]) if libraries else None

@@ -1,0 +1,1 @@
+"""From shardings to patterns: a call on global arrays, on shards, or under XLA's partitioner."""

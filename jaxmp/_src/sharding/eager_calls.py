@@ -1,0 +1,46 @@
+"""Eager calls: what was decided for a call on arrays is kept, and serves every later call that is like it.
+
+Arguments are judged, and a spec and a plan made of them, by what is the same from one step of a program to the next:
+the types and shardings of the operands, the options, and JAX's configuration. That takes several times as long as the
+compiled call's dispatch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxmp._src.runtime import jax_compat, native
+
+CAPACITY = 1024
+
+
+@jax_compat.cache_in_context(CAPACITY)
+def kept(key) -> list:
+    """A list that is empty at first, the same one for every equal key under an equal configuration of JAX."""
+    return []
+
+
+def decided(operands: dict[str, Any], options: dict, shardings: tuple) -> list | None:
+    """Where what follows from these arguments is kept, empty until the first call of its kind has filled it.
+
+    None where nothing is kept: without operands, for some that are tracers or no arrays, with scales, for an alpha or
+    beta that is no Python number, for arguments without a hash (a list of shardings), and where each call has its line
+    for messages.
+    """
+    types = []
+    for name, x in operands.items():
+        if not isinstance(x, jax.Array) or not jax_compat.is_concrete(x):
+            return None
+        types.append((name, x.aval, x.sharding))
+    scalars = {name: options[name] for name in ("alpha", "beta")}
+    is_plain = all(type(x) in (type(None), int, float, complex) for x in scalars.values())
+    if not types or not is_plain or options["scales"] is not None or native.has_barrier():
+        return None
+    # Equality is too coarse for what users pass: 0.0 == -0.0, 1 == True.
+    values = (*(options | {name: repr(x) for name, x in scalars.items()}).values(), *shardings)
+    try:
+        return kept((tuple(types), values, tuple(map(type, values))))
+    except TypeError:
+        return None

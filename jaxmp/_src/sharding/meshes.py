@@ -1,0 +1,216 @@
+"""Where a call runs: on shards inside shard_map, on sharded global arrays, or under the partitioner."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp._src.runtime import jax_compat
+from jaxmp._src.sharding import patterns
+
+
+class Mode(enum.Enum):
+    MANUAL = "shards inside shard_map"
+    SHARDED = "global arrays with known shardings"
+    AUTO = "global arrays whose shardings XLA's partitioner chooses"
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The mode and the mesh; for SHARDED also whether its axes are explicit, and the shardings as stored."""
+
+    mode: Mode
+    mesh: Any = None
+    is_explicit: bool = False
+    a: patterns.Dims = ()
+    b: patterns.Dims = ()
+    out: patterns.Dims | None = None
+    constraint: NamedSharding | None = None
+
+    @property
+    def axes(self) -> tuple[tuple[str, int], ...]:
+        return tuple(self.mesh.shape.items()) if self.mesh is not None else ()
+
+
+def partition_spec(dims: patterns.Dims) -> P:
+    """The inverse of `patterns.to_dims`."""
+    return P(*(dim or None for dim in dims))
+
+
+def manual_mesh(name: str):
+    """The mesh of the enclosing shard_map, or None outside; ValueError where only some axes are manual."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or not mesh.manual_axes:
+        return None
+    rest = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1]
+    if rest:
+        raise ValueError(
+            f"{name}: the enclosing shard_map is manual over {tuple(mesh.manual_axes)} but not over {tuple(rest)}; "
+            "XLA would gather the others around the call: make every axis manual (leave out axis_names), or put the "
+            f"call into a second shard_map, with axis_names={set(rest)}"
+        )
+    return mesh
+
+
+def place(name: str, a, b, out_shape, out_sharding, in_shardings, mesh) -> Placement:
+    """Find the mode of a call from its arguments and the ambient mesh; checks every sharding it meets."""
+    manual = manual_mesh(name)
+    if manual is not None:
+        for argument, value in (("out_sharding", out_sharding), ("in_shardings", in_shardings), ("mesh", mesh)):
+            if value is not None:
+                raise ValueError(
+                    f"{name}: {argument} was given inside shard_map, where operands are shards; drop it, or use "
+                    "all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce or block_matmul"
+                )
+        return Placement(Mode.MANUAL, manual)
+    if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
+        raise TypeError(f"{name}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+    if in_shardings is not None:
+        return _from_in_shardings(name, a, b, out_shape, out_sharding, in_shardings, mesh)
+    explicit = _explicit_mesh(name, a, b, mesh, out_sharding)
+    if explicit is not None:
+        specs = [type_spec(x) for x in (a, b)]
+        return _sharded(name, explicit, True, a, b, specs, out_sharding, out_shape)
+    return Placement(Mode.AUTO, constraint=_constraint(name, out_sharding, mesh, out_shape))
+
+
+def _from_in_shardings(name, a, b, out_shape, out_sharding, in_shardings, mesh) -> Placement:
+    if not isinstance(in_shardings, tuple | list) or isinstance(in_shardings, P) or len(in_shardings) != 2:
+        raise ValueError(f"{name}: in_shardings must be a pair, one sharding for a and one for b, got {in_shardings!r}")
+    for sharding in (*in_shardings, out_sharding):
+        mesh = sharding.mesh if isinstance(sharding, NamedSharding) and mesh is None else mesh
+    for sharding in in_shardings:
+        _check_mesh(name, "in_shardings", sharding, mesh)
+    mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(
+            f"{name}: in_shardings need a mesh; pass mesh=, NamedShardings, or call under jax.set_mesh(mesh)"
+        )
+    is_explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)
+    specs = [_spec(name, "in_shardings", x) for x in in_shardings]
+    return _sharded(name, mesh, is_explicit, a, b, specs, out_sharding, out_shape)
+
+
+def _check_mesh(name: str, argument: str, given, mesh) -> None:
+    """Raise ValueError where a mesh, or that of a NamedSharding, is not the call's, for nothing would come of it."""
+    given = given.mesh if isinstance(given, NamedSharding) else given
+    if not isinstance(given, Mesh | AbstractMesh) or mesh is None:
+        return
+    if tuple(given.shape.items()) != tuple(mesh.shape.items()):
+        raise ValueError(
+            f"{name}: {argument} names mesh {dict(given.shape)} but the call runs on {dict(mesh.shape)}; use one mesh"
+        )
+    if isinstance(given, Mesh) and isinstance(mesh, Mesh):
+        ids, wanted = ([device.id for device in x.devices.flat] for x in (given, mesh))
+        if ids != wanted:
+            raise ValueError(
+                f"{name}: {argument} names a mesh of devices {ids} but the call runs on {wanted}; use one mesh"
+            )
+
+
+def _sharded(name, mesh, is_explicit, a, b, specs, out_sharding, out_shape) -> Placement:
+    _check_mesh(name, "out_sharding", out_sharding, mesh)
+    dims = [
+        patterns.to_dims(name, argument, spec, x.ndim) for argument, spec, x in zip("ab", specs, (a, b), strict=True)
+    ]
+    for argument, dim, x in zip("ab", dims, (a, b), strict=True):
+        patterns.check_dims(name, argument, dim, x.shape, mesh.shape)
+    out = None
+    if out_sharding is not None:
+        out = patterns.to_dims(name, "the result", _spec(name, "out_sharding", out_sharding), len(out_shape))
+        patterns.check_dims(name, "the result", out, out_shape, mesh.shape)
+    return Placement(Mode.SHARDED, mesh, is_explicit, dims[0], dims[1], out)
+
+
+def _explicit_mesh(name: str, a, b, mesh, out_sharding):
+    """The mesh of operands whose types carry a sharding; concrete where an array knows it.
+
+    Operands on no mesh (NumPy arrays, arrays made ahead of `jax.set_mesh`) are whole on the explicit mesh around them.
+    """
+    found = None
+    for argument, x in (("a", a), ("b", b)):
+        sharding = jax.typeof(x).sharding
+        if not _is_explicit(name, f"{argument} lives on a mesh", sharding.mesh):
+            continue
+        concrete = getattr(getattr(x, "sharding", None), "mesh", None) if jax_compat.is_concrete(x) else None
+        this = concrete if concrete is not None else sharding.mesh
+        if found is not None and found.shape != this.shape:
+            raise ValueError(f"{name}: a lives on mesh {dict(found.shape)} but b on {dict(this.shape)}; use one mesh")
+        found = this if found is None or concrete is not None else found
+    if found is not None and mesh is not None and dict(mesh.shape) != dict(found.shape):
+        raise ValueError(f"{name}: mesh has axes {dict(mesh.shape)} but the operands live on {dict(found.shape)}")
+    _check_mesh(name, "mesh", mesh, found)
+    if found is None and all(jax.typeof(x).sharding.mesh.empty for x in (a, b)):
+        given = out_sharding.mesh if mesh is None and isinstance(out_sharding, NamedSharding) else mesh
+        around = given if given is not None else jax.sharding.get_abstract_mesh()
+        found = around if _is_explicit(name, "the call is on a mesh", around) else None
+    return found
+
+
+def _is_explicit(name: str, who: str, mesh) -> bool:
+    """Whether the axes of a mesh are explicit; ValueError where only some of them are."""
+    kinds = mesh.axis_types if not mesh.empty else ()
+    if not any(kind == AxisType.Explicit for kind in kinds):
+        return False
+    if not all(kind == AxisType.Explicit for kind in kinds):
+        mixed = {axis: kind.name for axis, kind in zip(mesh.axis_names, kinds, strict=True)}
+        raise ValueError(
+            f"{name}: {who} whose axes are not all explicit, {mixed}; make every axis explicit, or pass in_shardings"
+        )
+    return True
+
+
+def is_known(placement: Placement, *operands) -> bool:
+    """Whether a call that is left to the partitioner tells of a mesh: around it, in a type or by its result's."""
+    meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in operands)]
+    return placement.constraint is not None or not all(mesh.empty for mesh in meshes)
+
+
+def type_spec(x) -> P:
+    """The sharding in the type of an array."""
+    sharding = jax.typeof(x).sharding
+    return P() if sharding.mesh.empty else sharding.spec
+
+
+def of_one_row(sharding):
+    """The sharding of x[None], a matrix of one row, for that of a vector x; of a pair that of the first."""
+    if isinstance(sharding, NamedSharding):
+        return NamedSharding(sharding.mesh, of_one_row(sharding.spec))
+    if isinstance(sharding, P):
+        return P(None, *sharding)
+    return (of_one_row(sharding[0]), *sharding[1:]) if isinstance(sharding, tuple | list) and sharding else sharding
+
+
+def _spec(name: str, argument: str, sharding) -> P:
+    if isinstance(sharding, NamedSharding):
+        sharding = sharding.spec
+    if sharding is None:
+        return P()
+    if not isinstance(sharding, P):
+        raise TypeError(f"{name}: {argument} must be a PartitionSpec or a NamedSharding, got {type(sharding).__name__}")
+    if getattr(sharding, "unreduced", None):
+        raise NotImplementedError(f"{name}: {argument} with unreduced axes {set(sharding.unreduced)} is not supported")
+    return sharding
+
+
+def _constraint(name: str, out_sharding, mesh, out_shape) -> NamedSharding | None:
+    """Under the partitioner the wish for a result becomes a constraint on it."""
+    if out_sharding is None:
+        return None
+    spec = _spec(name, "out_sharding", out_sharding)
+    _check_mesh(name, "out_sharding", out_sharding, mesh)
+    if isinstance(out_sharding, NamedSharding):
+        mesh = out_sharding.mesh
+    mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise ValueError(
+            f"{name}: out_sharding {spec} needs a mesh; pass mesh=, a NamedSharding, or use jax.set_mesh(mesh)"
+        )
+    dims = patterns.to_dims(name, "the result", spec, len(out_shape))
+    patterns.check_dims(name, "the result", dims, out_shape, mesh.shape)
+    return NamedSharding(mesh, spec)

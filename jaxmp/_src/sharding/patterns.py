@@ -1,0 +1,223 @@
+"""Operand shardings to a pattern: which axes form the group, what each shard holds, what comes out.
+
+A dimension's sharding is a tuple of axis names, slowest first. With rows of op(a) on R, its contraction on K,
+columns of op(b) on C, and the result asked for as (R', C'):
+
+    K = G,  R' = R + G          reduce_scatter over G
+    K = G,  C' = C + G          the same for the transposed product (swapped)
+    K = G,  R' = R, C' = C      all_reduce over G
+    R = R' + G,  G within C     all_gather of a's rows over G
+    C = C' + G,  G within R     the same for the transposed product (swapped)
+    R = R' + G,  G not in C     the ranks of G would compute the same: an explicit gather of a, then local
+    every matrix on (X, Y)      grid
+    R = R', C = C'              local
+
+Worked example: mesh (data=2, model=4), a P("data", "model"), b P("model", None), result P("data", None):
+R = (data), K = (model), so all_reduce over model, in two groups, one per index of data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from jaxmp._src.spec.matmul_spec import Pattern, axes_text
+
+Dim = tuple[str, ...]
+Dims = tuple[Dim, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one call does.
+
+    `dimension` is the row dimension of a that is gathered or scattered; `gather` names the operand that is gathered
+    over `gather_axes` ahead of a local product; `a`, `b`, `out` are the shardings as the call takes and gives them.
+    """
+
+    pattern: Pattern
+    row_axes: Dim = ()
+    col_axes: Dim = ()
+    is_swapped: bool = False
+    dimension: int = 0
+    gather: str | None = None
+    gather_axes: Dim = ()
+    a: Dims = ()
+    b: Dims = ()
+    out: Dims = ()
+
+    def outside_group(self, dim: Dim) -> Dim:
+        """The axes of `dim` that are not the group's."""
+        return tuple(axis for axis in dim if axis not in self.row_axes + self.col_axes)
+
+
+LOCAL_PLAN = Plan(Pattern.LOCAL)
+
+
+def to_dims(name: str, argument: str, spec, ndim: int) -> Dims:
+    """A PartitionSpec as one tuple of axis names per dimension."""
+    for kind in ("unreduced", "reduced"):
+        if axes := getattr(spec, kind, None):
+            raise NotImplementedError(
+                f"{name}: the sharding of {argument}, {spec}, has {kind} axes {sorted(axes)}, which no call takes or "
+                "gives; pass another (jax.sharding.reshard)"
+            )
+    entries = tuple(spec)
+    if len(entries) > ndim:
+        raise ValueError(
+            f"{name}: the sharding of {argument}, {spec}, has {len(entries)} entries for {ndim} dimensions"
+        )
+    if any(entry is not None and not isinstance(entry, str | tuple) for entry in entries):
+        raise ValueError(f"{name}: the sharding of {argument}, {spec}, may hold axis names, tuples of them and None")
+    dims = tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in entries)
+    return dims + ((),) * (ndim - len(dims))
+
+
+def check_dims(name: str, argument: str, dims: Dims, shape, mesh: Mapping[str, int]) -> None:
+    """Raise where axes are not in the mesh, are used twice, or do not divide the shape."""
+    used = [axis for dim in dims for axis in dim]
+    for axis in used:
+        if axis not in mesh:
+            raise ValueError(f"{name}: the sharding of {argument} names axis {axis!r}, the mesh has {tuple(mesh)}")
+        if used.count(axis) > 1:
+            raise ValueError(f"{name}: the sharding of {argument} uses axis {axis!r} for two dimensions")
+    for i, (dim, extent) in enumerate(zip(dims, shape, strict=True)):
+        size = math.prod(mesh[axis] for axis in dim)
+        if extent % size:
+            is_number = isinstance(extent, int)
+            remedy = f"pad it to {-(-extent // size) * size}" if is_number else f"export for an extent of {size} * n"
+            raise ValueError(
+                f"{name}: dimension {i} of {argument} has extent {extent}, which axis {axes_text(dim)} of size {size} "
+                f"does not divide (global shape {tuple(shape)}); {remedy}, or shard it differently"
+            )
+
+
+def plan_call(name: str, a: Dims, b: Dims, out: Dims | None, transpose_a: bool, transpose_b: bool) -> Plan:
+    """The pattern for operands as stored; `out` None asks for what `lax.dot_general` would give.
+
+    Raises ValueError where the result is ambiguous or one call cannot give it.
+    """
+    if out is not None and is_grid(a, b, out):
+        return Plan(Pattern.GRID, a[0], a[1], a=a, b=b, out=out)
+    *rows, k_a = (*a[:-2], a[-1], a[-2]) if transpose_a else a
+    k_b, cols = (b[1], b[0]) if transpose_b else b
+    contracted = _contraction(name, k_a, k_b, out)
+    if out is None:
+        out = (*rows, cols)
+        _refuse_shared_axes(name, tuple(rows), cols)
+    given = tuple(rows), cols
+    rows, cols = _slice_replicated(rows, cols, out, contracted)
+    if contracted:
+        found = _plan_contracted(rows, cols, out, contracted)
+    else:
+        found = _plan_gathered(rows, cols, out)
+    if found is None:
+        reachable = "; ".join(_text(option) for option in _reachable(*given, contracted))
+        raise ValueError(
+            f"{name}: out_sharding {_text(out)} cannot come from one call with rows of a on {_text(given[0])}, "
+            f"contraction on {contracted or None} and columns of b on {given[1] or None}; reshard an operand first "
+            "(jax.sharding.reshard)" + (f", or ask for one of: {reachable}" if reachable else "")
+        )
+    lead, last = tuple(rows[:-1]), rows[-1]
+    a = (*lead, contracted, last) if transpose_a else (*rows, contracted)
+    b = (cols, contracted) if transpose_b else (contracted, cols)
+    return dataclasses.replace(found, a=a, b=b, out=out)
+
+
+def is_grid(a: Dims, b: Dims, out: Dims) -> bool:
+    """Whether every matrix, as stored, is in blocks on the same axes."""
+    return len(a) == 2 and a == b == out and bool(a[0]) and bool(a[1])
+
+
+def _contraction(name: str, k_a: Dim, k_b: Dim, out: Dims | None) -> Dim:
+    if k_a and k_b and k_a != k_b:
+        raise ValueError(
+            f"{name}: the contraction is sharded over {axes_text(k_a)} in a but over {axes_text(k_b)} in b; "
+            "reshard one of them"
+        )
+    contracted = k_a or k_b
+    if contracted and out is None:
+        raise ValueError(
+            f"{name}: the contraction is sharded over axis {axes_text(contracted)} and it is ambiguous how the result "
+            f"should be sharded; pass out_sharding (without {axes_text(contracted)} to all-reduce, with it on the rows "
+            "to reduce-scatter)"
+        )
+    return contracted
+
+
+def _refuse_shared_axes(name: str, rows: Dims, cols: Dim) -> None:
+    shared = [axis for dim in rows for axis in dim if axis in cols]
+    if shared:
+        raise ValueError(
+            f"{name}: rows of a and columns of b are both sharded over axis {shared[0]!r}; pass out_sharding, "
+            f"without {shared[0]!r} on the rows to gather a, or without it on the columns to gather b"
+        )
+
+
+def _slice_replicated(rows: list[Dim], cols: Dim, out: Dims, contracted: Dim) -> tuple[list[Dim], Dim]:
+    """Where the result is finer than an operand, each device takes its own part of it: no communication."""
+
+    def finer(have: Dim, want: Dim, other: Dims) -> Dim:
+        extra = want[len(have) :] if want[: len(have)] == have else ()
+        taken = set(contracted).union(*other)
+        return have if taken.intersection(extra) else have + extra
+
+    used = [tuple(r for j, r in enumerate(rows) if j != i) for i in range(len(rows))]
+    rows = [finer(dim, want, others) for dim, want, others in zip(rows, out[:-1], used, strict=True)]
+    return rows, finer(cols, out[-1], ())
+
+
+def _suffix(longer: Dim, shorter: Dim) -> Dim | None:
+    """What `longer` adds behind `shorter`, or None."""
+    return longer[len(shorter) :] if longer[: len(shorter)] == shorter else None
+
+
+def _changed(rows: list[Dim], out: Dims) -> list[int]:
+    return [i for i, (dim, want) in enumerate(zip(rows, out[:-1], strict=True)) if dim != want]
+
+
+def _plan_contracted(rows: list[Dim], cols: Dim, out: Dims, group: Dim) -> Plan | None:
+    changed = _changed(rows, out)
+    if not changed and cols == out[-1]:
+        return Plan(Pattern.ALL_REDUCE, group)
+    if len(changed) == 1 and cols == out[-1] and _suffix(out[changed[0]], rows[changed[0]]) == group:
+        return Plan(Pattern.REDUCE_SCATTER, group, dimension=changed[0])
+    if not changed and _suffix(out[-1], cols) == group:
+        return Plan(Pattern.REDUCE_SCATTER, group, is_swapped=True)
+    return None
+
+
+def _plan_gathered(rows: list[Dim], cols: Dim, out: Dims) -> Plan | None:
+    changed = _changed(rows, out)
+    row_axes = {axis for dim in rows for axis in dim}
+    if not changed and cols == out[-1]:
+        return Plan(Pattern.LOCAL)
+    if len(changed) == 1 and cols == out[-1]:
+        group = _suffix(rows[changed[0]], out[changed[0]])
+        if group and set(group) <= set(cols):
+            return Plan(Pattern.ALL_GATHER, group, dimension=changed[0])
+        if group and not set(group) & set(cols):
+            return Plan(Pattern.LOCAL, gather="a", gather_axes=group, dimension=changed[0])
+    if not changed:
+        group = _suffix(cols, out[-1])
+        if group and set(group) <= row_axes:
+            return Plan(Pattern.ALL_GATHER, group, is_swapped=True)
+        if group and not set(group) & row_axes:
+            return Plan(Pattern.LOCAL, gather="b", gather_axes=group)
+    return None
+
+
+def _reachable(rows: Dims, cols: Dim, contracted: Dim) -> list[Dims]:
+    """Results that one call could give, for the error message."""
+    options = [(*rows, cols)]
+    if contracted:
+        options += [(rows[0] + contracted, *rows[1:], cols), (*rows, cols + contracted)]
+    elif rows[0] and set(rows[0]) <= set(cols):
+        options = [((), *rows[1:], cols)]
+    return [option for option in options if len(sum(option, ())) == len(set(sum(option, ())))]
+
+
+def _text(dims: Dims) -> str:
+    entries = (None if not dim else dim[0] if len(dim) == 1 else dim for dim in dims)
+    return "P(" + ", ".join(map(repr, entries)) + ")"

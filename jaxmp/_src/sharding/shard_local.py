@@ -1,0 +1,234 @@
+"""One device's part of a call: from shards of any rank to the calls on matrices that the plan asks for, and back.
+
+What a call of the library does not do is done around it here: leading dimensions fold into rows, operands are gathered
+ahead of it, and scalars that are arrays, and the epilog of a product that is computed transposed, come after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxmp._src.lowering import xla_matmul
+from jaxmp._src.primitive import bias_grad, collectives
+from jaxmp._src.primitive.primitives import bind, bind_rows, fold_scale, has_rows, merge_rows
+from jaxmp._src.runtime import jax_compat
+from jaxmp._src.sharding import patterns
+from jaxmp._src.spec import epilogs, low_precision, matmul_spec
+from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
+from jaxmp._src.validation.comm_options import fit_hints
+from jaxmp._src.validation.operand_checks import check_gathered_scales
+
+
+def bind_plan(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
+    """One device's part of a planned call."""
+    a, b = operands["a"], operands["b"]
+    if plan.gather == "a":
+        is_last = plan.dimension == a.ndim - 2
+        a = _gather(plan, a, a.ndim - 1 if spec.transpose_a and is_last else plan.dimension)
+    elif plan.gather == "b":
+        b = _gather(plan, b, 0 if spec.transpose_b else 1)
+    scale = f"scale_{plan.gather}"
+    if plan.gather and getattr(spec, scale) not in (low_precision.NONE, low_precision.SCALAR):
+        dimension = plan.dimension if plan.gather == "a" else 0
+        operands = operands | {scale: _gather(plan, operands[scale], dimension)}
+    if plan.is_swapped and spec.is_invariant:
+        plan, spec, a, b = _without_swap(plan, spec, a, b)
+    if spec.determinism == "topology" and spec.pattern != Pattern.GRID:
+        spec = _with_order(plan, spec, a)
+    operands = operands | {"a": a, "b": b}
+    if not plan.is_swapped:
+        outputs = bind_shards(spec, plan.dimension, operands)
+        return _sum_over_data(spec, outputs, plan.outside_group(sum(plan.out[:-1], ())))
+    return _bind_swapped(plan, spec, operands)
+
+
+def _bind_swapped(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
+    """D = (op(b)^T @ op(a)^T)^T: the columns of D take the part that rows have in the pattern."""
+    a, b = operands["a"], operands["b"]
+    rows, a, is_transposed = _flat_rows(spec, a)
+    swapped = spec.bilinear(
+        transpose_a=not spec.transpose_b,
+        transpose_b=not is_transposed,
+        conjugate_a=spec.conjugate_b,
+        conjugate_b=spec.conjugate_a,
+        out_dtype=matmul_spec.accumulator(a.dtype),
+        is_typed=jax_compat.is_vma_checked(),
+        epilog=epilogs.SWAPPED.get(spec.epilog, Epilog.NONE),
+        scale_a=spec.scale_b,
+        scale_b=spec.scale_a,
+        traced=spec.traced,
+    )
+    scales = {"scale_a": operands.get("scale_b"), "scale_b": fold_scale(spec, operands.get("scale_a"))}
+    extra = {name: scales[name] for name in matmul_spec.operand_names(swapped)}
+    z, *gradient = bind(fit_hints(swapped), b, a, extra).values()
+    if gradient:
+        rest = _apply_epilog(z.T, operands, spec.replace(alpha=1.0, epilog=Epilog.NONE), rows)
+        return rest | {epilogs.rule(spec.epilog).gradient: gradient[0].astype(spec.out_dtype)}
+    outputs = _apply_epilog(z.T, operands, spec.replace(alpha=1.0), rows)
+    return _sum_over_data(spec, outputs, sum(plan.out[:-1], ()))
+
+
+def _sum_over_data(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
+    """Bias gradients of d, summed over the axes that share its rows beside the call's group."""
+    names = [name for name in outputs if axes and bias_grad.summed(name) == "d"]
+    if names and spec.determinism == "topology":
+        raise NotImplementedError(
+            f'matmul: determinism="topology" has no epilog {spec.epilog.name} on rows that are sharded over '
+            f"{matmul_spec.axes_text(axes)} beside the call, for XLA would complete {names[0]}; take the gradient of a "
+            'bias, or pass determinism="batch"'
+        )
+    with jax.named_scope(bias_grad.SCOPE):
+        return {name: collectives.psum(x, axes, line=spec.line) if name in names else x for name, x in outputs.items()}
+
+
+def _without_swap(plan: patterns.Plan, spec: MatmulSpec, a, b):
+    """A swapped call as a local one of gathered operands, whose epilog is the library's.
+
+    XLA's arithmetic is not bit for bit the library's, and depends on what XLA fuses it with.
+    """
+    why = f"where columns of the result are gathered or scattered over {matmul_spec.axes_text(plan.row_axes)}"
+    if epilogs.rule(spec.epilog).gradient:
+        raise NotImplementedError(
+            f"matmul: determinism={spec.determinism!r} has no epilog {spec.epilog.name} {why}; take another "
+            'out_sharding, or pass determinism="run_to_run"'
+        )
+    check_gathered_scales("matmul", spec, why)
+    gathered = dataclasses.replace(plan, pattern=Pattern.LOCAL, gather_axes=plan.row_axes, is_swapped=False)
+    k, n = (1, 0) if spec.transpose_b else (0, 1)
+    with jax.named_scope("jaxmp_whole_operands"):
+        if plan.pattern == Pattern.ALL_GATHER:
+            b = _gather(gathered, b, n)
+        else:
+            a, b = _gather(gathered, a, a.ndim - (2 if spec.transpose_a else 1)), _turn(plan, b, n, k)
+    return gathered, spec.replace(pattern=Pattern.LOCAL, row_axes=()), a, b
+
+
+def _turn(plan: patterns.Plan, x, split: int, joined: int):
+    """`x` sharded over the group along dimension `split` instead of `joined`."""
+    if x.size == 0:  # as in _gather
+        p, shape = lax.axis_size(plan.row_axes), list(x.shape)
+        shape[split], shape[joined] = shape[split] // p, shape[joined] * p
+        return jnp.zeros(shape, x.dtype)
+    return _move(lambda x: collectives.all_to_all(x, plan.row_axes, split, joined), x)
+
+
+def _with_order(plan: patterns.Plan, spec: MatmulSpec, a) -> MatmulSpec:
+    """The spec with the places of D's rows and columns in the global array."""
+    shape = (*a.shape[:-2], a.shape[-1]) if spec.transpose_a else a.shape[:-1]
+    rows = [
+        (extent, tuple(axis for axis in axes if axis not in spec.row_axes))
+        for extent, axes in zip(shape, plan.out[:-1], strict=True)
+    ]
+    if spec.pattern == Pattern.ALL_GATHER:
+        extent, axes = rows[plan.dimension]
+        rows[plan.dimension] = (extent * spec.nranks, axes)
+    return spec.replace(rows=tuple(rows), cols=plan.out[-1])
+
+
+def _gather(plan: patterns.Plan, x, dimension: int):
+    """The gather that out_sharding asks for where the ranks of a group would otherwise compute the same."""
+    if x.size == 0:  # XLA gathers nothing that is empty
+        shape = list(x.shape)
+        shape[dimension] *= lax.axis_size(plan.gather_axes)
+        return jnp.zeros(shape, x.dtype)
+    with jax.named_scope("jaxmp_all_gather"):
+        return _move(lambda x: collectives.all_gather(x, plan.gather_axes, axis=dimension, to="invarying"), x)
+
+
+def _move(collective: Callable, x):
+    """`collective(x)`, of floats of 8 bits and fewer as bytes, which every platform moves."""
+    is_narrow = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
+    return _move_bytes(collective, x) if is_narrow else collective(x)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _move_bytes(collective: Callable, x):
+    return low_precision.from_bytes(collective(low_precision.as_bytes(x)), x.dtype)
+
+
+@_move_bytes.defjvp
+def _move_bytes_jvp(collective: Callable, primals, tangents):
+    """Bytes have no derivative, but what they are moved by is linear: tangents, and cotangents, travel in float32."""
+    (x,), (t,) = primals, tangents
+    return _move_bytes(collective, x), collective(t.astype(jnp.float32)).astype(t.dtype)
+
+
+def _flat_rows(spec: MatmulSpec, a):
+    """(row extents, a as a matrix, whether it is stored transposed); leading dimensions fold into rows."""
+    if a.ndim == 2:
+        return (a.shape[1 if spec.transpose_a else 0],), a, spec.transpose_a
+    if spec.transpose_a:
+        a = a.swapaxes(-1, -2)
+    return a.shape[:-1], merge_rows(a), False
+
+
+def _apply_epilog(z, operands: dict[str, Any], spec: MatmulSpec, rows: tuple[int, ...]) -> dict[str, Any]:
+    """The epilog of a product that a call has left plain; `rows` are the extents that fold into z's rows.
+
+    A bias gradient of d is that of this device's rows.
+    """
+    extra = {name: operands[name] for name in matmul_spec.operand_names(spec)}
+    folded = [x.reshape(z.shape[0], x.shape[-1]) if has_rows(name) else x for name, x in extra.items()]
+    scalars = {name: operands[name] for name in spec.traced}
+    local = spec.replace(pattern=Pattern.LOCAL)
+    outputs = dict(
+        zip(matmul_spec.output_names(spec), xla_matmul.apply_epilog(z, folded, local, **scalars), strict=True)
+    )
+    return {name: x.reshape(*rows, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}
+
+
+def bind_empty(
+    plan: patterns.Plan, spec: MatmulSpec, shapes: dict[str, tuple[int, ...]], dtype, operands: dict[str, Any]
+) -> dict[str, Any]:
+    """The epilog of a sum over nothing; `shapes` are those of the results on each device."""
+    gradient, shape = epilogs.rule(spec.epilog).gradient, shapes["d"]
+    if bias_grad.summed(gradient) in ("a", "b"):
+        rest = bind_empty(plan, spec.replace(epilog=Epilog.NONE), shapes, dtype, operands)
+        return rest | {gradient: jnp.zeros(shapes[gradient], spec.out_dtype)}
+    if spec.is_invariant:
+        local = spec.bare().replace(pattern=Pattern.LOCAL, row_axes=(), col_axes=())
+        nothing = {"a": jnp.zeros((*shape[:-1], 0), dtype), "b": jnp.zeros((0, shape[-1]), dtype)}
+        return _sum_over_data(spec, bind_shards(local, 0, operands | nothing), sum(plan.out[:-1], ()))
+    z = jnp.zeros((math.prod(shape[:-1]), shape[-1]), matmul_spec.accumulator(dtype))
+    return _sum_over_data(spec, _apply_epilog(z, operands, spec, shape[:-1]), sum(plan.out[:-1], ()))
+
+
+def bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, Any], *, auto: bool = False) -> dict[str, Any]:
+    """The results from shards of any rank; `dimension` of a is the one gathered or scattered."""
+    spec = spec.replace(is_typed=jax_compat.is_vma_checked())
+    a, b = operands["a"], operands["b"]
+    if spec.traced and set(spec.traced) <= set(operands):
+        # cuBLASMp takes its scalars from the host, ahead of the call. A traced one scales the accumulated product
+        # instead, in operations that XLA fuses into one, with C and the epilog behind it.
+        plain = spec.bilinear(out_dtype=matmul_spec.accumulator(a.dtype), traced=spec.traced)
+        z = bind_shards(plain, dimension, {"a": a, "b": b}, auto=auto)["d"]
+        return _apply_epilog(merge_rows(z), operands, spec.replace(alpha=1.0), z.shape[:-1])
+    extra = {name: operands[name] for name in matmul_spec.operand_names(spec)}
+    if a.ndim == 2:
+        return bind(spec, a, b, extra, auto=auto)
+    if spec.transpose_a:
+        a, spec = a.swapaxes(-1, -2), spec.replace(transpose_a=False)
+    ordered = spec.pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER)
+    shape, lead = a.shape[:-1], dimension if ordered else 0
+    batch, rows = math.prod(shape[:lead]), math.prod(shape[lead:])
+    spec = spec.replace(ahead=batch) if spec.determinism == "topology" else spec
+    extra = {
+        name: x.reshape(batch, math.prod(x.shape[lead:-1]), x.shape[-1]) if has_rows(name) else x
+        for name, x in extra.items()
+    }
+    if spec.scale_a not in (low_precision.NONE, low_precision.SCALAR):
+        extra["scale_a"] = extra["scale_a"].reshape(batch, rows, *extra["scale_a"].shape[a.ndim - 1 :])
+    outputs = bind_rows(spec, a.reshape(batch, rows, a.shape[-1]), b, extra, auto=auto)
+    shape = list(shape)
+    if ordered:
+        shape[lead] = matmul_spec.output_rows(spec, shape[lead])
+    return {name: x.reshape(*shape, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}

@@ -1,0 +1,260 @@
+"""One call of a spec: given a mode and a plan, run under `jit`, on shards or on sharded arrays."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp._src.primitive import collectives
+from jaxmp._src.primitive.primitives import global_amax, has_rows
+from jaxmp._src.sharding import eager_calls, meshes, patterns
+from jaxmp._src.sharding.shard_local import bind_empty, bind_plan, bind_shards
+from jaxmp._src.spec import epilogs, low_precision, matmul_spec
+from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, result_shape
+from jaxmp._src.validation.arguments import validated
+from jaxmp._src.validation.comm_options import check_fused, check_hints
+from jaxmp._src.validation.operand_checks import as_array, check_all_reduce, check_relu_aux
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """One validated call, hashable: the spec and the mode; for global arrays the plan and every sharding."""
+
+    spec: MatmulSpec
+    mode: meshes.Mode
+    plan: patterns.Plan = patterns.LOCAL_PLAN
+    mesh: Any = None
+    in_specs: tuple[P, ...] = ()
+    out_specs: tuple[P, ...] = ()
+    is_explicit: bool = False
+    constraint: NamedSharding | None = None
+
+
+def product(a, b, c, epilog_inputs, options: dict, out_sharding, in_shardings, mesh):
+    """The result of `jaxmp.matmul`."""
+    a, b, c = map(as_array, (a, b, c))
+    given = _given(a, b, c, epilog_inputs)
+    decided = eager_calls.decided(given, options, (out_sharding, in_shardings, mesh))
+    if decided:
+        call, casts = decided[0]
+        operands = {name: x.astype(casts[name]) if name in casts else x for name, x in given.items()}
+    else:
+        spec, operands = validated("matmul", a, b, c, epilog_inputs, options)
+        placement = meshes.place("matmul", a, b, result_shape(spec, a, b), out_sharding, in_shardings, mesh)
+        call = make_call(spec, placement, operands)
+    if decided == []:
+        decided.append((call, {name: operands[name].dtype for name, x in given.items() if operands[name] is not x}))
+    return _result(jaxmp_call(call, operands))
+
+
+def _given(a, b, c, epilog_inputs) -> dict[str, Any]:
+    """What was passed for operands, by name; nothing where the names are wrong."""
+    given = {"a": a, "b": b} if c is None else {"a": a, "b": b, "c": c}
+    if epilog_inputs is None:
+        return given
+    is_named = isinstance(epilog_inputs, Mapping) and epilog_inputs.keys().isdisjoint(("a", "b", "c"))
+    return given | dict(epilog_inputs) if is_named else {}
+
+
+def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, options: dict):
+    """The result of a product whose group is named, on the shards of the enclosing shard_map."""
+    where = pattern_on_axes(name, pattern, axis_names)
+    a, b, c = map(as_array, (a, b, c))
+    spec, operands = validated(name, a, b, c, epilog_inputs, options, where)
+    if pattern == Pattern.GRID and spec.transpose_a and a.ndim > 2:
+        raise ValueError(
+            f"{name}: a has {a.ndim} dimensions; with transpose_a=True it must have 2, for its blocks lie across those "
+            "of the result: use jax.vmap for the others"
+        )
+    spec = check_all_reduce(name, spec)
+    check_hints(name, spec)
+    check_fused(name, spec, result_shape(spec, a, b)[-1])
+    check_relu_aux(name, operands, spec, result_shape(spec, a, b)[-1])
+    return _result(global_amax(spec, bind_shards(spec, a.ndim - 2, operands), spec.group_axes))
+
+
+def _result(outputs: dict[str, Any]):
+    """What the user gets: d, or (d, {name: further result})."""
+    rest = {"result_amax" if name == "amax_d" else name: x for name, x in outputs.items() if name != "d"}
+    return (outputs["d"], rest) if rest else outputs["d"]
+
+
+def pattern_on_axes(name: str, pattern: Pattern, axis_names) -> dict[str, Any]:
+    """What a spec says of the group that shares a product inside shard_map."""
+    mesh = meshes.manual_mesh(name)
+    if mesh is None:
+        raise ValueError(
+            f"{name}: works on the shards inside shard_map where an axis is named; outside, leave axis_name out of "
+            "jaxmp.mlp, or use jaxmp.matmul, and pass out_sharding"
+        )
+    row_axes: tuple[str, ...] = _as_axes(name, axis_names)
+    col_axes: tuple[str, ...] = ()
+    if pattern == Pattern.GRID:
+        if isinstance(axis_names, str) or len(axis_names) != 2:
+            raise ValueError(
+                f"{name}: axis_names must be a pair, the axis of rows and the axis of columns, got {axis_names!r}"
+            )
+        row_axes, col_axes = (_as_axes(name, axes) for axes in axis_names)
+    axes = row_axes + col_axes
+    for axis in axes:
+        if axis not in mesh.shape:
+            raise ValueError(f"{name}: axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
+    if len(set(axes)) != len(axes):
+        raise ValueError(f"{name}: axis names {axes} repeat")
+    return {"pattern": pattern, "mesh": tuple(mesh.shape.items()), "row_axes": row_axes, "col_axes": col_axes}
+
+
+def _as_axes(name: str, names) -> tuple[str, ...]:
+    if not isinstance(names, str | tuple | list | P):
+        raise TypeError(f"{name}: takes the name of a mesh axis or a tuple of names, got {names!r}")
+    return (names,) if isinstance(names, str) else tuple(names)
+
+
+def make_call(spec: MatmulSpec, placement: meshes.Placement, operands, name: str = "matmul") -> _Call:
+    shape = result_shape(spec, operands["a"], operands["b"])
+    if placement.mode != meshes.Mode.SHARDED:
+        spec = spec.replace(mesh=placement.axes)
+        if placement.mode == meshes.Mode.MANUAL:
+            spec = check_all_reduce(name, spec)
+        is_settled = placement.mode != meshes.Mode.AUTO
+        has_mesh = is_settled or meshes.is_known(placement, operands["a"], operands["b"])
+        check_hints(name, spec, is_settled, has_mesh)
+        check_fused(name, spec, shape[-1])
+        check_relu_aux(name, operands, spec, shape[-1])
+        return _Call(spec, placement.mode, constraint=placement.constraint)
+    return _planned_call(spec, placement, operands, shape, name)
+
+
+def _planned_call(spec: MatmulSpec, placement: meshes.Placement, operands, shape: tuple[int, ...], name: str) -> _Call:
+    """The call on global arrays, for d of `shape`."""
+    plan = patterns.plan_call(name, placement.a, placement.b, placement.out, spec.transpose_a, spec.transpose_b)
+    mesh = placement.mesh
+    for argument, dims, x in (
+        ("a", plan.a, operands["a"].shape),
+        ("b", plan.b, operands["b"].shape),
+        ("the result", plan.out, shape),
+    ):
+        patterns.check_dims(name, argument, dims, x, mesh.shape)
+    shards = math.prod(mesh.shape[axis] for axis in plan.out[-1])
+    check_relu_aux(name, operands, spec, shape[-1], shards)
+    ins = [plan.a, plan.b, *(_dims(spec, plan, name) for name in matmul_spec.operand_names(spec))]
+    outs = [_dims(spec, plan, name) for name in matmul_spec.output_names(spec)]
+    for scale, dims in zip(matmul_spec.operand_names(spec), ins[2:], strict=True):
+        if scale in matmul_spec.SCALE_NAMES:
+            argument = f"scales.{scale.removeprefix('scale_')}"
+            patterns.check_dims(name, argument, dims, operands[scale].shape, mesh.shape)
+    spec = spec.replace(pattern=plan.pattern, mesh=placement.axes, row_axes=plan.row_axes, col_axes=plan.col_axes)
+    spec = check_all_reduce(name, spec)
+    check_hints(name, spec)
+    check_fused(name, spec, shape[-1] // shards)
+    in_specs, out_specs = (tuple(map(meshes.partition_spec, dims)) for dims in (ins, outs))
+    return _Call(spec, placement.mode, plan, mesh, in_specs, out_specs, placement.is_explicit)
+
+
+def _dims(spec: MatmulSpec, plan: patterns.Plan, name: str) -> patterns.Dims:
+    """How an operand or result by name is sharded: like the dimensions of d, or of the operand, that it has.
+
+    But the sums of an operand's own rows are whole in a group, whichever operand the call takes for its a.
+    """
+    if name in ("scale_a", "scale_b"):
+        operand = plan.a if name == "scale_a" else plan.b
+        return {low_precision.SCALAR: (), low_precision.OUTER_VEC: operand[:-1]}.get(getattr(spec, name), operand)
+    if not matmul_spec.DIMS[name]:
+        return ()
+    if has_rows(name):
+        return plan.out
+    dim = plan.out[-2] if matmul_spec.DIMS[name] == "m" else plan.out[-1]
+    if name == ("bgradb" if plan.is_swapped else "bgrada"):
+        dim = plan.outside_group(dim)
+    return (dim,)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def jaxmp_call(call: _Call, operands: dict[str, Any]) -> dict[str, Any]:
+    """The results of a call by name."""
+    spec = call.spec
+    if call.mode == meshes.Mode.MANUAL:
+        return bind_shards(spec, 0, operands)
+    if call.mode == meshes.Mode.AUTO:
+        outputs = bind_shards(spec, 0, operands, auto=True)
+        if call.constraint is not None:
+            outputs["d"] = lax.with_sharding_constraint(outputs["d"], call.constraint)
+        return outputs
+    in_specs = dict(zip(("a", "b", *matmul_spec.operand_names(spec)), call.in_specs, strict=True))
+    out_specs = dict(zip(matmul_spec.output_names(spec), call.out_specs, strict=True))
+    placed = {name: reshard(call, name, operands[name], in_specs[name]) for name in in_specs}
+    scalars = {name: operands[name] for name in spec.traced}
+    placed, in_specs = placed | scalars, in_specs | dict.fromkeys(scalars, P())
+    body = functools.partial(_bind_plan_globally, call.plan, spec)
+    a, b = placed["a"], placed["b"]
+    shape = result_shape(spec.replace(pattern=Pattern.LOCAL), a, b)
+    if 0 in shape:
+        types = jax.eval_shape(jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs), placed)
+        if all(0 in types[name].shape for name in ("bgrada", "bgradb") if name in types):
+            return _nothing(call, types, out_specs)
+    if 0 in a.shape and 0 in b.shape:
+        # Nothing to contract. XLA cannot partition a body whose operands are all empty, so they stay out of it.
+        shapes = _shard_shapes(call, shape, out_specs)
+        body = functools.partial(bind_empty, call.plan, spec, shapes, a.dtype)
+        placed = {name: x for name, x in placed.items() if name not in ("a", "b")} | {"scalar": jnp.zeros(())}
+        in_specs = {name: in_specs.get(name, P()) for name in placed}
+    return jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs)(placed)
+
+
+def _nothing(call: _Call, types: dict[str, Any], out_specs: dict[str, P]) -> dict[str, Any]:
+    """The results of a call whose d is empty, where no sums of operands are among them: they depend on no operand.
+
+    XLA cannot partition a body that uses only operands that are empty, as the gradient of such a call would be.
+    """
+
+    def zeros(_):
+        return {
+            name: jnp.zeros(NamedSharding(call.mesh, out_specs[name]).shard_shape(x.shape), x.dtype)
+            for name, x in types.items()
+        }
+
+    return jax.shard_map(zeros, mesh=call.mesh, in_specs=(P(),), out_specs=out_specs)(jnp.zeros(()))
+
+
+def _shard_shapes(call: _Call, whole: tuple[int, ...], out_specs: dict[str, P]) -> dict[str, tuple[int, ...]]:
+    """Shapes on each device of d, which is `whole`, and of the epilog's results but the mask."""
+    return {
+        name: NamedSharding(call.mesh, out_specs[name]).shard_shape(
+            whole if has_rows(name) else whole[-2:-1] if matmul_spec.DIMS[name] == "m" else whole[-1:]
+        )
+        for name in ("d", *epilogs.rule(call.spec.epilog).outputs)
+        if name != "relu_aux"
+    }
+
+
+def reshard(call: _Call, argument: str, x, spec: P):
+    """Bring an explicit operand to the finer sharding of the plan: each device takes its part of what it has."""
+    if not call.is_explicit:
+        return x
+    have = jax.typeof(x).sharding
+    dims, wanted = (_normal(s, x.ndim) for s in (P() if have.mesh.empty else have.spec, spec))
+    if not have.mesh.empty and dims == wanted:
+        return x
+    if any(want[: len(dim)] != dim for dim, want in zip(dims, wanted, strict=True)):
+        raise ValueError(
+            f"matmul: {argument} is sharded {have.spec}, but this call needs it {spec}; "
+            "reshard it first (jax.sharding.reshard)"
+        )
+    return collectives.reshard(x, call.mesh, spec, is_local=True)
+
+
+def _normal(spec: P, ndim: int) -> patterns.Dims:
+    return patterns.to_dims("matmul", "operand", spec, ndim)
+
+
+def _bind_plan_globally(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
+    return global_amax(spec, bind_plan(plan, spec, operands), tuple(axis for axis, _ in spec.mesh))

@@ -1,0 +1,1 @@
+"""The frozen description of a call, and the tables of its words."""

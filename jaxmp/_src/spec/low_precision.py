@@ -1,0 +1,268 @@
+"""Types of 8 bits and fewer: which go together, how they are scaled, decoded and encoded; knows nothing of calls.
+
+A scale multiplies what it stands beside. In the logical layout, which is `jax.nn.scaled_matmul`'s, the blocks of an
+operand run along its last dimension:
+
+    ()                    float32          scalar_fp32       one scale
+    (rows,)               float32          outer_vec_fp32    one a row
+    (rows, k/32)          float8_e8m0fnu   vec32_ue8m0       MXFP8
+    (rows, k/16)          float8_e4m3fn    vec16_ue4m3       NVFP4
+    (rows, k/128)         float32          vec128_fp32
+    (rows/128, k/128)     float32          blk128x128_fp32
+
+Names, meaning and memory layout: cuBLAS documentation, "Narrow Precision Data Types Usage", and cublasmp.h's
+cublasMpMatmulMatrixScale_t.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._src.spec.process_grid import round_up
+
+FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+FLOAT4 = "float4_e2m1fn"
+SCALED = (*FLOAT8, FLOAT4)
+INT8 = "int8"
+
+NONE, SCALAR, OUTER_VEC = "none", "scalar_fp32", "outer_vec_fp32"
+VEC16, VEC32, VEC128, BLK128 = "vec16_ue4m3", "vec32_ue8m0", "vec128_fp32", "blk128x128_fp32"
+BLOCK = {VEC16: 16, VEC32: 32, VEC128: 128, BLK128: 128}
+_SCALE_DTYPE = {VEC16: "float8_e4m3fn", VEC32: "float8_e8m0fnu"}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scales:
+    """What the operands of fp8 and fp4 are multiplied with, and what the result is before it is stored.
+
+    The mode follows from shape and dtype; `rows` and `k` are the operand's own extents as stored, (rows, k):
+
+        ()                    float32          one scale
+        (rows,)               float32          one a row (a and b alike)
+        (rows, k/32)          float8_e8m0fnu   MXFP8 (a and b alike)
+        (rows, k/16)          float8_e4m3fn    NVFP4 (a and b alike)
+        (rows, k/128)         float32          1 x 128 blocks
+        (rows/128, k/128)     float32          128 x 128 blocks, beside 1 x 128 blocks of the other operand
+
+    Args:
+      a, b: of the operands, sharded like them (a scalar is the same everywhere). None is a scale of 1.
+      c: scalar float32, for tensor-wide scales only.
+      d: scalar float32, for a result of fp8 (tensor-wide scales) or fp4: the result is multiplied with it.
+      aux: scalar float32, for a gelu_aux of fp8 (`aux_dtype=`): it is multiplied with it.
+
+    Source: cuBLAS documentation, "Narrow Precision Data Types Usage".
+    """
+
+    a: Any = None
+    b: Any = None
+    c: Any = None
+    d: Any = None
+    aux: Any = None
+
+
+def scale_dtype(mode: str) -> np.dtype:
+    return np.dtype(_SCALE_DTYPE.get(mode, "float32"))
+
+
+@functools.cache  # the name of a type takes microseconds, and eager calls ask often
+def is_narrow(dtype) -> bool:
+    return np.dtype(dtype).name in (*SCALED, INT8)
+
+
+@functools.cache
+def is_scaled(dtype) -> bool:
+    """Whether numbers of this type take scales: fp8 and fp4."""
+    return np.dtype(dtype).name in SCALED
+
+
+def result_dtypes(a, b) -> tuple[str, ...]:
+    """Types of D for operands of types a and b; empty where the two do not go together."""
+    names = {np.dtype(a).name, np.dtype(b).name}
+    if names == {INT8}:
+        return ("int32",)
+    wide = ("bfloat16", "float16", "float32")
+    if names == {FLOAT4}:
+        return (*wide, FLOAT4)
+    if names <= set(FLOAT8) and "float8_e4m3fn" in names:
+        return (*wide, *(name for name in FLOAT8 if name == "float8_e4m3fn" or name in names))
+    return ()
+
+
+# Scales --------------------------------------------------------------------------------------------------------
+
+
+def find_mode(name: str, argument: str, scale, shape: tuple[int, ...], dtype) -> str:
+    """The mode of an operand's scale from its shape and dtype; `shape` is the operand's, (..., rows, k)."""
+    is_float4, k = np.dtype(dtype).name == FLOAT4, shape[-1]
+    if scale is None:
+        if is_float4:
+            raise ValueError(
+                f"{name}: scales.{argument} is missing; {FLOAT4} operands need one a block of 16, shape "
+                f"{(*shape[:-1], k // 16)} of float8_e4m3fn"
+            )
+        return NONE
+    if not hasattr(scale, "shape") or not hasattr(scale, "dtype"):
+        raise TypeError(f"{name}: scales.{argument} must be an array, got {type(scale).__name__}")
+    options = {
+        SCALAR: (),
+        OUTER_VEC: shape[:-1],
+        VEC128: (*shape[:-1], k // 128),
+        BLK128: (*shape[:-2], -(-shape[-2] // 128), k // 128),
+        VEC32: (*shape[:-1], k // 32),
+    }
+    if len(shape) > 2:
+        del options[BLK128]  # rows fold, blocks of rows do not
+    if is_float4:
+        options = {VEC16: (*shape[:-1], k // 16)}
+    blocked = {BLOCK[mode] for mode in options if mode in BLOCK and k % BLOCK[mode]}
+    options = {mode: wanted for mode, wanted in options.items() if BLOCK.get(mode) not in blocked}
+    for mode, wanted in options.items():
+        if scale.dtype.name == _SCALE_DTYPE.get(mode, "float32") and tuple(scale.shape) == wanted:
+            return mode
+    texts = [f"{wanted} of {_SCALE_DTYPE.get(mode, 'float32')}" for mode, wanted in options.items()]
+    rest = f"no scale of blocks of {' or '.join(map(str, sorted(blocked)))}, which do not divide its k={k}"
+    raise ValueError(
+        f"{name}: scales.{argument} has shape {tuple(scale.shape)} and dtype {scale.dtype.name}; an operand of shape "
+        f"{shape} and dtype {np.dtype(dtype).name} takes {', '.join([*texts, rest] if blocked else texts)}"
+    )
+
+
+def check_units(name: str, dtype, scale_mode: str, other_mode: str, extents: dict[str, int]) -> None:
+    """Raise unless m, n and k on each device are whole blocks and rows begin at multiples of 16 bytes."""
+    outer, k = {VEC16: (128, 64), VEC32: (128, 128)}.get(scale_mode, (16, 16))
+    k = 128 if 128 in (BLOCK.get(scale_mode), BLOCK.get(other_mode)) else k
+    for what, extent in extents.items():
+        unit = k if what == "k" else outer
+        if extent % unit:
+            kind = f" with scales of {scale_mode}" if scale_mode not in (NONE, SCALAR) else ""
+            raise ValueError(
+                f"{name}: {what} must be a multiple of {unit} on each device for {np.dtype(dtype).name}{kind}, got "
+                f"{extent}; pad it to {round_up(extent, unit)}"
+            )
+
+
+# Decoding and encoding -----------------------------------------------------------------------------------------
+
+
+def expand(scale, mode: str, shape: tuple[int, ...]):
+    """The scale of every element of a (..., rows, k) operand, in float32, or something that broadcasts to it."""
+    scale = scale.astype(jnp.float32)
+    if mode == SCALAR:
+        return scale
+    if mode == OUTER_VEC:
+        return scale[..., None]
+    full = jnp.repeat(scale, BLOCK[mode], axis=-1, total_repeat_length=shape[-1])
+    return jnp.repeat(full, 128, axis=-2)[..., : shape[-2], :] if mode == BLK128 else full
+
+
+def dequantize(x, scale, mode: str, dtype):
+    """x times its scales, in `dtype`."""
+    wide = x.astype(dtype)
+    return wide if mode == NONE else (wide * expand(scale, mode, x.shape).astype(dtype))
+
+
+def encode(x, dtype):
+    """x in an fp8 or fp4 type, saturating: CUDA's SATFINITE, as cuBLASLt stores. `astype` gives NaN or infinity."""
+    most = float(jnp.finfo(dtype).max)
+    return jnp.clip(x, -most, most).astype(dtype)
+
+
+def mx_scale(amax, dtype):
+    """float8_e8m0fnu: the power of two from `amax` divided by the type's largest number on; cuBLAS documentation,
+    "1D Block Quantization", and JAX's `scaled_matmul` quantization."""
+    bits = lax.bitcast_convert_type((amax / float(jnp.finfo(dtype).max)).astype(jnp.float32), jnp.uint32)
+    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
+    goes_up = jnp.where(exponent == 0, mantissa > 0x400000, (mantissa > 0) & (exponent < 254))
+    return lax.bitcast_convert_type((exponent + goes_up.astype(jnp.uint32)).astype(jnp.uint8), jnp.float8_e8m0fnu)
+
+
+def blocks(x, size: int):
+    return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
+
+
+def amax(x, axis=None):
+    """The largest absolute value, 0 of nothing, and NaN where there is one: XLA's maximum over more than a few thousand
+    elements loses it on CPUs."""
+    return jnp.where(jnp.any(jnp.isnan(x), axis), jnp.nan, jnp.max(jnp.abs(x), axis, initial=0.0))
+
+
+def block_amax(x, size: int):
+    return amax(blocks(x, size), -1)
+
+
+def encode_blocks(x, mode: str, dtype):
+    """(x in blocks of `dtype`, their scales), as cuBLASLt quantizes a result; x is float32."""
+    amax = block_amax(x, BLOCK[mode])
+    if mode == VEC32:
+        scales = mx_scale(amax, dtype)
+        exponent = lax.bitcast_convert_type(scales, jnp.uint8).astype(jnp.uint32)
+        # 2^(127 - e), put together from its bits: the reciprocal of the smallest scale is not subnormal, the scale is.
+        inverse = lax.bitcast_convert_type((254 - jnp.minimum(exponent, 253)) << 23, jnp.float32)
+    else:
+        scales = encode(amax / float(jnp.finfo(dtype).max), jnp.float8_e4m3fn)
+        inverse = jnp.where(scales == 0, 0.0, 1.0 / scales.astype(jnp.float32))
+    scaled = blocks(x, BLOCK[mode]) * inverse[..., None]
+    return encode(scaled.reshape(x.shape), dtype), scales
+
+
+# Bytes ---------------------------------------------------------------------------------------------------------
+
+
+def as_bytes(x):
+    """The bits of 8-bit numbers as uint8; of 4-bit ones, two in a byte, the first in the low half."""
+    if np.dtype(x.dtype).name != FLOAT4:
+        return x if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, jnp.uint8)
+    halves = blocks(lax.bitcast_convert_type(x, jnp.uint4).astype(jnp.uint8), 2)
+    return halves[..., 0] | halves[..., 1] << 4
+
+
+def from_bytes(x, dtype):
+    """The inverse of `as_bytes`."""
+    if np.dtype(dtype).name != FLOAT4:
+        return x if np.dtype(dtype) == np.uint8 else lax.bitcast_convert_type(x, dtype)
+    halves = jnp.stack([x & 0xF, x >> 4], axis=-1).reshape(*x.shape[:-1], 2 * x.shape[-1])
+    return lax.bitcast_convert_type(halves.astype(jnp.uint4), dtype)
+
+
+def as_moved(x):
+    """What a collective moves of `x`: of 8 bits and fewer its bytes, which every platform moves."""
+    return as_bytes(x) if x.dtype.itemsize == 1 else x
+
+
+def from_moved(x, dtype):
+    """The inverse of `as_moved`."""
+    return from_bytes(x, dtype) if np.dtype(dtype).itemsize == 1 else x
+
+
+def swizzle(scales):
+    """Scales of blocks (rows, blocks) in cuBLASLt's order, flat: tiles of 128 x 4 one after the other along the blocks,
+    each in 32 lines of 4 x 4: byte 16 (r % 32) + 4 (r / 32) + c of a tile is its row r, column c. Padded with 0."""
+    rows, cols = scales.shape
+    padded = jnp.pad(scales, ((0, -rows % 128), (0, -cols % 4)))
+    tiles = padded.reshape(-(-rows // 128), 4, 32, -(-cols // 4), 4)
+    return tiles.transpose(0, 3, 2, 1, 4).reshape(-1)
+
+
+def unswizzle(flat, rows: int, cols: int):
+    """The inverse of `swizzle`, without the padding."""
+    tiles = flat.reshape(-(-rows // 128), -(-cols // 4), 32, 4, 4).transpose(0, 3, 2, 1, 4)
+    return tiles.reshape(round_up(rows, 128), round_up(cols, 4))[:rows, :cols]
+
+
+def for_library(scale, mode: str):
+    """A logical scale of one device's operand as cuBLASLt reads it."""
+    if mode in (VEC16, VEC32):
+        return swizzle(as_bytes(scale))
+    if mode == VEC128:  # row-fastest
+        return scale.T.reshape(-1)
+    if mode == BLK128:  # k-fastest, padded to a multiple of 4
+        return jnp.pad(scale, ((0, 0), (0, -scale.shape[1] % 4))).reshape(-1)
+    return scale.reshape(-1)

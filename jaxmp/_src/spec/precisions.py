@@ -1,0 +1,198 @@
+"""One table: what a `precision` means for each type of operands, and what each implementation makes of it.
+
+A precision is JAX's (`lax.Precision`, `lax.DotAlgorithmPreset`) or one of cuBLAS's compute types by name. It says how
+operands may be rounded ahead of the product and in which type products are summed; never what the result is stored as.
+
+    precision                     bfloat16, float16    float32, complex64     float64, complex128   summed in
+    None, any lax.Precision       32F                  32F                    64F                   float32, float64
+    F32_F32_F32, TF32_TF32_F32_X3 32F                  32F                    -                     float32
+    TF32_TF32_F32                 32F (exact)          32F_FAST_TF32          -                     float32
+    BF16_BF16_F32                 32F (bfloat16 only)  32F_FAST_16BF          -                     float32
+    F16_F16_F32                   32F (float16 only)   32F_FAST_16F           -                     float32
+    BF16_BF16_F32_X3, _X6, _X9    32F                  32F_EMULATED_16BFX9    -                     float32
+    F64_F64_F64                   -                    -                      64F                   float64
+    F16_F16_F16                   16F (float16 only)   -                      -                     float16
+    BF16_BF16_BF16                none (bfloat16 only) -                      -                     bfloat16
+
+Operands of 8 bits and fewer have no choice: None and the ANY_F8 presets sum float8 and float4 in float32 (32F), None
+sums int8 in int32 (32I).
+
+Rounding happens only where it is asked for: every `lax.Precision` is the operands' full type, which is at least as
+exact as what JAX promises for it. The six- and three-fold emulations are served by the nine-fold one for that reason.
+
+    compute type              "host"                                      "xla"
+    32F, 64F, PEDANTIC        the BLAS in that type                       Precision.HIGHEST
+    32F_FAST_TF32             operands rounded to 10 bits of mantissa     the same rounding, then HIGHEST
+    32F_FAST_16BF, FAST_16F   operands rounded to that type               the same rounding, then HIGHEST
+    32F_EMULATED_16BFX9       sgemm                                       Precision.HIGHEST
+    64F_EMULATED_FIXEDPOINT   dgemm                                       Precision.HIGHEST
+    16F, BF16_BF16_BF16       refused, or 32F (JAXMP_HOST_PRECISION)      XLA's algorithm of that name
+
+Every rounding is to nearest, ties to even. Of TF32 the cuBLAS documentation of CUDA 13 says so (cublasComputeType_t,
+CUBLAS_COMPUTE_32F_FAST_TF32: "input conversions round to nearest even"). PTX's cvt.rna.tf32.f32, by which a kernel may
+convert on its own, rounds ties away from zero; no GPU has been asked yet.
+Sources: that documentation, cublas_api.h (cublasComputeType_t), jax.lax.DotAlgorithmPreset, nvmath-python's type table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._src.spec import low_precision
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """A row of the second table.
+
+    `name` is cuBLAS's without CUBLAS_COMPUTE_, or XLA's where cuBLAS has none; `rounding` the type to which operands
+    are rounded; `accumulator` None means the operands' own type, or float32 for 16-bit operands.
+    """
+
+    name: str
+    rounding: str | None = None
+    accumulator: str | None = None
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether it sums in 16 bits, which no kernel on a CPU does in the order of a GPU's."""
+        return self.accumulator in ("float16", "bfloat16")
+
+
+_COMPUTES = {
+    compute.name: compute
+    for compute in (
+        Compute("32F"),
+        Compute("32F_PEDANTIC"),
+        Compute("32F_FAST_TF32", rounding="tf32"),
+        Compute("32F_FAST_16BF", rounding="bfloat16"),
+        Compute("32F_FAST_16F", rounding="float16"),
+        Compute("32F_EMULATED_16BFX9"),
+        Compute("64F"),
+        Compute("64F_PEDANTIC"),
+        Compute("64F_EMULATED_FIXEDPOINT"),
+        Compute("32I"),
+        Compute("16F", accumulator="float16"),
+        Compute("BF16_BF16_BF16", accumulator="bfloat16"),
+    )
+}
+
+_HALVES = ("bfloat16", "float16")
+_SINGLES = ("float32", "complex64")
+_DOUBLES = ("float64", "complex128")
+
+
+def _row(halves: str | None = None, singles: str | None = None, doubles: str | None = None, only: str = "") -> dict:
+    """Compute type by type of operands; `only` names the one 16-bit type that the row takes."""
+    types = {name: halves for name in _HALVES if not only or name == only}
+    types |= dict.fromkeys(_SINGLES, singles) | dict.fromkeys(_DOUBLES, doubles)
+    return {name: compute for name, compute in types.items() if compute}
+
+
+_FLOAT8 = dict.fromkeys(low_precision.FLOAT8, "32F")
+_PRESETS = {
+    "DEFAULT": _row("32F", "32F", "64F") | dict.fromkeys(low_precision.SCALED, "32F") | {"int8": "32I"},
+    "ANY_F8_ANY_F8_F32": _FLOAT8,
+    "ANY_F8_ANY_F8_F32_FAST_ACCUM": _FLOAT8,
+    "ANY_F8_ANY_F8_ANY": _FLOAT8,
+    "ANY_F8_ANY_F8_ANY_FAST_ACCUM": _FLOAT8,
+    "F32_F32_F32": _row("32F", "32F"),
+    "TF32_TF32_F32_X3": _row("32F", "32F"),
+    "TF32_TF32_F32": _row("32F", "32F_FAST_TF32"),
+    "BF16_BF16_F32": _row("32F", "32F_FAST_16BF", only="bfloat16"),
+    "F16_F16_F32": _row("32F", "32F_FAST_16F", only="float16"),
+    "BF16_BF16_F32_X3": _row("32F", "32F_EMULATED_16BFX9"),
+    "BF16_BF16_F32_X6": _row("32F", "32F_EMULATED_16BFX9"),
+    "BF16_BF16_F32_X9": _row("32F", "32F_EMULATED_16BFX9"),
+    "F64_F64_F64": _row(doubles="64F"),
+    "F16_F16_F16": _row("16F", only="float16"),
+    "BF16_BF16_BF16": _row("BF16_BF16_BF16", only="bfloat16"),
+}
+# cuBLAS's own names; a 16-bit product is exact in f32, so rounding its operands further is left to the presets.
+_NAMES = {
+    "32F": _row("32F", "32F"),
+    "32F_PEDANTIC": _row("32F_PEDANTIC", "32F_PEDANTIC"),
+    "32F_FAST_TF32": _row("32F", "32F_FAST_TF32"),
+    "32F_FAST_16BF": _row("32F", "32F_FAST_16BF", only="bfloat16"),
+    "32F_FAST_16F": _row("32F", "32F_FAST_16F", only="float16"),
+    "32F_EMULATED_16BFX9": _row("32F", "32F_EMULATED_16BFX9"),
+    "64F": _row(doubles="64F"),
+    "64F_PEDANTIC": _row(doubles="64F_PEDANTIC"),
+    "64F_EMULATED_FIXEDPOINT": _row(doubles="64F_EMULATED_FIXEDPOINT"),
+    "16F": _row("16F", only="float16"),
+}
+_TABLE = _PRESETS | _NAMES
+
+
+def resolve(name: str, precision: Any, operand, out) -> str:
+    """The row of the table that `precision` asks for; raises where it does not take these types."""
+    asked = _find(name, precision)
+    if np.dtype(operand).name not in _TABLE[asked]:
+        takes = ", ".join(_TABLE[asked]) or "nothing"
+        raise NotImplementedError(
+            f"{name}: precision={asked} takes operands of {takes}, got {np.dtype(operand).name}; convert them, or pass "
+            "precision=None"
+        )
+    compute = find(asked, operand)
+    if compute.is_narrow and np.dtype(out).name != compute.accumulator:
+        raise NotImplementedError(
+            f"{name}: precision={asked} sums in {compute.accumulator}, so the result cannot be {np.dtype(out).name}; "
+            "drop preferred_element_type, or pass precision=None"
+        )
+    return asked
+
+
+def _find(name: str, precision: Any) -> str:
+    if isinstance(precision, lax.DotAlgorithm):
+        raise NotImplementedError(
+            f"{name}: precision={precision} is not implemented; pass a jax.lax.DotAlgorithmPreset"
+        )
+    asked = precision.name if isinstance(precision, lax.DotAlgorithmPreset) else precision
+    if isinstance(asked, str) and asked in _TABLE:
+        return asked
+    values = tuple(precision) if isinstance(precision, tuple | list) else (precision, precision)
+    if len(values) != 2:
+        raise ValueError(f"{name}: precision must be one value or a pair, got {precision!r}")
+    for value in values:
+        try:
+            value if value is None else lax.Precision(value)
+        except ValueError:
+            raise ValueError(
+                f"{name}: precision must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset, the name of one, "
+                f"or one of {', '.join(_NAMES)}; got {precision!r}"
+            ) from None
+    return "DEFAULT"
+
+
+def find(asked: str, operand) -> Compute:
+    """How products of `operand` are computed under a precision that `resolve` returned."""
+    return _COMPUTES[_TABLE[asked][np.dtype(operand).name]]
+
+
+def full(operand) -> Compute:
+    """The full type of `operand`: 32F or 64F."""
+    return find("DEFAULT", operand)
+
+
+def sums_narrowly(asked: str) -> bool:
+    """Whether the precision sums in 16 bits, whatever its operands."""
+    return any(_COMPUTES[name].is_narrow for name in _TABLE[asked].values())
+
+
+def rounded(x, compute: Compute):
+    """`x` of float32 or complex64 as the compute type rounds its operands, in its own type."""
+    if compute.rounding is None:
+        return x
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        return lax.complex(rounded(lax.real(x), compute), rounded(lax.imag(x), compute))
+    if compute.rounding == "tf32":
+        bits = lax.bitcast_convert_type(x, jnp.uint32)
+        kept = (bits + jnp.uint32(0xFFF) + (bits >> 13 & jnp.uint32(1))) & jnp.uint32(0xFFFFE000)
+        return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(kept, jnp.float32), x)
+    # XLA takes a pair of conversions for superfluous unless something stands between them.
+    return lax.optimization_barrier(x.astype(compute.rounding)).astype(x.dtype)

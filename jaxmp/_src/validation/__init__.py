@@ -1,0 +1,1 @@
+"""What users pass, judged one argument at a time."""

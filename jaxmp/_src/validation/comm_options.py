@@ -1,0 +1,106 @@
+"""What a call asks of the way it communicates: cuBLASMp's hints, and the patterns that take them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._src.spec.matmul_spec import RESULT_TYPES, MatmulSpec, Pattern, accumulator
+from jaxmp._src.validation.operand_checks import check_dtype
+
+_SUMMING = (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE)
+# cublasMpMatmulAlgoType_t's names, and the patterns on which cuBLASMp has each (cublasmp.h 0.10).
+ALGORITHMS = {
+    "default": tuple(Pattern),
+    "split_p2p": (Pattern.ALL_GATHER, *_SUMMING),
+    "split_multicast": _SUMMING,
+    "atomic_p2p": (Pattern.ALL_GATHER, *_SUMMING),
+    "atomic_multicast": (Pattern.REDUCE_SCATTER,),
+    "no_overlap": tuple(Pattern),
+    "fused": (Pattern.ALL_REDUCE,),
+}
+
+
+def resolve_hints(name: str, out_dtype, operand, communication_dtype, algorithm, comm_sm_count) -> dict[str, Any]:
+    """The hints as fields of a spec; `check_hints` judges them against the pattern once that is known."""
+    if communication_dtype is not None:
+        communication_dtype = check_dtype(name, "communication_dtype", communication_dtype)
+        scale, out = accumulator(operand), np.dtype(out_dtype)
+        is_number = communication_dtype.name in RESULT_TYPES
+        is_alike = jnp.issubdtype(communication_dtype, jnp.complexfloating) == jnp.issubdtype(out, jnp.complexfloating)
+        if not (is_number and is_alike and out.itemsize <= communication_dtype.itemsize <= scale.itemsize):
+            raise ValueError(
+                f"{name}: communication_dtype must be no smaller than the result's {out.name} and no larger than "
+                f"{scale.name}, in which products are summed, got {communication_dtype.name}"
+            )
+        communication_dtype = communication_dtype.name
+    if algorithm is not None and not (isinstance(algorithm, str) and algorithm in ALGORITHMS):
+        raise ValueError(f"{name}: algorithm must be None or one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    if comm_sm_count is not None:
+        if isinstance(comm_sm_count, bool) or not isinstance(comm_sm_count, int | np.integer):
+            raise TypeError(f"{name}: comm_sm_count must be an integer, got {type(comm_sm_count).__name__}")
+        if not 1 <= comm_sm_count < 2**31:
+            raise ValueError(
+                f"{name}: comm_sm_count must be at least 1, the number of multiprocessors that communicate, got "
+                f"{comm_sm_count}; None leaves it to the library"
+            )
+    return {
+        "communication_dtype": communication_dtype,
+        "algorithm": algorithm or "default",
+        "comm_sm_count": int(comm_sm_count or 0),
+    }
+
+
+def check_hints(name: str, spec: MatmulSpec, is_settled: bool = True, has_mesh: bool = True) -> None:
+    """Raise ValueError for a hint that the call's pattern does not take; unsettled, no pattern is known yet."""
+    pattern, remedy = f"this call is {spec.pattern.value}", "drop it"
+    if not is_settled:
+        pattern = "XLA's partitioner has not chosen one yet"
+        remedy = "pass in_shardings and out_sharding, or use explicit axes"
+    if not has_mesh:
+        pattern = "no mesh is known to this call, which is local then"
+        remedy = "drop it, or give the call a mesh (jax.set_mesh, or mesh=) and pass in_shardings and out_sharding"
+    if spec.communication_dtype is not None and (spec.pattern not in _SUMMING or not is_settled):
+        raise ValueError(
+            f"{name}: communication_dtype={spec.communication_dtype} is of partial sums, so the pattern must be "
+            f"reduce_scatter or all_reduce, but {pattern}; {remedy}"
+        )
+    takes = ALGORITHMS[spec.algorithm]
+    if spec.pattern not in takes or (not is_settled and len(takes) < len(Pattern)):
+        raise ValueError(
+            f"{name}: algorithm={spec.algorithm!r} needs the pattern {' or '.join(p.value for p in takes)}, but "
+            f"{pattern}; {remedy}"
+        )
+
+
+def check_fused(name: str, spec: MatmulSpec, columns: int) -> None:
+    """Raise ValueError where each device's d has `columns` that the algorithm "fused" cannot take.
+
+    Source: cublasmp.h 0.10, CUBLASMP_MATMUL_ALGO_TYPE_FUSED.
+    """
+    dtype = np.dtype(spec.communication_dtype or accumulator(spec.out_dtype))
+    if spec.algorithm == "fused" and columns * dtype.itemsize % 16:
+        raise ValueError(
+            f"{name}: algorithm='fused' needs rows of the result that are a multiple of 16 bytes of the communicated "
+            f"{dtype.name}, a multiple of {16 // dtype.itemsize} columns, got {columns}; pad b, or drop it"
+        )
+
+
+def fit_hints(spec: MatmulSpec) -> MatmulSpec:
+    """The spec of a derived call, less the hints that its pattern or the type of its D does not take."""
+    dtype = spec.communication_dtype
+    if dtype and (spec.pattern not in _SUMMING or np.dtype(dtype).itemsize < np.dtype(spec.out_dtype).itemsize):
+        spec = spec.replace(communication_dtype=None)
+    return spec if spec.pattern in ALGORITHMS[spec.algorithm] else spec.replace(algorithm="default")
+
+
+def hints_text(spec: MatmulSpec) -> str:
+    """The hints that were given, as a user writes them."""
+    given = (
+        ("communication_dtype", spec.communication_dtype, None),
+        ("algorithm", spec.algorithm, "default"),
+        ("comm_sm_count", spec.comm_sm_count, 0),
+    )
+    return ", ".join(f"{name}={value}" for name, value, default in given if value != default)

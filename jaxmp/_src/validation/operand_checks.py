@@ -1,0 +1,314 @@
+"""What users pass, judged one argument at a time: each is refused by name, or comes back in the types of the call."""
+
+from __future__ import annotations
+
+import numbers
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._src.spec import epilogs, low_precision, process_grid
+from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.spec.matmul_spec import RESULT_TYPES, MatmulSpec, Pattern, accumulator
+
+IMPLEMENTATIONS = (None, "host", "xla", "cublasmp")
+DETERMINISM = ("run_to_run", "batch", "topology")
+
+
+def as_array(x):
+    """The array of what only stands for one, as `jnp` takes it (`__jax_array__`): a parameter of Flax."""
+    array = getattr(x, "__jax_array__", None)
+    return x if array is None else array()
+
+
+def check_array(name: str, argument: str, x, ndim: int | None = None, at_least: int | None = None) -> None:
+    """Raise TypeError or ValueError unless `x` is an array of a supported type and rank."""
+    if not _is_array(x):
+        is_numpy = isinstance(x, np.ndarray | np.generic)
+        what, of_dtype = (" of numbers", f" of dtype {x.dtype}") if is_numpy else ("", "")
+        raise TypeError(
+            f"{name}: {argument} must be an array{what}, got {type(x).__name__}{of_dtype}; convert it with jnp.asarray"
+        )
+    if ndim is not None and len(x.shape) != ndim:
+        raise ValueError(f"{name}: {argument} must have {ndim} dimensions, got {len(x.shape)} (shape {tuple(x.shape)})")
+    if at_least is not None and len(x.shape) < at_least:
+        raise ValueError(
+            f"{name}: {argument} must have at least {at_least} dimensions, got {len(x.shape)} (shape {tuple(x.shape)})"
+        )
+    dtype = x.dtype
+    if dtype == np.bool_ or (jnp.issubdtype(dtype, jnp.integer) and dtype != np.int8):
+        raise TypeError(
+            f"{name}: {argument} has dtype {dtype}; integer operands but int8, and boolean ones, are not supported and "
+            f"never widened: convert it, for example {argument}.astype(jnp.float32)"
+        )
+    if not jnp.issubdtype(dtype, jnp.number):
+        raise TypeError(f"{name}: {argument} must be an array of numbers, got dtype {dtype}")
+    check_memory(name, argument, x)
+
+
+def check_memory(name: str, argument: str, x) -> None:
+    """Raise ValueError for an array in the memory of the host, of which a device's library would get the pointer."""
+    if isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host:
+        raise ValueError(
+            f"{name}: {argument} lies in host memory, and products are taken in the memory of the devices; move it "
+            "there first, with jax.device_put(x, jax.memory.Space.Device)"
+        )
+
+
+def _is_array(x) -> bool:
+    """Whether JAX takes `x` for an array, or for the description of one: no list, no other library's tensor."""
+    if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
+        return True
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        return False
+    try:
+        jax.typeof(x)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def check_dtype(name: str, argument: str, value) -> np.dtype:
+    """The type that a user names, as JAX has it under its current setting of 64-bit types."""
+    try:
+        return np.dtype(jax.dtypes.canonicalize_dtype(value))
+    except TypeError:
+        raise TypeError(f"{name}: {argument} must be a dtype, such as jnp.float32, got {value!r}") from None
+
+
+def check_flag(name: str, argument: str, value) -> bool:
+    """A bool, for a letter as BLAS takes it ("N") would be one of another meaning."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    what = "a tracer, which is no static value" if isinstance(value, jax.core.Tracer) else repr(value)
+    raise TypeError(f"{name}: {argument} must be True or False, got {what}")
+
+
+def resolve_dtypes(name: str, a, b, preferred) -> tuple[np.dtype, np.dtype]:
+    """(type of the operands by JAX's promotion, type of D)."""
+    operand = np.dtype(jnp.result_type(a, b))
+    if operand.name not in RESULT_TYPES:
+        raise NotImplementedError(
+            f"{name}: operands of dtype {operand.name} (a {a.dtype}, b {b.dtype}) are not supported; "
+            f"supported are {', '.join(RESULT_TYPES)}"
+        )
+    allowed = RESULT_TYPES[operand.name]
+    if preferred is None:
+        return operand, operand
+    out = check_dtype(name, "preferred_element_type", preferred)
+    if out.name not in allowed:
+        raise NotImplementedError(
+            f"{name}: preferred_element_type {np.dtype(preferred).name} is not available for {operand.name} operands; "
+            f"available: {', '.join(allowed)}"
+        )
+    return operand, out
+
+
+def check_scalar(name: str, argument: str, value, out_dtype) -> Any:
+    """A Python number, or a JAX scalar in the accumulator's type; neither takes part in promotion."""
+    if isinstance(value, np.generic | np.ndarray) and np.ndim(value) == 0:
+        value = value.item()
+    if isinstance(value, jax.Array) and value.ndim == 0 and value.dtype != np.bool_:
+        if jnp.iscomplexobj(value) and not jnp.issubdtype(out_dtype, jnp.complexfloating):
+            raise TypeError(
+                f"{name}: {argument} has dtype {value.dtype} but the result has dtype {np.dtype(out_dtype).name}"
+            )
+        return value.astype(accumulator(out_dtype))
+    what = f" of shape {value.shape} and dtype {value.dtype}" if isinstance(value, np.ndarray | jax.Array) else ""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | complex):
+        raise TypeError(
+            f"{name}: {argument} must be a Python number or a scalar array, got {type(value).__name__}{what}; "
+            "multiply by anything else outside of the call"
+        )
+    if isinstance(value, complex):
+        if not jnp.issubdtype(out_dtype, jnp.complexfloating):
+            raise TypeError(
+                f"{name}: {argument}={value} is complex but the result has dtype {np.dtype(out_dtype).name}"
+            )
+        return value
+    if jnp.issubdtype(out_dtype, jnp.integer) and not float(value).is_integer():
+        raise TypeError(
+            f"{name}: {argument}={value} is not an integer but the result has dtype {np.dtype(out_dtype).name}"
+        )
+    if jnp.issubdtype(out_dtype, jnp.integer) and not -(2**31) <= float(value) < 2**31:
+        raise ValueError(f"{name}: {argument}={value} does not fit {np.dtype(out_dtype).name}, the type of the result")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name}: {argument} must fit a float64, got an integer beyond 1.8e308") from None
+
+
+def check_c(name: str, c, beta, out_dtype, out_shape) -> Any:
+    """Validate C against D and return beta."""
+    if c is None:
+        if beta is not None:
+            raise ValueError(
+                f"{name}: beta={beta!r} was given without c; pass c of shape {tuple(out_shape)} or drop beta"
+            )
+        return 0.0
+    if beta is None:
+        raise ValueError(f"{name}: c was given without beta; pass beta=1.0 to add c as it is")
+    if np.dtype(out_dtype) != np.int32 or getattr(c, "dtype", None) != np.int32:
+        check_array(name, "c", c)
+    if tuple(c.shape) != tuple(out_shape):
+        raise ValueError(f"{name}: c must have the result's shape {tuple(out_shape)}, got {tuple(c.shape)}")
+    check_widens(name, "c", c, out_dtype)
+    return check_scalar(name, "beta", beta, out_dtype)
+
+
+def check_widens(name: str, argument: str, x, out_dtype) -> None:
+    """Raise TypeError unless `x` converts to the result's type without loss by JAX's promotion.
+
+    By that an array of NumPy's has the type that JAX gives it, and a weak type gives way.
+    """
+    if np.dtype(jnp.result_type(x, np.dtype(out_dtype))) != np.dtype(out_dtype):
+        raise TypeError(
+            f"{name}: {argument} has dtype {x.dtype} but the result has dtype {np.dtype(out_dtype).name}; convert "
+            f"{argument} to {np.dtype(out_dtype).name}, or ask for a wider result with preferred_element_type"
+        )
+
+
+def check_epilog(name: str, spec: MatmulSpec, epilog, epilog_inputs, shape, ndim_a: int) -> tuple[MatmulSpec, dict]:
+    """(spec with the epilog, its inputs in the types of the call), for d of `shape`.
+
+    The columns of a relu_aux depend on the pattern: see `check_relu_aux`.
+    """
+    out = spec.out_dtype
+    try:
+        if isinstance(epilog, bool):
+            raise TypeError
+        number = operator.index(epilog)
+        epilog = Epilog(number & ~Epilog.ALLREDUCE)
+        row = epilogs.rule(epilog)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name}: epilog must be a jaxmp.Epilog, got {epilog!r}") from None
+    if epilog_inputs is not None and not isinstance(epilog_inputs, Mapping):
+        raise TypeError(
+            f"{name}: epilog_inputs must be a dict such as {{'bias': bias}}, got {type(epilog_inputs).__name__}"
+        )
+    given = {key: as_array(x) for key, x in (epilog_inputs or {}).items()}
+    missing = [key for key in row.inputs if given.get(key) is None]
+    unknown = sorted(set(given) - set(row.inputs))
+    if missing:
+        raise ValueError(
+            f"{name}: epilog {epilog.name} needs epilog_inputs {list(row.inputs)}, missing {missing}; "
+            f"pass epilog_inputs={{{missing[0]!r}: ...}}"
+        )
+    if unknown:
+        raise ValueError(
+            f"{name}: epilog {epilog.name} takes epilog_inputs {list(row.inputs)}, got unknown {unknown}; "
+            "drop them or choose an epilog that uses them"
+        )
+    if (row.activation or row.derivative) and jnp.issubdtype(out, jnp.complexfloating):
+        raise TypeError(f"{name}: epilog {epilog.name} is defined for real types, the result is {np.dtype(out).name}")
+    _check_summed_operand(name, spec, epilog, ndim_a)
+    checks = {"bias": _check_bias, "relu_aux": _check_relu_aux_input, "gelu_aux": _check_gelu_aux_input}
+    dtypes = {"bias": spec.bias_dtype or out}
+    inputs = {key: checks[key](name, given[key], dtypes.get(key, out), tuple(shape)) for key in row.inputs}
+    return spec.replace(epilog=epilog, asks_all_reduce=bool(number & Epilog.ALLREDUCE)), inputs
+
+
+def _check_summed_operand(name: str, spec: MatmulSpec, epilog: Epilog, ndim_a: int) -> None:
+    """cuBLASMp sums an operand over k only where k is its slowest stored dimension, column-major."""
+    if epilog == Epilog.BGRADB and spec.transpose_b:
+        raise NotImplementedError(
+            f"{name}: epilog BGRADB needs transpose_b=False, for cuBLASMp sums b only where it is stored (k, n); "
+            "store b so, or sum it ahead of the call"
+        )
+    if epilog == Epilog.BGRADA and not spec.transpose_a:
+        raise NotImplementedError(
+            f"{name}: epilog BGRADA needs transpose_a=True, for cuBLASMp sums a only where it is stored (k, m); "
+            "store a so, or sum it ahead of the call"
+        )
+    if epilog == Epilog.BGRADA and ndim_a != 2:
+        raise ValueError(
+            f"{name}: epilog BGRADA needs a with 2 dimensions, (k, m), got {ndim_a}; use jax.vmap for the others"
+        )
+
+
+def _check_bias(name: str, bias, out_dtype, shape):
+    check_array(name, "bias", bias, ndim=1)
+    if bias.shape[0] != shape[-1]:
+        raise ValueError(
+            f"{name}: bias must have shape ({shape[-1]},), one value per column of the result, got {tuple(bias.shape)}"
+        )
+    check_widens(name, "bias", bias, out_dtype)
+    return bias.astype(out_dtype)
+
+
+def _check_relu_aux_input(name: str, aux, out_dtype, shape):
+    if getattr(aux, "dtype", None) != np.uint8:
+        raise TypeError(
+            f"{name}: relu_aux must be the uint8 array that a RELU_AUX epilog returned, got "
+            f"{getattr(aux, 'dtype', type(aux).__name__)}"
+        )
+    if aux.ndim != len(shape) or tuple(aux.shape[:-1]) != shape[:-1]:
+        raise ValueError(
+            f"{name}: relu_aux must have the rows of the result, shape {(*shape[:-1], '...')}, got {tuple(aux.shape)}"
+        )
+    return aux
+
+
+def check_relu_aux(name: str, operands: dict[str, Any], spec: MatmulSpec, columns: int, shards: int = 1) -> None:
+    """Raise ValueError where an input mask is not packed as `shards` shards of d's columns would be."""
+    if "relu_aux" not in epilogs.rule(spec.epilog).inputs:
+        return
+    aux, width = operands["relu_aux"], shards * process_grid.relu_aux_bytes(columns // shards)
+    if aux.shape[-1] != width:
+        raise ValueError(
+            f"{name}: relu_aux must have {width} bytes a row, a bit for each of the result's {columns} columns, "
+            f"padded to 16 bytes in each of their {shards} shards, got shape {tuple(aux.shape)}"
+        )
+
+
+def _check_gelu_aux_input(name: str, aux, out_dtype, shape):
+    check_array(name, "gelu_aux", aux)
+    if tuple(aux.shape) != shape:
+        raise ValueError(f"{name}: gelu_aux must have the result's shape {shape}, got {tuple(aux.shape)}")
+    if np.dtype(aux.dtype) != np.dtype(out_dtype):
+        raise TypeError(f"{name}: gelu_aux must have the result's dtype {np.dtype(out_dtype).name}, got {aux.dtype}")
+    return aux
+
+
+def check_all_reduce(name: str, spec: MatmulSpec) -> MatmulSpec:
+    """The spec less its ALLREDUCE bit; ValueError where the call's pattern is not an all-reduce."""
+    nranks = spec.axis_size(tuple(axis for axis, _ in spec.mesh)) if spec.pattern == Pattern.LOCAL else spec.nranks
+    if spec.asks_all_reduce and spec.pattern != Pattern.ALL_REDUCE and nranks > 1:
+        raise ValueError(
+            f"{name}: epilog ALLREDUCE belongs to the all_reduce pattern, but this call's pattern is "
+            f"{spec.pattern.value}; shard the contraction and pass an out_sharding without its axis, call "
+            "matmul_all_reduce inside shard_map, or drop ALLREDUCE"
+        )
+    return spec.replace(asks_all_reduce=False)
+
+
+def check_implementation(name: str, implementation) -> None:
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"{name}: implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+
+
+def check_determinism(name: str, level) -> str:
+    if level not in DETERMINISM:
+        raise ValueError(f"{name}: determinism must be one of {DETERMINISM}, got {level!r}")
+    return level
+
+
+def check_gathered_scales(name: str, spec: MatmulSpec, why: str) -> None:
+    """Raise NotImplementedError where operands are gathered for the bits whose scales would have to follow them."""
+    if spec.is_invariant and {spec.scale_a, spec.scale_b} - {low_precision.NONE, low_precision.SCALAR}:
+        raise NotImplementedError(
+            f"{name}: determinism={spec.determinism!r} has scales of whole tensors only {why}; got scales.a of "
+            f'{spec.scale_a} and scales.b of {spec.scale_b}: take those, or pass determinism="run_to_run"'
+        )
+
+
+def check_conjugate(name: str, argument: str, flag, x) -> bool:
+    """Whether to conjugate; real operands refuse, so that a wrong flag does not pass unseen."""
+    flag = check_flag(name, argument, flag)
+    if flag and not jnp.issubdtype(x.dtype, jnp.complexfloating):
+        raise TypeError(f"{name}: {argument}=True needs a complex operand, got dtype {x.dtype}")
+    return flag

@@ -1,0 +1,204 @@
+"""What users pass with operands of 8 bits and fewer, judged: types, transpositions, epilogs and scales."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._src.spec.low_precision import (
+    BLK128,
+    FLOAT4,
+    FLOAT8,
+    INT8,
+    NONE,
+    SCALAR,
+    VEC16,
+    VEC32,
+    VEC128,
+    Scales,
+    find_mode,
+    is_narrow,
+    is_scaled,
+    result_dtypes,
+)
+from jaxmp._src.spec.matmul_spec import MatmulSpec
+from jaxmp._src.validation.operand_checks import check_dtype, check_flag
+
+# float8 and float4 alone take these.
+_OF_SCALES = ("scales", "result_amax", "aux_dtype", "aux_amax")
+# By name, what cuBLAS has for 8-bit operands.
+_EPILOGS = ("NONE", "BIAS", "RELU", "RELU_BIAS", "RELU_AUX", "RELU_AUX_BIAS", "DRELU")
+_GELU_AUX = ("GELU_AUX", "GELU_AUX_BIAS")
+
+
+def resolve_dtypes(name: str, a, b, preferred) -> np.dtype:
+    """Type of D for operands of which one at least is narrow; they are never promoted."""
+    allowed = result_dtypes(a.dtype, b.dtype)
+    if not allowed:
+        raise NotImplementedError(
+            f"{name}: a is {a.dtype.name} and b is {b.dtype.name}; float8 goes with float8 (float8_e5m2 not with "
+            "itself), float4_e2m1fn and int8 with their own type: convert one of them"
+        )
+    if preferred is None and len(allowed) == 1:
+        return np.dtype(allowed[0])
+    if preferred is None:
+        raise TypeError(
+            f"{name}: operands of {a.dtype.name} and {b.dtype.name} need preferred_element_type; "
+            f"available: {', '.join(allowed)}"
+        )
+    out = check_dtype(name, "preferred_element_type", preferred)
+    if out.name not in allowed:
+        raise NotImplementedError(
+            f"{name}: preferred_element_type {out.name} is not available for {a.dtype.name} and {b.dtype.name} "
+            f"operands; available: {', '.join(allowed)}"
+        )
+    return out
+
+
+def check_transpositions(name: str, dtype, transpose_a: bool, transpose_b: bool) -> None:
+    if is_scaled(dtype) and (transpose_a or not transpose_b):
+        raise ValueError(
+            f"{name}: {np.dtype(dtype).name} operands are multiplied along their last dimensions only, a stored (m, k) "
+            f"and b stored (n, k): pass transpose_a=False and transpose_b=True, got transpose_a={transpose_a} and "
+            f"transpose_b={transpose_b}"
+        )
+
+
+def side_dtypes(name: str, out, c) -> tuple[np.dtype, np.dtype]:
+    """(type of C, type of the bias) beside a D of type `out` from narrow operands."""
+    out = np.dtype(out)
+    if not is_scaled(out):
+        return out, np.dtype(jnp.bfloat16) if out == np.float32 else out
+    if c is None:
+        return np.dtype(np.float16), np.dtype(np.float16)
+    if c.dtype.name not in ("float16", "bfloat16"):
+        raise TypeError(f"{name}: c has dtype {c.dtype} but a result of {out.name} takes c in float16 or bfloat16")
+    return c.dtype, c.dtype
+
+
+def check_bias(name: str, bias, dtype, out) -> None:
+    have = getattr(bias, "dtype", None)
+    if have is not None and np.dtype(have) != np.dtype(dtype):
+        raise TypeError(
+            f"{name}: bias has dtype {have}, but a result of {np.dtype(out).name} from 8-bit operands takes it in "
+            f"{np.dtype(dtype).name}; convert it"
+        )
+
+
+def check_epilog(name: str, epilog_name: str, dtype, out) -> None:
+    """Raise NotImplementedError for what cuBLAS does not have for 8-bit operands."""
+    allowed = ("NONE",) if np.dtype(dtype).name == INT8 else _EPILOGS
+    if is_scaled(dtype) and np.dtype(out).name != FLOAT4:
+        allowed = (*allowed, *_GELU_AUX)
+    if epilog_name not in allowed:
+        raise NotImplementedError(
+            f"{name}: epilog {epilog_name} is not available for {np.dtype(dtype).name} operands and a result of "
+            f"{np.dtype(out).name}; available: {', '.join(allowed)}"
+        )
+
+
+def resolve_scales(name: str, options: dict, a, b, spec: MatmulSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the spec's fields, the operands by name) of the scales of float8 and float4 operands; of others, nothing."""
+    if not is_scaled(a.dtype):
+        extra = " and ".join(argument for argument in _OF_SCALES if options.get(argument))
+        if extra:
+            raise TypeError(
+                f"{name}: only float8 and float4 operands take {extra}, but a has dtype {a.dtype}; drop {extra}"
+            )
+        return {}, {}
+    out = np.dtype(spec.out_dtype)
+    scales = options.get("scales") or Scales()
+    if not isinstance(scales, Scales):
+        raise TypeError(f"{name}: scales must be a jaxmp.Scales, got {type(scales).__name__}")
+    amax, aux_amax = (check_flag(name, key, options.get(key, False)) for key in ("result_amax", "aux_amax"))
+    modes = {
+        "a": find_mode(name, "a", scales.a, tuple(a.shape), a.dtype),
+        "b": find_mode(name, "b", scales.b, tuple(b.shape), b.dtype),
+        "c": _check_scalar(name, "c", scales.c),
+        "d": _check_scalar(name, "d", scales.d),
+        "aux": _check_scalar(name, "aux", scales.aux),
+    }
+    _check_modes(name, modes, out)
+    of_aux = {"aux_dtype": options.get("aux_dtype"), "scales.aux": scales.aux, "aux_amax": aux_amax}
+    aux = _resolve_aux(name, spec.epilog.name, (a.dtype, b.dtype, out), spec.c_dtype, modes["a"], of_aux)
+    is_blocked = modes["a"] in (VEC16, VEC32)
+    if amax and (out.name not in FLOAT8 or is_blocked):
+        raise NotImplementedError(
+            f"{name}: result_amax is taken of a float8 result with tensor-wide scales; the result is {out.name} and "
+            f"scales.a is {modes['a']}: use jnp.max(jnp.abs(d)) of a wider result"
+        )
+    fields = {f"scale_{key}": mode for key, mode in modes.items()}
+    out_scale = modes["a"] if is_blocked and is_narrow(out) else NONE
+    given = {f"scale_{key}": getattr(scales, key) for key, mode in modes.items() if mode != NONE}
+    results = {"amax_d": amax, "aux_amax": aux_amax, "aux_dtype": aux, "d_out_scale": out_scale}
+    return fields | results, given
+
+
+def _check_scalar(name: str, argument: str, scale) -> str:
+    if scale is None:
+        return NONE
+    if getattr(scale, "shape", None) != () or getattr(scale, "dtype", None) != np.float32:
+        got = f"shape {scale.shape} of {scale.dtype}" if hasattr(scale, "dtype") else type(scale).__name__
+        raise ValueError(f"{name}: scales.{argument} must be a float32 scalar of shape (), got {got}")
+    return SCALAR
+
+
+def _check_modes(name: str, modes: dict[str, str], out) -> None:
+    """Raise where the modes of a, b, c and d do not go together."""
+    a, b = modes["a"], modes["b"]
+    tensorwide = {a, b} <= {NONE, SCALAR}
+    both_128 = {a, b} == {VEC128} or {a, b} == {VEC128, BLK128}
+    if not tensorwide and not both_128 and (a != b or a == BLK128):
+        raise NotImplementedError(
+            f"{name}: scales.a is {a} and scales.b is {b}, which do not go together; both must be of one mode, or "
+            "(rows, k/128) with (rows, k/128) or (rows/128, k/128)"
+        )
+    out_is_narrow = is_narrow(out)
+    if out_is_narrow and not tensorwide and a not in (VEC16, VEC32):
+        raise NotImplementedError(
+            f"{name}: with scales of {a} the result must be bfloat16, float16 or float32, got {np.dtype(out).name}"
+        )
+    if modes["c"] != NONE and not tensorwide:
+        raise ValueError(f"{name}: scales.c goes with tensor-wide scales only, scales.a is {a}; multiply beta with it")
+    if modes["d"] != NONE and not (out_is_narrow and (tensorwide or a == VEC16)):
+        raise ValueError(
+            f"{name}: scales.d scales a result of float8 with tensor-wide scales, or of float4; the result is "
+            f"{np.dtype(out).name} and scales.a is {a}: drop it" + (", blocks get their own" if a == VEC32 else "")
+        )
+
+
+def _resolve_aux(name: str, epilog_name: str, dtypes, c, scale_a: str, given: dict[str, Any]) -> np.dtype | None:
+    """Type of gelu_aux, or None where the epilog has none.
+
+    It has the type of d, or where d is float8 that of c (float16 without c), as nvmath-python has it; or float8_e4m3fn,
+    with a scale and its largest value, where cuBLAS has that (its documentation, cublasLtMatmulDescAttributes_t).
+    `dtypes` are those of a, b and d; `given` what the user said of the aux, by argument.
+    """
+    said = [argument for argument, value in given.items() if value is not None and value is not False]
+    if epilog_name not in _GELU_AUX:
+        if said:
+            raise ValueError(
+                f"{name}: {said[0]} is of gelu_aux, but epilog {epilog_name} has none; drop it, or take "
+                f"{' or '.join(_GELU_AUX)}"
+            )
+        return None
+    a, b, out = (np.dtype(dtype).name for dtype in dtypes)
+    default = np.dtype(c) if out in FLOAT8 else np.dtype(out)
+    asked = default if given["aux_dtype"] is None else check_dtype(name, "aux_dtype", given["aux_dtype"])
+    is_e4m3 = {a, b, out} == {"float8_e4m3fn"} and np.dtype(c) == np.float16 and scale_a in (NONE, SCALAR)
+    allowed = (default.name, "float8_e4m3fn") if is_e4m3 and epilog_name == "GELU_AUX" else (default.name,)
+    if asked.name not in allowed:
+        raise NotImplementedError(
+            f"{name}: aux_dtype {asked.name} is not available for epilog {epilog_name} with {a} and {b} operands, c of "
+            f"{np.dtype(c).name} and a result of {out}; available: {', '.join(allowed)} (float8_e4m3fn goes with "
+            "GELU_AUX, operands and a result of float8_e4m3fn, tensor-wide scales, and c of float16 or none)"
+        )
+    rest = [argument for argument in said if argument != "aux_dtype"]
+    if rest and asked.name not in FLOAT8:
+        raise ValueError(
+            f"{name}: {rest[0]} is of a gelu_aux of float8, but it is {asked.name} here; drop it, or pass "
+            "aux_dtype=jnp.float8_e4m3fn"
+        )
+    return asked

@@ -1,0 +1,423 @@
+// The process barrier against a peer that the test plays: it writes the peer's messages into the other end of a socket.
+#include <arpa/inet.h>
+#include <fcntl.h>
+#include <netinet/in.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <future>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "csrc/barrier/barrier.h"
+#include "csrc/barrier/call_signature.h"
+#include "csrc/barrier/coordinator_proxy.h"
+#include "csrc/barrier/messages.h"
+#include "csrc/base/float_state.h"
+#include "tests/cpp/check.h"
+
+namespace jaxmp {
+namespace {
+
+using barrier::Decode;
+using barrier::Decoded;
+using barrier::Encode;
+using barrier::Kind;
+using barrier::Message;
+
+constexpr double kTimeout = 1.5;
+
+std::shared_ptr<const CallSignature> Make(const std::string& program, int64_t index, const std::string& fields) {
+  CallSignature signature;
+  signature.program = program;
+  signature.index = index;
+  signature.call = "matmul at train.py:" + std::to_string(41 + index);
+  signature.fields = fields;
+  signature.devices = {0, 1};
+  signature.processes = {0, 1};
+  signature.groups = {0, 0};
+  signature.is_sequential = true;
+  return *Prepare(signature);
+}
+
+// Process 0 is under test, process 1 is the test.
+class Peer {
+ public:
+  explicit Peer(bool compares = true, int interrupts = -1) {
+    int ends[2];
+    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+    fd_ = ends[1];
+    StartBarrier({0, 2, kTimeout, compares, interrupts});
+    ConnectPeer(1, ends[0]);
+  }
+  ~Peer() {
+    StopBarrier();
+    Close();
+  }
+
+  void Send(const Message& message) {
+    const std::string bytes = Encode(message);
+    CHECK_EQ(write(fd_, bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
+  }
+  void Come(const CallSignature& signature, uint64_t count) {
+    Message message;
+    message.kind = Kind::kArrival;
+    message.program = signature.program_hash;
+    message.label = signature.label;
+    message.key = signature.members[0].key;
+    message.count = count;
+    message.digest = signature.digest;
+    message.text = signature.call + "\n" + signature.fields;
+    Send(message);
+  }
+  Message Next() {
+    Message message;
+    char buffer[4096];
+    while (Decode(&bytes_, &message) != Decoded::kMessage) {
+      const ssize_t got = read(fd_, buffer, sizeof(buffer));
+      if (got <= 0) return {};
+      bytes_.append(buffer, static_cast<size_t>(got));
+    }
+    return message;
+  }
+  void Close() {
+    if (fd_ >= 0) close(fd_);
+    fd_ = -1;
+  }
+
+ private:
+  int fd_;
+  std::string bytes_;
+};
+
+std::future<std::string> Come(const std::shared_ptr<const CallSignature>& signature) {
+  auto promise = std::make_shared<std::promise<std::string>>();
+  Arrive(signature, 0, [promise](const Status& status) { promise->set_value(status.message()); });
+  return promise->get_future();
+}
+
+bool IsReady(const std::future<std::string>& outcome) {
+  return outcome.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+}
+
+void WhoeverComesLastFreesBoth() {
+  Peer peer;
+  const auto call = Make("jit_f", 0, "k=4");
+  for (uint64_t count = 1; count <= 50; ++count) {
+    if (count % 2) peer.Come(*call, count);  // first or last
+    auto outcome = Come(call);
+    CHECK_EQ(peer.Next().count, count);
+    if (count % 2 == 0) {
+      CHECK(!IsReady(outcome));
+      peer.Come(*call, count);
+    }
+    CHECK_EQ(outcome.get(), "");
+  }
+  CHECK_EQ(BarrierFailure(), "");
+}
+
+void IndependentCallsMayComeInAnyOrder() {
+  Peer peer;
+  const auto one = Make("jit_f", 0, "k=4"), two = Make("jit_f", 1, "k=8");
+  auto first = Come(one), second = Come(two);
+  peer.Come(*two, 1);
+  CHECK_EQ(second.get(), "");
+  std::this_thread::sleep_for(std::chrono::milliseconds(700));  // waiting at another call of one program is no crossing
+  CHECK(!IsReady(first));
+  peer.Come(*one, 1);
+  CHECK_EQ(first.get(), "");
+}
+
+void DifferentFieldsAreNamed() {
+  Peer peer;
+  peer.Come(*Make("jit_f", 0, "m=1\nk=4095"), 1);
+  CHECK_EQ(Come(Make("jit_f", 0, "m=1\nk=4096")).get(),
+           "jaxmp.DistributedError: matmul at train.py:41: rank 1 has k=4095, rank 0 has k=4096");
+  CHECK(peer.Next().kind == Kind::kArrival);
+  CHECK(peer.Next().kind == Kind::kFailure);
+  const auto next = Make("jit_f", 0, "m=1");
+  peer.Come(*next, 2);
+  CHECK_EQ(Come(next).get(), "");  // the call has recovered
+}
+
+void WithoutComparingFieldsMayDiffer() {
+  Peer peer(/*compares=*/false);
+  peer.Come(*Make("jit_f", 0, "k=4095"), 1);
+  CHECK_EQ(Come(Make("jit_f", 0, "k=4096")).get(), "");
+}
+
+void OtherProgramsThatWaitForEachOtherAreNamed() {
+  Peer peer;
+  peer.Come(*Make("jit_g", 5, "k=4"), 1);
+  CHECK_CONTAINS(Come(Make("jit_f", 0, "k=4")).get(),
+                 "different programs: rank 1 waits in matmul at train.py:46, rank 0 in matmul at train.py:41");
+}
+
+void AMissingRankIsNamedAtTheDeadline() {
+  Peer peer;
+  const auto begun = std::chrono::steady_clock::now();
+  const std::string message = Come(Make("jit_f", 0, "k=4")).get();
+  const double waited = std::chrono::duration<double>(std::chrono::steady_clock::now() - begun).count();
+  CHECK_CONTAINS(message, "matmul at train.py:41: rank 1 has not come");
+  CHECK(waited >= kTimeout);
+  CHECK(waited < kTimeout + 2);
+  CHECK_CONTAINS(BarrierFailure(), "rank 1 has not come");
+}
+
+void ARankThatEndsIsNamedAtOnce() {
+  for (const bool says_so : {false, true}) {
+    Peer peer;
+    auto outcome = Come(Make("jit_f", 0, "k=4"));
+    if (says_so) {
+      Message goodbye;
+      goodbye.kind = Kind::kGoodbye;
+      goodbye.text = "it raised ValueError: bad luck";
+      peer.Send(goodbye);
+    }
+    peer.Close();
+    CHECK_CONTAINS(outcome.get(), says_so ? "rank 1 has ended: it raised ValueError: bad luck" : "without a word");
+    CHECK_EQ(PeerStates()[0].is_clean, false);
+  }
+}
+
+// At the end of a program all leave, and wait for the others: what one of them sees meanwhile is the reason for all.
+void ALaterReasonReplacesAGoodEnd() {
+  Peer peer;
+  Message goodbye;
+  goodbye.kind = Kind::kGoodbye;
+  for (const char* text : {"", "rank 2 has ended without a word"}) {
+    goodbye.text = text;
+    peer.Send(goodbye);
+  }
+  auto outcome = Come(Make("jit_f", 0, "k=4"));
+  CHECK_CONTAINS(outcome.get(), "rank 1 has ended");
+  for (int i = 0; i < 200 && PeerStates()[0].is_clean; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+  CHECK_EQ(PeerStates()[0].gone, "has ended: rank 2 has ended without a word");
+}
+
+void WhatAPeerGivesUpIsGivenUpHere() {
+  Peer peer;
+  const auto call = Make("jit_f", 0, "k=4");
+  Message failure;
+  failure.kind = Kind::kFailure;
+  failure.key = call->members[0].key;
+  failure.count = 1;
+  failure.text = "matmul at train.py:41: rank 2 has not come";
+  peer.Send(failure);
+  peer.Come(*call, 1);
+  std::this_thread::sleep_for(std::chrono::milliseconds(100));
+  CHECK_CONTAINS(Come(call).get(), "rank 2 has not come");
+}
+
+void AnInterruptEndsTheWaiting() {
+  int ends[2];
+  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends), 0);
+  {
+    Peer peer(true, ends[0]);
+    auto outcome = Come(Make("jit_f", 0, "k=4"));
+    const char number = 2;
+    CHECK_EQ(write(ends[1], &number, 1), 1);
+    CHECK_CONTAINS(outcome.get(), "interrupted by the user");
+  }
+  close(ends[0]);
+  close(ends[1]);
+}
+
+void TheEndFreesThoseWhoWait() {
+  std::future<std::string> outcome;
+  {
+    Peer peer;
+    outcome = Come(Make("jit_f", 0, "k=4"));
+  }
+  CHECK_CONTAINS(outcome.get(), "shut down");
+  CHECK_CONTAINS(Come(Make("jit_f", 0, "k=4")).get(), "shut down");
+}
+
+// Whoever waits goes on as XLA's threads compute, which take subnormal numbers as zero, as does whoever comes last.
+void AProgramResumesInTheStateInWhichItCame() {
+  struct Resumed {
+    FloatState state;
+    std::thread::id thread;
+  };
+  const FloatState keeping = FloatState::Current();
+  Peer peer;
+  const auto call = Make("jit_f", 0, "k=4"), missing = Make("jit_f", 1, "k=4");
+  const auto come = [](const std::shared_ptr<const CallSignature>& signature, const FloatState& state) {
+    auto promise = std::make_shared<std::promise<Resumed>>();
+    const ScopedFloatState scope(state);
+    Arrive(signature, 0,
+           [promise](const Status&) { promise->set_value({FloatState::Current(), std::this_thread::get_id()}); });
+    return promise->get_future();
+  };
+  for (uint64_t count = 1; count <= 8; ++count) {
+    const FloatState state = count & 2 ? keeping.Flushing() : keeping;
+    const bool is_last = count & 1;
+    if (is_last) peer.Come(*call, count);
+    if (is_last) std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    auto resumed = come(call, state);
+    if (!is_last) peer.Come(*call, count);
+    const Resumed found = resumed.get();
+    CHECK(found.state == state);
+    CHECK_EQ(found.thread == std::this_thread::get_id(), is_last);
+  }
+  CHECK(come(missing, keeping.Flushing()).get().state == keeping.Flushing());  // at the deadline
+  CHECK(FloatState::Current() == keeping);
+}
+
+void APlaceOutsideTheMeshIsRefused() {
+  std::string message;
+  Arrive(Make("jit_f", 0, ""), 7, [&message](const Status& status) { message = status.message(); });
+  CHECK_CONTAINS(message, "the mesh has no position 7");
+  CallSignature short_of_groups;
+  short_of_groups.devices = short_of_groups.processes = {0, 1};
+  CHECK_CONTAINS(Prepare(short_of_groups).status().message(), "got 2, 2 and 0");
+}
+
+// A process that nothing has connected yet is asked for once, and hears afterwards what it was told before.
+void AProcessIsConnectedWhenItIsNeeded() {
+  StartBarrier({0, 3, kTimeout, true, -1});
+  const auto call = Make("jit_f", 0, "k=4");
+  auto outcome = Come(call);
+  CHECK(WantedProcesses() == std::vector<int>{1});
+  WantProcesses({0, 1, 2, 3, -1});
+  CHECK(WantedProcesses() == std::vector<int>{2});
+  int ends[2];
+  CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+  ConnectPeer(1, ends[0]);
+  Message message;
+  std::string bytes(4096, '\0');
+  bytes.resize(static_cast<size_t>(read(ends[1], bytes.data(), bytes.size())));
+  CHECK(Decode(&bytes, &message) == Decoded::kMessage);
+  CHECK_EQ(message.count, uint64_t{1});
+  message.text = call->call + "\n" + call->fields;
+  bytes = Encode(message);
+  CHECK_EQ(write(ends[1], bytes.data(), bytes.size()), static_cast<ssize_t>(bytes.size()));
+  CHECK_EQ(outcome.get(), "");
+  StopBarrier();
+  CHECK(WantedProcesses().empty());
+  close(ends[1]);
+}
+
+void AProcessThatCannotBeConnectedIsNamedAtOnce() {
+  StartBarrier({0, 2, kTimeout, true, -1});
+  auto outcome = Come(Make("jit_f", 0, "k=4"));
+  LosePeer(1, "has ended: nothing listens at 127.0.0.1:9 any more");
+  CHECK_CONTAINS(outcome.get(), "rank 1 has ended: nothing listens");
+  StopBarrier();
+}
+
+// A second connection to the same process, and one of a process that the job has not, are closed.
+void AConnectionOfNoUseIsClosed() {
+  Peer peer;
+  for (int process : {0, 1, 2, -1}) {
+    int ends[2];
+    CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
+    ConnectPeer(process, ends[0]);
+    char byte;
+    CHECK_EQ(read(ends[1], &byte, 1), 0);
+    close(ends[1]);
+  }
+  auto outcome = Come(Make("jit_f", 0, "k=4"));
+  peer.Come(*Make("jit_f", 0, "k=4"), 1);
+  CHECK_EQ(outcome.get(), "");
+}
+
+int OpenDescriptors() {
+  int count = 0;
+  for (int fd = 0; fd < 4096; ++fd) count += fcntl(fd, F_GETFD) >= 0;
+  return count;
+}
+
+int ConnectTo(int port) {
+  const int fd = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  CHECK_EQ(connect(fd, reinterpret_cast<sockaddr*>(&address), sizeof(address)), 0);
+  return fd;
+}
+
+// Strangers come and go at the relay, some of them silent; the service is there, and then it is not.
+void TheRelayKeepsNoDescriptorOfAStranger() {
+  const int service = socket(AF_INET, SOCK_STREAM, 0);
+  sockaddr_in address = {};
+  address.sin_family = AF_INET;
+  address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+  socklen_t size = sizeof(address);
+  CHECK_EQ(bind(service, reinterpret_cast<sockaddr*>(&address), size), 0);
+  CHECK_EQ(listen(service, 64), 0);
+  CHECK_EQ(getsockname(service, reinterpret_cast<sockaddr*>(&address), &size), 0);
+  const StatusOr<int> relay = StartCoordinatorProxy("127.0.0.1", std::to_string(ntohs(address.sin_port)));
+  CHECK(relay.ok());
+  const auto settle = [](int before) {
+    for (int i = 0; i < 500 && OpenDescriptors() > before; ++i) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    CHECK_EQ(OpenDescriptors(), before);
+  };
+  const int before = OpenDescriptors();
+  CHECK_EQ(ServiceLostFor(), -1);
+  for (int i = 0; i < 500; ++i) {
+    const int stranger = ConnectTo(*relay), served = accept(service, nullptr, nullptr);
+    CHECK_EQ(write(stranger, "hello", 5), 5);
+    char bytes[5];
+    CHECK_EQ(recv(served, bytes, 5, MSG_WAITALL), 5);
+    close(i % 2 ? served : stranger);
+    for (int j = 0; i % 2 && j < 3; ++j) {  // the client is not told of the service's end, even where it writes
+      CHECK_EQ(write(stranger, "hello", 5), 5);
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+      CHECK_EQ(recv(stranger, bytes, 1, MSG_DONTWAIT), -1);
+    }
+    close(i % 2 ? stranger : served);
+  }
+  settle(before);
+  // Another process is turned away, silent or not.
+  const pid_t child = fork();
+  if (child == 0) {
+    int turned_away = 0;
+    char byte;
+    for (int i = 0; i < 500; ++i) {
+      const int stranger = ConnectTo(*relay);
+      turned_away += recv(stranger, &byte, 1, 0) <= 0;
+      close(stranger);
+    }
+    _exit(turned_away == 500 ? 0 : 1);
+  }
+  int status = 1;
+  CHECK_EQ(waitpid(child, &status, 0), child);
+  CHECK_EQ(status, 0);
+  settle(before);
+  CHECK(ServiceLostFor() >= 0);
+  close(service);
+  for (int i = 0; i < 500; ++i) close(ConnectTo(*relay));
+  settle(before - 1);
+}
+
+}  // namespace
+}  // namespace jaxmp
+
+int main() {
+  jaxmp::WhoeverComesLastFreesBoth();
+  jaxmp::IndependentCallsMayComeInAnyOrder();
+  jaxmp::DifferentFieldsAreNamed();
+  jaxmp::WithoutComparingFieldsMayDiffer();
+  jaxmp::OtherProgramsThatWaitForEachOtherAreNamed();
+  jaxmp::AMissingRankIsNamedAtTheDeadline();
+  jaxmp::ARankThatEndsIsNamedAtOnce();
+  jaxmp::ALaterReasonReplacesAGoodEnd();
+  jaxmp::WhatAPeerGivesUpIsGivenUpHere();
+  jaxmp::AnInterruptEndsTheWaiting();
+  jaxmp::TheEndFreesThoseWhoWait();
+  jaxmp::AProgramResumesInTheStateInWhichItCame();
+  jaxmp::APlaceOutsideTheMeshIsRefused();
+  jaxmp::AProcessIsConnectedWhenItIsNeeded();
+  jaxmp::AProcessThatCannotBeConnectedIsNamedAtOnce();
+  jaxmp::AConnectionOfNoUseIsClosed();
+  jaxmp::TheRelayKeepsNoDescriptorOfAStranger();
+  return jaxmp::check::summary("process_barrier");
+}
