@@ -30,7 +30,7 @@ from jaxmp._src.runtime.peers import Peers
 __all__ = ["DistributedError", "initialize", "shutdown"]
 
 # JAX's own watch ends a process whose peer is gone, without an exception; ours speaks first.
-_NO_HEARTBEAT = 10**6
+_NO_HEARTBEAT = 10**6  # seconds
 # What a process may take to end after a failure until the system ends it.
 _GRACE = 10
 _POLL = 0.05
@@ -51,6 +51,7 @@ class _State:
     def __init__(self, process: int, nprocesses: int, timeout: float, interrupts: tuple[socket.socket, ...]):
         self.process, self.nprocesses, self.timeout, self.interrupts = process, nprocesses, timeout, interrupts
         self.peers: Peers | None = None  # until it has met them
+        self.generation = 0
         self.reason = ""  # why this process cannot end well
 
 
@@ -145,8 +146,11 @@ def _join(state: _State, host: str, timeout: int) -> None:
     global _generation
     native, interrupts = native_lib.extension(), state.interrupts
     meet = functools.partial(bootstrap.meet, host, state.process, state.nprocesses, _generation, timeout, state.timeout)
-    meeting = _on_waiter(meet, lambda: native.service_lost_for() >= 0 and f"initialize: {_NO_STORE}")
-    _generation += 1
+    try:
+        meeting = _on_waiter(meet, lambda: native.service_lost_for() >= 0 and f"initialize: {_NO_STORE}")
+    except jax.errors.JaxRuntimeError as error:
+        raise DistributedError(f"initialize: the processes did not all meet within {timeout} s ({error})") from error
+    state.generation, _generation = _generation, _generation + 1
     state.peers = meeting.peers
     native_lib.start_barrier(
         state.process,
@@ -336,25 +340,31 @@ def _watched(wait: Callable[[], Any]) -> Any:
     ends meanwhile, the others wait for half a minute, and for rank 0 without end. The same holds for collectives that
     are none of jaxmp's.
     """
-    return wait() if _state is None else _on_waiter(wait, _Watch(_state, _SETTLES).overdue)
+    if (state := _state) is None:
+        return wait()
+    return _on_waiter(wait, _Watch(state, _SETTLES, state.timeout + _SETTLES).overdue)
 
 
 class _Watch:
-    """How long one wait has gone on, and what has gone wrong meanwhile; `grace`: seconds for others to say it first."""
+    """How long one wait has gone on, and what has gone wrong meanwhile.
 
-    def __init__(self, state: _State, grace: float):
-        self._state, self._grace, self._failed = state, grace, 0.0
-        self.started = time.monotonic()
+    It is overdue `after_failure` seconds after a call has failed, and `after_loss` after a peer has gone, or fallen
+    silent.
+    """
+
+    def __init__(self, state: _State, after_failure: float, after_loss: float):
+        self._state, self._after_failure, self._after_loss = state, after_failure, after_loss
+        self._started, self._failed = time.monotonic(), 0.0
 
     def overdue(self) -> str:
         """Why there is no use in waiting any longer, or ""."""
         native, now = native_lib.extension(), time.monotonic()
-        waited = now - self.started
+        waited = now - self._started
         if failure := native.barrier_failure():
             self._failed = self._failed or now
-            return failure if min(now - self._failed, waited) > self._grace else ""
+            return failure if min(now - self._failed, waited) > self._after_failure else ""
         for what, seconds in _troubles(native):
-            if min(seconds, waited) > self._state.timeout + self._grace:
+            if min(seconds, waited) > self._after_loss:
                 call = native.last_call() or "a collective"
                 return f"{call}: {what}; rank {self._state.process} has waited for {waited:.3g} s (JAXMP_TIMEOUT)"
         return ""
@@ -379,14 +389,15 @@ def _guard_main_thread(state: _State) -> None:
     """
     own = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, jaxlib))
     main = threading.main_thread().ident
-    watch, place = _Watch(state, 2 * _SETTLES), None
+    patience = state.timeout + 2 * _SETTLES  # a wait for an array has given up by then
+    watch, place = _Watch(state, patience, patience), None
     while _state is state:
         time.sleep(_WATCH)
         frame = sys._current_frames().get(main or 0)
         seen = frame and (frame.f_code, frame.f_lasti)
         is_in_jax = frame is not None and frame.f_code.co_filename.startswith(own)
         if not is_in_jax or seen != place:
-            watch, place = _Watch(state, 2 * _SETTLES), seen
+            watch, place = _Watch(state, patience, patience), seen
         elif why := watch.overdue():
             print(f"jaxmp.DistributedError: rank {state.process}: {why}", file=sys.stderr, flush=True)
             native_lib.extension().leave_barrier(why[:500])
@@ -398,19 +409,27 @@ def _guard_main_thread(state: _State) -> None:
 
 
 def _farewell(state: _State) -> str:
-    """Leave with all others; the reason why that is not possible, or ""."""
+    """Leave with all others, for as long as they take; the reason why that is not possible, or "".
+
+    A process knows its neighbours and the groups of its calls, so JAX's store says when all are here.
+    """
     native = native_lib.extension()
     native.leave_barrier("")
-    while True:
-        peers = native.peers()
-        for i, peer in peers.items():
-            if peer["gone"] and not peer["is_clean"]:
-                return f"rank {i} {peer['gone']}"
-            if not peer["gone"] and peer["silence"] > state.timeout:
-                return f"rank {i} {_SILENT}"
-        if all(peer["gone"] for peer in peers.values()):
-            return ""
-        time.sleep(_POLL)
+    client, key = jax_compat.distributed_client(), f"jaxmp/{state.generation}/end"
+
+    def why_not() -> str:
+        for what, seconds in _troubles(native):
+            if _SILENT not in what or seconds > state.timeout:
+                return what
+        return ""
+
+    try:
+        _on_waiter(lambda: client.wait_at_barrier(key, _NO_HEARTBEAT * 1000), why_not)
+    except DistributedError as error:
+        return str(error)
+    except jax.errors.JaxRuntimeError as error:
+        return f"the processes did not all leave ({error})"
+    return ""
 
 
 def _at_exit() -> None:
