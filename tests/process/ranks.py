@@ -261,6 +261,14 @@ def begin_again():
         print("AFTER", error)
 
 
+def end_late():
+    """One rank ends long after the others, which are not all connected with it."""
+    initialize()
+    print("NEIGHBOURS", *sorted(jaxmp._src.runtime.native.extension().peers()))
+    if PROCESS == 3:
+        time.sleep(1.5 * float(os.environ["JAXMP_TIMEOUT"]))
+
+
 def wait_for_a_signal():
     """The victim computes nothing and sleeps; the others wait for it in a call."""
     initialize()
@@ -332,6 +340,7 @@ SCENARIOS = {
     "strangers": strangers_at_the_start,
     "version": other_version,
     "begin-again": begin_again,
+    "late-end": end_late,
     "signal": wait_for_a_signal,
     "groups": many_groups_and_loops,
 }

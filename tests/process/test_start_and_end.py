@@ -31,6 +31,13 @@ def test_strangers_at_the_start_are_no_peers(tmp_path):
         assert int(re.search(r"^STRANGERS (\d+)$", rank.log, flags=re.M)[1]) >= 40, job.all_logs()
 
 
+def test_a_rank_that_ends_late_is_waited_for_by_all(tmp_path):
+    """JAX itself waits for JAXMP_TIMEOUT seconds at the end, and then ends the others with an error."""
+    job, ranks = run(tmp_path, "late-end", 8)
+    assert [rank.status for rank in ranks] == [0] * 8, job.all_logs()
+    assert "NEIGHBOURS 1 2 4 6 7\n" in ranks[0].log, job.all_logs()
+
+
 def test_groups_loops_and_sub_meshes_do_not_mix(tmp_path):
     job, ranks = run(tmp_path, "groups", 4)
     assert [rank.status for rank in ranks] == [0] * 4, job.all_logs()
