@@ -110,8 +110,8 @@ def initialize(
     # gloo's time for a call that all have come to; without it half an hour.
     add_xla_flag("xla_cpu_collective_timeout_seconds", str(max(1, round(seconds))))
     if process_id != 0 and not jax_compat.uses_mutual_tls():
-        relay = native_lib.extension().start_coordinator_proxy(host.strip("[]"), port)
-        coordinator_address = f"127.0.0.1:{relay}"
+        proxy_port = native_lib.extension().start_coordinator_proxy(host.strip("[]"), port)
+        coordinator_address = f"127.0.0.1:{proxy_port}"
     try:
         jax.distributed.initialize(
             coordinator_address,

@@ -1,7 +1,7 @@
-// A relay between this process and JAX's coordination service.
+// A proxy between this process and JAX's coordination service.
 //
 // JAX's client ends its process (abort) as soon as the connection to the service breaks, which is when process 0 dies:
-// no exception, no name. Behind a relay the connection stays open, and the process barrier says who is missing.
+// no exception, no name. Behind a proxy the connection stays open, and the process barrier says who is missing.
 #ifndef JAXMP_BARRIER_COORDINATOR_PROXY_H_
 #define JAXMP_BARRIER_COORDINATOR_PROXY_H_
 

@@ -199,9 +199,9 @@ nb::dict PeerDicts() {
 }
 
 int StartCoordinatorProxyTo(const std::string& host, const std::string& port) {
-  const StatusOr<int> relay = StartCoordinatorProxy(host, port);
-  ThrowIfError(relay.status());
-  return *relay;
+  const StatusOr<int> port_of_proxy = StartCoordinatorProxy(host, port);
+  ThrowIfError(port_of_proxy.status());
+  return *port_of_proxy;
 }
 
 nb::bytes CallExchange(const std::string& key, const std::optional<nb::bytes>& value, double timeout) {
