@@ -342,8 +342,8 @@ int ConnectTo(int port) {
   return fd;
 }
 
-// Strangers come and go at the relay, some of them silent; the service is there, and then it is not.
-void TheRelayKeepsNoDescriptorOfAStranger() {
+// Strangers come and go at the proxy, some of them silent; the service is there, and then it is not.
+void TheProxyKeepsNoDescriptorOfAStranger() {
   const int service = socket(AF_INET, SOCK_STREAM, 0);
   sockaddr_in address = {};
   address.sin_family = AF_INET;
@@ -352,8 +352,8 @@ void TheRelayKeepsNoDescriptorOfAStranger() {
   CHECK_EQ(bind(service, reinterpret_cast<sockaddr*>(&address), size), 0);
   CHECK_EQ(listen(service, 64), 0);
   CHECK_EQ(getsockname(service, reinterpret_cast<sockaddr*>(&address), &size), 0);
-  const StatusOr<int> relay = StartCoordinatorProxy("127.0.0.1", std::to_string(ntohs(address.sin_port)));
-  CHECK(relay.ok());
+  const StatusOr<int> port = StartCoordinatorProxy("127.0.0.1", std::to_string(ntohs(address.sin_port)));
+  CHECK(port.ok());
   const auto settle = [](int before) {
     for (int i = 0; i < 500 && OpenDescriptors() > before; ++i) {
       std::this_thread::sleep_for(std::chrono::milliseconds(10));
@@ -363,7 +363,7 @@ void TheRelayKeepsNoDescriptorOfAStranger() {
   const int before = OpenDescriptors();
   CHECK_EQ(ServiceLostFor(), -1);
   for (int i = 0; i < 500; ++i) {
-    const int stranger = ConnectTo(*relay), served = accept(service, nullptr, nullptr);
+    const int stranger = ConnectTo(*port), served = accept(service, nullptr, nullptr);
     CHECK_EQ(write(stranger, "hello", 5), 5);
     char bytes[5];
     CHECK_EQ(recv(served, bytes, 5, MSG_WAITALL), 5);
@@ -382,7 +382,7 @@ void TheRelayKeepsNoDescriptorOfAStranger() {
     int turned_away = 0;
     char byte;
     for (int i = 0; i < 500; ++i) {
-      const int stranger = ConnectTo(*relay);
+      const int stranger = ConnectTo(*port);
       turned_away += recv(stranger, &byte, 1, 0) <= 0;
       close(stranger);
     }
@@ -394,7 +394,7 @@ void TheRelayKeepsNoDescriptorOfAStranger() {
   settle(before);
   CHECK(ServiceLostFor() >= 0);
   close(service);
-  for (int i = 0; i < 500; ++i) close(ConnectTo(*relay));
+  for (int i = 0; i < 500; ++i) close(ConnectTo(*port));
   settle(before - 1);
 }
 
@@ -418,6 +418,6 @@ int main() {
   jaxmp::AProcessIsConnectedWhenItIsNeeded();
   jaxmp::AProcessThatCannotBeConnectedIsNamedAtOnce();
   jaxmp::AConnectionOfNoUseIsClosed();
-  jaxmp::TheRelayKeepsNoDescriptorOfAStranger();
+  jaxmp::TheProxyKeepsNoDescriptorOfAStranger();
   return jaxmp::check::summary("process_barrier");
 }
