@@ -4,7 +4,7 @@ import importlib.metadata as _metadata
 
 from jaxmp import distributed, quantize, reference
 from jaxmp._src.explain.explain import Explanation, explain
-from jaxmp._src.lowering import rules as _rules  # noqa: F401
+from jaxmp._src.lowering import rules as _rules  # noqa: F401  registers the lowerings
 from jaxmp._src.ops.block_cyclic import BlockCyclicArray, from_block_cyclic, to_block_cyclic
 from jaxmp._src.ops.dot_general import dot_general
 from jaxmp._src.ops.einsum import einsum
@@ -18,12 +18,12 @@ from jaxmp._src.ops.matmul import (
     mlp,
 )
 from jaxmp._src.ops.scaled_matmul import scaled_matmul
-from jaxmp._src.primitive import batching as _batching  # noqa: F401
-from jaxmp._src.primitive import jvp as _jvp  # noqa: F401
+from jaxmp._src.primitive import batching as _batching  # noqa: F401  registers its rules
+from jaxmp._src.primitive import jvp as _jvp  # noqa: F401  registers its rules
 from jaxmp._src.primitive.primitives import dots_saveable
 from jaxmp._src.runtime import config as _config
 from jaxmp._src.runtime.native import plan_cache_clear, plan_cache_info, register
-from jaxmp._src.sharding import partitioner as _partitioner  # noqa: F401
+from jaxmp._src.sharding import partitioner as _partitioner  # noqa: F401  registers its rule
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.low_precision import Scales
 from jaxmp._src.spec.process_grid import BlockCyclic

@@ -7,42 +7,32 @@ import contextlib
 import functools
 import logging
 import os
-import queue
 import re
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 import jax
-import jaxlib
 
 from jaxmp._src.primitive.collectives import process_barrier_p
 from jaxmp._src.primitive.primitives import batched_matmul_epilog_p, batched_matmul_p, matmul_epilog_p, matmul_p
-from jaxmp._src.runtime import bootstrap, jax_compat
+from jaxmp._src.runtime import bootstrap, jax_compat, watch
 from jaxmp._src.runtime import native as native_lib
 from jaxmp._src.runtime.config import add_xla_flag, config, parse_timeout
 from jaxmp._src.runtime.peers import Peers
+from jaxmp._src.runtime.watch import DistributedError
 
 __all__ = ["DistributedError", "initialize", "shutdown"]
 
 # JAX's own watch ends a process whose peer is gone, without an exception; ours speaks first.
-_NO_HEARTBEAT = 10**6  # seconds
+_NO_HEARTBEAT = 10**6  # seconds; of other waits of JAX's too
 # What a process may take to end after a failure until the system ends it.
 _GRACE = 10
 _POLL = 0.05
-# How often a wait for an array looks after the peers, and by how much a known failure may run ahead of the error.
-_WATCH = 0.25
-_SETTLES = 1.5
-_NO_STORE = "rank 0 has ended, and JAX's coordination service with it"
-_SILENT = "does not answer: it is stopped, or its machine or network is gone"
-
-
-class DistributedError(RuntimeError):
-    """A process of the job is missing, stuck, or runs another program; the message names it and the call."""
 
 
 class _State:
@@ -87,9 +77,10 @@ def initialize(
       timeout: seconds after which a process that has not come to a call is missing; JAXMP_TIMEOUT (60) by default.
 
     Raises:
-      RuntimeError: called twice, or after the backend exists, or there is neither a launcher nor the arguments.
+      RuntimeError: called twice, or after the backend exists, or there is neither a launcher nor the arguments, or
+        rank 0 cannot listen at the coordinator's address.
       ImportError: mpi4py is missing under mpiexec.
-      ValueError: arguments that do not go together.
+      ValueError: arguments that do not go together, or a host that cannot be resolved.
       DistributedError: processes are missing, or run other versions of jaxmp or JAX.
 
     >>> import jaxmp
@@ -109,35 +100,41 @@ def initialize(
     host, _, port = coordinator_address.rpartition(":")
     # gloo's time for a call that all have come to; without it half an hour.
     add_xla_flag("xla_cpu_collective_timeout_seconds", str(max(1, round(seconds))))
+    bind_address = bootstrap.bind_address(host, int(port)) if process_id == 0 else None
     if process_id != 0 and not jax_compat.uses_mutual_tls():
         proxy_port = native_lib.extension().start_coordinator_proxy(host.strip("[]"), port)
         coordinator_address = f"127.0.0.1:{proxy_port}"
-    try:
-        jax.distributed.initialize(
-            coordinator_address,
-            num_processes,
-            process_id,
-            local_device_ids=local_device_ids,
-            cluster_detection_method="deactivate",
-            coordinator_bind_address=bootstrap.bind_address(host, port) if process_id == 0 else None,
-            initialization_timeout=initialization_timeout,
-            heartbeat_timeout_seconds=_NO_HEARTBEAT,
-            shutdown_timeout_seconds=max(1, round(seconds)),
-        )
-    except jax.errors.JaxRuntimeError as error:
-        raise DistributedError(
-            f"initialize: rank {process_id} did not meet all {num_processes} processes at {host}:{port} within "
-            f"{initialization_timeout} s; look for one that did not start ({error})"
-        ) from error
+    connect = functools.partial(
+        jax.distributed.initialize,
+        coordinator_address,
+        num_processes,
+        process_id,
+        local_device_ids=local_device_ids,
+        cluster_detection_method="deactivate",
+        coordinator_bind_address=bind_address,
+        initialization_timeout=_NO_HEARTBEAT,  # at its end JAX would abort
+        heartbeat_timeout_seconds=_NO_HEARTBEAT,
+        shutdown_timeout_seconds=max(1, round(seconds)),
+    )
     _state = _State(process_id, num_processes, seconds, _watch_interrupts())
     _set_hooks()
     jax_compat.require_devices(
         (matmul_p, matmul_epilog_p, batched_matmul_p, batched_matmul_epilog_p, process_barrier_p)
     )
     try:
+        deadline = time.monotonic() + initialization_timeout
+        missing = (
+            f"initialize: rank {process_id} did not meet all {num_processes} processes at {host}:{port} within "
+            f"{initialization_timeout} s; look for one that did not start"
+        )
+        watch.on_waiter(connect, lambda: missing if time.monotonic() > deadline else "")
         _join(_state, host, initialization_timeout)
     except DistributedError as error:
         _state.reason = str(error)
+        raise
+    except Exception:  # JAX refuses, and nothing has begun
+        _close(_state)
+        _state = None
         raise
 
 
@@ -147,7 +144,9 @@ def _join(state: _State, host: str, timeout: int) -> None:
     native, interrupts = native_lib.extension(), state.interrupts
     meet = functools.partial(bootstrap.meet, host, state.process, state.nprocesses, _generation, timeout, state.timeout)
     try:
-        meeting = _on_waiter(meet, lambda: native.service_lost_for() >= 0 and f"initialize: {_NO_STORE}")
+        meeting = watch.on_waiter(
+            meet, lambda: f"initialize: {watch.NO_STORE}" if native.service_lost_for() >= 0 else ""
+        )
     except jax.errors.JaxRuntimeError as error:
         raise DistributedError(f"initialize: the processes did not all meet within {timeout} s ({error})") from error
     state.generation, _generation = _generation, _generation + 1
@@ -160,7 +159,8 @@ def _join(state: _State, host: str, timeout: int) -> None:
         interrupts[0].fileno() if interrupts else -1,
     )
     meeting.peers.start(native.wanted_processes, meeting.address_of, native.connect_peer, native.lose_peer)
-    threading.Thread(target=_guard_main_thread, args=(state,), name="jaxmp-guard", daemon=True).start()
+    guard = functools.partial(watch.guard_main_thread, state.process, state.timeout, lambda: _state is state)
+    threading.Thread(target=guard, name="jaxmp-guard", daemon=True).start()
     neighbours = bootstrap.neighbours(state.process, state.nprocesses)
     native.want_processes(neighbours)
     missing = meeting.peers.wait_for(neighbours, _GRACE if meeting.refusal else timeout)
@@ -276,6 +276,13 @@ def _translated(error: Exception) -> Exception | None:
     return DistributedError(f"{native.last_call() or 'a collective'}: {_why_transport_failed(native)} ({text})")
 
 
+def _watched(wait: Callable[[], Any]) -> Any:
+    """`wait()`, or a DistributedError where a peer is gone and the wait goes on."""
+    if (state := _state) is None:
+        return wait()
+    return watch.wait_for(wait, state.process, state.timeout)
+
+
 def _why_transport_failed(native) -> str:
     """Who is to blame for a collective that failed half-way: a peer whose end is about to be known, or a silent one."""
     deadline = time.monotonic() + 1
@@ -287,122 +294,8 @@ def _why_transport_failed(native) -> str:
         if time.monotonic() > deadline:
             break
         time.sleep(_POLL)
-    silent = [f"rank {i} {_SILENT}" for i, peer in peers.items() if peer["silence"] > 3 * 1.5]
+    silent = [f"rank {i} {watch.SILENT}" for i, peer in peers.items() if peer["silence"] > 3 * 1.5]
     return ", ".join(silent) or "the transport gave up, though every process answers"
-
-
-# A wait that no end of a peer ends --------------------------------------------------------------------------------
-
-
-class _Waiter(threading.Thread):
-    """A thread that waits for arrays, so that the thread that asks for it can give up."""
-
-    def __init__(self):
-        super().__init__(name="jaxmp-wait", daemon=True)
-        self.work: queue.SimpleQueue = queue.SimpleQueue()
-        self.start()
-
-    def run(self):
-        while True:
-            wait, done = self.work.get()
-            try:
-                done.put((wait(), None))
-            except BaseException as error:  # handed on as it is
-                done.put((None, error))
-            del wait, done  # the array they hold
-
-
-_idle_waiters: list[_Waiter] = []
-
-
-def _on_waiter(wait: Callable[[], Any], why_not: Callable[[], str | Literal[False]]) -> Any:
-    """`wait()` on a thread of its own, given up with a DistributedError once `why_not()` says why."""
-    waiter = _idle_waiters.pop() if _idle_waiters else _Waiter()
-    done: queue.SimpleQueue = queue.SimpleQueue()
-    waiter.work.put((wait, done))
-    while True:
-        try:
-            result, error = done.get(timeout=_WATCH)
-            break
-        except queue.Empty:
-            if why := why_not():
-                raise DistributedError(why) from None
-    _idle_waiters.append(waiter)
-    if error is not None:
-        raise error
-    return result
-
-
-def _watched(wait: Callable[[], Any]) -> Any:
-    """`wait()`, or a DistributedError where a peer is gone and the wait goes on.
-
-    XLA opens the transport of a set of devices when its first collective runs, by way of rank 0's store: where a rank
-    ends meanwhile, the others wait for half a minute, and for rank 0 without end. The same holds for collectives that
-    are none of jaxmp's.
-    """
-    if (state := _state) is None:
-        return wait()
-    return _on_waiter(wait, _Watch(state, _SETTLES, state.timeout + _SETTLES).overdue)
-
-
-class _Watch:
-    """How long one wait has gone on, and what has gone wrong meanwhile.
-
-    It is overdue `after_failure` seconds after a call has failed, and `after_loss` after a peer has gone, or fallen
-    silent.
-    """
-
-    def __init__(self, state: _State, after_failure: float, after_loss: float):
-        self._state, self._after_failure, self._after_loss = state, after_failure, after_loss
-        self._started, self._failed = time.monotonic(), 0.0
-
-    def overdue(self) -> str:
-        """Why there is no use in waiting any longer, or ""."""
-        native, now = native_lib.extension(), time.monotonic()
-        waited = now - self._started
-        if failure := native.barrier_failure():
-            self._failed = self._failed or now
-            return failure if min(now - self._failed, waited) > self._after_failure else ""
-        for what, seconds in _troubles(native):
-            if min(seconds, waited) > self._after_loss:
-                call = native.last_call() or "a collective"
-                return f"{call}: {what}; rank {self._state.process} has waited for {waited:.3g} s (JAXMP_TIMEOUT)"
-        return ""
-
-
-def _troubles(native) -> Iterator[tuple[str, float]]:
-    """(what, for how many seconds) of every peer that is gone without a good end, or silent."""
-    for i, peer in native.peers().items():
-        if not peer["gone"]:
-            yield f"rank {i} {_SILENT}", peer["silence"]
-        elif not peer["is_clean"]:
-            yield f"rank {i} {peer['gone']}", peer["gone_for"]
-    if (seconds := native.service_lost_for()) >= 0:
-        yield _NO_STORE, seconds
-
-
-def _guard_main_thread(state: _State) -> None:
-    """End the process, with the error, where the main thread is stuck within JAX because of a peer.
-
-    JAX asks rank 0's store while it starts its backend, and runs short programs with XLA's own collectives as they are
-    called. No exception can be raised into either.
-    """
-    own = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, jaxlib))
-    main = threading.main_thread().ident
-    patience = state.timeout + 2 * _SETTLES  # a wait for an array has given up by then
-    watch, place = _Watch(state, patience, patience), None
-    while _state is state:
-        time.sleep(_WATCH)
-        frame = sys._current_frames().get(main or 0)
-        seen = frame and (frame.f_code, frame.f_lasti)
-        is_in_jax = frame is not None and frame.f_code.co_filename.startswith(own)
-        if not is_in_jax or seen != place:
-            watch, place = _Watch(state, patience, patience), seen
-        elif why := watch.overdue():
-            print(f"jaxmp.DistributedError: rank {state.process}: {why}", file=sys.stderr, flush=True)
-            native_lib.extension().leave_barrier(why[:500])
-            os._exit(1)
-        del frame
 
 
 # The end --------------------------------------------------------------------------------------------------------
@@ -411,20 +304,28 @@ def _guard_main_thread(state: _State) -> None:
 def _farewell(state: _State) -> str:
     """Leave with all others, for as long as they take; the reason why that is not possible, or "".
 
-    A process knows its neighbours and the groups of its calls, so JAX's store says when all are here.
+    A process knows its neighbours and the groups of its calls, so JAX's store says when all are here. It first does
+    what it has dispatched, for which others wait.
     """
     native = native_lib.extension()
+    try:
+        for array in jax_compat.after_dispatched_programs():
+            watch.wait_for(array.block_until_ready, state.process, state.timeout)
+    except DistributedError as error:
+        return str(error)
+    if failure := native.barrier_failure():
+        return str(failure)
     native.leave_barrier("")
     client, key = jax_compat.distributed_client(), f"jaxmp/{state.generation}/end"
 
     def why_not() -> str:
-        for what, seconds in _troubles(native):
-            if _SILENT not in what or seconds > state.timeout:
+        for what, seconds in watch.troubles():
+            if watch.SILENT not in what or seconds > state.timeout:
                 return what
         return ""
 
     try:
-        _on_waiter(lambda: client.wait_at_barrier(key, _NO_HEARTBEAT * 1000), why_not)
+        watch.on_waiter(lambda: client.wait_at_barrier(key, _NO_HEARTBEAT * 1000), why_not)
     except DistributedError as error:
         return str(error)
     except jax.errors.JaxRuntimeError as error:

@@ -169,6 +169,12 @@ def dies_while_all_meet():
     initialize()
 
 
+def one_never_starts():
+    if not IS_VICTIM:
+        fault()
+        initialize(initialization_timeout=3)
+
+
 def strangers_at_the_start():
     """Before a rank answers anybody, strangers wait at its port, silent and loud."""
     start, kept = jaxmp._src.runtime.bootstrap.Peers.start, []
@@ -252,13 +258,28 @@ def begin_again():
     initialize(timeout=5)
     check(product(*operands(make_mesh())), 48)
     try:
-        jax.jit(product)(*operands(make_mesh()))
+        jax.jit(product)(*operands(make_mesh()))  # nobody waits for it
     finally:
         jaxmp.distributed.shutdown()
     try:
         initialize()
     except RuntimeError as error:
         print("AFTER", error)
+
+
+def end_ahead_of_the_result():
+    """One rank starts a call, after a second of other work, and ends without waiting for it; the others wait."""
+    initialize()
+    a, b = operands(make_mesh())
+    check(product(a, b), 48)
+    with jax.set_mesh(jax.make_mesh((1,), ("own",), devices=jax.local_devices())):
+        x = jnp.ones((1024, 1024))
+        work = jax.jit(lambda x: jax.lax.fori_loop(0, 100, lambda _, y: jnp.sin(y @ y), x)).lower(x).compile()
+    if PROCESS == 0:
+        work(x)
+    d = product(a, b)
+    if PROCESS != 0:
+        check(d, 48)
 
 
 def end_late():
@@ -337,9 +358,12 @@ SCENARIOS = {
     "opening": dies_while_the_transport_opens,
     "backend": dies_while_backends_start,
     "meeting": dies_while_all_meet,
+    "absent": one_never_starts,
+    "absent-of-rank-0": one_never_starts,
     "strangers": strangers_at_the_start,
     "version": other_version,
     "begin-again": begin_again,
+    "early-end": end_ahead_of_the_result,
     "late-end": end_late,
     "signal": wait_for_a_signal,
     "groups": many_groups_and_loops,

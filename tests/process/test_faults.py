@@ -9,11 +9,14 @@ from pathlib import Path
 import pytest
 from job import SIGINT, TIMEOUT, Job, run
 
-CALL = "matmul at ranks.py:" + next(
-    str(number)
-    for number, line in enumerate((Path(__file__).parent / "ranks.py").read_text().splitlines(), 1)
-    if line.endswith("# THE CALL")
-)
+
+def call_at(mark):
+    """The matmul in ranks.py whose line ends with `# mark`, as messages name it."""
+    lines = (Path(__file__).parent / "ranks.py").read_text().splitlines()
+    return f"matmul at ranks.py:{next(number for number, line in enumerate(lines, 1) if line.endswith(f'# {mark}'))}"
+
+
+CALL, STEP = call_at("THE CALL"), call_at("THE STEP")
 # Beyond the deadline itself: two processors that four ranks and other work share.
 SLACK = 3.0
 
@@ -57,15 +60,6 @@ def test_stopped_rank_0_is_missing_at_the_deadline(tmp_path):
 
 # Ahead of the first step there is no transport yet, and every rank still has to compile.
 COMPILES = 10.0
-STEP = (
-    CALL.rpartition(":")[0]
-    + ":"
-    + next(
-        str(number)
-        for number, line in enumerate((Path(__file__).parent / "ranks.py").read_text().splitlines(), 1)
-        if line.endswith("# THE STEP")
-    )
-)
 
 
 @pytest.mark.parametrize(

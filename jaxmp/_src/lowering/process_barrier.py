@@ -11,6 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.matmul_spec import MatmulSpec, global_extents
 
 # XLA's partitioner has each call lowered as a program of its own, all of this name and in no order of ours.
@@ -19,8 +20,6 @@ _PARTITIONED = "tmp_xla_computation"
 # call and not out of waiting for the result, and JAX's fast path makes a ValueError of it. This many more operations
 # make every program wait for its turn, in a microsecond.
 _UNCHEAP = 1024
-
-
 # Every mesh axis as (name, size).
 MeshAxes = tuple[tuple[str, int], ...]
 
@@ -97,7 +96,6 @@ class Site:
     span: Span
     program: str
     index: int
-
     axes: MeshAxes
 
     def barrier(self, call: str, fields: dict[str, Any], operands):
@@ -109,11 +107,13 @@ class Site:
         native.register()
         position = lax.axis_index(tuple(name for name, _ in self.axes)).astype(np.int32)
         position = position + lax.reduce_min(lax.iota(np.int32, _UNCHEAP) * position, axes=(0,))  # adds 0
-        results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
+        moved = [low_precision.as_moved(x) for x in operands]
+        results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in moved]
         aliases = {i: i for i in range(len(results))}
         with jax.enable_x64(True):  # attributes are 64-bit
             wait = jax.ffi.ffi_call(native.BARRIER_TARGET, results, input_output_aliases=aliases)
-            return wait(*operands, position, **self.attributes(call, fields))
+            waited = wait(*moved, position, **self.attributes(call, fields))
+        return [low_precision.from_moved(x, like.dtype) for x, like in zip(waited, operands, strict=True)]
 
     def attributes(self, call: str, fields: dict[str, Any]) -> dict[str, Any]:
         described = "\n".join(f"{name}={value}" for name, value in fields.items())

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ from jaxmp._src.primitive.primitives import (
 )
 from jaxmp._src.runtime import jax_compat, native
 from jaxmp._src.runtime.jax_compat import mlir
-from jaxmp._src.spec import epilogs, low_precision
+from jaxmp._src.spec import epilogs
 from jaxmp._src.spec.activations import multiply_by_slope
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import (
@@ -157,8 +158,7 @@ def _rule(platform: str, is_multiple: bool):
                 outputs = _fused_matmul(a, b, *extra, spec=chosen, capabilities=capabilities(), devices=devices)
             elif spec.is_invariant:
                 if site:
-                    moved = _barrier(site, spec, a, b, [low_precision.as_moved(x) for x in (a, b)])
-                    a, b = (low_precision.from_moved(x, like.dtype) for x, like in zip(moved, (a, b), strict=True))
+                    a, b = _barrier(site, spec, a, b, [a, b])
                 outputs = _gathered_matmul(a, b, *extra, spec=spec, capabilities=capabilities())
             else:
                 local_product = _host_product if choice.implementation == "host+xla" else None
@@ -189,7 +189,9 @@ def _batched_rule(platform: str, primitive):
             if not is_one_product:
                 return lax.map(lambda each: one.bind(*each, spec=spec), operands)
             if site:
-                operands = (*_batched_barrier(site, spec, *operands[:2]), *operands[2:])
+                a, b, *rest = operands
+                fields = {"batch": a.shape[0]}
+                operands = (*_barrier(site, spec, a[0], b[0], [a, b], fields), *rest)
             outputs = jax.vmap(functools.partial(xla_matmul.matmul, spec=spec, platform=platform))(*operands)
             return outputs if is_multiple else outputs[0]
 
@@ -199,15 +201,10 @@ def _batched_rule(platform: str, primitive):
     return rule
 
 
-def _barrier(site: process_barrier.Site, spec: MatmulSpec, a, b, operands):
-    """`operands` once every process of the group has come to a call of this spec on shards like `a` and `b`."""
-    return site.barrier(spec.line or "matmul", process_barrier.fields(spec, a, b), operands)
-
-
-def _batched_barrier(site: process_barrier.Site, spec: MatmulSpec, a, b):
-    fields = {"batch": a.shape[0], **process_barrier.fields(spec, a[0], b[0])}
-    moved = site.barrier(spec.line or "matmul", fields, [low_precision.as_moved(x) for x in (a, b)])
-    return [low_precision.from_moved(x, like.dtype) for x, like in zip(moved, (a, b), strict=True)]
+def _barrier(site: process_barrier.Site, spec: MatmulSpec, a, b, operands, fields: Mapping[str, Any] | None = None):
+    """`operands` once every process of the group has come to a call of this spec on shards like `a` and `b`; `fields`
+    have to be equal too."""
+    return site.barrier(spec.line or "matmul", {**(fields or {}), **process_barrier.fields(spec, a, b)}, operands)
 
 
 def _process_barrier_rule(ctx, x, *, mesh, axes: tuple[str, ...], call: str, is_active: bool):
@@ -217,8 +214,7 @@ def _process_barrier_rule(ctx, x, *, mesh, axes: tuple[str, ...], call: str, is_
 
     def lower(x):
         fields = {"shape of a shard": x.shape, "dtype": x.dtype.name, "axes": axes, "mesh": mesh}
-        (moved,) = site.barrier(call, fields, [low_precision.as_moved(x)])
-        return low_precision.from_moved(moved, x.dtype)
+        return site.barrier(call, fields, [x])[0]
 
     with jax_compat.off_explicit_mesh():
         return mlir.lower_fun(lower, multiple_results=False)(ctx, x)

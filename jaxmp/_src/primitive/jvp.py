@@ -102,7 +102,7 @@ def _epilog_transpose_rule(cts, a, b, *extra, spec: MatmulSpec, auto: bool):
         fused = bias if ad.is_undefined_primal(bias) else None
         ct_b, ct_bias = cotangents_of_b_and_bias(ct, a, b, fused, spec=product, auto=auto)
     if ad.is_undefined_primal(bias) and ct_bias is None:
-        ct_bias = cotangent_of_bias(ct, bias.aval)
+        ct_bias = cotangent_of_bias(ct, bias.aval, spec)
     return [ct_a, ct_b, ct_bias]
 
 

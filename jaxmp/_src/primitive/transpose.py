@@ -96,12 +96,12 @@ def cotangents_of_b_and_bias(ct, a, b, bias, *, spec: MatmulSpec, auto: bool):
     return lax.conj(result) if spec.conjugate_b else result, sums
 
 
-def cotangent_of_bias(ct, bias):
+def cotangent_of_bias(ct, bias, spec: MatmulSpec):
     """The cotangent of a bias by itself: t summed over its rows, and over the ranks on which the bias is the same."""
     want = frozenset(bias.manual_axis_type.varying)
     total = jnp.sum(ct.astype(accumulator(ct.dtype)), 0, dtype=accumulator(ct.dtype))
     axes = tuple(sorted(jax_compat.varying_axes(ct) - want))
-    total = collectives.psum(total, axes) if axes else total
+    total = collectives.psum(total, axes, line=spec.line) if axes else total
     return cast_varying(total, want).astype(bias.dtype)
 
 

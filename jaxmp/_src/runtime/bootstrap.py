@@ -1,11 +1,14 @@
-"""Who a process is in its job, and its connections to the other processes."""
+"""Who a process is in its job, and what all of them have to know to begin."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 import importlib.metadata
+import ipaddress
 import itertools
+import os
 import re
 import secrets
 import socket
@@ -35,6 +38,10 @@ def check_arguments(coordinator_address, num_processes, process_id) -> None:
             raise TypeError(f"initialize: {name} must be an int, got {given[name]!r}")
     if not isinstance(coordinator_address, str) or not re.fullmatch(r".+:\d+", coordinator_address):
         raise ValueError(f"initialize: coordinator_address must be 'host:port', got {coordinator_address!r}")
+    if not 0 < int(coordinator_address.rpartition(":")[2]) < 2**16:
+        raise ValueError(
+            f"initialize: coordinator_address must have a port from 1 to 65535, got {coordinator_address!r}"
+        )
     if num_processes < 1:
         raise ValueError(f"initialize: num_processes must be at least 1, got {num_processes}")
     if not 0 <= process_id < num_processes:
@@ -117,18 +124,64 @@ def neighbours(process: int, nprocesses: int) -> list[int]:
     return [(process + distance) % nprocesses for distance in distances]
 
 
-def bind_address(host: str, port: str) -> str:
-    """Where rank 0's coordination service listens: at the one address at which it is reached. JAX's default is all."""
-    own = _own_address(host)
+def bind_address(host: str, port: int) -> str | None:
+    """Where rank 0's coordination service listens: at the one address at which it is reached. None for JAX's default,
+    all of them, where the host's own name for itself does not tell which that is.
+
+    Raises RuntimeError where nobody can listen there, for JAX's service would crash.
+    """
+    own = _route_to(host)
+    try:
+        socket.create_server((own, port), family=_family(own)).close()
+    except OSError as error:
+        raise RuntimeError(
+            f"initialize: rank 0 cannot listen at {host}:{port} ({os.strerror(error.errno or 0)}); "
+            "pass the address of its machine and a port that nobody uses"
+        ) from error
+    if _is_loopback(own) and not _is_loopback(host):
+        return None
     return f"[{own}]:{port}" if ":" in own else f"{own}:{port}"
 
 
+# Reserved for documentation (RFC 5737), so the way there is that to any other network.
+_ELSEWHERE = "192.0.2.1"
+
+
 def _own_address(host: str) -> str:
-    """The address of this machine from which the coordinator's is reached."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
+    """The address of this machine at which the other processes reach it: that from which it reaches the coordinator.
+
+    A machine's name often stands for 127.0.1.1 on the machine itself. Then it is that from which it reaches others.
+    """
+    own = _route_to(host)
+    if _is_loopback(own) and not _is_loopback(host):
+        with contextlib.suppress(OSError):  # no other network
+            return _route_to(_ELSEWHERE)
+    return own
+
+
+def _route_to(host: str) -> str:
+    """The address of this machine from which `host` is reached."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
+    except socket.gaierror as error:
+        raise ValueError(
+            f"initialize: coordinator_address names the host {host!r}, which this machine does not know ({error})"
+        ) from error
     with socket.socket(family, kind, protocol) as probe:
         probe.connect(address)  # of datagrams: sends nothing
-        return probe.getsockname()[0]
+        return str(probe.getsockname()[0])
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a host is named as this machine for itself alone."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 def _versions() -> tuple[str, ...]:

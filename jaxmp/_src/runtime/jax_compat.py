@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import api as _api
 from jax._src import array as _array
 from jax._src import clusters as _clusters
@@ -175,6 +176,22 @@ def user_line(package: str) -> str:
 def backend_exists() -> bool:
     """Whether JAX has started a backend; from then on it no longer learns of other processes."""
     return _xla_bridge.backends_are_initialized()
+
+
+def after_dispatched_programs() -> list[jax.Array]:
+    """Arrays that are ready once every program that this thread has dispatched has run, also where nobody has kept the
+    results.
+
+    A device runs the programs that one thread dispatches to it one after another (XLA's `last_enqueue_event` on CPUs,
+    streams on GPUs). Programs of few operations run as they are called, so this one has more.
+    """
+    if not backend_exists():
+        return []
+    last, arrays = jax.jit(lambda x: x + (jax.lax.iota(x.dtype, 1024) * x).sum()), []
+    for device in jax.local_devices():
+        with jax.set_mesh(jax.sharding.Mesh([device], ("device",))), jax.disable_jit(False):
+            arrays.append(last(jax.device_put(np.zeros((), np.int32), device)))
+    return arrays
 
 
 def distributed_client():

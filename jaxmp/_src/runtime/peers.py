@@ -48,8 +48,6 @@ class Peers:
       process, nprocesses: this process and how many there are.
       secret: the job's, the same in all processes.
       timeout: seconds in which a peer has to be reached.
-      address_of: (process) to the (host, port) at which it listens.
-      connect, lose: take (process, a socket's descriptor), and (process, why there is none).
     """
 
     def __init__(self, address: str, process: int, nprocesses: int, secret: bytes, timeout: float):
@@ -65,7 +63,11 @@ class Peers:
         self._is_open = True
 
     def start(self, wanted, address_of, connect, lose) -> None:
-        """Answer peers, and connect those that `wanted()` lists, which waits for some and lists none at the end."""
+        """Answer peers, and connect those that `wanted()` lists, which waits for some and lists none at the end.
+
+        `address_of(process)` is the (host, port) at which it listens; `connect(process, descriptor)` takes a socket
+        over, and `lose(process, why)` hears why there is none.
+        """
         self._address_of, self._connect, self._lose = address_of, connect, lose
         for name, work in (("accept", self._accept), ("want", lambda: self._want(wanted))):
             threading.Thread(target=work, name=f"jaxmp-{name}", daemon=True).start()

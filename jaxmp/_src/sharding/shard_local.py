@@ -33,13 +33,13 @@ def bind_plan(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, Any]) -
     a, b = operands["a"], operands["b"]
     if plan.gather == "a":
         is_last = plan.dimension == a.ndim - 2
-        a = _gather(plan, a, a.ndim - 1 if spec.transpose_a and is_last else plan.dimension)
+        a = _gather(plan, a, a.ndim - 1 if spec.transpose_a and is_last else plan.dimension, spec.line)
     elif plan.gather == "b":
-        b = _gather(plan, b, 0 if spec.transpose_b else 1)
+        b = _gather(plan, b, 0 if spec.transpose_b else 1, spec.line)
     scale = f"scale_{plan.gather}"
     if plan.gather and getattr(spec, scale) not in (low_precision.NONE, low_precision.SCALAR):
         dimension = plan.dimension if plan.gather == "a" else 0
-        operands = operands | {scale: _gather(plan, operands[scale], dimension)}
+        operands = operands | {scale: _gather(plan, operands[scale], dimension, spec.line)}
     if plan.is_swapped and spec.is_invariant:
         plan, spec, a, b = _without_swap(plan, spec, a, b)
     if spec.determinism == "topology" and spec.pattern != Pattern.GRID:
@@ -106,19 +106,20 @@ def _without_swap(plan: patterns.Plan, spec: MatmulSpec, a, b):
     k, n = (1, 0) if spec.transpose_b else (0, 1)
     with jax.named_scope("jaxmp_whole_operands"):
         if plan.pattern == Pattern.ALL_GATHER:
-            b = _gather(gathered, b, n)
+            b = _gather(gathered, b, n, spec.line)
         else:
-            a, b = _gather(gathered, a, a.ndim - (2 if spec.transpose_a else 1)), _turn(plan, b, n, k)
+            a = _gather(gathered, a, a.ndim - (2 if spec.transpose_a else 1), spec.line)
+            b = _turn(plan, b, n, k, spec.line)
     return gathered, spec.replace(pattern=Pattern.LOCAL, row_axes=()), a, b
 
 
-def _turn(plan: patterns.Plan, x, split: int, joined: int):
+def _turn(plan: patterns.Plan, x, split: int, joined: int, line: str):
     """`x` sharded over the group along dimension `split` instead of `joined`."""
     if x.size == 0:  # as in _gather
         p, shape = lax.axis_size(plan.row_axes), list(x.shape)
         shape[split], shape[joined] = shape[split] // p, shape[joined] * p
         return jnp.zeros(shape, x.dtype)
-    return _move(lambda x: collectives.all_to_all(x, plan.row_axes, split, joined), x)
+    return _move(lambda x: collectives.all_to_all(x, plan.row_axes, split, joined, line=line), x)
 
 
 def _with_order(plan: patterns.Plan, spec: MatmulSpec, a) -> MatmulSpec:
@@ -134,14 +135,16 @@ def _with_order(plan: patterns.Plan, spec: MatmulSpec, a) -> MatmulSpec:
     return spec.replace(rows=tuple(rows), cols=plan.out[-1])
 
 
-def _gather(plan: patterns.Plan, x, dimension: int):
+def _gather(plan: patterns.Plan, x, dimension: int, line: str):
     """The gather that out_sharding asks for where the ranks of a group would otherwise compute the same."""
     if x.size == 0:  # XLA gathers nothing that is empty
         shape = list(x.shape)
         shape[dimension] *= lax.axis_size(plan.gather_axes)
         return jnp.zeros(shape, x.dtype)
     with jax.named_scope("jaxmp_all_gather"):
-        return _move(lambda x: collectives.all_gather(x, plan.gather_axes, axis=dimension, to="invarying"), x)
+        return _move(
+            lambda x: collectives.all_gather(x, plan.gather_axes, axis=dimension, to="invarying", line=line), x
+        )
 
 
 def _move(collective: Callable, x):
