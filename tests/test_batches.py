@@ -20,7 +20,7 @@ import jaxmp
 from jaxmp import Epilog
 from jaxmp._src.lowering import backend
 from jaxmp._src.lowering.backend import LARGE_IN_BATCH
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
 
 NUMBERS = (((2,), (1,)), ((0,), (0,)))
 # Shardings of a (batch, m, k), b (batch, k, n) and d over the four devices of "x", and what XLA does beside the dot.
@@ -125,7 +125,7 @@ def test_the_rule(dtype, platform, nprocesses, options, want, monkeypatch):
     monkeypatch.setattr(backend.native, "card_capability", lambda: (9, 0))
     if "precision" in options:
         monkeypatch.setattr(backend, "choose_implementation", lambda *_: backend.Choice("host", "as asked for"))
-    spec = MatmulSpec(np.dtype("float32"), Pattern.ALL_GATHER, (("x", 2),), ("x",), transpose_b=True, **options)
+    spec = MatmulSpec(np.dtype("float32"), Group(Pattern.ALL_GATHER, (("x", 2),), ("x",)), transpose_b=True, **options)
     operands = (np.dtype(dtype), np.dtype(dtype))
     choice, is_one = backend.choose_for_batch(spec, platform, nprocesses, operands, LARGE_IN_BATCH - 1)
     assert (choice.implementation, is_one) == want

@@ -23,22 +23,22 @@ from jaxmp import Epilog
 from jaxmp._src.lowering import backend
 from jaxmp._src.lowering.legalize import why_card_refuses
 from jaxmp._src.runtime import jax_compat, native
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, ScaleModes
 
 __all__ = ["cards"]  # a fixture
 
 # ---- the rule
 
 
-SPEC = MatmulSpec(np.dtype("float32"), Pattern.ALL_GATHER, (("y", 4),), ("y",))
-GRID = MatmulSpec(np.dtype("float32"), Pattern.GRID, (("x", 2), ("y", 4)), ("x",), ("y",))
+SPEC = MatmulSpec(np.dtype("float32"), Group(Pattern.ALL_GATHER, (("y", 4),), ("y",)))
+GRID = MatmulSpec(np.dtype("float32"), Group(Pattern.GRID, (("x", 2), ("y", 4)), ("x",), ("y",)))
 FLOATS = (np.dtype("float32"),) * 2
 choose = functools.partial(backend.choose_implementation, platform="cuda", nprocesses=1, operands=FLOATS)
 
 
 def test_cublasmp_is_the_default_where_it_is_open(cards):
     cards("9.0")
-    for spec in (SPEC, SPEC.replace(pattern=Pattern.LOCAL, mesh=(), row_axes=())):
+    for spec in (SPEC, SPEC.local()):
         chosen = choose(spec)
         assert (chosen.implementation, chosen.why) == ("cublasmp", "CUDA devices, cuBLASMp is open")
         assert choose(spec, nprocesses=4) == chosen, "NCCL crosses processes"
@@ -76,7 +76,7 @@ def test_without_a_gpu_the_library_is_called_only_where_asked_for(monkeypatch):
             SPEC, (np.dtype("int8"),) * 2, "cuBLASMp multiplies int8 to float32 only, not to int32", id="int8"
         ),
         pytest.param(
-            SPEC.replace(scale_a="vec32_ue8m0", scale_b="vec32_ue8m0"),
+            SPEC.replace(scales=ScaleModes("vec32_ue8m0", "vec32_ue8m0")),
             (jnp.dtype("float8_e4m3fn"),) * 2,
             "MXFP8 needs compute capability 10.0 or later, this card has 9.0",
             id="card",
@@ -113,7 +113,7 @@ FP8, FP4 = jnp.dtype("float8_e4m3fn"), jnp.dtype("float4_e2m1fn")
 )
 def test_what_a_card_does_not_multiply(dtype, mode, lowest, highest, what):
     """cublasmp.h 0.10, cublasMpMatmul and cublasMpMatmulMatrixScale_t."""
-    spec = SPEC.replace(scale_a=mode, scale_b=mode)
+    spec = SPEC.replace(scales=ScaleModes(mode, mode))
     for capability in ((7, 5), (8, 0), (8, 9), (9, 0), (10, 0), (12, 0)):
         is_fit = lowest <= capability <= (highest or capability)
         why = why_card_refuses(spec, (dtype, dtype), capability)

@@ -19,12 +19,12 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import Epilog
 from jaxmp._src.lowering import backend, ffi_call
-from jaxmp._src.lowering.legalize import PADDED_K, Capabilities, find_route, why_unsupported, with_k
+from jaxmp._src.lowering.legalize import PADDED_K, Capabilities, find_form, why_unsupported, with_k
 from jaxmp._src.sharding import partitioner
 from jaxmp._src.sharding import patterns as patterns_lib
 from jaxmp._src.sharding.partitioner import _settle
 from jaxmp._src.spec import epilogs, process_grid
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, global_extents, output_shape
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, extents
 
 MESH = {"x": 2, "y": 2}
 DIMS = ((), ("x",), ("y",), ("x", "y"), ("y", "x"))
@@ -165,14 +165,15 @@ def test_local_shapes_give_back_the_global_extents(case, transposition):
     row_axes, col_axes = case.group, ()
     if case.pattern == "grid":
         row_axes, col_axes = (tuple(e) if isinstance(e, tuple) else (e,) for e in case.a)
-    flags = {"row_axes": row_axes, "col_axes": col_axes, **case.transpose}
-    spec = MatmulSpec(np.dtype("float32"), Pattern(case.pattern), case.mesh, **flags)
+    group = Group(Pattern(case.pattern), case.mesh, row_axes, col_axes)
+    spec = MatmulSpec(np.dtype("float32"), group, **case.transpose)
     outer = {"m": 1, "n": 1}
     for letter, entry in zip("mn", case.out, strict=True):
         axes = () if entry is None else (entry,) if isinstance(entry, str) else entry
         outer[letter] = int(np.prod([dict(case.mesh)[axis] for axis in axes if axis not in case.group]))
-    assert global_extents(spec, *local) == (m // outer["m"], n // outer["n"], k)
-    assert output_shape(spec, *local) == jax.sharding.NamedSharding(mesh, case.out).shard_shape((m, n))
+    found = extents(spec, *local)
+    assert (found.m, found.n, found.k) == (m // outer["m"], n // outer["n"], k)
+    assert found.d == jax.sharding.NamedSharding(mesh, case.out).shard_shape((m, n))
 
 
 # What the partitioner may propose -------------------------------------------------------------------------------------
@@ -223,7 +224,7 @@ def test_the_sharding_rule_names_every_operand_and_result(epilog):
     assert len(results) == 1 + len(row.outputs)
 
 
-# Routes: what cuBLASMp does not take as it is -------------------------------------------------------------------------
+# Forms: what cuBLASMp does not take as it is -------------------------------------------------------------------------
 
 CUBLASMP = Capabilities()
 HOSTMP = Capabilities(all_reduce_any_transposition=True, grid_any_shape=True, grid_epilogs=True, complex_epilogs=True)
@@ -231,22 +232,22 @@ HOSTMP = Capabilities(all_reduce_any_transposition=True, grid_any_shape=True, gr
 
 def spec_of(case, **changes):
     row_axes, col_axes = (case.group, ()) if case.pattern != "grid" else ((case.group[0],), (case.group[1],))
-    axes = {"row_axes": row_axes, "col_axes": col_axes}
-    return MatmulSpec(np.dtype("float32"), Pattern(case.pattern), case.mesh, **axes, **case.transpose, **changes)
+    group = Group(Pattern(case.pattern), case.mesh, row_axes, col_axes)
+    return MatmulSpec(np.dtype("float32"), group, **case.transpose, **changes)
 
 
 @pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME[n] for n in ("ag", "rs", "ar", "grid", "grid-2x4")]))
 def test_a_library_that_takes_everything_gets_it_directly(case):
     for transposition in cases.TRANSPOSITIONS:
         spec = spec_of(case.replace(transposition=transposition), epilog=Epilog.RELU)
-        assert find_route(spec, (8, 8), (8, 8), 4, HOSTMP).kind == "direct"
+        assert find_form(spec, (8, 8), (8, 8), 4, HOSTMP)[0] == "direct"
 
 
 def test_cublasmp_all_reduces_one_transposition():
     kinds = {}
     for transposition in cases.TRANSPOSITIONS:
         spec = spec_of(cases.BY_NAME["ar"].replace(transposition=transposition))
-        kinds[transposition] = find_route(spec, (64, 8), (8, 64), 4, CUBLASMP).kind
+        kinds[transposition] = find_form(spec, (64, 8), (8, 64), 4, CUBLASMP)[0]
     assert kinds["NT"] == "direct"
     assert "direct" not in (kinds["NN"], kinds["TN"], kinds["TT"])
 
@@ -258,53 +259,52 @@ def test_derivatives_of_one_product_are_padded_along_k(epilog, capabilities):
         case = cases.BY_NAME["local"].replace(transposition=transposition)
         spec = spec_of(case, epilog=epilog)
         a, b = with_k(spec, (8, 8), (8, 8), 1)
-        assert find_route(spec, a, b, 4, capabilities).kind == "padded_k"
+        assert find_form(spec, a, b, 4, capabilities)[0] == "padded_k"
         a, b = with_k(spec, a, b, PADDED_K)
         assert (a, b) == ((2, 8) if spec.transpose_a else (8, 2), (8, 2) if spec.transpose_b else (2, 8))
-        assert find_route(spec, a, b, 4, capabilities).kind == "direct"
-    assert find_route(spec_of(cases.BY_NAME["rs"], epilog=epilog), (8, 1), (1, 8), 4, capabilities).kind == "direct"
+        assert find_form(spec, a, b, 4, capabilities)[0] == "direct"
+    assert find_form(spec_of(cases.BY_NAME["rs"], epilog=epilog), (8, 1), (1, 8), 4, capabilities)[0] == "direct"
     grid = spec_of(cases.BY_NAME["grid"].replace(mesh=(("x", 1), ("y", 1))), epilog=epilog)
-    assert find_route(grid, (8, 1), (1, 8), 4, CUBLASMP).kind == "separate_epilog"
-    assert find_route(grid, (8, 1), (1, 8), 4, HOSTMP).kind == "padded_k"
+    assert find_form(grid, (8, 1), (1, 8), 4, CUBLASMP)[0] == "separate_epilog"
+    assert find_form(grid, (8, 1), (1, 8), 4, HOSTMP)[0] == "padded_k"
 
 
 @pytest.mark.parametrize(("epilog", "transposition"), [(Epilog.BGRADA, "TN"), (Epilog.BGRADB, "NN")])
 def test_an_all_reduce_that_sums_an_operand_copies_none(epilog, transposition):
     spec = spec_of(cases.BY_NAME["ar"].replace(transposition=transposition), epilog=epilog)
-    assert find_route(spec, (64, 64), (64, 64), 4, CUBLASMP).kind == "reduce_scatter_all_gather"
-    assert find_route(spec, (63, 63), (63, 63), 4, CUBLASMP).kind == "separate_epilog"
-    assert find_route(spec, (64, 64), (64, 64), 4, HOSTMP).kind == "direct"
+    assert find_form(spec, (64, 64), (64, 64), 4, CUBLASMP)[0] == "reduce_scatter_all_gather"
+    assert find_form(spec, (63, 63), (63, 63), 4, CUBLASMP)[0] == "separate_epilog"
+    assert find_form(spec, (64, 64), (64, 64), 4, HOSTMP)[0] == "direct"
 
 
 def test_the_cheaper_of_two_ways_is_taken():
     spec = spec_of(cases.BY_NAME["ar"])
-    small_b = find_route(spec, (8192, 8), (8, 8192), 4, CUBLASMP)
-    assert small_b.kind == "transposed_copy"
-    large_b = find_route(spec, (8, 65536), (65536, 8), 4, CUBLASMP)
-    assert large_b.kind == "reduce_scatter_all_gather"
-    for route in (small_b, large_b):
-        assert "cuBLASMp all-reduces with a stored (m, k) and b stored (n, k) only" in route.why
-    odd = find_route(spec, (7, 65536), (65536, 8), 4, CUBLASMP)
-    assert odd.kind == "transposed_copy", "rows that the ranks do not divide cannot be scattered"
+    small_b = find_form(spec, (8192, 8), (8, 8192), 4, CUBLASMP)
+    assert small_b[0] == "transposed_copy"
+    large_b = find_form(spec, (8, 65536), (65536, 8), 4, CUBLASMP)
+    assert large_b[0] == "reduce_scatter_all_gather"
+    for form in (small_b, large_b):
+        assert "cuBLASMp all-reduces with a stored (m, k) and b stored (n, k) only" in form[1]
+    odd = find_form(spec, (7, 65536), (65536, 8), 4, CUBLASMP)
+    assert odd[0] == "transposed_copy", "rows that the ranks do not divide cannot be scattered"
 
 
 def test_cublasmp_wants_square_grids_without_epilogs():
     plain, activated = spec_of(cases.BY_NAME["grid"]), spec_of(cases.BY_NAME["grid"], epilog=Epilog.GELU)
-    assert find_route(plain, (8, 8), (8, 8), 4, CUBLASMP).kind == "direct"
-    assert find_route(activated, (8, 8), (8, 8), 4, CUBLASMP).kind == "separate_epilog"
-    oblong = find_route(spec_of(cases.BY_NAME["grid-2x4"]), (8, 8), (8, 8), 4, CUBLASMP)
-    assert (oblong.kind, "square grids only, not 2x4" in oblong.why) == ("unsupported", True)
+    assert find_form(plain, (8, 8), (8, 8), 4, CUBLASMP)[0] == "direct"
+    assert find_form(activated, (8, 8), (8, 8), 4, CUBLASMP)[0] == "separate_epilog"
+    assert "square grids only, not 2x4" in why_unsupported(spec_of(cases.BY_NAME["grid-2x4"]), CUBLASMP)
 
 
 def test_cublasmp_has_no_epilogs_of_complex_numbers():
     for name in ("local", "ag", "rs", "ar"):
         spec = spec_of(cases.BY_NAME[name].replace(transposition="NT"), epilog=Epilog.BIAS)
-        assert find_route(spec, (8, 8), (8, 8), 4, CUBLASMP).kind == "direct"
+        assert find_form(spec, (8, 8), (8, 8), 4, CUBLASMP)[0] == "direct"
         spec = spec.replace(out_dtype=np.dtype("complex64"))
-        route = find_route(spec, (8, 8), (8, 8), 8, CUBLASMP)
-        assert (route.kind, route.why) == ("separate_epilog", "cuBLASMp has no epilogs of complex numbers")
-        assert find_route(spec, (8, 8), (8, 8), 8, HOSTMP).kind == "direct"
-        assert find_route(spec.replace(epilog=Epilog.NONE), (8, 8), (8, 8), 8, CUBLASMP).kind == "direct"
+        form = find_form(spec, (8, 8), (8, 8), 8, CUBLASMP)
+        assert form == ("separate_epilog", "cuBLASMp has no epilogs of complex numbers")
+        assert find_form(spec, (8, 8), (8, 8), 8, HOSTMP)[0] == "direct"
+        assert find_form(spec.replace(epilog=Epilog.NONE), (8, 8), (8, 8), 8, CUBLASMP)[0] == "direct"
         why = why_unsupported(spec.replace(determinism="batch"), CUBLASMP)
         assert why == "cuBLASMp has no epilogs of complex numbers, and XLA's would not keep determinism='batch'"
 
@@ -313,14 +313,14 @@ def test_cublasmp_has_no_epilogs_of_complex_numbers():
 @pytest.mark.parametrize("name", ["local", "ag-data", "rs-data", "ar-data"])
 def test_an_epilog_of_complex_numbers_beside_the_call_gives_the_same_result(name, epilog, rng, monkeypatch):
     cases.require(None)
-    monkeypatch.setattr(backend, "host_capabilities", lambda: CUBLASMP)
+    monkeypatch.setattr(backend, "capabilities_of", lambda library: CUBLASMP)
     transposition = {Epilog.BGRADA: "TN", Epilog.BGRADB: "NN"}.get(epilog, "NN")
     case = cases.BY_NAME[name].replace(per_shard=(4, 3, 5), transposition=transposition, dtype="complex64")
     a, b = case.integers(rng)
     bias = rng.integers(-3, 4, case.extents[1]).astype(a.dtype)
     given = {"epilog_inputs": {"bias": bias}} if epilog == Epilog.BIAS else {}
     mode = modes.BY_ID["explicit"]
-    jax.clear_caches()  # the route is taken at lowering
+    jax.clear_caches()  # the form is chosen at lowering
     with mode.scope(case):
         x, y = (mode.put(case, x, s) for x, s in zip((a, b), case.stored, strict=True))
         out = {"out_sharding": case.out} if case.mesh else {}
@@ -337,10 +337,10 @@ def test_an_epilog_of_complex_numbers_beside_the_call_gives_the_same_result(name
 @pytest.mark.parametrize("shape", [(2, 3, 2), (1, 1, 512)], ids=["copy", "scatter"])
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 @pytest.mark.parametrize("name", ["ar-data", "ar-two-axes", "grid"])
-def test_every_route_gives_the_same_result(name, transposition, shape, conjugation, rng, monkeypatch):
+def test_every_form_gives_the_same_result(name, transposition, shape, conjugation, rng, monkeypatch):
     """The forms that real cuBLASMp takes, run on hostmp: integers, so equal to the bit."""
     cases.require(None)
-    monkeypatch.setattr(backend, "host_capabilities", lambda: CUBLASMP)
+    monkeypatch.setattr(backend, "capabilities_of", lambda library: CUBLASMP)
     m, n, k = shape
     case = cases.BY_NAME[name].replace(per_shard=(4 * m, n, k), transposition=transposition)
     case = case.replace(dtype="complex64", conjugation=conjugation) if any(conjugation) else case
@@ -348,7 +348,7 @@ def test_every_route_gives_the_same_result(name, transposition, shape, conjugati
     m, n, _ = case.extents
     c, bias = (rng.integers(-3, 4, s).astype(a.dtype) for s in ((m, n), (n,)))
     mode = modes.BY_ID["explicit"]
-    jax.clear_caches()  # the route is taken at lowering
+    jax.clear_caches()  # the form is chosen at lowering
     with mode.scope(case):
         f = mode.product(case, alpha=2.0, beta=-1.0, epilog=Epilog.BIAS)
         specs = (*case.stored, case.out, P(case.out[1]))
@@ -359,7 +359,7 @@ def test_every_route_gives_the_same_result(name, transposition, shape, conjugati
 
 def test_the_default_goes_to_xla_where_the_library_cannot_and_says_so(monkeypatch, rng):
     cases.require(None)
-    monkeypatch.setattr(backend, "host_capabilities", lambda: CUBLASMP)
+    monkeypatch.setattr(backend, "capabilities_of", lambda library: CUBLASMP)
     case = cases.BY_NAME["grid-2x4"].replace(per_shard=(2, 2, 2))
     mode = modes.BY_ID["explicit"]
     jax.clear_caches()
@@ -376,7 +376,7 @@ def test_the_default_goes_to_xla_where_the_library_cannot_and_says_so(monkeypatc
 
 def test_several_processes_and_other_platforms_communicate_through_xla():
     spec = functools.partial(MatmulSpec, np.dtype("float32"))
-    collective = spec(Pattern.ALL_GATHER, (("y", 4),), ("y",))
+    collective = spec(Group(Pattern.ALL_GATHER, (("y", 4),), ("y",)))
     choose = functools.partial(backend.choose_implementation, platform="cpu", nprocesses=2)
     for chosen, implementation, why in (
         (choose(spec()), "host", "CPU devices of one process"),
@@ -410,9 +410,9 @@ def test_row_major_becomes_column_major_in_the_attributes():
 
 
 def test_a_spec_prints_what_is_not_as_by_default():
-    spec = MatmulSpec(np.dtype("float32"), Pattern.ALL_GATHER, (("y", 4),), ("y",))
-    text = "out_dtype=dtype('float32'), pattern=<Pattern.ALL_GATHER: 'all_gather'>, mesh=(('y', 4),), row_axes=('y',)"
-    assert repr(spec) == f"MatmulSpec({text})"
+    spec = MatmulSpec(np.dtype("float32"), Group(Pattern.ALL_GATHER, (("y", 4),), ("y",)))
+    group = "Group(pattern=<Pattern.ALL_GATHER: 'all_gather'>, mesh=(('y', 4),), row_axes=('y',))"
+    assert repr(spec) == f"MatmulSpec(out_dtype=dtype('float32'), group={group})"
 
 
 def test_a_spec_without_changes_is_itself():

@@ -23,7 +23,7 @@ from jax.sharding import AxisType
 import jaxmp
 from jaxmp._src.lowering import backend, process_barrier
 from jaxmp._src.runtime import config as config_lib
-from jaxmp._src.spec import precisions
+from jaxmp._src.spec import matmul_spec, precisions
 
 EXPLICIT = modes.BY_ID["explicit"]
 ROUNDING = {"TF32_TF32_F32": "tf32", "BF16_BF16_F32": "bfloat16", "F16_F16_F32": "float16"}
@@ -169,8 +169,8 @@ def test_no_precision_is_narrower_than_its_name():
             if compute.rounding:
                 assert {"tf32": "TF32", "bfloat16": "BF16", "float16": "F16"}[compute.rounding] == asked.split("_")[0]
                 assert operand in SINGLES
-            assert not compute.is_narrow or asked.endswith(("F16_F16_F16", "BF16_BF16_BF16"))
-            seen |= {compute.rounding, compute.is_narrow}
+            assert not compute.sums_in_16_bits or asked.endswith(("F16_F16_F16", "BF16_BF16_BF16"))
+            seen |= {compute.rounding, compute.sums_in_16_bits}
     assert seen == {None, "tf32", "bfloat16", "float16", True, False}
 
 
@@ -305,15 +305,14 @@ def test_explain_names_the_hints():
 
 
 def test_processes_agree_on_the_hints():
-    spec = jaxmp._src.spec.matmul_spec.MatmulSpec(
-        np.dtype("float32"), communication_dtype="float32", algorithm="split_p2p"
-    )
+    comm = matmul_spec.CommOptions("float32", "split_p2p")
+    spec = matmul_spec.MatmulSpec(np.dtype("float32"), comm=comm)
     operands = (jax.ShapeDtypeStruct((4, 4), "float32"),) * 2
     agreed = process_barrier.fields(spec, *operands)
-    assert {name: agreed[name] for name in ("communication_dtype", "algorithm", "comm_sm_count")} == {
-        "communication_dtype": "float32",
-        "algorithm": "split_p2p",
-        "comm_sm_count": 0,
+    assert {name: x for name, x in agreed.items() if name.startswith("comm.")} == {
+        "comm.dtype": "float32",
+        "comm.algorithm": "split_p2p",
+        "comm.sm_count": None,
     }
 
 

@@ -13,6 +13,8 @@ import numpy as np
 
 from jaxmp._src.explain import cost
 from jaxmp._src.lowering import backend, ffi_call, process_barrier
+from jaxmp._src.lowering.legalize import Form
+from jaxmp._src.lowering.resolve import resolve, resolve_chosen
 from jaxmp._src.primitive import batched_matmul, bias_grad
 from jaxmp._src.primitive.primitives import (
     activated_matmul_p,
@@ -30,11 +32,10 @@ from jaxmp._src.spec.matmul_spec import (
     MatmulSpec,
     Pattern,
     accumulator,
-    global_extents,
+    extents,
     operations,
-    output_shape,
 )
-from jaxmp._src.validation.comm_options import hints_text
+from jaxmp._src.validation.comm_options import comm_options_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,48 +256,56 @@ def _walk(jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row]:
 
 
 def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None, is_batched: bool = False) -> Row:
-    m, n, k = global_extents(spec, a.shape, b.shape)
+    platform, operands = jax_compat.default_platform(), (a.dtype, b.dtype)
     nprocesses = process_barrier.group_processes(spec, jax_compat.ambient_mesh())
-    found = spec, jax_compat.default_platform(), nprocesses, (a.dtype, b.dtype)
-    work = operations(spec, a.shape, b.shape)
-    choice = backend.choose_for_batch(*found, work)[0] if is_batched else backend.choose_implementation(*found)
-    algorithm, workspace = cost.plan_facts(spec, a, b, choice.implementation)
-    reasons = [choice.why]
+    if is_batched:
+        work = operations(spec, a.shape, b.shape)
+        call = resolve_chosen(spec, a, b, backend.choose_for_batch(spec, platform, nprocesses, operands, work)[0])
+    else:
+        call = resolve(spec, a, b, platform, nprocesses)
+    algorithm, workspace = cost.plan_facts(call)
+    reasons = [call.why]
     if spec.traced:
         reasons.append(f"{' and '.join(spec.traced)} traced, so scaling, c and epilog follow the call")
     reasons += [] if why is None else [why]
+    found, group = extents(spec, a.shape, b.shape), spec.group
+    m, n, k = found.m, found.n, found.k
     out = np.dtype(spec.out_dtype)
     is_complex = np.issubdtype(out, np.complexfloating)
-    is_host = choice.implementation == "host"
+    is_host = call.implementation == "host"
     compute = ffi_call.compute_of(spec, a.dtype) if is_host else precisions.find(spec.precision, a.dtype)
     # Gathered, an all-reduced product is computed by every rank.
-    is_repeated = spec.is_invariant and choice.implementation != "host" and spec.pattern == Pattern.ALL_REDUCE
-    copies = spec.ngroups * (spec.nranks if is_repeated else 1)
+    is_repeated = call.form == Form.GATHERED and group.pattern == Pattern.ALL_REDUCE
+    copies = group.ngroups * (group.nranks if is_repeated else 1)
     return Row(
         operation="matmul" if spec.epilog == epilogs.Epilog.NONE and not spec.has_c else "matmul+epilog",
         count=count,
-        pattern=spec.pattern.value,
-        groups=f"{spec.ngroups} x {spec.nranks} {spec.group_axes}" if spec.nranks > 1 else "1 rank",
+        pattern=group.pattern.value,
+        groups=f"{group.ngroups} x {group.nranks} {group.axes}" if group.nranks > 1 else "1 rank",
         global_shapes=((k, m) if spec.transpose_a else (m, k), (n, k) if spec.transpose_b else (k, n), (m, n)),
-        local_shapes=(tuple(a.shape), tuple(b.shape), output_shape(spec, a.shape, b.shape)),
+        local_shapes=(tuple(a.shape), tuple(b.shape), found.d),
         dtypes=f"{a.dtype.name} x {b.dtype.name} -> {out.name}{_scales(spec)}",
         accumulator=compute.accumulator or accumulator(a.dtype).name,
         determinism=spec.determinism,
         epilog=spec.epilog.name,
-        implementation=choice.implementation,
+        implementation=call.implementation,
         why="; ".join(reasons),
         algorithm=algorithm,
         flops=2 * m * n * k * (4 if is_complex else 1) * copies,
-        bytes_moved=cost.bytes_moved(spec, a, b, choice.implementation),
+        bytes_moved=cost.bytes_moved(spec, a, b, call.implementation),
         workspace=workspace,
         compute=compute.name,
-        hints=hints_text(spec),
-        layout=" @ ".join(map(str, spec.cyclic[:2])) + f" -> {spec.cyclic[2]}" if spec.cyclic else "",
+        hints=comm_options_text(spec),
+        layout=" @ ".join(map(str, spec.distributions[:2])) + f" -> {spec.distributions[2]}"
+        if spec.distributions
+        else "",
     )
 
 
 def _scales(spec: MatmulSpec) -> str:
-    scales = "" if {spec.scale_a, spec.scale_b} == {low_precision.NONE} else f", scales {spec.scale_a} x {spec.scale_b}"
+    scales = (
+        "" if {spec.scales.a, spec.scales.b} == {low_precision.NONE} else f", scales {spec.scales.a} x {spec.scales.b}"
+    )
     return scales if spec.aux_dtype in (None, spec.out_dtype) else f"{scales}, gelu_aux {np.dtype(spec.aux_dtype).name}"
 
 

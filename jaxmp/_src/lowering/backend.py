@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from jaxmp._src.lowering.legalize import Capabilities, why_card_refuses, why_not_cublasmp, why_unsupported
 from jaxmp._src.runtime import native
@@ -38,7 +39,7 @@ def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int, oper
             'BF16_BF16_F32, or implementation="host" with JAXMP_HOST_PRECISION=ignore to sum in float32'
         )
     choice = _choose(spec, platform, nprocesses, operands)
-    if spec.is_invariant and platform != "cpu" and choice.implementation != "cublasmp":
+    if spec.fixed_reduction_order and platform != "cpu" and choice.implementation != "cublasmp":
         remedy = 'pass implementation="cublasmp", or ' if (platform, spec.implementation) == ("cuda", "xla") else ""
         raise NotImplementedError(
             f"determinism={spec.determinism!r} is not available on platform {platform!r} with "
@@ -59,15 +60,15 @@ def choose_for_batch(
     fewer, which XLA widens; and those across processes of CPUs, where each collective has a barrier of its own.
     """
     choice = choose_implementation(spec, platform, nprocesses, operands)
-    if platform == "cpu" and nprocesses > 1 and spec.nranks > 1:
+    if platform == "cpu" and nprocesses > 1 and spec.group.nranks > 1:
         return choice, False
     if choice.implementation == "xla":
         return choice, True
-    is_shared = spec.nranks > 1 or accumulator(operands[0]) != operands[0]
+    is_shared = spec.group.nranks > 1 or accumulator(operands[0]) != operands[0]
     is_large = isinstance(work, int) and work >= LARGE_IN_BATCH
-    is_narrow = low_precision.is_narrow(operands[0])
-    gains = (is_large and is_shared) if choice.implementation == "host" else is_narrow
-    if gains or precisions.sums_narrowly(spec.precision):
+    is_low_precision = low_precision.is_low_precision(operands[0])
+    gains = (is_large and is_shared) if choice.implementation == "host" else is_low_precision
+    if gains or precisions.sums_in_16_bits(spec.precision):
         return dataclasses.replace(choice, why=f"{choice.why}; a batch, one call per index"), False
     return Choice("xla", "both operands have a batch: one dot and one collective of XLA's for all of it"), True
 
@@ -82,10 +83,10 @@ def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple) -
             f'implementation="cublasmp" is not available on platform {platform!r}, it serves CUDA devices; '
             'pass implementation=None, "host" or "xla"'
         )
-    if platform == "cpu" and (nprocesses == 1 or spec.nranks == 1):
-        why = why_unsupported(spec, host_capabilities()) if spec.pattern == Pattern.GRID else ""
+    if platform == "cpu" and (nprocesses == 1 or spec.group.nranks == 1):
+        why = why_unsupported(spec, capabilities_of("host")) if spec.group.pattern == Pattern.GRID else ""
         remedy = 'pass implementation=None or "xla"'
-        if precisions.sums_narrowly(spec.precision) and not config().ignores_precision:
+        if precisions.sums_in_16_bits(spec.precision) and not config().ignores_precision:
             why = f"precision={spec.precision} sums in 16 bits, which hostmp does not"
             remedy += ", or set JAXMP_HOST_PRECISION=ignore to sum in float32"
         if why and spec.implementation:
@@ -108,7 +109,7 @@ def _choose_on_cuda(spec: MatmulSpec, operands: tuple) -> Choice:
     """Between cuBLASMp and "xla". What it depends on is equal on every process: the call, the kind of the cards, and
     the libraries, which `distributed.initialize` compares."""
     is_asked = spec.implementation == "cublasmp"
-    why = why_unsupported(spec, cublasmp_capabilities()) or why_not_cublasmp(spec, operands)
+    why = why_unsupported(spec, capabilities_of("cublasmp")) or why_not_cublasmp(spec, operands)
     why = why or why_card_refuses(spec, operands, native.card_capability())
     if why and is_asked:
         raise NotImplementedError(f'implementation="cublasmp": {why}; pass implementation=None or "xla"')
@@ -127,14 +128,7 @@ def _choose_on_cuda(spec: MatmulSpec, operands: tuple) -> Choice:
     )
 
 
-def capabilities_of(implementation: str) -> Capabilities:
-    """Those of the library behind an implementation: cuBLASMp, or hostmp, which is that of every other one."""
-    return cublasmp_capabilities() if implementation == "cublasmp" else host_capabilities()
-
-
-def host_capabilities() -> Capabilities:
-    return Capabilities(**native.capabilities())
-
-
-def cublasmp_capabilities() -> Capabilities:
-    return Capabilities(**native.capabilities("cublasmp"))
+@functools.cache
+def capabilities_of(library: str) -> Capabilities:
+    """Those of "host" or "cublasmp"."""
+    return Capabilities(**(native.capabilities("cublasmp") if library == "cublasmp" else native.capabilities()))

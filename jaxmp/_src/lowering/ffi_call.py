@@ -17,17 +17,7 @@ from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.primitives import AMAXES
 from jaxmp._src.runtime import native
 from jaxmp._src.spec import epilogs, low_precision, precisions, process_grid
-from jaxmp._src.spec.matmul_spec import (
-    DIMS,
-    SCALE_NAMES,
-    MatmulSpec,
-    Pattern,
-    aux_dtype,
-    global_extents,
-    operand_names,
-    output_names,
-    output_shape,
-)
+from jaxmp._src.spec.matmul_spec import DIMS, SCALE_NAMES, MatmulSpec, Pattern, aux_dtype, extents
 
 _DTYPES = {
     "float32": "f32",
@@ -52,29 +42,29 @@ def custom_call(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...] = ()):
             f"matmul: the custom call takes numbers for extents, got operands of {a.shape} and {b.shape}; export for "
             'numbers, or pass implementation="xla"'
         )
-    rows, cols = output_shape(spec, a.shape, b.shape)
+    rows, cols = extents(spec, a.shape, b.shape).d
     stored = _stored_results(spec, a, b)
-    names = output_names(spec)
-    named = dict(zip(operand_names(spec), extra, strict=True))
+    names = spec.output_names
+    named = dict(zip(spec.operand_names, extra, strict=True))
     operands = [low_precision.as_bytes(x) if x.dtype.name == low_precision.FLOAT4 else x for x in (b, a)]
     operands += [_as_stored(name, x) for name, x in named.items() if name not in SCALE_NAMES]
     for name in ("scale_b", "scale_a", "scale_c", "scale_d", "scale_aux"):  # a and b have swapped
         if name in named:
-            operands.append(low_precision.for_library(named[name], getattr(spec, name)))
-    if spec.nranks > 1:
+            operands.append(low_precision.for_library(named[name], spec.scales.of(name)))
+    if spec.group.nranks > 1:
         # Which device of the mesh this is: the call's own way to know its rank, on any device assignment.
-        operands.append(lax.axis_index(tuple(name for name, _ in spec.mesh)).astype(jnp.int32))
+        operands.append(lax.axis_index(tuple(name for name, _ in spec.group.mesh)).astype(jnp.int32))
     with jax.enable_x64(True), jax.named_scope(profile_name(spec, a, b)):  # attributes are 64-bit
         call = jax.ffi.ffi_call(native.TARGET, [stored[name] for name in names], input_output_aliases=_aliases(spec))
         outputs = call(*operands, **call_attributes(spec, a, b, devices))
-    if spec.cyclic:
+    if spec.distributions:
         return [xla_matmul.without_padding(spec, outputs[0])]  # the library leaves it alone
     final = {
         "d": lambda x: low_precision.from_bytes(x, spec.out_dtype) if x.dtype == jnp.uint8 else x,
         "gelu_aux": lambda x: x[:, :cols],
         "d_out_scale": lambda x: low_precision.from_bytes(
-            low_precision.unswizzle(x, rows, cols // low_precision.BLOCK[spec.d_out_scale]),
-            low_precision.scale_dtype(spec.d_out_scale),
+            low_precision.unswizzle(x, rows, cols // low_precision.BLOCK[spec.scales.d_out]),
+            low_precision.scale_dtype(spec.scales.d_out),
         ),
     }
     return [final.get(name, lambda x: x)(x) for name, x in zip(names, outputs, strict=True)]
@@ -82,21 +72,21 @@ def custom_call(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...] = ()):
 
 def _stored_results(spec: MatmulSpec, a, b) -> dict[str, jax.ShapeDtypeStruct]:
     """Types of the results as the library writes them, by name; of more than this call has."""
-    rows, cols = output_shape(spec, a.shape, b.shape)
+    rows, cols = extents(spec, a.shape, b.shape).d
     stored = {
         "d": jax.ShapeDtypeStruct((rows, cols), spec.out_dtype),
         "relu_aux": jax.ShapeDtypeStruct((rows, process_grid.relu_aux_bytes(cols)), jnp.uint8),
         "gelu_aux": jax.ShapeDtypeStruct((rows, process_grid.gelu_aux_ld(cols)), aux_dtype(spec)),
         **dict.fromkeys(AMAXES, jax.ShapeDtypeStruct((), jnp.float32)),
     }
-    for name in output_names(spec):
+    for name in spec.output_names:
         if DIMS[name] in ("m", "n"):
-            size = cols if DIMS[name] == "n" else global_extents(spec, a.shape, b.shape)[0]
+            size = cols if DIMS[name] == "n" else extents(spec, a.shape, b.shape).m
             stored[name] = jax.ShapeDtypeStruct((size,), spec.out_dtype)
     if np.dtype(spec.out_dtype).name == low_precision.FLOAT4:
         stored["d"] = jax.ShapeDtypeStruct((rows, cols // 2), jnp.uint8)
-    if spec.d_out_scale != low_precision.NONE:
-        blocks = cols // low_precision.BLOCK[spec.d_out_scale]
+    if spec.scales.d_out != low_precision.NONE:
+        blocks = cols // low_precision.BLOCK[spec.scales.d_out]
         size = process_grid.round_up(rows, 128) * process_grid.round_up(blocks, 4)
         stored["d_out_scale"] = jax.ShapeDtypeStruct((size,), jnp.uint8)
     return stored
@@ -120,7 +110,7 @@ def _aliases(spec: MatmulSpec) -> dict[int, int]:
         return {}
     if np.dtype(spec.c_dtype or spec.out_dtype) != np.dtype(spec.out_dtype):  # C of a float8 result is wider than it
         return {}
-    return {2 + operand_names(spec).index("c"): 0}
+    return {2 + spec.operand_names.index("c"): 0}
 
 
 def call_attributes(spec: MatmulSpec, a, b, devices: tuple[int, ...] = ()) -> dict:
@@ -129,17 +119,17 @@ def call_attributes(spec: MatmulSpec, a, b, devices: tuple[int, ...] = ()) -> di
     `devices` are the ids of the mesh's devices by their place in it, by which the call finds its communicator; empty
     where they are not known, and where no communicator spans them.
     """
-    m, n, k = global_extents(spec, a.shape, b.shape)
-    row = epilogs.rule(spec.epilog)
+    found = extents(spec, a.shape, b.shape)
+    row = spec.rule
     out = _DTYPES[np.dtype(spec.out_dtype).name]
-    names = [name for name, _ in spec.mesh]
-    grid = spec.pattern == Pattern.GRID
-    axes_row, axes_col = (spec.col_axes, spec.row_axes) if grid else (spec.row_axes, ())
+    names = [name for name, _ in spec.group.mesh]
+    grid = spec.group.pattern == Pattern.GRID
+    axes_row, axes_col = (spec.group.col_axes, spec.group.row_axes) if grid else (spec.group.row_axes, ())
     return {
-        "pattern": spec.pattern.value,
-        "m": np.int64(n),
-        "n": np.int64(m),
-        "k": np.int64(k),
+        "pattern": spec.group.pattern.value,
+        "m": np.int64(found.n),
+        "n": np.int64(found.m),
+        "k": np.int64(found.k),
         "trans_a": _transposition(spec.transpose_b, spec.conjugate_b),
         "trans_b": _transposition(spec.transpose_a, spec.conjugate_a),
         "dtype_a": _DTYPES[b.dtype.name],
@@ -155,23 +145,23 @@ def call_attributes(spec: MatmulSpec, a, b, devices: tuple[int, ...] = ()) -> di
         "compute": compute_of(spec, a.dtype).name,
         "alpha": _complex_pair(spec.alpha),
         "beta": _complex_pair(spec.beta),
-        "scale_mode_a": spec.scale_b,
-        "scale_mode_b": spec.scale_a,
-        "scale_mode_c": spec.scale_c,
-        "scale_mode_d": spec.scale_d,
-        "scale_mode_aux": spec.scale_aux,
-        "d_out_scale_mode": spec.d_out_scale,
-        "amax_d": np.int64(spec.amax_d),
-        "amax_aux": np.int64(spec.aux_amax),
+        "scale_mode_a": spec.scales.b,
+        "scale_mode_b": spec.scales.a,
+        "scale_mode_c": spec.scales.c,
+        "scale_mode_d": spec.scales.d,
+        "scale_mode_aux": spec.scales.aux,
+        "d_out_scale_mode": spec.scales.d_out,
+        "amax_d": np.int64(spec.scales.amax_d),
+        "amax_aux": np.int64(spec.scales.amax_aux),
         "epilog": np.int64(epilogs.SWAPPED.get(spec.epilog, spec.epilog)),
-        "mesh_shape": np.array([size for _, size in spec.mesh], np.int64),
+        "mesh_shape": np.array([size for _, size in spec.group.mesh], np.int64),
         "axes_row": np.array([names.index(axis) for axis in axes_row], np.int64),
         "axes_col": np.array([names.index(axis) for axis in axes_col], np.int64),
         "devices": np.array(devices, np.int64),
         "determinism": spec.determinism,
-        "communication_dtype": _DTYPES[spec.communication_dtype] if spec.communication_dtype else "none",
-        "algorithm": spec.algorithm,
-        "comm_sm_count": np.int64(spec.comm_sm_count),
+        "communication_dtype": _DTYPES[spec.comm.dtype] if spec.comm.dtype else "none",
+        "algorithm": spec.comm.algorithm or "default",
+        "comm_sm_count": np.int64(spec.comm.sm_count or 0),
         **_layouts(spec),
     }
 
@@ -179,14 +169,14 @@ def call_attributes(spec: MatmulSpec, a, b, devices: tuple[int, ...] = ()) -> di
 def compute_of(spec: MatmulSpec, operand) -> precisions.Compute:
     """How the custom call computes; `backend` has let a sum in 16 bits pass only where it is ignored."""
     compute = precisions.find(spec.precision, operand)
-    return precisions.full(operand) if compute.is_narrow else compute
+    return precisions.full(operand) if compute.sums_in_16_bits else compute
 
 
 def _layouts(spec: MatmulSpec) -> dict:
     """(mb, nb, rsrc, csrc) of A, B and D as stored, each pair turned round; empty where shards are contiguous."""
     a, b, d = (
         np.array([*x.layout.block[::-1], *x.layout.first[::-1]] if x else [], np.int64)
-        for x in spec.cyclic or (None,) * 3
+        for x in spec.distributions or (None,) * 3
     )
     return {"layout_a": b, "layout_b": a, "layout_d": d}
 
@@ -203,10 +193,10 @@ def _complex_pair(value) -> np.ndarray:
 
 def profile_name(spec: MatmulSpec, a, b) -> str:
     """The range of a call in profiles and in HLO metadata: pattern, global m x k x n, types, level, kernel."""
-    m, n, k = global_extents(spec, a.shape, b.shape)
+    found = extents(spec, a.shape, b.shape)
     types = f"{_DTYPES[a.dtype.name]}*{_DTYPES[b.dtype.name]}->{_DTYPES[np.dtype(spec.out_dtype).name]}"
     if spec.implementation == "cublasmp":
         kernel = "cuBLASMp"
     else:
-        kernel = "one order of sums" if spec.is_invariant else native.kernel_of(_DTYPES[a.dtype.name])
-    return f"jaxmp {spec.pattern.value} {m}x{k}x{n} {types} {spec.determinism} ({kernel})"
+        kernel = "one order of sums" if spec.fixed_reduction_order else native.kernel_of(_DTYPES[a.dtype.name])
+    return f"jaxmp {spec.group.pattern.value} {found.m}x{found.k}x{found.n} {types} {spec.determinism} ({kernel})"

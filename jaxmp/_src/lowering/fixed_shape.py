@@ -3,13 +3,13 @@
 Which kernel cuBLASLt takes, and with it the order in which an element of D is summed, follows from the call: its
 extents, types, transpositions, leading dimensions and epilog. So all calls of a product are alike, however many rows
 and columns it has and wherever a mesh has cut them: one rank, all of k, ROWS rows, COLUMNS columns, a stored (m, k) and
-b stored (k, n). What a chunk lacks is padding, and what comes of padding is dropped.
+b stored (k, n). What a tile lacks is padding, and what comes of padding is dropped.
 
     ROWS = 512, COLUMNS = 4096, a (1100, k), b (k, 5000): 3 x 2 calls of 512 x k x 4096, of which the last ones have 76
     rows and 904 columns of d. Row 600 is row 88 of its calls; on four ranks, each with 275 of the rows, the third has
     it as row 50 of its only one.
 
-Then an element can depend on no more than its row of op(A), its column of op(B) and its place in the chunk; and not on
+Then an element can depend on no more than its row of op(A), its column of op(B) and its place in the tile; and not on
 that place where a kernel sums all its tiles alike. No source says that every kernel of cuBLASLt does (a stream-K
 schedule cuts k elsewhere in each tile), so this is for `python -m jaxmp.testing determinism` to show on a card.
 """
@@ -24,9 +24,9 @@ from jax import lax
 
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.lowering.legalize import PADDED_K, with_k
-from jaxmp._src.spec import epilogs, low_precision, process_grid
+from jaxmp._src.spec import low_precision, process_grid
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import DIMS, MatmulSpec, aux_dtype, dims, local_extents, operand_names, output_names
+from jaxmp._src.spec.matmul_spec import DIMS, MatmulSpec, aux_dtype, dims, extents
 
 # The extents of a call. In tiles of 128 x 128 they are 4 x 32 = 128, about one for each of the 132 multiprocessors of
 # an H100 or H200. Fewer rows than columns, since batches are small where layers are not, and multiples of 128, as
@@ -35,50 +35,50 @@ ROWS, COLUMNS = 512, 4096
 
 
 def matmul(a, b, *extra, spec: MatmulSpec, call: Callable) -> list:
-    """The results of a local product, in the order of `output_names`; `call(a, b, *extra, spec=spec)` has a chunk's."""
-    row = epilogs.rule(spec.epilog)
-    rows, k, _, cols = local_extents(spec, a.shape, b.shape)
-    if 0 in (rows, cols) or (k == 0 and low_precision.is_narrow(a.dtype)):
+    """The results of a local product, in the order of `output_names`; `call(a, b, *extra, spec=spec)` has a tile's."""
+    row = spec.rule
+    rows, k, _, cols = extents(spec, a.shape, b.shape).local
+    if 0 in (rows, cols) or (k == 0 and low_precision.is_low_precision(a.dtype)):
         return xla_matmul.matmul(a, b, *extra, spec=spec, platform="cpu")
     if k == 0:  # which cuBLASMp does not take
         a, b = padded_along_k(a, b, spec)
-    if spec.is_turned:
-        return [_turned(a, b, spec, call).T]
+    if spec.order.is_transposed:
+        return [_transposed_product(a, b, spec, call).T]
     if row.derivative and row.gradient:
         return _with_sums(a, b, *extra, spec=spec, call=call)
-    operands = dict(zip(("a", "b", *operand_names(spec)), (a, b, *extra), strict=True))
+    operands = dict(zip(("a", "b", *spec.operand_names), (a, b, *extra), strict=True))
     types = {name: x.dtype for name, x in operands.items()}
     moved = {name: _padded(spec, name, low_precision.as_moved(x)) for name, x in operands.items()}
     nrow, ncol = _count(rows, cols)
-    chunk = _chunk_spec(spec, low_precision.is_scaled(b.dtype))
+    tile = _tile_spec(spec, low_precision.is_scaled(b.dtype))
 
-    def chunks_of_columns(j):
+    def tiles_of_columns(j):
         of_columns = {name: _part(spec, name, x, "n", j) for name, x in moved.items()}
-        of_columns["b"] = _stored_alike(of_columns["b"], spec.transpose_b, chunk.transpose_b, spec.conjugate_b)
+        of_columns["b"] = _stored_alike(of_columns["b"], spec.transpose_b, tile.transpose_b, spec.conjugate_b)
 
         def one(i):
             parts = {name: _part(spec, name, x, "m", i) for name, x in of_columns.items()}
-            parts["a"] = _stored_alike(parts["a"], spec.transpose_a, chunk.transpose_a, spec.conjugate_a)
-            outputs = call(*(low_precision.from_moved(x, types[name]) for name, x in parts.items()), spec=chunk)
+            parts["a"] = _stored_alike(parts["a"], spec.transpose_a, tile.transpose_a, spec.conjugate_a)
+            outputs = call(*(low_precision.from_moved(x, types[name]) for name, x in parts.items()), spec=tile)
             return [low_precision.as_moved(x) for x in outputs]
 
         return _each(nrow, one)
 
-    stacked = _each(ncol, chunks_of_columns)
-    return [_whole(spec, name, x, rows, cols) for name, x in zip(output_names(spec), stacked, strict=True)]
+    stacked = _each(ncol, tiles_of_columns)
+    return [_whole(spec, name, x, rows, cols) for name, x in zip(spec.output_names, stacked, strict=True)]
 
 
 def describe(spec: MatmulSpec, a_shape, b_shape, library: str) -> str:
     """What a local product comes to, for people to read."""
-    rows, k, _, cols = local_extents(spec, a_shape, b_shape)
-    calls = math.prod(_count(cols, rows) if spec.is_turned else _count(rows, cols))
+    rows, k, _, cols = extents(spec, a_shape, b_shape).local
+    calls = math.prod(_count(cols, rows) if spec.order.is_transposed else _count(rows, cols))
     text = f"{library} {calls} local Matmul of {ROWS}x{k}x{COLUMNS} each, padded, instead of an order of sums"
     unproved = "; not proved on a GPU yet, `python -m jaxmp.testing determinism --implementation cublasmp` does"
     return text + unproved * (library == "cublasmp")
 
 
 def _count(rows: int, cols: int) -> tuple[int, int]:
-    """How many chunks of rows and of columns a product has."""
+    """How many tiles of rows and of columns a product has."""
     return -(-rows // ROWS), -(-cols // COLUMNS)
 
 
@@ -89,7 +89,7 @@ def padded_along_k(a, b, spec: MatmulSpec):
     return tuple(jnp.pad(x, [(0, want - have) for have, want in pair]) for x, pair in zip((a, b), pairs, strict=True))
 
 
-def _chunk_spec(spec: MatmulSpec, is_scaled: bool) -> MatmulSpec:
+def _tile_spec(spec: MatmulSpec, is_scaled: bool) -> MatmulSpec:
     """The spec of every call. Only what the library takes in one form alone is stored otherwise than (m, k), (k, n)."""
     is_summed = spec.epilog == Epilog.BGRADA
     return spec.local().replace(
@@ -101,28 +101,27 @@ def _chunk_spec(spec: MatmulSpec, is_scaled: bool) -> MatmulSpec:
     )
 
 
-def _turned(a, b, spec: MatmulSpec, call: Callable):
+def _transposed_product(a, b, spec: MatmulSpec, call: Callable):
     """The transposed product, which is the one that the same gradient is on other meshes."""
-    turned = spec.replace(
-        is_turned=False,
+    transposed = spec.reorder(is_transposed=False).replace(
         transpose_a=not spec.transpose_b,
         transpose_b=not spec.transpose_a,
         conjugate_a=spec.conjugate_b,
         conjugate_b=spec.conjugate_a,
     )
-    return matmul(b, a, spec=turned, call=call)[0]
+    return matmul(b, a, spec=transposed, call=call)[0]
 
 
 def _with_sums(a, b, *extra, spec: MatmulSpec, call: Callable) -> list:
-    """With d summed over its rows. The library would round the sums of each chunk to d's type, so they are a product
+    """With d summed over its rows. The library would round the sums of each tile to d's type, so they are a product
     with ones, rounded once."""
-    row = epilogs.rule(spec.epilog)
+    row = spec.rule
     plain = spec.replace(epilog=row.without_gradient)
-    outputs = dict(zip(output_names(plain), matmul(a, b, *extra, spec=plain, call=call), strict=True))
+    outputs = dict(zip(plain.output_names, matmul(a, b, *extra, spec=plain, call=call), strict=True))
     d = outputs["d"]
     sums = MatmulSpec(spec.out_dtype, implementation=spec.implementation, determinism=spec.determinism)
     outputs[row.gradient] = matmul(jnp.ones((1, d.shape[0]), d.dtype), d, spec=sums, call=call)[0][0]
-    return [outputs[name] for name in output_names(spec)]
+    return [outputs[name] for name in spec.output_names]
 
 
 def _cuts(spec: MatmulSpec, name: str) -> dict[int, tuple[str, int]]:
@@ -136,8 +135,8 @@ def _cuts(spec: MatmulSpec, name: str) -> dict[int, tuple[str, int]]:
 
 
 def _padded(spec: MatmulSpec, name: str, x):
-    """`x` with whole chunks: zeros, but where a largest value is asked for the last row again, which adds no value."""
-    has_amax = spec.amax_d or spec.aux_amax
+    """`x` zero-padded to whole tiles; with amax the last row is repeated, so that padding cannot change the maximum."""
+    has_amax = spec.scales.amax_d or spec.scales.amax_aux
     for dimension, (way, size) in _cuts(spec, name).items():
         if missing := -x.shape[dimension] % size:
             width = [(0, missing if i == dimension else 0) for i in range(x.ndim)]
@@ -146,7 +145,7 @@ def _padded(spec: MatmulSpec, name: str, x):
 
 
 def _part(spec: MatmulSpec, name: str, x, way: str, index):
-    """Chunk `index` along the rows (m) or columns (n) of d."""
+    """Tile `index` along the rows (m) or columns (n) of d."""
     for dimension, (cut, size) in _cuts(spec, name).items():
         if cut == way and x.shape[dimension] != size:
             x = lax.dynamic_slice_in_dim(x, index * size, size, dimension)
@@ -166,10 +165,10 @@ def _each(number: int, body: Callable) -> list:
 
 
 def _whole(spec: MatmulSpec, name: str, x, rows: int, cols: int):
-    """A result from those of its chunks, (chunks of columns, chunks of rows, *shape)."""
+    """A result from those of its tiles, (tiles of columns, tiles of rows, *shape)."""
     if not DIMS[name]:  # the largest values
         return jnp.max(x)
-    if DIMS[name] in ("m", "n"):  # the sums of a are equal in all chunks of columns, those of b in all of rows
+    if DIMS[name] in ("m", "n"):  # the sums of a are equal in all tiles of columns, those of b in all of rows
         return x[0].reshape(-1)[:rows] if DIMS[name] == "m" else x[:, 0].reshape(-1)[:cols]
     ncol, nrow, height, width = x.shape
     x = x.transpose(1, 2, 0, 3).reshape(nrow * height, ncol * width)
@@ -177,6 +176,6 @@ def _whole(spec: MatmulSpec, name: str, x, rows: int, cols: int):
     types = {
         "d": spec.out_dtype,
         "gelu_aux": aux_dtype(spec),
-        "d_out_scale": low_precision.scale_dtype(spec.d_out_scale),
+        "d_out_scale": low_precision.scale_dtype(spec.scales.d_out),
     }
     return low_precision.from_moved(x, types[name]) if name in types else x

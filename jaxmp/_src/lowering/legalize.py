@@ -1,22 +1,23 @@
-"""A call in the forms that a library takes.
+"""What a library takes, and the form in which a call reaches it.
 
 cuBLASMp all-reduces with op(A) = A^T, op(B) = B only, multiplies contiguous shards on square grids only, and has its
-epilogs on one-dimensional layouts and of real numbers only. hostmp declares that it takes more. What a library does not
-take directly is put together from what it takes, the cheapest way, and `explain` names it.
+epilogs on one-dimensional layouts and of real numbers only. hostmp declares that it takes more. A call that a library
+does not take directly is put together from calls that it takes, the cheapest way; `explain` names it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 
 import numpy as np
 
-from jaxmp._src.spec import epilogs, low_precision, precisions
+from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, global_extents, local_extents, output_shape
+from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, extents
 
-# What a byte through a link costs beside a byte through local memory: an H200 reads and writes 4.8 TB/s and sends
+# Cost of a byte sent over a link, relative to a byte of local memory: an H200 reads and writes 4.8 TB/s and sends
 # 0.45 TB/s each way over NVLink (NVIDIA H200 data sheet).
 LINK_COST = 10.0
 
@@ -32,38 +33,43 @@ class Capabilities:
     orders_sums: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Route:
-    """How a call reaches the library.
+class Form(enum.StrEnum):
+    """How a call reaches the library."""
 
-    `kind`: "direct"; "transposed_copy", operands copied so that they are stored as the library wants them;
-    "reduce_scatter_all_gather", an AR as an RS call and an all-gather of its rows; "padded_k", zeros added along k
-    (`with_k`); "fixed_chunks", gathered where it has several ranks and then as local calls of one shape
-    (`fixed_shape`); "separate_epilog", the plain product followed by XLA's epilog; "unsupported", which
-    `implementation=None` gives to "xla".
-    """
-
-    kind: str
-    why: str
+    DIRECT = "direct"
+    # Operands are copied, so that they are stored as the library wants them.
+    TRANSPOSED_COPY = "transposed_copy"
+    # An all-reduce is a reduce-scatter and an all-gather of its rows.
+    REDUCE_SCATTER_ALL_GATHER = "reduce_scatter_all_gather"
+    # Zeros are added along k.
+    PADDED_K = "padded_k"
+    # Each rank gathers what its part of d needs, and multiplies on its own.
+    GATHERED = "gathered"
+    # A local product is many calls of one shape.
+    FIXED_SHAPE_TILES = "fixed_shape_tiles"
+    # XLA applies the epilog to the plain product.
+    SEPARATE_EPILOG = "separate_epilog"
+    # XLA computes everything but, on CPUs of several processes, the local product.
+    XLA = "xla"
 
 
 def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
-    """Why no route leads to the library, or the empty string."""
-    has_chunks = is_chunked(spec, capabilities)  # which are local products, whatever the pattern is
-    why = _why_no_epilog(spec.replace(pattern=Pattern.LOCAL) if has_chunks else spec, capabilities)
-    if why and spec.is_invariant:
+    """Why the library takes the call in no form, or the empty string."""
+    has_tiles = is_tiled(spec, capabilities)  # which are local products, whatever the pattern is
+    why = why_no_epilog(spec.regroup(pattern=Pattern.LOCAL) if has_tiles else spec, capabilities)
+    if why and spec.fixed_reduction_order:
         return f"{why}, and XLA's would not keep determinism={spec.determinism!r}"
-    if has_chunks:
+    if has_tiles:
         return ""
-    if spec.pattern != Pattern.GRID or spec.cyclic or capabilities.grid_any_shape:
+    if spec.group.pattern != Pattern.GRID or spec.distributions or capabilities.grid_any_shape:
         return ""
-    nrow, ncol = spec.axis_size(spec.row_axes), spec.axis_size(spec.col_axes)
+    nrow, ncol = spec.group.shape
     return "" if nrow == ncol else f"cuBLASMp multiplies contiguous shards on square grids only, not {nrow}x{ncol}"
 
 
 def why_not_cublasmp(spec: MatmulSpec, operands: tuple) -> str:
     """Why no call of cuBLASMp computes this with operands of these types as it was asked for, or the empty string."""
-    if precisions.sums_narrowly(spec.precision):
+    if precisions.sums_in_16_bits(spec.precision):
         return f"precision={spec.precision} sums in 16 bits, which jaxmp does not ask of cuBLASMp"
     if any(np.dtype(dtype).name == low_precision.INT8 for dtype in operands):
         return "cuBLASMp multiplies int8 to float32 only, not to int32"
@@ -84,7 +90,7 @@ def why_card_refuses(spec: MatmulSpec, operands: tuple, capability: tuple[int, i
     names = [np.dtype(dtype).name for dtype in operands]
     if capability is None or not any(name in low_precision.SCALED for name in names):
         return ""
-    modes = {spec.scale_a, spec.scale_b}
+    modes = {spec.scales.a, spec.scales.b}
     has = f"this card has {capability[0]}.{capability[1]}"
     if modes & {low_precision.VEC16, low_precision.VEC32} or low_precision.FLOAT4 in names:
         kind = "NVFP4" if low_precision.FLOAT4 in names else "MXFP8"
@@ -94,40 +100,54 @@ def why_card_refuses(spec: MatmulSpec, operands: tuple, capability: tuple[int, i
     return "" if capability >= _FLOAT8_CARD else f"{names[0]} needs compute capability 9.0 or later, {has}"
 
 
-def _is_complex(spec: MatmulSpec) -> bool:
-    return np.issubdtype(np.dtype(spec.out_dtype), np.complexfloating)
-
-
-def _why_no_epilog(spec: MatmulSpec, capabilities: Capabilities) -> str:
+def why_no_epilog(spec: MatmulSpec, capabilities: Capabilities) -> str:
     """Why the library has this epilog nowhere or not here, or the empty string."""
     if spec.epilog == Epilog.NONE:
         return ""
     # The table of types of cublasLtMatmul (cuBLAS 13 documentation), which does the local products.
-    if _is_complex(spec) and not capabilities.complex_epilogs:
+    if np.issubdtype(np.dtype(spec.out_dtype), np.complexfloating) and not capabilities.complex_epilogs:
         return "cuBLASMp has no epilogs of complex numbers"
-    if spec.pattern == Pattern.GRID and not capabilities.grid_epilogs:
+    if spec.group.pattern == Pattern.GRID and not capabilities.grid_epilogs:
         return "cuBLASMp has no epilogs on 2-D grids"
     return ""
 
 
-def is_chunked(spec: MatmulSpec, capabilities: Capabilities) -> bool:
+def is_tiled(spec: MatmulSpec, capabilities: Capabilities) -> bool:
     """Whether a level of determinism is kept by calls of one shape, for the library keeps none."""
-    return spec.is_invariant and not capabilities.orders_sums
+    return spec.fixed_reduction_order and not capabilities.orders_sums
 
 
-def find_route(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabilities: Capabilities) -> Route:
-    """The cheapest way to give the call with these local shapes to the library."""
-    if is_chunked(spec, capabilities):
-        return Route("fixed_chunks", "the library promises no order of sums")
-    if why := why_unsupported(spec, capabilities):
-        return Route("unsupported", why)
-    if why := _why_no_epilog(spec, capabilities):
-        return Route("separate_epilog", why)
-    if epilogs.rule(spec.epilog).derivative and global_extents(spec, a_shape, b_shape)[2] == 1:
-        return Route("padded_k", "cuBLASMp multiplies by an activation's derivative only where k is not 1")
-    if spec.pattern == Pattern.ALL_REDUCE:
-        return _route_all_reduce(spec, a_shape, b_shape, itemsize, capabilities)
-    return Route("direct", "")
+def find_form(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabilities: Capabilities) -> tuple[Form, str]:
+    """(the cheapest form in which the library takes the call with these local shapes, why)."""
+    if is_tiled(spec, capabilities):
+        form = Form.FIXED_SHAPE_TILES if spec.group.pattern == Pattern.LOCAL else Form.GATHERED
+        return form, "the library promises no order of sums"
+    if why := why_no_epilog(spec, capabilities):
+        return Form.SEPARATE_EPILOG, why
+    if spec.rule.derivative and extents(spec, a_shape, b_shape).k == 1:
+        return Form.PADDED_K, "cuBLASMp multiplies by an activation's derivative only where k is not 1"
+    if spec.group.pattern == Pattern.ALL_REDUCE:
+        return _find_all_reduce(spec, a_shape, b_shape, itemsize, capabilities)
+    return Form.DIRECT, ""
+
+
+def _find_all_reduce(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabilities: Capabilities) -> tuple[Form, str]:
+    # In JAX's order cuBLASMp's TN is a stored (m, k) and b stored (n, k).
+    misplaced = [shape for shape, wrong in ((a_shape, spec.transpose_a), (b_shape, not spec.transpose_b)) if wrong]
+    if not misplaced or capabilities.all_reduce_any_transposition:
+        return Form.DIRECT, ""
+    rows, cols = extents(spec, a_shape, b_shape).d
+    p = spec.group.nranks
+    if spec.epilog in (Epilog.BGRADA, Epilog.BGRADB):
+        # A copy would be stored so that it cannot be summed.
+        why = "cuBLASMp all-reduces no product whose operand it sums"
+        return (Form.SEPARATE_EPILOG if rows % p else Form.REDUCE_SCATTER_ALL_GATHER), why
+    copied = 2 * sum(math.prod(shape) for shape in misplaced) * itemsize
+    gathered = rows * cols * (p - 1) // p * np.dtype(spec.out_dtype).itemsize
+    why = "cuBLASMp all-reduces with a stored (m, k) and b stored (n, k) only"
+    if rows % p or copied <= LINK_COST * gathered:
+        return Form.TRANSPOSED_COPY, f"{why}; copying {copied} bytes is the cheapest way"
+    return Form.REDUCE_SCATTER_ALL_GATHER, f"{why}; gathering {gathered} bytes beats copying {copied}"
 
 
 def without_conjugation(spec: MatmulSpec) -> MatmulSpec:
@@ -146,25 +166,5 @@ PADDED_K = 2
 
 def with_k(spec: MatmulSpec, a_shape, b_shape, k: int):
     """The local shapes of a and b as stored, with `k` for the extent along which they are contracted."""
-    rows, _, _, cols = local_extents(spec, a_shape, b_shape)
+    rows, _, _, cols = extents(spec, a_shape, b_shape).local
     return (k, rows) if spec.transpose_a else (rows, k), (cols, k) if spec.transpose_b else (k, cols)
-
-
-def _route_all_reduce(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabilities: Capabilities) -> Route:
-    # In JAX's order cuBLASMp's TN is a stored (m, k) and b stored (n, k).
-    misplaced = [shape for shape, wrong in ((a_shape, spec.transpose_a), (b_shape, not spec.transpose_b)) if wrong]
-    if not misplaced or capabilities.all_reduce_any_transposition:
-        return Route("direct", "")
-    rows, cols = output_shape(spec, a_shape, b_shape)
-    p = spec.nranks
-    if spec.epilog in (Epilog.BGRADA, Epilog.BGRADB):
-        # A copy would be stored so that it cannot be summed.
-        form = "cuBLASMp all-reduces no product whose operand it sums"
-        kind = "separate_epilog" if rows % p else "reduce_scatter_all_gather"
-        return Route(kind, form)
-    copied = 2 * sum(math.prod(shape) for shape in misplaced) * itemsize
-    gathered = rows * cols * (p - 1) // p * np.dtype(spec.out_dtype).itemsize
-    form = "cuBLASMp all-reduces with a stored (m, k) and b stored (n, k) only"
-    if rows % p or copied <= LINK_COST * gathered:
-        return Route("transposed_copy", f"{form}; copying {copied} bytes is the cheapest way")
-    return Route("reduce_scatter_all_gather", f"{form}; gathering {gathered} bytes beats copying {copied}")

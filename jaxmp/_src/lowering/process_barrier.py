@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxmp._src.runtime import jax_compat, native
 from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.matmul_spec import MatmulSpec, global_extents
+from jaxmp._src.spec.matmul_spec import MatmulSpec, extents
 
 # XLA's partitioner has each call lowered as a program of its own, all of this name and in no order of ours.
 _PARTITIONED = "tmp_xla_computation"
@@ -76,7 +76,7 @@ def span(axes: MeshAxes, group_axes: tuple[str, ...], mesh) -> Span | None:
 
 def mesh_devices(spec: MatmulSpec, mesh) -> tuple[int, ...]:
     """The ids of the mesh's devices by their place in it; empty where nobody has said which they are."""
-    if mesh is None or tuple(mesh.shape.items()) != spec.mesh:
+    if mesh is None or tuple(mesh.shape.items()) != spec.group.mesh:
         return ()
     return tuple(device.id for device in mesh.devices.flat)
 
@@ -85,7 +85,7 @@ def group_processes(spec: MatmulSpec, mesh) -> int:
     """The number of processes over which a group of this call spreads; where that is not known, all there are."""
     if jax.process_count() == 1:
         return 1
-    found = span(spec.mesh, spec.group_axes, mesh)
+    found = span(spec.group.mesh, spec.group.axes, mesh)
     return jax.process_count() if found is None else found.group_processes
 
 
@@ -131,13 +131,22 @@ class Site:
 
 def fields(spec: MatmulSpec, a, b) -> dict[str, Any]:
     """What has to be equal on every process of a group, in the user's terms."""
-    m, n, k = global_extents(spec, a.shape, b.shape)
-    described: dict[str, Any] = {"m": m, "n": n, "k": k, "dtype": a.dtype.name}
-    for field in dataclasses.fields(spec):
-        if field.name != "line":
-            value = getattr(spec, field.name)
-            described[field.name] = getattr(value, "name", value)
+    found = extents(spec, a.shape, b.shape)
+    described: dict[str, Any] = {"m": found.m, "n": found.n, "k": found.k, "dtype": a.dtype.name}
+    for name, value in _fields_of(spec).items():
+        if name == "source_line":
+            continue
+        if not dataclasses.is_dataclass(value):
+            described[name] = getattr(value, "name", value)
+            continue
+        prefix = "" if name == "group" else f"{name}."
+        described |= {f"{prefix}{part}": getattr(x, "name", x) for part, x in _fields_of(value).items()}
     return described
+
+
+def _fields_of(x) -> dict[str, Any]:
+    """The fields of a dataclass by name."""
+    return {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
 
 
 def site(ctx, axes: MeshAxes, group_axes: tuple[str, ...]) -> Site | None:

@@ -1,4 +1,4 @@
-"""From a spec to one custom call, to several with what comes around them, or to the "xla" implementation."""
+"""From a resolved call to one custom call, to several with what comes around them, or to XLA's own product."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from jax import lax
 
 from jaxmp._src.lowering import backend, fixed_shape, process_barrier, xla_matmul
 from jaxmp._src.lowering.ffi_call import custom_call
-from jaxmp._src.lowering.legalize import Capabilities, find_route, without_conjugation
-from jaxmp._src.primitive import batched_matmul, bias_grad, collectives
+from jaxmp._src.lowering.legalize import Form
+from jaxmp._src.lowering.resolve import ResolvedCall, resolve, resolve_activation_grad, resolve_tile
+from jaxmp._src.primitive import batched_matmul, collectives
 from jaxmp._src.primitive.collectives import process_barrier_p
 from jaxmp._src.primitive.primitives import (
     AMAXES,
@@ -29,143 +30,128 @@ from jaxmp._src.primitive.primitives import (
 )
 from jaxmp._src.runtime import jax_compat, native
 from jaxmp._src.runtime.jax_compat import mlir
-from jaxmp._src.spec import epilogs
 from jaxmp._src.spec.activations import multiply_by_slope
-from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import (
-    MatmulSpec,
-    Pattern,
-    accumulator,
-    axes_text,
-    operand_names,
-    operations,
-    output_names,
-    output_shape,
-)
-from jaxmp._src.validation.comm_options import fit_hints
-from jaxmp._src.validation.operand_checks import check_gathered_scales
+from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, operations
 
 
-def _fused_matmul(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities, devices: tuple[int, ...] = ()):
-    """The results through the custom call, in the forms that the library takes; `devices` as in `call_attributes`."""
-    if epilogs.rule(spec.epilog).gradient and 0 in output_shape(spec, a.shape, b.shape):
-        # Nothing to multiply, but sums to be written.
-        return xla_matmul.matmul(a, b, *extra, spec=spec, platform="cpu")
-    asked, spec = spec, without_conjugation(spec)
-    a = lax.conj(a) if asked.conjugate_a and not spec.conjugate_a else a
-    b = lax.conj(b) if asked.conjugate_b and not spec.conjugate_b else b
-    kind = find_route(spec, a.shape, b.shape, a.dtype.itemsize, capabilities).kind
-    if kind == "fixed_chunks":
-        return _in_chunks(a, b, *extra, spec=spec, capabilities=capabilities)
-    if kind == "transposed_copy":
-        a, b = (a.T if spec.transpose_a else a), (b if spec.transpose_b else b.T)
-        # What a transposition also conjugated still has to be.
-        a = lax.conj(a) if spec.conjugate_a else a
-        spec = spec.replace(transpose_a=False, transpose_b=True, conjugate_a=False)
-    elif kind == "padded_k":
-        a, b = fixed_shape.padded_along_k(a, b, spec)
-        return _fused_matmul(a, b, *extra, spec=spec, capabilities=capabilities, devices=devices)
-    elif kind == "reduce_scatter_all_gather":
-        return _scatter_then_gather(a, b, *extra, spec=spec, devices=devices)
-    elif kind == "separate_epilog":
-        plain = spec.bilinear(out_dtype=accumulator(a.dtype), scale_a=spec.scale_a, scale_b=spec.scale_b)
-        named = dict(zip(operand_names(spec), extra, strict=True))
-        scales = (named[name] for name in operand_names(plain))
-        z = _fused_matmul(a, b, *scales, spec=plain, capabilities=capabilities, devices=devices)[0]
-        return xla_matmul.apply_epilog(z, extra, spec.replace(alpha=1.0), a, b)
-    return custom_call(a, b, *extra, spec=spec, devices=devices)
+def emit(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...] = (), platform: str = "cpu", ahead=None) -> list:
+    """The results of a call; `devices` as in `ffi_call.call_attributes`, `ahead` as in `xla_matmul.matmul`."""
+    is_conjugated_a, is_conjugated_b = call.is_conjugated
+    a = lax.conj(a) if is_conjugated_a else a
+    b = lax.conj(b) if is_conjugated_b else b
+    if call.form == Form.DIRECT:
+        return custom_call(a, b, *extra, spec=call.spec, devices=devices)
+    if call.form == Form.XLA:
+        product = _host_product if call.library == "host" else None
+        return xla_matmul.matmul(a, b, *extra, spec=call.spec, platform=platform, local_product=product, ahead=ahead)
+    return _EMIT[call.form](call, a, b, *extra, devices=devices)
 
 
-def _in_chunks(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities):
-    """The results by local calls of one shape, of what this rank has gathered for its part of D."""
-    if spec.pattern != Pattern.LOCAL:
-        return _gathered_matmul(a, b, *extra, spec=spec, capabilities=capabilities)
-    call = functools.partial(_fused_matmul, capabilities=capabilities)
-    with jax.named_scope(f"jaxmp {spec.determinism} by calls of one shape"):
-        return fixed_shape.matmul(a, b, *extra, spec=spec, call=call)
+def _emit_transposed(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...]) -> list:
+    a, b = (a.T if call.spec.transpose_a else a), (b if call.spec.transpose_b else b.T)
+    # What a transposition also conjugated still has to be.
+    a = lax.conj(a) if call.spec.conjugate_a else a
+    return emit(_inner(call), a, b, *extra, devices=devices)
 
 
-def _scatter_then_gather(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...]):
+def _emit_padded(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...]) -> list:
+    return emit(_inner(call), *fixed_shape.padded_along_k(a, b, call.spec), *extra, devices=devices)
+
+
+def _emit_scattered(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...]) -> list:
     """An all-reduced product as a reduce-scattered one whose rows are then gathered."""
+    axes = call.spec.group.row_axes
     # What has rows is cut as the scattered rows are.
     extra = tuple(
-        collectives.own_part(x, 0, spec.row_axes) if has_rows(name) else x
-        for name, x in zip(operand_names(spec), extra, strict=True)
+        collectives.own_part(x, 0, axes) if has_rows(name) else x
+        for name, x in zip(call.spec.operand_names, extra, strict=True)
     )
-    outputs = custom_call(a, b, *extra, spec=spec.replace(pattern=Pattern.REDUCE_SCATTER), devices=devices)
+    outputs = emit(_inner(call), a, b, *extra, devices=devices)
     return [
-        lax.all_gather(x, spec.row_axes, axis=0, tiled=True)
+        lax.all_gather(x, axes, axis=0, tiled=True)
         if has_rows(name)
-        else (amax_of_ranks(x, spec.row_axes) if name in AMAXES else x)
-        for name, x in zip(output_names(spec), outputs, strict=True)
+        else (amax_of_ranks(x, axes) if name in AMAXES else x)
+        for name, x in zip(call.spec.output_names, outputs, strict=True)
     ]
 
 
-def _gathered_matmul(a, b, *extra, spec: MatmulSpec, capabilities: Capabilities):
-    """The results where bits are promised and the ranks of a group do not share a call: what this rank's part of D
-    needs is gathered, and local calls make it. XLA's own products promise nothing."""
-    local = fit_hints(spec.local())
-    # Over these axes the ranks have other rows of D.
-    axes = spec.row_axes if spec.pattern in (Pattern.REDUCE_SCATTER, Pattern.GRID) else ()
-    gradient = epilogs.rule(spec.epilog).gradient
-    if bias_grad.summed(gradient) == "d" and spec.axis_size(axes) > 1:
-        raise NotImplementedError(
-            f"determinism={spec.determinism!r} has no epilog {spec.epilog.name} where operands are gathered and the "
-            f"rows of the result lie over {axes_text(axes)}, for XLA would complete {gradient}; take the gradient of a "
-            "bias, or pass another level"
-        )
-    if spec.nranks > 1:
-        check_gathered_scales("matmul", spec, f"where operands are gathered over {spec.nranks} ranks")
+def _emit_separate_epilog(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...]) -> list:
+    plain = _inner(call)
+    named = dict(zip(call.spec.operand_names, extra, strict=True))
+    z = emit(plain, a, b, *(named[name] for name in plain.spec.operand_names), devices=devices)[0]
+    return xla_matmul.apply_epilog(z, extra, call.spec.replace(alpha=1.0), a, b)
+
+
+def _emit_gathered(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...]) -> list:
+    spec = call.spec
+    if spec.group.nranks > 1:
         a, b = xla_matmul.gather_for_part(spec, a, b)
-    outputs = _fused_matmul(a, b, *extra, spec=local, capabilities=capabilities)
-    if gradient != "bgrada" or not axes:
+    outputs = emit(_inner(call), a, b, *extra)
+    # Over these axes the ranks have summed other rows of op(a).
+    axes = spec.group.row_axes if spec.group.pattern in (Pattern.REDUCE_SCATTER, Pattern.GRID) else ()
+    if spec.rule.gradient != "bgrada" or not axes:
         return outputs
     return [
-        lax.all_gather(x, axes, axis=0, tiled=True) if name == gradient else x
-        for name, x in zip(output_names(spec), outputs, strict=True)
+        lax.all_gather(x, axes, axis=0, tiled=True) if name == "bgrada" else x
+        for name, x in zip(spec.output_names, outputs, strict=True)
     ]
 
 
-def _activation_grad(aux, t, *, activation: str, spec: MatmulSpec | None, platform: str):
-    if spec is None:
-        return multiply_by_slope(activation, aux, t)
-    choice = backend.choose_implementation(spec, platform, 1, (t.dtype, t.dtype))
-    capabilities = backend.capabilities_of(choice.implementation)
-    # The derivative epilog of a product over nothing, with t as its C: -0 * 0 is -0, and -0 + t is t, also for t = -0.
-    changes = {"epilog": Epilog.DGELU, "alpha": -0.0, "beta": 1.0, "has_c": True}
-    spec = spec.replace(implementation=choice.implementation, **changes)
-    a, b = jnp.zeros((t.shape[0], 0), t.dtype), jnp.zeros((0, t.shape[1]), t.dtype)
-    return _fused_matmul(a, b, t, aux, spec=spec, capabilities=capabilities)[0]
+def _emit_tiles(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...]) -> list:
+    def tile(a, b, *extra, spec: MatmulSpec):
+        return emit(resolve_tile(spec, a, b, call.library), a, b, *extra)
+
+    with jax.named_scope(f"jaxmp {call.spec.determinism} by calls of one shape"):
+        return fixed_shape.matmul(a, b, *extra, spec=call.spec, call=tile)
+
+
+_EMIT: dict[Form, Callable[..., list]] = {
+    Form.TRANSPOSED_COPY: _emit_transposed,
+    Form.PADDED_K: _emit_padded,
+    Form.REDUCE_SCATTER_ALL_GATHER: _emit_scattered,
+    Form.SEPARATE_EPILOG: _emit_separate_epilog,
+    Form.GATHERED: _emit_gathered,
+    Form.FIXED_SHAPE_TILES: _emit_tiles,
+}
+
+
+def _inner(call: ResolvedCall) -> ResolvedCall:
+    assert call.inner is not None, call
+    return call.inner
+
+
+def _host_product(a, b, spec: MatmulSpec):
+    """One device's product in the accumulator's type, through the custom call."""
+    local = MatmulSpec(
+        accumulator(a.dtype),
+        transpose_a=spec.transpose_a,
+        transpose_b=spec.transpose_b,
+        conjugate_a=spec.conjugate_a,
+        conjugate_b=spec.conjugate_b,
+        precision=spec.precision,
+    )
+    return emit(resolve_tile(local, a, b, "host"), a, b)[0]
+
+
+# Rules of the primitives ------------------------------------------------------------------------------------------
 
 
 def _rule(platform: str, is_multiple: bool):
     def rule(ctx, *nodes, spec: MatmulSpec):
         mesh = jax_compat.lowering_mesh(ctx)
         nprocesses = process_barrier.group_processes(spec, mesh)
-        choice = backend.choose_implementation(
-            spec, platform, nprocesses, tuple(aval.dtype for aval in ctx.avals_in[:2])
-        )
-        capabilities = functools.partial(backend.capabilities_of, choice.implementation)  # "xla" does without a library
-        devices = _devices_of(spec, mesh) if choice.implementation == "cublasmp" else ()
-        is_barred = platform == "cpu" and choice.implementation != "host"
-        site = process_barrier.site(ctx, spec.mesh, spec.group_axes) if is_barred else None
+        call = resolve(spec, ctx.avals_in[0], ctx.avals_in[1], platform, nprocesses)
+        devices = _devices_of(spec, mesh) if call.implementation == "cublasmp" else ()
+        is_barred = platform == "cpu" and call.implementation != "host"
+        site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
 
         def lower(a, b, *extra):
-            if choice.implementation == "host":
-                outputs = _fused_matmul(a, b, *extra, spec=spec, capabilities=capabilities())
-            elif choice.implementation == "cublasmp" and (spec.is_invariant or 0 not in (*a.shape, *b.shape)):
-                chosen = spec.replace(implementation="cublasmp")
-                outputs = _fused_matmul(a, b, *extra, spec=chosen, capabilities=capabilities(), devices=devices)
-            elif spec.is_invariant:
-                if site:
-                    a, b = _barrier(site, spec, a, b, [a, b])
-                outputs = _gathered_matmul(a, b, *extra, spec=spec, capabilities=capabilities())
-            else:
-                local_product = _host_product if choice.implementation == "host+xla" else None
-                ahead = functools.partial(_barrier, site, spec, a, b) if site else None
-                outputs = xla_matmul.matmul(
-                    a, b, *extra, spec=spec, platform=platform, local_product=local_product, ahead=ahead
-                )
+            ahead = None
+            if site and call.form == Form.XLA:
+                ahead = functools.partial(_barrier, site, spec, a, b)
+            elif site:
+                a, b = _barrier(site, spec, a, b, [a, b])
+            outputs = emit(call, a, b, *extra, devices=devices, platform=platform, ahead=ahead)
             return outputs if is_multiple else outputs[0]
 
         with jax_compat.off_explicit_mesh():
@@ -182,8 +168,8 @@ def _batched_rule(platform: str, primitive):
         nprocesses = process_barrier.group_processes(spec, jax_compat.lowering_mesh(ctx))
         work = operations(spec, a.shape, b.shape)
         _, is_one_product = backend.choose_for_batch(spec, platform, nprocesses, (a.dtype, b.dtype), work)
-
-        site = process_barrier.site(ctx, spec.mesh, spec.group_axes) if platform == "cpu" and is_one_product else None
+        is_barred = platform == "cpu" and is_one_product
+        site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
 
         def lower(*operands):
             if not is_one_product:
@@ -201,10 +187,22 @@ def _batched_rule(platform: str, primitive):
     return rule
 
 
+def _activation_grad(aux, t, *, activation: str, spec: MatmulSpec | None, platform: str):
+    if spec is None:
+        return multiply_by_slope(activation, aux, t)
+    call = resolve_activation_grad(spec, t, platform)
+    return emit(call, jnp.zeros(call.a.shape, t.dtype), jnp.zeros(call.b.shape, t.dtype), t, aux)[0]
+
+
+def _activation_grad_rule(platform: str):
+    return mlir.lower_fun(functools.partial(_activation_grad, platform=platform), multiple_results=False)
+
+
 def _barrier(site: process_barrier.Site, spec: MatmulSpec, a, b, operands, fields: Mapping[str, Any] | None = None):
     """`operands` once every process of the group has come to a call of this spec on shards like `a` and `b`; `fields`
     have to be equal too."""
-    return site.barrier(spec.line or "matmul", {**(fields or {}), **process_barrier.fields(spec, a, b)}, operands)
+    call = spec.source_line or "matmul"
+    return site.barrier(call, {**(fields or {}), **process_barrier.fields(spec, a, b)}, operands)
 
 
 def _process_barrier_rule(ctx, x, *, mesh, axes: tuple[str, ...], call: str, is_active: bool):
@@ -225,7 +223,7 @@ def _devices_of(spec: MatmulSpec, mesh) -> tuple[int, ...]:
 
     Under a level of determinism cuBLASMp's calls are local ones.
     """
-    if spec.nranks == 1 or spec.is_invariant or not native.cuda_devices():
+    if spec.group.nranks == 1 or spec.fixed_reduction_order or not native.cuda_devices():
         return ()
     devices = process_barrier.mesh_devices(spec, mesh)
     if devices:
@@ -233,26 +231,9 @@ def _devices_of(spec: MatmulSpec, mesh) -> tuple[int, ...]:
     return devices
 
 
-def _host_product(a, b, spec: MatmulSpec):
-    """One device's product in the accumulator's type, through the custom call."""
-    local = MatmulSpec(
-        accumulator(a.dtype),
-        transpose_a=spec.transpose_a,
-        transpose_b=spec.transpose_b,
-        conjugate_a=spec.conjugate_a,
-        conjugate_b=spec.conjugate_b,
-        precision=spec.precision,
-    )
-    return _fused_matmul(a, b, spec=local, capabilities=backend.host_capabilities())[0]
-
-
 def _register(primitive, rule_of: Callable) -> None:
     for platform in ("other", "cpu", "cuda"):
         mlir.register_lowering(primitive, rule_of(platform), platform=None if platform == "other" else platform)
-
-
-def _activation_grad_rule(platform: str):
-    return mlir.lower_fun(functools.partial(_activation_grad, platform=platform), multiple_results=False)
 
 
 for _primitive in (matmul_p, matmul_epilog_p):

@@ -14,17 +14,9 @@ import numpy as np
 from jax import lax
 
 from jaxmp._src.primitive import bias_grad, collectives
-from jaxmp._src.spec import epilogs, low_precision, precisions
+from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.activations import gelu, multiply_by_slope, pack_relu_aux
-from jaxmp._src.spec.matmul_spec import (
-    MatmulSpec,
-    Pattern,
-    accumulator,
-    aux_dtype,
-    operand_names,
-    output_names,
-    output_shape,
-)
+from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, aux_dtype, extents
 
 
 def matmul(
@@ -37,20 +29,20 @@ def matmul(
     """
     compute = precisions.find(spec.precision, a.dtype)
     acc = jnp.dtype(compute.accumulator or accumulator(a.dtype))
-    if compute.is_narrow or spec.cyclic:
+    if compute.sums_in_16_bits or spec.distributions:
         local_product = None
-    named = dict(zip(operand_names(spec), extra, strict=True))
-    if low_precision.is_narrow(a.dtype):  # decoded, with their scales, and then as any other operands
-        a = low_precision.dequantize(a, named.get("scale_a"), spec.scale_a, acc)
-        b = low_precision.dequantize(b, named.get("scale_b"), spec.scale_b, acc)
+    named = dict(zip(spec.operand_names, extra, strict=True))
+    if low_precision.is_low_precision(a.dtype):  # decoded, with their scales, and then as any other operands
+        a = low_precision.dequantize(a, named.get("scale_a"), spec.scales.a, acc)
+        b = low_precision.dequantize(b, named.get("scale_b"), spec.scales.b, acc)
         local_product = None
     if 0 in (*a.shape, *b.shape):
-        return apply_epilog(jnp.zeros(output_shape(spec, a.shape, b.shape), acc), extra, spec, a, b)
+        return apply_epilog(jnp.zeros(extents(spec, a.shape, b.shape).d, acc), extra, spec, a, b)
     ahead = ahead or (lambda operands: operands)
-    is_ahead = spec.pattern in (Pattern.ALL_GATHER, Pattern.GRID)
+    is_ahead = spec.group.pattern in (Pattern.ALL_GATHER, Pattern.GRID)
     if is_ahead:
         a, b = ahead([a, b])
-    if platform == "cpu" and not local_product and not compute.is_narrow:
+    if platform == "cpu" and not local_product and not compute.sums_in_16_bits:
         # XLA:CPU has no 16-bit dot into float32 for every layout; widening is exact.
         a, b = a.astype(acc), b.astype(acc)
     shards = a.astype(acc), b.astype(acc)
@@ -58,10 +50,10 @@ def matmul(
     z = local_product(a, b, spec) if local_product else _dot_general(a, b, spec, compute, acc)
     if not is_ahead:
         (z,) = ahead([z])
-    if spec.pattern == Pattern.ALL_REDUCE:
-        z = lax.psum(z, spec.row_axes)
-    elif spec.pattern == Pattern.REDUCE_SCATTER and spec.nranks > 1:
-        z = lax.psum_scatter(z, spec.row_axes, scatter_dimension=0, tiled=True)
+    if spec.group.pattern == Pattern.ALL_REDUCE:
+        z = lax.psum(z, spec.group.row_axes)
+    elif spec.group.pattern == Pattern.REDUCE_SCATTER and spec.group.nranks > 1:
+        z = lax.psum_scatter(z, spec.group.row_axes, scatter_dimension=0, tiled=True)
     return apply_epilog(z, extra, spec, *shards)
 
 
@@ -74,7 +66,7 @@ def _dot_general(a, b, spec: MatmulSpec, compute: precisions.Compute, acc):
     b = lax.conj(b) if spec.conjugate_b else b
     contract = ((0 if spec.transpose_a else 1,), (1 if spec.transpose_b else 0,))
     a, b = precisions.rounded(a, compute), precisions.rounded(b, compute)
-    precision = lax.DotAlgorithmPreset[_NARROW[compute.name]] if compute.is_narrow else lax.Precision.HIGHEST
+    precision = lax.DotAlgorithmPreset[_NARROW[compute.name]] if compute.sums_in_16_bits else lax.Precision.HIGHEST
     return lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=acc)
 
 
@@ -85,10 +77,10 @@ def apply_epilog(z, extra, spec: MatmulSpec, a=None, b=None, *, alpha=None, beta
     of the spec's.
     """
     acc = z.dtype
-    operands = dict(zip(operand_names(spec), extra, strict=True))
+    operands = dict(zip(spec.operand_names, extra, strict=True))
     if alpha is not None or spec.alpha != 1:
         z = z * jnp.asarray(spec.alpha if alpha is None else alpha, acc)
-    row = epilogs.rule(spec.epilog)
+    row = spec.rule
     if spec.has_c and (beta is not None or spec.beta != 0):  # else C may hold NaN
         c = operands["c"].astype(acc)
         c = c * operands["scale_c"] if "scale_c" in operands else c
@@ -110,7 +102,7 @@ def apply_epilog(z, extra, spec: MatmulSpec, a=None, b=None, *, alpha=None, beta
     if row.gradient:
         summed = {"a": a, "b": b, "d": outputs["d"]}[bias_grad.summed(row.gradient)]
         outputs[row.gradient] = bias_grad.bias_gradient(row.gradient, spec, summed)
-    return [outputs[name] for name in output_names(spec)]
+    return [outputs[name] for name in spec.output_names]
 
 
 def gather_for_part(spec: MatmulSpec, a, b):
@@ -131,24 +123,24 @@ def _gather_moved(spec: MatmulSpec, which: int, x):
     """`gather_for_part` of a (0) or of b (1)."""
     is_transposed = (spec.transpose_a, spec.transpose_b)[which]
     own, k = (1 - which, which) if is_transposed else (which, 1 - which)
-    if spec.pattern == Pattern.ALL_GATHER:
-        return x if which else lax.all_gather(x, spec.row_axes, axis=own, tiled=True)
-    if spec.pattern == Pattern.GRID:
+    if spec.group.pattern == Pattern.ALL_GATHER:
+        return x if which else lax.all_gather(x, spec.group.row_axes, axis=own, tiled=True)
+    if spec.group.pattern == Pattern.GRID:
         # As in `_gather_operands`.
         x = _gather_stored(spec, x, kept=None if is_transposed else own)
-        return collectives.own_part(x, own, (spec.row_axes, spec.col_axes)[which]) if is_transposed else x
-    if spec.pattern == Pattern.REDUCE_SCATTER and not which:
-        return lax.all_to_all(x, spec.row_axes, own, k, tiled=True)
-    return lax.all_gather(x, spec.row_axes, axis=k, tiled=True)
+        return collectives.own_part(x, own, (spec.group.row_axes, spec.group.col_axes)[which]) if is_transposed else x
+    if spec.group.pattern == Pattern.REDUCE_SCATTER and not which:
+        return lax.all_to_all(x, spec.group.row_axes, own, k, tiled=True)
+    return lax.all_gather(x, spec.group.row_axes, axis=k, tiled=True)
 
 
 def _encode(d, operands, spec: MatmulSpec):
     """A result of fp8 or fp4: the largest absolute value, and then scaled, and rounded once."""
-    outputs = {"amax_d": low_precision.amax(d)} if spec.amax_d else {}
+    outputs = {"amax_d": low_precision.amax(d)} if spec.scales.amax_d else {}
     scaled = d * operands["scale_d"] if "scale_d" in operands else d
-    if spec.d_out_scale == low_precision.NONE:
+    if spec.scales.d_out == low_precision.NONE:
         return outputs | {"d": low_precision.encode(scaled, spec.out_dtype)}
-    stored, scales = low_precision.encode_blocks(scaled, spec.d_out_scale, spec.out_dtype)
+    stored, scales = low_precision.encode_blocks(scaled, spec.scales.d_out, spec.out_dtype)
     return outputs | {"d": stored, "d_out_scale": scales}
 
 
@@ -158,30 +150,30 @@ def _encode_aux(z, operands, spec: MatmulSpec):
     if not low_precision.is_scaled(dtype):
         return {"gelu_aux": z.astype(dtype)}
     scaled = z * operands["scale_aux"] if "scale_aux" in operands else z
-    amax = {"gelu_aux_amax": low_precision.amax(z)} if spec.aux_amax else {}
+    amax = {"gelu_aux_amax": low_precision.amax(z)} if spec.scales.amax_aux else {}
     return {"gelu_aux": low_precision.encode(scaled, dtype)} | amax
 
 
 def _gather_operands(spec: MatmulSpec, a, b):
-    if spec.nranks == 1 and not spec.cyclic:  # XLA would copy
+    if spec.group.nranks == 1 and not spec.distributions:  # XLA would copy
         return a, b
-    if spec.pattern == Pattern.ALL_GATHER:
-        a = lax.all_gather(a, spec.row_axes, axis=1 if spec.transpose_a else 0, tiled=True)
-    elif spec.cyclic:
+    if spec.group.pattern == Pattern.ALL_GATHER:
+        a = lax.all_gather(a, spec.group.row_axes, axis=1 if spec.transpose_a else 0, tiled=True)
+    elif spec.distributions:
         a, b = _gather_cyclic(spec, a, b)
-    elif spec.pattern == Pattern.GRID:
+    elif spec.group.pattern == Pattern.GRID:
         a = _gather_stored(spec, a, kept=None if spec.transpose_a else 0)
         b = _gather_stored(spec, b, kept=None if spec.transpose_b else 1)
         # A transposed operand holds op(A)'s rows where the grid has columns, so this device's part is cut out anew.
-        a = collectives.own_part(a, 1, spec.row_axes) if spec.transpose_a else a
-        b = collectives.own_part(b, 0, spec.col_axes) if spec.transpose_b else b
+        a = collectives.own_part(a, 1, spec.group.row_axes) if spec.transpose_a else a
+        b = collectives.own_part(b, 0, spec.group.col_axes) if spec.transpose_b else b
     return a, b
 
 
 def _gather_cyclic(spec: MatmulSpec, a, b):
     """What this process needs for its part of d: those rows of op(a) and columns of op(b), in its own order."""
-    assert spec.cyclic is not None
-    whole_a, whole_b, d = spec.cyclic
+    assert spec.distributions is not None
+    whole_a, whole_b, d = spec.distributions
     kept = (1 if spec.transpose_a else 0, 0 if spec.transpose_b else 1)
     parts = []
     for x, matrix, own, dimension in ((a, whole_a, kept[0], 0), (b, whole_b, kept[1], 1)):
@@ -191,7 +183,7 @@ def _gather_cyclic(spec: MatmulSpec, a, b):
             place = np.argsort(order, kind="stable")[: matrix.shape[i]]
             x = jnp.take(x, place, axis=i)
         mine = jnp.asarray(d.layout.indices(d.shape, dimension))[
-            lax.axis_index((spec.row_axes, spec.col_axes)[dimension])
+            lax.axis_index((spec.group.row_axes, spec.group.col_axes)[dimension])
         ]
         parts.append(jnp.take(x, mine, axis=own, mode="fill", fill_value=0))  # padding is zeros
     return parts
@@ -199,11 +191,11 @@ def _gather_cyclic(spec: MatmulSpec, a, b):
 
 def without_padding(spec: MatmulSpec, d):
     """d (or c) with zeros where this process holds less than the largest block-cyclic part."""
-    assert spec.cyclic is not None
-    shape, layout = spec.cyclic[2].shape, spec.cyclic[2].layout
+    assert spec.distributions is not None
+    shape, layout = spec.distributions[2].shape, spec.distributions[2].layout
     if not layout.is_padded(shape):
         return d
-    for dimension, axes in enumerate((spec.row_axes, spec.col_axes)):
+    for dimension, axes in enumerate((spec.group.row_axes, spec.group.col_axes)):
         held = jnp.asarray(layout.indices(shape, dimension) < shape[dimension])[lax.axis_index(axes)]
         d = jnp.where(lax.broadcast_in_dim(held, d.shape, (dimension,)), d, jnp.zeros_like(d))
     return d
@@ -211,7 +203,7 @@ def without_padding(spec: MatmulSpec, d):
 
 def _gather_stored(spec: MatmulSpec, x, kept: int | None):
     """`x` of a grid with every dimension gathered but `kept`."""
-    for dimension, axes in enumerate((spec.row_axes, spec.col_axes)):
+    for dimension, axes in enumerate((spec.group.row_axes, spec.group.col_axes)):
         if dimension != kept:
             x = lax.all_gather(x, axes, axis=dimension, tiled=True)
     return x

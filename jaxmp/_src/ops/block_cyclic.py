@@ -27,7 +27,7 @@ from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding.meshes import manual_mesh
 from jaxmp._src.spec import precisions, process_grid
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
 from jaxmp._src.spec.process_grid import BlockCyclic, Distributed
 from jaxmp._src.validation import comm_options, operand_checks
 
@@ -279,14 +279,11 @@ def matmul(
     operand_checks.check_implementation(name, implementation)
     shape = _result_shape(name, a, b, transpose_a, transpose_b)
     layout = _result_layout(name, a, b, c, transpose_a, transpose_b, out_layout)
-    cyclic = (Distributed(a.shape, a.layout), Distributed(b.shape, b.layout), Distributed(shape, layout))
-    _check_blocks(name, *cyclic, transpose_a, transpose_b)
+    distributions = (Distributed(a.shape, a.layout), Distributed(b.shape, b.layout), Distributed(shape, layout))
+    _check_blocks(name, *distributions, transpose_a, transpose_b)
     spec = MatmulSpec(
         out_dtype=out,
-        pattern=Pattern.GRID,
-        mesh=tuple(a.mesh.shape.items()),
-        row_axes=a.axes[0],
-        col_axes=a.axes[1],
+        group=Group(Pattern.GRID, tuple(a.mesh.shape.items()), *a.axes),
         transpose_a=transpose_a,
         transpose_b=transpose_b,
         conjugate_a=operand_checks.check_conjugate(name, "conjugate_a", conjugate_a, a),
@@ -298,18 +295,18 @@ def matmul(
         precision=precisions.resolve(name, precision, operand, out),
         implementation=implementation,
         has_c=c is not None,
-        cyclic=cyclic,
-        **comm_options.resolve_hints(name, out, operand, communication_dtype, algorithm, comm_sm_count),
+        distributions=distributions,
+        comm=comm_options.resolve_comm_options(name, out, operand, communication_dtype, algorithm, comm_sm_count),
     )
-    comm_options.check_hints(name, spec)
+    comm_options.check_comm_options(name, spec, shape[-1])
     operands = [x.data.astype(dtype) for x, dtype in ((a, operand), (b, operand), (c, out)) if x is not None]
     return BlockCyclicArray(_multiply(spec, a.mesh, *operands), shape, layout, a.mesh, a.axes)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def _multiply(spec: MatmulSpec, mesh, a, b, c=None):
-    assert spec.cyclic is not None
-    d, tiles = spec.cyclic[2], P(spec.row_axes, spec.col_axes)
+    assert spec.distributions is not None
+    d, tiles = spec.distributions[2], P(spec.group.row_axes, spec.group.col_axes)
     if 0 in (*a.shape, *b.shape):  # nothing to contract
         added = jnp.zeros(_data_shape(d), spec.out_dtype)
         return added if c is None or spec.beta == 0 else c * jnp.asarray(spec.beta, c.dtype)

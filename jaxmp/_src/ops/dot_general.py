@@ -29,7 +29,7 @@ from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.patterns import Dim, Dims
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.sharded_call import jaxmp_call, make_call
-from jaxmp._src.spec.matmul_spec import Pattern, axes_text
+from jaxmp._src.spec.matmul_spec import Group, Pattern, axes_text
 from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.arguments import validated
 
@@ -265,16 +265,11 @@ def _multiply(product: _Product, a, b, *, flags: dict):
 def _multiply_shards(product: _Product, a, b, *, flags: dict):
     """One device's part of the planned product."""
     plan = product.plan
-    where = {
-        "pattern": plan.pattern,
-        "mesh": product.placement.axes,
-        "row_axes": plan.row_axes,
-        "col_axes": plan.col_axes,
-    }
+    group = Group(plan.pattern, product.placement.axes, plan.row_axes, plan.col_axes)
     # A grid's contraction is cut otherwise in a than in b; elsewhere the shards fit as the whole matrices do.
-    known = where if plan.pattern == Pattern.GRID else None
+    known = group if plan.pattern == Pattern.GRID else Group()
     spec, operands = validated(product.name, a, b, None, None, dict(product.options) | flags, known)
-    return bind_plan(plan, spec.replace(**where), operands)["d"]
+    return bind_plan(plan, spec.replace(group=group), operands)["d"]
 
 
 # Shardings -----------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from jaxmp._src.sharding import patterns as patterns_lib
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.spec import epilogs, low_precision
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, result_shape
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
 from jaxmp._src.validation.arguments import validated
 
 FIRST, SECOND = "mlp (x @ w_in)", "mlp (hidden @ w_out)"
@@ -101,7 +101,7 @@ _fused_layers.defjvp(_layers_jvp_rule, symbolic_zeros=True)
 def _activated(mlp: _Mlp, tz, tbias, aux, w):
     """`activated_matmul` on shards of any rank, their rows folded in the order in which the pattern scatters them."""
     spec = mlp.second.spec.bilinear(is_typed=jax_compat.is_vma_checked())
-    scatters, p = spec.pattern == Pattern.REDUCE_SCATTER, spec.nranks
+    scatters, p = spec.group.pattern == Pattern.REDUCE_SCATTER, spec.group.nranks
     shape, lead = list(tz.shape[:-1]), mlp.second.plan.dimension if scatters else 0
     batch, rows = math.prod(shape[:lead]), math.prod(shape[lead:])
 
@@ -133,15 +133,15 @@ def mlp(x, w_in, b_in, w_out, b_out, activation: str, axis_name, shardings: dict
     if activation not in ("relu", "gelu"):
         raise ValueError(f'mlp: activation must be "relu" or "gelu", got {activation!r}')
     for argument, operand in (("x", x), ("w_in", w_in), ("w_out", w_out)):
-        if low_precision.is_narrow(getattr(operand, "dtype", np.float32)):
+        if low_precision.is_low_precision(getattr(operand, "dtype", np.float32)):
             raise NotImplementedError(
                 f"mlp: {argument} has dtype {operand.dtype}; layers of 8 bits and fewer need scales between them: call "
                 "jaxmp.matmul twice (examples/05_fp8_linear.py)"
             )
-    where = _patterns(axis_name)
-    spec, ins = _validated(FIRST, x, w_in, b_in, activation, options, where[0])
+    groups = _groups(axis_name)
+    spec, ins = _validated(FIRST, x, w_in, b_in, activation, options, groups[0])
     h = jax.ShapeDtypeStruct(result_shape(spec, x, w_in), _promoted(spec.out_dtype, w_out))
-    next_spec, outs = _validated(SECOND, h, w_out, b_out, None, options, where[1])
+    next_spec, outs = _validated(SECOND, h, w_out, b_out, None, options, groups[1])
     is_fused = h.dtype == spec.out_dtype == next_spec.out_dtype and 0 not in (*x.shape, *w_in.shape, *w_out.shape)
     is_fused &= spec.determinism != "topology"  # a hidden bias has its sums over data-parallel ranks from calls
     specs, operands = (spec, next_spec), (ins, outs)
@@ -151,8 +151,8 @@ def mlp(x, w_in, b_in, w_out, b_out, activation: str, axis_name, shardings: dict
         return None
     calls: tuple[Any, ...] = ()
     if placement.mode == meshes.Mode.MANUAL:
-        specs = tuple(s.replace(mesh=placement.axes) for s in specs)
-        plans = [patterns_lib.Plan(s.pattern, s.row_axes, dimension=x.ndim - 2) for s in specs]
+        specs = tuple(s.regroup(mesh=placement.axes) for s in specs)
+        plans = [patterns_lib.Plan(s.group.pattern, s.group.row_axes, dimension=x.ndim - 2) for s in specs]
     else:
         calls = _calls(placement, specs, operands, w_out, shardings)
         specs, plans = tuple(call.spec for call in calls), [call.plan for call in calls]
@@ -168,19 +168,19 @@ def mlp(x, w_in, b_in, w_out, b_out, activation: str, axis_name, shardings: dict
     return jaxmp_mlp(_Run(_Mlp(layers[0], layers[1], activation), is_fused, calls), arrays)
 
 
-def _patterns(axis_name) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What the two specs say of the group: x's rows are gathered over the axis, y's are scattered."""
+def _groups(axis_name) -> tuple[Group, Group]:
+    """The groups of the two products: x's rows are gathered over the axis, y's are scattered."""
     if axis_name is None:
-        return {}, {}
+        return Group(), Group()
     patterns = (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER)
-    first, second = (sharded_call.pattern_on_axes("mlp", pattern, axis_name) for pattern in patterns)
+    first, second = (sharded_call.group_on_axes("mlp", pattern, axis_name) for pattern in patterns)
     return first, second
 
 
-def _validated(name: str, x, w, bias, activation: str | None, options: dict[str, Any], where: dict[str, Any]):
+def _validated(name: str, x, w, bias, activation: str | None, options: dict[str, Any], group: Group):
     epilog = epilogs.for_activation(activation, bias is not None)
     inputs = {} if bias is None else {"bias": bias}
-    return validated(name, x, w, None, inputs, options | {"epilog": epilog}, where)
+    return validated(name, x, w, None, inputs, options | {"epilog": epilog}, group)
 
 
 def _promoted(dtype, w):

@@ -27,7 +27,7 @@ ONE = {batched: one for one, batched in BATCHED.items()}
 
 def may_batch(spec: MatmulSpec) -> bool:
     """Whether XLA may serve a batch of such products: not where a library or its order of sums is asked for."""
-    return spec.implementation in (None, "xla") and not spec.is_invariant and not spec.cyclic
+    return spec.implementation in (None, "xla") and not spec.fixed_reduction_order and not spec.distributions
 
 
 def _abstract_eval(*avals, primitive, spec: MatmulSpec):

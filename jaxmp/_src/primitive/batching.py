@@ -30,9 +30,9 @@ from jaxmp._src.primitive.primitives import (
     matmul_p,
     merge_rows,
 )
-from jaxmp._src.spec import epilogs, low_precision
+from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import DIMS, MatmulSpec, Pattern, accumulator, axes_text, operand_names, output_names
+from jaxmp._src.spec.matmul_spec import DIMS, MatmulSpec, Pattern, accumulator, axes_text
 
 
 def _front(x, dim):
@@ -57,8 +57,8 @@ def _matmul_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
 def _turns(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) -> bool:
     """Whether a batched operand is a transposed one of a grid: its blocks then lie across those of D, and no fold of
     the batch into rows or columns keeps them in their places; nor does any of block-cyclic ones."""
-    is_grid = spec.pattern == Pattern.GRID
-    return bool(spec.cyclic) or (
+    is_grid = spec.group.pattern == Pattern.GRID
+    return bool(spec.distributions) or (
         is_grid and ((a_is_batched and spec.transpose_a) or (b_is_batched and spec.transpose_b))
     )
 
@@ -72,17 +72,17 @@ def _bind_columns(spec: MatmulSpec, a, b, auto: bool):
 
 
 def _matmul_epilog_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
-    if epilogs.rule(spec.epilog).gradient:
+    if spec.rule.gradient:
         return _split_gradient(args, dims, spec, auto)
-    names = ("a", "b", *operand_names(spec))
+    names = ("a", "b", *spec.operand_names)
     operands = dict(zip(names, map(_front, args, dims), strict=True))
     batched = {name for name, dim in zip(names, dims, strict=True) if dim is not None}
-    is_only_bias = spec.epilog == Epilog.BIAS and not spec.has_c and not low_precision.is_narrow(args[0].dtype)
+    is_only_bias = spec.epilog == Epilog.BIAS and not spec.has_c and not low_precision.is_low_precision(args[0].dtype)
     if is_only_bias and "a" not in batched:
         return _split_bias(args, dims, spec, auto)
     size = next(operands[name].shape[0] for name in names if name in batched)
     if _folds_into_rows(spec, batched):
-        for name in operand_names(spec):
+        for name in spec.operand_names:
             if has_rows(name) and name not in batched:
                 operands[name] = jnp.broadcast_to(operands[name][None], (size, *operands[name].shape))
         outputs = bind_rows(spec.folded(size), operands.pop("a"), operands.pop("b"), operands, auto=auto)
@@ -99,7 +99,7 @@ def _matmul_epilog_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
             return bind(spec, each.pop("a"), each.pop("b"), each, auto=auto)
 
         outputs = jax.lax.map(one, operands)
-    results = [outputs[name] for name in output_names(spec)]
+    results = [outputs[name] for name in spec.output_names]
     return results, [0] * len(results)
 
 
@@ -125,7 +125,7 @@ def _split_gradient(args, dims, spec: MatmulSpec, auto: bool):
             f'jaxmp: determinism="topology" has no epilog {spec.epilog.name} under vmap, for XLA completes its sums; '
             'take the gradient of a bias, or pass determinism="batch"'
         )
-    row = epilogs.rule(spec.epilog)
+    row = spec.rule
     plain = spec.replace(epilog=row.without_gradient)
     call = jax.vmap(lambda *args: _bind_in_order(plain, args, auto), in_axes=tuple(dims), out_axes=0)
     d = call(*args)
@@ -138,12 +138,12 @@ def _split_gradient(args, dims, spec: MatmulSpec, auto: bool):
 
 def _bind_in_order(spec: MatmulSpec, args, auto: bool):
     a, b, *extra = args
-    return bind(spec, a, b, dict(zip(operand_names(spec), extra, strict=True)), auto=auto)["d"]
+    return bind(spec, a, b, dict(zip(spec.operand_names, extra, strict=True)), auto=auto)["d"]
 
 
 def _folds_into_rows(spec: MatmulSpec, batched: set[str]) -> bool:
     """Whether everything that is batched has rows, and b has not."""
-    if spec.amax_d or spec.aux_amax or spec.scale_a not in (low_precision.NONE, low_precision.SCALAR):
+    if spec.scales.amax_d or spec.scales.amax_aux or spec.scales.a not in (low_precision.NONE, low_precision.SCALAR):
         return False  # the maximum is one a product, and scales have rows of their own
     is_fixed = all(name in DIMS and has_rows(name) for name in batched - {"a"})
     return "a" in batched and is_fixed and not _turns(spec, a_is_batched=True, b_is_batched=False)

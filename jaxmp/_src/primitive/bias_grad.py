@@ -27,21 +27,25 @@ def bias_gradient(name: str, spec: MatmulSpec, x):
     """The complete gradient called `name` from one device's shard of `summed(name)`; sums in the accumulator's type."""
     with jax.named_scope(SCOPE):
         if name == "bgrada":
-            total = _sum(x, 0 if spec.transpose_a else 1, spec.conjugate_a, _contraction_axes(spec), spec.line)
+            total = _sum(x, 0 if spec.transpose_a else 1, spec.conjugate_a, _contraction_axes(spec), spec.source_line)
             # Every rank gets the sums of all rows of op(a), also where it holds a part of them.
-            rows = {Pattern.ALL_GATHER: spec.row_axes, Pattern.GRID: spec.col_axes}.get(spec.pattern, ())
-            total = _gather_whole(total, rows, spec.line) if rows else total
+            rows = {Pattern.ALL_GATHER: spec.group.row_axes, Pattern.GRID: spec.group.col_axes}.get(
+                spec.group.pattern, ()
+            )
+            total = _gather_whole(total, rows, spec.source_line) if rows else total
         elif name == "bgradb":
-            total = _sum(x, 1 if spec.transpose_b else 0, spec.conjugate_b, _contraction_axes(spec), spec.line)
+            total = _sum(x, 1 if spec.transpose_b else 0, spec.conjugate_b, _contraction_axes(spec), spec.source_line)
         else:
-            rows = spec.row_axes if spec.pattern in (Pattern.REDUCE_SCATTER, Pattern.GRID) else ()
-            total = _sum(x, 0, False, rows, spec.line)
+            rows = spec.group.row_axes if spec.group.pattern in (Pattern.REDUCE_SCATTER, Pattern.GRID) else ()
+            total = _sum(x, 0, False, rows, spec.source_line)
         return total.astype(spec.out_dtype)
 
 
 def _contraction_axes(spec: MatmulSpec) -> tuple[str, ...]:
     """Axes that share the contraction; in a grid those of the stored rows, for a is transposed and b is not."""
-    return spec.row_axes if spec.pattern in (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE, Pattern.GRID) else ()
+    return (
+        spec.group.row_axes if spec.group.pattern in (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE, Pattern.GRID) else ()
+    )
 
 
 def _sum(x, dimension: int, is_conjugated: bool, axes: tuple[str, ...], line: str):

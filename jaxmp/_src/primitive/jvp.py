@@ -24,37 +24,36 @@ from jaxmp._src.primitive.primitives import (
     matmul_p,
 )
 from jaxmp._src.primitive.transpose import (
-    LOCAL,
     cotangent_of_a,
     cotangent_of_b,
     cotangent_of_bias,
     cotangents_of_b_and_bias,
-    pattern_of_a,
+    group_of_a,
     reduced_cotangent,
 )
 from jaxmp._src.runtime import jax_compat
-from jaxmp._src.spec import epilogs, low_precision
+from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.activations import gelu_second_derivative
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import SCALE_NAMES, MatmulSpec, Pattern, aux_dtype, operand_names, output_names
-from jaxmp._src.validation.comm_options import fit_hints
+from jaxmp._src.spec.matmul_spec import SCALE_NAMES, MatmulSpec, Pattern, aux_dtype
+from jaxmp._src.validation.comm_options import fit_comm_options
 
 
 def _matmul_epilog_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
     """y = act(z), z = alpha*A@B + beta*c + bias:  dy = act'(z) * (alpha*dA@B + alpha*A@dB + beta*dc + dbias)."""
-    if low_precision.is_narrow(primals[0].dtype):
+    if low_precision.is_low_precision(primals[0].dtype):
         return _narrow_jvp(primals, tangents, spec, auto)
-    row = epilogs.rule(spec.epilog)
+    row = spec.rule
     if row.derivative or row.gradient:
         return _derivative_jvp_rule(primals, tangents, spec=spec, auto=auto)
     kept = spec if row.with_aux is None else spec.replace(epilog=row.with_aux)
     primitive = AUTO_TWIN[matmul_epilog_p] if auto else matmul_epilog_p
-    stored = dict(zip(output_names(kept), primitive.bind(*primals, spec=kept), strict=True))
-    names = output_names(spec)
+    stored = dict(zip(kept.output_names, primitive.bind(*primals, spec=kept), strict=True))
+    names = spec.output_names
     tz = _preactivation_tangent(primals, tangents, spec, auto, stored["d"])
     moved = {}
     if tz is not None:
-        aux = epilogs.rule(kept.epilog).aux
+        aux = kept.rule.aux
         moved["d"] = tz
         if aux and row.activation:
             moved["d"] = activation_grad(row.activation, stored[aux], tz, spec, auto=auto)
@@ -66,12 +65,12 @@ def _matmul_epilog_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
 def _derivative_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
     """d = z * act'(aux), g = sum of d over rows, or of op(a) or op(b) over the contraction:
     dd = act'(aux) * dz + z * act''(aux) * daux, and g is linear."""
-    row = epilogs.rule(spec.epilog)
+    row = spec.rule
     primitive = AUTO_TWIN[matmul_epilog_p] if auto else matmul_epilog_p
-    outputs = dict(zip(output_names(spec), primitive.bind(*primals, spec=spec), strict=True))
+    outputs = dict(zip(spec.output_names, primitive.bind(*primals, spec=spec), strict=True))
     td = _preactivation_tangent(primals, tangents, spec, auto, outputs["d"])
     if row.derivative:
-        operands = dict(zip(("a", "b", *operand_names(spec)), primals, strict=True))
+        operands = dict(zip(("a", "b", *spec.operand_names), primals, strict=True))
         taux, aux = tangents[-1], operands.pop(row.aux_input)
         td = None if td is None else activation_grad(row.derivative, aux, td, spec, auto=auto)
         if row.derivative == "gelu" and type(taux) is not ad.Zero:
@@ -90,8 +89,8 @@ def _derivative_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
 
 def _epilog_transpose_rule(cts, a, b, *extra, spec: MatmulSpec, auto: bool):
     """Of d = alpha * A@B + bias, which the JVP rule binds where b and the bias are both differentiated."""
-    if operand_names(spec) != ("bias",) or epilogs.rule(spec.epilog).activation:
-        raise NotImplementedError(f"epilog {spec.epilog.name} with operands {operand_names(spec)} has no transpose")
+    if spec.operand_names != ("bias",) or spec.rule.activation:
+        raise NotImplementedError(f"epilog {spec.epilog.name} with operands {spec.operand_names} has no transpose")
     (ct,), (bias,), product = cts, extra, spec.bilinear()
     ct_a = ct_b = ct_bias = None
     if type(ct) is ad.Zero:
@@ -112,8 +111,8 @@ def _narrow_jvp(primals, tangents, spec: MatmulSpec, auto: bool):
     `astype` does, and activations are differentiated where they were ahead of it; the largest absolute values and the
     scales of d's blocks count as constants."""
     primitive = AUTO_TWIN[matmul_epilog_p] if auto else matmul_epilog_p
-    stored = dict(zip(output_names(spec), primitive.bind(*primals, spec=spec), strict=True))
-    names = ("a", "b", *operand_names(spec))
+    stored = dict(zip(spec.output_names, primitive.bind(*primals, spec=spec), strict=True))
+    names = ("a", "b", *spec.operand_names)
     fixed = dict(zip(names, primals, strict=True))
     moving = {name: t for name, t in zip(names, tangents, strict=True) if type(t) is not ad.Zero}
     of_scales = [name for name in SCALE_NAMES if name in moving]
@@ -129,25 +128,25 @@ def _narrow_jvp(primals, tangents, spec: MatmulSpec, auto: bool):
         return {name: x for name, x in outputs.items() if name in ("d", "gelu_aux")}
 
     _, moved = jax.jvp(wide, ({name: fixed[name] for name in moving},), (moving,))
-    outputs = [stored[name] for name in output_names(spec)]
-    return outputs, [moved.get(name, _zero_tangent(stored[name])) for name in output_names(spec)]
+    outputs = [stored[name] for name in spec.output_names]
+    return outputs, [moved.get(name, _zero_tangent(stored[name])) for name in spec.output_names]
 
 
 def _widened(operands: dict[str, Any], spec: MatmulSpec, auto: bool) -> dict[str, Any]:
     """A narrow call on decoded operands: bfloat16 where all they hold is exact in it, else float32."""
     exact = (low_precision.NONE, low_precision.VEC16, low_precision.VEC32)
-    is_exact = spec.out_dtype == jnp.bfloat16 and spec.scale_a in exact and spec.scale_b in exact
+    is_exact = spec.out_dtype == jnp.bfloat16 and spec.scales.a in exact and spec.scales.b in exact
     dtype = jnp.dtype(jnp.bfloat16 if is_exact else jnp.float32)
-    a = low_precision.dequantize(operands["a"], operands.get("scale_a"), spec.scale_a, dtype)
-    b = low_precision.dequantize(operands["b"], operands.get("scale_b"), spec.scale_b, dtype)
-    call = fit_hints(spec.bilinear(out_dtype=dtype, beta=spec.beta, has_c=spec.has_c, epilog=spec.epilog))
-    extra = {name: operands[name] for name in operand_names(call)}
+    a = low_precision.dequantize(operands["a"], operands.get("scale_a"), spec.scales.a, dtype)
+    b = low_precision.dequantize(operands["b"], operands.get("scale_b"), spec.scales.b, dtype)
+    call = fit_comm_options(spec.bilinear(out_dtype=dtype, beta=spec.beta, has_c=spec.has_c, epilog=spec.epilog))
+    extra = {name: operands[name] for name in call.operand_names}
     extra |= {name: x.astype(dtype) for name, x in extra.items() if name in ("c", "bias")}
-    if spec.scale_c != low_precision.NONE:
+    if spec.scales.c != low_precision.NONE:
         extra["c"] = extra["c"] * operands["scale_c"].astype(dtype)
     outputs = bind(call, a, b, extra, auto=auto)
     for name, scale in (("d", "scale_d"), ("gelu_aux", "scale_aux")):
-        if scale in operand_names(spec):
+        if scale in spec.operand_names:
             outputs[name] = outputs[name] * operands[scale].astype(dtype)
     dtypes = {"d": spec.out_dtype, "gelu_aux": aux_dtype(spec)}
     return {name: x.astype(dtypes.get(name, x.dtype)) for name, x in outputs.items()}
@@ -159,7 +158,7 @@ def _zero_tangent(x):
 
 def _preactivation_tangent(primals, tangents, spec: MatmulSpec, auto: bool, like):
     (a, b, *_), (ta, tb, *rest) = primals, tangents
-    textra = dict(zip(operand_names(spec), rest, strict=True))
+    textra = dict(zip(spec.operand_names, rest, strict=True))
     product = spec.bilinear()
     terms = []
     if type(ta) is not ad.Zero:
@@ -186,7 +185,8 @@ def _preactivation_tangent(primals, tangents, spec: MatmulSpec, auto: bool, like
 def _bias_in_rows(spec: MatmulSpec, bias, like, auto: bool):
     """The bias in every row, as a product with ones: its transpose sums the rows as one of our calls does, in order."""
     ones = cast_varying(jnp.ones((like.shape[0], 1), bias.dtype), jax_compat.varying_axes(like))
-    local = spec.bare().bilinear(**LOCAL, alpha=1.0, out_dtype=bias.dtype, rows=row_order.rows_of_result(spec), ahead=1)
+    local = spec.bare().bilinear(group=spec.ungrouped().group, alpha=1.0, out_dtype=bias.dtype)
+    local = local.reorder(rows=row_order.rows_of_result(spec), outer_rows=1)
     return row_order.folded(spec, bind(local, ones, bias[None], auto=auto)["d"])
 
 
@@ -232,9 +232,9 @@ def _activated_matmul_transpose_rule(ct, t, *rest, spec: MatmulSpec, activation:
     if type(ct) is ad.Zero:
         return [None] * (1 + len(rest))
     wants_sums = any(map(ad.is_undefined_primal, bias))
-    if spec.pattern == Pattern.ALL_REDUCE:
+    if spec.group.pattern == Pattern.ALL_REDUCE:
         ct = reduced_cotangent(spec, ct)
-    call = spec.bilinear(transpose_b=not spec.transpose_b, **pattern_of_a(spec))
+    call = spec.bilinear(transpose_b=not spec.transpose_b, group=group_of_a(spec))
     outputs = bind(call.replace(epilog=_DERIVATIVES[activation, wants_sums]), ct, w, {f"{activation}_aux": aux})
     axes = jax_compat.varying_axes(aux)  # and of t and the bias: see `activated_matmul`
     dt, *sums = (cast_varying(x, axes) for x in outputs.values())

@@ -34,12 +34,8 @@ from jaxmp._src.spec.matmul_spec import (
     aux_dtype,
     axes_text,
     check_local_shapes,
-    global_extents,
-    local_extents,
-    operand_names,
-    output_names,
+    extents,
     output_rows,
-    output_shape,
 )
 
 matmul_p = jax_compat.make_primitive("jaxmp_matmul", multiple_results=False)
@@ -95,12 +91,12 @@ def bind(
     them have one more dimension in front."""
     extra = extra or {}
     spec = spec.replace(has_c="c" in extra)
-    is_bilinear = spec.epilog == Epilog.NONE and not extra and not low_precision.is_narrow(a.dtype)
+    is_bilinear = spec.epilog == Epilog.NONE and not extra and not low_precision.is_low_precision(a.dtype)
     primitive = matmul_p if is_bilinear else matmul_epilog_p
     primitive = AUTO_TWIN[primitive] if auto else primitive
     primitive = BATCHED[primitive] if batched else primitive
-    outputs = primitive.bind(a, b, *(extra[name] for name in operand_names(spec)), spec=spec)
-    return dict(zip(output_names(spec), [outputs] if is_bilinear else outputs, strict=True))
+    outputs = primitive.bind(a, b, *(extra[name] for name in spec.operand_names), spec=spec)
+    return dict(zip(spec.output_names, [outputs] if is_bilinear else outputs, strict=True))
 
 
 def bind_rows(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *, auto: bool = False) -> dict[str, Any]:
@@ -112,9 +108,9 @@ def bind_rows(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *,
     if spec.transpose_a:
         a, spec = jnp.swapaxes(a, 1, 2), spec.replace(transpose_a=False)
     batch, rows, k = a.shape
-    p = spec.nranks
-    gathers = spec.pattern == Pattern.ALL_GATHER and batch > 1
-    scatters = spec.pattern == Pattern.REDUCE_SCATTER and batch > 1
+    p = spec.group.nranks
+    gathers = spec.group.pattern == Pattern.ALL_GATHER and batch > 1
+    scatters = spec.group.pattern == Pattern.REDUCE_SCATTER and batch > 1
     if scatters:
         check_local_shapes("jaxmp", spec, (rows, k), b.shape)
 
@@ -134,7 +130,7 @@ def bind_rows(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *,
         return x.reshape(batch, output_rows(spec, rows), x.shape[-1])
 
     folded = {name: fold(x) if has_rows(name) else x for name, x in (extra or {}).items()}
-    if spec.scale_a not in (low_precision.NONE, low_precision.SCALAR):
+    if spec.scales.a not in (low_precision.NONE, low_precision.SCALAR):
         folded["scale_a"] = fold_operand(folded["scale_a"])
     outputs = bind(spec, fold_operand(a), b, folded, auto=auto)
     return {name: unfold(x) if has_rows(name) else x for name, x in outputs.items()}
@@ -152,20 +148,20 @@ def has_rows(name: str) -> bool:
 
 def fold_scale(spec: MatmulSpec, scale):
     """scale_a of an operand whose leading dimensions have folded into its rows."""
-    if spec.scale_a in (low_precision.NONE, low_precision.SCALAR):
+    if spec.scales.a in (low_precision.NONE, low_precision.SCALAR):
         return scale
-    return scale.reshape(-1) if spec.scale_a == low_precision.OUTER_VEC else merge_rows(scale)
+    return scale.reshape(-1) if spec.scales.a == low_precision.OUTER_VEC else merge_rows(scale)
 
 
 def global_amax(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
     """`outputs` with the largest absolute values over the ranks of `axes`: cuBLASMp leaves each rank its own."""
-    amaxes = {name: lax.stop_gradient(outputs[name]) for name in output_names(spec) if name in AMAXES}
+    amaxes = {name: lax.stop_gradient(outputs[name]) for name in spec.output_names if name in AMAXES}
     for name, amax in amaxes.items():
         unequal = tuple(
             axis for axis in axes if axis in jax_compat.varying_axes(amax) or not jax_compat.is_vma_checked()
         )
         with jax.named_scope("jaxmp_amax"):
-            amaxes[name] = amax_of_ranks(amax, unequal, line=spec.line) if unequal else amax
+            amaxes[name] = amax_of_ranks(amax, unequal, line=spec.source_line) if unequal else amax
     return outputs | amaxes
 
 
@@ -180,7 +176,7 @@ def completes_sums(spec: MatmulSpec) -> bool:
     """Whether a call is asked to complete a bias gradient as well: not where its operands are gathered for the bits,
     for then each rank would sum what XLA sums once."""
     is_host = spec.implementation == "host" or (spec.implementation is None and jax.process_count() == 1)
-    return is_host or not spec.is_invariant or spec.nranks == 1
+    return is_host or not spec.fixed_reduction_order or spec.group.nranks == 1
 
 
 # Abstract evaluation -------------------------------------------------------------------------------------------
@@ -188,17 +184,17 @@ def completes_sums(spec: MatmulSpec) -> bool:
 
 def _output_varying(spec: MatmulSpec, a, b, extra=()) -> frozenset[str]:
     """Manual axes over which d varies; operands may vary over different axes, and their transposes make up for it."""
-    group = frozenset(spec.group_axes)
+    group = frozenset(spec.group.axes)
     product = a.manual_axis_type.varying | b.manual_axis_type.varying
     if not spec.is_typed:
         return frozenset(product)
-    product = product - group if spec.pattern == Pattern.ALL_REDUCE else product | group
+    product = product - group if spec.group.pattern == Pattern.ALL_REDUCE else product | group
     for x in extra:
         added = x.manual_axis_type.varying
-        if spec.pattern == Pattern.ALL_REDUCE and added & group:
+        if spec.group.pattern == Pattern.ALL_REDUCE and added & group:
             raise ValueError(
                 "matmul_all_reduce: c and epilog inputs must be equal on every rank of axis "
-                f"{axes_text(spec.group_axes)}, but one varies over {sorted(added & group)}; "
+                f"{axes_text(spec.group.axes)}, but one varies over {sorted(added & group)}; "
                 "add it after the call, or reduce it first"
             )
         product = product | added
@@ -208,9 +204,9 @@ def _output_varying(spec: MatmulSpec, a, b, extra=()) -> frozenset[str]:
 def _output_aval(spec: MatmulSpec, a, b, extra=()):
     check_local_shapes("jaxmp", spec, a.shape, b.shape)
     if low_precision.is_scaled(a.dtype):
-        m, k, _, n = local_extents(spec, a.shape, b.shape)
-        low_precision.check_units("jaxmp", a.dtype, spec.scale_a, spec.scale_b, {"m": m, "n": n, "k": k})
-    shape = output_shape(spec, a.shape, b.shape)
+        m, k, _, n = extents(spec, a.shape, b.shape).local
+        low_precision.check_units("jaxmp", a.dtype, spec.scales.a, spec.scales.b, {"m": m, "n": n, "k": k})
+    shape = extents(spec, a.shape, b.shape).d
     return jax_compat.with_shape(a, shape, spec.out_dtype, _output_varying(spec, a, b, extra))
 
 
@@ -220,9 +216,9 @@ def _matmul_abstract_eval(a, b, *, spec):
 
 def _matmul_epilog_abstract_eval(a, b, *extra, spec):
     # Block scales vary as their operands do.
-    named = zip(operand_names(spec), extra, strict=True)
+    named = zip(spec.operand_names, extra, strict=True)
     d = _output_aval(spec, a, b, [x for name, x in named if name not in ("scale_a", "scale_b") or x.ndim == 0])
-    return [_result_aval(name, spec, a, b, d) for name in output_names(spec)]
+    return [_result_aval(name, spec, a, b, d) for name in spec.output_names]
 
 
 def _result_aval(name: str, spec: MatmulSpec, a, b, d):
@@ -233,17 +229,17 @@ def _result_aval(name: str, spec: MatmulSpec, a, b, d):
     if name == "gelu_aux":
         return jax_compat.with_shape(d, d.shape, aux_dtype(spec), varying)
     if name == "d_out_scale":
-        blocks = d.shape[1] // low_precision.BLOCK[spec.d_out_scale]
-        return jax_compat.with_shape(d, (d.shape[0], blocks), low_precision.scale_dtype(spec.d_out_scale), varying)
+        blocks = d.shape[1] // low_precision.BLOCK[spec.scales.d_out]
+        return jax_compat.with_shape(d, (d.shape[0], blocks), low_precision.scale_dtype(spec.scales.d_out), varying)
     if DIMS[name] == "mn":
         return d
     if DIMS[name] == "mp":
         return jax_compat.with_shape(d, (d.shape[0], process_grid.relu_aux_bytes(d.shape[1])), jnp.uint8, varying)
     # Bias gradients: complete, so the same on all ranks that share what is summed.
-    shared = frozenset(spec.row_axes if spec.pattern != Pattern.ALL_GATHER else ())
+    shared = frozenset(spec.group.row_axes if spec.group.pattern != Pattern.ALL_GATHER else ())
     if name == "bgrada":
-        shape = (global_extents(spec, a.shape, b.shape)[0],)
-        varying, shared = a.manual_axis_type.varying, frozenset(spec.group_axes)
+        shape = (extents(spec, a.shape, b.shape).m,)
+        varying, shared = a.manual_axis_type.varying, frozenset(spec.group.axes)
     else:
         shape = (d.shape[1],)
         varying = b.manual_axis_type.varying if name == "bgradb" else varying
@@ -272,7 +268,7 @@ def activation_grad(activation: str, aux, t, spec: MatmulSpec | None = None, *, 
     axes = jax_compat.varying_axes(aux) | jax_compat.varying_axes(t)
     aux, t = cast_varying(aux, axes), cast_varying(t, axes)
     # A mask only selects; a slope is arithmetic, which XLA may contract with its surroundings.
-    if spec is None or not spec.is_invariant or activation != "gelu":
+    if spec is None or not spec.fixed_reduction_order or activation != "gelu":
         return activation_grad_p.bind(aux, t, activation=activation, spec=None)
     primitive = auto_activation_grad_p if auto else activation_grad_p
     spec = MatmulSpec(t.dtype, implementation=spec.implementation, determinism=spec.determinism)

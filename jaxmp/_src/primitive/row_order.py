@@ -26,49 +26,49 @@ Layout = tuple[tuple[int, tuple[str, ...]], ...]
 
 def unfolded(spec: MatmulSpec, x, dimension: int):
     """Rows in the global order, of an x whose rows were gathered: (ranks, ahead, rows) to (ahead, ranks, rows)."""
-    if spec.determinism != "topology" or spec.ahead == 1 or spec.nranks == 1:
+    if spec.determinism != "topology" or spec.order.outer_rows == 1 or spec.group.nranks == 1:
         return x
     shape = x.shape
-    parts = (spec.nranks, spec.ahead, shape[dimension] // (spec.nranks * spec.ahead))
+    parts = (spec.group.nranks, spec.order.outer_rows, shape[dimension] // (spec.group.nranks * spec.order.outer_rows))
     x = x.reshape(*shape[:dimension], *parts, *shape[dimension + 1 :])
     return x.swapaxes(dimension, dimension + 1).reshape(shape)
 
 
 def folded(spec: MatmulSpec, x):
     """The inverse along the rows: those of a gathered D in the order in which its call has them."""
-    if spec.pattern != Pattern.ALL_GATHER or spec.ahead == 1 or spec.nranks == 1:
+    if spec.group.pattern != Pattern.ALL_GATHER or spec.order.outer_rows == 1 or spec.group.nranks == 1:
         return x
-    parts = x.reshape(spec.ahead, spec.nranks, -1, x.shape[-1])
+    parts = x.reshape(spec.order.outer_rows, spec.group.nranks, -1, x.shape[-1])
     return parts.swapaxes(0, 1).reshape(x.shape)
 
 
 def rows_of_result(spec: MatmulSpec) -> Layout:
     """How the rows of D lie in the global array; those of a scatter go to its ranks."""
-    if spec.pattern == Pattern.GRID:
-        return ((1, spec.row_axes),)
-    if spec.pattern != Pattern.REDUCE_SCATTER or not spec.rows:
-        return spec.rows
-    p, rows, held, scattered = spec.nranks, list(spec.rows), 1, 0
+    if spec.group.pattern == Pattern.GRID:
+        return ((1, spec.group.row_axes),)
+    if spec.group.pattern != Pattern.REDUCE_SCATTER or not spec.order.rows:
+        return spec.order.rows
+    p, rows, held, scattered = spec.group.nranks, list(spec.order.rows), 1, 0
     for i, (extent, _) in enumerate(rows):
-        if held == spec.ahead and extent % p == 0:
+        if held == spec.order.outer_rows and extent % p == 0:
             scattered = i
         held *= extent
     extent, axes = rows[scattered]
-    rows[scattered] = (extent // p, (*axes, *spec.row_axes))
+    rows[scattered] = (extent // p, (*axes, *spec.group.row_axes))
     return tuple(rows)
 
 
 def summed_over(call: MatmulSpec, left, right, summed: tuple[str, ...], layout: Layout):
     """(call, left, right) of the all-reduced product that also sums a local one over the axes `summed`."""
     if call.determinism != "topology":
-        return call.replace(pattern=Pattern.ALL_REDUCE, row_axes=summed), left, right
+        return call.regroup(pattern=Pattern.ALL_REDUCE, row_axes=summed), left, right
     layout = tuple((extent, tuple(axis for axis in axes if axis in summed)) for extent, axes in layout)
     known = tuple(axis for _, axes in layout for axis in axes)
     order = tuple(axis for axis in summed if axis not in known) + known
     if not _is_contiguous(layout):
         left = _contiguous(call, left, 0 if call.transpose_a else 1, order, layout)
         right = _contiguous(call, right, 1 if call.transpose_b else 0, order, layout)
-    return call.replace(pattern=Pattern.ALL_REDUCE, row_axes=order), left, right
+    return call.regroup(pattern=Pattern.ALL_REDUCE, row_axes=order), left, right
 
 
 def _is_contiguous(layout: Layout) -> bool:
@@ -84,12 +84,12 @@ def _is_contiguous(layout: Layout) -> bool:
 def _contiguous(call: MatmulSpec, x, dimension: int, order: tuple[str, ...], layout: Layout):
     """This rank's contiguous part of what the ranks of `order` hold interleaved along `dimension`."""
     with jax.named_scope("jaxmp_global_order"):
-        x = collectives.all_gather(cast_varying(x, order), order, axis=dimension, line=call.line)
+        x = collectives.all_gather(cast_varying(x, order), order, axis=dimension, line=call.source_line)
     shape, n = x.shape, len(layout)
-    ahead = math.prod(call.axis_size((axis,)) for axis in order) // math.prod(
-        call.axis_size(axes) for _, axes in layout
+    ahead = math.prod(call.group.size((axis,)) for axis in order) // math.prod(
+        call.group.size(axes) for _, axes in layout
     )
-    parts = [ahead, *(call.axis_size(axes) for _, axes in layout), *(extent for extent, _ in layout)]
+    parts = [ahead, *(call.group.size(axes) for _, axes in layout), *(extent for extent, _ in layout)]
     x = x.reshape(*shape[:dimension], *parts, *shape[dimension + 1 :])
     turned = [0, *(i for pair in zip(range(1, n + 1), range(n + 1, 2 * n + 1), strict=True) for i in pair)]
     rest = range(dimension + len(parts), x.ndim)

@@ -18,8 +18,8 @@ from one call with the epilog BGRADB (BGRADA where b is stored transposed).
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,42 +30,40 @@ from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.primitives import bind, completes_sums
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, axes_text
-from jaxmp._src.validation.comm_options import fit_hints
-
-LOCAL: dict[str, Any] = {"pattern": Pattern.LOCAL, "row_axes": (), "col_axes": ()}
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, SummationOrder, accumulator, axes_text
+from jaxmp._src.validation.comm_options import fit_comm_options
 
 
 def cotangent_of_a(ct, a, b, *, spec: MatmulSpec, auto: bool):
     """The cotangent of the stored a, for `ct` of d."""
-    flags = pattern_of_a(spec) | {"layout": ((1, spec.cols),)}
-    if spec.pattern == Pattern.ALL_REDUCE:
+    group, layout = group_of_a(spec), ((1, spec.order.cols),)
+    if spec.group.pattern == Pattern.ALL_REDUCE:
         ct = reduced_cotangent(spec, ct)
     # A complex product and its transpose take the two terms of an imaginary part in the other order. On "topology"
     # every pattern has to take the same one, and only the blocks of a grid cannot be transposed afterwards.
     is_symmetric = spec.determinism != "topology" or not jnp.issubdtype(ct.dtype, jnp.complexfloating)
-    if spec.transpose_a and spec.pattern == Pattern.GRID and not is_symmetric:
+    if spec.transpose_a and spec.group.pattern == Pattern.GRID and not is_symmetric:
         raise NotImplementedError(
             'jaxmp: determinism="topology" has no gradient of a complex a that is stored transposed on a 2-D grid; '
             'store it (m, k), or pass determinism="batch"'
         )
-    if spec.transpose_a and (flags["pattern"] == Pattern.GRID or (flags["pattern"] == Pattern.LOCAL and is_symmetric)):
-        turned = {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True}
-        flags = flags | turned | {"is_turned": True}
-        result = _product(spec, b, ct, a, auto=auto, cyclic=_cyclic(spec, "bda"), **flags)
+    if spec.transpose_a and (group.pattern == Pattern.GRID or (group.pattern == Pattern.LOCAL and is_symmetric)):
+        flags = {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True}
+        call = _derived(spec, group, "bda", dataclasses.replace(spec.order, is_transposed=True), **flags)
+        result = _product(spec, call, b, ct, a, layout, auto=auto)
     else:
-        flags = flags | {"transpose_b": not spec.transpose_b, "conjugate_b": spec.conjugate_b}
-        result = _product(spec, ct, b, a, auto=auto, cyclic=_cyclic(spec, "dba"), **flags)
+        flags = {"transpose_b": not spec.transpose_b, "conjugate_b": spec.conjugate_b}
+        result = _product(spec, _derived(spec, group, "dba", spec.order, **flags), ct, b, a, layout, auto=auto)
         result = result.T if spec.transpose_a else result
     return lax.conj(result) if spec.conjugate_a else result
 
 
-def pattern_of_a(spec: MatmulSpec) -> dict[str, Any]:
-    """The pattern of the product that is the cotangent of a."""
-    if spec.pattern == Pattern.ALL_REDUCE:
-        return LOCAL
-    turned = {Pattern.ALL_GATHER: Pattern.REDUCE_SCATTER, Pattern.REDUCE_SCATTER: Pattern.ALL_GATHER}
-    return {"pattern": turned.get(spec.pattern, spec.pattern)}
+def group_of_a(spec: MatmulSpec) -> Group:
+    """How devices share the product that is the cotangent of a."""
+    if spec.group.pattern == Pattern.ALL_REDUCE:
+        return spec.ungrouped().group
+    transposed = {Pattern.ALL_GATHER: Pattern.REDUCE_SCATTER, Pattern.REDUCE_SCATTER: Pattern.ALL_GATHER}
+    return dataclasses.replace(spec.group, pattern=transposed.get(spec.group.pattern, spec.group.pattern))
 
 
 def cotangent_of_b(ct, a, b, *, spec: MatmulSpec, auto: bool):
@@ -76,23 +74,25 @@ def cotangent_of_b(ct, a, b, *, spec: MatmulSpec, auto: bool):
 def cotangents_of_b_and_bias(ct, a, b, bias, *, spec: MatmulSpec, auto: bool):
     """The cotangents of b and of a bias that is added to the rows of d (or None); that of bias may come out as None,
     where the call cannot sum it."""
-    flags: dict[str, Any] = LOCAL if spec.pattern != Pattern.GRID else {"pattern": Pattern.GRID}
-    if spec.pattern == Pattern.ALL_REDUCE:
+    group = spec.group if spec.group.pattern == Pattern.GRID else spec.ungrouped().group
+    if spec.group.pattern == Pattern.ALL_REDUCE:
         ct = reduced_cotangent(spec, ct)
-    elif spec.pattern == Pattern.ALL_GATHER:
+    elif spec.group.pattern == Pattern.ALL_GATHER:
         a = _gather_rows(spec, a, 1 if spec.transpose_a else 0)
-    elif spec.pattern == Pattern.REDUCE_SCATTER:
+    elif spec.group.pattern == Pattern.REDUCE_SCATTER:
         # Known to be the same on every rank, as the bias is.
         ct = _gather_rows(spec, ct, 0, "invarying" if spec.is_typed and bias is not None else "varying")
-    flags = flags | {"layout": spec.rows, "ahead": 1}
-    if spec.pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER):
+    layout, order = spec.order.rows, dataclasses.replace(spec.order, outer_rows=1)
+    if spec.group.pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER):
         a, ct = row_order.unfolded(spec, a, 1 if spec.transpose_a else 0), row_order.unfolded(spec, ct, 0)
     if spec.transpose_b:
-        flags = flags | {"transpose_a": True, "transpose_b": spec.transpose_a, "conjugate_b": spec.conjugate_a}
-        result, sums = _product_and_sums(spec, ct, a, b, bias, auto=auto, cyclic=_cyclic(spec, "dab"), **flags)
+        flags = {"transpose_a": True, "transpose_b": spec.transpose_a, "conjugate_b": spec.conjugate_a}
+        call = _derived(spec, group, "dab", order, **flags)
+        result, sums = _product_and_sums(spec, call, ct, a, b, layout, bias, auto=auto)
     else:
-        flags = flags | {"transpose_a": not spec.transpose_a, "conjugate_a": spec.conjugate_a}
-        result, sums = _product_and_sums(spec, a, ct, b, bias, auto=auto, cyclic=_cyclic(spec, "adb"), **flags)
+        flags = {"transpose_a": not spec.transpose_a, "conjugate_a": spec.conjugate_a}
+        call = _derived(spec, group, "adb", order, **flags)
+        result, sums = _product_and_sums(spec, call, a, ct, b, layout, bias, auto=auto)
     return lax.conj(result) if spec.conjugate_b else result, sums
 
 
@@ -101,63 +101,64 @@ def cotangent_of_bias(ct, bias, spec: MatmulSpec):
     want = frozenset(bias.manual_axis_type.varying)
     total = jnp.sum(ct.astype(accumulator(ct.dtype)), 0, dtype=accumulator(ct.dtype))
     axes = tuple(sorted(jax_compat.varying_axes(ct) - want))
-    total = collectives.psum(total, axes, line=spec.line) if axes else total
+    total = collectives.psum(total, axes, line=spec.source_line) if axes else total
     return cast_varying(total, want).astype(bias.dtype)
 
 
 def reduced_cotangent(spec: MatmulSpec, ct):
     """The cotangent of a sum over ranks: the same on all of them; untyped, shard_map has divided it."""
-    return ct if spec.is_typed else collectives.psum(ct, spec.row_axes, line=spec.line)
+    return ct if spec.is_typed else collectives.psum(ct, spec.group.row_axes, line=spec.source_line)
 
 
-def _cyclic(spec: MatmulSpec, names: str):
-    """The layouts of the three matrices of a derived product, named by the part they had in the given one."""
-    return spec.cyclic and tuple(dict(zip("abd", spec.cyclic, strict=True))[name] for name in names)
+def _derived(spec: MatmulSpec, group: Group, names: str, order: SummationOrder, **flags: bool) -> MatmulSpec:
+    """The product of a rule; `names` are the parts that its a, b and d have in the given one."""
+    distributions = spec.distributions and tuple(
+        dict(zip("abd", spec.distributions, strict=True))[name] for name in names
+    )
+    stored = dict.fromkeys(("transpose_a", "transpose_b", "conjugate_a", "conjugate_b"), False) | flags
+    return spec.bilinear(group=group, order=order, distributions=distributions, **stored)
 
 
 def _gather_rows(spec: MatmulSpec, x, dimension: int, to: str = "varying"):
     """All-gather of `x` over the group, under a name that `explain` finds."""
     if x.size == 0:  # XLA gathers nothing that is empty
         axes = jax_compat.varying_axes(x)
-        axes = axes | set(spec.row_axes) if to == "varying" and spec.is_typed else axes - set(spec.row_axes)
-        shape = (extent * (spec.nranks if i == dimension else 1) for i, extent in enumerate(x.shape))
+        axes = axes | set(spec.group.row_axes) if to == "varying" and spec.is_typed else axes - set(spec.group.row_axes)
+        shape = (extent * (spec.group.nranks if i == dimension else 1) for i, extent in enumerate(x.shape))
         return cast_varying(jnp.zeros(tuple(shape), x.dtype), axes)
     with jax.named_scope("jaxmp_gather_rows"):
-        return collectives.all_gather(x, spec.row_axes, axis=dimension, to=to, line=spec.line)
+        return collectives.all_gather(x, spec.group.row_axes, axis=dimension, to=to, line=spec.source_line)
 
 
-def _product(spec: MatmulSpec, left, right, operand, *, auto, **changes):
-    """The product of a rule, in the type and over the varying axes of the operand whose cotangent it is."""
-    return _product_and_sums(spec, left, right, operand, auto=auto, **changes)[0]
+def _product(spec: MatmulSpec, call: MatmulSpec, left, right, operand, layout: row_order.Layout, *, auto: bool):
+    """The product `call` of a rule, in the type and over the varying axes of the operand whose cotangent it is;
+    `layout` tells how its contraction lies in the global array."""
+    return _product_and_sums(spec, call, left, right, operand, layout, auto=auto)[0]
 
 
-def _product_and_sums(spec: MatmulSpec, left, right, operand, bias=None, *, auto, layout=(), **changes):
-    """As `_product`, and the cotangent of `bias` where the call can sum it as well, else None.
-
-    `layout` tells how the contraction lies in the global array (`row_order`).
-    """
+def _product_and_sums(spec: MatmulSpec, call: MatmulSpec, left, right, operand, layout, bias=None, *, auto: bool):
+    """As `_product`, and the cotangent of `bias` where the call can sum it as well, else None."""
     with jax.numpy_dtype_promotion("standard"):  # float32 cotangents of 16-bit operands, where the user may be strict
         common = jnp.promote_types(left.dtype, right.dtype)
-    flags = dict.fromkeys(("transpose_a", "transpose_b", "conjugate_a", "conjugate_b", "is_turned"), False)
-    call = fit_hints(spec.bilinear(**{"out_dtype": common, **flags, **changes}))
-    have = jax_compat.varying_axes(left) | jax_compat.varying_axes(right) | frozenset(call.group_axes)
+    call = fit_comm_options(call.replace(out_dtype=common))
+    have = jax_compat.varying_axes(left) | jax_compat.varying_axes(right) | frozenset(call.group.axes)
     want = frozenset(operand.aval.manual_axis_type.varying)
-    summed = tuple(axis for axis, _ in call.mesh if axis in have - want) if spec.is_typed else ()
+    summed = tuple(axis for axis, _ in call.group.mesh if axis in have - want) if spec.is_typed else ()
     if spec.determinism == "topology" and not auto:
         _check_ordered(spec, call, summed)
-        call = call.replace(rows=(), cols=())
+        call = call.reorder(rows=(), cols=())
     scattered: tuple[str, ...] = ()
-    if spec.determinism == "topology" and summed and call.pattern == Pattern.ALL_GATHER:
-        left, call = _gather_rows(spec, left, 0), call.replace(**LOCAL)
-    elif spec.determinism == "topology" and summed and call.pattern == Pattern.REDUCE_SCATTER:
-        scattered, summed, call = call.row_axes, call.row_axes + summed, call.replace(**LOCAL)
-    if call.pattern == Pattern.LOCAL and summed:
+    if spec.determinism == "topology" and summed and call.group.pattern == Pattern.ALL_GATHER:
+        left, call = _gather_rows(spec, left, 0), call.ungrouped()
+    elif spec.determinism == "topology" and summed and call.group.pattern == Pattern.REDUCE_SCATTER:
+        scattered, summed, call = call.group.row_axes, call.group.row_axes + summed, call.ungrouped()
+    if call.group.pattern == Pattern.LOCAL and summed:
         # An operand that was the same on several ranks gets the sum of their cotangents: an all-reduced product.
         (call, left, right), summed = row_order.summed_over(call, left, right, summed, layout), ()
     call = call if bias is None else call.replace(epilog=_gradient_epilog(spec, call, left, right, bias))
     d, *sums = bind(call, left.astype(common), right.astype(common), auto=auto).values()
     d = collectives.own_part(d, 0, scattered) if scattered else d
-    d = collectives.psum(d, summed, line=spec.line) if summed else d
+    d = collectives.psum(d, summed, line=spec.source_line) if summed else d
     sums = [cast_varying(x, bias.aval.manual_axis_type.varying).astype(bias.aval.dtype) for x in sums]
     return cast_varying(d, want).astype(operand.aval.dtype), sums[0] if sums else None
 
@@ -171,25 +172,25 @@ def _gradient_epilog(forward: MatmulSpec, call: MatmulSpec, left, right, bias) -
     if not completes_sums(call):
         return Epilog.NONE
     is_transposed = forward.transpose_b  # then t is the left operand, transposed
-    if call.pattern == Pattern.GRID and (is_transposed or not forward.is_typed):
+    if call.group.pattern == Pattern.GRID and (is_transposed or not forward.is_typed):
         return Epilog.NONE
     if not forward.is_typed:
-        is_fit = forward.pattern in (Pattern.LOCAL, Pattern.ALL_GATHER)
+        is_fit = forward.group.pattern in (Pattern.LOCAL, Pattern.ALL_GATHER)
     else:
         ct = left if is_transposed else right
         needed = jax_compat.varying_axes(ct) - frozenset(bias.aval.manual_axis_type.varying)
-        is_fit = needed == frozenset(call.row_axes)
+        is_fit = needed == frozenset(call.group.row_axes)
     return Epilog.NONE if not is_fit else Epilog.BGRADA if is_transposed else Epilog.BGRADB
 
 
 def _check_ordered(spec: MatmulSpec, call: MatmulSpec, summed: tuple[str, ...]) -> None:
     """Raise NotImplementedError where a gradient would be a sum that no call of ours takes part in."""
-    if not spec.is_typed and math.prod(size for _, size in spec.mesh) > 1:
+    if not spec.is_typed and math.prod(size for _, size in spec.group.mesh) > 1:
         raise NotImplementedError(
             'jaxmp: determinism="topology" has no gradients under shard_map with check_vma=False, where JAX itself '
             'sums the cotangents over ranks; leave check_vma=True, or pass determinism="batch"'
         )
-    if call.pattern == Pattern.GRID and summed:
+    if call.group.pattern == Pattern.GRID and summed:
         raise NotImplementedError(
             'jaxmp: determinism="topology" has no gradient of an operand of a 2-D grid that is the same along '
             f"{axes_text(summed)}, for the sum over it would follow the grid's; shard the operand over it, or pass "

@@ -35,7 +35,7 @@ from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.jax_compat import mlir
 from jaxmp._src.sharding.patterns import Dim, Dims, to_dims
 from jaxmp._src.spec import process_grid
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, operand_names, output_names
+from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
 from jaxmp._src.spec.matmul_spec import dims as spanned
 from jaxmp._src.validation.operand_checks import check_all_reduce
 
@@ -95,7 +95,7 @@ def _partition(spec: MatmulSpec, mesh, args, results):
         for x in (args[0], args[1], first)
     ]
     if (
-        "relu_aux" in (*operand_names(spec), *output_names(spec))
+        "relu_aux" in (*spec.operand_names, *spec.output_names)
         and _shard(first.shape[1], dims[2][1], mesh.shape) % process_grid.RELU_AUX_BITS
     ):
         # The mask is padded per shard; under the partitioner its shape cannot depend on the shards.
@@ -104,7 +104,7 @@ def _partition(spec: MatmulSpec, mesh, args, results):
     pattern, group, a, b, out = _settle(dims[0], dims[1], dims[2], spec)
     if pattern == Pattern.REDUCE_SCATTER and not _divides(first.shape[0], out[0], mesh.shape):
         pattern, out = Pattern.ALL_REDUCE, (a[1] if spec.transpose_a else a[0], out[1])
-    local = spec.replace(pattern=pattern, row_axes=group, mesh=tuple(mesh.shape.items()))
+    local = spec.regroup(pattern=pattern, row_axes=group, mesh=tuple(mesh.shape.items()))
     local = check_all_reduce("jaxmp.matmul", local)
     outside = _without(out[0], group)
     where_of_operand = {"scale_a": {"m": a[0], "w": a[0], "u": a[1]}, "scale_b": {"n": b[0], "x": b[0], "v": b[1]}}
@@ -114,18 +114,18 @@ def _partition(spec: MatmulSpec, mesh, args, results):
         where = where_of_operand.get(name, where)
         return _sharding(mesh, tuple(where[dim] for dim in spanned(spec, name)))
 
-    operands = [_sharding(mesh, a), _sharding(mesh, b), *map(placed, operand_names(spec))]
-    outputs = list(map(placed, output_names(spec)))
+    operands = [_sharding(mesh, a), _sharding(mesh, b), *map(placed, spec.operand_names)]
+    outputs = list(map(placed, spec.output_names))
 
     def lower(*shards):
         for callback in list(_observers):
             callback(local, [jax.typeof(x) for x in shards])
         with jax_compat.off_explicit_mesh():
             results = _body(local, *shards)
-        if bias_grad.summed(output_names(spec)[-1]) != "d" or not outside:
+        if bias_grad.summed(spec.output_names[-1]) != "d" or not outside:
             return results
         *rest, gradient = results
-        return (*rest, collectives.psum(gradient, outside, line=spec.line))
+        return (*rest, collectives.psum(gradient, outside, line=spec.source_line))
 
     return mesh, lower, tuple(outputs) if len(outputs) > 1 else outputs[0], tuple(operands)
 
@@ -151,16 +151,16 @@ def _sharding(mesh, dims: Dims) -> NamedSharding:
 
 
 def _body(spec: MatmulSpec, a, b, *extra):
-    named = bind(spec, a, b, dict(zip(operand_names(spec), extra, strict=True)))
-    outputs = tuple(global_amax(spec, named, tuple(axis for axis, _ in spec.mesh)).values())
+    named = bind(spec, a, b, dict(zip(spec.operand_names, extra, strict=True)))
+    outputs = tuple(global_amax(spec, named, tuple(axis for axis, _ in spec.group.mesh)).values())
     return outputs if len(outputs) > 1 else outputs[0]
 
 
 def _sharding_rule(spec: MatmulSpec) -> str:
     # The packed relu mask has its own extent over n, so n cannot be propagated into it.
     operands = ["k m" if spec.transpose_a else "m k", "n k" if spec.transpose_b else "k n"]
-    operands += [" ".join(spanned(spec, name)) for name in operand_names(spec)]
-    results = [" ".join(spanned(spec, name)) for name in output_names(spec)]
+    operands += [" ".join(spanned(spec, name)) for name in spec.operand_names]
+    results = [" ".join(spanned(spec, name)) for name in spec.output_names]
     return ", ".join(operands) + " -> " + ", ".join(results)
 
 

@@ -24,7 +24,7 @@ from jaxmp._src.sharding import patterns
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
-from jaxmp._src.validation.comm_options import fit_hints
+from jaxmp._src.validation.comm_options import fit_comm_options
 from jaxmp._src.validation.operand_checks import check_gathered_scales
 
 
@@ -33,16 +33,16 @@ def bind_plan(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, Any]) -
     a, b = operands["a"], operands["b"]
     if plan.gather == "a":
         is_last = plan.dimension == a.ndim - 2
-        a = _gather(plan, a, a.ndim - 1 if spec.transpose_a and is_last else plan.dimension, spec.line)
+        a = _gather(plan, a, a.ndim - 1 if spec.transpose_a and is_last else plan.dimension, spec.source_line)
     elif plan.gather == "b":
-        b = _gather(plan, b, 0 if spec.transpose_b else 1, spec.line)
+        b = _gather(plan, b, 0 if spec.transpose_b else 1, spec.source_line)
     scale = f"scale_{plan.gather}"
-    if plan.gather and getattr(spec, scale) not in (low_precision.NONE, low_precision.SCALAR):
+    if plan.gather and spec.scales.of(scale) not in (low_precision.NONE, low_precision.SCALAR):
         dimension = plan.dimension if plan.gather == "a" else 0
-        operands = operands | {scale: _gather(plan, operands[scale], dimension, spec.line)}
-    if plan.is_swapped and spec.is_invariant:
+        operands = operands | {scale: _gather(plan, operands[scale], dimension, spec.source_line)}
+    if plan.is_swapped and spec.fixed_reduction_order:
         plan, spec, a, b = _without_swap(plan, spec, a, b)
-    if spec.determinism == "topology" and spec.pattern != Pattern.GRID:
+    if spec.determinism == "topology" and spec.group.pattern != Pattern.GRID:
         spec = _with_order(plan, spec, a)
     operands = operands | {"a": a, "b": b}
     if not plan.is_swapped:
@@ -63,16 +63,15 @@ def _bind_swapped(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, Any
         out_dtype=matmul_spec.accumulator(a.dtype),
         is_typed=jax_compat.is_vma_checked(),
         epilog=epilogs.SWAPPED.get(spec.epilog, Epilog.NONE),
-        scale_a=spec.scale_b,
-        scale_b=spec.scale_a,
+        scales=matmul_spec.ScaleModes(a=spec.scales.b, b=spec.scales.a),
         traced=spec.traced,
     )
     scales = {"scale_a": operands.get("scale_b"), "scale_b": fold_scale(spec, operands.get("scale_a"))}
-    extra = {name: scales[name] for name in matmul_spec.operand_names(swapped)}
-    z, *gradient = bind(fit_hints(swapped), b, a, extra).values()
+    extra = {name: scales[name] for name in swapped.operand_names}
+    z, *gradient = bind(fit_comm_options(swapped), b, a, extra).values()
     if gradient:
         rest = _apply_epilog(z.T, operands, spec.replace(alpha=1.0, epilog=Epilog.NONE), rows)
-        return rest | {epilogs.rule(spec.epilog).gradient: gradient[0].astype(spec.out_dtype)}
+        return rest | {spec.rule.gradient: gradient[0].astype(spec.out_dtype)}
     outputs = _apply_epilog(z.T, operands, spec.replace(alpha=1.0), rows)
     return _sum_over_data(spec, outputs, sum(plan.out[:-1], ()))
 
@@ -87,7 +86,10 @@ def _sum_over_data(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, .
             'bias, or pass determinism="batch"'
         )
     with jax.named_scope(bias_grad.SCOPE):
-        return {name: collectives.psum(x, axes, line=spec.line) if name in names else x for name, x in outputs.items()}
+        return {
+            name: collectives.psum(x, axes, line=spec.source_line) if name in names else x
+            for name, x in outputs.items()
+        }
 
 
 def _without_swap(plan: patterns.Plan, spec: MatmulSpec, a, b):
@@ -96,7 +98,7 @@ def _without_swap(plan: patterns.Plan, spec: MatmulSpec, a, b):
     XLA's arithmetic is not bit for bit the library's, and depends on what XLA fuses it with.
     """
     why = f"where columns of the result are gathered or scattered over {matmul_spec.axes_text(plan.row_axes)}"
-    if epilogs.rule(spec.epilog).gradient:
+    if spec.rule.gradient:
         raise NotImplementedError(
             f"matmul: determinism={spec.determinism!r} has no epilog {spec.epilog.name} {why}; take another "
             'out_sharding, or pass determinism="run_to_run"'
@@ -106,11 +108,11 @@ def _without_swap(plan: patterns.Plan, spec: MatmulSpec, a, b):
     k, n = (1, 0) if spec.transpose_b else (0, 1)
     with jax.named_scope("jaxmp_whole_operands"):
         if plan.pattern == Pattern.ALL_GATHER:
-            b = _gather(gathered, b, n, spec.line)
+            b = _gather(gathered, b, n, spec.source_line)
         else:
-            a = _gather(gathered, a, a.ndim - (2 if spec.transpose_a else 1), spec.line)
-            b = _turn(plan, b, n, k, spec.line)
-    return gathered, spec.replace(pattern=Pattern.LOCAL, row_axes=()), a, b
+            a = _gather(gathered, a, a.ndim - (2 if spec.transpose_a else 1), spec.source_line)
+            b = _turn(plan, b, n, k, spec.source_line)
+    return gathered, spec.regroup(pattern=Pattern.LOCAL, row_axes=()), a, b
 
 
 def _turn(plan: patterns.Plan, x, split: int, joined: int, line: str):
@@ -126,13 +128,13 @@ def _with_order(plan: patterns.Plan, spec: MatmulSpec, a) -> MatmulSpec:
     """The spec with the places of D's rows and columns in the global array."""
     shape = (*a.shape[:-2], a.shape[-1]) if spec.transpose_a else a.shape[:-1]
     rows = [
-        (extent, tuple(axis for axis in axes if axis not in spec.row_axes))
+        (extent, tuple(axis for axis in axes if axis not in spec.group.row_axes))
         for extent, axes in zip(shape, plan.out[:-1], strict=True)
     ]
-    if spec.pattern == Pattern.ALL_GATHER:
+    if spec.group.pattern == Pattern.ALL_GATHER:
         extent, axes = rows[plan.dimension]
-        rows[plan.dimension] = (extent * spec.nranks, axes)
-    return spec.replace(rows=tuple(rows), cols=plan.out[-1])
+        rows[plan.dimension] = (extent * spec.group.nranks, axes)
+    return spec.reorder(rows=tuple(rows), cols=plan.out[-1])
 
 
 def _gather(plan: patterns.Plan, x, dimension: int, line: str):
@@ -149,8 +151,8 @@ def _gather(plan: patterns.Plan, x, dimension: int, line: str):
 
 def _move(collective: Callable, x):
     """`collective(x)`, of floats of 8 bits and fewer as bytes, which every platform moves."""
-    is_narrow = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
-    return _move_bytes(collective, x) if is_narrow else collective(x)
+    is_low_precision = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
+    return _move_bytes(collective, x) if is_low_precision else collective(x)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -179,13 +181,11 @@ def _apply_epilog(z, operands: dict[str, Any], spec: MatmulSpec, rows: tuple[int
 
     A bias gradient of d is that of this device's rows.
     """
-    extra = {name: operands[name] for name in matmul_spec.operand_names(spec)}
+    extra = {name: operands[name] for name in spec.operand_names}
     folded = [x.reshape(z.shape[0], x.shape[-1]) if has_rows(name) else x for name, x in extra.items()]
     scalars = {name: operands[name] for name in spec.traced}
-    local = spec.replace(pattern=Pattern.LOCAL)
-    outputs = dict(
-        zip(matmul_spec.output_names(spec), xla_matmul.apply_epilog(z, folded, local, **scalars), strict=True)
-    )
+    local = spec.regroup(pattern=Pattern.LOCAL)
+    outputs = dict(zip(spec.output_names, xla_matmul.apply_epilog(z, folded, local, **scalars), strict=True))
     return {name: x.reshape(*rows, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}
 
 
@@ -193,12 +193,12 @@ def bind_empty(
     plan: patterns.Plan, spec: MatmulSpec, shapes: dict[str, tuple[int, ...]], dtype, operands: dict[str, Any]
 ) -> dict[str, Any]:
     """The epilog of a sum over nothing; `shapes` are those of the results on each device."""
-    gradient, shape = epilogs.rule(spec.epilog).gradient, shapes["d"]
+    gradient, shape = spec.rule.gradient, shapes["d"]
     if bias_grad.summed(gradient) in ("a", "b"):
         rest = bind_empty(plan, spec.replace(epilog=Epilog.NONE), shapes, dtype, operands)
         return rest | {gradient: jnp.zeros(shapes[gradient], spec.out_dtype)}
-    if spec.is_invariant:
-        local = spec.bare().replace(pattern=Pattern.LOCAL, row_axes=(), col_axes=())
+    if spec.fixed_reduction_order:
+        local = spec.bare().ungrouped()
         nothing = {"a": jnp.zeros((*shape[:-1], 0), dtype), "b": jnp.zeros((0, shape[-1]), dtype)}
         return _sum_over_data(spec, bind_shards(local, 0, operands | nothing), sum(plan.out[:-1], ()))
     z = jnp.zeros((math.prod(shape[:-1]), shape[-1]), matmul_spec.accumulator(dtype))
@@ -215,20 +215,20 @@ def bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, Any], *, a
         plain = spec.bilinear(out_dtype=matmul_spec.accumulator(a.dtype), traced=spec.traced)
         z = bind_shards(plain, dimension, {"a": a, "b": b}, auto=auto)["d"]
         return _apply_epilog(merge_rows(z), operands, spec.replace(alpha=1.0), z.shape[:-1])
-    extra = {name: operands[name] for name in matmul_spec.operand_names(spec)}
+    extra = {name: operands[name] for name in spec.operand_names}
     if a.ndim == 2:
         return bind(spec, a, b, extra, auto=auto)
     if spec.transpose_a:
         a, spec = a.swapaxes(-1, -2), spec.replace(transpose_a=False)
-    ordered = spec.pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER)
+    ordered = spec.group.pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER)
     shape, lead = a.shape[:-1], dimension if ordered else 0
     batch, rows = math.prod(shape[:lead]), math.prod(shape[lead:])
-    spec = spec.replace(ahead=batch) if spec.determinism == "topology" else spec
+    spec = spec.reorder(outer_rows=batch) if spec.determinism == "topology" else spec
     extra = {
         name: x.reshape(batch, math.prod(x.shape[lead:-1]), x.shape[-1]) if has_rows(name) else x
         for name, x in extra.items()
     }
-    if spec.scale_a not in (low_precision.NONE, low_precision.SCALAR):
+    if spec.scales.a not in (low_precision.NONE, low_precision.SCALAR):
         extra["scale_a"] = extra["scale_a"].reshape(batch, rows, *extra["scale_a"].shape[a.ndim - 1 :])
     outputs = bind_rows(spec, a.reshape(batch, rows, a.shape[-1]), b, extra, auto=auto)
     shape = list(shape)

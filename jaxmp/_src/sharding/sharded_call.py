@@ -19,9 +19,9 @@ from jaxmp._src.primitive.primitives import global_amax, has_rows
 from jaxmp._src.sharding import eager_calls, meshes, patterns
 from jaxmp._src.sharding.shard_local import bind_empty, bind_plan, bind_shards
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, result_shape
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
 from jaxmp._src.validation.arguments import validated
-from jaxmp._src.validation.comm_options import check_fused, check_hints
+from jaxmp._src.validation.comm_options import check_comm_options
 from jaxmp._src.validation.operand_checks import as_array, check_all_reduce, check_relu_aux
 
 
@@ -67,19 +67,18 @@ def _given(a, b, c, epilog_inputs) -> dict[str, Any]:
 
 def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, options: dict):
     """The result of a product whose group is named, on the shards of the enclosing shard_map."""
-    where = pattern_on_axes(name, pattern, axis_names)
+    group = group_on_axes(name, pattern, axis_names)
     a, b, c = map(as_array, (a, b, c))
-    spec, operands = validated(name, a, b, c, epilog_inputs, options, where)
+    spec, operands = validated(name, a, b, c, epilog_inputs, options, group)
     if pattern == Pattern.GRID and spec.transpose_a and a.ndim > 2:
         raise ValueError(
             f"{name}: a has {a.ndim} dimensions; with transpose_a=True it must have 2, for its blocks lie across those "
             "of the result: use jax.vmap for the others"
         )
     spec = check_all_reduce(name, spec)
-    check_hints(name, spec)
-    check_fused(name, spec, result_shape(spec, a, b)[-1])
+    check_comm_options(name, spec, result_shape(spec, a, b)[-1])
     check_relu_aux(name, operands, spec, result_shape(spec, a, b)[-1])
-    return _result(global_amax(spec, bind_shards(spec, a.ndim - 2, operands), spec.group_axes))
+    return _result(global_amax(spec, bind_shards(spec, a.ndim - 2, operands), spec.group.axes))
 
 
 def _result(outputs: dict[str, Any]):
@@ -88,8 +87,8 @@ def _result(outputs: dict[str, Any]):
     return (outputs["d"], rest) if rest else outputs["d"]
 
 
-def pattern_on_axes(name: str, pattern: Pattern, axis_names) -> dict[str, Any]:
-    """What a spec says of the group that shares a product inside shard_map."""
+def group_on_axes(name: str, pattern: Pattern, axis_names) -> Group:
+    """The group that shares a product inside shard_map."""
     mesh = meshes.manual_mesh(name)
     if mesh is None:
         raise ValueError(
@@ -110,7 +109,7 @@ def pattern_on_axes(name: str, pattern: Pattern, axis_names) -> dict[str, Any]:
             raise ValueError(f"{name}: axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
     if len(set(axes)) != len(axes):
         raise ValueError(f"{name}: axis names {axes} repeat")
-    return {"pattern": pattern, "mesh": tuple(mesh.shape.items()), "row_axes": row_axes, "col_axes": col_axes}
+    return Group(pattern, tuple(mesh.shape.items()), row_axes, col_axes)
 
 
 def _as_axes(name: str, names) -> tuple[str, ...]:
@@ -122,13 +121,12 @@ def _as_axes(name: str, names) -> tuple[str, ...]:
 def make_call(spec: MatmulSpec, placement: meshes.Placement, operands, name: str = "matmul") -> _Call:
     shape = result_shape(spec, operands["a"], operands["b"])
     if placement.mode != meshes.Mode.SHARDED:
-        spec = spec.replace(mesh=placement.axes)
+        spec = spec.regroup(mesh=placement.axes)
         if placement.mode == meshes.Mode.MANUAL:
             spec = check_all_reduce(name, spec)
         is_settled = placement.mode != meshes.Mode.AUTO
         has_mesh = is_settled or meshes.is_known(placement, operands["a"], operands["b"])
-        check_hints(name, spec, is_settled, has_mesh)
-        check_fused(name, spec, shape[-1])
+        check_comm_options(name, spec, shape[-1], is_settled, has_mesh)
         check_relu_aux(name, operands, spec, shape[-1])
         return _Call(spec, placement.mode, constraint=placement.constraint)
     return _planned_call(spec, placement, operands, shape, name)
@@ -146,16 +144,15 @@ def _planned_call(spec: MatmulSpec, placement: meshes.Placement, operands, shape
         patterns.check_dims(name, argument, dims, x, mesh.shape)
     shards = math.prod(mesh.shape[axis] for axis in plan.out[-1])
     check_relu_aux(name, operands, spec, shape[-1], shards)
-    ins = [plan.a, plan.b, *(_dims(spec, plan, name) for name in matmul_spec.operand_names(spec))]
-    outs = [_dims(spec, plan, name) for name in matmul_spec.output_names(spec)]
-    for scale, dims in zip(matmul_spec.operand_names(spec), ins[2:], strict=True):
+    ins = [plan.a, plan.b, *(_dims(spec, plan, name) for name in spec.operand_names)]
+    outs = [_dims(spec, plan, name) for name in spec.output_names]
+    for scale, dims in zip(spec.operand_names, ins[2:], strict=True):
         if scale in matmul_spec.SCALE_NAMES:
             argument = f"scales.{scale.removeprefix('scale_')}"
             patterns.check_dims(name, argument, dims, operands[scale].shape, mesh.shape)
-    spec = spec.replace(pattern=plan.pattern, mesh=placement.axes, row_axes=plan.row_axes, col_axes=plan.col_axes)
+    spec = spec.replace(group=Group(plan.pattern, placement.axes, plan.row_axes, plan.col_axes))
     spec = check_all_reduce(name, spec)
-    check_hints(name, spec)
-    check_fused(name, spec, shape[-1] // shards)
+    check_comm_options(name, spec, shape[-1] // shards)
     in_specs, out_specs = (tuple(map(meshes.partition_spec, dims)) for dims in (ins, outs))
     return _Call(spec, placement.mode, plan, mesh, in_specs, out_specs, placement.is_explicit)
 
@@ -167,7 +164,7 @@ def _dims(spec: MatmulSpec, plan: patterns.Plan, name: str) -> patterns.Dims:
     """
     if name in ("scale_a", "scale_b"):
         operand = plan.a if name == "scale_a" else plan.b
-        return {low_precision.SCALAR: (), low_precision.OUTER_VEC: operand[:-1]}.get(getattr(spec, name), operand)
+        return {low_precision.SCALAR: (), low_precision.OUTER_VEC: operand[:-1]}.get(spec.scales.of(name), operand)
     if not matmul_spec.DIMS[name]:
         return ()
     if has_rows(name):
@@ -189,14 +186,14 @@ def jaxmp_call(call: _Call, operands: dict[str, Any]) -> dict[str, Any]:
         if call.constraint is not None:
             outputs["d"] = lax.with_sharding_constraint(outputs["d"], call.constraint)
         return outputs
-    in_specs = dict(zip(("a", "b", *matmul_spec.operand_names(spec)), call.in_specs, strict=True))
-    out_specs = dict(zip(matmul_spec.output_names(spec), call.out_specs, strict=True))
+    in_specs = dict(zip(("a", "b", *spec.operand_names), call.in_specs, strict=True))
+    out_specs = dict(zip(spec.output_names, call.out_specs, strict=True))
     placed = {name: reshard(call, name, operands[name], in_specs[name]) for name in in_specs}
     scalars = {name: operands[name] for name in spec.traced}
     placed, in_specs = placed | scalars, in_specs | dict.fromkeys(scalars, P())
     body = functools.partial(_bind_plan_globally, call.plan, spec)
     a, b = placed["a"], placed["b"]
-    shape = result_shape(spec.replace(pattern=Pattern.LOCAL), a, b)
+    shape = result_shape(spec.regroup(pattern=Pattern.LOCAL), a, b)
     if 0 in shape:
         types = jax.eval_shape(jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs), placed)
         if all(0 in types[name].shape for name in ("bgrada", "bgradb") if name in types):
@@ -257,4 +254,4 @@ def _normal(spec: P, ndim: int) -> patterns.Dims:
 
 
 def _bind_plan_globally(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
-    return global_amax(spec, bind_plan(plan, spec, operands), tuple(axis for axis, _ in spec.mesh))
+    return global_amax(spec, bind_plan(plan, spec, operands), tuple(axis for axis, _ in spec.group.mesh))

@@ -73,7 +73,7 @@ def scale_dtype(mode: str) -> np.dtype:
 
 
 @functools.cache  # the name of a type takes microseconds, and eager calls ask often
-def is_narrow(dtype) -> bool:
+def is_low_precision(dtype) -> bool:
     return np.dtype(dtype).name in (*SCALED, INT8)
 
 

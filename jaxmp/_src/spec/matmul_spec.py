@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import math
 
 import numpy as np
@@ -55,31 +56,109 @@ class Pattern(enum.StrEnum):
     GRID = "grid"
 
 
-@dataclasses.dataclass(frozen=True)
-class MatmulSpec:
-    """Everything static about one call but its shapes; row-major, as the user sees it.
+class _Parts:
+    """A dataclass whose text shows only what is not as by default, for each equation of a jaxpr holds a spec."""
 
-    `mesh` holds every mesh axis as (name, size), since nothing ambient may matter later. `row_axes` are the
-    axes of the group; for a grid, the axes over which the rows of every stored matrix are split, and
-    `col_axes` those of the columns. `is_typed` says that the enclosing shard_map checks varying axes, and
-    `asks_all_reduce` that the epilog has the ALLREDUCE bit and the pattern is not known yet. The scale
-    modes are `low_precision`'s; `c_dtype`, `bias_dtype` and `aux_dtype` (of gelu_aux) are None where they are those of
-    the result. `traced` names those of alpha and beta that are arrays, and so are operands beside the call.
-    `precision` is a row of `precisions`'s table. `cyclic` are the stored a, b and d of a grid whose shards are
-    block-cyclic.
-    `line` names the call in messages of a job of several processes, "matmul at train.py:41", and is empty elsewhere.
-    `determinism` is the level of docs/determinism.md. `is_turned`: on other patterns this product is its transpose (the
-    gradient of an a that is stored transposed). What is left serves the order of the sums in the gradients of
-    "topology" alone: `rows` are the dimensions that fold into D's rows, slowest first, each as (extent of what a rank
-    holds of it ahead of a scatter or after a gather, axes that shard it otherwise); `cols` are the axes that shard D's
-    columns; `ahead` rows of each rank are folded ahead of those that are gathered or scattered.
+    def __repr__(self) -> str:
+        values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{f.name}={x!r}' for f, x in values if x != f.default)})"
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Group(_Parts):
+    """The devices that share a product, and how: one communicator of each index of the other mesh axes.
+
+    `mesh` holds every mesh axis as (name, size), since nothing ambient may matter later. `row_axes` are the axes of the
+    group; for a grid, the axes over which the rows of every stored matrix are split, and `col_axes` those of the
+    columns.
     """
 
-    out_dtype: np.dtype
     pattern: Pattern = Pattern.LOCAL
     mesh: tuple[tuple[str, int], ...] = ()
     row_axes: tuple[str, ...] = ()
     col_axes: tuple[str, ...] = ()
+
+    @functools.cached_property
+    def axes(self) -> tuple[str, ...]:
+        return self.row_axes + self.col_axes
+
+    @functools.cached_property
+    def nranks(self) -> int:
+        return self.size(self.axes)
+
+    @functools.cached_property
+    def ngroups(self) -> int:
+        return math.prod(size for _, size in self.mesh) // self.nranks if self.mesh else 1
+
+    @functools.cached_property
+    def shape(self) -> tuple[int, int]:
+        """The ranks along `row_axes` and along `col_axes`."""
+        return self.size(self.row_axes), self.size(self.col_axes)
+
+    def size(self, axes: tuple[str, ...]) -> int:
+        sizes = dict(self.mesh)
+        return math.prod(sizes[axis] for axis in axes)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class ScaleModes(_Parts):
+    """How low-precision operands and results are scaled: a mode of `low_precision` for each of a, b, c, d and aux, and
+    for the scales that a block-scaled d gets (`d_out`); `amax_d` and `amax_aux` ask for largest absolute values."""
+
+    a: str = low_precision.NONE
+    b: str = low_precision.NONE
+    c: str = low_precision.NONE
+    d: str = low_precision.NONE
+    aux: str = low_precision.NONE
+    d_out: str = low_precision.NONE
+    amax_d: bool = False
+    amax_aux: bool = False
+
+    def of(self, operand: str) -> str:
+        """The mode of a scale by its operand's name, as "scale_a"."""
+        return str(getattr(self, operand.removeprefix("scale_")))
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class CommOptions(_Parts):
+    """Options of a call's communication: the type in which partial sums travel, the algorithm, and how many
+    multiprocessors communicate. None leaves each to the library."""
+
+    dtype: str | None = None
+    algorithm: str | None = None
+    sm_count: int | None = None
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class SummationOrder(_Parts):
+    """What the gradients of `determinism="topology"` need to sum in the order of the global array; elsewhere default.
+
+    `is_transposed`: on other patterns this product is its transpose (the gradient of an a that is stored transposed).
+    `rows` are the dimensions that fold into D's rows, slowest first, each as (extent of what a rank holds of it ahead
+    of a scatter or after a gather, axes that shard it otherwise). `cols` are the axes that shard D's columns.
+    `outer_rows` rows of each rank are folded ahead of those that are gathered or scattered.
+    """
+
+    is_transposed: bool = False
+    rows: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    cols: tuple[str, ...] = ()
+    outer_rows: int = 1
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class MatmulSpec(_Parts):
+    """Everything static about one call but its shapes; row-major, as the user sees it.
+
+    `is_typed`: the enclosing shard_map checks varying axes. `asks_all_reduce`: the epilog has the ALLREDUCE bit, and
+    the pattern is not known yet. `c_dtype`, `bias_dtype` and `aux_dtype` (of gelu_aux) are None where they are those of
+    the result. `traced` names those of alpha and beta that are arrays, and so are operands beside the call.
+    `precision` is a row of `precisions`'s table. `distributions` are the stored a, b and d of a grid whose shards are
+    block-cyclic. `source_line` names the call in messages of a job of several processes, "matmul at train.py:41", and
+    is empty elsewhere. `determinism` is the level of docs/determinism.md.
+    """
+
+    out_dtype: np.dtype
+    group: Group = Group()
     transpose_a: bool = False
     transpose_b: bool = False
     conjugate_a: bool = False
@@ -87,113 +166,101 @@ class MatmulSpec:
     alpha: complex | float = 1.0
     beta: complex | float = 0.0
     has_c: bool = False
+    traced: tuple[str, ...] = ()
     epilog: Epilog = Epilog.NONE
-    scale_a: str = low_precision.NONE
-    scale_b: str = low_precision.NONE
-    scale_c: str = low_precision.NONE
-    scale_d: str = low_precision.NONE
-    scale_aux: str = low_precision.NONE
-    d_out_scale: str = low_precision.NONE
-    amax_d: bool = False
-    aux_amax: bool = False
+    asks_all_reduce: bool = False
+    scales: ScaleModes = ScaleModes()
     c_dtype: np.dtype | None = None
     bias_dtype: np.dtype | None = None
     aux_dtype: np.dtype | None = None
     precision: str = "DEFAULT"
-    implementation: str | None = None
-    is_typed: bool = False
-    asks_all_reduce: bool = False
-    traced: tuple[str, ...] = ()
-    communication_dtype: str | None = None
-    algorithm: str = "default"
-    comm_sm_count: int = 0
-    cyclic: tuple[Distributed, Distributed, Distributed] | None = None
-    line: str = ""
     determinism: str = "run_to_run"
-    is_turned: bool = False
-    rows: tuple[tuple[int, tuple[str, ...]], ...] = ()
-    cols: tuple[str, ...] = ()
-    ahead: int = 1
+    order: SummationOrder = SummationOrder()
+    implementation: str | None = None
+    comm: CommOptions = CommOptions()
+    distributions: tuple[Distributed, Distributed, Distributed] | None = None
+    is_typed: bool = False
+    source_line: str = ""
 
-    @property
-    def is_invariant(self) -> bool:
-        """Whether every element is one ordered sum, and its epilog the library's own arithmetic."""
+    @functools.cached_property
+    def fixed_reduction_order(self) -> bool:
+        """Whether every element is one sum in a fixed order, and its epilog the library's own arithmetic."""
         return self.determinism != "run_to_run"
 
-    @property
-    def group_axes(self) -> tuple[str, ...]:
-        return self.row_axes + self.col_axes
+    @functools.cached_property
+    def rule(self) -> epilogs.EpilogRule:
+        """The row of the epilog's table."""
+        return epilogs.rule(self.epilog)
 
-    def axis_size(self, axes: tuple[str, ...]) -> int:
-        sizes = dict(self.mesh)
-        return math.prod(sizes[axis] for axis in axes)
+    @functools.cached_property
+    def operand_names(self) -> tuple[str, ...]:
+        """The operands after a and b, in the order of the primitive and of the custom call."""
+        scales = tuple(name for name in SCALE_NAMES if self.scales.of(name) != low_precision.NONE)
+        return ("c",) * self.has_c + self.rule.inputs + scales
 
-    @property
-    def nranks(self) -> int:
-        return self.axis_size(self.group_axes)
-
-    @property
-    def ngroups(self) -> int:
-        return math.prod(size for _, size in self.mesh) // self.nranks if self.mesh else 1
+    @functools.cached_property
+    def output_names(self) -> tuple[str, ...]:
+        """The results, in the order of the primitive and of the custom call."""
+        amaxes = ("amax_d",) * self.scales.amax_d + ("gelu_aux_amax",) * self.scales.amax_aux
+        scales = ("d_out_scale",) * (self.scales.d_out != low_precision.NONE)
+        return ("d", *self.rule.outputs, *amaxes, *scales)
 
     def replace(self, **changes) -> MatmulSpec:
-        """A copy with `changes`; itself where they change nothing, for a copy of all fields takes some 20 us."""
-        is_changed = any(getattr(self, name) != value for name, value in changes.items())
-        return dataclasses.replace(self, **changes) if is_changed else self
+        """A copy with `changes`; itself where they change nothing, for a copy of all fields takes some 10 us."""
+        for name, value in changes.items():
+            if getattr(self, name) != value:
+                return dataclasses.replace(self, **changes)
+        return self
 
-    def __repr__(self) -> str:
-        """What is not as by default, for jaxprs hold one in each equation."""
-        values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))
-        return f"MatmulSpec({', '.join(f'{field.name}={x!r}' for field, x in values if x != field.default)})"
+    def regroup(self, **changes) -> MatmulSpec:
+        """A copy with `changes` of its group."""
+        return self.replace(group=dataclasses.replace(self.group, **changes))
+
+    def reorder(self, **changes) -> MatmulSpec:
+        """A copy with `changes` of its order of summation."""
+        return self.replace(order=dataclasses.replace(self.order, **changes))
 
     def bilinear(self, **changes) -> MatmulSpec:
         """The same product without C, epilog and scales."""
-        plain = dict.fromkeys((*SCALE_NAMES, "d_out_scale"), low_precision.NONE) | {
-            "beta": 0.0,
-            "has_c": False,
-            "epilog": Epilog.NONE,
-            "asks_all_reduce": False,
-            "amax_d": False,
-            "aux_amax": False,
-            "c_dtype": None,
-            "bias_dtype": None,
-            "aux_dtype": None,
-            "traced": (),
-        }
-        return self.replace(**(plain | changes))
+        return self.replace(**(_BILINEAR | changes))
 
     def bare(self) -> MatmulSpec:
         """The same for operands that are neither transposed nor conjugated."""
         return self.replace(transpose_a=False, transpose_b=False, conjugate_a=False, conjugate_b=False)
 
+    def ungrouped(self) -> MatmulSpec:
+        """The same on each device of the mesh by itself."""
+        return self.regroup(pattern=Pattern.LOCAL, row_axes=(), col_axes=())
+
     def local(self) -> MatmulSpec:
-        """The same on one device, for operands that are whole there; hints are for `comm_options` to fit."""
-        return self.replace(pattern=Pattern.LOCAL, mesh=(), row_axes=(), col_axes=())
+        """The same on one device, for operands that are whole there; `fit_comm_options` makes the options fit."""
+        return self.replace(group=Group())
 
     def folded(self, batch: int) -> MatmulSpec:
         """The same for `batch` such products whose rows follow each other."""
         if self.determinism != "topology":
             return self
-        return self.replace(ahead=batch * self.ahead, rows=((batch, ()), *self.rows) if self.rows else ())
+        rows = ((batch, ()), *self.order.rows) if self.order.rows else ()
+        return self.reorder(outer_rows=batch * self.order.outer_rows, rows=rows)
+
+
+_BILINEAR = {
+    "beta": 0.0,
+    "has_c": False,
+    "traced": (),
+    "epilog": Epilog.NONE,
+    "asks_all_reduce": False,
+    "scales": ScaleModes(),
+    "c_dtype": None,
+    "bias_dtype": None,
+    "aux_dtype": None,
+}
 
 
 def accumulator(dtype) -> np.dtype:
     """Type in which products of `dtype` are summed."""
     name = np.dtype(dtype).name
     return np.dtype(_ACCUMULATORS.get(name, name))
-
-
-def operand_names(spec: MatmulSpec) -> tuple[str, ...]:
-    """The operands after a and b, in the order of the primitive and of the custom call."""
-    scales = tuple(name for name in SCALE_NAMES if getattr(spec, name) != low_precision.NONE)
-    return ("c",) * spec.has_c + epilogs.rule(spec.epilog).inputs + scales
-
-
-def output_names(spec: MatmulSpec) -> tuple[str, ...]:
-    """The results, in the order of the primitive and of the custom call."""
-    scales = ("amax_d",) * spec.amax_d + ("gelu_aux_amax",) * spec.aux_amax
-    scales += ("d_out_scale",) * (spec.d_out_scale != low_precision.NONE)
-    return ("d", *epilogs.rule(spec.epilog).outputs, *scales)
 
 
 def aux_dtype(spec: MatmulSpec) -> np.dtype:
@@ -206,95 +273,97 @@ def dims(spec: MatmulSpec, name: str) -> str:
     if name not in ("scale_a", "scale_b"):
         return DIMS[name]
     row, inner, block = "muw" if name == "scale_a" else "nvx"
-    mode = getattr(spec, name)
+    mode = spec.scales.of(name)
     return {low_precision.SCALAR: "", low_precision.OUTER_VEC: row, low_precision.BLK128: block + inner}.get(
         mode, row + inner
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Extents:
+    """Extents of one call: `m`, `n`, `k` of the product that one communicator computes, `d` of each rank's result, and
+    `local`: (rows of op(A), k of op(A), k of op(B), columns of op(B)) of each rank's operands."""
+
+    m: int
+    n: int
+    k: int
+    d: tuple[int, int]
+    local: tuple[int, int, int, int]
+
+
+def extents(spec: MatmulSpec, a_shape, b_shape) -> Extents:
+    """The extents that follow from the local shapes of the stored A and B."""
+    return _extents(spec.group, spec.transpose_a, spec.transpose_b, spec.distributions, tuple(a_shape), tuple(b_shape))
+
+
+@functools.lru_cache(maxsize=4096)
+def _extents(group: Group, transpose_a: bool, transpose_b: bool, distributions, a_shape, b_shape) -> Extents:
+    rows, k_a = a_shape[::-1] if transpose_a else a_shape
+    k_b, cols = b_shape[::-1] if transpose_b else b_shape
+    local = rows, k_a, k_b, cols
+    p, pattern = group.nranks, group.pattern
+    if distributions:
+        (stored_rows, stored_cols), d = distributions[0].shape, distributions[2]
+        m, n = d.shape
+        return Extents(m, n, stored_rows if transpose_a else stored_cols, d.local_shape, local)
+    if pattern == Pattern.ALL_GATHER:
+        return Extents(rows * p, cols * p, k_a, (rows * p, cols), local)
+    if pattern == Pattern.REDUCE_SCATTER:
+        return Extents(rows, cols, k_a * p, (rows // p, cols), local)
+    if pattern == Pattern.ALL_REDUCE:
+        return Extents(rows, cols, k_a * p, (rows, cols), local)
+    if pattern == Pattern.GRID:
+        # A transposed operand has the rows (columns) of D where the grid has its columns (rows).
+        nrow, ncol = group.shape
+        m, n = rows * (ncol if transpose_a else nrow), cols * (nrow if transpose_b else ncol)
+        return Extents(m, n, k_a * (nrow if transpose_a else ncol), (m // nrow, n // ncol), local)
+    return Extents(rows, cols, k_a, (rows, cols), local)
+
+
 def output_rows(spec: MatmulSpec, rows: int) -> int:
-    """Rows of D that each rank holds when its op(A) has `rows` of them."""
-    if spec.pattern == Pattern.ALL_GATHER:
-        return rows * spec.nranks
-    if spec.pattern == Pattern.REDUCE_SCATTER:
-        return rows // spec.nranks
-    return rows
+    """Rows of D that each rank holds when its op(A), stored (m, k), has `rows` of them."""
+    if spec.group.pattern == Pattern.ALL_GATHER:
+        return rows * spec.group.nranks
+    return rows // spec.group.nranks if spec.group.pattern == Pattern.REDUCE_SCATTER else rows
 
 
 def result_shape(spec: MatmulSpec, a, b) -> tuple[int, ...]:
     """Shape of d from `a`, whose leading dimensions d has too, and `b`."""
-    return (*a.shape[:-2], *output_shape(spec, a.shape[-2:], b.shape))
-
-
-def local_extents(spec: MatmulSpec, a_shape, b_shape) -> tuple[int, int, int, int]:
-    """(rows of op(A), k of op(A), k of op(B), columns of op(B)), all local."""
-    rows, k_a = a_shape[::-1] if spec.transpose_a else a_shape
-    k_b, cols = b_shape[::-1] if spec.transpose_b else b_shape
-    return rows, k_a, k_b, cols
-
-
-def output_shape(spec: MatmulSpec, a_shape, b_shape) -> tuple[int, int]:
-    """Shape of each rank's D."""
-    if spec.cyclic:
-        return spec.cyclic[2].local_shape
-    rows, _, _, cols = local_extents(spec, a_shape, b_shape)
-    if spec.pattern == Pattern.GRID:
-        # A transposed operand has the rows (columns) of D where the grid has its columns (rows).
-        nrow, ncol = spec.axis_size(spec.row_axes), spec.axis_size(spec.col_axes)
-        rows = rows * ncol // nrow if spec.transpose_a else rows
-        cols = cols * nrow // ncol if spec.transpose_b else cols
-    return output_rows(spec, rows), cols
-
-
-def global_extents(spec: MatmulSpec, a_shape, b_shape) -> tuple[int, int, int]:
-    """(m, n, k) of the product that one communicator computes, from the local shapes of A and B."""
-    if spec.cyclic:
-        (rows, cols), d = spec.cyclic[0].shape, spec.cyclic[2]
-        return *d.shape, rows if spec.transpose_a else cols
-    rows, k, _, cols = local_extents(spec, a_shape, b_shape)
-    p = spec.nranks
-    if spec.pattern == Pattern.ALL_GATHER:
-        return rows * p, cols * p, k
-    if spec.pattern in (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE):
-        return rows, cols, k * p
-    if spec.pattern == Pattern.GRID:
-        nrow, ncol = spec.axis_size(spec.row_axes), spec.axis_size(spec.col_axes)
-        m = rows * (ncol if spec.transpose_a else nrow)
-        n = cols * (nrow if spec.transpose_b else ncol)
-        return m, n, k * (nrow if spec.transpose_a else ncol)
-    return rows, cols, k
+    return (*a.shape[:-2], *extents(spec, a.shape[-2:], b.shape).d)
 
 
 def operations(spec: MatmulSpec, a_shape, b_shape) -> int:
     """Multiplications and additions of the product that one communicator computes, from the local shapes."""
-    return 2 * math.prod(global_extents(spec, a_shape, b_shape))
+    found = extents(spec, a_shape, b_shape)
+    return 2 * found.m * found.n * found.k
 
 
 def check_local_shapes(name: str, spec: MatmulSpec, a_shape, b_shape) -> None:
     """Raise ValueError where local shards do not fit the pattern."""
-    if spec.cyclic:
-        for argument, shape, matrix in (("a", a_shape, spec.cyclic[0]), ("b", b_shape, spec.cyclic[1])):
+    if spec.distributions:
+        for argument, shape, matrix in (("a", a_shape, spec.distributions[0]), ("b", b_shape, spec.distributions[1])):
             if tuple(shape) != matrix.local_shape:
                 raise ValueError(
                     f"{name}: {argument} must have shape {matrix.local_shape} on each device, the largest part of "
                     f"{matrix}, got {tuple(shape)}"
                 )
         return
-    rows, k_a, k_b, cols = local_extents(spec, a_shape, b_shape)
-    if spec.pattern == Pattern.GRID:
-        nrow, ncol = spec.axis_size(spec.row_axes), spec.axis_size(spec.col_axes)
+    rows, k_a, k_b, cols = extents(spec, a_shape, b_shape).local
+    if spec.group.pattern == Pattern.GRID:
+        nrow, ncol = spec.group.shape
         _check_grid(name, spec, rows, cols, nrow, ncol)
         k_a *= nrow if spec.transpose_a else ncol
         k_b *= ncol if spec.transpose_b else nrow
     if k_a != k_b:
-        where = f"shapes {tuple(a_shape)}, {tuple(b_shape)}" + (" per device" if spec.nranks > 1 else "")
+        where = f"shapes {tuple(a_shape)}, {tuple(b_shape)}" + (" per device" if spec.group.nranks > 1 else "")
         raise ValueError(
             f"{name}: b has k={k_b} but a has k={k_a} ({where}); {_transpose_hint(spec, a_shape, b_shape)}"
         )
-    if spec.pattern == Pattern.REDUCE_SCATTER and rows % spec.nranks:
+    p = spec.group.nranks
+    if spec.group.pattern == Pattern.REDUCE_SCATTER and rows % p:
         raise ValueError(
-            f"{name}: a has {rows} rows, which the {spec.nranks} ranks of axis {axes_text(spec.row_axes)} do not "
-            f"divide (shape per device {tuple(a_shape)}); pad the rows to a multiple of {spec.nranks}"
+            f"{name}: a has {rows} rows, which the {p} ranks of axis {axes_text(spec.group.row_axes)} do not divide "
+            f"(shape per device {tuple(a_shape)}); pad the rows to a multiple of {p}"
         )
 
 
@@ -311,7 +380,7 @@ def _check_grid(name: str, spec: MatmulSpec, rows: int, cols: int, nrow: int, nc
 
 
 def _transpose_hint(spec: MatmulSpec, a_shape, b_shape) -> str:
-    _, k, _, _ = local_extents(spec, a_shape, b_shape)
+    k = extents(spec, a_shape, b_shape).local[1]
     if b_shape[-1] == k and not spec.transpose_b:
         return "pass transpose_b=True if b is stored (n, k)"
     if spec.transpose_b and b_shape[0] == k:

@@ -37,6 +37,7 @@ Sources: that documentation, cublas_api.h (cublasComputeType_t), jax.lax.DotAlgo
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -59,7 +60,7 @@ class Compute:
     accumulator: str | None = None
 
     @property
-    def is_narrow(self) -> bool:
+    def sums_in_16_bits(self) -> bool:
         """Whether it sums in 16 bits, which no kernel on a CPU does in the order of a GPU's."""
         return self.accumulator in ("float16", "bfloat16")
 
@@ -139,7 +140,7 @@ def resolve(name: str, precision: Any, operand, out) -> str:
             "precision=None"
         )
     compute = find(asked, operand)
-    if compute.is_narrow and np.dtype(out).name != compute.accumulator:
+    if compute.sums_in_16_bits and np.dtype(out).name != compute.accumulator:
         raise NotImplementedError(
             f"{name}: precision={asked} sums in {compute.accumulator}, so the result cannot be {np.dtype(out).name}; "
             "drop preferred_element_type, or pass precision=None"
@@ -179,9 +180,10 @@ def full(operand) -> Compute:
     return find("DEFAULT", operand)
 
 
-def sums_narrowly(asked: str) -> bool:
+@functools.cache
+def sums_in_16_bits(asked: str) -> bool:
     """Whether the precision sums in 16 bits, whatever its operands."""
-    return any(_COMPUTES[name].is_narrow for name in _TABLE[asked].values())
+    return any(_COMPUTES[name].sums_in_16_bits for name in _TABLE[asked].values())
 
 
 def rounded(x, compute: Compute):

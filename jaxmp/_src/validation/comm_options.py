@@ -1,13 +1,13 @@
-"""What a call asks of the way it communicates: cuBLASMp's hints, and the patterns that take them."""
+"""Options of a call's communication, and the patterns that take them."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._src.spec.matmul_spec import RESULT_TYPES, MatmulSpec, Pattern, accumulator
+from jaxmp._src.spec.matmul_spec import RESULT_TYPES, CommOptions, MatmulSpec, Pattern, accumulator
 from jaxmp._src.validation.operand_checks import check_dtype
 
 _SUMMING = (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE)
@@ -23,8 +23,8 @@ ALGORITHMS = {
 }
 
 
-def resolve_hints(name: str, out_dtype, operand, communication_dtype, algorithm, comm_sm_count) -> dict[str, Any]:
-    """The hints as fields of a spec; `check_hints` judges them against the pattern once that is known."""
+def resolve_comm_options(name: str, out_dtype, operand, communication_dtype, algorithm, comm_sm_count) -> CommOptions:
+    """The options of a spec; `check_comm_options` judges them against the pattern once that is known."""
     if communication_dtype is not None:
         communication_dtype = check_dtype(name, "communication_dtype", communication_dtype)
         scale, out = accumulator(operand), np.dtype(out_dtype)
@@ -46,61 +46,59 @@ def resolve_hints(name: str, out_dtype, operand, communication_dtype, algorithm,
                 f"{name}: comm_sm_count must be at least 1, the number of multiprocessors that communicate, got "
                 f"{comm_sm_count}; None leaves it to the library"
             )
-    return {
-        "communication_dtype": communication_dtype,
-        "algorithm": algorithm or "default",
-        "comm_sm_count": int(comm_sm_count or 0),
-    }
+    is_default = algorithm in (None, "default")
+    return CommOptions(communication_dtype, None if is_default else algorithm, comm_sm_count and int(comm_sm_count))
 
 
-def check_hints(name: str, spec: MatmulSpec, is_settled: bool = True, has_mesh: bool = True) -> None:
-    """Raise ValueError for a hint that the call's pattern does not take; unsettled, no pattern is known yet."""
-    pattern, remedy = f"this call is {spec.pattern.value}", "drop it"
+def check_comm_options(
+    name: str, spec: MatmulSpec, columns: int, is_settled: bool = True, has_mesh: bool = True
+) -> None:
+    """Raise ValueError for an option that the call's pattern does not take, or each device's d of so many columns.
+
+    Unsettled, no pattern is known yet.
+    """
+    comm, pattern = spec.comm, spec.group.pattern
+    if comm == CommOptions():
+        return
+    this, remedy = f"this call is {pattern.value}", "drop it"
     if not is_settled:
-        pattern = "XLA's partitioner has not chosen one yet"
+        this = "XLA's partitioner has not chosen one yet"
         remedy = "pass in_shardings and out_sharding, or use explicit axes"
     if not has_mesh:
-        pattern = "no mesh is known to this call, which is local then"
+        this = "no mesh is known to this call, which is local then"
         remedy = "drop it, or give the call a mesh (jax.set_mesh, or mesh=) and pass in_shardings and out_sharding"
-    if spec.communication_dtype is not None and (spec.pattern not in _SUMMING or not is_settled):
+    if comm.dtype is not None and (pattern not in _SUMMING or not is_settled):
         raise ValueError(
-            f"{name}: communication_dtype={spec.communication_dtype} is of partial sums, so the pattern must be "
-            f"reduce_scatter or all_reduce, but {pattern}; {remedy}"
+            f"{name}: communication_dtype={comm.dtype} is of partial sums, so the pattern must be "
+            f"reduce_scatter or all_reduce, but {this}; {remedy}"
         )
-    takes = ALGORITHMS[spec.algorithm]
-    if spec.pattern not in takes or (not is_settled and len(takes) < len(Pattern)):
+    takes = ALGORITHMS[comm.algorithm or "default"]
+    if pattern not in takes or (not is_settled and len(takes) < len(Pattern)):
         raise ValueError(
-            f"{name}: algorithm={spec.algorithm!r} needs the pattern {' or '.join(p.value for p in takes)}, but "
-            f"{pattern}; {remedy}"
+            f"{name}: algorithm={comm.algorithm!r} needs the pattern {' or '.join(p.value for p in takes)}, but "
+            f"{this}; {remedy}"
         )
-
-
-def check_fused(name: str, spec: MatmulSpec, columns: int) -> None:
-    """Raise ValueError where each device's d has `columns` that the algorithm "fused" cannot take.
-
-    Source: cublasmp.h 0.10, CUBLASMP_MATMUL_ALGO_TYPE_FUSED.
-    """
-    dtype = np.dtype(spec.communication_dtype or accumulator(spec.out_dtype))
-    if spec.algorithm == "fused" and columns * dtype.itemsize % 16:
+    # Source: cublasmp.h 0.10, CUBLASMP_MATMUL_ALGO_TYPE_FUSED.
+    dtype = np.dtype(comm.dtype or accumulator(spec.out_dtype))
+    if comm.algorithm == "fused" and columns * dtype.itemsize % 16:
         raise ValueError(
             f"{name}: algorithm='fused' needs rows of the result that are a multiple of 16 bytes of the communicated "
             f"{dtype.name}, a multiple of {16 // dtype.itemsize} columns, got {columns}; pad b, or drop it"
         )
 
 
-def fit_hints(spec: MatmulSpec) -> MatmulSpec:
-    """The spec of a derived call, less the hints that its pattern or the type of its D does not take."""
-    dtype = spec.communication_dtype
-    if dtype and (spec.pattern not in _SUMMING or np.dtype(dtype).itemsize < np.dtype(spec.out_dtype).itemsize):
-        spec = spec.replace(communication_dtype=None)
-    return spec if spec.pattern in ALGORITHMS[spec.algorithm] else spec.replace(algorithm="default")
+def fit_comm_options(spec: MatmulSpec) -> MatmulSpec:
+    """The spec of a derived call, less the options that its pattern or the type of its D does not take."""
+    comm, pattern = spec.comm, spec.group.pattern
+    if comm.dtype and (pattern not in _SUMMING or np.dtype(comm.dtype).itemsize < np.dtype(spec.out_dtype).itemsize):
+        comm = dataclasses.replace(comm, dtype=None)
+    if comm.algorithm and pattern not in ALGORITHMS[comm.algorithm]:
+        comm = dataclasses.replace(comm, algorithm=None)
+    return spec.replace(comm=comm)
 
 
-def hints_text(spec: MatmulSpec) -> str:
-    """The hints that were given, as a user writes them."""
-    given = (
-        ("communication_dtype", spec.communication_dtype, None),
-        ("algorithm", spec.algorithm, "default"),
-        ("comm_sm_count", spec.comm_sm_count, 0),
-    )
-    return ", ".join(f"{name}={value}" for name, value, default in given if value != default)
+def comm_options_text(spec: MatmulSpec) -> str:
+    """The options that were given, as a user writes them."""
+    names = {"communication_dtype": "dtype", "algorithm": "algorithm", "comm_sm_count": "sm_count"}
+    given = ((name, getattr(spec.comm, field)) for name, field in names.items())
+    return ", ".join(f"{name}={value}" for name, value in given if value is not None)

@@ -88,6 +88,19 @@ def check_flag(name: str, argument: str, value) -> bool:
     raise TypeError(f"{name}: {argument} must be True or False, got {what}")
 
 
+def check_flags(name: str, options: Mapping[str, Any], a, b) -> dict[str, Any]:
+    """The fields of a spec that are flags or names."""
+    check_implementation(name, options.get("implementation"))
+    return {
+        "transpose_a": check_flag(name, "transpose_a", options.get("transpose_a", False)),
+        "transpose_b": check_flag(name, "transpose_b", options.get("transpose_b", False)),
+        "conjugate_a": check_conjugate(name, "conjugate_a", options.get("conjugate_a", False), a),
+        "conjugate_b": check_conjugate(name, "conjugate_b", options.get("conjugate_b", False), b),
+        "implementation": options.get("implementation"),
+        "determinism": check_determinism(name, options.get("determinism", "run_to_run")),
+    }
+
+
 def resolve_dtypes(name: str, a, b, preferred) -> tuple[np.dtype, np.dtype]:
     """(type of the operands by JAX's promotion, type of D)."""
     operand = np.dtype(jnp.result_type(a, b))
@@ -172,8 +185,10 @@ def check_widens(name: str, argument: str, x, out_dtype) -> None:
         )
 
 
-def check_epilog(name: str, spec: MatmulSpec, epilog, epilog_inputs, shape, ndim_a: int) -> tuple[MatmulSpec, dict]:
-    """(spec with the epilog, its inputs in the types of the call), for d of `shape`.
+def check_epilog(
+    name: str, spec: MatmulSpec, epilog, epilog_inputs, shape, ndim_a: int, bias_dtype: np.dtype
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(the spec's fields, the operands by name in the types of the call) of an epilog, for d of `shape`.
 
     The columns of a relu_aux depend on the pattern: see `check_relu_aux`.
     """
@@ -207,9 +222,9 @@ def check_epilog(name: str, spec: MatmulSpec, epilog, epilog_inputs, shape, ndim
         raise TypeError(f"{name}: epilog {epilog.name} is defined for real types, the result is {np.dtype(out).name}")
     _check_summed_operand(name, spec, epilog, ndim_a)
     checks = {"bias": _check_bias, "relu_aux": _check_relu_aux_input, "gelu_aux": _check_gelu_aux_input}
-    dtypes = {"bias": spec.bias_dtype or out}
+    dtypes = {"bias": bias_dtype}
     inputs = {key: checks[key](name, given[key], dtypes.get(key, out), tuple(shape)) for key in row.inputs}
-    return spec.replace(epilog=epilog, asks_all_reduce=bool(number & Epilog.ALLREDUCE)), inputs
+    return {"epilog": epilog, "asks_all_reduce": bool(number & Epilog.ALLREDUCE)}, inputs
 
 
 def _check_summed_operand(name: str, spec: MatmulSpec, epilog: Epilog, ndim_a: int) -> None:
@@ -255,7 +270,7 @@ def _check_relu_aux_input(name: str, aux, out_dtype, shape):
 
 def check_relu_aux(name: str, operands: dict[str, Any], spec: MatmulSpec, columns: int, shards: int = 1) -> None:
     """Raise ValueError where an input mask is not packed as `shards` shards of d's columns would be."""
-    if "relu_aux" not in epilogs.rule(spec.epilog).inputs:
+    if "relu_aux" not in spec.rule.inputs:
         return
     aux, width = operands["relu_aux"], shards * process_grid.relu_aux_bytes(columns // shards)
     if aux.shape[-1] != width:
@@ -276,11 +291,15 @@ def _check_gelu_aux_input(name: str, aux, out_dtype, shape):
 
 def check_all_reduce(name: str, spec: MatmulSpec) -> MatmulSpec:
     """The spec less its ALLREDUCE bit; ValueError where the call's pattern is not an all-reduce."""
-    nranks = spec.axis_size(tuple(axis for axis, _ in spec.mesh)) if spec.pattern == Pattern.LOCAL else spec.nranks
-    if spec.asks_all_reduce and spec.pattern != Pattern.ALL_REDUCE and nranks > 1:
+    nranks = (
+        spec.group.size(tuple(axis for axis, _ in spec.group.mesh))
+        if spec.group.pattern == Pattern.LOCAL
+        else spec.group.nranks
+    )
+    if spec.asks_all_reduce and spec.group.pattern != Pattern.ALL_REDUCE and nranks > 1:
         raise ValueError(
             f"{name}: epilog ALLREDUCE belongs to the all_reduce pattern, but this call's pattern is "
-            f"{spec.pattern.value}; shard the contraction and pass an out_sharding without its axis, call "
+            f"{spec.group.pattern.value}; shard the contraction and pass an out_sharding without its axis, call "
             "matmul_all_reduce inside shard_map, or drop ALLREDUCE"
         )
     return spec.replace(asks_all_reduce=False)
@@ -299,10 +318,10 @@ def check_determinism(name: str, level) -> str:
 
 def check_gathered_scales(name: str, spec: MatmulSpec, why: str) -> None:
     """Raise NotImplementedError where operands are gathered for the bits whose scales would have to follow them."""
-    if spec.is_invariant and {spec.scale_a, spec.scale_b} - {low_precision.NONE, low_precision.SCALAR}:
+    if spec.fixed_reduction_order and {spec.scales.a, spec.scales.b} - {low_precision.NONE, low_precision.SCALAR}:
         raise NotImplementedError(
             f"{name}: determinism={spec.determinism!r} has scales of whole tensors only {why}; got scales.a of "
-            f'{spec.scale_a} and scales.b of {spec.scale_b}: take those, or pass determinism="run_to_run"'
+            f'{spec.scales.a} and scales.b of {spec.scales.b}: take those, or pass determinism="run_to_run"'
         )
 
 

@@ -19,22 +19,22 @@ from jaxmp._src.spec.low_precision import (
     VEC128,
     Scales,
     find_mode,
-    is_narrow,
+    is_low_precision,
     is_scaled,
     result_dtypes,
 )
-from jaxmp._src.spec.matmul_spec import MatmulSpec
+from jaxmp._src.spec.matmul_spec import MatmulSpec, ScaleModes
 from jaxmp._src.validation.operand_checks import check_dtype, check_flag
 
-# float8 and float4 alone take these.
-_OF_SCALES = ("scales", "result_amax", "aux_dtype", "aux_amax")
+# Options that float8 and float4 alone take.
+OPTIONS = ("scales", "result_amax", "aux_dtype", "aux_amax")
 # By name, what cuBLAS has for 8-bit operands.
 _EPILOGS = ("NONE", "BIAS", "RELU", "RELU_BIAS", "RELU_AUX", "RELU_AUX_BIAS", "DRELU")
 _GELU_AUX = ("GELU_AUX", "GELU_AUX_BIAS")
 
 
-def resolve_dtypes(name: str, a, b, preferred) -> np.dtype:
-    """Type of D for operands of which one at least is narrow; they are never promoted."""
+def resolve_dtypes(name: str, a, b, preferred) -> tuple[np.dtype, np.dtype]:
+    """(type of a, type of D) for operands of which one at least is of low precision; they are never promoted."""
     allowed = result_dtypes(a.dtype, b.dtype)
     if not allowed:
         raise NotImplementedError(
@@ -42,7 +42,7 @@ def resolve_dtypes(name: str, a, b, preferred) -> np.dtype:
             "itself), float4_e2m1fn and int8 with their own type: convert one of them"
         )
     if preferred is None and len(allowed) == 1:
-        return np.dtype(allowed[0])
+        return a.dtype, np.dtype(allowed[0])
     if preferred is None:
         raise TypeError(
             f"{name}: operands of {a.dtype.name} and {b.dtype.name} need preferred_element_type; "
@@ -54,7 +54,7 @@ def resolve_dtypes(name: str, a, b, preferred) -> np.dtype:
             f"{name}: preferred_element_type {out.name} is not available for {a.dtype.name} and {b.dtype.name} "
             f"operands; available: {', '.join(allowed)}"
         )
-    return out
+    return a.dtype, out
 
 
 def check_transpositions(name: str, dtype, transpose_a: bool, transpose_b: bool) -> None:
@@ -102,7 +102,7 @@ def check_epilog(name: str, epilog_name: str, dtype, out) -> None:
 def resolve_scales(name: str, options: dict, a, b, spec: MatmulSpec) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the spec's fields, the operands by name) of the scales of float8 and float4 operands; of others, nothing."""
     if not is_scaled(a.dtype):
-        extra = " and ".join(argument for argument in _OF_SCALES if options.get(argument))
+        extra = " and ".join(argument for argument in OPTIONS if options.get(argument))
         if extra:
             raise TypeError(
                 f"{name}: only float8 and float4 operands take {extra}, but a has dtype {a.dtype}; drop {extra}"
@@ -129,11 +129,10 @@ def resolve_scales(name: str, options: dict, a, b, spec: MatmulSpec) -> tuple[di
             f"{name}: result_amax is taken of a float8 result with tensor-wide scales; the result is {out.name} and "
             f"scales.a is {modes['a']}: use jnp.max(jnp.abs(d)) of a wider result"
         )
-    fields = {f"scale_{key}": mode for key, mode in modes.items()}
-    out_scale = modes["a"] if is_blocked and is_narrow(out) else NONE
+    out_scale = modes["a"] if is_blocked and is_low_precision(out) else NONE
     given = {f"scale_{key}": getattr(scales, key) for key, mode in modes.items() if mode != NONE}
-    results = {"amax_d": amax, "aux_amax": aux_amax, "aux_dtype": aux, "d_out_scale": out_scale}
-    return fields | results, given
+    fields = ScaleModes(**modes, d_out=out_scale, amax_d=amax, amax_aux=aux_amax)
+    return {"scales": fields, "aux_dtype": aux}, given
 
 
 def _check_scalar(name: str, argument: str, scale) -> str:
@@ -155,7 +154,7 @@ def _check_modes(name: str, modes: dict[str, str], out) -> None:
             f"{name}: scales.a is {a} and scales.b is {b}, which do not go together; both must be of one mode, or "
             "(rows, k/128) with (rows, k/128) or (rows/128, k/128)"
         )
-    out_is_narrow = is_narrow(out)
+    out_is_narrow = is_low_precision(out)
     if out_is_narrow and not tensorwide and a not in (VEC16, VEC32):
         raise NotImplementedError(
             f"{name}: with scales of {a} the result must be bfloat16, float16 or float32, got {np.dtype(out).name}"
