@@ -38,7 +38,7 @@ def matmul(
     z = alpha * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
     if c is not None:
         z = z + beta * c
-    row = epilogs.rule(Epilog(int(epilog) & ~Epilog.ALLREDUCE))
+    row = epilogs.RULES[Epilog(int(epilog) & ~Epilog.ALLREDUCE)]
     if row.has_bias:
         z = z + _as_row(epilog_inputs["bias"], z.ndim)
     d = activate(row.activation, z)

@@ -124,20 +124,20 @@ def draw(seed: int, shape: tuple[int, ...], dtype: str) -> np.ndarray:
 
 def _serves(implementation: str, dtype: str, epilog: Epilog) -> bool:
     """Whether a type has an epilog; on GPUs those of 16 and 32 bits are taken, as in `make test-gpu`."""
-    row = epilogs.rule(epilog)
+    row = epilogs.RULES[epilog]
     if implementation == ON_GPUS:
         return epilog == Epilog.NONE or dtype in ("float32", "bfloat16", "float16")
     return not (dtype.startswith("complex") and (row.activation or row.derivative))
 
 
 def _inputs(epilog: Epilog, bias) -> dict:
-    return {"bias": bias} if "bias" in epilogs.rule(epilog).inputs else {}
+    return {"bias": bias} if "bias" in epilogs.RULES[epilog].inputs else {}
 
 
 def _aux_inputs(epilog: Epilog, z) -> dict:
     """What an epilog that is a derivative reads: z ahead of the activation, or its packed signs."""
     aux = {"relu_aux": pack_relu_aux(z > 0), "gelu_aux": z} if not np.iscomplexobj(z) else {}
-    return {name: x for name, x in aux.items() if name in epilogs.rule(epilog).inputs}
+    return {name: x for name, x in aux.items() if name in epilogs.RULES[epilog].inputs}
 
 
 def _require_values(x, where: str) -> None:

@@ -109,7 +109,7 @@ def matmul_majorant(
     z = abs(alpha) * (a @ b)
     if c is not None:
         z = z + abs(beta) * c
-    row = epilogs.rule(epilog)
+    row = epilogs.RULES[epilog]
     if row.has_bias:
         z = z + jnp.expand_dims(epilog_inputs["bias"], tuple(range(z.ndim - 1)))
     if row.derivative == "gelu":

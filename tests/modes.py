@@ -112,7 +112,7 @@ def in_unchecked_shard_map(case, **options):
 def _in_shard_map(case, options, check_vma):
     fn = IN_SHARD_MAP[case.pattern](case)
     epilog = options.get("epilog", jaxmp.Epilog.NONE) & ~jaxmp.Epilog.ALLREDUCE
-    outputs = epilogs.rule(jaxmp.Epilog(epilog)).outputs
+    outputs = epilogs.RULES[jaxmp.Epilog(epilog)].outputs
     out_specs = (case.out, {name: case.spec_of(name) for name in outputs}) if outputs else case.out
     rows = () if case.out[0] is None else (case.out[0],) if isinstance(case.out[0], str) else case.out[0]
     data_axes = tuple(axis for axis in rows if axis not in case.group)

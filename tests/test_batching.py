@@ -194,7 +194,7 @@ WITH_GRADIENT = (Epilog.DRELU_BGRAD, Epilog.DGELU_BGRAD, Epilog.BGRADA, Epilog.B
     [
         pytest.param(epilog, names, id=f"{epilog.name}-{names}")
         for epilog in WITH_GRADIENT
-        for names in ("a", "b", "a and b", "aux", "everything")[: 5 if epilogs.rule(epilog).inputs else 3]
+        for names in ("a", "b", "a and b", "aux", "everything")[: 5 if epilogs.RULES[epilog].inputs else 3]
     ],
 )
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX[:5]))
@@ -202,7 +202,7 @@ def test_vmap_over_bias_gradients(case, epilog, names, rng):
     """One gradient per batch element, as a Python loop would give."""
     cases.require(None)
     mode = modes.BY_ID["explicit"]
-    aux_names = epilogs.rule(epilog).inputs
+    aux_names = epilogs.RULES[epilog].inputs
     case = case.replace(per_shard=(2, 3, 2), transposition="TN" if epilog == Epilog.BGRADA else "NN")
     m, n, _ = case.extents
     values = dict(zip("ab", case.integers(rng), strict=True))

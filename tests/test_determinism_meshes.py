@@ -159,7 +159,7 @@ def test_the_slope_of_a_gelu_is_the_librarys():
     assert calls == [str(int(Epilog.DGELU))]
 
 
-OF_ACTIVATIONS = [epilog for epilog in testing.DERIVATIVES if epilogs.rule(epilog).derivative]
+OF_ACTIVATIONS = [epilog for epilog in testing.DERIVATIVES if epilogs.RULES[epilog].derivative]
 # Of a (m, 1), b (1, n) and d over a mesh of x and y; over an axis of one device every pattern has k = 1.
 OVER_ONE_PRODUCT = {
     "local": ((2, 2), P(None, None), P(None, ("x", "y")), P(None, ("x", "y"))),

@@ -51,7 +51,7 @@ def specs(case):
 
 def program(f, epilog, x):
     """Every result, and the gradients of a loss that reads those that have one: the relu mask has none."""
-    row = epilogs_lib.rule(epilog)
+    row = epilogs_lib.RULES[epilog]
 
     def outputs(operands):
         more = {name: operands[name] for name in row.inputs if name != "relu_aux"}
@@ -279,7 +279,7 @@ def test_allreduce_is_what_the_pattern_does(epilog, rng):
         results = []
         with mode.scope(case):
             placed = {key: mode.put(case, v, specs(case)[key]) for key, v in x.items()}
-            inputs = {key: placed[key] for key in epilogs_lib.rule(epilog).inputs}
+            inputs = {key: placed[key] for key in epilogs_lib.RULES[epilog].inputs}
             for number in (epilog, Epilog.ALLREDUCE | epilog):
                 f = mode.product(case, epilog=number)
                 out = mode.run(lambda a, b, inputs, f=f: f(a, b, **inputs), placed["a"], placed["b"], inputs)
@@ -298,7 +298,7 @@ def test_all_reduce_alone(rng):
 
 
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
-@pytest.mark.parametrize("epilog", [e for e in EPILOGS if epilogs_lib.rule(e).gradient], ids=lambda e: e.name)
+@pytest.mark.parametrize("epilog", [e for e in EPILOGS if epilogs_lib.RULES[e].gradient], ids=lambda e: e.name)
 @pytest.mark.parametrize("extents", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (4, 5, 1), (0, 5, 0)], ids=str)
 def test_bias_gradients_of_empty_and_thin_products(extents, epilog, implementation, rng):
     """Sums over nothing are nought, and are written; an empty d still has the sums of what would have made it."""
@@ -306,7 +306,7 @@ def test_bias_gradients_of_empty_and_thin_products(extents, epilog, implementati
     m, n, k = extents
     a, b = rng.integers(-3, 4, (m, k)).astype(np.float32), rng.integers(-3, 4, (k, n)).astype(np.float32)
     inputs = {"relu_aux": mask((m, n), rng, 1), "gelu_aux": np.full((m, n), 40, np.float32)}  # of slope 1
-    inputs = {name: jnp.asarray(inputs[name]) for name in epilogs_lib.rule(epilog).inputs}
+    inputs = {name: jnp.asarray(inputs[name]) for name in epilogs_lib.RULES[epilog].inputs}
     turn = epilog == Epilog.BGRADA
     f = functools.partial(
         jaxmp.matmul, epilog=epilog, epilog_inputs=inputs, transpose_a=turn, implementation=implementation
@@ -316,8 +316,8 @@ def test_bias_gradients_of_empty_and_thin_products(extents, epilog, implementati
     if "relu_aux" in inputs:
         z = z * np.unpackbits(np.asarray(inputs["relu_aux"]), axis=-1, count=n, bitorder="little")
     np.testing.assert_array_equal(d, z)
-    want = {"bgrada": a.sum(1), "bgradb": b.sum(0)}.get(epilogs_lib.rule(epilog).gradient, z.sum(0))
-    np.testing.assert_array_equal(sums[epilogs_lib.rule(epilog).gradient], want)
+    want = {"bgrada": a.sum(1), "bgradb": b.sum(0)}.get(epilogs_lib.RULES[epilog].gradient, z.sum(0))
+    np.testing.assert_array_equal(sums[epilogs_lib.RULES[epilog].gradient], want)
 
 
 def test_the_derivative_of_gelu_far_out_is_that_of_relu():

@@ -135,8 +135,9 @@ def check_plan(plan, devices, out):
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 def test_the_table_is_planned_as_it_says(case, transposition):
     case = case.replace(transposition=transposition)
-    a, b = (patterns_lib.to_dims("matmul", "x", spec, 2) for spec in case.stored)
-    out = patterns_lib.to_dims("matmul", "x", case.out, 2)
+    sizes = dict(case.mesh)
+    a, b = (patterns_lib.to_dims("matmul", "x", spec, 2, sizes) for spec in case.stored)
+    out = patterns_lib.to_dims("matmul", "x", case.out, 2, sizes)
     plan = patterns_lib.plan_call("matmul", a, b, out, **case.transpose)
     assert (plan.pattern, plan.is_swapped, plan.gather or "") == (case.pattern, case.is_swapped, case.gathers)
     assert plan.row_axes + plan.col_axes == case.group
@@ -217,7 +218,7 @@ def test_a_result_whose_rows_the_ranks_do_not_divide(rng):
 
 @pytest.mark.parametrize("epilog", cases.EPILOGS, ids=lambda e: e.name)
 def test_the_sharding_rule_names_every_operand_and_result(epilog):
-    row = epilogs.rule(epilog)
+    row = epilogs.RULES[epilog]
     rule = partitioner._sharding_rule(MatmulSpec(np.dtype("float32"), epilog=epilog, has_c=True))
     operands, results = (side.split(",") for side in rule.split("->"))
     assert len(operands) == 3 + len(row.inputs)

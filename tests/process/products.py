@@ -30,7 +30,7 @@ ONE_OF_EACH = [case for case in FOUR if case.name in ("ag-data", "rs-data", "ar-
 FORWARD_EPILOGS = [
     epilog
     for epilog in cases.EPILOGS[1:]
-    if set(epilogs.rule(epilog).inputs) <= {"bias"} and not epilogs.rule(epilog).gradient
+    if set(epilogs.RULES[epilog].inputs) <= {"bias"} and not epilogs.RULES[epilog].gradient
 ]
 
 

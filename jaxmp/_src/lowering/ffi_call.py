@@ -8,6 +8,8 @@ A grid swaps its two directions for the same reason.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +19,7 @@ from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.primitives import AMAXES
 from jaxmp._src.runtime import native
 from jaxmp._src.spec import epilogs, low_precision, precisions, process_grid
-from jaxmp._src.spec.matmul_spec import DIMS, SCALE_NAMES, MatmulSpec, Pattern, aux_dtype, extents
+from jaxmp._src.spec.matmul_spec import DIMS, SCALE_NAMES, Extents, MatmulSpec, Pattern, aux_dtype, extents
 
 _DTYPES = {
     "float32": "f32",
@@ -37,63 +39,63 @@ _DTYPES = {
 def custom_call(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...] = ()):
     """The results of one custom call."""
     native.register()
-    if not all(isinstance(extent, int) for extent in (*a.shape, *b.shape)):
-        raise NotImplementedError(
-            f"matmul: the custom call takes numbers for extents, got operands of {a.shape} and {b.shape}; export for "
-            'numbers, or pass implementation="xla"'
-        )
-    rows, cols = extents(spec, a.shape, b.shape).d
-    stored = _stored_results(spec, a, b)
-    names = spec.output_names
+    found, names = extents(spec, a.shape, b.shape), spec.output_names
     named = dict(zip(spec.operand_names, extra, strict=True))
-    operands = [low_precision.as_bytes(x) if x.dtype.name == low_precision.FLOAT4 else x for x in (b, a)]
+    operands = [_as_stored("", b), _as_stored("", a)]
     operands += [_as_stored(name, x) for name, x in named.items() if name not in SCALE_NAMES]
     for name in ("scale_b", "scale_a", "scale_c", "scale_d", "scale_aux"):  # a and b have swapped
         if name in named:
             operands.append(low_precision.for_library(named[name], spec.scales.of(name)))
     if spec.group.nranks > 1:
         # Which device of the mesh this is: the call's own way to know its rank, on any device assignment.
-        operands.append(lax.axis_index(tuple(name for name, _ in spec.group.mesh)).astype(jnp.int32))
-    with jax.enable_x64(True), jax.named_scope(profile_name(spec, a, b)):  # attributes are 64-bit
-        call = jax.ffi.ffi_call(native.TARGET, [stored[name] for name in names], input_output_aliases=_aliases(spec))
-        outputs = call(*operands, **call_attributes(spec, a, b, devices))
+        operands.append(lax.axis_index(tuple(dict(spec.group.mesh))).astype(jnp.int32))
+    results = [_stored_result(name, spec, found) for name in names]
+    with jax.enable_x64(True), jax.named_scope(profile_name(spec, found, a, b)):  # attributes are 64-bit
+        call = jax.ffi.ffi_call(native.TARGET, results, input_output_aliases=_aliases(spec))
+        outputs = call(*operands, **call_attributes(spec, a, b, devices, found))
     if spec.distributions:
         return [xla_matmul.without_padding(spec, outputs[0])]  # the library leaves it alone
-    final = {
-        "d": lambda x: low_precision.from_bytes(x, spec.out_dtype) if x.dtype == jnp.uint8 else x,
-        "gelu_aux": lambda x: x[:, :cols],
-        "d_out_scale": lambda x: low_precision.from_bytes(
-            low_precision.unswizzle(x, rows, cols // low_precision.BLOCK[spec.scales.d_out]),
-            low_precision.scale_dtype(spec.scales.d_out),
-        ),
-    }
-    return [final.get(name, lambda x: x)(x) for name, x in zip(names, outputs, strict=True)]
+    return [_final(name, spec, found, x) for name, x in zip(names, outputs, strict=True)]
 
 
-def _stored_results(spec: MatmulSpec, a, b) -> dict[str, jax.ShapeDtypeStruct]:
-    """Types of the results as the library writes them, by name; of more than this call has."""
-    rows, cols = extents(spec, a.shape, b.shape).d
-    stored = {
-        "d": jax.ShapeDtypeStruct((rows, cols), spec.out_dtype),
-        "relu_aux": jax.ShapeDtypeStruct((rows, process_grid.relu_aux_bytes(cols)), jnp.uint8),
-        "gelu_aux": jax.ShapeDtypeStruct((rows, process_grid.gelu_aux_ld(cols)), aux_dtype(spec)),
-        **dict.fromkeys(AMAXES, jax.ShapeDtypeStruct((), jnp.float32)),
-    }
-    for name in spec.output_names:
-        if DIMS[name] in ("m", "n"):
-            size = cols if DIMS[name] == "n" else extents(spec, a.shape, b.shape).m
-            stored[name] = jax.ShapeDtypeStruct((size,), spec.out_dtype)
-    if np.dtype(spec.out_dtype).name == low_precision.FLOAT4:
-        stored["d"] = jax.ShapeDtypeStruct((rows, cols // 2), jnp.uint8)
-    if spec.scales.d_out != low_precision.NONE:
+def _stored_result(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtypeStruct:
+    """The type of a result as the library writes it."""
+    rows, cols = found.d
+    if name in AMAXES:
+        return jax.ShapeDtypeStruct((), jnp.float32)
+    if name == "relu_aux":
+        return jax.ShapeDtypeStruct((rows, process_grid.relu_aux_bytes(cols)), jnp.uint8)
+    if name == "gelu_aux":
+        return jax.ShapeDtypeStruct((rows, process_grid.gelu_aux_ld(cols)), aux_dtype(spec))
+    if name == "d_out_scale":
         blocks = cols // low_precision.BLOCK[spec.scales.d_out]
         size = process_grid.round_up(rows, 128) * process_grid.round_up(blocks, 4)
-        stored["d_out_scale"] = jax.ShapeDtypeStruct((size,), jnp.uint8)
-    return stored
+        return jax.ShapeDtypeStruct((size,), jnp.uint8)
+    if name != "d":
+        return jax.ShapeDtypeStruct((cols if DIMS[name] == "n" else found.m,), spec.out_dtype)
+    if np.dtype(spec.out_dtype).name == low_precision.FLOAT4:
+        return jax.ShapeDtypeStruct((rows, cols // 2), jnp.uint8)
+    return jax.ShapeDtypeStruct((rows, cols), spec.out_dtype)
+
+
+def _final(name: str, spec: MatmulSpec, found: Extents, x):
+    """A result from what the library has written."""
+    rows, cols = found.d
+    if name == "d" and x.dtype == jnp.uint8:
+        return low_precision.from_bytes(x, spec.out_dtype)
+    if name == "gelu_aux":
+        return x[:, :cols]
+    if name == "d_out_scale":
+        mode = spec.scales.d_out
+        plain = low_precision.unswizzle(x, rows, cols // low_precision.BLOCK[mode])
+        return low_precision.from_bytes(plain, low_precision.scale_dtype(mode))
+    return x
 
 
 def _as_stored(name: str, x):
-    """A gelu_aux input with its rows padded as cuBLASLt wants them."""
+    """An operand as the library reads it: fp4 as bytes, the rows of gelu_aux padded as cuBLASLt wants them."""
+    if name == "" and x.dtype.name == low_precision.FLOAT4:
+        return low_precision.as_bytes(x)
     if name != "gelu_aux":
         return x
     return jnp.pad(x, ((0, 0), (0, process_grid.gelu_aux_ld(x.shape[1]) - x.shape[1])))
@@ -113,13 +115,15 @@ def _aliases(spec: MatmulSpec) -> dict[int, int]:
     return {2 + spec.operand_names.index("c"): 0}
 
 
-def call_attributes(spec: MatmulSpec, a, b, devices: tuple[int, ...] = ()) -> dict:
+def call_attributes(
+    spec: MatmulSpec, a, b, devices: tuple[int, ...] = (), found: Extents | None = None
+) -> dict[str, Any]:
     """Attributes of the custom call, in cuBLASMp's column-major terms; `a` and `b` are JAX's shards or their types.
 
     `devices` are the ids of the mesh's devices by their place in it, by which the call finds its communicator; empty
     where they are not known, and where no communicator spans them.
     """
-    found = extents(spec, a.shape, b.shape)
+    found = found or extents(spec, a.shape, b.shape)
     row = spec.rule
     out = _DTYPES[np.dtype(spec.out_dtype).name]
     names = [name for name, _ in spec.group.mesh]
@@ -139,9 +143,11 @@ def call_attributes(spec: MatmulSpec, a, b, devices: tuple[int, ...] = ()) -> di
         "dtype_bias": _DTYPES[np.dtype(spec.bias_dtype or spec.out_dtype).name]
         if row.has_bias or row.gradient
         else "none",
-        "dtype_aux": {"": "none", "relu_aux": "u8", "gelu_aux": _DTYPES[aux_dtype(spec).name]}[
-            row.aux or row.aux_input
-        ],
+        "dtype_aux": {
+            "": "none",
+            "relu_aux": "u8",
+            "gelu_aux": _DTYPES[np.dtype(spec.aux_dtype or spec.out_dtype).name],
+        }[row.aux or row.aux_input],
         "compute": compute_of(spec, a.dtype).name,
         "alpha": _complex_pair(spec.alpha),
         "beta": _complex_pair(spec.beta),
@@ -191,9 +197,8 @@ def _complex_pair(value) -> np.ndarray:
     return np.array([complex(value).real, complex(value).imag], np.float64)
 
 
-def profile_name(spec: MatmulSpec, a, b) -> str:
+def profile_name(spec: MatmulSpec, found: Extents, a, b) -> str:
     """The range of a call in profiles and in HLO metadata: pattern, global m x k x n, types, level, kernel."""
-    found = extents(spec, a.shape, b.shape)
     types = f"{_DTYPES[a.dtype.name]}*{_DTYPES[b.dtype.name]}->{_DTYPES[np.dtype(spec.out_dtype).name]}"
     if spec.implementation == "cublasmp":
         kernel = "cuBLASMp"

@@ -79,7 +79,9 @@ def _in_library(spec: MatmulSpec, a, b, choice: Choice, library: str) -> Resolve
     """The call in the form that the library takes."""
     if spec.rule.gradient and 0 in extents(spec, a.shape, b.shape).d:
         return _xla(spec, a, b, choice, "nothing to multiply, but sums to be written")
-    asked, spec = spec, without_conjugation(spec)
+    asked = spec
+    if spec.conjugate_a or spec.conjugate_b:
+        spec = without_conjugation(spec)
     is_conjugated = asked.conjugate_a != spec.conjugate_a, asked.conjugate_b != spec.conjugate_b
     capabilities = backend.capabilities_of(library)
     form, why = find_form(spec, a.shape, b.shape, a.dtype.itemsize, capabilities)
@@ -102,7 +104,7 @@ def _in_library(spec: MatmulSpec, a, b, choice: Choice, library: str) -> Resolve
     elif form == Form.SEPARATE_EPILOG:
         scales = ScaleModes(a=spec.scales.a, b=spec.scales.b)
         found = inner(spec.bilinear(out_dtype=accumulator(a.dtype), scales=scales))
-    elif form == Form.DIRECT and not all(isinstance(extent, int) for extent in (*a.shape, *b.shape)):
+    elif form == Form.DIRECT and not {*map(type, (*a.shape, *b.shape))} <= {int}:
         raise NotImplementedError(
             f"matmul: the custom call takes numbers for extents, got operands of {a.shape} and {b.shape}; export for "
             'numbers, or pass implementation="xla"'

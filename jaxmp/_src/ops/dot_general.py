@@ -29,7 +29,7 @@ from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.patterns import Dim, Dims
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.sharded_call import jaxmp_call, make_call
-from jaxmp._src.spec.matmul_spec import Group, Pattern, axes_text
+from jaxmp._src.spec.matmul_spec import Group, Pattern, axes_text, result_shape
 from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.arguments import validated
 
@@ -259,7 +259,8 @@ def _multiply(product: _Product, a, b, *, flags: dict):
     """The product of whole matrices, where no sharding is known, or of one device's, inside shard_map."""
     spec, operands = validated(product.name, a, b, None, None, dict(product.options) | flags)
     placement = dataclasses.replace(product.placement, constraint=None)
-    return jaxmp_call(make_call(spec, placement, operands), operands)["d"]
+    shape = result_shape(spec, operands["a"], operands["b"])
+    return jaxmp_call(make_call(spec, placement, operands, shape), operands)["d"]
 
 
 def _multiply_shards(product: _Product, a, b, *, flags: dict):
@@ -285,9 +286,10 @@ def _planned(product: _Product, lhs_shape, rhs_shape) -> _Product:
         if out is not None:
             lhs, rhs = _sliced(name, numbers, lhs, rhs, out)
         plan, columns = _plan_matrices(name, numbers, lhs, rhs, out)
-    for argument, dims, shape in (("lhs", lhs, lhs_shape), ("rhs", rhs, rhs_shape)):
-        patterns.check_dims(name, argument, dims, shape, placement.mesh.shape)
     out = numbers.result(lhs, rhs) if out is None else out
+    out_shape = numbers.result(lhs_shape, rhs_shape)
+    for argument, dims, shape in (("lhs", lhs, lhs_shape), ("rhs", rhs, rhs_shape), ("the result", out, out_shape)):
+        patterns.check_dims(name, argument, dims, shape, placement.mesh.shape)
     in_specs = partition_spec(lhs), partition_spec(rhs)
     return dataclasses.replace(product, plan=plan, columns=columns, in_specs=in_specs, out_spec=partition_spec(out))
 

@@ -95,6 +95,6 @@ def _permuted(sharding, have: str, want: str):
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if not isinstance(spec, P):
         return sharding
-    dims = to_dims("einsum", "the result", spec, len(have))
+    dims = to_dims("einsum", "the result", spec, len(have), None)
     spec = partition_spec(tuple(dims[have.index(letter)] for letter in want))
     return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec

@@ -44,7 +44,7 @@ class _Layer:
         """The results of the whole layer."""
         bias = {"bias": operands[self.bias]} if self.bias in operands else {}
         epilog = epilogs.for_activation(activation, bool(bias))
-        epilog = (keeps_aux and epilogs.rule(epilog).with_aux) or epilog
+        epilog = (keeps_aux and epilogs.RULES[epilog].with_aux) or epilog
         return self._bind(x, operands, bias, epilog=epilog)
 
     def product(self, x, operands: dict[str, Any]):
@@ -199,13 +199,14 @@ def _calls(placement: meshes.Placement, specs, operands, w_out, shardings: dict[
         cols = placement.b[1]
         rows = tuple(tuple(axis for axis in dim if axis not in cols) for dim in placement.a[:-1])
         placement = dataclasses.replace(placement, out=(*rows, cols))
-    first = sharded_call.make_call(specs[0], placement, operands[0], FIRST)
+    shape = result_shape(specs[0], operands[0]["a"], operands[0]["b"])
+    first = sharded_call.make_call(specs[0], placement, operands[0], shape, FIRST)
     hidden, given = meshes.partition_spec(first.plan.out), shardings["ins"]
     h, w = operands[1]["a"], operands[1]["b"]
     where = (hidden, given[2] if given is not None else meshes.type_spec(w_out))
     shape = result_shape(specs[1], h, w)
     second = meshes.place(SECOND, h, w, shape, shardings["out"], where, placement.mesh)
-    return first, sharded_call.make_call(specs[1], second, operands[1], SECOND)
+    return first, sharded_call.make_call(specs[1], second, operands[1], shape, SECOND)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -223,7 +224,8 @@ def jaxmp_mlp(run: _Run, operands: dict[str, Any]):
         )["d"]
         rest = (h.astype(operands["w_out"].dtype), *(operands[name] for name in outs[1:]))
         return sharded_call.jaxmp_call(second, dict(zip(("a", "b", "bias"), rest, strict=False)))["d"]
-    specs = dict(zip(ins, first.in_specs, strict=True)) | dict(zip(outs, second.in_specs, strict=True))
+    specs = dict(zip(ins, dict(first.in_specs).values(), strict=True))
+    specs |= dict(zip(outs, dict(second.in_specs).values(), strict=True))
     specs = {name: specs[name] for name in operands}
     placed = {name: sharded_call.reshard(first, name, x, specs[name]) for name, x in operands.items()}
-    return jax.shard_map(body, mesh=first.mesh, in_specs=(specs,), out_specs=second.out_specs[0])(placed)
+    return jax.shard_map(body, mesh=first.mesh, in_specs=(specs,), out_specs=dict(second.out_specs)["d"])(placed)

@@ -90,12 +90,11 @@ def bind(
     """The results by name, on 2-D shards; `extra` holds the operands after a and b by name. With `batched` all of
     them have one more dimension in front."""
     extra = extra or {}
-    spec = spec.replace(has_c="c" in extra)
     is_bilinear = spec.epilog == Epilog.NONE and not extra and not low_precision.is_low_precision(a.dtype)
     primitive = matmul_p if is_bilinear else matmul_epilog_p
     primitive = AUTO_TWIN[primitive] if auto else primitive
     primitive = BATCHED[primitive] if batched else primitive
-    outputs = primitive.bind(a, b, *(extra[name] for name in spec.operand_names), spec=spec)
+    outputs = primitive.bind(a, b, *map(extra.__getitem__, spec.operand_names), spec=spec)
     return dict(zip(spec.output_names, [outputs] if is_bilinear else outputs, strict=True))
 
 

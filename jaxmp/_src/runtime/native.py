@@ -6,6 +6,7 @@ use, which fails, so the registration waits until a lowering needs it: by then t
 
 from __future__ import annotations
 
+import functools
 import glob
 import importlib
 import importlib.metadata
@@ -199,6 +200,7 @@ def blas_info() -> dict[str, str]:
     return extension().blas_info()
 
 
+@functools.cache
 def kernel_of(dtype: str) -> str:
     """What multiplies operands of this type (the custom call's name of it) on the host, for people to read."""
     return blas_info().get(dtype, "decoded to bf16")

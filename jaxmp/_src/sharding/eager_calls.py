@@ -7,6 +7,7 @@ compiled call's dispatch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,6 +23,15 @@ def kept(key) -> list:
     return []
 
 
+def given_operands(a, b, c, epilog_inputs) -> dict[str, Any]:
+    """What was passed for operands, by name; nothing where the names are wrong."""
+    given = {"a": a, "b": b} if c is None else {"a": a, "b": b, "c": c}
+    if epilog_inputs is None:
+        return given
+    is_named = isinstance(epilog_inputs, Mapping) and epilog_inputs.keys().isdisjoint(("a", "b", "c"))
+    return given | dict(epilog_inputs) if is_named else {}
+
+
 def decided(operands: dict[str, Any], options: dict, shardings: tuple) -> list | None:
     """Where what follows from these arguments is kept, empty until the first call of its kind has filled it.
 
@@ -31,7 +41,7 @@ def decided(operands: dict[str, Any], options: dict, shardings: tuple) -> list |
     """
     types = []
     for name, x in operands.items():
-        if not isinstance(x, jax.Array) or not jax_compat.is_concrete(x):
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
             return None
         types.append((name, x.aval, x.sharding))
     scalars = {name: options[name] for name in ("alpha", "beta")}

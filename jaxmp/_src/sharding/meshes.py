@@ -10,7 +10,6 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import patterns
 
 
@@ -22,7 +21,8 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The mode and the mesh; for SHARDED also whether its axes are explicit, and the shardings as stored."""
+    """The mode and the mesh; for SHARDED also whether its axes are explicit, and the shardings as stored, of the
+    operands' types or as `are_given`."""
 
     mode: Mode
     mesh: Any = None
@@ -31,6 +31,7 @@ class Placement:
     b: patterns.Dims = ()
     out: patterns.Dims | None = None
     constraint: NamedSharding | None = None
+    are_given: bool = False
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -40,6 +41,11 @@ class Placement:
 def partition_spec(dims: patterns.Dims) -> P:
     """The inverse of `patterns.to_dims`."""
     return P(*(dim or None for dim in dims))
+
+
+def partition_specs(dims: dict[str, patterns.Dims]) -> tuple[tuple[str, P], ...]:
+    """(name, sharding) of each."""
+    return tuple((name, partition_spec(each)) for name, each in dims.items())
 
 
 def manual_mesh(name: str):
@@ -74,8 +80,10 @@ def place(name: str, a, b, out_shape, out_sharding, in_shardings, mesh) -> Place
         return _from_in_shardings(name, a, b, out_shape, out_sharding, in_shardings, mesh)
     explicit = _explicit_mesh(name, a, b, mesh, out_sharding)
     if explicit is not None:
-        specs = [type_spec(x) for x in (a, b)]
-        return _sharded(name, explicit, True, a, b, specs, out_sharding, out_shape)
+        spec_a, spec_b = type_spec(a), type_spec(b)
+        dims_a = patterns.as_dims(name, "a", spec_a, a.ndim)
+        dims_b = patterns.as_dims(name, "b", spec_b, b.ndim)
+        return _sharded(name, explicit, True, dims_a, dims_b, out_sharding, out_shape)
     return Placement(Mode.AUTO, constraint=_constraint(name, out_sharding, mesh, out_shape))
 
 
@@ -92,8 +100,12 @@ def _from_in_shardings(name, a, b, out_shape, out_sharding, in_shardings, mesh) 
             f"{name}: in_shardings need a mesh; pass mesh=, NamedShardings, or call under jax.set_mesh(mesh)"
         )
     is_explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)
-    specs = [_spec(name, "in_shardings", x) for x in in_shardings]
-    return _sharded(name, mesh, is_explicit, a, b, specs, out_sharding, out_shape)
+    dims_a, dims_b = (
+        patterns.to_dims(name, argument, _spec(name, "in_shardings", sharding), x.ndim, mesh.shape)
+        for argument, sharding, x in (("a", in_shardings[0], a), ("b", in_shardings[1], b))
+    )
+    found = _sharded(name, mesh, is_explicit, dims_a, dims_b, out_sharding, out_shape)
+    return dataclasses.replace(found, are_given=True)
 
 
 def _check_mesh(name: str, argument: str, given, mesh) -> None:
@@ -113,18 +125,11 @@ def _check_mesh(name: str, argument: str, given, mesh) -> None:
             )
 
 
-def _sharded(name, mesh, is_explicit, a, b, specs, out_sharding, out_shape) -> Placement:
+def _sharded(name, mesh, is_explicit, dims_a, dims_b, out_sharding, out_shape) -> Placement:
     _check_mesh(name, "out_sharding", out_sharding, mesh)
-    dims = [
-        patterns.to_dims(name, argument, spec, x.ndim) for argument, spec, x in zip("ab", specs, (a, b), strict=True)
-    ]
-    for argument, dim, x in zip("ab", dims, (a, b), strict=True):
-        patterns.check_dims(name, argument, dim, x.shape, mesh.shape)
-    out = None
-    if out_sharding is not None:
-        out = patterns.to_dims(name, "the result", _spec(name, "out_sharding", out_sharding), len(out_shape))
-        patterns.check_dims(name, "the result", out, out_shape, mesh.shape)
-    return Placement(Mode.SHARDED, mesh, is_explicit, dims[0], dims[1], out)
+    asked = None if out_sharding is None else _spec(name, "out_sharding", out_sharding)
+    out = None if asked is None else patterns.to_dims(name, "the result", asked, len(out_shape), mesh.shape)
+    return Placement(Mode.SHARDED, mesh, is_explicit, dims_a, dims_b, out)
 
 
 def _explicit_mesh(name: str, a, b, mesh, out_sharding):
@@ -137,7 +142,7 @@ def _explicit_mesh(name: str, a, b, mesh, out_sharding):
         sharding = jax.typeof(x).sharding
         if not _is_explicit(name, f"{argument} lives on a mesh", sharding.mesh):
             continue
-        concrete = getattr(getattr(x, "sharding", None), "mesh", None) if jax_compat.is_concrete(x) else None
+        concrete = None if isinstance(x, jax.core.Tracer) else getattr(getattr(x, "sharding", None), "mesh", None)
         this = concrete if concrete is not None else sharding.mesh
         if found is not None and found.shape != this.shape:
             raise ValueError(f"{name}: a lives on mesh {dict(found.shape)} but b on {dict(this.shape)}; use one mesh")
@@ -169,6 +174,11 @@ def is_known(placement: Placement, *operands) -> bool:
     """Whether a call that is left to the partitioner tells of a mesh: around it, in a type or by its result's."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in operands)]
     return placement.constraint is not None or not all(mesh.empty for mesh in meshes)
+
+
+def type_dims(name: str, argument: str, x) -> patterns.Dims:
+    """The sharding in the type of an array, one tuple of axis names per dimension."""
+    return patterns.as_dims(name, argument, type_spec(x), x.ndim)
 
 
 def type_spec(x) -> P:
@@ -211,6 +221,6 @@ def _constraint(name: str, out_sharding, mesh, out_shape) -> NamedSharding | Non
         raise ValueError(
             f"{name}: out_sharding {spec} needs a mesh; pass mesh=, a NamedSharding, or use jax.set_mesh(mesh)"
         )
-    dims = patterns.to_dims(name, "the result", spec, len(out_shape))
+    dims = patterns.to_dims(name, "the result", spec, len(out_shape), mesh.shape)
     patterns.check_dims(name, "the result", dims, out_shape, mesh.shape)
     return NamedSharding(mesh, spec)

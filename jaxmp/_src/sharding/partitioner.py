@@ -91,7 +91,7 @@ def _partition(spec: MatmulSpec, mesh, args, results):
         )
     first = results[0] if isinstance(results, tuple | list) else results
     dims = [
-        _dividing(to_dims("matmul", "operand", x.sharding.spec, len(x.shape)), x.shape, mesh.shape)
+        _dividing(to_dims("matmul", "operand", x.sharding.spec, len(x.shape), mesh.shape), x.shape, mesh.shape)
         for x in (args[0], args[1], first)
     ]
     if (

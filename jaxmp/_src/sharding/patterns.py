@@ -55,7 +55,26 @@ class Plan:
 LOCAL_PLAN = Plan(Pattern.LOCAL)
 
 
-def to_dims(name: str, argument: str, spec, ndim: int) -> Dims:
+def to_dims(name: str, argument: str, spec, ndim: int, mesh: Mapping[str, int] | None) -> Dims:
+    """A user's PartitionSpec as `as_dims`; raises where axes are not in the mesh or used twice."""
+    if len(spec) > ndim:
+        raise ValueError(f"{name}: the sharding of {argument}, {spec}, has {len(spec)} entries for {ndim} dimensions")
+    used: set[str] = set()
+    for entry in spec:
+        if entry is not None and not isinstance(entry, str | tuple):
+            raise ValueError(
+                f"{name}: the sharding of {argument}, {spec}, may hold axis names, tuples of them and None"
+            )
+        for axis in (entry,) if isinstance(entry, str) else entry or ():
+            if mesh is not None and axis not in mesh:
+                raise ValueError(f"{name}: the sharding of {argument} names axis {axis!r}, the mesh has {tuple(mesh)}")
+            if axis in used:
+                raise ValueError(f"{name}: the sharding of {argument} uses axis {axis!r} for two dimensions")
+            used.add(axis)
+    return as_dims(name, argument, spec, ndim)
+
+
+def as_dims(name: str, argument: str, spec, ndim: int) -> Dims:
     """A PartitionSpec as one tuple of axis names per dimension."""
     for kind in ("unreduced", "reduced"):
         if axes := getattr(spec, kind, None):
@@ -63,27 +82,16 @@ def to_dims(name: str, argument: str, spec, ndim: int) -> Dims:
                 f"{name}: the sharding of {argument}, {spec}, has {kind} axes {sorted(axes)}, which no call takes or "
                 "gives; pass another (jax.sharding.reshard)"
             )
-    entries = tuple(spec)
-    if len(entries) > ndim:
-        raise ValueError(
-            f"{name}: the sharding of {argument}, {spec}, has {len(entries)} entries for {ndim} dimensions"
-        )
-    if any(entry is not None and not isinstance(entry, str | tuple) for entry in entries):
-        raise ValueError(f"{name}: the sharding of {argument}, {spec}, may hold axis names, tuples of them and None")
-    dims = tuple((e,) if isinstance(e, str) else tuple(e or ()) for e in entries)
-    return dims + ((),) * (ndim - len(dims))
+    dims: list[Dim] = [()] * ndim
+    for i, entry in enumerate(spec):
+        dims[i] = (entry,) if isinstance(entry, str) else tuple(entry or ())
+    return tuple(dims)
 
 
 def check_dims(name: str, argument: str, dims: Dims, shape, mesh: Mapping[str, int]) -> None:
-    """Raise where axes are not in the mesh, are used twice, or do not divide the shape."""
-    used = [axis for dim in dims for axis in dim]
-    for axis in used:
-        if axis not in mesh:
-            raise ValueError(f"{name}: the sharding of {argument} names axis {axis!r}, the mesh has {tuple(mesh)}")
-        if used.count(axis) > 1:
-            raise ValueError(f"{name}: the sharding of {argument} uses axis {axis!r} for two dimensions")
+    """Raise where axes do not divide the shape."""
     for i, (dim, extent) in enumerate(zip(dims, shape, strict=True)):
-        size = math.prod(mesh[axis] for axis in dim)
+        size = math.prod(map(mesh.__getitem__, dim))
         if extent % size:
             is_number = isinstance(extent, int)
             remedy = f"pad it to {-(-extent // size) * size}" if is_number else f"export for an extent of {size} * n"

@@ -31,24 +31,37 @@ from jaxmp._src.validation.operand_checks import check_gathered_scales
 def bind_plan(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
     """One device's part of a planned call."""
     a, b = operands["a"], operands["b"]
-    if plan.gather == "a":
-        is_last = plan.dimension == a.ndim - 2
-        a = _gather(plan, a, a.ndim - 1 if spec.transpose_a and is_last else plan.dimension, spec.source_line)
-    elif plan.gather == "b":
-        b = _gather(plan, b, 0 if spec.transpose_b else 1, spec.source_line)
-    scale = f"scale_{plan.gather}"
-    if plan.gather and spec.scales.of(scale) not in (low_precision.NONE, low_precision.SCALAR):
-        dimension = plan.dimension if plan.gather == "a" else 0
-        operands = operands | {scale: _gather(plan, operands[scale], dimension, spec.source_line)}
+    if plan.gather:
+        operands = _gather_operand(plan, spec, operands)
+        a, b = operands["a"], operands["b"]
     if plan.is_swapped and spec.fixed_reduction_order:
         plan, spec, a, b = _without_swap(plan, spec, a, b)
     if spec.determinism == "topology" and spec.group.pattern != Pattern.GRID:
         spec = _with_order(plan, spec, a)
     operands = operands | {"a": a, "b": b}
-    if not plan.is_swapped:
-        outputs = bind_shards(spec, plan.dimension, operands)
-        return _sum_over_data(spec, outputs, plan.outside_group(sum(plan.out[:-1], ())))
-    return _bind_swapped(plan, spec, operands)
+    if plan.is_swapped:
+        return _bind_swapped(plan, spec, operands)
+    outputs = bind_shards(spec, plan.dimension, operands)
+    if not spec.rule.gradient:
+        return outputs
+    return _sum_over_data(spec, outputs, plan.outside_group(sum(plan.out[:-1], ())))
+
+
+def _gather_operand(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
+    """`operands` with the one whole that the plan gathers, and its scales."""
+    assert plan.gather is not None
+    name, x = plan.gather, operands[plan.gather]
+    if name == "a":
+        is_last = plan.dimension == x.ndim - 2
+        dimension = x.ndim - 1 if spec.transpose_a and is_last else plan.dimension
+    else:
+        dimension = 0 if spec.transpose_b else 1
+    gathered = {name: _gather(plan, x, dimension, spec.source_line)}
+    scale = f"scale_{name}"
+    if spec.scales.of(scale) not in (low_precision.NONE, low_precision.SCALAR):
+        rows = plan.dimension if name == "a" else 0
+        gathered[scale] = _gather(plan, operands[scale], rows, spec.source_line)
+    return operands | gathered
 
 
 def _bind_swapped(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
@@ -207,7 +220,8 @@ def bind_empty(
 
 def bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, Any], *, auto: bool = False) -> dict[str, Any]:
     """The results from shards of any rank; `dimension` of a is the one gathered or scattered."""
-    spec = spec.replace(is_typed=jax_compat.is_vma_checked())
+    if not spec.is_typed:
+        spec = spec.replace(is_typed=jax_compat.is_vma_checked())
     a, b = operands["a"], operands["b"]
     if spec.traced and set(spec.traced) <= set(operands):
         # cuBLASMp takes its scalars from the host, ahead of the call. A traced one scales the accumulated product
@@ -215,7 +229,8 @@ def bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, Any], *, a
         plain = spec.bilinear(out_dtype=matmul_spec.accumulator(a.dtype), traced=spec.traced)
         z = bind_shards(plain, dimension, {"a": a, "b": b}, auto=auto)["d"]
         return _apply_epilog(merge_rows(z), operands, spec.replace(alpha=1.0), z.shape[:-1])
-    extra = {name: operands[name] for name in spec.operand_names}
+    names = spec.operand_names
+    extra = dict(zip(names, map(operands.__getitem__, names), strict=True))
     if a.ndim == 2:
         return bind(spec, a, b, extra, auto=auto)
     if spec.transpose_a:

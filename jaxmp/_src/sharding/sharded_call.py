@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
-from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -27,42 +25,38 @@ from jaxmp._src.validation.operand_checks import as_array, check_all_reduce, che
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """One validated call, hashable: the spec and the mode; for global arrays the plan and every sharding."""
+    """One planned call, hashable: the spec and the mode; for global arrays the plan, every sharding as the plan has it,
+    the operands that have to be brought to it, and whether d is empty."""
 
     spec: MatmulSpec
     mode: meshes.Mode
     plan: patterns.Plan = patterns.LOCAL_PLAN
     mesh: Any = None
-    in_specs: tuple[P, ...] = ()
-    out_specs: tuple[P, ...] = ()
+    in_specs: tuple[tuple[str, P], ...] = ()
+    out_specs: tuple[tuple[str, P], ...] = ()
     is_explicit: bool = False
+    resharded: tuple[str, ...] = ()
+    is_empty: bool = False
     constraint: NamedSharding | None = None
 
 
 def product(a, b, c, epilog_inputs, options: dict, out_sharding, in_shardings, mesh):
     """The result of `jaxmp.matmul`."""
     a, b, c = map(as_array, (a, b, c))
-    given = _given(a, b, c, epilog_inputs)
+    given = eager_calls.given_operands(a, b, c, epilog_inputs)
     decided = eager_calls.decided(given, options, (out_sharding, in_shardings, mesh))
     if decided:
         call, casts = decided[0]
         operands = {name: x.astype(casts[name]) if name in casts else x for name, x in given.items()}
     else:
         spec, operands = validated("matmul", a, b, c, epilog_inputs, options)
-        placement = meshes.place("matmul", a, b, result_shape(spec, a, b), out_sharding, in_shardings, mesh)
-        call = make_call(spec, placement, operands)
+        shape = result_shape(spec, a, b)
+        placement = meshes.place("matmul", a, b, shape, out_sharding, in_shardings, mesh)
+        call = make_call(spec, placement, operands, shape)
     if decided == []:
         decided.append((call, {name: operands[name].dtype for name, x in given.items() if operands[name] is not x}))
-    return _result(jaxmp_call(call, operands))
-
-
-def _given(a, b, c, epilog_inputs) -> dict[str, Any]:
-    """What was passed for operands, by name; nothing where the names are wrong."""
-    given = {"a": a, "b": b} if c is None else {"a": a, "b": b, "c": c}
-    if epilog_inputs is None:
-        return given
-    is_named = isinstance(epilog_inputs, Mapping) and epilog_inputs.keys().isdisjoint(("a", "b", "c"))
-    return given | dict(epilog_inputs) if is_named else {}
+    outputs = jaxmp_call(call, operands)
+    return outputs["d"] if len(outputs) == 1 else _result(outputs)
 
 
 def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, options: dict):
@@ -76,8 +70,9 @@ def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, 
             "of the result: use jax.vmap for the others"
         )
     spec = check_all_reduce(name, spec)
-    check_comm_options(name, spec, result_shape(spec, a, b)[-1])
-    check_relu_aux(name, operands, spec, result_shape(spec, a, b)[-1])
+    columns = result_shape(spec, a, b)[-1]
+    check_comm_options(name, spec, columns)
+    check_relu_aux(name, operands, spec, columns, columns)
     return _result(global_amax(spec, bind_shards(spec, a.ndim - 2, operands), spec.group.axes))
 
 
@@ -118,43 +113,58 @@ def _as_axes(name: str, names) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def make_call(spec: MatmulSpec, placement: meshes.Placement, operands, name: str = "matmul") -> _Call:
-    shape = result_shape(spec, operands["a"], operands["b"])
+def make_call(
+    spec: MatmulSpec, placement: meshes.Placement, operands, shape: tuple[int, ...], name: str = "matmul"
+) -> _Call:
+    """The call of this spec on operands placed so, for d of `shape`."""
     if placement.mode != meshes.Mode.SHARDED:
         spec = spec.regroup(mesh=placement.axes)
-        if placement.mode == meshes.Mode.MANUAL:
+        if placement.mode == meshes.Mode.MANUAL and spec.asks_all_reduce:
             spec = check_all_reduce(name, spec)
         is_settled = placement.mode != meshes.Mode.AUTO
         has_mesh = is_settled or meshes.is_known(placement, operands["a"], operands["b"])
         check_comm_options(name, spec, shape[-1], is_settled, has_mesh)
-        check_relu_aux(name, operands, spec, shape[-1])
+        check_relu_aux(name, operands, spec, shape[-1], shape[-1])
         return _Call(spec, placement.mode, constraint=placement.constraint)
     return _planned_call(spec, placement, operands, shape, name)
 
 
 def _planned_call(spec: MatmulSpec, placement: meshes.Placement, operands, shape: tuple[int, ...], name: str) -> _Call:
-    """The call on global arrays, for d of `shape`."""
+    """`make_call` for global arrays."""
+    names, results = spec.operand_names, spec.output_names
     plan = patterns.plan_call(name, placement.a, placement.b, placement.out, spec.transpose_a, spec.transpose_b)
-    mesh = placement.mesh
-    for argument, dims, x in (
-        ("a", plan.a, operands["a"].shape),
-        ("b", plan.b, operands["b"].shape),
-        ("the result", plan.out, shape),
-    ):
-        patterns.check_dims(name, argument, dims, x, mesh.shape)
-    shards = math.prod(mesh.shape[axis] for axis in plan.out[-1])
-    check_relu_aux(name, operands, spec, shape[-1], shards)
-    ins = [plan.a, plan.b, *(_dims(spec, plan, name) for name in spec.operand_names)]
-    outs = [_dims(spec, plan, name) for name in spec.output_names]
-    for scale, dims in zip(spec.operand_names, ins[2:], strict=True):
-        if scale in matmul_spec.SCALE_NAMES:
-            argument = f"scales.{scale.removeprefix('scale_')}"
-            patterns.check_dims(name, argument, dims, operands[scale].shape, mesh.shape)
-    spec = spec.replace(group=Group(plan.pattern, placement.axes, plan.row_axes, plan.col_axes))
-    spec = check_all_reduce(name, spec)
-    check_comm_options(name, spec, shape[-1] // shards)
-    in_specs, out_specs = (tuple(map(meshes.partition_spec, dims)) for dims in (ins, outs))
-    return _Call(spec, placement.mode, plan, mesh, in_specs, out_specs, placement.is_explicit)
+    mesh, sizes = placement.mesh, placement.mesh.shape
+    patterns.check_dims(name, "a", plan.a, operands["a"].shape, sizes)
+    patterns.check_dims(name, "b", plan.b, operands["b"].shape, sizes)
+    patterns.check_dims(name, "the result", plan.out, shape, sizes)
+    ins: dict[str, patterns.Dims] = {"a": plan.a, "b": plan.b}
+    for operand in names:
+        ins[operand] = _dims(spec, plan, operand)
+        if operand in matmul_spec.SCALE_NAMES:
+            argument = f"scales.{operand.removeprefix('scale_')}"
+            patterns.check_dims(name, argument, ins[operand], operands[operand].shape, sizes)
+    have = {} if placement.are_given else {"a": placement.a, "b": placement.b}
+    resharded = []
+    for operand, wanted in ins.items() if placement.is_explicit else ():
+        found = have[operand] if operand in have else meshes.type_dims(name, operand, operands[operand])
+        if found != wanted:
+            check_finer(operand, found, wanted)
+            resharded.append(operand)
+    outs: dict[str, patterns.Dims] = {"d": plan.out}
+    for result in results[1:]:
+        outs[result] = _dims(spec, plan, result)
+    group = Group(plan.pattern, tuple(sizes.items()), plan.row_axes, plan.col_axes)
+    columns = shape[-1] // group.size(plan.out[-1])
+    spec = spec.replace(group=group, is_typed=True)
+    if spec.asks_all_reduce:
+        spec = check_all_reduce(name, spec)
+    if "relu_aux" in names:
+        check_relu_aux(name, operands, spec, shape[-1], columns)
+    check_comm_options(name, spec, columns)
+    in_specs, out_specs = meshes.partition_specs(ins), meshes.partition_specs(outs)
+    return _Call(
+        spec, placement.mode, plan, mesh, in_specs, out_specs, placement.is_explicit, tuple(resharded), 0 in shape
+    )
 
 
 def _dims(spec: MatmulSpec, plan: patterns.Plan, name: str) -> patterns.Dims:
@@ -167,7 +177,7 @@ def _dims(spec: MatmulSpec, plan: patterns.Plan, name: str) -> patterns.Dims:
         return {low_precision.SCALAR: (), low_precision.OUTER_VEC: operand[:-1]}.get(spec.scales.of(name), operand)
     if not matmul_spec.DIMS[name]:
         return ()
-    if has_rows(name):
+    if len(matmul_spec.DIMS[name]) == 2:
         return plan.out
     dim = plan.out[-2] if matmul_spec.DIMS[name] == "m" else plan.out[-1]
     if name == ("bgradb" if plan.is_swapped else "bgrada"):
@@ -186,20 +196,19 @@ def jaxmp_call(call: _Call, operands: dict[str, Any]) -> dict[str, Any]:
         if call.constraint is not None:
             outputs["d"] = lax.with_sharding_constraint(outputs["d"], call.constraint)
         return outputs
-    in_specs = dict(zip(("a", "b", *spec.operand_names), call.in_specs, strict=True))
-    out_specs = dict(zip(spec.output_names, call.out_specs, strict=True))
-    placed = {name: reshard(call, name, operands[name], in_specs[name]) for name in in_specs}
-    scalars = {name: operands[name] for name in spec.traced}
-    placed, in_specs = placed | scalars, in_specs | dict.fromkeys(scalars, P())
+    in_specs, out_specs = dict(call.in_specs) | dict.fromkeys(spec.traced, P()), dict(call.out_specs)
+    placed = dict(zip(in_specs, map(operands.__getitem__, in_specs), strict=True))
+    for name in call.resharded:
+        placed[name] = collectives.reshard(placed[name], call.mesh, in_specs[name], is_local=True)
     body = functools.partial(_bind_plan_globally, call.plan, spec)
     a, b = placed["a"], placed["b"]
-    shape = result_shape(spec.regroup(pattern=Pattern.LOCAL), a, b)
-    if 0 in shape:
+    if call.is_empty:
         types = jax.eval_shape(jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs), placed)
         if all(0 in types[name].shape for name in ("bgrada", "bgradb") if name in types):
             return _nothing(call, types, out_specs)
     if 0 in a.shape and 0 in b.shape:
         # Nothing to contract. XLA cannot partition a body whose operands are all empty, so they stay out of it.
+        shape = result_shape(spec.regroup(pattern=Pattern.LOCAL), a, b)
         shapes = _shard_shapes(call, shape, out_specs)
         body = functools.partial(bind_empty, call.plan, spec, shapes, a.dtype)
         placed = {name: x for name, x in placed.items() if name not in ("a", "b")} | {"scalar": jnp.zeros(())}
@@ -228,7 +237,7 @@ def _shard_shapes(call: _Call, whole: tuple[int, ...], out_specs: dict[str, P]) 
         name: NamedSharding(call.mesh, out_specs[name]).shard_shape(
             whole if has_rows(name) else whole[-2:-1] if matmul_spec.DIMS[name] == "m" else whole[-1:]
         )
-        for name in ("d", *epilogs.rule(call.spec.epilog).outputs)
+        for name in ("d", *epilogs.RULES[call.spec.epilog].outputs)
         if name != "relu_aux"
     }
 
@@ -237,21 +246,25 @@ def reshard(call: _Call, argument: str, x, spec: P):
     """Bring an explicit operand to the finer sharding of the plan: each device takes its part of what it has."""
     if not call.is_explicit:
         return x
-    have = jax.typeof(x).sharding
-    dims, wanted = (_normal(s, x.ndim) for s in (P() if have.mesh.empty else have.spec, spec))
-    if not have.mesh.empty and dims == wanted:
+    have, wanted = meshes.type_dims("matmul", argument, x), patterns.as_dims("matmul", argument, spec, x.ndim)
+    if have == wanted:
         return x
-    if any(want[: len(dim)] != dim for dim, want in zip(dims, wanted, strict=True)):
-        raise ValueError(
-            f"matmul: {argument} is sharded {have.spec}, but this call needs it {spec}; "
-            "reshard it first (jax.sharding.reshard)"
-        )
+    check_finer(argument, have, wanted)
     return collectives.reshard(x, call.mesh, spec, is_local=True)
 
 
-def _normal(spec: P, ndim: int) -> patterns.Dims:
-    return patterns.to_dims("matmul", "operand", spec, ndim)
+def check_finer(argument: str, have: patterns.Dims, wanted: patterns.Dims) -> None:
+    """Raise ValueError where a call needs an operand in shards that are no parts of those that it has."""
+    for dim, want in zip(have, wanted, strict=True):
+        if want[: len(dim)] != dim:
+            raise ValueError(
+                f"matmul: {argument} is sharded {meshes.partition_spec(have)}, but this call needs it "
+                f"{meshes.partition_spec(wanted)}; reshard it first (jax.sharding.reshard)"
+            )
 
 
 def _bind_plan_globally(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
-    return global_amax(spec, bind_plan(plan, spec, operands), tuple(axis for axis, _ in spec.group.mesh))
+    outputs = bind_plan(plan, spec, operands)
+    if not (spec.scales.amax_d or spec.scales.amax_aux):
+        return outputs
+    return global_amax(spec, outputs, tuple(axis for axis, _ in spec.group.mesh))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 
 
 class Epilog(enum.IntEnum):
@@ -52,24 +53,25 @@ class EpilogRule:
     gradient: str = ""
     without_gradient: Epilog = Epilog.NONE
 
-    @property
+    @functools.cached_property
     def aux_input(self) -> str:
         """The aux output of the forward call that a derivative reads, or nothing."""
         return f"{self.derivative}_aux" if self.derivative else ""
 
-    @property
+    @functools.cached_property
     def inputs(self) -> tuple[str, ...]:
         """Names of the operands that the epilog adds to a, b and c, in order."""
         names = ("bias" if self.has_bias else "", self.aux_input)
         return tuple(name for name in names if name)
 
-    @property
+    @functools.cached_property
     def outputs(self) -> tuple[str, ...]:
         """Names of the results that the epilog adds to d, in order."""
         return tuple(name for name in (self.aux, self.gradient) if name)
 
 
-_RULES = {
+# By epilog without the ALLREDUCE bit.
+RULES = {
     Epilog.NONE: EpilogRule(),
     Epilog.BIAS: EpilogRule(has_bias=True),
     Epilog.RELU: EpilogRule("relu", with_aux=Epilog.RELU_AUX),
@@ -92,14 +94,9 @@ _RULES = {
 SWAPPED = {Epilog.BGRADA: Epilog.BGRADB, Epilog.BGRADB: Epilog.BGRADA}
 
 
-def rule(epilog: Epilog) -> EpilogRule:
-    """The table's row for `epilog`, which is without the ALLREDUCE bit."""
-    return _RULES[epilog]
-
-
 def for_activation(activation: str | None, has_bias: bool) -> Epilog:
     """The epilog without aux that applies `activation` (None, "relu" or "gelu"), with or without a bias."""
-    for epilog, row in _RULES.items():
+    for epilog, row in RULES.items():
         if row.activation == activation and row.has_bias == has_bias and row.aux is None:
             return epilog
     raise ValueError(f'activation must be None, "relu" or "gelu", got {activation!r}')

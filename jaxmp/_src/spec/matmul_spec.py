@@ -190,7 +190,7 @@ class MatmulSpec(_Parts):
     @functools.cached_property
     def rule(self) -> epilogs.EpilogRule:
         """The row of the epilog's table."""
-        return epilogs.rule(self.epilog)
+        return epilogs.RULES[self.epilog]
 
     @functools.cached_property
     def operand_names(self) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ import pathlib
 from typing import Any
 
 import jax
-import numpy as np
 
 from jaxmp._src.runtime import jax_compat, native
 from jaxmp._src.spec import low_precision, precisions
@@ -37,6 +36,7 @@ SPEC_OPTIONS = [
 ]
 _KNOWN = frozenset(SPEC_OPTIONS)
 _COMM_OPTIONS = ("communication_dtype", "algorithm", "comm_sm_count")
+_NO_OPTIONS = (None, None, None)
 
 
 def validated(name: str, a, b, c, epilog_inputs, options: dict, group: Group = Group()):  # noqa: B008
@@ -51,13 +51,18 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, group: Group = G
     is_low_precision = low_precision.is_low_precision(a.dtype) or low_precision.is_low_precision(b.dtype)
     resolve_dtypes = scale_checks.resolve_dtypes if is_low_precision else operand_checks.resolve_dtypes
     operand, out = resolve_dtypes(name, a, b, options.get("preferred_element_type"))
-    operands = {"a": a, "b": b} if is_low_precision else {"a": _cast(a, operand), "b": _cast(b, operand)}
+    operands = {"a": a, "b": b}
+    if not is_low_precision:
+        for key, x in (("a", a), ("b", b)):
+            operands[key] = x if x.dtype == operand else x.astype(operand)
+    asked = tuple(map(options.get, _COMM_OPTIONS))
+    comm = CommOptions() if asked == _NO_OPTIONS else comm_options.resolve_comm_options(name, out, operand, *asked)
     spec = MatmulSpec(
         out,
         group,
         **flags,
-        precision=precisions.resolve(name, options.get("precision"), operands["a"].dtype, out),
-        comm=_comm_options(name, options, out, operands["a"].dtype),
+        precision=precisions.resolve(name, options.get("precision"), operand, out),
+        comm=comm,
         source_line=f"{name} at {jax_compat.user_line(_PACKAGE)}" if native.has_barrier() else "",
     )
     check_local_shapes(name, spec, a.shape[-2:], b.shape)
@@ -66,7 +71,10 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, group: Group = G
     alpha = operand_checks.check_scalar(name, "alpha", options.get("alpha", 1.0), out)
     beta = operand_checks.check_c(name, c, options.get("beta"), c_dtype, shape)
     changes = {"alpha": alpha, "beta": beta, "has_c": c is not None}
-    traced = {key: changes[key] for key in ("alpha", "beta") if isinstance(changes[key], jax.Array)}
+    traced: dict[str, Any] = {}
+    for key, x in (("alpha", alpha), ("beta", beta)):
+        if isinstance(x, jax.Array):
+            traced[key] = x
     if traced:
         changes |= dict.fromkeys(traced, 1.0) | {"traced": tuple(traced)}
     if is_low_precision:
@@ -91,17 +99,6 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, group: Group = G
         operand_checks.check_memory(name, argument.replace("scale_", "scales."), x)
     added = {} if c is None else {"c": c.astype(c_dtype)}
     return spec, operands | added | inputs | traced | scales
-
-
-def _cast(x, dtype):
-    return x if x.dtype == dtype else x.astype(dtype)
-
-
-def _comm_options(name: str, options: dict, out: np.dtype, operand) -> CommOptions:
-    given = [options.get(key) for key in _COMM_OPTIONS]
-    if given == [None] * len(given):
-        return CommOptions()
-    return comm_options.resolve_comm_options(name, out, operand, *given)
 
 
 def _check_traced(name: str, spec: MatmulSpec, dtype, is_low_precision: bool) -> None:

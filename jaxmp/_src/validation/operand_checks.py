@@ -198,7 +198,7 @@ def check_epilog(
             raise TypeError
         number = operator.index(epilog)
         epilog = Epilog(number & ~Epilog.ALLREDUCE)
-        row = epilogs.rule(epilog)
+        row = epilogs.RULES[epilog]
     except (TypeError, ValueError):
         raise ValueError(f"{name}: epilog must be a jaxmp.Epilog, got {epilog!r}") from None
     if epilog_inputs is not None and not isinstance(epilog_inputs, Mapping):
@@ -268,11 +268,12 @@ def _check_relu_aux_input(name: str, aux, out_dtype, shape):
     return aux
 
 
-def check_relu_aux(name: str, operands: dict[str, Any], spec: MatmulSpec, columns: int, shards: int = 1) -> None:
-    """Raise ValueError where an input mask is not packed as `shards` shards of d's columns would be."""
-    if "relu_aux" not in spec.rule.inputs:
+def check_relu_aux(name: str, operands: dict[str, Any], spec: MatmulSpec, columns: int, per_shard: int) -> None:
+    """Raise ValueError where an input mask is not packed as d's columns would be, so many of them in a shard."""
+    if "relu_aux" not in operands:
         return
-    aux, width = operands["relu_aux"], shards * process_grid.relu_aux_bytes(columns // shards)
+    shards = columns // per_shard if per_shard else 1
+    aux, width = operands["relu_aux"], shards * process_grid.relu_aux_bytes(per_shard)
     if aux.shape[-1] != width:
         raise ValueError(
             f"{name}: relu_aux must have {width} bytes a row, a bit for each of the result's {columns} columns, "
