@@ -1,12 +1,12 @@
 """Train an MLP on handwritten digits, data- and tensor-parallel on a 2x2 mesh of CPU devices.
 
-Activations are sharded over rows between the blocks and over rows and columns inside them, so every
-layer is one call: its product, the communication, the bias and the activation.
+Between the blocks activations are sharded over rows, inside them over rows and columns. So every layer is one call:
+its product, the communication, the bias and the activation.
 
     layer 0, 2   x (data+model, :)   @  w (:, model)  ->  (data, model)     gathers rows of x
     layer 1, 3   x (data, model)     @  w (model, :)  ->  (data+model, :)   scatters the sum over rows
 
-The same training on one device in plain jax.numpy is the yardstick: both loss curves have to agree.
+The reference is the same training on one device in plain jax.numpy: both loss curves have to agree.
 """
 
 import functools
@@ -117,7 +117,7 @@ def main():
     print(f"plan cache misses after the first step: {late_misses}")
     print(f"largest difference of the loss curves: {difference:.1e} (losses {expected[0]:.2f} to {expected[-1]:.1e})")
     assert accuracy > 0.95
-    assert first_misses > 0  # the products did run through plans
+    assert first_misses > 0  # the products ran through plans
     assert late_misses == 0
     assert difference < 1e-3
 

@@ -1,8 +1,8 @@
-"""The functions for use inside shard_map, on local shards, and how they undo each other in the backward pass.
+"""Products on local shards inside shard_map, with gradients: all-gather, reduce-scatter, all-reduce and a 2-D grid.
 
-A transformer's feed-forward block on four devices, in two layouts. Sequence-parallel: rows are sharded outside
+First a transformer's feed-forward block on four devices, in two layouts. Sequence-parallel: rows are sharded outside
 the block, gathered by its first product and scattered by its second. Replicated: one all-reduce at the end.
-Then C = A @ B with every matrix cut into blocks on a 2x2 mesh.
+Then C = A @ B with every matrix split into blocks on a 2x2 mesh.
 """
 
 import functools

@@ -1,7 +1,7 @@
-"""D = alpha * A @ B^T + beta * C in float64, every matrix cut into blocks on a 2x2 mesh, checked against numpy.
+"""D = alpha * A @ B^T + beta * C in float64, every matrix split into blocks on a 2x2 mesh, checked against NumPy.
 
-The operands' types carry their shardings (an explicit mesh), so the call needs no more than `out_sharding`;
-`explain` tells what it will do before it is done.
+The operands' types carry their shardings (an explicit mesh), so the call needs only `out_sharding`. `explain` prints
+what the call will do before it runs.
 """
 
 import jax
@@ -35,7 +35,7 @@ def main():
     # The error of a product in any order of summation, element by element (Higham, section 3.5), and of the two sums.
     rounding = np.finfo(np.float64).eps / 2
     bound = (K + 3) * rounding * (abs(ALPHA) * np.abs(a) @ np.abs(b).T + abs(BETA) * np.abs(c))
-    used = np.max(np.abs(d - (ALPHA * a @ b.T + BETA * c)) / (2 * bound))  # numpy rounds as well
+    used = np.max(np.abs(d - (ALPHA * a @ b.T + BETA * c)) / (2 * bound))  # NumPy rounds as well
     print(f"float64 on {dict(mesh.shape)}: the largest error is {used:.1%} of what rounding allows")
     assert d.dtype == np.float64
     assert used < 1

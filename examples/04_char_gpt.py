@@ -1,14 +1,14 @@
 """Train a small character-level GPT, written with Flax NNX, data- and sequence-parallel on a 2x2 mesh of CPU devices.
 
 Every projection is a Flax layer with `dot_general=jaxmp.dot_general`. Between the blocks activations are sharded over
-the batch and the sequence; a column-parallel layer gathers the sequence while it multiplies, a row-parallel one
-scatters its sum over the sequence, so each block is four calls:
+the batch and the sequence. A column-parallel layer gathers the sequence while it multiplies; a row-parallel layer
+scatters its sum over the sequence. So each block is four calls:
 
     qkv, up      x (data, model, :)  @  w (:, model)  ->  (data, :, model)     gathers along the sequence
     out, down    x (data, :, model)  @  w (model, :)  ->  (data, model, :)     scatters along the sequence
 
-The text is the prose that Python's `help()` shows on its topics, some 700 kB that ship with every Python. Parameters
-are float32, activations and products bfloat16. The yardstick is the same model with `dot_general=jax.lax.dot_general`.
+The text is the prose of Python's `help()` topics, some 700 kB that ship with every Python. Parameters are float32,
+activations and products bfloat16. The reference is the same model with `dot_general=jax.lax.dot_general`.
 """
 
 import pydoc_data.topics
@@ -55,7 +55,7 @@ class Block(nnx.Module):
 def attention(q, k, v):
     """Causal attention; each device has whole sequences of its heads, so nothing is communicated.
 
-    Positions enter as a penalty on distance, another one in each head (ALiBi, arXiv:2108.12409).
+    Positions enter as a penalty on distance, with a slope of its own in each head (ALiBi, arXiv:2108.12409).
     """
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k, preferred_element_type=jnp.float32) / np.sqrt(q.shape[-1])
     distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
@@ -105,7 +105,7 @@ def train(dot_general, text, vocabulary, steps, name):
         # Wait for each step: XLA's own CPU collectives can block when many steps are in flight on few cores.
         losses.append(float(train_step(model, optimizer, tokens, targets)))
         misses.append(jaxmp.plan_cache_info()["misses"])
-        if i == 0:  # which was compiled
+        if i == 0:  # the step that compiles
             started = time.perf_counter()
         else:
             speed = i * BATCH * LENGTH / (time.perf_counter() - started)

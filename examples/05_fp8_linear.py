@@ -3,11 +3,11 @@
     h = relu(x @ w1.T + b1)      x (data, :)     w1 (model, :)    h (data, model)     e4m3, made in fp8 by the call
     y = h @ w2.T                 h (data, model) w2 (:, model)    y (data, :)         summed over model
 
-Forward operands are e4m3, gradients e5m2. A scale is taken from the largest values of the last steps, because that of
-this step is known only when the product is done: the calls that make an fp8 result return it (`result_amax`), over all
-devices. fp8 is multiplied along rows only, so the backward pass transposes its operands.
+Forward operands are e4m3, gradients e5m2. A scale follows from the largest values of the last steps, because this
+step's largest value is known only after the product. The calls with an fp8 result return it (`result_amax`), over all
+devices. fp8 products contract along rows only, so the backward pass transposes its operands.
 
-The same training in bfloat16 is the yardstick: both must learn alike.
+The reference is the same training in bfloat16: both must reach the same loss and accuracy.
 """
 
 import functools
@@ -26,13 +26,13 @@ from tqdm import tqdm
 import jaxmp
 from jaxmp import Epilog, Scales, quantize
 
-INPUTS, HIDDEN, CLASSES = 64, 256, 16  # ten digits, padded to what fp8 wants
+INPUTS, HIDDEN, CLASSES = 64, 256, 16  # ten digits, padded to a multiple of 16 for fp8
 BATCH, EPOCHS, LEARNING_RATE, HISTORY = 128, 12, 2e-3, 8
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 ROWS, TILES = P("data", None), P("data", "model")
 LAYOUTS = {"w1": P("model", None), "b1": P("model"), "w2": P(None, "model")}
-# What is scaled, and into which type. The last two are gradients: of y, and of h.
+# The scaled tensors and their fp8 types. The last two are gradients: of y, and of h.
 TYPES = {"x": E4M3, "w1": E4M3, "w2": E4M3, "h": E4M3, "dy": E5M2, "dh": E5M2}
 
 product = functools.partial(jaxmp.matmul, transpose_b=True)
@@ -53,7 +53,7 @@ def mlp_bf16(params, x):
 def mlp_fp8(params, x, scales, probe):
     """(y, the largest absolute values of this step's forward tensors).
 
-    `probe` has no part in the result: its cotangent brings the largest values of the gradients out.
+    `probe` does not affect the result: its cotangent returns the largest values of the gradients.
     """
     return forward(params, x, scales, probe)[0]
 
@@ -180,7 +180,7 @@ def main():
         f"loss  fp8 {losses[0]:.3f} to {losses[-20:].mean():.3f}, bf16 {expected[0]:.3f} to {expected[-20:].mean():.3f}"
     )
     print(f"test accuracy  fp8 {accuracy:.1%}, bf16 {expected_accuracy:.1%}")
-    # One step apart by fp8's rounding (2^-4 an element), and as good in the end.
+    # The first losses differ by fp8's rounding (2^-4 per element); the results are equally good.
     assert abs(losses[0] - expected[0]) < 0.05
     assert losses[-20:].mean() < 1.2 * expected[-20:].mean() + 0.02
     assert accuracy > 0.93

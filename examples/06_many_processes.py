@@ -1,7 +1,7 @@
-"""Many processes: a dense layer's training step, its operands sharded over four processes that mpiexec started.
+"""Many processes: the training step of two dense layers, with operands sharded over four processes under mpiexec.
 
-`initialize()` learns from the launcher who is who. The program is then what it would be on four devices of one process,
-and so are its gradients; if a process dies or goes another way, the others get a DistributedError that names it.
+`initialize()` reads the ranks from the launcher. The rest of the program is the same as on four devices of one process,
+and so are its gradients. If a process dies or runs another program, the others get a DistributedError that names it.
 """
 
 import jax

@@ -1,9 +1,9 @@
-"""Why is `(inputs @ model)[0]` not `inputs[0] @ model`, and what "batch" does about it.
+"""Why `(inputs @ model)[0]` differs from `inputs[0] @ model`, and how determinism="batch" prevents it.
 
-A matrix library has several kernels and takes another one for few rows, and another kernel sums in another order. So an
-answer depends on who else asked at the same time. With determinism="batch" every element is one sum in one order: a row
-has the same bits alone, among others, at any place, and after any recomputation, so exp(f(x) - f(x)) is exactly one.
-Of plain bfloat16 arithmetic it is not: XLA leaves out the rounding of one of the two copies of f(x).
+A matrix library chooses among several kernels by the number of rows, and each kernel sums in its own order. So the
+answer to a request depends on the other requests of its batch. With determinism="batch" every element is summed in one
+order: a row has the same bits alone, in a batch, at any position, and after recomputation, so exp(f(x) - f(x)) is
+exactly one. In plain bfloat16 arithmetic it is not: XLA omits the rounding of one of the two copies of f(x).
 """
 
 import functools
@@ -19,19 +19,19 @@ from jaxmp.testing import assert_bitwise_equal
 
 REQUESTS, WIDTH, CLASSES = 64, 301, 300
 SCALE = 0.3
-# Of the entries of x and of w. The largest scores are some hundreds, of which bfloat16 has every second number.
+# Standard deviation of the entries of x and w. The largest scores are some hundreds, where bfloat16 has steps of 2.
 SIZE = 5.0
 
 
 def changed_rows(product, inputs, model):
-    """How many rows have other bits alone than in the batch."""
+    """How many rows have other bits when computed alone than in the batch."""
     together = np.asarray(jax.jit(product)(inputs, model))
     alone = jax.jit(lambda rows: [product(row, model) for row in rows])(np.split(inputs, len(inputs)))
     return sum(row.tobytes() != np.asarray(one).tobytes() for row, one in zip(together, alone, strict=True))
 
 
 def best_of_softmax(score, x, w):
-    """exp(f(x) - f(x)) for f(x) = max(score(x)): the largest term of a softmax in float32, which is one."""
+    """exp(f(x) - f(x)) for f(x) = max(score(x)): the largest term of a softmax in float32, which should be one."""
     highest = jnp.max(score(x, w), axis=-1, keepdims=True).astype(jnp.float32)
     return jnp.max(jnp.exp(score(x, w).astype(jnp.float32) - highest), axis=-1)
 
@@ -51,14 +51,14 @@ def main():
     changed = {}
     for name, product in {"jnp.matmul": jnp.matmul, "jaxmp": jaxmp.matmul, 'jaxmp, "batch"': invariant}.items():
         changed[name] = changed_rows(product, inputs, model)
-        print(f"{name:16} {changed[name]:2} of {REQUESTS} rows change when they are computed alone")
+        print(f"{name:16} {changed[name]:2} of {REQUESTS} rows change when computed alone")
     # Whether jnp.matmul's rows change depends on JAX's version and on the processor.
     assert changed["jnp.matmul"] or changed["jaxmp"]
     assert changed['jaxmp, "batch"'] == 0
 
     order = rng.permutation(REQUESTS)
     assert_bitwise_equal(jax.jit(invariant)(inputs[order], model), np.asarray(invariant(inputs, model))[order])
-    print("in another order the rows keep their bits")
+    print("rows keep their bits in another order")
 
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
     rows, columns = P("x", None), P(None, "x")

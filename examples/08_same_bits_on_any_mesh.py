@@ -1,11 +1,11 @@
 """The same training, bit for bit, on one, two, four and eight devices.
 
-A sum over devices is rounded in another order on another number of them, so loss curves drift apart and no run on a
-larger machine can be compared with one on a smaller. With determinism="topology" a product has the bits of one device
-on any mesh, and so have its gradients. What stands between the products here has them by itself: relu selects, the
-logits are whole on every device where the loss is taken, and the learning rate is a power of two.
+The rounding of a sum over devices depends on their number. So loss curves drift apart, and runs on machines of
+different sizes cannot be compared. With determinism="topology" a product and its gradients have the bits of one device
+on any mesh. The operations between the products of this model do not depend on the mesh either: relu only selects, the
+loss is computed from whole logits on every device, and the learning rate is a power of two.
 
-At the end it shows which kernels ran: every call is a named range in JAX's profiles.
+At the end it prints which kernels ran: every call is a named range in JAX's profiles.
 """
 
 import collections
@@ -72,9 +72,9 @@ def train(ndevices, level, params, x, labels):
 
 
 def kernel_times(program, run):
-    """For each jaxmp call of a compiled program: its range, how often it ran, and for how many seconds, on all devices.
+    """For each jaxmp call of a compiled program: its range, its number of runs, and its seconds on all devices.
 
-    A profile names the instructions of the program; the program says in which range each of them lies.
+    The profile names instructions of the program; the program's text says in which range each instruction lies.
     """
     ranges = dict(re.findall(r'%(\S+) = .*custom_call_target="jaxmp_matmul".*op_name="[^"]*(jaxmp [^"/]+)/', program))
     with tempfile.TemporaryDirectory() as folder:
@@ -96,7 +96,7 @@ def print_kernels(ndevices, level, *arrays):
         compiled = step.lower(*placed, level).compile()
         jax.block_until_ready(compiled(*placed))
         rows = kernel_times(compiled.as_text(), lambda: jax.block_until_ready(compiled(*placed)))
-    print(f'One step with "{level}" on {ndevices} devices; times are of all devices together:')
+    print(f'One step with "{level}" on {ndevices} devices; times are summed over devices:')
     print("   runs       us  call")
     for name, count, time in rows:
         print(f"  {count:5} {time * 1e6:8.0f}  {name}")
@@ -120,10 +120,10 @@ def main():
             other, other_weights = train(ndevices, level, params, x, labels)
             same = sum(a.tobytes() == b.tobytes() for a, b in zip(losses, other, strict=True))
             is_same = all(a.tobytes() == b.tobytes() for a, b in zip(weights, other_weights, strict=True))
-            weights_too = "and so have the weights" if is_same else "the weights have not"
-            print(f"  {ndevices} devices: {same:2} of {STEPS} losses have the same bits, {weights_too}")
+            weights_too = "and so do the weights" if is_same else "but the weights do not"
+            print(f"  {ndevices} devices: {same:2} of {STEPS} losses keep their bits, {weights_too}")
             are_same.append(same == STEPS and is_same)
-        # Without the level some mesh shows, or the level would prove nothing.
+        # Without the level some mesh must change bits, or this test would prove nothing.
         assert all(are_same) == (level == "topology")
     assert losses[-1] < losses[0] / 2
     for level in ("run_to_run", "topology"):
