@@ -98,7 +98,7 @@ def test_a_plan_gives_each_device_what_it_needs():
             plan = patterns_lib.plan_call("matmul", a, b, out, False, False)
         except ValueError:
             continue
-        patterns.add((plan.pattern, plan.is_swapped, plan.gather))
+        patterns.add((plan.pattern, plan.is_transposed, plan.gather))
         check_plan(plan, devices, out)
     assert patterns == {
         (Pattern.LOCAL, False, None),
@@ -139,7 +139,7 @@ def test_the_table_is_planned_as_it_says(case, transposition):
     a, b = (patterns_lib.to_dims("matmul", "x", spec, 2, sizes) for spec in case.stored)
     out = patterns_lib.to_dims("matmul", "x", case.out, 2, sizes)
     plan = patterns_lib.plan_call("matmul", a, b, out, **case.transpose)
-    assert (plan.pattern, plan.is_swapped, plan.gather or "") == (case.pattern, case.is_swapped, case.gathers)
+    assert (plan.pattern, plan.is_transposed, plan.gather or "") == (case.pattern, case.is_swapped, case.gathers)
     assert plan.row_axes + plan.col_axes == case.group
 
 

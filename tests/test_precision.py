@@ -300,8 +300,8 @@ def test_explain_names_the_hints():
     hints = {"algorithm": "split_p2p", "communication_dtype": "float32", "comm_sm_count": 4}
     placed = [jax.ShapeDtypeStruct(s, "float32") for s in (case.extents[::2], case.extents[:0:-1])]
     explanation = jaxmp.explain(modes.with_in_shardings(case, **hints))(*placed)
-    assert explanation.rows[0].hints == "communication_dtype=float32, algorithm=split_p2p, comm_sm_count=4"
-    assert "hints communication_dtype=float32, algorithm=split_p2p" in str(explanation)
+    assert explanation.rows[0].comm == "communication_dtype=float32, algorithm=split_p2p, comm_sm_count=4"
+    assert "communication communication_dtype=float32, algorithm=split_p2p" in str(explanation)
 
 
 def test_processes_agree_on_the_hints():

@@ -57,7 +57,7 @@ class Row:
       flops: floating-point operations of all groups together (2 m n k; a complex product counts 4 real ones).
       bytes_moved: bytes that one rank reads from its peers.
       workspace: bytes per rank; 0 for cuBLASMp, which is asked when the call first runs.
-      compute: cuBLAS's compute type; hints, layout: the call's hints and block-cyclic layouts, empty where it has none.
+      compute: cuBLAS's compute type; comm, layout: the call's communication options and block-cyclic layouts, empty where it has none.
     """
 
     operation: str
@@ -77,7 +77,7 @@ class Row:
     bytes_moved: int
     workspace: int
     compute: str = ""
-    hints: str = ""
+    comm: str = ""
     layout: str = ""
 
 
@@ -143,9 +143,9 @@ class Explanation:
 
 
 def _remarks(row: Row) -> str:
-    """What a call has beyond most: a compute type other than the full one, hints, a layout."""
+    """What a call has beyond most: a compute type other than the full one, communication options, a layout."""
     compute = "" if row.compute in ("", "32F", "64F") else row.compute
-    named = (("compute type", compute), ("hints", row.hints), ("block-cyclic", row.layout))
+    named = (("compute type", compute), ("communication", row.comm), ("block-cyclic", row.layout))
     return "".join(f"; {name} {value}" for name, value in named if value)
 
 
@@ -295,7 +295,7 @@ def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None, is_b
         bytes_moved=cost.bytes_moved(spec, a, b, call.implementation),
         workspace=workspace,
         compute=compute.name,
-        hints=comm_options_text(spec),
+        comm=comm_options_text(spec),
         layout=" @ ".join(map(str, spec.distributions[:2])) + f" -> {spec.distributions[2]}"
         if spec.distributions
         else "",

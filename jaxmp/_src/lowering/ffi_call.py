@@ -159,7 +159,7 @@ def call_attributes(
         "d_out_scale_mode": spec.scales.d_out,
         "amax_d": np.int64(spec.scales.amax_d),
         "amax_aux": np.int64(spec.scales.amax_aux),
-        "epilog": np.int64(epilogs.SWAPPED.get(spec.epilog, spec.epilog)),
+        "epilog": np.int64(epilogs.TRANSPOSED.get(spec.epilog, spec.epilog)),
         "mesh_shape": np.array([size for _, size in spec.group.mesh], np.int64),
         "axes_row": np.array([names.index(axis) for axis in axes_row], np.int64),
         "axes_col": np.array([names.index(axis) for axis in axes_col], np.int64),

@@ -34,8 +34,8 @@ from jaxmp._src.spec.activations import multiply_by_slope
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, operations
 
 
-def emit(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...] = (), platform: str = "cpu", ahead=None) -> list:
-    """The results of a call; `devices` as in `ffi_call.call_attributes`, `ahead` as in `xla_matmul.matmul`."""
+def emit(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...] = (), platform: str = "cpu", barrier=None) -> list:
+    """The results of a call; `devices` as in `ffi_call.call_attributes`, `barrier` as in `xla_matmul.matmul`."""
     is_conjugated_a, is_conjugated_b = call.is_conjugated
     a = lax.conj(a) if is_conjugated_a else a
     b = lax.conj(b) if is_conjugated_b else b
@@ -43,7 +43,9 @@ def emit(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...] = (), platfo
         return custom_call(a, b, *extra, spec=call.spec, devices=devices)
     if call.form == Form.XLA:
         product = _host_product if call.library == "host" else None
-        return xla_matmul.matmul(a, b, *extra, spec=call.spec, platform=platform, local_product=product, ahead=ahead)
+        return xla_matmul.matmul(
+            a, b, *extra, spec=call.spec, platform=platform, local_product=product, barrier=barrier
+        )
     return _EMIT[call.form](call, a, b, *extra, devices=devices)
 
 
@@ -146,12 +148,12 @@ def _rule(platform: str, is_multiple: bool):
         site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
 
         def lower(a, b, *extra):
-            ahead = None
+            barrier = None
             if site and call.form == Form.XLA:
-                ahead = functools.partial(_barrier, site, spec, a, b)
+                barrier = functools.partial(_barrier, site, spec, a, b)
             elif site:
                 a, b = _barrier(site, spec, a, b, [a, b])
-            outputs = emit(call, a, b, *extra, devices=devices, platform=platform, ahead=ahead)
+            outputs = emit(call, a, b, *extra, devices=devices, platform=platform, barrier=barrier)
             return outputs if is_multiple else outputs[0]
 
         with jax_compat.off_explicit_mesh():

@@ -1,6 +1,6 @@
 """The "xla" implementation: the local product plus `lax` collectives, in the accumulator's type throughout.
 
-Across processes the local product may be another's (`local_product`), and `ahead` goes ahead of the first collective.
+Across processes the local product may be another's (`local_product`), and `barrier` runs before the first collective.
 """
 
 from __future__ import annotations
@@ -20,12 +20,18 @@ from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, aux_dt
 
 
 def matmul(
-    a, b, *extra, spec: MatmulSpec, platform: str, local_product: Callable | None = None, ahead: Callable | None = None
+    a,
+    b,
+    *extra,
+    spec: MatmulSpec,
+    platform: str,
+    local_product: Callable | None = None,
+    barrier: Callable | None = None,
 ):
     """The results from one device's shards, in the order of `output_names`.
 
     `local_product(a, b, spec)` is alpha = 1 times op(a) @ op(b) of what one device has gathered, in the accumulator's
-    type; `ahead(xs)` gives back the operands of the first collective.
+    type; `barrier(xs)` gives back the operands of the first collective once all ranks have come.
     """
     compute = precisions.find(spec.precision, a.dtype)
     acc = jnp.dtype(compute.accumulator or accumulator(a.dtype))
@@ -38,18 +44,18 @@ def matmul(
         local_product = None
     if 0 in (*a.shape, *b.shape):
         return apply_epilog(jnp.zeros(extents(spec, a.shape, b.shape).d, acc), extra, spec, a, b)
-    ahead = ahead or (lambda operands: operands)
-    is_ahead = spec.group.pattern in (Pattern.ALL_GATHER, Pattern.GRID)
-    if is_ahead:
-        a, b = ahead([a, b])
+    barrier = barrier or (lambda operands: operands)
+    gathers = spec.group.pattern in (Pattern.ALL_GATHER, Pattern.GRID)
+    if gathers:
+        a, b = barrier([a, b])
     if platform == "cpu" and not local_product and not compute.sums_in_16_bits:
         # XLA:CPU has no 16-bit dot into float32 for every layout; widening is exact.
         a, b = a.astype(acc), b.astype(acc)
     shards = a.astype(acc), b.astype(acc)
     a, b = _gather_operands(spec, a, b)
     z = local_product(a, b, spec) if local_product else _dot_general(a, b, spec, compute, acc)
-    if not is_ahead:
-        (z,) = ahead([z])
+    if not gathers:
+        (z,) = barrier([z])
     if spec.group.pattern == Pattern.ALL_REDUCE:
         z = lax.psum(z, spec.group.row_axes)
     elif spec.group.pattern == Pattern.REDUCE_SCATTER and spec.group.nranks > 1:
@@ -58,7 +64,7 @@ def matmul(
 
 
 # XLA's names of the algorithms that sum in 16 bits.
-_NARROW = {"16F": "F16_F16_F16", "BF16_BF16_BF16": "BF16_BF16_BF16"}
+_SUMS_IN_16_BITS = {"16F": "F16_F16_F16", "BF16_BF16_BF16": "BF16_BF16_BF16"}
 
 
 def _dot_general(a, b, spec: MatmulSpec, compute: precisions.Compute, acc):
@@ -66,7 +72,9 @@ def _dot_general(a, b, spec: MatmulSpec, compute: precisions.Compute, acc):
     b = lax.conj(b) if spec.conjugate_b else b
     contract = ((0 if spec.transpose_a else 1,), (1 if spec.transpose_b else 0,))
     a, b = precisions.rounded(a, compute), precisions.rounded(b, compute)
-    precision = lax.DotAlgorithmPreset[_NARROW[compute.name]] if compute.sums_in_16_bits else lax.Precision.HIGHEST
+    precision = (
+        lax.DotAlgorithmPreset[_SUMS_IN_16_BITS[compute.name]] if compute.sums_in_16_bits else lax.Precision.HIGHEST
+    )
     return lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=acc)
 
 

@@ -156,7 +156,7 @@ def mlp(x, w_in, b_in, w_out, b_out, activation: str, axis_name, shardings: dict
     else:
         calls = _calls(placement, specs, operands, w_out, shardings)
         specs, plans = tuple(call.spec for call in calls), [call.plan for call in calls]
-        is_fused = is_fused and plans[1].a == plans[0].out and not plans[1].gather and not plans[1].is_swapped
+        is_fused = is_fused and plans[1].a == plans[0].out and not plans[1].gather and not plans[1].is_transposed
         is_fused = is_fused and plans[1].pattern in (Pattern.LOCAL, Pattern.ALL_REDUCE, Pattern.REDUCE_SCATTER)
     is_fused &= all(map(completes_sums, specs))
     names = (("w_in", "b_in"), ("w_out", "b_out"))

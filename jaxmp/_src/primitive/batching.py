@@ -41,11 +41,11 @@ def _front(x, dim):
 
 def _matmul_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
     (a, b), (da, db) = map(_front, args, dims), dims
-    turns = _turns(spec, a_is_batched=da is not None, b_is_batched=db is not None)
-    if db is None and not turns:
+    crosses = _crosses_blocks(spec, a_is_batched=da is not None, b_is_batched=db is not None)
+    if db is None and not crosses:
         return bind_rows(spec.folded(a.shape[0]), a, b, auto=auto)["d"], 0
     # Folded into columns the batch would stand inside of those of each rank, in the sum of the gradient in a.
-    if da is None and not turns and spec.determinism != "topology":
+    if da is None and not crosses and spec.determinism != "topology":
         return _bind_columns(spec, a, b, auto), 1
     mapped = {name: x for name, x, dim in (("a", a, da), ("b", b, db)) if dim is not None}
     fixed = {name: x for name, x, dim in (("a", a, da), ("b", b, db)) if dim is None}
@@ -54,7 +54,7 @@ def _matmul_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
     return jax.lax.map(lambda x: bind(spec, **x, **fixed, auto=auto)["d"], mapped), 0
 
 
-def _turns(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) -> bool:
+def _crosses_blocks(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) -> bool:
     """Whether a batched operand is a transposed one of a grid: its blocks then lie across those of D, and no fold of
     the batch into rows or columns keeps them in their places; nor does any of block-cyclic ones."""
     is_grid = spec.group.pattern == Pattern.GRID
@@ -146,7 +146,7 @@ def _folds_into_rows(spec: MatmulSpec, batched: set[str]) -> bool:
     if spec.scales.amax_d or spec.scales.amax_aux or spec.scales.a not in (low_precision.NONE, low_precision.SCALAR):
         return False  # the maximum is one a product, and scales have rows of their own
     is_fixed = all(name in DIMS and has_rows(name) for name in batched - {"a"})
-    return "a" in batched and is_fixed and not _turns(spec, a_is_batched=True, b_is_batched=False)
+    return "a" in batched and is_fixed and not _crosses_blocks(spec, a_is_batched=True, b_is_batched=False)
 
 
 def _activation_grad_batch_rule(args, dims, *, activation: str, spec: MatmulSpec | None, auto: bool):

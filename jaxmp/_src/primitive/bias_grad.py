@@ -48,16 +48,16 @@ def _contraction_axes(spec: MatmulSpec) -> tuple[str, ...]:
     )
 
 
-def _sum(x, dimension: int, is_conjugated: bool, axes: tuple[str, ...], line: str):
+def _sum(x, dimension: int, is_conjugated: bool, axes: tuple[str, ...], source_line: str):
     acc = accumulator(x.dtype)
     total = jnp.sum(x.astype(acc), dimension, dtype=acc)
     total = lax.conj(total) if is_conjugated else total
-    return collectives.psum(total, axes, line=line) if axes else total
+    return collectives.psum(total, axes, source_line=source_line) if axes else total
 
 
-def _gather_whole(x, axes: tuple[str, ...], line: str):
+def _gather_whole(x, axes: tuple[str, ...], source_line: str):
     """All-gather of a vector whose result is the same on every rank, and known to be."""
     if x.size == 0:  # XLA gathers nothing that is empty
         return jnp.zeros(x.shape, x.dtype)
     to = "invarying" if jax_compat.is_vma_checked() else "varying"
-    return collectives.all_gather(x, axes, axis=0, to=to, line=line)
+    return collectives.all_gather(x, axes, axis=0, to=to, source_line=source_line)

@@ -43,36 +43,36 @@ def _transpose(ct, x, *, is_active: bool, **params):
 ad.deflinear2(process_barrier_p, _transpose)
 
 
-def all_gather(x, axes: tuple[str, ...], *, axis: int, to: str = "varying", line: str = ""):
+def all_gather(x, axes: tuple[str, ...], *, axis: int, to: str = "varying", source_line: str = ""):
     """`lax.all_gather`, tiled."""
-    return _guarded(lambda x: lax.all_gather(x, axes, axis=axis, tiled=True, to=to), "all_gather", x, axes, line)
+    return _guarded(lambda x: lax.all_gather(x, axes, axis=axis, tiled=True, to=to), "all_gather", x, axes, source_line)
 
 
-def all_to_all(x, axes: tuple[str, ...], split_axis: int, concat_axis: int, *, line: str = ""):
+def all_to_all(x, axes: tuple[str, ...], split_axis: int, concat_axis: int, *, source_line: str = ""):
     """`lax.all_to_all`, tiled."""
 
     def collective(x):
         return lax.all_to_all(x, axes, split_axis, concat_axis, tiled=True)
 
-    return _guarded(collective, "all_to_all", x, axes, line)
+    return _guarded(collective, "all_to_all", x, axes, source_line)
 
 
-def psum(x, axes: tuple[str, ...], *, line: str = ""):
+def psum(x, axes: tuple[str, ...], *, source_line: str = ""):
     """`lax.psum`."""
-    return _guarded(lambda x: lax.psum(x, axes), "psum", x, axes, line)
+    return _guarded(lambda x: lax.psum(x, axes), "psum", x, axes, source_line)
 
 
-def pmax(x, axes: tuple[str, ...], *, line: str = ""):
+def pmax(x, axes: tuple[str, ...], *, source_line: str = ""):
     """`lax.pmax`."""
-    return _guarded(lambda x: lax.pmax(x, axes), "pmax", x, axes, line)
+    return _guarded(lambda x: lax.pmax(x, axes), "pmax", x, axes, source_line)
 
 
-def cast_varying(x, axes, *, line: str = ""):
+def cast_varying(x, axes, *, source_line: str = ""):
     """`x` with a type that varies over `axes` too: it moves nothing, but its transpose is a psum."""
     missing = tuple(axis for axis in sorted(axes) if axis not in jax_compat.varying_axes(x))
     if not missing:
         return x
-    return _barrier(lax.pcast(x, missing, to="varying"), missing, "psum", line, is_active=False)
+    return _barrier(lax.pcast(x, missing, to="varying"), missing, "psum", source_line, is_active=False)
 
 
 def reshard(x, mesh, spec: P, *, is_local: bool = False):
@@ -100,13 +100,13 @@ def _global_barrier(x, mesh, *, is_active: bool):
     return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)(x)
 
 
-def _guarded(collective: Callable, operation: str, x, axes: tuple[str, ...], line: str):
-    x = _barrier(x, axes, operation, line, is_active=True)
-    return _barrier(collective(x), axes, operation, line, is_active=False)
+def _guarded(collective: Callable, operation: str, x, axes: tuple[str, ...], source_line: str):
+    x = _barrier(x, axes, operation, source_line, is_active=True)
+    return _barrier(collective(x), axes, operation, source_line, is_active=False)
 
 
-def _barrier(x, axes, operation: str, line: str, *, is_active: bool):
+def _barrier(x, axes, operation: str, source_line: str, *, is_active: bool):
     if not native.has_barrier():
         return x
-    call = f"{operation} for {line or 'a matmul'}"
+    call = f"{operation} for {source_line or 'a matmul'}"
     return process_barrier_p.bind(x, mesh=jax_compat.mesh_axes(), axes=tuple(axes), call=call, is_active=is_active)

@@ -42,7 +42,7 @@ from jaxmp._src.validation.comm_options import fit_comm_options
 def _matmul_epilog_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
     """y = act(z), z = alpha*A@B + beta*c + bias:  dy = act'(z) * (alpha*dA@B + alpha*A@dB + beta*dc + dbias)."""
     if low_precision.is_low_precision(primals[0].dtype):
-        return _narrow_jvp(primals, tangents, spec, auto)
+        return _low_precision_jvp(primals, tangents, spec, auto)
     row = spec.rule
     if row.derivative or row.gradient:
         return _derivative_jvp_rule(primals, tangents, spec=spec, auto=auto)
@@ -105,7 +105,7 @@ def _epilog_transpose_rule(cts, a, b, *extra, spec: MatmulSpec, auto: bool):
     return [ct_a, ct_b, ct_bias]
 
 
-def _narrow_jvp(primals, tangents, spec: MatmulSpec, auto: bool):
+def _low_precision_jvp(primals, tangents, spec: MatmulSpec, auto: bool):
     """The tangent of an fp8 or fp4 product is that of the same product of its decoded operands times their scales, so
     cotangents are products in the wide type, cast to the operands' own. The rounding of d and of gelu_aux counts as
     `astype` does, and activations are differentiated where they were ahead of it; the largest absolute values and the
@@ -133,7 +133,7 @@ def _narrow_jvp(primals, tangents, spec: MatmulSpec, auto: bool):
 
 
 def _widened(operands: dict[str, Any], spec: MatmulSpec, auto: bool) -> dict[str, Any]:
-    """A narrow call on decoded operands: bfloat16 where all they hold is exact in it, else float32."""
+    """A low-precision call on decoded operands: bfloat16 where all they hold is exact in it, else float32."""
     exact = (low_precision.NONE, low_precision.VEC16, low_precision.VEC32)
     is_exact = spec.out_dtype == jnp.bfloat16 and spec.scales.a in exact and spec.scales.b in exact
     dtype = jnp.dtype(jnp.bfloat16 if is_exact else jnp.float32)

@@ -160,15 +160,15 @@ def global_amax(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, ...]
             axis for axis in axes if axis in jax_compat.varying_axes(amax) or not jax_compat.is_vma_checked()
         )
         with jax.named_scope("jaxmp_amax"):
-            amaxes[name] = amax_of_ranks(amax, unequal, line=spec.source_line) if unequal else amax
+            amaxes[name] = amax_of_ranks(amax, unequal, source_line=spec.source_line) if unequal else amax
     return outputs | amaxes
 
 
-def amax_of_ranks(x, axes: tuple[str, ...], *, line: str = ""):
+def amax_of_ranks(x, axes: tuple[str, ...], *, source_line: str = ""):
     """The largest of every rank's float32 amax. The bits of numbers that are not negative have their order, and NaN
     comes last, which the maximum of floats may lose."""
     bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
-    return lax.bitcast_convert_type(collectives.pmax(bits, axes, line=line), jnp.float32)
+    return lax.bitcast_convert_type(collectives.pmax(bits, axes, source_line=source_line), jnp.float32)
 
 
 def completes_sums(spec: MatmulSpec) -> bool:

@@ -25,7 +25,7 @@ Layout = tuple[tuple[int, tuple[str, ...]], ...]
 
 
 def unfolded(spec: MatmulSpec, x, dimension: int):
-    """Rows in the global order, of an x whose rows were gathered: (ranks, ahead, rows) to (ahead, ranks, rows)."""
+    """Rows in the global order, of an x whose rows were gathered: (ranks, outer, rows) to (outer, ranks, rows)."""
     if spec.determinism != "topology" or spec.order.outer_rows == 1 or spec.group.nranks == 1:
         return x
     shape = x.shape
@@ -84,14 +84,14 @@ def _is_contiguous(layout: Layout) -> bool:
 def _contiguous(call: MatmulSpec, x, dimension: int, order: tuple[str, ...], layout: Layout):
     """This rank's contiguous part of what the ranks of `order` hold interleaved along `dimension`."""
     with jax.named_scope("jaxmp_global_order"):
-        x = collectives.all_gather(cast_varying(x, order), order, axis=dimension, line=call.source_line)
+        x = collectives.all_gather(cast_varying(x, order), order, axis=dimension, source_line=call.source_line)
     shape, n = x.shape, len(layout)
-    ahead = math.prod(call.group.size((axis,)) for axis in order) // math.prod(
+    outer = math.prod(call.group.size((axis,)) for axis in order) // math.prod(
         call.group.size(axes) for _, axes in layout
     )
-    parts = [ahead, *(call.group.size(axes) for _, axes in layout), *(extent for extent, _ in layout)]
+    parts = [outer, *(call.group.size(axes) for _, axes in layout), *(extent for extent, _ in layout)]
     x = x.reshape(*shape[:dimension], *parts, *shape[dimension + 1 :])
-    turned = [0, *(i for pair in zip(range(1, n + 1), range(n + 1, 2 * n + 1), strict=True) for i in pair)]
+    interleaved = [0, *(i for pair in zip(range(1, n + 1), range(n + 1, 2 * n + 1), strict=True) for i in pair)]
     rest = range(dimension + len(parts), x.ndim)
-    x = x.transpose(*range(dimension), *(dimension + i for i in turned), *rest).reshape(shape)
+    x = x.transpose(*range(dimension), *(dimension + i for i in interleaved), *rest).reshape(shape)
     return collectives.own_part(x, dimension, order)

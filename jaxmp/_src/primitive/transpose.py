@@ -101,13 +101,13 @@ def cotangent_of_bias(ct, bias, spec: MatmulSpec):
     want = frozenset(bias.manual_axis_type.varying)
     total = jnp.sum(ct.astype(accumulator(ct.dtype)), 0, dtype=accumulator(ct.dtype))
     axes = tuple(sorted(jax_compat.varying_axes(ct) - want))
-    total = collectives.psum(total, axes, line=spec.source_line) if axes else total
+    total = collectives.psum(total, axes, source_line=spec.source_line) if axes else total
     return cast_varying(total, want).astype(bias.dtype)
 
 
 def reduced_cotangent(spec: MatmulSpec, ct):
     """The cotangent of a sum over ranks: the same on all of them; untyped, shard_map has divided it."""
-    return ct if spec.is_typed else collectives.psum(ct, spec.group.row_axes, line=spec.source_line)
+    return ct if spec.is_typed else collectives.psum(ct, spec.group.row_axes, source_line=spec.source_line)
 
 
 def _derived(spec: MatmulSpec, group: Group, names: str, order: SummationOrder, **flags: bool) -> MatmulSpec:
@@ -127,7 +127,7 @@ def _gather_rows(spec: MatmulSpec, x, dimension: int, to: str = "varying"):
         shape = (extent * (spec.group.nranks if i == dimension else 1) for i, extent in enumerate(x.shape))
         return cast_varying(jnp.zeros(tuple(shape), x.dtype), axes)
     with jax.named_scope("jaxmp_gather_rows"):
-        return collectives.all_gather(x, spec.group.row_axes, axis=dimension, to=to, line=spec.source_line)
+        return collectives.all_gather(x, spec.group.row_axes, axis=dimension, to=to, source_line=spec.source_line)
 
 
 def _product(spec: MatmulSpec, call: MatmulSpec, left, right, operand, layout: row_order.Layout, *, auto: bool):
@@ -158,7 +158,7 @@ def _product_and_sums(spec: MatmulSpec, call: MatmulSpec, left, right, operand, 
     call = call if bias is None else call.replace(epilog=_gradient_epilog(spec, call, left, right, bias))
     d, *sums = bind(call, left.astype(common), right.astype(common), auto=auto).values()
     d = collectives.own_part(d, 0, scattered) if scattered else d
-    d = collectives.psum(d, summed, line=spec.source_line) if summed else d
+    d = collectives.psum(d, summed, source_line=spec.source_line) if summed else d
     sums = [cast_varying(x, bias.aval.manual_axis_type.varying).astype(bias.aval.dtype) for x in sums]
     return cast_varying(d, want).astype(operand.aval.dtype), sums[0] if sums else None
 

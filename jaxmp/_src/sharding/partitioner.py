@@ -125,7 +125,7 @@ def _partition(spec: MatmulSpec, mesh, args, results):
         if bias_grad.summed(spec.output_names[-1]) != "d" or not outside:
             return results
         *rest, gradient = results
-        return (*rest, collectives.psum(gradient, outside, line=spec.source_line))
+        return (*rest, collectives.psum(gradient, outside, source_line=spec.source_line))
 
     return mesh, lower, tuple(outputs) if len(outputs) > 1 else outputs[0], tuple(operands)
 

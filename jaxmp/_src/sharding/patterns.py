@@ -4,10 +4,10 @@ A dimension's sharding is a tuple of axis names, slowest first. With rows of op(
 columns of op(b) on C, and the result asked for as (R', C'):
 
     K = G,  R' = R + G          reduce_scatter over G
-    K = G,  C' = C + G          the same for the transposed product (swapped)
+    K = G,  C' = C + G          the same, computed transposed
     K = G,  R' = R, C' = C      all_reduce over G
     R = R' + G,  G within C     all_gather of a's rows over G
-    C = C' + G,  G within R     the same for the transposed product (swapped)
+    C = C' + G,  G within R     the same, computed transposed
     R = R' + G,  G not in C     the ranks of G would compute the same: an explicit gather of a, then local
     every matrix on (X, Y)      grid
     R = R', C = C'              local
@@ -39,7 +39,7 @@ class Plan:
     pattern: Pattern
     row_axes: Dim = ()
     col_axes: Dim = ()
-    is_swapped: bool = False
+    is_transposed: bool = False
     dimension: int = 0
     gather: str | None = None
     gather_axes: Dim = ()
@@ -192,7 +192,7 @@ def _plan_contracted(rows: list[Dim], cols: Dim, out: Dims, group: Dim) -> Plan 
     if len(changed) == 1 and cols == out[-1] and _suffix(out[changed[0]], rows[changed[0]]) == group:
         return Plan(Pattern.REDUCE_SCATTER, group, dimension=changed[0])
     if not changed and _suffix(out[-1], cols) == group:
-        return Plan(Pattern.REDUCE_SCATTER, group, is_swapped=True)
+        return Plan(Pattern.REDUCE_SCATTER, group, is_transposed=True)
     return None
 
 
@@ -210,7 +210,7 @@ def _plan_gathered(rows: list[Dim], cols: Dim, out: Dims) -> Plan | None:
     if not changed:
         group = _suffix(cols, out[-1])
         if group and set(group) <= row_axes:
-            return Plan(Pattern.ALL_GATHER, group, is_swapped=True)
+            return Plan(Pattern.ALL_GATHER, group, is_transposed=True)
         if group and not set(group) & row_axes:
             return Plan(Pattern.LOCAL, gather="b", gather_axes=group)
     return None

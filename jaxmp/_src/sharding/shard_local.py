@@ -34,13 +34,13 @@ def bind_plan(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, Any]) -
     if plan.gather:
         operands = _gather_operand(plan, spec, operands)
         a, b = operands["a"], operands["b"]
-    if plan.is_swapped and spec.fixed_reduction_order:
-        plan, spec, a, b = _without_swap(plan, spec, a, b)
+    if plan.is_transposed and spec.fixed_reduction_order:
+        plan, spec, a, b = _untransposed(plan, spec, a, b)
     if spec.determinism == "topology" and spec.group.pattern != Pattern.GRID:
         spec = _with_order(plan, spec, a)
     operands = operands | {"a": a, "b": b}
-    if plan.is_swapped:
-        return _bind_swapped(plan, spec, operands)
+    if plan.is_transposed:
+        return _bind_transposed(plan, spec, operands)
     outputs = bind_shards(spec, plan.dimension, operands)
     if not spec.rule.gradient:
         return outputs
@@ -64,24 +64,24 @@ def _gather_operand(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, A
     return operands | gathered
 
 
-def _bind_swapped(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
+def _bind_transposed(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
     """D = (op(b)^T @ op(a)^T)^T: the columns of D take the part that rows have in the pattern."""
     a, b = operands["a"], operands["b"]
     rows, a, is_transposed = _flat_rows(spec, a)
-    swapped = spec.bilinear(
+    transposed = spec.bilinear(
         transpose_a=not spec.transpose_b,
         transpose_b=not is_transposed,
         conjugate_a=spec.conjugate_b,
         conjugate_b=spec.conjugate_a,
         out_dtype=matmul_spec.accumulator(a.dtype),
         is_typed=jax_compat.is_vma_checked(),
-        epilog=epilogs.SWAPPED.get(spec.epilog, Epilog.NONE),
+        epilog=epilogs.TRANSPOSED.get(spec.epilog, Epilog.NONE),
         scales=matmul_spec.ScaleModes(a=spec.scales.b, b=spec.scales.a),
         traced=spec.traced,
     )
     scales = {"scale_a": operands.get("scale_b"), "scale_b": fold_scale(spec, operands.get("scale_a"))}
-    extra = {name: scales[name] for name in swapped.operand_names}
-    z, *gradient = bind(fit_comm_options(swapped), b, a, extra).values()
+    extra = {name: scales[name] for name in transposed.operand_names}
+    z, *gradient = bind(fit_comm_options(transposed), b, a, extra).values()
     if gradient:
         rest = _apply_epilog(z.T, operands, spec.replace(alpha=1.0, epilog=Epilog.NONE), rows)
         return rest | {spec.rule.gradient: gradient[0].astype(spec.out_dtype)}
@@ -100,13 +100,13 @@ def _sum_over_data(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, .
         )
     with jax.named_scope(bias_grad.SCOPE):
         return {
-            name: collectives.psum(x, axes, line=spec.source_line) if name in names else x
+            name: collectives.psum(x, axes, source_line=spec.source_line) if name in names else x
             for name, x in outputs.items()
         }
 
 
-def _without_swap(plan: patterns.Plan, spec: MatmulSpec, a, b):
-    """A swapped call as a local one of gathered operands, whose epilog is the library's.
+def _untransposed(plan: patterns.Plan, spec: MatmulSpec, a, b):
+    """A call that computes D transposed as a local one of gathered operands, whose epilog is the library's.
 
     XLA's arithmetic is not bit for bit the library's, and depends on what XLA fuses it with.
     """
@@ -117,24 +117,24 @@ def _without_swap(plan: patterns.Plan, spec: MatmulSpec, a, b):
             'out_sharding, or pass determinism="run_to_run"'
         )
     check_gathered_scales("matmul", spec, why)
-    gathered = dataclasses.replace(plan, pattern=Pattern.LOCAL, gather_axes=plan.row_axes, is_swapped=False)
+    gathered = dataclasses.replace(plan, pattern=Pattern.LOCAL, gather_axes=plan.row_axes, is_transposed=False)
     k, n = (1, 0) if spec.transpose_b else (0, 1)
     with jax.named_scope("jaxmp_whole_operands"):
         if plan.pattern == Pattern.ALL_GATHER:
             b = _gather(gathered, b, n, spec.source_line)
         else:
             a = _gather(gathered, a, a.ndim - (2 if spec.transpose_a else 1), spec.source_line)
-            b = _turn(plan, b, n, k, spec.source_line)
+            b = _exchange(plan, b, n, k, spec.source_line)
     return gathered, spec.regroup(pattern=Pattern.LOCAL, row_axes=()), a, b
 
 
-def _turn(plan: patterns.Plan, x, split: int, joined: int, line: str):
+def _exchange(plan: patterns.Plan, x, split: int, joined: int, source_line: str):
     """`x` sharded over the group along dimension `split` instead of `joined`."""
     if x.size == 0:  # as in _gather
         p, shape = lax.axis_size(plan.row_axes), list(x.shape)
         shape[split], shape[joined] = shape[split] // p, shape[joined] * p
         return jnp.zeros(shape, x.dtype)
-    return _move(lambda x: collectives.all_to_all(x, plan.row_axes, split, joined, line=line), x)
+    return _move(lambda x: collectives.all_to_all(x, plan.row_axes, split, joined, source_line=source_line), x)
 
 
 def _with_order(plan: patterns.Plan, spec: MatmulSpec, a) -> MatmulSpec:
@@ -150,7 +150,7 @@ def _with_order(plan: patterns.Plan, spec: MatmulSpec, a) -> MatmulSpec:
     return spec.reorder(rows=tuple(rows), cols=plan.out[-1])
 
 
-def _gather(plan: patterns.Plan, x, dimension: int, line: str):
+def _gather(plan: patterns.Plan, x, dimension: int, source_line: str):
     """The gather that out_sharding asks for where the ranks of a group would otherwise compute the same."""
     if x.size == 0:  # XLA gathers nothing that is empty
         shape = list(x.shape)
@@ -158,7 +158,10 @@ def _gather(plan: patterns.Plan, x, dimension: int, line: str):
         return jnp.zeros(shape, x.dtype)
     with jax.named_scope("jaxmp_all_gather"):
         return _move(
-            lambda x: collectives.all_gather(x, plan.gather_axes, axis=dimension, to="invarying", line=line), x
+            lambda x: collectives.all_gather(
+                x, plan.gather_axes, axis=dimension, to="invarying", source_line=source_line
+            ),
+            x,
         )
 
 

@@ -180,7 +180,7 @@ def _dims(spec: MatmulSpec, plan: patterns.Plan, name: str) -> patterns.Dims:
     if len(matmul_spec.DIMS[name]) == 2:
         return plan.out
     dim = plan.out[-2] if matmul_spec.DIMS[name] == "m" else plan.out[-1]
-    if name == ("bgradb" if plan.is_swapped else "bgrada"):
+    if name == ("bgradb" if plan.is_transposed else "bgrada"):
         dim = plan.outside_group(dim)
     return (dim,)
 

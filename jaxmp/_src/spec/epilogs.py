@@ -91,7 +91,7 @@ RULES = {
 }
 
 # What an epilog that sums an operand becomes where the operands change places.
-SWAPPED = {Epilog.BGRADA: Epilog.BGRADB, Epilog.BGRADB: Epilog.BGRADA}
+TRANSPOSED = {Epilog.BGRADA: Epilog.BGRADB, Epilog.BGRADB: Epilog.BGRADA}
 
 
 def for_activation(activation: str | None, has_bias: bool) -> Epilog:
