@@ -57,7 +57,8 @@ class Row:
       flops: floating-point operations of all groups together (2 m n k; a complex product counts 4 real ones).
       bytes_moved: bytes that one rank reads from its peers.
       workspace: bytes per rank; 0 for cuBLASMp, which is asked when the call first runs.
-      compute: cuBLAS's compute type; comm, layout: the call's communication options and block-cyclic layouts, empty where it has none.
+      compute: cuBLAS's compute type.
+      comm, layout: the call's communication options and block-cyclic layouts, empty where it has none.
     """
 
     operation: str
