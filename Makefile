@@ -124,6 +124,7 @@ lint: $(LINT)/.ready ## Check style, formatting, types and layers (ruff, mypy, i
 	$(LINT)/bin/ruff check .
 	$(LINT)/bin/ruff format --check .
 	$(LINT)/bin/mypy
+	$(LINT)/bin/mypy --strict --follow-imports=silent --cache-dir=.mypy_cache/strict tests/typing
 	$(LINT)/bin/lint-imports --no-cache
 	@echo "clang-format --dry-run -Werror, $(words $(CXX_STYLED)) files"
 	@$(LINT)/bin/clang-format --dry-run -Werror $(CXX_STYLED)

@@ -24,7 +24,7 @@ from sklearn.model_selection import train_test_split
 from tqdm import tqdm
 
 import jaxmp
-from jaxmp import Epilog, Scales, quantize
+from jaxmp import Epilog, Scaling, quantize
 
 INPUTS, HIDDEN, CLASSES = 64, 256, 16  # ten digits, padded to a multiple of 16 for fp8
 BATCH, EPOCHS, LEARNING_RATE, HISTORY = 128, 12, 2e-3, 8
@@ -66,12 +66,11 @@ def forward(params, x, scales, probe):
         q["w1"],
         params["b1"].astype(jnp.float16),
         TILES,
-        scales=Scales(a=scales["x"], b=scales["w1"], d=1 / scales["h"]),
+        scaling=Scaling(a=scales["x"], b=scales["w1"], d=1 / scales["h"], result_amax=True),
         preferred_element_type=E4M3,
-        result_amax=True,
     )
-    both = Scales(a=scales["h"], b=scales["w2"])
-    y = product(q["h"], q["w2"], scales=both, out_sharding=ROWS, preferred_element_type=jnp.float32)
+    both = Scaling(a=scales["h"], b=scales["w2"])
+    y = product(q["h"], q["w2"], scaling=both, out_sharding=ROWS, preferred_element_type=jnp.float32)
     seen = {name: quantize.amax(v) for name, v in (("x", x), ("w1", params["w1"]), ("w2", params["w2"]))}
     return (y, seen | {"h": more["result_amax"]}), (q, scales)
 
@@ -82,17 +81,16 @@ def backward(kept, cotangents):
     dh8, more = product(
         dy8,
         q["w2"].T,
-        scales=Scales(a=scales["dy"], b=scales["w2"], d=1 / scales["dh"]),
+        scaling=Scaling(a=scales["dy"], b=scales["w2"], d=1 / scales["dh"], result_amax=True),
         out_sharding=TILES,
         preferred_element_type=E5M2,
-        result_amax=True,
     )
     dz8 = jnp.where(q["h"].astype(jnp.float32) > 0, dh8, jnp.zeros_like(dh8))
     weights = functools.partial(product, preferred_element_type=jnp.float32)
     gradients = {
-        "w1": weights(dz8.T, q["x"].T, scales=Scales(a=scales["dh"], b=scales["x"]), out_sharding=LAYOUTS["w1"]),
+        "w1": weights(dz8.T, q["x"].T, scaling=Scaling(a=scales["dh"], b=scales["x"]), out_sharding=LAYOUTS["w1"]),
         "b1": jnp.sum(dz8.astype(jnp.float32), axis=0) * scales["dh"],
-        "w2": weights(dy8.T, q["h"].T, scales=Scales(a=scales["dy"], b=scales["h"]), out_sharding=LAYOUTS["w2"]),
+        "w2": weights(dy8.T, q["h"].T, scaling=Scaling(a=scales["dy"], b=scales["h"]), out_sharding=LAYOUTS["w2"]),
     }
     no_scales = jax.tree.map(jnp.zeros_like, scales)
     return (

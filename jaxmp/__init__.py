@@ -6,17 +6,16 @@ from jaxmp import distributed, quantize, reference
 from jaxmp._src.explain.explain import Explanation, explain
 from jaxmp._src.lowering import rules as _rules  # noqa: F401  registers the lowerings
 from jaxmp._src.ops.block_cyclic import BlockCyclicArray, from_block_cyclic, to_block_cyclic
-from jaxmp._src.ops.dot_general import dot_general
-from jaxmp._src.ops.einsum import einsum
-from jaxmp._src.ops.matmul import (
+from jaxmp._src.ops.collective_matmul import (
     all_gather_matmul,
     block_matmul,
-    linear,
-    matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,
-    mlp,
 )
+from jaxmp._src.ops.dot_general import dot_general
+from jaxmp._src.ops.einsum import einsum
+from jaxmp._src.ops.matmul import linear, matmul
+from jaxmp._src.ops.mlp import mlp
 from jaxmp._src.ops.scaled_matmul import scaled_matmul
 from jaxmp._src.primitive import batching as _batching  # noqa: F401  registers its rules
 from jaxmp._src.primitive import jvp as _jvp  # noqa: F401  registers its rules
@@ -25,7 +24,8 @@ from jaxmp._src.runtime import config as _config
 from jaxmp._src.runtime.native import plan_cache_clear, plan_cache_info, register
 from jaxmp._src.sharding import partitioner as _partitioner  # noqa: F401  registers its rule
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.low_precision import Scales
+from jaxmp._src.spec.low_precision import Scaling
+from jaxmp._src.spec.options import CommOptions
 from jaxmp._src.spec.process_grid import BlockCyclic
 from jaxmp.distributed import DistributedError
 
@@ -34,10 +34,11 @@ __version__ = _metadata.version("jaxmp")
 __all__ = [
     "BlockCyclic",
     "BlockCyclicArray",
+    "CommOptions",
     "DistributedError",
     "Epilog",
     "Explanation",
-    "Scales",
+    "Scaling",
     "all_gather_matmul",
     "block_matmul",
     "distributed",

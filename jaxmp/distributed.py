@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -27,6 +27,11 @@ from jaxmp._src.runtime.peers import Peers
 from jaxmp._src.runtime.watch import DistributedError
 
 __all__ = ["DistributedError", "initialize", "shutdown"]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
 
 # JAX's own watch ends a process whose peer is gone, without an exception; ours speaks first.
 _NO_HEARTBEAT = 10**6  # seconds; of other waits of JAX's too
@@ -55,7 +60,7 @@ def initialize(
     num_processes: int | None = None,
     process_id: int | None = None,
     *,
-    local_device_ids=None,
+    local_device_ids: int | Sequence[int] | None = None,
     initialization_timeout: int = 300,
     timeout: float | None = None,
 ) -> None:

@@ -1,6 +1,6 @@
-"""To fp8 and fp4 and back: quantizers for every mode of `jaxmp.Scales`, delayed scaling, and the library's layouts.
+"""To fp8 and fp4 and back: quantizers for every mode of `jaxmp.Scaling`, delayed scaling, and the library's layouts.
 
-A quantizer returns `(q, scale)` with x = q * scale up to rounding, ready for `matmul(..., scales=Scales(a=scale))`.
+A quantizer returns `(q, scale)` with x = q * scale up to rounding, ready for `matmul(..., scaling=Scaling(a=scale))`.
 Blocks run along the last dimension, as in `jax.nn.scaled_matmul`.
 """
 
@@ -8,24 +8,55 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._src.spec import low_precision
+from jaxmp._src.spec.low_precision import Scale
+from jaxmp._src.spec.options import Array
 from jaxmp._src.spec.process_grid import round_up
+
+__all__ = [
+    "amax",
+    "blk128",
+    "delayed_scale",
+    "dequantize",
+    "encode",
+    "expand",
+    "largest",
+    "mxfp8",
+    "nvfp4",
+    "nvfp4_global_scale",
+    "pack_fp4",
+    "rows",
+    "scale_for",
+    "scale_offset",
+    "swizzle",
+    "tensor",
+    "unpack_fp4",
+    "unswizzle",
+    "update_history",
+    "vec128",
+]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
 
 _E4M3 = jnp.float8_e4m3fn
 
 
-def largest(dtype) -> float:
+def largest(dtype: DTypeLike) -> float:
     """The largest finite number of an fp8 or fp4 type: 448 (e4m3), 57344 (e5m2), 6 (e2m1)."""
     return float(jnp.finfo(dtype).max)
 
 
-def amax(x) -> jax.Array:
+def amax(x: Array) -> jax.Array:
     """The largest absolute value of `x`, a float32 scalar; NaN where `x` has one."""
     return low_precision.amax(x.astype(jnp.float32))
 
 
-def scale_for(amax, dtype=_E4M3, *, margin: int = 0) -> jax.Array:
+def scale_for(amax: ArrayLike, dtype: DTypeLike = _E4M3, *, margin: int = 0) -> jax.Array:
     """The float32 scale that brings `amax` to `2**-margin` times the largest number of `dtype`.
 
     1 where amax is 0 or not finite (TransformerEngine's rule)."""
@@ -34,12 +65,12 @@ def scale_for(amax, dtype=_E4M3, *, margin: int = 0) -> jax.Array:
     return jnp.where((amax > 0) & jnp.isfinite(scale), scale, 1.0)
 
 
-def encode(x, dtype=_E4M3) -> jax.Array:
+def encode(x: Array, dtype: DTypeLike = _E4M3) -> jax.Array:
     """`x` in `dtype`, saturating where `x.astype(dtype)` would give NaN or infinity."""
     return low_precision.encode(x, dtype)
 
 
-def tensor(x, dtype=_E4M3, *, scale=None) -> tuple[jax.Array, jax.Array]:
+def tensor(x: Array, dtype: DTypeLike = _E4M3, *, scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
     """(q, scale) with one float32 scalar: `scale_for(amax(x))` unless it is given, as delayed scaling does.
 
     >>> import jax.numpy as jnp, jaxmp
@@ -51,24 +82,24 @@ def tensor(x, dtype=_E4M3, *, scale=None) -> tuple[jax.Array, jax.Array]:
     return low_precision.encode(x.astype(jnp.float32) / scale, dtype), scale
 
 
-def update_history(history, amax) -> jax.Array:
+def update_history(history: jax.Array, amax: Array) -> jax.Array:
     """An amax history (length,), newest first, with `amax` put in front and the oldest dropped."""
     return jnp.roll(history, 1).at[0].set(amax.astype(history.dtype))
 
 
-def delayed_scale(history, dtype=_E4M3, *, margin: int = 0) -> jax.Array:
+def delayed_scale(history: Array, dtype: DTypeLike = _E4M3, *, margin: int = 0) -> jax.Array:
     """The scale for the next step from the largest of past absolute maxima; Micikevicius et al., "FP8 Formats for Deep
     Learning" (2022), as TransformerEngine's DelayedScaling."""
     return scale_for(jnp.max(history), dtype, margin=margin)
 
 
-def rows(x, dtype=_E4M3) -> tuple[jax.Array, jax.Array]:
+def rows(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows,)): one float32 scale a row."""
     scale = scale_for(low_precision.amax(x.astype(jnp.float32), -1), dtype)
     return low_precision.encode(x.astype(jnp.float32) / scale[..., None], dtype), scale
 
 
-def vec128(x, dtype=_E4M3) -> tuple[jax.Array, jax.Array]:
+def vec128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows, k/128)): one float32 scale for 128 adjacent elements."""
     _check_blocks("vec128", x, 128)
     scale = scale_for(low_precision.block_amax(x.astype(jnp.float32), 128), dtype)
@@ -77,7 +108,7 @@ def vec128(x, dtype=_E4M3) -> tuple[jax.Array, jax.Array]:
     ), scale
 
 
-def blk128(x, dtype=_E4M3) -> tuple[jax.Array, jax.Array]:
+def blk128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows/128, k/128)) of a 2-D x: one float32 scale for 128 x 128 elements."""
     _check_blocks("blk128", x, 128)
     by_rows = low_precision.block_amax(x.astype(jnp.float32), 128)
@@ -88,7 +119,7 @@ def blk128(x, dtype=_E4M3) -> tuple[jax.Array, jax.Array]:
     ), scale
 
 
-def mxfp8(x, dtype=_E4M3) -> tuple[jax.Array, jax.Array]:
+def mxfp8(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows, k/32) of float8_e8m0fnu): MXFP8, with scales rounded up to powers of two.
 
     Bit for bit what `jax.nn.scaled_dot_general` quantizes to with the config "mxfp8".
@@ -98,7 +129,7 @@ def mxfp8(x, dtype=_E4M3) -> tuple[jax.Array, jax.Array]:
     return low_precision.encode_blocks(x, low_precision.VEC32, dtype)
 
 
-def nvfp4(x, *, global_scale=1.0) -> tuple[jax.Array, jax.Array]:
+def nvfp4(x: Array, *, global_scale: ArrayLike = 1.0) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows, k/16) of float8_e4m3fn): NVFP4; x = q * scale * global_scale.
 
     `global_scale`, float32, goes into alpha; `nvfp4_global_scale` makes full use of the scales' range. Bit for bit what
@@ -111,22 +142,22 @@ def nvfp4(x, *, global_scale=1.0) -> tuple[jax.Array, jax.Array]:
     return low_precision.encode(jnp.where(wide == 0, 0.0, x / wide), jnp.float4_e2m1fn), scale
 
 
-def nvfp4_global_scale(amax) -> jax.Array:
+def nvfp4_global_scale(amax: ArrayLike) -> jax.Array:
     """The scale that brings `amax` to 6 * 448, the product of the largest numbers of e2m1 and e4m3."""
     return jnp.asarray(amax, jnp.float32) / (largest(jnp.float4_e2m1fn) * largest(_E4M3))
 
 
-def dequantize(q, scale, dtype=jnp.float32) -> jax.Array:
-    """q times its scale in `dtype`; the mode follows from the scale's shape and dtype, as in `jaxmp.Scales`."""
+def dequantize(q: Array, scale: Scale, dtype: DTypeLike = jnp.float32) -> jax.Array:
+    """q times its scale in `dtype`; the mode follows from the scale's shape and dtype, as in `jaxmp.Scaling`."""
     return low_precision.dequantize(q, scale, _mode("dequantize", q, scale), jnp.dtype(dtype))
 
 
-def expand(scale, q) -> jax.Array:
+def expand(scale: Scale, q: Array) -> jax.Array:
     """The float32 scale of every element of `q`."""
     return jnp.broadcast_to(low_precision.expand(scale, _mode("expand", q, scale), q.shape), q.shape)
 
 
-def swizzle(scale) -> jax.Array:
+def swizzle(scale: Array) -> jax.Array:
     """Block scales (rows, blocks) as bytes in the order of cuBLASLt (tiles of 128 x 4, padded with 0), flat.
 
     `jaxmp.matmul` does this itself; it is for data that other libraries share.
@@ -134,7 +165,7 @@ def swizzle(scale) -> jax.Array:
     return low_precision.swizzle(low_precision.as_bytes(scale))
 
 
-def unswizzle(flat, rows: int, blocks: int, dtype=jnp.float8_e8m0fnu) -> jax.Array:
+def unswizzle(flat: Array, rows: int, blocks: int, dtype: DTypeLike = jnp.float8_e8m0fnu) -> jax.Array:
     """The inverse of `swizzle`: scales (rows, blocks) of `dtype`."""
     size = round_up(rows, 128) * round_up(blocks, 4)
     if flat.shape != (size,):
@@ -150,12 +181,12 @@ def scale_offset(row: int, block: int, blocks: int) -> int:
     return 512 * tile + 16 * (row % 32) + 4 * (row % 128 // 32) + block % 4
 
 
-def pack_fp4(q) -> jax.Array:
+def pack_fp4(q: Array) -> jax.Array:
     """float4_e2m1fn (..., k) as uint8 (..., k/2), the first of two in the low half of its byte."""
     return low_precision.as_bytes(q)
 
 
-def unpack_fp4(packed) -> jax.Array:
+def unpack_fp4(packed: Array) -> jax.Array:
     """The inverse of `pack_fp4`."""
     return low_precision.from_bytes(packed, jnp.float4_e2m1fn)
 
@@ -170,4 +201,4 @@ def _check_blocks(name: str, x, size: int) -> None:
 def _mode(name: str, q, scale) -> str:
     if scale is not None and scale.dtype.name == "float32" and scale.shape == ():
         return low_precision.SCALAR
-    return low_precision.find_mode(f"quantize.{name}", "a", scale, tuple(q.shape), q.dtype)
+    return low_precision.find_mode(f"quantize.{name}", "scale", scale, tuple(q.shape), q.dtype)

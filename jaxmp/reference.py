@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxmp._src.spec import activations, epilogs
 from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.spec.options import Activation, Scalar
+
+__all__ = ["activate", "linear", "matmul", "mlp"]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
 
 
 def matmul(
-    a,
-    b,
-    c=None,
+    a: ArrayLike,
+    b: ArrayLike,
+    c: ArrayLike | None = None,
     *,
-    alpha=1.0,
-    beta=None,
+    alpha: Scalar = 1.0,
+    beta: Scalar | None = None,
     transpose_a: bool = False,
     transpose_b: bool = False,
     conjugate_a: bool = False,
     conjugate_b: bool = False,
     epilog: Epilog | int = Epilog.NONE,
-    epilog_inputs=None,
+    epilog_inputs: Mapping[str, ArrayLike] | None = None,
     relu_aux_shards: int = 1,
-):
+) -> Any:
     """`d`, or `(d, {name: aux})`, of `epilog(alpha * op(a) @ op(b) + beta * c)` in the operands' common type.
 
     Args:
@@ -33,19 +44,29 @@ def matmul(
       relu_aux_shards: over how many shards the columns of d are split; the packed mask is padded per shard.
     Everything else is as in `jaxmp.matmul`. Differentiable; pass float64 operands for a reference in float64.
     """
-    a = _operand(a, transpose_a, conjugate_a)
-    b = _operand(b, transpose_b, conjugate_b)
+    return _matmul(
+        _operand(a, transpose_a, conjugate_a),
+        _operand(b, transpose_b, conjugate_b),
+        c,
+        alpha,
+        beta,
+        epilogs.RULES[Epilog(int(epilog) & ~Epilog.ALLREDUCE)],
+        epilog_inputs,
+        relu_aux_shards,
+    )
+
+
+def _matmul(a, b, c, alpha, beta, row: epilogs.EpilogRule, inputs, shards: int):
     z = alpha * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
     if c is not None:
         z = z + beta * c
-    row = epilogs.RULES[Epilog(int(epilog) & ~Epilog.ALLREDUCE)]
     if row.has_bias:
-        z = z + _as_row(epilog_inputs["bias"], z.ndim)
+        z = z + _as_row(inputs["bias"], z.ndim)
     d = activate(row.activation, z)
     if row.derivative == "relu":
-        d = jnp.where(_unpack(epilog_inputs["relu_aux"], z.shape[-1], relu_aux_shards), z, jnp.zeros_like(z))
+        d = jnp.where(_unpack(inputs["relu_aux"], z.shape[-1], shards), z, jnp.zeros_like(z))
     elif row.derivative == "gelu":
-        d = z * activations.gelu_derivative(epilog_inputs["gelu_aux"])
+        d = z * activations.gelu_derivative(inputs["gelu_aux"])
     if row.gradient:
         sums = {"bgrada": lambda: jnp.sum(a, -1), "bgradb": lambda: jnp.sum(b, 0)}
         return d, {row.gradient: sums.get(row.gradient, lambda: jnp.sum(d, tuple(range(d.ndim - 1))))()}
@@ -53,8 +74,8 @@ def matmul(
         return d
     if row.aux == "gelu_aux":
         return d, {row.aux: z}
-    shards = jnp.split(z > 0, relu_aux_shards, axis=-1)
-    return d, {row.aux: jnp.concatenate([activations.pack_relu_aux(x) for x in shards], axis=-1)}
+    masks = [activations.pack_relu_aux(x) for x in jnp.split(z > 0, shards, axis=-1)]
+    return d, {row.aux: jnp.concatenate(masks, axis=-1)}
 
 
 def _unpack(mask, columns: int, shards: int):
@@ -62,18 +83,28 @@ def _unpack(mask, columns: int, shards: int):
     return jnp.concatenate([activations.unpack_relu_aux(x, columns // shards) for x in parts], axis=-1)
 
 
-def linear(x, w, bias=None, *, activation: str | None = None):
+def linear(
+    x: ArrayLike, w: ArrayLike, bias: ArrayLike | None = None, *, activation: Activation | None = None
+) -> jax.Array:
     """`act(x @ w + bias)` for x (..., k), w (k, n), bias (n,)."""
     z = jnp.matmul(x, w, precision=jax.lax.Precision.HIGHEST)
     return activate(activation, z if bias is None else z + _as_row(bias, z.ndim))
 
 
-def mlp(x, w_in, b_in, w_out, b_out, *, activation: str):
+def mlp(
+    x: ArrayLike,
+    w_in: ArrayLike,
+    b_in: ArrayLike | None,
+    w_out: ArrayLike,
+    b_out: ArrayLike | None,
+    *,
+    activation: Activation,
+) -> jax.Array:
     """`act(x @ w_in + b_in) @ w_out + b_out` for x (..., k)."""
     return linear(linear(x, w_in, b_in, activation=activation), w_out, b_out)
 
 
-def activate(activation: str | None, z):
+def activate(activation: str | None, z: jax.Array) -> jax.Array:
     """relu, tanh-gelu or nothing."""
     if activation is None:
         return z

@@ -31,6 +31,13 @@ from jaxmp._src.spec import epilogs
 from jaxmp._src.spec.activations import pack_relu_aux
 from jaxmp._src.spec.epilogs import Epilog
 
+__all__ = ["assert_bitwise_equal"]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
 DTYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "complex128")
 # Results that sum over the rows, so that they have to depend on how many there are.
 _SUMS_OF_ROWS = ("drelu_bgrad", "dgelu_bgrad")

@@ -16,7 +16,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Scales
+from jaxmp import Scaling
 
 E4M3, E5M2, FP4, E8M0 = (
     np.dtype(t)
@@ -121,7 +121,7 @@ def call_sharded(case, a, b, scale_a, scale_b, axis_type, **options):
 
     @jax.jit
     def program(a, b, scale_a, scale_b):
-        return jaxmp.matmul(a, b, scales=Scales(a=scale_a, b=scale_b), out_sharding=case.out, **flags)
+        return jaxmp.matmul(a, b, scaling=Scaling(a=scale_a, b=scale_b), out_sharding=case.out, **flags)
 
     with jax.set_mesh(mesh):
         return program(*placed)

@@ -96,7 +96,7 @@ WRONG_PRODUCTS = [
     ("a", "b", {"in_shardings": (P(), P())}, NotImplementedError, "matmul: in_shardings is not available for block-cyclic operands"),
     ("a", "b", {"beta": 1.0}, ValueError, "matmul: beta=1.0 was given without c"),
     ("a", "b", {"conjugate_a": True}, TypeError, "matmul: conjugate_a=True needs a complex operand"),
-    ("a", "b", {"algorithm": "split_p2p"}, ValueError, "matmul: algorithm='split_p2p' needs the pattern"),
+    ("a", "b", {"comm": jaxmp.CommOptions(algorithm="split_p2p")}, ValueError, "matmul: comm.algorithm='split_p2p' needs the pattern"),
 ]  # fmt: skip
 
 

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, Scales, testing
+from jaxmp import CommOptions, Epilog, Scaling, testing
 from jaxmp._src.lowering import backend, fixed_shape, rules
 from jaxmp._src.lowering.legalize import Capabilities
 from jaxmp._src.primitive import primitives
@@ -199,7 +199,7 @@ def test_scales_follow_their_rows_and_blocks(mode, in_chunks, rng, monkeypatch):
 
     def product(a, b, scale_a, scale_b):
         options = {"transpose_b": True, "preferred_element_type": out, "determinism": "batch"}
-        return jaxmp.matmul(a, b, scales=Scales(a=scale_a, b=scale_b), **options)
+        return jaxmp.matmul(a, b, scaling=Scaling(a=scale_a, b=scale_b), **options)
 
     monkeypatch.setattr(fixed_shape, "ROWS", 128)
     args = (a, b, *scales)
@@ -212,7 +212,8 @@ def test_a_largest_value_is_not_that_of_padding(in_chunks):
     """A padded row of zeros would have the bias, which is larger here than anything in d."""
     a, b = np.full((16, 16), -1, E4M3), np.ones((16, 16), E4M3)
     bias = np.full(16, 12, np.float16)
-    options = {"transpose_b": True, "preferred_element_type": E4M3, "result_amax": True, "determinism": "batch"}
+    options = {"transpose_b": True, "preferred_element_type": E4M3, "determinism": "batch"}
+    options |= {"scaling": Scaling(result_amax=True)}
     product = functools.partial(jaxmp.matmul, epilog=Epilog.RELU_AUX_BIAS, epilog_inputs={"bias": bias}, **options)
     d, more = in_chunks(jax.jit(product), a, b)
     assert (float(more["result_amax"]), np.abs(d.astype(np.float32)).max()) == (0.0, 0.0)
@@ -341,9 +342,9 @@ def test_hints_of_a_pattern_that_is_gathered_are_left_out(mesh_of):
         jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
         for spec in (P(None, "y"), P("y", None))
     )
-    hints = {"algorithm": "split_p2p", "communication_dtype": "float32", "determinism": "batch"}
+    options = {"comm": CommOptions(algorithm="split_p2p", dtype="float32"), "determinism": "batch"}
     with jax.set_mesh(mesh):
-        (line,) = texts(functools.partial(ask, out_sharding=P("y", None), **hints), a, b)
+        (line,) = texts(functools.partial(ask, out_sharding=P("y", None), **options), a, b)
     assert 'algorithm = "default"' in line
     assert 'communication_dtype = "none"' in line
 

@@ -5,6 +5,7 @@ import importlib
 import inspect
 import os
 import pkgutil
+import pydoc
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 import jaxmp
 
 ROOT = Path(__file__).resolve().parent.parent
+MODULES = ["distributed", "quantize", "reference", "testing"]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
@@ -36,10 +38,25 @@ def test_the_code_of_the_readme_runs(tmp_path):
     assert "all_gather" in ran.stdout
 
 
-@pytest.mark.parametrize("name", sorted(m.name for m in pkgutil.iter_modules(jaxmp.__path__) if m.name != "_jaxmp"))
-def test_the_examples_of_the_docstrings_run(name):
-    module = importlib.import_module(f"jaxmp.{name}")
+PUBLIC = [jaxmp, *(importlib.import_module(f"jaxmp.{name}") for name in MODULES)]
+ALL_MODULES = sorted(
+    module.name for module in pkgutil.walk_packages(jaxmp.__path__, "jaxmp.") if "._jaxmp" not in module.name
+)
+
+
+@pytest.mark.parametrize("name", ALL_MODULES)
+def test_the_examples_of_the_docstrings_run(name, standard_promotion):
+    module = importlib.import_module(name)
     assert doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE).failed == 0
+
+
+def test_the_examples_of_the_page_about_products_run(standard_promotion):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "matmul.md").read_text(), flags=re.M | re.S)
+    assert len(blocks) == 3
+    runner = doctest.DocTestRunner()
+    for block in blocks:
+        runner.run(doctest.DocTestParser().get_doctest(block, {}, "matmul.md", None, 0))
+    assert runner.summarize().failed == 0
 
 
 FUNCTIONS = {name: value for name, value in vars(jaxmp).items() if inspect.isfunction(value)}
@@ -50,10 +67,10 @@ def test_every_public_function_that_takes_arguments_has_an_example(name):
     assert ">>>" in inspect.getdoc(getattr(jaxmp, name))
 
 
-@pytest.mark.parametrize("module", [jaxmp, jaxmp.quantize], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
 def test_every_public_function_says_what_it_returns(module):
     """To mypy --strict a function without any annotation is untyped, and each call of it an error."""
-    functions = {name: f for name, f in vars(module).items() if inspect.isfunction(f) and not name.startswith("_")}
+    functions = {name: f for name in module.__all__ if inspect.isfunction(f := getattr(module, name))}
     assert functions
     assert not [name for name, f in functions.items() if inspect.signature(f).return_annotation is inspect._empty]
 
@@ -62,6 +79,23 @@ def test_the_public_names_are_ours():
     """What `dir` offers has to be meant for users, and no module that an import left behind."""
     names = {name: value for name, value in vars(jaxmp).items() if not name.startswith("_")}
     assert not [name for name, x in names.items() if inspect.ismodule(x) and not x.__name__.startswith("jaxmp")]
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_dir_and_help_show_the_public_names_alone(module):
+    assert set(dir(module)) - {"__version__"} == set(module.__all__)
+    assert list(module.__all__) == sorted(module.__all__)
+    text = pydoc.plain(pydoc.render_doc(module))
+    shown = set(re.findall(r"^    (?:class )?(\w+)\(", text, flags=re.M))
+    assert shown
+    assert shown <= set(module.__all__)
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_a_docstring_is_one_screen(module):
+    for name in module.__all__:
+        lines = (inspect.getdoc(getattr(module, name)) or "").splitlines()
+        assert 0 < len(lines) <= 45, f"{name} has {len(lines)} lines"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)

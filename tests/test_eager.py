@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, testing
+from jaxmp import CommOptions, Epilog, Scaling, testing
 from jaxmp._src.sharding import eager_calls, sharded_call
 
 
@@ -85,6 +85,8 @@ OPTIONS = {
     "batch": {"determinism": "batch"},
     "topology": {"determinism": "topology"},
     "bf16": {"precision": "BF16_BF16_F32"},
+    "one multiprocessor": {"comm": CommOptions(sm_count=1)},
+    "two multiprocessors": {"comm": CommOptions(sm_count=2)},
 }
 
 
@@ -113,9 +115,13 @@ def test_an_equal_option_of_another_type_is_judged(operands):
     jaxmp.matmul(a, b, alpha=1)
     with pytest.raises(TypeError, match="alpha must be a Python number or a scalar array, got bool"):
         jaxmp.matmul(a, b, alpha=True)
-    jaxmp.matmul(a, b, comm_sm_count=1)
-    with pytest.raises(TypeError, match="comm_sm_count must be an integer, got bool"):
-        jaxmp.matmul(a, b, comm_sm_count=True)
+    jaxmp.matmul(a, b, comm=CommOptions(sm_count=1))
+    with pytest.raises(TypeError, match=r"comm\.sm_count must be an integer, got bool"):
+        jaxmp.matmul(a, b, comm=CommOptions(sm_count=True))
+    for wrong in ((1,), [1], {"sm_count": 1}, 1):
+        for _ in range(2):
+            with pytest.raises(TypeError, match=r"comm must be a jaxmp\.CommOptions, got"):
+                jaxmp.matmul(a, b, comm=wrong)
     jaxmp.matmul(a, b, c, beta=1.0)
     with pytest.raises(ValueError, match="got unknown"):
         jaxmp.matmul(a, b, c, beta=1.0, epilog_inputs={"c": c})
@@ -150,6 +156,21 @@ def test_a_call_that_names_its_line_is_judged_each_time(operands, monkeypatch):
     for _ in range(3):
         jaxmp.matmul(a, b)
     assert (len(calls), misses()) == (3, 0)
+
+
+def test_calls_with_scales_are_judged_each_time(monkeypatch):
+    """A group of options without arrays is a kind of its own."""
+    a = b = jnp.ones((16, 16), jnp.float8_e4m3fn)
+    product = functools.partial(jaxmp.matmul, a, b, transpose_b=True, preferred_element_type=jnp.float8_e4m3fn)
+    calls = judged(monkeypatch)
+    for _ in range(2):
+        for scale, want in ((np.float32(2), 32.0), (jnp.float32(4), 64.0)):
+            assert np.all(np.asarray(product(scaling=Scaling(a=scale)), np.float32) == want)
+    assert (len(calls), misses()) == (4, 0)
+    for _ in range(2):
+        assert product(scaling=Scaling(result_amax=True))[1]["result_amax"] == 16
+        assert isinstance(product(), jax.Array)
+    assert (len(calls), misses()) == (6, 2)
 
 
 def test_any_mapping_names_inputs(operands):

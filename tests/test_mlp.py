@@ -261,7 +261,7 @@ def test_the_forward_pass_stores_no_aux(rng):
 ERRORS = {
     "activation": ({"activation": "tanh"}, ValueError, 'mlp: activation must be "relu" or "gelu", got \'tanh\''),
     "axis outside": ({"axis_name": "model"}, ValueError, "mlp: works on the shards inside shard_map"),
-    "unknown option": ({"alpha": 2.0}, TypeError, "mlp: unexpected keyword arguments ['alpha']"),
+    "unknown option": ({"alpha": 2.0}, TypeError, "mlp() got an unexpected keyword argument 'alpha'"),
     "pair of shardings": ({"in_shardings": (P(), P())}, ValueError, "mlp: in_shardings must be a triple"),
     "first product": ({"w_in": (5, 8)}, ValueError, "mlp (x @ w_in): b has k=5 but a has k=6"),
     "second product": ({"w_out": (7, 4)}, ValueError, "mlp (hidden @ w_out): b has k=7 but a has k=8"),

@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Scales, quantize
+from jaxmp import Scaling, quantize
 
 E4M3, FP4 = np.dtype(ml_dtypes.float8_e4m3fn), np.dtype(ml_dtypes.float4_e2m1fn)
 TN = {"transpose_b": True}
@@ -37,7 +37,7 @@ def test_the_amax_of_a_result_with_a_nan_is_one(case, implementation, rng):
     mesh = case.jax_mesh()
     a, b, c = (np.ones((64, 64), dtype) for dtype in (E4M3, E4M3, np.float16))
     c[40, 3] = np.nan
-    options = {"result_amax": True, "preferred_element_type": E4M3, "implementation": implementation}
+    options = {"scaling": Scaling(result_amax=True), "preferred_element_type": E4M3, "implementation": implementation}
     with jax.set_mesh(mesh):
         a, b, c = (cases.put(x, mesh, P(*spec)) for x, spec in ((a, case.a), (b, tuple(case.b)[::-1]), (c, case.out)))
         d, more = jaxmp.matmul(a, b, c, beta=1.0, out_sharding=case.out, **options, **TN)
@@ -52,7 +52,7 @@ def test_a_block_scaled_result_keeps_a_nan(implementation):
     scale = np.ones((128, 8), ml_dtypes.float8_e4m3fn)
     c = np.ones((128, 128), np.float16)
     c[7, 20] = np.nan
-    options = {"scales": Scales(a=scale, b=scale), "preferred_element_type": FP4, "implementation": implementation}
+    options = {"scaling": Scaling(a=scale, b=scale), "preferred_element_type": FP4, "implementation": implementation}
     d, more = jaxmp.matmul(a, a, c, beta=1.0, **options, **TN)
     decoded = np.asarray(quantize.dequantize(d, more["d_out_scale"]))
     assert np.isnan(decoded[7, 16:32]).all()

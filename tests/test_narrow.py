@@ -33,7 +33,7 @@ from narrow import (
 )
 
 import jaxmp
-from jaxmp import Scales, quantize
+from jaxmp import Scaling, quantize
 
 
 @pytest.mark.parametrize("case", [*PATTERNS, *by_name("gather-a", "gather-b")], ids=lambda case: case.name)
@@ -72,7 +72,7 @@ def call_in_shard_map(case, a, b, scale_a, scale_b, **options):
     fn = modes.IN_SHARD_MAP[case.pattern](case)
 
     def body(a, b, scale_a, scale_b):
-        return fn(a, b, scales=Scales(a=scale_a, b=scale_b), **case.transpose, **options)
+        return fn(a, b, scaling=Scaling(a=scale_a, b=scale_b), **case.transpose, **options)
 
     mapped = jax.shard_map(body, mesh=case.jax_mesh(AxisType.Auto), in_specs=in_specs, out_specs=case.out)
     return jax.jit(mapped)(a, b, scale_a, scale_b)
@@ -128,7 +128,7 @@ def test_partitioner_with_scales(rng):
     scale_a, scale_b = make_scale(rng, "mx", a.shape), make_scale(rng, "mx", b.shape)
     to = NamedSharding(mesh, P(None, "x"))
     out = NamedSharding(mesh, P())
-    d = jax.jit(lambda a, b, s, t: jaxmp.matmul(a, b, scales=Scales(a=s, b=t), out_sharding=out, **TN, **F32))(
+    d = jax.jit(lambda a, b, s, t: jaxmp.matmul(a, b, scaling=Scaling(a=s, b=t), out_sharding=out, **TN, **F32))(
         *(jax.device_put(x, to) for x in (a, b, scale_a, scale_b))
     )
     np.testing.assert_array_equal(d, scaled(a, scale_a) @ scaled(b, scale_b).T)
@@ -145,7 +145,9 @@ def test_leading_dimensions(rng):
             for x, spec in ((a, (None, None, "y")), (b, (None, "y")), (scale_a, ()), (scale_b, ()))
         ]
         d = jax.jit(
-            lambda a, b, s, t: jaxmp.matmul(a, b, scales=Scales(a=s, b=t), out_sharding=P(None, "y", None), **TN, **F32)
+            lambda a, b, s, t: jaxmp.matmul(
+                a, b, scaling=Scaling(a=s, b=t), out_sharding=P(None, "y", None), **TN, **F32
+            )
         )(*placed)
     want = np.einsum("bmk,nk->bmn", a.astype(np.float32) * scale_a[..., None], b.astype(np.float32) * scale_b[:, None])
     np.testing.assert_array_equal(d, want)
@@ -167,7 +169,7 @@ def test_numerics(kind, out, rng):
     wide_a, wide_b = scaled(a, scale_a), scaled(b, scale_b)
     for implementation in IMPLEMENTATIONS:
         d = jaxmp.matmul(
-            a, b, scales=Scales(a=scale_a, b=scale_b), implementation=implementation, preferred_element_type=out, **TN
+            a, b, scaling=Scaling(a=scale_a, b=scale_b), implementation=implementation, preferred_element_type=out, **TN
         )
         name = f"{kind} {out} {implementation}"
         bounds.judge_product(name, d, wide_a, wide_b.T, operands=jnp.bfloat16, out=jnp.dtype(out))
@@ -197,7 +199,7 @@ def test_decoding_and_saturation_over_every_code():
 def test_empty_operands(m, k, implementation):
     a, b = np.zeros((m, k), E4M3), np.zeros((32, k), E4M3)
     d, more = jaxmp.matmul(
-        a, b, scales=Scales(a=np.float32(2)), preferred_element_type=E4M3, result_amax=True,
+        a, b, scaling=Scaling(a=np.float32(2), result_amax=True), preferred_element_type=E4M3,
         implementation=implementation, **TN,
     )  # fmt: skip
     np.testing.assert_array_equal(np.asarray(d).astype(np.float32), np.zeros((m, 32)))
@@ -212,7 +214,7 @@ def test_linear_and_explain(rng, capsys):
 
     def layer(x, w, bias, s):
         return jaxmp.linear(
-            x, w, bias, activation="relu", transpose_b=True, scales=Scales(a=s), preferred_element_type=jnp.bfloat16
+            x, w, bias, activation="relu", transpose_b=True, scaling=Scaling(a=s), preferred_element_type=jnp.bfloat16
         )
 
     d = layer(x, w, bias, jnp.float32(0.5))

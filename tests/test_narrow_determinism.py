@@ -14,7 +14,7 @@ from jax.sharding import AxisType
 from narrow import E4M3, F32, IMPLEMENTATIONS, SCALE_MODES, TN, by_name, call_sharded, scaled, small
 
 import jaxmp
-from jaxmp import Epilog, Scales, testing
+from jaxmp import Epilog, Scaling, testing
 
 
 def drawn(rng, mode, m, n, k):
@@ -32,7 +32,7 @@ def test_bits_do_not_know_the_mesh(is_deep, mode, case, rng):
     case = case.replace(transposition="NT", per_shard=(mode.unit, mode.unit, k))
     a, b, scale_a, scale_b = drawn(rng, mode, *case.extents)
     options = {"determinism": "topology", **F32}
-    want = jaxmp.matmul(a, b, scales=Scales(a=scale_a, b=scale_b), **options, **TN)
+    want = jaxmp.matmul(a, b, scaling=Scaling(a=scale_a, b=scale_b), **options, **TN)
     testing.assert_bitwise_equal(call_sharded(case, a, b, scale_a, scale_b, AxisType.Explicit, **options), want)
     bounds.judge_product(mode.id, want, scaled(a, scale_a), scaled(b, scale_b).T, operands=jnp.bfloat16, out="float32")
 
@@ -43,12 +43,12 @@ def test_a_row_does_not_know_its_batch(mode, rng):
     unit = 128 if mode.a == "blk128" else mode.unit
     a, b, scale_a, scale_b = drawn(rng, mode, 3 * unit, mode.unit, 1152)
     options = {"determinism": "batch", **F32}
-    whole = np.asarray(jaxmp.matmul(a, b, scales=Scales(a=scale_a, b=scale_b), **options, **TN))
+    whole = np.asarray(jaxmp.matmul(a, b, scaling=Scaling(a=scale_a, b=scale_b), **options, **TN))
     for at in (0, unit, 2 * unit):
         rows = slice(at, at + unit)
         block = rows if mode.a != "blk128" else slice(at // 128, at // 128 + 1)
         part = scale_a if np.ndim(scale_a) == 0 else scale_a[block]
-        d = jaxmp.matmul(a[rows], b, scales=Scales(a=part, b=scale_b), **options, **TN)
+        d = jaxmp.matmul(a[rows], b, scaling=Scaling(a=part, b=scale_b), **options, **TN)
         testing.assert_bitwise_equal(d, whole[rows])
 
 
@@ -64,7 +64,8 @@ def test_bits_of_float8_results_and_gradients_do_not_know_the_mesh(name, impleme
     def program(a, b, c, w, **where):
         def outputs(a, b, c):
             return jaxmp.matmul(
-                a, b, c, alpha=0.7, beta=1.3, scales=Scales(a=jnp.float32(0.3), d=jnp.float32(5)), result_amax=True,
+                a, b, c, alpha=0.7, beta=1.3,
+                scaling=Scaling(a=jnp.float32(0.3), d=jnp.float32(5), result_amax=True),
                 epilog=Epilog.GELU_AUX, preferred_element_type=E4M3, determinism="topology", **where, **TN,
             )  # fmt: skip
 
@@ -95,15 +96,15 @@ def test_levels_refuse_what_would_be_gathered_with_its_scales(rng):
     ):
         case = by_name(name)[0].replace(transposition="NT", per_shard=(16, 16, 16))
         operands = drawn(rng, rows, *case.extents)
-        with pytest.raises(NotImplementedError, match=f"{message}; got scales.a of outer_vec_fp32"):
+        with pytest.raises(NotImplementedError, match=f"{message}; got scaling.a of outer_vec_fp32"):
             call_sharded(case, *operands, AxisType.Explicit, determinism="batch", implementation="xla", **F32)
 
     a, b = small(rng, (32, 64), E4M3), small(rng, (48, 64), E4M3)
 
     def loss(scale, level):
-        d = jaxmp.matmul(a, b, scales=Scales(b=scale), determinism=level, **F32, **TN)
+        d = jaxmp.matmul(a, b, scaling=Scaling(b=scale), determinism=level, **F32, **TN)
         return jnp.sum(d)
 
     assert float(jax.grad(loss)(jnp.float32(1), "batch")) == scaled(a, None).sum(0) @ scaled(b, None).sum(0)
-    with pytest.raises(NotImplementedError, match=r'determinism="topology" has no derivative in scales\.b, which XLA'):
+    with pytest.raises(NotImplementedError, match=r'determinism="topology" has no derivative in scaling\.b, which XLA'):
         jax.grad(loss)(jnp.float32(1), "topology")

@@ -28,7 +28,7 @@ from narrow import (
 )
 
 import jaxmp
-from jaxmp import Epilog, Scales
+from jaxmp import Epilog, Scaling
 
 # "host" on every pattern, and its oracle on some.
 BOTH = [*((case, "host") for case in PATTERNS), *((case, "xla") for case in PATTERNS[1::3])]
@@ -47,9 +47,9 @@ def test_float8_result_and_the_global_amax(case, implementation, rng):
 
     @jax.jit
     def program(a, b, scale, scale_d):
-        scales = Scales(a=scale, b=scale, d=scale_d)
-        options = {"out_sharding": case.out, "result_amax": True, "implementation": implementation}
-        return jaxmp.matmul(a, b, scales=scales, preferred_element_type=E4M3, **TN, **options)
+        scaling = Scaling(a=scale, b=scale, d=scale_d, result_amax=True)
+        options = {"out_sharding": case.out, "implementation": implementation}
+        return jaxmp.matmul(a, b, scaling=scaling, preferred_element_type=E4M3, **TN, **options)
 
     with jax.set_mesh(mesh):
         two = cases.put(np.float32(2), mesh, P())
@@ -67,7 +67,8 @@ def test_amax_in_shard_map_is_that_of_the_group(rng):
     a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
 
     def body(a, b):
-        d, more = jaxmp.matmul_reduce_scatter(a, b, "y", preferred_element_type=E4M3, result_amax=True, **TN)
+        scaling = Scaling(result_amax=True)
+        d, more = jaxmp.matmul_reduce_scatter(a, b, "y", preferred_element_type=E4M3, scaling=scaling, **TN)
         return d, more["result_amax"][None]
 
     spec_a, spec_b = case.stored
@@ -113,8 +114,8 @@ def test_explain_names_the_maximum(rng, capsys):
     m, n, k = case.extents
 
     def program(a, b):
-        options = {"in_shardings": case.stored, "out_sharding": case.out, "mesh": mesh, "result_amax": True}
-        return jaxmp.matmul(a, b, preferred_element_type=E4M3, **TN, **options)
+        options = {"in_shardings": case.stored, "out_sharding": case.out, "mesh": mesh}
+        return jaxmp.matmul(a, b, scaling=Scaling(result_amax=True), preferred_element_type=E4M3, **TN, **options)
 
     rows = jaxmp.explain(program)(small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)).rows
     capsys.readouterr()
@@ -136,7 +137,7 @@ def test_epilogs_and_c(out, epilog, implementation, rng):
     row = {} if epilog == Epilog.RELU else {"epilog_inputs": {"bias": bias}}
     d = jaxmp.matmul(
         a, b, c, alpha=0.25, beta=0.5, epilog=epilog, preferred_element_type=out, implementation=implementation,
-        scales=Scales(a=jnp.float32(2), c=jnp.float32(2)), **TN, **row,
+        scaling=Scaling(a=jnp.float32(2), c=jnp.float32(2)), **TN, **row,
     )  # fmt: skip
     d, aux = d if isinstance(d, tuple) else (d, {})
     z = 0.5 * scaled(a, None) @ scaled(b, None).T + np.asarray(c).astype(np.float64)
@@ -174,9 +175,11 @@ def test_float8_aux_and_its_global_amax(case, implementation, rng):
     @jax.jit
     def program(a, b, scale, scale_aux):
         return jaxmp.matmul(
-            a, b, alpha=0.5, scales=Scales(a=scale, d=scale, aux=scale_aux), preferred_element_type=E4M3,
-            epilog=Epilog.GELU_AUX, aux_dtype=jnp.float8_e4m3fn, aux_amax=True, result_amax=True,
-            out_sharding=case.out, implementation=implementation, **TN,
+            a, b, alpha=0.5, preferred_element_type=E4M3, epilog=Epilog.GELU_AUX, out_sharding=case.out,
+            scaling=Scaling(
+                a=scale, d=scale, aux=scale_aux, aux_dtype=jnp.float8_e4m3fn, aux_amax=True, result_amax=True
+            ),
+            implementation=implementation, **TN,
         )  # fmt: skip
 
     with jax.set_mesh(mesh):
@@ -214,7 +217,7 @@ def test_gelu_aux_beside_a_block_scaled_result(implementation, rng):
     scale_a, scale_b = make_scale(rng, "mx", a.shape), make_scale(rng, "mx", b.shape)
     z = scaled(a, scale_a) @ scaled(b, scale_b).T / 8
     d, more = jaxmp.matmul(
-        a, b, alpha=0.125, scales=Scales(a=scale_a, b=scale_b), preferred_element_type=E4M3,
+        a, b, alpha=0.125, scaling=Scaling(a=scale_a, b=scale_b), preferred_element_type=E4M3,
         epilog=Epilog.GELU_AUX, implementation=implementation, **TN,
     )  # fmt: skip
     np.testing.assert_array_equal(np.asarray(more["gelu_aux"]), z.astype(np.float16))
@@ -227,8 +230,9 @@ def test_partitioner_with_a_float8_aux(rng):
     mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
     a, b = small(rng, (64, 64), E4M3), small(rng, (32, 64), E4M3)
     rows = NamedSharding(mesh, P("x", None))
-    options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX, "aux_dtype": E4M3, "aux_amax": True}
-    _, more = jax.jit(lambda a, b: jaxmp.matmul(a, b, scales=Scales(aux=jnp.float32(0.5)), **options, **TN))(
+    options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX}
+    options |= {"scaling": Scaling(aux=jnp.float32(0.5), aux_dtype=E4M3, aux_amax=True)}
+    _, more = jax.jit(lambda a, b: jaxmp.matmul(a, b, **options, **TN))(
         jax.device_put(a, rows), jax.device_put(b, NamedSharding(mesh, P()))
     )
     z = scaled(a, None) @ scaled(b, None).T
@@ -240,7 +244,8 @@ def test_float8_aux_in_shard_map_under_vmap_and_of_nothing(rng):
     case = by_name("rs-data")[0].replace(transposition="NT", per_shard=(16, 16, 16))
     m, n, k = case.extents
     a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
-    options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX, "aux_dtype": E4M3, "aux_amax": True}
+    options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX}
+    options |= {"scaling": Scaling(aux_dtype=E4M3, aux_amax=True)}
 
     def body(a, b):
         d, more = jaxmp.matmul_reduce_scatter(a, b, "y", **options, **TN)
@@ -268,7 +273,7 @@ def test_float8_aux_in_shard_map_under_vmap_and_of_nothing(rng):
 
 def test_explain_names_the_type_of_the_aux(rng, capsys):
     a, b = small(rng, (16, 32), E4M3), small(rng, (32, 32), E4M3)
-    options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX, "aux_dtype": E4M3}
+    options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX, "scaling": Scaling(aux_dtype=E4M3)}
     (row,) = jaxmp.explain(lambda a, b: jaxmp.matmul(a, b, **options, **TN))(a, b).rows
     assert row.dtypes == "float8_e4m3fn x float8_e4m3fn -> float8_e4m3fn"
     options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX}

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from narrow import E4M3, E8M0, F32, TN, by_name, make_scale, powers, scaled, small
 
 import jaxmp
-from jaxmp import Epilog, Scales
+from jaxmp import CommOptions, Epilog, Scaling
 
 
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float8_e4m3fn"])
@@ -26,8 +26,8 @@ def test_gradients(name, out, rng):
     mesh = case.jax_mesh(AxisType.Explicit)
 
     def ours(a, b, s, t, weight):
-        scales = Scales(a=s, b=t)
-        d = jaxmp.matmul(a, b, scales=scales, out_sharding=case.out, preferred_element_type=out, **TN)
+        scaling = Scaling(a=s, b=t)
+        d = jaxmp.matmul(a, b, scaling=scaling, out_sharding=case.out, preferred_element_type=out, **TN)
         return jnp.sum(d.astype(jnp.float32) * weight)
 
     def plain(a, b, s, t, weight):
@@ -45,20 +45,20 @@ def test_gradients(name, out, rng):
         np.testing.assert_array_equal(np.asarray(g), np.asarray(w))
 
 
-def test_derivatives_take_no_hint_that_is_not_theirs(rng):
+def test_derivatives_take_no_communication_option_that_is_not_theirs(rng):
     """Partial sums of a bfloat16 result may travel in bfloat16, those of its float32 derivatives may not."""
     case = by_name("rs")[0].replace(transposition="NT", per_shard=(16, 16, 16))
     m, n, k = case.extents
     a, b = small(rng, (m, k), E4M3), small(rng, (n, k), E4M3)
 
-    def loss(s, **hint):
+    def loss(s, comm=None):
         where = {"in_shardings": case.stored, "out_sharding": case.out, "mesh": case.jax_mesh(AxisType.Auto)}
-        d = jaxmp.matmul(a, b, scales=Scales(a=s), preferred_element_type=jnp.bfloat16, **TN, **where, **hint)
+        d = jaxmp.matmul(a, b, scaling=Scaling(a=s), preferred_element_type=jnp.bfloat16, comm=comm, **TN, **where)
         return jnp.sum(d.astype(jnp.float32))
 
     at = (jnp.float32(0.5),), (jnp.float32(1),)
-    hinted = jax.jvp(lambda s: loss(s, communication_dtype=jnp.bfloat16), *at)
-    assert hinted == jax.jvp(loss, *at)
+    given = jax.jvp(lambda s: loss(s, CommOptions(dtype=jnp.bfloat16)), *at)
+    assert given == jax.jvp(loss, *at)
 
 
 def test_gradients_of_c_bias_and_block_scaled_operands(rng):
@@ -69,10 +69,10 @@ def test_gradients_of_c_bias_and_block_scaled_operands(rng):
 
     def of_blocks(a, c, bias):
         inputs = {"epilog_inputs": {"bias": bias}, "epilog": Epilog.RELU_BIAS}
-        return jnp.sum(jaxmp.matmul(a, b, c, beta=2.0, scales=Scales(a=scale, b=scale), **inputs, **TN, **F32))
+        return jnp.sum(jaxmp.matmul(a, b, c, beta=2.0, scaling=Scaling(a=scale, b=scale), **inputs, **TN, **F32))
 
     def of_rows(rows):
-        return jnp.sum(jaxmp.matmul(a, b, scales=Scales(a=rows, b=rows), **TN, **F32))
+        return jnp.sum(jaxmp.matmul(a, b, scaling=Scaling(a=rows, b=rows), **TN, **F32))
 
     full = np.repeat(scale.astype(np.float32), 32, axis=1)
 
@@ -96,9 +96,9 @@ def test_gradients_through_gelu_aux(aux_dtype, rng):
     scale_of_aux = jnp.float32(0.5) if aux_dtype else jnp.float32(1)
 
     def ours(s, t):
-        scales = Scales(a=s, aux=t if aux_dtype else None)
-        options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX, "aux_dtype": aux_dtype}
-        d, more = jaxmp.matmul(a, b, alpha=2.0**-5, scales=scales, **options, **TN)
+        scaling = Scaling(a=s, aux=t if aux_dtype else None, aux_dtype=aux_dtype)
+        options = {"preferred_element_type": E4M3, "epilog": Epilog.GELU_AUX}
+        d, more = jaxmp.matmul(a, b, alpha=2.0**-5, scaling=scaling, **options, **TN)
         return sum(jnp.sum(x.astype(jnp.float32) * w) for x, w in zip((d, more["gelu_aux"]), weights, strict=True))
 
     def plain(s, t):
@@ -120,17 +120,17 @@ def test_vmap(rng):
     blocks = powers(rng, (3, 128, 4), E8M0)
 
     def with_scalar(a, s):
-        options = {"preferred_element_type": E4M3, "result_amax": True, "alpha": 2.0**-6}
-        return jaxmp.matmul(a, b, scales=Scales(a=s), **TN, **options)
+        options = {"preferred_element_type": E4M3, "alpha": 2.0**-6}
+        return jaxmp.matmul(a, b, scaling=Scaling(a=s, result_amax=True), **TN, **options)
 
     d, more = jax.jit(jax.vmap(with_scalar))(a, scale_a)
     each = [with_scalar(x, s) for x, s in zip(a, scale_a, strict=True)]
     np.testing.assert_array_equal(np.asarray(d), np.stack([np.asarray(x) for x, _ in each]))
     np.testing.assert_array_equal(more["result_amax"], np.stack([y["result_amax"] for _, y in each]))
-    got = jax.vmap(lambda a, s: jaxmp.matmul(a, b, scales=Scales(a=s, b=scale_b), **TN, **F32))(a, blocks)
+    got = jax.vmap(lambda a, s: jaxmp.matmul(a, b, scaling=Scaling(a=s, b=scale_b), **TN, **F32))(a, blocks)
     want = np.stack([scaled(x, s) @ scaled(b, scale_b).T for x, s in zip(a, blocks, strict=True)])
     np.testing.assert_array_equal(got, want)
     every = jnp.stack([b, b[::-1], b])
-    got = jax.vmap(lambda a, b, s: jaxmp.matmul(a, b, scales=Scales(a=s, b=scale_b), **TN, **F32))(a, every, blocks)
+    got = jax.vmap(lambda a, b, s: jaxmp.matmul(a, b, scaling=Scaling(a=s, b=scale_b), **TN, **F32))(a, every, blocks)
     want = np.stack([scaled(x, s) @ scaled(y, scale_b).T for x, y, s in zip(a, every, blocks, strict=True)])
     np.testing.assert_array_equal(got, want)

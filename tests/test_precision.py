@@ -21,6 +21,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 import jaxmp
+from jaxmp import CommOptions
 from jaxmp._src.lowering import backend, process_barrier
 from jaxmp._src.runtime import config as config_lib
 from jaxmp._src.spec import matmul_spec, precisions
@@ -264,48 +265,48 @@ def test_a_narrow_sum_has_a_narrow_result():
         jaxmp.matmul(*halves("float16"), precision="F16_F16_F16", preferred_element_type=jnp.float32)
 
 
-# Hints -----------------------------------------------------------------------------------------------------------
+# Communication options -------------------------------------------------------------------------------------------
 
-HINTS = {
-    "ag-data": [{"algorithm": "split_p2p"}, {"algorithm": "no_overlap"}, {"comm_sm_count": 8}],
-    "rs-data": [{"algorithm": "split_multicast", "communication_dtype": jnp.float32, "comm_sm_count": 16}],
-    "ar-data": [{"algorithm": "fused"}, {"communication_dtype": "bfloat16"}],
-    "rs-swapped": [{"communication_dtype": "bfloat16"}],
-    "grid": [{"comm_sm_count": 2, "algorithm": "no_overlap"}],
+COMM = {
+    "ag-data": [CommOptions(algorithm="split_p2p"), CommOptions(algorithm="no_overlap"), CommOptions(sm_count=8)],
+    "rs-data": [CommOptions(algorithm="split_multicast", dtype=jnp.float32, sm_count=16)],
+    "ar-data": [CommOptions(algorithm="fused"), CommOptions(dtype="bfloat16")],
+    "rs-swapped": [CommOptions(dtype="bfloat16")],
+    "grid": [CommOptions(sm_count=2, algorithm="no_overlap")],
 }
 
 
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
-@pytest.mark.parametrize(("name", "hints"), [(n, h) for n, all_of in HINTS.items() for h in all_of])
-def test_hints_change_no_bit(name, hints, implementation, rng):
+@pytest.mark.parametrize(("name", "comm"), [(n, x) for n, all_of in COMM.items() for x in all_of])
+def test_communication_options_change_no_bit(name, comm, implementation, rng):
     """And the gradients, whose patterns are others, go without those that do not apply."""
     cases.require(implementation)
-    columns = 4 if hints.get("algorithm") == "fused" else 5  # cuBLASMp fuses multiples of 16 bytes, here of float32
+    columns = 4 if comm.algorithm == "fused" else 5  # cuBLASMp fuses multiples of 16 bytes, here of float32
     case = cases.BY_NAME[name].replace(per_shard=(3, columns, 7), dtype="bfloat16")
     a, b = case.values(rng)
     placed = [EXPLICIT.put(case, x, s) for x, s in zip((a, b), case.stored, strict=True)]
 
-    def results(**hints):
-        f = EXPLICIT.product(case, implementation=implementation, **hints)
+    def results(comm):
+        f = EXPLICIT.product(case, implementation=implementation, comm=comm)
         return jax.jit(lambda a, b: (f(a, b), jax.grad(lambda a, b: f(a, b).sum(), (0, 1))(a, b)))(*placed)
 
     with EXPLICIT.scope(case):
-        for got, want in zip(*(jax.tree.leaves(results(**h)) for h in (hints, {})), strict=True):
+        for got, want in zip(*(jax.tree.leaves(results(x)) for x in (comm, None)), strict=True):
             assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
 
 
-def test_explain_names_the_hints():
+def test_explain_names_the_communication_options():
     cases.require(None)
     case = cases.BY_NAME["rs-data"].replace(per_shard=(3, 5, 7))
-    hints = {"algorithm": "split_p2p", "communication_dtype": "float32", "comm_sm_count": 4}
+    comm = CommOptions(algorithm="split_p2p", dtype="float32", sm_count=4)
     placed = [jax.ShapeDtypeStruct(s, "float32") for s in (case.extents[::2], case.extents[:0:-1])]
-    explanation = jaxmp.explain(modes.with_in_shardings(case, **hints))(*placed)
-    assert explanation.rows[0].comm == "communication_dtype=float32, algorithm=split_p2p, comm_sm_count=4"
-    assert "communication communication_dtype=float32, algorithm=split_p2p" in str(explanation)
+    explanation = jaxmp.explain(modes.with_in_shardings(case, comm=comm))(*placed)
+    assert explanation.rows[0].comm == "comm.dtype=float32, comm.algorithm=split_p2p, comm.sm_count=4"
+    assert "communication comm.dtype=float32, comm.algorithm=split_p2p" in str(explanation)
 
 
-def test_processes_agree_on_the_hints():
-    comm = matmul_spec.CommOptions("float32", "split_p2p")
+def test_processes_agree_on_the_communication_options():
+    comm = CommOptions("float32", "split_p2p")
     spec = matmul_spec.MatmulSpec(np.dtype("float32"), comm=comm)
     operands = (jax.ShapeDtypeStruct((4, 4), "float32"),) * 2
     agreed = process_barrier.fields(spec, *operands)
@@ -316,43 +317,43 @@ def test_processes_agree_on_the_hints():
     }
 
 
-WRONG_HINTS = [
-    ("rs-data", {"algorithm": "nvls"}, ValueError, "matmul: algorithm must be None or one of default, split_p2p, "),
-    ("rs-data", {"algorithm": "fused"}, ValueError, "algorithm='fused' needs the pattern all_reduce, but this call is reduce_scatter; drop it"),
-    ("ar-data", {"algorithm": "fused"}, ValueError, "matmul: algorithm='fused' needs rows of the result that are a multiple of 16 bytes of the communicated float32, a multiple of 4 columns, got 5; pad b, or drop it"),
-    ("ar-data", {"algorithm": "atomic_multicast"}, ValueError, "algorithm='atomic_multicast' needs the pattern reduce_scatter, but this call is all_reduce"),
-    ("ag-data", {"algorithm": "split_multicast"}, ValueError, "algorithm='split_multicast' needs the pattern reduce_scatter or all_reduce, but this call is all_gather"),
-    ("local", {"algorithm": "split_p2p"}, ValueError, "needs the pattern all_gather or reduce_scatter or all_reduce, but this call is local"),
-    ("grid", {"communication_dtype": "float32"}, ValueError, "communication_dtype=float32 is of partial sums, so the pattern must be reduce_scatter or all_reduce, but this call is grid"),
-    ("rs-data", {"communication_dtype": "bfloat16"}, ValueError, "communication_dtype must be no smaller than the result's float32 and no larger than float32, in which products are summed, got bfloat16"),
-    ("rs-data", {"communication_dtype": "complex64"}, ValueError, "got complex64"),
-    ("rs-data", {"communication_dtype": "int32"}, ValueError, "got int32"),
-    ("rs-data", {"comm_sm_count": 0}, ValueError, "comm_sm_count must be at least 1, the number of multiprocessors that communicate, got 0"),
-    ("rs-data", {"comm_sm_count": 1.5}, TypeError, "comm_sm_count must be an integer, got float"),
+WRONG_COMM = [
+    ("rs-data", CommOptions(algorithm="nvls"), ValueError, "matmul: comm.algorithm must be None or one of default, split_p2p, "),
+    ("rs-data", CommOptions(algorithm="fused"), ValueError, "comm.algorithm='fused' needs the pattern all_reduce, but this call is reduce_scatter; drop it"),
+    ("ar-data", CommOptions(algorithm="fused"), ValueError, "matmul: comm.algorithm='fused' needs rows of the result that are a multiple of 16 bytes of the communicated float32, a multiple of 4 columns, got 5; pad b, or drop it"),
+    ("ar-data", CommOptions(algorithm="atomic_multicast"), ValueError, "comm.algorithm='atomic_multicast' needs the pattern reduce_scatter, but this call is all_reduce"),
+    ("ag-data", CommOptions(algorithm="split_multicast"), ValueError, "comm.algorithm='split_multicast' needs the pattern reduce_scatter or all_reduce, but this call is all_gather"),
+    ("local", CommOptions(algorithm="split_p2p"), ValueError, "needs the pattern all_gather or reduce_scatter or all_reduce, but this call is local"),
+    ("grid", CommOptions(dtype="float32"), ValueError, "comm.dtype=float32 is of partial sums, so the pattern must be reduce_scatter or all_reduce, but this call is grid"),
+    ("rs-data", CommOptions(dtype="bfloat16"), ValueError, "comm.dtype must be no smaller than the result's float32 and no larger than float32, in which products are summed, got bfloat16"),
+    ("rs-data", CommOptions(dtype="complex64"), ValueError, "got complex64"),
+    ("rs-data", CommOptions(dtype="int32"), ValueError, "got int32"),
+    ("rs-data", CommOptions(sm_count=0), ValueError, "comm.sm_count must be at least 1, the number of multiprocessors that communicate, got 0"),
+    ("rs-data", CommOptions(sm_count=1.5), TypeError, "comm.sm_count must be an integer, got float"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "hints", "exception", "message"), WRONG_HINTS)
-def test_hints_that_the_call_does_not_take(name, hints, exception, message, rng):
+@pytest.mark.parametrize(("name", "comm", "exception", "message"), WRONG_COMM)
+def test_communication_options_that_the_call_does_not_take(name, comm, exception, message, rng):
     case = cases.BY_NAME[name].replace(per_shard=(3, 5, 7))
     with pytest.raises(exception, match=re.escape(message)):
-        modes.with_in_shardings(case, **hints)(*case.values(rng))
+        modes.with_in_shardings(case, comm=comm)(*case.values(rng))
 
 
-@pytest.mark.parametrize("hints", [{"algorithm": "split_p2p"}, {"communication_dtype": "float32"}])
-def test_hints_ahead_of_a_pattern(hints):
+@pytest.mark.parametrize("comm", [CommOptions(algorithm="split_p2p"), CommOptions(dtype="float32")])
+def test_communication_options_ahead_of_a_pattern(comm):
     a, b = jnp.ones((4, 4)), jnp.ones((4, 4))
     with pytest.raises(ValueError, match=r"but no mesh is known to this call, which is local then; drop it, or give"):
-        jaxmp.matmul(a, b, **hints)
+        jaxmp.matmul(a, b, comm=comm)
     message = "XLA's partitioner has not chosen one yet; pass in_shardings"
     with jax.set_mesh(cases.BY_NAME["rs"].jax_mesh(AxisType.Auto)), pytest.raises(ValueError, match=message):
-        jaxmp.matmul(a, b, **hints)
+        jaxmp.matmul(a, b, comm=comm)
 
 
-def test_hints_of_the_functions_that_name_an_axis():
+def test_communication_options_of_the_functions_that_name_an_axis():
     case = cases.BY_NAME["ag"].replace(per_shard=(3, 5, 7))
-    with pytest.raises(ValueError, match="all_gather_matmul: algorithm='fused' needs the pattern all_reduce"):
-        modes.in_checked_shard_map(case, algorithm="fused")(*case.values(np.random.default_rng(0)))
+    with pytest.raises(ValueError, match=r"all_gather_matmul: comm\.algorithm='fused' needs the pattern all_reduce"):
+        modes.in_checked_shard_map(case, comm=CommOptions(algorithm="fused"))(*case.values(np.random.default_rng(0)))
 
 
 def test_every_combination_of_algorithm_and_pattern_is_as_hostmp_has_it(rng):
@@ -365,7 +366,7 @@ def test_every_combination_of_algorithm_and_pattern_is_as_hostmp_has_it(rng):
         case = cases.BY_NAME[name].replace(per_shard=(2, 4, 2))
         a, b = case.integers(rng)
         with contextlib.suppress(ValueError):
-            d = multiply(case, a, b, algorithm=algorithm)
+            d = multiply(case, a, b, comm=CommOptions(algorithm=algorithm))
             served.add((case.pattern, algorithm))
             np.testing.assert_array_equal(np.asarray(d), a @ b)
     assert len(served) == 2 * 5 + 3 + 2 + 3 + 1 + 1

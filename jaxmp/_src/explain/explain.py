@@ -150,7 +150,7 @@ def _remarks(row: Row) -> str:
     return "".join(f"; {name} {value}" for name, value in named if value)
 
 
-def explain(fn: Callable) -> Callable[..., Explanation]:
+def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
     """Print one row per jaxmp call of `fn`, forward or (given a gradient function) backward, and return them.
 
     `explain(fn)(*args, **kwargs)` traces `fn` for its arrays (or `jax.ShapeDtypeStruct`s), with its other arguments as

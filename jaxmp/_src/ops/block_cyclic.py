@@ -12,13 +12,15 @@ import functools
 import math
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive import collectives
@@ -28,6 +30,7 @@ from jaxmp._src.sharding.meshes import manual_mesh
 from jaxmp._src.spec import precisions, process_grid
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
+from jaxmp._src.spec.options import Array, AxisName, Mesh
 from jaxmp._src.spec.process_grid import BlockCyclic, Distributed
 from jaxmp._src.validation import comm_options, operand_checks
 
@@ -49,14 +52,14 @@ class BlockCyclicArray:
       mesh: the mesh; axes: the mesh axes of the process rows and of the process columns.
     """
 
-    data: Any
+    data: jax.Array
     shape: tuple[int, int]
     layout: BlockCyclic
-    mesh: Any
+    mesh: Mesh
     axes: Axes
 
     @property
-    def dtype(self):
+    def dtype(self) -> np.dtype:
         return self.data.dtype
 
     @property
@@ -66,12 +69,18 @@ class BlockCyclicArray:
     def __matmul__(self, other: BlockCyclicArray) -> BlockCyclicArray:
         return matmul(self, other)
 
-    def __array__(self, dtype=None, copy=None):
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NoReturn:
         """Refused, for NumPy would make an array of one object of it without a word."""
         raise TypeError("BlockCyclicArray: is no array as it lies; take jaxmp.from_block_cyclic(x)")
 
 
-def to_block_cyclic(x, layout: BlockCyclic, *, mesh=None, axes=None) -> BlockCyclicArray:
+def to_block_cyclic(
+    x: Array | BlockCyclicArray,
+    layout: BlockCyclic,
+    *,
+    mesh: Mesh | None = None,
+    axes: tuple[AxisName, AxisName] | None = None,
+) -> BlockCyclicArray:
     """Lay a matrix out block-cyclically; pure, differentiable, and the inverse of `from_block_cyclic`.
 
     Args:
@@ -110,10 +119,10 @@ def to_block_cyclic(x, layout: BlockCyclic, *, mesh=None, axes=None) -> BlockCyc
         raise TypeError(f"{name}: x must be an array, got {type(x).__name__}; convert it with jnp.asarray")
     if len(x.shape) != 2:
         raise ValueError(f"{name}: x must have 2 dimensions, got {len(x.shape)} (shape {tuple(x.shape)})")
-    mesh = _find_mesh(name, x, mesh)
-    axes = _find_axes(name, mesh, axes, layout)
-    data = _spread(jnp.asarray(x), mesh, axes, layout)
-    return BlockCyclicArray(data, tuple(x.shape), layout, mesh, axes)
+    found = _find_mesh(name, x, mesh)
+    names = _find_axes(name, found, axes, layout)
+    data = _spread(jnp.asarray(x), found, names, layout)
+    return BlockCyclicArray(data, (x.shape[0], x.shape[1]), layout, found, names)
 
 
 def from_block_cyclic(x: BlockCyclicArray) -> jax.Array:
@@ -251,11 +260,9 @@ def matmul(
     epilog=Epilog.NONE,
     precision=None,
     preferred_element_type=None,
-    out_layout: BlockCyclic | None = None,
+    out_layout=None,
     implementation: str | None = None,
-    communication_dtype=None,
-    algorithm: str | None = None,
-    comm_sm_count: int | None = None,
+    comm=None,
     refused: Mapping[str, Any] = MappingProxyType({}),
 ) -> BlockCyclicArray:
     """`jaxmp.matmul` for block-cyclic operands; its documentation is there.
@@ -296,7 +303,7 @@ def matmul(
         implementation=implementation,
         has_c=c is not None,
         distributions=distributions,
-        comm=comm_options.resolve_comm_options(name, out, operand, communication_dtype, algorithm, comm_sm_count),
+        comm=comm_options.resolve_comm_options(name, out, operand, comm),
     )
     comm_options.check_comm_options(name, spec, shape[-1])
     operands = [x.data.astype(dtype) for x, dtype in ((a, operand), (b, operand), (c, out)) if x is not None]

@@ -15,14 +15,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike, DTypeLike
 
+from jaxmp._src.ops.signatures import ShardingPair
 from jaxmp._src.primitive import collectives
 from jaxmp._src.sharding import meshes, patterns
 from jaxmp._src.sharding.meshes import partition_spec
@@ -30,53 +33,49 @@ from jaxmp._src.sharding.patterns import Dim, Dims
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.sharded_call import jaxmp_call, make_call
 from jaxmp._src.spec.matmul_spec import Group, Pattern, axes_text, result_shape
+from jaxmp._src.spec.options import Implementation, Mesh, Precision, Sharding
 from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.arguments import validated
 
+_Dimensions = tuple[Sequence[int], Sequence[int]]
+DimensionNumbers = tuple[_Dimensions, _Dimensions]
+
 
 def dot_general(
-    lhs,
-    rhs,
-    dimension_numbers,
-    precision=None,
-    preferred_element_type=None,
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    dimension_numbers: DimensionNumbers,
+    precision: Precision = None,
+    preferred_element_type: DTypeLike | None = None,
     *,
-    out_sharding=None,
-    in_shardings=None,
-    mesh=None,
-    implementation: str | None = None,
-    determinism: str = "run_to_run",
+    out_sharding: Sharding | None = None,
+    in_shardings: ShardingPair | None = None,
+    mesh: Mesh | None = None,
+    implementation: Implementation | None = None,
+    determinism: Literal["run_to_run", "batch"] = "run_to_run",
 ) -> jax.Array:
     """Distributed product with `lax.dot_general`'s signature, for layers that take a `dot_general=`.
 
         result[batch..., lhs free..., rhs free...] = sum over the contracted dimensions of lhs * rhs
 
-    Where operands and result lie, and what that communicates, is as in `jaxmp.matmul`, with the free dimensions of lhs
-    for its rows and those of rhs for its columns. No dimension moves between devices on the way.
+    Shardings and communication are as in `matmul`: the free dimensions of lhs are rows, those of rhs are columns. It
+    communicates nothing that was not asked for: an `out_sharding` that one call cannot give is an error, and so is a
+    contraction that is sharded in one operand only without `out_sharding`.
 
     Args:
       lhs, rhs: arrays of any rank; float32, float64, bfloat16, float16, complex64 or complex128.
-      dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`, as in `lax.dot_general`.
-        cuBLASMp has no batched product: batch dimensions make one product of XLA's with one collective, or one call
-        per index, in a scan, where `implementation` or `determinism` asks for a library, on CPUs where that is faster
-        (large products that ranks share or whose operands are narrower than their sums) and where a group spreads
-        over processes; `explain` says which.
-      precision, preferred_element_type, mesh, implementation, determinism: as in `jaxmp.matmul`; of the levels
-        "run_to_run" and "batch".
-      out_sharding: `PartitionSpec` or `NamedSharding` of the result; required where a contracted dimension is sharded.
-        One of its free dimensions may be gathered or scattered; the others lie as in the operands, or more finely.
-      in_shardings: a pair of `PartitionSpec`s or `NamedSharding`s for lhs and rhs (auto axes).
+      dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`, as in `lax.dot_general`. For
+        batch dimensions see docs/matmul.md.
+      out_sharding: sharding of the result; required where a contracted dimension is sharded. One of its free
+        dimensions may be gathered or scattered; the others lie as in the operands, or more finely.
+      in_shardings: a pair of shardings for lhs and rhs (auto axes).
+
+    The other options are those of `matmul`, `determinism` without "topology".
 
     Returns:
       The dimensions of the batch, then the free ones of lhs, then the free ones of rhs; sharded as `out_sharding` says.
 
-    Raises:
-      TypeError: an operand is not an array, or is integer.
-      ValueError: dimension numbers, shapes or shardings do not fit; the message names the argument.
-      NotImplementedError: as in `jaxmp.matmul`.
-
-    Unlike `lax.dot_general` it communicates nothing that was not asked for: an `out_sharding` that one call cannot give
-    is an error, and so is a contraction that is sharded in one operand only without `out_sharding`.
+    Raises: as `matmul`; TypeError for integer operands, ValueError for dimension numbers that do not fit.
 
     Source: `jax.lax.dot_general` (docs.jax.dev); XLA's DotGeneral (openxla.org/xla/operation_semantics).
 

@@ -2,32 +2,50 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import jax
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike, DTypeLike
 from opt_einsum.parser import parse_einsum_input
 
 from jaxmp._src.ops.dot_general import dot_general
+from jaxmp._src.ops.signatures import ShardingPair
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.patterns import to_dims
+from jaxmp._src.spec.options import Implementation, Mesh, Precision, Sharding
 from jaxmp._src.validation.operand_checks import as_array, check_array
 
 
-def einsum(subscripts: str, a, b, *, out_sharding=None, in_shardings=None, **options) -> jax.Array:
+def einsum(
+    subscripts: str,
+    a: ArrayLike,
+    b: ArrayLike,
+    *,
+    precision: Precision = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_sharding: Sharding | None = None,
+    in_shardings: ShardingPair | None = None,
+    mesh: Mesh | None = None,
+    implementation: Implementation | None = None,
+    determinism: Literal["run_to_run", "batch"] = "run_to_run",
+) -> jax.Array:
     """Distributed `jnp.einsum` of two operands, such as `einsum("bsd,dhk->bshk", x, w)`.
 
     Args:
       subscripts: as in `jnp.einsum`, with or without "->" and "...". An index that occurs twice in one operand, or in
         one operand and not in the result, is refused.
-      a, b: the operands; types as in `jaxmp.matmul`.
-      out_sharding, in_shardings: as in `jaxmp.dot_general`, for the result and the operands as they are written here.
-      options: `precision`, `preferred_element_type`, `mesh`, `implementation` and `determinism` of `jaxmp.dot_general`.
+      a, b: the operands; types as in `dot_general`.
+      out_sharding, in_shardings: as in `dot_general`, for the result and the operands as they are written here.
+
+    The other options are those of `dot_general`.
 
     Returns:
       The result, with its dimensions in the order of `subscripts`, sharded as `out_sharding` says.
 
-    Raises: as `jaxmp.dot_general`; ValueError for subscripts that do not fit; NotImplementedError for the refused ones.
+    Raises: as `dot_general`; ValueError for subscripts that do not fit; NotImplementedError for the refused ones.
 
     >>> import jax.numpy as jnp, jaxmp
     >>> jaxmp.einsum("bsd,dhk->bhsk", jnp.ones((2, 3, 4)), jnp.ones((4, 5, 6))).shape
@@ -43,16 +61,28 @@ def einsum(subscripts: str, a, b, *, out_sharding=None, in_shardings=None, **opt
     if output != batch + free and output == batch + free_swapped:
         # The product of the operands in the other order is the one that needs no transposition.
         a, b, left, right, free = b, a, right, left, free_swapped
-        in_shardings = in_shardings and tuple(in_shardings)[::-1]
+        in_shardings = in_shardings and (in_shardings[1], in_shardings[0])
     contracted = "".join(x for x in left if x not in batch + free)
-    numbers = tuple(
-        tuple(tuple(map(letters.index, indices)) for letters in (left, right)) for indices in (contracted, batch)
-    )
+    numbers = (_places(contracted, left, right), _places(batch, left, right))
     given = batch + free
     result = dot_general(
-        a, b, numbers, out_sharding=_permuted(out_sharding, output, given), in_shardings=in_shardings, **options
+        a,
+        b,
+        numbers,
+        precision,
+        preferred_element_type,
+        out_sharding=_permuted(out_sharding, output, given),
+        in_shardings=in_shardings,
+        mesh=mesh,
+        implementation=implementation,
+        determinism=determinism,
     )
     return lax.transpose(result, tuple(map(given.index, output)))
+
+
+def _places(indices: str, left: str, right: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The dimensions of a and of b that have these indices."""
+    return tuple(map(left.index, indices)), tuple(map(right.index, indices))
 
 
 def _parse(subscripts: str, a, b) -> tuple[str, str, str]:

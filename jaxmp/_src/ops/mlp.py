@@ -16,7 +16,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike
 
+from jaxmp._src.ops.matmul import linear
+from jaxmp._src.ops.signatures import ShardingTriple
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.primitives import activated_matmul, completes_sums
 from jaxmp._src.runtime import jax_compat
@@ -26,9 +29,82 @@ from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.spec import epilogs, low_precision
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
+from jaxmp._src.spec.options import Activation, AxisName, Determinism, Implementation, Mesh, Precision, Sharding
+from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.arguments import validated
 
 FIRST, SECOND = "mlp (x @ w_in)", "mlp (hidden @ w_out)"
+
+
+def mlp(
+    x: ArrayLike,
+    w_in: ArrayLike,
+    b_in: ArrayLike | None,
+    w_out: ArrayLike,
+    b_out: ArrayLike | None,
+    *,
+    activation: Activation,
+    axis_name: AxisName | None = None,
+    hidden_sharding: Sharding | None = None,
+    precision: Precision = None,
+    out_sharding: Sharding | None = None,
+    in_shardings: ShardingTriple | None = None,
+    mesh: Mesh | None = None,
+    implementation: Implementation | None = None,
+    determinism: Determinism = "run_to_run",
+) -> jax.Array:
+    """Two dense layers, `act(x @ w_in + b_in) @ w_out + b_out`, with a fused backward pass.
+
+    The value is that of two `linear`s. The gradient takes the cotangent of y through w_out, the activation and the
+    hidden bias in one call (epilog DGELU_BGRAD or DRELU_BGRAD), except under XLA's partitioner (auto axes without
+    `in_shardings`).
+
+    Where x's rows and w_in's columns lie on one axis, the first layer is an all-gather, and with y's rows on it again
+    the second is a reduce-scatter (sequence parallelism). With x and y whole, they are local and an all-reduce.
+
+    Args:
+      x: (..., k).
+      w_in: (k, h); b_in: (h,) or None.
+      w_out: (h, n); b_out: (n,) or None.
+      activation: "relu" or "gelu" (tanh form).
+      axis_name: inside `jax.shard_map`, a mesh axis or a tuple of them: x's rows (the next to last dimension) are
+        gathered over it and y's are scattered; each rank holds its columns of w_in and b_in, its rows of w_out and all
+        of b_out. None: both layers are local there.
+      hidden_sharding: sharding of the hidden layer (..., h); by default the rows of x less the axes of w_in's columns,
+        and those.
+      out_sharding: sharding of y.
+      in_shardings: a triple of shardings for x, w_in and w_out (auto axes).
+
+    The other options are those of `matmul`.
+
+    Returns:
+      (..., n), sharded as `out_sharding` says.
+
+    Raises: as `matmul`; the message says which of the two products is meant.
+
+    >>> import jax.numpy as jnp, jaxmp
+    >>> jaxmp.mlp(jnp.ones((2, 3)), jnp.ones((3, 4)), None, jnp.ones((4, 1)), jnp.ones(1), activation="relu")
+    Array([[13.],
+           [13.]], dtype=float32)
+    """
+    x, w_in, b_in, w_out, b_out = map(operand_checks.as_array, (x, w_in, b_in, w_out, b_out))
+    _check_rank(x)
+    if in_shardings is not None and (isinstance(in_shardings, str) or len(in_shardings) != 3):
+        raise ValueError(
+            f"mlp: in_shardings must be a triple, one sharding each for x, w_in and w_out, got {in_shardings!r}"
+        )
+    options: dict[str, Any] = {"precision": precision, "implementation": implementation, "determinism": determinism}
+    shardings = {"hidden": hidden_sharding, "out": out_sharding, "ins": in_shardings, "mesh": mesh}
+    y = _fused(x, w_in, b_in, w_out, b_out, activation, axis_name, shardings, options)
+    if y is not None:
+        return y
+    hidden = linear(x, w_in, b_in, activation=activation, out_sharding=hidden_sharding, mesh=mesh, **options)
+    return linear(hidden, w_out, b_out, out_sharding=out_sharding, mesh=mesh, **options)
+
+
+def _check_rank(x) -> None:
+    if getattr(x, "ndim", 0) == 1:
+        raise ValueError(f"mlp: x must have at least 2 dimensions, got 1 (shape {tuple(x.shape)}); pass x[None]")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +204,7 @@ class _Run:
     calls: tuple[Any, ...] = ()
 
 
-def mlp(x, w_in, b_in, w_out, b_out, activation: str, axis_name, shardings: dict[str, Any], options: dict[str, Any]):
+def _fused(x, w_in, b_in, w_out, b_out, activation: str, axis_name, shardings: dict[str, Any], options: dict[str, Any]):
     """y, or None where XLA's partitioner decides, and the two layers have to be calls of their own."""
     if activation not in ("relu", "gelu"):
         raise ValueError(f'mlp: activation must be "relu" or "gelu", got {activation!r}')

@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxmp._src.ops.matmul import matmul
 from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.low_precision import Scales
+from jaxmp._src.spec.low_precision import Scaling
+from jaxmp._src.spec.options import Array
 
 
-def scaled_matmul(lhs, rhs, lhs_scales, rhs_scales, preferred_element_type=jnp.float32) -> jax.Array:
+def scaled_matmul(
+    lhs: Array,
+    rhs: Array,
+    lhs_scales: Array,
+    rhs_scales: Array,
+    preferred_element_type: DTypeLike = jnp.float32,
+) -> jax.Array:
     """Product of block-scaled operands along their last dimensions, `jax.nn.scaled_matmul` on every platform.
 
         out[b] = (lhs * repeat(lhs_scales)) @ (rhs * repeat(rhs_scales)).T
 
     MXFP8 (float8 in blocks of 32 with float8_e8m0fnu scales) and NVFP4 (float4_e2m1fn in blocks of 16 with
-    float8_e4m3fn scales) are one narrow product a batch element, padded to whole tiles; other operands are scaled in
-    float32 first.
+    float8_e4m3fn scales) are one low-precision product a batch element, padded to whole tiles. Other operands are
+    scaled in float32 first.
 
     Args:
       lhs: (batch, m, k).
@@ -56,8 +64,8 @@ def scaled_matmul(lhs, rhs, lhs_scales, rhs_scales, preferred_element_type=jnp.f
     scales = [_padded(x, (128, n_tiles // size)) for x in (lhs_scales, rhs_scales)]
 
     def product(a, b, scale_a, scale_b):
-        options = {"transpose_b": True, "preferred_element_type": preferred_element_type}
-        return matmul(a, b, scales=Scales(a=scale_a, b=scale_b), **options)
+        scaling = Scaling(a=scale_a, b=scale_b)
+        return matmul(a, b, transpose_b=True, preferred_element_type=preferred_element_type, scaling=scaling)
 
     return jax.vmap(product)(*operands, *scales)[:, : lhs.shape[1], : rhs.shape[1]]
 

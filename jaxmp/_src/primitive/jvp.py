@@ -119,8 +119,8 @@ def _low_precision_jvp(primals, tangents, spec: MatmulSpec, auto: bool):
     if of_scales and spec.determinism == "topology":
         scale = of_scales[0].removeprefix("scale_")
         raise NotImplementedError(
-            f'jaxmp: determinism="topology" has no derivative in scales.{scale}, which XLA would sum; hold it constant '
-            '(jax.lax.stop_gradient), or pass determinism="batch"'
+            f'jaxmp: determinism="topology" has no derivative in scaling.{scale}, which XLA would sum; hold it '
+            'constant (jax.lax.stop_gradient), or pass determinism="batch"'
         )
 
     def wide(given):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import ArrayLike
 
 
-def assert_bitwise_equal(actual, expected, err_msg: str = "") -> None:
+def assert_bitwise_equal(actual: ArrayLike, expected: ArrayLike, err_msg: str = "") -> None:
     """Raise AssertionError unless two arrays have the same shape, the same dtype and the same bits.
 
     Stricter than equality: 0 and -0 differ, and so do NaNs of another sign or payload; equal NaNs are equal.

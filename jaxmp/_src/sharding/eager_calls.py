@@ -35,9 +35,9 @@ def given_operands(a, b, c, epilog_inputs) -> dict[str, Any]:
 def decided(operands: dict[str, Any], options: dict, shardings: tuple) -> list | None:
     """Where what follows from these arguments is kept, empty until the first call of its kind has filled it.
 
-    None where nothing is kept: without operands, for some that are tracers or no arrays, with scales, for an alpha or
-    beta that is no Python number, for arguments without a hash (a list of shardings), and where each call has its line
-    for messages.
+    None where nothing is kept: without operands, for some that are tracers or no arrays, with arrays in `scaling`, for
+    an alpha or beta that is no Python number, for arguments without a hash (a list of shardings), and where each call
+    has its line for messages.
     """
     types = []
     for name, x in operands.items():
@@ -46,10 +46,12 @@ def decided(operands: dict[str, Any], options: dict, shardings: tuple) -> list |
         types.append((name, x.aval, x.sharding))
     scalars = {name: options[name] for name in ("alpha", "beta")}
     is_plain = all(type(x) in (type(None), int, float, complex) for x in scalars.values())
-    if not types or not is_plain or options["scales"] is not None or native.has_barrier():
+    groups = [group for group in (options["scaling"], options["comm"]) if group is not None]
+    if not types or not is_plain or jax.tree.leaves(options["scaling"]) or native.has_barrier():
         return None
-    # Equality is too coarse for what users pass: 0.0 == -0.0, 1 == True.
-    values = (*(options | {name: repr(x) for name, x in scalars.items()}).values(), *shardings)
+    # Equality is too coarse for what users pass: 0.0 == -0.0, 1 == True, also within a group of options.
+    grouped = (x for group in groups for x in getattr(group, "__dict__", {}).values())
+    values = (*(options | {name: repr(x) for name, x in scalars.items()}).values(), *shardings, *grouped)
     try:
         return kept((tuple(types), values, tuple(map(type, values))))
     except TypeError:

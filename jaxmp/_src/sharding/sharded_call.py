@@ -141,7 +141,7 @@ def _planned_call(spec: MatmulSpec, placement: meshes.Placement, operands, shape
     for operand in names:
         ins[operand] = _dims(spec, plan, operand)
         if operand in matmul_spec.SCALE_NAMES:
-            argument = f"scales.{operand.removeprefix('scale_')}"
+            argument = f"scaling.{operand.removeprefix('scale_')}"
             patterns.check_dims(name, argument, ins[operand], operands[operand].shape, sizes)
     have = {} if placement.are_given else {"a": placement.a, "b": placement.b}
     resharded = []

@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxmp._src.spec.process_grid import round_up
 
@@ -38,12 +38,19 @@ BLOCK = {VEC16: 16, VEC32: 32, VEC128: 128, BLK128: 128}
 _SCALE_DTYPE = {VEC16: "float8_e4m3fn", VEC32: "float8_e8m0fnu"}
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Scales:
-    """What the operands of fp8 and fp4 are multiplied with, and what the result is before it is stored.
+Scale = jax.Array | np.ndarray | np.generic
 
-    The mode follows from shape and dtype; `rows` and `k` are the operand's own extents as stored, (rows, k):
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["a", "b", "c", "d", "aux"],
+    meta_fields=["result_amax", "aux_dtype", "aux_amax"],
+)
+@dataclasses.dataclass(frozen=True)
+class Scaling:
+    """The scales of float8 and float4 operands and results, and what else such a product returns: a pytree.
+
+    The mode follows from a scale's shape and dtype; `rows` and `k` are the operand's own extents as stored, (rows, k):
 
         ()                    float32          one scale
         (rows,)               float32          one a row (a and b alike)
@@ -53,19 +60,25 @@ class Scales:
         (rows/128, k/128)     float32          128 x 128 blocks, beside 1 x 128 blocks of the other operand
 
     Args:
-      a, b: of the operands, sharded like them (a scalar is the same everywhere). None is a scale of 1.
+      a, b: scales of the operands, sharded like them (a scalar is the same everywhere). None is a scale of 1.
       c: scalar float32, for tensor-wide scales only.
-      d: scalar float32, for a result of fp8 (tensor-wide scales) or fp4: the result is multiplied with it.
-      aux: scalar float32, for a gelu_aux of fp8 (`aux_dtype=`): it is multiplied with it.
+      d: scalar float32, for a float8 result (tensor-wide scales) or a float4 one: the result is multiplied by it.
+      aux: scalar float32, for a float8 gelu_aux (see `aux_dtype`): it is multiplied by it.
+      result_amax: also return "result_amax", the largest absolute value of a float8 result before scaling.
+      aux_dtype: type of gelu_aux: None for the default, or float8_e4m3fn.
+      aux_amax: also return "gelu_aux_amax", the largest absolute value of a float8 gelu_aux before scaling.
 
-    Source: cuBLAS documentation, "Narrow Precision Data Types Usage".
+    docs/matmul.md has the details. Source: cuBLAS documentation, "Narrow Precision Data Types Usage".
     """
 
-    a: Any = None
-    b: Any = None
-    c: Any = None
-    d: Any = None
-    aux: Any = None
+    a: Scale | None = None
+    b: Scale | None = None
+    c: Scale | None = None
+    d: Scale | None = None
+    aux: Scale | None = None
+    result_amax: bool = False
+    aux_dtype: DTypeLike | None = None
+    aux_amax: bool = False
 
 
 def scale_dtype(mode: str) -> np.dtype:
@@ -105,12 +118,12 @@ def find_mode(name: str, argument: str, scale, shape: tuple[int, ...], dtype) ->
     if scale is None:
         if is_float4:
             raise ValueError(
-                f"{name}: scales.{argument} is missing; {FLOAT4} operands need one a block of 16, shape "
+                f"{name}: {argument} is missing; {FLOAT4} operands need one a block of 16, shape "
                 f"{(*shape[:-1], k // 16)} of float8_e4m3fn"
             )
         return NONE
     if not hasattr(scale, "shape") or not hasattr(scale, "dtype"):
-        raise TypeError(f"{name}: scales.{argument} must be an array, got {type(scale).__name__}")
+        raise TypeError(f"{name}: {argument} must be an array, got {type(scale).__name__}")
     options = {
         SCALAR: (),
         OUTER_VEC: shape[:-1],
@@ -130,7 +143,7 @@ def find_mode(name: str, argument: str, scale, shape: tuple[int, ...], dtype) ->
     texts = [f"{wanted} of {_SCALE_DTYPE.get(mode, 'float32')}" for mode, wanted in options.items()]
     rest = f"no scale of blocks of {' or '.join(map(str, sorted(blocked)))}, which do not divide its k={k}"
     raise ValueError(
-        f"{name}: scales.{argument} has shape {tuple(scale.shape)} and dtype {scale.dtype.name}; an operand of shape "
+        f"{name}: {argument} has shape {tuple(scale.shape)} and dtype {scale.dtype.name}; an operand of shape "
         f"{shape} and dtype {np.dtype(dtype).name} takes {', '.join([*texts, rest] if blocked else texts)}"
     )
 

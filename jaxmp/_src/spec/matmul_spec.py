@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxmp._src.spec import epilogs, low_precision
 from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.spec.options import CommOptions, Parts
 from jaxmp._src.spec.process_grid import Distributed
 
 # Type of D by type of A and B; cublasmp.h and nvmath's type table. Everything 16-bit accumulates in float32.
@@ -56,16 +57,8 @@ class Pattern(enum.StrEnum):
     GRID = "grid"
 
 
-class _Parts:
-    """A dataclass whose text shows only what is not as by default, for each equation of a jaxpr holds a spec."""
-
-    def __repr__(self) -> str:
-        values = ((field, getattr(self, field.name)) for field in dataclasses.fields(self))  # type: ignore[arg-type]
-        return f"{type(self).__name__}({', '.join(f'{f.name}={x!r}' for f, x in values if x != f.default)})"
-
-
 @dataclasses.dataclass(frozen=True, repr=False)
-class Group(_Parts):
+class Group(Parts):
     """The devices that share a product, and how: one communicator of each index of the other mesh axes.
 
     `mesh` holds every mesh axis as (name, size), since nothing ambient may matter later. `row_axes` are the axes of the
@@ -101,7 +94,7 @@ class Group(_Parts):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class ScaleModes(_Parts):
+class ScaleModes(Parts):
     """How low-precision operands and results are scaled: a mode of `low_precision` for each of a, b, c, d and aux, and
     for the scales that a block-scaled d gets (`d_out`); `amax_d` and `amax_aux` ask for largest absolute values."""
 
@@ -120,17 +113,7 @@ class ScaleModes(_Parts):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class CommOptions(_Parts):
-    """Options of a call's communication: the type in which partial sums travel, the algorithm, and how many
-    multiprocessors communicate. None leaves each to the library."""
-
-    dtype: str | None = None
-    algorithm: str | None = None
-    sm_count: int | None = None
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class SummationOrder(_Parts):
+class SummationOrder(Parts):
     """What the gradients of `determinism="topology"` need to sum in the order of the global array; elsewhere default.
 
     `is_transposed`: on other patterns this product is its transpose (the gradient of an a that is stored transposed).
@@ -146,7 +129,7 @@ class SummationOrder(_Parts):
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class MatmulSpec(_Parts):
+class MatmulSpec(Parts):
     """Everything static about one call but its shapes; row-major, as the user sees it.
 
     `is_typed`: the enclosing shard_map checks varying axes. `asks_all_reduce`: the epilog has the ALLREDUCE bit, and
@@ -177,7 +160,7 @@ class MatmulSpec(_Parts):
     determinism: str = "run_to_run"
     order: SummationOrder = SummationOrder()
     implementation: str | None = None
-    comm: CommOptions = CommOptions()
+    comm: CommOptions = CommOptions()  # noqa: RUF009  frozen
     distributions: tuple[Distributed, Distributed, Distributed] | None = None
     is_typed: bool = False
     source_line: str = ""

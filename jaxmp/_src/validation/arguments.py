@@ -10,7 +10,7 @@ import jax
 from jaxmp._src.runtime import jax_compat, native
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import CommOptions, Group, MatmulSpec, check_local_shapes, result_shape
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, check_local_shapes, result_shape
 from jaxmp._src.validation import comm_options, operand_checks, scale_checks
 
 _PACKAGE = str(pathlib.Path(__file__).parents[2])  # jaxmp/
@@ -25,18 +25,11 @@ SPEC_OPTIONS = [
     "precision",
     "preferred_element_type",
     "implementation",
-    "scales",
-    "result_amax",
-    "aux_dtype",
-    "aux_amax",
-    "communication_dtype",
-    "algorithm",
-    "comm_sm_count",
     "determinism",
+    "scaling",
+    "comm",
 ]
 _KNOWN = frozenset(SPEC_OPTIONS)
-_COMM_OPTIONS = ("communication_dtype", "algorithm", "comm_sm_count")
-_NO_OPTIONS = (None, None, None)
 
 
 def validated(name: str, a, b, c, epilog_inputs, options: dict, group: Group = Group()):  # noqa: B008
@@ -55,14 +48,12 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, group: Group = G
     if not is_low_precision:
         for key, x in (("a", a), ("b", b)):
             operands[key] = x if x.dtype == operand else x.astype(operand)
-    asked = tuple(map(options.get, _COMM_OPTIONS))
-    comm = CommOptions() if asked == _NO_OPTIONS else comm_options.resolve_comm_options(name, out, operand, *asked)
     spec = MatmulSpec(
         out,
         group,
         **flags,
         precision=precisions.resolve(name, options.get("precision"), operand, out),
-        comm=comm,
+        comm=comm_options.resolve_comm_options(name, out, operand, options.get("comm")),
         source_line=f"{name} at {jax_compat.user_line(_PACKAGE)}" if native.has_barrier() else "",
     )
     check_local_shapes(name, spec, a.shape[-2:], b.shape)
@@ -92,11 +83,11 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, group: Group = G
     if is_low_precision:
         scale_checks.check_transpositions(name, a.dtype, spec.transpose_a, spec.transpose_b)
         scale_checks.check_epilog(name, spec.epilog.name, a.dtype, out)
-    if is_low_precision or any(map(options.get, scale_checks.OPTIONS)):
-        of_scales, scales = scale_checks.resolve_scales(name, options, a, b, spec)
+    if is_low_precision or options.get("scaling") is not None:
+        of_scales, scales = scale_checks.resolve_scales(name, options.get("scaling"), a, b, spec)
         spec = spec.replace(**of_scales)
     for argument, x in (inputs | scales).items():
-        operand_checks.check_memory(name, argument.replace("scale_", "scales."), x)
+        operand_checks.check_memory(name, argument.replace("scale_", "scaling."), x)
     added = {} if c is None else {"c": c.astype(c_dtype)}
     return spec, operands | added | inputs | traced | scales
 

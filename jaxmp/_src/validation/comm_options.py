@@ -7,7 +7,8 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._src.spec.matmul_spec import RESULT_TYPES, CommOptions, MatmulSpec, Pattern, accumulator
+from jaxmp._src.spec.matmul_spec import RESULT_TYPES, MatmulSpec, Pattern, accumulator
+from jaxmp._src.spec.options import CommOptions
 from jaxmp._src.validation.operand_checks import check_dtype
 
 _SUMMING = (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE)
@@ -23,31 +24,42 @@ ALGORITHMS = {
 }
 
 
-def resolve_comm_options(name: str, out_dtype, operand, communication_dtype, algorithm, comm_sm_count) -> CommOptions:
+def resolve_comm_options(name: str, out_dtype, operand, comm: CommOptions | None) -> CommOptions:
     """The options of a spec; `check_comm_options` judges them against the pattern once that is known."""
-    if communication_dtype is not None:
-        communication_dtype = check_dtype(name, "communication_dtype", communication_dtype)
+    if comm is None:
+        return CommOptions()
+    if not isinstance(comm, CommOptions):
+        raise TypeError(
+            f"{name}: comm must be a jaxmp.CommOptions, got {type(comm).__name__}; pass "
+            "comm=jaxmp.CommOptions(dtype=..., algorithm=..., sm_count=...)"
+        )
+    dtype = None if comm.dtype is None else check_dtype(name, "comm.dtype", comm.dtype)
+    if dtype is not None:
         scale, out = accumulator(operand), np.dtype(out_dtype)
-        is_number = communication_dtype.name in RESULT_TYPES
-        is_alike = jnp.issubdtype(communication_dtype, jnp.complexfloating) == jnp.issubdtype(out, jnp.complexfloating)
-        if not (is_number and is_alike and out.itemsize <= communication_dtype.itemsize <= scale.itemsize):
+        is_number = dtype.name in RESULT_TYPES
+        is_alike = jnp.issubdtype(dtype, jnp.complexfloating) == jnp.issubdtype(out, jnp.complexfloating)
+        if not (is_number and is_alike and out.itemsize <= dtype.itemsize <= scale.itemsize):
             raise ValueError(
-                f"{name}: communication_dtype must be no smaller than the result's {out.name} and no larger than "
-                f"{scale.name}, in which products are summed, got {communication_dtype.name}"
+                f"{name}: comm.dtype must be no smaller than the result's {out.name} and no larger than "
+                f"{scale.name}, in which products are summed, got {dtype.name}"
             )
-        communication_dtype = communication_dtype.name
+    algorithm, sm_count = comm.algorithm, comm.sm_count
     if algorithm is not None and not (isinstance(algorithm, str) and algorithm in ALGORITHMS):
-        raise ValueError(f"{name}: algorithm must be None or one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
-    if comm_sm_count is not None:
-        if isinstance(comm_sm_count, bool) or not isinstance(comm_sm_count, int | np.integer):
-            raise TypeError(f"{name}: comm_sm_count must be an integer, got {type(comm_sm_count).__name__}")
-        if not 1 <= comm_sm_count < 2**31:
+        raise ValueError(f"{name}: comm.algorithm must be None or one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+    if sm_count is not None:
+        if isinstance(sm_count, bool) or not isinstance(sm_count, int | np.integer):
+            raise TypeError(f"{name}: comm.sm_count must be an integer, got {type(sm_count).__name__}")
+        if not 1 <= sm_count < 2**31:
             raise ValueError(
-                f"{name}: comm_sm_count must be at least 1, the number of multiprocessors that communicate, got "
-                f"{comm_sm_count}; None leaves it to the library"
+                f"{name}: comm.sm_count must be at least 1, the number of multiprocessors that communicate, got "
+                f"{sm_count}; None leaves it to the library"
             )
     is_default = algorithm in (None, "default")
-    return CommOptions(communication_dtype, None if is_default else algorithm, comm_sm_count and int(comm_sm_count))
+    return CommOptions(
+        dtype=None if dtype is None else dtype.name,
+        algorithm=None if is_default else algorithm,
+        sm_count=None if sm_count is None else int(sm_count),
+    )
 
 
 def check_comm_options(
@@ -69,21 +81,21 @@ def check_comm_options(
         remedy = "drop it, or give the call a mesh (jax.set_mesh, or mesh=) and pass in_shardings and out_sharding"
     if comm.dtype is not None and (pattern not in _SUMMING or not is_settled):
         raise ValueError(
-            f"{name}: communication_dtype={comm.dtype} is of partial sums, so the pattern must be "
+            f"{name}: comm.dtype={comm.dtype} is of partial sums, so the pattern must be "
             f"reduce_scatter or all_reduce, but {this}; {remedy}"
         )
     takes = ALGORITHMS[comm.algorithm or "default"]
     if pattern not in takes or (not is_settled and len(takes) < len(Pattern)):
         raise ValueError(
-            f"{name}: algorithm={comm.algorithm!r} needs the pattern {' or '.join(p.value for p in takes)}, but "
+            f"{name}: comm.algorithm={comm.algorithm!r} needs the pattern {' or '.join(p.value for p in takes)}, but "
             f"{this}; {remedy}"
         )
     # Source: cublasmp.h 0.10, CUBLASMP_MATMUL_ALGO_TYPE_FUSED.
     dtype = np.dtype(comm.dtype or accumulator(spec.out_dtype))
     if comm.algorithm == "fused" and columns * dtype.itemsize % 16:
         raise ValueError(
-            f"{name}: algorithm='fused' needs rows of the result that are a multiple of 16 bytes of the communicated "
-            f"{dtype.name}, a multiple of {16 // dtype.itemsize} columns, got {columns}; pad b, or drop it"
+            f"{name}: comm.algorithm='fused' needs rows of the result that are a multiple of 16 bytes of the "
+            f"communicated {dtype.name}, a multiple of {16 // dtype.itemsize} columns, got {columns}; pad b, or drop it"
         )
 
 
@@ -99,6 +111,5 @@ def fit_comm_options(spec: MatmulSpec) -> MatmulSpec:
 
 def comm_options_text(spec: MatmulSpec) -> str:
     """The options that were given, as a user writes them."""
-    names = {"communication_dtype": "dtype", "algorithm": "algorithm", "comm_sm_count": "sm_count"}
-    given = ((name, getattr(spec.comm, field)) for name, field in names.items())
+    given = ((f"comm.{field.name}", getattr(spec.comm, field.name)) for field in dataclasses.fields(spec.comm))
     return ", ".join(f"{name}={value}" for name, value in given if value is not None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import operator
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +14,10 @@ import numpy as np
 from jaxmp._src.spec import epilogs, low_precision, process_grid
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import RESULT_TYPES, MatmulSpec, Pattern, accumulator
+from jaxmp._src.spec.options import Determinism, Implementation
 
-IMPLEMENTATIONS = (None, "host", "xla", "cublasmp")
-DETERMINISM = ("run_to_run", "batch", "topology")
+IMPLEMENTATIONS = (None, *get_args(Implementation))
+DETERMINISM = get_args(Determinism)
 
 
 def as_array(x):
@@ -321,8 +322,8 @@ def check_gathered_scales(name: str, spec: MatmulSpec, why: str) -> None:
     """Raise NotImplementedError where operands are gathered for the bits whose scales would have to follow them."""
     if spec.fixed_reduction_order and {spec.scales.a, spec.scales.b} - {low_precision.NONE, low_precision.SCALAR}:
         raise NotImplementedError(
-            f"{name}: determinism={spec.determinism!r} has scales of whole tensors only {why}; got scales.a of "
-            f'{spec.scales.a} and scales.b of {spec.scales.b}: take those, or pass determinism="run_to_run"'
+            f"{name}: determinism={spec.determinism!r} has scales of whole tensors only {why}; got scaling.a of "
+            f'{spec.scales.a} and scaling.b of {spec.scales.b}: take those, or pass determinism="run_to_run"'
         )
 
 

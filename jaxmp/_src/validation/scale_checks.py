@@ -17,7 +17,7 @@ from jaxmp._src.spec.low_precision import (
     VEC16,
     VEC32,
     VEC128,
-    Scales,
+    Scaling,
     find_mode,
     is_low_precision,
     is_scaled,
@@ -26,8 +26,6 @@ from jaxmp._src.spec.low_precision import (
 from jaxmp._src.spec.matmul_spec import MatmulSpec, ScaleModes
 from jaxmp._src.validation.operand_checks import check_dtype, check_flag
 
-# Options that float8 and float4 alone take.
-OPTIONS = ("scales", "result_amax", "aux_dtype", "aux_amax")
 # By name, what cuBLAS has for 8-bit operands.
 _EPILOGS = ("NONE", "BIAS", "RELU", "RELU_BIAS", "RELU_AUX", "RELU_AUX_BIAS", "DRELU")
 _GELU_AUX = ("GELU_AUX", "GELU_AUX_BIAS")
@@ -99,38 +97,40 @@ def check_epilog(name: str, epilog_name: str, dtype, out) -> None:
         )
 
 
-def resolve_scales(name: str, options: dict, a, b, spec: MatmulSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+def resolve_scales(name: str, scaling: Scaling | None, a, b, spec: MatmulSpec) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the spec's fields, the operands by name) of the scales of float8 and float4 operands; of others, nothing."""
+    if scaling is not None and not isinstance(scaling, Scaling):
+        raise TypeError(
+            f"{name}: scaling must be a jaxmp.Scaling, got {type(scaling).__name__}; pass "
+            "scaling=jaxmp.Scaling(a=..., b=...)"
+        )
     if not is_scaled(a.dtype):
-        extra = " and ".join(argument for argument in OPTIONS if options.get(argument))
-        if extra:
+        if scaling is not None:
             raise TypeError(
-                f"{name}: only float8 and float4 operands take {extra}, but a has dtype {a.dtype}; drop {extra}"
+                f"{name}: only float8 and float4 operands take scaling, but a has dtype {a.dtype}; drop scaling"
             )
         return {}, {}
     out = np.dtype(spec.out_dtype)
-    scales = options.get("scales") or Scales()
-    if not isinstance(scales, Scales):
-        raise TypeError(f"{name}: scales must be a jaxmp.Scales, got {type(scales).__name__}")
-    amax, aux_amax = (check_flag(name, key, options.get(key, False)) for key in ("result_amax", "aux_amax"))
+    scaling = Scaling() if scaling is None else scaling
+    amax, aux_amax = (check_flag(name, f"scaling.{key}", getattr(scaling, key)) for key in ("result_amax", "aux_amax"))
     modes = {
-        "a": find_mode(name, "a", scales.a, tuple(a.shape), a.dtype),
-        "b": find_mode(name, "b", scales.b, tuple(b.shape), b.dtype),
-        "c": _check_scalar(name, "c", scales.c),
-        "d": _check_scalar(name, "d", scales.d),
-        "aux": _check_scalar(name, "aux", scales.aux),
+        "a": find_mode(name, "scaling.a", scaling.a, tuple(a.shape), a.dtype),
+        "b": find_mode(name, "scaling.b", scaling.b, tuple(b.shape), b.dtype),
+        "c": _check_scalar(name, "c", scaling.c),
+        "d": _check_scalar(name, "d", scaling.d),
+        "aux": _check_scalar(name, "aux", scaling.aux),
     }
     _check_modes(name, modes, out)
-    of_aux = {"aux_dtype": options.get("aux_dtype"), "scales.aux": scales.aux, "aux_amax": aux_amax}
+    of_aux = {"aux_dtype": scaling.aux_dtype, "aux": scaling.aux, "aux_amax": aux_amax}
     aux = _resolve_aux(name, spec.epilog.name, (a.dtype, b.dtype, out), spec.c_dtype, modes["a"], of_aux)
     is_blocked = modes["a"] in (VEC16, VEC32)
     if amax and (out.name not in FLOAT8 or is_blocked):
         raise NotImplementedError(
-            f"{name}: result_amax is taken of a float8 result with tensor-wide scales; the result is {out.name} and "
-            f"scales.a is {modes['a']}: use jnp.max(jnp.abs(d)) of a wider result"
+            f"{name}: scaling.result_amax is taken of a float8 result with tensor-wide scales; the result is "
+            f"{out.name} and scaling.a is {modes['a']}: use jnp.max(jnp.abs(d)) of a wider result"
         )
     out_scale = modes["a"] if is_blocked and is_low_precision(out) else NONE
-    given = {f"scale_{key}": getattr(scales, key) for key, mode in modes.items() if mode != NONE}
+    given = {f"scale_{key}": getattr(scaling, key) for key, mode in modes.items() if mode != NONE}
     fields = ScaleModes(**modes, d_out=out_scale, amax_d=amax, amax_aux=aux_amax)
     return {"scales": fields, "aux_dtype": aux}, given
 
@@ -140,7 +140,7 @@ def _check_scalar(name: str, argument: str, scale) -> str:
         return NONE
     if getattr(scale, "shape", None) != () or getattr(scale, "dtype", None) != np.float32:
         got = f"shape {scale.shape} of {scale.dtype}" if hasattr(scale, "dtype") else type(scale).__name__
-        raise ValueError(f"{name}: scales.{argument} must be a float32 scalar of shape (), got {got}")
+        raise ValueError(f"{name}: scaling.{argument} must be a float32 scalar of shape (), got {got}")
     return SCALAR
 
 
@@ -151,7 +151,7 @@ def _check_modes(name: str, modes: dict[str, str], out) -> None:
     both_128 = {a, b} == {VEC128} or {a, b} == {VEC128, BLK128}
     if not tensorwide and not both_128 and (a != b or a == BLK128):
         raise NotImplementedError(
-            f"{name}: scales.a is {a} and scales.b is {b}, which do not go together; both must be of one mode, or "
+            f"{name}: scaling.a is {a} and scaling.b is {b}, which do not go together; both must be of one mode, or "
             "(rows, k/128) with (rows, k/128) or (rows/128, k/128)"
         )
     out_is_narrow = is_low_precision(out)
@@ -160,11 +160,13 @@ def _check_modes(name: str, modes: dict[str, str], out) -> None:
             f"{name}: with scales of {a} the result must be bfloat16, float16 or float32, got {np.dtype(out).name}"
         )
     if modes["c"] != NONE and not tensorwide:
-        raise ValueError(f"{name}: scales.c goes with tensor-wide scales only, scales.a is {a}; multiply beta with it")
+        raise ValueError(
+            f"{name}: scaling.c goes with tensor-wide scales only, scaling.a is {a}; multiply beta with it"
+        )
     if modes["d"] != NONE and not (out_is_narrow and (tensorwide or a == VEC16)):
         raise ValueError(
-            f"{name}: scales.d scales a result of float8 with tensor-wide scales, or of float4; the result is "
-            f"{np.dtype(out).name} and scales.a is {a}: drop it" + (", blocks get their own" if a == VEC32 else "")
+            f"{name}: scaling.d scales a result of float8 with tensor-wide scales, or of float4; the result is "
+            f"{np.dtype(out).name} and scaling.a is {a}: drop it" + (", blocks get their own" if a == VEC32 else "")
         )
 
 
@@ -179,25 +181,26 @@ def _resolve_aux(name: str, epilog_name: str, dtypes, c, scale_a: str, given: di
     if epilog_name not in _GELU_AUX:
         if said:
             raise ValueError(
-                f"{name}: {said[0]} is of gelu_aux, but epilog {epilog_name} has none; drop it, or take "
+                f"{name}: scaling.{said[0]} is of gelu_aux, but epilog {epilog_name} has none; drop it, or take "
                 f"{' or '.join(_GELU_AUX)}"
             )
         return None
     a, b, out = (np.dtype(dtype).name for dtype in dtypes)
     default = np.dtype(c) if out in FLOAT8 else np.dtype(out)
-    asked = default if given["aux_dtype"] is None else check_dtype(name, "aux_dtype", given["aux_dtype"])
+    asked = default if given["aux_dtype"] is None else check_dtype(name, "scaling.aux_dtype", given["aux_dtype"])
     is_e4m3 = {a, b, out} == {"float8_e4m3fn"} and np.dtype(c) == np.float16 and scale_a in (NONE, SCALAR)
     allowed = (default.name, "float8_e4m3fn") if is_e4m3 and epilog_name == "GELU_AUX" else (default.name,)
     if asked.name not in allowed:
         raise NotImplementedError(
-            f"{name}: aux_dtype {asked.name} is not available for epilog {epilog_name} with {a} and {b} operands, c of "
-            f"{np.dtype(c).name} and a result of {out}; available: {', '.join(allowed)} (float8_e4m3fn goes with "
-            "GELU_AUX, operands and a result of float8_e4m3fn, tensor-wide scales, and c of float16 or none)"
+            f"{name}: scaling.aux_dtype {asked.name} is not available for epilog {epilog_name} with {a} and {b} "
+            f"operands, c of {np.dtype(c).name} and a result of {out}; available: {', '.join(allowed)} "
+            "(float8_e4m3fn goes with GELU_AUX, operands and a result of float8_e4m3fn, tensor-wide scales, and "
+            "c of float16 or none)"
         )
     rest = [argument for argument in said if argument != "aux_dtype"]
     if rest and asked.name not in FLOAT8:
         raise ValueError(
-            f"{name}: {rest[0]} is of a gelu_aux of float8, but it is {asked.name} here; drop it, or pass "
-            "aux_dtype=jnp.float8_e4m3fn"
+            f"{name}: scaling.{rest[0]} is of a gelu_aux of float8, but it is {asked.name} here; drop it, or set "
+            "scaling.aux_dtype to jnp.float8_e4m3fn"
         )
     return asked

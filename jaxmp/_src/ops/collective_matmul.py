@@ -1,0 +1,378 @@
+"""Products inside `jax.shard_map` whose ranks share the work over named mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Unpack, overload
+
+import jax
+from jax.typing import ArrayLike, DTypeLike
+
+from jaxmp._src.ops.signatures import AuxEpilog, PlainEpilog, ShardOptions, WithResults
+from jaxmp._src.sharding import sharded_call
+from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.spec.low_precision import Scaling
+from jaxmp._src.spec.matmul_spec import Pattern
+from jaxmp._src.spec.options import AxisName, CommOptions, Determinism, Implementation, Precision, Scalar
+from jaxmp._src.validation.arguments import SPEC_OPTIONS
+
+
+@overload
+def all_gather_matmul(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisName,
+    c: ArrayLike | None = None,
+    *,
+    epilog: PlainEpilog = ...,
+    scaling: None = None,
+    **options: Unpack[ShardOptions],
+) -> jax.Array: ...
+@overload
+def all_gather_matmul(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisName,
+    c: ArrayLike | None = None,
+    *,
+    epilog: AuxEpilog,
+    scaling: Scaling | None = None,
+    **options: Unpack[ShardOptions],
+) -> WithResults: ...
+@overload
+def all_gather_matmul(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisName,
+    c: ArrayLike | None = None,
+    *,
+    epilog: Epilog | int = ...,
+    scaling: Scaling | None = None,
+    **options: Unpack[ShardOptions],
+) -> Any: ...
+def all_gather_matmul(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisName,
+    c: ArrayLike | None = None,
+    *,
+    alpha: Scalar = 1.0,
+    beta: Scalar | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    conjugate_a: bool = False,
+    conjugate_b: bool = False,
+    epilog: Epilog | int = Epilog.NONE,
+    epilog_inputs: Mapping[str, ArrayLike] | None = None,
+    precision: Precision = None,
+    preferred_element_type: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+    determinism: Determinism = "run_to_run",
+    scaling: Scaling | None = None,
+    comm: CommOptions | None = None,
+) -> jax.Array | WithResults:
+    """Gather x's rows over an axis and multiply: `concat(x of every rank) @ w`.
+
+    Inside a full-manual `jax.shard_map`; collective over `axis_name`: every rank calls it with an equal spec.
+
+    Args:
+      x: (..., m/P, k); the next to last dimension is gathered.
+      w: (k, n/P): this rank's columns.
+      axis_name: a mesh axis, or a tuple of them, slowest first, over which the P ranks of a group share the product.
+        Each combination of the other axes' indices is a group of its own.
+      c: like the result, with `beta`. A `bias` holds this rank's n/P values.
+
+    The other options are those of `matmul`, in whose messages x is a and w is b.
+
+    Returns:
+      (..., m, n/P).
+
+    Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or for an axis not in the mesh.
+
+    Source: cuBLASMp's AllGather + Matmul (docs.nvidia.com/cuda/cublasmp, "Tensor parallelism").
+
+    >>> import functools, jax, jax.numpy as jnp, jaxmp
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("x", None), P(None, "x")), out_specs=P(None, "x"))
+    ... def call(x, w):
+    ...     return jaxmp.all_gather_matmul(x, w, "x")
+    >>> p = jax.device_count()
+    >>> call(jnp.ones((4 * p, 2 * p)), jnp.ones((2 * p, 3 * p))).shape == (4 * p, 3 * p)
+    True
+    """
+    return _collective("all_gather_matmul", Pattern.ALL_GATHER, x, w, axis_name, locals())
+
+
+@overload
+def matmul_reduce_scatter(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisName,
+    c: ArrayLike | None = None,
+    *,
+    epilog: PlainEpilog = ...,
+    scaling: None = None,
+    **options: Unpack[ShardOptions],
+) -> jax.Array: ...
+@overload
+def matmul_reduce_scatter(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisName,
+    c: ArrayLike | None = None,
+    *,
+    epilog: AuxEpilog,
+    scaling: Scaling | None = None,
+    **options: Unpack[ShardOptions],
+) -> WithResults: ...
+@overload
+def matmul_reduce_scatter(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisName,
+    c: ArrayLike | None = None,
+    *,
+    epilog: Epilog | int = ...,
+    scaling: Scaling | None = None,
+    **options: Unpack[ShardOptions],
+) -> Any: ...
+def matmul_reduce_scatter(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisName,
+    c: ArrayLike | None = None,
+    *,
+    alpha: Scalar = 1.0,
+    beta: Scalar | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    conjugate_a: bool = False,
+    conjugate_b: bool = False,
+    epilog: Epilog | int = Epilog.NONE,
+    epilog_inputs: Mapping[str, ArrayLike] | None = None,
+    precision: Precision = None,
+    preferred_element_type: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+    determinism: Determinism = "run_to_run",
+    scaling: Scaling | None = None,
+    comm: CommOptions | None = None,
+) -> jax.Array | WithResults:
+    """Multiply and sum over an axis, each rank keeping its part of the rows.
+
+    Inside a full-manual `jax.shard_map`; collective over `axis_name`: every rank calls it with an equal spec.
+
+    Args:
+      x: (..., m, k/P); w: (k/P, n): this rank's part of the contraction. P divides m.
+      axis_name: a mesh axis, or a tuple of them, slowest first, over which the P ranks of a group share the product.
+        Each combination of the other axes' indices is a group of its own.
+      c: like the result, with `beta`. A `bias` holds all n values, the same on every rank.
+
+    The other options are those of `matmul`, in whose messages x is a and w is b.
+
+    Returns:
+      (..., m/P, n): rank r has the r-th part of the rows of `sum over ranks of x @ w`, rounded once.
+
+    Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or for an axis not in the mesh.
+
+    Source: cuBLASMp's Matmul + ReduceScatter (docs.nvidia.com/cuda/cublasmp, "Tensor parallelism").
+
+    >>> import functools, jax, jax.numpy as jnp, jaxmp
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(None, "x"), P("x", None)), out_specs=P("x", None))
+    ... def call(x, w):
+    ...     return jaxmp.matmul_reduce_scatter(x, w, "x")
+    >>> p = jax.device_count()
+    >>> call(jnp.ones((4 * p, 2 * p)), jnp.ones((2 * p, 3 * p))).shape == (4 * p, 3 * p)
+    True
+    """
+    return _collective("matmul_reduce_scatter", Pattern.REDUCE_SCATTER, x, w, axis_name, locals())
+
+
+@overload
+def matmul_all_reduce(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisName,
+    c: ArrayLike | None = None,
+    *,
+    epilog: PlainEpilog = ...,
+    scaling: None = None,
+    **options: Unpack[ShardOptions],
+) -> jax.Array: ...
+@overload
+def matmul_all_reduce(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisName,
+    c: ArrayLike | None = None,
+    *,
+    epilog: AuxEpilog,
+    scaling: Scaling | None = None,
+    **options: Unpack[ShardOptions],
+) -> WithResults: ...
+@overload
+def matmul_all_reduce(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisName,
+    c: ArrayLike | None = None,
+    *,
+    epilog: Epilog | int = ...,
+    scaling: Scaling | None = None,
+    **options: Unpack[ShardOptions],
+) -> Any: ...
+def matmul_all_reduce(
+    x: ArrayLike,
+    w: ArrayLike,
+    axis_name: AxisName,
+    c: ArrayLike | None = None,
+    *,
+    alpha: Scalar = 1.0,
+    beta: Scalar | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    conjugate_a: bool = False,
+    conjugate_b: bool = False,
+    epilog: Epilog | int = Epilog.NONE,
+    epilog_inputs: Mapping[str, ArrayLike] | None = None,
+    precision: Precision = None,
+    preferred_element_type: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+    determinism: Determinism = "run_to_run",
+    scaling: Scaling | None = None,
+    comm: CommOptions | None = None,
+) -> jax.Array | WithResults:
+    """Multiply and sum over an axis: `sum over ranks of x @ w` on every rank.
+
+    Inside a full-manual `jax.shard_map`; collective over `axis_name`: every rank calls it with an equal spec.
+
+    Args:
+      x: (..., m, k/P); w: (k/P, n): this rank's part of the contraction.
+      axis_name: a mesh axis, or a tuple of them, slowest first, over which the P ranks of a group share the product.
+        Each combination of the other axes' indices is a group of its own.
+      c: like the result, with `beta`; it is added once. A `bias` holds all n values. Both are the same on every
+        rank.
+
+    The other options are those of `matmul`, in whose messages x is a and w is b.
+
+    Returns:
+      (..., m, n), the same bits on every rank.
+
+    Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or for an axis not in the mesh.
+
+    Source: cuBLASMp's Matmul + AllReduce (docs.nvidia.com/cuda/cublasmp, "Tensor parallelism").
+
+    >>> import functools, jax, jax.numpy as jnp, jaxmp
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    >>> @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(None, "x"), P("x", None)), out_specs=P())
+    ... def call(x, w):
+    ...     return jaxmp.matmul_all_reduce(x, w, "x")
+    >>> p = jax.device_count()
+    >>> call(jnp.ones((4 * p, 2 * p)), jnp.ones((2 * p, 3 * p))).shape == (4 * p, 3 * p)
+    True
+    """
+    return _collective("matmul_all_reduce", Pattern.ALL_REDUCE, x, w, axis_name, locals())
+
+
+@overload
+def block_matmul(
+    a: ArrayLike,
+    b: ArrayLike,
+    axis_names: tuple[AxisName, AxisName],
+    c: ArrayLike | None = None,
+    *,
+    epilog: PlainEpilog = ...,
+    scaling: None = None,
+    **options: Unpack[ShardOptions],
+) -> jax.Array: ...
+@overload
+def block_matmul(
+    a: ArrayLike,
+    b: ArrayLike,
+    axis_names: tuple[AxisName, AxisName],
+    c: ArrayLike | None = None,
+    *,
+    epilog: AuxEpilog,
+    scaling: Scaling | None = None,
+    **options: Unpack[ShardOptions],
+) -> WithResults: ...
+@overload
+def block_matmul(
+    a: ArrayLike,
+    b: ArrayLike,
+    axis_names: tuple[AxisName, AxisName],
+    c: ArrayLike | None = None,
+    *,
+    epilog: Epilog | int = ...,
+    scaling: Scaling | None = None,
+    **options: Unpack[ShardOptions],
+) -> Any: ...
+def block_matmul(
+    a: ArrayLike,
+    b: ArrayLike,
+    axis_names: tuple[AxisName, AxisName],
+    c: ArrayLike | None = None,
+    *,
+    alpha: Scalar = 1.0,
+    beta: Scalar | None = None,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+    conjugate_a: bool = False,
+    conjugate_b: bool = False,
+    epilog: Epilog | int = Epilog.NONE,
+    epilog_inputs: Mapping[str, ArrayLike] | None = None,
+    precision: Precision = None,
+    preferred_element_type: DTypeLike | None = None,
+    implementation: Implementation | None = None,
+    determinism: Determinism = "run_to_run",
+    scaling: Scaling | None = None,
+    comm: CommOptions | None = None,
+) -> jax.Array | WithResults:
+    """Product of matrices in 2-D blocks on a p x q mesh.
+
+    Inside a full-manual `jax.shard_map`; collective over both axes: every rank calls it with an equal spec.
+
+    Args:
+      a: (m/p, k/q): block (i, j) of a on the rank with index i on the first axis and j on the second; with
+        `transpose_a` the stored matrix is (k, m) and its block (k/p, m/q).
+      b: (k/p, n/q), or (n/p, k/q) with `transpose_b`.
+      axis_names: (axis of the rows, axis of the columns); each may be a tuple of axes, slowest first.
+      c: (m/p, n/q), with `beta`. A `bias` holds the n/q values of this rank's columns.
+
+    The other options are those of `matmul`.
+
+    Returns:
+      (m/p, n/q): block (i, j) of d.
+
+    Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or for axes that are no pair.
+
+    Source: cuBLASMp's 2-D matmul (cublasMpMatmul, "generic"), after van de Geijn and Watts, SUMMA (1997).
+
+    >>> import functools, jax, jax.numpy as jnp, jaxmp
+    >>> from jax.sharding import PartitionSpec as P
+    >>> mesh = jax.make_mesh((jax.device_count(), 1), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    >>> tiles = P("x", "y")
+    >>> @functools.partial(jax.shard_map, mesh=mesh, in_specs=(tiles, tiles), out_specs=tiles)
+    ... def call(a, b):
+    ...     return jaxmp.block_matmul(a, b, ("x", "y"))
+    >>> p = jax.device_count()
+    >>> call(jnp.ones((4 * p, 2 * p)), jnp.ones((2 * p, 3))).shape == (4 * p, 3)
+    True
+    """
+    return _collective("block_matmul", Pattern.GRID, a, b, axis_names, locals())
+
+
+def _collective(
+    name: str,
+    pattern: Pattern,
+    a: ArrayLike,
+    b: ArrayLike,
+    axes: AxisName | tuple[AxisName, ...],
+    given: dict[str, Any],
+) -> Any:
+    """The product; `given` is every argument of the public function by name."""
+    options = {option: given[option] for option in SPEC_OPTIONS}
+    return sharded_call.collective(name, pattern, a, b, axes, given["c"], given["epilog_inputs"], options)
