@@ -30,7 +30,7 @@ from jaxmp._src.sharding.meshes import manual_mesh
 from jaxmp._src.spec import precisions, process_grid
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
-from jaxmp._src.spec.options import Array, AxisName, Mesh
+from jaxmp._src.spec.options import Array, AxisName, CommOptions, Mesh
 from jaxmp._src.spec.process_grid import BlockCyclic, Distributed
 from jaxmp._src.validation import comm_options, operand_checks
 
@@ -303,7 +303,7 @@ def matmul(
         implementation=implementation,
         has_c=c is not None,
         distributions=distributions,
-        comm=comm_options.resolve_comm_options(name, out, operand, comm),
+        comm=CommOptions() if comm is None else comm_options.resolve_comm_options(name, out, operand, comm),
     )
     comm_options.check_comm_options(name, spec, shape[-1])
     operands = [x.data.astype(dtype) for x, dtype in ((a, operand), (b, operand), (c, out)) if x is not None]

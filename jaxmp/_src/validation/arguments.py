@@ -11,6 +11,7 @@ from jaxmp._src.runtime import jax_compat, native
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, check_local_shapes, result_shape
+from jaxmp._src.spec.options import CommOptions
 from jaxmp._src.validation import comm_options, operand_checks, scale_checks
 
 _PACKAGE = str(pathlib.Path(__file__).parents[2])  # jaxmp/
@@ -48,12 +49,13 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, group: Group = G
     if not is_low_precision:
         for key, x in (("a", a), ("b", b)):
             operands[key] = x if x.dtype == operand else x.astype(operand)
+    comm = options.get("comm")
     spec = MatmulSpec(
         out,
         group,
         **flags,
         precision=precisions.resolve(name, options.get("precision"), operand, out),
-        comm=comm_options.resolve_comm_options(name, out, operand, options.get("comm")),
+        comm=CommOptions() if comm is None else comm_options.resolve_comm_options(name, out, operand, comm),
         source_line=f"{name} at {jax_compat.user_line(_PACKAGE)}" if native.has_barrier() else "",
     )
     check_local_shapes(name, spec, a.shape[-2:], b.shape)

@@ -24,10 +24,8 @@ ALGORITHMS = {
 }
 
 
-def resolve_comm_options(name: str, out_dtype, operand, comm: CommOptions | None) -> CommOptions:
+def resolve_comm_options(name: str, out_dtype, operand, comm: CommOptions) -> CommOptions:
     """The options of a spec; `check_comm_options` judges them against the pattern once that is known."""
-    if comm is None:
-        return CommOptions()
     if not isinstance(comm, CommOptions):
         raise TypeError(
             f"{name}: comm must be a jaxmp.CommOptions, got {type(comm).__name__}; pass "
