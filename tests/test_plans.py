@@ -207,6 +207,29 @@ def test_whatever_the_partitioner_proposes_is_settled_consistently(transposition
             assert out == (rows, cols)
 
 
+def test_operands_that_the_program_makes_itself():
+    """The partitioner then knows no mesh, also where one is set: parameters that are initialized, a carry of zeros."""
+    cases.require(None)
+    mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
+
+    def made(epilog):
+        a, b = jnp.arange(24.0).reshape(4, 6), jnp.ones((6, 8))
+        return jaxmp.matmul(a, b, epilog=epilog)
+
+    def in_loops(w):
+        carry = jax.lax.scan(lambda x, _: (jaxmp.matmul(x, w), None), jnp.ones((4, 6)), length=2)[0]
+        return jnp.sum(jaxmp.matmul(carry, jnp.ones((6, 6))))
+
+    want = np.arange(24.0, dtype=np.float32).reshape(4, 6).sum(1, keepdims=True) * np.ones((1, 8), np.float32)
+    with jax.set_mesh(mesh):
+        np.testing.assert_array_equal(jax.jit(lambda: made(Epilog.NONE))(), want)
+        d, aux = jax.jit(lambda: made(Epilog.RELU_AUX))()
+        np.testing.assert_array_equal(d, want)
+        assert aux["relu_aux"].shape == (4, 16)
+        gradient = jax.jit(lambda: jax.grad(in_loops)(jnp.eye(6)))()
+    np.testing.assert_array_equal(gradient, np.full((6, 6), 48.0))
+
+
 def test_a_result_whose_rows_the_ranks_do_not_divide(rng):
     """The partitioner pads such results itself; the call must not see the padding."""
     cases.require(None)

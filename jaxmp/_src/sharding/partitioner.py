@@ -84,7 +84,9 @@ def _without(dim: Dim, *others: Dim) -> Dim:
 
 
 def _partition(spec: MatmulSpec, mesh, args, results):
-    if not isinstance(args[0].sharding, NamedSharding):
+    if not all(isinstance(x.sharding, NamedSharding) for x in args):
+        if all(x.sharding.is_fully_replicated for x in args):
+            return _partition_whole(spec, mesh, args, results)
         raise NotImplementedError(
             "jaxmp.matmul: auto axes inside a partial-manual shard_map are not supported; make every mesh axis manual, "
             "or pass in_shardings and mesh outside of the shard_map"
@@ -128,6 +130,18 @@ def _partition(spec: MatmulSpec, mesh, args, results):
         return (*rest, collectives.psum(gradient, outside, source_line=spec.source_line))
 
     return mesh, lower, tuple(outputs) if len(outputs) > 1 else outputs[0], tuple(operands)
+
+
+def _partition_whole(spec: MatmulSpec, mesh, args, results):
+    """Every operand is whole on every device, as one that the program makes itself, of which no mesh may be known."""
+
+    def lower(*operands):
+        for callback in list(_observers):
+            callback(spec, [jax.typeof(x) for x in operands])
+        with jax_compat.off_explicit_mesh():
+            return _body(spec, *operands)
+
+    return mesh, lower, jax.tree.map(lambda x: x.sharding, results), tuple(x.sharding for x in args)
 
 
 def _dividing(dims: Dims, shape, mesh) -> Dims:
