@@ -14,23 +14,28 @@ import pytest
 from jaxmp._src.runtime import config
 
 ROOT = Path(__file__).resolve().parent.parent
+# The folders of hostmp, from the bottom to the top: each may include those before it, `base` and `cublasmp`.
+HOSTMP = ["cpu", "numeric", "kernels", "gemm", "handles", "tiling", "validate", "exec", "api"]
 # The folders of csrc, and what each may include beside itself and the standard library.
 INCLUDES = {
     "base": set(),
     "cublasmp": {"base"},
-    "hostmp": {"base", "cublasmp"},
-    "plan": {"base", "cublasmp", "hostmp"},
+    **{
+        f"hostmp/{name}": {"base", "cublasmp", *(f"hostmp/{below}" for below in HOSTMP[:i])}
+        for i, name in enumerate(HOSTMP)
+    },
+    "plan": {"base", "cublasmp", "hostmp/handles"},
     "barrier": {"base"},
     "cuda": {"base", "cublasmp", "plan"},
-    "ffi": {"base", "cublasmp", "hostmp", "plan", "cuda", "barrier", "xla"},
-    "python": {"base", "cublasmp", "hostmp", "plan", "cuda", "barrier", "ffi", "nanobind"},
+    "ffi": {"base", "cublasmp", "hostmp/handles", "plan", "cuda", "barrier", "xla"},
+    "python": {"base", "cublasmp", "hostmp/gemm", "plan", "cuda", "barrier", "ffi", "nanobind"},
 }
 
 
 def folder_of(path):
-    """The folder of csrc that a file is in: `csrc/hostmp/blas.cc` is in "hostmp"."""
+    """The folder of csrc that a file is in: `csrc/hostmp/gemm/cblas.cc` is in "hostmp/gemm"."""
     parts = Path(path).parts
-    return parts[parts.index("csrc") + 1]
+    return "/".join(parts[parts.index("csrc") + 1 : -1])
 
 
 def included(source):
@@ -62,9 +67,9 @@ def cpp_files():
     return sorted([*(ROOT / "csrc").glob("**/*.h"), *(ROOT / "csrc").glob("**/*.cc")])
 
 
-@pytest.mark.parametrize("folder", sorted(path.name for path in (ROOT / "csrc").iterdir()))
+@pytest.mark.parametrize("folder", sorted({folder_of(path.relative_to(ROOT)) for path in cpp_files()}))
 def test_folders_include_what_is_below_them(folder):
-    for path in (ROOT / "csrc" / folder).glob("**/*.*"):
+    for path in (ROOT / "csrc" / folder).glob("*.*"):
         assert not forbidden(folder, path.read_text()), path
 
 
@@ -157,11 +162,12 @@ def test_every_example_ends_with_its_launch_line(path):
 
 
 def test_a_forbidden_include_is_found():
-    assert folder_of("csrc/hostmp/blas.cc") == "hostmp"
+    assert folder_of("csrc/hostmp/gemm/cblas.cc") == "hostmp/gemm"
     assert included('#include "csrc/base/status.h"\n#include <vector>') == {"base"}
     assert not forbidden("plan", '#include "csrc/base/status.h"')
     assert forbidden("plan", '#include "xla/ffi/api/ffi.h"') == ["xla"]
-    assert forbidden("hostmp", '  #include "csrc/plan/plan.h"') == ["plan"]
+    assert forbidden("hostmp/api", '  #include "csrc/plan/plan.h"') == ["plan"]
+    assert forbidden("hostmp/gemm", '#include "csrc/hostmp/exec/epilog.h"') == ["hostmp/exec"]
 
 
 def test_reading_the_environment_is_found():

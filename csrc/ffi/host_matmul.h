@@ -4,7 +4,7 @@
 
 #include <memory>
 
-#include "csrc/hostmp/host.h"
+#include "csrc/hostmp/handles/runtime.h"
 #include "csrc/plan/plan.h"
 #include "xla/ffi/api/ffi.h"
 

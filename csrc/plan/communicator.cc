@@ -9,7 +9,7 @@
 #include <utility>
 
 #include "csrc/cublasmp/status.h"
-#include "csrc/hostmp/host.h"
+#include "csrc/hostmp/handles/runtime.h"
 
 namespace jaxmp {
 namespace {

@@ -23,7 +23,8 @@
 #include "csrc/ffi/cuda_matmul.h"
 #include "csrc/ffi/host_matmul.h"
 #include "csrc/ffi/process_barrier.h"
-#include "csrc/hostmp/host.h"
+#include "csrc/hostmp/gemm/cblas.h"
+#include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "csrc/plan/matmul_problem.h"
 #include "csrc/plan/plan_cache.h"
 

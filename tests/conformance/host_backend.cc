@@ -3,7 +3,8 @@
 #include <cstring>
 #include <mutex>
 
-#include "csrc/hostmp/host.h"
+#include "csrc/hostmp/gemm/cblas.h"
+#include "csrc/hostmp/handles/runtime.h"
 #include "tests/conformance/backend.h"
 
 namespace jaxmp::conformance {

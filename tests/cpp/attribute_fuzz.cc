@@ -31,6 +31,7 @@
 #include "csrc/plan/distribution.h"
 #include "csrc/plan/enums.h"
 #include "csrc/plan/plan.h"
+#include "csrc/hostmp/gemm/cblas.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_xla.h"
 #include "tests/cpp/problems.h"

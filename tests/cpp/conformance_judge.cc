@@ -2,7 +2,6 @@
 // nothing. Right results pass; each kind of result, wrong by one element, and each kind of stray write, is found.
 #include <cmath>
 
-#include "csrc/hostmp/host.h"
 #include "tests/conformance/run.h"
 #include "tests/cpp/check.h"
 

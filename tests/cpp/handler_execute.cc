@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "csrc/ffi/host_matmul.h"
+#include "csrc/hostmp/gemm/cblas.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_xla.h"
 #include "tests/cpp/problems.h"

@@ -15,6 +15,7 @@
 #include "csrc/barrier/messages.h"
 #include "csrc/ffi/host_matmul.h"
 #include "csrc/ffi/process_barrier.h"
+#include "csrc/hostmp/gemm/cblas.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_xla.h"
 #include "tests/cpp/problems.h"

@@ -5,6 +5,7 @@
 #include <string>
 #include <thread>
 
+#include "csrc/hostmp/gemm/cblas.h"
 #include "tests/cpp/hostmp_arguments.h"
 
 namespace jaxmp::test {

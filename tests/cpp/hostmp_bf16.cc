@@ -9,11 +9,11 @@
 #include <string>
 #include <vector>
 
-#include "csrc/hostmp/amx_kernel.h"
-#include "csrc/hostmp/bf16_kernel.h"
-#include "csrc/hostmp/blas.h"
-#include "csrc/hostmp/cpu.h"
-#include "csrc/hostmp/host.h"
+#include "csrc/hostmp/kernels/amx_gemm.h"
+#include "csrc/hostmp/kernels/avx512_bf16_gemm.h"
+#include "csrc/hostmp/gemm/gemm_dispatch.h"
+#include "csrc/hostmp/cpu/features.h"
+#include "csrc/hostmp/gemm/cblas.h"
 #include "tests/cpp/check.h"
 
 namespace jaxmp::test {

@@ -6,8 +6,8 @@
 #include <thread>
 #include <vector>
 
-#include "csrc/hostmp/blas.h"
-#include "csrc/hostmp/host.h"
+#include "csrc/hostmp/gemm/gemm_dispatch.h"
+#include "csrc/hostmp/gemm/cblas.h"
 #include "tests/cpp/check.h"
 
 namespace jaxmp::test {

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <numeric>
 
+#include "csrc/hostmp/gemm/cblas.h"
 #include "tests/cpp/definitions.h"
 #include "tests/cpp/hostmp_world.h"
 

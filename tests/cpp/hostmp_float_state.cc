@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "csrc/base/float_state.h"
+#include "csrc/hostmp/gemm/cblas.h"
 #include "tests/cpp/hostmp_world.h"
 
 namespace jaxmp::test {

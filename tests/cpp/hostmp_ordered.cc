@@ -10,8 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "csrc/hostmp/elementwise.h"
-#include "csrc/hostmp/ordered_kernel.h"
+#include "csrc/hostmp/numeric/convert.h"
+#include "csrc/hostmp/gemm/gemm_dispatch.h"
+#include "csrc/hostmp/kernels/simd_gemm.h"
 #include "tests/cpp/check.h"
 
 namespace jaxmp::test {

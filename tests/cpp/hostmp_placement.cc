@@ -1,6 +1,7 @@
 // Without these a shard could come out in the wrong place, transposed, or from the wrong rank, and look plausible.
 // Small integers keep every sum exact, so D is compared bit by bit: every pattern, transposition and type, from empty
 // shapes up; and nothing but D is written. Sums in one order have the bits of one rank on any numbers.
+#include "csrc/hostmp/gemm/cblas.h"
 #include "tests/cpp/hostmp_world.h"
 
 namespace jaxmp::test {

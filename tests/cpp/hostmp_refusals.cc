@@ -1,5 +1,6 @@
 // Without these hostmp would take what the real library leaves undefined, and a plan proven here would fail there. One
 // wrong thing at a time; each refusal has its status, and a message that names the argument and the values.
+#include "csrc/hostmp/gemm/cblas.h"
 #include "tests/cpp/hostmp_arguments.h"
 
 namespace jaxmp::test {

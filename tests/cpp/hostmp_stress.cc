@@ -1,5 +1,6 @@
 // Without these, arrivals of different calls could be mixed, a rank could wait for ever, or the bits of a result could
 // depend on who had time: many call sites at once, runs that overlap, loops, failing ranks, streams destroyed at once.
+#include "csrc/hostmp/gemm/cblas.h"
 #include "tests/cpp/hostmp_world.h"
 
 namespace jaxmp::test {

@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "csrc/cublasmp/api_table.h"
-#include "csrc/hostmp/host.h"
+#include "csrc/hostmp/handles/runtime.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/placement.h"
 

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "csrc/cublasmp/abi.h"
-#include "csrc/hostmp/elementwise.h"
-#include "csrc/hostmp/narrow.h"
-#include "csrc/hostmp/types.h"
+#include "csrc/hostmp/numeric/convert.h"
+#include "csrc/hostmp/numeric/low_precision.h"
+#include "csrc/hostmp/numeric/dtypes.h"
 
 namespace jaxmp::test {
 

@@ -3,7 +3,7 @@
 #include <cstring>
 #include <map>
 
-#include "csrc/hostmp/host.h"
+#include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/plan/communicator.h"
 #include "csrc/plan/plan.h"
 #include "tests/cpp/check.h"

@@ -7,7 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "csrc/hostmp/host.h"
+#include "csrc/hostmp/gemm/cblas.h"
+#include "csrc/hostmp/handles/runtime.h"
 #include "csrc/plan/plan.h"
 #include "csrc/plan/plan_cache.h"
 #include "tests/cpp/check.h"

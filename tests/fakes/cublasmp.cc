@@ -13,7 +13,8 @@
 #include <string>
 
 #include "csrc/cublasmp/api_table.h"
-#include "csrc/hostmp/host.h"
+#include "csrc/hostmp/gemm/cblas.h"
+#include "csrc/hostmp/handles/runtime.h"
 #include "tests/fakes/cublasmp_state.h"
 #include "tests/fakes/fake.h"
 

@@ -1,0 +1,69 @@
+#include "csrc/hostmp/cpu/features.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <thread>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace jaxmp::hostmp {
+namespace {
+
+#if defined(__x86_64__)
+bool bit(unsigned value, int number) { return (value >> number) & 1; }
+
+// Linux gives the tile registers' 8 KiB to processes that ask (Documentation/arch/x86/xstate.rst).
+bool may_use_tiles() {
+#if defined(__linux__)
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+
+Cpu detect() {
+  Cpu found;
+  // The compiler's test covers what the system saves on a context switch, for the registers of AVX and AVX-512.
+  found.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  found.avx512 = found.avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (__get_cpuid(1, &a, &b, &c, &d)) found.avx2 = found.avx2 && bit(c, 29);  // f16c
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d))
+    found.amx_bf16 = bit(d, 22) && bit(d, 24) && found.avx512 && may_use_tiles();
+  if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) {
+    found.avx512_bf16 = found.avx512 && bit(a, 5);
+    found.amx_fp16 = found.amx_bf16 && bit(a, 21);
+  }
+  return found;
+}
+#else
+Cpu detect() { return {}; }
+#endif
+
+int count_threads() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  const bool is_known = sched_getaffinity(0, sizeof(set), &set) == 0 && CPU_COUNT(&set) > 0;
+  return is_known ? CPU_COUNT(&set) : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+}
+
+}  // namespace
+
+const Cpu& cpu() {
+  static const Cpu found = detect();
+  return found;
+}
+
+int machine_threads() {
+  static const int count = count_threads();
+  return count;
+}
+
+}  // namespace jaxmp::hostmp

@@ -1,0 +1,219 @@
+#include "csrc/hostmp/exec/epilog.h"
+
+#include <algorithm>
+#include <complex>
+#include <cstring>
+#include <type_traits>
+
+#include "csrc/hostmp/numeric/activations.h"
+#include "csrc/hostmp/numeric/convert.h"
+#include "csrc/hostmp/numeric/low_precision.h"
+#include "csrc/hostmp/numeric/dtypes.h"
+
+namespace jaxmp::hostmp {
+namespace {
+
+// Rows are finished in strips that stay in the first cache.
+constexpr int64_t kStrip = 512;
+
+template <typename T>
+struct IsComplex : std::false_type {};
+template <typename T>
+struct IsComplex<std::complex<T>> : std::true_type {};
+
+template <typename From, typename To>
+void load(const From* from, To* to, int64_t count) {
+  if constexpr (std::is_same_v<From, To>) {
+    std::copy(from, from + count, to);
+  } else {
+    widen(from, to, count);
+  }
+}
+template <typename From, typename To>
+void store(const From* from, To* to, int64_t count) {
+  if constexpr (std::is_same_v<From, To>) {
+    std::copy(from, from + count, to);
+  } else {
+    narrow(from, to, count);
+  }
+}
+
+template <typename T>
+void relu(T* values, int64_t count) {
+  // A NaN fails the comparison and stays, as in jnp.maximum.
+  for (int64_t i = 0; i < count; ++i) values[i] = values[i] < T(0) ? T(0) : values[i];
+}
+
+// Writes the lowest `count` of `bits` into the byte, from bit `from` on. Tiles are cut where the ranks' parts of A are,
+// anywhere within a byte, so other threads may write the rest of it meanwhile.
+void write_bits(unsigned bits, int64_t from, int64_t count, uint8_t* byte) {
+  const unsigned own = ((1u << count) - 1) << from;
+  uint8_t have = __atomic_load_n(byte, __ATOMIC_RELAXED), wanted;
+  do {
+    wanted = static_cast<uint8_t>((have & ~own) | (bits << from & own));
+  } while (!__atomic_compare_exchange_n(byte, &have, wanted, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+}
+
+template <typename T>
+unsigned positive_bits(const T* values, int64_t count) {
+  unsigned bits = 0;
+  for (int64_t i = 0; i < count; ++i) bits |= unsigned{values[i] > T(0)} << i;
+  return bits;
+}
+
+// Bit row % 8 of byte row / 8 says whether the row's value is > 0; `values` begin with row `at`.
+template <typename T>
+void write_mask(const T* values, int64_t at, int64_t count, uint8_t* mask) {
+  for (int64_t i = 0; i < count;) {
+    const int64_t row = at + i, held = std::min(8 - row % 8, count - i);
+    if (held == 8) {
+      mask[row / 8] = static_cast<uint8_t>(positive_bits(values + i, 8));
+    } else {
+      write_bits(positive_bits(values + i, held), row % 8, held, mask + row / 8);
+    }
+    i += held;
+  }
+}
+
+// The aux of GELU in the type that was asked for, from element `at` on.
+template <typename T>
+void write_gelu_aux(const Finish& f, int64_t at, const T* values, int64_t count) {
+  if constexpr (std::is_same_v<T, float>) {
+    if (f.aux_type == abi::CUDA_R_16BF) return store(values, static_cast<BFloat16*>(f.aux) + at, count);
+    if (f.aux_type == abi::CUDA_R_16F) return store(values, static_cast<Float16*>(f.aux) + at, count);
+    if (is_float8(f.aux_type)) {
+      float scaled[kStrip];
+      for (int64_t i = 0; i < count; ++i) *f.aux_amax = std::max(*f.aux_amax, absolute_bits(values[i]));
+      for (int64_t i = 0; i < count; ++i) scaled[i] = f.aux_scale * values[i];
+      return encode(f.aux_type, scaled, count, static_cast<uint8_t*>(f.aux) + at);
+    }
+  }
+  store(values, static_cast<T*>(f.aux) + at, count);
+}
+
+// The aux of one strip of a column, from z + bias.
+template <typename T>
+void write_aux(const Finish& f, int64_t row, int64_t col, const T* values, int64_t count) {
+  if constexpr (!IsComplex<T>::value) {
+    if (f.epilog->activation == Activation::kRelu) {
+      write_mask(values, f.aux_bit + row, count, static_cast<uint8_t*>(f.aux) + col * f.aux_ld);
+    } else {
+      write_gelu_aux(f, col * f.aux_ld + row, values, count);
+    }
+  }
+}
+
+// values *= slope of the activation where the forward pass had aux, for one strip of a column.
+template <typename T, typename Out>
+void multiply_by_slope(const Finish& f, int64_t row, int64_t col, T* values, int64_t count) {
+  if constexpr (!IsComplex<T>::value) {
+    if (f.epilog->activation == Activation::kRelu) {
+      const uint8_t* const mask = static_cast<const uint8_t*>(f.aux) + col * f.aux_ld;
+      const int64_t at = f.aux_bit + row;
+      for (int64_t i = 0; i < count; ++i) values[i] = mask[(at + i) / 8] >> ((at + i) % 8) & 1 ? values[i] : T(0);
+    } else {
+      T slope[kStrip];
+      load(static_cast<const Out*>(f.aux) + col * f.aux_ld + row, slope, count);
+      gelu_slope(slope, count);
+      for (int64_t i = 0; i < count; ++i) values[i] *= slope[i];
+    }
+  }
+}
+
+template <typename T>
+void activate(Activation activation, T* values, int64_t count) {
+  if constexpr (!IsComplex<T>::value) {
+    if (activation == Activation::kRelu) relu(values, count);
+    if (activation == Activation::kGelu) gelu(values, count);
+  }
+}
+
+void pad_aux(const Finish& f) {
+  if (f.aux_rows <= f.rows) return;
+  const bool is_mask = f.epilog->activation == Activation::kRelu;
+  const int64_t rows = f.aux_bit + f.rows;
+  const int64_t size = is_mask ? 1 : facts(f.aux_type).bytes;
+  const int64_t begin = is_mask ? ceil_div(rows, 8) : f.rows;
+  const int64_t end = is_mask ? ceil_div(f.aux_bit + f.aux_rows, 8) : f.aux_rows;
+  for (int64_t col = 0; col < f.cols; ++col) {
+    char* const aux = static_cast<char*>(f.aux) + col * f.aux_ld * size;
+    if (is_mask && rows % 8 != 0) write_bits(0, rows % 8, 8 - rows % 8, reinterpret_cast<uint8_t*>(aux) + rows / 8);
+    if (begin < end) std::memset(aux + begin * size, 0, static_cast<size_t>((end - begin) * size));
+  }
+}
+
+template <typename T, typename Out>
+void finish(const Finish& f) {
+  T values[kStrip], bias[kStrip];
+  for (int64_t row = 0; row < f.rows; row += kStrip) {
+    const int64_t count = std::min(kStrip, f.rows - row);
+    if (f.bias) load(static_cast<const Out*>(f.bias) + row, bias, count);
+    for (int64_t col = 0; col < f.cols; ++col) {
+      load(static_cast<const T*>(f.z) + col * f.ldz + row, values, count);
+      for (int64_t i = 0; f.bias && i < count; ++i) values[i] += bias[i];
+      if (f.epilog->is_derivative) {
+        multiply_by_slope<T, Out>(f, row, col, values, count);
+      } else {
+        if (f.aux) write_aux(f, row, col, values, count);
+        activate(f.epilog->activation, values, count);
+      }
+      store(values, static_cast<Out*>(f.d) + col * f.ldd + row, count);
+    }
+  }
+  if (f.aux && !f.epilog->is_derivative) pad_aux(f);
+}
+
+template <typename T>
+T make_scalar(double real, double imag) {
+  if constexpr (IsComplex<T>::value) {
+    return T(static_cast<typename T::value_type>(real), static_cast<typename T::value_type>(imag));
+  } else {
+    (void)imag;
+    return static_cast<T>(real);
+  }
+}
+
+template <typename T, typename Out>
+void scale(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols, T beta, bool adds) {
+  T values[kStrip];
+  for (int64_t col = 0; col < cols; ++col) {
+    for (int64_t row = 0; row < rows; row += kStrip) {
+      const int64_t count = std::min(kStrip, rows - row);
+      T* const to = static_cast<T*>(z) + col * ldz + row;
+      load(static_cast<const Out*>(c) + col * ldc + row, values, count);
+      for (int64_t i = 0; i < count; ++i) to[i] = adds ? to[i] + beta * values[i] : beta * values[i];
+    }
+  }
+}
+
+}  // namespace
+
+void finish_tile(const Finish& f, abi::cudaDataType_t accumulator, abi::cudaDataType_t out) {
+  with_types(accumulator, out, [&](auto t, auto o) { finish<decltype(t), decltype(o)>(f); });
+}
+
+void scale_sums(void* z, int64_t ldz, int64_t rows, int64_t cols, double alpha_real, double alpha_imag,
+                abi::cudaDataType_t accumulator) {
+  with_types(accumulator, accumulator, [&](auto t, auto) {
+    using T = decltype(t);
+    const T alpha = make_scalar<T>(alpha_real, alpha_imag);
+    for (int64_t col = 0; col < cols; ++col) {
+      T* const to = static_cast<T*>(z) + col * ldz;
+      for (int64_t row = 0; row < rows; ++row) to[row] *= alpha;
+    }
+  });
+}
+
+void scale_c(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols, double beta_real,
+             double beta_imag, bool adds, abi::cudaDataType_t accumulator, abi::cudaDataType_t out) {
+  if (accumulator == abi::CUDA_R_32I) {  // modulo 2^32
+    const auto factor = static_cast<uint32_t>(static_cast<int64_t>(beta_real));
+    return scale<uint32_t, uint32_t>(c, ldc, z, ldz, rows, cols, factor, adds);
+  }
+  with_types(accumulator, out, [&](auto t, auto o) {
+    using T = decltype(t);
+    scale<T, decltype(o)>(c, ldc, z, ldz, rows, cols, make_scalar<T>(beta_real, beta_imag), adds);
+  });
+}
+
+}  // namespace jaxmp::hostmp

@@ -1,0 +1,131 @@
+#include "csrc/hostmp/exec/tile_store.h"
+
+#include <complex>
+#include <cstring>
+
+#include "csrc/hostmp/numeric/convert.h"
+#include "csrc/hostmp/numeric/downconvert.h"
+
+namespace jaxmp::hostmp {
+namespace {
+
+void raise_to(uint32_t* most, uint32_t value) {
+  uint32_t have = __atomic_load_n(most, __ATOMIC_RELAXED);
+  while (have < value && !__atomic_compare_exchange_n(most, &have, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
+  }
+}
+
+}  // namespace
+
+// cuBLASMp's all-reduce sums what each rank adds, beta and C being the rank's own.
+bool TilePart::add_c(bool is_started) const {
+  for (int64_t rank = place_.rank; rank <= last_rank(); ++rank) {
+    const Call& call = call_of(rank);
+    if (!call.reads_c) continue;
+    const Block c = locate(call.c, place_.row, place_.col);
+    const std::complex<double> beta = call.beta * static_cast<double>(call.scale_c.scalar());
+    scale_c(c.data, c.ld, z_.data, z_.ld, rows_, cols_, beta.real(), beta.imag(), is_started, call.accumulator(),
+            call.c.desc.type);
+    is_started = true;
+  }
+  return is_started;
+}
+
+void TilePart::finish() const {
+  store();
+  if (call_.is_all_reduce) copy_to_peers();
+}
+
+void TilePart::store() const {
+  const Epilog* epilog = find_epilog(call_.epilog);
+  if (is_in_d_ && epilog->is_plain()) return;
+  if (call_.stores_narrow()) return store_narrow_result(epilog);
+  apply_epilog(epilog, d_of(place_.rank), call_.d.desc.type);
+}
+
+// fp8 and fp4: the epilog in floats where the sums are, then scaled and encoded.
+void TilePart::store_narrow_result(const Epilog* epilog) const {
+  if (!epilog->is_plain()) apply_epilog(epilog, z_, abi::CUDA_R_32F);
+  const Block d = d_of(place_.rank);
+  const int64_t rows_of_part = call_.is_all_reduce ? call_.m : owner().d.local_rows();
+  const uint32_t amax = store_narrow({call_.d.desc.type, reinterpret_cast<const float*>(z_.data), z_.ld, rows_, cols_,
+                                      d.data, d.ld, owner().scale_d.scalar(), owner().d_out_scale.mode,
+                                      static_cast<uint8_t*>(const_cast<void*>(owner().d_out_scale.data)), place_.row,
+                                      place_.col, rows_of_part});
+  raise(&Call::amax_d, amax);
+}
+
+// The epilog from the sums into `to`, of type `out`.
+void TilePart::apply_epilog(const Epilog* epilog, const Block& to, abi::cudaDataType_t out) const {
+  const void* bias = epilog->has_bias ? bias_as(out) : nullptr;
+  const Aux aux = epilog->has_aux ? aux_of(place_.rank) : Aux{};
+  uint32_t amax = 0;
+  finish_tile({epilog, rows_, cols_, z_.data, z_.ld, to.data, to.ld, bias, aux.data, aux.bit, aux.ld, aux.rows,
+               call_.aux_type, owner().scale_aux.scalar(), &amax},
+              call_.accumulator(), out);
+  raise(&Call::amax_aux, amax);
+}
+
+// The part's rows of the bias.
+const void* TilePart::bias_as(abi::cudaDataType_t type) const {
+  const abi::cudaDataType_t have = call_.bias_type;
+  const char* const bias = static_cast<const char*>(owner().bias) + bytes_of(have, place_.row);
+  if (have == type) return bias;
+  float* const wide = reinterpret_cast<float*>(scratch_);  // fp8 operands only; their products are done with it
+  if (have == abi::CUDA_R_16BF) widen(reinterpret_cast<const BFloat16*>(bias), wide, rows_);
+  if (have == abi::CUDA_R_16F) widen(reinterpret_cast<const Float16*>(bias), wide, rows_);
+  return wide;
+}
+
+TilePart::Aux TilePart::aux_of(int64_t rank) const {
+  const Call& call = call_of(rank);
+  const int64_t local_rows = call.is_all_reduce ? call.m : call.d.local_rows();
+  const bool is_last = place_.row + rows_ == local_rows;
+  Aux aux;
+  aux.rows = is_last ? call.aux_ld - place_.row : rows_;
+  const bool is_mask = find_epilog(call.epilog)->activation == Activation::kRelu;
+  aux.ld = is_mask ? call.aux_ld / 8 : call.aux_ld;
+  aux.stride = is_mask ? aux.ld : bytes_of(call.aux_type, aux.ld);
+  aux.bit = is_mask ? place_.row % 8 : 0;
+  aux.bytes = is_mask ? ceil_div(aux.bit + aux.rows, 8) : bytes_of(call.aux_type, aux.rows);
+  const int64_t above = is_mask ? place_.row / 8 : bytes_of(call.aux_type, place_.row);
+  aux.data = static_cast<char*>(call.aux) + place_.col * aux.stride + above;
+  return aux;
+}
+
+// Raises the maximum of every rank that has the part.
+void TilePart::raise(uint32_t* Call::* most, uint32_t value) const {
+  for (int64_t rank = place_.rank; rank <= last_rank(); ++rank) {
+    uint32_t* const of_rank = call_of(rank).*most;
+    if (of_rank) raise_to(of_rank, value);
+  }
+}
+
+void TilePart::copy_to_peers() const {
+  const Block from = d_of(0);
+  const Epilog* epilog = find_epilog(call_.epilog);
+  const bool writes_aux = epilog->has_aux && !epilog->is_derivative;
+  for (int64_t rank = 1; rank < call_.nranks; ++rank) {
+    copy_block(call_.d.desc.type, from, rows_, cols_, d_of(rank));
+    if (call_.has_d_out_scale) copy_scales(call_of(rank));
+    if (!writes_aux) continue;
+    const Aux source = aux_of(0), target = aux_of(rank);
+    for (int64_t col = 0; col < cols_; ++col) {
+      std::memcpy(target.data + col * target.stride, source.data + col * source.stride,
+                  static_cast<size_t>(source.bytes));
+    }
+  }
+}
+
+void TilePart::copy_scales(const Call& to) const {
+  const int64_t block = block_of(call_.d_out_scale.mode);
+  for (int64_t col = place_.col; col < place_.col + cols_; ++col) {
+    for (int64_t row = place_.row; row < place_.row + rows_; row += block) {
+      const int64_t at = tiled_offset(row / block, col, call_.m / block);
+      static_cast<uint8_t*>(const_cast<void*>(to.d_out_scale.data))[at] =
+          static_cast<const uint8_t*>(call_.d_out_scale.data)[at];
+    }
+  }
+}
+
+}  // namespace jaxmp::hostmp

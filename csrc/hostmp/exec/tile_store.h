@@ -1,0 +1,78 @@
+// What becomes of a tile's sums: C, the epilog, and D as each rank stores it.
+#ifndef JAXMP_HOSTMP_EXEC_TILE_STORE_H_
+#define JAXMP_HOSTMP_EXEC_TILE_STORE_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "csrc/hostmp/handles/matrix_view.h"
+#include "csrc/hostmp/exec/epilog.h"
+#include "csrc/hostmp/handles/matmul_call.h"
+
+namespace jaxmp::hostmp {
+
+// Where a part of D lies: on which rank (after an all-reduce all of them have it, and this is the first), and at which
+// local row and column.
+struct Place {
+  int64_t rank, row, col;
+};
+
+// A rectangle of D that is in one piece in a rank's memory, and so has C, aux and the epilog's inputs of its own.
+class TilePart {
+ public:
+  // `z` has the sums, in the accumulator's type; with `is_in_d` it is D itself. `scratch` has narrow_scratch() bytes
+  // where operands are narrow.
+  TilePart(const std::vector<const Call*>& calls, const Place& place, int64_t rows, int64_t cols, const Block& z,
+           bool is_in_d, char* scratch)
+      : calls_(calls),
+        call_(*calls[0]),
+        place_(place),
+        rows_(rows),
+        cols_(cols),
+        z_(z),
+        is_in_d_(is_in_d),
+        scratch_(scratch) {}
+
+  // z (+)= beta C; returns whether z has been written by now.
+  bool add_c(bool is_started) const;
+
+  // From z to D, with everything that comes with it, on every rank that has the part.
+  void finish() const;
+
+ private:
+  // Where the part's aux is.
+  struct Aux {
+    char* data = nullptr;
+    int64_t bit = 0;     // of RELU: where the first row's is in its byte
+    int64_t ld = 0;      // bytes for RELU, elements for GELU
+    int64_t rows = 0;    // with the padding, in the last tile of a column
+    int64_t bytes = 0;   // of `rows`
+    int64_t stride = 0;  // bytes
+  };
+
+  const Call& call_of(int64_t rank) const { return *calls_[static_cast<size_t>(rank)]; }
+  const Call& owner() const { return call_of(place_.rank); }
+  Block d_of(int64_t rank) const { return locate(call_of(rank).d, place_.row, place_.col); }
+  int64_t last_rank() const { return call_.is_all_reduce ? call_.nranks - 1 : place_.rank; }
+
+  void store() const;
+  void store_narrow_result(const Epilog* epilog) const;
+  void apply_epilog(const Epilog* epilog, const Block& to, abi::cudaDataType_t out) const;
+  const void* bias_as(abi::cudaDataType_t type) const;
+  Aux aux_of(int64_t rank) const;
+  void raise(uint32_t* Call::* most, uint32_t value) const;
+  void copy_to_peers() const;
+  void copy_scales(const Call& to) const;
+
+  const std::vector<const Call*>& calls_;  // by rank
+  const Call& call_;                       // rank 0's, for what all ranks share
+  const Place place_;
+  const int64_t rows_, cols_;
+  const Block z_;
+  const bool is_in_d_;
+  char* const scratch_;
+};
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_EXEC_TILE_STORE_H_

@@ -1,0 +1,25 @@
+// The work of one thread on one tile of D.
+#ifndef JAXMP_HOSTMP_EXEC_TILE_TASK_H_
+#define JAXMP_HOSTMP_EXEC_TILE_TASK_H_
+
+#include <vector>
+
+#include "csrc/hostmp/handles/matmul_call.h"
+#include "csrc/hostmp/tiling/tiling.h"
+#include "csrc/hostmp/tiling/workspace.h"
+
+namespace jaxmp::hostmp {
+
+// Everything a tile needs, fixed before the first one runs.
+struct Product2D {
+  std::vector<const Call*> calls;  // by rank
+  Schedule schedule;
+  Area area;
+};
+
+// `workspace` is the thread's own area.
+void run_tile(const Product2D& product, const Tile& tile, char* workspace);
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_EXEC_TILE_TASK_H_

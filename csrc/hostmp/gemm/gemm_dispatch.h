@@ -1,0 +1,36 @@
+// Which kernel multiplies which type: 16-bit numbers, and products that keep the order of their sums.
+#ifndef JAXMP_HOSTMP_GEMM_GEMM_DISPATCH_H_
+#define JAXMP_HOSTMP_GEMM_GEMM_DISPATCH_H_
+
+#include <cstdint>
+#include <string>
+
+#include "csrc/cublasmp/abi.h"
+#include "csrc/hostmp/kernels/k_blocks.h"
+
+namespace jaxmp::hostmp {
+
+// 16-bit a and b into a float c. `scratch` has gemm16_scratch() bytes, aligned to 64.
+void gemm16(abi::cudaDataType_t type, const Parts& parts, float alpha, float beta, char* scratch);
+
+// Enough for any product of at most m x n and k.
+int64_t gemm16_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k);
+
+// c = op(a) op(b), or c += op(a) op(b), panel by panel, where `adds`; c has the accumulator's type. `scratch` has
+// ordered_gemm_scratch() bytes, aligned to 64. bf16 is multiplied by the processor's own instructions where it has
+// them, which sum blocks of ordered_unit() consecutive k at once: every part but the last one has a multiple of it.
+void ordered_gemm(abi::cudaDataType_t type, const Parts& parts, bool adds, char* scratch);
+int64_t ordered_gemm_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k);
+int64_t ordered_unit(abi::cudaDataType_t type);
+int64_t ordered_panel(abi::cudaDataType_t type);  // its depth
+
+// Which library and kernel serves which type, for people to read; empty before load_blas.
+struct BlasInfo {
+  std::string library, config, mkl;  // as BlasLibraries has them
+  std::string f32, f64, c64, c128, bf16, f16;
+};
+BlasInfo blas_info();
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_GEMM_GEMM_DISPATCH_H_

@@ -1,0 +1,49 @@
+#include "csrc/hostmp/handles/distribution.h"
+
+#include <algorithm>
+
+namespace jaxmp::hostmp {
+
+int64_t numroc(const Axis& axis, int64_t proc) {
+  const int64_t blocks = axis.extent / axis.block;  // full ones
+  const int64_t turn = (proc - axis.source + axis.nprocs) % axis.nprocs;
+  int64_t held = blocks / axis.nprocs * axis.block;
+  const int64_t left_over = blocks % axis.nprocs;
+  if (turn < left_over) held += axis.block;
+  if (turn == left_over) held += axis.extent % axis.block;
+  return held;
+}
+
+std::vector<Run> runs(const Axis& axis, int64_t offset, int64_t size) {
+  std::vector<Run> found;
+  if (size <= 0) return found;
+  if (axis.nprocs == 1) {
+    found.push_back({0, size, 0, offset});
+    return found;
+  }
+  for (int64_t at = offset; at < offset + size;) {
+    const int64_t block = at / axis.block;
+    const int64_t end = std::min(offset + size, (block + 1) * axis.block);
+    const int64_t local = block / axis.nprocs * axis.block + at % axis.block;
+    found.push_back({at - offset, end - at, (block + axis.source) % axis.nprocs, local});
+    at = end;
+  }
+  return found;
+}
+
+std::vector<Cut> common_cuts(const std::vector<Run>& first, const std::vector<Run>& second) {
+  std::vector<Cut> cuts;
+  cuts.reserve(std::max(first.size(), second.size()));
+  for (size_t i = 0, j = 0; i < first.size() && j < second.size();) {
+    const Run& x = first[i];
+    const Run& y = second[j];
+    const int64_t begin = std::max(x.begin, y.begin);
+    const int64_t end = std::min(x.begin + x.size, y.begin + y.size);
+    cuts.push_back({begin, end - begin, {x.proc, y.proc}, {x.local + begin - x.begin, y.local + begin - y.begin}});
+    if (x.begin + x.size == end) ++i;
+    if (y.begin + y.size == end) ++j;
+  }
+  return cuts;
+}
+
+}  // namespace jaxmp::hostmp

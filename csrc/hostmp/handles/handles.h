@@ -1,0 +1,69 @@
+// What cuBLASMp's opaque handles point to here.
+#ifndef JAXMP_HOSTMP_HANDLES_HANDLES_H_
+#define JAXMP_HOSTMP_HANDLES_HANDLES_H_
+
+#include <array>
+#include <cstdint>
+#include <cstring>
+
+#include "csrc/cublasmp/abi.h"
+#include "csrc/hostmp/handles/runtime.h"
+#include "csrc/hostmp/handles/distribution.h"
+
+namespace jaxmp::abi {
+
+struct ncclComm {
+  int rank;
+  int nranks;
+  const void* group;  // identity only: ranks of one group share it
+};
+
+struct cublasMpHandle {
+  hostmp::Stream* stream;
+};
+
+struct cublasMpGrid {
+  int64_t nprow, npcol;
+  cublasMpGridLayout_t layout;
+  ncclComm comm;
+};
+
+struct cublasMpMatrixDescriptor {
+  hostmp::Axis rows, cols;
+  int64_t lld;
+  cudaDataType_t type;
+  cublasMpGrid grid;  // a copy: a grid that is destroyed too early must not take the product with it
+};
+
+struct cublasMpMatmulDescriptor {
+  // Raw bytes of every attribute, in the low bytes; see attribute_size().
+  std::array<uint64_t, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME + 1> values;
+  std::array<bool, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME + 1> is_set;
+  bool is_ordered;
+};
+
+}  // namespace jaxmp::abi
+
+namespace jaxmp::hostmp {
+
+// The value of an attribute, of the type that cuBLASMp's header gives it.
+template <typename T>
+T attribute(const abi::cublasMpMatmulDescriptor& desc, int number) {
+  T value;
+  std::memcpy(&value, &desc.values[static_cast<size_t>(number)], sizeof(value));
+  return value;
+}
+
+inline int64_t rank_of(const abi::cublasMpGrid& grid, int64_t row, int64_t col) {
+  return grid.layout == abi::CUBLASMP_GRID_LAYOUT_COL_MAJOR ? row + col * grid.nprow : row * grid.npcol + col;
+}
+inline int64_t row_of(const abi::cublasMpGrid& grid, int64_t rank) {
+  return grid.layout == abi::CUBLASMP_GRID_LAYOUT_COL_MAJOR ? rank % grid.nprow : rank / grid.npcol;
+}
+inline int64_t col_of(const abi::cublasMpGrid& grid, int64_t rank) {
+  return grid.layout == abi::CUBLASMP_GRID_LAYOUT_COL_MAJOR ? rank / grid.nprow : rank % grid.npcol;
+}
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_HANDLES_HANDLES_H_

@@ -1,0 +1,70 @@
+// One rank's matmul as it arrived.
+#ifndef JAXMP_HOSTMP_HANDLES_MATMUL_CALL_H_
+#define JAXMP_HOSTMP_HANDLES_MATMUL_CALL_H_
+
+#include <complex>
+#include <cstdint>
+
+#include "csrc/cublasmp/abi.h"
+#include "csrc/hostmp/handles/distribution.h"
+#include "csrc/hostmp/handles/handles.h"
+#include "csrc/hostmp/numeric/dtypes.h"
+#include "csrc/hostmp/numeric/scales.h"
+
+namespace jaxmp::hostmp {
+
+// A submatrix of a distributed matrix, with one rank's pointer to its local part.
+struct Operand {
+  const char* data = nullptr;
+  int64_t row = 0, col = 0;  // of the submatrix, from 0
+  abi::cublasMpMatrixDescriptor desc{};
+
+  int64_t local_rows() const { return numroc(desc.rows, row_of(desc.grid, desc.grid.comm.rank)); }
+  int64_t local_cols() const { return numroc(desc.cols, col_of(desc.grid, desc.grid.comm.rank)); }
+};
+
+// One rank's Matmul: everything by value, because the caller may reuse its descriptors at once.
+struct Call {
+  int rank = 0, nranks = 1;
+  int64_t m = 0, n = 0, k = 0;
+  abi::cublasOperation_t trans_a = abi::CUBLAS_OP_N, trans_b = abi::CUBLAS_OP_N;
+  abi::cublasComputeType_t compute = abi::CUBLAS_COMPUTE_32F;
+  int communication_sm_count = 0;  // 0: the library's choice
+  abi::cublasMpMatmulAlgoType_t algo = abi::CUBLASMP_MATMUL_ALGO_TYPE_DEFAULT;
+  int communication_type = -1;  // a cudaDataType_t; -1: the library's choice
+  int epilog = 0;               // without the ALLREDUCE bit
+  bool is_all_reduce = false;
+  bool is_ordered = false;
+  std::complex<double> alpha, beta;
+  Operand a, b, c, d;
+  bool has_c = false;
+  bool reads_c = false;  // it has one, and beta is not 0
+  const void* bias = nullptr;
+  abi::cudaDataType_t bias_type = abi::CUDA_R_32F;
+  void* aux = nullptr;
+  int64_t aux_ld = 0;
+  abi::cudaDataType_t aux_type = abi::CUDA_R_8U;  // CUDA_R_8U: the mask of RELU
+  void* gradient = nullptr;
+  Scales scale_a, scale_b, scale_c, scale_d, scale_aux;
+  bool has_d_out_scale = false;
+  Scales d_out_scale;                               // an output
+  uint32_t *amax_d = nullptr, *amax_aux = nullptr;  // bits of floats
+  char* workspace = nullptr;
+
+  const abi::cublasMpGrid& grid() const { return d.desc.grid; }
+  abi::cudaDataType_t accumulator() const { return accumulator_of(a.desc.type); }
+  bool is_narrow() const { return facts(a.desc.type).is_narrow; }
+  bool stores_narrow() const { return facts(d.desc.type).is_narrow; }
+};
+
+// Whether partial sums travel between the ranks: A and B are distributed along k and nothing else.
+inline bool sums_over_ranks(const Call& call) {
+  const bool is_a_plain = call.trans_a == abi::CUBLAS_OP_N, is_b_plain = call.trans_b == abi::CUBLAS_OP_N;
+  const Axis& a = is_a_plain ? call.a.desc.cols : call.a.desc.rows;
+  const Axis& b = is_b_plain ? call.b.desc.rows : call.b.desc.cols;
+  return a.nprocs == call.nranks && b.nprocs == call.nranks;
+}
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_HANDLES_MATMUL_CALL_H_

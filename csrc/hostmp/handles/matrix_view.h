@@ -1,0 +1,31 @@
+// A rectangle of local memory, column-major.
+#ifndef JAXMP_HOSTMP_HANDLES_MATRIX_VIEW_H_
+#define JAXMP_HOSTMP_HANDLES_MATRIX_VIEW_H_
+
+#include <cstdint>
+#include <cstring>
+
+#include "csrc/hostmp/handles/matmul_call.h"
+
+namespace jaxmp::hostmp {
+
+struct Block {
+  char* data;
+  int64_t ld;  // elements
+};
+
+inline Block locate(const Operand& x, int64_t row, int64_t col) {
+  const int64_t ld = x.desc.lld;
+  return {const_cast<char*>(x.data) + bytes_of(x.desc.type, col * ld + row), ld};
+}
+
+inline void copy_block(abi::cudaDataType_t type, const Block& from, int64_t rows, int64_t cols, const Block& to) {
+  for (int64_t col = 0; col < cols; ++col) {
+    std::memcpy(to.data + bytes_of(type, col * to.ld), from.data + bytes_of(type, col * from.ld),
+                static_cast<size_t>(bytes_of(type, rows)));
+  }
+}
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_HANDLES_MATRIX_VIEW_H_

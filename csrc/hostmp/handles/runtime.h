@@ -1,0 +1,89 @@
+// What stands for CUDA and NCCL on the host: the communicator, the stream, and who waits for whom.
+//
+// A host stream is asynchronous like a CUDA stream. Matmul validates, records the arrival of its
+// rank and returns; the last rank to arrive runs the whole product in tiles, and every rank's
+// stream is told when its part is there. Nobody ever blocks, so ranks may arrive on any threads,
+// and all of them on one.
+#ifndef JAXMP_HOSTMP_HANDLES_RUNTIME_H_
+#define JAXMP_HOSTMP_HANDLES_RUNTIME_H_
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "csrc/base/status.h"
+#include "csrc/cublasmp/abi.h"
+
+namespace jaxmp::hostmp {
+
+// The ranks of one communicator. It holds nothing but their number; comm(rank) stays valid as long
+// as the group.
+class Group {
+ public:
+  explicit Group(int nranks);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int nranks() const;
+  abi::ncclComm_t comm(int rank) const;
+
+ private:
+  struct Ranks;
+  std::unique_ptr<Ranks> ranks_;
+};
+
+// Threads that may help the arriving one. schedule() is called only inside Matmul, on the last
+// arriving rank's own thread; what it was given may run at any later time, or never: the product
+// does not depend on it.
+class Pool {
+ public:
+  virtual ~Pool() = default;
+  virtual int num_threads() const = 0;
+  virtual void schedule(std::function<void()> work) = 0;
+};
+
+// Matches the arrivals at ONE call site: the i-th arrival of a rank under a (run_id, group_id)
+// belongs with the i-th arrival of every other rank. Calls in different places of a program, runs
+// of one program that overlap, groups of a mesh and iterations of a loop therefore never mix.
+// Arrivals still waiting when it is destroyed get an error.
+class Rendezvous {
+ public:
+  Rendezvous();
+  ~Rendezvous();
+  Rendezvous(const Rendezvous&) = delete;
+  Rendezvous& operator=(const Rendezvous&) = delete;
+
+  struct Table;
+  Table& table() { return *table_; }
+
+ private:
+  std::unique_ptr<Table> table_;
+};
+
+// One rank's stream for one call: what cublasMpSetStream is given, cast by as_stream(). It must
+// stay alive until done() was called. After a Matmul that returned SUCCESS, or after fail(), done()
+// is called exactly once:
+// - on the rank's own thread, before Matmul or fail() returns, where the call ended while that thread was still there:
+//   it stays for a moment to help with the tiles, which is cheaper than to wake another, and then goes on;
+// - else on a thread of hostmp's own, on which it may block (the rest of a rank's program may
+// resume there). After a Matmul that returned an error, done() is not called and the rank has not
+// arrived: call fail() for it.
+struct Stream {
+  Rendezvous* rendezvous = nullptr;  // of the call site; must live until this rank has arrived
+  int64_t run_id = 0;
+  int64_t group_id = 0;
+  Pool* pool = nullptr;  // null: the arriving thread does all the work
+  void (*done)(void* context, const Status& status) = nullptr;
+  void* context = nullptr;
+};
+
+inline abi::cudaStream_t as_stream(Stream* stream) { return reinterpret_cast<abi::cudaStream_t>(stream); }
+
+// The arrival of a rank that cannot go on: every rank of its call gets this error, and nothing is
+// computed.
+void fail(Stream& stream, int rank, int nranks, Status why);
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_HANDLES_RUNTIME_H_

@@ -1,0 +1,108 @@
+#include "csrc/hostmp/kernels/pack_bf16.h"
+
+#include <algorithm>
+
+#include "csrc/hostmp/cpu/avx512.h"
+
+#if defined(__x86_64__)
+
+namespace jaxmp::hostmp {
+namespace {
+
+constexpr int64_t kPairs = kBlock;  // of a block
+
+__mmask16 first(int64_t count) {
+  return static_cast<__mmask16>(count >= 16 ? 0xffff : (1u << std::max<int64_t>(count, 0)) - 1);
+}
+__mmask32 first32(int64_t count) { return count >= 32 ? 0xffffffffu : (1u << std::max<int64_t>(count, 0)) - 1; }
+
+// 16 x 16 words: four rounds of 2 x 2 transpositions, of words, pairs of words, and then of quarters.
+JAXMP_AVX512_BF16 inline void transpose(__m512i (&r)[kBlock]) {
+  __m512i s[kBlock];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i += 2) {
+    s[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    s[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(s[i], s[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(s[i], s[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(s[i + 1], s[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(s[i + 1], s[i + 3]);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i += 8) {
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      s[i + j] = _mm512_shuffle_i32x4(r[i + j], r[i + 4 + j], 0x88);
+      s[i + 4 + j] = _mm512_shuffle_i32x4(r[i + j], r[i + 4 + j], 0xdd);
+    }
+  }
+#pragma GCC unroll 8
+  for (int j = 0; j < 8; ++j) {
+    r[j] = _mm512_shuffle_i32x4(s[j], s[8 + j], 0x88);
+    r[8 + j] = _mm512_shuffle_i32x4(s[j], s[8 + j], 0xdd);
+  }
+}
+
+// One block from `index` and `k` on: `count` indices and `depth` numbers along k exist. The first `lines` are written.
+template <bool ByPairs>
+JAXMP_AVX512_BF16 inline void pack_block(const Panel& panel, int64_t index, int64_t count, int64_t k, int64_t depth,
+                                         uint32_t* to, int64_t stride, int64_t lines) {
+  __m512i r[kBlock];
+  if (panel.is_adjacent_in_k) {
+    const uint16_t* const from = panel.data + index * panel.ld + k;
+    const __mmask32 mask = first32(depth);
+#pragma GCC unroll 16
+    for (int i = 0; i < kBlock; ++i) {
+      r[i] = i < count ? _mm512_maskz_loadu_epi16(mask, from + i * panel.ld) : _mm512_setzero_si512();
+    }
+  } else {
+    const uint16_t* const from = panel.data + k * panel.ld + index;
+    const __mmask16 mask = first(count);
+    const auto widened = [&](int64_t row) JAXMP_AVX512_BF16 {
+      return row < depth ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from + row * panel.ld))
+                         : _mm512_setzero_si512();
+    };
+#pragma GCC unroll 16
+    for (int p = 0; p < kPairs; ++p) {
+      r[p] = _mm512_or_si512(widened(2 * p), _mm512_slli_epi32(widened(2 * p + 1), 16));
+    }
+  }
+  if (panel.is_adjacent_in_k == ByPairs) transpose(r);
+#pragma GCC unroll 16
+  for (int i = 0; i < kBlock; ++i) {
+    if (i < lines) _mm512_storeu_si512(to + i * stride, r[i]);
+  }
+}
+
+}  // namespace
+
+JAXMP_AVX512_BF16 void pack_by_pairs(const Panel& panel, int64_t begin, int64_t count, int64_t width, int64_t depth,
+                                     int64_t pairs, uint32_t* to) {
+  for (int64_t i = 0; i < width; i += kBlock) {
+    for (int64_t p = 0; p < pairs; p += kPairs) {
+      pack_block<true>(panel, begin + i, count - i, 2 * p, depth - 2 * p, to + p * width + i, width, pairs - p);
+    }
+  }
+}
+
+JAXMP_AVX512_BF16 void pack_by_indices(const Panel& panel, int64_t begin, int64_t count, int64_t depth, uint32_t* to) {
+  for (int64_t k = 0; k < depth; k += 2 * kPairs, to += kBlock * kPairs) {
+    pack_block<false>(panel, begin, count, k, depth - k, to, kPairs, kBlock);
+  }
+}
+
+}  // namespace jaxmp::hostmp
+
+#else
+
+namespace jaxmp::hostmp {
+
+void pack_by_pairs(const Panel&, int64_t, int64_t, int64_t, int64_t, int64_t, uint32_t*) {}
+void pack_by_indices(const Panel&, int64_t, int64_t, int64_t, uint32_t*) {}
+
+}  // namespace jaxmp::hostmp
+
+#endif

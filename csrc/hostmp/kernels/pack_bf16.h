@@ -1,0 +1,46 @@
+// bf16 operands in the order in which the kernels read them.
+//
+// Both instructions, AVX512_BF16's and AMX's, multiply pairs: they add a[2p] b[2p] + a[2p+1] b[2p+1] to a float. So two
+// numbers that follow each other in k make one 32-bit word, and a block is 16 pairs of 16 indices (rows of op(A), or
+// columns of op(B)): 1 KiB, one AMX tile. It is packed by pairs (word i of line p is pair p of index i), or by indices
+// (word p of line i). What lies beyond the operand is packed as zeros.
+#ifndef JAXMP_HOSTMP_KERNELS_PACK_BF16_H_
+#define JAXMP_HOSTMP_KERNELS_PACK_BF16_H_
+
+#include <cstdint>
+
+#include "csrc/hostmp/kernels/k_blocks.h"
+
+namespace jaxmp::hostmp {
+
+constexpr int64_t kBlock = 16;
+
+// A stored operand from some k on, whose numbers are adjacent either along k or along the other dimension.
+struct Panel {
+  const uint16_t* data;
+  int64_t ld;
+  bool is_adjacent_in_k;
+};
+
+inline Panel panel_of_a(const Segment& segment) {
+  const Product& p = *segment.part;
+  const bool is_plain = p.trans_a == abi::CUBLAS_OP_N;
+  return {static_cast<const uint16_t*>(p.a) + segment.k * (is_plain ? p.lda : 1), p.lda, !is_plain};
+}
+inline Panel panel_of_b(const Segment& segment) {
+  const Product& p = *segment.part;
+  const bool is_plain = p.trans_b == abi::CUBLAS_OP_N;
+  return {static_cast<const uint16_t*>(p.b) + segment.k * (is_plain ? 1 : p.ldb), p.ldb, is_plain};
+}
+
+// A strip: `count` indices from `begin` on, padded to `width` of them (a multiple of 16), by pairs: ceil(depth / 2)
+// lines of `width` words. With `pairs`, that many lines.
+void pack_by_pairs(const Panel& panel, int64_t begin, int64_t count, int64_t width, int64_t depth, int64_t pairs,
+                   uint32_t* to);
+
+// 16 indices, of which `count` exist, by indices: ceil(depth / 32) blocks.
+void pack_by_indices(const Panel& panel, int64_t begin, int64_t count, int64_t depth, uint32_t* to);
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_KERNELS_PACK_BF16_H_

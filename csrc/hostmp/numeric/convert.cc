@@ -1,0 +1,92 @@
+#include "csrc/hostmp/numeric/convert.h"
+
+#include <cstring>
+
+#include "csrc/hostmp/cpu/dispatch.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace jaxmp::hostmp {
+namespace {
+
+// The bodies, written once; the compiler vectorises each inside a function for every instruction set below.
+
+JAXMP_INLINE void widen_body(const BFloat16* from, float* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t bits = static_cast<uint32_t>(from[i].bits) << 16;
+    std::memcpy(to + i, &bits, sizeof(bits));
+  }
+}
+
+JAXMP_INLINE void narrow_body(const float* from, BFloat16* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, from + i, sizeof(bits));
+    const uint32_t rounded = bits + 0x7fff + ((bits >> 16) & 1);
+    const uint32_t quiet_nan = bits | 0x400000;  // rounding could carry a NaN's mantissa into an infinity
+    to[i].bits = static_cast<uint16_t>(((bits & 0x7fffffff) > 0x7f800000 ? quiet_nan : rounded) >> 16);
+  }
+}
+
+float widen_one(Float16 value) {
+  const uint32_t sign = (value.bits & 0x8000u) << 16;
+  const uint32_t magnitude = value.bits & 0x7fffu;
+  if (magnitude >= 0x7c00) return float_of(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+  if (magnitude >= 0x400) return float_of(sign | (magnitude + 0x1c000) << 13);
+  const float subnormal = static_cast<float>(magnitude) * 5.9604644775390625e-8f;  // 2^-24
+  return float_of(sign | bits_of(subnormal));
+}
+
+Float16 narrow_one(float value) {
+  const uint32_t bits = bits_of(value);
+  const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
+  const uint32_t magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return {static_cast<uint16_t>(sign | 0x7e00)};
+  if (magnitude >= 0x477ff000) return {static_cast<uint16_t>(sign | 0x7c00)};  // rounds to 65536 or more
+  if (magnitude < 0x38800000) {  // subnormal: adding 1/2 leaves the rounded multiple of 2^-24 in the low bits
+    const float sum = float_of(magnitude) + 0.5f;
+    return {static_cast<uint16_t>(sign | (bits_of(sum) - 0x3f000000))};
+  }
+  const uint32_t rounded = magnitude + 0xfff + ((magnitude >> 13) & 1);
+  return {static_cast<uint16_t>(sign | ((rounded - 0x38000000) >> 13))};
+}
+
+JAXMP_DISPATCH(widen, (const BFloat16* from, float* to, int64_t count), (from, to, count), widen_body(from, to, count))
+JAXMP_DISPATCH(narrow, (const float* from, BFloat16* to, int64_t count), (from, to, count),
+               narrow_body(from, to, count))
+
+#if defined(__x86_64__)
+JAXMP_AVX2 int64_t widen_f16c(const Float16* from, float* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+  }
+  return i;
+}
+JAXMP_AVX2 int64_t narrow_f16c(const float* from, Float16* to, int64_t count) {
+  int64_t i = 0;
+  for (; i + 8 <= count; i += 8) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
+  }
+  return i;
+}
+#else
+int64_t widen_f16c(const Float16*, float*, int64_t) { return 0; }
+int64_t narrow_f16c(const float*, Float16*, int64_t) { return 0; }
+#endif
+
+}  // namespace
+
+void widen(const BFloat16* from, float* to, int64_t count) { widen_best(from, to, count); }
+void narrow(const float* from, BFloat16* to, int64_t count) { narrow_best(from, to, count); }
+
+void widen(const Float16* from, float* to, int64_t count) {
+  for (int64_t i = cpu().avx2 ? widen_f16c(from, to, count) : 0; i < count; ++i) to[i] = widen_one(from[i]);
+}
+void narrow(const float* from, Float16* to, int64_t count) {
+  for (int64_t i = cpu().avx2 ? narrow_f16c(from, to, count) : 0; i < count; ++i) to[i] = narrow_one(from[i]);
+}
+
+}  // namespace jaxmp::hostmp

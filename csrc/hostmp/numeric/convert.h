@@ -1,0 +1,21 @@
+// Loops over contiguous numbers, each compiled for several instruction sets and picked once at run time. Every
+// variant rounds in the same places, so that they agree to the bit.
+#ifndef JAXMP_HOSTMP_NUMERIC_CONVERT_H_
+#define JAXMP_HOSTMP_NUMERIC_CONVERT_H_
+
+#include <cstdint>
+
+#include "csrc/hostmp/numeric/dtypes.h"
+
+namespace jaxmp::hostmp {
+
+void widen(const BFloat16* from, float* to, int64_t count);
+void widen(const Float16* from, float* to, int64_t count);
+
+// To nearest, ties to even; a NaN stays one.
+void narrow(const float* from, BFloat16* to, int64_t count);
+void narrow(const float* from, Float16* to, int64_t count);
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_NUMERIC_CONVERT_H_

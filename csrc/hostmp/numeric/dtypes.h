@@ -1,0 +1,88 @@
+// The element types that hostmp computes with, and what is fixed by each.
+#ifndef JAXMP_HOSTMP_NUMERIC_DTYPES_H_
+#define JAXMP_HOSTMP_NUMERIC_DTYPES_H_
+
+#include <complex>
+#include <cstdint>
+#include <string>
+
+#include "csrc/cublasmp/abi.h"
+
+namespace jaxmp::hostmp {
+
+// 16-bit numbers are storage: they are widened to float before anything is computed.
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+using Complex64 = std::complex<float>;
+using Complex128 = std::complex<double>;
+
+struct TypeFacts {
+  const char* name;
+  int64_t bytes;  // 0 for a type that hostmp does not know
+  bool is_complex;
+  bool is_16bit;
+  bool is_narrow = false;  // 8 bits and fewer: decoded to bf16, which holds all of them, before anything is computed
+  int64_t bits = 8 * bytes;
+};
+
+constexpr TypeFacts facts(abi::cudaDataType_t type) {
+  switch (type) {
+    case abi::CUDA_R_32F:
+      return {"f32", 4, false, false};
+    case abi::CUDA_R_64F:
+      return {"f64", 8, false, false};
+    case abi::CUDA_C_32F:
+      return {"c64", 8, true, false};
+    case abi::CUDA_C_64F:
+      return {"c128", 16, true, false};
+    case abi::CUDA_R_16BF:
+      return {"bf16", 2, false, true};
+    case abi::CUDA_R_16F:
+      return {"f16", 2, false, true};
+    case abi::CUDA_R_8F_E4M3:
+      return {"f8e4m3", 1, false, false, true};
+    case abi::CUDA_R_8F_E5M2:
+      return {"f8e5m2", 1, false, false, true};
+    case abi::CUDA_R_4F_E2M1:
+      return {"f4e2m1", 1, false, false, true, 4};
+    case abi::CUDA_R_8I:
+      return {"s8", 1, false, false, true};
+    case abi::CUDA_R_32I:
+      return {"s32", 4, false, false};
+    default:
+      return {"unsupported", 0, false, false};
+  }
+}
+
+inline std::string name_of(abi::cudaDataType_t type) {
+  if (facts(type).bytes != 0) return facts(type).name;
+  return "data type " + std::to_string(static_cast<int>(type));
+}
+
+// The type in which products are summed, and of alpha and beta: what cuBLAS calls the scale type.
+constexpr abi::cudaDataType_t accumulator_of(abi::cudaDataType_t operand) {
+  if (operand == abi::CUDA_R_8I) return abi::CUDA_R_32I;
+  return facts(operand).is_16bit || facts(operand).is_narrow ? abi::CUDA_R_32F : operand;
+}
+
+constexpr bool is_float8(abi::cudaDataType_t type) {
+  return type == abi::CUDA_R_8F_E4M3 || type == abi::CUDA_R_8F_E5M2;
+}
+// What takes scales: fp8 and fp4.
+constexpr bool is_scaled(abi::cudaDataType_t type) { return is_float8(type) || type == abi::CUDA_R_4F_E2M1; }
+
+// Bytes of `count` adjacent elements; of 4-bit ones the count is even.
+constexpr int64_t bytes_of(abi::cudaDataType_t type, int64_t count) { return count * facts(type).bits / 8; }
+
+constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+constexpr int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_NUMERIC_DTYPES_H_

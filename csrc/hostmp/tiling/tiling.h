@@ -1,0 +1,54 @@
+// One schedule for every pattern. The descriptors say who holds which rows and columns of A, B and D; m, n and k are
+// cut wherever any of them changes hands, and a tile of D is the sum, over the pieces of k in ascending order, of
+// products of pieces that are read where they lie. All-gather, reduce-scatter, all-reduce and 2-D grids differ in
+// nothing but the descriptors.
+//
+// Worked example, reduce-scatter on 2 ranks with n = 4, k = 6: D's columns change hands at 2, so n is cut into [0, 2)
+// on rank 0 and [2, 4) on rank 1; A's columns and B's rows change hands at 3, so each tile is
+// A0 · B0 (k in [0, 3)) + A1 · B1 (k in [3, 6)).
+#ifndef JAXMP_HOSTMP_TILING_TILING_H_
+#define JAXMP_HOSTMP_TILING_TILING_H_
+
+#include <cstdint>
+#include <vector>
+
+#include "csrc/hostmp/handles/distribution.h"
+#include "csrc/hostmp/handles/matmul_call.h"
+
+namespace jaxmp::hostmp {
+
+struct Tile {
+  int32_t m_cut, n_cut;  // indices into Schedule::m and ::n
+  int64_t row, rows;     // within the cut
+  int64_t col, cols;
+  int32_t n_cuts = 1;  // where narrow cuts of n are taken together: how many, from the first column to the last
+};
+
+struct Schedule {
+  std::vector<Cut> m;  // [0] D's rows, [1] those of op(A)
+  std::vector<Cut> n;  // [0] D's columns, [1] those of op(B)
+  std::vector<Cut> k;  // [0] columns of op(A), [1] rows of op(B)
+  std::vector<Tile> tiles;
+
+  // Whether the tile's columns are next to each other in one rank's memory: those of D, those of op(B).
+  bool is_together_in_d(const Tile& tile) const { return is_together(tile, 0); }
+  bool is_together_in_b(const Tile& tile) const { return is_together(tile, 1); }
+
+ private:
+  bool is_together(const Tile& tile, int side) const;
+};
+
+Schedule make_schedule(const Call& call);
+
+// As many cuts and tiles as a schedule has at most, without making it: small blocks of large extents make any number.
+double most_pieces(const Call& call);
+
+// Below this a product is not worth waking a second thread.
+constexpr double kWorthSharing = 2e6;  // floating-point operations, some 20 us
+inline double operations(const Call& call) {
+  return 2.0 * static_cast<double>(call.m) * static_cast<double>(call.n) * static_cast<double>(call.k);
+}
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_TILING_TILING_H_

@@ -1,0 +1,33 @@
+// The workspace of a product: what a thread needs for one tile, and how many of these a rank provides.
+#ifndef JAXMP_HOSTMP_TILING_WORKSPACE_H_
+#define JAXMP_HOSTMP_TILING_WORKSPACE_H_
+
+#include <cstdint>
+
+#include "csrc/hostmp/handles/matmul_call.h"
+#include "csrc/hostmp/tiling/tiling.h"
+
+namespace jaxmp::hostmp {
+
+// Workspace: each thread at work owns an area, and a rank's workspace holds as many areas as it takes for the ranks
+// of the call to provide one for every thread of the machine.
+struct Area {
+  int64_t sums_bytes = 0;     // a tile of D in the accumulator's type
+  int64_t scratch_bytes = 0;  // for gemm16, gemm_rounded or ordered_gemm
+  int64_t seam_bytes = 0;     // for operands around the cuts of k where ordered_gemm cannot be cut
+  int64_t pieces_bytes = 0;   // for columns of op(B) that several ranks hold, put together
+  int64_t bytes() const { return sums_bytes + scratch_bytes + seam_bytes + pieces_bytes; }
+};
+// Whether a tile is summed in D itself: not where D is narrower, nor where C, which may be D, is still to be read, nor
+// where several ranks hold it.
+bool sums_in_d(const Call& call, const Schedule& schedule, const Tile& tile);
+
+Area area_of(const Call& call, const Schedule& schedule);
+// Of operands around one cut, `depth` k of a tile.
+int64_t seam_bytes(const Call& call, int64_t depth, int64_t rows, int64_t cols);
+int64_t areas_per_rank(const Call& call);
+int64_t workspace_bytes(const Call& call);
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_TILING_WORKSPACE_H_

@@ -1,0 +1,18 @@
+// The part of validation that reads the matmul descriptor's attributes.
+#ifndef JAXMP_HOSTMP_VALIDATE_EPILOG_H_
+#define JAXMP_HOSTMP_VALIDATE_EPILOG_H_
+
+#include "csrc/base/status.h"
+#include "csrc/hostmp/handles/matmul_call.h"
+
+namespace jaxmp::hostmp {
+
+// Fills call->bias, aux, aux_ld, aux_type and gradient where the epilog has them.
+Status read_epilog(const abi::cublasMpMatmulDescriptor& desc, bool runs, Call* call);
+
+// Refuses attributes that hostmp would have to ignore.
+Status check_unsupported(const abi::cublasMpMatmulDescriptor& desc, const Call& call);
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_VALIDATE_EPILOG_H_
