@@ -19,13 +19,13 @@
 namespace jaxmp::test {
 namespace {
 
-using hostmp::Parts;
+using hostmp::KSegments;
 using hostmp::Product;
 
 struct Kernel {
   std::string name;
   bool is_available;
-  void (*gemm)(const Parts&, float, float, char*);
+  void (*gemm)(const KSegments&, float, float, char*);
   int64_t panel, unit;  // of k
   int64_t (*scratch)(int64_t, int64_t, int64_t);
 };
@@ -67,9 +67,9 @@ Product part_of(const Product& p, int64_t begin, int64_t k) {
   return part;
 }
 
-// Parts of one to seven units.
-Parts cut_up(const Kernel& kernel, const Product& p) {
-  Parts parts;
+// KSegments of one to seven units.
+KSegments cut_up(const Kernel& kernel, const Product& p) {
+  KSegments parts;
   for (int64_t at = 0; at < p.k; at += parts.back().k) {
     parts.push_back(part_of(p, at, std::min(p.k - at, kernel.unit * (1 + static_cast<int64_t>(parts.size()) * 3 % 7))));
   }
@@ -112,7 +112,7 @@ void test_product(const Kernel& kernel, bool is_a_plain, bool is_b_plain, int64_
                          b.ld,
                          c.data(),
                          ldc};
-  kernel.gemm(is_cut ? cut_up(kernel, whole) : Parts{whole}, alpha, beta, scratch);
+  kernel.gemm(is_cut ? cut_up(kernel, whole) : KSegments{whole}, alpha, beta, scratch);
   check::report(c == expected, __FILE__, __LINE__, name);
   check::report(scratch[-1] == 0x5a && scratch[bytes] == 0x5a, __FILE__, __LINE__, name + ": scratch overrun");
 }
@@ -157,7 +157,7 @@ void test_extents_and_parts_do_not_matter(const Kernel& kernel) {
     char* const scratch = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) / 64 * 64);
     const Product all = {abi::CUBLAS_OP_N, abi::CUBLAS_OP_T, m, n, kK, a.data(), kM, b.data(), kN, c.data(), kM};
     const Product part = part_of(all, begin, end - begin);
-    kernel.gemm(is_cut ? cut_up(kernel, part) : Parts{part}, 1, 0, scratch);
+    kernel.gemm(is_cut ? cut_up(kernel, part) : KSegments{part}, 1, 0, scratch);
     return c;
   };
   const std::vector<float> whole = run(kM, kN, 0, kK, false);
@@ -210,7 +210,7 @@ void test_few_columns_have_the_bits_of_many(const Kernel& kernel) {
                                is_b_plain ? k : kN,
                                c.data(),
                                m};
-        kernel.gemm(is_cut ? cut_up(kernel, whole) : Parts{whole}, 1, beta, scratch);
+        kernel.gemm(is_cut ? cut_up(kernel, whole) : KSegments{whole}, 1, beta, scratch);
         return c;
       };
       for (const bool is_b_plain : {true, false}) {
@@ -232,7 +232,7 @@ void test_few_columns_have_the_bits_of_many(const Kernel& kernel) {
 const Kernel kChosen = {
     "gemm16",
     true,
-    [](const Parts& parts, float alpha, float beta, char* scratch) {
+    [](const KSegments& parts, float alpha, float beta, char* scratch) {
       hostmp::gemm16(abi::CUDA_R_16BF, parts, alpha, beta, scratch);
     },
     0,
@@ -246,9 +246,9 @@ int main() {
   using namespace jaxmp;  // NOLINT
   CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
   const test::Kernel kernels[] = {
-      {"AVX512_BF16", hostmp::cpu().avx512_bf16, hostmp::bf16_gemm, hostmp::kOrderedPanel, hostmp::kBf16Unit,
-       hostmp::bf16_gemm_scratch},
-      {"AMX", hostmp::cpu().amx_bf16, hostmp::amx_gemm, hostmp::kAmxPanel, hostmp::kAmxUnit, hostmp::amx_gemm_scratch},
+      {"AVX512_BF16", hostmp::cpu().avx512_bf16, hostmp::avx512_bf16_gemm, hostmp::kKC, hostmp::kBf16Unit,
+       hostmp::avx512_bf16_gemm_scratch},
+      {"AMX", hostmp::cpu().amx_bf16, hostmp::amx_gemm, hostmp::kAmxKC, hostmp::kAmxUnit, hostmp::amx_gemm_scratch},
   };
   for (const test::Kernel& kernel : kernels) {
     test::test_kernel(kernel);

@@ -22,7 +22,7 @@ using hostmp::BFloat16;
 using hostmp::Complex128;
 using hostmp::Complex64;
 using hostmp::Float16;
-using hostmp::Parts;
+using hostmp::KSegments;
 using hostmp::Product;
 
 constexpr abi::cublasOperation_t kOps[] = {abi::CUBLAS_OP_N, abi::CUBLAS_OP_T, abi::CUBLAS_OP_C};
@@ -141,8 +141,8 @@ struct Case {
             ldc()};
   }
 
-  Parts parts(const std::vector<int64_t>& cuts, typename Type<T>::Sum* to) const {
-    Parts found;
+  KSegments parts(const std::vector<int64_t>& cuts, typename Type<T>::Sum* to) const {
+    KSegments found;
     int64_t begin = 0;
     for (int64_t cut : cuts) {
       found.push_back(product(begin, cut, to));
@@ -209,21 +209,22 @@ std::vector<int64_t> cuts_of(int64_t k, std::vector<int64_t> cuts) {
 }
 
 template <typename T>
-void test_kernel(const char* instructions) {
+void test_kernel(hostmp::SimdLevel level, const char* instructions) {
+  if (!has(level)) {
+    std::printf("SKIPPED: %s, which this processor does not have\n", instructions);
+    return;
+  }
   for (auto trans_a : kOps) {
     for (auto trans_b : kOps) {
       for (const auto& extent : kExtents) {
         const Case<T> test(trans_a, trans_b, extent[0], extent[1], extent[2], 1);
-        const bool is_fused = std::string(instructions) != "portable", adds = test.n % 2 == 0;
+        const bool is_fused = level != hostmp::SimdLevel::kPortable, adds = test.n % 2 == 0;
         const auto expected = test.expected(is_fused, adds);
         for (const auto& cuts : kCuts) {
           auto c = test.c;
-          const Parts parts = test.parts(cuts_of(test.k, cuts), c.data());
-          Scratch scratch(hostmp::ordered_gemm_on_scratch(Type<T>::number, test.m, test.n, test.k));
-          if (!hostmp::ordered_gemm_on(instructions, Type<T>::number, parts, adds, scratch.data())) {
-            std::printf("SKIPPED: %s, which this processor does not have\n", instructions);
-            return;
-          }
+          const KSegments parts = test.parts(cuts_of(test.k, cuts), c.data());
+          Scratch scratch(hostmp::simd_gemm_scratch(level, Type<T>::number, test.m, test.n, test.k));
+          hostmp::simd_gemm(level, Type<T>::number, parts, adds, scratch.data());
           check::report(same(c, expected), __FILE__, __LINE__, instructions + (" " + test.name()));
           check::report(scratch.is_intact(), __FILE__, __LINE__, test.name() + ": scratch overrun");
         }
@@ -237,10 +238,10 @@ void test_thin() {
   for (auto trans_b : kOps) {
     for (const auto& extent : kExtents) {
       const Case<T> test(abi::CUBLAS_OP_N, trans_b, extent[0], extent[1], extent[2], 2);
-      if (!hostmp::is_thin(Type<T>::number, test.product(0, test.k, nullptr))) continue;
+      if (!hostmp::is_small_n(Type<T>::number, test.product(0, test.k, nullptr))) continue;
       for (bool adds : {false, true}) {
         auto c = test.c;
-        hostmp::thin_gemm(Type<T>::number, test.product(0, test.k, c.data()), adds);
+        hostmp::small_n_gemm(Type<T>::number, test.product(0, test.k, c.data()), adds);
         check::report(same(c, test.expected(true, adds)), __FILE__, __LINE__, "thin " + test.name());
       }
     }
@@ -250,13 +251,13 @@ void test_thin() {
 // Whatever an instruction does within a panel: the whole is the sum of the panels, each alone, in ascending order.
 template <typename T>
 void check_panels(const Case<T>& test, const std::vector<typename Type<T>::Sum>& whole) {
-  const int64_t panel = hostmp::ordered_panel(Type<T>::number);
+  const int64_t panel = hostmp::k_block_depth(Type<T>::number);
   auto total = test.c;
   for (int64_t at = 0; at < test.k; at += panel) {
     const int64_t end = std::min(at + panel, test.k);
     auto sums = test.c;
-    Scratch scratch(hostmp::ordered_gemm_scratch(Type<T>::number, test.m, test.n, end - at));
-    hostmp::ordered_gemm(Type<T>::number, {test.product(at, end, sums.data())}, false, scratch.data());
+    Scratch scratch(hostmp::fixed_order_gemm_scratch(Type<T>::number, test.m, test.n, end - at));
+    hostmp::fixed_order_gemm(Type<T>::number, {test.product(at, end, sums.data())}, false, scratch.data());
     for (int64_t col = 0; col < test.n; ++col) {
       for (int64_t row = 0; row < test.m; ++row) {
         const auto i = static_cast<size_t>(col * test.ldc() + row);
@@ -270,17 +271,17 @@ void check_panels(const Case<T>& test, const std::vector<typename Type<T>::Sum>&
 template <typename T>
 void test_extents_and_cuts() {
   constexpr int64_t kM = 70, kN = 20;
-  const int64_t unit = hostmp::ordered_unit(Type<T>::number), k = 2 * hostmp::ordered_panel(Type<T>::number) + 188;
+  const int64_t unit = hostmp::k_unit(Type<T>::number), k = 2 * hostmp::k_block_depth(Type<T>::number) + 188;
   const Case<T> test(abi::CUBLAS_OP_N, abi::CUBLAS_OP_T, kM, kN, k, 2);
   const auto run = [&](int64_t m, int64_t n, const std::vector<int64_t>& cuts) {
     auto c = test.c;
-    Parts parts = test.parts(cuts, c.data());
+    KSegments parts = test.parts(cuts, c.data());
     for (Product& part : parts) {
       part.m = m;
       part.n = n;
     }
-    Scratch scratch(hostmp::ordered_gemm_scratch(Type<T>::number, m, n, k));
-    hostmp::ordered_gemm(Type<T>::number, parts, false, scratch.data());
+    Scratch scratch(hostmp::fixed_order_gemm_scratch(Type<T>::number, m, n, k));
+    hostmp::fixed_order_gemm(Type<T>::number, parts, false, scratch.data());
     check::report(scratch.is_intact(), __FILE__, __LINE__, test.name() + ": scratch overrun");
     return c;
   };
@@ -308,7 +309,9 @@ void test_extents_and_cuts() {
 
 template <typename T>
 void test_type() {
-  for (const char* instructions : {"avx512", "avx2", "portable"}) test_kernel<T>(instructions);
+  test_kernel<T>(hostmp::SimdLevel::kAvx512, "avx512");
+  test_kernel<T>(hostmp::SimdLevel::kAvx2, "avx2");
+  test_kernel<T>(hostmp::SimdLevel::kPortable, "portable");
   test_extents_and_cuts<T>();
 }
 

@@ -20,7 +20,7 @@ struct Place {
 // A rectangle of D that is in one piece in a rank's memory, and so has C, aux and the epilog's inputs of its own.
 class TilePart {
  public:
-  // `z` has the sums, in the accumulator's type; with `is_in_d` it is D itself. `scratch` has narrow_scratch() bytes
+  // `z` has the sums, in the accumulator's type; with `is_in_d` it is D itself. `scratch` has scaled_gemm_scratch() bytes
   // where operands are narrow.
   TilePart(const std::vector<const Call*>& calls, const Place& place, int64_t rows, int64_t cols, const Block& z,
            bool is_in_d, char* scratch)

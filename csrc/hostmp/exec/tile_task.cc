@@ -93,15 +93,15 @@ class TileRun {
   }
 
   bool multiply_narrow_in_order() {
-    std::vector<NarrowProduct> parts;
+    std::vector<ScaledProduct> parts;
     for (const Cut& cut : product_.schedule.k) parts.push_back(narrow_product_of(cut));
-    if (!parts.empty()) narrow_gemm_in_order(parts, scratch_);
+    if (!parts.empty()) scaled_gemm_fixed_order(parts, scratch_);
     return !parts.empty();
   }
 
   bool multiply_in_order() {
-    const int64_t unit = ordered_unit(call_.a.desc.type);
-    Parts parts;
+    const int64_t unit = k_unit(call_.a.desc.type);
+    KSegments parts;
     char* seam = seam_;
     int64_t at = 0;  // up to where the parts have come
     for (const Cut& cut : product_.schedule.k) {
@@ -114,7 +114,7 @@ class TileRun {
       seam += seam_bytes(call_, parts.back().k, tile_.rows, tile_.cols);
       at += parts.back().k;
     }
-    if (!parts.empty()) ordered_gemm(call_.a.desc.type, parts, false, scratch_);
+    if (!parts.empty()) fixed_order_gemm(call_.a.desc.type, parts, false, scratch_);
     return !parts.empty();
   }
 
@@ -174,7 +174,7 @@ class TileRun {
   }
 
   void add_parts(bool adds) {
-    Parts parts;
+    KSegments parts;
     for (const Cut& cut : product_.schedule.k) parts.push_back(product_of(cut));
     gemm16(call_.a.desc.type, parts, static_cast<float>(call_.alpha.real()), adds ? 1.0f : 0.0f, scratch_);
   }
@@ -183,11 +183,11 @@ class TileRun {
     const double one = adds ? 1 : 0;
     const std::complex<double> alpha = call_.alpha;
     if (rounds_operands(call_.compute)) {
-      return gemm_rounded(call_.compute, call_.a.desc.type, product, Complex64(alpha), static_cast<float>(one),
+      return rounded_gemm(call_.compute, call_.a.desc.type, product, Complex64(alpha), static_cast<float>(one),
                           scratch_);
     }
-    if (alpha == 1.0 && is_thin(call_.a.desc.type, product)) {
-      return thin_gemm(call_.a.desc.type, product, adds);
+    if (alpha == 1.0 && is_small_n(call_.a.desc.type, product)) {
+      return small_n_gemm(call_.a.desc.type, product, adds);
     }
     switch (call_.a.desc.type) {
       case abi::CUDA_R_64F:
@@ -202,7 +202,7 @@ class TileRun {
   }
 
   // The operand's piece, with the scales of the rank that holds it.
-  NarrowOperand narrow_piece(Operand Call::* operand, Scales Call::* scales, bool is_adjacent_in_k, const Cut& k,
+  ScaledOperand narrow_piece(Operand Call::* operand, Scales Call::* scales, bool is_adjacent_in_k, const Cut& k,
                              int along_k, const Cut& other, int64_t at) const {
     const int64_t proc_k = k.proc[along_k], proc = other.proc[1], local_k = k.local[along_k],
                   local = other.local[1] + at;
@@ -215,13 +215,13 @@ class TileRun {
             local_k,     x.local_rows(), local,    x.local_cols()};
   }
 
-  NarrowProduct narrow_product_of(const Cut& k) const {
+  ScaledProduct narrow_product_of(const Cut& k) const {
     const bool is_a_k = call_.trans_a != abi::CUBLAS_OP_N, is_b_k = call_.trans_b == abi::CUBLAS_OP_N;
-    const NarrowOperand a = narrow_piece(&Call::a, &Call::scale_a, is_a_k, k, 0, m_, tile_.row);
+    const ScaledOperand a = narrow_piece(&Call::a, &Call::scale_a, is_a_k, k, 0, m_, tile_.row);
     const auto columns = [&](const Cut& n, int64_t col, int64_t cols) {
-      return NarrowColumns{cols, narrow_piece(&Call::b, &Call::scale_b, is_b_k, k, 1, n, col)};
+      return ScaledColumns{cols, narrow_piece(&Call::b, &Call::scale_b, is_b_k, k, 1, n, col)};
     };
-    NarrowProduct product = {tile_.rows, tile_.cols, k.size, a, {}, z_.data, z_.ld};
+    ScaledProduct product = {tile_.rows, tile_.cols, k.size, a, {}, z_.data, z_.ld};
     if (product_.schedule.is_together_in_b(tile_)) {
       product.b = {columns(n_, tile_.col, tile_.cols)};
       return product;
@@ -233,7 +233,7 @@ class TileRun {
   }
 
   void add_narrow(const Cut& k, bool adds) {
-    narrow_gemm(narrow_product_of(k), call_.alpha.real() * tensor_scale(), adds, scratch_);
+    scaled_gemm(narrow_product_of(k), call_.alpha.real() * tensor_scale(), adds, scratch_);
   }
 
   // Where op(X) is at (row, col), each given as the process coordinate and the local index along that axis of op(X).

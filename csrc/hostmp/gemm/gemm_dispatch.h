@@ -1,4 +1,4 @@
-// Which kernel multiplies which type: 16-bit numbers, and products that keep the order of their sums.
+// Which kernel multiplies which type: 16-bit numbers, and products with a fixed order of sums.
 #ifndef JAXMP_HOSTMP_GEMM_GEMM_DISPATCH_H_
 #define JAXMP_HOSTMP_GEMM_GEMM_DISPATCH_H_
 
@@ -11,18 +11,18 @@
 namespace jaxmp::hostmp {
 
 // 16-bit a and b into a float c. `scratch` has gemm16_scratch() bytes, aligned to 64.
-void gemm16(abi::cudaDataType_t type, const Parts& parts, float alpha, float beta, char* scratch);
+void gemm16(abi::cudaDataType_t type, const KSegments& segments, float alpha, float beta, char* scratch);
 
 // Enough for any product of at most m x n and k.
 int64_t gemm16_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k);
 
-// c = op(a) op(b), or c += op(a) op(b), panel by panel, where `adds`; c has the accumulator's type. `scratch` has
-// ordered_gemm_scratch() bytes, aligned to 64. bf16 is multiplied by the processor's own instructions where it has
-// them, which sum blocks of ordered_unit() consecutive k at once: every part but the last one has a multiple of it.
-void ordered_gemm(abi::cudaDataType_t type, const Parts& parts, bool adds, char* scratch);
-int64_t ordered_gemm_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k);
-int64_t ordered_unit(abi::cudaDataType_t type);
-int64_t ordered_panel(abi::cudaDataType_t type);  // its depth
+// c = op(a) op(b), or c += op(a) op(b), K block by K block, where `adds`; c has the accumulator's type. `scratch` has
+// fixed_order_gemm_scratch() bytes, aligned to 64. bf16 is multiplied by the processor's own instructions where it has
+// them, which sum blocks of k_unit() consecutive k at once: every K segment but the last one has a multiple of it.
+void fixed_order_gemm(abi::cudaDataType_t type, const KSegments& segments, bool adds, char* scratch);
+int64_t fixed_order_gemm_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k);
+int64_t k_unit(abi::cudaDataType_t type);
+int64_t k_block_depth(abi::cudaDataType_t type);
 
 // Which library and kernel serves which type, for people to read; empty before load_blas.
 struct BlasInfo {

@@ -4,6 +4,8 @@
 #include <cstring>
 
 #include "csrc/hostmp/gemm/cblas.h"
+#include "csrc/hostmp/gemm/gemm_dispatch.h"
+#include "csrc/hostmp/gemm/stored_block.h"
 #include "csrc/hostmp/numeric/convert.h"
 
 namespace jaxmp::hostmp {
@@ -11,46 +13,70 @@ namespace {
 
 using namespace abi;  // NOLINT: cuBLAS's own names, everywhere below
 
-// Panels of k that are rounded at a time: deep enough for the BLAS's own blocking, small enough to stay in the cache.
-constexpr int64_t kPanelDepth = 512;
-constexpr int64_t kPanelAlignment = 64;
-
 // Real operands become 16-bit numbers, for the 16-bit kernels; all else stays f32.
-cudaDataType_t panel_type(cublasComputeType_t compute, cudaDataType_t type) {
+cudaDataType_t rounded_type(cublasComputeType_t compute, cudaDataType_t type) {
   if (facts(type).is_complex || compute == CUBLAS_COMPUTE_32F_FAST_TF32) return type;
   return compute == CUBLAS_COMPUTE_32F_FAST_16BF ? CUDA_R_16BF : CUDA_R_16F;
 }
 
 template <typename T>
 void round_through(const float* from, float* to, int64_t count) {
-  constexpr int64_t kChunk = 256;
-  T narrowed[kChunk];
-  for (int64_t i = 0; i < count; i += kChunk) {
-    const int64_t size = std::min(kChunk, count - i);
-    narrow(from + i, narrowed, size);
-    widen(narrowed, to + i, size);
+  constexpr int64_t kRun = 256;
+  T rounded[kRun];
+  for (int64_t i = 0; i < count; i += kRun) {
+    const int64_t size = std::min(kRun, count - i);
+    narrow(from + i, rounded, size);
+    widen(rounded, to + i, size);
   }
 }
 
-void round_run(cublasComputeType_t compute, cudaDataType_t panel, const float* from, char* to, int64_t count) {
-  if (panel == CUDA_R_16BF) return narrow(from, reinterpret_cast<BFloat16*>(to), count);
-  if (panel == CUDA_R_16F) return narrow(from, reinterpret_cast<Float16*>(to), count);
+void round_run(cublasComputeType_t compute, cudaDataType_t rounded, const float* from, char* to, int64_t count) {
+  if (rounded == CUDA_R_16BF) return narrow(from, reinterpret_cast<BFloat16*>(to), count);
+  if (rounded == CUDA_R_16F) return narrow(from, reinterpret_cast<Float16*>(to), count);
   float* const wide = reinterpret_cast<float*>(to);
   if (compute == CUBLAS_COMPUTE_32F_FAST_TF32) return round_to_tf32(from, wide, count);
   compute == CUBLAS_COMPUTE_32F_FAST_16BF ? round_through<BFloat16>(from, wide, count)
                                           : round_through<Float16>(from, wide, count);
 }
 
-struct Sizes {
-  int64_t a, b, inner;
+// Rounds K blocks of both operands.
+struct RoundingKernel : StoredBlocks {
+  RoundingKernel(cublasComputeType_t compute, cudaDataType_t type, std::complex<float> alpha = 1, float beta = 0)
+      : compute(compute),
+        type(type),
+        rounded(rounded_type(compute, type)),
+        floats(facts(type).is_complex ? 2 : 1),
+        alpha(alpha),
+        beta(beta) {}
+
+  int64_t a_bytes(int64_t rows, int64_t depth) const { return rows * depth * facts(rounded).bytes; }
+  int64_t b_bytes(int64_t cols, int64_t depth) const { return cols * depth * facts(rounded).bytes; }
+  int64_t own_bytes(int64_t m, int64_t n, int64_t depth) const {
+    return facts(rounded).is_16bit ? gemm16_scratch(rounded, m, n, depth) : 0;
+  }
+  void pack_a(const KBlock<Product>& block, int64_t, int64_t, char* to) const { pack(stored_a(block), to); }
+  void pack_b(const KBlock<Product>& block, int64_t, int64_t, char* to) const { pack(stored_b(block), to); }
+  void multiply(const KBlock<Product>& block, const Packed& packed, const CTile&) const {
+    const Product p = product_of(block, packed);
+    const float add = block.first == 0 ? beta : 1.0f;
+    if (facts(rounded).is_16bit) return gemm16(rounded, {p}, alpha.real(), add, packed.own);
+    if (facts(type).is_complex) return gemm(p, Complex64(alpha), Complex64(add));
+    gemm(p, alpha.real(), add);
+  }
+
+  void pack(const StoredBlock& from, char* to) const {
+    for (int64_t col = 0; col < from.cols; ++col) {
+      round_run(compute, rounded, static_cast<const float*>(from.data) + floats * (from.offset + col * from.ld),
+                to + col * from.rows * facts(rounded).bytes, floats * from.rows);
+    }
+  }
+
+  cublasComputeType_t compute;
+  cudaDataType_t type, rounded;
+  int64_t floats;  // of a number
+  std::complex<float> alpha;
+  float beta;
 };
-Sizes sizes_of(cublasComputeType_t compute, cudaDataType_t type, int64_t m, int64_t n, int64_t k) {
-  const cudaDataType_t panel = panel_type(compute, type);
-  const int64_t depth = std::min(k, kPanelDepth);
-  const int64_t inner = facts(panel).is_16bit ? gemm16_scratch(panel, m, n, depth) : 0;
-  return {round_up(m * depth * facts(panel).bytes, kPanelAlignment),
-          round_up(n * depth * facts(panel).bytes, kPanelAlignment), inner};
-}
 
 }  // namespace
 
@@ -70,43 +96,13 @@ void round_to_tf32(const float* from, float* to, int64_t count) {
   }
 }
 
-void gemm_rounded(cublasComputeType_t compute, cudaDataType_t type, const Product& p, std::complex<float> alpha,
+void rounded_gemm(cublasComputeType_t compute, cudaDataType_t type, const Product& p, std::complex<float> alpha,
                   float beta, char* scratch) {
-  const bool is_a_plain = p.trans_a == CUBLAS_OP_N, is_b_plain = p.trans_b == CUBLAS_OP_N;
-  const cudaDataType_t panel = panel_type(compute, type);
-  const int64_t floats = facts(type).is_complex ? 2 : 1, bytes = facts(panel).bytes;
-  const Sizes sizes = sizes_of(compute, type, p.m, p.n, p.k);
-  char* const panel_a = scratch;
-  char* const panel_b = panel_a + sizes.a;
-  char* const inner = panel_b + sizes.b;
-  // Rounds `cols` stored columns of `rows` numbers into a dense panel.
-  const auto fill = [&](const void* data, int64_t ld, int64_t row, int64_t col, int64_t rows, int64_t cols, char* to) {
-    const float* const from = static_cast<const float*>(data);
-    for (int64_t j = 0; j < cols; ++j) {
-      round_run(compute, panel, from + floats * ((col + j) * ld + row), to + j * rows * bytes, floats * rows);
-    }
-  };
-  for (int64_t at = 0; at < p.k; at += kPanelDepth) {
-    const int64_t depth = std::min(kPanelDepth, p.k - at);
-    is_a_plain ? fill(p.a, p.lda, 0, at, p.m, depth, panel_a) : fill(p.a, p.lda, at, 0, depth, p.m, panel_a);
-    is_b_plain ? fill(p.b, p.ldb, at, 0, depth, p.n, panel_b) : fill(p.b, p.ldb, 0, at, p.n, depth, panel_b);
-    const Product part = {
-        p.trans_a, p.trans_b, p.m, p.n, depth, panel_a, is_a_plain ? p.m : depth, panel_b, is_b_plain ? depth : p.n,
-        p.c,       p.ldc};
-    const float add = at == 0 ? beta : 1.0f;
-    if (facts(panel).is_16bit) {
-      gemm16(panel, {part}, alpha.real(), add, inner);
-    } else if (facts(type).is_complex) {
-      gemm(part, Complex64(alpha), Complex64(add));
-    } else {
-      gemm(part, alpha.real(), add);
-    }
-  }
+  blocked_gemm(RoundingKernel(compute, type, alpha, beta), &p, 1, scratch);
 }
 
-int64_t gemm_rounded_scratch(cublasComputeType_t compute, cudaDataType_t type, int64_t m, int64_t n, int64_t k) {
-  const Sizes sizes = sizes_of(compute, type, m, n, k);
-  return sizes.a + sizes.b + sizes.inner;
+int64_t rounded_gemm_scratch(cublasComputeType_t compute, cudaDataType_t type, int64_t m, int64_t n, int64_t k) {
+  return scratch_of(RoundingKernel(compute, type), m, n, k).bytes();
 }
 
 }  // namespace jaxmp::hostmp

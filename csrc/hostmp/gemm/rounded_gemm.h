@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "csrc/cublasmp/abi.h"
-#include "csrc/hostmp/gemm/gemm_dispatch.h"
+#include "csrc/hostmp/kernels/k_blocks.h"
 
 namespace jaxmp::hostmp {
 
@@ -18,9 +18,9 @@ namespace jaxmp::hostmp {
 bool rounds_operands(abi::cublasComputeType_t compute);
 
 // As gemm16, for operands of `type` f32 or c64 (whose parts are rounded one by one).
-void gemm_rounded(abi::cublasComputeType_t compute, abi::cudaDataType_t type, const Product& product,
+void rounded_gemm(abi::cublasComputeType_t compute, abi::cudaDataType_t type, const Product& product,
                   std::complex<float> alpha, float beta, char* scratch);
-int64_t gemm_rounded_scratch(abi::cublasComputeType_t compute, abi::cudaDataType_t type, int64_t m, int64_t n,
+int64_t rounded_gemm_scratch(abi::cublasComputeType_t compute, abi::cudaDataType_t type, int64_t m, int64_t n,
                              int64_t k);
 
 void round_to_tf32(const float* from, float* to, int64_t count);

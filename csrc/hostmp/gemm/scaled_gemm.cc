@@ -2,21 +2,19 @@
 
 #include <algorithm>
 
-#include "csrc/hostmp/kernels/amx_gemm.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
+#include "csrc/hostmp/kernels/amx_gemm.h"
+#include "csrc/hostmp/kernels/blocked_gemm.h"
 #include "csrc/hostmp/numeric/dtypes.h"
 
 namespace jaxmp::hostmp {
 namespace {
 
-// Of k, decoded at a time; also bounds sums of 8-bit integers to 2^24, up to which floats are exact.
-constexpr int64_t kDepth = 1024;
 constexpr int64_t kScaleBlock = 128;
-static_assert(kDepth % kOrderedPanel == 0 && kDepth % kAmxPanel == 0, "a panel of a sum is decoded at once");
 constexpr int64_t kAlign = 64;
 
 // One stored column of `count` numbers along k, each block times its scale.
-void decode_scaled(const NarrowOperand& x, const char* from, int64_t inner, int64_t outer, int64_t count,
+void decode_scaled(const ScaledOperand& x, const char* from, int64_t inner, int64_t outer, int64_t count,
                    BFloat16* to) {
   const int64_t block = block_of(x.scales.mode), blocks = x.inners / block;
   for (int64_t i = 0; i < count; i += block) {
@@ -25,9 +23,9 @@ void decode_scaled(const NarrowOperand& x, const char* from, int64_t inner, int6
   }
 }
 
-// `depth` of k from `at` on, of `count` indices: a panel in the operand's own order, `ld` from one index (or, where the
+// `depth` of k from `at` on, of `count` indices: in the operand's own order, `ld` from one index (or, where the
 // operand is not adjacent in k, one k) to the next.
-void decode_panel(const NarrowOperand& x, int64_t at, int64_t depth, int64_t count, BFloat16* to, int64_t ld) {
+void decode_block(const ScaledOperand& x, int64_t at, int64_t depth, int64_t count, BFloat16* to, int64_t ld) {
   if (!x.is_adjacent_in_k) {
     for (int64_t i = 0; i < depth; ++i) {
       decode(x.type, x.data + bytes_of(x.type, (at + i) * x.ld), count, 1.0f, to + i * ld);
@@ -45,39 +43,14 @@ void decode_panel(const NarrowOperand& x, int64_t at, int64_t depth, int64_t cou
 }
 
 // The columns of all ranks next to each other.
-void decode_columns(const std::vector<NarrowColumns>& columns, int64_t at, int64_t depth, BFloat16* to, int64_t ld) {
+void decode_columns(const std::vector<ScaledColumns>& columns, int64_t at, int64_t depth, BFloat16* to, int64_t ld) {
   for (const auto& [n, x] : columns) {
-    decode_panel(x, at, depth, n, to, ld);
+    decode_block(x, at, depth, n, to, ld);
     to += n * (x.is_adjacent_in_k ? ld : 1);
   }
 }
 
-struct Scratch {
-  BFloat16 *a, *b;
-  float *sums, *row_scales;
-  char* kernel;
-};
-
-int64_t aligned(int64_t bytes) { return round_up(bytes, kAlign); }
-
-Scratch divide(char* scratch, bool has_sums, int64_t m, int64_t n, int64_t depth) {
-  const auto take = [&scratch](int64_t bytes) {
-    char* const taken = scratch;
-    scratch += aligned(bytes);
-    return taken;
-  };
-  Scratch parts{};
-  parts.a = reinterpret_cast<BFloat16*>(take(2 * m * depth));
-  parts.b = reinterpret_cast<BFloat16*>(take(2 * n * depth));
-  if (has_sums) {
-    parts.sums = reinterpret_cast<float*>(take(4 * m * n));
-    parts.row_scales = reinterpret_cast<float*>(take(4 * m));
-  }
-  parts.kernel = scratch;
-  return parts;
-}
-
-void add_integers(const NarrowProduct& p, const float* sums, double alpha, bool adds) {
+void add_integers(const ScaledProduct& p, const float* sums, double alpha, bool adds) {
   const auto factor = static_cast<uint32_t>(static_cast<int64_t>(alpha));
   for (int64_t col = 0; col < p.n; ++col) {
     uint32_t* const c = static_cast<uint32_t*>(p.c) + col * p.ldc;
@@ -89,112 +62,121 @@ void add_integers(const NarrowProduct& p, const float* sums, double alpha, bool 
   }
 }
 
-void add_scaled(const NarrowProduct& p, int64_t at, const Scratch& scratch, float alpha, bool adds) {
-  const auto scale_of = [at](const NarrowOperand& x, int64_t index) {
+void add_scaled(const ScaledProduct& p, int64_t at, const float* sum, float* row_scales, float alpha, bool adds) {
+  const auto scale_of = [at](const ScaledOperand& x, int64_t index) {
     return x.scales.of_sum((x.inner + at) / kScaleBlock, x.outer + index, ceil_div(x.inners, kScaleBlock), x.outers);
   };
-  for (int64_t row = 0; row < p.m; ++row) scratch.row_scales[row] = alpha * scale_of(p.a, row);
+  for (int64_t row = 0; row < p.m; ++row) row_scales[row] = alpha * scale_of(p.a, row);
   float* c = static_cast<float*>(p.c);
-  const float* sum = scratch.sums;
   for (const auto& [n, x] : p.b) {
     for (int64_t col = 0; col < n; ++col, c += p.ldc, sum += p.m) {
       const float scale = scale_of(x, col);
       for (int64_t row = 0; row < p.m; ++row) {
-        const float term = scratch.row_scales[row] * scale * sum[row];
+        const float term = row_scales[row] * scale * sum[row];
         c[row] = adds ? c[row] + term : term;
       }
     }
   }
 }
 
-}  // namespace
+// Decodes K blocks of both operands. Where scales apply to sums, each sum goes through memory.
+struct ScalingKernel {
+  static constexpr int64_t kKC = 1024;  // also bounds sums of 8-bit integers to 2^24, up to which floats are exact
+  static constexpr int64_t kMC = kUncut, kNC = kUncut, kMR = kUncut, kNR = kUncut;
+  static_assert(kKC % hostmp::kKC == 0 && kKC % kAmxKC == 0, "a K block of the inner product is decoded at once");
 
-void narrow_gemm(const NarrowProduct& p, double alpha, bool adds, char* memory) {
-  const NarrowOperand& b = p.b.front().x;
-  const bool has_sums = applies_to_sums(p.a.type, p.a.scales, b.scales);
-  const bool by_blocks = block_of(p.a.scales.mode) == kScaleBlock || block_of(b.scales.mode) == kScaleBlock;
-  const Scratch scratch = divide(memory, has_sums, p.m, p.n, std::min(p.k, kDepth));
-  for (int64_t at = 0; at < p.k; at += kDepth) {
-    const int64_t panel = std::min(kDepth, p.k - at);
-    const bool is_a_k = p.a.is_adjacent_in_k, is_b_k = b.is_adjacent_in_k;
-    decode_panel(p.a, at, panel, p.m, scratch.a, is_a_k ? panel : p.m);
-    decode_columns(p.b, at, panel, scratch.b, is_b_k ? panel : p.n);
-    const int64_t step = by_blocks ? kScaleBlock : panel;
-    for (int64_t from = 0; from < panel; from += step, adds = true) {
-      const int64_t depth = std::min(step, panel - from);
+  ScalingKernel(bool has_sums, bool is_fixed_order) : has_sums(has_sums), is_fixed_order(is_fixed_order) {}
+  ScalingKernel(const ScaledProduct& p, double alpha, bool adds, bool is_fixed_order)
+      : ScalingKernel(applies_to_sums(p.a.type, p.a.scales, p.b.front().x.scales), is_fixed_order) {
+    is_a_k = p.a.is_adjacent_in_k;
+    is_b_k = p.b.front().x.is_adjacent_in_k;
+    by_blocks = block_of(p.a.scales.mode) == kScaleBlock || block_of(p.b.front().x.scales.mode) == kScaleBlock;
+    this->alpha = alpha;
+    this->adds = adds;
+  }
+
+  int64_t a_bytes(int64_t rows, int64_t depth) const { return 2 * rows * depth; }
+  int64_t b_bytes(int64_t cols, int64_t depth) const { return 2 * cols * depth; }
+  int64_t sums_bytes(int64_t m, int64_t n) const { return has_sums ? round_up(4 * m * n, kAlign) : 0; }
+  int64_t row_scales_bytes(int64_t m) const { return has_sums ? round_up(4 * m, kAlign) : 0; }
+  int64_t own_bytes(int64_t m, int64_t n, int64_t depth) const {
+    return sums_bytes(m, n) + row_scales_bytes(m) +
+           (is_fixed_order ? fixed_order_gemm_scratch(abi::CUDA_R_16BF, m, n, depth)
+                           : gemm16_scratch(abi::CUDA_R_16BF, m, n, depth));
+  }
+
+  void pack_a(const KBlock<ScaledProduct>& block, int64_t, int64_t rows, char* to) const {
+    BFloat16* const a = reinterpret_cast<BFloat16*>(to);
+    for (const KSlice<ScaledProduct>& slice : block) {
+      decode_block(slice.segment->a, slice.k, slice.depth, rows, a + slice.offset * (is_a_k ? 1 : rows),
+                   is_a_k ? block.depth : rows);
+    }
+  }
+  void pack_b(const KBlock<ScaledProduct>& block, int64_t, int64_t cols, char* to) const {
+    BFloat16* const b = reinterpret_cast<BFloat16*>(to);
+    for (const KSlice<ScaledProduct>& slice : block) {
+      decode_columns(slice.segment->b, slice.k, slice.depth, b + slice.offset * (is_b_k ? 1 : cols),
+                     is_b_k ? block.depth : cols);
+    }
+  }
+
+  void multiply(const KBlock<ScaledProduct>& block, const Packed& packed, const CTile&) const {
+    const ScaledProduct& p = *block.segment;
+    float* const sums = reinterpret_cast<float*>(packed.own);
+    float* const row_scales = reinterpret_cast<float*>(packed.own + sums_bytes(p.m, p.n));
+    char* const inner = packed.own + sums_bytes(p.m, p.n) + row_scales_bytes(p.m);
+    const auto* const a = reinterpret_cast<const BFloat16*>(packed.a);
+    const auto* const b = reinterpret_cast<const BFloat16*>(packed.b);
+    const ScaledProduct* scaled_by = block.segment;  // whose scales are next
+    int64_t passed = -block.k;                       // k of the block up to that segment
+    const int64_t step = by_blocks ? kScaleBlock : block.depth;
+    for (int64_t from = 0; from < block.depth; from += step) {
+      const bool adds_now = adds || block.first + from > 0;
       const Product product = {is_a_k ? abi::CUBLAS_OP_T : abi::CUBLAS_OP_N,
                                is_b_k ? abi::CUBLAS_OP_N : abi::CUBLAS_OP_T,
                                p.m,
                                p.n,
-                               depth,
-                               scratch.a + from * (is_a_k ? 1 : p.m),
-                               is_a_k ? panel : p.m,
-                               scratch.b + from * (is_b_k ? 1 : p.n),
-                               is_b_k ? panel : p.n,
-                               has_sums ? scratch.sums : p.c,
+                               std::min(step, block.depth - from),
+                               a + from * (is_a_k ? 1 : p.m),
+                               is_a_k ? block.depth : p.m,
+                               b + from * (is_b_k ? 1 : p.n),
+                               is_b_k ? block.depth : p.n,
+                               has_sums ? sums : p.c,
                                has_sums ? p.m : p.ldc};
-      if (!has_sums) {
-        gemm16(abi::CUDA_R_16BF, {product}, static_cast<float>(alpha), adds ? 1.0f : 0.0f, scratch.kernel);
-        continue;
-      }
-      gemm16(abi::CUDA_R_16BF, {product}, 1.0f, 0.0f, scratch.kernel);
-      if (p.a.type == abi::CUDA_R_8I) {
-        add_integers(p, scratch.sums, alpha, adds);
-      } else {
-        add_scaled(p, at + from, scratch, static_cast<float>(alpha), adds);
-      }
-    }
-  }
-}
-
-void narrow_gemm_in_order(const std::vector<NarrowProduct>& parts, char* memory) {
-  const NarrowProduct& first = parts.front();
-  const Scales &scales_a = first.a.scales, &scales_b = first.b.front().x.scales;
-  const bool has_sums = applies_to_sums(first.a.type, scales_a, scales_b);
-  const bool by_blocks = block_of(scales_a.mode) == kScaleBlock || block_of(scales_b.mode) == kScaleBlock;
-  int64_t k = 0;
-  for (const NarrowProduct& part : parts) k += part.k;
-  const Scratch scratch = divide(memory, has_sums, first.m, first.n, std::min(k, kDepth));
-  size_t scaling = 0;  // the part whose scales are next
-  int64_t passed = 0;  // k of those before it
-  bool adds = false;
-  for (int64_t at = 0; at < k; at += kDepth) {
-    const int64_t panel = std::min(kDepth, k - at);
-    int64_t begin = 0;
-    for (const NarrowProduct& part : parts) {
-      const int64_t from = std::max(at, begin), depth = std::min(at + panel, begin + part.k) - from;
-      if (depth > 0) decode_panel(part.a, from - begin, depth, part.m, scratch.a + from - at, panel);
-      if (depth > 0) decode_columns(part.b, from - begin, depth, scratch.b + from - at, panel);
-      begin += part.k;
-    }
-    const int64_t step = by_blocks ? kScaleBlock : panel;
-    for (int64_t from = 0; from < panel; from += step, adds = true) {
-      const Product product = {abi::CUBLAS_OP_T,
-                               abi::CUBLAS_OP_N,
-                               first.m,
-                               first.n,
-                               std::min(step, panel - from),
-                               scratch.a + from,
-                               panel,
-                               scratch.b + from,
-                               panel,
-                               has_sums ? scratch.sums : first.c,
-                               has_sums ? first.m : first.ldc};
-      ordered_gemm(abi::CUDA_R_16BF, {product}, adds && !has_sums, scratch.kernel);
+      multiply_bf16(product, adds_now && !has_sums, inner);
       if (!has_sums) continue;
-      while (at + from >= passed + parts[scaling].k) passed += parts[scaling++].k;
-      add_scaled(parts[scaling], at + from - passed, scratch, 1.0f, adds);
+      while (from >= passed + scaled_by->k) passed += scaled_by++->k;
+      if (p.a.type == abi::CUDA_R_8I) {
+        add_integers(p, sums, alpha, adds_now);
+      } else {
+        add_scaled(*scaled_by, from - passed, sums, row_scales, static_cast<float>(alpha), adds_now);
+      }
     }
   }
+
+  void multiply_bf16(const Product& product, bool adds_to_c, char* inner) const {
+    if (is_fixed_order) return fixed_order_gemm(abi::CUDA_R_16BF, {product}, adds_to_c, inner);
+    gemm16(abi::CUDA_R_16BF, {product}, has_sums ? 1.0f : static_cast<float>(alpha), adds_to_c ? 1.0f : 0.0f, inner);
+  }
+
+  bool has_sums, is_fixed_order, is_a_k = true, is_b_k = true, by_blocks = false;
+  double alpha = 1;
+  bool adds = false;
+};
+
+}  // namespace
+
+void scaled_gemm(const ScaledProduct& product, double alpha, bool adds, char* scratch) {
+  blocked_gemm(ScalingKernel(product, alpha, adds, /*is_fixed_order=*/false), &product, 1, scratch);
 }
 
-int64_t narrow_scratch(bool has_sums, bool is_ordered, int64_t m, int64_t n, int64_t k) {
-  const int64_t depth = std::min(k, kDepth);
-  const int64_t sums = has_sums ? aligned(4 * m * n) + aligned(4 * m) : 0;
-  const int64_t product = aligned(2 * m * depth) + aligned(2 * n * depth) + sums;
-  const int64_t kernel =
-      is_ordered ? ordered_gemm_scratch(abi::CUDA_R_16BF, m, n, depth) : gemm16_scratch(abi::CUDA_R_16BF, m, n, depth);
-  return std::max(product + kernel, aligned(4 * m));
+void scaled_gemm_fixed_order(const std::vector<ScaledProduct>& segments, char* scratch) {
+  blocked_gemm(ScalingKernel(segments.front(), 1, false, /*is_fixed_order=*/true), segments.data(), segments.size(),
+               scratch);
+}
+
+int64_t scaled_gemm_scratch(bool has_sums, bool is_fixed_order, int64_t m, int64_t n, int64_t k) {
+  return std::max(scratch_of(ScalingKernel(has_sums, is_fixed_order), m, n, k).bytes(), round_up(4 * m, kAlign));
 }
 
 }  // namespace jaxmp::hostmp

@@ -1,4 +1,4 @@
-// Products of numbers of 8 bits and fewer: panels of k are decoded to bf16, which holds all of them and their products
+// Products of numbers of 8 bits and fewer: K blocks are decoded to bf16, which holds all of them and their products
 // with block scales, and multiplied by the 16-bit kernels.
 #ifndef JAXMP_HOSTMP_GEMM_SCALED_GEMM_H_
 #define JAXMP_HOSTMP_GEMM_SCALED_GEMM_H_
@@ -13,7 +13,7 @@ namespace jaxmp::hostmp {
 
 // An operand as stored, from the first element of a piece on. `inner` and `outer` say where in the rank's part the
 // piece begins, of the extents `inners` and `outers`.
-struct NarrowOperand {
+struct ScaledOperand {
   abi::cudaDataType_t type;
   const char* data;
   int64_t ld;
@@ -23,30 +23,30 @@ struct NarrowOperand {
 };
 
 // Columns of op(B) that one rank holds.
-struct NarrowColumns {
+struct ScaledColumns {
   int64_t n;
-  NarrowOperand x;
+  ScaledOperand x;
 };
 
-struct NarrowProduct {
+struct ScaledProduct {
   int64_t m, n, k;
-  NarrowOperand a;
-  std::vector<NarrowColumns> b;  // n in all
+  ScaledOperand a;
+  std::vector<ScaledColumns> b;  // n in all
   void* c;                       // floats; of 8-bit integers int32
   int64_t ldc;
 };
 
 // c = alpha op(a) op(b) + c, without c where it is not to be added. The tensor-wide scales are the caller's to put
-// into alpha. 8-bit integers: exact, modulo 2^32.
-void narrow_gemm(const NarrowProduct& product, double alpha, bool adds, char* scratch);
+// into alpha. 8-bit integers: exact, modulo 2^32. Blocks of 128 are summed each by itself, scaled, and added in ascending
+// order.
+void scaled_gemm(const ScaledProduct& product, double alpha, bool adds, char* scratch);
 
-// c = op(a) op(b), of a product whose k lies in several parts, each sum in one order: the parts are decoded together
-// into panels that begin at multiples of their depth, so nothing depends on where k is cut. Blocks of 128 are summed
-// each by itself, scaled, and added in ascending order. For operands that are adjacent in k, with equal m, n and c.
-void narrow_gemm_in_order(const std::vector<NarrowProduct>& parts, char* scratch);
+// c = op(a) op(b) of operands that are adjacent in k, each element summed in one order. K blocks are decoded from all K
+// segments that they overlap, so nothing depends on where k is cut; the segments share m, n and c.
+void scaled_gemm_fixed_order(const std::vector<ScaledProduct>& segments, char* scratch);
 
 // Bytes, for any product of at most m x n; at least m floats.
-int64_t narrow_scratch(bool applies_to_sums, bool is_ordered, int64_t m, int64_t n, int64_t k);
+int64_t scaled_gemm_scratch(bool applies_to_sums, bool is_fixed_order, int64_t m, int64_t n, int64_t k);
 
 // Whether products of these operands are scaled, or added as integers, after they have been summed.
 inline bool applies_to_sums(abi::cudaDataType_t type, const Scales& a, const Scales& b) {

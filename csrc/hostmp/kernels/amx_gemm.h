@@ -8,15 +8,15 @@
 
 namespace jaxmp::hostmp {
 
-// The depth of a panel. The instruction adds the sum of 32 products at a time, so 1024 make 32 terms; and adding a
-// panel to C, which no instruction does from a tile register, costs a third of the rate at 256, nothing to speak of at
+// k of a K block. The instruction adds the sum of 32 products at a time, so 1024 make 32 terms; and adding a block's
+// sums to C, which no instruction does from a tile register, costs a third of the rate at 256, nothing to speak of at
 // 1024.
-constexpr int64_t kAmxPanel = 1024;
+constexpr int64_t kAmxKC = 1024;
 constexpr int64_t kAmxUnit = 32;  // k that the instruction sums at once
 
-// As gemm16 for bf16; every part but the last one has a multiple of kAmxUnit k. Only where cpu().amx_bf16. The
+// As gemm16 for bf16; every K segment but the last one has a multiple of kAmxUnit k. Only where cpu().amx_bf16. The
 // instruction takes subnormal inputs and results as 0.
-void amx_gemm(const Parts& parts, float alpha, float beta, char* scratch);
+void amx_gemm(const KSegments& segments, float alpha, float beta, char* scratch);
 int64_t amx_gemm_scratch(int64_t m, int64_t n, int64_t k);
 
 }  // namespace jaxmp::hostmp

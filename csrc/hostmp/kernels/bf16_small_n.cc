@@ -92,7 +92,7 @@ JAXMP_AVX512_BF16 inline void add_as_vectors(const Block& block, Sums<Cols>& sum
 }
 
 // The words of `depth` numbers of column `col` of op(B), from `k` on.
-void read_weights(Bf16Sums kind, const Panel& b, int64_t col, int64_t k, int64_t depth, uint32_t* words) {
+void read_weights(Bf16Sums kind, const Bf16View& b, int64_t col, int64_t k, int64_t depth, uint32_t* words) {
   const int64_t step = b.is_adjacent_in_k ? 1 : b.ld;
   const uint16_t* const from = b.data + (b.is_adjacent_in_k ? col * b.ld + k : k * b.ld + col);
   const auto number = [&](int64_t i) { return i < depth ? uint32_t{from[i * step]} : 0; };
@@ -102,12 +102,12 @@ void read_weights(Bf16Sums kind, const Panel& b, int64_t col, int64_t k, int64_t
 }
 
 template <int Cols>
-JAXMP_AVX512_BF16 void add_segment(Bf16Sums kind, const Segment& segment, int64_t row, int64_t rows,
+JAXMP_AVX512_BF16 void add_slice(Bf16Sums kind, const KSlice<Product>& slice, int64_t row, int64_t rows,
                                    float (&sums)[Cols][kRows]) {
-  const Panel a = panel_of_a(segment), b = panel_of_b(segment);
+  const Bf16View a = view_of_a(slice), b = view_of_b(slice);
   const ScopedFloatState flush(FloatState::Current().Flushing());
-  for (int64_t k = 0; k < segment.depth; k += kDepth) {
-    const int64_t depth = std::min(kDepth, segment.depth - k);
+  for (int64_t k = 0; k < slice.depth; k += kDepth) {
+    const int64_t depth = std::min(kDepth, slice.depth - k);
     alignas(64) uint32_t words[Cols][kDepth];
     for (int col = 0; col < Cols; ++col) read_weights(kind, b, col, k, depth, words[col]);
     for (int64_t at = 0; at < rows; at += kVectors * kLanes) {
@@ -125,18 +125,18 @@ JAXMP_AVX512_BF16 void add_segment(Bf16Sums kind, const Segment& segment, int64_
 }
 
 template <int Cols>
-JAXMP_AVX512_BF16 void multiply(Bf16Sums kind, const Parts& parts, bool adds) {
-  const Product& p = parts.front();
-  const std::vector<KPanel> panels = panels_of(parts, kind == Bf16Sums::kAmx ? kAmxPanel : kOrderedPanel);
+JAXMP_AVX512_BF16 void multiply(Bf16Sums kind, const KSegments& segments, bool adds) {
+  const Product& p = segments.front();
+  const KBlocks<Product> blocks(segments.data(), segments.size(), kind == Bf16Sums::kAmx ? kAmxKC : kKC);
   alignas(64) float sums[Cols][kRows];
   for (int64_t row = 0; row < p.m; row += kRows) {
     const int64_t rows = std::min(kRows, p.m - row);
-    for (const KPanel& panel : panels) {
+    for (const KBlock<Product>& block : blocks) {
       for (auto& column : sums) std::fill_n(column, kRows, 0.0f);
-      for (const Segment& segment : panel.segments) add_segment<Cols>(kind, segment, row, rows, sums);
+      for (const KSlice<Product>& slice : block) add_slice<Cols>(kind, slice, row, rows, sums);
       for (int col = 0; col < Cols; ++col) {
         float* const c = static_cast<float*>(p.c) + col * p.ldc + row;
-        const bool is_first = !adds && panel.begin == 0;
+        const bool is_first = !adds && block.first == 0;
         for (int64_t i = 0; i < rows; ++i) c[i] = is_first ? sums[col][i] : c[i] + sums[col][i];
       }
     }
@@ -145,18 +145,18 @@ JAXMP_AVX512_BF16 void multiply(Bf16Sums kind, const Parts& parts, bool adds) {
 
 }  // namespace
 
-bool bf16_thin_gemm(Bf16Sums kind, const Parts& parts, float alpha, float beta) {
-  const bool is_plain = parts.front().trans_a == abi::CUBLAS_OP_N && alpha == 1 && (beta == 0 || beta == 1);
+bool bf16_small_n_gemm(Bf16Sums kind, const KSegments& segments, float alpha, float beta) {
+  const bool is_plain = segments.front().trans_a == abi::CUBLAS_OP_N && alpha == 1 && (beta == 0 || beta == 1);
   if (!is_plain) return false;
-  switch (parts.front().n) {
+  switch (segments.front().n) {
     case 1:
-      return multiply<1>(kind, parts, beta == 1), true;
+      return multiply<1>(kind, segments, beta == 1), true;
     case 2:
-      return multiply<2>(kind, parts, beta == 1), true;
+      return multiply<2>(kind, segments, beta == 1), true;
     case 3:
-      return multiply<3>(kind, parts, beta == 1), true;
+      return multiply<3>(kind, segments, beta == 1), true;
     case 4:
-      return multiply<4>(kind, parts, beta == 1), true;
+      return multiply<4>(kind, segments, beta == 1), true;
     default:
       return false;
   }
@@ -168,7 +168,7 @@ bool bf16_thin_gemm(Bf16Sums kind, const Parts& parts, float alpha, float beta) 
 
 namespace jaxmp::hostmp {
 
-bool bf16_thin_gemm(Bf16Sums, const Parts&, float, float) { return false; }
+bool bf16_small_n_gemm(Bf16Sums, const KSegments&, float, float) { return false; }
 
 }  // namespace jaxmp::hostmp
 

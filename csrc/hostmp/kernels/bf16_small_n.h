@@ -10,8 +10,8 @@ namespace jaxmp::hostmp {
 enum class Bf16Sums { kAmx, kAvx512Bf16 };
 
 // Computes c = alpha op(A) op(B) + beta c, without memory of its own, where op(A) = A, with at most 4 columns, alpha is
-// 1, and beta 0 or 1. Returns whether these hold. Panels, and where parts may end, are those of the kernel.
-bool bf16_thin_gemm(Bf16Sums sums, const Parts& parts, float alpha, float beta);
+// 1, and beta 0 or 1. Returns whether these hold. K blocks, and where K segments may end, are those of the kernel.
+bool bf16_small_n_gemm(Bf16Sums sums, const KSegments& segments, float alpha, float beta);
 
 }  // namespace jaxmp::hostmp
 

@@ -1,10 +1,12 @@
-// How our own kernels sum over k: every 256 consecutive k, counted from the first one of the whole product, have a
-// sum of their own that starts at zero, and these are added in ascending order. So rounding errors grow with the depth
-// of a panel and the number of panels, as a BLAS's do, and not with k as those of a single accumulator; and no bit
-// depends on where k is cut, for a panel is packed from all of the parts that it lies in.
+// How our own kernels sum over k: each K block of KC consecutive k, counted from the first k of the whole product, has a
+// sum of its own that starts at zero, and these are added in ascending order. Rounding errors grow with KC and with the
+// number of K blocks, as a BLAS's do, and not with k as those of a single accumulator. No bit depends on where k is cut
+// into segments, because a K block is packed from all segments that it overlaps.
 #ifndef JAXMP_HOSTMP_KERNELS_K_BLOCKS_H_
 #define JAXMP_HOSTMP_KERNELS_K_BLOCKS_H_
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
@@ -26,28 +28,77 @@ struct Product {
   int64_t ldc;
 };
 
-// A product whose k, at least one, lies in several parts, in ascending order. They share m, n, c and its leading
+// A product whose k, at least one, lies in several K segments, in ascending order. They share m, n, c and its leading
 // dimension.
-using Parts = std::vector<Product>;
+using KSegments = std::vector<Product>;
 
-// The depth of a panel, but on AMX (kAmxPanel).
-constexpr int64_t kOrderedPanel = 256;
+constexpr int64_t kKC = 256;  // k of a K block, but on AMX (kAmxKC)
 
-// `depth` k of a part from its `k` on, which are those of a panel from `offset` on.
-struct Segment {
-  const Product* part;
+// The overlap of a K block and a segment: `depth` k, from `k` on in the segment and from `offset` on in the block.
+template <typename Segment>
+struct KSlice {
+  const Segment* segment;
   int64_t k, offset, depth;
 };
 
-// `depth` k from `begin` on, counted from the first part's first.
-struct KPanel {
-  int64_t begin, depth;
-  std::vector<Segment> segments;
+// A range of its slices.
+template <typename Segment>
+struct KBlock {
+  int64_t first, depth;    // k, counted from the first of the whole product
+  const Segment* segment;  // of the block's first k,
+  int64_t k;               // and its index in there
+
+  struct Iterator {
+    KSlice<Segment> slice;
+    int64_t left;  // k of the block from this slice on
+
+    const KSlice<Segment>& operator*() const { return slice; }
+    bool operator!=(const Iterator& other) const { return left != other.left; }
+    Iterator& operator++() {
+      left -= slice.depth;
+      const Segment* const next = slice.segment + 1;
+      if (left > 0) slice = {next, 0, slice.offset + slice.depth, std::min(left, next->k)};
+      return *this;
+    }
+  };
+  Iterator begin() const { return {{segment, k, 0, std::min(depth, segment->k - k)}, depth}; }
+  Iterator end() const { return {{}, 0}; }
 };
 
-// Worked example: depth 256, and k = 700 in two parts of 350. The first panel is [0, 256) of part 0, the second one
-// [256, 350) of part 0 and [0, 162) of part 1, and the third one [162, 350) of part 1.
-std::vector<KPanel> panels_of(const Parts& parts, int64_t depth);
+// The K blocks of a product, KC k each and the rest in the last. Worked example: KC = 256, and k = 700 in two segments
+// of 350. The first block is [0, 256) of segment 0, the second one [256, 350) of segment 0 and [0, 162) of segment 1,
+// and the third one [162, 350) of segment 1.
+template <typename Segment>
+class KBlocks {
+ public:
+  KBlocks(const Segment* segments, size_t count, int64_t kc) : segments_(segments), kc_(kc) {
+    for (size_t i = 0; i < count; ++i) k_ += segments[i].k;
+  }
+
+  int64_t k() const { return k_; }
+
+  struct Iterator {
+    KBlock<Segment> block;
+    int64_t kc, left;  // k from this block on
+
+    const KBlock<Segment>& operator*() const { return block; }
+    bool operator!=(const Iterator& other) const { return left != other.left; }
+    Iterator& operator++() {
+      left -= block.depth;
+      block.first += block.depth;
+      block.k += block.depth;
+      while (left > 0 && block.k >= block.segment->k) block.k -= block.segment++->k;
+      block.depth = std::min(kc, left);
+      return *this;
+    }
+  };
+  Iterator begin() const { return {{0, std::min(kc_, k_), segments_, 0}, kc_, k_}; }
+  Iterator end() const { return {{}, kc_, 0}; }
+
+ private:
+  const Segment* segments_;
+  int64_t kc_, k_ = 0;
+};
 
 }  // namespace jaxmp::hostmp
 

@@ -48,21 +48,21 @@ JAXMP_AVX512_BF16 inline void transpose(__m512i (&r)[kBlock]) {
 
 // One block from `index` and `k` on: `count` indices and `depth` numbers along k exist. The first `lines` are written.
 template <bool ByPairs>
-JAXMP_AVX512_BF16 inline void pack_block(const Panel& panel, int64_t index, int64_t count, int64_t k, int64_t depth,
+JAXMP_AVX512_BF16 inline void pack_block(const Bf16View& view, int64_t index, int64_t count, int64_t k, int64_t depth,
                                          uint32_t* to, int64_t stride, int64_t lines) {
   __m512i r[kBlock];
-  if (panel.is_adjacent_in_k) {
-    const uint16_t* const from = panel.data + index * panel.ld + k;
+  if (view.is_adjacent_in_k) {
+    const uint16_t* const from = view.data + index * view.ld + k;
     const __mmask32 mask = first32(depth);
 #pragma GCC unroll 16
     for (int i = 0; i < kBlock; ++i) {
-      r[i] = i < count ? _mm512_maskz_loadu_epi16(mask, from + i * panel.ld) : _mm512_setzero_si512();
+      r[i] = i < count ? _mm512_maskz_loadu_epi16(mask, from + i * view.ld) : _mm512_setzero_si512();
     }
   } else {
-    const uint16_t* const from = panel.data + k * panel.ld + index;
+    const uint16_t* const from = view.data + k * view.ld + index;
     const __mmask16 mask = first(count);
     const auto widened = [&](int64_t row) JAXMP_AVX512_BF16 {
-      return row < depth ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from + row * panel.ld))
+      return row < depth ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from + row * view.ld))
                          : _mm512_setzero_si512();
     };
 #pragma GCC unroll 16
@@ -70,7 +70,7 @@ JAXMP_AVX512_BF16 inline void pack_block(const Panel& panel, int64_t index, int6
       r[p] = _mm512_or_si512(widened(2 * p), _mm512_slli_epi32(widened(2 * p + 1), 16));
     }
   }
-  if (panel.is_adjacent_in_k == ByPairs) transpose(r);
+  if (view.is_adjacent_in_k == ByPairs) transpose(r);
 #pragma GCC unroll 16
   for (int i = 0; i < kBlock; ++i) {
     if (i < lines) _mm512_storeu_si512(to + i * stride, r[i]);
@@ -79,18 +79,18 @@ JAXMP_AVX512_BF16 inline void pack_block(const Panel& panel, int64_t index, int6
 
 }  // namespace
 
-JAXMP_AVX512_BF16 void pack_by_pairs(const Panel& panel, int64_t begin, int64_t count, int64_t width, int64_t depth,
+JAXMP_AVX512_BF16 void pack_by_pairs(const Bf16View& view, int64_t begin, int64_t count, int64_t width, int64_t depth,
                                      int64_t pairs, uint32_t* to) {
   for (int64_t i = 0; i < width; i += kBlock) {
     for (int64_t p = 0; p < pairs; p += kPairs) {
-      pack_block<true>(panel, begin + i, count - i, 2 * p, depth - 2 * p, to + p * width + i, width, pairs - p);
+      pack_block<true>(view, begin + i, count - i, 2 * p, depth - 2 * p, to + p * width + i, width, pairs - p);
     }
   }
 }
 
-JAXMP_AVX512_BF16 void pack_by_indices(const Panel& panel, int64_t begin, int64_t count, int64_t depth, uint32_t* to) {
+JAXMP_AVX512_BF16 void pack_by_indices(const Bf16View& view, int64_t begin, int64_t count, int64_t depth, uint32_t* to) {
   for (int64_t k = 0; k < depth; k += 2 * kPairs, to += kBlock * kPairs) {
-    pack_block<false>(panel, begin, count, k, depth - k, to, kPairs, kBlock);
+    pack_block<false>(view, begin, count, k, depth - k, to, kPairs, kBlock);
   }
 }
 
@@ -100,8 +100,8 @@ JAXMP_AVX512_BF16 void pack_by_indices(const Panel& panel, int64_t begin, int64_
 
 namespace jaxmp::hostmp {
 
-void pack_by_pairs(const Panel&, int64_t, int64_t, int64_t, int64_t, int64_t, uint32_t*) {}
-void pack_by_indices(const Panel&, int64_t, int64_t, int64_t, uint32_t*) {}
+void pack_by_pairs(const Bf16View&, int64_t, int64_t, int64_t, int64_t, int64_t, uint32_t*) {}
+void pack_by_indices(const Bf16View&, int64_t, int64_t, int64_t, uint32_t*) {}
 
 }  // namespace jaxmp::hostmp
 

@@ -16,30 +16,30 @@ namespace jaxmp::hostmp {
 constexpr int64_t kBlock = 16;
 
 // A stored operand from some k on, whose numbers are adjacent either along k or along the other dimension.
-struct Panel {
+struct Bf16View {
   const uint16_t* data;
   int64_t ld;
   bool is_adjacent_in_k;
 };
 
-inline Panel panel_of_a(const Segment& segment) {
-  const Product& p = *segment.part;
+inline Bf16View view_of_a(const KSlice<Product>& slice) {
+  const Product& p = *slice.segment;
   const bool is_plain = p.trans_a == abi::CUBLAS_OP_N;
-  return {static_cast<const uint16_t*>(p.a) + segment.k * (is_plain ? p.lda : 1), p.lda, !is_plain};
+  return {static_cast<const uint16_t*>(p.a) + slice.k * (is_plain ? p.lda : 1), p.lda, !is_plain};
 }
-inline Panel panel_of_b(const Segment& segment) {
-  const Product& p = *segment.part;
+inline Bf16View view_of_b(const KSlice<Product>& slice) {
+  const Product& p = *slice.segment;
   const bool is_plain = p.trans_b == abi::CUBLAS_OP_N;
-  return {static_cast<const uint16_t*>(p.b) + segment.k * (is_plain ? 1 : p.ldb), p.ldb, is_plain};
+  return {static_cast<const uint16_t*>(p.b) + slice.k * (is_plain ? 1 : p.ldb), p.ldb, is_plain};
 }
 
-// A strip: `count` indices from `begin` on, padded to `width` of them (a multiple of 16), by pairs: ceil(depth / 2)
+// A micro-panel: `count` indices from `begin` on, padded to `width` of them (a multiple of 16), by pairs: ceil(depth / 2)
 // lines of `width` words. With `pairs`, that many lines.
-void pack_by_pairs(const Panel& panel, int64_t begin, int64_t count, int64_t width, int64_t depth, int64_t pairs,
+void pack_by_pairs(const Bf16View& from, int64_t begin, int64_t count, int64_t width, int64_t depth, int64_t pairs,
                    uint32_t* to);
 
 // 16 indices, of which `count` exist, by indices: ceil(depth / 32) blocks.
-void pack_by_indices(const Panel& panel, int64_t begin, int64_t count, int64_t depth, uint32_t* to);
+void pack_by_indices(const Bf16View& from, int64_t begin, int64_t count, int64_t depth, uint32_t* to);
 
 }  // namespace jaxmp::hostmp
 

@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <complex>
 #include <cstring>
-#include <string_view>
 #include <type_traits>
 
 #include "csrc/hostmp/cpu/features.h"
+#include "csrc/hostmp/kernels/blocked_gemm.h"
 #include "csrc/hostmp/numeric/convert.h"
 
 #if defined(__x86_64__)
@@ -16,13 +16,10 @@
 namespace jaxmp::hostmp {
 namespace {
 
-constexpr int64_t kWidth = 512;     // columns of op(B) packed at a time: at most 1 MiB, for the second cache
-constexpr int64_t kStripRows = 48;  // a multiple of the rows of a strip, for any instruction set and type
-constexpr int64_t kPanelRows = 8 * kStripRows;  // of op(A) packed at a time: at most 768 KiB, for the second cache
-constexpr int64_t kThin = 16;                   // columns up to which A is read in place
-constexpr int64_t kThinRows = 512;              // of which the sums of kThin columns stay in the first cache
-
-int64_t rows_packed(int64_t m) { return std::min(round_up(m, kStripRows), kPanelRows); }
+constexpr int64_t kNC = 512;          // of which a K block is at most 1 MiB, for the second cache
+constexpr int64_t kMC = 384;          // at most 768 KiB; a multiple of kMR for any instruction set and type
+constexpr int64_t kSmallN = 16;       // columns up to which A is read in place
+constexpr int64_t kSmallNRows = 512;  // of which the sums of kSmallN columns stay in the first cache
 
 template <typename From>
 constexpr int64_t kParts = 1;
@@ -48,8 +45,9 @@ struct RealOf<std::complex<T>> {
 template <typename From>
 using Real = typename RealOf<From>::type;
 
+// Both are inlined, into functions for each instruction set.
 template <typename From, typename T>
-void load_run(const From* from, T* to, int64_t count) {
+inline __attribute__((always_inline)) void load_run(const From* from, T* to, int64_t count) {
   if constexpr (std::is_same_v<From, T>) {
     std::memcpy(to, from, static_cast<size_t>(count) * sizeof(T));
   } else {
@@ -59,7 +57,7 @@ void load_run(const From* from, T* to, int64_t count) {
 
 // to[k * step + line] = from[line][k], of 4 lines.
 template <typename T>
-void transpose_lines(const T* const (&from)[4], int64_t length, int64_t step, T* to) {
+inline __attribute__((always_inline)) void transpose_lines(const T* const (&from)[4], int64_t length, int64_t step, T* to) {
   int64_t k = 0;
 #if defined(__x86_64__)
   if constexpr (std::is_same_v<T, float>) {
@@ -194,35 +192,75 @@ struct Simd {
 
 }  // namespace portable
 
+// f(number) with a number of the type.
+template <typename Function>
+void with_type(abi::cudaDataType_t type, Function function) {
+  switch (type) {
+    case abi::CUDA_R_64F:
+      return function(double{});
+    case abi::CUDA_C_32F:
+      return function(Complex64{});
+    case abi::CUDA_C_64F:
+      return function(Complex128{});
+    case abi::CUDA_R_16BF:
+      return function(BFloat16{});
+    case abi::CUDA_R_16F:
+      return function(Float16{});
+    default:
+      return function(float{});
+  }
+}
+
+template <typename T>
+void small_n(const Product& p, bool adds) {
+#if defined(__x86_64__)
+  if (cpu().avx512) return avx512::small_n<T>(&p, 1, adds);
+  if (cpu().avx2) return avx2::small_n<T>(&p, 1, adds);
+#endif
+  portable::small_n<T>(&p, 1, adds);
+}
+
 }  // namespace
 
-bool is_thin(abi::cudaDataType_t type, const Product& p) {
+bool has(SimdLevel level) {
+  return level == SimdLevel::kPortable || (level == SimdLevel::kAvx2 ? cpu().avx2 : cpu().avx512);
+}
+
+SimdLevel simd_level() {
+  return cpu().avx512 ? SimdLevel::kAvx512 : cpu().avx2 ? SimdLevel::kAvx2 : SimdLevel::kPortable;
+}
+
+void simd_gemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, bool adds, char* scratch) {
+  with_type(type, [&](auto number) {
+    using From = decltype(number);
+#if defined(__x86_64__)
+    if (level == SimdLevel::kAvx512) return avx512::gemm<From>(segments, adds, scratch);
+    if (level == SimdLevel::kAvx2) return avx2::gemm<From>(segments, adds, scratch);
+#endif
+    portable::gemm<From>(segments, adds, scratch);
+  });
+}
+
+int64_t simd_gemm_scratch(SimdLevel level, abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k) {
+  int64_t bytes = 0;
+  with_type(type, [&](auto number) {
+    using From = decltype(number);
+    bytes = scratch_of(portable::Kernel<From>{}, m, n, k).bytes();
+#if defined(__x86_64__)
+    if (level == SimdLevel::kAvx512) bytes = scratch_of(avx512::Kernel<From>{}, m, n, k).bytes();
+    if (level == SimdLevel::kAvx2) bytes = scratch_of(avx2::Kernel<From>{}, m, n, k).bytes();
+#endif
+  });
+  return bytes;
+}
+
+bool is_small_n(abi::cudaDataType_t type, const Product& p) {
   const bool is_real = type == abi::CUDA_R_32F || type == abi::CUDA_R_64F;
-  return is_real && cpu().avx2 && p.n <= kThin && p.trans_a == abi::CUBLAS_OP_N;
+  return is_real && cpu().avx2 && p.n <= kSmallN && p.trans_a == abi::CUBLAS_OP_N;
 }
 
-void thin_gemm(abi::cudaDataType_t type, const Product& p, bool adds) {
-#if defined(__x86_64__)
-  if (cpu().avx512) return avx512::dispatch_thin(type, {p}, adds);
-  if (cpu().avx2) return avx2::dispatch_thin(type, {p}, adds);
-#endif
-  portable::dispatch_thin(type, {p}, adds);
-}
-
-bool ordered_gemm_on(const char* instructions, abi::cudaDataType_t type, const Parts& parts, bool adds, char* scratch) {
-  const std::string_view name = instructions;
-#if defined(__x86_64__)
-  if (name == "avx512" && cpu().avx512) return avx512::dispatch(type, parts, adds, scratch), true;
-  if (name == "avx2" && cpu().avx2) return avx2::dispatch(type, parts, adds, scratch), true;
-#endif
-  if (name == "portable") return portable::dispatch(type, parts, adds, scratch), true;
-  return false;
-}
-
-int64_t ordered_gemm_on_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k) {
-  constexpr int64_t kMostCols = 8;
-  const int64_t bytes = facts(accumulator_of(type)).bytes;  // of a complex number: both parts
-  return bytes * (rows_packed(m) + round_up(std::min(n, kWidth), kMostCols)) * std::min(k, kOrderedPanel);
+void small_n_gemm(abi::cudaDataType_t type, const Product& p, bool adds) {
+  type == abi::CUDA_R_64F ? small_n<double>(p, adds) : small_n<float>(p, adds);
 }
 
 }  // namespace jaxmp::hostmp

@@ -1,5 +1,5 @@
-// Matrix products in which every element is summed in one order: panel by panel (panels.h), and within a panel in
-// ascending k, by one fused multiply-add (without such an instruction: a product and a sum) for each k. So its bits
+// Matrix products in which every element is summed in one order: K block by K block (k_blocks.h), and within a K block
+// in ascending k, by one fused multiply-add (without such an instruction: a product and a sum) for each k. So its bits
 // depend on a row of op(A) and a column of op(B) alone: not on m, n, the element's place, or where k is cut. No BLAS
 // promises that: it takes other kernels for other shapes.
 #ifndef JAXMP_HOSTMP_KERNELS_SIMD_GEMM_H_
@@ -12,17 +12,21 @@
 
 namespace jaxmp::hostmp {
 
-// Whether thin_gemm serves a product: float or double, op(A) = A, a few columns, and a processor with vectors.
-bool is_thin(abi::cudaDataType_t type, const Product& product);
+enum class SimdLevel { kPortable, kAvx2, kAvx512 };
+bool has(SimdLevel level);  // this processor
+SimdLevel simd_level();     // the highest that it has
+
+// c = op(a) op(b), or c += op(a) op(b), K block by K block, where `adds`; c has the accumulator's type. `scratch` has
+// simd_gemm_scratch() bytes, aligned to 64.
+void simd_gemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, bool adds, char* scratch);
+int64_t simd_gemm_scratch(SimdLevel level, abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k);
+
+// Whether small_n_gemm serves a product: float or double, op(A) = A, a few columns, and a processor with vectors.
+bool is_small_n(abi::cudaDataType_t type, const Product& product);
 
 // c = a op(b), or c += a op(b) where `adds`, summed in the same order. It reads A where it lies, and is the fastest
 // such product there is, for a BLAS packs A first.
-void thin_gemm(abi::cudaDataType_t type, const Product& product, bool adds);
-
-// ordered_gemm on an instruction set by name ("avx512", "avx2" or "portable", and no special one for bf16). False where
-// this processor does not have it.
-bool ordered_gemm_on(const char* instructions, abi::cudaDataType_t type, const Parts& parts, bool adds, char* scratch);
-int64_t ordered_gemm_on_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k);
+void small_n_gemm(abi::cudaDataType_t type, const Product& product, bool adds);
 
 }  // namespace jaxmp::hostmp
 

@@ -1,48 +1,54 @@
-// The body of ordered_kernel.cc, compiled once for each instruction set: included with JAXMP_TARGET, the attribute of
-// every function, and with Simd<T> in scope. k and the columns are cut into panels; a panel of op(A) is packed in
-// strips of kVectors vectors of rows (at most 96 KiB), one of op(B) in strips of kCols columns, and a register tile of
-// kVectors x kCols vectors of accumulators runs over the panel. Complex numbers are packed with real and imaginary
-// parts apart. Rows and columns beyond the operand are packed as zeros, and what they give is dropped.
+// The body of simd_gemm.cc, compiled once for each instruction set: included with JAXMP_TARGET, the attribute of every
+// function, and with Simd<T> in scope. op(A) is packed in micro-panels of kVectors vectors of rows (at most 96 KiB),
+// op(B) in micro-panels of kCols columns, and a register tile of kVectors x kCols vectors of accumulators runs over a
+// K block. Complex numbers are packed with real and imaginary parts apart. Rows and columns beyond the operand are
+// packed as zeros, and what they give is dropped.
 
 #define JAXMP_INLINE JAXMP_TARGET inline __attribute__((always_inline))
 
 // op(X) as stored: `From` numbers, adjacent either along k or along the other dimension.
 template <typename From>
-struct Panel {
+struct View {
   const From* data;
   int64_t ld;
   bool is_adjacent_in_k;
   bool is_conjugated;
 
-  Panel from(int64_t index, int64_t k) const {
+  View from(int64_t index, int64_t k) const {
     return {data + (is_adjacent_in_k ? index * ld + k : k * ld + index), ld, is_adjacent_in_k, is_conjugated};
   }
 };
 
 template <typename From>
-Panel<From> panel_of_a(const Segment& segment) {
-  const Product& p = *segment.part;
+View<From> view_of_a(const KSlice<Product>& slice) {
+  const Product& p = *slice.segment;
   const bool is_plain = p.trans_a == abi::CUBLAS_OP_N;
-  return Panel<From>{static_cast<const From*>(p.a), p.lda, !is_plain, p.trans_a == abi::CUBLAS_OP_C}.from(0, segment.k);
+  return View<From>{static_cast<const From*>(p.a), p.lda, !is_plain, p.trans_a == abi::CUBLAS_OP_C}.from(0, slice.k);
 }
 template <typename From>
-Panel<From> panel_of_b(const Segment& segment) {
-  const Product& p = *segment.part;
+View<From> view_of_b(const KSlice<Product>& slice) {
+  const Product& p = *slice.segment;
   const bool is_plain = p.trans_b == abi::CUBLAS_OP_N;
-  return Panel<From>{static_cast<const From*>(p.b), p.ldb, is_plain, p.trans_b == abi::CUBLAS_OP_C}.from(0, segment.k);
+  return View<From>{static_cast<const From*>(p.b), p.ldb, is_plain, p.trans_b == abi::CUBLAS_OP_C}.from(0, slice.k);
 }
 
+// Inlined, so that `width` is a constant.
+//
 // Real numbers, `count` indices of `depth` numbers each: to[k * width + i]; zeros up to `width`.
 template <typename From, typename T>
-JAXMP_TARGET void pack_across(const Panel<From>& panel, int64_t count, int64_t width, int64_t depth, T* to) {
+JAXMP_INLINE void pack_across(const View<From>& view, int64_t count, int64_t width, int64_t depth, T* to) {
+  if (count == width) {  // a copy of constant size, which takes no call
+    for (int64_t k = 0; k < depth; ++k, to += width) load_run(view.data + k * view.ld, to, width);
+    return;
+  }
   for (int64_t k = 0; k < depth; ++k, to += width) {
-    load_run(panel.data + k * panel.ld, to, count);
+    load_run(view.data + k * view.ld, to, count);
     std::fill(to + count, to + width, T(0));
   }
 }
 
 template <typename From, typename T>
-JAXMP_TARGET void pack_along(const Panel<From>& panel, int64_t count, int64_t width, int64_t depth, T* to) {
+JAXMP_INLINE void pack_along(const View<From>& view, int64_t count, int64_t width, int64_t depth, T* to) {
   constexpr int64_t kRun = 64;
   alignas(64) T lines[4][kRun];
   for (int64_t i = 0; i < width; i += 4) {
@@ -50,7 +56,7 @@ JAXMP_TARGET void pack_along(const Panel<From>& panel, int64_t count, int64_t wi
       const int64_t length = std::min(kRun, depth - k);
       const T* from[4];
       for (int64_t line = 0; line < 4; ++line) {
-        const From* const run = panel.data + (i + line) * panel.ld + k;
+        const From* const run = view.data + (i + line) * view.ld + k;
         from[line] = lines[line];
         if (i + line >= count) {
           std::fill(lines[line], lines[line] + length, T(0));
@@ -67,13 +73,13 @@ JAXMP_TARGET void pack_along(const Panel<From>& panel, int64_t count, int64_t wi
 
 // Complex numbers: to[k * 2 width + i] the real parts, to[k * 2 width + width + i] the imaginary ones.
 template <typename T>
-JAXMP_TARGET void pack_complex(const Panel<std::complex<T>>& panel, int64_t count, int64_t width, int64_t depth,
+JAXMP_TARGET void pack_complex(const View<std::complex<T>>& view, int64_t count, int64_t width, int64_t depth,
                                T* to) {
-  const int64_t along_k = panel.is_adjacent_in_k ? 1 : panel.ld, along_i = panel.is_adjacent_in_k ? panel.ld : 1;
-  const T sign = panel.is_conjugated ? T(-1) : T(1);
+  const int64_t along_k = view.is_adjacent_in_k ? 1 : view.ld, along_i = view.is_adjacent_in_k ? view.ld : 1;
+  const T sign = view.is_conjugated ? T(-1) : T(1);
   std::fill(to, to + 2 * width * depth, T(0));
   for (int64_t i = 0; i < count; ++i) {
-    const std::complex<T>* from = panel.data + i * along_i;
+    const std::complex<T>* from = view.data + i * along_i;
     for (int64_t k = 0; k < depth; ++k, from += along_k) {
       to[k * 2 * width + i] = from->real();
       to[k * 2 * width + width + i] = sign * from->imag();
@@ -82,52 +88,52 @@ JAXMP_TARGET void pack_complex(const Panel<std::complex<T>>& panel, int64_t coun
 }
 
 template <typename From, typename T>
-JAXMP_TARGET void pack(const Panel<From>& panel, int64_t count, int64_t width, int64_t depth, T* to) {
+JAXMP_INLINE void pack(const View<From>& view, int64_t count, int64_t width, int64_t depth, T* to) {
   if constexpr (kParts<From> == 2) {
-    pack_complex(panel, count, width, depth, to);
-  } else if (panel.is_adjacent_in_k) {
-    pack_along(panel, count, width, depth, to);
+    pack_complex(view, count, width, depth, to);
+  } else if (view.is_adjacent_in_k) {
+    pack_along(view, count, width, depth, to);
   } else {
-    pack_across(panel, count, width, depth, to);
+    pack_across(view, count, width, depth, to);
   }
 }
 
-// `rows` rows of a segment of op(A), in strips of `Rows` rows one after another, each with room for `depth` k. Where
-// rows are adjacent every k is read along all strips: long runs, for a large leading dimension puts each k on a page of
-// its own.
+// `rows` rows of a slice of op(A), in micro-panels of `Rows` rows one after another, each with room for `depth` k. Where
+// rows are adjacent every k is read along all micro-panels: long runs, because a large leading dimension puts each k on
+// a page of its own.
 template <int64_t Rows, typename From, typename T>
-JAXMP_TARGET void pack_strips(const Segment& segment, int64_t top, int64_t rows, int64_t depth, T* to) {
+JAXMP_TARGET void pack_rows(const KSlice<Product>& slice, int64_t top, int64_t rows, int64_t depth, T* to) {
   constexpr int64_t kLanes = Simd<T>::kLanes, kParts = hostmp::kParts<From>;
-  const Panel<From> panel = panel_of_a<From>(segment).from(top, 0);
+  const View<From> view = view_of_a<From>(slice).from(top, 0);
   int64_t packed = 0;
   if constexpr (std::is_same_v<From, T>) {
-    packed = panel.is_adjacent_in_k ? 0 : rows / Rows * Rows;
-    for (int64_t k = 0; packed > 0 && k < segment.depth; ++k) {
-      const T* const from = panel.from(0, k).data;
+    packed = view.is_adjacent_in_k ? 0 : rows / Rows * Rows;
+    for (int64_t k = 0; packed > 0 && k < slice.depth; ++k) {
+      const T* const from = view.from(0, k).data;
       for (int64_t row = 0; row < packed; row += Rows) {
-        T* const line = to + row * depth + (segment.offset + k) * Rows;
+        T* const line = to + row * depth + (slice.offset + k) * Rows;
         for (int64_t i = 0; i < Rows; i += kLanes) Simd<T>::store(line + i, Simd<T>::load(from + row + i));
       }
     }
   }
   for (; packed < rows; packed += Rows) {
     const int64_t count = std::min(Rows, rows - packed), width = round_up(count, kLanes);
-    pack(panel.from(packed, 0), count, width, segment.depth, to + (packed * depth + segment.offset * width) * kParts);
+    pack(view.from(packed, 0), count, width, slice.depth, to + (packed * depth + slice.offset * width) * kParts);
   }
 }
 
-// Packed strips of `depth` k; `step_a` from one k to the next.
+// Two packed micro-panels of `depth` k; in that of op(A), `step_a` from one k to the next.
 template <typename T>
-struct Strips {
+struct MicroPanels {
   const T* a;
   int64_t step_a;
   const T* b;
   int64_t depth;
 };
 
-// c = the product of two strips, or c += it.
+// c = the product of two micro-panels, or c += it.
 template <typename T, int Vectors>
-JAXMP_INLINE void multiply_strips(const Strips<T>& s, T* c, int64_t ldc, bool adds) {
+JAXMP_INLINE void multiply_micro_panels(const MicroPanels<T>& s, T* c, int64_t ldc, bool adds) {
   using V = typename Simd<T>::V;
   constexpr int kCols = Simd<T>::kCols, kLanes = Simd<T>::kLanes;
   V sums[kCols][Vectors];
@@ -155,7 +161,7 @@ JAXMP_INLINE void multiply_strips(const Strips<T>& s, T* c, int64_t ldc, bool ad
 
 // The product with real and imaginary parts apart: re += ar br; re -= ai bi; im += ar bi; im += ai br.
 template <typename T>
-JAXMP_INLINE void multiply_complex_strips(const Strips<T>& s, T* re, T* im, int64_t ldc) {
+JAXMP_INLINE void multiply_complex_micro_panels(const MicroPanels<T>& s, T* re, T* im, int64_t ldc) {
   using V = typename Simd<T>::V;
   constexpr int kCols = Simd<T>::kComplexCols, kLanes = Simd<T>::kLanes;
   V real[kCols], imag[kCols];
@@ -183,7 +189,7 @@ JAXMP_INLINE void multiply_complex_strips(const Strips<T>& s, T* re, T* im, int6
 
 // A rectangle of C, at most one register tile.
 template <typename C>
-struct Target {
+struct Destination {
   C* c;
   int64_t ldc, rows, cols;
   bool adds;
@@ -195,7 +201,7 @@ JAXMP_TARGET void put_column(const C* sums, int64_t rows, bool adds, C* c) {
 }
 
 template <typename T>
-JAXMP_TARGET void multiply_tile(const Strips<T>& s, int vectors, const Target<T>& t) {
+JAXMP_TARGET void multiply_tile(const MicroPanels<T>& s, int vectors, const Destination<T>& t) {
   constexpr int64_t kLanes = Simd<T>::kLanes, kRows = Simd<T>::kVectors * kLanes, kCols = Simd<T>::kCols;
   const bool is_whole = t.rows == vectors * kLanes && t.cols == kCols;
   alignas(64) T sums[kRows * kCols];
@@ -204,13 +210,13 @@ JAXMP_TARGET void multiply_tile(const Strips<T>& s, int vectors, const Target<T>
   const bool adds = is_whole && t.adds;
   switch (vectors) {
     case 1:
-      multiply_strips<T, 1>(s, to, ld, adds);
+      multiply_micro_panels<T, 1>(s, to, ld, adds);
       break;
     case 2:
-      multiply_strips<T, 2>(s, to, ld, adds);
+      multiply_micro_panels<T, 2>(s, to, ld, adds);
       break;
     default:
-      multiply_strips<T, Simd<T>::kVectors>(s, to, ld, adds);
+      multiply_micro_panels<T, Simd<T>::kVectors>(s, to, ld, adds);
   }
   for (int64_t col = 0; !is_whole && col < t.cols; ++col) {
     put_column(sums + col * kRows, t.rows, t.adds, t.c + col * t.ldc);
@@ -218,10 +224,10 @@ JAXMP_TARGET void multiply_tile(const Strips<T>& s, int vectors, const Target<T>
 }
 
 template <typename T>
-JAXMP_TARGET void multiply_tile(const Strips<T>& s, int, const Target<std::complex<T>>& t) {
+JAXMP_TARGET void multiply_tile(const MicroPanels<T>& s, int, const Destination<std::complex<T>>& t) {
   constexpr int64_t kLanes = Simd<T>::kLanes, kCols = Simd<T>::kComplexCols;
   alignas(64) T real[kLanes * kCols], imag[kLanes * kCols];
-  multiply_complex_strips<T>(s, real, imag, kLanes);
+  multiply_complex_micro_panels<T>(s, real, imag, kLanes);
   for (int64_t col = 0; col < t.cols; ++col) {
     std::complex<T>* const c = t.c + col * t.ldc;
     for (int64_t row = 0; row < t.rows; ++row) {
@@ -234,7 +240,7 @@ JAXMP_TARGET void multiply_tile(const Strips<T>& s, int, const Target<std::compl
 // Few columns, op(A) = A, which is then read once, in the order in which it lies. `Steps` k at a time for `Cols`
 // columns: each number of A serves Cols products, and each sum takes Steps of them between its load and its store.
 template <typename T, int Steps, int Cols>
-JAXMP_INLINE void add_columns(const T* a, int64_t lda, const Panel<T>& b, int64_t rows, T* c, int64_t ldc) {
+JAXMP_INLINE void add_columns(const T* a, int64_t lda, const View<T>& b, int64_t rows, T* c, int64_t ldc) {
   using V = typename Simd<T>::V;
   constexpr int kLanes = Simd<T>::kLanes;
   V weights[Cols][Steps];
@@ -264,7 +270,7 @@ JAXMP_INLINE void add_columns(const T* a, int64_t lda, const Panel<T>& b, int64_
 }
 
 template <typename T, int Steps>
-JAXMP_INLINE void add_all_columns(const T* a, int64_t lda, const Panel<T>& b, int64_t rows, int64_t cols, T* c,
+JAXMP_INLINE void add_all_columns(const T* a, int64_t lda, const View<T>& b, int64_t rows, int64_t cols, T* c,
                                   int64_t ldc) {
   constexpr int kCols = 4;
   int64_t col = 0;
@@ -276,7 +282,7 @@ JAXMP_INLINE void add_all_columns(const T* a, int64_t lda, const Panel<T>& b, in
 
 // c += op(a) op(b) for the given rows and k.
 template <typename T>
-JAXMP_TARGET void thin_rows(const Panel<T>& a, const Panel<T>& b, int64_t rows, int64_t cols, int64_t depth, T* c,
+JAXMP_TARGET void add_rows(const View<T>& a, const View<T>& b, int64_t rows, int64_t cols, int64_t depth, T* c,
                             int64_t ldc) {
   constexpr int64_t kSteps = 4;
   int64_t k = 0;
@@ -286,92 +292,76 @@ JAXMP_TARGET void thin_rows(const Panel<T>& a, const Panel<T>& b, int64_t rows, 
   for (; k < depth; ++k) add_all_columns<T, 1>(a.from(0, k).data, a.ld, b.from(0, k), rows, cols, c, ldc);
 }
 
-// A panel's sums stay together in the first cache, whatever C's leading dimension is.
+// A K block's sums stay together in the first cache, whatever C's leading dimension is.
 template <typename T>
-JAXMP_TARGET void thin_gemm(const Parts& parts, bool adds) {
-  alignas(64) T sums[kThin * kThinRows];
-  const Product& p = parts.front();
-  const std::vector<KPanel> panels = panels_of(parts, kOrderedPanel);
-  for (int64_t row = 0; row < p.m; row += kThinRows) {
-    const int64_t rows = std::min(kThinRows, p.m - row);
-    for (const KPanel& panel : panels) {
-      for (int64_t col = 0; col < p.n; ++col) std::fill_n(sums + col * kThinRows, rows, T(0));
-      for (const Segment& segment : panel.segments) {
-        thin_rows<T>(panel_of_a<T>(segment).from(row, 0), panel_of_b<T>(segment), rows, p.n, segment.depth, sums,
-                     kThinRows);
+JAXMP_TARGET void small_n(const Product* segments, size_t count, bool adds) {
+  alignas(64) T sums[kSmallN * kSmallNRows];
+  const Product& p = *segments;
+  const KBlocks<Product> blocks(segments, count, kKC);
+  for (int64_t row = 0; row < p.m; row += kSmallNRows) {
+    const int64_t rows = std::min(kSmallNRows, p.m - row);
+    for (const KBlock<Product>& block : blocks) {
+      for (int64_t col = 0; col < p.n; ++col) std::fill_n(sums + col * kSmallNRows, rows, T(0));
+      for (const KSlice<Product>& slice : block) {
+        add_rows<T>(view_of_a<T>(slice).from(row, 0), view_of_b<T>(slice), rows, p.n, slice.depth, sums, kSmallNRows);
       }
       for (int64_t col = 0; col < p.n; ++col) {
         T* const c = static_cast<T*>(p.c) + col * p.ldc + row;
-        put_column(sums + col * kThinRows, rows, adds || panel.begin > 0, c);
+        put_column(sums + col * kSmallNRows, rows, adds || block.first > 0, c);
       }
     }
   }
 }
 
 template <typename From>
-JAXMP_TARGET void gemm(const Parts& parts, bool adds, char* scratch) {
+struct Kernel {
   using T = Real<From>;
-  using C = std::conditional_t<kParts<From> == 2, std::complex<T>, T>;
-  constexpr int64_t kLanes = Simd<T>::kLanes, kParts = hostmp::kParts<From>;
-  constexpr int64_t kRows = kParts == 2 ? kLanes : Simd<T>::kVectors * kLanes;
-  constexpr int64_t kCols = kParts == 2 ? Simd<T>::kComplexCols : Simd<T>::kCols;
-  const Product& p = parts.front();
-  if constexpr (std::is_same_v<From, T>) {
-    if (p.n <= kThin && p.trans_a == abi::CUBLAS_OP_N) return thin_gemm<T>(parts, adds);
+  static constexpr int64_t kParts = hostmp::kParts<From>, kLanes = Simd<T>::kLanes;
+  static constexpr int64_t kKC = hostmp::kKC, kMC = hostmp::kMC, kNC = hostmp::kNC;
+  static constexpr int64_t kMR = kParts == 2 ? kLanes : Simd<T>::kVectors * kLanes;
+  static constexpr int64_t kNR = kParts == 2 ? Simd<T>::kComplexCols : Simd<T>::kCols;
+  static_assert(kMC % kMR == 0 && kNC % kNR == 0);
+
+  int64_t a_bytes(int64_t rows, int64_t depth) const { return bytes(round_up(rows, kLanes) * depth); }
+  int64_t b_bytes(int64_t cols, int64_t depth) const { return bytes(round_up(cols, kNR) * depth); }
+  int64_t own_bytes(int64_t, int64_t, int64_t) const { return 0; }
+
+  JAXMP_TARGET void pack_a(const KBlock<Product>& block, int64_t top, int64_t rows, char* to) const {
+    for (const KSlice<Product>& slice : block) {
+      pack_rows<kMR, From>(slice, top, rows, block.depth, reinterpret_cast<T*>(to));
+    }
   }
-  const std::vector<KPanel> panels = panels_of(parts, kOrderedPanel);
-  T* const packed_a = reinterpret_cast<T*>(scratch);
-  T* const packed_b = packed_a + rows_packed(p.m) * panels.front().depth * kParts;
-  for (const KPanel& panel : panels) {
-    const int64_t depth = panel.depth;
-    const bool adds_panel = adds || panel.begin > 0;
-    for (int64_t left = 0; left < p.n; left += kWidth) {
-      const int64_t cols = std::min(kWidth, p.n - left);
-      for (int64_t col = 0; col < cols; col += kCols) {
-        for (const Segment& segment : panel.segments) {
-          pack(panel_of_b<From>(segment).from(left + col, 0), std::min(kCols, cols - col), kCols, segment.depth,
-               packed_b + (col * depth + segment.offset * kCols) * kParts);
-        }
-      }
-      for (int64_t top = 0; top < p.m; top += kPanelRows) {
-        const int64_t panel_rows = std::min(kPanelRows, p.m - top);
-        for (const Segment& segment : panel.segments) {
-          pack_strips<kRows, From>(segment, top, panel_rows, depth, packed_a);
-        }
-        for (int64_t row = 0; row < panel_rows; row += kRows) {
-          const int64_t rows = std::min(kRows, panel_rows - row), width = round_up(rows, kLanes);
-          const T* const strip = packed_a + row * depth * kParts;
-          for (int64_t col = 0; col < cols; col += kCols) {
-            const Strips<T> strips = {strip, width * kParts, packed_b + col * depth * kParts, depth};
-            C* const c = static_cast<C*>(p.c) + (left + col) * p.ldc + top + row;
-            multiply_tile<T>(strips, static_cast<int>(width / kLanes),
-                             Target<C>{c, p.ldc, rows, std::min(kCols, cols - col), adds_panel});
-          }
-        }
+  JAXMP_TARGET void pack_b(const KBlock<Product>& block, int64_t left, int64_t cols, char* to) const {
+    for (int64_t col = 0; col < cols; col += kNR) {
+      for (const KSlice<Product>& slice : block) {
+        pack(view_of_b<From>(slice).from(left + col, 0), std::min(kNR, cols - col), kNR, slice.depth,
+             reinterpret_cast<T*>(to) + (col * block.depth + slice.offset * kNR) * kParts);
       }
     }
   }
-}
-
-JAXMP_TARGET void dispatch(abi::cudaDataType_t type, const Parts& parts, bool adds, char* scratch) {
-  switch (type) {
-    case abi::CUDA_R_64F:
-      return gemm<double>(parts, adds, scratch);
-    case abi::CUDA_C_32F:
-      return gemm<Complex64>(parts, adds, scratch);
-    case abi::CUDA_C_64F:
-      return gemm<Complex128>(parts, adds, scratch);
-    case abi::CUDA_R_16BF:
-      return gemm<BFloat16>(parts, adds, scratch);
-    case abi::CUDA_R_16F:
-      return gemm<Float16>(parts, adds, scratch);
-    default:
-      return gemm<float>(parts, adds, scratch);
+  JAXMP_TARGET void multiply(const KBlock<Product>& block, const Packed& packed, const CTile& tile) const {
+    using C = std::conditional_t<kParts == 2, std::complex<T>, T>;
+    const int64_t width = round_up(tile.rows, kLanes);
+    C* const c = static_cast<C*>(p.c) + tile.col * p.ldc + tile.row;
+    multiply_tile<T>({reinterpret_cast<const T*>(packed.a), width * kParts, reinterpret_cast<const T*>(packed.b),
+                      block.depth},
+                     static_cast<int>(width / kLanes),
+                     Destination<C>{c, p.ldc, tile.rows, tile.cols, adds || block.first > 0});
   }
-}
 
-JAXMP_TARGET void dispatch_thin(abi::cudaDataType_t type, const Parts& parts, bool adds) {
-  type == abi::CUDA_R_64F ? thin_gemm<double>(parts, adds) : thin_gemm<float>(parts, adds);
+  static int64_t bytes(int64_t numbers) { return numbers * kParts * static_cast<int64_t>(sizeof(T)); }
+
+  Product p;
+  bool adds;
+};
+
+template <typename From>
+void gemm(const KSegments& segments, bool adds, char* scratch) {
+  const Product& p = segments.front();
+  if constexpr (std::is_same_v<From, Real<From>>) {
+    if (p.n <= kSmallN && p.trans_a == abi::CUBLAS_OP_N) return small_n<From>(segments.data(), segments.size(), adds);
+  }
+  blocked_gemm(Kernel<From>{p, adds}, segments, scratch);
 }
 
 #undef JAXMP_INLINE

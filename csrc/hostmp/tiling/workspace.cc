@@ -13,7 +13,7 @@ namespace {
 
 // k that lie around the cuts, at most: a unit at each cut between two of them.
 int64_t depth_of_seams(const Call& call, const Schedule& schedule) {
-  const int64_t unit = ordered_unit(call.a.desc.type);
+  const int64_t unit = k_unit(call.a.desc.type);
   const auto divides = [&](const Cut& cut) {
     const int64_t end = cut.begin + cut.size;
     return end < call.k && end % unit != 0;
@@ -41,12 +41,12 @@ Area area_of(const Call& call, const Schedule& schedule) {
     int64_t scratch = 0, seam = 0;
     if (call.is_narrow()) {
       const bool has_sums = applies_to_sums(type, call.scale_a, call.scale_b);
-      scratch = narrow_scratch(has_sums, call.is_ordered, tile.rows, tile.cols, call.k);
+      scratch = scaled_gemm_scratch(has_sums, call.is_ordered, tile.rows, tile.cols, call.k);
     } else if (call.is_ordered) {
-      scratch = ordered_gemm_scratch(type, tile.rows, tile.cols, call.k);
+      scratch = fixed_order_gemm_scratch(type, tile.rows, tile.cols, call.k);
       seam = seam_bytes(call, depth_of_seams(call, schedule), tile.rows, tile.cols);
     } else if (rounds_operands(call.compute)) {
-      scratch = gemm_rounded_scratch(call.compute, type, tile.rows, tile.cols, call.k);
+      scratch = rounded_gemm_scratch(call.compute, type, tile.rows, tile.cols, call.k);
     } else if (facts(type).is_16bit) {
       scratch = gemm16_scratch(type, tile.rows, tile.cols, call.k);
     }

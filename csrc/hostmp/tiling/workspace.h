@@ -13,8 +13,8 @@ namespace jaxmp::hostmp {
 // of the call to provide one for every thread of the machine.
 struct Area {
   int64_t sums_bytes = 0;     // a tile of D in the accumulator's type
-  int64_t scratch_bytes = 0;  // for gemm16, gemm_rounded or ordered_gemm
-  int64_t seam_bytes = 0;     // for operands around the cuts of k where ordered_gemm cannot be cut
+  int64_t scratch_bytes = 0;  // for gemm16, rounded_gemm or fixed_order_gemm
+  int64_t seam_bytes = 0;     // for operands around the cuts of k where fixed_order_gemm cannot be cut
   int64_t pieces_bytes = 0;   // for columns of op(B) that several ranks hold, put together
   int64_t bytes() const { return sums_bytes + scratch_bytes + seam_bytes + pieces_bytes; }
 };

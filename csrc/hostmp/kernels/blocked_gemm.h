@@ -1,0 +1,84 @@
+// The loop over blocks of every GEMM of ours, in the order of the BLAS libraries: K blocks (k_blocks.h), then NC columns
+// of op(B), which are packed, then MC rows of op(A), which are packed, then MR x NR tiles of C.
+//
+// A Kernel has
+//   kKC, kMC, kNC    k, rows and columns that are packed at a time; kUncut where all are
+//   kMR, kNR         rows and columns of C that one call of multiply() computes
+//   a_bytes(rows, depth), b_bytes(cols, depth)
+//                    packed sizes; of a multiple of kMR rows (kNR columns) also the offset of what follows them
+//   own_bytes(m, n, depth)
+//                    what multiply() needs beside the packed operands
+//   pack_a(block, top, rows, to), pack_b(block, left, cols, to)
+//                    pack all slices of a K block
+//   multiply(block, packed, tile)
+//                    adds the product of a K block to a tile of C; the first block's is the one that may overwrite it
+#ifndef JAXMP_HOSTMP_KERNELS_BLOCKED_GEMM_H_
+#define JAXMP_HOSTMP_KERNELS_BLOCKED_GEMM_H_
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "csrc/hostmp/kernels/k_blocks.h"
+
+namespace jaxmp::hostmp {
+
+constexpr int64_t kUncut = INT64_MAX;
+
+struct CTile {
+  int64_t row, rows, col, cols;  // within C
+};
+
+struct Packed {
+  const char *a, *b;  // the tile's rows and columns
+  char* own;
+};
+
+struct GemmScratch {
+  int64_t a, b, own;  // bytes
+  int64_t bytes() const { return a + b + own; }
+};
+
+// Of any product of at most m x n and k.
+template <typename Kernel>
+GemmScratch scratch_of(const Kernel& kernel, int64_t m, int64_t n, int64_t k) {
+  constexpr int64_t kLine = 64;  // of the cache
+  const int64_t depth = std::min(k, Kernel::kKC);
+  return {round_up(kernel.a_bytes(std::min(m, Kernel::kMC), depth), kLine),
+          round_up(kernel.b_bytes(std::min(n, Kernel::kNC), depth), kLine), kernel.own_bytes(m, n, depth)};
+}
+
+// `scratch` has scratch_of().bytes(), aligned to 64.
+template <typename Kernel, typename Segment>
+void blocked_gemm(const Kernel& kernel, const Segment* segments, size_t count, char* scratch) {
+  const int64_t m = segments->m, n = segments->n;
+  const KBlocks<Segment> blocks(segments, count, Kernel::kKC);
+  const GemmScratch sizes = scratch_of(kernel, m, n, blocks.k());
+  char* const a = scratch;
+  char* const b = a + sizes.a;
+  for (const KBlock<Segment>& block : blocks) {
+    for (int64_t left = 0; left < n; left += Kernel::kNC) {
+      const int64_t cols = std::min(Kernel::kNC, n - left);
+      kernel.pack_b(block, left, cols, b);
+      for (int64_t top = 0; top < m; top += Kernel::kMC) {
+        const int64_t rows = std::min(Kernel::kMC, m - top);
+        kernel.pack_a(block, top, rows, a);
+        for (int64_t row = 0; row < rows; row += Kernel::kMR) {
+          for (int64_t col = 0; col < cols; col += Kernel::kNR) {
+            kernel.multiply(block, {a + kernel.a_bytes(row, block.depth), b + kernel.b_bytes(col, block.depth), b + sizes.b},
+                            {top + row, std::min(Kernel::kMR, rows - row), left + col, std::min(Kernel::kNR, cols - col)});
+          }
+        }
+      }
+    }
+  }
+}
+
+template <typename Kernel>
+void blocked_gemm(const Kernel& kernel, const KSegments& segments, char* scratch) {
+  blocked_gemm(kernel, segments.data(), segments.size(), scratch);
+}
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_KERNELS_BLOCKED_GEMM_H_
