@@ -11,7 +11,7 @@
 #include "csrc/hostmp/exec/collective_call.h"
 #include "csrc/hostmp/handles/buffers.h"
 #include "csrc/hostmp/handles/matmul_call.h"
-#include "csrc/hostmp/tiling/workspace.h"
+#include "csrc/hostmp/tiling/product_tiling.h"
 #include "csrc/hostmp/validate/call.h"
 
 namespace jaxmp::hostmp {
@@ -286,7 +286,7 @@ cublasMpStatus_t Matmul_bufferSize(cublasMpHandle_t handle, cublasMpMatmulDescri
     JAXMP_RETURN_IF_ERROR(read_call({handle, matmul, m,    n, k,  alpha, a,      ia, ja, desc_a, b,     ib,
                                      jb,     desc_b, beta, c, ic, jc,    desc_c, d,  id, jd,     desc_d},
                                     /*runs=*/false, &call));
-    *device_bytes = static_cast<size_t>(workspace_bytes(call));
+    *device_bytes = static_cast<size_t>(call.tiling->workspace_bytes);
     *host_bytes = 0;
     return {};
   });

@@ -116,8 +116,8 @@ void with_run(const Product2D& product, const GradientWork& work, Function funct
 // f(piece) for every piece of D that the tile writes a part of.
 template <typename Function>
 void for_pieces_of(const Product2D& product, const GradientWork& work, const Tile& tile, Function function) {
-  const int64_t row = product.schedule.m[static_cast<size_t>(tile.m_cut)].begin + tile.row;
-  const int64_t col = product.schedule.n[static_cast<size_t>(tile.n_cut)].begin + tile.col;
+  const int64_t row = product.tiling().m[static_cast<size_t>(tile.m_cut)].begin + tile.row;
+  const int64_t col = product.tiling().n[static_cast<size_t>(tile.n_cut)].begin + tile.col;
   const auto starts_behind = [](int64_t index, const Strip& strip) { return index < strip.begin; };
   auto strip = std::upper_bound(work.strips.begin(), work.strips.end(), row, starts_behind) - 1;
   for (; strip != work.strips.end() && strip->begin < row + tile.rows; ++strip) {
@@ -154,7 +154,7 @@ GradientWork make_gradient(const Product2D& product) {
   work.sums.reset(new char[static_cast<size_t>(rows * work.chunks * facts(call.accumulator()).bytes)]);
   if (work.needs_d) {
     work.awaited.reset(new std::atomic<int>[work.pieces()]());
-    for (const Tile& tile : product.schedule.tiles) {
+    for (const Tile& tile : product.tiling().tiles) {
       for_pieces_of(product, work, tile, [&](size_t piece) { ++work.awaited[piece]; });
     }
   }

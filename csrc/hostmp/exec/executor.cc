@@ -13,7 +13,7 @@ namespace jaxmp::hostmp {
 namespace {
 
 char* area_of_worker(const Meeting& meeting, int worker) {
-  const int64_t bytes = meeting.product.area.bytes();
+  const int64_t bytes = meeting.product.area().bytes();
   if (bytes == 0) return nullptr;
   const auto nranks = static_cast<int>(meeting.arrivals.size());
   const uintptr_t workspace =
@@ -25,7 +25,7 @@ char* area_of_worker(const Meeting& meeting, int worker) {
 // What threads take one by one: the tiles, and pieces of a gradient that do not wait for them.
 size_t count_pieces(const Meeting& meeting) {
   const GradientWork& gradient = meeting.gradient;
-  return meeting.product.schedule.tiles.size() + (gradient.needs_d ? 0 : gradient.pieces());
+  return meeting.product.tiling().tiles.size() + (gradient.needs_d ? 0 : gradient.pieces());
 }
 
 void finish_one(Meeting& meeting) {
@@ -38,7 +38,7 @@ void finish_one(Meeting& meeting) {
 void call_helpers(const std::shared_ptr<Meeting>& meeting, int rank) {
   Pool* const pool = meeting->arrivals[static_cast<size_t>(rank)].stream->pool;
   if (!pool || operations(*meeting->product.calls[0]) < kWorthSharing) return;
-  const auto tiles = static_cast<int64_t>(meeting->product.schedule.tiles.size());
+  const auto tiles = static_cast<int64_t>(meeting->product.tiling().tiles.size());
   const int64_t threads = std::min<int64_t>({tiles, machine_threads(), int64_t{pool->num_threads()} + 1});
   const int64_t here = std::count(meeting->seats.begin(), meeting->seats.end(), Seat::kHere);
   for (int64_t i = here; i < threads; ++i) pool->schedule([meeting] { work(*meeting); });
@@ -46,9 +46,6 @@ void call_helpers(const std::shared_ptr<Meeting>& meeting, int rank) {
 
 void open(Meeting& meeting) {
   for (const Arrival& arrival : meeting.arrivals) meeting.product.calls.push_back(arrival.call.get());
-  const Call& call = *meeting.product.calls[0];
-  meeting.product.schedule = make_schedule(call);
-  meeting.product.area = area_of(call, meeting.product.schedule);
   meeting.gradient = make_gradient(meeting.product);
   meeting.left.store(count_pieces(meeting) + 1, std::memory_order_relaxed);
   meeting.is_open.store(true, std::memory_order_release);
@@ -61,7 +58,7 @@ void work(Meeting& meeting) {
   if (worker >= machine_threads()) return;  // no area is left, and no processor either
   const ScopedFloatState state(meeting.state());
   char* const area = area_of_worker(meeting, worker);
-  const std::vector<Tile>& tiles = meeting.product.schedule.tiles;
+  const std::vector<Tile>& tiles = meeting.product.tiling().tiles;
   const size_t pieces = count_pieces(meeting);
   for (size_t i; (i = meeting.next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
     if (i < tiles.size()) {

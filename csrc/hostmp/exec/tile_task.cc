@@ -21,16 +21,16 @@ class TileRun {
   TileRun(const Product2D& product, const Tile& tile, char* workspace)
       : product_(product),
         tile_(tile),
-        m_(product.schedule.m[static_cast<size_t>(tile.m_cut)]),
-        n_(product.schedule.n[static_cast<size_t>(tile.n_cut)]),
+        m_(product.tiling().m[static_cast<size_t>(tile.m_cut)]),
+        n_(product.tiling().n[static_cast<size_t>(tile.n_cut)]),
         call_(*product.calls[0]),
-        scratch_(workspace ? workspace + product.area.sums_bytes : nullptr),
-        seam_(scratch_ + product.area.scratch_bytes),
-        pieces_(seam_ + product.area.seam_bytes),
+        scratch_(workspace ? workspace + product.area().sums_bytes : nullptr),
+        seam_(scratch_ + product.area().scratch_bytes),
+        pieces_(seam_ + product.area().seam_bytes),
         z_{workspace, tile.rows} {
-    if (product.schedule.is_together_in_d(tile)) {
+    if (product.tiling().is_together_in_d(tile)) {
       const Place place = place_of(n_, tile.col);
-      const bool is_in_d = sums_in_d(call_, product.schedule, tile);
+      const bool is_in_d = sums_in_d(call_, product.tiling(), tile);
       if (is_in_d) z_ = locate(product.calls[static_cast<size_t>(place.rank)]->d, place.row, place.col);
       parts_.emplace_back(product.calls, place, tile.rows, tile.cols, z_, is_in_d, scratch_);
       return;
@@ -48,7 +48,7 @@ class TileRun {
   }
 
  private:
-  const Cut& cut_of_n(int32_t i) const { return product_.schedule.n[static_cast<size_t>(i)]; }
+  const Cut& cut_of_n(int32_t i) const { return product_.tiling().n[static_cast<size_t>(i)]; }
 
   // Where D has the tile's first row, and column `col` of a cut of n.
   Place place_of(const Cut& n, int64_t col) const {
@@ -61,12 +61,12 @@ class TileRun {
     bool is_started = parts_.size() > 1;  // of whom some may read C, and others not
     if (is_started) fill_zero();
     for (const TilePart& part : parts_) is_started = part.add_c(is_started);
-    if (product_.schedule.k.empty()) {
+    if (product_.tiling().k.empty()) {
       if (!is_started) fill_zero();
       return;
     }
     if (facts(call_.a.desc.type).is_16bit) return add_parts(is_started);
-    for (const Cut& cut : product_.schedule.k) {
+    for (const Cut& cut : product_.tiling().k) {
       call_.is_narrow() ? add_narrow(cut, is_started) : add_product(product_of(cut), is_started);
       is_started = true;
     }
@@ -94,7 +94,7 @@ class TileRun {
 
   bool multiply_narrow_in_order() {
     std::vector<ScaledProduct> parts;
-    for (const Cut& cut : product_.schedule.k) parts.push_back(narrow_product_of(cut));
+    for (const Cut& cut : product_.tiling().k) parts.push_back(narrow_product_of(cut));
     if (!parts.empty()) scaled_gemm_fixed_order(parts, scratch_);
     return !parts.empty();
   }
@@ -104,7 +104,7 @@ class TileRun {
     KSegments parts;
     char* seam = seam_;
     int64_t at = 0;  // up to where the parts have come
-    for (const Cut& cut : product_.schedule.k) {
+    for (const Cut& cut : product_.tiling().k) {
       const int64_t end = cut.begin + cut.size;
       const int64_t whole = end == call_.k ? end : end / unit * unit;
       if (at < whole) parts.push_back(product_of(part_of(cut, at, whole)));
@@ -128,7 +128,7 @@ class TileRun {
     const int64_t size = end - begin;
     uint16_t* const a = reinterpret_cast<uint16_t*>(memory);
     uint16_t* const b = a + tile_.rows * size;
-    for (const Cut& cut : product_.schedule.k) {
+    for (const Cut& cut : product_.tiling().k) {
       const int64_t from = std::max(begin, cut.begin), to = std::min(end, cut.begin + cut.size);
       if (from >= to) continue;
       const Product p = product_of(part_of(cut, from, to));
@@ -150,7 +150,7 @@ class TileRun {
   Product product_of(const Cut& k) const {
     const bool is_a_plain = call_.trans_a == abi::CUBLAS_OP_N;
     const Block a = piece(&Call::a, is_a_plain, {m_.proc[1], m_.local[1] + tile_.row}, {k.proc[0], k.local[0]});
-    const Block b = product_.schedule.is_together_in_b(tile_) ? piece_of_b(k, n_, tile_.col) : pieces_of_b(k);
+    const Block b = product_.tiling().is_together_in_b(tile_) ? piece_of_b(k, n_, tile_.col) : pieces_of_b(k);
     return {call_.trans_a, call_.trans_b, tile_.rows, tile_.cols, k.size, a.data, a.ld, b.data, b.ld, z_.data, z_.ld};
   }
 
@@ -175,7 +175,7 @@ class TileRun {
 
   void add_parts(bool adds) {
     KSegments parts;
-    for (const Cut& cut : product_.schedule.k) parts.push_back(product_of(cut));
+    for (const Cut& cut : product_.tiling().k) parts.push_back(product_of(cut));
     gemm16(call_.a.desc.type, parts, static_cast<float>(call_.alpha.real()), adds ? 1.0f : 0.0f, scratch_);
   }
 
@@ -222,7 +222,7 @@ class TileRun {
       return ScaledColumns{cols, narrow_piece(&Call::b, &Call::scale_b, is_b_k, k, 1, n, col)};
     };
     ScaledProduct product = {tile_.rows, tile_.cols, k.size, a, {}, z_.data, z_.ld};
-    if (product_.schedule.is_together_in_b(tile_)) {
+    if (product_.tiling().is_together_in_b(tile_)) {
       product.b = {columns(n_, tile_.col, tile_.cols)};
       return product;
     }

@@ -5,16 +5,15 @@
 #include <vector>
 
 #include "csrc/hostmp/handles/matmul_call.h"
-#include "csrc/hostmp/tiling/tiling.h"
-#include "csrc/hostmp/tiling/workspace.h"
+#include "csrc/hostmp/tiling/product_tiling.h"
 
 namespace jaxmp::hostmp {
 
 // Everything a tile needs, fixed before the first one runs.
 struct Product2D {
   std::vector<const Call*> calls;  // by rank
-  Schedule schedule;
-  Area area;
+  const Tiling& tiling() const { return calls[0]->tiling->tiling; }
+  const Area& area() const { return calls[0]->tiling->area; }
 };
 
 // `workspace` is the thread's own area.

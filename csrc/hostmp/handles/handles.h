@@ -5,10 +5,15 @@
 #include <array>
 #include <cstdint>
 #include <cstring>
+#include <memory>
 
 #include "csrc/cublasmp/abi.h"
 #include "csrc/hostmp/handles/runtime.h"
 #include "csrc/hostmp/handles/distribution.h"
+
+namespace jaxmp::hostmp {
+struct ProductTiling;
+}
 
 namespace jaxmp::abi {
 
@@ -40,6 +45,7 @@ struct cublasMpMatmulDescriptor {
   std::array<uint64_t, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME + 1> values;
   std::array<bool, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME + 1> is_set;
   bool is_ordered;
+  std::shared_ptr<const hostmp::ProductTiling> tiling;  // of the last call; only by std::atomic_load and _store
 };
 
 }  // namespace jaxmp::abi

@@ -4,6 +4,7 @@
 
 #include <complex>
 #include <cstdint>
+#include <memory>
 
 #include "csrc/cublasmp/abi.h"
 #include "csrc/hostmp/handles/distribution.h"
@@ -50,6 +51,7 @@ struct Call {
   Scales d_out_scale;                               // an output
   uint32_t *amax_d = nullptr, *amax_aux = nullptr;  // bits of floats
   char* workspace = nullptr;
+  std::shared_ptr<const ProductTiling> tiling;
 
   const abi::cublasMpGrid& grid() const { return d.desc.grid; }
   abi::cudaDataType_t accumulator() const { return accumulator_of(a.desc.type); }

@@ -85,26 +85,26 @@ void cut_rectangle(int32_t m_cut, int32_t n_cut, int32_t n_cuts, int64_t rows, i
 
 }  // namespace
 
-Schedule make_schedule(const Call& call) {
+Tiling make_tiling(const Call& call) {
   const bool is_a_plain = call.trans_a == abi::CUBLAS_OP_N, is_b_plain = call.trans_b == abi::CUBLAS_OP_N;
-  Schedule schedule;
+  Tiling tiling;
   // After an all-reduce every rank holds all of D: its descriptor lays the copies side by side, and any one will do.
   const auto d_rows = call.is_all_reduce ? std::vector<Run>{{0, call.m, 0, 0}} : op_rows(call.d, true, call.m);
   const auto d_cols = call.is_all_reduce ? std::vector<Run>{{0, call.n, 0, 0}} : op_cols(call.d, true, call.n);
-  schedule.m = common_cuts(d_rows, op_rows(call.a, is_a_plain, call.m));
-  schedule.n = common_cuts(d_cols, op_cols(call.b, is_b_plain, call.n));
-  schedule.k = common_cuts(op_cols(call.a, is_a_plain, call.k), op_rows(call.b, is_b_plain, call.k));
+  tiling.m = common_cuts(d_rows, op_rows(call.a, is_a_plain, call.m));
+  tiling.n = common_cuts(d_cols, op_cols(call.b, is_b_plain, call.n));
+  tiling.k = common_cuts(op_cols(call.a, is_a_plain, call.k), op_rows(call.b, is_b_plain, call.k));
   const double area = target_area(call);
-  for (size_t n = 0, together; n < schedule.n.size(); n += together) {
-    together = count_together(call, schedule.n, n);
-    const Cut& last = schedule.n[n + together - 1];
-    const int64_t cols = last.begin + last.size - schedule.n[n].begin;
-    for (size_t m = 0; m < schedule.m.size(); ++m) {
+  for (size_t n = 0, together; n < tiling.n.size(); n += together) {
+    together = count_together(call, tiling.n, n);
+    const Cut& last = tiling.n[n + together - 1];
+    const int64_t cols = last.begin + last.size - tiling.n[n].begin;
+    for (size_t m = 0; m < tiling.m.size(); ++m) {
       cut_rectangle(static_cast<int32_t>(m), static_cast<int32_t>(n), static_cast<int32_t>(together),
-                    schedule.m[m].size, cols, area, row_unit(call), &schedule.tiles);
+                    tiling.m[m].size, cols, area, row_unit(call), &tiling.tiles);
     }
   }
-  return schedule;
+  return tiling;
 }
 
 double most_pieces(const Call& call) {
@@ -123,7 +123,7 @@ double most_pieces(const Call& call) {
   return std::max(k, m * n + elements / static_cast<double>(largest_tile(call)));
 }
 
-bool Schedule::is_together(const Tile& tile, int side) const {
+bool Tiling::is_together(const Tile& tile, int side) const {
   for (int32_t i = tile.n_cut; i + 1 < tile.n_cut + tile.n_cuts; ++i) {
     const Cut &cut = n[static_cast<size_t>(i)], &next = n[static_cast<size_t>(i) + 1];
     if (next.proc[side] != cut.proc[side] || next.local[side] != cut.local[side] + cut.size) return false;

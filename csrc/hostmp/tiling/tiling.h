@@ -18,13 +18,13 @@
 namespace jaxmp::hostmp {
 
 struct Tile {
-  int32_t m_cut, n_cut;  // indices into Schedule::m and ::n
+  int32_t m_cut, n_cut;  // indices into Tiling::m and ::n
   int64_t row, rows;     // within the cut
   int64_t col, cols;
   int32_t n_cuts = 1;  // where narrow cuts of n are taken together: how many, from the first column to the last
 };
 
-struct Schedule {
+struct Tiling {
   std::vector<Cut> m;  // [0] D's rows, [1] those of op(A)
   std::vector<Cut> n;  // [0] D's columns, [1] those of op(B)
   std::vector<Cut> k;  // [0] columns of op(A), [1] rows of op(B)
@@ -38,7 +38,7 @@ struct Schedule {
   bool is_together(const Tile& tile, int side) const;
 };
 
-Schedule make_schedule(const Call& call);
+Tiling make_tiling(const Call& call);
 
 // As many cuts and tiles as a schedule has at most, without making it: small blocks of large extents make any number.
 double most_pieces(const Call& call);

@@ -12,31 +12,31 @@ namespace jaxmp::hostmp {
 namespace {
 
 // k that lie around the cuts, at most: a unit at each cut between two of them.
-int64_t depth_of_seams(const Call& call, const Schedule& schedule) {
+int64_t depth_of_seams(const Call& call, const Tiling& tiling) {
   const int64_t unit = k_unit(call.a.desc.type);
   const auto divides = [&](const Cut& cut) {
     const int64_t end = cut.begin + cut.size;
     return end < call.k && end % unit != 0;
   };
-  return std::min(call.k, unit * std::count_if(schedule.k.begin(), schedule.k.end(), divides));
+  return std::min(call.k, unit * std::count_if(tiling.k.begin(), tiling.k.end(), divides));
 }
 
 }  // namespace
 
-bool sums_in_d(const Call& call, const Schedule& schedule, const Tile& tile) {
+bool sums_in_d(const Call& call, const Tiling& tiling, const Tile& tile) {
   const bool reads_c_last = call.is_ordered && call.has_c;
-  return call.accumulator() == call.d.desc.type && !reads_c_last && schedule.is_together_in_d(tile);
+  return call.accumulator() == call.d.desc.type && !reads_c_last && tiling.is_together_in_d(tile);
 }
 
 int64_t seam_bytes(const Call& call, int64_t depth, int64_t rows, int64_t cols) {
   return depth * facts(call.a.desc.type).bytes * (rows + cols);
 }
 
-Area area_of(const Call& call, const Schedule& schedule) {
+Area area_of(const Call& call, const Tiling& tiling) {
   const abi::cudaDataType_t type = call.a.desc.type;
   Area area;
-  for (const Tile& tile : schedule.tiles) {
-    const int64_t sums = sums_in_d(call, schedule, tile) ? 0 : facts(call.accumulator()).bytes * tile.rows * tile.cols;
+  for (const Tile& tile : tiling.tiles) {
+    const int64_t sums = sums_in_d(call, tiling, tile) ? 0 : facts(call.accumulator()).bytes * tile.rows * tile.cols;
     area.sums_bytes = std::max(area.sums_bytes, round_up(sums, kAlignment));
     int64_t scratch = 0, seam = 0;
     if (call.is_narrow()) {
@@ -44,13 +44,13 @@ Area area_of(const Call& call, const Schedule& schedule) {
       scratch = scaled_gemm_scratch(has_sums, call.is_ordered, tile.rows, tile.cols, call.k);
     } else if (call.is_ordered) {
       scratch = fixed_order_gemm_scratch(type, tile.rows, tile.cols, call.k);
-      seam = seam_bytes(call, depth_of_seams(call, schedule), tile.rows, tile.cols);
+      seam = seam_bytes(call, depth_of_seams(call, tiling), tile.rows, tile.cols);
     } else if (rounds_operands(call.compute)) {
       scratch = rounded_gemm_scratch(call.compute, type, tile.rows, tile.cols, call.k);
     } else if (facts(type).is_16bit) {
       scratch = gemm16_scratch(type, tile.rows, tile.cols, call.k);
     }
-    const bool is_copied = !call.is_narrow() && !schedule.is_together_in_b(tile);
+    const bool is_copied = !call.is_narrow() && !tiling.is_together_in_b(tile);
     const int64_t pieces = is_copied ? facts(type).bytes * tile.cols * call.k : 0;
     area.pieces_bytes = std::max(area.pieces_bytes, round_up(pieces, kAlignment));
     area.scratch_bytes = std::max(area.scratch_bytes, round_up(scratch, kAlignment));
@@ -61,9 +61,9 @@ Area area_of(const Call& call, const Schedule& schedule) {
 
 int64_t areas_per_rank(const Call& call) { return ceil_div(machine_threads(), call.nranks); }
 
-int64_t workspace_bytes(const Call& call) {
-  const int64_t area = area_of(call, make_schedule(call)).bytes();
-  return area == 0 ? 0 : areas_per_rank(call) * area + kAlignment;  // the caller's pointer may lie anywhere
+int64_t workspace_bytes(const Call& call, const Area& area) {
+  if (area.bytes() == 0) return 0;
+  return areas_per_rank(call) * area.bytes() + kAlignment;  // the caller's pointer may lie anywhere
 }
 
 }  // namespace jaxmp::hostmp

@@ -20,13 +20,13 @@ struct Area {
 };
 // Whether a tile is summed in D itself: not where D is narrower, nor where C, which may be D, is still to be read, nor
 // where several ranks hold it.
-bool sums_in_d(const Call& call, const Schedule& schedule, const Tile& tile);
+bool sums_in_d(const Call& call, const Tiling& tiling, const Tile& tile);
 
-Area area_of(const Call& call, const Schedule& schedule);
+Area area_of(const Call& call, const Tiling& tiling);
 // Of operands around one cut, `depth` k of a tile.
 int64_t seam_bytes(const Call& call, int64_t depth, int64_t rows, int64_t cols);
 int64_t areas_per_rank(const Call& call);
-int64_t workspace_bytes(const Call& call);
+int64_t workspace_bytes(const Call& call, const Area& area);  // of each rank
 
 }  // namespace jaxmp::hostmp
 

@@ -9,8 +9,7 @@
 #include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/handles/buffers.h"
 #include "csrc/hostmp/gemm/rounded_gemm.h"
-#include "csrc/hostmp/tiling/tiling.h"
-#include "csrc/hostmp/tiling/workspace.h"
+#include "csrc/hostmp/tiling/product_tiling.h"
 #include "csrc/hostmp/validate/epilog.h"
 #include "csrc/hostmp/validate/scales.h"
 
@@ -381,11 +380,13 @@ Status read_call(const Arguments& in, bool runs, Call* call) {
   JAXMP_RETURN_IF_ERROR(read_epilog(*in.matmul, runs, call));
   JAXMP_RETURN_IF_ERROR(read_scales(*in.matmul, runs, call));
   JAXMP_RETURN_IF_ERROR(check_unsupported(*in.matmul, *call));
-  return runs ? check_memory(*call, in.c != nullptr) : check_algorithm(*call, nullptr, false);
+  JAXMP_RETURN_IF_ERROR(runs ? check_memory(*call, in.c != nullptr) : check_algorithm(*call, nullptr, false));
+  call->tiling = tiling_of(*call, in.matmul);
+  return {};
 }
 
 Status check_workspace(const Call& call, const void* device, size_t device_bytes, const void*) {
-  const auto needed = static_cast<size_t>(workspace_bytes(call));
+  const auto needed = static_cast<size_t>(call.tiling->workspace_bytes);
   if (device_bytes < needed) {
     return InvalidArgument(text("workspaceSizeInBytesOnDevice is ", device_bytes, " but this product needs ", needed,
                                 "; pass what cublasMpMatmul_bufferSize returned"));
