@@ -10,26 +10,26 @@ constexpr size_t kFailuresKept = 8;
 
 }  // namespace
 
-Turn ArrivalTracker::Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position) {
-  Turn turn{signature, static_cast<size_t>(signature->groups[position]), 0};
-  Entry& entry = entries_[turn.members().key];
+Arrival ArrivalTracker::Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position) {
+  Arrival arrival{signature, static_cast<size_t>(signature->groups[position]), 0};
+  Entry& entry = entries_[arrival.members().key];
   entry.program = signature->program_hash;
   entry.label = signature->label;
-  turn.count = ++entry.arrived[signature->devices[position]];
-  return turn;
+  arrival.count = ++entry.arrived[signature->devices[position]];
+  return arrival;
 }
 
-std::optional<Message> ArrivalTracker::Announcement(const Turn& turn) {
-  const CallSignature& signature = *turn.signature;
-  Entry& entry = entries_.at(turn.members().key);
-  if (turn.count <= entry.announced) return std::nullopt;
-  entry.announced = turn.count;
+std::optional<Message> ArrivalTracker::Announcement(const Arrival& arrival) {
+  const CallSignature& signature = *arrival.signature;
+  Entry& entry = entries_.at(arrival.members().key);
+  if (arrival.count <= entry.announced) return std::nullopt;
+  entry.announced = arrival.count;
   Message message;
   message.kind = Kind::kArrival;
   message.program = signature.program_hash;
   message.label = signature.label;
-  message.key = turn.members().key;
-  message.count = turn.count;
+  message.key = arrival.members().key;
+  message.count = arrival.count;
   message.digest = signature.digest;
   if (entry.described.insert(signature.digest).second) message.text = signature.call + "\n" + signature.fields;
   return message;
@@ -50,30 +50,30 @@ std::string ArrivalTracker::Hear(int process, const Message& arrival) {
   return text.call;
 }
 
-bool ArrivalTracker::Awaits(const Turn& turn, int process) const {
+bool ArrivalTracker::Awaits(const Arrival& arrival, int process) const {
   if (process == process_) return false;
-  const std::map<int, Said>& said = entry(turn).said;
+  const std::map<int, Said>& said = entry(arrival).said;
   const auto found = said.find(process);
-  return found == said.end() || found->second.count < turn.count;
+  return found == said.end() || found->second.count < arrival.count;
 }
 
-void ArrivalTracker::Settle(const Turn& turn) {
-  for (auto& [process, said] : entries_.at(turn.members().key).said) {
-    said.digest.erase(said.digest.begin(), said.digest.lower_bound(turn.count));
+void ArrivalTracker::Settle(const Arrival& arrival) {
+  for (auto& [process, said] : entries_.at(arrival.members().key).said) {
+    said.digest.erase(said.digest.begin(), said.digest.lower_bound(arrival.count));
   }
 }
 
-std::optional<std::string> ArrivalTracker::Disagreement(const Turn& turn) const {
-  for (const auto& [process, said] : entry(turn).said) {
-    const auto found = said.digest.find(turn.count);
-    if (found == said.digest.end() || found->second == turn.signature->digest) continue;
-    return Differences(process, text(found->second).fields, process_, turn.signature->fields);
+std::optional<std::string> ArrivalTracker::Disagreement(const Arrival& arrival) const {
+  for (const auto& [process, said] : entry(arrival).said) {
+    const auto found = said.digest.find(arrival.count);
+    if (found == said.digest.end() || found->second == arrival.signature->digest) continue;
+    return Differences(process, text(found->second).fields, process_, arrival.signature->fields);
   }
   return std::nullopt;
 }
 
-std::optional<std::string> ArrivalTracker::Crossing(const Turn& turn, int process) const {
-  const Entry& mine = entry(turn);
+std::optional<std::string> ArrivalTracker::Crossing(const Arrival& arrival, int process) const {
+  const Entry& mine = entry(arrival);
   for (const auto& [key, other] : entries_) {
     const auto said = other.said.find(process);
     if (&other == &mine || said == other.said.end() || said->second.count <= other.announced) continue;
@@ -82,17 +82,17 @@ std::optional<std::string> ArrivalTracker::Crossing(const Turn& turn, int proces
     const auto digest = said->second.digest.find(said->second.count);
     const Text theirs = digest == said->second.digest.end() ? Text() : text(digest->second);
     if (other.label == mine.label) {
-      return Differences(process, theirs.fields, process_, turn.signature->fields);
+      return Differences(process, theirs.fields, process_, arrival.signature->fields);
     }
     return "the ranks run different programs: rank " + std::to_string(process) + " waits in " + theirs.call +
-           ", rank " + std::to_string(process_) + " in " + turn.signature->call;
+           ", rank " + std::to_string(process_) + " in " + arrival.signature->call;
   }
   return std::nullopt;
 }
 
-void ArrivalTracker::Fail(const Turn& turn, const Status& status) {
-  std::map<uint64_t, Status>& failed = entries_.at(turn.members().key).failed;
-  failed.emplace(turn.count, status);
+void ArrivalTracker::Fail(const Arrival& arrival, const Status& status) {
+  std::map<uint64_t, Status>& failed = entries_.at(arrival.members().key).failed;
+  failed.emplace(arrival.count, status);
   if (failed.size() > kFailuresKept) failed.erase(failed.begin());
 }
 
@@ -100,9 +100,9 @@ void ArrivalTracker::HearFailure(const Message& failure) {
   entries_[failure.key].failed.emplace(failure.count, FailedPrecondition("jaxmp.DistributedError: " + failure.text));
 }
 
-const Status* ArrivalTracker::failure(const Turn& turn) const {
-  const std::map<uint64_t, Status>& failed = entry(turn).failed;
-  const auto found = failed.find(turn.count);
+const Status* ArrivalTracker::failure(const Arrival& arrival) const {
+  const std::map<uint64_t, Status>& failed = entry(arrival).failed;
+  const auto found = failed.find(arrival.count);
   return found == failed.end() ? nullptr : &found->second;
 }
 

@@ -17,7 +17,7 @@
 namespace jaxmp::barrier {
 
 // A device of this process at a call, for the count-th time.
-struct Turn {
+struct Arrival {
   std::shared_ptr<const CallSignature> signature;
   size_t group;
   uint64_t count;
@@ -30,27 +30,27 @@ class ArrivalTracker {
   explicit ArrivalTracker(int process) : process_(process) {}
 
   // The device at `position` has come.
-  Turn Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position);
+  Arrival Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position);
   // What tells the peers so, unless another device of this process has come as often before.
-  std::optional<Message> Announcement(const Turn& turn);
+  std::optional<Message> Announcement(const Arrival& arrival);
   // A peer has come; the call to which it came, for people.
   std::string Hear(int process, const Message& arrival);
 
   // Whether `process` is another one that has yet to come.
-  bool Awaits(const Turn& turn, int process) const;
+  bool Awaits(const Arrival& arrival, int process) const;
   // All have come, and nothing is compared any more.
-  void Settle(const Turn& turn);
+  void Settle(const Arrival& arrival);
 
   // How peers that came to the same call differ from this process.
-  std::optional<std::string> Disagreement(const Turn& turn) const;
+  std::optional<std::string> Disagreement(const Arrival& arrival) const;
   // How `process`, which is awaited, waits for this one at a different call, which no order of independent calls
   // explains: different programs, or the same call on other devices.
-  std::optional<std::string> Crossing(const Turn& turn, int process) const;
+  std::optional<std::string> Crossing(const Arrival& arrival, int process) const;
 
-  void Fail(const Turn& turn, const Status& status);
+  void Fail(const Arrival& arrival, const Status& status);
   // A peer has given up.
   void HearFailure(const Message& failure);
-  const Status* failure(const Turn& turn) const;
+  const Status* failure(const Arrival& arrival) const;
 
  private:
   // What one peer has said about one call.
@@ -73,7 +73,7 @@ class ArrivalTracker {
     std::string call, fields;
   };
 
-  const Entry& entry(const Turn& turn) const { return entries_.at(turn.members().key); }
+  const Entry& entry(const Arrival& arrival) const { return entries_.at(arrival.members().key); }
   Text text(uint64_t digest) const;
 
   int process_;

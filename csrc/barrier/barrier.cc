@@ -15,20 +15,20 @@
 #include <utility>
 
 #include "csrc/barrier/arrival_tracker.h"
-#include "csrc/barrier/completion_pool.h"
 #include "csrc/barrier/messages.h"
 #include "csrc/barrier/peer.h"
+#include "csrc/base/completion_pool.h"
 #include "csrc/base/float_state.h"
 
 namespace jaxmp {
 namespace {
 
+using barrier::Arrival;
 using barrier::ArrivalTracker;
 using barrier::Clock;
 using barrier::Kind;
 using barrier::Message;
 using barrier::Peer;
-using barrier::Turn;
 
 // How long two processes may wait for each other at different calls before that counts as a disagreement.
 constexpr std::chrono::milliseconds kCrossed(500);
@@ -37,7 +37,7 @@ double Seconds(Clock::duration time) { return std::chrono::duration<double>(time
 
 // A device of this process that waits for the others.
 struct Waiting {
-  Turn turn;
+  Arrival arrival;
   Clock::time_point since;
   std::function<void(const Status&)> done;
 };
@@ -60,11 +60,11 @@ class BarrierService {
  private:
   using Settled = std::vector<std::pair<std::function<void(const Status&)>, Status>>;
 
-  std::optional<Status> Outcome(const Turn& turn);
+  std::optional<Status> Outcome(const Arrival& arrival);
   std::optional<Status> OutcomeOfWaiting(const Waiting& waiting, Clock::time_point now);
-  Status Fail(const Turn& turn, const std::string& why);
+  Status Fail(const Arrival& arrival, const std::string& why);
   std::string Missing(const Waiting& waiting, Clock::time_point now);
-  void Send(const Turn& turn, const Message& message);
+  void Send(const Arrival& arrival, const Message& message);
   Settled Settle();
   void Resume(Settled settled);
 
@@ -88,7 +88,7 @@ class BarrierService {
   bool is_interrupted_ = false;
   int wake_[2] = {-1, -1};
   std::thread thread_;
-  barrier::CompletionPool completions_;
+  CompletionPool completions_;
 };
 
 // Never destroyed: its threads outlive main.
@@ -167,7 +167,7 @@ void BarrierService::Stop() {
     is_running_ = false;
     const Status stopped = FailedPrecondition("jaxmp.distributed was shut down");
     for (Waiting& waiting : waiting_) {
-      const Status* failed = arrivals_.failure(waiting.turn);
+      const Status* failed = arrivals_.failure(waiting.arrival);
       settled.emplace_back(std::move(waiting.done), failed ? *failed : stopped);
     }
     waiting_.clear();
@@ -221,13 +221,13 @@ void BarrierService::Arrive(const std::shared_ptr<const CallSignature>& signatur
       outcome = InvalidArgument(signature->call + ": a group names process " + std::to_string(last) + " of " +
                                 std::to_string(options_.nprocesses));
     } else {
-      const Turn turn = arrivals_.Arrive(signature, position);
-      for (int process : turn.members().processes) WantLocked(process);
+      const Arrival arrival = arrivals_.Arrive(signature, position);
+      for (int process : arrival.members().processes) WantLocked(process);
       last_call_ = signature->call;
-      if (const std::optional<Message> news = arrivals_.Announcement(turn)) Send(turn, *news);
-      outcome = Outcome(turn);
+      if (const std::optional<Message> news = arrivals_.Announcement(arrival)) Send(arrival, *news);
+      outcome = Outcome(arrival);
       if (!outcome) {
-        waiting_.push_back({turn, Clock::now(), done});
+        waiting_.push_back({arrival, Clock::now(), done});
         if (waiting_.size() == 1) Wake();  // the thread has a deadline to watch from now on
       }
     }
@@ -236,50 +236,50 @@ void BarrierService::Arrive(const std::shared_ptr<const CallSignature>& signatur
 }
 
 // To all other processes of the call.
-void BarrierService::Send(const Turn& turn, const Message& message) {
-  for (int process : turn.members().processes) {
+void BarrierService::Send(const Arrival& arrival, const Message& message) {
+  for (int process : arrival.members().processes) {
     if (process != options_.process) peer(process).Send(message);
   }
 }
 
 // ---- is everybody there?
 
-std::optional<Status> BarrierService::Outcome(const Turn& turn) {
-  if (const Status* failed = arrivals_.failure(turn)) return *failed;
+std::optional<Status> BarrierService::Outcome(const Arrival& arrival) {
+  if (const Status* failed = arrivals_.failure(arrival)) return *failed;
   if (options_.compares) {
-    if (auto why = arrivals_.Disagreement(turn)) return Fail(turn, *why);
+    if (auto why = arrivals_.Disagreement(arrival)) return Fail(arrival, *why);
   }
   bool are_all_here = true;
-  for (int process : turn.members().processes) {
-    if (!arrivals_.Awaits(turn, process)) continue;
+  for (int process : arrival.members().processes) {
+    if (!arrivals_.Awaits(arrival, process)) continue;
     are_all_here = false;
-    if (!peer(process).gone.empty()) return Fail(turn, "rank " + std::to_string(process) + " " + peer(process).gone);
+    if (!peer(process).gone.empty()) return Fail(arrival, "rank " + std::to_string(process) + " " + peer(process).gone);
   }
   if (!are_all_here) return std::nullopt;
-  arrivals_.Settle(turn);
+  arrivals_.Settle(arrival);
   return Status();
 }
 
 // The same, later: an interrupt and the deadline end the waiting, and so do processes that wait for each other.
 std::optional<Status> BarrierService::OutcomeOfWaiting(const Waiting& waiting, Clock::time_point now) {
-  const Turn& turn = waiting.turn;
+  const Arrival& arrival = waiting.arrival;
   const auto waited = now - waiting.since;
-  if (auto outcome = Outcome(turn)) return outcome;
-  if (is_interrupted_) return Fail(turn, "interrupted by the user");
-  if (Seconds(waited) > options_.timeout) return Fail(turn, Missing(waiting, now));
-  for (int process : turn.members().processes) {
-    if (!arrivals_.Awaits(turn, process)) continue;
+  if (auto outcome = Outcome(arrival)) return outcome;
+  if (is_interrupted_) return Fail(arrival, "interrupted by the user");
+  if (Seconds(waited) > options_.timeout) return Fail(arrival, Missing(waiting, now));
+  for (int process : arrival.members().processes) {
+    if (!arrivals_.Awaits(arrival, process)) continue;
     peer(process).Ping(now);
-    if (!options_.compares || !turn.signature->is_sequential || waited <= kCrossed) continue;
-    if (auto why = arrivals_.Crossing(turn, process)) return Fail(turn, *why);
+    if (!options_.compares || !arrival.signature->is_sequential || waited <= kCrossed) continue;
+    if (auto why = arrivals_.Crossing(arrival, process)) return Fail(arrival, *why);
   }
   return std::nullopt;
 }
 
 std::string BarrierService::Missing(const Waiting& waiting, Clock::time_point now) {
   std::string missing;
-  for (int process : waiting.turn.members().processes) {
-    if (!arrivals_.Awaits(waiting.turn, process)) continue;
+  for (int process : waiting.arrival.members().processes) {
+    if (!arrivals_.Awaits(waiting.arrival, process)) continue;
     missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(process) + " " + peer(process).WhyMissing(now);
   }
   char waited[32];
@@ -288,17 +288,17 @@ std::string BarrierService::Missing(const Waiting& waiting, Clock::time_point no
 }
 
 // This process gives up, and tells the others.
-Status BarrierService::Fail(const Turn& turn, const std::string& why) {
-  const std::string text = turn.signature->call + ": " + why;
+Status BarrierService::Fail(const Arrival& arrival, const std::string& why) {
+  const std::string text = arrival.signature->call + ": " + why;
   const Status status = FailedPrecondition("jaxmp.DistributedError: " + text);
   if (failure_.empty()) failure_ = text;
-  arrivals_.Fail(turn, status);
+  arrivals_.Fail(arrival, status);
   Message message;
   message.kind = Kind::kFailure;
-  message.key = turn.members().key;
-  message.count = turn.count;
+  message.key = arrival.members().key;
+  message.count = arrival.count;
   message.text = text;
-  Send(turn, message);
+  Send(arrival, message);
   return status;
 }
 
@@ -338,9 +338,9 @@ void BarrierService::Serve() {
       polled.push_back({peer.socket.fd(), static_cast<int16_t>(events), 0});
       readable.push_back(process);
     }
-    const int patience = waiting_.empty() ? -1 : 100;
+    const int poll_timeout = waiting_.empty() ? -1 : 100;
     lock.unlock();
-    poll(polled.data(), polled.size(), patience);
+    poll(polled.data(), polled.size(), poll_timeout);
     lock.lock();
     if (!is_running_) return;
     char bytes[64];

@@ -46,16 +46,16 @@ struct Capabilities {
 struct Library {
   const char* name;
   Capabilities capabilities;
-  bool can_order_sums;
+  bool fixed_reduction_order;
 };
 inline constexpr Library kCublasMp = {"cublasmp", {}, false};
 
 struct MpApi {
   const char* name;
   Capabilities capabilities;
-  // Has every element of D summed in one order, fixed panels of k one after the other, so that it depends on its row of
+  // Has every element of D summed in one order, fixed K blocks one after the other, so that it depends on its row of
   // op(A) and its column of op(B) alone; null where the library cannot. To be called before the workspace is queried.
-  abi::cublasMpStatus_t (*order_sums)(abi::cublasMpMatmulDescriptor_t matmul);
+  abi::cublasMpStatus_t (*fix_reduction_order)(abi::cublasMpMatmulDescriptor_t matmul);
   // Why the last call on this thread did not return SUCCESS; "" where the library keeps that to
   // itself.
   const char* (*last_error)();

@@ -27,37 +27,38 @@ CudaCommunicator::CudaCommunicator(const Axes& axes, const std::vector<int64_t>&
   const int64_t ngroups_here = nranks() == 1 ? CountDevices() : ngroups();
   for (int64_t group = 0; group < ngroups_here; ++group) {
     for (int rank = 0; rank < nranks(); ++rank) {
-      members_.push_back(std::make_unique<Member>(mesh + "/group " + std::to_string(group), group, rank, nranks()));
+      rank_contexts_.push_back(
+          std::make_unique<RankContext>(mesh + "/group " + std::to_string(group), group, rank, nranks()));
     }
   }
 }
 
-StatusOr<int> CudaCommunicator::SeatOf(int64_t position, int ordinal) const {
-  JAXMP_ASSIGN_OR_RETURN(const Place place, Find(position));
-  if (nranks() > 1) return static_cast<int>(place.group) * nranks() + place.rank;
-  if (ordinal >= 0 && ordinal < nseats()) return ordinal;
-  return Internal("jaxmp: this process has " + std::to_string(nseats()) +
+StatusOr<int> CudaCommunicator::LocalRankOf(int64_t position, int ordinal) const {
+  JAXMP_ASSIGN_OR_RETURN(const GroupRank group_rank, Find(position));
+  if (nranks() > 1) return static_cast<int>(group_rank.group) * nranks() + group_rank.rank;
+  if (ordinal >= 0 && ordinal < num_local_ranks()) return ordinal;
+  return Internal("jaxmp: this process has " + std::to_string(num_local_ranks()) +
                   " CUDA devices, but XLA runs a call on device " + std::to_string(ordinal));
 }
 
-StatusOr<std::shared_ptr<abi::cublasMpGrid>> CudaCommunicator::Grid(const MpApi& api, int seat,
+StatusOr<std::shared_ptr<abi::cublasMpGrid>> CudaCommunicator::Grid(const MpApi& api, int local_rank,
                                                                     const GridShape& shape) const {
-  return member(seat).Grid(api, shape);
+  return rank_context(local_rank).Grid(api, shape);
 }
 
-StatusOr<std::shared_ptr<abi::cublasMpHandle>> CudaCommunicator::Handle(const MpApi& api, int seat,
+StatusOr<std::shared_ptr<abi::cublasMpHandle>> CudaCommunicator::Handle(const MpApi& api, int local_rank,
                                                                         abi::cudaStream_t stream) const {
-  return member(seat).Handle(api, stream);
+  return rank_context(local_rank).Handle(api, stream);
 }
 
-StatusOr<size_t> CudaCommunicator::Agree(int seat, StatusOr<size_t> bytes, abi::cudaStream_t stream) const {
-  return member(seat).Agree(std::move(bytes), stream);
+StatusOr<size_t> CudaCommunicator::Agree(int local_rank, StatusOr<size_t> bytes, abi::cudaStream_t stream) const {
+  return rank_context(local_rank).Agree(std::move(bytes), stream);
 }
 
 // Always registered: without it cuBLASMp does not overlap.
-StatusOr<std::shared_ptr<void>> CudaCommunicator::Workspace(const MpApi& api, int seat, const GridShape& shape,
+StatusOr<std::shared_ptr<void>> CudaCommunicator::Workspace(const MpApi& api, int local_rank, const GridShape& shape,
                                                             size_t bytes, bool, std::shared_ptr<void>) const {
-  return member(seat).Workspace(api, shape, bytes);
+  return rank_context(local_rank).Workspace(api, shape, bytes);
 }
 
 std::shared_ptr<const CudaCommunicator> GetCudaCommunicator(const Axes& axes, const std::vector<int64_t>& devices) {

@@ -13,40 +13,41 @@
 
 namespace jaxmp::cuda {
 
-// A seat is a rank of a group; where groups have one rank, it is a device of this process.
+// A local rank is a rank of a group; where groups have one rank, it is a device of this process.
 class CudaCommunicator final : public Communicator {
  public:
   // Use GetCudaCommunicator().
   CudaCommunicator(const Axes& axes, const std::vector<int64_t>& devices);
 
-  int nseats() const override { return static_cast<int>(members_.size()); }
+  int num_local_ranks() const override { return static_cast<int>(rank_contexts_.size()); }
   bool is_made_at_once() const override { return false; }
-  StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, int seat, const GridShape& shape) const override;
-  StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, int seat,
+  StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, int local_rank,
+                                                    const GridShape& shape) const override;
+  StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, int local_rank,
                                                         abi::cudaStream_t stream) const override;
-  StatusOr<size_t> Agree(int seat, StatusOr<size_t> bytes, abi::cudaStream_t stream) const override;
-  StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, int seat, const GridShape& shape, size_t bytes,
+  StatusOr<size_t> Agree(int local_rank, StatusOr<size_t> bytes, abi::cudaStream_t stream) const override;
+  StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, int local_rank, const GridShape& shape, size_t bytes,
                                             bool is_registered, std::shared_ptr<void> last) const override;
 
-  // The seat of the device with this ordinal at this position.
-  StatusOr<int> SeatOf(int64_t position, int ordinal) const;
-  Member& member(int seat) const { return *members_[static_cast<size_t>(seat)]; }
+  // The local rank of the device with this ordinal at this position.
+  StatusOr<int> LocalRankOf(int64_t position, int ordinal) const;
+  RankContext& rank_context(int local_rank) const { return *rank_contexts_[static_cast<size_t>(local_rank)]; }
 
  private:
-  std::vector<std::unique_ptr<Member>> members_;  // by seat
+  std::vector<std::unique_ptr<RankContext>> rank_contexts_;  // by local rank
 };
 
-// A call on a seat, from its first collective step to the last that it puts on the stream.
-class Turn {
+// A call on a local rank, from its first collective step to the last that it puts on the stream.
+class CallScope {
  public:
-  explicit Turn(Member& member) : lock_(member.turn()), member_(member) {}
-  ~Turn() { member_.Leave(); }
-  Turn(const Turn&) = delete;
-  Turn& operator=(const Turn&) = delete;
+  explicit CallScope(RankContext& rank_context) : lock_(rank_context.call_mutex()), rank_context_(rank_context) {}
+  ~CallScope() { rank_context_.Leave(); }
+  CallScope(const CallScope&) = delete;
+  CallScope& operator=(const CallScope&) = delete;
 
  private:
   const std::unique_lock<std::mutex> lock_;
-  Member& member_;
+  RankContext& rank_context_;
 };
 
 // The communicator of these axes on these devices (global ids by position; empty where they are not known): one for the

@@ -28,9 +28,9 @@ constexpr std::chrono::seconds kPatience(5);
 
 }  // namespace
 
-StatusOr<std::unique_ptr<const Trap>> Trap::Make() {
+StatusOr<std::unique_ptr<const ContextFault>> ContextFault::Make() {
   const Driver& driver = Loaded()->driver;
-  std::unique_ptr<Trap> trap(new Trap);
+  std::unique_ptr<ContextFault> trap(new ContextFault);
   abi::CUmodule module = nullptr;
   JAXMP_RETURN_IF_ERROR(Check(driver.ModuleLoadData(&module, kPtx), "cuModuleLoadData"));
   JAXMP_RETURN_IF_ERROR(Check(driver.ModuleGetFunction(&trap->kernel_, module, "jaxmp_trap"), "cuModuleGetFunction"));
@@ -38,10 +38,10 @@ StatusOr<std::unique_ptr<const Trap>> Trap::Make() {
   JAXMP_RETURN_IF_ERROR(Check(driver.EventCreate(&trap->done_, abi::CU_EVENT_DISABLE_TIMING), "cuEventCreate"));
   JAXMP_RETURN_IF_ERROR(trap->Launch(false));
   JAXMP_RETURN_IF_ERROR(Check(driver.StreamSynchronize(trap->stream_), "cuStreamSynchronize"));
-  return std::unique_ptr<const Trap>(std::move(trap));
+  return std::unique_ptr<const ContextFault>(std::move(trap));
 }
 
-Status Trap::Launch(bool is_sprung) const {
+Status ContextFault::Launch(bool is_sprung) const {
   const Driver& driver = Loaded()->driver;
   unsigned int argument = is_sprung;
   void* arguments[] = {&argument};
@@ -50,7 +50,7 @@ Status Trap::Launch(bool is_sprung) const {
   return Check(driver.EventRecord(done_, stream_), "cuEventRecord");
 }
 
-bool Trap::Spring() const {
+bool ContextFault::Raise() const {
   if (!Launch(true).ok()) return false;
   const auto deadline = std::chrono::steady_clock::now() + kPatience;
   while (std::chrono::steady_clock::now() < deadline) {

@@ -11,18 +11,18 @@ namespace jaxmp::cuda {
 
 // An aborted communicator lets the kernels that use it return, with whatever they have by then, and the stream would go
 // on as if that were a result. With its context failed, whoever waits for the stream gets an error instead.
-class Trap {
+class ContextFault {
  public:
   // Of the current context. Runs the kernel once, unsprung: loading a kernel may wait for the device, and then the
   // device will not come to an end.
-  static StatusOr<std::unique_ptr<const Trap>> Make();
+  static StatusOr<std::unique_ptr<const ContextFault>> Make();
 
   // Whether the context has failed, with everything on its streams, which takes some milliseconds where the device has
   // room for one more thread.
-  bool Spring() const;
+  bool Raise() const;
 
  private:
-  Trap() = default;
+  ContextFault() = default;
   Status Launch(bool is_sprung) const;
 
   abi::CUfunction kernel_ = nullptr;

@@ -105,7 +105,7 @@ Status OpenCublasMp(const std::string& path, Libraries* libraries) {
   JAXMP_RETURN_IF_ERROR(Find(handle, "cublasMpLoggerSetLevel", "cuBLASMp 0.10", path, &logger.SetLevel));
   api.name = kCublasMp.name;
   api.capabilities = kCublasMp.capabilities;
-  api.order_sums = nullptr;
+  api.fix_reduction_order = nullptr;
   api.last_error = TakeLastError;
   libraries->info["cublasmp"] = FileOf(reinterpret_cast<void*>(api.GetVersion), path);
   libraries->info["cublasmp_version"] = text;

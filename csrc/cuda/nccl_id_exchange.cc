@@ -88,7 +88,7 @@ StatusOr<std::string> MakeValue(const std::string& key, int nranks) {
 StatusOr<std::string> ReceiveValue(const std::string& key, int rank, int nranks) {
   const std::string here = "here";
   JAXMP_RETURN_IF_ERROR(CallExchange(KeyOf(key, rank), &here, Timeout()).status());
-  // Rank 0 may come last, and then waits for others in its turn.
+  // Rank 0 may come last, and then waits for others under its call mutex.
   StatusOr<std::string> value = CallExchange(key, nullptr, 2 * Timeout());
   if (value.ok()) return value;
   return FailedPrecondition("jaxmp: rank 0 of " + std::to_string(nranks) + " did not open their communicator within " +

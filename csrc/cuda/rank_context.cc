@@ -53,16 +53,16 @@ StatusOr<abi::ncclComm_t> OpenCommunicator(abi::CUcontext context, int nranks, c
 
 }  // namespace
 
-Member::Member(std::string key, int64_t group, int rank, int nranks)
+RankContext::RankContext(std::string key, int64_t group, int rank, int nranks)
     : key_(std::move(key)), group_(group), rank_(rank), nranks_(nranks) {}
 
-std::string Member::Describe() const {
+std::string RankContext::Describe() const {
   return "rank " + std::to_string(rank_) + " of " + std::to_string(nranks_) + " in group " + std::to_string(group_) +
          " (device " + std::to_string(ordinal_) + ")";
 }
 
-Status Member::Enter(int ordinal, abi::CUcontext context, abi::CUstream stream,
-                     std::shared_ptr<const std::string> call) {
+Status RankContext::Enter(int ordinal, abi::CUcontext context, abi::CUstream stream,
+                          std::shared_ptr<const std::string> call) {
   if (!watch_) JAXMP_RETURN_IF_ERROR(Open(ordinal, context));
   if (ordinal != ordinal_) {
     return FailedPrecondition("jaxmp: " + Describe() +
@@ -79,18 +79,18 @@ Status Member::Enter(int ordinal, abi::CUcontext context, abi::CUstream stream,
   return watch_->Follow(stream);
 }
 
-void Member::Leave() {
+void RankContext::Leave() {
   if (watch_) watch_->Leave();
 }
 
-Status Member::Open(int ordinal, abi::CUcontext context) {
+Status RankContext::Open(int ordinal, abi::CUcontext context) {
   ordinal_ = ordinal;
   JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.MemAlloc_v2(&scratch_, sizeof(int64_t)), "cuMemAlloc"));
   JAXMP_ASSIGN_OR_RETURN(watch_, Watch::Make(context, Describe(), nranks_ > 1));
   return {};
 }
 
-Status Member::Connect(abi::CUcontext context) {
+Status RankContext::Connect(abi::CUcontext context) {
   const std::string key = key_ + "/" + std::to_string(attempts_++);
   JAXMP_ASSIGN_OR_RETURN(const abi::ncclUniqueId id, AgreeOnId(key, rank_, nranks_));
   watch_->Enter(std::make_shared<const std::string>("ncclCommInitRank"));
@@ -100,7 +100,7 @@ Status Member::Connect(abi::CUcontext context) {
   return watch_->Adopt(comm_);
 }
 
-StatusOr<std::shared_ptr<abi::cublasMpGrid>> Member::Grid(const MpApi& api, const GridShape& shape) {
+StatusOr<std::shared_ptr<abi::cublasMpGrid>> RankContext::Grid(const MpApi& api, const GridShape& shape) {
   std::shared_ptr<abi::cublasMpGrid>& known = grids_[shape];
   if (known) return known;
   abi::cublasMpGrid_t grid = nullptr;
@@ -110,7 +110,7 @@ StatusOr<std::shared_ptr<abi::cublasMpGrid>> Member::Grid(const MpApi& api, cons
   return known;
 }
 
-StatusOr<std::shared_ptr<abi::cublasMpHandle>> Member::Handle(const MpApi& api, abi::cudaStream_t stream) {
+StatusOr<std::shared_ptr<abi::cublasMpHandle>> RankContext::Handle(const MpApi& api, abi::cudaStream_t stream) {
   if (handle_) return handle_;
   abi::cublasMpHandle_t handle = nullptr;
   JAXMP_RETURN_IF_ERROR(jaxmp::Check(api, api.Create(&handle, stream), "Create"));
@@ -118,7 +118,7 @@ StatusOr<std::shared_ptr<abi::cublasMpHandle>> Member::Handle(const MpApi& api, 
   return handle_;
 }
 
-StatusOr<int64_t> Member::AllReduceMax(int64_t value, abi::CUstream stream) {
+StatusOr<int64_t> RankContext::AllReduceMax(int64_t value, abi::CUstream stream) {
   const Libraries& libraries = *Loaded();
   void* const at = reinterpret_cast<void*>(scratch_);
   JAXMP_RETURN_IF_ERROR(
@@ -134,7 +134,7 @@ StatusOr<int64_t> Member::AllReduceMax(int64_t value, abi::CUstream stream) {
 
 // One small all-reduce for each plan, when it is made. It is also NCCL's first kernel on a new communicator, which all
 // ranks then launch together, ahead of cuBLAS's.
-StatusOr<size_t> Member::Agree(StatusOr<size_t> bytes, abi::cudaStream_t stream) {
+StatusOr<size_t> RankContext::Agree(StatusOr<size_t> bytes, abi::cudaStream_t stream) {
   if (nranks_ == 1) return bytes;
   JAXMP_ASSIGN_OR_RETURN(const int64_t most, AllReduceMax(bytes.ok() ? static_cast<int64_t>(*bytes) : kFailed, stream));
   if (!bytes.ok()) return bytes;
@@ -142,7 +142,7 @@ StatusOr<size_t> Member::Agree(StatusOr<size_t> bytes, abi::cudaStream_t stream)
   return FailedPrecondition("jaxmp: another rank of the group could not prepare this call; its own error says why");
 }
 
-StatusOr<std::shared_ptr<void>> Member::Workspace(const MpApi& api, const GridShape& shape, size_t bytes) {
+StatusOr<std::shared_ptr<void>> RankContext::Workspace(const MpApi& api, const GridShape& shape, size_t bytes) {
   Memory& memory = workspaces_[shape];
   if (memory.bytes >= bytes) return Unowned(memory.data);
   JAXMP_ASSIGN_OR_RETURN(std::shared_ptr<abi::cublasMpGrid> grid, Grid(api, shape));
@@ -158,7 +158,7 @@ StatusOr<std::shared_ptr<void>> Member::Workspace(const MpApi& api, const GridSh
 // Memory that NCCL knows on all ranks, without which cuBLASMp does not overlap. A grid may have none (GPUs that do not
 // reach each other's memory, for one): cuBLASMp then says so on every rank, ahead of anything collective, and its
 // samples go on with memory of their own.
-StatusOr<Member::Memory> Member::Allocate(const MpApi& api, abi::cublasMpGrid_t grid, size_t bytes) const {
+StatusOr<RankContext::Memory> RankContext::Allocate(const MpApi& api, abi::cublasMpGrid_t grid, size_t bytes) const {
   void* made = nullptr;
   const abi::cublasMpStatus_t status = api.Malloc(grid, &made, bytes);
   if (status != abi::CUBLASMP_STATUS_NOT_SUPPORTED) {
@@ -171,7 +171,7 @@ StatusOr<Member::Memory> Member::Allocate(const MpApi& api, abi::cublasMpGrid_t 
   return Memory{reinterpret_cast<void*>(plain), bytes, false};
 }
 
-Status Member::Release(const MpApi& api, abi::cublasMpGrid_t grid, const Memory& memory) const {
+Status RankContext::Release(const MpApi& api, abi::cublasMpGrid_t grid, const Memory& memory) const {
   if (memory.is_registered) return jaxmp::Check(api, api.Free(grid, memory.data), "Free");
   return Check(Loaded()->driver.MemFree_v2(reinterpret_cast<abi::CUdeviceptr>(memory.data)), "cuMemFree");
 }

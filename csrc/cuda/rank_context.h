@@ -20,13 +20,13 @@ namespace jaxmp::cuda {
 // call: making them is collective, and every rank comes to it at the same call of the same program. They stay for the
 // life of the process: destroying them is collective too, and nothing that ends (a plan, an executable) ends on all
 // ranks at one time.
-class Member {
+class RankContext {
  public:
   // `key` names the group to all of its ranks, and no other group.
-  Member(std::string key, int64_t group, int rank, int nranks);
+  RankContext(std::string key, int64_t group, int rank, int nranks);
 
   // One call at a time: held from Enter() to Leave(). No other rank's progress depends on it.
-  std::mutex& turn() { return turn_; }
+  std::mutex& call_mutex() { return call_mutex_; }
 
   // Begins a call on this device: the communicator is there and usable, the stream ordered behind the last call.
   Status Enter(int ordinal, abi::CUcontext context, abi::CUstream stream, std::shared_ptr<const std::string> call);
@@ -57,7 +57,7 @@ class Member {
   const int64_t group_;
   const int rank_, nranks_;
 
-  std::mutex turn_;  // guards everything below
+  std::mutex call_mutex_;  // guards everything below
   int ordinal_ = -1;
   int attempts_ = 0;  // to connect; equal on all ranks, for they fail together
   std::shared_ptr<Watch> watch_;

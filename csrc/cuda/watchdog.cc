@@ -50,8 +50,8 @@ class Watchdog {
       for (const std::shared_ptr<Watch>& watch : watches) {
         if (const std::string failure = watch->Poll(); !failure.empty()) return AbortAll(failure);
       }
-      const std::chrono::duration<double> patience(Timeout() / 4);
-      std::this_thread::sleep_for(std::min<std::chrono::duration<double>>(kLongestPause, patience));
+      const std::chrono::duration<double> limit(Timeout() / 4);
+      std::this_thread::sleep_for(std::min<std::chrono::duration<double>>(kLongestPause, limit));
     }
   }
 
@@ -94,8 +94,8 @@ class Watchdog {
   }
 
   template <typename Condition>
-  static bool Await(std::chrono::seconds patience, Condition condition) {
-    const auto deadline = std::chrono::steady_clock::now() + patience;
+  static bool Await(std::chrono::seconds limit, Condition condition) {
+    const auto deadline = std::chrono::steady_clock::now() + limit;
     while (!condition()) {
       if (std::chrono::steady_clock::now() > deadline) return false;
       std::this_thread::sleep_for(kLook);
@@ -141,9 +141,9 @@ StatusOr<std::shared_ptr<Watch>> Watch::Make(abi::CUcontext context, std::string
        {&watch->watched_.begin, &watch->watched_.end, &watch->latest_.begin, &watch->latest_.end}) {
     JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.EventCreate(event, abi::CU_EVENT_DISABLE_TIMING), "cuEventCreate"));
   }
-  StatusOr<std::unique_ptr<const Trap>> trap =
-      has_peers ? Trap::Make() : StatusOr<std::unique_ptr<const Trap>>(nullptr);
-  if (trap.ok()) watch->trap_ = std::move(*trap);
+  StatusOr<std::unique_ptr<const ContextFault>> trap =
+      has_peers ? ContextFault::Make() : StatusOr<std::unique_ptr<const ContextFault>>(nullptr);
+  if (trap.ok()) watch->context_fault_ = std::move(*trap);
   if (!watchdog().Add(watch)) return CheckAlive();
   return watch;
 }
@@ -260,7 +260,7 @@ void Watch::FailDevice() {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!IsOnDevice(watched_) && !IsOnDevice(latest_)) return;
   }
-  if (trap_ && trap_->Spring()) return;
+  if (context_fault_ && context_fault_->Raise()) return;
   std::fprintf(stderr, "jaxmp: the device of %s cannot be made to fail; ending the process\n", who_.c_str());
   std::abort();
 }

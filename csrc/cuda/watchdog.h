@@ -43,7 +43,7 @@ class Watch {
   // Makes the stream wait for what the last call put on another one.
   Status Follow(abi::CUstream stream);
 
-  // The watchdog's turn: "" or what went wrong; then the two steps of an abort, and who is still in a call's host part
+  // For the watchdog: "" or what went wrong; then the two steps of an abort, and who is still in a call's host part
   // after them ("" where nobody is).
   std::string Poll();
   void FailDevice();
@@ -72,8 +72,8 @@ class Watch {
   const abi::CUcontext context_;
   const std::string who_;
   const bool has_peers_;
-  std::unique_ptr<const Trap> trap_;  // null without peers, and where the driver cannot compile it
-  std::mutex mutex_;                  // of everything below; never held in a collective
+  std::unique_ptr<const ContextFault> context_fault_;  // null without peers, and where the driver cannot compile it
+  std::mutex mutex_;                                   // of everything below; never held in a collective
   abi::ncclComm_t comm_ = nullptr;
   std::shared_ptr<const std::string> call_;  // in its host part; null outside
   Clock::time_point entered_;

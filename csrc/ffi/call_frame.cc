@@ -174,7 +174,7 @@ Status ReadScales(const Problem& p, const ScaleSizes& sizes, Operands* operands,
 
 }  // namespace
 
-Status ReadOperands(const Problem& p, const Layout& layout, const ffi::RemainingArgs& args,
+Status ReadOperands(const Problem& p, const Distribution& layout, const ffi::RemainingArgs& args,
                     const ffi::RemainingRets& rets, Buffers* buffers, const void** position) {
   Operands operands(args, rets);
   JAXMP_RETURN_IF_ERROR(operands.Argument("a", p.dtype_a, layout.a.local_size(), &buffers->a));

@@ -17,7 +17,7 @@ StatusOr<Attributes> ReadAttributes(const xla::ffi::Dictionary& dictionary);
 // The buffers of one device, in the order of the boundary: arguments a, b, [c], [bias], [aux], [scale_a], [scale_b],
 // [scale_c], [scale_d], [scale_aux], [position]; results d, [aux], [gradient], [amax_d], [amax_aux], [d_out_scale].
 // `position` is null where a group has one rank, and points to one int32, wherever the platform keeps its buffers.
-Status ReadOperands(const Problem& p, const Layout& layout, const xla::ffi::RemainingArgs& args,
+Status ReadOperands(const Problem& p, const Distribution& layout, const xla::ffi::RemainingArgs& args,
                     const xla::ffi::RemainingRets& rets, Buffers* buffers, const void** position);
 
 }  // namespace jaxmp

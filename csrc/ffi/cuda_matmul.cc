@@ -69,10 +69,10 @@ Status ZeroAmax(const Buffers& buffers, abi::CUstream stream) {
 }
 
 // Read from the device by the first call that comes by; a device keeps its place in an executable.
-StatusOr<int> SeatOf(CudaSite& site, int ordinal, const void* position, abi::CUstream stream) {
+StatusOr<int> LocalRankOf(CudaSite& site, int ordinal, const void* position, abi::CUstream stream) {
   {
     std::lock_guard<std::mutex> lock(site.mutex);
-    if (const auto found = site.seats.find(ordinal); found != site.seats.end()) return found->second;
+    if (const auto found = site.local_ranks.find(ordinal); found != site.local_ranks.end()) return found->second;
   }
   int32_t at = 0;
   if (position) {
@@ -81,46 +81,47 @@ StatusOr<int> SeatOf(CudaSite& site, int ordinal, const void* position, abi::CUs
         cuda::Check(driver.MemcpyDtoHAsync_v2(&at, DevicePointer(position), sizeof(at), stream), "cuMemcpyDtoHAsync"));
     JAXMP_RETURN_IF_ERROR(cuda::Check(driver.StreamSynchronize(stream), "cuStreamSynchronize"));
   }
-  JAXMP_ASSIGN_OR_RETURN(const int seat, site.communicator->SeatOf(at, ordinal));
+  JAXMP_ASSIGN_OR_RETURN(const int local_rank, site.communicator->LocalRankOf(at, ordinal));
   std::lock_guard<std::mutex> lock(site.mutex);
-  site.seats[ordinal] = seat;
-  return seat;
+  site.local_ranks[ordinal] = local_rank;
+  return local_rank;
 }
 
 // What the library may leave unwritten or only raise: the padding of an aux matrix (cuBLASMp also wants the mask of
 // RELU_AUX zeroed ahead of AllGather + Matmul), and the largest values.
 Status ZeroResults(const Plan& plan, const Buffers& buffers, abi::CUstream stream) {
   const Problem& p = plan.problem();
-  const AuxLayout& aux = plan.layout().aux;
+  const AuxLayout& aux = plan.distribution().aux;
   const bool is_mask = p.dtype_aux == DType::kU8;
-  if (buffers.aux && (is_mask || aux.attribute_ld != plan.layout().d.local_rows)) {
+  if (buffers.aux && (is_mask || aux.attribute_ld != plan.distribution().d.local_rows)) {
     JAXMP_RETURN_IF_ERROR(Zero(buffers.aux, static_cast<size_t>(BytesOf(p.dtype_aux, aux.local_size)), stream));
   }
   return ZeroAmax(buffers, stream);
 }
 
-// The slot goes back as soon as everything is on the stream: the seat's next call comes behind it there.
-Status RunOnSeat(CudaSite& site, int seat, const Buffers& buffers, abi::CUstream stream) {
+// The execution context goes back as soon as everything is on the stream: the local rank's next call comes behind it
+// there.
+Status RunOnLocalRank(CudaSite& site, int local_rank, const Buffers& buffers, abi::CUstream stream) {
   Plan& plan = *site.plan;
-  cuda::Watch& watch = site.communicator->member(seat).watch();
-  JAXMP_ASSIGN_OR_RETURN(const Plan::Lease slot, plan.Take(seat, buffers, stream));
+  cuda::Watch& watch = site.communicator->rank_context(local_rank).watch();
+  JAXMP_ASSIGN_OR_RETURN(const Plan::Lease execution, plan.Take(local_rank, buffers, stream));
   JAXMP_RETURN_IF_ERROR(ZeroResults(plan, buffers, stream));
   JAXMP_RETURN_IF_ERROR(watch.Begin(stream));
-  JAXMP_RETURN_IF_ERROR(plan.Run(seat, *slot, buffers, stream));
+  JAXMP_RETURN_IF_ERROR(plan.Run(local_rank, *execution, buffers, stream));
   JAXMP_RETURN_IF_ERROR(watch.End(stream));
   return cuda::CheckAlive();  // an abort while the host was in there has not seen this call on the stream
 }
 
-Status ExecuteOnSeat(CudaSite& site, int seat, int ordinal, abi::CUcontext context, const Buffers& buffers,
-                     abi::CUstream stream) {
-  cuda::Member& member = site.communicator->member(seat);
-  const cuda::Turn turn(member);
-  Status status = member.Enter(ordinal, context, stream, site.text);
-  if (status.ok()) status = RunOnSeat(site, seat, buffers, stream);
+Status ExecuteOnLocalRank(CudaSite& site, int local_rank, int ordinal, abi::CUcontext context, const Buffers& buffers,
+                          abi::CUstream stream) {
+  cuda::RankContext& rank_context = site.communicator->rank_context(local_rank);
+  const cuda::CallScope scope(rank_context);
+  Status status = rank_context.Enter(ordinal, context, stream, site.text);
+  if (status.ok()) status = RunOnLocalRank(site, local_rank, buffers, stream);
   if (status.ok()) return {};
   // Whatever a call returned out of an abort, this is why.
   JAXMP_RETURN_IF_ERROR(cuda::CheckAlive());
-  return Status(status.code(), status.message() + "; " + member.Describe() + ", call " + *site.text);
+  return Status(status.code(), status.message() + "; " + rank_context.Describe() + ", call " + *site.text);
 }
 
 Status ExecuteChecked(CudaSite& site, int ordinal, abi::CUstream stream, const ffi::RemainingArgs& args,
@@ -128,14 +129,14 @@ Status ExecuteChecked(CudaSite& site, int ordinal, abi::CUstream stream, const f
   const Plan& plan = *site.plan;
   Buffers buffers;
   const void* position = nullptr;
-  JAXMP_RETURN_IF_ERROR(ReadOperands(plan.problem(), plan.layout(), args, rets, &buffers, &position));
+  JAXMP_RETURN_IF_ERROR(ReadOperands(plan.problem(), plan.distribution(), args, rets, &buffers, &position));
   JAXMP_RETURN_IF_ERROR(cuda::CheckAlive());
   abi::CUcontext context = nullptr;
   JAXMP_RETURN_IF_ERROR(cuda::Check(cuda::Loaded()->driver.StreamGetCtx(stream, &context), "cuStreamGetCtx"));
   const cuda::CurrentContext current(context);
   if (plan.is_empty()) return ZeroAmax(buffers, stream);
-  JAXMP_ASSIGN_OR_RETURN(const int seat, SeatOf(site, ordinal, position, stream));
-  return ExecuteOnSeat(site, seat, ordinal, context, buffers, stream);
+  JAXMP_ASSIGN_OR_RETURN(const int local_rank, LocalRankOf(site, ordinal, position, stream));
+  return ExecuteOnLocalRank(site, local_rank, ordinal, context, buffers, stream);
 }
 
 ffi::Error Execute(CudaSite* site, int32_t ordinal, abi::CUstream stream, ffi::RemainingArgs args,

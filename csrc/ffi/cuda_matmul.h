@@ -24,7 +24,7 @@ struct CudaSite {
   const std::shared_ptr<const cuda::CudaCommunicator> communicator;
   const std::shared_ptr<const std::string> text;  // of the problem, for messages
   std::mutex mutex;
-  std::map<int, int> seats;  // by device ordinal, once a device has come by; guarded by mutex
+  std::map<int, int> local_ranks;  // by device ordinal, once a device has come by; guarded by mutex
 };
 
 // Once per call site: decodes the attributes and resolves the plan. Touches no device.

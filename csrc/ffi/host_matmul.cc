@@ -63,11 +63,11 @@ class XlaPool final : public hostmp::Pool {
 
 // One rank's call from its arrival to its completion. The handler and the stream's completion both come by once, in
 // any order and on any threads; whoever comes second resolves the call and deletes it.
-struct Call {
-  explicit Call(std::shared_ptr<Plan> plan) : plan(std::move(plan)) {}
+struct InFlightCall {
+  explicit InFlightCall(std::shared_ptr<Plan> plan) : plan(std::move(plan)) {}
 
   std::shared_ptr<Plan> plan;
-  Plan::Lease slot;
+  Plan::Lease execution;
   hostmp::Stream stream;
   Status status;
   std::optional<ffi::Promise> promise;
@@ -76,9 +76,9 @@ struct Call {
 
 // The stream's completion. A peer's program resumes in here, so nothing of the call is held when it does.
 void OnDone(void* context, const Status& status) {
-  Call* call = static_cast<Call*>(context);
+  InFlightCall* call = static_cast<InFlightCall*>(context);
   call->status = status;
-  call->slot.reset();
+  call->execution.reset();
   if (!call->is_second.exchange(true, std::memory_order_acq_rel)) return;
   ffi::Promise promise = std::move(*call->promise);
   const ffi::Error error = ToError(status);
@@ -87,7 +87,7 @@ void OnDone(void* context, const Status& status) {
 }
 
 // The handler's side: a call that was completed before the handler returns needs no future.
-Outcome Finish(Call* call) {
+Outcome Finish(InFlightCall* call) {
   if (!call->is_second.load(std::memory_order_acquire)) {
     ffi::Future future(call->promise.emplace());
     if (!call->is_second.exchange(true, std::memory_order_acq_rel)) return {ffi::Error::Success(), std::move(future)};
@@ -97,19 +97,19 @@ Outcome Finish(Call* call) {
   return outcome;
 }
 
-Status Start(Call& call, int rank, const Buffers& buffers) {
+Status Start(InFlightCall& call, int rank, const Buffers& buffers) {
   try {
-    JAXMP_ASSIGN_OR_RETURN(call.slot, call.plan->Take(rank, buffers, hostmp::as_stream(&call.stream)));
-    return call.plan->Run(rank, *call.slot, buffers, hostmp::as_stream(&call.stream));
+    JAXMP_ASSIGN_OR_RETURN(call.execution, call.plan->Take(rank, buffers, hostmp::as_stream(&call.stream)));
+    return call.plan->Run(rank, *call.execution, buffers, hostmp::as_stream(&call.stream));
   } catch (const std::exception& exception) {
     return ResourceExhausted(std::string("jaxmp: ") + exception.what());
   }
 }
 
-StatusOr<Place> ReadCall(const Plan& plan, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
-                         Buffers* buffers) {
+StatusOr<GroupRank> ReadCall(const Plan& plan, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+                             Buffers* buffers) {
   const void* position = nullptr;
-  JAXMP_RETURN_IF_ERROR(ReadOperands(plan.problem(), plan.layout(), args, rets, buffers, &position));
+  JAXMP_RETURN_IF_ERROR(ReadOperands(plan.problem(), plan.distribution(), args, rets, buffers, &position));
   return plan.communicator().Find(position ? *static_cast<const int32_t*>(position) : 0);
 }
 
@@ -117,18 +117,18 @@ Outcome Execute(Site* site, ffi::RunId run, ffi::ThreadPool threads, ffi::Remain
   Plan& plan = *site->plan;
   Buffers buffers;
   // What is wrong here is wrong on every device, for all run one program: each returns the error, and none waits.
-  const StatusOr<Place> place = ReadCall(plan, args, rets, &buffers);
+  const StatusOr<GroupRank> group_rank = ReadCall(plan, args, rets, &buffers);
   for (void* amax : {buffers.amax_d, buffers.amax_aux}) {
-    if (place.ok() && plan.is_empty() && amax) *static_cast<float*>(amax) = 0;
+    if (group_rank.ok() && plan.is_empty() && amax) *static_cast<float*>(amax) = 0;
   }
-  if (!place.ok() || plan.is_empty()) return {ToError(place.status())};
+  if (!group_rank.ok() || plan.is_empty()) return {ToError(group_rank.status())};
 
   XlaPool pool(threads);
-  Call* call = new Call(site->plan);
-  call->stream = {&site->rendezvous, run.run_id, place->group, &pool, OnDone, call};
-  const Status started = Start(*call, place->rank, buffers);
+  InFlightCall* call = new InFlightCall(site->plan);
+  call->stream = {&site->rendezvous, run.run_id, group_rank->group, &pool, OnDone, call};
+  const Status started = Start(*call, group_rank->rank, buffers);
   // From here on a peer may be waiting: a rank that cannot go on arrives with its error, and all of them get it.
-  if (!started.ok()) hostmp::fail(call->stream, place->rank, plan.nranks(), started);
+  if (!started.ok()) hostmp::fail(call->stream, group_rank->rank, plan.nranks(), started);
   return Finish(call);
 }
 

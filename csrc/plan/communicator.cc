@@ -40,39 +40,40 @@ std::vector<int64_t> OtherAxes(const Axes& axes) {
   return others;
 }
 
-std::vector<Place> PlacesOf(const Axes& axes) {
+std::vector<GroupRank> GroupRanksOf(const Axes& axes) {
   const std::vector<int64_t> others = OtherAxes(axes);
   const int64_t nprow = Extent(axes.mesh_shape, axes.row);
   std::vector<int64_t> coordinates(axes.mesh_shape.size(), 0);
-  std::vector<Place> places;
+  std::vector<GroupRank> group_ranks;
   for (bool is_done = false; !is_done;) {
     const int64_t prow = Flatten(axes.mesh_shape, coordinates, axes.row);
     const int64_t pcol = Flatten(axes.mesh_shape, coordinates, axes.col);
-    places.push_back({static_cast<int>(prow + pcol * nprow), Flatten(axes.mesh_shape, coordinates, others)});
+    group_ranks.push_back({static_cast<int>(prow + pcol * nprow), Flatten(axes.mesh_shape, coordinates, others)});
     is_done = true;  // unless some coordinate can still be counted up, the last axis first
     for (size_t axis = coordinates.size(); axis-- > 0 && is_done;) {
       is_done = ++coordinates[axis] == axes.mesh_shape[axis];
       if (is_done) coordinates[axis] = 0;
     }
   }
-  return places;
+  return group_ranks;
 }
 
 constexpr size_t kWorkspaceAlignment = 64;  // a cache line, and an AVX-512 register
 
-// hostmp's calls of one rank overlap, and its ranks look alike in every group: a seat is a rank, each plan has grids of
-// its own, and each call in flight a handle and a workspace.
+// hostmp's calls of one rank overlap, and its ranks look alike in every group: a local rank is a rank, each plan has
+// grids of its own, and each call in flight a handle and a workspace.
 class HostCommunicator final : public Communicator {
  public:
   explicit HostCommunicator(const Axes& axes) : Communicator(axes), group_(nranks()) {}
 
-  int nseats() const override { return nranks(); }
+  int num_local_ranks() const override { return nranks(); }
   bool is_made_at_once() const override { return true; }
 
-  StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, int seat, const GridShape& shape) const override {
+  StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, int local_rank,
+                                                    const GridShape& shape) const override {
     abi::cublasMpGrid_t grid = nullptr;
-    JAXMP_RETURN_IF_ERROR(
-        Check(api, api.GridCreate(shape.nprow, shape.npcol, shape.order, group_.comm(seat), &grid), "GridCreate"));
+    JAXMP_RETURN_IF_ERROR(Check(
+        api, api.GridCreate(shape.nprow, shape.npcol, shape.order, group_.comm(local_rank), &grid), "GridCreate"));
     return std::shared_ptr<abi::cublasMpGrid>(grid, api.GridDestroy);
   }
 
@@ -85,11 +86,11 @@ class HostCommunicator final : public Communicator {
 
   StatusOr<size_t> Agree(int, StatusOr<size_t> bytes, abi::cudaStream_t) const override { return bytes; }
 
-  StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, int seat, const GridShape& shape, size_t bytes,
+  StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, int local_rank, const GridShape& shape, size_t bytes,
                                             bool is_registered, std::shared_ptr<void> last) const override {
     if (last) return last;
     if (is_registered) {
-      JAXMP_ASSIGN_OR_RETURN(std::shared_ptr<abi::cublasMpGrid> grid, Grid(api, seat, shape));
+      JAXMP_ASSIGN_OR_RETURN(std::shared_ptr<abi::cublasMpGrid> grid, Grid(api, local_rank, shape));
       void* made = nullptr;
       JAXMP_RETURN_IF_ERROR(Check(api, api.Malloc(grid.get(), &made, std::max<size_t>(1, bytes)), "Malloc"));
       return std::shared_ptr<void>(made, [free = api.Free, grid](void* work) { (void)free(grid.get(), work); });
@@ -114,15 +115,15 @@ bool Axes::operator<(const Axes& other) const {
 Communicator::Communicator(const Axes& axes)
     : nprow_(static_cast<int>(Extent(axes.mesh_shape, axes.row))),
       npcol_(static_cast<int>(Extent(axes.mesh_shape, axes.col))),
-      places_(PlacesOf(axes)) {}
+      group_ranks_(GroupRanksOf(axes)) {}
 
-const Place* Communicator::Locate(int64_t position) const {
-  if (position < 0 || position >= static_cast<int64_t>(places_.size())) return nullptr;
-  return &places_[static_cast<size_t>(position)];
+const GroupRank* Communicator::Locate(int64_t position) const {
+  if (position < 0 || position >= static_cast<int64_t>(group_ranks_.size())) return nullptr;
+  return &group_ranks_[static_cast<size_t>(position)];
 }
 
-StatusOr<Place> Communicator::Find(int64_t position) const {
-  if (const Place* place = Locate(position)) return *place;
+StatusOr<GroupRank> Communicator::Find(int64_t position) const {
+  if (const GroupRank* group_rank = Locate(position)) return *group_rank;
   return InvalidArgument("jaxmp: the mesh has no position " + std::to_string(position));
 }
 

@@ -22,7 +22,7 @@ struct Axes {
 };
 
 // Where one device of the mesh stands.
-struct Place {
+struct GroupRank {
   int rank;       // in its group
   int64_t group;  // row-major over the axes that do not span the group
 };
@@ -44,7 +44,7 @@ struct GridShape {
 // rank 1 + 1·3 = 4; position 3 = (1, 0) is rank 0 + 1·3 = 3.
 //
 // It is also where libraries differ: in who makes the objects of a rank, and in what ranks keep between plans. A rank
-// of one group that this process may serve is a *seat*; objects belong to seats.
+// of one group that this process may serve is a *local rank*; objects belong to local ranks.
 class Communicator {
  public:
   explicit Communicator(const Axes& axes);
@@ -53,37 +53,38 @@ class Communicator {
   int nprow() const { return nprow_; }
   int npcol() const { return npcol_; }
   int nranks() const { return nprow_ * npcol_; }
-  int64_t ngroups() const { return static_cast<int64_t>(places_.size()) / nranks(); }
+  int64_t ngroups() const { return static_cast<int64_t>(group_ranks_.size()) / nranks(); }
 
-  // The place of the device at this row-major position in the mesh; null where the mesh has no such position.
-  const Place* Locate(int64_t position) const;
+  // Group and rank of the device at this row-major position in the mesh; null where the mesh has no such position.
+  const GroupRank* Locate(int64_t position) const;
 
   // The same, or an error that names the position.
-  StatusOr<Place> Find(int64_t position) const;
+  StatusOr<GroupRank> Find(int64_t position) const;
 
-  virtual int nseats() const = 0;
-  int rank_of(int seat) const { return seat % nranks(); }
+  virtual int num_local_ranks() const = 0;
+  int rank_of(int local_rank) const { return local_rank % nranks(); }
 
-  // Whether the objects of all seats are made at once, on any thread. Where making them is collective, each seat's own
-  // thread makes them in the first call that comes to it.
+  // Whether the objects of all local ranks are made at once, on any thread. Where making them is collective, each local
+  // rank's own thread makes them in the first call that comes to it.
   virtual bool is_made_at_once() const = 0;
 
-  virtual StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, int seat,
+  virtual StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, int local_rank,
                                                             const GridShape& shape) const = 0;
   // A handle that one call at a time may use.
-  virtual StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, int seat,
+  virtual StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, int local_rank,
                                                                 abi::cudaStream_t stream) const = 0;
   // What every rank of the group takes for a plan's workspace, where this rank takes `bytes`, or failed: an error on
   // one of them is an error on all.
-  virtual StatusOr<size_t> Agree(int seat, StatusOr<size_t> bytes, abi::cudaStream_t stream) const = 0;
+  virtual StatusOr<size_t> Agree(int local_rank, StatusOr<size_t> bytes, abi::cudaStream_t stream) const = 0;
   // Device memory for one call on the stream, in place of what the caller's last call had; `is_registered` asks for
   // memory that the library knows on this grid.
-  virtual StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, int seat, const GridShape& shape, size_t bytes,
-                                                    bool is_registered, std::shared_ptr<void> last) const = 0;
+  virtual StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, int local_rank, const GridShape& shape,
+                                                    size_t bytes, bool is_registered,
+                                                    std::shared_ptr<void> last) const = 0;
 
  private:
   int nprow_, npcol_;
-  std::vector<Place> places_;  // by position
+  std::vector<GroupRank> group_ranks_;  // by position
 };
 
 // hostmp's communicator of these axes: the same one for as long as anybody holds it.

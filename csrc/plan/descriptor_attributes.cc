@@ -53,9 +53,11 @@ Status SetScaleModes(const Descriptor& to, const Problem& p) {
 
 }  // namespace
 
-Status SetAttributes(const MpApi& api, cublasMpMatmulDescriptor_t matmul, const Problem& p, const Layout& layout) {
+Status SetAttributes(const MpApi& api, cublasMpMatmulDescriptor_t matmul, const Problem& p,
+                     const Distribution& layout) {
   const Descriptor to = {api, matmul};
-  if (p.is_ordered()) JAXMP_RETURN_IF_ERROR(Check(api, api.order_sums(matmul), "order_sums"));
+  if (p.fixed_reduction_order())
+    JAXMP_RETURN_IF_ERROR(Check(api, api.fix_reduction_order(matmul), "fix_reduction_order"));
   int32_t epilog = static_cast<int32_t>(p.epilog);
   if (p.pattern == Pattern::kAllReduce) epilog |= CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE;
   JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA, CublasOp(p.trans_a)));

@@ -24,7 +24,8 @@ struct Buffers {
 };
 
 // Everything that does not change between calls.
-Status SetAttributes(const MpApi& api, abi::cublasMpMatmulDescriptor_t matmul, const Problem& p, const Layout& layout);
+Status SetAttributes(const MpApi& api, abi::cublasMpMatmulDescriptor_t matmul, const Problem& p,
+                     const Distribution& layout);
 
 Status SetPointers(const MpApi& api, abi::cublasMpMatmulDescriptor_t matmul, const Problem& p, const Buffers& buffers);
 

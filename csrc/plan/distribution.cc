@@ -16,8 +16,8 @@ struct Cut {
   int64_t block_rows, block_cols;
 };
 
-MatrixLayout MakeMatrix(GridKind grid, int64_t rows, int64_t cols, const Cut& cut) {
-  MatrixLayout matrix;
+MatrixDistribution MakeMatrix(GridKind grid, int64_t rows, int64_t cols, const Cut& cut) {
+  MatrixDistribution matrix;
   matrix.grid = grid;
   matrix.rows = rows;
   matrix.cols = cols;
@@ -30,12 +30,12 @@ MatrixLayout MakeMatrix(GridKind grid, int64_t rows, int64_t cols, const Cut& cu
 
 // A stored operand whose `rows` (of op(X)) are cut into `parts` and whose columns are whole. Transposed, it is the
 // stored columns that are cut: the shards of the ranks are then side by side.
-MatrixLayout SplitRows(Op op, int64_t rows, int64_t cols, int64_t parts, int64_t col_blocks) {
+MatrixDistribution SplitRows(Op op, int64_t rows, int64_t cols, int64_t parts, int64_t col_blocks) {
   if (op == Op::kN) return MakeMatrix(GridKind::kColumn, rows, cols, {parts, 1, parts, col_blocks});
   return MakeMatrix(GridKind::kRow, cols, rows, {1, parts, col_blocks, parts});
 }
 
-MatrixLayout SplitCols(Op op, int64_t rows, int64_t cols, int64_t parts, int64_t row_blocks) {
+MatrixDistribution SplitCols(Op op, int64_t rows, int64_t cols, int64_t parts, int64_t row_blocks) {
   if (op == Op::kN) return MakeMatrix(GridKind::kRow, rows, cols, {1, parts, row_blocks, parts});
   return MakeMatrix(GridKind::kColumn, cols, rows, {parts, 1, parts, row_blocks});
 }
@@ -45,12 +45,13 @@ MatrixLayout SplitCols(Op op, int64_t rows, int64_t cols, int64_t parts, int64_t
 int64_t BlocksOf(int64_t own_parts, int64_t other_parts) { return own_parts == 1 ? other_parts : own_parts; }
 
 // A stored operand on the process grid; `row_blocks` and `col_blocks` cut op(X).
-MatrixLayout SplitBoth(const Problem& p, Op op, int64_t rows, int64_t cols, int64_t row_blocks, int64_t col_blocks) {
+MatrixDistribution SplitBoth(const Problem& p, Op op, int64_t rows, int64_t cols, int64_t row_blocks,
+                             int64_t col_blocks) {
   if (op == Op::kN) return MakeMatrix(GridKind::kProcess, rows, cols, {p.nprow(), p.npcol(), row_blocks, col_blocks});
   return MakeMatrix(GridKind::kProcess, cols, rows, {p.nprow(), p.npcol(), col_blocks, row_blocks});
 }
 
-void PlaceOnGrid(const Problem& p, Layout* layout) {
+void PlaceOnGrid(const Problem& p, Distribution* layout) {
   const int64_t nprow = p.nprow(), npcol = p.npcol();
   const bool a_is_n = p.trans_a == Op::kN, b_is_n = p.trans_b == Op::kN;
   const int64_t a_m = a_is_n ? nprow : npcol, a_k = a_is_n ? npcol : nprow;
@@ -68,8 +69,8 @@ int64_t LargestPart(int64_t extent, int64_t block, int64_t nprocs) {
   return extent / cycle * block + std::min(block, extent % cycle);
 }
 
-MatrixLayout MakeCyclic(const Problem& p, int64_t rows, int64_t cols, const std::vector<int64_t>& layout) {
-  MatrixLayout matrix;
+MatrixDistribution MakeCyclic(const Problem& p, int64_t rows, int64_t cols, const std::vector<int64_t>& layout) {
+  MatrixDistribution matrix;
   matrix.grid = GridKind::kProcess;
   matrix.rows = rows;
   matrix.cols = cols;
@@ -82,7 +83,7 @@ MatrixLayout MakeCyclic(const Problem& p, int64_t rows, int64_t cols, const std:
   return matrix;
 }
 
-Status PlaceCyclic(const Problem& p, Layout* layout) {
+Status PlaceCyclic(const Problem& p, Distribution* layout) {
   if (p.epilog != 0) {
     return Unimplemented("jaxmp: block-cyclic layouts take no epilog, got epilog " + std::to_string(p.epilog));
   }
@@ -113,7 +114,7 @@ Status CheckGrid(const Problem& p) {
 // The table of cuBLASMp's 1-D algorithms, in terms of op(A) (m×k), op(B) (k×n) and D (m×n). Where a dimension is not
 // split, its block is chosen to satisfy cuBLASMp's block contract: op(A) and op(B) agree on k, op(A) and D on m,
 // op(B) and D on n.
-Status PlaceMatrices(const Problem& p, Layout* layout) {
+Status PlaceMatrices(const Problem& p, Distribution* layout) {
   const int64_t P = p.nranks();
   switch (p.pattern) {
     case Pattern::kLocal:
@@ -143,7 +144,7 @@ Status PlaceMatrices(const Problem& p, Layout* layout) {
       layout->d = SplitCols(Op::kN, p.m, p.n * P, P, 1);
       return {};
     case Pattern::kGrid:
-      if (p.is_cyclic()) return PlaceCyclic(p, layout);
+      if (p.is_block_cyclic()) return PlaceCyclic(p, layout);
       JAXMP_RETURN_IF_ERROR(CheckGrid(p));
       PlaceOnGrid(p, layout);
       return {};
@@ -155,8 +156,9 @@ Status PlaceMatrices(const Problem& p, Layout* layout) {
 // memory holds, neither their bytes nor the sizes of what goes with them exceed 64 bits.
 constexpr int64_t kMostElements = int64_t{1} << 44;
 
-Status CheckSizes(const Layout& layout) {
-  const std::pair<const char*, const MatrixLayout*> matrices[] = {{"A", &layout.a}, {"B", &layout.b}, {"D", &layout.d}};
+Status CheckSizes(const Distribution& layout) {
+  const std::pair<const char*, const MatrixDistribution*> matrices[] = {
+      {"A", &layout.a}, {"B", &layout.b}, {"D", &layout.d}};
   for (const auto& [name, matrix] : matrices) {
     if (matrix->local_rows == 0 || matrix->local_cols <= kMostElements / matrix->local_rows) continue;
     return InvalidArgument(std::string("jaxmp: ") + name + " has " + std::to_string(matrix->local_rows) + "x" +
@@ -174,7 +176,7 @@ std::vector<DType> AuxTypes(const Problem& p) {
   return is_float8 ? std::vector<DType>{DType::kF16, DType::kBF16, DType::kE4M3} : std::vector<DType>{p.dtype_d};
 }
 
-Status PlaceEpilog(const Problem& p, Layout* layout) {
+Status PlaceEpilog(const Problem& p, Distribution* layout) {
   const bool is_relu = p.epilog & (2 | 8);
   const bool wants_bias = (p.epilog & abi::CUBLASMP_MATMUL_EPILOGUE_BIAS) || p.has_gradient();
   const bool wants_aux = p.epilog & 128;
@@ -210,7 +212,7 @@ Status PlaceEpilog(const Problem& p, Layout* layout) {
 }
 
 // Of one rank's part of a matrix, `inner` along k in A and B and along the rows of D (cuBLAS documentation, "1D Block
-// Scaling Factors Layout" and "Scaling factors layouts"): tiles of 128 x 4 for blocks of 16 and 32.
+// Scaling Factors Distribution" and "Scaling factors layouts"): tiles of 128 x 4 for blocks of 16 and 32.
 int64_t ScaleSize(ScaleMode mode, int64_t inner, int64_t outer) {
   const auto blocks = [](int64_t extent, int64_t block) { return RoundUp(extent, block) / block; };
   switch (mode) {
@@ -234,7 +236,7 @@ int64_t ScaleSize(ScaleMode mode, int64_t inner, int64_t outer) {
 
 bool IsScaled(DType dtype) { return dtype == DType::kE4M3 || dtype == DType::kE5M2 || dtype == DType::kE2M1; }
 
-Status PlaceScales(const Problem& p, Layout* layout) {
+Status PlaceScales(const Problem& p, Distribution* layout) {
   const std::pair<const char*, ScaleMode> modes[] = {
       {"scale_mode_a", p.scale_mode_a}, {"scale_mode_b", p.scale_mode_b},     {"scale_mode_c", p.scale_mode_c},
       {"scale_mode_d", p.scale_mode_d}, {"scale_mode_aux", p.scale_mode_aux}, {"d_out_scale_mode", p.d_out_scale_mode}};
@@ -244,7 +246,7 @@ Status PlaceScales(const Problem& p, Layout* layout) {
                            " and B is " + Name(p.dtype_b) + "; only fp8 and fp4 are scaled");
   }
   const bool is_t = p.trans_a != Op::kN, is_n = p.trans_b == Op::kN;
-  const auto size = [](ScaleMode mode, const MatrixLayout& x, bool is_inner_row) {
+  const auto size = [](ScaleMode mode, const MatrixDistribution& x, bool is_inner_row) {
     return is_inner_row ? ScaleSize(mode, x.local_rows, x.local_cols) : ScaleSize(mode, x.local_cols, x.local_rows);
   };
   layout->scales.a = size(p.scale_mode_a, layout->a, is_t);
@@ -258,8 +260,8 @@ Status PlaceScales(const Problem& p, Layout* layout) {
 
 }  // namespace
 
-StatusOr<Layout> MakeLayout(const Problem& problem) {
-  Layout layout;
+StatusOr<Distribution> MakeDistribution(const Problem& problem) {
+  Distribution layout;
   JAXMP_RETURN_IF_ERROR(PlaceMatrices(problem, &layout));
   JAXMP_RETURN_IF_ERROR(CheckSizes(layout));
   JAXMP_RETURN_IF_ERROR(PlaceEpilog(problem, &layout));

@@ -21,7 +21,7 @@ enum class GridKind : uint8_t {
 //
 // Example: all_gather on 4 ranks, D of 8×12: kColumn, blocks 2×3, so each rank holds 2×12. The 3 splits nothing (the
 // grid has one column) and is there because cuBLASMp wants D's column blocks to be B's, which are 12/4 wide.
-struct MatrixLayout {
+struct MatrixDistribution {
   GridKind grid = GridKind::kColumn;
   int64_t rows = 0, cols = 0;
   int64_t row_block = 1, col_block = 1;
@@ -42,15 +42,15 @@ struct ScaleSizes {
   int64_t a = 0, b = 0, c = 0, d = 0, aux = 0, d_out = 0;
 };
 
-struct Layout {
-  MatrixLayout a, b, d;   // C lies as D does
-  int64_t bias_size = 0;  // of the bias, or of its gradient
+struct Distribution {
+  MatrixDistribution a, b, d;  // C lies as D does
+  int64_t bias_size = 0;       // of the bias, or of its gradient
   AuxLayout aux;
   ScaleSizes scales;
 };
 
 // Refuses extents that the ranks do not divide, and epilogs that do not match the operands.
-StatusOr<Layout> MakeLayout(const Problem& problem);
+StatusOr<Distribution> MakeDistribution(const Problem& problem);
 
 }  // namespace jaxmp
 

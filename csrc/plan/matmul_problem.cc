@@ -275,7 +275,7 @@ Status CheckLayouts(const Problem& problem) {
   const std::pair<const char*, const std::vector<int64_t>*> layouts[] = {
       {"layout_a", &problem.layout_a}, {"layout_b", &problem.layout_b}, {"layout_d", &problem.layout_d}};
   for (const auto& [name, layout] : layouts) {
-    if (layout->size() != (problem.is_cyclic() ? 4 : 0)) {
+    if (layout->size() != (problem.is_block_cyclic() ? 4 : 0)) {
       return InvalidArgument(std::string("jaxmp: attribute ") + name +
                              " must be (mb, nb, rsrc, csrc) in each of layout_a, layout_b and layout_d, or empty in "
                              "all; got " +
@@ -293,7 +293,7 @@ Status CheckLayouts(const Problem& problem) {
                            " grid; got blocks " + std::to_string(at[0]) + "x" + std::to_string(at[1]) +
                            " from process (" + std::to_string(at[2]) + ", " + std::to_string(at[3]) + ")");
   }
-  if (problem.is_cyclic() && problem.pattern != Pattern::kGrid) {
+  if (problem.is_block_cyclic() && problem.pattern != Pattern::kGrid) {
     return InvalidArgument(std::string("jaxmp: pattern ") + Name(problem.pattern) +
                            " takes contiguous shards; block-cyclic layouts belong to pattern grid");
   }

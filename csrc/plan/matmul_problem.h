@@ -78,8 +78,8 @@ struct Problem {
   bool has_gradient() const { return (epilog & (16 | 256 | 512)) != 0; }
   bool has_aux() const { return dtype_aux != DType::kNone; }
   bool reads_aux() const { return (epilog & (8 | 64)) != 0; }
-  bool is_ordered() const { return determinism != "run_to_run"; }
-  bool is_cyclic() const { return !layout_d.empty(); }
+  bool fixed_reduction_order() const { return determinism != "run_to_run"; }
+  bool is_block_cyclic() const { return !layout_d.empty(); }
   int64_t nprow() const { return Extent(axes_row); }
   int64_t npcol() const { return Extent(axes_col); }
   int64_t nranks() const { return nprow() * npcol(); }

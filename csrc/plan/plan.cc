@@ -13,7 +13,7 @@ namespace jaxmp {
 using namespace abi;  // NOLINT: cuBLASMp's own names, everywhere below
 
 // The destruction order is the reverse of this one: a descriptor goes before the handle.
-struct Plan::Slot {
+struct Plan::ExecutionContext {
   std::shared_ptr<cublasMpHandle> handle;
   Owned<cublasMpMatmulDescriptor> matmul{nullptr, nullptr};
   std::shared_ptr<void> device_work;
@@ -33,7 +33,8 @@ Status CheckCapabilities(const Library& library, const Problem& p) {
   if (p.pattern == Pattern::kAllReduce && !is_tn && !library.capabilities.all_reduce_any_transposition) {
     return Unimplemented(who + "takes all_reduce with trans_a=T and trans_b=N only; store A as (k, m)");
   }
-  if (p.pattern == Pattern::kGrid && !p.is_cyclic() && p.nprow() != p.npcol() && !library.capabilities.grid_any_shape) {
+  if (p.pattern == Pattern::kGrid && !p.is_block_cyclic() && p.nprow() != p.npcol() &&
+      !library.capabilities.grid_any_shape) {
     return Unimplemented(who + "takes square grids only, got " + std::to_string(p.nprow()) + "x" +
                          std::to_string(p.npcol()));
   }
@@ -44,7 +45,7 @@ Status CheckCapabilities(const Library& library, const Problem& p) {
   if (is_complex && p.epilog != 0 && !library.capabilities.complex_epilogs) {
     return Unimplemented(who + "takes no epilog with complex numbers, got epilog " + std::to_string(p.epilog));
   }
-  if (p.is_ordered() && !library.can_order_sums) {
+  if (p.fixed_reduction_order() && !library.fixed_reduction_order) {
     return Unimplemented(who + "cannot keep the order of sums, got determinism " + p.determinism);
   }
   return {};
@@ -62,9 +63,9 @@ Buffers StandIns(const Problem& p, void* some) {
 
 }  // namespace
 
-StatusOr<Layout> LayoutOn(const Library& library, const Problem& problem) {
+StatusOr<Distribution> DistributionOn(const Library& library, const Problem& problem) {
   JAXMP_RETURN_IF_ERROR(CheckCapabilities(library, problem));
-  return MakeLayout(problem);
+  return MakeDistribution(problem);
 }
 
 const char* AlgorithmOf(const Problem& problem) {
@@ -85,23 +86,27 @@ const char* AlgorithmOf(const Problem& problem) {
 
 StatusOr<std::shared_ptr<Plan>> Plan::Make(const MpApi& api, const Problem& problem,
                                            std::shared_ptr<const Communicator> communicator) {
-  JAXMP_ASSIGN_OR_RETURN(Layout layout, LayoutOn({api.name, api.capabilities, api.order_sums != nullptr}, problem));
+  JAXMP_ASSIGN_OR_RETURN(Distribution layout,
+                         DistributionOn({api.name, api.capabilities, api.fix_reduction_order != nullptr}, problem));
   std::shared_ptr<Plan> plan(new Plan(api, problem, layout, std::move(communicator)));
-  const int nseats = plan->communicator_->is_made_at_once() && !plan->is_empty() ? plan->communicator_->nseats() : 0;
-  for (int seat = 0; seat < nseats; ++seat) {
-    JAXMP_RETURN_IF_ERROR(plan->MakeSeat(seat, StandIns(problem, plan->seats_[0]->beta.bytes), nullptr));
+  const int num_local_ranks =
+      plan->communicator_->is_made_at_once() && !plan->is_empty() ? plan->communicator_->num_local_ranks() : 0;
+  for (int local_rank = 0; local_rank < num_local_ranks; ++local_rank) {
+    JAXMP_RETURN_IF_ERROR(
+        plan->MakeLocalRank(local_rank, StandIns(problem, plan->local_ranks_[0]->beta.bytes), nullptr));
   }
   return plan;
 }
 
-Plan::Plan(const MpApi& api, const Problem& problem, const Layout& layout,
+Plan::Plan(const MpApi& api, const Problem& problem, const Distribution& layout,
            std::shared_ptr<const Communicator> communicator)
     : api_(api),
       problem_(problem),
-      layout_(layout),
+      distribution_(layout),
       communicator_(std::move(communicator)),
       alpha_(MakeScalar(problem.alpha)) {
-  for (int seat = 0; seat < communicator_->nseats(); ++seat) seats_.push_back(std::make_unique<Seat>());
+  for (int local_rank = 0; local_rank < communicator_->num_local_ranks(); ++local_rank)
+    local_ranks_.push_back(std::make_unique<LocalRank>());
 }
 
 Plan::Scalar Plan::MakeScalar(std::complex<double> value) const {
@@ -120,33 +125,34 @@ Plan::Scalar Plan::MakeScalar(std::complex<double> value) const {
   return scalar;
 }
 
-Status Plan::MakeSeat(int number, const Buffers& buffers, cudaStream_t stream) {
-  Seat& seat = *seats_[static_cast<size_t>(number)];
+Status Plan::MakeLocalRank(int number, const Buffers& buffers, cudaStream_t stream) {
+  LocalRank& local_rank = *local_ranks_[static_cast<size_t>(number)];
   const Status made = MakeObjects(number, buffers, stream);
-  StatusOr<size_t> bytes = made.ok() ? StatusOr<size_t>(seat.device_bytes) : StatusOr<size_t>(made);
-  JAXMP_ASSIGN_OR_RETURN(seat.device_bytes, communicator_->Agree(number, std::move(bytes), stream));
-  seat.is_made = true;
+  StatusOr<size_t> bytes = made.ok() ? StatusOr<size_t>(local_rank.device_bytes) : StatusOr<size_t>(made);
+  JAXMP_ASSIGN_OR_RETURN(local_rank.device_bytes, communicator_->Agree(number, std::move(bytes), stream));
+  local_rank.is_made = true;
   return {};
 }
 
 Status Plan::MakeObjects(int number, const Buffers& buffers, cudaStream_t stream) {
-  Seat& seat = *seats_[static_cast<size_t>(number)];
+  LocalRank& local_rank = *local_ranks_[static_cast<size_t>(number)];
   for (GridKind kind : {GridKind::kColumn, GridKind::kRow, GridKind::kProcess}) {
-    if (kind != layout_.a.grid && kind != layout_.b.grid && kind != layout_.d.grid) continue;
-    JAXMP_ASSIGN_OR_RETURN(seat.grids[static_cast<size_t>(kind)], communicator_->Grid(api_, number, ShapeOf(kind)));
+    if (kind != distribution_.a.grid && kind != distribution_.b.grid && kind != distribution_.d.grid) continue;
+    JAXMP_ASSIGN_OR_RETURN(local_rank.grids[static_cast<size_t>(kind)],
+                           communicator_->Grid(api_, number, ShapeOf(kind)));
   }
-  JAXMP_RETURN_IF_ERROR(MakeMatrix(seat, layout_.a, problem_.dtype_a, &seat.a));
-  JAXMP_RETURN_IF_ERROR(MakeMatrix(seat, layout_.b, problem_.dtype_b, &seat.b));
-  if (problem_.has_c()) JAXMP_RETURN_IF_ERROR(MakeMatrix(seat, layout_.d, problem_.dtype_c, &seat.c));
-  JAXMP_RETURN_IF_ERROR(MakeMatrix(seat, layout_.d, problem_.dtype_d, &seat.d));
+  JAXMP_RETURN_IF_ERROR(MakeMatrix(local_rank, distribution_.a, problem_.dtype_a, &local_rank.a));
+  JAXMP_RETURN_IF_ERROR(MakeMatrix(local_rank, distribution_.b, problem_.dtype_b, &local_rank.b));
+  if (problem_.has_c()) JAXMP_RETURN_IF_ERROR(MakeMatrix(local_rank, distribution_.d, problem_.dtype_c, &local_rank.c));
+  JAXMP_RETURN_IF_ERROR(MakeMatrix(local_rank, distribution_.d, problem_.dtype_d, &local_rank.d));
   // The all-reduce sums what every rank adds of its C, which is the same C everywhere: one rank adds it.
   const bool adds_c = problem_.pattern != Pattern::kAllReduce || communicator_->rank_of(number) == 0;
-  seat.beta = MakeScalar(adds_c ? problem_.beta : 0.0);
-  JAXMP_ASSIGN_OR_RETURN(std::unique_ptr<Slot> slot, MakeSlot(number, stream));
-  JAXMP_RETURN_IF_ERROR(SetPointers(api_, slot->matmul.get(), problem_, buffers));
-  JAXMP_RETURN_IF_ERROR(
-      Call(api_.Matmul_bufferSize, "Matmul_bufferSize", seat, *slot, buffers, &seat.device_bytes, &seat.host_bytes));
-  seat.free.push_back(std::move(slot));
+  local_rank.beta = MakeScalar(adds_c ? problem_.beta : 0.0);
+  JAXMP_ASSIGN_OR_RETURN(std::unique_ptr<ExecutionContext> execution, MakeExecutionContext(number, stream));
+  JAXMP_RETURN_IF_ERROR(SetPointers(api_, execution->matmul.get(), problem_, buffers));
+  JAXMP_RETURN_IF_ERROR(Invoke(api_.Matmul_bufferSize, "Matmul_bufferSize", local_rank, *execution, buffers,
+                               &local_rank.device_bytes, &local_rank.host_bytes));
+  local_rank.free.push_back(std::move(execution));
   return {};
 }
 
@@ -157,82 +163,86 @@ GridShape Plan::ShapeOf(GridKind kind) const {
   return {nprow, nranks() / nprow, order};
 }
 
-Status Plan::MakeMatrix(Seat& seat, const MatrixLayout& layout, DType dtype, Owned<cublasMpMatrixDescriptor>* matrix) {
+Status Plan::MakeMatrix(LocalRank& local_rank, const MatrixDistribution& layout, DType dtype,
+                        Owned<cublasMpMatrixDescriptor>* matrix) {
   cublasMpMatrixDescriptor_t made = nullptr;
   const int64_t lld = std::max<int64_t>(1, layout.local_rows);
-  JAXMP_RETURN_IF_ERROR(Check(api_,
-                              api_.MatrixDescriptorCreate(layout.rows, layout.cols, layout.row_block, layout.col_block,
-                                                          layout.row_source, layout.col_source, lld, CudaType(dtype),
-                                                          seat.grids[static_cast<size_t>(layout.grid)].get(), &made),
-                              "MatrixDescriptorCreate"));
+  JAXMP_RETURN_IF_ERROR(
+      Check(api_,
+            api_.MatrixDescriptorCreate(layout.rows, layout.cols, layout.row_block, layout.col_block, layout.row_source,
+                                        layout.col_source, lld, CudaType(dtype),
+                                        local_rank.grids[static_cast<size_t>(layout.grid)].get(), &made),
+            "MatrixDescriptorCreate"));
   *matrix = {made, api_.MatrixDescriptorDestroy};
   return {};
 }
 
-StatusOr<std::unique_ptr<Plan::Slot>> Plan::MakeSlot(int seat, cudaStream_t stream) {
-  auto slot = std::make_unique<Slot>();
-  JAXMP_ASSIGN_OR_RETURN(slot->handle, communicator_->Handle(api_, seat, stream));
+StatusOr<std::unique_ptr<Plan::ExecutionContext>> Plan::MakeExecutionContext(int local_rank, cudaStream_t stream) {
+  auto execution = std::make_unique<ExecutionContext>();
+  JAXMP_ASSIGN_OR_RETURN(execution->handle, communicator_->Handle(api_, local_rank, stream));
   cublasMpMatmulDescriptor_t matmul = nullptr;
   JAXMP_RETURN_IF_ERROR(
       Check(api_, api_.MatmulDescriptorCreate(&matmul, CublasCompute(problem_.compute)), "MatmulDescriptorCreate"));
-  slot->matmul = {matmul, api_.MatmulDescriptorDestroy};
-  JAXMP_RETURN_IF_ERROR(SetAttributes(api_, matmul, problem_, layout_));
-  return slot;
+  execution->matmul = {matmul, api_.MatmulDescriptorDestroy};
+  JAXMP_RETURN_IF_ERROR(SetAttributes(api_, matmul, problem_, distribution_));
+  return execution;
 }
 
-Status Plan::TakeWorkspace(int number, Slot& slot) {
-  const Seat& seat = *seats_[static_cast<size_t>(number)];
-  JAXMP_ASSIGN_OR_RETURN(slot.device_work,
-                         communicator_->Workspace(api_, number, ShapeOf(layout_.d.grid), seat.device_bytes,
-                                                  NeedsRegisteredWorkspace(problem_), std::move(slot.device_work)));
-  if (seat.host_bytes == 0 || slot.host_work) return {};
-  slot.host_work.reset(std::malloc(seat.host_bytes));
-  if (slot.host_work) return {};
-  return ResourceExhausted("jaxmp: no memory for a host workspace of " + std::to_string(seat.host_bytes) + " bytes");
+Status Plan::TakeWorkspace(int number, ExecutionContext& execution) {
+  const LocalRank& local_rank = *local_ranks_[static_cast<size_t>(number)];
+  JAXMP_ASSIGN_OR_RETURN(
+      execution.device_work,
+      communicator_->Workspace(api_, number, ShapeOf(distribution_.d.grid), local_rank.device_bytes,
+                               NeedsRegisteredWorkspace(problem_), std::move(execution.device_work)));
+  if (local_rank.host_bytes == 0 || execution.host_work) return {};
+  execution.host_work.reset(std::malloc(local_rank.host_bytes));
+  if (execution.host_work) return {};
+  return ResourceExhausted("jaxmp: no memory for a host workspace of " + std::to_string(local_rank.host_bytes) +
+                           " bytes");
 }
 
 template <typename Function, typename... Rest>
-Status Plan::Call(Function function, const char* name, const Seat& seat, Slot& slot, const Buffers& buffers,
-                  Rest... rest) {
-  const cublasMpMatrixDescriptor_t c = buffers.c ? seat.c.get() : nullptr;
+Status Plan::Invoke(Function function, const char* name, const LocalRank& local_rank, ExecutionContext& execution,
+                    const Buffers& buffers, Rest... rest) {
+  const cublasMpMatrixDescriptor_t c = buffers.c ? local_rank.c.get() : nullptr;
   return Check(api_,
-               function(slot.handle.get(), slot.matmul.get(), problem_.m, problem_.n, problem_.k, alpha_.bytes,
-                        buffers.a, 1, 1, seat.a.get(), buffers.b, 1, 1, seat.b.get(), seat.beta.bytes, buffers.c, 1, 1,
-                        c, buffers.d, 1, 1, seat.d.get(), rest...),
+               function(execution.handle.get(), execution.matmul.get(), problem_.m, problem_.n, problem_.k,
+                        alpha_.bytes, buffers.a, 1, 1, local_rank.a.get(), buffers.b, 1, 1, local_rank.b.get(),
+                        local_rank.beta.bytes, buffers.c, 1, 1, c, buffers.d, 1, 1, local_rank.d.get(), rest...),
                name);
 }
 
 StatusOr<Plan::Lease> Plan::Take(int number, const Buffers& buffers, cudaStream_t stream) {
-  Seat& seat = *seats_[static_cast<size_t>(number)];
-  if (!seat.is_made) JAXMP_RETURN_IF_ERROR(MakeSeat(number, buffers, stream));
-  std::unique_ptr<Slot> slot;
+  LocalRank& local_rank = *local_ranks_[static_cast<size_t>(number)];
+  if (!local_rank.is_made) JAXMP_RETURN_IF_ERROR(MakeLocalRank(number, buffers, stream));
+  std::unique_ptr<ExecutionContext> execution;
   {
-    std::lock_guard<std::mutex> lock(seat.mutex);
-    if (!seat.free.empty()) {
-      slot = std::move(seat.free.back());
-      seat.free.pop_back();
+    std::lock_guard<std::mutex> lock(local_rank.mutex);
+    if (!local_rank.free.empty()) {
+      execution = std::move(local_rank.free.back());
+      local_rank.free.pop_back();
     }
   }
-  if (!slot) {
-    JAXMP_ASSIGN_OR_RETURN(slot, MakeSlot(number, stream));
+  if (!execution) {
+    JAXMP_ASSIGN_OR_RETURN(execution, MakeExecutionContext(number, stream));
   }
   // A plan that is only described, never run, costs no workspace.
-  JAXMP_RETURN_IF_ERROR(TakeWorkspace(number, *slot));
-  return Lease(slot.release(), ReturnSlot{this, number});
+  JAXMP_RETURN_IF_ERROR(TakeWorkspace(number, *execution));
+  return Lease(execution.release(), ReturnExecutionContext{this, number});
 }
 
-void Plan::TakeBack(int number, Slot* slot) {
-  Seat& seat = *seats_[static_cast<size_t>(number)];
-  std::lock_guard<std::mutex> lock(seat.mutex);
-  seat.free.emplace_back(slot);
+void Plan::TakeBack(int number, ExecutionContext* execution) {
+  LocalRank& local_rank = *local_ranks_[static_cast<size_t>(number)];
+  std::lock_guard<std::mutex> lock(local_rank.mutex);
+  local_rank.free.emplace_back(execution);
 }
 
-Status Plan::Run(int number, Slot& slot, const Buffers& buffers, cudaStream_t stream) {
-  const Seat& seat = *seats_[static_cast<size_t>(number)];
-  JAXMP_RETURN_IF_ERROR(Check(api_, api_.SetStream(slot.handle.get(), stream), "SetStream"));
-  JAXMP_RETURN_IF_ERROR(SetPointers(api_, slot.matmul.get(), problem_, buffers));
-  return Call(api_.Matmul, "Matmul", seat, slot, buffers, slot.device_work.get(), seat.device_bytes,
-              slot.host_work.get(), seat.host_bytes);
+Status Plan::Run(int number, ExecutionContext& execution, const Buffers& buffers, cudaStream_t stream) {
+  const LocalRank& local_rank = *local_ranks_[static_cast<size_t>(number)];
+  JAXMP_RETURN_IF_ERROR(Check(api_, api_.SetStream(execution.handle.get(), stream), "SetStream"));
+  JAXMP_RETURN_IF_ERROR(SetPointers(api_, execution.matmul.get(), problem_, buffers));
+  return Invoke(api_.Matmul, "Matmul", local_rank, execution, buffers, execution.device_work.get(),
+                local_rank.device_bytes, execution.host_work.get(), local_rank.host_bytes);
 }
 
 }  // namespace jaxmp

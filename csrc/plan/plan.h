@@ -1,8 +1,9 @@
 // A plan: one problem turned into cuBLASMp's objects for every rank of a group, ready to run.
 //
-// A plan is a function of its problem alone. What a call changes (stream, pointers, workspace) sits in slots: each call
-// takes one for itself, so that one plan serves any number of calls at once. What differs between libraries beside
-// their functions (who makes the objects of a rank, and when; memory; what plans share) is the communicator's.
+// A plan is a function of its problem alone. What a call changes (stream, pointers, workspace) sits in execution
+// contexts: each call takes one for itself, so that one plan serves any number of calls at once. What differs between
+// libraries beside their functions (who makes the objects of a rank, and when; memory; what plans share) is the
+// communicator's.
 #ifndef JAXMP_PLAN_PLAN_H_
 #define JAXMP_PLAN_PLAN_H_
 
@@ -28,7 +29,7 @@ template <typename Object>
 using Owned = std::unique_ptr<Object, abi::cublasMpStatus_t (*)(Object*)>;
 
 // How the problem lies on its ranks, where the library takes it; needs no library.
-StatusOr<Layout> LayoutOn(const Library& library, const Problem& problem);
+StatusOr<Distribution> DistributionOn(const Library& library, const Problem& problem);
 
 // cuBLASMp's name for what it does with such a problem.
 const char* AlgorithmOf(const Problem& problem);
@@ -39,36 +40,37 @@ class Plan {
                                               std::shared_ptr<const Communicator> communicator);
 
   // What one call holds while it runs: a handle, a matmul descriptor and the workspace.
-  struct Slot;
-  struct ReturnSlot {
+  struct ExecutionContext;
+  struct ReturnExecutionContext {
     Plan* plan = nullptr;
-    int seat = 0;
-    void operator()(Slot* slot) const { plan->TakeBack(seat, slot); }
+    int local_rank = 0;
+    void operator()(ExecutionContext* execution) const { plan->TakeBack(local_rank, execution); }
   };
-  using Lease = std::unique_ptr<Slot, ReturnSlot>;  // must not outlive the plan
+  using Lease = std::unique_ptr<ExecutionContext, ReturnExecutionContext>;  // must not outlive the plan
 
-  // Makes the objects of the seat where that is still to be done, with the buffers and the stream of this call.
-  StatusOr<Lease> Take(int seat, const Buffers& buffers, abi::cudaStream_t stream);
+  // Makes the objects of the local rank where that is still to be done, with the buffers and the stream of this call.
+  StatusOr<Lease> Take(int local_rank, const Buffers& buffers, abi::cudaStream_t stream);
 
   // Starts this rank's part of the product on the stream. Everything that `buffers` points to must stay until the
-  // stream has completed, and so must the slot, unless the next call that takes it comes behind this one on the stream.
-  Status Run(int seat, Slot& slot, const Buffers& buffers, abi::cudaStream_t stream);
+  // stream has completed, and so must the execution context, unless the next call that takes it comes behind this one
+  // on the stream.
+  Status Run(int local_rank, ExecutionContext& execution, const Buffers& buffers, abi::cudaStream_t stream);
 
   const Problem& problem() const { return problem_; }
-  const Layout& layout() const { return layout_; }
+  const Distribution& distribution() const { return distribution_; }
   const Communicator& communicator() const { return *communicator_; }
   int nranks() const { return communicator_->nranks(); }
   bool is_empty() const { return problem_.m == 0 || problem_.n == 0; }  // D has no elements: nothing to run
-  size_t device_workspace(int seat) const { return seats_[static_cast<size_t>(seat)]->device_bytes; }
-  size_t host_workspace(int seat) const { return seats_[static_cast<size_t>(seat)]->host_bytes; }
+  size_t device_workspace(int local_rank) const { return local_ranks_[static_cast<size_t>(local_rank)]->device_bytes; }
+  size_t host_workspace(int local_rank) const { return local_ranks_[static_cast<size_t>(local_rank)]->host_bytes; }
 
  private:
   // A scalar in cuBLASMp's scale type: float, double or a complex pair of them.
   struct Scalar {
     alignas(16) unsigned char bytes[16];
   };
-  // What a rank has whatever the call; made once, then only read, but for the free slots.
-  struct Seat {
+  // What a rank has whatever the call; made once, then only read, but for the free execution contexts.
+  struct LocalRank {
     bool is_made = false;
     std::shared_ptr<abi::cublasMpGrid> grids[3];  // by GridKind, null where unused
     Owned<abi::cublasMpMatrixDescriptor> a{nullptr, nullptr}, b{nullptr, nullptr}, c{nullptr, nullptr},
@@ -76,30 +78,32 @@ class Plan {
     Scalar beta;
     size_t device_bytes = 0, host_bytes = 0;
     std::mutex mutex;
-    std::vector<std::unique_ptr<Slot>> free;  // guarded by mutex
+    std::vector<std::unique_ptr<ExecutionContext>> free;  // guarded by mutex
   };
 
-  Plan(const MpApi& api, const Problem& problem, const Layout& layout,
+  Plan(const MpApi& api, const Problem& problem, const Distribution& layout,
        std::shared_ptr<const Communicator> communicator);
 
-  Status MakeSeat(int seat, const Buffers& buffers, abi::cudaStream_t stream);
-  Status MakeObjects(int seat, const Buffers& buffers, abi::cudaStream_t stream);
-  Status MakeMatrix(Seat& seat, const MatrixLayout& layout, DType dtype, Owned<abi::cublasMpMatrixDescriptor>* matrix);
-  StatusOr<std::unique_ptr<Slot>> MakeSlot(int seat, abi::cudaStream_t stream);
-  Status TakeWorkspace(int seat, Slot& slot);
+  Status MakeLocalRank(int local_rank, const Buffers& buffers, abi::cudaStream_t stream);
+  Status MakeObjects(int local_rank, const Buffers& buffers, abi::cudaStream_t stream);
+  Status MakeMatrix(LocalRank& local_rank, const MatrixDistribution& layout, DType dtype,
+                    Owned<abi::cublasMpMatrixDescriptor>* matrix);
+  StatusOr<std::unique_ptr<ExecutionContext>> MakeExecutionContext(int local_rank, abi::cudaStream_t stream);
+  Status TakeWorkspace(int local_rank, ExecutionContext& execution);
   GridShape ShapeOf(GridKind kind) const;
   // The size query and the launch take the same arguments but for their last ones, so both go through here.
   template <typename Function, typename... Rest>
-  Status Call(Function function, const char* name, const Seat& seat, Slot& slot, const Buffers& buffers, Rest... rest);
+  Status Invoke(Function function, const char* name, const LocalRank& local_rank, ExecutionContext& execution,
+                const Buffers& buffers, Rest... rest);
   Scalar MakeScalar(std::complex<double> value) const;
-  void TakeBack(int seat, Slot* slot);
+  void TakeBack(int local_rank, ExecutionContext* execution);
 
   const MpApi& api_;
   const Problem problem_;
-  const Layout layout_;
+  const Distribution distribution_;
   const std::shared_ptr<const Communicator> communicator_;
   const Scalar alpha_;
-  std::vector<std::unique_ptr<Seat>> seats_;
+  std::vector<std::unique_ptr<LocalRank>> local_ranks_;
 };
 
 }  // namespace jaxmp

@@ -99,13 +99,13 @@ nb::dict BlasInfo() {
   return result;
 }
 
-nb::dict ToDict(const Capabilities& capabilities, bool can_order_sums) {
+nb::dict ToDict(const Capabilities& capabilities, bool fixed_reduction_order) {
   nb::dict result;
   result["all_reduce_any_transposition"] = capabilities.all_reduce_any_transposition;
   result["grid_any_shape"] = capabilities.grid_any_shape;
   result["grid_epilogs"] = capabilities.grid_epilogs;
   result["complex_epilogs"] = capabilities.complex_epilogs;
-  result["orders_sums"] = can_order_sums;
+  result["orders_sums"] = fixed_reduction_order;
   return result;
 }
 
@@ -129,7 +129,7 @@ nb::dict DescribePlan(const nb::dict& attributes, const std::string& library) {
   ThrowIfError(problem.status());
   nb::list device, host;
   if (library == kCublasMp.name) {
-    ThrowIfError(LayoutOn(kCublasMp, *problem).status());
+    ThrowIfError(DistributionOn(kCublasMp, *problem).status());
   } else {
     const StatusOr<std::shared_ptr<Plan>> plan = plan_cache().Get(host_api(), *problem);
     ThrowIfError(plan.status());
@@ -228,7 +228,7 @@ NB_MODULE(_jaxmp, m) {
   m.def("types", &Types);
   m.def("load_blas", &LoadBlas, nb::arg("path"), nb::arg("mkl_path").none());
   m.def("blas_info", &BlasInfo);
-  m.def("capabilities", [] { return ToDict(host_api().capabilities, host_api().order_sums != nullptr); });
+  m.def("capabilities", [] { return ToDict(host_api().capabilities, host_api().fix_reduction_order != nullptr); });
   m.def("plan_cache_info", &PlanCacheInfo);
   m.def("plan_cache_clear", [] { plan_cache().Clear(); });
   m.def("set_plan_cache_capacity", [](size_t capacity) { plan_cache().set_capacity(capacity); });
@@ -238,7 +238,7 @@ NB_MODULE(_jaxmp, m) {
   m.def("cuda_types", &CudaTypes);
   m.def("load_cublasmp", &LoadCublasMp, nb::arg("cublasmp"), nb::arg("nccl"), nb::arg("driver"));
   m.def("cublasmp_info", &CublasMpInfo);
-  m.def("cublasmp_capabilities", [] { return ToDict(kCublasMp.capabilities, kCublasMp.can_order_sums); });
+  m.def("cublasmp_capabilities", [] { return ToDict(kCublasMp.capabilities, kCublasMp.fixed_reduction_order); });
   m.def("set_cublasmp_log", &cuda::SetLogging, nb::arg("is_on"));
   m.def("cublasmp_log", &cuda::TakeLog);
   m.def("set_exchange", &SetExchange, nb::arg("function").none());

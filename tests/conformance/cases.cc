@@ -149,7 +149,7 @@ Case narrow_case(Pattern pattern, int nranks, cudaDataType_t in, cudaDataType_t 
   Case c = make_case("narrow", pattern, nranks, in, out);
   c.m = 2 * outer * nranks, c.n = outer * nranks, c.k = 2 * k * nranks;
   c.trans_a = CUBLAS_OP_T;
-  const bool stores_narrow = facts(out).is_narrow;
+  const bool stores_narrow = facts(out).is_low_precision;
   c.c_type = stores_narrow ? CUDA_R_16F : out;
   c.bias_type = stores_narrow ? CUDA_R_16F : out == CUDA_R_32F ? CUDA_R_16BF : out;
   return c;
@@ -165,9 +165,9 @@ void add_float8(Pattern pattern, int nranks, const Add& add) {
       c.in_b = b;
       add(c);
       c.scale_a = c.scale_b = CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32;
-      c.has_scale_d = c.has_amax = facts(out).is_narrow;
+      c.has_scale_d = c.has_amax = facts(out).is_low_precision;
       add(c);
-      c.has_c = true, c.beta = -1, c.has_scale_c = facts(out).is_narrow;
+      c.has_c = true, c.beta = -1, c.has_scale_c = facts(out).is_low_precision;
       add(c);
     }
   }
@@ -213,7 +213,7 @@ void add_scaled(Pattern pattern, int nranks, const Add& add) {
       Case c = narrow_case(pattern, nranks, kind.in, out, kind.outer, kind.k);
       if (kind.outer == 128) c.m = c.n = kind.outer * nranks, c.k = kind.k * nranks;  // the reference's time
       c.scale_a = kind.a, c.scale_b = kind.b;
-      if (facts(out).is_narrow) c.d_out_scale = kind.a;
+      if (facts(out).is_low_precision) c.d_out_scale = kind.a;
       add(c);
     }
   }

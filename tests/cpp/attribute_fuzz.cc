@@ -28,10 +28,10 @@
 #include "csrc/barrier/barrier.h"
 #include "csrc/ffi/host_matmul.h"
 #include "csrc/ffi/process_barrier.h"
+#include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/plan/distribution.h"
 #include "csrc/plan/enums.h"
 #include "csrc/plan/plan.h"
-#include "csrc/hostmp/gemm/cblas.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_xla.h"
 #include "tests/cpp/problems.h"
@@ -343,7 +343,7 @@ XLA_FFI_DataType FfiType(DType dtype) {
 // The buffers of one device, each in memory of its own, which ends where the buffer does.
 class Operands {
  public:
-  Operands(const Problem& p, const Layout& layout, int32_t position) {
+  Operands(const Problem& p, const Distribution& layout, int32_t position) {
     Add(&args, p.dtype_a, layout.a.local_size());
     Add(&args, p.dtype_b, layout.b.local_size());
     if (p.has_c()) Add(&args, p.dtype_c, layout.d.local_size());
@@ -381,7 +381,7 @@ class Call {
  public:
   explicit Call(const Kind& kind) : all(All(kind.attributes)) {
     const Problem problem = *MakeProblem(kind.attributes);
-    const Layout layout = *MakeLayout(problem);
+    const Distribution layout = *MakeDistribution(problem);
     for (int32_t position = 0; position < problem.nranks(); ++position) {
       operands_.push_back(std::make_unique<Operands>(problem, layout, position));
     }
@@ -427,7 +427,7 @@ void TryLayout(const AnyAttributes& all) {
         value);
   }
   const StatusOr<Problem> problem = MakeProblem(attributes);
-  if (problem.ok()) (void)LayoutOn(kCublasMp, *problem).ok();
+  if (problem.ok()) (void)DistributionOn(kCublasMp, *problem).ok();
 }
 
 struct Tally {

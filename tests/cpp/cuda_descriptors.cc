@@ -38,7 +38,7 @@ void CheckAccepted(Attributes attributes, std::initializer_list<std::pair<const 
   for (const auto& [name, value] : changes) attributes[name] = value;
   const StatusOr<Problem> problem = MakeProblem(attributes);
   CHECK_EQ(problem.status().message(), "");
-  const StatusOr<Layout> layout = MakeLayout(*problem);
+  const StatusOr<Distribution> layout = MakeDistribution(*problem);
   CHECK_EQ(layout.status().message(), "");
   const Descriptor descriptor(problem->compute);
   CHECK_EQ(SetAttributes(descriptor.api(), descriptor.object, *problem, *layout).message(), "");

@@ -9,11 +9,11 @@
 #include <string>
 #include <vector>
 
-#include "csrc/hostmp/kernels/amx_gemm.h"
-#include "csrc/hostmp/kernels/avx512_bf16_gemm.h"
-#include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/gemm/cblas.h"
+#include "csrc/hostmp/gemm/gemm_dispatch.h"
+#include "csrc/hostmp/kernels/amx_gemm.h"
+#include "csrc/hostmp/kernels/avx512_bf16_gemm.h"
 #include "tests/cpp/check.h"
 
 namespace jaxmp::test {

@@ -6,8 +6,8 @@
 #include <thread>
 #include <vector>
 
-#include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "csrc/hostmp/gemm/cblas.h"
+#include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "tests/cpp/check.h"
 
 namespace jaxmp::test {

@@ -170,11 +170,12 @@ void test_the_product_does_not_depend_on_who_computes_it() {
   const std::pair<cudaDataType_t, cudaDataType_t> types[] = {
       {CUDA_R_32F, CUDA_R_32F}, {CUDA_R_16BF, CUDA_R_16BF}, {CUDA_R_16BF, CUDA_R_32F}, {CUDA_C_32F, CUDA_C_32F}};
   for (const auto& [in, out] : types) {
-    for (bool is_ordered : {false, true}) {
+    for (bool fixed_reduction_order : {false, true}) {
       for (const int64_t m : {3, 120}) {
         for (bool has_c : {false, true}) {
           Case c = {Pattern::kReduceScatter, 2, 1, m, 96, 240};
-          c.in = in, c.out = out, c.is_ordered = is_ordered, c.has_c = has_c, c.beta = has_c ? 1 : 0;
+          c.in = in, c.out = out, c.fixed_reduction_order = fixed_reduction_order, c.has_c = has_c,
+          c.beta = has_c ? 1 : 0;
           c.epilog = out == CUDA_C_32F ? 0 : CUBLASMP_MATMUL_EPILOGUE_BGRADA;
           for (bool flushes : {false, true}) {
             const std::vector<Number> alone = product_of(c, {}, 0, {flushes, flushes});
@@ -193,10 +194,10 @@ void test_the_product_does_not_depend_on_who_computes_it() {
 
 // And flushing is flushing: a product of subnormal operands is zero then, and only then.
 void test_the_state_reaches_the_kernels() {
-  for (bool is_ordered : {false, true}) {
+  for (bool fixed_reduction_order : {false, true}) {
     for (bool flushes : {false, true}) {
       Case c = {Pattern::kReduceScatter, 2, 1, 120, 96, 240};
-      c.is_ordered = is_ordered;
+      c.fixed_reduction_order = fixed_reduction_order;
       World world(c, [](World* w) {
         for (Number& value : w->a.values) value = 1e-40;
         for (Number& value : w->b.values) value = 1e30;

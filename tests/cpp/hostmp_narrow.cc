@@ -2,9 +2,9 @@
 // not, scales could be read from another block's place, and hostmp could take what cuBLASLt refuses.
 #include <cmath>
 
+#include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/numeric/low_precision.h"
 #include "csrc/hostmp/numeric/scales.h"
-#include "csrc/hostmp/gemm/cblas.h"
 #include "tests/cpp/hostmp_arguments.h"
 
 namespace jaxmp::test {

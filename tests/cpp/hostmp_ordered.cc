@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "csrc/hostmp/numeric/convert.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "csrc/hostmp/kernels/simd_gemm.h"
+#include "csrc/hostmp/numeric/convert.h"
 #include "tests/cpp/check.h"
 
 namespace jaxmp::test {
@@ -75,7 +75,7 @@ void set(double real, double imag, std::complex<T>* x) {
 template <typename T>
 void set(double real, double, T* x) {  // 16 bits
   const float value = static_cast<float>(real);
-  hostmp::narrow(&value, x, 1);
+  hostmp::downconvert(&value, x, 1);
 }
 
 template <typename T>

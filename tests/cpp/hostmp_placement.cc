@@ -171,7 +171,7 @@ void test_ordered_bits_do_not_know_the_mesh(hostmp::Pool* pool) {
   for (const Types& types : kTypes) {
     for (cublasOperation_t op : {CUBLAS_OP_N, CUBLAS_OP_C}) {
       const auto run = [&](Case c) {
-        c.m = 13, c.n = 19, c.k = 2341, c.is_ordered = true;
+        c.m = 13, c.n = 19, c.k = 2341, c.fixed_reduction_order = true;
         c.trans_a = c.trans_b = op, c.in = types.in, c.out = types.out;
         auto world = std::make_unique<World>(c, fill);
         world->run(pool);

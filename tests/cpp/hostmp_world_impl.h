@@ -97,7 +97,7 @@ inline void World::make_rank(int number) {
   const cublasComputeType_t narrow = c.in == CUDA_R_8I ? CUBLAS_COMPUTE_32I : c.single;
   check_ok(api.MatmulDescriptorCreate(&matmul, is_double ? CUBLAS_COMPUTE_64F : narrow));
   rank.matmul = {matmul, api.MatmulDescriptorDestroy};
-  if (c.is_ordered) check_ok(api.order_sums(matmul));
+  if (c.fixed_reduction_order) check_ok(api.fix_reduction_order(matmul));
   set(matmul, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA, c.trans_a);
   set(matmul, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB, c.trans_b);
   set(matmul, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE, c.epilog | (c.pattern == Pattern::kAllReduce ? 1 : 0));

@@ -12,8 +12,8 @@
 
 #include "csrc/cublasmp/abi.h"
 #include "csrc/hostmp/numeric/convert.h"
-#include "csrc/hostmp/numeric/low_precision.h"
 #include "csrc/hostmp/numeric/dtypes.h"
+#include "csrc/hostmp/numeric/low_precision.h"
 
 namespace jaxmp::test {
 
@@ -73,7 +73,7 @@ inline void encode(cudaDataType_t type, Number number, char* to) {
     case CUDA_C_64F:
       return write(number);
     case CUDA_R_16BF:
-      hostmp::narrow(&real, &bf16, 1);
+      hostmp::downconvert(&real, &bf16, 1);
       return write(bf16);
     case CUDA_R_32I:
       return write(static_cast<int32_t>(number.real()));
@@ -83,7 +83,7 @@ inline void encode(cudaDataType_t type, Number number, char* to) {
     case CUDA_R_8F_E5M2:
       return hostmp::encode(type, &real, 1, to);
     default:
-      hostmp::narrow(&real, &f16, 1);
+      hostmp::downconvert(&real, &f16, 1);
       return write(f16);
   }
 }
@@ -140,7 +140,7 @@ struct Case {
   Number alpha = 1, beta = 0;
   int64_t extra_ld = 0;
   cublasComputeType_t single = CUBLAS_COMPUTE_32F;  // the compute type of all but f64 and c128
-  bool is_ordered = false;
+  bool fixed_reduction_order = false;
 
   int nranks() const { return p * q; }
   std::string name() const {

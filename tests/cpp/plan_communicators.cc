@@ -15,7 +15,7 @@ void CheckPlaces(const Axes& axes, const std::vector<std::pair<int, int64_t>>& r
   const auto made = GetCommunicator(axes);
   const Communicator& communicator = *made;
   for (size_t position = 0; position < rank_and_group.size(); ++position) {
-    const Place* place = communicator.Locate(static_cast<int64_t>(position));
+    const GroupRank* place = communicator.Locate(static_cast<int64_t>(position));
     CHECK(place != nullptr);
     CHECK_EQ(place->rank, rank_and_group[position].first);
     CHECK_EQ(place->group, rank_and_group[position].second);

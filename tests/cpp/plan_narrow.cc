@@ -79,7 +79,7 @@ void TestTensorwide() {
   CHECK(plan.ok());
   CHECK_EQ(Modes(), "0 0 -1 0 -1 -1");
   CHECK_EQ(Pointers(), "11-11---");
-  CHECK_EQ((*plan)->layout().scales.a, 1);
+  CHECK_EQ((*plan)->distribution().scales.a, 1);
 }
 
 void TestBlocks() {
@@ -90,9 +90,9 @@ void TestBlocks() {
   CHECK(plan.ok());
   CHECK_EQ(Modes(), "2 2 -1 -1 -1 2");
   CHECK_EQ(Pointers(), "11-----1");
-  CHECK_EQ((*plan)->layout().scales.a, 128 * 8);                     // a rank's 128 of m, 256 of k
-  CHECK_EQ((*plan)->layout().scales.b, 256 * 8);                     // 256 of n
-  CHECK_EQ((*plan)->layout().scales.d_out, 512 / 32 / 4 * 128 * 4);  // 128 rows of D in blocks of 32, 512 columns
+  CHECK_EQ((*plan)->distribution().scales.a, 128 * 8);                     // a rank's 128 of m, 256 of k
+  CHECK_EQ((*plan)->distribution().scales.b, 256 * 8);                     // 256 of n
+  CHECK_EQ((*plan)->distribution().scales.d_out, 512 / 32 / 4 * 128 * 4);  // 128 rows of D in blocks of 32, 512 columns
 
   attributes = Narrow(ReduceScatter(2, 32, 64, 768), "f8e4m3", "bf16");
   attributes["scale_mode_a"] = std::string("blk128x128_fp32");
@@ -100,8 +100,8 @@ void TestBlocks() {
   plan = MakePlan(attributes);
   CHECK(plan.ok());
   CHECK_EQ(Modes(), "5 4 -1 -1 -1 -1");
-  CHECK_EQ((*plan)->layout().scales.a, 4);  // 3 blocks of k, rounded up to 4, for one block of m
-  CHECK_EQ((*plan)->layout().scales.b, 3 * 64);
+  CHECK_EQ((*plan)->distribution().scales.a, 4);  // 3 blocks of k, rounded up to 4, for one block of m
+  CHECK_EQ((*plan)->distribution().scales.b, 3 * 64);
 }
 
 // GELU_AUX of an fp8 D: the aux in fp8 with its scale and its largest value, or in 16 bits.
@@ -119,7 +119,7 @@ void TestAux() {
   CHECK_EQ(Modes(), "-1 -1 -1 -1 0 -1");
   CHECK_EQ(Pointers(), "-----11-");
   CHECK_EQ(modes[CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE], int{CUDA_R_8F_E4M3});
-  CHECK_EQ((*plan)->layout().scales.aux, 1);
+  CHECK_EQ((*plan)->distribution().scales.aux, 1);
   attributes["dtype_aux"] = std::string("f32");
   check::contains(Refusal(attributes), "epilog 160 needs dtype_aux f16 or bf16 or f8e4m3, got f32", __FILE__, __LINE__);
 }

@@ -18,7 +18,8 @@ namespace jaxmp::tests {
 // writes differs from every answer. Where a rank holds less than the largest block-cyclic part, elements beyond the
 // matrix stand for the padding, which nobody may read or write.
 struct World {
-  explicit World(const Problem& problem, int salt = 0) : problem(problem), layout(*MakeLayout(problem)), salt(salt) {
+  explicit World(const Problem& problem, int salt = 0)
+      : problem(problem), layout(*MakeDistribution(problem)), salt(salt) {
     const float nan = std::numeric_limits<float>::quiet_NaN();
     for (int rank = 0; rank < problem.nranks(); ++rank) {
       a.push_back(Part(layout.a, rank, [this](int64_t i, int64_t j) { return A(i, j); }));
@@ -30,7 +31,7 @@ struct World {
   // Stored elements of A and B.
   float A(int64_t i, int64_t j) const { return Element(layout.a, i, j, (i * 7 + j * 3 + salt) % 5 - 2); }
   float B(int64_t i, int64_t j) const { return Element(layout.b, i, j, (i * 2 + j * 5 + salt) % 7 - 3); }
-  static float Element(const MatrixLayout& matrix, int64_t i, int64_t j, int64_t value) {
+  static float Element(const MatrixDistribution& matrix, int64_t i, int64_t j, int64_t value) {
     const bool is_padding = i >= matrix.rows || j >= matrix.cols;
     return is_padding ? std::numeric_limits<float>::quiet_NaN() : static_cast<float>(value);
   }
@@ -59,7 +60,7 @@ struct World {
     return true;
   }
 
-  std::vector<float> Part(const MatrixLayout& matrix, int rank,
+  std::vector<float> Part(const MatrixDistribution& matrix, int rank,
                           const std::function<float(int64_t, int64_t)>& element) const {
     const int64_t nprow = matrix.grid == GridKind::kColumn ? problem.nranks()
                           : matrix.grid == GridKind::kRow  ? 1
@@ -78,12 +79,12 @@ struct World {
 
   // The global index of a local one.
   int64_t Global(int64_t index, int64_t proc, int64_t part, int64_t block, int64_t nprocs, int64_t source) const {
-    if (!problem.is_cyclic()) return proc * part + index;
+    if (!problem.is_block_cyclic()) return proc * part + index;
     return (index / block * nprocs + (proc + nprocs - source) % nprocs) * block + index % block;
   }
 
   const Problem problem;
-  const Layout layout;
+  const Distribution layout;
   const int salt;
   std::vector<std::vector<float>> a, b, d;  // by rank, column-major
 };

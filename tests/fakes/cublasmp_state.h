@@ -12,8 +12,8 @@
 #include <utility>
 
 #include "csrc/cublasmp/api_table.h"
-#include "csrc/hostmp/handles/runtime.h"
 #include "csrc/hostmp/handles/handles.h"
+#include "csrc/hostmp/handles/runtime.h"
 #include "tests/fakes/fake.h"
 
 // A process may have several builds of the library, each with a state of its own.

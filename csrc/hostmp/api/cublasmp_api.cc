@@ -266,10 +266,10 @@ cublasMpStatus_t MatmulDescriptorGetAttribute(cublasMpMatmulDescriptor_t desc,
   });
 }
 
-cublasMpStatus_t order_sums(cublasMpMatmulDescriptor_t desc) {
+cublasMpStatus_t fix_reduction_order(cublasMpMatmulDescriptor_t desc) {
   return guarded([&]() -> Status {
     if (!desc) return InvalidArgument("matmulDesc is null");
-    desc->is_ordered = true;
+    desc->fixed_reduction_order = true;
     return {};
   });
 }
@@ -282,10 +282,10 @@ cublasMpStatus_t Matmul_bufferSize(cublasMpHandle_t handle, cublasMpMatmulDescri
                                    cublasMpMatrixDescriptor_t desc_d, size_t* device_bytes, size_t* host_bytes) {
   return guarded([&]() -> Status {
     if (!device_bytes || !host_bytes) return InvalidArgument("a workspace size is null; pass where to put both");
-    Call call;
+    MatmulCall call;
     JAXMP_RETURN_IF_ERROR(read_call({handle, matmul, m,    n, k,  alpha, a,      ia, ja, desc_a, b,     ib,
                                      jb,     desc_b, beta, c, ic, jc,    desc_c, d,  id, jd,     desc_d},
-                                    /*runs=*/false, &call));
+                                    /*executes=*/false, &call));
     *device_bytes = static_cast<size_t>(call.tiling->workspace_bytes);
     *host_bytes = 0;
     return {};
@@ -300,11 +300,11 @@ cublasMpStatus_t Matmul(cublasMpHandle_t handle, cublasMpMatmulDescriptor_t matm
                         size_t) {
   return guarded([&]() -> Status {
     Arrival arrival;
-    arrival.call = std::make_unique<Call>();
-    Call& call = *arrival.call;
+    arrival.call = std::make_unique<MatmulCall>();
+    MatmulCall& call = *arrival.call;
     JAXMP_RETURN_IF_ERROR(read_call({handle, matmul, m,    n, k,  alpha, a,      ia, ja, desc_a, b,     ib,
                                      jb,     desc_b, beta, c, ic, jc,    desc_c, d,  id, jd,     desc_d},
-                                    /*runs=*/true, &call));
+                                    /*executes=*/true, &call));
     JAXMP_RETURN_IF_ERROR(check_workspace(call, device, device_bytes, host));
     call.workspace = static_cast<char*>(device);
     arrival.stream = handle->stream;
@@ -334,7 +334,7 @@ const MpApi& host_api() {
   static const MpApi api = {"hostmp",
                             {/*all_reduce_any_transposition=*/true, /*grid_any_shape=*/true, /*grid_epilogs=*/true,
                              /*complex_epilogs=*/true},
-                            hostmp::order_sums,
+                            hostmp::fix_reduction_order,
                             hostmp::LastError,
                             JAXMP_CUBLASMP_FUNCTIONS(JAXMP_LIST_FUNCTION)};
 #undef JAXMP_LIST_FUNCTION

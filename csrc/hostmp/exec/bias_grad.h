@@ -1,6 +1,6 @@
 // The bias gradient of an epilog: the columns of a stored matrix, summed over all ranks.
 //
-// Columns are summed in chunks of 64 of their global index, and chunks one after the other: the bits of a sum depend on
+// Columns are summed in blocks of 64 of their global index, and blocks one after the other: the bits of a sum depend on
 // neither tiles nor ranks nor threads, and its error grows with 64 + n / 64 terms instead of n. Chunks are independent
 // of each other, so threads share them; only their sums are added in order, by one.
 #ifndef JAXMP_HOSTMP_EXEC_BIAS_GRAD_H_
@@ -17,36 +17,36 @@
 namespace jaxmp::hostmp {
 
 // Rows of D, A or B that lie next to each other: on which process row, and from which local row on.
-struct Strip {
+struct RowRange {
   int64_t begin;                      // global
   int64_t proc, local;                // of the matrix that is summed
   int64_t result_proc, result_local;  // of what receives the sums
   int64_t rows;
 };
 
-// A piece is a strip and a group of chunks. Pieces of A and B may be summed at any time; one of D as soon as the last
-// tile that writes a part of it is done, which the thread of that tile does while it has the tile in its cache.
-struct GradientWork {
-  std::vector<Strip> strips;  // in ascending order; none for an epilog without a bias gradient
-  std::vector<Run> cols;      // what each strip sums
-  int64_t chunks = 0, groups = 0;
-  std::unique_ptr<char[]> sums;  // of every chunk, in the accumulator's type
+// A piece is a row range and a group of blocks. Pieces of A and B may be summed at any time; one of D as soon as the
+// last tile that writes a part of it is done, which the thread of that tile does while it has the tile in its cache.
+struct BiasGrad {
+  std::vector<RowRange> row_ranges;  // in ascending order; none for an epilog without a bias gradient
+  std::vector<LocalRange> cols;      // what each row range sums
+  int64_t blocks = 0, groups = 0;
+  std::unique_ptr<char[]> sums;  // of every block, in the accumulator's type
   bool needs_d = false;
   std::unique_ptr<std::atomic<int>[]> awaited;  // by piece of D: how many tiles it still waits for
 
-  size_t pieces() const { return strips.size() * static_cast<size_t>(groups); }
+  size_t pieces() const { return row_ranges.size() * static_cast<size_t>(groups); }
 };
 
-GradientWork make_gradient(const Product2D& product);
+BiasGrad make_bias_grad(const DistributedProduct& product);
 
-// Sums the chunks of one piece.
-void sum_piece(const Product2D& product, const GradientWork& work, size_t piece);
+// Sums the blocks of one piece.
+void sum_piece(const DistributedProduct& product, const BiasGrad& work, size_t piece);
 
 // To be called after each tile: sums the pieces of D that waited for this tile alone.
-void sum_ready(const Product2D& product, const GradientWork& work, const Tile& tile);
+void sum_ready(const DistributedProduct& product, const BiasGrad& work, const Tile& tile);
 
-// Once all pieces are summed: adds the chunks, and writes the sums to every rank that wants them.
-void write_gradient(const Product2D& product, const GradientWork& work);
+// Once all pieces are summed: adds the blocks, and writes the sums to every rank that wants them.
+void write_bias_grad(const DistributedProduct& product, const BiasGrad& work);
 
 }  // namespace jaxmp::hostmp
 

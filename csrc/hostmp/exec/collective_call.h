@@ -10,58 +10,59 @@
 #include "csrc/base/float_state.h"
 #include "csrc/base/status.h"
 #include "csrc/hostmp/exec/bias_grad.h"
-#include "csrc/hostmp/handles/runtime.h"
-#include "csrc/hostmp/handles/matmul_call.h"
 #include "csrc/hostmp/exec/tile_task.h"
+#include "csrc/hostmp/handles/matmul_call.h"
+#include "csrc/hostmp/handles/runtime.h"
 
 namespace jaxmp::hostmp {
 
 // One rank at the rendezvous: its call, or why it has none.
 struct Arrival {
   Stream* stream = nullptr;
-  std::unique_ptr<Call> call;
+  std::unique_ptr<MatmulCall> call;
   Status error;
   FloatState state = FloatState::Current();  // of the rank's thread: its program resumes in it
 };
 
-// Where the thread is on which a rank arrived. It stays for a moment (kHere), helps, and completes its own stream; once
-// it has gone on (kGone), the stream is completed on another thread.
-enum class Seat { kHere, kGone, kDone };
+// Where the thread is on which a rank arrived. It stays for a moment (kWaiting), helps, and completes its own stream;
+// once it has gone on (kLeft), the stream is completed on another thread.
+enum class WaiterState { kWaiting, kLeft, kDone };
 
-struct Meeting {
-  explicit Meeting(int nranks) : arrivals(static_cast<size_t>(nranks)), seats(static_cast<size_t>(nranks)) {}
+struct CollectiveCall {
+  explicit CollectiveCall(int nranks) : arrivals(static_cast<size_t>(nranks)), waiters(static_cast<size_t>(nranks)) {}
 
   // In which the product is computed, whoever came last and whoever helps.
   const FloatState& state() const { return arrivals[0].state; }
 
   std::vector<Arrival> arrivals;  // by rank; a null stream has not arrived
   int count = 0;                  // of arrivals; both are guarded by the rendezvous until it is full
-  std::vector<std::atomic<Seat>> seats;
+  std::vector<std::atomic<WaiterState>> waiters;
 
-  // Written by the last rank to arrive, before `is_open`.
-  Product2D product;
-  GradientWork gradient;
-  std::atomic<bool> is_open{false};
+  // Written by the last rank to arrive, before `is_prepared`.
+  DistributedProduct product;
+  BiasGrad gradient;
+  std::atomic<bool> is_prepared{false};
   std::atomic<size_t> next{0};
   // Tiles (and pieces of a gradient) not yet done, and one for the last rank's thread: while it still asks its stream's
   // pool for help, nobody may complete that stream.
   std::atomic<size_t> left{0};
   std::atomic<int> workers{0};
-  Status status;  // written before the first seat is kDone
+  Status status;  // written before the first waiter is kDone
 };
 
 // Records the arrival, and sees the call through for as long as that takes no waiting to speak of. The last rank's
 // arrival runs the product, or hands every rank the error.
 void arrive(Arrival arrival, int rank, int nranks);
 
-// Runs the product of a full meeting on this thread, on those that are still here, and on those of the pool.
-void run_product(const std::shared_ptr<Meeting>& meeting, int rank);
+// Runs the product of a call whose ranks have all arrived on this thread, on those that are still here, and on those of
+// the pool.
+void execute(const std::shared_ptr<CollectiveCall>& collective, int rank);
 
-// Takes tiles of an open meeting until none is left.
-void work(Meeting& meeting);
+// Takes tiles of a prepared call until none is left.
+void work(CollectiveCall& collective);
 
-// Ends the meeting: streams whose thread has gone are completed on other threads, the others by their own.
-void complete(Meeting& meeting, const Status& status);
+// Ends the call: streams whose thread has gone are completed on other threads, the others by their own.
+void complete(CollectiveCall& collective, const Status& status);
 
 }  // namespace jaxmp::hostmp
 

@@ -7,14 +7,14 @@
 
 #include "csrc/hostmp/numeric/activations.h"
 #include "csrc/hostmp/numeric/convert.h"
-#include "csrc/hostmp/numeric/low_precision.h"
 #include "csrc/hostmp/numeric/dtypes.h"
+#include "csrc/hostmp/numeric/low_precision.h"
 
 namespace jaxmp::hostmp {
 namespace {
 
-// Rows are finished in strips that stay in the first cache.
-constexpr int64_t kStrip = 512;
+// Rows that are finished at a time, which stay in the first cache.
+constexpr int64_t kRowsAtOnce = 512;
 
 template <typename T>
 struct IsComplex : std::false_type {};
@@ -34,7 +34,7 @@ void store(const From* from, To* to, int64_t count) {
   if constexpr (std::is_same_v<From, To>) {
     std::copy(from, from + count, to);
   } else {
-    narrow(from, to, count);
+    downconvert(from, to, count);
   }
 }
 
@@ -82,7 +82,7 @@ void write_gelu_aux(const Finish& f, int64_t at, const T* values, int64_t count)
     if (f.aux_type == abi::CUDA_R_16BF) return store(values, static_cast<BFloat16*>(f.aux) + at, count);
     if (f.aux_type == abi::CUDA_R_16F) return store(values, static_cast<Float16*>(f.aux) + at, count);
     if (is_float8(f.aux_type)) {
-      float scaled[kStrip];
+      float scaled[kRowsAtOnce];
       for (int64_t i = 0; i < count; ++i) *f.aux_amax = std::max(*f.aux_amax, absolute_bits(values[i]));
       for (int64_t i = 0; i < count; ++i) scaled[i] = f.aux_scale * values[i];
       return encode(f.aux_type, scaled, count, static_cast<uint8_t*>(f.aux) + at);
@@ -91,7 +91,7 @@ void write_gelu_aux(const Finish& f, int64_t at, const T* values, int64_t count)
   store(values, static_cast<T*>(f.aux) + at, count);
 }
 
-// The aux of one strip of a column, from z + bias.
+// The aux of some rows of a column, from z + bias.
 template <typename T>
 void write_aux(const Finish& f, int64_t row, int64_t col, const T* values, int64_t count) {
   if constexpr (!IsComplex<T>::value) {
@@ -103,7 +103,7 @@ void write_aux(const Finish& f, int64_t row, int64_t col, const T* values, int64
   }
 }
 
-// values *= slope of the activation where the forward pass had aux, for one strip of a column.
+// values *= slope of the activation where the forward pass had aux, for some rows of a column.
 template <typename T, typename Out>
 void multiply_by_slope(const Finish& f, int64_t row, int64_t col, T* values, int64_t count) {
   if constexpr (!IsComplex<T>::value) {
@@ -112,7 +112,7 @@ void multiply_by_slope(const Finish& f, int64_t row, int64_t col, T* values, int
       const int64_t at = f.aux_bit + row;
       for (int64_t i = 0; i < count; ++i) values[i] = mask[(at + i) / 8] >> ((at + i) % 8) & 1 ? values[i] : T(0);
     } else {
-      T slope[kStrip];
+      T slope[kRowsAtOnce];
       load(static_cast<const Out*>(f.aux) + col * f.aux_ld + row, slope, count);
       gelu_slope(slope, count);
       for (int64_t i = 0; i < count; ++i) values[i] *= slope[i];
@@ -144,9 +144,9 @@ void pad_aux(const Finish& f) {
 
 template <typename T, typename Out>
 void finish(const Finish& f) {
-  T values[kStrip], bias[kStrip];
-  for (int64_t row = 0; row < f.rows; row += kStrip) {
-    const int64_t count = std::min(kStrip, f.rows - row);
+  T values[kRowsAtOnce], bias[kRowsAtOnce];
+  for (int64_t row = 0; row < f.rows; row += kRowsAtOnce) {
+    const int64_t count = std::min(kRowsAtOnce, f.rows - row);
     if (f.bias) load(static_cast<const Out*>(f.bias) + row, bias, count);
     for (int64_t col = 0; col < f.cols; ++col) {
       load(static_cast<const T*>(f.z) + col * f.ldz + row, values, count);
@@ -175,10 +175,10 @@ T make_scalar(double real, double imag) {
 
 template <typename T, typename Out>
 void scale(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols, T beta, bool adds) {
-  T values[kStrip];
+  T values[kRowsAtOnce];
   for (int64_t col = 0; col < cols; ++col) {
-    for (int64_t row = 0; row < rows; row += kStrip) {
-      const int64_t count = std::min(kStrip, rows - row);
+    for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
+      const int64_t count = std::min(kRowsAtOnce, rows - row);
       T* const to = static_cast<T*>(z) + col * ldz + row;
       load(static_cast<const Out*>(c) + col * ldc + row, values, count);
       for (int64_t i = 0; i < count; ++i) to[i] = adds ? to[i] + beta * values[i] : beta * values[i];

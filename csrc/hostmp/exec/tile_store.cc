@@ -18,11 +18,11 @@ void raise_to(uint32_t* most, uint32_t value) {
 }  // namespace
 
 // cuBLASMp's all-reduce sums what each rank adds, beta and C being the rank's own.
-bool TilePart::add_c(bool is_started) const {
-  for (int64_t rank = place_.rank; rank <= last_rank(); ++rank) {
-    const Call& call = call_of(rank);
+bool TileStore::add_c(bool is_started) const {
+  for (int64_t rank = origin_.rank; rank <= last_rank(); ++rank) {
+    const MatmulCall& call = call_of(rank);
     if (!call.reads_c) continue;
-    const Block c = locate(call.c, place_.row, place_.col);
+    const MatrixView c = locate(call.c, origin_.row, origin_.col);
     const std::complex<double> beta = call.beta * static_cast<double>(call.scale_c.scalar());
     scale_c(c.data, c.ld, z_.data, z_.ld, rows_, cols_, beta.real(), beta.imag(), is_started, call.accumulator(),
             call.c.desc.type);
@@ -31,45 +31,45 @@ bool TilePart::add_c(bool is_started) const {
   return is_started;
 }
 
-void TilePart::finish() const {
+void TileStore::finish() const {
   store();
   if (call_.is_all_reduce) copy_to_peers();
 }
 
-void TilePart::store() const {
+void TileStore::store() const {
   const Epilog* epilog = find_epilog(call_.epilog);
   if (is_in_d_ && epilog->is_plain()) return;
-  if (call_.stores_narrow()) return store_narrow_result(epilog);
-  apply_epilog(epilog, d_of(place_.rank), call_.d.desc.type);
+  if (call_.stores_low_precision()) return store_low_precision(epilog);
+  apply_epilog(epilog, d_of(origin_.rank), call_.d.desc.type);
 }
 
 // fp8 and fp4: the epilog in floats where the sums are, then scaled and encoded.
-void TilePart::store_narrow_result(const Epilog* epilog) const {
+void TileStore::store_low_precision(const Epilog* epilog) const {
   if (!epilog->is_plain()) apply_epilog(epilog, z_, abi::CUDA_R_32F);
-  const Block d = d_of(place_.rank);
+  const MatrixView d = d_of(origin_.rank);
   const int64_t rows_of_part = call_.is_all_reduce ? call_.m : owner().d.local_rows();
-  const uint32_t amax = store_narrow({call_.d.desc.type, reinterpret_cast<const float*>(z_.data), z_.ld, rows_, cols_,
-                                      d.data, d.ld, owner().scale_d.scalar(), owner().d_out_scale.mode,
-                                      static_cast<uint8_t*>(const_cast<void*>(owner().d_out_scale.data)), place_.row,
-                                      place_.col, rows_of_part});
-  raise(&Call::amax_d, amax);
+  const uint32_t amax = downconvert_tile({call_.d.desc.type, reinterpret_cast<const float*>(z_.data), z_.ld, rows_,
+                                          cols_, d.data, d.ld, owner().scale_d.scalar(), owner().d_out_scale.mode,
+                                          static_cast<uint8_t*>(const_cast<void*>(owner().d_out_scale.data)),
+                                          origin_.row, origin_.col, rows_of_part});
+  raise(&MatmulCall::amax_d, amax);
 }
 
 // The epilog from the sums into `to`, of type `out`.
-void TilePart::apply_epilog(const Epilog* epilog, const Block& to, abi::cudaDataType_t out) const {
+void TileStore::apply_epilog(const Epilog* epilog, const MatrixView& to, abi::cudaDataType_t out) const {
   const void* bias = epilog->has_bias ? bias_as(out) : nullptr;
-  const Aux aux = epilog->has_aux ? aux_of(place_.rank) : Aux{};
+  const Aux aux = epilog->has_aux ? aux_of(origin_.rank) : Aux{};
   uint32_t amax = 0;
   finish_tile({epilog, rows_, cols_, z_.data, z_.ld, to.data, to.ld, bias, aux.data, aux.bit, aux.ld, aux.rows,
                call_.aux_type, owner().scale_aux.scalar(), &amax},
               call_.accumulator(), out);
-  raise(&Call::amax_aux, amax);
+  raise(&MatmulCall::amax_aux, amax);
 }
 
 // The part's rows of the bias.
-const void* TilePart::bias_as(abi::cudaDataType_t type) const {
+const void* TileStore::bias_as(abi::cudaDataType_t type) const {
   const abi::cudaDataType_t have = call_.bias_type;
-  const char* const bias = static_cast<const char*>(owner().bias) + bytes_of(have, place_.row);
+  const char* const bias = static_cast<const char*>(owner().bias) + bytes_of(have, origin_.row);
   if (have == type) return bias;
   float* const wide = reinterpret_cast<float*>(scratch_);  // fp8 operands only; their products are done with it
   if (have == abi::CUDA_R_16BF) widen(reinterpret_cast<const BFloat16*>(bias), wide, rows_);
@@ -77,36 +77,36 @@ const void* TilePart::bias_as(abi::cudaDataType_t type) const {
   return wide;
 }
 
-TilePart::Aux TilePart::aux_of(int64_t rank) const {
-  const Call& call = call_of(rank);
+TileStore::Aux TileStore::aux_of(int64_t rank) const {
+  const MatmulCall& call = call_of(rank);
   const int64_t local_rows = call.is_all_reduce ? call.m : call.d.local_rows();
-  const bool is_last = place_.row + rows_ == local_rows;
+  const bool is_last = origin_.row + rows_ == local_rows;
   Aux aux;
-  aux.rows = is_last ? call.aux_ld - place_.row : rows_;
+  aux.rows = is_last ? call.aux_ld - origin_.row : rows_;
   const bool is_mask = find_epilog(call.epilog)->activation == Activation::kRelu;
   aux.ld = is_mask ? call.aux_ld / 8 : call.aux_ld;
   aux.stride = is_mask ? aux.ld : bytes_of(call.aux_type, aux.ld);
-  aux.bit = is_mask ? place_.row % 8 : 0;
+  aux.bit = is_mask ? origin_.row % 8 : 0;
   aux.bytes = is_mask ? ceil_div(aux.bit + aux.rows, 8) : bytes_of(call.aux_type, aux.rows);
-  const int64_t above = is_mask ? place_.row / 8 : bytes_of(call.aux_type, place_.row);
-  aux.data = static_cast<char*>(call.aux) + place_.col * aux.stride + above;
+  const int64_t above = is_mask ? origin_.row / 8 : bytes_of(call.aux_type, origin_.row);
+  aux.data = static_cast<char*>(call.aux) + origin_.col * aux.stride + above;
   return aux;
 }
 
 // Raises the maximum of every rank that has the part.
-void TilePart::raise(uint32_t* Call::* most, uint32_t value) const {
-  for (int64_t rank = place_.rank; rank <= last_rank(); ++rank) {
+void TileStore::raise(uint32_t* MatmulCall::* most, uint32_t value) const {
+  for (int64_t rank = origin_.rank; rank <= last_rank(); ++rank) {
     uint32_t* const of_rank = call_of(rank).*most;
     if (of_rank) raise_to(of_rank, value);
   }
 }
 
-void TilePart::copy_to_peers() const {
-  const Block from = d_of(0);
+void TileStore::copy_to_peers() const {
+  const MatrixView from = d_of(0);
   const Epilog* epilog = find_epilog(call_.epilog);
   const bool writes_aux = epilog->has_aux && !epilog->is_derivative;
   for (int64_t rank = 1; rank < call_.nranks; ++rank) {
-    copy_block(call_.d.desc.type, from, rows_, cols_, d_of(rank));
+    copy_view(call_.d.desc.type, from, rows_, cols_, d_of(rank));
     if (call_.has_d_out_scale) copy_scales(call_of(rank));
     if (!writes_aux) continue;
     const Aux source = aux_of(0), target = aux_of(rank);
@@ -117,10 +117,10 @@ void TilePart::copy_to_peers() const {
   }
 }
 
-void TilePart::copy_scales(const Call& to) const {
+void TileStore::copy_scales(const MatmulCall& to) const {
   const int64_t block = block_of(call_.d_out_scale.mode);
-  for (int64_t col = place_.col; col < place_.col + cols_; ++col) {
-    for (int64_t row = place_.row; row < place_.row + rows_; row += block) {
+  for (int64_t col = origin_.col; col < origin_.col + cols_; ++col) {
+    for (int64_t row = origin_.row; row < origin_.row + rows_; row += block) {
       const int64_t at = tiled_offset(row / block, col, call_.m / block);
       static_cast<uint8_t*>(const_cast<void*>(to.d_out_scale.data))[at] =
           static_cast<const uint8_t*>(call_.d_out_scale.data)[at];

@@ -5,28 +5,28 @@
 #include <cstdint>
 #include <vector>
 
-#include "csrc/hostmp/handles/matrix_view.h"
 #include "csrc/hostmp/exec/epilog.h"
 #include "csrc/hostmp/handles/matmul_call.h"
+#include "csrc/hostmp/handles/matrix_view.h"
 
 namespace jaxmp::hostmp {
 
 // Where a part of D lies: on which rank (after an all-reduce all of them have it, and this is the first), and at which
 // local row and column.
-struct Place {
+struct TileOrigin {
   int64_t rank, row, col;
 };
 
 // A rectangle of D that is in one piece in a rank's memory, and so has C, aux and the epilog's inputs of its own.
-class TilePart {
+class TileStore {
  public:
-  // `z` has the sums, in the accumulator's type; with `is_in_d` it is D itself. `scratch` has scaled_gemm_scratch() bytes
-  // where operands are narrow.
-  TilePart(const std::vector<const Call*>& calls, const Place& place, int64_t rows, int64_t cols, const Block& z,
-           bool is_in_d, char* scratch)
+  // `z` has the sums, in the accumulator's type; with `is_in_d` it is D itself. `scratch` has scaled_gemm_scratch()
+  // bytes where operands are of low precision.
+  TileStore(const std::vector<const MatmulCall*>& calls, const TileOrigin& origin, int64_t rows, int64_t cols,
+            const MatrixView& z, bool is_in_d, char* scratch)
       : calls_(calls),
         call_(*calls[0]),
-        place_(place),
+        origin_(origin),
         rows_(rows),
         cols_(cols),
         z_(z),
@@ -50,25 +50,25 @@ class TilePart {
     int64_t stride = 0;  // bytes
   };
 
-  const Call& call_of(int64_t rank) const { return *calls_[static_cast<size_t>(rank)]; }
-  const Call& owner() const { return call_of(place_.rank); }
-  Block d_of(int64_t rank) const { return locate(call_of(rank).d, place_.row, place_.col); }
-  int64_t last_rank() const { return call_.is_all_reduce ? call_.nranks - 1 : place_.rank; }
+  const MatmulCall& call_of(int64_t rank) const { return *calls_[static_cast<size_t>(rank)]; }
+  const MatmulCall& owner() const { return call_of(origin_.rank); }
+  MatrixView d_of(int64_t rank) const { return locate(call_of(rank).d, origin_.row, origin_.col); }
+  int64_t last_rank() const { return call_.is_all_reduce ? call_.nranks - 1 : origin_.rank; }
 
   void store() const;
-  void store_narrow_result(const Epilog* epilog) const;
-  void apply_epilog(const Epilog* epilog, const Block& to, abi::cudaDataType_t out) const;
+  void store_low_precision(const Epilog* epilog) const;
+  void apply_epilog(const Epilog* epilog, const MatrixView& to, abi::cudaDataType_t out) const;
   const void* bias_as(abi::cudaDataType_t type) const;
   Aux aux_of(int64_t rank) const;
-  void raise(uint32_t* Call::* most, uint32_t value) const;
+  void raise(uint32_t* MatmulCall::* most, uint32_t value) const;
   void copy_to_peers() const;
-  void copy_scales(const Call& to) const;
+  void copy_scales(const MatmulCall& to) const;
 
-  const std::vector<const Call*>& calls_;  // by rank
-  const Call& call_;                       // rank 0's, for what all ranks share
-  const Place place_;
+  const std::vector<const MatmulCall*>& calls_;  // by rank
+  const MatmulCall& call_;                       // rank 0's, for what all ranks share
+  const TileOrigin origin_;
   const int64_t rows_, cols_;
-  const Block z_;
+  const MatrixView z_;
   const bool is_in_d_;
   char* const scratch_;
 };

@@ -4,83 +4,83 @@
 #include <cstring>
 #include <utility>
 
+#include "csrc/hostmp/exec/epilog.h"
+#include "csrc/hostmp/exec/tile_store.h"
 #include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
-#include "csrc/hostmp/handles/matrix_view.h"
-#include "csrc/hostmp/exec/epilog.h"
-#include "csrc/hostmp/gemm/scaled_gemm.h"
-#include "csrc/hostmp/kernels/simd_gemm.h"
 #include "csrc/hostmp/gemm/rounded_gemm.h"
-#include "csrc/hostmp/exec/tile_store.h"
+#include "csrc/hostmp/gemm/scaled_gemm.h"
+#include "csrc/hostmp/handles/matrix_view.h"
+#include "csrc/hostmp/kernels/simd_gemm.h"
 
 namespace jaxmp::hostmp {
 namespace {
 
-class TileRun {
+class TileTask {
  public:
-  TileRun(const Product2D& product, const Tile& tile, char* workspace)
+  TileTask(const DistributedProduct& product, const Tile& tile, char* workspace)
       : product_(product),
         tile_(tile),
-        m_(product.tiling().m[static_cast<size_t>(tile.m_cut)]),
-        n_(product.tiling().n[static_cast<size_t>(tile.n_cut)]),
+        m_(product.tiling().m[static_cast<size_t>(tile.m_range)]),
+        n_(product.tiling().n[static_cast<size_t>(tile.n_range)]),
         call_(*product.calls[0]),
         scratch_(workspace ? workspace + product.area().sums_bytes : nullptr),
-        seam_(scratch_ + product.area().scratch_bytes),
-        pieces_(seam_ + product.area().seam_bytes),
+        boundary_(scratch_ + product.area().scratch_bytes),
+        gathered_(boundary_ + product.area().boundary_bytes),
         z_{workspace, tile.rows} {
     if (product.tiling().is_together_in_d(tile)) {
-      const Place place = place_of(n_, tile.col);
+      const TileOrigin origin = origin_of(n_, tile.col);
       const bool is_in_d = sums_in_d(call_, product.tiling(), tile);
-      if (is_in_d) z_ = locate(product.calls[static_cast<size_t>(place.rank)]->d, place.row, place.col);
-      parts_.emplace_back(product.calls, place, tile.rows, tile.cols, z_, is_in_d, scratch_);
+      if (is_in_d) z_ = locate(product.calls[static_cast<size_t>(origin.rank)]->d, origin.row, origin.col);
+      stores_.emplace_back(product.calls, origin, tile.rows, tile.cols, z_, is_in_d, scratch_);
       return;
     }
-    for (int32_t i = tile.n_cut; i < tile.n_cut + tile.n_cuts; ++i) {
-      const Cut& n = cut_of_n(i);
+    for (int32_t i = tile.n_range; i < tile.n_range + tile.n_ranges; ++i) {
+      const CommonRange& n = n_range_at(i);
       char* const z = z_.data + bytes_of(call_.accumulator(), (n.begin - n_.begin) * z_.ld);
-      parts_.emplace_back(product.calls, place_of(n, 0), tile.rows, n.size, Block{z, z_.ld}, false, scratch_);
+      stores_.emplace_back(product.calls, origin_of(n, 0), tile.rows, n.size, MatrixView{z, z_.ld}, false, scratch_);
     }
   }
 
   void operator()() {
-    call_.is_ordered ? sum_in_order() : sum();
-    for (const TilePart& part : parts_) part.finish();
+    call_.fixed_reduction_order ? sum_fixed_order() : sum();
+    for (const TileStore& store : stores_) store.finish();
   }
 
  private:
-  const Cut& cut_of_n(int32_t i) const { return product_.tiling().n[static_cast<size_t>(i)]; }
+  const CommonRange& n_range_at(int32_t i) const { return product_.tiling().n[static_cast<size_t>(i)]; }
 
-  // Where D has the tile's first row, and column `col` of a cut of n.
-  Place place_of(const Cut& n, int64_t col) const {
+  // Where D has the tile's first row, and column `col` of a range of n.
+  TileOrigin origin_of(const CommonRange& n, int64_t col) const {
     const int64_t rank = call_.is_all_reduce ? 0 : rank_of(call_.grid(), m_.proc[0], n.proc[0]);
     return {rank, m_.local[0] + tile_.row, n.local[0] + col};
   }
 
   // z = beta C, and onto it the products, as fast as the BLAS does them.
   void sum() {
-    bool is_started = parts_.size() > 1;  // of whom some may read C, and others not
+    bool is_started = stores_.size() > 1;  // of whom some may read C, and others not
     if (is_started) fill_zero();
-    for (const TilePart& part : parts_) is_started = part.add_c(is_started);
+    for (const TileStore& store : stores_) is_started = store.add_c(is_started);
     if (product_.tiling().k.empty()) {
       if (!is_started) fill_zero();
       return;
     }
-    if (facts(call_.a.desc.type).is_16bit) return add_parts(is_started);
-    for (const Cut& cut : product_.tiling().k) {
-      call_.is_narrow() ? add_narrow(cut, is_started) : add_product(product_of(cut), is_started);
+    if (facts(call_.a.desc.type).is_16bit) return add_product16(is_started);
+    for (const CommonRange& range : product_.tiling().k) {
+      call_.is_low_precision() ? add_scaled_product(range, is_started) : add_product(product_of(range), is_started);
       is_started = true;
     }
   }
 
   // z = alpha (the sum over k in ascending order) + beta C.
-  void sum_in_order() {
-    const bool is_started = call_.is_narrow() ? multiply_narrow_in_order() : multiply_in_order();
+  void sum_fixed_order() {
+    const bool is_started = call_.is_low_precision() ? multiply_scaled_fixed_order() : multiply_fixed_order();
     if (!is_started) fill_zero();
     const std::complex<double> alpha = call_.alpha * tensor_scale();
     if (alpha != 1.0) {
       scale_sums(z_.data, z_.ld, tile_.rows, tile_.cols, alpha.real(), alpha.imag(), call_.accumulator());
     }
-    for (const TilePart& part : parts_) part.add_c(true);
+    for (const TileStore& store : stores_) store.add_c(true);
   }
 
   // Of A and B; the ranks agree on tensor-wide scales.
@@ -92,46 +92,47 @@ class TileRun {
     return scale;
   }
 
-  bool multiply_narrow_in_order() {
-    std::vector<ScaledProduct> parts;
-    for (const Cut& cut : product_.tiling().k) parts.push_back(narrow_product_of(cut));
-    if (!parts.empty()) scaled_gemm_fixed_order(parts, scratch_);
-    return !parts.empty();
+  bool multiply_scaled_fixed_order() {
+    std::vector<ScaledProduct> segments;
+    for (const CommonRange& range : product_.tiling().k) segments.push_back(scaled_product_of(range));
+    if (!segments.empty()) scaled_gemm_fixed_order(segments, scratch_);
+    return !segments.empty();
   }
 
-  bool multiply_in_order() {
+  bool multiply_fixed_order() {
     const int64_t unit = k_unit(call_.a.desc.type);
-    KSegments parts;
-    char* seam = seam_;
-    int64_t at = 0;  // up to where the parts have come
-    for (const Cut& cut : product_.tiling().k) {
-      const int64_t end = cut.begin + cut.size;
+    KSegments segments;
+    char* boundary = boundary_;
+    int64_t at = 0;  // k that the segments cover so far
+    for (const CommonRange& range : product_.tiling().k) {
+      const int64_t end = range.begin + range.size;
       const int64_t whole = end == call_.k ? end : end / unit * unit;
-      if (at < whole) parts.push_back(product_of(part_of(cut, at, whole)));
+      if (at < whole) segments.push_back(product_of(sub_range(range, at, whole)));
       at = std::max(at, whole);
       if (at >= end) continue;
-      parts.push_back(seam_at(at, std::min(at + unit, call_.k), seam));
-      seam += seam_bytes(call_, parts.back().k, tile_.rows, tile_.cols);
-      at += parts.back().k;
+      segments.push_back(boundary_segment(at, std::min(at + unit, call_.k), boundary));
+      boundary += boundary_bytes(call_, segments.back().k, tile_.rows, tile_.cols);
+      at += segments.back().k;
     }
-    if (!parts.empty()) fixed_order_gemm(call_.a.desc.type, parts, false, scratch_);
-    return !parts.empty();
+    if (!segments.empty()) fixed_order_gemm(call_.a.desc.type, segments, false, scratch_);
+    return !segments.empty();
   }
 
-  static Cut part_of(const Cut& cut, int64_t begin, int64_t end) {
-    const int64_t skipped = begin - cut.begin;
-    return {begin, end - begin, {cut.proc[0], cut.proc[1]}, {cut.local[0] + skipped, cut.local[1] + skipped}};
+  static CommonRange sub_range(const CommonRange& range, int64_t begin, int64_t end) {
+    const int64_t skipped = begin - range.begin;
+    return {begin, end - begin, {range.proc[0], range.proc[1]}, {range.local[0] + skipped, range.local[1] + skipped}};
   }
 
-  // What lies around a cut of k, copied together; only 16-bit types have seams.
-  Product seam_at(int64_t begin, int64_t end, char* memory) {
+  // The k unit around the end of a range of k, copied together: an instruction sums a whole unit. Only 16-bit types
+  // need this.
+  Product boundary_segment(int64_t begin, int64_t end, char* memory) {
     const int64_t size = end - begin;
     uint16_t* const a = reinterpret_cast<uint16_t*>(memory);
     uint16_t* const b = a + tile_.rows * size;
-    for (const Cut& cut : product_.tiling().k) {
-      const int64_t from = std::max(begin, cut.begin), to = std::min(end, cut.begin + cut.size);
+    for (const CommonRange& range : product_.tiling().k) {
+      const int64_t from = std::max(begin, range.begin), to = std::min(end, range.begin + range.size);
       if (from >= to) continue;
-      const Product p = product_of(part_of(cut, from, to));
+      const Product p = product_of(sub_range(range, from, to));
       const bool is_a_plain = p.trans_a == abi::CUBLAS_OP_N, is_b_plain = p.trans_b == abi::CUBLAS_OP_N;
       for (int64_t k = 0; k < p.k; ++k) {
         for (int64_t row = 0; row < p.m; ++row) {
@@ -147,36 +148,38 @@ class TileRun {
     return {abi::CUBLAS_OP_N, abi::CUBLAS_OP_N, tile_.rows, tile_.cols, size, a, tile_.rows, b, size, z_.data, z_.ld};
   }
 
-  Product product_of(const Cut& k) const {
+  Product product_of(const CommonRange& k) const {
     const bool is_a_plain = call_.trans_a == abi::CUBLAS_OP_N;
-    const Block a = piece(&Call::a, is_a_plain, {m_.proc[1], m_.local[1] + tile_.row}, {k.proc[0], k.local[0]});
-    const Block b = product_.tiling().is_together_in_b(tile_) ? piece_of_b(k, n_, tile_.col) : pieces_of_b(k);
+    const MatrixView a =
+        piece(&MatmulCall::a, is_a_plain, {m_.proc[1], m_.local[1] + tile_.row}, {k.proc[0], k.local[0]});
+    const MatrixView b = product_.tiling().is_together_in_b(tile_) ? piece_of_b(k, n_, tile_.col) : gathered_b(k);
     return {call_.trans_a, call_.trans_b, tile_.rows, tile_.cols, k.size, a.data, a.ld, b.data, b.ld, z_.data, z_.ld};
   }
 
-  Block piece_of_b(const Cut& k, const Cut& n, int64_t col) const {
-    return piece(&Call::b, call_.trans_b == abi::CUBLAS_OP_N, {k.proc[1], k.local[1]}, {n.proc[1], n.local[1] + col});
+  MatrixView piece_of_b(const CommonRange& k, const CommonRange& n, int64_t col) const {
+    return piece(&MatmulCall::b, call_.trans_b == abi::CUBLAS_OP_N, {k.proc[1], k.local[1]},
+                 {n.proc[1], n.local[1] + col});
   }
 
   // Those of all ranks, put together as they are stored.
-  Block pieces_of_b(const Cut& k) const {
+  MatrixView gathered_b(const CommonRange& k) const {
     const abi::cudaDataType_t type = call_.b.desc.type;
     const bool is_plain = call_.trans_b == abi::CUBLAS_OP_N;
-    const Block all = {pieces_ + bytes_of(type, k.begin * tile_.cols), is_plain ? k.size : tile_.cols};
-    for (int32_t i = tile_.n_cut; i < tile_.n_cut + tile_.n_cuts; ++i) {
-      const Cut& n = cut_of_n(i);
+    const MatrixView all = {gathered_ + bytes_of(type, k.begin * tile_.cols), is_plain ? k.size : tile_.cols};
+    for (int32_t i = tile_.n_range; i < tile_.n_range + tile_.n_ranges; ++i) {
+      const CommonRange& n = n_range_at(i);
       const int64_t col = n.begin - n_.begin;
-      const Block from = piece_of_b(k, n, 0);
+      const MatrixView from = piece_of_b(k, n, 0);
       char* const to = all.data + bytes_of(type, is_plain ? col * all.ld : col);
-      copy_block(type, from, is_plain ? k.size : n.size, is_plain ? n.size : k.size, {to, all.ld});
+      copy_view(type, from, is_plain ? k.size : n.size, is_plain ? n.size : k.size, {to, all.ld});
     }
     return all;
   }
 
-  void add_parts(bool adds) {
-    KSegments parts;
-    for (const Cut& cut : product_.tiling().k) parts.push_back(product_of(cut));
-    gemm16(call_.a.desc.type, parts, static_cast<float>(call_.alpha.real()), adds ? 1.0f : 0.0f, scratch_);
+  void add_product16(bool adds) {
+    KSegments segments;
+    for (const CommonRange& range : product_.tiling().k) segments.push_back(product_of(range));
+    gemm16(call_.a.desc.type, segments, static_cast<float>(call_.alpha.real()), adds ? 1.0f : 0.0f, scratch_);
   }
 
   void add_product(const Product& product, bool adds) {
@@ -202,45 +205,45 @@ class TileRun {
   }
 
   // The operand's piece, with the scales of the rank that holds it.
-  ScaledOperand narrow_piece(Operand Call::* operand, Scales Call::* scales, bool is_adjacent_in_k, const Cut& k,
-                             int along_k, const Cut& other, int64_t at) const {
+  ScaledOperand scaled_operand_at(Operand MatmulCall::* operand, Scales MatmulCall::* scales, bool is_adjacent_in_k,
+                                  const CommonRange& k, int along_k, const CommonRange& other, int64_t at) const {
     const int64_t proc_k = k.proc[along_k], proc = other.proc[1], local_k = k.local[along_k],
                   local = other.local[1] + at;
     const int64_t rank = is_adjacent_in_k ? rank_of((call_.*operand).desc.grid, proc_k, proc)
                                           : rank_of((call_.*operand).desc.grid, proc, proc_k);
-    const Call& holder = *product_.calls[static_cast<size_t>(rank)];
+    const MatmulCall& holder = *product_.calls[static_cast<size_t>(rank)];
     const Operand& x = holder.*operand;
-    const Block block = is_adjacent_in_k ? locate(x, local_k, local) : locate(x, local, local_k);
+    const MatrixView block = is_adjacent_in_k ? locate(x, local_k, local) : locate(x, local, local_k);
     return {x.desc.type, block.data,     block.ld, is_adjacent_in_k, holder.*scales,
             local_k,     x.local_rows(), local,    x.local_cols()};
   }
 
-  ScaledProduct narrow_product_of(const Cut& k) const {
+  ScaledProduct scaled_product_of(const CommonRange& k) const {
     const bool is_a_k = call_.trans_a != abi::CUBLAS_OP_N, is_b_k = call_.trans_b == abi::CUBLAS_OP_N;
-    const ScaledOperand a = narrow_piece(&Call::a, &Call::scale_a, is_a_k, k, 0, m_, tile_.row);
-    const auto columns = [&](const Cut& n, int64_t col, int64_t cols) {
-      return ScaledColumns{cols, narrow_piece(&Call::b, &Call::scale_b, is_b_k, k, 1, n, col)};
+    const ScaledOperand a = scaled_operand_at(&MatmulCall::a, &MatmulCall::scale_a, is_a_k, k, 0, m_, tile_.row);
+    const auto columns = [&](const CommonRange& n, int64_t col, int64_t cols) {
+      return ScaledColumns{cols, scaled_operand_at(&MatmulCall::b, &MatmulCall::scale_b, is_b_k, k, 1, n, col)};
     };
     ScaledProduct product = {tile_.rows, tile_.cols, k.size, a, {}, z_.data, z_.ld};
     if (product_.tiling().is_together_in_b(tile_)) {
       product.b = {columns(n_, tile_.col, tile_.cols)};
       return product;
     }
-    for (int32_t i = tile_.n_cut; i < tile_.n_cut + tile_.n_cuts; ++i) {
-      product.b.push_back(columns(cut_of_n(i), 0, cut_of_n(i).size));
+    for (int32_t i = tile_.n_range; i < tile_.n_range + tile_.n_ranges; ++i) {
+      product.b.push_back(columns(n_range_at(i), 0, n_range_at(i).size));
     }
     return product;
   }
 
-  void add_narrow(const Cut& k, bool adds) {
-    scaled_gemm(narrow_product_of(k), call_.alpha.real() * tensor_scale(), adds, scratch_);
+  void add_scaled_product(const CommonRange& k, bool adds) {
+    scaled_gemm(scaled_product_of(k), call_.alpha.real() * tensor_scale(), adds, scratch_);
   }
 
   // Where op(X) is at (row, col), each given as the process coordinate and the local index along that axis of op(X).
   struct Index {
     int64_t proc, local;
   };
-  Block piece(Operand Call::* operand, bool is_plain, Index row, Index col) const {
+  MatrixView piece(Operand MatmulCall::* operand, bool is_plain, Index row, Index col) const {
     if (!is_plain) std::swap(row, col);
     const int64_t rank = rank_of((call_.*operand).desc.grid, row.proc, col.proc);
     return locate(product_.calls[static_cast<size_t>(rank)]->*operand, row.local, col.local);
@@ -253,20 +256,22 @@ class TileRun {
     }
   }
 
-  const Product2D& product_;
+  const DistributedProduct& product_;
   const Tile tile_;
-  const Cut& m_;
-  const Cut& n_;      // the first one
-  const Call& call_;  // rank 0's, for what all ranks share
+  const CommonRange& m_;
+  const CommonRange& n_;    // the first one
+  const MatmulCall& call_;  // rank 0's, for what all ranks share
   char* const scratch_;
-  char* const seam_;
-  char* const pieces_;
-  Block z_;
-  std::vector<TilePart> parts_;  // each cut of n apart, where the tile is not in one piece in D
+  char* const boundary_;
+  char* const gathered_;
+  MatrixView z_;
+  std::vector<TileStore> stores_;  // each range of n apart, where the tile is not in one piece in D
 };
 
 }  // namespace
 
-void run_tile(const Product2D& product, const Tile& tile, char* workspace) { TileRun(product, tile, workspace)(); }
+void run_tile(const DistributedProduct& product, const Tile& tile, char* workspace) {
+  TileTask(product, tile, workspace)();
+}
 
 }  // namespace jaxmp::hostmp

@@ -10,14 +10,14 @@
 namespace jaxmp::hostmp {
 
 // Everything a tile needs, fixed before the first one runs.
-struct Product2D {
-  std::vector<const Call*> calls;  // by rank
+struct DistributedProduct {
+  std::vector<const MatmulCall*> calls;  // by rank
   const Tiling& tiling() const { return calls[0]->tiling->tiling; }
   const Area& area() const { return calls[0]->tiling->area; }
 };
 
 // `workspace` is the thread's own area.
-void run_tile(const Product2D& product, const Tile& tile, char* workspace);
+void run_tile(const DistributedProduct& product, const Tile& tile, char* workspace);
 
 }  // namespace jaxmp::hostmp
 

@@ -108,9 +108,7 @@ constexpr int64_t kSmallTt = 2'000'000;
 
 const Libraries& libraries() { return *loaded.load(std::memory_order_acquire); }
 
-MixedGemm mixed_gemm(abi::cudaDataType_t type) {
-  return type == abi::CUDA_R_16BF ? libraries().bf16 : libraries().f16;
-}
+MixedGemm mixed_gemm(abi::cudaDataType_t type) { return type == abi::CUDA_R_16BF ? libraries().bf16 : libraries().f16; }
 
 }  // namespace
 
@@ -141,14 +139,8 @@ void gemm(const Product& p, float alpha, float beta) {
   if (is_tt && p.m * p.n * p.k <= kSmallTt) lock.lock();
   call_real(libraries().sgemm, p, alpha, beta);
 }
-void gemm(const Product& p, double alpha, double beta) {
-  call_real(libraries().dgemm, p, alpha, beta);
-}
-void gemm(const Product& p, Complex64 alpha, Complex64 beta) {
-  call_complex(libraries().cgemm, p, alpha, beta);
-}
-void gemm(const Product& p, Complex128 alpha, Complex128 beta) {
-  call_complex(libraries().zgemm, p, alpha, beta);
-}
+void gemm(const Product& p, double alpha, double beta) { call_real(libraries().dgemm, p, alpha, beta); }
+void gemm(const Product& p, Complex64 alpha, Complex64 beta) { call_complex(libraries().cgemm, p, alpha, beta); }
+void gemm(const Product& p, Complex128 alpha, Complex128 beta) { call_complex(libraries().zgemm, p, alpha, beta); }
 
 }  // namespace jaxmp::hostmp

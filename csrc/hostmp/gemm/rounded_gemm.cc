@@ -25,14 +25,14 @@ void round_through(const float* from, float* to, int64_t count) {
   T rounded[kRun];
   for (int64_t i = 0; i < count; i += kRun) {
     const int64_t size = std::min(kRun, count - i);
-    narrow(from + i, rounded, size);
+    downconvert(from + i, rounded, size);
     widen(rounded, to + i, size);
   }
 }
 
 void round_run(cublasComputeType_t compute, cudaDataType_t rounded, const float* from, char* to, int64_t count) {
-  if (rounded == CUDA_R_16BF) return narrow(from, reinterpret_cast<BFloat16*>(to), count);
-  if (rounded == CUDA_R_16F) return narrow(from, reinterpret_cast<Float16*>(to), count);
+  if (rounded == CUDA_R_16BF) return downconvert(from, reinterpret_cast<BFloat16*>(to), count);
+  if (rounded == CUDA_R_16F) return downconvert(from, reinterpret_cast<Float16*>(to), count);
   float* const wide = reinterpret_cast<float*>(to);
   if (compute == CUBLAS_COMPUTE_32F_FAST_TF32) return round_to_tf32(from, wide, count);
   compute == CUBLAS_COMPUTE_32F_FAST_16BF ? round_through<BFloat16>(from, wide, count)

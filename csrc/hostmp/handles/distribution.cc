@@ -6,16 +6,16 @@ namespace jaxmp::hostmp {
 
 int64_t numroc(const Axis& axis, int64_t proc) {
   const int64_t blocks = axis.extent / axis.block;  // full ones
-  const int64_t turn = (proc - axis.source + axis.nprocs) % axis.nprocs;
+  const int64_t position = (proc - axis.source + axis.nprocs) % axis.nprocs;
   int64_t held = blocks / axis.nprocs * axis.block;
   const int64_t left_over = blocks % axis.nprocs;
-  if (turn < left_over) held += axis.block;
-  if (turn == left_over) held += axis.extent % axis.block;
+  if (position < left_over) held += axis.block;
+  if (position == left_over) held += axis.extent % axis.block;
   return held;
 }
 
-std::vector<Run> runs(const Axis& axis, int64_t offset, int64_t size) {
-  std::vector<Run> found;
+std::vector<LocalRange> local_ranges(const Axis& axis, int64_t offset, int64_t size) {
+  std::vector<LocalRange> found;
   if (size <= 0) return found;
   if (axis.nprocs == 1) {
     found.push_back({0, size, 0, offset});
@@ -31,12 +31,12 @@ std::vector<Run> runs(const Axis& axis, int64_t offset, int64_t size) {
   return found;
 }
 
-std::vector<Cut> common_cuts(const std::vector<Run>& first, const std::vector<Run>& second) {
-  std::vector<Cut> cuts;
+std::vector<CommonRange> common_ranges(const std::vector<LocalRange>& first, const std::vector<LocalRange>& second) {
+  std::vector<CommonRange> cuts;
   cuts.reserve(std::max(first.size(), second.size()));
   for (size_t i = 0, j = 0; i < first.size() && j < second.size();) {
-    const Run& x = first[i];
-    const Run& y = second[j];
+    const LocalRange& x = first[i];
+    const LocalRange& y = second[j];
     const int64_t begin = std::max(x.begin, y.begin);
     const int64_t end = std::min(x.begin + x.size, y.begin + y.size);
     cuts.push_back({begin, end - begin, {x.proc, y.proc}, {x.local + begin - x.begin, y.local + begin - y.begin}});

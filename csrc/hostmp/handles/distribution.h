@@ -22,22 +22,22 @@ struct Axis {
 int64_t numroc(const Axis& axis, int64_t proc);
 
 // A run of indices that lie next to each other in one process's memory.
-struct Run {
+struct LocalRange {
   int64_t begin;  // relative to the first index asked for
   int64_t size;
   int64_t proc;
   int64_t local;  // index of the first element within the process's part
 };
 
-// The indices [offset, offset + size) of the axis as runs, in ascending order, each as long as memory allows.
-std::vector<Run> runs(const Axis& axis, int64_t offset, int64_t size);
+// The indices [offset, offset + size) of the axis as ranges, in ascending order, each as long as memory allows.
+std::vector<LocalRange> local_ranges(const Axis& axis, int64_t offset, int64_t size);
 
 // Runs of two axes that describe the same indices, cut at the boundaries of both.
-struct Cut {
+struct CommonRange {
   int64_t begin, size;
   int64_t proc[2], local[2];
 };
-std::vector<Cut> common_cuts(const std::vector<Run>& first, const std::vector<Run>& second);
+std::vector<CommonRange> common_ranges(const std::vector<LocalRange>& first, const std::vector<LocalRange>& second);
 
 }  // namespace jaxmp::hostmp
 

@@ -8,8 +8,8 @@
 #include <memory>
 
 #include "csrc/cublasmp/abi.h"
-#include "csrc/hostmp/handles/runtime.h"
 #include "csrc/hostmp/handles/distribution.h"
+#include "csrc/hostmp/handles/runtime.h"
 
 namespace jaxmp::hostmp {
 struct ProductTiling;
@@ -44,7 +44,7 @@ struct cublasMpMatmulDescriptor {
   // Raw bytes of every attribute, in the low bytes; see attribute_size().
   std::array<uint64_t, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME + 1> values;
   std::array<bool, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME + 1> is_set;
-  bool is_ordered;
+  bool fixed_reduction_order;
   std::shared_ptr<const hostmp::ProductTiling> tiling;  // of the last call; only by std::atomic_load and _store
 };
 

@@ -25,7 +25,7 @@ struct Operand {
 };
 
 // One rank's Matmul: everything by value, because the caller may reuse its descriptors at once.
-struct Call {
+struct MatmulCall {
   int rank = 0, nranks = 1;
   int64_t m = 0, n = 0, k = 0;
   abi::cublasOperation_t trans_a = abi::CUBLAS_OP_N, trans_b = abi::CUBLAS_OP_N;
@@ -35,7 +35,7 @@ struct Call {
   int communication_type = -1;  // a cudaDataType_t; -1: the library's choice
   int epilog = 0;               // without the ALLREDUCE bit
   bool is_all_reduce = false;
-  bool is_ordered = false;
+  bool fixed_reduction_order = false;
   std::complex<double> alpha, beta;
   Operand a, b, c, d;
   bool has_c = false;
@@ -55,12 +55,12 @@ struct Call {
 
   const abi::cublasMpGrid& grid() const { return d.desc.grid; }
   abi::cudaDataType_t accumulator() const { return accumulator_of(a.desc.type); }
-  bool is_narrow() const { return facts(a.desc.type).is_narrow; }
-  bool stores_narrow() const { return facts(d.desc.type).is_narrow; }
+  bool is_low_precision() const { return facts(a.desc.type).is_low_precision; }
+  bool stores_low_precision() const { return facts(d.desc.type).is_low_precision; }
 };
 
 // Whether partial sums travel between the ranks: A and B are distributed along k and nothing else.
-inline bool sums_over_ranks(const Call& call) {
+inline bool sums_over_ranks(const MatmulCall& call) {
   const bool is_a_plain = call.trans_a == abi::CUBLAS_OP_N, is_b_plain = call.trans_b == abi::CUBLAS_OP_N;
   const Axis& a = is_a_plain ? call.a.desc.cols : call.a.desc.rows;
   const Axis& b = is_b_plain ? call.b.desc.rows : call.b.desc.cols;

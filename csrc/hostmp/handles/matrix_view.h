@@ -9,17 +9,18 @@
 
 namespace jaxmp::hostmp {
 
-struct Block {
+struct MatrixView {
   char* data;
   int64_t ld;  // elements
 };
 
-inline Block locate(const Operand& x, int64_t row, int64_t col) {
+inline MatrixView locate(const Operand& x, int64_t row, int64_t col) {
   const int64_t ld = x.desc.lld;
   return {const_cast<char*>(x.data) + bytes_of(x.desc.type, col * ld + row), ld};
 }
 
-inline void copy_block(abi::cudaDataType_t type, const Block& from, int64_t rows, int64_t cols, const Block& to) {
+inline void copy_view(abi::cudaDataType_t type, const MatrixView& from, int64_t rows, int64_t cols,
+                      const MatrixView& to) {
   for (int64_t col = 0; col < cols; ++col) {
     std::memcpy(to.data + bytes_of(type, col * to.ld), from.data + bytes_of(type, col * from.ld),
                 static_cast<size_t>(bytes_of(type, rows)));

@@ -88,7 +88,9 @@ struct AmxKernel {
   static constexpr int64_t kMC = 8 * kTile;  // 512 KiB
 
   static int64_t blocks(int64_t depth) { return ceil_div(depth, kTile); }
-  int64_t a_bytes(int64_t rows, int64_t depth) const { return 8 * kWordsOfBlock * blocks(depth) * ceil_div(rows, kTile); }
+  int64_t a_bytes(int64_t rows, int64_t depth) const {
+    return 8 * kWordsOfBlock * blocks(depth) * ceil_div(rows, kTile);
+  }
   int64_t b_bytes(int64_t cols, int64_t depth) const { return a_bytes(cols, depth); }
   int64_t own_bytes(int64_t, int64_t, int64_t) const { return 0; }
 
@@ -116,7 +118,8 @@ struct AmxKernel {
     }
   }
 
-  // Sums that stay as they are go straight to C; others, which no instruction adds from a tile register, through memory.
+  // Sums that stay as they are go straight to C; others, which no instruction adds from a tile register, through
+  // memory.
   JAXMP_AMX void multiply(const KBlock<Product>& block, const Packed& packed, const CTile& tile) const {
     const auto* const a = reinterpret_cast<const uint32_t*>(packed.a);
     const auto* const b = reinterpret_cast<const uint32_t*>(packed.b);

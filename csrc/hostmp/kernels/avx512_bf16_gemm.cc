@@ -1,6 +1,6 @@
 // A register tile of 48 x 8 sums runs over a K block. The instruction multiplies pairs: for each of 16 rows it adds
-// a[2p] b[2p] + a[2p+1] b[2p+1] to a float. So both operands are packed by pairs (pack_bf16.h): op(A) in micro-panels of
-// 48 rows (the last one of 16, 32 or 48), op(B) in micro-panels of 16 columns, two register tiles.
+// a[2p] b[2p] + a[2p+1] b[2p+1] to a float. So both operands are packed by pairs (pack_bf16.h): op(A) in micro-panels
+// of 48 rows (the last one of 16, 32 or 48), op(B) in micro-panels of 16 columns, two register tiles.
 #include "csrc/hostmp/kernels/avx512_bf16_gemm.h"
 
 #include <algorithm>
@@ -46,7 +46,8 @@ JAXMP_AVX512_BF16 void store_tile(const Destination& to, const __m512 (&sums)[Ve
 }
 
 template <int Vectors>
-JAXMP_AVX512_BF16 inline void register_tile(const uint32_t* a, const uint32_t* b, int64_t pairs, const Destination& to) {
+JAXMP_AVX512_BF16 inline void register_tile(const uint32_t* a, const uint32_t* b, int64_t pairs,
+                                            const Destination& to) {
   __m512 sums[Vectors][kCols];
   for (int v = 0; v < Vectors; ++v) {
     for (int64_t col = 0; col < kCols; ++col) sums[v][col] = _mm512_setzero_ps();

@@ -7,8 +7,8 @@
 #include <algorithm>
 
 #include "csrc/base/float_state.h"
-#include "csrc/hostmp/kernels/amx_gemm.h"
 #include "csrc/hostmp/cpu/avx512.h"
+#include "csrc/hostmp/kernels/amx_gemm.h"
 #include "csrc/hostmp/kernels/pack_bf16.h"
 
 #if defined(__x86_64__)
@@ -103,7 +103,7 @@ void read_weights(Bf16Sums kind, const Bf16View& b, int64_t col, int64_t k, int6
 
 template <int Cols>
 JAXMP_AVX512_BF16 void add_slice(Bf16Sums kind, const KSlice<Product>& slice, int64_t row, int64_t rows,
-                                   float (&sums)[Cols][kRows]) {
+                                 float (&sums)[Cols][kRows]) {
   const Bf16View a = view_of_a(slice), b = view_of_b(slice);
   const ScopedFloatState flush(FloatState::Current().Flushing());
   for (int64_t k = 0; k < slice.depth; k += kDepth) {

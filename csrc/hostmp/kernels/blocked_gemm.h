@@ -1,5 +1,5 @@
-// The loop over blocks of every GEMM of ours, in the order of the BLAS libraries: K blocks (k_blocks.h), then NC columns
-// of op(B), which are packed, then MC rows of op(A), which are packed, then MR x NR tiles of C.
+// The loop over blocks of every GEMM of ours, in the order of the BLAS libraries: K blocks (k_blocks.h), then NC
+// columns of op(B), which are packed, then MC rows of op(A), which are packed, then MR x NR tiles of C.
 //
 // A Kernel has
 //   kKC, kMC, kNC    k, rows and columns that are packed at a time; kUncut where all are
@@ -65,8 +65,9 @@ void blocked_gemm(const Kernel& kernel, const Segment* segments, size_t count, c
         kernel.pack_a(block, top, rows, a);
         for (int64_t row = 0; row < rows; row += Kernel::kMR) {
           for (int64_t col = 0; col < cols; col += Kernel::kNR) {
-            kernel.multiply(block, {a + kernel.a_bytes(row, block.depth), b + kernel.b_bytes(col, block.depth), b + sizes.b},
-                            {top + row, std::min(Kernel::kMR, rows - row), left + col, std::min(Kernel::kNR, cols - col)});
+            kernel.multiply(
+                block, {a + kernel.a_bytes(row, block.depth), b + kernel.b_bytes(col, block.depth), b + sizes.b},
+                {top + row, std::min(Kernel::kMR, rows - row), left + col, std::min(Kernel::kNR, cols - col)});
           }
         }
       }

@@ -88,7 +88,8 @@ JAXMP_AVX512_BF16 void pack_by_pairs(const Bf16View& view, int64_t begin, int64_
   }
 }
 
-JAXMP_AVX512_BF16 void pack_by_indices(const Bf16View& view, int64_t begin, int64_t count, int64_t depth, uint32_t* to) {
+JAXMP_AVX512_BF16 void pack_by_indices(const Bf16View& view, int64_t begin, int64_t count, int64_t depth,
+                                       uint32_t* to) {
   for (int64_t k = 0; k < depth; k += 2 * kPairs, to += kBlock * kPairs) {
     pack_block<false>(view, begin, count, k, depth - k, to, kPairs, kBlock);
   }

@@ -33,8 +33,8 @@ inline Bf16View view_of_b(const KSlice<Product>& slice) {
   return {static_cast<const uint16_t*>(p.b) + slice.k * (is_plain ? 1 : p.ldb), p.ldb, is_plain};
 }
 
-// A micro-panel: `count` indices from `begin` on, padded to `width` of them (a multiple of 16), by pairs: ceil(depth / 2)
-// lines of `width` words. With `pairs`, that many lines.
+// A micro-panel: `count` indices from `begin` on, padded to `width` of them (a multiple of 16), by pairs: ceil(depth /
+// 2) lines of `width` words. With `pairs`, that many lines.
 void pack_by_pairs(const Bf16View& from, int64_t begin, int64_t count, int64_t width, int64_t depth, int64_t pairs,
                    uint32_t* to);
 

@@ -57,7 +57,8 @@ inline __attribute__((always_inline)) void load_run(const From* from, T* to, int
 
 // to[k * step + line] = from[line][k], of 4 lines.
 template <typename T>
-inline __attribute__((always_inline)) void transpose_lines(const T* const (&from)[4], int64_t length, int64_t step, T* to) {
+inline __attribute__((always_inline)) void transpose_lines(const T* const (&from)[4], int64_t length, int64_t step,
+                                                           T* to) {
   int64_t k = 0;
 #if defined(__x86_64__)
   if constexpr (std::is_same_v<T, float>) {

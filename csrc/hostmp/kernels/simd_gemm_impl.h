@@ -73,8 +73,7 @@ JAXMP_INLINE void pack_along(const View<From>& view, int64_t count, int64_t widt
 
 // Complex numbers: to[k * 2 width + i] the real parts, to[k * 2 width + width + i] the imaginary ones.
 template <typename T>
-JAXMP_TARGET void pack_complex(const View<std::complex<T>>& view, int64_t count, int64_t width, int64_t depth,
-                               T* to) {
+JAXMP_TARGET void pack_complex(const View<std::complex<T>>& view, int64_t count, int64_t width, int64_t depth, T* to) {
   const int64_t along_k = view.is_adjacent_in_k ? 1 : view.ld, along_i = view.is_adjacent_in_k ? view.ld : 1;
   const T sign = view.is_conjugated ? T(-1) : T(1);
   std::fill(to, to + 2 * width * depth, T(0));
@@ -98,9 +97,9 @@ JAXMP_INLINE void pack(const View<From>& view, int64_t count, int64_t width, int
   }
 }
 
-// `rows` rows of a slice of op(A), in micro-panels of `Rows` rows one after another, each with room for `depth` k. Where
-// rows are adjacent every k is read along all micro-panels: long runs, because a large leading dimension puts each k on
-// a page of its own.
+// `rows` rows of a slice of op(A), in micro-panels of `Rows` rows one after another, each with room for `depth` k.
+// Where rows are adjacent every k is read along all micro-panels: long runs, because a large leading dimension puts
+// each k on a page of its own.
 template <int64_t Rows, typename From, typename T>
 JAXMP_TARGET void pack_rows(const KSlice<Product>& slice, int64_t top, int64_t rows, int64_t depth, T* to) {
   constexpr int64_t kLanes = Simd<T>::kLanes, kParts = hostmp::kParts<From>;
@@ -283,7 +282,7 @@ JAXMP_INLINE void add_all_columns(const T* a, int64_t lda, const View<T>& b, int
 // c += op(a) op(b) for the given rows and k.
 template <typename T>
 JAXMP_TARGET void add_rows(const View<T>& a, const View<T>& b, int64_t rows, int64_t cols, int64_t depth, T* c,
-                            int64_t ldc) {
+                           int64_t ldc) {
   constexpr int64_t kSteps = 4;
   int64_t k = 0;
   for (; k + kSteps <= depth; k += kSteps) {
@@ -343,10 +342,9 @@ struct Kernel {
     using C = std::conditional_t<kParts == 2, std::complex<T>, T>;
     const int64_t width = round_up(tile.rows, kLanes);
     C* const c = static_cast<C*>(p.c) + tile.col * p.ldc + tile.row;
-    multiply_tile<T>({reinterpret_cast<const T*>(packed.a), width * kParts, reinterpret_cast<const T*>(packed.b),
-                      block.depth},
-                     static_cast<int>(width / kLanes),
-                     Destination<C>{c, p.ldc, tile.rows, tile.cols, adds || block.first > 0});
+    multiply_tile<T>(
+        {reinterpret_cast<const T*>(packed.a), width * kParts, reinterpret_cast<const T*>(packed.b), block.depth},
+        static_cast<int>(width / kLanes), Destination<C>{c, p.ldc, tile.rows, tile.cols, adds || block.first > 0});
   }
 
   static int64_t bytes(int64_t numbers) { return numbers * kParts * static_cast<int64_t>(sizeof(T)); }

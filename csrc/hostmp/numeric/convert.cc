@@ -20,7 +20,7 @@ JAXMP_INLINE void widen_body(const BFloat16* from, float* to, int64_t count) {
   }
 }
 
-JAXMP_INLINE void narrow_body(const float* from, BFloat16* to, int64_t count) {
+JAXMP_INLINE void downconvert_body(const float* from, BFloat16* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     uint32_t bits;
     std::memcpy(&bits, from + i, sizeof(bits));
@@ -39,7 +39,7 @@ float widen_one(Float16 value) {
   return float_of(sign | bits_of(subnormal));
 }
 
-Float16 narrow_one(float value) {
+Float16 downconvert_one(float value) {
   const uint32_t bits = bits_of(value);
   const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
   const uint32_t magnitude = bits & 0x7fffffff;
@@ -54,8 +54,8 @@ Float16 narrow_one(float value) {
 }
 
 JAXMP_DISPATCH(widen, (const BFloat16* from, float* to, int64_t count), (from, to, count), widen_body(from, to, count))
-JAXMP_DISPATCH(narrow, (const float* from, BFloat16* to, int64_t count), (from, to, count),
-               narrow_body(from, to, count))
+JAXMP_DISPATCH(downconvert, (const float* from, BFloat16* to, int64_t count), (from, to, count),
+               downconvert_body(from, to, count))
 
 #if defined(__x86_64__)
 JAXMP_AVX2 int64_t widen_f16c(const Float16* from, float* to, int64_t count) {
@@ -65,7 +65,7 @@ JAXMP_AVX2 int64_t widen_f16c(const Float16* from, float* to, int64_t count) {
   }
   return i;
 }
-JAXMP_AVX2 int64_t narrow_f16c(const float* from, Float16* to, int64_t count) {
+JAXMP_AVX2 int64_t downconvert_f16c(const float* from, Float16* to, int64_t count) {
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
@@ -74,19 +74,19 @@ JAXMP_AVX2 int64_t narrow_f16c(const float* from, Float16* to, int64_t count) {
 }
 #else
 int64_t widen_f16c(const Float16*, float*, int64_t) { return 0; }
-int64_t narrow_f16c(const float*, Float16*, int64_t) { return 0; }
+int64_t downconvert_f16c(const float*, Float16*, int64_t) { return 0; }
 #endif
 
 }  // namespace
 
 void widen(const BFloat16* from, float* to, int64_t count) { widen_best(from, to, count); }
-void narrow(const float* from, BFloat16* to, int64_t count) { narrow_best(from, to, count); }
+void downconvert(const float* from, BFloat16* to, int64_t count) { downconvert_best(from, to, count); }
 
 void widen(const Float16* from, float* to, int64_t count) {
   for (int64_t i = cpu().avx2 ? widen_f16c(from, to, count) : 0; i < count; ++i) to[i] = widen_one(from[i]);
 }
-void narrow(const float* from, Float16* to, int64_t count) {
-  for (int64_t i = cpu().avx2 ? narrow_f16c(from, to, count) : 0; i < count; ++i) to[i] = narrow_one(from[i]);
+void downconvert(const float* from, Float16* to, int64_t count) {
+  for (int64_t i = cpu().avx2 ? downconvert_f16c(from, to, count) : 0; i < count; ++i) to[i] = downconvert_one(from[i]);
 }
 
 }  // namespace jaxmp::hostmp

@@ -13,8 +13,8 @@ void widen(const BFloat16* from, float* to, int64_t count);
 void widen(const Float16* from, float* to, int64_t count);
 
 // To nearest, ties to even; a NaN stays one.
-void narrow(const float* from, BFloat16* to, int64_t count);
-void narrow(const float* from, Float16* to, int64_t count);
+void downconvert(const float* from, BFloat16* to, int64_t count);
+void downconvert(const float* from, Float16* to, int64_t count);
 
 }  // namespace jaxmp::hostmp
 

@@ -7,10 +7,10 @@
 namespace jaxmp::hostmp {
 namespace {
 
-constexpr int64_t kStrip = 512;  // a multiple of every block
+constexpr int64_t kRowsAtOnce = 512;  // a multiple of every block
 
 // Divides a block by its scale, and stores the scale (cuBLAS documentation, "1D Block Quantization").
-void scale_block(const NarrowOutput& out, float* values, int64_t count, int64_t row, int64_t col) {
+void scale_block(const Downconversion& out, float* values, int64_t count, int64_t row, int64_t col) {
   uint32_t most = 0;  // as bits, by which a NaN is the largest: e2m1 has none, so the scale has to keep it
   for (int64_t i = 0; i < count; ++i) most = std::max(most, absolute_bits(values[i]));
   const float wanted = float_of(most) / largest(out.type);
@@ -30,13 +30,13 @@ void scale_block(const NarrowOutput& out, float* values, int64_t count, int64_t 
 
 }  // namespace
 
-uint32_t store_narrow(const NarrowOutput& out) {
-  alignas(64) float values[kStrip];
+uint32_t downconvert_tile(const Downconversion& out) {
+  alignas(64) float values[kRowsAtOnce];
   uint32_t most = 0;
   const int64_t block = block_of(out.mode);
   for (int64_t col = 0; col < out.cols; ++col) {
-    for (int64_t row = 0; row < out.rows; row += kStrip) {
-      const int64_t count = std::min(kStrip, out.rows - row);
+    for (int64_t row = 0; row < out.rows; row += kRowsAtOnce) {
+      const int64_t count = std::min(kRowsAtOnce, out.rows - row);
       const float* const z = out.z + col * out.ldz + row;
       for (int64_t i = 0; i < count; ++i) most = std::max(most, absolute_bits(z[i]));
       for (int64_t i = 0; i < count; ++i) values[i] = out.scale * z[i];

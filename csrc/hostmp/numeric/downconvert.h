@@ -13,7 +13,7 @@ namespace jaxmp::hostmp {
 // each block of a column is divided by a scale of its own, which goes to `scales`. `row` and `col` are the tile's place
 // in the rank's part, which has `rows_of_part` rows. Returns the largest absolute value ahead of all scaling, as bits
 // of a float (a NaN is larger than any number).
-struct NarrowOutput {
+struct Downconversion {
   abi::cudaDataType_t type;
   const float* z;
   int64_t ldz, rows, cols;
@@ -24,7 +24,7 @@ struct NarrowOutput {
   uint8_t* scales;
   int64_t row, col, rows_of_part;
 };
-uint32_t store_narrow(const NarrowOutput& output);
+uint32_t downconvert_tile(const Downconversion& output);
 
 }  // namespace jaxmp::hostmp
 

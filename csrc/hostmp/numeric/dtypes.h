@@ -26,7 +26,7 @@ struct TypeFacts {
   int64_t bytes;  // 0 for a type that hostmp does not know
   bool is_complex;
   bool is_16bit;
-  bool is_narrow = false;  // 8 bits and fewer: decoded to bf16, which holds all of them, before anything is computed
+  bool is_low_precision = false;  // at most 8 bits: decoded to bf16, which holds all of them, before any computation
   int64_t bits = 8 * bytes;
 };
 
@@ -67,7 +67,7 @@ inline std::string name_of(abi::cudaDataType_t type) {
 // The type in which products are summed, and of alpha and beta: what cuBLAS calls the scale type.
 constexpr abi::cudaDataType_t accumulator_of(abi::cudaDataType_t operand) {
   if (operand == abi::CUDA_R_8I) return abi::CUDA_R_32I;
-  return facts(operand).is_16bit || facts(operand).is_narrow ? abi::CUDA_R_32F : operand;
+  return facts(operand).is_16bit || facts(operand).is_low_precision ? abi::CUDA_R_32F : operand;
 }
 
 constexpr bool is_float8(abi::cudaDataType_t type) {

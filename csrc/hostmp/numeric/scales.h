@@ -1,4 +1,5 @@
-// The scales of narrow operands as cuBLASLt lays them out (cuBLAS documentation, "Narrow Precision Data Types Usage").
+// The scales of low-precision operands as cuBLASLt lays them out (cuBLAS documentation, "Narrow Precision Data Types
+// Usage").
 //
 // `inner` counts along k in A and B, and along the rows of D; `outer` along the other dimension. Both are local to a
 // rank: its scales describe its part.
@@ -8,8 +9,8 @@
 #include <cstdint>
 
 #include "csrc/cublasmp/abi.h"
-#include "csrc/hostmp/numeric/low_precision.h"
 #include "csrc/hostmp/numeric/dtypes.h"
+#include "csrc/hostmp/numeric/low_precision.h"
 
 namespace jaxmp::hostmp {
 

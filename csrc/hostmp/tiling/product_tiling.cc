@@ -8,11 +8,11 @@
 namespace jaxmp::hostmp {
 namespace {
 
-TilingKey key_of(const Call& call) {
+TilingKey key_of(const MatmulCall& call) {
   TilingKey key;
   size_t count = 0;
   const auto add = [&](auto... values) { ((key[count++] = static_cast<int64_t>(values)), ...); };
-  add(call.m, call.n, call.k, call.trans_a, call.trans_b, call.compute, call.is_all_reduce, call.is_ordered);
+  add(call.m, call.n, call.k, call.trans_a, call.trans_b, call.compute, call.is_all_reduce, call.fixed_reduction_order);
   add(call.has_c, call.scale_a.mode, call.scale_b.mode, call.has_d_out_scale, call.d_out_scale.mode, call.nranks);
   for (const Operand* x : {&call.a, &call.b, &call.d}) {
     add(x->desc.type, x->row, x->col);
@@ -22,7 +22,7 @@ TilingKey key_of(const Call& call) {
   return key;
 }
 
-std::shared_ptr<const ProductTiling> make(const TilingKey& key, const Call& call) {
+std::shared_ptr<const ProductTiling> make(const TilingKey& key, const MatmulCall& call) {
   const auto made = std::make_shared<ProductTiling>();
   made->key = key;
   made->tiling = make_tiling(call);
@@ -37,7 +37,7 @@ struct Shared {
   std::map<TilingKey, std::weak_ptr<const ProductTiling>> tilings;
 };
 
-std::shared_ptr<const ProductTiling> find_or_make(const TilingKey& key, const Call& call) {
+std::shared_ptr<const ProductTiling> find_or_make(const TilingKey& key, const MatmulCall& call) {
   static auto* const shared = new Shared;  // a product may still run when statics are destroyed
   {
     std::lock_guard<std::mutex> lock(shared->mutex);
@@ -57,7 +57,7 @@ std::shared_ptr<const ProductTiling> find_or_make(const TilingKey& key, const Ca
 
 }  // namespace
 
-std::shared_ptr<const ProductTiling> tiling_of(const Call& call, abi::cublasMpMatmulDescriptor* desc) {
+std::shared_ptr<const ProductTiling> tiling_of(const MatmulCall& call, abi::cublasMpMatmulDescriptor* desc) {
   const TilingKey key = key_of(call);
   auto tiling = std::atomic_load(&desc->tiling);
   if (tiling && tiling->key == key) return tiling;

@@ -24,7 +24,7 @@ struct ProductTiling {
 };
 
 // That of a valid call. The descriptor keeps it for the next call.
-std::shared_ptr<const ProductTiling> tiling_of(const Call& call, abi::cublasMpMatmulDescriptor* desc);
+std::shared_ptr<const ProductTiling> tiling_of(const MatmulCall& call, abi::cublasMpMatmulDescriptor* desc);
 
 }  // namespace jaxmp::hostmp
 

@@ -3,11 +3,11 @@
 #include <algorithm>
 #include <cmath>
 
-#include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "csrc/hostmp/cpu/features.h"
+#include "csrc/hostmp/gemm/gemm_dispatch.h"
+#include "csrc/hostmp/gemm/rounded_gemm.h"
 #include "csrc/hostmp/gemm/scaled_gemm.h"
 #include "csrc/hostmp/kernels/simd_gemm.h"
-#include "csrc/hostmp/gemm/rounded_gemm.h"
 
 namespace jaxmp::hostmp {
 namespace {
@@ -20,37 +20,37 @@ constexpr int64_t kLargestTile = 1 << 19;  // elements of D: the epilog finds it
 constexpr int64_t kLargestTile16 = 1 << 18;     // also bounds the workspace
 constexpr int64_t kRowUnit = 16, kColUnit = 8;  // of the kernels' register tiles
 
-// Whether operands are widened, decoded or rounded panel by panel, for which a thread needs memory.
-bool needs_area(const Call& call) {
-  return facts(call.a.desc.type).is_16bit || call.is_narrow() || rounds_operands(call.compute);
+// Whether operands are widened, decoded or rounded a K block at a time, for which a thread needs memory.
+bool needs_area(const MatmulCall& call) {
+  return facts(call.a.desc.type).is_16bit || call.is_low_precision() || rounds_operands(call.compute);
 }
 
-int64_t largest_tile(const Call& call) { return needs_area(call) ? kLargestTile16 : kLargestTile; }
+int64_t largest_tile(const MatmulCall& call) { return needs_area(call) ? kLargestTile16 : kLargestTile; }
 
 // Blocks of D that share a scale stay in one tile.
-int64_t row_unit(const Call& call) { return call.has_d_out_scale ? block_of(call.d_out_scale.mode) : kRowUnit; }
+int64_t row_unit(const MatmulCall& call) { return call.has_d_out_scale ? block_of(call.d_out_scale.mode) : kRowUnit; }
 
 // A function of the product and the machine alone, never of who is free: the cut decides how a result is rounded.
-double target_area(const Call& call) {
+double target_area(const MatmulCall& call) {
   const double whole = static_cast<double>(call.m) * static_cast<double>(call.n);
   const double smallest = kSmallestTile / (2.0 * static_cast<double>(std::max<int64_t>(call.k, 1)));
   const double shared = std::max(whole / (kTilesPerThread * machine_threads()), smallest);
   return std::min(shared, static_cast<double>(largest_tile(call)));
 }
 
-std::vector<Run> op_rows(const Operand& x, bool is_plain, int64_t size) {
-  return is_plain ? runs(x.desc.rows, x.row, size) : runs(x.desc.cols, x.col, size);
+std::vector<LocalRange> op_rows(const Operand& x, bool is_plain, int64_t size) {
+  return is_plain ? local_ranges(x.desc.rows, x.row, size) : local_ranges(x.desc.cols, x.col, size);
 }
-std::vector<Run> op_cols(const Operand& x, bool is_plain, int64_t size) {
-  return is_plain ? runs(x.desc.cols, x.col, size) : runs(x.desc.rows, x.row, size);
+std::vector<LocalRange> op_cols(const Operand& x, bool is_plain, int64_t size) {
+  return is_plain ? local_ranges(x.desc.cols, x.col, size) : local_ranges(x.desc.rows, x.row, size);
 }
 
 // Columns first: a slab of whole columns is one piece of memory, while rows of a large matrix put every column on a
 // page of its own (a tenth of the rate at leading dimension 1024). Below this width the BLAS packs op(A) too often.
-constexpr int64_t kNarrowest = 256;
+constexpr int64_t kSmallestWidth = 256;
 
 int64_t count_row_pieces(int64_t cols, int64_t pieces) {
-  return ceil_div(pieces, std::min(pieces, std::max<int64_t>(1, cols / kNarrowest)));
+  return ceil_div(pieces, std::min(pieces, std::max<int64_t>(1, cols / kSmallestWidth)));
 }
 
 // Each product reads all of op(A), so narrow pieces of n, a few from each rank, are multiplied together. What is
@@ -58,74 +58,74 @@ int64_t count_row_pieces(int64_t cols, int64_t pieces) {
 constexpr int64_t kMostTogether = 128;
 constexpr int64_t kMostCopied = 4 << 20;  // bytes, for each thread
 
-// How many cuts of n, from `first` on, one tile takes.
-size_t count_together(const Call& call, const std::vector<Cut>& cuts, size_t first) {
+// How many ranges of n, from `first` on, one tile takes.
+size_t count_joined(const MatmulCall& call, const std::vector<CommonRange>& ranges, size_t first) {
   const int64_t column = std::max<int64_t>(1, call.k * facts(call.a.desc.type).bytes);
-  const int64_t most = call.is_narrow() ? kMostTogether : std::min(kMostTogether, kMostCopied / column);
-  int64_t cols = cuts[first].size;
+  const int64_t most = call.is_low_precision() ? kMostTogether : std::min(kMostTogether, kMostCopied / column);
+  int64_t cols = ranges[first].size;
   size_t next = first + 1;
-  while (next < cuts.size() && cols + cuts[next].size <= most) cols += cuts[next++].size;
+  while (next < ranges.size() && cols + ranges[next].size <= most) cols += ranges[next++].size;
   return next - first;
 }
 
-void cut_rectangle(int32_t m_cut, int32_t n_cut, int32_t n_cuts, int64_t rows, int64_t cols, double area, int64_t unit,
-                   std::vector<Tile>* tiles) {
+void cut_rectangle(int32_t m_range, int32_t n_range, int32_t n_ranges, int64_t rows, int64_t cols, double area,
+                   int64_t unit, std::vector<Tile>* tiles) {
   const double whole = static_cast<double>(rows) * static_cast<double>(cols);
   const int64_t pieces = std::max<int64_t>(1, std::llround(whole / area));
   const int64_t row_pieces = count_row_pieces(cols, pieces);
   const int64_t tile_rows = round_up(ceil_div(rows, row_pieces), unit);
-  const int64_t tile_cols = n_cuts > 1 ? cols : round_up(ceil_div(cols, ceil_div(pieces, row_pieces)), kColUnit);
+  const int64_t tile_cols = n_ranges > 1 ? cols : round_up(ceil_div(cols, ceil_div(pieces, row_pieces)), kColUnit);
   for (int64_t col = 0; col < cols; col += tile_cols) {
     for (int64_t row = 0; row < rows; row += tile_rows) {
       tiles->push_back(
-          {m_cut, n_cut, row, std::min(tile_rows, rows - row), col, std::min(tile_cols, cols - col), n_cuts});
+          {m_range, n_range, row, std::min(tile_rows, rows - row), col, std::min(tile_cols, cols - col), n_ranges});
     }
   }
 }
 
 }  // namespace
 
-Tiling make_tiling(const Call& call) {
+Tiling make_tiling(const MatmulCall& call) {
   const bool is_a_plain = call.trans_a == abi::CUBLAS_OP_N, is_b_plain = call.trans_b == abi::CUBLAS_OP_N;
   Tiling tiling;
   // After an all-reduce every rank holds all of D: its descriptor lays the copies side by side, and any one will do.
-  const auto d_rows = call.is_all_reduce ? std::vector<Run>{{0, call.m, 0, 0}} : op_rows(call.d, true, call.m);
-  const auto d_cols = call.is_all_reduce ? std::vector<Run>{{0, call.n, 0, 0}} : op_cols(call.d, true, call.n);
-  tiling.m = common_cuts(d_rows, op_rows(call.a, is_a_plain, call.m));
-  tiling.n = common_cuts(d_cols, op_cols(call.b, is_b_plain, call.n));
-  tiling.k = common_cuts(op_cols(call.a, is_a_plain, call.k), op_rows(call.b, is_b_plain, call.k));
+  const auto d_rows = call.is_all_reduce ? std::vector<LocalRange>{{0, call.m, 0, 0}} : op_rows(call.d, true, call.m);
+  const auto d_cols = call.is_all_reduce ? std::vector<LocalRange>{{0, call.n, 0, 0}} : op_cols(call.d, true, call.n);
+  tiling.m = common_ranges(d_rows, op_rows(call.a, is_a_plain, call.m));
+  tiling.n = common_ranges(d_cols, op_cols(call.b, is_b_plain, call.n));
+  tiling.k = common_ranges(op_cols(call.a, is_a_plain, call.k), op_rows(call.b, is_b_plain, call.k));
   const double area = target_area(call);
   for (size_t n = 0, together; n < tiling.n.size(); n += together) {
-    together = count_together(call, tiling.n, n);
-    const Cut& last = tiling.n[n + together - 1];
+    together = count_joined(call, tiling.n, n);
+    const CommonRange& last = tiling.n[n + together - 1];
     const int64_t cols = last.begin + last.size - tiling.n[n].begin;
     for (size_t m = 0; m < tiling.m.size(); ++m) {
-      cut_rectangle(static_cast<int32_t>(m), static_cast<int32_t>(n), static_cast<int32_t>(together),
-                    tiling.m[m].size, cols, area, row_unit(call), &tiling.tiles);
+      cut_rectangle(static_cast<int32_t>(m), static_cast<int32_t>(n), static_cast<int32_t>(together), tiling.m[m].size,
+                    cols, area, row_unit(call), &tiling.tiles);
     }
   }
   return tiling;
 }
 
-double most_pieces(const Call& call) {
+double most_pieces(const MatmulCall& call) {
   const bool is_a_plain = call.trans_a == abi::CUBLAS_OP_N, is_b_plain = call.trans_b == abi::CUBLAS_OP_N;
   const auto runs_of = [](const Axis& axis, int64_t size) {
     return axis.nprocs == 1 ? 1.0 : 2.0 + static_cast<double>(size / axis.block);
   };
-  const auto cuts = [&](const Axis& one, const Axis& other, int64_t size) {
+  const auto ranges = [&](const Axis& one, const Axis& other, int64_t size) {
     return runs_of(one, size) + runs_of(other, size);
   };
   const abi::cublasMpMatrixDescriptor &a = call.a.desc, &b = call.b.desc, &d = call.d.desc;
-  const double m = cuts(d.rows, is_a_plain ? a.rows : a.cols, call.m);
-  const double n = cuts(d.cols, is_b_plain ? b.cols : b.rows, call.n);
-  const double k = cuts(is_a_plain ? a.cols : a.rows, is_b_plain ? b.rows : b.cols, call.k);
+  const double m = ranges(d.rows, is_a_plain ? a.rows : a.cols, call.m);
+  const double n = ranges(d.cols, is_b_plain ? b.cols : b.rows, call.n);
+  const double k = ranges(is_a_plain ? a.cols : a.rows, is_b_plain ? b.rows : b.cols, call.k);
   const double elements = static_cast<double>(call.m) * static_cast<double>(call.n);
   return std::max(k, m * n + elements / static_cast<double>(largest_tile(call)));
 }
 
 bool Tiling::is_together(const Tile& tile, int side) const {
-  for (int32_t i = tile.n_cut; i + 1 < tile.n_cut + tile.n_cuts; ++i) {
-    const Cut &cut = n[static_cast<size_t>(i)], &next = n[static_cast<size_t>(i) + 1];
+  for (int32_t i = tile.n_range; i + 1 < tile.n_range + tile.n_ranges; ++i) {
+    const CommonRange &cut = n[static_cast<size_t>(i)], &next = n[static_cast<size_t>(i) + 1];
     if (next.proc[side] != cut.proc[side] || next.local[side] != cut.local[side] + cut.size) return false;
   }
   return true;

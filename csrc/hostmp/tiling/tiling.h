@@ -18,16 +18,16 @@
 namespace jaxmp::hostmp {
 
 struct Tile {
-  int32_t m_cut, n_cut;  // indices into Tiling::m and ::n
-  int64_t row, rows;     // within the cut
+  int32_t m_range, n_range;  // indices into Tiling::m and ::n
+  int64_t row, rows;         // within the range
   int64_t col, cols;
-  int32_t n_cuts = 1;  // where narrow cuts of n are taken together: how many, from the first column to the last
+  int32_t n_ranges = 1;  // where narrow ranges of n are taken together: how many, from the first column to the last
 };
 
 struct Tiling {
-  std::vector<Cut> m;  // [0] D's rows, [1] those of op(A)
-  std::vector<Cut> n;  // [0] D's columns, [1] those of op(B)
-  std::vector<Cut> k;  // [0] columns of op(A), [1] rows of op(B)
+  std::vector<CommonRange> m;  // [0] D's rows, [1] those of op(A)
+  std::vector<CommonRange> n;  // [0] D's columns, [1] those of op(B)
+  std::vector<CommonRange> k;  // [0] columns of op(A), [1] rows of op(B)
   std::vector<Tile> tiles;
 
   // Whether the tile's columns are next to each other in one rank's memory: those of D, those of op(B).
@@ -38,14 +38,14 @@ struct Tiling {
   bool is_together(const Tile& tile, int side) const;
 };
 
-Tiling make_tiling(const Call& call);
+Tiling make_tiling(const MatmulCall& call);
 
 // As many cuts and tiles as a schedule has at most, without making it: small blocks of large extents make any number.
-double most_pieces(const Call& call);
+double most_pieces(const MatmulCall& call);
 
 // Below this a product is not worth waking a second thread.
 constexpr double kWorthSharing = 2e6;  // floating-point operations, some 20 us
-inline double operations(const Call& call) {
+inline double operations(const MatmulCall& call) {
   return 2.0 * static_cast<double>(call.m) * static_cast<double>(call.n) * static_cast<double>(call.k);
 }
 

@@ -12,21 +12,21 @@ namespace jaxmp::hostmp {
 // Workspace: each thread at work owns an area, and a rank's workspace holds as many areas as it takes for the ranks
 // of the call to provide one for every thread of the machine.
 struct Area {
-  int64_t sums_bytes = 0;     // a tile of D in the accumulator's type
-  int64_t scratch_bytes = 0;  // for gemm16, rounded_gemm or fixed_order_gemm
-  int64_t seam_bytes = 0;     // for operands around the cuts of k where fixed_order_gemm cannot be cut
-  int64_t pieces_bytes = 0;   // for columns of op(B) that several ranks hold, put together
-  int64_t bytes() const { return sums_bytes + scratch_bytes + seam_bytes + pieces_bytes; }
+  int64_t sums_bytes = 0;      // a tile of D in the accumulator's type
+  int64_t scratch_bytes = 0;   // for gemm16, rounded_gemm or fixed_order_gemm
+  int64_t boundary_bytes = 0;  // for operands around the cuts of k where fixed_order_gemm cannot be cut
+  int64_t gathered_bytes = 0;  // for columns of op(B) that several ranks hold, put together
+  int64_t bytes() const { return sums_bytes + scratch_bytes + boundary_bytes + gathered_bytes; }
 };
 // Whether a tile is summed in D itself: not where D is narrower, nor where C, which may be D, is still to be read, nor
 // where several ranks hold it.
-bool sums_in_d(const Call& call, const Tiling& tiling, const Tile& tile);
+bool sums_in_d(const MatmulCall& call, const Tiling& tiling, const Tile& tile);
 
-Area area_of(const Call& call, const Tiling& tiling);
+Area area_of(const MatmulCall& call, const Tiling& tiling);
 // Of operands around one cut, `depth` k of a tile.
-int64_t seam_bytes(const Call& call, int64_t depth, int64_t rows, int64_t cols);
-int64_t areas_per_rank(const Call& call);
-int64_t workspace_bytes(const Call& call, const Area& area);  // of each rank
+int64_t boundary_bytes(const MatmulCall& call, int64_t depth, int64_t rows, int64_t cols);
+int64_t areas_per_rank(const MatmulCall& call);
+int64_t workspace_bytes(const MatmulCall& call, const Area& area);  // of each rank
 
 }  // namespace jaxmp::hostmp
 

@@ -31,7 +31,7 @@ void add_matrix(const Operand& x, const char* const (&names)[11], Fields* fields
 }
 
 // Tensor-wide scales belong to the whole matrix, so their values must agree; block scales are each rank's own.
-void add_scales(const Call& call, Fields* fields) {
+void add_scales(const MatmulCall& call, Fields* fields) {
   const auto add = [fields](const char* mode, const char* value, const Scales& scales) {
     fields->add(mode, scales.mode);
     const bool is_scalar = scales.mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32;
@@ -48,7 +48,7 @@ void add_scales(const Call& call, Fields* fields) {
   fields->add("EPILOGUE_AUX_DATA_TYPE", call.aux_type);
 }
 
-Fields fields_of(const Call& call) {
+Fields fields_of(const MatmulCall& call) {
   Fields fields;
   fields.add("m", call.m);
   fields.add("n", call.n);
@@ -60,7 +60,7 @@ Fields fields_of(const Call& call) {
   fields.add("COMMUNICATION_SM_COUNT", call.communication_sm_count);
   fields.add("COMMUNICATION_TYPE", call.communication_type);
   fields.add("EPILOGUE", call.epilog + (call.is_all_reduce ? 1 : 0));
-  fields.add("the order of sums", call.is_ordered);
+  fields.add("the order of sums", call.fixed_reduction_order);
   fields.add("alpha", call.alpha.real());
   fields.add("alpha (imaginary part)", call.alpha.imag());
   // An all-reduce adds every rank's own beta C.
@@ -86,10 +86,10 @@ Fields fields_of(const Call& call) {
 
 }  // namespace
 
-Status check_agreement(const std::vector<const Call*>& calls) {
+Status check_agreement(const std::vector<const MatmulCall*>& calls) {
   const Fields first = fields_of(*calls[0]);
   for (size_t rank = 0; rank < calls.size(); ++rank) {
-    const Call& call = *calls[rank];
+    const MatmulCall& call = *calls[rank];
     if (call.grid().comm.group != calls[0]->grid().comm.group || call.rank != static_cast<int>(rank)) {
       return FailedPrecondition(text("ranks that meet here are of different communicators: rank ", rank,
                                      " came as rank ", call.rank, " of ", call.nranks));

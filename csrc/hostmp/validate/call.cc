@@ -7,8 +7,8 @@
 
 #include "csrc/base/str_cat.h"
 #include "csrc/hostmp/gemm/cblas.h"
-#include "csrc/hostmp/handles/buffers.h"
 #include "csrc/hostmp/gemm/rounded_gemm.h"
+#include "csrc/hostmp/handles/buffers.h"
 #include "csrc/hostmp/tiling/product_tiling.h"
 #include "csrc/hostmp/validate/epilog.h"
 #include "csrc/hostmp/validate/scales.h"
@@ -65,9 +65,9 @@ std::complex<double> read_scalar(const void* from, cudaDataType_t type) {
   }
 }
 
-Status check_types(const Call& call) {
+Status check_types(const MatmulCall& call) {
   const cudaDataType_t a = call.a.desc.type, b = call.b.desc.type, d = call.d.desc.type;
-  if (facts(a).is_narrow || facts(b).is_narrow) return check_narrow_types(call);
+  if (facts(a).is_low_precision || facts(b).is_low_precision) return check_low_precision_types(call);
   if (a != b) return Unimplemented(text("A is ", name_of(a), " and B is ", name_of(b), "; both must be of one type"));
   const bool widens = facts(a).is_16bit && d == CUDA_R_32F;
   if (a != d && !widens) {
@@ -80,7 +80,7 @@ Status check_types(const Call& call) {
   const bool is_32f = call.compute == CUBLAS_COMPUTE_32F || call.compute == CUBLAS_COMPUTE_32F_PEDANTIC;
   // Emulation is served by the f32 and f64 products of the BLAS, which are at least as exact.
   const bool is_for_f32 = rounds_operands(call.compute) || call.compute == CUBLAS_COMPUTE_32F_EMULATED_16BFX9;
-  if (call.is_ordered && rounds_operands(call.compute)) {
+  if (call.fixed_reduction_order && rounds_operands(call.compute)) {
     return Unimplemented(text("the compute type is ", static_cast<int>(call.compute),
                               ", whose products are not summed in one order; take CUBLAS_COMPUTE_32F for that"));
   }
@@ -118,7 +118,7 @@ Status check_submatrix(const Side& side) {
   return {};
 }
 
-Status check_grids(const Call& call) {
+Status check_grids(const MatmulCall& call) {
   const cublasMpGrid& grid = call.grid();
   const std::pair<const char*, const Operand*> others[] = {{"A", &call.a}, {"B", &call.b}};
   for (const auto& [name, operand] : others) {
@@ -133,7 +133,7 @@ Status check_grids(const Call& call) {
 
 // Contiguous shards on one grid of unequal sides, the capability grid_any_shape: k is then cut into one number of
 // blocks in A and into another in B, so that no choice of blocks keeps cuBLASMp's rule.
-bool is_uneven_grid(const Call& call) {
+bool is_uneven_grid(const MatmulCall& call) {
   const cublasMpGrid& grid = call.grid();
   if (grid.nprow == grid.npcol) return false;
   for (const Operand* operand : {&call.a, &call.b, &call.d}) {
@@ -147,7 +147,7 @@ bool is_uneven_grid(const Call& call) {
 }
 
 // cuBLASMp's rule that the blocks of op(A), op(B) and D fit each other.
-Status check_blocks(const Call& call) {
+Status check_blocks(const MatmulCall& call) {
   if (is_uneven_grid(call)) return {};
   const cublasMpMatrixDescriptor &a = call.a.desc, &b = call.b.desc, &d = call.d.desc;
   const bool is_a_plain = call.trans_a == CUBLAS_OP_N, is_b_plain = call.trans_b == CUBLAS_OP_N;
@@ -171,14 +171,14 @@ Status check_blocks(const Call& call) {
 }
 
 // C is read where D is written, so it must be laid out alike.
-Status check_c(const Call& call, bool is_given) {
+Status check_c(const MatmulCall& call, bool is_given) {
   if (!is_given) {
     if (call.beta == 0.0) return {};
     return InvalidArgument(text("c is null but beta is ", call.beta.real(), "; pass C, or beta = 0"));
   }
   const cublasMpMatrixDescriptor &c = call.c.desc, &d = call.d.desc;
-  if (call.stores_narrow()) {
-    JAXMP_RETURN_IF_ERROR(check_c_of_narrow(c.type));
+  if (call.stores_low_precision()) {
+    JAXMP_RETURN_IF_ERROR(check_low_precision_c(c.type));
   } else if (c.type != d.type) {
     return Unimplemented(text("C is ", name_of(c.type), " and D is ", name_of(d.type), "; they must be of one type"));
   }
@@ -195,7 +195,7 @@ Status check_c(const Call& call, bool is_given) {
   return InvalidArgument("C is distributed otherwise than D; give both the same extents, grid, source and first index");
 }
 
-Status check_all_reduce(const Call& call) {
+Status check_all_reduce(const MatmulCall& call) {
   if (!call.is_all_reduce) return {};
   const bool is_a_plain = call.trans_a == CUBLAS_OP_N, is_b_plain = call.trans_b == CUBLAS_OP_N;
   const cublasMpMatrixDescriptor& d = call.d.desc;
@@ -213,7 +213,7 @@ Status check_all_reduce(const Call& call) {
 }
 
 // A column of partial sums, in the type in which they are communicated.
-Status check_fused_rows(const Call& call) {
+Status check_fused_rows(const MatmulCall& call) {
   const auto type = call.communication_type == -1 ? call.accumulator() : cudaDataType_t(call.communication_type);
   const int64_t bytes = call.d.local_rows() * facts(type).bytes;
   if (bytes % 16 == 0) return {};
@@ -222,7 +222,7 @@ Status check_fused_rows(const Call& call) {
 }
 
 // What an explicit overlap algorithm asks beyond the rest. DEFAULT falls back where it does not hold.
-Status check_algorithm(const Call& call, const void* workspace, bool runs) {
+Status check_algorithm(const MatmulCall& call, const void* workspace, bool executes) {
   if (call.algo == CUBLASMP_MATMUL_ALGO_TYPE_DEFAULT || call.algo == CUBLASMP_MATMUL_ALGO_TYPE_NO_OVERLAP) return {};
   const std::string algo = text("algorithm ", static_cast<int>(call.algo));
   if (call.algo < 0 || call.algo > CUBLASMP_MATMUL_ALGO_TYPE_FUSED) return InvalidArgument(algo + " does not exist");
@@ -246,7 +246,7 @@ Status check_algorithm(const Call& call, const void* workspace, bool runs) {
                                 axis.nprocs, " from ", axis.source));
     }
   }
-  if (runs && !is_registered(call.grid(), workspace)) {
+  if (executes && !is_registered(call.grid(), workspace)) {
     return Unimplemented(algo + " needs d_work registered; allocate it with cublasMpMalloc, or use DEFAULT");
   }
   return {};
@@ -264,7 +264,7 @@ Range range_of(const char* name, const Operand& x) {
   return {name, x.data, bytes};
 }
 
-Status check_memory(const Call& call, bool has_c) {
+Status check_memory(const MatmulCall& call, bool has_c) {
   const Range a = range_of("a", call.a), b = range_of("b", call.b), d = range_of("d", call.d);
   const Range c = has_c ? range_of("c", call.c) : Range{"c", nullptr, 0};
   for (const Range& range : {a, b, d}) {
@@ -282,7 +282,7 @@ Status check_memory(const Call& call, bool has_c) {
   return {};
 }
 
-void copy_arguments(const Arguments& in, Call* call) {
+void copy_arguments(const Arguments& in, MatmulCall* call) {
   const cublasMpMatmulDescriptor& desc = *in.matmul;
   const auto operand = [](const void* data, int64_t i, int64_t j, const cublasMpMatrixDescriptor& of) {
     constexpr int64_t kLeast = -kLargestExtent;  // is refused as well, and no subtraction overflows
@@ -294,7 +294,8 @@ void copy_arguments(const Arguments& in, Call* call) {
   call->trans_a = attribute<cublasOperation_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA);
   call->trans_b = attribute<cublasOperation_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB);
   call->compute = attribute<cublasComputeType_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMPUTE_TYPE);
-  call->is_ordered = desc.is_ordered && in.desc_a->type != CUDA_R_8I;  // integers come out alike in any order
+  call->fixed_reduction_order =
+      desc.fixed_reduction_order && in.desc_a->type != CUDA_R_8I;  // integers come out alike in any order
   call->algo = attribute<cublasMpMatmulAlgoType_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_ALGO_TYPE);
   call->communication_sm_count = attribute<int>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMMUNICATION_SM_COUNT);
   constexpr int kCommunication = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMMUNICATION_TYPE;
@@ -310,14 +311,14 @@ void copy_arguments(const Arguments& in, Call* call) {
   call->nranks = call->grid().comm.nranks;
 }
 
-Status check_pieces(const Call& call) {
+Status check_pieces(const MatmulCall& call) {
   const double pieces = most_pieces(call);
   if (pieces <= kMostPieces) return {};
   return Unimplemented(text("a product of m=", call.m, ", n=", call.n, ", k=", call.k, " in these blocks would be cut ",
                             "into some ", pieces, " pieces; larger blocks make fewer"));
 }
 
-Status check_layout(const Call& call) {
+Status check_layout(const MatmulCall& call) {
   const bool is_a_plain = call.trans_a == CUBLAS_OP_N, is_b_plain = call.trans_b == CUBLAS_OP_N;
   const Side sides[] = {
       {"A", &call.a, is_a_plain ? call.m : call.k, is_a_plain ? call.k : call.m},
@@ -364,28 +365,28 @@ Status check_matrix(const cublasMpMatrixDescriptor& desc) {
                             " has more than 2^44 elements"));
 }
 
-Status read_call(const Arguments& in, bool runs, Call* call) {
+Status read_call(const Arguments& in, bool executes, MatmulCall* call) {
   JAXMP_RETURN_IF_ERROR(check_present(in));
   if (!blas_is_loaded()) return FailedPrecondition("no BLAS is loaded; call load_blas first");
   JAXMP_RETURN_IF_ERROR(check_extents(in));
   copy_arguments(in, call);
   JAXMP_RETURN_IF_ERROR(check_types(*call));
   // As the header has it, the query reads beta only to see that it is 0 where there is no C, and never alpha.
-  if (runs) call->alpha = read_scalar(in.alpha, call->accumulator());
-  if (runs || !in.c) call->beta = read_scalar(in.beta, call->accumulator());
+  if (executes) call->alpha = read_scalar(in.alpha, call->accumulator());
+  if (executes || !in.c) call->beta = read_scalar(in.beta, call->accumulator());
   call->has_c = in.c != nullptr;
   call->reads_c = call->has_c && call->beta != 0.0;
   JAXMP_RETURN_IF_ERROR(check_layout(*call));
   JAXMP_RETURN_IF_ERROR(check_c(*call, in.c != nullptr));
-  JAXMP_RETURN_IF_ERROR(read_epilog(*in.matmul, runs, call));
-  JAXMP_RETURN_IF_ERROR(read_scales(*in.matmul, runs, call));
+  JAXMP_RETURN_IF_ERROR(read_epilog(*in.matmul, executes, call));
+  JAXMP_RETURN_IF_ERROR(read_scales(*in.matmul, executes, call));
   JAXMP_RETURN_IF_ERROR(check_unsupported(*in.matmul, *call));
-  JAXMP_RETURN_IF_ERROR(runs ? check_memory(*call, in.c != nullptr) : check_algorithm(*call, nullptr, false));
+  JAXMP_RETURN_IF_ERROR(executes ? check_memory(*call, in.c != nullptr) : check_algorithm(*call, nullptr, false));
   call->tiling = tiling_of(*call, in.matmul);
   return {};
 }
 
-Status check_workspace(const Call& call, const void* device, size_t device_bytes, const void*) {
+Status check_workspace(const MatmulCall& call, const void* device, size_t device_bytes, const void*) {
   const auto needed = static_cast<size_t>(call.tiling->workspace_bytes);
   if (device_bytes < needed) {
     return InvalidArgument(text("workspaceSizeInBytesOnDevice is ", device_bytes, " but this product needs ", needed,

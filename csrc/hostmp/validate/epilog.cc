@@ -12,11 +12,11 @@ namespace {
 using namespace abi;  // NOLINT: cuBLASMp's own names, everywhere below
 
 // The bias, or its gradient: cuBLASMp has one set of attributes for both.
-Status check_bias_attributes(const cublasMpMatmulDescriptor& desc, Call* call) {
+Status check_bias_attributes(const cublasMpMatmulDescriptor& desc, MatmulCall* call) {
   constexpr int kType = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_DATA_TYPE;
   call->bias_type = desc.is_set[kType] ? attribute<cudaDataType_t>(desc, kType) : call->d.desc.type;
-  if (call->is_narrow()) {
-    JAXMP_RETURN_IF_ERROR(check_bias_of_narrow(*call));
+  if (call->is_low_precision()) {
+    JAXMP_RETURN_IF_ERROR(check_low_precision_bias(*call));
   } else if (call->bias_type != call->d.desc.type) {
     return Unimplemented(text("the bias is ", name_of(call->bias_type), " and D is ", name_of(call->d.desc.type),
                               "; they must be of one type"));
@@ -27,15 +27,15 @@ Status check_bias_attributes(const cublasMpMatmulDescriptor& desc, Call* call) {
   return {};
 }
 
-Status check_bias(const cublasMpMatmulDescriptor& desc, bool runs, Call* call) {
+Status check_bias(const cublasMpMatmulDescriptor& desc, bool executes, MatmulCall* call) {
   JAXMP_RETURN_IF_ERROR(check_bias_attributes(desc, call));
   call->bias = attribute<const void*>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_POINTER);
-  const bool is_needed = runs && call->d.local_rows() > 0;
+  const bool is_needed = executes && call->d.local_rows() > 0;
   if (is_needed && !call->bias) return InvalidArgument("the epilog has a bias but BIAS_POINTER is not set");
   return {};
 }
 
-Status check_gradient(const cublasMpMatmulDescriptor& desc, bool runs, const Epilog& epilog, Call* call) {
+Status check_gradient(const cublasMpMatmulDescriptor& desc, bool executes, const Epilog& epilog, MatmulCall* call) {
   JAXMP_RETURN_IF_ERROR(check_bias_attributes(desc, call));
   if (epilog.gradient == Gradient::kA && call->trans_a != CUBLAS_OP_N) {
     return Unimplemented("epilog BGRADA needs TRANSA=N; store A as (m, k)");
@@ -50,7 +50,7 @@ Status check_gradient(const cublasMpMatmulDescriptor& desc, bool runs, const Epi
   }
   call->gradient = attribute<void*>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_POINTER);
   const int64_t size = epilog.gradient == Gradient::kB ? call->n : call->d.local_rows();
-  if (runs && size > 0 && !call->gradient) {
+  if (executes && size > 0 && !call->gradient) {
     return InvalidArgument("the epilog has a bias gradient but BIAS_POINTER is not set");
   }
   return {};
@@ -58,7 +58,7 @@ Status check_gradient(const cublasMpMatmulDescriptor& desc, bool runs, const Epi
 
 constexpr int64_t kMostElements = int64_t{1} << 52;  // beyond it offsets in bytes could exceed 64 bits
 
-Status check_aux_type(const cublasMpMatmulDescriptor& desc, bool is_mask, const Epilog& epilog, Call* call) {
+Status check_aux_type(const cublasMpMatmulDescriptor& desc, bool is_mask, const Epilog& epilog, MatmulCall* call) {
   constexpr int kType = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE;
   if (is_mask && desc.is_set[kType]) {
     return InvalidArgument("EPILOGUE_AUX_DATA_TYPE is set, but the aux of RELU is a bit mask; leave it unset");
@@ -66,13 +66,13 @@ Status check_aux_type(const cublasMpMatmulDescriptor& desc, bool is_mask, const 
   if (is_mask) return {};
   const cudaDataType_t d = call->d.desc.type;
   call->aux_type = desc.is_set[kType] ? attribute<cudaDataType_t>(desc, kType) : d;
-  if (is_float8(d)) return check_aux_of_narrow(*call, epilog);
+  if (is_float8(d)) return check_low_precision_aux(*call, epilog);
   if (call->aux_type == d) return {};
   return Unimplemented(
       text("the aux is ", name_of(call->aux_type), " and D is ", name_of(d), "; they must be of one type"));
 }
 
-Status check_aux(const cublasMpMatmulDescriptor& desc, bool runs, const Epilog& epilog, Call* call) {
+Status check_aux(const cublasMpMatmulDescriptor& desc, bool executes, const Epilog& epilog, MatmulCall* call) {
   const bool is_mask = epilog.activation == Activation::kRelu;
   JAXMP_RETURN_IF_ERROR(check_aux_type(desc, is_mask, epilog, call));
   if (attribute<int64_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_BATCH_STRIDE) != 0) {
@@ -94,7 +94,7 @@ Status check_aux(const cublasMpMatmulDescriptor& desc, bool runs, const Epilog& 
     return Unimplemented(text("a RELU mask of a block-cyclic D needs mbD to be a multiple of 8, got ", axis.block));
   }
   call->aux = attribute<void*>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_POINTER);
-  if (runs && rows > 0 && !call->aux) {
+  if (executes && rows > 0 && !call->aux) {
     return InvalidArgument(text("the epilog has an aux ", epilog.is_derivative ? "input" : "output",
                                 " but EPILOGUE_AUX_POINTER is not set"));
   }
@@ -103,26 +103,26 @@ Status check_aux(const cublasMpMatmulDescriptor& desc, bool runs, const Epilog& 
 
 }  // namespace
 
-Status read_epilog(const cublasMpMatmulDescriptor& desc, bool runs, Call* call) {
+Status read_epilog(const cublasMpMatmulDescriptor& desc, bool executes, MatmulCall* call) {
   const Epilog* epilog = find_epilog(call->epilog);
   if (!epilog) return Unimplemented(text("epilog ", call->epilog, " is not among those that hostmp computes"));
   if (epilog->activation != Activation::kNone && facts(call->d.desc.type).is_complex) {
     return Unimplemented(text("epilog ", epilog->name, " has no meaning for ", name_of(call->d.desc.type)));
   }
-  if (call->is_narrow()) JAXMP_RETURN_IF_ERROR(check_epilog_of_narrow(*call, *epilog));
+  if (call->is_low_precision()) JAXMP_RETURN_IF_ERROR(check_low_precision_epilog(*call, *epilog));
   if (call->epilog != 0 && (call->d.row != 0 || call->d.col != 0)) {
     return Unimplemented(text("epilog ", epilog->name, " needs D from its first element; id and jd must be 1"));
   }
   if (epilog->is_derivative && call->k == 1) {
     return Unimplemented(text("epilog ", epilog->name, " does not take k = 1"));
   }
-  if (epilog->has_bias) JAXMP_RETURN_IF_ERROR(check_bias(desc, runs, call));
-  if (epilog->has_aux) JAXMP_RETURN_IF_ERROR(check_aux(desc, runs, *epilog, call));
-  if (epilog->gradient != Gradient::kNone) JAXMP_RETURN_IF_ERROR(check_gradient(desc, runs, *epilog, call));
+  if (epilog->has_bias) JAXMP_RETURN_IF_ERROR(check_bias(desc, executes, call));
+  if (epilog->has_aux) JAXMP_RETURN_IF_ERROR(check_aux(desc, executes, *epilog, call));
+  if (epilog->gradient != Gradient::kNone) JAXMP_RETURN_IF_ERROR(check_gradient(desc, executes, *epilog, call));
   return {};
 }
 
-Status check_unsupported(const cublasMpMatmulDescriptor& desc, const Call& call) {
+Status check_unsupported(const cublasMpMatmulDescriptor& desc, const MatmulCall& call) {
   // From the aux's scale to D's output scale: all for fp8 and fp4, of which read_scales has read them.
   for (int number = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_POINTER;
        number <= CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_MODE && !is_scaled(call.a.desc.type); ++number) {

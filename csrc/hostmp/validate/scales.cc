@@ -37,7 +37,7 @@ std::string results_of(cudaDataType_t a, cudaDataType_t b) {
 struct Units {
   int64_t outer, k;
 };
-Units units_of(const Call& call) {
+Units units_of(const MatmulCall& call) {
   const ScaleMode mode = call.scale_a.mode;
   if (block_of(mode) == 16) return {128, 64};
   if (block_of(mode) == 32) return {128, 128};
@@ -45,7 +45,7 @@ Units units_of(const Call& call) {
   return {16, 16};
 }
 
-Status check_units(const Call& call) {
+Status check_units(const MatmulCall& call) {
   const Units units = units_of(call);
   struct Side {
     const char* name;
@@ -76,7 +76,7 @@ Status check_units(const Call& call) {
   return {};
 }
 
-Status check_modes(const Call& call) {
+Status check_modes(const MatmulCall& call) {
   const ScaleMode a = call.scale_a.mode, b = call.scale_b.mode;
   const std::string modes = text("A_SCALE_MODE ", name_of(a), " and B_SCALE_MODE ", name_of(b));
   const bool both_blk = a == b && a == CUBLASMP_MATMUL_MATRIX_SCALE_BLK128x128_FP32;
@@ -89,16 +89,16 @@ Status check_modes(const Call& call) {
     return Unimplemented(text(modes, " do not fit ", name_of(call.a.desc.type),
                               is_float4 ? ", which takes VEC16_UE4M3" : ", which takes every other mode"));
   }
-  if (scales_sums(a) && call.stores_narrow()) {
+  if (scales_sums(a) && call.stores_low_precision()) {
     return Unimplemented(text(modes, " give f16, bf16 or f32, not ", name_of(call.d.desc.type)));
   }
   return {};
 }
 
-Status check_output(const Call& call) {
+Status check_output(const MatmulCall& call) {
   const bool is_blocked = is_tiled(call.scale_a.mode);
   const cudaDataType_t d = call.d.desc.type;
-  if (call.scale_d.data && !call.stores_narrow()) {
+  if (call.scale_d.data && !call.stores_low_precision()) {
     return Unimplemented(text("D_SCALE_POINTER is set, but D is ", name_of(d), "; only fp8 and fp4 are scaled"));
   }
   if (call.scale_d.data && is_blocked && d != CUDA_R_4F_E2M1) {
@@ -113,14 +113,14 @@ Status check_output(const Call& call) {
   if (call.amax_d && (!is_float8(d) || is_blocked)) {
     return Unimplemented(text("AMAX_D_POINTER is set; the largest value is taken of an fp8 D with tensor-wide scales"));
   }
-  const bool has_narrow_aux = is_float8(call.aux_type);
-  if ((call.scale_aux.data || call.amax_aux) && !has_narrow_aux) {
+  const bool has_fp8_aux = is_float8(call.aux_type);
+  if ((call.scale_aux.data || call.amax_aux) && !has_fp8_aux) {
     return Unimplemented("EPILOGUE_AUX_SCALE_POINTER or EPILOGUE_AUX_AMAX_POINTER is set, but the aux is not fp8");
   }
-  if (has_narrow_aux && is_blocked) {
+  if (has_fp8_aux && is_blocked) {
     return Unimplemented("the aux is fp8, which goes with tensor-wide scales only");
   }
-  const bool needs_out_scale = is_blocked && call.stores_narrow();
+  const bool needs_out_scale = is_blocked && call.stores_low_precision();
   if (call.has_d_out_scale == needs_out_scale) return {};
   return InvalidArgument(text("D_OUT_SCALE_MODE is ", call.has_d_out_scale ? "set" : "not set", ", but D is ",
                               name_of(d), needs_out_scale ? ", whose blocks get scales" : ", which has no scales"));
@@ -128,7 +128,7 @@ Status check_output(const Call& call) {
 
 }  // namespace
 
-Status check_narrow_types(const Call& call) {
+Status check_low_precision_types(const MatmulCall& call) {
   const cudaDataType_t a = call.a.desc.type, b = call.b.desc.type, d = call.d.desc.type;
   if (!is_pair(a, b)) {
     return Unimplemented(text("A is ", name_of(a), " and B is ", name_of(b), "; fp8 takes fp8 (not f8e5m2 twice), ",
@@ -149,22 +149,22 @@ Status check_narrow_types(const Call& call) {
   return {};
 }
 
-Status check_c_of_narrow(cudaDataType_t c) {
+Status check_low_precision_c(cudaDataType_t c) {
   if (c == CUDA_R_16F || c == CUDA_R_16BF) return {};
   return Unimplemented(text("C is ", name_of(c), " and D is fp8 or fp4; C must be f16 or bf16"));
 }
 
-Status check_bias_of_narrow(const Call& call) {
+Status check_low_precision_bias(const MatmulCall& call) {
   const cudaDataType_t d = call.d.desc.type, bias = call.bias_type;
-  const bool is_right = call.stores_narrow() ? bias == (call.c.data ? call.c.desc.type : CUDA_R_16F) ||
-                                                   (!call.c.data && bias == CUDA_R_16BF)
-                                             : bias == (d == CUDA_R_32F ? CUDA_R_16BF : d);
+  const bool is_right = call.stores_low_precision() ? bias == (call.c.data ? call.c.desc.type : CUDA_R_16F) ||
+                                                          (!call.c.data && bias == CUDA_R_16BF)
+                                                    : bias == (d == CUDA_R_32F ? CUDA_R_16BF : d);
   if (is_right) return {};
   return Unimplemented(text("the bias is ", name_of(bias), " and D is ", name_of(d),
                             "; D of f16 takes f16, of bf16 and f32 bf16, of fp8 and fp4 the type of C"));
 }
 
-Status check_epilog_of_narrow(const Call& call, const Epilog& epilog) {
+Status check_low_precision_epilog(const MatmulCall& call, const Epilog& epilog) {
   if (call.epilog == 0) return {};
   if (call.a.desc.type == CUDA_R_8I) {
     return Unimplemented(text("epilog ", epilog.name, " has no form for s8; use DEFAULT"));
@@ -181,7 +181,7 @@ Status check_epilog_of_narrow(const Call& call, const Epilog& epilog) {
   return {};
 }
 
-Status check_aux_of_narrow(const Call& call, const Epilog& epilog) {
+Status check_low_precision_aux(const MatmulCall& call, const Epilog& epilog) {
   const cudaDataType_t aux = call.aux_type, c = call.has_c ? call.c.desc.type : CUDA_R_16F;
   if (aux == c || (!call.has_c && aux == CUDA_R_16BF)) return {};
   const bool is_e4m3 = aux == CUDA_R_8F_E4M3 && call.a.desc.type == aux && call.b.desc.type == aux &&
@@ -193,7 +193,7 @@ Status check_aux_of_narrow(const Call& call, const Epilog& epilog) {
                             "are f8e4m3, C is f16 and the epilog is GELU_AUX"));
 }
 
-Status read_scales(const cublasMpMatmulDescriptor& desc, bool runs, Call* call) {
+Status read_scales(const cublasMpMatmulDescriptor& desc, bool executes, MatmulCall* call) {
   if (!is_scaled(call->a.desc.type)) return {};
   const auto read_with = [&desc](int pointer, int number, Scales* scales) -> Status {
     scales->data = attribute<const void*>(desc, pointer);
@@ -231,7 +231,7 @@ Status read_scales(const cublasMpMatmulDescriptor& desc, bool runs, Call* call) 
                                                           {"D_OUT_SCALE_POINTER", &call->d_out_scale}};
   for (const auto& [name, scales] : needed) {
     const bool is_scalar = scales->mode == CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32;
-    if (runs && !is_scalar && !scales->data) {
+    if (executes && !is_scalar && !scales->data) {
       return InvalidArgument(text(name, " is not set, but its mode is ", name_of(scales->mode)));
     }
   }

@@ -1,9 +1,9 @@
-#include "csrc/barrier/completion_pool.h"
+#include "csrc/base/completion_pool.h"
 
 #include <thread>
 #include <utility>
 
-namespace jaxmp::barrier {
+namespace jaxmp {
 
 void CompletionPool::Post(std::function<void()> work) {
   std::unique_lock<std::mutex> lock(mutex_);
@@ -30,4 +30,4 @@ void CompletionPool::Serve() {
   }
 }
 
-}  // namespace jaxmp::barrier
+}  // namespace jaxmp

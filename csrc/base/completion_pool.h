@@ -1,6 +1,6 @@
 // Threads on which programs resume.
-#ifndef JAXMP_BARRIER_COMPLETION_POOL_H_
-#define JAXMP_BARRIER_COMPLETION_POOL_H_
+#ifndef JAXMP_BASE_COMPLETION_POOL_H_
+#define JAXMP_BASE_COMPLETION_POOL_H_
 
 #include <condition_variable>
 #include <cstddef>
@@ -8,7 +8,7 @@
 #include <functional>
 #include <mutex>
 
-namespace jaxmp::barrier {
+namespace jaxmp {
 
 // Programs may block on these threads, so one is added whenever none is idle, and kept. Never destroyed.
 class CompletionPool {
@@ -24,6 +24,6 @@ class CompletionPool {
   size_t idle_ = 0;
 };
 
-}  // namespace jaxmp::barrier
+}  // namespace jaxmp
 
-#endif  // JAXMP_BARRIER_COMPLETION_POOL_H_
+#endif  // JAXMP_BASE_COMPLETION_POOL_H_
