@@ -11,12 +11,12 @@ namespace jaxmp {
 namespace {
 
 // How many parts a matrix is cut into, along each of its stored dimensions, to get one rank's part and to get a block.
-struct Cut {
+struct BlockCounts {
   int64_t local_rows, local_cols;
   int64_t block_rows, block_cols;
 };
 
-MatrixDistribution MakeMatrix(GridKind grid, int64_t rows, int64_t cols, const Cut& cut) {
+MatrixDistribution MakeMatrix(GridKind grid, int64_t rows, int64_t cols, const BlockCounts& cut) {
   MatrixDistribution matrix;
   matrix.grid = grid;
   matrix.rows = rows;

@@ -26,7 +26,7 @@ struct Kernel {
   std::string name;
   bool is_available;
   void (*gemm)(const KSegments&, float, float, char*);
-  int64_t panel, unit;  // of k
+  int64_t kc, unit;  // of k
   int64_t (*scratch)(int64_t, int64_t, int64_t);
 };
 
@@ -142,7 +142,7 @@ void test_kernel(const Kernel& kernel) {
 }
 
 // A number depends on its own row and column alone: the same operands, cut off at m rows and n columns, and with k in
-// parts. It is the sum of the panels, each alone, in ascending order.
+// parts. It is the sum of the K blocks, each alone, in ascending order.
 void test_extents_and_parts_do_not_matter(const Kernel& kernel) {
   if (!kernel.is_available) return;
   constexpr int64_t kM = 70, kN = 70, kK = 2500;
@@ -162,12 +162,12 @@ void test_extents_and_parts_do_not_matter(const Kernel& kernel) {
   };
   const std::vector<float> whole = run(kM, kN, 0, kK, false);
   check::report(run(kM, kN, 0, kK, true) == whole, __FILE__, __LINE__, kernel.name + " in parts");
-  std::vector<float> total = run(kM, kN, 0, kernel.panel, false);
-  for (int64_t at = kernel.panel; at < kK; at += kernel.panel) {
-    const std::vector<float> sums = run(kM, kN, at, std::min(at + kernel.panel, kK), false);
+  std::vector<float> total = run(kM, kN, 0, kernel.kc, false);
+  for (int64_t at = kernel.kc; at < kK; at += kernel.kc) {
+    const std::vector<float> sums = run(kM, kN, at, std::min(at + kernel.kc, kK), false);
     for (size_t i = 0; i < total.size(); ++i) total[i] += sums[i];
   }
-  check::report(total == whole, __FILE__, __LINE__, kernel.name + " panel by panel");
+  check::report(total == whole, __FILE__, __LINE__, kernel.name + " K block by K block");
   for (int64_t m = 1; m <= kM; ++m) {
     const int64_t n = kN + 1 - m;
     const std::vector<float> part = run(m, n, 0, kK, false);

@@ -1,5 +1,5 @@
 // Sums in one order: each kernel against the plain loops that its header describes, to the bit; whatever the extents,
-// and wherever k is cut. And what panels are for: small rounding errors.
+// and wherever k is cut. And what K blocks are for: small rounding errors.
 #include <algorithm>
 #include <cmath>
 #include <complex>
@@ -151,14 +151,14 @@ struct Case {
     return found;
   }
 
-  // The header's order, in panels of 256. With `adds`, onto c.
+  // The header's order, in K blocks of 256. With `adds`, onto c.
   std::vector<typename Type<T>::Sum> expected(bool is_fused, bool adds) const {
     auto sums = c;
     for (int64_t col = 0; col < n; ++col) {
       for (int64_t row = 0; row < m; ++row) {
         auto& total = sums[static_cast<size_t>(col * ldc() + row)];
         for (int64_t at = 0; at < k; at += 256) {
-          const auto sum = panel_sum(row, col, at, std::min(at + 256, k), is_fused);
+          const auto sum = k_block_sum(row, col, at, std::min(at + 256, k), is_fused);
           total = at > 0 || adds ? total + sum : sum;
         }
       }
@@ -166,7 +166,7 @@ struct Case {
     return sums;
   }
 
-  typename Type<T>::Sum panel_sum(int64_t row, int64_t col, int64_t begin, int64_t end, bool is_fused) const {
+  typename Type<T>::Sum k_block_sum(int64_t row, int64_t col, int64_t begin, int64_t end, bool is_fused) const {
     typename Type<T>::Sum sum = 0;
     for (int64_t l = begin; l < end; ++l) {
       const T& x = a[static_cast<size_t>(trans_a == abi::CUBLAS_OP_N ? l * lda() + row : row * lda() + l)];
@@ -200,7 +200,7 @@ struct Scratch {
   std::vector<char> memory;
 };
 
-// Where k is cut: inside panels, between them, and in pieces of one.
+// Where k is cut: inside K blocks, between them, and in pieces of one.
 const std::vector<int64_t> kCuts[] = {{}, {1, 2, 3, 100, 250, 256, 257, 300, 511, 513}};
 std::vector<int64_t> cuts_of(int64_t k, std::vector<int64_t> cuts) {
   cuts.erase(std::find_if(cuts.begin(), cuts.end(), [k](int64_t cut) { return cut >= k; }), cuts.end());
@@ -234,7 +234,7 @@ void test_kernel(hostmp::SimdLevel level, const char* instructions) {
 }
 
 template <typename T>
-void test_thin() {
+void test_small_n() {
   for (auto trans_b : kOps) {
     for (const auto& extent : kExtents) {
       const Case<T> test(abi::CUBLAS_OP_N, trans_b, extent[0], extent[1], extent[2], 2);
@@ -248,13 +248,13 @@ void test_thin() {
   }
 }
 
-// Whatever an instruction does within a panel: the whole is the sum of the panels, each alone, in ascending order.
+// Whatever an instruction does within a K block: the whole is the sum of the K blocks, each alone, in ascending order.
 template <typename T>
-void check_panels(const Case<T>& test, const std::vector<typename Type<T>::Sum>& whole) {
-  const int64_t panel = hostmp::k_block_depth(Type<T>::number);
+void check_k_blocks(const Case<T>& test, const std::vector<typename Type<T>::Sum>& whole) {
+  const int64_t k_block = hostmp::k_block_depth(Type<T>::number);
   auto total = test.c;
-  for (int64_t at = 0; at < test.k; at += panel) {
-    const int64_t end = std::min(at + panel, test.k);
+  for (int64_t at = 0; at < test.k; at += k_block) {
+    const int64_t end = std::min(at + k_block, test.k);
     auto sums = test.c;
     Scratch scratch(hostmp::fixed_order_gemm_scratch(Type<T>::number, test.m, test.n, end - at));
     hostmp::fixed_order_gemm(Type<T>::number, {test.product(at, end, sums.data())}, false, scratch.data());
@@ -265,7 +265,7 @@ void check_panels(const Case<T>& test, const std::vector<typename Type<T>::Sum>&
       }
     }
   }
-  check::report(same(whole, total), __FILE__, __LINE__, std::string(Type<T>::name) + " panel by panel");
+  check::report(same(whole, total), __FILE__, __LINE__, std::string(Type<T>::name) + " K block by K block");
 }
 
 template <typename T>
@@ -304,7 +304,7 @@ void test_extents_and_cuts() {
   }
   cuts.push_back(k);
   check::report(same(run(kM, kN, cuts), whole), __FILE__, __LINE__, std::string(Type<T>::name) + " cut everywhere");
-  check_panels(test, whole);
+  check_k_blocks(test, whole);
 }
 
 template <typename T>
@@ -325,8 +325,8 @@ int main() {
     return 0;
   }
   test::test_type<float>();
-  test::test_thin<float>();
-  test::test_thin<double>();
+  test::test_small_n<float>();
+  test::test_small_n<double>();
   test::test_type<hostmp::Complex64>();
   test::test_type<hostmp::BFloat16>();
   if (!check::kUnderSanitizer) {  // the same code, for other types

@@ -159,7 +159,7 @@ void test_beta_zero_never_reads_c(hostmp::Pool* pool) {
   }
 }
 
-// k of several panels, cut inside of them, in blocks of 2 at the finest; the workspace holds what is copied together.
+// k of several K blocks, cut inside of them, in blocks of 2 at the finest; the workspace holds what is copied together.
 void test_ordered_bits_do_not_know_the_mesh(hostmp::Pool* pool) {
   const auto fill = [](World* world) {
     std::mt19937 random(1);

@@ -16,7 +16,7 @@
 namespace {
 
 // The i-th arrival of a rank belongs with the i-th of every other.
-struct Meeting {
+struct Exchange {
   std::vector<long long> values;  // NOLINT: by rank
   int count = 0;
 };
@@ -27,8 +27,8 @@ struct Group {
   const int nranks;
   std::mutex mutex;
   std::condition_variable changed;
-  std::deque<Meeting> meetings[2];  // by channel; kept, for values are handed out by address
-  std::vector<size_t> arrivals[2];  // by channel and rank
+  std::deque<Exchange> exchanges[2];  // by channel; kept, for values are handed out by address
+  std::vector<size_t> arrivals[2];    // by channel and rank
   std::atomic<bool> is_aborted{false};
 
   const long long* Gather(int channel, int rank, long long value) {  // NOLINT
@@ -36,15 +36,15 @@ struct Group {
     auto& counts = arrivals[channel];
     counts.resize(static_cast<size_t>(nranks));
     const size_t turn = counts[static_cast<size_t>(rank)]++;
-    while (meetings[channel].size() <= turn) {
-      meetings[channel].push_back({std::vector<long long>(static_cast<size_t>(nranks)), 0});  // NOLINT
+    while (exchanges[channel].size() <= turn) {
+      exchanges[channel].push_back({std::vector<long long>(static_cast<size_t>(nranks)), 0});  // NOLINT
     }
-    Meeting& meeting = meetings[channel][turn];
-    meeting.values[static_cast<size_t>(rank)] = value;
-    ++meeting.count;
+    Exchange& exchange = exchanges[channel][turn];
+    exchange.values[static_cast<size_t>(rank)] = value;
+    ++exchange.count;
     changed.notify_all();
-    changed.wait(lock, [&] { return meeting.count == nranks || is_aborted; });
-    return meeting.count == nranks ? meeting.values.data() : nullptr;
+    changed.wait(lock, [&] { return exchange.count == nranks || is_aborted; });
+    return exchange.count == nranks ? exchange.values.data() : nullptr;
   }
 
   void Abort() {
