@@ -13,6 +13,7 @@ import socket
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,7 +44,7 @@ _POLL = 0.05
 class _State:
     """This process's part in the job, from `initialize` to `shutdown`."""
 
-    def __init__(self, process: int, nprocesses: int, timeout: float, interrupts: tuple[socket.socket, ...]):
+    def __init__(self, process: int, nprocesses: int, timeout: float, interrupts: tuple[socket.socket, ...]) -> None:
         self.process, self.nprocesses, self.timeout, self.interrupts = process, nprocesses, timeout, interrupts
         self.peers: Peers | None = None  # until it has met them
         self.generation = 0
@@ -100,6 +101,7 @@ def initialize(
     if coordinator_address is None:
         found = bootstrap.detect(local_device_ids, initialization_timeout)
         coordinator_address, num_processes, process_id, local_device_ids = found
+    assert coordinator_address is not None
     assert num_processes is not None
     assert process_id is not None
     host, _, port = coordinator_address.rpartition(":")
@@ -254,7 +256,7 @@ def _set_hooks() -> None:
     jax_compat.translate_errors(_translated, _watched)
     previous = sys.excepthook
 
-    def excepthook(kind, value, traceback):
+    def excepthook(kind: type[BaseException], value: BaseException, traceback: types.TracebackType | None) -> None:
         if _state is not None:
             message = f"{value}".partition("\n")[0]
             _state.reason = _state.reason or f"it raised {kind.__name__}: {message}"
@@ -288,7 +290,7 @@ def _watched(wait: Callable[[], Any]) -> Any:
     return watch.wait_for(wait, state.process, state.timeout)
 
 
-def _why_transport_failed(native) -> str:
+def _why_transport_failed(native: Any) -> str:
     """Who is to blame for a collective that failed half-way: a peer whose end is about to be known, or a silent one."""
     deadline = time.monotonic() + 1
     while True:

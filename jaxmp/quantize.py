@@ -6,6 +6,8 @@ Blocks run along the last dimension, as in `jax.nn.scaled_matmul`.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
@@ -53,7 +55,7 @@ def largest(dtype: DTypeLike) -> float:
 
 def amax(x: Array) -> jax.Array:
     """The largest absolute value of `x`, a float32 scalar; NaN where `x` has one."""
-    return low_precision.amax(x.astype(jnp.float32))
+    return low_precision.amax(_wide(x))
 
 
 def scale_for(amax: ArrayLike, dtype: DTypeLike = _E4M3, *, margin: int = 0) -> jax.Array:
@@ -67,7 +69,7 @@ def scale_for(amax: ArrayLike, dtype: DTypeLike = _E4M3, *, margin: int = 0) -> 
 
 def encode(x: Array, dtype: DTypeLike = _E4M3) -> jax.Array:
     """`x` in `dtype`, saturating where `x.astype(dtype)` would give NaN or infinity."""
-    return low_precision.encode(x, dtype)
+    return low_precision.encode(jnp.asarray(x), dtype)
 
 
 def tensor(x: Array, dtype: DTypeLike = _E4M3, *, scale: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
@@ -79,7 +81,7 @@ def tensor(x: Array, dtype: DTypeLike = _E4M3, *, scale: jax.Array | None = None
     [1.0, -2.0, 0.5]
     """
     scale = scale_for(amax(x), dtype) if scale is None else scale
-    return low_precision.encode(x.astype(jnp.float32) / scale, dtype), scale
+    return low_precision.encode(_wide(x) / scale, dtype), scale
 
 
 def update_history(history: jax.Array, amax: Array) -> jax.Array:
@@ -95,28 +97,24 @@ def delayed_scale(history: Array, dtype: DTypeLike = _E4M3, *, margin: int = 0) 
 
 def rows(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows,)): one float32 scale a row."""
-    scale = scale_for(low_precision.amax(x.astype(jnp.float32), -1), dtype)
-    return low_precision.encode(x.astype(jnp.float32) / scale[..., None], dtype), scale
+    scale = scale_for(low_precision.amax(_wide(x), -1), dtype)
+    return low_precision.encode(_wide(x) / scale[..., None], dtype), scale
 
 
 def vec128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows, k/128)): one float32 scale for 128 adjacent elements."""
     _check_blocks("vec128", x, 128)
-    scale = scale_for(low_precision.block_amax(x.astype(jnp.float32), 128), dtype)
-    return low_precision.encode(
-        x.astype(jnp.float32) / low_precision.expand(scale, low_precision.VEC128, x.shape), dtype
-    ), scale
+    scale = scale_for(low_precision.block_amax(_wide(x), 128), dtype)
+    return low_precision.encode(_wide(x) / low_precision.expand(scale, low_precision.VEC128, x.shape), dtype), scale
 
 
 def blk128(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
     """(q, scale (rows/128, k/128)) of a 2-D x: one float32 scale for 128 x 128 elements."""
     _check_blocks("blk128", x, 128)
-    by_rows = low_precision.block_amax(x.astype(jnp.float32), 128)
+    by_rows = low_precision.block_amax(_wide(x), 128)
     padded = jnp.pad(by_rows, ((0, -x.shape[0] % 128), (0, 0)))
     scale = scale_for(low_precision.amax(padded.reshape(padded.shape[0] // 128, 128, padded.shape[1]), 1), dtype)
-    return low_precision.encode(
-        x.astype(jnp.float32) / low_precision.expand(scale, low_precision.BLK128, x.shape), dtype
-    ), scale
+    return low_precision.encode(_wide(x) / low_precision.expand(scale, low_precision.BLK128, x.shape), dtype), scale
 
 
 def mxfp8(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
@@ -125,8 +123,7 @@ def mxfp8(x: Array, dtype: DTypeLike = _E4M3) -> tuple[jax.Array, jax.Array]:
     Bit for bit what `jax.nn.scaled_dot_general` quantizes to with the config "mxfp8".
     """
     _check_blocks("mxfp8", x, 32)
-    x = x.astype(jnp.float32)
-    return low_precision.encode_blocks(x, low_precision.VEC32, dtype)
+    return low_precision.encode_blocks(_wide(x), low_precision.VEC32, dtype)
 
 
 def nvfp4(x: Array, *, global_scale: ArrayLike = 1.0) -> tuple[jax.Array, jax.Array]:
@@ -136,10 +133,10 @@ def nvfp4(x: Array, *, global_scale: ArrayLike = 1.0) -> tuple[jax.Array, jax.Ar
     `jax.nn.scaled_dot_general` quantizes to with the config "nvfp4", but for blocks of zeros, where that has NaN.
     """
     _check_blocks("nvfp4", x, 16)
-    x = x.astype(jnp.float32) / global_scale
-    scale = low_precision.encode(low_precision.block_amax(x, 16) / largest(jnp.float4_e2m1fn), _E4M3)
+    scaled = jnp.asarray(x.astype(jnp.float32) / global_scale)
+    scale = low_precision.encode(low_precision.block_amax(scaled, 16) / largest(jnp.float4_e2m1fn), _E4M3)
     wide = jnp.repeat(scale.astype(jnp.float32), 16, axis=-1)
-    return low_precision.encode(jnp.where(wide == 0, 0.0, x / wide), jnp.float4_e2m1fn), scale
+    return low_precision.encode(jnp.where(wide == 0, 0.0, scaled / wide), jnp.float4_e2m1fn), scale
 
 
 def nvfp4_global_scale(amax: ArrayLike) -> jax.Array:
@@ -149,12 +146,15 @@ def nvfp4_global_scale(amax: ArrayLike) -> jax.Array:
 
 def dequantize(q: Array, scale: Scale, dtype: DTypeLike = jnp.float32) -> jax.Array:
     """q times its scale in `dtype`; the mode follows from the scale's shape and dtype, as in `jaxmp.Scaling`."""
-    return low_precision.dequantize(q, scale, _mode("dequantize", q, scale), jnp.dtype(dtype))
+    mode = _mode("dequantize", q, scale)
+    factor = None if scale is None else jnp.asarray(scale)
+    return low_precision.dequantize(jnp.asarray(q), factor, mode, jnp.dtype(dtype))
 
 
 def expand(scale: Scale, q: Array) -> jax.Array:
     """The float32 scale of every element of `q`."""
-    return jnp.broadcast_to(low_precision.expand(scale, _mode("expand", q, scale), q.shape), q.shape)
+    mode = _mode("expand", q, scale)
+    return jnp.broadcast_to(low_precision.expand(jnp.asarray(scale), mode, q.shape), q.shape)
 
 
 def swizzle(scale: Array) -> jax.Array:
@@ -162,7 +162,7 @@ def swizzle(scale: Array) -> jax.Array:
 
     `jaxmp.matmul` does this itself; it is for data that other libraries share.
     """
-    return low_precision.swizzle(low_precision.as_bytes(scale))
+    return low_precision.swizzle(low_precision.as_bytes(jnp.asarray(scale)))
 
 
 def unswizzle(flat: Array, rows: int, blocks: int, dtype: DTypeLike = jnp.float8_e8m0fnu) -> jax.Array:
@@ -172,7 +172,7 @@ def unswizzle(flat: Array, rows: int, blocks: int, dtype: DTypeLike = jnp.float8
         raise ValueError(
             f"unswizzle: {rows} x {blocks} scales take {size} bytes in tiles of 128 x 4, got shape {flat.shape}"
         )
-    return low_precision.from_bytes(low_precision.unswizzle(flat, rows, blocks), dtype)
+    return low_precision.from_bytes(low_precision.unswizzle(jnp.asarray(flat), rows, blocks), dtype)
 
 
 def scale_offset(row: int, block: int, blocks: int) -> int:
@@ -183,22 +183,26 @@ def scale_offset(row: int, block: int, blocks: int) -> int:
 
 def pack_fp4(q: Array) -> jax.Array:
     """float4_e2m1fn (..., k) as uint8 (..., k/2), the first of two in the low half of its byte."""
-    return low_precision.as_bytes(q)
+    return low_precision.as_bytes(jnp.asarray(q))
 
 
 def unpack_fp4(packed: Array) -> jax.Array:
     """The inverse of `pack_fp4`."""
-    return low_precision.from_bytes(packed, jnp.float4_e2m1fn)
+    return low_precision.from_bytes(jnp.asarray(packed), jnp.float4_e2m1fn)
 
 
-def _check_blocks(name: str, x, size: int) -> None:
+def _wide(x: Array) -> jax.Array:
+    return jnp.asarray(x.astype(jnp.float32))
+
+
+def _check_blocks(name: str, x: Array, size: int) -> None:
     if x.ndim < 2 or x.shape[-1] % size:
         raise ValueError(
             f"quantize.{name}: the last dimension must be a multiple of {size}, got shape {tuple(x.shape)}"
         )
 
 
-def _mode(name: str, q, scale) -> str:
+def _mode(name: str, q: Array, scale: Any) -> str:
     if scale is not None and scale.dtype.name == "float32" and scale.shape == ():
         return low_precision.SCALAR
     return low_precision.find_mode(f"quantize.{name}", "scale", scale, tuple(q.shape), q.dtype)

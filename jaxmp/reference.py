@@ -56,8 +56,10 @@ def matmul(
     )
 
 
-def _matmul(a, b, c, alpha, beta, row: epilogs.EpilogRule, inputs, shards: int):
-    z = alpha * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+def _matmul(
+    a: ArrayLike, b: ArrayLike, c: Any, alpha: Any, beta: Any, row: epilogs.EpilogRule, inputs: Any, shards: int
+) -> Any:
+    z: jax.Array = alpha * jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
     if c is not None:
         z = z + beta * c
     if row.has_bias:
@@ -78,7 +80,7 @@ def _matmul(a, b, c, alpha, beta, row: epilogs.EpilogRule, inputs, shards: int):
     return d, {row.aux: jnp.concatenate(masks, axis=-1)}
 
 
-def _unpack(mask, columns: int, shards: int):
+def _unpack(mask: ArrayLike, columns: int, shards: int) -> jax.Array:
     parts = jnp.split(mask, shards, axis=-1)
     return jnp.concatenate([activations.unpack_relu_aux(x, columns // shards) for x in parts], axis=-1)
 
@@ -111,10 +113,10 @@ def activate(activation: str | None, z: jax.Array) -> jax.Array:
     return {"relu": jax.nn.relu, "gelu": activations.gelu}[activation](z)
 
 
-def _as_row(bias, ndim: int):
+def _as_row(bias: ArrayLike, ndim: int) -> jax.Array:
     return jnp.expand_dims(bias, tuple(range(ndim - 1)))
 
 
-def _operand(x, is_transposed: bool, is_conjugated: bool):
+def _operand(x: ArrayLike, is_transposed: bool, is_conjugated: bool) -> ArrayLike:
     x = jnp.swapaxes(x, -1, -2) if is_transposed else x
     return jnp.conj(x) if is_conjugated else x

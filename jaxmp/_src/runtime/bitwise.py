@@ -58,7 +58,7 @@ def bits_of(x: np.ndarray) -> np.ndarray:
 
 def _distance(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Units in the last place between two arrays of one type, per real number; objects, for they may pass 64 bits."""
-    return np.abs(_places(actual) - _places(expected))
+    return np.asarray(np.abs(_places(actual) - _places(expected)))
 
 
 def _places(x: np.ndarray) -> np.ndarray:
@@ -69,7 +69,7 @@ def _places(x: np.ndarray) -> np.ndarray:
 
 
 def _describe(actual: np.ndarray, expected: np.ndarray, index: tuple[int, ...]) -> str:
-    def show(x):
+    def show(x: np.ndarray) -> str:
         width = 2 * bits_of(x).dtype.itemsize
         return f"{x[index]} ({' '.join(f'0x{int(bits):0{width}x}' for bits in bits_of(x)[index])})"
 

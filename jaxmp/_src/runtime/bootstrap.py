@@ -12,14 +12,15 @@ import os
 import re
 import secrets
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jaxmp._src.runtime import cuda_libraries, jax_compat
 from jaxmp._src.runtime.config import launcher
 from jaxmp._src.runtime.peers import Peers
 
 
-def check_arguments(coordinator_address, num_processes, process_id) -> None:
+def check_arguments(coordinator_address: object, num_processes: Any, process_id: Any) -> None:
     given = {
         "coordinator_address": coordinator_address,
         "num_processes": num_processes,
@@ -50,7 +51,7 @@ def check_arguments(coordinator_address, num_processes, process_id) -> None:
         )
 
 
-def detect(local_device_ids, timeout: int):
+def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_compat.Processes:
     """What the launcher says, through JAX's own detection."""
     found = launcher()
     if found is None:

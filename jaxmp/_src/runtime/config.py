@@ -8,6 +8,7 @@ import functools
 import os
 import warnings
 from collections.abc import Mapping
+from typing import Any
 
 # variable: (what it does, default). docs and `Config` follow this table.
 VARIABLES = {
@@ -109,7 +110,7 @@ def warn_of_unknown(stacklevel: int = 2) -> None:
         warnings.warn(f"jaxmp has no environment variable {name}, which does nothing; {advice}", stacklevel=stacklevel)
 
 
-def parse_timeout(name: str, value) -> float:
+def parse_timeout(name: str, value: Any) -> float:
     """`value` as a positive number of seconds."""
     try:
         seconds = float(value)

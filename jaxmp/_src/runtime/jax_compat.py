@@ -8,8 +8,8 @@ import ctypes
 import functools
 import os
 import sys
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 import jax
 import numpy as np
@@ -27,8 +27,17 @@ from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _pe
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
+from jax.typing import DTypeLike
 
 MINIMUM_JAX = (0, 10, 2)
+
+F = TypeVar("F", bound=Callable[..., Any])
+Jaxpr = _core.Jaxpr
+LoweringContext = mlir.LoweringRuleContext
+# Takes and gives MLIR values.
+LoweringRule = Callable[..., Any]
+# Coordinator address, number of processes, process id, local device ids.
+Processes = tuple[str | None, int | None, int | None, Sequence[int] | None]
 
 if jax.__version_info__ < MINIMUM_JAX:
     raise ImportError(
@@ -46,25 +55,28 @@ def make_primitive(name: str, *, multiple_results: bool, needs_devices: bool = F
     return primitive
 
 
-def varying_axes(x) -> frozenset[str]:
+def varying_axes(x: jax.Array) -> frozenset[str]:
     """Manual axes over which `x` varies; empty under check_vma=False and outside shard_map."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def with_shape(aval, shape, dtype, varying):
+def with_shape(
+    aval: jax.core.ShapedArray, shape: Sequence[int], dtype: DTypeLike, varying: Iterable[str]
+) -> jax.core.ShapedArray:
     """`aval` with another shape, dtype and set of varying axes; the rank stays."""
     vma = aval.manual_axis_type.update(varying=frozenset(varying))
-    return aval.update(shape=tuple(shape), dtype=dtype, manual_axis_type=vma, weak_type=False)
+    changed: jax.core.ShapedArray = aval.update(shape=tuple(shape), dtype=dtype, manual_axis_type=vma, weak_type=False)
+    return changed
 
 
-def without_front(aval):
+def without_front(aval: jax.core.ShapedArray) -> jax.core.ShapedArray:
     """The type of one index along the first dimension."""
-    return _core.mapped_aval(aval.shape[0], 0, aval)
+    return cast(jax.core.ShapedArray, _core.mapped_aval(aval.shape[0], 0, aval))
 
 
-def with_front(aval, size: int):
+def with_front(aval: jax.core.ShapedArray, size: int) -> jax.core.ShapedArray:
     """`aval` with a dimension of `size` in front."""
-    return _core.unmapped_aval(size, 0, aval)
+    return cast(jax.core.ShapedArray, _core.unmapped_aval(size, 0, aval))
 
 
 def mesh_axes() -> tuple[tuple[str, int], ...]:
@@ -79,23 +91,23 @@ def is_vma_checked() -> bool:
     return bool(_config._check_vma.value)
 
 
-def subjaxprs(params: dict):
+def subjaxprs(params: dict[str, Any]) -> Iterable[Jaxpr]:
     """Every jaxpr among an equation's parameters."""
     return _core.jaxprs_in_params(params)
 
 
-def without_dead_code(jaxpr):
+def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     """`jaxpr` less the equations that no output needs, in itself and in what it calls."""
     return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
-def cache_in_context(capacity: int):
+def cache_in_context(capacity: int) -> Callable[[F], F]:
     """A decorator: an LRU cache whose keys hold, beside the arguments, every setting of JAX that tracing depends on:
     of the mesh of `jax.set_mesh` its axes, not its devices. `jax.clear_caches` empties it."""
-    return _util.cache(max_size=capacity)
+    return cast(Callable[[F], F], _util.cache(max_size=capacity))
 
 
-def is_concrete(x) -> bool:
+def is_concrete(x: object) -> bool:
     """Whether `x` is a value rather than a tracer."""
     return not isinstance(x, _core.Tracer)
 
@@ -111,19 +123,24 @@ def require_devices(primitives: Collection[Primitive]) -> None:
         _dispatch.jaxpr_has_prim_requiring_devices.cache_clear()  # programs that were asked before
 
 
-def lowering_mesh(ctx) -> jax.sharding.Mesh | None:
+def lowering_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | None:
     """The mesh with its devices for which a lowering rule runs, or None where JAX does not know them yet."""
     axes = ctx.module_context.axis_context
     mesh = axes.mesh if isinstance(axes, _sharding_impls.SPMDAxisContext) else None
     return mesh if isinstance(mesh, jax.sharding.Mesh) else ambient_mesh()
 
 
-def device_count(ctx) -> int:
+def operand_types(ctx: LoweringContext) -> Sequence[jax.core.ShapedArray]:
+    """The types of what is lowered."""
+    return cast(Sequence[jax.core.ShapedArray], ctx.avals_in)
+
+
+def device_count(ctx: LoweringContext) -> int:
     """The number of devices that the program which is being lowered is for."""
     return getattr(ctx.module_context.axis_context, "num_devices", 1)
 
 
-def partitions_without_shardy(ctx) -> bool:
+def partitions_without_shardy(ctx: LoweringContext) -> bool:
     """Whether the program that is being lowered is for several devices, and not for XLA's Shardy partitioner."""
     return not getattr(jax.config, "jax_use_shardy_partitioner", True) and device_count(ctx) != 1
 
@@ -137,10 +154,10 @@ def ambient_mesh() -> jax.sharding.Mesh | None:
 def default_platform() -> str:
     """The platform for which a program is lowered by default: "cuda" where `jax.default_backend` says "gpu"."""
     backend = _xla_bridge.get_backend()
-    return getattr(backend, "_raw_platform", backend.platform)
+    return str(getattr(backend, "_raw_platform", backend.platform))
 
 
-def off_explicit_mesh():
+def off_explicit_mesh() -> contextlib.AbstractContextManager[Any]:
     """A context in which what is traced is of one device, also where an explicit mesh is around the compiler: there it
     calls back for shards, which JAX would take for global arrays on that mesh."""
     kinds = jax.sharding.get_abstract_mesh().axis_types
@@ -149,16 +166,16 @@ def off_explicit_mesh():
     return jax.sharding.use_abstract_mesh(empty) if is_explicit else contextlib.nullcontext()
 
 
-def program_name(ctx) -> str:
+def program_name(ctx: LoweringContext) -> str:
     """The name of the module that is being lowered."""
     return str(ctx.module_context.module.operation.attributes["sym_name"]).strip('"')
 
 
-def next_index(ctx, key: str) -> int:
+def next_index(ctx: LoweringContext, key: str) -> int:
     """How often this was asked in the module that is being lowered; the order of lowering is that of the program."""
     counters = ctx.module_context.cached_primitive_lowerings
     counters[key] = counters.get(key, -1) + 1
-    return counters[key]
+    return int(counters[key])
 
 
 def user_line(package: str) -> str:
@@ -194,14 +211,15 @@ def after_dispatched_programs() -> list[jax.Array]:
     return arrays
 
 
-def distributed_client():
+def distributed_client() -> Any:
     """The client of JAX's coordination service, or None."""
     return _distributed.global_state.client
 
 
-def detect_processes(method: str, local_device_ids, timeout: int):
+def detect_processes(method: str, local_device_ids: int | Sequence[int] | None, timeout: int) -> Processes:
     """(coordinator address, number of processes, process id, local device ids) as JAX finds them."""
     detect = _clusters.ClusterEnv.auto_detect_unset_distributed_params
+    local_device_ids = [local_device_ids] if isinstance(local_device_ids, int) else local_device_ids
     return detect(None, None, None, local_device_ids, method, timeout)
 
 
@@ -232,15 +250,15 @@ def translate_errors(
     An error of a program that is already running reaches Python only here, so there is no other place for a type.
     """
 
-    def is_ready(arrays) -> bool:
+    def is_ready(arrays: Any) -> bool:
         try:
             return all(x.is_ready() for x in (arrays if isinstance(arrays, list) else [arrays]))
         except RuntimeError:  # deleted, which the wait says
             return True
 
-    def translating(wait):
+    def translating(wait: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(wait, assigned=("__doc__",), updated=())
-        def waiting(*args, **kwargs):
+        def waiting(*args: Any, **kwargs: Any) -> Any:
             try:
                 if run is None or is_ready(args[0]):
                     return wait(*args, **kwargs)
@@ -254,13 +272,18 @@ def translate_errors(
         return waiting
 
     arrays: Any = _array.ArrayImpl
+    api: Any = _api
     arrays.block_until_ready = translating(arrays.block_until_ready)
     arrays._value = property(translating(arrays._value.fget))
-    _api.xc.batched_block_until_ready = translating(_api.xc.batched_block_until_ready)
+    api.xc.batched_block_until_ready = translating(api.xc.batched_block_until_ready)
 
 
 __all__ = [
+    "Jaxpr",
+    "LoweringContext",
+    "LoweringRule",
     "Primitive",
+    "Processes",
     "abandon_distributed",
     "ambient_mesh",
     "backend_exists",
@@ -278,6 +301,7 @@ __all__ = [
     "mlir",
     "next_index",
     "off_explicit_mesh",
+    "operand_types",
     "partitions_without_shardy",
     "program_name",
     "require_devices",

@@ -83,7 +83,7 @@ def card_capability() -> tuple[int, int] | None:
 
 def _devices(platform: str) -> list[Any]:
     try:
-        return jax.local_devices(backend=platform)
+        return list(jax.local_devices(backend=platform))
     except RuntimeError:  # no client for the platform
         return []
 
@@ -122,7 +122,7 @@ def _translated(error: Exception) -> Exception | None:
 
 def cublasmp_info() -> dict[str, str]:
     """Paths and versions of cuBLASMp, NCCL and the driver; empty before they are open."""
-    return extension().cublasmp_info()
+    return dict(extension().cublasmp_info())
 
 
 def cublasmp_log() -> list[str]:
@@ -136,12 +136,12 @@ def describe_plan(attributes: Mapping[str, Any], library: str = "host") -> dict[
     Raises ValueError with the library's reason where it refuses the call.
     """
     plain = {name: v if isinstance(v, str) else np.asarray(v).tolist() for name, v in attributes.items()}
-    return extension().describe_plan(plain, library)
+    return dict(extension().describe_plan(plain, library))
 
 
 def capabilities(library: str = "host") -> dict[str, bool]:
     """What the library behind the custom call ("host" or "cublasmp") takes beyond cuBLASMp's documented forms."""
-    return extension().capabilities() if library == "host" else extension().cublasmp_capabilities()
+    return dict(extension().capabilities() if library == "host" else extension().cublasmp_capabilities())
 
 
 def start_barrier(process: int, nprocesses: int, timeout: float, compares: bool, interrupts: int) -> None:
@@ -172,7 +172,7 @@ def _exchange(key: str, value: bytes | None, timeout: float) -> bytes:
         client.key_value_set_bytes(key, value)
         return value
     try:
-        return client.blocking_key_value_get_bytes(key, max(1, round(timeout * 1000)))
+        return bytes(client.blocking_key_value_get_bytes(key, max(1, round(timeout * 1000))))
     except jax.errors.JaxRuntimeError as error:
         raise TimeoutError(
             f"nobody has published {key} within {timeout:g} s; a process of the group has ended, is stuck, or runs "
@@ -187,7 +187,7 @@ def has_barrier() -> bool:
 
 def plan_cache_info() -> dict[str, int]:
     """Counters of the plan cache: hits, misses, size, capacity."""
-    return extension().plan_cache_info()
+    return dict(extension().plan_cache_info())
 
 
 def plan_cache_clear() -> None:
@@ -197,7 +197,7 @@ def plan_cache_clear() -> None:
 
 def blas_info() -> dict[str, str]:
     """Which library and which kernel serves each dtype."""
-    return extension().blas_info()
+    return dict(extension().blas_info())
 
 
 @functools.cache

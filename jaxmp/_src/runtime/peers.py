@@ -26,6 +26,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable, Collection, Iterable
 
 logger = logging.getLogger("jaxmp.distributed")
 
@@ -50,7 +51,7 @@ class Peers:
       timeout: seconds in which a peer has to be reached.
     """
 
-    def __init__(self, address: str, process: int, nprocesses: int, secret: bytes, timeout: float):
+    def __init__(self, address: str, process: int, nprocesses: int, secret: bytes, timeout: float) -> None:
         self.process, self.nprocesses, self.timeout, self._secret = process, nprocesses, timeout, secret
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = socket.create_server((address, 0), family=family, backlog=128)
@@ -62,7 +63,13 @@ class Peers:
         self._handshakes: collections.OrderedDict[socket.socket, None] = collections.OrderedDict()
         self._is_open = True
 
-    def start(self, wanted, address_of, connect, lose) -> None:
+    def start(
+        self,
+        wanted: Callable[[], Collection[int]],
+        address_of: Callable[[int], tuple[str, int]],
+        connect: Callable[[int, int], object],
+        lose: Callable[[int, str], object],
+    ) -> None:
         """Answer peers, and connect those that `wanted()` lists, which waits for some and lists none at the end.
 
         `address_of(process)` is the (host, port) at which it listens; `connect(process, descriptor)` takes a socket
@@ -72,7 +79,7 @@ class Peers:
         for name, work in (("accept", self._accept), ("want", lambda: self._want(wanted))):
             threading.Thread(target=work, name=f"jaxmp-{name}", daemon=True).start()
 
-    def wait_for(self, processes, timeout: float) -> str:
+    def wait_for(self, processes: Iterable[int], timeout: float) -> str:
         """Wait until all of these are connected; "" or what hinders, with the rank."""
         missing: list[int] = []
 
@@ -151,7 +158,7 @@ class Peers:
 
     # Who connects --------------------------------------------------------------------------------------------------
 
-    def _want(self, wanted) -> None:
+    def _want(self, wanted: Callable[[], Collection[int]]) -> None:
         while processes := wanted():
             for peer in processes:
                 threading.Thread(target=self._reach, args=(peer,), name=f"jaxmp-reach-{peer}", daemon=True).start()

@@ -35,15 +35,19 @@ class DistributedError(RuntimeError):
 DistributedError.__module__ = "jaxmp.distributed"  # where users find it
 
 
+# The result of a wait and None, or None and the error.
+_Outcome = queue.SimpleQueue[tuple[Any, BaseException | None]]
+
+
 class _Waiter(threading.Thread):
     """A thread that waits, so that the thread that asks for it can give up."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(name="jaxmp-wait", daemon=True)
-        self.work: queue.SimpleQueue = queue.SimpleQueue()
+        self.work: queue.SimpleQueue[tuple[Callable[[], Any], _Outcome]] = queue.SimpleQueue()
         self.start()
 
-    def run(self):
+    def run(self) -> None:
         while True:
             wait, done = self.work.get()
             try:
@@ -62,7 +66,7 @@ def on_waiter(wait: Callable[[], Any], why_not: Callable[[], str]) -> Any:
         waiter = _idle.get_nowait()
     except queue.Empty:
         waiter = _Waiter()
-    done: queue.SimpleQueue = queue.SimpleQueue()
+    done: _Outcome = queue.SimpleQueue()
     waiter.work.put((wait, done))
     while True:
         try:
@@ -89,7 +93,7 @@ class _Watch:
     silent.
     """
 
-    def __init__(self, process: int, after_failure: float, after_loss: float):
+    def __init__(self, process: int, after_failure: float, after_loss: float) -> None:
         self._process, self._after_failure, self._after_loss = process, after_failure, after_loss
         self._started, self._failed = time.monotonic(), 0.0
 

@@ -25,6 +25,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
+from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec.process_grid import round_up
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
@@ -86,17 +87,17 @@ def scale_dtype(mode: str) -> np.dtype:
 
 
 @functools.cache  # the name of a type takes microseconds, and eager calls ask often
-def is_low_precision(dtype) -> bool:
+def is_low_precision(dtype: DTypeLike) -> bool:
     return np.dtype(dtype).name in (*SCALED, INT8)
 
 
 @functools.cache
-def is_scaled(dtype) -> bool:
+def is_scaled(dtype: DTypeLike) -> bool:
     """Whether numbers of this type take scales: fp8 and fp4."""
     return np.dtype(dtype).name in SCALED
 
 
-def result_dtypes(a, b) -> tuple[str, ...]:
+def result_dtypes(a: DTypeLike, b: DTypeLike) -> tuple[str, ...]:
     """Types of D for operands of types a and b; empty where the two do not go together."""
     names = {np.dtype(a).name, np.dtype(b).name}
     if names == {INT8}:
@@ -112,7 +113,7 @@ def result_dtypes(a, b) -> tuple[str, ...]:
 # Scales --------------------------------------------------------------------------------------------------------
 
 
-def find_mode(name: str, argument: str, scale, shape: tuple[int, ...], dtype) -> str:
+def find_mode(name: str, argument: str, scale: ArrayType | None, shape: tuple[int, ...], dtype: DTypeLike) -> str:
     """The mode of an operand's scale from its shape and dtype; `shape` is the operand's, (..., rows, k)."""
     is_float4, k = np.dtype(dtype).name == FLOAT4, shape[-1]
     if scale is None:
@@ -148,7 +149,7 @@ def find_mode(name: str, argument: str, scale, shape: tuple[int, ...], dtype) ->
     )
 
 
-def check_units(name: str, dtype, scale_mode: str, other_mode: str, extents: dict[str, int]) -> None:
+def check_units(name: str, dtype: DTypeLike, scale_mode: str, other_mode: str, extents: dict[str, int]) -> None:
     """Raise unless m, n and k on each device are whole blocks and rows begin at multiples of 16 bytes."""
     outer, k = {VEC16: (128, 64), VEC32: (128, 128)}.get(scale_mode, (16, 16))
     k = 128 if 128 in (BLOCK.get(scale_mode), BLOCK.get(other_mode)) else k
@@ -165,7 +166,7 @@ def check_units(name: str, dtype, scale_mode: str, other_mode: str, extents: dic
 # Decoding and encoding -----------------------------------------------------------------------------------------
 
 
-def expand(scale, mode: str, shape: tuple[int, ...]):
+def expand(scale: jax.Array, mode: str, shape: tuple[int, ...]) -> jax.Array:
     """The scale of every element of a (..., rows, k) operand, in float32, or something that broadcasts to it."""
     scale = scale.astype(jnp.float32)
     if mode == SCALAR:
@@ -176,19 +177,19 @@ def expand(scale, mode: str, shape: tuple[int, ...]):
     return jnp.repeat(full, 128, axis=-2)[..., : shape[-2], :] if mode == BLK128 else full
 
 
-def dequantize(x, scale, mode: str, dtype):
+def dequantize(x: jax.Array, scale: jax.Array | None, mode: str, dtype: DTypeLike) -> jax.Array:
     """x times its scales, in `dtype`."""
     wide = x.astype(dtype)
-    return wide if mode == NONE else (wide * expand(scale, mode, x.shape).astype(dtype))
+    return wide if scale is None or mode == NONE else (wide * expand(scale, mode, x.shape).astype(dtype))
 
 
-def encode(x, dtype):
+def encode(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """x in an fp8 or fp4 type, saturating: CUDA's SATFINITE, as cuBLASLt stores. `astype` gives NaN or infinity."""
     most = float(jnp.finfo(dtype).max)
     return jnp.clip(x, -most, most).astype(dtype)
 
 
-def mx_scale(amax, dtype):
+def mx_scale(amax: jax.Array, dtype: DTypeLike) -> jax.Array:
     """float8_e8m0fnu: the power of two from `amax` divided by the type's largest number on; cuBLAS documentation,
     "1D Block Quantization", and JAX's `scaled_matmul` quantization."""
     bits = lax.bitcast_convert_type((amax / float(jnp.finfo(dtype).max)).astype(jnp.float32), jnp.uint32)
@@ -197,21 +198,21 @@ def mx_scale(amax, dtype):
     return lax.bitcast_convert_type((exponent + goes_up.astype(jnp.uint32)).astype(jnp.uint8), jnp.float8_e8m0fnu)
 
 
-def blocks(x, size: int):
+def blocks(x: jax.Array, size: int) -> jax.Array:
     return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
 
 
-def amax(x, axis=None):
+def amax(x: jax.Array, axis: int | None = None) -> jax.Array:
     """The largest absolute value, 0 of nothing, and NaN where there is one: XLA's maximum over more than a few thousand
     elements loses it on CPUs."""
     return jnp.where(jnp.any(jnp.isnan(x), axis), jnp.nan, jnp.max(jnp.abs(x), axis, initial=0.0))
 
 
-def block_amax(x, size: int):
+def block_amax(x: jax.Array, size: int) -> jax.Array:
     return amax(blocks(x, size), -1)
 
 
-def encode_blocks(x, mode: str, dtype):
+def encode_blocks(x: jax.Array, mode: str, dtype: DTypeLike) -> tuple[jax.Array, jax.Array]:
     """(x in blocks of `dtype`, their scales), as cuBLASLt quantizes a result; x is float32."""
     amax = block_amax(x, BLOCK[mode])
     if mode == VEC32:
@@ -229,7 +230,7 @@ def encode_blocks(x, mode: str, dtype):
 # Bytes ---------------------------------------------------------------------------------------------------------
 
 
-def as_bytes(x):
+def as_bytes(x: jax.Array) -> jax.Array:
     """The bits of 8-bit numbers as uint8; of 4-bit ones, two in a byte, the first in the low half."""
     if np.dtype(x.dtype).name != FLOAT4:
         return x if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, jnp.uint8)
@@ -237,7 +238,7 @@ def as_bytes(x):
     return halves[..., 0] | halves[..., 1] << 4
 
 
-def from_bytes(x, dtype):
+def from_bytes(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The inverse of `as_bytes`."""
     if np.dtype(dtype).name != FLOAT4:
         return x if np.dtype(dtype) == np.uint8 else lax.bitcast_convert_type(x, dtype)
@@ -245,17 +246,17 @@ def from_bytes(x, dtype):
     return lax.bitcast_convert_type(halves.astype(jnp.uint4), dtype)
 
 
-def as_moved(x):
+def as_moved(x: jax.Array) -> jax.Array:
     """What a collective moves of `x`: of 8 bits and fewer its bytes, which every platform moves."""
     return as_bytes(x) if x.dtype.itemsize == 1 else x
 
 
-def from_moved(x, dtype):
+def from_moved(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The inverse of `as_moved`."""
     return from_bytes(x, dtype) if np.dtype(dtype).itemsize == 1 else x
 
 
-def swizzle(scales):
+def swizzle(scales: jax.Array) -> jax.Array:
     """Scales of blocks (rows, blocks) in cuBLASLt's order, flat: tiles of 128 x 4 one after the other along the blocks,
     each in 32 lines of 4 x 4: byte 16 (r % 32) + 4 (r / 32) + c of a tile is its row r, column c. Padded with 0."""
     rows, cols = scales.shape
@@ -264,13 +265,13 @@ def swizzle(scales):
     return tiles.transpose(0, 3, 2, 1, 4).reshape(-1)
 
 
-def unswizzle(flat, rows: int, cols: int):
+def unswizzle(flat: jax.Array, rows: int, cols: int) -> jax.Array:
     """The inverse of `swizzle`, without the padding."""
     tiles = flat.reshape(-(-rows // 128), -(-cols // 4), 32, 4, 4).transpose(0, 3, 2, 1, 4)
     return tiles.reshape(round_up(rows, 128), round_up(cols, 4))[:rows, :cols]
 
 
-def for_library(scale, mode: str):
+def for_library(scale: jax.Array, mode: str) -> jax.Array:
     """A logical scale of one device's operand as cuBLASLt reads it."""
     if mode in (VEC16, VEC32):
         return swizzle(as_bytes(scale))

@@ -6,9 +6,12 @@ import dataclasses
 import enum
 import functools
 import math
+from typing import Any
 
 import numpy as np
+from jax.typing import DTypeLike
 
+from jaxmp._src.runtime.types import ArrayType, Shape
 from jaxmp._src.spec import epilogs, low_precision
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.options import CommOptions, Parts
@@ -188,22 +191,22 @@ class MatmulSpec(Parts):
         scales = ("d_out_scale",) * (self.scales.d_out != low_precision.NONE)
         return ("d", *self.rule.outputs, *amaxes, *scales)
 
-    def replace(self, **changes) -> MatmulSpec:
+    def replace(self, **changes: Any) -> MatmulSpec:
         """A copy with `changes`; itself where they change nothing, for a copy of all fields takes some 10 us."""
         for name, value in changes.items():
             if getattr(self, name) != value:
                 return dataclasses.replace(self, **changes)
         return self
 
-    def regroup(self, **changes) -> MatmulSpec:
+    def regroup(self, **changes: Any) -> MatmulSpec:
         """A copy with `changes` of its group."""
         return self.replace(group=dataclasses.replace(self.group, **changes))
 
-    def reorder(self, **changes) -> MatmulSpec:
+    def reorder(self, **changes: Any) -> MatmulSpec:
         """A copy with `changes` of its order of summation."""
         return self.replace(order=dataclasses.replace(self.order, **changes))
 
-    def bilinear(self, **changes) -> MatmulSpec:
+    def bilinear(self, **changes: Any) -> MatmulSpec:
         """The same product without C, epilog and scales."""
         return self.replace(**(_BILINEAR | changes))
 
@@ -240,7 +243,7 @@ _BILINEAR = {
 }
 
 
-def accumulator(dtype) -> np.dtype:
+def accumulator(dtype: DTypeLike) -> np.dtype:
     """Type in which products of `dtype` are summed."""
     name = np.dtype(dtype).name
     return np.dtype(_ACCUMULATORS.get(name, name))
@@ -274,13 +277,20 @@ class Extents:
     local: tuple[int, int, int, int]
 
 
-def extents(spec: MatmulSpec, a_shape, b_shape) -> Extents:
+def extents(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> Extents:
     """The extents that follow from the local shapes of the stored A and B."""
     return _extents(spec.group, spec.transpose_a, spec.transpose_b, spec.distributions, tuple(a_shape), tuple(b_shape))
 
 
 @functools.lru_cache(maxsize=4096)
-def _extents(group: Group, transpose_a: bool, transpose_b: bool, distributions, a_shape, b_shape) -> Extents:
+def _extents(
+    group: Group,
+    transpose_a: bool,
+    transpose_b: bool,
+    distributions: tuple[Distributed, Distributed, Distributed] | None,
+    a_shape: Shape,
+    b_shape: Shape,
+) -> Extents:
     rows, k_a = a_shape[::-1] if transpose_a else a_shape
     k_b, cols = b_shape[::-1] if transpose_b else b_shape
     local = rows, k_a, k_b, cols
@@ -310,18 +320,18 @@ def output_rows(spec: MatmulSpec, rows: int) -> int:
     return rows // spec.group.nranks if spec.group.pattern == Pattern.REDUCE_SCATTER else rows
 
 
-def result_shape(spec: MatmulSpec, a, b) -> tuple[int, ...]:
+def result_shape(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> tuple[int, ...]:
     """Shape of d from `a`, whose leading dimensions d has too, and `b`."""
     return (*a.shape[:-2], *extents(spec, a.shape[-2:], b.shape).d)
 
 
-def operations(spec: MatmulSpec, a_shape, b_shape) -> int:
+def operations(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> int:
     """Multiplications and additions of the product that one communicator computes, from the local shapes."""
     found = extents(spec, a_shape, b_shape)
     return 2 * found.m * found.n * found.k
 
 
-def check_local_shapes(name: str, spec: MatmulSpec, a_shape, b_shape) -> None:
+def check_local_shapes(name: str, spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> None:
     """Raise ValueError where local shards do not fit the pattern."""
     if spec.distributions:
         for argument, shape, matrix in (("a", a_shape, spec.distributions[0]), ("b", b_shape, spec.distributions[1])):
@@ -362,7 +372,7 @@ def _check_grid(name: str, spec: MatmulSpec, rows: int, cols: int, nrow: int, nc
             )
 
 
-def _transpose_hint(spec: MatmulSpec, a_shape, b_shape) -> str:
+def _transpose_hint(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> str:
     k = extents(spec, a_shape, b_shape).local[1]
     if b_shape[-1] == k and not spec.transpose_b:
         return "pass transpose_b=True if b is stored (n, k)"

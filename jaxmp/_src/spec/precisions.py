@@ -40,9 +40,11 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxmp._src.spec import low_precision
 
@@ -88,7 +90,9 @@ _SINGLES = ("float32", "complex64")
 _DOUBLES = ("float64", "complex128")
 
 
-def _row(halves: str | None = None, singles: str | None = None, doubles: str | None = None, only: str = "") -> dict:
+def _row(
+    halves: str | None = None, singles: str | None = None, doubles: str | None = None, only: str = ""
+) -> dict[str, str]:
     """Compute type by type of operands; `only` names the one 16-bit type that the row takes."""
     types = {name: halves for name in _HALVES if not only or name == only}
     types |= dict.fromkeys(_SINGLES, singles) | dict.fromkeys(_DOUBLES, doubles)
@@ -130,7 +134,7 @@ _NAMES = {
 _TABLE = _PRESETS | _NAMES
 
 
-def resolve(name: str, precision: Any, operand, out) -> str:
+def resolve(name: str, precision: Any, operand: DTypeLike, out: DTypeLike) -> str:
     """The row of the table that `precision` asks for; raises where it does not take these types."""
     asked = _find(name, precision)
     if np.dtype(operand).name not in _TABLE[asked]:
@@ -170,12 +174,12 @@ def _find(name: str, precision: Any) -> str:
     return "DEFAULT"
 
 
-def find(asked: str, operand) -> Compute:
+def find(asked: str, operand: DTypeLike) -> Compute:
     """How products of `operand` are computed under a precision that `resolve` returned."""
     return _COMPUTES[_TABLE[asked][np.dtype(operand).name]]
 
 
-def full(operand) -> Compute:
+def full(operand: DTypeLike) -> Compute:
     """The full type of `operand`: 32F or 64F."""
     return find("DEFAULT", operand)
 
@@ -186,7 +190,7 @@ def sums_in_16_bits(asked: str) -> bool:
     return any(_COMPUTES[name].sums_in_16_bits for name in _TABLE[asked].values())
 
 
-def rounded(x, compute: Compute):
+def rounded(x: jax.Array, compute: Compute) -> jax.Array:
     """`x` of float32 or complex64 as the compute type rounds its operands, in its own type."""
     if compute.rounding is None:
         return x
@@ -197,4 +201,5 @@ def rounded(x, compute: Compute):
         kept = (bits + jnp.uint32(0xFFF) + (bits >> 13 & jnp.uint32(1))) & jnp.uint32(0xFFFFE000)
         return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(kept, jnp.float32), x)
     # XLA takes a pair of conversions for superfluous unless something stands between them.
-    return lax.optimization_barrier(x.astype(compute.rounding)).astype(x.dtype)
+    narrow: jax.Array = lax.optimization_barrier(x.astype(compute.rounding))
+    return narrow.astype(x.dtype)

@@ -1,0 +1,32 @@
+"""The types of what the layers pass to each other, for annotations.
+
+`jax.Array` stands for tracers too, and `int` for extents that may be symbolic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.interpreters import ad
+
+Shape = tuple[int, ...]
+
+# What rules of differentiation take: tangents and cotangents may be symbolic zeros, and in a transposition the operands
+# whose cotangents are asked for have no value.
+Tangent = jax.Array | ad.Zero
+Operand = jax.Array | ad.UndefinedPrimal
+# What rules of vmap take and give: the batch dimension of each array, None where it has none.
+BatchDims = Sequence[int | None]
+
+
+class ArrayType(Protocol):
+    """What has a shape and a dtype: an array, or the type of one."""
+
+    @property
+    def shape(self) -> Shape: ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
