@@ -8,6 +8,7 @@ from jaxmp._src.lowering import ffi_call, fixed_shape
 from jaxmp._src.lowering.legalize import Form
 from jaxmp._src.lowering.resolve import ResolvedCall
 from jaxmp._src.runtime import native
+from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, extents
 
 # What provides the levels of determinism beyond "run_to_run".
@@ -51,7 +52,7 @@ def _library_facts(call: ResolvedCall) -> tuple[str, int]:
     return f"{plan['library']} {plan['algorithm']}{order}", workspace
 
 
-def bytes_moved(spec: MatmulSpec, a, b, implementation: str) -> int:
+def bytes_moved(spec: MatmulSpec, a: ArrayType, b: ArrayType, implementation: str) -> int:
     """Bytes that one rank reads from its peers' memory, by the pattern's own minimum.
 
     AG: the other ranks' rows. RS and AR by partial sums (ring): (P-1)/P of D in the accumulator's type, twice for AR.

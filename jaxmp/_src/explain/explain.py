@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ from jaxmp._src.primitive.primitives import (
     matmul_p,
 )
 from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import partitioner
 from jaxmp._src.spec import epilogs, low_precision, precisions
 from jaxmp._src.spec.matmul_spec import (
@@ -176,7 +177,7 @@ def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
         )
 
     @functools.wraps(fn)
-    def explained(*args, **kwargs) -> Explanation:
+    def explained(*args: Any, **kwargs: Any) -> Explanation:
         # A function of its own, so that neither tracing nor the partitioner answers from a cache.
         arrays, fn_of_arrays = _split_arrays(fn, args, kwargs)
         jitted = jax.jit(fn_of_arrays)
@@ -194,12 +195,14 @@ def explain(fn: Callable[..., Any]) -> Callable[..., Explanation]:
     return explained
 
 
-def _split_arrays(fn: Callable, args, kwargs) -> tuple[list[Any], Callable]:
+def _split_arrays(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[list[Any], Callable[..., Any]]:
     """The arrays among the arguments, and `fn` as a function of them alone."""
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
 
-    def fn_of_arrays(arrays):
+    def fn_of_arrays(arrays: Sequence[Any]) -> Any:
         given = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
         args, kwargs = jax.tree.unflatten(tree, given.values())
         return fn(*args, **kwargs)
@@ -207,13 +210,13 @@ def _split_arrays(fn: Callable, args, kwargs) -> tuple[list[Any], Callable]:
     return [leaves[i] for i in places], fn_of_arrays
 
 
-def _settled_by_partitioner(jitted, arrays) -> tuple[list[Row], bool]:
+def _settled_by_partitioner(jitted: Any, arrays: Sequence[Any]) -> tuple[list[Row], bool]:
     """(the calls that XLA's partitioner has settled, whether there were batches for it to partition)."""
     rows: list[Row] = []
     batches = []
     why = "chosen by XLA's partitioner (auto axes, no in_shardings)"
 
-    def on_call(spec: MatmulSpec, avals) -> None:
+    def on_call(spec: MatmulSpec, avals: Sequence[ArrayType] | None) -> None:
         if avals is None:
             batches.append(spec)
         else:
@@ -232,21 +235,22 @@ def _on_one_device(row: Row, partitions_batches: bool) -> Row:
     return dataclasses.replace(row, pattern="local") if row.pattern in (_UNSETTLED, _UNSETTLED_BATCH) else row
 
 
-def _walk(jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row]:
+def _walk(jaxpr: jax_compat.Jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row]:
     """Rows of `jaxpr` and all it contains."""
     for eqn in jaxpr.eqns:
+        avals: list[Any] = [v.aval for v in eqn.invars]
         names = (*scopes, str(eqn.source_info.name_stack), str(eqn.params.get("name", "")))
         if eqn.primitive in (matmul_p, matmul_epilog_p, auto_matmul_p, auto_matmul_epilog_p):
-            row = _matmul_row(eqn.params["spec"], eqn.invars[0].aval, eqn.invars[1].aval, count)
+            row = _matmul_row(eqn.params["spec"], avals[0], avals[1], count)
             is_auto = eqn.primitive in (auto_matmul_p, auto_matmul_epilog_p)
             yield dataclasses.replace(row, pattern=_UNSETTLED) if is_auto else row
         elif eqn.primitive in batched_matmul.ONE:
-            a, b = (jax_compat.without_front(v.aval) for v in eqn.invars[:2])
-            row = _matmul_row(eqn.params["spec"], a, b, count * eqn.invars[0].aval.shape[0], is_batched=True)
+            a, b = map(jax_compat.without_front, avals[:2])
+            row = _matmul_row(eqn.params["spec"], a, b, count * avals[0].shape[0], is_batched=True)
             is_auto = eqn.primitive in (auto_batched_matmul_p, auto_batched_matmul_epilog_p)
             yield dataclasses.replace(row, pattern=_UNSETTLED_BATCH) if is_auto else row
         elif eqn.primitive is activated_matmul_p:
-            yield _matmul_row(eqn.params["spec"], eqn.invars[0].aval, eqn.invars[-1].aval, count)
+            yield _matmul_row(eqn.params["spec"], avals[0], avals[-1], count)
         elif eqn.primitive.name in _COMMUNICATES and any("jaxmp" in name for name in names):
             collective = _communication_row(eqn, count, names)
             yield from () if collective is None else (collective,)
@@ -256,7 +260,9 @@ def _walk(jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row]:
                 yield from _walk(sub, inner, names)
 
 
-def _matmul_row(spec: MatmulSpec, a, b, count: int, why: str | None = None, is_batched: bool = False) -> Row:
+def _matmul_row(
+    spec: MatmulSpec, a: ArrayType, b: ArrayType, count: int, why: str | None = None, is_batched: bool = False
+) -> Row:
     platform, operands = jax_compat.default_platform(), (a.dtype, b.dtype)
     nprocesses = process_barrier.group_processes(spec, jax_compat.ambient_mesh())
     if is_batched:
@@ -310,7 +316,7 @@ def _scales(spec: MatmulSpec) -> str:
     return scales if spec.aux_dtype in (None, spec.out_dtype) else f"{scales}, gelu_aux {np.dtype(spec.aux_dtype).name}"
 
 
-def _communication_row(eqn, count: int, scopes: tuple[str, ...]) -> Row | None:
+def _communication_row(eqn: Any, count: int, scopes: tuple[str, ...]) -> Row | None:
     """A collective beside the calls, or None where a reshard only takes a part of what each rank has."""
     local, result = (_local_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
     dtype, name = eqn.invars[0].aval.dtype, eqn.primitive.name
@@ -342,7 +348,7 @@ def _communication_row(eqn, count: int, scopes: tuple[str, ...]) -> Row | None:
     )
 
 
-def _local_shape(aval) -> tuple[int, ...]:
+def _local_shape(aval: jax.core.ShapedArray) -> tuple[int, ...]:
     """Shape per device; inside shard_map that is the type's own."""
     mesh = aval.sharding.mesh
     is_local = mesh.empty or mesh.manual_axes

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 
+import numpy as np
+
 from jaxmp._src.lowering.legalize import Capabilities, why_card_refuses, why_not_cublasmp, why_unsupported
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.config import config
@@ -23,7 +25,9 @@ class Choice:
     why: str
 
 
-def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple = ()) -> Choice:
+def choose_implementation(
+    spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple[np.dtype, ...] = ()
+) -> Choice:
     """The written rule behind `implementation=None`; raises where the one asked for cannot serve.
 
     `nprocesses`: over how many processes the ranks of a group spread (`process_barrier.group_processes`); `operands`:
@@ -50,7 +54,7 @@ def choose_implementation(spec: MatmulSpec, platform: str, nprocesses: int, oper
 
 
 def choose_for_batch(
-    spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple, work: int
+    spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple[np.dtype, ...], work: int
 ) -> tuple[Choice, bool]:
     """(as `choose_implementation`, whether XLA computes the whole batch in one product) for products of `work`
     multiplications and additions each.
@@ -73,7 +77,7 @@ def choose_for_batch(
     return Choice("xla", "both operands have a batch: one dot and one collective of XLA's for all of it"), True
 
 
-def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple) -> Choice:
+def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple[np.dtype, ...]) -> Choice:
     if spec.implementation == "xla":
         return Choice("xla", "asked for")
     if platform == "cuda" and spec.implementation != "host":
@@ -105,7 +109,7 @@ def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple) -
     return Choice("xla", f"no fused implementation for platform {platform!r}")
 
 
-def _choose_on_cuda(spec: MatmulSpec, operands: tuple) -> Choice:
+def _choose_on_cuda(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> Choice:
     """Between cuBLASMp and "xla". What it depends on is equal on every process: the call, the kind of the cards, and
     the libraries, which `distributed.initialize` compares."""
     is_asked = spec.implementation == "cublasmp"

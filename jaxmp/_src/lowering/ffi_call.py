@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import DTypeLike
 
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.primitives import AMAXES
 from jaxmp._src.runtime import native
+from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec import epilogs, low_precision, precisions, process_grid
 from jaxmp._src.spec.matmul_spec import DIMS, SCALE_NAMES, Extents, MatmulSpec, Pattern, aux_dtype, extents
 
@@ -36,7 +38,9 @@ _DTYPES = {
 }
 
 
-def custom_call(a, b, *extra, spec: MatmulSpec, devices: tuple[int, ...] = ()):
+def custom_call(
+    a: jax.Array, b: jax.Array, *extra: jax.Array, spec: MatmulSpec, devices: tuple[int, ...] = ()
+) -> list[jax.Array]:
     """The results of one custom call."""
     native.register()
     found, names = extents(spec, a.shape, b.shape), spec.output_names
@@ -78,7 +82,7 @@ def _stored_result(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtyp
     return jax.ShapeDtypeStruct((rows, cols), spec.out_dtype)
 
 
-def _final(name: str, spec: MatmulSpec, found: Extents, x):
+def _final(name: str, spec: MatmulSpec, found: Extents, x: jax.Array) -> jax.Array:
     """A result from what the library has written."""
     rows, cols = found.d
     if name == "d" and x.dtype == jnp.uint8:
@@ -92,7 +96,7 @@ def _final(name: str, spec: MatmulSpec, found: Extents, x):
     return x
 
 
-def _as_stored(name: str, x):
+def _as_stored(name: str, x: jax.Array) -> jax.Array:
     """An operand as the library reads it: fp4 as bytes, the rows of gelu_aux padded as cuBLASLt wants them."""
     if name == "" and x.dtype.name == low_precision.FLOAT4:
         return low_precision.as_bytes(x)
@@ -116,7 +120,7 @@ def _aliases(spec: MatmulSpec) -> dict[int, int]:
 
 
 def call_attributes(
-    spec: MatmulSpec, a, b, devices: tuple[int, ...] = (), found: Extents | None = None
+    spec: MatmulSpec, a: ArrayType, b: ArrayType, devices: tuple[int, ...] = (), found: Extents | None = None
 ) -> dict[str, Any]:
     """Attributes of the custom call, in cuBLASMp's column-major terms; `a` and `b` are JAX's shards or their types.
 
@@ -172,13 +176,13 @@ def call_attributes(
     }
 
 
-def compute_of(spec: MatmulSpec, operand) -> precisions.Compute:
+def compute_of(spec: MatmulSpec, operand: DTypeLike) -> precisions.Compute:
     """How the custom call computes; `backend` has let a sum in 16 bits pass only where it is ignored."""
     compute = precisions.find(spec.precision, operand)
     return precisions.full(operand) if compute.sums_in_16_bits else compute
 
 
-def _layouts(spec: MatmulSpec) -> dict:
+def _layouts(spec: MatmulSpec) -> dict[str, np.ndarray]:
     """(mb, nb, rsrc, csrc) of A, B and D as stored, each pair turned round; empty where shards are contiguous."""
     a, b, d = (
         np.array([*x.layout.block[::-1], *x.layout.first[::-1]] if x else [], np.int64)
@@ -193,11 +197,11 @@ def _transposition(is_transposed: bool, is_conjugated: bool) -> str:
     return "N"
 
 
-def _complex_pair(value) -> np.ndarray:
+def _complex_pair(value: complex) -> np.ndarray:
     return np.array([complex(value).real, complex(value).imag], np.float64)
 
 
-def profile_name(spec: MatmulSpec, found: Extents, a, b) -> str:
+def profile_name(spec: MatmulSpec, found: Extents, a: ArrayType, b: ArrayType) -> str:
     """The range of a call in profiles and in HLO metadata: pattern, global m x k x n, types, level, kernel."""
     types = f"{_DTYPES[a.dtype.name]}*{_DTYPES[b.dtype.name]}->{_DTYPES[np.dtype(spec.out_dtype).name]}"
     if spec.implementation == "cublasmp":

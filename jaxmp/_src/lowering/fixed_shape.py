@@ -19,11 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.lowering.legalize import PADDED_K, with_k
+from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec import low_precision, process_grid
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import DIMS, MatmulSpec, aux_dtype, dims, extents
@@ -32,9 +34,11 @@ from jaxmp._src.spec.matmul_spec import DIMS, MatmulSpec, aux_dtype, dims, exten
 # an H100 or H200. Fewer rows than columns, since batches are small where layers are not, and multiples of 128, as
 # scales of blocks and the packed mask of relu have to be. Reasoned, not measured: no GPU could be had.
 ROWS, COLUMNS = 512, 4096
+# As in `matmul`.
+TileCall = Callable[..., list[jax.Array]]
 
 
-def matmul(a, b, *extra, spec: MatmulSpec, call: Callable) -> list:
+def matmul(a: jax.Array, b: jax.Array, *extra: jax.Array, spec: MatmulSpec, call: TileCall) -> list[jax.Array]:
     """The results of a local product, in the order of `output_names`; `call(a, b, *extra, spec=spec)` has a tile's."""
     row = spec.rule
     rows, k, _, cols = extents(spec, a.shape, b.shape).local
@@ -52,11 +56,11 @@ def matmul(a, b, *extra, spec: MatmulSpec, call: Callable) -> list:
     nrow, ncol = _count(rows, cols)
     tile = _tile_spec(spec, low_precision.is_scaled(b.dtype))
 
-    def tiles_of_columns(j):
+    def tiles_of_columns(j: jax.Array | int) -> list[jax.Array]:
         of_columns = {name: _part(spec, name, x, "n", j) for name, x in moved.items()}
         of_columns["b"] = _stored_alike(of_columns["b"], spec.transpose_b, tile.transpose_b, spec.conjugate_b)
 
-        def one(i):
+        def one(i: jax.Array | int) -> list[jax.Array]:
             parts = {name: _part(spec, name, x, "m", i) for name, x in of_columns.items()}
             parts["a"] = _stored_alike(parts["a"], spec.transpose_a, tile.transpose_a, spec.conjugate_a)
             outputs = call(*(low_precision.from_moved(x, types[name]) for name, x in parts.items()), spec=tile)
@@ -68,7 +72,7 @@ def matmul(a, b, *extra, spec: MatmulSpec, call: Callable) -> list:
     return [_whole(spec, name, x, rows, cols) for name, x in zip(spec.output_names, stacked, strict=True)]
 
 
-def describe(spec: MatmulSpec, a_shape, b_shape, library: str) -> str:
+def describe(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, library: str) -> str:
     """What a local product comes to, for people to read."""
     rows, k, _, cols = extents(spec, a_shape, b_shape).local
     calls = math.prod(_count(cols, rows) if spec.order.is_transposed else _count(rows, cols))
@@ -82,11 +86,12 @@ def _count(rows: int, cols: int) -> tuple[int, int]:
     return -(-rows // ROWS), -(-cols // COLUMNS)
 
 
-def padded_along_k(a, b, spec: MatmulSpec):
+def padded_along_k(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> tuple[jax.Array, jax.Array]:
     """(a, b) with zeros behind them along the contraction, which then has PADDED_K terms."""
     shapes = with_k(spec, a.shape, b.shape, PADDED_K)
     pairs = [list(zip(x.shape, shape, strict=True)) for x, shape in zip((a, b), shapes, strict=True)]
-    return tuple(jnp.pad(x, [(0, want - have) for have, want in pair]) for x, pair in zip((a, b), pairs, strict=True))
+    a, b = (jnp.pad(x, [(0, want - have) for have, want in pair]) for x, pair in zip((a, b), pairs, strict=True))
+    return a, b
 
 
 def _tile_spec(spec: MatmulSpec, is_scaled: bool) -> MatmulSpec:
@@ -101,7 +106,7 @@ def _tile_spec(spec: MatmulSpec, is_scaled: bool) -> MatmulSpec:
     )
 
 
-def _transposed_product(a, b, spec: MatmulSpec, call: Callable):
+def _transposed_product(a: jax.Array, b: jax.Array, spec: MatmulSpec, call: TileCall) -> jax.Array:
     """The transposed product, which is the one that the same gradient is on other meshes."""
     transposed = spec.reorder(is_transposed=False).replace(
         transpose_a=not spec.transpose_b,
@@ -112,7 +117,7 @@ def _transposed_product(a, b, spec: MatmulSpec, call: Callable):
     return matmul(b, a, spec=transposed, call=call)[0]
 
 
-def _with_sums(a, b, *extra, spec: MatmulSpec, call: Callable) -> list:
+def _with_sums(a: jax.Array, b: jax.Array, *extra: jax.Array, spec: MatmulSpec, call: TileCall) -> list[jax.Array]:
     """With d summed over its rows. The library would round the sums of each tile to d's type, so they are a product
     with ones, rounded once."""
     row = spec.rule
@@ -134,7 +139,7 @@ def _cuts(spec: MatmulSpec, name: str) -> dict[int, tuple[str, int]]:
     return {i: parts[letter] for i, letter in enumerate(letters) if letter in parts}
 
 
-def _padded(spec: MatmulSpec, name: str, x):
+def _padded(spec: MatmulSpec, name: str, x: jax.Array) -> jax.Array:
     """`x` zero-padded to whole tiles; with amax the last row is repeated, so that padding cannot change the maximum."""
     has_amax = spec.scales.amax_d or spec.scales.amax_aux
     for dimension, (way, size) in _cuts(spec, name).items():
@@ -144,7 +149,7 @@ def _padded(spec: MatmulSpec, name: str, x):
     return x
 
 
-def _part(spec: MatmulSpec, name: str, x, way: str, index):
+def _part(spec: MatmulSpec, name: str, x: jax.Array, way: str, index: jax.Array | int) -> jax.Array:
     """Tile `index` along the rows (m) or columns (n) of d."""
     for dimension, (cut, size) in _cuts(spec, name).items():
         if cut == way and x.shape[dimension] != size:
@@ -152,19 +157,20 @@ def _part(spec: MatmulSpec, name: str, x, way: str, index):
     return x
 
 
-def _stored_alike(x, is_transposed: bool, wants_transposed: bool, is_conjugated: bool):
+def _stored_alike(x: jax.Array, is_transposed: bool, wants_transposed: bool, is_conjugated: bool) -> jax.Array:
     x = x if is_transposed == wants_transposed else x.T
     return lax.conj(x) if is_conjugated and not wants_transposed else x
 
 
-def _each(number: int, body: Callable) -> list:
+def _each(number: int, body: Callable[[jax.Array | int], list[jax.Array]]) -> list[jax.Array]:
     """The results of `body(0)` to `body(number - 1)`, each stacked along a new first dimension."""
     if number == 1:
         return [x[None] for x in body(0)]
-    return lax.map(body, jnp.arange(number, dtype=jnp.int32))
+    stacked: list[jax.Array] = lax.map(body, jnp.arange(number, dtype=jnp.int32))
+    return stacked
 
 
-def _whole(spec: MatmulSpec, name: str, x, rows: int, cols: int):
+def _whole(spec: MatmulSpec, name: str, x: jax.Array, rows: int, cols: int) -> jax.Array:
     """A result from those of its tiles, (tiles of columns, tiles of rows, *shape)."""
     if not DIMS[name]:  # the largest values
         return jnp.max(x)

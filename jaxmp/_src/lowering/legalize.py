@@ -13,6 +13,7 @@ import math
 
 import numpy as np
 
+from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, extents
@@ -67,7 +68,7 @@ def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
     return "" if nrow == ncol else f"cuBLASMp multiplies contiguous shards on square grids only, not {nrow}x{ncol}"
 
 
-def why_not_cublasmp(spec: MatmulSpec, operands: tuple) -> str:
+def why_not_cublasmp(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> str:
     """Why no call of cuBLASMp computes this with operands of these types as it was asked for, or the empty string."""
     if precisions.sums_in_16_bits(spec.precision):
         return f"precision={spec.precision} sums in 16 bits, which jaxmp does not ask of cuBLASMp"
@@ -82,7 +83,7 @@ _FLOAT8_CARD, _BLOCK_CARD, _HOPPER = (9, 0), (10, 0), (9, 0)
 _HOPPER_MODES = (low_precision.OUTER_VEC, low_precision.VEC128, low_precision.BLK128)
 
 
-def why_card_refuses(spec: MatmulSpec, operands: tuple, capability: tuple[int, int] | None) -> str:
+def why_card_refuses(spec: MatmulSpec, operands: tuple[np.dtype, ...], capability: tuple[int, int] | None) -> str:
     """Why a card of this compute capability does not multiply operands of these types, or the empty string.
 
     None: the card is not known, for the program is for another machine.
@@ -117,7 +118,9 @@ def is_tiled(spec: MatmulSpec, capabilities: Capabilities) -> bool:
     return spec.fixed_reduction_order and not capabilities.orders_sums
 
 
-def find_form(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabilities: Capabilities) -> tuple[Form, str]:
+def find_form(
+    spec: MatmulSpec, a_shape: Shape, b_shape: Shape, itemsize: int, capabilities: Capabilities
+) -> tuple[Form, str]:
     """(the cheapest form in which the library takes the call with these local shapes, why)."""
     if is_tiled(spec, capabilities):
         form = Form.FIXED_SHAPE_TILES if spec.group.pattern == Pattern.LOCAL else Form.GATHERED
@@ -131,7 +134,9 @@ def find_form(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabilities: C
     return Form.DIRECT, ""
 
 
-def _find_all_reduce(spec: MatmulSpec, a_shape, b_shape, itemsize: int, capabilities: Capabilities) -> tuple[Form, str]:
+def _find_all_reduce(
+    spec: MatmulSpec, a_shape: Shape, b_shape: Shape, itemsize: int, capabilities: Capabilities
+) -> tuple[Form, str]:
     # In JAX's order cuBLASMp's TN is a stored (m, k) and b stored (n, k).
     misplaced = [shape for shape, wrong in ((a_shape, spec.transpose_a), (b_shape, not spec.transpose_b)) if wrong]
     if not misplaced or capabilities.all_reduce_any_transposition:
@@ -164,7 +169,7 @@ def without_conjugation(spec: MatmulSpec) -> MatmulSpec:
 PADDED_K = 2
 
 
-def with_k(spec: MatmulSpec, a_shape, b_shape, k: int):
+def with_k(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, k: int) -> tuple[Shape, Shape]:
     """The local shapes of a and b as stored, with `k` for the extent along which they are contracted."""
     rows, _, _, cols = extents(spec, a_shape, b_shape).local
     return (k, rows) if spec.transpose_a else (rows, k), (cols, k) if spec.transpose_b else (k, cols)

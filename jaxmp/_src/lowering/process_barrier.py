@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.matmul_spec import MatmulSpec, extents
 
@@ -46,7 +48,7 @@ class Span:
         return max(map(len, members.values()))
 
 
-def span(axes: MeshAxes, group_axes: tuple[str, ...], mesh) -> Span | None:
+def span(axes: MeshAxes, group_axes: tuple[str, ...], mesh: jax.sharding.Mesh | None) -> Span | None:
     """The span of a call over `group_axes` of a mesh with these axes, equal on every process; None where nobody has
     said which devices these are.
 
@@ -74,14 +76,14 @@ def span(axes: MeshAxes, group_axes: tuple[str, ...], mesh) -> Span | None:
     )
 
 
-def mesh_devices(spec: MatmulSpec, mesh) -> tuple[int, ...]:
+def mesh_devices(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
     """The ids of the mesh's devices by their place in it; empty where nobody has said which they are."""
     if mesh is None or tuple(mesh.shape.items()) != spec.group.mesh:
         return ()
     return tuple(device.id for device in mesh.devices.flat)
 
 
-def group_processes(spec: MatmulSpec, mesh) -> int:
+def group_processes(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> int:
     """The number of processes over which a group of this call spreads; where that is not known, all there are."""
     if jax.process_count() == 1:
         return 1
@@ -98,7 +100,7 @@ class Site:
     index: int
     axes: MeshAxes
 
-    def barrier(self, call: str, fields: dict[str, Any], operands):
+    def barrier(self, call: str, fields: dict[str, Any], operands: Sequence[jax.Array]) -> list[jax.Array]:
         """`operands` once every process of this device's group has come to an equal call: `call` names it for people,
         `fields` are what has to be equal.
 
@@ -129,7 +131,7 @@ class Site:
         }
 
 
-def fields(spec: MatmulSpec, a, b) -> dict[str, Any]:
+def fields(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> dict[str, Any]:
     """What has to be equal on every process of a group, in the user's terms."""
     found = extents(spec, a.shape, b.shape)
     described: dict[str, Any] = {"m": found.m, "n": found.n, "k": found.k, "dtype": a.dtype.name}
@@ -144,12 +146,12 @@ def fields(spec: MatmulSpec, a, b) -> dict[str, Any]:
     return described
 
 
-def _fields_of(x) -> dict[str, Any]:
+def _fields_of(x: Any) -> dict[str, Any]:
     """The fields of a dataclass by name."""
     return {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
 
 
-def site(ctx, axes: MeshAxes, group_axes: tuple[str, ...]) -> Site | None:
+def site(ctx: jax_compat.LoweringContext, axes: MeshAxes, group_axes: tuple[str, ...]) -> Site | None:
     """The site that a lowering rule is at, of a call over `group_axes`; None where it needs no barrier."""
     if not native.has_barrier() or jax.process_count() == 1:
         return None

@@ -14,6 +14,7 @@ from jaxmp._src.lowering import backend
 from jaxmp._src.lowering.backend import Choice
 from jaxmp._src.lowering.legalize import PADDED_K, Form, find_form, with_k, without_conjugation
 from jaxmp._src.primitive import bias_grad
+from jaxmp._src.runtime.types import ArrayType, Shape
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, ScaleModes, accumulator, axes_text, extents
 from jaxmp._src.validation.comm_options import fit_comm_options
@@ -42,7 +43,7 @@ class ResolvedCall:
     inner: ResolvedCall | None = None
 
 
-def resolve(spec: MatmulSpec, a, b, platform: str, nprocesses: int) -> ResolvedCall:
+def resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, platform: str, nprocesses: int) -> ResolvedCall:
     """The call for shards like `a` and `b`; the ranks of its group spread over `nprocesses` processes.
 
     Raises as `backend.choose_implementation`, and NotImplementedError for what the form cannot keep.
@@ -50,7 +51,7 @@ def resolve(spec: MatmulSpec, a, b, platform: str, nprocesses: int) -> ResolvedC
     return resolve_chosen(spec, a, b, backend.choose_implementation(spec, platform, nprocesses, (a.dtype, b.dtype)))
 
 
-def resolve_chosen(spec: MatmulSpec, a, b, choice: Choice) -> ResolvedCall:
+def resolve_chosen(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: Choice) -> ResolvedCall:
     """As `resolve`, for the implementation that was chosen."""
     a, b = _types(a.shape, b.shape, a, b)
     implementation = choice.implementation
@@ -67,15 +68,21 @@ def resolve_chosen(spec: MatmulSpec, a, b, choice: Choice) -> ResolvedCall:
     return _xla(spec, a, b, choice)
 
 
-def _types(a_shape, b_shape, a, b) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+def _types(
+    a_shape: Shape, b_shape: Shape, a: ArrayType, b: ArrayType
+) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     return jax.ShapeDtypeStruct(a_shape, a.dtype), jax.ShapeDtypeStruct(b_shape, b.dtype)
 
 
-def _xla(spec: MatmulSpec, a, b, choice: Choice, why: str = "", library: str = "") -> ResolvedCall:
+def _xla(
+    spec: MatmulSpec, a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct, choice: Choice, why: str = "", library: str = ""
+) -> ResolvedCall:
     return ResolvedCall(spec, a, b, choice.implementation, choice.why, library, Form.XLA, why)
 
 
-def _in_library(spec: MatmulSpec, a, b, choice: Choice, library: str) -> ResolvedCall:
+def _in_library(
+    spec: MatmulSpec, a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct, choice: Choice, library: str
+) -> ResolvedCall:
     """The call in the form that the library takes."""
     if spec.rule.gradient and 0 in extents(spec, a.shape, b.shape).d:
         return _xla(spec, a, b, choice, "nothing to multiply, but sums to be written")
@@ -88,7 +95,7 @@ def _in_library(spec: MatmulSpec, a, b, choice: Choice, library: str) -> Resolve
     if form == Form.GATHERED:
         return dataclasses.replace(_gathered(spec, a, b, choice, library, why), is_conjugated=is_conjugated)
 
-    def inner(spec: MatmulSpec, a=a, b=b) -> ResolvedCall:
+    def inner(spec: MatmulSpec, a: jax.ShapeDtypeStruct = a, b: jax.ShapeDtypeStruct = b) -> ResolvedCall:
         return _in_library(spec, a, b, choice, library)
 
     found = None
@@ -112,7 +119,9 @@ def _in_library(spec: MatmulSpec, a, b, choice: Choice, library: str) -> Resolve
     return ResolvedCall(spec, a, b, choice.implementation, choice.why, library, form, why, is_conjugated, found)
 
 
-def _gathered(spec: MatmulSpec, a, b, choice: Choice, library: str, why: str) -> ResolvedCall:
+def _gathered(
+    spec: MatmulSpec, a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct, choice: Choice, library: str, why: str
+) -> ResolvedCall:
     """A call with a fixed order of sums, where ranks do not share one: each gathers what its part of D needs."""
     # Over these axes the ranks have other rows of D.
     axes = spec.group.row_axes if spec.group.pattern in (Pattern.REDUCE_SCATTER, Pattern.GRID) else ()
@@ -133,13 +142,13 @@ def _gathered(spec: MatmulSpec, a, b, choice: Choice, library: str, why: str) ->
     return ResolvedCall(spec, a, b, choice.implementation, choice.why, library, Form.GATHERED, why, inner=inner)
 
 
-def resolve_tile(spec: MatmulSpec, a, b, library: str) -> ResolvedCall:
+def resolve_tile(spec: MatmulSpec, a: ArrayType, b: ArrayType, library: str) -> ResolvedCall:
     """One of the calls of one shape that a local product comes to."""
     a, b = _types(a.shape, b.shape, a, b)
     return _in_library(spec, a, b, Choice(library, "a tile of a fixed shape"), library)
 
 
-def resolve_activation_grad(spec: MatmulSpec, t, platform: str) -> ResolvedCall:
+def resolve_activation_grad(spec: MatmulSpec, t: ArrayType, platform: str) -> ResolvedCall:
     """The product by an activation's derivative, of `t` as the C of a product over nothing: -0 * 0 is -0, and -0 + t is
     t, also for t = -0."""
     choice = backend.choose_implementation(spec, platform, 1, (t.dtype, t.dtype))

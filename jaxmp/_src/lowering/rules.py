@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -34,7 +34,15 @@ from jaxmp._src.spec.activations import multiply_by_slope
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, operations
 
 
-def emit(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...] = (), platform: str = "cpu", barrier=None) -> list:
+def emit(
+    call: ResolvedCall,
+    a: jax.Array,
+    b: jax.Array,
+    *extra: jax.Array,
+    devices: tuple[int, ...] = (),
+    platform: str = "cpu",
+    barrier: xla_matmul.Barrier | None = None,
+) -> list[jax.Array]:
     """The results of a call; `devices` as in `ffi_call.call_attributes`, `barrier` as in `xla_matmul.matmul`."""
     is_conjugated_a, is_conjugated_b = call.is_conjugated
     a = lax.conj(a) if is_conjugated_a else a
@@ -49,18 +57,24 @@ def emit(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...] = (), platfo
     return _EMIT[call.form](call, a, b, *extra, devices=devices)
 
 
-def _emit_transposed(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...]) -> list:
+def _emit_transposed(
+    call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, devices: tuple[int, ...]
+) -> list[jax.Array]:
     a, b = (a.T if call.spec.transpose_a else a), (b if call.spec.transpose_b else b.T)
     # What a transposition also conjugated still has to be.
     a = lax.conj(a) if call.spec.conjugate_a else a
     return emit(_inner(call), a, b, *extra, devices=devices)
 
 
-def _emit_padded(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...]) -> list:
+def _emit_padded(
+    call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, devices: tuple[int, ...]
+) -> list[jax.Array]:
     return emit(_inner(call), *fixed_shape.padded_along_k(a, b, call.spec), *extra, devices=devices)
 
 
-def _emit_scattered(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...]) -> list:
+def _emit_scattered(
+    call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, devices: tuple[int, ...]
+) -> list[jax.Array]:
     """An all-reduced product as a reduce-scattered one whose rows are then gathered."""
     axes = call.spec.group.row_axes
     # What has rows is cut as the scattered rows are.
@@ -77,14 +91,18 @@ def _emit_scattered(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...]) 
     ]
 
 
-def _emit_separate_epilog(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...]) -> list:
+def _emit_separate_epilog(
+    call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, devices: tuple[int, ...]
+) -> list[jax.Array]:
     plain = _inner(call)
     named = dict(zip(call.spec.operand_names, extra, strict=True))
     z = emit(plain, a, b, *(named[name] for name in plain.spec.operand_names), devices=devices)[0]
     return xla_matmul.apply_epilog(z, extra, call.spec.replace(alpha=1.0), a, b)
 
 
-def _emit_gathered(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...]) -> list:
+def _emit_gathered(
+    call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, devices: tuple[int, ...]
+) -> list[jax.Array]:
     spec = call.spec
     if spec.group.nranks > 1:
         a, b = xla_matmul.gather_for_part(spec, a, b)
@@ -99,15 +117,17 @@ def _emit_gathered(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...]) -
     ]
 
 
-def _emit_tiles(call: ResolvedCall, a, b, *extra, devices: tuple[int, ...]) -> list:
-    def tile(a, b, *extra, spec: MatmulSpec):
+def _emit_tiles(
+    call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, devices: tuple[int, ...]
+) -> list[jax.Array]:
+    def tile(a: jax.Array, b: jax.Array, *extra: jax.Array, spec: MatmulSpec) -> list[jax.Array]:
         return emit(resolve_tile(spec, a, b, call.library), a, b, *extra)
 
     with jax.named_scope(f"jaxmp {call.spec.determinism} by calls of one shape"):
         return fixed_shape.matmul(a, b, *extra, spec=call.spec, call=tile)
 
 
-_EMIT: dict[Form, Callable[..., list]] = {
+_EMIT: dict[Form, Callable[..., list[jax.Array]]] = {
     Form.TRANSPOSED_COPY: _emit_transposed,
     Form.PADDED_K: _emit_padded,
     Form.REDUCE_SCATTER_ALL_GATHER: _emit_scattered,
@@ -122,7 +142,7 @@ def _inner(call: ResolvedCall) -> ResolvedCall:
     return call.inner
 
 
-def _host_product(a, b, spec: MatmulSpec):
+def _host_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
     """One device's product in the accumulator's type, through the custom call."""
     local = MatmulSpec(
         accumulator(a.dtype),
@@ -138,16 +158,17 @@ def _host_product(a, b, spec: MatmulSpec):
 # Rules of the primitives ------------------------------------------------------------------------------------------
 
 
-def _rule(platform: str, is_multiple: bool):
-    def rule(ctx, *nodes, spec: MatmulSpec):
+def _rule(platform: str, is_multiple: bool) -> jax_compat.LoweringRule:
+    def rule(ctx: jax_compat.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
         mesh = jax_compat.lowering_mesh(ctx)
         nprocesses = process_barrier.group_processes(spec, mesh)
-        call = resolve(spec, ctx.avals_in[0], ctx.avals_in[1], platform, nprocesses)
+        a, b = jax_compat.operand_types(ctx)[:2]
+        call = resolve(spec, a, b, platform, nprocesses)
         devices = _devices_of(spec, mesh) if call.implementation == "cublasmp" else ()
         is_barred = platform == "cpu" and call.implementation != "host"
         site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
 
-        def lower(a, b, *extra):
+        def lower(a: jax.Array, b: jax.Array, *extra: jax.Array) -> Any:
             barrier = None
             if site and call.form == Form.XLA:
                 barrier = functools.partial(_barrier, site, spec, a, b)
@@ -162,18 +183,18 @@ def _rule(platform: str, is_multiple: bool):
     return rule
 
 
-def _batched_rule(platform: str, primitive):
+def _batched_rule(platform: str, primitive: jax_compat.Primitive) -> jax_compat.LoweringRule:
     one, is_multiple = batched_matmul.ONE[primitive], primitive.multiple_results
 
-    def rule(ctx, *nodes, spec: MatmulSpec):
-        a, b = (jax_compat.without_front(aval) for aval in ctx.avals_in[:2])
+    def rule(ctx: jax_compat.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
+        a, b = map(jax_compat.without_front, jax_compat.operand_types(ctx)[:2])
         nprocesses = process_barrier.group_processes(spec, jax_compat.lowering_mesh(ctx))
         work = operations(spec, a.shape, b.shape)
         _, is_one_product = backend.choose_for_batch(spec, platform, nprocesses, (a.dtype, b.dtype), work)
         is_barred = platform == "cpu" and is_one_product
         site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
 
-        def lower(*operands):
+        def lower(*operands: jax.Array) -> Any:
             if not is_one_product:
                 return lax.map(lambda each: one.bind(*each, spec=spec), operands)
             if site:
@@ -189,30 +210,47 @@ def _batched_rule(platform: str, primitive):
     return rule
 
 
-def _activation_grad(aux, t, *, activation: str, spec: MatmulSpec | None, platform: str):
+def _activation_grad(
+    aux: jax.Array, t: jax.Array, *, activation: str, spec: MatmulSpec | None, platform: str
+) -> jax.Array:
     if spec is None:
         return multiply_by_slope(activation, aux, t)
     call = resolve_activation_grad(spec, t, platform)
     return emit(call, jnp.zeros(call.a.shape, t.dtype), jnp.zeros(call.b.shape, t.dtype), t, aux)[0]
 
 
-def _activation_grad_rule(platform: str):
+def _activation_grad_rule(platform: str) -> jax_compat.LoweringRule:
     return mlir.lower_fun(functools.partial(_activation_grad, platform=platform), multiple_results=False)
 
 
-def _barrier(site: process_barrier.Site, spec: MatmulSpec, a, b, operands, fields: Mapping[str, Any] | None = None):
+def _barrier(
+    site: process_barrier.Site,
+    spec: MatmulSpec,
+    a: jax.Array,
+    b: jax.Array,
+    operands: Sequence[jax.Array],
+    fields: Mapping[str, Any] | None = None,
+) -> list[jax.Array]:
     """`operands` once every process of the group has come to a call of this spec on shards like `a` and `b`; `fields`
     have to be equal too."""
     call = spec.source_line or "matmul"
     return site.barrier(call, {**(fields or {}), **process_barrier.fields(spec, a, b)}, operands)
 
 
-def _process_barrier_rule(ctx, x, *, mesh, axes: tuple[str, ...], call: str, is_active: bool):
+def _process_barrier_rule(
+    ctx: jax_compat.LoweringContext,
+    x: Any,
+    *,
+    mesh: process_barrier.MeshAxes,
+    axes: tuple[str, ...],
+    call: str,
+    is_active: bool,
+) -> Any:
     site = process_barrier.site(ctx, mesh, axes) if is_active else None
     if site is None:
         return [x]
 
-    def lower(x):
+    def lower(x: jax.Array) -> jax.Array:
         fields = {"shape of a shard": x.shape, "dtype": x.dtype.name, "axes": axes, "mesh": mesh}
         return site.barrier(call, fields, [x])[0]
 
@@ -220,7 +258,7 @@ def _process_barrier_rule(ctx, x, *, mesh, axes: tuple[str, ...], call: str, is_
         return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
 
 
-def _devices_of(spec: MatmulSpec, mesh) -> tuple[int, ...]:
+def _devices_of(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
     """The devices of a call that is to run in this process, for which alone its lowering serves from now on.
 
     Under a level of determinism cuBLASMp's calls are local ones.
@@ -233,7 +271,7 @@ def _devices_of(spec: MatmulSpec, mesh) -> tuple[int, ...]:
     return devices
 
 
-def _register(primitive, rule_of: Callable) -> None:
+def _register(primitive: jax_compat.Primitive, rule_of: Callable[[str], jax_compat.LoweringRule]) -> None:
     for platform in ("other", "cpu", "cuda"):
         mlir.register_lowering(primitive, rule_of(platform), platform=None if platform == "other" else platform)
 

@@ -6,7 +6,7 @@ Across processes the local product may be another's (`local_product`), and `barr
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -18,16 +18,20 @@ from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.activations import gelu, multiply_by_slope, pack_relu_aux
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, aux_dtype, extents
 
+# As in `matmul`.
+LocalProduct = Callable[[jax.Array, jax.Array, MatmulSpec], jax.Array]
+Barrier = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
+
 
 def matmul(
-    a,
-    b,
-    *extra,
+    a: jax.Array,
+    b: jax.Array,
+    *extra: jax.Array,
     spec: MatmulSpec,
     platform: str,
-    local_product: Callable | None = None,
-    barrier: Callable | None = None,
-):
+    local_product: LocalProduct | None = None,
+    barrier: Barrier | None = None,
+) -> list[jax.Array]:
     """The results from one device's shards, in the order of `output_names`.
 
     `local_product(a, b, spec)` is alpha = 1 times op(a) @ op(b) of what one device has gathered, in the accumulator's
@@ -67,7 +71,7 @@ def matmul(
 _SUMS_IN_16_BITS = {"16F": "F16_F16_F16", "BF16_BF16_BF16": "BF16_BF16_BF16"}
 
 
-def _dot_general(a, b, spec: MatmulSpec, compute: precisions.Compute, acc):
+def _dot_general(a: jax.Array, b: jax.Array, spec: MatmulSpec, compute: precisions.Compute, acc: np.dtype) -> jax.Array:
     a = lax.conj(a) if spec.conjugate_a else a
     b = lax.conj(b) if spec.conjugate_b else b
     contract = ((0 if spec.transpose_a else 1,), (1 if spec.transpose_b else 0,))
@@ -78,7 +82,16 @@ def _dot_general(a, b, spec: MatmulSpec, compute: precisions.Compute, acc):
     return lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=acc)
 
 
-def apply_epilog(z, extra, spec: MatmulSpec, a=None, b=None, *, alpha=None, beta=None):
+def apply_epilog(
+    z: jax.Array,
+    extra: Sequence[jax.Array],
+    spec: MatmulSpec,
+    a: jax.Array | None = None,
+    b: jax.Array | None = None,
+    *,
+    alpha: jax.Array | None = None,
+    beta: jax.Array | None = None,
+) -> list[jax.Array]:
     """The results from the accumulated product: scale, add, activate, round once.
 
     `a` and `b` are this device's shards, which some epilogs sum. A given alpha or beta is an array and takes the place
@@ -109,11 +122,12 @@ def apply_epilog(z, extra, spec: MatmulSpec, a=None, b=None, *, alpha=None, beta
         outputs |= _encode_aux(z, operands, spec)
     if row.gradient:
         summed = {"a": a, "b": b, "d": outputs["d"]}[bias_grad.summed(row.gradient)]
+        assert summed is not None
         outputs[row.gradient] = bias_grad.bias_gradient(row.gradient, spec, summed)
     return [outputs[name] for name in spec.output_names]
 
 
-def gather_for_part(spec: MatmulSpec, a, b):
+def gather_for_part(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(a, b) with all that this rank's part of D is made of: rows of op(a) and columns of op(b), each over all k."""
     parts = []
     for which, x in enumerate((a, b)):
@@ -124,10 +138,10 @@ def gather_for_part(spec: MatmulSpec, a, b):
             like = jax.eval_shape(gather, moved)
             part = jnp.zeros(like.shape, like.dtype)
         parts.append(low_precision.from_moved(part, x.dtype))
-    return tuple(parts)
+    return parts[0], parts[1]
 
 
-def _gather_moved(spec: MatmulSpec, which: int, x):
+def _gather_moved(spec: MatmulSpec, which: int, x: jax.Array) -> jax.Array:
     """`gather_for_part` of a (0) or of b (1)."""
     is_transposed = (spec.transpose_a, spec.transpose_b)[which]
     own, k = (1 - which, which) if is_transposed else (which, 1 - which)
@@ -138,11 +152,13 @@ def _gather_moved(spec: MatmulSpec, which: int, x):
         x = _gather_stored(spec, x, kept=None if is_transposed else own)
         return collectives.own_part(x, own, (spec.group.row_axes, spec.group.col_axes)[which]) if is_transposed else x
     if spec.group.pattern == Pattern.REDUCE_SCATTER and not which:
-        return lax.all_to_all(x, spec.group.row_axes, own, k, tiled=True)
-    return lax.all_gather(x, spec.group.row_axes, axis=k, tiled=True)
+        x = lax.all_to_all(x, spec.group.row_axes, own, k, tiled=True)
+    else:
+        x = lax.all_gather(x, spec.group.row_axes, axis=k, tiled=True)
+    return x
 
 
-def _encode(d, operands, spec: MatmulSpec):
+def _encode(d: jax.Array, operands: Mapping[str, jax.Array], spec: MatmulSpec) -> dict[str, jax.Array]:
     """A result of fp8 or fp4: the largest absolute value, and then scaled, and rounded once."""
     outputs = {"amax_d": low_precision.amax(d)} if spec.scales.amax_d else {}
     scaled = d * operands["scale_d"] if "scale_d" in operands else d
@@ -152,7 +168,7 @@ def _encode(d, operands, spec: MatmulSpec):
     return outputs | {"d": stored, "d_out_scale": scales}
 
 
-def _encode_aux(z, operands, spec: MatmulSpec):
+def _encode_aux(z: jax.Array, operands: Mapping[str, jax.Array], spec: MatmulSpec) -> dict[str, jax.Array]:
     """What is ahead of a gelu in its type; of fp8 scaled, and with its largest absolute value ahead of that."""
     dtype = aux_dtype(spec)
     if not low_precision.is_scaled(dtype):
@@ -162,7 +178,7 @@ def _encode_aux(z, operands, spec: MatmulSpec):
     return {"gelu_aux": low_precision.encode(scaled, dtype)} | amax
 
 
-def _gather_operands(spec: MatmulSpec, a, b):
+def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     if spec.group.nranks == 1 and not spec.distributions:  # XLA would copy
         return a, b
     if spec.group.pattern == Pattern.ALL_GATHER:
@@ -178,7 +194,7 @@ def _gather_operands(spec: MatmulSpec, a, b):
     return a, b
 
 
-def _gather_cyclic(spec: MatmulSpec, a, b):
+def _gather_cyclic(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """What this process needs for its part of d: those rows of op(a) and columns of op(b), in its own order."""
     assert spec.distributions is not None
     whole_a, whole_b, d = spec.distributions
@@ -194,10 +210,10 @@ def _gather_cyclic(spec: MatmulSpec, a, b):
             lax.axis_index((spec.group.row_axes, spec.group.col_axes)[dimension])
         ]
         parts.append(jnp.take(x, mine, axis=own, mode="fill", fill_value=0))  # padding is zeros
-    return parts
+    return parts[0], parts[1]
 
 
-def without_padding(spec: MatmulSpec, d):
+def without_padding(spec: MatmulSpec, d: jax.Array) -> jax.Array:
     """d (or c) with zeros where this process holds less than the largest block-cyclic part."""
     assert spec.distributions is not None
     shape, layout = spec.distributions[2].shape, spec.distributions[2].layout
@@ -209,7 +225,7 @@ def without_padding(spec: MatmulSpec, d):
     return d
 
 
-def _gather_stored(spec: MatmulSpec, x, kept: int | None):
+def _gather_stored(spec: MatmulSpec, x: jax.Array, kept: int | None) -> jax.Array:
     """`x` of a grid with every dimension gathered but `kept`."""
     for dimension, axes in enumerate((spec.group.row_axes, spec.group.col_axes)):
         if dimension != kept:

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +21,7 @@ from jax.interpreters import ad
 
 from jaxmp._src.primitive.primitives import BATCHED
 from jaxmp._src.runtime import jax_compat
+from jaxmp._src.runtime.types import BatchDims, Operand, Tangent
 from jaxmp._src.spec.matmul_spec import MatmulSpec
 
 # The primitive of one product, by that of the batch.
@@ -30,22 +33,24 @@ def may_batch(spec: MatmulSpec) -> bool:
     return spec.implementation in (None, "xla") and not spec.fixed_reduction_order and not spec.distributions
 
 
-def _abstract_eval(*avals, primitive, spec: MatmulSpec):
+def _abstract_eval(*avals: jax.core.ShapedArray, primitive: jax_compat.Primitive, spec: MatmulSpec) -> Any:
     size = avals[0].shape[0]
     assert all(aval.shape[0] == size for aval in avals), avals
     outputs, _ = ONE[primitive].abstract_eval(*map(jax_compat.without_front, avals), spec=spec)
     return jax.tree.map(lambda aval: jax_compat.with_front(aval, size), outputs)
 
 
-def _jvp(primitive, primals, tangents, *, spec: MatmulSpec):
+def _jvp(
+    primitive: jax_compat.Primitive, primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec
+) -> tuple[Any, Any]:
     rule = ad.primitive_jvps[ONE[primitive]]
-    moving = {i: t for i, t in enumerate(tangents) if type(t) is not ad.Zero}
+    moving = {i: t for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)}
 
-    def one(primals, moving):
+    def one(primals: list[jax.Array], moving: dict[int, jax.Array]) -> tuple[Any, dict[int, jax.Array]]:
         given = [moving.get(i, ad.Zero(jax.typeof(x).to_tangent_aval())) for i, x in enumerate(primals)]
         outputs, moved = rule(primals, given, spec=spec)
         moved = moved if primitive.multiple_results else [moved]
-        return outputs, {i: t for i, t in enumerate(moved) if type(t) is not ad.Zero}
+        return outputs, {i: t for i, t in enumerate(moved) if not isinstance(t, ad.Zero)}
 
     outputs, moved = jax.vmap(one)(list(primals), moving)
     listed = outputs if primitive.multiple_results else [outputs]
@@ -54,29 +59,34 @@ def _jvp(primitive, primals, tangents, *, spec: MatmulSpec):
     return outputs, changed if primitive.multiple_results else changed[0]
 
 
-def _transpose(primitive, cts, *operands, spec: MatmulSpec):
+def _transpose(
+    primitive: jax_compat.Primitive, cts: Any, *operands: Operand, spec: MatmulSpec
+) -> list[jax.Array | None]:
     rule = ad.primitive_transposes[ONE[primitive]]
     cts = list(cts) if primitive.multiple_results else [cts]
-    linear = {i: jax_compat.without_front(x.aval) for i, x in enumerate(operands) if ad.is_undefined_primal(x)}
-    known = {i: x for i, x in enumerate(operands) if i not in linear}
-    given = {i: ct for i, ct in enumerate(cts) if type(ct) is not ad.Zero}
+    linear = {i: jax_compat.without_front(x.aval) for i, x in enumerate(operands) if isinstance(x, ad.UndefinedPrimal)}
+    known = {i: x for i, x in enumerate(operands) if not isinstance(x, ad.UndefinedPrimal)}
+    given = {i: ct for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)}
     if not given:
         return [None] * len(operands)
 
-    def one(known, given):
+    def one(known: dict[int, jax.Array], given: dict[int, jax.Array]) -> dict[int, jax.Array]:
         each = [known[i] if i in known else ad.UndefinedPrimal(linear[i]) for i in range(len(operands))]
         ct = [given[i] if i in given else ad.Zero(jax_compat.without_front(x.aval)) for i, x in enumerate(cts)]
         results = rule(ct if primitive.multiple_results else ct[0], *each, spec=spec)
-        return {i: x for i, x in enumerate(results) if x is not None and type(x) is not ad.Zero}
+        return {i: x for i, x in enumerate(results) if x is not None and not isinstance(x, ad.Zero)}
 
     results = jax.vmap(one)(known, given)
     return [results.get(i) for i in range(len(operands))]
 
 
-def batch_rule(primitive, operands, dims, *, spec: MatmulSpec):
+def batch_rule(
+    primitive: jax_compat.Primitive, operands: Sequence[jax.Array], dims: BatchDims, *, spec: MatmulSpec
+) -> tuple[Any, Any]:
     """A further batch joins the one there is, where all operands have it; else it is the inner one of two."""
-    if all(dim is not None for dim in dims):
-        fronted = [jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, dims, strict=True)]
+    batched = [dim for dim in dims if dim is not None]
+    if len(batched) == len(operands):
+        fronted = [jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, batched, strict=True)]
         sizes = fronted[0].shape[:2]
         outputs = primitive.bind(*(x.reshape(math.prod(sizes), *x.shape[2:]) for x in fronted), spec=spec)
         parted = jax.tree.map(lambda x: x.reshape(*sizes, *x.shape[1:]), outputs)

@@ -9,6 +9,8 @@ both                     a product with a batch of its own (`batched_matmul`), o
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,16 +32,20 @@ from jaxmp._src.primitive.primitives import (
     matmul_p,
     merge_rows,
 )
+from jaxmp._src.runtime import jax_compat
+from jaxmp._src.runtime.types import BatchDims
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import DIMS, MatmulSpec, Pattern, accumulator, axes_text
 
 
-def _front(x, dim):
+def _front(x: jax.Array, dim: int | None) -> jax.Array:
     return x if dim is None else jnp.moveaxis(x, dim, 0)
 
 
-def _matmul_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
+def _matmul_batch_rule(
+    args: Sequence[jax.Array], dims: BatchDims, *, spec: MatmulSpec, auto: bool
+) -> tuple[jax.Array, int]:
     (a, b), (da, db) = map(_front, args, dims), dims
     crosses = _crosses_blocks(spec, a_is_batched=da is not None, b_is_batched=db is not None)
     if db is None and not crosses:
@@ -51,7 +57,12 @@ def _matmul_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
     fixed = {name: x for name, x, dim in (("a", a, da), ("b", b, db)) if dim is None}
     if may_batch(spec) and not fixed:
         return bind(spec, a, b, auto=auto, batched=True)["d"], 0
-    return jax.lax.map(lambda x: bind(spec, **x, **fixed, auto=auto)["d"], mapped), 0
+
+    def one(mapped: dict[str, jax.Array]) -> jax.Array:
+        each = fixed | mapped
+        return bind(spec, each["a"], each["b"], auto=auto)["d"]
+
+    return jax.lax.map(one, mapped), 0
 
 
 def _crosses_blocks(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) -> bool:
@@ -63,7 +74,7 @@ def _crosses_blocks(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) ->
     )
 
 
-def _bind_columns(spec: MatmulSpec, a, b, auto: bool):
+def _bind_columns(spec: MatmulSpec, a: jax.Array, b: jax.Array, auto: bool) -> jax.Array:
     """d of shape (m, batch, n) for b of shape (batch, k, n), or (batch, n, k) where it is transposed."""
     batch, k, n = b.shape if not spec.transpose_b else (b.shape[0], b.shape[2], b.shape[1])
     b = b.reshape(batch * n, k) if spec.transpose_b else jnp.swapaxes(b, 0, 1).reshape(k, batch * n)
@@ -71,7 +82,9 @@ def _bind_columns(spec: MatmulSpec, a, b, auto: bool):
     return d.reshape(d.shape[0], batch, n)
 
 
-def _matmul_epilog_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
+def _matmul_epilog_batch_rule(
+    args: Sequence[jax.Array], dims: BatchDims, *, spec: MatmulSpec, auto: bool
+) -> tuple[list[jax.Array], list[int | None]]:
     if spec.rule.gradient:
         return _split_gradient(args, dims, spec, auto)
     names = ("a", "b", *spec.operand_names)
@@ -94,7 +107,7 @@ def _matmul_epilog_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
     else:
         fixed = {name: operands.pop(name) for name in names if name not in batched}
 
-        def one(mapped):
+        def one(mapped: dict[str, jax.Array]) -> dict[str, jax.Array]:
             each = fixed | mapped
             return bind(spec, each.pop("a"), each.pop("b"), each, auto=auto)
 
@@ -103,7 +116,9 @@ def _matmul_epilog_batch_rule(args, dims, *, spec: MatmulSpec, auto: bool):
     return results, [0] * len(results)
 
 
-def _split_bias(args, dims, spec: MatmulSpec, auto: bool):
+def _split_bias(
+    args: Sequence[jax.Array], dims: BatchDims, spec: MatmulSpec, auto: bool
+) -> tuple[list[jax.Array], list[int | None]]:
     """Batched weights fold into columns where no bias is in the way: it is added behind, ahead of the one rounding."""
     a, b, bias = args
     plain = spec.bilinear(out_dtype=accumulator(a.dtype))
@@ -112,13 +127,15 @@ def _split_bias(args, dims, spec: MatmulSpec, auto: bool):
     else:
         z = jax.vmap(lambda b: bind(plain, a, b, auto=auto)["d"], in_axes=dims[1])(b)
 
-    def add(z, bias):
+    def add(z: jax.Array, bias: jax.Array) -> jax.Array:
         return (z + bias.astype(z.dtype)[None, :]).astype(spec.out_dtype)
 
     return [jax.vmap(add, in_axes=(None if dims[1] is None else 0, dims[2]))(z, bias)], [0]
 
 
-def _split_gradient(args, dims, spec: MatmulSpec, auto: bool):
+def _split_gradient(
+    args: Sequence[jax.Array], dims: BatchDims, spec: MatmulSpec, auto: bool
+) -> tuple[list[jax.Array], list[int | None]]:
     """A bias gradient is one per batch element, so it leaves the call, whose rows then fold."""
     if spec.determinism == "topology":
         raise NotImplementedError(
@@ -127,8 +144,11 @@ def _split_gradient(args, dims, spec: MatmulSpec, auto: bool):
         )
     row = spec.rule
     plain = spec.replace(epilog=row.without_gradient)
-    call = jax.vmap(lambda *args: _bind_in_order(plain, args, auto), in_axes=tuple(dims), out_axes=0)
-    d = call(*args)
+
+    def one(*args: jax.Array) -> jax.Array:
+        return _bind_in_order(plain, args, auto)
+
+    d = jax.vmap(one, in_axes=tuple(dims), out_axes=0)(*args)
     x, dim = {"a": (args[0], dims[0]), "b": (args[1], dims[1]), "d": (d, 0)}[bias_grad.summed(row.gradient)]
     sums = functools.partial(bias_grad.bias_gradient, row.gradient, spec)
     if dim is None:
@@ -136,7 +156,7 @@ def _split_gradient(args, dims, spec: MatmulSpec, auto: bool):
     return [d, jax.vmap(sums, in_axes=dim)(x)], [0, 0]
 
 
-def _bind_in_order(spec: MatmulSpec, args, auto: bool):
+def _bind_in_order(spec: MatmulSpec, args: Sequence[jax.Array], auto: bool) -> jax.Array:
     a, b, *extra = args
     return bind(spec, a, b, dict(zip(spec.operand_names, extra, strict=True)), auto=auto)["d"]
 
@@ -149,7 +169,9 @@ def _folds_into_rows(spec: MatmulSpec, batched: set[str]) -> bool:
     return "a" in batched and is_fixed and not _crosses_blocks(spec, a_is_batched=True, b_is_batched=False)
 
 
-def _activation_grad_batch_rule(args, dims, *, activation: str, spec: MatmulSpec | None, auto: bool):
+def _activation_grad_batch_rule(
+    args: Sequence[jax.Array], dims: BatchDims, *, activation: str, spec: MatmulSpec | None, auto: bool
+) -> tuple[jax.Array, int]:
     size = next(x.shape[dim] for x, dim in zip(args, dims, strict=True) if dim is not None)
     aux, t = (
         jnp.broadcast_to(x[None], (size, *x.shape)) if dim is None else _front(x, dim)
@@ -159,16 +181,18 @@ def _activation_grad_batch_rule(args, dims, *, activation: str, spec: MatmulSpec
     return rows.reshape(t.shape), 0
 
 
-def _activated_matmul_batch_rule(args, dims, *, spec: MatmulSpec, activation: str):
+def _activated_matmul_batch_rule(
+    args: Sequence[jax.Array], dims: BatchDims, *, spec: MatmulSpec, activation: str
+) -> tuple[jax.Array, int]:
     parts = functools.partial(activated_matmul_parts, spec=spec, activation=activation)
     return jax.vmap(parts, in_axes=tuple(dims))(*args), 0
 
 
-def _register(primitive, rule) -> None:
+def _register(primitive: jax_compat.Primitive, rule: Callable[..., Any]) -> None:
     batching.primitive_batchers[primitive] = functools.partial(_batch_if_whole, rule)
 
 
-def _batch_if_whole(rule, args, dims, **params):
+def _batch_if_whole(rule: Callable[..., Any], args: Sequence[jax.Array], dims: BatchDims, **params: Any) -> Any:
     """`rule`, or NotImplementedError for a batch on explicit mesh axes.
 
     JAX leaves such axes out of the shard_map around the call, where XLA would gather what lies on them, and has no

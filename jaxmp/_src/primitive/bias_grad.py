@@ -23,7 +23,7 @@ def summed(name: str) -> str:
     return {"bgrada": "a", "bgradb": "b", "drelu_bgrad": "d", "dgelu_bgrad": "d"}.get(name, "")
 
 
-def bias_gradient(name: str, spec: MatmulSpec, x):
+def bias_gradient(name: str, spec: MatmulSpec, x: jax.Array) -> jax.Array:
     """The complete gradient called `name` from one device's shard of `summed(name)`; sums in the accumulator's type."""
     with jax.named_scope(SCOPE):
         if name == "bgrada":
@@ -48,14 +48,14 @@ def _contraction_axes(spec: MatmulSpec) -> tuple[str, ...]:
     )
 
 
-def _sum(x, dimension: int, is_conjugated: bool, axes: tuple[str, ...], source_line: str):
+def _sum(x: jax.Array, dimension: int, is_conjugated: bool, axes: tuple[str, ...], source_line: str) -> jax.Array:
     acc = accumulator(x.dtype)
     total = jnp.sum(x.astype(acc), dimension, dtype=acc)
     total = lax.conj(total) if is_conjugated else total
     return collectives.psum(total, axes, source_line=source_line) if axes else total
 
 
-def _gather_whole(x, axes: tuple[str, ...], source_line: str):
+def _gather_whole(x: jax.Array, axes: tuple[str, ...], source_line: str) -> jax.Array:
     """All-gather of a vector whose result is the same on every rank, and known to be."""
     if x.size == 0:  # XLA gathers nothing that is empty
         return jnp.zeros(x.shape, x.dtype)

@@ -15,7 +15,8 @@ Outside a job of several processes nothing is added to the program.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from typing import Any
 
 import jax
 from jax import lax
@@ -25,6 +26,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.runtime import jax_compat, native
 from jaxmp._src.runtime.jax_compat import batching
+from jaxmp._src.runtime.types import Operand, Tangent
+from jaxmp._src.spec.options import Mesh
 
 # (x) -> x. `mesh` are all mesh axes as (name, size), `axes` those of the group; `call` says for people what the barrier
 # is ahead of, "all_gather for matmul at train.py:41"; a barrier that is not `is_active` waits only when transposed.
@@ -36,38 +39,43 @@ batching.primitive_batchers[process_barrier_p] = lambda operands, dims, **params
 )
 
 
-def _transpose(ct, x, *, is_active: bool, **params):
+def _transpose(ct: Tangent, x: Operand, *, is_active: bool, **params: Any) -> list[Tangent]:
     return [process_barrier_p.bind(ct, is_active=not is_active, **params)]
 
 
 ad.deflinear2(process_barrier_p, _transpose)
 
 
-def all_gather(x, axes: tuple[str, ...], *, axis: int, to: str = "varying", source_line: str = ""):
+def all_gather(
+    x: jax.Array, axes: tuple[str, ...], *, axis: int, to: str = "varying", source_line: str = ""
+) -> jax.Array:
     """`lax.all_gather`, tiled."""
     return _guarded(lambda x: lax.all_gather(x, axes, axis=axis, tiled=True, to=to), "all_gather", x, axes, source_line)
 
 
-def all_to_all(x, axes: tuple[str, ...], split_axis: int, concat_axis: int, *, source_line: str = ""):
+def all_to_all(
+    x: jax.Array, axes: tuple[str, ...], split_axis: int, concat_axis: int, *, source_line: str = ""
+) -> jax.Array:
     """`lax.all_to_all`, tiled."""
 
-    def collective(x):
-        return lax.all_to_all(x, axes, split_axis, concat_axis, tiled=True)
+    def collective(x: jax.Array) -> jax.Array:
+        moved: jax.Array = lax.all_to_all(x, axes, split_axis, concat_axis, tiled=True)
+        return moved
 
     return _guarded(collective, "all_to_all", x, axes, source_line)
 
 
-def psum(x, axes: tuple[str, ...], *, source_line: str = ""):
+def psum(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
     """`lax.psum`."""
     return _guarded(lambda x: lax.psum(x, axes), "psum", x, axes, source_line)
 
 
-def pmax(x, axes: tuple[str, ...], *, source_line: str = ""):
+def pmax(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
     """`lax.pmax`."""
     return _guarded(lambda x: lax.pmax(x, axes), "pmax", x, axes, source_line)
 
 
-def cast_varying(x, axes, *, source_line: str = ""):
+def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") -> jax.Array:
     """`x` with a type that varies over `axes` too: it moves nothing, but its transpose is a psum."""
     missing = tuple(axis for axis in sorted(axes) if axis not in jax_compat.varying_axes(x))
     if not missing:
@@ -75,38 +83,43 @@ def cast_varying(x, axes, *, source_line: str = ""):
     return _barrier(lax.pcast(x, missing, to="varying"), missing, "psum", source_line, is_active=False)
 
 
-def reshard(x, mesh, spec: P, *, is_local: bool = False):
+def reshard(x: jax.Array, mesh: Mesh, spec: P, *, is_local: bool = False) -> jax.Array:
     """`jax.sharding.reshard` to `spec`; with `is_local` each device takes a part of what it has, so that only the
     transpose communicates."""
     if not native.has_barrier():
-        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+        resharded: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, spec))
+        return resharded
     x = x if is_local else _global_barrier(x, mesh, is_active=True)
     return _global_barrier(jax.sharding.reshard(x, NamedSharding(mesh, spec)), mesh, is_active=False)
 
 
-def own_part(x, dimension: int, axes):
+def own_part(x: jax.Array, dimension: int, axes: tuple[str, ...]) -> jax.Array:
     """This rank's part of what it holds whole."""
     extent = x.shape[dimension] // lax.axis_size(axes)
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * extent, extent, dimension)
 
 
-def _global_barrier(x, mesh, *, is_active: bool):
+def _global_barrier(x: jax.Array, mesh: Mesh, *, is_active: bool) -> jax.Array:
     """The barrier of all devices of `mesh`, on a global array whose sharding is explicit."""
     spec, axes = jax.typeof(x).sharding.spec, tuple(mesh.axis_names)
 
-    def local(x):
+    def local(x: jax.Array) -> jax.Array:
         return _barrier(x, axes, "reshard", "", is_active=is_active)
 
     return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)(x)
 
 
-def _guarded(collective: Callable, operation: str, x, axes: tuple[str, ...], source_line: str):
+def _guarded(
+    collective: Callable[[jax.Array], jax.Array], operation: str, x: jax.Array, axes: tuple[str, ...], source_line: str
+) -> jax.Array:
     x = _barrier(x, axes, operation, source_line, is_active=True)
     return _barrier(collective(x), axes, operation, source_line, is_active=False)
 
 
-def _barrier(x, axes, operation: str, source_line: str, *, is_active: bool):
+def _barrier(x: jax.Array, axes: tuple[str, ...], operation: str, source_line: str, *, is_active: bool) -> jax.Array:
     if not native.has_barrier():
         return x
     call = f"{operation} for {source_line or 'a matmul'}"
-    return process_barrier_p.bind(x, mesh=jax_compat.mesh_axes(), axes=tuple(axes), call=call, is_active=is_active)
+    mesh = jax_compat.mesh_axes()
+    waited: jax.Array = process_barrier_p.bind(x, mesh=mesh, axes=tuple(axes), call=call, is_active=is_active)
+    return waited

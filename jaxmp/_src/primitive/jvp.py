@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ from jaxmp._src.primitive.transpose import (
     reduced_cotangent,
 )
 from jaxmp._src.runtime import jax_compat
+from jaxmp._src.runtime.types import Operand, Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.activations import gelu_second_derivative
 from jaxmp._src.spec.epilogs import Epilog
@@ -39,7 +40,9 @@ from jaxmp._src.spec.matmul_spec import SCALE_NAMES, MatmulSpec, Pattern, aux_dt
 from jaxmp._src.validation.comm_options import fit_comm_options
 
 
-def _matmul_epilog_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
+def _matmul_epilog_jvp_rule(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec, auto: bool
+) -> tuple[list[jax.Array], list[Tangent]]:
     """y = act(z), z = alpha*A@B + beta*c + bias:  dy = act'(z) * (alpha*dA@B + alpha*A@dB + beta*dc + dbias)."""
     if low_precision.is_low_precision(primals[0].dtype):
         return _low_precision_jvp(primals, tangents, spec, auto)
@@ -62,7 +65,9 @@ def _matmul_epilog_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
     return outputs, [moved.get(name, _zero_tangent(stored[name])) for name in names]
 
 
-def _derivative_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
+def _derivative_jvp_rule(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec, auto: bool
+) -> tuple[list[jax.Array], list[Tangent]]:
     """d = z * act'(aux), g = sum of d over rows, or of op(a) or op(b) over the contraction:
     dd = act'(aux) * dz + z * act''(aux) * daux, and g is linear."""
     row = spec.rule
@@ -73,39 +78,50 @@ def _derivative_jvp_rule(primals, tangents, *, spec: MatmulSpec, auto: bool):
         operands = dict(zip(("a", "b", *spec.operand_names), primals, strict=True))
         taux, aux = tangents[-1], operands.pop(row.aux_input)
         td = None if td is None else activation_grad(row.derivative, aux, td, spec, auto=auto)
-        if row.derivative == "gelu" and type(taux) is not ad.Zero:
+        if row.derivative == "gelu" and not isinstance(taux, ad.Zero):
             z = bind(spec.replace(epilog=Epilog.NONE), operands.pop("a"), operands.pop("b"), operands, auto=auto)["d"]
             curve = z * gelu_second_derivative(aux).astype(z.dtype) * taux
             td = curve if td is None else td + curve
     moved = {"d": _zero_tangent(outputs["d"]) if td is None else td}
     if row.gradient:
         x = {"a": tangents[0], "b": tangents[1], "d": moved["d"]}[bias_grad.summed(row.gradient)]
-        is_zero = type(x) is ad.Zero
         moved[row.gradient] = (
-            _zero_tangent(outputs[row.gradient]) if is_zero else bias_grad.bias_gradient(row.gradient, spec, x)
+            _zero_tangent(outputs[row.gradient])
+            if isinstance(x, ad.Zero)
+            else bias_grad.bias_gradient(row.gradient, spec, x)
         )
     return list(outputs.values()), [moved[name] for name in outputs]
 
 
-def _epilog_transpose_rule(cts, a, b, *extra, spec: MatmulSpec, auto: bool):
+def _epilog_transpose_rule(
+    cts: Sequence[Tangent], a: Operand, b: Operand, *extra: Operand, spec: MatmulSpec, auto: bool
+) -> list[jax.Array | None]:
     """Of d = alpha * A@B + bias, which the JVP rule binds where b and the bias are both differentiated."""
     if spec.operand_names != ("bias",) or spec.rule.activation:
         raise NotImplementedError(f"epilog {spec.epilog.name} with operands {spec.operand_names} has no transpose")
     (ct,), (bias,), product = cts, extra, spec.bilinear()
     ct_a = ct_b = ct_bias = None
-    if type(ct) is ad.Zero:
+    if isinstance(ct, ad.Zero):
         return [None, None, None]
-    if ad.is_undefined_primal(a):
-        ct_a = cotangent_of_a(ct, a, b, spec=product, auto=auto)
-    if ad.is_undefined_primal(b):
-        fused = bias if ad.is_undefined_primal(bias) else None
-        ct_b, ct_bias = cotangents_of_b_and_bias(ct, a, b, fused, spec=product, auto=auto)
-    if ad.is_undefined_primal(bias) and ct_bias is None:
+    if isinstance(a, ad.UndefinedPrimal):
+        ct_a = cotangent_of_a(ct, a, _value(b), spec=product, auto=auto)
+    if isinstance(b, ad.UndefinedPrimal):
+        fused = bias if isinstance(bias, ad.UndefinedPrimal) else None
+        ct_b, ct_bias = cotangents_of_b_and_bias(ct, _value(a), b, fused, spec=product, auto=auto)
+    if isinstance(bias, ad.UndefinedPrimal) and ct_bias is None:
         ct_bias = cotangent_of_bias(ct, bias.aval, spec)
     return [ct_a, ct_b, ct_bias]
 
 
-def _low_precision_jvp(primals, tangents, spec: MatmulSpec, auto: bool):
+def _value(x: Operand) -> jax.Array:
+    """An operand in which a rule does not transpose."""
+    assert not isinstance(x, ad.UndefinedPrimal), x
+    return x
+
+
+def _low_precision_jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], spec: MatmulSpec, auto: bool
+) -> tuple[list[jax.Array], list[Tangent]]:
     """The tangent of an fp8 or fp4 product is that of the same product of its decoded operands times their scales, so
     cotangents are products in the wide type, cast to the operands' own. The rounding of d and of gelu_aux counts as
     `astype` does, and activations are differentiated where they were ahead of it; the largest absolute values and the
@@ -114,7 +130,7 @@ def _low_precision_jvp(primals, tangents, spec: MatmulSpec, auto: bool):
     stored = dict(zip(spec.output_names, primitive.bind(*primals, spec=spec), strict=True))
     names = ("a", "b", *spec.operand_names)
     fixed = dict(zip(names, primals, strict=True))
-    moving = {name: t for name, t in zip(names, tangents, strict=True) if type(t) is not ad.Zero}
+    moving = {name: t for name, t in zip(names, tangents, strict=True) if not isinstance(t, ad.Zero)}
     of_scales = [name for name in SCALE_NAMES if name in moving]
     if of_scales and spec.determinism == "topology":
         scale = of_scales[0].removeprefix("scale_")
@@ -123,7 +139,7 @@ def _low_precision_jvp(primals, tangents, spec: MatmulSpec, auto: bool):
             'constant (jax.lax.stop_gradient), or pass determinism="batch"'
         )
 
-    def wide(given):
+    def wide(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
         outputs = _widened(fixed | given, spec, auto)
         return {name: x for name, x in outputs.items() if name in ("d", "gelu_aux")}
 
@@ -132,7 +148,7 @@ def _low_precision_jvp(primals, tangents, spec: MatmulSpec, auto: bool):
     return outputs, [moved.get(name, _zero_tangent(stored[name])) for name in spec.output_names]
 
 
-def _widened(operands: dict[str, Any], spec: MatmulSpec, auto: bool) -> dict[str, Any]:
+def _widened(operands: dict[str, jax.Array], spec: MatmulSpec, auto: bool) -> dict[str, jax.Array]:
     """A low-precision call on decoded operands: bfloat16 where all they hold is exact in it, else float32."""
     exact = (low_precision.NONE, low_precision.VEC16, low_precision.VEC32)
     is_exact = spec.out_dtype == jnp.bfloat16 and spec.scales.a in exact and spec.scales.b in exact
@@ -152,37 +168,39 @@ def _widened(operands: dict[str, Any], spec: MatmulSpec, auto: bool) -> dict[str
     return {name: x.astype(dtypes.get(name, x.dtype)) for name, x in outputs.items()}
 
 
-def _zero_tangent(x):
+def _zero_tangent(x: jax.Array) -> ad.Zero:
     return ad.Zero(jax.typeof(x).to_tangent_aval())
 
 
-def _preactivation_tangent(primals, tangents, spec: MatmulSpec, auto: bool, like):
+def _preactivation_tangent(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], spec: MatmulSpec, auto: bool, like: jax.Array
+) -> jax.Array | None:
     (a, b, *_), (ta, tb, *rest) = primals, tangents
     textra = dict(zip(spec.operand_names, rest, strict=True))
     product = spec.bilinear()
     terms = []
-    if type(ta) is not ad.Zero:
+    if not isinstance(ta, ad.Zero):
         terms.append(bind(product, ta, b, auto=auto)["d"])
     tc, tbias = textra.get("c"), textra.get("bias")
-    if tbias is not None and type(tbias) is not ad.Zero and spec.determinism == "topology":
+    if tbias is not None and not isinstance(tbias, ad.Zero) and spec.determinism == "topology":
         terms.append(_bias_in_rows(spec, tbias, like, auto))
         tbias = None
-    if type(tb) is not ad.Zero and tbias is not None and type(tbias) is not ad.Zero:
+    if not isinstance(tb, ad.Zero) and tbias is not None and not isinstance(tbias, ad.Zero):
         # One call, whose transpose gives the gradients of both.
         terms.append(bind(product.replace(epilog=Epilog.BIAS), a, tb, {"bias": tbias}, auto=auto)["d"])
         tbias = None
-    elif type(tb) is not ad.Zero:
+    elif not isinstance(tb, ad.Zero):
         terms.append(bind(product, a, tb, auto=auto)["d"])
-    if tc is not None and type(tc) is not ad.Zero and spec.beta != 0:
+    if tc is not None and not isinstance(tc, ad.Zero) and spec.beta != 0:
         terms.append(tc if spec.beta == 1 else tc * jnp.asarray(spec.beta, tc.dtype))
-    if tbias is not None and type(tbias) is not ad.Zero:
+    if tbias is not None and not isinstance(tbias, ad.Zero):
         # Cast ahead of the broadcast, so that the transpose sums over rows before it sums over ranks.
         tbias = cast_varying(tbias, jax_compat.varying_axes(like))
         terms.append(lax.broadcast_in_dim(tbias, like.shape, (1,)))
     return sum(terms[1:], terms[0]) if terms else None
 
 
-def _bias_in_rows(spec: MatmulSpec, bias, like, auto: bool):
+def _bias_in_rows(spec: MatmulSpec, bias: jax.Array, like: jax.Array, auto: bool) -> jax.Array:
     """The bias in every row, as a product with ones: its transpose sums the rows as one of our calls does, in order."""
     ones = cast_varying(jnp.ones((like.shape[0], 1), bias.dtype), jax_compat.varying_axes(like))
     local = spec.bare().bilinear(group=spec.ungrouped().group, alpha=1.0, out_dtype=bias.dtype)
@@ -190,35 +208,41 @@ def _bias_in_rows(spec: MatmulSpec, bias, like, auto: bool):
     return row_order.folded(spec, bind(local, ones, bias[None], auto=auto)["d"])
 
 
-def _activation_grad_jvp_rule(primals, tangents, *, activation: str, spec: MatmulSpec | None, auto: bool):
+def _activation_grad_jvp_rule(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, activation: str, spec: MatmulSpec | None, auto: bool
+) -> tuple[jax.Array, Tangent]:
     """Linear in t; in aux, d(t * act'(z)) = t * act''(z) * dz, which for relu is nought."""
     (aux, t), (taux, tt) = primals, tangents
     slope = functools.partial(activation_grad, activation, aux, spec=spec, auto=auto)
     y = slope(t)
-    terms = [] if type(tt) is ad.Zero else [slope(tt)]
-    if activation == "gelu" and type(taux) is not ad.Zero:
+    terms = [] if isinstance(tt, ad.Zero) else [slope(tt)]
+    if activation == "gelu" and not isinstance(taux, ad.Zero):
         terms.append((t * gelu_second_derivative(aux).astype(t.dtype)) * taux.astype(t.dtype))
     return y, sum(terms[1:], terms[0]) if terms else _zero_tangent(y)
 
 
-def _activation_grad_transpose_rule(ct, aux, t, *, activation: str, spec: MatmulSpec | None, auto: bool):
+def _activation_grad_transpose_rule(
+    ct: jax.Array, aux: jax.Array, t: Operand, *, activation: str, spec: MatmulSpec | None, auto: bool
+) -> list[jax.Array | None]:
     return [None, activation_grad(activation, aux, ct, spec, auto=auto)]
 
 
-def _activated_matmul_jvp_rule(primals, tangents, *, spec: MatmulSpec, activation: str):
+def _activated_matmul_jvp_rule(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec, activation: str
+) -> tuple[jax.Array, Tangent]:
     """y = (act'(z) * (t + b)) @ w is linear in (t, b) and in w; in z, dy = (act''(z) * (t + b) * dz) @ w."""
     t, *bias, aux, w = primals
     tt, *tbias, taux, tw = tangents
     y = activated_matmul(spec, activation, t, bias[0] if bias else None, aux, w)
     terms = []
-    moved = [x for x in tbias if type(x) is not ad.Zero]
-    if type(tt) is not ad.Zero or moved:
+    moved = [x for x in tbias if not isinstance(x, ad.Zero)]
+    if not isinstance(tt, ad.Zero) or moved:
         tt = ad.instantiate_zeros(tt)
         terms.append(activated_matmul(spec, activation, tt, moved[0] if moved else None, aux, w))
     whole = t + bias[0][None, :] if bias else t
-    if type(tw) is not ad.Zero:
+    if not isinstance(tw, ad.Zero):
         terms.append(bind(spec, activation_grad(activation, aux, whole, spec), tw)["d"])
-    if activation == "gelu" and type(taux) is not ad.Zero:
+    if activation == "gelu" and not isinstance(taux, ad.Zero):
         terms.append(bind(spec, whole * gelu_second_derivative(aux).astype(t.dtype) * taux, w)["d"])
     if not terms:
         return y, _zero_tangent(y)
@@ -226,11 +250,13 @@ def _activated_matmul_jvp_rule(primals, tangents, *, spec: MatmulSpec, activatio
     return y, functools.reduce(jnp.add, (cast_varying(x, axes) for x in terms))
 
 
-def _activated_matmul_transpose_rule(ct, t, *rest, spec: MatmulSpec, activation: str):
+def _activated_matmul_transpose_rule(
+    ct: Tangent, t: Operand, *rest: Operand, spec: MatmulSpec, activation: str
+) -> list[jax.Array | None]:
     """dt = act'(z) * (ct @ w^T) and dbias = the sum of dt over its rows: one call, with a derivative as its epilog."""
-    *bias, aux, w = rest
-    if type(ct) is ad.Zero:
+    if isinstance(ct, ad.Zero):
         return [None] * (1 + len(rest))
+    bias, aux, w = rest[:-2], _value(rest[-2]), _value(rest[-1])
     wants_sums = any(map(ad.is_undefined_primal, bias))
     if spec.group.pattern == Pattern.ALL_REDUCE:
         ct = reduced_cotangent(spec, ct)
@@ -238,7 +264,8 @@ def _activated_matmul_transpose_rule(ct, t, *rest, spec: MatmulSpec, activation:
     outputs = bind(call.replace(epilog=_DERIVATIVES[activation, wants_sums]), ct, w, {f"{activation}_aux": aux})
     axes = jax_compat.varying_axes(aux)  # and of t and the bias: see `activated_matmul`
     dt, *sums = (cast_varying(x, axes) for x in outputs.values())
-    return [dt if ad.is_undefined_primal(t) else None, *(sums or [None] * len(bias)), None, None]
+    of_bias: Sequence[jax.Array | None] = sums or [None] * len(bias)
+    return [dt if isinstance(t, ad.UndefinedPrimal) else None, *of_bias, None, None]
 
 
 _DERIVATIVES = {
@@ -249,20 +276,22 @@ _DERIVATIVES = {
 }
 
 
-def _register(primitive, epilog_primitive, auto: bool) -> None:
-    def lhs(ct, a, b, *, spec):
+def _register(primitive: jax_compat.Primitive, epilog_primitive: jax_compat.Primitive, auto: bool) -> None:
+    def lhs(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: MatmulSpec) -> jax.Array:
         return cotangent_of_a(ct, a, b, spec=spec, auto=auto)
 
-    def rhs(ct, a, b, *, spec):
+    def rhs(ct: jax.Array, a: jax.Array, b: ad.UndefinedPrimal, *, spec: MatmulSpec) -> jax.Array:
         return cotangent_of_b(ct, a, b, spec=spec, auto=auto)
 
-    def jvp(primals, tangents, *, spec):
+    def jvp(
+        primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec
+    ) -> tuple[list[jax.Array], list[Tangent]]:
         return _matmul_epilog_jvp_rule(primals, tangents, spec=spec, auto=auto)
 
     ad.defbilinear(primitive, lhs, rhs)
     ad.primitive_jvps[epilog_primitive] = jvp
 
-    def transpose(cts, *operands, spec):
+    def transpose(cts: Sequence[Tangent], *operands: Operand, spec: MatmulSpec) -> list[jax.Array | None]:
         return _epilog_transpose_rule(cts, *operands, spec=spec, auto=auto)
 
     ad.primitive_transposes[epilog_primitive] = transpose

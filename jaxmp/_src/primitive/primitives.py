@@ -15,7 +15,7 @@ chooses (`partitioner`). They share every rule but the lowering.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -63,7 +63,7 @@ BATCHED = {
 }
 
 
-def dots_saveable(primitive, *args, **params) -> bool:
+def dots_saveable(primitive: jax_compat.Primitive, *args: Any, **params: Any) -> bool:
     """A policy for `jax.checkpoint`: keep the results of products, jaxmp's and JAX's, and compute the rest again.
 
     `jax.checkpoint_policies.dots_saveable` knows `lax.dot_general` alone, so under it jaxmp's products, with what they
@@ -85,8 +85,14 @@ def dots_saveable(primitive, *args, **params) -> bool:
 
 
 def bind(
-    spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *, auto: bool = False, batched: bool = False
-) -> dict[str, Any]:
+    spec: MatmulSpec,
+    a: jax.Array,
+    b: jax.Array,
+    extra: Mapping[str, jax.Array] | None = None,
+    *,
+    auto: bool = False,
+    batched: bool = False,
+) -> dict[str, jax.Array]:
     """The results by name, on 2-D shards; `extra` holds the operands after a and b by name. With `batched` all of
     them have one more dimension in front."""
     extra = extra or {}
@@ -98,7 +104,9 @@ def bind(
     return dict(zip(spec.output_names, [outputs] if is_bilinear else outputs, strict=True))
 
 
-def bind_rows(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *, auto: bool = False) -> dict[str, Any]:
+def bind_rows(
+    spec: MatmulSpec, a: jax.Array, b: jax.Array, extra: Mapping[str, jax.Array] | None = None, *, auto: bool = False
+) -> dict[str, jax.Array]:
     """As `bind` for a of shape (batch, m, k), and whatever has rows (batch, m, n), in one call.
 
     Where the pattern is indifferent to the order of rows the batch folds into them. Gathered and scattered rows
@@ -113,17 +121,17 @@ def bind_rows(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *,
     if scatters:
         check_local_shapes("jaxmp", spec, (rows, k), b.shape)
 
-    def fold_operand(x):
+    def fold_operand(x: jax.Array) -> jax.Array:
         if scatters:
             x = jnp.swapaxes(x.reshape(batch, p, rows // p, *x.shape[2:]), 0, 1)
         return x.reshape(batch * rows, *x.shape[3 if scatters else 2 :])
 
-    def fold(x):
+    def fold(x: jax.Array) -> jax.Array:
         if gathers:
             x = jnp.swapaxes(x.reshape(batch, p, rows, x.shape[-1]), 0, 1)
         return merge_rows(x)
 
-    def unfold(x):
+    def unfold(x: jax.Array) -> jax.Array:
         if gathers:
             x = jnp.swapaxes(x.reshape(p, batch, rows, x.shape[-1]), 0, 1)
         return x.reshape(batch, output_rows(spec, rows), x.shape[-1])
@@ -135,7 +143,7 @@ def bind_rows(spec: MatmulSpec, a, b, extra: Mapping[str, Any] | None = None, *,
     return {name: unfold(x) if has_rows(name) else x for name, x in outputs.items()}
 
 
-def merge_rows(x):
+def merge_rows(x: jax.Array) -> jax.Array:
     """`x` as a matrix, its leading dimensions folded into rows: reshape cannot tell their number without columns."""
     return x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
@@ -145,14 +153,14 @@ def has_rows(name: str) -> bool:
     return len(DIMS[name]) == 2
 
 
-def fold_scale(spec: MatmulSpec, scale):
+def fold_scale(spec: MatmulSpec, scale: jax.Array) -> jax.Array:
     """scale_a of an operand whose leading dimensions have folded into its rows."""
     if spec.scales.a in (low_precision.NONE, low_precision.SCALAR):
         return scale
     return scale.reshape(-1) if spec.scales.a == low_precision.OUTER_VEC else merge_rows(scale)
 
 
-def global_amax(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
+def global_amax(spec: MatmulSpec, outputs: dict[str, jax.Array], axes: tuple[str, ...]) -> dict[str, jax.Array]:
     """`outputs` with the largest absolute values over the ranks of `axes`: cuBLASMp leaves each rank its own."""
     amaxes = {name: lax.stop_gradient(outputs[name]) for name in spec.output_names if name in AMAXES}
     for name, amax in amaxes.items():
@@ -164,7 +172,7 @@ def global_amax(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, ...]
     return outputs | amaxes
 
 
-def amax_of_ranks(x, axes: tuple[str, ...], *, source_line: str = ""):
+def amax_of_ranks(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
     """The largest of every rank's float32 amax. The bits of numbers that are not negative have their order, and NaN
     comes last, which the maximum of floats may lose."""
     bits = lax.bitcast_convert_type(jnp.abs(x), jnp.int32)
@@ -181,7 +189,9 @@ def completes_sums(spec: MatmulSpec) -> bool:
 # Abstract evaluation -------------------------------------------------------------------------------------------
 
 
-def _output_varying(spec: MatmulSpec, a, b, extra=()) -> frozenset[str]:
+def _output_varying(
+    spec: MatmulSpec, a: jax.core.ShapedArray, b: jax.core.ShapedArray, extra: Sequence[jax.core.ShapedArray] = ()
+) -> frozenset[str]:
     """Manual axes over which d varies; operands may vary over different axes, and their transposes make up for it."""
     group = frozenset(spec.group.axes)
     product = a.manual_axis_type.varying | b.manual_axis_type.varying
@@ -200,7 +210,9 @@ def _output_varying(spec: MatmulSpec, a, b, extra=()) -> frozenset[str]:
     return frozenset(product)
 
 
-def _output_aval(spec: MatmulSpec, a, b, extra=()):
+def _output_aval(
+    spec: MatmulSpec, a: jax.core.ShapedArray, b: jax.core.ShapedArray, extra: Sequence[jax.core.ShapedArray] = ()
+) -> jax.core.ShapedArray:
     check_local_shapes("jaxmp", spec, a.shape, b.shape)
     if low_precision.is_scaled(a.dtype):
         m, k, _, n = extents(spec, a.shape, b.shape).local
@@ -209,18 +221,24 @@ def _output_aval(spec: MatmulSpec, a, b, extra=()):
     return jax_compat.with_shape(a, shape, spec.out_dtype, _output_varying(spec, a, b, extra))
 
 
-def _matmul_abstract_eval(a, b, *, spec):
+def _matmul_abstract_eval(
+    a: jax.core.ShapedArray, b: jax.core.ShapedArray, *, spec: MatmulSpec
+) -> jax.core.ShapedArray:
     return _output_aval(spec, a, b)
 
 
-def _matmul_epilog_abstract_eval(a, b, *extra, spec):
+def _matmul_epilog_abstract_eval(
+    a: jax.core.ShapedArray, b: jax.core.ShapedArray, *extra: jax.core.ShapedArray, spec: MatmulSpec
+) -> list[jax.core.ShapedArray]:
     # Block scales vary as their operands do.
     named = zip(spec.operand_names, extra, strict=True)
     d = _output_aval(spec, a, b, [x for name, x in named if name not in ("scale_a", "scale_b") or x.ndim == 0])
     return [_result_aval(name, spec, a, b, d) for name in spec.output_names]
 
 
-def _result_aval(name: str, spec: MatmulSpec, a, b, d):
+def _result_aval(
+    name: str, spec: MatmulSpec, a: jax.core.ShapedArray, b: jax.core.ShapedArray, d: jax.core.ShapedArray
+) -> jax.core.ShapedArray:
     """The type of d, or of a result beside it."""
     varying = d.manual_axis_type.varying
     if name in AMAXES:
@@ -245,11 +263,15 @@ def _result_aval(name: str, spec: MatmulSpec, a, b, d):
     return jax_compat.with_shape(d, shape, spec.out_dtype, frozenset(varying) - shared)
 
 
-def _activation_grad_abstract_eval(aux, t, *, activation, spec):
+def _activation_grad_abstract_eval(
+    aux: jax.core.ShapedArray, t: jax.core.ShapedArray, *, activation: str, spec: MatmulSpec | None
+) -> jax.core.ShapedArray:
     return t
 
 
-def _activated_matmul_abstract_eval(t, *rest, spec, activation):
+def _activated_matmul_abstract_eval(
+    t: jax.core.ShapedArray, *rest: jax.core.ShapedArray, spec: MatmulSpec, activation: str
+) -> jax.core.ShapedArray:
     return _output_aval(spec, t, rest[-1])
 
 
@@ -262,29 +284,36 @@ for _primitive in (activation_grad_p, auto_activation_grad_p):
 activated_matmul_p.def_abstract_eval(_activated_matmul_abstract_eval)
 
 
-def activation_grad(activation: str, aux, t, spec: MatmulSpec | None = None, *, auto: bool = False):
+def activation_grad(
+    activation: str, aux: jax.Array, t: jax.Array, spec: MatmulSpec | None = None, *, auto: bool = False
+) -> jax.Array:
     """`t * act'(z)` from the aux output that the forward call stored; `spec` is that call's, for its determinism."""
     axes = jax_compat.varying_axes(aux) | jax_compat.varying_axes(t)
     aux, t = cast_varying(aux, axes), cast_varying(t, axes)
     # A mask only selects; a slope is arithmetic, which XLA may contract with its surroundings.
     if spec is None or not spec.fixed_reduction_order or activation != "gelu":
-        return activation_grad_p.bind(aux, t, activation=activation, spec=None)
-    primitive = auto_activation_grad_p if auto else activation_grad_p
-    spec = MatmulSpec(t.dtype, implementation=spec.implementation, determinism=spec.determinism)
-    return primitive.bind(aux, t, activation=activation, spec=spec)
+        primitive, kept = activation_grad_p, None
+    else:
+        primitive = auto_activation_grad_p if auto else activation_grad_p
+        kept = MatmulSpec(t.dtype, implementation=spec.implementation, determinism=spec.determinism)
+    result: jax.Array = primitive.bind(aux, t, activation=activation, spec=kept)
+    return result
 
 
-def activated_matmul(spec: MatmulSpec, activation: str, t, tbias, aux, w):
+def activated_matmul(
+    spec: MatmulSpec, activation: str, t: jax.Array, tbias: jax.Array | None, aux: jax.Array, w: jax.Array
+) -> jax.Array:
     """`(act'(z) * (t + tbias)) @ w` on 2-D shards, in the pattern of `spec`; tbias (columns of t,) or None."""
     # Over the axes of w too, so that what the transpose sums over ranks is what follows from these casts.
     axes = jax_compat.varying_axes(aux) | jax_compat.varying_axes(t) | jax_compat.varying_axes(w)
     axes = axes if tbias is None else axes | jax_compat.varying_axes(tbias)
     t, aux = cast_varying(t, axes), cast_varying(aux, axes)
     bias = () if tbias is None else (cast_varying(tbias, axes),)
-    return activated_matmul_p.bind(t, *bias, aux, w, spec=spec, activation=activation)
+    result: jax.Array = activated_matmul_p.bind(t, *bias, aux, w, spec=spec, activation=activation)
+    return result
 
 
-def activated_matmul_parts(t, *rest, spec: MatmulSpec, activation: str):
+def activated_matmul_parts(t: jax.Array, *rest: jax.Array, spec: MatmulSpec, activation: str) -> jax.Array:
     """The same as its parts."""
     *bias, aux, w = rest
     t = t + bias[0][None, :] if bias else t

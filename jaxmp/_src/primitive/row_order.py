@@ -24,7 +24,7 @@ from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
 Layout = tuple[tuple[int, tuple[str, ...]], ...]
 
 
-def unfolded(spec: MatmulSpec, x, dimension: int):
+def unfolded(spec: MatmulSpec, x: jax.Array, dimension: int) -> jax.Array:
     """Rows in the global order, of an x whose rows were gathered: (ranks, outer, rows) to (outer, ranks, rows)."""
     if spec.determinism != "topology" or spec.order.outer_rows == 1 or spec.group.nranks == 1:
         return x
@@ -34,7 +34,7 @@ def unfolded(spec: MatmulSpec, x, dimension: int):
     return x.swapaxes(dimension, dimension + 1).reshape(shape)
 
 
-def folded(spec: MatmulSpec, x):
+def folded(spec: MatmulSpec, x: jax.Array) -> jax.Array:
     """The inverse along the rows: those of a gathered D in the order in which its call has them."""
     if spec.group.pattern != Pattern.ALL_GATHER or spec.order.outer_rows == 1 or spec.group.nranks == 1:
         return x
@@ -58,7 +58,9 @@ def rows_of_result(spec: MatmulSpec) -> Layout:
     return tuple(rows)
 
 
-def summed_over(call: MatmulSpec, left, right, summed: tuple[str, ...], layout: Layout):
+def summed_over(
+    call: MatmulSpec, left: jax.Array, right: jax.Array, summed: tuple[str, ...], layout: Layout
+) -> tuple[MatmulSpec, jax.Array, jax.Array]:
     """(call, left, right) of the all-reduced product that also sums a local one over the axes `summed`."""
     if call.determinism != "topology":
         return call.regroup(pattern=Pattern.ALL_REDUCE, row_axes=summed), left, right
@@ -81,7 +83,7 @@ def _is_contiguous(layout: Layout) -> bool:
     return True
 
 
-def _contiguous(call: MatmulSpec, x, dimension: int, order: tuple[str, ...], layout: Layout):
+def _contiguous(call: MatmulSpec, x: jax.Array, dimension: int, order: tuple[str, ...], layout: Layout) -> jax.Array:
     """This rank's contiguous part of what the ranks of `order` hold interleaved along `dimension`."""
     with jax.named_scope("jaxmp_global_order"):
         x = collectives.all_gather(cast_varying(x, order), order, axis=dimension, source_line=call.source_line)

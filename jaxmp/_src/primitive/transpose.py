@@ -24,6 +24,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.interpreters import ad
 
 from jaxmp._src.primitive import collectives, row_order
 from jaxmp._src.primitive.collectives import cast_varying
@@ -34,7 +35,7 @@ from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, SummationOrd
 from jaxmp._src.validation.comm_options import fit_comm_options
 
 
-def cotangent_of_a(ct, a, b, *, spec: MatmulSpec, auto: bool):
+def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: MatmulSpec, auto: bool) -> jax.Array:
     """The cotangent of the stored a, for `ct` of d."""
     group, layout = group_of_a(spec), ((1, spec.order.cols),)
     if spec.group.pattern == Pattern.ALL_REDUCE:
@@ -66,12 +67,14 @@ def group_of_a(spec: MatmulSpec) -> Group:
     return dataclasses.replace(spec.group, pattern=transposed.get(spec.group.pattern, spec.group.pattern))
 
 
-def cotangent_of_b(ct, a, b, *, spec: MatmulSpec, auto: bool):
+def cotangent_of_b(ct: jax.Array, a: jax.Array, b: ad.UndefinedPrimal, *, spec: MatmulSpec, auto: bool) -> jax.Array:
     """The cotangent of the stored b, for `ct` of d."""
     return cotangents_of_b_and_bias(ct, a, b, None, spec=spec, auto=auto)[0]
 
 
-def cotangents_of_b_and_bias(ct, a, b, bias, *, spec: MatmulSpec, auto: bool):
+def cotangents_of_b_and_bias(
+    ct: jax.Array, a: jax.Array, b: ad.UndefinedPrimal, bias: ad.UndefinedPrimal | None, *, spec: MatmulSpec, auto: bool
+) -> tuple[jax.Array, jax.Array | None]:
     """The cotangents of b and of a bias that is added to the rows of d (or None); that of bias may come out as None,
     where the call cannot sum it."""
     group = spec.group if spec.group.pattern == Pattern.GRID else spec.ungrouped().group
@@ -96,7 +99,7 @@ def cotangents_of_b_and_bias(ct, a, b, bias, *, spec: MatmulSpec, auto: bool):
     return lax.conj(result) if spec.conjugate_b else result, sums
 
 
-def cotangent_of_bias(ct, bias, spec: MatmulSpec):
+def cotangent_of_bias(ct: jax.Array, bias: jax.core.ShapedArray, spec: MatmulSpec) -> jax.Array:
     """The cotangent of a bias by itself: t summed over its rows, and over the ranks on which the bias is the same."""
     want = frozenset(bias.manual_axis_type.varying)
     total = jnp.sum(ct.astype(accumulator(ct.dtype)), 0, dtype=accumulator(ct.dtype))
@@ -105,7 +108,7 @@ def cotangent_of_bias(ct, bias, spec: MatmulSpec):
     return cast_varying(total, want).astype(bias.dtype)
 
 
-def reduced_cotangent(spec: MatmulSpec, ct):
+def reduced_cotangent(spec: MatmulSpec, ct: jax.Array) -> jax.Array:
     """The cotangent of a sum over ranks: the same on all of them; untyped, shard_map has divided it."""
     return ct if spec.is_typed else collectives.psum(ct, spec.group.row_axes, source_line=spec.source_line)
 
@@ -119,7 +122,7 @@ def _derived(spec: MatmulSpec, group: Group, names: str, order: SummationOrder, 
     return spec.bilinear(group=group, order=order, distributions=distributions, **stored)
 
 
-def _gather_rows(spec: MatmulSpec, x, dimension: int, to: str = "varying"):
+def _gather_rows(spec: MatmulSpec, x: jax.Array, dimension: int, to: str = "varying") -> jax.Array:
     """All-gather of `x` over the group, under a name that `explain` finds."""
     if x.size == 0:  # XLA gathers nothing that is empty
         axes = jax_compat.varying_axes(x)
@@ -130,13 +133,32 @@ def _gather_rows(spec: MatmulSpec, x, dimension: int, to: str = "varying"):
         return collectives.all_gather(x, spec.group.row_axes, axis=dimension, to=to, source_line=spec.source_line)
 
 
-def _product(spec: MatmulSpec, call: MatmulSpec, left, right, operand, layout: row_order.Layout, *, auto: bool):
+def _product(
+    spec: MatmulSpec,
+    call: MatmulSpec,
+    left: jax.Array,
+    right: jax.Array,
+    operand: ad.UndefinedPrimal,
+    layout: row_order.Layout,
+    *,
+    auto: bool,
+) -> jax.Array:
     """The product `call` of a rule, in the type and over the varying axes of the operand whose cotangent it is;
     `layout` tells how its contraction lies in the global array."""
     return _product_and_sums(spec, call, left, right, operand, layout, auto=auto)[0]
 
 
-def _product_and_sums(spec: MatmulSpec, call: MatmulSpec, left, right, operand, layout, bias=None, *, auto: bool):
+def _product_and_sums(
+    spec: MatmulSpec,
+    call: MatmulSpec,
+    left: jax.Array,
+    right: jax.Array,
+    operand: ad.UndefinedPrimal,
+    layout: row_order.Layout,
+    bias: ad.UndefinedPrimal | None = None,
+    *,
+    auto: bool,
+) -> tuple[jax.Array, jax.Array | None]:
     """As `_product`, and the cotangent of `bias` where the call can sum it as well, else None."""
     with jax.numpy_dtype_promotion("standard"):  # float32 cotangents of 16-bit operands, where the user may be strict
         common = jnp.promote_types(left.dtype, right.dtype)
@@ -159,11 +181,17 @@ def _product_and_sums(spec: MatmulSpec, call: MatmulSpec, left, right, operand, 
     d, *sums = bind(call, left.astype(common), right.astype(common), auto=auto).values()
     d = collectives.own_part(d, 0, scattered) if scattered else d
     d = collectives.psum(d, summed, source_line=spec.source_line) if summed else d
-    sums = [cast_varying(x, bias.aval.manual_axis_type.varying).astype(bias.aval.dtype) for x in sums]
+    sums = (
+        []
+        if bias is None
+        else [cast_varying(x, bias.aval.manual_axis_type.varying).astype(bias.aval.dtype) for x in sums]
+    )
     return cast_varying(d, want).astype(operand.aval.dtype), sums[0] if sums else None
 
 
-def _gradient_epilog(forward: MatmulSpec, call: MatmulSpec, left, right, bias) -> Epilog:
+def _gradient_epilog(
+    forward: MatmulSpec, call: MatmulSpec, left: jax.Array, right: jax.Array, bias: ad.UndefinedPrimal
+) -> Epilog:
     """The epilog with which the product of a weight gradient also sums the cotangent to that of the bias, or NONE.
 
     The sum that the call completes must be the one that the bias needs. It has to run over the ranks on which t differs

@@ -7,7 +7,7 @@ compiled call's dispatch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 import jax
@@ -18,12 +18,12 @@ CAPACITY = 1024
 
 
 @jax_compat.cache_in_context(CAPACITY)
-def kept(key) -> list:
+def kept(key: Hashable) -> list[Any]:
     """A list that is empty at first, the same one for every equal key under an equal configuration of JAX."""
     return []
 
 
-def given_operands(a, b, c, epilog_inputs) -> dict[str, Any]:
+def given_operands(a: Any, b: Any, c: Any, epilog_inputs: Any) -> dict[str, Any]:
     """What was passed for operands, by name; nothing where the names are wrong."""
     given = {"a": a, "b": b} if c is None else {"a": a, "b": b, "c": c}
     if epilog_inputs is None:
@@ -32,7 +32,7 @@ def given_operands(a, b, c, epilog_inputs) -> dict[str, Any]:
     return given | dict(epilog_inputs) if is_named else {}
 
 
-def decided(operands: dict[str, Any], options: dict, shardings: tuple) -> list | None:
+def decided(operands: dict[str, Any], options: dict[str, Any], shardings: tuple[Any, ...]) -> list[Any] | None:
     """Where what follows from these arguments is kept, empty until the first call of its kind has filled it.
 
     None where nothing is kept: without operands, for some that are tracers or no arrays, with arrays in `scaling`, for

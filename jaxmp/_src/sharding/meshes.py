@@ -10,7 +10,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import patterns
+from jaxmp._src.spec import options
 
 
 class Mode(enum.Enum):
@@ -48,7 +50,7 @@ def partition_specs(dims: dict[str, patterns.Dims]) -> tuple[tuple[str, P], ...]
     return tuple((name, partition_spec(each)) for name, each in dims.items())
 
 
-def manual_mesh(name: str):
+def manual_mesh(name: str) -> AbstractMesh | None:
     """The mesh of the enclosing shard_map, or None outside; ValueError where only some axes are manual."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or not mesh.manual_axes:
@@ -63,7 +65,15 @@ def manual_mesh(name: str):
     return mesh
 
 
-def place(name: str, a, b, out_shape, out_sharding, in_shardings, mesh) -> Placement:
+def place(
+    name: str,
+    a: jax.Array,
+    b: jax.Array,
+    out_shape: Shape,
+    out_sharding: options.Sharding | None,
+    in_shardings: Any,
+    mesh: options.Mesh | None,
+) -> Placement:
     """Find the mode of a call from its arguments and the ambient mesh; checks every sharding it meets."""
     manual = manual_mesh(name)
     if manual is not None:
@@ -87,7 +97,15 @@ def place(name: str, a, b, out_shape, out_sharding, in_shardings, mesh) -> Place
     return Placement(Mode.AUTO, constraint=_constraint(name, out_sharding, mesh, out_shape))
 
 
-def _from_in_shardings(name, a, b, out_shape, out_sharding, in_shardings, mesh) -> Placement:
+def _from_in_shardings(
+    name: str,
+    a: jax.Array,
+    b: jax.Array,
+    out_shape: Shape,
+    out_sharding: options.Sharding | None,
+    in_shardings: Any,
+    mesh: options.Mesh | None,
+) -> Placement:
     if not isinstance(in_shardings, tuple | list) or isinstance(in_shardings, P) or len(in_shardings) != 2:
         raise ValueError(f"{name}: in_shardings must be a pair, one sharding for a and one for b, got {in_shardings!r}")
     for sharding in (*in_shardings, out_sharding):
@@ -108,7 +126,7 @@ def _from_in_shardings(name, a, b, out_shape, out_sharding, in_shardings, mesh) 
     return dataclasses.replace(found, are_given=True)
 
 
-def _check_mesh(name: str, argument: str, given, mesh) -> None:
+def _check_mesh(name: str, argument: str, given: Any, mesh: options.Mesh | None) -> None:
     """Raise ValueError where a mesh, or that of a NamedSharding, is not the call's, for nothing would come of it."""
     given = given.mesh if isinstance(given, NamedSharding) else given
     if not isinstance(given, Mesh | AbstractMesh) or mesh is None:
@@ -125,14 +143,24 @@ def _check_mesh(name: str, argument: str, given, mesh) -> None:
             )
 
 
-def _sharded(name, mesh, is_explicit, dims_a, dims_b, out_sharding, out_shape) -> Placement:
+def _sharded(
+    name: str,
+    mesh: options.Mesh,
+    is_explicit: bool,
+    dims_a: patterns.Dims,
+    dims_b: patterns.Dims,
+    out_sharding: options.Sharding | None,
+    out_shape: Shape,
+) -> Placement:
     _check_mesh(name, "out_sharding", out_sharding, mesh)
     asked = None if out_sharding is None else _spec(name, "out_sharding", out_sharding)
     out = None if asked is None else patterns.to_dims(name, "the result", asked, len(out_shape), mesh.shape)
     return Placement(Mode.SHARDED, mesh, is_explicit, dims_a, dims_b, out)
 
 
-def _explicit_mesh(name: str, a, b, mesh, out_sharding):
+def _explicit_mesh(
+    name: str, a: jax.Array, b: jax.Array, mesh: options.Mesh | None, out_sharding: options.Sharding | None
+) -> options.Mesh | None:
     """The mesh of operands whose types carry a sharding; concrete where an array knows it.
 
     Operands on no mesh (NumPy arrays, arrays made ahead of `jax.set_mesh`) are whole on the explicit mesh around them.
@@ -157,7 +185,7 @@ def _explicit_mesh(name: str, a, b, mesh, out_sharding):
     return found
 
 
-def _is_explicit(name: str, who: str, mesh) -> bool:
+def _is_explicit(name: str, who: str, mesh: options.Mesh) -> bool:
     """Whether the axes of a mesh are explicit; ValueError where only some of them are."""
     kinds = mesh.axis_types if not mesh.empty else ()
     if not any(kind == AxisType.Explicit for kind in kinds):
@@ -170,24 +198,24 @@ def _is_explicit(name: str, who: str, mesh) -> bool:
     return True
 
 
-def is_known(placement: Placement, *operands) -> bool:
+def is_known(placement: Placement, *operands: jax.Array) -> bool:
     """Whether a call that is left to the partitioner tells of a mesh: around it, in a type or by its result's."""
     meshes = [jax.sharding.get_abstract_mesh(), *(jax.typeof(x).sharding.mesh for x in operands)]
     return placement.constraint is not None or not all(mesh.empty for mesh in meshes)
 
 
-def type_dims(name: str, argument: str, x) -> patterns.Dims:
+def type_dims(name: str, argument: str, x: jax.Array) -> patterns.Dims:
     """The sharding in the type of an array, one tuple of axis names per dimension."""
     return patterns.as_dims(name, argument, type_spec(x), x.ndim)
 
 
-def type_spec(x) -> P:
+def type_spec(x: jax.Array) -> P:
     """The sharding in the type of an array."""
     sharding = jax.typeof(x).sharding
     return P() if sharding.mesh.empty else sharding.spec
 
 
-def of_one_row(sharding):
+def of_one_row(sharding: Any) -> Any:
     """The sharding of x[None], a matrix of one row, for that of a vector x; of a pair that of the first."""
     if isinstance(sharding, NamedSharding):
         return NamedSharding(sharding.mesh, of_one_row(sharding.spec))
@@ -196,7 +224,7 @@ def of_one_row(sharding):
     return (of_one_row(sharding[0]), *sharding[1:]) if isinstance(sharding, tuple | list) and sharding else sharding
 
 
-def _spec(name: str, argument: str, sharding) -> P:
+def _spec(name: str, argument: str, sharding: Any) -> P:
     if isinstance(sharding, NamedSharding):
         sharding = sharding.spec
     if sharding is None:
@@ -208,7 +236,9 @@ def _spec(name: str, argument: str, sharding) -> P:
     return sharding
 
 
-def _constraint(name: str, out_sharding, mesh, out_shape) -> NamedSharding | None:
+def _constraint(
+    name: str, out_sharding: options.Sharding | None, mesh: options.Mesh | None, out_shape: Shape
+) -> NamedSharding | None:
     """Under the partitioner the wish for a result becomes a constraint on it."""
     if out_sharding is None:
         return None

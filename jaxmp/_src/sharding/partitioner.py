@@ -11,7 +11,8 @@ import contextlib
 import functools
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 from jax.experimental.custom_partitioning import custom_partitioning
@@ -33,19 +34,22 @@ from jaxmp._src.primitive.primitives import (
 )
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.jax_compat import mlir
+from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding.patterns import Dim, Dims, to_dims
 from jaxmp._src.spec import process_grid
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
 from jaxmp._src.spec.matmul_spec import dims as spanned
+from jaxmp._src.spec.options import Mesh
 from jaxmp._src.validation.operand_checks import check_all_reduce
 
 # Who watches the partitioner, which may call back on any thread.
-_observers: list[Callable] = []
+Observer = Callable[[MatmulSpec, Sequence[Any] | None], None]
+_observers: list[Observer] = []
 _observers_lock = threading.Lock()
 
 
 @contextlib.contextmanager
-def observe(callback: Callable):
+def observe(callback: Observer) -> Iterator[None]:
     """While open, `callback(spec, operand types)` sees every call that the partitioner settles, and with None for the
     types every batch of products that it has to place."""
     with _observers_lock:
@@ -83,7 +87,7 @@ def _without(dim: Dim, *others: Dim) -> Dim:
     return tuple(axis for axis in dim if all(axis not in other for other in others))
 
 
-def _partition(spec: MatmulSpec, mesh, args, results):
+def _partition(spec: MatmulSpec, mesh: Mesh, args: Sequence[jax.ShapeDtypeStruct], results: Any) -> Any:
     if not all(isinstance(x.sharding, NamedSharding) for x in args):
         if all(x.sharding.is_fully_replicated for x in args):
             return _partition_whole(spec, mesh, args, results)
@@ -119,7 +123,7 @@ def _partition(spec: MatmulSpec, mesh, args, results):
     operands = [_sharding(mesh, a), _sharding(mesh, b), *map(placed, spec.operand_names)]
     outputs = list(map(placed, spec.output_names))
 
-    def lower(*shards):
+    def lower(*shards: jax.Array) -> Any:
         for callback in list(_observers):
             callback(local, [jax.typeof(x) for x in shards])
         with jax_compat.off_explicit_mesh():
@@ -132,10 +136,10 @@ def _partition(spec: MatmulSpec, mesh, args, results):
     return mesh, lower, tuple(outputs) if len(outputs) > 1 else outputs[0], tuple(operands)
 
 
-def _partition_whole(spec: MatmulSpec, mesh, args, results):
+def _partition_whole(spec: MatmulSpec, mesh: Mesh, args: Sequence[jax.ShapeDtypeStruct], results: Any) -> Any:
     """Every operand is whole on every device, as one that the program makes itself, of which no mesh may be known."""
 
-    def lower(*operands):
+    def lower(*operands: jax.Array) -> Any:
         for callback in list(_observers):
             callback(spec, [jax.typeof(x) for x in operands])
         with jax_compat.off_explicit_mesh():
@@ -144,15 +148,15 @@ def _partition_whole(spec: MatmulSpec, mesh, args, results):
     return mesh, lower, jax.tree.map(lambda x: x.sharding, results), tuple(x.sharding for x in args)
 
 
-def _dividing(dims: Dims, shape, mesh) -> Dims:
+def _dividing(dims: Dims, shape: Shape, mesh: Mapping[str, int]) -> Dims:
     return tuple(dim if _divides(n, dim, mesh) else () for dim, n in zip(dims, shape, strict=True))
 
 
-def _shard(extent: int, dim: Dim, mesh) -> int:
+def _shard(extent: int, dim: Dim, mesh: Mapping[str, int]) -> int:
     return extent // math.prod(mesh[axis] for axis in dim)
 
 
-def _divides(extent: int, dim: Dim, mesh) -> bool:
+def _divides(extent: int, dim: Dim, mesh: Mapping[str, int]) -> bool:
     for axis in dim:
         if extent % mesh[axis]:
             return False
@@ -160,11 +164,11 @@ def _divides(extent: int, dim: Dim, mesh) -> bool:
     return True
 
 
-def _sharding(mesh, dims: Dims) -> NamedSharding:
+def _sharding(mesh: Mesh, dims: Dims) -> NamedSharding:
     return NamedSharding(mesh, P(*(dim or None for dim in dims)))
 
 
-def _body(spec: MatmulSpec, a, b, *extra):
+def _body(spec: MatmulSpec, a: jax.Array, b: jax.Array, *extra: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
     named = bind(spec, a, b, dict(zip(spec.operand_names, extra, strict=True)))
     outputs = tuple(global_amax(spec, named, tuple(axis for axis, _ in spec.group.mesh)).values())
     return outputs if len(outputs) > 1 else outputs[0]
@@ -179,25 +183,25 @@ def _sharding_rule(spec: MatmulSpec) -> str:
 
 
 @functools.lru_cache(maxsize=1024)
-def _partitioned(spec: MatmulSpec):
+def _partitioned(spec: MatmulSpec) -> custom_partitioning:
     fn = custom_partitioning(functools.partial(_body, spec))
     fn.def_partition(functools.partial(_partition, spec), sharding_rule=_sharding_rule(spec))
     return fn
 
 
-def _lower(*operands, spec: MatmulSpec):
+def _lower(*operands: jax.Array, spec: MatmulSpec) -> list[jax.Array]:
     outputs = _partitioned(spec)(*operands)
     return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
 
 
 @functools.lru_cache(maxsize=256)
-def _partitioned_slope(activation: str, spec: MatmulSpec):
+def _partitioned_slope(activation: str, spec: MatmulSpec) -> custom_partitioning:
     """Element by element, so every shard is a call of its own, on the sharding of the result."""
 
-    def body(aux, t):
+    def body(aux: jax.Array, t: jax.Array) -> jax.Array:
         return activation_grad(activation, aux, t, spec)
 
-    def partition(mesh, args, result):
+    def partition(mesh: Mesh, args: Any, result: jax.ShapeDtypeStruct) -> Any:
         return mesh, body, result.sharding, (result.sharding, result.sharding)
 
     fn = custom_partitioning(body)
@@ -205,15 +209,15 @@ def _partitioned_slope(activation: str, spec: MatmulSpec):
     return fn
 
 
-def _lower_slope(aux, t, *, activation: str, spec: MatmulSpec):
+def _lower_slope(aux: jax.Array, t: jax.Array, *, activation: str, spec: MatmulSpec) -> Any:
     return _partitioned_slope(activation, spec)(aux, t)
 
 
-def _register_batched(primitive, of_devices) -> None:
+def _register_batched(primitive: jax_compat.Primitive, of_devices: jax_compat.Primitive) -> None:
     """A batch of products of global arrays is XLA's to partition, for custom_partitioning does not go with a batch;
     on one device it is a batch as any other."""
 
-    def rule(ctx, *nodes, spec: MatmulSpec):
+    def rule(ctx: jax_compat.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
         if jax_compat.device_count(ctx) > 1:
             spec = spec.replace(implementation="xla")
             for callback in list(_observers):
@@ -224,10 +228,10 @@ def _register_batched(primitive, of_devices) -> None:
     mlir.register_lowering(primitive, rule)
 
 
-def _register(primitive, lower: Callable) -> None:
+def _register(primitive: jax_compat.Primitive, lower: Callable[..., Any]) -> None:
     lowered = mlir.lower_fun(lower, multiple_results=primitive.multiple_results)
 
-    def rule(ctx, *nodes, **params):
+    def rule(ctx: jax_compat.LoweringContext, *nodes: Any, **params: Any) -> Any:
         if jax_compat.partitions_without_shardy(ctx):  # GSPMD would end the process
             raise NotImplementedError(
                 "jaxmp.matmul: on automatic axes it is XLA's Shardy partitioner that chooses, and "

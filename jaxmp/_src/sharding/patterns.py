@@ -22,6 +22,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from jax.sharding import PartitionSpec
+
+from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec.matmul_spec import Pattern, axes_text
 
 Dim = tuple[str, ...]
@@ -55,7 +58,7 @@ class Plan:
 LOCAL_PLAN = Plan(Pattern.LOCAL)
 
 
-def to_dims(name: str, argument: str, spec, ndim: int, mesh: Mapping[str, int] | None) -> Dims:
+def to_dims(name: str, argument: str, spec: PartitionSpec, ndim: int, mesh: Mapping[str, int] | None) -> Dims:
     """A user's PartitionSpec as `as_dims`; raises where axes are not in the mesh or used twice."""
     if len(spec) > ndim:
         raise ValueError(f"{name}: the sharding of {argument}, {spec}, has {len(spec)} entries for {ndim} dimensions")
@@ -74,7 +77,7 @@ def to_dims(name: str, argument: str, spec, ndim: int, mesh: Mapping[str, int] |
     return as_dims(name, argument, spec, ndim)
 
 
-def as_dims(name: str, argument: str, spec, ndim: int) -> Dims:
+def as_dims(name: str, argument: str, spec: PartitionSpec, ndim: int) -> Dims:
     """A PartitionSpec as one tuple of axis names per dimension."""
     for kind in ("unreduced", "reduced"):
         if axes := getattr(spec, kind, None):
@@ -88,7 +91,7 @@ def as_dims(name: str, argument: str, spec, ndim: int) -> Dims:
     return tuple(dims)
 
 
-def check_dims(name: str, argument: str, dims: Dims, shape, mesh: Mapping[str, int]) -> None:
+def check_dims(name: str, argument: str, dims: Dims, shape: Shape, mesh: Mapping[str, int]) -> None:
     """Raise where axes do not divide the shape."""
     for i, (dim, extent) in enumerate(zip(dims, shape, strict=True)):
         size = math.prod(map(mesh.__getitem__, dim))

@@ -10,16 +10,17 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.primitive.primitives import bind, bind_rows, fold_scale, has_rows, merge_rows
 from jaxmp._src.runtime import jax_compat
+from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import patterns
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.epilogs import Epilog
@@ -28,7 +29,7 @@ from jaxmp._src.validation.comm_options import fit_comm_options
 from jaxmp._src.validation.operand_checks import check_gathered_scales
 
 
-def bind_plan(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
+def bind_plan(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """One device's part of a planned call."""
     a, b = operands["a"], operands["b"]
     if plan.gather:
@@ -47,7 +48,7 @@ def bind_plan(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, Any]) -
     return _sum_over_data(spec, outputs, plan.outside_group(sum(plan.out[:-1], ())))
 
 
-def _gather_operand(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
+def _gather_operand(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """`operands` with the one whole that the plan gathers, and its scales."""
     assert plan.gather is not None
     name, x = plan.gather, operands[plan.gather]
@@ -64,7 +65,7 @@ def _gather_operand(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, A
     return operands | gathered
 
 
-def _bind_transposed(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
+def _bind_transposed(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """D = (op(b)^T @ op(a)^T)^T: the columns of D take the part that rows have in the pattern."""
     a, b = operands["a"], operands["b"]
     rows, a, is_transposed = _flat_rows(spec, a)
@@ -79,8 +80,9 @@ def _bind_transposed(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, 
         scales=matmul_spec.ScaleModes(a=spec.scales.b, b=spec.scales.a),
         traced=spec.traced,
     )
-    scales = {"scale_a": operands.get("scale_b"), "scale_b": fold_scale(spec, operands.get("scale_a"))}
-    extra = {name: scales[name] for name in transposed.operand_names}
+    extra = {}
+    for name in transposed.operand_names:
+        extra[name] = operands["scale_b"] if name == "scale_a" else fold_scale(spec, operands["scale_a"])
     z, *gradient = bind(fit_comm_options(transposed), b, a, extra).values()
     if gradient:
         rest = _apply_epilog(z.T, operands, spec.replace(alpha=1.0, epilog=Epilog.NONE), rows)
@@ -89,7 +91,7 @@ def _bind_transposed(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, 
     return _sum_over_data(spec, outputs, sum(plan.out[:-1], ()))
 
 
-def _sum_over_data(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, ...]) -> dict[str, Any]:
+def _sum_over_data(spec: MatmulSpec, outputs: dict[str, jax.Array], axes: tuple[str, ...]) -> dict[str, jax.Array]:
     """Bias gradients of d, summed over the axes that share its rows beside the call's group."""
     names = [name for name in outputs if axes and bias_grad.summed(name) == "d"]
     if names and spec.determinism == "topology":
@@ -105,7 +107,9 @@ def _sum_over_data(spec: MatmulSpec, outputs: dict[str, Any], axes: tuple[str, .
         }
 
 
-def _untransposed(plan: patterns.Plan, spec: MatmulSpec, a, b):
+def _untransposed(
+    plan: patterns.Plan, spec: MatmulSpec, a: jax.Array, b: jax.Array
+) -> tuple[patterns.Plan, MatmulSpec, jax.Array, jax.Array]:
     """A call that computes D transposed as a local one of gathered operands, whose epilog is the library's.
 
     XLA's arithmetic is not bit for bit the library's, and depends on what XLA fuses it with.
@@ -128,7 +132,7 @@ def _untransposed(plan: patterns.Plan, spec: MatmulSpec, a, b):
     return gathered, spec.regroup(pattern=Pattern.LOCAL, row_axes=()), a, b
 
 
-def _exchange(plan: patterns.Plan, x, split: int, joined: int, source_line: str):
+def _exchange(plan: patterns.Plan, x: jax.Array, split: int, joined: int, source_line: str) -> jax.Array:
     """`x` sharded over the group along dimension `split` instead of `joined`."""
     if x.size == 0:  # as in _gather
         p, shape = lax.axis_size(plan.row_axes), list(x.shape)
@@ -137,7 +141,7 @@ def _exchange(plan: patterns.Plan, x, split: int, joined: int, source_line: str)
     return _move(lambda x: collectives.all_to_all(x, plan.row_axes, split, joined, source_line=source_line), x)
 
 
-def _with_order(plan: patterns.Plan, spec: MatmulSpec, a) -> MatmulSpec:
+def _with_order(plan: patterns.Plan, spec: MatmulSpec, a: jax.Array) -> MatmulSpec:
     """The spec with the places of D's rows and columns in the global array."""
     shape = (*a.shape[:-2], a.shape[-1]) if spec.transpose_a else a.shape[:-1]
     rows = [
@@ -150,7 +154,7 @@ def _with_order(plan: patterns.Plan, spec: MatmulSpec, a) -> MatmulSpec:
     return spec.reorder(rows=tuple(rows), cols=plan.out[-1])
 
 
-def _gather(plan: patterns.Plan, x, dimension: int, source_line: str):
+def _gather(plan: patterns.Plan, x: jax.Array, dimension: int, source_line: str) -> jax.Array:
     """The gather that out_sharding asks for where the ranks of a group would otherwise compute the same."""
     if x.size == 0:  # XLA gathers nothing that is empty
         shape = list(x.shape)
@@ -165,25 +169,27 @@ def _gather(plan: patterns.Plan, x, dimension: int, source_line: str):
         )
 
 
-def _move(collective: Callable, x):
+def _move(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """`collective(x)`, of floats of 8 bits and fewer as bytes, which every platform moves."""
     is_low_precision = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
     return _move_bytes(collective, x) if is_low_precision else collective(x)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _move_bytes(collective: Callable, x):
+def _move_bytes(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     return low_precision.from_bytes(collective(low_precision.as_bytes(x)), x.dtype)
 
 
 @_move_bytes.defjvp
-def _move_bytes_jvp(collective: Callable, primals, tangents):
+def _move_bytes_jvp(
+    collective: Callable[[jax.Array], jax.Array], primals: tuple[jax.Array], tangents: tuple[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
     """Bytes have no derivative, but what they are moved by is linear: tangents, and cotangents, travel in float32."""
     (x,), (t,) = primals, tangents
     return _move_bytes(collective, x), collective(t.astype(jnp.float32)).astype(t.dtype)
 
 
-def _flat_rows(spec: MatmulSpec, a):
+def _flat_rows(spec: MatmulSpec, a: jax.Array) -> tuple[Shape, jax.Array, bool]:
     """(row extents, a as a matrix, whether it is stored transposed); leading dimensions fold into rows."""
     if a.ndim == 2:
         return (a.shape[1 if spec.transpose_a else 0],), a, spec.transpose_a
@@ -192,7 +198,9 @@ def _flat_rows(spec: MatmulSpec, a):
     return a.shape[:-1], merge_rows(a), False
 
 
-def _apply_epilog(z, operands: dict[str, Any], spec: MatmulSpec, rows: tuple[int, ...]) -> dict[str, Any]:
+def _apply_epilog(
+    z: jax.Array, operands: dict[str, jax.Array], spec: MatmulSpec, rows: tuple[int, ...]
+) -> dict[str, jax.Array]:
     """The epilog of a product that a call has left plain; `rows` are the extents that fold into z's rows.
 
     A bias gradient of d is that of this device's rows.
@@ -206,8 +214,12 @@ def _apply_epilog(z, operands: dict[str, Any], spec: MatmulSpec, rows: tuple[int
 
 
 def bind_empty(
-    plan: patterns.Plan, spec: MatmulSpec, shapes: dict[str, tuple[int, ...]], dtype, operands: dict[str, Any]
-) -> dict[str, Any]:
+    plan: patterns.Plan,
+    spec: MatmulSpec,
+    shapes: dict[str, tuple[int, ...]],
+    dtype: np.dtype,
+    operands: dict[str, jax.Array],
+) -> dict[str, jax.Array]:
     """The epilog of a sum over nothing; `shapes` are those of the results on each device."""
     gradient, shape = spec.rule.gradient, shapes["d"]
     if bias_grad.summed(gradient) in ("a", "b"):
@@ -221,7 +233,9 @@ def bind_empty(
     return _sum_over_data(spec, _apply_epilog(z, operands, spec, shape[:-1]), sum(plan.out[:-1], ()))
 
 
-def bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, Any], *, auto: bool = False) -> dict[str, Any]:
+def bind_shards(
+    spec: MatmulSpec, dimension: int, operands: dict[str, jax.Array], *, auto: bool = False
+) -> dict[str, jax.Array]:
     """The results from shards of any rank; `dimension` of a is the one gathered or scattered."""
     if not spec.is_typed:
         spec = spec.replace(is_typed=jax_compat.is_vma_checked())
@@ -249,7 +263,6 @@ def bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, Any], *, a
     if spec.scales.a not in (low_precision.NONE, low_precision.SCALAR):
         extra["scale_a"] = extra["scale_a"].reshape(batch, rows, *extra["scale_a"].shape[a.ndim - 1 :])
     outputs = bind_rows(spec, a.reshape(batch, rows, a.shape[-1]), b, extra, auto=auto)
-    shape = list(shape)
     if ordered:
-        shape[lead] = matmul_spec.output_rows(spec, shape[lead])
+        shape = (*shape[:lead], matmul_spec.output_rows(spec, shape[lead]), *shape[lead + 1 :])
     return {name: x.reshape(*shape, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}

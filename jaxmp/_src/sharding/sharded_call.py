@@ -24,7 +24,7 @@ from jaxmp._src.validation.operand_checks import as_array, check_all_reduce, che
 
 
 @dataclasses.dataclass(frozen=True)
-class _Call:
+class Call:
     """One planned call, hashable: the spec and the mode; for global arrays the plan, every sharding as the plan has it,
     the operands that have to be brought to it, and whether d is empty."""
 
@@ -40,7 +40,13 @@ class _Call:
     constraint: NamedSharding | None = None
 
 
-def product(a, b, c, epilog_inputs, options: dict, out_sharding, in_shardings, mesh):
+# d alone, or with further results by name.
+Results = jax.Array | tuple[jax.Array, dict[str, jax.Array]]
+
+
+def product(
+    a: Any, b: Any, c: Any, epilog_inputs: Any, options: dict[str, Any], out_sharding: Any, in_shardings: Any, mesh: Any
+) -> Results:
     """The result of `jaxmp.matmul`."""
     a, b, c = map(as_array, (a, b, c))
     given = eager_calls.given_operands(a, b, c, epilog_inputs)
@@ -59,7 +65,9 @@ def product(a, b, c, epilog_inputs, options: dict, out_sharding, in_shardings, m
     return outputs["d"] if len(outputs) == 1 else _result(outputs)
 
 
-def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, options: dict):
+def collective(
+    name: str, pattern: Pattern, a: Any, b: Any, axis_names: Any, c: Any, epilog_inputs: Any, options: dict[str, Any]
+) -> Results:
     """The result of a product whose group is named, on the shards of the enclosing shard_map."""
     group = group_on_axes(name, pattern, axis_names)
     a, b, c = map(as_array, (a, b, c))
@@ -76,13 +84,13 @@ def collective(name: str, pattern: Pattern, a, b, axis_names, c, epilog_inputs, 
     return _result(global_amax(spec, bind_shards(spec, a.ndim - 2, operands), spec.group.axes))
 
 
-def _result(outputs: dict[str, Any]):
+def _result(outputs: dict[str, jax.Array]) -> Results:
     """What the user gets: d, or (d, {name: further result})."""
     rest = {"result_amax" if name == "amax_d" else name: x for name, x in outputs.items() if name != "d"}
     return (outputs["d"], rest) if rest else outputs["d"]
 
 
-def group_on_axes(name: str, pattern: Pattern, axis_names) -> Group:
+def group_on_axes(name: str, pattern: Pattern, axis_names: Any) -> Group:
     """The group that shares a product inside shard_map."""
     mesh = meshes.manual_mesh(name)
     if mesh is None:
@@ -107,15 +115,19 @@ def group_on_axes(name: str, pattern: Pattern, axis_names) -> Group:
     return Group(pattern, tuple(mesh.shape.items()), row_axes, col_axes)
 
 
-def _as_axes(name: str, names) -> tuple[str, ...]:
+def _as_axes(name: str, names: Any) -> tuple[str, ...]:
     if not isinstance(names, str | tuple | list | P):
         raise TypeError(f"{name}: takes the name of a mesh axis or a tuple of names, got {names!r}")
     return (names,) if isinstance(names, str) else tuple(names)
 
 
 def make_call(
-    spec: MatmulSpec, placement: meshes.Placement, operands, shape: tuple[int, ...], name: str = "matmul"
-) -> _Call:
+    spec: MatmulSpec,
+    placement: meshes.Placement,
+    operands: dict[str, jax.Array],
+    shape: tuple[int, ...],
+    name: str = "matmul",
+) -> Call:
     """The call of this spec on operands placed so, for d of `shape`."""
     if placement.mode != meshes.Mode.SHARDED:
         spec = spec.regroup(mesh=placement.axes)
@@ -125,11 +137,13 @@ def make_call(
         has_mesh = is_settled or meshes.is_known(placement, operands["a"], operands["b"])
         check_comm_options(name, spec, shape[-1], is_settled, has_mesh)
         check_relu_aux(name, operands, spec, shape[-1], shape[-1])
-        return _Call(spec, placement.mode, constraint=placement.constraint)
+        return Call(spec, placement.mode, constraint=placement.constraint)
     return _planned_call(spec, placement, operands, shape, name)
 
 
-def _planned_call(spec: MatmulSpec, placement: meshes.Placement, operands, shape: tuple[int, ...], name: str) -> _Call:
+def _planned_call(
+    spec: MatmulSpec, placement: meshes.Placement, operands: dict[str, jax.Array], shape: tuple[int, ...], name: str
+) -> Call:
     """`make_call` for global arrays."""
     names, results = spec.operand_names, spec.output_names
     plan = patterns.plan_call(name, placement.a, placement.b, placement.out, spec.transpose_a, spec.transpose_b)
@@ -162,7 +176,7 @@ def _planned_call(spec: MatmulSpec, placement: meshes.Placement, operands, shape
         check_relu_aux(name, operands, spec, shape[-1], columns)
     check_comm_options(name, spec, columns)
     in_specs, out_specs = meshes.partition_specs(ins), meshes.partition_specs(outs)
-    return _Call(
+    return Call(
         spec, placement.mode, plan, mesh, in_specs, out_specs, placement.is_explicit, tuple(resharded), 0 in shape
     )
 
@@ -186,7 +200,7 @@ def _dims(spec: MatmulSpec, plan: patterns.Plan, name: str) -> patterns.Dims:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def jaxmp_call(call: _Call, operands: dict[str, Any]) -> dict[str, Any]:
+def jaxmp_call(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The results of a call by name."""
     spec = call.spec
     if call.mode == meshes.Mode.MANUAL:
@@ -216,13 +230,13 @@ def jaxmp_call(call: _Call, operands: dict[str, Any]) -> dict[str, Any]:
     return jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs)(placed)
 
 
-def _nothing(call: _Call, types: dict[str, Any], out_specs: dict[str, P]) -> dict[str, Any]:
+def _nothing(call: Call, types: dict[str, Any], out_specs: dict[str, P]) -> dict[str, Any]:
     """The results of a call whose d is empty, where no sums of operands are among them: they depend on no operand.
 
     XLA cannot partition a body that uses only operands that are empty, as the gradient of such a call would be.
     """
 
-    def zeros(_):
+    def zeros(_: jax.Array) -> dict[str, jax.Array]:
         return {
             name: jnp.zeros(NamedSharding(call.mesh, out_specs[name]).shard_shape(x.shape), x.dtype)
             for name, x in types.items()
@@ -231,7 +245,7 @@ def _nothing(call: _Call, types: dict[str, Any], out_specs: dict[str, P]) -> dic
     return jax.shard_map(zeros, mesh=call.mesh, in_specs=(P(),), out_specs=out_specs)(jnp.zeros(()))
 
 
-def _shard_shapes(call: _Call, whole: tuple[int, ...], out_specs: dict[str, P]) -> dict[str, tuple[int, ...]]:
+def _shard_shapes(call: Call, whole: tuple[int, ...], out_specs: dict[str, P]) -> dict[str, tuple[int, ...]]:
     """Shapes on each device of d, which is `whole`, and of the epilog's results but the mask."""
     return {
         name: NamedSharding(call.mesh, out_specs[name]).shard_shape(
@@ -242,7 +256,7 @@ def _shard_shapes(call: _Call, whole: tuple[int, ...], out_specs: dict[str, P]) 
     }
 
 
-def reshard(call: _Call, argument: str, x, spec: P):
+def reshard(call: Call, argument: str, x: jax.Array, spec: P) -> jax.Array:
     """Bring an explicit operand to the finer sharding of the plan: each device takes its part of what it has."""
     if not call.is_explicit:
         return x
@@ -263,7 +277,7 @@ def check_finer(argument: str, have: patterns.Dims, wanted: patterns.Dims) -> No
             )
 
 
-def _bind_plan_globally(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, Any]) -> dict[str, Any]:
+def _bind_plan_globally(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
     outputs = bind_plan(plan, spec, operands)
     if not (spec.scales.amax_d or spec.scales.amax_aux):
         return outputs
