@@ -15,7 +15,8 @@ import functools
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,7 +93,7 @@ class Layout:
     b: P
     d: P
 
-    def make_mesh(self):
+    def make_mesh(self) -> jax.sharding.Mesh:
         """The mesh over the first devices."""
         names, sizes = zip(*self.mesh, strict=True)
         count = int(np.prod(sizes))
@@ -137,23 +138,25 @@ def _serves(implementation: str, dtype: str, epilog: Epilog) -> bool:
     return not (dtype.startswith("complex") and (row.activation or row.derivative))
 
 
-def _inputs(epilog: Epilog, bias) -> dict:
+def _inputs(epilog: Epilog, bias: Any) -> dict[str, Any]:
     return {"bias": bias} if "bias" in epilogs.RULES[epilog].inputs else {}
 
 
-def _aux_inputs(epilog: Epilog, z) -> dict:
+def _aux_inputs(epilog: Epilog, z: Any) -> dict[str, Any]:
     """What an epilog that is a derivative reads: z ahead of the activation, or its packed signs."""
     aux = {"relu_aux": pack_relu_aux(z > 0), "gelu_aux": z} if not np.iscomplexobj(z) else {}
     return {name: x for name, x in aux.items() if name in epilogs.RULES[epilog].inputs}
 
 
-def _require_values(x, where: str) -> None:
+def _require_values(x: np.ndarray, where: str) -> None:
     """Raise AssertionError where `x` is zeros alone: those would be equal whatever computed them."""
     if x.size and not np.any(x):
         raise AssertionError(f"{where}: all {x.size} elements are zero, which proves nothing")
 
 
-def check_rows(level: str, implementation: str, dtype: str, k: int, n: int, epilog: Epilog, counts) -> int:
+def check_rows(
+    level: str, implementation: str, dtype: str, k: int, n: int, epilog: Epilog, counts: Sequence[int]
+) -> int:
     """Rows of A alone, among others and elsewhere: the rows of D and aux have to keep their bits."""
     is_turned = epilog == Epilog.BGRADA  # which sums an a that is stored (k, m)
     product = functools.partial(
@@ -166,7 +169,7 @@ def check_rows(level: str, implementation: str, dtype: str, k: int, n: int, epil
     rng = np.random.default_rng(4)
     places = [np.arange(m) for m in counts] + [rng.permutation(largest)[:m] for m in (*counts[::8], largest)]
 
-    def outputs(a, with_rows):
+    def outputs(a: Any, with_rows: dict[str, Any]) -> dict[str, Any]:
         rest = {name: x for name, x in with_rows.items() if name != "c"}
         out = product(a.T if is_turned else a, b, with_rows["c"], alpha=1.25, beta=-0.75, epilog_inputs=inputs | rest)
         return {"d": out[0], **out[1]} if isinstance(out, tuple) else {"d": out}
@@ -182,7 +185,7 @@ def check_rows(level: str, implementation: str, dtype: str, k: int, n: int, epil
     return len(places)
 
 
-def check_columns(level: str, implementation: str, dtype: str, k: int, m: int, counts) -> int:
+def check_columns(level: str, implementation: str, dtype: str, k: int, m: int, counts: Sequence[int]) -> int:
     """Columns of B alone, among others and elsewhere: the columns of D have to keep their bits."""
     largest = max(counts)
     a, b = draw(0, (m, k), dtype), draw(1, (k, largest), dtype)
@@ -199,7 +202,14 @@ def check_columns(level: str, implementation: str, dtype: str, k: int, m: int, c
 
 
 def check_meshes(
-    level: str, implementation: str, dtype: str, extents, epilog: Epilog, counts, transpose: str = "NN", only=()
+    level: str,
+    implementation: str,
+    dtype: str,
+    extents: tuple[int, int, int],
+    epilog: Epilog,
+    counts: Sequence[int],
+    transpose: str = "NN",
+    only: Collection[str] = (),
 ) -> int:
     """One product and its gradients on every mesh of `counts` devices: the bits have to be those of one device.
 
@@ -214,8 +224,10 @@ def check_meshes(
     )
     product_of = functools.partial(product_of, transpose_a=is_turned[0], transpose_b=is_turned[1])
 
-    def program(shardings, a, b, c, w, bias):
-        def product(a, b, c, bias):
+    def program(
+        shardings: dict[str, Any], a: jax.Array, b: jax.Array, c: jax.Array, w: jax.Array, bias: jax.Array
+    ) -> dict[str, Any]:
+        def product(a: jax.Array, b: jax.Array, c: jax.Array, bias: jax.Array) -> Any:
             out = product_of(a, b, c, epilog_inputs=_inputs(epilog, bias), **shardings)
             return out if isinstance(out, tuple) else (out, {})
 
@@ -327,7 +339,7 @@ def run(is_quick: bool, implementations: tuple[str, ...] = IMPLEMENTATIONS) -> i
     return 0
 
 
-def main(arguments=None) -> int:
+def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m jaxmp.testing", description=__doc__.split("\n", 1)[0])
     commands = parser.add_subparsers(dest="command", required=True)

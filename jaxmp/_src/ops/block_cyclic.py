@@ -30,7 +30,7 @@ from jaxmp._src.sharding.meshes import manual_mesh
 from jaxmp._src.spec import precisions, process_grid
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
-from jaxmp._src.spec.options import Array, AxisName, CommOptions, Mesh
+from jaxmp._src.spec.options import Array, AxisName, CommOptions, Mesh, Precision
 from jaxmp._src.spec.process_grid import BlockCyclic, Distributed
 from jaxmp._src.validation import comm_options, operand_checks
 
@@ -147,10 +147,11 @@ def from_block_cyclic(x: BlockCyclicArray) -> jax.Array:
     """
     if not isinstance(x, BlockCyclicArray):
         raise TypeError(f"from_block_cyclic: x must be a jaxmp.BlockCyclicArray, got {type(x).__name__}")
-    return _collect(x.data, x.shape, x.mesh, x.axes, x.layout)
+    plain: jax.Array = _collect(x.data, x.shape, x.mesh, x.axes, x.layout)
+    return plain
 
 
-def _find_mesh(name: str, x, mesh):
+def _find_mesh(name: str, x: Any, mesh: Mesh | None) -> Mesh:
     if manual_mesh(name) is not None:
         raise ValueError(f"{name}: takes global arrays, so it cannot be called inside shard_map; call it outside")
     own = getattr(getattr(x, "sharding", None), "mesh", None) if jax_compat.is_concrete(x) else None
@@ -160,7 +161,7 @@ def _find_mesh(name: str, x, mesh):
     raise ValueError(f"{name}: there is no mesh; pass mesh=, or call under jax.set_mesh(mesh)")
 
 
-def _find_axes(name: str, mesh, axes, layout: BlockCyclic) -> Axes:
+def _find_axes(name: str, mesh: Mesh, axes: Any, layout: BlockCyclic) -> Axes:
     if axes is None:
         axes = tuple(mesh.axis_names)
     if isinstance(axes, str) or len(axes) != 2:
@@ -186,9 +187,9 @@ def _find_axes(name: str, mesh, axes, layout: BlockCyclic) -> Axes:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _spread(x, mesh, axes: Axes, layout: BlockCyclic):
+def _spread(x: jax.Array, mesh: Mesh, axes: Axes, layout: BlockCyclic) -> jax.Array:
     """Global array to data."""
-    shape = tuple(x.shape)
+    shape = (x.shape[0], x.shape[1])
     plain = process_grid.contiguous(shape, layout.grid)
     padding = [(0, nb * p - n) for n, nb, p in zip(shape, plain.block, layout.grid, strict=True)]
     if 0 in shape:
@@ -196,11 +197,12 @@ def _spread(x, mesh, axes: Axes, layout: BlockCyclic):
     if any(after for _, after in padding):
         # A sharded dimension cannot grow by a number that its shards do not divide.
         x = jnp.pad(_resharded(x, mesh, P(None, None)), padding)
-    return _move(_resharded(x, mesh, P(*axes)), shape, mesh, axes, plain, layout)
+    data: jax.Array = _move(_resharded(x, mesh, P(*axes)), shape, mesh, axes, plain, layout)
+    return data
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _collect(data, shape, mesh, axes: Axes, layout: BlockCyclic):
+def _collect(data: jax.Array, shape: tuple[int, int], mesh: Mesh, axes: Axes, layout: BlockCyclic) -> jax.Array:
     """Data to global array."""
     if 0 in shape:
         return jnp.zeros(shape, data.dtype)
@@ -208,25 +210,27 @@ def _collect(data, shape, mesh, axes: Axes, layout: BlockCyclic):
     return x if x.shape == shape else _resharded(x, mesh, P(None, None))[: shape[0], : shape[1]]
 
 
-def _empty(shape, layout: BlockCyclic, dtype):
+def _empty(shape: tuple[int, int], layout: BlockCyclic, dtype: np.dtype) -> jax.Array:
     rows, cols = layout.local_shape(shape)
     return jnp.zeros((rows * layout.grid[0], cols * layout.grid[1]), dtype)
 
 
-def _resharded(x, mesh, spec: P):
+def _resharded(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
     """`x` with this sharding where shardings are part of types; elsewhere shard_map brings it there."""
     is_explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)
     return collectives.reshard(x, mesh, spec) if is_explicit else x
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def _move(data, shape, mesh, axes: Axes, source: BlockCyclic, target: BlockCyclic):
+def _move(
+    data: jax.Array, shape: tuple[int, int], mesh: Mesh, axes: Axes, source: BlockCyclic, target: BlockCyclic
+) -> jax.Array:
     """Data in one layout to data in another on the same grid."""
     if 0 in shape:
         return _empty(shape, target, data.dtype)
     exchanges = [process_grid.exchange(shape, dimension, source, target) for dimension in range(2)]
 
-    def move(x):
+    def move(x: jax.Array) -> jax.Array:
         for dimension, (exchange, names) in enumerate(zip(exchanges, axes, strict=True)):
             if exchange is not None:
                 x = _exchanged(x, dimension, names, exchange)
@@ -235,7 +239,7 @@ def _move(data, shape, mesh, axes: Axes, source: BlockCyclic, target: BlockCycli
     return jax.shard_map(move, mesh=mesh, in_specs=P(*axes), out_specs=P(*axes))(data)
 
 
-def _exchanged(x, dimension: int, names: tuple[str, ...], exchange: process_grid.Exchange):
+def _exchanged(x: jax.Array, dimension: int, names: tuple[str, ...], exchange: process_grid.Exchange) -> jax.Array:
     nprocs, me = len(exchange.take), lax.axis_index(names)
     send = jnp.asarray(exchange.send.reshape(nprocs, -1))[me]
     x = jnp.take(x, send, axis=dimension, mode="fill", fill_value=0)
@@ -247,22 +251,22 @@ def _exchanged(x, dimension: int, names: tuple[str, ...], exchange: process_grid
 
 
 def matmul(
-    a,
-    b,
-    c=None,
+    a: Any,
+    b: Any,
+    c: Any = None,
     *,
-    alpha=1.0,
-    beta=None,
+    alpha: Any = 1.0,
+    beta: Any = None,
     transpose_a: bool = False,
     transpose_b: bool = False,
     conjugate_a: bool = False,
     conjugate_b: bool = False,
-    epilog=Epilog.NONE,
-    precision=None,
-    preferred_element_type=None,
-    out_layout=None,
+    epilog: Any = Epilog.NONE,
+    precision: Precision | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    out_layout: Any = None,
     implementation: str | None = None,
-    comm=None,
+    comm: CommOptions | None = None,
     refused: Mapping[str, Any] = MappingProxyType({}),
 ) -> BlockCyclicArray:
     """`jaxmp.matmul` for block-cyclic operands; its documentation is there.
@@ -311,14 +315,14 @@ def matmul(
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _multiply(spec: MatmulSpec, mesh, a, b, c=None):
+def _multiply(spec: MatmulSpec, mesh: Mesh, a: jax.Array, b: jax.Array, c: jax.Array | None = None) -> jax.Array:
     assert spec.distributions is not None
     d, tiles = spec.distributions[2], P(spec.group.row_axes, spec.group.col_axes)
     if 0 in (*a.shape, *b.shape):  # nothing to contract
         added = jnp.zeros(_data_shape(d), spec.out_dtype)
         return added if c is None or spec.beta == 0 else c * jnp.asarray(spec.beta, c.dtype)
 
-    def multiply(a, b, *c):
+    def multiply(a: jax.Array, b: jax.Array, *c: jax.Array) -> jax.Array:
         extra = {"c": xla_matmul.without_padding(spec, c[0])} if c else {}  # and so its cotangent has none
         return bind(spec.replace(is_typed=jax_compat.is_vma_checked()), a, b, extra)["d"]
 
@@ -331,7 +335,7 @@ def _data_shape(matrix: Distributed) -> tuple[int, int]:
     return rows * p, cols * q
 
 
-def _check_operands(name: str, a, b, c) -> None:
+def _check_operands(name: str, a: Any, b: Any, c: Any) -> None:
     for argument, x in (("a", a), ("b", b), ("c", c)):
         if x is None and argument == "c":
             continue
@@ -351,7 +355,9 @@ def _check_operands(name: str, a, b, c) -> None:
         raise ValueError(f"{name}: takes block-cyclic arrays outside of shard_map only, for they are global")
 
 
-def _result_shape(name: str, a, b, transpose_a: bool, transpose_b: bool) -> tuple[int, int]:
+def _result_shape(
+    name: str, a: BlockCyclicArray, b: BlockCyclicArray, transpose_a: bool, transpose_b: bool
+) -> tuple[int, int]:
     m, k_a = a.shape[::-1] if transpose_a else a.shape
     k_b, n = b.shape[::-1] if transpose_b else b.shape
     if k_a != k_b:
@@ -359,7 +365,15 @@ def _result_shape(name: str, a, b, transpose_a: bool, transpose_b: bool) -> tupl
     return m, n
 
 
-def _result_layout(name: str, a, b, c, transpose_a: bool, transpose_b: bool, out_layout) -> BlockCyclic:
+def _result_layout(
+    name: str,
+    a: BlockCyclicArray,
+    b: BlockCyclicArray,
+    c: BlockCyclicArray | None,
+    transpose_a: bool,
+    transpose_b: bool,
+    out_layout: Any,
+) -> BlockCyclic:
     """The layout asked for or that of c, else the blocks of m and n, from the process that a's rows and b's columns
     start at where those lie along the same dimension of the grid."""
     if out_layout is not None and not isinstance(out_layout, BlockCyclic):

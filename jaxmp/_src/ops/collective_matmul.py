@@ -372,7 +372,7 @@ def _collective(
     b: ArrayLike,
     axes: AxisName | tuple[AxisName, ...],
     given: dict[str, Any],
-) -> Any:
+) -> jax.Array | WithResults:
     """The product; `given` is every argument of the public function by name."""
     options = {option: given[option] for option in SPEC_OPTIONS}
     return sharded_call.collective(name, pattern, a, b, axes, given["c"], given["epilog_inputs"], options)

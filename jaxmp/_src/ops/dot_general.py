@@ -15,8 +15,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._src.ops.signatures import ShardingPair
 from jaxmp._src.primitive import collectives
+from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import meshes, patterns
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.patterns import Dim, Dims
@@ -37,6 +38,7 @@ from jaxmp._src.spec.options import Implementation, Mesh, Precision, Sharding
 from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.arguments import validated
 
+T = TypeVar("T")
 _Dimensions = tuple[Sequence[int], Sequence[int]]
 DimensionNumbers = tuple[_Dimensions, _Dimensions]
 
@@ -83,9 +85,10 @@ def dot_general(
     >>> jaxmp.dot_general(jnp.ones((2, 3, 4)), jnp.ones((4, 5, 6)), (((2,), (0,)), ((), ()))).shape
     (2, 3, 5, 6)
     """
-    lhs, rhs = map(operand_checks.as_array, (lhs, rhs))
-    numbers = _numbers("dot_general", dimension_numbers, lhs, rhs)
-    if determinism == "topology":
+    arrays: tuple[jax.Array, jax.Array] = operand_checks.as_array(lhs), operand_checks.as_array(rhs)
+    numbers = _numbers("dot_general", dimension_numbers, *arrays)
+    level: str = determinism
+    if level == "topology":
         raise NotImplementedError(
             'dot_general: determinism="topology" is not available, for ranks may hold several contracted dimensions '
             'interleaved; use jaxmp.matmul on matrices, or pass determinism="batch"'
@@ -94,9 +97,9 @@ def dot_general(
         "precision": tuple(precision) if isinstance(precision, list) else precision,
         "preferred_element_type": preferred_element_type,
         "implementation": implementation,
-        "determinism": determinism,
+        "determinism": level,
     }
-    return _product("dot_general", lhs, rhs, numbers, options, out_sharding, in_shardings, mesh)
+    return _product("dot_general", *arrays, numbers, options, out_sharding, in_shardings, mesh)
 
 
 # Dimension numbers ---------------------------------------------------------------------------------------------
@@ -113,16 +116,16 @@ class _Numbers:
     lhs_free: tuple[int, ...]
     rhs_free: tuple[int, ...]
 
-    def result(self, lhs, rhs) -> tuple:
+    def result(self, lhs: Sequence[T], rhs: Sequence[T]) -> tuple[T, ...]:
         """What lhs and rhs have per dimension, for the dimensions of the result."""
         return (*_pick(lhs, self.lhs_batch), *_pick(lhs, self.lhs_free), *_pick(rhs, self.rhs_free))
 
 
-def _pick(values, indices) -> tuple:
+def _pick(values: Sequence[T], indices: Sequence[int]) -> tuple[T, ...]:
     return tuple(values[i] for i in indices)
 
 
-def _numbers(name: str, dimension_numbers, lhs, rhs) -> _Numbers:
+def _numbers(name: str, dimension_numbers: Any, lhs: jax.Array, rhs: jax.Array) -> _Numbers:
     """Dimension numbers without negative ones, checked against the operands."""
     for argument, x in (("lhs", lhs), ("rhs", rhs)):
         operand_checks.check_array(name, argument, x)
@@ -161,7 +164,7 @@ def _numbers(name: str, dimension_numbers, lhs, rhs) -> _Numbers:
     return _Numbers(lhs_contract, rhs_contract, lhs_batch, rhs_batch, lhs_free, rhs_free)
 
 
-def _within(name: str, argument: str, dimensions, x) -> tuple[int, ...]:
+def _within(name: str, argument: str, dimensions: Sequence[int], x: jax.Array) -> tuple[int, ...]:
     for i in dimensions:
         if not -x.ndim <= i < x.ndim:
             raise ValueError(
@@ -194,17 +197,27 @@ class _Product:
         return self.plan.dimension > 0
 
 
-def _product(name: str, lhs, rhs, numbers: _Numbers, options: dict, out_sharding, in_shardings, mesh):
+def _product(
+    name: str,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    numbers: _Numbers,
+    options: dict[str, Any],
+    out_sharding: Sharding | None,
+    in_shardings: ShardingPair | None,
+    mesh: Mesh | None,
+) -> jax.Array:
     out_shape = numbers.result(lhs.shape, rhs.shape)
     placement = meshes.place(name, lhs, rhs, out_shape, out_sharding, in_shardings, mesh)
     product = _Product(name, numbers, tuple(options.items()), placement, numbers.rhs_free)
     if placement.mode == meshes.Mode.SHARDED:
         product = _planned(product, lhs.shape, rhs.shape)
-    return jaxmp_dot_general(product, lhs, rhs)
+    d: jax.Array = jaxmp_dot_general(product, lhs, rhs)
+    return d
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def jaxmp_dot_general(product: _Product, lhs, rhs):
+def jaxmp_dot_general(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     placement = product.placement
     out_shape = product.numbers.result(lhs.shape, rhs.shape)
     if placement.mode != meshes.Mode.SHARDED:
@@ -216,18 +229,23 @@ def jaxmp_dot_general(product: _Product, lhs, rhs):
         lhs, rhs = (
             collectives.reshard(x, mesh, spec, is_local=True) for x, spec in zip((lhs, rhs), specs, strict=True)
         )
-    shard_map = functools.partial(jax.shard_map, mesh=mesh, out_specs=product.out_spec)
     local_shape = NamedSharding(mesh, product.out_spec).shard_shape(out_shape)
     if 0 in lhs.shape and 0 in rhs.shape:
         # Nothing to multiply. XLA cannot partition a body whose operands are all empty, so they stay out of it.
         preferred = dict(product.options)["preferred_element_type"]
         _, dtype = operand_checks.resolve_dtypes(product.name, lhs, rhs, preferred)
-        return shard_map(lambda _: jnp.zeros(local_shape, dtype), in_specs=(P(),))(jnp.zeros(()))
+
+        def zeros(_: jax.Array) -> jax.Array:
+            return jnp.zeros(local_shape, dtype)
+
+        return jax.shard_map(zeros, mesh=mesh, in_specs=(P(),), out_specs=product.out_spec)(jnp.zeros(()))
     body = functools.partial(_fold, product, functools.partial(_multiply_shards, product), local_shape)
-    return shard_map(body, in_specs=specs)(lhs, rhs)
+    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=product.out_spec)(lhs, rhs)
 
 
-def _fold(product: _Product, multiply, out_shape, lhs, rhs):
+def _fold(
+    product: _Product, multiply: Callable[..., jax.Array], out_shape: Shape, lhs: jax.Array, rhs: jax.Array
+) -> jax.Array:
     """The result, of shape `out_shape`; `multiply` makes it of a (rows..., k) or (k, m) and b (k, n) or (n, k)."""
     numbers = product.numbers
     a, transpose_a = _matrix(lhs, numbers.lhs_batch, numbers.lhs_free, numbers.lhs_contract, product.keeps_rows)
@@ -240,7 +258,9 @@ def _fold(product: _Product, multiply, out_shape, lhs, rhs):
     return lax.transpose(d, (*range(ahead), *(ahead + order.index(i) for i in range(len(order)))))
 
 
-def _matrix(x, batch, first, second, keeps_first: bool = False):
+def _matrix(
+    x: jax.Array, batch: Shape, first: Shape, second: Shape, keeps_first: bool = False
+) -> tuple[jax.Array, bool]:
     """(`x` as (batch, first, second) or as (batch, second, first), whichever takes no copy; whether it is the latter).
 
     Each of the three is one dimension, but for `first` under `keeps_first`, and for a batch of no dimensions.
@@ -254,15 +274,16 @@ def _matrix(x, batch, first, second, keeps_first: bool = False):
     return x.reshape(*lead, *parts[0], *parts[1]), is_turned
 
 
-def _multiply(product: _Product, a, b, *, flags: dict):
+def _multiply(product: _Product, a: jax.Array, b: jax.Array, *, flags: dict[str, bool]) -> jax.Array:
     """The product of whole matrices, where no sharding is known, or of one device's, inside shard_map."""
     spec, operands = validated(product.name, a, b, None, None, dict(product.options) | flags)
     placement = dataclasses.replace(product.placement, constraint=None)
     shape = result_shape(spec, operands["a"], operands["b"])
-    return jaxmp_call(make_call(spec, placement, operands, shape), operands)["d"]
+    d: jax.Array = jaxmp_call(make_call(spec, placement, operands, shape), operands)["d"]
+    return d
 
 
-def _multiply_shards(product: _Product, a, b, *, flags: dict):
+def _multiply_shards(product: _Product, a: jax.Array, b: jax.Array, *, flags: dict[str, bool]) -> jax.Array:
     """One device's part of the planned product."""
     plan = product.plan
     group = Group(plan.pattern, product.placement.axes, plan.row_axes, plan.col_axes)
@@ -275,7 +296,7 @@ def _multiply_shards(product: _Product, a, b, *, flags: dict):
 # Shardings -----------------------------------------------------------------------------------------------------
 
 
-def _planned(product: _Product, lhs_shape, rhs_shape) -> _Product:
+def _planned(product: _Product, lhs_shape: Shape, rhs_shape: Shape) -> _Product:
     """The product with its plan, and every sharding as the call takes and gives it."""
     name, numbers, placement = product.name, product.numbers, product.placement
     lhs, rhs = _agreed(name, "batch", numbers.lhs_batch, numbers.rhs_batch, placement.a, placement.b)
@@ -293,7 +314,7 @@ def _planned(product: _Product, lhs_shape, rhs_shape) -> _Product:
     return dataclasses.replace(product, plan=plan, columns=columns, in_specs=in_specs, out_spec=partition_spec(out))
 
 
-def _agreed(name: str, kind: str, left, right, lhs: Dims, rhs: Dims) -> tuple[Dims, Dims]:
+def _agreed(name: str, kind: str, left: Sequence[int], right: Sequence[int], lhs: Dims, rhs: Dims) -> tuple[Dims, Dims]:
     """One sharding for each pair of dimensions; an operand that holds one of them whole takes its part."""
     lhs_dims, rhs_dims = list(lhs), list(rhs)
     for i, j in zip(left, right, strict=True):
@@ -323,7 +344,7 @@ def _sliced(name: str, numbers: _Numbers, lhs: Dims, rhs: Dims, out: Dims) -> tu
     """Where the result is finer than an operand, each device takes its own part of it: no communication."""
     lhs_dims, rhs_dims = list(lhs), list(rhs)
 
-    def finer(have: Dim, want: Dim, *operands) -> Dim:
+    def finer(have: Dim, want: Dim, *operands: Sequence[Dim]) -> Dim:
         extra = want[len(have) :] if want[: len(have)] == have else ()
         return have if any(axis in dim for axis in extra for dims in operands for dim in dims) else have + extra
 
@@ -342,7 +363,9 @@ def _sliced(name: str, numbers: _Numbers, lhs: Dims, rhs: Dims, out: Dims) -> tu
     return tuple(lhs_dims), tuple(rhs_dims)
 
 
-def _plan_matrices(name: str, numbers: _Numbers, lhs: Dims, rhs: Dims, out: Dims | None):
+def _plan_matrices(
+    name: str, numbers: _Numbers, lhs: Dims, rhs: Dims, out: Dims | None
+) -> tuple[patterns.Plan, tuple[int, ...]]:
     """(plan, order of the columns) of the product as one of matrices.
 
     What several dimensions are split over counts as one list of axes. Its order matters where ranks share one of them,

@@ -51,7 +51,8 @@ def einsum(
     >>> jaxmp.einsum("bsd,dhk->bhsk", jnp.ones((2, 3, 4)), jnp.ones((4, 5, 6))).shape
     (2, 5, 3, 6)
     """
-    a, b = as_array(a), as_array(b)
+    arrays: list[jax.Array] = [as_array(x) for x in (a, b)]
+    a, b = arrays
     for argument, x in (("a", a), ("b", b)):
         check_array("einsum", argument, x)
     left, right, output = _parse(subscripts, a, b)
@@ -85,7 +86,7 @@ def _places(indices: str, left: str, right: str) -> tuple[tuple[int, ...], tuple
     return tuple(map(left.index, indices)), tuple(map(right.index, indices))
 
 
-def _parse(subscripts: str, a, b) -> tuple[str, str, str]:
+def _parse(subscripts: str, a: jax.Array, b: jax.Array) -> tuple[str, str, str]:
     """(indices of a, of b, of the result), one letter a dimension."""
     if not isinstance(subscripts, str):
         raise TypeError(f"einsum: subscripts must be a string such as 'ij,jk->ik', got {type(subscripts).__name__}")
@@ -120,7 +121,7 @@ def _parse(subscripts: str, a, b) -> tuple[str, str, str]:
     return left, right, output
 
 
-def _permuted(sharding, have: str, want: str):
+def _permuted(sharding: Sharding | None, have: str, want: str) -> Sharding | None:
     """The sharding of dimensions `have` for the same ones in the order `want`."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if not isinstance(spec, P):

@@ -218,10 +218,12 @@ def linear(
     if getattr(x, "ndim", 0) == 1:
         options |= {name: meshes.of_one_row(options[name]) for name in _SHARDINGS}
         row: Any = x
-        return linear(row[None], w, bias, activation=activation, **options)[0]
+        matrix: jax.Array = linear(row[None], w, bias, activation=activation, **options)
+        return matrix[0]
     inputs = None if bias is None else {"bias": bias}
     epilog = epilogs.for_activation(activation, bias is not None)
-    return matmul(x, w, epilog=epilog, epilog_inputs=inputs, **options)
+    result: jax.Array | WithResults = matmul(x, w, epilog=epilog, epilog_inputs=inputs, **options)
+    return result
 
 
 _SHARDINGS = ("out_sharding", "in_shardings")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -98,11 +99,12 @@ def mlp(
     y = _fused(x, w_in, b_in, w_out, b_out, activation, axis_name, shardings, options)
     if y is not None:
         return y
-    hidden = linear(x, w_in, b_in, activation=activation, out_sharding=hidden_sharding, mesh=mesh, **options)
-    return linear(hidden, w_out, b_out, out_sharding=out_sharding, mesh=mesh, **options)
+    hidden: jax.Array = linear(x, w_in, b_in, activation=activation, out_sharding=hidden_sharding, mesh=mesh, **options)
+    result: jax.Array = linear(hidden, w_out, b_out, out_sharding=out_sharding, mesh=mesh, **options)
+    return result
 
 
-def _check_rank(x) -> None:
+def _check_rank(x: Any) -> None:
     if getattr(x, "ndim", 0) == 1:
         raise ValueError(f"mlp: x must have at least 2 dimensions, got 1 (shape {tuple(x.shape)}); pass x[None]")
 
@@ -116,17 +118,21 @@ class _Layer:
     weight: str
     bias: str
 
-    def apply(self, x, operands: dict[str, Any], activation: str | None, keeps_aux: bool = False) -> dict[str, Any]:
+    def apply(
+        self, x: jax.Array, operands: dict[str, jax.Array], activation: str | None, keeps_aux: bool = False
+    ) -> dict[str, jax.Array]:
         """The results of the whole layer."""
         bias = {"bias": operands[self.bias]} if self.bias in operands else {}
         epilog = epilogs.for_activation(activation, bool(bias))
         epilog = (keeps_aux and epilogs.RULES[epilog].with_aux) or epilog
         return self._bind(x, operands, bias, epilog=epilog)
 
-    def product(self, x, operands: dict[str, Any]):
+    def product(self, x: jax.Array, operands: dict[str, jax.Array]) -> jax.Array:
         return self._bind(x, operands, {}, epilog=Epilog.NONE)["d"]
 
-    def _bind(self, x, operands, extra, **changes):
+    def _bind(
+        self, x: jax.Array, operands: dict[str, jax.Array], extra: dict[str, jax.Array], **changes: Any
+    ) -> dict[str, jax.Array]:
         weight = operands[self.weight]
         return bind_plan(self.plan, self.spec.replace(**changes), {"a": x.astype(weight.dtype), "b": weight, **extra})
 
@@ -138,7 +144,7 @@ class _Mlp:
     activation: str
 
 
-def _layers(mlp: _Mlp, operands: dict[str, Any]):
+def _layers(mlp: _Mlp, operands: dict[str, jax.Array]) -> jax.Array:
     """y from the shards of x, w_in, b_in, w_out, b_out (the biases only where there are any)."""
     h = mlp.first.apply(operands["x"], operands, mlp.activation)["d"]
     return mlp.second.apply(h, operands, None)["d"]
@@ -147,18 +153,20 @@ def _layers(mlp: _Mlp, operands: dict[str, Any]):
 _fused_layers = jax.custom_jvp(_layers, nondiff_argnums=(0,))
 
 
-def _layers_jvp_rule(mlp: _Mlp, primals, tangents):
+def _layers_jvp_rule(
+    mlp: _Mlp, primals: tuple[dict[str, jax.Array]], tangents: tuple[dict[str, Any]]
+) -> tuple[jax.Array, jax.Array]:
     operands, moved = primals[0], {k: t for k, t in tangents[0].items() if not isinstance(t, SymbolicZero)}
     h, aux = mlp.first.apply(operands["x"], operands, mlp.activation, keeps_aux=True).values()
     y = mlp.second.apply(h, operands, None)["d"]
 
-    def first(varied):
+    def first(varied: dict[str, jax.Array]) -> jax.Array:
         return mlp.first.product((operands | varied)["x"], operands | varied)
 
-    def second(varied):
+    def second(varied: dict[str, jax.Array]) -> jax.Array:
         return mlp.second.apply(h, operands | varied, None)["d"]
 
-    def tangent(f, names):
+    def tangent(f: Callable[[dict[str, jax.Array]], jax.Array], names: tuple[str, ...]) -> jax.Array | None:
         varied = {name: operands[name] for name in names if name in moved}
         return jax.jvp(f, (varied,), ({name: moved[name] for name in varied},))[1] if varied else None
 
@@ -167,21 +175,21 @@ def _layers_jvp_rule(mlp: _Mlp, primals, tangents):
         tz = jnp.zeros_like(h) if tz is None else tz
         terms.append(_activated(mlp, tz, moved.get("b_in"), aux, operands["w_out"]))
     axes = jax_compat.varying_axes(y)
-    terms = [cast_varying(x, axes) for x in terms if x is not None]
-    return y, functools.reduce(jnp.add, terms) if terms else jnp.zeros_like(y)
+    moving = [cast_varying(x, axes) for x in terms if x is not None]
+    return y, functools.reduce(jnp.add, moving) if moving else jnp.zeros_like(y)
 
 
 _fused_layers.defjvp(_layers_jvp_rule, symbolic_zeros=True)
 
 
-def _activated(mlp: _Mlp, tz, tbias, aux, w):
+def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array, w: jax.Array) -> jax.Array:
     """`activated_matmul` on shards of any rank, their rows folded in the order in which the pattern scatters them."""
     spec = mlp.second.spec.bilinear(is_typed=jax_compat.is_vma_checked())
     scatters, p = spec.group.pattern == Pattern.REDUCE_SCATTER, spec.group.nranks
     shape, lead = list(tz.shape[:-1]), mlp.second.plan.dimension if scatters else 0
     batch, rows = math.prod(shape[:lead]), math.prod(shape[lead:])
 
-    def fold(x):
+    def fold(x: jax.Array) -> jax.Array:
         if scatters and batch > 1:
             x = jnp.swapaxes(x.reshape(batch, p, rows // p, x.shape[-1]), 0, 1)
         return x.reshape(batch * rows, x.shape[-1])
@@ -204,7 +212,17 @@ class _Run:
     calls: tuple[Any, ...] = ()
 
 
-def _fused(x, w_in, b_in, w_out, b_out, activation: str, axis_name, shardings: dict[str, Any], options: dict[str, Any]):
+def _fused(
+    x: Any,
+    w_in: Any,
+    b_in: Any,
+    w_out: Any,
+    b_out: Any,
+    activation: str,
+    axis_name: AxisName | None,
+    shardings: dict[str, Any],
+    options: dict[str, Any],
+) -> jax.Array | None:
     """y, or None where XLA's partitioner decides, and the two layers have to be calls of their own."""
     if activation not in ("relu", "gelu"):
         raise ValueError(f'mlp: activation must be "relu" or "gelu", got {activation!r}')
@@ -220,7 +238,8 @@ def _fused(x, w_in, b_in, w_out, b_out, activation: str, axis_name, shardings: d
     next_spec, outs = _validated(SECOND, h, w_out, b_out, None, options, groups[1])
     is_fused = h.dtype == spec.out_dtype == next_spec.out_dtype and 0 not in (*x.shape, *w_in.shape, *w_out.shape)
     is_fused &= spec.determinism != "topology"  # a hidden bias has its sums over data-parallel ranks from calls
-    specs, operands = (spec, next_spec), (ins, outs)
+    specs: tuple[MatmulSpec, ...] = (spec, next_spec)
+    operands = ins, outs
     given = None if shardings["ins"] is None else tuple(shardings["ins"])[:2]
     placement = meshes.place(FIRST, x, w_in, h.shape, shardings["hidden"], given, shardings["mesh"])
     if placement.mode == meshes.Mode.AUTO:
@@ -241,10 +260,11 @@ def _fused(x, w_in, b_in, w_out, b_out, activation: str, axis_name, shardings: d
     ]
     arrays = {"x": ins["a"], "w_in": ins["b"], "b_in": ins.get("bias"), "w_out": outs["b"], "b_out": outs.get("bias")}
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    return jaxmp_mlp(_Run(_Mlp(layers[0], layers[1], activation), is_fused, calls), arrays)
+    y: jax.Array = jaxmp_mlp(_Run(_Mlp(layers[0], layers[1], activation), is_fused, calls), arrays)
+    return y
 
 
-def _groups(axis_name) -> tuple[Group, Group]:
+def _groups(axis_name: AxisName | None) -> tuple[Group, Group]:
     """The groups of the two products: x's rows are gathered over the axis, y's are scattered."""
     if axis_name is None:
         return Group(), Group()
@@ -253,18 +273,26 @@ def _groups(axis_name) -> tuple[Group, Group]:
     return first, second
 
 
-def _validated(name: str, x, w, bias, activation: str | None, options: dict[str, Any], group: Group):
+def _validated(
+    name: str, x: Any, w: Any, bias: Any, activation: str | None, options: dict[str, Any], group: Group
+) -> tuple[MatmulSpec, dict[str, Any]]:
     epilog = epilogs.for_activation(activation, bias is not None)
     inputs = {} if bias is None else {"bias": bias}
     return validated(name, x, w, None, inputs, options | {"epilog": epilog}, group)
 
 
-def _promoted(dtype, w):
+def _promoted(dtype: np.dtype, w: Any) -> np.dtype:
     """The type in which the second layer takes the hidden one; what is no array is refused later, by name."""
     return jnp.promote_types(dtype, w.dtype) if hasattr(w, "dtype") else dtype
 
 
-def _calls(placement: meshes.Placement, specs, operands, w_out, shardings: dict[str, Any]):
+def _calls(
+    placement: meshes.Placement,
+    specs: tuple[MatmulSpec, ...],
+    operands: tuple[dict[str, Any], ...],
+    w_out: jax.Array,
+    shardings: dict[str, Any],
+) -> tuple[sharded_call.Call, sharded_call.Call]:
     """Both calls on global arrays; the hidden layer keeps the columns of w_in and the other axes of x's rows."""
     if placement.out is None:
         if placement.a[-1] or placement.b[0]:
@@ -286,7 +314,7 @@ def _calls(placement: meshes.Placement, specs, operands, w_out, shardings: dict[
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def jaxmp_mlp(run: _Run, operands: dict[str, Any]):
+def jaxmp_mlp(run: _Run, operands: dict[str, jax.Array]) -> jax.Array:
     """y of both layers: in one body that differentiates as a whole where that can be, else one after the other."""
     body = functools.partial(_fused_layers if run.is_fused else _layers, run.mlp)
     if not run.calls:
@@ -299,7 +327,8 @@ def jaxmp_mlp(run: _Run, operands: dict[str, Any]):
             first, dict(zip(("a", "b", "bias"), (operands[name] for name in ins), strict=False))
         )["d"]
         rest = (h.astype(operands["w_out"].dtype), *(operands[name] for name in outs[1:]))
-        return sharded_call.jaxmp_call(second, dict(zip(("a", "b", "bias"), rest, strict=False)))["d"]
+        y: jax.Array = sharded_call.jaxmp_call(second, dict(zip(("a", "b", "bias"), rest, strict=False)))["d"]
+        return y
     specs = dict(zip(ins, dict(first.in_specs).values(), strict=True))
     specs |= dict(zip(outs, dict(second.in_specs).values(), strict=True))
     specs = {name: specs[name] for name in operands}

@@ -57,20 +57,21 @@ def scaled_matmul(
             x.astype(jnp.float32) * jnp.repeat(scale.astype(jnp.float32), size, axis=-1)
             for x, scale in ((lhs, lhs_scales), (rhs, rhs_scales))
         )
-        out = jax.vmap(lambda a, b: matmul(a, b, transpose_b=True))(wide_a, wide_b)
+        out: jax.Array = jax.vmap(lambda a, b: matmul(a, b, transpose_b=True))(wide_a, wide_b)
         return out.astype(preferred_element_type)
     n_tiles = 64 if mode == low_precision.VEC16 else 128
-    operands = [_padded(x, (128, n_tiles)) for x in (lhs, rhs)]
-    scales = [_padded(x, (128, n_tiles // size)) for x in (lhs_scales, rhs_scales)]
+    operands = [_padded(jnp.asarray(x), (128, n_tiles)) for x in (lhs, rhs)]
+    scales = [_padded(jnp.asarray(x), (128, n_tiles // size)) for x in (lhs_scales, rhs_scales)]
 
-    def product(a, b, scale_a, scale_b):
+    def product(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> jax.Array:
         scaling = Scaling(a=scale_a, b=scale_b)
-        return matmul(a, b, transpose_b=True, preferred_element_type=preferred_element_type, scaling=scaling)
+        d: jax.Array = matmul(a, b, transpose_b=True, preferred_element_type=preferred_element_type, scaling=scaling)
+        return d
 
     return jax.vmap(product)(*operands, *scales)[:, : lhs.shape[1], : rhs.shape[1]]
 
 
-def _check_shapes(lhs, rhs, lhs_scales, rhs_scales) -> None:
+def _check_shapes(lhs: Array, rhs: Array, lhs_scales: Array, rhs_scales: Array) -> None:
     shapes = {"lhs": lhs, "rhs": rhs, "lhs_scales": lhs_scales, "rhs_scales": rhs_scales}
     for name, x in shapes.items():
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
@@ -88,7 +89,7 @@ def _check_shapes(lhs, rhs, lhs_scales, rhs_scales) -> None:
         raise ValueError(f"scaled_matmul: both scales must have one number of blocks, which divides k; got {texts}")
 
 
-def _mode(lhs, rhs, lhs_scales, rhs_scales, size: int) -> str | None:
+def _mode(lhs: Array, rhs: Array, lhs_scales: Array, rhs_scales: Array, size: int) -> str | None:
     """The block mode of the operands, or None for operands that no mode describes."""
     if not low_precision.result_dtypes(lhs.dtype, rhs.dtype) or not low_precision.is_scaled(lhs.dtype):
         return None
@@ -97,7 +98,7 @@ def _mode(lhs, rhs, lhs_scales, rhs_scales, size: int) -> str | None:
     return mode if fits and size == low_precision.BLOCK[mode] else None
 
 
-def _padded(x, units: tuple[int, int]):
+def _padded(x: jax.Array, units: tuple[int, int]) -> jax.Array:
     """x with rows and columns brought to multiples of `units` by zeros."""
     pads = tuple(-extent % unit for extent, unit in zip(x.shape[1:], units, strict=True))
     if pads == (0, 0):

@@ -6,6 +6,7 @@ import pathlib
 from typing import Any
 
 import jax
+import numpy as np
 
 from jaxmp._src.runtime import jax_compat, native
 from jaxmp._src.spec import low_precision, precisions
@@ -33,7 +34,15 @@ SPEC_OPTIONS = [
 _KNOWN = frozenset(SPEC_OPTIONS)
 
 
-def validated(name: str, a, b, c, epilog_inputs, options: dict, group: Group = Group()):  # noqa: B008
+def validated(
+    name: str,
+    a: Any,
+    b: Any,
+    c: Any,
+    epilog_inputs: Any,
+    options: dict[str, Any],
+    group: Group = Group(),  # noqa: B008
+) -> tuple[MatmulSpec, dict[str, Any]]:
     """(spec, operands by name in the types of the call) from what the user passed."""
     if not options.keys() <= _KNOWN:
         raise TypeError(
@@ -94,7 +103,7 @@ def validated(name: str, a, b, c, epilog_inputs, options: dict, group: Group = G
     return spec, operands | added | inputs | traced | scales
 
 
-def _check_traced(name: str, spec: MatmulSpec, dtype, is_low_precision: bool) -> None:
+def _check_traced(name: str, spec: MatmulSpec, dtype: np.dtype, is_low_precision: bool) -> None:
     """Raise NotImplementedError where XLA cannot apply an alpha or beta that is an array after the call."""
     arrays = f"got an array for {' and '.join(spec.traced)}"
     if is_low_precision or spec.rule.gradient:

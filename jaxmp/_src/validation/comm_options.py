@@ -6,6 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from jaxmp._src.spec.matmul_spec import RESULT_TYPES, MatmulSpec, Pattern, accumulator
 from jaxmp._src.spec.options import CommOptions
@@ -24,7 +25,7 @@ ALGORITHMS = {
 }
 
 
-def resolve_comm_options(name: str, out_dtype, operand, comm: CommOptions) -> CommOptions:
+def resolve_comm_options(name: str, out_dtype: DTypeLike, operand: DTypeLike, comm: CommOptions) -> CommOptions:
     """The options of a spec; `check_comm_options` judges them against the pattern once that is known."""
     if not isinstance(comm, CommOptions):
         raise TypeError(

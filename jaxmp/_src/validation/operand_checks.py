@@ -10,7 +10,9 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from jaxmp._src.runtime.types import ArrayType, Shape
 from jaxmp._src.spec import epilogs, low_precision, process_grid
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import RESULT_TYPES, MatmulSpec, Pattern, accumulator
@@ -20,13 +22,13 @@ IMPLEMENTATIONS = (None, *get_args(Implementation))
 DETERMINISM = get_args(Determinism)
 
 
-def as_array(x):
+def as_array(x: Any) -> Any:
     """The array of what only stands for one, as `jnp` takes it (`__jax_array__`): a parameter of Flax."""
     array = getattr(x, "__jax_array__", None)
     return x if array is None else array()
 
 
-def check_array(name: str, argument: str, x, ndim: int | None = None, at_least: int | None = None) -> None:
+def check_array(name: str, argument: str, x: Any, ndim: int | None = None, at_least: int | None = None) -> None:
     """Raise TypeError or ValueError unless `x` is an array of a supported type and rank."""
     if not _is_array(x):
         is_numpy = isinstance(x, np.ndarray | np.generic)
@@ -51,7 +53,7 @@ def check_array(name: str, argument: str, x, ndim: int | None = None, at_least: 
     check_memory(name, argument, x)
 
 
-def check_memory(name: str, argument: str, x) -> None:
+def check_memory(name: str, argument: str, x: Any) -> None:
     """Raise ValueError for an array in the memory of the host, of which a device's library would get the pointer."""
     if isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host:
         raise ValueError(
@@ -60,7 +62,7 @@ def check_memory(name: str, argument: str, x) -> None:
         )
 
 
-def _is_array(x) -> bool:
+def _is_array(x: object) -> bool:
     """Whether JAX takes `x` for an array, or for the description of one: no list, no other library's tensor."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return True
@@ -73,7 +75,7 @@ def _is_array(x) -> bool:
     return True
 
 
-def check_dtype(name: str, argument: str, value) -> np.dtype:
+def check_dtype(name: str, argument: str, value: Any) -> np.dtype:
     """The type that a user names, as JAX has it under its current setting of 64-bit types."""
     try:
         return np.dtype(jax.dtypes.canonicalize_dtype(value))
@@ -81,7 +83,7 @@ def check_dtype(name: str, argument: str, value) -> np.dtype:
         raise TypeError(f"{name}: {argument} must be a dtype, such as jnp.float32, got {value!r}") from None
 
 
-def check_flag(name: str, argument: str, value) -> bool:
+def check_flag(name: str, argument: str, value: Any) -> bool:
     """A bool, for a letter as BLAS takes it ("N") would be one of another meaning."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
@@ -89,7 +91,7 @@ def check_flag(name: str, argument: str, value) -> bool:
     raise TypeError(f"{name}: {argument} must be True or False, got {what}")
 
 
-def check_flags(name: str, options: Mapping[str, Any], a, b) -> dict[str, Any]:
+def check_flags(name: str, options: Mapping[str, Any], a: ArrayType, b: ArrayType) -> dict[str, Any]:
     """The fields of a spec that are flags or names."""
     check_implementation(name, options.get("implementation"))
     return {
@@ -102,7 +104,7 @@ def check_flags(name: str, options: Mapping[str, Any], a, b) -> dict[str, Any]:
     }
 
 
-def resolve_dtypes(name: str, a, b, preferred) -> tuple[np.dtype, np.dtype]:
+def resolve_dtypes(name: str, a: ArrayType, b: ArrayType, preferred: DTypeLike | None) -> tuple[np.dtype, np.dtype]:
     """(type of the operands by JAX's promotion, type of D)."""
     operand = np.dtype(jnp.result_type(a, b))
     if operand.name not in RESULT_TYPES:
@@ -122,7 +124,7 @@ def resolve_dtypes(name: str, a, b, preferred) -> tuple[np.dtype, np.dtype]:
     return operand, out
 
 
-def check_scalar(name: str, argument: str, value, out_dtype) -> Any:
+def check_scalar(name: str, argument: str, value: Any, out_dtype: np.dtype) -> Any:
     """A Python number, or a JAX scalar in the accumulator's type; neither takes part in promotion."""
     if isinstance(value, np.generic | np.ndarray) and np.ndim(value) == 0:
         value = value.item()
@@ -156,7 +158,7 @@ def check_scalar(name: str, argument: str, value, out_dtype) -> Any:
         raise ValueError(f"{name}: {argument} must fit a float64, got an integer beyond 1.8e308") from None
 
 
-def check_c(name: str, c, beta, out_dtype, out_shape) -> Any:
+def check_c(name: str, c: Any, beta: Any, out_dtype: np.dtype, out_shape: Shape) -> Any:
     """Validate C against D and return beta."""
     if c is None:
         if beta is not None:
@@ -174,7 +176,7 @@ def check_c(name: str, c, beta, out_dtype, out_shape) -> Any:
     return check_scalar(name, "beta", beta, out_dtype)
 
 
-def check_widens(name: str, argument: str, x, out_dtype) -> None:
+def check_widens(name: str, argument: str, x: Any, out_dtype: np.dtype) -> None:
     """Raise TypeError unless `x` converts to the result's type without loss by JAX's promotion.
 
     By that an array of NumPy's has the type that JAX gives it, and a weak type gives way.
@@ -187,7 +189,7 @@ def check_widens(name: str, argument: str, x, out_dtype) -> None:
 
 
 def check_epilog(
-    name: str, spec: MatmulSpec, epilog, epilog_inputs, shape, ndim_a: int, bias_dtype: np.dtype
+    name: str, spec: MatmulSpec, epilog: Any, epilog_inputs: Any, shape: Shape, ndim_a: int, bias_dtype: np.dtype
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the spec's fields, the operands by name in the types of the call) of an epilog, for d of `shape`.
 
@@ -246,7 +248,7 @@ def _check_summed_operand(name: str, spec: MatmulSpec, epilog: Epilog, ndim_a: i
         )
 
 
-def _check_bias(name: str, bias, out_dtype, shape):
+def _check_bias(name: str, bias: Any, out_dtype: np.dtype, shape: Shape) -> Any:
     check_array(name, "bias", bias, ndim=1)
     if bias.shape[0] != shape[-1]:
         raise ValueError(
@@ -256,7 +258,7 @@ def _check_bias(name: str, bias, out_dtype, shape):
     return bias.astype(out_dtype)
 
 
-def _check_relu_aux_input(name: str, aux, out_dtype, shape):
+def _check_relu_aux_input(name: str, aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
     if getattr(aux, "dtype", None) != np.uint8:
         raise TypeError(
             f"{name}: relu_aux must be the uint8 array that a RELU_AUX epilog returned, got "
@@ -282,7 +284,7 @@ def check_relu_aux(name: str, operands: dict[str, Any], spec: MatmulSpec, column
         )
 
 
-def _check_gelu_aux_input(name: str, aux, out_dtype, shape):
+def _check_gelu_aux_input(name: str, aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
     check_array(name, "gelu_aux", aux)
     if tuple(aux.shape) != shape:
         raise ValueError(f"{name}: gelu_aux must have the result's shape {shape}, got {tuple(aux.shape)}")
@@ -307,15 +309,15 @@ def check_all_reduce(name: str, spec: MatmulSpec) -> MatmulSpec:
     return spec.replace(asks_all_reduce=False)
 
 
-def check_implementation(name: str, implementation) -> None:
+def check_implementation(name: str, implementation: object) -> None:
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{name}: implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
 
 
-def check_determinism(name: str, level) -> str:
+def check_determinism(name: str, level: Any) -> str:
     if level not in DETERMINISM:
         raise ValueError(f"{name}: determinism must be one of {DETERMINISM}, got {level!r}")
-    return level
+    return str(level)
 
 
 def check_gathered_scales(name: str, spec: MatmulSpec, why: str) -> None:
@@ -327,9 +329,9 @@ def check_gathered_scales(name: str, spec: MatmulSpec, why: str) -> None:
         )
 
 
-def check_conjugate(name: str, argument: str, flag, x) -> bool:
+def check_conjugate(name: str, argument: str, flag: Any, x: ArrayType) -> bool:
     """Whether to conjugate; real operands refuse, so that a wrong flag does not pass unseen."""
-    flag = check_flag(name, argument, flag)
-    if flag and not jnp.issubdtype(x.dtype, jnp.complexfloating):
+    is_conjugated = check_flag(name, argument, flag)
+    if is_conjugated and not jnp.issubdtype(x.dtype, jnp.complexfloating):
         raise TypeError(f"{name}: {argument}=True needs a complex operand, got dtype {x.dtype}")
-    return flag
+    return is_conjugated

@@ -6,7 +6,9 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
+from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec.low_precision import (
     BLK128,
     FLOAT4,
@@ -31,7 +33,7 @@ _EPILOGS = ("NONE", "BIAS", "RELU", "RELU_BIAS", "RELU_AUX", "RELU_AUX_BIAS", "D
 _GELU_AUX = ("GELU_AUX", "GELU_AUX_BIAS")
 
 
-def resolve_dtypes(name: str, a, b, preferred) -> tuple[np.dtype, np.dtype]:
+def resolve_dtypes(name: str, a: ArrayType, b: ArrayType, preferred: DTypeLike | None) -> tuple[np.dtype, np.dtype]:
     """(type of a, type of D) for operands of which one at least is of low precision; they are never promoted."""
     allowed = result_dtypes(a.dtype, b.dtype)
     if not allowed:
@@ -55,7 +57,7 @@ def resolve_dtypes(name: str, a, b, preferred) -> tuple[np.dtype, np.dtype]:
     return a.dtype, out
 
 
-def check_transpositions(name: str, dtype, transpose_a: bool, transpose_b: bool) -> None:
+def check_transpositions(name: str, dtype: np.dtype, transpose_a: bool, transpose_b: bool) -> None:
     if is_scaled(dtype) and (transpose_a or not transpose_b):
         raise ValueError(
             f"{name}: {np.dtype(dtype).name} operands are multiplied along their last dimensions only, a stored (m, k) "
@@ -64,7 +66,7 @@ def check_transpositions(name: str, dtype, transpose_a: bool, transpose_b: bool)
         )
 
 
-def side_dtypes(name: str, out, c) -> tuple[np.dtype, np.dtype]:
+def side_dtypes(name: str, out: np.dtype, c: ArrayType | None) -> tuple[np.dtype, np.dtype]:
     """(type of C, type of the bias) beside a D of type `out` from narrow operands."""
     out = np.dtype(out)
     if not is_scaled(out):
@@ -76,7 +78,7 @@ def side_dtypes(name: str, out, c) -> tuple[np.dtype, np.dtype]:
     return c.dtype, c.dtype
 
 
-def check_bias(name: str, bias, dtype, out) -> None:
+def check_bias(name: str, bias: Any, dtype: np.dtype, out: np.dtype) -> None:
     have = getattr(bias, "dtype", None)
     if have is not None and np.dtype(have) != np.dtype(dtype):
         raise TypeError(
@@ -85,7 +87,7 @@ def check_bias(name: str, bias, dtype, out) -> None:
         )
 
 
-def check_epilog(name: str, epilog_name: str, dtype, out) -> None:
+def check_epilog(name: str, epilog_name: str, dtype: np.dtype, out: np.dtype) -> None:
     """Raise NotImplementedError for what cuBLAS does not have for 8-bit operands."""
     allowed = ("NONE",) if np.dtype(dtype).name == INT8 else _EPILOGS
     if is_scaled(dtype) and np.dtype(out).name != FLOAT4:
@@ -97,7 +99,9 @@ def check_epilog(name: str, epilog_name: str, dtype, out) -> None:
         )
 
 
-def resolve_scales(name: str, scaling: Scaling | None, a, b, spec: MatmulSpec) -> tuple[dict[str, Any], dict[str, Any]]:
+def resolve_scales(
+    name: str, scaling: Scaling | None, a: ArrayType, b: ArrayType, spec: MatmulSpec
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the spec's fields, the operands by name) of the scales of float8 and float4 operands; of others, nothing."""
     if scaling is not None and not isinstance(scaling, Scaling):
         raise TypeError(
@@ -135,7 +139,7 @@ def resolve_scales(name: str, scaling: Scaling | None, a, b, spec: MatmulSpec) -
     return {"scales": fields, "aux_dtype": aux}, given
 
 
-def _check_scalar(name: str, argument: str, scale) -> str:
+def _check_scalar(name: str, argument: str, scale: Any) -> str:
     if scale is None:
         return NONE
     if getattr(scale, "shape", None) != () or getattr(scale, "dtype", None) != np.float32:
@@ -144,7 +148,7 @@ def _check_scalar(name: str, argument: str, scale) -> str:
     return SCALAR
 
 
-def _check_modes(name: str, modes: dict[str, str], out) -> None:
+def _check_modes(name: str, modes: dict[str, str], out: np.dtype) -> None:
     """Raise where the modes of a, b, c and d do not go together."""
     a, b = modes["a"], modes["b"]
     tensorwide = {a, b} <= {NONE, SCALAR}
@@ -170,7 +174,14 @@ def _check_modes(name: str, modes: dict[str, str], out) -> None:
         )
 
 
-def _resolve_aux(name: str, epilog_name: str, dtypes, c, scale_a: str, given: dict[str, Any]) -> np.dtype | None:
+def _resolve_aux(
+    name: str,
+    epilog_name: str,
+    dtypes: tuple[np.dtype, np.dtype, np.dtype],
+    c: np.dtype | None,
+    scale_a: str,
+    given: dict[str, Any],
+) -> np.dtype | None:
     """Type of gelu_aux, or None where the epilog has none.
 
     It has the type of d, or where d is float8 that of c (float16 without c), as nvmath-python has it; or float8_e4m3fn,
