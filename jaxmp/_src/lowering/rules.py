@@ -161,9 +161,8 @@ def _host_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
 def _rule(platform: str, is_multiple: bool) -> jax_compat.LoweringRule:
     def rule(ctx: jax_compat.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
         mesh = jax_compat.lowering_mesh(ctx)
-        nprocesses = process_barrier.group_processes(spec, mesh)
         a, b = jax_compat.operand_types(ctx)[:2]
-        call = resolve(spec, a, b, platform, nprocesses)
+        call = resolve(spec, a, b, platform, process_barrier.group_processes(spec, mesh))
         devices = _devices_of(spec, mesh) if call.implementation == "cublasmp" else ()
         is_barred = platform == "cpu" and call.implementation != "host"
         site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
