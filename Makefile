@@ -19,6 +19,9 @@ LINT  := .venv/lint-$(TAG)
 MPI   := .venv/mpi-$(TAG)
 
 COMMA := ,
+# Two workers: most of a test is one thread that traces and compiles. A worker that is done takes over half of what is
+# left to another; neighbours stay together otherwise, since they share what they expect.
+PARALLEL := -n 2 --dist worksteal
 
 CXX_SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc -type f 2>/dev/null)
 ALL_SOURCES := $(CXX_SOURCES) $(shell find jaxmp -name '*.py' 2>/dev/null)
@@ -52,11 +55,15 @@ examples: $(DEMO)/.ready ## Run every example of one process
 	@for example in $(filter-out %_processes.py,$(wildcard examples/[0-9]*.py)); do echo "== $$example"; $(DEMO)/bin/python $$example; done
 
 .PHONY: test
-test: test-cpp test-python ## Run the C++ and the Python tests
+test: test-cpp test-python ## Run the C++ tests and the small suite of the Python tests
+
+.PHONY: test-all
+test-all: test-cpp ## Run the C++ tests and every case of the Python tests (some 15 minutes on two cores)
+	$(TEST)/bin/pytest $(PARALLEL) --exhaustive $(ARGS)
 
 .PHONY: test-python
 test-python: $(TEST)/.ready ## Run the Python tests only (ARGS="-k name" picks some)
-	$(TEST)/bin/pytest $(ARGS)
+	$(TEST)/bin/pytest $(PARALLEL) $(ARGS)
 
 .PHONY: fuzz
 fuzz: $(TEST)/.ready ## Draw products at random and judge them (N=20000: how many, SEED=7: which)
@@ -70,6 +77,11 @@ fuzz-attributes: $(TEST)/.ready ## Change the attributes of calls at random, und
 .PHONY: test-cpp
 test-cpp: $(TEST)/.ready ## Run the C++ tests only
 	@$(call cpp_tests,cpp-$(TAG),Release,)
+
+.PHONY: mutations
+mutations: $(TEST)/.ready ## Seed every fault of tests/mutations in a copy and see which test notices it (ARGS="--only id", hours)
+	@$(TEST)/bin/pip install --quiet --disable-pip-version-check nanobind
+	$(TEST)/bin/python tests/mutations/run.py $(ARGS)
 
 .PHONY: test-process
 test-process: $(TEST)/.ready ## Run the tests of many processes, with faults (ARGS="-k name" picks some)

@@ -14,6 +14,7 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 import jax
 import numpy as np
 import pytest
+import selection
 
 # Strict promotion makes every unintended mix of dtypes in our rules an error instead of a silently
 # wider (and slower, and differently rounded) product. jaxmp follows JAX's promotion rules, so the
@@ -23,27 +24,19 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--share",
-        metavar="I/N",
-        help="of the cases of each test run those whose number is I modulo N, so that N runs share them; "
-        "of tests marked `half` every second one",
-    )
+    parser.addoption("--exhaustive", action="store_true", help="run every case, and not only those of the small suite")
+    parser.addoption("--share", metavar="I/N", help="of the cases of each test run those whose number is I modulo N")
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--share"):
-        return
-    index, count = map(int, config.getoption("--share").split("/"))
-    seen, kept, left = {}, [], []
-    for item in items:
-        test = (item.path, getattr(item, "originalname", item.name))
-        number = seen[test] = seen.get(test, -1) + 1
-        parts = 2 if item.get_closest_marker("half") else count
-        runs = number % parts == index % parts or not hasattr(item, "callspec")
-        (kept if runs else left).append(item)
-    config.hook.pytest_deselected(items=left)
-    items[:] = kept
+    """Leave out what only the exhaustive suite runs, unless a case is named on the command line."""
+    kept = set(items)
+    if not config.getoption("--exhaustive") and not any("[" in arg for arg in config.args):
+        kept = selection.small(items)
+    if share := config.getoption("--share"):
+        kept = selection.share([item for item in items if item in kept], *map(int, share.split("/")))
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture

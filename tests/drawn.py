@@ -228,7 +228,7 @@ def compile_product(product: Product, x: dict[str, np.ndarray]):
     def is_64_bit():
         return jax.enable_x64(trial.case.dtype in cases.NEEDS_X64)
 
-    jitted = jax.jit(program, donate_argnums=(0,) if product.donated else ())
+    jitted = cases.quick_jit(program, donate_argnums=(0,) if product.donated else ())
 
     def run(x):
         with is_64_bit(), jax.set_mesh(mesh), warnings.catch_warnings():

@@ -355,7 +355,7 @@ def run(trial: Trial, x: dict[str, np.ndarray]):
 
     with jax.enable_x64(case.dtype in cases.NEEDS_X64), jax.set_mesh(case.jax_mesh()):
         placed = {name: cases.put(v, case.jax_mesh(), specs(trial)[name]) for name, v in x.items()}
-        return jax.jit(program)(*split(placed))
+        return cases.quick_jit(program)(*split(placed))
 
 
 def check(trial: Trial, rng: np.random.Generator) -> None:

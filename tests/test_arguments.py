@@ -120,6 +120,7 @@ def test_automatic_axes_within_explicit_ones(mesh_of, rng):
 EMPTY = {"no rows": (0, 8, 8), "no columns": (8, 8, 0), "no contraction": (8, 0, 8)}
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("alpha", [1.0, np.float32(2)], ids=["number", "array"])
 @pytest.mark.parametrize("lead", [(), (2,), (0,)], ids=str)
 @pytest.mark.parametrize(("m", "k", "n"), EMPTY.values(), ids=EMPTY)

@@ -55,6 +55,7 @@ def swapped_spec(spec):
     return P(*spec[:-2], spec[-1], spec[-2])
 
 
+@pytest.mark.small("pairs", of=lambda transpose_a, implementation, **layout: (str(layout), transpose_a, implementation))
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize(("a_spec", "b_spec", "out", "pattern"), LEADING.values(), ids=LEADING.keys())
@@ -137,6 +138,7 @@ def products(a, b, axes):
 IN_SHARD_MAP = [*(c for c in cases.MATRIX if not c.is_swapped and not c.gathers), cases.BY_NAME["grid-2x4"]]
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("transposition", ["NN", "TT"])
 @pytest.mark.parametrize("axes", IN_AXES.values(), ids=IN_AXES.keys())
 @pytest.mark.parametrize("check_vma", [True, False])
@@ -163,6 +165,7 @@ def test_vmap_inside_shard_map(case, check_vma, axes, transposition, rng):
         np.testing.assert_array_equal(got, np.matmul(*case.op(left, right)))
 
 
+@pytest.mark.small("values", of=lambda case, epilog, batched_name: (case, (epilog, batched_name)))
 @pytest.mark.parametrize("batched_name", ["c", "bias", "a and c", "b and bias", "everything"])
 @pytest.mark.parametrize("epilog", [Epilog.BIAS, Epilog.RELU_AUX_BIAS], ids=lambda e: e.name)
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX[:7]))
@@ -189,6 +192,7 @@ def test_vmap_over_c_and_bias(case, epilog, batched_name, rng):
 WITH_GRADIENT = (Epilog.DRELU_BGRAD, Epilog.DGELU_BGRAD, Epilog.BGRADA, Epilog.BGRADB)
 
 
+@pytest.mark.small("values", of=lambda case, epilog, names: (case, (epilog, names)))
 @pytest.mark.parametrize(
     ("epilog", "names"),
     [

@@ -107,6 +107,7 @@ def run_program(program, devices):
     assert done.stdout == "done\n"
 
 
+@pytest.mark.small("values", of=lambda devices: (devices > 2,))
 @pytest.mark.parametrize("devices", [2, 4, 8])
 def test_independent_calls_between_collectives(devices):
     cases.require("host")

@@ -54,6 +54,7 @@ def test_a_row_does_not_know_its_batch_under_any_epilog(dtype, epilog):
     testing.check_rows("batch", "host", dtype, 33, 17, epilog, testing.SOME_ROWS)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("k", "n"), [(1, 1), (2, 40), (31, 8), (1025, 3), (4097, 16), (11008, 1)])
 def test_a_row_does_not_know_its_batch_for_any_k(dtype, k, n):

@@ -38,6 +38,7 @@ def test_bits_do_not_know_the_mesh(dtype, count):
     assert testing.check_meshes("topology", "host", dtype, (24, 40, 200), Epilog.NONE, [count], only=only) >= 4
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize(("count", "held"), [(2, 100), (4, 250), (8, 300)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_cuts_inside_of_panels_do_not_matter(dtype, count, held):
@@ -48,6 +49,7 @@ def test_cuts_inside_of_panels_do_not_matter(dtype, count, held):
     )
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("transpose", ["TN", "NT", "TT"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 def test_bits_of_transposed_operands_do_not_know_the_mesh(dtype, transpose):
@@ -170,6 +172,7 @@ OVER_ONE_PRODUCT = {
 }
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("level", ["run_to_run", *LEVELS])
 @pytest.mark.parametrize("epilog", OF_ACTIVATIONS, ids=lambda epilog: epilog.name)
 def test_a_derivative_of_one_product_does_not_know_the_mesh(epilog, level):
@@ -198,6 +201,7 @@ def test_a_derivative_of_one_product_does_not_know_the_mesh(epilog, level):
             testing.assert_bitwise_equal(got[key], want[key], f"{name}: {key}")
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("implementation", testing.IMPLEMENTATIONS)
 @pytest.mark.parametrize("epilog", OF_ACTIVATIONS, ids=lambda epilog: epilog.name)
 def test_a_row_of_a_derivative_of_one_product_does_not_know_its_batch(epilog, implementation):

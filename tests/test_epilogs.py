@@ -131,12 +131,14 @@ def check(mode, case, epilog, rng, **options):
         bounds.judge(name + jax.tree_util.keystr(path), g, w, bounds.PROGRAM * u * m)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize(("case", "epilog"), fitting(cases.MATRIX, EPILOGS))
 def test_epilog_and_its_gradients(case, epilog, rng):
     cases.require(None)
     check(modes.BY_ID["explicit"], case.replace(per_shard=(3, 5, 2)), epilog, rng)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize(("case", "epilog"), fitting(cases.MATRIX[:5], EPILOGS))
 def test_epilog_and_its_gradients_xla(case, epilog, rng):
     check(modes.BY_ID["explicit"], case.replace(per_shard=(3, 5, 2)), epilog, rng, implementation="xla")
@@ -152,6 +154,7 @@ IN_EVERY_MODE = (
 )
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("epilog", IN_EVERY_MODE, ids=lambda e: e.name)
 @pytest.mark.parametrize(("mode", "case"), modes.pairs(MODES[1:], cases.MATRIX[:7]))
 def test_epilog_in_every_mode(mode, case, epilog, rng):
@@ -161,6 +164,7 @@ def test_epilog_in_every_mode(mode, case, epilog, rng):
     check(mode, case.replace(per_shard=(3, 5, 2)), epilog, rng)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
 def test_epilog_of_every_transposition(case, transposition, rng):
@@ -171,6 +175,7 @@ def test_epilog_of_every_transposition(case, transposition, rng):
             check(modes.BY_ID["explicit"], case, epilog, rng)
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("epilog", [Epilog.GELU_AUX_BIAS, Epilog.RELU_BIAS, Epilog.DGELU_BGRAD], ids=lambda e: e.name)
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX[:5]))
@@ -180,6 +185,7 @@ def test_epilog_of_every_real_type(case, dtype, epilog, rng):
         check(modes.BY_ID["explicit"], case.replace(per_shard=(3, 5, 2), dtype=dtype), epilog, rng)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("columns", [1, 7, 8, 9, 127, 128, 129, 300])
 @pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME[name] for name in ("local", "ag-data", "ar-data", "grid")]))
 def test_the_relu_mask_has_one_bit_per_column_and_zeros_behind(case, columns, rng):
@@ -297,6 +303,7 @@ def test_all_reduce_alone(rng):
         np.testing.assert_array_equal(mode.run(mode.product(case, epilog=Epilog.ALLREDUCE), *placed), a @ b)
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("epilog", [e for e in EPILOGS if epilogs_lib.RULES[e].gradient], ids=lambda e: e.name)
 @pytest.mark.parametrize("extents", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (4, 5, 1), (0, 5, 0)], ids=str)

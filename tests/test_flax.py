@@ -68,6 +68,7 @@ def run(model, dot_general, axis_type, x, dtype=None):
         return jax.tree.leaves(loss_and_gradients(model(dot_general, axis_type == AxisType.Explicit, dtype), x))
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto, None], ids=["explicit", "bare jit", "no mesh"])
 @pytest.mark.parametrize("model", [Mlp, Heads])
 def test_nnx(model, axis_type, rng):

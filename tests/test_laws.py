@@ -33,6 +33,7 @@ def bits(x):
     return [leaf.tobytes() for leaf in leaves]
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("epilog", [Epilog.NONE, Epilog.GELU_AUX], ids=lambda e: e.name)
 @pytest.mark.parametrize("case", cases.by_id(ROUNDED))
@@ -56,6 +57,7 @@ def test_the_gradient_in_c_is_nought_where_beta_is(case, rng):
         assert not np.any(EXPLICIT.run(gradient, c))
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("epilog", [Epilog.NONE, Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX_BIAS], ids=lambda e: e.name)
 @pytest.mark.parametrize("case", cases.by_id(ROUNDED))
 def test_every_way_to_run_gives_the_same_bits(case, epilog, rng):

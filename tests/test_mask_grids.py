@@ -107,6 +107,7 @@ def test_masks_and_gradients_are_exact(nprow, npcol, per_shard, transposition, r
     check(on_grid(nprow, npcol, per_shard, transposition), rng)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 @pytest.mark.parametrize("grid", [GRIDS[i] for i in (1, 4, 5)], ids=lambda g: f"{g[0]}x{g[1]}")
 def test_masks_and_gradients_are_exact_xla(grid, transposition, rng):
@@ -127,6 +128,7 @@ def test_masks_and_gradients_are_exact_in_one_order_of_sums(transposition, deter
     check(on_grid(3, 2, (2, 11, 2), transposition), rng, determinism=determinism)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 @pytest.mark.parametrize("grid", [GRIDS[i] for i in (1, 4, 5)], ids=lambda g: f"{g[0]}x{g[1]}")
 def test_masks_of_batches_are_exact(grid, transposition, rng):
@@ -149,6 +151,7 @@ def test_masks_of_batches_are_exact(grid, transposition, rng):
 GELU = (Epilog.GELU_AUX, Epilog.GELU_AUX_BIAS, Epilog.DGELU, Epilog.DGELU_BGRAD)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 @pytest.mark.parametrize("grid", [GRIDS[i] for i in (1, 4, 5)], ids=lambda g: f"{g[0]}x{g[1]}")
 def test_gelu_and_its_gradients(grid, transposition, rng):

@@ -137,6 +137,7 @@ def lead_of(layout):
     return (8,) if len(layout[0]) == 2 else (4, 8)
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: transform.__name__)
 @pytest.mark.parametrize("layout", ["tensor parallel", "sequence parallel"])
@@ -194,6 +195,7 @@ def test_other_modes(mode, transform, rng):
     judge_all(f"{mode} {transform.__name__}", got, *expected(transform, "gelu", x))
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_types_without_a_mesh(dtype, implementation, rng):

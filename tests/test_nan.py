@@ -19,6 +19,7 @@ IMPLEMENTATIONS = ("host", "xla")
 QUANTIZERS = (quantize.tensor, quantize.rows, quantize.vec128, quantize.blk128, quantize.mxfp8, quantize.nvfp4)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("shape", [(2, 128), (128, 256)], ids=str)
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: q.__name__)
 def test_a_quantizer_keeps_a_nan(quantizer, shape, rng):

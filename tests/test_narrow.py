@@ -153,6 +153,7 @@ def test_leading_dimensions(rng):
     np.testing.assert_array_equal(d, want)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("kind", ["scalar", "rows", "vec128", "mx", "nv"])
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float16"])
 def test_numerics(kind, out, rng):

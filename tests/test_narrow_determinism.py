@@ -23,6 +23,7 @@ def drawn(rng, mode, m, n, k):
     return a, b, *mode.scales(rng, a.shape, b.shape)
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("case", by_name("ag", "rs", "ar-data", "grid"), ids=lambda case: case.name)
 @pytest.mark.parametrize("mode", SCALE_MODES, ids=lambda mode: mode.id)
 @pytest.mark.parametrize("is_deep", [False, True], ids=["", "deep"])
@@ -52,6 +53,7 @@ def test_a_row_does_not_know_its_batch(mode, rng):
         testing.assert_bitwise_equal(d, whole[rows])
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("name", ["ag", "rs", "ar", "grid", "ag-swapped", "rs-swapped"])
 def test_bits_of_float8_results_and_gradients_do_not_know_the_mesh(name, implementation, rng):

@@ -15,6 +15,7 @@ import jaxmp
 from jaxmp import CommOptions, Epilog, Scaling
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float8_e4m3fn"])
 @pytest.mark.parametrize("name", ["local", "ag", "rs", "ar", "ag-swapped", "rs-swapped", "gather-a", "gather-b"])
 def test_gradients(name, out, rng):

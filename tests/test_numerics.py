@@ -26,6 +26,7 @@ def placed(case, *arrays):
     return [EXPLICIT.put(case, x, s) for x, s in zip(arrays, (*case.stored, case.out), strict=False)]
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX[:7]))
@@ -93,6 +94,10 @@ def check_gradients(case, rng, **options):
         bounds.judge(f"{case.id} d{name}", x, y, bounds.PROGRAM * u * np.asarray(z))
 
 
+@pytest.mark.small(
+    "values",
+    of=lambda case, transposition: ((case.pattern, case.is_swapped, case.gathers, transposition), case),
+)
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 @pytest.mark.parametrize("case", cases.by_id(cases.CASES))
 def test_gradients_of_every_layout_and_transposition(case, transposition, rng):
@@ -100,12 +105,14 @@ def test_gradients_of_every_layout_and_transposition(case, transposition, rng):
     check_gradients(case.replace(per_shard=(3, 5, 7), transposition=transposition), rng)
 
 
+@pytest.mark.small("values", of=lambda case, transposition: ((case.pattern, transposition), case))
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
 def test_gradients_xla(case, transposition, rng):
     check_gradients(case.replace(per_shard=(3, 5, 7), transposition=transposition), rng, implementation="xla")
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("dtype", [dtype for dtype in cases.DTYPES if dtype != "float32"])
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
 def test_gradients_of_every_type(case, dtype, rng):
@@ -113,6 +120,7 @@ def test_gradients_of_every_type(case, dtype, rng):
     check_gradients(case.replace(per_shard=(3, 5, 7), dtype=dtype, transposition="TN"), rng)
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("conjugation", [(True, False), (False, True), (True, True)], ids=["a", "b", "both"])
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX[:5]))

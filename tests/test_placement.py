@@ -61,7 +61,7 @@ def multiply_all(todo, operands, implementation):
         tuple(cases.put(x, mesh, s) for x, s in zip(ab, c.stored, strict=True))
         for c, ab in zip(todo, operands, strict=True)
     ]
-    return jax.jit(program)(placed), mesh
+    return cases.quick_jit(program)(placed), mesh
 
 
 def assert_equal_to_the_bit(got, want, name):
@@ -95,6 +95,7 @@ def check_some_shapes(case, transposition, dtype, implementation, rng):
     check_placement(case.replace(transposition=transposition, dtype=dtype), shapes, implementation, rng, start)
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 @pytest.mark.parametrize("case", cases.by_id(cases.CASES))
@@ -102,6 +103,7 @@ def test_every_element_comes_from_its_place(case, transposition, dtype, rng):
     check_some_shapes(case, transposition, dtype, None, rng)
 
 
+@pytest.mark.small("values", of=lambda case, transposition, dtype: ((case.pattern, transposition), case, dtype))
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
@@ -114,6 +116,7 @@ def test_every_shape(case, rng):
     check_placement(case, cases.SHAPES, None, rng)
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", cases.EMPTY_SHAPES, ids=str)
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
@@ -122,6 +125,7 @@ def test_empty_dimensions(case, shape, implementation, rng):
         check_placement(case.replace(transposition=transposition), [shape], implementation, rng)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_without_a_mesh(dtype, implementation, rng):
@@ -136,6 +140,7 @@ def test_without_a_mesh(dtype, implementation, rng):
                 assert_equal_to_the_bit(d, (left @ right).astype(d.dtype), variant.id)
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
@@ -151,6 +156,7 @@ def test_sixteen_bit_sums_are_rounded_once(case, dtype, implementation, rng):
     assert_equal_to_the_bit(results[0], want.astype(dtype), case.id)
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))

@@ -333,6 +333,7 @@ def test_cublasmp_has_no_epilogs_of_complex_numbers():
         assert why == "cuBLASMp has no epilogs of complex numbers, and XLA's would not keep determinism='batch'"
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("epilog", [Epilog.BIAS, Epilog.BGRADA, Epilog.BGRADB])
 @pytest.mark.parametrize("name", ["local", "ag-data", "rs-data", "ar-data"])
 def test_an_epilog_of_complex_numbers_beside_the_call_gives_the_same_result(name, epilog, rng, monkeypatch):
@@ -357,6 +358,7 @@ def test_an_epilog_of_complex_numbers_beside_the_call_gives_the_same_result(name
         np.testing.assert_array_equal(summed, op_a.sum(1) if epilog == Epilog.BGRADA else op_b.sum(0))
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("conjugation", [(False, False), (True, True)], ids=["plain", "conjugated"])
 @pytest.mark.parametrize("shape", [(2, 3, 2), (1, 1, 512)], ids=["copy", "scatter"])
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)

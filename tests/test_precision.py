@@ -51,6 +51,7 @@ def multiply(case, a, b, **options):
         return EXPLICIT.run(EXPLICIT.product(case, **options), *placed)
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", SINGLES)
 @pytest.mark.parametrize("precision", ROUNDING)
@@ -276,6 +277,7 @@ COMM = {
 }
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize(("name", "comm"), [(n, x) for n, all_of in COMM.items() for x in all_of])
 def test_communication_options_change_no_bit(name, comm, implementation, rng):

@@ -14,6 +14,7 @@ import jaxmp
 from jaxmp import quantize
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("shape", [(2, 128, 128, 128), (3, 5, 7, 64), (1, 1, 1, 32), (2, 16, 130, 96)])
 @pytest.mark.parametrize("kind", ["mx", "nv", "plain"])
 def test_scaled_matmul(kind, shape, rng):

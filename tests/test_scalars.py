@@ -54,6 +54,7 @@ def check(name, got, plain, arrays, scalars):
         bounds.judge(f"{name} {part}", x, y, 2 * bounds.PROGRAM * u * np.asarray(z))
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize(("mode", "case"), MATRIX)
 def test_both_scalars_and_their_gradients(mode, case, rng):
     cases.require(None)
@@ -68,6 +69,7 @@ def test_both_scalars_and_their_gradients(mode, case, rng):
     check(f"{mode.id} {case.name}", got, plain, arrays, scalars)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("traced", [("alpha",), ("beta",)], ids=lambda names: names[0])
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
 def test_one_of_them_with_an_epilog(case, traced, rng):
@@ -91,6 +93,7 @@ def test_one_of_them_with_an_epilog(case, traced, rng):
     check(case.name, got, lambda matmul: with_options(functools.partial(functools.partial, matmul)), arrays, scalars)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
 @pytest.mark.parametrize("case", cases.by_id(cases.MATRIX))
 def test_small_integers_agree_with_numbers_to_the_bit(case, dtype, rng):

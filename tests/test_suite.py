@@ -135,26 +135,33 @@ def test_sums_beside_an_empty_result(epilog):
         suite.check(trial, rng_of(trial))
 
 
+@pytest.mark.small("pairs", of=lambda trial: (trial.case.name, trial.epilog, trial.determinism, trial.implementation))
 @pytest.mark.parametrize("trial", trials(LEVELS))
 def test_every_level_of_determinism(trial):
     suite.check(trial, rng_of(trial))
 
 
+@pytest.mark.small("pairs", of=lambda trial: (trial.case.name, trial.epilog, trial.implementation))
 @pytest.mark.parametrize("trial", trials(EVERY_EPILOG))
 def test_every_epilog_on_every_pattern(trial):
     suite.check(trial, rng_of(trial))
 
 
+@pytest.mark.small("pairs", of=lambda trial: (trial.case.name, trial.epilog, trial.case.dtype))
 @pytest.mark.parametrize("trial", trials(EVERY_TYPE))
 def test_every_type(trial):
     suite.check(trial, rng_of(trial))
 
 
+@pytest.mark.small("pairs", of=lambda trial: (trial.case.name, trial.epilog, trial.case.per_shard))
 @pytest.mark.parametrize("trial", trials(EVERY_SHAPE))
 def test_every_shape(trial):
     suite.check(trial, rng_of(trial))
 
 
+@pytest.mark.small(
+    "pairs", of=lambda trial: (trial.case.name, trial.epilog, trial.case.extents, trial.case.transposition)
+)
 @pytest.mark.parametrize("trial", trials(NVMATH))
 def test_what_nvmath_tests(trial):
     suite.check(trial, rng_of(trial))

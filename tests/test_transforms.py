@@ -21,8 +21,6 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import reference
 
-pytestmark = pytest.mark.half
-
 BATCH = 3
 EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call("jaxmp_matmul")]
 
@@ -162,6 +160,7 @@ MATRIX = modes.pairs(modes.MODES, CASES)
 EXPORTABLE = modes.pairs([mode for mode in modes.MODES if mode.can_export and mode.is_jitted], CASES)
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: transform.__name__)
 @pytest.mark.parametrize(("mode", "case"), MATRIX)
 def test_transform(mode, case, transform):
@@ -171,6 +170,7 @@ def test_transform(mode, case, transform):
     judge_all(f"{mode.id} {case.name} {transform.__name__}", got, expected(transform, EXTENTS))
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("transform", [forward, grad, jvp, vmap_both], ids=lambda transform: transform.__name__)
 @pytest.mark.parametrize("case", cases.by_id(CASES))
 def test_transform_xla(case, transform):
@@ -181,6 +181,7 @@ def test_transform_xla(case, transform):
     judge_all(f"xla {case.name} {transform.__name__}", got, expected(transform, EXTENTS))
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize(("mode", "case"), MATRIX)
 def test_eval_shape(mode, case):
     """Nothing runs, and the type is the one that the result then has, sharding included."""
@@ -199,6 +200,7 @@ def _entries(spec):
     return tuple(spec) + (None,) * (2 - len(spec))
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize(("mode", "case"), MATRIX)
 def test_ahead_of_time_compilation(mode, case):
     cases.require(None)
@@ -209,6 +211,7 @@ def test_ahead_of_time_compilation(mode, case):
     judge_all(f"{mode.id} {case.name} aot", got, expected(forward, EXTENTS))
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("transform", [forward, grad], ids=lambda transform: transform.__name__)
 @pytest.mark.parametrize(("mode", "case"), EXPORTABLE)
 def test_export_round_trip(mode, case, transform):
