@@ -214,6 +214,7 @@ WRONG_SHARDINGS = {
     "a result that one call cannot give": ((P("x", "y"), P("y", None)), P("y", "x"), {}, "matmul: out_sharding P('y', 'x') cannot come from one call with rows of a on P('x'), contraction on ('y',) and columns of b on None; reshard an operand first (jax.sharding.reshard), or ask for one of: P('x', None); P(('x', 'y'), None); P('x', 'y')"),
     "a result that a gather cannot give": ((P("x", None), P(None, "y")), P("y", "x"), {}, "matmul: out_sharding P('y', 'x') cannot come from one call with rows of a on P('x'), contraction on None and columns of b on ('y',)"),
     "a result behind other axes": ((P(("x", "y"), None), P()), P("y", None), {}, "matmul: out_sharding P('y', None) cannot come from one call with rows of a on P(('x', 'y')), contraction on None and columns of b on None; reshard an operand first (jax.sharding.reshard), or ask for one of: P(('x', 'y'), None)"),
+    "rows and contraction on one axis": ((P("x", None), P("x", None)), P("x", None), {}, "matmul: the sharding of a uses axis 'x' for two dimensions"),
     "an out_sharding that is none": ((P(), P()), "x", {}, "matmul: out_sharding must be a PartitionSpec or a NamedSharding, got str"),
     "an in_sharding that is none": (("x", P()), P(), {}, "matmul: in_shardings must be a PartitionSpec or a NamedSharding, got str"),
     "unreduced": ((P(), P()), P(None, None, unreduced={"x"}), {}, "matmul: out_sharding with unreduced axes {'x'} is not supported"),

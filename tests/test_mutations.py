@@ -27,6 +27,7 @@ def test_every_fault_is_one_of_its_own():
 
 def test_the_tests_that_faults_name_exist():
     folder = ROOT / "tests"
-    named = {name for fault in FAULTS for name in fault.first}
-    paths = [folder / "cpp" / f"{name[4:]}.cc" if name.startswith("cpp:") else folder / name for name in named]
-    assert [path for path in paths if not path.exists()] == []
+    named = {tuple(name.partition("::")[::2]) for fault in FAULTS for name in fault.first}
+    paths = {name: folder / "cpp" / f"{name[4:]}.cc" if name.startswith("cpp:") else folder / name for name, _ in named}
+    assert [path for path in paths.values() if not path.exists()] == []
+    assert [test for name, test in named if test and f"def {test}(" not in paths[name].read_text()] == []

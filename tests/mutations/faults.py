@@ -1,7 +1,7 @@
 """The table of seeded faults: each is one small wrong change of a source file that some test has to notice.
 
 `old` occurs exactly once in `file`; `first` names where the fault most likely shows, which `run.py` runs first: a file
-of tests, or `cpp:` and one of the C++ tests. Faults that no test can see (another order of equal work, a slower way)
+of tests, one test of it, or `cpp:` and one of the C++ tests. Faults that no test can see (another order of equal work, a slower way)
 do not belong here. `tests/test_mutations.py` checks that every entry still fits its file.
 """
 
@@ -72,7 +72,7 @@ PYTHON = (
         "return Plan(Pattern.REDUCE_SCATTER, group, dimension=changed[0])",
         "return Plan(Pattern.REDUCE_SCATTER, group, dimension=len(rows) - 1)",
         "a leading dimension of a that is scattered is taken for the last of the rows",
-        ("test_batches.py",),
+        ("test_batching.py::test_leading_dimensions",),
     ),
     Fault(
         "pattern-gathered-dimension",
@@ -80,7 +80,7 @@ PYTHON = (
         "return Plan(Pattern.ALL_GATHER, group, dimension=changed[0])",
         "return Plan(Pattern.ALL_GATHER, group, dimension=0)",
         "rows behind a batch that are gathered are taken for the batch",
-        ("test_batches.py",),
+        ("test_batching.py::test_leading_dimensions",),
     ),
     Fault(
         "pattern-grid",
@@ -88,7 +88,7 @@ PYTHON = (
         "return len(a) == 2 and a == b == out and bool(a[0]) and bool(a[1])",
         "return len(a) == 2 and a == b == out and bool(a[0])",
         "matrices in blocks of rows alone are taken for blocks of a grid",
-        ("test_hlo.py", "test_errors.py", "test_explain.py", "test_placement.py"),
+        ("test_errors.py::test_wrong_sharding",),
     ),
     Fault(
         "swapped-conjugation",
@@ -120,7 +120,7 @@ PYTHON = (
         "return _sum_over_data(spec, outputs, plan.outside_group(sum(plan.out[:-1], ())))",
         "return outputs",
         "a bias gradient is not summed over data-parallel ranks",
-        ("test_epilogs.py", "test_suite.py"),
+        ("test_epilogs.py::test_sums_are_complete_and_exact",),
     ),
     Fault(
         "swapped-epilog-alpha",
@@ -128,7 +128,7 @@ PYTHON = (
         "    outputs = _apply_epilog(z.T, operands, spec.replace(alpha=1.0), rows)",
         "    outputs = _apply_epilog(z.T, operands, spec, rows)",
         "a product that is computed transposed counts alpha twice",
-        ("test_suite.py", "test_scalars.py"),
+        ("test_suite.py::test_every_epilog_on_every_pattern",),
     ),
     Fault(
         "partitioner-gathers-too-much",
@@ -136,7 +136,7 @@ PYTHON = (
         "elif rows and not out[0] and set(rows) <= set(cols):",
         "elif rows and not out[0]:",
         "the partitioner's rows are gathered by ranks that hold the same columns",
-        ("test_transforms.py", "test_hlo.py"),
+        ("test_plans.py", "test_transforms.py"),
     ),
     Fault(
         "partitioner-bias-gradient",
@@ -144,7 +144,7 @@ PYTHON = (
         'if bias_grad.summed(output_names(spec)[-1]) != "d" or not outside:',
         "if not outside or True:",
         "under the partitioner a bias gradient is not summed over data-parallel ranks",
-        ("test_epilogs.py",),
+        ("test_epilogs.py::test_epilog_in_every_mode",),
     ),
     Fault(
         "sums-of-operand-rows",
@@ -152,7 +152,7 @@ PYTHON = (
         'if name == ("bgradb" if plan.is_swapped else "bgrada"):',
         'if name == "bgrada":',
         "sums of the rows of b are cut over the group where the product is computed transposed",
-        ("test_epilogs.py", "test_suite.py"),
+        ("test_epilogs.py::test_sums_are_complete_and_exact",),
     ),
     Fault(
         "eager-key-of-zero",
@@ -217,7 +217,7 @@ PYTHON = (
         "global_extents(spec, a_shape, b_shape)[2] == 1:",
         "global_extents(spec, a_shape, b_shape)[2] == 0:",
         "a derivative epilog with k = 1 reaches the library, which does not take it",
-        ("test_mask_grids.py", "test_cuda.py", "test_suite.py"),
+        ("test_plans.py",),
     ),
     Fault(
         "legal-conjugated-sum",
@@ -225,7 +225,7 @@ PYTHON = (
         "conjugate_a=spec.conjugate_a and spec.transpose_a and spec.epilog != Epilog.BGRADA,",
         "conjugate_a=spec.conjugate_a and spec.transpose_a,",
         "the library is asked to sum an operand that it conjugates",
-        ("test_epilogs.py",),
+        ("test_epilogs.py::test_complex_sums",),
     ),
     Fault(
         "legal-cost",
@@ -233,7 +233,7 @@ PYTHON = (
         "if rows % p or copied <= LINK_COST * gathered:",
         "if rows % p or copied <= gathered:",
         "an all-reduce takes the dearer of two legal forms",
-        ("test_cuda.py", "test_explain.py", "test_hlo.py"),
+        ("test_plans.py",),
     ),
     Fault(
         "legal-uneven-rows",
@@ -241,7 +241,7 @@ PYTHON = (
         'kind = "separate_epilog" if rows % p else "reduce_scatter_all_gather"',
         'kind = "reduce_scatter_all_gather"',
         "rows that the ranks do not divide are scattered",
-        ("test_cuda.py", "test_hlo.py", "test_epilogs.py"),
+        ("test_plans.py",),
     ),
     Fault(
         "legal-card",
@@ -257,7 +257,7 @@ PYTHON = (
         "        a = lax.conj(a) if spec.conjugate_a else a\n        spec = spec.replace(transpose_a=False",
         "        spec = spec.replace(transpose_a=False",
         "an operand that is copied for the library loses its conjugation",
-        ("test_cuda.py", "test_hlo.py", "test_placement.py"),
+        ("test_plans.py::test_every_route_gives_the_same_result",),
     ),
     Fault(
         "activation-grad-of-minus-zero",
@@ -265,7 +265,12 @@ PYTHON = (
         '"alpha": -0.0, "beta": 1.0',
         '"alpha": 0.0, "beta": 1.0',
         "the product of a slope and -0 is +0",
-        ("test_determinism.py", "test_mlp.py", "test_chunks.py"),
+        (
+            "test_determinism_meshes.py::test_the_slope_of_a_gelu_is_the_librarys",
+            "test_chunks.py::test_the_slope_of_a_gelu_is_the_librarys",
+            "test_determinism.py",
+            "test_mlp.py",
+        ),
     ),
     Fault(
         "batch-choice",
@@ -297,7 +302,7 @@ PYTHON = (
         "if spec.has_c and (beta is not None or spec.beta != 0):",
         "if spec.has_c:",
         "beta = 0 reads C",
-        ("test_laws.py", "test_nan.py", "test_scalars.py"),
+        ("test_laws.py::test_c_is_not_read_where_beta_is_nought",),
     ),
     Fault(
         "xla-mask-of-zero",
@@ -305,7 +310,7 @@ PYTHON = (
         "pack_relu_aux(z > 0)",
         "pack_relu_aux(z >= 0)",
         "the mask of a relu counts 0 as positive",
-        ("test_epilogs.py", "test_mask_grids.py"),
+        ("test_epilogs.py::test_relu_of_zero_is_not_marked_and_passes_no_gradient",),
     ),
     Fault(
         "chunk-padding",
@@ -338,7 +343,7 @@ PYTHON = (
         '{"transpose_b": not spec.transpose_b, "conjugate_b": spec.conjugate_b}',
         '{"transpose_b": not spec.transpose_b}',
         "the cotangent of a ignores that b is conjugated",
-        ("test_numerics.py",),
+        ("test_numerics.py::test_gradients_of_conjugated_operands",),
     ),
     Fault(
         "cotangent-of-conjugated-a",
@@ -346,7 +351,7 @@ PYTHON = (
         "return lax.conj(result) if spec.conjugate_a else result",
         "return result",
         "the cotangent of a conjugated a is not conjugated",
-        ("test_numerics.py",),
+        ("test_numerics.py::test_gradients_of_conjugated_operands",),
     ),
     Fault(
         "cotangent-of-all-reduce",
@@ -362,7 +367,7 @@ PYTHON = (
         "is_fit = needed == frozenset(call.row_axes)",
         "is_fit = True",
         "a bias gradient comes out of a call that sums over other ranks",
-        ("test_epilogs.py", "test_suite.py", "test_mlp.py"),
+        ("test_suite.py::test_every_epilog_on_every_pattern", "test_epilogs.py"),
     ),
     Fault(
         "fused-bias-gradient-untyped",
@@ -370,7 +375,7 @@ PYTHON = (
         "is_fit = forward.pattern in (Pattern.LOCAL, Pattern.ALL_GATHER)",
         "is_fit = True",
         "without types, a bias gradient is summed twice over the group",
-        ("test_epilogs.py", "test_flax.py", "test_hlo.py"),
+        ("test_epilogs.py::test_epilog_in_every_mode", "test_flax.py"),
     ),
     Fault(
         "tangent-of-aux",
@@ -378,7 +383,7 @@ PYTHON = (
         "td = curve if td is None else td + curve",
         "td = curve if td is None else td",
         "the tangent of a derivative epilog loses the term of its aux",
-        ("test_epilogs.py", "test_suite.py"),
+        ("test_suite.py::test_every_epilog_on_every_pattern",),
     ),
     Fault(
         "tangent-of-c",
@@ -386,7 +391,7 @@ PYTHON = (
         "terms.append(tc if spec.beta == 1 else tc * jnp.asarray(spec.beta, tc.dtype))",
         "terms.append(tc)",
         "the gradient of C loses beta",
-        ("test_suite.py", "test_scalars.py"),
+        ("test_suite.py::test_every_epilog_on_every_pattern",),
     ),
     Fault(
         "tangent-of-narrow-c",
@@ -466,7 +471,7 @@ PYTHON = (
         "rows = spec.row_axes if spec.pattern in (Pattern.REDUCE_SCATTER, Pattern.GRID) else ()",
         "rows = spec.row_axes if spec.pattern == Pattern.REDUCE_SCATTER else ()",
         "on a grid a bias gradient is that of one row of processes",
-        ("test_suite.py", "test_epilogs.py"),
+        ("test_suite.py::test_every_epilog_on_every_pattern",),
     ),
     Fault(
         "bias-grad-contraction",
@@ -474,7 +479,7 @@ PYTHON = (
         "(Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE, Pattern.GRID) else ()",
         "(Pattern.REDUCE_SCATTER, Pattern.GRID) else ()",
         "sums of an operand of an all-reduced product are those of one rank",
-        ("test_suite.py", "test_epilogs.py"),
+        ("test_suite.py::test_every_epilog_on_every_pattern",),
     ),
     # Specs and tables --------------------------------------------------------------------------------------------
     Fault(
@@ -499,7 +504,7 @@ PYTHON = (
         'Epilog.GELU_BIAS: EpilogRule("gelu", True, with_aux=Epilog.GELU_AUX_BIAS)',
         'Epilog.GELU_BIAS: EpilogRule("gelu", True, with_aux=Epilog.GELU_AUX)',
         "the gradient of gelu with a bias is taken without the bias",
-        ("test_epilogs.py", "test_suite.py", "test_mlp.py"),
+        ("test_suite.py::test_every_epilog_on_every_pattern",),
     ),
     Fault(
         "epilog-without-gradient",
@@ -507,7 +512,7 @@ PYTHON = (
         'gradient="drelu_bgrad", without_gradient=Epilog.DRELU)',
         'gradient="drelu_bgrad", without_gradient=Epilog.NONE)',
         "DRELU_BGRAD under vmap is a plain product and its sums",
-        ("test_epilogs.py", "test_batching.py", "test_drawn.py"),
+        ("test_batching.py::test_vmap_over_bias_gradients",),
     ),
     Fault(
         "precision-preset",
@@ -531,7 +536,7 @@ PYTHON = (
         "z = jnp.clip(_widen(z), -32, 32)",
         "z = _widen(z)",
         "the slope of gelu is NaN far out",
-        ("test_nan.py", "test_drawn.py", "test_epilogs.py"),
+        ("test_epilogs.py::test_the_gradients_of_gelu_far_out_are_those_of_relu", "test_drawn.py"),
     ),
     Fault(
         "gelu-constant",
@@ -539,7 +544,7 @@ PYTHON = (
         "_CUBIC = 0.044715",
         "_CUBIC = 0.044705",
         "gelu by XLA is off in the fifth digit",
-        ("test_epilogs.py", "test_suite.py"),
+        ("test_epilogs.py::test_gelu_is_the_tanh_form", "test_suite.py"),
     ),
     Fault(
         "scale-swizzle",
@@ -699,7 +704,7 @@ CPP = (
         "store(std::complex<float>(value));",
         "store(std::complex<float>(std::conj(value)));",
         "alpha and beta of complex64 products are conjugated",
-        ("cpp:plan_run", "test_scalars.py"),
+        ("cpp:plan_run", "test_epilogs.py::test_complex_bias_c_and_scalars"),
     ),
     Fault(
         "plan-grid-capability",
