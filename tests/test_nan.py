@@ -58,3 +58,15 @@ def test_a_block_scaled_result_keeps_a_nan(implementation):
     decoded = np.asarray(quantize.dequantize(d, more["d_out_scale"]))
     assert np.isnan(decoded[7, 16:32]).all()
     assert np.count_nonzero(np.isnan(decoded)) == 16
+
+
+@pytest.mark.parametrize("name", ["ag", "rs", "ar", "grid"])
+def test_an_alpha_that_is_no_number_is_the_same_on_every_rank(name, rng):
+    """Ranks compare their scalars, and a NaN is not equal to itself."""
+    cases.require("host")
+    case = cases.BY_NAME[name].replace(per_shard=(3, 5, 2))
+    mesh = case.jax_mesh()
+    with jax.set_mesh(mesh):
+        placed = [cases.put(x, mesh, spec) for x, spec in zip(case.integers(rng), case.stored, strict=True)]
+        d = jaxmp.matmul(*placed, alpha=float("nan"), out_sharding=case.out, implementation="host")
+    assert np.isnan(np.asarray(d)).all()

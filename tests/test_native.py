@@ -267,6 +267,10 @@ def test_describe_plan(extension, pattern, algorithm):
         ({"pattern": "all_gather", "mesh": (4,), "m": 6}, "needs m to be a multiple of 4, got m=6"),
         ({"epilog": np.int64(4)}, "epilog 4 needs bias, but dtype_bias is none"),
         ({"alpha": np.array([1.0])}, r"attribute alpha must be float64\[2\]"),
+        (
+            {"mesh": (4,), "pattern": "all_gather", "m": 8, "n": 4, "devices": np.array([0, 1, 2])},
+            "must be empty or name",
+        ),
     ],
 )
 def test_a_refused_plan_says_why(extension, changes, message):
