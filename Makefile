@@ -19,9 +19,9 @@ LINT  := .venv/lint-$(TAG)
 MPI   := .venv/mpi-$(TAG)
 
 COMMA := ,
-# Two workers: most of a test is one thread that traces and compiles. A worker that is done takes over half of what is
-# left to another; neighbours stay together otherwise, since they share what they expect.
-PARALLEL := -n 2 --dist worksteal
+# Two workers (WORKERS=n for another number), since most of a test is one thread that traces and compiles. One that is
+# done takes over half of what is left to another; neighbours, which share what they expect, stay together otherwise.
+PARALLEL = -n $(or $(WORKERS),2) --dist worksteal
 
 CXX_SOURCES := CMakeLists.txt pyproject.toml $(shell find csrc -type f 2>/dev/null)
 ALL_SOURCES := $(CXX_SOURCES) $(shell find jaxmp -name '*.py' 2>/dev/null)

@@ -149,9 +149,11 @@ def test_the_slope_of_a_gelu_is_the_librarys():
     cases.require("host")
     aux, t = testing.draw(0, (70, 33), "float32"), testing.draw(1, (70, 33), "float32")
     t[0, :3] = 0.0, -0.0, np.inf
+    aux[0, :2] = 1.0  # where the slope is positive
     spec = matmul_spec.MatmulSpec(np.dtype("float32"), determinism="batch")
     slope = functools.partial(primitives.activation_grad, "gelu", spec=spec)
     want = np.asarray(jax.jit(slope)(aux, t))
+    assert np.signbit(want[0, :2]).tolist() == [False, True]
     for m in (1, 2, 3, 17, 64):
         testing.assert_bitwise_equal(jax.jit(slope)(aux[:m], t[:m]), want[:m], f"m={m}")
     fused = jax.jit(lambda aux, t: slope(aux, (t * 3 + aux) - (t * 3 + aux) + t) * 1.0)(aux, t)

@@ -1,8 +1,13 @@
 """Refusals of fp8, fp4 and int8: without these a wrong transposition, shape, scale or type could pass unseen."""
 
+import cases
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from narrow import E4M3, E5M2, E8M0, F32, FP4, TN
 
 import jaxmp
@@ -71,3 +76,21 @@ def test_mlp_refuses():
     x, w = np.zeros((16, 16), E4M3), np.zeros((16, 16), np.float32)
     with pytest.raises(NotImplementedError, match=r"mlp: x has dtype float8_e4m3fn; .*call jaxmp.matmul twice"):
         jaxmp.mlp(x, w, None, w, None, activation="relu")
+
+
+def test_ranks_that_differ_in_the_scale_of_a_tensor_are_told():
+    """Inside shard_map each device has its own scalar, and only one of them could be meant."""
+    cases.require("host")
+    mesh = cases.BY_NAME["ag"].jax_mesh(AxisType.Auto)
+
+    def local(a, b):
+        scale = jax.lax.axis_index("y").astype(jnp.float32) + 1
+        options = {"transpose_b": True, "preferred_element_type": jnp.float32, "implementation": "host"}
+        return jaxmp.all_gather_matmul(a, b, axis_name="y", scales=Scales(a=scale), **options)
+
+    in_specs, out = (P("y", None), P("y", None)), P(None, "y")
+    f = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out, check_vma=False))
+    with pytest.raises(
+        jax.errors.JaxRuntimeError, match=r"ranks disagree on the scale of B: rank 0 has 1, rank 1 has 2"
+    ):
+        f(np.ones((64, 32), E4M3), np.ones((64, 32), E4M3)).block_until_ready()

@@ -1,8 +1,8 @@
 """The table of seeded faults: each is one small wrong change of a source file that some test has to notice.
 
 `old` occurs exactly once in `file`; `first` names where the fault most likely shows, which `run.py` runs first: a file
-of tests, one test of it, or `cpp:` and one of the C++ tests. Faults that no test can see (another order of equal work, a slower way)
-do not belong here. `tests/test_mutations.py` checks that every entry still fits its file.
+of tests, one test of it, or `cpp:` and one of the C++ tests. Faults that no test can see (another order of equal work,
+a slower way) do not belong here. `tests/test_mutations.py` checks that every entry still fits its file.
 """
 
 from __future__ import annotations
@@ -323,10 +323,10 @@ PYTHON = (
     Fault(
         "chunk-conjugate",
         FIXED_SHAPE,
-        "conjugate_a=spec.conjugate_a and is_summed,",
-        "conjugate_a=False,",
-        "sums of a conjugated operand lose the conjugation in calls of one shape",
-        ("test_chunks.py",),
+        "return lax.conj(x) if is_conjugated and not wants_transposed else x",
+        "return x",
+        "conjugated operands lose the conjugation in calls of one shape",
+        ("test_chunks.py::test_conjugates_are_in_their_place",),
     ),
     Fault(
         "chunk-of-turned",
@@ -784,7 +784,7 @@ CPP = (
         "if (!problem.devices.empty() && static_cast<int64_t>(problem.devices.size()) != ndevices) {",
         "if (static_cast<int64_t>(problem.devices.size()) > ndevices) {",
         "a call may name fewer devices than its mesh has",
-        ("cpp:plan_problem", "cpp:attribute_fuzz"),
+        ("cpp:plan_problem", "test_native.py::test_a_refused_plan_says_why"),
     ),
     # Agreement and barrier ---------------------------------------------------------------------------------------
     Fault(
@@ -801,7 +801,7 @@ CPP = (
         "if (std::memcmp(&first.values[i], &other.values[i], sizeof(double)) == 0) continue;",
         "if (first.values[i] == other.values[i]) continue;",
         "ranks that agree on an alpha of NaN are said to disagree",
-        ("cpp:hostmp_agreement", "test_scalars.py", "test_nan.py"),
+        ("cpp:hostmp_agreement", "test_nan.py::test_an_alpha_that_is_no_number_is_the_same_on_every_rank"),
     ),
     Fault(
         "agreement-of-scales",
@@ -809,7 +809,7 @@ CPP = (
         "fields->add(value, is_scalar ? scales.scalar() : 0.0f);",
         "fields->add(value, is_scalar ? 1.0f : 0.0f);",
         "ranks may disagree on the scale of a whole tensor",
-        ("cpp:hostmp_narrow", "cpp:hostmp_agreement", "cpp:hostmp_refusals", "test_narrow.py"),
+        ("test_narrow_errors.py::test_ranks_that_differ_in_the_scale_of_a_tensor_are_told",),
     ),
     Fault(
         "barrier-disagreement",
@@ -834,7 +834,7 @@ CPP = (
         "values[i] = values[i] < T(0) ? T(0) : values[i];",
         "values[i] = values[i] > T(0) ? values[i] : T(0);",
         "relu makes 0 of NaN",
-        ("cpp:hostmp_epilog", "test_nan.py", "test_drawn.py"),
+        ("cpp:hostmp_epilog", "test_epilogs.py::test_activations_of_extreme_values", "test_drawn.py"),
     ),
     Fault(
         "epilog-table-gelu-bias",
@@ -866,7 +866,7 @@ CPP = (
         "if (f.bias) load(static_cast<const Out*>(f.bias) + row, bias, count);",
         "if (f.bias) load(static_cast<const Out*>(f.bias), bias, count);",
         "rows from 512 on get the bias of the first ones",
-        ("cpp:hostmp_epilog", "test_numerics.py", "test_epilogs.py"),
+        ("cpp:hostmp_epilog", "test_epilogs.py"),
     ),
     Fault(
         "bias-gradient-chunk",
