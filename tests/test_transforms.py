@@ -101,6 +101,13 @@ TRANSFORMS = (
 )
 
 
+def columns(mode, case, transform):
+    """What the small suite covers: every pair, and each mode on each pattern forwards, backwards and with a batch."""
+    name = transform.__name__
+    kind = "batch" if name.startswith("vmap_") else "forward" if transform in (forward, jvp) else "gradient"
+    return (mode, case, kind), (mode, transform), (case, transform)
+
+
 @dataclasses.dataclass(frozen=True)
 class Expected:
     """What a transform gives in float64, and what rounding may change."""
@@ -160,7 +167,7 @@ MATRIX = modes.pairs(modes.MODES, CASES)
 EXPORTABLE = modes.pairs([mode for mode in modes.MODES if mode.can_export and mode.is_jitted], CASES)
 
 
-@pytest.mark.small("pairs")
+@pytest.mark.small("values", of=columns)
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: transform.__name__)
 @pytest.mark.parametrize(("mode", "case"), MATRIX)
 def test_transform(mode, case, transform):
