@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import modes
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -427,6 +428,22 @@ def test_the_numbers_are_those_of_cublasmp():
 
 def test_every_implemented_epilog_is_in_the_table_of_cases():
     assert set(epilogs_lib.RULES) == set(cases.EPILOGS)
+
+
+def test_a_bias_that_ranks_share_beside_weights_of_their_own(rng):
+    """The call of the weights' gradient sums over no ranks here, and the bias's has to."""
+    cases.require(None)
+    mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
+    a, b, bias, w = (rng.integers(-3, 4, s).astype(np.float32) for s in ((5, 3), (2, 3, 4), (4,), (2, 5, 4)))
+
+    def layer(a, b, bias):
+        return jaxmp.matmul(a, b[0], epilog=Epilog.BIAS, epilog_inputs={"bias": bias})[None]
+
+    stacked = P("x", None, None)
+    f = jax.shard_map(layer, mesh=mesh, in_specs=(P(), stacked, P()), out_specs=stacked)
+    db, dbias = jax.jit(jax.grad(lambda b, bias: jnp.sum(w * f(a, b, bias)), (0, 1)))(b, bias)
+    np.testing.assert_array_equal(np.asarray(db), a.T @ w)
+    np.testing.assert_array_equal(np.asarray(dbias), w.sum((0, 1)))
 
 
 @pytest.mark.parametrize("activation", [None, "relu", "gelu"])

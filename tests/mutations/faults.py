@@ -367,7 +367,7 @@ PYTHON = (
         "is_fit = needed == frozenset(call.row_axes)",
         "is_fit = True",
         "a bias gradient comes out of a call that sums over other ranks",
-        ("test_suite.py::test_every_epilog_on_every_pattern", "test_epilogs.py"),
+        ("test_epilogs.py::test_a_bias_that_ranks_share_beside_weights_of_their_own",),
     ),
     Fault(
         "fused-bias-gradient-untyped",

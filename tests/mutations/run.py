@@ -133,8 +133,8 @@ def run_pytest(paths: list[str], options: list[str]) -> str:
 def run_ctest(names: list[str] | None) -> str:
     """The first C++ test that fails, or nothing; None for all of them."""
     pattern = [] if names is None else ["-R", f"^({'|'.join(names)})$"]
-    words = ["ctest", "--test-dir", BUILD, "--parallel", "2", "--timeout", TIMEOUT, "--stop-on-failure", *pattern]
-    status, output = command(*words)
+    words = ["ctest", "--test-dir", BUILD, "--parallel", "2", "--stop-on-failure", *pattern]
+    status, output = command(*words, timeout=600)
     if status == 0:
         return ""
     found = re.search(r"Test\s+#\d+: (\w+) \.*\s*\*\*\*", output)
