@@ -155,7 +155,12 @@ IN_EVERY_MODE = (
 )
 
 
-@pytest.mark.small("pairs")
+def columns(mode, case, epilog):
+    """What the small suite covers: every pair, and each mode on each pattern with and without a bias."""
+    return (mode, case, epilogs_lib.rule(epilog).has_bias), (mode, epilog), (case, epilog)
+
+
+@pytest.mark.small("values", of=columns)
 @pytest.mark.parametrize("epilog", IN_EVERY_MODE, ids=lambda e: e.name)
 @pytest.mark.parametrize(("mode", "case"), modes.pairs(MODES[1:], cases.MATRIX[:7]))
 def test_epilog_in_every_mode(mode, case, epilog, rng):

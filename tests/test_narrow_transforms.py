@@ -89,6 +89,21 @@ def test_gradients_of_c_bias_and_block_scaled_operands(rng):
     bounds.judge("rows", jax.grad(of_rows)(rows), want, 1e-5 * np.abs(want) + 1e-2)
 
 
+def test_gradients_of_a_c_with_a_scale(rng):
+    """Integers and powers of two: the gradients in C and in its scale are exact."""
+    cases.require(None)
+    a, b = small(rng, (16, 32), E4M3), small(rng, (16, 32), E4M3)
+    c, w = small(rng, (16, 16), np.float32), small(rng, (16, 16), np.float32)
+
+    def loss(c, scale):
+        d = jaxmp.matmul(a, b, c, beta=2.0, scales=Scales(c=scale), **TN, **F32)
+        return jnp.sum(w * d)
+
+    dc, dscale = jax.grad(loss, (0, 1))(c, jnp.float32(0.25))
+    np.testing.assert_array_equal(np.asarray(dc), 0.5 * w)
+    assert dscale == 2 * np.sum(w * c)
+
+
 @pytest.mark.parametrize("aux_dtype", [None, E4M3])
 def test_gradients_through_gelu_aux(aux_dtype, rng):
     """Its rounding counts as nothing: d and gelu_aux have the derivatives of gelu(z) and of z times its scale."""
