@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import suite
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from narrow import (
@@ -94,6 +95,7 @@ def test_block_scaled_results(kind, name, rng):
     for implementation in IMPLEMENTATIONS:
         options = {"preferred_element_type": dtype, "implementation": implementation, "alpha": 0.125}
         d, more = call_sharded(case, a, b, scale_a, scale_b, AxisType.Explicit, **options)
+        suite.check_replicas(implementation, more["d_out_scale"])
         got[implementation] = np.asarray(d), np.asarray(more["d_out_scale"])
     for host, xla in zip(got["host"], got["xla"], strict=True):
         np.testing.assert_array_equal(host, xla)

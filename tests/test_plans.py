@@ -307,6 +307,8 @@ def test_the_cheaper_of_two_ways_is_taken():
     assert small_b[0] == "transposed_copy"
     large_b = find_form(spec, (8, 65536), (65536, 8), 4, CUBLASMP)
     assert large_b[0] == "reduce_scatter_all_gather"
+    # Copying b's 2 MiB is cheaper than sending a ninth of that.
+    assert find_form(spec, (1024, 4096), (4096, 64), 4, CUBLASMP)[0] == "transposed_copy"
     for form in (small_b, large_b):
         assert "cuBLASMp all-reduces with a stored (m, k) and b stored (n, k) only" in form[1]
     odd = find_form(spec, (7, 65536), (65536, 8), 4, CUBLASMP)

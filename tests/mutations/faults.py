@@ -233,7 +233,7 @@ PYTHON = (
         "if rows % p or copied <= LINK_COST * gathered:",
         "if rows % p or copied <= gathered:",
         "an all-reduce takes the dearer of two legal forms",
-        ("test_plans.py",),
+        ("test_plans.py::test_the_cheaper_of_two_ways_is_taken",),
     ),
     Fault(
         "legal-uneven-rows",
@@ -885,12 +885,12 @@ CPP = (
         ("cpp:hostmp_epilog", "test_suite.py", "test_epilogs.py"),
     ),
     Fault(
-        "amax-of-peers",
+        "block-scales-of-peers",
         TILE_PART_CC,
         "if (call_.has_d_out_scale) copy_scales(call_of(rank));",
         "if (call_.has_d_out_scale && rank == 0) copy_scales(call_of(rank));",
         "after an all-reduce one rank alone has the scales of the result",
-        ("cpp:hostmp_narrow", "test_narrow_results.py"),
+        ("test_narrow_results.py::test_block_scaled_results",),
     ),
     Fault(
         "scale-of-c",
