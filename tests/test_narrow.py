@@ -252,3 +252,6 @@ def test_int8_long_sums_and_overflow(implementation, rng):
     want = 1000 * (a.astype(np.int64) @ b.astype(np.int64)) - 3 * c.astype(np.int64)
     d = jaxmp.matmul(a, b, c, alpha=1000, beta=-3, implementation=implementation)
     np.testing.assert_array_equal(d, want.astype(np.uint64).astype(np.uint32).view(np.int32))
+    a, b = (rng.integers(100, 128, shape, np.int8) for shape in ((3, 5000), (5000, 2)))
+    d = jaxmp.matmul(a, b, implementation=implementation)
+    np.testing.assert_array_equal(d, a.astype(np.int64) @ b.astype(np.int64))

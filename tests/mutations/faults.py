@@ -995,7 +995,7 @@ CPP = (
         "constexpr int64_t kDepth = 1024;",
         "constexpr int64_t kDepth = 4096;",
         "sums of 8-bit integers pass 2^24 in float",
-        ("cpp:hostmp_narrow", "test_narrow.py"),
+        ("cpp:hostmp_narrow", "test_narrow.py::test_int8_long_sums_and_overflow"),
     ),
     Fault(
         "scales-of-the-next-part",
