@@ -260,6 +260,9 @@ def test_describe_plan(extension, pattern, algorithm):
     assert len(set(plan["device_workspace"])) == len(set(plan["host_workspace"])) == 1  # shards are of one size
 
 
+NVFP4 = {"dtype_a": "f4e2m1", "dtype_b": "f4e2m1", "scale_mode_a": "vec16_ue4m3", "scale_mode_b": "vec16_ue4m3"}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -271,6 +274,7 @@ def test_describe_plan(extension, pattern, algorithm):
             {"mesh": (4,), "pattern": "all_gather", "m": 8, "n": 4, "devices": np.array([0, 1, 2])},
             "must be empty or name",
         ),
+        ({"m": 64, "n": 128, "k": 128, "trans_a": "T", **NVFP4}, r"columns of A \(m\) must be a multiple of 128"),
     ],
 )
 def test_a_refused_plan_says_why(extension, changes, message):

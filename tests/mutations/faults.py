@@ -359,7 +359,7 @@ PYTHON = (
         "return ct if spec.is_typed else collectives.psum(ct, spec.row_axes, line=spec.line)",
         "return ct",
         "without types, cotangents of an all-reduced product are those of one rank",
-        ("test_transforms.py",),
+        ("test_epilogs.py::test_epilog_in_every_mode", "test_transforms.py::test_transform"),
     ),
     Fault(
         "fused-bias-gradient",
@@ -488,7 +488,10 @@ PYTHON = (
         "ahead=batch * self.ahead, rows=((batch, ()), *self.rows)",
         "ahead=self.ahead, rows=((batch, ()), *self.rows)",
         "rows behind a batch count as the first ones in the order of sums",
-        ("test_determinism_meshes.py", "test_determinism_programs.py", "test_determinism.py"),
+        (
+            "test_determinism_meshes.py::test_gradients_of_leading_dimensions_do_not_know_the_mesh",
+            "test_determinism_programs.py",
+        ),
     ),
     Fault(
         "spec-grid-columns",
@@ -496,7 +499,7 @@ PYTHON = (
         "n = cols * (nrow if spec.transpose_b else ncol)",
         "n = cols * ncol",
         "a grid that is not square has a wrong n where b is stored transposed",
-        ("test_placement.py",),
+        ("test_plans.py::test_local_shapes_give_back_the_global_extents",),
     ),
     Fault(
         "epilog-keeps-aux",
@@ -520,7 +523,7 @@ PYTHON = (
         '"BF16_BF16_F32": _row("32F", "32F_FAST_16BF", only="bfloat16"),',
         '"BF16_BF16_F32": _row("32F", "32F_FAST_TF32", only="bfloat16"),',
         "BF16_BF16_F32 rounds float32 to TF32",
-        ("test_precision.py",),
+        ("test_precision.py::test_operands_are_rounded_as_asked",),
     ),
     Fault(
         "precision-tf32-tie",
@@ -552,7 +555,7 @@ PYTHON = (
         "return tiles.transpose(0, 3, 2, 1, 4).reshape(-1)",
         "return tiles.transpose(0, 3, 1, 2, 4).reshape(-1)",
         "scales of blocks lie in another order than cuBLASLt reads",
-        ("test_narrow.py",),
+        ("test_quantize.py::test_swizzle_and_packing", "test_narrow.py"),
     ),
     Fault(
         "scale-of-128",
@@ -560,7 +563,7 @@ PYTHON = (
         "return scale.T.reshape(-1)",
         "return scale.reshape(-1)",
         "scales of 128 numbers lie in another order than cuBLASLt reads",
-        ("test_narrow.py",),
+        ("test_narrow.py::test_every_scale_reaches_its_block",),
     ),
     Fault(
         "scale-of-a-power",
@@ -568,7 +571,7 @@ PYTHON = (
         "(mantissa > 0) & (exponent < 254)",
         "(mantissa >= 0) & (exponent < 254)",
         "a block whose largest value is a power of two gets twice its scale",
-        ("test_narrow_results.py", "test_quantize.py"),
+        ("test_narrow_results.py::test_block_scaled_results", "test_quantize.py"),
     ),
     Fault(
         "encode-saturates",
@@ -592,7 +595,7 @@ PYTHON = (
         "shards * process_grid.relu_aux_bytes(columns // shards)",
         "process_grid.relu_aux_bytes(columns)",
         "a relu mask that is packed for one shard passes for several",
-        ("test_epilogs.py", "test_errors.py", "test_mask_grids.py"),
+        ("test_errors.py", "test_epilogs.py"),
     ),
     Fault(
         "all-reduce-bit",
@@ -608,7 +611,7 @@ PYTHON = (
         "return local + n % nb",
         "return local",
         "the last block of a matrix is dropped where it is ragged",
-        ("test_block_cyclic.py",),
+        ("test_plans.py::test_blocks_dealt_out_by_hand",),
     ),
     Fault(
         "cyclic-source",
@@ -616,7 +619,7 @@ PYTHON = (
         "return ((i // nb) * nprocs + distance) * nb + i % nb",
         "return ((i // nb) * nprocs + iproc) * nb + i % nb",
         "the process that has the first block does not count",
-        ("test_block_cyclic.py",),
+        ("test_plans.py::test_blocks_dealt_out_by_hand",),
     ),
     # Operations --------------------------------------------------------------------------------------------------
     Fault(
@@ -1019,7 +1022,7 @@ CPP = (
         "if (block_of(mode) == 16) return {128, 64};",
         "if (block_of(mode) == 16) return {64, 64};",
         "half a tile of scales passes the checks",
-        ("cpp:hostmp_narrow", "cpp:hostmp_refusals", "test_narrow_errors.py", "test_narrow.py"),
+        ("cpp:hostmp_refusals", "test_native.py::test_a_refused_plan_says_why"),
     ),
     Fault(
         "schedule-c-first",
