@@ -383,3 +383,21 @@ def test_explain_counts_the_calls_of_a_batch():
     x = jax.ShapeDtypeStruct((2, 3, 4, 5), "float32")
     (row,) = jaxmp.explain(lambda a, b: jaxmp.einsum("bhqd,bhkd->bhqk", a, b))(x, x).rows
     assert (row.count, row.pattern, row.local_shapes) == (6, "local", ((4, 5), (4, 5), (4, 4)))
+
+
+@pytest.mark.parametrize("which", ["lhs", "rhs"])
+def test_an_operand_that_is_whole_takes_its_part_of_a_sharded_contraction(which, rng):
+    """And nothing is gathered, whichever of the two it is."""
+    mesh = cases.BY_NAME["local"].jax_mesh()
+    lhs, rhs = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((4, 6), (6, 8)))
+    specs = {"lhs": (P(None, "x"), P(None, None)), "rhs": (P(None, None), P("x", None))}[which]
+
+    def product(lhs, rhs):
+        return jaxmp.dot_general(lhs, rhs, (((1,), (0,)), ((), ())), out_sharding=P(None, None))
+
+    with jax.set_mesh(mesh):
+        placed = [cases.put(x, mesh, spec) for x, spec in zip((lhs, rhs), specs, strict=True)]
+        (row,) = jaxmp.explain(product)(*placed).rows
+        d = jax.jit(product)(*placed)
+    assert row.pattern == "all_reduce"
+    np.testing.assert_array_equal(np.asarray(d), lhs @ rhs)
