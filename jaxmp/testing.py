@@ -245,13 +245,13 @@ def check_meshes(
         if layout.name == "grid" and is_turned[0] and dtype.startswith("complex"):
             continue  # refused by name
         mesh = layout.make_mesh()
-        turned = [
+        stored = [
             P(*spec[::-1]) if t and layout.name != "grid" else spec
             for spec, t in zip((layout.a, layout.b), is_turned, strict=True)
         ]
-        specs = (*turned, layout.d, layout.d, P(layout.d[1]))
+        specs = (*stored, layout.d, layout.d, P(layout.d[1]))
         placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs, strict=True)]
-        shardings = {"in_shardings": tuple(turned), "out_sharding": layout.d, "mesh": mesh}
+        shardings = {"in_shardings": tuple(stored), "out_sharding": layout.d, "mesh": mesh}
         got = jax.jit(functools.partial(program, shardings))(*placed)
         for (path, x), y in zip(jax.tree_util.tree_flatten_with_path(got)[0], jax.tree.leaves(want), strict=True):
             name = jax.tree_util.keystr(path, simple=True, separator=" ")

@@ -86,7 +86,7 @@ def test_ranks_that_differ_in_the_scale_of_a_tensor_are_told():
     def local(a, b):
         scale = jax.lax.axis_index("y").astype(jnp.float32) + 1
         options = {"transpose_b": True, "preferred_element_type": jnp.float32, "implementation": "host"}
-        return jaxmp.all_gather_matmul(a, b, axis_name="y", scales=Scales(a=scale), **options)
+        return jaxmp.all_gather_matmul(a, b, axis_name="y", scaling=Scaling(a=scale), **options)
 
     in_specs, out = (P("y", None), P("y", None)), P(None, "y")
     f = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=in_specs, out_specs=out, check_vma=False))

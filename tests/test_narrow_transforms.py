@@ -96,7 +96,7 @@ def test_gradients_of_a_c_with_a_scale(rng):
     c, w = small(rng, (16, 16), np.float32), small(rng, (16, 16), np.float32)
 
     def loss(c, scale):
-        d = jaxmp.matmul(a, b, c, beta=2.0, scales=Scales(c=scale), **TN, **F32)
+        d = jaxmp.matmul(a, b, c, beta=2.0, scaling=Scaling(c=scale), **TN, **F32)
         return jnp.sum(w * d)
 
     dc, dscale = jax.grad(loss, (0, 1))(c, jnp.float32(0.25))

@@ -30,15 +30,15 @@ constexpr std::chrono::seconds kPatience(5);
 
 StatusOr<std::unique_ptr<const ContextFault>> ContextFault::Make() {
   const Driver& driver = Loaded()->driver;
-  std::unique_ptr<ContextFault> trap(new ContextFault);
+  std::unique_ptr<ContextFault> fault(new ContextFault);
   abi::CUmodule module = nullptr;
   JAXMP_RETURN_IF_ERROR(Check(driver.ModuleLoadData(&module, kPtx), "cuModuleLoadData"));
-  JAXMP_RETURN_IF_ERROR(Check(driver.ModuleGetFunction(&trap->kernel_, module, "jaxmp_trap"), "cuModuleGetFunction"));
-  JAXMP_RETURN_IF_ERROR(Check(driver.StreamCreate(&trap->stream_, abi::CU_STREAM_NON_BLOCKING), "cuStreamCreate"));
-  JAXMP_RETURN_IF_ERROR(Check(driver.EventCreate(&trap->done_, abi::CU_EVENT_DISABLE_TIMING), "cuEventCreate"));
-  JAXMP_RETURN_IF_ERROR(trap->Launch(false));
-  JAXMP_RETURN_IF_ERROR(Check(driver.StreamSynchronize(trap->stream_), "cuStreamSynchronize"));
-  return std::unique_ptr<const ContextFault>(std::move(trap));
+  JAXMP_RETURN_IF_ERROR(Check(driver.ModuleGetFunction(&fault->kernel_, module, "jaxmp_trap"), "cuModuleGetFunction"));
+  JAXMP_RETURN_IF_ERROR(Check(driver.StreamCreate(&fault->stream_, abi::CU_STREAM_NON_BLOCKING), "cuStreamCreate"));
+  JAXMP_RETURN_IF_ERROR(Check(driver.EventCreate(&fault->done_, abi::CU_EVENT_DISABLE_TIMING), "cuEventCreate"));
+  JAXMP_RETURN_IF_ERROR(fault->Launch(false));
+  JAXMP_RETURN_IF_ERROR(Check(driver.StreamSynchronize(fault->stream_), "cuStreamSynchronize"));
+  return std::unique_ptr<const ContextFault>(std::move(fault));
 }
 
 Status ContextFault::Launch(bool is_sprung) const {

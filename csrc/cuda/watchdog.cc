@@ -141,9 +141,9 @@ StatusOr<std::shared_ptr<Watch>> Watch::Make(abi::CUcontext context, std::string
        {&watch->watched_.begin, &watch->watched_.end, &watch->latest_.begin, &watch->latest_.end}) {
     JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.EventCreate(event, abi::CU_EVENT_DISABLE_TIMING), "cuEventCreate"));
   }
-  StatusOr<std::unique_ptr<const ContextFault>> trap =
+  StatusOr<std::unique_ptr<const ContextFault>> fault =
       has_peers ? ContextFault::Make() : StatusOr<std::unique_ptr<const ContextFault>>(nullptr);
-  if (trap.ok()) watch->context_fault_ = std::move(*trap);
+  if (fault.ok()) watch->context_fault_ = std::move(*fault);
   if (!watchdog().Add(watch)) return CheckAlive();
   return watch;
 }

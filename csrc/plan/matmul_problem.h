@@ -61,8 +61,8 @@ struct Problem {
   // row-major over axes_row; in a grid axes_row give the process row and axes_col the column.
   std::vector<int64_t> mesh_shape, axes_row, axes_col;
   std::string determinism;  // "run_to_run", "batch" or "topology"
-  // Hints: the type in which partial sums travel (none: the library's choice), how communication and products overlap,
-  // and how many multiprocessors communicate (0: the library's choice).
+  // Communication options: the type in which partial sums travel (none: the library's choice), how communication and
+  // products overlap, and how many multiprocessors communicate (0: the library's choice).
   DType communication_dtype = DType::kNone;
   Algorithm algorithm = Algorithm::kDefault;
   int64_t comm_sm_count = 0;

@@ -105,7 +105,7 @@ nb::dict ToDict(const Capabilities& capabilities, bool fixed_reduction_order) {
   result["grid_any_shape"] = capabilities.grid_any_shape;
   result["grid_epilogs"] = capabilities.grid_epilogs;
   result["complex_epilogs"] = capabilities.complex_epilogs;
-  result["orders_sums"] = fixed_reduction_order;
+  result["fixed_reduction_order"] = fixed_reduction_order;
   return result;
 }
 

@@ -78,8 +78,8 @@ def _by_case(lines: list[dict]) -> dict[tuple[str, int], list[dict]]:
     for line in lines:
         cases.setdefault((line["case"], line["ranks"]), []).append(line)
     for key, found in cases.items():
-        seats = sorted(line["rank"] for line in found)
-        if len(set(seats)) != len(seats):
+        ranks = sorted(line["rank"] for line in found)
+        if len(set(ranks)) != len(ranks):
             raise ValueError(f"{key[0]} was run twice on {key[1]} ranks; compare one run with one run")
     return cases
 

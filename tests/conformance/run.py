@@ -40,8 +40,8 @@ def run_suite(binary: Path, ranks: int, options: list[str], *, processes: bool =
     for _ in range(_MOST_RESTARTS):
         commands = [str(binary), "--ranks", str(ranks), "--seconds", str(seconds), *options, *after]
         with tempfile.TemporaryDirectory() as folder:
-            seats = [["--rank", str(i), "--id", f"{folder}/id"] for i in range(ranks)] if processes else [[]]
-            ended = _run_together([commands + seat for seat in seats], Path(folder), env)
+            rank_options = [["--rank", str(i), "--id", f"{folder}/id"] for i in range(ranks)] if processes else [[]]
+            ended = _run_together([commands + rank_option for rank_option in rank_options], Path(folder), env)
         found = [line for _, output, _ in ended for line in output]
         lines += [line for line in found if "case" in line]
         if all(status in (0, 1) for status, _, _ in ended):

@@ -183,7 +183,7 @@ def compute_of(spec: MatmulSpec, operand: DTypeLike) -> precisions.Compute:
 
 
 def _layouts(spec: MatmulSpec) -> dict[str, np.ndarray]:
-    """(mb, nb, rsrc, csrc) of A, B and D as stored, each pair turned round; empty where shards are contiguous."""
+    """(mb, nb, rsrc, csrc) of A, B and D as stored, each pair reversed; empty where shards are contiguous."""
     a, b, d = (
         np.array([*x.layout.block[::-1], *x.layout.first[::-1]] if x else [], np.int64)
         for x in spec.distributions or (None,) * 3

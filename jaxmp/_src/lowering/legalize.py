@@ -31,7 +31,7 @@ class Capabilities:
     grid_any_shape: bool = False
     grid_epilogs: bool = False
     complex_epilogs: bool = False
-    orders_sums: bool = False
+    fixed_reduction_order: bool = False
 
 
 class Form(enum.StrEnum):
@@ -115,7 +115,7 @@ def why_no_epilog(spec: MatmulSpec, capabilities: Capabilities) -> str:
 
 def is_tiled(spec: MatmulSpec, capabilities: Capabilities) -> bool:
     """Whether a level of determinism is kept by calls of one shape, for the library keeps none."""
-    return spec.fixed_reduction_order and not capabilities.orders_sums
+    return spec.fixed_reduction_order and not capabilities.fixed_reduction_order
 
 
 def find_form(

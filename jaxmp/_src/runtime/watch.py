@@ -132,15 +132,15 @@ def guard_main_thread(process: int, timeout: float, is_member: Callable[[], bool
     """
     own = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, jaxlib))
     main = threading.main_thread().ident
-    patience = timeout + 2 * _SETTLES  # a wait for an array has given up by then
-    watch, place = _Watch(process, patience, patience), None
+    limit = timeout + 2 * _SETTLES  # a wait for an array has given up by then
+    watch, place = _Watch(process, limit, limit), None
     while is_member():
         time.sleep(_PERIOD)
         frame = sys._current_frames().get(main or 0)
         seen = frame and (frame.f_code, frame.f_lasti)
         is_in_jax = frame is not None and frame.f_code.co_filename.startswith(own)
         if not is_in_jax or seen != place:
-            watch, place = _Watch(process, patience, patience), seen
+            watch, place = _Watch(process, limit, limit), seen
         elif why := watch.overdue():
             print(f"jaxmp.DistributedError: rank {process}: {why}", file=sys.stderr, flush=True)
             native.extension().leave_barrier(why[:500])

@@ -201,5 +201,5 @@ def rounded(x: jax.Array, compute: Compute) -> jax.Array:
         kept = (bits + jnp.uint32(0xFFF) + (bits >> 13 & jnp.uint32(1))) & jnp.uint32(0xFFFFE000)
         return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(kept, jnp.float32), x)
     # XLA takes a pair of conversions for superfluous unless something stands between them.
-    narrow: jax.Array = lax.optimization_barrier(x.astype(compute.rounding))
-    return narrow.astype(x.dtype)
+    rounded_down: jax.Array = lax.optimization_barrier(x.astype(compute.rounding))
+    return rounded_down.astype(x.dtype)

@@ -67,7 +67,7 @@ def check_transpositions(name: str, dtype: np.dtype, transpose_a: bool, transpos
 
 
 def side_dtypes(name: str, out: np.dtype, c: ArrayType | None) -> tuple[np.dtype, np.dtype]:
-    """(type of C, type of the bias) beside a D of type `out` from narrow operands."""
+    """(type of C, type of the bias) beside a D of type `out` from low-precision operands."""
     out = np.dtype(out)
     if not is_scaled(out):
         return out, np.dtype(jnp.bfloat16) if out == np.float32 else out
@@ -158,8 +158,8 @@ def _check_modes(name: str, modes: dict[str, str], out: np.dtype) -> None:
             f"{name}: scaling.a is {a} and scaling.b is {b}, which do not go together; both must be of one mode, or "
             "(rows, k/128) with (rows, k/128) or (rows/128, k/128)"
         )
-    out_is_narrow = is_low_precision(out)
-    if out_is_narrow and not tensorwide and a not in (VEC16, VEC32):
+    is_low_precision_out = is_low_precision(out)
+    if is_low_precision_out and not tensorwide and a not in (VEC16, VEC32):
         raise NotImplementedError(
             f"{name}: with scales of {a} the result must be bfloat16, float16 or float32, got {np.dtype(out).name}"
         )
@@ -167,7 +167,7 @@ def _check_modes(name: str, modes: dict[str, str], out: np.dtype) -> None:
         raise ValueError(
             f"{name}: scaling.c goes with tensor-wide scales only, scaling.a is {a}; multiply beta with it"
         )
-    if modes["d"] != NONE and not (out_is_narrow and (tensorwide or a == VEC16)):
+    if modes["d"] != NONE and not (is_low_precision_out and (tensorwide or a == VEC16)):
         raise ValueError(
             f"{name}: scaling.d scales a result of float8 with tensor-wide scales, or of float4; the result is "
             f"{np.dtype(out).name} and scaling.a is {a}: drop it" + (", blocks get their own" if a == VEC32 else "")
