@@ -401,3 +401,17 @@ def test_an_operand_that_is_whole_takes_its_part_of_a_sharded_contraction(which,
         d = jax.jit(product)(*placed)
     assert row.pattern == "all_reduce"
     np.testing.assert_array_equal(np.asarray(d), lhs @ rhs)
+
+
+def test_operands_that_einsum_puts_the_other_way_round_keep_their_shardings(rng):
+    cases.require(None)
+    mesh = cases.BY_NAME["local"].jax_mesh(AxisType.Auto)
+    a, b = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((4, 6), (6, 8)))
+    options = {"in_shardings": (P(None, "y"), P("x", None)), "out_sharding": P("x", "y"), "mesh": mesh}
+
+    def product(b, a):
+        return jaxmp.einsum("kn,mk->mn", b, a, **options)
+
+    placed = cases.put(b, mesh, P(None, "y")), cases.put(a, mesh, P("x", None))
+    np.testing.assert_array_equal(np.asarray(jax.jit(product)(*placed)), a @ b)
+    assert calls_of(compiled_text(product, *placed)) == ["local"]
