@@ -336,3 +336,23 @@ def test_what_cannot_keep_the_level_is_refused_by_name():
             NotImplementedError, match="gradient of a complex a that is stored transposed on a 2-D grid"
         ):
             jax.grad(lambda a: jnp.real(jnp.sum(f(a, b))))(a)
+
+
+@pytest.mark.parametrize("name", ["ag", "rs"])
+def test_gradients_of_mapped_products_do_not_know_the_mesh(name, rng):
+    """Ranks hold a part of the rows of each product of the batch, and yet they are summed product by product."""
+    cases.require("host")
+    case = cases.BY_NAME[name].replace(per_shard=(8, 5, 11))
+    m, n, k = case.extents
+    a, b, t = (testing.draw(i, shape, "float32") for i, shape in enumerate(((3, m, k), (k, n), (3, m, n))))
+
+    def gradient(a, b, t, **options):
+        product = functools.partial(jaxmp.matmul, determinism="topology", **options)
+        return jax.grad(lambda b: jnp.sum(t * jax.vmap(product, (0, None))(a, b)))(b)
+
+    mesh = case.jax_mesh(AxisType.Auto)
+    where = {"in_shardings": case.stored, "out_sharding": case.out, "mesh": mesh}
+    specs = P(None, *case.stored[0]), case.stored[1], P(None, *case.out)
+    placed = [cases.put(x, mesh, spec) for x, spec in zip((a, b, t), specs, strict=True)]
+    got, want = jax.jit(functools.partial(gradient, **where))(*placed), jax.jit(gradient)(a, b, t)
+    testing.assert_bitwise_equal(np.asarray(got), np.asarray(want))

@@ -488,10 +488,7 @@ PYTHON = (
         "ahead=batch * self.ahead, rows=((batch, ()), *self.rows)",
         "ahead=self.ahead, rows=((batch, ()), *self.rows)",
         "rows behind a batch count as the first ones in the order of sums",
-        (
-            "test_determinism_meshes.py::test_gradients_of_leading_dimensions_do_not_know_the_mesh",
-            "test_determinism_programs.py",
-        ),
+        ("test_determinism_meshes.py::test_gradients_of_mapped_products_do_not_know_the_mesh",),
     ),
     Fault(
         "spec-grid-columns",
