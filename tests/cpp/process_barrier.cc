@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "csrc/barrier/barrier.h"
@@ -268,6 +269,18 @@ void AProgramResumesInTheStateInWhichItCame() {
   CHECK(FloatState::Current() == keeping);
 }
 
+// Two processes of two devices each may run one program on the first device of each, and again on the second.
+void GroupsOfOtherDevicesHaveOtherKeys() {
+  auto key_on = [](std::vector<int64_t> devices) {
+    CallSignature signature = *Make("jit_f", 0, "");
+    signature.members.clear();
+    signature.devices = std::move(devices);
+    return (*Prepare(std::move(signature)))->members[0].key;
+  };
+  CHECK(key_on({0, 2}) == key_on({0, 2}));
+  CHECK(key_on({0, 2}) != key_on({1, 3}));
+}
+
 void APlaceOutsideTheMeshIsRefused() {
   std::string message;
   Arrive(Make("jit_f", 0, ""), 7, [&message](const Status& status) { message = status.message(); });
@@ -414,6 +427,7 @@ int main() {
   jaxmp::AnInterruptEndsTheWaiting();
   jaxmp::TheEndFreesThoseWhoWait();
   jaxmp::AProgramResumesInTheStateInWhichItCame();
+  jaxmp::GroupsOfOtherDevicesHaveOtherKeys();
   jaxmp::APlaceOutsideTheMeshIsRefused();
   jaxmp::AProcessIsConnectedWhenItIsNeeded();
   jaxmp::AProcessThatCannotBeConnectedIsNamedAtOnce();
