@@ -67,7 +67,7 @@ test-python: $(TEST)/.ready ## Run the Python tests only (ARGS="-k name" picks s
 
 .PHONY: fuzz
 fuzz: $(TEST)/.ready ## Draw products at random and judge them (N=20000: how many, SEED=7: which)
-	JAXMP_FUZZ=$(or $(N),2000) JAXMP_FUZZ_SEED=$(SEED) $(TEST)/bin/pytest tests/test_drawn.py -k drawn_products --timeout=0 $(ARGS)
+	JAXMP_FUZZ=$(or $(N),2000) JAXMP_FUZZ_SEED=$(SEED) $(TEST)/bin/pytest tests/ops/test_drawn.py -k drawn_products --timeout=0 $(ARGS)
 
 .PHONY: fuzz-attributes
 fuzz-attributes: $(TEST)/.ready ## Change the attributes of calls at random, under the sanitizers (N=1000000: how often)
@@ -104,7 +104,7 @@ soak: $(TEST)/.ready ## Run 100,000 small and 1,000 large calls and watch memory
 .PHONY: test-abi
 test-abi: $(TEST)/.ready ## Compare our declarations with the real headers, from their wheels (Linux)
 	$(TEST)/bin/pip install --quiet --disable-pip-version-check --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime nvidia-nccl-cu13
-	JAXMP_REQUIRE_ABI=1 $(TEST)/bin/pytest tests/test_abi.py $(ARGS)
+	JAXMP_REQUIRE_ABI=1 $(TEST)/bin/pytest tests/project/test_abi.py $(ARGS)
 
 .PHONY: test-cublasmp
 test-cublasmp: $(TEST)/.ready ## Run the C++ tests, and what the real cuBLASMp does without a GPU (wheels of 700 MB)

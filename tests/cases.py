@@ -39,7 +39,7 @@ class Case:
     b: P
     out: P
     group: tuple[str, ...] = ()
-    is_swapped: bool = False
+    computes_transposed: bool = False
     gathers: str = ""
     per_shard: tuple[int, int, int] = (1, 1, 1)
     transposition: str = "NN"
@@ -114,9 +114,9 @@ class Case:
     def spec_of(self, name: str) -> P:
         """The sharding of an operand or result beside a and b, by name."""
         rows, cols = self.out
-        if name == ("bgradb" if self.is_swapped else "bgrada"):
+        if name == ("bgradb" if self.computes_transposed else "bgrada"):
             # Sums of the rows of the first operand of the call are whole in its group.
-            dim = cols if self.is_swapped else rows
+            dim = cols if self.computes_transposed else rows
             axes = (dim,) if isinstance(dim, str) else dim or ()
             return P(tuple(axis for axis in axes if axis not in self.group) or None)
         if name == "bgrada":
@@ -208,14 +208,14 @@ CASES = (
     Case(
         "ag-axes-reversed", "all_gather", _XY, P(("y", "x"), None), P(None, ("y", "x")), P(None, ("y", "x")), ("y", "x")
     ),
-    Case("ag-swapped", "all_gather", _XY, _ROW, _COL, _ROW, ("y",), is_swapped=True),
+    Case("ag-transposed", "all_gather", _XY, _ROW, _COL, _ROW, ("y",), computes_transposed=True),
     # The contraction is sharded and the sum scattered over the rows.
     Case("rs", "reduce_scatter", (("y", 4),), _COL, _ROW, _ROW, ("y",)),
     Case("rs-data", "reduce_scatter", _XY, P("x", "y"), _ROW, P(("x", "y"), None), ("y",)),
     Case(
         "rs-two-axes", "reduce_scatter", _XY, P(None, ("x", "y")), P(("x", "y"), None), P(("x", "y"), None), ("x", "y")
     ),
-    Case("rs-swapped", "reduce_scatter", _XY, P("x", "y"), _ROW, P("x", "y"), ("y",), is_swapped=True),
+    Case("rs-transposed", "reduce_scatter", _XY, P("x", "y"), _ROW, P("x", "y"), ("y",), computes_transposed=True),
     # The sum on every device.
     Case("ar", "all_reduce", (("y", 8),), _COL, _ROW, _NONE, ("y",)),
     Case("ar-data", "all_reduce", _XY, P("x", "y"), _ROW, P("x", None), ("y",)),
@@ -242,7 +242,17 @@ BY_NAME = {case.name: case for case in CASES}
 # One per pattern, on a 2 x 2 mesh: what the transform matrix runs. The extents are the same for all of them.
 MATRIX = tuple(
     BY_NAME[name]
-    for name in ("local", "ag-data", "rs-data", "ar-data", "grid", "ag-swapped", "rs-swapped", "gather-a", "gather-b")
+    for name in (
+        "local",
+        "ag-data",
+        "rs-data",
+        "ar-data",
+        "grid",
+        "ag-transposed",
+        "rs-transposed",
+        "gather-a",
+        "gather-b",
+    )
 )
 
 # Extents (m, n, k) per shard: ones, odd ones, tall, wide, long contractions, empty dimensions.

@@ -105,7 +105,7 @@ class Trial:
         if self.determinism == "run_to_run":
             return ""
         has_sums = self.epilog in SUMS
-        if has_sums and case.is_swapped:
+        if has_sums and case.computes_transposed:
             return f"has no epilog {self.epilog.name} where columns of the result are gathered or scattered"
         rows = case.out[0] or ()
         beside = set((rows,) if isinstance(rows, str) else rows) - set(case.group)

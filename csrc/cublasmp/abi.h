@@ -2,7 +2,7 @@
 // to build.
 //
 // Names, numbers and parameter orders are those of cuBLASMp 0.10 and of the CUDA 13 headers that it
-// includes; tests/test_abi.py compiles this file beside the real header and compares each of them.
+// includes; tests/project/test_abi.py compiles this file beside the real header and compares each of them.
 // Everything sits in a namespace, so that both can be included in one translation unit.
 #ifndef JAXMP_CUBLASMP_ABI_H_
 #define JAXMP_CUBLASMP_ABI_H_

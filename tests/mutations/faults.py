@@ -2,7 +2,7 @@
 
 `old` occurs exactly once in `file`; `first` names where the fault most likely shows, which `run.py` runs first: a file
 of tests, one test of it, or `cpp:` and one of the C++ tests. Faults that no test can see (another order of equal work,
-a slower way) do not belong here. `tests/test_mutations.py` checks that every entry still fits its file.
+a slower way) do not belong here. `tests/project/test_mutations.py` checks that every entry still fits its file.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ PYTHON = (
         "return longer[len(shorter) :] if longer[: len(shorter)] == shorter else None",
         "return longer[len(shorter) :]",
         "axes that a call cannot gather or scatter are taken for those that it can",
-        ("test_errors.py", "test_dot_general_errors.py", "test_hlo.py"),
+        ("validation/test_errors.py", "ops/test_dot_general_errors.py", "sharding/test_hlo.py"),
     ),
     Fault(
         "pattern-scattered-dimension",
@@ -73,7 +73,7 @@ PYTHON = (
         "return Plan(Pattern.REDUCE_SCATTER, group, dimension=changed[0])",
         "return Plan(Pattern.REDUCE_SCATTER, group, dimension=len(rows) - 1)",
         "a leading dimension of a that is scattered is taken for the last of the rows",
-        ("test_batching.py::test_leading_dimensions",),
+        ("primitive/test_batching.py::test_leading_dimensions",),
     ),
     Fault(
         "pattern-gathered-dimension",
@@ -81,7 +81,7 @@ PYTHON = (
         "return Plan(Pattern.ALL_GATHER, group, dimension=changed[0])",
         "return Plan(Pattern.ALL_GATHER, group, dimension=0)",
         "rows behind a batch that are gathered are taken for the batch",
-        ("test_batching.py::test_leading_dimensions",),
+        ("primitive/test_batching.py::test_leading_dimensions",),
     ),
     Fault(
         "pattern-grid",
@@ -89,7 +89,7 @@ PYTHON = (
         "return len(a) == 2 and a == b == out and bool(a[0]) and bool(a[1])",
         "return len(a) == 2 and a == b == out and bool(a[0])",
         "matrices in blocks of rows alone are taken for blocks of a grid",
-        ("test_errors.py::test_wrong_sharding",),
+        ("validation/test_errors.py::test_wrong_sharding",),
     ),
     Fault(
         "transposed-conjugation",
@@ -97,7 +97,7 @@ PYTHON = (
         "conjugate_a=spec.conjugate_b,\n        conjugate_b=spec.conjugate_a,\n        out_dtype",
         "conjugate_a=spec.conjugate_a,\n        conjugate_b=spec.conjugate_b,\n        out_dtype",
         "a product that is computed transposed conjugates the other operand",
-        ("test_placement.py",),
+        ("sharding/test_placement.py",),
     ),
     Fault(
         "transposed-scales",
@@ -105,7 +105,7 @@ PYTHON = (
         "ScaleModes(a=spec.scales.b, b=spec.scales.a)",
         "ScaleModes(a=spec.scales.a, b=spec.scales.b)",
         "a product that is computed transposed takes the scale mode of the other operand",
-        ("test_narrow.py",),
+        ("spec/test_low_precision.py",),
     ),
     Fault(
         "traced-beta-scales-twice",
@@ -113,7 +113,7 @@ PYTHON = (
         "return _apply_epilog(merge_rows(z), operands, spec.replace(alpha=1.0), z.shape[:-1])",
         "return _apply_epilog(merge_rows(z), operands, spec, z.shape[:-1])",
         "with a traced beta a static alpha counts twice",
-        ("test_scalars.py",),
+        ("ops/test_scalars.py",),
     ),
     Fault(
         "bias-gradient-over-data",
@@ -121,7 +121,7 @@ PYTHON = (
         "return _sum_over_data(spec, outputs, plan.outside_group(sum(plan.out[:-1], ())))",
         "return outputs",
         "a bias gradient is not summed over data-parallel ranks",
-        ("test_epilogs.py::test_sums_are_complete_and_exact",),
+        ("spec/test_epilogs.py::test_sums_are_complete_and_exact",),
     ),
     Fault(
         "transposed-epilog-alpha",
@@ -129,7 +129,7 @@ PYTHON = (
         "    outputs = _apply_epilog(z.T, operands, spec.replace(alpha=1.0), rows)",
         "    outputs = _apply_epilog(z.T, operands, spec, rows)",
         "a product that is computed transposed counts alpha twice",
-        ("test_suite.py::test_every_epilog_on_every_pattern",),
+        ("ops/test_suite.py::test_every_epilog_on_every_pattern",),
     ),
     Fault(
         "partitioner-gathers-too-much",
@@ -137,7 +137,7 @@ PYTHON = (
         "elif rows and not out[0] and set(rows) <= set(cols):",
         "elif rows and not out[0]:",
         "the partitioner's rows are gathered by ranks that hold the same columns",
-        ("test_plans.py", "test_transforms.py"),
+        ("lowering/test_plans.py", "primitive/test_transforms.py"),
     ),
     Fault(
         "partitioner-bias-gradient",
@@ -145,7 +145,7 @@ PYTHON = (
         'if bias_grad.summed(spec.output_names[-1]) != "d" or not outside:',
         "if True:",
         "under the partitioner a bias gradient is not summed over data-parallel ranks",
-        ("test_epilogs.py::test_epilog_in_every_mode",),
+        ("spec/test_epilogs.py::test_epilog_in_every_mode",),
     ),
     Fault(
         "sums-of-operand-rows",
@@ -153,7 +153,7 @@ PYTHON = (
         'if name == ("bgradb" if plan.is_transposed else "bgrada"):',
         'if name == "bgrada":',
         "sums of the rows of b are cut over the group where the product is computed transposed",
-        ("test_epilogs.py::test_sums_are_complete_and_exact",),
+        ("spec/test_epilogs.py::test_sums_are_complete_and_exact",),
     ),
     Fault(
         "eager-key-of-zero",
@@ -161,7 +161,7 @@ PYTHON = (
         "*(options | {name: repr(x) for name, x in scalars.items()}).values()",
         "*options.values()",
         "an eager call with alpha = -0.0 gets the decision of one with 0.0",
-        ("test_eager.py",),
+        ("sharding/test_eager.py",),
     ),
     Fault(
         "eager-key-of-types",
@@ -169,7 +169,7 @@ PYTHON = (
         "return kept((tuple(types), values, tuple(map(type, values))))",
         "return kept((tuple(types), values))",
         "an eager call with transpose_a=1 gets the decision of one with True",
-        ("test_eager.py",),
+        ("sharding/test_eager.py",),
     ),
     # Lowering ----------------------------------------------------------------------------------------------------
     Fault(
@@ -178,7 +178,7 @@ PYTHON = (
         '"trans_a": _transposition(spec.transpose_b, spec.conjugate_b),',
         '"trans_a": _transposition(spec.transpose_b, spec.conjugate_a),',
         "the call conjugates a where b was to be",
-        ("test_placement.py",),
+        ("sharding/test_placement.py",),
     ),
     Fault(
         "call-grid-axes",
@@ -186,7 +186,7 @@ PYTHON = (
         "(spec.group.col_axes, spec.group.row_axes) if grid",
         "(spec.group.row_axes, spec.group.col_axes) if grid",
         "rows and columns of the process grid are not swapped for column-major order",
-        ("test_placement.py",),
+        ("sharding/test_placement.py",),
     ),
     Fault(
         "call-first-process",
@@ -194,7 +194,7 @@ PYTHON = (
         "np.array([*x.layout.block[::-1], *x.layout.first[::-1]]",
         "np.array([*x.layout.block[::-1], *x.layout.first]",
         "the process that has the first block is not swapped for column-major order",
-        ("test_block_cyclic.py",),
+        ("ops/test_block_cyclic.py",),
     ),
     Fault(
         "call-scale-order",
@@ -202,7 +202,7 @@ PYTHON = (
         'for name in ("scale_b", "scale_a", "scale_c", "scale_d", "scale_aux"):',
         'for name in ("scale_a", "scale_b", "scale_c", "scale_d", "scale_aux"):',
         "the scales of a and b change places",
-        ("test_narrow.py",),
+        ("spec/test_low_precision.py",),
     ),
     Fault(
         "call-aliases-unread-c",
@@ -210,7 +210,7 @@ PYTHON = (
         "if not spec.has_c or spec.beta == 0:",
         "if not spec.has_c:",
         "a C that is not read is copied for D",
-        ("test_in_place.py",),
+        ("sharding/test_in_place.py",),
     ),
     Fault(
         "legal-padded-k",
@@ -218,7 +218,7 @@ PYTHON = (
         "extents(spec, a_shape, b_shape).k == 1:",
         "extents(spec, a_shape, b_shape).k == 0:",
         "a derivative epilog with k = 1 reaches the library, which does not take it",
-        ("test_plans.py",),
+        ("lowering/test_plans.py",),
     ),
     Fault(
         "legal-conjugated-sum",
@@ -226,7 +226,7 @@ PYTHON = (
         "conjugate_a=spec.conjugate_a and spec.transpose_a and spec.epilog != Epilog.BGRADA,",
         "conjugate_a=spec.conjugate_a and spec.transpose_a,",
         "the library is asked to sum an operand that it conjugates",
-        ("test_epilogs.py::test_complex_sums",),
+        ("spec/test_epilogs.py::test_complex_sums",),
     ),
     Fault(
         "legal-cost",
@@ -234,7 +234,7 @@ PYTHON = (
         "if rows % p or copied <= LINK_COST * gathered:",
         "if rows % p or copied <= gathered:",
         "an all-reduce takes the dearer of two legal forms",
-        ("test_plans.py::test_the_cheaper_of_two_ways_is_taken",),
+        ("lowering/test_plans.py::test_the_cheaper_of_two_ways_is_taken",),
     ),
     Fault(
         "legal-uneven-rows",
@@ -242,7 +242,7 @@ PYTHON = (
         "(Form.SEPARATE_EPILOG if rows % p else Form.REDUCE_SCATTER_ALL_GATHER)",
         "Form.REDUCE_SCATTER_ALL_GATHER",
         "rows that the ranks do not divide are scattered",
-        ("test_plans.py",),
+        ("lowering/test_plans.py",),
     ),
     Fault(
         "legal-card",
@@ -250,7 +250,7 @@ PYTHON = (
         'return "" if capability == _HOPPER else',
         'return "" if capability >= _HOPPER else',
         "a mode of scales that one card alone has is asked of every later one",
-        ("test_cuda.py",),
+        ("lowering/test_cuda.py",),
     ),
     Fault(
         "copied-operand-conjugate",
@@ -258,7 +258,7 @@ PYTHON = (
         "a = lax.conj(a) if call.spec.conjugate_a else a",
         "a = a",
         "an operand that is copied for the library loses its conjugation",
-        ("test_plans.py::test_every_form_gives_the_same_result",),
+        ("lowering/test_plans.py::test_every_form_gives_the_same_result",),
     ),
     Fault(
         "activation-grad-of-minus-zero",
@@ -267,10 +267,10 @@ PYTHON = (
         "alpha=0.0, beta=1.0",
         "the product of a slope and -0 is +0",
         (
-            "test_determinism_meshes.py::test_the_slope_of_a_gelu_is_the_librarys",
-            "test_chunks.py::test_the_slope_of_a_gelu_is_the_librarys",
-            "test_determinism.py",
-            "test_mlp.py",
+            "determinism/test_determinism_meshes.py::test_the_slope_of_a_gelu_is_the_librarys",
+            "lowering/test_fixed_shape.py::test_the_slope_of_a_gelu_is_the_librarys",
+            "determinism/test_determinism.py",
+            "ops/test_mlp.py",
         ),
     ),
     Fault(
@@ -279,7 +279,7 @@ PYTHON = (
         "gains = (is_large and is_shared) if",
         "gains = (is_large or is_shared) if",
         "small batches of products go one by one",
-        ("test_batches.py", "test_batching.py", "test_explain.py"),
+        ("primitive/test_batches.py", "primitive/test_batching.py", "explain/test_explain.py"),
     ),
     Fault(
         "batch-of-16-bit-sums",
@@ -287,7 +287,7 @@ PYTHON = (
         "if gains or precisions.sums_in_16_bits(spec.precision):",
         "if gains:",
         "a batch whose precision sums in 16 bits goes to XLA",
-        ("test_batches.py", "test_batching.py", "test_precision.py"),
+        ("primitive/test_batches.py", "primitive/test_batching.py", "spec/test_precision.py"),
     ),
     Fault(
         "xla-rounds-parts",
@@ -295,7 +295,7 @@ PYTHON = (
         "lax.psum(z, spec.group.row_axes)",
         "lax.psum(z.astype(spec.out_dtype), spec.group.row_axes).astype(acc)",
         "each rank's part of an all-reduced sum is rounded ahead of the sum",
-        ("test_placement.py",),
+        ("sharding/test_placement.py",),
     ),
     Fault(
         "xla-reads-c",
@@ -303,7 +303,7 @@ PYTHON = (
         "if spec.has_c and (beta is not None or spec.beta != 0):",
         "if spec.has_c:",
         "beta = 0 reads C",
-        ("test_laws.py::test_c_is_not_read_where_beta_is_nought",),
+        ("sharding/test_laws.py::test_c_is_not_read_where_beta_is_nought",),
     ),
     Fault(
         "xla-mask-of-zero",
@@ -311,7 +311,7 @@ PYTHON = (
         "pack_relu_aux(z > 0)",
         "pack_relu_aux(z >= 0)",
         "the mask of a relu counts 0 as positive",
-        ("test_epilogs.py::test_relu_of_zero_is_not_marked_and_passes_no_gradient",),
+        ("spec/test_epilogs.py::test_relu_of_zero_is_not_marked_and_passes_no_gradient",),
     ),
     Fault(
         "chunk-padding",
@@ -319,7 +319,7 @@ PYTHON = (
         'mode="edge" if has_amax and way == "m" else "constant"',
         'mode="constant"',
         "the largest value of a result may be that of padding",
-        ("test_chunks.py",),
+        ("lowering/test_fixed_shape.py",),
     ),
     Fault(
         "chunk-conjugate",
@@ -327,7 +327,7 @@ PYTHON = (
         "return lax.conj(x) if is_conjugated and not wants_transposed else x",
         "return x",
         "conjugated operands lose the conjugation in calls of one shape",
-        ("test_chunks.py::test_conjugates_are_in_their_place",),
+        ("lowering/test_fixed_shape.py::test_conjugates_are_in_their_place",),
     ),
     Fault(
         "chunk-of-turned",
@@ -335,7 +335,7 @@ PYTHON = (
         "transpose_a=not spec.transpose_b,\n        transpose_b=not spec.transpose_a,",
         "transpose_a=not spec.transpose_a,\n        transpose_b=not spec.transpose_b,",
         "a gradient that is computed transposed in calls of one shape transposes the wrong operands",
-        ("test_chunks.py",),
+        ("lowering/test_fixed_shape.py",),
     ),
     # Rules of the primitives -------------------------------------------------------------------------------------
     Fault(
@@ -344,7 +344,7 @@ PYTHON = (
         '{"transpose_b": not spec.transpose_b, "conjugate_b": spec.conjugate_b}',
         '{"transpose_b": not spec.transpose_b}',
         "the cotangent of a ignores that b is conjugated",
-        ("test_numerics.py::test_gradients_of_conjugated_operands",),
+        ("ops/test_numerics.py::test_gradients_of_conjugated_operands",),
     ),
     Fault(
         "cotangent-of-conjugated-a",
@@ -352,7 +352,7 @@ PYTHON = (
         "return lax.conj(result) if spec.conjugate_a else result",
         "return result",
         "the cotangent of a conjugated a is not conjugated",
-        ("test_numerics.py::test_gradients_of_conjugated_operands",),
+        ("ops/test_numerics.py::test_gradients_of_conjugated_operands",),
     ),
     Fault(
         "cotangent-of-all-reduce",
@@ -360,7 +360,7 @@ PYTHON = (
         "return ct if spec.is_typed else",
         "return ct if True else",
         "without types, cotangents of an all-reduced product are those of one rank",
-        ("test_epilogs.py::test_epilog_in_every_mode", "test_transforms.py::test_transform"),
+        ("spec/test_epilogs.py::test_epilog_in_every_mode", "primitive/test_transforms.py::test_transform"),
     ),
     Fault(
         "fused-bias-gradient",
@@ -368,7 +368,7 @@ PYTHON = (
         "is_fit = needed == frozenset(call.group.row_axes)",
         "is_fit = True",
         "a bias gradient comes out of a call that sums over other ranks",
-        ("test_epilogs.py::test_a_bias_that_ranks_share_beside_weights_of_their_own",),
+        ("spec/test_epilogs.py::test_a_bias_that_ranks_share_beside_weights_of_their_own",),
     ),
     Fault(
         "fused-bias-gradient-untyped",
@@ -376,7 +376,7 @@ PYTHON = (
         "is_fit = forward.group.pattern in (Pattern.LOCAL, Pattern.ALL_GATHER)",
         "is_fit = True",
         "without types, a bias gradient is summed twice over the group",
-        ("test_epilogs.py::test_epilog_in_every_mode", "test_flax.py"),
+        ("spec/test_epilogs.py::test_epilog_in_every_mode", "ops/test_flax.py"),
     ),
     Fault(
         "tangent-of-aux",
@@ -384,7 +384,7 @@ PYTHON = (
         "td = curve if td is None else td + curve",
         "td = curve if td is None else td",
         "the tangent of a derivative epilog loses the term of its aux",
-        ("test_suite.py::test_every_epilog_on_every_pattern",),
+        ("ops/test_suite.py::test_every_epilog_on_every_pattern",),
     ),
     Fault(
         "tangent-of-c",
@@ -392,7 +392,7 @@ PYTHON = (
         "terms.append(tc if spec.beta == 1 else tc * jnp.asarray(spec.beta, tc.dtype))",
         "terms.append(tc)",
         "the gradient of C loses beta",
-        ("test_suite.py::test_every_epilog_on_every_pattern",),
+        ("ops/test_suite.py::test_every_epilog_on_every_pattern",),
     ),
     Fault(
         "tangent-of-low-precision-c",
@@ -400,7 +400,7 @@ PYTHON = (
         'extra["c"] = extra["c"] * operands["scale_c"].astype(dtype)',
         'extra["c"] = extra["c"]',
         "the derivative of a product of 8-bit numbers ignores the scale of C",
-        ("test_narrow_transforms.py::test_gradients_of_a_c_with_a_scale",),
+        ("spec/test_low_precision_transforms.py::test_gradients_of_a_c_with_a_scale",),
     ),
     Fault(
         "vmap-columns",
@@ -408,7 +408,7 @@ PYTHON = (
         "return d.reshape(d.shape[0], batch, n)",
         "return jnp.swapaxes(d.reshape(d.shape[0], n, batch), 1, 2)",
         "vmap over b mixes columns of different products",
-        ("test_transforms.py",),
+        ("primitive/test_transforms.py",),
     ),
     Fault(
         "vmap-of-transposed-grid",
@@ -416,7 +416,7 @@ PYTHON = (
         "((a_is_batched and spec.transpose_a) or (b_is_batched and spec.transpose_b))",
         "(a_is_batched and spec.transpose_a)",
         "a batch of transposed blocks of a grid folds into columns, where they lie across D",
-        ("test_batching.py", "test_batches.py"),
+        ("primitive/test_batching.py", "primitive/test_batches.py"),
     ),
     Fault(
         "vmap-of-amax",
@@ -424,7 +424,7 @@ PYTHON = (
         "if spec.scales.amax_d or spec.scales.amax_aux or spec.scales.a not in",
         "if spec.scales.a not in",
         "products of a batch share one largest value",
-        ("test_narrow_transforms.py", "test_narrow_results.py"),
+        ("spec/test_low_precision_transforms.py", "spec/test_low_precision_results.py"),
     ),
     Fault(
         "batch-of-levels",
@@ -432,7 +432,7 @@ PYTHON = (
         "and not spec.fixed_reduction_order and not spec.distributions",
         "and not spec.distributions",
         "a batch under a level of determinism may go to XLA",
-        ("test_batching.py", "test_batches.py", "test_determinism.py"),
+        ("primitive/test_batching.py", "primitive/test_batches.py", "determinism/test_determinism.py"),
     ),
     Fault(
         "batch-of-batches",
@@ -440,7 +440,7 @@ PYTHON = (
         "moved = [x if dim is None else jnp.moveaxis(x, dim, 1)",
         "moved = [x if dim is None else jnp.moveaxis(x, dim, 0)",
         "of two batches the inner one is taken for the outer",
-        ("test_batching.py", "test_batches.py"),
+        ("primitive/test_batching.py", "primitive/test_batches.py"),
     ),
     Fault(
         "row-order-unfolded",
@@ -448,7 +448,7 @@ PYTHON = (
         "return x.swapaxes(dimension, dimension + 1).reshape(shape)",
         "return x.reshape(shape)",
         "gathered rows are summed in the order of the ranks",
-        ("test_determinism_meshes.py",),
+        ("determinism/test_determinism_meshes.py",),
     ),
     Fault(
         "row-order-folded",
@@ -456,7 +456,7 @@ PYTHON = (
         "return parts.swapaxes(0, 1).reshape(x.shape)",
         "return parts.reshape(x.shape)",
         "the tangent of a bias has its rows in the order of the array, D in that of the ranks",
-        ("test_determinism_meshes.py",),
+        ("determinism/test_determinism_meshes.py",),
     ),
     Fault(
         "row-order-contiguous",
@@ -464,7 +464,7 @@ PYTHON = (
         "        if axes and held > 1:",
         "        if axes and held > 1 and False:",
         "rows that ranks hold interleaved are summed rank after rank",
-        ("test_determinism_meshes.py",),
+        ("determinism/test_determinism_meshes.py",),
     ),
     Fault(
         "bias-grad-grid",
@@ -472,7 +472,7 @@ PYTHON = (
         "spec.group.pattern in (Pattern.REDUCE_SCATTER, Pattern.GRID)",
         "spec.group.pattern == Pattern.REDUCE_SCATTER",
         "on a grid a bias gradient is that of one row of processes",
-        ("test_suite.py::test_every_epilog_on_every_pattern",),
+        ("ops/test_suite.py::test_every_epilog_on_every_pattern",),
     ),
     Fault(
         "bias-grad-contraction",
@@ -480,7 +480,7 @@ PYTHON = (
         "(Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE, Pattern.GRID) else ()",
         "(Pattern.REDUCE_SCATTER, Pattern.GRID) else ()",
         "sums of an operand of an all-reduced product are those of one rank",
-        ("test_suite.py::test_every_epilog_on_every_pattern",),
+        ("ops/test_suite.py::test_every_epilog_on_every_pattern",),
     ),
     # Specs and tables --------------------------------------------------------------------------------------------
     Fault(
@@ -489,7 +489,7 @@ PYTHON = (
         "outer_rows=batch * self.order.outer_rows",
         "outer_rows=self.order.outer_rows",
         "rows behind a batch count as the first ones in the order of sums",
-        ("test_determinism_meshes.py::test_gradients_of_mapped_products_do_not_know_the_mesh",),
+        ("determinism/test_determinism_meshes.py::test_gradients_of_mapped_products_do_not_know_the_mesh",),
     ),
     Fault(
         "spec-grid-columns",
@@ -497,7 +497,7 @@ PYTHON = (
         "cols * (nrow if transpose_b else ncol)",
         "cols * ncol",
         "a grid that is not square has a wrong n where b is stored transposed",
-        ("test_plans.py::test_local_shapes_give_back_the_global_extents",),
+        ("lowering/test_plans.py::test_local_shapes_give_back_the_global_extents",),
     ),
     Fault(
         "epilog-keeps-aux",
@@ -505,7 +505,7 @@ PYTHON = (
         'Epilog.GELU_BIAS: EpilogRule("gelu", True, with_aux=Epilog.GELU_AUX_BIAS)',
         'Epilog.GELU_BIAS: EpilogRule("gelu", True, with_aux=Epilog.GELU_AUX)',
         "the gradient of gelu with a bias is taken without the bias",
-        ("test_suite.py::test_every_epilog_on_every_pattern",),
+        ("ops/test_suite.py::test_every_epilog_on_every_pattern",),
     ),
     Fault(
         "epilog-without-gradient",
@@ -513,7 +513,7 @@ PYTHON = (
         'gradient="drelu_bgrad", without_gradient=Epilog.DRELU)',
         'gradient="drelu_bgrad", without_gradient=Epilog.NONE)',
         "DRELU_BGRAD under vmap is a plain product and its sums",
-        ("test_batching.py::test_vmap_over_bias_gradients",),
+        ("primitive/test_batching.py::test_vmap_over_bias_gradients",),
     ),
     Fault(
         "precision-preset",
@@ -521,7 +521,7 @@ PYTHON = (
         '"BF16_BF16_F32": _row("32F", "32F_FAST_16BF", only="bfloat16"),',
         '"BF16_BF16_F32": _row("32F", "32F_FAST_TF32", only="bfloat16"),',
         "BF16_BF16_F32 rounds float32 to TF32",
-        ("test_precision.py::test_operands_are_rounded_as_asked",),
+        ("spec/test_precision.py::test_operands_are_rounded_as_asked",),
     ),
     Fault(
         "precision-tf32-tie",
@@ -529,7 +529,7 @@ PYTHON = (
         "kept = (bits + jnp.uint32(0xFFF) + (bits >> 13 & jnp.uint32(1))) & jnp.uint32(0xFFFFE000)",
         "kept = (bits + jnp.uint32(0x1000)) & jnp.uint32(0xFFFFE000)",
         "rounding to TF32 takes ties away from zero",
-        ("test_precision.py",),
+        ("spec/test_precision.py",),
     ),
     Fault(
         "gelu-far",
@@ -537,7 +537,7 @@ PYTHON = (
         "z = jnp.clip(_widen(z), -32, 32)",
         "z = _widen(z)",
         "the slope of gelu is NaN far out",
-        ("test_epilogs.py::test_the_gradients_of_gelu_far_out_are_those_of_relu", "test_drawn.py"),
+        ("spec/test_epilogs.py::test_the_gradients_of_gelu_far_out_are_those_of_relu", "ops/test_drawn.py"),
     ),
     Fault(
         "gelu-constant",
@@ -545,7 +545,7 @@ PYTHON = (
         "_CUBIC = 0.044715",
         "_CUBIC = 0.044705",
         "gelu by XLA is off in the fifth digit",
-        ("test_epilogs.py::test_gelu_is_the_tanh_form", "test_suite.py"),
+        ("spec/test_epilogs.py::test_gelu_is_the_tanh_form", "ops/test_suite.py"),
     ),
     Fault(
         "scale-swizzle",
@@ -553,7 +553,7 @@ PYTHON = (
         "return tiles.transpose(0, 3, 2, 1, 4).reshape(-1)",
         "return tiles.transpose(0, 3, 1, 2, 4).reshape(-1)",
         "scales of blocks lie in another order than cuBLASLt reads",
-        ("test_quantize.py::test_swizzle_and_packing", "test_narrow.py"),
+        ("ops/test_quantize.py::test_swizzle_and_packing", "spec/test_low_precision.py"),
     ),
     Fault(
         "scale-of-128",
@@ -561,7 +561,11 @@ PYTHON = (
         "return scale.T.reshape(-1)",
         "return scale.reshape(-1)",
         "scales of 128 numbers lie in another order than cuBLASLt reads",
-        ("test_narrow.py::test_numerics", "test_quantize.py", "test_narrow_determinism.py"),
+        (
+            "spec/test_low_precision.py::test_numerics",
+            "ops/test_quantize.py",
+            "determinism/test_low_precision_determinism.py",
+        ),
     ),
     Fault(
         "scale-of-a-power",
@@ -569,7 +573,7 @@ PYTHON = (
         "(mantissa > 0) & (exponent < 254)",
         "(mantissa >= 0) & (exponent < 254)",
         "a block whose largest value is a power of two gets twice its scale",
-        ("test_narrow_results.py::test_block_scaled_results", "test_quantize.py"),
+        ("spec/test_low_precision_results.py::test_block_scaled_results", "ops/test_quantize.py"),
     ),
     Fault(
         "encode-saturates",
@@ -577,7 +581,7 @@ PYTHON = (
         "return jnp.clip(x, -most, most).astype(dtype)",
         "return x.astype(dtype)",
         "a result of 8 bits that is too large is NaN or infinite",
-        ("test_narrow_results.py", "test_quantize.py"),
+        ("spec/test_low_precision_results.py", "ops/test_quantize.py"),
     ),
     Fault(
         "scale-modes-of-both",
@@ -585,7 +589,7 @@ PYTHON = (
         "if not tensorwide and not both_128 and (a != b or a == BLK128):",
         "if not tensorwide and not both_128 and a != b:",
         "scales of 128 x 128 blocks of both operands pass the checks",
-        ("test_narrow_errors.py",),
+        ("validation/test_low_precision_errors.py",),
     ),
     Fault(
         "mask-width",
@@ -593,7 +597,7 @@ PYTHON = (
         "shards * process_grid.relu_aux_bytes(per_shard)",
         "process_grid.relu_aux_bytes(columns)",
         "a relu mask that is packed for one shard passes for several",
-        ("test_errors.py", "test_epilogs.py"),
+        ("validation/test_errors.py", "spec/test_epilogs.py"),
     ),
     Fault(
         "all-reduce-bit",
@@ -601,7 +605,7 @@ PYTHON = (
         "and spec.group.pattern != Pattern.ALL_REDUCE and nranks > 1:",
         "and spec.group.pattern == Pattern.LOCAL and nranks > 1:",
         "the ALLREDUCE bit passes where sums are scattered",
-        ("test_errors.py", "test_epilogs.py"),
+        ("validation/test_errors.py", "spec/test_epilogs.py"),
     ),
     Fault(
         "numroc-remainder",
@@ -609,7 +613,7 @@ PYTHON = (
         "return local + n % nb",
         "return local",
         "the last block of a matrix is dropped where it is ragged",
-        ("test_plans.py::test_blocks_dealt_out_by_hand",),
+        ("lowering/test_plans.py::test_blocks_dealt_out_by_hand",),
     ),
     Fault(
         "cyclic-source",
@@ -617,7 +621,7 @@ PYTHON = (
         "return ((i // nb) * nprocs + distance) * nb + i % nb",
         "return ((i // nb) * nprocs + iproc) * nb + i % nb",
         "the process that has the first block does not count",
-        ("test_plans.py::test_blocks_dealt_out_by_hand",),
+        ("lowering/test_plans.py::test_blocks_dealt_out_by_hand",),
     ),
     # Operations --------------------------------------------------------------------------------------------------
     Fault(
@@ -626,7 +630,7 @@ PYTHON = (
         "return sum((dims[i] for i in reversed(order)), ())",
         "return sum((dims[i] for i in order), ())",
         "axes of several column dimensions are taken in the wrong order",
-        ("test_dot_general.py",),
+        ("ops/test_dot_general.py",),
     ),
     Fault(
         "dot-general-shared-column",
@@ -634,7 +638,7 @@ PYTHON = (
         "order = sorted(range(len(cols)), key=lambda i: i != first)",
         "order = list(range(len(cols)))",
         "a column dimension that ranks share does not come first",
-        ("test_dot_general.py",),
+        ("ops/test_dot_general.py",),
     ),
     Fault(
         "dot-general-agreed",
@@ -642,7 +646,7 @@ PYTHON = (
         "lhs_dims[i] = rhs_dims[j] = lhs[i] or rhs[j]",
         "lhs_dims[i] = rhs_dims[j] = lhs[i]",
         "a dimension that only rhs has sharded counts as whole",
-        ("test_dot_general.py::test_an_operand_that_is_whole_takes_its_part_of_a_sharded_contraction",),
+        ("ops/test_dot_general.py::test_an_operand_that_is_whole_takes_its_part_of_a_sharded_contraction",),
     ),
     Fault(
         "einsum-swapped-shardings",
@@ -650,7 +654,7 @@ PYTHON = (
         "(in_shardings[1], in_shardings[0])",
         "tuple(in_shardings)",
         "operands that change places leave their shardings behind",
-        ("test_dot_general.py::test_operands_that_einsum_puts_the_other_way_round_keep_their_shardings",),
+        ("ops/test_dot_general.py::test_operands_that_einsum_puts_the_other_way_round_keep_their_shardings",),
     ),
     Fault(
         "mlp-scattered-rows",
@@ -658,7 +662,7 @@ PYTHON = (
         "x = jnp.swapaxes(x.reshape(batch, p, rows // p, x.shape[-1]), 0, 1)",
         "x = x.reshape(batch, p, rows // p, x.shape[-1])",
         "the hidden layer's gradient has its rows in the wrong order behind a batch",
-        ("test_mlp.py",),
+        ("ops/test_mlp.py",),
     ),
     Fault(
         "cyclic-padding-of-c",
@@ -666,7 +670,7 @@ PYTHON = (
         '{"c": xla_matmul.without_padding(spec, c[0])} if c else {}',
         '{"c": c[0]} if c else {}',
         "what lies in the padding of C reaches D",
-        ("test_block_cyclic.py",),
+        ("ops/test_block_cyclic.py",),
     ),
     Fault(
         "cyclic-padding-of-moved",
@@ -674,7 +678,7 @@ PYTHON = (
         'return jnp.take(x, jnp.asarray(exchange.take)[me], axis=dimension, mode="fill", fill_value=0)',
         'return jnp.take(x, jnp.asarray(exchange.take)[me], axis=dimension, mode="clip")',
         "the padding of a redistributed matrix is not zero",
-        ("test_block_cyclic.py",),
+        ("ops/test_block_cyclic.py",),
     ),
 )
 
@@ -699,7 +703,7 @@ CPP = (
         "problem_.pattern != Pattern::kAllReduce || communicator_->rank_of(number) == 0;",
         "problem_.pattern != Pattern::kAllReduce || communicator_->rank_of(number) >= 0;",
         "every rank of an all-reduce adds C",
-        ("cpp:plan_run", "test_suite.py"),
+        ("cpp:plan_run", "ops/test_suite.py"),
     ),
     Fault(
         "plan-complex-scalar",
@@ -707,7 +711,7 @@ CPP = (
         "store(std::complex<float>(value));",
         "store(std::complex<float>(std::conj(value)));",
         "alpha and beta of complex64 products are conjugated",
-        ("cpp:plan_run", "test_epilogs.py::test_complex_bias_c_and_scalars"),
+        ("cpp:plan_run", "spec/test_epilogs.py::test_complex_bias_c_and_scalars"),
     ),
     Fault(
         "plan-grid-capability",
@@ -715,7 +719,7 @@ CPP = (
         "p.nprow() != p.npcol() &&",
         "p.nprow() > p.npcol() &&",
         "a library that takes square grids only is given wide ones",
-        ("cpp:plan_problem", "cpp:plan_run", "cpp:cuda_refusals", "test_plans.py"),
+        ("cpp:plan_problem", "cpp:plan_run", "cpp:cuda_refusals", "lowering/test_plans.py"),
     ),
     Fault(
         "descriptor-all-reduce",
@@ -731,7 +735,7 @@ CPP = (
         "if (p.communication_dtype == DType::kNone) return {};",
         "if (p.communication_dtype != DType::kF16) return {};",
         "the communication type that a caller asks for does not reach the library",
-        ("cpp:plan_run", "test_precision.py", "test_plans.py"),
+        ("cpp:plan_run", "spec/test_precision.py", "lowering/test_plans.py"),
     ),
     Fault(
         "descriptor-order",
@@ -739,7 +743,7 @@ CPP = (
         "if (p.fixed_reduction_order())",
         "if (p.fixed_reduction_order() && p.m < 0)",
         "a level of determinism does not reach the library",
-        ("cpp:plan_run", "test_determinism.py"),
+        ("cpp:plan_run", "determinism/test_determinism.py"),
     ),
     Fault(
         "distribution-scatter-blocks",
@@ -755,7 +759,7 @@ CPP = (
         "return extent / cycle * block + std::min(block, extent % cycle);",
         "return extent / cycle * block + extent % cycle;",
         "the largest part of a block-cyclic matrix is too large",
-        ("cpp:plan_layout", "test_block_cyclic.py"),
+        ("cpp:plan_layout", "ops/test_block_cyclic.py"),
     ),
     Fault(
         "distribution-scales-of-128",
@@ -763,7 +767,7 @@ CPP = (
         "return RoundUp(blocks(inner, 128), 4) * blocks(outer, 128);",
         "return blocks(inner, 128) * blocks(outer, 128);",
         "scales of 128 x 128 blocks are not padded",
-        ("cpp:plan_narrow", "test_narrow.py"),
+        ("cpp:plan_narrow", "spec/test_low_precision.py"),
     ),
     Fault(
         "distribution-mask-of-eight",
@@ -771,7 +775,7 @@ CPP = (
         "RoundUp(rows, is_relu ? 128 : 8);",
         "RoundUp(rows, 128);",
         "the aux of gelu is padded as a mask is",
-        ("cpp:plan_layout", "test_epilogs.py"),
+        ("cpp:plan_layout", "spec/test_epilogs.py"),
     ),
     Fault(
         "problem-repeated-axes",
@@ -787,7 +791,7 @@ CPP = (
         "if (!problem.devices.empty() && static_cast<int64_t>(problem.devices.size()) != ndevices) {",
         "if (static_cast<int64_t>(problem.devices.size()) > ndevices) {",
         "a call may name fewer devices than its mesh has",
-        ("cpp:plan_problem", "test_native.py::test_a_refused_plan_says_why"),
+        ("cpp:plan_problem", "runtime/test_native.py::test_a_refused_plan_says_why"),
     ),
     # Agreement and barrier ---------------------------------------------------------------------------------------
     Fault(
@@ -804,7 +808,7 @@ CPP = (
         "if (std::memcmp(&first.values[i], &other.values[i], sizeof(double)) == 0) continue;",
         "if (first.values[i] == other.values[i]) continue;",
         "ranks that agree on an alpha of NaN are said to disagree",
-        ("cpp:hostmp_agreement", "test_nan.py::test_an_alpha_that_is_no_number_is_the_same_on_every_rank"),
+        ("cpp:hostmp_agreement", "ops/test_nan.py::test_an_alpha_that_is_no_number_is_the_same_on_every_rank"),
     ),
     Fault(
         "agreement-of-scales",
@@ -812,7 +816,7 @@ CPP = (
         "fields->add(value, is_scalar ? scales.scalar() : 0.0f);",
         "fields->add(value, is_scalar ? 1.0f : 0.0f);",
         "ranks may disagree on the scale of a whole tensor",
-        ("test_narrow_errors.py::test_ranks_that_differ_in_the_scale_of_a_tensor_are_told",),
+        ("validation/test_low_precision_errors.py::test_ranks_that_differ_in_the_scale_of_a_tensor_are_told",),
     ),
     Fault(
         "barrier-disagreement",
@@ -837,7 +841,7 @@ CPP = (
         "values[i] = values[i] < T(0) ? T(0) : values[i];",
         "values[i] = values[i] > T(0) ? values[i] : T(0);",
         "relu makes 0 of NaN",
-        ("cpp:hostmp_epilog", "test_epilogs.py::test_activations_of_extreme_values", "test_drawn.py"),
+        ("cpp:hostmp_epilog", "spec/test_epilogs.py::test_activations_of_extreme_values", "ops/test_drawn.py"),
     ),
     Fault(
         "epilog-table-gelu-bias",
@@ -869,7 +873,7 @@ CPP = (
         "if (f.bias) load(static_cast<const Out*>(f.bias) + row, bias, count);",
         "if (f.bias) load(static_cast<const Out*>(f.bias), bias, count);",
         "rows from 512 on get the bias of the first ones",
-        ("cpp:hostmp_epilog", "test_epilogs.py"),
+        ("cpp:hostmp_epilog", "spec/test_epilogs.py"),
     ),
     Fault(
         "bias-gradient-chunk",
@@ -877,7 +881,7 @@ CPP = (
         "const int64_t from = std::max(begin, run->begin), to = std::min(end, run->begin + run->size);",
         "const int64_t from = run->begin, to = std::min(end, run->begin + run->size);",
         "columns ahead of a chunk are summed again",
-        ("cpp:hostmp_epilog", "test_epilogs.py"),
+        ("cpp:hostmp_epilog", "spec/test_epilogs.py"),
     ),
     Fault(
         "bias-gradient-rows",
@@ -885,7 +889,7 @@ CPP = (
         "gradient_ == Gradient::kB || row_of(call->grid(), call->rank) == s.result_proc;",
         "row_of(call->grid(), call->rank) == s.result_proc;",
         "sums of B reach the first row of processes only",
-        ("cpp:hostmp_epilog", "test_suite.py", "test_epilogs.py"),
+        ("cpp:hostmp_epilog", "ops/test_suite.py", "spec/test_epilogs.py"),
     ),
     Fault(
         "block-scales-of-peers",
@@ -893,7 +897,7 @@ CPP = (
         "if (call_.has_d_out_scale) copy_scales(call_of(rank));",
         "if (call_.has_d_out_scale && rank == 0) copy_scales(call_of(rank));",
         "after an all-reduce one rank alone has the scales of the result",
-        ("test_narrow_results.py::test_block_scaled_results",),
+        ("spec/test_low_precision_results.py::test_block_scaled_results",),
     ),
     Fault(
         "scale-of-c",
@@ -901,7 +905,7 @@ CPP = (
         "const std::complex<double> beta = call.beta * static_cast<double>(call.scale_c.scalar());",
         "const std::complex<double> beta = call.beta;",
         "the scale of C is ignored",
-        ("cpp:hostmp_narrow", "test_narrow_results.py"),
+        ("cpp:hostmp_narrow", "spec/test_low_precision_results.py"),
     ),
     # Kernels -----------------------------------------------------------------------------------------------------
     Fault(
@@ -910,7 +914,7 @@ CPP = (
         "block.depth = std::min(kc, left);",
         "block.depth = std::min({kc, left, block.segment->k - block.k});",
         "sums begin anew where a mesh cuts k",
-        ("cpp:hostmp_ordered", "test_determinism_meshes.py"),
+        ("cpp:hostmp_ordered", "determinism/test_determinism_meshes.py"),
     ),
     Fault(
         "bf16-beta",
@@ -942,7 +946,7 @@ CPP = (
         "const float add = block.first == 0 ? beta : 1.0f;",
         "const float add = beta;",
         "a product of rounded operands keeps the last 512 k alone",
-        ("test_precision.py", "cpp:hostmp_blas"),
+        ("spec/test_precision.py", "cpp:hostmp_blas"),
     ),
     Fault(
         "rounded-tie",
@@ -950,7 +954,7 @@ CPP = (
         "(bits + 0xfff + (bits >> 13 & 1)) & 0xffffe000",
         "(bits + 0x1000) & 0xffffe000",
         "rounding to TF32 takes ties away from zero",
-        ("test_precision.py",),
+        ("spec/test_precision.py",),
     ),
     Fault(
         "ordered-few-columns",
@@ -958,7 +962,7 @@ CPP = (
         "rows, adds || block.first > 0, c);",
         "rows, adds, c);",
         "an ordered product of few columns keeps the last 256 k alone",
-        ("cpp:hostmp_ordered", "test_determinism.py"),
+        ("cpp:hostmp_ordered", "determinism/test_determinism.py"),
     ),
     Fault(
         "ordered-segment",
@@ -966,7 +970,7 @@ CPP = (
         "(col * block.depth + slice.offset * kNR)",
         "(col * block.depth)",
         "numbers of B from several ranks overwrite each other in a micro-panel",
-        ("cpp:hostmp_ordered", "test_determinism_meshes.py"),
+        ("cpp:hostmp_ordered", "determinism/test_determinism_meshes.py"),
     ),
     Fault(
         "ordered-complex",
@@ -974,7 +978,7 @@ CPP = (
         "real[col] = Simd<T>::fnma(ai, bi, real[col]);",
         "real[col] = Simd<T>::fma(ai, bi, real[col]);",
         "i times i is 1",
-        ("cpp:hostmp_ordered", "test_determinism.py"),
+        ("cpp:hostmp_ordered", "determinism/test_determinism.py"),
     ),
     Fault(
         "encode-tie",
@@ -982,7 +986,7 @@ CPP = (
         "const uint32_t rounded = magnitude + ((1u << (kShift - 1)) - 1) + ((magnitude >> kShift) & 1);",
         "const uint32_t rounded = magnitude + (1u << (kShift - 1));",
         "rounding to 8 bits takes ties away from zero",
-        ("cpp:hostmp_narrow", "test_narrow_results.py"),
+        ("cpp:hostmp_narrow", "spec/test_low_precision_results.py"),
     ),
     Fault(
         "decode-subnormal",
@@ -990,7 +994,7 @@ CPP = (
         "uint32_t value = magnitude < (1u << Format::kMantissa) ? bits_of(subnormal) : normal;",
         "uint32_t value = magnitude == 0 ? bits_of(subnormal) : normal;",
         "subnormal numbers of 8 bits are decoded as normal ones",
-        ("cpp:hostmp_narrow", "test_narrow.py"),
+        ("cpp:hostmp_narrow", "spec/test_low_precision.py"),
     ),
     Fault(
         "integers-in-one-sum",
@@ -998,7 +1002,7 @@ CPP = (
         "kKC = 1024;",
         "kKC = 4096;",
         "sums of 8-bit integers pass 2^24 in float",
-        ("cpp:hostmp_narrow", "test_narrow.py::test_int8_long_sums_and_overflow"),
+        ("cpp:hostmp_narrow", "spec/test_low_precision.py::test_int8_long_sums_and_overflow"),
     ),
     Fault(
         "scales-of-the-next-part",
@@ -1006,7 +1010,7 @@ CPP = (
         "while (from >= passed + scaled_by->k)",
         "while (from > passed + scaled_by->k)",
         "under a level, a rank's first block of k has the scales of the rank before",
-        ("cpp:hostmp_narrow", "test_narrow_determinism.py"),
+        ("cpp:hostmp_narrow", "determinism/test_low_precision_determinism.py"),
     ),
     Fault(
         "amax-behind-scale",
@@ -1014,7 +1018,7 @@ CPP = (
         "absolute_bits(z[i])",
         "absolute_bits(out.scale * z[i])",
         "the largest value of a result is taken behind its scale",
-        ("cpp:hostmp_narrow", "test_narrow_results.py"),
+        ("cpp:hostmp_narrow", "spec/test_low_precision_results.py"),
     ),
     Fault(
         "unit-of-blocks",
@@ -1022,7 +1026,7 @@ CPP = (
         "if (block_of(mode) == 16) return {128, 64};",
         "if (block_of(mode) == 16) return {64, 64};",
         "half a tile of scales passes the checks",
-        ("cpp:hostmp_refusals", "test_native.py::test_a_refused_plan_says_why"),
+        ("cpp:hostmp_refusals", "runtime/test_native.py::test_a_refused_plan_says_why"),
     ),
     Fault(
         "tiling-c-first",
@@ -1030,7 +1034,7 @@ CPP = (
         "const bool reads_c_last = call.fixed_reduction_order && call.has_c;",
         "const bool reads_c_last = false;",
         "under a level, C is overwritten by the sums that it is added to",
-        ("cpp:hostmp_ordered", "test_determinism.py"),
+        ("cpp:hostmp_ordered", "determinism/test_determinism.py"),
     ),
     Fault(
         "write-beside-a-device",

@@ -32,8 +32,17 @@ WORK = ROOT / "build" / os.environ.get("MUTATIONS_WORK", "mutations")  # another
 TREE, BUILD, SITE = WORK / "tree", WORK / "cpp", WORK / "site"
 RESULTS = HERE / "results.json"
 SUITES = {"small": [], "exhaustive": ["--exhaustive"]}
+# Suites of their own.
+APART = ("process", "gpu")
 # Broad and quick first; the other files follow by name.
-BROAD = ("test_placement.py", "test_suite.py", "test_drawn.py", "test_epilogs.py", "test_errors.py", "test_hlo.py")
+BROAD = (
+    "sharding/test_placement.py",
+    "ops/test_suite.py",
+    "ops/test_drawn.py",
+    "spec/test_epilogs.py",
+    "validation/test_errors.py",
+    "sharding/test_hlo.py",
+)
 # A test that runs longer than this, in seconds, counts as failed: a fault may end in a deadlock.
 TIMEOUT = 240
 # The editable installation of the environment would find the checkout's jaxmp; in the copy it must not.
@@ -142,8 +151,11 @@ def run_ctest(names: list[str] | None) -> str:
 
 
 def files_of_tests() -> list[str]:
-    names = sorted(path.name for path in (TREE / "tests").glob("test_*.py"))
-    left_out = ("test_mutations.py", "test_documents.py")  # about the sources as text
+    folder = TREE / "tests"
+    names = sorted(
+        str(path.relative_to(folder)) for path in folder.glob("*/test_*.py") if path.parent.name not in APART
+    )
+    left_out = ("project/test_mutations.py", "project/test_documents.py")  # about the sources as text
     return [*BROAD, *(name for name in names if name not in (*BROAD, *left_out))]
 
 

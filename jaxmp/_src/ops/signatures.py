@@ -1,6 +1,6 @@
 """Keyword arguments that the overloads of the public functions share, as a type checker sees them.
 
-The functions themselves name every option with its default; tests/test_signatures.py holds the two equal.
+The functions themselves name every option with its default; tests/ops/test_signatures.py holds the two equal.
 """
 
 from __future__ import annotations

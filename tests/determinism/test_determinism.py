@@ -1,0 +1,246 @@
+"""The levels of docs/determinism.md, bit for bit.
+
+Numbers within their bound would not show any of this: that a row has other bits in a batch of two than in a batch of
+sixty-four, that a loss curve moves with the number of devices, that exp(f(x) - f(x)) is not one, or that an accumulator
+became a double. Every promise here has a control, in which a path without it breaks it.
+
+The long sweep is `make determinism`; these are the shapes that most easily go wrong. test_determinism_meshes.py has the
+level "topology", test_determinism_programs.py what programs and `explain` say.
+"""
+
+import functools
+
+import bounds
+import cases
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+import pytest
+from cases import ACCUMULATORS
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Epilog, testing
+
+pytestmark = pytest.mark.usefixtures("x64")
+DTYPES = testing.DTYPES
+LEVELS = testing.LEVELS
+EXPLICIT = modes.BY_ID["explicit"]
+# Both sides of one and two tiles of rows, beside every count up to 70.
+ROWS = (*range(1, 71), 95, 96, 97, 127, 128, 129, 191, 192, 193, 256)
+
+
+# "batch" ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_does_not_know_its_batch(dtype):
+    """Every row count up to 70 and around the tiles' edges, at the front and at random places."""
+    cases.require("host")
+    assert testing.check_rows("batch", "host", dtype, 65, 33, Epilog.NONE, ROWS) > len(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "epilog"),
+    [
+        *(("float32", epilog) for epilog in testing.EPILOGS[1:] + testing.DERIVATIVES),
+        *(("bfloat16", epilog) for epilog in (Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX_BIAS, Epilog.DGELU_BGRAD)),
+    ],
+)
+def test_a_row_does_not_know_its_batch_under_any_epilog(dtype, epilog):
+    cases.require("host")
+    testing.check_rows("batch", "host", dtype, 33, 17, epilog, testing.SOME_ROWS)
+
+
+@pytest.mark.small("values")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("k", "n"), [(1, 1), (2, 40), (31, 8), (1025, 3), (4097, 16), (11008, 1)])
+def test_a_row_does_not_know_its_batch_for_any_k(dtype, k, n):
+    cases.require("host")
+    testing.check_rows("batch", "host", dtype, k, n, Epilog.NONE, (1, 2, 5, 16, 17, 47, 64, 65, 96))
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "complex64"])
+def test_xla_gives_the_bits_of_host(dtype, level):
+    cases.require("host")
+    testing.check_rows(level, "xla", dtype, 65, 33, Epilog.BIAS, testing.SOME_ROWS)
+    a, b = testing.draw(0, (40, 301), dtype), testing.draw(1, (301, 24), dtype)
+    host, xla = (jaxmp.matmul(a, b, determinism=level, implementation=name) for name in testing.IMPLEMENTATIONS)
+    testing.assert_bitwise_equal(xla, host)
+
+
+def test_columns_depend_on_their_column_of_b_alone():
+    cases.require("host")
+    testing.check_columns("batch", "host", "float32", 300, 9, (*range(1, 34), 63, 64, 65, 128, 199, 200))
+
+
+def test_a_mapped_batch_has_the_bits_of_its_members():
+    """vmap folds a batch into rows or columns, or calls once for each member."""
+    cases.require("host")
+    a, b = testing.draw(0, (5, 7, 65), "float32"), testing.draw(1, (5, 65, 9), "float32")
+    product = functools.partial(jaxmp.matmul, determinism="batch")
+    for axes in ((0, None), (None, 0), (0, 0)):
+        members = [
+            product(*(x[i] if axis == 0 else x[0] for x, axis in zip((a, b), axes, strict=True))) for i in range(5)
+        ]
+        mapped = jax.jit(jax.vmap(product, axes))(
+            *(x if axis == 0 else x[0] for x, axis in zip((a, b), axes, strict=True))
+        )
+        testing.assert_bitwise_equal(mapped, np.stack(members), str(axes))
+
+
+def test_the_gradient_in_the_rows_keeps_the_level():
+    cases.require("host")
+    a, b, t = (testing.draw(i, s, "float32") for i, s in enumerate(((70, 33), (33, 65), (70, 65))))
+
+    def gradient(a, t):
+        return jax.vjp(lambda a: jaxmp.linear(a, b, activation="gelu", determinism="batch"), a)[1](t)[0]
+
+    whole = np.asarray(jax.jit(gradient)(a, t))
+    assert np.any(whole)
+    for m in (1, 2, 3, 7, 16, 33, 64, 69):
+        testing.assert_bitwise_equal(jax.jit(gradient)(a[:m], t[:m]), whole[:m], f"m={m}")
+
+
+# The order of a sum -----------------------------------------------------------------------------------------------
+
+
+PANEL = 256
+NOT_BFLOAT16 = [dtype for dtype in DTYPES if dtype != "bfloat16"]
+
+
+@pytest.mark.parametrize("rows", [3, 40])
+@pytest.mark.parametrize("dtype", NOT_BFLOAT16)
+def test_sums_are_made_in_the_written_order(dtype, rows):
+    """Against numpy: products with 1 are exact, so each step is one addition. A sum for every 256 k, then their sum."""
+    cases.require("host")
+    accumulator = ACCUMULATORS[dtype]
+    a = testing.draw(0, (rows, 2400), dtype)
+    panels = [a[:, at : at + PANEL].astype(accumulator) for at in range(0, a.shape[1], PANEL)]
+    sums = [np.add.accumulate(panel, axis=1)[:, -1] for panel in panels]
+    want = np.repeat(np.add.accumulate(sums)[-1][:, None], 24, axis=1)
+    ones = np.ones((a.shape[1], 24), jnp.dtype(dtype))
+    product = functools.partial(jaxmp.matmul, determinism="topology", preferred_element_type=accumulator)
+    testing.assert_bitwise_equal(product(a, ones), want)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    shardings = {"in_shardings": (P(None, "x"), P("x", None)), "out_sharding": P(None, "x"), "mesh": mesh}
+    testing.assert_bitwise_equal(product(a, ones, **shardings), want, "over 8 ranks")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("rows", [3, 20])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_errors_are_those_of_panels(dtype, rows, level):
+    """Within 256 + k / 256 roundings of numbers of one sign, which one accumulator over all of k exceeds."""
+    cases.require("host")
+    k, accumulator = 65536, ACCUMULATORS[dtype]
+    a, b = (np.full(shape, x).astype(jnp.dtype(dtype)) for shape, x in (((rows, k), 1.9), ((k, 20), 0.7)))
+    got = np.asarray(jaxmp.matmul(a, b, determinism=level, preferred_element_type=accumulator))
+    want = k * a[0, 0].astype(np.clongdouble) * b[0, 0].astype(np.clongdouble)
+    allowed = PANEL + k / PANEL
+    unit = bounds.unit_roundoff(accumulator) * abs(want)
+    in_one = np.add.accumulate(a[0].astype(accumulator) * b[:, 0].astype(accumulator))[-1]
+    panels, one = (float(np.max(np.abs(x - want)) / unit) for x in (got, in_one))
+    print(f"{dtype} {level}: off by {panels:.0f} units of roundoff, one accumulator by {one:.0f}")
+    assert panels <= allowed < one
+
+
+# Controls ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_checks_fail_where_nothing_is_promised():
+    """The BLAS takes other kernels for few rows, and sums k in another order for another mesh."""
+    cases.require("host")
+
+    def check():
+        for k, n in ((301, 301), (65, 33), (33, 1000), (1000, 5)):
+            testing.check_rows("run_to_run", "host", "float32", k, n, Epilog.NONE, (1, 2, 3, 7, 70))
+
+    with pytest.raises(
+        AssertionError, match=r"d of m=\d+ k=\d+ n=\d+ NONE, beside the same rows among 70: \d+ of \d+ ele"
+    ):
+        check()
+    with pytest.raises(AssertionError, match="elements differ"):
+        testing.check_meshes("run_to_run", "host", "float32", (24, 40, 200), Epilog.NONE, [8])
+
+
+def test_a_plain_product_knows_its_batch():
+    """The question behind all this: `(inputs @ model)[0]` is not `inputs[0] @ model`."""
+    found = {
+        (k, n): testing.varying_row_counts("float32", k, n) for k, n in ((301, 301), (64, 64), (1000, 33), (33, 1000))
+    }
+    print(found)
+    if not any(found.values()):
+        pytest.skip(f"jnp.matmul is row-invariant here for every (k, n) of {list(found)}: this control shows nothing")
+
+
+# jit = eager = recomputed -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["run_to_run", *LEVELS])
+@pytest.mark.parametrize(
+    "case", cases.by_id([cases.BY_NAME[name] for name in ("local", "ag", "rs", "grid", "rs-transposed")])
+)
+def test_every_way_to_run_gives_the_same_bits(case, level):
+    """Eager, jit, remat, scan; from a cold cache and a warm one."""
+    cases.require("host")
+    case = case.replace(per_shard=(7, 5, 33))
+    with EXPLICIT.scope(case):
+        a, b = (
+            EXPLICIT.put(case, x, s) for x, s in zip(case.values(np.random.default_rng(0)), case.stored, strict=True)
+        )
+        f = EXPLICIT.product(case, determinism=level, epilog=Epilog.GELU)
+        want = np.asarray(jax.jit(f)(a, b))
+        assert np.any(want)
+        ways = {
+            "eager": f(a, b),
+            "remat": jax.jit(jax.checkpoint(f))(a, b),
+            "scan": np.asarray(
+                jax.jit(lambda a, b: jax.lax.scan(lambda x, _: (x, f(a, b)), 0, None, length=2)[1])(a, b)
+            )[1],
+        }
+        jaxmp.plan_cache_clear()
+        jax.clear_caches()
+        ways["cold"] = jax.jit(f)(a, b)
+        for way, got in ways.items():
+            testing.assert_bitwise_equal(got, want, way)
+
+
+def end_of_softmax(f, g, a, b):
+    """exp(max f - max g), and f - g, in float32, for two ways to the same scores in bfloat16."""
+    z = f(a, b).astype(jnp.float32)
+    highest = jnp.max(g(a, b), axis=-1, keepdims=True).astype(jnp.float32)
+    return jnp.max(jnp.exp(z - highest), axis=-1), z - g(a, b).astype(jnp.float32)
+
+
+def test_a_softmax_of_plain_arithmetic_does_not_end_in_one():
+    """XLA leaves out the rounding of one copy of f(x): so the next test tells something."""
+    case = cases.BY_NAME["rs"].replace(per_shard=(7, 5, 33), dtype="bfloat16")
+
+    def f(a, b):
+        return (a @ b) * jnp.asarray(0.3, a.dtype)
+
+    ones, zeros = jax.jit(functools.partial(end_of_softmax, f, f))(*case.values(np.random.default_rng(0)))
+    assert np.count_nonzero(np.asarray(ones) != 1) > ones.size / 2
+    assert np.isfinite(zeros).all()
+
+
+@pytest.mark.parametrize("recomputed", [False, True], ids=["jit", "remat"])
+@pytest.mark.parametrize("level", ["run_to_run", *LEVELS])
+def test_a_softmax_ends_in_exactly_one(level, recomputed):
+    """exp(f(x) - f(x)) is 1: both sides are the same bits, for no compiler contracts or recomputes our arithmetic."""
+    cases.require("host")
+    case = cases.BY_NAME["rs"].replace(per_shard=(7, 5, 33), dtype="bfloat16")
+
+    with EXPLICIT.scope(case):
+        a, b = (
+            EXPLICIT.put(case, x, s) for x, s in zip(case.values(np.random.default_rng(0)), case.stored, strict=True)
+        )
+        product = EXPLICIT.product(case, determinism=level, alpha=0.3)
+        f = jax.checkpoint(product) if recomputed else product
+        ones, zeros = jax.jit(functools.partial(end_of_softmax, f, product))(a, b)
+    testing.assert_bitwise_equal(ones, np.ones(ones.shape, ones.dtype))
+    testing.assert_bitwise_equal(zeros, np.zeros(zeros.shape, zeros.dtype))

@@ -1,0 +1,127 @@
+"""What the tests of fp8, fp4 and int8 share: types, operands, scales of every mode and their definition, and a call
+with scales on sharded arrays.
+
+Placement is tested by small integers and scales that are powers of two, of which every sum is exact; numerics by the
+bound of `bounds`, with float64 products of the decoded operands.
+"""
+
+import dataclasses
+
+import cases
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Scaling
+
+E4M3, E5M2, FP4, E8M0 = (
+    np.dtype(t)
+    for t in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, ml_dtypes.float4_e2m1fn, ml_dtypes.float8_e8m0fnu)
+)
+TN = {"transpose_b": True}
+F32 = {"preferred_element_type": jnp.float32}
+IMPLEMENTATIONS = ("host", "xla")
+
+
+def by_name(*names):
+    return [case for case in cases.CASES if case.name in names]
+
+
+PATTERNS = by_name("local", "ag", "ag-data", "ag-transposed", "rs", "rs-data", "rs-transposed", "ar", "ar-data", "grid")
+
+
+def small(rng, shape, dtype):
+    """Non-zero integers up to 3, which every narrow type holds."""
+    return (rng.integers(1, 4, shape) * rng.choice([-1, 1], shape)).astype(dtype)
+
+
+def powers(rng, shape, dtype=np.float32):
+    return np.exp2(rng.integers(-2, 3, shape)).astype(dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """A pair of scale modes: how a's and b's scales look for an operand of shape (rows, k), and the operands' type."""
+
+    id: str
+    a: str
+    b: str
+    dtype: np.dtype = E4M3
+    unit: int = 16  # of m, n and k on each device
+
+    def scales(self, rng, a_shape, b_shape):
+        return [make_scale(rng, kind, shape) for kind, shape in ((self.a, a_shape), (self.b, b_shape))]
+
+
+def make_scale(rng, kind, shape):
+    rows, k = shape
+    if kind == "none":
+        return None
+    shapes = {"scalar": (), "rows": (rows,), "vec128": (rows, k // 128), "blk128": (-(-rows // 128), k // 128)}
+    if kind == "mx":
+        return powers(rng, (rows, k // 32), E8M0)
+    if kind == "nv":
+        return powers(rng, (rows, k // 16), E4M3)
+    return powers(rng, shapes[kind])
+
+
+def scaled(x, scale):
+    """x times its scales in float64, by the definition of each mode."""
+    wide = np.asarray(x).astype(np.float64)
+    if scale is None:
+        return wide
+    scale = np.asarray(scale).astype(np.float64)
+    if scale.ndim == 1:
+        return wide * scale[:, None]
+    if scale.ndim == 2:
+        row_block, col_block = -(-x.shape[0] // scale.shape[0]), x.shape[1] // scale.shape[1]
+        row_block = 128 if row_block > 1 else 1
+        scale = np.repeat(np.repeat(scale, row_block, 0)[: x.shape[0]], col_block, 1)
+    return wide * scale
+
+
+def saturated(x, dtype):
+    most = float(ml_dtypes.finfo(dtype).max)
+    return np.clip(x, -most, most).astype(dtype)
+
+
+SCALE_MODES = [
+    Mode("none", "none", "none"),
+    Mode("scalar", "scalar", "scalar"),
+    Mode("scalar-of-a", "scalar", "none"),
+    Mode("rows", "rows", "rows"),
+    Mode("vec128", "vec128", "vec128", unit=128),
+    Mode("vec128-blk128", "vec128", "blk128", unit=128),
+    Mode("blk128-vec128", "blk128", "vec128", unit=128),
+    Mode("mxfp8", "mx", "mx", unit=128),
+    Mode("nvfp4", "nv", "nv", FP4, 128),
+]
+
+
+def spec_of_scale(scale, spec):
+    """How a scale is sharded beside an operand that is sharded so."""
+    return P(*tuple(spec)[: np.ndim(scale)])
+
+
+def call_sharded(case, a, b, scale_a, scale_b, axis_type, **options):
+    mesh = case.jax_mesh(axis_type)
+    spec_a, spec_b = case.stored
+    placed = [cases.put(a, mesh, spec_a), cases.put(b, mesh, spec_b)]
+    placed += [
+        None if scale is None else cases.put(scale, mesh, spec_of_scale(scale, spec))
+        for scale, spec in ((scale_a, spec_a), (scale_b, spec_b))
+    ]
+    flags = case.transpose | options
+    if axis_type == AxisType.Auto:
+        flags |= {"in_shardings": case.stored, "mesh": mesh}
+
+    @jax.jit
+    def program(a, b, scale_a, scale_b):
+        return jaxmp.matmul(a, b, scaling=Scaling(a=scale_a, b=scale_b), out_sharding=case.out, **flags)
+
+    with jax.set_mesh(mesh):
+        return program(*placed)

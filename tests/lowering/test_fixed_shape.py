@@ -1,0 +1,452 @@
+"""The levels of determinism over a library that promises no order of sums, on hostmp in cuBLASMp's place.
+
+Where only cuBLASMp's documented forms are taken, a product under a level is gathered and made by calls of one shape, on
+hostmp as it would be on GPUs. What this shows: every element is in its place, whatever is cut, padded and put together
+again; all calls of a product are one plan, for any batch and any mesh, and so every bit is that of a place in a chunk.
+What it cannot show is whether cuBLASLt's kernels sum alike at every place: see docs/determinism.md.
+"""
+
+import functools
+import re
+
+import cases
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+import pytest
+import suite
+from cuda_programs import cards, number, texts
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import CommOptions, Epilog, Scaling, testing
+from jaxmp._src.lowering import backend, fixed_shape, rules
+from jaxmp._src.lowering.legalize import Capabilities
+from jaxmp._src.primitive import primitives
+from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.spec import matmul_spec
+
+__all__ = ["cards"]  # a fixture
+EXPLICIT = modes.BY_ID["explicit"]
+LEVELS = testing.LEVELS
+ROWS, COLUMNS = 32, 128
+
+
+@pytest.fixture
+def in_chunks(monkeypatch):
+    """Return `in_chunks(f, *args)`: `f(*args)` where hostmp takes what cuBLASMp takes, in chunks of 32 x 128.
+
+    Whether a BLAS sums all elements of a call alike depends on its kernels, and so on the processor: hostmp's calls are
+    those of fixed order, which do.
+    """
+    cases.require("host")
+    monkeypatch.setattr(fixed_shape, "ROWS", ROWS)
+    monkeypatch.setattr(fixed_shape, "COLUMNS", COLUMNS)
+
+    def run(f, *args):
+        custom_call = rules.custom_call
+
+        def uniform(a, b, *extra, spec, devices=()):
+            return custom_call(a, b, *extra, spec=spec.replace(determinism="batch"), devices=devices)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(rules, "custom_call", uniform)
+            patch.setattr(backend, "capabilities_of", lambda library: Capabilities())
+            jax.clear_caches()  # the route is taken at lowering
+            try:
+                return jax.tree.map(np.asarray, f(*args))
+            finally:
+                jax.clear_caches()
+
+    with jax.enable_x64(True):
+        yield run
+
+
+def extents_of(text):
+    """{(m, n, k) of a call}, in cuBLASMp's terms, and how many calls there are."""
+    lines = [line for line in text.splitlines() if "@jaxmp_matmul" in line]
+    return {tuple(number(line, name) for name in "mnk") for line in lines}, len(lines)
+
+
+# Placement -------------------------------------------------------------------------------------------------------
+
+# Per device: below one chunk, whole ones, ragged ones, with one and with several chunks each way.
+SHAPES = ((3, 5, 7), (32, 128, 4), (33, 129, 3), (20, 70, 9))
+PATTERNS = ("local", "ag-data", "rs-data", "ar-data", "grid", "ag-transposed", "rs-transposed")
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "transposition"),
+    [
+        *(("local", shape, transposition) for shape, transposition in zip(SHAPES, cases.TRANSPOSITIONS, strict=True)),
+        *((name, SHAPES[3], cases.TRANSPOSITIONS[i % 4]) for i, name in enumerate(PATTERNS[1:])),
+        *((name, SHAPES[2], "NT") for name in ("rs-data", "grid")),
+    ],
+    ids=str,
+)
+def test_every_element_is_in_its_place(name, shape, transposition, in_chunks, rng):
+    """Sums of small integers are exact; C, bias, alpha and beta with them."""
+    case = cases.BY_NAME[name].replace(per_shard=shape, transposition=transposition)
+    a, b = case.integers(rng)
+    m, n, _ = case.extents
+    c, bias = (rng.integers(-3, 4, s).astype(a.dtype) for s in ((m, n), (n,)))
+    with EXPLICIT.scope(case):
+        specs = (*case.stored, case.out, P(case.out[1]))
+        placed = [EXPLICIT.put(case, x, spec) for x, spec in zip((a, b, c, bias), specs, strict=True)]
+        f = EXPLICIT.product(case, alpha=2.0, beta=-1.0, epilog=Epilog.BIAS, determinism="topology")
+        d = in_chunks(jax.jit(f), *placed)
+    np.testing.assert_array_equal(d, 2 * np.matmul(*case.op(a, b)) - c + bias)
+
+
+@pytest.mark.parametrize("mode", ["partitioner", "shard_map"])
+def test_every_way_to_call_reaches_the_chunks(mode, in_chunks, rng):
+    mode, case = modes.BY_ID[mode], cases.BY_NAME["rs-data"].replace(per_shard=(20, 70, 9))
+    a, b = case.integers(rng)
+    with mode.scope(case):
+        placed = [mode.put(case, x, spec) for x, spec in zip((a, b), case.stored, strict=True)]
+        d = in_chunks(jax.jit(mode.product(case, determinism="batch")), *placed)
+    np.testing.assert_array_equal(d, a @ b)
+
+
+@pytest.mark.parametrize("conjugation", [(True, False), (True, True)], ids=str)
+@pytest.mark.parametrize("transposition", ["NN", "TT"])
+def test_conjugates_are_in_their_place(transposition, conjugation, in_chunks, rng):
+    case = cases.BY_NAME["local"].replace(
+        per_shard=(20, 70, 9), transposition=transposition, dtype="complex64", conjugation=conjugation
+    )
+    a, b = case.integers(rng)
+    product = modes.BY_ID["no-mesh"].product(case, determinism="batch")
+    np.testing.assert_array_equal(in_chunks(jax.jit(product), a, b), np.matmul(*case.op(a, b)))
+
+
+# One for each set of inputs and results; what becomes of z is the library's.
+EPILOGS = (Epilog.NONE, Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX_BIAS, *testing.DERIVATIVES)
+
+
+@pytest.mark.parametrize("epilog", EPILOGS, ids=lambda epilog: epilog.name)
+def test_every_epilog_is_that_of_one_call(epilog, in_chunks, rng, monkeypatch):
+    """Against the ordered sums of one call: on integers equal to the bit, masks and their padding included."""
+    monkeypatch.setattr(fixed_shape, "COLUMNS", 256)  # then the mask of the last chunk is wider than d's
+    m, n, k = 70, 300, 9
+    transposition = "TN" if epilog == Epilog.BGRADA else "NN"
+    case = cases.BY_NAME["local"].replace(per_shard=(m, n, k), mesh=(("x", 1), ("y", 1)), transposition=transposition)
+    a, b = case.integers(rng)
+    c, z = (rng.integers(-9, 10, (m, n)).astype(np.float32) for _ in range(2))
+    inputs = testing._inputs(epilog, np.arange(n, dtype=np.float32)) | testing._aux_inputs(epilog, z)
+
+    def product(a, b, c, inputs):
+        options = {"epilog": epilog, "epilog_inputs": inputs, "determinism": "batch"}
+        out = jaxmp.matmul(a, b, c, alpha=2.0, beta=-1.0, **case.transpose, **options)
+        return {"d": out[0], **out[1]} if isinstance(out, tuple) else {"d": out}
+
+    args = (a, b, c, jax.tree.map(np.asarray, inputs))
+    want, got = jax.jit(product)(*args), in_chunks(jax.jit(product), *args)
+    assert set(got) == set(want)
+    for name in want:
+        if name == "dgelu_bgrad":  # slopes are no integers, and 70 of them are summed
+            scale = np.abs(np.asarray(want["d"], np.float64)).sum(0)
+            assert np.all(np.abs(got[name] - np.asarray(want[name], np.float64)) <= 70 * 2**-24 * scale)
+        else:
+            testing.assert_bitwise_equal(got[name], want[name], name)
+
+
+@pytest.mark.parametrize(
+    ("name", "epilog"),
+    [("ag", Epilog.DRELU_BGRAD), ("rs", Epilog.BGRADA), ("grid", Epilog.BGRADA), ("ar-data", Epilog.BGRADB)],
+    ids=str,
+)
+@pytest.mark.parametrize("implementation", [None, "xla"])
+def test_sums_are_complete_over_the_ranks(name, epilog, implementation, in_chunks):
+    """Outputs and gradients of gathered operands, on every device; on "xla" without the chunks too."""
+    transposition = "TN" if epilog == Epilog.BGRADA else "NN"
+    case = cases.BY_NAME[name].replace(per_shard=(6, 40, 5), transposition=transposition, epilog=epilog)
+    trial = suite.Trial(case, implementation=implementation, determinism="batch")
+    check = functools.partial(suite.check, trial, np.random.default_rng(0))
+    check() if implementation else in_chunks(check)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (40, 3, 0), (0, 0, 0)], ids=str)
+def test_nothing_to_multiply(shape, in_chunks):
+    """cuBLASMp does not take k = 0, so there k is padded, and the epilog is the library's all the same."""
+    m, n, k = shape
+    a, b, c, bias = (np.ones(s, np.float32) for s in ((m, k), (k, n), (m, n), (n,)))
+    options = {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": bias}, "beta": 3.0, "determinism": "batch"}
+    product = jax.jit(functools.partial(jaxmp.matmul, **options))
+    np.testing.assert_array_equal(in_chunks(product, a, b, c), np.full((m, n), 4.0, np.float32))
+
+
+# Narrow types ----------------------------------------------------------------------------------------------------
+
+E4M3, E8M0, FP4 = map(jnp.dtype, ("float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn"))
+
+
+@pytest.mark.parametrize("mode", ["scalar", "rows", "vec128", "blk128 of a", "blk128 of b", "mx", "nv"])
+def test_scales_follow_their_rows_and_blocks(mode, in_chunks, rng, monkeypatch):
+    """Powers of two, so that products stay exact; 384 x 256 in chunks of 128 x 128."""
+    (m, n, k), dtype = (384, 256, 256), FP4 if mode == "nv" else E4M3
+    a, b = (rng.integers(-2, 3, shape).astype(dtype) for shape in ((m, k), (n, k)))
+    kind = {"mx": E8M0, "nv": E4M3}.get(mode, np.float32)
+
+    def scale_of(rows, name):
+        shapes = {"scalar": (), "rows": (rows,), "mx": (rows, k // 32), "nv": (rows, k // 16)}
+        blocks = (rows // 128, k // 128) if mode == f"blk128 of {name}" else (rows, k // 128)
+        return np.exp2(rng.integers(-2, 3, shapes.get(mode, blocks))).astype(kind)
+
+    scales = scale_of(m, "a"), scale_of(n, "b")
+    out = {"mx": E4M3, "nv": FP4}.get(mode, jnp.float32)
+
+    def product(a, b, scale_a, scale_b):
+        options = {"transpose_b": True, "preferred_element_type": out, "determinism": "batch"}
+        return jaxmp.matmul(a, b, scaling=Scaling(a=scale_a, b=scale_b), **options)
+
+    monkeypatch.setattr(fixed_shape, "ROWS", 128)
+    args = (a, b, *scales)
+    want, got = jax.jit(product)(*args), in_chunks(jax.jit(product), *args)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+def test_a_largest_value_is_not_that_of_padding(in_chunks):
+    """A padded row of zeros would have the bias, which is larger here than anything in d."""
+    a, b = np.full((16, 16), -1, E4M3), np.ones((16, 16), E4M3)
+    bias = np.full(16, 12, np.float16)
+    options = {"transpose_b": True, "preferred_element_type": E4M3, "determinism": "batch"}
+    options |= {"scaling": Scaling(result_amax=True)}
+    product = functools.partial(jaxmp.matmul, epilog=Epilog.RELU_AUX_BIAS, epilog_inputs={"bias": bias}, **options)
+    d, more = in_chunks(jax.jit(product), a, b)
+    assert (float(more["result_amax"]), np.abs(d.astype(np.float32)).max()) == (0.0, 0.0)
+    assert not more["relu_aux"].any()
+
+
+# Bits ------------------------------------------------------------------------------------------------------------
+
+SOME_ROWS = (1, 2, 17, 31, 32, 33, 65)
+
+
+@pytest.mark.parametrize("epilog", [Epilog.NONE, Epilog.GELU_AUX_BIAS, Epilog.DGELU], ids=lambda epilog: epilog.name)
+def test_a_row_does_not_know_its_batch(epilog, in_chunks):
+    in_chunks(testing.check_rows, "batch", "host", "float32", 301, 140, epilog, SOME_ROWS)
+
+
+def test_a_column_does_not_know_its_neighbours(in_chunks):
+    in_chunks(testing.check_columns, "batch", "host", "float32", 301, 9, (1, 2, 17, 127, 128, 129, 300))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "transpose", "only"),
+    [
+        ("float32", "NN", ("all-gather", "all-reduce")),
+        ("float32", "TN", ("reduce-scatter", "grid")),
+        ("bfloat16", "TT", ("data x reduce-scatter",)),
+    ],
+    ids=str,
+)
+def test_bits_do_not_know_the_mesh(dtype, transpose, only, in_chunks, monkeypatch):
+    """Nor do gradients, of which some are computed as their transpose on one mesh and not on another.
+
+    hostmp's sums happen to be those of the transpose, cuBLASLt's need not be; so here the two operands are told apart.
+    """
+    custom_call = rules.custom_call
+
+    def unequal(a, b, *extra, **options):
+        return custom_call((a * 1.1).astype(a.dtype), b, *extra, **options)
+
+    monkeypatch.setattr(rules, "custom_call", unequal)
+    check = functools.partial(testing.check_meshes, "topology", "host", dtype, (72, 160, 40), Epilog.NONE, [4])
+    in_chunks(check, transpose, only)
+
+
+def test_a_mapped_batch_has_the_bits_of_its_members(in_chunks):
+    """A batch of rows turns an a that is stored transposed, and a call of another form may sum in another order."""
+    a, b = testing.draw(0, (3, 65, 11), "float32"), testing.draw(1, (65, 130), "float32")
+    product = functools.partial(jaxmp.matmul, transpose_a=True, determinism="batch")
+    mapped = in_chunks(jax.jit(jax.vmap(product, (0, None))), a, b)
+    members = [in_chunks(jax.jit(product), x, b) for x in a]
+    testing.assert_bitwise_equal(mapped, np.stack(members))
+
+
+def test_the_slope_of_a_gelu_is_the_librarys(in_chunks):
+    aux, t = testing.draw(0, (70, 140), "float32"), testing.draw(1, (70, 140), "float32")
+    t[0, :2] = 0.0, np.inf
+    spec = matmul_spec.MatmulSpec(np.dtype("float32"), determinism="batch")
+    slope = jax.jit(functools.partial(primitives.activation_grad, "gelu", spec=spec))
+    testing.assert_bitwise_equal(in_chunks(slope, aux, t), slope(aux, t))
+
+
+def test_all_batches_and_meshes_share_a_plan(in_chunks):
+    """Row counts, column counts, patterns and stored forms differ; calls do not."""
+
+    def plans():
+        native.plan_cache_clear()
+        for m, n in ((1, 1), (31, 7), (70, 300)):
+            a, b = testing.draw(0, (m, 40), "float32"), testing.draw(1, (40, n), "float32")
+            jaxmp.matmul(a, b, determinism="batch")
+            jaxmp.matmul(a.T, b.T, transpose_a=True, transpose_b=True, determinism="topology")
+        for name in ("ag", "rs-data", "ar", "grid-2x4"):
+            case = cases.BY_NAME[name]
+            case = case.replace(per_shard=(8, 20, 40 // (case.extents[2] // case.per_shard[2])))
+            assert case.extents[2] == 40
+            a, b = case.values(np.random.default_rng(0))
+            with EXPLICIT.scope(case):
+                placed = [EXPLICIT.put(case, x, s) for x, s in zip((a, b), case.stored, strict=True)]
+                jax.block_until_ready(EXPLICIT.product(case, determinism="topology")(*placed))
+        return native.plan_cache_info()["misses"]
+
+    assert in_chunks(plans) == 1
+
+
+# Programs for CUDA -----------------------------------------------------------------------------------------------
+
+ask = functools.partial(jaxmp.matmul, implementation="cublasmp")
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_programs_for_cuda_call_one_shape(mesh_of, level):
+    """One call in a loop, of the same attributes for every batch and mesh, and only the gathers that the rank needs."""
+    cases.require("host")
+    mesh = mesh_of({"y": 4})
+
+    def lowered(shapes, specs, out):
+        a, b = (
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, P(*spec)))
+            for shape, spec in zip(shapes, specs, strict=True)
+        )
+        f = functools.partial(ask, determinism=level, out_sharding=P(*out), epilog=Epilog.GELU)
+        with jax.set_mesh(mesh):
+            program = jax.jit(f).trace(a, b).lower(lowering_platforms=("cuda",))
+        assert f"jaxmp {level} by calls of one shape/" in program.as_text(debug_info=True)
+        return program.as_text()
+
+    rows, cols, whole = ("y", None), (None, "y"), (None, None)
+    for m, specs, out, collectives in (
+        (8, (rows, cols), cols, {"all_gather"}),
+        (4096, (rows, cols), cols, {"all_gather"}),
+        (8, (cols, rows), rows, {"all_to_all", "all_gather"}),
+        (1024, (cols, rows), whole, {"all_gather"}),
+        (1, (whole, cols), cols, set()),
+    ):
+        text = lowered(((m, 64), (64, 8192)), specs, out)
+        assert extents_of(text) == ({(fixed_shape.COLUMNS, fixed_shape.ROWS, 64)}, 1)
+        assert set(re.findall(r"stablehlo\.(all_\w+|reduce_scatter|collective_\w+)\"", text)) == collectives
+        assert 'determinism = "run_to_run"' in text
+        assert 'pattern = "local"' in text
+        assert "mesh_shape = dense<> " in text
+
+
+def test_hints_of_a_pattern_that_is_gathered_are_left_out(mesh_of):
+    cases.require("host")
+    mesh = mesh_of({"y": 4})
+    a, b = (
+        jax.ShapeDtypeStruct((8, 8), jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        for spec in (P(None, "y"), P("y", None))
+    )
+    options = {"comm": CommOptions(algorithm="split_p2p", dtype="float32"), "determinism": "batch"}
+    with jax.set_mesh(mesh):
+        (line,) = texts(functools.partial(ask, out_sharding=P("y", None), **options), a, b)
+    assert 'algorithm = "default"' in line
+    assert 'communication_dtype = "none"' in line
+
+
+def test_gradients_for_cuda_are_local_calls_of_the_chunks_extents(mesh_of):
+    cases.require("host")
+    mesh = mesh_of({"x": 2, "y": 2})
+    a, b, bias = (
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+        for shape, spec in (((64, 32), (("x", "y"), None)), ((32, 48), (None, "y")), ((48,), ("y",)))
+    )
+
+    def loss(a, b, bias):
+        level = {"determinism": "topology", "implementation": "cublasmp"}
+        return jnp.sum(jaxmp.linear(a, b, bias, activation="gelu", out_sharding=P("x", "y"), **level))
+
+    with jax.set_mesh(mesh):
+        text = jax.jit(jax.grad(loss, (0, 1, 2))).trace(a, b, bias).lower(lowering_platforms=("cuda",)).as_text()
+    extents, calls = extents_of(text)
+    assert {(m, n) for m, n, _ in extents} == {(fixed_shape.COLUMNS, fixed_shape.ROWS)}
+    # The product and its aux, the slope, and a gradient each; k is that of the product, of two zeros, n, m and m.
+    assert {k for *_, k in extents} == {32, 2, 48, 64}
+    assert calls == 5
+    assert "all_reduce" not in text
+
+
+def test_a_program_for_cuda_belongs_to_no_devices(mesh_of, cards, monkeypatch):
+    """Its calls are of one rank, so it needs no communicator."""
+    cards("9.0")
+    monkeypatch.setattr(native, "register", lambda: None)
+    required = []
+    monkeypatch.setattr(jax_compat, "require_devices", required.extend)
+    mesh = mesh_of({"y": 4})
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, P("y", None)))
+    with jax.set_mesh(mesh):
+        (line,) = texts(
+            functools.partial(jaxmp.matmul, determinism="batch", out_sharding=P("y", None)),
+            x,
+            x.update(sharding=NamedSharding(mesh, P())),
+        )
+    assert "devices = dense<> " in line
+    assert not required
+
+
+def test_explain_says_what_is_gathered_and_called(mesh_of, cards, monkeypatch):
+    cards("9.0")
+    monkeypatch.setattr(jax_compat, "default_platform", lambda: "cuda")
+    mesh = mesh_of({"y": 4})
+    a, b = (
+        jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
+        for shape, spec in (((1100, 64), (None, "y")), ((64, 5000), ("y", None)))
+    )
+    with jax.set_mesh(mesh):
+        f = functools.partial(jaxmp.matmul, determinism="topology", out_sharding=P(None, None))
+        (row,) = jaxmp.explain(f)(a, b).rows
+    assert (row.implementation, row.determinism, row.workspace) == ("cublasmp", "topology", 0)
+    assert row.algorithm == (
+        "each rank gathers what its part of d needs; cublasmp 6 local Matmul of 512x64x4096 each, padded, instead of "
+        "an order of sums; not proved on a GPU yet, "
+        "`python -m jaxmp.testing determinism --implementation cublasmp` does"
+    )
+    assert row.bytes_moved == 3 * 4 * (1100 * 16 + 16 * 5000)
+    assert row.flops == 4 * 2 * 1100 * 5000 * 64
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_keeps_no_level_on_cuda_is_refused_by_name(level, cards):
+    plain = matmul_spec.MatmulSpec(np.dtype("float32"), determinism=level)
+    choose = functools.partial(backend.choose_implementation, nprocesses=1)
+    floats, bytes_ = (np.dtype("float32"),) * 2, (np.dtype("int8"),) * 2
+    head = f"determinism='{level}' is not available on platform"
+    with pytest.raises(
+        NotImplementedError, match=rf"{head} 'cuda' .*lowered without a GPU.*pass implementation=\"cubla"
+    ):
+        choose(plain, "cuda", operands=floats)
+    cards("9.0")
+    assert choose(plain, "cuda", operands=floats).implementation == "cublasmp"
+    grid = plain.regroup(pattern=matmul_spec.Pattern.GRID, mesh=(("x", 2), ("y", 4)), row_axes=("x",), col_axes=("y",))
+    assert choose(grid.replace(epilog=Epilog.GELU), "cuda", operands=floats).implementation == "cublasmp"
+    for spec, platform, operands, why in (
+        (plain.replace(implementation="xla"), "cuda", floats, r"\(asked for\).*; pass implementation=\"cublasmp\", or"),
+        (plain, "cuda", bytes_, r"\(cuBLASMp multiplies int8 to float32 only, not to int32\)"),
+        (plain, "rocm", floats, r"\(no fused implementation for platform 'rocm'\)"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"{head} '{platform}' with implementation='xla' {why}"):
+            choose(spec, platform, operands=operands)
+    cards("9.0", why="libcublasmp.so.0 cannot be opened")
+    with pytest.raises(NotImplementedError, match=rf"{head} 'cuda' .*\(libcublasmp\.so\.0 cannot be opened\)"):
+        choose(plain, "cuda", operands=floats)
+
+
+def test_sums_of_rows_that_lie_on_several_ranks_are_refused_by_name(mesh_of):
+    cases.require("host")
+    mesh = mesh_of({"y": 2})
+    a, b, mask = (
+        jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, P(*spec)))
+        for shape, dtype, spec in (
+            ((8, 8), jnp.float32, (None, "y")),
+            ((8, 8), jnp.float32, ("y", None)),
+            ((8, 16), jnp.uint8, ("y", None)),
+        )
+    )
+    f = functools.partial(ask, epilog=Epilog.DRELU_BGRAD, determinism="batch", out_sharding=P("y", None))
+    with jax.set_mesh(mesh), pytest.raises(NotImplementedError, match="the rows of the result lie over 'y', for XLA"):
+        texts(lambda a, b, mask: f(a, b, epilog_inputs={"relu_aux": mask}), a, b, mask)

@@ -1,0 +1,112 @@
+"""`scaled_matmul` and `quantize`: without these a scale could be rounded otherwise than the formats say, or stand in
+another place than the library reads it from.
+"""
+
+import itertools
+
+import bounds
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from low_precision_cases import E4M3, E8M0, FP4, powers, saturated, scaled, small
+
+import jaxmp
+from jaxmp import quantize
+
+
+@pytest.mark.small("values")
+@pytest.mark.parametrize("shape", [(2, 128, 128, 128), (3, 5, 7, 64), (1, 1, 1, 32), (2, 16, 130, 96)])
+@pytest.mark.parametrize("kind", ["mx", "nv", "plain"])
+def test_scaled_matmul(kind, shape, rng):
+    batch, m, n, k = shape
+    dtype, size, scale_dtype = {"mx": (E4M3, 32, E8M0), "nv": (FP4, 16, E4M3), "plain": (np.float32, 32, np.float32)}[
+        kind
+    ]
+    lhs, rhs = small(rng, (batch, m, k), dtype), small(rng, (batch, n, k), dtype)
+    scales = [powers(rng, (batch, rows, k // size), scale_dtype) for rows in (m, n)]
+    wide = [
+        x.astype(np.float32) * np.repeat(scale.astype(np.float32), size, axis=-1)
+        for x, scale in zip((lhs, rhs), scales, strict=True)
+    ]
+    out = jaxmp.scaled_matmul(lhs, rhs, *scales)
+    np.testing.assert_array_equal(out, np.einsum("bmk,bnk->bmn", *wide))
+    assert jaxmp.scaled_matmul(lhs, rhs, *scales, preferred_element_type=jnp.bfloat16).dtype == jnp.bfloat16
+
+
+def test_scaled_matmul_refuses_shapes():
+    x, scale = np.zeros((1, 4, 64), E4M3), np.zeros((1, 4, 2), E8M0)
+    with pytest.raises(ValueError, match=r"3 dimensions.*lhs \(4, 64\)"):
+        jaxmp.scaled_matmul(x[0], x, scale, scale)
+    with pytest.raises(ValueError, match=r"equal batch and k.*rhs \(1, 4, 32\)"):
+        jaxmp.scaled_matmul(x, x[..., :32], scale, scale)
+    with pytest.raises(ValueError, match="rows of their operand"):
+        jaxmp.scaled_matmul(x, x, scale[:, :2], scale)
+    with pytest.raises(ValueError, match="divides k"):
+        jaxmp.scaled_matmul(x, x, scale[..., :0], scale[..., :0])
+
+
+def test_mxfp8_is_what_the_specification_says(rng):
+    """The scale is the power of two at or above amax / 448, and each element is divided by it and rounded once."""
+    x = (rng.standard_normal((64, 256)) * np.exp2(rng.integers(-20, 20, (64, 1)))).astype(np.float32)
+    x[0, :32] = 0
+    x[1, :32] = 448 * 4  # a power of two exactly
+    q, scale = quantize.mxfp8(jnp.asarray(x))
+    amax = np.abs(x).reshape(64, 8, 32).max(-1)
+    with np.errstate(divide="ignore"):
+        exponent = np.where(amax == 0, -127, np.ceil(np.log2((amax / np.float32(448)).astype(np.float64))))
+    np.testing.assert_array_equal(np.asarray(scale).view(np.uint8), (exponent + 127).astype(np.uint8))
+    scaled_x = x.astype(np.float64) / np.repeat(np.exp2(exponent), 32, 1)
+    np.testing.assert_array_equal(np.asarray(q), scaled_x.astype(np.float32).astype(E4M3))
+
+
+def test_nvfp4(rng):
+    x = rng.standard_normal((64, 256)).astype(np.float32)
+    x[0, :16] = 0
+    one = quantize.nvfp4_global_scale(quantize.amax(jnp.asarray(x)))
+    q, scale = quantize.nvfp4(jnp.asarray(x), global_scale=one)
+    y = x / np.float32(one)
+    want = (np.abs(y).reshape(64, 16, 16).max(-1) / np.float32(6)).astype(E4M3)
+    np.testing.assert_array_equal(np.asarray(scale), want)
+    wide = np.repeat(want.astype(np.float32), 16, 1)
+    with np.errstate(invalid="ignore"):
+        np.testing.assert_array_equal(np.asarray(q), saturated(np.where(wide == 0, 0, y / wide), FP4))
+    assert float(np.asarray(scale).astype(np.float32).max()) == 448
+
+
+@pytest.mark.parametrize("name", ["tensor", "rows", "vec128", "blk128", "mxfp8"])
+def test_quantizers_invert(name, rng):
+    x = rng.standard_normal((200, 256)).astype(np.float32)
+    q, scale = getattr(quantize, name)(jnp.asarray(x))
+    back = quantize.dequantize(q, scale)
+    np.testing.assert_array_equal(back, (scaled(q, scale)).astype(np.float32))
+    np.testing.assert_array_equal(quantize.expand(scale, q) * q.astype(jnp.float32), back)
+    largest_scale = np.asarray(quantize.expand(scale, q)).astype(np.float64)
+    bounds.judge(name, back, x, 2.0**-4 * np.abs(x) + largest_scale * 2.0**-10)
+
+
+def test_delayed_scaling():
+    history = jnp.zeros(3)
+    assert float(quantize.delayed_scale(history)) == 1
+    for amax in (448.0, 896.0, 1.0):
+        history = quantize.update_history(history, jnp.float32(amax))
+    assert history.tolist() == [1.0, 896.0, 448.0]
+    assert float(quantize.delayed_scale(history)) == 2
+    assert float(quantize.delayed_scale(history, margin=1)) == 4
+    history = quantize.update_history(history, jnp.float32(np.inf))
+    assert float(quantize.delayed_scale(history)) == 1
+
+
+def test_swizzle_and_packing(rng):
+    scale = rng.integers(1, 255, (200, 7)).astype(np.uint8)
+    flat = np.asarray(quantize.swizzle(jnp.asarray(scale)))
+    assert flat.shape == (256 * 8,)
+    for row, block in itertools.product(range(200), range(7)):
+        assert flat[quantize.scale_offset(row, block, 7)] == scale[row, block]
+    assert np.count_nonzero(flat) == scale.size  # the padding is zero
+    np.testing.assert_array_equal(quantize.unswizzle(jnp.asarray(flat), 200, 7, jnp.uint8), scale)
+    with pytest.raises(ValueError, match=r"take 2048 bytes.*got shape \(8,\)"):
+        quantize.unswizzle(jnp.zeros(8, jnp.uint8), 200, 7)
+    q = small(rng, (3, 8), FP4)
+    packed = np.asarray(quantize.pack_fp4(jnp.asarray(q)))
+    np.testing.assert_array_equal(packed, q.view(np.uint8)[:, ::2] | q.view(np.uint8)[:, 1::2] << 4)
+    np.testing.assert_array_equal(np.asarray(quantize.unpack_fp4(packed)), q)

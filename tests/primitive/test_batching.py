@@ -1,0 +1,296 @@
+"""Batches: leading dimensions of a, and vmap inside and outside of shard_map, bitwise on small integers.
+
+Rows of a batch fold into rows of one product. Gathered and scattered rows are ordered by rank first and batch second,
+so the fold has to put the rank outermost; getting that wrong permutes rows between examples, and with one example, or
+one rank, nothing shows.
+"""
+
+import functools
+import re
+
+import cases
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Epilog, reference
+from jaxmp._src.spec import epilogs
+
+_XY = ("x", "y")
+
+# id: (spec of a (4, 8, 6) or (2, 4, 8, 6), spec of b (6, 4), spec of the result, pattern)
+LEADING = {
+    "local over the batch": (P("x", None, None), P(None, "y"), P("x", None, "y"), "local"),
+    "gather rows": (P(None, "y", None), P(None, "y"), P(None, None, "y"), "all_gather"),
+    "gather rows, batch sharded": (P("x", "y", None), P(None, "y"), P("x", None, "y"), "all_gather"),
+    "gather the batch": (P("y", None, None), P(None, "y"), P(None, None, "y"), "all_gather"),
+    "gather rows of two axes": (P(None, _XY, None), P(None, _XY), P(None, None, _XY), "all_gather"),
+    "scatter rows": (P(None, None, "y"), P("y", None), P(None, "y", None), "reduce_scatter"),
+    "scatter rows, batch sharded": (P("x", None, "y"), P("y", None), P("x", "y", None), "reduce_scatter"),
+    "scatter the batch": (P(None, None, "y"), P("y", None), P("y", None, None), "reduce_scatter"),
+    "scatter behind an axis": (P(None, "x", "y"), P("y", None), P(None, _XY, None), "reduce_scatter"),
+    "scatter columns": (P("x", None, "y"), P("y", None), P("x", None, "y"), "reduce_scatter"),
+    "all-reduce": (P("x", None, "y"), P("y", None), P("x", None, None), "all_reduce"),
+    "two batch dimensions, gather": (P("x", None, "y", None), P(None, "y"), P("x", None, None, "y"), "all_gather"),
+    "two batch dimensions, scatter": (P("x", None, None, "y"), P("y", None), P("x", None, "y", None), "reduce_scatter"),
+    "two batch dimensions, scatter one": (
+        P("x", None, None, "y"),
+        P("y", None),
+        P("x", "y", None, None),
+        "reduce_scatter",
+    ),
+}
+
+
+def integers(rng, *shape):
+    return rng.integers(-3, 4, shape).astype(np.float32)
+
+
+def swapped_spec(spec):
+    return P(*spec[:-2], spec[-1], spec[-2])
+
+
+@pytest.mark.small("pairs", of=lambda transpose_a, implementation, **layout: (str(layout), transpose_a, implementation))
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+@pytest.mark.parametrize("transpose_a", [False, True])
+@pytest.mark.parametrize(("a_spec", "b_spec", "out", "pattern"), LEADING.values(), ids=LEADING.keys())
+def test_leading_dimensions(a_spec, b_spec, out, pattern, transpose_a, implementation, rng):
+    cases.require(implementation)
+    mesh = cases.BY_NAME["local"].jax_mesh()
+    a, b = integers(rng, *(2, 4, 8, 6)[4 - len(a_spec) :]), integers(rng, 6, 4)
+    c, bias = integers(rng, *a.shape[:-1], 4), integers(rng, 4)
+    stored = np.ascontiguousarray(a.swapaxes(-1, -2)) if transpose_a else a
+
+    def program(a, b, c, bias):
+        options = {"transpose_a": transpose_a, "out_sharding": out, "implementation": implementation}
+        inputs = {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": bias}}
+        w = c + 1
+        plain = jaxmp.matmul(a, b, **options)
+        full = jaxmp.matmul(a, b, c, beta=2.0, **inputs, **options)
+        gradients = jax.grad(lambda a, b: jnp.sum(w * jaxmp.matmul(a, b, **options)), (0, 1))(a, b)
+        return plain, full, gradients
+
+    with jax.set_mesh(mesh):
+        specs = (swapped_spec(a_spec) if transpose_a else a_spec, b_spec, out, P(out[-1]))
+        placed = [cases.put(x, mesh, s) for x, s in zip((stored, b, c, bias), specs, strict=True)]
+        plain, full, (da, db) = jax.jit(program)(*placed)
+        if implementation is None:
+            rows = jaxmp.explain(lambda a, b: program(a, b, *placed[2:])[0])(*placed[:2]).rows
+            assert [row.pattern for row in rows] == [pattern]
+    w = c + 1
+    np.testing.assert_array_equal(plain, a @ b)
+    np.testing.assert_array_equal(full, a @ b + 2 * c + bias)
+    np.testing.assert_array_equal(da, (w @ b.T).swapaxes(-1, -2) if transpose_a else w @ b.T)
+    np.testing.assert_array_equal(db, a.reshape(-1, 6).T @ w.reshape(-1, 4))
+
+
+@pytest.mark.parametrize("epilog", [Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX], ids=lambda e: e.name)
+@pytest.mark.parametrize("name", ["gather rows", "gather the batch", "scatter rows", "scatter the batch", "all-reduce"])
+def test_aux_of_leading_dimensions(name, epilog, rng):
+    """The aux output has d's rows in d's order."""
+    cases.require(None)
+    a_spec, b_spec, out, _ = LEADING[name]
+    mesh = cases.BY_NAME["local"].jax_mesh()
+    a, b, bias = integers(rng, 4, 8, 6), integers(rng, 6, 4), integers(rng, 4)
+    inputs = {"epilog_inputs": {"bias": bias}} if epilog == Epilog.RELU_AUX_BIAS else {}
+    z = a @ b + (bias if inputs else 0)
+    with jax.set_mesh(mesh):
+        inputs = {"epilog_inputs": {"bias": cases.put(bias, mesh, P(out[-1]))}} if inputs else {}
+        placed = cases.put(a, mesh, a_spec), cases.put(b, mesh, b_spec)
+        _, aux = jax.jit(lambda a, b: jaxmp.matmul(a, b, epilog=epilog, out_sharding=out, **inputs))(*placed)
+    if "gelu_aux" in aux:
+        np.testing.assert_array_equal(aux["gelu_aux"], z)
+        return
+    shards = 1 if out[-1] is None else 2
+    bits = np.unpackbits(np.asarray(aux["relu_aux"]).reshape(4, 8, shards, 16), axis=-1, bitorder="little")
+    np.testing.assert_array_equal(bits[..., : 4 // shards].reshape(z.shape), z > 0)
+
+
+# vmap ------------------------------------------------------------------------------------------------------------
+
+IN_AXES = {
+    "a": (0, None),
+    "b": (None, 0),
+    "both": (0, 0),
+    "a last": (2, None),
+    "b last": (None, 2),
+    "both inner": (1, 1),
+}
+
+
+def batched(x, axis, rng):
+    """Three examples of `x`'s shape, stacked along `axis`."""
+    return x if axis is None else np.stack([x, integers(rng, *x.shape), integers(rng, *x.shape)], axis)
+
+
+def products(a, b, axes):
+    examples = range(3)
+    left = [a if axes[0] is None else np.take(a, i, axes[0]) for i in examples]
+    right = [b if axes[1] is None else np.take(b, i, axes[1]) for i in examples]
+    return left, right
+
+
+IN_SHARD_MAP = [*(c for c in cases.MATRIX if not c.computes_transposed and not c.gathers), cases.BY_NAME["grid-2x4"]]
+
+
+@pytest.mark.small("pairs")
+@pytest.mark.parametrize("transposition", ["NN", "TT"])
+@pytest.mark.parametrize("axes", IN_AXES.values(), ids=IN_AXES.keys())
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("case", cases.by_id(IN_SHARD_MAP))
+def test_vmap_inside_shard_map(case, check_vma, axes, transposition, rng):
+    cases.require(None)
+    case = case.replace(per_shard=(2, 3, 2), transposition=transposition)
+    a, b = (batched(x, axis, rng) for x, axis in zip(case.integers(rng), axes, strict=True))
+
+    def with_batch(spec, axis):
+        entries = list(spec)
+        return spec if axis is None else P(*entries[:axis], None, *entries[axis:])
+
+    fn = functools.partial(modes.IN_SHARD_MAP[case.pattern](case), **case.transpose)
+    mapped = jax.shard_map(
+        jax.vmap(fn, axes),
+        mesh=case.jax_mesh(AxisType.Auto),
+        in_specs=tuple(with_batch(s, axis) for s, axis in zip(case.stored, axes, strict=True)),
+        out_specs=with_batch(case.out, 0),
+        check_vma=check_vma,
+    )
+    d = jax.jit(mapped)(a, b)
+    for got, left, right in zip(np.asarray(d), *products(a, b, axes), strict=True):
+        np.testing.assert_array_equal(got, np.matmul(*case.op(left, right)))
+
+
+@pytest.mark.small("values", of=lambda case, epilog, batched_name: (case, (epilog, batched_name)))
+@pytest.mark.parametrize("batched_name", ["c", "bias", "a and c", "b and bias", "everything"])
+@pytest.mark.parametrize("epilog", [Epilog.BIAS, Epilog.RELU_AUX_BIAS], ids=lambda e: e.name)
+@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX[:7]))
+def test_vmap_over_c_and_bias(case, epilog, batched_name, rng):
+    cases.require(None)
+    case = case.replace(per_shard=(2, 3, 2))
+    mode = modes.BY_ID["explicit"]
+    m, n, _ = case.extents
+    names = {"a and c": "ac", "b and bias": "bv", "everything": "abcv", "c": "c", "bias": "v"}[batched_name]
+    values = dict(zip("abcv", (*case.integers(rng), integers(rng, m, n), integers(rng, n)), strict=True))
+    specs = dict(zip("abcv", (*case.stored, case.out, P(case.out[1])), strict=True))
+    values = {name: batched(x, 0 if name in names else None, rng) for name, x in values.items()}
+    with mode.scope(case):
+        placed = [mode.put(case, x, specs[name], ahead=int(name in names)) for name, x in values.items()]
+        f = mode.product(case, beta=2.0, epilog=epilog)
+        result = mode.run(jax.vmap(f, [0 if name in names else None for name in values]), *placed)
+    d = result if epilog == Epilog.BIAS else result[0]
+    for i in range(3):
+        a, b, c, bias = (x[i] if name in names else x for name, x in values.items())
+        z = a @ b + 2 * c + bias
+        np.testing.assert_array_equal(np.asarray(d)[i], z if epilog == Epilog.BIAS else np.maximum(z, 0))
+
+
+WITH_GRADIENT = (Epilog.DRELU_BGRAD, Epilog.DGELU_BGRAD, Epilog.BGRADA, Epilog.BGRADB)
+
+
+@pytest.mark.small("values", of=lambda case, epilog, names: (case, (epilog, names)))
+@pytest.mark.parametrize(
+    ("epilog", "names"),
+    [
+        pytest.param(epilog, names, id=f"{epilog.name}-{names}")
+        for epilog in WITH_GRADIENT
+        for names in ("a", "b", "a and b", "aux", "everything")[: 5 if epilogs.RULES[epilog].inputs else 3]
+    ],
+)
+@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX[:5]))
+def test_vmap_over_bias_gradients(case, epilog, names, rng):
+    """One gradient per batch element, as a Python loop would give."""
+    cases.require(None)
+    mode = modes.BY_ID["explicit"]
+    aux_names = epilogs.RULES[epilog].inputs
+    case = case.replace(per_shard=(2, 3, 2), transposition="TN" if epilog == Epilog.BGRADA else "NN")
+    m, n, _ = case.extents
+    values = dict(zip("ab", case.integers(rng), strict=True))
+    specs = dict(zip("ab", case.stored, strict=True))
+    for name in aux_names:
+        mask = rng.integers(0, 256, (m, 16 * case.column_shards)).astype(np.uint8)
+        values[name] = mask if name == "relu_aux" else 40 * integers(rng, m, n)
+        specs[name] = case.out
+    chosen = {"aux": aux_names, "a and b": "ab", "everything": tuple(values)}.get(names, names)
+    stacked = {k: np.stack([v, v[::-1], np.roll(v, 1, 0)]) if k in chosen else v for k, v in values.items()}
+    with mode.scope(case):
+        placed = {k: mode.put(case, v, specs[k], ahead=int(k in chosen)) for k, v in stacked.items()}
+
+        def f(x):
+            x = dict(x)
+            return mode.product(case, epilog=epilog)(x.pop("a"), x.pop("b"), **x)
+
+        axes = ({k: 0 if k in chosen else None for k in placed},)
+        d, sums = mode.run(jax.vmap(f, axes), placed)
+        loop = [mode.run(f, {k: v[i] if k in chosen else v for k, v in placed.items()}) for i in range(3)]
+    assert np.any(loop[0][0])
+    for i, (one, one_sums) in enumerate(loop):
+        np.testing.assert_array_equal(np.asarray(d)[i], one)
+        for key, value in one_sums.items():
+            np.testing.assert_array_equal(np.asarray(sums[key])[i], value)
+
+
+def test_nested_vmap(rng):
+    cases.require(None)
+    a, b = integers(rng, 2, 3, 5, 7), integers(rng, 2, 7, 3)
+    d = jax.vmap(jax.vmap(jaxmp.matmul, (0, None)))(jnp.asarray(a), jnp.asarray(b))
+    np.testing.assert_array_equal(d, a @ b[:, None])
+
+
+@pytest.mark.parametrize("epilog", [Epilog.RELU, Epilog.GELU], ids=lambda e: e.name)
+def test_per_example_gradients(epilog, rng):
+    """vmap of grad: the batching rule of the activation's linear step."""
+    cases.require(None)
+    x, w = jnp.asarray(integers(rng, 4, 1, 6)), jnp.asarray(integers(rng, 6, 5))
+
+    def loss(matmul, w, x):
+        return jnp.sum(matmul(x, w, epilog=epilog) ** 2)
+
+    together = jax.vmap(jax.grad(functools.partial(loss, jaxmp.matmul)), (None, 0))(w, x)
+    one_by_one = np.stack([jax.grad(functools.partial(loss, reference.matmul))(w, example) for example in x])
+    np.testing.assert_allclose(together, one_by_one, rtol=1e-6, atol=1e-6)
+
+
+def test_a_batch_of_no_examples():
+    cases.require(None)
+    assert jax.vmap(jaxmp.matmul, (0, None))(jnp.ones((0, 3, 4)), jnp.ones((4, 5))).shape == (0, 3, 5)
+    assert jaxmp.matmul(jnp.ones((0, 3, 4)), jnp.ones((4, 5))).shape == (0, 3, 5)
+
+
+@pytest.mark.parametrize("mapped", ["a", "b", "both", "gradient"])
+def test_vmap_over_an_explicit_axis_names_ways_that_work(mapped, mesh_of, rng):
+    """JAX leaves such an axis out of the shard_map around the call; its own errors there name neither call nor axis."""
+    a, b = integers(rng, 4, 6, 8), integers(rng, 4, 8, 2)
+    in_axes = {"a": (0, None), "b": (None, 0)}.get(mapped, (0, 0))
+    arrays = [x if axis == 0 else x[0] for x, axis in zip((a, b), in_axes, strict=True)]
+
+    def layers(a, b):
+        return jax.vmap(functools.partial(jaxmp.linear, activation="relu"), in_axes)(a, b)
+
+    call = jax.grad(lambda a, b: layers(a, b).sum()) if mapped == "gradient" else layers
+    message = r"vmap over a dimension that is sharded over explicit 'x' .*leading dimensions.*spmd_axis_name='x'"
+    with jax.set_mesh(mesh_of({"x": 2, "y": 2})):
+        placed = [jax.device_put(x, P("x") if axis == 0 else P()) for x, axis in zip(arrays, in_axes, strict=True)]
+        with pytest.raises(NotImplementedError, match=message):
+            call(*placed)
+        if mapped == "a":
+            np.testing.assert_array_equal(jaxmp.matmul(*placed), arrays[0] @ arrays[1])
+        if mapped == "both":
+            d = jaxmp.einsum("bmk,bkn->bmn", *placed)
+            np.testing.assert_array_equal(d, a @ b)
+            assert d.sharding.spec == P("x", None, None)
+
+
+def test_vmap_over_an_automatic_axis(mesh_of, rng):
+    a, b = integers(rng, 4, 6, 8), integers(rng, 4, 8, 2)
+    mesh = mesh_of({"x": 2, "y": 2}, AxisType.Auto)
+    options = {"in_shardings": (P(), P(None, "y")), "out_sharding": P(None, "y"), "mesh": mesh}
+    call = jax.jit(jax.vmap(functools.partial(jaxmp.matmul, **options), spmd_axis_name="x"))
+    where = [NamedSharding(mesh, spec) for spec in (P("x"), P("x", None, "y"))]
+    placed = list(map(jax.device_put, (a, b), where))
+    np.testing.assert_array_equal(call(*placed), a @ b)
+    assert not re.search(r"all-gather|all-reduce|all-to-all|collective", call.lower(*placed).compile().as_text())

@@ -1,0 +1,183 @@
+"""The layers of docs/architecture.md, held to: which folder of C++ may include which, and who alone may touch what.
+
+Without these tests the layering would be a drawing: one convenient include upward and the validation, the platforms or
+the environment are known everywhere. Python's imports are import-linter's to check (`make lint`). The checker is itself
+fed wrong edges below.
+"""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+from jaxmp._src.runtime import config
+
+ROOT = Path(__file__).resolve().parents[2]
+# The folders of hostmp, from the bottom to the top: each may include those before it, `base` and `cublasmp`.
+HOSTMP = ["cpu", "numeric", "kernels", "gemm", "handles", "tiling", "validate", "exec", "api"]
+# The folders of csrc, and what each may include beside itself and the standard library.
+INCLUDES = {
+    "base": set(),
+    "cublasmp": {"base"},
+    **{
+        f"hostmp/{name}": {"base", "cublasmp", *(f"hostmp/{below}" for below in HOSTMP[:i])}
+        for i, name in enumerate(HOSTMP)
+    },
+    "plan": {"base", "cublasmp", "hostmp/handles"},
+    "barrier": {"base"},
+    "cuda": {"base", "cublasmp", "plan"},
+    "ffi": {"base", "cublasmp", "hostmp/handles", "plan", "cuda", "barrier", "xla"},
+    "python": {"base", "cublasmp", "hostmp/gemm", "plan", "cuda", "barrier", "ffi", "nanobind"},
+}
+
+
+def folder_of(path):
+    """The folder of csrc that a file is in: `csrc/hostmp/gemm/cblas.cc` is in "hostmp/gemm"."""
+    parts = Path(path).parts
+    return "/".join(parts[parts.index("csrc") + 1 : -1])
+
+
+def included(source):
+    """Folders of csrc, and outside libraries, that a file includes."""
+    paths = re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)[>"]', source, flags=re.M)
+    return {
+        folder_of(path) if path.startswith("csrc/") else path.split("/")[0]
+        for path in paths
+        if path.startswith(("csrc/", "xla/", "nanobind/"))
+    }
+
+
+def forbidden(folder, source):
+    """What a file of `folder` includes and may not."""
+    return sorted(included(source) - INCLUDES[folder] - {folder})
+
+
+def raw_collectives(source):
+    """The collectives of `jax.lax` that a module calls by itself."""
+    names = "psum|pmax|pmin|all_gather|psum_scatter|all_to_all|ppermute|pcast"
+    return re.findall(rf"\blax\.({names})\(|\bsharding\.(reshard)\(", source)
+
+
+def python_files():
+    return sorted((ROOT / "jaxmp").glob("**/*.py"))
+
+
+def cpp_files():
+    return sorted([*(ROOT / "csrc").glob("**/*.h"), *(ROOT / "csrc").glob("**/*.cc")])
+
+
+@pytest.mark.parametrize("folder", sorted({folder_of(path.relative_to(ROOT)) for path in cpp_files()}))
+def test_folders_include_what_is_below_them(folder):
+    for path in (ROOT / "csrc" / folder).glob("*.*"):
+        assert not forbidden(folder, path.read_text()), path
+
+
+def test_the_includes_allow_no_cycle():
+    done = set()
+    while ready := {
+        name for name, uses in INCLUDES.items() if name not in done and not uses & (INCLUDES.keys() - done)
+    }:
+        done |= ready
+    assert done == INCLUDES.keys()
+
+
+def attributes_of(module, source):
+    """Dotted accesses such as `os.environ`, and names imported from `module`."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == module:
+            found.add(node.attr)
+        if isinstance(node, ast.ImportFrom) and node.module == module:
+            found |= {alias.name for alias in node.names}
+    return found
+
+
+@pytest.mark.parametrize("path", python_files(), ids=lambda path: path.name)
+def test_only_config_reads_the_environment_and_only_compat_uses_private_jax(path):
+    source = path.read_text()
+    if path.stem != "config":
+        assert not attributes_of("os", source) & {"environ", "getenv", "putenv"}
+    if path.stem != "jax_compat":
+        assert "jax._src" not in source
+        assert not attributes_of("jax", source) & {"__version__", "__version_info__"}
+
+
+@pytest.mark.parametrize("path", cpp_files(), ids=lambda path: str(path.relative_to(ROOT / "csrc")))
+def test_the_core_reads_no_environment(path):
+    assert "getenv" not in path.read_text()
+
+
+def environment_variables():
+    """Every JAXMP_* that something reads or sets: a string of Python, a getenv of C++, a setting of make or CMake."""
+    found = set()
+    others = [p for folder in ("tests", "benchmarks", "examples") for p in ROOT.glob(f"{folder}/**/*.py")]
+    for path in [*python_files(), *others]:
+        tree = ast.parse(path.read_text())
+        if path.name == "config.py":  # names those of the tests too, which it does not read
+            (tree,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "parse")
+        strings = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant)]
+        found |= {s for s in strings if isinstance(s, str) and re.fullmatch(r"JAXMP_[A-Z_]+", s)}
+    for path in ROOT.glob("tests/cpp/*"):
+        found |= set(re.findall(r'(?:getenv|environment)\("(JAXMP_\w+)"\)', path.read_text()))
+    settings = [(ROOT / name).read_text() for name in ("Makefile", ".ci/run")]
+    settings += re.findall(r'ENVIRONMENT "([^"]*)"', (ROOT / "CMakeLists.txt").read_text())
+    for text in settings:
+        found |= set(re.findall(r"(?<!-D)\b(JAXMP_\w+)=", text))
+    return found
+
+
+def mentioned_variables():
+    """Every JAXMP_* that documents, and the messages of C++, tell a user about."""
+    documents = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md")]
+    found = {name for path in documents for name in re.findall(r"\bJAXMP_[A-Z_]+\b", path.read_text())}
+    for path in cpp_files():
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
+        texts = re.findall(r'"((?:[^"\\]|\\.)*)"', "\n".join(lines))
+        found |= {name for text in texts for name in re.findall(r"\bJAXMP_[A-Z_]+\b", text)}
+    return found
+
+
+def test_every_environment_variable_is_known_and_in_the_readme_and_nothing_else_is():
+    documented = set(re.findall(r"^\| `(JAXMP_\w+)", (ROOT / "README.md").read_text(), flags=re.M))
+    assert documented == environment_variables()
+    # What is not known is warned of as misspelt.
+    assert documented == {*config.VARIABLES, *config.TEST_VARIABLES}
+    assert mentioned_variables() <= documented
+
+
+def test_settings_and_mentions_are_found():
+    assert {"JAXMP_FUZZ", "JAXMP_FAKES", "JAXMP_BLAS", "JAXMP_REQUIRE_ABI"} <= environment_variables()
+    assert "JAXMP_TIMEOUT" in mentioned_variables()
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.name)
+def test_every_example_ends_with_its_launch_line(path):
+    assert re.match(r"\d\d_\w+\.py$", path.name)
+    launcher = "mpiexec -n 4 " if path.name.endswith("_processes.py") else ""
+    assert path.read_text().rstrip().splitlines()[-1] == f"# Launch: {launcher}python examples/{path.name}"
+
+
+# The checker itself: each of these is wrong, and has to be found.
+
+
+def test_a_forbidden_include_is_found():
+    assert folder_of("csrc/hostmp/gemm/cblas.cc") == "hostmp/gemm"
+    assert included('#include "csrc/base/status.h"\n#include <vector>') == {"base"}
+    assert not forbidden("plan", '#include "csrc/base/status.h"')
+    assert forbidden("plan", '#include "xla/ffi/api/ffi.h"') == ["xla"]
+    assert forbidden("hostmp/api", '  #include "csrc/plan/plan.h"') == ["plan"]
+    assert forbidden("hostmp/gemm", '#include "csrc/hostmp/exec/epilog.h"') == ["hostmp/exec"]
+
+
+def test_reading_the_environment_is_found():
+    assert attributes_of("os", "import os\nos.environ.get('X')") == {"environ"}
+    assert attributes_of("os", "from os import getenv") == {"getenv"}
+
+
+def test_collectives_stand_behind_a_barrier():
+    """One that does not can hang a job, or end its processes. `xla_matmul` and `rules` have the barrier of the call."""
+    users = {path.stem for path in python_files() if raw_collectives(path.read_text())}
+    assert users == {"collectives", "xla_matmul", "rules"}
+    assert raw_collectives("lax.psum(x, axes)")
+    assert not raw_collectives("collectives.psum(x, axes)")

@@ -1,0 +1,147 @@
+"""The code in the README and the docstrings is what users run first; where it fails, nothing else gets a chance."""
+
+import doctest
+import importlib
+import inspect
+import os
+import pkgutil
+import pydoc
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import jaxmp
+
+ROOT = Path(__file__).resolve().parents[2]
+MODULES = ["distributed", "quantize", "reference", "testing"]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_code_of_the_readme_runs(tmp_path):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    assert blocks
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    ran = subprocess.run(
+        [sys.executable, "-c", "\n".join(blocks)],
+        cwd=tmp_path,
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "all_gather" in ran.stdout
+
+
+PUBLIC = [jaxmp, *(importlib.import_module(f"jaxmp.{name}") for name in MODULES)]
+ALL_MODULES = sorted(
+    module.name for module in pkgutil.walk_packages(jaxmp.__path__, "jaxmp.") if "._jaxmp" not in module.name
+)
+
+
+@pytest.mark.parametrize("name", ALL_MODULES)
+def test_the_examples_of_the_docstrings_run(name, standard_promotion):
+    module = importlib.import_module(name)
+    assert doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE).failed == 0
+
+
+def test_the_examples_of_the_page_about_products_run(standard_promotion):
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "matmul.md").read_text(), flags=re.M | re.S)
+    assert len(blocks) == 3
+    runner = doctest.DocTestRunner()
+    for block in blocks:
+        runner.run(doctest.DocTestParser().get_doctest(block, {}, "matmul.md", None, 0))
+    assert runner.summarize().failed == 0
+
+
+FUNCTIONS = {name: value for name, value in vars(jaxmp).items() if inspect.isfunction(value)}
+
+
+@pytest.mark.parametrize("name", [name for name, value in FUNCTIONS.items() if inspect.signature(value).parameters])
+def test_every_public_function_that_takes_arguments_has_an_example(name):
+    assert ">>>" in inspect.getdoc(getattr(jaxmp, name))
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_every_public_function_says_what_it_returns(module):
+    """To mypy --strict a function without any annotation is untyped, and each call of it an error."""
+    functions = {name: f for name in module.__all__ if inspect.isfunction(f := getattr(module, name))}
+    assert functions
+    assert not [name for name, f in functions.items() if inspect.signature(f).return_annotation is inspect._empty]
+
+
+def test_the_public_names_are_ours():
+    """What `dir` offers has to be meant for users, and no module that an import left behind."""
+    names = {name: value for name, value in vars(jaxmp).items() if not name.startswith("_")}
+    assert not [name for name, x in names.items() if inspect.ismodule(x) and not x.__name__.startswith("jaxmp")]
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_dir_and_help_show_the_public_names_alone(module):
+    assert set(dir(module)) - {"__version__"} == set(module.__all__)
+    assert list(module.__all__) == sorted(module.__all__)
+    text = pydoc.plain(pydoc.render_doc(module))
+    shown = set(re.findall(r"^    (?:class )?(\w+)\(", text, flags=re.M))
+    assert shown
+    assert shown <= set(module.__all__)
+
+
+@pytest.mark.parametrize("module", PUBLIC, ids=lambda module: module.__name__)
+def test_a_docstring_is_one_screen(module):
+    for name in module.__all__:
+        lines = (inspect.getdoc(getattr(module, name)) or "").splitlines()
+        assert 0 < len(lines) <= 45, f"{name} has {len(lines)} lines"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_between_documents_lead_somewhere(document):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", document.read_text()):
+        assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_a_source_distribution_has_what_its_tests_read():
+    """The tests go along with the sources, and these tests read documents."""
+    exclude = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["sdist"]["exclude"]
+    read = {path.relative_to(ROOT).parts[0] for path in [*DOCUMENTS, ROOT / "tests", ROOT / "Makefile"]}
+    assert not read & set(exclude)
+
+
+def test_every_promise_about_bits_names_tests_that_exist():
+    """A promise is as good as the test that proves it, and a test as the promise that it is known to prove."""
+    lines = (ROOT / "docs" / "determinism.md").read_text().split("## Which test proves it")[1].splitlines()
+    rows = [line for line in lines if line.startswith("|")][2:]
+    assert len(rows) >= 15
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.\w+)(?:::(\w+))?`", row)
+        assert named, row
+        for path, name in named:
+            assert not name or f"\ndef {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
+    named = set(re.findall(r"test_determinism\w*\.py::(\w+)", "\n".join(rows)))
+    files = (ROOT / "tests").glob("test_determinism*.py")
+    tests = {name for path in files for name in re.findall(r"\ndef (test_\w+)\(", path.read_text())}
+    of_tools = re.compile("explain|key|unknown_level|slips_in")
+    assert not [name for name in tests - named if not of_tools.search(name)]
+
+
+def test_the_readme_lists_the_commands_of_the_makefile():
+    targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), flags=re.M))
+    named = set(re.findall(r"`make ([a-z-]+)`", (ROOT / "README.md").read_text()))
+    assert named <= targets
+    assert targets - named <= {"help", "clean", "test-cpp"}
+
+
+def test_every_row_of_the_faults_names_a_test_that_exists():
+    document = (ROOT / "docs" / "faults.md").read_text().partition("## Soak")[0]
+    tests = "\n".join(path.read_text() for path in (ROOT / "tests" / "process").glob("test_*.py"))
+    rows = [line for line in document.splitlines() if line.startswith("| ") and "---" not in line][1:]
+    assert len(rows) >= 15
+    for row in rows:
+        named = re.findall(r"`(test_\w+)`", row)
+        assert named, f"names no test: {row}"
+    for name in re.findall(r"`(test_\w+)`", document):
+        assert f"def {name}(" in tests, f"docs/faults.md names {name}"

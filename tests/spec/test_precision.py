@@ -1,0 +1,374 @@
+"""What `precision` means: operands rounded as the compute type says, and not otherwise, on every implementation.
+
+Each product is judged against float64 of the *rounded* operands, under the bound of a float32 sum. That bound is a
+thousand times finer than the rounding itself, so a rounding that is left out, done twice or done to another type is out
+of bounds; the judge is shown to find that.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import re
+
+import bounds
+import cases
+import jax
+import jax.numpy as jnp
+import modes
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+
+import jaxmp
+from jaxmp import CommOptions
+from jaxmp._src.lowering import backend, process_barrier
+from jaxmp._src.runtime import config as config_lib
+from jaxmp._src.spec import matmul_spec, precisions
+
+EXPLICIT = modes.BY_ID["explicit"]
+ROUNDING = {"TF32_TF32_F32": "tf32", "BF16_BF16_F32": "bfloat16", "F16_F16_F32": "float16"}
+FULL = ("F32_F32_F32", "TF32_TF32_F32_X3", "BF16_BF16_F32_X3", "BF16_BF16_F32_X6", "BF16_BF16_F32_X9", "32F_PEDANTIC")
+SINGLES = ("float32", "complex64")
+
+
+def to_tf32(x):
+    """Ten bits of mantissa, to nearest, ties to even; by arithmetic, where jaxmp goes by bits."""
+    mantissa, exponent = np.frexp(x.astype(np.float64))
+    return np.ldexp(np.rint(mantissa * 2**11) / 2**11, exponent)
+
+
+def rounded(x, kind):
+    """`x` in float64 or complex128, as `kind` rounds it."""
+    if np.iscomplexobj(x):
+        return rounded(x.real, kind) + 1j * rounded(x.imag, kind)
+    return to_tf32(x) if kind == "tf32" else x.astype(jnp.dtype(kind)).astype(np.float64)
+
+
+def multiply(case, a, b, **options):
+    placed = [EXPLICIT.put(case, x, s) for x, s in zip((a, b), case.stored, strict=True)]
+    with EXPLICIT.scope(case):
+        return EXPLICIT.run(EXPLICIT.product(case, **options), *placed)
+
+
+@pytest.mark.small("pairs")
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", SINGLES)
+@pytest.mark.parametrize("precision", ROUNDING)
+@pytest.mark.parametrize("name", ["ag-data", "rs-data", "grid"])
+def test_operands_are_rounded_as_asked(name, precision, dtype, implementation, rng):
+    cases.require(implementation)
+    # k beyond a panel of the rounding, which is 512 deep.
+    case = cases.BY_NAME[name].replace(
+        dtype=dtype, per_shard=(9, 7, 531), transposition="NT" if dtype == "float32" else "TN"
+    )
+    a, b = case.values(rng)
+    d = multiply(case, a, b, precision=precision, implementation=implementation)
+    assert d.dtype == dtype
+    left, right = case.op(*(rounded(x, ROUNDING[precision]) for x in (a, b)))
+    bounds.judge_product(f"{case.id} {precision}", d, left, right, operands=dtype)
+    left, right = case.op(cases.wide(a), cases.wide(b))
+    with pytest.raises(AssertionError, match="out of bounds"):
+        bounds.judge_product(f"{case.id} as if not rounded", d, left, right, operands=dtype)
+
+
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    ("precision", "value", "want"),
+    [
+        ("TF32_TF32_F32", 1 + 2**-11, 1.0),  # a tie, to even
+        ("TF32_TF32_F32", -1 - 3 * 2**-11, -1 - 2**-9),
+        ("TF32_TF32_F32", 1 + 2**-11 + 2**-23, 1 + 2**-10),  # just above
+        ("TF32_TF32_F32", np.inf, np.inf),
+        ("TF32_TF32_F32", np.nan, np.nan),
+        ("TF32_TF32_F32", 3.4028235e38, np.inf),  # rounds up beyond the range
+        ("BF16_BF16_F32", 1 + 2**-8, 1.0),  # a tie, to even
+        ("BF16_BF16_F32", 1 + 3 * 2**-8, 1 + 2**-6),
+        ("F16_F16_F32", 1 + 2**-11, 1.0),
+        ("F16_F16_F32", 1 + 3 * 2**-11, 1 + 2**-9),
+        ("F16_F16_F32", 2.0**-24, 2.0**-24),  # subnormal in float16
+        ("F16_F16_F32", 65520.0, np.inf),
+    ],
+)
+def test_ties_and_the_ends_of_the_range(precision, value, want, implementation):
+    cases.require(implementation)
+    d = jaxmp.matmul(
+        jnp.full((1, 1), value, jnp.float32), jnp.ones((1, 1)), precision=precision, implementation=implementation
+    )
+    np.testing.assert_array_equal(np.asarray(d), np.full((1, 1), want, np.float32))
+
+
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+@pytest.mark.parametrize(
+    "precision", [*FULL, "32F_EMULATED_16BFX9", *lax.Precision, "highest", (None, "high")], ids=str
+)
+def test_the_full_type_where_no_rounding_is_asked_for(precision, implementation, rng):
+    """Emulations and every lax.Precision: as exact as a sum in float32."""
+    cases.require(implementation)
+    case = cases.BY_NAME["rs-data"].replace(per_shard=(9, 7, 301))
+    a, b = case.values(rng)
+    d = multiply(case, a, b, precision=precision, implementation=implementation)
+    bounds.judge_product(f"{precision}", d, cases.wide(a), cases.wide(b), operands="float32")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_presets_round_no_sixteen_bit_operand(dtype, rng):
+    """They are exact in TF32 and float32, so every preset that takes them gives the bits of None."""
+    cases.require(None)
+    case = cases.BY_NAME["ag-data"].replace(dtype=dtype, per_shard=(9, 7, 301))
+    a, b = case.values(rng)
+    want = np.asarray(multiply(case, a, b)).tobytes()
+    for precision in [*ROUNDING, *FULL]:
+        takes = precisions._TABLE[precision]
+        assert (dtype in takes) == (
+            precision not in ("BF16_BF16_F32", "F16_F16_F32") or dtype[0] == precision[0].lower()
+        )
+        if dtype in takes:
+            assert np.asarray(multiply(case, a, b, precision=precision)).tobytes() == want, precision
+
+
+@pytest.mark.parametrize("precision", [None, "F64_F64_F64", "64F", "64F_PEDANTIC", "64F_EMULATED_FIXEDPOINT"])
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_double_precision(dtype, precision, rng, x64):
+    cases.require(None)
+    case = cases.BY_NAME["rs-data"].replace(dtype=dtype, per_shard=(9, 7, 301))
+    a, b = case.values(rng)
+    d = multiply(case, a, b, precision=precision)
+    a, b = cases.wide(a), cases.wide(b)
+    bounds.judge_product(f"{precision}", d, a, b, operands=dtype, c=2 * bounds.PRODUCT)
+
+
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["ag-data", "rs-data", "ar-data", "grid"])
+def test_gradients_round_as_the_product_does(name, implementation, rng):
+    """Each gradient is a product of the cotangent and an operand, both rounded."""
+    cases.require(implementation)
+    case = cases.BY_NAME[name].replace(per_shard=(5, 7, 33))
+    a, b = case.values(rng)
+    w = cases.normal(rng, case.extents[:2], "float32")
+    placed = [EXPLICIT.put(case, x, s) for x, s in zip((a, b, w), (*case.stored, case.out), strict=True)]
+    with EXPLICIT.scope(case):
+        f = EXPLICIT.product(case, precision="TF32_TF32_F32", implementation=implementation)
+        da, db = EXPLICIT.run(lambda a, b, w: jax.grad(lambda a, b: jnp.sum(w * f(a, b)), (0, 1))(a, b), *placed)
+    a, b, w = (to_tf32(x) for x in (a, b, w))
+    bounds.judge_product("da", da, w, b.T, operands="float32")
+    bounds.judge_product("db", db, a.T, w, operands="float32")
+
+
+# The table -------------------------------------------------------------------------------------------------------
+
+
+def test_every_preset_of_jax_has_a_row():
+    assert {preset.name for preset in lax.DotAlgorithmPreset} <= set(precisions._TABLE)
+
+
+def test_no_precision_is_narrower_than_its_name():
+    """Whoever asks for float32 sums gets them; only presets that name a narrower type round or sum in it."""
+    seen = set()
+    for asked, row in precisions._PRESETS.items():
+        for operand, name in row.items():
+            compute = precisions._COMPUTES[name]
+            if compute.rounding:
+                assert {"tf32": "TF32", "bfloat16": "BF16", "float16": "F16"}[compute.rounding] == asked.split("_")[0]
+                assert operand in SINGLES
+            assert not compute.sums_in_16_bits or asked.endswith(("F16_F16_F16", "BF16_BF16_BF16"))
+            seen |= {compute.rounding, compute.sums_in_16_bits}
+    assert seen == {None, "tf32", "bfloat16", "float16", True, False}
+
+
+def test_explain_names_compute_type_and_accumulator():
+    a, b = jnp.ones((4, 8)), jnp.ones((8, 4))
+
+    def rows(dtype, **options):
+        return jaxmp.explain(lambda a, b: jaxmp.matmul(a.astype(dtype), b.astype(dtype), **options))(a, b).rows[0]
+
+    row = rows("float32", precision="TF32_TF32_F32")
+    assert (row.compute, row.accumulator, row.implementation) == ("32F_FAST_TF32", "float32", "host")
+    row = rows("float16", precision="F16_F16_F16")
+    assert (row.compute, row.accumulator, row.implementation) == ("16F", "float16", "xla")
+    assert "precision=F16_F16_F16 sums in 16 bits, which hostmp does not" in row.why
+    assert rows("float16").compute == "32F"
+    text = str(jaxmp.explain(lambda a, b: jaxmp.matmul(a, b, precision="BF16_BF16_F32"))(a, b))
+    assert "compute type 32F_FAST_16BF" in text
+
+
+# Refusals --------------------------------------------------------------------------------------------------------
+
+
+def halves(dtype):
+    return jnp.ones((2, 3), dtype), jnp.ones((3, 2), dtype)
+
+
+NARROW = (("F16_F16_F16", "float16"), ("16F", "float16"), ("BF16_BF16_BF16", "bfloat16"))
+
+
+@pytest.mark.parametrize(("precision", "dtype"), NARROW)
+def test_host_refuses_sums_in_sixteen_bits_by_name(precision, dtype):
+    message = f'implementation="host": precision={precision} sums in 16 bits, which hostmp does not; pass'
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        jaxmp.matmul(*halves(dtype), precision=precision, implementation="host")
+
+
+@pytest.mark.parametrize(("precision", "dtype"), NARROW)
+def test_host_sums_in_float32_where_told_to_ignore_it(precision, dtype, monkeypatch, rng):
+    cases.require(None)
+    ignoring = dataclasses.replace(config_lib.config(), ignores_precision=True)
+    monkeypatch.setattr(backend, "config", lambda: ignoring)
+    case = cases.BY_NAME["rs-data"].replace(dtype=dtype, per_shard=(3, 5, 301))
+    a, b = case.values(rng)
+    d = multiply(case, a, b, precision=precision, implementation="host")
+    bounds.judge_product(precision, d, cases.wide(a), cases.wide(b), operands=dtype)
+
+
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+def test_sums_in_bfloat16_exist_nowhere_on_a_cpu(implementation):
+    message = "precision=BF16_BF16_BF16 sums in bfloat16, which neither hostmp nor XLA does on a CPU; pass"
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        jaxmp.matmul(*halves("bfloat16"), precision="BF16_BF16_BF16", implementation=implementation)
+
+
+def test_sums_in_float16_go_to_xla():
+    d = jaxmp.matmul(*halves("float16"), precision="F16_F16_F16")
+    np.testing.assert_array_equal(np.asarray(d), np.full((2, 2), 3, np.float16))
+
+
+def test_the_variable_that_ignores_it():
+    assert not config_lib.parse({}).ignores_precision
+    assert config_lib.parse({"JAXMP_HOST_PRECISION": "ignore"}).ignores_precision
+    with pytest.raises(ValueError, match="JAXMP_HOST_PRECISION must be 'strict' or 'ignore' but is 'yes'"):
+        config_lib.parse({"JAXMP_HOST_PRECISION": "yes"})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "message"),
+    [
+        (
+            "bfloat16",
+            "F16_F16_F32",
+            "precision=F16_F16_F32 takes operands of float16, float32, complex64, got bfloat16",
+        ),
+        ("float16", "BF16_BF16_F32", "takes operands of bfloat16, float32, complex64, got float16; convert them"),
+        ("float32", "F64_F64_F64", "precision=F64_F64_F64 takes operands of float64, complex128, got float32"),
+        ("float32", "F16_F16_F16", "precision=F16_F16_F16 takes operands of float16, got float32"),
+        ("float32", "64F", "precision=64F takes operands of float64, complex128, got float32"),
+        ("float32", "ANY_F8_ANY_F8_F32", "precision=ANY_F8_ANY_F8_F32 takes operands of float8_e4m3fn, float8_e5m2"),
+    ],
+)
+def test_presets_that_do_not_take_the_operands(dtype, precision, message):
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        jaxmp.matmul(*halves(dtype), precision=precision)
+
+
+def test_a_narrow_sum_has_a_narrow_result():
+    with pytest.raises(
+        NotImplementedError, match="precision=F16_F16_F16 sums in float16, so the result cannot be float32"
+    ):
+        jaxmp.matmul(*halves("float16"), precision="F16_F16_F16", preferred_element_type=jnp.float32)
+
+
+# Communication options -------------------------------------------------------------------------------------------
+
+COMM = {
+    "ag-data": [CommOptions(algorithm="split_p2p"), CommOptions(algorithm="no_overlap"), CommOptions(sm_count=8)],
+    "rs-data": [CommOptions(algorithm="split_multicast", dtype=jnp.float32, sm_count=16)],
+    "ar-data": [CommOptions(algorithm="fused"), CommOptions(dtype="bfloat16")],
+    "rs-transposed": [CommOptions(dtype="bfloat16")],
+    "grid": [CommOptions(sm_count=2, algorithm="no_overlap")],
+}
+
+
+@pytest.mark.small("values")
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
+@pytest.mark.parametrize(("name", "comm"), [(n, x) for n, all_of in COMM.items() for x in all_of])
+def test_communication_options_change_no_bit(name, comm, implementation, rng):
+    """And the gradients, whose patterns are others, go without those that do not apply."""
+    cases.require(implementation)
+    columns = 4 if comm.algorithm == "fused" else 5  # cuBLASMp fuses multiples of 16 bytes, here of float32
+    case = cases.BY_NAME[name].replace(per_shard=(3, columns, 7), dtype="bfloat16")
+    a, b = case.values(rng)
+    placed = [EXPLICIT.put(case, x, s) for x, s in zip((a, b), case.stored, strict=True)]
+
+    def results(comm):
+        f = EXPLICIT.product(case, implementation=implementation, comm=comm)
+        return jax.jit(lambda a, b: (f(a, b), jax.grad(lambda a, b: f(a, b).sum(), (0, 1))(a, b)))(*placed)
+
+    with EXPLICIT.scope(case):
+        for got, want in zip(*(jax.tree.leaves(results(x)) for x in (comm, None)), strict=True):
+            assert np.asarray(got).tobytes() == np.asarray(want).tobytes()
+
+
+def test_explain_names_the_communication_options():
+    cases.require(None)
+    case = cases.BY_NAME["rs-data"].replace(per_shard=(3, 5, 7))
+    comm = CommOptions(algorithm="split_p2p", dtype="float32", sm_count=4)
+    placed = [jax.ShapeDtypeStruct(s, "float32") for s in (case.extents[::2], case.extents[:0:-1])]
+    explanation = jaxmp.explain(modes.with_in_shardings(case, comm=comm))(*placed)
+    assert explanation.rows[0].comm == "comm.dtype=float32, comm.algorithm=split_p2p, comm.sm_count=4"
+    assert "communication comm.dtype=float32, comm.algorithm=split_p2p" in str(explanation)
+
+
+def test_processes_agree_on_the_communication_options():
+    comm = CommOptions("float32", "split_p2p")
+    spec = matmul_spec.MatmulSpec(np.dtype("float32"), comm=comm)
+    operands = (jax.ShapeDtypeStruct((4, 4), "float32"),) * 2
+    agreed = process_barrier.fields(spec, *operands)
+    assert {name: x for name, x in agreed.items() if name.startswith("comm.")} == {
+        "comm.dtype": "float32",
+        "comm.algorithm": "split_p2p",
+        "comm.sm_count": None,
+    }
+
+
+WRONG_COMM = [
+    ("rs-data", CommOptions(algorithm="nvls"), ValueError, "matmul: comm.algorithm must be None or one of default, split_p2p, "),
+    ("rs-data", CommOptions(algorithm="fused"), ValueError, "comm.algorithm='fused' needs the pattern all_reduce, but this call is reduce_scatter; drop it"),
+    ("ar-data", CommOptions(algorithm="fused"), ValueError, "matmul: comm.algorithm='fused' needs rows of the result that are a multiple of 16 bytes of the communicated float32, a multiple of 4 columns, got 5; pad b, or drop it"),
+    ("ar-data", CommOptions(algorithm="atomic_multicast"), ValueError, "comm.algorithm='atomic_multicast' needs the pattern reduce_scatter, but this call is all_reduce"),
+    ("ag-data", CommOptions(algorithm="split_multicast"), ValueError, "comm.algorithm='split_multicast' needs the pattern reduce_scatter or all_reduce, but this call is all_gather"),
+    ("local", CommOptions(algorithm="split_p2p"), ValueError, "needs the pattern all_gather or reduce_scatter or all_reduce, but this call is local"),
+    ("grid", CommOptions(dtype="float32"), ValueError, "comm.dtype=float32 is of partial sums, so the pattern must be reduce_scatter or all_reduce, but this call is grid"),
+    ("rs-data", CommOptions(dtype="bfloat16"), ValueError, "comm.dtype must be no smaller than the result's float32 and no larger than float32, in which products are summed, got bfloat16"),
+    ("rs-data", CommOptions(dtype="complex64"), ValueError, "got complex64"),
+    ("rs-data", CommOptions(dtype="int32"), ValueError, "got int32"),
+    ("rs-data", CommOptions(sm_count=0), ValueError, "comm.sm_count must be at least 1, the number of multiprocessors that communicate, got 0"),
+    ("rs-data", CommOptions(sm_count=1.5), TypeError, "comm.sm_count must be an integer, got float"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "comm", "exception", "message"), WRONG_COMM)
+def test_communication_options_that_the_call_does_not_take(name, comm, exception, message, rng):
+    case = cases.BY_NAME[name].replace(per_shard=(3, 5, 7))
+    with pytest.raises(exception, match=re.escape(message)):
+        modes.with_in_shardings(case, comm=comm)(*case.values(rng))
+
+
+@pytest.mark.parametrize("comm", [CommOptions(algorithm="split_p2p"), CommOptions(dtype="float32")])
+def test_communication_options_ahead_of_a_pattern(comm):
+    a, b = jnp.ones((4, 4)), jnp.ones((4, 4))
+    with pytest.raises(ValueError, match=r"but no mesh is known to this call, which is local then; drop it, or give"):
+        jaxmp.matmul(a, b, comm=comm)
+    message = "XLA's partitioner has not chosen one yet; pass in_shardings"
+    with jax.set_mesh(cases.BY_NAME["rs"].jax_mesh(AxisType.Auto)), pytest.raises(ValueError, match=message):
+        jaxmp.matmul(a, b, comm=comm)
+
+
+def test_communication_options_of_the_functions_that_name_an_axis():
+    case = cases.BY_NAME["ag"].replace(per_shard=(3, 5, 7))
+    with pytest.raises(ValueError, match=r"all_gather_matmul: comm\.algorithm='fused' needs the pattern all_reduce"):
+        modes.in_checked_shard_map(case, comm=CommOptions(algorithm="fused"))(*case.values(np.random.default_rng(0)))
+
+
+def test_every_combination_of_algorithm_and_pattern_is_as_hostmp_has_it(rng):
+    """What Python lets through, the library takes."""
+    cases.require(None)
+    served = set()
+    for name, algorithm in itertools.product(
+        ("local", "ag", "rs", "ar", "grid"), jaxmp._src.validation.comm_options.ALGORITHMS
+    ):
+        case = cases.BY_NAME[name].replace(per_shard=(2, 4, 2))
+        a, b = case.integers(rng)
+        with contextlib.suppress(ValueError):
+            d = multiply(case, a, b, comm=CommOptions(algorithm=algorithm))
+            served.add((case.pattern, algorithm))
+            np.testing.assert_array_equal(np.asarray(d), a @ b)
+    assert len(served) == 2 * 5 + 3 + 2 + 3 + 1 + 1
