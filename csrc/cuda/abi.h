@@ -1,7 +1,8 @@
 // The part of the CUDA driver's and of NCCL's C ABI that jaxmp calls, declared by us like cuBLASMp's.
 //
-// Names, numbers and parameters are those of CUDA 12 and 13 and of NCCL 2.30; tests/project/test_abi.py compares each with the
-// real headers. A function whose symbol carries a version (cuMemAlloc_v2) has it here too: a header would hide it.
+// Names, numbers and parameters are those of CUDA 12 and 13 and of NCCL 2.30; tests/project/test_abi.py compares each
+// with the real headers. A function whose symbol carries a version (cuMemAlloc_v2) has it here too: a header would hide
+// it.
 #ifndef JAXMP_CUDA_ABI_H_
 #define JAXMP_CUDA_ABI_H_
 

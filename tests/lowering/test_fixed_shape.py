@@ -335,7 +335,7 @@ def test_programs_for_cuda_call_one_shape(mesh_of, level):
         assert "mesh_shape = dense<> " in text
 
 
-def test_hints_of_a_pattern_that_is_gathered_are_left_out(mesh_of):
+def test_communication_options_of_a_pattern_that_is_gathered_are_left_out(mesh_of):
     cases.require("host")
     mesh = mesh_of({"y": 4})
     a, b = (
