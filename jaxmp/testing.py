@@ -287,15 +287,15 @@ def _checks_of_batch(implementation: str, dtype: str, is_quick: bool) -> Iterato
 
 
 def _place_counts(implementation: str, counts: tuple[int, ...], size: int) -> tuple[int, ...]:
-    """Counts of rows or columns; of cuBLASMp both sides of the edges of its chunks of `size` too."""
-    edges = tuple(size * chunk + i for chunk in (1, 2) for i in (-1, 0, 1))
+    """Counts of rows or columns; of cuBLASMp both sides of the edges of its tiles of `size` too."""
+    edges = tuple(size * tile + i for tile in (1, 2) for i in (-1, 0, 1))
     return (*counts, *edges) if implementation == ON_GPUS else counts
 
 
 def _checks_of_topology(implementation: str, dtype: str, is_quick: bool, devices: list[int]) -> Iterator[Check]:
     head = f"{implementation} {dtype}"
     check = functools.partial(check_meshes, "topology", implementation, dtype)
-    # Of cuBLASMp several chunks, so that the ranks of a mesh have their rows and columns at other places of them.
+    # Of cuBLASMp several tiles, so that the ranks of a mesh have their rows and columns at other places of them.
     m, n = (3 * fixed_shape.ROWS, 2 * fixed_shape.COLUMNS + 128) if implementation == ON_GPUS else (24, 40)
     for k, transpose in ((40, "TN"),) if is_quick else ((8, "NN"), (40, "TN"), (1000, "NT"), (4104, "TT")):
         run = functools.partial(check, (m, n, k), Epilog.NONE, devices, transpose)

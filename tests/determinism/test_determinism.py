@@ -108,7 +108,7 @@ def test_the_gradient_in_the_rows_keeps_the_level():
 # The order of a sum -----------------------------------------------------------------------------------------------
 
 
-PANEL = 256
+K_BLOCK = 256
 NOT_BFLOAT16 = [dtype for dtype in DTYPES if dtype != "bfloat16"]
 
 
@@ -119,8 +119,8 @@ def test_sums_are_made_in_the_written_order(dtype, rows):
     cases.require("host")
     accumulator = ACCUMULATORS[dtype]
     a = testing.draw(0, (rows, 2400), dtype)
-    panels = [a[:, at : at + PANEL].astype(accumulator) for at in range(0, a.shape[1], PANEL)]
-    sums = [np.add.accumulate(panel, axis=1)[:, -1] for panel in panels]
+    k_blocks = [a[:, at : at + K_BLOCK].astype(accumulator) for at in range(0, a.shape[1], K_BLOCK)]
+    sums = [np.add.accumulate(block, axis=1)[:, -1] for block in k_blocks]
     want = np.repeat(np.add.accumulate(sums)[-1][:, None], 24, axis=1)
     ones = np.ones((a.shape[1], 24), jnp.dtype(dtype))
     product = functools.partial(jaxmp.matmul, determinism="topology", preferred_element_type=accumulator)
@@ -133,19 +133,19 @@ def test_sums_are_made_in_the_written_order(dtype, rows):
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("rows", [3, 20])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rounding_errors_are_those_of_panels(dtype, rows, level):
+def test_rounding_errors_are_those_of_k_blocks(dtype, rows, level):
     """Within 256 + k / 256 roundings of numbers of one sign, which one accumulator over all of k exceeds."""
     cases.require("host")
     k, accumulator = 65536, ACCUMULATORS[dtype]
     a, b = (np.full(shape, x).astype(jnp.dtype(dtype)) for shape, x in (((rows, k), 1.9), ((k, 20), 0.7)))
     got = np.asarray(jaxmp.matmul(a, b, determinism=level, preferred_element_type=accumulator))
     want = k * a[0, 0].astype(np.clongdouble) * b[0, 0].astype(np.clongdouble)
-    allowed = PANEL + k / PANEL
+    allowed = K_BLOCK + k / K_BLOCK
     unit = bounds.unit_roundoff(accumulator) * abs(want)
     in_one = np.add.accumulate(a[0].astype(accumulator) * b[:, 0].astype(accumulator))[-1]
-    panels, one = (float(np.max(np.abs(x - want)) / unit) for x in (got, in_one))
-    print(f"{dtype} {level}: off by {panels:.0f} units of roundoff, one accumulator by {one:.0f}")
-    assert panels <= allowed < one
+    blocked, one = (float(np.max(np.abs(x - want)) / unit) for x in (got, in_one))
+    print(f"{dtype} {level}: off by {blocked:.0f} units of roundoff, one accumulator by {one:.0f}")
+    assert blocked <= allowed < one
 
 
 # Controls ---------------------------------------------------------------------------------------------------------

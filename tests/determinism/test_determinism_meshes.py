@@ -41,8 +41,8 @@ def test_bits_do_not_know_the_mesh(dtype, count):
 @pytest.mark.small("values")
 @pytest.mark.parametrize(("count", "held"), [(2, 100), (4, 250), (8, 300)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_cuts_inside_of_panels_do_not_matter(dtype, count, held):
-    """Each rank holds `held` of k, and for the gradient in b 150 rows, which panels of 256 and 1024 do not end with."""
+def test_cuts_inside_of_k_blocks_do_not_matter(dtype, count, held):
+    """Each rank holds `held` of k, and for the gradient in b 150 rows, where no K block of 256 or 1024 ends."""
     cases.require("host")
     testing.check_meshes(
         "topology", "host", dtype, (150 * count, 16, held * count), Epilog.NONE, [count], only=SOME_LAYOUTS

@@ -1,5 +1,5 @@
 """Levels of determinism on fp8 and fp4: without these the bits of a product could depend on the mesh or on the batch,
-for its operands are decoded in panels and its scales applied to sums.
+for its operands are decoded in K blocks and its scales applied to sums.
 """
 
 import functools
@@ -28,7 +28,7 @@ def drawn(rng, mode, m, n, k):
 @pytest.mark.parametrize("mode", SCALE_MODES, ids=lambda mode: mode.id)
 @pytest.mark.parametrize("is_deep", [False, True], ids=["", "deep"])
 def test_bits_do_not_know_the_mesh(is_deep, mode, case, rng):
-    """Ranks that hold no whole block of the processor's instructions among them, and cuts in one or several panels."""
+    """Ranks that hold no whole block of the processor's instructions, and cuts in one K block or in several."""
     k = 5 * 128 if is_deep else 144 if mode.unit == 16 else mode.unit
     case = case.replace(transposition="NT", per_shard=(mode.unit, mode.unit, k))
     a, b, scale_a, scale_b = drawn(rng, mode, *case.extents)
@@ -40,7 +40,7 @@ def test_bits_do_not_know_the_mesh(is_deep, mode, case, rng):
 
 @pytest.mark.parametrize("mode", SCALE_MODES, ids=lambda mode: mode.id)
 def test_a_row_does_not_know_its_batch(mode, rng):
-    """k of more than one panel of the decoding, which is 1024 deep."""
+    """k of more than one K block of the decoding, which is 1024 deep."""
     unit = 128 if mode.a == "blk128" else mode.unit
     a, b, scale_a, scale_b = drawn(rng, mode, 3 * unit, mode.unit, 1152)
     options = {"determinism": "batch", **F32}

@@ -2,7 +2,7 @@
 
 Where only cuBLASMp's documented forms are taken, a product under a level is gathered and made by calls of one shape, on
 hostmp as it would be on GPUs. What this shows: every element is in its place, whatever is cut, padded and put together
-again; all calls of a product are one plan, for any batch and any mesh, and so every bit is that of a place in a chunk.
+again; all calls of a product are one plan, for any batch and any mesh, and so every bit is that of a place in a tile.
 What it cannot show is whether cuBLASLt's kernels sum alike at every place: see docs/determinism.md.
 """
 
@@ -35,8 +35,8 @@ ROWS, COLUMNS = 32, 128
 
 
 @pytest.fixture
-def in_chunks(monkeypatch):
-    """Return `in_chunks(f, *args)`: `f(*args)` where hostmp takes what cuBLASMp takes, in chunks of 32 x 128.
+def in_tiles(monkeypatch):
+    """Return `in_tiles(f, *args)`: `f(*args)` where hostmp takes what cuBLASMp takes, in tiles of 32 x 128.
 
     Whether a BLAS sums all elements of a call alike depends on its kernels, and so on the processor: hostmp's calls are
     those of fixed order, which do.
@@ -72,7 +72,7 @@ def extents_of(text):
 
 # Placement -------------------------------------------------------------------------------------------------------
 
-# Per device: below one chunk, whole ones, ragged ones, with one and with several chunks each way.
+# Per device: below one tile, whole ones, ragged ones, with one and with several tiles each way.
 SHAPES = ((3, 5, 7), (32, 128, 4), (33, 129, 3), (20, 70, 9))
 PATTERNS = ("local", "ag-data", "rs-data", "ar-data", "grid", "ag-transposed", "rs-transposed")
 
@@ -86,7 +86,7 @@ PATTERNS = ("local", "ag-data", "rs-data", "ar-data", "grid", "ag-transposed", "
     ],
     ids=str,
 )
-def test_every_element_is_in_its_place(name, shape, transposition, in_chunks, rng):
+def test_every_element_is_in_its_place(name, shape, transposition, in_tiles, rng):
     """Sums of small integers are exact; C, bias, alpha and beta with them."""
     case = cases.BY_NAME[name].replace(per_shard=shape, transposition=transposition)
     a, b = case.integers(rng)
@@ -96,29 +96,29 @@ def test_every_element_is_in_its_place(name, shape, transposition, in_chunks, rn
         specs = (*case.stored, case.out, P(case.out[1]))
         placed = [EXPLICIT.put(case, x, spec) for x, spec in zip((a, b, c, bias), specs, strict=True)]
         f = EXPLICIT.product(case, alpha=2.0, beta=-1.0, epilog=Epilog.BIAS, determinism="topology")
-        d = in_chunks(jax.jit(f), *placed)
+        d = in_tiles(jax.jit(f), *placed)
     np.testing.assert_array_equal(d, 2 * np.matmul(*case.op(a, b)) - c + bias)
 
 
 @pytest.mark.parametrize("mode", ["partitioner", "shard_map"])
-def test_every_way_to_call_reaches_the_chunks(mode, in_chunks, rng):
+def test_every_way_to_call_reaches_the_tiles(mode, in_tiles, rng):
     mode, case = modes.BY_ID[mode], cases.BY_NAME["rs-data"].replace(per_shard=(20, 70, 9))
     a, b = case.integers(rng)
     with mode.scope(case):
         placed = [mode.put(case, x, spec) for x, spec in zip((a, b), case.stored, strict=True)]
-        d = in_chunks(jax.jit(mode.product(case, determinism="batch")), *placed)
+        d = in_tiles(jax.jit(mode.product(case, determinism="batch")), *placed)
     np.testing.assert_array_equal(d, a @ b)
 
 
 @pytest.mark.parametrize("conjugation", [(True, False), (True, True)], ids=str)
 @pytest.mark.parametrize("transposition", ["NN", "TT"])
-def test_conjugates_are_in_their_place(transposition, conjugation, in_chunks, rng):
+def test_conjugates_are_in_their_place(transposition, conjugation, in_tiles, rng):
     case = cases.BY_NAME["local"].replace(
         per_shard=(20, 70, 9), transposition=transposition, dtype="complex64", conjugation=conjugation
     )
     a, b = case.integers(rng)
     product = modes.BY_ID["no-mesh"].product(case, determinism="batch")
-    np.testing.assert_array_equal(in_chunks(jax.jit(product), a, b), np.matmul(*case.op(a, b)))
+    np.testing.assert_array_equal(in_tiles(jax.jit(product), a, b), np.matmul(*case.op(a, b)))
 
 
 # One for each set of inputs and results; what becomes of z is the library's.
@@ -126,9 +126,9 @@ EPILOGS = (Epilog.NONE, Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX_BIAS, *testing.DER
 
 
 @pytest.mark.parametrize("epilog", EPILOGS, ids=lambda epilog: epilog.name)
-def test_every_epilog_is_that_of_one_call(epilog, in_chunks, rng, monkeypatch):
+def test_every_epilog_is_that_of_one_call(epilog, in_tiles, rng, monkeypatch):
     """Against the ordered sums of one call: on integers equal to the bit, masks and their padding included."""
-    monkeypatch.setattr(fixed_shape, "COLUMNS", 256)  # then the mask of the last chunk is wider than d's
+    monkeypatch.setattr(fixed_shape, "COLUMNS", 256)  # then the mask of the last tile is wider than d's
     m, n, k = 70, 300, 9
     transposition = "TN" if epilog == Epilog.BGRADA else "NN"
     case = cases.BY_NAME["local"].replace(per_shard=(m, n, k), mesh=(("x", 1), ("y", 1)), transposition=transposition)
@@ -142,7 +142,7 @@ def test_every_epilog_is_that_of_one_call(epilog, in_chunks, rng, monkeypatch):
         return {"d": out[0], **out[1]} if isinstance(out, tuple) else {"d": out}
 
     args = (a, b, c, jax.tree.map(np.asarray, inputs))
-    want, got = jax.jit(product)(*args), in_chunks(jax.jit(product), *args)
+    want, got = jax.jit(product)(*args), in_tiles(jax.jit(product), *args)
     assert set(got) == set(want)
     for name in want:
         if name == "dgelu_bgrad":  # slopes are no integers, and 70 of them are summed
@@ -158,23 +158,23 @@ def test_every_epilog_is_that_of_one_call(epilog, in_chunks, rng, monkeypatch):
     ids=str,
 )
 @pytest.mark.parametrize("implementation", [None, "xla"])
-def test_sums_are_complete_over_the_ranks(name, epilog, implementation, in_chunks):
-    """Outputs and gradients of gathered operands, on every device; on "xla" without the chunks too."""
+def test_sums_are_complete_over_the_ranks(name, epilog, implementation, in_tiles):
+    """Outputs and gradients of gathered operands, on every device; on "xla" without the tiles too."""
     transposition = "TN" if epilog == Epilog.BGRADA else "NN"
     case = cases.BY_NAME[name].replace(per_shard=(6, 40, 5), transposition=transposition, epilog=epilog)
     trial = suite.Trial(case, implementation=implementation, determinism="batch")
     check = functools.partial(suite.check, trial, np.random.default_rng(0))
-    check() if implementation else in_chunks(check)
+    check() if implementation else in_tiles(check)
 
 
 @pytest.mark.parametrize("shape", [(0, 3, 4), (3, 0, 4), (40, 3, 0), (0, 0, 0)], ids=str)
-def test_nothing_to_multiply(shape, in_chunks):
+def test_nothing_to_multiply(shape, in_tiles):
     """cuBLASMp does not take k = 0, so there k is padded, and the epilog is the library's all the same."""
     m, n, k = shape
     a, b, c, bias = (np.ones(s, np.float32) for s in ((m, k), (k, n), (m, n), (n,)))
     options = {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": bias}, "beta": 3.0, "determinism": "batch"}
     product = jax.jit(functools.partial(jaxmp.matmul, **options))
-    np.testing.assert_array_equal(in_chunks(product, a, b, c), np.full((m, n), 4.0, np.float32))
+    np.testing.assert_array_equal(in_tiles(product, a, b, c), np.full((m, n), 4.0, np.float32))
 
 
 # Narrow types ----------------------------------------------------------------------------------------------------
@@ -183,8 +183,8 @@ E4M3, E8M0, FP4 = map(jnp.dtype, ("float8_e4m3fn", "float8_e8m0fnu", "float4_e2m
 
 
 @pytest.mark.parametrize("mode", ["scalar", "rows", "vec128", "blk128 of a", "blk128 of b", "mx", "nv"])
-def test_scales_follow_their_rows_and_blocks(mode, in_chunks, rng, monkeypatch):
-    """Powers of two, so that products stay exact; 384 x 256 in chunks of 128 x 128."""
+def test_scales_follow_their_rows_and_blocks(mode, in_tiles, rng, monkeypatch):
+    """Powers of two, so that products stay exact; 384 x 256 in tiles of 128 x 128."""
     (m, n, k), dtype = (384, 256, 256), FP4 if mode == "nv" else E4M3
     a, b = (rng.integers(-2, 3, shape).astype(dtype) for shape in ((m, k), (n, k)))
     kind = {"mx": E8M0, "nv": E4M3}.get(mode, np.float32)
@@ -203,19 +203,19 @@ def test_scales_follow_their_rows_and_blocks(mode, in_chunks, rng, monkeypatch):
 
     monkeypatch.setattr(fixed_shape, "ROWS", 128)
     args = (a, b, *scales)
-    want, got = jax.jit(product)(*args), in_chunks(jax.jit(product), *args)
+    want, got = jax.jit(product)(*args), in_tiles(jax.jit(product), *args)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
 
-def test_a_largest_value_is_not_that_of_padding(in_chunks):
+def test_a_largest_value_is_not_that_of_padding(in_tiles):
     """A padded row of zeros would have the bias, which is larger here than anything in d."""
     a, b = np.full((16, 16), -1, E4M3), np.ones((16, 16), E4M3)
     bias = np.full(16, 12, np.float16)
     options = {"transpose_b": True, "preferred_element_type": E4M3, "determinism": "batch"}
     options |= {"scaling": Scaling(result_amax=True)}
     product = functools.partial(jaxmp.matmul, epilog=Epilog.RELU_AUX_BIAS, epilog_inputs={"bias": bias}, **options)
-    d, more = in_chunks(jax.jit(product), a, b)
+    d, more = in_tiles(jax.jit(product), a, b)
     assert (float(more["result_amax"]), np.abs(d.astype(np.float32)).max()) == (0.0, 0.0)
     assert not more["relu_aux"].any()
 
@@ -226,12 +226,12 @@ SOME_ROWS = (1, 2, 17, 31, 32, 33, 65)
 
 
 @pytest.mark.parametrize("epilog", [Epilog.NONE, Epilog.GELU_AUX_BIAS, Epilog.DGELU], ids=lambda epilog: epilog.name)
-def test_a_row_does_not_know_its_batch(epilog, in_chunks):
-    in_chunks(testing.check_rows, "batch", "host", "float32", 301, 140, epilog, SOME_ROWS)
+def test_a_row_does_not_know_its_batch(epilog, in_tiles):
+    in_tiles(testing.check_rows, "batch", "host", "float32", 301, 140, epilog, SOME_ROWS)
 
 
-def test_a_column_does_not_know_its_neighbours(in_chunks):
-    in_chunks(testing.check_columns, "batch", "host", "float32", 301, 9, (1, 2, 17, 127, 128, 129, 300))
+def test_a_column_does_not_know_its_neighbours(in_tiles):
+    in_tiles(testing.check_columns, "batch", "host", "float32", 301, 9, (1, 2, 17, 127, 128, 129, 300))
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_column_does_not_know_its_neighbours(in_chunks):
     ],
     ids=str,
 )
-def test_bits_do_not_know_the_mesh(dtype, transpose, only, in_chunks, monkeypatch):
+def test_bits_do_not_know_the_mesh(dtype, transpose, only, in_tiles, monkeypatch):
     """Nor do gradients, of which some are computed as their transpose on one mesh and not on another.
 
     hostmp's sums happen to be those of the transpose, cuBLASLt's need not be; so here the two operands are told apart.
@@ -255,27 +255,27 @@ def test_bits_do_not_know_the_mesh(dtype, transpose, only, in_chunks, monkeypatc
 
     monkeypatch.setattr(rules, "custom_call", unequal)
     check = functools.partial(testing.check_meshes, "topology", "host", dtype, (72, 160, 40), Epilog.NONE, [4])
-    in_chunks(check, transpose, only)
+    in_tiles(check, transpose, only)
 
 
-def test_a_mapped_batch_has_the_bits_of_its_members(in_chunks):
+def test_a_mapped_batch_has_the_bits_of_its_members(in_tiles):
     """A batch of rows turns an a that is stored transposed, and a call of another form may sum in another order."""
     a, b = testing.draw(0, (3, 65, 11), "float32"), testing.draw(1, (65, 130), "float32")
     product = functools.partial(jaxmp.matmul, transpose_a=True, determinism="batch")
-    mapped = in_chunks(jax.jit(jax.vmap(product, (0, None))), a, b)
-    members = [in_chunks(jax.jit(product), x, b) for x in a]
+    mapped = in_tiles(jax.jit(jax.vmap(product, (0, None))), a, b)
+    members = [in_tiles(jax.jit(product), x, b) for x in a]
     testing.assert_bitwise_equal(mapped, np.stack(members))
 
 
-def test_the_slope_of_a_gelu_is_the_librarys(in_chunks):
+def test_the_slope_of_a_gelu_is_the_librarys(in_tiles):
     aux, t = testing.draw(0, (70, 140), "float32"), testing.draw(1, (70, 140), "float32")
     t[0, :2] = 0.0, np.inf
     spec = matmul_spec.MatmulSpec(np.dtype("float32"), determinism="batch")
     slope = jax.jit(functools.partial(primitives.activation_grad, "gelu", spec=spec))
-    testing.assert_bitwise_equal(in_chunks(slope, aux, t), slope(aux, t))
+    testing.assert_bitwise_equal(in_tiles(slope, aux, t), slope(aux, t))
 
 
-def test_all_batches_and_meshes_share_a_plan(in_chunks):
+def test_all_batches_and_meshes_share_a_plan(in_tiles):
     """Row counts, column counts, patterns and stored forms differ; calls do not."""
 
     def plans():
@@ -294,7 +294,7 @@ def test_all_batches_and_meshes_share_a_plan(in_chunks):
                 jax.block_until_ready(EXPLICIT.product(case, determinism="topology")(*placed))
         return native.plan_cache_info()["misses"]
 
-    assert in_chunks(plans) == 1
+    assert in_tiles(plans) == 1
 
 
 # Programs for CUDA -----------------------------------------------------------------------------------------------
@@ -349,7 +349,7 @@ def test_communication_options_of_a_pattern_that_is_gathered_are_left_out(mesh_o
     assert 'communication_dtype = "none"' in line
 
 
-def test_gradients_for_cuda_are_local_calls_of_the_chunks_extents(mesh_of):
+def test_gradients_for_cuda_are_local_calls_of_the_tiles_extents(mesh_of):
     cases.require("host")
     mesh = mesh_of({"x": 2, "y": 2})
     a, b, bias = (

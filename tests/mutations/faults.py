@@ -314,7 +314,7 @@ PYTHON = (
         ("spec/test_epilogs.py::test_relu_of_zero_is_not_marked_and_passes_no_gradient",),
     ),
     Fault(
-        "chunk-padding",
+        "tile-padding",
         FIXED_SHAPE,
         'mode="edge" if has_amax and way == "m" else "constant"',
         'mode="constant"',
@@ -322,7 +322,7 @@ PYTHON = (
         ("lowering/test_fixed_shape.py",),
     ),
     Fault(
-        "chunk-conjugate",
+        "tile-conjugate",
         FIXED_SHAPE,
         "return lax.conj(x) if is_conjugated and not wants_transposed else x",
         "return x",
@@ -330,7 +330,7 @@ PYTHON = (
         ("lowering/test_fixed_shape.py::test_conjugates_are_in_their_place",),
     ),
     Fault(
-        "chunk-of-turned",
+        "tile-of-turned",
         FIXED_SHAPE,
         "transpose_a=not spec.transpose_b,\n        transpose_b=not spec.transpose_a,",
         "transpose_a=not spec.transpose_a,\n        transpose_b=not spec.transpose_b,",

@@ -58,7 +58,7 @@ def multiply(case, a, b, **options):
 @pytest.mark.parametrize("name", ["ag-data", "rs-data", "grid"])
 def test_operands_are_rounded_as_asked(name, precision, dtype, implementation, rng):
     cases.require(implementation)
-    # k beyond a panel of the rounding, which is 512 deep.
+    # k beyond a K block of the rounding, which is 512 deep.
     case = cases.BY_NAME[name].replace(
         dtype=dtype, per_shard=(9, 7, 531), transposition="NT" if dtype == "float32" else "TN"
     )
