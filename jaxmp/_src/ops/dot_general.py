@@ -299,6 +299,14 @@ def _multiply_shards(product: _Product, a: jax.Array, b: jax.Array, *, flags: di
 def _planned(product: _Product, lhs_shape: Shape, rhs_shape: Shape) -> _Product:
     """The product with its plan, and every sharding as the call takes and gives it."""
     name, numbers, placement = product.name, product.numbers, product.placement
+    sizes, out_shape = placement.mesh.shape, numbers.result(lhs_shape, rhs_shape)
+    for argument, given, whole in (
+        ("lhs", placement.a, lhs_shape),
+        ("rhs", placement.b, rhs_shape),
+        ("the result", placement.out, out_shape),
+    ):
+        if given is not None:
+            patterns.check_dims(name, argument, given, whole, sizes)
     lhs, rhs = _agreed(name, "batch", numbers.lhs_batch, numbers.rhs_batch, placement.a, placement.b)
     plan, columns, out = _grid(numbers, lhs, rhs, placement.out), numbers.rhs_free, placement.out
     if plan is None:
@@ -307,9 +315,8 @@ def _planned(product: _Product, lhs_shape: Shape, rhs_shape: Shape) -> _Product:
             lhs, rhs = _sliced(name, numbers, lhs, rhs, out)
         plan, columns = _plan_matrices(name, numbers, lhs, rhs, out)
     out = numbers.result(lhs, rhs) if out is None else out
-    out_shape = numbers.result(lhs_shape, rhs_shape)
     for argument, dims, shape in (("lhs", lhs, lhs_shape), ("rhs", rhs, rhs_shape), ("the result", out, out_shape)):
-        patterns.check_dims(name, argument, dims, shape, placement.mesh.shape)
+        patterns.check_dims(name, argument, dims, shape, sizes)
     in_specs = partition_spec(lhs), partition_spec(rhs)
     return dataclasses.replace(product, plan=plan, columns=columns, in_specs=in_specs, out_spec=partition_spec(out))
 

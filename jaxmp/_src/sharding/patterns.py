@@ -92,7 +92,11 @@ def as_dims(name: str, argument: str, spec: PartitionSpec, ndim: int) -> Dims:
 
 
 def check_dims(name: str, argument: str, dims: Dims, shape: Shape, mesh: Mapping[str, int]) -> None:
-    """Raise where axes do not divide the shape."""
+    """Raise where an axis is used twice, or axes do not divide the shape."""
+    used = sum(dims, ())
+    if len(set(used)) != len(used):
+        axis = next(axis for axis in used if used.count(axis) > 1)
+        raise ValueError(f"{name}: the sharding of {argument} uses axis {axis!r} for two dimensions")
     for i, (dim, extent) in enumerate(zip(dims, shape, strict=True)):
         size = math.prod(map(mesh.__getitem__, dim))
         if extent % size:

@@ -146,11 +146,15 @@ def _planned_call(
 ) -> Call:
     """`make_call` for global arrays."""
     names, results = spec.operand_names, spec.output_names
+    mesh, sizes, a, b = placement.mesh, placement.mesh.shape, operands["a"], operands["b"]
+    given = (("a", placement.a, a.shape), ("b", placement.b, b.shape), ("the result", placement.out, shape))
+    for argument, dims, whole in given:
+        if dims is not None:
+            patterns.check_dims(name, argument, dims, whole, sizes)
     plan = patterns.plan_call(name, placement.a, placement.b, placement.out, spec.transpose_a, spec.transpose_b)
-    mesh, sizes = placement.mesh, placement.mesh.shape
-    patterns.check_dims(name, "a", plan.a, operands["a"].shape, sizes)
-    patterns.check_dims(name, "b", plan.b, operands["b"].shape, sizes)
-    patterns.check_dims(name, "the result", plan.out, shape, sizes)
+    for (argument, dims, whole), planned in zip(given, (plan.a, plan.b, plan.out), strict=True):
+        if planned != dims:
+            patterns.check_dims(name, argument, planned, whole, sizes)
     ins: dict[str, patterns.Dims] = {"a": plan.a, "b": plan.b}
     for operand in names:
         ins[operand] = _dims(spec, plan, operand)
