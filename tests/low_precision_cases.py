@@ -35,7 +35,7 @@ PATTERNS = by_name("local", "ag", "ag-data", "ag-transposed", "rs", "rs-data", "
 
 
 def small(rng, shape, dtype):
-    """Non-zero integers up to 3, which every narrow type holds."""
+    """Non-zero integers up to 3, which every low-precision type holds."""
     return (rng.integers(1, 4, shape) * rng.choice([-1, 1], shape)).astype(dtype)
 
 

@@ -251,9 +251,9 @@ void test_gradient_of_d_bits(hostmp::Pool* pool) {
     for (int64_t i = 0; i < c.m; ++i) {
       float sum = 0;
       for (int64_t begin = 0; begin < c.n; begin += 64) {
-        float chunk = 0;
-        for (int64_t j = begin; j < std::min(begin + 64, c.n); ++j) chunk += static_cast<float>(d.at(i, j).real());
-        sum += chunk;
+        float block = 0;
+        for (int64_t j = begin; j < std::min(begin + 64, c.n); ++j) block += static_cast<float>(d.at(i, j).real());
+        sum += block;
       }
       const Rank& rank = world.ranks[static_cast<size_t>(world.layouts.d.owner(i, 0))];
       is_equal = is_equal && decode(c.out, rank.gradient->get() + 4 * world.layouts.d.local_row(i)) == Number(sum);

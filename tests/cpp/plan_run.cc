@@ -146,8 +146,9 @@ void CyclicLayoutsAreRight() {
   }
 }
 
-// hostmp refuses what the header forbids, so a plan that runs has passed its hints on as the header has them.
-void HintsReachTheLibrary() {
+// hostmp refuses what the header forbids, so a plan that runs has passed its communication options on as the header has
+// them.
+void CommunicationOptionsReachTheLibrary() {
   const auto with = [](Attributes attributes, const char* name, const Attribute& value) {
     attributes[name] = value;
     return attributes;
@@ -267,7 +268,7 @@ int main() {
   jaxmp::EveryPatternIsRight();
   jaxmp::CIsUpdatedInPlace();
   jaxmp::CyclicLayoutsAreRight();
-  jaxmp::HintsReachTheLibrary();
+  jaxmp::CommunicationOptionsReachTheLibrary();
   jaxmp::AUsedPlanAnswersAsAFreshOne();
   jaxmp::SlotsAreReusedAndGrowOnlyWithConcurrentCalls();
   jaxmp::CapabilitiesAreAskedFor();

@@ -325,13 +325,12 @@ def test_what_cannot_keep_the_level_is_refused_by_name():
     gathered = {"in_shardings": (P(None, "y"), P("y", None)), "out_sharding": P("y", None), "implementation": "xla"}
     with pytest.raises(NotImplementedError, match="no epilog DRELU_BGRAD where operands are gathered and the rows of"):
         jaxmp.matmul(a, b, **gathered, **sums)
-    turned = cases.BY_NAME["grid"].replace(dtype="complex64", transposition="TN", per_shard=(2, 2, 2))
-    with EXPLICIT.scope(turned):
+    grid = cases.BY_NAME["grid"].replace(dtype="complex64", transposition="TN", per_shard=(2, 2, 2))
+    with EXPLICIT.scope(grid):
         a, b = (
-            EXPLICIT.put(turned, x, s)
-            for x, s in zip(turned.values(np.random.default_rng(0)), turned.stored, strict=True)
+            EXPLICIT.put(grid, x, s) for x, s in zip(grid.values(np.random.default_rng(0)), grid.stored, strict=True)
         )
-        f = EXPLICIT.product(turned, **level)
+        f = EXPLICIT.product(grid, **level)
         with pytest.raises(
             NotImplementedError, match="gradient of a complex a that is stored transposed on a 2-D grid"
         ):

@@ -70,7 +70,7 @@ def test_without_a_gpu_the_library_is_called_only_where_asked_for(monkeypatch):
             SPEC.replace(precision="F16_F16_F16"),
             (np.dtype("float16"),) * 2,
             "precision=F16_F16_F16 sums in 16 bits, which jaxmp does not ask of cuBLASMp",
-            id="narrow sum",
+            id="sum in 16 bits",
         ),
         pytest.param(
             SPEC, (np.dtype("int8"),) * 2, "cuBLASMp multiplies int8 to float32 only, not to int32", id="int8"

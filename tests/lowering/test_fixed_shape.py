@@ -177,7 +177,7 @@ def test_nothing_to_multiply(shape, in_tiles):
     np.testing.assert_array_equal(in_tiles(product, a, b, c), np.full((m, n), 4.0, np.float32))
 
 
-# Narrow types ----------------------------------------------------------------------------------------------------
+# Low precision ----------------------------------------------------------------------------------------------------
 
 E4M3, E8M0, FP4 = map(jnp.dtype, ("float8_e4m3fn", "float8_e8m0fnu", "float4_e2m1fn"))
 

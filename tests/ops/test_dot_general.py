@@ -163,11 +163,13 @@ LAYOUTS = (
     Layout("both columns", "bd,dhk->bhk", P(), P(None, "x", "y"), P(None, "x", "y"), "local", can_default=True),
     Layout("an outer product", "ab,cd->abcd", P("x"), P(None, "y"), P("x", None, None, "y"), "local", can_default=True),
     Layout("finer", "bsd,dhk->bshk", P(), P(), P("x", None, None, "y"), "local"),
-    Layout("turned", "dbs,khd->bskh", P(None, None, "x"), P("y"), P(None, "x", "y"), "local", can_default=True),
+    Layout(
+        "transposed operand", "dbs,khd->bskh", P(None, None, "x"), P("y"), P(None, "x", "y"), "local", can_default=True
+    ),
     Layout("gathered rows", "bsd,dk->bsk", P("x", "y"), P(), P("x"), "local", ("all-gather",)),
     Layout("gathered columns", "bd,dhk->bhk", P("x"), P(None, None, "y"), P("x"), "local", ("all-gather",)),
     Layout("grid", "mk,kn->mn", P("x", "y"), P("x", "y"), P("x", "y"), "grid"),
-    Layout("grid of turned operands", "km,nk->mn", P("x", "y"), P("x", "y"), P("x", "y"), "grid"),
+    Layout("grid of transposed operands", "km,nk->mn", P("x", "y"), P("x", "y"), P("x", "y"), "grid"),
     # Batch dimensions.
     Layout("batch", "bhqd,bhkd->bhqk", P("x", "y"), P("x", "y"), P("x", "y"), "local", can_default=True),
     Layout("batch of one operand", "bmk,bkn->bmn", P("x"), P(), P("x"), "local"),
@@ -182,7 +184,14 @@ SOME = [
     pytest.param(layout, id=layout.id)
     for layout in LAYOUTS
     if layout.id
-    in ("gather seq", "scatter size", "reduce over two dimensions", "turned", "batch, gathered", "gathered columns")
+    in (
+        "gather seq",
+        "scatter size",
+        "reduce over two dimensions",
+        "transposed operand",
+        "batch, gathered",
+        "gathered columns",
+    )
 ]
 MESH = cases.BY_NAME["local"]
 

@@ -384,17 +384,17 @@ def test_sums_are_complete_and_exact(case, rng):
     cases.require(None)
     mode = modes.BY_ID["explicit"]
     for epilog in (Epilog.DRELU_BGRAD, Epilog.BGRADA, Epilog.BGRADB):
-        turned = case.replace(per_shard=(3, 5, 2), transposition="TN" if epilog == Epilog.BGRADA else "NN")
-        a, b = turned.integers(rng)
-        x = mask(turned.extents[:2], rng, turned.column_shards)
+        as_stored = case.replace(per_shard=(3, 5, 2), transposition="TN" if epilog == Epilog.BGRADA else "NN")
+        a, b = as_stored.integers(rng)
+        x = mask(as_stored.extents[:2], rng, as_stored.column_shards)
         inputs = {"relu_aux": x} if epilog == Epilog.DRELU_BGRAD else {}
-        with mode.scope(turned):
-            placed = [mode.put(turned, v, s) for v, s in zip((a, b), turned.stored, strict=True)]
-            inputs = {name: mode.put(turned, v, turned.out) for name, v in inputs.items()}
-            f = mode.product(turned, epilog=epilog)
+        with mode.scope(as_stored):
+            placed = [mode.put(as_stored, v, s) for v, s in zip((a, b), as_stored.stored, strict=True)]
+            inputs = {name: mode.put(as_stored, v, as_stored.out) for name, v in inputs.items()}
+            f = mode.product(as_stored, epilog=epilog)
             d, sums = mode.run(lambda a, b, inputs, f=f: f(a, b, **inputs), *placed, inputs)
         (got,) = sums.values()
-        op_a, op_b = turned.op(a, b)
+        op_a, op_b = as_stored.op(a, b)
         want = {Epilog.BGRADA: op_a.sum(1), Epilog.BGRADB: op_b.sum(0)}.get(epilog, np.asarray(d).sum(0))
         np.testing.assert_array_equal(got, want)
         for copy in got.addressable_shards:
@@ -407,14 +407,14 @@ def test_complex_sums(case, rng):
     cases.require(None)
     mode = modes.BY_ID["explicit"]
     for epilog, transposition in ((Epilog.BGRADA, "TN"), (Epilog.BGRADB, "NN")):
-        turned = case.replace(
+        as_stored = case.replace(
             per_shard=(3, 5, 2), dtype="complex64", conjugation=(True, True), transposition=transposition
         )
-        a, b = turned.integers(rng)
-        with mode.scope(turned):
-            placed = [mode.put(turned, v, s) for v, s in zip((a, b), turned.stored, strict=True)]
-            d, sums = mode.run(mode.product(turned, epilog=epilog), *placed)
-        op_a, op_b = turned.op(a, b)
+        a, b = as_stored.integers(rng)
+        with mode.scope(as_stored):
+            placed = [mode.put(as_stored, v, s) for v, s in zip((a, b), as_stored.stored, strict=True)]
+            d, sums = mode.run(mode.product(as_stored, epilog=epilog), *placed)
+        op_a, op_b = as_stored.op(a, b)
         np.testing.assert_array_equal(d, op_a @ op_b)
         np.testing.assert_array_equal(*sums.values(), op_a.sum(1) if epilog == Epilog.BGRADA else op_b.sum(0))
 

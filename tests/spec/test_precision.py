@@ -199,17 +199,17 @@ def halves(dtype):
     return jnp.ones((2, 3), dtype), jnp.ones((3, 2), dtype)
 
 
-NARROW = (("F16_F16_F16", "float16"), ("16F", "float16"), ("BF16_BF16_BF16", "bfloat16"))
+SUMMED_IN_16_BITS = (("F16_F16_F16", "float16"), ("16F", "float16"), ("BF16_BF16_BF16", "bfloat16"))
 
 
-@pytest.mark.parametrize(("precision", "dtype"), NARROW)
+@pytest.mark.parametrize(("precision", "dtype"), SUMMED_IN_16_BITS)
 def test_host_refuses_sums_in_sixteen_bits_by_name(precision, dtype):
     message = f'implementation="host": precision={precision} sums in 16 bits, which hostmp does not; pass'
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         jaxmp.matmul(*halves(dtype), precision=precision, implementation="host")
 
 
-@pytest.mark.parametrize(("precision", "dtype"), NARROW)
+@pytest.mark.parametrize(("precision", "dtype"), SUMMED_IN_16_BITS)
 def test_host_sums_in_float32_where_told_to_ignore_it(precision, dtype, monkeypatch, rng):
     cases.require(None)
     ignoring = dataclasses.replace(config_lib.config(), ignores_precision=True)

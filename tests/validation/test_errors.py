@@ -168,10 +168,10 @@ def test_other_operands_in_host_memory():
         jaxmp.matmul(A, B, epilog=Epilog.DRELU, epilog_inputs={"relu_aux": mask})
     with pytest.raises(ValueError, match="matmul: bias lies in host memory"):
         jaxmp.matmul(A, B, epilog=Epilog.BIAS, epilog_inputs={"bias": in_host_memory(BIAS)})
-    narrow = jnp.zeros((128, 128), jnp.float8_e4m3fn)
+    float8 = jnp.zeros((128, 128), jnp.float8_e4m3fn)
     scaling = jaxmp.Scaling(a=in_host_memory(np.float32(1)))
     with pytest.raises(ValueError, match=r"matmul: scaling\.a lies in host memory"):
-        jaxmp.matmul(narrow, narrow, transpose_b=True, scaling=scaling, preferred_element_type=jnp.float32)
+        jaxmp.matmul(float8, float8, transpose_b=True, scaling=scaling, preferred_element_type=jnp.float32)
 
 
 def test_linear_chooses_its_epilog_by_itself():
