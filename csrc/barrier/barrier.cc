@@ -267,20 +267,26 @@ std::optional<Status> BarrierService::OutcomeOfWaiting(const Waiting& waiting, C
   if (auto outcome = Outcome(arrival)) return outcome;
   if (is_interrupted_) return Fail(arrival, "interrupted by the user");
   if (Seconds(waited) > options_.timeout) return Fail(arrival, Missing(waiting, now));
+  for (auto& [process, peer] : peers_) peer.Ping(now);
   for (int process : arrival.members().processes) {
     if (!arrivals_.Awaits(arrival, process)) continue;
-    peer(process).Ping(now);
     if (!options_.compares || !arrival.signature->is_sequential || waited <= kCrossed) continue;
     if (auto why = arrivals_.Crossing(arrival, process)) return Fail(arrival, *why);
   }
   return std::nullopt;
 }
 
+// Who has not come, and who else does not answer: whoever has not come may be waiting for that one.
 std::string BarrierService::Missing(const Waiting& waiting, Clock::time_point now) {
   std::string missing;
-  for (int process : waiting.arrival.members().processes) {
+  const std::vector<int>& members = waiting.arrival.members().processes;
+  for (int process : members) {
     if (!arrivals_.Awaits(waiting.arrival, process)) continue;
     missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(process) + " " + peer(process).WhyMissing(now);
+  }
+  for (const auto& [process, peer] : peers_) {
+    if (std::binary_search(members.begin(), members.end(), process) || !peer.IsSilent(now)) continue;
+    missing += ", rank " + std::to_string(process) + " does not answer";
   }
   char waited[32];
   std::snprintf(waited, sizeof(waited), "%.3g s", Seconds(now - waiting.since));

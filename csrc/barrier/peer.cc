@@ -38,6 +38,8 @@ void Peer::Ping(Clock::time_point now) {
   socket.Send(Message{});
 }
 
+bool Peer::IsSilent(Clock::time_point now) const { return socket.is_open() && now - heard > kSilent; }
+
 std::string Peer::WhyMissing(Clock::time_point now) const {
   if (now - heard > kSilent) {
     return "has not come and does not answer: it is stopped, or its machine or network is gone";

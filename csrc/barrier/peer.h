@@ -20,6 +20,7 @@ struct Peer {
   void Send(const Message& message);
   // Asks for a sign of life, once a second.
   void Ping(Clock::time_point now);
+  bool IsSilent(Clock::time_point now) const;
   // Why it may have come to no call yet: "has not come; it is alive, ...".
   std::string WhyMissing(Clock::time_point now) const;
 

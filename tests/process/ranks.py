@@ -169,6 +169,20 @@ def dies_while_all_meet():
     initialize()
 
 
+def stopped_behind_another():
+    """Rank 0 is stopped, rank 2 is late as if it waited for rank 0, and rank 3 waits for rank 2 in a call."""
+    initialize()
+    check(product(*operands(make_mesh())), 48)
+    if PROCESS == 0:
+        send(signal.SIGSTOP)()
+    if PROCESS != 3:
+        time.sleep(60)
+    fault()
+    half = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[2:])
+    with jax.set_mesh(half):
+        check(product(*operands(half)), 48)
+
+
 def one_never_starts():
     if not IS_VICTIM:
         fault()
@@ -337,6 +351,7 @@ SCENARIOS = {
     "stopped-before": lambda: around_a_call(before=send(signal.SIGSTOP)),
     "stopped-during": lambda: during_a_call(signal.SIGSTOP),
     "stopped-after": lambda: around_a_call(after=send(signal.SIGSTOP)),
+    "stopped-behind": stopped_behind_another,
     "stopped-of-rank-0": lambda: around_a_call(before=send(signal.SIGSTOP)),
     "raised": lambda: around_a_call(before=raise_error),
     "left": lambda: around_a_call(before=leave_early),

@@ -58,6 +58,13 @@ def test_stopped_rank_0_is_missing_at_the_deadline(tmp_path):
     see(job, ranks, (1, 2), rf"{CALL}: rank 0 has not come and does not answer", TIMEOUT + SLACK)
 
 
+def test_a_rank_that_others_wait_for_is_named_too(tmp_path):
+    """Otherwise the one that is stopped goes unnamed by those that it keeps waiting at second hand."""
+    job, ranks = run(tmp_path, "stopped-behind", 4, stopped=(0, 1, 2))
+    message = rf"{CALL}: rank 2 has not come; it is alive, .*, rank 0 does not answer; rank 3 has waited"
+    see(job, ranks, (3,), message, TIMEOUT + SLACK)
+
+
 # Ahead of the first step there is no transport yet, and every rank still has to compile.
 COMPILES = 10.0
 
