@@ -1,7 +1,7 @@
 """Seed every fault of `faults.py` in a copy of the sources, and see which test notices it.
 
     make mutations                                     every fault, on the small suite
-    make mutations ARGS="--only swapped-conjugation"   some of them
+    make mutations ARGS="--only transposed-conjugation" some of them
     make mutations ARGS="--suite exhaustive"           the faults that the small suite has not noticed
 
 The copy and its build lie in build/mutations; the checkout is only read. A fault of C++ is built into the extension of
