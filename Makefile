@@ -58,7 +58,7 @@ examples: $(DEMO)/.ready ## Run every example of one process
 test: test-cpp test-python ## Run the C++ tests and the small suite of the Python tests
 
 .PHONY: test-all
-test-all: test-cpp ## Run the C++ tests and every case of the Python tests (some 15 minutes on two cores)
+test-all: test-cpp ## Run the C++ tests and every case of the Python tests
 	$(TEST)/bin/pytest $(PARALLEL) --exhaustive $(ARGS)
 
 .PHONY: test-python
@@ -79,7 +79,7 @@ test-cpp: $(TEST)/.ready ## Run the C++ tests only
 	@$(call cpp_tests,cpp-$(TAG),Release,)
 
 .PHONY: mutations
-mutations: $(TEST)/.ready ## Seed every fault of tests/mutations in a copy and see which test notices it (ARGS="--only id", hours)
+mutations: $(TEST)/.ready ## Seed every fault of tests/mutations in a copy and see which test notices it (ARGS="--only id"; about an hour)
 	@$(TEST)/bin/pip install --quiet --disable-pip-version-check nanobind
 	$(TEST)/bin/python tests/mutations/run.py $(ARGS)
 

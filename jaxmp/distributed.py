@@ -149,15 +149,17 @@ def _join(state: _State, host: str, timeout: int) -> None:
     """Meet the other processes, and connect this one's neighbours."""
     global _generation
     native, interrupts = native_lib.extension(), state.interrupts
-    meet = functools.partial(bootstrap.meet, host, state.process, state.nprocesses, _generation, timeout, state.timeout)
+    join = functools.partial(
+        bootstrap.join_job, host, state.process, state.nprocesses, _generation, timeout, state.timeout
+    )
     try:
-        meeting = watch.on_waiter(
-            meet, lambda: f"initialize: {watch.NO_STORE}" if native.service_lost_for() >= 0 else ""
+        membership = watch.on_waiter(
+            join, lambda: f"initialize: {watch.NO_STORE}" if native.service_lost_for() >= 0 else ""
         )
     except jax.errors.JaxRuntimeError as error:
         raise DistributedError(f"initialize: the processes did not all meet within {timeout} s ({error})") from error
     state.generation, _generation = _generation, _generation + 1
-    state.peers = meeting.peers
+    state.peers = membership.peers
     native_lib.start_barrier(
         state.process,
         state.nprocesses,
@@ -165,14 +167,14 @@ def _join(state: _State, host: str, timeout: int) -> None:
         config().compares_calls,
         interrupts[0].fileno() if interrupts else -1,
     )
-    meeting.peers.start(native.wanted_processes, meeting.address_of, native.connect_peer, native.lose_peer)
+    membership.peers.start(native.wanted_processes, membership.address_of, native.connect_peer, native.lose_peer)
     guard = functools.partial(watch.guard_main_thread, state.process, state.timeout, lambda: _state is state)
     threading.Thread(target=guard, name="jaxmp-guard", daemon=True).start()
     neighbours = bootstrap.neighbours(state.process, state.nprocesses)
     native.want_processes(neighbours)
-    missing = meeting.peers.wait_for(neighbours, _GRACE if meeting.refusal else timeout)
-    if meeting.refusal or missing:
-        raise DistributedError(f"initialize: {meeting.refusal or missing}")
+    missing = membership.peers.wait_for(neighbours, _GRACE if membership.refusal else timeout)
+    if membership.refusal or missing:
+        raise DistributedError(f"initialize: {membership.refusal or missing}")
 
 
 def shutdown() -> None:

@@ -510,7 +510,7 @@ void ProcessBarriers(int64_t count, uint32_t seed) {
   const AnyAttributes all = All(good);
   int accepted = 0;
   const auto run = [&](const AnyAttributes& attributes) {
-    XLA_FFI_ExecutionContext context;
+    fake_xla::Context context;
     fake_xla::Frame made(XLA_FFI_ExecutionStage_INSTANTIATE, &context);
     made.SetAttributes(attributes);
     const std::string error = fake_xla::Take(ProcessBarrierInstantiate(made.get()));

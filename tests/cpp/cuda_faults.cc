@@ -147,7 +147,7 @@ void APeerThatIsLostWhileConnecting() {
   CheckDead(pair, why);
 }
 
-// What an abort does not free, a communicator that cuBLASMp split off ours for one, ends the process, not its patience.
+// What an abort does not free, a communicator that cuBLASMp split off ours for one, ends the process.
 void AHostThatCannotBeFreed() {
   cuda::SetTimeout(0.3);
   Pair pair;

@@ -43,7 +43,11 @@ struct XLA_FFI_Future {
   }
 };
 
-struct XLA_FFI_ExecutionContext {
+namespace fake_xla {
+
+// What a handler is executed with. The headers declare the type of the pointer only, and its name is not the same in
+// every version of jaxlib.
+struct Context {
   void* state = nullptr;
   int64_t run_id = 0;
   int64_t num_threads = 2;
@@ -52,40 +56,54 @@ struct XLA_FFI_ExecutionContext {
   std::vector<std::thread> helpers;
 };
 
-namespace fake_xla {
+template <typename Args>
+Context& ContextOf(const Args* args) {
+  return *reinterpret_cast<Context*>(args->ctx);
+}
 
 inline XLA_FFI_Error* ErrorCreate(XLA_FFI_Error_Create_Args* args) {
   return new XLA_FFI_Error{args->errc, args->message};
 }
-inline void ErrorGetMessage(XLA_FFI_Error_GetMessage_Args* args) { args->message = args->error->message.c_str(); }
+// XLA_FFI_Error_GetMessage is XLA_FFI_Error_GetDetails from version 0.5 of the interface on, and gives the code too.
+template <typename Api>
+auto SetErrorText(Api& api, int) -> decltype(void(api.XLA_FFI_Error_GetDetails)) {
+  api.XLA_FFI_Error_GetDetails = [](auto* args) {
+    args->message = args->error->message.c_str();
+    args->errc = args->error->code;
+  };
+}
+template <typename Api>
+auto SetErrorText(Api& api, long) -> decltype(void(api.XLA_FFI_Error_GetMessage)) {
+  api.XLA_FFI_Error_GetMessage = [](auto* args) { args->message = args->error->message.c_str(); };
+}
 inline void ErrorDestroy(XLA_FFI_Error_Destroy_Args* args) { delete args->error; }
 
 inline XLA_FFI_Error* StateSet(XLA_FFI_State_Set_Args* args) {
-  args->ctx->state = args->state;
+  ContextOf(args).state = args->state;
   return nullptr;
 }
 inline XLA_FFI_Error* StateGet(XLA_FFI_State_Get_Args* args) {
-  args->state = args->ctx->state;
+  args->state = ContextOf(args).state;
   return nullptr;
 }
 inline XLA_FFI_Error* RunIdGet(XLA_FFI_RunId_Get_Args* args) {
-  args->run_id = args->ctx->run_id;
+  args->run_id = ContextOf(args).run_id;
   return nullptr;
 }
 inline XLA_FFI_Error* DeviceOrdinalGet(XLA_FFI_DeviceOrdinal_Get_Args* args) {
-  args->device_ordinal = args->ctx->ordinal;
+  args->device_ordinal = ContextOf(args).ordinal;
   return nullptr;
 }
 inline XLA_FFI_Error* StreamGet(XLA_FFI_Stream_Get_Args* args) {
-  args->stream = args->ctx->stream;
+  args->stream = ContextOf(args).stream;
   return nullptr;
 }
 inline XLA_FFI_Error* ThreadPoolSchedule(XLA_FFI_ThreadPool_Schedule_Args* args) {
-  args->ctx->helpers.emplace_back(args->task, args->data);
+  ContextOf(args).helpers.emplace_back(args->task, args->data);
   return nullptr;
 }
 inline XLA_FFI_Error* ThreadPoolNumThreads(XLA_FFI_ThreadPool_NumThreads_Args* args) {
-  *args->num_threads = args->ctx->num_threads;
+  *args->num_threads = ContextOf(args).num_threads;
   return nullptr;
 }
 inline XLA_FFI_Error* FutureCreate(XLA_FFI_Future_Create_Args* args) {
@@ -107,7 +125,7 @@ inline const XLA_FFI_Api* Api() {
     XLA_FFI_Api made = {};
     made.struct_size = XLA_FFI_Api_STRUCT_SIZE;
     made.XLA_FFI_Error_Create = ErrorCreate;
-    made.XLA_FFI_Error_GetMessage = ErrorGetMessage;
+    SetErrorText(made, 0);
     made.XLA_FFI_Error_Destroy = ErrorDestroy;
     made.XLA_FFI_State_Set = StateSet;
     made.XLA_FFI_State_Get = StateGet;
@@ -138,10 +156,10 @@ struct Buffer {
 // Owns what a call frame points to.
 class Frame {
  public:
-  Frame(XLA_FFI_ExecutionStage stage, XLA_FFI_ExecutionContext* context) {
+  Frame(XLA_FFI_ExecutionStage stage, Context* context) {
     frame_.struct_size = XLA_FFI_CallFrame_STRUCT_SIZE;
     frame_.api = Api();
-    frame_.ctx = context;
+    frame_.ctx = reinterpret_cast<decltype(frame_.ctx)>(context);
     frame_.stage = stage;
   }
   Frame(const Frame&) = delete;
@@ -244,7 +262,7 @@ using Instance = InstanceOf<jaxmp::Site>;
 template <typename Site, typename Attributes>
 InstanceOf<Site> InstantiateWith(XLA_FFI_Error* (*handler)(XLA_FFI_CallFrame*), const Attributes& attributes) {
   Site::id.type_id = 1;  // what the registration would have written
-  XLA_FFI_ExecutionContext context;
+  Context context;
   Frame frame(XLA_FFI_ExecutionStage_INSTANTIATE, &context);
   frame.SetAttributes(attributes);
   std::string error = Take(handler(frame.get()));
@@ -262,7 +280,7 @@ inline InstanceOf<jaxmp::CudaSite> InstantiateOnCuda(const jaxmp::Attributes& at
 // What a call on a CUDA device returns: its error, or "".
 inline std::string ExecuteOnCuda(jaxmp::CudaSite& site, int32_t ordinal, void* stream, std::vector<Buffer> args,
                                  std::vector<Buffer> rets) {
-  XLA_FFI_ExecutionContext context;
+  Context context;
   context.state = &site;
   context.ordinal = ordinal;
   context.stream = stream;
@@ -296,7 +314,7 @@ class Execution {
   }
 
  private:
-  XLA_FFI_ExecutionContext context_;
+  Context context_;
   Frame frame_;
   std::unique_ptr<XLA_FFI_Future> future_;
   std::string error_;

@@ -200,7 +200,7 @@ void ProcessBarriersOfAnyKindAreAnsweredWithAnError() {
   int accepted = 0;
   for (uint32_t seed = 0; seed < 4000; ++seed) {
     Fuzzer fuzzer(seed + 200000);
-    XLA_FFI_ExecutionContext context;
+    fake_xla::Context context;
     fake_xla::Frame made(XLA_FFI_ExecutionStage_INSTANTIATE, &context);
     made.SetAttributes(fuzzer.Damaged(good));
     const std::string error = fake_xla::Take(ProcessBarrierInstantiate(made.get()));
@@ -217,7 +217,7 @@ void ProcessBarriersOfAnyKindAreAnsweredWithAnError() {
   ProcessBarrierSite site(*Prepare(signature));
   for (uint32_t seed = 0; seed < 4000; ++seed) {
     Fuzzer fuzzer(seed + 300000);
-    XLA_FFI_ExecutionContext context;
+    fake_xla::Context context;
     context.state = &site;
     fake_xla::Frame frame(XLA_FFI_ExecutionStage_EXECUTE, &context);
     // Data of a real call are there; their dtypes and extents are not to be trusted, nor their number.

@@ -56,6 +56,7 @@ DOT_GENERAL = "jaxmp/_src/ops/dot_general.py"
 EINSUM = "jaxmp/_src/ops/einsum.py"
 MLP = "jaxmp/_src/ops/mlp.py"
 BLOCK_CYCLIC = "jaxmp/_src/ops/block_cyclic.py"
+REDISTRIBUTE = "jaxmp/_src/ops/redistribute.py"
 
 PYTHON = (
     # Patterns and shards -----------------------------------------------------------------------------------------
@@ -674,7 +675,7 @@ PYTHON = (
     ),
     Fault(
         "cyclic-padding-of-moved",
-        BLOCK_CYCLIC,
+        REDISTRIBUTE,
         'return jnp.take(x, jnp.asarray(exchange.take)[me], axis=dimension, mode="fill", fill_value=0)',
         'return jnp.take(x, jnp.asarray(exchange.take)[me], axis=dimension, mode="clip")',
         "the padding of a redistributed matrix is not zero",

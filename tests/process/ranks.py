@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 
 SCENARIO, PROCESS, NPROCESSES, PORT = sys.argv[1], *map(int, sys.argv[2:5])
-VICTIM = 0 if SCENARIO.endswith(("-of-rank-0", "opening", "backend", "meeting")) else NPROCESSES - 1
+VICTIM = 0 if SCENARIO.endswith(("-of-rank-0", "opening", "backend", "joining")) else NPROCESSES - 1
 IS_VICTIM = VICTIM == PROCESS
 
 
@@ -162,10 +162,10 @@ def dies_while_backends_start():
     product(*operands(make_mesh()))
 
 
-def dies_while_all_meet():
+def dies_while_all_join():
     """Rank 0 ends when JAX's part has begun, and jaxmp's has not."""
     if PROCESS == 0:
-        jaxmp._src.runtime.bootstrap.meet = lambda *args: send(signal.SIGKILL)()
+        jaxmp._src.runtime.bootstrap.join_job = lambda *args: send(signal.SIGKILL)()
     initialize()
 
 
@@ -372,7 +372,7 @@ SCENARIOS = {
     "step-dtype": lambda: disagree(step_with, {"dtype": "bfloat16"}),
     "opening": dies_while_the_transport_opens,
     "backend": dies_while_backends_start,
-    "meeting": dies_while_all_meet,
+    "joining": dies_while_all_join,
     "absent": one_never_starts,
     "absent-of-rank-0": one_never_starts,
     "strangers": strangers_at_the_start,

@@ -105,7 +105,7 @@ def test_rank_0_ends_while_the_backends_start(tmp_path):
 
 
 def test_rank_0_ends_while_all_meet(tmp_path):
-    job, ranks = run(tmp_path, "meeting", 3)
+    job, ranks = run(tmp_path, "joining", 3)
     see(job, ranks, (1, 2), "initialize: rank 0 has ended, and JAX's coordination service with it", 2.0)
 
 

@@ -111,7 +111,7 @@ _COLUMNS = (
     "per device",
     "dtypes",
     "acc",
-    "bits",
+    "determinism",
     "epilog",
     "by",
     "Gflop",

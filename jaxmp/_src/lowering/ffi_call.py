@@ -45,7 +45,7 @@ def custom_call(
     native.register()
     found, names = extents(spec, a.shape, b.shape), spec.output_names
     named = dict(zip(spec.operand_names, extra, strict=True))
-    operands = [_as_stored("", b), _as_stored("", a)]
+    operands = [low_precision.as_bytes(x) if x.dtype.name == low_precision.FLOAT4 else x for x in (b, a)]
     operands += [_as_stored(name, x) for name, x in named.items() if name not in SCALE_NAMES]
     for name in ("scale_b", "scale_a", "scale_c", "scale_d", "scale_aux"):  # a and b have swapped
         if name in named:
@@ -97,9 +97,7 @@ def _final(name: str, spec: MatmulSpec, found: Extents, x: jax.Array) -> jax.Arr
 
 
 def _as_stored(name: str, x: jax.Array) -> jax.Array:
-    """An operand as the library reads it: fp4 as bytes, the rows of gelu_aux padded as cuBLASLt wants them."""
-    if name == "" and x.dtype.name == low_precision.FLOAT4:
-        return low_precision.as_bytes(x)
+    """A gelu_aux input with its rows padded as cuBLASLt wants them."""
     if name != "gelu_aux":
         return x
     return jnp.pad(x, ((0, 0), (0, process_grid.gelu_aux_ld(x.shape[1]) - x.shape[1])))

@@ -111,7 +111,7 @@ def _in_library(
     elif form == Form.SEPARATE_EPILOG:
         scales = ScaleModes(a=spec.scales.a, b=spec.scales.b)
         found = inner(spec.bilinear(out_dtype=accumulator(a.dtype), scales=scales))
-    elif form == Form.DIRECT and not {*map(type, (*a.shape, *b.shape))} <= {int}:
+    elif form == Form.DIRECT and not all(isinstance(extent, int) for extent in (*a.shape, *b.shape)):
         raise NotImplementedError(
             f"matmul: the custom call takes numbers for extents, got operands of {a.shape} and {b.shape}; export for "
             'numbers, or pass implementation="xla"'

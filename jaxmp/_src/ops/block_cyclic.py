@@ -1,8 +1,6 @@
 """Block-cyclic matrices: arrays of ScaLAPACK's local parts, made from global arrays and back, and their products.
 
-A redistribution is one all-to-all per dimension, of parts padded to the largest: what each process holds of a
-contiguous sharding is sorted by who is to have it, exchanged, and put in place. It is a permutation, so its transpose
-is the way back. A product is one call on the local parts, and its derivatives are such products again.
+A product is one call on the local parts, and its derivatives are such products again.
 """
 
 from __future__ import annotations
@@ -17,24 +15,21 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxmp._src.lowering import xla_matmul
-from jaxmp._src.primitive import collectives
+from jaxmp._src.ops import redistribute
+from jaxmp._src.ops.redistribute import Axes
 from jaxmp._src.primitive.primitives import bind
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding.meshes import manual_mesh
-from jaxmp._src.spec import precisions, process_grid
+from jaxmp._src.spec import precisions
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
 from jaxmp._src.spec.options import Array, AxisName, CommOptions, Mesh, Precision
 from jaxmp._src.spec.process_grid import BlockCyclic, Distributed
 from jaxmp._src.validation import comm_options, operand_checks
-
-Axes = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 @functools.partial(
@@ -113,7 +108,7 @@ def to_block_cyclic(
                 f"{name}: x lies on a {x.layout.grid} grid but layout has {layout.grid}; keep the grid, which is that "
                 "of the mesh axes"
             )
-        data = _move(x.data, x.shape, x.mesh, x.axes, x.layout, layout)
+        data = redistribute.move(x.data, x.shape, x.mesh, x.axes, x.layout, layout)
         return dataclasses.replace(x, data=data, layout=layout)
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise TypeError(f"{name}: x must be an array, got {type(x).__name__}; convert it with jnp.asarray")
@@ -121,7 +116,7 @@ def to_block_cyclic(
         raise ValueError(f"{name}: x must have 2 dimensions, got {len(x.shape)} (shape {tuple(x.shape)})")
     found = _find_mesh(name, x, mesh)
     names = _find_axes(name, found, axes, layout)
-    data = _spread(jnp.asarray(x), found, names, layout)
+    data = redistribute.spread(jnp.asarray(x), found, names, layout)
     return BlockCyclicArray(data, (x.shape[0], x.shape[1]), layout, found, names)
 
 
@@ -147,14 +142,14 @@ def from_block_cyclic(x: BlockCyclicArray) -> jax.Array:
     """
     if not isinstance(x, BlockCyclicArray):
         raise TypeError(f"from_block_cyclic: x must be a jaxmp.BlockCyclicArray, got {type(x).__name__}")
-    plain: jax.Array = _collect(x.data, x.shape, x.mesh, x.axes, x.layout)
+    plain: jax.Array = redistribute.collect(x.data, x.shape, x.mesh, x.axes, x.layout)
     return plain
 
 
 def _find_mesh(name: str, x: Any, mesh: Mesh | None) -> Mesh:
     if manual_mesh(name) is not None:
         raise ValueError(f"{name}: takes global arrays, so it cannot be called inside shard_map; call it outside")
-    own = getattr(getattr(x, "sharding", None), "mesh", None) if jax_compat.is_concrete(x) else None
+    own = None if isinstance(x, jax.core.Tracer) else getattr(getattr(x, "sharding", None), "mesh", None)
     for found in (mesh, own, jax.sharding.get_abstract_mesh() if mesh is None else None):
         if found is not None and not found.empty:
             return found
@@ -181,70 +176,6 @@ def _find_axes(name: str, mesh: Mesh, axes: Any, layout: BlockCyclic) -> Axes:
             "equal"
         )
     return rows, cols
-
-
-# Redistribution --------------------------------------------------------------------------------------------------
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3))
-def _spread(x: jax.Array, mesh: Mesh, axes: Axes, layout: BlockCyclic) -> jax.Array:
-    """Global array to data."""
-    shape = (x.shape[0], x.shape[1])
-    plain = process_grid.contiguous(shape, layout.grid)
-    padding = [(0, nb * p - n) for n, nb, p in zip(shape, plain.block, layout.grid, strict=True)]
-    if 0 in shape:
-        return _empty(shape, layout, x.dtype)
-    if any(after for _, after in padding):
-        # A sharded dimension cannot grow by a number that its shards do not divide.
-        x = jnp.pad(_resharded(x, mesh, P(None, None)), padding)
-    data: jax.Array = _move(_resharded(x, mesh, P(*axes)), shape, mesh, axes, plain, layout)
-    return data
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
-def _collect(data: jax.Array, shape: tuple[int, int], mesh: Mesh, axes: Axes, layout: BlockCyclic) -> jax.Array:
-    """Data to global array."""
-    if 0 in shape:
-        return jnp.zeros(shape, data.dtype)
-    x = _move(data, shape, mesh, axes, layout, process_grid.contiguous(shape, layout.grid))
-    return x if x.shape == shape else _resharded(x, mesh, P(None, None))[: shape[0], : shape[1]]
-
-
-def _empty(shape: tuple[int, int], layout: BlockCyclic, dtype: np.dtype) -> jax.Array:
-    rows, cols = layout.local_shape(shape)
-    return jnp.zeros((rows * layout.grid[0], cols * layout.grid[1]), dtype)
-
-
-def _resharded(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
-    """`x` with this sharding where shardings are part of types; elsewhere shard_map brings it there."""
-    is_explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)
-    return collectives.reshard(x, mesh, spec) if is_explicit else x
-
-
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def _move(
-    data: jax.Array, shape: tuple[int, int], mesh: Mesh, axes: Axes, source: BlockCyclic, target: BlockCyclic
-) -> jax.Array:
-    """Data in one layout to data in another on the same grid."""
-    if 0 in shape:
-        return _empty(shape, target, data.dtype)
-    exchanges = [process_grid.exchange(shape, dimension, source, target) for dimension in range(2)]
-
-    def move(x: jax.Array) -> jax.Array:
-        for dimension, (exchange, names) in enumerate(zip(exchanges, axes, strict=True)):
-            if exchange is not None:
-                x = _exchanged(x, dimension, names, exchange)
-        return x
-
-    return jax.shard_map(move, mesh=mesh, in_specs=P(*axes), out_specs=P(*axes))(data)
-
-
-def _exchanged(x: jax.Array, dimension: int, names: tuple[str, ...], exchange: process_grid.Exchange) -> jax.Array:
-    nprocs, me = len(exchange.take), lax.axis_index(names)
-    send = jnp.asarray(exchange.send.reshape(nprocs, -1))[me]
-    x = jnp.take(x, send, axis=dimension, mode="fill", fill_value=0)
-    x = collectives.all_to_all(x, names, dimension, dimension)
-    return jnp.take(x, jnp.asarray(exchange.take)[me], axis=dimension, mode="fill", fill_value=0)
 
 
 # Products --------------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxmp._src.ops.dimension_numbers import DimensionNumbers, GivenNumbers, parse, pick
 from jaxmp._src.ops.signatures import ShardingPair
 from jaxmp._src.primitive import collectives
 from jaxmp._src.runtime.types import Shape
@@ -38,15 +39,11 @@ from jaxmp._src.spec.options import Implementation, Mesh, Precision, Sharding
 from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.arguments import validated
 
-T = TypeVar("T")
-_Dimensions = tuple[Sequence[int], Sequence[int]]
-DimensionNumbers = tuple[_Dimensions, _Dimensions]
-
 
 def dot_general(
     lhs: ArrayLike,
     rhs: ArrayLike,
-    dimension_numbers: DimensionNumbers,
+    dimension_numbers: GivenNumbers,
     precision: Precision = None,
     preferred_element_type: DTypeLike | None = None,
     *,
@@ -86,7 +83,7 @@ def dot_general(
     (2, 3, 5, 6)
     """
     arrays: tuple[jax.Array, jax.Array] = operand_checks.as_array(lhs), operand_checks.as_array(rhs)
-    numbers = _numbers("dot_general", dimension_numbers, *arrays)
+    numbers = parse("dot_general", dimension_numbers, *arrays)
     level: str = determinism
     if level == "topology":
         raise NotImplementedError(
@@ -102,78 +99,6 @@ def dot_general(
     return _product("dot_general", *arrays, numbers, options, out_sharding, in_shardings, mesh)
 
 
-# Dimension numbers ---------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class _Numbers:
-    """Every dimension of lhs and rhs in one of three parts; the free ones in their order."""
-
-    lhs_contract: tuple[int, ...]
-    rhs_contract: tuple[int, ...]
-    lhs_batch: tuple[int, ...]
-    rhs_batch: tuple[int, ...]
-    lhs_free: tuple[int, ...]
-    rhs_free: tuple[int, ...]
-
-    def result(self, lhs: Sequence[T], rhs: Sequence[T]) -> tuple[T, ...]:
-        """What lhs and rhs have per dimension, for the dimensions of the result."""
-        return (*_pick(lhs, self.lhs_batch), *_pick(lhs, self.lhs_free), *_pick(rhs, self.rhs_free))
-
-
-def _pick(values: Sequence[T], indices: Sequence[int]) -> tuple[T, ...]:
-    return tuple(values[i] for i in indices)
-
-
-def _numbers(name: str, dimension_numbers: Any, lhs: jax.Array, rhs: jax.Array) -> _Numbers:
-    """Dimension numbers without negative ones, checked against the operands."""
-    for argument, x in (("lhs", lhs), ("rhs", rhs)):
-        operand_checks.check_array(name, argument, x)
-    try:
-        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
-        parts = [[int(i) for i in part] for part in (lhs_contract, rhs_contract, lhs_batch, rhs_batch)]
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"{name}: dimension_numbers must be ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), "
-            f"got {dimension_numbers!r}"
-        ) from None
-    lhs_contract, rhs_contract, lhs_batch, rhs_batch = (
-        _within(name, argument, part, x)
-        for argument, part, x in zip(("lhs", "rhs", "lhs", "rhs"), parts, (lhs, rhs, lhs, rhs), strict=True)
-    )
-    for kind, left, right in (("contracting", lhs_contract, rhs_contract), ("batch", lhs_batch, rhs_batch)):
-        if len(left) != len(right):
-            raise ValueError(
-                f"{name}: dimension_numbers name {len(left)} {kind} dimensions of lhs, {left}, but {len(right)} of "
-                f"rhs, {right}"
-            )
-        for i, j in zip(left, right, strict=True):
-            if lhs.shape[i] != rhs.shape[j]:
-                raise ValueError(
-                    f"{name}: {kind} dimension {i} of lhs has extent {lhs.shape[i]} but dimension {j} of rhs "
-                    f"{rhs.shape[j]} (shapes {tuple(lhs.shape)}, {tuple(rhs.shape)})"
-                )
-    for argument, left, right in (("lhs", lhs_contract, lhs_batch), ("rhs", rhs_contract, rhs_batch)):
-        if len({*left, *right}) != len(left) + len(right):
-            raise ValueError(f"{name}: dimension_numbers use a dimension of {argument} twice, {left} and {right}")
-    # The order of the pairs is free; this one lets lhs, which is larger in most layers, stay as it is.
-    pairs = sorted(zip(lhs_contract, rhs_contract, strict=True))
-    lhs_contract, rhs_contract = tuple(i for i, _ in pairs), tuple(j for _, j in pairs)
-    lhs_free = tuple(i for i in range(lhs.ndim) if i not in lhs_contract + lhs_batch)
-    rhs_free = tuple(j for j in range(rhs.ndim) if j not in rhs_contract + rhs_batch)
-    return _Numbers(lhs_contract, rhs_contract, lhs_batch, rhs_batch, lhs_free, rhs_free)
-
-
-def _within(name: str, argument: str, dimensions: Sequence[int], x: jax.Array) -> tuple[int, ...]:
-    for i in dimensions:
-        if not -x.ndim <= i < x.ndim:
-            raise ValueError(
-                f"{name}: dimension_numbers name dimension {i} of {argument}, which has {x.ndim} (shape "
-                f"{tuple(x.shape)})"
-            )
-    return tuple(i % x.ndim for i in dimensions)
-
-
 # One product ---------------------------------------------------------------------------------------------------
 
 
@@ -183,7 +108,7 @@ class _Product:
     is gathered or scattered comes first, since ranks are the slowest index of what they share."""
 
     name: str
-    numbers: _Numbers
+    numbers: DimensionNumbers
     options: tuple[tuple[str, Any], ...]
     placement: meshes.Placement
     columns: tuple[int, ...]
@@ -201,7 +126,7 @@ def _product(
     name: str,
     lhs: jax.Array,
     rhs: jax.Array,
-    numbers: _Numbers,
+    numbers: DimensionNumbers,
     options: dict[str, Any],
     out_sharding: Sharding | None,
     in_shardings: ShardingPair | None,
@@ -254,7 +179,7 @@ def _fold(
     d = jax.vmap(multiply)(a, b) if numbers.lhs_batch else multiply(a, b)
     ahead = len(numbers.lhs_batch) + len(numbers.lhs_free)
     order = tuple(map(numbers.rhs_free.index, product.columns))
-    d = d.reshape(*out_shape[:ahead], *_pick(out_shape[ahead:], order))
+    d = d.reshape(*out_shape[:ahead], *pick(out_shape[ahead:], order))
     return lax.transpose(d, (*range(ahead), *(ahead + order.index(i) for i in range(len(order)))))
 
 
@@ -267,9 +192,9 @@ def _matrix(
     """
     stored = tuple(i for i in range(x.ndim) if i not in batch)
     is_turned = stored == second + first and stored != first + second and not keeps_first
-    parts = [_pick(x.shape, first) if keeps_first else (math.prod(_pick(x.shape, first)),)]
-    parts.insert(0 if is_turned else 1, (math.prod(_pick(x.shape, second)),))
-    lead = (math.prod(_pick(x.shape, batch)),) if batch else ()
+    parts = [pick(x.shape, first) if keeps_first else (math.prod(pick(x.shape, first)),)]
+    parts.insert(0 if is_turned else 1, (math.prod(pick(x.shape, second)),))
+    lead = (math.prod(pick(x.shape, batch)),) if batch else ()
     x = lax.transpose(x, (*batch, *(stored if is_turned else first + second)))
     return x.reshape(*lead, *parts[0], *parts[1]), is_turned
 
@@ -300,13 +225,12 @@ def _planned(product: _Product, lhs_shape: Shape, rhs_shape: Shape) -> _Product:
     """The product with its plan, and every sharding as the call takes and gives it."""
     name, numbers, placement = product.name, product.numbers, product.placement
     sizes, out_shape = placement.mesh.shape, numbers.result(lhs_shape, rhs_shape)
-    for argument, given, whole in (
+    given = (
         ("lhs", placement.a, lhs_shape),
         ("rhs", placement.b, rhs_shape),
         ("the result", placement.out, out_shape),
-    ):
-        if given is not None:
-            patterns.check_dims(name, argument, given, whole, sizes)
+    )
+    patterns.check_given(name, given, sizes)
     lhs, rhs = _agreed(name, "batch", numbers.lhs_batch, numbers.rhs_batch, placement.a, placement.b)
     plan, columns, out = _grid(numbers, lhs, rhs, placement.out), numbers.rhs_free, placement.out
     if plan is None:
@@ -315,8 +239,7 @@ def _planned(product: _Product, lhs_shape: Shape, rhs_shape: Shape) -> _Product:
             lhs, rhs = _sliced(name, numbers, lhs, rhs, out)
         plan, columns = _plan_matrices(name, numbers, lhs, rhs, out)
     out = numbers.result(lhs, rhs) if out is None else out
-    for argument, dims, shape in (("lhs", lhs, lhs_shape), ("rhs", rhs, rhs_shape), ("the result", out, out_shape)):
-        patterns.check_dims(name, argument, dims, shape, sizes)
+    patterns.check_planned(name, given, (lhs, rhs, out), sizes)
     in_specs = partition_spec(lhs), partition_spec(rhs)
     return dataclasses.replace(product, plan=plan, columns=columns, in_specs=in_specs, out_spec=partition_spec(out))
 
@@ -334,12 +257,12 @@ def _agreed(name: str, kind: str, left: Sequence[int], right: Sequence[int], lhs
     return tuple(lhs_dims), tuple(rhs_dims)
 
 
-def _grid(numbers: _Numbers, lhs: Dims, rhs: Dims, out: Dims | None) -> patterns.Plan | None:
+def _grid(numbers: DimensionNumbers, lhs: Dims, rhs: Dims, out: Dims | None) -> patterns.Plan | None:
     """The plan where every matrix is in blocks on the same two axes."""
     a = tuple(dim for i, dim in enumerate(lhs) if i not in numbers.lhs_batch)
     b = tuple(dim for i, dim in enumerate(rhs) if i not in numbers.rhs_batch)
     is_one_each = len(numbers.lhs_free) == len(numbers.lhs_contract) == len(numbers.rhs_free) == 1
-    batch = _pick(lhs, numbers.lhs_batch)
+    batch = pick(lhs, numbers.lhs_batch)
     if out is None or out[: len(batch)] != batch or not is_one_each:
         return None
     if not patterns.is_grid(a, b, out[len(batch) :]):
@@ -347,7 +270,7 @@ def _grid(numbers: _Numbers, lhs: Dims, rhs: Dims, out: Dims | None) -> patterns
     return patterns.Plan(Pattern.GRID, a[0], a[1])
 
 
-def _sliced(name: str, numbers: _Numbers, lhs: Dims, rhs: Dims, out: Dims) -> tuple[Dims, Dims]:
+def _sliced(name: str, numbers: DimensionNumbers, lhs: Dims, rhs: Dims, out: Dims) -> tuple[Dims, Dims]:
     """Where the result is finer than an operand, each device takes its own part of it: no communication."""
     lhs_dims, rhs_dims = list(lhs), list(rhs)
 
@@ -371,7 +294,7 @@ def _sliced(name: str, numbers: _Numbers, lhs: Dims, rhs: Dims, out: Dims) -> tu
 
 
 def _plan_matrices(
-    name: str, numbers: _Numbers, lhs: Dims, rhs: Dims, out: Dims | None
+    name: str, numbers: DimensionNumbers, lhs: Dims, rhs: Dims, out: Dims | None
 ) -> tuple[patterns.Plan, tuple[int, ...]]:
     """(plan, order of the columns) of the product as one of matrices.
 
@@ -379,8 +302,8 @@ def _plan_matrices(
     whose axes then come last.
     """
     ahead = len(numbers.lhs_batch)
-    rows, cols = _pick(lhs, numbers.lhs_free), _pick(rhs, numbers.rhs_free)
-    contracted = sum(_pick(lhs, numbers.lhs_contract), ())
+    rows, cols = pick(lhs, numbers.lhs_free), pick(rhs, numbers.rhs_free)
+    contracted = sum(pick(lhs, numbers.lhs_contract), ())
     shared = [i for i, dim in enumerate(rows + cols) if out is not None and out[ahead + i] != dim]
     if out is not None and len(shared) > 1:
         raise ValueError(
@@ -405,4 +328,4 @@ def _plan_matrices(
         raise ValueError(
             f"{error} (rows are dimensions {numbers.lhs_free} of lhs, columns {numbers.rhs_free} of rhs)"
         ) from None
-    return plan, _pick(numbers.rhs_free, order)
+    return plan, pick(numbers.rhs_free, order)

@@ -180,8 +180,8 @@ def amax_of_ranks(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "")
 
 
 def completes_sums(spec: MatmulSpec) -> bool:
-    """Whether a call is asked to complete a bias gradient as well: not where its operands are gathered for the bits,
-    for then each rank would sum what XLA sums once."""
+    """True if the kernel reduces the bias gradient across ranks. False where operands are gathered for determinism:
+    there every rank would reduce it again."""
     is_host = spec.implementation == "host" or (spec.implementation is None and jax.process_count() == 1)
     return is_host or not spec.fixed_reduction_order or spec.group.nranks == 1
 

@@ -77,7 +77,7 @@ def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_co
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
+class Membership:
     """What the processes know of each other once all of them have met.
 
     `peers` answers and opens their connections, `address_of(process)` is where it listens, and `refusal` says why the
@@ -89,7 +89,7 @@ class Meeting:
     refusal: str
 
 
-def meet(host: str, process: int, nprocesses: int, generation: int, timeout: int, reach: float) -> Meeting:
+def join_job(host: str, process: int, nprocesses: int, generation: int, timeout: int, reach: float) -> Membership:
     """Wait until every process of the job is here, for `timeout` seconds; `reach`: seconds in which a peer is reached.
 
     What a process publishes and reads in JAX's store does not grow with the number of processes.
@@ -115,7 +115,7 @@ def meet(host: str, process: int, nprocesses: int, generation: int, timeout: int
         found, port = client.blocking_key_value_get(f"{key}at/{peer}", max(1, round(reach * 1000))).split()
         return found, int(port)
 
-    return Meeting(peers, address_of, min(refused)[1] if refused else "")
+    return Membership(peers, address_of, min(refused)[1] if refused else "")
 
 
 def neighbours(process: int, nprocesses: int) -> list[int]:

@@ -107,11 +107,6 @@ def cache_in_context(capacity: int) -> Callable[[F], F]:
     return cast(Callable[[F], F], _util.cache(max_size=capacity))
 
 
-def is_concrete(x: object) -> bool:
-    """Whether `x` is a value rather than a tracer."""
-    return not isinstance(x, _core.Tracer)
-
-
 # Lowering across processes --------------------------------------------------------------------------------------
 
 
@@ -293,7 +288,6 @@ __all__ = [
     "detect_processes",
     "device_count",
     "distributed_client",
-    "is_concrete",
     "is_vma_checked",
     "lowering_mesh",
     "make_primitive",

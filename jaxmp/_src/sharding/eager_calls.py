@@ -1,8 +1,8 @@
-"""Eager calls: what was decided for a call on arrays is kept, and serves every later call that is like it.
+"""A cache of planned calls for eager use.
 
-Arguments are judged, and a spec and a plan made of them, by what is the same from one step of a program to the next:
-the types and shardings of the operands, the options, and JAX's configuration. That takes several times as long as the
-compiled call's dispatch.
+Validation and planning depend only on the types and shardings of the operands, the options and JAX's configuration,
+which are the same from one step of a program to the next. They take several times as long as the dispatch of the
+compiled call.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CAPACITY = 1024
 
 @jax_compat.cache_in_context(CAPACITY)
 def kept(key: Hashable) -> list[Any]:
-    """A list that is empty at first, the same one for every equal key under an equal configuration of JAX."""
+    """The cache slot for this key under JAX's present configuration: empty until the first call fills it."""
     return []
 
 

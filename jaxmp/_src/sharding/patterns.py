@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from jax.sharding import PartitionSpec
 
@@ -29,6 +29,8 @@ from jaxmp._src.spec.matmul_spec import Pattern, axes_text
 
 Dim = tuple[str, ...]
 Dims = tuple[Dim, ...]
+# A matrix of a call: its name for people, its sharding or None, its global shape.
+Sharded = tuple[str, Dims | None, Shape]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +108,20 @@ def check_dims(name: str, argument: str, dims: Dims, shape: Shape, mesh: Mapping
                 f"{name}: dimension {i} of {argument} has extent {extent}, which axis {axes_text(dim)} of size {size} "
                 f"does not divide (global shape {tuple(shape)}); {remedy}, or shard it differently"
             )
+
+
+def check_given(name: str, given: Sequence[Sharded], mesh: Mapping[str, int]) -> None:
+    """`check_dims` of what a user, or the operands' types, said; a sharding that nobody gave is None."""
+    for argument, dims, shape in given:
+        if dims is not None:
+            check_dims(name, argument, dims, shape, mesh)
+
+
+def check_planned(name: str, given: Sequence[Sharded], planned: Sequence[Dims], mesh: Mapping[str, int]) -> None:
+    """`check_dims` of the shardings that a plan has made others than they were given."""
+    for (argument, dims, shape), finer in zip(given, planned, strict=True):
+        if finer != dims:
+            check_dims(name, argument, finer, shape, mesh)
 
 
 def plan_call(name: str, a: Dims, b: Dims, out: Dims | None, transpose_a: bool, transpose_b: bool) -> Plan:

@@ -148,13 +148,9 @@ def _planned_call(
     names, results = spec.operand_names, spec.output_names
     mesh, sizes, a, b = placement.mesh, placement.mesh.shape, operands["a"], operands["b"]
     given = (("a", placement.a, a.shape), ("b", placement.b, b.shape), ("the result", placement.out, shape))
-    for argument, dims, whole in given:
-        if dims is not None:
-            patterns.check_dims(name, argument, dims, whole, sizes)
+    patterns.check_given(name, given, sizes)
     plan = patterns.plan_call(name, placement.a, placement.b, placement.out, spec.transpose_a, spec.transpose_b)
-    for (argument, dims, whole), planned in zip(given, (plan.a, plan.b, plan.out), strict=True):
-        if planned != dims:
-            patterns.check_dims(name, argument, planned, whole, sizes)
+    patterns.check_planned(name, given, (plan.a, plan.b, plan.out), sizes)
     ins: dict[str, patterns.Dims] = {"a": plan.a, "b": plan.b}
     for operand in names:
         ins[operand] = _dims(spec, plan, operand)

@@ -99,4 +99,4 @@ def for_activation(activation: str | None, has_bias: bool) -> Epilog:
     for epilog, row in RULES.items():
         if row.activation == activation and row.has_bias == has_bias and row.aux is None:
             return epilog
-    raise ValueError(f'activation must be None, "relu" or "gelu", got {activation!r}')
+    raise ValueError(f'linear: activation must be None, "relu" or "gelu", got {activation!r}')

@@ -84,7 +84,7 @@ def check_dtype(name: str, argument: str, value: Any) -> np.dtype:
 
 
 def check_flag(name: str, argument: str, value: Any) -> bool:
-    """A bool, for a letter as BLAS takes it ("N") would be one of another meaning."""
+    """Require a bool: BLAS's "N" would be truthy."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
     what = "a tracer, which is no static value" if isinstance(value, jax.core.Tracer) else repr(value)

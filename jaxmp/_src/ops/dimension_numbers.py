@@ -1,0 +1,85 @@
+"""The dimension numbers of `lax.dot_general`: which dimensions are contracted, which are a batch, which are free."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import jax
+
+from jaxmp._src.validation import operand_checks
+
+T = TypeVar("T")
+_Dimensions = tuple[Sequence[int], Sequence[int]]
+# As users write them: ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)).
+GivenNumbers = tuple[_Dimensions, _Dimensions]
+
+
+@dataclasses.dataclass(frozen=True)
+class DimensionNumbers:
+    """Every dimension of lhs and rhs in one of three parts; the free ones in their order."""
+
+    lhs_contract: tuple[int, ...]
+    rhs_contract: tuple[int, ...]
+    lhs_batch: tuple[int, ...]
+    rhs_batch: tuple[int, ...]
+    lhs_free: tuple[int, ...]
+    rhs_free: tuple[int, ...]
+
+    def result(self, lhs: Sequence[T], rhs: Sequence[T]) -> tuple[T, ...]:
+        """What lhs and rhs have per dimension, for the dimensions of the result."""
+        return (*pick(lhs, self.lhs_batch), *pick(lhs, self.lhs_free), *pick(rhs, self.rhs_free))
+
+
+def pick(values: Sequence[T], indices: Sequence[int]) -> tuple[T, ...]:
+    return tuple(values[i] for i in indices)
+
+
+def parse(name: str, dimension_numbers: Any, lhs: jax.Array, rhs: jax.Array) -> DimensionNumbers:
+    """Dimension numbers without negative ones, checked against the operands."""
+    for argument, x in (("lhs", lhs), ("rhs", rhs)):
+        operand_checks.check_array(name, argument, x)
+    try:
+        (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
+        parts = [[int(i) for i in part] for part in (lhs_contract, rhs_contract, lhs_batch, rhs_batch)]
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"{name}: dimension_numbers must be ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), "
+            f"got {dimension_numbers!r}"
+        ) from None
+    lhs_contract, rhs_contract, lhs_batch, rhs_batch = (
+        _within(name, argument, part, x)
+        for argument, part, x in zip(("lhs", "rhs", "lhs", "rhs"), parts, (lhs, rhs, lhs, rhs), strict=True)
+    )
+    for kind, left, right in (("contracting", lhs_contract, rhs_contract), ("batch", lhs_batch, rhs_batch)):
+        if len(left) != len(right):
+            raise ValueError(
+                f"{name}: dimension_numbers name {len(left)} {kind} dimensions of lhs, {left}, but {len(right)} of "
+                f"rhs, {right}"
+            )
+        for i, j in zip(left, right, strict=True):
+            if lhs.shape[i] != rhs.shape[j]:
+                raise ValueError(
+                    f"{name}: {kind} dimension {i} of lhs has extent {lhs.shape[i]} but dimension {j} of rhs "
+                    f"{rhs.shape[j]} (shapes {tuple(lhs.shape)}, {tuple(rhs.shape)})"
+                )
+    for argument, left, right in (("lhs", lhs_contract, lhs_batch), ("rhs", rhs_contract, rhs_batch)):
+        if len({*left, *right}) != len(left) + len(right):
+            raise ValueError(f"{name}: dimension_numbers use a dimension of {argument} twice, {left} and {right}")
+    # The order of the pairs is free; this one lets lhs, which is larger in most layers, stay as it is.
+    pairs = sorted(zip(lhs_contract, rhs_contract, strict=True))
+    lhs_contract, rhs_contract = tuple(i for i, _ in pairs), tuple(j for _, j in pairs)
+    lhs_free = tuple(i for i in range(lhs.ndim) if i not in lhs_contract + lhs_batch)
+    rhs_free = tuple(j for j in range(rhs.ndim) if j not in rhs_contract + rhs_batch)
+    return DimensionNumbers(lhs_contract, rhs_contract, lhs_batch, rhs_batch, lhs_free, rhs_free)
+
+
+def _within(name: str, argument: str, dimensions: Sequence[int], x: jax.Array) -> tuple[int, ...]:
+    for i in dimensions:
+        if not -x.ndim <= i < x.ndim:
+            raise ValueError(
+                f"{name}: dimension_numbers name dimension {i} of {argument}, which has {x.ndim} (shape "
+                f"{tuple(x.shape)})"
+            )
+    return tuple(i % x.ndim for i in dimensions)
