@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import string
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -27,14 +28,14 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._src.ops.dimension_numbers import DimensionNumbers, GivenNumbers, parse, pick
 from jaxmp._src.ops.signatures import ShardingPair
-from jaxmp._src.primitive import collectives
 from jaxmp._src.runtime.types import Shape
-from jaxmp._src.sharding import meshes, patterns
+from jaxmp._src.sharding import layouts, meshes, patterns
+from jaxmp._src.sharding.layouts import Layout
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.patterns import Dim, Dims
-from jaxmp._src.sharding.shard_local import bind_plan
+from jaxmp._src.sharding.shard_local import bind_plan, gathered
 from jaxmp._src.sharding.sharded_call import jaxmp_call, make_call
-from jaxmp._src.spec.matmul_spec import Group, Pattern, axes_text, result_shape
+from jaxmp._src.spec.matmul_spec import Group, Pattern, accumulator, axes_text, result_shape
 from jaxmp._src.spec.options import Implementation, Mesh, Precision, Sharding
 from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.arguments import validated
@@ -105,7 +106,9 @@ def dot_general(
 @dataclasses.dataclass(frozen=True)
 class _Product:
     """One product, hashable. `columns` are rhs's free dimensions in the order in which they fold into columns: one that
-    is gathered or scattered comes first, since ranks are the slowest index of what they share."""
+    is gathered or scattered comes first, since ranks are the slowest index of what they share. `in_specs` are the
+    shardings in which operands enter shard_map, `gathers` what is gathered there, `out_spec` that of the call's result,
+    and `asked` the one that it is to have."""
 
     name: str
     numbers: DimensionNumbers
@@ -114,7 +117,9 @@ class _Product:
     columns: tuple[int, ...]
     plan: patterns.Plan = patterns.LOCAL_PLAN
     in_specs: tuple[P, ...] = ()
+    gathers: tuple[layouts.Gather, ...] = ()
     out_spec: P = dataclasses.field(default_factory=P)
+    asked: P = dataclasses.field(default_factory=P)
 
     @property
     def keeps_rows(self) -> bool:
@@ -136,7 +141,7 @@ def _product(
     placement = meshes.place(name, lhs, rhs, out_shape, out_sharding, in_shardings, mesh)
     product = _Product(name, numbers, tuple(options.items()), placement, numbers.rhs_free)
     if placement.mode == meshes.Mode.SHARDED:
-        product = _planned(product, lhs.shape, rhs.shape)
+        product = _planned(product, lhs, rhs)
     d: jax.Array = jaxmp_dot_general(product, lhs, rhs)
     return d
 
@@ -146,26 +151,40 @@ def jaxmp_dot_general(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.
     placement = product.placement
     out_shape = product.numbers.result(lhs.shape, rhs.shape)
     if placement.mode != meshes.Mode.SHARDED:
-        d = _fold(product, functools.partial(_multiply, product), out_shape, lhs, rhs)
+        d: jax.Array = _fold(product, functools.partial(_multiply, product), out_shape, lhs, rhs)
         return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
-    mesh, specs = placement.mesh, product.in_specs
-    if placement.is_explicit:
-        # To the plan's finer shardings: each device takes its part of what it has.
-        lhs, rhs = (
-            collectives.reshard(x, mesh, spec, is_local=True) for x, spec in zip((lhs, rhs), specs, strict=True)
-        )
-    local_shape = NamedSharding(mesh, product.out_spec).shard_shape(out_shape)
+    mesh, is_explicit = placement.mesh, placement.is_explicit
+    lhs, rhs = (
+        meshes.reshard(x, mesh, partition_spec(have), spec, is_explicit=is_explicit)
+        for x, have, spec in zip((lhs, rhs), (placement.a, placement.b), product.in_specs, strict=True)
+    )
+    body: Callable[..., jax.Array] = functools.partial(_of_shards, product, out_shape)
+    operands: tuple[jax.Array, ...] = (lhs, rhs)
+    in_specs = product.in_specs
     if 0 in lhs.shape and 0 in rhs.shape:
         # Nothing to multiply. XLA cannot partition a body whose operands are all empty, so they stay out of it.
         preferred = dict(product.options)["preferred_element_type"]
         _, dtype = operand_checks.resolve_dtypes(product.name, lhs, rhs, preferred)
+        local_shape = _local_shape(product, out_shape)
 
         def zeros(_: jax.Array) -> jax.Array:
             return jnp.zeros(local_shape, dtype)
 
-        return jax.shard_map(zeros, mesh=mesh, in_specs=(P(),), out_specs=product.out_spec)(jnp.zeros(()))
-    body = functools.partial(_fold, product, functools.partial(_multiply_shards, product), local_shape)
-    return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=product.out_spec)(lhs, rhs)
+        body, operands, in_specs = zeros, (jnp.zeros(()),), (P(),)
+    d = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=product.out_spec)(*operands)
+    return meshes.reshard(d, mesh, product.out_spec, product.asked, is_explicit=is_explicit)
+
+
+def _local_shape(product: _Product, out_shape: Shape) -> Shape:
+    """The shape of a device's part of the call's result."""
+    return NamedSharding(product.placement.mesh, product.out_spec).shard_shape(out_shape)
+
+
+def _of_shards(product: _Product, out_shape: Shape, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """A device's part of the result."""
+    whole = gathered(product.gathers, {"a": lhs, "b": rhs}, "")
+    multiply = functools.partial(_multiply_shards, product)
+    return _fold(product, multiply, _local_shape(product, out_shape), whole["a"], whole["b"])
 
 
 def _fold(
@@ -221,56 +240,118 @@ def _multiply_shards(product: _Product, a: jax.Array, b: jax.Array, *, flags: di
 # Shardings -----------------------------------------------------------------------------------------------------
 
 
-def _planned(product: _Product, lhs_shape: Shape, rhs_shape: Shape) -> _Product:
+def _planned(product: _Product, lhs: jax.Array, rhs: jax.Array) -> _Product:
     """The product with its plan, and every sharding as the call takes and gives it."""
     name, numbers, placement = product.name, product.numbers, product.placement
-    sizes, out_shape = placement.mesh.shape, numbers.result(lhs_shape, rhs_shape)
-    given = (
-        ("lhs", placement.a, lhs_shape),
-        ("rhs", placement.b, rhs_shape),
-        ("the result", placement.out, out_shape),
+    out_shape = numbers.result(lhs.shape, rhs.shape)
+    given = Layout(placement.a, placement.b, _asked_result(name, numbers, placement))
+    for argument, dims, shape in zip(
+        ("lhs", "rhs", "the result"), given, (lhs.shape, rhs.shape, out_shape), strict=True
+    ):
+        patterns.check_dims(name, argument, dims, shape, placement.mesh.shape)
+    found = _find(numbers, given)
+    if found is None:
+        found = _find(numbers, layouts.cheapest(_described(product, lhs, rhs), given))
+        assert found is not None, given
+    plan, columns, layout = found
+    specs, gathers = [layout.a, layout.b], tuple[layouts.Gather, ...]()
+    if dict(product.options)["determinism"] == "run_to_run":  # else gradients are sums in an order of their own
+        (specs[0], of_lhs), (specs[1], of_rhs) = (
+            layouts.gathers(operand, have, want, layout)
+            for operand, have, want in (("a", given.a, layout.a), ("b", given.b, layout.b))
+        )
+        gathers = of_lhs + of_rhs
+    return dataclasses.replace(
+        product,
+        plan=plan,
+        columns=columns,
+        in_specs=tuple(map(partition_spec, specs)),
+        gathers=gathers,
+        out_spec=partition_spec(layout.d),
+        asked=partition_spec(given.d),
     )
-    patterns.check_given(name, given, sizes)
-    lhs, rhs = _agreed(name, "batch", numbers.lhs_batch, numbers.rhs_batch, placement.a, placement.b)
-    plan, columns, out = _grid(numbers, lhs, rhs, placement.out), numbers.rhs_free, placement.out
-    if plan is None:
-        lhs, rhs = _agreed(name, "contracting", numbers.lhs_contract, numbers.rhs_contract, lhs, rhs)
-        if out is not None:
-            lhs, rhs = _sliced(name, numbers, lhs, rhs, out)
-        plan, columns = _plan_matrices(name, numbers, lhs, rhs, out)
-    out = numbers.result(lhs, rhs) if out is None else out
-    patterns.check_planned(name, given, (lhs, rhs, out), sizes)
-    in_specs = partition_spec(lhs), partition_spec(rhs)
-    return dataclasses.replace(product, plan=plan, columns=columns, in_specs=in_specs, out_spec=partition_spec(out))
 
 
-def _agreed(name: str, kind: str, left: Sequence[int], right: Sequence[int], lhs: Dims, rhs: Dims) -> tuple[Dims, Dims]:
-    """One sharding for each pair of dimensions; an operand that holds one of them whole takes its part."""
-    lhs_dims, rhs_dims = list(lhs), list(rhs)
-    for i, j in zip(left, right, strict=True):
+def _asked_result(name: str, numbers: DimensionNumbers, placement: meshes.Placement) -> Dims:
+    """The sharding that the result is to have."""
+    if placement.out is not None:
+        return placement.out
+    lhs, rhs = placement.a, placement.b
+    batch = []
+    for i, j in zip(numbers.lhs_batch, numbers.rhs_batch, strict=True):
         if lhs[i] and rhs[j] and lhs[i] != rhs[j]:
             raise ValueError(
-                f"{name}: {kind} dimension {i} of lhs is sharded over {axes_text(lhs[i])} but dimension {j} of rhs "
-                f"over {axes_text(rhs[j])}; reshard one of them"
+                f"{name}: batch dimension {i} of lhs is sharded over {axes_text(lhs[i])} but dimension {j} of rhs over "
+                f"{axes_text(rhs[j])}; pass out_sharding, or reshard one of them"
             )
-        lhs_dims[i] = rhs_dims[j] = lhs[i] or rhs[j]
+        batch.append(lhs[i] or rhs[j])
+    contracted = [(lhs[i], rhs[j]) for i, j in zip(numbers.lhs_contract, numbers.rhs_contract, strict=True)]
+    free = patterns.default_result(name, pick(lhs, numbers.lhs_free), pick(rhs, numbers.rhs_free), contracted)
+    return (*batch, *free)
+
+
+def _described(product: _Product, lhs: jax.Array, rhs: jax.Array) -> layouts.Product:
+    """What the call multiplies, for the search of a layout."""
+    numbers = product.numbers
+    letters = iter(string.ascii_letters)
+    indices = {("lhs", i): next(letters) for i in range(lhs.ndim)}
+    same = zip((*numbers.lhs_batch, *numbers.lhs_contract), (*numbers.rhs_batch, *numbers.rhs_contract), strict=True)
+    indices |= {("rhs", j): indices["lhs", i] for i, j in same}
+    indices |= {("rhs", j): next(letters) for j in numbers.rhs_free}
+    a, b = ([indices[side, i] for i in range(x.ndim)] for side, x in (("lhs", lhs), ("rhs", rhs)))
+    preferred = dict(product.options)["preferred_element_type"]
+    dtype, out = operand_checks.resolve_dtypes(product.name, lhs, rhs, preferred)
+    return layouts.Product(
+        "".join(a),
+        "".join(b),
+        "".join(numbers.result(a, b)),
+        tuple({**dict(zip(a, lhs.shape, strict=True)), **dict(zip(b, rhs.shape, strict=True))}.items()),
+        tuple(product.placement.mesh.shape.items()),
+        (lhs.dtype.itemsize, rhs.dtype.itemsize, out.itemsize, accumulator(dtype).itemsize),
+        keeps_result=False,
+    )
+
+
+def _find(numbers: DimensionNumbers, layout: Layout) -> tuple[patterns.Plan, tuple[int, ...], Layout] | None:
+    """(plan, order of the columns, the layout with what operands take their part of), or None where no call fits."""
+    lhs, rhs = _agreed(numbers.lhs_batch, numbers.rhs_batch, layout.a, layout.b)
+    plan = _grid(numbers, lhs, rhs, layout.d)
+    if plan is not None:
+        return plan, numbers.rhs_free, Layout(lhs, rhs, layout.d)
+    lhs, rhs = _agreed(numbers.lhs_contract, numbers.rhs_contract, lhs, rhs)
+    lhs, rhs = _sliced(numbers, lhs, rhs, layout.d)
+    is_batched_alike = (
+        pick(lhs, numbers.lhs_batch) == pick(rhs, numbers.rhs_batch) == layout.d[: len(numbers.lhs_batch)]
+    )
+    is_contracted_alike = pick(lhs, numbers.lhs_contract) == pick(rhs, numbers.rhs_contract)
+    used = [[axis for dim in dims for axis in dim] for dims in (lhs, rhs)]
+    if not is_batched_alike or not is_contracted_alike or any(len(set(axes)) < len(axes) for axes in used):
+        return None
+    found = _find_matrices(numbers, lhs, rhs, layout.d)
+    return None if found is None else (*found, Layout(lhs, rhs, layout.d))
+
+
+def _agreed(left: Sequence[int], right: Sequence[int], lhs: Dims, rhs: Dims) -> tuple[Dims, Dims]:
+    """The shardings where an operand that holds a dimension of a pair whole takes its part of it."""
+    lhs_dims, rhs_dims = list(lhs), list(rhs)
+    for i, j in zip(left, right, strict=True):
+        lhs_dims[i], rhs_dims[j] = lhs[i] or rhs[j], rhs[j] or lhs[i]
     return tuple(lhs_dims), tuple(rhs_dims)
 
 
-def _grid(numbers: DimensionNumbers, lhs: Dims, rhs: Dims, out: Dims | None) -> patterns.Plan | None:
+def _grid(numbers: DimensionNumbers, lhs: Dims, rhs: Dims, out: Dims) -> patterns.Plan | None:
     """The plan where every matrix is in blocks on the same two axes."""
     a = tuple(dim for i, dim in enumerate(lhs) if i not in numbers.lhs_batch)
     b = tuple(dim for i, dim in enumerate(rhs) if i not in numbers.rhs_batch)
-    is_one_each = len(numbers.lhs_free) == len(numbers.lhs_contract) == len(numbers.rhs_free) == 1
     batch = pick(lhs, numbers.lhs_batch)
-    if out is None or out[: len(batch)] != batch or not is_one_each:
-        return None
-    if not patterns.is_grid(a, b, out[len(batch) :]):
+    is_one_each = len(numbers.lhs_free) == len(numbers.lhs_contract) == len(numbers.rhs_free) == 1
+    is_batched_alike = batch == pick(rhs, numbers.rhs_batch) == out[: len(batch)]
+    if not is_batched_alike or not is_one_each or not patterns.is_grid(a, b, out[len(batch) :]):
         return None
     return patterns.Plan(Pattern.GRID, a[0], a[1])
 
 
-def _sliced(name: str, numbers: DimensionNumbers, lhs: Dims, rhs: Dims, out: Dims) -> tuple[Dims, Dims]:
+def _sliced(numbers: DimensionNumbers, lhs: Dims, rhs: Dims, out: Dims) -> tuple[Dims, Dims]:
     """Where the result is finer than an operand, each device takes its own part of it: no communication."""
     lhs_dims, rhs_dims = list(lhs), list(rhs)
 
@@ -281,21 +362,17 @@ def _sliced(name: str, numbers: DimensionNumbers, lhs: Dims, rhs: Dims, out: Dim
     wanted = iter(out)
     for i, j in zip(numbers.lhs_batch, numbers.rhs_batch, strict=True):
         want = next(wanted)
-        lhs_dims[i] = rhs_dims[j] = finer(lhs_dims[i], want, lhs_dims, rhs_dims)
-        if lhs_dims[i] != want:
-            raise ValueError(
-                f"{name}: batch dimension {i} of lhs is sharded over {lhs[i] or None} but out_sharding asks for "
-                f"{want or None}; reshard the operands first, or the result afterwards (jax.sharding.reshard)"
-            )
+        if lhs_dims[i] == rhs_dims[j]:
+            lhs_dims[i] = rhs_dims[j] = finer(lhs_dims[i], want, lhs_dims, rhs_dims)
     for dims, free in ((lhs_dims, numbers.lhs_free), (rhs_dims, numbers.rhs_free)):
         for i in free:
             dims[i] = finer(dims[i], next(wanted), dims)
     return tuple(lhs_dims), tuple(rhs_dims)
 
 
-def _plan_matrices(
-    name: str, numbers: DimensionNumbers, lhs: Dims, rhs: Dims, out: Dims | None
-) -> tuple[patterns.Plan, tuple[int, ...]]:
+def _find_matrices(
+    numbers: DimensionNumbers, lhs: Dims, rhs: Dims, out: Dims
+) -> tuple[patterns.Plan, tuple[int, ...]] | None:
     """(plan, order of the columns) of the product as one of matrices.
 
     What several dimensions are split over counts as one list of axes. Its order matters where ranks share one of them,
@@ -304,28 +381,15 @@ def _plan_matrices(
     ahead = len(numbers.lhs_batch)
     rows, cols = pick(lhs, numbers.lhs_free), pick(rhs, numbers.rhs_free)
     contracted = sum(pick(lhs, numbers.lhs_contract), ())
-    shared = [i for i, dim in enumerate(rows + cols) if out is not None and out[ahead + i] != dim]
-    if out is not None and len(shared) > 1:
-        raise ValueError(
-            f"{name}: out_sharding {partition_spec(out)} differs from the shardings of lhs and rhs in dimensions "
-            f"{[ahead + i for i in shared]} of the result, and one call gathers or scatters one of them; reshard first "
-            "(jax.sharding.reshard)"
-        )
+    shared = [i for i, dim in enumerate(rows + cols) if out[ahead + i] != dim]
+    if len(shared) > 1:  # a call gathers or scatters one dimension
+        return None
     first = shared[0] - len(rows) if shared and shared[0] >= len(rows) else 0
     order = sorted(range(len(cols)), key=lambda i: i != first)
 
     def merged(dims: Dims) -> Dim:
         return sum((dims[i] for i in reversed(order)), ())
 
-    result = None
-    if out is not None:
-        result = (*(out[ahead : ahead + len(rows)] or ((),)), merged(out[ahead + len(rows) :]))
-    try:
-        plan = patterns.plan_call(
-            name, (*(rows or ((),)), contracted), (contracted, merged(cols)), result, False, False
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"{error} (rows are dimensions {numbers.lhs_free} of lhs, columns {numbers.rhs_free} of rhs)"
-        ) from None
-    return plan, pick(numbers.rhs_free, order)
+    result = (*(out[ahead : ahead + len(rows)] or ((),)), merged(out[ahead + len(rows) :]))
+    plan = patterns.find_plan((*(rows or ((),)), contracted), (contracted, merged(cols)), result, False, False)
+    return None if plan is None else (plan, pick(numbers.rhs_free, order))

@@ -17,6 +17,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from jaxmp._src.ops.matmul import linear
@@ -24,9 +26,9 @@ from jaxmp._src.ops.signatures import ShardingTriple
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.primitives import activated_matmul, completes_sums
 from jaxmp._src.runtime import jax_compat
-from jaxmp._src.sharding import meshes, sharded_call
+from jaxmp._src.sharding import layouts, meshes, sharded_call
 from jaxmp._src.sharding import patterns as patterns_lib
-from jaxmp._src.sharding.shard_local import bind_plan
+from jaxmp._src.sharding.shard_local import bind_plan, gathered
 from jaxmp._src.spec import epilogs, low_precision
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
@@ -251,7 +253,8 @@ def _fused(
     else:
         calls = _calls(placement, specs, operands, w_out, shardings)
         specs, plans = tuple(call.spec for call in calls), [call.plan for call in calls]
-        is_fused = is_fused and plans[1].a == plans[0].out and not plans[1].gather and not plans[1].is_transposed
+        is_fused = is_fused and calls[0].out_spec is None and not plans[1].is_transposed
+        is_fused = is_fused and "a" not in (gather.operand for gather in calls[1].gathers)
         is_fused = is_fused and plans[1].pattern in (Pattern.LOCAL, Pattern.ALL_REDUCE, Pattern.REDUCE_SCATTER)
     is_fused &= all(map(completes_sums, specs))
     names = (("w_in", "b_in"), ("w_out", "b_out"))
@@ -295,22 +298,23 @@ def _calls(
 ) -> tuple[sharded_call.Call, sharded_call.Call]:
     """Both calls on global arrays; the hidden layer keeps the columns of w_in and the other axes of x's rows."""
     if placement.out is None:
-        if placement.a[-1] or placement.b[0]:
+        if placement.a[-1] and placement.b[0]:
             raise ValueError(
-                f"mlp: the contraction of x @ w_in is sharded over {placement.a[-1] or placement.b[0]}; "
-                "pass hidden_sharding, the sharding of its result"
+                f"mlp: the contraction of x @ w_in is sharded over {placement.a[-1]} in x and {placement.b[0]} in "
+                "w_in, so the sharding of its result is ambiguous; pass hidden_sharding"
             )
         cols = placement.b[1]
         rows = tuple(tuple(axis for axis in dim if axis not in cols) for dim in placement.a[:-1])
         placement = dataclasses.replace(placement, out=(*rows, cols))
     shape = result_shape(specs[0], operands[0]["a"], operands[0]["b"])
     first = sharded_call.make_call(specs[0], placement, operands[0], shape, FIRST)
-    hidden, given = meshes.partition_spec(first.plan.out), shardings["ins"]
-    h, w = operands[1]["a"], operands[1]["b"]
+    hidden, given = first.out_spec or meshes.partition_spec(first.plan.out), shardings["ins"]
+    w = operands[1]["b"]
+    h = operands[1]["a"].update(sharding=NamedSharding(placement.mesh, hidden))
     where = (hidden, given[2] if given is not None else meshes.type_spec(w_out))
     shape = result_shape(specs[1], h, w)
     second = meshes.place(SECOND, h, w, shape, shardings["out"], where, placement.mesh)
-    return first, sharded_call.make_call(specs[1], second, operands[1], shape, SECOND)
+    return first, sharded_call.make_call(specs[1], second, operands[1] | {"a": h}, shape, SECOND)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -329,8 +333,26 @@ def jaxmp_mlp(run: _Run, operands: dict[str, jax.Array]) -> jax.Array:
         rest = (h.astype(operands["w_out"].dtype), *(operands[name] for name in outs[1:]))
         y: jax.Array = sharded_call.jaxmp_call(second, dict(zip(("a", "b", "bias"), rest, strict=False)))["d"]
         return y
-    specs = dict(zip(ins, dict(first.in_specs).values(), strict=True))
-    specs |= dict(zip(outs, dict(second.in_specs).values(), strict=True))
-    specs = {name: specs[name] for name in operands}
-    placed = {name: sharded_call.reshard(first, name, x, specs[name]) for name, x in operands.items()}
-    return jax.shard_map(body, mesh=first.mesh, in_specs=(specs,), out_specs=dict(second.out_specs)["d"])(placed)
+    placed = dict(operands)
+    gathers: list[layouts.Gather] = []
+    specs: dict[str, P] = {}
+    for call, given in ((first, ins), (second, outs)):
+        known = dict(zip(("a", "b", "bias"), given, strict=False))
+        specs |= {known[name]: spec for name, spec in call.in_specs if known[name] != "hidden"}
+        for name, have in call.resharded:
+            argument = known[name]
+            if argument == "hidden":
+                continue
+            placed[argument] = meshes.reshard(
+                placed[argument], call.mesh, have, specs[argument], is_explicit=call.is_explicit
+            )
+        gathers += [dataclasses.replace(gather, operand=known[gather.operand]) for gather in call.gathers]
+
+    def of_shards(operands: dict[str, jax.Array]) -> jax.Array:
+        return body(gathered(gathers, operands, first.spec.source_line))
+
+    y = jax.shard_map(of_shards, mesh=first.mesh, in_specs=(specs,), out_specs=dict(second.out_specs)["d"])(placed)
+    if second.out_spec is None:
+        return y
+    have = dict(second.out_specs)["d"]
+    return meshes.reshard(y, second.mesh, have, second.out_spec, is_explicit=second.is_explicit)

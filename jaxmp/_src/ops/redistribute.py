@@ -57,7 +57,7 @@ def empty(shape: tuple[int, int], layout: BlockCyclic, dtype: np.dtype) -> jax.A
 def _resharded(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
     """`x` with this sharding where shardings are part of types; elsewhere shard_map brings it there."""
     is_explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)
-    return collectives.reshard(x, mesh, spec) if is_explicit else x
+    return collectives.reshard(x, mesh, jax.typeof(x).sharding.spec, spec, is_explicit=True) if is_explicit else x
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))

@@ -15,6 +15,7 @@ Outside a job of several processes nothing is added to the program.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -83,14 +84,22 @@ def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") 
     return _barrier(lax.pcast(x, missing, to="varying"), missing, "psum", source_line, is_active=False)
 
 
-def reshard(x: jax.Array, mesh: Mesh, spec: P, *, is_local: bool = False) -> jax.Array:
-    """`jax.sharding.reshard` to `spec`; with `is_local` each device takes a part of what it has, so that only the
-    transpose communicates."""
-    if not native.has_barrier():
-        resharded: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, spec))
-        return resharded
-    x = x if is_local else _global_barrier(x, mesh, is_active=True)
-    return _global_barrier(jax.sharding.reshard(x, NamedSharding(mesh, spec)), mesh, is_active=False)
+def reshard(x: jax.Array, mesh: Mesh, have: P, spec: P, *, is_explicit: bool) -> jax.Array:
+    """A global array that is sharded as `have`, sharded as `spec`.
+
+    Where each device takes a part of what it has, only the transpose communicates.
+    """
+    move: Callable[..., Any] = jax.sharding.reshard if is_explicit else lax.with_sharding_constraint
+    with jax.named_scope("jaxmp_reshard"):
+        x = x if is_explicit else move(x, NamedSharding(mesh, have))
+        x = _global_barrier(x, mesh, have, is_active=not _is_finer(have, spec))
+        return _global_barrier(move(x, NamedSharding(mesh, spec)), mesh, spec, is_active=False)
+
+
+def _is_finer(have: P, spec: P) -> bool:
+    """Whether a shard of `spec` is a part of one of `have`."""
+    entries = [[(x,) if isinstance(x, str) else tuple(x or ()) for x in each] for each in (have, spec)]
+    return all(want[: len(dim)] == dim for dim, want in itertools.zip_longest(*entries, fillvalue=()))
 
 
 def own_part(x: jax.Array, dimension: int, axes: tuple[str, ...]) -> jax.Array:
@@ -99,9 +108,11 @@ def own_part(x: jax.Array, dimension: int, axes: tuple[str, ...]) -> jax.Array:
     return lax.dynamic_slice_in_dim(x, lax.axis_index(axes) * extent, extent, dimension)
 
 
-def _global_barrier(x: jax.Array, mesh: Mesh, *, is_active: bool) -> jax.Array:
-    """The barrier of all devices of `mesh`, on a global array whose sharding is explicit."""
-    spec, axes = jax.typeof(x).sharding.spec, tuple(mesh.axis_names)
+def _global_barrier(x: jax.Array, mesh: Mesh, spec: P, *, is_active: bool) -> jax.Array:
+    """The barrier of all devices of `mesh`, on a global array that is sharded as `spec`."""
+    if not native.has_barrier():
+        return x
+    axes = tuple(mesh.axis_names)
 
     def local(x: jax.Array) -> jax.Array:
         return _barrier(x, axes, "reshard", "", is_active=is_active)

@@ -10,8 +10,9 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmp._src.primitive import collectives
 from jaxmp._src.runtime.types import Shape
-from jaxmp._src.sharding import patterns
+from jaxmp._src.sharding import layouts, patterns
 from jaxmp._src.spec import options
 
 
@@ -48,6 +49,15 @@ def partition_spec(dims: patterns.Dims) -> P:
 def partition_specs(dims: dict[str, patterns.Dims]) -> tuple[tuple[str, P], ...]:
     """(name, sharding) of each."""
     return tuple((name, partition_spec(each)) for name, each in dims.items())
+
+
+def reshard(x: jax.Array, mesh: Any, have: P, want: P, *, is_explicit: bool) -> jax.Array:
+    """A global array that is sharded as `have`, sharded as `want`."""
+    dims = [patterns.as_dims("jaxmp", "an array", spec, x.ndim) for spec in (have, want)]
+    for step in layouts.steps(*dims):
+        spec = partition_spec(step)
+        x, have = collectives.reshard(x, mesh, have, spec, is_explicit=is_explicit), spec
+    return x
 
 
 def manual_mesh(name: str) -> AbstractMesh | None:

@@ -8,9 +8,10 @@ columns of op(b) on C, and the result asked for as (R', C'):
     K = G,  R' = R, C' = C      all_reduce over G
     R = R' + G,  G within C     all_gather of a's rows over G
     C = C' + G,  G within R     the same, computed transposed
-    R = R' + G,  G not in C     the ranks of G would compute the same: an explicit gather of a, then local
     every matrix on (X, Y)      grid
     R = R', C = C'              local
+
+`layouts` finds other shardings where no line fits.
 
 Worked example: mesh (data=2, model=4), a P("data", "model"), b P("model", None), result P("data", None):
 R = (data), K = (model), so all_reduce over model, in two groups, one per index of data.
@@ -37,8 +38,8 @@ Sharded = tuple[str, Dims | None, Shape]
 class Plan:
     """What one call does.
 
-    `dimension` is the row dimension of a that is gathered or scattered; `gather` names the operand that is gathered
-    over `gather_axes` ahead of a local product; `a`, `b`, `out` are the shardings as the call takes and gives them.
+    `dimension` is the row dimension of a that is gathered or scattered; `a`, `b`, `out` are the shardings as the call
+    takes and gives them.
     """
 
     pattern: Pattern
@@ -46,8 +47,6 @@ class Plan:
     col_axes: Dim = ()
     is_transposed: bool = False
     dimension: int = 0
-    gather: str | None = None
-    gather_axes: Dim = ()
     a: Dims = ()
     b: Dims = ()
     out: Dims = ()
@@ -117,73 +116,52 @@ def check_given(name: str, given: Sequence[Sharded], mesh: Mapping[str, int]) ->
             check_dims(name, argument, dims, shape, mesh)
 
 
-def check_planned(name: str, given: Sequence[Sharded], planned: Sequence[Dims], mesh: Mapping[str, int]) -> None:
-    """`check_dims` of the shardings that a plan has made others than they were given."""
-    for (argument, dims, shape), finer in zip(given, planned, strict=True):
-        if finer != dims:
-            check_dims(name, argument, finer, shape, mesh)
-
-
-def plan_call(name: str, a: Dims, b: Dims, out: Dims | None, transpose_a: bool, transpose_b: bool) -> Plan:
-    """The pattern for operands as stored; `out` None asks for what `lax.dot_general` would give.
-
-    Raises ValueError where the result is ambiguous or one call cannot give it.
-    """
-    if out is not None and is_grid(a, b, out):
+def find_plan(a: Dims, b: Dims, out: Dims, transpose_a: bool, transpose_b: bool) -> Plan | None:
+    """The pattern for operands as stored, or None where one call does not give this result of them."""
+    if is_grid(a, b, out):
         return Plan(Pattern.GRID, a[0], a[1], a=a, b=b, out=out)
     *rows, k_a = (*a[:-2], a[-1], a[-2]) if transpose_a else a
     k_b, cols = (b[1], b[0]) if transpose_b else b
-    contracted = _contraction(name, k_a, k_b, out)
-    if out is None:
-        out = (*rows, cols)
-        _refuse_shared_axes(name, tuple(rows), cols)
-    given = tuple(rows), cols
+    if k_a and k_b and k_a != k_b:
+        return None
+    contracted = k_a or k_b
     rows, cols = _slice_replicated(rows, cols, out, contracted)
-    if contracted:
-        found = _plan_contracted(rows, cols, out, contracted)
-    else:
-        found = _plan_gathered(rows, cols, out)
-    if found is None:
-        reachable = "; ".join(_text(option) for option in _reachable(*given, contracted))
-        raise ValueError(
-            f"{name}: out_sharding {_text(out)} cannot come from one call with rows of a on {_text(given[0])}, "
-            f"contraction on {contracted or None} and columns of b on {given[1] or None}; reshard an operand first "
-            "(jax.sharding.reshard)" + (f", or ask for one of: {reachable}" if reachable else "")
-        )
     lead, last = tuple(rows[:-1]), rows[-1]
     a = (*lead, contracted, last) if transpose_a else (*rows, contracted)
     b = (cols, contracted) if transpose_b else (contracted, cols)
+    used = [sum(dims, ()) for dims in (a, b)]
+    found = (_find_contracted if contracted else _find_gathered)(rows, cols, out, contracted)
+    if found is None or any(len(set(axes)) != len(axes) for axes in used):
+        return None
     return dataclasses.replace(found, a=a, b=b, out=out)
 
 
-def is_grid(a: Dims, b: Dims, out: Dims) -> bool:
-    """Whether every matrix, as stored, is in blocks on the same axes."""
-    return len(a) == 2 and a == b == out and bool(a[0]) and bool(a[1])
+def default_result(name: str, rows: Dims, cols: Dims, contracted: Sequence[tuple[Dim, Dim]]) -> Dims:
+    """The sharding of a result that was not asked for, as `lax.dot_general` has it: that of the free dimensions.
 
-
-def _contraction(name: str, k_a: Dim, k_b: Dim, out: Dims | None) -> Dim:
-    if k_a and k_b and k_a != k_b:
-        raise ValueError(
-            f"{name}: the contraction is sharded over {axes_text(k_a)} in a but over {axes_text(k_b)} in b; "
-            "reshard one of them"
-        )
-    contracted = k_a or k_b
-    if contracted and out is None:
-        raise ValueError(
-            f"{name}: the contraction is sharded over axis {axes_text(contracted)} and it is ambiguous how the result "
-            f"should be sharded; pass out_sharding (without {axes_text(contracted)} to all-reduce, with it on the rows "
-            "to reduce-scatter)"
-        )
-    return contracted
-
-
-def _refuse_shared_axes(name: str, rows: Dims, cols: Dim) -> None:
-    shared = [axis for dim in rows for axis in dim if axis in cols]
+    `contracted` are the shardings of each contracted dimension in a and in b. Raises ValueError where the result is
+    ambiguous.
+    """
+    for k_a, k_b in contracted:
+        if k_a and k_b:
+            both = axes_text(k_a) if k_a == k_b else f"{axes_text(k_a)} in a and {axes_text(k_b)} in b"
+            raise ValueError(
+                f"{name}: the contraction is sharded over axis {both} and it is ambiguous how the result should be "
+                f"sharded; pass out_sharding (without {axes_text(k_a)} to all-reduce, with it on the rows to "
+                "reduce-scatter)"
+            )
+    shared = [axis for dim in rows for axis in dim if any(axis in other for other in cols)]
     if shared:
         raise ValueError(
             f"{name}: rows of a and columns of b are both sharded over axis {shared[0]!r}; pass out_sharding, "
             f"without {shared[0]!r} on the rows to gather a, or without it on the columns to gather b"
         )
+    return (*rows, *cols)
+
+
+def is_grid(a: Dims, b: Dims, out: Dims) -> bool:
+    """Whether every matrix, as stored, is in blocks on the same axes."""
+    return len(a) == 2 and a == b == out and bool(a[0]) and bool(a[1])
 
 
 def _slice_replicated(rows: list[Dim], cols: Dim, out: Dims, contracted: Dim) -> tuple[list[Dim], Dim]:
@@ -208,7 +186,7 @@ def _changed(rows: list[Dim], out: Dims) -> list[int]:
     return [i for i, (dim, want) in enumerate(zip(rows, out[:-1], strict=True)) if dim != want]
 
 
-def _plan_contracted(rows: list[Dim], cols: Dim, out: Dims, group: Dim) -> Plan | None:
+def _find_contracted(rows: list[Dim], cols: Dim, out: Dims, group: Dim) -> Plan | None:
     changed = _changed(rows, out)
     if not changed and cols == out[-1]:
         return Plan(Pattern.ALL_REDUCE, group)
@@ -219,36 +197,16 @@ def _plan_contracted(rows: list[Dim], cols: Dim, out: Dims, group: Dim) -> Plan 
     return None
 
 
-def _plan_gathered(rows: list[Dim], cols: Dim, out: Dims) -> Plan | None:
+def _find_gathered(rows: list[Dim], cols: Dim, out: Dims, _: Dim) -> Plan | None:
     changed = _changed(rows, out)
-    row_axes = {axis for dim in rows for axis in dim}
     if not changed and cols == out[-1]:
         return Plan(Pattern.LOCAL)
     if len(changed) == 1 and cols == out[-1]:
         group = _suffix(rows[changed[0]], out[changed[0]])
         if group and set(group) <= set(cols):
             return Plan(Pattern.ALL_GATHER, group, dimension=changed[0])
-        if group and not set(group) & set(cols):
-            return Plan(Pattern.LOCAL, gather="a", gather_axes=group, dimension=changed[0])
     if not changed:
         group = _suffix(cols, out[-1])
-        if group and set(group) <= row_axes:
+        if group and set(group) <= {axis for dim in rows for axis in dim}:
             return Plan(Pattern.ALL_GATHER, group, is_transposed=True)
-        if group and not set(group) & row_axes:
-            return Plan(Pattern.LOCAL, gather="b", gather_axes=group)
     return None
-
-
-def _reachable(rows: Dims, cols: Dim, contracted: Dim) -> list[Dims]:
-    """Results that one call could give, for the error message."""
-    options = [(*rows, cols)]
-    if contracted:
-        options += [(rows[0] + contracted, *rows[1:], cols), (*rows, cols + contracted)]
-    elif rows[0] and set(rows[0]) <= set(cols):
-        options = [((), *rows[1:], cols)]
-    return [option for option in options if len(sum(option, ())) == len(set(sum(option, ())))]
-
-
-def _text(dims: Dims) -> str:
-    entries = (None if not dim else dim[0] if len(dim) == 1 else dim for dim in dims)
-    return "P(" + ", ".join(map(repr, entries)) + ")"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.primitive.primitives import bind, bind_rows, fold_scale, has_rows, merge_rows
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Shape
-from jaxmp._src.sharding import patterns
+from jaxmp._src.sharding import layouts, patterns
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
@@ -32,9 +32,6 @@ from jaxmp._src.validation.operand_checks import check_gathered_scales
 def bind_plan(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """One device's part of a planned call."""
     a, b = operands["a"], operands["b"]
-    if plan.gather:
-        operands = _gather_operand(plan, spec, operands)
-        a, b = operands["a"], operands["b"]
     if plan.is_transposed and spec.fixed_reduction_order:
         plan, spec, a, b = _untransposed(plan, spec, a, b)
     if spec.determinism == "topology" and spec.group.pattern != Pattern.GRID:
@@ -48,21 +45,15 @@ def bind_plan(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, jax.Arr
     return _sum_over_data(spec, outputs, plan.outside_group(sum(plan.out[:-1], ())))
 
 
-def _gather_operand(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """`operands` with the one whole that the plan gathers, and its scales."""
-    assert plan.gather is not None
-    name, x = plan.gather, operands[plan.gather]
-    if name == "a":
-        is_last = plan.dimension == x.ndim - 2
-        dimension = x.ndim - 1 if spec.transpose_a and is_last else plan.dimension
-    else:
-        dimension = 0 if spec.transpose_b else 1
-    gathered = {name: _gather(plan, x, dimension, spec.source_line)}
-    scale = f"scale_{name}"
-    if spec.scales.of(scale) not in (low_precision.NONE, low_precision.SCALAR):
-        rows = plan.dimension if name == "a" else 0
-        gathered[scale] = _gather(plan, operands[scale], rows, spec.source_line)
-    return operands | gathered
+def gathered(
+    gathers: Sequence[layouts.Gather], operands: dict[str, jax.Array], source_line: str
+) -> dict[str, jax.Array]:
+    """`operands` with those whole that a call gathers ahead of its product."""
+    whole = dict(operands)
+    for gather in gathers:
+        to = "varying" if gather.varies else "invarying"
+        whole[gather.operand] = _gather(gather.axes, whole[gather.operand], gather.dimension, source_line, to)
+    return whole
 
 
 def _bind_transposed(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -121,15 +112,15 @@ def _untransposed(
             'out_sharding, or pass determinism="run_to_run"'
         )
     check_gathered_scales("matmul", spec, why)
-    gathered = dataclasses.replace(plan, pattern=Pattern.LOCAL, gather_axes=plan.row_axes, is_transposed=False)
     k, n = (1, 0) if spec.transpose_b else (0, 1)
     with jax.named_scope("jaxmp_whole_operands"):
         if plan.pattern == Pattern.ALL_GATHER:
-            b = _gather(gathered, b, n, spec.source_line)
+            b = _gather(plan.row_axes, b, n, spec.source_line)
         else:
-            a = _gather(gathered, a, a.ndim - (2 if spec.transpose_a else 1), spec.source_line)
+            a = _gather(plan.row_axes, a, a.ndim - (2 if spec.transpose_a else 1), spec.source_line)
             b = _exchange(plan, b, n, k, spec.source_line)
-    return gathered, spec.regroup(pattern=Pattern.LOCAL, row_axes=()), a, b
+    local = dataclasses.replace(plan, pattern=Pattern.LOCAL, row_axes=(), is_transposed=False)
+    return local, spec.regroup(pattern=Pattern.LOCAL, row_axes=()), a, b
 
 
 def _exchange(plan: patterns.Plan, x: jax.Array, split: int, joined: int, source_line: str) -> jax.Array:
@@ -154,17 +145,16 @@ def _with_order(plan: patterns.Plan, spec: MatmulSpec, a: jax.Array) -> MatmulSp
     return spec.reorder(rows=tuple(rows), cols=plan.out[-1])
 
 
-def _gather(plan: patterns.Plan, x: jax.Array, dimension: int, source_line: str) -> jax.Array:
-    """The gather that out_sharding asks for where the ranks of a group would otherwise compute the same."""
+def _gather(axes: patterns.Dim, x: jax.Array, dimension: int, source_line: str, to: str = "invarying") -> jax.Array:
+    """The gather of an operand that the shardings force."""
     if x.size == 0:  # XLA gathers nothing that is empty
         shape = list(x.shape)
-        shape[dimension] *= lax.axis_size(plan.gather_axes)
-        return jnp.zeros(shape, x.dtype)
+        shape[dimension] *= lax.axis_size(axes)
+        kept = jax_compat.varying_axes(x) if to == "varying" else jax_compat.varying_axes(x) - frozenset(axes)
+        return collectives.cast_varying(jnp.zeros(shape, x.dtype), kept)
     with jax.named_scope("jaxmp_all_gather"):
         return _move(
-            lambda x: collectives.all_gather(
-                x, plan.gather_axes, axis=dimension, to="invarying", source_line=source_line
-            ),
+            lambda x: collectives.all_gather(x, axes, axis=dimension, to=to, source_line=source_line),
             x,
         )
 

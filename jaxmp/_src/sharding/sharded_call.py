@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import string
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -12,10 +14,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.primitives import global_amax, has_rows
-from jaxmp._src.sharding import eager_calls, meshes, patterns
-from jaxmp._src.sharding.shard_local import bind_empty, bind_plan, bind_shards
+from jaxmp._src.sharding import eager_calls, layouts, meshes, patterns
+from jaxmp._src.sharding.shard_local import bind_empty, bind_plan, bind_shards, gathered
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
 from jaxmp._src.validation.arguments import validated
@@ -25,8 +26,12 @@ from jaxmp._src.validation.operand_checks import as_array, check_all_reduce, che
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One planned call, hashable: the spec and the mode; for global arrays the plan, every sharding as the plan has it,
-    the operands that have to be brought to it, and whether d is empty."""
+    """One planned call, hashable: the spec and the mode.
+
+    For global arrays also the plan; the shardings in which operands enter shard_map and results leave it; those that
+    operands have, where they are others; what is gathered inside; the sharding that d is to have, where it is another;
+    and whether d is empty.
+    """
 
     spec: MatmulSpec
     mode: meshes.Mode
@@ -35,7 +40,9 @@ class Call:
     in_specs: tuple[tuple[str, P], ...] = ()
     out_specs: tuple[tuple[str, P], ...] = ()
     is_explicit: bool = False
-    resharded: tuple[str, ...] = ()
+    resharded: tuple[tuple[str, P], ...] = ()
+    gathers: tuple[layouts.Gather, ...] = ()
+    out_spec: P | None = None
     is_empty: bool = False
     constraint: NamedSharding | None = None
 
@@ -147,23 +154,32 @@ def _planned_call(
     """`make_call` for global arrays."""
     names, results = spec.operand_names, spec.output_names
     mesh, sizes, a, b = placement.mesh, placement.mesh.shape, operands["a"], operands["b"]
-    given = (("a", placement.a, a.shape), ("b", placement.b, b.shape), ("the result", placement.out, shape))
-    patterns.check_given(name, given, sizes)
-    plan = patterns.plan_call(name, placement.a, placement.b, placement.out, spec.transpose_a, spec.transpose_b)
-    patterns.check_planned(name, given, (plan.a, plan.b, plan.out), sizes)
+    asked = _asked_result(name, spec, placement)
+    given = layouts.Layout(placement.a, placement.b, asked)
+    for argument, dims, whole in zip(("a", "b", "the result"), given, (a.shape, b.shape, shape), strict=True):
+        patterns.check_dims(name, argument, dims, whole, sizes)
+    plan = patterns.find_plan(*given, spec.transpose_a, spec.transpose_b)
+    if plan is None:
+        layout = layouts.cheapest(_product(spec, a, b, shape, sizes), given)
+        plan = patterns.find_plan(*layout, spec.transpose_a, spec.transpose_b)
+        assert plan is not None, (given, layout)
+    layout = layouts.Layout(plan.a, plan.b, plan.out)
     ins: dict[str, patterns.Dims] = {"a": plan.a, "b": plan.b}
+    gathers: tuple[layouts.Gather, ...] = ()
+    if not spec.fixed_reduction_order:  # whose gradients are sums in an order of their own
+        for operand, dims in (("a", given.a), ("b", given.b)):
+            ins[operand], found = layouts.gathers(operand, dims, ins[operand], layout)
+            gathers += found
     for operand in names:
         ins[operand] = _dims(spec, plan, operand)
         if operand in matmul_spec.SCALE_NAMES:
             argument = f"scaling.{operand.removeprefix('scale_')}"
             patterns.check_dims(name, argument, ins[operand], operands[operand].shape, sizes)
-    have = {} if placement.are_given else {"a": placement.a, "b": placement.b}
-    resharded = []
-    for operand, wanted in ins.items() if placement.is_explicit else ():
-        found = have[operand] if operand in have else meshes.type_dims(name, operand, operands[operand])
-        if found != wanted:
-            check_finer(operand, found, wanted)
-            resharded.append(operand)
+    have = {"a": given.a, "b": given.b}
+    for operand in ins if placement.is_explicit else ():
+        if operand not in have or placement.are_given:
+            have[operand] = meshes.type_dims(name, operand, operands[operand])
+    resharded = {operand: dims for operand, dims in have.items() if dims != ins[operand]}
     outs: dict[str, patterns.Dims] = {"d": plan.out}
     for result in results[1:]:
         outs[result] = _dims(spec, plan, result)
@@ -175,9 +191,45 @@ def _planned_call(
     if "relu_aux" in names:
         check_relu_aux(name, operands, spec, shape[-1], columns)
     check_comm_options(name, spec, columns)
-    in_specs, out_specs = meshes.partition_specs(ins), meshes.partition_specs(outs)
     return Call(
-        spec, placement.mode, plan, mesh, in_specs, out_specs, placement.is_explicit, tuple(resharded), 0 in shape
+        spec,
+        placement.mode,
+        plan,
+        mesh,
+        meshes.partition_specs(ins),
+        meshes.partition_specs(outs),
+        placement.is_explicit,
+        meshes.partition_specs(resharded),
+        gathers,
+        None if plan.out == asked else meshes.partition_spec(asked),
+        0 in shape,
+    )
+
+
+def _asked_result(name: str, spec: MatmulSpec, placement: meshes.Placement) -> patterns.Dims:
+    """The sharding that d is to have."""
+    if placement.out is not None:
+        return placement.out
+    *rows, k_a = (*placement.a[:-2], placement.a[-1], placement.a[-2]) if spec.transpose_a else placement.a
+    k_b, cols = placement.b[::-1] if spec.transpose_b else placement.b
+    return patterns.default_result(name, tuple(rows), (cols,), ((k_a, k_b),))
+
+
+def _product(
+    spec: MatmulSpec, a: jax.Array, b: jax.Array, shape: tuple[int, ...], mesh: Mapping[str, int]
+) -> layouts.Product:
+    """What a call multiplies, for the search of a layout."""
+    rows = string.ascii_lowercase[: a.ndim - 1]
+    extents = dict(zip(rows, shape, strict=False)) | {"N": shape[-1], "K": b.shape[1 if spec.transpose_b else 0]}
+    beside = (*spec.operand_names, *spec.output_names[1:])
+    return layouts.Product(
+        rows[:-1] + "K" + rows[-1] if spec.transpose_a else rows + "K",
+        "NK" if spec.transpose_b else "KN",
+        rows + "N",
+        tuple(extents.items()),
+        tuple(mesh.items()),
+        (a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, matmul_spec.accumulator(a.dtype).itemsize),
+        any(matmul_spec.DIMS[each] for each in beside if each != "bias"),
     )
 
 
@@ -212,14 +264,14 @@ def jaxmp_call(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Arra
         return outputs
     in_specs, out_specs = dict(call.in_specs) | dict.fromkeys(spec.traced, P()), dict(call.out_specs)
     placed = dict(zip(in_specs, map(operands.__getitem__, in_specs), strict=True))
-    for name in call.resharded:
-        placed[name] = collectives.reshard(placed[name], call.mesh, in_specs[name], is_local=True)
-    body = functools.partial(_bind_plan_globally, call.plan, spec)
+    for name, have in call.resharded:
+        placed[name] = meshes.reshard(placed[name], call.mesh, have, in_specs[name], is_explicit=call.is_explicit)
+    body = functools.partial(_bind_plan_globally, call, spec)
     a, b = placed["a"], placed["b"]
     if call.is_empty:
         types = jax.eval_shape(jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs), placed)
         if all(0 in types[name].shape for name in ("bgrada", "bgradb") if name in types):
-            return _nothing(call, types, out_specs)
+            return _finished(call, _nothing(call, types, out_specs))
     if 0 in a.shape and 0 in b.shape:
         # Nothing to contract. XLA cannot partition a body whose operands are all empty, so they stay out of it.
         shape = result_shape(spec.regroup(pattern=Pattern.LOCAL), a, b)
@@ -227,7 +279,16 @@ def jaxmp_call(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Arra
         body = functools.partial(bind_empty, call.plan, spec, shapes, a.dtype)
         placed = {name: x for name, x in placed.items() if name not in ("a", "b")} | {"scalar": jnp.zeros(())}
         in_specs = {name: in_specs.get(name, P()) for name in placed}
-    return jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs)(placed)
+    return _finished(call, jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs)(placed))
+
+
+def _finished(call: Call, outputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """The results of a call with d in the sharding that was asked for."""
+    if call.out_spec is None:
+        return outputs
+    have = dict(call.out_specs)["d"]
+    d = meshes.reshard(outputs["d"], call.mesh, have, call.out_spec, is_explicit=call.is_explicit)
+    return outputs | {"d": d}
 
 
 def _nothing(call: Call, types: dict[str, Any], out_specs: dict[str, P]) -> dict[str, Any]:
@@ -256,29 +317,8 @@ def _shard_shapes(call: Call, whole: tuple[int, ...], out_specs: dict[str, P]) -
     }
 
 
-def reshard(call: Call, argument: str, x: jax.Array, spec: P) -> jax.Array:
-    """Bring an explicit operand to the finer sharding of the plan: each device takes its part of what it has."""
-    if not call.is_explicit:
-        return x
-    have, wanted = meshes.type_dims("matmul", argument, x), patterns.as_dims("matmul", argument, spec, x.ndim)
-    if have == wanted:
-        return x
-    check_finer(argument, have, wanted)
-    return collectives.reshard(x, call.mesh, spec, is_local=True)
-
-
-def check_finer(argument: str, have: patterns.Dims, wanted: patterns.Dims) -> None:
-    """Raise ValueError where a call needs an operand in shards that are no parts of those that it has."""
-    for dim, want in zip(have, wanted, strict=True):
-        if want[: len(dim)] != dim:
-            raise ValueError(
-                f"matmul: {argument} is sharded {meshes.partition_spec(have)}, but this call needs it "
-                f"{meshes.partition_spec(wanted)}; reshard it first (jax.sharding.reshard)"
-            )
-
-
-def _bind_plan_globally(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    outputs = bind_plan(plan, spec, operands)
+def _bind_plan_globally(call: Call, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    outputs = bind_plan(call.plan, spec, gathered(call.gathers, operands, spec.source_line))
     if not (spec.scales.amax_d or spec.scales.amax_aux):
         return outputs
     return global_amax(spec, outputs, tuple(axis for axis, _ in spec.group.mesh))
