@@ -57,13 +57,9 @@ def test_wrong_einsum(arguments, exception, message):
 # id: (subscripts, specs of lhs, rhs and the result, message)
 WRONG_SHARDINGS = {
     "contraction without out_sharding": ("bsd,dhk->bshk", P(None, None, "x"), P("x"), None, "dot_general: the contraction is sharded over axis 'x' and it is ambiguous how the result should be sharded; pass out_sharding"),
-    "contraction of one operand without out_sharding": ("bsd,dhk->bshk", P(None, None, "x"), P(), None, "dot_general: the contraction is sharded over axis 'x' and it is ambiguous"),
-    "contractions disagree": ("bsd,dhk->bshk", P(None, None, "x"), P("y"), P(), "dot_general: contracting dimension 2 of lhs is sharded over 'x' but dimension 0 of rhs over 'y'; reshard one of them"),
-    "batches disagree": ("bmk,bkn->bmn", P("x"), P("y"), P(), "dot_general: batch dimension 0 of lhs is sharded over 'x' but dimension 0 of rhs over 'y'; reshard one of them"),
-    "a batch gathered": ("bmk,bkn->bmn", P("x"), P("x"), P(), "dot_general: batch dimension 0 of lhs is sharded over ('x',) but out_sharding asks for None; reshard the operands first"),
+    "contractions disagree": ("bsd,dhk->bshk", P(None, None, "x"), P("y"), None, "dot_general: the contraction is sharded over axis 'x' in a and 'y' in b and it is ambiguous how the result should be sharded"),
+    "batches disagree": ("bmk,bkn->bmn", P("x"), P("y"), None, "dot_general: batch dimension 0 of lhs is sharded over 'x' but dimension 0 of rhs over 'y'; pass out_sharding, or reshard one of them"),
     "rows and columns on one axis": ("bsd,dhk->bshk", P(None, "x"), P(None, None, "x"), None, "dot_general: rows of a and columns of b are both sharded over axis 'x'"),
-    "two dimensions gathered": ("bsd,dhk->bshk", P("x", "y"), P(None, "y"), P(None, None, "y"), "dot_general: out_sharding P(None, None, 'y', None) differs from the shardings of lhs and rhs in dimensions [0, 1] of the result, and one call gathers or scatters one of them"),
-    "not from one call": ("bsd,dhk->bshk", P("x"), P(), P("y"), "(rows are dimensions (0, 1) of lhs, columns (1, 2) of rhs)"),
     "not divided": ("bsd,dhk->bshk", P(), P(), P(None, None, None, ("x", "y")), "dot_general: dimension 3 of the result has extent 2, which axis ('x', 'y') of size 4 does not divide"),
 }  # fmt: skip
 

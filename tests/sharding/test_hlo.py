@@ -40,8 +40,9 @@ COMPILED = {
     "ar-two-axes": ((["all_reduce"], []), (["local"], []), (["local"], [])),
     "grid": ((["grid"], []), (["grid"], []), (["grid"], [])),
     "grid-2x4": ((["grid"], []), (["grid"], []), (["grid"], [])),
-    "gather-a": ((["local"], ["all-gather"]), (["local"], []), (["local"], ["all-gather"])),
-    "gather-b": ((["local"], ["all-gather"]), (["local"], ["all-gather"]), (["local"], [])),
+    # Each device multiplies what it has, and the result is gathered: the other way, each would compute all of it.
+    "gather-a": ((["local"], ["all-gather"]), (["local"], []), (["all_reduce"], [])),
+    "gather-b": ((["local"], ["all-gather"]), (["all_reduce"], []), (["local"], [])),
 }
 PROGRAMS = ("forward", "gradient in a", "gradient in b")
 SHARD_MAP = [modes.BY_ID["shard_map"], modes.BY_ID["shard_map-unchecked"]]

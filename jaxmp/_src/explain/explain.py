@@ -27,7 +27,7 @@ from jaxmp._src.primitive.primitives import (
 )
 from jaxmp._src.runtime import jax_compat, native
 from jaxmp._src.runtime.types import ArrayType
-from jaxmp._src.sharding import partitioner
+from jaxmp._src.sharding import layouts, partitioner, patterns
 from jaxmp._src.spec import epilogs, low_precision, precisions
 from jaxmp._src.spec.matmul_spec import (
     MatmulSpec,
@@ -86,16 +86,19 @@ class Row:
 # What runs beside the calls, by primitive, and why.
 _COMMUNICATES = {
     "all_gather": "the product contracts over gathered rows; cuBLASMp cannot fuse that gather",
-    "reshard": "brings the gradient of an operand, of which each rank took its part, back to the operand's sharding",
+    "reshard": "brings an operand, its gradient or a result to the sharding that the call, or its caller, wants",
+    "sharding_constraint": "brings an operand or a result to the sharding that the call, or its caller, wants",
     "pmax": "takes the largest absolute value of every rank (result_amax, gelu_aux_amax); cuBLASMp leaves each its own",
     "psum": "sums the cotangents of an operand that is the same on several ranks",
     "all_to_all": "brings all of k to each rank",
+    "reduce_scatter": "sums the cotangents of an operand that was gathered ahead of its call",
     "psum_invariant": "sums the cotangents of an operand that is the same on several ranks",
-    "all_gather_invariant": "asked for by out_sharding; with the other operand whole, the ranks compute the same",
+    "all_gather_invariant": "the shardings ask for it; with the other operand whole, the ranks compute the same",
 }
 # And where the scope says it better.
 _SCOPES = {
     bias_grad.SCOPE: "completes a bias gradient over axes that share its rows outside of the call",
+    "jaxmp_all_gather": "gathers an operand ahead of the call, which no pattern does with these shardings",
     "jaxmp_gather_rows": _COMMUNICATES["all_gather"],
     "jaxmp_whole_operands": "lets the call apply its own epilog to gathered or scattered columns, for the bits",
     "jaxmp_global_order": "puts rows that the ranks hold interleaved in the order of the global array, for the bits",
@@ -237,6 +240,7 @@ def _on_one_device(row: Row, partitions_batches: bool) -> Row:
 
 def _walk(jaxpr: jax_compat.Jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row]:
     """Rows of `jaxpr` and all it contains."""
+    constraints = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "sharding_constraint"}
     for eqn in jaxpr.eqns:
         avals: list[Any] = [v.aval for v in eqn.invars]
         names = (*scopes, str(eqn.source_info.name_stack), str(eqn.params.get("name", "")))
@@ -252,7 +256,8 @@ def _walk(jaxpr: jax_compat.Jaxpr, count: int, scopes: tuple[str, ...]) -> Itera
         elif eqn.primitive is activated_matmul_p:
             yield _matmul_row(eqn.params["spec"], avals[0], avals[-1], count)
         elif eqn.primitive.name in _COMMUNICATES and any("jaxmp" in name for name in names):
-            collective = _communication_row(eqn, count, names)
+            before = constraints.get(eqn.invars[0]) if eqn.primitive.name == "sharding_constraint" else None
+            collective = _communication_row(eqn, count, names, before)
             yield from () if collective is None else (collective,)
         else:
             inner = count * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else count
@@ -316,34 +321,57 @@ def _scales(spec: MatmulSpec) -> str:
     return scales if spec.aux_dtype in (None, spec.out_dtype) else f"{scales}, gelu_aux {np.dtype(spec.aux_dtype).name}"
 
 
-def _communication_row(eqn: Any, count: int, scopes: tuple[str, ...]) -> Row | None:
-    """A collective beside the calls, or None where a reshard only takes a part of what each rank has."""
+def _communication_row(eqn: Any, count: int, scopes: tuple[str, ...], constraint: Any = None) -> Row | None:
+    """A collective beside the calls, or None where a reshard only takes a part of what each rank has.
+
+    On automatic axes a reshard is a constraint that follows another one, `constraint`.
+    """
+    x, name = eqn.invars[0].aval, eqn.primitive.name
     local, result = (_local_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
-    dtype, name = eqn.invars[0].aval.dtype, eqn.primitive.name
-    is_sum = name.startswith("psum") or name == "pmax"
     axes = eqn.params.get("axis_name") or eqn.params.get("axes") or ()
-    moved = math.prod(local) if is_sum else math.prod(result) - math.prod(local)
-    if name == "all_to_all":
-        p = math.prod(eqn.invars[0].aval.sharding.mesh.shape[axis] for axis in axes)
-        moved = math.prod(local) * (p - 1) // p
+    operation, algorithm = "all_gather", f"lax.{name}"
+    if name in ("reshard", "sharding_constraint"):
+        algorithm = "jax.sharding.reshard"
+        if name == "reshard":
+            have, want = x.sharding, eqn.outvars[0].aval.sharding
+        elif constraint is None:
+            return None
+        else:
+            have, want = constraint.params["sharding"], eqn.params["sharding"]
+        before, after = (patterns.as_dims("explain", "x", sharding.spec, x.ndim) for sharding in (have, want))
+        local = tuple(want.shard_shape(x.shape))
+        moved = round(layouts.received(x.shape, before, after, want.mesh.shape))
+        axes = tuple(axis for pair in zip(before, after, strict=True) for axis in sorted({*pair[0]} ^ {*pair[1]}))
+        axes = tuple(dict.fromkeys(axes))
+        operation = "all_to_all" if sorted(sum(before, ())) == sorted(sum(after, ())) else operation
+    elif name.startswith("psum") or name == "pmax":
+        operation, moved = "all_reduce", math.prod(local)
+    elif name == "all_to_all":
+        p = math.prod(x.sharding.mesh.shape[axis] for axis in axes)
+        operation, moved = name, math.prod(local) * (p - 1) // p
+    elif name == "reduce_scatter":
+        operation, moved = name, math.prod(local) - math.prod(result)
+    else:
+        moved = math.prod(result) - math.prod(local)
     if moved <= 0:
         return None
+    scoped = [why for scope, why in _SCOPES.items() if scope in "/".join(scopes)]
     return Row(
-        operation="all_reduce" if is_sum else name if name == "all_to_all" else "all_gather",
+        operation=operation,
         count=count,
         pattern="-",
         groups=str(axes),
         global_shapes=(tuple(eqn.outvars[0].aval.shape),),
         local_shapes=(local,),
-        dtypes=dtype.name,
-        accumulator=dtype.name if is_sum else "",
+        dtypes=x.dtype.name,
+        accumulator=x.dtype.name if operation in ("all_reduce", "reduce_scatter") else "",
         determinism="",
         epilog="",
         implementation="xla",
-        why=next((why for scope, why in _SCOPES.items() if scope in "/".join(scopes)), _COMMUNICATES[name]),
-        algorithm=f"jax.sharding.{name}" if name == "reshard" else f"lax.{name}",
+        why=_COMMUNICATES[name] if name == "reduce_scatter" or not scoped else scoped[0],
+        algorithm=algorithm,
         flops=0,
-        bytes_moved=moved * dtype.itemsize,
+        bytes_moved=moved * x.dtype.itemsize,
         workspace=0,
     )
 

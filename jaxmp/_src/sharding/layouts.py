@@ -25,7 +25,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxmp._src.sharding.patterns import Dim, Dims
@@ -182,7 +182,7 @@ def _cost(product: Product, given: Layout, layout: Layout, roles: Mapping[str, _
     return cost + 2 * math.prod(extents.values()) / _size(mesh, used) / OPERATIONS_PER_BYTE
 
 
-def received(shape: list[int], have: Dims, want: Dims, mesh: Mapping[str, int]) -> float:
+def received(shape: Sequence[int], have: Dims, want: Dims, mesh: Mapping[str, int]) -> float:
     """Elements that a device receives while an array goes from one sharding to another, in `steps`."""
     total = 0.0
     for before, after in itertools.pairwise((have, *steps(have, want))):

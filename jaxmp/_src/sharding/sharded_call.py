@@ -229,7 +229,7 @@ def _product(
         tuple(extents.items()),
         tuple(mesh.items()),
         (a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, matmul_spec.accumulator(a.dtype).itemsize),
-        any(matmul_spec.DIMS[each] for each in beside if each != "bias"),
+        any(matmul_spec.DIMS[each] for each in beside if each not in ("c", "bias")),
     )
 
 
