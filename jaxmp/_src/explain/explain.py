@@ -83,11 +83,13 @@ class Row:
     layout: str = ""
 
 
+# The primitive of `jax.lax.with_sharding_constraint`.
+_CONSTRAINT = "sharding_constraint"
 # What runs beside the calls, by primitive, and why.
 _COMMUNICATES = {
     "all_gather": "the product contracts over gathered rows; cuBLASMp cannot fuse that gather",
     "reshard": "brings an operand, its gradient or a result to the sharding that the call, or its caller, wants",
-    "sharding_constraint": "brings an operand or a result to the sharding that the call, or its caller, wants",
+    _CONSTRAINT: "brings an operand or a result to the sharding that the call, or its caller, wants",
     "pmax": "takes the largest absolute value of every rank (result_amax, gelu_aux_amax); cuBLASMp leaves each its own",
     "psum": "sums the cotangents of an operand that is the same on several ranks",
     "all_to_all": "brings all of k to each rank",
@@ -240,7 +242,7 @@ def _on_one_device(row: Row, partitions_batches: bool) -> Row:
 
 def _walk(jaxpr: jax_compat.Jaxpr, count: int, scopes: tuple[str, ...]) -> Iterator[Row]:
     """Rows of `jaxpr` and all it contains."""
-    constraints = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == "sharding_constraint"}
+    by_result: dict[Any, Any] = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == _CONSTRAINT}
     for eqn in jaxpr.eqns:
         avals: list[Any] = [v.aval for v in eqn.invars]
         names = (*scopes, str(eqn.source_info.name_stack), str(eqn.params.get("name", "")))
@@ -256,8 +258,7 @@ def _walk(jaxpr: jax_compat.Jaxpr, count: int, scopes: tuple[str, ...]) -> Itera
         elif eqn.primitive is activated_matmul_p:
             yield _matmul_row(eqn.params["spec"], avals[0], avals[-1], count)
         elif eqn.primitive.name in _COMMUNICATES and any("jaxmp" in name for name in names):
-            before = constraints.get(eqn.invars[0]) if eqn.primitive.name == "sharding_constraint" else None
-            collective = _communication_row(eqn, count, names, before)
+            collective = _communication_row(eqn, count, names, by_result.get(eqn.invars[0]))
             yield from () if collective is None else (collective,)
         else:
             inner = count * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else count
@@ -330,7 +331,7 @@ def _communication_row(eqn: Any, count: int, scopes: tuple[str, ...], constraint
     local, result = (_local_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
     axes = eqn.params.get("axis_name") or eqn.params.get("axes") or ()
     operation, algorithm = "all_gather", f"lax.{name}"
-    if name in ("reshard", "sharding_constraint"):
+    if name in ("reshard", _CONSTRAINT):
         algorithm = "jax.sharding.reshard"
         if name == "reshard":
             have, want = x.sharding, eqn.outvars[0].aval.sharding

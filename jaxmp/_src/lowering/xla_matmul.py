@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,8 @@ from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.activations import gelu, multiply_by_slope, pack_relu_aux
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, aux_dtype, extents
 
+# The scope of products that XLA partitions by itself, for `explain`.
+SCOPE = "jaxmp_xla"
 # As in `matmul`.
 LocalProduct = Callable[[jax.Array, jax.Array, MatmulSpec], jax.Array]
 Barrier = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
@@ -71,15 +74,47 @@ def matmul(
 _SUMS_IN_16_BITS = {"16F": "F16_F16_F16", "BF16_BF16_BF16": "BF16_BF16_BF16"}
 
 
-def _dot_general(a: jax.Array, b: jax.Array, spec: MatmulSpec, compute: precisions.Compute, acc: np.dtype) -> jax.Array:
+def _dot_general(
+    a: jax.Array,
+    b: jax.Array,
+    spec: MatmulSpec,
+    compute: precisions.Compute,
+    acc: np.dtype,
+    numbers: Any = None,
+    out_sharding: Any = None,
+) -> jax.Array:
+    """The accumulated product of op(a), whose leading dimensions are rows, and op(b); or with dimension `numbers`."""
     a = lax.conj(a) if spec.conjugate_a else a
     b = lax.conj(b) if spec.conjugate_b else b
-    contract = ((0 if spec.transpose_a else 1,), (1 if spec.transpose_b else 0,))
     a, b = precisions.rounded(a, compute), precisions.rounded(b, compute)
     precision = (
         lax.DotAlgorithmPreset[_SUMS_IN_16_BITS[compute.name]] if compute.sums_in_16_bits else lax.Precision.HIGHEST
     )
-    return lax.dot_general(a, b, (contract, ((), ())), precision=precision, preferred_element_type=acc)
+    if numbers is None:
+        numbers = (((a.ndim - (2 if spec.transpose_a else 1),), (1 if spec.transpose_b else 0,)), ((), ()))
+    return lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=acc, out_sharding=out_sharding)
+
+
+def global_matmul(
+    operands: Mapping[str, jax.Array], spec: MatmulSpec, platform: str, out_sharding: Any, numbers: Any = None
+) -> dict[str, jax.Array]:
+    """The results by name of a product of global arrays that XLA partitions; `out_sharding` is d's on explicit axes.
+
+    `numbers` are the dimension numbers of a product without an epilog.
+    """
+    a, b = operands["a"], operands["b"]
+    compute = precisions.find(spec.precision, a.dtype)
+    acc = jnp.dtype(compute.accumulator or accumulator(a.dtype))
+    if low_precision.is_low_precision(a.dtype):
+        a = low_precision.dequantize(a, operands.get("scale_a"), spec.scales.a, acc)
+        b = low_precision.dequantize(b, operands.get("scale_b"), spec.scales.b, acc)
+    elif platform == "cpu" and not compute.sums_in_16_bits:
+        a, b = a.astype(acc), b.astype(acc)  # as in `matmul`
+    with jax.named_scope(SCOPE):
+        z = _dot_general(a, b, spec, compute, acc, numbers, out_sharding)
+    extra = [operands[name] for name in spec.operand_names]
+    scalars = {name: operands[name] for name in spec.traced}
+    return dict(zip(spec.output_names, apply_epilog(z, extra, spec, **scalars), strict=True))
 
 
 def apply_epilog(

@@ -147,7 +147,7 @@ def from_block_cyclic(x: BlockCyclicArray) -> jax.Array:
 
 
 def _find_mesh(name: str, x: Any, mesh: Mesh | None) -> Mesh:
-    if manual_mesh(name) is not None:
+    if manual_mesh() is not None:
         raise ValueError(f"{name}: takes global arrays, so it cannot be called inside shard_map; call it outside")
     own = None if isinstance(x, jax.core.Tracer) else getattr(getattr(x, "sharding", None), "mesh", None)
     for found in (mesh, own, jax.sharding.get_abstract_mesh() if mesh is None else None):
@@ -282,7 +282,7 @@ def _check_operands(name: str, a: Any, b: Any, c: Any) -> None:
                 f"{name}: a lies on axes {a.axes} of mesh {dict(a.mesh.shape)} but {argument} on {x.axes} of "
                 f"{dict(x.mesh.shape)}; use one mesh and one pair of axes"
             )
-    if manual_mesh(name) is not None:
+    if manual_mesh() is not None:
         raise ValueError(f"{name}: takes block-cyclic arrays outside of shard_map only, for they are global")
 
 

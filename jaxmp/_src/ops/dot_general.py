@@ -26,15 +26,17 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.ops.dimension_numbers import DimensionNumbers, GivenNumbers, parse, pick
 from jaxmp._src.ops.signatures import ShardingPair
+from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import layouts, meshes, patterns
 from jaxmp._src.sharding.layouts import Layout
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.patterns import Dim, Dims
 from jaxmp._src.sharding.shard_local import bind_plan, gathered
-from jaxmp._src.sharding.sharded_call import jaxmp_call, make_call
+from jaxmp._src.sharding.sharded_call import check_left_to_xla, jaxmp_call, make_call
 from jaxmp._src.spec.matmul_spec import Group, Pattern, accumulator, axes_text, result_shape
 from jaxmp._src.spec.options import Implementation, Mesh, Precision, Sharding
 from jaxmp._src.validation import operand_checks
@@ -150,8 +152,11 @@ def _product(
 def jaxmp_dot_general(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     placement = product.placement
     out_shape = product.numbers.result(lhs.shape, rhs.shape)
+    if placement.mode == meshes.Mode.XLA:
+        d = _product_of_xla(product, lhs, rhs)
+        return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
     if placement.mode != meshes.Mode.SHARDED:
-        d: jax.Array = _fold(product, functools.partial(_multiply, product), out_shape, lhs, rhs)
+        d = _fold(product, functools.partial(_multiply, product), out_shape, lhs, rhs)
         return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
     mesh, is_explicit = placement.mesh, placement.is_explicit
     lhs, rhs = (
@@ -173,6 +178,20 @@ def jaxmp_dot_general(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.
         body, operands, in_specs = zeros, (jnp.zeros(()),), (P(),)
     d = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=product.out_spec)(*operands)
     return meshes.reshard(d, mesh, product.out_spec, product.asked, is_explicit=is_explicit)
+
+
+def _product_of_xla(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+    """The product of global arrays that XLA partitions."""
+    options = dict(product.options)
+    flags = dict.fromkeys(("transpose_a", "transpose_b"), False)
+    dtype, _ = operand_checks.resolve_dtypes(product.name, lhs, rhs, options["preferred_element_type"])
+    matrix = jax.ShapeDtypeStruct((1, 1), dtype)
+    spec, _ = validated(product.name, matrix, matrix, None, None, options | flags)
+    check_left_to_xla(product.name, spec, product.placement.why)
+    numbers, platform = product.numbers, jax_compat.default_platform()
+    given = ((numbers.lhs_contract, numbers.rhs_contract), (numbers.lhs_batch, numbers.rhs_batch))
+    operands = {"a": lhs.astype(dtype), "b": rhs.astype(dtype)}
+    return xla_matmul.global_matmul(operands, spec, platform, product.placement.out_sharding, given)["d"]
 
 
 def _local_shape(product: _Product, out_shape: Shape) -> Shape:

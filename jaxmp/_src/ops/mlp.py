@@ -244,7 +244,7 @@ def _fused(
     operands = ins, outs
     given = None if shardings["ins"] is None else tuple(shardings["ins"])[:2]
     placement = meshes.place(FIRST, x, w_in, h.shape, shardings["hidden"], given, shardings["mesh"])
-    if placement.mode == meshes.Mode.AUTO:
+    if placement.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
         return None
     calls: tuple[Any, ...] = ()
     if placement.mode == meshes.Mode.MANUAL:

@@ -36,7 +36,7 @@ from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import BatchDims
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import DIMS, MatmulSpec, Pattern, accumulator, axes_text
+from jaxmp._src.spec.matmul_spec import DIMS, MatmulSpec, Pattern, accumulator
 
 
 def _front(x: jax.Array, dim: int | None) -> jax.Array:
@@ -188,34 +188,16 @@ def _activated_matmul_batch_rule(
     return jax.vmap(parts, in_axes=tuple(dims))(*args), 0
 
 
-def _register(primitive: jax_compat.Primitive, rule: Callable[..., Any]) -> None:
-    batching.primitive_batchers[primitive] = functools.partial(_batch_if_whole, rule)
-
-
-def _batch_if_whole(rule: Callable[..., Any], args: Sequence[jax.Array], dims: BatchDims, **params: Any) -> Any:
-    """`rule`, or NotImplementedError for a batch on explicit mesh axes.
-
-    JAX leaves such axes out of the shard_map around the call, where XLA would gather what lies on them, and has no
-    derivative of a shard_map over them within that one.
-    """
-    for x, dim in zip(args, dims, strict=True):
-        entry = None if dim is None else jax.typeof(x).sharding.spec[dim]
-        if entry is not None:
-            axes = entry if isinstance(entry, tuple) else (entry,)
-            raise NotImplementedError(
-                f"jaxmp: vmap over a dimension that is sharded over explicit {axes_text(axes)} is not supported, "
-                "for JAX leaves it out of the call; pass the batch as leading dimensions of a, name it in "
-                "jaxmp.einsum or jaxmp.dot_general, or map over an automatic axis with in_shardings and "
-                f"spmd_axis_name={axes_text(axes)}"
-            )
-    return rule(args, dims, **params)
-
-
-for _primitive, _rule in ((matmul_p, _matmul_batch_rule), (matmul_epilog_p, _matmul_epilog_batch_rule)):
-    _register(_primitive, functools.partial(_rule, auto=False))
-    _register(AUTO_TWIN[_primitive], functools.partial(_rule, auto=True))
-_register(activation_grad_p, functools.partial(_activation_grad_batch_rule, auto=False))
-_register(auto_activation_grad_p, functools.partial(_activation_grad_batch_rule, auto=True))
-_register(activated_matmul_p, _activated_matmul_batch_rule)
-for _primitive in ONE:
-    _register(_primitive, functools.partial(batch_rule, _primitive))
+# The rules by primitive, for what wraps them.
+RULES: dict[jax_compat.Primitive, Callable[..., Any]] = {
+    matmul_p: functools.partial(_matmul_batch_rule, auto=False),
+    matmul_epilog_p: functools.partial(_matmul_epilog_batch_rule, auto=False),
+    AUTO_TWIN[matmul_p]: functools.partial(_matmul_batch_rule, auto=True),
+    AUTO_TWIN[matmul_epilog_p]: functools.partial(_matmul_epilog_batch_rule, auto=True),
+    activation_grad_p: functools.partial(_activation_grad_batch_rule, auto=False),
+    auto_activation_grad_p: functools.partial(_activation_grad_batch_rule, auto=True),
+    activated_matmul_p: _activated_matmul_batch_rule,
+    **{primitive: functools.partial(batch_rule, primitive) for primitive in ONE},
+}
+for _primitive, _rule in RULES.items():
+    batching.primitive_batchers[_primitive] = _rule

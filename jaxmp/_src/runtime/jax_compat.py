@@ -86,6 +86,11 @@ def mesh_axes() -> tuple[tuple[str, int], ...]:
     return tuple(axes.items())
 
 
+def explicit_batch_axes() -> frozenset[str]:
+    """The explicit mesh axes over which the dimensions are sharded that enclosing vmaps map over."""
+    return frozenset(_core.get_axis_env().explicit_mesh_axis_names)
+
+
 def is_vma_checked() -> bool:
     """Whether the enclosing shard_map runs with check_vma=True."""
     return bool(_config._check_vma.value)
@@ -288,6 +293,7 @@ __all__ = [
     "detect_processes",
     "device_count",
     "distributed_client",
+    "explicit_batch_axes",
     "is_vma_checked",
     "lowering_mesh",
     "make_primitive",

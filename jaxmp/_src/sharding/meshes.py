@@ -11,6 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.primitive import collectives
+from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import layouts, patterns
 from jaxmp._src.spec import options
@@ -20,12 +21,14 @@ class Mode(enum.Enum):
     MANUAL = "shards inside shard_map"
     SHARDED = "global arrays with known shardings"
     AUTO = "global arrays whose shardings XLA's partitioner chooses"
+    XLA = "global arrays on a mesh on which no call of jaxmp can run, so that XLA multiplies"
 
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
     """The mode and the mesh; for SHARDED also whether its axes are explicit, and the shardings as stored, of the
-    operands' types or as `are_given`."""
+    operands' types or as `are_given`. For XLA `why`, and the sharding that the result is to have on explicit axes; the
+    one on automatic axes is a `constraint`."""
 
     mode: Mode
     mesh: Any = None
@@ -35,6 +38,8 @@ class Placement:
     out: patterns.Dims | None = None
     constraint: NamedSharding | None = None
     are_given: bool = False
+    why: str = ""
+    out_sharding: NamedSharding | None = None
 
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
@@ -60,19 +65,26 @@ def reshard(x: jax.Array, mesh: Any, have: P, want: P, *, is_explicit: bool) -> 
     return x
 
 
-def manual_mesh(name: str) -> AbstractMesh | None:
-    """The mesh of the enclosing shard_map, or None outside; ValueError where only some axes are manual."""
+def manual_mesh() -> AbstractMesh | None:
+    """The mesh of the enclosing shard_map, or None outside."""
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or not mesh.manual_axes:
-        return None
-    rest = [axis for axis in mesh.axis_names if axis not in mesh.manual_axes and mesh.shape[axis] > 1]
-    if rest:
+    return None if mesh.empty or not mesh.manual_axes else mesh
+
+
+def free_axes(mesh: options.Mesh) -> tuple[str, ...]:
+    """The axes of a mesh that are not manual, but those of one device."""
+    manual = getattr(mesh, "manual_axes", ())
+    return tuple(axis for axis in mesh.axis_names if axis not in manual and mesh.shape[axis] > 1)
+
+
+def check_all_manual(name: str, mesh: AbstractMesh) -> None:
+    """Raise ValueError where shards are named but only some axes of the mesh are manual."""
+    if rest := free_axes(mesh):
         raise ValueError(
-            f"{name}: the enclosing shard_map is manual over {tuple(mesh.manual_axes)} but not over {tuple(rest)}; "
-            "XLA would gather the others around the call: make every axis manual (leave out axis_names), or put the "
-            f"call into a second shard_map, with axis_names={set(rest)}"
+            f"{name}: the enclosing shard_map is manual over {tuple(mesh.manual_axes)} but not over {rest}; make every "
+            f"axis manual (leave out axis_names), put the call into a second shard_map, with axis_names={set(rest)}, "
+            "or use jaxmp.matmul, which XLA then partitions"
         )
-    return mesh
 
 
 def place(
@@ -85,7 +97,16 @@ def place(
     mesh: options.Mesh | None,
 ) -> Placement:
     """Find the mode of a call from its arguments and the ambient mesh; checks every sharding it meets."""
-    manual = manual_mesh(name)
+    manual = manual_mesh()
+    if manual is not None and free_axes(manual):
+        if in_shardings is not None:
+            raise ValueError(
+                f"{name}: in_shardings were given inside a shard_map that is manual over {tuple(manual.manual_axes)} "
+                "only, where XLA partitions the product; drop them, or use jax.lax.with_sharding_constraint"
+            )
+        return _left_to_xla(
+            name, manual, out_shape, out_sharding, f"the enclosing shard_map is not manual over {free_axes(manual)}"
+        )
     if manual is not None:
         for argument, value in (("out_sharding", out_sharding), ("in_shardings", in_shardings), ("mesh", mesh)):
             if value is not None:
@@ -98,6 +119,13 @@ def place(
         raise TypeError(f"{name}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     if in_shardings is not None:
         return _from_in_shardings(name, a, b, out_shape, out_sharding, in_shardings, mesh)
+    mixed = _mixed_mesh(a, b, mesh, out_sharding)
+    if mixed is not None:
+        return _left_to_xla(name, mixed, out_shape, out_sharding, "the mesh has explicit and automatic axes")
+    if batch := jax_compat.explicit_batch_axes():
+        # JAX leaves these axes out of a shard_map, so that no call can run on their shards.
+        why = f"jax.vmap maps over a dimension that is sharded over {sorted(batch)}"
+        return _left_to_xla(name, jax.sharding.get_abstract_mesh(), out_shape, out_sharding, why)
     explicit = _explicit_mesh(name, a, b, mesh, out_sharding)
     if explicit is not None:
         spec_a, spec_b = type_spec(a), type_spec(b)
@@ -105,6 +133,43 @@ def place(
         dims_b = patterns.as_dims(name, "b", spec_b, b.ndim)
         return _sharded(name, explicit, True, dims_a, dims_b, out_sharding, out_shape)
     return Placement(Mode.AUTO, constraint=_constraint(name, out_sharding, mesh, out_shape))
+
+
+def _mixed_mesh(a: jax.Array, b: jax.Array, mesh: options.Mesh | None, out_sharding: Any) -> options.Mesh | None:
+    """The mesh of a call, where some of its axes are explicit and others automatic."""
+    given = out_sharding.mesh if mesh is None and isinstance(out_sharding, NamedSharding) else mesh
+    for found in (*(jax.typeof(x).sharding.mesh for x in (a, b)), given, jax.sharding.get_abstract_mesh()):
+        if found is not None and not found.empty:
+            kinds = {
+                kind for axis, kind in zip(found.axis_names, found.axis_types, strict=True) if found.shape[axis] > 1
+            }
+            return found if kinds == {AxisType.Explicit, AxisType.Auto} else None
+    return None
+
+
+def _left_to_xla(
+    name: str, mesh: options.Mesh, out_shape: Shape, out_sharding: options.Sharding | None, why: str
+) -> Placement:
+    """The placement of a product that XLA partitions."""
+    if out_sharding is None:
+        return Placement(Mode.XLA, mesh, why=why)
+    _check_mesh(name, "out_sharding", out_sharding, mesh)
+    spec = _spec(name, "out_sharding", out_sharding)
+    dims = patterns.to_dims(name, "the result", spec, len(out_shape), mesh.shape)
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    named = {kinds[axis] for dim in dims for axis in dim}
+    if AxisType.Manual in named:
+        raise ValueError(f"{name}: out_sharding {spec} names an axis over which the enclosing shard_map is manual")
+    patterns.check_dims(name, "the result", dims, out_shape, mesh.shape)
+    abstract = getattr(mesh, "abstract_mesh", mesh)
+    if AxisType.Auto not in named:
+        return Placement(Mode.XLA, mesh, why=why, out_sharding=NamedSharding(abstract, spec))
+    if AxisType.Explicit in named:
+        raise ValueError(
+            f"{name}: out_sharding {spec} names explicit and automatic axes; name one kind (jax.lax."
+            "with_sharding_constraint takes the others)"
+        )
+    return Placement(Mode.XLA, mesh, why=why, constraint=NamedSharding(abstract, spec))
 
 
 def _from_in_shardings(
@@ -176,9 +241,9 @@ def _explicit_mesh(
     Operands on no mesh (NumPy arrays, arrays made ahead of `jax.set_mesh`) are whole on the explicit mesh around them.
     """
     found = None
-    for argument, x in (("a", a), ("b", b)):
+    for x in (a, b):
         sharding = jax.typeof(x).sharding
-        if not _is_explicit(name, f"{argument} lives on a mesh", sharding.mesh):
+        if not _is_explicit(sharding.mesh):
             continue
         concrete = None if isinstance(x, jax.core.Tracer) else getattr(getattr(x, "sharding", None), "mesh", None)
         this = concrete if concrete is not None else sharding.mesh
@@ -191,21 +256,13 @@ def _explicit_mesh(
     if found is None and all(jax.typeof(x).sharding.mesh.empty for x in (a, b)):
         given = out_sharding.mesh if mesh is None and isinstance(out_sharding, NamedSharding) else mesh
         around = given if given is not None else jax.sharding.get_abstract_mesh()
-        found = around if _is_explicit(name, "the call is on a mesh", around) else None
+        found = around if _is_explicit(around) else None
     return found
 
 
-def _is_explicit(name: str, who: str, mesh: options.Mesh) -> bool:
-    """Whether the axes of a mesh are explicit; ValueError where only some of them are."""
-    kinds = mesh.axis_types if not mesh.empty else ()
-    if not any(kind == AxisType.Explicit for kind in kinds):
-        return False
-    if not all(kind == AxisType.Explicit for kind in kinds):
-        mixed = {axis: kind.name for axis, kind in zip(mesh.axis_names, kinds, strict=True)}
-        raise ValueError(
-            f"{name}: {who} whose axes are not all explicit, {mixed}; make every axis explicit, or pass in_shardings"
-        )
-    return True
+def _is_explicit(mesh: options.Mesh) -> bool:
+    """Whether axes of a mesh are explicit."""
+    return not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types)
 
 
 def is_known(placement: Placement, *operands: jax.Array) -> bool:

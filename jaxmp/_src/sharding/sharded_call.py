@@ -14,7 +14,9 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.primitives import global_amax, has_rows
+from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import eager_calls, layouts, meshes, patterns
 from jaxmp._src.sharding.shard_local import bind_empty, bind_plan, bind_shards, gathered
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
@@ -45,6 +47,7 @@ class Call:
     out_spec: P | None = None
     is_empty: bool = False
     constraint: NamedSharding | None = None
+    out_sharding: NamedSharding | None = None
 
 
 # d alone, or with further results by name.
@@ -99,12 +102,13 @@ def _result(outputs: dict[str, jax.Array]) -> Results:
 
 def group_on_axes(name: str, pattern: Pattern, axis_names: Any) -> Group:
     """The group that shares a product inside shard_map."""
-    mesh = meshes.manual_mesh(name)
+    mesh = meshes.manual_mesh()
     if mesh is None:
         raise ValueError(
             f"{name}: works on the shards inside shard_map where an axis is named; outside, leave axis_name out of "
             "jaxmp.mlp, or use jaxmp.matmul, and pass out_sharding"
         )
+    meshes.check_all_manual(name, mesh)
     row_axes: tuple[str, ...] = _as_axes(name, axis_names)
     col_axes: tuple[str, ...] = ()
     if pattern == Pattern.GRID:
@@ -136,6 +140,9 @@ def make_call(
     name: str = "matmul",
 ) -> Call:
     """The call of this spec on operands placed so, for d of `shape`."""
+    if placement.mode == meshes.Mode.XLA:
+        check_left_to_xla(name, spec, placement.why)
+        return Call(spec, placement.mode, constraint=placement.constraint, out_sharding=placement.out_sharding)
     if placement.mode != meshes.Mode.SHARDED:
         spec = spec.regroup(mesh=placement.axes)
         if placement.mode == meshes.Mode.MANUAL and spec.asks_all_reduce:
@@ -146,6 +153,23 @@ def make_call(
         check_relu_aux(name, operands, spec, shape[-1], shape[-1])
         return Call(spec, placement.mode, constraint=placement.constraint)
     return _planned_call(spec, placement, operands, shape, name)
+
+
+def check_left_to_xla(name: str, spec: MatmulSpec, why: str) -> None:
+    """Raise NotImplementedError where a product that XLA partitions is asked to be one of a library."""
+    beside = [each for each in (*spec.operand_names, *spec.output_names[1:]) if each not in ("c", "bias")]
+    blocks = [each for each in beside if not each.startswith("scale_") or spec.scales.of(each) != low_precision.SCALAR]
+    asked = (
+        f"implementation={spec.implementation!r}" if spec.implementation in ("host", "cublasmp") else "",
+        f"determinism={spec.determinism!r}" if spec.fixed_reduction_order else "",
+        f"epilog {spec.epilog.name}" if spec.rule.outputs or spec.rule.inputs not in ((), ("bias",)) else "",
+        f"{blocks[0]}" if blocks else "",
+    )
+    for each in filter(None, asked):
+        raise NotImplementedError(
+            f"{name}: {each} is not available where XLA partitions the product, for {why}; use a mesh whose axes are "
+            "all explicit, or all automatic with in_shardings"
+        )
 
 
 def _planned_call(
@@ -257,8 +281,12 @@ def jaxmp_call(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Arra
     spec = call.spec
     if call.mode == meshes.Mode.MANUAL:
         return bind_shards(spec, 0, operands)
-    if call.mode == meshes.Mode.AUTO:
-        outputs = bind_shards(spec, 0, operands, auto=True)
+    if call.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
+        if call.mode == meshes.Mode.AUTO:
+            outputs = bind_shards(spec, 0, operands, auto=True)
+        else:
+            platform = jax_compat.default_platform()
+            outputs = xla_matmul.global_matmul(operands, spec, platform, call.out_sharding)
         if call.constraint is not None:
             outputs["d"] = lax.with_sharding_constraint(outputs["d"], call.constraint)
         return outputs
