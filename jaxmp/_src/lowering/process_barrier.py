@@ -16,8 +16,6 @@ from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.matmul_spec import MatmulSpec, extents
 
-# XLA's partitioner has each call lowered as a program of its own, all of this name and in no order of ours.
-_PARTITIONED = "tmp_xla_computation"
 # XLA:CPU runs a program of less than a thousand operations while it is being dispatched. An error then comes out of the
 # call and not out of waiting for the result, and JAX's fast path makes a ValueError of it. This many more operations
 # make every program wait for its turn, in a microsecond.
@@ -119,8 +117,10 @@ class Site:
 
     def attributes(self, call: str, fields: dict[str, Any]) -> dict[str, Any]:
         described = "\n".join(f"{name}={value}" for name, value in fields.items())
+        # XLA's partitioner has each call lowered as a program of its own, all of one name and in no order of ours.
+        is_partitioned = self.program == jax_compat.PARTITIONED
         return {
-            "program": f"{self.program} {described}" if self.program == _PARTITIONED else self.program,
+            "program": f"{self.program} {described}" if is_partitioned else self.program,
             "index": np.int64(self.index),
             "call": call,
             "fields": described,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import os
 import sys
@@ -18,16 +19,19 @@ from jax._src import array as _array
 from jax._src import clusters as _clusters
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import custom_partitioning_sharding_rule as _sharding_rule
 from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import util as _util
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 from jax.typing import DTypeLike
+from jaxlib import xla_client as _xla_client
 
 MINIMUM_JAX = (0, 10, 2)
 
@@ -166,6 +170,32 @@ def off_explicit_mesh() -> contextlib.AbstractContextManager[Any]:
     return jax.sharding.use_abstract_mesh(empty) if is_explicit else contextlib.nullcontext()
 
 
+def global_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | None:
+    """The mesh over which the global arrays of the program that is being lowered lie, where JAX knows of one."""
+    axes = ctx.module_context.axis_context
+    mesh, devices = getattr(axes, "abstract_mesh", None), getattr(axes, "device_assignment", None)
+    if mesh is None or mesh.empty or devices is None:
+        return ambient_mesh()
+    return jax.sharding.Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names)
+
+
+def is_for_export(ctx: LoweringContext) -> bool:
+    """Whether the program that is being lowered is to run elsewhere."""
+    return bool(ctx.module_context.lowering_parameters.for_export)
+
+
+def platforms(ctx: LoweringContext) -> tuple[str, ...]:
+    """The platforms for which a lowering rule runs."""
+    return tuple(ctx.platforms or ctx.module_context.platforms)
+
+
+def is_on_shards(ctx: LoweringContext) -> bool:
+    """Whether what is being lowered is one device's part: of one device, or inside shard_map over every axis."""
+    axes = ctx.module_context.axis_context
+    is_manual = isinstance(axes, _sharding_impls.SPMDAxisContext) and set(axes.manual_axes) == set(axes.mesh.axis_names)
+    return is_manual or device_count(ctx) == 1
+
+
 def program_name(ctx: LoweringContext) -> str:
     """The name of the module that is being lowered."""
     return str(ctx.module_context.module.operation.attributes["sym_name"]).strip('"')
@@ -185,6 +215,113 @@ def user_line(package: str) -> str:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+# Partitioning ---------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Global:
+    """An operand or result of a call that XLA's partitioner asks about: its global shape, its dtype, and the sharding
+    that XLA proposes."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    hlo_sharding: Any
+
+    def sharding_on(self, mesh: Any) -> jax.sharding.NamedSharding | None:
+        """The sharding by the axes of `mesh`; None where these do not express it."""
+        try:
+            spec = _sharding_impls.parse_flatten_op_sharding(self.hlo_sharding, mesh)[0]
+        except (AssertionError, KeyError, NotImplementedError, StopIteration, ValueError):
+            return None
+        return jax.sharding.NamedSharding(mesh, spec)
+
+
+# From the text of a call, its operands and its results: (the mesh, a function of one device's shards, the shardings of
+# the operands and those of the results, each None where it stays as proposed, the platforms).
+Partition = Callable[
+    [str, Sequence[Global], Sequence[Global]],
+    tuple[Any, Callable[..., Any], Sequence[Any], Sequence[Any], Sequence[str]],
+]
+# The name of the programs that `register_partitioner` makes of one device's part of a call.
+PARTITIONED = "jaxmp_partitioned"
+
+
+def partitioned_call(
+    ctx: LoweringContext, operands: Sequence[Any], *, target: str, text: str, sharding_rule: str
+) -> Sequence[Any]:
+    """The results of a custom call that XLA's partitioner replaces by what `register_partitioner` was told; shardings
+    propagate by `sharding_rule`, as that of `custom_partitioning`."""
+    types = [mlir.aval_to_ir_type(ctx.module_context, aval) for aval in ctx.avals_out]
+    call = _mlir.custom_call(target, result_types=types, operands=operands, backend_config=text)
+    rule = _sharding_rule.str_to_sdy_sharding_rule(sharding_rule)
+    call.attributes["sdy.sharding_rule"] = _sharding_rule.sdy_sharding_rule_to_mlir(
+        rule, [x.type for x in operands], types
+    )
+    return cast(Sequence[Any], call.results)
+
+
+def register_partitioner(target: str, partition: Partition) -> None:
+    """Have XLA's partitioner ask `partition` about every custom call of `target`, in any program of this process.
+
+    It may ask on any thread, and it asks about programs that this process has not traced.
+    """
+
+    def ask(arg_shapes: Any, arg_shardings: Any, result_shape: Any, result_sharding: Any, text: bytes) -> Any:
+        is_tuple = result_shape.is_tuple()
+        shapes = result_shape.tuple_shapes() if is_tuple else [result_shape]
+        shardings = result_sharding.tuple_elements() if is_tuple else [result_sharding]
+        args, results = list(map(_global, arg_shapes, arg_shardings)), list(map(_global, shapes, shardings))
+        mesh, on_shards, wanted, given, platforms = partition(text.decode(), args, results)
+        in_shardings, out_shardings = list(map(_hlo_sharding, args, wanted)), list(map(_hlo_sharding, results, given))
+        shards = [
+            jax.ShapeDtypeStruct(sharding.tile(shape).dimensions(), x.dtype)
+            for sharding, shape, x in zip(in_shardings, arg_shapes, args, strict=True)
+        ]
+        module = _lowered_on_shards(on_shards, mesh, shards, platforms)
+        tupled = _xla_client.HloSharding.tuple_sharding
+        return module, in_shardings, tupled(result_shape, out_shardings) if is_tuple else out_shardings[0]
+
+    def propagate(sharding: Any, *_: Any) -> Any:
+        return sharding
+
+    def infer(arg_shapes: Any, arg_shardings: Any, result_shape: Any, text: bytes) -> Any:
+        raise NotImplementedError("jaxmp: shardings propagate by XLA's Shardy, and it is off")
+
+    register = functools.partial(
+        _xla_client.register_custom_call_partitioner,
+        target,
+        propagate,
+        ask,
+        infer,
+        can_side_effecting_have_replicated_sharding=True,
+    )
+    register()
+    _xla_bridge.register_plugin_callbacks(register)  # a plugin, as that for CUDA, has its own table
+
+
+def _global(shape: Any, hlo_sharding: Any) -> Global:
+    return Global(tuple(shape.dimensions()), shape.numpy_dtype(), hlo_sharding)
+
+
+def _hlo_sharding(x: Global, sharding: Any) -> Any:
+    return x.hlo_sharding if sharding is None else sharding._to_xla_hlo_sharding(len(x.shape))
+
+
+def _lowered_on_shards(
+    fn: Callable[..., Any], mesh: Any, shards: Sequence[jax.ShapeDtypeStruct], platforms: Sequence[str]
+) -> bytes:
+    """`fn` of the shards of one device of `mesh`, as a program in XLA's input."""
+    with _core.extend_axis_env_nd(mesh.shape.items()):
+        module = _mlir.build_mlir_module_helper(
+            jax.make_jaxpr(fn)(*shards),
+            name=PARTITIONED,
+            platforms=platforms,
+            backend=None,
+            axis_context=_sharding_impls.SPMDAxisContext(mesh, frozenset(mesh.axis_names)),
+        )
+    return _mlir.module_to_bytecode(module)
 
 
 # Processes ------------------------------------------------------------------------------------------------------
@@ -279,6 +416,8 @@ def translate_errors(
 
 
 __all__ = [
+    "PARTITIONED",
+    "Global",
     "Jaxpr",
     "LoweringContext",
     "LoweringRule",
@@ -294,6 +433,9 @@ __all__ = [
     "device_count",
     "distributed_client",
     "explicit_batch_axes",
+    "global_mesh",
+    "is_for_export",
+    "is_on_shards",
     "is_vma_checked",
     "lowering_mesh",
     "make_primitive",
@@ -302,8 +444,11 @@ __all__ = [
     "next_index",
     "off_explicit_mesh",
     "operand_types",
+    "partitioned_call",
     "partitions_without_shardy",
+    "platforms",
     "program_name",
+    "register_partitioner",
     "require_devices",
     "subjaxprs",
     "translate_errors",

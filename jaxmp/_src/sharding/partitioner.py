@@ -1,8 +1,8 @@
 """The fallback for a bare `jit` over auto axes: XLA's partitioner hands over the shardings it has chosen.
 
-Only here is custom_partitioning used. Its limits: `jax.export` refuses it on more than one device, eager calls and
-partial-manual regions never consult it, and the partitioner may settle on another pattern than the user has in
-mind (the gradient of an all-gather comes out as an all-reduce). Explicit axes or `in_shardings` have none of these.
+Its limits: eager calls and partial-manual regions never consult it, and the partitioner may settle on another pattern
+than the user has in mind (the gradient of an all-gather comes out as an all-reduce). Explicit axes or `in_shardings`
+have none of these.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.primitive.primitives import (
     activation_grad,
+    activation_grad_p,
     auto_activation_grad_p,
     auto_batched_matmul_epilog_p,
     auto_batched_matmul_p,
@@ -31,12 +31,17 @@ from jaxmp._src.primitive.primitives import (
     batched_matmul_p,
     bind,
     global_amax,
+    matmul_epilog_p,
+    matmul_p,
 )
 from jaxmp._src.runtime import jax_compat
-from jaxmp._src.runtime.jax_compat import mlir
+from jaxmp._src.runtime.jax_compat import Global, mlir
 from jaxmp._src.runtime.types import Shape
+from jaxmp._src.sharding import partitioned_call
+from jaxmp._src.sharding.partitioned_call import Placed
 from jaxmp._src.sharding.patterns import Dim, Dims, to_dims
 from jaxmp._src.spec import process_grid
+from jaxmp._src.spec.fields import from_fields, to_fields
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
 from jaxmp._src.spec.matmul_spec import dims as spanned
 from jaxmp._src.spec.options import Mesh
@@ -87,28 +92,24 @@ def _without(dim: Dim, *others: Dim) -> Dim:
     return tuple(axis for axis in dim if all(axis not in other for other in others))
 
 
-def _partition(spec: MatmulSpec, mesh: Mesh, args: Sequence[jax.ShapeDtypeStruct], results: Any) -> Any:
-    if not all(isinstance(x.sharding, NamedSharding) for x in args):
-        if all(x.sharding.is_fully_replicated for x in args):
-            return _partition_whole(spec, mesh, args, results)
-        raise NotImplementedError(
-            "jaxmp.matmul: auto axes inside a partial-manual shard_map are not supported; make every mesh axis manual, "
-            "or pass in_shardings and mesh outside of the shard_map"
-        )
-    first = results[0] if isinstance(results, tuple | list) else results
-    dims = [
-        _dividing(to_dims("matmul", "operand", x.sharding.spec, len(x.shape), mesh.shape), x.shape, mesh.shape)
-        for x in (args[0], args[1], first)
-    ]
+def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
+    """A product in the pattern that is nearest to the shardings that XLA proposes."""
+    dims = []
+    for x in (args[0], args[1], results[0]):
+        proposed = x.sharding_on(mesh)
+        if proposed is None:
+            return _place_whole(spec, args, results)
+        found = to_dims("matmul", "operand", proposed.spec, len(x.shape), mesh.shape)
+        dims.append(_dividing(found, x.shape, mesh.shape))
     if (
         "relu_aux" in (*spec.operand_names, *spec.output_names)
-        and _shard(first.shape[1], dims[2][1], mesh.shape) % process_grid.RELU_AUX_BITS
+        and _shard(results[0].shape[1], dims[2][1], mesh.shape) % process_grid.RELU_AUX_BITS
     ):
         # The mask is padded per shard; under the partitioner its shape cannot depend on the shards.
         columns = dims[2][1]
         dims = [tuple(_without(dim, columns) for dim in operand) for operand in dims]
     pattern, group, a, b, out = _settle(dims[0], dims[1], dims[2], spec)
-    if pattern == Pattern.REDUCE_SCATTER and not _divides(first.shape[0], out[0], mesh.shape):
+    if pattern == Pattern.REDUCE_SCATTER and not _divides(results[0].shape[0], out[0], mesh.shape):
         pattern, out = Pattern.ALL_REDUCE, (a[1] if spec.transpose_a else a[0], out[1])
     local = spec.regroup(pattern=pattern, row_axes=group, mesh=tuple(mesh.shape.items()))
     local = check_all_reduce("jaxmp.matmul", local)
@@ -120,32 +121,39 @@ def _partition(spec: MatmulSpec, mesh: Mesh, args: Sequence[jax.ShapeDtypeStruct
         where = where_of_operand.get(name, where)
         return _sharding(mesh, tuple(where[dim] for dim in spanned(spec, name)))
 
-    operands = [_sharding(mesh, a), _sharding(mesh, b), *map(placed, spec.operand_names)]
-    outputs = list(map(placed, spec.output_names))
-
-    def lower(*shards: jax.Array) -> Any:
-        for callback in list(_observers):
-            callback(local, [jax.typeof(x) for x in shards])
-        with jax_compat.off_explicit_mesh():
-            results = _body(local, *shards)
+    def on_shards(*shards: jax.Array) -> Sequence[jax.Array]:
+        _tell(local, shards)
+        outputs = _body(local, *shards)
         if bias_grad.summed(spec.output_names[-1]) != "d" or not outside:
-            return results
-        *rest, gradient = results
+            return outputs
+        *rest, gradient = outputs
         return (*rest, collectives.psum(gradient, outside, source_line=spec.source_line))
 
-    return mesh, lower, tuple(outputs) if len(outputs) > 1 else outputs[0], tuple(operands)
+    return (
+        on_shards,
+        [_sharding(mesh, a), _sharding(mesh, b), *map(placed, spec.operand_names)],
+        [placed(name) for name in spec.output_names],
+    )
 
 
-def _partition_whole(spec: MatmulSpec, mesh: Mesh, args: Sequence[jax.ShapeDtypeStruct], results: Any) -> Any:
+def _place_whole(spec: MatmulSpec, args: Sequence[Global], results: Sequence[Global]) -> Placed:
     """Every operand is whole on every device, as one that the program makes itself, of which no mesh may be known."""
+    if not all(x.hlo_sharding.is_replicated() for x in args):
+        raise NotImplementedError(
+            "jaxmp.matmul: auto axes inside a partial-manual shard_map are not supported; make every mesh axis manual, "
+            "or pass in_shardings and mesh outside of the shard_map"
+        )
 
-    def lower(*operands: jax.Array) -> Any:
-        for callback in list(_observers):
-            callback(spec, [jax.typeof(x) for x in operands])
-        with jax_compat.off_explicit_mesh():
-            return _body(spec, *operands)
+    def on_shards(*operands: jax.Array) -> Sequence[jax.Array]:
+        _tell(spec, operands)
+        return _body(spec, *operands)
 
-    return mesh, lower, jax.tree.map(lambda x: x.sharding, results), tuple(x.sharding for x in args)
+    return on_shards, [None] * len(args), [None] * len(results)
+
+
+def _tell(spec: MatmulSpec, shards: Sequence[jax.Array]) -> None:
+    for callback in list(_observers):
+        callback(spec, [jax.typeof(x) for x in shards])
 
 
 def _dividing(dims: Dims, shape: Shape, mesh: Mapping[str, int]) -> Dims:
@@ -168,10 +176,9 @@ def _sharding(mesh: Mesh, dims: Dims) -> NamedSharding:
     return NamedSharding(mesh, P(*(dim or None for dim in dims)))
 
 
-def _body(spec: MatmulSpec, a: jax.Array, b: jax.Array, *extra: jax.Array) -> jax.Array | tuple[jax.Array, ...]:
+def _body(spec: MatmulSpec, a: jax.Array, b: jax.Array, *extra: jax.Array) -> tuple[jax.Array, ...]:
     named = bind(spec, a, b, dict(zip(spec.operand_names, extra, strict=True)))
-    outputs = tuple(global_amax(spec, named, tuple(axis for axis, _ in spec.group.mesh)).values())
-    return outputs if len(outputs) > 1 else outputs[0]
+    return tuple(global_amax(spec, named, tuple(axis for axis, _ in spec.group.mesh)).values())
 
 
 def _sharding_rule(spec: MatmulSpec) -> str:
@@ -182,40 +189,19 @@ def _sharding_rule(spec: MatmulSpec) -> str:
     return ", ".join(operands) + " -> " + ", ".join(results)
 
 
-@functools.lru_cache(maxsize=1024)
-def _partitioned(spec: MatmulSpec) -> custom_partitioning:
-    fn = custom_partitioning(functools.partial(_body, spec))
-    fn.def_partition(functools.partial(_partition, spec), sharding_rule=_sharding_rule(spec))
-    return fn
-
-
-def _lower(*operands: jax.Array, spec: MatmulSpec) -> list[jax.Array]:
-    outputs = _partitioned(spec)(*operands)
-    return list(outputs) if isinstance(outputs, tuple | list) else [outputs]
-
-
-@functools.lru_cache(maxsize=256)
-def _partitioned_slope(activation: str, spec: MatmulSpec) -> custom_partitioning:
-    """Element by element, so every shard is a call of its own, on the sharding of the result."""
-
-    def body(aux: jax.Array, t: jax.Array) -> jax.Array:
-        return activation_grad(activation, aux, t, spec)
-
-    def partition(mesh: Mesh, args: Any, result: jax.ShapeDtypeStruct) -> Any:
-        return mesh, body, result.sharding, (result.sharding, result.sharding)
-
-    fn = custom_partitioning(body)
-    fn.def_partition(partition, sharding_rule="m n, m n -> m n")
-    return fn
-
-
-def _lower_slope(aux: jax.Array, t: jax.Array, *, activation: str, spec: MatmulSpec) -> Any:
-    return _partitioned_slope(activation, spec)(aux, t)
+def _place(call: dict[str, Any], mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
+    """How XLA's partitioner is to compute a call, by its description."""
+    spec = from_fields(MatmulSpec, call["spec"])
+    activation = call.get("activation")
+    if activation is None:
+        return _place_matmul(spec, mesh, args, results)
+    # Element by element, so every shard is a call of its own, on the sharding of the result.
+    where = results[0].sharding_on(mesh)
+    return functools.partial(activation_grad, activation, spec=spec), (where, where), (where,)
 
 
 def _register_batched(primitive: jax_compat.Primitive, of_devices: jax_compat.Primitive) -> None:
-    """A batch of products of global arrays is XLA's to partition, for custom_partitioning does not go with a batch;
-    on one device it is a batch as any other."""
+    """A batch of products of global arrays is XLA's to partition; on one device it is a batch as any other."""
 
     def rule(ctx: jax_compat.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
         if jax_compat.device_count(ctx) > 1:
@@ -228,22 +214,30 @@ def _register_batched(primitive: jax_compat.Primitive, of_devices: jax_compat.Pr
     mlir.register_lowering(primitive, rule)
 
 
-def _register(primitive: jax_compat.Primitive, lower: Callable[..., Any]) -> None:
-    lowered = mlir.lower_fun(lower, multiple_results=primitive.multiple_results)
+def _register(
+    primitive: jax_compat.Primitive, on_shards: Callable[..., Any], sharding_rule: Callable[..., str]
+) -> None:
+    """Lower `primitive` to a call that XLA partitions, and one device's part to `on_shards(*operands, **params)`."""
 
-    def rule(ctx: jax_compat.LoweringContext, *nodes: Any, **params: Any) -> Any:
-        if jax_compat.partitions_without_shardy(ctx):  # GSPMD would end the process
+    def rule(ctx: jax_compat.LoweringContext, *nodes: Any, spec: MatmulSpec, **params: Any) -> Any:
+        if jax_compat.is_on_shards(ctx):
+            body = functools.partial(on_shards, spec=spec, **params)
+            return mlir.lower_fun(body, multiple_results=primitive.multiple_results)(ctx, *nodes)
+        if jax_compat.partitions_without_shardy(ctx):
             raise NotImplementedError(
                 "jaxmp.matmul: on automatic axes it is XLA's Shardy partitioner that chooses, and "
                 "jax_use_shardy_partitioner is off; turn it on, pass in_shardings, or use explicit axes"
             )
-        return lowered(ctx, *nodes, **params)
+        call = {"spec": to_fields(spec), **params}
+        return partitioned_call.lower(ctx, nodes, call, sharding_rule(spec))
 
-    mlir.register_lowering(primitive, rule)
+    for platform in ("cpu", "cuda", None):
+        mlir.register_lowering(primitive, rule, platform=platform)
 
 
-_register(auto_activation_grad_p, _lower_slope)
-_register(auto_matmul_p, lambda *operands, spec: _lower(*operands, spec=spec)[0])
-_register(auto_matmul_epilog_p, _lower)
+_register(auto_activation_grad_p, activation_grad_p.bind, lambda spec: "m n, m n -> m n")
+_register(auto_matmul_p, matmul_p.bind, _sharding_rule)
+_register(auto_matmul_epilog_p, matmul_epilog_p.bind, _sharding_rule)
 _register_batched(auto_batched_matmul_p, batched_matmul_p)
 _register_batched(auto_batched_matmul_epilog_p, batched_matmul_epilog_p)
+partitioned_call.register(_place)

@@ -1,0 +1,69 @@
+"""A custom call that XLA's partitioner has this module replace by one device's part of a product.
+
+`jax.experimental.custom_partitioning` does the same, but names a call by the address of a Python object: a program with
+one is neither found again in a persistent compilation cache nor exported. Here a call is named by its description, so
+any process that has imported jaxmp can partition it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.runtime.jax_compat import Global
+from jaxmp._src.spec.options import Mesh
+
+TARGET = "jaxmp_partitioned_matmul"
+
+# (a function of one device's shards, the shardings of the operands, those of the results); None for a sharding leaves
+# the one that XLA proposes.
+Placed = tuple[Callable[..., Any], Sequence[Any], Sequence[Any]]
+
+
+def lower(
+    ctx: jax_compat.LoweringContext, operands: Sequence[Any], call: dict[str, Any], sharding_rule: str
+) -> Sequence[Any]:
+    """The results of a call that is to be partitioned; `call` describes it by JSON values."""
+    native.register()  # the executable may come from a cache, and then nothing asks us
+    mesh = jax_compat.global_mesh(ctx)
+    described: dict[str, Any] = {
+        "call": call,
+        "platforms": jax_compat.platforms(ctx),
+        "mesh": [] if mesh is None else list(mesh.shape.items()),
+        "x64": bool(jax.config.read("jax_enable_x64")),
+    }
+    if mesh is not None and not jax_compat.is_for_export(ctx):
+        described["devices"] = [device.id for device in mesh.devices.flat]
+    text = json.dumps(described, sort_keys=True)
+    return jax_compat.partitioned_call(ctx, operands, target=TARGET, text=text, sharding_rule=sharding_rule)
+
+
+def register(place: Callable[[dict[str, Any], Mesh, Sequence[Global], Sequence[Global]], Placed]) -> None:
+    """Have `place(call, mesh, operands, results)` partition the calls."""
+
+    def partition(text: str, operands: Sequence[Global], results: Sequence[Global]) -> Any:
+        described = json.loads(text)
+        mesh = _mesh(described["mesh"], described.get("devices"), described["platforms"])
+        body, wanted, given = place(described["call"], mesh, operands, results)
+
+        def on_shards(*shards: jax.Array) -> Any:
+            with jax_compat.off_explicit_mesh(), jax.enable_x64(described["x64"]):
+                return body(*shards)
+
+        return mesh, on_shards, wanted, given, described["platforms"]
+
+    jax_compat.register_partitioner(TARGET, partition)
+
+
+def _mesh(axes: Sequence[tuple[str, int]], ids: Sequence[int] | None, platforms: Sequence[str]) -> Mesh:
+    """The mesh of these axes; of devices where they are said."""
+    names, sizes = tuple(name for name, _ in axes), tuple(size for _, size in axes)
+    if ids is None:
+        return jax.sharding.AbstractMesh(sizes, names)
+    devices = {device.id: device for device in jax.devices(platforms[0])}
+    return jax.sharding.Mesh(np.array([devices[id] for id in ids]).reshape(sizes), names)

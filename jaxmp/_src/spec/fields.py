@@ -1,0 +1,61 @@
+"""A spec as plain JSON values, and back: how a program tells of a call to a process that has not traced it."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from typing import Any, TypeVar
+
+import numpy as np
+
+T = TypeVar("T")
+
+
+def to_fields(x: Any) -> dict[str, Any]:
+    """The fields of a frozen dataclass that are not as by default, by name; of dataclasses in it the same.
+
+    Values are numbers, strings, None, types of arrays, enumerations, and tuples of these.
+    """
+    values = ((field, getattr(x, field.name)) for field in dataclasses.fields(x))
+    return {field.name: _plain(value) for field, value in values if value != field.default}
+
+
+def from_fields(cls: type[T], fields: dict[str, Any]) -> T:
+    """The inverse of `to_fields`.
+
+    Raises:
+      ValueError: this version of the dataclass does not have one of the fields.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    unknown = sorted(fields.keys() - defaults.keys())
+    if unknown:
+        raise ValueError(
+            f"the program describes a {cls.__name__} with {', '.join(unknown)}, which this version of jaxmp does not "
+            "know; export it again, or run it with the version that it was exported with"
+        )
+    return cls(**{name: _value(plain, defaults[name]) for name, plain in fields.items()})
+
+
+def _plain(x: Any) -> Any:
+    if dataclasses.is_dataclass(x):
+        return to_fields(x)
+    if isinstance(x, enum.Enum):
+        return x.value
+    if isinstance(x, np.dtype | type):
+        return {"dtype": np.dtype(x).name}
+    if isinstance(x, tuple):
+        return [_plain(each) for each in x]
+    x = x.item() if isinstance(x, np.generic) else x
+    return {"complex": [x.real, x.imag]} if isinstance(x, complex) else x
+
+
+def _value(plain: Any, default: Any = None) -> Any:
+    if dataclasses.is_dataclass(default):
+        return from_fields(type(default), plain)
+    if isinstance(default, enum.Enum):
+        return type(default)(plain)
+    if isinstance(plain, list):
+        return tuple(_value(each) for each in plain)
+    if isinstance(plain, dict):
+        return np.dtype(plain["dtype"]) if "dtype" in plain else complex(*plain["complex"])
+    return plain
