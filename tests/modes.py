@@ -36,7 +36,6 @@ class Mode:
     product: Callable
     is_jitted: bool = True
     axis_type: AxisType | None = AxisType.Auto
-    can_export: bool = True
 
     def serves(self, case: cases.Case) -> bool:
         """Whether this mode can express the case."""
@@ -147,8 +146,7 @@ MODES = (
     Mode("explicit-eager", with_types, is_jitted=False, axis_type=AxisType.Explicit),
     Mode("in_shardings", with_in_shardings),
     Mode("in_shardings-eager", with_in_shardings, is_jitted=False),
-    # custom_partitioning cannot be exported.
-    Mode("partitioner", with_nothing, can_export=False),
+    Mode("partitioner", with_nothing),
     Mode("shard_map", in_checked_shard_map),
     Mode("shard_map-unchecked", in_unchecked_shard_map),
     Mode("no-mesh", without_mesh, axis_type=None),

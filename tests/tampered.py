@@ -19,8 +19,20 @@ from jax.sharding import PartitionSpec as P
 import jaxmp
 from jaxmp import BlockCyclic
 
+# Fields of a spec that its description leaves out.
+ADDED = (
+    "transpose_a",
+    "has_c",
+    "traced",
+    "scales",
+    "group",
+    "implementation",
+    "determinism",
+    "distributions",
+    "nothing",
+)
 NUMBERS = (0, -1, 1, 2**31, 2**62, 2**63 - 1)
-CHECK = jax.export.DisabledSafetyCheck.custom_call("jaxmp_matmul")
+CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("jaxmp_matmul", "jaxmp_partitioned_matmul")]
 
 
 def mesh_of(shape, names):
@@ -59,7 +71,22 @@ def local():
     return lambda a, b: jaxmp.matmul(a, b), (np.ones((4, 6), np.float32), np.ones((6, 5), np.float32))
 
 
-PROGRAMS = {"block-cyclic": block_cyclic, "all-gather": gathered, "local": local}
+def partitioned():
+    """On automatic axes, where the program describes its product in JSON."""
+    mesh = mesh_of((4,), ("x",))
+    a, b, bias = np.ones((8, 12), np.float32), np.ones((12, 8), np.float32), np.ones((8,), np.float32)
+
+    def f(a, b, bias):
+        options = {"epilog": jaxmp.Epilog.RELU_AUX_BIAS, "epilog_inputs": {"bias": bias}}
+        return jaxmp.matmul(a, b, **options, alpha=2.0, precision="highest")[0]
+
+    return f, [jax.device_put(x, NamedSharding(mesh, P("x", *(None,) * (x.ndim - 1)))) for x in (a, b, bias)]
+
+
+PROGRAMS = {"block-cyclic": block_cyclic, "all-gather": gathered, "local": local, "partitioned": partitioned}
+# What may stand in a description, whether it fits or not.
+VALUES = ("0", "-1", "1", "3", f"{2**62}", "1.5", "null", "true", "[]", "{}", '"x"', '"cpu"', '["x", 3]')
+VALUES += ('[["x", 3]]', '[["x", 4], ["y", 2]]', '{"dtype": "float64"}', '{"dtype": "nothing"}', '{"complex": [1, 2]}')
 
 
 def attributes_of(text):
@@ -100,9 +127,27 @@ def same_blocks(text):
             yield f"blocks of {rows}x{cols}", changed
 
 
+def descriptions(text):
+    """(what it is, the changed text) with another value for each field of a described product, and for others."""
+    described = re.search(r'@jaxmp_partitioned_matmul.*?backend_config = "(.*?)"[,}]', text)[1]
+    plain = described.replace("\\22", '"')
+    fields = re.findall(r'"(\w+)": (?=("[^"]*"|[-\d.]+|true|false|\[.*?\](?=, "|})|\{.*?\}+))', plain)
+    yield "no JSON", text.replace(described, "nothing")
+    for value in VALUES:
+        changes = [(f"{name}={value}", f'"{name}": {old}', f'"{name}": {value}') for name, old in fields]
+        changes += [(f"added {name}={value}", '"spec": {', f'"spec": {{"{name}": {value}, ') for name in ADDED]
+        for what, old, new in changes:
+            yield what, text.replace(described, plain.replace(old, new).replace('"', "\\22"))
+
+
 def trials(exported, share, shares):
     """(what it is, the changed program): every `shares`-th change of an attribute, and all of the blocks together."""
     text = exported.mlir_module()
+    if "@jaxmp_partitioned_matmul" in text:
+        for number, (what, tampered) in enumerate(descriptions(text)):
+            if number % shares == share:
+                yield what, dataclasses.replace(exported, mlir_module_serialized=tampered.encode())
+        return
     for what, tampered in same_blocks(text):
         yield what, dataclasses.replace(exported, mlir_module_serialized=tampered.encode())
     number = share
@@ -118,7 +163,7 @@ def trials(exported, share, shares):
 
 def main(program, share, shares):
     function, operands = PROGRAMS[program]()
-    exported = jax.export.export(jax.jit(function), disabled_checks=[CHECK])(*operands)
+    exported = jax.export.export(jax.jit(function), disabled_checks=CHECKS)(*operands)
     want = np.asarray(exported.call(*operands))
     counts = {"refused": 0, "ran": 0}
     for what, tampered in trials(exported, int(share), int(shares)):

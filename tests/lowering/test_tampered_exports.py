@@ -15,7 +15,9 @@ import pytest
 HERE = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize(("program", "shares"), [("block-cyclic", 20), ("all-gather", 12), ("local", 6)])
+@pytest.mark.parametrize(
+    ("program", "shares"), [("block-cyclic", 20), ("all-gather", 12), ("local", 6), ("partitioned", 8)]
+)
 def test_a_changed_program_is_refused_or_runs(program, shares):
     cases.require(None)
     ended = subprocess.run(

@@ -22,7 +22,9 @@ import jaxmp
 from jaxmp import reference
 
 BATCH = 3
-EXPORT_CHECKS = [jax.export.DisabledSafetyCheck.custom_call("jaxmp_matmul")]
+EXPORT_CHECKS = [
+    jax.export.DisabledSafetyCheck.custom_call(name) for name in ("jaxmp_matmul", "jaxmp_partitioned_matmul")
+]
 
 
 def loss_of(f):
@@ -164,7 +166,7 @@ CASES = [
     for case in cases.MATRIX
 ]
 MATRIX = modes.pairs(modes.MODES, CASES)
-EXPORTABLE = modes.pairs([mode for mode in modes.MODES if mode.can_export and mode.is_jitted], CASES)
+EXPORTABLE = modes.pairs([mode for mode in modes.MODES if mode.is_jitted], CASES)
 
 
 @pytest.mark.small("values", of=columns)

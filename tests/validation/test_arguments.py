@@ -168,20 +168,19 @@ def test_mapped_weights_of_no_extent(batch, k, transpose_b):
 # Programs -------------------------------------------------------------------------------------------------------
 
 
-def test_an_export_for_any_extent_says_why_not():
-    """ "xla" has no custom call, and takes them."""
-    cases.require(None)
-    (n,) = jax.export.symbolic_shape("n")
-    shapes = jax.ShapeDtypeStruct((n, 8), np.float32), jax.ShapeDtypeStruct((8, 8), np.float32)
-
-    def export(**options):
-        check = jax.export.DisabledSafetyCheck.custom_call("jaxmp_matmul")
-        return jax.export.export(jax.jit(lambda a, b: jaxmp.matmul(a, b, **options)), disabled_checks=[check])(*shapes)
-
-    with pytest.raises(Exception, match=re.escape("got operands of (n, 8) and (8, 8); export for numbers, or pass")):
-        export()
-    a, b = np.ones((3, 8), np.float32), np.ones((8, 8), np.float32)
-    np.testing.assert_array_equal(export(implementation="xla").call(a, b), a @ b)
+@pytest.mark.parametrize(
+    ("asked", "options"),
+    [("implementation='host'", {"implementation": "host"}), ("determinism='batch'", {"determinism": "batch"})],
+)
+@pytest.mark.parametrize("axis_type", [None, AxisType.Auto])
+def test_an_export_for_any_extent_says_what_needs_numbers(mesh_of, axis_type, asked, options):
+    """Without these XLA multiplies (tests/sharding/test_restart.py)."""
+    where = axis_type and NamedSharding(mesh_of({"x": 4}, axis_type), P("x", None))
+    (n,) = jax.export.symbolic_shape("4 * n")
+    shapes = jax.ShapeDtypeStruct((n, 8), np.float32, sharding=where), jax.ShapeDtypeStruct((8, 8), np.float32)
+    message = f"matmul: {asked} takes numbers for extents, got operands of (4*n, 8) and (8, 8); export for numbers"
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        jax.export.export(jax.jit(functools.partial(jaxmp.matmul, **options)))(*shapes)
 
 
 def test_an_export_for_any_extent_shards_multiples(mesh_of):

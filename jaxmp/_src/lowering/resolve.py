@@ -55,6 +55,8 @@ def resolve_chosen(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: Choice)
     """As `resolve`, for the implementation that was chosen."""
     a, b = _types(a.shape, b.shape, a, b)
     implementation = choice.implementation
+    if not all(isinstance(extent, int) for extent in (*a.shape, *b.shape)):
+        return _of_any_extent(spec, a, b, choice)
     if implementation == "cublasmp":
         spec = spec.replace(implementation="cublasmp")
     if implementation == "cublasmp" and not spec.fixed_reduction_order and 0 in (*a.shape, *b.shape):
@@ -78,6 +80,20 @@ def _xla(
     spec: MatmulSpec, a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct, choice: Choice, why: str = "", library: str = ""
 ) -> ResolvedCall:
     return ResolvedCall(spec, a, b, choice.implementation, choice.why, library, Form.XLA, why)
+
+
+def _of_any_extent(spec: MatmulSpec, a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct, choice: Choice) -> ResolvedCall:
+    """XLA's own product of operands with symbolic extents, which a custom call does not take."""
+    asked = f"determinism={spec.determinism!r}" if spec.fixed_reduction_order else ""
+    asked = f"implementation={spec.implementation!r}" if spec.implementation in ("host", "cublasmp") else asked
+    if asked:
+        raise NotImplementedError(
+            f"matmul: {asked} takes numbers for extents, got operands of {a.shape} and {b.shape}; export for numbers, "
+            "or leave it out to have XLA multiply"
+        )
+    if spec.implementation == "xla":
+        return _xla(spec, a, b, choice)
+    return _xla(spec, a, b, Choice("xla", "extents are symbolic, and a custom call takes numbers"))
 
 
 def _in_library(
@@ -111,11 +127,6 @@ def _in_library(
     elif form == Form.SEPARATE_EPILOG:
         scales = ScaleModes(a=spec.scales.a, b=spec.scales.b)
         found = inner(spec.bilinear(out_dtype=accumulator(a.dtype), scales=scales))
-    elif form == Form.DIRECT and not all(isinstance(extent, int) for extent in (*a.shape, *b.shape)):
-        raise NotImplementedError(
-            f"matmul: the custom call takes numbers for extents, got operands of {a.shape} and {b.shape}; export for "
-            'numbers, or pass implementation="xla"'
-        )
     return ResolvedCall(spec, a, b, choice.implementation, choice.why, library, form, why, is_conjugated, found)
 
 

@@ -184,9 +184,9 @@ def is_for_export(ctx: LoweringContext) -> bool:
     return bool(ctx.module_context.lowering_parameters.for_export)
 
 
-def platforms(ctx: LoweringContext) -> tuple[str, ...]:
-    """The platforms for which a lowering rule runs."""
-    return tuple(ctx.platforms or ctx.module_context.platforms)
+def platform(ctx: LoweringContext) -> str:
+    """The platform for which a lowering rule runs, the first of several for which there is no rule of their own."""
+    return str((ctx.platforms or ctx.module_context.platforms)[0])
 
 
 def is_on_shards(ctx: LoweringContext) -> bool:
@@ -238,12 +238,22 @@ class Global:
         return jax.sharding.NamedSharding(mesh, spec)
 
 
-# From the text of a call, its operands and its results: (the mesh, a function of one device's shards, the shardings of
-# the operands and those of the results, each None where it stays as proposed, the platforms).
-Partition = Callable[
-    [str, Sequence[Global], Sequence[Global]],
-    tuple[Any, Callable[..., Any], Sequence[Any], Sequence[Any], Sequence[str]],
-]
+@dataclasses.dataclass(frozen=True)
+class OnShards:
+    """What XLA's partitioner replaces a call by: `body` of one device's shards.
+
+    `operands` and `results` are shardings on `mesh`, None for one that stays as XLA proposes it. `platform` and `x64`
+    are what the program was lowered for.
+    """
+
+    body: Callable[..., Sequence[Any]]
+    operands: Sequence[jax.sharding.NamedSharding | None]
+    results: Sequence[jax.sharding.NamedSharding | None]
+    mesh: Any
+    platform: str
+    x64: bool
+
+
 # The name of the programs that `register_partitioner` makes of one device's part of a call.
 PARTITIONED = "jaxmp_partitioned"
 
@@ -262,8 +272,9 @@ def partitioned_call(
     return cast(Sequence[Any], call.results)
 
 
-def register_partitioner(target: str, partition: Partition) -> None:
-    """Have XLA's partitioner ask `partition` about every custom call of `target`, in any program of this process.
+def register_partitioner(target: str, partition: Callable[[str, Sequence[Global], Sequence[Global]], OnShards]) -> None:
+    """Have XLA's partitioner ask `partition(text, operands, results)` about every custom call of `target`, in any
+    program of this process.
 
     It may ask on any thread, and it asks about programs that this process has not traced.
     """
@@ -273,13 +284,14 @@ def register_partitioner(target: str, partition: Partition) -> None:
         shapes = result_shape.tuple_shapes() if is_tuple else [result_shape]
         shardings = result_sharding.tuple_elements() if is_tuple else [result_sharding]
         args, results = list(map(_global, arg_shapes, arg_shardings)), list(map(_global, shapes, shardings))
-        mesh, on_shards, wanted, given, platforms = partition(text.decode(), args, results)
-        in_shardings, out_shardings = list(map(_hlo_sharding, args, wanted)), list(map(_hlo_sharding, results, given))
-        shards = [
-            jax.ShapeDtypeStruct(sharding.tile(shape).dimensions(), x.dtype)
-            for sharding, shape, x in zip(in_shardings, arg_shapes, args, strict=True)
-        ]
-        module = _lowered_on_shards(on_shards, mesh, shards, platforms)
+        call = partition(text.decode(), args, results)
+        in_shardings = [_hlo_sharding(x, sharding) for x, sharding in zip(args, call.operands, strict=True)]
+        out_shardings = [_hlo_sharding(x, sharding) for x, sharding in zip(results, call.results, strict=True)]
+        module = _lowered_on_shards(
+            call,
+            [_shard(shape, sharding) for shape, sharding in zip(arg_shapes, in_shardings, strict=True)],
+            [_shard(shape, sharding) for shape, sharding in zip(shapes, out_shardings, strict=True)],
+        )
         tupled = _xla_client.HloSharding.tuple_sharding
         return module, in_shardings, tupled(result_shape, out_shardings) if is_tuple else out_shardings[0]
 
@@ -309,15 +321,24 @@ def _hlo_sharding(x: Global, sharding: Any) -> Any:
     return x.hlo_sharding if sharding is None else sharding._to_xla_hlo_sharding(len(x.shape))
 
 
+def _shard(shape: Any, hlo_sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(tuple(hlo_sharding.tile(shape).dimensions()), shape.numpy_dtype())
+
+
 def _lowered_on_shards(
-    fn: Callable[..., Any], mesh: Any, shards: Sequence[jax.ShapeDtypeStruct], platforms: Sequence[str]
+    call: OnShards, shards: Sequence[jax.ShapeDtypeStruct], results: Sequence[jax.ShapeDtypeStruct]
 ) -> bytes:
-    """`fn` of the shards of one device of `mesh`, as a program in XLA's input."""
-    with _core.extend_axis_env_nd(mesh.shape.items()):
+    """One device's part as a program in XLA's input; XLA relies on the types of its results."""
+    mesh = call.mesh
+    with off_explicit_mesh(), jax.enable_x64(call.x64), _core.extend_axis_env_nd(mesh.shape.items()):
+        jaxpr = jax.make_jaxpr(call.body)(*shards)
+        made, wanted = ([(x.shape, x.dtype.name) for x in types] for types in (jaxpr.out_avals, results))
+        if made != wanted:
+            raise ValueError(f"jaxmp: the part of one device has results {made} where XLA's partitioner needs {wanted}")
         module = _mlir.build_mlir_module_helper(
-            jax.make_jaxpr(fn)(*shards),
+            jaxpr,
             name=PARTITIONED,
-            platforms=platforms,
+            platforms=[call.platform],
             backend=None,
             axis_context=_sharding_impls.SPMDAxisContext(mesh, frozenset(mesh.axis_names)),
         )
@@ -421,6 +442,7 @@ __all__ = [
     "Jaxpr",
     "LoweringContext",
     "LoweringRule",
+    "OnShards",
     "Primitive",
     "Processes",
     "abandon_distributed",
@@ -446,7 +468,7 @@ __all__ = [
     "operand_types",
     "partitioned_call",
     "partitions_without_shardy",
-    "platforms",
+    "platform",
     "program_name",
     "register_partitioner",
     "require_devices",

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from jaxmp._src.runtime import jax_compat, native
-from jaxmp._src.runtime.jax_compat import Global
+from jaxmp._src.runtime.jax_compat import Global, OnShards
 from jaxmp._src.spec.options import Mesh
 
 TARGET = "jaxmp_partitioned_matmul"
@@ -33,7 +33,7 @@ def lower(
     mesh = jax_compat.global_mesh(ctx)
     described: dict[str, Any] = {
         "call": call,
-        "platforms": jax_compat.platforms(ctx),
+        "platform": jax_compat.platform(ctx),
         "mesh": [] if mesh is None else list(mesh.shape.items()),
         "x64": bool(jax.config.read("jax_enable_x64")),
     }
@@ -46,24 +46,19 @@ def lower(
 def register(place: Callable[[dict[str, Any], Mesh, Sequence[Global], Sequence[Global]], Placed]) -> None:
     """Have `place(call, mesh, operands, results)` partition the calls."""
 
-    def partition(text: str, operands: Sequence[Global], results: Sequence[Global]) -> Any:
+    def partition(text: str, operands: Sequence[Global], results: Sequence[Global]) -> OnShards:
         described = json.loads(text)
-        mesh = _mesh(described["mesh"], described.get("devices"), described["platforms"])
-        body, wanted, given = place(described["call"], mesh, operands, results)
-
-        def on_shards(*shards: jax.Array) -> Any:
-            with jax_compat.off_explicit_mesh(), jax.enable_x64(described["x64"]):
-                return body(*shards)
-
-        return mesh, on_shards, wanted, given, described["platforms"]
+        platform, x64 = described["platform"], described["x64"]
+        mesh = _mesh(described["mesh"], described.get("devices"), platform)
+        return OnShards(*place(described["call"], mesh, operands, results), mesh, platform, x64)
 
     jax_compat.register_partitioner(TARGET, partition)
 
 
-def _mesh(axes: Sequence[tuple[str, int]], ids: Sequence[int] | None, platforms: Sequence[str]) -> Mesh:
+def _mesh(axes: Sequence[tuple[str, int]], ids: Sequence[int] | None, platform: str) -> Mesh:
     """The mesh of these axes; of devices where they are said."""
     names, sizes = tuple(name for name, _ in axes), tuple(size for _, size in axes)
     if ids is None:
         return jax.sharding.AbstractMesh(sizes, names)
-    devices = {device.id: device for device in jax.devices(platforms[0])}
+    devices = {device.id: device for device in jax.devices(platform)}
     return jax.sharding.Mesh(np.array([devices[id] for id in ids]).reshape(sizes), names)

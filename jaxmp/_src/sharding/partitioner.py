@@ -18,6 +18,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmp._src.lowering.resolve import resolve
 from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.primitive.primitives import (
     activation_grad,
@@ -197,7 +198,7 @@ def _place(call: dict[str, Any], mesh: Mesh, args: Sequence[Global], results: Se
         return _place_matmul(spec, mesh, args, results)
     # Element by element, so every shard is a call of its own, on the sharding of the result.
     where = results[0].sharding_on(mesh)
-    return functools.partial(activation_grad, activation, spec=spec), (where, where), (where,)
+    return lambda aux, t: [activation_grad(activation, aux, t, spec)], (where, where), (where,)
 
 
 def _register_batched(primitive: jax_compat.Primitive, of_devices: jax_compat.Primitive) -> None:
@@ -205,24 +206,24 @@ def _register_batched(primitive: jax_compat.Primitive, of_devices: jax_compat.Pr
 
     def rule(ctx: jax_compat.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
         if jax_compat.device_count(ctx) > 1:
-            spec = spec.replace(implementation="xla")
-            for callback in list(_observers):
-                callback(spec, None)
-        lower = functools.partial(of_devices.bind, spec=spec)
-        return mlir.lower_fun(lower, multiple_results=primitive.multiple_results)(ctx, *nodes)
+            return _lower_to_xla(ctx, nodes, of_devices, spec)
+        return _lower_as(ctx, nodes, of_devices, spec=spec)
 
     mlir.register_lowering(primitive, rule)
 
 
 def _register(
-    primitive: jax_compat.Primitive, on_shards: Callable[..., Any], sharding_rule: Callable[..., str]
+    primitive: jax_compat.Primitive, of_devices: jax_compat.Primitive, sharding_rule: Callable[[MatmulSpec], str]
 ) -> None:
-    """Lower `primitive` to a call that XLA partitions, and one device's part to `on_shards(*operands, **params)`."""
+    """Lower `primitive` to a call that XLA partitions; on shards it is the primitive `of_devices`."""
 
     def rule(ctx: jax_compat.LoweringContext, *nodes: Any, spec: MatmulSpec, **params: Any) -> Any:
         if jax_compat.is_on_shards(ctx):
-            body = functools.partial(on_shards, spec=spec, **params)
-            return mlir.lower_fun(body, multiple_results=primitive.multiple_results)(ctx, *nodes)
+            return _lower_as(ctx, nodes, of_devices, spec=spec, **params)
+        types = jax_compat.operand_types(ctx)
+        if not all(isinstance(extent, int) for x in types for extent in x.shape):
+            resolve(spec, types[0], types[1], jax_compat.platform(ctx), 1)  # raises where a library was asked for
+            return _lower_to_xla(ctx, nodes, of_devices, spec, **params)
         if jax_compat.partitions_without_shardy(ctx):
             raise NotImplementedError(
                 "jaxmp.matmul: on automatic axes it is XLA's Shardy partitioner that chooses, and "
@@ -235,9 +236,30 @@ def _register(
         mlir.register_lowering(primitive, rule, platform=platform)
 
 
-_register(auto_activation_grad_p, activation_grad_p.bind, lambda spec: "m n, m n -> m n")
-_register(auto_matmul_p, matmul_p.bind, _sharding_rule)
-_register(auto_matmul_epilog_p, matmul_epilog_p.bind, _sharding_rule)
+def _lower_to_xla(
+    ctx: jax_compat.LoweringContext,
+    nodes: Sequence[Any],
+    of_devices: jax_compat.Primitive,
+    spec: MatmulSpec,
+    **params: Any,
+) -> Any:
+    """XLA's own product of global arrays, which XLA partitions."""
+    spec = spec.replace(implementation="xla")
+    for callback in list(_observers):
+        callback(spec, None)
+    return _lower_as(ctx, nodes, of_devices, spec=spec, **params)
+
+
+def _lower_as(
+    ctx: jax_compat.LoweringContext, nodes: Sequence[Any], primitive: jax_compat.Primitive, **params: Any
+) -> Any:
+    body = functools.partial(primitive.bind, **params)
+    return mlir.lower_fun(body, multiple_results=primitive.multiple_results)(ctx, *nodes)
+
+
+_register(auto_activation_grad_p, activation_grad_p, lambda spec: "m n, m n -> m n")
+_register(auto_matmul_p, matmul_p, _sharding_rule)
+_register(auto_matmul_epilog_p, matmul_epilog_p, _sharding_rule)
 _register_batched(auto_batched_matmul_p, batched_matmul_p)
 _register_batched(auto_batched_matmul_epilog_p, batched_matmul_epilog_p)
 partitioned_call.register(_place)

@@ -24,7 +24,7 @@ def from_fields(cls: type[T], fields: dict[str, Any]) -> T:
     """The inverse of `to_fields`.
 
     Raises:
-      ValueError: this version of the dataclass does not have one of the fields.
+      ValueError: this version of the dataclass does not have one of the fields, or not of that type.
     """
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     unknown = sorted(fields.keys() - defaults.keys())
@@ -33,7 +33,14 @@ def from_fields(cls: type[T], fields: dict[str, Any]) -> T:
             f"the program describes a {cls.__name__} with {', '.join(unknown)}, which this version of jaxmp does not "
             "know; export it again, or run it with the version that it was exported with"
         )
-    return cls(**{name: _value(plain, defaults[name]) for name, plain in fields.items()})
+    values = {name: _value(plain, defaults[name]) for name, plain in fields.items()}
+    for name, value in values.items():
+        kind = type(defaults[name])
+        if kind in (bool, str, tuple) and not isinstance(value, kind):
+            raise ValueError(
+                f"the program describes a {cls.__name__} with {name}={value!r}, which is no {kind.__name__}"
+            )
+    return cls(**values)
 
 
 def _plain(x: Any) -> Any:

@@ -1,0 +1,121 @@
+"""Programs that one process compiles and exports, and the next one runs; each a process of its own.
+
+python restart.py write FOLDER
+python restart.py read FOLDER     prints JSON: what the compilation cache said of each program, and its results' state
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import sys
+
+import conftest  # noqa: F401 (devices)
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+EVENTS = {"/jax/compilation_cache/cache_hits": "hit", "/jax/compilation_cache/cache_misses": "miss"}
+CHECKS = [jax.export.DisabledSafetyCheck.custom_call(name) for name in ("jaxmp_matmul", "jaxmp_partitioned_matmul")]
+SPECS = P("x", None), P(None, None)
+
+
+def loss(a, b):
+    """Products of a gradient with an epilog, all exact in small integers."""
+    z, rest = jaxmp.matmul(a, b, epilog=jaxmp.Epilog.RELU_AUX_BIAS, epilog_inputs={"bias": jnp.arange(-4.0, 4.0)})
+    return (z * z).sum(), rest["relu_aux"]
+
+
+def gradient(a, b):
+    return jax.grad(loss, (0, 1), has_aux=True)(a, b)
+
+
+def in_shard_map(a, b):
+    mesh = mesh_of(AxisType.Auto, 4)
+    specs = {"mesh": mesh, "in_specs": SPECS, "out_specs": P(None, None)}
+    return jax.shard_map(lambda a, b: jaxmp.all_gather_matmul(a, b, "x"), check_vma=False, **specs)(a, b)
+
+
+def mesh_of(axis_type, count, is_reversed=False):
+    devices = jax.devices()[:: -1 if is_reversed else 1][:count]
+    return jax.make_mesh((count,), ("x",), axis_types=(axis_type,), devices=devices)
+
+
+# By name: the program, the axes of its operands' mesh, and on how many devices.
+PROGRAMS = {
+    "no mesh": (gradient, None, 1),
+    "auto": (gradient, AxisType.Auto, 4),
+    "auto, one device": (gradient, AxisType.Auto, 1),
+    "explicit": (gradient, AxisType.Explicit, 4),
+    "shard_map": (in_shard_map, AxisType.Auto, 4),
+}
+# Which of them also for any number of rows.
+SYMBOLIC = ("no mesh", "auto", "auto, one device")
+
+
+def operands():
+    rng = np.random.default_rng(0)
+    return [rng.integers(-3, 4, shape).astype(np.float32) for shape in ((8, 16), (16, 8))]
+
+
+def placed(axis_type, count, is_reversed=False):
+    if axis_type is None:
+        return operands()
+    mesh = mesh_of(axis_type, count, is_reversed)
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(operands(), SPECS, strict=True)]
+
+
+def expected(program):
+    a, b = operands()
+    if program is in_shard_map:
+        return [a @ b]
+    z = a @ b + np.arange(-4, 4)
+    t = 2 * np.maximum(z, 0)
+    return [t @ b.T, a.T @ t]
+
+
+def write(folder):
+    for name, (program, axis_type, count) in PROGRAMS.items():
+        args = placed(axis_type, count)
+        jax.block_until_ready(jax.jit(program)(*args))
+        shapes = {name: args}
+        if name in SYMBOLIC:
+            (rows,) = jax.export.symbolic_shape("4 * m")
+            a = jax.ShapeDtypeStruct((rows, 16), np.float32, sharding=getattr(args[0], "sharding", None))
+            shapes[f"{name}, any rows"] = [a, args[1]]
+        for name, args in shapes.items():
+            exported = jax.export.export(jax.jit(program), disabled_checks=CHECKS)(*args)
+            (folder / f"{name}.export").write_bytes(exported.serialize())
+
+
+def read(folder):
+    found, events = {}, []
+    jax.monitoring.register_event_listener(lambda event, **_: events.append(EVENTS.get(event)))
+    jaxmp.register()
+    for name, (program, axis_type, count) in PROGRAMS.items():
+        args = placed(axis_type, count)
+        events.clear()
+        got = {"cache": jax.jit(program)(*args)}
+        found[name] = {"cache": [event for event in events if event]}
+        for path in (folder / f"{name}.export", folder / f"{name}, any rows.export"):
+            with contextlib.suppress(FileNotFoundError):
+                exported = jax.export.deserialize(bytearray(path.read_bytes()))
+                got[path.stem] = jax.jit(exported.call)(*placed(axis_type, count, is_reversed=True))
+        for which, results in got.items():
+            arrays = zip(jax.tree.leaves(results), expected(program), strict=False)
+            found[name][f"{which} is right"] = all(np.array_equal(x, want) for x, want in arrays)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    folder = pathlib.Path(sys.argv[2])
+    jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    {"write": write, "read": read}[sys.argv[1]](folder)
