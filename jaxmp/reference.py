@@ -106,11 +106,12 @@ def mlp(
     return linear(linear(x, w_in, b_in, activation=activation), w_out, b_out)
 
 
-def activate(activation: str | None, z: jax.Array) -> jax.Array:
-    """relu, tanh-gelu or nothing."""
-    if activation is None:
+def activate(activation: Activation | str | None, z: jax.Array) -> jax.Array:
+    """act(z), or z where there is no activation."""
+    found = activations.find("reference", activation)
+    if found is None:
         return z
-    return {"relu": jax.nn.relu, "gelu": activations.gelu}[activation](z)
+    return {"relu": jax.nn.relu, "gelu": activations.gelu}[found](z) if isinstance(found, str) else found(z)
 
 
 def _as_row(bias: ArrayLike, ndim: int) -> jax.Array:

@@ -8,7 +8,7 @@ from typing import Any, Unpack, overload
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
-from jaxmp._src.ops import block_cyclic
+from jaxmp._src.ops import activated, block_cyclic
 from jaxmp._src.ops.block_cyclic import BlockCyclicArray
 from jaxmp._src.ops.signatures import (
     AuxEpilog,
@@ -20,10 +20,11 @@ from jaxmp._src.ops.signatures import (
     WithResults,
 )
 from jaxmp._src.sharding import meshes
-from jaxmp._src.sharding.sharded_call import product
-from jaxmp._src.spec import epilogs
+from jaxmp._src.sharding.sharded_call import make_call, product
+from jaxmp._src.spec import activations, epilogs
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.low_precision import Scaling
+from jaxmp._src.spec.matmul_spec import result_shape
 from jaxmp._src.spec.options import (
     Activation,
     CommOptions,
@@ -35,7 +36,8 @@ from jaxmp._src.spec.options import (
     Sharding,
 )
 from jaxmp._src.spec.process_grid import BlockCyclic
-from jaxmp._src.validation.arguments import SPEC_OPTIONS
+from jaxmp._src.validation import operand_checks
+from jaxmp._src.validation.arguments import SPEC_OPTIONS, validated
 
 
 @overload
@@ -194,13 +196,16 @@ def linear(
     scaling: Scaling | None = None,
     comm: CommOptions | None = None,
 ) -> jax.Array | WithResults:
-    """Dense layer `act(x @ w + bias)`, one call with a fused epilog.
+    """Dense layer `act(x @ w + bias)`, one call whose epilog has the bias, and "relu" and "gelu".
+
+    XLA applies any other activation to the product and its bias as they were summed, and rounds once.
 
     Args:
       x: (..., k).
       w: (k, n).
       bias: (n,) or None.
-      activation: None, "relu" or "gelu" (tanh form).
+      activation: None, "relu", "gelu" (tanh form), "gelu_exact" (erf), "silu" (or "swish"), "tanh", "sigmoid", or an
+        elementwise function of an array.
 
     The other options are those of `matmul`, in whose messages x is a and w is b.
 
@@ -221,9 +226,24 @@ def linear(
         matrix: jax.Array = linear(row[None], w, bias, activation=activation, **options)
         return matrix[0]
     inputs = None if bias is None else {"bias": bias}
-    epilog = epilogs.for_activation(activation, bias is not None)
-    result: jax.Array | WithResults = matmul(x, w, epilog=epilog, epilog_inputs=inputs, **options)
+    found = activations.find("linear", activation)
+    fused = found if isinstance(found, str) else None
+    options["epilog"] = epilogs.for_activation(fused, bias is not None)
+    if callable(found):
+        return _activated(x, w, inputs, found, options)
+    result: jax.Array | WithResults = matmul(x, w, epilog_inputs=inputs, **options)
     return result
+
+
+def _activated(x: Any, w: Any, inputs: Any, f: activations.Function, options: dict[str, Any]) -> jax.Array:
+    """`f` of the product and its bias."""
+    x, w = map(operand_checks.as_array, (x, w))
+    spec, operands = validated("linear", x, w, None, inputs, options)
+    activated.check_spec("linear", spec)
+    shape = result_shape(spec, x, w)
+    shardings = (options["out_sharding"], options["in_shardings"], options["mesh"])
+    call = make_call(spec, meshes.place("linear", x, w, shape, *shardings), operands, shape, "linear")
+    return activated.activated_call(call, f, operands)
 
 
 _SHARDINGS = ("out_sharding", "in_shardings")

@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
+from jaxmp._src.ops import activated
 from jaxmp._src.ops.matmul import linear
 from jaxmp._src.ops.signatures import ShardingTriple
 from jaxmp._src.primitive.collectives import cast_varying
@@ -29,7 +30,8 @@ from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import layouts, meshes, sharded_call
 from jaxmp._src.sharding import patterns as patterns_lib
 from jaxmp._src.sharding.shard_local import bind_plan, gathered
-from jaxmp._src.spec import epilogs, low_precision
+from jaxmp._src.spec import activations, epilogs, low_precision
+from jaxmp._src.spec.activations import Function
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
 from jaxmp._src.spec.options import Activation, AxisName, Determinism, Implementation, Mesh, Precision, Sharding
@@ -58,9 +60,9 @@ def mlp(
 ) -> jax.Array:
     """Two dense layers, `act(x @ w_in + b_in) @ w_out + b_out`, with a fused backward pass.
 
-    The value is that of two `linear`s. The gradient takes the cotangent of y through w_out, the activation and the
-    hidden bias in one call (epilog DGELU_BGRAD or DRELU_BGRAD), except under XLA's partitioner (auto axes without
-    `in_shardings`).
+    The value is that of two `linear`s. The gradient of a "relu" or "gelu" takes the cotangent of y through w_out, the
+    activation and the hidden bias in one call (epilog DRELU_BGRAD or DGELU_BGRAD), except under XLA's partitioner (auto
+    axes without `in_shardings`). Other activations have no such epilog.
 
     Where x's rows and w_in's columns lie on one axis, the first layer is an all-gather, and with y's rows on it again
     the second is a reduce-scatter (sequence parallelism). With x and y whole, they are local and an all-reduce.
@@ -69,7 +71,7 @@ def mlp(
       x: (..., k).
       w_in: (k, h); b_in: (h,) or None.
       w_out: (h, n); b_out: (n,) or None.
-      activation: "relu" or "gelu" (tanh form).
+      activation: as in `linear`, but not None.
       axis_name: inside `jax.shard_map`, a mesh axis or a tuple of them: x's rows (the next to last dimension) are
         gathered over it and y's are scattered; each rank holds its columns of w_in and b_in, its rows of w_out and all
         of b_out. None: both layers are local there.
@@ -129,6 +131,19 @@ class _Layer:
         epilog = (keeps_aux and epilogs.RULES[epilog].with_aux) or epilog
         return self._bind(x, operands, bias, epilog=epilog)
 
+    def hidden(self, x: jax.Array, operands: dict[str, jax.Array], activation: str | Function) -> jax.Array:
+        """The activated result."""
+        if isinstance(activation, str):
+            return self.apply(x, operands, activation)["d"]
+        spec = self.spec.replace(epilog=epilogs.for_activation(None, self.bias in operands))
+        weight = operands[self.weight]
+        layer = {"a": x.astype(weight.dtype), "b": weight}
+        layer |= {"bias": operands[self.bias]} if self.bias in operands else {}
+        return activated.activate(activation, [activated.preactivation(self._product_of, spec, layer)])
+
+    def _product_of(self, spec: MatmulSpec, operands: dict[str, jax.Array]) -> jax.Array:
+        return bind_plan(self.plan, spec, operands)["d"]
+
     def product(self, x: jax.Array, operands: dict[str, jax.Array]) -> jax.Array:
         return self._bind(x, operands, {}, epilog=Epilog.NONE)["d"]
 
@@ -143,12 +158,12 @@ class _Layer:
 class _Mlp:
     first: _Layer
     second: _Layer
-    activation: str
+    activation: str | Function
 
 
 def _layers(mlp: _Mlp, operands: dict[str, jax.Array]) -> jax.Array:
     """y from the shards of x, w_in, b_in, w_out, b_out (the biases only where there are any)."""
-    h = mlp.first.apply(operands["x"], operands, mlp.activation)["d"]
+    h = mlp.first.hidden(operands["x"], operands, mlp.activation)
     return mlp.second.apply(h, operands, None)["d"]
 
 
@@ -159,6 +174,7 @@ def _layers_jvp_rule(
     mlp: _Mlp, primals: tuple[dict[str, jax.Array]], tangents: tuple[dict[str, Any]]
 ) -> tuple[jax.Array, jax.Array]:
     operands, moved = primals[0], {k: t for k, t in tangents[0].items() if not isinstance(t, SymbolicZero)}
+    assert isinstance(mlp.activation, str)
     h, aux = mlp.first.apply(operands["x"], operands, mlp.activation, keeps_aux=True).values()
     y = mlp.second.apply(h, operands, None)["d"]
 
@@ -196,6 +212,7 @@ def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array
             x = jnp.swapaxes(x.reshape(batch, p, rows // p, x.shape[-1]), 0, 1)
         return x.reshape(batch * rows, x.shape[-1])
 
+    assert isinstance(mlp.activation, str)
     y = activated_matmul(spec, mlp.activation, fold(tz), tbias, fold(aux), w)
     if scatters:
         shape[lead] //= p
@@ -220,14 +237,16 @@ def _fused(
     b_in: Any,
     w_out: Any,
     b_out: Any,
-    activation: str,
+    activation: Activation,
     axis_name: AxisName | None,
     shardings: dict[str, Any],
     options: dict[str, Any],
 ) -> jax.Array | None:
     """y, or None where XLA's partitioner decides, and the two layers have to be calls of their own."""
-    if activation not in ("relu", "gelu"):
-        raise ValueError(f'mlp: activation must be "relu" or "gelu", got {activation!r}')
+    found = activations.find("mlp", activation)
+    if found is None:
+        raise ValueError("mlp: activation must be a name or a function, got None; call jaxmp.linear twice")
+    fused = found if isinstance(found, str) else None
     for argument, operand in (("x", x), ("w_in", w_in), ("w_out", w_out)):
         if low_precision.is_low_precision(getattr(operand, "dtype", np.float32)):
             raise NotImplementedError(
@@ -235,10 +254,16 @@ def _fused(
                 "jaxmp.matmul twice (examples/05_fp8_linear.py)"
             )
     groups = _groups(axis_name)
-    spec, ins = _validated(FIRST, x, w_in, b_in, activation, options, groups[0])
+    spec, ins = _validated(FIRST, x, w_in, b_in, fused, options, groups[0])
+    if fused is None:
+        activated.check_spec(FIRST, spec)
     h = jax.ShapeDtypeStruct(result_shape(spec, x, w_in), _promoted(spec.out_dtype, w_out))
     next_spec, outs = _validated(SECOND, h, w_out, b_out, None, options, groups[1])
-    is_fused = h.dtype == spec.out_dtype == next_spec.out_dtype and 0 not in (*x.shape, *w_in.shape, *w_out.shape)
+    is_fused = (
+        fused is not None
+        and h.dtype == spec.out_dtype == next_spec.out_dtype
+        and 0 not in (*x.shape, *w_in.shape, *w_out.shape)
+    )
     is_fused &= spec.determinism != "topology"  # a hidden bias has its sums over data-parallel ranks from calls
     specs: tuple[MatmulSpec, ...] = (spec, next_spec)
     operands = ins, outs
@@ -263,7 +288,8 @@ def _fused(
     ]
     arrays = {"x": ins["a"], "w_in": ins["b"], "b_in": ins.get("bias"), "w_out": outs["b"], "b_out": outs.get("bias")}
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    y: jax.Array = jaxmp_mlp(_Run(_Mlp(layers[0], layers[1], activation), is_fused, calls), arrays)
+    run = activated.compiled(jaxmp_mlp, found)
+    y: jax.Array = run(_Run(_Mlp(layers[0], layers[1], found), is_fused, calls), arrays)
     return y
 
 
@@ -327,9 +353,11 @@ def jaxmp_mlp(run: _Run, operands: dict[str, jax.Array]) -> jax.Array:
     names = (("x", "w_in", "b_in"), ("hidden", "w_out", "b_out"))
     ins, outs = ([name for name in each if name in operands or name == "hidden"] for each in names)
     if not run.is_fused:
-        h = sharded_call.jaxmp_call(
-            first, dict(zip(("a", "b", "bias"), (operands[name] for name in ins), strict=False))
-        )["d"]
+        layer = dict(zip(("a", "b", "bias"), (operands[name] for name in ins), strict=False))
+        if isinstance(run.mlp.activation, str):
+            h = sharded_call.jaxmp_call(first, layer)["d"]
+        else:
+            h = activated.activated_call(first, run.mlp.activation, layer)
         rest = (h.astype(operands["w_out"].dtype), *(operands[name] for name in outs[1:]))
         y: jax.Array = sharded_call.jaxmp_call(second, dict(zip(("a", "b", "bias"), rest, strict=False)))["d"]
         return y

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxmp._src.spec import process_grid
+
+# Elementwise, traced by JAX.
+Function = Callable[..., jax.Array]
 
 _SCALE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
@@ -72,6 +78,37 @@ def gelu_second_derivative(z: jax.Array) -> jax.Array:
     z = _widen(z)
     curve: jax.Array = jax.jvp(_gelu_derivative, (z,), (jnp.ones_like(z),))[1]
     return curve
+
+
+# Those that cuBLASMp has epilogs for, by what users pass.
+FUSED: tuple[tuple[Any, str], ...] = (("relu", "relu"), ("gelu", "gelu"), (jax.nn.relu, "relu"), (jax.nn.gelu, "gelu"))
+# The others that have names. PyTorch and Keras call a gelu exact, or not approximate, that is made of erf.
+NAMED: dict[str, Function] = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "tanh": jnp.tanh,
+    "sigmoid": jax.nn.sigmoid,
+}
+
+
+def find(name: str, activation: Any) -> str | Function | None:
+    """What a user asks for: the name of a fused activation, a function that XLA applies, or None for none."""
+    for key, fused in FUSED:
+        if activation is key or (isinstance(activation, str) and activation == key):
+            return fused
+    if isinstance(activation, str) and activation in NAMED:
+        return NAMED[activation]
+    if activation is None or callable(activation):
+        found: Function | None = activation
+        return found
+    names = ", ".join(f'"{key}"' for key in ("relu", "gelu", *NAMED))
+    raise ValueError(f"{name}: activation must be one of {names}, or a function of an array, got {activation!r}")
+
+
+def is_named(f: Function) -> bool:
+    """Whether `f` is one of `NAMED`, which depends on its argument alone."""
+    return any(f is named for named in NAMED.values())
 
 
 def multiply_by_slope(activation: str, aux: jax.Array, t: jax.Array) -> jax.Array:

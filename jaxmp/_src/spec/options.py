@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-Activation = Literal["relu", "gelu"]
+Activation = (
+    Literal["relu", "gelu", "silu", "swish", "gelu_exact", "tanh", "sigmoid"] | Callable[[jax.Array], jax.Array]
+)
 Algorithm = Literal["default", "split_p2p", "split_multicast", "atomic_p2p", "atomic_multicast", "no_overlap", "fused"]
 Determinism = Literal["run_to_run", "batch", "topology"]
 Implementation = Literal["host", "xla", "cublasmp"]

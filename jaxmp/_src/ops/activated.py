@@ -1,0 +1,140 @@
+"""Activations that no epilog has: XLA applies them to the accumulated product, ahead of its one rounding.
+
+With z the product and its bias in the accumulator's type, d = act(z) rounded once. Its derivative is taken at z in d's
+type, as the derivative of a fused gelu is: products of tangents and cotangents are then of d's type, and that z is all
+that reverse mode keeps of the activation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+
+from jaxmp._src.sharding.sharded_call import Call, jaxmp_call
+from jaxmp._src.spec import activations
+from jaxmp._src.spec.activations import Function
+from jaxmp._src.spec.matmul_spec import RESULT_TYPES, MatmulSpec, accumulator
+from jaxmp._src.validation.comm_options import fit_comm_options
+
+Operands = dict[str, jax.Array]
+# d of a spec, from the operands by name.
+Product = Callable[[MatmulSpec, Operands], jax.Array]
+# A product in d's type, and in the accumulator's.
+Preactivation = tuple[jax.Array, jax.Array]
+
+
+def check_spec(name: str, spec: MatmulSpec) -> None:
+    """Raise NotImplementedError for a product that XLA cannot activate as the library would."""
+    if spec.fixed_reduction_order:
+        raise NotImplementedError(
+            f'{name}: with determinism={spec.determinism!r} activation is "relu" or "gelu", which the library '
+            "computes; take one of them, or apply another to the result, where its bits are XLA's"
+        )
+    out, bias = (np.dtype(dtype).name for dtype in (spec.out_dtype, spec.bias_dtype or spec.out_dtype))
+    is_narrow_bias = spec.bias_dtype is not None and spec.rule.has_bias and bias == "float16"
+    if out not in RESULT_TYPES or is_narrow_bias:
+        raise NotImplementedError(
+            f'{name}: with operands of 8 bits and a result of {out} activation is "relu" or "gelu"; take a result of '
+            "bfloat16 or float32, or apply another to the result"
+        )
+
+
+def activated_call(call: Call, f: Function, operands: Operands) -> jax.Array:
+    """`f` of a planned call's d."""
+    result: jax.Array = compiled(jaxmp_activated, f)(call, f, operands)
+    return result
+
+
+def compiled(run: Any, activation: str | Function) -> Any:
+    """`run`, which `jax.jit` compiles for each activation; what it wraps where that is a function of the user's.
+
+    Such a function may close over what is being traced, which no cache of compiled programs may keep.
+    """
+    return run if isinstance(activation, str) or activations.is_named(activation) else run.__wrapped__
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def jaxmp_activated(call: Call, f: Function, operands: Operands) -> jax.Array:
+    """As `activated_call`."""
+    return activate(f, [preactivation(product_of(call), call.spec, operands)])
+
+
+def product_of(call: Call) -> Product:
+    """`call` for another spec."""
+    return lambda spec, operands: jaxmp_call(dataclasses.replace(call, spec=spec), operands)["d"]
+
+
+def preactivation(bind: Product, spec: MatmulSpec, operands: Operands) -> Preactivation:
+    """The product of `spec`, whose epilog adds a bias at most."""
+    if _widened(spec) == spec:
+        z = bind(spec, operands)
+        return z, z
+    pair: Preactivation = _rounded_and_wide(bind, spec, operands)
+    return pair
+
+
+def _widened(spec: MatmulSpec) -> MatmulSpec:
+    return fit_comm_options(spec.replace(out_dtype=accumulator(spec.out_dtype)))
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _rounded_and_wide(bind: Product, spec: MatmulSpec, operands: Operands) -> Preactivation:
+    wide = _widened(spec)
+    if "bias" in operands and spec.bias_dtype is None:
+        operands = operands | {"bias": operands["bias"].astype(wide.out_dtype)}
+    z = bind(wide, operands)
+    return z.astype(spec.out_dtype), z
+
+
+def _rounded_and_wide_jvp_rule(
+    bind: Product, spec: MatmulSpec, primals: tuple[Operands], tangents: tuple[dict[str, Any]]
+) -> tuple[Preactivation, Preactivation]:
+    """Of the rounded product alone, by a product of that type; nobody differentiates the other."""
+    operands, moved = primals[0], {k: t for k, t in tangents[0].items() if not isinstance(t, SymbolicZero)}
+    rounded, wide = _rounded_and_wide(bind, spec, operands)
+    _, t = jax.jvp(lambda x: bind(spec, operands | x), ({name: operands[name] for name in moved},), (moved,))
+    return (rounded, wide), (t, jnp.zeros_like(wide))
+
+
+_rounded_and_wide.defjvp(_rounded_and_wide_jvp_rule, symbolic_zeros=True)
+
+
+def activate(f: Function, products: Sequence[Preactivation]) -> jax.Array:
+    """`f` of the products, elementwise; reverse mode keeps the products in d's type, and evaluates f again."""
+    rounded, wide = zip(*products, strict=True)
+    dtype = rounded[0].dtype
+
+    def apply(*zs: jax.Array) -> jax.Array:
+        d = f(*(z.astype(accumulator(dtype)) for z in zs))
+        if jnp.shape(d) != zs[0].shape:
+            raise ValueError(
+                f"jaxmp: activation must be elementwise, but {f} makes shape {jnp.shape(d)} of {zs[0].shape}"
+            )
+        return d.astype(dtype)
+
+    d: jax.Array = jax.checkpoint(apply)(*rounded)
+    if rounded is wide or rounded[0] is wide[0]:
+        return d
+    result: jax.Array = _with_tangent(lax.stop_gradient(apply(*map(lax.stop_gradient, wide))), d)
+    return result
+
+
+@jax.custom_jvp
+def _with_tangent(value: jax.Array, like: jax.Array) -> jax.Array:
+    """`value`, with the derivatives of `like`."""
+    return value
+
+
+@_with_tangent.defjvp
+def _with_tangent_jvp_rule(
+    primals: tuple[jax.Array, jax.Array], tangents: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return _with_tangent(*primals), tangents[1]
