@@ -87,7 +87,6 @@ WRONG_PRODUCTS = [
     ("a", "other k", {}, ValueError, "matmul: b has k=4 but a has k=6 (global shapes (4, 6), (4, 6))"),
     ("a", "other blocks", {}, ValueError, "matmul: along k, a has blocks of 3 but b has 2; they must be equal: lay b out in blocks of 3, or a in blocks of 2"),
     ("a", "other mesh", {}, ValueError, "matmul: a lies on axes (('x',), ('y',)) of mesh {'x': 2, 'y': 2} but b on"),
-    ("a", "integers", {}, TypeError, "matmul: b has dtype int32; integer operands but int8, and boolean ones, are not supported"),
     ("a", "b", {"out_sharding": P("x", "y")}, TypeError, "matmul: out_sharding must be a jaxmp.BlockCyclic, got P"),
     ("a", "b", {"out_sharding": BlockCyclic((2, 2), (4, 2))}, ValueError, "matmul: along m, a has blocks of 2 but the result has 4; they must be equal"),
     ("a", "b", {"out_sharding": BlockCyclic((2, 2), (2, 5))}, ValueError, "matmul: along n, b has blocks of 2 but the result has 5"),

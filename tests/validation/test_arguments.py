@@ -73,6 +73,87 @@ def test_arrays_of_numpys_own_types_have_those_that_jax_gives_them():
     assert (d.dtype, float(d[0, 0]), y.dtype, float(y[0, 0])) == (jnp.float32, 5.0, jnp.float32, 4.0)
 
 
+# Types of a and b: those of jnp's result, but for int8, whose product is int32.
+PRODUCTS = [
+    ("int32", "int32"),
+    ("int16", "int16"),
+    ("uint8", "uint8"),
+    ("bool", "bool"),
+    ("int32", "float32"),
+    ("bool", "bfloat16"),
+    ("int8", "float32"),
+    ("int8", "uint8"),
+    ("bfloat16", "float32"),
+    ("bfloat16", "float16"),
+]
+
+
+@pytest.mark.parametrize("dtypes", PRODUCTS, ids=str)
+def test_types_of_operands_are_those_of_jnp(dtypes, rng, standard_promotion):
+    cases.require(None)
+    a, b = (rng.integers(0, 5, shape).astype(dtype) for shape, dtype in zip(((4, 6), (6, 8)), dtypes, strict=True))
+    got, want = jaxmp.matmul(a, b), jnp.matmul(a, b)
+    assert got.dtype == want.dtype
+    np.testing.assert_array_equal(got, want)
+
+
+INTEGERS = {"int32": 1000, "uint8": 100, "bool": 2}
+WAYS = {
+    "all-reduce": (P(None, "x"), P("x", None), P(None, None)),
+    "reduce-scatter": (P(None, "x"), P("x", None), P("x", None)),
+    "all-gather": (P("x", None), P(None, "x"), P(None, "x")),
+    "grid": (P("x", "y"), P("x", "y"), P("x", "y")),
+}
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+@pytest.mark.parametrize(("a_spec", "b_spec", "out"), WAYS.values(), ids=WAYS)
+def test_integers_are_summed_over_devices_modulo_their_type(a_spec, b_spec, out, dtype, mesh_of, rng):
+    """As NumPy sums them: ranks that each fit a bool add up to True."""
+    mesh = mesh_of({"x": 2, "y": 2})
+    a, b = (rng.integers(0, INTEGERS[dtype], shape).astype(dtype) for shape in ((4, 8), (8, 6)))
+    with jax.set_mesh(mesh):
+        got = jaxmp.matmul(cases.put(a, mesh, a_spec), cases.put(b, mesh, b_spec), out_sharding=out)
+    np.testing.assert_array_equal(got, a @ b)
+    assert got.dtype == dtype
+
+
+def test_integers_with_all_that_they_take(rng):
+    cases.require(None)
+    a, b, c, bias = (rng.integers(-9, 9, shape).astype(np.int32) for shape in ((3, 4, 6), (6, 8), (3, 4, 8), (8,)))
+    options = {"alpha": 3, "beta": -2, "epilog": Epilog.RELU_BIAS, "epilog_inputs": {"bias": bias}}
+    want = np.maximum(3 * (a @ b) - 2 * c + bias, 0)
+    for level in ("run_to_run", "topology"):  # integers are summed exactly in any order
+        np.testing.assert_array_equal(jaxmp.matmul(a, b, c, determinism=level, **options), want)
+    np.testing.assert_array_equal(jax.vmap(jaxmp.matmul, (0, None))(a, b), a @ b)
+    np.testing.assert_array_equal(jax.vmap(jaxmp.matmul)(a, np.stack([b] * 3)), a @ b)
+    wide = jaxmp.matmul(a.astype(np.int16), b.astype(np.int16), preferred_element_type=jnp.int32)
+    np.testing.assert_array_equal(wide, a @ b)
+    slope = jax.grad(lambda x: x * jaxmp.matmul(a * x.astype(np.int32), b).sum().astype(x.dtype))
+    assert float(slope(np.float32(2))) == 2 * (a @ b).sum()
+    (row,) = jaxmp.explain(jaxmp.matmul)(a, b).rows
+    assert (row.implementation, row.why) == ("xla", "XLA alone multiplies int32")
+    with pytest.raises(NotImplementedError, match="implementation='host': XLA alone multiplies int32; pass impl"):
+        jaxmp.matmul(a, b, implementation="host")
+
+
+@pytest.mark.parametrize("what", ["bias", "c"])
+def test_what_is_added_widens_a_result_of_16_bits(what, rng, standard_promotion):
+    """As `jnp.matmul(a, b) + bias`, but rounded once."""
+    cases.require(None)
+    a, b, added = integers(rng, 4, 6), integers(rng, 6, 8), integers(rng, 4, 8) + np.float32(1 / 1024)
+    narrow = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+    if what == "bias":
+        added = added[0]
+        got, grad = jax.value_and_grad(lambda bias: jaxmp.linear(*narrow, bias).sum())(added)
+        np.testing.assert_array_equal(grad, np.full(8, 4.0))
+        got = jaxmp.linear(*narrow, added)
+    else:
+        got = jaxmp.matmul(*narrow, added, beta=1.0)
+    assert got.dtype == (narrow[0] @ narrow[1] + added).dtype == np.float32
+    np.testing.assert_array_equal(got, a @ b + added)
+
+
 def test_a_weakly_typed_bias_gives_way():
     cases.require(None)
     x, bias = jnp.ones((2, 3), jnp.bfloat16), jnp.full(4, 1.0)

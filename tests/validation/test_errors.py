@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import modes
 import numpy as np
 import pytest
+from jax.experimental.sparse import BCOO
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -33,6 +34,13 @@ def zeros(*shape, dtype=np.float32):
     return np.zeros(shape, dtype)
 
 
+class Box:
+    """A parameter that its library keeps in an object."""
+
+    def __init__(self, value):
+        self.value = value
+
+
 class Tensor:
     """An array of another library, which JAX does not take."""
 
@@ -48,7 +56,7 @@ WRONG = {
     "b is no array": ((A, 2.0), {}, TypeError, "matmul: b must be an array, got float"),
     "c is no array": ((A, B, 1.0), {"beta": 1.0}, TypeError, "matmul: c must be an array, got float"),
     "a is another library's": ((Tensor(), B), {}, TypeError, "matmul: a must be an array, got Tensor; convert it with jnp.asarray"),
-    "a holds objects": ((A.astype(object), B), {}, TypeError, "matmul: a must be an array of numbers, got ndarray of dtype object; convert it with jnp.asarray"),
+    "a holds objects": ((A.astype(object), B), {}, TypeError, "matmul: a must be an array of numbers, got ndarray of dtype object"),
     "a holds float0": ((np.zeros((4, 6), jax.dtypes.float0), B), {}, TypeError, "matmul: a must be an array of numbers, got dtype [('float0', 'V')]"),
     "transposition as in BLAS": ((A, B), {"transpose_a": "N"}, TypeError, "matmul: transpose_a must be True or False, got 'N'"),
     "conjugation as in BLAS": ((A, B), {"conjugate_b": "C"}, TypeError, "matmul: conjugate_b must be True or False, got 'C'"),
@@ -61,14 +69,22 @@ WRONG = {
     "comm is a dict": ((A, B), {"comm": {"algorithm": "fused"}}, TypeError, "matmul: comm must be a jaxmp.CommOptions, got dict; pass comm=jaxmp.CommOptions(dtype=..., algorithm=..., sm_count=...)"),
     "scaling is a pair": ((A, B), {"scaling": (1, 2)}, TypeError, "matmul: scaling must be a jaxmp.Scaling, got tuple; pass scaling=jaxmp.Scaling(a=..., b=...)"),
     "an option of old": ((A, B), {"scales": None}, TypeError, "matmul() got an unexpected keyword argument 'scales'"),
-    "a is a vector": ((zeros(6), B), {}, ValueError, "matmul: a must have at least 2 dimensions, got 1 (shape (6,))"),
-    "b is a vector": ((A, zeros(6)), {}, ValueError, "matmul: b must have 2 dimensions, got 1 (shape (6,))"),
-    "b has a batch": ((A, zeros(2, 6, 8)), {}, ValueError, "matmul: b must have 2 dimensions, got 3 (shape (2, 6, 8))"),
-    "integer a": ((A.astype(np.int32), B), {}, TypeError, "matmul: a has dtype int32; integer operands but int8, and boolean ones, are not supported and never widened: convert it, for example a.astype(jnp.float32)"),
-    "integer b": ((A, B.astype(np.uint8)), {}, TypeError, "matmul: b has dtype uint8; integer"),
-    "int8 beside float32": ((A, B.astype(np.int8)), {}, NotImplementedError, "matmul: a is float32 and b is int8; float8 goes with float8 (float8_e5m2 not with itself), float4_e2m1fn and int8 with their own type"),
-    "boolean a": ((A.astype(bool), B), {}, TypeError, "matmul: a has dtype bool; integer"),
-    "integer c": ((A, B, C.astype(np.int32)), {"beta": 1.0}, TypeError, "matmul: c has dtype int32; integer"),
+    "a is a vector": ((zeros(6), B), {}, ValueError, "matmul: a must have at least 2 dimensions, got 1 (shape (6,)); pass a[None]"),
+    "b is a vector": ((A, zeros(6)), {}, ValueError, "matmul: b must have 2 dimensions, got 1 (shape (6,)); pass b[:, None]"),
+    "b has a batch": ((A, zeros(2, 6, 8)), {}, ValueError, "matmul: b must have 2 dimensions, got 3 (shape (2, 6, 8)); jaxmp.einsum and jax.vmap take a batch of matrices"),
+    "a is None": ((None, B), {}, TypeError, "matmul: a must be an array, got NoneType"),
+    "a is text": (("a", B), {}, TypeError, "matmul: a must be an array, got str"),
+    "a holds text": ((np.full((4, 6), "a"), B), {}, TypeError, "matmul: a must be an array of numbers, got ndarray of dtype <U1"),
+    "b is all parameters": ((A, {"kernel": B, "bias": BIAS}), {}, TypeError, "matmul: b must be an array, got dict; pass one of its arrays, which it has under 'kernel', 'bias'"),
+    "b is in a box": ((A, Box(B)), {}, TypeError, "matmul: b must be an array, got Box; pass the array in it, b.value"),
+    "a is sparse": ((BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(4, 6)), B), {}, TypeError, "matmul: a must be an array, got BCOO; a sparse array has to be dense: pass a.todense()"),
+    "a is a key": ((jax.random.key(0), B), {}, TypeError, "matmul: a must be an array of numbers, got dtype key<fry>; draw numbers with it, as jax.random.normal does"),
+    "float8 beside float32": ((A, B.astype(jnp.float8_e5m2)), {}, NotImplementedError, "matmul: a is float32 and b is float8_e5m2; float8 goes with float8 (float8_e5m2 not with itself), float4_e2m1fn with its own type: convert one of them"),
+    "narrower integers": ((A.astype(np.int32), B.astype(np.int32)), {"preferred_element_type": jnp.int16}, NotImplementedError, "matmul: preferred_element_type int16 is not available for int32 operands; available: int32, int64"),
+    "gelu of integers": ((A.astype(np.int32), B.astype(np.int32)), {"epilog": Epilog.GELU}, NotImplementedError, "matmul: epilog GELU is not available for a result of int32; available: NONE, BIAS, RELU, RELU_BIAS. Convert an operand"),
+    "fraction of integers": ((A.astype(np.int32), B.astype(np.int32)), {"alpha": 0.5}, TypeError, "matmul: alpha=0.5 is not an integer but the result has dtype int32"),
+    "alpha beyond uint8": ((A.astype(np.uint8), B.astype(np.uint8)), {"alpha": -1}, ValueError, "matmul: alpha=-1 does not fit uint8, the type of the result"),
+    "c wider than integers": ((A.astype(np.int32), B.astype(np.int32), C), {"beta": 1.0}, TypeError, "matmul: c has dtype float32 but the result has dtype int32; convert c to int32"),
     "fp8 operands": ((A.astype(jnp.float8_e4m3fnuz), B.astype(jnp.float8_e4m3fnuz)), {}, NotImplementedError, "operands of dtype float8_e4m3fnuz (a float8_e4m3fnuz, b float8_e4m3fnuz) are not supported; supported are float32, float64, complex64, complex128, bfloat16, float16"),
     "contraction": ((A, zeros(5, 8)), {}, ValueError, "matmul: b has k=5 but a has k=6 (shapes (4, 6), (5, 8)); the contracted extents must be equal"),
     "b stored transposed": ((A, zeros(8, 6)), {}, ValueError, "matmul: b has k=8 but a has k=6 (shapes (4, 6), (8, 6)); pass transpose_b=True if b is stored (n, k)"),
@@ -93,7 +109,8 @@ WRONG = {
     "conjugate a real a": ((A, B), {"conjugate_a": True}, TypeError, "matmul: conjugate_a=True needs a complex operand, got dtype float32"),
     "conjugate a real b": ((A, B), {"conjugate_b": True}, TypeError, "matmul: conjugate_b=True needs a complex operand, got dtype float32"),
     "unknown epilog": ((A, B), {"epilog": 8}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 8"),
-    "epilog by name": ((A, B), {"epilog": "relu"}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 'relu'"),
+    "epilog by name": ((A, B), {"epilog": "relu"}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 'relu'; pass jaxmp.Epilog.RELU"),
+    "unknown epilog by name": ((A, B), {"epilog": "silu"}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 'silu'; there are NONE, DEFAULT, ALLREDUCE, RELU, RELU_AUX, BIAS"),
     "bits without an epilog": ((A, B), {"epilog": Epilog.ALLREDUCE | 8}, ValueError, "matmul: epilog must be a jaxmp.Epilog, got 9"),
     "BGRADB of a transposed b": ((A, zeros(8, 6)), {"epilog": Epilog.BGRADB, "transpose_b": True}, NotImplementedError, "matmul: epilog BGRADB needs transpose_b=False, for cuBLASMp sums b only where it is stored (k, n); store b so"),
     "BGRADA of a plain a": ((A, B), {"epilog": Epilog.BGRADA}, NotImplementedError, "matmul: epilog BGRADA needs transpose_a=True, for cuBLASMp sums a only where it is stored (k, m); store a so"),
@@ -112,8 +129,8 @@ WRONG = {
     "misspelt epilog input": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": BIAS, "bais": BIAS}}, ValueError, "got unknown ['bais']"),
     "inputs without epilog": ((A, B), {"epilog_inputs": {"bias": BIAS}}, ValueError, "matmul: epilog NONE takes epilog_inputs [], got unknown ['bias']"),
     "length of bias": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": zeros(4)}}, ValueError, "matmul: bias must have shape (8,), one value per column of the result, got (4,)"),
-    "rank of bias": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": zeros(1, 8)}}, ValueError, "matmul: bias must have 1 dimensions, got 2 (shape (1, 8))"),
-    "bias is wider": ((A.astype(jnp.bfloat16), B.astype(jnp.bfloat16)), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": BIAS}}, TypeError, "matmul: bias has dtype float32 but the result has dtype bfloat16; convert bias to bfloat16"),
+    "rank of bias": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": zeros(1, 8)}}, ValueError, "matmul: bias must have 1 dimension, got 2 (shape (1, 8))"),
+    "bias is wider": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": BIAS.astype(np.complex64)}}, TypeError, "matmul: bias has dtype complex64 but the result has dtype float32; convert bias to float32, or ask for a wider result with preferred_element_type"),
     "bias is no array": ((A, B), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": [0.0] * 8}}, TypeError, "matmul: bias must be an array, got list"),
     "activation of complex": (COMPLEX, {"epilog": Epilog.RELU}, TypeError, "matmul: epilog RELU is defined for real types, the result is complex64"),
     "unknown implementation": ((A, B), {"implementation": "cuda"}, ValueError, "matmul: implementation must be one of (None, 'host', 'xla', 'cublasmp'), got 'cuda'"),
@@ -138,10 +155,63 @@ def test_wrong_argument(arguments, keywords, exception, message, standard_promot
         jaxmp.matmul(*arguments, **keywords)
 
 
-@pytest.mark.parametrize("fn", [jaxmp.matmul, jaxmp.linear, jaxmp.dot_general])
-def test_an_unknown_keyword_is_refused(fn):
-    with pytest.raises(TypeError, match=r"unexpected keyword argument.*'colour'"):
-        fn(A, B, colour="red")
+KEYWORDS = {
+    "nothing alike": (jaxmp.einsum, "colour", "it takes subscripts, operands, precision, preferred_element_type"),
+    "shorter": (jaxmp.linear, "act", "did you mean activation=?"),
+    "misspelt": (jaxmp.dot_general, "precison", "did you mean precision=?"),
+    "bias": (jaxmp.matmul, "bias", 'pass epilog=jaxmp.Epilog.BIAS, epilog_inputs={"bias": bias}, or call jaxmp.linear'),
+    "activation": (jaxmp.block_matmul, "activation", "pass epilog=jaxmp.Epilog.RELU or another, or call jaxmp.linear"),
+    "epilog": (jaxmp.linear, "epilog", "pass activation=, or call jaxmp.matmul"),
+    "dtype": (jaxmp.matmul, "dtype", "did you mean preferred_element_type=?"),
+}
+
+
+@pytest.mark.parametrize(("fn", "keyword", "remedy"), KEYWORDS.values(), ids=KEYWORDS)
+def test_an_unknown_keyword_has_a_remedy(fn, keyword, remedy):
+    message = f"{fn.__name__}() got an unexpected keyword argument {keyword!r}; {remedy}"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        fn(A, B, **{keyword: None})
+
+
+# By the function that is called: the message with its own names of the operands.
+NAMES = {
+    "linear x": (lambda: jaxmp.linear([[1.0]], B), "linear: x must be an array, got list"),
+    "linear w": (lambda: jaxmp.linear(A, zeros(8, 6)), "linear: w has k=8 but x has k=6 (shapes (4, 6), (8, 6)); pass transpose_b=True if w is stored (n, k)"),
+    "linear shardings": (lambda: jaxmp.linear(A, B, in_shardings=P()), "linear: in_shardings must be a pair, one sharding for x and one for w, got P()"),
+    "linear bias": (lambda: jaxmp.linear(A, B, zeros(4)), "linear: bias must have shape (8,)"),
+    "mlp": (lambda: jaxmp.mlp(A, B, zeros(4), C.T, None, activation="relu"), "mlp (x @ w_in): b_in must have shape (8,)"),
+    "dot_general": (lambda: jaxmp.dot_general(COMPLEX[0], B.astype(jnp.float8_e5m2), (((1,), (0,)), ((), ()))), "dot_general: lhs is complex64 and rhs is float8_e5m2"),
+    "einsum": (lambda: jaxmp.einsum("ij,jk->ki", COMPLEX[0], B.astype(jnp.float8_e5m2)), "einsum: b is float8_e5m2 and a is complex64"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), NAMES.values(), ids=NAMES)
+def test_a_message_names_the_arguments_of_the_function_that_was_called(call, message):
+    with pytest.raises((TypeError, ValueError, NotImplementedError), match=re.escape(message)):
+        call()
+
+
+WRONG_CALLS = {
+    "eager": lambda: jaxmp.linear(A, zeros(5, 8)),
+    "jit": lambda: jax.jit(jaxmp.matmul)(A, zeros(5, 8)),
+    "keyword": lambda: jaxmp.mlp(A, B, None, C.T, None, act="relu"),
+}
+
+
+@pytest.mark.parametrize("call", WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_a_traceback_ends_at_the_users_line(call):
+    """As JAX's own do; its option brings the frames back."""
+    files = {}
+    for filtering in ("quiet_remove_frames", "off"):
+        jax.config.update("jax_traceback_filtering", filtering)
+        try:
+            with pytest.raises((TypeError, ValueError)) as raised:
+                call()
+        finally:
+            jax.config.update("jax_traceback_filtering", "auto")
+        files[filtering] = [str(entry.path) for entry in raised.traceback]
+    assert set(files["quiet_remove_frames"]) == {__file__}
+    assert any("/jaxmp/_src/" in name for name in files["off"])
 
 
 @pytest.mark.parametrize("is_jitted", [False, True])
@@ -382,13 +452,13 @@ def test_shardings_inside_of_shard_map(argument):
 
 
 def test_contraction_of_shards_names_the_shapes_per_device():
-    message = re.escape("matmul_all_reduce: b has k=6 but a has k=3 (shapes (4, 3), (6, 8) per device)")
+    message = re.escape("matmul_all_reduce: w has k=6 but x has k=3 (shapes (4, 3), (6, 8) per device)")
     with pytest.raises(ValueError, match=message):
         manual(lambda a, b: jaxmp.matmul_all_reduce(a, b, "y"), in_specs=(P(None, "y"), P()))
 
 
 def test_reduce_scatter_of_shards_that_the_ranks_do_not_divide():
-    message = "matmul_reduce_scatter: a has 5 rows, which the 2 ranks of axis 'y' do not divide (shape per device (5, 3)); pad the rows to a multiple of 2"
+    message = "matmul_reduce_scatter: x has 5 rows, which the 2 ranks of axis 'y' do not divide (shape per device (5, 3)); pad the rows to a multiple of 2"
     with pytest.raises(ValueError, match=re.escape(message)):
         manual(lambda a, b: jaxmp.matmul_reduce_scatter(a, b, "y"), a=zeros(5, 6))
 

@@ -7,7 +7,13 @@ import functools
 
 import numpy as np
 
-from jaxmp._src.lowering.legalize import Capabilities, why_card_refuses, why_not_cublasmp, why_unsupported
+from jaxmp._src.lowering.legalize import (
+    Capabilities,
+    why_card_refuses,
+    why_no_library,
+    why_not_cublasmp,
+    why_unsupported,
+)
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.config import config
 from jaxmp._src.spec import low_precision, precisions
@@ -80,6 +86,13 @@ def choose_for_batch(
 def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple[np.dtype, ...]) -> Choice:
     if spec.implementation == "xla":
         return Choice("xla", "asked for")
+    if why := why_no_library(operands):
+        if spec.implementation:
+            raise NotImplementedError(
+                f'implementation={spec.implementation!r}: {why}; pass implementation=None or "xla", or convert the '
+                "operands"
+            )
+        return Choice("xla", why)
     if platform == "cuda" and spec.implementation != "host":
         return _choose_on_cuda(spec, operands)
     if spec.implementation == "cublasmp":

@@ -16,7 +16,7 @@ import numpy as np
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, extents
+from jaxmp._src.spec.matmul_spec import INTEGERS, MatmulSpec, Pattern, extents
 
 # Cost of a byte sent over a link, relative to a byte of local memory: an H200 reads and writes 4.8 TB/s and sends
 # 0.45 TB/s each way over NVLink (NVIDIA H200 data sheet).
@@ -66,6 +66,12 @@ def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
         return ""
     nrow, ncol = spec.group.shape
     return "" if nrow == ncol else f"cuBLASMp multiplies contiguous shards on square grids only, not {nrow}x{ncol}"
+
+
+def why_no_library(operands: tuple[np.dtype, ...]) -> str:
+    """Why neither library multiplies operands of these types, or the empty string."""
+    name = np.dtype(operands[0]).name if operands else ""
+    return f"XLA alone multiplies {name}" if name in INTEGERS else ""
 
 
 def why_not_cublasmp(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> str:

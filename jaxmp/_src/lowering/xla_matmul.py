@@ -55,7 +55,7 @@ def matmul(
     gathers = spec.group.pattern in (Pattern.ALL_GATHER, Pattern.GRID)
     if gathers:
         a, b = barrier([a, b])
-    if platform == "cpu" and not local_product and not compute.sums_in_16_bits:
+    if a.dtype == np.bool_ or (platform == "cpu" and not local_product and not compute.sums_in_16_bits):
         # XLA:CPU has no 16-bit dot into float32 for every layout; widening is exact.
         a, b = a.astype(acc), b.astype(acc)
     shards = a.astype(acc), b.astype(acc)

@@ -30,6 +30,7 @@ from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
 from jaxmp._src.spec.options import Array, AxisName, CommOptions, Mesh, Precision
 from jaxmp._src.spec.process_grid import BlockCyclic, Distributed
 from jaxmp._src.validation import comm_options, operand_checks
+from jaxmp._src.validation.public import public
 
 
 @functools.partial(
@@ -69,6 +70,7 @@ class BlockCyclicArray:
         raise TypeError("BlockCyclicArray: is no array as it lies; take jaxmp.from_block_cyclic(x)")
 
 
+@public
 def to_block_cyclic(
     x: Array | BlockCyclicArray,
     layout: BlockCyclic,
@@ -120,6 +122,7 @@ def to_block_cyclic(
     return BlockCyclicArray(data, (x.shape[0], x.shape[1]), layout, found, names)
 
 
+@public
 def from_block_cyclic(x: BlockCyclicArray) -> jax.Array:
     """The matrix that `x` holds, as an ordinary array.
 

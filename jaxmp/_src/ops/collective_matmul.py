@@ -10,11 +10,13 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._src.ops.signatures import AuxEpilog, PlainEpilog, ShardOptions, WithResults
 from jaxmp._src.sharding import sharded_call
+from jaxmp._src.spec.caller import Caller
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.low_precision import Scaling
 from jaxmp._src.spec.matmul_spec import Pattern
 from jaxmp._src.spec.options import AxisName, CommOptions, Determinism, Implementation, Precision, Scalar
 from jaxmp._src.validation.arguments import SPEC_OPTIONS
+from jaxmp._src.validation.public import public
 
 
 @overload
@@ -50,6 +52,7 @@ def all_gather_matmul(
     scaling: Scaling | None = None,
     **options: Unpack[ShardOptions],
 ) -> Any: ...
+@public
 def all_gather_matmul(
     x: ArrayLike,
     w: ArrayLike,
@@ -137,6 +140,7 @@ def matmul_reduce_scatter(
     scaling: Scaling | None = None,
     **options: Unpack[ShardOptions],
 ) -> Any: ...
+@public
 def matmul_reduce_scatter(
     x: ArrayLike,
     w: ArrayLike,
@@ -223,6 +227,7 @@ def matmul_all_reduce(
     scaling: Scaling | None = None,
     **options: Unpack[ShardOptions],
 ) -> Any: ...
+@public
 def matmul_all_reduce(
     x: ArrayLike,
     w: ArrayLike,
@@ -310,6 +315,7 @@ def block_matmul(
     scaling: Scaling | None = None,
     **options: Unpack[ShardOptions],
 ) -> Any: ...
+@public
 def block_matmul(
     a: ArrayLike,
     b: ArrayLike,
@@ -375,4 +381,6 @@ def _collective(
 ) -> jax.Array | WithResults:
     """The product; `given` is every argument of the public function by name."""
     options = {option: given[option] for option in SPEC_OPTIONS}
+    if pattern != Pattern.GRID:
+        name = Caller(name, a="x", b="w")
     return sharded_call.collective(name, pattern, a, b, axes, given["c"], given["epilog_inputs"], options)

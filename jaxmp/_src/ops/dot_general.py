@@ -37,12 +37,15 @@ from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.patterns import Dim, Dims
 from jaxmp._src.sharding.shard_local import bind_plan, gathered
 from jaxmp._src.sharding.sharded_call import check_left_to_xla, jaxmp_call, make_call
+from jaxmp._src.spec.caller import Caller
 from jaxmp._src.spec.matmul_spec import Group, Pattern, accumulator, axes_text, result_shape
 from jaxmp._src.spec.options import Implementation, Mesh, Precision, Sharding
 from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.arguments import validated
+from jaxmp._src.validation.public import public
 
 
+@public
 def dot_general(
     lhs: ArrayLike,
     rhs: ArrayLike,
@@ -85,21 +88,16 @@ def dot_general(
     >>> jaxmp.dot_general(jnp.ones((2, 3, 4)), jnp.ones((4, 5, 6)), (((2,), (0,)), ((), ()))).shape
     (2, 3, 5, 6)
     """
-    arrays: tuple[jax.Array, jax.Array] = operand_checks.as_array(lhs), operand_checks.as_array(rhs)
-    numbers = parse("dot_general", dimension_numbers, *arrays)
-    level: str = determinism
-    if level == "topology":
-        raise NotImplementedError(
-            'dot_general: determinism="topology" is not available, for ranks may hold several contracted dimensions '
-            'interleaved; use jaxmp.matmul on matrices, or pass determinism="batch"'
-        )
     options = {
-        "precision": tuple(precision) if isinstance(precision, list) else precision,
+        "precision": precision,
         "preferred_element_type": preferred_element_type,
         "implementation": implementation,
-        "determinism": level,
+        "determinism": determinism,
     }
-    return _product("dot_general", *arrays, numbers, options, out_sharding, in_shardings, mesh)
+    return product(_NAME, lhs, rhs, dimension_numbers, options, out_sharding, in_shardings, mesh)
+
+
+_NAME = Caller("dot_general", a="lhs", b="rhs")
 
 
 # One product ---------------------------------------------------------------------------------------------------
@@ -129,22 +127,32 @@ class _Product:
         return self.plan.dimension > 0
 
 
-def _product(
+def product(
     name: str,
-    lhs: jax.Array,
-    rhs: jax.Array,
-    numbers: DimensionNumbers,
+    lhs: Any,
+    rhs: Any,
+    dimension_numbers: GivenNumbers,
     options: dict[str, Any],
     out_sharding: Sharding | None,
     in_shardings: ShardingPair | None,
     mesh: Mesh | None,
 ) -> jax.Array:
+    """The result of `jaxmp.dot_general`, for the public function `name`."""
+    lhs, rhs = operand_checks.as_array(lhs), operand_checks.as_array(rhs)
+    numbers = parse(name, dimension_numbers, lhs, rhs)
+    if options["determinism"] == "topology":
+        raise NotImplementedError(
+            f'{name}: determinism="topology" is not available, for ranks may hold several contracted dimensions '
+            'interleaved; use jaxmp.matmul on matrices, or pass determinism="batch"'
+        )
+    precision = options["precision"]
+    options = options | {"precision": tuple(precision) if isinstance(precision, list) else precision}
     out_shape = numbers.result(lhs.shape, rhs.shape)
     placement = meshes.place(name, lhs, rhs, out_shape, out_sharding, in_shardings, mesh)
-    product = _Product(name, numbers, tuple(options.items()), placement, numbers.rhs_free)
+    call = _Product(name, numbers, tuple(options.items()), placement, numbers.rhs_free)
     if placement.mode == meshes.Mode.SHARDED:
-        product = _planned(product, lhs, rhs)
-    d: jax.Array = jaxmp_dot_general(product, lhs, rhs)
+        call = _planned(call, lhs, rhs)
+    d: jax.Array = jaxmp_dot_general(call, lhs, rhs)
     return d
 
 

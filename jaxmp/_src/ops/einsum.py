@@ -1,29 +1,38 @@
-"""`einsum` of two operands, as one `dot_general`: from subscripts to dimension numbers."""
+"""`einsum` as `dot_general`s of two operands each: from subscripts to dimension numbers."""
 
 from __future__ import annotations
 
-from typing import Literal
+import dataclasses
+from collections.abc import Collection, Sequence
+from types import EllipsisType
+from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+import opt_einsum
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 from opt_einsum.parser import parse_einsum_input
 
-from jaxmp._src.ops.dot_general import dot_general
+from jaxmp._src.ops.dot_general import product
 from jaxmp._src.ops.signatures import ShardingPair
+from jaxmp._src.sharding import meshes
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.patterns import to_dims
+from jaxmp._src.spec.caller import Caller
 from jaxmp._src.spec.options import Implementation, Mesh, Precision, Sharding
 from jaxmp._src.validation.operand_checks import as_array, check_array
+from jaxmp._src.validation.public import public
 
 
+@public
 def einsum(
-    subscripts: str,
-    a: ArrayLike,
-    b: ArrayLike,
-    *,
+    subscripts: str | ArrayLike,
+    /,
+    *operands: ArrayLike | Sequence[int | EllipsisType],
     precision: Precision = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Sharding | None = None,
@@ -32,100 +41,261 @@ def einsum(
     implementation: Implementation | None = None,
     determinism: Literal["run_to_run", "batch"] = "run_to_run",
 ) -> jax.Array:
-    """Distributed `jnp.einsum` of two operands, such as `einsum("bsd,dhk->bshk", x, w)`.
+    """Distributed `jnp.einsum`, such as `einsum("bsd,dhk->bshk", x, w)`.
+
+    Two operands are one `dot_general`. More are multiplied two by two, in the order of opt_einsum's path; a product on
+    the way that contracts a sharded index has to be a call of its own, with its `out_sharding`. One operand is no
+    product, and is summed and transposed.
+
+    An index that an operand has twice, or that no other operand and not the result has, is taken out of the operand
+    first, by its diagonal or its sum. An extent of 1 is broadcast to that of the same index elsewhere.
 
     Args:
-      subscripts: as in `jnp.einsum`, with or without "->" and "...". An index that occurs twice in one operand, or in
-        one operand and not in the result, is refused.
-      a, b: the operands; types as in `dot_general`.
-      out_sharding, in_shardings: as in `dot_general`, for the result and the operands as they are written here.
+      subscripts: as in `jnp.einsum`, with or without "->" and "..."; or operands and lists of indices in turn, as in
+        `einsum(x, [0, 1], w, [1, 2])`.
+      operands: arrays of any rank, or Python numbers; types as in `dot_general`. Messages call two of them a and b.
+      out_sharding: as in `dot_general`, for the result as it is written here.
+      in_shardings: a pair of shardings for two operands as they are written here (auto axes).
 
-    The other options are those of `dot_general`.
+    The other options are those of `dot_general`, for each product.
 
     Returns:
       The result, with its dimensions in the order of `subscripts`, sharded as `out_sharding` says.
 
-    Raises: as `dot_general`; ValueError for subscripts that do not fit; NotImplementedError for the refused ones.
+    Raises: as `dot_general`; ValueError for subscripts that do not fit.
+
+    Source: `jax.numpy.einsum` (docs.jax.dev); `opt_einsum.contract_path` (Smith and Gray, JOSS 2018).
 
     >>> import jax.numpy as jnp, jaxmp
     >>> jaxmp.einsum("bsd,dhk->bhsk", jnp.ones((2, 3, 4)), jnp.ones((4, 5, 6))).shape
     (2, 5, 3, 6)
     """
-    arrays: list[jax.Array] = [as_array(x) for x in (a, b)]
-    a, b = arrays
-    for argument, x in (("a", a), ("b", b)):
-        check_array("einsum", argument, x)
-    left, right, output = _parse(subscripts, a, b)
-    batch = "".join(x for x in output if x in left and x in right)
-    free = "".join(x for x in left + right if x in output and x not in batch)
-    free_swapped = "".join(x for x in right + left if x in output and x not in batch)
-    if output != batch + free and output == batch + free_swapped:
+    terms, output = _parse(subscripts, operands)
+    if in_shardings is not None and len(terms) != 2:
+        raise ValueError(f"einsum: in_shardings are of two operands, got {len(terms)}; write one call for each product")
+    rest = _reduced(terms, output, preferred_element_type)
+    if len(rest) == 1:
+        alone = lax.transpose(rest[0].array, tuple(map(rest[0].indices.index, output)))
+        return _placed(alone.astype(preferred_element_type or alone.dtype), out_sharding, mesh)
+    options = {
+        "precision": precision,
+        "preferred_element_type": preferred_element_type,
+        "implementation": implementation,
+        "determinism": determinism,
+    }
+    if in_shardings is not None:
+        in_shardings = _reduced_shardings(in_shardings, terms, rest)
+    for i, j in _path(rest, output)[:-1]:
+        left, right = rest[i], rest[j]
+        rest = [term for k, term in enumerate(rest) if k not in (i, j)]
+        needed = {*output, *(index for term in rest for index in term.indices)}
+        rest.append(_between(left, right, needed, options, mesh))
+    left, right = rest
+    return _multiply(left, right, output, options, out_sharding, in_shardings, mesh)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Term:
+    """An operand: what messages call it, and its indices, one letter a dimension."""
+
+    name: str
+    array: jax.Array
+    indices: str
+
+
+# Subscripts ----------------------------------------------------------------------------------------------------
+
+
+def _parse(subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[_Term], str]:
+    """(the operands with their indices, the indices of the result)."""
+    written: list[Any] = [subscripts, *operands]
+    if isinstance(subscripts, str):
+        places = range(1, len(written))
+    elif len(written) > 1 and all(isinstance(indices, list | tuple) for indices in written[1::2]):
+        places = range(0, len(written) // 2 * 2, 2)  # a list that is left over is of the result
+    else:
+        raise TypeError(
+            f"einsum: subscripts must be a string such as 'ij,jk->ik', got {type(subscripts).__name__}; or pass "
+            "operands and lists of indices in turn, as einsum(a, [0, 1], b, [1, 2])"
+        )
+    names = "ab" if len(places) < 3 else [f"operands[{i}]" for i in range(len(places))]
+    for name, i in zip(names, places, strict=False):
+        x = as_array(written[i])
+        written[i] = jnp.asarray(x) if isinstance(x, int | float | complex) else x
+        check_array("einsum", name, written[i])
+    text = repr(subscripts) if isinstance(subscripts, str) else f"{written[1::2]}"
+    try:
+        inputs, output, _ = parse_einsum_input(written)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"einsum: subscripts {text} are not valid: {error}") from None
+    terms = [_Term(*each) for each in zip(names, (written[i] for i in places), inputs.split(","), strict=False)]
+    _check_extents(text, terms)
+    return terms, output
+
+
+def _check_extents(text: str, terms: Sequence[_Term]) -> None:
+    """Raise ValueError where operands do not have the dimensions, and the extents, that the subscripts say."""
+    found: dict[str, tuple[str, int]] = {}
+    for term in terms:
+        shape = tuple(term.array.shape)
+        if len(term.indices) != len(shape):
+            raise ValueError(
+                f"einsum: subscripts {text} give {term.name} {len(term.indices)} indices, but it has {len(shape)} "
+                f"dimensions (shape {shape})"
+            )
+        for index, extent in zip(term.indices, shape, strict=True):
+            name, other = found.setdefault(index, (term.name, extent))
+            if other != extent and (name == term.name or 1 not in (other, extent)):
+                raise ValueError(
+                    f"einsum: index {index!r} has extent {other} in {name} but {extent} in {term.name} (shapes "
+                    f"{', '.join(str(tuple(term.array.shape)) for term in terms)})"
+                )
+            if other == 1:
+                found[index] = term.name, extent
+
+
+def _reduced(terms: Sequence[_Term], output: str, dtype: DTypeLike | None) -> list[_Term]:
+    """The operands with the indices that their product needs, once each."""
+    spread = {index for term in terms for index, n in zip(term.indices, term.array.shape, strict=True) if n != 1}
+    squeezed = []
+    for term in terms:
+        ones = [i for i, n in enumerate(term.array.shape) if n == 1 and term.indices[i] in spread]
+        indices = "".join(index for i, index in enumerate(term.indices) if i not in ones)
+        squeezed.append(dataclasses.replace(term, array=lax.squeeze(term.array, ones), indices=indices))
+    found = []
+    for term in squeezed:
+        others = {index for other in squeezed if other is not term for index in other.indices}
+        kept = "".join(index for index in dict.fromkeys(term.indices) if index in output or index in others)
+        if kept != term.indices:
+            dtype = jnp.result_type(*(term.array for term in terms)) if dtype is None else dtype
+            x, indices = _on_diagonals(term.array, term.indices)
+            summed: jax.Array = jnp.einsum(f"{indices}->{kept}", x, preferred_element_type=dtype)
+            term = dataclasses.replace(term, array=summed, indices=kept)
+        found.append(term)
+    return found
+
+
+def _on_diagonals(x: jax.Array, indices: str) -> tuple[jax.Array, str]:
+    """`x` with zeros wherever dimensions of one index differ, and indices of which each occurs once.
+
+    The index stays with a dimension that is sharded, if one is: a sum over the others then moves nothing.
+    """
+    renamed = list(indices)
+    sharding = jax.typeof(x).sharding
+    is_explicit = not sharding.mesh.empty and jax.sharding.AxisType.Explicit in sharding.mesh.axis_types
+    where = {"out_sharding": sharding} if is_explicit else {}
+    for index in dict.fromkeys(indices):
+        dims = [i for i, other in enumerate(indices) if other == index]
+        first = next((i for i in dims if is_explicit and sharding.spec[i]), dims[0])
+        for i in dims:
+            if i != first:
+                places = (lax.broadcasted_iota(np.int32, x.shape, dim, **where) for dim in (first, i))
+                x = lax.select(lax.eq(*places), x, jnp.zeros_like(x))
+                renamed[i] = opt_einsum.get_symbol(max(map(ord, renamed)) + 1)
+    return x, "".join(renamed)
+
+
+def _path(terms: Sequence[_Term], output: str) -> list[tuple[int, int]]:
+    """The two operands of each product, the last of which is the result; each is put at the end of those left over."""
+    if len(terms) == 2:
+        return [(0, 1)]
+    # The choice needs numbers: an extent that an export leaves open counts as a large one.
+    shapes = [tuple(n if isinstance(n, int) else 1024 for n in term.array.shape) for term in terms]
+    written = f"{','.join(term.indices for term in terms)}->{output}"
+    path, _ = opt_einsum.contract_path(written, *shapes, shapes=True)
+    pairs = [(i, j) for i, j in map(sorted, path)]
+    return pairs
+
+
+# Products ------------------------------------------------------------------------------------------------------
+
+
+def _between(left: _Term, right: _Term, needed: Collection[str], options: dict[str, Any], mesh: Mesh | None) -> _Term:
+    """The product of two of several operands, with the indices that are `needed`."""
+    indices = "".join(index for index in _product_order(left.indices, right.indices) if index in needed)
+    written = f"{left.indices},{right.indices}->{indices}"
+    try:
+        array = _multiply(left, right, indices, options, None, None, mesh)
+    except ValueError as error:
+        raise ValueError(
+            f"{error} (this is the product {written!r} of {left.name} and {right.name}; make it a jaxmp.einsum of its "
+            "own)"
+        ) from None
+    return _Term(f"{left.name} * {right.name}", array, indices)
+
+
+def _product_order(left: str, right: str) -> str:
+    """The indices of two operands in the order in which `dot_general` gives those of its result."""
+    return "".join(dict.fromkeys("".join(index for index in left if index in right) + left + right))
+
+
+def _multiply(
+    left: _Term,
+    right: _Term,
+    output: str,
+    options: dict[str, Any],
+    out_sharding: Sharding | None,
+    in_shardings: ShardingPair | None,
+    mesh: Mesh | None,
+) -> jax.Array:
+    """The product of two operands that have each index of `output`, and contract all others."""
+    batch = "".join(index for index in output if index in left.indices and index in right.indices)
+
+    def given_order(left: _Term, right: _Term) -> str:
+        return batch + "".join(x for x in left.indices + right.indices if x in output and x not in batch)
+
+    if output != given_order(left, right) and output == given_order(right, left):
         # The product of the operands in the other order is the one that needs no transposition.
-        a, b, left, right, free = b, a, right, left, free_swapped
+        left, right = right, left
         in_shardings = in_shardings and (in_shardings[1], in_shardings[0])
-    contracted = "".join(x for x in left if x not in batch + free)
-    numbers = (_places(contracted, left, right), _places(batch, left, right))
-    given = batch + free
-    result = dot_general(
-        a,
-        b,
-        numbers,
-        precision,
-        preferred_element_type,
-        out_sharding=_permuted(out_sharding, output, given),
-        in_shardings=in_shardings,
-        mesh=mesh,
-        implementation=implementation,
-        determinism=determinism,
+    given = given_order(left, right)
+    contracted = "".join(index for index in left.indices if index not in given)
+    numbers = tuple(
+        (tuple(map(left.indices.index, part)), tuple(map(right.indices.index, part))) for part in (contracted, batch)
+    )
+    result = product(
+        Caller("einsum", a=left.name, b=right.name, lhs=left.name, rhs=right.name),
+        left.array,
+        right.array,
+        (numbers[0], numbers[1]),
+        options,
+        _permuted("the result", out_sharding, output, given),
+        in_shardings,
+        mesh,
     )
     return lax.transpose(result, tuple(map(given.index, output)))
 
 
-def _places(indices: str, left: str, right: str) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The dimensions of a and of b that have these indices."""
-    return tuple(map(left.index, indices)), tuple(map(right.index, indices))
+# Shardings -----------------------------------------------------------------------------------------------------
 
 
-def _parse(subscripts: str, a: jax.Array, b: jax.Array) -> tuple[str, str, str]:
-    """(indices of a, of b, of the result), one letter a dimension."""
-    if not isinstance(subscripts, str):
-        raise TypeError(f"einsum: subscripts must be a string such as 'ij,jk->ik', got {type(subscripts).__name__}")
-    try:
-        inputs, output, _ = parse_einsum_input((subscripts, a, b))
-    except ValueError as error:
-        raise ValueError(f"einsum: subscripts {subscripts!r} are not valid: {error}") from None
-    left, right = inputs.split(",")
-    extents: dict[str, int] = {}
-    for argument, letters, x in (("a", left, a), ("b", right, b)):
-        if len(letters) != x.ndim:
-            raise ValueError(
-                f"einsum: subscripts {subscripts!r} give {argument} {len(letters)} indices, but it has {x.ndim} "
-                f"dimensions (shape {tuple(x.shape)})"
-            )
-        for letter, extent in zip(letters, x.shape, strict=True):
-            if letters.count(letter) > 1:
-                raise NotImplementedError(
-                    f"einsum: index {letter!r} occurs twice in {argument} (subscripts {subscripts!r}); take the "
-                    "diagonal first (jnp.diagonal)"
-                )
-            if letter not in output and letter not in (right if argument == "a" else left):
-                raise NotImplementedError(
-                    f"einsum: index {letter!r} occurs in {argument} only and is summed (subscripts {subscripts!r}); "
-                    f"sum {argument} over it first (jnp.sum)"
-                )
-            if extents.setdefault(letter, extent) != extent:
-                raise ValueError(
-                    f"einsum: index {letter!r} has extent {extents[letter]} in a but {extent} in b (shapes "
-                    f"{tuple(a.shape)}, {tuple(b.shape)}); nothing is broadcast"
-                )
-    return left, right, output
+def _placed(x: jax.Array, out_sharding: Sharding | None, mesh: Mesh | None) -> jax.Array:
+    """The result of one operand, sharded as `out_sharding` says."""
+    if out_sharding is None:
+        return x
+    placement = meshes.place("einsum", x, x, x.shape, out_sharding, None, mesh)
+    if placement.out is None:
+        return x if placement.constraint is None else lax.with_sharding_constraint(x, placement.constraint)
+    placed: jax.Array = jax.sharding.reshard(x, NamedSharding(placement.mesh, partition_spec(placement.out)))
+    return placed
 
 
-def _permuted(sharding: Sharding | None, have: str, want: str) -> Sharding | None:
-    """The sharding of dimensions `have` for the same ones in the order `want`."""
+def _reduced_shardings(shardings: ShardingPair, terms: Sequence[_Term], reduced: Sequence[_Term]) -> ShardingPair:
+    """The shardings of two operands for what `_reduced` made of them; what is no pair is refused later, by name."""
+    if not isinstance(shardings, tuple | list) or isinstance(shardings, P) or len(shardings) != 2:
+        return shardings
+    first, second = (
+        _permuted(term.name, sharding, term.indices, kept.indices)
+        for sharding, term, kept in zip(shardings, terms, reduced, strict=True)
+    )
+    return first, second
+
+
+def _permuted(argument: str, sharding: Sharding | None, have: str, want: str) -> Sharding | None:
+    """The sharding of dimensions `have` for those of them that `want` has, in its order."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if not isinstance(spec, P):
         return sharding
-    dims = to_dims("einsum", "the result", spec, len(have), None)
-    spec = partition_spec(tuple(dims[have.index(letter)] for letter in want))
+    dims = to_dims("einsum", argument, spec, len(have), None)
+    spec = partition_spec(tuple(dims[have.index(index)] for index in want))
     return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec

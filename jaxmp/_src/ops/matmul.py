@@ -22,6 +22,7 @@ from jaxmp._src.ops.signatures import (
 from jaxmp._src.sharding import meshes
 from jaxmp._src.sharding.sharded_call import make_call, product
 from jaxmp._src.spec import activations, epilogs
+from jaxmp._src.spec.caller import Caller
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.low_precision import Scaling
 from jaxmp._src.spec.matmul_spec import result_shape
@@ -38,6 +39,7 @@ from jaxmp._src.spec.options import (
 from jaxmp._src.spec.process_grid import BlockCyclic
 from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.arguments import SPEC_OPTIONS, validated
+from jaxmp._src.validation.public import public
 
 
 @overload
@@ -74,6 +76,7 @@ def matmul(
 def matmul(
     a: BlockCyclicArray, b: BlockCyclicArray, c: BlockCyclicArray | None = None, **options: Unpack[BlockCyclicOptions]
 ) -> BlockCyclicArray: ...
+@public
 def matmul(
     a: ArrayLike | BlockCyclicArray,
     b: ArrayLike | BlockCyclicArray,
@@ -141,14 +144,29 @@ def matmul(
     >>> all(jnp.array_equal(d, local) for d in (gathered, scattered, reduced, on_a_grid))
     True
     """
-    given = locals()
-    options = {name: given[name] for name in SPEC_OPTIONS}
+    result: jax.Array | WithResults | BlockCyclicArray = _multiply("matmul", **locals())
+    return result
+
+
+def _multiply(
+    name: str,
+    a: Any,
+    b: Any,
+    c: Any,
+    epilog_inputs: Any,
+    out_sharding: Any,
+    in_shardings: Any,
+    mesh: Any,
+    **options: Any,
+) -> Any:
+    """The product of a public function `name`, from every argument of `matmul`."""
     if isinstance(a, BlockCyclicArray) or isinstance(b, BlockCyclicArray):
-        level = None if determinism == "run_to_run" else determinism
+        given = options | {"epilog_inputs": epilog_inputs, "in_shardings": in_shardings, "mesh": mesh}
+        level = None if options["determinism"] == "run_to_run" else options["determinism"]
         options["refused"] = {"determinism": level, **{name: given[name] for name in _OF_ARRAYS}}
         del options["determinism"], options["scaling"]
         return block_cyclic.matmul(a, b, c, out_layout=out_sharding, **options)
-    return product(a, b, c, epilog_inputs, options, out_sharding, in_shardings, mesh)
+    return product(name, a, b, c, epilog_inputs, options, out_sharding, in_shardings, mesh)
 
 
 # Options that block-cyclic operands do not take.
@@ -175,6 +193,7 @@ def linear(
     scaling: Scaling | None = None,
     **options: Unpack[LinearOptions],
 ) -> Any: ...
+@public
 def linear(
     x: ArrayLike,
     w: ArrayLike,
@@ -207,7 +226,7 @@ def linear(
       activation: None, "relu", "gelu" (tanh form), "gelu_exact" (erf), "silu" (or "swish"), "tanh", "sigmoid", or an
         elementwise function of an array.
 
-    The other options are those of `matmul`, in whose messages x is a and w is b.
+    The other options are those of `matmul`.
 
     Returns:
       (..., n), sharded as `out_sharding` says.
@@ -227,23 +246,24 @@ def linear(
         return matrix[0]
     inputs = None if bias is None else {"bias": bias}
     found = activations.find("linear", activation)
-    fused = found if isinstance(found, str) else None
-    options["epilog"] = epilogs.for_activation(fused, bias is not None)
+    epilog = epilogs.for_activation(found if isinstance(found, str) else None, bias is not None)
     if callable(found):
-        return _activated(x, w, inputs, found, options)
-    result: jax.Array | WithResults = matmul(x, w, epilog_inputs=inputs, **options)
+        return _activated(x, w, inputs, found, options | {"epilog": epilog})
+    operands = {"a": x, "b": w, "c": None, "beta": None, "epilog": epilog, "epilog_inputs": inputs}
+    result: jax.Array | WithResults = _multiply(_LINEAR, **operands, **options)
     return result
 
 
 def _activated(x: Any, w: Any, inputs: Any, f: activations.Function, options: dict[str, Any]) -> jax.Array:
     """`f` of the product and its bias."""
     x, w = map(operand_checks.as_array, (x, w))
-    spec, operands = validated("linear", x, w, None, inputs, options)
-    activated.check_spec("linear", spec)
+    spec, operands = validated(_LINEAR, x, w, None, inputs, options)
+    activated.check_spec(_LINEAR, spec)
     shape = result_shape(spec, x, w)
     shardings = (options["out_sharding"], options["in_shardings"], options["mesh"])
-    call = make_call(spec, meshes.place("linear", x, w, shape, *shardings), operands, shape, "linear")
+    call = make_call(spec, meshes.place(_LINEAR, x, w, shape, *shardings), operands, shape, _LINEAR)
     return activated.activated_call(call, f, operands)
 
 
+_LINEAR = Caller("linear", a="x", b="w")
 _SHARDINGS = ("out_sharding", "in_shardings")

@@ -32,15 +32,19 @@ from jaxmp._src.sharding import patterns as patterns_lib
 from jaxmp._src.sharding.shard_local import bind_plan, gathered
 from jaxmp._src.spec import activations, epilogs, low_precision
 from jaxmp._src.spec.activations import Function
+from jaxmp._src.spec.caller import Caller
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
 from jaxmp._src.spec.options import Activation, AxisName, Determinism, Implementation, Mesh, Precision, Sharding
 from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.arguments import validated
+from jaxmp._src.validation.public import public
 
-FIRST, SECOND = "mlp (x @ w_in)", "mlp (hidden @ w_out)"
+FIRST = Caller("mlp (x @ w_in)", a="x", b="w_in", bias="b_in")
+SECOND = Caller("mlp (hidden @ w_out)", a="hidden", b="w_out", bias="b_out")
 
 
+@public
 def mlp(
     x: ArrayLike,
     w_in: ArrayLike,

@@ -10,8 +10,10 @@ from jaxmp._src.ops.matmul import matmul
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.low_precision import Scaling
 from jaxmp._src.spec.options import Array
+from jaxmp._src.validation.public import public
 
 
+@public
 def scaled_matmul(
     lhs: Array,
     rhs: Array,

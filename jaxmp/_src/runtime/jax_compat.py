@@ -8,6 +8,7 @@ import ctypes
 import dataclasses
 import functools
 import os
+import pathlib
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar, cast
@@ -24,6 +25,8 @@ from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh
 from jax._src import sharding_impls as _sharding_impls
+from jax._src import source_info_util as _source_info_util
+from jax._src import traceback_util as _traceback_util
 from jax._src import util as _util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import mlir as _mlir
@@ -206,6 +209,27 @@ def next_index(ctx: LoweringContext, key: str) -> int:
     counters = ctx.module_context.cached_primitive_lowerings
     counters[key] = counters.get(key, -1) + 1
     return int(counters[key])
+
+
+# The user's line -------------------------------------------------------------------------------------------------
+
+_SOURCES = str(pathlib.Path(__file__).parents[1])  # jaxmp/_src
+_traceback_util.register_exclusion(_SOURCES)
+_source_info_util.register_exclusion(_SOURCES + os.sep)
+
+
+def hides_frames(fn: F) -> F:
+    """`fn`, whose errors have a traceback without the frames of jaxmp/_src and of JAX, as JAX's own functions do.
+
+    JAX_TRACEBACK_FILTERING=off keeps them all.
+    """
+    return _traceback_util.api_boundary(fn)
+
+
+def traced_line(eqn: _core.JaxprEqn) -> str:
+    """The line of the user's program at which an equation was traced, "train.py:41"; empty where it is not known."""
+    frame = _source_info_util.user_frame(eqn.source_info.traceback)
+    return "" if frame is None else f"{os.path.basename(frame.file_name)}:{frame.start_line}"
 
 
 def user_line(package: str) -> str:
@@ -456,6 +480,7 @@ __all__ = [
     "distributed_client",
     "explicit_batch_axes",
     "global_mesh",
+    "hides_frames",
     "is_for_export",
     "is_on_shards",
     "is_vma_checked",
@@ -473,6 +498,7 @@ __all__ = [
     "register_partitioner",
     "require_devices",
     "subjaxprs",
+    "traced_line",
     "translate_errors",
     "user_line",
     "uses_mutual_tls",

@@ -15,6 +15,7 @@ from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import layouts, patterns
 from jaxmp._src.spec import options
+from jaxmp._src.spec.caller import operand_name
 
 
 class Mode(enum.Enum):
@@ -129,8 +130,8 @@ def place(
     explicit = _explicit_mesh(name, a, b, mesh, out_sharding)
     if explicit is not None:
         spec_a, spec_b = type_spec(a), type_spec(b)
-        dims_a = patterns.as_dims(name, "a", spec_a, a.ndim)
-        dims_b = patterns.as_dims(name, "b", spec_b, b.ndim)
+        dims_a = patterns.as_dims(name, operand_name(name, "a"), spec_a, a.ndim)
+        dims_b = patterns.as_dims(name, operand_name(name, "b"), spec_b, b.ndim)
         return _sharded(name, explicit, True, dims_a, dims_b, out_sharding, out_shape)
     return Placement(Mode.AUTO, constraint=_constraint(name, out_sharding, mesh, out_shape))
 
@@ -182,7 +183,10 @@ def _from_in_shardings(
     mesh: options.Mesh | None,
 ) -> Placement:
     if not isinstance(in_shardings, tuple | list) or isinstance(in_shardings, P) or len(in_shardings) != 2:
-        raise ValueError(f"{name}: in_shardings must be a pair, one sharding for a and one for b, got {in_shardings!r}")
+        raise ValueError(
+            f"{name}: in_shardings must be a pair, one sharding for {operand_name(name, 'a')} and one for "
+            f"{operand_name(name, 'b')}, got {in_shardings!r}"
+        )
     for sharding in (*in_shardings, out_sharding):
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) and mesh is None else mesh
     for sharding in in_shardings:
@@ -194,8 +198,8 @@ def _from_in_shardings(
         )
     is_explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)
     dims_a, dims_b = (
-        patterns.to_dims(name, argument, _spec(name, "in_shardings", sharding), x.ndim, mesh.shape)
-        for argument, sharding, x in (("a", in_shardings[0], a), ("b", in_shardings[1], b))
+        patterns.to_dims(name, operand_name(name, operand), _spec(name, "in_shardings", sharding), x.ndim, mesh.shape)
+        for operand, sharding, x in (("a", in_shardings[0], a), ("b", in_shardings[1], b))
     )
     found = _sharded(name, mesh, is_explicit, dims_a, dims_b, out_sharding, out_shape)
     return dataclasses.replace(found, are_given=True)
@@ -248,7 +252,10 @@ def _explicit_mesh(
         concrete = None if isinstance(x, jax.core.Tracer) else getattr(getattr(x, "sharding", None), "mesh", None)
         this = concrete if concrete is not None else sharding.mesh
         if found is not None and found.shape != this.shape:
-            raise ValueError(f"{name}: a lives on mesh {dict(found.shape)} but b on {dict(this.shape)}; use one mesh")
+            raise ValueError(
+                f"{name}: {operand_name(name, 'a')} lives on mesh {dict(found.shape)} but {operand_name(name, 'b')} on "
+                f"{dict(this.shape)}; use one mesh"
+            )
         found = this if found is None or concrete is not None else found
     if found is not None and mesh is not None and dict(mesh.shape) != dict(found.shape):
         raise ValueError(f"{name}: mesh has axes {dict(mesh.shape)} but the operands live on {dict(found.shape)}")

@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from jax.sharding import PartitionSpec
 
 from jaxmp._src.runtime.types import Shape
+from jaxmp._src.spec.caller import operand_name
 from jaxmp._src.spec.matmul_spec import Pattern, axes_text
 
 Dim = tuple[str, ...]
@@ -142,9 +143,10 @@ def default_result(name: str, rows: Dims, cols: Dims, contracted: Sequence[tuple
     `contracted` are the shardings of each contracted dimension in a and in b. Raises ValueError where the result is
     ambiguous.
     """
+    a, b = operand_name(name, "a"), operand_name(name, "b")
     for k_a, k_b in contracted:
         if k_a and k_b:
-            both = axes_text(k_a) if k_a == k_b else f"{axes_text(k_a)} in a and {axes_text(k_b)} in b"
+            both = axes_text(k_a) if k_a == k_b else f"{axes_text(k_a)} in {a} and {axes_text(k_b)} in {b}"
             raise ValueError(
                 f"{name}: the contraction is sharded over axis {both} and it is ambiguous how the result should be "
                 f"sharded; pass out_sharding (without {axes_text(k_a)} to all-reduce, with it on the rows to "
@@ -152,9 +154,10 @@ def default_result(name: str, rows: Dims, cols: Dims, contracted: Sequence[tuple
             )
     shared = [axis for dim in rows for axis in dim if any(axis in other for other in cols)]
     if shared:
+        a, b = operand_name(name, "a"), operand_name(name, "b")
         raise ValueError(
-            f"{name}: rows of a and columns of b are both sharded over axis {shared[0]!r}; pass out_sharding, "
-            f"without {shared[0]!r} on the rows to gather a, or without it on the columns to gather b"
+            f"{name}: rows of {a} and columns of {b} are both sharded over axis {shared[0]!r}; pass out_sharding, "
+            f"without {shared[0]!r} on the rows to gather {a}, or without it on the columns to gather {b}"
         )
     return (*rows, *cols)
 

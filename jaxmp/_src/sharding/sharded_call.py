@@ -20,6 +20,7 @@ from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import eager_calls, layouts, meshes, patterns
 from jaxmp._src.sharding.shard_local import bind_empty, bind_plan, bind_shards, gathered
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
+from jaxmp._src.spec.caller import operand_name
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
 from jaxmp._src.validation.arguments import validated
 from jaxmp._src.validation.comm_options import check_comm_options
@@ -55,22 +56,30 @@ Results = jax.Array | tuple[jax.Array, dict[str, jax.Array]]
 
 
 def product(
-    a: Any, b: Any, c: Any, epilog_inputs: Any, options: dict[str, Any], out_sharding: Any, in_shardings: Any, mesh: Any
+    name: str,
+    a: Any,
+    b: Any,
+    c: Any,
+    epilog_inputs: Any,
+    options: dict[str, Any],
+    out_sharding: Any,
+    in_shardings: Any,
+    mesh: Any,
 ) -> Results:
-    """The result of `jaxmp.matmul`."""
+    """The result of `jaxmp.matmul`, for the public function `name`."""
     a, b, c = map(as_array, (a, b, c))
     given = eager_calls.given_operands(a, b, c, epilog_inputs)
     decided = eager_calls.decided(given, options, (out_sharding, in_shardings, mesh))
     if decided:
         call, casts = decided[0]
-        operands = {name: x.astype(casts[name]) if name in casts else x for name, x in given.items()}
+        operands = {key: x.astype(casts[key]) if key in casts else x for key, x in given.items()}
     else:
-        spec, operands = validated("matmul", a, b, c, epilog_inputs, options)
+        spec, operands = validated(name, a, b, c, epilog_inputs, options)
         shape = result_shape(spec, a, b)
-        placement = meshes.place("matmul", a, b, shape, out_sharding, in_shardings, mesh)
-        call = make_call(spec, placement, operands, shape)
+        placement = meshes.place(name, a, b, shape, out_sharding, in_shardings, mesh)
+        call = make_call(spec, placement, operands, shape, name)
     if decided == []:
-        decided.append((call, {name: operands[name].dtype for name, x in given.items() if operands[name] is not x}))
+        decided.append((call, {key: operands[key].dtype for key, x in given.items() if operands[key] is not x}))
     outputs = jaxmp_call(call, operands)
     return outputs["d"] if len(outputs) == 1 else _result(outputs)
 
@@ -84,8 +93,8 @@ def collective(
     spec, operands = validated(name, a, b, c, epilog_inputs, options, group)
     if pattern == Pattern.GRID and spec.transpose_a and a.ndim > 2:
         raise ValueError(
-            f"{name}: a has {a.ndim} dimensions; with transpose_a=True it must have 2, for its blocks lie across those "
-            "of the result: use jax.vmap for the others"
+            f"{name}: {operand_name(name, 'a')} has {a.ndim} dimensions; with transpose_a=True it must have 2, for its "
+            "blocks lie across those of the result: use jax.vmap for the others"
         )
     spec = check_all_reduce(name, spec)
     columns = result_shape(spec, a, b)[-1]
@@ -180,7 +189,8 @@ def _planned_call(
     mesh, sizes, a, b = placement.mesh, placement.mesh.shape, operands["a"], operands["b"]
     asked = _asked_result(name, spec, placement)
     given = layouts.Layout(placement.a, placement.b, asked)
-    for argument, dims, whole in zip(("a", "b", "the result"), given, (a.shape, b.shape, shape), strict=True):
+    arguments = operand_name(name, "a"), operand_name(name, "b"), "the result"
+    for argument, dims, whole in zip(arguments, given, (a.shape, b.shape, shape), strict=True):
         patterns.check_dims(name, argument, dims, whole, sizes)
     plan = patterns.find_plan(*given, spec.transpose_a, spec.transpose_b)
     if plan is None:

@@ -13,10 +13,23 @@ from jax.typing import DTypeLike
 
 from jaxmp._src.runtime.types import ArrayType, Shape
 from jaxmp._src.spec import epilogs, low_precision
+from jaxmp._src.spec.caller import operand_name
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.options import CommOptions, Parts
 from jaxmp._src.spec.process_grid import Distributed
 
+# Type of D by type of A and B for integers that only XLA multiplies, modulo 2^bits; int8 is of `low_precision`. A
+# product of bool says whether a sum in int32 is not 0.
+INTEGERS = {
+    "bool": ("bool",),
+    "int16": ("int16", "int32", "int64"),
+    "int32": ("int32", "int64"),
+    "int64": ("int64",),
+    "uint8": ("uint8", "uint16", "uint32", "uint64"),
+    "uint16": ("uint16", "uint32", "uint64"),
+    "uint32": ("uint32", "uint64"),
+    "uint64": ("uint64",),
+}
 # Type of D by type of A and B; cublasmp.h and nvmath's type table. Everything 16-bit accumulates in float32.
 RESULT_TYPES = {
     "float32": ("float32",),
@@ -25,8 +38,8 @@ RESULT_TYPES = {
     "complex128": ("complex128",),
     "bfloat16": ("bfloat16", "float32"),
     "float16": ("float16", "float32"),
-}
-_ACCUMULATORS = {"bfloat16": "float32", "float16": "float32", "int8": "int32"} | dict.fromkeys(
+} | INTEGERS
+_ACCUMULATORS = {"bfloat16": "float32", "float16": "float32", "int8": "int32", "bool": "int32"} | dict.fromkeys(
     low_precision.SCALED, "float32"
 )
 
@@ -350,13 +363,15 @@ def check_local_shapes(name: str, spec: MatmulSpec, a_shape: Shape, b_shape: Sha
     if k_a != k_b:
         where = f"shapes {tuple(a_shape)}, {tuple(b_shape)}" + (" per device" if spec.group.nranks > 1 else "")
         raise ValueError(
-            f"{name}: b has k={k_b} but a has k={k_a} ({where}); {_transpose_hint(spec, a_shape, b_shape)}"
+            f"{name}: {operand_name(name, 'b')} has k={k_b} but {operand_name(name, 'a')} has k={k_a} ({where}); "
+            f"{_transpose_hint(name, spec, a_shape, b_shape)}"
         )
     p = spec.group.nranks
     if spec.group.pattern == Pattern.REDUCE_SCATTER and rows % p:
         raise ValueError(
-            f"{name}: a has {rows} rows, which the {p} ranks of axis {axes_text(spec.group.row_axes)} do not divide "
-            f"(shape per device {tuple(a_shape)}); pad the rows to a multiple of {p}"
+            f"{name}: {operand_name(name, 'a')} has {rows} rows, which the {p} ranks of axis "
+            f"{axes_text(spec.group.row_axes)} do not divide (shape per device {tuple(a_shape)}); pad the "
+            f"rows to a multiple of {p}"
         )
 
 
@@ -372,14 +387,15 @@ def _check_grid(name: str, spec: MatmulSpec, rows: int, cols: int, nrow: int, nc
             )
 
 
-def _transpose_hint(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> str:
+def _transpose_hint(name: str, spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> str:
+    a, b = operand_name(name, "a"), operand_name(name, "b")
     k = extents(spec, a_shape, b_shape).local[1]
     if b_shape[-1] == k and not spec.transpose_b:
-        return "pass transpose_b=True if b is stored (n, k)"
+        return f"pass transpose_b=True if {b} is stored (n, k)"
     if spec.transpose_b and b_shape[0] == k:
-        return "pass transpose_b=False if b is stored (k, n)"
+        return f"pass transpose_b=False if {b} is stored (k, n)"
     if not spec.transpose_a and a_shape[0] in b_shape:
-        return "pass transpose_a=True if a is stored (k, m)"
+        return f"pass transpose_a=True if {a} is stored (k, m)"
     return "the contracted extents must be equal"
 
 

@@ -15,7 +15,7 @@ operands may be rounded ahead of the product and in which type products are summ
     BF16_BF16_BF16                none (bfloat16 only) -                      -                     bfloat16
 
 Operands of 8 bits and fewer have no choice: None and the ANY_F8 presets sum float8 and float4 in float32 (32F), None
-sums int8 in int32 (32I).
+sums int8 in int32 (32I). Nor have integers, which XLA sums in themselves.
 
 Rounding happens only where it is asked for: every `lax.Precision` is the operands' full type, which is at least as
 exact as what JAX promises for it. The six- and three-fold emulations are served by the nine-fold one for that reason.
@@ -47,6 +47,7 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxmp._src.spec import low_precision
+from jaxmp._src.spec.matmul_spec import INTEGERS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +81,7 @@ _COMPUTES = {
         Compute("64F_PEDANTIC"),
         Compute("64F_EMULATED_FIXEDPOINT"),
         Compute("32I"),
+        Compute("INTEGER"),
         Compute("16F", accumulator="float16"),
         Compute("BF16_BF16_BF16", accumulator="bfloat16"),
     )
@@ -101,7 +103,10 @@ def _row(
 
 _FLOAT8 = dict.fromkeys(low_precision.FLOAT8, "32F")
 _PRESETS = {
-    "DEFAULT": _row("32F", "32F", "64F") | dict.fromkeys(low_precision.SCALED, "32F") | {"int8": "32I"},
+    "DEFAULT": _row("32F", "32F", "64F")
+    | dict.fromkeys(low_precision.SCALED, "32F")
+    | dict.fromkeys(INTEGERS, "INTEGER")
+    | {"int8": "32I"},
     "ANY_F8_ANY_F8_F32": _FLOAT8,
     "ANY_F8_ANY_F8_F32_FAST_ACCUM": _FLOAT8,
     "ANY_F8_ANY_F8_ANY": _FLOAT8,

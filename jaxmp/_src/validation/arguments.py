@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxmp._src.runtime import jax_compat, native
-from jaxmp._src.spec import low_precision, precisions
+from jaxmp._src.spec import precisions
+from jaxmp._src.spec.caller import operand_name
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, check_local_shapes, result_shape
+from jaxmp._src.spec.matmul_spec import INTEGERS, Group, MatmulSpec, check_local_shapes, result_shape
 from jaxmp._src.spec.options import CommOptions
 from jaxmp._src.validation import comm_options, operand_checks, scale_checks
 
@@ -43,12 +45,16 @@ def validated(
     group: Group = Group(),  # noqa: B008
 ) -> tuple[MatmulSpec, dict[str, Any]]:
     """(spec, operands by name in the types of the call) from what the user passed."""
-    operand_checks.check_array(name, "a", a, at_least=2)
-    operand_checks.check_array(name, "b", b, ndim=2)
+    operand_checks.check_array(name, operand_name(name, "a"), a, at_least=2)
+    operand_checks.check_array(name, operand_name(name, "b"), b, ndim=2)
     flags = operand_checks.check_flags(name, options, a, b)
-    is_low_precision = low_precision.is_low_precision(a.dtype) or low_precision.is_low_precision(b.dtype)
-    resolve_dtypes = scale_checks.resolve_dtypes if is_low_precision else operand_checks.resolve_dtypes
-    operand, out = resolve_dtypes(name, a, b, options.get("preferred_element_type"))
+    is_low_precision, preferred = scale_checks.are_low_precision(a, b), options.get("preferred_element_type")
+    if is_low_precision:
+        operand, out = scale_checks.resolve_dtypes(name, a, b, preferred)
+    else:
+        operand, out = operand_checks.resolve_dtypes(name, a, b, preferred, *_added(c, epilog_inputs))
+    if operand.name in INTEGERS:  # whose sums are exact in any order
+        flags["determinism"] = "run_to_run"
     operands = {"a": a, "b": b}
     if not is_low_precision:
         for key, x in (("a", a), ("b", b)):
@@ -96,6 +102,12 @@ def validated(
         operand_checks.check_memory(name, argument.replace("scale_", "scaling."), x)
     added = {} if c is None else {"c": c.astype(c_dtype)}
     return spec, operands | added | inputs | traced | scales
+
+
+def _added(c: Any, epilog_inputs: Any) -> list[Any]:
+    """The arrays among what is added to a product."""
+    bias = operand_checks.as_array(epilog_inputs.get("bias")) if isinstance(epilog_inputs, Mapping) else None
+    return [x for x in (c, bias) if operand_checks.is_array(x)]
 
 
 def _check_traced(name: str, spec: MatmulSpec, dtype: np.dtype, is_low_precision: bool) -> None:

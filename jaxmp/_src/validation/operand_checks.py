@@ -14,8 +14,9 @@ from jax.typing import DTypeLike
 
 from jaxmp._src.runtime.types import ArrayType, Shape
 from jaxmp._src.spec import epilogs, low_precision, process_grid
+from jaxmp._src.spec.caller import operand_name
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import RESULT_TYPES, MatmulSpec, Pattern, accumulator
+from jaxmp._src.spec.matmul_spec import INTEGERS, RESULT_TYPES, MatmulSpec, Pattern, accumulator
 from jaxmp._src.spec.options import Determinism, Implementation
 
 IMPLEMENTATIONS = (None, *get_args(Implementation))
@@ -30,27 +31,44 @@ def as_array(x: Any) -> Any:
 
 def check_array(name: str, argument: str, x: Any, ndim: int | None = None, at_least: int | None = None) -> None:
     """Raise TypeError or ValueError unless `x` is an array of a supported type and rank."""
-    if not _is_array(x):
+    if not is_array(x):
         is_numpy = isinstance(x, np.ndarray | np.generic)
         what, of_dtype = (" of numbers", f" of dtype {x.dtype}") if is_numpy else ("", "")
         raise TypeError(
-            f"{name}: {argument} must be an array{what}, got {type(x).__name__}{of_dtype}; convert it with jnp.asarray"
+            f"{name}: {argument} must be an array{what}, got {type(x).__name__}{of_dtype}{_as_array(argument, x)}"
         )
-    if ndim is not None and len(x.shape) != ndim:
-        raise ValueError(f"{name}: {argument} must have {ndim} dimensions, got {len(x.shape)} (shape {tuple(x.shape)})")
-    if at_least is not None and len(x.shape) < at_least:
+    if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == np.bool_):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        remedy = "; draw numbers with it, as jax.random.normal does" if is_key else ""
+        raise TypeError(f"{name}: {argument} must be an array of numbers, got dtype {x.dtype}{remedy}")
+    found = len(x.shape)
+    if (ndim is not None and found != ndim) or (at_least is not None and found < at_least):
+        wanted = f"at least {at_least}" if ndim is None else f"{ndim}"
+        wanted += " dimension" if ndim == 1 else " dimensions"
         raise ValueError(
-            f"{name}: {argument} must have at least {at_least} dimensions, got {len(x.shape)} (shape {tuple(x.shape)})"
+            f"{name}: {argument} must have {wanted}, got {found} (shape {tuple(x.shape)}){_as_rank(argument, x, ndim)}"
         )
-    dtype = x.dtype
-    if dtype == np.bool_ or (jnp.issubdtype(dtype, jnp.integer) and dtype != np.int8):
-        raise TypeError(
-            f"{name}: {argument} has dtype {dtype}; integer operands but int8, and boolean ones, are not supported and "
-            f"never widened: convert it, for example {argument}.astype(jnp.float32)"
-        )
-    if not jnp.issubdtype(dtype, jnp.number):
-        raise TypeError(f"{name}: {argument} must be an array of numbers, got dtype {dtype}")
     check_memory(name, argument, x)
+
+
+def _as_rank(argument: str, x: Any, ndim: int | None) -> str:
+    """How a user gets `ndim` dimensions, or if None two or more, from another number; as the end of a message."""
+    if len(x.shape) == 1:
+        return f"; pass {argument}[:, None]" if ndim else f"; pass {argument}[None]"
+    return "; jaxmp.einsum and jax.vmap take a batch of matrices" if ndim == 2 and len(x.shape) > 2 else ""
+
+
+def _as_array(argument: str, x: Any) -> str:
+    """How a user gets an array from what is none, as the end of a message; empty where there is no telling."""
+    if x is None or isinstance(x, str | bytes | np.ndarray | np.generic):
+        return ""
+    if hasattr(x, "todense"):
+        return f"; a sparse array has to be dense: pass {argument}.todense()"
+    if isinstance(x, Mapping):
+        return f"; pass one of its arrays, which it has under {', '.join(map(repr, x)) or 'no key'}"
+    if is_array(getattr(x, "value", None)):
+        return f"; pass the array in it, {argument}.value"
+    return "; convert it with jnp.asarray"
 
 
 def check_memory(name: str, argument: str, x: Any) -> None:
@@ -62,7 +80,7 @@ def check_memory(name: str, argument: str, x: Any) -> None:
         )
 
 
-def _is_array(x: object) -> bool:
+def is_array(x: object) -> bool:
     """Whether JAX takes `x` for an array, or for the description of one: no list, no other library's tensor."""
     if isinstance(x, jax.Array | jax.ShapeDtypeStruct):
         return True
@@ -104,24 +122,31 @@ def check_flags(name: str, options: Mapping[str, Any], a: ArrayType, b: ArrayTyp
     }
 
 
-def resolve_dtypes(name: str, a: ArrayType, b: ArrayType, preferred: DTypeLike | None) -> tuple[np.dtype, np.dtype]:
-    """(type of the operands by JAX's promotion, type of D)."""
+def resolve_dtypes(
+    name: str, a: ArrayType, b: ArrayType, preferred: DTypeLike | None, *added: ArrayType
+) -> tuple[np.dtype, np.dtype]:
+    """(type of the operands by JAX's promotion, type of D).
+
+    Without `preferred`, D has the type of the sum with what is `added` to the product, if the product can have it.
+    """
     operand = np.dtype(jnp.result_type(a, b))
     if operand.name not in RESULT_TYPES:
         raise NotImplementedError(
-            f"{name}: operands of dtype {operand.name} (a {a.dtype}, b {b.dtype}) are not supported; "
+            f"{name}: operands of dtype {operand.name} ({operand_name(name, 'a')} {a.dtype}, "
+            f"{operand_name(name, 'b')} {b.dtype}) are not supported; "
             f"supported are {', '.join(RESULT_TYPES)}"
         )
     allowed = RESULT_TYPES[operand.name]
     if preferred is None:
-        return operand, operand
+        out = np.dtype(jnp.result_type(operand, *added))
+        return (operand, out) if out.name in allowed and operand.name not in INTEGERS else (operand, operand)
     out = check_dtype(name, "preferred_element_type", preferred)
     if out.name not in allowed:
         raise NotImplementedError(
             f"{name}: preferred_element_type {np.dtype(preferred).name} is not available for {operand.name} operands; "
             f"available: {', '.join(allowed)}"
         )
-    return operand, out
+    return (out if operand.name in INTEGERS else operand), out
 
 
 def check_scalar(name: str, argument: str, value: Any, out_dtype: np.dtype) -> Any:
@@ -146,11 +171,13 @@ def check_scalar(name: str, argument: str, value: Any, out_dtype: np.dtype) -> A
                 f"{name}: {argument}={value} is complex but the result has dtype {np.dtype(out_dtype).name}"
             )
         return value
-    if jnp.issubdtype(out_dtype, jnp.integer) and not float(value).is_integer():
+    is_integer = jnp.issubdtype(out_dtype, jnp.integer) or out_dtype == np.bool_
+    if is_integer and not float(value).is_integer():
         raise TypeError(
             f"{name}: {argument}={value} is not an integer but the result has dtype {np.dtype(out_dtype).name}"
         )
-    if jnp.issubdtype(out_dtype, jnp.integer) and not -(2**31) <= float(value) < 2**31:
+    limits = np.iinfo(accumulator(out_dtype)) if is_integer else None
+    if limits and not limits.min <= float(value) <= limits.max:
         raise ValueError(f"{name}: {argument}={value} does not fit {np.dtype(out_dtype).name}, the type of the result")
     try:
         return float(value)
@@ -168,8 +195,7 @@ def check_c(name: str, c: Any, beta: Any, out_dtype: np.dtype, out_shape: Shape)
         return 0.0
     if beta is None:
         raise ValueError(f"{name}: c was given without beta; pass beta=1.0 to add c as it is")
-    if np.dtype(out_dtype) != np.int32 or getattr(c, "dtype", None) != np.int32:
-        check_array(name, "c", c)
+    check_array(name, "c", c)
     if tuple(c.shape) != tuple(out_shape):
         raise ValueError(f"{name}: c must have the result's shape {tuple(out_shape)}, got {tuple(c.shape)}")
     check_widens(name, "c", c, out_dtype)
@@ -203,7 +229,7 @@ def check_epilog(
         epilog = Epilog(number & ~Epilog.ALLREDUCE)
         row = epilogs.RULES[epilog]
     except (TypeError, ValueError):
-        raise ValueError(f"{name}: epilog must be a jaxmp.Epilog, got {epilog!r}") from None
+        raise ValueError(f"{name}: epilog must be a jaxmp.Epilog, got {epilog!r}{_epilog_of(epilog)}") from None
     if epilog_inputs is not None and not isinstance(epilog_inputs, Mapping):
         raise TypeError(
             f"{name}: epilog_inputs must be a dict such as {{'bias': bias}}, got {type(epilog_inputs).__name__}"
@@ -223,11 +249,31 @@ def check_epilog(
         )
     if (row.activation or row.derivative) and jnp.issubdtype(out, jnp.complexfloating):
         raise TypeError(f"{name}: epilog {epilog.name} is defined for real types, the result is {np.dtype(out).name}")
+    if np.dtype(out).name in INTEGERS:
+        _check_epilog_of_integers(name, epilog, out)
     _check_summed_operand(name, spec, epilog, ndim_a)
     checks = {"bias": _check_bias, "relu_aux": _check_relu_aux_input, "gelu_aux": _check_gelu_aux_input}
     dtypes = {"bias": bias_dtype}
     inputs = {key: checks[key](name, given[key], dtypes.get(key, out), tuple(shape)) for key in row.inputs}
     return {"epilog": epilog, "asks_all_reduce": bool(number & Epilog.ALLREDUCE)}, inputs
+
+
+def _epilog_of(value: Any) -> str:
+    """The end of the message on an epilog that is text."""
+    if not isinstance(value, str):
+        return ""
+    names = list(Epilog.__members__)
+    return f"; pass jaxmp.Epilog.{value.upper()}" if value.upper() in names else f"; there are {', '.join(names)}"
+
+
+def _check_epilog_of_integers(name: str, epilog: Epilog, out: np.dtype) -> None:
+    """Raise NotImplementedError for an epilog without a meaning, or a use, for integers."""
+    takes = ("NONE",) if out == np.bool_ else ("NONE", "BIAS", "RELU", "RELU_BIAS")
+    if epilog.name not in takes:
+        raise NotImplementedError(
+            f"{name}: epilog {epilog.name} is not available for a result of {out.name}; available: {', '.join(takes)}. "
+            "Convert an operand, for example with .astype(jnp.float32)"
+        )
 
 
 def _check_summed_operand(name: str, spec: MatmulSpec, epilog: Epilog, ndim_a: int) -> None:
@@ -249,12 +295,14 @@ def _check_summed_operand(name: str, spec: MatmulSpec, epilog: Epilog, ndim_a: i
 
 
 def _check_bias(name: str, bias: Any, out_dtype: np.dtype, shape: Shape) -> Any:
-    check_array(name, "bias", bias, ndim=1)
+    argument = operand_name(name, "bias")
+    check_array(name, argument, bias, ndim=1)
     if bias.shape[0] != shape[-1]:
         raise ValueError(
-            f"{name}: bias must have shape ({shape[-1]},), one value per column of the result, got {tuple(bias.shape)}"
+            f"{name}: {argument} must have shape ({shape[-1]},), one value per column of the result, got "
+            f"{tuple(bias.shape)}"
         )
-    check_widens(name, "bias", bias, out_dtype)
+    check_widens(name, argument, bias, out_dtype)
     return bias.astype(out_dtype)
 
 

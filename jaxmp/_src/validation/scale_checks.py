@@ -9,6 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxmp._src.runtime.types import ArrayType
+from jaxmp._src.spec.caller import operand_name
 from jaxmp._src.spec.low_precision import (
     BLK128,
     FLOAT4,
@@ -33,13 +34,20 @@ _EPILOGS = ("NONE", "BIAS", "RELU", "RELU_BIAS", "RELU_AUX", "RELU_AUX_BIAS", "D
 _GELU_AUX = ("GELU_AUX", "GELU_AUX_BIAS")
 
 
+def are_low_precision(a: ArrayType, b: ArrayType) -> bool:
+    """Whether operands are multiplied as 8 bits and fewer; int8 beside another type is promoted, as JAX does."""
+    both = a.dtype, b.dtype
+    return any(map(is_scaled, both)) or all(map(is_low_precision, both))
+
+
 def resolve_dtypes(name: str, a: ArrayType, b: ArrayType, preferred: DTypeLike | None) -> tuple[np.dtype, np.dtype]:
     """(type of a, type of D) for operands of which one at least is of low precision; they are never promoted."""
     allowed = result_dtypes(a.dtype, b.dtype)
     if not allowed:
         raise NotImplementedError(
-            f"{name}: a is {a.dtype.name} and b is {b.dtype.name}; float8 goes with float8 (float8_e5m2 not with "
-            "itself), float4_e2m1fn and int8 with their own type: convert one of them"
+            f"{name}: {operand_name(name, 'a')} is {a.dtype.name} and {operand_name(name, 'b')} is {b.dtype.name}; "
+            "float8 goes with float8 (float8_e5m2 not with itself), float4_e2m1fn with its own type: "
+            "convert one of them"
         )
     if preferred is None and len(allowed) == 1:
         return a.dtype, np.dtype(allowed[0])
@@ -111,7 +119,8 @@ def resolve_scales(
     if not is_scaled(a.dtype):
         if scaling is not None:
             raise TypeError(
-                f"{name}: only float8 and float4 operands take scaling, but a has dtype {a.dtype}; drop scaling"
+                f"{name}: only float8 and float4 operands take scaling, but {operand_name(name, 'a')} has dtype "
+                f"{a.dtype}; drop scaling"
             )
         return {}, {}
     out = np.dtype(spec.out_dtype)
