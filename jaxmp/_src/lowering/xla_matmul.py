@@ -143,7 +143,7 @@ def apply_epilog(
         is_plain = beta is None and spec.beta == 1
         z = z + (c if is_plain else c * jnp.asarray(spec.beta if beta is None else beta, acc))
     if row.has_bias:
-        z = z + operands["bias"].astype(acc)[None, :]
+        z = z + operands["bias"].astype(acc)[(None,) * (z.ndim - 1)]
     if row.derivative:
         d = multiply_by_slope(row.derivative, operands[row.aux_input], z)
     else:

@@ -314,6 +314,12 @@ def _asked_result(name: str, numbers: DimensionNumbers, placement: meshes.Placem
         batch.append(lhs[i] or rhs[j])
     contracted = [(lhs[i], rhs[j]) for i, j in zip(numbers.lhs_contract, numbers.rhs_contract, strict=True)]
     free = patterns.default_result(name, pick(lhs, numbers.lhs_free), pick(rhs, numbers.rhs_free), contracted)
+    used = [axis for dim in (*batch, *free) for axis in dim]
+    if repeated := [axis for axis in sum(batch, ()) if used.count(axis) > 1]:
+        raise ValueError(
+            f"{name}: a batch dimension and a free one are both sharded over axis {repeated[0]!r}, so the sharding of "
+            "the result is ambiguous; pass out_sharding"
+        )
     return (*batch, *free)
 
 

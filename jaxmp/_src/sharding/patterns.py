@@ -154,7 +154,6 @@ def default_result(name: str, rows: Dims, cols: Dims, contracted: Sequence[tuple
             )
     shared = [axis for dim in rows for axis in dim if any(axis in other for other in cols)]
     if shared:
-        a, b = operand_name(name, "a"), operand_name(name, "b")
         raise ValueError(
             f"{name}: rows of {a} and columns of {b} are both sharded over axis {shared[0]!r}; pass out_sharding, "
             f"without {shared[0]!r} on the rows to gather {a}, or without it on the columns to gather {b}"
