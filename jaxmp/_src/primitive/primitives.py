@@ -282,6 +282,9 @@ for _primitive in (matmul_epilog_p, auto_matmul_epilog_p):
 for _primitive in (activation_grad_p, auto_activation_grad_p):
     _primitive.def_abstract_eval(_activation_grad_abstract_eval)
 activated_matmul_p.def_abstract_eval(_activated_matmul_abstract_eval)
+jax_compat.register_nan_checks(
+    (*BATCHED, *BATCHED.values(), activated_matmul_p, activation_grad_p, auto_activation_grad_p)
+)
 
 
 def activation_grad(

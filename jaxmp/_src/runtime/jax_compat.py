@@ -10,6 +10,7 @@ import functools
 import os
 import pathlib
 import sys
+import types
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -17,6 +18,7 @@ import jax
 import numpy as np
 from jax._src import api as _api
 from jax._src import array as _array
+from jax._src import checkify as _checkify
 from jax._src import clusters as _clusters
 from jax._src import config as _config
 from jax._src import core as _core
@@ -24,6 +26,7 @@ from jax._src import custom_partitioning_sharding_rule as _sharding_rule
 from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh
+from jax._src import shard_map as _shard_map
 from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
@@ -37,6 +40,9 @@ from jax.typing import DTypeLike
 from jaxlib import xla_client as _xla_client
 
 MINIMUM_JAX = (0, 10, 2)
+
+# The folder of jaxmp's own code.
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 
 F = TypeVar("F", bound=Callable[..., Any])
 Jaxpr = _core.Jaxpr
@@ -60,6 +66,34 @@ def make_primitive(name: str, *, multiple_results: bool, needs_devices: bool = F
     if needs_devices:
         _dispatch.prim_requires_devices_during_lowering.add(primitive)
     return primitive
+
+
+def register_nan_checks(primitives: Iterable[Primitive]) -> None:
+    """Have the float checks of `jax.experimental.checkify` look for NaN in the results of `primitives`, and in those of
+    every shard_map that jaxmp makes.
+
+    Such a shard_map counts as one operation. JAX's own rule looks inside, and fails under an explicit mesh or after
+    another check (JAX 0.10 to 0.12).
+    """
+    for primitive in primitives:
+        _checkify.error_checks[primitive] = functools.partial(_checkify.nan_error_check, primitive)
+    shard_map_p = _shard_map.shard_map_p
+    by_user = _checkify.error_checks[shard_map_p]
+    by_jaxmp = types.SimpleNamespace(name="jaxmp", multiple_results=True, bind=shard_map_p.bind)
+
+    def check_shard_map(*args: Any, **params: Any) -> Any:
+        if not _is_traced_by_jaxmp(_source_info_util.current().traceback):
+            return by_user(*args, **params)
+        return _checkify.nan_error_check(by_jaxmp, *args, **shard_map_p.get_bind_params(params))
+
+    _checkify.error_checks[shard_map_p] = check_shard_map
+
+
+def _is_traced_by_jaxmp(traceback: Any) -> bool:
+    """Whether the innermost frame beside JAX's own is one of jaxmp."""
+    own = os.path.dirname(jax.__file__) + os.sep
+    files = (frame.file_name for frame in traceback.frames) if traceback is not None else iter(())
+    return next((file for file in files if not file.startswith(own)), "").startswith(_PACKAGE)
 
 
 def varying_axes(x: jax.Array) -> frozenset[str]:
@@ -232,9 +266,9 @@ def traced_line(eqn: _core.JaxprEqn) -> str:
     return "" if frame is None else f"{os.path.basename(frame.file_name)}:{frame.start_line}"
 
 
-def user_line(package: str) -> str:
-    """The line of the user's program, "train.py:41", that is running; files of `package` and of JAX are passed over."""
-    own = (package + os.sep, os.path.dirname(jax.__file__) + os.sep)
+def user_line() -> str:
+    """The line of the user's program, "train.py:41", that is running; files of jaxmp and of JAX are passed over."""
+    own = (_PACKAGE, os.path.dirname(jax.__file__) + os.sep)
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
         frame = frame.f_back
@@ -495,6 +529,7 @@ __all__ = [
     "partitions_without_shardy",
     "platform",
     "program_name",
+    "register_nan_checks",
     "register_partitioner",
     "require_devices",
     "subjaxprs",

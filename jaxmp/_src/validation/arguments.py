@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +16,6 @@ from jaxmp._src.spec.matmul_spec import INTEGERS, Group, MatmulSpec, check_local
 from jaxmp._src.spec.options import CommOptions
 from jaxmp._src.validation import comm_options, operand_checks, scale_checks
 
-_PACKAGE = str(pathlib.Path(__file__).parents[2])  # jaxmp/
 SPEC_OPTIONS = [
     "alpha",
     "beta",
@@ -66,7 +64,7 @@ def validated(
         **flags,
         precision=precisions.resolve(name, options.get("precision"), operand, out),
         comm=CommOptions() if comm is None else comm_options.resolve_comm_options(name, out, operand, comm),
-        source_line=f"{name} at {jax_compat.user_line(_PACKAGE)}" if native.has_barrier() else "",
+        source_line=f"{name} at {jax_compat.user_line()}" if native.has_barrier() else "",
     )
     check_local_shapes(name, spec, a.shape[-2:], b.shape)
     shape = result_shape(spec, a, b)
