@@ -15,6 +15,7 @@ from jaxmp._src.ops.collective_matmul import (
 )
 from jaxmp._src.ops.dot_general import dot_general
 from jaxmp._src.ops.einsum import einsum
+from jaxmp._src.ops.gated_mlp import gated_mlp
 from jaxmp._src.ops.matmul import linear, matmul
 from jaxmp._src.ops.mlp import mlp
 from jaxmp._src.ops.scaled_matmul import scaled_matmul
@@ -48,6 +49,7 @@ __all__ = [
     "einsum",
     "explain",
     "from_block_cyclic",
+    "gated_mlp",
     "linear",
     "matmul",
     "matmul_all_reduce",

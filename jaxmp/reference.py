@@ -106,12 +106,27 @@ def mlp(
     return linear(linear(x, w_in, b_in, activation=activation), w_out, b_out)
 
 
+def gated_mlp(
+    x: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike,
+    w_down: ArrayLike,
+    b_gate: ArrayLike | None = None,
+    b_up: ArrayLike | None = None,
+    b_down: ArrayLike | None = None,
+    *,
+    activation: Activation | None = "silu",
+) -> jax.Array:
+    """`(act(x @ w_gate + b_gate) * (x @ w_up + b_up)) @ w_down + b_down` for x (..., k)."""
+    return linear(linear(x, w_gate, b_gate, activation=activation) * linear(x, w_up, b_up), w_down, b_down)
+
+
 def activate(activation: Activation | str | None, z: jax.Array) -> jax.Array:
     """act(z), or z where there is no activation."""
     found = activations.find("reference", activation)
     if found is None:
         return z
-    return {"relu": jax.nn.relu, "gelu": activations.gelu}[found](z) if isinstance(found, str) else found(z)
+    return (activations.FUNCTIONS[found] if isinstance(found, str) else found)(z)
 
 
 def _as_row(bias: ArrayLike, ndim: int) -> jax.Array:

@@ -86,6 +86,17 @@ def accumulator_roundoff(operands) -> float:
     return min(unit_roundoff(operands), unit_roundoff(jnp.float32))
 
 
+def activation_majorant(activation, z):
+    """A function whose value and derivatives dominate those of an activation order by order, for z >= 0.
+
+    |relu'| <= 1.  Both gelus, silu and tanh have |f| <= |z|, |f'| < 1.2, |f''| < 2 and |f'''| < 4, and so has sigmoid
+    less its value at 0.
+    """
+    if activation in (None, "relu"):
+        return z
+    return 1.2 * z + z * z + 2 * z * z * z / 3 + (0.5 if activation == "sigmoid" else 0)
+
+
 def matmul_majorant(
     a,
     b,
@@ -99,11 +110,7 @@ def matmul_majorant(
     epilog_inputs=None,
     **_,
 ):
-    """`reference.matmul` for non-negative operands, its activation replaced by one whose derivatives dominate.
-
-    |relu'| <= 1.  tanh-gelu has |f| <= |z|, |f'| < 1.2, |f''| < 2 and |f'''| < 4, which 1.2 z + z^2 + 2 z^3 / 3
-    dominates order by order for z >= 0.
-    """
+    """`reference.matmul` for non-negative operands, its activation replaced by one whose derivatives dominate."""
     a = jnp.swapaxes(a, -1, -2) if transpose_a else a
     b = jnp.swapaxes(b, -1, -2) if transpose_b else b
     z = abs(alpha) * (a @ b)
@@ -119,5 +126,11 @@ def matmul_majorant(
     if row.gradient:
         sums = {"bgrada": lambda: jnp.sum(a, -1), "bgradb": lambda: jnp.sum(b, 0)}
         return z, {row.gradient: sums.get(row.gradient, lambda: jnp.sum(z, tuple(range(z.ndim - 1))))()}
-    d = 1.2 * z + z * z + 2 * z * z * z / 3 if row.activation == "gelu" else z
+    d = activation_majorant(row.activation, z)
     return d if row.aux is None else (d, {row.aux: z})
+
+
+def linear_majorant(x, w, bias, activation):
+    """`reference.linear` for non-negative operands, likewise."""
+    z = matmul_majorant(x, w)
+    return activation_majorant(activation, z if bias is None else z + jnp.expand_dims(bias, tuple(range(z.ndim - 1))))

@@ -25,10 +25,10 @@ from jaxmp._src.spec.matmul_spec import RESULT_TYPES, MatmulSpec, accumulator
 from jaxmp._src.validation.comm_options import fit_comm_options
 
 Operands = dict[str, jax.Array]
-# d of a spec, from the operands by name.
-Product = Callable[[MatmulSpec, Operands], jax.Array]
-# A product in d's type, and in the accumulator's.
-Preactivation = tuple[jax.Array, jax.Array]
+# From the operands by name to products of one shape, each with its bias, in a type.
+Products = Callable[[np.dtype, Operands], Sequence[jax.Array]]
+# The products in d's type, and in the accumulator's where that is another.
+Preactivations = tuple[list[jax.Array], list[jax.Array]]
 
 
 def check_spec(name: str, spec: MatmulSpec) -> None:
@@ -53,7 +53,7 @@ def activated_call(call: Call, f: Function, operands: Operands) -> jax.Array:
     return result
 
 
-def compiled(run: Any, activation: str | Function) -> Any:
+def compiled(run: Any, activation: str | Function | None) -> Any:
     """`run`, which `jax.jit` compiles for each activation; what it wraps where that is a function of the user's.
 
     Such a function may close over what is being traced, which no cache of compiled programs may keep.
@@ -64,52 +64,32 @@ def compiled(run: Any, activation: str | Function) -> Any:
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def jaxmp_activated(call: Call, f: Function, operands: Operands) -> jax.Array:
     """As `activated_call`."""
-    return activate(f, [preactivation(product_of(call), call.spec, operands)])
+
+    def products(dtype: np.dtype, operands: Operands) -> list[jax.Array]:
+        spec, operands = in_type(call.spec, operands, dtype)
+        return [jaxmp_call(dataclasses.replace(call, spec=spec), operands)["d"]]
+
+    return activate(f, preactivations(products, call.spec.out_dtype, operands))
 
 
-def product_of(call: Call) -> Product:
-    """`call` for another spec."""
-    return lambda spec, operands: jaxmp_call(dataclasses.replace(call, spec=spec), operands)["d"]
+def in_type(spec: MatmulSpec, operands: Operands, dtype: np.dtype) -> tuple[MatmulSpec, Operands]:
+    """A product, whose epilog adds a bias at most, with a result of `dtype`, and its operands."""
+    if spec.bias_dtype is None and "bias" in operands:
+        operands = operands | {"bias": operands["bias"].astype(dtype)}
+    return fit_comm_options(spec.replace(out_dtype=np.dtype(dtype))), operands
 
 
-def preactivation(bind: Product, spec: MatmulSpec, operands: Operands) -> Preactivation:
-    """The product of `spec`, whose epilog adds a bias at most."""
-    if _widened(spec) == spec:
-        z = bind(spec, operands)
-        return z, z
-    pair: Preactivation = _rounded_and_wide(bind, spec, operands)
-    return pair
+def preactivations(products: Products, dtype: np.dtype, operands: Operands) -> Preactivations:
+    """The products, for `activate`."""
+    if accumulator(dtype) == dtype:
+        return list(products(dtype, operands)), []
+    both: Preactivations = _rounded_and_wide(products, dtype, operands)
+    return both
 
 
-def _widened(spec: MatmulSpec) -> MatmulSpec:
-    return fit_comm_options(spec.replace(out_dtype=accumulator(spec.out_dtype)))
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _rounded_and_wide(bind: Product, spec: MatmulSpec, operands: Operands) -> Preactivation:
-    wide = _widened(spec)
-    if "bias" in operands and spec.bias_dtype is None:
-        operands = operands | {"bias": operands["bias"].astype(wide.out_dtype)}
-    z = bind(wide, operands)
-    return z.astype(spec.out_dtype), z
-
-
-def _rounded_and_wide_jvp_rule(
-    bind: Product, spec: MatmulSpec, primals: tuple[Operands], tangents: tuple[dict[str, Any]]
-) -> tuple[Preactivation, Preactivation]:
-    """Of the rounded product alone, by a product of that type; nobody differentiates the other."""
-    operands, moved = primals[0], {k: t for k, t in tangents[0].items() if not isinstance(t, SymbolicZero)}
-    rounded, wide = _rounded_and_wide(bind, spec, operands)
-    _, t = jax.jvp(lambda x: bind(spec, operands | x), ({name: operands[name] for name in moved},), (moved,))
-    return (rounded, wide), (t, jnp.zeros_like(wide))
-
-
-_rounded_and_wide.defjvp(_rounded_and_wide_jvp_rule, symbolic_zeros=True)
-
-
-def activate(f: Function, products: Sequence[Preactivation]) -> jax.Array:
-    """`f` of the products, elementwise; reverse mode keeps the products in d's type, and evaluates f again."""
-    rounded, wide = zip(*products, strict=True)
+def activate(f: Function, zs: Preactivations) -> jax.Array:
+    """`f` of the products, elementwise, in their type; reverse mode keeps the products in it, and evaluates f again."""
+    rounded, wide = zs
     dtype = rounded[0].dtype
 
     def apply(*zs: jax.Array) -> jax.Array:
@@ -121,10 +101,30 @@ def activate(f: Function, products: Sequence[Preactivation]) -> jax.Array:
         return d.astype(dtype)
 
     d: jax.Array = jax.checkpoint(apply)(*rounded)
-    if rounded is wide or rounded[0] is wide[0]:
+    if not wide:
         return d
     result: jax.Array = _with_tangent(lax.stop_gradient(apply(*map(lax.stop_gradient, wide))), d)
     return result
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _rounded_and_wide(products: Products, dtype: np.dtype, operands: Operands) -> Preactivations:
+    wide = list(products(accumulator(dtype), operands))
+    return [z.astype(dtype) for z in wide], wide
+
+
+def _rounded_and_wide_jvp_rule(
+    products: Products, dtype: np.dtype, primals: tuple[Operands], tangents: tuple[dict[str, Any]]
+) -> tuple[Any, Any]:
+    """Of the rounded products alone, by products of that type; nobody differentiates the others."""
+    operands, moved = primals[0], {k: t for k, t in tangents[0].items() if not isinstance(t, SymbolicZero)}
+    rounded, wide = _rounded_and_wide(products, dtype, operands)
+    varied = {name: operands[name] for name in moved}
+    _, t = jax.jvp(lambda varied: list(products(dtype, operands | varied)), (varied,), (moved,))
+    return (rounded, wide), (t, [jnp.zeros_like(z) for z in wide])
+
+
+_rounded_and_wide.defjvp(_rounded_and_wide_jvp_rule, symbolic_zeros=True)
 
 
 @jax.custom_jvp

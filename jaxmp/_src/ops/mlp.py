@@ -40,8 +40,27 @@ from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.arguments import validated
 from jaxmp._src.validation.public import public
 
-FIRST = Caller("mlp (x @ w_in)", a="x", b="w_in", bias="b_in")
-SECOND = Caller("mlp (hidden @ w_out)", a="hidden", b="w_out", bias="b_out")
+
+@dataclasses.dataclass(frozen=True)
+class Labels:
+    """What messages call the function, its two weights and their biases."""
+
+    function: str
+    w_in: str
+    b_in: str
+    w_out: str
+    b_out: str
+
+    @property
+    def first(self) -> Caller:
+        return Caller(f"{self.function} (x @ {self.w_in})", a="x", b=self.w_in, bias=self.b_in)
+
+    @property
+    def second(self) -> Caller:
+        return Caller(f"{self.function} (hidden @ {self.w_out})", a="hidden", b=self.w_out, bias=self.b_out)
+
+
+LABELS = Labels("mlp", "w_in", "b_in", "w_out", "b_out")
 
 
 @public
@@ -97,11 +116,7 @@ def mlp(
            [13.]], dtype=float32)
     """
     x, w_in, b_in, w_out, b_out = map(operand_checks.as_array, (x, w_in, b_in, w_out, b_out))
-    _check_rank(x)
-    if in_shardings is not None and (isinstance(in_shardings, str) or len(in_shardings) != 3):
-        raise ValueError(
-            f"mlp: in_shardings must be a triple, one sharding each for x, w_in and w_out, got {in_shardings!r}"
-        )
+    check_given(LABELS, x, in_shardings)
     options: dict[str, Any] = {"precision": precision, "implementation": implementation, "determinism": determinism}
     shardings = {"hidden": hidden_sharding, "out": out_sharding, "ins": in_shardings, "mesh": mesh}
     y = _fused(x, w_in, b_in, w_out, b_out, activation, axis_name, shardings, options)
@@ -112,9 +127,17 @@ def mlp(
     return result
 
 
-def _check_rank(x: Any) -> None:
+def check_given(labels: Labels, x: Any, in_shardings: Any) -> None:
+    """Raise ValueError for an x of one dimension, and for shardings that are no triple."""
     if getattr(x, "ndim", 0) == 1:
-        raise ValueError(f"mlp: x must have at least 2 dimensions, got 1 (shape {tuple(x.shape)}); pass x[None]")
+        raise ValueError(
+            f"{labels.function}: x must have at least 2 dimensions, got 1 (shape {tuple(x.shape)}); pass x[None]"
+        )
+    if in_shardings is not None and (isinstance(in_shardings, str) or len(in_shardings) != 3):
+        raise ValueError(
+            f"{labels.function}: in_shardings must be a triple, one sharding each for x, {labels.w_in} and "
+            f"{labels.w_out}, got {in_shardings!r}"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,14 +162,15 @@ class _Layer:
         """The activated result."""
         if isinstance(activation, str):
             return self.apply(x, operands, activation)["d"]
-        spec = self.spec.replace(epilog=epilogs.for_activation(None, self.bias in operands))
-        weight = operands[self.weight]
-        layer = {"a": x.astype(weight.dtype), "b": weight}
-        layer |= {"bias": operands[self.bias]} if self.bias in operands else {}
-        return activated.activate(activation, [activated.preactivation(self._product_of, spec, layer)])
+        bias = {"bias": operands[self.bias]} if self.bias in operands else {}
 
-    def _product_of(self, spec: MatmulSpec, operands: dict[str, jax.Array]) -> jax.Array:
-        return bind_plan(self.plan, spec, operands)["d"]
+        def products(dtype: np.dtype, layer: dict[str, jax.Array]) -> list[jax.Array]:
+            spec = self.spec.replace(epilog=epilogs.for_activation(None, bool(bias)))
+            return [bind_plan(self.plan, *activated.in_type(spec, layer, dtype))["d"]]
+
+        weight = operands[self.weight]
+        layer = {"a": x.astype(weight.dtype), "b": weight, **bias}
+        return activated.activate(activation, activated.preactivations(products, self.spec.out_dtype, layer))
 
     def product(self, x: jax.Array, operands: dict[str, jax.Array]) -> jax.Array:
         return self._bind(x, operands, {}, epilog=Epilog.NONE)["d"]
@@ -251,58 +275,91 @@ def _fused(
     if found is None:
         raise ValueError("mlp: activation must be a name or a function, got None; call jaxmp.linear twice")
     fused = found if isinstance(found, str) else None
-    for argument, operand in (("x", x), ("w_in", w_in), ("w_out", w_out)):
-        if low_precision.is_low_precision(getattr(operand, "dtype", np.float32)):
-            raise NotImplementedError(
-                f"mlp: {argument} has dtype {operand.dtype}; layers of 8 bits and fewer need scales between them: call "
-                "jaxmp.matmul twice (examples/05_fp8_linear.py)"
-            )
-    groups = _groups(axis_name)
-    spec, ins = _validated(FIRST, x, w_in, b_in, fused, options, groups[0])
-    if fused is None:
-        activated.check_spec(FIRST, spec)
-    h = jax.ShapeDtypeStruct(result_shape(spec, x, w_in), _promoted(spec.out_dtype, w_out))
-    next_spec, outs = _validated(SECOND, h, w_out, b_out, None, options, groups[1])
-    is_fused = (
-        fused is not None
-        and h.dtype == spec.out_dtype == next_spec.out_dtype
-        and 0 not in (*x.shape, *w_in.shape, *w_out.shape)
-    )
-    is_fused &= spec.determinism != "topology"  # a hidden bias has its sums over data-parallel ranks from calls
-    specs: tuple[MatmulSpec, ...] = (spec, next_spec)
-    operands = ins, outs
-    given = None if shardings["ins"] is None else tuple(shardings["ins"])[:2]
-    placement = meshes.place(FIRST, x, w_in, h.shape, shardings["hidden"], given, shardings["mesh"])
-    if placement.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
+    layers = plan_layers(LABELS, x, w_in, b_in, fused, w_out, b_out, axis_name, shardings, options)
+    if layers.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
         return None
-    calls: tuple[Any, ...] = ()
-    if placement.mode == meshes.Mode.MANUAL:
-        specs = tuple(s.regroup(mesh=placement.axes) for s in specs)
-        plans = [patterns_lib.Plan(s.group.pattern, s.group.row_axes, dimension=x.ndim - 2) for s in specs]
-    else:
-        calls = _calls(placement, specs, operands, w_out, shardings)
-        specs, plans = tuple(call.spec for call in calls), [call.plan for call in calls]
+    (spec, next_spec), (ins, outs), plans, calls = layers.specs, layers.operands, layers.plans, layers.calls
+    if fused is None:
+        activated.check_spec(LABELS.first, spec)
+    h = outs["a"]
+    is_fused = h.dtype == spec.out_dtype == next_spec.out_dtype and 0 not in (*x.shape, *w_in.shape, *w_out.shape)
+    is_fused &= fused is not None
+    is_fused &= spec.determinism != "topology"  # a hidden bias has its sums over data-parallel ranks from calls
+    if calls:
         is_fused = is_fused and calls[0].out_spec is None and not plans[1].is_transposed
+        is_fused = is_fused and plans[1].a == plans[0].out
         is_fused = is_fused and "a" not in (gather.operand for gather in calls[1].gathers)
         is_fused = is_fused and plans[1].pattern in (Pattern.LOCAL, Pattern.ALL_REDUCE, Pattern.REDUCE_SCATTER)
-    is_fused &= all(map(completes_sums, specs))
+    is_fused &= all(map(completes_sums, layers.specs))
     names = (("w_in", "b_in"), ("w_out", "b_out"))
-    layers = [
-        _Layer(s.replace(epilog=Epilog.NONE), plan, *each) for s, plan, each in zip(specs, plans, names, strict=True)
+    each = [
+        _Layer(s.replace(epilog=Epilog.NONE), plan, *pair)
+        for s, plan, pair in zip(layers.specs, plans, names, strict=True)
     ]
     arrays = {"x": ins["a"], "w_in": ins["b"], "b_in": ins.get("bias"), "w_out": outs["b"], "b_out": outs.get("bias")}
     arrays = {name: array for name, array in arrays.items() if array is not None}
     run = activated.compiled(jaxmp_mlp, found)
-    y: jax.Array = run(_Run(_Mlp(layers[0], layers[1], found), is_fused, calls), arrays)
+    y: jax.Array = run(_Run(_Mlp(each[0], each[1], found), is_fused, layers.calls), arrays)
     return y
 
 
-def _groups(axis_name: AxisName | None) -> tuple[Group, Group]:
+@dataclasses.dataclass(frozen=True)
+class Layers:
+    """The products of two layers: their specs, operands by name, plans and, of global arrays, calls; under XLA's
+    partitioner only the first call, and no plan."""
+
+    mode: meshes.Mode
+    specs: tuple[MatmulSpec, MatmulSpec]
+    operands: tuple[dict[str, Any], dict[str, Any]]
+    plans: tuple[patterns_lib.Plan, ...] = ()
+    calls: tuple[sharded_call.Call, ...] = ()
+
+
+def plan_layers(
+    labels: Labels,
+    x: Any,
+    w_in: Any,
+    b_in: Any,
+    fused: str | None,
+    w_out: Any,
+    b_out: Any,
+    axis_name: AxisName | None,
+    shardings: dict[str, Any],
+    options: dict[str, Any],
+) -> Layers:
+    """Both products, the first with a fused activation or none."""
+    for argument, operand in (("x", x), (labels.w_in, w_in), (labels.w_out, w_out)):
+        if low_precision.is_low_precision(getattr(operand, "dtype", np.float32)):
+            raise NotImplementedError(
+                f"{labels.function}: {argument} has dtype {operand.dtype}; layers of 8 bits and fewer need scales "
+                "between them: call jaxmp.matmul for each product (examples/05_fp8_linear.py)"
+            )
+    groups = _groups(labels, axis_name)
+    spec, ins = _validated(labels.first, x, w_in, b_in, fused, options, groups[0])
+    h = jax.ShapeDtypeStruct(result_shape(spec, x, w_in), _promoted(spec.out_dtype, w_out))
+    next_spec, outs = _validated(labels.second, h, w_out, b_out, None, options, groups[1])
+    operands = ins, outs
+    given = None if shardings["ins"] is None else tuple(shardings["ins"])[:2]
+    placement = meshes.place(labels.first, x, w_in, h.shape, shardings["hidden"], given, shardings["mesh"])
+    if placement.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
+        call = sharded_call.make_call(spec, placement, ins, h.shape, labels.first)
+        return Layers(placement.mode, (spec, next_spec), operands, calls=(call,))
+    if placement.mode == meshes.Mode.MANUAL:
+        spec, next_spec = (s.regroup(mesh=placement.axes) for s in (spec, next_spec))
+        plans = tuple(
+            patterns_lib.Plan(s.group.pattern, s.group.row_axes, dimension=x.ndim - 2) for s in (spec, next_spec)
+        )
+        return Layers(placement.mode, (spec, next_spec), operands, plans)
+    first, second = _calls(labels, placement, (spec, next_spec), operands, w_out, shardings)
+    return Layers(placement.mode, (first.spec, second.spec), operands, (first.plan, second.plan), (first, second))
+
+
+def _groups(labels: Labels, axis_name: AxisName | None) -> tuple[Group, Group]:
     """The groups of the two products: x's rows are gathered over the axis, y's are scattered."""
     if axis_name is None:
         return Group(), Group()
     patterns = (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER)
-    first, second = (sharded_call.group_on_axes("mlp", pattern, axis_name) for pattern in patterns)
+    first, second = (sharded_call.group_on_axes(labels.function, pattern, axis_name) for pattern in patterns)
     return first, second
 
 
@@ -320,6 +377,7 @@ def _promoted(dtype: np.dtype, w: Any) -> np.dtype:
 
 
 def _calls(
+    labels: Labels,
     placement: meshes.Placement,
     specs: tuple[MatmulSpec, ...],
     operands: tuple[dict[str, Any], ...],
@@ -330,21 +388,21 @@ def _calls(
     if placement.out is None:
         if placement.a[-1] and placement.b[0]:
             raise ValueError(
-                f"mlp: the contraction of x @ w_in is sharded over {placement.a[-1]} in x and {placement.b[0]} in "
-                "w_in, so the sharding of its result is ambiguous; pass hidden_sharding"
+                f"{labels.function}: the contraction of x @ {labels.w_in} is sharded over {placement.a[-1]} in x and "
+                f"{placement.b[0]} in {labels.w_in}, so the sharding of its result is ambiguous; pass hidden_sharding"
             )
         cols = placement.b[1]
         rows = tuple(tuple(axis for axis in dim if axis not in cols) for dim in placement.a[:-1])
         placement = dataclasses.replace(placement, out=(*rows, cols))
     shape = result_shape(specs[0], operands[0]["a"], operands[0]["b"])
-    first = sharded_call.make_call(specs[0], placement, operands[0], shape, FIRST)
+    first = sharded_call.make_call(specs[0], placement, operands[0], shape, labels.first)
     hidden, given = first.out_spec or meshes.partition_spec(first.plan.out), shardings["ins"]
     w = operands[1]["b"]
     h = operands[1]["a"].update(sharding=NamedSharding(placement.mesh, hidden))
     where = (hidden, given[2] if given is not None else meshes.type_spec(w_out))
     shape = result_shape(specs[1], h, w)
-    second = meshes.place(SECOND, h, w, shape, shardings["out"], where, placement.mesh)
-    return first, sharded_call.make_call(specs[1], second, operands[1] | {"a": h}, shape, SECOND)
+    second = meshes.place(labels.second, h, w, shape, shardings["out"], where, placement.mesh)
+    return first, sharded_call.make_call(specs[1], second, operands[1] | {"a": h}, shape, labels.second)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -92,7 +92,7 @@ def register_nan_checks(primitives: Iterable[Primitive]) -> None:
 def _is_traced_by_jaxmp(traceback: Any) -> bool:
     """Whether the innermost frame beside JAX's own is one of jaxmp."""
     own = os.path.dirname(jax.__file__) + os.sep
-    files = (frame.file_name for frame in traceback.frames) if traceback is not None else iter(())
+    files: list[str] = [] if traceback is None else [frame.file_name for frame in traceback.frames]
     return next((file for file in files if not file.startswith(own)), "").startswith(_PACKAGE)
 
 

@@ -320,6 +320,14 @@ def jaxmp_call(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Arra
     return _finished(call, jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs)(placed))
 
 
+def bring(call: Call, x: jax.Array, spec: P) -> jax.Array:
+    """An operand in the sharding in which it enters the call's shard_map, which brings it there on automatic axes."""
+    if not call.is_explicit:
+        return x
+    have = meshes.partition_spec(meshes.type_dims("jaxmp", "an operand", x))
+    return meshes.reshard(x, call.mesh, have, spec, is_explicit=True)
+
+
 def _finished(call: Call, outputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The results of a call with d in the sharding that was asked for."""
     if call.out_spec is None:

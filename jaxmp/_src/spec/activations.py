@@ -80,35 +80,37 @@ def gelu_second_derivative(z: jax.Array) -> jax.Array:
     return curve
 
 
-# Those that cuBLASMp has epilogs for, by what users pass.
-FUSED: tuple[tuple[Any, str], ...] = (("relu", "relu"), ("gelu", "gelu"), (jax.nn.relu, "relu"), (jax.nn.gelu, "gelu"))
-# The others that have names. PyTorch and Keras call a gelu exact, or not approximate, that is made of erf.
-NAMED: dict[str, Function] = {
+# By name. The first two are those that cuBLASMp has epilogs for. PyTorch and Keras call a gelu exact, or not
+# approximate, that is made of erf.
+FUNCTIONS: dict[str, Function] = {
+    "relu": jax.nn.relu,
+    "gelu": gelu,
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
     "tanh": jnp.tanh,
     "sigmoid": jax.nn.sigmoid,
 }
+FUSED = ("relu", "gelu")
+# JAX's own functions that are fused as well.
+_FUSED_FUNCTIONS: tuple[tuple[Any, str], ...] = ((jax.nn.relu, "relu"), (jax.nn.gelu, "gelu"))
 
 
 def find(name: str, activation: Any) -> str | Function | None:
     """What a user asks for: the name of a fused activation, a function that XLA applies, or None for none."""
-    for key, fused in FUSED:
-        if activation is key or (isinstance(activation, str) and activation == key):
-            return fused
-    if isinstance(activation, str) and activation in NAMED:
-        return NAMED[activation]
-    if activation is None or callable(activation):
-        found: Function | None = activation
-        return found
-    names = ", ".join(f'"{key}"' for key in ("relu", "gelu", *NAMED))
-    raise ValueError(f"{name}: activation must be one of {names}, or a function of an array, got {activation!r}")
+    if isinstance(activation, str) and activation in FUNCTIONS:
+        return activation if activation in FUSED else FUNCTIONS[activation]
+    if activation is not None and not callable(activation):
+        raise ValueError(
+            f"{name}: activation must be one of {', '.join(FUNCTIONS)}, or a function of an array, got {activation!r}"
+        )
+    found: str | Function | None = next((fused for f, fused in _FUSED_FUNCTIONS if f is activation), activation)
+    return found
 
 
-def is_named(f: Function) -> bool:
-    """Whether `f` is one of `NAMED`, which depends on its argument alone."""
-    return any(f is named for named in NAMED.values())
+def is_named(f: Function | None) -> bool:
+    """Whether `f` is None or one of `FUNCTIONS`, which depends on its argument alone."""
+    return f is None or any(f is named for named in FUNCTIONS.values())
 
 
 def multiply_by_slope(activation: str, aux: jax.Array, t: jax.Array) -> jax.Array:

@@ -1,0 +1,254 @@
+"""Gated layers: `(act(x @ w_gate) * (x @ w_up)) @ w_down`, whose first two products share one x.
+
+A device gathers x once and multiplies it by its columns of either weight, so in the gradient there is one sum over
+devices as well, of both products' cotangents of x. The weights stay where they are: a product with both side by side
+would gather x inside of the call, but copies them, ahead of it and in the gradient.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jaxmp._src.ops import activated
+from jaxmp._src.ops.activated import Operands, Preactivations
+from jaxmp._src.ops.matmul import linear
+from jaxmp._src.ops.mlp import Labels, Layers, check_given, plan_layers
+from jaxmp._src.ops.signatures import ShardingTriple
+from jaxmp._src.primitive import collectives
+from jaxmp._src.primitive.collectives import cast_varying
+from jaxmp._src.runtime import jax_compat
+from jaxmp._src.sharding import meshes, sharded_call
+from jaxmp._src.sharding.patterns import LOCAL_PLAN, Plan
+from jaxmp._src.sharding.shard_local import bind_plan, gathered
+from jaxmp._src.spec import activations, epilogs
+from jaxmp._src.spec.activations import Function
+from jaxmp._src.spec.caller import Caller
+from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
+from jaxmp._src.spec.options import Activation, AxisName, Determinism, Implementation, Mesh, Precision, Sharding
+from jaxmp._src.validation import operand_checks
+from jaxmp._src.validation.arguments import validated
+
+LABELS = Labels("gated_mlp", "w_gate", "b_gate", "w_down", "b_down")
+_UP = Caller("gated_mlp (x @ w_up)", a="x", b="w_up", bias="b_up")
+
+
+def gated_mlp(
+    x: ArrayLike,
+    w_gate: ArrayLike,
+    w_up: ArrayLike,
+    w_down: ArrayLike,
+    b_gate: ArrayLike | None = None,
+    b_up: ArrayLike | None = None,
+    b_down: ArrayLike | None = None,
+    *,
+    activation: Activation | None = "silu",
+    axis_name: AxisName | None = None,
+    hidden_sharding: Sharding | None = None,
+    precision: Precision = None,
+    out_sharding: Sharding | None = None,
+    in_shardings: ShardingTriple | None = None,
+    mesh: Mesh | None = None,
+    implementation: Implementation | None = None,
+    determinism: Determinism = "run_to_run",
+) -> jax.Array:
+    """A gated layer, `(act(x @ w_gate + b_gate) * (x @ w_up + b_up)) @ w_down + b_down`.
+
+    With "silu" SwiGLU, with "gelu" GEGLU, with "relu" ReGLU, with "sigmoid" GLU (Shazeer, arXiv:2002.05202).
+
+    x is gathered once for both products, and its gradient summed over devices once. Activation and product are taken
+    in the accumulator's type, and rounded once. Layers lie as those of `mlp`, w_up as w_gate.
+
+    Args:
+      x: (..., k).
+      w_gate, w_up: (k, h), sharded alike; b_gate, b_up: (h,) or None.
+      w_down: (h, n); b_down: (n,) or None.
+      activation: as in `linear`; None for the product alone.
+      axis_name: inside `jax.shard_map`, as in `mlp`.
+      hidden_sharding: sharding of the hidden layer (..., h), as in `mlp`.
+      out_sharding: sharding of y.
+      in_shardings: a triple of shardings for x, w_gate and w_up, and w_down (auto axes).
+      determinism: "run_to_run"; XLA computes the hidden layer.
+
+    The other options are those of `matmul`.
+
+    Returns:
+      (..., n), sharded as `out_sharding` says.
+
+    Raises: as `matmul`; the message says which of the products is meant. NotImplementedError for another determinism.
+
+    >>> import jax.numpy as jnp, jaxmp
+    >>> jaxmp.gated_mlp(jnp.ones((2, 3)), jnp.ones((3, 4)), jnp.ones((3, 4)), jnp.ones((4, 1)), activation="relu")
+    Array([[36.],
+           [36.]], dtype=float32)
+    """
+    arrays = map(operand_checks.as_array, (x, w_gate, w_up, w_down, b_gate, b_up, b_down))
+    x, w_gate, w_up, w_down, b_gate, b_up, b_down = arrays
+    check_given(LABELS, x, in_shardings)
+    options: dict[str, Any] = {"precision": precision, "implementation": implementation, "determinism": determinism}
+    shardings = {"hidden": hidden_sharding, "out": out_sharding, "ins": in_shardings, "mesh": mesh}
+    found = activations.find("gated_mlp", activation)
+    act = activations.FUNCTIONS[found] if isinstance(found, str) else found
+    x, w_gate, w_up = _of_one_type(x, w_gate, w_up)
+    layers = plan_layers(LABELS, x, w_gate, b_gate, None, w_down, b_down, axis_name, shardings, options)
+    if determinism != "run_to_run":
+        raise NotImplementedError(
+            f'gated_mlp: determinism must be "run_to_run", got {determinism!r}: XLA computes act(gate) * up; call '
+            "jaxmp.linear for each product, and multiply them where the bits may be XLA's"
+        )
+    operands = {
+        "x": layers.operands[0]["a"],
+        **_pair("gate", layers.operands[0]),
+        **_up(layers, x, w_up, b_up, options),
+    }
+    h: jax.Array = activated.compiled(jaxmp_gated, act)(_static(layers, operands), act, operands)
+    if layers.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
+        result: jax.Array = linear(h, w_down, b_down, out_sharding=out_sharding, mesh=mesh, **options)
+        return result
+    spec, down = layers.specs[1], layers.operands[1]
+    down = down | {"a": h.astype(down["a"].dtype)}
+    run = functools.partial(sharded_call.jaxmp_call, layers.calls[1]) if layers.calls else None
+    y: jax.Array = (run(down) if run else bind_plan(layers.plans[1], spec, down))["d"]
+    return y
+
+
+def _of_one_type(x: Any, w_gate: Any, w_up: Any) -> tuple[Any, Any, Any]:
+    """x and both weights in the type that JAX promotes them to; what is no array is refused later, by name."""
+    if not all(hasattr(operand, "dtype") for operand in (x, w_gate, w_up)):
+        return x, w_gate, w_up
+    dtype = jnp.result_type(x, w_gate, w_up)
+    x, w_gate, w_up = (operand if operand.dtype == dtype else operand.astype(dtype) for operand in (x, w_gate, w_up))
+    return x, w_gate, w_up
+
+
+def _pair(name: str, operands: dict[str, Any]) -> Operands:
+    """A weight and its bias, if it has one, under their own names."""
+    names = {"b": f"w_{name}", "bias": f"b_{name}"}
+    return {names[key]: x for key, x in operands.items() if key in names}
+
+
+def _up(layers: Layers, x: Any, w_up: Any, b_up: Any, options: dict[str, Any]) -> Operands:
+    """w_up and b_up in the types of the call; they have to fit, and to lie, as those of the gate."""
+    inputs = {} if b_up is None else {"bias": b_up}
+    epilog = epilogs.for_activation(None, b_up is not None)
+    _, operands = validated(_UP, x, w_up, None, inputs, options | {"epilog": epilog}, layers.specs[0].group)
+    shape, like = tuple(w_up.shape), layers.operands[0]["b"]
+    if shape != like.shape:
+        raise ValueError(f"gated_mlp: w_up must have w_gate's shape {tuple(like.shape)}, got {shape}")
+    if layers.mode == meshes.Mode.SHARDED and layers.calls[0].is_explicit:
+        have, wanted = (meshes.type_dims("gated_mlp", "w_up", w) for w in (operands["b"], like))
+        if have != wanted:
+            raise ValueError(
+                f"gated_mlp: w_up is sharded {meshes.partition_spec(have)}, but w_gate "
+                f"{meshes.partition_spec(wanted)}; shard them alike (jax.sharding.reshard)"
+            )
+    return _pair("up", operands)
+
+
+# The hidden layer ------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Hidden:
+    """The products of gate and up, hashable: their spec and plan, on global arrays with the gate's call; whether they
+    share x."""
+
+    spec: MatmulSpec
+    plan: Plan
+    call: sharded_call.Call | None
+    shares_x: bool
+
+
+def _static(layers: Layers, operands: Operands) -> _Hidden:
+    call = layers.calls[0] if layers.calls else None
+    plan = layers.plans[0] if layers.plans else LOCAL_PLAN
+    # The others gather no x, or one that is whole in both weights' groups.
+    shares_x = plan.pattern in (Pattern.LOCAL, Pattern.ALL_GATHER) and not plan.is_transposed
+    shares_x = shares_x and (call is None or call.out_spec is None)
+    shares_x = shares_x and layers.mode in (meshes.Mode.SHARDED, meshes.Mode.MANUAL)
+    return _Hidden(layers.specs[0], plan, call, shares_x and not any(0 in x.shape for x in operands.values()))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def jaxmp_gated(hidden: _Hidden, act: Function | None, operands: Operands) -> jax.Array:
+    """The hidden layer, `act(x @ w_gate + b_gate) * (x @ w_up + b_up)`."""
+
+    def gated(gate: jax.Array, up: jax.Array) -> jax.Array:
+        return (gate if act is None else act(gate)) * up
+
+    return activated.activate(gated, _preactivations(hidden, operands))
+
+
+def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
+    """x @ w_gate + b_gate and x @ w_up + b_up."""
+    spec, plan, call = hidden.spec, hidden.plan, hidden.call
+    if not hidden.shares_x:
+        products = functools.partial(_products, spec, functools.partial(_product, call, plan))
+        return activated.preactivations(products, spec.out_dtype, operands)
+    body = functools.partial(_preactivations_on_shards, spec, plan)
+    if call is None:
+        return body(operands)
+    names = {"a": ("x",), "b": tuple(f"w_{name}" for name in _NAMES)}
+    gathers = [dataclasses.replace(gather, operand=name) for gather in call.gathers for name in names[gather.operand]]
+
+    def of_shards(operands: Operands) -> Preactivations:
+        return body(gathered(gathers, operands, spec.source_line))
+
+    given, bias, d = dict(call.in_specs), meshes.partition_spec((plan.out[-1],)), dict(call.out_specs)["d"]
+    specs = {name: {"x": given["a"], "w": given["b"], "b": bias}[name[0]] for name in operands}
+    placed = {name: sharded_call.bring(call, x, specs[name]) for name, x in operands.items()}
+    zs: Preactivations = jax.shard_map(of_shards, mesh=call.mesh, in_specs=(specs,), out_specs=d)(placed)
+    return zs
+
+
+def _products(
+    spec: MatmulSpec,
+    product: Callable[[MatmulSpec, Operands], jax.Array],
+    dtype: np.dtype,
+    operands: Operands,
+) -> list[jax.Array]:
+    """Both products, each by `product` of its spec and operands."""
+    products = []
+    for name in _NAMES:
+        layer = {"a": operands["x"], "b": operands[f"w_{name}"]}
+        layer |= {"bias": operands[f"b_{name}"]} if f"b_{name}" in operands else {}
+        each = spec.replace(epilog=epilogs.for_activation(None, "bias" in layer))
+        products.append(product(*activated.in_type(each, layer, dtype)))
+    return products
+
+
+_NAMES = ("gate", "up")
+
+
+def _product(call: sharded_call.Call | None, plan: Plan, spec: MatmulSpec, layer: Operands) -> jax.Array:
+    """One of the products, by the gate's call."""
+    if call is None:
+        d: jax.Array = bind_plan(plan, spec, layer)["d"]
+        return d
+    if call.in_specs:
+        given = dict(call.in_specs) | {"bias": meshes.partition_spec((plan.out[-1],))}
+        in_specs = {name: given[name] for name in layer}
+        layer = {name: sharded_call.bring(call, x, in_specs[name]) for name, x in layer.items()}
+        call = dataclasses.replace(call, in_specs=tuple(in_specs.items()), resharded=())
+    result: jax.Array = sharded_call.jaxmp_call(dataclasses.replace(call, spec=spec), layer)["d"]
+    return result
+
+
+def _preactivations_on_shards(spec: MatmulSpec, plan: Plan, operands: Operands) -> Preactivations:
+    """Local products of an x that is brought to every device of the group once."""
+    x = operands["x"]
+    with jax.named_scope("jaxmp_shared_operand"):
+        if plan.pattern == Pattern.ALL_GATHER:
+            x = collectives.all_gather(x, spec.group.row_axes, axis=plan.dimension, source_line=spec.source_line)
+        # Varying, so that both cotangents are added before they are summed over devices.
+        axes = frozenset().union(*(jax_compat.varying_axes(operands[f"w_{name}"]) for name in _NAMES))
+        x = cast_varying(x, axes, source_line=spec.source_line)
+    products = functools.partial(_products, spec.ungrouped(), functools.partial(_product, None, LOCAL_PLAN))
+    return activated.preactivations(products, spec.out_dtype, operands | {"x": x})
