@@ -14,7 +14,7 @@ import pytest
 
 import jaxmp
 from jaxmp._src.ops import signatures
-from jaxmp._src.spec import options
+from jaxmp._src.spec import activations, options
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.low_precision import Scaling
 from jaxmp._src.validation.arguments import SPEC_OPTIONS
@@ -26,10 +26,13 @@ PLACEMENT = {"out_sharding", "in_shardings", "mesh"}
 DIFFERENCES = {
     **{name: (PLACEMENT, set(), set()) for name in IN_SHARD_MAP},
     "linear": ({"beta", "epilog", "epilog_inputs"}, {"activation"}, {"out_sharding"}),
-    "mlp": (
-        set(SPEC_OPTIONS) - {"precision", "implementation", "determinism"} | {"epilog_inputs"},
-        {"activation", "axis_name", "hidden_sharding"},
-        {"out_sharding", "in_shardings"},
+    **dict.fromkeys(
+        ("mlp", "gated_mlp"),
+        (
+            set(SPEC_OPTIONS) - {"precision", "implementation", "determinism"} | {"epilog_inputs"},
+            {"activation", "axis_name", "hidden_sharding"},
+            {"out_sharding", "in_shardings"},
+        ),
     ),
     "einsum": (
         set(SPEC_OPTIONS) - {"precision", "preferred_element_type", "implementation", "determinism"}
@@ -101,6 +104,7 @@ def test_overloads_know_what_each_epilog_returns(epilog):
 
 def test_literals_are_what_the_checks_take():
     assert typing.get_args(options.Algorithm) == tuple(ALGORITHMS)
+    assert typing.get_args(options.ActivationName) == tuple(activations.FUNCTIONS)
 
 
 @pytest.mark.parametrize("name", [name for name in jaxmp.__all__ if inspect.isfunction(getattr(jaxmp, name))])

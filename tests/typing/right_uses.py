@@ -48,6 +48,9 @@ def use(x: jax.Array, y: np.ndarray[Any, np.dtype[Any]], mesh: Mesh, rows: P, co
     # Layers.
     assert_type(jaxmp.linear(x, y, bias["bias"], activation="gelu", out_sharding=rows, comm=comm), jax.Array)
     assert_type(jaxmp.linear(x, y, scaling=scaling), Any)
+    assert_type(jaxmp.linear(x, y, activation="silu"), jax.Array)
+    assert_type(jaxmp.linear(x, y, activation=jax.nn.elu), jax.Array)
+    assert_type(jaxmp.gated_mlp(x, y, y, y, b_up=bias["bias"], activation=jnp.tanh, out_sharding=rows), jax.Array)
     assert_type(
         jaxmp.mlp(x, y, None, y, None, activation="relu", in_shardings=(rows, cols, rows), mesh=mesh), jax.Array
     )

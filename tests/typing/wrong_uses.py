@@ -26,8 +26,9 @@ def use(x: jax.Array, laid: jaxmp.BlockCyclicArray, spec: P) -> None:
     # Options whose values are few.
     jaxmp.matmul(x, x, determinism="typo")  # type: ignore[call-overload]
     jaxmp.matmul(x, x, implementation="cuda")  # type: ignore[call-overload]
-    jaxmp.linear(x, x, activation="tanh")  # type: ignore[call-overload]
-    jaxmp.mlp(x, x, None, x, None, activation="tanh")  # type: ignore[arg-type]
+    jaxmp.linear(x, x, activation="elu")  # type: ignore[call-overload]
+    jaxmp.mlp(x, x, None, x, None, activation="elu")  # type: ignore[arg-type]
+    jaxmp.gated_mlp(x, x, x, x, activation="elu")  # type: ignore[arg-type]
     jaxmp.matmul_all_reduce(x, x, "x", determinism="typo")  # type: ignore[call-overload]
     jaxmp.dot_general(x, x, (((1,), (0,)), ((), ())), determinism="topology")  # type: ignore[arg-type]
     jaxmp.einsum("ij,jk", x, x, determinism="topology")  # type: ignore[arg-type]

@@ -276,11 +276,11 @@ def _fused(
         raise ValueError("mlp: activation must be a name or a function, got None; call jaxmp.linear twice")
     fused = found if isinstance(found, str) else None
     layers = plan_layers(LABELS, x, w_in, b_in, fused, w_out, b_out, axis_name, shardings, options)
-    if layers.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
-        return None
     (spec, next_spec), (ins, outs), plans, calls = layers.specs, layers.operands, layers.plans, layers.calls
     if fused is None:
         activated.check_spec(LABELS.first, spec)
+    if layers.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
+        return None
     h = outs["a"]
     is_fused = h.dtype == spec.out_dtype == next_spec.out_dtype and 0 not in (*x.shape, *w_in.shape, *w_out.shape)
     is_fused &= fused is not None

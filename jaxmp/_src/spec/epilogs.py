@@ -96,7 +96,8 @@ TRANSPOSED = {Epilog.BGRADA: Epilog.BGRADB, Epilog.BGRADB: Epilog.BGRADA}
 
 def for_activation(activation: str | None, has_bias: bool) -> Epilog:
     """The epilog without aux that applies `activation` (None, "relu" or "gelu"), with or without a bias."""
-    for epilog, row in RULES.items():
-        if row.activation == activation and row.has_bias == has_bias and row.aux is None:
-            return epilog
-    raise ValueError(f'linear: activation must be None, "relu" or "gelu", got {activation!r}')
+    return next(
+        epilog
+        for epilog, row in RULES.items()
+        if row.activation == activation and row.has_bias == has_bias and row.aux is None
+    )
