@@ -214,9 +214,14 @@ def test_operands_that_the_program_makes_itself():
         a, b = jnp.arange(24.0).reshape(4, 6), jnp.ones((6, 8))
         return jaxmp.matmul(a, b, epilog=epilog)
 
+    def step(x, w):
+        return jaxmp.matmul(x, w)
+
     def in_loops(w):
-        carry = jax.lax.scan(lambda x, _: (jaxmp.matmul(x, w), None), jnp.ones((4, 6)), length=2)[0]
-        return jnp.sum(jaxmp.matmul(carry, jnp.ones((6, 6))))
+        start = jax.lax.fori_loop(0, 2, lambda _, x: step(x, jnp.eye(6)), jnp.ones((4, 6)))
+        start = jax.lax.while_loop(lambda x: x[0, 0] < 2, lambda x: step(x, 2 * jnp.eye(6)), start) - 1
+        carry = jax.lax.scan(lambda x, _: (jax.checkpoint(step)(x, w), None), start, length=2)[0]
+        return jnp.sum(jax.lax.cond(start[0, 0] > 0, lambda: step(carry, jnp.ones((6, 6))), lambda: carry))
 
     want = np.arange(24.0, dtype=np.float32).reshape(4, 6).sum(1, keepdims=True) * np.ones((1, 8), np.float32)
     with jax.set_mesh(mesh):

@@ -84,6 +84,21 @@ def test_nnx(model, axis_type, rng):
         bounds.judge(f"leaf {i}", g, w, np.full(w.shape, 256 * bounds.unit_roundoff("float32") * np.abs(w).max()))
 
 
+def test_nnx_model_that_the_program_makes_itself(rng):
+    """Parameters, input and the first call in one program on automatic axes: nothing comes in with a sharding."""
+    cases.require(None)
+
+    @nnx.jit(static_argnums=0)
+    def create(dot_general):
+        model = Mlp(dot_general, is_explicit=False)
+        return model, loss_and_gradients(model, jnp.ones((BATCH, LENGTH, WIDTH)))
+
+    with jax.set_mesh(MESH.jax_mesh(AxisType.Auto)):
+        got, want = (jax.tree.leaves(create(f)) for f in (jaxmp.dot_general, jax.lax.dot_general))
+    for i, (g, w) in enumerate(zip(got, want, strict=True)):
+        bounds.judge(f"leaf {i}", g, w, np.full(w.shape, 256 * bounds.unit_roundoff("float32") * np.abs(w).max()))
+
+
 def test_nnx_in_bfloat16_with_float32_parameters(rng):
     cases.require(None)
     x = rng.standard_normal((BATCH, LENGTH, WIDTH)).astype(np.float32)

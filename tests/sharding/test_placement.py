@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh
 
 import jaxmp
 
@@ -171,3 +171,28 @@ def test_a_wider_result_keeps_the_accumulator(case, dtype, implementation, rng):
             *operands, out_sharding=case.out, preferred_element_type=jnp.float32, implementation=implementation
         )
     assert_equal_to_the_bit(d, (cases.wide(a) @ cases.wide(b)).astype(np.float32), case.id)
+
+
+@pytest.mark.parametrize("is_jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=lambda kind: kind.name)
+def test_a_product_is_where_its_operands_are(axis_type, is_jitted, rng):
+    """On meshes that no `jax.set_mesh` names, of one shape and of other devices, one after the other and back."""
+    case = cases.BY_NAME["rs"].replace(per_shard=(2, 3, 4))
+    cases.require(None)
+    axes, out = dict(case.mesh), case.out if axis_type == AxisType.Explicit else None
+
+    def product_and_gradients(a, b):
+        d, transposed = jax.vjp(lambda a, b: jaxmp.matmul(a, b, out_sharding=out), a, b)
+        return d, *transposed(d)
+
+    program = jax.jit(product_and_gradients) if is_jitted else product_and_gradients
+    devices = jax.devices()[:8]
+    for order in (devices, devices[::-1], devices[2:] + devices[:2], devices):
+        mesh = Mesh(np.array(order[: case.ndevices]).reshape(*axes.values()), axes, axis_types=(axis_type,) * len(axes))
+        a, b = case.integers(rng)
+        results = program(*(cases.put(x, mesh, spec) for x, spec in zip((a, b), case.stored, strict=True)))
+        d = a @ b
+        for result, want in zip(results, (d, d @ b.T, a.T @ d), strict=True):
+            assert list(result.sharding.mesh.devices.flat) == list(mesh.devices.flat)
+            for shard in result.addressable_shards:
+                np.testing.assert_array_equal(shard.data, want[shard.index])
