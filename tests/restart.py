@@ -36,6 +36,10 @@ def gradient(a, b):
     return jax.grad(loss, (0, 1), has_aux=True)(a, b)
 
 
+def with_in_shardings(a, b):
+    return jaxmp.matmul(a, b, in_shardings=SPECS, out_sharding=P(None, "x"), mesh=mesh_of(AxisType.Auto, 4))
+
+
 def in_shard_map(a, b):
     mesh = mesh_of(AxisType.Auto, 4)
     specs = {"mesh": mesh, "in_specs": SPECS, "out_specs": P(None, None)}
@@ -53,10 +57,11 @@ PROGRAMS = {
     "auto": (gradient, AxisType.Auto, 4),
     "auto, one device": (gradient, AxisType.Auto, 1),
     "explicit": (gradient, AxisType.Explicit, 4),
+    "in_shardings": (with_in_shardings, AxisType.Auto, 4),
     "shard_map": (in_shard_map, AxisType.Auto, 4),
 }
 # Which of them also for any number of rows.
-SYMBOLIC = ("no mesh", "auto", "auto, one device")
+SYMBOLIC = tuple(name for name in PROGRAMS if name != "shard_map")
 
 
 def operands():
@@ -73,7 +78,7 @@ def placed(axis_type, count, is_reversed=False):
 
 def expected(program):
     a, b = operands()
-    if program is in_shard_map:
+    if program is not gradient:
         return [a @ b]
     z = a @ b + np.arange(-4, 4)
     t = 2 * np.maximum(z, 0)

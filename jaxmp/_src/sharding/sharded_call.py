@@ -23,7 +23,7 @@ from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.caller import operand_name
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
 from jaxmp._src.validation.arguments import validated
-from jaxmp._src.validation.comm_options import check_comm_options
+from jaxmp._src.validation.comm_options import check_comm_options, fit_comm_options
 from jaxmp._src.validation.operand_checks import as_array, check_all_reduce, check_relu_aux
 
 
@@ -300,6 +300,8 @@ def jaxmp_call(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Arra
         if call.constraint is not None:
             outputs["d"] = lax.with_sharding_constraint(outputs["d"], call.constraint)
         return outputs
+    if not all(isinstance(extent, int) for x in operands.values() for extent in x.shape):
+        return _of_any_extent(call, operands)
     in_specs, out_specs = dict(call.in_specs) | dict.fromkeys(spec.traced, P()), dict(call.out_specs)
     placed = dict(zip(in_specs, map(operands.__getitem__, in_specs), strict=True))
     for name, have in call.resharded:
@@ -335,6 +337,18 @@ def _finished(call: Call, outputs: dict[str, jax.Array]) -> dict[str, jax.Array]
     have = dict(call.out_specs)["d"]
     d = meshes.reshard(outputs["d"], call.mesh, have, call.out_spec, is_explicit=call.is_explicit)
     return outputs | {"d": d}
+
+
+def _of_any_extent(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """XLA's own product of global arrays with symbolic extents, partitioned by XLA: JAX (0.10 to 0.12) cannot replace
+    them by numbers in all that a shard_map holds."""
+    where = {name: NamedSharding(call.mesh, spec) for name, spec in call.out_specs}
+    product = functools.partial(bind_shards, fit_comm_options(call.spec.local()), 0, auto=True)
+    if call.is_explicit:
+        outputs: dict[str, jax.Array] = jax.sharding.auto_axes(product, out_sharding=where)(operands)
+    else:
+        outputs = {name: lax.with_sharding_constraint(x, where[name]) for name, x in product(operands).items()}
+    return outputs
 
 
 def _nothing(call: Call, types: dict[str, Any], out_specs: dict[str, P]) -> dict[str, Any]:
