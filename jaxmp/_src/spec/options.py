@@ -10,9 +10,8 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-Activation = (
-    Literal["relu", "gelu", "silu", "swish", "gelu_exact", "tanh", "sigmoid"] | Callable[[jax.Array], jax.Array]
-)
+ActivationName = Literal["relu", "gelu", "silu", "swish", "gelu_exact", "tanh", "sigmoid"]
+Activation = ActivationName | Callable[[jax.Array], jax.Array]
 Algorithm = Literal["default", "split_p2p", "split_multicast", "atomic_p2p", "atomic_multicast", "no_overlap", "fused"]
 Determinism = Literal["run_to_run", "batch", "topology"]
 Implementation = Literal["host", "xla", "cublasmp"]
