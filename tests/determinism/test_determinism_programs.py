@@ -55,7 +55,7 @@ def test_explain_names_the_level_and_what_keeps_it(level):
         (row,) = explained.rows
         assert row.determinism == level
         assert ("sum over k in ascending order" in row.algorithm) == (level != "run_to_run")
-        assert f" {level} " in str(explained)
+        assert (f" {level} " in str(explained)) == (level != "run_to_run")
 
 
 def test_explain_counts_what_xla_gathers_for_the_level():
@@ -176,7 +176,8 @@ def test_explain_and_the_log_name_the_accumulator(dtype, capfd):
     a, b = jax.ShapeDtypeStruct((4, 6), dtype), jax.ShapeDtypeStruct((6, 5), dtype)
     (row,) = jaxmp.explain(jaxmp.matmul)(a, b).rows
     assert row.accumulator == ACCUMULATORS[dtype]
-    assert f" {ACCUMULATORS[dtype]} " in capfd.readouterr().out
+    short = ACCUMULATORS[dtype].replace("float", "f").replace("complex", "c")
+    assert re.search(rf"\b{short}\b", capfd.readouterr().out)
     native.extension().set_plan_log(True)
     try:
         jaxmp.plan_cache_clear()

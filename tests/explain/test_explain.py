@@ -28,14 +28,13 @@ def rows_of(mode, case, rng, **options):
         return jaxmp.explain(mode.product(case, **options))(a, b).rows
 
 
-# Case: (groups, global a, b, d of one group, per device, flops in all, bytes that one rank reads from its peers).
-# m, n, k = 16, 8, 32 on a 2 x 2 mesh.
+# Case: (groups, a, b, d per device, bytes that one rank reads from its peers). m, n, k = 16, 8, 32 on a 2 x 2 mesh.
 ROWS = {
-    "local": ("1 rank", ((8, 32), (32, 4), (8, 4)), ((8, 32), (32, 4), (8, 4)), 0),
-    "ag-data": ("2 x 2 ('y',)", ((8, 32), (32, 8), (8, 8)), ((4, 32), (32, 4), (8, 4)), 4 * 32 * 4),
-    "rs-data": ("2 x 2 ('y',)", ((8, 32), (32, 8), (8, 8)), ((8, 16), (16, 8), (4, 8)), (4 * 16 + 16 * 8) * 4),
-    "ar-data": ("2 x 2 ('y',)", ((8, 32), (32, 8), (8, 8)), ((8, 16), (16, 8), (8, 8)), None),
-    "grid": ("1 x 4 ('x', 'y')", ((16, 32), (32, 8), (16, 8)), ((8, 16), (16, 4), (8, 4)), (8 * 16 + 16 * 4) * 4),
+    "local": ("1 rank", ((8, 32), (32, 4), (8, 4)), 0),
+    "ag-data": ("2 x 2 ('y',)", ((4, 32), (32, 4), (8, 4)), 4 * 32 * 4),
+    "rs-data": ("2 x 2 ('y',)", ((8, 16), (16, 8), (4, 8)), (4 * 16 + 16 * 8) * 4),
+    "ar-data": ("2 x 2 ('y',)", ((8, 16), (16, 8), (8, 8)), None),
+    "grid": ("1 x 4 ('x', 'y')", ((8, 16), (16, 4), (8, 4)), (8 * 16 + 16 * 4) * 4),
 }
 
 
@@ -45,17 +44,50 @@ def test_a_row_has_the_numbers_of_its_call(name, rng):
     case = cases.BY_NAME[name]
     case = case.replace(per_shard=tuple(whole // one for whole, one in zip((16, 8, 32), case.extents, strict=True)))
     (row,) = rows_of(EXPLICIT, case, rng)
-    groups, whole, per_device, moved = ROWS[name]
+    groups, per_device, moved = ROWS[name]
     assert (row.operation, row.count, row.pattern, row.groups) == ("matmul", 1, case.pattern, groups)
-    assert (row.global_shapes, row.local_shapes) == (whole, per_device)
+    assert (row.global_shapes, row.local_shapes) == (((16, 32), (32, 8), (16, 8)), per_device)
     assert (row.dtypes, row.accumulator, row.epilog) == ("float32 x float32 -> float32", "float32", "NONE")
-    # Local products run on every device, of which two by two do the same rows and columns' blocks.
-    assert row.flops == (2 * 16 * 8 * 32 if name != "local" else 2 * 8 * 4 * 32 * 4)
+    assert row.flops == 2 * 16 * 8 * 32
     if moved is not None:
         assert row.bytes_moved == moved
     assert (row.implementation, row.why) == ("host", "CPU devices of one process")
     assert row.algorithm
     assert (row.workspace > 0) == (case.pattern in ("all_gather", "reduce_scatter", "grid"))
+
+
+def test_the_shapes_of_a_gradient_are_those_of_whole_arrays(rng):
+    """Also where an operand is gathered first, and differs between ranks by its type alone."""
+    cases.require(None)
+    case = cases.BY_NAME["ag-data"]
+    case = case.replace(per_shard=tuple(whole // one for whole, one in zip((16, 8, 32), case.extents, strict=True)))
+    with EXPLICIT.scope(case):
+        a, b = (EXPLICIT.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
+        f = EXPLICIT.product(case)
+        rows = jaxmp.explain(jax.grad(lambda a, b: jnp.sum(f(a, b) ** 2), (0, 1)), quiet=True)(a, b).rows
+    found = {row.global_shapes for row in rows if row.operation == "matmul"}
+    # d = a b, and the gradients in b and in a.
+    assert found == {((16, 32), (32, 8), (16, 8)), ((16, 32), (16, 8), (32, 8)), ((16, 8), (32, 8), (16, 32))}
+
+
+def test_the_line_is_that_of_the_users_call(rng):
+    """Also of a gradient, of a second call that JAX has traced before, and of a function of jaxmp's by itself."""
+    cases.require(None)
+    x = abstract((4, 4))
+
+    def program(a, b):
+        c = jaxmp.matmul(a, b)
+        return jaxmp.matmul(c, b).sum()
+
+    line = program.__code__.co_firstlineno
+    first, second = (f"test_explain.py:{line + i}" for i in (1, 2))
+    assert [row.line for row in jaxmp.explain(program, quiet=True)(x, x).rows] == [first, second]
+    rows = jaxmp.explain(jax.jit(jax.grad(program, 1)), quiet=True)(x, x).rows
+    assert [row.line for row in rows] == [first, second, second, first]
+    rows = jaxmp.explain(jax.shard_map(program, mesh=jax.make_mesh((1,), "x"), in_specs=P(), out_specs=P()))(x, x).rows
+    assert [row.line for row in rows] == [first, second]
+    (row,) = jaxmp.explain(jaxmp.linear, quiet=True)(x, x).rows
+    assert row.line.startswith("test_explain.py:")
 
 
 MODES = [modes.BY_ID[name] for name in ("explicit", "in_shardings", "shard_map")]
@@ -181,7 +213,9 @@ def test_the_partitioner_is_named(rng):
     cases.require(None)
     case = cases.BY_NAME["ar-data"].replace(per_shard=(4, 4, 4))
     (row,) = rows_of(modes.BY_ID["partitioner"], case, rng)
-    assert row.pattern == "all_reduce"
+    m, n, k = case.extents
+    assert (row.pattern, row.global_shapes) == ("all_reduce", ((m, k), (k, n), (m, n)))
+    assert row.line.startswith("modes.py:")
     assert row.why == "CPU devices of one process; chosen by XLA's partitioner (auto axes, no in_shardings)"
 
 
@@ -192,7 +226,9 @@ def test_the_partitioner_of_a_gradient(rng):
     a, b = (mode.put(case, x, s) for x, s in zip(case.values(rng), case.stored, strict=True))
     f = mode.product(case)
     rows = jaxmp.explain(jax.grad(lambda a, b: jnp.sum(f(a, b) ** 2), (0, 1)))(a, b).rows
-    assert len([row for row in rows if row.operation.startswith("matmul")]) == 3
+    m, n, k = case.extents
+    assert [row.extents for row in rows] == [(m, k, n), (k, m, n), (m, n, k)]
+    assert "?" not in {row.pattern for row in rows}
 
 
 def test_the_table_is_printed_and_returned(capsys):
@@ -200,15 +236,62 @@ def test_the_table_is_printed_and_returned(capsys):
     explanation = jaxmp.explain(jaxmp.matmul)(abstract((2, 3)), abstract((3, 5)))
     printed = capsys.readouterr().out
     assert printed == f"{explanation}\n"
-    header, row, _, reason, *_ = printed.splitlines()
-    assert header.split()[:2] == ["operation", "pattern"]
-    assert "2x3 @ 3x5 -> 2x5" in row
+    header, row, total, _, reason, *_ = printed.splitlines()
+    assert header.split() == ["line", "operation", "pattern", "m", "x", "k", "x", "n", "dtypes", "Gflop"]
+    assert row.split()[1:] == ["matmul", "local", "2x3x5", "f32", "6e-08"]
+    assert total == "total: 1 call, 6e-08 Gflop on all devices together"
     assert reason.startswith("host: CPU devices of one process")
 
 
 def test_a_program_without_calls(capsys):
     assert jaxmp.explain(jnp.sin)(1.0).rows == ()
     assert capsys.readouterr().out == "no jaxmp call in this program\n"
+
+
+def test_a_quiet_explanation_and_its_other_texts(capsys):
+    cases.require(None)
+
+    def program(a, b):
+        return jax.lax.scan(lambda c, _: (jaxmp.matmul(c, b, epilog=Epilog.RELU), None), a, length=5)[0]
+
+    explained = jaxmp.explain(program, quiet=True)
+    assert repr(explained) == (
+        "<jaxmp.explain of program: call it with the arguments of program, as jaxmp.explain(program)(...)>"
+    )
+    explanation = explained(abstract((4, 4), "bfloat16"), abstract((4, 4), "bfloat16"))
+    assert capsys.readouterr().out == ""
+    assert (explanation.calls, explanation.collectives, explanation.bytes_moved) == (5, 0, 0)
+    assert explanation.flops == 5 * 2 * 4**3
+    assert repr(explanation) == "Explanation(5 calls, 6.4e-07 Gflop on all devices together)"
+    assert "matmul+relu x5" in str(explanation)
+    assert "bf16 (f32)" in str(explanation)
+    page = explanation._repr_html_()
+    assert page.startswith("<table><tr><th>line</th><th>operation</th>")
+    assert "<td>matmul+relu x5</td>" in page
+    assert page.count("<tr>") == 2
+    assert jaxmp.explain(jnp.sin, quiet=True)(1.0)._repr_html_() == "<p>no jaxmp call in this program</p>"
+
+
+def test_the_table_of_a_large_gradient_fits_120_columns():
+    """Of two layers on a data- and tensor-parallel mesh."""
+    cases.require(None)
+    mesh = cases.BY_NAME["ag-data"].jax_mesh()
+
+    def whole(shape, spec):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=jax.NamedSharding(mesh, spec))
+
+    def loss(w_in, b_in, w_out, x):
+        y = jaxmp.mlp(x, w_in, b_in, w_out, None, activation="gelu", out_sharding=P("x", "y", None))
+        return (y.astype(jnp.float32) ** 2).sum()
+
+    with jax.set_mesh(mesh):
+        w_in, b_in = whole((4096, 16384), P(None, "y")), whole((16384,), P("y"))
+        w_out, x = whole((16384, 4096), P("y", None)), whole((8, 2048, 4096), P("x", "y", None))
+        explanation = jaxmp.explain(jax.grad(loss, (0, 1, 2, 3)), quiet=True)(w_in, b_in, w_out, x)
+    table = str(explanation).split("total:")[0]
+    assert {row.pattern for row in explanation.rows} >= {"all_gather", "reduce_scatter", "all_reduce"}
+    longer_than_usual = len("test_explain.py") - len("train.py")
+    assert max(map(len, table.splitlines())) - longer_than_usual <= 120
 
 
 def test_nothing_runs(monkeypatch):
@@ -238,7 +321,7 @@ def test_the_workspace_of_16_bit_products_is_named(rng):
     assert widths["bfloat16"] == widths["float16"] == widths["float32"] / 2
 
 
-@pytest.mark.parametrize("module", ["jaxmp._src.ops.matmul", "jaxmp._src.explain.explain"])
+@pytest.mark.parametrize("module", ["jaxmp._src.ops.matmul", "jaxmp._src.explain.explain", "jaxmp._src.spec.caller"])
 def test_examples_of_the_docstrings(module):
     cases.require(None)
     with jax.numpy_dtype_promotion("standard"):

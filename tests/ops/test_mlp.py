@@ -283,9 +283,9 @@ ERRORS = {
     "axis outside": ({"axis_name": "model"}, ValueError, "mlp: works on the shards inside shard_map"),
     "unknown option": ({"alpha": 2.0}, TypeError, "mlp() got an unexpected keyword argument 'alpha'"),
     "pair of shardings": ({"in_shardings": (P(), P())}, ValueError, "mlp: in_shardings must be a triple"),
-    "first product": ({"w_in": (5, 8)}, ValueError, "mlp (x @ w_in): b has k=5 but a has k=6"),
-    "second product": ({"w_out": (7, 4)}, ValueError, "mlp (hidden @ w_out): b has k=7 but a has k=8"),
-    "hidden bias": ({"b_in": (4,)}, ValueError, "mlp (x @ w_in): bias must have shape (8,)"),
+    "first product": ({"w_in": (5, 8)}, ValueError, "mlp (x @ w_in): w_in has k=5 but x has k=6"),
+    "second product": ({"w_out": (7, 4)}, ValueError, "mlp (hidden @ w_out): w_out has k=7 but hidden has k=8"),
+    "hidden bias": ({"b_in": (4,)}, ValueError, "mlp (x @ w_in): b_in must have shape (8,)"),
     "vector": ({"x": (6,)}, ValueError, "mlp: x must have at least 2 dimensions, got 1"),
 }
 

@@ -96,9 +96,10 @@ def _is_traced_by_jaxmp(traceback: Any) -> bool:
     return next((file for file in files if not file.startswith(own)), "").startswith(_PACKAGE)
 
 
-def varying_axes(x: jax.Array) -> frozenset[str]:
-    """Manual axes over which `x` varies; empty under check_vma=False and outside shard_map."""
-    return frozenset(jax.typeof(x).manual_axis_type.varying)
+def varying_axes(x: jax.Array | jax.core.AbstractValue) -> frozenset[str]:
+    """Manual axes over which `x`, or what has this type, varies; empty under check_vma=False and outside shard_map."""
+    aval: Any = x if isinstance(x, jax.core.AbstractValue) else jax.typeof(x)
+    return frozenset(aval.manual_axis_type.varying) if isinstance(aval, jax.core.ShapedArray) else frozenset()
 
 
 def with_shape(

@@ -1,0 +1,353 @@
+"""The rows of `explain`: what each product of a program will do, read off its jaxpr."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxmp._src.explain import cost
+from jaxmp._src.lowering import backend, ffi_call, process_barrier, xla_matmul
+from jaxmp._src.lowering.legalize import Form
+from jaxmp._src.lowering.resolve import resolve, resolve_chosen
+from jaxmp._src.primitive import batched_matmul, bias_grad
+from jaxmp._src.primitive.primitives import (
+    activated_matmul_p,
+    auto_batched_matmul_epilog_p,
+    auto_batched_matmul_p,
+    auto_matmul_epilog_p,
+    auto_matmul_p,
+    matmul_epilog_p,
+    matmul_p,
+)
+from jaxmp._src.runtime import jax_compat
+from jaxmp._src.runtime.types import ArrayType
+from jaxmp._src.sharding import layouts, patterns
+from jaxmp._src.spec import epilogs, low_precision, precisions
+from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, extents, operations
+from jaxmp._src.validation.comm_options import comm_options_text
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One call, or one collective that jaxmp added, as every rank runs it.
+
+    Attributes:
+      operation: "matmul", "matmul+epilog", or "all_gather", "all_to_all", "reduce_scatter", "all_reduce" for what runs
+        beside the calls.
+      count: how often the program runs it (the trip counts of enclosing scans, multiplied); of a batch that both
+        operands have, also its extent, whether it is one product or one call per index.
+      global_shapes, local_shapes: of a, b and d, as stored, all groups together, and per device; of a collective, what
+        a device has after it and ahead of it. Inside a shard_map with check_vma=False the global shapes are those of
+        one group's product.
+      dtypes: "a x b -> d", the scale modes of a and b where they have scales, and gelu_aux's type where it is not d's.
+      accumulator: the type in which products are summed.
+      determinism: the level asked for: "run_to_run", "batch" or "topology".
+      pattern: how the ranks of a group share the product; groups: their number, size and axes.
+      epilog: name of the epilog.
+      implementation, why: which implementation serves it and the rule that chose it.
+      algorithm: the library's algorithm and BLAS, where a plan can be made here.
+      flops: floating-point operations of all groups together each time (2 m n k; a complex product counts 4 real ones).
+      bytes_moved: bytes that one rank reads from its peers each time.
+      workspace: bytes per rank; 0 for cuBLASMp, which is asked when the call first runs.
+      compute: cuBLAS's compute type.
+      comm, layout: the call's communication options and block-cyclic layouts, empty where it has none.
+      extents, local_extents: (m, k, n) of the whole product, and of the shards of a and b that a device holds (rows of
+        a, a's part of k, columns of b); empty for a collective.
+      line: the line of the program that calls it, "train.py:41": for a gradient, that of the call whose gradient it is.
+    """
+
+    operation: str
+    count: int
+    pattern: str
+    groups: str
+    global_shapes: tuple[tuple[int, ...], ...]
+    local_shapes: tuple[tuple[int, ...], ...]
+    dtypes: str
+    accumulator: str
+    determinism: str
+    epilog: str
+    implementation: str
+    why: str
+    algorithm: str
+    flops: int
+    bytes_moved: int
+    workspace: int
+    compute: str = ""
+    comm: str = ""
+    layout: str = ""
+    line: str = ""
+    extents: tuple[int, ...] = ()
+    local_extents: tuple[int, ...] = ()
+
+
+# The primitive of `jax.lax.with_sharding_constraint`.
+_CONSTRAINT = "sharding_constraint"
+# What runs beside the calls, by primitive, and why.
+_COMMUNICATES = {
+    "all_gather": "the product contracts over gathered rows; cuBLASMp cannot fuse that gather",
+    "reshard": "brings an operand, its gradient or a result to the sharding that the call, or its caller, wants",
+    _CONSTRAINT: "brings an operand or a result to the sharding that the call, or its caller, wants",
+    "pmax": "takes the largest absolute value of every rank (result_amax, gelu_aux_amax); cuBLASMp leaves each its own",
+    "psum": "sums the cotangents of an operand that is the same on several ranks",
+    "all_to_all": "brings all of k to each rank",
+    "reduce_scatter": "sums the cotangents of an operand that was gathered ahead of its call",
+    "psum_invariant": "sums the cotangents of an operand that is the same on several ranks",
+    "all_gather_invariant": "the shardings ask for it; with the other operand whole, the ranks compute the same",
+}
+# And where the scope says it better.
+_SCOPES = {
+    bias_grad.SCOPE: "completes a bias gradient over axes that share its rows outside of the call",
+    "jaxmp_all_gather": "gathers an operand ahead of the call, which no pattern does with these shardings",
+    "jaxmp_gather_rows": _COMMUNICATES["all_gather"],
+    "jaxmp_shared_operand": "one operand of two products: gathered once, its cotangents summed once",
+    "jaxmp_whole_operands": "lets the call apply its own epilog to gathered or scattered columns, for the bits",
+    "jaxmp_global_order": "puts rows that the ranks hold interleaved in the order of the global array, for the bits",
+}
+# The pattern of a call under auto axes, until the partitioner has been asked.
+UNSETTLED = "?"
+UNSETTLED_BATCH = "? of a batch"
+
+
+def rows_of(
+    jaxpr: jax_compat.Jaxpr, line: str = "", count: int = 1, scopes: tuple[str, ...] = (), *, is_ours: bool = False
+) -> Iterator[Row]:
+    """Rows of `jaxpr` and all it contains, which runs `count` times.
+
+    `line` is of the user's program, from where the jaxpr is called. One that `is_ours` may be in JAX's cache since it
+    was called from another line, so its own equations do not know.
+    """
+    gathered: dict[int, frozenset[str]] = {}
+    constraints: dict[Any, Any] = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == _CONSTRAINT}
+    for eqn in jaxpr.eqns:
+        avals: list[Any] = [v.aval for v in eqn.invars]
+        names = (*scopes, str(eqn.source_info.name_stack), str(eqn.params.get("name", "")))
+        here = line if is_ours else jax_compat.traced_line(eqn) or line
+        _follow_gathers(eqn, gathered)
+        varying = [jax_compat.varying_axes(v.aval) - gathered.get(id(v), frozenset()) for v in eqn.invars]
+        if eqn.primitive in (matmul_p, matmul_epilog_p, auto_matmul_p, auto_matmul_epilog_p):
+            row = matmul_row(eqn.params["spec"], avals[0], avals[1], here, count, varying=(varying[0], varying[1]))
+            is_auto = eqn.primitive in (auto_matmul_p, auto_matmul_epilog_p)
+            yield dataclasses.replace(row, pattern=UNSETTLED) if is_auto else row
+        elif eqn.primitive in batched_matmul.ONE:
+            a, b = map(jax_compat.without_front, avals[:2])
+            row = matmul_row(
+                eqn.params["spec"],
+                a,
+                b,
+                here,
+                count * avals[0].shape[0],
+                is_batched=True,
+                varying=(varying[0], varying[1]),
+            )
+            is_auto = eqn.primitive in (auto_batched_matmul_p, auto_batched_matmul_epilog_p)
+            yield dataclasses.replace(row, pattern=UNSETTLED_BATCH) if is_auto else row
+        elif eqn.primitive is activated_matmul_p:
+            yield matmul_row(eqn.params["spec"], avals[0], avals[-1], here, count, varying=(varying[0], varying[-1]))
+        elif eqn.primitive.name in _COMMUNICATES and any("jaxmp" in name for name in names):
+            collective = _communication_row(eqn, here, count, names, constraints.get(eqn.invars[0]))
+            yield from () if collective is None else (collective,)
+        elif eqn.primitive.name == "dot_general" and any(xla_matmul.SCOPE in name for name in names):
+            yield _row_of_xla(eqn, here, count)
+        else:
+            inner = count * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else count
+            is_ours_too = is_ours or names[-1].startswith("jaxmp")
+            for sub in jax_compat.subjaxprs(eqn.params):
+                yield from rows_of(sub, here, inner, names, is_ours=is_ours_too)
+
+
+def _follow_gathers(eqn: Any, gathered: dict[int, frozenset[str]]) -> None:
+    """Note by `id` over which axes the results of an equation were gathered: there they are equal, whatever their types
+    say."""
+    if eqn.primitive.name.startswith("all_gather"):
+        axes = eqn.params["axis_name"]
+        new = frozenset((axes,) if isinstance(axes, str) else axes)
+    elif len(eqn.invars) == 1 and not any(jax_compat.subjaxprs(eqn.params)):
+        new = frozenset()
+    else:
+        return
+    for result in eqn.outvars:
+        gathered[id(result)] = gathered.get(id(eqn.invars[0]), frozenset()) | new
+
+
+def _outside(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) -> tuple[int, int]:
+    """By how much the whole arrays have more (rows of op(a), columns of op(b)) than those of one group: the axes over
+    which one of them alone differs between groups. Over those of both they are a batch."""
+    a, b = (set(axes) - set(spec.group.axes) for axes in varying)
+    sizes = dict(spec.group.mesh)
+    rows, cols = (math.prod(sizes.get(axis, 1) for axis in axes) for axes in (a - b, b - a))
+    return rows, cols
+
+
+def matmul_row(
+    spec: MatmulSpec,
+    a: ArrayType,
+    b: ArrayType,
+    line: str = "",
+    count: int = 1,
+    *,
+    why: str = "",
+    is_batched: bool = False,
+    varying: tuple[Collection[str], Collection[str]] = ((), ()),
+) -> Row:
+    """The row of a product of shards like `a` and `b`, which differ between ranks along the axes `varying`."""
+    platform, operands = jax_compat.default_platform(), (a.dtype, b.dtype)
+    nprocesses = process_barrier.group_processes(spec, jax_compat.ambient_mesh())
+    if is_batched:
+        work = operations(spec, a.shape, b.shape)
+        call = resolve_chosen(spec, a, b, backend.choose_for_batch(spec, platform, nprocesses, operands, work)[0])
+    else:
+        call = resolve(spec, a, b, platform, nprocesses)
+    algorithm, workspace = cost.plan_facts(call)
+    reasons = [call.why]
+    if spec.traced:
+        reasons.append(f"{' and '.join(spec.traced)} traced, so scaling, c and epilog follow the call")
+    reasons += [why] if why else []
+    found, group = extents(spec, a.shape, b.shape), spec.group
+    m, n, k = found.m, found.n, found.k
+    out = np.dtype(spec.out_dtype)
+    is_complex = np.issubdtype(out, np.complexfloating)
+    is_host = call.implementation == "host"
+    compute = ffi_call.compute_of(spec, a.dtype) if is_host else precisions.find(spec.precision, a.dtype)
+    # Gathered, an all-reduced product is computed by every rank.
+    is_repeated = call.form == Form.GATHERED and group.pattern == Pattern.ALL_REDUCE
+    copies = group.ngroups * (group.nranks if is_repeated else 1)
+    rows, cols = _outside(spec, varying)
+    whole_m, whole_n = rows * m, cols * n
+    return Row(
+        operation="matmul" if spec.epilog == epilogs.Epilog.NONE and not spec.has_c else "matmul+epilog",
+        count=count,
+        pattern=group.pattern.value,
+        groups=f"{group.ngroups} x {group.nranks} {group.axes}" if group.nranks > 1 else "1 rank",
+        global_shapes=(
+            (k, whole_m) if spec.transpose_a else (whole_m, k),
+            (whole_n, k) if spec.transpose_b else (k, whole_n),
+            (whole_m, whole_n),
+        ),
+        local_shapes=(tuple(a.shape), tuple(b.shape), found.d),
+        dtypes=f"{a.dtype.name} x {b.dtype.name} -> {out.name}{_scales(spec)}",
+        accumulator=compute.accumulator or accumulator(a.dtype).name,
+        determinism=spec.determinism,
+        epilog=spec.epilog.name,
+        implementation=call.implementation,
+        why="; ".join(reasons),
+        algorithm=algorithm,
+        flops=2 * m * n * k * (4 if is_complex else 1) * copies,
+        bytes_moved=cost.bytes_moved(spec, a, b, call.implementation),
+        workspace=workspace,
+        compute=compute.name,
+        comm=comm_options_text(spec),
+        layout=" @ ".join(map(str, spec.distributions[:2])) + f" -> {spec.distributions[2]}"
+        if spec.distributions
+        else "",
+        line=line,
+        extents=(whole_m, k, whole_n),
+        local_extents=(
+            a.shape[1 if spec.transpose_a else 0],
+            a.shape[0 if spec.transpose_a else 1],
+            b.shape[0 if spec.transpose_b else 1],
+        ),
+    )
+
+
+def _scales(spec: MatmulSpec) -> str:
+    scales = (
+        "" if {spec.scales.a, spec.scales.b} == {low_precision.NONE} else f", scales {spec.scales.a} x {spec.scales.b}"
+    )
+    return scales if spec.aux_dtype in (None, spec.out_dtype) else f"{scales}, gelu_aux {np.dtype(spec.aux_dtype).name}"
+
+
+def _row_of_xla(eqn: Any, line: str, count: int) -> Row:
+    """A product of global arrays that XLA partitions."""
+    a, b, d = (v.aval for v in (*eqn.invars, *eqn.outvars))
+    (contracted, _), (batch, of_b) = eqn.params["dimension_numbers"]
+    k, whole = (math.prod(a.shape[i] for i in contracted)), (tuple(a.shape), tuple(b.shape), tuple(d.shape))
+    rows = math.prod(n for i, n in enumerate(a.shape) if i not in contracted and i not in batch)
+    batches = math.prod(b.shape[i] for i in of_b)
+    return Row(
+        operation="matmul",
+        count=count,
+        pattern="XLA's",
+        groups="",
+        global_shapes=whole,
+        local_shapes=tuple(_local_shape(x) for x in (a, b, d)),
+        dtypes=f"{a.dtype.name} x {b.dtype.name} -> {d.dtype.name}",
+        accumulator=d.dtype.name,
+        determinism="run_to_run",
+        epilog="NONE",
+        implementation="xla",
+        why="XLA partitions a product where no call can run on the shards (docs/matmul.md)",
+        algorithm="lax.dot_general, and collectives as XLA chooses them",
+        flops=2 * math.prod(d.shape) * k * (4 if jax.numpy.iscomplexobj(d) else 1),
+        bytes_moved=0,
+        workspace=0,
+        line=line,
+        extents=(rows, k, math.prod(d.shape) // max(rows * batches, 1)),
+    )
+
+
+def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...], constraint: Any = None) -> Row | None:
+    """A collective beside the calls, or None where a reshard only takes a part of what each rank has.
+
+    On automatic axes a reshard is a constraint that follows another one, `constraint`.
+    """
+    x, name = eqn.invars[0].aval, eqn.primitive.name
+    local, result = (_local_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
+    axes = eqn.params.get("axis_name") or eqn.params.get("axes") or ()
+    operation, algorithm = "all_gather", f"lax.{name}"
+    if name in ("reshard", _CONSTRAINT):
+        algorithm = "jax.sharding.reshard"
+        if name == "reshard":
+            have, want = x.sharding, eqn.outvars[0].aval.sharding
+        elif constraint is None:
+            return None
+        else:
+            have, want = constraint.params["sharding"], eqn.params["sharding"]
+        before, after = (patterns.as_dims("explain", "x", sharding.spec, x.ndim) for sharding in (have, want))
+        local = tuple(have.shard_shape(x.shape)) if not have.mesh.empty else tuple(x.shape)
+        moved = round(layouts.received(x.shape, before, after, want.mesh.shape))
+        changed = (axis for pair in zip(before, after, strict=True) for axis in sorted({*pair[0]} ^ {*pair[1]}))
+        axes = tuple(dict.fromkeys(changed))
+        operation = "all_to_all" if sorted(sum(before, ())) == sorted(sum(after, ())) else operation
+    elif name.startswith("psum") or name == "pmax":
+        operation, moved = "all_reduce", math.prod(local)
+    elif name == "all_to_all":
+        p = math.prod(x.sharding.mesh.shape[axis] for axis in axes)
+        operation, moved = name, math.prod(local) * (p - 1) // p
+    elif name == "reduce_scatter":
+        operation, moved = name, math.prod(local) - math.prod(result)
+    else:
+        moved = math.prod(result) - math.prod(local)
+    if moved <= 0:
+        return None
+    scoped = [why for scope, why in _SCOPES.items() if scope in "/".join(scopes)]
+    return Row(
+        operation=operation,
+        count=count,
+        pattern="-",
+        groups=str(axes),
+        global_shapes=(tuple(eqn.outvars[0].aval.shape),),
+        local_shapes=(local,),
+        dtypes=x.dtype.name,
+        accumulator=x.dtype.name if operation in ("all_reduce", "reduce_scatter") else "",
+        determinism="",
+        epilog="",
+        implementation="xla",
+        why=_COMMUNICATES[name] if name == "reduce_scatter" or not scoped else scoped[0],
+        algorithm=algorithm,
+        flops=0,
+        bytes_moved=moved * x.dtype.itemsize,
+        workspace=0,
+        line=line,
+    )
+
+
+def _local_shape(aval: jax.core.ShapedArray) -> tuple[int, ...]:
+    """Shape per device; inside shard_map that is the type's own."""
+    mesh = aval.sharding.mesh
+    is_local = mesh.empty or mesh.manual_axes
+    return tuple(aval.shape if is_local else aval.sharding.shard_shape(aval.shape))

@@ -1,0 +1,175 @@
+"""What `explain` returns: the rows of a program, and how they are shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import html
+import re
+from collections.abc import Callable, Mapping
+
+from jaxmp._src.explain.rows import Row
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Explanation:
+    """The rows of a program in the order in which it runs them; `str` gives the table, and notebooks show it.
+
+    The table has, per row, the line of the program; the operation with its epilog, or with c; the pattern with the axes
+    that share it; m x k x n of the whole product, and where that is other of the shards of a device; the types of a, b
+    and d, and in brackets that of their sums where it is other than d's; the level of determinism, if there is one; who
+    computes it, if not always the same; 10^9 floating-point operations of all devices together, and 10^6 bytes that
+    each device reads from others, each time. A column that says nothing in any row is left out. `rows` has everything.
+
+    Attributes:
+      rows: a row for each call, and for each collective beside the calls.
+      logged: what cuBLASMp said of the calls that ran since the last explanation, where JAXMP_LOG has "cublasmp": which
+        algorithm it used, overlapped or not.
+      calls, collectives: how many calls and how many collectives beside them the program runs, on each rank.
+      flops: floating-point operations of all of them, on all devices together.
+      bytes_moved: bytes that one rank reads from its peers in all.
+    """
+
+    rows: tuple[Row, ...]
+    logged: tuple[str, ...] = ()
+
+    @property
+    def calls(self) -> int:
+        return sum(row.count for row in self.rows if _is_call(row))
+
+    @property
+    def collectives(self) -> int:
+        return sum(row.count for row in self.rows if not _is_call(row))
+
+    @property
+    def flops(self) -> int:
+        return sum(row.count * row.flops for row in self.rows)
+
+    @property
+    def bytes_moved(self) -> int:
+        return sum(row.count * row.bytes_moved for row in self.rows)
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return _NOTHING
+        table = _table(self.rows)
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
+        return "\n".join([*lines, f"total: {self._totals()}", "", *self._notes()])
+
+    def __repr__(self) -> str:
+        return f"Explanation({self._totals()})"
+
+    def _repr_html_(self) -> str:
+        """The table for notebooks."""
+        if not self.rows:
+            return f"<p>{_NOTHING}</p>"
+        head, *body = ([html.escape(cell) for cell in cells] for cells in _table(self.rows))
+        rows = ["<tr><th>" + "</th><th>".join(head) + "</th></tr>"]
+        rows += ["<tr><td>" + "</td><td>".join(cells) + "</td></tr>" for cells in body]
+        notes = "<br>".join(map(html.escape, [f"total: {self._totals()}", *self._notes()]))
+        return f"<table>{''.join(rows)}</table><p>{notes}</p>"
+
+    def _totals(self) -> str:
+        counts = [_count(self.calls, "call"), *([_count(self.collectives, "collective")] if self.collectives else [])]
+        moved = f", {_number(self.bytes_moved / 1e6)} MB moved by each device" if self.bytes_moved else ""
+        return f"{', '.join(counts)}, {_number(self.flops / 1e9)} Gflop on all devices together{moved}"
+
+    def _notes(self) -> list[str]:
+        """Who computes, why and how, once for all rows that are alike; and what cuBLASMp logged."""
+        workspaces: dict[str, int] = {}
+        for row in self.rows:
+            reason = f"{row.implementation}: {row.why}; {row.algorithm}{_remarks(row)}"
+            workspaces[reason] = max(row.workspace, workspaces.get(reason, 0))
+        reasons = (
+            reason + (f"; workspace of {_number(size / 1e6)} MB on each device" if size else "")
+            for reason, size in workspaces.items()
+        )
+        return [*reasons, *(f"cuBLASMp logged: {line}" for line in self.logged)]
+
+
+_NOTHING = "no jaxmp call in this program"
+
+
+def _is_call(row: Row) -> bool:
+    return row.operation.startswith("matmul")
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' if number != 1 else ''}"
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _remarks(row: Row) -> str:
+    """What a call has beyond most: a compute type other than the full one, communication options, a layout."""
+    compute = "" if row.compute in ("", "32F", "64F") else row.compute
+    named = (("compute type", compute), ("communication", row.comm), ("block-cyclic", row.layout))
+    return "".join(f"; {name} {value}" for name, value in named if value)
+
+
+# Cells ---------------------------------------------------------------------------------------------------------
+
+
+def _table(rows: tuple[Row, ...]) -> list[list[str]]:
+    """The header and the cells, less the columns that say nothing."""
+    columns = [(header, [cell(row) for row in rows]) for header, cell in _COLUMNS.items()]
+    kept = [[header, *cells] for header, cells in columns if any(cells) and not (header == "by" and _is_alike(rows))]
+    return [list(cells) for cells in zip(*kept, strict=True)]
+
+
+def _is_alike(rows: tuple[Row, ...]) -> bool:
+    """Whether one implementation computes every product, which the notes below the table name."""
+    return len({row.implementation for row in rows if _is_call(row)}) == 1
+
+
+def _operation(row: Row) -> str:
+    """The operation with its epilog, or with C, and how often it runs."""
+    operation = row.operation.replace("+epilog", "+c" if row.epilog == "NONE" else f"+{row.epilog.lower()}")
+    return operation + (f" x{row.count}" if row.count > 1 else "")
+
+
+def _pattern(row: Row) -> str:
+    """The pattern, and the axes over which ranks share it."""
+    return " ".join([*([] if row.pattern == "-" else [row.pattern]), *re.findall(r"'([^']+)'", row.groups)])
+
+
+def _whole(row: Row) -> str:
+    """m x k x n of a product, or the shape of what a collective gives."""
+    return "x".join(map(str, row.extents or row.global_shapes[0]))
+
+
+def _local(row: Row) -> str:
+    """The same of a device's shards, or the shape of what a collective takes, where that is other."""
+    text = "x".join(map(str, row.local_extents or row.local_shapes[0]))
+    return "" if text == _whole(row) else text
+
+
+def _dtypes(row: Row) -> str:
+    """The types of a, b and d, and of their sums, where they differ."""
+    types, *rest = row.dtypes.split(", ")
+    short, sums = [_short(name) for name in re.split(" x | -> ", types)], _short(row.accumulator)
+    text = short[0] if len(set(short)) == 1 else " -> ".join([" x ".join(dict.fromkeys(short[:2])), short[-1]])
+    return ", ".join([text if sums in ("", short[-1]) else f"{text} ({sums})", *rest])
+
+
+def _short(dtype: str) -> str:
+    """The name of a type as JAX prints it in a jaxpr."""
+    return functools.reduce(lambda name, pair: name.replace(*pair), _SHORT, dtype)
+
+
+_SHORT = (("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"))
+_COLUMNS: Mapping[str, Callable[[Row], str]] = {
+    "line": lambda row: row.line,
+    "operation": _operation,
+    "pattern": _pattern,
+    "m x k x n": _whole,
+    "per device": _local,
+    "dtypes": _dtypes,
+    "determinism": lambda row: row.determinism if row.determinism != "run_to_run" else "",
+    "by": lambda row: row.implementation,
+    "Gflop": lambda row: _number(row.flops / 1e9) if row.flops else "",
+    "MB moved": lambda row: _number(row.bytes_moved / 1e6) if row.bytes_moved else "",
+}
