@@ -39,10 +39,11 @@ def explain(fn: Callable[..., Any], *, quiet: bool = False) -> Callable[..., Exp
     >>> import jax, jaxmp
     >>> x = jax.ShapeDtypeStruct((8, 16), "float32")
     >>> w = jax.ShapeDtypeStruct((16, 4), "float32")
-    >>> rows = jaxmp.explain(jaxmp.matmul)(x, w).rows  # doctest: +ELLIPSIS
-    line ... operation  pattern ...
-    >>> rows[0].pattern, rows[0].accumulator, rows[0].flops
-    ('local', 'float32', 1024)
+    >>> explanation = jaxmp.explain(jaxmp.matmul, quiet=True)(x, w)
+    >>> explanation
+    Explanation(1 call, 1.02e-06 Gflop on all devices together)
+    >>> explanation.rows[0].pattern, explanation.rows[0].accumulator
+    ('local', 'float32')
     """
     if not callable(fn):
         raise TypeError(

@@ -19,6 +19,7 @@ from opt_einsum.parser import parse_einsum_input
 
 from jaxmp._src.ops.dot_general import product
 from jaxmp._src.ops.signatures import ShardingPair
+from jaxmp._src.primitive import collectives
 from jaxmp._src.sharding import meshes
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.patterns import to_dims
@@ -276,8 +277,7 @@ def _placed(x: jax.Array, out_sharding: Sharding | None, mesh: Mesh | None) -> j
     placement = meshes.place("einsum", x, x, x.shape, out_sharding, None, mesh)
     if placement.out is None:
         return x if placement.constraint is None else lax.with_sharding_constraint(x, placement.constraint)
-    placed: jax.Array = jax.sharding.reshard(x, NamedSharding(placement.mesh, partition_spec(placement.out)))
-    return placed
+    return collectives.reshard(x, placement.mesh, partition_spec(placement.out))
 
 
 def _reduced_shardings(shardings: ShardingPair, terms: Sequence[_Term], reduced: Sequence[_Term]) -> ShardingPair:
