@@ -97,6 +97,41 @@ def test_types_of_operands_are_those_of_jnp(dtypes, rng, standard_promotion):
     np.testing.assert_array_equal(got, want)
 
 
+# Shapes of a and b, and their transpositions.
+RANKS = {
+    "vector, matrix": ((6,), (6, 8), ""),
+    "matrix, vector": ((4, 6), (6,), ""),
+    "vectors": ((6,), (6,), ""),
+    "batch, vector": ((2, 4, 6), (6,), ""),
+    "vector, batch": ((6,), (2, 6, 8), ""),
+    "matrix, batch": ((4, 6), (2, 6, 8), "b"),
+    "batches": ((2, 4, 6), (2, 6, 8), "ab"),
+    "batches that are broadcast": ((3, 1, 4, 6), (2, 6, 8), ""),
+}
+
+
+@pytest.mark.parametrize(("a_shape", "b_shape", "turned"), RANKS.values(), ids=RANKS)
+def test_operands_of_other_ranks_multiply_as_jnps_do(a_shape, b_shape, turned, rng):
+    cases.require(None)
+    a, b = integers(rng, *a_shape), integers(rng, *b_shape)
+    flags = {f"transpose_{name}": True for name in turned}
+    stored = (np.swapaxes(x, -1, -2) if name in turned else x for name, x in (("a", a), ("b", b)))
+    got, want = jaxmp.matmul(*stored, **flags), jnp.matmul(a, b)
+    assert (got.shape, got.dtype) == (want.shape, want.dtype)
+    np.testing.assert_array_equal(got, want)
+
+
+def test_batches_on_a_mesh(mesh_of, rng):
+    mesh, a, b = mesh_of({"x": 2, "y": 2}), integers(rng, 2, 4, 6), integers(rng, 2, 6, 8)
+    with jax.set_mesh(mesh):
+        given = cases.put(a, mesh, P("x", None, "y")), cases.put(b, mesh, P("x", "y", None))
+        got = jaxmp.matmul(*given, out_sharding=P("x", None, None))
+        vector = jaxmp.matmul(given[0], cases.put(b[0, :, 0], mesh, P("y")), out_sharding=P("x", None))
+    np.testing.assert_array_equal(got, a @ b)
+    np.testing.assert_array_equal(vector, a @ b[0, :, 0])
+    assert (got.sharding.spec, vector.sharding.spec) == (P("x", None, None), P("x", None))
+
+
 INTEGERS = {"int32": 1000, "uint8": 100, "bool": 2}
 WAYS = {
     "all-reduce": (P(None, "x"), P("x", None), P(None, None)),

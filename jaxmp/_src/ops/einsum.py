@@ -19,7 +19,6 @@ from opt_einsum.parser import parse_einsum_input
 
 from jaxmp._src.ops.dot_general import product
 from jaxmp._src.ops.signatures import ShardingPair
-from jaxmp._src.primitive import collectives
 from jaxmp._src.sharding import meshes
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.patterns import to_dims
@@ -71,28 +70,42 @@ def einsum(
     >>> jaxmp.einsum("bsd,dhk->bhsk", jnp.ones((2, 3, 4)), jnp.ones((4, 5, 6))).shape
     (2, 5, 3, 6)
     """
-    terms, output = _parse(subscripts, operands)
-    if in_shardings is not None and len(terms) != 2:
-        raise ValueError(f"einsum: in_shardings are of two operands, got {len(terms)}; write one call for each product")
-    rest = _reduced(terms, output, preferred_element_type)
-    if len(rest) == 1:
-        alone = lax.transpose(rest[0].array, tuple(map(rest[0].indices.index, output)))
-        return _placed(alone.astype(preferred_element_type or alone.dtype), out_sharding, mesh)
     options = {
         "precision": precision,
         "preferred_element_type": preferred_element_type,
         "implementation": implementation,
         "determinism": determinism,
     }
+    return contract("einsum", subscripts, operands, options, out_sharding, in_shardings, mesh)
+
+
+def contract(
+    name: str,
+    subscripts: Any,
+    operands: tuple[Any, ...],
+    options: dict[str, Any],
+    out_sharding: Sharding | None,
+    in_shardings: ShardingPair | None,
+    mesh: Mesh | None,
+) -> jax.Array:
+    """The result of `jaxmp.einsum`, for the public function `name`."""
+    terms, output = _parse(name, subscripts, operands)
+    if in_shardings is not None and len(terms) != 2:
+        raise ValueError(f"{name}: in_shardings are of two operands, got {len(terms)}; write one call for each product")
+    dtype = options["preferred_element_type"]
+    rest = _reduced(terms, output, dtype)
+    if len(rest) == 1:
+        alone = lax.transpose(rest[0].array, tuple(map(rest[0].indices.index, output)))
+        return _placed(name, alone.astype(dtype or alone.dtype), out_sharding, mesh)
     if in_shardings is not None:
-        in_shardings = _reduced_shardings(in_shardings, terms, rest)
+        in_shardings = _reduced_shardings(name, in_shardings, terms, rest)
     for i, j in _path(rest, output)[:-1]:
         left, right = rest[i], rest[j]
         rest = [term for k, term in enumerate(rest) if k not in (i, j)]
         needed = {*output, *(index for term in rest for index in term.indices)}
-        rest.append(_between(left, right, needed, options, mesh))
+        rest.append(_between(name, left, right, needed, options, mesh))
     left, right = rest
-    return _multiply(left, right, output, options, out_sharding, in_shardings, mesh)
+    return _multiply(name, left, right, output, options, out_sharding, in_shardings, mesh)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +120,7 @@ class _Term:
 # Subscripts ----------------------------------------------------------------------------------------------------
 
 
-def _parse(subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[_Term], str]:
+def _parse(name: str, subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[_Term], str]:
     """(the operands with their indices, the indices of the result)."""
     written: list[Any] = [subscripts, *operands]
     if isinstance(subscripts, str):
@@ -116,39 +129,39 @@ def _parse(subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[_Term], str
         places = range(0, len(written) // 2 * 2, 2)  # a list that is left over is of the result
     else:
         raise TypeError(
-            f"einsum: subscripts must be a string such as 'ij,jk->ik', got {type(subscripts).__name__}; or pass "
-            "operands and lists of indices in turn, as einsum(a, [0, 1], b, [1, 2])"
+            f"{name}: subscripts must be a string such as 'ij,jk->ik', got {type(subscripts).__name__}; or pass "
+            f"operands and lists of indices in turn, as {name}(a, [0, 1], b, [1, 2])"
         )
     names = "ab" if len(places) < 3 else [f"operands[{i}]" for i in range(len(places))]
-    for name, i in zip(names, places, strict=False):
+    for argument, i in zip(names, places, strict=False):
         x = as_array(written[i])
         written[i] = jnp.asarray(x) if isinstance(x, int | float | complex) else x
-        check_array("einsum", name, written[i])
+        check_array(name, argument, written[i])
     text = repr(subscripts) if isinstance(subscripts, str) else f"{written[1::2]}"
     try:
         inputs, output, _ = parse_einsum_input(written)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"einsum: subscripts {text} are not valid: {error}") from None
+        raise ValueError(f"{name}: subscripts {text} are not valid: {error}") from None
     terms = [_Term(*each) for each in zip(names, (written[i] for i in places), inputs.split(","), strict=False)]
-    _check_extents(text, terms)
+    _check_extents(name, text, terms)
     return terms, output
 
 
-def _check_extents(text: str, terms: Sequence[_Term]) -> None:
+def _check_extents(name: str, text: str, terms: Sequence[_Term]) -> None:
     """Raise ValueError where operands do not have the dimensions, and the extents, that the subscripts say."""
     found: dict[str, tuple[str, int]] = {}
     for term in terms:
         shape = tuple(term.array.shape)
         if len(term.indices) != len(shape):
             raise ValueError(
-                f"einsum: subscripts {text} give {term.name} {len(term.indices)} indices, but it has {len(shape)} "
+                f"{name}: subscripts {text} give {term.name} {len(term.indices)} indices, but it has {len(shape)} "
                 f"dimensions (shape {shape})"
             )
         for index, extent in zip(term.indices, shape, strict=True):
-            name, other = found.setdefault(index, (term.name, extent))
-            if other != extent and (name == term.name or 1 not in (other, extent)):
+            first, other = found.setdefault(index, (term.name, extent))
+            if other != extent and (first == term.name or 1 not in (other, extent)):
                 raise ValueError(
-                    f"einsum: index {index!r} has extent {other} in {name} but {extent} in {term.name} (shapes "
+                    f"{name}: index {index!r} has extent {other} in {first} but {extent} in {term.name} (shapes "
                     f"{', '.join(str(tuple(term.array.shape)) for term in terms)})"
                 )
             if other == 1:
@@ -211,12 +224,14 @@ def _path(terms: Sequence[_Term], output: str) -> list[tuple[int, int]]:
 # Products ------------------------------------------------------------------------------------------------------
 
 
-def _between(left: _Term, right: _Term, needed: Collection[str], options: dict[str, Any], mesh: Mesh | None) -> _Term:
+def _between(
+    name: str, left: _Term, right: _Term, needed: Collection[str], options: dict[str, Any], mesh: Mesh | None
+) -> _Term:
     """The product of two of several operands, with the indices that are `needed`."""
     indices = "".join(index for index in _product_order(left.indices, right.indices) if index in needed)
     written = f"{left.indices},{right.indices}->{indices}"
     try:
-        array = _multiply(left, right, indices, options, None, None, mesh)
+        array = _multiply(name, left, right, indices, options, None, None, mesh)
     except ValueError as error:
         raise ValueError(
             f"{error} (this is the product {written!r} of {left.name} and {right.name}; make it a jaxmp.einsum of its "
@@ -231,6 +246,7 @@ def _product_order(left: str, right: str) -> str:
 
 
 def _multiply(
+    name: str,
     left: _Term,
     right: _Term,
     output: str,
@@ -255,12 +271,12 @@ def _multiply(
         (tuple(map(left.indices.index, part)), tuple(map(right.indices.index, part))) for part in (contracted, batch)
     )
     result = product(
-        Caller("einsum", a=left.name, b=right.name, lhs=left.name, rhs=right.name),
+        Caller(name, a=left.name, b=right.name, lhs=left.name, rhs=right.name),
         left.array,
         right.array,
         (numbers[0], numbers[1]),
         options,
-        _permuted("the result", out_sharding, output, given),
+        _permuted(name, "the result", out_sharding, output, given),
         in_shardings,
         mesh,
     )
@@ -270,32 +286,35 @@ def _multiply(
 # Shardings -----------------------------------------------------------------------------------------------------
 
 
-def _placed(x: jax.Array, out_sharding: Sharding | None, mesh: Mesh | None) -> jax.Array:
+def _placed(name: str, x: jax.Array, out_sharding: Sharding | None, mesh: Mesh | None) -> jax.Array:
     """The result of one operand, sharded as `out_sharding` says."""
     if out_sharding is None:
         return x
-    placement = meshes.place("einsum", x, x, x.shape, out_sharding, None, mesh)
+    placement = meshes.place(name, x, x, x.shape, out_sharding, None, mesh)
     if placement.out is None:
         return x if placement.constraint is None else lax.with_sharding_constraint(x, placement.constraint)
-    return collectives.reshard(x, placement.mesh, partition_spec(placement.out))
+    have, want = partition_spec(placement.a), partition_spec(placement.out)
+    return meshes.reshard(x, placement.mesh, have, want, is_explicit=placement.is_explicit)
 
 
-def _reduced_shardings(shardings: ShardingPair, terms: Sequence[_Term], reduced: Sequence[_Term]) -> ShardingPair:
+def _reduced_shardings(
+    name: str, shardings: ShardingPair, terms: Sequence[_Term], reduced: Sequence[_Term]
+) -> ShardingPair:
     """The shardings of two operands for what `_reduced` made of them; what is no pair is refused later, by name."""
     if not isinstance(shardings, tuple | list) or isinstance(shardings, P) or len(shardings) != 2:
         return shardings
     first, second = (
-        _permuted(term.name, sharding, term.indices, kept.indices)
+        _permuted(name, term.name, sharding, term.indices, kept.indices)
         for sharding, term, kept in zip(shardings, terms, reduced, strict=True)
     )
     return first, second
 
 
-def _permuted(argument: str, sharding: Sharding | None, have: str, want: str) -> Sharding | None:
+def _permuted(name: str, argument: str, sharding: Sharding | None, have: str, want: str) -> Sharding | None:
     """The sharding of dimensions `have` for those of them that `want` has, in its order."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if not isinstance(spec, P):
         return sharding
-    dims = to_dims("einsum", argument, spec, len(have), None)
+    dims = to_dims(name, argument, spec, len(have), None)
     spec = partition_spec(tuple(dims[have.index(index)] for index in want))
     return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from typing import Any, Unpack, overload
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._src.ops import activated, block_cyclic
 from jaxmp._src.ops.block_cyclic import BlockCyclicArray
+from jaxmp._src.ops.einsum import contract
 from jaxmp._src.ops.signatures import (
     AuxEpilog,
     BlockCyclicOptions,
@@ -37,8 +39,8 @@ from jaxmp._src.spec.options import (
     Sharding,
 )
 from jaxmp._src.spec.process_grid import BlockCyclic
-from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.arguments import SPEC_OPTIONS, validated
+from jaxmp._src.validation.operand_checks import as_array, check_array, check_conjugate, check_flag
 from jaxmp._src.validation.public import public
 
 
@@ -113,7 +115,8 @@ def matmul(
 
     Args:
       a: (..., m, k), or (..., k, m) with `transpose_a`; leading dimensions are batch dimensions of a and d.
-      b: (k, n), or (n, k) with `transpose_b`.
+      b: (k, n), or (n, k) with `transpose_b`. Vectors, and a b with batch dimensions, are as in `jnp.matmul`, without
+        alpha, beta, c, epilog, scaling and comm.
       c: (..., m, n), sharded like d, with `beta`; or None.
       alpha, beta: Python numbers or scalar arrays.
       transpose_a, transpose_b, conjugate_a, conjugate_b: how the operand is stored, and whether to conjugate it.
@@ -144,8 +147,48 @@ def matmul(
     >>> all(jnp.array_equal(d, local) for d in (gathered, scattered, reduced, on_a_grid))
     True
     """
-    result: jax.Array | WithResults | BlockCyclicArray = _multiply("matmul", **locals())
+    given = locals()
+    are_blocks = isinstance(a, BlockCyclicArray) or isinstance(b, BlockCyclicArray)
+    if not are_blocks and (getattr(a, "ndim", 2) == 1 or getattr(b, "ndim", 2) not in (0, 2)):
+        return _contract(**given)
+    result: jax.Array | WithResults | BlockCyclicArray = _multiply("matmul", **given)
     return result
+
+
+def _contract(a: Any, b: Any, out_sharding: Any, in_shardings: Any, mesh: Any, **options: Any) -> jax.Array:
+    """The product where a or b is a vector, or b has batch dimensions, with the shapes of `jnp.matmul`: an einsum."""
+    arrays, indices = [], []
+    for name, x, vector, matrix in (("a", a, "k", "mk"), ("b", b, "k", "kn")):
+        x = as_array(x)
+        check_array("matmul", name, x, at_least=1)
+        is_transposed = check_flag("matmul", f"transpose_{name}", options[f"transpose_{name}"])
+        is_conjugated = check_conjugate("matmul", f"conjugate_{name}", options[f"conjugate_{name}"], x)
+        arrays.append(jnp.conj(x) if is_conjugated else x)
+        indices.append(vector if x.ndim == 1 else f"...{matrix[::-1] if is_transposed else matrix}")
+    for name, default in _OF_MATRICES.items():
+        value = options[name]
+        if value is not default and not (isinstance(value, int | float) and value == default):
+            raise NotImplementedError(
+                f"matmul: {name} is available for an a of 2 or more dimensions and a b of 2, got shapes "
+                f"{arrays[0].shape} and {arrays[1].shape}; leave it out, or use jax.vmap"
+            )
+    result = "...m" * (arrays[0].ndim > 1) + "..." * (arrays[0].ndim == 1) + "n" * (arrays[1].ndim > 1)
+    options = {name: options[name] for name in _OF_CONTRACTIONS}
+    subscripts = f"{indices[0]},{indices[1]}->{result}"
+    return contract("matmul", subscripts, tuple(arrays), options, out_sharding, in_shardings, mesh)
+
+
+# Options that such a product does not take, with their defaults, and those that it takes.
+_OF_MATRICES = {
+    "c": None,
+    "alpha": 1.0,
+    "beta": None,
+    "epilog": Epilog.NONE,
+    "epilog_inputs": None,
+    "scaling": None,
+    "comm": None,
+}
+_OF_CONTRACTIONS = ("precision", "preferred_element_type", "implementation", "determinism")
 
 
 def _multiply(
@@ -256,7 +299,7 @@ def linear(
 
 def _activated(x: Any, w: Any, inputs: Any, f: activations.Function, options: dict[str, Any]) -> jax.Array:
     """`f` of the product and its bias."""
-    x, w = map(operand_checks.as_array, (x, w))
+    x, w = map(as_array, (x, w))
     spec, operands = validated(_LINEAR, x, w, None, inputs, options)
     activated.check_spec(_LINEAR, spec)
     shape = result_shape(spec, x, w)

@@ -44,7 +44,7 @@ def check_array(name: str, argument: str, x: Any, ndim: int | None = None, at_le
     found = len(x.shape)
     if (ndim is not None and found != ndim) or (at_least is not None and found < at_least):
         wanted = f"at least {at_least}" if ndim is None else f"{ndim}"
-        wanted += " dimension" if ndim == 1 else " dimensions"
+        wanted += " dimension" if 1 in (ndim, at_least) else " dimensions"
         raise ValueError(
             f"{name}: {argument} must have {wanted}, got {found} (shape {tuple(x.shape)}){_as_rank(argument, x, ndim)}"
         )
