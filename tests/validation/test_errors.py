@@ -81,6 +81,7 @@ WRONG = {
     "a holds text": ((np.full((4, 6), "a"), B), {}, TypeError, "matmul: a must be an array of numbers, got ndarray of dtype <U1"),
     "b is all parameters": ((A, {"kernel": B, "bias": BIAS}), {}, TypeError, "matmul: b must be an array, got dict; pass one of its arrays, which it has under 'kernel', 'bias'"),
     "b is in a box": ((A, Box(B)), {}, TypeError, "matmul: b must be an array, got Box; pass the array in it, b.value"),
+    "b is a layer": ((A, lambda x: x), {}, TypeError, "matmul: b must be an array, got function; pass one of its arrays"),
     "a is sparse": ((BCOO((jnp.ones(1), jnp.zeros((1, 2), int)), shape=(4, 6)), B), {}, TypeError, "matmul: a must be an array, got BCOO; a sparse array has to be dense: pass a.todense()"),
     "a is a key": ((jax.random.key(0), B), {}, TypeError, "matmul: a must be an array of numbers, got dtype key<fry>; draw numbers with it, as jax.random.normal does"),
     "float8 beside float32": ((A, B.astype(jnp.float8_e5m2)), {}, NotImplementedError, "matmul: a is float32 and b is float8_e5m2; float8 goes with float8 (float8_e5m2 not with itself), float4_e2m1fn with its own type: convert one of them"),

@@ -68,6 +68,8 @@ def _as_array(argument: str, x: Any) -> str:
         return f"; pass one of its arrays, which it has under {', '.join(map(repr, x)) or 'no key'}"
     if is_array(getattr(x, "value", None)):
         return f"; pass the array in it, {argument}.value"
+    if callable(x):
+        return "; pass one of its arrays"
     return "; convert it with jnp.asarray"
 
 
