@@ -262,10 +262,10 @@ ERRORS = {
     "axis outside": ({"axis_name": "model"}, ValueError, "gated_mlp: works on the shards inside shard_map"),
     "level": ({"determinism": "batch"}, NotImplementedError, 'gated_mlp: determinism must be "run_to_run"'),
     "pair of shardings": ({"in_shardings": (P(), P())}, ValueError, "gated_mlp: in_shardings must be a triple"),
-    "gate": ({"w_gate": (5, 8)}, ValueError, "gated_mlp (x @ w_gate): b has k=5 but a has k=6"),
-    "up": ({"w_up": (5, 8)}, ValueError, "gated_mlp (x @ w_up): b has k=5 but a has k=6"),
+    "gate": ({"w_gate": (5, 8)}, ValueError, "gated_mlp (x @ w_gate): w_gate has k=5 but x has k=6"),
+    "up": ({"w_up": (5, 8)}, ValueError, "gated_mlp (x @ w_up): w_up has k=5 but x has k=6"),
     "widths": ({"w_up": (6, 9)}, ValueError, "gated_mlp: w_up must have w_gate's shape (6, 8), got (6, 9)"),
-    "down": ({"w_down": (7, 4)}, ValueError, "gated_mlp (hidden @ w_down): b has k=7 but a has k=8"),
+    "down": ({"w_down": (7, 4)}, ValueError, "gated_mlp (hidden @ w_down): w_down has k=7 but hidden has k=8"),
     "vector": ({"x": (6,)}, ValueError, "gated_mlp: x must have at least 2 dimensions, got 1"),
 }
 

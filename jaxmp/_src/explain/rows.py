@@ -149,7 +149,8 @@ def rows_of(
         elif eqn.primitive is activated_matmul_p:
             yield matmul_row(eqn.params["spec"], avals[0], avals[-1], here, count, varying=(varying[0], varying[-1]))
         elif eqn.primitive.name in _COMMUNICATES and any("jaxmp" in name for name in names):
-            collective = _communication_row(eqn, here, count, names, constraints.get(eqn.invars[0]))
+            before = constraints.get(eqn.invars[0]) if eqn.primitive.name == _CONSTRAINT else None
+            collective = _communication_row(eqn, here, count, names, before)
             yield from () if collective is None else (collective,)
         elif eqn.primitive.name == "dot_general" and any(xla_matmul.SCOPE in name for name in names):
             yield _row_of_xla(eqn, here, count)
