@@ -229,7 +229,7 @@ def test_x_travels_once(dtype, rng):
         # The gradient of x.
         "tensor parallel": ({"all_reduce": 1}, {"all-reduce": 1}),
         # x, and the cotangent of y for w_down; the gradient of x.
-        "sequence parallel": ({"all_gather": 2, "all_reduce": 1}, {"all-gather": 2, "reduce-scatter": 1}),
+        "sequence parallel": ({"all_gather": 2, "reduce_scatter": 1}, {"all-gather": 2, "reduce-scatter": 1}),
     }
     for layout, (want, compiled) in beside.items():
         specs = LAYOUTS[layout]
