@@ -5,11 +5,12 @@ import importlib
 
 import cases
 import jax
+import jax.export
 import jax.numpy as jnp
 import modes
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -338,3 +339,15 @@ def test_every_public_name_is_documented():
         assert doc, name
         assert "." in doc.splitlines()[0], name
     assert np.all([hasattr(jaxmp.reference, name) for name in ("matmul", "linear")])
+
+
+def test_symbolic_extents_are_multiplied_by_xla(mesh_of):
+    """On no mesh, and where shardings are known; the table has expressions for numbers."""
+    cases.require(None)
+    m, k = jax.export.symbolic_shape("4*m, k")
+    where = NamedSharding(mesh_of({"x": 4}), P("x", None))
+    for sharding in (None, where):
+        a, b = jax.ShapeDtypeStruct((m, k), np.float32, sharding=sharding), jax.ShapeDtypeStruct((k, 8), np.float32)
+        (row,) = jaxmp.explain(jaxmp.matmul)(a, b).rows
+        assert (row.implementation, row.pattern, row.flops) == ("xla", "local", 16 * m * k)
+        assert row.why == "extents are symbolic, and a custom call takes numbers"

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import AxisType
 
 from jaxmp._src.explain import cost
 from jaxmp._src.lowering import backend, ffi_call, process_barrier, xla_matmul
@@ -131,7 +132,7 @@ def rows_of(
         varying = [jax_compat.varying_axes(v.aval) - gathered.get(id(v), frozenset()) for v in eqn.invars]
         if eqn.primitive in (matmul_p, matmul_epilog_p, auto_matmul_p, auto_matmul_epilog_p):
             row = matmul_row(eqn.params["spec"], avals[0], avals[1], here, count, varying=(varying[0], varying[1]))
-            is_auto = eqn.primitive in (auto_matmul_p, auto_matmul_epilog_p)
+            is_auto = eqn.primitive in (auto_matmul_p, auto_matmul_epilog_p) and not _is_symbolic(avals)
             yield dataclasses.replace(row, pattern=UNSETTLED) if is_auto else row
         elif eqn.primitive in batched_matmul.ONE:
             a, b = map(jax_compat.without_front, avals[:2])
@@ -145,6 +146,7 @@ def rows_of(
                 varying=(varying[0], varying[1]),
             )
             is_auto = eqn.primitive in (auto_batched_matmul_p, auto_batched_matmul_epilog_p)
+            is_auto = is_auto and not _is_symbolic(avals)
             yield dataclasses.replace(row, pattern=UNSETTLED_BATCH) if is_auto else row
         elif eqn.primitive is activated_matmul_p:
             yield matmul_row(eqn.params["spec"], avals[0], avals[-1], here, count, varying=(varying[0], varying[-1]))
@@ -159,6 +161,11 @@ def rows_of(
             is_ours_too = is_ours or names[-1].startswith("jaxmp")
             for sub in jax_compat.subjaxprs(eqn.params):
                 yield from rows_of(sub, here, inner, names, is_ours=is_ours_too)
+
+
+def _is_symbolic(avals: Sequence[ArrayType]) -> bool:
+    """Whether these have symbolic extents, whose product is XLA's on any sharding."""
+    return not all(isinstance(extent, int) for aval in avals for extent in aval.shape)
 
 
 def _follow_gathers(eqn: Any, gathered: dict[int, frozenset[str]]) -> None:
@@ -297,6 +304,8 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
     On automatic axes a reshard is a constraint that follows another one, `constraint`.
     """
     x, name = eqn.invars[0].aval, eqn.primitive.name
+    if name != _CONSTRAINT and AxisType.Auto in eqn.outvars[0].aval.sharding.mesh.axis_types:
+        return None  # XLA's partitioner decides what moves
     local, result = (_local_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
     axes = eqn.params.get("axis_name") or eqn.params.get("axes") or ()
     operation, algorithm = "all_gather", f"lax.{name}"

@@ -72,8 +72,9 @@ class Explanation:
 
     def _totals(self) -> str:
         counts = [_count(self.calls, "call"), *([_count(self.collectives, "collective")] if self.collectives else [])]
-        moved = f", {_number(self.bytes_moved / 1e6)} MB moved by each device" if self.bytes_moved else ""
-        return f"{', '.join(counts)}, {_number(self.flops / 1e9)} Gflop on all devices together{moved}"
+        moved = _in_units(self.bytes_moved, 1e6)
+        moved = f", {moved} MB moved by each device" if moved else ""
+        return f"{', '.join(counts)}, {_in_units(self.flops, 1e9) or 0} Gflop on all devices together{moved}"
 
     def _notes(self) -> list[str]:
         """Who computes, why and how, once for all rows that are alike; and what cuBLASMp logged."""
@@ -97,6 +98,13 @@ def _is_call(row: Row) -> bool:
 
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'s' if number != 1 else ''}"
+
+
+def _in_units(number: Any, unit: float) -> str:
+    """`number` divided by `unit`, empty for 0; of symbolic extents the expression."""
+    if not isinstance(number, int):
+        return f"({number})/{unit:.0e}"
+    return _number(number / unit) if number else ""
 
 
 def _number(value: float) -> str:
@@ -170,6 +178,6 @@ _COLUMNS: Mapping[str, Callable[[Row], str]] = {
     "dtypes": _dtypes,
     "determinism": lambda row: row.determinism if row.determinism != "run_to_run" else "",
     "by": lambda row: row.implementation,
-    "Gflop": lambda row: _number(row.flops / 1e9) if row.flops else "",
-    "MB moved": lambda row: _number(row.bytes_moved / 1e6) if row.bytes_moved else "",
+    "Gflop": lambda row: _in_units(row.flops, 1e9),
+    "MB moved": lambda row: _in_units(row.bytes_moved, 1e6),
 }

@@ -141,8 +141,9 @@ def _place_whole(spec: MatmulSpec, args: Sequence[Global], results: Sequence[Glo
     """Every operand is whole on every device, as one that the program makes itself, of which no mesh may be known."""
     if not all(x.hlo_sharding.is_replicated() for x in args):
         raise NotImplementedError(
-            "jaxmp.matmul: auto axes inside a partial-manual shard_map are not supported; make every mesh axis manual, "
-            "or pass in_shardings and mesh outside of the shard_map"
+            "jaxmp.matmul: XLA shards an operand over what is no axis of the program's mesh (auto axes inside a "
+            "partial-manual shard_map, or a sharding without a mesh); make every mesh axis manual, or pass in_shardings "
+            "and mesh outside of the shard_map"
         )
 
     def on_shards(*operands: jax.Array) -> Sequence[jax.Array]:
