@@ -99,7 +99,7 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
     for x in (args[0], args[1], results[0]):
         proposed = x.sharding_on(mesh)
         if proposed is None:
-            return _place_whole(spec, args, results)
+            return _place_whole(spec, mesh, args, results)
         found = to_dims("matmul", "operand", proposed.spec, len(x.shape), mesh.shape)
         dims.append(_dividing(found, x.shape, mesh.shape))
     if (
@@ -137,20 +137,21 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
     )
 
 
-def _place_whole(spec: MatmulSpec, args: Sequence[Global], results: Sequence[Global]) -> Placed:
+def _place_whole(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
     """Every operand is whole on every device, as one that the program makes itself, of which no mesh may be known."""
     if not all(x.hlo_sharding.is_replicated() for x in args):
         raise NotImplementedError(
             "jaxmp.matmul: XLA shards an operand over what is no axis of the program's mesh (auto axes inside a "
-            "partial-manual shard_map, or a sharding without a mesh); make every mesh axis manual, or pass in_shardings "
-            "and mesh outside of the shard_map"
+            "partial-manual shard_map, or a sharding without a mesh); make every mesh axis manual, or pass "
+            "in_shardings and mesh outside of the shard_map"
         )
 
     def on_shards(*operands: jax.Array) -> Sequence[jax.Array]:
         _tell(spec, operands)
         return _body(spec, *operands)
 
-    return on_shards, [None] * len(args), [None] * len(results)
+    whole = NamedSharding(mesh, P())
+    return on_shards, [whole] * len(args), [whole] * len(results)
 
 
 def _tell(spec: MatmulSpec, shards: Sequence[jax.Array]) -> None:
