@@ -7,6 +7,7 @@ import functools
 import html
 import re
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from jaxmp._src.explain.rows import Row
 
