@@ -285,6 +285,19 @@ def test_one_export_serves_both_platforms(sharded):
     assert "stablehlo.all_gather" in module
 
 
+def test_one_export_on_automatic_axes_serves_both_platforms(mesh_of):
+    """XLA's partitioner asks for each platform's own call; here only for that of the CPUs."""
+    cases.require("host")
+    pytest.importorskip("flatbuffers")
+    mesh = mesh_of({"y": 4}, AxisType.Auto)
+    a, b = (np.ones(shape, np.float32) for shape in ((8, 16), (16, 12)))
+    placed = cases.put(a, mesh, P(None, "y")), cases.put(b, mesh, P("y", None))
+    check = jax.export.DisabledSafetyCheck.custom_call("jaxmp_partitioned_matmul")
+    exported = jax.export.export(jax.jit(jaxmp.matmul), platforms=["cpu", "cuda"], disabled_checks=[check])(*placed)
+    assert sorted(re.findall(r"platform\\22: \\22(\w+)", exported.mlir_module())) == ["cpu", "cuda"]
+    np.testing.assert_array_equal(jax.jit(exported.call)(*placed), a @ b)
+
+
 # ---- explain
 
 
