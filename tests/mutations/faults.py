@@ -55,6 +55,8 @@ SCALE_CHECKS = "jaxmp/_src/validation/scale_checks.py"
 DOT_GENERAL = "jaxmp/_src/ops/dot_general.py"
 EINSUM = "jaxmp/_src/ops/einsum.py"
 MLP = "jaxmp/_src/ops/mlp.py"
+GATED_MLP = "jaxmp/_src/ops/gated_mlp.py"
+ACTIVATED = "jaxmp/_src/ops/activated.py"
 BLOCK_CYCLIC = "jaxmp/_src/ops/block_cyclic.py"
 REDISTRIBUTE = "jaxmp/_src/ops/redistribute.py"
 
@@ -664,6 +666,30 @@ PYTHON = (
         "x = x.reshape(batch, p, rows // p, x.shape[-1])",
         "the hidden layer's gradient has its rows in the wrong order behind a batch",
         ("ops/test_mlp.py",),
+    ),
+    Fault(
+        "gated-other-product",
+        GATED_MLP,
+        "(gate if act is None else act(gate)) * up",
+        "(up if act is None else act(up)) * gate",
+        "a gated layer activates the wrong one of its products",
+        ("ops/test_gated_mlp.py",),
+    ),
+    Fault(
+        "gated-cotangents-apart",
+        GATED_MLP,
+        "        x = cast_varying(x, axes, source_line=spec.source_line)\n",
+        "",
+        "both products of a gated layer sum their cotangents of x over devices by themselves",
+        ("ops/test_gated_mlp.py",),
+    ),
+    Fault(
+        "activation-rounded-twice",
+        ACTIVATED,
+        "_with_tangent(lax.stop_gradient(apply(*map(lax.stop_gradient, wide))), d)",
+        "d",
+        "an activation of XLA's sees a product that has been rounded",
+        ("ops/test_activations.py",),
     ),
     Fault(
         "cyclic-padding-of-c",
