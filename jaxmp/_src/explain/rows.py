@@ -123,7 +123,7 @@ def rows_of(
     was called from another line, so its own equations do not know.
     """
     gathered: dict[int, frozenset[str]] = {}
-    constraints: dict[Any, Any] = {eqn.outvars[0]: eqn for eqn in jaxpr.eqns if eqn.primitive.name == _CONSTRAINT}
+    constraints: dict[int, Any] = {id(eqn.outvars[0]): eqn for eqn in jaxpr.eqns if eqn.primitive.name == _CONSTRAINT}
     for eqn in jaxpr.eqns:
         avals: list[Any] = [v.aval for v in eqn.invars]
         names = (*scopes, str(eqn.source_info.name_stack), str(eqn.params.get("name", "")))
@@ -151,8 +151,7 @@ def rows_of(
         elif eqn.primitive is activated_matmul_p:
             yield matmul_row(eqn.params["spec"], avals[0], avals[-1], here, count, varying=(varying[0], varying[-1]))
         elif eqn.primitive.name in _COMMUNICATES and any("jaxmp" in name for name in names):
-            before = constraints.get(eqn.invars[0]) if eqn.primitive.name == _CONSTRAINT else None
-            collective = _communication_row(eqn, here, count, names, before)
+            collective = _communication_row(eqn, here, count, names, constraints.get(id(eqn.invars[0])))
             yield from () if collective is None else (collective,)
         elif eqn.primitive.name == "dot_general" and any(xla_matmul.SCOPE in name for name in names):
             yield _row_of_xla(eqn, here, count)

@@ -152,7 +152,7 @@ def _whole(row: Row) -> str:
 
 def _local(row: Row) -> str:
     """The same of a device's shards, or the shape of what a collective takes, where that is other."""
-    text = "x".join(map(str, row.local_extents or row.local_shapes[0]))
+    text = "x".join(map(str, row.local_extents if _is_call(row) else row.local_shapes[0]))
     return "" if text == _whole(row) else text
 
 

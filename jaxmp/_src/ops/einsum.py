@@ -291,10 +291,12 @@ def _placed(name: str, x: jax.Array, out_sharding: Sharding | None, mesh: Mesh |
     if out_sharding is None:
         return x
     placement = meshes.place(name, x, x, x.shape, out_sharding, None, mesh)
-    if placement.out is None:
-        return x if placement.constraint is None else lax.with_sharding_constraint(x, placement.constraint)
-    have, want = partition_spec(placement.a), partition_spec(placement.out)
-    return meshes.reshard(x, placement.mesh, have, want, is_explicit=placement.is_explicit)
+    if placement.constraint is not None:
+        constrained: jax.Array = lax.with_sharding_constraint(x, placement.constraint)
+        return constrained
+    wanted = placement.out_sharding or NamedSharding(placement.mesh, partition_spec(placement.out or ()))
+    have = partition_spec(meshes.type_dims(name, "the operand", x))
+    return meshes.reshard(x, wanted.mesh, have, wanted.spec, is_explicit=True)
 
 
 def _reduced_shardings(

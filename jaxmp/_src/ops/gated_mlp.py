@@ -35,11 +35,13 @@ from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
 from jaxmp._src.spec.options import Activation, AxisName, Determinism, Implementation, Mesh, Precision, Sharding
 from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.arguments import validated
+from jaxmp._src.validation.public import public
 
 LABELS = Labels("gated_mlp", "w_gate", "b_gate", "w_down", "b_down")
 _UP = Caller("gated_mlp (x @ w_up)", a="x", b="w_up", bias="b_up")
 
 
+@public
 def gated_mlp(
     x: ArrayLike,
     w_gate: ArrayLike,

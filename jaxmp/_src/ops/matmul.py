@@ -172,9 +172,9 @@ def _contract(a: Any, b: Any, out_sharding: Any, in_shardings: Any, mesh: Any, *
                 f"matmul: {name} is available for an a of 2 or more dimensions and a b of 2, got shapes "
                 f"{arrays[0].shape} and {arrays[1].shape}; leave it out, or use jax.vmap"
             )
-    result = "...m" * (arrays[0].ndim > 1) + "..." * (arrays[0].ndim == 1) + "n" * (arrays[1].ndim > 1)
+    free = "m" * (arrays[0].ndim > 1) + "n" * (arrays[1].ndim > 1)
+    subscripts = f"{indices[0]},{indices[1]}->...{free}"
     options = {name: options[name] for name in _OF_CONTRACTIONS}
-    subscripts = f"{indices[0]},{indices[1]}->{result}"
     return contract("matmul", subscripts, tuple(arrays), options, out_sharding, in_shardings, mesh)
 
 
