@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Collection, Sequence
 from types import EllipsisType
 from typing import Any, Literal
@@ -170,6 +171,10 @@ def _check_extents(name: str, text: str, terms: Sequence[_Term]) -> None:
 
 def _reduced(terms: Sequence[_Term], output: str, dtype: DTypeLike | None) -> list[_Term]:
     """The operands with the indices that their product needs, once each."""
+    found_in = Counter(output + "".join(term.indices for term in terms))
+    is_plain = all(1 not in term.array.shape and len({*term.indices}) == len(term.indices) for term in terms)
+    if is_plain and 1 not in found_in.values():  # as most are
+        return list(terms)
     spread = {index for term in terms for index, n in zip(term.indices, term.array.shape, strict=True) if n != 1}
     squeezed = []
     for term in terms:
