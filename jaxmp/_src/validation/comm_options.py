@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxmp._src.spec.matmul_spec import RESULT_TYPES, MatmulSpec, Pattern, accumulator
+from jaxmp._src.spec.matmul_spec import INTEGERS, RESULT_TYPES, MatmulSpec, Pattern, accumulator
 from jaxmp._src.spec.options import CommOptions
 from jaxmp._src.validation.operand_checks import check_dtype
 
@@ -35,7 +35,7 @@ def resolve_comm_options(name: str, out_dtype: DTypeLike, operand: DTypeLike, co
     dtype = None if comm.dtype is None else check_dtype(name, "comm.dtype", comm.dtype)
     if dtype is not None:
         scale, out = accumulator(operand), np.dtype(out_dtype)
-        is_number = dtype.name in RESULT_TYPES
+        is_number = dtype.name in RESULT_TYPES and dtype.name not in INTEGERS
         is_alike = jnp.issubdtype(dtype, jnp.complexfloating) == jnp.issubdtype(out, jnp.complexfloating)
         if not (is_number and is_alike and out.itemsize <= dtype.itemsize <= scale.itemsize):
             raise ValueError(
