@@ -275,6 +275,14 @@ def test_linear_names_its_activations():
         jaxmp.linear(A, B, activation="silux")
 
 
+def test_integers_are_not_cut_by_an_activation():
+    a, b = A.astype(np.int32), B.astype(np.int32)
+    with pytest.raises(NotImplementedError, match='linear: with a result of int32 activation is "relu" or None'):
+        jaxmp.linear(a, b, activation=jnp.tanh)
+    with pytest.raises(NotImplementedError, match='gated_mlp: with a result of int32 activation is "relu" or None'):
+        jaxmp.gated_mlp(a, b, b, b.T, activation="tanh")
+
+
 # Shardings ------------------------------------------------------------------------------------------------------
 
 XY = (("x", 2), ("y", 2))

@@ -21,7 +21,7 @@ from jax.custom_derivatives import SymbolicZero
 from jaxmp._src.sharding.sharded_call import Call, jaxmp_call
 from jaxmp._src.spec import activations
 from jaxmp._src.spec.activations import Function
-from jaxmp._src.spec.matmul_spec import RESULT_TYPES, MatmulSpec, accumulator
+from jaxmp._src.spec.matmul_spec import INTEGERS, RESULT_TYPES, MatmulSpec, accumulator
 from jaxmp._src.validation.comm_options import fit_comm_options
 
 Operands = dict[str, jax.Array]
@@ -39,11 +39,22 @@ def check_spec(name: str, spec: MatmulSpec) -> None:
             "computes; take one of them, or apply another to the result, where its bits are XLA's"
         )
     out, bias = (np.dtype(dtype).name for dtype in (spec.out_dtype, spec.bias_dtype or spec.out_dtype))
+    refuse_integers(name, spec)
     is_narrow_bias = spec.bias_dtype is not None and spec.rule.has_bias and bias == "float16"
     if out not in RESULT_TYPES or is_narrow_bias:
         raise NotImplementedError(
             f'{name}: with operands of 8 bits and a result of {out} activation is "relu" or "gelu"; take a result of '
             "bfloat16 or float32, or apply another to the result"
+        )
+
+
+def refuse_integers(name: str, spec: MatmulSpec) -> None:
+    """Raise NotImplementedError for a result of integers, to which an activation would be cut."""
+    out = np.dtype(spec.out_dtype).name
+    if out in INTEGERS:
+        raise NotImplementedError(
+            f'{name}: with a result of {out} activation is "relu" or None, for the values of others are no integers; '
+            "convert an operand, for example with .astype(jnp.float32)"
         )
 
 

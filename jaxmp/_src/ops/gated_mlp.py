@@ -110,6 +110,8 @@ def gated_mlp(
         **_pair("gate", layers.operands[0]),
         **_up(layers, x, w_up, b_up, options),
     }
+    if found != "relu":
+        activated.refuse_integers("gated_mlp", layers.specs[0])
     h: jax.Array = activated.compiled(jaxmp_gated, act)(_static(layers, operands), act, operands)
     if layers.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
         result: jax.Array = linear(h, w_down, b_down, out_sharding=out_sharding, mesh=mesh, **options)
