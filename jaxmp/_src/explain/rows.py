@@ -318,7 +318,7 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
             have, want = constraint.params["sharding"], eqn.params["sharding"]
         before, after = (patterns.as_dims("explain", "x", sharding.spec, x.ndim) for sharding in (have, want))
         local = tuple(have.shard_shape(x.shape)) if not have.mesh.empty else tuple(x.shape)
-        moved = round(layouts.received(x.shape, before, after, want.mesh.shape))
+        moved = layouts.received(x.shape, before, after, want.mesh.shape)
         changed = (axis for pair in zip(before, after, strict=True) for axis in sorted({*pair[0]} ^ {*pair[1]}))
         axes = tuple(dict.fromkeys(changed))
         operation = "all_to_all" if sorted(sum(before, ())) == sorted(sum(after, ())) else operation

@@ -334,12 +334,13 @@ def _described(product: _Product, lhs: jax.Array, rhs: jax.Array) -> layouts.Pro
     a, b = ([indices[side, i] for i in range(x.ndim)] for side, x in (("lhs", lhs), ("rhs", rhs)))
     preferred = dict(product.options)["preferred_element_type"]
     dtype, out = operand_checks.resolve_dtypes(product.name, lhs, rhs, preferred)
+    mesh, extents = product.placement.mesh.shape, dict(zip((*a, *b), (*lhs.shape, *rhs.shape), strict=True))
     return layouts.Product(
         "".join(a),
         "".join(b),
         "".join(numbers.result(a, b)),
-        tuple({**dict(zip(a, lhs.shape, strict=True)), **dict(zip(b, rhs.shape, strict=True))}.items()),
-        tuple(product.placement.mesh.shape.items()),
+        tuple((index, layouts.number(extent, mesh)) for index, extent in extents.items()),
+        tuple(mesh.items()),
         (lhs.dtype.itemsize, rhs.dtype.itemsize, out.itemsize, accumulator(dtype).itemsize),
         keeps_result=False,
     )

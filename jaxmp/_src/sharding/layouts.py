@@ -26,7 +26,7 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxmp._src.sharding.patterns import Dim, Dims
 
@@ -88,10 +88,8 @@ def _layouts(product: Product, given: Layout) -> Iterator[tuple[float, Layout]]:
     for roles in itertools.product(*(_roles(product, given, axis) for axis in axes)):
         chosen = dict(zip(axes, roles, strict=True))
         # The axes of the group have one role, but may shard several contracted dimensions.
-        if (
-            len({role._replace(a="k", b="k") if role.is_contracted else role for role in roles if role.communicates})
-            > 1
-        ):
+        group = {role._replace(a="k", b="k") if role.is_contracted else role for role in roles if role.communicates}
+        if len(group) > 1:
             continue
         layout = _layout(product, given, chosen)
         is_wanted = layout.d == given.d or not product.keeps_result
@@ -165,7 +163,7 @@ def _cost(product: Product, given: Layout, layout: Layout, roles: Mapping[str, _
     mesh, extents = dict(product.mesh), dict(product.extents)
     shapes = [[extents[index] for index in indices] for indices in _indices(product)]
     a, b, d, acc = product.itemsizes
-    cost = a * received(shapes[0], given.a, layout.a, mesh) + b * received(shapes[1], given.b, layout.b, mesh)
+    cost: float = a * received(shapes[0], given.a, layout.a, mesh) + b * received(shapes[1], given.b, layout.b, mesh)
     cost += d * received(shapes[2], layout.d, given.d, mesh)
     group = tuple(axis for axis, role in roles.items() if role.communicates)
     p = _size(mesh, group)
@@ -182,16 +180,22 @@ def _cost(product: Product, given: Layout, layout: Layout, roles: Mapping[str, _
     return cost + 2 * math.prod(extents.values()) / _size(mesh, used) / OPERATIONS_PER_BYTE
 
 
-def received(shape: Sequence[int], have: Dims, want: Dims, mesh: Mapping[str, int]) -> float:
+def received(shape: Sequence[int], have: Dims, want: Dims, mesh: Mapping[str, int]) -> int:
     """Elements that a device receives while an array goes from one sharding to another, in `steps`."""
-    total = 0.0
+    total = 0
     for before, after in itertools.pairwise((have, *steps(have, want))):
-        held = 1.0  # of the shard that the device is to have, on average
+        parts = 1  # a device holds one of so many of the shard that it is to have, on average
         for dim, wanted in zip(before, after, strict=True):
             common = len(dim) if dim == wanted[: len(dim)] else len(wanted) if wanted == dim[: len(wanted)] else 0
-            held /= _size(mesh, dim[common:])
-        total += math.prod(shape) / _size(mesh, sum(after, ())) * (1 - held)
+            parts *= _size(mesh, dim[common:])
+        if parts > 1:
+            total += math.prod(shape) // _size(mesh, sum(after, ())) * (parts - 1) // parts
     return total
+
+
+def number(extent: Any, mesh: Mapping[str, int]) -> int:
+    """An extent, and for a symbolic one a number that every axis divides, for the choice of a layout."""
+    return extent if isinstance(extent, int) else 1024 * math.prod(mesh.values())
 
 
 def _size(mesh: Mapping[str, int], axes: Dim) -> int:

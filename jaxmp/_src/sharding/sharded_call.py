@@ -260,7 +260,7 @@ def _product(
         rows[:-1] + "K" + rows[-1] if spec.transpose_a else rows + "K",
         "NK" if spec.transpose_b else "KN",
         rows + "N",
-        tuple(extents.items()),
+        tuple((index, layouts.number(extent, mesh)) for index, extent in extents.items()),
         tuple(mesh.items()),
         (a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, matmul_spec.accumulator(a.dtype).itemsize),
         any(matmul_spec.DIMS[each] for each in beside if each not in ("c", "bias")),
