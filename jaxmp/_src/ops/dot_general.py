@@ -63,16 +63,13 @@ def dot_general(
 
         result[batch..., lhs free..., rhs free...] = sum over the contracted dimensions of lhs * rhs
 
-    Shardings and communication are as in `matmul`: the free dimensions of lhs are rows, those of rhs are columns. It
-    communicates nothing that was not asked for: an `out_sharding` that one call cannot give is an error, and so is a
-    contraction that is sharded in one operand only without `out_sharding`.
+    Shardings and communication are as in `matmul`: the free dimensions of lhs are rows, those of rhs are columns.
 
     Args:
       lhs, rhs: arrays of any rank; float32, float64, bfloat16, float16, complex64 or complex128.
       dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`, as in `lax.dot_general`. For
         batch dimensions see docs/matmul.md.
-      out_sharding: sharding of the result; required where a contracted dimension is sharded. One of its free
-        dimensions may be gathered or scattered; the others lie as in the operands, or more finely.
+      out_sharding: sharding of the result; required where a contracted dimension is sharded in both operands.
       in_shardings: a pair of shardings for lhs and rhs (auto axes).
 
     The other options are those of `matmul`, `determinism` without "topology".

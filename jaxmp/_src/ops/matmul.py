@@ -104,14 +104,15 @@ def matmul(
 ) -> jax.Array | WithResults | BlockCyclicArray:
     """Distributed matrix product, `d = epilog(alpha * op(a) @ op(b) + beta * c)`.
 
-    The shardings of a, b and d decide how devices share the work. Nothing is gathered that `out_sharding` does not ask
-    for. A pure function: jit, grad, vmap, remat, scan and export apply. Inside `jax.shard_map` the product is local.
+    The shardings of a, b and d decide how devices share the work. Nothing moves that they do not ask for. A pure
+    function: jit, grad, vmap, remat, scan and export apply. Inside `jax.shard_map` the product is local.
 
         contraction sharded, out_sharding without that axis         all-reduce
         contraction sharded, out_sharding with it on the rows       reduce-scatter
         rows sharded, out_sharding without that axis on the rows    all-gather of a's rows (b's columns sharded over it)
         a, b and d on the same two axes                             2-D grid
-        everything else in place                                    local
+        rows, columns or batch dimensions in place                  local
+        any other that `jnp.matmul` takes                           the cheapest reshards, then one of these
 
     Args:
       a: (..., m, k), or (..., k, m) with `transpose_a`; leading dimensions are batch dimensions of a and d.
@@ -122,7 +123,7 @@ def matmul(
       transpose_a, transpose_b, conjugate_a, conjugate_b: how the operand is stored, and whether to conjugate it.
       epilog, epilog_inputs: a `jaxmp.Epilog`, and its inputs by name, as `{"bias": (n,)}`.
       precision, preferred_element_type: how products are summed (by default in full precision), and d's type.
-      out_sharding: sharding of d; required where the contraction is sharded.
+      out_sharding: sharding of d; required where the contraction is sharded in both operands.
       in_shardings, mesh: shardings of a and b for a mesh with auto axes. With explicit axes the types have them.
       implementation: "host", "xla" or "cublasmp"; None: chosen by rule, see `jaxmp.explain`.
       determinism: what d's bits may depend on: "run_to_run", "batch" (in a row, its own inputs alone) or "topology"
