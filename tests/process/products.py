@@ -58,6 +58,7 @@ def main(initialize):
             with_epilog(case, epilog)
         for dtype in ("float32", "bfloat16"):
             has_the_bits_of_one_device(case.replace(dtype=dtype))
+    operands_that_move()
     gradients_of_a_layer()
     every_collective_is_behind_a_barrier()
     says_where_each_group_lives()
@@ -84,6 +85,33 @@ def placed(case, mode_id, **options):
         got = mode.run(mode.product(case, **options), *operands(case, mode, a, b))
         compare(got, np.matmul(*case.op(a, b)))
     RAN[f"placed {mode_id}"] += 1
+
+
+def operands_that_move():
+    """Shardings that no pattern serves: an operand is gathered or moved, or the result is, and so are the gradients."""
+    rng = np.random.default_rng(5)
+    a, b = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((8, 16), (16, 12)))
+    d = a @ b
+    for kind in (AxisType.Explicit, AxisType.Auto):
+        mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind, kind))
+        for specs, out in (
+            ((P("x", None), P("x", None)), P("x", None)),
+            ((P("x", None), P("x", "y")), P("x", "y")),
+            ((P(None, "x"), P("y", None)), P("y", "x")),
+            ((P("x", "y"), P(("x", "y"), None)), P(None, "x")),
+        ):
+            given = {} if kind == AxisType.Explicit else {"in_shardings": specs, "mesh": mesh}
+
+            def loss(a, b, out=out, given=given):
+                d = jaxmp.matmul(a, b, out_sharding=out, **given)
+                return (d * d).sum(), d
+
+            with jax.set_mesh(mesh):
+                placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((a, b), specs, strict=True)]
+                (_, got), gradients = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(*placed)
+            for x, want in zip((got, *gradients), (d, 2 * d @ b.T, a.T @ (2 * d)), strict=True):
+                compare(x, want)
+            RAN["moved"] += 1
 
 
 def rounded(case, dtype):
