@@ -160,12 +160,28 @@ def test_auto_axes_are_partitioned(rng):
     assert jax.export.export(f)(*placed).out_avals[0].shape == (8, 4, 16)
 
 
-def test_a_further_batch_on_an_explicit_axis_is_refused(rng):
+def test_a_further_batch_on_an_explicit_axis(rng):
     cases.require(None)
     with jax.set_mesh(mesh_of()):
         a, b = (cases.put(integers(rng, 4, 2, 3, 3), mesh_of(), P("x")) for _ in range(2))
-        with pytest.raises(NotImplementedError, match="vmap over a dimension that is sharded over explicit 'x'"):
-            jax.vmap(jax.vmap(jaxmp.matmul))(a, b)
+        d = jax.vmap(jax.vmap(jaxmp.matmul))(a, b)
+        np.testing.assert_array_equal(d, np.matmul(a, b))
+        assert d.sharding.is_equivalent_to(a.sharding, 4)
+
+
+def test_a_batch_on_an_explicit_axis_inside_shard_map(rng):
+    """The axis is not manual there, so that XLA computes matmul, and a function that names another axis is refused."""
+    cases.require(None)
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        a, b = (cases.put(integers(rng, 4, 8, 8), mesh, spec) for spec in (P("x", "y"), P("x")))
+
+        def product(multiply):
+            return jax.vmap(jax.shard_map(multiply, in_specs=(P("y"), P()), out_specs=P("y")))
+
+        np.testing.assert_array_equal(product(jaxmp.matmul)(a, b), np.matmul(a, b))
+        with pytest.raises(ValueError, match="matmul_all_reduce: the enclosing shard_map is manual over"):
+            product(functools.partial(jaxmp.matmul_all_reduce, axis_name="y"))(a, b)
 
 
 def test_the_policy_keeps_a_batch(rng):

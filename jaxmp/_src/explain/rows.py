@@ -103,11 +103,11 @@ _COMMUNICATES = {
 # And where the scope says it better.
 _SCOPES = {
     bias_grad.SCOPE: "completes a bias gradient over axes that share its rows outside of the call",
-    "jaxmp_all_gather": "gathers an operand ahead of the call, which no pattern does with these shardings",
     "jaxmp_gather_rows": _COMMUNICATES["all_gather"],
     "jaxmp_shared_operand": "one operand of two products: gathered once, its cotangents summed once",
     "jaxmp_whole_operands": "lets the call apply its own epilog to gathered or scattered columns, for the bits",
     "jaxmp_global_order": "puts rows that the ranks hold interleaved in the order of the global array, for the bits",
+    "jaxmp_all_gather": "gathers an operand ahead of the call, which no pattern does with these shardings",
 }
 # The pattern of a call under auto axes, until the partitioner has been asked.
 UNSETTLED = "?"

@@ -188,8 +188,7 @@ def _activated_matmul_batch_rule(
     return jax.vmap(parts, in_axes=tuple(dims))(*args), 0
 
 
-# The rules by primitive, for what wraps them.
-RULES: dict[jax_compat.Primitive, Callable[..., Any]] = {
+_RULES: dict[jax_compat.Primitive, Callable[..., Any]] = {
     matmul_p: functools.partial(_matmul_batch_rule, auto=False),
     matmul_epilog_p: functools.partial(_matmul_epilog_batch_rule, auto=False),
     AUTO_TWIN[matmul_p]: functools.partial(_matmul_batch_rule, auto=True),
@@ -199,5 +198,5 @@ RULES: dict[jax_compat.Primitive, Callable[..., Any]] = {
     activated_matmul_p: _activated_matmul_batch_rule,
     **{primitive: functools.partial(batch_rule, primitive) for primitive in ONE},
 }
-for _primitive, _rule in RULES.items():
+for _primitive, _rule in _RULES.items():
     batching.primitive_batchers[_primitive] = _rule
