@@ -177,7 +177,7 @@ ERRORS = {
     "type": ({"activation": 3}, ValueError, "or a function of an array, got 3"),
     "shape": ({"activation": lambda z: z.sum(0)}, ValueError, "activation must be elementwise"),
     "level": ({"activation": "silu", "determinism": "batch"}, NotImplementedError, "with determinism='batch' activ"),
-    "integers": ({"activation": "silu", "dtype": jnp.int8}, TypeError, "does not accept dtype int32"),
+    "integers": ({"activation": "silu", "dtype": jnp.int8}, NotImplementedError, "a result of int32 activation is"),
 }
 
 
