@@ -55,12 +55,23 @@ def test_what_jnp_takes(subscripts, shapes, rng):
 
 
 @pytest.mark.parametrize(
-    "dtypes", [("bfloat16", "float32"), ("int32", "float32"), ("int16", "int32"), ("uint8", "uint8")]
+    "dtypes", [("bfloat16", "float32"), ("int32", "float32"), ("int16", "int32"), ("uint8", "uint8"), ("int8", "int8")]
 )
 def test_types_are_those_of_jnp(dtypes, rng, standard_promotion):
     cases.require(None)
     a, b = (rng.integers(0, 4, shape).astype(dtype) for shape, dtype in zip(((4, 6, 3), (6, 8)), dtypes, strict=True))
     check(jaxmp.einsum("ijs,jk->ik", a, b), jnp.einsum("ijs,jk->ik", a, b))
+
+
+def test_int8_in_each_result_type(rng):
+    cases.require(None)
+    a, b = (rng.integers(-128, 128, shape).astype(np.int8) for shape in ((4, 6), (6, 8)))  # sums beyond 16 bits
+    for dtype in (None, jnp.int8, jnp.int16, jnp.int32):
+        given = {"preferred_element_type": dtype}
+        check(jaxmp.einsum("ij,jk->ki", a, b, **given), jnp.einsum("ij,jk->ki", a, b, **given))
+    with pytest.raises(NotImplementedError, match="einsum: preferred_element_type float32 is not available for int8"):
+        jaxmp.einsum("ij,jk->ki", a, b, preferred_element_type=jnp.float32)
+    assert jaxmp.matmul(a, b[:, 0]).dtype == jaxmp.matmul(a, b).dtype == jnp.int32
 
 
 def test_operands_and_lists_of_indices_in_turn(rng):

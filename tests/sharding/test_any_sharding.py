@@ -297,6 +297,11 @@ def test_a_mesh_of_explicit_and_automatic_axes(spec_x, spec_w, out):
             check_against_jnp(
                 lambda library, apply=apply: apply(lambda x, w: library.einsum("smk,kn->snm", x, w)), x, w
             ) if out is None else None
+        for dtype in (jnp.bool_, jnp.int32):
+            check_against_jnp(
+                lambda library: lambda x, w: library.matmul(x, w, out_sharding=out),
+                *(each.astype(dtype) for each in (x, w)),
+            )
 
 
 @pytest.mark.parametrize("kinds", [(AUTO,) * 3, (EXPLICIT,) * 3, (AUTO, EXPLICIT, EXPLICIT), (AUTO, EXPLICIT, AUTO)])

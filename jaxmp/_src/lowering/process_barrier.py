@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.runtime import jax_compat, jax_partitioner, native
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.matmul_spec import MatmulSpec, extents
@@ -118,7 +118,7 @@ class Site:
     def attributes(self, call: str, fields: dict[str, Any]) -> dict[str, Any]:
         described = "\n".join(f"{name}={value}" for name, value in fields.items())
         # XLA's partitioner has each call lowered as a program of its own, all of one name and in no order of ours.
-        is_partitioned = self.program == jax_compat.PARTITIONED
+        is_partitioned = self.program == jax_partitioner.PARTITIONED
         return {
             "program": f"{self.program} {described}" if is_partitioned else self.program,
             "index": np.int64(self.index),

@@ -45,19 +45,17 @@ def matmul(
     if compute.sums_in_16_bits or spec.distributions:
         local_product = None
     named = dict(zip(spec.operand_names, extra, strict=True))
-    if low_precision.is_low_precision(a.dtype):  # decoded, with their scales, and then as any other operands
-        a = low_precision.dequantize(a, named.get("scale_a"), spec.scales.a, acc)
-        b = low_precision.dequantize(b, named.get("scale_b"), spec.scales.b, acc)
+    if low_precision.is_low_precision(a.dtype):
         local_product = None
+    a, b = _decoded(a, b, named, spec, acc)
     if 0 in (*a.shape, *b.shape):
         return apply_epilog(jnp.zeros(extents(spec, a.shape, b.shape).d, acc), extra, spec, a, b)
     barrier = barrier or (lambda operands: operands)
     gathers = spec.group.pattern in (Pattern.ALL_GATHER, Pattern.GRID)
     if gathers:
         a, b = barrier([a, b])
-    if a.dtype == np.bool_ or (platform == "cpu" and not local_product and not compute.sums_in_16_bits):
-        # XLA:CPU has no 16-bit dot into float32 for every layout; widening is exact.
-        a, b = a.astype(acc), b.astype(acc)
+    if not local_product or a.dtype == np.bool_:
+        a, b = _widened(a, b, platform, compute, acc)
     shards = a.astype(acc), b.astype(acc)
     a, b = _gather_operands(spec, a, b)
     z = local_product(a, b, spec) if local_product else _dot_general(a, b, spec, compute, acc)
@@ -68,6 +66,26 @@ def matmul(
     elif spec.group.pattern == Pattern.REDUCE_SCATTER and spec.group.nranks > 1:
         z = lax.psum_scatter(z, spec.group.row_axes, scatter_dimension=0, tiled=True)
     return apply_epilog(z, extra, spec, *shards)
+
+
+def _decoded(
+    a: jax.Array, b: jax.Array, operands: Mapping[str, jax.Array], spec: MatmulSpec, acc: np.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Operands of fp8 and fp4 times their scales, in the accumulator's type, and others as they are."""
+    if not low_precision.is_low_precision(a.dtype):
+        return a, b
+    a = low_precision.dequantize(a, operands.get("scale_a"), spec.scales.a, acc)
+    return a, low_precision.dequantize(b, operands.get("scale_b"), spec.scales.b, acc)
+
+
+def _widened(
+    a: jax.Array, b: jax.Array, platform: str, compute: precisions.Compute, acc: np.dtype
+) -> tuple[jax.Array, jax.Array]:
+    """Operands in the accumulator's type, which is exact, where XLA has no product of theirs into it: of booleans, and
+    on CPUs of 16 bits for every layout."""
+    if a.dtype == np.bool_ or (platform == "cpu" and not compute.sums_in_16_bits):
+        return a.astype(acc), b.astype(acc)
+    return a, b
 
 
 # XLA's names of the algorithms that sum in 16 bits.
@@ -105,11 +123,7 @@ def global_matmul(
     a, b = operands["a"], operands["b"]
     compute = precisions.find(spec.precision, a.dtype)
     acc = jnp.dtype(compute.accumulator or accumulator(a.dtype))
-    if low_precision.is_low_precision(a.dtype):
-        a = low_precision.dequantize(a, operands.get("scale_a"), spec.scales.a, acc)
-        b = low_precision.dequantize(b, operands.get("scale_b"), spec.scales.b, acc)
-    elif platform == "cpu" and not compute.sums_in_16_bits:
-        a, b = a.astype(acc), b.astype(acc)  # as in `matmul`
+    a, b = _widened(*_decoded(a, b, operands, spec, acc), platform, compute, acc)
     with jax.named_scope(SCOPE):
         z = _dot_general(a, b, spec, compute, acc, numbers, out_sharding)
     extra = [operands[name] for name in spec.operand_names]

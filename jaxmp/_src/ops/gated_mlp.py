@@ -20,12 +20,12 @@ from jax.typing import ArrayLike
 from jaxmp._src.ops import activated
 from jaxmp._src.ops.activated import Operands, Preactivations
 from jaxmp._src.ops.matmul import linear
-from jaxmp._src.ops.mlp import Labels, Layers, check_given, plan_layers
 from jaxmp._src.ops.signatures import ShardingTriple
 from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import meshes, sharded_call
+from jaxmp._src.sharding.layer_plans import Labels, Layers, check_given, plan_layers
 from jaxmp._src.sharding.patterns import LOCAL_PLAN, Plan
 from jaxmp._src.sharding.shard_local import bind_plan, gathered
 from jaxmp._src.spec import activations, epilogs
@@ -206,8 +206,9 @@ def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
         return body(gathered(gathers, operands, spec.source_line))
 
     given, bias, d = dict(call.in_specs), meshes.partition_spec((plan.out[-1],)), dict(call.out_specs)["d"]
-    specs = {name: {"x": given["a"], "w": given["b"], "b": bias}[name[0]] for name in operands}
-    placed = {name: sharded_call.bring(call, x, specs[name]) for name, x in operands.items()}
+    kinds = {name: {"x": "a", "w": "b", "b": "bias"}[name[0]] for name in operands}
+    specs = {name: (given | {"bias": bias})[kind] for name, kind in kinds.items()}
+    placed = {name: sharded_call.bring(call, kinds[name], x, specs[name]) for name, x in operands.items()}
     zs: Preactivations = jax.shard_map(of_shards, mesh=call.mesh, in_specs=(specs,), out_specs=d)(placed)
     return zs
 
@@ -239,8 +240,7 @@ def _product(call: sharded_call.Call | None, plan: Plan, spec: MatmulSpec, layer
     if call.in_specs:
         given = dict(call.in_specs) | {"bias": meshes.partition_spec((plan.out[-1],))}
         in_specs = {name: given[name] for name in layer}
-        layer = {name: sharded_call.bring(call, x, in_specs[name]) for name, x in layer.items()}
-        call = dataclasses.replace(call, in_specs=tuple(in_specs.items()), resharded=())
+        call = dataclasses.replace(call, in_specs=tuple(in_specs.items()))
     result: jax.Array = sharded_call.jaxmp_call(dataclasses.replace(call, spec=spec), layer)["d"]
     return result
 

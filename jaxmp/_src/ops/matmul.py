@@ -176,6 +176,8 @@ def _contract(a: Any, b: Any, out_sharding: Any, in_shardings: Any, mesh: Any, *
     free = "m" * (arrays[0].ndim > 1) + "n" * (arrays[1].ndim > 1)
     subscripts = f"{indices[0]},{indices[1]}->...{free}"
     options = {name: options[name] for name in _OF_CONTRACTIONS}
+    if options["preferred_element_type"] is None and arrays[0].dtype == arrays[1].dtype == jnp.int8:
+        options["preferred_element_type"] = jnp.int32  # as of matrices
     return contract("matmul", subscripts, tuple(arrays), options, out_sharding, in_shardings, mesh)
 
 

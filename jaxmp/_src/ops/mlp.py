@@ -17,8 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from jaxmp._src.ops import activated
@@ -28,37 +26,16 @@ from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.primitives import activated_matmul, completes_sums
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import layouts, meshes, sharded_call
-from jaxmp._src.sharding import patterns as patterns_lib
+from jaxmp._src.sharding.layer_plans import Labels, check_given, plan_layers
+from jaxmp._src.sharding.patterns import Plan
 from jaxmp._src.sharding.shard_local import bind_plan, gathered
-from jaxmp._src.spec import activations, epilogs, low_precision
+from jaxmp._src.spec import activations, epilogs
 from jaxmp._src.spec.activations import Function
-from jaxmp._src.spec.caller import Caller
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
+from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
 from jaxmp._src.spec.options import Activation, AxisName, Determinism, Implementation, Mesh, Precision, Sharding
 from jaxmp._src.validation import operand_checks
-from jaxmp._src.validation.arguments import validated
 from jaxmp._src.validation.public import public
-
-
-@dataclasses.dataclass(frozen=True)
-class Labels:
-    """What messages call the function, its two weights and their biases."""
-
-    function: str
-    w_in: str
-    b_in: str
-    w_out: str
-    b_out: str
-
-    @property
-    def first(self) -> Caller:
-        return Caller(f"{self.function} (x @ {self.w_in})", a="x", b=self.w_in, bias=self.b_in)
-
-    @property
-    def second(self) -> Caller:
-        return Caller(f"{self.function} (hidden @ {self.w_out})", a="hidden", b=self.w_out, bias=self.b_out)
-
 
 LABELS = Labels("mlp", "w_in", "b_in", "w_out", "b_out")
 
@@ -127,25 +104,12 @@ def mlp(
     return result
 
 
-def check_given(labels: Labels, x: Any, in_shardings: Any) -> None:
-    """Raise ValueError for an x of one dimension, and for shardings that are no triple."""
-    if getattr(x, "ndim", 0) == 1:
-        raise ValueError(
-            f"{labels.function}: x must have at least 2 dimensions, got 1 (shape {tuple(x.shape)}); pass x[None]"
-        )
-    if in_shardings is not None and (isinstance(in_shardings, str) or len(in_shardings) != 3):
-        raise ValueError(
-            f"{labels.function}: in_shardings must be a triple, one sharding each for x, {labels.w_in} and "
-            f"{labels.w_out}, got {in_shardings!r}"
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class _Layer:
     """One layer on shards: its spec and plan, and the names of its operands among those of both layers."""
 
     spec: MatmulSpec
-    plan: patterns_lib.Plan
+    plan: Plan
     weight: str
     bias: str
 
@@ -303,108 +267,6 @@ def _fused(
     return y
 
 
-@dataclasses.dataclass(frozen=True)
-class Layers:
-    """The products of two layers: their specs, operands by name, plans and, of global arrays, calls; under XLA's
-    partitioner only the first call, and no plan."""
-
-    mode: meshes.Mode
-    specs: tuple[MatmulSpec, MatmulSpec]
-    operands: tuple[dict[str, Any], dict[str, Any]]
-    plans: tuple[patterns_lib.Plan, ...] = ()
-    calls: tuple[sharded_call.Call, ...] = ()
-
-
-def plan_layers(
-    labels: Labels,
-    x: Any,
-    w_in: Any,
-    b_in: Any,
-    fused: str | None,
-    w_out: Any,
-    b_out: Any,
-    axis_name: AxisName | None,
-    shardings: dict[str, Any],
-    options: dict[str, Any],
-) -> Layers:
-    """Both products, the first with a fused activation or none."""
-    for argument, operand in (("x", x), (labels.w_in, w_in), (labels.w_out, w_out)):
-        if low_precision.is_low_precision(getattr(operand, "dtype", np.float32)):
-            raise NotImplementedError(
-                f"{labels.function}: {argument} has dtype {operand.dtype}; layers of 8 bits and fewer need scales "
-                "between them: call jaxmp.matmul for each product (examples/05_fp8_linear.py)"
-            )
-    groups = _groups(labels, axis_name)
-    spec, ins = _validated(labels.first, x, w_in, b_in, fused, options, groups[0])
-    h = jax.ShapeDtypeStruct(result_shape(spec, x, w_in), _promoted(spec.out_dtype, w_out))
-    next_spec, outs = _validated(labels.second, h, w_out, b_out, None, options, groups[1])
-    operands = ins, outs
-    given = None if shardings["ins"] is None else tuple(shardings["ins"])[:2]
-    placement = meshes.place(labels.first, x, w_in, h.shape, shardings["hidden"], given, shardings["mesh"])
-    if placement.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
-        call = sharded_call.make_call(spec, placement, ins, h.shape, labels.first)
-        return Layers(placement.mode, (spec, next_spec), operands, calls=(call,))
-    if placement.mode == meshes.Mode.MANUAL:
-        spec, next_spec = (s.regroup(mesh=placement.axes) for s in (spec, next_spec))
-        plans = tuple(
-            patterns_lib.Plan(s.group.pattern, s.group.row_axes, dimension=x.ndim - 2) for s in (spec, next_spec)
-        )
-        return Layers(placement.mode, (spec, next_spec), operands, plans)
-    first, second = _calls(labels, placement, (spec, next_spec), operands, w_out, shardings)
-    return Layers(placement.mode, (first.spec, second.spec), operands, (first.plan, second.plan), (first, second))
-
-
-def _groups(labels: Labels, axis_name: AxisName | None) -> tuple[Group, Group]:
-    """The groups of the two products: x's rows are gathered over the axis, y's are scattered."""
-    if axis_name is None:
-        return Group(), Group()
-    patterns = (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER)
-    first, second = (sharded_call.group_on_axes(labels.function, pattern, axis_name) for pattern in patterns)
-    return first, second
-
-
-def _validated(
-    name: str, x: Any, w: Any, bias: Any, activation: str | None, options: dict[str, Any], group: Group
-) -> tuple[MatmulSpec, dict[str, Any]]:
-    epilog = epilogs.for_activation(activation, bias is not None)
-    inputs = {} if bias is None else {"bias": bias}
-    return validated(name, x, w, None, inputs, options | {"epilog": epilog}, group)
-
-
-def _promoted(dtype: np.dtype, w: Any) -> np.dtype:
-    """The type in which the second layer takes the hidden one; what is no array is refused later, by name."""
-    return jnp.promote_types(dtype, w.dtype) if hasattr(w, "dtype") else dtype
-
-
-def _calls(
-    labels: Labels,
-    placement: meshes.Placement,
-    specs: tuple[MatmulSpec, ...],
-    operands: tuple[dict[str, Any], ...],
-    w_out: jax.Array,
-    shardings: dict[str, Any],
-) -> tuple[sharded_call.Call, sharded_call.Call]:
-    """Both calls on global arrays; the hidden layer keeps the columns of w_in and the other axes of x's rows."""
-    if placement.out is None:
-        if placement.a[-1] and placement.b[0]:
-            raise ValueError(
-                f"{labels.function}: the contraction of x @ {labels.w_in} is sharded over {placement.a[-1]} in x and "
-                f"{placement.b[0]} in {labels.w_in}, so the sharding of its result is ambiguous; pass hidden_sharding"
-            )
-        cols = placement.b[1]
-        rows = tuple(tuple(axis for axis in dim if axis not in cols) for dim in placement.a[:-1])
-        placement = dataclasses.replace(placement, out=(*rows, cols))
-    shape = result_shape(specs[0], operands[0]["a"], operands[0]["b"])
-    first = sharded_call.make_call(specs[0], placement, operands[0], shape, labels.first)
-    hidden, given = first.out_spec or meshes.partition_spec(first.plan.out), shardings["ins"]
-    w = operands[1]["b"]
-    h = operands[1]["a"].update(sharding=NamedSharding(placement.mesh, hidden))
-    where = (hidden, given[2] if given is not None else meshes.type_spec(w_out))
-    shape = result_shape(specs[1], h, w)
-    second = meshes.place(labels.second, h, w, shape, shardings["out"], where, placement.mesh)
-    return first, sharded_call.make_call(specs[1], second, operands[1] | {"a": h}, shape, labels.second)
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def jaxmp_mlp(run: _Run, operands: dict[str, jax.Array]) -> jax.Array:
     """y of both layers: in one body that differentiates as a whole where that can be, else one after the other."""
@@ -423,19 +285,13 @@ def jaxmp_mlp(run: _Run, operands: dict[str, jax.Array]) -> jax.Array:
         rest = (h.astype(operands["w_out"].dtype), *(operands[name] for name in outs[1:]))
         y: jax.Array = sharded_call.jaxmp_call(second, dict(zip(("a", "b", "bias"), rest, strict=False)))["d"]
         return y
-    placed = dict(operands)
+    placed, specs = {}, {}
     gathers: list[layouts.Gather] = []
-    specs: dict[str, P] = {}
     for call, given in ((first, ins), (second, outs)):
         known = dict(zip(("a", "b", "bias"), given, strict=False))
-        specs |= {known[name]: spec for name, spec in call.in_specs if known[name] != "hidden"}
-        for name, have in call.resharded:
-            argument = known[name]
-            if argument == "hidden":
-                continue
-            placed[argument] = meshes.reshard(
-                placed[argument], call.mesh, have, specs[argument], is_explicit=call.is_explicit
-            )
+        for name, spec in call.in_specs:
+            if (argument := known[name]) != "hidden":
+                specs[argument], placed[argument] = spec, sharded_call.bring(call, name, operands[argument], spec)
         gathers += [dataclasses.replace(gather, operand=known[gather.operand]) for gather in call.gathers]
 
     def of_shards(operands: dict[str, jax.Array]) -> jax.Array:

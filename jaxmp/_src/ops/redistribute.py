@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.primitive import collectives
+from jaxmp._src.sharding import meshes
 from jaxmp._src.spec import process_grid
 from jaxmp._src.spec.options import Mesh
 from jaxmp._src.spec.process_grid import BlockCyclic
@@ -56,8 +56,9 @@ def empty(shape: tuple[int, int], layout: BlockCyclic, dtype: np.dtype) -> jax.A
 
 def _resharded(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
     """`x` with this sharding where shardings are part of types; elsewhere shard_map brings it there."""
-    is_explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)
-    return collectives.reshard(x, mesh, jax.typeof(x).sharding.spec, spec, is_explicit=True) if is_explicit else x
+    if not meshes.has_explicit_axes(mesh):
+        return x
+    return meshes.reshard(x, mesh, meshes.type_spec(x), spec, is_explicit=True)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))

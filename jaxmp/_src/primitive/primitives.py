@@ -33,10 +33,10 @@ from jaxmp._src.spec.matmul_spec import (
     Pattern,
     aux_dtype,
     axes_text,
-    check_local_shapes,
     extents,
     output_rows,
 )
+from jaxmp._src.validation.shape_checks import check_local_shapes
 
 matmul_p = jax_compat.make_primitive("jaxmp_matmul", multiple_results=False)
 matmul_epilog_p = jax_compat.make_primitive("jaxmp_matmul_epilog", multiple_results=True)

@@ -1,11 +1,10 @@
-"""The only user of `jax._src` and of JAX version tests."""
+"""The only user of `jax._src` and of JAX version tests, with `jax_partitioner`."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import os
 import pathlib
@@ -22,7 +21,6 @@ from jax._src import checkify as _checkify
 from jax._src import clusters as _clusters
 from jax._src import config as _config
 from jax._src import core as _core
-from jax._src import custom_partitioning_sharding_rule as _sharding_rule
 from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh
@@ -32,12 +30,10 @@ from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
 from jax._src import util as _util
 from jax._src import xla_bridge as _xla_bridge
-from jax._src.interpreters import mlir as _mlir
 from jax._src.interpreters import partial_eval as _pe
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 from jax.typing import DTypeLike
-from jaxlib import xla_client as _xla_client
 
 MINIMUM_JAX = (0, 10, 2)
 
@@ -276,134 +272,6 @@ def user_line() -> str:
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
-# Partitioning ---------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Global:
-    """An operand or result of a call that XLA's partitioner asks about: its global shape, its dtype, and the sharding
-    that XLA proposes."""
-
-    shape: tuple[int, ...]
-    dtype: np.dtype
-    hlo_sharding: Any
-
-    def sharding_on(self, mesh: Any) -> jax.sharding.NamedSharding | None:
-        """The sharding by the axes of `mesh`; None where these do not express it."""
-        try:
-            spec = _sharding_impls.parse_flatten_op_sharding(self.hlo_sharding, mesh)[0]
-        except (AssertionError, KeyError, NotImplementedError, StopIteration, ValueError):
-            return None
-        return jax.sharding.NamedSharding(mesh, spec)
-
-
-@dataclasses.dataclass(frozen=True)
-class OnShards:
-    """What XLA's partitioner replaces a call by: `body` of one device's shards.
-
-    `operands` and `results` are shardings on `mesh`, None for one that stays as XLA proposes it. `platform` and `x64`
-    are what the program was lowered for.
-    """
-
-    body: Callable[..., Sequence[Any]]
-    operands: Sequence[jax.sharding.NamedSharding | None]
-    results: Sequence[jax.sharding.NamedSharding | None]
-    mesh: Any
-    platform: str
-    x64: bool
-
-
-# The name of the programs that `register_partitioner` makes of one device's part of a call.
-PARTITIONED = "jaxmp_partitioned"
-
-
-def partitioned_call(
-    ctx: LoweringContext, operands: Sequence[Any], *, target: str, text: str, sharding_rule: str
-) -> Sequence[Any]:
-    """The results of a custom call that XLA's partitioner replaces by what `register_partitioner` was told; shardings
-    propagate by `sharding_rule`, as that of `custom_partitioning`."""
-    types = [mlir.aval_to_ir_type(ctx.module_context, aval) for aval in ctx.avals_out]
-    call = _mlir.custom_call(target, result_types=types, operands=operands, backend_config=text)
-    rule = _sharding_rule.str_to_sdy_sharding_rule(sharding_rule)
-    call.attributes["sdy.sharding_rule"] = _sharding_rule.sdy_sharding_rule_to_mlir(
-        rule, [x.type for x in operands], types
-    )
-    return cast(Sequence[Any], call.results)
-
-
-def register_partitioner(target: str, partition: Callable[[str, Sequence[Global], Sequence[Global]], OnShards]) -> None:
-    """Have XLA's partitioner ask `partition(text, operands, results)` about every custom call of `target`, in any
-    program of this process.
-
-    It may ask on any thread, and it asks about programs that this process has not traced.
-    """
-
-    def ask(arg_shapes: Any, arg_shardings: Any, result_shape: Any, result_sharding: Any, text: bytes) -> Any:
-        is_tuple = result_shape.is_tuple()
-        shapes = result_shape.tuple_shapes() if is_tuple else [result_shape]
-        shardings = result_sharding.tuple_elements() if is_tuple else [result_sharding]
-        args, results = list(map(_global, arg_shapes, arg_shardings)), list(map(_global, shapes, shardings))
-        call = partition(text.decode(), args, results)
-        in_shardings = [_hlo_sharding(x, sharding) for x, sharding in zip(args, call.operands, strict=True)]
-        out_shardings = [_hlo_sharding(x, sharding) for x, sharding in zip(results, call.results, strict=True)]
-        module = _lowered_on_shards(
-            call,
-            [_shard(shape, sharding) for shape, sharding in zip(arg_shapes, in_shardings, strict=True)],
-            [_shard(shape, sharding) for shape, sharding in zip(shapes, out_shardings, strict=True)],
-        )
-        tupled = _xla_client.HloSharding.tuple_sharding
-        return module, in_shardings, tupled(result_shape, out_shardings) if is_tuple else out_shardings[0]
-
-    def propagate(sharding: Any, *_: Any) -> Any:
-        return sharding
-
-    def infer(arg_shapes: Any, arg_shardings: Any, result_shape: Any, text: bytes) -> Any:
-        raise NotImplementedError("jaxmp: shardings propagate by XLA's Shardy, and it is off")
-
-    register = functools.partial(
-        _xla_client.register_custom_call_partitioner,
-        target,
-        propagate,
-        ask,
-        infer,
-        can_side_effecting_have_replicated_sharding=True,
-    )
-    register()
-    _xla_bridge.register_plugin_callbacks(register)  # a plugin, as that for CUDA, has its own table
-
-
-def _global(shape: Any, hlo_sharding: Any) -> Global:
-    return Global(tuple(shape.dimensions()), shape.numpy_dtype(), hlo_sharding)
-
-
-def _hlo_sharding(x: Global, sharding: Any) -> Any:
-    return x.hlo_sharding if sharding is None else sharding._to_xla_hlo_sharding(len(x.shape))
-
-
-def _shard(shape: Any, hlo_sharding: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(tuple(hlo_sharding.tile(shape).dimensions()), shape.numpy_dtype())
-
-
-def _lowered_on_shards(
-    call: OnShards, shards: Sequence[jax.ShapeDtypeStruct], results: Sequence[jax.ShapeDtypeStruct]
-) -> bytes:
-    """One device's part as a program in XLA's input; XLA relies on the types of its results."""
-    mesh = call.mesh
-    with off_explicit_mesh(), jax.enable_x64(call.x64), _core.extend_axis_env_nd(mesh.shape.items()):
-        jaxpr = jax.make_jaxpr(call.body)(*shards)
-        made, wanted = ([(x.shape, x.dtype.name) for x in types] for types in (jaxpr.out_avals, results))
-        if made != wanted:
-            raise ValueError(f"jaxmp: the part of one device has results {made} where XLA's partitioner needs {wanted}")
-        module = _mlir.build_mlir_module_helper(
-            jaxpr,
-            name=PARTITIONED,
-            platforms=[call.platform],
-            backend=None,
-            axis_context=_sharding_impls.SPMDAxisContext(mesh, frozenset(mesh.axis_names)),
-        )
-    return _mlir.module_to_bytecode(module)
-
-
 # Processes ------------------------------------------------------------------------------------------------------
 
 
@@ -496,12 +364,9 @@ def translate_errors(
 
 
 __all__ = [
-    "PARTITIONED",
-    "Global",
     "Jaxpr",
     "LoweringContext",
     "LoweringRule",
-    "OnShards",
     "Primitive",
     "Processes",
     "abandon_distributed",
@@ -526,12 +391,10 @@ __all__ = [
     "next_index",
     "off_explicit_mesh",
     "operand_types",
-    "partitioned_call",
     "partitions_without_shardy",
     "platform",
     "program_name",
     "register_nan_checks",
-    "register_partitioner",
     "require_devices",
     "subjaxprs",
     "traced_line",

@@ -19,7 +19,7 @@ CAPACITY = 1024
 
 @jax_compat.cache_in_context(CAPACITY)
 def kept(key: Hashable) -> list[Any]:
-    """The cache slot for this key under JAX's present configuration: empty until the first call fills it."""
+    """The cache entry for this key under JAX's present configuration: empty until the first call fills it."""
     return []
 
 

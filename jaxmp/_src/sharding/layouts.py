@@ -193,7 +193,7 @@ def received(shape: Sequence[int], have: Dims, want: Dims, mesh: Mapping[str, in
     return total
 
 
-def number(extent: Any, mesh: Mapping[str, int]) -> int:
+def nominal_extent(extent: Any, mesh: Mapping[str, int]) -> int:
     """An extent, and for a symbolic one a number that every axis divides, for the choice of a layout."""
     return extent if isinstance(extent, int) else 1024 * math.prod(mesh.values())
 
@@ -257,8 +257,15 @@ def _with(dims: Dims, changes: Mapping[int, Dim]) -> Dims:
     return tuple(changes.get(i, dim) for i, dim in enumerate(dims))
 
 
-def gathers(operand: str, have: Dims, want: Dims, layout: Layout) -> tuple[Dims, tuple[Gather, ...]]:
-    """(the sharding in which an operand enters shard_map, the gathers that bring it from there to `want`)."""
+def entries(given: Layout, layout: Layout) -> tuple[tuple[Dims, Dims], tuple[Gather, ...]]:
+    """(the shardings in which a and b enter shard_map, the gathers that bring them from there to the layout's)."""
+    a, of_a = _gathers("a", given.a, layout.a, layout)
+    b, of_b = _gathers("b", given.b, layout.b, layout)
+    return (a, b), of_a + of_b
+
+
+def _gathers(operand: str, have: Dims, want: Dims, layout: Layout) -> tuple[Dims, tuple[Gather, ...]]:
+    """As `entries`, of one operand."""
     used = {axis for dims in layout for dim in dims for axis in dim}
     own = {axis for dim in want for axis in dim}
     entry, found = list(want), []

@@ -141,10 +141,9 @@ def _mixed_mesh(a: jax.Array, b: jax.Array, mesh: options.Mesh | None, out_shard
     given = out_sharding.mesh if mesh is None and isinstance(out_sharding, NamedSharding) else mesh
     for found in (*(jax.typeof(x).sharding.mesh for x in (a, b)), given, jax.sharding.get_abstract_mesh()):
         if found is not None and not found.empty:
-            kinds = {
-                kind for axis, kind in zip(found.axis_names, found.axis_types, strict=True) if found.shape[axis] > 1
-            }
-            return found if kinds == {AxisType.Explicit, AxisType.Auto} else None
+            kinds = dict(zip(found.axis_names, found.axis_types, strict=True))
+            is_mixed = {kinds[axis] for axis in free_axes(found)} == {AxisType.Explicit, AxisType.Auto}
+            return found if is_mixed else None
     return None
 
 
@@ -196,7 +195,7 @@ def _from_in_shardings(
         raise ValueError(
             f"{name}: in_shardings need a mesh; pass mesh=, NamedShardings, or call under jax.set_mesh(mesh)"
         )
-    is_explicit = any(kind == AxisType.Explicit for kind in mesh.axis_types)
+    is_explicit = has_explicit_axes(mesh)
     dims_a, dims_b = (
         patterns.to_dims(name, operand_name(name, operand), _spec(name, "in_shardings", sharding), x.ndim, mesh.shape)
         for operand, sharding, x in (("a", in_shardings[0], a), ("b", in_shardings[1], b))
@@ -247,7 +246,7 @@ def _explicit_mesh(
     found = None
     for x in (a, b):
         sharding = jax.typeof(x).sharding
-        if not _is_explicit(sharding.mesh):
+        if not has_explicit_axes(sharding.mesh):
             continue
         concrete = None if isinstance(x, jax.core.Tracer) else getattr(getattr(x, "sharding", None), "mesh", None)
         this = concrete if concrete is not None else sharding.mesh
@@ -263,11 +262,11 @@ def _explicit_mesh(
     if found is None and all(jax.typeof(x).sharding.mesh.empty for x in (a, b)):
         given = out_sharding.mesh if mesh is None and isinstance(out_sharding, NamedSharding) else mesh
         around = given if given is not None else jax.sharding.get_abstract_mesh()
-        found = around if _is_explicit(around) else None
+        found = around if has_explicit_axes(around) else None
     return found
 
 
-def _is_explicit(mesh: options.Mesh) -> bool:
+def has_explicit_axes(mesh: options.Mesh) -> bool:
     """Whether axes of a mesh are explicit."""
     return not mesh.empty and any(kind == AxisType.Explicit for kind in mesh.axis_types)
 

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._src.runtime import jax_compat, native
-from jaxmp._src.runtime.jax_compat import Global, OnShards
+from jaxmp._src.runtime import jax_compat, jax_partitioner, native
+from jaxmp._src.runtime.jax_partitioner import Global, OnShards
 from jaxmp._src.spec.options import Mesh
 
 TARGET = "jaxmp_partitioned_matmul"
@@ -40,7 +40,7 @@ def lower(
     if mesh is not None and not jax_compat.is_for_export(ctx):
         described["devices"] = [device.id for device in mesh.devices.flat]
     text = json.dumps(described, sort_keys=True)
-    return jax_compat.partitioned_call(ctx, operands, target=TARGET, text=text, sharding_rule=sharding_rule)
+    return jax_partitioner.partitioned_call(ctx, operands, target=TARGET, text=text, sharding_rule=sharding_rule)
 
 
 def register(place: Callable[[dict[str, Any], Mesh, Sequence[Global], Sequence[Global]], Placed]) -> None:
@@ -52,7 +52,7 @@ def register(place: Callable[[dict[str, Any], Mesh, Sequence[Global], Sequence[G
         mesh = _mesh(described["mesh"], described.get("devices"), platform)
         return OnShards(*place(described["call"], mesh, operands, results), mesh, platform, x64)
 
-    jax_compat.register_partitioner(TARGET, partition)
+    jax_partitioner.register_partitioner(TARGET, partition)
 
 
 def _mesh(axes: Sequence[tuple[str, int]], ids: Sequence[int] | None, platform: str) -> Mesh:

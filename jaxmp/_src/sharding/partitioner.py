@@ -36,7 +36,8 @@ from jaxmp._src.primitive.primitives import (
     matmul_p,
 )
 from jaxmp._src.runtime import jax_compat
-from jaxmp._src.runtime.jax_compat import Global, mlir
+from jaxmp._src.runtime.jax_compat import mlir
+from jaxmp._src.runtime.jax_partitioner import Global
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import partitioned_call
 from jaxmp._src.sharding.partitioned_call import Placed

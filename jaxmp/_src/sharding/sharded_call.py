@@ -31,9 +31,9 @@ from jaxmp._src.validation.operand_checks import as_array, check_all_reduce, che
 class Call:
     """One planned call, hashable: the spec and the mode.
 
-    For global arrays also the plan; the shardings in which operands enter shard_map and results leave it; those that
-    operands have, where they are others; what is gathered inside; the sharding that d is to have, where it is another;
-    and whether d is empty.
+    For global arrays also the plan; the shardings in which operands enter shard_map and results leave it; those that a
+    and b were said to have, where their types do not tell; what is gathered inside; the sharding that d is to have,
+    where it is another; and whether d is empty.
     """
 
     spec: MatmulSpec
@@ -43,7 +43,7 @@ class Call:
     in_specs: tuple[tuple[str, P], ...] = ()
     out_specs: tuple[tuple[str, P], ...] = ()
     is_explicit: bool = False
-    resharded: tuple[tuple[str, P], ...] = ()
+    given: tuple[tuple[str, P], ...] = ()
     gathers: tuple[layouts.Gather, ...] = ()
     out_spec: P | None = None
     is_empty: bool = False
@@ -201,19 +201,13 @@ def _planned_call(
     ins: dict[str, patterns.Dims] = {"a": plan.a, "b": plan.b}
     gathers: tuple[layouts.Gather, ...] = ()
     if not spec.fixed_reduction_order:  # whose gradients are sums in an order of their own
-        for operand, dims in (("a", given.a), ("b", given.b)):
-            ins[operand], found = layouts.gathers(operand, dims, ins[operand], layout)
-            gathers += found
+        (ins["a"], ins["b"]), gathers = layouts.entries(given, layout)
     for operand in names:
         ins[operand] = _dims(spec, plan, operand)
         if operand in matmul_spec.SCALE_NAMES:
             argument = f"scaling.{operand.removeprefix('scale_')}"
             patterns.check_dims(name, argument, ins[operand], operands[operand].shape, sizes)
-    have = {"a": given.a, "b": given.b}
-    for operand in ins if placement.is_explicit else ():
-        if operand not in have or placement.are_given:
-            have[operand] = meshes.type_dims(name, operand, operands[operand])
-    resharded = {operand: dims for operand, dims in have.items() if dims != ins[operand]}
+    known = {} if placement.is_explicit else {"a": given.a, "b": given.b}
     outs: dict[str, patterns.Dims] = {"d": plan.out}
     for result in results[1:]:
         outs[result] = _dims(spec, plan, result)
@@ -233,7 +227,7 @@ def _planned_call(
         meshes.partition_specs(ins),
         meshes.partition_specs(outs),
         placement.is_explicit,
-        meshes.partition_specs(resharded),
+        meshes.partition_specs(known),
         gathers,
         None if plan.out == asked else meshes.partition_spec(asked),
         0 in shape,
@@ -260,7 +254,7 @@ def _product(
         rows[:-1] + "K" + rows[-1] if spec.transpose_a else rows + "K",
         "NK" if spec.transpose_b else "KN",
         rows + "N",
-        tuple((index, layouts.number(extent, mesh)) for index, extent in extents.items()),
+        tuple((index, layouts.nominal_extent(extent, mesh)) for index, extent in extents.items()),
         tuple(mesh.items()),
         (a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, matmul_spec.accumulator(a.dtype).itemsize),
         any(matmul_spec.DIMS[each] for each in beside if each not in ("c", "bias")),
@@ -303,9 +297,7 @@ def jaxmp_call(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Arra
     if not all(isinstance(extent, int) for x in operands.values() for extent in x.shape):
         return _of_any_extent(call, operands)
     in_specs, out_specs = dict(call.in_specs) | dict.fromkeys(spec.traced, P()), dict(call.out_specs)
-    placed = dict(zip(in_specs, map(operands.__getitem__, in_specs), strict=True))
-    for name, have in call.resharded:
-        placed[name] = meshes.reshard(placed[name], call.mesh, have, in_specs[name], is_explicit=call.is_explicit)
+    placed = {name: bring(call, name, operands[name], where) for name, where in in_specs.items()}
     body = functools.partial(_bind_plan_globally, call, spec)
     a, b = placed["a"], placed["b"]
     if call.is_empty:
@@ -322,12 +314,10 @@ def jaxmp_call(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Arra
     return _finished(call, jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs)(placed))
 
 
-def bring(call: Call, x: jax.Array, spec: P) -> jax.Array:
-    """An operand in the sharding in which it enters the call's shard_map, which brings it there on automatic axes."""
-    if not call.is_explicit:
-        return x
-    have = meshes.partition_spec(meshes.type_dims("jaxmp", "an operand", x))
-    return meshes.reshard(x, call.mesh, have, spec, is_explicit=True)
+def bring(call: Call, name: str, x: jax.Array, spec: P) -> jax.Array:
+    """The operand `name` of a call in the sharding in which it enters shard_map."""
+    have = meshes.type_spec(x) if call.is_explicit else dict(call.given).get(name, spec)
+    return meshes.reshard(x, call.mesh, have, spec, is_explicit=call.is_explicit)
 
 
 def _finished(call: Call, outputs: dict[str, jax.Array]) -> dict[str, jax.Array]:

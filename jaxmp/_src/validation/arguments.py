@@ -12,9 +12,10 @@ from jaxmp._src.runtime import jax_compat, native
 from jaxmp._src.spec import precisions
 from jaxmp._src.spec.caller import operand_name
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import INTEGERS, Group, MatmulSpec, check_local_shapes, result_shape
+from jaxmp._src.spec.matmul_spec import INTEGERS, Group, MatmulSpec, result_shape
 from jaxmp._src.spec.options import CommOptions
 from jaxmp._src.validation import comm_options, operand_checks, scale_checks
+from jaxmp._src.validation.shape_checks import check_local_shapes
 
 SPEC_OPTIONS = [
     "alpha",
