@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from jaxmp._src.lowering import ffi_call, fixed_shape
-from jaxmp._src.lowering.legalize import Form
+from jaxmp._src.lowering.legalize import Form, along_one_axis
 from jaxmp._src.lowering.resolve import ResolvedCall
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import ArrayType
@@ -27,7 +27,8 @@ def plan_facts(call: ResolvedCall) -> tuple[str, int]:
     if call.form == Form.DIRECT:
         return _library_facts(call)
     named = f"{call.form} ({call.form_why})"
-    if call.inner is None or call.form not in (Form.GATHERED, Form.PADDED_K):
+    contained = (Form.GATHERED, Form.PADDED_K, Form.GATHERED_OPERAND, Form.REDUCE_SCATTER)
+    if call.inner is None or call.form not in contained:
         return named, 0
     algorithm, workspace = plan_facts(call.inner)
     if call.form == Form.GATHERED:
@@ -63,17 +64,21 @@ def bytes_moved(spec: MatmulSpec, a: ArrayType, b: ArrayType, implementation: st
     bytes_a, bytes_b = (math.prod(x.shape) * x.dtype.itemsize for x in (a, b))
     if spec.group.pattern == Pattern.ALL_GATHER:
         return (p - 1) * bytes_a
-    if spec.group.pattern == Pattern.GRID:
+    axis = along_one_axis(spec)
+    is_scattered = axis is not None and axis.gathered is None
+    if spec.group.pattern == Pattern.GRID and not is_scattered:
         return (spec.group.size(spec.group.col_axes) - 1) * bytes_a + (
             spec.group.size(spec.group.row_axes) - 1
         ) * bytes_b
     if spec.group.pattern == Pattern.LOCAL:
         return 0
-    if spec.fixed_reduction_order and implementation != "host":
-        kept = p if spec.group.pattern == Pattern.REDUCE_SCATTER else 1
-        return (p - 1) * (bytes_a // kept + bytes_b)
+    is_all_reduced = spec.group.pattern == Pattern.ALL_REDUCE
+    # Of which each rank needs its own part, and all.
+    part, whole = (bytes_b, bytes_a) if axis is not None and axis.dimension == 1 else (bytes_a, bytes_b)
     if implementation == "host":
         # Each rank computes 1/P of the rows from all ranks' shards.
-        return (p - 1) * (bytes_a // p + bytes_b)
-    full = rows * cols * (p if spec.group.pattern == Pattern.REDUCE_SCATTER else 1) * accumulator(a.dtype).itemsize
-    return full * (p - 1) // p * (2 if spec.group.pattern == Pattern.ALL_REDUCE else 1)
+        return (p - 1) * (part // p + whole)
+    if spec.fixed_reduction_order:
+        return (p - 1) * (part // (1 if is_all_reduced else p) + whole)
+    full = rows * cols * (1 if is_all_reduced else p) * accumulator(a.dtype).itemsize
+    return full * (p - 1) // p * (2 if is_all_reduced else 1)

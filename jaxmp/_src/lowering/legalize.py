@@ -46,6 +46,10 @@ class Form(enum.StrEnum):
     PADDED_K = "padded_k"
     # Each rank gathers what its part of d needs, and multiplies on its own.
     GATHERED = "gathered"
+    # On a grid of one axis, one operand is gathered, and each rank multiplies on its own.
+    GATHERED_OPERAND = "gathered_operand"
+    # On a grid of one axis that shares the contraction, rows of d, or those of d transposed, are reduce-scattered.
+    REDUCE_SCATTER = "reduce_scatter"
     # A local product is many calls of one shape.
     FIXED_SHAPE_TILES = "fixed_shape_tiles"
     # XLA applies the epilog to the plain product.
@@ -62,7 +66,8 @@ def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
         return f"{why}, and XLA's would not keep determinism={spec.determinism!r}"
     if has_tiles:
         return ""
-    if spec.group.pattern != Pattern.GRID or spec.distributions or capabilities.grid_any_shape:
+    is_free = spec.distributions or capabilities.grid_any_shape or along_one_axis(spec)
+    if spec.group.pattern != Pattern.GRID or is_free:
         return ""
     nrow, ncol = spec.group.shape
     return "" if nrow == ncol else f"cuBLASMp multiplies contiguous shards on square grids only, not {nrow}x{ncol}"
@@ -124,6 +129,27 @@ def is_tiled(spec: MatmulSpec, capabilities: Capabilities) -> bool:
     return spec.fixed_reduction_order and not capabilities.fixed_reduction_order
 
 
+@dataclasses.dataclass(frozen=True)
+class OneAxis:
+    """What a grid of one row, or column, of ranks is: a local product with an operand (0 for a, 1 for b) gathered along
+    the stored dimension `dimension`, or one whose results are summed and scattered along a dimension of d."""
+
+    gathered: int | None
+    dimension: int
+
+
+def along_one_axis(spec: MatmulSpec) -> OneAxis | None:
+    """The grid as collectives over its one axis, where it is such and a collective does it."""
+    group, transposes = spec.group, (spec.transpose_a, spec.transpose_b)
+    is_one = group.pattern == Pattern.GRID and not (group.row_axes and group.col_axes) and not spec.distributions
+    if not is_one or all(transposes):
+        return None
+    # Stored rows are split over the one axis, or stored columns are: rows of D and of a, which is gathered where it is
+    # contracted along them; columns of D and of b likewise.
+    own = 0 if group.row_axes else 1
+    return OneAxis(None, own) if transposes[own] else OneAxis(1 - own, own)
+
+
 def find_form(
     spec: MatmulSpec, a_shape: Shape, b_shape: Shape, itemsize: int, capabilities: Capabilities
 ) -> tuple[Form, str]:
@@ -131,6 +157,9 @@ def find_form(
     if is_tiled(spec, capabilities):
         form = Form.FIXED_SHAPE_TILES if spec.group.pattern == Pattern.LOCAL else Form.GATHERED
         return form, "the library promises no order of sums"
+    axis = None if capabilities.grid_any_shape else along_one_axis(spec)
+    if axis and (found := _find_on_one_axis(spec, axis)):
+        return found, "cuBLASMp multiplies contiguous shards on square grids only"
     if why := why_no_epilog(spec, capabilities):
         return Form.SEPARATE_EPILOG, why
     if spec.rule.derivative and extents(spec, a_shape, b_shape).k == 1:
@@ -138,6 +167,29 @@ def find_form(
     if spec.group.pattern == Pattern.ALL_REDUCE:
         return _find_all_reduce(spec, a_shape, b_shape, itemsize, capabilities)
     return Form.DIRECT, ""
+
+
+def whole_shapes(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> tuple[Shape, Shape]:
+    """The shapes of a and b where the grid's one axis has gathered its operand."""
+    axis, shapes = along_one_axis(spec), [list(a_shape), list(b_shape)]
+    if axis is not None and axis.gathered is not None:
+        shapes[axis.gathered][axis.dimension] *= spec.group.nranks
+    return tuple(shapes[0]), tuple(shapes[1])
+
+
+def transposed_reduce_scatter(spec: MatmulSpec) -> MatmulSpec:
+    """Of b and a, for D = a @ b^T whose columns are scattered: D^T = b @ a^T."""
+    return spec.regroup(pattern=Pattern.REDUCE_SCATTER, row_axes=spec.group.col_axes, col_axes=()).replace(
+        transpose_a=False, transpose_b=True, conjugate_a=spec.conjugate_b, conjugate_b=spec.conjugate_a
+    )
+
+
+def _find_on_one_axis(spec: MatmulSpec, axis: OneAxis) -> Form | None:
+    """The form of a grid of one axis, or None where XLA has to apply the epilog first."""
+    if axis.gathered is not None:
+        return None if spec.rule.gradient else Form.GATHERED_OPERAND  # a local call would sum its own part
+    has_rows = spec.has_c or spec.epilog != Epilog.NONE  # in the order of d, where the call computes it transposed
+    return Form.SEPARATE_EPILOG if axis.dimension == 1 and has_rows else Form.REDUCE_SCATTER
 
 
 def _find_all_reduce(

@@ -12,7 +12,15 @@ import jax
 
 from jaxmp._src.lowering import backend
 from jaxmp._src.lowering.backend import Choice
-from jaxmp._src.lowering.legalize import PADDED_K, Form, find_form, with_k, without_conjugation
+from jaxmp._src.lowering.legalize import (
+    PADDED_K,
+    Form,
+    find_form,
+    transposed_reduce_scatter,
+    whole_shapes,
+    with_k,
+    without_conjugation,
+)
 from jaxmp._src.primitive import bias_grad
 from jaxmp._src.runtime.types import ArrayType, Shape
 from jaxmp._src.spec.epilogs import Epilog
@@ -124,6 +132,14 @@ def _in_library(
         found = inner(spec, *_types(shape_a, shape_b, a, b))
     elif form == Form.REDUCE_SCATTER_ALL_GATHER:
         found = inner(spec.regroup(pattern=Pattern.REDUCE_SCATTER))
+    elif form == Form.GATHERED_OPERAND:
+        shapes = whole_shapes(spec, a.shape, b.shape)
+        found = inner(fit_comm_options(spec.local()), *_types(*shapes, a, b))
+    elif form == Form.REDUCE_SCATTER:
+        if spec.group.row_axes:
+            found = inner(spec.regroup(pattern=Pattern.REDUCE_SCATTER))
+        else:
+            found = inner(transposed_reduce_scatter(spec), b, a)
     elif form == Form.SEPARATE_EPILOG:
         scales = ScaleModes(a=spec.scales.a, b=spec.scales.b)
         found = inner(spec.bilinear(out_dtype=accumulator(a.dtype), scales=scales))

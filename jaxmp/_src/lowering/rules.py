@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxmp._src.lowering import backend, fixed_shape, process_barrier, xla_matmul
 from jaxmp._src.lowering.ffi_call import custom_call
-from jaxmp._src.lowering.legalize import Form
+from jaxmp._src.lowering.legalize import Form, along_one_axis
 from jaxmp._src.lowering.resolve import ResolvedCall, resolve, resolve_activation_grad, resolve_tile
 from jaxmp._src.primitive import batched_matmul, collectives
 from jaxmp._src.primitive.collectives import process_barrier_p
@@ -117,6 +117,22 @@ def _emit_gathered(
     ]
 
 
+def _emit_gathered_operand(
+    call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, devices: tuple[int, ...]
+) -> list[jax.Array]:
+    axis = along_one_axis(call.spec)
+    assert axis is not None
+    return emit(_inner(call), *xla_matmul.gathered_along(axis, call.spec, a, b), *extra)
+
+
+def _emit_reduce_scatter(
+    call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, devices: tuple[int, ...]
+) -> list[jax.Array]:
+    if call.spec.group.row_axes:
+        return emit(_inner(call), a, b, *extra, devices=devices)
+    return [d.T for d in emit(_inner(call), b, a, *extra, devices=devices)]
+
+
 def _emit_tiles(
     call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, devices: tuple[int, ...]
 ) -> list[jax.Array]:
@@ -133,6 +149,8 @@ _EMIT: dict[Form, Callable[..., list[jax.Array]]] = {
     Form.REDUCE_SCATTER_ALL_GATHER: _emit_scattered,
     Form.SEPARATE_EPILOG: _emit_separate_epilog,
     Form.GATHERED: _emit_gathered,
+    Form.GATHERED_OPERAND: _emit_gathered_operand,
+    Form.REDUCE_SCATTER: _emit_reduce_scatter,
     Form.FIXED_SHAPE_TILES: _emit_tiles,
 }
 

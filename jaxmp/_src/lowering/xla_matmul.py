@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxmp._src.lowering.legalize import OneAxis, along_one_axis
 from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.activations import gelu, multiply_by_slope, pack_relu_aux
@@ -51,7 +52,9 @@ def matmul(
     if 0 in (*a.shape, *b.shape):
         return apply_epilog(jnp.zeros(extents(spec, a.shape, b.shape).d, acc), extra, spec, a, b)
     barrier = barrier or (lambda operands: operands)
-    gathers = spec.group.pattern in (Pattern.ALL_GATHER, Pattern.GRID)
+    axis = along_one_axis(spec)
+    scattered = axis.dimension if axis and axis.gathered is None else None
+    gathers = spec.group.pattern in (Pattern.ALL_GATHER, Pattern.GRID) and scattered is None
     if gathers:
         a, b = barrier([a, b])
     if not local_product or a.dtype == np.bool_:
@@ -63,8 +66,8 @@ def matmul(
         (z,) = barrier([z])
     if spec.group.pattern == Pattern.ALL_REDUCE:
         z = lax.psum(z, spec.group.row_axes)
-    elif spec.group.pattern == Pattern.REDUCE_SCATTER and spec.group.nranks > 1:
-        z = lax.psum_scatter(z, spec.group.row_axes, scatter_dimension=0, tiled=True)
+    elif spec.group.nranks > 1 and (spec.group.pattern == Pattern.REDUCE_SCATTER or scattered is not None):
+        z = lax.psum_scatter(z, spec.group.axes, scatter_dimension=scattered or 0, tiled=True)
     return apply_epilog(z, extra, spec, *shards)
 
 
@@ -232,6 +235,8 @@ def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> tuple[jax.
         return a, b
     if spec.group.pattern == Pattern.ALL_GATHER:
         a = lax.all_gather(a, spec.group.row_axes, axis=1 if spec.transpose_a else 0, tiled=True)
+    elif axis := along_one_axis(spec):
+        a, b = gathered_along(axis, spec, a, b)
     elif spec.distributions:
         a, b = _gather_cyclic(spec, a, b)
     elif spec.group.pattern == Pattern.GRID:
@@ -241,6 +246,16 @@ def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> tuple[jax.
         a = collectives.own_part(a, 1, spec.group.row_axes) if spec.transpose_a else a
         b = collectives.own_part(b, 0, spec.group.col_axes) if spec.transpose_b else b
     return a, b
+
+
+def gathered_along(axis: OneAxis, spec: MatmulSpec, a: jax.Array, b: jax.Array) -> list[jax.Array]:
+    """(a, b) with the operand whole that a grid of one axis gathers, if it does."""
+    operands = [a, b]
+    if axis.gathered is not None:
+        moved = low_precision.as_moved(operands[axis.gathered])
+        whole = lax.all_gather(moved, spec.group.axes, axis=axis.dimension, tiled=True)
+        operands[axis.gathered] = low_precision.from_moved(whole, operands[axis.gathered].dtype)
+    return operands
 
 
 def _gather_cyclic(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -173,8 +173,9 @@ class _Hidden:
 def _static(layers: Layers, operands: Operands) -> _Hidden:
     call = layers.calls[0] if layers.calls else None
     plan = layers.plans[0] if layers.plans else LOCAL_PLAN
-    # The others gather no x, or one that is whole in both weights' groups.
-    shares_x = plan.pattern in (Pattern.LOCAL, Pattern.ALL_GATHER) and not plan.is_transposed
+    # The others bring no x to a device, or one of which it has a part of the columns.
+    is_row_grid = plan.pattern == Pattern.GRID and not plan.col_axes
+    shares_x = (plan.pattern in (Pattern.LOCAL, Pattern.ALL_GATHER) or is_row_grid) and not plan.is_transposed
     shares_x = shares_x and (call is None or call.out_spec is None)
     shares_x = shares_x and layers.mode in (meshes.Mode.SHARDED, meshes.Mode.MANUAL)
     return _Hidden(layers.specs[0], plan, call, shares_x and not any(0 in x.shape for x in operands.values()))
@@ -246,13 +247,14 @@ def _product(call: sharded_call.Call | None, plan: Plan, spec: MatmulSpec, layer
 
 
 def _preactivations_on_shards(spec: MatmulSpec, plan: Plan, operands: Operands) -> Preactivations:
-    """Local products of an x that is brought to every device of the group once."""
+    """Products of an x that is brought to every device of the group once; a grid gathers the weights for them."""
     x = operands["x"]
+    inner, inner_plan = (spec, plan) if plan.pattern == Pattern.GRID else (spec.ungrouped(), LOCAL_PLAN)
     with jax.named_scope("jaxmp_shared_operand"):
         if plan.pattern == Pattern.ALL_GATHER:
             x = collectives.all_gather(x, spec.group.row_axes, axis=plan.dimension, source_line=spec.source_line)
         # Varying, so that both cotangents are added before they are summed over devices.
         axes = frozenset().union(*(jax_compat.varying_axes(operands[f"w_{name}"]) for name in _NAMES))
         x = cast_varying(x, axes, source_line=spec.source_line)
-    products = functools.partial(_products, spec.ungrouped(), functools.partial(_product, None, LOCAL_PLAN))
+    products = functools.partial(_products, inner, functools.partial(_product, None, inner_plan))
     return activated.preactivations(products, spec.out_dtype, operands | {"x": x})

@@ -214,6 +214,10 @@ def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array
 # Where it runs ---------------------------------------------------------------------------------------------------
 
 
+# Patterns of the second layer whose rows of the hidden one lie on each device.
+_FUSED = (Pattern.LOCAL, Pattern.ALL_REDUCE, Pattern.REDUCE_SCATTER, Pattern.GRID)
+
+
 @dataclasses.dataclass(frozen=True)
 class _Run:
     """Both layers, hashable; on global arrays with their calls, else on the shards of the enclosing shard_map."""
@@ -253,7 +257,7 @@ def _fused(
         is_fused = is_fused and calls[0].out_spec is None and not plans[1].is_transposed
         is_fused = is_fused and plans[1].a == plans[0].out
         is_fused = is_fused and "a" not in (gather.operand for gather in calls[1].gathers)
-        is_fused = is_fused and plans[1].pattern in (Pattern.LOCAL, Pattern.ALL_REDUCE, Pattern.REDUCE_SCATTER)
+        is_fused = is_fused and plans[1].pattern in _FUSED and not plans[1].col_axes
     is_fused &= all(map(completes_sums, layers.specs))
     names = (("w_in", "b_in"), ("w_out", "b_out"))
     each = [

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 from jax.sharding import NamedSharding
@@ -51,7 +52,16 @@ def all_gather(
     x: jax.Array, axes: tuple[str, ...], *, axis: int, to: str = "varying", source_line: str = ""
 ) -> jax.Array:
     """`lax.all_gather`, tiled."""
-    return _guarded(lambda x: lax.all_gather(x, axes, axis=axis, tiled=True, to=to), "all_gather", x, axes, source_line)
+
+    def collective(x: jax.Array) -> jax.Array:
+        if axis == 0:
+            gathered: jax.Array = lax.all_gather(x, axes, axis=0, tiled=True, to=to)
+            return gathered
+        # XLA gathers along the slowest dimension: a later one it would transpose ahead of the gather as well.
+        stacked: jax.Array = lax.all_gather(x, axes, axis=0, to=to)
+        return jnp.moveaxis(stacked, 0, axis).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
+
+    return _guarded(collective, "all_gather", x, axes, source_line)
 
 
 def all_to_all(

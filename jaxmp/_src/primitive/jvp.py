@@ -257,15 +257,28 @@ def _activated_matmul_transpose_rule(
     if isinstance(ct, ad.Zero):
         return [None] * (1 + len(rest))
     bias, aux, w = rest[:-2], _value(rest[-2]), _value(rest[-1])
-    wants_sums = any(map(ad.is_undefined_primal, bias))
+    wants_bias = any(map(ad.is_undefined_primal, bias))
+    summed = set(spec.group.row_axes if spec.group.pattern == Pattern.GRID else ())
+    wants_sums = wants_bias and not (summed and not spec.is_typed) and summed.isdisjoint(_varying(bias[0]))
     if spec.group.pattern == Pattern.ALL_REDUCE:
         ct = reduced_cotangent(spec, ct)
     call = spec.bilinear(transpose_b=not spec.transpose_b, group=group_of_a(spec))
     outputs = bind(call.replace(epilog=_DERIVATIVES[activation, wants_sums]), ct, w, {f"{activation}_aux": aux})
-    axes = jax_compat.varying_axes(aux)  # and of t and the bias: see `activated_matmul`
-    dt, *sums = (cast_varying(x, axes) for x in outputs.values())
-    of_bias: Sequence[jax.Array | None] = sums or [None] * len(bias)
+    # Those of t and the bias as well: see `activated_matmul`.
+    axes = jax_compat.varying_axes(aux)
+    dt, *sums = outputs.values()
+    dt = cast_varying(dt, axes)
+    if wants_bias and not sums:
+        sums = [cotangent_of_bias(dt, bias[0].aval, spec)]
+    of_bias: Sequence[jax.Array | None] = [cast_varying(x, _varying(bias[0])) for x in sums] or [None] * len(bias)
     return [dt if isinstance(t, ad.UndefinedPrimal) else None, *of_bias, None, None]
+
+
+def _varying(x: Operand) -> frozenset[str]:
+    """The axes over which an operand of a transpose varies."""
+    return (
+        frozenset(x.aval.manual_axis_type.varying) if isinstance(x, ad.UndefinedPrimal) else jax_compat.varying_axes(x)
+    )
 
 
 _DERIVATIVES = {

@@ -311,7 +311,9 @@ def activated_matmul(
     axes = jax_compat.varying_axes(aux) | jax_compat.varying_axes(t) | jax_compat.varying_axes(w)
     axes = axes if tbias is None else axes | jax_compat.varying_axes(tbias)
     t, aux = cast_varying(t, axes), cast_varying(aux, axes)
-    bias = () if tbias is None else (cast_varying(tbias, axes),)
+    # But not of a grid, whose call sums the cotangent of the bias over its rows.
+    summed = spec.group.row_axes if spec.group.pattern == Pattern.GRID and spec.is_typed else ()
+    bias = () if tbias is None else (cast_varying(tbias, axes - set(summed)),)
     result: jax.Array = activated_matmul_p.bind(t, *bias, aux, w, spec=spec, activation=activation)
     return result
 

@@ -58,14 +58,24 @@ def plan_product(
     shapes = lhs.shape, rhs.shape, numbers.result(lhs.shape, rhs.shape)
     for argument, dims, shape in zip(("lhs", "rhs", "the result"), given, shapes, strict=True):
         patterns.check_dims(name, argument, dims, shape, placement.mesh.shape)
-    found = _find(numbers, given)
-    if found is None:
-        found = _find(numbers, layouts.cheapest(_described(numbers, placement, lhs, rhs, dtypes), given))
+    gathers_k = gathers_inside and _is_plain(numbers)
+    found = _find(numbers, given, gathers_k=gathers_k)
+    if found is None or found[0].gathers_k:
+        described = _described(numbers, placement, lhs, rhs, dtypes, gathers_k=gathers_k)
+        found = _find(numbers, layouts.cheapest(described, given), gathers_k=gathers_k)
         assert found is not None, given
     plan, columns, layout = found
     (a, b), gathers = layouts.entries(given, layout) if gathers_inside else ((layout.a, layout.b), ())
     specs = partition_spec(a), partition_spec(b)
     return ProductPlan(plan, columns, specs, gathers, partition_spec(layout.d), partition_spec(given.d))
+
+
+def _is_plain(numbers: DimensionNumbers) -> bool:
+    """Whether operands are matrices as they are stored, but for a batch: lhs (rows..., k) and rhs (k, columns...)."""
+    if len(numbers.lhs_contract) != 1:
+        return False
+    (i,), (j,) = numbers.lhs_contract, numbers.rhs_contract
+    return all(free < i for free in numbers.lhs_free) and all(free > j for free in numbers.rhs_free)
 
 
 def _asked_result(name: str, numbers: DimensionNumbers, placement: meshes.Placement) -> Dims:
@@ -98,6 +108,8 @@ def _described(
     lhs: jax.Array,
     rhs: jax.Array,
     dtypes: tuple[np.dtype, np.dtype],
+    *,
+    gathers_k: bool,
 ) -> layouts.Product:
     """What the call multiplies, for the search of a layout."""
     letters = iter(string.ascii_letters)
@@ -116,15 +128,22 @@ def _described(
         tuple(mesh.items()),
         (lhs.dtype.itemsize, rhs.dtype.itemsize, out.itemsize, accumulator(dtype).itemsize),
         keeps_result=False,
+        gathers_k=gathers_k,
     )
 
 
-def _find(numbers: DimensionNumbers, layout: Layout) -> tuple[patterns.Plan, tuple[int, ...], Layout] | None:
+def _find(
+    numbers: DimensionNumbers, layout: Layout, *, gathers_k: bool
+) -> tuple[patterns.Plan, tuple[int, ...], Layout] | None:
     """(plan, order of the columns, the layout with what operands take their part of), or None where no call fits."""
     lhs, rhs = _agreed(numbers.lhs_batch, numbers.rhs_batch, layout.a, layout.b)
-    plan = _grid(numbers, lhs, rhs, layout.d)
-    if plan is not None:
-        return plan, numbers.rhs_free, Layout(lhs, rhs, layout.d)
+    if pick(lhs, numbers.lhs_batch) == pick(rhs, numbers.rhs_batch) == layout.d[: len(numbers.lhs_batch)]:
+        plan = _grid(numbers, lhs, rhs, layout.d)
+        if plan is not None:
+            return plan, numbers.rhs_free, Layout(lhs, rhs, layout.d)
+        matrices = _find_matrices(numbers, lhs, rhs, layout.d, gathers_k=True) if gathers_k else None
+        if matrices is not None and matrices[0].pattern == Pattern.GRID:
+            return *matrices, Layout(lhs, rhs, layout.d)
     lhs, rhs = _agreed(numbers.lhs_contract, numbers.rhs_contract, lhs, rhs)
     lhs, rhs = _sliced(numbers, lhs, rhs, layout.d)
     is_batched_alike = (
@@ -150,10 +169,8 @@ def _grid(numbers: DimensionNumbers, lhs: Dims, rhs: Dims, out: Dims) -> pattern
     """The plan where every matrix is in blocks on the same two axes."""
     a = tuple(dim for i, dim in enumerate(lhs) if i not in numbers.lhs_batch)
     b = tuple(dim for i, dim in enumerate(rhs) if i not in numbers.rhs_batch)
-    batch = pick(lhs, numbers.lhs_batch)
     is_one_each = len(numbers.lhs_free) == len(numbers.lhs_contract) == len(numbers.rhs_free) == 1
-    is_batched_alike = batch == pick(rhs, numbers.rhs_batch) == out[: len(batch)]
-    if not is_batched_alike or not is_one_each or not patterns.is_grid(a, b, out[len(batch) :]):
+    if not is_one_each or a != b or b != out[len(numbers.lhs_batch) :] or not a[0] or not a[1]:
         return None
     return patterns.Plan(Pattern.GRID, a[0], a[1])
 
@@ -178,7 +195,7 @@ def _sliced(numbers: DimensionNumbers, lhs: Dims, rhs: Dims, out: Dims) -> tuple
 
 
 def _find_matrices(
-    numbers: DimensionNumbers, lhs: Dims, rhs: Dims, out: Dims
+    numbers: DimensionNumbers, lhs: Dims, rhs: Dims, out: Dims, *, gathers_k: bool = False
 ) -> tuple[patterns.Plan, tuple[int, ...]] | None:
     """(plan, order of the columns) of the product as one of matrices.
 
@@ -187,7 +204,7 @@ def _find_matrices(
     """
     ahead = len(numbers.lhs_batch)
     rows, cols = pick(lhs, numbers.lhs_free), pick(rhs, numbers.rhs_free)
-    contracted = sum(pick(lhs, numbers.lhs_contract), ())
+    k_a, k_b = sum(pick(lhs, numbers.lhs_contract), ()), sum(pick(rhs, numbers.rhs_contract), ())
     shared = [i for i, dim in enumerate(rows + cols) if out[ahead + i] != dim]
     if len(shared) > 1:  # a call gathers or scatters one dimension
         return None
@@ -198,5 +215,6 @@ def _find_matrices(
         return sum((dims[i] for i in reversed(order)), ())
 
     result = (*(out[ahead : ahead + len(rows)] or ((),)), merged(out[ahead + len(rows) :]))
-    plan = patterns.find_plan((*(rows or ((),)), contracted), (contracted, merged(cols)), result, False, False)
+    a, b = (*(rows or ((),)), k_a), (k_b, merged(cols))
+    plan = patterns.find_plan(a, b, result, False, False, gathers_k=gathers_k)
     return None if plan is None else (plan, pick(numbers.rhs_free, order))

@@ -9,9 +9,10 @@ In a call every mesh axis has one of a few roles. With rows m, columns n, contra
     all-reduce       k   k   -
     reduce-scatter   k   k   m or n
     all-gather       m   n   n (rows are gathered) or m (columns are gathered)
+    grid             m   k   m (b is gathered along k), or k   n   n (a is gathered along k)
     none             -   -   -        the ranks of the axis compute the same
 
-and the axes of the group (the three roles that communicate) have one role. Every choice of roles is a layout; its cost
+and the axes of the group (the four roles that communicate) have one role. Every choice of roles is a layout; its cost
 are the bytes that a device receives, ahead of the call, in it and for its result, and the operations that it computes.
 
 Worked example, FSDP: x (m, k) on P("data", None), w (k, n) on P("data", None), the result on P("data", None). "data"
@@ -40,7 +41,8 @@ class Product:
     """What a call multiplies: the indices of a, b and the result as `jnp.einsum` writes them, for operands as stored,
     with the extent of each, the sizes of mesh axes, and the bytes of an element of a, b, the result and a sum.
 
-    `keeps_result`: the call has to give the result in the sharding that was asked for.
+    `keeps_result`: the call has to give the result in the sharding that was asked for. `gathers_k`: it may gather
+    operands along k, which are not stored transposed.
     """
 
     a: str
@@ -50,6 +52,7 @@ class Product:
     mesh: tuple[tuple[str, int], ...]
     itemsizes: tuple[int, int, int, int]
     keeps_result: bool
+    gathers_k: bool
 
 
 class Layout(NamedTuple):
@@ -75,6 +78,13 @@ class _Role(NamedTuple):
     def is_contracted(self) -> bool:
         return self.communicates and self.a == self.b
 
+    def is_grid(self, product: Product) -> bool:
+        """Whether one operand is sharded along a contracted index, and the other is not."""
+        return self.communicates and (self.a in product.d) != (self.b in product.d)
+
+
+_GRID = _Role("m", "k", "m")
+
 
 @functools.lru_cache(maxsize=4096)
 def cheapest(product: Product, given: Layout) -> Layout:
@@ -87,8 +97,12 @@ def _layouts(product: Product, given: Layout) -> Iterator[tuple[float, Layout]]:
     axes = [axis for axis, _ in product.mesh if any(axis in dim for dims in given for dim in dims)]
     for roles in itertools.product(*(_roles(product, given, axis) for axis in axes)):
         chosen = dict(zip(axes, roles, strict=True))
-        # The axes of the group have one role, but may shard several contracted dimensions.
-        group = {role._replace(a="k", b="k") if role.is_contracted else role for role in roles if role.communicates}
+        # The axes of the group have one role, but may shard several contracted dimensions, or both sides of a grid.
+        group = {
+            role._replace(a="k", b="k") if role.is_contracted else _GRID if role.is_grid(product) else role
+            for role in roles
+            if role.communicates
+        }
         if len(group) > 1:
             continue
         layout = _layout(product, given, chosen)
@@ -105,9 +119,13 @@ def _roles(product: Product, given: Layout, axis: str) -> list[_Role]:
     rows = [index for index in where if index in product.a and index not in product.b]
     cols = [index for index in where if index in product.b and index not in product.a]
     contracted = [index for index in where if index not in product.d]
-    roles = [_Role(index, index, index) for index in batch]
+    roles = []
+    if product.gathers_k:  # ahead of what costs as much, for a call may read the shards in place
+        roles += [_Role(row, k, row) for row in rows for k in contracted if have.b == k]
+        roles += [_Role(k, col, col) for col in cols for k in contracted if have.a == k]
+    roles += [_Role(index, index, index) for index in batch]
     roles += [_Role(index, "", index) for index in rows] + [_Role("", index, index) for index in cols] + [_Role()]
-    if have in roles:
+    if have in roles and not have.is_grid(product):
         return [have]
     if have.a in rows and have.b in cols:
         roles += [_Role(have.a, have.b, have.b), _Role(have.a, have.b, have.a)]
@@ -173,6 +191,9 @@ def _cost(product: Product, given: Layout, layout: Layout, roles: Mapping[str, _
         if role.is_contracted:
             whole = local[2] * (p if role.d else 1)
             cost += acc * whole * (p - 1) / p * (1 if role.d else 2)
+        elif role.is_grid(product):
+            over_b = _size(mesh, tuple(axis for axis in group if roles[axis].b not in product.d))
+            cost += (over_b - 1) * local[1] * b + (p // over_b - 1) * local[0] * a
         else:
             is_rows = role.d == role.b
             cost += (p - 1) * (local[0] * a if is_rows else local[1] * b)

@@ -9,6 +9,8 @@ columns of op(b) on C, and the result asked for as (R', C'):
     R = R' + G,  G within C     all_gather of a's rows over G
     C = C' + G,  G within R     the same, computed transposed
     every matrix on (X, Y)      grid
+    K of b = X within R, K of a = Y within C, X or Y may be (), R = R', C = C'
+                                grid as well, in which b is gathered along k over X, and a over Y
     R = R', C = C'              local
 
 `layouts` finds other shardings where no line fits.
@@ -51,6 +53,11 @@ class Plan:
     a: Dims = ()
     b: Dims = ()
     out: Dims = ()
+
+    @property
+    def gathers_k(self) -> bool:
+        """Whether an operand is gathered along k by ranks of one axis of a grid."""
+        return self.pattern == Pattern.GRID and not (self.row_axes and self.col_axes)
 
     def outside_group(self, dim: Dim) -> Dim:
         """The axes of `dim` that are not the group's."""
@@ -117,10 +124,15 @@ def check_given(name: str, given: Sequence[Sharded], mesh: Mapping[str, int]) ->
             check_dims(name, argument, dims, shape, mesh)
 
 
-def find_plan(a: Dims, b: Dims, out: Dims, transpose_a: bool, transpose_b: bool) -> Plan | None:
-    """The pattern for operands as stored, or None where one call does not give this result of them."""
-    if is_grid(a, b, out):
+def find_plan(
+    a: Dims, b: Dims, out: Dims, transpose_a: bool, transpose_b: bool, *, gathers_k: bool = False
+) -> Plan | None:
+    """The pattern for operands as stored, or None where one call does not give this result of them; with `gathers_k`
+    also a grid that gathers operands along k."""
+    if len(a) == 2 and a == b == out and a[0] and a[1]:
         return Plan(Pattern.GRID, a[0], a[1], a=a, b=b, out=out)
+    if gathers_k and (grid := _find_grid(a, b, out)):
+        return grid
     *rows, k_a = (*a[:-2], a[-1], a[-2]) if transpose_a else a
     k_b, cols = (b[1], b[0]) if transpose_b else b
     if k_a and k_b and k_a != k_b:
@@ -161,9 +173,13 @@ def default_result(name: str, rows: Dims, cols: Dims, contracted: Sequence[tuple
     return (*rows, *cols)
 
 
-def is_grid(a: Dims, b: Dims, out: Dims) -> bool:
-    """Whether every matrix, as stored, is in blocks on the same axes."""
-    return len(a) == 2 and a == b == out and bool(a[0]) and bool(a[1])
+def _find_grid(a: Dims, b: Dims, out: Dims) -> Plan | None:
+    """The grid in which b or a, or both, are gathered along k by ranks that hold other rows, or columns; neither is
+    stored transposed."""
+    (*rows, k_a), (k_b, cols) = a, b
+    if not (k_a or k_b) or (*rows, cols) != out or not set(k_b) <= set(sum(rows, ())) or not set(k_a) <= set(cols):
+        return None
+    return Plan(Pattern.GRID, k_b, k_a, a=a, b=b, out=out)
 
 
 def _slice_replicated(rows: list[Dim], cols: Dim, out: Dims, contracted: Dim) -> tuple[list[Dim], Dim]:

@@ -192,10 +192,16 @@ def _planned_call(
     arguments = operand_name(name, "a"), operand_name(name, "b"), "the result"
     for argument, dims, whole in zip(arguments, given, (a.shape, b.shape, shape), strict=True):
         patterns.check_dims(name, argument, dims, whole, sizes)
-    plan = patterns.find_plan(*given, spec.transpose_a, spec.transpose_b)
-    if plan is None:
+    find_plan = functools.partial(
+        patterns.find_plan,
+        transpose_a=spec.transpose_a,
+        transpose_b=spec.transpose_b,
+        gathers_k=_gathers_k(spec, a),
+    )
+    plan = find_plan(*given)
+    if plan is None or plan.gathers_k:
         layout = layouts.cheapest(_product(spec, a, b, shape, sizes), given)
-        plan = patterns.find_plan(*layout, spec.transpose_a, spec.transpose_b)
+        plan = find_plan(*layout)
         assert plan is not None, (given, layout)
     layout = layouts.Layout(plan.a, plan.b, plan.out)
     ins: dict[str, patterns.Dims] = {"a": plan.a, "b": plan.b}
@@ -257,8 +263,16 @@ def _product(
         tuple((index, layouts.nominal_extent(extent, mesh)) for index, extent in extents.items()),
         tuple(mesh.items()),
         (a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, matmul_spec.accumulator(a.dtype).itemsize),
-        any(matmul_spec.DIMS[each] for each in beside if each not in ("c", "bias")),
+        keeps_result=any(matmul_spec.DIMS[each] for each in beside if each not in ("c", "bias")),
+        gathers_k=_gathers_k(spec, a),
     )
+
+
+def _gathers_k(spec: MatmulSpec, a: jax.Array) -> bool:
+    """Whether a grid may gather an operand along k: it reads matrices as they are stored, and its gradients are sums in
+    an order of their own."""
+    is_plain = not (spec.transpose_a or spec.transpose_b or low_precision.is_low_precision(a.dtype))
+    return is_plain and not spec.fixed_reduction_order
 
 
 def _dims(spec: MatmulSpec, plan: patterns.Plan, name: str) -> patterns.Dims:

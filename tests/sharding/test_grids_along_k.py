@@ -1,0 +1,127 @@
+"""Operands that a grid gathers along k: fully sharded weights, and features that are sharded along k.
+
+Integers, so that results are equal to the bit: on hostmp, in the forms that cuBLASMp takes, and by XLA's collectives.
+"""
+
+import functools
+
+import cases
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp import Epilog
+from jaxmp._src.lowering import backend
+from jaxmp._src.lowering.legalize import Capabilities
+
+# Shardings of a (s, m, k), b (k, n) and the result over x * y = 2 * 2 devices; the rows and columns of the grid.
+LAYOUTS = {
+    "weights": (P(("x", "y")), P(("x", "y")), P(("x", "y")), (4, 1)),
+    "weights beside tensor parallelism": (P(None, "x"), P("x", "y"), P(None, "x", "y"), (2, 1)),
+    "features": (P(None, None, ("y", "x")), P(None, ("y", "x")), P(None, None, ("y", "x")), (1, 4)),
+    "features beside data parallelism": (P("x", None, "y"), P(None, "y"), P("x", None, "y"), (1, 2)),
+    "both": (P(None, "x", "y"), P("x", "y"), P(None, "x", "y"), (2, 2)),
+}
+
+
+@pytest.fixture(params=["hostmp", "cuBLASMp's forms", "xla"])
+def implementation(request, monkeypatch):
+    cases.require(None)
+    if request.param == "cuBLASMp's forms":
+        monkeypatch.setattr(backend, "capabilities_of", lambda library: Capabilities())
+    jax.clear_caches()  # the form is chosen at lowering
+    yield "xla" if request.param == "xla" else None
+    jax.clear_caches()
+
+
+@pytest.fixture
+def mesh():
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh):
+        yield mesh
+
+
+def integers(rng, shape):
+    return rng.integers(-3, 4, shape).astype(np.float32)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_results_and_gradients(layout, implementation, mesh, rng):
+    spec_a, spec_b, out, grid = LAYOUTS[layout]
+    n = 64 if layout.startswith("features") else 8  # what is gathered is the smaller operand
+    values = integers(rng, (4, 8, 16)), integers(rng, (16, n)), integers(rng, (4, 8, n)), integers(rng, n)
+    specs = spec_a, spec_b, out, P(out[2] if len(out) > 2 else None)
+    a, b, c, bias = (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(values, specs, strict=True))
+
+    def ours(a, b, c, bias):
+        epilog = {"epilog": Epilog.RELU_BIAS, "epilog_inputs": {"bias": bias}}
+        return jaxmp.matmul(a, b, c, beta=2.0, out_sharding=out, implementation=implementation, **epilog)
+
+    def theirs(a, b, c, bias):
+        return jax.nn.relu(jnp.matmul(a, b, out_sharding=out) + 2 * c + bias[None, None])
+
+    def with_gradients(f):
+        def both(*operands):
+            d, pull = jax.vjp(f, *operands)
+            return d, pull(jnp.sign(d))
+
+        return jax.jit(both)
+
+    found, wanted = (jax.tree.leaves(with_gradients(f)(a, b, c, bias)) for f in (ours, theirs))
+    for x, y in zip(found, wanted, strict=True):
+        np.testing.assert_array_equal(x, y)
+        assert x.sharding.is_equivalent_to(y.sharding, x.ndim)
+    if implementation is None and backend.capabilities_of("host").grid_any_shape:
+        rows = jaxmp.explain(lambda *operands: jax.vjp(ours, *operands)[1](c))(a, b, c, bias).rows
+        patterns = [row.pattern for row in rows if row.operation.startswith("matmul")]
+        assert patterns == ["grid"] * 3
+        assert not [row for row in rows if row.operation == "all_gather"]
+        assert f"1 x {np.prod(grid)} " in rows[0].groups or f"2 x {np.prod(grid)} " in rows[0].groups
+
+
+@pytest.mark.parametrize("layout", ["weights", "features beside data parallelism"])
+def test_batches_of_weights_and_complex_numbers(layout, implementation, mesh, rng):
+    spec_a, spec_b, out, _ = LAYOUTS[layout]
+    a, b = integers(rng, (4, 8, 16)), integers(rng, (2, 16, 8))
+    a, b = a + 1j * a[::-1], b + 1j * b[::-1]
+    a, b = (
+        jax.device_put(x.astype(np.complex64), NamedSharding(mesh, s)) for x, s in ((a, spec_a), (b, P(None, *spec_b)))
+    )
+
+    def gradients(product, a, b):
+        def loss(a, b):
+            return (jax.vmap(product, in_axes=(None, 0))(a, b).real ** 2).sum()
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1)))(a, b)
+
+    ours = functools.partial(jaxmp.matmul, out_sharding=out, implementation=implementation)
+    wanted = gradients(jnp.matmul, *map(np.asarray, (a, b)))  # jnp, given an out_sharding, fails under vmap
+    for x, y in zip(gradients(ours, a, b), wanted, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_grid_is_taken_where_it_costs_no_more_than_moving_the_rows(mesh):
+    """Of few rows it is cheaper to move those than to gather the weights."""
+
+    def patterns(rows):
+        a, b = (
+            jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, P("x")))
+            for shape in ((rows, 1024), (1024, 1024))
+        )
+        f = functools.partial(jaxmp.matmul, out_sharding=P("x"))
+        return [row.pattern for row in jaxmp.explain(f)(a, b).rows if row.operation == "matmul"]
+
+    assert patterns(2048) == ["grid"]
+    assert patterns(2) == ["reduce_scatter"]
+
+
+@pytest.mark.parametrize("determinism", ["batch", "topology"])
+def test_an_order_of_sums_of_its_own_gathers_ahead_of_the_call(determinism, mesh, rng):
+    a, b = (jax.device_put(integers(rng, (8, 8)), NamedSharding(mesh, P("x"))) for _ in range(2))
+    f = functools.partial(jaxmp.matmul, out_sharding=P("x"), determinism=determinism)
+    assert "grid" not in {row.pattern for row in jaxmp.explain(f)(a, b).rows}
+    np.testing.assert_array_equal(jax.jit(f)(a, b), np.asarray(a) @ np.asarray(b))
