@@ -26,6 +26,8 @@ WEIGHTS = (P(None, "model"), P("model"), P("model", None), P(None))
 LAYOUTS = {
     "tensor parallel": (P("data", None), *WEIGHTS, P("data", None)),
     "sequence parallel": (P(("data", "model"), None), *WEIGHTS, P(("data", "model"), None)),
+    "fully sharded weights": (P("data"), P("data"), P(None), P("data"), P(None), P("data")),
+    "FSDP and tensor parallel": (P("data"), P("data", "model"), P("model"), P("model", "data"), P(None), P("data")),
     "replicated weights": (P("data", None), P(None, None), P(None), P(None, None), P(None), P("data", None)),
     "batch of sequences": (P("data", "model", None), *WEIGHTS, P("data", "model", None)),
 }

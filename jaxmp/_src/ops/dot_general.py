@@ -33,7 +33,7 @@ from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import meshes, patterns
 from jaxmp._src.sharding.dot_general_plan import ProductPlan, plan_product
 from jaxmp._src.sharding.meshes import partition_spec
-from jaxmp._src.sharding.shard_local import bind_plan, gathered
+from jaxmp._src.sharding.shard_local import bind_plan, on_gathered
 from jaxmp._src.sharding.sharded_call import check_left_to_xla, jaxmp_call, make_call
 from jaxmp._src.spec.caller import Caller
 from jaxmp._src.spec.matmul_spec import Group, Pattern, result_shape
@@ -186,9 +186,10 @@ def jaxmp_dot_general(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.
         meshes.reshard(x, mesh, partition_spec(have), spec, is_explicit=is_explicit)
         for x, have, spec in zip((lhs, rhs), (placement.a, placement.b), plan.in_specs, strict=True)
     )
-    body: Callable[..., jax.Array] = functools.partial(_of_shards, product, plan, out_shape)
-    operands: tuple[jax.Array, ...] = (lhs, rhs)
-    in_specs: tuple[P, ...] = plan.in_specs
+    of_shards = on_gathered(functools.partial(_of_shards, product, plan, out_shape), plan.gathers, "")
+    body: Callable[[Any], jax.Array] = of_shards
+    operands: Any = {"a": lhs, "b": rhs}
+    in_specs: Any = dict(zip(operands, plan.in_specs, strict=True))
     if 0 in lhs.shape and 0 in rhs.shape:
         # Nothing to multiply. XLA cannot partition a body whose operands are all empty, so they stay out of it.
         _, dtype = product.dtypes(lhs, rhs)
@@ -197,8 +198,8 @@ def jaxmp_dot_general(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.
         def zeros(_: jax.Array) -> jax.Array:
             return jnp.zeros(local_shape, dtype)
 
-        body, operands, in_specs = zeros, (jnp.zeros(()),), (P(),)
-    d = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=plan.out_spec)(*operands)
+        body, operands, in_specs = zeros, jnp.zeros(()), P()
+    d = jax.shard_map(body, mesh=mesh, in_specs=(in_specs,), out_specs=plan.out_spec)(operands)
     return meshes.reshard(d, mesh, plan.out_spec, plan.asked, is_explicit=is_explicit)
 
 
@@ -221,11 +222,10 @@ def _local_shape(product: _Product, plan: ProductPlan, out_shape: Shape) -> Shap
     return NamedSharding(product.placement.mesh, plan.out_spec).shard_shape(out_shape)
 
 
-def _of_shards(product: _Product, plan: ProductPlan, out_shape: Shape, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+def _of_shards(product: _Product, plan: ProductPlan, out_shape: Shape, operands: dict[str, jax.Array]) -> jax.Array:
     """A device's part of the result."""
-    whole = gathered(plan.gathers, {"a": lhs, "b": rhs}, "")
     multiply = functools.partial(_multiply_shards, product, plan.pattern)
-    return _fold(product, multiply, _local_shape(product, plan, out_shape), whole["a"], whole["b"])
+    return _fold(product, multiply, _local_shape(product, plan, out_shape), operands["a"], operands["b"])
 
 
 def _fold(

@@ -27,7 +27,7 @@ from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import meshes, sharded_call
 from jaxmp._src.sharding.layer_plans import Labels, Layers, check_given, plan_layers
 from jaxmp._src.sharding.patterns import LOCAL_PLAN, Plan
-from jaxmp._src.sharding.shard_local import bind_plan, gathered
+from jaxmp._src.sharding.shard_local import bind_plan, on_gathered
 from jaxmp._src.spec import activations, epilogs
 from jaxmp._src.spec.activations import Function
 from jaxmp._src.spec.caller import Caller
@@ -203,9 +203,7 @@ def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
     names = {"a": ("x",), "b": tuple(f"w_{name}" for name in _NAMES)}
     gathers = [dataclasses.replace(gather, operand=name) for gather in call.gathers for name in names[gather.operand]]
 
-    def of_shards(operands: Operands) -> Preactivations:
-        return body(gathered(gathers, operands, spec.source_line))
-
+    of_shards = on_gathered(body, gathers, spec.source_line)
     given, bias, d = dict(call.in_specs), meshes.partition_spec((plan.out[-1],)), dict(call.out_specs)["d"]
     kinds = {name: {"x": "a", "w": "b", "b": "bias"}[name[0]] for name in operands}
     specs = {name: (given | {"bias": bias})[kind] for name, kind in kinds.items()}

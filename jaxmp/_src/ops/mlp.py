@@ -28,7 +28,7 @@ from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import layouts, meshes, sharded_call
 from jaxmp._src.sharding.layer_plans import Labels, check_given, plan_layers
 from jaxmp._src.sharding.patterns import Plan
-from jaxmp._src.sharding.shard_local import bind_plan, gathered
+from jaxmp._src.sharding.shard_local import bind_plan, on_gathered
 from jaxmp._src.spec import activations, epilogs
 from jaxmp._src.spec.activations import Function
 from jaxmp._src.spec.epilogs import Epilog
@@ -298,9 +298,7 @@ def jaxmp_mlp(run: _Run, operands: dict[str, jax.Array]) -> jax.Array:
                 specs[argument], placed[argument] = spec, sharded_call.bring(call, name, operands[argument], spec)
         gathers += [dataclasses.replace(gather, operand=known[gather.operand]) for gather in call.gathers]
 
-    def of_shards(operands: dict[str, jax.Array]) -> jax.Array:
-        return body(gathered(gathers, operands, first.spec.source_line))
-
+    of_shards = on_gathered(body, gathers, first.spec.source_line)
     y = jax.shard_map(of_shards, mesh=first.mesh, in_specs=(specs,), out_specs=dict(second.out_specs)["d"])(placed)
     if second.out_spec is None:
         return y

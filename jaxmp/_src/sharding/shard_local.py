@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax import lax
 
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive import bias_grad, collectives
-from jaxmp._src.primitive.primitives import bind, bind_rows, fold_scale, has_rows, merge_rows
+from jaxmp._src.primitive.primitives import bind, bind_rows, dots_saveable, fold_scale, has_rows, merge_rows
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import layouts, patterns
@@ -27,6 +28,8 @@ from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
 from jaxmp._src.validation.comm_options import fit_comm_options
 from jaxmp._src.validation.operand_checks import check_gathered_scales
+
+T = TypeVar("T")
 
 
 def bind_plan(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -45,15 +48,23 @@ def bind_plan(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, jax.Arr
     return _sum_over_data(spec, outputs, plan.outside_group(sum(plan.out[:-1], ())))
 
 
-def gathered(
-    gathers: Sequence[layouts.Gather], operands: dict[str, jax.Array], source_line: str
-) -> dict[str, jax.Array]:
-    """`operands` with those whole that a call gathers ahead of its product."""
-    whole = dict(operands)
-    for gather in gathers:
-        to = "varying" if gather.varies else "invarying"
-        whole[gather.operand] = _gather(gather.axes, whole[gather.operand], gather.dimension, source_line, to)
-    return whole
+def on_gathered(
+    body: Callable[[dict[str, jax.Array]], T], gathers: Sequence[layouts.Gather], source_line: str
+) -> Callable[[dict[str, jax.Array]], T]:
+    """`body` of operands of which some are gathered ahead of its calls; backward passes gather those again, so that
+    none is kept for them."""
+    if not gathers:
+        return body
+
+    def of_shards(operands: dict[str, jax.Array]) -> T:
+        whole = dict(operands)
+        for gather in gathers:
+            to = "varying" if gather.varies else "invarying"
+            whole[gather.operand] = _gather(gather.axes, whole[gather.operand], gather.dimension, source_line, to)
+        return body(whole)
+
+    # Without a barrier in the way XLA may still keep one, within a program that does not loop over layers.
+    return jax.checkpoint(of_shards, prevent_cse=False, policy=dots_saveable)
 
 
 def _bind_transposed(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:

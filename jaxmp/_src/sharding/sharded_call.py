@@ -18,7 +18,7 @@ from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.primitives import global_amax, has_rows
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import eager_calls, layouts, meshes, patterns
-from jaxmp._src.sharding.shard_local import bind_empty, bind_plan, bind_shards, gathered
+from jaxmp._src.sharding.shard_local import bind_empty, bind_plan, bind_shards, on_gathered
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.caller import operand_name
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
@@ -312,7 +312,7 @@ def jaxmp_call(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Arra
         return _of_any_extent(call, operands)
     in_specs, out_specs = dict(call.in_specs) | dict.fromkeys(spec.traced, P()), dict(call.out_specs)
     placed = {name: bring(call, name, operands[name], where) for name, where in in_specs.items()}
-    body = functools.partial(_bind_plan_globally, call, spec)
+    body = on_gathered(functools.partial(_bind_plan_globally, call, spec), call.gathers, spec.source_line)
     a, b = placed["a"], placed["b"]
     if call.is_empty:
         types = jax.eval_shape(jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs), placed)
@@ -382,7 +382,7 @@ def _shard_shapes(call: Call, whole: tuple[int, ...], out_specs: dict[str, P]) -
 
 
 def _bind_plan_globally(call: Call, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    outputs = bind_plan(call.plan, spec, gathered(call.gathers, operands, spec.source_line))
+    outputs = bind_plan(call.plan, spec, operands)
     if not (spec.scales.amax_d or spec.scales.amax_aux):
         return outputs
     return global_amax(spec, outputs, tuple(axis for axis, _ in spec.group.mesh))
