@@ -26,8 +26,22 @@ WEIGHTS = (P(None, "model"), P("model"), P("model", None), P(None))
 LAYOUTS = {
     "tensor parallel": (P("data", None), *WEIGHTS, P("data", None)),
     "sequence parallel": (P(("data", "model"), None), *WEIGHTS, P(("data", "model"), None)),
-    "fully sharded weights": (P("data"), P("data"), P(None), P("data"), P(None), P("data")),
-    "FSDP and tensor parallel": (P("data"), P("data", "model"), P("model"), P("model", "data"), P(None), P("data")),
+    "fully sharded weights": (
+        P("data", None),
+        P("data", None),
+        P(None),
+        P("data", None),
+        P(None),
+        P("data", None),
+    ),
+    "FSDP and tensor parallel": (
+        P("data", None),
+        P("data", "model"),
+        P("model"),
+        P("model", "data"),
+        P(None),
+        P("data", None),
+    ),
     "replicated weights": (P("data", None), P(None, None), P(None), P(None, None), P(None), P("data", None)),
     "batch of sequences": (P("data", "model", None), *WEIGHTS, P("data", "model", None)),
 }
@@ -128,7 +142,9 @@ def place(mesh, x, layout):
 
 
 def lead_of(layout):
-    return (8,) if len(layout[0]) == 2 else (4, 8)
+    if len(layout[0]) == 3:
+        return (4, 8)
+    return (64,) if "data" in layout[1] else (8,)  # sharded weights are gathered where there are more rows
 
 
 @pytest.mark.small("pairs")
@@ -145,7 +161,9 @@ def test_transforms_on_explicit_axes(layout, transform, activation, rng):
 
 
 @pytest.mark.parametrize("transform", [grad, jvp], ids=lambda transform: transform.__name__)
-@pytest.mark.parametrize("layout", ["replicated weights", "batch of sequences"])
+@pytest.mark.parametrize(
+    "layout", ["replicated weights", "batch of sequences", "fully sharded weights", "FSDP and tensor parallel"]
+)
 def test_further_layouts(layout, transform, rng):
     mesh, specs = mesh_of(AxisType.Explicit), LAYOUTS[layout]
     x = data(rng, lead_of(specs))

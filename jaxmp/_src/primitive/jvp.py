@@ -22,6 +22,7 @@ from jaxmp._src.primitive.primitives import (
     bind,
     matmul_epilog_p,
     matmul_p,
+    summed_over,
 )
 from jaxmp._src.primitive.transpose import (
     cotangent_of_a,
@@ -257,28 +258,16 @@ def _activated_matmul_transpose_rule(
     if isinstance(ct, ad.Zero):
         return [None] * (1 + len(rest))
     bias, aux, w = rest[:-2], _value(rest[-2]), _value(rest[-1])
-    wants_bias = any(map(ad.is_undefined_primal, bias))
-    summed = set(spec.group.row_axes if spec.group.pattern == Pattern.GRID else ())
-    wants_sums = wants_bias and not (summed and not spec.is_typed) and summed.isdisjoint(_varying(bias[0]))
+    wants_sums = any(map(ad.is_undefined_primal, bias))
     if spec.group.pattern == Pattern.ALL_REDUCE:
         ct = reduced_cotangent(spec, ct)
     call = spec.bilinear(transpose_b=not spec.transpose_b, group=group_of_a(spec))
     outputs = bind(call.replace(epilog=_DERIVATIVES[activation, wants_sums]), ct, w, {f"{activation}_aux": aux})
-    # Those of t and the bias as well: see `activated_matmul`.
-    axes = jax_compat.varying_axes(aux)
+    axes = jax_compat.varying_axes(aux)  # and of t; of the bias: see `activated_matmul`
     dt, *sums = outputs.values()
-    dt = cast_varying(dt, axes)
-    if wants_bias and not sums:
-        sums = [cotangent_of_bias(dt, bias[0].aval, spec)]
-    of_bias: Sequence[jax.Array | None] = [cast_varying(x, _varying(bias[0])) for x in sums] or [None] * len(bias)
-    return [dt if isinstance(t, ad.UndefinedPrimal) else None, *of_bias, None, None]
-
-
-def _varying(x: Operand) -> frozenset[str]:
-    """The axes over which an operand of a transpose varies."""
-    return (
-        frozenset(x.aval.manual_axis_type.varying) if isinstance(x, ad.UndefinedPrimal) else jax_compat.varying_axes(x)
-    )
+    sums = [cast_varying(x, axes - summed_over(spec)) for x in sums]
+    of_bias: Sequence[jax.Array | None] = sums or [None] * len(bias)
+    return [cast_varying(dt, axes) if isinstance(t, ad.UndefinedPrimal) else None, *of_bias, None, None]
 
 
 _DERIVATIVES = {

@@ -311,11 +311,15 @@ def activated_matmul(
     axes = jax_compat.varying_axes(aux) | jax_compat.varying_axes(t) | jax_compat.varying_axes(w)
     axes = axes if tbias is None else axes | jax_compat.varying_axes(tbias)
     t, aux = cast_varying(t, axes), cast_varying(aux, axes)
-    # But not of a grid, whose call sums the cotangent of the bias over its rows.
-    summed = spec.group.row_axes if spec.group.pattern == Pattern.GRID and spec.is_typed else ()
-    bias = () if tbias is None else (cast_varying(tbias, axes - set(summed)),)
+    bias = () if tbias is None else (cast_varying(tbias, axes - summed_over(spec)),)
     result: jax.Array = activated_matmul_p.bind(t, *bias, aux, w, spec=spec, activation=activation)
     return result
+
+
+def summed_over(spec: MatmulSpec) -> frozenset[str]:
+    """The axes over which the transpose of `activated_matmul` has summed the cotangent of its bias: the rows of a
+    grid."""
+    return frozenset(spec.group.row_axes if spec.group.pattern == Pattern.GRID else ())
 
 
 def activated_matmul_parts(t: jax.Array, *rest: jax.Array, spec: MatmulSpec, activation: str) -> jax.Array:
