@@ -158,6 +158,8 @@ def _with_order(plan: patterns.Plan, spec: MatmulSpec, a: jax.Array) -> MatmulSp
 
 def _gather(axes: patterns.Dim, x: jax.Array, dimension: int, source_line: str, to: str = "invarying") -> jax.Array:
     """The gather of an operand that the shardings force."""
+    if to == "varying" and lax.axis_size(axes) == 1:
+        return x
     if x.size == 0:  # XLA gathers nothing that is empty
         shape = list(x.shape)
         shape[dimension] *= lax.axis_size(axes)
