@@ -304,6 +304,7 @@ ERRORS = {
     "unknown option": ({"alpha": 2.0}, TypeError, "mlp() got an unexpected keyword argument 'alpha'"),
     "pair of shardings": ({"in_shardings": (P(), P())}, ValueError, "mlp: in_shardings must be a triple"),
     "first product": ({"w_in": (5, 8)}, ValueError, "mlp (x @ w_in): w_in has k=5 but x has k=6"),
+    "transposed": ({"w_in": (8, 6)}, ValueError, "pass w_in.T if it is stored (n, k)"),
     "second product": ({"w_out": (7, 4)}, ValueError, "mlp (hidden @ w_out): w_out has k=7 but hidden has k=8"),
     "hidden bias": ({"b_in": (4,)}, ValueError, "mlp (x @ w_in): b_in must have shape (8,)"),
     "vector": ({"x": (6,)}, ValueError, "mlp: x must have at least 2 dimensions, got 1"),

@@ -38,7 +38,7 @@ from jaxmp._src.validation.arguments import validated
 from jaxmp._src.validation.public import public
 
 LABELS = Labels("gated_mlp", "w_gate", "b_gate", "w_down", "b_down")
-_UP = Caller("gated_mlp (x @ w_up)", a="x", b="w_up", bias="b_up")
+_UP = Caller("gated_mlp (x @ w_up)", takes_transposed=False, a="x", b="w_up", bias="b_up")
 
 
 @public

@@ -29,11 +29,13 @@ class Labels:
 
     @property
     def first(self) -> Caller:
-        return Caller(f"{self.function} (x @ {self.w_in})", a="x", b=self.w_in, bias=self.b_in)
+        name = f"{self.function} (x @ {self.w_in})"
+        return Caller(name, takes_transposed=False, a="x", b=self.w_in, bias=self.b_in)
 
     @property
     def second(self) -> Caller:
-        return Caller(f"{self.function} (hidden @ {self.w_out})", a="hidden", b=self.w_out, bias=self.b_out)
+        name = f"{self.function} (hidden @ {self.w_out})"
+        return Caller(name, takes_transposed=False, a="hidden", b=self.w_out, bias=self.b_out)
 
 
 def check_given(labels: Labels, x: Any, in_shardings: Any) -> None:

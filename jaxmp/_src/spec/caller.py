@@ -14,11 +14,13 @@ class Caller(str):
     """
 
     arguments: dict[str, str]
+    takes_transposed: bool
 
-    def __new__(cls, name: str, **arguments: str) -> Caller:
-        """`arguments`: the function's own name of each operand that is called otherwise in a product."""
+    def __new__(cls, name: str, *, takes_transposed: bool = True, **arguments: str) -> Caller:
+        """`arguments`: the function's own name of each operand that is called otherwise in a product;
+        `takes_transposed`: it has the options `transpose_a` and `transpose_b`."""
         caller = super().__new__(cls, name)
-        caller.arguments = arguments
+        caller.arguments, caller.takes_transposed = arguments, takes_transposed
         return caller
 
 

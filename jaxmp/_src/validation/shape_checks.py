@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxmp._src.runtime.types import Shape
-from jaxmp._src.spec.caller import operand_name
+from jaxmp._src.spec.caller import Caller, operand_name
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, axes_text, extents
 
 
@@ -53,6 +53,8 @@ def _check_grid(name: str, spec: MatmulSpec, rows: int, cols: int, nrow: int, nc
 def _transpose_hint(name: str, spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> str:
     a, b = operand_name(name, "a"), operand_name(name, "b")
     k = extents(spec, a_shape, b_shape).local[1]
+    if isinstance(name, Caller) and not name.takes_transposed:
+        return f"pass {b}.T if it is stored (n, k)" if b_shape[-1] == k else "the contracted extents must be equal"
     if b_shape[-1] == k and not spec.transpose_b:
         return f"pass transpose_b=True if {b} is stored (n, k)"
     if spec.transpose_b and b_shape[0] == k:
