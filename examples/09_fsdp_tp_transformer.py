@@ -3,11 +3,11 @@
 FSDP and tensor parallelism together: activations are sharded over `data` by batch and over `model` by heads or hidden
 columns, and every weight over both, so that no device holds a whole one:
 
-    qkv, up      w (width, hidden) on P("data", "model")    the rows are gathered over `data` ahead of the product
-    out, down    w (hidden, width) on P("model", "data")    the columns are; the product is all-reduced over `model`
+    qkv, up      w (width, hidden) on P("data", "model")    the rows are gathered over `data` in the product, a grid
+    out, down    w (hidden, width) on P("model", "data")    the columns are, ahead of it; it is all-reduced over `model`
 
-`out_sharding` says where a result lies, and the types of x and w where they lie; jaxmp finds the rest: the gathers, and
-in the gradient a reduce-scatter over `data` for each weight. `jaxmp.explain` prints all of it for one product.
+`out_sharding` says where a result lies, and the types of x and w where they lie; jaxmp finds the rest, for the gradients
+too. `jaxmp.explain` prints all of it for one product.
 
 The model is written three times, and each is trained twice: with jaxmp's layers, and with the library's own on jnp's
 products. Both loss curves have to agree.
@@ -244,11 +244,12 @@ MODELS = {
 
 
 def explain_product():
-    """What one product and its gradient communicate beside their calls."""
+    """How ranks share one product and those of its gradient, and what they communicate beside these."""
     x = jax.ShapeDtypeStruct((BATCH, LENGTH, WIDTH), np.float32, sharding=sharding(ROWS))
     w = jax.ShapeDtypeStruct((WIDTH, HIDDEN), np.float32, sharding=sharding(INTO))
     gradient = jax.value_and_grad(lambda x, w: jnp.sum(jaxmp.matmul(x, w, out_sharding=COLUMNS) ** 2), (0, 1))
-    return [row.operation for row in jaxmp.explain(gradient)(x, w).rows if not row.operation.startswith("matmul")]
+    rows = jaxmp.explain(gradient)(x, w).rows
+    return [row.pattern if row.operation.startswith("matmul") else row.operation for row in rows]
 
 
 def main():
@@ -259,7 +260,8 @@ def main():
     text, vocabulary = text.astype(np.int32), -(-len(letters) // 4) * 4
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Explicit,) * 2)
     with jax.set_mesh(mesh):
-        assert explain_product() == ["all_gather", "reduce_scatter"]
+        # The sum is that of the gradient of x, which is the same on all devices of `model`.
+        assert explain_product() == ["grid", "grid", "grid", "all_reduce"]
         for name, (model, ours, theirs) in MODELS.items():
             losses = train(*model(ours, vocabulary), text, f"{name}, jaxmp")
             expected = train(*model(theirs, vocabulary), text, f"{name}, jnp  ")
