@@ -6,8 +6,8 @@ columns, and every weight over both, so that no device holds a whole one:
     qkv, up      w (width, hidden) on P("data", "model")    the rows are gathered over `data` in the product, a grid
     out, down    w (hidden, width) on P("model", "data")    the columns are, ahead of it; it is all-reduced over `model`
 
-`out_sharding` says where a result lies, and the types of x and w where they lie; jaxmp finds the rest, for the gradients
-too. `jaxmp.explain` prints all of it for one product.
+`out_sharding` says where a result lies, and the types of x and w where they lie; jaxmp finds the rest, for the
+gradients too. `jaxmp.explain` prints all of it for one product.
 
 The model is written three times, and each is trained twice: with jaxmp's layers, and with the library's own on jnp's
 products. Both loss curves have to agree.
