@@ -65,7 +65,7 @@ def initialize(
     initialization_timeout: int = 300,
     timeout: float | None = None,
 ) -> None:
-    """Make this process one of a job; a thin layer over `jax.distributed.initialize`.
+    """Make this process one of a job, by `jax.distributed.initialize`.
 
     Every process calls it, ahead of anything that starts JAX's backend. Without arguments the launcher says who is who:
     mpiexec (through mpi4py; `pip install 'jaxmp[mpi]'` brings both) or SLURM's srun. Without a launcher pass the first

@@ -158,9 +158,9 @@ def check_rows(
     level: str, implementation: str, dtype: str, k: int, n: int, epilog: Epilog, counts: Sequence[int]
 ) -> int:
     """Rows of A alone, among others and elsewhere: the rows of D and aux have to keep their bits."""
-    is_turned = epilog == Epilog.BGRADA  # which sums an a that is stored (k, m)
+    is_transposed = epilog == Epilog.BGRADA  # which sums an a that is stored (k, m)
     product = functools.partial(
-        matmul_lib.matmul, epilog=epilog, determinism=level, implementation=implementation, transpose_a=is_turned
+        matmul_lib.matmul, epilog=epilog, determinism=level, implementation=implementation, transpose_a=is_transposed
     )
     largest = max(counts)
     a, b = draw(0, (largest, k), dtype), draw(1, (k, n), dtype)
@@ -171,7 +171,9 @@ def check_rows(
 
     def outputs(a: Any, with_rows: dict[str, Any]) -> dict[str, Any]:
         rest = {name: x for name, x in with_rows.items() if name != "c"}
-        out = product(a.T if is_turned else a, b, with_rows["c"], alpha=1.25, beta=-0.75, epilog_inputs=inputs | rest)
+        out = product(
+            a.T if is_transposed else a, b, with_rows["c"], alpha=1.25, beta=-0.75, epilog_inputs=inputs | rest
+        )
         return {"d": out[0], **out[1]} if isinstance(out, tuple) else {"d": out}
 
     program = jax.jit(lambda parts: [outputs(*part) for part in parts])
@@ -216,13 +218,13 @@ def check_meshes(
     `extents` are (m, n, k), `only` names of layouts, all by default.
     """
     m, n, k = extents
-    is_turned = [letter == "T" for letter in transpose]
-    shapes = (k, m) if is_turned[0] else (m, k), (n, k) if is_turned[1] else (k, n), (m, n), (m, n), (n,)
+    is_transposed = [letter == "T" for letter in transpose]
+    shapes = (k, m) if is_transposed[0] else (m, k), (n, k) if is_transposed[1] else (k, n), (m, n), (m, n), (n,)
     operands = [draw(i, shape, dtype) for i, shape in enumerate(shapes)]
     product_of = functools.partial(
         matmul_lib.matmul, determinism=level, implementation=implementation, epilog=epilog, alpha=1.25, beta=-0.75
     )
-    product_of = functools.partial(product_of, transpose_a=is_turned[0], transpose_b=is_turned[1])
+    product_of = functools.partial(product_of, transpose_a=is_transposed[0], transpose_b=is_transposed[1])
 
     def program(
         shardings: dict[str, Any], a: jax.Array, b: jax.Array, c: jax.Array, w: jax.Array, bias: jax.Array
@@ -242,12 +244,12 @@ def check_meshes(
     for layout in itertools.chain(*map(layouts, counts)):
         if only and layout.name not in only:
             continue
-        if layout.name == "grid" and is_turned[0] and dtype.startswith("complex"):
+        if layout.name == "grid" and is_transposed[0] and dtype.startswith("complex"):
             continue  # refused by name
         mesh = layout.make_mesh()
         stored = [
             P(*spec[::-1]) if t and layout.name != "grid" else spec
-            for spec, t in zip((layout.a, layout.b), is_turned, strict=True)
+            for spec, t in zip((layout.a, layout.b), is_transposed, strict=True)
         ]
         specs = (*stored, layout.d, layout.d, P(layout.d[1]))
         placed = [jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(operands, specs, strict=True)]

@@ -53,7 +53,7 @@ int64_t count_row_pieces(int64_t cols, int64_t pieces) {
   return ceil_div(pieces, std::min(pieces, std::max<int64_t>(1, cols / kSmallestWidth)));
 }
 
-// Each product reads all of op(A), so narrow pieces of n, a few from each rank, are multiplied together. What is
+// Each product reads all of op(A), so small pieces of n, a few from each rank, are multiplied together. What is
 // copied for it is a part of op(A) in size. Numbers of 8 bits and fewer are decoded anyway, and so not copied.
 constexpr int64_t kMostTogether = 128;
 constexpr int64_t kMostCopied = 4 << 20;  // bytes, for each thread

@@ -21,7 +21,7 @@ struct Tile {
   int32_t m_range, n_range;  // indices into Tiling::m and ::n
   int64_t row, rows;         // within the range
   int64_t col, cols;
-  int32_t n_ranges = 1;  // where narrow ranges of n are taken together: how many, from the first column to the last
+  int32_t n_ranges = 1;  // where small ranges of n are taken together: how many, from the first column to the last
 };
 
 struct Tiling {

@@ -65,7 +65,7 @@ def bytes_moved(spec: MatmulSpec, a: ArrayType, b: ArrayType, implementation: st
     if spec.group.pattern == Pattern.ALL_GATHER:
         return (p - 1) * bytes_a
     axis = along_one_axis(spec)
-    is_scattered = axis is not None and axis.gathered is None
+    is_scattered = axis is not None and axis.scattered is not None
     if spec.group.pattern == Pattern.GRID and not is_scattered:
         return (spec.group.size(spec.group.col_axes) - 1) * bytes_a + (
             spec.group.size(spec.group.row_axes) - 1

@@ -47,7 +47,7 @@ def custom_call(
     named = dict(zip(spec.operand_names, extra, strict=True))
     operands = [low_precision.as_bytes(x) if x.dtype.name == low_precision.FLOAT4 else x for x in (b, a)]
     operands += [_as_stored(name, x) for name, x in named.items() if name not in SCALE_NAMES]
-    for name in ("scale_b", "scale_a", "scale_c", "scale_d", "scale_aux"):  # a and b have swapped
+    for name in ("scale_b", "scale_a", "scale_c", "scale_d", "scale_aux"):  # a and b are exchanged
         if name in named:
             operands.append(low_precision.for_library(named[name], spec.scales.of(name)))
     if spec.group.nranks > 1:

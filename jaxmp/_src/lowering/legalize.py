@@ -137,6 +137,11 @@ class OneAxis:
     gathered: int | None
     dimension: int
 
+    @property
+    def scattered(self) -> int | None:
+        """The dimension of d that is scattered, if one is."""
+        return self.dimension if self.gathered is None else None
+
 
 def along_one_axis(spec: MatmulSpec) -> OneAxis | None:
     """The grid as collectives over its one axis, where it is such and a collective does it."""

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxmp._src.lowering import backend, fixed_shape, process_barrier, xla_matmul
 from jaxmp._src.lowering.ffi_call import custom_call
-from jaxmp._src.lowering.legalize import Form, along_one_axis
+from jaxmp._src.lowering.legalize import Form
 from jaxmp._src.lowering.resolve import ResolvedCall, resolve, resolve_activation_grad, resolve_tile
 from jaxmp._src.primitive import batched_matmul, collectives
 from jaxmp._src.primitive.collectives import process_barrier_p
@@ -120,9 +120,7 @@ def _emit_gathered(
 def _emit_gathered_operand(
     call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, devices: tuple[int, ...]
 ) -> list[jax.Array]:
-    axis = along_one_axis(call.spec)
-    assert axis is not None
-    return emit(_inner(call), *xla_matmul.gathered_along(axis, call.spec, a, b), *extra)
+    return emit(_inner(call), *xla_matmul.gathered_along_k(call.spec, a, b), *extra)
 
 
 def _emit_reduce_scatter(

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._src.lowering.legalize import OneAxis, along_one_axis
+from jaxmp._src.lowering.legalize import along_one_axis
 from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.activations import gelu, multiply_by_slope, pack_relu_aux
@@ -53,7 +53,7 @@ def matmul(
         return apply_epilog(jnp.zeros(extents(spec, a.shape, b.shape).d, acc), extra, spec, a, b)
     barrier = barrier or (lambda operands: operands)
     axis = along_one_axis(spec)
-    scattered = axis.dimension if axis and axis.gathered is None else None
+    scattered = axis.scattered if axis else None
     gathers = spec.group.pattern in (Pattern.ALL_GATHER, Pattern.GRID) and scattered is None
     if gathers:
         a, b = barrier([a, b])
@@ -235,8 +235,8 @@ def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> tuple[jax.
         return a, b
     if spec.group.pattern == Pattern.ALL_GATHER:
         a = lax.all_gather(a, spec.group.row_axes, axis=1 if spec.transpose_a else 0, tiled=True)
-    elif axis := along_one_axis(spec):
-        a, b = gathered_along(axis, spec, a, b)
+    elif along_one_axis(spec):
+        a, b = gathered_along_k(spec, a, b)
     elif spec.distributions:
         a, b = _gather_cyclic(spec, a, b)
     elif spec.group.pattern == Pattern.GRID:
@@ -248,10 +248,10 @@ def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> tuple[jax.
     return a, b
 
 
-def gathered_along(axis: OneAxis, spec: MatmulSpec, a: jax.Array, b: jax.Array) -> list[jax.Array]:
+def gathered_along_k(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> list[jax.Array]:
     """(a, b) with the operand whole that a grid of one axis gathers, if it does."""
-    operands = [a, b]
-    if axis.gathered is not None:
+    axis, operands = along_one_axis(spec), [a, b]
+    if axis is not None and axis.gathered is not None:
         moved = low_precision.as_moved(operands[axis.gathered])
         whole = lax.all_gather(moved, spec.group.axes, axis=axis.dimension, tiled=True)
         operands[axis.gathered] = low_precision.from_moved(whole, operands[axis.gathered].dtype)

@@ -251,12 +251,12 @@ def _matrix(
     Each of the three is one dimension, but for `first` under `keeps_first`, and for a batch of no dimensions.
     """
     stored = tuple(i for i in range(x.ndim) if i not in batch)
-    is_turned = stored == second + first and stored != first + second and not keeps_first
+    is_transposed = stored == second + first and stored != first + second and not keeps_first
     parts = [pick(x.shape, first) if keeps_first else (math.prod(pick(x.shape, first)),)]
-    parts.insert(0 if is_turned else 1, (math.prod(pick(x.shape, second)),))
+    parts.insert(0 if is_transposed else 1, (math.prod(pick(x.shape, second)),))
     lead = (math.prod(pick(x.shape, batch)),) if batch else ()
-    x = lax.transpose(x, (*batch, *(stored if is_turned else first + second)))
-    return x.reshape(*lead, *parts[0], *parts[1]), is_turned
+    x = lax.transpose(x, (*batch, *(stored if is_transposed else first + second)))
+    return x.reshape(*lead, *parts[0], *parts[1]), is_transposed
 
 
 def _multiply(product: _Product, a: jax.Array, b: jax.Array, *, flags: dict[str, bool]) -> jax.Array:
