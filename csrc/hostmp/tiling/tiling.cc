@@ -13,8 +13,9 @@ namespace jaxmp::hostmp {
 namespace {
 
 // Tiles for each thread of the machine: enough that a thread which starts late, or loses its processor for a while,
-// leaves work for the others to take.
+// leaves work for the others to take. Only one where more would be small: each tile packs its operands anew.
 constexpr double kTilesPerThread = 2;
+constexpr double kSmallTile = 1 << 18;     // elements of D
 constexpr double kSmallestTile = 4e6;      // operations, some 40 us: what a tile costs beyond its product is then noise
 constexpr int64_t kLargestTile = 1 << 19;  // elements of D: the epilog finds it in the second or third cache
 constexpr int64_t kLargestTile16 = 1 << 18;     // also bounds the workspace
@@ -34,8 +35,9 @@ int64_t row_unit(const MatmulCall& call) { return call.has_d_out_scale ? block_o
 double target_area(const MatmulCall& call) {
   const double whole = static_cast<double>(call.m) * static_cast<double>(call.n);
   const double smallest = kSmallestTile / (2.0 * static_cast<double>(std::max<int64_t>(call.k, 1)));
-  const double shared = std::max(whole / (kTilesPerThread * machine_threads()), smallest);
-  return std::min(shared, static_cast<double>(largest_tile(call)));
+  const double one_each = whole / machine_threads();
+  const double shared = std::max(one_each / kTilesPerThread, std::min(one_each, kSmallTile));
+  return std::min(std::max(shared, smallest), static_cast<double>(largest_tile(call)));
 }
 
 std::vector<LocalRange> op_rows(const Operand& x, bool is_plain, int64_t size) {
