@@ -5,6 +5,7 @@ import importlib.metadata as _metadata
 from jaxmp import distributed, quantize, reference
 from jaxmp._src.explain.explain import explain
 from jaxmp._src.explain.table import Explanation
+from jaxmp._src.fuse.fuse import fuse
 from jaxmp._src.lowering import rules as _rules  # noqa: F401  registers the lowerings
 from jaxmp._src.ops.block_cyclic import BlockCyclicArray, from_block_cyclic, to_block_cyclic
 from jaxmp._src.ops.collective_matmul import (
@@ -49,6 +50,7 @@ __all__ = [
     "einsum",
     "explain",
     "from_block_cyclic",
+    "fuse",
     "gated_mlp",
     "linear",
     "matmul",

@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from jaxmp._src.explain import cost
+from jaxmp._src.fuse import rewrite
 from jaxmp._src.lowering import backend, ffi_call, process_barrier, xla_matmul
 from jaxmp._src.lowering.legalize import Form
 from jaxmp._src.lowering.resolve import resolve, resolve_chosen
@@ -155,6 +156,8 @@ def rows_of(
             yield from () if collective is None else (collective,)
         elif eqn.primitive.name == "dot_general" and any(xla_matmul.SCOPE in name for name in names):
             yield _row_of_xla(eqn, here, count)
+        elif eqn.primitive.name == "dot_general" and any(rewrite.SCOPE in name for name in names):
+            yield _row_of_jax(eqn, here, count, rewrite.reason_in(names))
         else:
             inner = count * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else count
             is_ours_too = is_ours or names[-1].startswith("jaxmp")
@@ -294,6 +297,18 @@ def _row_of_xla(eqn: Any, line: str, count: int) -> Row:
         workspace=0,
         line=line,
         extents=(rows, k, math.prod(d.shape) // max(rows * batches, 1)),
+    )
+
+
+def _row_of_jax(eqn: Any, line: str, count: int, reason: str) -> Row:
+    """A product that `fuse` has left as it was."""
+    found = _row_of_xla(eqn, line, count)
+    return dataclasses.replace(
+        found,
+        operation="dot_general",
+        pattern="-",
+        why=f"not fused: {rewrite.REASONS[reason]}",
+        algorithm="lax.dot_general",
     )
 
 

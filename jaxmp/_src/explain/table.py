@@ -27,6 +27,7 @@ class Explanation:
       logged: what cuBLASMp said of the calls that ran since the last explanation, where JAXMP_LOG has "cublasmp": which
         algorithm it used, overlapped or not.
       calls, collectives: how many calls and how many collectives beside them the program runs, on each rank.
+      left: how many products of a function that `jaxmp.fuse` has rewritten stay JAX's; each has a row with the reason.
       flops: floating-point operations of all of them, on all devices together.
       bytes_moved: bytes that one rank reads from its peers in all.
     """
@@ -40,7 +41,11 @@ class Explanation:
 
     @property
     def collectives(self) -> int:
-        return sum(row.count for row in self.rows if not _is_call(row))
+        return sum(row.count for row in self.rows if not _is_product(row))
+
+    @property
+    def left(self) -> int:
+        return sum(row.count for row in self.rows if _is_product(row) and not _is_call(row))
 
     @property
     def flops(self) -> int:
@@ -75,6 +80,7 @@ class Explanation:
         counts = [_count(self.calls, "call"), *([_count(self.collectives, "collective")] if self.collectives else [])]
         moved = _in_units(self.bytes_moved, 1e6)
         moved = f", {moved} MB moved by each device" if moved else ""
+        counts += [f"{self.calls} of {self.calls + self.left} products fused"] if self.left else []
         return f"{', '.join(counts)}, {_in_units(self.flops, 1e9) or 0} Gflop on all devices together{moved}"
 
     def _notes(self) -> list[str]:
@@ -95,6 +101,10 @@ _NOTHING = "no jaxmp call in this program"
 
 def _is_call(row: Row) -> bool:
     return row.operation.startswith("matmul")
+
+
+def _is_product(row: Row) -> bool:
+    return _is_call(row) or row.operation == "dot_general"
 
 
 def _count(number: int, what: str) -> str:
@@ -153,7 +163,7 @@ def _whole(row: Row) -> str:
 def _local(row: Row) -> str:
     """The same of a device's shards, or the shape of what a collective takes, where that is other."""
     text = "x".join(map(str, row.local_extents if _is_call(row) else row.local_shapes[0]))
-    return "" if text == _whole(row) else text
+    return "" if row.operation == "dot_general" or text == _whole(row) else text
 
 
 def _dtypes(row: Row) -> str:

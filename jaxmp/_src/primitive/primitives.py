@@ -15,7 +15,7 @@ chooses (`partitioner`). They share every rule but the lowering.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -82,6 +82,19 @@ def dots_saveable(primitive: jax_compat.Primitive, *args: Any, **params: Any) ->
     """
     is_ours = primitive in (*BATCHED, *BATCHED.values(), activated_matmul_p)
     return is_ours or bool(jax.checkpoint_policies.dots_saveable(primitive, *args, **params))
+
+
+def saves_products(
+    policy: Callable[..., Any], primitive: jax_compat.Primitive, *args: Any, **params: Any
+) -> Any:
+    """What a policy for `jax.checkpoint` says, where jaxmp's products count as the `lax.dot_general` in whose place
+    they stand."""
+    if primitive not in (*BATCHED, *BATCHED.values(), activated_matmul_p):
+        return policy(primitive, *args, **params)
+    batch = ((0,), (0,)) if primitive in BATCHED.values() else ((), ())
+    contract = ((2,), (1,)) if batch[0] else ((1,), (0,))
+    as_dot = {"precision": None, "preferred_element_type": None, "out_sharding": None}
+    return policy(lax.dot_general_p, *args[:2], dimension_numbers=(contract, batch), **as_dot)
 
 
 def bind(

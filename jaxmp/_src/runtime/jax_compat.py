@@ -1,4 +1,4 @@
-"""The only user of `jax._src` and of JAX version tests, with `jax_partitioner`."""
+"""The only user of `jax._src` and of JAX version tests, with `jax_partitioner` and `jax_tracing`."""
 
 from __future__ import annotations
 
@@ -142,6 +142,21 @@ def subjaxprs(params: dict[str, Any]) -> Iterable[Jaxpr]:
 def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     """`jaxpr` less the equations that no output needs, in itself and in what it calls."""
     return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
+
+
+def bind_equation(eqn: _core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+    """The results of one equation of a jaxpr, of other operands; under `jit` they are traced."""
+    with eqn.ctx.manager:
+        results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def scan_counts(eqn: _core.JaxprEqn) -> tuple[int, int]:
+    """(constants, carried values) among the operands of a scan, ahead of what it scans over."""
+    if "ft_in" not in eqn.params:  # JAX before 0.12
+        return eqn.params["num_consts"], eqn.params["num_carry"]
+    consts, carry, _ = map(list, eqn.params["ft_in"].update(eqn.invars).unpack())
+    return len(consts), len(carry)
 
 
 def cache_in_context(capacity: int) -> Callable[[F], F]:
@@ -373,6 +388,7 @@ __all__ = [
     "ambient_mesh",
     "backend_exists",
     "batching",
+    "bind_equation",
     "cache_in_context",
     "default_platform",
     "detect_processes",
@@ -396,6 +412,7 @@ __all__ = [
     "program_name",
     "register_nan_checks",
     "require_devices",
+    "scan_counts",
     "subjaxprs",
     "traced_line",
     "translate_errors",

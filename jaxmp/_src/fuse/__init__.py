@@ -1,0 +1,1 @@
+"""A function transformation: the products of a function, and the communication around them, become jaxmp's calls."""

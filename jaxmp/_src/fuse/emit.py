@@ -1,0 +1,186 @@
+"""Products as calls of jaxmp."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxmp._src.fuse.products import Operand, Product, is_explicit
+from jaxmp._src.ops import dot_general as _dot_general
+from jaxmp._src.ops.collective_matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
+from jaxmp._src.ops.matmul import linear, matmul
+from jaxmp._src.spec import epilogs
+from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.spec.options import Determinism, Implementation
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `fuse` was asked for."""
+
+    determinism: Determinism
+    implementation: Implementation | None
+    epilogs: bool
+
+
+def inputs(product: Product) -> tuple[Any, ...]:
+    """The values that a product's call takes."""
+    extra = (product.bias, product.c)
+    return (product.x.value, product.w.value, *(v for v in extra if v is not None))
+
+
+def outputs(product: Product) -> tuple[Any, ...]:
+    kept = product.preactivation if product.aux is None else product.aux
+    return (product.result, *(() if kept is None else (kept,)))
+
+
+def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra: jax.Array) -> list[jax.Array]:
+    """The results of a product, by one call."""
+    rest = iter(extra)
+    bias = None if product.bias is None else next(rest)
+    c = None if product.c is None else next(rest)
+    x, w = x.astype(product.x.dtype), w.astype(product.w.dtype)
+    shared: dict[str, Any] = {
+        "precision": product.precision,
+        "preferred_element_type": product.dtype,
+        "implementation": options.implementation,
+        "determinism": options.determinism,
+    }
+    if product.lhs.gather is not None or product.collective is not None:
+        return [_collective(product, x, w, bias, c, shared)]
+    shared["out_sharding"] = out_sharding(product.result.aval)
+    if not product.is_matrix:
+        return [_general(product, x, w, shared)]
+    shared |= {"transpose_b": product.w.contract == (1,), "alpha": _alpha(product)}
+    inputs = None if bias is None else {"bias": bias}
+    if c is not None:
+        shared |= {"epilog": epilogs.for_activation(None, bias is not None), "epilog_inputs": inputs, "beta": 1.0}
+        return [matmul(x, w, c, **shared)]
+    if product.preactivation is not None or product.aux is not None:
+        rule = epilogs.RULES[epilogs.for_activation(product.activation, bias is not None)]
+        shared |= {"epilog": rule.with_aux, "epilog_inputs": inputs}
+        d, more = matmul(x, w, **shared)
+        return [d, *more.values()]
+    return [linear(x, w, bias, activation=product.activation, **shared)]
+
+
+def gradient(
+    product: Product, kept: Product, options: Options, aux: jax.Array, x: jax.Array, w: jax.Array
+) -> list[jax.Array]:
+    """The cotangent of an activation's argument: a product that the epilog multiplies by the derivative, which it reads
+    from the `aux` of the product `kept`."""
+    is_relu = kept.activation == "relu"
+    given: dict[str, Any] = {
+        "epilog": Epilog.DRELU if is_relu else Epilog.DGELU,
+        "epilog_inputs": {"relu_aux" if is_relu else "gelu_aux": aux},
+        "transpose_b": product.w.contract == (1,),
+        "precision": product.precision,
+        "preferred_element_type": product.dtype,
+        "out_sharding": out_sharding(product.result.aval),
+        "implementation": options.implementation,
+        "determinism": options.determinism,
+    }
+    return [matmul(x.astype(product.x.dtype), w.astype(product.w.dtype), **given)]
+
+
+def out_sharding(aval: Any) -> P | None:
+    """The sharding of a result whose type has one."""
+    return aval.sharding.spec if is_explicit(aval) and not aval.sharding.mesh.manual_axes else None
+
+
+def _alpha(product: Product) -> float:
+    return 1.0 if product.alpha is None else product.alpha
+
+
+def _general(product: Product, x: jax.Array, y: jax.Array, options: dict[str, Any]) -> jax.Array:
+    one, other = product.x, product.w
+    if options["determinism"] == "topology":
+        if not one.batch:
+            return _as_matrices(one, x, other, y, options)
+        if any(_axes_of(x, d) for x, dims in ((x, one.contract), (y, other.contract)) for d in dims):
+            raise NotImplementedError("ranks share the contraction of a batch")
+        options = options | {"determinism": "batch"}  # products of whole rows and columns do not depend on the mesh
+    numbers = ((one.contract, other.contract), (one.batch, other.batch))
+    d: jax.Array = _dot_general.dot_general(x, y, numbers, **options)
+    return d
+
+
+def _as_matrices(one: Operand, x: jax.Array, other: Operand, y: jax.Array, options: dict[str, Any]) -> jax.Array:
+    """A product of (rows, k) and (k, columns), to which the dimensions are joined."""
+    shape = tuple(x.shape[d] for d in one.free) + tuple(y.shape[d] for d in other.free)
+    a, b = _joined(x, one.free, one.contract), _joined(y, other.contract, other.free)
+    of_d = options.pop("out_sharding")
+    flat = None
+    if of_d is not None:
+        entries = [*of_d, *(None for _ in range(len(shape) - len(of_d)))]
+        flat = P(*(_joined_axes(part) for part in (entries[: len(one.free)], entries[len(one.free) :])))
+    d: jax.Array = matmul(a, b, out_sharding=flat, **options)
+    return lax.reshape(d, shape, out_sharding=None if of_d is None else jax.sharding.NamedSharding(_mesh(d), of_d))
+
+
+def _joined(x: jax.Array, rows: tuple[int, ...], columns: tuple[int, ...]) -> jax.Array:
+    """x as a matrix of these dimensions."""
+    shape = tuple(math.prod(x.shape[d] for d in dims) for dims in (rows, columns))
+    sharding = None
+    if is_explicit(jax.typeof(x)):
+        spec = P(*(_joined_axes([_axes_of(x, d) or None for d in dims]) for dims in (rows, columns)))
+        sharding = jax.sharding.NamedSharding(_mesh(x), spec)
+    return lax.reshape(lax.transpose(x, (*rows, *columns)), shape, out_sharding=sharding)
+
+
+def _joined_axes(entries: Sequence[Any]) -> Any:
+    """The axes of dimensions that become one, of which a rank then holds one piece."""
+    if any(entries[1:]):
+        raise NotImplementedError("ranks hold joined dimensions interleaved")
+    return entries[0] if entries else None
+
+
+def _axes_of(x: jax.Array, dimension: int) -> Any:
+    """The explicit axes over which a dimension is sharded, or None."""
+    aval = jax.typeof(x)
+    spec = aval.sharding.spec if is_explicit(aval) else ()
+    return spec[dimension] if dimension < len(spec) else None
+
+
+def _mesh(x: jax.Array) -> Any:
+    return jax.typeof(x).sharding.mesh
+
+
+def _collective(
+    product: Product, x: jax.Array, w: jax.Array, bias: jax.Array | None, c: jax.Array | None, options: dict[str, Any]
+) -> jax.Array:
+    """A product inside shard_map."""
+    gather, behind = product.lhs.gather, product.collective
+    flags: dict[str, Any] = {"transpose_b": product.rhs.contract == (1,), "alpha": _alpha(product), "c": c}
+    flags |= {} if c is None else {"beta": 1.0}
+    if product.lhs.contract != (product.lhs.ndim - 1,):
+        raise NotImplementedError("a gathered operand is stored transposed")
+    if product.activation and product.activation not in ("relu", "gelu"):
+        raise NotImplementedError("no epilog applies this activation")
+    flags["epilog"] = epilogs.for_activation(product.activation, bias is not None)
+    flags["epilog_inputs"] = None if bias is None else {"bias": bias}
+    dimension = gather.dimension if gather is not None else behind.params.get("scatter_dimension", x.ndim - 2)
+    lead = x.shape[:-1]
+    if dimension != x.ndim - 2:  # the slowest dimension: all of them fold into rows
+        x = x.reshape(-1, x.shape[-1])
+        if c is not None:
+            flags["c"] = c.reshape(-1, c.shape[-1])
+    if gather is not None:
+        d = all_gather_matmul(x, w, gather.axes, **flags, **options)
+        ranks = d.shape[-2] // x.shape[-2]
+        shape = (*lead[:dimension], lead[dimension] * ranks, *lead[dimension + 1 :])
+    elif behind.primitive.name == "reduce_scatter":
+        axes = behind.params["axis_name"]
+        d = matmul_reduce_scatter(x, w, (axes,) if isinstance(axes, str) else tuple(axes), **flags, **options)
+        ranks = x.shape[-2] // d.shape[-2]
+        shape = (*lead[:dimension], lead[dimension] // ranks, *lead[dimension + 1 :])
+    else:
+        d, shape = matmul_all_reduce(x, w, tuple(behind.params["axes"]), **flags, **options), lead
+    result: jax.Array = d.reshape(*shape, d.shape[-1])
+    return result

@@ -1,0 +1,88 @@
+"""Who makes and who reads each value of a jaxpr, and the parts of it that a rewrite replaces."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jaxmp._src.runtime import jax_compat, jax_tracing
+
+# The reader of what a jaxpr returns.
+RESULT = -1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Group:
+    """Equations that one rewrite replaces, by index.
+
+    `emit` takes the values of `inputs` and gives those of `outputs`. `what` says in a word what it becomes.
+    """
+
+    equations: frozenset[int]
+    inputs: tuple[Any, ...]
+    outputs: tuple[Any, ...]
+    emit: Callable[..., Sequence[Any]]
+    what: str
+
+
+class Graph:
+    """A jaxpr's equations with their readers."""
+
+    def __init__(self, jaxpr: jax_compat.Jaxpr) -> None:
+        self.equations = list(jaxpr.eqns)
+        self.producer: dict[Any, int] = {}
+        self._readers: dict[Any, list[int]] = {}
+        for i, eqn in enumerate(self.equations):
+            self.producer |= dict.fromkeys(eqn.outvars, i)
+            for v in eqn.invars:
+                if not jax_tracing.is_literal(v):
+                    self._readers.setdefault(v, []).append(i)
+        for v in jaxpr.outvars:
+            if not jax_tracing.is_literal(v):
+                self._readers.setdefault(v, []).append(RESULT)
+
+    def made_by(self, v: Any) -> Any | None:
+        """The equation that makes a value; None of an argument and of a literal."""
+        return None if jax_tracing.is_literal(v) or v not in self.producer else self.equations[self.producer[v]]
+
+    def readers(self, v: Any) -> list[int]:
+        """Indices of the equations that read a value, once for each operand; RESULT where the jaxpr returns it."""
+        return self._readers.get(v, [])
+
+    def only_reader(self, v: Any) -> int | None:
+        """The index of the one equation that reads a value, or None."""
+        readers = self.readers(v)
+        return readers[0] if len(readers) == 1 and readers[0] != RESULT else None
+
+    def leaks(self, equations: frozenset[int], outputs: Sequence[Any]) -> bool:
+        """Whether anything outside reads a value of `equations` that is none of `outputs`."""
+        return any(
+            v not in outputs and not equations.issuperset(self.readers(v))
+            for i in equations
+            for v in self.equations[i].outvars
+        )
+
+
+def schedule(graph: Graph, groups: Sequence[Group], results: Sequence[Any]) -> list[int | Group]:
+    """What has to be evaluated for `results` and for effects, each after all that it reads: groups in place of the
+    equations that make their outputs."""
+    made: dict[Any, int | Group] = dict(graph.producer)
+    for group in groups:
+        made |= dict.fromkeys(group.outputs, group)
+    order: list[int | Group] = []
+    done: set[int | Group] = set()
+    effects = [i for i, eqn in enumerate(graph.equations) if eqn.effects]
+    # Depth first, without recursion: a jaxpr may be long.
+    stack = [made[v] for v in reversed(results) if not jax_tracing.is_literal(v) and v in made] + effects[::-1]
+    while stack:
+        step = stack[-1]
+        inputs = step.inputs if isinstance(step, Group) else graph.equations[step].invars
+        missing = [made[v] for v in inputs if not jax_tracing.is_literal(v) and v in made and made[v] not in done]
+        if step in done or not missing:
+            stack.pop()
+            order += [] if step in done else [step]
+            done.add(step)
+        else:
+            stack += missing[::-1]
+    return order

@@ -1,0 +1,241 @@
+"""The evaluation of a jaxpr with its products as jaxmp's calls."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmp._src.fuse import control_flow, emit, layers, products
+from jaxmp._src.fuse.emit import Options
+from jaxmp._src.fuse.graph import Graph, Group, schedule
+from jaxmp._src.fuse.products import Aux, Product
+from jaxmp._src.fuse.templates import DIFFERENTIATED, Match, Templates
+from jaxmp._src.runtime import jax_compat, jax_tracing
+from jaxmp._src.spec.options import ActivationName
+
+# Why a product stays JAX's: part of its name stack, where `explain` reads it.
+SCOPE = "jaxmp_left_"
+REASONS = {
+    "local": "it communicates nothing, and XLA's own product is as fast",
+    "batch": "it has a batch and communicates nothing",
+    "gathered": "its gathered operand is needed elsewhere too, so the gather stays, and the product is local",
+    "type": "its types have no kernel of jaxmp's",
+    "inner": "it is within an operation that is left as it is",
+    "refused": "jaxmp refuses these operands, shardings or options",
+}
+
+
+def reason_in(names: Sequence[str]) -> str:
+    """The reason that the innermost of these name stacks gives."""
+    reason: str = re.findall(SCOPE + "([a-z]+)", "/".join(names))[-1]
+    return reason
+
+
+class Rewriter:
+    """Evaluates jaxprs of one traced function."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._templates = Templates()
+        self._functions: dict[Any, Callable[..., Any]] = {}
+        self._kept: list[Any] = []  # whose ids are keys
+
+    def evaluate(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
+        """The values that a jaxpr returns."""
+        values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+
+        def read(v: Any) -> Any:
+            return v.val if jax_tracing.is_literal(v) else values[v]
+
+        graph = Graph(jaxpr)
+        groups, left = self._groups(graph)
+        for step in schedule(graph, groups, jaxpr.outvars):
+            if isinstance(step, Group):
+                values |= zip(step.outputs, self._group(graph, step, read), strict=True)
+            else:
+                eqn = graph.equations[step]
+                operands = [read(v) for v in eqn.invars]
+                values |= zip(eqn.outvars, self._equation(eqn, operands, left.get(step, "")), strict=True)
+        return [read(v) for v in jaxpr.outvars]
+
+    def function_of(self, closed: Any) -> Callable[..., Any]:
+        """The jaxpr as a function, the same for the same jaxpr, so that JAX traces and compiles it once."""
+        key = id(closed)
+        if key not in self._functions:
+            self._kept.append(closed)
+            jaxpr, consts = jax_tracing.open_jaxpr(closed)
+
+            def rewritten(*args: Any) -> list[Any]:
+                return self.evaluate(jaxpr, consts, *args)
+
+            self._functions[key] = rewritten
+        return self._functions[key]
+
+    def compiled(self, params: dict[str, Any]) -> Callable[..., Any]:
+        """The function of a `jit` equation, jitted with its options."""
+        f = self.function_of(params["jaxpr"])
+        key = id(f), tuple(map(repr, (params["in_shardings"], params["out_shardings"], params["donated_invars"])))
+        if key not in self._functions:
+            named = functools.wraps(f)(lambda *args: f(*args))
+            named.__name__ = named.__qualname__ = params["name"]
+            given, wanted = (
+                [None if jax_tracing.is_unspecified(s) else s for s in params[side]]
+                for side in ("in_shardings", "out_shardings")
+            )
+            shardings: dict[str, Any] = {}
+            if any(s is not None for s in given):
+                shardings["in_shardings"] = tuple(given)
+            if any(s is not None for s in wanted):
+                shardings["out_shardings"] = wanted
+            donated = tuple(i for i, is_donated in enumerate(params["donated_invars"]) if is_donated)
+            self._functions[key] = jax.jit(
+                named, donate_argnums=donated, inline=params["inline"], keep_unused=params["keep_unused"], **shardings
+            )
+        return self._functions[key]
+
+    # ---- what is replaced
+
+    def _groups(self, graph: Graph) -> tuple[list[Group], dict[int, str]]:
+        """(what is replaced, why the other products are not, by index)."""
+        dots = [i for i, eqn in enumerate(graph.equations) if eqn.primitive.name == "dot_general"]
+        if not dots:
+            return [], {}
+        manual = bool(jax_tracing.manual_axes())
+        gathers = products.shared_gathers(graph, in_place=products.platform_reads_in_place())
+        found = [
+            products.find(graph, i, gathers, self._templates, epilogs=self.options.epilogs, manual=manual) for i in dots
+        ]
+        groups: list[Group] = []
+        if self.options.epilogs and not manual:
+            groups += layers.find(graph, found, self.options)
+            groups += self._pairs(graph, found)
+        taken = {i for group in groups for i in group.equations}
+        made = {v for group in groups for v in group.outputs}
+        left = {}
+        for product in found:
+            if product.index in taken:
+                continue
+            is_beside = product.activation not in (None, "relu", "gelu")  # no epilog of a single product
+            if product.before is not None and (is_beside or product.result in made):  # of two that are added, one
+                product = product.before
+            why = self._why_left(product)
+            if why == "local" and products.reads_gathered(graph, product.index):
+                why = "gathered"
+            if why is None:
+                make = functools.partial(emit.call, product, self.options)
+                groups.append(Group(product.equations, emit.inputs(product), emit.outputs(product), make, "product"))
+                made |= {product.result}
+            else:
+                left[product.index] = why
+        return groups, left
+
+    def _pairs(self, graph: Graph, found: Sequence[Product]) -> list[Group]:
+        """Products with relu or gelu behind them, each with the product behind which its derivative stands: the first
+        keeps what the epilog of the other reads."""
+        groups: list[Group] = []
+        firsts = (p for p in found if p.is_matrix and not p.activation and p.c is None and p.alpha is None)
+        for forward in firsts:
+            for name, function, cotangent in DIFFERENTIATED:
+                match = self._templates.find(graph, function, (forward.result,))
+                if match is None:
+                    continue
+                for backward in found:
+                    plain = not (backward.epilog or backward.collective or backward.alpha)
+                    if backward is forward or not plain or not backward.is_matrix:
+                        continue
+                    back = self._templates.find(graph, cotangent, (forward.result, backward.result))
+                    if back is not None and (pair := _pair(graph, name, forward, match, backward, back)) is not None:
+                        groups += [self._kept_group(*pair), self._gradient_group(*pair)]
+                        break
+        return groups
+
+    def _kept_group(self, kept: Product, after: Product) -> Group:
+        call = functools.partial(emit.call, kept, self.options)
+        return Group(kept.equations, emit.inputs(kept), emit.outputs(kept), call, "product")
+
+    def _gradient_group(self, kept: Product, after: Product) -> Group:
+        call = functools.partial(emit.gradient, after, kept, self.options)
+        return Group(after.equations, (kept.aux, *emit.inputs(after)), (after.result,), call, "gradient")
+
+    def _why_left(self, product: Product) -> str | None:
+        """The reason, of REASONS, for which a product stays JAX's; None where it becomes a call."""
+        dtype = product.lhs.dtype
+        if dtype != product.rhs.dtype or not jnp.issubdtype(dtype, jnp.inexact):
+            return "type"
+        if self.options.determinism != "run_to_run" or product.communicates:
+            return None
+        if product.lhs.batch:
+            return "batch"
+        if products.is_auto(product.lhs.value.aval):
+            return None
+        is_narrow = dtype.itemsize == 2 and product.is_matrix
+        return None if is_narrow or product.activation in ("relu", "gelu") else "local"
+
+    # ---- evaluation
+
+    def _group(self, graph: Graph, group: Group, read: Callable[[Any], Any]) -> Sequence[Any]:
+        """The group's results by its call, or where jaxmp refuses, by JAX's own equations."""
+        last = graph.equations[max(i for i in group.equations if graph.equations[i].primitive.name == "dot_general")]
+        inputs = [read(v) for v in group.inputs]
+        try:
+            with jax_tracing.traced_as(last):
+                results = group.emit(*inputs)
+            for v, x in zip(group.outputs, results, strict=True):
+                if v in graph.producer and not jax_tracing.is_type_of(v.aval, x):
+                    raise TypeError(f"{v.aval} became {jax.typeof(x)}")
+            return results
+        except (TypeError, ValueError, NotImplementedError):
+            return self._unfused(graph, group, dict(zip(group.inputs, inputs, strict=True)), read)
+
+    def _unfused(self, graph: Graph, group: Group, values: dict[Any, Any], read: Callable[[Any], Any]) -> Sequence[Any]:
+        """The group's results by JAX's own equations."""
+        for i in schedule(graph, (), group.outputs):
+            eqn = graph.equations[i] if isinstance(i, int) else None
+            if i not in group.equations or eqn is None:
+                continue
+            operands = [values[v] if not jax_tracing.is_literal(v) and v in values else read(v) for v in eqn.invars]
+            values |= zip(eqn.outvars, self._equation(eqn, operands, "refused"), strict=True)
+        return [values[v] for v in group.outputs]
+
+    def _equation(self, eqn: Any, operands: Sequence[Any], why: str) -> Sequence[Any]:
+        if eqn.primitive.name == "dot_general":
+            with jax_tracing.traced_as(eqn), jax.named_scope(SCOPE + why):
+                return jax_tracing.evaluate(eqn, operands)
+        if not control_flow.has_products(eqn):
+            with jax_tracing.traced_as(eqn):
+                return jax_tracing.evaluate(eqn, operands)
+        with jax_tracing.traced_as(eqn):
+            try:
+                return control_flow.evaluate(self, eqn, operands)
+            except (control_flow.UnknownError, TypeError, ValueError, NotImplementedError, KeyError, AttributeError):
+                with jax.named_scope(SCOPE + "inner"):
+                    return jax_tracing.evaluate(eqn, operands)
+
+
+def _pair(
+    graph: Graph, name: ActivationName, forward: Product, match: Match, backward: Product, back: Match
+) -> tuple[Product, Product] | None:
+    """(the first product with its activation, the second with the derivative behind it), or None where others read what
+    neither gives."""
+    both = match.equations | back.equations
+    is_needed = not both.issuperset(graph.readers(forward.result))
+    if graph.leaks(both, (match.output, back.output)) or not both.issuperset(graph.readers(backward.result)):
+        return None
+    if is_needed and name != "gelu":  # whose aux is its argument
+        return None
+    kept = dataclasses.replace(
+        forward,
+        result=match.output,
+        equations=forward.equations | both - back.equations | back.equations & match.equations,
+        activation=name,
+        preactivation=forward.result if name == "gelu" else None,
+        aux=forward.result if name == "gelu" else Aux(),
+    )
+    after = dataclasses.replace(backward, result=back.output, equations=backward.equations | back.equations)
+    return kept, after

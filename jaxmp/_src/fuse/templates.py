@@ -1,0 +1,169 @@
+"""Finding the equations of a known function, such as an activation, among those of a jaxpr.
+
+The function is traced for the type at hand, so that what is looked for is what this version of JAX writes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._src.fuse.graph import Graph
+from jaxmp._src.runtime import jax_compat, jax_tracing
+from jaxmp._src.spec.options import ActivationName
+
+Function = Callable[..., Any]
+
+# The ways in which models write an activation, by jaxmp's name of it.
+ACTIVATIONS: tuple[tuple[ActivationName, Function], ...] = (
+    ("relu", jax.nn.relu),
+    ("relu", lambda z: jnp.maximum(z, 0)),
+    ("gelu", lambda z: jax.nn.gelu(z, approximate=True)),
+    ("gelu_exact", lambda z: jax.nn.gelu(z, approximate=False)),
+    ("silu", jax.nn.silu),
+    ("silu", lambda z: z * jax.nn.sigmoid(z)),
+    ("sigmoid", jax.nn.sigmoid),
+    ("tanh", jnp.tanh),
+)
+_COMMUTE = ("add", "mul", "max", "min", "add_any")
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """The equations of a function in a graph, by index, and the value that it gives."""
+
+    equations: frozenset[int]
+    output: Any
+
+
+def _cotangent_of(function: Function) -> Function:
+    """The cotangent of a function's argument, of the argument and the cotangent of the result."""
+    return lambda z, ct: jax.vjp(function, z)[1](ct)[0]
+
+
+# Activations whose derivatives are epilogs: name, function, cotangent.
+DIFFERENTIATED: tuple[tuple[ActivationName, Function, Function], ...] = (
+    ("gelu", jax.nn.gelu, _cotangent_of(jax.nn.gelu)),
+    ("relu", jax.nn.relu, _cotangent_of(jax.nn.relu)),
+)
+
+
+class Templates:
+    """Jaxprs of functions of one result, traced once for each type."""
+
+    def __init__(self) -> None:
+        self._traced: dict[Any, jax_compat.Jaxpr | None] = {}
+
+    def find(self, graph: Graph, function: Function, arguments: Sequence[Any]) -> Match | None:
+        """The equations that compute `function` of these values."""
+        avals = tuple(v.aval for v in arguments)
+        key = function, avals
+        if key not in self._traced:
+            self._traced[key] = _flat(function, avals)
+        template = self._traced[key]
+        return None if template is None else unify(graph, template, arguments)
+
+
+def _flat(function: Function, avals: Sequence[Any]) -> jax_compat.Jaxpr | None:
+    try:
+        jaxpr, consts = jax_tracing.trace(lambda *xs: [function(*xs)], avals)
+    except Exception:  # a type that the function does not take
+        return None
+    return None if consts else jax_compat.without_dead_code(jaxpr)
+
+
+def unify(graph: Graph, template: jax_tracing.Jaxpr, arguments: Sequence[Any]) -> Match | None:
+    """The equations of `graph` that `template` is of, with `arguments` for its own."""
+    known: dict[Any, Any] = dict(zip(template.invars, arguments, strict=True))
+    found: list[int] = []
+    for wanted in template.eqns:
+        if _is_constant(wanted, known):
+            known |= dict.fromkeys(wanted.outvars, _Constant(wanted))
+            continue
+        anchor = next(known[v] for v in wanted.invars if _is_value(v, known))
+        near = (i for i in dict.fromkeys(graph.readers(anchor)) if i >= 0 and i not in found)
+        i = next((i for i in near if _is_same(graph.equations[i], wanted, known, graph.made_by)), None)
+        if i is None:
+            return None
+        found.append(i)
+        known |= dict(zip(wanted.outvars, graph.equations[i].outvars, strict=True))
+    (output,) = template.outvars
+    return Match(frozenset(found), known[output]) if found and output in known else None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Constant:
+    """What an equation of literals alone gives: a graph may have it several times."""
+
+    equation: Any
+
+
+def _is_value(v: Any, known: dict[Any, Any]) -> bool:
+    return not jax_tracing.is_literal(v) and not isinstance(known[v], _Constant)
+
+
+def _is_constant(eqn: Any, known: dict[Any, Any]) -> bool:
+    return not any(_is_value(v, known) for v in eqn.invars)
+
+
+# The equation that makes a value, or None.
+Producer = Callable[[Any], Any]
+
+
+def _is_same(eqn: Any, wanted: Any, known: dict[Any, Any], made_by: Producer) -> bool:
+    if eqn.primitive is not wanted.primitive or not _same_params(eqn.params, wanted.params):
+        return False
+    if len(eqn.outvars) != len(wanted.outvars):
+        return False
+    orders = [wanted.invars]
+    if eqn.primitive.name in _COMMUTE:
+        orders.append(wanted.invars[::-1])
+    return any(
+        all(_is_operand(have, want, known, made_by) for have, want in zip(eqn.invars, order, strict=True))
+        for order in orders
+    )
+
+
+def _is_operand(have: Any, want: Any, known: dict[Any, Any], made_by: Producer) -> bool:
+    if jax_tracing.is_literal(want):
+        return (
+            jax_tracing.is_literal(have) and have.aval.dtype == want.aval.dtype and np.array_equal(have.val, want.val)
+        )
+    if jax_tracing.is_literal(have):
+        return False
+    if isinstance(known[want], _Constant):
+        eqn = made_by(have)
+        return eqn is not None and _is_same(eqn, known[want].equation, known, made_by)
+    return known[want] is have
+
+
+def _same_params(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two equations of one primitive do the same. Names, contexts and rules of differentiation do not count."""
+    return one.keys() == other.keys() and all(_same_value(one[key], other[key]) for key in one if key not in _IGNORED)
+
+
+_IGNORED = ("name", "ctx_mesh", "jvp_jaxpr_fun", "jvp", "fwd", "bwd", "fwd_jaxpr_thunk")
+
+
+def _same_value(one: Any, other: Any) -> bool:
+    if jax_tracing.is_jaxpr(one) and jax_tracing.is_jaxpr(other):
+        return _same_jaxpr(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _same_jaxpr(one: Any, other: Any) -> bool:
+    (a, a_consts), (b, b_consts) = jax_tracing.open_jaxpr(one), jax_tracing.open_jaxpr(other)
+    if a_consts or b_consts or len(a.eqns) != len(b.eqns) or [v.aval for v in a.invars] != [v.aval for v in b.invars]:
+        return False
+    known = dict(zip(b.invars, a.invars, strict=True))
+    made_by = Graph(a).made_by
+    for x, y in zip(a.eqns, b.eqns, strict=True):
+        if not _is_same(x, y, known, made_by):
+            return False
+        known |= dict(zip(y.outvars, x.outvars, strict=True))
+    return all(_is_operand(x, y, known, made_by) for x, y in zip(a.outvars, b.outvars, strict=True))

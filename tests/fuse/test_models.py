@@ -1,0 +1,251 @@
+"""Models that know nothing of jaxmp, through `jaxmp.fuse`.
+
+Without these a rewrite could leave a product out, take a wrong operand, type or sharding, add a collective, or quietly
+fuse nothing at all.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+ROWS, ALL_ROWS, COLUMNS, CONTRACTED = (
+    P("data", None, None),
+    P("data", "model", None),
+    P(None, "model"),
+    P("model", None),
+)
+B, S, D, F = 4, 8, 16, 32
+
+
+def mlp(x, w_in, b_in, w_out, b_out):
+    """Two layers, a bias, an activation and a residual."""
+    h = jax.nn.relu(jnp.einsum("bsd,df->bsf", x, w_in) + b_in)
+    return x + (jnp.einsum("bsf,fd->bsd", h, w_out, out_sharding=_of(ROWS)) + b_out)
+
+
+def sequence_parallel(x, w_in, b_in, w_out, b_out):
+    x = _reshard(x, ROWS)
+    return jnp.matmul(jax.nn.gelu(x @ w_in + b_in), w_out, out_sharding=_of(ALL_ROWS)) * 2 + 0 * b_out
+
+
+def gated(x, w_gate, b_in, w_down, b_out):
+    h = jax.nn.silu(x @ w_gate) * (x @ (2 * w_gate))
+    return x + jnp.matmul(h, w_down, out_sharding=_of(ROWS))
+
+
+def attention(x, w_in, b_in, w_out, b_out):
+    """Heads as a dimension of their own, two queries to a key, and a projection that contracts two dimensions."""
+    wq = w_in.reshape(D, 4, 8, out_sharding=_of(P(None, "model", None)))
+    wk = wq[:, ::2] if _MESH[0] is None else jax.lax.slice_in_dim(wq, 0, 4, axis=1)
+    wo = w_out.reshape(4, 8, D, out_sharding=_of(P("model", None, None)))
+    q, k = jnp.einsum("bsd,dhk->bshk", x, wq), jnp.einsum("bsd,dhk->bshk", x, wk)
+    k = k if k.shape == q.shape else jnp.repeat(k, 2, axis=2)
+    weights = jax.nn.softmax(jnp.einsum("bqhk,bshk->bhqs", q, k) / 8)
+    values = jnp.einsum("bhqs,bshk->bqhk", weights, k)
+    return jnp.einsum("bqhk,hkd->bqd", values, wo, out_sharding=_of(ROWS))
+
+
+def fsdp_layers(x, w_in, b_in, w_out, b_out):
+    """A scan over layers whose weights are gathered, with a policy for what is kept."""
+
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable)
+    def layer(x, weights):
+        w_in, w_out = (_reshard(w, P(None, None)) for w in weights)
+        return x + jax.nn.relu(x @ w_in) @ w_out, None
+
+    stacked = jax.tree.map(lambda w: jnp.stack([w, w / 2]), (w_in, w_out))
+    return jax.lax.scan(layer, x, stacked)[0]
+
+
+# The mesh of the running test: None, or a mesh whose axes are explicit or auto.
+_MESH = [None]
+
+
+def _of(spec):
+    return spec if _MESH[0] is not None and AxisType.Explicit in _MESH[0].axis_types else None
+
+
+def _reshard(x, spec):
+    return x if _of(spec) is None else jax.sharding.reshard(x, spec)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """A function with the shardings of x and w_in, and (calls, products left, collectives) of the forward pass and of
+    both passes on explicit axes."""
+
+    function: Callable
+    forward: tuple[int, int, int]
+    both: tuple[int, int, int]
+    x: P = ROWS
+    w_in: P = COLUMNS
+    w_out: P = CONTRACTED
+
+
+MODELS = (
+    Model(mlp, (2, 0, 0), (6, 0, 0)),
+    Model(sequence_parallel, (2, 0, 0), (6, 0, 2), x=ALL_ROWS),
+    Model(gated, (3, 0, 0), (6, 3, 0)),
+    Model(attention, (1, 4, 0), (6, 9, 0)),
+    Model(
+        fsdp_layers,
+        (4, 0, 0),
+        (12, 0, 0),
+        x=P(("data", "model"), None, None),
+        w_in=P(("data", "model"), None),
+        w_out=P(("data", "model"), None),
+    ),
+)
+by_name = pytest.mark.parametrize("model", MODELS, ids=lambda model: model.function.__name__)
+
+
+def operands(model, mesh=None):
+    """Small integers, so that relu's models give the same bits in any order of summation."""
+    rng = np.random.default_rng(0)
+    shapes = {"x": (B, S, D), "w_in": (D, F), "b_in": (F,), "w_out": (F, D), "b_out": (D,)}
+    specs = {"x": model.x, "w_in": model.w_in, "b_in": P(*model.w_in[1:]), "w_out": model.w_out, "b_out": P(None)}
+    arrays = {name: jnp.asarray(rng.integers(-2, 3, shape), jnp.float32) for name, shape in shapes.items()}
+    if mesh is None:
+        return list(arrays.values())
+    return [jax.device_put(x, NamedSharding(mesh, specs[name])) for name, x in arrays.items()]
+
+
+def mesh_of(kind):
+    types = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
+    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(types[kind],) * 2, devices=jax.devices()[:4])
+
+
+@pytest.fixture(autouse=True)
+def promotion_as_users_have_it():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(params=["explicit", "auto", "none"])
+def mesh(request):
+    if request.param == "none":
+        yield None
+        return
+    _MESH[0] = mesh_of(request.param)
+    with jax.set_mesh(_MESH[0]):
+        yield _MESH[0]
+    _MESH[0] = None
+
+
+def gradient(function):
+    """The value, and the gradients of x and both weights."""
+
+    def run(*args):
+        y, pull = jax.vjp(function, *args)
+        return y, pull(jnp.ones_like(y) if _MESH[0] is None else y * 0 + 1)
+
+    return run
+
+
+@by_name
+def test_values_gradients_types_and_collectives(model, mesh):
+    args = operands(model, mesh)
+    plain = gradient(model.function)
+    compiled = jax.jit(plain).lower(*args).compile()
+    want = compiled(*args)
+    for fused in (gradient(jaxmp.fuse(model.function)), jaxmp.fuse(plain)):
+        program = jax.jit(fused).lower(*args).compile()
+        for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(program(*args)), strict=True):
+            assert (w.dtype, w.shape, w.aval.weak_type) == (g.dtype, g.shape, g.aval.weak_type)
+            if _of(P()) is not None:
+                assert jax.typeof(w).sharding == jax.typeof(g).sharding
+            scale = np.abs(w).max() + 1
+            exact = model.function in (mlp, fsdp_layers)
+            np.testing.assert_array_less(np.abs(w - g) / scale, 1e-30 if exact else 2e-6)
+        if mesh is not None and _of(P()) is not None:
+            assert collectives(program) <= collectives(compiled) | {"all-gather"} & gathered(model)
+
+
+def collectives(program):
+    return set(re.findall(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(", program.as_text()))
+
+
+def gathered(model):
+    """What the gradient of a sequence-parallel weight gathers: JAX keeps the gathered rows instead."""
+    return {"all-gather"} if model.function is sequence_parallel else set()
+
+
+@by_name
+def test_what_is_fused(model):
+    _MESH[0] = mesh_of("explicit")
+    try:
+        with jax.set_mesh(_MESH[0]):
+            args = operands(model, _MESH[0])
+            found = jaxmp.explain(jaxmp.fuse(model.function), quiet=True)(*args)
+            assert (found.calls, found.left, found.collectives) == model.forward, str(found)
+            found = jaxmp.explain(jaxmp.fuse(gradient(model.function)), quiet=True)(*args)
+            assert (found.calls, found.left, found.collectives) == model.both, str(found)
+            assert all(row.line.startswith("test_models.py:") for row in found.rows)
+            assert all(row.why.startswith("not fused: ") for row in found.rows if row.operation == "dot_general")
+            found = jaxmp.explain(jaxmp.fuse(gradient(model.function), determinism="batch"), quiet=True)(*args)
+            assert found.left == 0, str(found)
+    finally:
+        _MESH[0] = None
+
+
+def test_the_backward_pass_of_two_layers_is_in_epilogs():
+    """`fuse(grad(f))` finds gelu's derivative behind a product, and keeps gelu's argument in place of its parts."""
+    _MESH[0] = mesh_of("explicit")
+    try:
+        with jax.set_mesh(_MESH[0]):
+            args = operands(MODELS[1], _MESH[0])
+            rows = jaxmp.explain(jaxmp.fuse(gradient(sequence_parallel)), quiet=True)(*args).rows
+    finally:
+        _MESH[0] = None
+    assert [row.epilog for row in rows if row.epilog not in ("", "NONE")] == ["GELU_AUX_BIAS", "BIAS", "DGELU"]
+
+
+# shard_map -------------------------------------------------------------------------------------------------------
+
+
+def _gathers(x, w):
+    return jax.nn.relu(jax.lax.all_gather(x, "x", tiled=True) @ w)
+
+
+def _scatters(x, w):
+    return jax.lax.psum_scatter(x @ w.T, "x", tiled=True, scatter_dimension=0)
+
+
+def _reduces(x, w):
+    return jax.lax.psum(x @ w.T, "x") + 1
+
+
+SHARD_MAPS = {
+    "all_gather": (_gathers, (P("x", None), P(None, "x")), P(None, "x")),
+    "reduce_scatter": (_scatters, (P(None, "x"), P(None, "x")), P("x", None)),
+    "all_reduce": (_reduces, (P(None, "x"), P(None, "x")), P(None, None)),
+}
+
+
+@pytest.mark.parametrize("pattern", SHARD_MAPS)
+def test_inside_shard_map(pattern):
+    body, in_specs, out_specs = SHARD_MAPS[pattern]
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    function = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs)
+    rng = np.random.default_rng(1)
+    x, w = (jnp.asarray(rng.integers(-2, 3, shape), jnp.float32) for shape in ((8, 12), (12, 12)))
+    fused = jaxmp.fuse(function)
+    rows = jaxmp.explain(fused, quiet=True)(x, w).rows
+    assert [row.pattern for row in rows] == [pattern]
+    for f, g in (
+        (function, fused),
+        (gradient(function), gradient(fused)),
+        (gradient(function), jaxmp.fuse(gradient(function))),
+    ):
+        for want, got in zip(jax.tree.leaves(jax.jit(f)(x, w)), jax.tree.leaves(jax.jit(g)(x, w)), strict=True):
+            np.testing.assert_array_equal(want, got)
