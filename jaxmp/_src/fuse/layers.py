@@ -13,6 +13,7 @@ from jaxmp._src.fuse.graph import Graph, Group
 from jaxmp._src.fuse.products import Product
 from jaxmp._src.ops.gated_mlp import gated_mlp
 from jaxmp._src.ops.mlp import mlp
+from jaxmp._src.runtime import jax_tracing
 
 
 def find(graph: Graph, products: Sequence[Product], options: Options) -> list[Group]:
@@ -85,13 +86,13 @@ def _call_mlp(
 def _gated(graph: Graph, hidden: Any, by_result: dict[Any, Product]) -> tuple[Product, Product, int] | None:
     """(gate, up, index of their product) where `hidden` is act(gate) * up of one x."""
     eqn = graph.made_by(hidden)
-    if eqn is None or eqn.primitive.name != "mul" or len(set(eqn.invars)) != 2:
+    if eqn is None or eqn.primitive.name != "mul" or any(map(jax_tracing.is_literal, eqn.invars)):
         return None
     parts = [by_result.get(v) for v in eqn.invars]
     if any(part is None or not _is_layer(part) or graph.only_reader(part.result) is None for part in parts):
         return None
     gate, up = sorted((part for part in parts if part is not None), key=lambda part: not part.activation)
-    if not gate.activation or up.activation or gate.x.value is not up.x.value:
+    if gate is up or not gate.activation or up.activation or gate.x.value is not up.x.value:
         return None
     return (gate, up, graph.producer[hidden])
 

@@ -1,0 +1,240 @@
+"""What `jaxmp.fuse` enters, composes with, leaves alone and refuses."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+X = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (6, 4)), jnp.float32)
+W = jnp.asarray(np.random.default_rng(1).integers(-2, 3, (4, 4)), jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def promotion_as_users_have_it():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@jax.custom_vjp
+def doubled_gradient(x, w):
+    return jax.nn.relu(x @ w)
+
+
+doubled_gradient.defvjp(
+    lambda x, w: (doubled_gradient(x, w), (x, w)), lambda kept, g: (2 * g @ kept[1].T, 2 * kept[0].T @ g)
+)
+
+
+@jax.custom_jvp
+def tripled_tangent(x, w):
+    return jax.nn.relu(x @ w)
+
+
+@tripled_tangent.defjvp
+def _tripled_tangent_jvp_rule(primals, tangents):
+    return tripled_tangent(*primals), 3 * (tangents[0] @ primals[1])
+
+
+def layer(x, w):
+    return jax.nn.relu(x @ w)
+
+
+def with_scan(x, w):
+    return lax.scan(lambda c, s: (layer(c, w) * s, c.sum()), x, jnp.ones(3), reverse=True)
+
+
+def with_while(x, w):
+    return lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, layer(s[1], w)), (0, x))[1]
+
+
+def with_cond(x, w):
+    return lax.switch(jnp.int32(1), [lambda x: x, lambda x: layer(x, w), lambda x: -x], x)
+
+
+PROGRAMS = {
+    "jit": lambda x, w: jax.jit(layer)(jax.jit(layer)(x, w), w),
+    "scan": with_scan,
+    "while": with_while,
+    "cond": with_cond,
+    "remat": lambda x, w: jax.checkpoint(layer)(x, w),
+    "policy": lambda x, w: jax.checkpoint(layer, policy=jax.checkpoint_policies.dots_saveable)(x, w),
+    "custom_vjp": doubled_gradient,
+    "custom_jvp": tripled_tangent,
+    "vmap": lambda x, w: jax.vmap(lambda row: jax.nn.relu(row @ w))(x),
+    "dict": lambda x, w: {"y": [layer(x, w)], "n": x.shape[0]},
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_is_entered(name):
+    """The product inside is fused, and values and gradients keep their bits and types."""
+    program = PROGRAMS[name]
+    found = jaxmp.explain(jaxmp.fuse(program), quiet=True)(X, W)
+    assert (found.calls > 0, found.left) == (True, 0), str(found)
+    want, got = jax.jit(program)(X, W), jax.jit(jaxmp.fuse(program))(X, W)
+    assert jax.tree.structure(want) == jax.tree.structure(got)
+    jax.tree.map(np.testing.assert_array_equal, want, got)
+    if name == "while":  # has no reverse mode
+        return
+
+    def total(f):
+        return lambda x, w: sum(jnp.sum(leaf) for leaf in jax.tree.leaves(f(x, w)))
+
+    want = jax.grad(total(program), argnums=(0, 1))(X, W)
+    for f in (
+        jax.grad(total(jaxmp.fuse(program)), argnums=(0, 1)),
+        jaxmp.fuse(jax.grad(total(program), argnums=(0, 1))),
+    ):
+        for w, g in zip(want, f(X, W), strict=True):
+            np.testing.assert_array_equal(w, g)
+
+
+def test_a_jitted_layer_is_rewritten_and_compiled_once():
+    jitted = jax.jit(layer)
+
+    def model(x, w):
+        for _ in range(6):
+            x = jitted(x, w)
+        return x
+
+    text = jax.jit(jaxmp.fuse(model)).lower(X, W).as_text()
+    assert text.count("func.func private @layer") == 1
+    assert text.count("call @layer") == 6
+
+
+def test_a_policy_keeps_what_it_keeps_of_dot_general():
+    """jaxmp's products count as the dot_general that they replace."""
+
+    for policy in (jax.checkpoint_policies.dots_with_no_batch_dims_saveable, jax.checkpoint_policies.nothing_saveable):
+
+        def model(x, w, policy=policy):
+            return jax.checkpoint(lambda x, w: jnp.sin(layer(x, w)), policy=policy)(x, w)
+
+        def total(x, w, f):
+            return f(x, w).sum()
+
+        plain, fused = (
+            jax.value_and_grad(functools.partial(total, f=f), argnums=(0, 1)) for f in (model, jaxmp.fuse(model))
+        )
+        found = jaxmp.explain(fused, quiet=True)(X, W)
+        assert found.calls + found.left == str(jax.make_jaxpr(plain)(X, W)).count("dot_general"), str(found)
+
+
+def test_composes_with_jvp_vmap_and_closed_over_tracers():
+    fused = jaxmp.fuse(layer)
+    for w, g in zip(jax.jvp(layer, (X, W), (X, W)), jax.jvp(fused, (X, W), (X, W)), strict=True):
+        np.testing.assert_array_equal(w, g)
+    batch = jnp.stack([X, -X])
+    np.testing.assert_array_equal(jax.vmap(layer, (0, None))(batch, W), jax.vmap(fused, (0, None))(batch, W))
+
+    def closing(w):
+        return jaxmp.fuse(lambda x: layer(x, w))(X).sum()
+
+    np.testing.assert_array_equal(jax.grad(lambda w: layer(X, w).sum())(W), jax.grad(closing)(W))
+
+
+def test_static_arguments_and_functions_without_products():
+    def scaled(x, by, *, twice=False):
+        return (x * by) @ W * (2 if twice else 1)
+
+    np.testing.assert_array_equal(jaxmp.fuse(scaled)(X, 3, twice=True), scaled(X, 3, twice=True))
+    assert jaxmp.fuse(lambda: jnp.ones(3))().tolist() == [1, 1, 1]
+    key = jax.random.key(0)
+    drawn = jaxmp.fuse(lambda key: jax.random.normal(key, (2, 2)))(key)
+    np.testing.assert_array_equal(drawn, jax.random.normal(key, (2, 2)))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bool", "uint8", "complex64", "float16"])
+def test_types_stay_what_they_are(dtype):
+    x, w = (jnp.abs(m).astype(dtype) for m in (X, W))
+    want, got = (f(x, w) for f in (jnp.matmul, jaxmp.fuse(jnp.matmul)))
+    assert jax.typeof(want) == jax.typeof(got)
+    np.testing.assert_array_equal(want, got)
+
+
+@pytest.mark.parametrize(
+    "shapes", [((0, 4), (4, 3)), ((3, 0), (0, 4)), ((1, 1), (1, 1)), ((2, 3, 4), (4,)), ((4,), (4, 5))]
+)
+def test_odd_shapes(shapes):
+    x, w = (jnp.ones(shape) for shape in shapes)
+
+    def model(x, w):
+        return jax.nn.gelu(x @ w) + 1
+
+    want, got = model(x, w), jaxmp.fuse(model)(x, w)
+    assert jax.typeof(want) == jax.typeof(got)
+    np.testing.assert_allclose(want, got, rtol=1e-6)
+
+
+def test_what_fn_refuses_is_still_refused():
+    with pytest.raises(TypeError, match="dot_general requires contracting dimensions to have the same shape"):
+        jaxmp.fuse(jnp.matmul)(X, X)
+
+
+def test_bad_input():
+    with pytest.raises(TypeError, match=r"fuse: takes a function, got ArrayImpl; write fuse\(fn\)\(\*args\)"):
+        jaxmp.fuse(X)
+    with pytest.raises(ValueError, match=r"fuse: determinism must be one of .*, got 'typo'"):
+        jaxmp.fuse(layer, determinism="typo")
+    with pytest.raises(ValueError, match=r"fuse: implementation must be one of .*, got 'gpu'"):
+        jaxmp.fuse(layer, implementation="gpu")
+
+
+def test_options():
+    def model(x, w):
+        return jax.nn.gelu(x @ w)
+
+    rows = {
+        name: jaxmp.explain(jaxmp.fuse(model, **options), quiet=True)(X, W).rows
+        for name, options in {
+            "plain": {},
+            "no epilogs": {"epilogs": False},
+            "batch": {"determinism": "batch"},
+            "xla": {"implementation": "xla"},
+        }.items()
+    }
+    assert [row.epilog for row in rows["plain"]] == ["GELU"]
+    assert [row.operation for row in rows["no epilogs"]] == ["dot_general"]
+    assert [row.determinism for row in rows["batch"]] == ["batch"]
+    assert [row.implementation for row in rows["xla"]] == ["xla"]
+
+
+def test_topology_gives_a_model_the_same_bits_on_every_mesh():
+    """Products of matrices, of heads and of batches, and their gradients; relu's values are exact."""
+    rng = np.random.default_rng(2)
+    arrays = {"x": (8, 6, 16), "wq": (16, 4, 8), "wo": (4, 8, 16), "w": (16, 32)}
+    specs = {
+        "x": P("data", None, None),
+        "wq": P(None, "model", None),
+        "wo": P("model", None, None),
+        "w": P(None, "model"),
+    }
+    values = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in arrays.items()}
+
+    def model(x, wq, wo, w, of=lambda spec: None):
+        q = jnp.einsum("bsd,dhk->bshk", x, wq)
+        mixed = jax.nn.relu(jnp.einsum("bshk,bthk->bhst", q, q))
+        values = jnp.einsum("bhst,bthk->bshk", mixed, q)
+        return jax.nn.relu(jnp.einsum("bshk,hkd->bsd", values, wo, out_sharding=of(P("data", None, None))) @ w)
+
+    def run(sizes):
+        mesh = jax.make_mesh(
+            sizes, ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[: sizes[0] * sizes[1]]
+        )
+        with jax.set_mesh(mesh):
+            placed = [jax.device_put(values[n], NamedSharding(mesh, specs[n])) for n in arrays]
+            fused = jaxmp.fuse(functools.partial(model, of=lambda spec: spec), determinism="topology")
+            y, pull = jax.jit(lambda *args: jax.vjp(fused, *args))(*placed)
+            return [np.asarray(leaf) for leaf in (y, *jax.jit(pull)(y))]
+
+    one = run((1, 1))
+    for sizes in ((1, 2), (2, 1), (2, 2)):
+        for w, g in zip(one, run(sizes), strict=True):
+            np.testing.assert_array_equal(w, g)
