@@ -95,8 +95,8 @@ class Model:
 MODELS = (
     Model(mlp, (2, 0, 0), (6, 0, 0)),
     Model(sequence_parallel, (2, 0, 0), (6, 0, 2), x=ALL_ROWS),
-    Model(gated, (3, 0, 0), (6, 3, 0)),
-    Model(attention, (1, 4, 0), (6, 9, 0)),
+    Model(gated, (3, 0, 0), (9, 0, 0)),
+    Model(attention, (3, 2, 0), (9, 6, 0)),
     Model(
         fsdp_layers,
         (4, 0, 0),

@@ -102,25 +102,20 @@ class Product:
 
     @property
     def communicates(self) -> bool:
-        """Whether ranks exchange anything for it, by the shardings or by collectives."""
+        """Whether ranks exchange anything for it or for its gradients, by the shardings or by collectives."""
         if self.collective is not None or self.lhs.gather or self.rhs.gather:
             return True
-        return self.lhs.is_resharded or self.rhs.is_resharded or self.is_resharded or _is_split(self)
+        if self.lhs.is_resharded or self.rhs.is_resharded or self.is_resharded:
+            return True
+        # Of an operand that the ranks share, the gradient is summed over them, in the call that it becomes.
+        return not self.lhs.batch and _is_shared(self.lhs.value.aval, self.rhs.value.aval)
 
 
-def _is_split(product: Product) -> bool:
-    """Whether, on explicit axes, a contraction is sharded or the result lies otherwise than the operands do."""
-    specs = [_axes(x.value.aval) for x in (product.lhs, product.rhs)]
-    if not any(any(spec) for spec in specs):
-        return False
-    if any(spec[i] for spec, x in zip(specs, (product.lhs, product.rhs), strict=True) for i in x.contract):
-        return True
-    batches = ([spec[i] for i in x.batch] for spec, x in zip(specs, (product.lhs, product.rhs), strict=True))
-    batch = [a or b for a, b in zip(*batches, strict=True)]
-    free = [[spec[i] for i in x.free] for spec, x in zip(specs, (product.lhs, product.rhs), strict=True)]
-    if product.is_swapped:
-        free.reverse()
-    return tuple(batch + free[0] + free[1]) != _axes(product.result.aval)
+def _is_shared(a: Any, b: Any) -> bool:
+    """Whether ranks hold parts of one operand that others have whole, or of the contraction."""
+    if jax_tracing.manual_axes():
+        return jax_compat.varying_axes(a) != jax_compat.varying_axes(b)
+    return any(any(_axes(aval)) for aval in (a, b) if is_explicit(aval))
 
 
 def _axes(aval: Any) -> tuple[tuple[str, ...], ...]:

@@ -22,8 +22,8 @@ from jaxmp._src.spec.options import ActivationName
 # Why a product stays JAX's: part of its name stack, where `explain` reads it.
 SCOPE = "jaxmp_left_"
 REASONS = {
-    "local": "it communicates nothing, and XLA's own product is as fast",
-    "batch": "it has a batch and communicates nothing",
+    "local": "no rank shares an operand with another, and XLA's own product is as fast",
+    "batch": "it has a batch, of which each rank has its own part",
     "gathered": "its gathered operand is needed elsewhere too, so the gather stays, and the product is local",
     "type": "its types have no kernel of jaxmp's",
     "inner": "it is within an operation that is left as it is",

@@ -84,9 +84,7 @@ def dots_saveable(primitive: jax_compat.Primitive, *args: Any, **params: Any) ->
     return is_ours or bool(jax.checkpoint_policies.dots_saveable(primitive, *args, **params))
 
 
-def saves_products(
-    policy: Callable[..., Any], primitive: jax_compat.Primitive, *args: Any, **params: Any
-) -> Any:
+def saves_products(policy: Callable[..., Any], primitive: jax_compat.Primitive, *args: Any, **params: Any) -> Any:
     """What a policy for `jax.checkpoint` says, where jaxmp's products count as the `lax.dot_general` in whose place
     they stand."""
     if primitive not in (*BATCHED, *BATCHED.values(), activated_matmul_p):
