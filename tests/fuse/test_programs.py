@@ -178,6 +178,16 @@ def test_what_fn_refuses_is_still_refused():
         jaxmp.fuse(jnp.matmul)(X, X)
 
 
+def test_a_program_that_cannot_be_read_runs_as_it_is(monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("unforeseen")
+
+    monkeypatch.setattr("jaxmp._src.fuse.products.find", fail)
+    with pytest.warns(RuntimeWarning, match=r"fuse: leaves a part of the program as it is.*unforeseen.*report it"):
+        got = jaxmp.fuse(layer)(X, W)
+    np.testing.assert_array_equal(got, layer(X, W))
+
+
 def test_bad_input():
     with pytest.raises(TypeError, match=r"fuse: takes a function, got ArrayImpl; write fuse\(fn\)\(\*args\)"):
         jaxmp.fuse(X)

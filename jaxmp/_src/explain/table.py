@@ -29,7 +29,8 @@ class Explanation:
       calls, collectives: how many calls and how many collectives beside them the program runs, on each rank.
       left: how many products of a function that `jaxmp.fuse` has rewritten stay JAX's; each has a row with the reason.
       flops: floating-point operations of all of them, on all devices together.
-      bytes_moved: bytes that one rank reads from its peers in all.
+      bytes_moved, bytes_in_calls: bytes that one rank reads from its peers in all, and those that calls read, which
+        overlap them with their products.
     """
 
     rows: tuple[Row, ...]
@@ -42,6 +43,10 @@ class Explanation:
     @property
     def collectives(self) -> int:
         return sum(row.count for row in self.rows if not _is_product(row))
+
+    @property
+    def bytes_in_calls(self) -> int:
+        return sum(row.count * row.bytes_moved for row in self.rows if _is_call(row))
 
     @property
     def left(self) -> int:
@@ -80,6 +85,8 @@ class Explanation:
         counts = [_count(self.calls, "call"), *([_count(self.collectives, "collective")] if self.collectives else [])]
         moved = _in_units(self.bytes_moved, 1e6)
         moved = f", {moved} MB moved by each device" if moved else ""
+        if moved and self.collectives:
+            moved += f", {_in_units(self.bytes_in_calls, 1e6) or 0} of it inside of calls"
         counts += [f"{self.calls} of {self.calls + self.left} products fused"] if self.left else []
         return f"{', '.join(counts)}, {_in_units(self.flops, 1e9) or 0} Gflop on all devices together{moved}"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,7 +55,7 @@ class Rewriter:
             return v.val if jax_tracing.is_literal(v) else values[v]
 
         graph = Graph(jaxpr)
-        groups, left = self._groups(graph)
+        groups, left = self._safe_groups(graph)
         for step in schedule(graph, groups, jaxpr.outvars):
             if isinstance(step, Group):
                 values |= zip(step.outputs, self._group(graph, step, read), strict=True)
@@ -100,6 +101,18 @@ class Rewriter:
         return self._functions[key]
 
     # ---- what is replaced
+
+    def _safe_groups(self, graph: Graph) -> tuple[list[Group], dict[int, str]]:
+        """`_groups`; a program that it cannot read stays as it is, and runs."""
+        try:
+            return self._groups(graph)
+        except Exception as error:
+            warnings.warn(
+                f"fuse: leaves a part of the program as it is, which it could not read ({error!r}); please report it",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return [], dict.fromkeys(range(len(graph.equations)), "refused")
 
     def _groups(self, graph: Graph) -> tuple[list[Group], dict[int, str]]:
         """(what is replaced, why the other products are not, by index)."""
