@@ -140,6 +140,25 @@ def test_composes_with_jvp_vmap_and_closed_over_tracers():
     np.testing.assert_array_equal(jax.grad(lambda w: layer(X, w).sum())(W), jax.grad(closing)(W))
 
 
+def test_what_only_looks_like_a_pattern_keeps_its_value():
+    """Almost a relu, almost a gelu, and a scatter of columns."""
+
+    def almost_relu(x, w):
+        return jnp.maximum(x @ w, 1)
+
+    def almost_gelu(x, w):
+        z = x @ w
+        return 0.5 * z * (1 + jnp.tanh(0.79 * (z + 0.05 * z**3)))
+
+    def scatters_columns(x, w):
+        return lax.psum_scatter(x @ w, "x", tiled=True, scatter_dimension=1)
+
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    specs = {"in_specs": (P(None, "x"), P("x", None)), "out_specs": P(None, "x")}
+    for model in (almost_relu, almost_gelu, jax.shard_map(scatters_columns, mesh=mesh, **specs)):
+        np.testing.assert_allclose(jaxmp.fuse(model)(X, W), model(X, W), rtol=1e-6, atol=1e-6)
+
+
 def test_static_arguments_and_functions_without_products():
     def scaled(x, by, *, twice=False):
         return (x * by) @ W * (2 if twice else 1)
