@@ -221,8 +221,9 @@ class Rewriter:
             with jax_tracing.traced_as(eqn), jax.named_scope(SCOPE + why):
                 return jax_tracing.evaluate(eqn, operands)
         if not control_flow.has_products(eqn):
+            is_plain = not eqn.effects and not any(True for _ in jax_compat.subjaxprs(eqn.params))
             with jax_tracing.traced_as(eqn):
-                return jax_tracing.evaluate(eqn, operands)
+                return (jax_tracing.evaluate_cached if is_plain else jax_tracing.evaluate)(eqn, operands)
         with jax_tracing.traced_as(eqn):
             try:
                 return control_flow.evaluate(self, eqn, operands)

@@ -144,13 +144,6 @@ def without_dead_code(jaxpr: Jaxpr) -> Jaxpr:
     return _pe.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
-def bind_equation(eqn: _core.JaxprEqn, operands: Sequence[Any]) -> list[Any]:
-    """The results of one equation of a jaxpr, of other operands; under `jit` they are traced."""
-    with eqn.ctx.manager:
-        results = eqn.primitive.bind(*operands, **eqn.primitive.get_bind_params(eqn.params))
-    return list(results) if eqn.primitive.multiple_results else [results]
-
-
 def scan_counts(eqn: _core.JaxprEqn) -> tuple[int, int]:
     """(constants, carried values) among the operands of a scan, ahead of what it scans over."""
     if "ft_in" not in eqn.params:  # JAX before 0.12
@@ -388,7 +381,6 @@ __all__ = [
     "ambient_mesh",
     "backend_exists",
     "batching",
-    "bind_equation",
     "cache_in_context",
     "default_platform",
     "detect_processes",

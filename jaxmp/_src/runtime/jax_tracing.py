@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax._src import api_util as _api_util
 from jax._src import core as _core
 from jax._src import linear_util as _lu
 from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.named_sharding import UnspecifiedValue as _UnspecifiedValue
+from jax._src.state.types import AbstractRef as _AbstractRef
 
 Jaxpr = _core.Jaxpr
 
@@ -71,6 +74,49 @@ def evaluate(eqn: _core.JaxprEqn, operands: Sequence[Any], **params: Any) -> Seq
     return results if eqn.primitive.multiple_results else [results]
 
 
+def evaluate_cached(eqn: _core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
+    """The results of an equation, through a jitted function that equal equations share.
+
+    JAX differentiates an operation of `jax.numpy` once for each type, since it is jitted, and a bare equation anew.
+    """
+    try:
+        literals = tuple((i, _Constant(v)) for i, v in enumerate(eqn.invars) if isinstance(v, _core.Literal))
+        run = _jitted(eqn.primitive, tuple(sorted(eqn.params.items())), literals, len(eqn.invars))
+    except TypeError:  # parameters without a hash
+        return evaluate(eqn, operands)
+    results = run(*(x for x, v in zip(operands, eqn.invars, strict=True) if not isinstance(v, _core.Literal)))
+    return results if eqn.primitive.multiple_results else [results]
+
+
+class _Constant:
+    """A literal that compares by its type and value."""
+
+    def __init__(self, literal: _core.Literal) -> None:
+        aval: Any = literal.aval
+        self.value = literal.val
+        self._key = aval.str_short(), aval.weak_type, np.asarray(literal.val).tobytes()
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Constant) and self._key == other._key
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted(
+    primitive: Any, params: tuple[tuple[str, Any], ...], literals: tuple[tuple[int, _Constant], ...], count: int
+) -> Callable[..., Any]:
+    constants = {i: constant.value for i, constant in literals}
+
+    def run(*operands: Any) -> Any:
+        rest = iter(operands)
+        given = [constants[i] if i in constants else next(rest) for i in range(count)]
+        return primitive.bind(*given, **dict(params))
+
+    return jax.jit(run, inline=True)
+
+
 def evaluate_with_body(eqn: _core.JaxprEqn, operands: Sequence[Any], body: Callable[..., Any]) -> Sequence[Any]:
     """The results of a `custom_jvp_call` or `custom_vjp_call` that computes `body`; its rules stay."""
     bound = eqn.primitive.get_bind_params(eqn.params)
@@ -78,3 +124,8 @@ def evaluate_with_body(eqn: _core.JaxprEqn, operands: Sequence[Any], body: Calla
     bound["subfuns"] = (_lu.wrap_init(body, debug_info=first.debug_info), *rules)
     results: Sequence[Any] = eqn.primitive.bind(*operands, **bound)
     return results
+
+
+def is_mutable(aval: Any) -> bool:
+    """Whether this is the type of a mutable array, `jax.new_ref`."""
+    return isinstance(aval, _AbstractRef)
