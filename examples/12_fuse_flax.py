@@ -109,7 +109,8 @@ def main():
         order = np.random.default_rng(1).permutation(np.resize(np.arange(len(x_train)), BATCH * STEPS))
         rows = NamedSharding(mesh, ALL_ROWS)
         batches = [
-            (jax.device_put(x_train[i], rows), jax.device_put(labels_train[i], rows)) for i in order.reshape(STEPS, BATCH)
+            tuple(jax.device_put(values[i], rows) for values in (x_train, labels_train))
+            for i in order.reshape(STEPS, BATCH)
         ]
         plain = functools.partial(loss_of, graph)
         fused = jaxmp.fuse(plain)

@@ -3,6 +3,8 @@
 import importlib.metadata as _metadata
 
 from jaxmp import distributed, quantize, reference
+from jaxmp._src.audit.audit import audit
+from jaxmp._src.audit.table import Audit
 from jaxmp._src.explain.explain import explain
 from jaxmp._src.explain.table import Explanation
 from jaxmp._src.fuse.fuse import fuse
@@ -35,6 +37,7 @@ from jaxmp.distributed import DistributedError
 __version__ = _metadata.version("jaxmp")
 
 __all__ = [
+    "Audit",
     "BlockCyclic",
     "BlockCyclicArray",
     "CommOptions",
@@ -43,6 +46,7 @@ __all__ = [
     "Explanation",
     "Scaling",
     "all_gather_matmul",
+    "audit",
     "block_matmul",
     "distributed",
     "dot_general",

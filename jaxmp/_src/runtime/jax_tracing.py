@@ -93,8 +93,9 @@ class _Constant:
 
     def __init__(self, literal: _core.Literal) -> None:
         aval: Any = literal.aval
-        self.value = literal.val
-        self._key = aval.str_short(), aval.weak_type, np.asarray(literal.val).tobytes()
+        value = np.asarray(literal.val)  # an array may belong to another mesh
+        self.value = value.item() if aval.weak_type else value
+        self._key = aval.str_short(), aval.weak_type, value.tobytes()
 
     def __hash__(self) -> int:
         return hash(self._key)

@@ -1,0 +1,1 @@
+"""Which operation of a program gives other bits in another batch or on another mesh."""

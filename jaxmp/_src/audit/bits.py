@@ -1,0 +1,125 @@
+"""Arrays as bits on the host: how they get there and back, and how far apart two of them are."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxmp._src.runtime.bitwise import bits_of
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How two arrays of one type differ.
+
+    Attributes:
+      differing, elements: how many elements have other bits, and how many there are.
+      ulps: the largest distance in units in the last place: how many numbers of the type lie between two elements,
+        plus one. Of integers it is the distance itself. Elements of which one is NaN are left out.
+      absolute: the largest absolute difference; inf where one element of a pair is NaN.
+    """
+
+    differing: int
+    elements: int
+    ulps: int
+    absolute: float
+
+    def merge(self, other: Difference) -> Difference:
+        """The worse of two."""
+        worse = max(self, other, key=lambda one: one.differing / max(one.elements, 1))
+        return dataclasses.replace(worse, ulps=max(self.ulps, other.ulps), absolute=max(self.absolute, other.absolute))
+
+
+def is_key(x: Any) -> bool:
+    """Whether these are random keys, which have no bits of their own on the host."""
+    return bool(hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jax.dtypes.prng_key))
+
+
+def pull(x: Any) -> np.ndarray:
+    """A copy on the host; of random keys their data, which has further dimensions behind."""
+    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
+
+
+def push(host: np.ndarray, like: Any, *, leading: int = 0) -> Any:
+    """`host` on the devices of the array `like`, sharded as that is.
+
+    `leading`: how many dimensions it has in front beyond those of `like`, or, below zero, has not.
+    """
+    if is_key(like):
+        return jax.random.wrap_key_data(jnp.asarray(host), impl=jax.random.key_impl(like))
+    sharding = getattr(like, "sharding", None)
+    if sharding is None or not like.committed:
+        return jnp.asarray(host)
+    if leading:
+        sharding = _with_dimensions(sharding, like.ndim, leading)
+    return jax.device_put(host, sharding)
+
+
+def _with_dimensions(sharding: Any, ndim: int, leading: int) -> Any:
+    """A sharding of `ndim` dimensions for arrays with more or less dimensions in front."""
+    if not isinstance(sharding, NamedSharding):
+        return jax.sharding.SingleDeviceSharding(min(sharding.device_set, key=lambda device: device.id))
+    spec = [None] * max(leading, 0) + [*sharding.spec, *[None] * (ndim - len(sharding.spec))][max(-leading, 0) :]
+    return NamedSharding(sharding.mesh, PartitionSpec(*spec))
+
+
+def difference(actual: Any, expected: np.ndarray) -> Difference | None:
+    """How an array differs from what it should be, on every device that holds a part or a copy of it; None if not."""
+    shards = [] if is_key(actual) else getattr(actual, "addressable_shards", [])
+    if len(shards) <= 1:
+        return _difference(pull(actual), expected)
+    found = [one for one in (_difference(np.asarray(s.data), expected[s.index]) for s in shards) if one is not None]
+    if not found:
+        return None
+    whole = _difference(np.asarray(actual), expected) or found[0]
+    for one in found:
+        whole = dataclasses.replace(
+            whole, ulps=max(whole.ulps, one.ulps), absolute=max(whole.absolute, one.absolute), elements=expected.size
+        )
+    return whole
+
+
+def _difference(actual: np.ndarray, expected: np.ndarray) -> Difference | None:
+    if actual.shape != expected.shape or actual.dtype != expected.dtype:
+        raise AssertionError(f"{actual.dtype}{actual.shape} beside {expected.dtype}{expected.shape}")
+    differs = (bits_of(actual) != bits_of(expected)).any(axis=-1)
+    if not differs.any():
+        return None
+    have, want = actual[differs], expected[differs]
+    return Difference(int(differs.sum()), actual.size, _largest_ulps(have, want), _largest_absolute(have, want))
+
+
+def _largest_ulps(have: np.ndarray, want: np.ndarray) -> int:
+    if have.dtype == bool:
+        return 1
+    if jnp.issubdtype(have.dtype, jnp.integer):
+        return int(np.max(np.abs(have.astype(object) - want.astype(object))))
+    numbers = ~(_is_nan(have) | _is_nan(want))
+    a, b = _places(have[numbers]), _places(want[numbers])
+    return int(np.max(np.maximum(a, b) - np.minimum(a, b), initial=0))
+
+
+def _places(x: np.ndarray) -> np.ndarray:
+    """The place of each real number among those of its type, -0 just below 0: its bits, in an order that ascends."""
+    bits = bits_of(x)
+    sign = bits.dtype.type(1 << (8 * bits.dtype.itemsize - 1))
+    return np.where(bits & sign, ~bits, bits | sign)
+
+
+def _largest_absolute(have: np.ndarray, want: np.ndarray) -> float:
+    wide: Any = np.complex128 if np.iscomplexobj(have) else np.float64
+    have, want = have.astype(wide), want.astype(wide)
+    with np.errstate(all="ignore"):
+        apart = np.abs(have - want)
+    apart = np.where(have == want, 0.0, apart)  # infinities
+    apart = np.where(np.isnan(have) & np.isnan(want), 0.0, apart)
+    return float(np.max(np.where(np.isnan(apart), np.inf, apart)))
+
+
+def _is_nan(x: np.ndarray) -> np.ndarray:
+    return np.asarray(np.isnan(x.astype(np.complex128 if np.iscomplexobj(x) else np.float64)))

@@ -1,0 +1,145 @@
+"""What `audit` returns, and how it is shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import html
+from collections.abc import Callable, Mapping, Sequence
+
+from jaxmp._src.audit.bits import Difference
+from jaxmp._src.audit.report import Output, Row, Uncompared
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Audit:
+    """The operations of a program that give other bits in a variant; `str` gives the table, and notebooks show it.
+
+    The table has, per operation, the line of the program; the primitive; the shapes of its inputs and of its output,
+    and their type; the variants in which it differs, and how often of how many times it ran; how many elements differ,
+    at worst; the largest distance in units in the last place, and absolutely; and what to do.
+
+    Attributes:
+      vary: "batch" or "mesh".
+      reference, variants: what was compared: "64 rows" with ("1 row", "32 rows", "67 rows").
+      rows: a row for each operation that differs, in the order of the program.
+      uncompared: the operations that could not be compared, and why.
+      outputs: the outputs of the whole program, compiled in one piece, that differ.
+      compared: how many operations were compared; those of one line and one shape count once.
+    """
+
+    vary: str
+    reference: str
+    variants: tuple[str, ...]
+    rows: tuple[Row, ...]
+    uncompared: tuple[Uncompared, ...]
+    outputs: tuple[Output, ...]
+    compared: int
+
+    def __str__(self) -> str:
+        lines = []
+        if self.rows:
+            table = _table(self.rows)
+            widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+            lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
+        return "\n".join([*lines, self._total(), "", *self._notes()])
+
+    def __repr__(self) -> str:
+        return f"Audit({self._counts()}, vary={self.vary!r})"
+
+    def _repr_html_(self) -> str:
+        """The table for notebooks."""
+        rows = []
+        if self.rows:
+            head, *body = ([html.escape(cell) for cell in cells] for cells in _table(self.rows))
+            rows = ["<tr><th>" + "</th><th>".join(head) + "</th></tr>"]
+            rows += ["<tr><td>" + "</td><td>".join(cells) + "</td></tr>" for cells in body]
+        notes = "<br>".join(map(html.escape, [self._total(), *self._notes()]))
+        return f"<table>{''.join(rows)}</table><p>{notes}</p>" if rows else f"<p>{notes}</p>"
+
+    def _counts(self) -> str:
+        return f"{len(self.rows)} of {self.compared} operations differ"
+
+    def _total(self) -> str:
+        return f"total: {self._counts()}; {self.reference} compared with {', '.join(self.variants)}"
+
+    def _notes(self) -> list[str]:
+        """What to do, once for all rows that are alike; what was not compared; and the whole program."""
+        notes = []
+        settled = [row for row in self.rows if row.settled_by]
+        if settled:
+            lines = _places(settled)
+            notes.append(f"jaxmp.fuse(fn, {settled[0].settled_by}) settles the products: {lines}")
+        advice: dict[tuple[str, str], list[Row]] = {}
+        for row in self.rows:
+            if not row.settled_by:
+                advice.setdefault((row.kind, row.advice), []).append(row)
+        notes += [f"{kind}: {text}: {_places(rows)}" for (kind, text), rows in advice.items()]
+        reasons: dict[str, list[Uncompared]] = {}
+        for one in self.uncompared:
+            reasons.setdefault(one.why, []).append(one)
+        notes += [f"not compared, {why}: {_places(ones)}" for why, ones in reasons.items()]
+        return [*notes, self._whole()]
+
+    def _whole(self) -> str:
+        if not self.outputs:
+            return "whole program: no output that can be compared differs"
+        worst = functools.reduce(Difference.merge, (output.difference for output in self.outputs))
+        names = dict.fromkeys(output.name or "the output" for output in self.outputs)
+        shown = ", ".join([*list(names)[:_SHOWN], *([f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else [])])
+        text = f"whole program: {shown} differ{'s' * (len(names) == 1)}, by up to {_apart(worst)}"
+        if not self.rows:
+            text += _FUSED
+        return text
+
+
+_FUSED = (
+    "; no operation alone does, so XLA compiles them otherwise together: which it fuses, and how, depends on the shapes"
+    " of a device. On CPUs it hands some fused sums and softmaxes to YNNPACK, which compiler_options="
+    '{"xla_cpu_experimental_ynn_fusion_type": ""} of jax.jit, and of audit, prevents'
+)
+# Of lines and outputs a note names so many.
+_SHOWN = 8
+
+
+def _places(found: Sequence[Row | Uncompared]) -> str:
+    """The operations with their lines, the first few of them."""
+    names = list(dict.fromkeys(f"{one.operation} {one.line}" for one in found))
+    return ", ".join([*names[:_SHOWN], *([f"{len(names) - _SHOWN} more"] if len(names) > _SHOWN else [])])
+
+
+def _apart(difference: Difference) -> str:
+    ulps = f"{difference.ulps} ulp{'s' * (difference.ulps != 1)}"
+    return f"{ulps} ({difference.absolute:.2g})"
+
+
+def _shapes(row: Row) -> str:
+    *inputs, output = (("x".join(map(str, shape)) or "()") for shape in row.shapes)
+    return f"{', '.join(inputs)} -> {output}"
+
+
+def _dtype(row: Row) -> str:
+    return functools.reduce(lambda name, pair: name.replace(*pair), _SHORT, row.dtypes[-1])
+
+
+def _remedy(row: Row) -> str:
+    return f"fuse({row.settled_by})" if row.settled_by else f"{row.kind}, see below"
+
+
+_SHORT = (("bfloat", "bf"), ("float", "f"), ("uint", "u"), ("int", "i"), ("complex", "c"))
+_COLUMNS: Mapping[str, Callable[[Row], str]] = {
+    "line": lambda row: row.line,
+    "operation": lambda row: row.operation,
+    "shapes": _shapes,
+    "type": _dtype,
+    "differs in": lambda row: ", ".join(row.variants),
+    "times": lambda row: f"{row.count}/{row.runs}",
+    "elements": lambda row: f"{row.difference.differing}/{row.difference.elements}",
+    "ulps": lambda row: str(row.difference.ulps),
+    "absolute": lambda row: f"{row.difference.absolute:.2g}",
+    "remedy": _remedy,
+}
+
+
+def _table(rows: Sequence[Row]) -> list[list[str]]:
+    return [list(_COLUMNS), *([cell(row) for cell in _COLUMNS.values()] for row in rows)]

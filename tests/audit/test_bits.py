@@ -1,0 +1,80 @@
+"""The judge itself: what differs, by how much, and what does not although it looks so."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp._src.audit import bits
+from jaxmp._src.audit.variation import Rows, Variation, batches
+
+TINY = np.float32(2.0**-149)
+# Case: (type, actual, expected, elements that differ, units in the last place, absolute difference).
+CASES = {
+    "equal": ("float32", [1, -0.0, np.nan, np.inf], [1, -0.0, np.nan, np.inf], 0, 0, 0),
+    "one unit": ("float32", [1, 1 + 2.0**-23], [1, 1], 1, 1, 2.0**-23),
+    "zeros": ("float32", [0.0], [-0.0], 1, 1, 0),
+    "across zero": ("float32", [TINY], [-TINY], 1, 3, 2 * float(TINY)),
+    "float64": ("float64", [-1e300], [1e300], 1, 2 * int(np.float64(1e300).view(np.int64)) + 1, 2e300),
+    "bfloat16": (jnp.bfloat16, [256, 3], [258, 3], 1, 1, 2),
+    "fp8": (jnp.float8_e4m3fn, [1, 1.25], [1, 1], 1, 2, 0.25),
+    "complex": ("complex64", [1 + 2j], [1 + 5j], 1, 0xA00000, 3),
+    "integers": ("int32", [2**31 - 1], [-(2**31)], 1, 2**32 - 1, 2.0**32 - 1),
+    "bools": ("bool", [True, False], [False, False], 1, 1, 1),
+    "NaN": ("float32", [np.nan, 1], [1, 1], 1, 0, np.inf),
+    "infinities": ("float32", [np.inf, 1], [-np.inf, 1], 1, 4278190081, np.inf),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_differences_have_their_numbers(name):
+    dtype, actual, expected, differing, ulps, absolute = CASES[name]
+    found = bits.difference(np.array(actual).astype(dtype), np.array(expected).astype(dtype))
+    if not differing:
+        assert found is None
+        return
+    assert (found.differing, found.elements, found.absolute) == (differing, len(actual), absolute)
+    assert found.ulps == ulps
+
+
+def test_every_copy_is_looked_at(mesh_of):
+    mesh = mesh_of({"x": 2})
+    shards = [jax.device_put(np.array([value], np.float32), device) for value, device in zip((1, 2), mesh.devices)]  # noqa: B905
+    copies = jax.make_array_from_single_device_arrays((1,), NamedSharding(mesh, P()), shards)
+    assert bits.difference(copies, np.ones(1, np.float32)).absolute == 1
+
+
+@pytest.mark.parametrize("place", [Rows(0), Rows(1), Rows(0, 1, 3), Rows(0, 3, 1), Rows(1, 2, 2)])
+def test_rows_are_taken_from_where_they_lie(place, rng):
+    nrows, rows = 4, np.array([3, 0, 0])
+    shape = [5, 6]
+    shape[place.dim] = place.outer * nrows * place.inner
+    x = rng.integers(0, 100, size=shape)
+    expected = [
+        np.take(x, (o * nrows + row) * place.inner + i, axis=place.dim)
+        for o in range(place.outer)
+        for row in rows
+        for i in range(place.inner)
+    ]
+    np.testing.assert_array_equal(place.take(x, nrows, rows), np.stack(expected, axis=place.dim))
+
+
+def test_the_likeliest_place_comes_first():
+    varied = Variation("3 rows", 4, (3, 0, 0))
+    assert varied.relations((2, 5), (2, 5)) == ["same"]
+    assert varied.relations((2, 4), (2, 3)) == [Rows(1)]
+    assert varied.relations((8,), (6,)) == [Rows(0, 1, 2), Rows(0, 2, 1)]
+    assert varied.relations((4, 4), (3, 3)) == []
+    assert varied.relations((5,), (4,)) == []
+    assert varied.relations((4,), (4, 1)) == []
+
+
+def test_batches_have_other_sizes_and_places():
+    assert [len(one.rows) for one in batches(8, 1)] == [1, 4, 11]
+    assert [len(one.rows) for one in batches(8, 4)] == [4, 20]
+    assert [len(one.rows) for one in batches(2, 1)] == [1, 5]
+    assert batches(3, 1)[1].rows == (2, 1)
+    for one in batches(8, 1):
+        assert all(row != place for place, row in enumerate(one.rows[:4]))
