@@ -791,8 +791,8 @@ PYTHON = (
     Fault(
         "fuse-transposed-result",
         FUSE_PRODUCTS,
-        "swapped = (*range(rows, rows + cols), *range(rows))",
-        "swapped = tuple(range(rows + cols))",
+        "return self.rhs if self.is_swapped else self.lhs",
+        "return self.lhs",
         "fuse gives a transposed result as it was before",
         ("fuse/test_models.py", "fuse/test_drawn_programs.py"),
     ),
