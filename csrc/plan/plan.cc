@@ -33,6 +33,11 @@ Status CheckCapabilities(const Library& library, const Problem& p) {
   if (p.pattern == Pattern::kAllReduce && !is_tn && !library.capabilities.all_reduce_any_transposition) {
     return Unimplemented(who + "takes all_reduce with trans_a=T and trans_b=N only; store A as (k, m)");
   }
+  if (p.pattern == Pattern::kAllReduce && p.has_c() && p.beta != 0.0 && p.nranks() > 1 &&
+      !library.capabilities.all_reduce_c) {
+    return Unimplemented(who + "takes no C in all_reduce over several ranks, got beta=" +
+                         std::to_string(p.beta.real()) + "; add C to the result, or reduce-scatter and gather");
+  }
   if (p.pattern == Pattern::kGrid && !p.is_block_cyclic() && p.nprow() != p.npcol() &&
       !library.capabilities.grid_any_shape) {
     return Unimplemented(who + "takes square grids only, got " + std::to_string(p.nprow()) + "x" +
@@ -145,7 +150,8 @@ Status Plan::MakeObjects(int number, const Buffers& buffers, cudaStream_t stream
   JAXMP_RETURN_IF_ERROR(MakeMatrix(local_rank, distribution_.b, problem_.dtype_b, &local_rank.b));
   if (problem_.has_c()) JAXMP_RETURN_IF_ERROR(MakeMatrix(local_rank, distribution_.d, problem_.dtype_c, &local_rank.c));
   JAXMP_RETURN_IF_ERROR(MakeMatrix(local_rank, distribution_.d, problem_.dtype_d, &local_rank.d));
-  // The all-reduce sums what every rank adds of its C, which is the same C everywhere: one rank adds it.
+  // A library that takes C in an all-reduce (Capabilities) sums what every rank adds, and C is the same everywhere: one
+  // rank adds it.
   const bool adds_c = problem_.pattern != Pattern::kAllReduce || communicator_->rank_of(number) == 0;
   local_rank.beta = MakeScalar(adds_c ? problem_.beta : 0.0);
   JAXMP_ASSIGN_OR_RETURN(std::unique_ptr<ExecutionContext> execution, MakeExecutionContext(number, stream));

@@ -34,7 +34,7 @@ namespace jaxmp {
 namespace {
 
 // The version of the boundary to the Python files; jaxmp/_src/runtime/native.py has the same number.
-constexpr int kAbiVersion = 4;
+constexpr int kAbiVersion = 5;
 
 void ThrowIfError(const Status& status) {
   if (!status.ok()) throw nb::value_error(status.message().c_str());
@@ -102,6 +102,7 @@ nb::dict BlasInfo() {
 nb::dict ToDict(const Capabilities& capabilities, bool fixed_reduction_order) {
   nb::dict result;
   result["all_reduce_any_transposition"] = capabilities.all_reduce_any_transposition;
+  result["all_reduce_c"] = capabilities.all_reduce_c;
   result["grid_any_shape"] = capabilities.grid_any_shape;
   result["grid_epilogs"] = capabilities.grid_epilogs;
   result["complex_epilogs"] = capabilities.complex_epilogs;

@@ -224,6 +224,22 @@ def test_an_all_reduce_reaches_the_library_in_its_one_form(sharded, transpositio
     assert 'pattern = "all_reduce"' in line or 'pattern = "reduce_scatter"' in line
 
 
+@pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
+def test_an_all_reduce_never_takes_c_with_it(sharded, transposition):
+    """Silently wrong otherwise on some rank: it depends on the side of the reduction on which cuBLASMp adds C."""
+    cases.require("host")
+    ta, tb = (letter == "T" for letter in transposition)
+    a = sharded((16, 8), "y", None) if ta else sharded((8, 16), None, "y")
+    b = sharded((12, 16), None, "y") if tb else sharded((16, 12), "y", None)
+    c = sharded((8, 12))
+
+    def f(a, b, c):
+        return ask(a, b, c=c, beta=2.0, out_sharding=P(None, None), transpose_a=ta, transpose_b=tb)
+
+    (line,) = texts(f, a, b, c)
+    assert 'dtype_c = "none"' in line or 'pattern = "reduce_scatter"' in line
+
+
 def test_a_grid_has_its_epilog_beside_the_call(mesh_of):
     cases.require("host")
     mesh = mesh_of({"x": 2, "y": 2})

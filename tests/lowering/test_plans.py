@@ -254,7 +254,9 @@ def test_the_sharding_rule_names_every_operand_and_result(epilog):
 # Forms: what cuBLASMp does not take as it is -------------------------------------------------------------------------
 
 CUBLASMP = Capabilities()
-HOSTMP = Capabilities(all_reduce_any_transposition=True, grid_any_shape=True, grid_epilogs=True, complex_epilogs=True)
+HOSTMP = Capabilities(
+    all_reduce_any_transposition=True, all_reduce_c=True, grid_any_shape=True, grid_epilogs=True, complex_epilogs=True
+)
 
 
 def spec_of(case, **changes):
@@ -277,6 +279,24 @@ def test_cublasmp_all_reduces_one_transposition():
         kinds[transposition] = find_form(spec, (64, 8), (8, 64), 4, CUBLASMP)[0]
     assert kinds["NT"] == "direct"
     assert "direct" not in (kinds["NN"], kinds["TN"], kinds["TT"])
+
+
+def test_no_all_reduce_of_cublasmp_has_a_c():
+    """Which rank has to add it depends on a side of the reduction that no source names."""
+    for transposition in cases.TRANSPOSITIONS:
+        case = cases.BY_NAME["ar"].replace(transposition=transposition)
+        spec = spec_of(case, has_c=True, beta=2.0)
+        for rows, forms in ((64, {"separate_epilog", "reduce_scatter_all_gather"}), (63, {"separate_epilog"})):
+            a = (8, rows) if spec.transpose_a else (rows, 8)
+            b = (64, 8) if spec.transpose_b else (8, 64)
+            assert find_form(spec, a, b, 4, CUBLASMP)[0] in forms
+        assert find_form(spec, (8, 8), (8, 8), 4, HOSTMP)[0] == "direct"
+    form, why = find_form(
+        spec_of(cases.BY_NAME["ar"].replace(transposition="NT"), has_c=True, beta=1.0), (8, 8), (8, 8), 4, CUBLASMP
+    )
+    assert (form, why) == ("separate_epilog", "no source says whether cuBLASMp adds c before or after the all-reduce")
+    unread = spec_of(cases.BY_NAME["ar"].replace(transposition="NT"), has_c=True, beta=0.0)
+    assert find_form(unread, (8, 8), (8, 8), 4, CUBLASMP)[0] == "direct"
 
 
 @pytest.mark.parametrize("capabilities", [CUBLASMP, HOSTMP], ids=["cublasmp", "hostmp"])

@@ -332,8 +332,8 @@ namespace jaxmp {
 const MpApi& host_api() {
 #define JAXMP_LIST_FUNCTION(function) hostmp::function,
   static const MpApi api = {"hostmp",
-                            {/*all_reduce_any_transposition=*/true, /*grid_any_shape=*/true, /*grid_epilogs=*/true,
-                             /*complex_epilogs=*/true},
+                            {/*all_reduce_any_transposition=*/true, /*all_reduce_c=*/true, /*grid_any_shape=*/true,
+                             /*grid_epilogs=*/true, /*complex_epilogs=*/true},
                             hostmp::fix_reduction_order,
                             hostmp::LastError,
                             JAXMP_CUBLASMP_FUNCTIONS(JAXMP_LIST_FUNCTION)};

@@ -1,8 +1,8 @@
 """What a library takes, and the form in which a call reaches it.
 
-cuBLASMp all-reduces with op(A) = A^T, op(B) = B only, multiplies contiguous shards on square grids only, and has its
-epilogs on one-dimensional layouts and of real numbers only. hostmp declares that it takes more. A call that a library
-does not take directly is put together from calls that it takes, the cheapest way; `explain` names it.
+cuBLASMp all-reduces with op(A) = A^T, op(B) = B and without C only, multiplies contiguous shards on square grids only,
+and has its epilogs on one-dimensional layouts and of real numbers only. hostmp declares that it takes more. A call that
+a library does not take directly is put together from calls that it takes, the cheapest way; `explain` names it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Capabilities:
     """What a library takes beyond cuBLASMp's documented forms; csrc/cublasmp/api_table.h declares it per library."""
 
     all_reduce_any_transposition: bool = False
+    all_reduce_c: bool = False
     grid_any_shape: bool = False
     grid_epilogs: bool = False
     complex_epilogs: bool = False
@@ -52,7 +53,7 @@ class Form(enum.StrEnum):
     REDUCE_SCATTER = "reduce_scatter"
     # A local product is many calls of one shape.
     FIXED_SHAPE_TILES = "fixed_shape_tiles"
-    # XLA applies the epilog to the plain product.
+    # XLA adds C to the plain product and applies the epilog.
     SEPARATE_EPILOG = "separate_epilog"
     # XLA computes everything but, on CPUs of several processes, the local product.
     XLA = "xla"
@@ -202,8 +203,11 @@ def _find_all_reduce(
 ) -> tuple[Form, str]:
     # In JAX's order cuBLASMp's TN is a stored (m, k) and b stored (n, k).
     misplaced = [shape for shape, wrong in ((a_shape, spec.transpose_a), (b_shape, not spec.transpose_b)) if wrong]
+    # If cuBLASMp adds C ahead of the reduction, one rank has to add it; if behind it, each has to.
+    adds_c = spec.has_c and spec.beta != 0 and spec.group.nranks > 1 and not capabilities.all_reduce_c
+    c_why = "no source says whether cuBLASMp adds c before or after the all-reduce"
     if not misplaced or capabilities.all_reduce_any_transposition:
-        return Form.DIRECT, ""
+        return (Form.SEPARATE_EPILOG, c_why) if adds_c else (Form.DIRECT, "")
     rows, cols = extents(spec, a_shape, b_shape).d
     p = spec.group.nranks
     if spec.epilog in (Epilog.BGRADA, Epilog.BGRADB):
@@ -214,6 +218,8 @@ def _find_all_reduce(
     gathered = rows * cols * (p - 1) // p * np.dtype(spec.out_dtype).itemsize
     why = "cuBLASMp all-reduces with a stored (m, k) and b stored (n, k) only"
     if rows % p or copied <= LINK_COST * gathered:
+        if adds_c:  # the plain product is copied then
+            return Form.SEPARATE_EPILOG, c_why
         return Form.TRANSPOSED_COPY, f"{why}; copying {copied} bytes is the cheapest way"
     return Form.REDUCE_SCATTER_ALL_GATHER, f"{why}; gathering {gathered} bytes beats copying {copied}"
 

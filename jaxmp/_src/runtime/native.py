@@ -24,7 +24,7 @@ from jaxmp._src.runtime.config import config
 TARGET = "jaxmp_matmul"
 BARRIER_TARGET = "jaxmp_process_barrier"
 # The version of the boundary between this package and its extension: attributes, operands, functions.
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 _lock = threading.RLock()
 _loaded: Any = None
