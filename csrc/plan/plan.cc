@@ -162,8 +162,10 @@ Status Plan::MakeObjects(int number, const Buffers& buffers, cudaStream_t stream
   return {};
 }
 
-// The two one-dimensional grids differ in their order only where there is one rank; cuBLASMp's samples name them so.
+// One rank has one grid for all operands, as in cuBLASMp's samples and in nvmath-python: to the library, grids of
+// another order are other grids, which may keep it from multiplying locally.
 GridShape Plan::ShapeOf(GridKind kind) const {
+  if (nranks() == 1) return {1, 1, CUBLASMP_GRID_LAYOUT_COL_MAJOR};
   const int64_t nprow = kind == GridKind::kProcess ? communicator_->nprow() : kind == GridKind::kColumn ? nranks() : 1;
   const auto order = kind == GridKind::kRow ? CUBLASMP_GRID_LAYOUT_ROW_MAJOR : CUBLASMP_GRID_LAYOUT_COL_MAJOR;
   return {nprow, nranks() / nprow, order};

@@ -35,6 +35,8 @@ class Backend {
   virtual const MpApi& api() const = 0;
   // Collective: called by each rank on its own thread, which then keeps the rank to its end.
   virtual StatusOr<std::unique_ptr<Rank>> make_rank(int rank) = 0;
+  // What the library has said of its calls since the last time: the algorithms that it took.
+  virtual std::string take_words() { return ""; }
   // What a workspace may be at most; one of this size serves all calls.
   virtual size_t workspace_bytes() const = 0;
 };

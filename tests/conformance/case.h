@@ -65,7 +65,8 @@ struct Case : test::Case {
   int scale_a = kUnscaled, scale_b = kUnscaled, d_out_scale = kUnscaled;  // cublasMpMatmulMatrixScale_t
   bool has_scale_c = false, has_scale_d = false, has_amax = false;
   bool has_scale_aux = false, has_amax_aux = false;
-  bool c_is_nan = false;  // with beta = 0, which does not read it
+  bool c_is_nan = false;           // with beta = 0, which does not read it
+  bool every_rank_adds_c = false;  // in an all-reduce, where otherwise rank 0 alone passes beta
   Workspace workspace = Workspace::kRegistered;
   std::vector<Setting> settings;
   std::function<void(Descriptions&)> describe;  // changes the descriptors
@@ -76,6 +77,8 @@ struct Case : test::Case {
   std::string capability;
 
   std::string name() const;
+  bool all_reduces_c() const { return pattern == Pattern::kAllReduce && has_c && beta != 0.0 && nranks() > 1; }
+  Number beta_of(int rank) const { return !all_reduces_c() || every_rank_adds_c || rank == 0 ? beta : 0; }
 };
 
 // The cases for this many ranks, always in the same order.

@@ -62,9 +62,9 @@ std::string Case::name() const {
   }
   for (const auto& [is_so, word] :
        {std::pair(has_c, " C"), std::pair(is_in_place, " in place"), std::pair(c_is_nan, " of NaN"),
-        std::pair(has_scale_c, " scale C"), std::pair(has_scale_d, " scale D"), std::pair(has_amax, " amax"),
-        std::pair(has_scale_aux, " scale aux"), std::pair(has_amax_aux, " amax of aux"),
-        std::pair(workspace == Workspace::kPlain, " plain workspace")}) {
+        std::pair(every_rank_adds_c, " on every rank"), std::pair(has_scale_c, " scale C"),
+        std::pair(has_scale_d, " scale D"), std::pair(has_amax, " amax"), std::pair(has_scale_aux, " scale aux"),
+        std::pair(has_amax_aux, " amax of aux"), std::pair(workspace == Workspace::kPlain, " plain workspace")}) {
     if (is_so) text += word;
   }
   return variant.empty() ? text : text + ", " + variant;
@@ -91,8 +91,12 @@ void add_products(int nranks, const Add& add) {
       c.has_c = true;
       c.alpha = 2, c.beta = -1;
       set_transposition(&c, CUBLAS_OP_T, CUBLAS_OP_N);
+      if (c.all_reduces_c()) c.capability = "all_reduce_c";
       add(c);
       c.is_in_place = true;
+      add(c);
+      if (!c.all_reduces_c() || in != CUDA_R_32F) continue;
+      c.is_in_place = false, c.every_rank_adds_c = true;
       add(c);
     }
   }
@@ -137,6 +141,7 @@ void add_epilogs(int nranks, const Add& add) {
       c.epilog = CUBLASMP_MATMUL_EPILOGUE_RELU_AUX_BIAS;
       c.has_c = true, c.alpha = 2, c.beta = -1;
       set_transposition(&c, CUBLAS_OP_T, CUBLAS_OP_N);
+      if (c.all_reduces_c()) c.capability = "all_reduce_c";
       add(c);
     }
   }
@@ -168,6 +173,7 @@ void add_float8(Pattern pattern, int nranks, const Add& add) {
       c.has_scale_d = c.has_amax = facts(out).is_low_precision;
       add(c);
       c.has_c = true, c.beta = -1, c.has_scale_c = facts(out).is_low_precision;
+      if (c.all_reduces_c()) c.capability = "all_reduce_c";
       add(c);
     }
   }

@@ -25,8 +25,11 @@ FAULTS = {
     "differs": "a result is outside of its bound",
     "rounds": "a result that has one right answer is within its bound, but another",
     "overwrites": "it wrote to an operand, or past the end of a buffer",
+    "detour": "it does not multiply locally where there is one rank",
 }
 ALLOWED = {
+    "behind": "an all-reduce adds C to what has been reduced, and hostmp to each rank's part, so jaxmp adds it itself",
+    "asymmetric": "it refuses an algorithm that overlaps, asked for by name, where no memory is symmetric",
     "capability": "it refuses what hostmp takes as a declared capability",
     "accepts": "it takes what hostmp refuses",
     "reason": "it refuses for another reason than hostmp",
@@ -94,7 +97,8 @@ def _difference(host: list[dict], other: list[dict]) -> tuple[str, str] | None:
         return "divides", f"status by rank: {statuses}"
     ours, theirs = host[0], other[0]
     if ours["status"] == 0 != theirs["status"]:
-        kind = "capability" if ours["capability"] else "refuses"
+        is_asymmetric = "algorithm" in ours["case"] and not theirs.get("symmetric", True)
+        kind = "capability" if ours["capability"] else "asymmetric" if is_asymmetric else "refuses"
         return kind, f"{theirs['stage']} gives status {theirs['status']}: {theirs['error']}"
     if ours["status"] != 0:
         if theirs["status"] == 0:
@@ -108,16 +112,37 @@ def _difference(host: list[dict], other: list[dict]) -> tuple[str, str] | None:
 def _difference_of_results(host: list[dict], other: list[dict]) -> tuple[str, str] | None:
     exact = {(line["rank"], name) for line in host for name, result in line["results"].items() if result["exact"]}
     found: dict[str, str] = {}
+    sides = [(line["rank"], line["c"]) for line in other if "c" in line]
+    is_behind = bool(sides) and all(side["behind"] for _, side in sides)
     for line in other:
         if not line["intact"]:
             found.setdefault("overwrites", f"rank {line['rank']}")
         for name, result in line["results"].items():
             where = f"rank {line['rank']}: {name} uses {100 * result['worst']:.3g} % of its bound"
-            if result["worst"] > 1:
+            if result["worst"] > 1 and name == "d" and is_behind:
+                found["behind"] = "; ".join(_side(rank, side) for rank, side in sides)
+            elif result["worst"] > 1:
                 found.setdefault("differs", where)
-            elif not result["exact"] and (line["rank"], name) in exact:
+            elif not result["exact"] and (line["rank"], name) in exact and not is_behind:
                 found.setdefault("rounds", where)
-    return next(((kind, found[kind]) for kind in ("differs", "overwrites", "rounds") if kind in found), None)
+        if line["ranks"] == 1 and line.get("words") and "local" not in line["words"].lower():
+            found.setdefault("detour", f"it says {line['words']!r}")
+    order = ("differs", "overwrites", "rounds", "detour", "behind")
+    return next(((kind, found[kind]) for kind in order if kind in found), None)
+
+
+def _side(rank: int, side: dict) -> str:
+    words = {True: "right", False: "wrong"}
+    return f"D of rank {rank} is {words[side['ahead']]} with C ahead and {words[side['behind']]} with C behind"
+
+
+def side_of_c(lines: list[dict]) -> str:
+    """On which side of the reduction all-reduces have added C: (cases) by the readings that are right on every rank."""
+    counts: collections.Counter[str] = collections.Counter()
+    for found in _by_case([line for line in lines if "c" in line]).values():
+        readings = [name for name in ("ahead", "behind") if all(line["c"][name] for line in found)]
+        counts[" and ".join(readings) or "neither"] += 1
+    return ", ".join(f"{name}: {count}" for name, count in sorted(counts.items()))
 
 
 def known(path: Path | None) -> list[tuple[str, str]]:

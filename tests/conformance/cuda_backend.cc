@@ -4,10 +4,13 @@
 #include <fstream>
 #include <mutex>
 #include <optional>
+#include <set>
+#include <string>
 #include <thread>
 #include <utility>
 
 #include "csrc/cuda/libraries.h"
+#include "csrc/cuda/logger.h"
 #include "tests/conformance/backend.h"
 
 namespace jaxmp::conformance {
@@ -115,6 +118,17 @@ class CudaBackend final : public Backend {
   const MpApi& api() const override { return api_; }
   size_t workspace_bytes() const override { return size_t{256} << 20; }
 
+  std::string take_words() override {
+    std::set<std::string> said;  // by every rank of the process
+    for (const std::string& line : cuda::TakeLog()) {
+      const size_t at = line.find("Using ");
+      if (at != std::string::npos) said.insert(line.substr(at + 6));
+    }
+    std::string words;
+    for (const std::string& each : said) words += (words.empty() ? "" : "; ") + each;
+    return words;
+  }
+
   StatusOr<std::unique_ptr<Rank>> make_rank(int rank) override {
     int count = 0;
     JAXMP_RETURN_IF_ERROR(Check(driver().Init(0), "cuInit"));
@@ -144,6 +158,7 @@ class CudaBackend final : public Backend {
 StatusOr<std::unique_ptr<Backend>> make_cuda_backend(int nranks, const CudaOptions& options) {
   JAXMP_RETURN_IF_ERROR(cuda::Load(options.cublasmp, options.nccl, options.driver));
   JAXMP_ASSIGN_OR_RETURN(const MpApi* api, cuda::cuda_api());
+  cuda::SetLogging(true);
   return std::unique_ptr<Backend>(std::make_unique<CudaBackend>(*api, nranks, options.id_file));
 }
 

@@ -6,6 +6,7 @@
 // All ranks are threads of this process, or, with --rank, this process is one of them. hostmp has to answer as each
 // case expects, so with it the number of surprises is the exit status; what the real library does instead is for
 // compare.py to say. Status 3: a case did not end within --seconds. Status 4: the device cannot go on after a failure.
+#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
@@ -44,7 +45,12 @@ bool is_expected(const Case& c, const Expected& expected, const Outcome& outcome
 }
 
 std::string line_of(const Case& c, const Expected& expected, int nranks, int rank, const char* library,
-                    const Outcome& outcome) {
+                    const std::string& words, bool is_symmetric, const Outcome& outcome) {
+  std::string side;
+  if (outcome.c_is_ahead) {
+    side = std::string(", \"c\": {\"ahead\": ") + (*outcome.c_is_ahead ? "true" : "false") +
+           ", \"behind\": " + (*outcome.c_is_behind ? "true" : "false") + "}";
+  }
   std::string results;
   for (const auto& [name, verdict] : outcome.results) {
     char text[96];
@@ -56,7 +62,8 @@ std::string line_of(const Case& c, const Expected& expected, int nranks, int ran
          ", \"rank\": " + std::to_string(rank) + ", \"library\": " + quoted(library) +
          ", \"capability\": " + quoted(c.capability) + ", \"stage\": " + quoted(outcome.stage) +
          ", \"status\": " + std::to_string(outcome.status) + ", \"error\": " + quoted(outcome.error) +
-         ", \"workspace\": " + std::to_string(outcome.workspace) +
+         ", \"workspace\": " + std::to_string(outcome.workspace) + ", \"words\": " + quoted(words) +
+         ", \"symmetric\": " + (is_symmetric ? "true" : "false") + side +
          ", \"intact\": " + (outcome.is_memory_intact ? "true" : "false") +
          ", \"expected\": " + (is_expected(c, expected, outcome) ? "true" : "false") + ", \"results\": {" + results +
          "}}";
@@ -182,15 +189,19 @@ int run_cases(const Options& options, Backend* backend, int nranks) {
     std::printf("{\"begins\": %s, \"ranks\": %d}\n", quoted(c.name()).c_str(), nranks);
     std::fflush(stdout);
     const Operands operands(c);
-    const Expected expected(c, operands);
+    const Expected expected(with_c_ahead(c), operands);
+    std::atomic<bool> is_symmetric{true};
     const auto work = [&, number = number, &c = c](Runner* runner, size_t i) {
       ranks.outcomes[i] = runner->run(c, operands, expected, number);
+      if (!runner->is_symmetric()) is_symmetric = false;
     };
     if (!ranks.each(work, limit)) late(c.name());
+    const std::string words = backend->take_words();
     bool is_broken = false;
     for (size_t i = 0; i < ranks.numbers().size(); ++i) {
       const Outcome& outcome = ranks.outcomes[i];
-      const std::string line = line_of(c, expected, nranks, ranks.numbers()[i], backend->api().name, outcome);
+      const std::string line =
+          line_of(c, expected, nranks, ranks.numbers()[i], backend->api().name, words, is_symmetric, outcome);
       std::printf("%s\n", line.c_str());
       const bool is_right = is_expected(c, expected, outcome);
       surprises += !is_right;

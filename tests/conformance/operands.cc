@@ -102,6 +102,18 @@ Number stored(cudaDataType_t type, Number value) {
   return test::decode(type, bytes.data());
 }
 
+Case with_c_ahead(const Case& c) {
+  Case result = c;
+  if (c.all_reduces_c() && c.every_rank_adds_c) result.beta *= static_cast<double>(c.nranks());
+  return result;
+}
+
+Case with_c_behind(const Case& c, int rank) {
+  Case result = c;
+  result.beta = c.beta_of(rank);
+  return result;
+}
+
 Operands::Operands(const Case& given) : c(given.m, given.n), aux(given.m, given.n) {
   const bool ta = is_transposed(given.trans_a), tb = is_transposed(given.trans_b);
   a = ta ? Matrix(given.k, given.m) : Matrix(given.m, given.k);

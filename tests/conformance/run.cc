@@ -159,9 +159,7 @@ bool CaseRun::set_scales() {
 Call CaseRun::arguments() {
   const cudaDataType_t scalar = hostmp::accumulator_of(c_.in);
   test::encode(scalar, c_.alpha, alpha_.data());
-  // cuBLASMp's all-reduce adds every rank's beta C, so one rank alone has a beta.
-  const bool adds_c = c_.pattern != Pattern::kAllReduce || runner_.number_ == 0;
-  test::encode(scalar, adds_c ? c_.beta : 0, beta_.data());
+  test::encode(scalar, c_.beta_of(runner_.number_), beta_.data());
   Call call = {};
   call.handle = runner_.handle_, call.matmul = matmul_.get();
   call.m = c_.m, call.n = c_.n, call.k = c_.k;
@@ -221,8 +219,9 @@ Runner::Runner(const Backend& backend, Rank& rank, int number, int nranks)
 
 Runner::~Runner() {
   rank_.release(plain_);
+  if (!is_symmetric_) rank_.release(registered_);
   // Collective, so in one order on all ranks.
-  if (registered_) {
+  if (registered_ && is_symmetric_) {
     (void)api_.BufferDeregister(of_columns_, registered_);
     (void)api_.Free(of_rows_, registered_);
   }
@@ -242,8 +241,16 @@ Status Runner::start() {
   of_columns_ = grid({1, nranks_, CUBLASMP_GRID_LAYOUT_ROW_MAJOR}, &status);
   JAXMP_RETURN_IF_ERROR(check(status, "cublasMpGridCreate"));
   const size_t bytes = backend_.workspace_bytes();
-  JAXMP_RETURN_IF_ERROR(check(api_.Malloc(of_rows_, &registered_, bytes), "cublasMpMalloc"));
-  JAXMP_RETURN_IF_ERROR(check(api_.BufferRegister(of_columns_, registered_, bytes), "cublasMpBufferRegister"));
+  const cublasMpStatus_t made = api_.Malloc(of_rows_, &registered_, bytes);
+  is_symmetric_ = made != CUBLASMP_STATUS_NOT_SUPPORTED;
+  if (is_symmetric_) {
+    JAXMP_RETURN_IF_ERROR(check(made, "cublasMpMalloc"));
+    JAXMP_RETURN_IF_ERROR(check(api_.BufferRegister(of_columns_, registered_, bytes), "cublasMpBufferRegister"));
+  } else {  // as a plan does: any memory then serves
+    (void)api_.last_error();
+    registered_ = rank_.allocate(bytes);
+    if (!registered_) return ResourceExhausted("no memory for a workspace");
+  }
   plain_ = rank_.allocate(bytes);
   return plain_ ? Status() : ResourceExhausted("no memory for a workspace");
 }
@@ -272,6 +279,9 @@ Outcome Runner::run(const Case& c, const Operands& operands, const Expected& exp
   if (const Status read = buffers.read(); !read.ok()) return fail(read);
   outcome.is_memory_intact = buffers.is_memory_intact() && run.workspace_is_intact();
   outcome.results = buffers.judge(expected);
+  if (!c.all_reduces_c()) return outcome;
+  outcome.c_is_ahead = outcome.results["d"].worst <= 1;
+  outcome.c_is_behind = buffers.judge(Expected(with_c_behind(c, number_), operands))["d"].worst <= 1;
   return outcome;
 }
 

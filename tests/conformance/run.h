@@ -4,6 +4,7 @@
 
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <tuple>
 
@@ -19,6 +20,8 @@ struct Outcome {
   size_t workspace = 0;
   std::map<std::string, Verdict> results;
   bool is_memory_intact = true;  // operands, and what lies around every buffer
+  // Where an all-reduce adds C: whether D is right on this rank if that is ahead of the reduction, and if it is behind.
+  std::optional<bool> c_is_ahead, c_is_behind;
 };
 
 // One rank through all cases. The library's handle, its grids and its workspace are made once, as a plan makes them.
@@ -31,6 +34,8 @@ class Runner {
 
   // Makes what all cases share; collective.
   Status start();
+  // Whether the ranks have memory that the library knows; it then takes no algorithm that overlaps by its name.
+  bool is_symmetric() const { return is_symmetric_; }
   // Collective too, with the same case on every rank. `index` counts the calls.
   Outcome run(const Case& c, const Operands& operands, const Expected& expected, int64_t index);
 
@@ -47,7 +52,8 @@ class Runner {
   std::map<GridKey, cublasMpGrid_t> grids_;
   cublasMpGrid_t of_rows_ = nullptr,
                  of_columns_ = nullptr;  // of `grids_`: those with which the workspace is registered
-  void* registered_ = nullptr;
+  void* registered_ = nullptr;           // where it is not symmetric, the rank's own memory
+  bool is_symmetric_ = true;
   void* plain_ = nullptr;
 };
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "csrc/cuda/logger.h"
 #include "csrc/cuda/watchdog.h"
 #include "csrc/plan/plan_cache.h"
 #include "tests/cpp/check.h"
@@ -36,9 +37,9 @@ void EveryPatternIsRight() {
   }
 }
 
-// C is D's memory; of an all-reduce's ranks one adds it.
-void CIsAddedOnce() {
-  Attributes attributes = TransposedA(AllReduce(2, 4, 6, 8));
+// C is D's memory.
+void CIsAdded() {
+  Attributes attributes = ReduceScatter(2, 4, 6, 8);
   attributes["dtype_c"] = std::string("f32");
   attributes["beta"] = std::vector<double>{2, 0};
   const InstanceOf<CudaSite> instance = Make(attributes);
@@ -293,6 +294,21 @@ void AWorkspaceNeedsNoSymmetricMemory() {
   unsetenv("FAKE_CUBLASMP_SYMMETRIC");
 }
 
+// Operands on grids of different orders may keep the library off its local product.
+void OneRankMultipliesLocally() {
+  cuda::SetLogging(true);
+  (void)cuda::TakeLog();
+  for (const Attributes& attributes : {Local(7, 5, 9), AllGather(1, 8, 12, 5), ReduceScatter(1, 5, 8, 12),
+                                       TransposedA(AllReduce(1, 3, 5, 12)), Grid(1, 1, 4, 8, 6)}) {
+    const InstanceOf<CudaSite> instance = Make(attributes);
+    RunRight(*instance.site, FirstGpus(1));
+    const std::vector<std::string> lines = cuda::TakeLog();
+    CHECK_EQ(lines.size(), size_t{1});
+    for (const std::string& line : lines) CHECK_EQ(line, "[cublasMpMatmul] Using local Matmul");
+  }
+  cuda::SetLogging(false);
+}
+
 void OneRankGetsNoHints() {
   const auto count = [](const Attributes& attributes) {
     const InstanceOf<CudaSite> instance = Make(attributes);
@@ -316,7 +332,7 @@ void OneRankGetsNoHints() {
 int main() {
   const jaxmp::tests::Machine machine;
   jaxmp::EveryPatternIsRight();
-  jaxmp::CIsAddedOnce();
+  jaxmp::CIsAdded();
   jaxmp::ALaterExecutionOnlyRuns();
   jaxmp::PointersAreAttributes();
   jaxmp::PlansShareWhatARankHas();
@@ -330,6 +346,7 @@ int main() {
   jaxmp::AuxIsWrittenCompletely();
   jaxmp::EmptyProductsRunNothing();
   jaxmp::AWorkspaceNeedsNoSymmetricMemory();
+  jaxmp::OneRankMultipliesLocally();
   jaxmp::OneRankGetsNoHints();
   CHECK_EQ(jaxmp::cuda::Failure(), "");
   return jaxmp::check::summary("cuda_execute");

@@ -159,7 +159,9 @@ inline int64_t part(int64_t extent, int64_t parts) { return std::max<int64_t>(1,
 
 // cuBLASMp's layouts for the pattern, in terms of op(A), op(B), D; then stored transposed where asked for.
 inline Layouts layouts_of(const Case& c) {
-  const Grid column{c.nranks(), 1, CUBLASMP_GRID_LAYOUT_COL_MAJOR}, row{1, c.nranks(), CUBLASMP_GRID_LAYOUT_ROW_MAJOR};
+  const Grid column{c.nranks(), 1, CUBLASMP_GRID_LAYOUT_COL_MAJOR};
+  // One rank has one grid, as in cuBLASMp's samples.
+  const Grid row = c.nranks() == 1 ? column : Grid{1, c.nranks(), CUBLASMP_GRID_LAYOUT_ROW_MAJOR};
   const Grid both{c.p, c.q, CUBLASMP_GRID_LAYOUT_COL_MAJOR};
   const int64_t P = c.nranks(), m = std::max<int64_t>(1, c.m), n = std::max<int64_t>(1, c.n);
   const int64_t k = std::max<int64_t>(1, c.k);

@@ -9,8 +9,12 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <initializer_list>
+#include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "csrc/cublasmp/api_table.h"
 #include "csrc/hostmp/gemm/cblas.h"
@@ -41,8 +45,15 @@ void LoadBlas() {
   if (!is_loaded) std::abort();  // a test that does not name a BLAS
 }
 
+// Whether one rank's product is cuBLASLt's alone: no source promises it for operands on different grids.
+bool IsLocal(int nranks, std::initializer_list<cublasMpMatrixDescriptor_t> operands) {
+  const auto is_alike = [&](cublasMpMatrixDescriptor_t x) {
+    return !x || x->grid.layout == (*operands.begin())->grid.layout;
+  };
+  return nranks == 1 && std::all_of(operands.begin(), operands.end(), is_alike);
+}
+
 const char* AlgorithmOf(cublasMpMatmulDescriptor_t matmul, const cublasMpGrid& grid, int nranks) {
-  if (nranks == 1) return "local Matmul";
   if (matmul->values[CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE] & CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE) {
     return "Matmul + AllReduce";
   }
@@ -53,6 +64,7 @@ const char* AlgorithmOf(cublasMpMatmulDescriptor_t matmul, const cublasMpGrid& g
 // A product on its stream: hostmp's, waited for, so that the stream goes on when every rank has come.
 struct Product {
   std::function<cublasMpStatus_t(cublasMpHandle_t, cublasMpMatmulDescriptor_t)> run;
+  std::function<void()> finish;  // once every rank's product is done, if any
   cublasMpMatmulDescriptor matmul;
   ncclComm_t comm;
   World* world;
@@ -88,6 +100,7 @@ struct Product {
     }
     if (!product->status.ok()) Fail(product->status.message());
     lock.unlock();
+    if (product->finish) product->finish();
     delete product;
   }
 
@@ -96,6 +109,32 @@ struct Product {
     std::abort();  // a device that fails: nothing that a test expects
   }
 };
+
+// A column-major part of floats, as a descriptor has it.
+struct Floats {
+  float* data;
+  int64_t rows, cols, ld;
+
+  template <typename Do>
+  void Each(Do work) const {
+    for (int64_t j = 0; j < cols; ++j) {
+      for (int64_t i = 0; i < rows; ++i) work(data[j * ld + i], j * rows + i);
+    }
+  }
+};
+
+// The other reading of an all-reduce with C, of floats: each rank adds its own to what has been reduced. `c` is read
+// when the product begins, for D may lie on it.
+void AddBehind(Product* product, float beta, Floats c, Floats d) {
+  const auto kept = std::make_shared<std::vector<float>>(static_cast<size_t>(c.rows * c.cols));
+  product->run = [run = std::move(product->run), kept, c, beta](auto handle, auto matmul) {
+    if (beta != 0) c.Each([&](float x, int64_t at) { (*kept)[static_cast<size_t>(at)] = x; });
+    return run(handle, matmul);
+  };
+  product->finish = [kept, d, beta] {
+    d.Each([&](float& x, int64_t at) { x += beta * (*kept)[static_cast<size_t>(at)]; });
+  };
+}
 
 bool IsExplicit(cublasMpMatmulDescriptor_t matmul) {
   const auto algo = matmul->values[CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_ALGO_TYPE];
@@ -315,7 +354,9 @@ cublasMpStatus_t cublasMpMatmul(cublasMpHandle_t handle, cublasMpMatmulDescripto
   }
   const Handle of = HandleOf(handle);
   ncclComm_t const comm = CommOf(desc_d);
-  Say(5, "cublasMpMatmul", std::string("Using ") + AlgorithmOf(matmul, desc_d->grid, fake_nccl_nranks(comm)));
+  const bool is_local = IsLocal(fake_nccl_nranks(comm), {desc_a, desc_b, desc_c, desc_d});
+  Say(5, "cublasMpMatmul",
+      std::string("Using ") + (is_local ? "local Matmul" : AlgorithmOf(matmul, desc_d->grid, fake_nccl_nranks(comm))));
   std::array<char, 16> alpha_bytes, beta_bytes;
   std::memcpy(alpha_bytes.data(), alpha, 16);  // the plan's scalars have 16 bytes whatever their type is
   std::memcpy(beta_bytes.data(), beta, 16);
@@ -325,12 +366,27 @@ cublasMpStatus_t cublasMpMatmul(cublasMpHandle_t handle, cublasMpMatmulDescripto
   product->world = &WorldOf(comm);
   product->ordinal = of.ordinal;
   const bool has_c = desc_c != nullptr;
+  const bool all_reduces =
+      matmul->values[CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE] & CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE;
+  const bool is_behind = Knob("FAKE_CUBLASMP_C_BEHIND", 0) && has_c && all_reduces && desc_c->type == desc_d->type &&
+                         desc_d->type == CUDA_R_32F && fake_nccl_nranks(comm) > 1;
+  float beta_behind = 0;
+  if (is_behind) {
+    std::memcpy(&beta_behind, beta, sizeof(float));
+    beta_bytes.fill(0);
+  }
   product->run = [=, a_desc = *desc_a, b_desc = *desc_b, c_desc = has_c ? *desc_c : cublasMpMatrixDescriptor{},
                   d_desc = *desc_d](cublasMpHandle_t on, cublasMpMatmulDescriptor_t with) mutable {
     return host().Matmul(on, with, m, n, k, alpha_bytes.data(), a, ia, ja, &a_desc, b, ib, jb, &b_desc,
                          beta_bytes.data(), c, ic, jc, has_c ? &c_desc : nullptr, d, id, jd, &d_desc, work, bytes,
                          nullptr, 0);
   };
+  if (is_behind) {
+    const auto floats = [m, n](const void* data, cublasMpMatrixDescriptor_t desc) {
+      return Floats{const_cast<float*>(static_cast<const float*>(data)), m, n, desc->lld};
+    };
+    AddBehind(product, beta_behind, floats(c, desc_c), floats(d, desc_d));
+  }
   (void)cuLaunchHostFunc(of.stream, Product::Run, product);
   return CUBLASMP_STATUS_SUCCESS;
 }

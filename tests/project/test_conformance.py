@@ -50,6 +50,10 @@ def test_equal_lines_are_no_difference():
         (line(d=(False, 0.1)), line(d=(False, 0.5)), None, ""),
         (line(), line(intact=False), "overwrites", "rank 0"),
         (line(), line(d=(True, 0), aux=(False, 9.0), intact=False), "differs", "rank 0: aux uses 900 %"),
+        (line(), line() | {"words": "AllGather + Matmul"}, "detour", "it says 'AllGather + Matmul'"),
+        (line(), line() | {"words": "local Matmul"}, None, ""),
+        (line("algorithm 1"), line("algorithm 1", status=7) | {"symmetric": False}, "asymmetric", "status 7"),
+        (line("algorithm 1"), line("algorithm 1", status=7) | {"symmetric": True}, "refuses", "status 7"),
     ],
 )
 def test_each_difference_has_its_name(ours, theirs, kind, detail):
@@ -63,6 +67,26 @@ def test_ranks_have_to_agree():
     assert kinds(ours, [line(rank=0, ranks=2), line(rank=1, ranks=2, status=3)]) == ["divides"]
     assert kinds(ours, [line(rank=0, ranks=2)]) == ["divides"]
     assert kinds(ours, [line(rank=0, ranks=2), line(rank=1, ranks=2, d=(False, 2.0))]) == ["differs"]
+
+
+def test_the_side_of_c_in_an_all_reduce_is_told_by_every_rank():
+    def lines(*sides):
+        """Of two ranks: whether D is right with C (ahead, behind)."""
+        return [
+            line(rank=rank, ranks=2, d=(ahead, 0.0 if ahead else 9.0)) | {"c": {"ahead": ahead, "behind": behind}}
+            for rank, (ahead, behind) in enumerate(sides)
+        ]
+
+    ours = lines((True, True), (True, False))
+    assert kinds(ours, ours) == []
+    (found,) = compare.compare(ours, lines((True, True), (False, True)))
+    assert (found.kind, found.is_fault) == ("behind", False)
+    assert "D of rank 1 is wrong with C ahead and right with C behind" in found.detail
+    assert kinds(ours, lines((True, True), (False, False))) == ["differs"]
+    assert compare.side_of_c(ours) == "ahead: 1"
+    assert compare.side_of_c(lines((True, True), (False, True))) == "behind: 1"
+    assert compare.side_of_c(lines((True, True), (False, False))) == "neither: 1"
+    assert compare.side_of_c([line()]) == ""
 
 
 def test_what_one_was_not_asked_is_a_difference():
