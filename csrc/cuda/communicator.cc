@@ -51,8 +51,9 @@ StatusOr<std::shared_ptr<abi::cublasMpHandle>> CudaCommunicator::Handle(const Mp
   return rank_context(local_rank).Handle(api, stream);
 }
 
-StatusOr<size_t> CudaCommunicator::Agree(int local_rank, StatusOr<size_t> bytes, abi::cudaStream_t stream) const {
-  return rank_context(local_rank).Agree(std::move(bytes), stream);
+StatusOr<size_t> CudaCommunicator::Agree(int local_rank, const Problem& problem, StatusOr<size_t> bytes,
+                                         abi::cudaStream_t stream) const {
+  return rank_context(local_rank).Agree(problem, std::move(bytes), stream);
 }
 
 // Always registered: without it cuBLASMp does not overlap.

@@ -25,7 +25,8 @@ class CudaCommunicator final : public Communicator {
                                                     const GridShape& shape) const override;
   StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, int local_rank,
                                                         abi::cudaStream_t stream) const override;
-  StatusOr<size_t> Agree(int local_rank, StatusOr<size_t> bytes, abi::cudaStream_t stream) const override;
+  StatusOr<size_t> Agree(int local_rank, const Problem& problem, StatusOr<size_t> bytes,
+                         abi::cudaStream_t stream) const override;
   StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, int local_rank, const GridShape& shape, size_t bytes,
                                             bool is_registered, std::shared_ptr<void> last) const override;
 

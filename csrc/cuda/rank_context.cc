@@ -132,48 +132,94 @@ StatusOr<int64_t> RankContext::AllReduceMax(int64_t value, abi::CUstream stream)
   return value;
 }
 
-// One small all-reduce for each plan, when it is made. It is also NCCL's first kernel on a new communicator, which all
-// ranks then launch together, ahead of cuBLAS's.
-StatusOr<size_t> RankContext::Agree(StatusOr<size_t> bytes, abi::cudaStream_t stream) {
+// One small all-reduce for each problem. It is also NCCL's first kernel on a new communicator, which all ranks then
+// launch together, ahead of cuBLAS's.
+StatusOr<size_t> RankContext::Agree(const Problem& problem, StatusOr<size_t> bytes, abi::cudaStream_t stream) {
   if (nranks_ == 1) return bytes;
+  if (const auto found = agreed_.find(problem); found != agreed_.end()) {
+    if (!bytes.ok()) return bytes;
+    if (*bytes <= found->second) return found->second;
+    return Internal("jaxmp: the library asks for a workspace of " + std::to_string(*bytes) + " bytes, after " +
+                    std::to_string(found->second) + " for the same call before");
+  }
   JAXMP_ASSIGN_OR_RETURN(const int64_t most, AllReduceMax(bytes.ok() ? static_cast<int64_t>(*bytes) : kFailed, stream));
   if (!bytes.ok()) return bytes;
-  if (most != kFailed) return static_cast<size_t>(most);
-  return FailedPrecondition("jaxmp: another rank of the group could not prepare this call; its own error says why");
+  if (most == kFailed) {
+    return FailedPrecondition("jaxmp: another rank of the group could not prepare this call; its own error says why");
+  }
+  agreed_[problem] = static_cast<size_t>(most);
+  return static_cast<size_t>(most);
+}
+
+StatusOr<bool> RankContext::IsOnAll(bool is_here) {
+  if (nranks_ == 1) return is_here;
+  JAXMP_ASSIGN_OR_RETURN(const int64_t most, AllReduceMax(is_here ? 0 : kFailed, stream_));
+  return most == 0;
 }
 
 StatusOr<std::shared_ptr<void>> RankContext::Workspace(const MpApi& api, const GridShape& shape, size_t bytes) {
   Memory& memory = workspaces_[shape];
   if (memory.bytes >= bytes) return Unowned(memory.data);
   JAXMP_ASSIGN_OR_RETURN(std::shared_ptr<abi::cublasMpGrid> grid, Grid(api, shape));
-  if (memory.data) {
+  JAXMP_RETURN_IF_ERROR(Grow(api, grid.get(), bytes, &memory));
+  return Unowned(memory.data);
+}
+
+// Each rank allocates by itself, and nothing that waits for the others begins before all of them have their memory.
+// Where one has none beside the old workspace, all of them give that back and try once more.
+Status RankContext::Grow(const MpApi& api, abi::cublasMpGrid_t grid, size_t bytes, Memory* memory) {
+  StatusOr<void*> made = Allocate(bytes);
+  JAXMP_ASSIGN_OR_RETURN(bool is_on_all, IsOnAll(made.ok()));
+  if (memory->data) {
     // Every call that used it is on this stream, or ahead of it by an event.
     JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.StreamSynchronize(stream_), "cuStreamSynchronize"));
-    JAXMP_RETURN_IF_ERROR(Release(api, grid.get(), std::exchange(memory, {})));
+    JAXMP_RETURN_IF_ERROR(Release(api, grid, std::exchange(*memory, {})));
+    if (!is_on_all) {
+      if (!made.ok()) made = Allocate(bytes);
+      JAXMP_ASSIGN_OR_RETURN(is_on_all, IsOnAll(made.ok()));
+    }
   }
-  JAXMP_ASSIGN_OR_RETURN(memory, Allocate(api, grid.get(), bytes));
-  return Unowned(memory.data);
+  JAXMP_RETURN_IF_ERROR(made.status());
+  if (is_on_all) return Register(api, grid, *made, bytes, memory);
+  (void)Loaded()->nccl.MemFree(*made);
+  return FailedPrecondition("jaxmp: another rank of the group has no memory for a workspace of " +
+                            std::to_string(bytes) + " bytes; its own error says why");
+}
+
+// Of NCCL's allocator, whose memory can be registered: cublasMpMalloc is this and cublasMpBufferRegister in one, and
+// leaves the others waiting where one rank has no memory.
+StatusOr<void*> RankContext::Allocate(size_t bytes) const {
+  void* made = nullptr;
+  const abi::ncclResult_t result = Loaded()->nccl.MemAlloc(&made, bytes);
+  if (result == abi::ncclSuccess) return made;
+  return ResourceExhausted("jaxmp: no memory for a workspace of " + std::to_string(bytes) +
+                           " bytes: ncclMemAlloc: " + Why(result) +
+                           "; free memory on the device, or leave more of it to others than JAX "
+                           "(XLA_PYTHON_CLIENT_MEM_FRACTION)");
 }
 
 // Memory that NCCL knows on all ranks, without which cuBLASMp does not overlap. A grid may have none (GPUs that do not
 // reach each other's memory, for one): cuBLASMp then says so on every rank, ahead of anything collective, and its
-// samples go on with memory of their own.
-StatusOr<RankContext::Memory> RankContext::Allocate(const MpApi& api, abi::cublasMpGrid_t grid, size_t bytes) const {
-  void* made = nullptr;
-  const abi::cublasMpStatus_t status = api.Malloc(grid, &made, bytes);
-  if (status != abi::CUBLASMP_STATUS_NOT_SUPPORTED) {
-    JAXMP_RETURN_IF_ERROR(jaxmp::Check(api, status, "Malloc"));
-    return Memory{made, bytes, true};
+// samples go on without.
+Status RankContext::Register(const MpApi& api, abi::cublasMpGrid_t grid, void* made, size_t bytes,
+                             Memory* memory) const {
+  const abi::cublasMpStatus_t status = api.BufferRegister(grid, made, bytes);
+  const bool is_registered = status != abi::CUBLASMP_STATUS_NOT_SUPPORTED;
+  if (is_registered) {
+    const Status registered = jaxmp::Check(api, status, "BufferRegister");
+    if (!registered.ok()) (void)Loaded()->nccl.MemFree(made);
+    JAXMP_RETURN_IF_ERROR(registered);
   }
   (void)TakeLastError();
-  abi::CUdeviceptr plain = 0;
-  JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.MemAlloc_v2(&plain, bytes), "cuMemAlloc"));
-  return Memory{reinterpret_cast<void*>(plain), bytes, false};
+  *memory = {made, bytes, is_registered};
+  return {};
 }
 
 Status RankContext::Release(const MpApi& api, abi::cublasMpGrid_t grid, const Memory& memory) const {
-  if (memory.is_registered) return jaxmp::Check(api, api.Free(grid, memory.data), "Free");
-  return Check(Loaded()->driver.MemFree_v2(reinterpret_cast<abi::CUdeviceptr>(memory.data)), "cuMemFree");
+  if (memory.is_registered) {
+    JAXMP_RETURN_IF_ERROR(jaxmp::Check(api, api.BufferDeregister(grid, memory.data), "BufferDeregister"));
+  }
+  return Check(Loaded()->nccl.MemFree(memory.data), "ncclMemFree");
 }
 
 }  // namespace jaxmp::cuda

@@ -6,6 +6,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <unordered_map>
 #include <utility>
 
 #include "csrc/base/status.h"
@@ -13,6 +14,7 @@
 #include "csrc/cuda/abi.h"
 #include "csrc/cuda/watchdog.h"
 #include "csrc/plan/communicator.h"
+#include "csrc/plan/matmul_problem.h"
 
 namespace jaxmp::cuda {
 
@@ -35,7 +37,7 @@ class RankContext {
 
   StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, const GridShape& shape);
   StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, abi::cudaStream_t stream);
-  StatusOr<size_t> Agree(StatusOr<size_t> bytes, abi::cudaStream_t stream);
+  StatusOr<size_t> Agree(const Problem& problem, StatusOr<size_t> bytes, abi::cudaStream_t stream);
   StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, const GridShape& shape, size_t bytes);
 
   std::string Describe() const;  // "rank 1 of 4 in group 0 (device 3)"
@@ -44,12 +46,15 @@ class RankContext {
   struct Memory {
     void* data = nullptr;
     size_t bytes = 0;
-    bool is_registered = false;  // of cublasMpMalloc; else the driver's
+    bool is_registered = false;
   };
 
   Status Open(int ordinal, abi::CUcontext context);
   Status Connect(abi::CUcontext context);
-  StatusOr<Memory> Allocate(const MpApi& api, abi::cublasMpGrid_t grid, size_t bytes) const;
+  StatusOr<bool> IsOnAll(bool is_here);  // whether it is so on every rank
+  Status Grow(const MpApi& api, abi::cublasMpGrid_t grid, size_t bytes, Memory* memory);
+  StatusOr<void*> Allocate(size_t bytes) const;
+  Status Register(const MpApi& api, abi::cublasMpGrid_t grid, void* made, size_t bytes, Memory* memory) const;
   Status Release(const MpApi& api, abi::cublasMpGrid_t grid, const Memory& memory) const;
   StatusOr<int64_t> AllReduceMax(int64_t value, abi::CUstream stream);
 
@@ -67,6 +72,9 @@ class RankContext {
   std::shared_ptr<abi::cublasMpHandle> handle_;
   std::map<GridShape, std::shared_ptr<abi::cublasMpGrid>> grids_;
   std::map<GridShape, Memory> workspaces_;
+  // What all ranks have agreed to take for a problem. As long as the other objects here, and longer than plans: whether
+  // a call is collective must follow from the calls before it, not from what a process has kept.
+  std::unordered_map<Problem, size_t, ProblemHash> agreed_;
 };
 
 }  // namespace jaxmp::cuda

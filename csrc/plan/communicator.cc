@@ -84,7 +84,9 @@ class HostCommunicator final : public Communicator {
     return std::shared_ptr<abi::cublasMpHandle>(handle, api.Destroy);
   }
 
-  StatusOr<size_t> Agree(int, StatusOr<size_t> bytes, abi::cudaStream_t) const override { return bytes; }
+  StatusOr<size_t> Agree(int, const Problem&, StatusOr<size_t> bytes, abi::cudaStream_t) const override {
+    return bytes;
+  }
 
   StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, int local_rank, const GridShape& shape, size_t bytes,
                                             bool is_registered, std::shared_ptr<void> last) const override {

@@ -10,6 +10,7 @@
 #include "csrc/base/status.h"
 #include "csrc/cublasmp/abi.h"
 #include "csrc/cublasmp/api_table.h"
+#include "csrc/plan/matmul_problem.h"
 
 namespace jaxmp {
 
@@ -73,9 +74,11 @@ class Communicator {
   // A handle that one call at a time may use.
   virtual StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, int local_rank,
                                                                 abi::cudaStream_t stream) const = 0;
-  // What every rank of the group takes for a plan's workspace, where this rank takes `bytes`, or failed: an error on
-  // one of them is an error on all.
-  virtual StatusOr<size_t> Agree(int local_rank, StatusOr<size_t> bytes, abi::cudaStream_t stream) const = 0;
+  // What every rank of the group takes for the workspace of this problem, where this rank takes `bytes`, or failed: an
+  // error on one of them is an error on all. Ranks agree once on a problem, whatever becomes of its plan: another
+  // process may have kept its own plan, and would not come to agree again.
+  virtual StatusOr<size_t> Agree(int local_rank, const Problem& problem, StatusOr<size_t> bytes,
+                                 abi::cudaStream_t stream) const = 0;
   // Device memory for one call on the stream, in place of what the caller's last call had; `is_registered` asks for
   // memory that the library knows on this grid.
   virtual StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, int local_rank, const GridShape& shape,

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "csrc/cuda/logger.h"
+#include "csrc/cuda/nccl_id_exchange.h"
 #include "csrc/cuda/watchdog.h"
 #include "csrc/plan/plan_cache.h"
 #include "tests/cpp/check.h"
@@ -70,7 +71,7 @@ void ALaterExecutionOnlyRuns() {
   const std::string first = CallsOn(4);
   CHECK_EQ(CallsOn(5), first);
   CHECK_CONTAINS(first, "GridCreate GridCreate MatrixDescriptorCreate");  // both grids, on one communicator
-  CHECK_CONTAINS(first, "Matmul_bufferSize Malloc SetStream ");
+  CHECK_CONTAINS(first, "Matmul_bufferSize BufferRegister SetStream ");
   RunRight(*instance.site, gpus, 1);
   CHECK_EQ(CallsOn(4), "SetStream Matmul ~Matmul ");
   CHECK_EQ(CallsOn(5), "SetStream Matmul ~Matmul ");
@@ -121,13 +122,13 @@ void PlansShareWhatARankHas() {
   RunRight(*large.site, gpus);
   CHECK(large.site->plan->device_workspace(0) > small);
   const std::string grown = CallsOn(6);
-  CHECK_CONTAINS(grown, "Matmul_bufferSize Free Malloc SetStream");
+  CHECK_CONTAINS(grown, "Matmul_bufferSize BufferDeregister BufferRegister SetStream");
   CHECK(grown.find("GridCreate") == std::string::npos);
   CHECK(grown.find("Create ") != std::string::npos && grown.find(" Create ") == std::string::npos);  // of descriptors
   (void)CallsOn(7);
   const InstanceOf<CudaSite> again = Make(OnDevices(AllGather(2, 8, 4, 8), {6, 7}));
   RunRight(*again.site, gpus);
-  CHECK(CallsOn(6).find("Malloc") == std::string::npos);
+  CHECK(CallsOn(6).find("BufferRegister") == std::string::npos);
 }
 
 void LocalProductsNeedNoPeer() {
@@ -225,6 +226,25 @@ void APlanTakesItsObjectsWithIt() {
     CHECK_EQ(live(), before + 2 * 4);  // the site has it still
   }
   CHECK_EQ(live(), before);
+}
+
+// Two processes, of which one has lost its plan of the problem (by an eviction, by plan_cache_clear, with an
+// executable) and makes it again: nothing of that may be collective, for the other has its own still.
+void APlanMadeAgainWaitsForNobody() {
+  const Attributes attributes = OnDevices(AllGather(2, 4, 6, 12), {4, 5});
+  const InstanceOf<CudaSite> kept = Make(attributes);
+  RunRight(*kept.site, Gpus({4, 5}));
+  plan_cache().Clear();
+  const InstanceOf<CudaSite> again = Make(attributes);
+  CHECK(again.site->plan != kept.site->plan);
+  cuda::SetTimeout(2);
+  World world(kept.site->plan->problem(), 1);
+  OnEach(2, [&](int rank) {
+    const auto r = static_cast<size_t>(rank);
+    CHECK_EQ(RunRank(rank == 0 ? *kept.site : *again.site, world, *machine()[4 + r], rank, r), "");
+  });
+  CHECK(world.IsRight());
+  cuda::SetTimeout(60);
 }
 
 void AnotherStreamWaitsForTheLast() {
@@ -342,6 +362,7 @@ int main() {
   jaxmp::CallsOnTheirWayKeepTheirOrder();
   jaxmp::TwoThreadsOnOneDeviceTakeTurns();
   jaxmp::APlanTakesItsObjectsWithIt();
+  jaxmp::APlanMadeAgainWaitsForNobody();
   jaxmp::AnotherStreamWaitsForTheLast();
   jaxmp::AuxIsWrittenCompletely();
   jaxmp::EmptyProductsRunNothing();

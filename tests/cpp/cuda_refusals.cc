@@ -63,6 +63,43 @@ void OneRankThatCannotPrepareStopsAll() {
   RunRight(*instance.site, Gpus({4, 5}));
 }
 
+// Memory that runs out on one rank is an error on all, and no rank waits for the other in a registration.
+void OneRankWithoutMemoryStopsAll() {
+  static auto* const exhaust = FakeFunction<decltype(fake_nccl_exhaust)>("right/libnccl.so.2", "fake_nccl_exhaust");
+  static auto* const allocations =
+      FakeFunction<decltype(fake_cuda_allocations)>("right/libcuda.so.1", "fake_cuda_allocations");
+  const std::vector<int64_t> devices = {80, 81};  // a communicator of its own, without a workspace yet
+  const auto fails = [&](int64_t extent, int times) {
+    const InstanceOf<CudaSite> instance = Make(OnDevices(AllGather(2, extent, extent, 8), devices));
+    World world(instance.site->plan->problem());
+    exhaust(5, times);
+    const std::vector<std::string> errors = RunAll(*instance.site, world, Gpus({4, 5}));
+    CHECK_CONTAINS(errors[1], "jaxmp: no memory for a workspace of ");
+    CHECK_CONTAINS(errors[1], " bytes: ncclMemAlloc: ");
+    CHECK_CONTAINS(errors[0], "another rank of the group has no memory for a workspace of ");
+  };
+  const auto runs = [&](int64_t extent) {
+    const InstanceOf<CudaSite> instance = Make(OnDevices(AllGather(2, extent, extent, 8), devices));
+    RunRight(*instance.site, Gpus({4, 5}));
+  };
+  cuda::SetTimeout(2);
+  const int before = allocations();
+  fails(4, 1);
+  const int with_communicator = allocations();
+  CHECK_EQ(with_communicator, before + 2);  // the 8 bytes of either rank, and no workspace
+  runs(4);
+  CHECK_EQ(allocations(), with_communicator + 2);
+  exhaust(5, 1);
+  runs(8);  // in place of the old one, beside which there was no room
+  CHECK_EQ(allocations(), with_communicator + 2);
+  fails(16, 2);
+  CHECK_EQ(allocations(), with_communicator);
+  runs(4);
+  runs(16);
+  CHECK_EQ(allocations(), with_communicator + 2);
+  cuda::SetTimeout(60);
+}
+
 // The ids travel through whatever the process was given, under keys that name mesh, devices, group and rank.
 void IdsTravelThroughTheExchange() {
   static std::mutex mutex;
@@ -140,6 +177,7 @@ int main() {
   jaxmp::BuffersAreChecked();
   jaxmp::AFailedCallSaysEverything();
   jaxmp::OneRankThatCannotPrepareStopsAll();
+  jaxmp::OneRankWithoutMemoryStopsAll();
   jaxmp::IdsTravelThroughTheExchange();
   jaxmp::ALateRankIsNamed();
   jaxmp::CapabilitiesAreAskedFor();

@@ -23,6 +23,8 @@
 #include "tests/fakes/fake.h"
 
 FAKE(cuStreamGetCtx);  // libcuda's
+FAKE(ncclMemAlloc);    // libnccl's
+FAKE(ncclMemFree);
 
 namespace {
 
@@ -223,42 +225,52 @@ cublasMpStatus_t cublasMpGridDestroy(cublasMpGrid_t grid) {
   return host().GridDestroy(grid);
 }
 
-cublasMpStatus_t cublasMpMalloc(cublasMpGrid_t grid, void** pointer, size_t size) {
-  ENTER("Malloc");
+// Windows are symmetric: equal sizes, on every rank. Without them the library says so at once, and waits for nobody.
+cublasMpStatus_t Register(const char* function, cublasMpGrid_t grid, void* pointer, size_t size) {
   const ncclComm_t comm = CommOf(grid);
   if (!comm || size == 0) return CUBLASMP_STATUS_INVALID_VALUE;
   if (!IsSymmetric()) {
-    Say(1, "cublasMpMalloc", "no symmetric memory here");
+    Say(1, function, "no symmetric memory here");
     return CUBLASMP_STATUS_NOT_SUPPORTED;
   }
-  const cublasMpStatus_t agreed = Agree(comm, static_cast<long long>(size));  // NOLINT: windows are symmetric
+  const cublasMpStatus_t agreed = Agree(comm, static_cast<long long>(size));  // NOLINT
   if (agreed != CUBLASMP_STATUS_SUCCESS) return agreed;
-  const cublasMpStatus_t status = host().Malloc(grid, pointer, size);
+  const cublasMpStatus_t status = host().BufferRegister(grid, pointer, size);
+  if (status != CUBLASMP_STATUS_SUCCESS) return Report(status, function);
   std::lock_guard<std::mutex> lock(state().mutex);
-  if (status == CUBLASMP_STATUS_SUCCESS) state().buffers[*pointer] = grid;
+  state().buffers.insert({pointer, grid});
   return status;
 }
-cublasMpStatus_t cublasMpFree(cublasMpGrid_t grid, void* pointer) {
-  ENTER("Free");
+cublasMpStatus_t Deregister(cublasMpGrid_t grid, void* pointer) {
   const ncclComm_t comm = CommOf(grid);
   if (!comm) return CUBLASMP_STATUS_INVALID_VALUE;
   const cublasMpStatus_t agreed = Agree(comm, 0);
   if (agreed != CUBLASMP_STATUS_SUCCESS) return agreed;
-  {
-    std::lock_guard<std::mutex> lock(state().mutex);
-    if (state().buffers.erase(pointer) == 0) return CUBLASMP_STATUS_INVALID_VALUE;
-  }
-  return host().Free(grid, pointer);
+  std::lock_guard<std::mutex> lock(state().mutex);
+  if (state().buffers.erase({pointer, grid}) == 0) return CUBLASMP_STATUS_INVALID_VALUE;
+  return host().BufferDeregister(grid, pointer);
+}
+
+cublasMpStatus_t cublasMpMalloc(cublasMpGrid_t grid, void** pointer, size_t size) {
+  ENTER("Malloc");
+  if (::ncclMemAlloc(pointer, size) != ncclSuccess) return CUBLASMP_STATUS_ALLOCATION_FAILED;
+  const cublasMpStatus_t status = Register("cublasMpMalloc", grid, *pointer, size);
+  if (status != CUBLASMP_STATUS_SUCCESS) (void)::ncclMemFree(*pointer);
+  return status;
+}
+cublasMpStatus_t cublasMpFree(cublasMpGrid_t grid, void* pointer) {
+  ENTER("Free");
+  const cublasMpStatus_t status = Deregister(grid, pointer);
+  if (status == CUBLASMP_STATUS_SUCCESS) (void)::ncclMemFree(pointer);
+  return status;
 }
 cublasMpStatus_t cublasMpBufferRegister(cublasMpGrid_t grid, void* pointer, size_t size) {
   ENTER("BufferRegister");
-  const cublasMpStatus_t agreed = Agree(CommOf(grid), static_cast<long long>(size));  // NOLINT
-  return agreed == CUBLASMP_STATUS_SUCCESS ? host().BufferRegister(grid, pointer, size) : agreed;
+  return Register("cublasMpBufferRegister", grid, pointer, size);
 }
 cublasMpStatus_t cublasMpBufferDeregister(cublasMpGrid_t grid, void* pointer) {
   ENTER("BufferDeregister");
-  const cublasMpStatus_t agreed = Agree(CommOf(grid), 0);
-  return agreed == CUBLASMP_STATUS_SUCCESS ? host().BufferDeregister(grid, pointer) : agreed;
+  return Deregister(grid, pointer);
 }
 
 cublasMpStatus_t cublasMpMatrixDescriptorInit(int64_t m, int64_t n, int64_t mb, int64_t nb, int64_t rsrc, int64_t csrc,
@@ -345,7 +357,7 @@ cublasMpStatus_t cublasMpMatmul(cublasMpHandle_t handle, cublasMpMatmulDescripto
                                desc_c, d, id, jd, desc_d, &needed, &none);
   if (checked != CUBLASMP_STATUS_SUCCESS) return Report(checked, "cublasMpMatmul");
   if (bytes < needed || !HasWorkspace(work, bytes) || !host_work || host_bytes < 64) {
-    Say(1, "cublasMpMatmul", "the workspace is missing, too small or not of cublasMpMalloc");
+    Say(1, "cublasMpMatmul", "the workspace is missing, too small or not registered");
     return CUBLASMP_STATUS_INVALID_VALUE;
   }
   if (IsExplicit(matmul) && fake_nccl_nranks(CommOf(desc_d)) > 1 && !IsRegistered(work)) {

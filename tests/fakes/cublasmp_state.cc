@@ -90,7 +90,8 @@ Handle HandleOf(cublasMpHandle_t handle) {
 
 bool IsRegistered(void* work) {
   std::lock_guard<std::mutex> lock(state().mutex);
-  return state().buffers.count(work) > 0;
+  const auto found = state().buffers.lower_bound({work, nullptr});
+  return found != state().buffers.end() && found->first == work;
 }
 
 bool IsSymmetric() { return Knob("FAKE_CUBLASMP_SYMMETRIC", 1) != 0; }

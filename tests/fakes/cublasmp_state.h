@@ -42,7 +42,7 @@ struct State {
   std::map<const void*, std::unique_ptr<World>> worlds;  // by fake_nccl_group()
   std::map<cublasMpHandle_t, Handle> handles;
   std::map<cublasMpGrid_t, ncclComm_t> grids;
-  std::map<void*, cublasMpGrid_t> buffers;
+  std::set<std::pair<void*, cublasMpGrid_t>> buffers;  // registered
   std::set<const void*> descriptors;
   std::map<std::pair<std::string, int>, int> failures;  // status of the next such call on a device
   std::map<int, std::string> log;                       // by device
@@ -72,7 +72,7 @@ Handle HandleOf(cublasMpHandle_t handle);  // {-1, null}
 
 // Whether ranks reach each other's memory. Where they do not, cublasMpMalloc says so at once and waits for nobody.
 bool IsSymmetric();
-bool IsRegistered(void* work);                // it is cublasMpMalloc's
+bool IsRegistered(void* work);                // on any grid
 bool HasWorkspace(void* work, size_t bytes);  // that, any memory where none is symmetric, or no bytes
 
 }  // namespace fakes

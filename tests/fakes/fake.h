@@ -40,8 +40,9 @@ bool fake_nccl_is_aborted(jaxmp::abi::ncclComm_t comm);
 // Every rank's value once all have come, or null after an abort. Blocks. `channel` keeps host and stream apart, whose
 // arrivals are not ordered among each other.
 const long long* fake_nccl_gather(jaxmp::abi::ncclComm_t comm, int channel, long long value);  // NOLINT
-void fake_nccl_break(int result);  // every communicator reports it as its asynchronous error
-int fake_nccl_live();              // communicators that were made and not given back
+void fake_nccl_break(int result);               // every communicator reports it as its asynchronous error
+void fake_nccl_exhaust(int device, int times);  // so many of its next allocations fail there
+int fake_nccl_live();                           // communicators that were made and not given back
 }
 
 // ---- libcublasmp's

@@ -59,6 +59,10 @@ std::map<std::string, std::shared_ptr<Group>>& groups() {
   static auto* const all = new std::map<std::string, std::shared_ptr<Group>>;
   return *all;
 }
+std::map<int, int>& refusals() {
+  static auto* const all = new std::map<int, int>;  // by device: how many allocations are still to fail
+  return *all;
+}
 std::atomic<int> asynchronous_error{0}, live{0};
 
 constexpr int kOnHost = 0, kOnStream = 1;
@@ -76,6 +80,8 @@ struct ncclComm {
 
 using namespace jaxmp::abi;  // NOLINT: NCCL's own names
 
+FAKE(cuMemAlloc_v2);  // libcuda's
+FAKE(cuMemFree_v2);
 FAKE(ncclGetVersion);
 FAKE(ncclGetErrorString);
 FAKE(ncclGetLastError);
@@ -84,6 +90,8 @@ FAKE(ncclCommInitRank);
 FAKE(ncclCommDestroy);
 FAKE(ncclCommAbort);
 FAKE(ncclCommGetAsyncError);
+FAKE(ncclMemAlloc);
+FAKE(ncclMemFree);
 FAKE(ncclAllReduce);
 
 ncclResult_t ncclGetVersion(int* version) {
@@ -136,6 +144,27 @@ ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* result) {
   return ncclSuccess;
 }
 
+ncclResult_t ncclMemAlloc(void** pointer, size_t bytes) {
+  const int device = fake_cuda_ordinal();
+  if (device < 0) return ncclInvalidUsage;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    int& failures = refusals()[device];
+    if (failures > 0) {
+      --failures;
+      return ncclUnhandledCudaError;
+    }
+  }
+  CUdeviceptr made = 0;
+  if (::cuMemAlloc_v2(&made, bytes) != CUDA_SUCCESS) return ncclUnhandledCudaError;
+  *pointer = reinterpret_cast<void*>(made);
+  return ncclSuccess;
+}
+ncclResult_t ncclMemFree(void* pointer) {
+  const CUresult freed = ::cuMemFree_v2(reinterpret_cast<CUdeviceptr>(pointer));
+  return freed == CUDA_SUCCESS ? ncclSuccess : ncclInvalidArgument;
+}
+
 // The largest of 8-byte integers: all that jaxmp reduces.
 ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
                            ncclComm_t comm, cudaStream_t stream) {
@@ -163,4 +192,8 @@ const long long* fake_nccl_gather(ncclComm_t comm, int channel, long long value)
   return comm->group->Gather(channel, comm->rank, value);
 }
 void fake_nccl_break(int result) { asynchronous_error = result; }
+void fake_nccl_exhaust(int device, int times) {
+  std::lock_guard<std::mutex> lock(mutex);
+  refusals()[device] = times;
+}
 int fake_nccl_live() { return live; }
