@@ -23,6 +23,7 @@
   X(CtxSetCurrent)                \
   X(CtxPushCurrent_v2)            \
   X(CtxPopCurrent_v2)             \
+  X(CtxSynchronize)               \
   X(MemAlloc_v2)                  \
   X(MemFree_v2)                   \
   X(MemcpyDtoHAsync_v2)           \
@@ -97,6 +98,7 @@ CUresult cuCtxGetCurrent(CUcontext* pctx);
 CUresult cuCtxSetCurrent(CUcontext ctx);
 CUresult cuCtxPushCurrent_v2(CUcontext ctx);
 CUresult cuCtxPopCurrent_v2(CUcontext* pctx);
+CUresult cuCtxSynchronize();
 CUresult cuMemAlloc_v2(CUdeviceptr* dptr, size_t bytesize);
 CUresult cuMemFree_v2(CUdeviceptr dptr);
 CUresult cuMemcpyDtoHAsync_v2(void* dstHost, CUdeviceptr srcDevice, size_t ByteCount, CUstream hStream);

@@ -1,6 +1,8 @@
 #include "csrc/cuda/communicator.h"
 
+#include <algorithm>
 #include <map>
+#include <mutex>
 #include <utility>
 
 #include "csrc/cuda/libraries.h"
@@ -56,10 +58,48 @@ StatusOr<size_t> CudaCommunicator::Agree(int local_rank, const Problem& problem,
   return rank_context(local_rank).Agree(problem, std::move(bytes), stream);
 }
 
+Status CudaCommunicator::SetStream(const MpApi& api, int local_rank, abi::cublasMpHandle*,
+                                   abi::cudaStream_t stream) const {
+  return rank_context(local_rank).SetStream(api, stream);
+}
+
 // Always registered: without it cuBLASMp does not overlap.
 StatusOr<std::shared_ptr<void>> CudaCommunicator::Workspace(const MpApi& api, int local_rank, const GridShape& shape,
                                                             size_t bytes, bool, std::shared_ptr<void>) const {
   return rank_context(local_rank).Workspace(api, shape, bytes);
+}
+
+namespace {
+
+struct DeviceIds {
+  std::mutex mutex;
+  std::map<int, int64_t> ids;  // by ordinal
+};
+
+DeviceIds& device_ids() {
+  static auto* const only = new DeviceIds;
+  return *only;
+}
+
+}  // namespace
+
+void SetDeviceIds(const std::map<int, int64_t>& ids) {
+  std::lock_guard<std::mutex> lock(device_ids().mutex);
+  device_ids().ids = ids;
+}
+
+StatusOr<int64_t> PositionOf(const std::vector<int64_t>& devices, int ordinal) {
+  std::lock_guard<std::mutex> lock(device_ids().mutex);
+  const auto found = device_ids().ids.find(ordinal);
+  if (found == device_ids().ids.end()) {
+    return FailedPrecondition("jaxmp: the id of CUDA device " + std::to_string(ordinal) +
+                              " is not known in this process; call jaxmp.register() ahead of the program");
+  }
+  const auto at = std::find(devices.begin(), devices.end(), found->second);
+  if (at != devices.end()) return at - devices.begin();
+  return FailedPrecondition("jaxmp: the program was compiled for a mesh of the devices " + Join(devices) +
+                            ", but runs on device " + std::to_string(found->second) +
+                            "; compile it for the mesh that it runs on");
 }
 
 std::shared_ptr<const CudaCommunicator> GetCudaCommunicator(const Axes& axes, const std::vector<int64_t>& devices) {

@@ -2,6 +2,7 @@
 #ifndef JAXMP_CUDA_COMMUNICATOR_H_
 #define JAXMP_CUDA_COMMUNICATOR_H_
 
+#include <map>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -30,6 +31,9 @@ class CudaCommunicator final : public Communicator {
   StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, int local_rank, const GridShape& shape, size_t bytes,
                                             bool is_registered, std::shared_ptr<void> last) const override;
 
+  Status SetStream(const MpApi& api, int local_rank, abi::cublasMpHandle* handle,
+                   abi::cudaStream_t stream) const override;
+
   // The local rank of the device with this ordinal at this position.
   StatusOr<int> LocalRankOf(int64_t position, int ordinal) const;
   RankContext& rank_context(int local_rank) const { return *rank_contexts_[static_cast<size_t>(local_rank)]; }
@@ -50,6 +54,13 @@ class CallScope {
   const std::unique_lock<std::mutex> lock_;
   RankContext& rank_context_;
 };
+
+// The global ids of this process's devices, by ordinal.
+void SetDeviceIds(const std::map<int, int64_t>& ids);
+
+// Where the device with this ordinal stands among `devices`, global ids by position. An error: it is none of them, or
+// its id is not known.
+StatusOr<int64_t> PositionOf(const std::vector<int64_t>& devices, int ordinal);
 
 // The communicator of these axes on these devices (global ids by position; empty where they are not known): one for the
 // life of the process. Needs the libraries.

@@ -115,7 +115,16 @@ StatusOr<std::shared_ptr<abi::cublasMpHandle>> RankContext::Handle(const MpApi& 
   abi::cublasMpHandle_t handle = nullptr;
   JAXMP_RETURN_IF_ERROR(jaxmp::Check(api, api.Create(&handle, stream), "Create"));
   handle_ = Unowned(handle);
+  handle_stream_ = stream;
   return handle_;
+}
+
+Status RankContext::SetStream(const MpApi& api, abi::cudaStream_t stream) {
+  if (stream == handle_stream_) return {};
+  handle_stream_ = nullptr;
+  JAXMP_RETURN_IF_ERROR(jaxmp::Check(api, api.SetStream(handle_.get(), stream), "SetStream"));
+  handle_stream_ = stream;
+  return {};
 }
 
 StatusOr<int64_t> RankContext::AllReduceMax(int64_t value, abi::CUstream stream) {

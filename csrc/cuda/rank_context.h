@@ -37,6 +37,7 @@ class RankContext {
 
   StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, const GridShape& shape);
   StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, abi::cudaStream_t stream);
+  Status SetStream(const MpApi& api, abi::cudaStream_t stream);  // of the handle
   StatusOr<size_t> Agree(const Problem& problem, StatusOr<size_t> bytes, abi::cudaStream_t stream);
   StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, const GridShape& shape, size_t bytes);
 
@@ -70,6 +71,7 @@ class RankContext {
   abi::CUstream stream_ = nullptr;  // of the call at hand, then of the last one
   abi::CUdeviceptr scratch_ = 0;    // 8 bytes
   std::shared_ptr<abi::cublasMpHandle> handle_;
+  abi::cudaStream_t handle_stream_ = nullptr;
   std::map<GridShape, std::shared_ptr<abi::cublasMpGrid>> grids_;
   std::map<GridShape, Memory> workspaces_;
   // What all ranks have agreed to take for a problem. As long as the other objects here, and longer than plans: whether

@@ -181,6 +181,10 @@ Status Watch::Begin(abi::CUstream stream) {
 }
 
 Status Watch::End(abi::CUstream stream) {
+  if (!is_recorded()) {
+    last_stream_ = stream;
+    return {};
+  }
   // While it is recording, the watchdog leaves the span alone.
   JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.EventRecord(latest_.end, stream), "cuEventRecord"));
   std::lock_guard<std::mutex> lock(mutex_);
@@ -192,7 +196,14 @@ Status Watch::End(abi::CUstream stream) {
 }
 
 Status Watch::Follow(abi::CUstream stream) {
-  if (!last_end_ || stream == last_stream_) return {};
+  if (!last_stream_ || stream == last_stream_) return {};
+  if (!is_recorded()) {
+    // Calls without peers mostly stay on one stream, and an event behind each would be for nothing. From the first that
+    // does not, there is one. The last stream may be gone by now, so it is not asked for an event.
+    changes_streams_ = true;
+    return Check(Loaded()->driver.CtxSynchronize(), "cuCtxSynchronize");
+  }
+  if (!last_end_) return {};
   return Check(Loaded()->driver.StreamWaitEvent(stream, last_end_, 0), "cuStreamWaitEvent");
 }
 

@@ -68,6 +68,7 @@ class Watch {
   std::string PollDevice(Clock::time_point now);
   std::string Late(const std::string& call, const char* where) const;
   bool IsOnDevice(const Span& span) const;
+  bool is_recorded() const { return has_peers_ || changes_streams_; }  // whether an event ends each call
 
   const abi::CUcontext context_;
   const std::string who_;
@@ -82,6 +83,7 @@ class Watch {
   Span watched_, latest_;
   abi::CUevent last_end_ = nullptr;  // of the last call, on last_stream_
   abi::CUstream last_stream_ = nullptr;
+  bool changes_streams_ = false;
 };
 
 }  // namespace jaxmp::cuda

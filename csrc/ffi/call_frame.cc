@@ -127,7 +127,8 @@ class Operands {
     return CheckBuffer(name, **buffer, dtype, size);
   }
 
-  // Where this device stands in the mesh: the last argument of a call with more than one rank.
+  // Where this device stands in the mesh: the last argument of a call with more than one rank, unless its attributes
+  // name the devices.
   Status Position(const void** to) {
     if (nargs_ >= args_.size()) return InvalidArgument("jaxmp: argument position is missing");
     const ffi::ErrorOr<ffi::AnyBuffer> buffer = args_.get<ffi::AnyBuffer>(nargs_++);
@@ -187,7 +188,7 @@ Status ReadOperands(const Problem& p, const Distribution& layout, const ffi::Rem
   }
   JAXMP_RETURN_IF_ERROR(ReadScales(p, layout.scales, &operands, buffers));
   *position = nullptr;
-  if (p.nranks() > 1) JAXMP_RETURN_IF_ERROR(operands.Position(position));
+  if (p.nranks() > 1 && p.devices.empty()) JAXMP_RETURN_IF_ERROR(operands.Position(position));
   JAXMP_RETURN_IF_ERROR(operands.Result("d", p.dtype_d, layout.d.local_size(), &buffers->d));
   if (writes_aux) JAXMP_RETURN_IF_ERROR(operands.Result("aux", p.dtype_aux, layout.aux.local_size, &buffers->aux));
   if (p.has_gradient()) {

@@ -68,23 +68,37 @@ Status ZeroAmax(const Buffers& buffers, abi::CUstream stream) {
   return {};
 }
 
-// Read from the device by the first call that comes by; a device keeps its place in an executable.
-StatusOr<int> LocalRankOf(CudaSite& site, int ordinal, const void* position, abi::CUstream stream) {
+// From the attributes, or read from the device by the first call that comes by: it keeps its place in an executable.
+StatusOr<int64_t> FindPosition(const Problem& p, int ordinal, const void* position, abi::CUstream stream) {
+  if (!p.devices.empty()) return cuda::PositionOf(p.devices, ordinal);
+  int32_t at = 0;
+  if (!position) return at;
+  const cuda::Driver& driver = cuda::Loaded()->driver;
+  JAXMP_RETURN_IF_ERROR(
+      cuda::Check(driver.MemcpyDtoHAsync_v2(&at, DevicePointer(position), sizeof(at), stream), "cuMemcpyDtoHAsync"));
+  JAXMP_RETURN_IF_ERROR(cuda::Check(driver.StreamSynchronize(stream), "cuStreamSynchronize"));
+  return at;
+}
+
+StatusOr<abi::CUcontext> ContextOf(abi::CUstream stream) {
+  abi::CUcontext context = nullptr;
+  JAXMP_RETURN_IF_ERROR(cuda::Check(cuda::Loaded()->driver.StreamGetCtx(stream, &context), "cuStreamGetCtx"));
+  return context;
+}
+
+StatusOr<CudaSite::Place> PlaceOf(CudaSite& site, int ordinal, const void* position, abi::CUstream stream) {
   {
     std::lock_guard<std::mutex> lock(site.mutex);
-    if (const auto found = site.local_ranks.find(ordinal); found != site.local_ranks.end()) return found->second;
+    if (const auto found = site.places.find(ordinal); found != site.places.end()) return found->second;
   }
-  int32_t at = 0;
-  if (position) {
-    const cuda::Driver& driver = cuda::Loaded()->driver;
-    JAXMP_RETURN_IF_ERROR(
-        cuda::Check(driver.MemcpyDtoHAsync_v2(&at, DevicePointer(position), sizeof(at), stream), "cuMemcpyDtoHAsync"));
-    JAXMP_RETURN_IF_ERROR(cuda::Check(driver.StreamSynchronize(stream), "cuStreamSynchronize"));
-  }
-  JAXMP_ASSIGN_OR_RETURN(const int local_rank, site.communicator->LocalRankOf(at, ordinal));
+  CudaSite::Place place;
+  JAXMP_ASSIGN_OR_RETURN(place.context, ContextOf(stream));
+  const cuda::CurrentContext current(place.context);
+  JAXMP_ASSIGN_OR_RETURN(const int64_t at, FindPosition(site.plan->problem(), ordinal, position, stream));
+  JAXMP_ASSIGN_OR_RETURN(place.local_rank, site.communicator->LocalRankOf(at, ordinal));
   std::lock_guard<std::mutex> lock(site.mutex);
-  site.local_ranks[ordinal] = local_rank;
-  return local_rank;
+  site.places[ordinal] = place;
+  return place;
 }
 
 // What the library may leave unwritten or only raise: the padding of an aux matrix (cuBLASMp also wants the mask of
@@ -112,16 +126,23 @@ Status RunOnLocalRank(CudaSite& site, int local_rank, const Buffers& buffers, ab
   return cuda::CheckAlive();  // an abort while the host was in there has not seen this call on the stream
 }
 
-Status ExecuteOnLocalRank(CudaSite& site, int local_rank, int ordinal, abi::CUcontext context, const Buffers& buffers,
+Status ExecuteOnLocalRank(CudaSite& site, const CudaSite::Place& place, int ordinal, const Buffers& buffers,
                           abi::CUstream stream) {
-  cuda::RankContext& rank_context = site.communicator->rank_context(local_rank);
+  cuda::RankContext& rank_context = site.communicator->rank_context(place.local_rank);
+  const cuda::CurrentContext current(place.context);
   const cuda::CallScope scope(rank_context);
-  Status status = rank_context.Enter(ordinal, context, stream, site.text);
-  if (status.ok()) status = RunOnLocalRank(site, local_rank, buffers, stream);
+  Status status = rank_context.Enter(ordinal, place.context, stream, site.text);
+  if (status.ok()) status = RunOnLocalRank(site, place.local_rank, buffers, stream);
   if (status.ok()) return {};
   // Whatever a call returned out of an abort, this is why.
   JAXMP_RETURN_IF_ERROR(cuda::CheckAlive());
   return Status(status.code(), status.message() + "; " + rank_context.Describe() + ", call " + *site.text);
+}
+
+Status WriteNothing(const Buffers& buffers, abi::CUstream stream) {
+  JAXMP_ASSIGN_OR_RETURN(abi::CUcontext const context, ContextOf(stream));
+  const cuda::CurrentContext current(context);
+  return ZeroAmax(buffers, stream);
 }
 
 Status ExecuteChecked(CudaSite& site, int ordinal, abi::CUstream stream, const ffi::RemainingArgs& args,
@@ -131,12 +152,9 @@ Status ExecuteChecked(CudaSite& site, int ordinal, abi::CUstream stream, const f
   const void* position = nullptr;
   JAXMP_RETURN_IF_ERROR(ReadOperands(plan.problem(), plan.distribution(), args, rets, &buffers, &position));
   JAXMP_RETURN_IF_ERROR(cuda::CheckAlive());
-  abi::CUcontext context = nullptr;
-  JAXMP_RETURN_IF_ERROR(cuda::Check(cuda::Loaded()->driver.StreamGetCtx(stream, &context), "cuStreamGetCtx"));
-  const cuda::CurrentContext current(context);
-  if (plan.is_empty()) return ZeroAmax(buffers, stream);
-  JAXMP_ASSIGN_OR_RETURN(const int local_rank, LocalRankOf(site, ordinal, position, stream));
-  return ExecuteOnLocalRank(site, local_rank, ordinal, context, buffers, stream);
+  if (plan.is_empty()) return WriteNothing(buffers, stream);
+  JAXMP_ASSIGN_OR_RETURN(const CudaSite::Place place, PlaceOf(site, ordinal, position, stream));
+  return ExecuteOnLocalRank(site, place, ordinal, buffers, stream);
 }
 
 ffi::Error Execute(CudaSite* site, int32_t ordinal, abi::CUstream stream, ffi::RemainingArgs args,

@@ -23,8 +23,13 @@ struct CudaSite {
   const std::shared_ptr<Plan> plan;
   const std::shared_ptr<const cuda::CudaCommunicator> communicator;
   const std::shared_ptr<const std::string> text;  // of the problem, for messages
+  // What one device is to the call.
+  struct Place {
+    int local_rank = 0;
+    abi::CUcontext context = nullptr;  // the device's own, for the life of the process
+  };
   std::mutex mutex;
-  std::map<int, int> local_ranks;  // by device ordinal, once a device has come by; guarded by mutex
+  std::map<int, Place> places;  // by device ordinal, once a device has come by; guarded by mutex
 };
 
 // Once per call site: decodes the attributes and resolves the plan. Touches no device.
@@ -32,7 +37,7 @@ XLA_FFI_Error* CudaMatmulInstantiate(XLA_FFI_CallFrame* frame);
 
 // Once per device and execution, on the device's own thread; operands.h has the arguments and results. It returns when
 // everything is on the stream. The first execution on a device makes what that rank needs, which is collective and
-// waits for the stream; later ones set stream and pointers and enqueue the product.
+// waits for the stream; later ones set the pointers and enqueue the product.
 XLA_FFI_Error* CudaMatmulExecute(XLA_FFI_CallFrame* frame);
 
 }  // namespace jaxmp

@@ -84,6 +84,10 @@ class HostCommunicator final : public Communicator {
     return std::shared_ptr<abi::cublasMpHandle>(handle, api.Destroy);
   }
 
+  Status SetStream(const MpApi& api, int, abi::cublasMpHandle* handle, abi::cudaStream_t stream) const override {
+    return Check(api, api.SetStream(handle, stream), "SetStream");
+  }
+
   StatusOr<size_t> Agree(int, const Problem&, StatusOr<size_t> bytes, abi::cudaStream_t) const override {
     return bytes;
   }

@@ -74,6 +74,9 @@ class Communicator {
   // A handle that one call at a time may use.
   virtual StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, int local_rank,
                                                                 abi::cudaStream_t stream) const = 0;
+  // Has the handle's next call go to the stream.
+  virtual Status SetStream(const MpApi& api, int local_rank, abi::cublasMpHandle* handle,
+                           abi::cudaStream_t stream) const = 0;
   // What every rank of the group takes for the workspace of this problem, where this rank takes `bytes`, or failed: an
   // error on one of them is an error on all. Ranks agree once on a problem, whatever becomes of its plan: another
   // process may have kept its own plan, and would not come to agree again.

@@ -247,7 +247,7 @@ void Plan::TakeBack(int number, ExecutionContext* execution) {
 
 Status Plan::Run(int number, ExecutionContext& execution, const Buffers& buffers, cudaStream_t stream) {
   const LocalRank& local_rank = *local_ranks_[static_cast<size_t>(number)];
-  JAXMP_RETURN_IF_ERROR(Check(api_, api_.SetStream(execution.handle.get(), stream), "SetStream"));
+  JAXMP_RETURN_IF_ERROR(communicator_->SetStream(api_, number, execution.handle.get(), stream));
   JAXMP_RETURN_IF_ERROR(SetPointers(api_, execution.matmul.get(), problem_, buffers));
   return Invoke(api_.Matmul, "Matmul", local_rank, execution, buffers, execution.device_work.get(),
                 local_rank.device_bytes, execution.host_work.get(), local_rank.host_bytes);

@@ -242,6 +242,7 @@ NB_MODULE(_jaxmp, m) {
   m.def("cublasmp_capabilities", [] { return ToDict(kCublasMp.capabilities, kCublasMp.fixed_reduction_order); });
   m.def("set_cublasmp_log", &cuda::SetLogging, nb::arg("is_on"));
   m.def("cublasmp_log", &cuda::TakeLog);
+  m.def("set_cuda_device_ids", &cuda::SetDeviceIds, nb::arg("ids"), "The global ids of this process's devices.");
   m.def("set_exchange", &SetExchange, nb::arg("function").none());
   m.def("exchange", &CallExchange, nb::arg("key"), nb::arg("value").none(), nb::arg("timeout"));
   m.def("set_timeout", &cuda::SetTimeout, nb::arg("seconds"));

@@ -71,15 +71,79 @@ void ALaterExecutionOnlyRuns() {
   const std::string first = CallsOn(4);
   CHECK_EQ(CallsOn(5), first);
   CHECK_CONTAINS(first, "GridCreate GridCreate MatrixDescriptorCreate");  // both grids, on one communicator
-  CHECK_CONTAINS(first, "Matmul_bufferSize BufferRegister SetStream ");
+  CHECK_CONTAINS(first, "Matmul_bufferSize BufferRegister Matmul ");
   RunRight(*instance.site, gpus, 1);
-  CHECK_EQ(CallsOn(4), "SetStream Matmul ~Matmul ");
-  CHECK_EQ(CallsOn(5), "SetStream Matmul ~Matmul ");
+  CHECK_EQ(CallsOn(4), "Matmul ~Matmul ");
+  CHECK_EQ(CallsOn(5), "Matmul ~Matmul ");
   // Another site of the same problem shares the plan, and with it all of that.
   const InstanceOf<CudaSite> other = Make(OnDevices(AllGather(2, 4, 6, 8), {4, 5}));
   CHECK(other.site->plan == instance.site->plan);
   RunRight(*other.site, gpus, 2);
-  CHECK_EQ(CallsOn(4), "SetStream Matmul ~Matmul ");
+  CHECK_EQ(CallsOn(4), "Matmul ~Matmul ");
+}
+
+std::string DriverCallsOn(int device) {
+  static auto* const log = FakeFunction<decltype(fake_cuda_log)>("right/libcuda.so.1", "fake_cuda_log");
+  return log(device);
+}
+
+// Beyond the library's own work: nothing for one rank; two events, by which the watchdog knows the time of a call, for
+// one of several. No kernel, no copy, no memset, no wait.
+void ALaterExecutionPutsLittleOnTheDevice() {
+  const std::pair<Attributes, const char*> cases[] = {
+      {Local(6, 5, 4), ""},
+      {OnDevices(AllGather(2, 4, 6, 8), {4, 5}), "EventRecord EventRecord "},
+      {OnDevices(ReduceScatter(2, 4, 6, 8), {4, 5}), "EventRecord EventRecord "},
+      {AllGather(2, 4, 6, 8), "EventRecord EventRecord "}};  // not even of a position that is an argument
+  for (const auto& [attributes, expected] : cases) {
+    const InstanceOf<CudaSite> instance = Make(attributes);
+    const bool is_local = instance.site->plan->nranks() == 1;
+    const std::vector<const Gpu*> gpus = is_local                                         ? Gpus({4})
+                                         : instance.site->plan->problem().devices.empty() ? FirstGpus(2)
+                                                                                          : Gpus({4, 5});
+    for (int run = 0; run < 3; ++run) {
+      for (const Gpu* gpu : gpus) (void)DriverCallsOn(gpu->ordinal);
+      RunRight(*instance.site, gpus, run);
+      if (run == 0) continue;
+      for (const Gpu* gpu : gpus)
+        CHECK_EQ(DriverCallsOn(gpu->ordinal), std::string(expected) + "StreamSynchronize ");  // the test's own
+    }
+  }
+}
+
+// Without an event behind every call, a call on another stream has to wait all the same, also when the last stream is
+// gone.
+void CallsWithoutPeersMayChangeStreams() {
+  const InstanceOf<CudaSite> instance = Make(Local(200, 200, 200));
+  const Gpu& gpu = *machine()[6];
+  std::vector<std::unique_ptr<World>> worlds;
+  for (int call = 0; call < 6; ++call) {
+    worlds.push_back(std::make_unique<World>(instance.site->plan->problem(), call));
+    World& world = *worlds.back();
+    const abi::CUstream stream = gpu.NewStream();
+    CHECK_EQ(fake_xla::ExecuteOnCuda(*instance.site, 6, stream, {F32(world.a[0]), F32(world.b[0])}, {F32(world.d[0])}),
+             "");
+    if (call < 3) continue;
+    CHECK_EQ(Gpu::driver().StreamSynchronize(stream), abi::CUDA_SUCCESS);  // so all before it are over
+    for (const auto& each : worlds) CHECK(each->IsRight());
+    CHECK_EQ(Gpu::driver().StreamDestroy_v2(stream), abi::CUDA_SUCCESS);
+  }
+}
+
+// A program that names its devices knows its ranks by the ids that this process gave them.
+void DevicesAreKnownByTheirIds() {
+  const InstanceOf<CudaSite> instance = Make(OnDevices(AllGather(2, 4, 6, 8), {91, 92}));
+  const auto error = [&](const std::map<int, int64_t>& ids) {
+    cuda::SetDeviceIds(ids);
+    World world(instance.site->plan->problem());
+    const Gpu& gpu = *machine()[7];
+    return fake_xla::ExecuteOnCuda(*instance.site, 7, gpu.stream, {F32(world.a[0]), F32(world.b[0])},
+                                   {F32(world.d[0])});
+  };
+  CHECK_CONTAINS(error({{6, 91}}),
+                 "jaxmp: the id of CUDA device 7 is not known in this process; call jaxmp.register()");
+  CHECK_CONTAINS(error({{7, 90}}), "compiled for a mesh of the devices 91-92, but runs on device 90; compile it");
+  RunRight(*instance.site, Gpus({7, 6}));
 }
 
 void PointersAreAttributes() {
@@ -94,15 +158,15 @@ void PointersAreAttributes() {
     OnEach(2, [&](int32_t rank) {
       const auto r = static_cast<size_t>(rank);
       const Gpu& gpu = *machine()[4 + r];
-      const std::vector<fake_xla::Buffer> args = {
-          F32(world.a[r]), F32(world.b[r]), F32(bias[r]), {XLA_FFI_DataType_S32, {}, &rank}};
+      std::vector<fake_xla::Buffer> args = {F32(world.a[r]), F32(world.b[r]), F32(bias[r])};
+      AddPosition(world.problem, &rank, gpu, &args);
       CHECK_EQ(fake_xla::ExecuteOnCuda(*instance.site, gpu.ordinal, gpu.stream, args, {F32(world.d[r])}), "");
       CHECK_EQ(Gpu::driver().StreamSynchronize(gpu.stream), abi::CUDA_SUCCESS);
       std::vector<float> expected = world.Expected(rank);
       for (size_t i = 0; i < expected.size(); ++i) expected[i] += bias[r][i % 2];
       CHECK(world.d[r] == expected);
     });
-    if (run == 1) CHECK_EQ(CallsOn(4), "SetStream SetAttribute Matmul ~Matmul ");
+    if (run == 1) CHECK_EQ(CallsOn(4), "SetAttribute Matmul ~Matmul ");
   }
 }
 
@@ -115,6 +179,8 @@ void PlansShareWhatARankHas() {
     CHECK_EQ(CallsOn(6).size(), CallsOn(7).size());
     return instance.site->plan->device_workspace(0);
   };
+  (void)CallsOn(6);
+  (void)CallsOn(7);
   const size_t small = run(4, 8);
   CHECK(small > 0);
   const InstanceOf<CudaSite> large = Make(OnDevices(AllGather(2, 512, 512, 512), {6, 7}));
@@ -122,7 +188,7 @@ void PlansShareWhatARankHas() {
   RunRight(*large.site, gpus);
   CHECK(large.site->plan->device_workspace(0) > small);
   const std::string grown = CallsOn(6);
-  CHECK_CONTAINS(grown, "Matmul_bufferSize BufferDeregister BufferRegister SetStream");
+  CHECK_CONTAINS(grown, "Matmul_bufferSize BufferDeregister BufferRegister Matmul");
   CHECK(grown.find("GridCreate") == std::string::npos);
   CHECK(grown.find("Create ") != std::string::npos && grown.find(" Create ") == std::string::npos);  // of descriptors
   (void)CallsOn(7);
@@ -354,6 +420,9 @@ int main() {
   jaxmp::EveryPatternIsRight();
   jaxmp::CIsAdded();
   jaxmp::ALaterExecutionOnlyRuns();
+  jaxmp::ALaterExecutionPutsLittleOnTheDevice();
+  jaxmp::CallsWithoutPeersMayChangeStreams();
+  jaxmp::DevicesAreKnownByTheirIds();
   jaxmp::PointersAreAttributes();
   jaxmp::PlansShareWhatARankHas();
   jaxmp::LocalProductsNeedNoPeer();

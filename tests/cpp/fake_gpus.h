@@ -6,7 +6,9 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -67,10 +69,27 @@ inline void OnEach(int count, const std::function<void(int)>& work) {
   for (std::thread& thread : threads) thread.join();
 }
 
+// Gives a fake device the id that a program has for this position, as jaxmp.register() does; ids that others have stay.
+inline void NameDevice(const Problem& problem, int32_t position, const Gpu& gpu) {
+  static std::mutex mutex;
+  static std::map<int, int64_t> ids;
+  std::lock_guard<std::mutex> lock(mutex);
+  ids[gpu.ordinal] = problem.devices[static_cast<size_t>(position)];
+  cuda::SetDeviceIds(ids);
+}
+
+// The position's argument, where a call takes one.
+inline void AddPosition(const Problem& problem, int32_t* position, const Gpu& gpu,
+                        std::vector<fake_xla::Buffer>* args) {
+  if (problem.nranks() == 1) return;
+  if (problem.devices.empty()) return args->push_back({XLA_FFI_DataType_S32, {}, position});
+  NameDevice(problem, *position, gpu);
+}
+
 // One rank of a world on a device, up to the end of its stream; the call's error, or the stream's.
 inline std::string RunRank(CudaSite& site, World& world, const Gpu& gpu, int32_t position, size_t rank) {
   std::vector<fake_xla::Buffer> args = {F32(world.a[rank]), F32(world.b[rank])};
-  if (world.problem.nranks() > 1) args.push_back({XLA_FFI_DataType_S32, {}, &position});
+  AddPosition(world.problem, &position, gpu, &args);
   const std::string error = fake_xla::ExecuteOnCuda(site, gpu.ordinal, gpu.stream, args, {F32(world.d[rank])});
   if (!error.empty()) return error;
   const abi::CUresult waited = Gpu::driver().StreamSynchronize(gpu.stream);

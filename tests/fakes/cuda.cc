@@ -10,6 +10,8 @@
 #include <memory>
 #include <mutex>
 #include <queue>
+#include <set>
+#include <string>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -85,6 +87,31 @@ CUctx_st contexts[kMostDevices];
 thread_local std::vector<CUcontext> current;
 std::atomic<bool> is_shut_down{false};
 
+struct Streams {
+  std::mutex mutex;
+  std::set<CUstream> all;  // that were created and not destroyed
+};
+
+Streams& streams() {
+  static auto* const only = new Streams;
+  return *only;
+}
+
+struct Calls {
+  std::mutex mutex;
+  std::map<int, std::string> names;  // by device
+};
+
+Calls& calls() {
+  static auto* const only = new Calls;
+  return *only;
+}
+
+void Note(CUcontext context, const char* name) {
+  std::lock_guard<std::mutex> lock(calls().mutex);
+  calls().names[context->ordinal] += std::string(name) + " ";
+}
+
 bool HasContext() { return !current.empty() && current.back(); }
 
 void* Pointer(CUdeviceptr pointer) { return reinterpret_cast<void*>(pointer); }
@@ -111,6 +138,7 @@ FAKE(cuCtxGetCurrent);
 FAKE(cuCtxSetCurrent);
 FAKE(cuCtxPushCurrent_v2);
 FAKE(cuCtxPopCurrent_v2);
+FAKE(cuCtxSynchronize);
 FAKE(cuMemAlloc_v2);
 FAKE(cuMemFree_v2);
 FAKE(cuMemcpyDtoHAsync_v2);
@@ -190,6 +218,12 @@ CUresult cuMemFree_v2(CUdeviceptr pointer) {
   std::free(Pointer(pointer));
   return CUDA_SUCCESS;
 }
+const char* fake_cuda_log(int device) {
+  static thread_local std::string taken;
+  std::lock_guard<std::mutex> lock(calls().mutex);
+  taken = std::exchange(calls().names[device], "");
+  return taken.c_str();
+}
 bool fake_cuda_has(const void* data, size_t bytes) {
   std::lock_guard<std::mutex> lock(memory().mutex);
   const auto found = memory().bytes.find(data);
@@ -201,12 +235,14 @@ int fake_cuda_allocations() {
 }
 CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
   if (!stream || !from) return CUDA_ERROR_INVALID_VALUE;
+  Note(stream->context, "MemcpyDtoHAsync");
   stream->Put([=] { std::memcpy(to, Pointer(from), bytes); });
   return CUDA_SUCCESS;
 }
 // Pageable memory may be reused as soon as the call has returned.
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CUstream stream) {
   if (!stream || !to) return CUDA_ERROR_INVALID_VALUE;
+  Note(stream->context, "MemcpyHtoDAsync");
   const char* begin = static_cast<const char*>(from);
   stream->Put(
       [to, copy = std::vector<char>(begin, begin + bytes)] { std::memcpy(Pointer(to), copy.data(), copy.size()); });
@@ -214,6 +250,7 @@ CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void* from, size_t bytes, CU
 }
 CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUstream stream) {
   if (!stream || (!to && bytes > 0)) return CUDA_ERROR_INVALID_VALUE;
+  Note(stream->context, "MemsetD8Async");
   stream->Put([=] { std::memset(Pointer(to), value, bytes); });
   return CUDA_SUCCESS;
 }
@@ -221,15 +258,37 @@ CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUst
 CUresult cuStreamCreate(CUstream* stream, unsigned int) {
   if (!HasContext()) return CUDA_ERROR_INVALID_CONTEXT;
   *stream = new CUstream_st(current.back());
+  std::lock_guard<std::mutex> lock(streams().mutex);
+  streams().all.insert(*stream);
   return CUDA_SUCCESS;
 }
 CUresult cuStreamDestroy_v2(CUstream stream) {
+  {
+    std::lock_guard<std::mutex> lock(streams().mutex);
+    streams().all.erase(stream);
+  }
   delete stream;
   return CUDA_SUCCESS;
 }
 CUresult cuStreamSynchronize(CUstream stream) {
   if (!stream) return CUDA_ERROR_INVALID_VALUE;
+  Note(stream->context, "StreamSynchronize");
   return stream->Synchronize();
+}
+CUresult cuCtxSynchronize() {
+  if (!HasContext()) return CUDA_ERROR_INVALID_CONTEXT;
+  Note(current.back(), "CtxSynchronize");
+  std::set<CUstream> there;
+  {
+    std::lock_guard<std::mutex> lock(streams().mutex);
+    for (CUstream stream : streams().all) {
+      if (stream->context == current.back()) there.insert(stream);
+    }
+  }
+  for (CUstream stream : there) {
+    if (const CUresult result = stream->Synchronize(); result != CUDA_SUCCESS) return result;
+  }
+  return CUDA_SUCCESS;
 }
 CUresult cuStreamGetCtx(CUstream stream, CUcontext* context) {
   if (!stream) return CUDA_ERROR_INVALID_VALUE;
@@ -248,6 +307,7 @@ CUresult cuEventCreate(CUevent* event, unsigned int) {
 }
 CUresult cuEventRecord(CUevent event, CUstream stream) {
   if (!event || !stream) return CUDA_ERROR_INVALID_VALUE;
+  Note(stream->context, "EventRecord");
   const auto mark = std::make_shared<CUevent_st::Mark>();
   {
     std::lock_guard<std::mutex> lock(event->mutex);
@@ -270,6 +330,7 @@ CUresult cuEventQuery(CUevent event) {
   return event->mark->is_reached ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int) {
+  Note(stream->context, "StreamWaitEvent");
   std::shared_ptr<CUevent_st::Mark> mark;
   {
     std::lock_guard<std::mutex> lock(event->mutex);
@@ -298,6 +359,7 @@ CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char*) {
 }
 CUresult cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
                         CUstream stream, void** arguments, void**) {
+  Note(stream->context, "LaunchKernel");
   const unsigned is_sprung = *static_cast<unsigned*>(arguments[0]);
   while (is_sprung && fakes::Knob("FAKE_CUDA_LAUNCH_HANGS", 0)) std::this_thread::sleep_for(std::chrono::seconds(1));
   stream->Put([stream, is_sprung] {

@@ -24,7 +24,10 @@ inline int Knob(const char* name, int otherwise) {
 extern "C" {
 // Runs work on the stream, in its order, as cuLaunchHostFunc does.
 jaxmp::abi::CUresult cuLaunchHostFunc(jaxmp::abi::CUstream stream, void (*work)(void*), void* data);
-void fake_cuda_shut_down();                            // contexts are gone from here on
+void fake_cuda_shut_down();  // contexts are gone from here on
+// What was put on the streams of a device, or waited for them, since the last time, in order, each "Name "; not the
+// library's own work (cuLaunchHostFunc). Valid until the next.
+const char* fake_cuda_log(int device);
 int fake_cuda_ordinal();                               // of the thread's current context; -1 without one
 bool fake_cuda_has(const void* memory, size_t bytes);  // whether cuMemAlloc gave it
 int fake_cuda_allocations();                           // of cuMemAlloc, that were not given back

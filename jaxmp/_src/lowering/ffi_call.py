@@ -50,8 +50,9 @@ def custom_call(
     for name in ("scale_b", "scale_a", "scale_c", "scale_d", "scale_aux"):  # a and b are exchanged
         if name in named:
             operands.append(low_precision.for_library(named[name], spec.scales.of(name)))
-    if spec.group.nranks > 1:
-        # Which device of the mesh this is: the call's own way to know its rank, on any device assignment.
+    if spec.group.nranks > 1 and not devices:
+        # Which device of the mesh this is: the call's own way to know its rank, on any device assignment. On GPUs it
+        # costs work on the device at every run, so a call that names its devices does without.
         operands.append(lax.axis_index(tuple(dict(spec.group.mesh))).astype(jnp.int32))
     results = [_stored_result(name, spec, found) for name in names]
     with jax.enable_x64(True), jax.named_scope(profile_name(spec, found, a, b)):  # attributes are 64-bit

@@ -106,6 +106,7 @@ def _open_cublasmp() -> str:
     module.set_cublasmp_log("cublasmp" in config().log)
     module.set_timeout(config().timeout if _timeout is None else _timeout)
     module.set_exchange(_exchange if jax.process_count() > 1 else None)
+    module.set_cuda_device_ids({device.local_hardware_id: device.id for device in cuda_devices()})
     try:
         module.load_cublasmp(libraries.cublasmp, libraries.nccl, libraries.driver)
     except RuntimeError as error:
