@@ -80,7 +80,7 @@ def initialize(
       num_processes, process_id: how many, and which of them this is.
       local_device_ids: as in `jax.distributed.initialize`.
       initialization_timeout: seconds to wait for all processes to call this.
-      timeout: seconds after which a process that has not come to a call is missing; JAXMP_TIMEOUT (60) by default.
+      timeout: seconds after which a process that has not come to a call is missing; JAXMP_TIMEOUT by default.
 
     Raises:
       RuntimeError: called twice, or after the backend exists, or there is neither a launcher nor the arguments, or
@@ -98,6 +98,7 @@ def initialize(
     bootstrap.check_arguments(coordinator_address, num_processes, process_id)
     _check_moment()
     seconds = config().timeout if timeout is None else parse_timeout("initialize: timeout", timeout)
+    native_lib.set_gpu_timeout(None if timeout is None else seconds)
     if coordinator_address is None:
         found = bootstrap.detect(local_device_ids, initialization_timeout)
         coordinator_address, num_processes, process_id, local_device_ids = found

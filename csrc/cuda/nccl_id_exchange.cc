@@ -46,7 +46,7 @@ class Table {
 struct State {
   std::mutex mutex;
   std::shared_ptr<const Exchange> exchange;  // guarded by mutex; null: the table
-  std::atomic<double> timeout{60.0};
+  std::atomic<double> timeout{25.0};
   Table table;
 };
 

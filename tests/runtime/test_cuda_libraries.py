@@ -200,9 +200,25 @@ def test_the_library_is_opened_once_with_the_configuration(opening, monkeypatch)
     assert (native.why_no_cublasmp(), native.why_no_cublasmp()) == ("", "")
     found = cuda_libraries.find()
     *settings, load_call = module.calls
-    assert settings == [("set_cublasmp_log", True), ("set_timeout", 7.0), ("set_exchange", None)]
+    assert settings == [
+        ("set_cublasmp_log", True),
+        ("set_timeout", 7.0),
+        ("set_exchange", None),
+        ("set_cuda_device_ids", {}),
+    ]
     assert load_call == ("load_cublasmp", found.cublasmp, found.nccl, found.driver)
     assert native.cublasmp_log() == ["a line"]
+
+
+def test_the_deadline_on_gpus_ends_ahead_of_xlas(opening, monkeypatch):
+    """XLA:GPU ends a process whose devices have waited 30 s for each other, without a word about the call."""
+    module = opening()
+    monkeypatch.setattr(native, "config", lambda: config_lib.parse({}))
+    native.why_no_cublasmp()
+    (seconds,) = (call[1] for call in module.calls if call[0] == "set_timeout")
+    assert seconds == 25
+    assert config_lib.parse({"JAXMP_TIMEOUT": "60"}).gpu_timeout == 60, "who asks for more gets it"
+    assert config_lib.parse({}).timeout == 60, "processes on CPUs wait as long as before"
 
 
 def test_the_deadline_of_initialize_goes_before_that_of_the_environment(opening, monkeypatch):

@@ -24,7 +24,7 @@ VARIABLES = {
         "a precision that no CPU computes (sums in 16 bits): 'strict' refuses it on \"host\", 'ignore' sums in float32",
         "strict",
     ),
-    "JAXMP_TIMEOUT": ("seconds after which a process that has not come to a call is missing", "60"),
+    "JAXMP_TIMEOUT": ("seconds after which a process that has not come to a call is missing; on GPUs 25 by default", "60"),
     "JAXMP_AGREEMENT": ("'on' compares the calls of the processes ahead of running them, 'off' does not", "on"),
 }
 # Those of the tests, which the package does not read: no misspelt ones.
@@ -59,6 +59,7 @@ class Config:
     ignores_precision: bool
     timeout: float = 60.0
     compares_calls: bool = True
+    gpu_timeout: float = 25.0
 
 
 @functools.cache
@@ -91,7 +92,17 @@ def parse(environ: Mapping[str, str]) -> Config:
         raise ValueError(f"JAXMP_AGREEMENT must be 'on' or 'off' but is {agreement!r}.")
     timeout = parse_timeout("JAXMP_TIMEOUT", read("JAXMP_TIMEOUT"))
     return Config(
-        log, int(size), read("JAXMP_BLAS") or None, mkl == "auto", precision == "ignore", timeout, agreement == "on"
+        log,
+        int(size),
+        read("JAXMP_BLAS") or None,
+        mkl == "auto",
+        precision == "ignore",
+        timeout,
+        agreement == "on",
+        # XLA:GPU ends a process whose devices wait for each other, 30 s ahead of a program and 40 s in its first
+        # collective (xla_gpu_executable_terminate_timeout_seconds and
+        # xla_gpu_first_collective_call_terminate_timeout_seconds). The error that names the call has to come first.
+        timeout if "JAXMP_TIMEOUT" in environ else Config.gpu_timeout,
     )
 
 

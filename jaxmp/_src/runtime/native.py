@@ -30,7 +30,7 @@ _lock = threading.RLock()
 _loaded: Any = None
 _is_registered = False
 _has_barrier = False
-_timeout: float | None = None
+_timeout: float | None = None  # of `jaxmp.distributed.initialize`, where it was given one
 _why_no_cublasmp: str | None = None
 
 
@@ -104,7 +104,7 @@ def _open_cublasmp() -> str:
     except RuntimeError as error:
         return str(error)
     module.set_cublasmp_log("cublasmp" in config().log)
-    module.set_timeout(config().timeout if _timeout is None else _timeout)
+    module.set_timeout(config().gpu_timeout if _timeout is None else _timeout)
     module.set_exchange(_exchange if jax.process_count() > 1 else None)
     module.set_cuda_device_ids({device.local_hardware_id: device.id for device in cuda_devices()})
     try:
@@ -145,10 +145,15 @@ def capabilities(library: str = "host") -> dict[str, bool]:
     return dict(extension().capabilities() if library == "host" else extension().cublasmp_capabilities())
 
 
+def set_gpu_timeout(seconds: float | None) -> None:
+    """Seconds that a rank on a GPU waits for its peers, if cuBLASMp is not open yet; None: as configured."""
+    global _timeout
+    _timeout = seconds
+
+
 def start_barrier(process: int, nprocesses: int, timeout: float, compares: bool, interrupts: int) -> None:
     """Begin to watch the other processes of the job; whoever connects them (`peers`) hands their sockets over."""
-    global _has_barrier, _timeout
-    _timeout = timeout
+    global _has_barrier
     extension().start_barrier(process, nprocesses, timeout, compares, interrupts)
     _has_barrier = True
 
