@@ -157,6 +157,16 @@ void AHostThatCannotBeFreed() {
   CHECK(!"reached");
 }
 
+// Rank 1 fails ahead of a collective of the library's own communicator, which no abort of ours ends.
+void APeerThatStaysAwayInASplitCommunicator() {
+  cuda::SetTimeout(0.3);
+  Pair pair;
+  tests::FakeFunction<decltype(fake_cublasmp_fail)>("right/libcublasmp.so.0", "fake_cublasmp_fail")(
+      "BufferRegister", 1, abi::CUBLASMP_STATUS_INTERNAL_ERROR);
+  (void)pair.RunBoth();
+  CHECK(!"reached");
+}
+
 // NCCL has found out by itself, between two calls.
 void AnErrorThatNcclReports() {
   Pair pair;
@@ -204,6 +214,7 @@ const std::map<std::string, void (*)()>& Cases() {
       {"APeerThatStaysAwayOnTheHost", APeerThatStaysAwayOnTheHost},
       {"APeerThatIsLostWhileConnecting", APeerThatIsLostWhileConnecting},
       {"AHostThatCannotBeFreed", AHostThatCannotBeFreed},
+      {"APeerThatStaysAwayInASplitCommunicator", APeerThatStaysAwayInASplitCommunicator},
       {"AnErrorThatNcclReports", AnErrorThatNcclReports},
       {"AnEndIsNoFailure", AnEndIsNoFailure},
       {"EveryCommunicatorIsAborted", EveryCommunicatorIsAborted},
@@ -236,6 +247,7 @@ int main(int argc, char** argv) {
   if (argc > 1) return jaxmp::RunCase(argv[1]);
   for (const auto& [name, run] : jaxmp::Cases()) {
     const bool is_aborted = name == "ADeviceThatCannotBeMadeToFail" || name == "AHostThatCannotBeFreed" ||
+                            name == "APeerThatStaysAwayInASplitCommunicator" ||
                             name == "ADriverThatDoesNotLetDevicesFail";
     const int status = jaxmp::StartCase(argv[0], name);
     CHECK(is_aborted ? WIFSIGNALED(status) && WTERMSIG(status) == SIGABRT : status == 0);

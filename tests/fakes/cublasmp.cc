@@ -98,7 +98,8 @@ struct Product {
     std::unique_lock<std::mutex> lock(product->mutex);
     while (!product->is_done) {
       product->changed.wait_for(lock, std::chrono::milliseconds(5));
-      if (!product->is_done && fake_nccl_is_aborted(product->comm)) return;  // hostmp still has it: it stays
+      // An abort of the caller's communicator does not reach the library's own. hostmp still has it: it stays.
+      if (!product->is_done && fake_cuda_has_failed(product->ordinal)) return;
     }
     if (!product->status.ok()) Fail(product->status.message());
     lock.unlock();
@@ -211,7 +212,8 @@ cublasMpStatus_t cublasMpGridCreate(int64_t nprow, int64_t npcol, cublasMpGridLa
   const cublasMpStatus_t status =
       host().GridCreate(nprow, npcol, layout, WorldOf(comm).group.comm(fake_nccl_rank(comm)), grid);
   std::lock_guard<std::mutex> lock(state().mutex);
-  if (status == CUBLASMP_STATUS_SUCCESS) state().grids[*grid] = comm;
+  // As the real library does: what a grid does together, it does on communicators of its own.
+  if (status == CUBLASMP_STATUS_SUCCESS) state().grids[*grid] = fake_nccl_split(comm);
   return Report(status, "cublasMpGridCreate");
 }
 cublasMpStatus_t cublasMpGridDestroy(cublasMpGrid_t grid) {

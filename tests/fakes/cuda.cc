@@ -224,6 +224,7 @@ const char* fake_cuda_log(int device) {
   taken = std::exchange(calls().names[device], "");
   return taken.c_str();
 }
+bool fake_cuda_has_failed(int device) { return contexts[device].has_failed; }
 bool fake_cuda_has(const void* data, size_t bytes) {
   std::lock_guard<std::mutex> lock(memory().mutex);
   const auto found = memory().bytes.find(data);

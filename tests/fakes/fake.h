@@ -28,6 +28,7 @@ void fake_cuda_shut_down();  // contexts are gone from here on
 // What was put on the streams of a device, or waited for them, since the last time, in order, each "Name "; not the
 // library's own work (cuLaunchHostFunc). Valid until the next.
 const char* fake_cuda_log(int device);
+bool fake_cuda_has_failed(int device);
 int fake_cuda_ordinal();                               // of the thread's current context; -1 without one
 bool fake_cuda_has(const void* memory, size_t bytes);  // whether cuMemAlloc gave it
 int fake_cuda_allocations();                           // of cuMemAlloc, that were not given back
@@ -38,8 +39,11 @@ int fake_cuda_allocations();                           // of cuMemAlloc, that we
 extern "C" {
 int fake_nccl_rank(jaxmp::abi::ncclComm_t comm);
 int fake_nccl_nranks(jaxmp::abi::ncclComm_t comm);
-const void* fake_nccl_group(jaxmp::abi::ncclComm_t comm);  // the same for all ranks of a communicator
-bool fake_nccl_is_aborted(jaxmp::abi::ncclComm_t comm);
+// The same for all ranks of a communicator, and for those that were split off it.
+const void* fake_nccl_group(jaxmp::abi::ncclComm_t comm);
+// All ranks of it once more, as ncclCommSplit gives them: an abort of `comm` does not reach the new one, whose errors
+// are not its errors either. Waits for nobody.
+jaxmp::abi::ncclComm_t fake_nccl_split(jaxmp::abi::ncclComm_t comm);
 // Every rank's value once all have come, or null after an abort. Blocks. `channel` keeps host and stream apart, whose
 // arrivals are not ordered among each other.
 const long long* fake_nccl_gather(jaxmp::abi::ncclComm_t comm, int channel, long long value);  // NOLINT

@@ -9,6 +9,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "tests/fakes/fake.h"
@@ -74,6 +75,8 @@ namespace jaxmp::abi {
 struct ncclComm {
   std::shared_ptr<Group> group;
   int rank;
+  std::shared_ptr<Group> root;  // the group that this one was split off; null: none
+  size_t splits = 0;
 };
 
 }  // namespace jaxmp::abi
@@ -124,7 +127,7 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId id, int
   const long long* devices = group->Gather(kOnHost, rank, fake_cuda_ordinal());  // NOLINT
   if (!devices) return ncclSystemError;
   if (std::count(devices, devices + nranks, devices[rank]) > 1) return ncclInvalidUsage;  // two ranks on one device
-  *comm = new ncclComm{group, rank};
+  *comm = new ncclComm{group, rank, nullptr};
   ++live;
   return ncclSuccess;
 }
@@ -186,8 +189,14 @@ ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataTyp
 
 int fake_nccl_rank(ncclComm_t comm) { return comm->rank; }
 int fake_nccl_nranks(ncclComm_t comm) { return comm->group->nranks; }
-const void* fake_nccl_group(ncclComm_t comm) { return comm->group.get(); }
-bool fake_nccl_is_aborted(ncclComm_t comm) { return comm->group->is_aborted; }
+const void* fake_nccl_group(ncclComm_t comm) { return comm->root ? comm->root.get() : comm->group.get(); }
+ncclComm_t fake_nccl_split(ncclComm_t comm) {
+  static auto* const all = new std::map<std::pair<Group*, size_t>, std::shared_ptr<Group>>;
+  std::lock_guard<std::mutex> lock(mutex);
+  std::shared_ptr<Group>& known = (*all)[{comm->group.get(), comm->splits++}];
+  if (!known) known = std::make_shared<Group>(comm->group->nranks);
+  return new ncclComm{known, comm->rank, comm->group};
+}
 const long long* fake_nccl_gather(ncclComm_t comm, int channel, long long value) {  // NOLINT
   return comm->group->Gather(channel, comm->rank, value);
 }
