@@ -17,6 +17,9 @@ TEST  := .venv/test-$(TAG)
 BENCH := .venv/bench-$(TAG)$(if $(EXTRAS),-$(EXTRAS))
 LINT  := .venv/lint-$(TAG)
 MPI   := .venv/mpi-$(TAG)
+XLA_GPU := .venv/xla-gpu-$(TAG)
+# The JAX whose CUDA plugin runs over the fakes: what it asks of a driver is what they have.
+XLA_GPU_JAX := 0.12.0.1
 
 COMMA := ,
 # Two workers (WORKERS=n for another number), since most of a test is one thread that traces and compiles. One that is
@@ -91,6 +94,12 @@ test-process: $(TEST)/.ready ## Run the tests of many processes, with faults (AR
 chaos: $(TEST)/.ready ## Run jobs with a fault at a random moment (N=200: how many, SEED=1 to repeat a run)
 	$(TEST)/bin/python tests/process/chaos.py --jobs $(or $(N),200) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
+.PHONY: test-xla-gpu
+test-xla-gpu: $(TEST)/.ready $(XLA_GPU)/.ready ## Run programs on JAX's real CUDA plugin over a fake driver, without a GPU
+	@$(call cpp_build,cpp-$(TAG),Release,,fakes)
+	JAXMP_FAKES=$(CURDIR)/build/cpp-$(TAG)/fakes PYTHONPATH=tests/xla_gpu \
+	  $(XLA_GPU)/bin/pytest -p fake_gpus tests/xla_gpu --timeout=120 $(ARGS)
+
 .PHONY: test-gpu
 test-gpu: ## Run the tests on real GPUs, in the environment of PYTHON as it is: nothing is installed
 	@mkdir -p build
@@ -121,13 +130,18 @@ sanitize: $(TEST)/.ready ## Run the C++ tests under the address, undefined-behav
 	@$(call cpp_tests,cpp-asan-$(TAG),RelWithDebInfo,address$(COMMA)undefined)
 	@$(call cpp_tests,cpp-tsan-$(TAG),RelWithDebInfo,thread)
 
-# $(call cpp_tests,build folder,build type,sanitizers,the one test to run,more options of ctest). PATH gives CMake the environment's own ninja.
-define cpp_tests
+# $(call cpp_build,build folder,build type,sanitizers,the one target). PATH gives CMake the environment's own ninja.
+define cpp_build
 export PATH="$(CURDIR)/$(TEST)/bin:$$PATH"; \
 mkdir -p build; \
 cmake -S . -B build/$(1) -G Ninja -DCMAKE_BUILD_TYPE=$(2) -DJAXMP_BUILD_TESTS=ON -DJAXMP_SANITIZE='$(3)' \
   -DPython_EXECUTABLE=$(CURDIR)/$(TEST)/bin/python > build/$(1).log 2>&1 || { cat build/$(1).log; exit 1; }; \
-cmake --build build/$(1) $(if $(4),--target $(4)); \
+cmake --build build/$(1) $(if $(4),--target $(4))
+endef
+
+# $(call cpp_tests,build folder,build type,sanitizers,the one test to run,more options of ctest).
+define cpp_tests
+$(call cpp_build,$(1),$(2),$(3),$(4)); \
 ctest --test-dir build/$(1) --output-on-failure --timeout 600 --parallel 2 $(if $(4),-R '^$(4)$$' $(5))
 endef
 
@@ -169,6 +183,11 @@ $(DEMO)/.ready: $(ALL_SOURCES)
 
 $(TEST)/.ready: $(CXX_SOURCES)
 	$(call new_venv,$(TEST),--editable '.[test]')
+
+# JAX's CUDA plugin and libdevice, and none of NVIDIA's libraries, which the fakes stand for.
+$(XLA_GPU)/.ready: JAX = $(XLA_GPU_JAX)
+$(XLA_GPU)/.ready: $(CXX_SOURCES)
+	$(call new_venv,$(XLA_GPU),--editable '.[test]' jax-cuda13-plugin==$(XLA_GPU_JAX) nvidia-nvvm)
 
 $(MPI)/.ready: $(ALL_SOURCES)
 	$(call new_venv,$(MPI),'.[mpi]')

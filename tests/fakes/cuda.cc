@@ -1,87 +1,15 @@
 // A libcuda.so.1 whose devices are in host memory. A stream is a thread that works through a queue; a context is a
 // device's number; where the driver wants one to be current, this one insists.
-#include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
-#include <functional>
-#include <map>
-#include <memory>
-#include <mutex>
-#include <queue>
-#include <set>
-#include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
-#include "tests/fakes/fake.h"
+#include "tests/fakes/cuda_state.h"
 
-namespace jaxmp::abi {
-
-struct CUctx_st {
-  int ordinal;
-  std::atomic<bool> has_failed{false};
-};
-
-struct CUfunc_st {};
-
-struct CUevent_st {
-  struct Mark {
-    std::mutex mutex;
-    std::condition_variable reached;
-    bool is_reached = false;
-  };
-  std::mutex mutex;
-  std::shared_ptr<Mark> mark;  // of the last record; null before the first
-};
-
-struct CUstream_st {
-  explicit CUstream_st(CUcontext context) : context(context), worker([this] { Work(); }) {}
-  ~CUstream_st() {
-    Put(nullptr);
-    worker.join();
-  }
-
-  void Put(std::function<void()> work) {
-    std::lock_guard<std::mutex> lock(mutex);
-    queue.push(std::move(work));
-    changed.notify_all();
-  }
-  void Work() {
-    std::unique_lock<std::mutex> lock(mutex);
-    for (;;) {
-      changed.wait(lock, [this] { return !queue.empty(); });
-      const std::function<void()> work = queue.front();
-      lock.unlock();
-      if (!work) return;
-      work();
-      lock.lock();
-      queue.pop();  // only now: an empty queue is an idle stream
-      changed.notify_all();
-    }
-  }
-  CUresult Synchronize() {
-    std::unique_lock<std::mutex> lock(mutex);
-    while (!queue.empty() && !context->has_failed) changed.wait_for(lock, std::chrono::milliseconds(5));
-    return context->has_failed ? CUDA_ERROR_LAUNCH_FAILED : CUDA_SUCCESS;
-  }
-
-  const CUcontext context;
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::queue<std::function<void()>> queue;
-  std::thread worker;
-};
-
-}  // namespace jaxmp::abi
-
+namespace fakes {
 namespace {
-
-using namespace jaxmp::abi;  // NOLINT: the driver's own names
-
-constexpr int kMostDevices = 64;
 
 CUctx_st contexts[kMostDevices];
 thread_local std::vector<CUcontext> current;
@@ -107,26 +35,51 @@ Calls& calls() {
   return *only;
 }
 
-void Note(CUcontext context, const char* name) {
-  std::lock_guard<std::mutex> lock(calls().mutex);
-  calls().names[context->ordinal] += std::string(name) + " ";
-}
+bool HasContext() { return Current() != nullptr; }
 
-bool HasContext() { return !current.empty() && current.back(); }
-
-void* Pointer(CUdeviceptr pointer) { return reinterpret_cast<void*>(pointer); }
-
-struct Memory {
-  std::mutex mutex;
-  std::map<const void*, size_t> bytes;  // of what was allocated and not freed
-};
+}  // namespace
 
 Memory& memory() {
   static auto* const only = new Memory;
   return *only;
 }
 
-}  // namespace
+CUctx_st* ContextOf(int ordinal) { return &contexts[ordinal]; }
+CUcontext Current() { return current.empty() ? nullptr : current.back(); }
+
+void Note(CUcontext context, const char* name) {
+  constexpr size_t kMost = 1 << 16;  // of a program that nobody asks about
+  std::lock_guard<std::mutex> lock(calls().mutex);
+  std::string& names = calls().names[context->ordinal];
+  if (names.size() < kMost) names += std::string(name) + " ";
+}
+
+CUstream NewStream(CUcontext context) {
+  auto* const stream = new CUstream_st(context);
+  std::lock_guard<std::mutex> lock(streams().mutex);
+  streams().all.insert(stream);
+  return stream;
+}
+
+void* Allocate(size_t bytes, int ordinal, bool is_host) {
+  auto* const made = static_cast<char*>(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
+  std::lock_guard<std::mutex> lock(memory().mutex);
+  memory().blocks[made] = {bytes, ordinal, is_host};
+  return made;
+}
+
+bool Release(const void* data) {
+  {
+    std::lock_guard<std::mutex> lock(memory().mutex);
+    if (memory().blocks.erase(static_cast<const char*>(data)) == 0) return false;
+  }
+  std::free(const_cast<void*>(data));
+  return true;
+}
+
+}  // namespace fakes
+
+using namespace fakes;  // NOLINT
 
 FAKE(cuInit);
 FAKE(cuDriverGetVersion);
@@ -206,17 +159,11 @@ int fake_cuda_ordinal() { return HasContext() ? current.back()->ordinal : -1; }
 CUresult cuMemAlloc_v2(CUdeviceptr* pointer, size_t bytes) {
   if (!HasContext()) return CUDA_ERROR_INVALID_CONTEXT;
   if (bytes == 0) return CUDA_ERROR_INVALID_VALUE;
-  void* const made = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
-  *pointer = reinterpret_cast<CUdeviceptr>(made);
-  std::lock_guard<std::mutex> lock(memory().mutex);
-  memory().bytes[made] = bytes;
+  *pointer = reinterpret_cast<CUdeviceptr>(Allocate(bytes, current.back()->ordinal, false));
   return CUDA_SUCCESS;
 }
 CUresult cuMemFree_v2(CUdeviceptr pointer) {
-  std::lock_guard<std::mutex> lock(memory().mutex);
-  if (memory().bytes.erase(Pointer(pointer)) == 0) return CUDA_ERROR_INVALID_VALUE;
-  std::free(Pointer(pointer));
-  return CUDA_SUCCESS;
+  return Release(Pointer(pointer)) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 const char* fake_cuda_log(int device) {
   static thread_local std::string taken;
@@ -227,12 +174,14 @@ const char* fake_cuda_log(int device) {
 bool fake_cuda_has_failed(int device) { return contexts[device].has_failed; }
 bool fake_cuda_has(const void* data, size_t bytes) {
   std::lock_guard<std::mutex> lock(memory().mutex);
-  const auto found = memory().bytes.find(data);
-  return found != memory().bytes.end() && found->second >= bytes;
+  const auto found = memory().blocks.find(static_cast<const char*>(data));
+  return found != memory().blocks.end() && !found->second.is_host && found->second.bytes >= bytes;
 }
 int fake_cuda_allocations() {
   std::lock_guard<std::mutex> lock(memory().mutex);
-  return static_cast<int>(memory().bytes.size());
+  int count = 0;
+  for (const auto& [data, block] : memory().blocks) count += !block.is_host;
+  return count;
 }
 CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
   if (!stream || !from) return CUDA_ERROR_INVALID_VALUE;
@@ -258,9 +207,7 @@ CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t bytes, CUst
 
 CUresult cuStreamCreate(CUstream* stream, unsigned int) {
   if (!HasContext()) return CUDA_ERROR_INVALID_CONTEXT;
-  *stream = new CUstream_st(current.back());
-  std::lock_guard<std::mutex> lock(streams().mutex);
-  streams().all.insert(*stream);
+  *stream = NewStream(current.back());
   return CUDA_SUCCESS;
 }
 CUresult cuStreamDestroy_v2(CUstream stream) {
@@ -317,6 +264,7 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
   stream->Put([mark] {
     std::lock_guard<std::mutex> lock(mark->mutex);
     mark->is_reached = true;
+    mark->when = std::chrono::steady_clock::now();
     mark->reached.notify_all();
   });
   return CUDA_SUCCESS;

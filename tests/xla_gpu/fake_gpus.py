@@ -1,0 +1,65 @@
+"""Fake GPUs for JAX's unmodified CUDA plugin: `make test-xla-gpu` imports this ahead of JAX (`pytest -p fake_gpus`).
+
+The libraries of tests/fakes are opened under the real ones' names, so that whoever opens those gets these: XLA the
+driver, NVML and the runtime; jaxmp the driver, NCCL and cuBLASMp. JAXMP_FAKES names the folder that CMake put them in.
+"""
+
+import ctypes
+import importlib.util
+import os
+from pathlib import Path
+
+DEVICE_COUNT = int(os.environ.setdefault("FAKE_CUDA_DEVICES", "4"))
+
+# What the fakes do not have: virtual memory, graphs, and libraries of NVIDIA's that compile, link or time kernels.
+_XLA_FLAGS = (
+    "--xla_gpu_experimental_vmm_disabled=true",
+    "--xla_gpu_autotune_level=0",
+    "--xla_gpu_enable_libnvjitlink=false",
+    "--xla_gpu_enable_libnvptxcompiler=false",
+    "--xla_gpu_enable_command_buffer=",
+)
+_LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1", "libcudart.so.13", "libnccl.so.2", "libcublasmp.so.0")
+
+
+def _folder(package: str) -> Path:
+    spec = importlib.util.find_spec(package)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    assert folders, f"{package} is not installed; run make test-xla-gpu"
+    return Path(folders[0])
+
+
+def _start() -> None:
+    flags = (*_XLA_FLAGS, f"--xla_gpu_cuda_data_dir={_folder('nvidia') / 'cu13'}", os.environ.get("XLA_FLAGS", ""))
+    os.environ |= {
+        "JAX_PLATFORMS": "cuda,cpu",
+        "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # of cuDNN and others, which are not there
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_FLAGS": " ".join(flags),
+        "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3"),
+    }
+    if "JAXMP_BLAS" not in os.environ:  # by which the fake cuBLASMp multiplies
+        os.environ["JAXMP_BLAS"] = str(next((_folder("scipy_openblas32") / "lib").glob("*openblas*.so")))
+    for name in _LIBRARIES:
+        ctypes.CDLL(f"{os.environ['JAXMP_FAKES']}/right/{name}", mode=ctypes.RTLD_GLOBAL)
+    # There is no /dev/nvidia0, and JAX looks for it before it takes the plugin.
+    from jax._src import hardware_utils
+
+    hardware_utils._NVIDIA_GPU_DEVICES.append("/proc/self")
+
+
+def driver_calls(device: int) -> list[str]:
+    """What was put on the streams of a device, or waited for them, since the last time."""
+    library = ctypes.CDLL("libcuda.so.1")
+    library.fake_cuda_log.restype = ctypes.c_char_p
+    return library.fake_cuda_log(device).decode().split()
+
+
+def cublasmp_calls(device: int) -> list[str]:
+    """The calls of cuBLASMp on a device since the last time."""
+    library = ctypes.CDLL("libcublasmp.so.0")
+    library.fake_cublasmp_log.restype = ctypes.c_char_p
+    return library.fake_cublasmp_log(device).decode().split()
+
+
+_start()
