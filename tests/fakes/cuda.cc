@@ -105,9 +105,6 @@ FAKE(cuStreamGetCtx);
 FAKE(cuEventCreate);
 FAKE(cuEventRecord);
 FAKE(cuEventQuery);
-FAKE(cuModuleLoadData);
-FAKE(cuModuleGetFunction);
-FAKE(cuLaunchKernel);
 
 CUresult cuInit(unsigned int) { return fakes::Knob("FAKE_CUDA_DEVICES", 8) > 0 ? CUDA_SUCCESS : CUDA_ERROR_NO_DEVICE; }
 CUresult cuDriverGetVersion(int* version) {
@@ -289,30 +286,6 @@ CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned int) {
   stream->Put([mark] {
     std::unique_lock<std::mutex> lock(mark->mutex);
     mark->reached.wait(lock, [&] { return mark->is_reached; });
-  });
-  return CUDA_SUCCESS;
-}
-
-// There is one kernel: it fails the context where its argument is not 0.
-CUresult cuModuleLoadData(CUmodule* module, const void* image) {
-  if (!HasContext()) return CUDA_ERROR_INVALID_CONTEXT;
-  *module = nullptr;
-  const bool can_compile =
-      fakes::Knob("FAKE_CUDA_COMPILES", 1) && std::strstr(static_cast<const char*>(image), "trap;");
-  return can_compile ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN;
-}
-CUresult cuModuleGetFunction(CUfunction* function, CUmodule, const char*) {
-  static CUfunc_st trap;
-  *function = &trap;
-  return CUDA_SUCCESS;
-}
-CUresult cuLaunchKernel(CUfunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned,
-                        CUstream stream, void** arguments, void**) {
-  Note(stream->context, "LaunchKernel");
-  const unsigned is_sprung = *static_cast<unsigned*>(arguments[0]);
-  while (is_sprung && fakes::Knob("FAKE_CUDA_LAUNCH_HANGS", 0)) std::this_thread::sleep_for(std::chrono::seconds(1));
-  stream->Put([stream, is_sprung] {
-    if (is_sprung) stream->context->has_failed = true;
   });
   return CUDA_SUCCESS;
 }

@@ -1,5 +1,4 @@
-// What XLA:GPU asks of libcuda.so.1 beyond what jaxmp does: enough to start, to copy, and to run programs of custom
-// calls, copies and memsets. Kernels of XLA's are refused when they are launched.
+// What XLA:GPU asks of libcuda.so.1 beyond what jaxmp does: enough to start, to copy, and to run its programs.
 //
 // Declared here as cuda.h of CUDA 13 has them. A number of an enumeration stands beside its name.
 #include <algorithm>

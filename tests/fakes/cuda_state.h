@@ -26,8 +26,6 @@ struct CUctx_st {
   std::atomic<bool> has_failed{false};
 };
 
-struct CUfunc_st {};
-
 struct CUevent_st {
   struct Mark {
     std::mutex mutex;

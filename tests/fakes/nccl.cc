@@ -66,7 +66,7 @@ std::map<int, int>& refusals() {
 }
 std::atomic<int> asynchronous_error{0}, live{0};
 
-constexpr int kOnHost = 0, kOnStream = 1;
+constexpr int kOnHost = 0;
 
 }  // namespace
 
@@ -95,7 +95,6 @@ FAKE(ncclCommAbort);
 FAKE(ncclCommGetAsyncError);
 FAKE(ncclMemAlloc);
 FAKE(ncclMemFree);
-FAKE(ncclAllReduce);
 
 ncclResult_t ncclGetVersion(int* version) {
   *version = fakes::Knob("FAKE_NCCL_VERSION", 23007);
@@ -166,25 +165,6 @@ ncclResult_t ncclMemAlloc(void** pointer, size_t bytes) {
 ncclResult_t ncclMemFree(void* pointer) {
   const CUresult freed = ::cuMemFree_v2(reinterpret_cast<CUdeviceptr>(pointer));
   return freed == CUDA_SUCCESS ? ncclSuccess : ncclInvalidArgument;
-}
-
-// The largest of 8-byte integers: all that jaxmp reduces.
-ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
-                           ncclComm_t comm, cudaStream_t stream) {
-  if (type != ncclInt64 || op != ncclMax || count != 1) return ncclInvalidArgument;
-  struct Work {
-    const long long* from;  // NOLINT
-    long long* to;          // NOLINT
-    ncclComm_t comm;
-  };
-  const auto run = [](void* data) {
-    const std::unique_ptr<Work> work(static_cast<Work*>(data));
-    const int nranks = work->comm->group->nranks;
-    const long long* values = fake_nccl_gather(work->comm, kOnStream, *work->from);  // NOLINT
-    if (values) *work->to = *std::max_element(values, values + nranks);
-  };
-  auto* const work = new Work{static_cast<const long long*>(from), static_cast<long long*>(to), comm};  // NOLINT
-  return cuLaunchHostFunc(stream, run, work) == CUDA_SUCCESS ? ncclSuccess : ncclUnhandledCudaError;
 }
 
 int fake_nccl_rank(ncclComm_t comm) { return comm->rank; }

@@ -36,6 +36,7 @@ def _start() -> None:
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",  # of cuDNN and others, which are not there
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "XLA_FLAGS": " ".join(flags),
+        "PATH": os.pathsep.join((str(Path(__file__).parent / "bin"), os.environ["PATH"])),  # ptxas
         "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "3"),
     }
     if "JAXMP_BLAS" not in os.environ:  # by which the fake cuBLASMp multiplies

@@ -179,7 +179,8 @@ def _rule(platform: str, is_multiple: bool) -> jax_compat.LoweringRule:
         mesh = jax_compat.lowering_mesh(ctx)
         a, b = jax_compat.operand_types(ctx)[:2]
         call = resolve(spec, a, b, platform, process_barrier.group_processes(spec, mesh))
-        devices = _devices_of(spec, mesh) if call.implementation == "cublasmp" else ()
+        is_named = call.implementation == "cublasmp" and not jax_compat.is_for_export(ctx)
+        devices = _devices_of(spec, mesh) if is_named else ()
         is_barred = platform == "cpu" and call.implementation != "host"
         site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
 

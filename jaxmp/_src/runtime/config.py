@@ -24,7 +24,10 @@ VARIABLES = {
         "a precision that no CPU computes (sums in 16 bits): 'strict' refuses it on \"host\", 'ignore' sums in float32",
         "strict",
     ),
-    "JAXMP_TIMEOUT": ("seconds after which a process that has not come to a call is missing; on GPUs 25 by default", "60"),
+    "JAXMP_TIMEOUT": (
+        "seconds after which a process that has not come to a call is missing; on GPUs 25 by default",
+        "60",
+    ),
     "JAXMP_AGREEMENT": ("'on' compares the calls of the processes ahead of running them, 'off' does not", "on"),
 }
 # Those of the tests, which the package does not read: no misspelt ones.

@@ -1,0 +1,235 @@
+// The collectives of the fake libnccl.so.2, jaxmp's and XLA's: on a stream every rank learns where the others' data
+// lie, takes what is its own, and writes it once all have taken theirs. Sums are in the order of the ranks.
+#include <algorithm>
+#include <condition_variable>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "tests/fakes/fake.h"
+
+#define API extern "C" __attribute__((visibility("default")))
+
+using namespace jaxmp::abi;  // NOLINT: NCCL's own names
+
+FAKE(ncclAllReduce);
+FAKE(ncclCommInitRank);
+
+namespace {
+
+constexpr int kOnStream = 1;  // a channel of fake_nccl_gather
+
+// ncclDataType_t, by its number.
+constexpr size_t kBytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
+
+// bfloat16, the upper half of a float.
+struct BFloat16 {
+  uint16_t bits;
+
+  BFloat16(float value) {  // NOLINT: to the nearest, and to even between two
+    uint32_t wide;
+    std::memcpy(&wide, &value, sizeof(wide));
+    bits = static_cast<uint16_t>((wide + 0x7fff + (wide >> 16 & 1)) >> 16);
+  }
+  operator float() const {  // NOLINT
+    const uint32_t wide = static_cast<uint32_t>(bits) << 16;
+    float value;
+    std::memcpy(&value, &wide, sizeof(value));
+    return value;
+  }
+};
+
+template <typename T>
+void Fold(std::vector<char>* into, const char* from, int op) {
+  const size_t count = into->size() / sizeof(T);
+  for (size_t i = 0; i < count; ++i) {
+    T x = T(0), y = T(0);
+    std::memcpy(&x, into->data() + i * sizeof(T), sizeof(T));
+    std::memcpy(&y, from + i * sizeof(T), sizeof(T));
+    const T folded = op == 1 ? T(x * y) : op == 2 ? (x < y ? y : x) : op == 3 ? (y < x ? y : x) : T(x + y);
+    std::memcpy(into->data() + i * sizeof(T), &folded, sizeof(T));
+  }
+}
+
+void Fold(std::vector<char>* into, const char* from, int type, int op) {
+  switch (type) {
+    case 0:
+      return Fold<int8_t>(into, from, op);
+    case 1:
+      return Fold<uint8_t>(into, from, op);
+    case 2:
+      return Fold<int32_t>(into, from, op);
+    case 3:
+      return Fold<uint32_t>(into, from, op);
+    case 4:
+      return Fold<int64_t>(into, from, op);
+    case 5:
+      return Fold<uint64_t>(into, from, op);
+    case 6:
+      return Fold<_Float16>(into, from, op);
+    case 7:
+      return Fold<float>(into, from, op);
+    case 8:
+      return Fold<double>(into, from, op);
+    case 9:
+      return Fold<BFloat16>(into, from, op);
+    default:
+      std::abort();  // nothing that a test expects
+  }
+}
+
+using Take = std::function<std::vector<char>(const std::vector<const char*>& parts)>;  // by rank
+
+ncclResult_t Put(cudaStream_t stream, std::function<void()> work) {
+  const auto run = [](void* data) {
+    const std::unique_ptr<std::function<void()>> work(static_cast<std::function<void()>*>(data));
+    (*work)();
+  };
+  auto* const kept = new std::function<void()>(std::move(work));
+  return cuLaunchHostFunc(stream, run, kept) == CUDA_SUCCESS ? ncclSuccess : ncclUnhandledCudaError;
+}
+
+// An abort in between leaves `to` as it is.
+ncclResult_t Collective(const void* from, void* to, ncclComm_t comm, cudaStream_t stream, Take take) {
+  return Put(stream, [=] {
+    const long long* given = fake_nccl_gather(comm, kOnStream, reinterpret_cast<long long>(from));  // NOLINT
+    if (!given) return;
+    std::vector<const char*> parts;
+    for (int rank = 0; rank < fake_nccl_nranks(comm); ++rank)
+      parts.push_back(reinterpret_cast<const char*>(given[rank]));
+    const std::vector<char> taken = take(parts);
+    if (fake_nccl_gather(comm, kOnStream, 0)) std::copy(taken.begin(), taken.end(), static_cast<char*>(to));
+  });
+}
+
+// The reduction of `bytes` from `offset` on of every part.
+Take Reduction(size_t offset, size_t bytes, int type, int op) {
+  return [=](const std::vector<const char*>& parts) {
+    std::vector<char> sum(parts[0] + offset, parts[0] + offset + bytes);
+    for (size_t rank = 1; rank < parts.size(); ++rank) Fold(&sum, parts[rank] + offset, type, op);
+    return sum;
+  };
+}
+
+// The same bytes of every part, one after the other.
+Take Concatenation(size_t offset, size_t bytes) {
+  return [=](const std::vector<const char*>& parts) {
+    std::vector<char> whole;
+    for (const char* part : parts) whole.insert(whole.end(), part + offset, part + offset + bytes);
+    return whole;
+  };
+}
+
+// What is sent from one rank to another, in order.
+struct Mail {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<std::tuple<const void*, int, int>, std::deque<std::vector<char>>> boxes;  // by group, sender, receiver
+};
+
+Mail& mail() {
+  static auto* const only = new Mail;
+  return *only;
+}
+
+struct Receipt {
+  void* to;
+  size_t bytes;
+  int from;
+  ncclComm_t comm;
+  cudaStream_t stream;
+};
+
+ncclResult_t Await(const Receipt& receipt) {
+  return Put(receipt.stream, [receipt] {
+    std::unique_lock<std::mutex> lock(mail().mutex);
+    auto& box = mail().boxes[{fake_nccl_group(receipt.comm), receipt.from, fake_nccl_rank(receipt.comm)}];
+    mail().changed.wait(lock, [&box] { return !box.empty(); });
+    std::memcpy(receipt.to, box.front().data(), receipt.bytes);
+    box.pop_front();
+  });
+}
+
+thread_local int group_depth = 0;
+thread_local std::vector<Receipt> receipts;  // of the group at hand: behind all that it sends
+
+}  // namespace
+
+ncclResult_t ncclAllReduce(const void* from, void* to, size_t count, ncclDataType_t type, ncclRedOp_t op,
+                           ncclComm_t comm, cudaStream_t stream) {
+  return Collective(from, to, comm, stream, Reduction(0, count * kBytes[type], type, op));
+}
+API ncclResult_t ncclReduceScatter(const void* from, void* to, size_t count, int type, int op, ncclComm_t comm,
+                                   cudaStream_t stream) {
+  const size_t bytes = count * kBytes[type];
+  return Collective(from, to, comm, stream,
+                    Reduction(bytes * static_cast<size_t>(fake_nccl_rank(comm)), bytes, type, op));
+}
+API ncclResult_t ncclAllGather(const void* from, void* to, size_t count, int type, ncclComm_t comm,
+                               cudaStream_t stream) {
+  return Collective(from, to, comm, stream, Concatenation(0, count * kBytes[type]));
+}
+API ncclResult_t ncclAlltoAll(const void* from, void* to, size_t count, int type, ncclComm_t comm,
+                              cudaStream_t stream) {
+  const size_t bytes = count * kBytes[type];
+  return Collective(from, to, comm, stream, Concatenation(bytes * static_cast<size_t>(fake_nccl_rank(comm)), bytes));
+}
+API ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, int type, int root, ncclComm_t comm,
+                               cudaStream_t stream) {
+  const size_t bytes = count * kBytes[type];
+  return Collective(from, to, comm, stream, [=](const std::vector<const char*>& parts) {
+    const char* part = parts[static_cast<size_t>(root)];
+    return std::vector<char>(part, part + bytes);
+  });
+}
+
+API ncclResult_t ncclSend(const void* from, size_t count, int type, int peer, ncclComm_t comm, cudaStream_t stream) {
+  const size_t bytes = count * kBytes[type];
+  return Put(stream, [=] {
+    const char* data = static_cast<const char*>(from);
+    std::lock_guard<std::mutex> lock(mail().mutex);
+    mail().boxes[{fake_nccl_group(comm), fake_nccl_rank(comm), peer}].emplace_back(data, data + bytes);
+    mail().changed.notify_all();
+  });
+}
+API ncclResult_t ncclRecv(void* to, size_t count, int type, int peer, ncclComm_t comm, cudaStream_t stream) {
+  const Receipt receipt = {to, count * kBytes[type], peer, comm, stream};
+  if (group_depth == 0) return Await(receipt);
+  receipts.push_back(receipt);
+  return ncclSuccess;
+}
+API ncclResult_t ncclGroupStart() {
+  ++group_depth;
+  return ncclSuccess;
+}
+API ncclResult_t ncclGroupEnd() {
+  if (--group_depth > 0) return ncclSuccess;
+  for (const Receipt& receipt : std::exchange(receipts, {})) {
+    if (const ncclResult_t result = Await(receipt); result != ncclSuccess) return result;
+  }
+  return ncclSuccess;
+}
+
+// ---- what XLA asks of a communicator beside them
+
+API ncclResult_t ncclCommInitRankConfig(ncclComm_t* comm, int nranks, ncclUniqueId id, int rank, void*) {
+  return ::ncclCommInitRank(comm, nranks, id, rank);
+}
+API ncclResult_t ncclCommInitRankScalable(ncclComm_t* comm, int nranks, int rank, int, ncclUniqueId* ids, void*) {
+  return ::ncclCommInitRank(comm, nranks, ids[0], rank);
+}
+API ncclResult_t ncclCommCount(ncclComm_t comm, int* count) {
+  *count = fake_nccl_nranks(comm);
+  return ncclSuccess;
+}
+API ncclResult_t ncclCommUserRank(ncclComm_t comm, int* rank) {
+  *rank = fake_nccl_rank(comm);
+  return ncclSuccess;
+}
+API ncclResult_t ncclCommFinalize(ncclComm_t) { return ncclSuccess; }

@@ -1,0 +1,517 @@
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <stdexcept>
+#include <unordered_map>
+#include <utility>
+
+#include "tests/fakes/ptx.h"
+
+namespace fakes::ptx {
+namespace {
+
+[[noreturn]] void Fail(const std::string& why) { throw std::runtime_error(why); }
+
+// ---- values: the bits of any type in 64
+
+double ToDouble(uint64_t bits, Type type) {
+  const auto read = [](uint64_t from, auto value) {
+    std::memcpy(&value, &from, sizeof(value));
+    return static_cast<double>(value);
+  };
+  if (type.kind == 'h') return read(bits << 16, float{});  // the upper half of a float
+  return type.bits == 64 ? read(bits, double{}) : type.bits == 32 ? read(bits, float{}) : read(bits, _Float16{});
+}
+
+uint64_t FromDouble(double value, Type type) {
+  uint64_t bits = 0;
+  const auto write = [&bits](auto narrow) {
+    std::memcpy(&bits, &narrow, sizeof(narrow));
+    return bits;
+  };
+  if (type.bits == 64) return write(value);
+  if (type.kind == 'f') return type.bits == 32 ? write(static_cast<float>(value)) : write(static_cast<_Float16>(value));
+  if (std::isnan(value)) return 0x7fff;
+  (void)write(static_cast<float>(value));
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to the nearest, and to even between two
+}
+
+// The type's bits, with its sign where it has one.
+uint64_t Narrow(uint64_t value, Type type) {
+  if (type.kind == 'p') return value & 1;
+  if (type.bits >= 64) return value;
+  const int rest = 64 - type.bits;
+  if (type.kind == 's') return static_cast<uint64_t>(static_cast<int64_t>(value << rest) >> rest);
+  return value << rest >> rest;
+}
+
+uint64_t Unsigned(uint64_t value, int bits) { return Narrow(value, {'u', bits}); }
+
+template <typename T>
+bool IsOrdered(const std::string& how, T x, T y) {
+  if (how == "lt" || how == "lo") return x < y;
+  if (how == "le" || how == "ls") return x <= y;
+  if (how == "gt" || how == "hi") return x > y;
+  if (how == "ge" || how == "hs") return x >= y;
+  if (how == "eq") return x == y;
+  if (how == "ne") return x != y;
+  Fail("comparison " + how);
+}
+
+bool Compare(std::string how, uint64_t x, uint64_t y, Type type) {
+  if (!type.is_float()) {
+    x = Narrow(x, type), y = Narrow(y, type);
+    return type.kind == 's' ? IsOrdered(how, static_cast<int64_t>(x), static_cast<int64_t>(y)) : IsOrdered(how, x, y);
+  }
+  const double a = ToDouble(x, type), b = ToDouble(y, type);
+  const bool is_nan = std::isnan(a) || std::isnan(b);
+  if (how == "nan" || how == "num") return is_nan == (how == "nan");
+  const bool is_unordered = how.size() == 3;  // "ltu"
+  if (is_nan) return is_unordered;
+  if (is_unordered) how.pop_back();
+  return IsOrdered(how, a, b);
+}
+
+uint64_t FloatToInteger(double value, Type to) {
+  if (std::isnan(value)) return 0;
+  const double top = std::ldexp(1.0, to.kind == 's' ? to.bits - 1 : to.bits);
+  const double bottom = to.kind == 's' ? -top : 0;
+  const uint64_t most = to.kind == 's' ? (uint64_t{1} << (to.bits - 1)) - 1 : Unsigned(~uint64_t{0}, to.bits);
+  if (value >= top) return most;
+  if (value <= bottom) return to.kind == 's' ? Unsigned(uint64_t{1} << (to.bits - 1), to.bits) : 0;
+  const auto whole = to.kind == 's' ? static_cast<uint64_t>(static_cast<int64_t>(value)) : static_cast<uint64_t>(value);
+  return Unsigned(whole, to.bits);
+}
+
+// ---- one block of threads
+
+struct Thread {
+  enum class State { kRunning, kAtBarrier, kAtShuffle, kDone };
+  unsigned x = 0, y = 0, z = 0;
+  int lane = 0;
+  size_t at = 0;  // in the code
+  State state = State::kRunning;
+  std::vector<uint64_t> registers;
+  std::vector<char> local;
+};
+
+class Block {
+ public:
+  Block(const Kernel& kernel, const Extent& grid, const Extent& block, const std::vector<char>& parameters,
+        const std::map<std::string, void*>& symbols)
+      : kernel_(kernel), grid_(grid), block_(block), parameters_(parameters), symbols_(symbols) {}
+
+  void Run(unsigned x, unsigned y, unsigned z) {
+    position_ = {x, y, z};
+    MakeThreads();
+    for (;;) {
+      for (Thread& thread : threads_) {
+        while (thread.state == Thread::State::kRunning) Step(thread);
+      }
+      if (ShuffleAll()) continue;
+      bool is_done = true;
+      for (Thread& thread : threads_) {
+        if (thread.state != Thread::State::kAtBarrier) continue;
+        thread.state = Thread::State::kRunning;
+        is_done = false;
+      }
+      if (is_done) return;
+    }
+  }
+
+ private:
+  void MakeThreads() {
+    size_t local = 0;
+    for (const Variable& variable : kernel_.local) local += (variable.bytes + 15) / 16 * 16;
+    threads_.assign(block_.count(), Thread());
+    for (unsigned i = 0; i < threads_.size(); ++i) {
+      Thread& thread = threads_[i];
+      thread.x = i % block_.x, thread.y = i / block_.x % block_.y, thread.z = i / block_.x / block_.y;
+      thread.lane = static_cast<int>(i % 32);
+      thread.registers.resize(kernel_.registers.size());
+      thread.local.resize(local);
+    }
+  }
+
+  uint64_t Special(const std::string& name, const Thread& thread) const {
+    if (name == "%laneid") return static_cast<uint64_t>(thread.lane);
+    const auto of = [&name](unsigned x, unsigned y, unsigned z) {
+      return name.back() == 'x' ? x : name.back() == 'y' ? y : z;
+    };
+    if (name.compare(0, 5, "%tid.") == 0) return of(thread.x, thread.y, thread.z);
+    if (name.compare(0, 6, "%ntid.") == 0) return of(block_.x, block_.y, block_.z);
+    if (name.compare(0, 7, "%ctaid.") == 0) return of(position_.x, position_.y, position_.z);
+    if (name.compare(0, 8, "%nctaid.") == 0) return of(grid_.x, grid_.y, grid_.z);
+    if (name == "%warpid") return (thread.x + block_.x * (thread.y + block_.y * thread.z)) / 32;
+    Fail("register " + name);
+  }
+
+  uint64_t Symbol(const std::string& name, Thread& thread) const {
+    if (const auto found = symbols_.find(name); found != symbols_.end())
+      return reinterpret_cast<uint64_t>(found->second);
+    size_t at = 0;
+    for (const Variable& variable : kernel_.local) {
+      if (variable.name == name) return reinterpret_cast<uint64_t>(&thread.local[at]);
+      at += (variable.bytes + 15) / 16 * 16;
+    }
+    for (const Parameter& parameter : kernel_.parameters) {
+      if (parameter.name == name) return reinterpret_cast<uint64_t>(parameters_.data() + parameter.offset);
+    }
+    Fail("symbol " + name);
+  }
+
+  uint64_t Get(const Operand& operand, Thread& thread) const {
+    switch (operand.kind) {
+      case Operand::Kind::kRegister: {
+        const uint64_t value = thread.registers[static_cast<size_t>(operand.number)];
+        return operand.is_negated ? !value : value;
+      }
+      case Operand::Kind::kImmediate:
+        return operand.value;
+      case Operand::Kind::kSpecial:
+        return Special(operand.name, thread);
+      case Operand::Kind::kSymbol:
+        return Symbol(operand.name, thread);
+      case Operand::Kind::kVector:
+        break;
+    }
+    Fail("a vector for a value");
+  }
+  static void Put(const Operand& to, uint64_t value, Thread& thread) {
+    thread.registers[static_cast<size_t>(to.number)] = value;
+  }
+  char* Address(const Operand& operand, Thread& thread) const {
+    return reinterpret_cast<char*>(Get(operand, thread) + static_cast<uint64_t>(operand.offset));
+  }
+
+  void Step(Thread& thread) {
+    if (thread.at >= kernel_.code.size()) {
+      thread.state = Thread::State::kDone;
+      return;
+    }
+    const Instruction& i = kernel_.code[thread.at++];
+    if (i.guard >= 0 && (thread.registers[static_cast<size_t>(i.guard)] != 0) == i.is_guard_negated) return;
+    try {
+      if (Control(i, thread) || Move(i, thread)) return;
+      Put(i.operands[0], i.type().is_float() ? Float(i, thread) : Integer(i, thread), thread);
+    } catch (const std::runtime_error& error) {
+      Fail(i.text + " (" + error.what() + ")");
+    }
+  }
+
+  bool Control(const Instruction& i, Thread& thread) {
+    if (i.op == "trap") throw Trapped();
+    if (i.op == "ret" || i.op == "exit") {
+      thread.state = Thread::State::kDone;
+    } else if (i.op == "bra") {
+      thread.at = kernel_.labels.at(i.operands[0].name);
+    } else if (i.op == "bar" || i.op == "barrier") {
+      thread.state = Thread::State::kAtBarrier;
+    } else if (i.op == "shfl") {
+      --thread.at;
+      thread.state = Thread::State::kAtShuffle;
+    } else {
+      return i.op == "griddepcontrol" || i.op == "membar" || i.op == "fence";
+    }
+    return true;
+  }
+
+  // Everything that a type's arithmetic has no part in.
+  bool Move(const Instruction& i, Thread& thread) {
+    const auto& operands = i.operands;
+    const auto get = [&](size_t n) { return Get(operands[n], thread); };
+    if (i.op == "ld" || i.op == "ldu" || i.op == "st") {
+      Transfer(i, thread);
+    } else if (i.op == "atom" || i.op == "red") {
+      Atomic(i, thread);
+    } else if (i.op == "mov") {
+      MoveBits(i, thread);
+    } else if (i.op == "cvta") {
+      Put(operands[0], get(1), thread);
+    } else if (i.op == "selp") {
+      Put(operands[0], get(3) & 1 ? get(1) : get(2), thread);
+    } else if (i.op == "setp") {
+      bool is_so = Compare(i.modifiers.at(0), get(1), get(2), i.type());
+      if (operands.size() > 3) {
+        const bool other = get(3) & 1;
+        is_so = i.has("and") ? is_so && other : i.has("or") ? is_so || other : is_so != other;
+      }
+      Put(operands[0], is_so, thread);
+      if (operands[0].second >= 0) thread.registers[static_cast<size_t>(operands[0].second)] = !is_so;
+    } else if (i.op == "cvt") {
+      Put(operands[0], Convert(i, thread), thread);
+    } else {
+      return false;
+    }
+    return true;
+  }
+
+  void Transfer(const Instruction& i, Thread& thread) const {
+    const bool is_load = i.op != "st";
+    const Operand& values = i.operands[is_load ? 0 : 1];
+    char* at = Address(i.operands[is_load ? 1 : 0], thread);
+    const size_t bytes = i.type().bytes();
+    const std::vector<Operand> one = {values};
+    for (const Operand& value : values.kind == Operand::Kind::kVector ? values.parts : one) {
+      uint64_t bits = is_load ? 0 : Get(value, thread);
+      std::memcpy(is_load ? static_cast<void*>(&bits) : at, is_load ? at : static_cast<void*>(&bits), bytes);
+      if (is_load) Put(value, i.type().kind == 's' ? Narrow(bits, i.type()) : bits, thread);
+      at += bytes;
+    }
+  }
+
+  // A device runs one thread at a time, so that nothing comes in between.
+  void Atomic(const Instruction& i, Thread& thread) const {
+    const size_t first = i.op == "atom" ? 1 : 0;
+    const Type type = i.type();
+    char* const at = Address(i.operands[first], thread);
+    uint64_t old = 0;
+    std::memcpy(&old, at, type.bytes());
+    const uint64_t x = Get(i.operands[first + 1], thread);
+    uint64_t value = x;  // exch
+    if (i.has("add")) value = type.is_float() ? FromDouble(ToDouble(old, type) + ToDouble(x, type), type) : old + x;
+    if (i.has("and")) value = old & x;
+    if (i.has("or")) value = old | x;
+    if (i.has("max")) value = Compare("gt", x, old, type) ? x : old;
+    if (i.has("min")) value = Compare("lt", x, old, type) ? x : old;
+    if (i.has("cas")) value = Narrow(old, type) == Narrow(x, type) ? Get(i.operands[first + 2], thread) : old;
+    std::memcpy(at, &value, type.bytes());
+    if (first == 1) Put(i.operands[0], old, thread);
+  }
+
+  void MoveBits(const Instruction& i, Thread& thread) const {
+    const Operand &to = i.operands[0], &from = i.operands[1];
+    if (to.kind == Operand::Kind::kVector) {
+      const int bits = i.type().bits / static_cast<int>(to.parts.size());
+      const uint64_t value = Get(from, thread);
+      for (size_t part = 0; part < to.parts.size(); ++part) {
+        Put(to.parts[part], Unsigned(value >> (part * static_cast<size_t>(bits)), bits), thread);
+      }
+    } else if (from.kind == Operand::Kind::kVector) {
+      const int bits = i.type().bits / static_cast<int>(from.parts.size());
+      uint64_t value = 0;
+      for (size_t part = 0; part < from.parts.size(); ++part) {
+        value |= Unsigned(Get(from.parts[part], thread), bits) << (part * static_cast<size_t>(bits));
+      }
+      Put(to, value, thread);
+    } else {
+      Put(to, Get(from, thread), thread);
+    }
+  }
+
+  uint64_t Convert(const Instruction& i, Thread& thread) const {
+    if (i.types.size() < 2) {  // to a pair, as in cvt.rn.bf16x2.f32
+      const Type to = i.has("bf16x2") ? Type{'h', 16} : Type{'f', 16};
+      if (!i.has("bf16x2") && !i.has("f16x2")) Fail("types");
+      const auto half = [&](size_t n) { return FromDouble(ToDouble(Get(i.operands[n], thread), i.type()), to); };
+      return half(2) | half(1) << 16;
+    }
+    const Type to = i.types[0], from = i.types[1];
+    const uint64_t bits = Get(i.operands[1], thread);
+    if (!from.is_float()) {
+      const uint64_t value = Narrow(bits, from);
+      if (!to.is_float()) return Unsigned(Narrow(value, to), to.bits < 32 ? 32 : to.bits);
+      return FromDouble(
+          from.kind == 's' ? static_cast<double>(static_cast<int64_t>(value)) : static_cast<double>(value), to);
+    }
+    double value = ToDouble(bits, from);
+    if (i.has("rni")) value = std::nearbyint(value);
+    if (i.has("rzi")) value = std::trunc(value);
+    if (i.has("rmi")) value = std::floor(value);
+    if (i.has("rpi")) value = std::ceil(value);
+    if (!to.is_float()) return FloatToInteger(value, to);
+    if (i.has("sat")) value = std::isnan(value) ? 0 : std::clamp(value, 0.0, 1.0);
+    return FromDouble(value, to);
+  }
+
+  uint64_t Float(const Instruction& i, Thread& thread) const {
+    const Type type = i.type();
+    const auto get = [&](size_t n) { return n < i.operands.size() ? ToDouble(Get(i.operands[n], thread), type) : 0.0; };
+    const double x = get(1), y = get(2);
+    const std::string& op = i.op;
+    // One rounding: the sum, product or quotient of two floats in double rounds to float as if at once.
+    if (op == "add") return FromDouble(x + y, type);
+    if (op == "sub") return FromDouble(x - y, type);
+    if (op == "mul") return FromDouble(x * y, type);
+    if (op == "div") return FromDouble(x / y, type);
+    if (op == "fma" || op == "mad") {
+      if (type.bits == 32) return FromDouble(std::fmaf(float(x), float(y), float(get(3))), type);
+      return FromDouble(std::fma(x, y, get(3)), type);
+    }
+    if (op == "neg") return FromDouble(-x, type);
+    if (op == "abs") return FromDouble(std::fabs(x), type);
+    if (op == "min" || op == "max") {
+      const bool is_nan = std::isnan(x) || std::isnan(y);
+      if (is_nan && i.has("NaN")) return FromDouble(std::numeric_limits<double>::quiet_NaN(), type);
+      return FromDouble(op == "min" ? std::fmin(x, y) : std::fmax(x, y), type);
+    }
+    if (op == "sqrt") return FromDouble(std::sqrt(x), type);
+    if (op == "rsqrt") return FromDouble(1 / std::sqrt(x), type);
+    if (op == "rcp") return FromDouble(1 / x, type);
+    if (op == "ex2") return FromDouble(std::exp2(x), type);
+    if (op == "lg2") return FromDouble(std::log2(x), type);
+    if (op == "sin") return FromDouble(std::sin(x), type);
+    if (op == "cos") return FromDouble(std::cos(x), type);
+    if (op == "tanh") return FromDouble(std::tanh(x), type);
+    if (op == "copysign") return FromDouble(std::copysign(y, x), type);
+    Fail("unknown instruction");
+  }
+
+  uint64_t Integer(const Instruction& i, Thread& thread) const {
+    const Type type = i.type();
+    const auto raw = [&](size_t n) { return n < i.operands.size() ? Get(i.operands[n], thread) : 0; };
+    const uint64_t x = Narrow(raw(1), type), y = Narrow(raw(2), type);
+    const auto sx = static_cast<int64_t>(x), sy = static_cast<int64_t>(y);
+    const bool is_signed = type.kind == 's';
+    const auto whole = [&](uint64_t value) { return type.kind == 'p' ? value & 1 : Unsigned(value, type.bits); };
+    const std::string& op = i.op;
+    if (op == "add") return whole(x + y);
+    if (op == "sub") return whole(x - y);
+    if (op == "mul" || op == "mad") {
+      const uint64_t added = op == "mad" ? raw(3) : 0;
+      if (i.has("wide")) return Unsigned(x * y + added, 2 * type.bits);
+      if (!i.has("hi")) return whole(x * y + added);
+      const auto high = is_signed ? static_cast<uint64_t>(static_cast<__int128>(sx) * sy >> type.bits)
+                                  : static_cast<uint64_t>(static_cast<unsigned __int128>(x) * y >> type.bits);
+      return whole(high + added);
+    }
+    if (op == "div") return y == 0 ? whole(~uint64_t{0}) : whole(is_signed ? static_cast<uint64_t>(sx / sy) : x / y);
+    if (op == "rem") return y == 0 ? x : whole(is_signed ? static_cast<uint64_t>(sx % sy) : x % y);
+    if (op == "neg") return whole(0 - x);
+    if (op == "abs") return whole(sx < 0 ? 0 - x : x);
+    if (op == "min") return whole(Compare("lt", x, y, type) ? x : y);
+    if (op == "max") return whole(Compare("gt", x, y, type) ? x : y);
+    if (op == "and") return whole(x & y);
+    if (op == "or") return whole(x | y);
+    if (op == "xor") return whole(x ^ y);
+    if (op == "not") return whole(~x);
+    if (op == "shl" || op == "shr") {
+      const uint64_t by = Unsigned(raw(2), 32);
+      const auto bits = static_cast<uint64_t>(type.bits);
+      if (op == "shl") return by >= bits ? 0 : whole(x << by);
+      if (is_signed) return whole(static_cast<uint64_t>(sx >> std::min<uint64_t>(by, 63)));
+      return by >= bits ? 0 : whole(x >> by);
+    }
+    if (op == "popc") return static_cast<uint64_t>(__builtin_popcountll(whole(x)));
+    if (op == "clz") {
+      const uint64_t bits = whole(x);
+      return static_cast<uint64_t>(bits ? __builtin_clzll(bits) - (64 - type.bits) : type.bits);
+    }
+    if (op == "bfe") {
+      const uint64_t position = Unsigned(raw(2), 8), length = Unsigned(raw(3), 8);
+      uint64_t value = whole(x) >> position;
+      if (length < 64) value &= (uint64_t{1} << length) - 1;
+      if (is_signed && length > 0 && value >> (length - 1) & 1) value |= ~uint64_t{0} << length;
+      return whole(value);
+    }
+    if (op == "prmt") return Permute(raw(1), raw(2), raw(3));
+    if (op == "shf") {
+      const uint64_t both = Unsigned(raw(1), 32) | raw(2) << 32, by = raw(3) & 31;
+      return Unsigned(i.has("l") ? both << by >> 32 : both >> by, 32);
+    }
+    Fail("unknown instruction");
+  }
+
+  // Each of four bytes out of eight, or its sign.
+  static uint64_t Permute(uint64_t low, uint64_t high, uint64_t selection) {
+    const uint64_t both = Unsigned(low, 32) | high << 32;
+    uint64_t value = 0;
+    for (int i = 0; i < 4; ++i) {
+      const uint64_t selector = selection >> (4 * i) & 15;
+      uint64_t byte = both >> (8 * (selector & 7)) & 0xff;
+      if (selector & 8) byte = byte & 0x80 ? 0xff : 0;
+      value |= byte << (8 * i);
+    }
+    return value;
+  }
+
+  // The warps whose threads wait in a shuffle; false where none does.
+  bool ShuffleAll() {
+    bool found = false;
+    for (size_t first = 0; first < threads_.size(); first += 32) {
+      std::vector<Thread*> lanes;
+      for (size_t i = first; i < std::min(first + 32, threads_.size()); ++i) {
+        const bool waits = threads_[i].state == Thread::State::kAtShuffle;
+        if (waits && (lanes.empty() || lanes[0]->at == threads_[i].at)) lanes.push_back(&threads_[i]);
+      }
+      if (!lanes.empty()) Shuffle(lanes);
+      found = found || !lanes.empty();
+    }
+    return found;
+  }
+
+  void Shuffle(const std::vector<Thread*>& lanes) const {
+    const Instruction& i = kernel_.code[lanes[0]->at];
+    std::unordered_map<int, uint64_t> given;
+    for (Thread* thread : lanes) given[thread->lane] = Get(i.operands[1], *thread);
+    for (Thread* thread : lanes) {
+      const int lane = thread->lane, by = static_cast<int>(Get(i.operands[2], *thread));
+      const int mask = static_cast<int>(Get(i.operands[3], *thread));
+      const int clamp = mask & 31, segment = mask >> 8 & 31, last = (lane & segment) | (clamp & ~segment);
+      const bool is_up = i.has("up");
+      int from = is_up ? lane - by : i.has("down") ? lane + by : (lane & segment) | (by & ~segment);
+      if (i.has("bfly")) from = lane ^ by;
+      const bool is_within = is_up ? from >= last : from <= last;
+      const auto found = given.find(is_within ? from : lane);
+      Put(i.operands[0], found == given.end() ? given[lane] : found->second, *thread);
+      if (i.operands[0].second >= 0) thread->registers[static_cast<size_t>(i.operands[0].second)] = is_within;
+      ++thread->at;
+      thread->state = Thread::State::kRunning;
+    }
+  }
+
+  const Kernel& kernel_;
+  const Extent grid_, block_;
+  const std::vector<char>& parameters_;
+  const std::map<std::string, void*>& symbols_;
+  Extent position_;
+  std::vector<Thread> threads_;
+};
+
+// Shared memory below 4 GiB, for kernels that keep its addresses in 32 bits.
+class SharedMemory {
+ public:
+  explicit SharedMemory(size_t bytes) : bytes_(bytes) {
+    void* const made = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0);
+    if (made == MAP_FAILED) Fail("no memory");
+    data_ = static_cast<char*>(made);
+  }
+  ~SharedMemory() { munmap(data_, bytes_); }
+  SharedMemory(const SharedMemory&) = delete;
+  SharedMemory& operator=(const SharedMemory&) = delete;
+  char* data() const { return data_; }
+
+ private:
+  const size_t bytes_;
+  char* data_;
+};
+
+}  // namespace
+
+void Run(const Module& module, const Kernel& kernel, const Extent& grid, const Extent& block, size_t shared_bytes,
+         const std::vector<char>& parameters, const std::map<std::string, void*>& globals) {
+  constexpr size_t kAlignment = 256;
+  std::map<std::string, size_t> offsets;
+  size_t bytes = 0;
+  for (const std::vector<Variable>* variables : {&module.shared, &kernel.shared}) {
+    for (const Variable& variable : *variables) {
+      offsets[variable.name] = bytes;
+      bytes += (variable.bytes + kAlignment - 1) / kAlignment * kAlignment;
+    }
+  }
+  const SharedMemory shared(bytes + shared_bytes + kAlignment);
+  std::map<std::string, void*> symbols = globals;
+  for (const auto& [name, offset] : offsets) symbols[name] = shared.data() + offset;
+  Block one(kernel, grid, block, parameters, symbols);
+  for (unsigned z = 0; z < grid.z; ++z) {
+    for (unsigned y = 0; y < grid.y; ++y) {
+      for (unsigned x = 0; x < grid.x; ++x) one.Run(x, y, z);
+    }
+  }
+}
+
+}  // namespace fakes::ptx
