@@ -1,10 +1,10 @@
 // Watches the ranks of this process while they wait for others, and frees them where that does not end.
 //
-// A thread polls every communicator of ours for NCCL's asynchronous errors (those that cuBLASMp has split off them report
-// theirs to nobody), and every rank for a call that has begun and does not end: on the host, where it makes collective
-// objects, or on its stream. On either it fails the context of each device that has a call on its stream, so that nobody
-// takes what that call leaves behind for its result, and aborts all communicators of the process, so that nobody waits.
-// Each later call fails with the reason.
+// A thread polls every communicator of ours for NCCL's asynchronous errors (those that cuBLASMp has split off them
+// report theirs to nobody), and every rank for a call that has begun and does not end: on the host, where it makes
+// collective objects, or on its stream. On either it fails the context of each device that has a call on its stream, so
+// that nobody takes what that call leaves behind for its result, and aborts all communicators of the process, so that
+// nobody waits. Each later call fails with the reason.
 #ifndef JAXMP_CUDA_WATCHDOG_H_
 #define JAXMP_CUDA_WATCHDOG_H_
 

@@ -476,7 +476,12 @@ class Block {
 class SharedMemory {
  public:
   explicit SharedMemory(size_t bytes) : bytes_(bytes) {
-    void* const made = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0);
+#ifdef MAP_32BIT
+    constexpr int kLow = MAP_32BIT;
+#else
+    constexpr int kLow = 0;
+#endif
+    void* const made = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | kLow, -1, 0);
     if (made == MAP_FAILED) Fail("no memory");
     data_ = static_cast<char*>(made);
   }
