@@ -346,8 +346,12 @@ def run_apart(program: str) -> str:
     return done.stdout + done.stderr
 
 
-def test_a_rank_that_stays_away_is_an_error_that_names_the_call():
-    said = run_apart("""
+@pytest.mark.parametrize(
+    ("call", "where"), [("GridCreate", "on the host"), ("Matmul", "on the device")], ids=["host", "device"]
+)
+def test_a_rank_that_stays_away_is_an_error_that_names_the_call(call, where):
+    """Rank 1 fails ahead of what rank 0 then waits in."""
+    said = run_apart(f"""
         import ctypes, functools, os, sys
         import jax, numpy as np, jaxmp
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
@@ -355,11 +359,11 @@ def test_a_rank_that_stays_away_is_an_error_that_names_the_call():
         x = np.ones((8, 8), np.float32)
         with jax.set_mesh(mesh):
             x, w = (jax.device_put(x, NamedSharding(mesh, s)) for s in (P("y", None), P(None, "y")))
-            ctypes.CDLL("libcublasmp.so.0").fake_cublasmp_fail(b"GridCreate", 1, 6)
+            ctypes.CDLL("libcublasmp.so.0").fake_cublasmp_fail(b"{call}", 1, 6)
             try:
                 jax.block_until_ready(jax.jit(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")))(x, w))
             except Exception as error:
                 print(type(error).__name__, error, flush=True)
         os._exit(0)
     """)
-    assert "has waited 1 s on the host for its peers in the call [pattern=all_gather" in said
+    assert f"has waited 1 s {where} for its peers in the call [pattern=all_gather" in said
