@@ -367,3 +367,24 @@ def test_a_rank_that_stays_away_is_an_error_that_names_the_call(call, where):
         os._exit(0)
     """)
     assert f"has waited 1 s {where} for its peers in the call [pattern=all_gather" in said
+
+
+def test_ids_of_devices_are_not_their_ordinals():
+    """A process that takes some of the devices counts them from 0."""
+    said = run_apart("""
+        import functools, os
+        import jax, numpy as np
+        jax.config.update("jax_cuda_visible_devices", "1,3")
+        import jaxmp
+        from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+        assert [(d.id, d.local_hardware_id) for d in jax.devices()] == [(0, 1), (1, 3)], jax.devices()
+        x = np.arange(64, dtype=np.float32).reshape(8, 8) % 5
+        mesh = Mesh(np.array(jax.devices())[[1, 0]], ("y",), axis_types=(AxisType.Explicit,))
+        with jax.set_mesh(mesh):
+            a, b = (jax.device_put(x, NamedSharding(mesh, s)) for s in (P("y", None), P(None, "y")))
+            d = jax.jit(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")))(a, b)
+            np.testing.assert_array_equal(d, x @ x)
+        print("right", flush=True)
+        os._exit(0)
+    """)
+    assert said.rstrip().endswith("right"), said
