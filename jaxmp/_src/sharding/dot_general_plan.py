@@ -90,7 +90,7 @@ def _asked_result(name: str, numbers: DimensionNumbers, placement: meshes.Placem
                 f"{name}: batch dimension {i} of lhs is sharded over {axes_text(lhs[i])} but dimension {j} of rhs over "
                 f"{axes_text(rhs[j])}; pass out_sharding, or reshard one of them"
             )
-        batch.append(lhs[i] or rhs[j])
+        batch.append(lhs[i])  # as JAX 0.10 has it; later versions refuse other shardings in rhs
     contracted = [(lhs[i], rhs[j]) for i, j in zip(numbers.lhs_contract, numbers.rhs_contract, strict=True)]
     free = patterns.default_result(name, pick(lhs, numbers.lhs_free), pick(rhs, numbers.rhs_free), contracted)
     used = [axis for dim in (*batch, *free) for axis in dim]
