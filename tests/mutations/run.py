@@ -33,7 +33,7 @@ TREE, BUILD, SITE = WORK / "tree", WORK / "cpp", WORK / "site"
 RESULTS = HERE / "results.json"
 SUITES = {"small": [], "exhaustive": ["--exhaustive"]}
 # Suites of their own.
-APART = ("process", "gpu")
+APART = ("process", "gpu", "xla_gpu")
 # Broad and quick first; the other files follow by name.
 BROAD = (
     "sharding/test_placement.py",
