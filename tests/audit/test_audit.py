@@ -281,7 +281,7 @@ ERRORS = [
     (lambda: audit(X), TypeError, "fn has to be a function, got ndarray; write audit(fn, *args)"),
     (lambda: audit(jnp.sin, X, vary="rows"), ValueError, '"batch", "mesh" or "processes", got \'rows\''),
     (lambda: audit(jnp.sin, X, vary="mesh", batch_argnums=0), ValueError, 'batch_argnums is for vary="batch"'),
-    (lambda: audit(jnp.sin, X, vary="processes"), ValueError, "needs a job of several processes, found one"),
+    (lambda: audit(jnp.sin, X, vary="processes"), ValueError, "a job of several, got no mesh of 0 of 1; start the job"),
     (lambda: audit(jnp.sin, X, vary="mesh"), ValueError, "operands on one mesh of at least 2 devices, got no mesh"),
     (lambda: audit(jnp.sin, jax.ShapeDtypeStruct((8,), "float32")), TypeError, "takes arrays, got ShapeDtypeStruct"),
     (lambda: audit(lambda: 1), ValueError, "needs an argument with arrays, got none"),

@@ -393,6 +393,10 @@ def main():
             import products
 
             products.main(initialize)
+        elif SCENARIO == "audit":
+            import audited
+
+            audited.main(initialize)
         elif SCENARIO == "chaos":
             import chaos_rank
 

@@ -15,3 +15,9 @@ def test_every_pattern_transform_and_epilog(tmp_path, nprocesses, ndevices):
     assert len(counts) == nprocesses
     assert len(set(counts)) == 1
     print(counts[0])
+
+
+@pytest.mark.parametrize(("nprocesses", "ndevices"), [(2, 2), (2, 1)], ids=["2x2", "2x1"])
+def test_an_audit_across_processes(tmp_path, nprocesses, ndevices):
+    job, ranks = run(tmp_path, "audit", nprocesses, ndevices=ndevices, deadline=300)
+    assert [rank.status for rank in ranks] == [0] * nprocesses, job.all_logs()

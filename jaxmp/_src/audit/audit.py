@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
-from jaxmp._src.audit import bits, operations, variation
+from jaxmp._src.audit import bits, meshes, operations, processes, variation
 from jaxmp._src.audit.report import Output, Report
 from jaxmp._src.audit.side import Side
 from jaxmp._src.audit.table import Audit
@@ -43,17 +42,18 @@ def audit(
       args: its arguments: pytrees of arrays, and other values, which stay as they are.
       vary: "batch": each row has to have the same bits in batches of other sizes, at other places. "mesh": the arrays
         that a mesh holds have to give the same bits on smaller meshes, down to one device; `fn` finds its mesh in its
-        operands or in `jax.sharding.get_mesh()`. "processes": not there yet.
+        operands or in `jax.sharding.get_mesh()`. "processes": the arrays of a mesh over several processes have to give
+        the same bits on devices of one process; every process calls `audit` alike, and gets the same.
       batch_argnums: for "batch", the numbers of the arguments whose arrays have the batch as their first dimension. By
         default those of which all arrays begin with the extent of the last argument's.
       compiler_options: as of `jax.jit`.
-      quiet: whether to return without printing.
+      quiet: whether to return without printing. Of several processes the first prints.
 
     Returns:
       An `Audit`: `.rows`, one per culprit, `.uncompared`, `.outputs`; `str` gives the table.
 
-    Raises: TypeError and ValueError where the arguments do not fit `vary`, NotImplementedError for "processes" and for
-      arrays that other processes hold; and what `fn` raises.
+    Raises: TypeError and ValueError where the arguments do not fit `vary`, NotImplementedError for mutable arrays; and
+      what `fn` raises.
 
     >>> import functools, jax.numpy as jnp, numpy as np, jaxmp
     >>> x = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
@@ -69,32 +69,22 @@ def audit(
         raise ValueError(f'audit: vary has to be "batch", "mesh" or "processes", got {vary!r}')
     if batch_argnums is not None and vary != "batch":
         raise ValueError(f'audit: batch_argnums is for vary="batch", got vary={vary!r}; leave it out')
-    if vary == "processes":
-        _refuse_processes()
     line = jax_compat.user_line()
-    fn_of_arrays, arrays = _of_arrays(fn, args)
+    fn_of_arrays, arrays = _of_arrays(fn, args, is_of_processes=vary == "processes")
     trace = functools.partial(Side, fn_of_arrays, compiler_options=compiler_options)
     if vary == "batch":
-        found = _audit(vary, fn_of_arrays, _batches(trace, args, arrays, batch_argnums), line)
+        sides = _batches(trace, args, arrays, batch_argnums)
     else:
-        found = _audit(vary, fn_of_arrays, _meshes(trace, arrays), line)
-    if not quiet:
+        sides = (meshes.of_process if vary == "mesh" else meshes.across_processes)(trace, arrays)
+    found = _audit(vary, fn_of_arrays, sides, line)
+    if not quiet and (vary != "processes" or jax.process_index() == 0):
         print(found)
     return found
 
 
-def _refuse_processes() -> None:
-    if jax.process_count() == 1:
-        raise ValueError(
-            'audit: vary="processes" needs a job of several processes, found one; start the job with jaxmp.distributed,'
-            ' or pass vary="mesh" to compare meshes of this process'
-        )
-    raise NotImplementedError(
-        'audit: vary="processes" is not there yet; run vary="mesh" in one process on as many CPU devices'
-    )
-
-
-def _of_arrays(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..., Any], list[Any]]:
+def _of_arrays(
+    fn: Callable[..., Any], args: Sequence[Any], *, is_of_processes: bool
+) -> tuple[Callable[..., Any], list[Any]]:
     """`fn` as a function of the list of its arrays, and these."""
     leaves, tree = jax.tree.flatten(args)
     places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
@@ -104,10 +94,10 @@ def _of_arrays(fn: Callable[..., Any], args: Sequence[Any]) -> tuple[Callable[..
                 f"audit: runs fn, so it takes arrays, got {type(leaf).__name__} of shape {leaf.shape}; pass values, and"
                 " call it outside of jit"
             )
-        if not getattr(leaf, "is_fully_addressable", True):
-            raise NotImplementedError(
-                f"audit: compares arrays of one process, got one of shape {leaf.shape} that other processes hold a part"
-                " of; run it in one process on as many devices"
+        if processes.is_shared(leaf) and not is_of_processes:
+            raise ValueError(
+                f"audit: got an array of shape {leaf.shape} that other processes hold a part of; pass"
+                ' vary="processes", or arrays of this process'
             )
 
     def fn_of_arrays(arrays: Sequence[Any]) -> Any:
@@ -135,7 +125,7 @@ def _audit(vary: str, fn: Callable[..., Any], sides: Iterator[tuple[Variation, S
         for name, one, other, (_, value, relation) in zip(names, whole, side.whole(), results, strict=True):
             if relation in ("other", "packed") or value.is_mixed:
                 continue
-            found = bits.difference(other, varied.expected(bits.pull(one), relation))
+            found = varied.difference(other, bits.pull(one), relation)
             if found is not None:
                 outputs.append(Output(name, varied.name, found))
     return Audit(
@@ -218,51 +208,3 @@ def _devices_along_rows(arrays: Sequence[Any]) -> int:
 
 def _taken(x: Any, rows: Sequence[int]) -> Any:
     return bits.push(bits.pull(x)[np.array(rows)], x)
-
-
-# Meshes ----------------------------------------------------------------------------------------------------------
-
-
-def _meshes(trace: Callable[..., Side], arrays: Sequence[Any]) -> Iterator[tuple[Variation, Side]]:
-    """One device, and on up to the mesh of the operands."""
-    found = {
-        x.sharding.mesh: x.sharding.mesh for x in arrays if isinstance(getattr(x, "sharding", None), NamedSharding)
-    }
-    mesh = next(iter(found), None) or jax_compat.ambient_mesh()
-    if len(found) > 1 or mesh is None or mesh.size < 2:
-        have = "no mesh" if mesh is None else ", ".join(str(dict(one.shape)) for one in found or [mesh])
-        raise ValueError(
-            f'audit: vary="mesh" needs operands on one mesh of at least 2 devices, got {have}; place them with'
-            ' jax.device_put(x, NamedSharding(mesh, spec)), or pass vary="batch"'
-        )
-    for sizes in _smaller(tuple(mesh.shape.values())):
-        devices = mesh.devices[tuple(slice(size) for size in sizes)]
-        part = jax.sharding.Mesh(devices, mesh.axis_names, axis_types=mesh.axis_types)
-        name = " x ".join(f"{axis}={size}" for axis, size in part.shape.items())
-        name = f"{part.size} device{'s' * (part.size != 1)} ({name})" if len(sizes) > 1 else name
-        try:
-            with jax.set_mesh(part):
-                placed = [jax.device_put(x, NamedSharding(part, _spec(x))) for x in arrays]
-            yield Variation(name), trace(placed, part)
-        except Exception as error:
-            raise ValueError(
-                f"audit: fn cannot be traced on the mesh {dict(part.shape)}; it has to take every array that lies on a"
-                " mesh as an argument, and its mesh from jax.sharding.get_mesh() or from its operands"
-            ) from error
-
-
-def _smaller(sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """The mesh of one device, and so on up to these sizes: each divided by its least prime factor, time and again."""
-    found = [sizes]
-    while max(found[0]) > 1:
-        found.insert(0, tuple(size // _least_factor(size) for size in found[0]))
-    return found
-
-
-def _least_factor(size: int) -> int:
-    return next((factor for factor in range(2, size) if size % factor == 0), size)
-
-
-def _spec(x: Any) -> P:
-    sharding = getattr(x, "sharding", None)
-    return sharding.spec if isinstance(sharding, NamedSharding) else P()

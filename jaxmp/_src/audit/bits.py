@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxmp._src.audit import processes
 from jaxmp._src.runtime.bitwise import bits_of
 
 
@@ -42,7 +43,8 @@ def is_key(x: Any) -> bool:
 
 def pull(x: Any) -> np.ndarray:
     """A copy on the host; of random keys their data, which has further dimensions behind."""
-    return np.asarray(jax.random.key_data(x) if is_key(x) else x)
+    x = jax.random.key_data(x) if is_key(x) else x
+    return processes.pull(x) if processes.is_shared(x) else np.asarray(x)
 
 
 def push(host: np.ndarray, like: Any, *, leading: int = 0) -> Any:
@@ -57,7 +59,12 @@ def push(host: np.ndarray, like: Any, *, leading: int = 0) -> Any:
         return jnp.asarray(host)
     if leading:
         sharding = _with_dimensions(sharding, like.ndim, leading)
-    return jax.device_put(host, sharding)
+    return place(host, sharding)
+
+
+def place(host: np.ndarray, sharding: Any) -> jax.Array:
+    """`host` on devices of this process or of several."""
+    return jax.device_put(host, sharding) if sharding.is_fully_addressable else processes.push(host, sharding)
 
 
 def _with_dimensions(sharding: Any, ndim: int, leading: int) -> Any:
@@ -68,20 +75,31 @@ def _with_dimensions(sharding: Any, ndim: int, leading: int) -> Any:
     return NamedSharding(sharding.mesh, PartitionSpec(*spec))
 
 
-def difference(actual: Any, expected: np.ndarray) -> Difference | None:
-    """How an array differs from what it should be, on every device that holds a part or a copy of it; None if not."""
+def difference(actual: Any, expected: np.ndarray, *, across: bool = False) -> Difference | None:
+    """How an array differs from what it should be, on every device that holds a part or a copy of it; None if not.
+
+    `across`: on the devices of all processes, each of which asks the same of the same array, and gets one answer.
+    """
     shards = [] if is_key(actual) else getattr(actual, "addressable_shards", [])
-    if len(shards) <= 1:
-        return _difference(pull(actual), expected)
-    found = [one for one in (_difference(np.asarray(s.data), expected[s.index]) for s in shards) if one is not None]
-    if not found:
+    if len(shards) <= 1 and not processes.is_shared(actual):
+        parts = [(True, _difference(pull(actual), expected))]
+    else:
+        parts = [(s.replica_id == 0, _difference(np.asarray(s.data), expected[s.index])) for s in shards]
+    own, copies = ([one for is_own, one in parts if one is not None and is_own is kind] for kind in (True, False))
+    record = [
+        sum(one.differing for one in own),
+        max((one.differing for one in copies), default=0),
+        max((one.ulps for one in own + copies), default=0),
+        int(np.float64(max((one.absolute for one in own + copies), default=0.0)).view(np.uint64)),
+    ]
+    records = processes.of_each(record) if across else [record]
+    # Of an array that each process has for itself every one counts all elements.
+    total = sum if processes.is_shared(actual) else max
+    differing = total(one[0] for one in records) or max(one[1] for one in records)
+    if not differing:
         return None
-    whole = _difference(np.asarray(actual), expected) or found[0]
-    for one in found:
-        whole = dataclasses.replace(
-            whole, ulps=max(whole.ulps, one.ulps), absolute=max(whole.absolute, one.absolute), elements=expected.size
-        )
-    return whole
+    ulps, absolute = (max(one[i] for one in records) for i in (2, 3))  # bits of floats above zero ascend as they do
+    return Difference(differing, expected.size, ulps, float(np.uint64(absolute).view(np.float64)))
 
 
 def _difference(actual: np.ndarray, expected: np.ndarray) -> Difference | None:

@@ -107,11 +107,10 @@ def settled_by(eqn: Any, vary: str) -> str:
 
 def advice_on(eqn: Any, vary: str, *, is_other: bool = False) -> str:
     """What to do where `fuse` does not settle it; `is_other`: the variant has other equations there."""
-    if is_other:
-        return ADVICE["other equations", vary]
-    if kind_of(eqn) == "product":
+    if kind_of(eqn) == "product" and not is_other:
         return "" if settled_by(eqn, vary) else _UNSETTLED if our_equation(eqn) is None else _OF_KEPT
-    return ADVICE[kind_of(eqn), vary]
+    kind = "other equations" if is_other else kind_of(eqn)
+    return ADVICE[kind, "batch" if vary == "batch" else "mesh"]
 
 
 def _is_fused(eqn: Any) -> bool:

@@ -20,7 +20,7 @@ class Audit:
     at worst; the largest distance in units in the last place, and absolutely; and what to do.
 
     Attributes:
-      vary: "batch" or "mesh".
+      vary: "batch", "mesh" or "processes".
       reference, variants: what was compared: "64 rows" with ("1 row", "32 rows", "67 rows").
       rows: a row for each operation that differs, in the order of the program.
       uncompared: the operations that could not be compared, and why.

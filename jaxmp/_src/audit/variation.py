@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+
+from jaxmp._src.audit import bits, processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +49,13 @@ class Variation:
       name: as reports have it: "2 devices (x=2)", "3 rows".
       nrows: how many rows the reference's batch has.
       rows: of each row of the variant's batch its number in the reference's; None where the batch is the same.
+      across: whether the variant's arrays lie on devices of several processes.
     """
 
     name: str
     nrows: int = 0
     rows: tuple[int, ...] | None = None
+    across: bool = False
 
     def relations(self, reference: tuple[int, ...], variant: tuple[int, ...]) -> list[Relation]:
         """How arrays of these shapes may relate, the likeliest first; none where no dimension holds the batch."""
@@ -72,6 +76,14 @@ class Variation:
             assert self.rows is not None
             return relation.take(reference, self.nrows, np.array(self.rows))
         return reference
+
+    def difference(self, array: Any, reference: np.ndarray, relation: Relation) -> bits.Difference | None:
+        """How an array of the variant differs from what it should have."""
+        return bits.difference(array, self.expected(reference, relation), across=self.across)
+
+    def decision(self, reference: np.ndarray) -> np.ndarray:
+        """A value that says where the program goes on, the same for all processes."""
+        return processes.first(reference) if self.across else reference
 
 
 def batches(nrows: int, multiple: int) -> list[Variation]:

@@ -89,7 +89,7 @@ class Walk:
         if origin is None or not relations:
             return one, other, "other"
         expected = self._variation.expected(one.host, relations[0])
-        found = bits.difference(other.array, expected)
+        found = self._variation.difference(other.array, one.host, relations[0])
         if found is not None and self._variation.rows is None:
             self._report.differs(origin[0], origin[1], self._variation.name, found, is_other=True)
         elif found is not None:
@@ -100,7 +100,7 @@ class Walk:
         """Whether they correspond; if so, they are twins from here on."""
         relations = self._variation.relations(np.shape(one.array), np.shape(other.array))
         for relation in sorted(relations, key=lambda relation: relation != first):
-            if bits.difference(other.array, self._variation.expected(one.host, relation)) is None:
+            if self._variation.difference(other.array, one.host, relation) is None:
                 other.twin, other.relation = one, relation
                 return True
         return False
@@ -133,7 +133,7 @@ class Walk:
         if relation != "same":
             return None
         branches = [e.params["branches"] for e in (eqn, other)]
-        taken = min(max(int(index.host), 0), len(branches[0]) - 1)
+        taken = min(max(int(self._variation.decision(index.host)), 0), len(branches[0]) - 1)
         return [x[:2] for x in self._jaxprs((branches[0][taken], branches[1][taken]), _apart(operands), line)]
 
     def _while(self, eqn: Any, other: Any, pairs: Any, line: str) -> list[tuple[Value, Value]] | None:
@@ -142,7 +142,7 @@ class Walk:
         of_cond, of_body, carry = pairs[:nconds], pairs[nconds : nconds + nbody], pairs[nconds + nbody :]
         while True:
             ((goes_on, _, _),) = self._jaxprs((conditions[0], conditions[1]), _apart([*of_cond, *carry]), line)
-            if not bool(goes_on.host):  # the variant goes on from equal bits here too
+            if not bool(self._variation.decision(goes_on.host)):  # the variant goes on from equal bits here too
                 return [x[:2] for x in carry]
             carry = self._jaxprs((bodies[0], bodies[1]), _apart([*of_body, *carry]), line)
 
@@ -224,7 +224,7 @@ class Walk:
             self._report.skips(eqn, line, _MIXES)
             other.is_mixed = True
             return one, self._replaced(one, other, relations[0])
-        found = bits.difference(other.array, self._variation.expected(one.host, kept))
+        found = self._variation.difference(other.array, one.host, kept)
         assert found is not None
         self._report.differs(eqn, line, self._variation.name, found, i)
         return one, self._replaced(one, other, kept)
