@@ -210,8 +210,8 @@ PYTHON = (
     Fault(
         "eager-key-of-zero",
         EAGER,
-        "*(options | {name: repr(x) for name, x in scalars.items()}).values()",
-        "*options.values()",
+        "(*options.values(), repr(alpha), repr(beta), *shardings)",
+        "(*options.values(), *shardings)",
         "an eager call with alpha = -0.0 gets the decision of one with 0.0",
         ("sharding/test_eager.py",),
     ),

@@ -44,15 +44,20 @@ def decided(operands: dict[str, Any], options: dict[str, Any], shardings: tuple[
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
             return None
         types.append((name, x.aval, x.sharding))
-    scalars = {name: options[name] for name in ("alpha", "beta")}
-    is_plain = all(type(x) in (type(None), int, float, complex) for x in scalars.values())
-    groups = [group for group in (options["scaling"], options["comm"]) if group is not None]
-    if not types or not is_plain or jax.tree.leaves(options["scaling"]) or native.has_barrier():
+    alpha, beta, scaling, comm = (options[name] for name in ("alpha", "beta", "scaling", "comm"))
+    if not types or type(alpha) not in _PLAIN or type(beta) not in _PLAIN or native.has_barrier():
+        return None
+    if scaling is not None and jax.tree.leaves(scaling):
         return None
     # Equality is too coarse for what users pass: 0.0 == -0.0, 1 == True, also within a group of options.
-    grouped = (x for group in groups for x in getattr(group, "__dict__", {}).values())
-    values = (*(options | {name: repr(x) for name, x in scalars.items()}).values(), *shardings, *grouped)
+    values = (*options.values(), repr(alpha), repr(beta), *shardings)
+    for group in (scaling, comm):
+        if group is not None:
+            values += tuple(getattr(group, "__dict__", {}).values())
     try:
         return kept((tuple(types), values, tuple(map(type, values))))
     except TypeError:
         return None
+
+
+_PLAIN = (float, int, complex, type(None))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import string
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -71,17 +72,15 @@ def product(
     given = eager_calls.given_operands(a, b, c, epilog_inputs)
     decided = eager_calls.decided(given, options, (out_sharding, in_shardings, mesh))
     if decided:
-        call, casts = decided[0]
-        operands = {key: x.astype(casts[key]) if key in casts else x for key, x in given.items()}
-    else:
-        spec, operands = validated(name, a, b, c, epilog_inputs, options)
-        shape = result_shape(spec, a, b)
-        placement = meshes.place(name, a, b, shape, out_sharding, in_shardings, mesh)
-        call = make_call(spec, placement, operands, shape, name)
-    if decided == []:
-        decided.append((call, {key: operands[key].dtype for key, x in given.items() if operands[key] is not x}))
-    outputs = jaxmp_call(call, operands)
-    return outputs["d"] if len(outputs) == 1 else _result(outputs)
+        return decided[0](*given.values())
+    spec, operands = validated(name, a, b, c, epilog_inputs, options)
+    shape = result_shape(spec, a, b)
+    placement = meshes.place(name, a, b, shape, out_sharding, in_shardings, mesh)
+    call = make_call(spec, placement, operands, shape, name)
+    if decided is None:
+        return _result(jaxmp_call(call, operands))
+    decided.append(_compiled(call, tuple((key, operands[key].dtype) for key in given)))
+    return decided[0](*given.values())
 
 
 def collective(
@@ -296,6 +295,23 @@ def _dims(spec: MatmulSpec, plan: patterns.Plan, name: str) -> patterns.Dims:
 @functools.partial(jax.jit, static_argnums=0)
 def jaxmp_call(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The results of a call by name."""
+    return _outputs(call, operands)
+
+
+@functools.lru_cache(eager_calls.CAPACITY)
+def _compiled(call: Call, types: tuple[tuple[str, np.dtype], ...]) -> Callable[..., Results]:
+    """A call as a function of operands in this order, which are cast to these types.
+
+    Without jaxmp_call's static argument, which JAX would hash and compare at every call.
+    """
+
+    def jaxmp_call(*operands: jax.Array) -> Results:
+        return _result(_outputs(call, {k: x.astype(dtype) for (k, dtype), x in zip(types, operands, strict=True)}))
+
+    return jax.jit(jaxmp_call)
+
+
+def _outputs(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
     spec = call.spec
     if call.mode == meshes.Mode.MANUAL:
         return bind_shards(spec, 0, operands)
