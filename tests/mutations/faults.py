@@ -223,6 +223,14 @@ PYTHON = (
         "an eager call with transpose_a=1 gets the decision of one with True",
         ("sharding/test_eager.py",),
     ),
+    Fault(
+        "eager-contraction-without-its-numbers",
+        EAGER,
+        "entry = kept((fn, tuple(types), static, *",
+        "entry = kept((fn, tuple(types), *",
+        "an eager einsum or dot_general gets the program of other subscripts or dimension numbers",
+        ("sharding/test_eager.py::test_contractions_are_kept_and_not_mixed_up",),
+    ),
     # Lowering ----------------------------------------------------------------------------------------------------
     Fault(
         "call-conjugates-the-other",

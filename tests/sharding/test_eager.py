@@ -269,3 +269,55 @@ def test_programs_are_those_of_a_cold_call(operands):
     for _ in range(2):
         jaxmp.matmul(a, b, b, beta=0.5)
     assert list(map(str, programs())) == cold
+
+
+# Contractions ----------------------------------------------------------------------------------------------------
+
+CONTRACTIONS = {
+    "rows by vector": lambda a, b, **options: jaxmp.matmul(a, b[0], **options),
+    "batches": lambda a, b, **options: jaxmp.matmul(a.reshape(2, 4, 8), b.reshape(2, 8, 4), **options),
+    "einsum": functools.partial(jaxmp.einsum, "ij,jk->ki"),
+    "other subscripts": functools.partial(jaxmp.einsum, "ij,kj->ik"),
+    "three operands": lambda a, b, **options: jaxmp.einsum("ij,jk,kl", a, b, a, **options),
+    "dot_general": lambda a, b, **options: jaxmp.dot_general(a, b, (((1,), (0,)), ((), ())), **options),
+    "other dimensions": lambda a, b, **options: jaxmp.dot_general(a, b, (((0,), (1,)), ((), ())), **options),
+}
+
+
+def test_contractions_are_kept_and_not_mixed_up(operands, monkeypatch):
+    a, b, _ = operands
+    kinds = 0
+    for options in ({}, {"determinism": "batch"}, {"implementation": "xla"}, {"precision": "BF16_BF16_F32"}):
+        for f in CONTRACTIONS.values():
+            f = functools.partial(f, **options)
+            testing.assert_bitwise_equal(f(a, b), jax.jit(f)(a, b))
+            kinds += 1
+    assert misses() == kinds
+    monkeypatch.setattr(sharded_call.meshes, "place", None)  # nothing is planned again
+    again = [f(b, a) for f in CONTRACTIONS.values()]
+    monkeypatch.undo()
+    assert misses() == kinds
+    for f, got in zip(CONTRACTIONS.values(), again, strict=True):
+        testing.assert_bitwise_equal(got, jax.jit(f)(b, a))
+
+
+def test_contractions_under_a_mesh_are_judged_each_time(operands):
+    require_devices(2)
+    a, b, _ = operands
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    for _ in range(2):
+        with jax.set_mesh(mesh):
+            d = jaxmp.einsum("ij,jk->ik", jax.device_put(a, P("x", None)), jax.device_put(b, P()))
+            assert d.sharding == NamedSharding(mesh, P("x", None))
+            assert len(jaxmp.einsum("ij,jk->ik", a, b).sharding.device_set) == 2
+    np.testing.assert_array_equal(d, jaxmp.einsum("ij,jk->ik", a, b))
+    assert misses() == 1
+
+
+def test_a_wrong_contraction_is_refused_again(operands):
+    a, b, _ = operands
+    for _ in range(2):
+        with pytest.raises(ValueError, match=re.escape("subscripts 'ij,jk->iz' are not valid")):
+            jaxmp.einsum("ij,jk->iz", a, b)
+        with pytest.raises(ValueError, match="determinism must be one of"):
+            jaxmp.dot_general(a, b, (((1,), (0,)), ((), ())), determinism="typo")

@@ -30,7 +30,7 @@ from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.ops.signatures import ShardingPair
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Shape
-from jaxmp._src.sharding import meshes, patterns
+from jaxmp._src.sharding import eager_calls, meshes, patterns
 from jaxmp._src.sharding.dot_general_plan import ProductPlan, plan_product
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.shard_local import bind_plan, on_gathered
@@ -91,7 +91,15 @@ def dot_general(
         "implementation": implementation,
         "determinism": determinism,
     }
+    if out_sharding is None and in_shardings is None and mesh is None:
+        compiled = eager_calls.on_one_device(jaxmp_product, (lhs, rhs), options, dimension_numbers)
+        if compiled is not None:
+            return compiled(lhs, rhs)
     return product(_NAME, lhs, rhs, dimension_numbers, options, out_sharding, in_shardings, mesh)
+
+
+def jaxmp_product(dimension_numbers: GivenNumbers, options: dict[str, Any], lhs: Any, rhs: Any) -> jax.Array:
+    return product(_NAME, lhs, rhs, dimension_numbers, options, None, None, None)
 
 
 _NAME = Caller("dot_general", a="lhs", b="rhs")

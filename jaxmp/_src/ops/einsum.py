@@ -20,7 +20,7 @@ from opt_einsum.parser import parse_einsum_input
 
 from jaxmp._src.ops.dot_general import product
 from jaxmp._src.ops.signatures import ShardingPair
-from jaxmp._src.sharding import meshes
+from jaxmp._src.sharding import eager_calls, meshes
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.patterns import to_dims
 from jaxmp._src.spec.caller import Caller
@@ -90,6 +90,26 @@ def contract(
     mesh: Mesh | None,
 ) -> jax.Array:
     """The result of `jaxmp.einsum`, for the public function `name`."""
+    if out_sharding is None and in_shardings is None and mesh is None:
+        compiled = eager_calls.on_one_device(jaxmp_contraction, operands, options, name, subscripts)
+        if compiled is not None:
+            return compiled(*operands)
+    return _contract(name, subscripts, operands, options, out_sharding, in_shardings, mesh)
+
+
+def jaxmp_contraction(name: str, subscripts: Any, options: dict[str, Any], *operands: Any) -> jax.Array:
+    return _contract(name, subscripts, operands, options, None, None, None)
+
+
+def _contract(
+    name: str,
+    subscripts: Any,
+    operands: tuple[Any, ...],
+    options: dict[str, Any],
+    out_sharding: Sharding | None,
+    in_shardings: ShardingPair | None,
+    mesh: Mesh | None,
+) -> jax.Array:
     terms, output = _parse(name, subscripts, operands)
     if in_shardings is not None and len(terms) != 2:
         raise ValueError(f"{name}: in_shardings are of two operands, got {len(terms)}; write one call for each product")

@@ -7,10 +7,12 @@ compiled call.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import SingleDeviceSharding
 
 from jaxmp._src.runtime import jax_compat, native
 
@@ -58,6 +60,30 @@ def decided(operands: dict[str, Any], options: dict[str, Any], shardings: tuple[
         return kept((tuple(types), values, tuple(map(type, values))))
     except TypeError:
         return None
+
+
+def on_one_device(
+    fn: Callable[..., jax.Array], operands: Sequence[Any], options: Mapping[str, Any], *static: Hashable
+) -> Callable[..., jax.Array] | None:
+    """`fn(*static, options, *operands)` of the operands, compiled in one piece; None where nothing is kept: for tracers,
+    for others than arrays of one device, under a mesh, and for options without a hash."""
+    types = []
+    for x in operands:
+        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+            return None
+        if not isinstance(x.sharding, SingleDeviceSharding):
+            return None
+        types.append((x.aval, x.sharding))
+    if jax_compat.ambient_mesh() is not None or native.has_barrier():
+        return None
+    try:
+        entry = kept((fn, tuple(types), static, *options.values(), *map(type, options.values())))
+    except TypeError:
+        return None
+    if not entry:
+        entry.append(jax.jit(functools.partial(fn, *static, dict(options))))
+    compiled: Callable[..., jax.Array] = entry[0]
+    return compiled
 
 
 _PLAIN = (float, int, complex, type(None))
