@@ -231,6 +231,22 @@ PYTHON = (
         "an eager einsum or dot_general gets the program of other subscripts or dimension numbers",
         ("sharding/test_eager.py::test_contractions_are_kept_and_not_mixed_up",),
     ),
+    Fault(
+        "wide-result-of-narrow-sums",
+        "jaxmp/_src/validation/result_types.py",
+        "if out in (np.float64, np.complex128) and",
+        "if not out and",
+        "a float64 result of float32 operands is a converted float32 sum",
+        ("validation/test_result_types.py::test_a_sum_is_rounded_once_and_to_the_type_that_was_asked_for",),
+    ),
+    Fault(
+        "real-part-of-complex-sums",
+        "jaxmp/_src/validation/result_types.py",
+        "            d = d.real\n",
+        "            d = d.imag\n",
+        "a real result of complex operands is the imaginary part of their product",
+        ("validation/test_result_types.py::test_what_jax_takes_has_its_type_and_values",),
+    ),
     # Lowering ----------------------------------------------------------------------------------------------------
     Fault(
         "call-conjugates-the-other",

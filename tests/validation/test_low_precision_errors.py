@@ -18,16 +18,17 @@ BIG = np.zeros((128, 256), E4M3)
 A4 = np.zeros((128, 128), FP4)
 ONE = np.float32(1)
 MX, NV = np.ones((128, 8), E8M0), np.ones((128, 8), E4M3)
+HOST = {"implementation": "host"}  # by default what has no kernel is converted: test_result_types.py
 WRONG = {
-    "b not transposed": ((A8, np.zeros((64, 48), E4M3)), {"transpose_b": False, **F32}, ValueError, "pass transpose_a=False and transpose_b=True, got transpose_a=False and transpose_b=False"),
-    "a transposed": ((A8.T.copy(), B8), {"transpose_a": True, **F32}, ValueError, "a stored (m, k) and b stored (n, k)"),
-    "no result type": ((A8, B8), {}, TypeError, "operands of float8_e4m3fn and float8_e4m3fn need preferred_element_type; available: bfloat16, float16, float32, float8_e4m3fn"),
-    "e5m2 twice": ((A8.astype(E5M2), B8.astype(E5M2)), F32, NotImplementedError, "float8_e5m2 not with itself"),
+    "b not transposed": ((A8, np.zeros((64, 48), E4M3)), {"transpose_b": False, **F32, **HOST}, ValueError, "pass transpose_a=False and transpose_b=True, got transpose_a=False and transpose_b=False"),
+    "a transposed": ((A8.T.copy(), B8), {"transpose_a": True, **F32, **HOST}, ValueError, "a stored (m, k) and b stored (n, k)"),
+    "no result type": ((A8, B8), HOST, TypeError, "operands of float8_e4m3fn and float8_e4m3fn need preferred_element_type; available: bfloat16, float16, float32, float8_e4m3fn"),
+    "e5m2 twice": ((A8.astype(E5M2), B8.astype(E5M2)), F32 | HOST, NotImplementedError, "float8_e5m2 not with itself"),
     "float8 with bfloat16": ((A8, B8.astype(ml_dtypes.bfloat16)), F32, NotImplementedError, "a is float8_e4m3fn and b is bfloat16"),
     "d scale of float16": ((A8, B8), {"preferred_element_type": np.float16, "scaling": Scaling(d=ONE)}, ValueError, "scaling.d scales a result of float8"),
-    "an int8 result": ((A8, B8), {"preferred_element_type": np.int8}, NotImplementedError, "preferred_element_type int8 is not available for float8_e4m3fn"),
-    "k": ((A8[:, :24], B8[:, :24]), F32, ValueError, "k must be a multiple of 16 on each device for float8_e4m3fn, got 24; pad it to 32"),
-    "m": ((A8[:20], B8), F32, ValueError, "m must be a multiple of 16 on each device for float8_e4m3fn, got 20"),
+    "an int8 result": ((A8, B8), {"preferred_element_type": np.int8, **HOST}, NotImplementedError, "preferred_element_type int8 is not available for float8_e4m3fn"),
+    "k": ((A8[:, :24], B8[:, :24]), F32 | HOST, ValueError, "k must be a multiple of 16 on each device for float8_e4m3fn, got 24; pad it to 32"),
+    "m": ((A8[:20], B8), F32 | HOST, ValueError, "m must be a multiple of 16 on each device for float8_e4m3fn, got 20"),
     "n of MXFP8": ((BIG, BIG[:64]), {"scaling": Scaling(a=MX, b=MX[:64]), **F32}, ValueError, "n must be a multiple of 128 on each device for float8_e4m3fn with scales of vec32_ue8m0, got 64"),
     "fp4 without scales": ((A4, A4), F32, ValueError, "scaling.a is missing; float4_e2m1fn operands need one a block of 16, shape (128, 8) of float8_e4m3fn"),
     "shape of a scale": ((A8, B8), {"scaling": Scaling(a=np.ones(31, np.float32)), **F32}, ValueError, "scaling.a has shape (31,) and dtype float32; an operand of shape (32, 64) and dtype float8_e4m3fn takes () of float32, (32,) of float32, (32, 2) of float8_e8m0fnu, no scale of blocks of 128, which do not divide its k=64"),
@@ -61,7 +62,7 @@ WRONG = {
     "RELU of int8": ((A8.astype(np.int8), B8.astype(np.int8)), {"epilog": Epilog.RELU}, NotImplementedError, "epilog RELU is not available for int8 operands and a result of int32; available: NONE"),
     "alpha of int8": ((A8.astype(np.int8), B8.astype(np.int8)), {"alpha": 0.5}, TypeError, "alpha=0.5 is not an integer but the result has dtype int32"),
     "range of alpha of int8": ((A8.astype(np.int8), B8.astype(np.int8)), {"alpha": 2.0**31}, ValueError, "alpha=2147483648.0 does not fit int32, the type of the result"),
-    "int8 to float32": ((A8.astype(np.int8), B8.astype(np.int8)), F32, NotImplementedError, "preferred_element_type float32 is not available for int8 and int8 operands; available: int32"),
+    "int8 to float32": ((A8.astype(np.int8), B8.astype(np.int8)), F32 | HOST, NotImplementedError, "preferred_element_type float32 is not available for int8 and int8 operands; available: int32"),
 }  # fmt: skip
 
 

@@ -38,7 +38,7 @@ from jaxmp._src.sharding.sharded_call import check_left_to_xla, jaxmp_call, make
 from jaxmp._src.spec.caller import Caller
 from jaxmp._src.spec.matmul_spec import Group, Pattern, result_shape
 from jaxmp._src.spec.options import Implementation, Mesh, Precision, Sharding
-from jaxmp._src.validation import operand_checks, scale_checks
+from jaxmp._src.validation import operand_checks, result_types, scale_checks
 from jaxmp._src.validation.arguments import validated
 from jaxmp._src.validation.dimension_numbers import DimensionNumbers, GivenNumbers, parse, pick
 from jaxmp._src.validation.public import public
@@ -65,8 +65,7 @@ def dot_general(
     Shardings and communication are as in `matmul`: the free dimensions of lhs are rows, those of rhs are columns.
 
     Args:
-      lhs, rhs: arrays of any rank; floating point, complex, integers or booleans, of the types that `matmul` takes but
-        float8 and float4.
+      lhs, rhs: arrays of any rank, of the types that `matmul` takes.
       dimension_numbers: `((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch))`, as in `lax.dot_general`. For
         batch dimensions see docs/matmul.md.
       out_sharding: sharding of the result; required where a contracted dimension is sharded in both operands.
@@ -153,17 +152,27 @@ def product(
             f'{name}: determinism="topology" is not available, for ranks may hold several contracted dimensions '
             'interleaved; use jaxmp.matmul on matrices, or pass determinism="batch"'
         )
-    if lhs.dtype == rhs.dtype == jnp.int8 and options["preferred_element_type"] != jnp.int32:
-        # Products of int8 are of int32, whose low bits are those of sums in a narrower type.
-        out = operand_checks.check_dtype(name, "preferred_element_type", options["preferred_element_type"] or jnp.int8)
-        if out.name not in ("int8", "int16"):
-            raise NotImplementedError(
-                f"{name}: preferred_element_type {out.name} is not available for int8 operands; available: int8, "
-                "int16, int32"
-            )
-        of_sums = options | {"preferred_element_type": np.dtype(jnp.int32)}
-        sums = product(name, lhs, rhs, dimension_numbers, of_sums, out_sharding, in_shardings, mesh)
-        return sums.astype(out)
+    if lhs.dtype == rhs.dtype == jnp.int8 and options["preferred_element_type"] is None:
+        options = options | {"preferred_element_type": np.dtype(jnp.int8)}  # as JAX has it; of matmul it is int32
+
+    def multiply(lhs: Any, rhs: Any, options: dict[str, Any]) -> jax.Array:
+        return _product(name, lhs, rhs, numbers, options, out_sharding, in_shardings, mesh)
+
+    are_rows = numbers.lhs_contract == (lhs.ndim - 1,) and numbers.rhs_contract == (rhs.ndim - 1,)
+    d: jax.Array = result_types.converted(multiply, lhs, rhs, options, are_rows=are_rows)
+    return d
+
+
+def _product(
+    name: str,
+    lhs: Any,
+    rhs: Any,
+    numbers: DimensionNumbers,
+    options: dict[str, Any],
+    out_sharding: Sharding | None,
+    in_shardings: ShardingPair | None,
+    mesh: Mesh | None,
+) -> jax.Array:
     precision = options["precision"]
     options = options | {"precision": tuple(precision) if isinstance(precision, list) else precision}
     out_shape = numbers.result(lhs.shape, rhs.shape)

@@ -39,6 +39,7 @@ from jaxmp._src.spec.options import (
     Sharding,
 )
 from jaxmp._src.spec.process_grid import BlockCyclic
+from jaxmp._src.validation import result_types
 from jaxmp._src.validation.arguments import SPEC_OPTIONS, validated
 from jaxmp._src.validation.operand_checks import as_array, check_array, check_conjugate, check_flag
 from jaxmp._src.validation.public import public
@@ -212,7 +213,13 @@ def _multiply(
         options["refused"] = {"determinism": level, **{name: given[name] for name in _OF_ARRAYS}}
         del options["determinism"], options["scaling"]
         return block_cyclic.matmul(a, b, c, out_layout=out_sharding, **options)
-    return product(name, a, b, c, epilog_inputs, options, out_sharding, in_shardings, mesh)
+    a, b = as_array(a), as_array(b)
+
+    def multiply(a: Any, b: Any, options: dict[str, Any]) -> Any:
+        return product(name, a, b, c, epilog_inputs, options, out_sharding, in_shardings, mesh)
+
+    are_rows = options["transpose_b"] and not options["transpose_a"]
+    return result_types.converted(multiply, a, b, options, are_rows=are_rows)
 
 
 # Options that block-cyclic operands do not take.
@@ -303,12 +310,18 @@ def linear(
 def _activated(x: Any, w: Any, inputs: Any, f: activations.Function, options: dict[str, Any]) -> jax.Array:
     """`f` of the product and its bias."""
     x, w = map(as_array, (x, w))
-    spec, operands = validated(_LINEAR, x, w, None, inputs, options)
-    activated.check_spec(_LINEAR, spec)
-    shape = result_shape(spec, x, w)
-    shardings = (options["out_sharding"], options["in_shardings"], options["mesh"])
-    call = make_call(spec, meshes.place(_LINEAR, x, w, shape, *shardings), operands, shape, _LINEAR)
-    return activated.activated_call(call, f, operands)
+
+    def multiply(x: Any, w: Any, options: dict[str, Any]) -> jax.Array:
+        spec, operands = validated(_LINEAR, x, w, None, inputs, options)
+        activated.check_spec(_LINEAR, spec)
+        shape = result_shape(spec, x, w)
+        shardings = (options["out_sharding"], options["in_shardings"], options["mesh"])
+        call = make_call(spec, meshes.place(_LINEAR, x, w, shape, *shardings), operands, shape, _LINEAR)
+        return activated.activated_call(call, f, operands)
+
+    are_rows = options["transpose_b"] and not options["transpose_a"]
+    result: jax.Array = result_types.converted(multiply, x, w, options, are_rows=are_rows)
+    return result
 
 
 _LINEAR = Caller("linear", a="x", b="w")

@@ -65,8 +65,11 @@ def decided(operands: dict[str, Any], options: dict[str, Any], shardings: tuple[
 def on_one_device(
     fn: Callable[..., jax.Array], operands: Sequence[Any], options: Mapping[str, Any], *static: Hashable
 ) -> Callable[..., jax.Array] | None:
-    """`fn(*static, options, *operands)` of the operands, compiled in one piece; None where nothing is kept: for tracers,
-    for others than arrays of one device, under a mesh, and for options without a hash."""
+    """`fn(*static, options, *operands)` of the operands, compiled in one piece.
+
+    None where nothing is kept: for tracers, for others than arrays of one device, under a mesh, and for options without
+    a hash.
+    """
     types = []
     for x in operands:
         if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):

@@ -71,16 +71,19 @@ def product(
     a, b, c = map(as_array, (a, b, c))
     given = eager_calls.given_operands(a, b, c, epilog_inputs)
     decided = eager_calls.decided(given, options, (out_sharding, in_shardings, mesh))
+    compiled: Callable[..., Results]
     if decided:
-        return decided[0](*given.values())
+        compiled = decided[0]
+        return compiled(*given.values())
     spec, operands = validated(name, a, b, c, epilog_inputs, options)
     shape = result_shape(spec, a, b)
     placement = meshes.place(name, a, b, shape, out_sharding, in_shardings, mesh)
     call = make_call(spec, placement, operands, shape, name)
     if decided is None:
         return _result(jaxmp_call(call, operands))
-    decided.append(_compiled(call, tuple((key, operands[key].dtype) for key in given)))
-    return decided[0](*given.values())
+    compiled = _compiled(call, tuple((key, operands[key].dtype) for key in given))
+    decided.append(compiled)
+    return compiled(*given.values())
 
 
 def collective(

@@ -1,0 +1,110 @@
+"""Types that JAX multiplies and no kernel does, by types of which there is one: the operands are converted ahead of the
+call, or its result behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxmp._src.spec.low_precision import result_dtypes
+from jaxmp._src.spec.matmul_spec import INTEGERS, RESULT_TYPES
+from jaxmp._src.validation.operand_checks import is_array
+from jaxmp._src.validation.scale_checks import are_low_precision
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """The types of a call: of its operands, or None for those that they have, and of its result; and of what the user
+    gets."""
+
+    operand: np.dtype | None
+    result: np.dtype
+    out: np.dtype
+
+    def of_operand(self, x: Any) -> Any:
+        return x if self.operand is None else jnp.asarray(x).astype(self.operand)
+
+    def of_result(self, d: jax.Array) -> jax.Array:
+        if jnp.iscomplexobj(d) and not jnp.issubdtype(self.out, jnp.complexfloating):
+            d = d.real
+        return d.astype(self.out)
+
+
+def converted(
+    multiply: Callable[[Any, Any, dict[str, Any]], Any], a: Any, b: Any, options: dict[str, Any], *, are_rows: bool
+) -> Any:
+    """`multiply(a, b, options)`, d or (d, {name: array}), with conversions where it has no kernel for the types.
+
+    `are_rows`: whether both operands are stored along the contraction, as kernels of 8 bits and fewer take them.
+    """
+    found = find(a, b, options, are_rows=are_rows)
+    if found is None:
+        return multiply(a, b, options)
+    options = options | {"preferred_element_type": found.result}
+    result = multiply(found.of_operand(a), found.of_operand(b), options)
+    return (found.of_result(result[0]), *result[1:]) if isinstance(result, tuple) else found.of_result(result)
+
+
+def find(a: Any, b: Any, options: Mapping[str, Any], *, are_rows: bool) -> Conversion | None:
+    """The conversions of a product; None where a kernel has the types, and where JAX refuses them too."""
+    preferred = options.get("preferred_element_type")
+    if not (is_array(a) and is_array(b)):
+        return None
+    if preferred is None and a.dtype.itemsize > 1 and b.dtype.itemsize > 1:
+        return None
+    try:
+        is_low = are_low_precision(a, b)
+        if is_low and (options.get("scaling") is not None or options.get("implementation") is not None):
+            return None
+        if preferred is None and not is_low:
+            return None
+        are_rows &= all(isinstance(extent, int) and extent % 16 == 0 for x in (a, b) for extent in x.shape[-2:])
+        return _find(np.dtype(a.dtype), np.dtype(b.dtype), preferred, is_low, are_rows)
+    except (TypeError, ValueError):  # types that are none, or that JAX does not promote
+        return None
+
+
+def _find(a: np.dtype, b: np.dtype, preferred: Any, is_low: bool, are_rows: bool) -> Conversion | None:
+    given = np.dtype(jnp.result_type(a, b))
+    out = given if preferred is None else np.dtype(jax.dtypes.canonicalize_dtype(preferred))
+    if is_low and given == np.int8:
+        allowed: tuple[str, ...] = ("int32",) if preferred is not None else ("int8",)  # None: int32 by default
+    elif is_low:
+        allowed = result_dtypes(a, b) if are_rows else ()
+    else:
+        allowed = RESULT_TYPES.get(given.name, (out.name,))
+    if out.name in allowed:
+        return Conversion(None, out, out) if preferred is None and given != np.int8 else None
+    if not _is_product_of_jax(given, out):
+        return None
+    if given == np.int8 and jnp.issubdtype(out, jnp.integer) and out.itemsize <= 4:
+        return Conversion(None, np.dtype(np.int32), out)  # whose low bits are those of sums in a narrower type
+    if given == np.int8 or given.name in INTEGERS:
+        is_narrow = jnp.issubdtype(out, jnp.floating) and out.itemsize < 4
+        computed = np.dtype(np.float32) if is_narrow else np.dtype(np.int32) if out == np.int8 else out
+        return Conversion(computed, computed, out)
+    is_complex = jnp.issubdtype(given, jnp.complexfloating)
+    if out in (np.float64, np.complex128) and given.itemsize < (16 if is_complex else 8):
+        wide = np.dtype(np.complex128 if is_complex else np.float64)
+        return Conversion(wide, wide, out)
+    if is_low:  # bfloat16 has all numbers of 8 bits and fewer
+        return Conversion(np.dtype(jnp.bfloat16), np.dtype(np.float32), out)
+    return Conversion(None, np.dtype(RESULT_TYPES[given.name][-1]), out)
+
+
+@functools.lru_cache(1024)
+def _is_product_of_jax(operand: np.dtype, out: np.dtype) -> bool:
+    """Whether JAX multiplies operands of a type into a result of another."""
+    x = jax.ShapeDtypeStruct((1, 1), operand)
+    try:
+        jax.eval_shape(lambda x, y: lax.dot(x, y, preferred_element_type=out), x, x)
+    except TypeError:
+        return False
+    return True
