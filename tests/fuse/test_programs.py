@@ -159,6 +159,24 @@ def test_what_only_looks_like_a_pattern_keeps_its_value():
         np.testing.assert_allclose(jaxmp.fuse(model)(X, W), model(X, W), rtol=1e-6, atol=1e-6)
 
 
+def test_of_two_products_that_are_added_one_takes_the_other():
+    def model(x, w):
+        return x @ w + x @ (2 * w)
+
+    found = jaxmp.explain(jaxmp.fuse(model, determinism="batch"), quiet=True)(X, W)
+    assert (found.calls, found.left) == (2, 0), str(found)
+    fused = jax.jit(jaxmp.fuse(model, determinism="batch"))
+    np.testing.assert_array_equal(fused(X, W), model(X, W))
+    for w, g in zip(
+        jax.grad(lambda *args: model(*args).sum(), argnums=(0, 1))(X, W),
+        jax.grad(lambda *args: fused(*args).sum(), argnums=(0, 1))(X, W),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(w, g)
+    text = str(jax.make_jaxpr(fused)(X, W))
+    assert "has_c=True" in text or "beta=1.0" in text, text
+
+
 def test_static_arguments_and_functions_without_products():
     def scaled(x, by, *, twice=False):
         return (x * by) @ W * (2 if twice else 1)

@@ -829,6 +829,14 @@ PYTHON = (
         ("fuse/test_programs.py",),
     ),
     Fault(
+        "fuse-sum-of-two-products",
+        "jaxmp/_src/fuse/rewrite.py",
+        "(is_beside or product.result in made)",
+        "is_beside",
+        "fuse lets both of two products that are added take in their sum",
+        ("fuse/test_programs.py::test_of_two_products_that_are_added_one_takes_the_other",),
+    ),
+    Fault(
         "fuse-policy",
         "jaxmp/_src/primitive/primitives.py",
         "    return policy(lax.dot_general_p, *args[:2], dimension_numbers=(contract, batch), **as_dot)",
