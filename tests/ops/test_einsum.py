@@ -79,6 +79,20 @@ def test_operands_and_lists_of_indices_in_turn(rng):
         check(jaxmp.einsum(*given), jnp.einsum(*given))
 
 
+def test_the_order_of_products_may_be_given(rng):
+    cases.require(None)
+    given = "ij,jk,kl,l->i", *(integers(rng, *shape) for shape in ((2, 4), (4, 6), (6, 8), (8,)))
+    want = jnp.einsum(*given)
+    for optimize in ("auto", "greedy", "optimal", True, False, [(2, 3), (0, 2), (0, 1)], ((0, 1), (0, 2), (0, 1))):
+        check(jaxmp.einsum(*given, optimize=optimize), want)
+    path = jnp.einsum_path(*given)[0]
+    check(jaxmp.einsum(*given, optimize=path), want)
+    with pytest.raises(ValueError, match="optimize must be a strategy of opt_einsum, .*got 'typo'"):
+        jaxmp.einsum(*given, optimize="typo")
+    with pytest.raises(ValueError, match="optimize must "):
+        jaxmp.einsum(*given, optimize=[(0, 1)])
+
+
 def test_a_number_is_an_operand(rng, standard_promotion):
     cases.require(None)
     a = integers(rng, 4, 6).astype(jnp.bfloat16)

@@ -34,6 +34,7 @@ def einsum(
     subscripts: str | ArrayLike,
     /,
     *operands: ArrayLike | Sequence[int | EllipsisType],
+    optimize: str | bool | Sequence[Sequence[int]] = "auto",
     precision: Precision = None,
     preferred_element_type: DTypeLike | None = None,
     out_sharding: Sharding | None = None,
@@ -55,6 +56,8 @@ def einsum(
       subscripts: as in `jnp.einsum`, with or without "->" and "..."; or operands and lists of indices in turn, as in
         `einsum(x, [0, 1], w, [1, 2])`.
       operands: arrays of any rank, or Python numbers; types as in `dot_general`. Messages call two of them a and b.
+      optimize: of more than two operands, how opt_einsum chooses the order of products, or the order, pairs of numbers
+        of operands as `jnp.einsum_path` gives them. False: from left to right.
       out_sharding: as in `dot_general`, for the result as it is written here.
       in_shardings: a pair of shardings for two operands as they are written here (auto axes).
 
@@ -77,7 +80,8 @@ def einsum(
         "implementation": implementation,
         "determinism": determinism,
     }
-    return contract("einsum", subscripts, operands, options, out_sharding, in_shardings, mesh)
+    optimize = optimize if isinstance(optimize, str | bool) else tuple(map(tuple, optimize))
+    return contract("einsum", subscripts, operands, options, out_sharding, in_shardings, mesh, optimize)
 
 
 def contract(
@@ -88,17 +92,18 @@ def contract(
     out_sharding: Sharding | None,
     in_shardings: ShardingPair | None,
     mesh: Mesh | None,
+    optimize: str | bool | tuple[tuple[int, ...], ...] = "auto",
 ) -> jax.Array:
     """The result of `jaxmp.einsum`, for the public function `name`."""
     if out_sharding is None and in_shardings is None and mesh is None:
-        compiled = eager_calls.on_one_device(jaxmp_contraction, operands, options, name, subscripts)
+        compiled = eager_calls.on_one_device(jaxmp_contraction, operands, options, name, subscripts, optimize)
         if compiled is not None:
             return compiled(*operands)
-    return _contract(name, subscripts, operands, options, out_sharding, in_shardings, mesh)
+    return _contract(name, subscripts, operands, options, out_sharding, in_shardings, mesh, optimize)
 
 
-def jaxmp_contraction(name: str, subscripts: Any, options: dict[str, Any], *operands: Any) -> jax.Array:
-    return _contract(name, subscripts, operands, options, None, None, None)
+def jaxmp_contraction(name: str, subscripts: Any, optimize: Any, options: dict[str, Any], *operands: Any) -> jax.Array:
+    return _contract(name, subscripts, operands, options, None, None, None, optimize)
 
 
 def _contract(
@@ -109,6 +114,7 @@ def _contract(
     out_sharding: Sharding | None,
     in_shardings: ShardingPair | None,
     mesh: Mesh | None,
+    optimize: str | bool | tuple[tuple[int, ...], ...],
 ) -> jax.Array:
     terms, output = _parse(name, subscripts, operands)
     if in_shardings is not None and len(terms) != 2:
@@ -120,7 +126,7 @@ def _contract(
         return _placed(name, alone.astype(dtype or alone.dtype), out_sharding, mesh)
     if in_shardings is not None:
         in_shardings = _reduced_shardings(name, in_shardings, terms, rest)
-    for i, j in _path(rest, output)[:-1]:
+    for i, j in _path(name, rest, output, optimize)[:-1]:
         left, right = rest[i], rest[j]
         rest = [term for k, term in enumerate(rest) if k not in (i, j)]
         needed = {*output, *(index for term in rest for index in term.indices)}
@@ -234,15 +240,29 @@ def _on_diagonals(x: jax.Array, indices: str) -> tuple[jax.Array, str]:
     return x, "".join(renamed)
 
 
-def _path(terms: Sequence[_Term], output: str) -> list[tuple[int, int]]:
+def _path(name: str, terms: Sequence[_Term], output: str, optimize: Any) -> list[tuple[int, int]]:
     """The two operands of each product, the last of which is the result; each is put at the end of those left over."""
     if len(terms) == 2:
         return [(0, 1)]
+    if optimize is False:
+        return [(0, 1), *((0, left - 1) for left in range(len(terms) - 1, 1, -1))]
     # The choice needs numbers: an extent that an export leaves open counts as a large one.
     shapes = [tuple(n if isinstance(n, int) else 1024 for n in term.array.shape) for term in terms]
     written = f"{','.join(term.indices for term in terms)}->{output}"
-    path, _ = opt_einsum.contract_path(written, *shapes, shapes=True)
-    pairs = [(i, j) for i, j in map(sorted, path)]
+    # jnp.einsum_path gives a path that begins with its own name.
+    given = [step for step in optimize if step != tuple("einsum_path")] if isinstance(optimize, tuple) else optimize
+    try:
+        path, _ = opt_einsum.contract_path(written, *shapes, shapes=True, optimize=given)
+        pairs = [(i, j) for i, j in map(sorted, path)]
+    except (ValueError, TypeError, KeyError, IndexError) as error:
+        raise ValueError(
+            f"{name}: optimize must be a strategy of opt_einsum, True, False or a pair of operands for each product,"
+            f" got {optimize!r}: {error}"
+        ) from None
+    if len(pairs) != len(terms) - 1:
+        raise ValueError(
+            f"{name}: optimize must have {len(terms) - 1} pairs for {len(terms)} operands, got {optimize!r}"
+        )
     return pairs
 
 
