@@ -20,7 +20,7 @@ from typing import Any
 import jax
 
 from jaxmp._src.primitive.collectives import process_barrier_p
-from jaxmp._src.primitive.primitives import batched_matmul_epilog_p, batched_matmul_p, matmul_epilog_p, matmul_p
+from jaxmp._src.primitive.primitives import ON_DEVICES
 from jaxmp._src.runtime import bootstrap, jax_compat, watch
 from jaxmp._src.runtime import native as native_lib
 from jaxmp._src.runtime.config import add_xla_flag, config, parse_timeout
@@ -126,9 +126,7 @@ def initialize(
     )
     _state = _State(process_id, num_processes, seconds, _watch_interrupts())
     _set_hooks()
-    jax_compat.require_devices(
-        (matmul_p, matmul_epilog_p, batched_matmul_p, batched_matmul_epilog_p, process_barrier_p)
-    )
+    jax_compat.require_devices((*ON_DEVICES, process_barrier_p))
     try:
         deadline = time.monotonic() + initialization_timeout
         missing = (

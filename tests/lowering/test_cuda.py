@@ -4,6 +4,7 @@ Silently wrong without these: a rank that chooses otherwise than its peers and l
 a GPU reads.
 """
 
+import contextlib
 import functools
 import re
 
@@ -189,7 +190,8 @@ def test_what_runs_here_names_its_devices(sharded, required):
     assert {primitive.name for primitive in required} == products | batches
 
 
-def test_meshes_of_one_shape_have_lowerings_of_their_own(cards, monkeypatch):
+@pytest.mark.parametrize("scope", [jax.set_mesh, contextlib.nullcontext], ids=["set_mesh", "operands alone"])
+def test_meshes_of_one_shape_have_lowerings_of_their_own(scope, cards, monkeypatch):
     """JAX would give the second mesh the program of the first, with the first one's communicator."""
     require_devices(8)
     cards("9.0")
@@ -203,7 +205,7 @@ def test_meshes_of_one_shape_have_lowerings_of_their_own(cards, monkeypatch):
             jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, P(*spec)))
             for spec in (("y", None), (None, "y"))
         )
-        with jax.set_mesh(mesh):
+        with scope(mesh):
             text = product.trace(a, b).lower(lowering_platforms=("cuda",)).as_text()
         assert f"devices = dense<[{', '.join(map(str, order))}]>" in text
 

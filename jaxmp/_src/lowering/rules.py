@@ -27,8 +27,9 @@ from jaxmp._src.primitive.primitives import (
     has_rows,
     matmul_epilog_p,
     matmul_p,
+    needs_devices,
 )
-from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.jax_compat import mlir
 from jaxmp._src.spec.activations import multiply_by_slope
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, operations
@@ -275,16 +276,8 @@ def _process_barrier_rule(
 
 
 def _devices_of(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
-    """The devices of a call that is to run in this process, for which alone its lowering serves from now on.
-
-    Under a level of determinism cuBLASMp's calls are local ones.
-    """
-    if spec.group.nranks == 1 or spec.fixed_reduction_order or not native.cuda_devices():
-        return ()
-    devices = process_barrier.mesh_devices(spec, mesh)
-    if devices:
-        jax_compat.require_devices((matmul_p, matmul_epilog_p, batched_matmul_p, batched_matmul_epilog_p))
-    return devices
+    """The devices of a call that is to run in this process, for which alone its lowering serves (`needs_devices`)."""
+    return process_barrier.mesh_devices(spec, mesh) if needs_devices(spec) else ()
 
 
 def _register(primitive: jax_compat.Primitive, rule_of: Callable[[str], jax_compat.LoweringRule]) -> None:

@@ -24,7 +24,7 @@ from jax import lax
 
 from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.collectives import cast_varying
-from jaxmp._src.runtime import jax_compat
+from jaxmp._src.runtime import jax_compat, native
 from jaxmp._src.spec import low_precision, process_grid
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import (
@@ -61,6 +61,9 @@ BATCHED = {
     auto_matmul_p: auto_batched_matmul_p,
     auto_matmul_epilog_p: auto_batched_matmul_epilog_p,
 }
+
+# Those whose lowerings may name the devices of their mesh.
+ON_DEVICES = (matmul_p, matmul_epilog_p, batched_matmul_p, batched_matmul_epilog_p)
 
 
 def dots_saveable(primitive: jax_compat.Primitive, *args: Any, **params: Any) -> bool:
@@ -111,8 +114,19 @@ def bind(
     primitive = matmul_p if is_bilinear else matmul_epilog_p
     primitive = AUTO_TWIN[primitive] if auto else primitive
     primitive = BATCHED[primitive] if batched else primitive
+    if needs_devices(spec):  # ahead of the lowering, for JAX looks for it there
+        jax_compat.require_devices(ON_DEVICES)
     outputs = primitive.bind(a, b, *map(extra.__getitem__, spec.operand_names), spec=spec)
     return dict(zip(spec.output_names, [outputs] if is_bilinear else outputs, strict=True))
+
+
+def needs_devices(spec: MatmulSpec) -> bool:
+    """Whether a call may need a communicator of cuBLASMp's in this process, which belongs to devices.
+
+    Under a level of determinism its calls are local ones.
+    """
+    is_local = spec.group.nranks == 1 or spec.fixed_reduction_order
+    return not is_local and jax_compat.backend_exists() and bool(native.cuda_devices())
 
 
 def bind_rows(

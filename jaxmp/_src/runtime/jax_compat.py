@@ -162,11 +162,35 @@ def cache_in_context(capacity: int) -> Callable[[F], F]:
 
 
 def require_devices(primitives: Collection[Primitive]) -> None:
-    """From here on a lowering of these serves only the devices for which it was made."""
+    """From here on a lowering of these serves only the devices for which it is made, and finds them (`lowering_mesh`).
+
+    JAX forgets them inside a shard_map over an abstract mesh, as operands on a mesh of explicit axes bring it where no
+    jax.set_mesh is around.
+    """
     known = _dispatch.prim_requires_devices_during_lowering
-    if not known.issuperset(primitives):
-        known.update(primitives)
-        _dispatch.jaxpr_has_prim_requiring_devices.cache_clear()  # programs that were asked before
+    if known.issuperset(primitives):
+        return
+    known.update(primitives)
+    _dispatch.jaxpr_has_prim_requiring_devices.cache_clear()  # programs that were asked before
+    rule = mlir._lowerings[_shard_map.shard_map_p].rule
+    if not hasattr(rule, "__wrapped__"):
+        mlir.register_lowering(_shard_map.shard_map_p, _on_concrete_mesh(rule))
+
+
+def _on_concrete_mesh(rule: LoweringRule) -> LoweringRule:
+    """The rule of shard_map, in the scope of the mesh with its devices, where the program that is being lowered has
+    them."""
+
+    @functools.wraps(rule)
+    def lower(ctx: LoweringContext, *nodes: Any, mesh: Any, **params: Any) -> Any:
+        devices = getattr(ctx.module_context.axis_context, "device_assignment", None)
+        if devices is None or len(devices) != mesh.size or ambient_mesh() is not None:
+            return rule(ctx, *nodes, mesh=mesh, **params)
+        concrete = jax.sharding.Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names)
+        with _sharding_impls._internal_use_concrete_mesh(concrete):
+            return rule(ctx, *nodes, mesh=mesh, **params)
+
+    return lower
 
 
 def lowering_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | None:
