@@ -99,7 +99,7 @@ test-xla-gpu: $(TEST)/.ready $(XLA_GPU)/.ready ## Run programs on JAX's real CUD
 	@$(call cpp_build,cpp-$(TAG),Release,,fakes)
 	JAXMP_FAKES=$(CURDIR)/build/cpp-$(TAG)/fakes PYTHONPATH=tests/xla_gpu \
 	  $(XLA_GPU)/bin/pytest -p fake_gpus tests/xla_gpu --timeout=120 $(ARGS)
-	JAXMP_FAKES=$(CURDIR)/build/cpp-$(TAG)/fakes FAKE_CUDA_DEVICES=1 PYTHONPATH=tests/xla_gpu:tests/primitive \
+	JAXMP_FAKES=$(CURDIR)/build/cpp-$(TAG)/fakes FAKE_CUDA_DEVICES=1 PYTHONPATH=tests/xla_gpu \
 	  $(XLA_GPU)/bin/pytest -p fake_gpus tests/gpu/test_calls.py --timeout=300 -k "not promise and not test_transform" --share 1/4 $(ARGS)
 
 .PHONY: test-gpu
@@ -107,6 +107,22 @@ test-gpu: ## Run the tests on real GPUs, in the environment of PYTHON as it is: 
 	@mkdir -p build
 	JAXMP_REQUIRE_GPU=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
 	  $(PYTHON) -P -m pytest tests/gpu --timeout=900 $(ARGS) 2>&1 | tee build/test-gpu.log
+
+.PHONY: gpu-bundle
+gpu-bundle: $(TEST)/.ready ## Collect what a GPU machine without a network lacks, in build/gpu-bundle (Python 3.12 or later)
+	@$(call cpp_build,cpp-$(TAG),Release,,conformance)
+	$(TEST)/bin/python tests/gpu_session/bundle.py --conformance build/cpp-$(TAG)/conformance $(ARGS)
+
+.PHONY: gpu-session
+gpu-session: ## Run one window of a session on a GPU machine (WINDOW=1 SITE=<what unpack.py installed>), in the environment of PYTHON
+	$(PYTHON) tests/gpu_session/session.py $(WINDOW) --site $(SITE) --out $(or $(OUT),build/gpu-session) $(ARGS)
+
+.PHONY: gpu-rehearsal
+gpu-rehearsal: $(TEST)/.ready $(XLA_GPU)/.ready ## Run a few cases of every window of a session over the fakes, within its limits
+	@$(call cpp_build,cpp-$(TAG),Release,,fakes conformance)
+	@rm -rf build/gpu-rehearsal
+	@for window in 1 2 3 4; do $(XLA_GPU)/bin/python tests/gpu_session/session.py $$window --quick \
+	  --over-fakes build/cpp-$(TAG)/fakes --out build/gpu-rehearsal $(ARGS); done
 
 .PHONY: soak
 soak: $(TEST)/.ready ## Run 100,000 small and 1,000 large calls and watch memory and descriptors

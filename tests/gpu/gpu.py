@@ -5,7 +5,6 @@ they fail instead, so that a machine which should have a GPU cannot pass by skip
 """
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ import pytest
 from jaxmp._src.runtime import native
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "tests" / "process"))
 
 # Several ranks on one GPU: NCCL 2.30's switch, without the transports that want a GPU for each rank, and with few
 # blocks, since the kernels of all ranks have to be resident at once.

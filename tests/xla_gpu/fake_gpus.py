@@ -18,6 +18,8 @@ _XLA_FLAGS = (
     "--xla_gpu_enable_libnvjitlink=false",
     "--xla_gpu_enable_libnvptxcompiler=false",
     "--xla_gpu_enable_command_buffer=",
+    "--xla_gpu_enable_triton_gemm=false",
+    "--xla_gpu_gemm_rewrite_size_threshold=1000000000",  # products of XLA's own are loops, which the fakes run
 )
 _LIBRARIES = ("libcuda.so.1", "libnvidia-ml.so.1", "libcudart.so.13", "libnccl.so.2", "libcublasmp.so.0")
 
