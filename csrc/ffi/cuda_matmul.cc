@@ -19,10 +19,8 @@ namespace jaxmp {
 ffi::TypeId CudaSite::id = {};
 const ffi::TypeInfo CudaSite::info = ffi::MakeTypeInfo<CudaSite>();
 
-CudaSite::CudaSite(std::shared_ptr<Plan> plan, std::shared_ptr<const cuda::CudaCommunicator> communicator)
-    : plan(std::move(plan)),
-      communicator(std::move(communicator)),
-      text(std::make_shared<const std::string>("[" + ToString(this->plan->problem()) + "]")) {}
+CudaSite::CudaSite(Problem made)
+    : problem(std::move(made)), text(std::make_shared<const std::string>("[" + ToString(problem) + "]")) {}
 
 namespace {
 
@@ -35,12 +33,12 @@ std::shared_ptr<const cuda::CudaCommunicator> CommunicatorOf(const Problem& p) {
 }
 
 StatusOr<std::unique_ptr<CudaSite>> MakeSite(const ffi::Dictionary& dictionary) {
-  JAXMP_ASSIGN_OR_RETURN(const MpApi* api, cuda::cuda_api());
   JAXMP_ASSIGN_OR_RETURN(Attributes attributes, ReadAttributes(dictionary));
   JAXMP_ASSIGN_OR_RETURN(Problem problem, MakeProblem(attributes));
-  const auto make = [](const Problem& p) -> std::shared_ptr<const Communicator> { return CommunicatorOf(p); };
-  JAXMP_ASSIGN_OR_RETURN(std::shared_ptr<Plan> plan, plan_cache().Get(*api, problem, make));
-  return std::make_unique<CudaSite>(std::move(plan), CommunicatorOf(problem));
+  JAXMP_RETURN_IF_ERROR(DistributionOn(kCublasMp, problem).status());
+  auto site = std::make_unique<CudaSite>(std::move(problem));
+  if (cuda::Loaded()) JAXMP_RETURN_IF_ERROR(site->Open());
+  return site;
 }
 
 ffi::ErrorOr<std::unique_ptr<CudaSite>> Instantiate(ffi::Dictionary dictionary) {
@@ -94,7 +92,7 @@ StatusOr<CudaSite::Place> PlaceOf(CudaSite& site, int ordinal, const void* posit
   CudaSite::Place place;
   JAXMP_ASSIGN_OR_RETURN(place.context, ContextOf(stream));
   const cuda::CurrentContext current(place.context);
-  JAXMP_ASSIGN_OR_RETURN(const int64_t at, FindPosition(site.plan->problem(), ordinal, position, stream));
+  JAXMP_ASSIGN_OR_RETURN(const int64_t at, FindPosition(site.problem, ordinal, position, stream));
   JAXMP_ASSIGN_OR_RETURN(place.local_rank, site.communicator->LocalRankOf(at, ordinal));
   std::lock_guard<std::mutex> lock(site.mutex);
   site.places[ordinal] = place;
@@ -147,6 +145,7 @@ Status WriteNothing(const Buffers& buffers, abi::CUstream stream) {
 
 Status ExecuteChecked(CudaSite& site, int ordinal, abi::CUstream stream, const ffi::RemainingArgs& args,
                       const ffi::RemainingRets& rets) {
+  JAXMP_RETURN_IF_ERROR(site.Open());
   const Plan& plan = *site.plan;
   Buffers buffers;
   const void* position = nullptr;
@@ -167,6 +166,18 @@ ffi::Error Execute(CudaSite* site, int32_t ordinal, abi::CUstream stream, ffi::R
 }
 
 }  // namespace
+
+Status CudaSite::Open() {
+  if (is_open_.load(std::memory_order_acquire)) return {};
+  std::lock_guard<std::mutex> lock(mutex);
+  if (plan) return {};
+  JAXMP_ASSIGN_OR_RETURN(const MpApi* api, cuda::cuda_api());
+  const auto make = [](const Problem& p) -> std::shared_ptr<const Communicator> { return CommunicatorOf(p); };
+  communicator = CommunicatorOf(problem);
+  JAXMP_ASSIGN_OR_RETURN(plan, plan_cache().Get(*api, problem, make));
+  is_open_.store(true, std::memory_order_release);
+  return {};
+}
 
 XLA_FFI_Error* CudaMatmulInstantiate(XLA_FFI_CallFrame* frame) {
   static const auto* handler = ffi::Ffi::BindInstantiate().Attrs().To(Instantiate).release();

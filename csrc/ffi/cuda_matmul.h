@@ -2,6 +2,7 @@
 #ifndef JAXMP_FFI_CUDA_MATMUL_H_
 #define JAXMP_FFI_CUDA_MATMUL_H_
 
+#include <atomic>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -18,11 +19,16 @@ struct CudaSite {
   static xla::ffi::TypeId id;  // XLA writes it when the type is registered
   static const xla::ffi::TypeInfo info;
 
-  CudaSite(std::shared_ptr<Plan> plan, std::shared_ptr<const cuda::CudaCommunicator> communicator);
+  explicit CudaSite(Problem problem);
 
-  const std::shared_ptr<Plan> plan;
-  const std::shared_ptr<const cuda::CudaCommunicator> communicator;
+  // Makes the plan, once the libraries are open; further calls do nothing. A program may be compiled where they are not.
+  Status Open();
+
+  const Problem problem;
   const std::shared_ptr<const std::string> text;  // of the problem, for messages
+  // Set by Open().
+  std::shared_ptr<Plan> plan;
+  std::shared_ptr<const cuda::CudaCommunicator> communicator;
   // What one device is to the call.
   struct Place {
     int local_rank = 0;
@@ -30,9 +36,13 @@ struct CudaSite {
   };
   std::mutex mutex;
   std::map<int, Place> places;  // by device ordinal, once a device has come by; guarded by mutex
+
+ private:
+  std::atomic<bool> is_open_{false};
 };
 
-// Once per call site: decodes the attributes and resolves the plan. Touches no device.
+// Once per call site: decodes the attributes, refuses what cuBLASMp does not compute, and resolves the plan where the
+// libraries are open. Touches no device, and needs none: programs are compiled ahead of time too.
 XLA_FFI_Error* CudaMatmulInstantiate(XLA_FFI_CallFrame* frame);
 
 // Once per device and execution, on the device's own thread; operands.h has the arguments and results. It returns when

@@ -40,7 +40,8 @@ def register() -> None:
     Compiling a program with jaxmp in it does this by itself. Call it in a process that only runs programs compiled
     elsewhere (`jax.export.deserialize`, a deserialised executable), ahead of running them. It starts JAX's backend, so
     `jax.distributed.initialize` and the like come first. Where the process has CUDA devices it opens cuBLASMp too; if
-    that fails, the calls on them fail with the reason.
+    that fails, the calls on them fail with the reason. Without one, programs for CUDA can be compiled, for machines that
+    have some.
 
     >>> import jaxmp
     >>> jaxmp.register()
@@ -55,6 +56,7 @@ def register() -> None:
             _register_on("cpu", module.types(), module.registrations())
         if has_cuda:
             why_no_cublasmp()
+        if has_cuda or has_cpu:  # JAX's plugin, if there is one, has started: it may compile without a device
             _register_on("CUDA", module.cuda_types(), module.cuda_registrations())
         # With neither the program is being exported, not run here.
         _is_registered = has_cpu or has_cuda

@@ -1,0 +1,91 @@
+"""Programs for CUDA that are compiled where there is no GPU, and run where there is one."""
+
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import jax
+import numpy as np
+from jax.experimental import serialize_executable
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_calls import PATTERNS, integers, mesh_over
+
+import jaxmp
+
+# What XLA has to know of the card, an H200.
+CARD = """
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+runtime_version { major: 13 }
+dnn_version_info { major: 9 minor: 10 }
+gpu_device_info {
+  cuda_compute_capability { major: 9 }
+  core_count: 132
+  fpus_per_core: 128
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  registers_per_block_limit: 65536
+  registers_per_core_limit: 65536
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  clock_rate_ghz: 1.98
+  memory_bandwidth: 4800000000000
+  l2_cache_size: 62914560
+  device_memory_size: 150000000000
+}
+"""
+# In a process without a driver: the plugin is a compiler.
+COMPILES = """
+    import functools, pickle, sys
+    import jax, jax.numpy as jnp, numpy as np
+    from jax.experimental import serialize_executable, topologies
+    from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec as P
+    import jaxmp
+    card, patterns, to = pickle.load(sys.stdin.buffer)
+    topology = topologies.get_topology_desc("h200", "cuda", target_config=card, topology="1x1x2")
+    mesh = Mesh(np.array(topology.devices), ("y",), axis_types=(AxisType.Explicit,))
+    compiled = {}
+    with jax.set_mesh(mesh):
+        for name, (a, b, out) in patterns.items():
+            a, b = (
+                jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, spec))
+                for shape, spec in (((24, 16), a), ((16, 32), b))
+            )
+            f = jax.jit(functools.partial(jaxmp.matmul, out_sharding=out, implementation="cublasmp"))
+            program = f.lower(a, b).compile()
+            assert "jaxmp_matmul" in program.as_text()
+            compiled[name] = serialize_executable.serialize(program)
+    assert not any(device.platform == "gpu" for device in jax.devices())
+    pickle.dump(compiled, open(to, "wb"))
+"""
+
+
+def test_a_program_is_compiled_without_a_gpu_and_runs_on_one(tmp_path):
+    """The libraries open where it runs, and it finds its place among the devices there."""
+    patterns = PATTERNS | {"all_reduce": (P(None, "y"), P("y", None), P(None, None))}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("JAXMP_FAKES", "FAKE_"))}
+    env |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(COMPILES)],
+        input=pickle.dumps((CARD, patterns, tmp_path / "compiled")),
+        env=env,
+        capture_output=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    compiled = pickle.loads((tmp_path / "compiled").read_bytes())
+    jaxmp.register()
+    a, b = integers((24, 16)), integers((16, 32), 1)
+    mesh = mesh_over((0, 1))
+    for name, (spec_a, spec_b, _) in patterns.items():
+        program = serialize_executable.deserialize_and_load(*compiled[name], execution_devices=list(mesh.devices))
+        given = (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((a, spec_a), (b, spec_b)))
+        np.testing.assert_array_equal(program(*given), a @ b)
