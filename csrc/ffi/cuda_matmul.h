@@ -21,7 +21,7 @@ struct CudaSite {
 
   explicit CudaSite(Problem problem);
 
-  // Makes the plan, once the libraries are open; further calls do nothing. A program may be compiled where they are not.
+  // Makes the plan, once the libraries are open; further calls do nothing.
   Status Open();
 
   const Problem problem;

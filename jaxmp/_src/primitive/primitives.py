@@ -126,7 +126,7 @@ def needs_devices(spec: MatmulSpec) -> bool:
     Under a level of determinism its calls are local ones.
     """
     is_local = spec.group.nranks == 1 or spec.fixed_reduction_order
-    return not is_local and jax_compat.backend_exists() and bool(native.cuda_devices())
+    return not is_local and native.has_cuda_devices()
 
 
 def bind_rows(

@@ -40,8 +40,8 @@ def register() -> None:
     Compiling a program with jaxmp in it does this by itself. Call it in a process that only runs programs compiled
     elsewhere (`jax.export.deserialize`, a deserialised executable), ahead of running them. It starts JAX's backend, so
     `jax.distributed.initialize` and the like come first. Where the process has CUDA devices it opens cuBLASMp too; if
-    that fails, the calls on them fail with the reason. Without one, programs for CUDA can be compiled, for machines that
-    have some.
+    that fails, the calls on them fail with the reason. Without one, programs for CUDA can be compiled, for machines
+    that have some.
 
     >>> import jaxmp
     >>> jaxmp.register()
@@ -72,6 +72,11 @@ def _register_on(platform: str, types: Mapping[str, Any], targets: Mapping[str, 
 def cuda_devices() -> list[Any]:
     """This process's CUDA devices; it starts JAX's backend."""
     return _devices("cuda")
+
+
+def has_cuda_devices() -> bool:
+    """Whether this process has CUDA devices, as far as its backend has started."""
+    return jax_compat.backend_exists() and bool(cuda_devices())
 
 
 def card_capability() -> tuple[int, int] | None:

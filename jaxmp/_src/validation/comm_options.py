@@ -8,12 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxmp._src.runtime import native
 from jaxmp._src.spec.matmul_spec import INTEGERS, RESULT_TYPES, MatmulSpec, Pattern, accumulator
 from jaxmp._src.spec.options import CommOptions
 from jaxmp._src.validation.operand_checks import check_dtype
 
 _SUMMING = (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE)
-# cublasMpMatmulAlgoType_t's names, and the patterns on which cuBLASMp has each (cublasmp.h 0.10).
+# cublasMpMatmulAlgoType_t's names, and the patterns on which cuBLASMp has each (cublasmp.h 0.10). hostmp keeps to it;
+# on GPUs cuBLASMp is asked.
 ALGORITHMS = {
     "default": tuple(Pattern),
     "split_p2p": (Pattern.ALL_GATHER, *_SUMMING),
@@ -83,6 +85,8 @@ def check_comm_options(
             f"{name}: comm.dtype={comm.dtype} is of partial sums, so the pattern must be "
             f"reduce_scatter or all_reduce, but {this}; {remedy}"
         )
+    if is_settled and _answers_itself(spec):
+        return
     takes = ALGORITHMS[comm.algorithm or "default"]
     if pattern not in takes or (not is_settled and len(takes) < len(Pattern)):
         raise ValueError(
@@ -96,6 +100,12 @@ def check_comm_options(
             f"{name}: comm.algorithm='fused' needs rows of the result that are a multiple of 16 bytes of the "
             f"communicated {dtype.name}, a multiple of {16 // dtype.itemsize} columns, got {columns}; pad b, or drop it"
         )
+
+
+def _answers_itself(spec: MatmulSpec) -> bool:
+    """Whether cuBLASMp is asked which algorithms it has: on all ranks alike, by the query for the workspace of a call's
+    first run, whose answer is the error."""
+    return spec.implementation in (None, "cublasmp") and native.has_cuda_devices()
 
 
 def fit_comm_options(spec: MatmulSpec) -> MatmulSpec:
