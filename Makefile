@@ -133,6 +133,11 @@ test-abi: $(TEST)/.ready ## Compare our declarations with the real headers, from
 	$(TEST)/bin/pip install --quiet --disable-pip-version-check --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime nvidia-nccl-cu13
 	JAXMP_REQUIRE_ABI=1 $(TEST)/bin/pytest tests/project/test_abi.py $(ARGS)
 
+.PHONY: fault-kernel
+fault-kernel: $(TEST)/.ready ## Assemble csrc/cuda/context_fault_code.h anew, after a change of its PTX (Linux)
+	$(TEST)/bin/pip install --quiet --disable-pip-version-check --no-deps nvidia-cuda-nvcc==13.0.88
+	$(TEST)/bin/python csrc/cuda/context_fault_code.py $$($(TEST)/bin/python -c 'import nvidia.cu13 as c; print(list(c.__path__)[0])')/bin
+
 .PHONY: test-cublasmp
 test-cublasmp: $(TEST)/.ready ## Run the C++ tests, and what the real cuBLASMp does without a GPU (wheels of 700 MB)
 	$(TEST)/bin/pip install --quiet --disable-pip-version-check --no-deps nvidia-cublasmp-cu13 nvidia-nccl-cu13 nvidia-cublas

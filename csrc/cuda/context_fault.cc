@@ -3,12 +3,13 @@
 #include <chrono>
 #include <thread>
 
+#include "csrc/cuda/context_fault_code.h"
 #include "csrc/cuda/libraries.h"
 
 namespace jaxmp::cuda {
 namespace {
 
-// For the driver's own compiler, which takes it for every later architecture.
+// For cards that kMachineCode has nothing for: the driver's own compiler takes it for every later one.
 constexpr char kPtx[] = R"(
 .version 6.3
 .target sm_70
@@ -26,13 +27,20 @@ constexpr char kPtx[] = R"(
 
 constexpr std::chrono::seconds kPatience(5);
 
+// Machine code first: a driver may be without its compiler.
+Status LoadKernel(abi::CUmodule* module) {
+  const Driver& driver = Loaded()->driver;
+  if (driver.ModuleLoadData(module, kMachineCode) == abi::CUDA_SUCCESS) return {};
+  return Check(driver.ModuleLoadData(module, kPtx), "cuModuleLoadData");
+}
+
 }  // namespace
 
 StatusOr<std::unique_ptr<const ContextFault>> ContextFault::Make() {
   const Driver& driver = Loaded()->driver;
   std::unique_ptr<ContextFault> fault(new ContextFault);
   abi::CUmodule module = nullptr;
-  JAXMP_RETURN_IF_ERROR(Check(driver.ModuleLoadData(&module, kPtx), "cuModuleLoadData"));
+  JAXMP_RETURN_IF_ERROR(LoadKernel(&module));
   JAXMP_RETURN_IF_ERROR(Check(driver.ModuleGetFunction(&fault->kernel_, module, "jaxmp_trap"), "cuModuleGetFunction"));
   JAXMP_RETURN_IF_ERROR(Check(driver.StreamCreate(&fault->stream_, abi::CU_STREAM_NON_BLOCKING), "cuStreamCreate"));
   JAXMP_RETURN_IF_ERROR(Check(driver.EventCreate(&fault->done_, abi::CU_EVENT_DISABLE_TIMING), "cuEventCreate"));

@@ -88,9 +88,22 @@ void APeerThatStaysAwayOnTheDevice() {
   CheckDead(pair, why);
 }
 
-// Where the driver cannot compile, there is no way to fail a stream but to end the process.
+// Machine code needs no compiler of the driver's.
+void ADriverWithoutACompiler() {
+  setenv("FAKE_CUDA_COMPILES", "0", 1);
+  APeerThatStaysAwayOnTheDevice();
+}
+
+// A card that there is no machine code for.
+void ACardOfLaterOn() {
+  setenv("FAKE_CUDA_RUNS_MACHINE_CODE", "0", 1);
+  APeerThatStaysAwayOnTheDevice();
+}
+
+// Where the driver takes neither, there is no way to fail a stream but to end the process.
 void ADeviceThatCannotBeMadeToFail() {
   cuda::SetTimeout(0.3);
+  setenv("FAKE_CUDA_RUNS_MACHINE_CODE", "0", 1);
   setenv("FAKE_CUDA_COMPILES", "0", 1);
   Pair pair;
   for (const std::string& error : pair.RunBoth()) CHECK_EQ(error, "");
@@ -218,6 +231,8 @@ const std::map<std::string, void (*)()>& Cases() {
       {"AnErrorThatNcclReports", AnErrorThatNcclReports},
       {"AnEndIsNoFailure", AnEndIsNoFailure},
       {"EveryCommunicatorIsAborted", EveryCommunicatorIsAborted},
+      {"ADriverWithoutACompiler", ADriverWithoutACompiler},
+      {"ACardOfLaterOn", ACardOfLaterOn},
       {"ADeviceThatCannotBeMadeToFail", ADeviceThatCannotBeMadeToFail},
       {"ADriverThatDoesNotLetDevicesFail", ADriverThatDoesNotLetDevicesFail}};
   return cases;

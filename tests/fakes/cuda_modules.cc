@@ -50,6 +50,28 @@ void HangWhereAsked(const ptx::Kernel& kernel, const std::vector<char>& paramete
   while (is_sprung && Knob("FAKE_CUDA_LAUNCH_HANGS", 0)) std::this_thread::sleep_for(std::chrono::seconds(1));
 }
 
+constexpr uint32_t kFatBinary = 0xBA55ED50;
+
+// What machine code of jaxmp's own says, for the fake card cannot run it: the kernel that fails its context. Null where
+// the image is none, or has no code for compute capability 9.0, which the card has. In a fat binary each entry begins
+// with kind (2: machine code), version, bytes of its header and of its code; the architecture stands at byte 28.
+const char* MeaningOf(const void* image) {
+  const auto* const bytes = static_cast<const char*>(image);
+  const auto read = [](const char* at, auto value) {
+    std::memcpy(&value, at, sizeof(value));
+    return value;
+  };
+  if (read(bytes, uint32_t{}) != kFatBinary || !Knob("FAKE_CUDA_RUNS_MACHINE_CODE", 1)) return nullptr;
+  const char* entry = bytes + read(bytes + 6, uint16_t{});
+  const char* const end = entry + read(bytes + 8, uint64_t{});
+  for (; entry < end; entry += read(entry + 4, uint32_t{}) + read(entry + 8, uint64_t{})) {
+    if (read(entry, uint16_t{}) != 2 || read(entry + 28, uint32_t{}) != 90) continue;
+    return ".version 6.3\n.target sm_70\n.address_size 64\n.visible .entry jaxmp_trap(.param .u32 x)\n{\n"
+           ".reg .u32 %x;\n.reg .pred %p;\nld.param.u32 %x, [x];\nsetp.eq.u32 %p, %x, 0;\n@%p ret;\ntrap;\n}\n";
+  }
+  return nullptr;
+}
+
 CUresult Launch(CUfunction function, const ptx::Extent& grid, const ptx::Extent& block, size_t shared_bytes,
                 CUstream stream, void** arguments) {
   if (!stream || (!arguments && !function->kernel->parameters.empty())) return CUDA_ERROR_INVALID_VALUE;
@@ -73,8 +95,11 @@ CUresult Launch(CUfunction function, const ptx::Extent& grid, const ptx::Extent&
 
 CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   if (!Current()) return CUDA_ERROR_INVALID_CONTEXT;
-  const char* text = static_cast<const char*>(image);
-  if (!Knob("FAKE_CUDA_COMPILES", 1) || !std::strstr(text, ".version")) return CUDA_ERROR_UNKNOWN;
+  const char* text = MeaningOf(image);
+  if (!text) {
+    text = static_cast<const char*>(image);
+    if (!Knob("FAKE_CUDA_COMPILES", 1) || !std::strstr(text, ".version")) return CUDA_ERROR_UNKNOWN;
+  }
   auto made = std::make_unique<CUmod_st>();
   try {
     made->text = ptx::Parse(text);
