@@ -32,9 +32,16 @@ std::string LoadErrorWith(const char* knob, const char* value) {
   return error;
 }
 
+// A program is compiled without the libraries, and needs them where it runs.
+std::string CallError() {
+  const auto instance = fake_xla::InstantiateOnCuda(tests::Local(4, 4, 4));
+  CHECK_EQ(instance.error, "");
+  return fake_xla::ExecuteOnCuda(*instance.site, 0, nullptr, {}, {});
+}
+
 void NothingIsLoadedAtFirst() {
   CHECK_CONTAINS(cuda::cuda_api().status().message(), "cuBLASMp is not loaded in this process; call jaxmp.register()");
-  CHECK_CONTAINS(fake_xla::InstantiateOnCuda(tests::Local(4, 4, 4)).error, "cuBLASMp is not loaded");
+  CHECK_CONTAINS(CallError(), "cuBLASMp is not loaded");
 }
 
 void WhatIsMissingIsNamed() {
@@ -61,7 +68,11 @@ void ASecondNcclIsNamed() {
   CHECK_CONTAINS(error, "libnccl_second.so.2 was opened, but ");
   CHECK_CONTAINS(error, "right/libnccl.so.2; leave one of them");
   CHECK_EQ(cuda::cuda_api().status().message(), error);  // the last reason, for whoever runs a program all the same
-  CHECK_CONTAINS(fake_xla::InstantiateOnCuda(tests::Local(4, 4, 4)).error, "two NCCLs");
+  CHECK_CONTAINS(CallError(), "two NCCLs");
+}
+
+void WhatCuBlasMpDoesNotComputeIsRefusedWithoutIt() {
+  CHECK_CONTAINS(fake_xla::InstantiateOnCuda(tests::Grid(1, 2, 4, 4, 4)).error, "takes square grids only, got 1x2");
 }
 
 void TheFirstSuccessHolds() {
@@ -86,6 +97,7 @@ void TheFirstSuccessHolds() {
 
 int main() {
   jaxmp::NothingIsLoadedAtFirst();
+  jaxmp::WhatCuBlasMpDoesNotComputeIsRefusedWithoutIt();
   jaxmp::WhatIsMissingIsNamed();
   jaxmp::WrongVersionsAreNamed();
   jaxmp::ASecondNcclIsNamed();
