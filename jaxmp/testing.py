@@ -276,7 +276,7 @@ def _checks_of_batch(implementation: str, dtype: str, is_quick: bool) -> Iterato
     step, head = 4 if is_quick else 1, f"{implementation} {dtype}"
     serves = functools.partial(_serves, implementation, dtype)
     rows = _place_counts(implementation, SOME_ROWS if is_quick else ROWS, fixed_shape.ROWS)
-    cols = _place_counts(implementation, SOME_ROWS, fixed_shape.COLUMNS)
+    cols = _place_counts(implementation, SOME_ROWS, fixed_shape.columns())
     plain = [(k, n, Epilog.NONE) for k, n in (SOME_EXTENTS if is_quick else EXTENTS)]
     with_epilog = [(65, 33, epilog) for epilog in EPILOGS if serves(epilog)]
     derived = [(65, 33, epilog) for epilog in DERIVATIVES if serves(epilog)]
@@ -298,7 +298,7 @@ def _checks_of_topology(implementation: str, dtype: str, is_quick: bool, devices
     head = f"{implementation} {dtype}"
     check = functools.partial(check_meshes, "topology", implementation, dtype)
     # Of cuBLASMp several tiles, so that the ranks of a mesh have their rows and columns at other places of them.
-    m, n = (3 * fixed_shape.ROWS, 2 * fixed_shape.COLUMNS + 128) if implementation == ON_GPUS else (24, 40)
+    m, n = (3 * fixed_shape.ROWS, 2 * fixed_shape.columns() + 128) if implementation == ON_GPUS else (24, 40)
     for k, transpose in ((40, "TN"),) if is_quick else ((8, "NN"), (40, "TN"), (1000, "NT"), (4104, "TT")):
         run = functools.partial(check, (m, n, k), Epilog.NONE, devices, transpose)
         yield Check("topology", f"{head} k={k} {transpose} NONE", run)

@@ -338,9 +338,9 @@ def test_a_failed_call_is_the_users_error():
         np.testing.assert_array_equal(compiled(*given), expected)
 
 
-def run_apart(program: str) -> str:
+def run_apart(program: str, **knobs: str) -> str:
     """What a process of its own prints: an abort holds for the process."""
-    env = os.environ | {"JAXMP_TIMEOUT": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = os.environ | {"JAXMP_TIMEOUT": "1", "PYTHONPATH": os.pathsep.join(sys.path)} | knobs
     text = "import fake_gpus\n" + textwrap.dedent(program)
     done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, timeout=120)
     return done.stdout + done.stderr

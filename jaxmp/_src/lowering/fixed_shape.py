@@ -25,15 +25,19 @@ from jax import lax
 
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.lowering.legalize import PADDED_K, with_k
+from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec import low_precision, process_grid
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import DIMS, MatmulSpec, aux_dtype, dims, extents
 
-# The extents of a call. In tiles of 128 x 128 they are 4 x 32 = 128, about one for each of the 132 multiprocessors of
-# an H100 or H200. Fewer rows than columns, since batches are small where layers are not, and multiples of 128, as
-# scales of blocks and the packed mask of relu have to be. Reasoned, not measured: no GPU could be had.
+# The extents of a call where no card is known, and on an H100 or H200: in tiles of 128 x 128 they are 4 x 32 = 128,
+# about one for each of its 132 multiprocessors (`columns`). Fewer rows than columns, since batches are small where
+# layers are not, and multiples of 128, as scales of blocks and the packed mask of relu have to be. Reasoned, not
+# measured: no GPU could be had.
 ROWS, COLUMNS = 512, 4096
+# What the extents of layers are mostly multiples of, so that whole calls cover them.
+_COLUMN_STEP = 1024
 # As in `matmul`.
 TileCall = Callable[..., list[jax.Array]]
 
@@ -76,14 +80,22 @@ def describe(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, library: str) -> 
     """What a local product comes to, for people to read."""
     rows, k, _, cols = extents(spec, a_shape, b_shape).local
     calls = math.prod(_count(cols, rows) if spec.order.is_transposed else _count(rows, cols))
-    text = f"{library} {calls} local Matmul of {ROWS}x{k}x{COLUMNS} each, padded, instead of an order of sums"
+    text = f"{library} {calls} local Matmul of {ROWS}x{k}x{columns()} each, padded, instead of an order of sums"
     unproved = "; not proved on a GPU yet, `python -m jaxmp.testing determinism --implementation cublasmp` does"
     return text + unproved * (library == "cublasmp")
 
 
+def columns() -> int:
+    """The columns of a call: with ROWS about one tile of 128 x 128 for each multiprocessor, of the job's least card."""
+    multiprocessors = native.card_multiprocessors()
+    if multiprocessors is None:
+        return COLUMNS
+    return max(128 * 128 * multiprocessors // ROWS // _COLUMN_STEP, 1) * _COLUMN_STEP
+
+
 def _count(rows: int, cols: int) -> tuple[int, int]:
     """How many tiles of rows and of columns a product has."""
-    return -(-rows // ROWS), -(-cols // COLUMNS)
+    return -(-rows // ROWS), -(-cols // columns())
 
 
 def padded_along_k(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> tuple[jax.Array, jax.Array]:
@@ -133,8 +145,9 @@ def _cuts(spec: MatmulSpec, name: str) -> dict[int, tuple[str, int]]:
     """The dimensions of an operand that are cut: whether with the rows (m) or the columns (n) of d, and into parts of
     what extent."""
     stored = {"a": "km" if spec.transpose_a else "mk", "b": "nk" if spec.transpose_b else "kn"}
-    parts = {"m": ("m", ROWS), "n": ("n", COLUMNS), "p": ("n", COLUMNS // 8)}
-    parts |= {"w": ("m", ROWS // 128), "x": ("n", COLUMNS // 128)}
+    width = columns()
+    parts = {"m": ("m", ROWS), "n": ("n", width), "p": ("n", width // 8)}
+    parts |= {"w": ("m", ROWS // 128), "x": ("n", width // 128)}
     letters = stored.get(name) or dims(spec, name)
     return {i: parts[letter] for i, letter in enumerate(letters) if letter in parts}
 
@@ -178,7 +191,7 @@ def _whole(spec: MatmulSpec, name: str, x: jax.Array, rows: int, cols: int) -> j
         return x[0].reshape(-1)[:rows] if DIMS[name] == "m" else x[:, 0].reshape(-1)[:cols]
     ncol, nrow, height, width = x.shape
     x = x.transpose(1, 2, 0, 3).reshape(nrow * height, ncol * width)
-    x = x[:rows, : process_grid.relu_aux_bytes(cols) if DIMS[name] == "mp" else cols * width // COLUMNS]
+    x = x[:rows, : process_grid.relu_aux_bytes(cols) if DIMS[name] == "mp" else cols * width // columns()]
     types = {
         "d": spec.out_dtype,
         "gelu_aux": aux_dtype(spec),

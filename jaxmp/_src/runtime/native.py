@@ -88,6 +88,15 @@ def card_capability() -> tuple[int, int] | None:
     return min((int(major), int(minor)) for major, minor in versions)
 
 
+def card_multiprocessors() -> int | None:
+    """The least number of multiprocessors among all CUDA devices of the job; None without any, or if one keeps it to
+    itself."""
+    if not has_cuda_devices():
+        return None
+    counts = [getattr(device, "core_count", None) for device in cuda_devices()[0].client.devices()]
+    return None if None in counts else min(counts)
+
+
 def _devices(platform: str) -> list[Any]:
     try:
         return list(jax.local_devices(backend=platform))
