@@ -104,14 +104,13 @@ def test_levels_of_determinism_are_calls_of_one_rank():
         rng = np.random.default_rng(0)
         a, b = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((600, 8), (8, 1100)))
         with jax.set_mesh(mesh):
-            for level in ("batch", "topology"):
-                for name, (spec_a, spec_b, out) in patterns.items():
-                    given = (jax.device_put(x, NamedSharding(mesh, s)) for x, s in ((a, spec_a), (b, spec_b)))
-                    f = jax.jit(functools.partial(jaxmp.matmul, out_sharding=out, determinism=level))
-                    fake_gpus.cublasmp_calls(1)
-                    np.testing.assert_array_equal(f(*given), a @ b)
-                    calls = [call for call in fake_gpus.cublasmp_calls(1) if call == "Matmul"]
-                    print(level, name, len(calls), flush=True)
+            for level, name in {_LEVELS!r}:
+                spec_a, spec_b, out = patterns[name]
+                given = (jax.device_put(x, NamedSharding(mesh, s)) for x, s in ((a, spec_a), (b, spec_b)))
+                f = jax.jit(functools.partial(jaxmp.matmul, out_sharding=out, determinism=level))
+                fake_gpus.cublasmp_calls(1)
+                np.testing.assert_array_equal(f(*given), a @ b)
+                print(level, name, fake_gpus.cublasmp_calls(1).count("Matmul"), flush=True)
         os._exit(0)
     """,
         FAKE_CUDA_MULTIPROCESSORS="8",
@@ -119,7 +118,7 @@ def test_levels_of_determinism_are_calls_of_one_rank():
     )
     # Two calls of 512 rows, or one where the rank has 300; two of 1024 columns, or one where it has 550.
     counts = {"all_gather": 2, "reduce_scatter": 2, "all_reduce": 4, "local": 2}
-    expected = [f"{level} {name} {counts[name]}" for level in ("batch", "topology") for name in _PLAIN]
+    expected = [f"{level} {name} {counts[name]}" for level, name in _LEVELS]
     assert said.splitlines()[-len(expected) :] == expected, said
 
 
@@ -129,3 +128,30 @@ _PLAIN = {
     "all_reduce": ((None, "y"), ("y", None), (None, None)),
     "local": (("y", None), (None, None), ("y", None)),
 }
+_LEVELS = [*(("batch", name) for name in _PLAIN), ("topology", "reduce_scatter")]
+
+
+def test_a_call_of_a_level_takes_its_rows_from_where_they_are():
+    """And writes its part of d where it goes, for both lie in one piece: no kernel copies them."""
+    said = run_apart(
+        """
+        import functools, os
+        import jax, numpy as np, jaxmp
+        rng = np.random.default_rng(0)
+        a, b = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((1536, 16), (16, 1024)))
+        f = jax.jit(functools.partial(jaxmp.matmul, determinism="batch"))
+        text = f.lower(a, b).compile().as_text()
+        np.testing.assert_array_equal(f(a, b), a @ b)
+        start = text.index("%dynamic-slice-fusion")
+        print(text[start : text.index("}", text.index("ROOT", start) + 200)])
+        print("copies", [line for line in text.splitlines() if "kind=kLoop" in line and "slice" in line.split()[0]])
+        os._exit(0)
+    """,
+        FAKE_CUDA_MULTIPROCESSORS="8",
+        JAXMP_TIMEOUT="60",
+    )
+    assert "f32[3,512,16]" in said.partition("->")[0], said
+    assert "dynamic-slice(" in said
+    assert "dynamic-update-slice(" in said
+    assert "jaxmp_matmul" in said
+    assert "copies []" in said, said

@@ -64,15 +64,17 @@ def matmul(a: jax.Array, b: jax.Array, *extra: jax.Array, spec: MatmulSpec, call
         of_columns = {name: _part(spec, name, x, "n", j) for name, x in moved.items()}
         of_columns["b"] = _stored_alike(of_columns["b"], spec.transpose_b, tile.transpose_b, spec.conjugate_b)
 
-        def one(i: jax.Array | int) -> list[jax.Array]:
-            parts = {name: _part(spec, name, x, "m", i) for name, x in of_columns.items()}
+        def one(i: jax.Array | int, rows: dict[str, jax.Array]) -> list[jax.Array]:
+            parts = {
+                name: rows[name] if name in rows else _part(spec, name, x, "m", i) for name, x in of_columns.items()
+            }
             parts["a"] = _stored_alike(parts["a"], spec.transpose_a, tile.transpose_a, spec.conjugate_a)
             outputs = call(*(low_precision.from_moved(x, types[name]) for name, x in parts.items()), spec=tile)
             return [low_precision.as_moved(x) for x in outputs]
 
-        return _each(nrow, one)
+        return _each(nrow, one, {name: _rows(spec, name, x) for name, x in of_columns.items() if _has_rows(spec, name)})
 
-    stacked = _each(ncol, tiles_of_columns)
+    stacked = _each(ncol, lambda j, _: tiles_of_columns(j), {})
     return [_whole(spec, name, x, rows, cols) for name, x in zip(spec.output_names, stacked, strict=True)]
 
 
@@ -175,11 +177,28 @@ def _stored_alike(x: jax.Array, is_transposed: bool, wants_transposed: bool, is_
     return lax.conj(x) if is_conjugated and not wants_transposed else x
 
 
-def _each(number: int, body: Callable[[jax.Array | int], list[jax.Array]]) -> list[jax.Array]:
-    """The results of `body(0)` to `body(number - 1)`, each stacked along a new first dimension."""
+def _has_rows(spec: MatmulSpec, name: str) -> bool:
+    """Whether a tile of rows lies in one piece in the operand's own memory."""
+    return _cuts(spec, name).get(0, ("",))[0] == "m"
+
+
+def _rows(spec: MatmulSpec, name: str, x: jax.Array) -> jax.Array:
+    """`x` by its tiles of rows."""
+    return x.reshape(-1, _cuts(spec, name)[0][1], *x.shape[1:])
+
+
+def _each(
+    number: int, body: Callable[[jax.Array | int, dict[str, jax.Array]], list[jax.Array]], tiles: dict[str, jax.Array]
+) -> list[jax.Array]:
+    """The results of `body(0, first of all tiles)` to `body(number - 1, last of all tiles)`, each stacked along a new
+    first dimension.
+
+    A loop's own tiles, which lie in one piece at a multiple of its counter, XLA:GPU takes from where they are and puts
+    where they go; others it copies.
+    """
     if number == 1:
-        return [x[None] for x in body(0)]
-    stacked: list[jax.Array] = lax.map(body, jnp.arange(number, dtype=jnp.int32))
+        return [x[None] for x in body(0, {name: x[0] for name, x in tiles.items()})]
+    stacked: list[jax.Array] = lax.map(lambda each: body(*each), (jnp.arange(number, dtype=jnp.int32), tiles))
     return stacked
 
 
