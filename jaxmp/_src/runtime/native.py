@@ -93,8 +93,8 @@ def card_multiprocessors() -> int | None:
     itself."""
     if not has_cuda_devices():
         return None
-    counts = [getattr(device, "core_count", None) for device in cuda_devices()[0].client.devices()]
-    return None if None in counts else min(counts)
+    counts: list[int] = [getattr(device, "core_count", 0) for device in cuda_devices()[0].client.devices()]
+    return min(counts) or None
 
 
 def _devices(platform: str) -> list[Any]:
