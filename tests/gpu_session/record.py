@@ -1,7 +1,7 @@
 """What a session has found: one line of JSON for each case, on disk before the next case begins.
 
-The session names two folders by environment variables: the one that it writes (GPU_SESSION_OUT), and, if it goes on
-from an earlier one, that one's (GPU_SESSION_HAVE). Each window has its own file.
+The session names its folder and its window by environment variables. A session that goes on from an earlier one has
+that one's lines in its own file.
 """
 
 import json
@@ -28,8 +28,7 @@ def read(file: Path) -> list[dict]:
 
 def lines() -> list[dict]:
     """Everything that this window has found, in this call and in earlier ones."""
-    folders = (os.environ.get("GPU_SESSION_HAVE"), os.environ["GPU_SESSION_OUT"])
-    return [line for folder in folders if folder for line in read(path(folder, window()))]
+    return read(path(os.environ["GPU_SESSION_OUT"], window()))
 
 
 def window() -> int:

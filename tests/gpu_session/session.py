@@ -103,8 +103,8 @@ def main() -> int:
     out.mkdir(parents=True, exist_ok=True)
     os.environ |= {"GPU_SESSION_OUT": str(out), "GPU_SESSION_WINDOW": str(arguments.window)}
     if arguments.have and arguments.have.resolve() != out:
-        # Here too, so that the next call needs this one's folder alone.
-        shutil.copytree(arguments.have, out, dirs_exist_ok=True)
+        for file in arguments.have.glob(f"window{arguments.window}*"):  # so that the next call needs this folder alone
+            shutil.copy(file, out)
     machine = Machine(
         arguments.site and arguments.site.resolve(), arguments.over_fakes and arguments.over_fakes.resolve()
     )

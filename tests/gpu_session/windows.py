@@ -38,8 +38,8 @@ def _tests(name: str, file: str, *arguments: str, **options) -> Task:
 
 
 def _bench(**options) -> Task:
-    """It has a file of its own, beside ours, to which it returns."""
-    command = (str(ROOT / "benchmarks" / "bench_gpu.py"), "--resume", "--json", f"{OUT}/speed.json")
+    """It has a file of its own, which it goes on with."""
+    command = (str(ROOT / "benchmarks" / "bench_gpu.py"), "--resume", "--json", f"{OUT}/window3-speed.json")
     return Task("speed", command, **options)
 
 

@@ -18,6 +18,7 @@ from jaxmp._src.primitive import batched_matmul, collectives
 from jaxmp._src.primitive.collectives import process_barrier_p
 from jaxmp._src.primitive.primitives import (
     AMAXES,
+    ON_DEVICES,
     activated_matmul_p,
     activated_matmul_parts,
     activation_grad_p,
@@ -276,8 +277,13 @@ def _process_barrier_rule(
 
 
 def _devices_of(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int, ...]:
-    """The devices of a call that is to run in this process, for which alone its lowering serves (`needs_devices`)."""
-    return process_barrier.mesh_devices(spec, mesh) if needs_devices(spec) else ()
+    """The devices of a call that is to run in this process, for which alone its lowering serves from now on."""
+    if not needs_devices(spec):
+        return ()
+    devices = process_barrier.mesh_devices(spec, mesh)
+    if devices:  # binding has asked for them, unless the backend has started since
+        jax_compat.require_devices(ON_DEVICES)
+    return devices
 
 
 def _register(primitive: jax_compat.Primitive, rule_of: Callable[[str], jax_compat.LoweringRule]) -> None:
