@@ -146,7 +146,7 @@ test-cublasmp: $(TEST)/.ready ## Run the C++ tests, and what the real cuBLASMp d
 
 .PHONY: determinism
 determinism: $(DEMO)/.ready ## Check every promise about bits on this machine (ARGS=--quick for a short run)
-	$(DEMO)/bin/python -P -m jaxmp.testing determinism $(ARGS)
+	$(DEMO)/bin/python -P -m jaxmp determinism $(ARGS)
 
 .PHONY: sanitize
 sanitize: $(TEST)/.ready ## Run the C++ tests under the address, undefined-behaviour and thread sanitizers

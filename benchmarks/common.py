@@ -9,9 +9,12 @@ import math
 import os
 import platform
 import statistics
-import time
 from pathlib import Path
 
+from jaxmp._src.hardware.clock import interleaved as interleaved
+from jaxmp._src.hardware.processor import processor
+
+EXTENSIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 PACKAGES = ("jax", "jaxlib", "jaxmp", "numpy", "scipy-openblas32", "mkl")
 
 
@@ -23,32 +26,6 @@ class Report:
     prose: str
     tables: list[tuple[str, list[str], list[list[str]]]]
     data: dict
-
-
-def interleaved(contenders, seconds=0.5, rounds=(7, 31), wait=lambda result: result.block_until_ready()):
-    """Median seconds per call of each contender, called in turns so that a slow minute hits all of them.
-
-    Every turn lasts at least a millisecond, for the clock and the dispatch to matter little; the rounds last
-    about `seconds` per contender. The order rotates, since whoever follows a large product finds a cold cache.
-    """
-    names = list(contenders)
-    for name in names:
-        wait(contenders[name]())
-    once = {name: _turn(contenders[name], 1, wait) for name in names}
-    calls = {name: max(1, math.ceil(1e-3 / once[name])) for name in names}
-    count = min(max(rounds[0], math.ceil(seconds / max(once[n] * calls[n] for n in names))), rounds[1])
-    samples = {name: [] for name in names}
-    for i in range(count):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
-            samples[name].append(_turn(contenders[name], calls[name], wait))
-    return {name: statistics.median(samples[name]) for name in names}
-
-
-def _turn(call, times, wait):
-    started = time.perf_counter()
-    for _ in range(times):
-        wait(call())
-    return (time.perf_counter() - started) / times
 
 
 def geometric_mean(values):
@@ -63,16 +40,11 @@ def machine():
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             continue
-    model, flags = platform.processor() or platform.machine(), ""
-    if Path("/proc/cpuinfo").exists():
-        fields = dict(line.split(":", 1) for line in Path("/proc/cpuinfo").read_text().splitlines() if ":" in line)
-        fields = {key.strip(): value.strip() for key, value in fields.items()}
-        model, flags = fields.get("model name", model), fields.get("flags", "")
-    extensions = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in flags.split()]
+    about = processor()
     return {
-        "processor": model,
-        "extensions": extensions,
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "processor": about.name,
+        "extensions": [name for name in EXTENSIONS if name in about.instructions],
+        "cores": about.cores,
         "load": os.getloadavg()[0],
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(),

@@ -1,8 +1,10 @@
 """Tools for tests of programs that rely on bits, and the checker of docs/determinism.md.
 
-    python -m jaxmp.testing determinism            every promise, on this machine (minutes)
-    python -m jaxmp.testing determinism --quick    the same with fewer shapes (a minute)
-    python -m jaxmp.testing determinism --implementation cublasmp    what cuBLASMp keeps, on this machine's GPUs
+    jaxmp determinism            every promise, on this machine (minutes)
+    jaxmp determinism --quick    the same with fewer shapes (a minute)
+    jaxmp determinism --implementation cublasmp    what cuBLASMp keeps, on this machine's GPUs
+
+`python -m jaxmp.testing determinism` is the same command.
 
 It needs no test framework, prints what it compares, and exits with status 1 at the first shape that breaks a promise.
 """
@@ -341,25 +343,36 @@ def run(is_quick: bool, implementations: tuple[str, ...] = IMPLEMENTATIONS) -> i
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m jaxmp.testing", description=__doc__.split("\n", 1)[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    checker = commands.add_parser("determinism", help="check every promise of docs/determinism.md on this machine")
-    checker.add_argument("--quick", action="store_true", help="fewer shapes, about a minute")
-    checker.add_argument(
+def add_determinism_arguments(parser: argparse.ArgumentParser) -> None:
+    """What `run_determinism` reads."""
+    parser.add_argument("--quick", action="store_true", help="fewer shapes, about a minute")
+    parser.add_argument(
         "--implementation",
         choices=(*IMPLEMENTATIONS, ON_GPUS),
         help='of that one alone; "cublasmp" runs on the GPUs of this process, the others on its CPU',
     )
-    options = parser.parse_args(arguments)
+
+
+def run_determinism(options: argparse.Namespace) -> int:
+    """Check all promises as the command line asks; 0 where they hold, 1 where one is broken, 2 without a GPU."""
     if options.implementation == ON_GPUS and jax.default_backend() != "gpu":
-        parser.error(f"--implementation cublasmp needs a CUDA device, but JAX's backend is {jax.default_backend()}")
+        backend = jax.default_backend()
+        print(f"--implementation cublasmp needs a CUDA device, but JAX's backend is {backend}", file=sys.stderr)
+        return 2
     jax.config.update("jax_enable_x64", True)
     if options.implementation != ON_GPUS:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", 8)
     return run(options.quick, IMPLEMENTATIONS if options.implementation is None else (options.implementation,))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m jaxmp.testing", description=__doc__.split("\n", 1)[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    checker = commands.add_parser("determinism", help="check every promise of docs/determinism.md on this machine")
+    add_determinism_arguments(checker)
+    return run_determinism(parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,8 @@
+"""`python -m jaxmp`: the command line."""
+
+import sys
+
+from jaxmp._src.cli.main import main
+
+if __name__ == "__main__":
+    sys.exit(main())

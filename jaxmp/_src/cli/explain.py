@@ -1,0 +1,113 @@
+"""Print what the products of a function of a Python file do: jaxmp explain model.py:forward 'f32[512@x,1024]'
+
+An argument is a type as JAX prints it: float32[512@x,1024] has rows that are sharded over the mesh axis x. A function
+without parameters needs none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.util
+import inspect
+import math
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxmp._src.cli.output import CommandError, dtype_of, print_json, require_devices
+from jaxmp._src.explain import explain as explain_lib
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Read by `run`."""
+    parser.add_argument("function", metavar="FILE.py:FUNCTION", help="the function, by file and name")
+    parser.add_argument("arguments", metavar="TYPE", nargs="*", help="types of its arguments: f32[512@x,1024]")
+    parser.add_argument("--mesh", default="", help="mesh of explicit axes that is set meanwhile: x=4 or x=2,y=2")
+    parser.add_argument("--json", action="store_true", help="print the rows as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """0; what the function or its types get wrong is an error of the command."""
+    mesh = mesh_of(options.mesh)
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        function = load(options.function)
+        arguments = [argument_of(text, mesh) for text in options.arguments]
+        _check_count(options.function, function, arguments)
+        explanation = explain_lib.explain(function, quiet=True)(*arguments)
+    if options.json:
+        print_json([dataclasses.asdict(row) for row in explanation.rows])
+    else:
+        print(explanation)
+    return 0
+
+
+def load(place: str) -> Callable[..., Any]:
+    """The function at "FILE.py:NAME"; the file runs as a module, with its folder on the import path."""
+    path, _, name = place.rpartition(":")
+    file = Path(path)
+    if not path or not name:
+        raise CommandError(f"takes FILE.py:FUNCTION, got {place!r}")
+    if not file.is_file():
+        raise CommandError(f"there is no file {path}")
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    if spec is None or spec.loader is None:
+        raise CommandError(f"{path} is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(file.resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if not callable(found):
+        raise CommandError(f"{path} has no function {name}")
+    function: Callable[..., Any] = found
+    return function
+
+
+def mesh_of(text: str) -> Mesh | None:
+    """A mesh of explicit axes from "x=2,y=2"; None from ""."""
+    if not text:
+        return None
+    if not re.fullmatch(r"\w+=[1-9]\d*(,\w+=[1-9]\d*)*", text):
+        raise CommandError(f"--mesh takes axes as x=2,y=2, got {text!r}")
+    sizes = {name: int(size) for name, size in (axis.split("=") for axis in text.split(","))}
+    devices = require_devices(math.prod(sizes.values()))
+    types = (AxisType.Explicit,) * len(sizes)
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)
+
+
+def argument_of(text: str, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
+    """A type from JAX's notation of it: f32[8@x,16], float32[8@(x,y),16], bfloat16[]."""
+    found = re.fullmatch(r"(\w+)\[([^\[\]]*)\]", text.replace(" ", ""))
+    dims = re.findall(r"(\d+)(?:@(\w+|\([\w,]+\)))?(?:,|$)", found[2]) if found else []
+    if not found or ",".join(f"{n}@{axes}" if axes else n for n, axes in dims) != found[2]:
+        raise CommandError(f"takes types such as f32[512@x,1024], got {text!r}")
+    axes = [tuple(names.strip("()").split(",")) if names else None for _, names in dims]
+    if any(axes) and mesh is None:
+        raise CommandError(f"{text} names mesh axes; pass --mesh, as --mesh {(axes[0] or axes[-1] or 'x')[0]}=4")
+    unknown = [name for names in axes for name in names or () if mesh is not None and name not in mesh.shape]
+    if unknown:
+        raise CommandError(f"{text} names the axis {unknown[0]}, which --mesh does not have")
+    sharding = None if mesh is None else NamedSharding(mesh, P(*axes))
+    return jax.ShapeDtypeStruct(tuple(int(n) for n, _ in dims), jnp.dtype(dtype_of(found[1])), sharding=sharding)
+
+
+def _check_count(place: str, function: Callable[..., Any], arguments: list[Any]) -> None:
+    try:
+        inspect.signature(function).bind(*arguments)
+    except TypeError as error:
+        raise CommandError(f"{place}: {error}; pass one type for each of its arguments, as f32[512,1024]") from None
+    except ValueError:  # a function without a signature
+        return

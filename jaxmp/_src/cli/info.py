@@ -1,0 +1,139 @@
+"""What this machine and this installation have, and which implementation serves a product; --json for bug reports."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import platform
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmp._src.cli.output import print_json, print_table, rich
+from jaxmp._src.hardware.processor import processor
+from jaxmp._src.lowering import backend
+from jaxmp._src.runtime import config, cuda_libraries, jax_compat, native
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
+
+_PACKAGES = (
+    *("jaxmp", "jax", "jaxlib", "numpy", "ml_dtypes", "scipy-openblas32", "mkl", "opt_einsum", "rich"),
+    *("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cublasmp-cu12", "nvidia-cublasmp-cu13"),
+    *("nvidia-nccl-cu12", "nvidia-nccl-cu13", "mpi4py", "flax", "equinox"),
+)
+_TYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "float8_e4m3fn", "int8")
+_IMPLEMENTATIONS = ("host", "cublasmp", "xla")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Read by `run`."""
+    parser.add_argument("--json", action="store_true", help="print JSON, to be pasted into a bug report")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Always 0: what is missing is part of the answer."""
+    if options.json:
+        print_json(facts())
+        return 0
+    rich("table")  # ahead of the work, for its error
+    for title, section in facts().items():
+        rows = [(name, _text(value)) for name, value in section.items()]
+        print_table(title, ("", ""), rows)
+    return 0
+
+
+def facts() -> dict[str, dict[str, Any]]:
+    """Everything that `info` prints, by section; plain values for JSON."""
+    return {
+        "versions": _versions(),
+        "processor": dataclasses.asdict(processor()),
+        "host implementation": _host(),
+        "devices": _devices(),
+        "libraries": _libraries(),
+        "implementation of a product": _choices(),
+        "available implementations": _available(),
+        "environment": config.environment(),
+    }
+
+
+def _versions() -> dict[str, Any]:
+    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.release()}"}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found | {"executable": sys.executable}
+
+
+def _host() -> dict[str, Any]:
+    try:
+        info = native.blas_info()
+    except (ImportError, ValueError) as error:
+        return {"unavailable": str(error)}
+    kernels = {f"kernel for {name}": info[name] for name in info if name not in ("library", "config", "mkl")}
+    return {"BLAS": info["library"], "configuration": info["config"], "MKL": info["mkl"] or "not used"} | kernels
+
+
+def _devices() -> dict[str, Any]:
+    kinds: dict[str, int] = {}
+    for device in jax.devices():
+        kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1
+    return {
+        "platform": jax.default_backend(),
+        "devices": ", ".join(f"{count} x {kind}" for kind, count in kinds.items()),
+        "processes": jax.process_count(),
+    }
+
+
+def _libraries() -> dict[str, Any]:
+    """cuBLASMp and what it needs: where they would be opened, and why not where they cannot."""
+    try:
+        paths = dataclasses.asdict(cuda_libraries.find())
+    except RuntimeError as error:
+        return {"cublasmp": f"cannot be used: {error}"}
+    found = {name: path if "/" in path else f"{path}, left to the loader" for name, path in paths.items()}
+    if native.cuda_devices():
+        why = native.why_no_cublasmp()
+        return found | native.cublasmp_info() | {"opened": "yes" if not why else f"no: {why}"}
+    return found | {"opened": "no: JAX has no CUDA device", "wheel": cuda_libraries.installed()}
+
+
+def _choices() -> dict[str, str]:
+    """By type, who computes a product that several devices of one process share, and why."""
+    found = {}
+    for name in _TYPES:
+        try:
+            choice = _chosen(name, None)
+            found[name] = f"{choice.implementation}: {choice.why}"
+        except (ImportError, NotImplementedError, RuntimeError) as error:
+            found[name] = f"none: {error}"
+    return found
+
+
+def _available() -> dict[str, str]:
+    found = {}
+    for implementation in _IMPLEMENTATIONS:
+        try:
+            _chosen("float32", implementation)
+            found[implementation] = "yes"
+        except (ImportError, NotImplementedError, RuntimeError) as error:
+            found[implementation] = f"no: {error}"
+    return found
+
+
+def _chosen(dtype: str, implementation: str | None) -> backend.Choice:
+    operand = jnp.dtype(dtype)
+    out = {"int8": "int32", "float8_e4m3fn": "bfloat16"}.get(dtype, dtype)
+    group = Group(Pattern.ALL_GATHER, (("x", 2),), ("x",))
+    spec = MatmulSpec(jnp.dtype(out), group, implementation=implementation)
+    return backend.choose_implementation(spec, jax_compat.default_platform(), 1, (operand, operand))
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={each}" for name, each in value.items())
+    return ", ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)

@@ -1,0 +1,89 @@
+"""What the commands share: errors in one line, tables and progress bars, and the devices that they run on."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxmp._src.runtime import jax_compat
+
+
+class CommandError(Exception):
+    """Why a command cannot run, in one line."""
+
+
+def rich(module: str) -> Any:
+    """A module of the library rich, which is an optional dependency.
+
+    Raises CommandError where it is not installed.
+    """
+    try:
+        return importlib.import_module(f"rich.{module}")
+    except ImportError:
+        raise CommandError("tables need the package rich: pip install 'jaxmp[cli]', or pass --json") from None
+
+
+def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, numbers: int = 0) -> None:
+    """A table; the last `numbers` columns are aligned to the right."""
+    table = rich("table").Table(
+        title=title or None, title_justify="left", show_header=any(columns), box=rich("box").SIMPLE_HEAD
+    )
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i >= len(columns) - numbers else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(rich("text").Text(str(cell)) for cell in row))
+    rich("console").Console().print(table)
+
+
+def print_json(value: Any) -> None:
+    """`value` as JSON."""
+    print(json.dumps(value, indent=1))
+
+
+@contextlib.contextmanager
+def progress(what: str, total: int, *, is_quiet: bool = False) -> Iterator[Callable[[str], None]]:
+    """A progress bar on stderr of `total` steps; what it yields ends a step and names the next one."""
+    if is_quiet:
+        yield lambda _: None
+        return
+    console = rich("console").Console(stderr=True)
+    with rich("progress").Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda following: bar.update(task, advance=1, description=following or what)
+
+
+def require_devices(count: int) -> list[jax.Device]:
+    """The first `count` devices; on CPUs, and ahead of JAX's backend, they are made.
+
+    Raises CommandError where there are fewer.
+    """
+    if not jax_compat.backend_exists():
+        with contextlib.suppress(RuntimeError):  # XLA_FLAGS has said how many
+            jax.config.update("jax_num_cpu_devices", count)
+    devices = jax.devices()
+    if len(devices) < count:
+        platform = jax.default_backend()
+        raise CommandError(f"needs {count} devices, but this machine has {len(devices)} of platform {platform}")
+    return devices[:count]
+
+
+_SHORT_TYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "f8": "float8_e4m3fn"}
+_SHORT_TYPES |= {f"f{bits}": f"float{bits}" for bits in (16, 32, 64)} | {"c64": "complex64", "c128": "complex128"}
+
+
+def dtype_of(text: str) -> str:
+    """A type's full name from "bf16", "f32" or the name itself.
+
+    Raises CommandError where there is no such type.
+    """
+    name = _SHORT_TYPES.get(text, text)
+    try:
+        return str(jnp.dtype(name).name)
+    except TypeError:
+        raise CommandError(f"there is no type {text!r}; pass f32, f64, bf16, f16, c64, c128 or JAX's name") from None

@@ -1,0 +1,123 @@
+"""Check placement, rounding and determinism of products on the CPU devices of this machine, in about a minute."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import time
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.typing import ArrayLike
+
+from jaxmp import testing
+from jaxmp._src.cli.output import print_json, print_table, progress, require_devices, rich
+from jaxmp._src.ops.matmul import matmul
+from jaxmp._src.spec.matmul_spec import accumulator
+from jaxmp.testing import Check, Layout
+
+# Roundings of a product, as multiples of u |A| |B|: tests/bounds.py says why.
+_ROUNDINGS = 4.0
+_TYPES = ("float32", "float64", "bfloat16", "float16", "complex64")
+# Every so many of the checks of determinism: those of one type and implementation differ in shape and epilog alone.
+_EVERY = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Read by `run`."""
+    parser.add_argument("--devices", type=int, default=4, help="how many devices share a product (4)")
+    parser.add_argument(
+        "--implementation", choices=("host", "cublasmp", "xla"), help="who computes; by default the rule"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """1 where a check fails."""
+    if not options.json:
+        rich("progress")  # ahead of the work, for its error
+    require_devices(options.devices)
+    results = []
+    started = time.perf_counter()
+    with jax.enable_x64(True):
+        found = list(checks(options.devices, options.implementation))
+        with progress("selftest", len(found), is_quiet=options.json) as step:
+            for check in found:
+                results.append(_result(check))
+                step(f"{check.promise} {check.subject}")
+    failed = [result for result in results if result["error"]]
+    if options.json:
+        print_json({"passed": not failed, "seconds": time.perf_counter() - started, "checks": results})
+        return int(bool(failed))
+    _print(results, time.perf_counter() - started)
+    return int(bool(failed))
+
+
+def checks(ndevices: int, implementation: str | None) -> Iterator[Check]:
+    """Every pattern and type once for placement and for rounding, and a part of `jaxmp determinism --quick`."""
+    for layout, dtype in itertools.product(testing.layouts(ndevices), _TYPES):
+        for name, run in (("placement", check_placement), ("rounding", check_rounding)):
+            yield Check(name, f"{layout.name}, {dtype}", functools.partial(run, layout, dtype, implementation))
+    if jax.default_backend() == "cpu":
+        kinds = testing.IMPLEMENTATIONS if implementation is None else (implementation,)
+        yield from list(testing.checks(True, kinds))[::_EVERY]
+
+
+def check_placement(layout: Layout, dtype: str, implementation: str | None) -> int:
+    """A product of small integers, whose sums are exact: every element has to be in its place."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-2, 3, shape).astype(jnp.dtype(dtype)) for shape in ((16, 40), (40, 24)))
+    got, want = _wide(_product(layout, a, b, implementation)), _wide(a) @ _wide(b)
+    if got.shape != want.shape or not np.array_equal(got, want):  # a BLAS's sum of zeros may be -0, so no bits
+        raise AssertionError(f"{np.count_nonzero(got != want)} of {want.size} elements are wrong, or in a wrong place")
+    return 1
+
+
+def check_rounding(layout: Layout, dtype: str, implementation: str | None) -> int:
+    """A product of normal values: each element within |D - D*| <= c (u_sum |A||B| + u |D*|) of that in float64."""
+    a, b = testing.draw(0, (48, 264), dtype), testing.draw(1, (264, 56), dtype)
+    got, want = _wide(_product(layout, a, b, implementation)), _wide(a) @ _wide(b)
+    u_sum, u = (float(jnp.finfo(x).eps) / 2 for x in (accumulator(dtype), dtype))
+    allowed = _ROUNDINGS * (u_sum * (np.abs(_wide(a)) @ np.abs(_wide(b))) + u * np.abs(want))
+    if not np.all(np.abs(got - want) <= allowed):
+        worst = np.nanmax(np.abs(got - want) / allowed)
+        raise AssertionError(f"an error is {worst:.3g} times as large as the bound of rounding allows")
+    return 1
+
+
+def _wide(x: ArrayLike) -> np.ndarray:
+    return np.asarray(x).astype(np.complex128)
+
+
+def _product(layout: Layout, a: np.ndarray, b: np.ndarray, implementation: str | None) -> jax.Array:
+    mesh = layout.make_mesh()
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((a, layout.a), (b, layout.b))]
+    options = {"in_shardings": (layout.a, layout.b), "out_sharding": layout.d, "mesh": mesh}
+    product: jax.Array = jax.jit(functools.partial(matmul, implementation=implementation, **options))(*placed)
+    return product
+
+
+def _result(check: Check) -> dict[str, str]:
+    try:
+        check.run()
+    except Exception as error:  # a check that cannot run is a result as well
+        return {"check": check.promise, "of": check.subject, "error": f"{type(error).__name__}: {error}"}
+    return {"check": check.promise, "of": check.subject, "error": ""}
+
+
+def _print(results: Sequence[dict[str, str]], seconds: float) -> None:
+    kinds = dict.fromkeys(result["check"] for result in results)
+    rows = []
+    for kind in kinds:
+        errors = [result["error"] for result in results if result["check"] == kind]
+        rows.append((kind, len(errors), sum(map(bool, errors))))
+    print_table("", ("check", "run", "failed"), rows, numbers=2)
+    for result in results:
+        if result["error"]:
+            print(f"FAILED {result['check']} of {result['of']}: {result['error']}")
+    if not any(result["error"] for result in results):
+        print(f"jaxmp works on this machine ({seconds:.0f} s).")

@@ -1,0 +1,45 @@
+"""Times of functions, taken in turns so that a slow moment of the machine hits all of them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+
+def interleaved(
+    contenders: Mapping[str, Callable[[], Any]],
+    seconds: float = 0.5,
+    rounds: tuple[int, int] = (7, 31),
+    wait: Callable[[Any], Any] = jax.block_until_ready,
+    on_round: Callable[[int, int], None] = lambda done, count: None,
+) -> dict[str, float]:
+    """Median seconds per call of each contender.
+
+    Every turn lasts at least a millisecond, so that the clock and the dispatch matter little. The rounds last about
+    `seconds` per contender and number between the two of `rounds`. The order rotates, since whoever follows a large
+    product finds a cold cache. `on_round` is told how many rounds of how many are done.
+    """
+    names = list(contenders)
+    for name in names:
+        wait(contenders[name]())
+    once = {name: _turn(contenders[name], 1, wait) for name in names}
+    calls = {name: max(1, math.ceil(1e-3 / once[name])) for name in names}
+    count = min(max(rounds[0], math.ceil(seconds / max(once[n] * calls[n] for n in names))), rounds[1])
+    samples: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(count):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            samples[name].append(_turn(contenders[name], calls[name], wait))
+        on_round(i + 1, count)
+    return {name: statistics.median(samples[name]) for name in names}
+
+
+def _turn(call: Callable[[], Any], times: int, wait: Callable[[Any], Any]) -> float:
+    started = time.perf_counter()
+    for _ in range(times):
+        wait(call())
+    return (time.perf_counter() - started) / times
