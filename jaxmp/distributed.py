@@ -21,7 +21,7 @@ import jax
 
 from jaxmp._src.primitive.collectives import process_barrier_p
 from jaxmp._src.primitive.primitives import ON_DEVICES
-from jaxmp._src.runtime import bootstrap, jax_compat, watch
+from jaxmp._src.runtime import bootstrap, jax_compat, logs, watch
 from jaxmp._src.runtime import native as native_lib
 from jaxmp._src.runtime.config import add_xla_flag, config, parse_timeout
 from jaxmp._src.runtime.peers import Peers
@@ -105,6 +105,7 @@ def initialize(
     assert coordinator_address is not None
     assert num_processes is not None
     assert process_id is not None
+    logger = logs.logger("distributed")
     host, _, port = coordinator_address.rpartition(":")
     # gloo's time for a call that all have come to; without it half an hour.
     add_xla_flag("xla_cpu_collective_timeout_seconds", str(max(1, round(seconds))))
@@ -127,6 +128,7 @@ def initialize(
     _state = _State(process_id, num_processes, seconds, _watch_interrupts())
     _set_hooks()
     jax_compat.require_devices((*ON_DEVICES, process_barrier_p))
+    logger.info("rank %d of %d: joins the job at %s", process_id, num_processes, coordinator_address)
     try:
         deadline = time.monotonic() + initialization_timeout
         missing = (
@@ -137,11 +139,13 @@ def initialize(
         _join(_state, host, initialization_timeout)
     except DistributedError as error:
         _state.reason = str(error)
+        logger.error("rank %d: %s", process_id, error)
         raise
     except Exception:  # JAX refuses, and nothing has begun
         _close(_state)
         _state = None
         raise
+    logger.info("rank %d of %d: has met the others", process_id, num_processes)
 
 
 def _join(state: _State, host: str, timeout: int) -> None:
@@ -192,6 +196,7 @@ def shutdown() -> None:
     if _state is None:
         return
     reason = _state.reason or native_lib.extension().barrier_failure() or _farewell(_state)
+    logs.logger("distributed").info("rank %d: leaves the job%s", _state.process, f", for {reason}" if reason else "")
     _close(_state)
     if reason:
         native_lib.extension().leave_barrier(reason)

@@ -1,7 +1,6 @@
 #include "csrc/plan/plan_cache.h"
 
 #include <chrono>
-#include <cstdio>
 #include <string>
 
 namespace jaxmp {
@@ -18,11 +17,10 @@ StatusOr<std::shared_ptr<Plan>> PlanCache::Make(const Key& key, MakeCommunicator
   const auto start = std::chrono::steady_clock::now();
   const Problem& p = key.problem;
   StatusOr<std::shared_ptr<Plan>> plan = Plan::Make(*key.api, p, make(p));
-  if (is_logging_) {
-    const std::chrono::duration<double, std::micro> took = std::chrono::steady_clock::now() - start;
-    // One call, so that lines of concurrent threads do not mix.
-    std::fprintf(stderr, "jaxmp plan: %.0f us, %s, %s%s\n", took.count(), key.api->name, ToString(p).c_str(),
-                 plan.ok() ? "" : (": " + plan.status().message()).c_str());
+  if (const Log* log = log_) {
+    const auto took = std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::steady_clock::now() - start);
+    (*log)(std::to_string(took.count()) + " us, " + key.api->name + ", " + ToString(p) +
+           (plan.ok() ? "" : ": " + plan.status().message()));
   }
   return plan;
 }

@@ -4,7 +4,9 @@
 #define JAXMP_PLAN_PLAN_CACHE_H_
 
 #include <atomic>
+#include <functional>
 #include <memory>
+#include <string>
 
 #include "csrc/base/lru_cache.h"
 #include "csrc/base/status.h"
@@ -28,7 +30,10 @@ class PlanCache {
   CacheInfo info() const { return plans_.info(); }
   void Clear() { plans_.Clear(); }
   void set_capacity(size_t capacity) { plans_.set_capacity(capacity); }
-  void set_log(bool is_on) { is_logging_ = is_on; }  // one line on stderr for each plan made
+  // What takes one line for each plan made, on the thread that made it and without a lock; null: nothing does. It stays
+  // alive for good.
+  using Log = std::function<void(const std::string& line)>;
+  void set_log(const Log* log) { log_ = log; }
 
  private:
   struct Key {
@@ -44,7 +49,7 @@ class PlanCache {
   StatusOr<std::shared_ptr<Plan>> Make(const Key& key, MakeCommunicator make) const;
 
   LruCache<Key, Plan, Hash> plans_;
-  std::atomic<bool> is_logging_{false};
+  std::atomic<const Log*> log_{nullptr};
 };
 
 PlanCache& plan_cache();

@@ -148,6 +148,21 @@ nb::dict DescribePlan(const nb::dict& attributes, const std::string& library) {
   return result;
 }
 
+void SetPlanLog(const nb::object& function) {
+  if (function.is_none()) return plan_cache().set_log(nullptr);
+  // Never released, as the function of SetExchange.
+  const auto* const kept = new nb::object(function);
+  plan_cache().set_log(new PlanCache::Log([kept](const std::string& line) {
+    if (!nb::is_alive()) return;
+    const nb::gil_scoped_acquire acquired;
+    try {
+      (*kept)(line);
+    } catch (nb::python_error& error) {  // a handler's; the plan is made all the same
+      error.discard_as_unraisable("jaxmp's log of plans");
+    }
+  }));
+}
+
 void LoadCublasMp(const std::string& cublasmp, const std::string& nccl, const std::string& driver) {
   const Status status = cuda::Load(cublasmp, nccl, driver);
   if (!status.ok()) throw std::runtime_error(status.message());
@@ -233,7 +248,7 @@ NB_MODULE(_jaxmp, m) {
   m.def("plan_cache_info", &PlanCacheInfo);
   m.def("plan_cache_clear", [] { plan_cache().Clear(); });
   m.def("set_plan_cache_capacity", [](size_t capacity) { plan_cache().set_capacity(capacity); });
-  m.def("set_plan_log", [](bool is_on) { plan_cache().set_log(is_on); });
+  m.def("set_plan_log", &SetPlanLog, nb::arg("function").none());
   m.def("describe_plan", &DescribePlan, nb::arg("attributes"), nb::arg("library") = "host");
   m.def("cuda_registrations", &CudaRegistrations);
   m.def("cuda_types", &CudaTypes);

@@ -4,7 +4,9 @@ Silently wrong without these: a stale extension read with new attributes, a plan
 that starts JAX's backend before `jax.distributed.initialize`.
 """
 
+import functools
 import importlib.metadata
+import logging
 import os
 import re
 import subprocess
@@ -19,7 +21,7 @@ import pytest
 
 import jaxmp
 from jaxmp._src.runtime import config as config_lib
-from jaxmp._src.runtime import native
+from jaxmp._src.runtime import logs, native
 
 
 @pytest.fixture
@@ -170,7 +172,7 @@ def test_configuration_defaults():
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("JAXMP_LOG", "plan,plans", "JAXMP_LOG takes plan, cublasmp but has plans."),
+        ("JAXMP_LOG", "plan,plans", "JAXMP_LOG takes plan, backend, distributed, cublasmp but has plans."),
         ("JAXMP_PLAN_CACHE_SIZE", "0", "JAXMP_PLAN_CACHE_SIZE must be a whole number of at least 1 but is '0'."),
         ("JAXMP_PLAN_CACHE_SIZE", "many", "JAXMP_PLAN_CACHE_SIZE must be a whole number of at least 1 but is 'many'."),
         ("JAXMP_MKL", "on", "JAXMP_MKL must be 'auto' or 'off' but is 'on'."),
@@ -283,17 +285,74 @@ def test_a_refused_plan_says_why(extension, changes, message):
     assert native.plan_cache_info()["size"] == 0
 
 
-def test_a_plan_miss_is_logged_on_one_line(extension, capfd):
-    extension.set_plan_log(True)
+def test_a_plan_miss_is_logged_on_one_line(extension, caplog):
+    with caplog.at_level(logging.DEBUG, "jaxmp.plan"):
+        native.describe_plan(attributes(m=11))
+        native.describe_plan(attributes(m=11))
+        with pytest.raises(ValueError, match="needs m to be a multiple of 4"):
+            native.describe_plan(attributes(pattern="all_gather", mesh=(4,), m=6))
+    native.describe_plan(attributes(m=13))
+    record, refused = caplog.records
+    assert (record.name, record.levelname) == ("jaxmp.plan", "DEBUG")
+    assert "needs m to be a multiple of 4, got m=6" in refused.message
+    assert re.fullmatch(r"\d+ us, hostmp, .*pattern=local m=11 n=5 k=6.*", record.message)
+
+
+def test_a_plan_that_xla_asks_for_is_logged_from_its_thread(extension, caplog):
+    """XLA compiles on threads that do not hold Python's lock."""
+    a = jax.ShapeDtypeStruct((7, 5), "float32")
+    b = jax.ShapeDtypeStruct((5, 3), "float32")
+    with caplog.at_level(logging.DEBUG, "jaxmp.plan"):
+        jax.jit(functools.partial(jaxmp.matmul, implementation="host")).lower(a, b).compile()
+    (record,) = caplog.records
+    assert "m=7 n=3 k=5" in record.message or "m=3 n=7 k=5" in record.message
+
+
+def test_a_handler_that_raises_does_not_fail_the_call(extension, monkeypatch):
+    monkeypatch.setattr(native, "_is_logging_plans", False)  # so that nothing else sets another
+    unraisable = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: unraisable.append(str(raised.object)))
+
+    def raises(line):
+        raise ArithmeticError(line)
+
+    extension.set_plan_log(raises)
     try:
-        native.describe_plan(attributes(m=11))
-        native.describe_plan(attributes(m=11))
+        assert native.describe_plan(attributes(m=17))["nranks"] == 1
     finally:
-        extension.set_plan_log(False)
-    (line,) = capfd.readouterr().err.splitlines()
-    assert line.startswith("jaxmp plan: ")
-    assert " us, " in line
-    assert "pattern=local m=11 n=5 k=6" in line
+        extension.set_plan_log(None)
+
+    assert "jaxmp's log of plans" in str(unraisable)
+
+
+def test_the_backend_of_a_call_is_logged_with_its_reason(caplog):
+    with caplog.at_level(logging.DEBUG, "jaxmp.backend"):
+        jaxmp.explain(jaxmp.matmul, quiet=True)(*(jax.ShapeDtypeStruct((4, 4), "float32") for _ in "ab"))
+    said = "local of shards float32[4, 4] x float32[4, 4]: host, CPU devices of one process; direct"
+    assert {record.message for record in caplog.records} == {said}
+
+
+@pytest.mark.parametrize("has_own_handler", [False, True])
+def test_jaxmp_log_is_a_shortcut(has_own_handler, monkeypatch, capsys):
+    """To stderr, or where the program has sent its lines."""
+    monkeypatch.setattr(logs, "config", lambda: config_lib.parse({"JAXMP_LOG": "backend, plan"}))
+    taken, own = [], logging.Handler()
+    own.emit = lambda record: taken.append(record.getMessage())
+    parent, named = logging.getLogger("jaxmp"), [logging.getLogger(f"jaxmp.{topic}") for topic in ("backend", "plan")]
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    monkeypatch.setattr(parent, "handlers", [own] if has_own_handler else [])
+    before = [(each, each.level, each.propagate, list(each.handlers)) for each in named]
+    try:
+        logs.set_up.__wrapped__()
+        assert all(each.isEnabledFor(logging.DEBUG) for each in named)
+        assert not logging.getLogger("jaxmp.cublasmp").isEnabledFor(logging.DEBUG)
+        named[0].debug("who computes")
+    finally:
+        for each, level, propagate, handlers in before:
+            each.setLevel(level)
+            each.propagate, each.handlers = propagate, handlers
+    assert taken == (["who computes"] if has_own_handler else [])
+    assert capsys.readouterr().err == ("" if has_own_handler else "jaxmp.backend: who computes\n")
 
 
 # ---- the custom call

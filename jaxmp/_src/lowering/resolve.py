@@ -22,6 +22,7 @@ from jaxmp._src.lowering.legalize import (
     without_conjugation,
 )
 from jaxmp._src.primitive import bias_grad
+from jaxmp._src.runtime import logs
 from jaxmp._src.runtime.types import ArrayType, Shape
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, ScaleModes, accumulator, axes_text, extents
@@ -56,7 +57,19 @@ def resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, platform: str, nproces
 
     Raises as `backend.choose_implementation`, and NotImplementedError for what the form cannot keep.
     """
-    return resolve_chosen(spec, a, b, backend.choose_implementation(spec, platform, nprocesses, (a.dtype, b.dtype)))
+    choice = backend.choose_implementation(spec, platform, nprocesses, (a.dtype, b.dtype))
+    call = resolve_chosen(spec, a, b, choice)
+    if logs.is_on("backend"):
+        _log(call)
+    return call
+
+
+def _log(call: ResolvedCall) -> None:
+    shards = f"{call.a.dtype.name}{list(call.a.shape)} x {call.b.dtype.name}{list(call.b.shape)}"
+    form = f"; {call.form}" + (f" ({call.form_why})" if call.form_why else "")
+    logs.logger("backend").debug(
+        "%s of shards %s: %s, %s%s", call.spec.group.pattern, shards, call.implementation, call.why, form
+    )
 
 
 def resolve_chosen(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: Choice) -> ResolvedCall:

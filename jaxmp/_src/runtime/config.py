@@ -13,8 +13,9 @@ from typing import Any
 # variable: (what it does, default). docs and `Config` follow this table.
 VARIABLES = {
     "JAXMP_LOG": (
-        "comma-separated topics: 'plan' logs on stderr every plan that is made, 'cublasmp' has `explain` show which "
-        "algorithms cuBLASMp said that it used",
+        "comma-separated topics, logged by Python's `logging` as jaxmp.<topic>, on stderr unless it is configured: "
+        "'plan' every plan that is made, 'backend' who computes each call and why, 'distributed' what becomes of the "
+        "processes of a job, 'cublasmp' what the library says, which `explain` shows too",
         "",
     ),
     "JAXMP_PLAN_CACHE_SIZE": ("plans kept for reuse; the least recently used go first", "512"),
@@ -40,7 +41,7 @@ TEST_VARIABLES = (
     "JAXMP_CUDA_WHEELS",
     "JAXMP_FAKES",
 )
-_LOG_TOPICS = ("plan", "cublasmp")
+LOG_TOPICS = ("plan", "backend", "distributed", "cublasmp")
 # What launchers tell the processes that they start: (rank, size).
 _LAUNCHERS = {
     "mpi": (
@@ -79,8 +80,8 @@ def parse(environ: Mapping[str, str]) -> Config:
         return environ.get(name, VARIABLES[name][1]).strip()
 
     log = frozenset(filter(None, (topic.strip() for topic in read("JAXMP_LOG").split(","))))
-    if unknown := sorted(log.difference(_LOG_TOPICS)):
-        raise ValueError(f"JAXMP_LOG takes {', '.join(_LOG_TOPICS)} but has {', '.join(unknown)}.")
+    if unknown := sorted(log.difference(LOG_TOPICS)):
+        raise ValueError(f"JAXMP_LOG takes {', '.join(LOG_TOPICS)} but has {', '.join(unknown)}.")
     size = read("JAXMP_PLAN_CACHE_SIZE")
     if not size.isdecimal() or int(size) < 1:
         raise ValueError(f"JAXMP_PLAN_CACHE_SIZE must be a whole number of at least 1 but is {size!r}.")

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._src.runtime import cuda_libraries, jax_compat
+from jaxmp._src.runtime import cuda_libraries, jax_compat, logs
 from jaxmp._src.runtime.config import config
 
 TARGET = "jaxmp_matmul"
@@ -32,6 +32,7 @@ _is_registered = False
 _has_barrier = False
 _timeout: float | None = None  # of `jaxmp.distributed.initialize`, where it was given one
 _why_no_cublasmp: str | None = None
+_is_logging_plans = False
 
 
 def register() -> None:
@@ -119,7 +120,7 @@ def _open_cublasmp() -> str:
         libraries = cuda_libraries.find()
     except RuntimeError as error:
         return str(error)
-    module.set_cublasmp_log("cublasmp" in config().log)
+    module.set_cublasmp_log(logs.is_on("cublasmp"))
     module.set_timeout(config().gpu_timeout if _timeout is None else _timeout)
     module.set_exchange(_exchange if jax.process_count() > 1 else None)
     module.set_cuda_device_ids({device.local_hardware_id: device.id for device in cuda_devices()})
@@ -143,8 +144,11 @@ def cublasmp_info() -> dict[str, str]:
 
 
 def cublasmp_log() -> list[str]:
-    """What cuBLASMp logged since the last call, where JAXMP_LOG has "cublasmp"; empty where it is not open."""
-    return list(extension().cublasmp_log()) if _why_no_cublasmp == "" else []
+    """What cuBLASMp said since the last call, if its topic was on when the library was opened; it is logged now."""
+    lines = list(extension().cublasmp_log()) if _why_no_cublasmp == "" else []
+    for line in lines:
+        logs.logger("cublasmp").debug("%s", line)
+    return lines
 
 
 def describe_plan(attributes: Mapping[str, Any], library: str = "host") -> dict[str, Any]:
@@ -236,10 +240,18 @@ def extension() -> Any:
             module = _import_extension()
             _check_versions(module)
             module.load_blas(_blas_path(), _mkl_path())
-            module.set_plan_log("plan" in config().log)
             module.set_plan_cache_capacity(config().plan_cache_size)
             _loaded = module
+        _follow_plan_log(_loaded)
         return _loaded
+
+
+def _follow_plan_log(module: Any) -> None:
+    """Have plans logged while somebody wants their lines."""
+    global _is_logging_plans
+    if (wanted := logs.is_on("plan")) != _is_logging_plans:
+        module.set_plan_log(logs.logger("plan").debug if wanted else None)
+        _is_logging_plans = wanted
 
 
 def _import_extension() -> Any:
