@@ -3,11 +3,13 @@
 import importlib.metadata as _metadata
 
 from jaxmp import distributed, quantize, reference
+from jaxmp._src.advise.advise import Advice, advise
 from jaxmp._src.audit.audit import audit
 from jaxmp._src.audit.table import Audit
 from jaxmp._src.explain.explain import explain
 from jaxmp._src.explain.table import Explanation
 from jaxmp._src.fuse.fuse import fuse
+from jaxmp._src.hardware.hardware import Hardware
 from jaxmp._src.lowering import rules as _rules  # noqa: F401  registers the lowerings
 from jaxmp._src.ops.block_cyclic import BlockCyclicArray, from_block_cyclic, to_block_cyclic
 from jaxmp._src.ops.collective_matmul import (
@@ -37,6 +39,7 @@ from jaxmp.distributed import DistributedError
 __version__ = _metadata.version("jaxmp")
 
 __all__ = [
+    "Advice",
     "Audit",
     "BlockCyclic",
     "BlockCyclicArray",
@@ -44,7 +47,9 @@ __all__ = [
     "DistributedError",
     "Epilog",
     "Explanation",
+    "Hardware",
     "Scaling",
+    "advise",
     "all_gather_matmul",
     "audit",
     "block_matmul",

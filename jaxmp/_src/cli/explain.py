@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._src.cli.output import CommandError, dtype_of, print_json, require_devices
+from jaxmp._src.cli.output import CommandError, dtype_of, named_hardware, print_json, require_devices
 from jaxmp._src.explain import explain as explain_lib
 
 
@@ -32,17 +32,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("function", metavar="FILE.py:FUNCTION", help="the function, by file and name")
     parser.add_argument("arguments", metavar="TYPE", nargs="*", help="types of its arguments: f32[512@x,1024]")
     parser.add_argument("--mesh", default="", help="mesh of explicit axes that is set meanwhile: x=4 or x=2,y=2")
+    parser.add_argument("--hardware", help="predict times on this, h100-8, h200-8 or gb200-nvl72")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """0; what the function or its types get wrong is an error of the command."""
+    hardware = named_hardware(options.hardware) if options.hardware else None
     mesh = mesh_of(options.mesh)
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         function = load(options.function)
         arguments = [argument_of(text, mesh) for text in options.arguments]
         _check_count(options.function, function, arguments)
-        explanation = explain_lib.explain(function, quiet=True)(*arguments)
+        explanation = explain_lib.explain(function, quiet=True, hardware=hardware)(*arguments)
     if options.json:
         print_json([dataclasses.asdict(row) for row in explanation.rows])
     else:

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmp._src.cli.output import print_json, print_table, rich
+from jaxmp._src.cli.output import make_cpu_devices, print_json, print_table, progress, rich
+from jaxmp._src.hardware import calibration
 from jaxmp._src.hardware.processor import processor
 from jaxmp._src.lowering import backend
 from jaxmp._src.runtime import config, cuda_libraries, jax_compat, native
@@ -25,16 +26,23 @@ _PACKAGES = (
     *("nvidia-nccl-cu12", "nvidia-nccl-cu13", "mpi4py", "flax", "equinox"),
 )
 _TYPES = ("float32", "float64", "bfloat16", "float16", "complex64", "float8_e4m3fn", "int8")
+# CPU devices whose links are measured.
+_CALIBRATED = 4
 _IMPLEMENTATIONS = ("host", "cublasmp", "xla")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Read by `run`."""
+    parser.add_argument("--calibrate", action="store_true", help='measure this machine\'s rates for hardware="this"')
     parser.add_argument("--json", action="store_true", help="print JSON, to be pasted into a bug report")
 
 
 def run(options: argparse.Namespace) -> int:
     """Always 0: what is missing is part of the answer."""
+    if options.calibrate:
+        make_cpu_devices(_CALIBRATED)
+        with progress("calibrate", 6, is_quiet=options.json) as step:
+            calibration.save(calibration.measure(step))
     if options.json:
         print_json(facts())
         return 0
@@ -55,6 +63,7 @@ def facts() -> dict[str, dict[str, Any]]:
         "libraries": _libraries(),
         "implementation of a product": _choices(),
         "available implementations": _available(),
+        "calibration": _calibration(),
         "environment": config.environment(),
     }
 
@@ -100,6 +109,16 @@ def _libraries() -> dict[str, Any]:
         why = native.why_no_cublasmp()
         return found | native.cublasmp_info() | {"opened": "yes" if not why else f"no: {why}"}
     return found | {"opened": "no: JAX has no CUDA device", "wheel": cuda_libraries.installed()}
+
+
+def _calibration() -> dict[str, Any]:
+    """The rates that `hardware="this"` has, in operations and bytes per second."""
+    found = calibration.load()
+    if found is None:
+        return {"rates of this machine": "not measured; jaxmp info --calibrate does"}
+    rates = {f"rate in {name}": f"{rate:.3g}" for name, rate in found["rates"].items()}
+    beside = {name: f"{found[name]:.3g}" for name in ("memory_bandwidth", "link_bandwidth", "launch")}
+    return rates | beside | {"source": found["source"], "file": str(calibration.path())}
 
 
 def _choices() -> dict[str, str]:

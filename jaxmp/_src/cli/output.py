@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmp._src.hardware.hardware import Hardware, hardware_of
 from jaxmp._src.runtime import jax_compat
 
 
@@ -63,14 +64,30 @@ def require_devices(count: int) -> list[jax.Device]:
 
     Raises CommandError where there are fewer.
     """
-    if not jax_compat.backend_exists():
-        with contextlib.suppress(RuntimeError):  # XLA_FLAGS has said how many
-            jax.config.update("jax_num_cpu_devices", count)
+    make_cpu_devices(count)
     devices = jax.devices()
     if len(devices) < count:
         platform = jax.default_backend()
         raise CommandError(f"needs {count} devices, but this machine has {len(devices)} of platform {platform}")
     return devices[:count]
+
+
+def make_cpu_devices(count: int) -> None:
+    """Have JAX make this many CPU devices, if its backend has not started."""
+    if not jax_compat.backend_exists():
+        with contextlib.suppress(RuntimeError):  # XLA_FLAGS has said how many
+            jax.config.update("jax_num_cpu_devices", count)
+
+
+def named_hardware(name: str) -> Hardware:
+    """The machine of --hardware.
+
+    Raises CommandError where there is none, or "this" has not been measured.
+    """
+    try:
+        return hardware_of("--hardware", name)
+    except ValueError as error:
+        raise CommandError(str(error)) from None
 
 
 _SHORT_TYPES = {"bf16": "bfloat16", "fp8": "float8_e4m3fn", "f8": "float8_e4m3fn"}

@@ -11,6 +11,7 @@ import jax
 
 from jaxmp._src.explain.rows import UNSETTLED, UNSETTLED_BATCH, Row, matmul_row, rows_of
 from jaxmp._src.explain.table import Explanation
+from jaxmp._src.hardware.hardware import Hardware, hardware_of
 from jaxmp._src.runtime import jax_compat, native
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import partitioner
@@ -19,7 +20,9 @@ from jaxmp._src.validation.public import public
 
 
 @public
-def explain(fn: Callable[..., Any], *, quiet: bool = False) -> Callable[..., Explanation]:
+def explain(
+    fn: Callable[..., Any], *, quiet: bool = False, hardware: str | Hardware | None = None
+) -> Callable[..., Explanation]:
     """Print one row per jaxmp call of `fn`, forward or (given a gradient function) backward, and return them.
 
     `explain(fn)(*args, **kwargs)` traces `fn` for its arrays (or `jax.ShapeDtypeStruct`s), with its other arguments as
@@ -29,12 +32,14 @@ def explain(fn: Callable[..., Any], *, quiet: bool = False) -> Callable[..., Exp
     Args:
       fn: a function of arrays, jitted or not, or a gradient function.
       quiet: whether to return without printing.
+      hardware: a machine, on which the time of each call is predicted (docs/cost.md): "this", which
+        `jaxmp info --calibrate` measures once, "h100-8", "h200-8", "gb200-nvl72", or a `jaxmp.Hardware`.
 
     Returns:
       A function of the same arguments that prints the table and returns an `Explanation`, whose `.rows` programs
-      can read, and `.flops` and `.bytes_moved`, the totals.
+      can read, `.flops` and `.bytes_moved`, the totals, and `.times` and `.seconds`, the predictions.
 
-    Raises: TypeError where `fn` is no function; and what `fn` raises.
+    Raises: TypeError where `fn` is no function; ValueError for unknown hardware; and what `fn` raises.
 
     >>> import jax, jaxmp
     >>> x = jax.ShapeDtypeStruct((8, 16), "float32")
@@ -49,15 +54,15 @@ def explain(fn: Callable[..., Any], *, quiet: bool = False) -> Callable[..., Exp
         raise TypeError(
             f"explain: takes a function, got {type(fn).__name__}; write explain(fn)(*args) for the calls of fn(*args)"
         )
-    return _Explained(fn, quiet)
+    return _Explained(fn, quiet, None if hardware is None else hardware_of("explain", hardware))
 
 
 class _Explained:
     """`explain(fn)`, whose text says how it is called."""
 
-    def __init__(self, fn: Callable[..., Any], quiet: bool) -> None:
+    def __init__(self, fn: Callable[..., Any], quiet: bool, hardware: Hardware | None) -> None:
         functools.update_wrapper(self, fn, updated=())
-        self._fn, self._quiet = fn, quiet
+        self._fn, self._quiet, self._hardware = fn, quiet, hardware
 
     def __repr__(self) -> str:
         name = getattr(self._fn, "__name__", type(self._fn).__name__)
@@ -65,7 +70,7 @@ class _Explained:
 
     @jax_compat.hides_frames
     def __call__(self, *args: Any, **kwargs: Any) -> Explanation:
-        explanation = Explanation(tuple(_rows(self._fn, args, kwargs)), tuple(native.cublasmp_log()))
+        explanation = Explanation(tuple(_rows(self._fn, args, kwargs)), tuple(native.cublasmp_log()), self._hardware)
         if not self._quiet:
             print(explanation)
         return explanation

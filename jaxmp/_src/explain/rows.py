@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 
 from jaxmp._src.explain import cost
 from jaxmp._src.fuse import rewrite
+from jaxmp._src.hardware.call_time import Transfer
 from jaxmp._src.lowering import backend, ffi_call, process_barrier, xla_matmul
 from jaxmp._src.lowering.legalize import Form
 from jaxmp._src.lowering.resolve import resolve, resolve_chosen
@@ -60,6 +61,9 @@ class Row:
       comm, layout: the call's communication options and block-cyclic layouts, empty where it has none.
       extents, local_extents: (m, k, n) of the whole product, and of the shards of a and b that a device holds (rows of
         a, a's part of k, columns of b); empty for a collective.
+      ndevices: how many devices run it, all groups together.
+      transfers: what a rank receives, by the axes over which it does, where devices have memories of their own: of
+        `bytes_moved`, which on "host" counts whole operands, the part that a call over links moves.
       line: the line of the program that calls it, "train.py:41": for a gradient, that of the call whose gradient it is.
     """
 
@@ -85,6 +89,8 @@ class Row:
     line: str = ""
     extents: tuple[int, ...] = ()
     local_extents: tuple[int, ...] = ()
+    ndevices: int = 1
+    transfers: tuple[Transfer, ...] = ()
 
 
 # The primitive of `jax.lax.with_sharding_constraint`.
@@ -261,6 +267,8 @@ def matmul_row(
             a.shape[0 if spec.transpose_a else 1],
             b.shape[0 if spec.transpose_b else 1],
         ),
+        ndevices=group.ngroups * group.nranks,
+        transfers=cost.transfers(spec, a, b, "cublasmp" if is_host else call.implementation),
     )
 
 
@@ -297,6 +305,7 @@ def _row_of_xla(eqn: Any, line: str, count: int) -> Row:
         workspace=0,
         line=line,
         extents=(rows, k, math.prod(d.shape) // max(rows * batches, 1)),
+        ndevices=max(_mesh_size(x) for x in (a, b, d)),
     )
 
 
@@ -367,7 +376,22 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
         bytes_moved=moved * x.dtype.itemsize,
         workspace=0,
         line=line,
+        ndevices=_mesh_size(eqn.outvars[0].aval),
+        transfers=(_collective_transfer(eqn.outvars[0].aval.sharding.mesh, axes, moved * x.dtype.itemsize),),
     )
+
+
+def _collective_transfer(mesh: Any, axes: str | Collection[str], nbytes: int) -> Transfer:
+    names = [name for name in mesh.shape if name in ((axes,) if isinstance(axes, str) else axes)]
+    sizes = list(mesh.shape.items())
+    last = max((list(mesh.shape).index(name) for name in names), default=len(sizes) - 1)
+    stride = math.prod(size for _, size in sizes[last + 1 :])
+    return Transfer(nbytes, math.prod(mesh.shape[name] for name in names), stride)
+
+
+def _mesh_size(aval: jax.core.ShapedArray) -> int:
+    mesh = aval.sharding.mesh
+    return 1 if mesh.empty else math.prod(mesh.shape.values())
 
 
 def _local_shape(aval: jax.core.ShapedArray) -> tuple[int, ...]:

@@ -9,7 +9,10 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxmp._src.explain.estimate import estimate
 from jaxmp._src.explain.rows import Row
+from jaxmp._src.hardware.call_time import CallTime
+from jaxmp._src.hardware.hardware import Hardware
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -29,12 +32,35 @@ class Explanation:
       calls, collectives: how many calls and how many collectives beside them the program runs, on each rank.
       left: how many products of a function that `jaxmp.fuse` has rewritten stay JAX's; each has a row with the reason.
       flops: floating-point operations of all of them, on all devices together.
+      hardware: the machine that `explain` was asked about, or None; then there are no times.
+      times: the predicted time of one run of each row, a `CallTime` with `.compute`, `.memory`, `.link`, `.exposed`,
+        `.total` and `.bound`; None where nothing can be said.
+      seconds, exposed_seconds: of all rows, in turn; and what of their communication no product hides.
+      utilisation: the share of that time in which the machine computes at its rate.
       bytes_moved, bytes_in_calls: bytes that one rank reads from its peers in all, and those that calls read, which
         overlap them with their products.
     """
 
     rows: tuple[Row, ...]
     logged: tuple[str, ...] = ()
+    hardware: Hardware | None = None
+
+    @functools.cached_property
+    def times(self) -> tuple[CallTime | None, ...]:
+        hardware = self.hardware
+        return tuple(None if hardware is None else estimate(row, hardware) for row in self.rows)
+
+    @property
+    def seconds(self) -> float:
+        return self._sum_of_times(lambda time: time.total)
+
+    @property
+    def exposed_seconds(self) -> float:
+        return self._sum_of_times(lambda time: time.exposed)
+
+    @property
+    def utilisation(self) -> float:
+        return self._sum_of_times(lambda time: time.compute) / self.seconds if self.seconds else 0.0
 
     @property
     def calls(self) -> int:
@@ -63,7 +89,7 @@ class Explanation:
     def __str__(self) -> str:
         if not self.rows:
             return _NOTHING
-        table = _table(self.rows)
+        table = self._table()
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
         return "\n".join([*lines, f"total: {self._totals()}", "", *self._notes()])
@@ -75,11 +101,22 @@ class Explanation:
         """The table for notebooks."""
         if not self.rows:
             return f"<p>{_NOTHING}</p>"
-        head, *body = ([html.escape(cell) for cell in cells] for cells in _table(self.rows))
+        head, *body = ([html.escape(cell) for cell in cells] for cells in self._table())
         rows = ["<tr><th>" + "</th><th>".join(head) + "</th></tr>"]
         rows += ["<tr><td>" + "</td><td>".join(cells) + "</td></tr>" for cells in body]
         notes = "<br>".join(map(html.escape, [f"total: {self._totals()}", *self._notes()]))
         return f"<table>{''.join(rows)}</table><p>{notes}</p>"
+
+    def _sum_of_times(self, part: Callable[[CallTime], float]) -> float:
+        return sum(row.count * part(time) for row, time in zip(self.rows, self.times, strict=True) if time)
+
+    def _table(self) -> list[list[str]]:
+        """The header and the cells, with those of the predicted times where there are some."""
+        table = _table(self.rows)
+        if self.hardware is None:
+            return table
+        cells = [(_number(time.total * 1e6), time.bound) if time else ("", "") for time in self.times]
+        return [[*line, *more] for line, more in zip(table, [("us", "bound by"), *cells], strict=True)]
 
     def _totals(self) -> str:
         counts = [_count(self.calls, "call"), *([_count(self.collectives, "collective")] if self.collectives else [])]
@@ -100,7 +137,23 @@ class Explanation:
             reason + (f"; workspace of {_number(size / 1e6)} MB on each device" if size else "")
             for reason, size in workspaces.items()
         )
-        return [*reasons, *(f"cuBLASMp logged: {line}" for line in self.logged)]
+        return [*self._prediction(), *reasons, *(f"cuBLASMp logged: {line}" for line in self.logged)]
+
+    def _prediction(self) -> list[str]:
+        """One line about the times: how long, how much of it is communication, on what, and for how much of it."""
+        if self.hardware is None:
+            return []
+        unknown = sum(time is None for time in self.times)
+        but = (
+            f"; {_count(unknown, 'row')} that XLA partitions, or with symbols for extents, not counted"
+            if unknown
+            else ""
+        )
+        return [
+            f"predicted on {self.hardware.name}: {_number(self.seconds * 1e6)} us, of which "
+            f"{_number(self.exposed_seconds * 1e6)} us are communication that no product hides; "
+            f"{100 * self.utilisation:.0f} % of its rate{but}"
+        ]
 
 
 _NOTHING = "no jaxmp call in this program"

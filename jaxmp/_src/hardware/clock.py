@@ -16,13 +16,13 @@ def interleaved(
     seconds: float = 0.5,
     rounds: tuple[int, int] = (7, 31),
     wait: Callable[[Any], Any] = jax.block_until_ready,
-    on_round: Callable[[int, int], None] = lambda done, count: None,
+    summary: Callable[[list[float]], float] = statistics.median,
 ) -> dict[str, float]:
-    """Median seconds per call of each contender.
+    """Seconds per call of each contender, the median of its rounds or another `summary` of them.
 
     Every turn lasts at least a millisecond, so that the clock and the dispatch matter little. The rounds last about
     `seconds` per contender and number between the two of `rounds`. The order rotates, since whoever follows a large
-    product finds a cold cache. `on_round` is told how many rounds of how many are done.
+    product finds a cold cache.
     """
     names = list(contenders)
     for name in names:
@@ -34,8 +34,7 @@ def interleaved(
     for i in range(count):
         for name in names[i % len(names) :] + names[: i % len(names)]:
             samples[name].append(_turn(contenders[name], calls[name], wait))
-        on_round(i + 1, count)
-    return {name: statistics.median(samples[name]) for name in names}
+    return {name: summary(samples[name]) for name in names}
 
 
 def _turn(call: Callable[[], Any], times: int, wait: Callable[[Any], Any]) -> float:

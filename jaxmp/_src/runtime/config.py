@@ -8,6 +8,7 @@ import functools
 import os
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 # variable: (what it does, default). docs and `Config` follow this table.
@@ -108,6 +109,11 @@ def parse(environ: Mapping[str, str]) -> Config:
         # xla_gpu_first_collective_call_terminate_timeout_seconds). The error that names the call has to come first.
         timeout if "JAXMP_TIMEOUT" in environ else Config.gpu_timeout,
     )
+
+
+def cache_folder() -> Path:
+    """Where jaxmp keeps what it has measured (XDG Base Directory Specification)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxmp"
 
 
 def environment() -> dict[str, str]:

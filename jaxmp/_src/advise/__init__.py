@@ -1,0 +1,1 @@
+"""Which sharding of a product to take."""

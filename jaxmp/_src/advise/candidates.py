@@ -1,0 +1,105 @@
+"""Every sharding of a product that one call computes on a mesh of one or two axes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxmp._src.advise.reference import factors
+from jaxmp._src.explain import cost
+from jaxmp._src.hardware.call_time import Transfer
+from jaxmp._src.sharding import patterns
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec
+
+# Name, and shardings of a (m, k), b (k, n) and d (m, n) on a mesh of (y, x), or of x alone. The y-th part of the rows
+# is a group of its own, except on the grid.
+_ROWS = (
+    ("rows in groups, columns", P("y", None), P(None, "x"), P("y", "x")),
+    ("all-gather", P(("y", "x"), None), P(None, "x"), P("y", "x")),
+    ("all-gather of columns", P(("y", "x"), None), P(None, "x"), P(("y", "x"), None)),
+    ("reduce-scatter", P("y", "x"), P("x", None), P(("y", "x"), None)),
+    ("reduce-scatter of columns", P("y", "x"), P("x", None), P("y", "x")),
+    ("all-reduce", P("y", "x"), P("x", None), P("y", None)),
+    ("grid", P("y", "x"), P("y", "x"), P("y", "x")),
+)
+_LINE = (
+    ("gathers weights (FSDP)", P("x", None), P("x", None), P("x", None)),
+    ("local rows", P("x", None), P(None, None), P("x", None)),
+    ("local columns", P(None, None), P(None, "x"), P(None, "x")),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One sharding: its name, mesh, shardings, pattern, bytes that a device holds of a, b and d, and its transfers."""
+
+    name: str
+    mesh: tuple[tuple[str, int], ...]
+    shardings: tuple[P, P, P]
+    pattern: str
+    held: int
+    transfers: tuple[Transfer, ...]
+
+
+def candidates(m: int, k: int, n: int, devices: int, dtype: np.dtype, out: np.dtype) -> Iterator[Candidate]:
+    """Those whose axes divide the extents, in no order."""
+    for name, *specs in _LINE:
+        yield from _candidate(name, (("x", devices),), tuple(specs), (m, k, n), dtype, out)
+    for size in factors(devices):
+        if size == 1 and devices > 1:  # x does nothing: the local products above
+            continue
+        for name, *specs in _ROWS:
+            if size == devices and name in ("grid", "rows in groups, columns"):  # no y: not a grid, or local columns
+                continue
+            mesh = (("y", devices // size), ("x", size))
+            yield from _candidate(name, mesh, tuple(specs), (m, k, n), dtype, out)
+
+
+def _candidate(
+    name: str,
+    mesh: tuple[tuple[str, int], ...],
+    specs: tuple[P, ...],
+    extents: tuple[int, int, int],
+    dtype: np.dtype,
+    out: np.dtype,
+) -> Iterator[Candidate]:
+    """The candidate, or nothing where an axis does not divide an extent."""
+    (m, k, n), sizes = extents, dict(mesh)
+    mesh = tuple((axis, size) for axis, size in mesh if size > 1)
+    specs = tuple(_without_ones(spec, sizes) for spec in specs)
+    dims = of_a, of_b, of_d = [patterns.as_dims("advise", "operand", spec, 2) for spec in specs]
+    shapes = [_shard(shape, dim, sizes) for shape, dim in zip(((m, k), (k, n), (m, n)), dims, strict=True)]
+    plan = patterns.find_plan(of_a, of_b, of_d, False, False, gathers_k=True)
+    if None in shapes or plan is None:
+        return
+    a, b, d = (shape for shape in shapes if shape is not None)
+    spec = MatmulSpec(out, Group(plan.pattern, mesh, plan.row_axes, plan.col_axes))
+    left, right = jax.ShapeDtypeStruct(a, dtype), jax.ShapeDtypeStruct(b, dtype)
+    if plan.is_transposed:  # the call computes the transpose
+        left, right = jax.ShapeDtypeStruct(b[::-1], dtype), jax.ShapeDtypeStruct(a[::-1], dtype)
+    moved = cost.transfers(spec, left, right, "cublasmp")
+    held = (math.prod(a) + math.prod(b)) * dtype.itemsize + math.prod(d) * out.itemsize
+    yield Candidate(name, mesh, (specs[0], specs[1], specs[2]), plan.pattern.value, held, moved)
+
+
+def _without_ones(spec: P, sizes: dict[str, int]) -> P:
+    """A sharding without the axes of size 1."""
+    kept = [tuple(axis for axis in _names(entry) if sizes[axis] > 1) for entry in spec]
+    return P(*(names[0] if len(names) == 1 else names or None for names in kept))
+
+
+def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def _shard(shape: tuple[int, int], dims: patterns.Dims, sizes: dict[str, int]) -> tuple[int, int] | None:
+    """The shape of a shard, or None where axes do not divide it."""
+    counts = [math.prod(sizes[axis] for axis in dim) for dim in dims]
+    if any(extent % count for extent, count in zip(shape, counts, strict=True)):
+        return None
+    return shape[0] // counts[0], shape[1] // counts[1]

@@ -1,0 +1,41 @@
+"""The predicted time of a row of `explain` on a machine."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+
+from jaxmp._src.explain.rows import Row
+from jaxmp._src.hardware.call_time import CallTime, call_time, kind_of
+from jaxmp._src.hardware.hardware import Hardware
+
+
+def estimate(row: Row, hardware: Hardware) -> CallTime | None:
+    """The time of one run of a row; None where extents are symbols, or XLA partitions as it likes.
+
+    On a machine of its own memories a call of the host implementation is taken for one of cuBLASMp, which overlaps its
+    transfers. On devices that share a processor that implementation reads the operands of its peers in place, so a
+    transfer is a part of its traffic to memory.
+    """
+    if not isinstance(row.flops, int) or (row.pattern == "XLA's" and row.ndevices > 1):
+        return None
+    reads_in_place = hardware.is_shared and row.implementation == "host"
+    types = row.dtypes.split(",")[0].replace(" -> ", " x ").split(" x ")
+    return call_time(
+        hardware,
+        flops=row.flops,
+        kind=kind_of(types[0], row.compute),
+        ndevices=row.ndevices,
+        nbytes=_traffic(row, types),
+        transfers=() if reads_in_place else row.transfers,
+        is_fused=row.implementation in ("host", "cublasmp"),
+        implementation="xla" if row.implementation == "xla" else "",
+    )
+
+
+def _traffic(row: Row, types: list[str]) -> int:
+    """Bytes of what a device reads and writes: its own shards, and what it receives."""
+    sizes = [jnp.dtype(name).itemsize for name in types]
+    own = sum(math.prod(shape) * size for shape, size in zip(row.local_shapes, sizes, strict=False))
+    return own + sum(each.nbytes for each in row.transfers)

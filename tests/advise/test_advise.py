@@ -1,0 +1,166 @@
+"""The ranking of shardings: against `explain`, against the bounds of the literature, and by its order.
+
+Silently wrong without these: advice whose bytes are not those of the call, or a grid called optimal that is not.
+"""
+
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+import jaxmp
+from jaxmp._src.advise import reference as reference_lib
+from jaxmp._src.advise.candidates import candidates
+from jaxmp._src.advise.reference import communicated, held, lower_bound, reference
+from jaxmp._src.cli import main
+
+F32 = np.dtype("float32")
+ALL = list(candidates(64, 32, 128, 8, F32, F32))
+
+
+@pytest.mark.parametrize("candidate", ALL, ids=lambda c: f"{c.name} {dict(c.mesh)}".replace(" ", "-"))
+def test_a_candidate_is_one_call_and_moves_what_explain_says(candidate, mesh_of):
+    mesh = mesh_of(dict(candidate.mesh), AxisType.Explicit)
+    of_a, of_b, of_d = candidate.shardings
+    a = jax.ShapeDtypeStruct((64, 32), F32, sharding=NamedSharding(mesh, of_a))
+    b = jax.ShapeDtypeStruct((32, 128), F32, sharding=NamedSharding(mesh, of_b))
+    with jax.set_mesh(mesh):
+        (row,) = jaxmp.explain(lambda a, b: jaxmp.matmul(a, b, out_sharding=of_d), quiet=True)(a, b).rows
+    assert (row.pattern, row.transfers, row.ndevices) == (candidate.pattern, candidate.transfers, 8)
+    assert sum(4 * np.prod(shape) for shape in row.local_shapes) == candidate.held
+
+
+def test_every_pattern_is_among_the_candidates():
+    assert {c.pattern for c in ALL} == {"local", "all_gather", "reduce_scatter", "all_reduce", "grid"}
+    assert all(np.prod([size for _, size in c.mesh]) == 8 for c in ALL)
+    assert len({(c.mesh, c.shardings) for c in ALL}) == len(ALL)
+
+
+SHAPES = [(64, 64, 64), (4096, 64, 64), (64, 4096, 64), (64, 64, 4096), (512, 64, 512), (1000, 10, 300), (8, 8, 8)]
+
+
+@pytest.mark.parametrize(("shape", "devices"), list(itertools.product(SHAPES, (1, 2, 8, 64, 512))))
+def test_no_grid_is_below_the_bound_and_the_best_is_near_it(shape, devices):
+    m, k, n = shape
+    found = reference(m, k, n, devices, float("inf"))
+    for grid in reference_lib._grids(devices):
+        assert np.prod(grid) == devices
+        assert communicated(m, k, n, grid) >= found.lower_bound * (1 - 1e-9) - 1e-9
+        if grid[0] <= m and grid[1] <= n and grid[2] <= k:
+            assert communicated(m, k, n, grid) >= found.elements
+    if devices == 1:
+        assert found.elements == found.lower_bound == 0
+
+
+@pytest.mark.parametrize(("shape", "devices", "grid"), [
+    ((64, 64, 64), 64, (4, 4, 4)),  # three dimensions
+    ((512, 8, 512), 64, (8, 8, 1)),  # two
+    ((4096, 8, 8), 8, (8, 1, 1)),  # one
+    ((8, 4096, 8), 8, (1, 1, 8)),
+])  # fmt: skip
+def test_the_bound_is_attained_in_each_of_its_three_cases(shape, devices, grid):
+    found = reference(*shape, devices, float("inf"))
+    assert found.grid == grid
+    assert found.elements == pytest.approx(found.lower_bound)
+
+
+def test_less_memory_takes_a_flatter_grid_with_more_communication():
+    whole = reference(64, 64, 64, 64, float("inf"))
+    less = reference(64, 64, 64, 64, 200)
+    assert held(64, 64, 64, less.grid) <= 200 < held(64, 64, 64, whole.grid)
+    assert less.elements > whole.elements
+    assert lower_bound(64, 64, 64, 64, 50) > lower_bound(64, 64, 64, 64, float("inf"))
+
+
+def test_shardings_of_one_copy_keep_to_the_bound():
+    """Where operands begin with copies, nothing bounds what is left to move."""
+    advice = jaxmp.advise(4096, 2048, 1024, 64, dtype="float32", quiet=True)
+    one_copy = 4 * (4096 * 2048 + 2048 * 1024 + 4096 * 1024) // 64
+    of_one_copy = [c for c in advice.choices if c.memory == one_copy]
+    assert {c.pattern for c in of_one_copy} >= {"all_gather", "reduce_scatter", "grid"}
+    assert all(c.bytes_moved >= 4 * advice.reference.lower_bound for c in of_one_copy)
+
+
+def test_choices_are_in_order_and_efficient_ones_are_not_beaten():
+    advice = jaxmp.advise(8192, 8192, 8192, 64, quiet=True)
+    keys = [(not c.fits, c.seconds, c.memory) for c in advice.choices]
+    assert keys == sorted(keys)
+    for c in advice.choices:
+        beaten = any(
+            other.memory <= c.memory and other.seconds <= c.seconds and other is not c for other in advice.choices
+        )
+        assert c.is_efficient != beaten or not c.fits
+    assert advice.best is advice.choices[0]
+    assert advice.best.bytes_moved == 0
+
+
+def test_a_sharding_that_does_not_fit_comes_last():
+    small = jaxmp.Hardware("small", {"bfloat16": 1e12}, 1e12, 1e9, memory=1e6)
+    advice = jaxmp.advise(1024, 1024, 1024, 16, hardware=small, quiet=True)
+    fits = [c.fits for c in advice.choices]
+    assert fits == sorted(fits, reverse=True)
+    assert set(fits) == {True, False}
+    assert all((c.memory <= 1e6) == c.fits for c in advice.choices)
+    assert "does not fit" in str(advice)
+
+
+def test_slow_links_lead_to_less_communication():
+    fast, slow = (jaxmp.Hardware("x", {"bfloat16": 1e15}, 1e12, link) for link in (1e12, 1e6))
+    moved = []
+    for machine in (fast, slow):
+        advice = jaxmp.advise(4096, 4096, 4096, 16, hardware=machine, quiet=True)
+        one_copy = min(c.memory for c in advice.choices)
+        moved.append(next(c.bytes_moved for c in advice.choices if c.memory == one_copy))
+    assert moved[1] <= moved[0]
+    assert moved[1] == min(c.bytes_moved for c in advice.choices if c.memory == one_copy)
+
+
+@pytest.mark.parametrize("devices", [65536, 98280])
+def test_a_hundred_thousand_devices(devices):
+    """98,280 has the most divisors below 100,000 of those with several primes."""
+    advice = jaxmp.advise(2 * devices, devices, devices, devices, hardware="gb200-nvl72", quiet=True)
+    assert np.prod(advice.reference.grid) == devices
+    assert len(advice.choices) > 100
+    assert advice.reference.elements < 1.2 * advice.reference.lower_bound
+
+
+def test_the_table_has_each_kind_once_or_more_and_the_reference(capsys):
+    advice = jaxmp.advise(64, 32, 128, 8)
+    out = capsys.readouterr().out
+    assert out.rstrip("\n") == str(advice)
+    for name in {c.name for c in advice.choices}:
+        assert f"\n{name}  " in out
+    assert "communication-optimal: grid (m, n, k) of " in out
+    assert "data sheet" in out
+    assert repr(advice).startswith("Advice(64x32x128 bfloat16 on 8 devices of h100-8: ")
+
+
+ERRORS = {
+    "no number": ((8, 8.0, 8, 8), TypeError, "advise: k must be an integer, got 8.0"),
+    "below 1": ((8, 8, 8, 0), ValueError, "advise: devices must be at least 1, got 0"),
+    "no divisor": ((7, 7, 7, 4), ValueError, "no sharding over 4 devices divides m=7, k=7, n=7"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors(name):
+    arguments, kind, message = ERRORS[name]
+    with pytest.raises(kind, match=message):
+        jaxmp.advise(*arguments)
+
+
+def test_the_command(capsys):
+    assert main.main(["advise", "64", "32", "128", "--devices", "8", "--json"]) == 0
+    choices = json.loads(capsys.readouterr().out)
+    assert choices[0]["seconds"] == min(choice["seconds"] for choice in choices)
+    assert main.main(["advise", "64", "32", "128", "--hardware", "h200-8"]) == 0
+    assert "communication-optimal" in capsys.readouterr().out
+    assert main.main(["advise", "7", "7", "7", "--devices", "4"]) == 2
+    assert capsys.readouterr().err == (
+        "jaxmp advise: no sharding over 4 devices divides m=7, k=7, n=7; pad them, or take other devices\n"
+    )
+    assert main.main(["advise", "8", "8", "8", "--hardware", "tpu"]) == 2
+    assert "hardware must be one of 'this', 'h100-8'" in capsys.readouterr().err

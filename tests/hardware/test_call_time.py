@@ -1,0 +1,229 @@
+"""The model of time: its order and its limits, by hand; no test measures time.
+
+Silently wrong without these: a prediction that improves with a slower link, hides what nothing hides, or takes a
+machine's rate for another type's.
+"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp._src.cli import main
+from jaxmp._src.hardware import calibration
+from jaxmp._src.hardware.call_time import Transfer, call_time, kind_of
+from jaxmp._src.hardware.hardware import MACHINES
+
+# 1 op/ns, 1 byte/ns of memory, 0.1 byte/ns of links: times below are in ns.
+SIMPLE = jaxmp.Hardware("simple", {"float32": 1e9}, memory_bandwidth=1e9, link_bandwidth=1e8)
+
+
+def time_of(hardware=SIMPLE, *, flops=0, nbytes=0, moved=0, nranks=4, ndevices=4, stride=1, is_fused=True):
+    transfers = (Transfer(moved, nranks, stride),) if moved else ()
+    return call_time(
+        hardware,
+        flops=flops,
+        kind="float32",
+        ndevices=ndevices,
+        nbytes=nbytes,
+        transfers=transfers,
+        is_fused=is_fused,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "total", "bound"),
+    [
+        ({"flops": 4000, "nbytes": 10}, 1000, "compute"),
+        ({"flops": 40, "nbytes": 1000}, 1000, "memory"),
+        # A quarter of the work, then three quarters of it beside the transfer.
+        ({"flops": 4000, "moved": 75}, 250 + 750, "compute"),
+        ({"flops": 4000, "moved": 90}, 250 + 900, "compute"),
+        ({"flops": 4000, "moved": 200}, 250 + 2000, "link"),
+        ({"flops": 4000, "moved": 200, "is_fused": False}, 1000 + 2000, "link"),
+        ({"flops": 0, "moved": 50}, 500, "link"),
+    ],
+)
+def test_times_by_hand(options, total, bound):
+    time = time_of(**options)
+    assert time.total == pytest.approx(total * 1e-9)
+    assert time.bound == bound
+    assert time.total == pytest.approx(time.overhead + max(time.compute, time.memory) + time.exposed)
+
+
+def test_more_of_anything_never_takes_less_time():
+    amounts = (0, 10, 1000, 100000)
+    for flops, nbytes, moved, is_fused in itertools.product(amounts, amounts, amounts, (True, False)):
+        first = {"flops": flops, "nbytes": nbytes, "moved": moved, "is_fused": is_fused}
+        total = time_of(**first).total
+        for name in ("flops", "nbytes", "moved"):
+            assert time_of(**first | {name: 2 * first[name] + 1}).total >= total
+        assert time_of(**first | {"is_fused": False}).total >= total * (1 - 1e-12)
+        faster = jaxmp.Hardware("faster", {"float32": 2e9}, memory_bandwidth=2e9, link_bandwidth=2e8)
+        assert time_of(faster, **first).total == pytest.approx(total / 2)
+
+
+def test_between_nodes_the_network_counts_once_for_a_node():
+    """8 ranks in two nodes of 4: 4/7 of what each receives comes from the other node, by 4 networks together."""
+    two = jaxmp.Hardware("two", {"float32": 1e9}, 1e9, link_bandwidth=1e8, node=4, network_bandwidth=1e6)
+    assert time_of(two, moved=700, nranks=8, ndevices=8).link == pytest.approx(400 / 4 / 1e6)
+    # Every other device: two ranks in each of 4 nodes, so 6/7 comes from outside by 2 networks.
+    assert time_of(two, moved=700, nranks=8, ndevices=16, stride=2).link == pytest.approx(600 / 2 / 1e6)
+    # Every fourth: no two of them in a node.
+    assert time_of(two, moved=700, nranks=8, ndevices=32, stride=4).link == pytest.approx(700 / 1e6)
+    assert time_of(two, moved=700, nranks=4, ndevices=8).link == pytest.approx(700 / 1e8)
+
+
+def test_devices_that_share_a_processor_share_its_rates():
+    shared = jaxmp.Hardware("shared", {"float32": 1e9}, 1e9, 1e8, is_shared=True)
+    assert time_of(shared, flops=4000).compute == pytest.approx(4 * time_of(flops=4000).compute)
+    assert time_of(shared, nbytes=100).memory == pytest.approx(4 * time_of(nbytes=100).memory)
+
+
+def test_types_have_the_rate_of_their_kind():
+    kinds = {"float8_e4m3fn": "float8", "float4_e2m1fn": "float4", "complex64": "float32", "complex128": "float64"}
+    kinds |= {name: name for name in ("float32", "float64", "bfloat16", "float16", "int8")}
+    assert {name: kind_of(name) for name in kinds} == kinds
+    assert kind_of("float32", "32F_FAST_TF32") == "tf32"
+    assert kind_of("float32", "32F_FAST_16BF") == "bfloat16"
+    with pytest.raises(ValueError, match="simple has no rate for bfloat16, only for float32"):
+        SIMPLE.rate("bfloat16")
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_the_rates_of_data_sheets_are_in_order(name):
+    machine = MACHINES[name]
+    rates = machine.rates
+    assert rates["float64"] <= rates["float32"] < rates["tf32"] < rates["bfloat16"] == rates["float16"]
+    assert rates["float8"] == pytest.approx(2 * rates["bfloat16"], rel=1e-3)
+    assert machine.memory_bandwidth > machine.link_bandwidth > machine.network_bandwidth
+    assert machine.source
+
+
+def test_hardware_that_makes_no_sense_is_refused():
+    with pytest.raises(ValueError, match=r"rates\['float32'\] must be positive, got 0"):
+        jaxmp.Hardware("x", {"float32": 0}, 1.0, 1.0)
+    with pytest.raises(ValueError, match="rates has fp32; it takes float64"):
+        jaxmp.Hardware("x", {"fp32": 1}, 1.0, 1.0)
+    with pytest.raises(ValueError, match="latency must not be negative, got -1"):
+        jaxmp.Hardware("x", {}, 1.0, 1.0, latency=-1)
+    with pytest.raises(ValueError, match=r"explain: hardware must be one of 'this', 'h100-8'.*; got 'h100'"):
+        jaxmp.explain(jaxmp.matmul, hardware="h100")
+    with pytest.raises(TypeError, match=r"hardware must be a name or a jaxmp\.Hardware, got int"):
+        jaxmp.explain(jaxmp.matmul, hardware=3)
+
+
+# ---- explain
+
+
+def test_explain_predicts_each_call(mesh_of, capsys):
+    """An all-gather whose transfer is longer than its product, on a machine with memories of its own."""
+    mesh = mesh_of({"x": 4})
+    machine = jaxmp.Hardware("simple", {"float32": 1e9}, memory_bandwidth=1e12, link_bandwidth=1e6)
+    a, b = (
+        jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((16, 32), P("x", None)), ((32, 8), P(None, "x")))
+    )
+
+    def product(a, b):
+        return jaxmp.matmul(a, b, out_sharding=P(None, "x"))
+
+    with jax.set_mesh(mesh):
+        found = jaxmp.explain(product, hardware=machine)(a, b)
+    (time,) = found.times
+    work, link = 2 * 16 * 8 * 32 / 4 / 1e9, 3 * 4 * 32 * 4 / 1e6
+    assert time.compute == pytest.approx(work)
+    assert time.link == pytest.approx(link)
+    assert found.seconds == pytest.approx(work / 4 + link)
+    assert found.exposed_seconds == pytest.approx(link - work * 3 / 4)
+    out = capsys.readouterr().out
+    assert "bound by" in out.splitlines()[0]
+    assert out.splitlines()[1].endswith(" link")
+    assert "predicted on simple: " in out
+    with jax.set_mesh(mesh):
+        assert jaxmp.explain(product, quiet=True)(a, b).times == (None,)
+
+
+def test_a_loop_counts_each_time_and_a_collective_is_not_hidden(mesh_of):
+    mesh = mesh_of({"x": 4})
+
+    def program(a, b):
+        step = lambda x, _: (jax.sharding.reshard(jaxmp.matmul(x, b), P("x", None)), None)  # noqa: E731
+        return jax.lax.scan(step, a, length=3)[0]
+
+    a = jax.ShapeDtypeStruct((16, 16), "float32", sharding=NamedSharding(mesh, P("x", None)))
+    b = jax.ShapeDtypeStruct((16, 16), "float32", sharding=NamedSharding(mesh, P(None, None)))
+    with jax.set_mesh(mesh):
+        found = jaxmp.explain(program, quiet=True, hardware=SIMPLE)(a, b)
+    assert found.seconds == pytest.approx(3 * sum(time.total for time in found.times))
+
+    def gradient(a, b):
+        return jax.grad(lambda b: jaxmp.matmul(a, b, out_sharding=P(None, "x")).sum())(b)
+
+    b = jax.ShapeDtypeStruct((16, 16), "float32", sharding=NamedSharding(mesh, P(None, "x")))
+    with jax.set_mesh(mesh):
+        found = jaxmp.explain(gradient, quiet=True, hardware=SIMPLE)(a, b)
+    gathers = [time for row, time in zip(found.rows, found.times, strict=True) if row.operation == "all_gather"]
+    assert gathers
+    for time in gathers:
+        assert time.exposed == time.link == pytest.approx(3 * 4 * 16 * 4 / 1e8)
+
+
+def test_symbolic_extents_have_no_time():
+    (m,) = jax.export.symbolic_shape("m")
+    a, b = jax.ShapeDtypeStruct((m, 4), "float32"), jax.ShapeDtypeStruct((4, 4), "float32")
+    found = jaxmp.explain(jaxmp.matmul, quiet=True, hardware=SIMPLE)(a, b)
+    assert found.times == (None,)
+    assert "1 row that XLA partitions, or with symbols for extents, not counted" in str(found)
+
+
+# ---- this machine
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "jaxmp" / "hardware.json"
+
+
+def test_this_machine_is_measured_once_and_kept(own_cache, monkeypatch, capsys):
+    with pytest.raises(ValueError, match='hardware "this" has not been measured yet; run jaxmp info --calibrate'):
+        jaxmp.explain(jaxmp.matmul, hardware="this")
+    for name in ("_LARGE", "_STREAM"):
+        monkeypatch.setattr(calibration, name, 2**8 if name == "_LARGE" else 2**16)
+    monkeypatch.setattr(calibration, "interleaved", lambda calls, **_: dict.fromkeys(calls, 0.001))
+    assert main.main(["info", "--calibrate", "--json"]) == 0
+    assert own_cache.exists()
+    a = jax.ShapeDtypeStruct((4, 4), "bfloat16")
+    machine = jaxmp.explain(jaxmp.matmul, quiet=True, hardware="this")(a, a).hardware
+    assert machine.rates["bfloat16"] == pytest.approx(2 * (2**8) ** 3 / 1e-3)
+    assert machine.memory_bandwidth == pytest.approx(2 * 2**16 / 1e-3)
+    assert machine.is_shared
+    assert "bfloat16" in capsys.readouterr().out
+
+
+def test_rates_of_another_machine_are_not_taken(own_cache, monkeypatch):
+    calibration.save({"name": "x"})
+    assert calibration.load() == {"name": "x"}
+    monkeypatch.setattr(calibration, "_FORMAT", 0)
+    assert calibration.load() is None
+    own_cache.write_text("{")
+    assert calibration.load() is None
+
+
+def test_a_measurement_is_of_real_products(own_cache, monkeypatch):
+    """Small ones, so that this takes no time; the numbers are of no use, but there."""
+    monkeypatch.setattr(calibration, "_LARGE", 32)
+    monkeypatch.setattr(calibration, "_STREAM", 2**12)
+    real = calibration.interleaved
+    monkeypatch.setattr(calibration, "interleaved", lambda calls, **_: real(calls, seconds=1e-4, rounds=(1, 1)))
+    fields = calibration.measure()
+    machine = jaxmp.Hardware(**fields)
+    assert set(machine.rates) == set(machine.xla_rates) == {"float32", "float64", "bfloat16", "float16"}
+    assert all(np.isfinite(rate) and rate > 0 for rate in machine.rates.values())
+    assert jnp.zeros(1).dtype == jnp.float32  # x64 was on meanwhile only
