@@ -8,12 +8,8 @@ loss is computed from whole logits on every device, and the learning rate is a p
 At the end it prints which kernels ran: every call is a named range in JAX's profiles.
 """
 
-import collections
 import functools
 import itertools
-import pathlib
-import re
-import tempfile
 
 import jax
 import jax.numpy as jnp
@@ -71,36 +67,14 @@ def train(ndevices, level, params, x, labels):
     return np.stack(losses), [np.asarray(w) for w in params]
 
 
-def kernel_times(program, run):
-    """For each jaxmp call of a compiled program: its range, its number of runs, and its seconds on all devices.
-
-    The profile names instructions of the program; the program's text says in which range each instruction lies.
-    """
-    ranges = dict(re.findall(r'%(\S+) = .*custom_call_target="jaxmp_matmul".*op_name="[^"]*(jaxmp [^"/]+)/', program))
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            run()
-        profile = jax.profiler.ProfileData.from_file(str(next(pathlib.Path(folder).rglob("*.xplane.pb"))))
-        counts, seconds = collections.Counter(), collections.Counter()
-        for event in (event for plane in profile.planes for line in plane.lines for event in line.events):
-            if event.name in ranges and any(name == "hlo_op" for name, _ in event.stats):
-                counts[ranges[event.name]] += 1
-                seconds[ranges[event.name]] += event.duration_ns * 1e-9
-    return [(name, counts[name], time) for name, time in seconds.most_common()]
-
-
 def print_kernels(ndevices, level, *arrays):
     mesh = make_mesh(ndevices)
     with jax.set_mesh(mesh):
         placed = place(mesh, *arrays)
-        compiled = step.lower(*placed, level).compile()
-        jax.block_until_ready(compiled(*placed))
-        rows = kernel_times(compiled.as_text(), lambda: jax.block_until_ready(compiled(*placed)))
-    print(f'One step with "{level}" on {ndevices} devices; times are summed over devices:')
-    print("   runs       us  call")
-    for name, count, time in rows:
-        print(f"  {count:5} {time * 1e6:8.0f}  {name}")
-    assert len(rows) >= len(WEIGHTS)
+        profile = jaxmp.profile(functools.partial(step, level=level), quiet=True)(*placed)
+    print(f'One step with "{level}" on {ndevices} devices:')
+    print(profile)
+    assert len(profile.calls) > len(WEIGHTS)
 
 
 def main():

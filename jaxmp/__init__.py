@@ -6,6 +6,7 @@ from jaxmp import distributed, quantize, reference
 from jaxmp._src.advise.advise import Advice, advise
 from jaxmp._src.audit.audit import audit
 from jaxmp._src.audit.table import Audit
+from jaxmp._src.draw.draw import Drawing, draw
 from jaxmp._src.explain.explain import explain
 from jaxmp._src.explain.table import Explanation
 from jaxmp._src.fuse.fuse import fuse
@@ -27,6 +28,7 @@ from jaxmp._src.ops.scaled_matmul import scaled_matmul
 from jaxmp._src.primitive import batching as _batching  # noqa: F401  registers its rules
 from jaxmp._src.primitive import jvp as _jvp  # noqa: F401  registers its rules
 from jaxmp._src.primitive.primitives import dots_saveable
+from jaxmp._src.profile.profile import Profile, profile
 from jaxmp._src.runtime import config as _config
 from jaxmp._src.runtime.native import plan_cache_clear, plan_cache_info, register
 from jaxmp._src.sharding import partitioner as _partitioner  # noqa: F401  registers its rule
@@ -45,9 +47,11 @@ __all__ = [
     "BlockCyclicArray",
     "CommOptions",
     "DistributedError",
+    "Drawing",
     "Epilog",
     "Explanation",
     "Hardware",
+    "Profile",
     "Scaling",
     "advise",
     "all_gather_matmul",
@@ -56,6 +60,7 @@ __all__ = [
     "distributed",
     "dot_general",
     "dots_saveable",
+    "draw",
     "einsum",
     "explain",
     "from_block_cyclic",
@@ -68,6 +73,7 @@ __all__ = [
     "mlp",
     "plan_cache_clear",
     "plan_cache_info",
+    "profile",
     "quantize",
     "reference",
     "register",

@@ -34,6 +34,9 @@ from jaxmp._src.spec import epilogs, low_precision, precisions
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, extents, operations
 from jaxmp._src.validation.comm_options import comm_options_text
 
+# Mesh axes that share one dimension, slowest first.
+Dim = tuple[str, ...]
+
 
 @dataclasses.dataclass(frozen=True)
 class Row:
@@ -64,6 +67,9 @@ class Row:
       ndevices: how many devices run it, all groups together.
       transfers: what a rank receives, by the axes over which it does, where devices have memories of their own: of
         `bytes_moved`, which on "host" counts whole operands, the part that a call over links moves.
+      mesh: every axis of the mesh as (name, size), of which the last varies fastest from device to device.
+      placement: the axes that shard op(a) (m, k), op(b) (k, n) and d (m, n), each as (of its rows, of its columns), as
+        the call computes them; empty for a collective, and where the mesh is not known.
       line: the line of the program that calls it, "train.py:41": for a gradient, that of the call whose gradient it is.
     """
 
@@ -90,6 +96,8 @@ class Row:
     extents: tuple[int, ...] = ()
     local_extents: tuple[int, ...] = ()
     ndevices: int = 1
+    mesh: tuple[tuple[str, int], ...] = ()
+    placement: tuple[tuple[Dim, Dim], ...] = ()
     transfers: tuple[Transfer, ...] = ()
 
 
@@ -268,8 +276,32 @@ def matmul_row(
             b.shape[0 if spec.transpose_b else 1],
         ),
         ndevices=group.ngroups * group.nranks,
+        mesh=group.mesh,
+        placement=_placement(spec, varying),
         transfers=cost.transfers(spec, a, b, "cublasmp" if is_host else call.implementation),
     )
+
+
+def _placement(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) -> tuple[tuple[Dim, Dim], ...]:
+    """The axes of op(a), op(b) and d, rows and columns: those of the group by its pattern, and ahead of them those
+    along which groups have other rows of a, or other columns of b."""
+    group, names = spec.group, [name for name, _ in spec.group.mesh]
+    of_a, of_b = (set(axes) - set(group.axes) for axes in varying)
+    rows, cols = (tuple(name for name in names if name in axes) for axes in (of_a - of_b, of_b - of_a))
+    axes = group.axes
+    if group.pattern == Pattern.ALL_GATHER:
+        return ((*rows, *axes), ()), ((), (*cols, *axes)), (rows, (*cols, *axes))
+    if group.pattern == Pattern.REDUCE_SCATTER:
+        return (rows, axes), (axes, cols), ((*rows, *axes), cols)
+    if group.pattern == Pattern.ALL_REDUCE:
+        return (rows, axes), (axes, cols), (rows, cols)
+    if group.pattern == Pattern.GRID:
+        of_rows, of_cols = (*rows, *group.row_axes), (*cols, *group.col_axes)
+        stored = (group.row_axes, of_cols), (of_rows, group.col_axes)
+        a = stored[0][::-1] if spec.transpose_a else (of_rows, group.col_axes)
+        b = stored[1][::-1] if spec.transpose_b else (group.row_axes, of_cols)
+        return a, b, (of_rows, of_cols)
+    return (rows, ()), ((), cols), (rows, cols)
 
 
 def _scales(spec: MatmulSpec) -> str:

@@ -1,0 +1,1 @@
+"""Pictures of which device holds which block of a product."""

@@ -1,0 +1,1 @@
+"""Times of the calls of a program, from JAX's profiler."""
