@@ -57,6 +57,32 @@ def test_a_row_has_the_numbers_of_its_call(name, rng):
     assert (row.workspace > 0) == (case.pattern in ("all_gather", "reduce_scatter", "grid"))
 
 
+def test_transfers_name_the_ranks_and_how_far_they_lie_apart(mesh_of):
+    """On a mesh of 2 x 4, whose last axis varies fastest; a (16, 32) and b (32, 8)."""
+    mesh = mesh_of({"y": 2, "x": 4})
+
+    def transfers(a, b, d):
+        x, w = (
+            jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
+            for shape, spec in (((16, 32), a), ((32, 8), b))
+        )
+        with jax.set_mesh(mesh):
+            (row,) = jaxmp.explain(lambda x, w: jaxmp.matmul(x, w, out_sharding=d), quiet=True)(x, w).rows
+        return [(each.nbytes, each.nranks, each.stride) for each in row.transfers]
+
+    tiles = P("y", "x")
+    # Blocks of 8 x 8 of a from 3 ranks of the row, one of 16 x 2 of b from the other rank of the column.
+    assert transfers(tiles, tiles, tiles) == [(3 * 8 * 8 * 4, 4, 1), (16 * 2 * 4, 2, 4)]
+    # Rows of a from 3 neighbours; from the one rank that is 4 devices away; from all.
+    assert transfers(P(("y", "x"), None), P(None, "x"), tiles) == [(3 * 2 * 32 * 4, 4, 1)]
+    assert transfers(P(("x", "y"), None), P(None, "y"), P("x", "y")) == [(2 * 32 * 4, 2, 4)]
+    assert transfers(P(("y", "x"), None), P(None, ("y", "x")), P(None, ("y", "x"))) == [(7 * 2 * 32 * 4, 8, 1)]
+    # Three quarters of partial sums of 8 x 8; for every rank twice.
+    assert transfers(tiles, P("x", None), P(("y", "x"), None)) == [(3 * 8 * 8 * 4 // 4, 4, 1)]
+    assert transfers(tiles, P("x", None), P("y", None)) == [(2 * 3 * 8 * 8 * 4 // 4, 4, 1)]
+    assert transfers(P("y", None), P(None, "x"), tiles) == []
+
+
 def test_the_shapes_of_a_gradient_are_those_of_whole_arrays(rng):
     """Also where an operand is gathered first, and differs between ranks by its type alone."""
     cases.require(None)

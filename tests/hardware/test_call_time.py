@@ -149,6 +149,25 @@ def test_explain_predicts_each_call(mesh_of, capsys):
         assert jaxmp.explain(product, quiet=True)(a, b).times == (None,)
 
 
+def test_host_calls_on_a_shared_processor_move_nothing_over_links(mesh_of):
+    mesh = mesh_of({"x": 4})
+    shared = jaxmp.Hardware("shared", {"float32": 1e9}, memory_bandwidth=1e9, link_bandwidth=1e3, is_shared=True)
+    a, b = (
+        jax.ShapeDtypeStruct((16, 16), "float32", sharding=NamedSharding(mesh, spec))
+        for spec in (P("x", None), P(None, "x"))
+    )
+
+    def product(a, b, implementation):
+        return jaxmp.matmul(a, b, out_sharding=P(None, "x"), implementation=implementation)
+
+    for implementation, link in (("host", 0), ("xla", 4 * 3 * 4 * 16 * 4 / 1e3)):
+        with jax.set_mesh(mesh):
+            found = jaxmp.explain(lambda a, b, i=implementation: product(a, b, i), quiet=True, hardware=shared)(a, b)
+        (time,) = found.times
+        assert time.link == time.exposed == pytest.approx(link)
+        assert time.compute == pytest.approx(2 * 16**3 / 1e9)
+
+
 def test_a_loop_counts_each_time_and_a_collective_is_not_hidden(mesh_of):
     mesh = mesh_of({"x": 4})
 

@@ -5,6 +5,7 @@ another CUDA.
 """
 
 import importlib
+import logging
 import sys
 import types
 
@@ -193,10 +194,11 @@ def opening(wheels, monkeypatch):
     return make
 
 
-def test_the_library_is_opened_once_with_the_configuration(opening, monkeypatch):
+def test_the_library_is_opened_once_with_the_configuration(opening, monkeypatch, caplog):
     module = opening()
-    config = config_lib.parse({"JAXMP_LOG": "cublasmp", "JAXMP_TIMEOUT": "7"})
+    config = config_lib.parse({"JAXMP_TIMEOUT": "7"})
     monkeypatch.setattr(native, "config", lambda: config)
+    caplog.set_level(logging.DEBUG, "jaxmp.cublasmp")
     assert (native.why_no_cublasmp(), native.why_no_cublasmp()) == ("", "")
     found = cuda_libraries.find()
     *settings, load_call = module.calls

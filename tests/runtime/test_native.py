@@ -346,6 +346,7 @@ def test_jaxmp_log_is_a_shortcut(has_own_handler, monkeypatch, capsys):
         logs.set_up.__wrapped__()
         assert all(each.isEnabledFor(logging.DEBUG) for each in named)
         assert not logging.getLogger("jaxmp.cublasmp").isEnabledFor(logging.DEBUG)
+        assert named[0].propagate == has_own_handler  # or a handler that comes later would print it twice
         named[0].debug("who computes")
     finally:
         for each, level, propagate, handlers in before:

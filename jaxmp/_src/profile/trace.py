@@ -67,7 +67,8 @@ def _events(profile: Any, ranges: dict[str, str]) -> Iterator[Event]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # a type of jaxlib's has no module
         for plane in profile.planes:
-            of_plane = (re.search(r"/device:\w+:(\d+)", plane.name) or ("", "0"))[1]
+            found = re.search(r"/device:\w+:(\d+)", plane.name)
+            of_plane = found[1] if found else "0"
             for line in plane.lines:
                 for event in line.events:
                     stats: dict[str, Any] = {
@@ -75,7 +76,7 @@ def _events(profile: Any, ranges: dict[str, str]) -> Iterator[Event]:
                     }
                     if "hlo_op" not in stats or _HOLDERS.match(event.name):
                         continue
-                    device = int(stats.get("device_ordinal", of_plane))
+                    device = int(stats.get("device_ordinal") or of_plane)
                     name = ranges.get(event.name)
                     yield Event(
                         name or event.name, name is not None, device, event.start_ns * 1e-9, event.duration_ns * 1e-9

@@ -50,6 +50,7 @@ def register() -> None:
     global _is_registered
     with _lock:
         if _is_registered:
+            _follow_plan_log(_loaded)
             return
         module = extension()
         has_cpu, has_cuda = bool(_devices("cpu")), bool(cuda_devices())
