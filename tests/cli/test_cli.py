@@ -5,6 +5,7 @@ and a stack trace where one line says what to do. Commands run in this process, 
 one test starts a process of its own.
 """
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -54,6 +55,11 @@ def test_a_process_prints_facts_as_json_and_nothing_else():
     facts = json.loads(ran.stdout)
     assert facts["versions"]["jax"] == jax.__version__
     assert facts["devices"]["platform"] == "cpu"
+
+
+def test_the_script_is_the_same_command():
+    (script,) = (each for each in importlib.metadata.entry_points(group="console_scripts") if each.name == "jaxmp")
+    assert script.load() is main.main
 
 
 def test_info_names_what_serves_and_why(capsys):

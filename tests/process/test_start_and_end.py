@@ -23,6 +23,16 @@ def test_a_good_job_ends_with_0_and_leaves_nothing(tmp_path):
     assert not {name for name in after - before if "jax" in name.lower()}
 
 
+def test_a_job_logs_who_joins_and_leaves(tmp_path):
+    job, ranks = run(tmp_path, "begin-again", 2, env={"all": {"JAXMP_LOG": "distributed"}})
+    for i, rank in enumerate(ranks):
+        assert rank.status == 0, job.all_logs()
+        lines = [line for line in rank.log.splitlines() if line.startswith("jaxmp.distributed: rank")]
+        assert re.fullmatch(rf"jaxmp.distributed: rank {i} of 2: joins the job at 127.0.0.1:\d+", lines[0])
+        assert f"jaxmp.distributed: rank {i} of 2: has met the others" in lines, job.all_logs()
+        assert f"jaxmp.distributed: rank {i}: leaves the job" in lines, job.all_logs()
+
+
 def test_strangers_at_the_start_are_no_peers(tmp_path):
     job, ranks = run(tmp_path, "strangers", 3)
     assert [rank.status for rank in ranks] == [0] * 3, job.all_logs()
