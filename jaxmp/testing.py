@@ -357,7 +357,9 @@ def run_determinism(options: argparse.Namespace) -> int:
     """Check all promises as the command line asks; 0 where they hold, 1 where one is broken, 2 without a GPU."""
     if options.implementation == ON_GPUS and jax.default_backend() != "gpu":
         backend = jax.default_backend()
-        print(f"--implementation cublasmp needs a CUDA device, but JAX's backend is {backend}", file=sys.stderr)
+        print(
+            f"determinism: --implementation cublasmp needs a CUDA device, JAX's backend is {backend}", file=sys.stderr
+        )
         return 2
     jax.config.update("jax_enable_x64", True)
     if options.implementation != ON_GPUS:

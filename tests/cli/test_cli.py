@@ -192,6 +192,26 @@ def test_types_are_read_as_jax_prints_them():
         assert str(jax.typeof(jax.device_put(np.zeros(found.shape, found.dtype), found.sharding))) == text
 
 
+# ---- determinism
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_checker_of_determinism_runs_with_its_options_and_its_status_is_the_commands(status, monkeypatch):
+    asked, settings = [], {}
+    monkeypatch.setattr(testing, "run", lambda *arguments: asked.append(arguments) or status)
+    monkeypatch.setattr(type(jax.config), "update", lambda _, name, value: settings.update({name: value}))
+    assert main.main(["determinism", "--quick", "--implementation", "xla"]) == status
+    assert testing.main(["determinism"]) == status
+    assert asked == [(True, ("xla",)), (False, testing.IMPLEMENTATIONS)]
+    assert settings == {"jax_enable_x64": True, "jax_platforms": "cpu", "jax_num_cpu_devices": 8}
+
+
+def test_the_checker_of_determinism_wants_a_gpu_for_cublasmp(capsys):
+    status, out, err = run(capsys, "determinism", "--implementation", "cublasmp")
+    assert (status, out) == (2, "")
+    assert err == "determinism: --implementation cublasmp needs a CUDA device, JAX's backend is cpu\n"
+
+
 # ---- errors
 
 

@@ -198,7 +198,15 @@ def test_symbolic_extents_have_no_time():
     a, b = jax.ShapeDtypeStruct((m, 4), "float32"), jax.ShapeDtypeStruct((4, 4), "float32")
     found = jaxmp.explain(jaxmp.matmul, quiet=True, hardware=SIMPLE)(a, b)
     assert found.times == (None,)
-    assert "1 row that XLA partitions, or with symbols for extents, not counted" in str(found)
+    assert "; 1 row not counted, for XLA partitions it, its extents are symbols, or " in str(found)
+
+
+def test_types_that_a_machine_has_no_rate_for_have_no_time():
+    a = jax.ShapeDtypeStruct((4, 4), "float64")
+    with jax.enable_x64(True):
+        found = jaxmp.explain(lambda a: jaxmp.matmul(a, a), quiet=True, hardware=SIMPLE)(a)
+    assert found.times == (None,)
+    assert found.seconds == 0
 
 
 # ---- this machine
@@ -243,6 +251,7 @@ def test_a_measurement_is_of_real_products(own_cache, monkeypatch):
     monkeypatch.setattr(calibration, "interleaved", lambda calls, **_: real(calls, seconds=1e-4, rounds=(1, 1)))
     fields = calibration.measure()
     machine = jaxmp.Hardware(**fields)
-    assert set(machine.rates) == set(machine.xla_rates) == {"float32", "float64", "bfloat16", "float16"}
+    assert set(machine.xla_rates) == {"float32", "float64", "bfloat16", "float16"}
+    assert set(machine.rates) == {*machine.xla_rates, "float8", "float4"}
     assert all(np.isfinite(rate) and rate > 0 for rate in machine.rates.values())
     assert jnp.zeros(1).dtype == jnp.float32  # x64 was on meanwhile only

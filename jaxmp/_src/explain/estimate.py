@@ -12,7 +12,8 @@ from jaxmp._src.hardware.hardware import Hardware
 
 
 def estimate(row: Row, hardware: Hardware) -> CallTime | None:
-    """The time of one run of a row; None where extents are symbols, or XLA partitions as it likes.
+    """The time of one run of a row; None where extents are symbols, where XLA partitions as it likes, and for a type of
+    which the machine has no rate.
 
     On a machine of its own memories a call of the host implementation is taken for one of cuBLASMp, which overlaps its
     transfers. On devices that share a processor that implementation reads the operands of its peers in place, so a
@@ -20,12 +21,15 @@ def estimate(row: Row, hardware: Hardware) -> CallTime | None:
     """
     if not isinstance(row.flops, int) or (row.pattern == "XLA's" and row.ndevices > 1):
         return None
-    reads_in_place = hardware.is_shared and row.implementation == "host"
     types = row.dtypes.split(",")[0].replace(" -> ", " x ").split(" x ")
+    kind = kind_of(types[0], row.compute)
+    if row.flops and kind not in hardware.rates:
+        return None
+    reads_in_place = hardware.is_shared and row.implementation == "host"
     return call_time(
         hardware,
         flops=row.flops,
-        kind=kind_of(types[0], row.compute),
+        kind=kind,
         ndevices=row.ndevices,
         nbytes=_traffic(row, types),
         transfers=() if reads_in_place else row.transfers,

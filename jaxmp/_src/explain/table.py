@@ -144,11 +144,8 @@ class Explanation:
         if self.hardware is None:
             return []
         unknown = sum(time is None for time in self.times)
-        but = (
-            f"; {_count(unknown, 'row')} that XLA partitions, or with symbols for extents, not counted"
-            if unknown
-            else ""
-        )
+        why = "XLA partitions it, its extents are symbols, or the machine has no rate for its type"
+        but = f"; {_count(unknown, 'row')} not counted, for {why}" if unknown else ""
         return [
             f"predicted on {self.hardware.name}: {_number(self.seconds * 1e6)} us, of which "
             f"{_number(self.exposed_seconds * 1e6)} us are communication that no product hides; "

@@ -64,6 +64,8 @@ def measure(on_step: Callable[[str], None] = lambda name: None) -> dict[str, Any
         for dtype in _TYPES:
             rates[dtype], xla_rates[dtype] = _rates(dtype)
             on_step(dtype)
+        if is_shared:  # hostmp decodes them to bfloat16
+            rates |= dict.fromkeys(("float8", "float4"), rates["bfloat16"])
         launch = _launch(devices)
         on_step("launch")
         bandwidth, link = _memory_bandwidth(), _link_bandwidth(devices)
