@@ -878,7 +878,7 @@ PYTHON = (
     ),
     Fault(
         "drawn-scatter-order",
-        "jaxmp/_src/explain/rows.py",
+        "jaxmp/_src/explain/shards.py",
         "return (rows, axes), (axes, cols), ((*rows, *axes), cols)",
         "return (rows, axes), (axes, cols), ((*axes, *rows), cols)",
         "a drawing gives blocks of d to other devices than have them",

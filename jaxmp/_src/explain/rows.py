@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from jaxmp._src.explain import cost
+from jaxmp._src.explain import cost, shards
 from jaxmp._src.fuse import rewrite
 from jaxmp._src.hardware.call_time import Transfer
 from jaxmp._src.lowering import backend, ffi_call, process_barrier, xla_matmul
@@ -33,9 +33,6 @@ from jaxmp._src.sharding import layouts, patterns
 from jaxmp._src.spec import epilogs, low_precision, precisions
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, extents, operations
 from jaxmp._src.validation.comm_options import comm_options_text
-
-# Mesh axes that share one dimension, slowest first.
-Dim = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +94,7 @@ class Row:
     local_extents: tuple[int, ...] = ()
     ndevices: int = 1
     mesh: tuple[tuple[str, int], ...] = ()
-    placement: tuple[tuple[Dim, Dim], ...] = ()
+    placement: tuple[tuple[shards.Dim, shards.Dim], ...] = ()
     transfers: tuple[Transfer, ...] = ()
 
 
@@ -277,31 +274,9 @@ def matmul_row(
         ),
         ndevices=group.ngroups * group.nranks,
         mesh=group.mesh,
-        placement=_placement(spec, varying),
+        placement=shards.placement(spec, varying),
         transfers=cost.transfers(spec, a, b, "cublasmp" if is_host else call.implementation),
     )
-
-
-def _placement(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) -> tuple[tuple[Dim, Dim], ...]:
-    """The axes of op(a), op(b) and d, rows and columns: those of the group by its pattern, and ahead of them those
-    along which groups have other rows of a, or other columns of b."""
-    group, names = spec.group, [name for name, _ in spec.group.mesh]
-    of_a, of_b = (set(axes) - set(group.axes) for axes in varying)
-    rows, cols = (tuple(name for name in names if name in axes) for axes in (of_a - of_b, of_b - of_a))
-    axes = group.axes
-    if group.pattern == Pattern.ALL_GATHER:
-        return ((*rows, *axes), ()), ((), (*cols, *axes)), (rows, (*cols, *axes))
-    if group.pattern == Pattern.REDUCE_SCATTER:
-        return (rows, axes), (axes, cols), ((*rows, *axes), cols)
-    if group.pattern == Pattern.ALL_REDUCE:
-        return (rows, axes), (axes, cols), (rows, cols)
-    if group.pattern == Pattern.GRID:
-        of_rows, of_cols = (*rows, *group.row_axes), (*cols, *group.col_axes)
-        stored = (group.row_axes, of_cols), (of_rows, group.col_axes)
-        a = stored[0][::-1] if spec.transpose_a else (of_rows, group.col_axes)
-        b = stored[1][::-1] if spec.transpose_b else (group.row_axes, of_cols)
-        return a, b, (of_rows, of_cols)
-    return (rows, ()), ((), cols), (rows, cols)
 
 
 def _scales(spec: MatmulSpec) -> str:
@@ -324,7 +299,7 @@ def _row_of_xla(eqn: Any, line: str, count: int) -> Row:
         pattern="XLA's",
         groups="",
         global_shapes=whole,
-        local_shapes=tuple(_local_shape(x) for x in (a, b, d)),
+        local_shapes=tuple(shards.local_shape(x) for x in (a, b, d)),
         dtypes=f"{a.dtype.name} x {b.dtype.name} -> {d.dtype.name}",
         accumulator=d.dtype.name,
         determinism="run_to_run",
@@ -337,7 +312,7 @@ def _row_of_xla(eqn: Any, line: str, count: int) -> Row:
         workspace=0,
         line=line,
         extents=(rows, k, math.prod(d.shape) // max(rows * batches, 1)),
-        ndevices=max(_mesh_size(x) for x in (a, b, d)),
+        ndevices=max(shards.mesh_size(x) for x in (a, b, d)),
     )
 
 
@@ -361,7 +336,7 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
     x, name = eqn.invars[0].aval, eqn.primitive.name
     if name != _CONSTRAINT and AxisType.Auto in eqn.outvars[0].aval.sharding.mesh.axis_types:
         return None  # XLA's partitioner decides what moves
-    local, result = (_local_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
+    local, result = (shards.local_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
     axes = eqn.params.get("axis_name") or eqn.params.get("axes") or ()
     operation, algorithm = "all_gather", f"lax.{name}"
     if name in ("reshard", _CONSTRAINT):
@@ -408,26 +383,6 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
         bytes_moved=moved * x.dtype.itemsize,
         workspace=0,
         line=line,
-        ndevices=_mesh_size(eqn.outvars[0].aval),
-        transfers=(_collective_transfer(eqn.outvars[0].aval.sharding.mesh, axes, moved * x.dtype.itemsize),),
+        ndevices=shards.mesh_size(eqn.outvars[0].aval),
+        transfers=(shards.collective_transfer(eqn.outvars[0].aval.sharding.mesh, axes, moved * x.dtype.itemsize),),
     )
-
-
-def _collective_transfer(mesh: Any, axes: str | Collection[str], nbytes: int) -> Transfer:
-    names = [name for name in mesh.shape if name in ((axes,) if isinstance(axes, str) else axes)]
-    sizes = list(mesh.shape.items())
-    last = max((list(mesh.shape).index(name) for name in names), default=len(sizes) - 1)
-    stride = math.prod(size for _, size in sizes[last + 1 :])
-    return Transfer(nbytes, math.prod(mesh.shape[name] for name in names), stride)
-
-
-def _mesh_size(aval: jax.core.ShapedArray) -> int:
-    mesh = aval.sharding.mesh
-    return 1 if mesh.empty else math.prod(mesh.shape.values())
-
-
-def _local_shape(aval: jax.core.ShapedArray) -> tuple[int, ...]:
-    """Shape per device; inside shard_map that is the type's own."""
-    mesh = aval.sharding.mesh
-    is_local = mesh.empty or mesh.manual_axes
-    return tuple(aval.shape if is_local else aval.sharding.shard_shape(aval.shape))
