@@ -87,7 +87,7 @@ def test_the_order_of_products_may_be_given(rng):
         check(jaxmp.einsum(*given, optimize=optimize), want)
     path = jnp.einsum_path(*given)[0]
     check(jaxmp.einsum(*given, optimize=path), want)
-    with pytest.raises(ValueError, match="optimize must be a strategy of opt_einsum, .*got 'typo'"):
+    with pytest.raises(ValueError, match=r"optimize must be a strategy of opt_einsum, .*got 'typo'"):
         jaxmp.einsum(*given, optimize="typo")
     with pytest.raises(ValueError, match="optimize must "):
         jaxmp.einsum(*given, optimize=[(0, 1)])
