@@ -122,7 +122,7 @@ gpu-rehearsal: $(TEST)/.ready $(XLA_GPU)/.ready ## Run a few cases of every wind
 	@$(call cpp_build,cpp-$(TAG),Release,,fakes conformance)
 	@rm -rf build/gpu-rehearsal
 	@for window in 1 2 3 4; do $(XLA_GPU)/bin/python tests/gpu_session/session.py $$window --quick \
-	  --over-fakes build/cpp-$(TAG)/fakes --out build/gpu-rehearsal $(ARGS); done
+	  --over-fakes build/cpp-$(TAG)/fakes --out build/gpu-rehearsal $(ARGS) || exit 1; done
 
 .PHONY: soak
 soak: $(TEST)/.ready ## Run 100,000 small and 1,000 large calls and watch memory and descriptors
