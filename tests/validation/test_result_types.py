@@ -1,6 +1,7 @@
 """Every pair of types that `jnp.matmul` and `lax.dot_general` take, operands and `preferred_element_type`, is taken,
 with the same type and values; also those of which no kernel has a product."""
 
+import functools
 import itertools
 
 import cases
@@ -117,7 +118,11 @@ def test_on_meshes(out):
     with jax.set_mesh(mesh):
         x, y = jax.device_put(a, P(None, "x")), jax.device_put(b, P("x", None))
         d = jax.jit(lambda x, y: jaxmp.matmul(x, y, out_sharding=P("x", None), preferred_element_type=out))(x, y)
+        local = functools.partial(jaxmp.matmul_reduce_scatter, axis_name="x", preferred_element_type=out)
+        specs = {"in_specs": (P(None, "x"), P("x", None)), "out_specs": P("x", None)}
+        by_hand = jax.jit(jax.shard_map(local, **specs))(x, y)
     assert d.sharding == NamedSharding(mesh, P("x", None))
+    np.testing.assert_array_equal(np.asarray(d), np.asarray(by_hand))
     np.testing.assert_array_equal(np.asarray(d), np.asarray(jnp.matmul(a, b, preferred_element_type=out)))
 
 

@@ -23,6 +23,7 @@ from jaxmp._src.sharding.shard_local import bind_empty, bind_plan, bind_shards, 
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.caller import operand_name
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
+from jaxmp._src.validation import result_types
 from jaxmp._src.validation.arguments import validated
 from jaxmp._src.validation.comm_options import check_comm_options, fit_comm_options
 from jaxmp._src.validation.operand_checks import as_array, check_all_reduce, check_relu_aux
@@ -92,8 +93,20 @@ def collective(
     """The result of a product whose group is named, on the shards of the enclosing shard_map."""
     group = group_on_axes(name, pattern, axis_names)
     a, b, c = map(as_array, (a, b, c))
+
+    def multiply(a: Any, b: Any, options: dict[str, Any]) -> Results:
+        return _collective(name, group, a, b, c, epilog_inputs, options)
+
+    are_rows = options["transpose_b"] and not options["transpose_a"]
+    result: Results = result_types.converted(multiply, a, b, options, are_rows=are_rows)
+    return result
+
+
+def _collective(
+    name: str, group: Group, a: Any, b: Any, c: Any, epilog_inputs: Any, options: dict[str, Any]
+) -> Results:
     spec, operands = validated(name, a, b, c, epilog_inputs, options, group)
-    if pattern == Pattern.GRID and spec.transpose_a and a.ndim > 2:
+    if group.pattern == Pattern.GRID and spec.transpose_a and a.ndim > 2:
         raise ValueError(
             f"{name}: {operand_name(name, 'a')} has {a.ndim} dimensions; with transpose_a=True it must have 2, for its "
             "blocks lie across those of the result: use jax.vmap for the others"
