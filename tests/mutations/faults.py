@@ -247,6 +247,14 @@ PYTHON = (
         "a real result of complex operands is the imaginary part of their product",
         ("validation/test_result_types.py::test_what_jax_takes_has_its_type_and_values",),
     ),
+    Fault(
+        "unreduced-axes-of-a-transposed-result",
+        "jaxmp/_src/ops/einsum.py",
+        "spec = spec.update(partitions=given.partitions)",
+        "spec = given",
+        "an einsum whose result is transposed forgets the unreduced axes that were asked for",
+        ("sharding/test_unreduced.py",),
+    ),
     # Lowering ----------------------------------------------------------------------------------------------------
     Fault(
         "call-conjugates-the-other",

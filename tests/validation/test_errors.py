@@ -160,7 +160,7 @@ def test_wrong_argument(arguments, keywords, exception, message, standard_promot
 
 
 KEYWORDS = {
-    "nothing alike": (jaxmp.einsum, "colour", "it takes subscripts, operands, precision, preferred_element_type"),
+    "nothing alike": (jaxmp.einsum, "colour", "it takes subscripts, operands, optimize, precision, preferred_element_type"),
     "shorter": (jaxmp.linear, "act", "did you mean activation=?"),
     "of a layer": (jaxmp.gated_mlp, "act", "did you mean activation=?"),
     "misspelt": (jaxmp.dot_general, "precison", "did you mean precision=?"),
@@ -300,7 +300,6 @@ WRONG_SHARDINGS = {
     "rows and columns on one axis": ((P("x", None), P(None, "x")), None, {}, "matmul: rows of a and columns of b are both sharded over axis 'x'; pass out_sharding, without 'x' on the rows to gather a, or without it on the columns to gather b"),
     "an out_sharding that is none": ((P(), P()), "x", {}, "matmul: out_sharding must be a PartitionSpec or a NamedSharding, got str"),
     "an in_sharding that is none": (("x", P()), P(), {}, "matmul: in_shardings must be a PartitionSpec or a NamedSharding, got str"),
-    "unreduced": ((P(), P()), P(None, None, unreduced={"x"}), {}, "matmul: out_sharding with unreduced axes {'x'} is not supported"),
 }  # fmt: skip
 
 
@@ -363,18 +362,6 @@ def test_a_sharding_of_another_mesh_is_not_taken_for_the_calls(axis_type, argume
     a, b = cases.put(A, here, P()), cases.put(B, here, P())
     with pytest.raises(ValueError, match=re.escape(message) if argument != "mesh" else "out_sharding names .*mesh"):
         jaxmp.matmul(a, b, **options)
-
-
-def test_an_operand_with_unreduced_axes():
-    mesh = cases.BY_NAME["local"].jax_mesh()
-    with jax.set_mesh(mesh):
-        partial = P(None, None, unreduced={"x"})
-        shardings = NamedSharding(mesh, P(None, "x")), NamedSharding(mesh, P("x", None))
-        a, b = (jax.ShapeDtypeStruct((8, 8), np.float32, sharding=sharding) for sharding in shardings)
-        a = jax.eval_shape(lambda a, b: jnp.matmul(a, b, out_sharding=partial), a, b)
-        message = r"matmul: the sharding of a, P\(None, None, unreduced=.*\), has unreduced axes \['x'\], which no call"
-        with pytest.raises(NotImplementedError, match=message):
-            jax.eval_shape(lambda a: jaxmp.matmul(a, zeros(8, 8)), a)
 
 
 # Inside shard_map -----------------------------------------------------------------------------------------------

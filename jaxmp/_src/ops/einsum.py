@@ -362,6 +362,7 @@ def _permuted(name: str, argument: str, sharding: Sharding | None, have: str, wa
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if not isinstance(spec, P):
         return sharding
-    dims = to_dims(name, argument, spec, len(have), None)
-    spec = partition_spec(tuple(dims[have.index(index)] for index in want))
+    dims = to_dims(name, argument, P(*spec.partitions), len(have), None)
+    given = partition_spec(tuple(dims[have.index(index)] for index in want))
+    spec = spec.update(partitions=given.partitions)  # unreduced and reduced axes stay
     return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec

@@ -192,7 +192,7 @@ def check_left_to_xla(name: str, spec: MatmulSpec, why: str) -> None:
     for each in filter(None, asked):
         raise NotImplementedError(
             f"{name}: {each} is not available where XLA partitions the product, for {why}; use a mesh whose axes are "
-            "all explicit, or all automatic with in_shardings"
+            "all explicit, or all automatic with in_shardings, and shardings without unreduced and reduced axes"
         )
 
 
