@@ -27,6 +27,7 @@ from jaxmp._src.ops.mlp import mlp
 from jaxmp._src.ops.scaled_matmul import scaled_matmul
 from jaxmp._src.primitive import batching as _batching  # noqa: F401  registers its rules
 from jaxmp._src.primitive import jvp as _jvp  # noqa: F401  registers its rules
+from jaxmp._src.primitive import taylor as _taylor  # noqa: F401  registers its rules
 from jaxmp._src.primitive.primitives import dots_saveable
 from jaxmp._src.profile.profile import Profile, profile
 from jaxmp._src.runtime import config as _config

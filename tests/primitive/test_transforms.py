@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import modes
 import numpy as np
 import pytest
+from jax.experimental import jet
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -245,3 +246,16 @@ def test_vmap_over_a_mesh_axis_sharded_batch(axis, mesh_of, rng):
         left, right = jax.device_put(a, P(axis, None, None)), jax.device_put(b, P(None, None))
         got = jax.jit(lambda a, b: jaxmp.matmul(a, b, out_sharding=P(axis, None, None)))(left, right)
     bounds.judge_product("batch", got, a.astype(np.float64), b.astype(np.float64), operands="float32")
+
+
+def test_taylor_mode(rng):
+    """Coefficients of both operands, of a batch, and of one operand alone."""
+    a, b, da, db = (jnp.asarray(rng.integers(-2, 3, (4, 4)), jnp.float32) for _ in range(4))
+    series = ((da, a, b), (db, a, da))
+    for f in (
+        lambda module, a, b: module.matmul(a * a, b),
+        lambda module, a, b: jax.vmap(module.matmul)(jnp.stack([a, b]), jnp.stack([b, a])),
+        lambda module, a, b: module.matmul(jnp.ones((4, 4)), b) + a,
+    ):
+        want, got = (jet.jet(functools.partial(f, module), (a, b), series) for module in (jnp, jaxmp))
+        jax.tree.map(np.testing.assert_array_equal, want, got)

@@ -160,7 +160,11 @@ def test_wrong_argument(arguments, keywords, exception, message, standard_promot
 
 
 KEYWORDS = {
-    "nothing alike": (jaxmp.einsum, "colour", "it takes subscripts, operands, optimize, precision, preferred_element_type"),
+    "nothing alike": (
+        jaxmp.einsum,
+        "colour",
+        "it takes subscripts, operands, optimize, precision, preferred_element_type",
+    ),
     "shorter": (jaxmp.linear, "act", "did you mean activation=?"),
     "of a layer": (jaxmp.gated_mlp, "act", "did you mean activation=?"),
     "misspelt": (jaxmp.dot_general, "precison", "did you mean precision=?"),
