@@ -21,7 +21,7 @@ from jaxmp._src.ops.signatures import (
     ShardingPair,
     WithResults,
 )
-from jaxmp._src.sharding import meshes
+from jaxmp._src.sharding import eager_calls, meshes
 from jaxmp._src.sharding.sharded_call import make_call, product
 from jaxmp._src.spec import activations, epilogs
 from jaxmp._src.spec.caller import Caller
@@ -153,8 +153,20 @@ def matmul(
     are_blocks = isinstance(a, BlockCyclicArray) or isinstance(b, BlockCyclicArray)
     if not are_blocks and (getattr(a, "ndim", 2) == 1 or getattr(b, "ndim", 2) not in (0, 2)):
         return _contract(**given)
+    kept: jax.Array | WithResults | None = _kept(**given)
+    if kept is not None:
+        return kept
     result: jax.Array | WithResults | BlockCyclicArray = _multiply("matmul", **given)
     return result
+
+
+def _kept(
+    a: Any, b: Any, c: Any, epilog_inputs: Any, out_sharding: Any, in_shardings: Any, mesh: Any, **options: Any
+) -> Any:
+    """The result of an eager call like an earlier one; None of any other, which `product` looks up once more."""
+    operands = eager_calls.given_operands(a, b, c, epilog_inputs)
+    decided = eager_calls.decided(operands, options, (out_sharding, in_shardings, mesh))
+    return decided[0](*operands.values()) if decided else None
 
 
 def _contract(a: Any, b: Any, out_sharding: Any, in_shardings: Any, mesh: Any, **options: Any) -> jax.Array:
