@@ -37,7 +37,7 @@ DIFFERENCES = {
     "einsum": (
         set(SPEC_OPTIONS) - {"precision", "preferred_element_type", "implementation", "determinism"}
         | {"epilog_inputs"},
-        set(),
+        {"optimize"},
         {"out_sharding", "determinism"},
     ),
 }

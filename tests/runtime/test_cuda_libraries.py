@@ -259,9 +259,12 @@ def test_a_machine_without_a_driver_is_told_so(wheels, monkeypatch):
     assert native.cublasmp_info() == {}
 
 
-@pytest.mark.parametrize(("platforms", "want"), [("cpu", ["cpu"]), ("cpu cuda", ["cpu", "CUDA"]), ("cuda", ["CUDA"])])
-def test_the_call_is_registered_where_there_are_devices(platforms, want, monkeypatch):
-    """Types ahead of the targets that use them, and the library open ahead of both."""
+@pytest.mark.parametrize(
+    ("platforms", "want"),
+    [("cpu", ["cpu", "CUDA"]), ("cpu cuda", ["cpu", "open", "CUDA"]), ("cuda", ["open", "CUDA"]), ("", [])],
+)
+def test_what_is_registered_and_opened_for_the_devices_there_are(platforms, want, monkeypatch):
+    """Types ahead of the targets that use them; the library ahead of both, and only where there are CUDA devices."""
     done = []
     capsules = {name: (lambda name=name: {name: {}}) for name in ("types", "registrations")}
     capsules |= {f"cuda_{name}": (lambda name=name: {f"cuda_{name}": {}}) for name in ("types", "registrations")}
@@ -275,7 +278,8 @@ def test_the_call_is_registered_where_there_are_devices(platforms, want, monkeyp
     native.register()
     expected = {
         "cpu": [("types", "cpu"), ("registrations", "cpu")],
-        "CUDA": ["open", ("cuda_types", "CUDA"), ("cuda_registrations", "CUDA")],
+        "open": ["open"],
+        "CUDA": [("cuda_types", "CUDA"), ("cuda_registrations", "CUDA")],
     }
     assert done == [step for platform in want for step in expected[platform]]
 
