@@ -91,6 +91,9 @@ def test_the_order_of_products_may_be_given(rng):
         jaxmp.einsum(*given, optimize="typo")
     with pytest.raises(ValueError, match="optimize must "):
         jaxmp.einsum(*given, optimize=[(0, 1)])
+    for wrong in (3, [0, 1]):
+        with pytest.raises(TypeError, match=r"einsum: optimize must be a strategy of opt_einsum, .*, got "):
+            jaxmp.einsum(*given, optimize=wrong)
 
 
 def test_a_number_is_an_operand(rng, standard_promotion):

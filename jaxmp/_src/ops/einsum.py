@@ -80,8 +80,17 @@ def einsum(
         "implementation": implementation,
         "determinism": determinism,
     }
-    optimize = optimize if isinstance(optimize, str | bool) else tuple(map(tuple, optimize))
-    return contract("einsum", subscripts, operands, options, out_sharding, in_shardings, mesh, optimize)
+    return contract("einsum", subscripts, operands, options, out_sharding, in_shardings, mesh, _order(optimize))
+
+
+def _order(optimize: Any) -> str | bool | tuple[tuple[int, ...], ...]:
+    try:
+        return optimize if isinstance(optimize, str | bool) else tuple(map(tuple, optimize))
+    except TypeError:
+        raise TypeError(
+            "einsum: optimize must be a strategy of opt_einsum, True, False or a pair of operands for each product, "
+            f"got {optimize!r}"
+        ) from None
 
 
 def contract(
@@ -99,23 +108,6 @@ def contract(
         compiled = eager_calls.on_one_device(jaxmp_contraction, operands, options, name, subscripts, optimize)
         if compiled is not None:
             return compiled(*operands)
-    return _contract(name, subscripts, operands, options, out_sharding, in_shardings, mesh, optimize)
-
-
-def jaxmp_contraction(name: str, subscripts: Any, optimize: Any, options: dict[str, Any], *operands: Any) -> jax.Array:
-    return _contract(name, subscripts, operands, options, None, None, None, optimize)
-
-
-def _contract(
-    name: str,
-    subscripts: Any,
-    operands: tuple[Any, ...],
-    options: dict[str, Any],
-    out_sharding: Sharding | None,
-    in_shardings: ShardingPair | None,
-    mesh: Mesh | None,
-    optimize: str | bool | tuple[tuple[int, ...], ...],
-) -> jax.Array:
     terms, output = _parse(name, subscripts, operands)
     if in_shardings is not None and len(terms) != 2:
         raise ValueError(f"{name}: in_shardings are of two operands, got {len(terms)}; write one call for each product")
@@ -133,6 +125,10 @@ def _contract(
         rest.append(_between(name, left, right, needed, options, mesh))
     left, right = rest
     return _multiply(name, left, right, output, options, out_sharding, in_shardings, mesh)
+
+
+def jaxmp_contraction(name: str, subscripts: Any, optimize: Any, options: dict[str, Any], *operands: Any) -> jax.Array:
+    return contract(name, subscripts, operands, options, None, None, None, optimize)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -153,20 +153,8 @@ def matmul(
     are_blocks = isinstance(a, BlockCyclicArray) or isinstance(b, BlockCyclicArray)
     if not are_blocks and (getattr(a, "ndim", 2) == 1 or getattr(b, "ndim", 2) not in (0, 2)):
         return _contract(**given)
-    kept: jax.Array | WithResults | None = _kept(**given)
-    if kept is not None:
-        return kept
     result: jax.Array | WithResults | BlockCyclicArray = _multiply("matmul", **given)
     return result
-
-
-def _kept(
-    a: Any, b: Any, c: Any, epilog_inputs: Any, out_sharding: Any, in_shardings: Any, mesh: Any, **options: Any
-) -> Any:
-    """The result of an eager call like an earlier one; None of any other, which `product` looks up once more."""
-    operands = eager_calls.given_operands(a, b, c, epilog_inputs)
-    decided = eager_calls.decided(operands, options, (out_sharding, in_shardings, mesh))
-    return decided[0](*operands.values()) if decided else None
 
 
 def _contract(a: Any, b: Any, out_sharding: Any, in_shardings: Any, mesh: Any, **options: Any) -> jax.Array:
@@ -225,10 +213,15 @@ def _multiply(
         options["refused"] = {"determinism": level, **{name: given[name] for name in _OF_ARRAYS}}
         del options["determinism"], options["scaling"]
         return block_cyclic.matmul(a, b, c, out_layout=out_sharding, **options)
-    a, b = as_array(a), as_array(b)
+    a, b, c = map(as_array, (a, b, c))
+    given = eager_calls.given_operands(a, b, c, epilog_inputs)
+    decided = eager_calls.decided(given, options, (out_sharding, in_shardings, mesh))
+    if decided:
+        return decided[0](*given.values())
 
-    def multiply(a: Any, b: Any, options: dict[str, Any]) -> Any:
-        return product(name, a, b, c, epilog_inputs, options, out_sharding, in_shardings, mesh)
+    def multiply(x: Any, y: Any, converted: dict[str, Any]) -> Any:
+        entry = decided if converted is options else None  # a call between conversions is no call of these operands
+        return product(name, x, y, c, epilog_inputs, converted, out_sharding, in_shardings, mesh, entry)
 
     are_rows = options["transpose_b"] and not options["transpose_a"]
     return result_types.converted(multiply, a, b, options, are_rows=are_rows)

@@ -67,23 +67,18 @@ def product(
     out_sharding: Any,
     in_shardings: Any,
     mesh: Any,
+    entry: list[Any] | None,
 ) -> Results:
-    """The result of `jaxmp.matmul`, for the public function `name`."""
-    a, b, c = map(as_array, (a, b, c))
-    given = eager_calls.given_operands(a, b, c, epilog_inputs)
-    decided = eager_calls.decided(given, options, (out_sharding, in_shardings, mesh))
-    compiled: Callable[..., Results]
-    if decided:
-        compiled = decided[0]
-        return compiled(*given.values())
+    """The result of `jaxmp.matmul`, for the public function `name`; fills the `entry` of `eager_calls` for it."""
     spec, operands = validated(name, a, b, c, epilog_inputs, options)
     shape = result_shape(spec, a, b)
     placement = meshes.place(name, a, b, shape, out_sharding, in_shardings, mesh)
     call = make_call(spec, placement, operands, shape, name)
-    if decided is None:
+    if entry is None:
         return _result(jaxmp_call(call, operands))
+    given = eager_calls.given_operands(a, b, c, epilog_inputs)
     compiled = _compiled(call, tuple((key, operands[key].dtype) for key in given))
-    decided.append(compiled)
+    entry.append(compiled)
     return compiled(*given.values())
 
 

@@ -57,8 +57,6 @@ def find(a: Any, b: Any, options: Mapping[str, Any], *, are_rows: bool) -> Conve
     preferred = options.get("preferred_element_type")
     if not (is_array(a) and is_array(b)):
         return None
-    if preferred is None and a.dtype.itemsize > 1 and b.dtype.itemsize > 1:
-        return None
     try:
         is_low = are_low_precision(a, b)
         if is_low and (options.get("scaling") is not None or options.get("implementation") is not None):
