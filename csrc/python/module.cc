@@ -23,6 +23,7 @@
 #include "csrc/ffi/cuda_matmul.h"
 #include "csrc/ffi/host_matmul.h"
 #include "csrc/ffi/process_barrier.h"
+#include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "csrc/plan/matmul_problem.h"
@@ -34,7 +35,7 @@ namespace jaxmp {
 namespace {
 
 // The version of the boundary to the Python files; jaxmp/_src/runtime/native.py has the same number.
-constexpr int kAbiVersion = 5;
+constexpr int kAbiVersion = 6;
 
 void ThrowIfError(const Status& status) {
   if (!status.ok()) throw nb::value_error(status.message().c_str());
@@ -83,6 +84,8 @@ nb::dict CudaTypes() {
   return types;
 }
 
+void LimitInstructionSet(const std::string& name) { ThrowIfError(hostmp::limit_instruction_set(name)); }
+
 void LoadBlas(const std::string& path, const std::optional<std::string>& mkl_path) {
   ThrowIfError(hostmp::load_blas(path.c_str(), mkl_path.value_or("").c_str()));
 }
@@ -96,6 +99,7 @@ nb::dict BlasInfo() {
         std::pair("c128", &info.c128), std::pair("bf16", &info.bf16), std::pair("f16", &info.f16)}) {
     result[name] = *value;
   }
+  result["instruction set"] = hostmp::instruction_set();
   return result;
 }
 
@@ -242,6 +246,7 @@ NB_MODULE(_jaxmp, m) {
   m.def("jaxlib_version", [] { return JAXMP_JAXLIB_VERSION; }, "The jaxlib whose FFI headers this was built with.");
   m.def("registrations", &Registrations);
   m.def("types", &Types);
+  m.def("limit_instruction_set", &LimitInstructionSet, nb::arg("name"));
   m.def("load_blas", &LoadBlas, nb::arg("path"), nb::arg("mkl_path").none());
   m.def("blas_info", &BlasInfo);
   m.def("capabilities", [] { return ToDict(host_api().capabilities, host_api().fix_reduction_order != nullptr); });

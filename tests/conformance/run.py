@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import compare
@@ -33,12 +34,21 @@ class NotStartedError(RuntimeError):
     """The suite could not begin: a library, a device or a communicator is missing."""
 
 
-def run_suite(binary: Path, ranks: int, options: list[str], *, processes: bool = False, seconds: int = 60, env=None):
+def run_suite(
+    binary: Path,
+    ranks: int,
+    options: list[str],
+    *,
+    emulator: Sequence[str] = (),
+    processes: bool = False,
+    seconds: int = 60,
+    env=None,
+):
     """The lines of all cases on one library, with lines of our own for cases in which it crashed or hung."""
     lines: list[dict] = []
     after: list[str] = []
     for _ in range(_MOST_RESTARTS):
-        commands = [str(binary), "--ranks", str(ranks), "--seconds", str(seconds), *options, *after]
+        commands = [*emulator, str(binary), "--ranks", str(ranks), "--seconds", str(seconds), *options, *after]
         with tempfile.TemporaryDirectory() as folder:
             rank_options = [["--rank", str(i), "--id", f"{folder}/id"] for i in range(ranks)] if processes else [[]]
             ended = _run_together([commands + rank_option for rank_option in rank_options], Path(folder), env)
@@ -137,12 +147,14 @@ def compare_libraries(arguments, ranks: int) -> tuple[str, bool]:
     """Run both with this many ranks; (what to print, whether there is a fault)."""
     share = ["--share", arguments.share] if arguments.share else []
     share += ["--only", arguments.only] if arguments.only else []
-    host = run_suite(arguments.binary, ranks, ["--library", "host", "--blas", _blas(), *share])
+    emulator = list(filter(None, arguments.emulator.split(";")))
+    host = run_suite(arguments.binary, ranks, ["--library", "host", "--blas", _blas(), *share], emulator=emulator)
     options = ["--library", "cublasmp", *_libraries(arguments), *share]
     other = run_suite(
         arguments.binary,
         ranks,
         options,
+        emulator=emulator,
         processes=arguments.processes and ranks > 1,
         seconds=arguments.seconds,
         env=None if arguments.cublasmp else environment(),
@@ -163,6 +175,7 @@ def compare_libraries(arguments, ranks: int) -> tuple[str, bool]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--binary", type=Path, required=True, help="the executable `conformance`, which CMake builds")
+    parser.add_argument("--emulator", default="", help="what runs it, where it is another architecture's; CMake's list")
     parser.add_argument("--ranks", default="1", help="numbers of ranks, as in 1,2,4")
     parser.add_argument("--cublasmp", help="its library; by default as jaxmp finds it")
     parser.add_argument("--nccl", default="libnccl.so.2")

@@ -556,7 +556,7 @@ int main() {
   CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
   NameTrialsThatDie();
   const int64_t asked = std::getenv("JAXMP_FUZZ") ? std::atoll(std::getenv("JAXMP_FUZZ")) : 0;
-  const int64_t count = asked > 0 ? asked : check::kUnderSanitizer ? 2000 : 10000;
+  const int64_t count = asked > 0 ? asked : check::kIsSlow ? 2000 : 10000;
   const auto seed = static_cast<uint32_t>(std::getenv("JAXMP_FUZZ_SEED") ? std::atoll(std::getenv("JAXMP_FUZZ_SEED"))
                                           : asked > 0                    ? std::random_device()()
                                                                          : 1);

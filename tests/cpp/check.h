@@ -17,11 +17,11 @@ inline constexpr bool kUnderThreadSanitizer = true;
 #else
 inline constexpr bool kUnderThreadSanitizer = false;
 #endif
-// The address and undefined-behaviour sanitizers take some ten times as long.
-#if defined(__SANITIZE_ADDRESS__)
-inline constexpr bool kUnderSanitizer = true;
+// The address and undefined-behaviour sanitizers take some ten times as long, as does the emulation of a processor.
+#if defined(__SANITIZE_ADDRESS__) || defined(JAXMP_EMULATED)
+inline constexpr bool kIsSlow = true;
 #else
-inline constexpr bool kUnderSanitizer = kUnderThreadSanitizer;
+inline constexpr bool kIsSlow = kUnderThreadSanitizer;
 #endif
 
 inline std::atomic<int> failures{0};

@@ -15,6 +15,7 @@
 #include "csrc/hostmp/kernels/amx_gemm.h"
 #include "csrc/hostmp/kernels/avx512_bf16_gemm.h"
 #include "tests/cpp/check.h"
+#include "tests/cpp/instruction_set.h"
 
 namespace jaxmp::test {
 namespace {
@@ -244,6 +245,7 @@ const Kernel kChosen = {
 
 int main() {
   using namespace jaxmp;  // NOLINT
+  tests::limit_instruction_set();
   CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
   const test::Kernel kernels[] = {
       {"AVX512_BF16", hostmp::cpu().avx512_bf16, hostmp::avx512_bf16_gemm, hostmp::kKC, hostmp::kBf16Unit,

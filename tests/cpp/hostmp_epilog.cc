@@ -7,6 +7,7 @@
 #include "csrc/hostmp/gemm/cblas.h"
 #include "tests/cpp/definitions.h"
 #include "tests/cpp/hostmp_world.h"
+#include "tests/cpp/instruction_set.h"
 
 namespace jaxmp::test {
 namespace {
@@ -198,13 +199,13 @@ void test_masks_that_are_cut_anywhere(hostmp::Pool* pool) {
 void test_tiles_that_share_a_byte_of_the_mask(hostmp::Pool* pool) {
   Case c = {Pattern::kGrid, 1, 7, 63, 4200, 14};
   c.trans_a = CUBLAS_OP_T, c.epilog = CUBLASMP_MATMUL_EPILOGUE_RELU_AUX;
-  for (int times = check::kUnderSanitizer ? 1 : 5; times > 0; --times) check_case(c, pool);
+  for (int times = check::kIsSlow ? 1 : 5; times > 0; --times) check_case(c, pool);
 }
 
 // Several tiles in both directions, so that a tile's bias and aux are not those of the first.
 void test_tiles(hostmp::Pool* pool) {
   for (int epilog : kEpilogs) {
-    if (check::kUnderSanitizer && epilog != 134 && epilog != 164) continue;
+    if (check::kIsSlow && epilog != 134 && epilog != 164) continue;
     Case c = {Pattern::kAllReduce, 2, 1, 700, 130, 520};
     c.epilog = epilog, c.has_c = true, c.alpha = 0.5, c.beta = -0.75, c.trans_b = op_b(epilog);
     check_case(c, pool);
@@ -296,6 +297,7 @@ void test_judge() {
 
 int main() {
   using namespace jaxmp;  // NOLINT
+  tests::limit_instruction_set();
   CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
   test::Threads pool(2);
   test::test_judge();

@@ -6,6 +6,7 @@
 #include "csrc/hostmp/numeric/low_precision.h"
 #include "csrc/hostmp/numeric/scales.h"
 #include "tests/cpp/hostmp_arguments.h"
+#include "tests/cpp/instruction_set.h"
 
 namespace jaxmp::test {
 namespace {
@@ -247,6 +248,7 @@ void test_aux_refusals() {
 
 int main() {
   using namespace jaxmp;
+  tests::limit_instruction_set();
   CHECK(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").ok());
   test::test_decode();
   test::test_encode();

@@ -3,6 +3,7 @@
 // shapes up; and nothing but D is written. Sums in one order have the bits of one rank on any numbers.
 #include "csrc/hostmp/gemm/cblas.h"
 #include "tests/cpp/hostmp_world.h"
+#include "tests/cpp/instruction_set.h"
 
 namespace jaxmp::test {
 namespace {
@@ -97,7 +98,7 @@ void test_shapes(hostmp::Pool* pool) {
 void test_large(hostmp::Pool* pool) {
   for (Case c : patterns()) {
     if (c.nranks() == 3) continue;
-    if (check::kUnderSanitizer && c.pattern != Pattern::kAllGather && c.pattern != Pattern::kAllReduce) continue;
+    if (check::kIsSlow && c.pattern != Pattern::kAllGather && c.pattern != Pattern::kAllReduce) continue;
     for (const Types& types :
          {Types{CUDA_R_32F, CUDA_R_32F}, Types{CUDA_R_16BF, CUDA_R_16BF}, Types{CUDA_R_16F, CUDA_R_32F}}) {
       c.m = 131, c.n = 260, c.k = 1101, c.in = types.in, c.out = types.out, c.extra_ld = 5;
@@ -193,10 +194,11 @@ void test_ordered_bits_do_not_know_the_mesh(hostmp::Pool* pool) {
 
 int main() {
   using namespace jaxmp;  // NOLINT
+  tests::limit_instruction_set();
   CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
   test::Threads pool(3);
   test::test_patterns(&pool);
-  if (!check::kUnderSanitizer) test::test_patterns(nullptr);
+  if (!check::kIsSlow) test::test_patterns(nullptr);
   test::test_shapes(&pool);
   test::test_large(&pool);
   test::test_scalars(&pool);

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "tests/fakes/fake.h"
+#include "tests/fakes/half.h"
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -72,7 +73,7 @@ void Fold(std::vector<char>* into, const char* from, int type, int op) {
     case 5:
       return Fold<uint64_t>(into, from, op);
     case 6:
-      return Fold<_Float16>(into, from, op);
+      return Fold<fakes::Half>(into, from, op);
     case 7:
       return Fold<float>(into, from, op);
     case 8:

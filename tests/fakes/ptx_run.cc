@@ -9,6 +9,7 @@
 #include <unordered_map>
 #include <utility>
 
+#include "tests/fakes/half.h"
 #include "tests/fakes/ptx.h"
 
 namespace fakes::ptx {
@@ -24,7 +25,7 @@ double ToDouble(uint64_t bits, Type type) {
     return static_cast<double>(value);
   };
   if (type.kind == 'h') return read(bits << 16, float{});  // the upper half of a float
-  return type.bits == 64 ? read(bits, double{}) : type.bits == 32 ? read(bits, float{}) : read(bits, _Float16{});
+  return type.bits == 64 ? read(bits, double{}) : type.bits == 32 ? read(bits, float{}) : read(bits, Half{});
 }
 
 uint64_t FromDouble(double value, Type type) {
@@ -34,7 +35,7 @@ uint64_t FromDouble(double value, Type type) {
     return bits;
   };
   if (type.bits == 64) return write(value);
-  if (type.kind == 'f') return type.bits == 32 ? write(static_cast<float>(value)) : write(static_cast<_Float16>(value));
+  if (type.kind == 'f') return type.bits == 32 ? write(static_cast<float>(value)) : write(static_cast<Half>(value));
   if (std::isnan(value)) return 0x7fff;
   (void)write(static_cast<float>(value));
   return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;  // to the nearest, and to even between two

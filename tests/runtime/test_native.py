@@ -148,9 +148,45 @@ def test_a_blas_that_is_not_there_is_named(extension):
     assert "/nowhere/libblas.so" in done.stderr
 
 
+PRODUCTS = """
+import hashlib, jax, numpy as np, jaxmp
+from jaxmp._src.runtime import native
+rng = np.random.default_rng(0)
+print(native.blas_info()["instruction set"])
+for dtype in ("float32", "float16", "complex64"):
+    a, b = (rng.normal(size=shape).astype(dtype) for shape in ((37, 300), (300, 29)))
+    print(hashlib.sha1(np.asarray(jaxmp.matmul(a, b, determinism="batch", implementation="host"))).hexdigest())
+"""
+
+
+@functools.cache
+def products_with(instruction_set):
+    """(error, instruction set, digests of float32, float16 and complex64) in a process of its own."""
+    env = {**os.environ, "JAXMP_ISA": instruction_set, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", PRODUCTS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=env)
+    return (done.stderr, *done.stdout.split())
+
+
+@pytest.mark.parametrize("name", config_lib.INSTRUCTION_SETS)
+def test_an_instruction_set_is_used_or_refused_by_name(name, extension):
+    error, *found = products_with(name)
+    if f"JAXMP_ISA is '{name}', but this processor has no \"{name}\"" in error:
+        pytest.skip(f"this processor has no {name}")
+    assert found[0] == name, error
+    # Every instruction set has a fused multiply-add, and sums in one order under a level; "portable" has none.
+    _, _, *best = products_with("")
+    assert len(best) == 3
+    assert (found[1:] == best) == (name != "portable" or products_with("")[1] == "portable")
+
+
+def test_the_processor_has_an_instruction_set(extension):
+    assert products_with("")[1] in config_lib.INSTRUCTION_SETS
+
+
 def test_blas_info_names_the_library_and_a_kernel_for_each_dtype(extension):
     info = native.blas_info()
-    assert set(info) == {"library", "config", "mkl", "f32", "f64", "c64", "c128", "bf16", "f16"}
+    assert set(info) == {"library", "config", "mkl", "instruction set", "f32", "f64", "c64", "c128", "bf16", "f16"}
     assert "openblas" in info["library"]
     assert all(info[dtype] for dtype in ("f32", "f64", "c64", "c128", "bf16", "f16"))
 
@@ -176,6 +212,11 @@ def test_configuration_defaults():
         ("JAXMP_PLAN_CACHE_SIZE", "0", "JAXMP_PLAN_CACHE_SIZE must be a whole number of at least 1 but is '0'."),
         ("JAXMP_PLAN_CACHE_SIZE", "many", "JAXMP_PLAN_CACHE_SIZE must be a whole number of at least 1 but is 'many'."),
         ("JAXMP_MKL", "on", "JAXMP_MKL must be 'auto' or 'off' but is 'on'."),
+        (
+            "JAXMP_ISA",
+            "sse",
+            "JAXMP_ISA must be one of 'amx', 'avx512_bf16', 'avx512', 'avx2', 'neon', 'portable' but is 'sse'.",
+        ),
     ],
 )
 def test_a_variable_that_means_nothing_is_an_error(name, value, message):

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <thread>
 
+#include "csrc/base/str_cat.h"
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -43,9 +45,33 @@ Cpu detect() {
   }
   return found;
 }
+#elif defined(__aarch64__)
+Cpu detect() {
+  Cpu found;
+  found.neon = true;  // part of the architecture
+  return found;
+}
 #else
 Cpu detect() { return {}; }
 #endif
+
+Cpu& limited() {
+  static Cpu found = detect();
+  return found;
+}
+
+struct InstructionSet {
+  const char* name;
+  bool Cpu::* feature;
+};
+
+// From the most capable one down; each of x86 has those below it.
+constexpr InstructionSet kInstructionSets[] = {{"amx", &Cpu::amx_bf16},
+                                               {"avx512_bf16", &Cpu::avx512_bf16},
+                                               {"avx512", &Cpu::avx512},
+                                               {"avx2", &Cpu::avx2},
+                                               {"neon", &Cpu::neon}};
+constexpr char kPortable[] = "portable";
 
 int count_threads() {
   cpu_set_t set;
@@ -56,9 +82,31 @@ int count_threads() {
 
 }  // namespace
 
-const Cpu& cpu() {
-  static const Cpu found = detect();
-  return found;
+const Cpu& cpu() { return limited(); }
+
+std::string instruction_set() {
+  for (const InstructionSet& set : kInstructionSets) {
+    if (cpu().*set.feature) return set.name;
+  }
+  return kPortable;
+}
+
+Status limit_instruction_set(const std::string& name) {
+  Cpu lower = cpu();
+  for (const InstructionSet& set : kInstructionSets) {
+    if (name == set.name && lower.*set.feature) {
+      limited() = lower;
+      return {};
+    }
+    lower.*set.feature = false;
+    lower.amx_fp16 = false;
+  }
+  if (name != kPortable) {
+    return InvalidArgument(text("this processor has no \"", name, "\"; the most that it has is \"", instruction_set(),
+                                "\", the least is \"", kPortable, "\""));
+  }
+  limited() = lower;
+  return {};
 }
 
 int machine_threads() {

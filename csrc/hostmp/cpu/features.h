@@ -1,6 +1,10 @@
-// What this processor, and the system's kernel, let us use. Asked once.
+// What this processor, and the system's kernel, let us use.
 #ifndef JAXMP_HOSTMP_CPU_FEATURES_H_
 #define JAXMP_HOSTMP_CPU_FEATURES_H_
+
+#include <string>
+
+#include "csrc/base/status.h"
 
 namespace jaxmp::hostmp {
 
@@ -10,9 +14,19 @@ struct Cpu {
   bool avx512_bf16 = false;  // with avx512
   bool amx_bf16 = false;     // with avx512; the system lets this process use the tile registers
   bool amx_fp16 = false;
+  bool neon = false;  // on every aarch64
 };
 
+// Asked once, on the first call.
 const Cpu& cpu();
+
+// The most capable instruction set of ours that cpu() has: "amx", "avx512_bf16", "avx512", "avx2", "neon" or
+// "portable", which is what the compiler makes of plain code for the architecture.
+std::string instruction_set();
+
+// Takes from cpu() what lies above the named instruction set; an error where cpu() does not have it. Called ahead of
+// the first product: every kernel of ours is picked by cpu(). A BLAS looks for itself.
+Status limit_instruction_set(const std::string& name);
 
 // The number of threads that a product is cut for: the processors that this process may use, fixed
 // for its life, so that the cut, and with it every bit of a result, does not depend on who happens

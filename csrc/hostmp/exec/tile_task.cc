@@ -66,6 +66,9 @@ class TileTask {
       return;
     }
     if (facts(call_.a.desc.type).is_16bit) return add_product16(is_started);
+    if (call_.alpha == 1.0 && is_few_columns(call_, tile_.cols)) {
+      return simd_gemm(simd_level(), call_.a.desc.type, k_segments(), is_started, scratch_);
+    }
     for (const CommonRange& range : product_.tiling().k) {
       call_.is_low_precision() ? add_scaled_product(range, is_started) : add_product(product_of(range), is_started);
       is_started = true;
@@ -176,10 +179,14 @@ class TileTask {
     return all;
   }
 
-  void add_product16(bool adds) {
+  KSegments k_segments() const {
     KSegments segments;
     for (const CommonRange& range : product_.tiling().k) segments.push_back(product_of(range));
-    gemm16(call_.a.desc.type, segments, static_cast<float>(call_.alpha.real()), adds ? 1.0f : 0.0f, scratch_);
+    return segments;
+  }
+
+  void add_product16(bool adds) {
+    gemm16(call_.a.desc.type, k_segments(), static_cast<float>(call_.alpha.real()), adds ? 1.0f : 0.0f, scratch_);
   }
 
   void add_product(const Product& product, bool adds) {
@@ -188,9 +195,6 @@ class TileTask {
     if (rounds_operands(call_.compute)) {
       return rounded_gemm(call_.compute, call_.a.desc.type, product, Complex64(alpha), static_cast<float>(one),
                           scratch_);
-    }
-    if (alpha == 1.0 && is_small_n(call_.a.desc.type, product)) {
-      return small_n_gemm(call_.a.desc.type, product, adds);
     }
     switch (call_.a.desc.type) {
       case abi::CUDA_R_64F:

@@ -31,12 +31,13 @@ struct alignas(64) TileConfig {
 };
 static_assert(sizeof(TileConfig) == 64);
 
-// The registers are configured while it lives.
+// The registers are configured while it lives. The configuration is static: GCC 12's _tile_loadconfig tells the
+// compiler of its first eight bytes only, so stores to the rest of a local one could be left out.
 class ScopedTiles {
  public:
   JAXMP_AMX ScopedTiles() {
-    const TileConfig config;
-    _tile_loadconfig(&config);
+    static constexpr TileConfig kConfig;
+    _tile_loadconfig(&kConfig);
   }
   JAXMP_AMX ~ScopedTiles() { _tile_release(); }
   ScopedTiles(const ScopedTiles&) = delete;
@@ -46,6 +47,7 @@ class ScopedTiles {
 // The product of two micro-panels of `blocks` blocks, 32 x 32 floats.
 JAXMP_AMX void multiply_micro_panels(const uint32_t* a, const uint32_t* b, int64_t blocks, float* to, int64_t ld) {
   const auto stride = static_cast<size_t>(4 * ld);
+  asm volatile("" ::: "memory");  // GCC 12's _tile_loadd does not say that it reads memory
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);

@@ -11,6 +11,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace jaxmp::hostmp {
@@ -18,7 +20,6 @@ namespace {
 
 constexpr int64_t kNC = 512;          // of which a K block is at most 1 MiB, for the second cache
 constexpr int64_t kMC = 384;          // at most 768 KiB; a multiple of kMR for any instruction set and type
-constexpr int64_t kSmallN = 16;       // columns up to which A is read in place
 constexpr int64_t kSmallNRows = 512;  // of which the sums of kSmallN columns stay in the first cache
 
 template <typename From>
@@ -74,6 +75,27 @@ inline __attribute__((always_inline)) void transpose_lines(const T* const (&from
         const __m128d x = _mm_loadu_pd(from[i] + k), y = _mm_loadu_pd(from[i + 1] + k);
         _mm_storeu_pd(to + k * step + i, _mm_unpacklo_pd(x, y));
         _mm_storeu_pd(to + (k + 1) * step + i, _mm_unpackhi_pd(x, y));
+      }
+    }
+  }
+#elif defined(__aarch64__)
+  if constexpr (std::is_same_v<T, float>) {
+    for (; k + 4 <= length; k += 4) {
+      float32x4_t r[4];
+      for (int i = 0; i < 4; ++i) r[i] = vld1q_f32(from[i] + k);
+      const float32x4_t even[2] = {vzip1q_f32(r[0], r[2]), vzip2q_f32(r[0], r[2])};
+      const float32x4_t odd[2] = {vzip1q_f32(r[1], r[3]), vzip2q_f32(r[1], r[3])};
+      for (int i = 0; i < 2; ++i) {
+        vst1q_f32(to + (k + 2 * i) * step, vzip1q_f32(even[i], odd[i]));
+        vst1q_f32(to + (k + 2 * i + 1) * step, vzip2q_f32(even[i], odd[i]));
+      }
+    }
+  } else {
+    for (; k + 2 <= length; k += 2) {
+      for (int i = 0; i < 4; i += 2) {
+        const float64x2_t x = vld1q_f64(from[i] + k), y = vld1q_f64(from[i + 1] + k);
+        vst1q_f64(to + k * step + i, vzip1q_f64(x, y));
+        vst1q_f64(to + (k + 1) * step + i, vzip2q_f64(x, y));
       }
     }
   }
@@ -156,6 +178,50 @@ struct Simd<double> {
 
 #undef JAXMP_SIMD
 
+#elif defined(__aarch64__)
+
+namespace neon {
+
+#define JAXMP_TARGET
+#define JAXMP_SIMD static inline __attribute__((always_inline))
+
+template <typename T>
+struct Simd;
+template <>
+struct Simd<float> {
+  using V = float32x4_t;
+  static constexpr int kLanes = 4, kVectors = 3, kCols = 8, kComplexCols = 8;
+  JAXMP_SIMD V load(const float* from) { return vld1q_f32(from); }
+  JAXMP_SIMD void store(float* to, V value) { vst1q_f32(to, value); }
+  JAXMP_SIMD V broadcast(float value) { return vdupq_n_f32(value); }
+  JAXMP_SIMD V add(V x, V y) { return vaddq_f32(x, y); }
+  JAXMP_SIMD V fma(V x, V y, V sum) { return vfmaq_f32(sum, x, y); }
+  JAXMP_SIMD V fnma(V x, V y, V sum) { return vfmsq_f32(sum, x, y); }
+};
+// Two registers, because packing writes multiples of four numbers.
+template <>
+struct Simd<double> {
+  struct V {
+    float64x2_t low, high;
+  };
+  static constexpr int kLanes = 4, kVectors = 3, kCols = 4, kComplexCols = 4;
+  JAXMP_SIMD V load(const double* from) { return {vld1q_f64(from), vld1q_f64(from + 2)}; }
+  JAXMP_SIMD void store(double* to, V value) {
+    vst1q_f64(to, value.low);
+    vst1q_f64(to + 2, value.high);
+  }
+  JAXMP_SIMD V broadcast(double value) { return {vdupq_n_f64(value), vdupq_n_f64(value)}; }
+  JAXMP_SIMD V add(V x, V y) { return {vaddq_f64(x.low, y.low), vaddq_f64(x.high, y.high)}; }
+  JAXMP_SIMD V fma(V x, V y, V sum) { return {vfmaq_f64(sum.low, x.low, y.low), vfmaq_f64(sum.high, x.high, y.high)}; }
+  JAXMP_SIMD V fnma(V x, V y, V sum) { return {vfmsq_f64(sum.low, x.low, y.low), vfmsq_f64(sum.high, x.high, y.high)}; }
+};
+
+#include "csrc/hostmp/kernels/simd_gemm_impl.h"
+
+}  // namespace neon
+
+#undef JAXMP_SIMD
+
 #endif
 
 namespace portable {
@@ -212,37 +278,44 @@ void with_type(abi::cudaDataType_t type, Function function) {
   }
 }
 
-template <typename T>
-void small_n(const Product& p, bool adds) {
-#if defined(__x86_64__)
-  if (cpu().avx512) return avx512::small_n<T>(&p, 1, adds);
-  if (cpu().avx2) return avx2::small_n<T>(&p, 1, adds);
-#endif
-  portable::small_n<T>(&p, 1, adds);
-}
-
 }  // namespace
 
 bool has(SimdLevel level) {
-  return level == SimdLevel::kPortable || (level == SimdLevel::kAvx2 ? cpu().avx2 : cpu().avx512);
+  switch (level) {
+    case SimdLevel::kAvx512:
+      return cpu().avx512;
+    case SimdLevel::kAvx2:
+      return cpu().avx2;
+    case SimdLevel::kNeon:
+      return cpu().neon;
+    case SimdLevel::kPortable:
+      break;
+  }
+  return true;
 }
 
 SimdLevel simd_level() {
-  return cpu().avx512 ? SimdLevel::kAvx512 : cpu().avx2 ? SimdLevel::kAvx2 : SimdLevel::kPortable;
+  for (SimdLevel level : {SimdLevel::kAvx512, SimdLevel::kAvx2, SimdLevel::kNeon}) {
+    if (has(level)) return level;
+  }
+  return SimdLevel::kPortable;
 }
 
-void simd_gemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, bool adds, char* scratch) {
+void simd_gemm([[maybe_unused]] SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, bool adds,
+               char* scratch) {
   with_type(type, [&](auto number) {
     using From = decltype(number);
 #if defined(__x86_64__)
     if (level == SimdLevel::kAvx512) return avx512::gemm<From>(segments, adds, scratch);
     if (level == SimdLevel::kAvx2) return avx2::gemm<From>(segments, adds, scratch);
+#elif defined(__aarch64__)
+    if (level == SimdLevel::kNeon) return neon::gemm<From>(segments, adds, scratch);
 #endif
     portable::gemm<From>(segments, adds, scratch);
   });
 }
 
-int64_t simd_gemm_scratch(SimdLevel level, abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k) {
+int64_t simd_gemm_scratch([[maybe_unused]] SimdLevel level, abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k) {
   int64_t bytes = 0;
   with_type(type, [&](auto number) {
     using From = decltype(number);
@@ -250,18 +323,11 @@ int64_t simd_gemm_scratch(SimdLevel level, abi::cudaDataType_t type, int64_t m, 
 #if defined(__x86_64__)
     if (level == SimdLevel::kAvx512) bytes = scratch_of(avx512::Kernel<From>{}, m, n, k).bytes();
     if (level == SimdLevel::kAvx2) bytes = scratch_of(avx2::Kernel<From>{}, m, n, k).bytes();
+#elif defined(__aarch64__)
+    if (level == SimdLevel::kNeon) bytes = scratch_of(neon::Kernel<From>{}, m, n, k).bytes();
 #endif
   });
   return bytes;
-}
-
-bool is_small_n(abi::cudaDataType_t type, const Product& p) {
-  const bool is_real = type == abi::CUDA_R_32F || type == abi::CUDA_R_64F;
-  return is_real && cpu().avx2 && p.n <= kSmallN && p.trans_a == abi::CUBLAS_OP_N;
-}
-
-void small_n_gemm(abi::cudaDataType_t type, const Product& p, bool adds) {
-  type == abi::CUDA_R_64F ? small_n<double>(p, adds) : small_n<float>(p, adds);
 }
 
 }  // namespace jaxmp::hostmp

@@ -12,7 +12,7 @@
 
 namespace jaxmp::hostmp {
 
-enum class SimdLevel { kPortable, kAvx2, kAvx512 };
+enum class SimdLevel { kPortable, kNeon, kAvx2, kAvx512 };
 bool has(SimdLevel level);  // this processor
 SimdLevel simd_level();     // the highest that it has
 
@@ -21,12 +21,8 @@ SimdLevel simd_level();     // the highest that it has
 void simd_gemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, bool adds, char* scratch);
 int64_t simd_gemm_scratch(SimdLevel level, abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k);
 
-// Whether small_n_gemm serves a product: float or double, op(A) = A, a few columns, and a processor with vectors.
-bool is_small_n(abi::cudaDataType_t type, const Product& product);
-
-// c = a op(b), or c += a op(b) where `adds`, summed in the same order. It reads A where it lies, and is the fastest
-// such product there is, for a BLAS packs A first.
-void small_n_gemm(abi::cudaDataType_t type, const Product& product, bool adds);
+// Columns up to which a product of real numbers with op(A) = A reads A where it lies. Nothing is faster then.
+constexpr int64_t kSmallN = 16;
 
 }  // namespace jaxmp::hostmp
 

@@ -6,6 +6,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 namespace jaxmp::hostmp {
@@ -57,6 +59,7 @@ JAXMP_DISPATCH(widen, (const BFloat16* from, float* to, int64_t count), (from, t
 JAXMP_DISPATCH(downconvert, (const float* from, BFloat16* to, int64_t count), (from, to, count),
                downconvert_body(from, to, count))
 
+// As many as whole vectors hold, by the processor's own conversions; how many these were.
 #if defined(__x86_64__)
 JAXMP_AVX2 int64_t widen_f16c(const Float16* from, float* to, int64_t count) {
   int64_t i = 0;
@@ -72,9 +75,30 @@ JAXMP_AVX2 int64_t downconvert_f16c(const float* from, Float16* to, int64_t coun
   }
   return i;
 }
+int64_t widen_vectors(const Float16* from, float* to, int64_t count) {
+  return cpu().avx2 ? widen_f16c(from, to, count) : 0;
+}
+int64_t downconvert_vectors(const float* from, Float16* to, int64_t count) {
+  return cpu().avx2 ? downconvert_f16c(from, to, count) : 0;
+}
+#elif defined(__aarch64__)
+int64_t widen_vectors(const Float16* from, float* to, int64_t count) {
+  int64_t i = 0;
+  for (; cpu().neon && i + 4 <= count; i += 4) {
+    vst1q_f32(to + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from[i].bits))));
+  }
+  return i;
+}
+int64_t downconvert_vectors(const float* from, Float16* to, int64_t count) {
+  int64_t i = 0;
+  for (; cpu().neon && i + 4 <= count; i += 4) {
+    vst1_u16(&to[i].bits, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from + i))));
+  }
+  return i;
+}
 #else
-int64_t widen_f16c(const Float16*, float*, int64_t) { return 0; }
-int64_t downconvert_f16c(const float*, Float16*, int64_t) { return 0; }
+int64_t widen_vectors(const Float16*, float*, int64_t) { return 0; }
+int64_t downconvert_vectors(const float*, Float16*, int64_t) { return 0; }
 #endif
 
 }  // namespace
@@ -83,10 +107,10 @@ void widen(const BFloat16* from, float* to, int64_t count) { widen_best(from, to
 void downconvert(const float* from, BFloat16* to, int64_t count) { downconvert_best(from, to, count); }
 
 void widen(const Float16* from, float* to, int64_t count) {
-  for (int64_t i = cpu().avx2 ? widen_f16c(from, to, count) : 0; i < count; ++i) to[i] = widen_one(from[i]);
+  for (int64_t i = widen_vectors(from, to, count); i < count; ++i) to[i] = widen_one(from[i]);
 }
 void downconvert(const float* from, Float16* to, int64_t count) {
-  for (int64_t i = cpu().avx2 ? downconvert_f16c(from, to, count) : 0; i < count; ++i) to[i] = downconvert_one(from[i]);
+  for (int64_t i = downconvert_vectors(from, to, count); i < count; ++i) to[i] = downconvert_one(from[i]);
 }
 
 }  // namespace jaxmp::hostmp

@@ -83,8 +83,13 @@ def _host() -> dict[str, Any]:
         info = native.blas_info()
     except (ImportError, ValueError) as error:
         return {"unavailable": str(error)}
-    kernels = {f"kernel for {name}": info[name] for name in info if name not in ("library", "config", "mkl")}
-    return {"BLAS": info["library"], "configuration": info["config"], "MKL": info["mkl"] or "not used"} | kernels
+    facts = {
+        "BLAS": info.pop("library"),
+        "configuration": info.pop("config"),
+        "MKL": info.pop("mkl") or "not used",
+        "instruction set": info.pop("instruction set"),
+    }
+    return facts | {f"kernel for {name}": kernel for name, kernel in info.items()}
 
 
 def _devices() -> dict[str, Any]:

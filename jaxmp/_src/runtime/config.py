@@ -22,6 +22,11 @@ VARIABLES = {
     "JAXMP_PLAN_CACHE_SIZE": ("plans kept for reuse; the least recently used go first", "512"),
     "JAXMP_BLAS": ("path of a BLAS library to use instead of scipy-openblas32's", ""),
     "JAXMP_MKL": ("'auto' uses MKL's 16-bit products where MKL is installed, 'off' never", "auto"),
+    "JAXMP_ISA": (
+        "the instruction set of the host's own kernels, 'amx', 'avx512_bf16', 'avx512', 'avx2', 'neon' or 'portable', "
+        "instead of the most capable one of the processor",
+        "",
+    ),
     "JAXMP_HOST_PRECISION": (
         "a precision that no CPU computes (sums in 16 bits): 'strict' refuses it on \"host\", 'ignore' sums in float32",
         "strict",
@@ -42,6 +47,8 @@ TEST_VARIABLES = (
     "JAXMP_CUDA_WHEELS",
     "JAXMP_FAKES",
 )
+# From the most capable one down; csrc/hostmp/cpu/features.cc knows which of them a processor has.
+INSTRUCTION_SETS = ("amx", "avx512_bf16", "avx512", "avx2", "neon", "portable")
 LOG_TOPICS = ("plan", "backend", "distributed", "cublasmp")
 # What launchers tell the processes that they start: (rank, size).
 _LAUNCHERS = {
@@ -65,6 +72,7 @@ class Config:
     timeout: float = 60.0
     compares_calls: bool = True
     gpu_timeout: float = 25.0
+    instruction_set: str | None = None
 
 
 @functools.cache
@@ -89,6 +97,10 @@ def parse(environ: Mapping[str, str]) -> Config:
     mkl = read("JAXMP_MKL")
     if mkl not in ("auto", "off"):
         raise ValueError(f"JAXMP_MKL must be 'auto' or 'off' but is {mkl!r}.")
+    instruction_set = read("JAXMP_ISA")
+    if instruction_set and instruction_set not in INSTRUCTION_SETS:
+        sets = ", ".join(map(repr, INSTRUCTION_SETS))
+        raise ValueError(f"JAXMP_ISA must be one of {sets} but is {instruction_set!r}.")
     precision = read("JAXMP_HOST_PRECISION")
     if precision not in ("strict", "ignore"):
         raise ValueError(f"JAXMP_HOST_PRECISION must be 'strict' or 'ignore' but is {precision!r}.")
@@ -108,6 +120,7 @@ def parse(environ: Mapping[str, str]) -> Config:
         # collective (xla_gpu_executable_terminate_timeout_seconds and
         # xla_gpu_first_collective_call_terminate_timeout_seconds). The error that names the call has to come first.
         timeout if "JAXMP_TIMEOUT" in environ else Config.gpu_timeout,
+        instruction_set or None,
     )
 
 

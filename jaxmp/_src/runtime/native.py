@@ -24,7 +24,7 @@ from jaxmp._src.runtime.config import config
 TARGET = "jaxmp_matmul"
 BARRIER_TARGET = "jaxmp_process_barrier"
 # The version of the boundary between this package and its extension: attributes, operands, functions.
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 _lock = threading.RLock()
 _loaded: Any = None
@@ -223,7 +223,7 @@ def plan_cache_clear() -> None:
 
 
 def blas_info() -> dict[str, str]:
-    """Which library and which kernel serves each dtype."""
+    """Which library, which of its kernels for each dtype, and the instruction set of our own kernels."""
     return dict(extension().blas_info())
 
 
@@ -240,6 +240,7 @@ def extension() -> Any:
         if _loaded is None:
             module = _import_extension()
             _check_versions(module)
+            _limit_instruction_set(module)
             module.load_blas(_blas_path(), _mkl_path())
             module.set_plan_cache_capacity(config().plan_cache_size)
             _loaded = module
@@ -277,6 +278,14 @@ def _check_versions(module: Any) -> None:
             f"jaxmp's extension was built with the FFI headers of jaxlib {built_with} but jaxlib {installed} is "
             f"installed; upgrade jaxlib, or reinstall jaxmp from its wheel."
         )
+
+
+def _limit_instruction_set(module: Any) -> None:
+    if name := config().instruction_set:
+        try:
+            module.limit_instruction_set(name)
+        except ValueError as error:
+            raise ValueError(f"JAXMP_ISA is {name!r}, but {error}.") from None
 
 
 def _release(version: str) -> tuple[int, ...]:
