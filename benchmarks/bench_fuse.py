@@ -6,14 +6,19 @@ import itertools
 import time
 from collections.abc import Callable
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 from common import Report, geometric_mean, interleaved, main
+from flax import nnx
+from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import jaxmp
+import jaxmp.equinox
+import jaxmp.flax
 
 MESHES = ((2, 2), (1, 4))  # data, model
 WIDTHS = (512, 1024)
@@ -72,15 +77,133 @@ def transformer(x, blocks, einsum=jnp.einsum, gated=None):
     return x
 
 
+def auto_stack(x, blocks):
+    """The first stack on automatic axes, where XLA's partitioner places what no constraint does."""
+    for w_in, w_out in blocks:
+        h = jax.nn.gelu(lax.with_sharding_constraint(norm(x), X) @ w_in)
+        x = x + lax.with_sharding_constraint(h @ w_out, ALL_ROWS)
+    return x
+
+
+def auto_stack_by_hand(x, blocks):
+    options = {"in_shardings": (ALL_ROWS, COLUMNS, CONTRACTED), "out_sharding": ALL_ROWS}
+    for w_in, w_out in blocks:
+        x = x + jaxmp.mlp(norm(x), w_in, None, w_out, None, activation="gelu", **options)
+    return x
+
+
+INTO, OUT_OF = P("data", "model"), P("model", "data")
+
+
+def mapped(body):
+    """The body of a `shard_map` with FSDP over `data` and tensor parallelism over `model`."""
+
+    def run(x, blocks):
+        specs = (X, [[INTO, OUT_OF] for _ in blocks])
+        return jax.shard_map(body, in_specs=specs, out_specs=X)(x, blocks)
+
+    return run
+
+
+@mapped
+def mapped_stack(x, blocks):
+    for w_in, w_out in blocks:
+        h = jax.nn.gelu(norm(x) @ lax.all_gather(w_in, "data", axis=0, tiled=True))
+        x = x + lax.psum(h @ lax.all_gather(w_out, "data", axis=1, tiled=True), "model")
+    return x
+
+
+@mapped
+def mapped_stack_by_hand(x, blocks):
+    for w_in, w_out in blocks:
+        rows = norm(x).reshape(-1, x.shape[-1])
+        h = jaxmp.block_matmul(rows, w_in, ("data", ()), epilog=jaxmp.Epilog.GELU)
+        y = jaxmp.matmul_all_reduce(h, lax.all_gather(w_out, "data", axis=1, tiled=True), "model")
+        x = x + y.reshape(x.shape)
+    return x
+
+
+class FlaxLinear(nnx.Linear):
+    """Flax's own layer and gelu."""
+
+    def __init__(self, *args, activation=None, **options):
+        super().__init__(*args, **options)
+        self.activation = activation
+
+    def __call__(self, x, out_sharding=None):
+        y = super().__call__(x, out_sharding=out_sharding)
+        return nnx.gelu(y) if self.activation == "gelu" else y
+
+
+class FlaxBlock(nnx.Module):
+    """Two layers, rows of x over `model` between blocks."""
+
+    def __init__(self, linear, width, dtype, rngs):
+        options = {"rngs": rngs, "param_dtype": dtype, "dtype": dtype}
+        self.up = linear(width, 4 * width, activation="gelu", **options)
+        self.down = linear(4 * width, width, **options)
+
+    def __call__(self, x):
+        h = self.up(jax.sharding.reshard(norm(x), X))
+        return x + self.down(h, out_sharding=ALL_ROWS)
+
+
+def flax_stack(linear, x, blocks):
+    abstract = nnx.eval_shape(lambda: FlaxBlock(linear, x.shape[-1], x.dtype, nnx.Rngs(0)))
+    graph, state = nnx.split(abstract)
+    for weights in blocks:
+        x = nnx.merge(graph, jax.tree.unflatten(jax.tree.structure(state), weights))(x)
+    return x
+
+
+def _flax_weights(n):
+    """In the order of a state: bias and kernel of `down`, then of `up`."""
+    return ((n,), P()), ((4 * n, n), CONTRACTED), ((4 * n,), P("model")), ((n, 4 * n), COLUMNS)
+
+
+def equinox_stack(x, blocks):
+    """Equinox's layers take one row, so they are vmapped; their weights, (out, in), are gathered ahead of it (FSDP)."""
+    for w_in, b_in, w_out, b_out in blocks:
+        up, down = (_equinox_layer(eqx.nn.Linear, *map(_whole, pair)) for pair in ((w_in, b_in), (w_out, b_out)))
+        h = jax.nn.gelu(jax.vmap(jax.vmap(up))(norm(x)))
+        x = x + jax.vmap(jax.vmap(down))(h)
+    return x
+
+
+def equinox_stack_by_hand(x, blocks):
+    for w_in, b_in, w_out, b_out in blocks:
+        up = _equinox_layer(jaxmp.equinox.Linear, w_in, b_in, activation="gelu")
+        down = _equinox_layer(jaxmp.equinox.Linear, w_out, b_out)
+        rows = P(("data", "model"), None, None)
+        x = x + down(up(norm(x), out_sharding=rows), out_sharding=rows)
+    return x
+
+
+def _whole(w):
+    return jax.sharding.reshard(w, P())
+
+
+def _equinox_layer(linear, weight, bias, **options):
+    columns, rows = weight.shape
+    abstract = eqx.filter_eval_shape(functools.partial(linear, rows, columns, **options), key=jax.random.key(0))
+    return eqx.tree_at(lambda layer: (layer.weight, layer.bias), abstract, (weight, bias))
+
+
+def _equinox_weights(n):
+    rows = P(("data", "model"), None)
+    return ((4 * n, n), rows), ((4 * n,), P()), ((n, 4 * n), rows), ((n,), P())
+
+
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """A function of (x, blocks), the same written with jaxmp, the sharding of x, and the shapes and shardings of a
-    block's weights by the width."""
+    """A function of (x, blocks), the same written with jaxmp, the sharding of x, the shapes and shardings of a block's
+    weights by the width, and the type of the mesh's axes."""
 
     plain: Callable
     by_hand: Callable
     x: P
     weights: Callable
+    axes: AxisType = AxisType.Explicit
 
 
 def _layers(n):
@@ -90,6 +213,10 @@ def _layers(n):
 def _gathered(n):
     rows = P(("data", "model"), None)
     return ((n, 4 * n), rows), ((4 * n, n), rows)
+
+
+def _both(n):
+    return ((n, 4 * n), INTO), ((4 * n, n), OUT_OF)
 
 
 def _transformer(n):
@@ -108,6 +235,17 @@ MODELS = {
         X,
         _transformer,
     ),
+    "MLP, automatic axes": Model(auto_stack, auto_stack_by_hand, ALL_ROWS, _layers, AxisType.Auto),
+    "MLP, shard_map, FSDP + TP": Model(mapped_stack, mapped_stack_by_hand, X, _both, AxisType.Auto),
+    "MLP of Flax NNX, sequence parallel": Model(
+        functools.partial(flax_stack, FlaxLinear),
+        functools.partial(flax_stack, jaxmp.flax.Linear),
+        ALL_ROWS,
+        _flax_weights,
+    ),
+    "MLP of Equinox, FSDP": Model(
+        equinox_stack, equinox_stack_by_hand, P(("data", "model"), None, None), _equinox_weights
+    ),
 }
 
 
@@ -117,7 +255,8 @@ def step(model, x, blocks):
 
 
 def case(sizes, name, dtype, width, seconds, rounds):
-    mesh, model = jax.make_mesh(sizes, ("data", "model"), axis_types=(AxisType.Explicit,) * 2), MODELS[name]
+    model = MODELS[name]
+    mesh = jax.make_mesh(sizes, ("data", "model"), axis_types=(model.axes,) * 2)
     with jax.set_mesh(mesh):
 
         def drawn(key, shape, spec, scale):
@@ -185,8 +324,9 @@ def measure(quick):
     grid = list(itertools.product(MESHES, MODELS, TYPES[:1] if quick else TYPES, widths))
     cases = [case(*each, seconds, rounds) for each in tqdm(grid, "fuse", disable=None)]
     prose = (
-        f"The loss and the gradients of {BLOCKS} blocks on {ROWS} rows, on explicit meshes of data x model devices: a "
-        "model in plain JAX, the same through `jaxmp.fuse`, and written with jaxmp's functions. Medians of interleaved "
+        f"The loss and the gradients of {BLOCKS} blocks on {ROWS} rows, on meshes of data x model devices (explicit "
+        "axes where nothing else is said): a model in plain JAX, Flax or Equinox, the same through `jaxmp.fuse`, and "
+        "written with jaxmp's functions. Medians of interleaved "
         "rounds; ratios above 1 are in favour of `fuse`. *tracing*: time to trace, against the plain model. *fused*: "
         "products that became calls."
     )

@@ -92,10 +92,11 @@ def _reshard(rng, values, mode):
 def _scan(rng, values, mode):
     a, b = _pick(rng, values), _pick(rng, values)
     spec = None if mode != "explicit" else jax.typeof(a).sharding.spec
+    has_relu = rng.random() < 0.5
 
     def body(c, _):
         d = lax.dot_general(c, b, (((1,), (0,)), ((), ())), out_sharding=spec)
-        return _bounded(d), None
+        return _bounded(jax.nn.relu(d) - 1 if has_relu else d), None
 
     return lax.scan(body, a, None, length=2)[0]
 
@@ -116,10 +117,22 @@ def _gathered(rng, values, mode):
     return lax.slice_in_dim(jax.nn.relu(d), 0, N)
 
 
+def _weight_gathered(rng, values, mode):
+    """Of half a matrix, along any dimension, for any product."""
+    x, w = _pick(rng, values), _pick(rng, values)
+    i, j, k = (rng.randrange(2) for _ in range(3))
+    whole = lax.all_gather(lax.slice_in_dim(w, 0, N // 2, axis=i), "x", axis=i, tiled=True)
+    operands = (x, whole) if rng.random() < 0.5 else (whole, x)
+    d = lax.dot_general(*operands, (((j,), (k,)), ((), ())))
+    return rng.choice([lambda: d, lambda: d.T, lambda: jax.nn.relu(d), lambda: d + x])()
+
+
 def _scattered(rng, values, mode):
     x, w = _pick(rng, values), _pick(rng, values)
-    d = lax.psum_scatter(x @ w.T, "x", tiled=True, scatter_dimension=0)
-    return jnp.concatenate([d, -d])
+    i, j, k = (rng.randrange(2) for _ in range(3))
+    d = lax.dot_general(x, w, (((j,), (k,)), ((), ())))
+    d = lax.psum_scatter(d.T if rng.random() < 0.3 else d, "x", tiled=True, scatter_dimension=i)
+    return jnp.concatenate([d, -d], axis=i)
 
 
 def _summed(rng, values, mode):
@@ -133,7 +146,7 @@ STEPS = {
     "none": (*COMMON, _scan, _cond),
     "auto": (*COMMON, _scan, _cond),
     "explicit": (*COMMON, _reshard, _reshard, _scan, _cond),
-    "manual": (*COMMON, _gathered, _gathered, _scattered, _summed),
+    "manual": (*COMMON, _gathered, _weight_gathered, _weight_gathered, _scattered, _scattered, _summed),
 }
 
 

@@ -11,6 +11,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
+from jaxmp._src.fuse import templates
 
 X = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (6, 4)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).integers(-2, 3, (4, 4)), jnp.float32)
@@ -157,6 +158,43 @@ def test_what_only_looks_like_a_pattern_keeps_its_value():
     specs = {"in_specs": (P(None, "x"), P("x", None)), "out_specs": P(None, "x")}
     for model in (almost_relu, almost_gelu, jax.shard_map(scatters_columns, mesh=mesh, **specs)):
         np.testing.assert_allclose(jaxmp.fuse(model)(X, W), model(X, W), rtol=1e-6, atol=1e-6)
+
+
+def test_conjugated_operands_are_those_of_the_call():
+    """Stored transposed or not, with sharded rows, columns and contraction."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
+    rng = np.random.default_rng(3)
+    a, b = (rng.integers(-2, 3, (4, 4, 2)).astype(np.float32).view(np.complex64)[..., 0] for _ in range(2))
+    models = {
+        "conj(a).T @ b": (lambda a, b: jnp.matmul(jnp.conj(a).T, b, out_sharding=P()), P("x", None), P("x", None)),
+        "a.conj() @ b": (lambda a, b: a.conj() @ b, P("x", None), P()),
+        "a @ b.T.conj()": (lambda a, b: a @ b.T.conj(), P(), P("x", None)),
+        "conj, of three dimensions": (
+            lambda a, b: jnp.einsum("bmk,kn->bmn", a[None].conj(), b),
+            P("x", None),
+            P(),
+        ),
+    }
+    with jax.set_mesh(mesh):
+        for name, (model, *specs) in models.items():
+            args = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip((a, b), specs, strict=True)]
+            found = jaxmp.explain(jaxmp.fuse(model), quiet=True)(*args)
+            assert (found.calls, found.left, found.collectives) == (1, 0, 0), str(found)
+            text = str(jax.make_jaxpr(jaxmp.fuse(model))(*args))
+            assert ("conj[" in text) == name.startswith("conj, "), text
+            want, got = (jax.jit(f)(*args) for f in (model, jaxmp.fuse(model)))
+            assert jax.typeof(want) == jax.typeof(got)
+            np.testing.assert_array_equal(want, got, err_msg=name)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_activations_are_read_by_the_primitive_that_is_looked_for(dtype):
+    """Without it `fuse` would not find them, in a version of JAX that writes them otherwise."""
+    z = jax.typeof(jnp.ones((2, 4), dtype))
+    for activation in (*templates.ACTIVATIONS, *(activation for activation, _ in templates.DIFFERENTIATED)):
+        jaxpr = templates.flat(activation.function, (z,))
+        readers = {eqn.primitive.name for eqn in jaxpr.eqns if jaxpr.invars[0] in eqn.invars}
+        assert activation.reader in readers, (activation.name, readers)
 
 
 def test_of_two_products_that_are_added_one_takes_the_other():

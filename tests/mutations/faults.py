@@ -27,6 +27,9 @@ class Fault:
 
 
 FUSE_PRODUCTS = "jaxmp/_src/fuse/products.py"
+FUSE_SHARDS = "jaxmp/_src/fuse/emit_shards.py"
+FUSE_GATHERS = "jaxmp/_src/fuse/gathers.py"
+FUSE_LOOPS = "jaxmp/_src/fuse/loops.py"
 PATTERNS = "jaxmp/_src/sharding/patterns.py"
 SHARD_LOCAL = "jaxmp/_src/sharding/shard_local.py"
 PARTITIONER = "jaxmp/_src/sharding/partitioner.py"
@@ -811,6 +814,46 @@ PYTHON = (
         'return jnp.take(x, jnp.asarray(exchange.take)[me], axis=dimension, mode="clip")',
         "the padding of a redistributed matrix is not zero",
         ("ops/test_block_cyclic.py",),
+    ),
+    Fault(
+        "fuse-gathered-weight",
+        FUSE_SHARDS,
+        "stored_along = 0 if is_free == g.has_rows_first else 1",
+        "stored_along = 0",
+        "fuse gathers a weight along its stored rows, whichever dimension the program gathers",
+        ("fuse/test_shard_maps.py",),
+    ),
+    Fault(
+        "fuse-scattered-columns",
+        FUSE_SHARDS,
+        "    if dimension < rows:\n",
+        "    if True:\n",
+        "fuse scatters rows where the program scatters columns",
+        ("fuse/test_shard_maps.py",),
+    ),
+    Fault(
+        "fuse-gather-that-escapes",
+        FUSE_GATHERS,
+        "if not set(dots).issuperset(ends) or busy.intersection(dots):",
+        "if busy.intersection(dots):",
+        "fuse takes in a gather whose value something else reads, which then gathers too",
+        ("fuse/test_shard_maps.py",),
+    ),
+    Fault(
+        "fuse-conjugation",
+        FUSE_PRODUCTS,
+        "is_conjugated=not now.is_conjugated",
+        "is_conjugated=now.is_conjugated",
+        "fuse drops a conjugation",
+        ("fuse/test_programs.py",),
+    ),
+    Fault(
+        "fuse-loop-results",
+        FUSE_LOOPS,
+        "_of(v, stacked_elsewhere) or not _of(v, linked)",
+        "_of(v, stacked_elsewhere)",
+        "fuse drops what a forward loop returns beside what its backward one reads",
+        ("fuse/test_loops.py",),
     ),
     Fault(
         "fuse-transposed-operand",

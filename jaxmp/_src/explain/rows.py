@@ -13,7 +13,7 @@ from jax.sharding import AxisType
 
 from jaxmp._src.explain import cost, shards
 from jaxmp._src.fuse import rewrite
-from jaxmp._src.hardware.call_time import Transfer
+from jaxmp._src.hardware.call_time import Transfer, transfer_over
 from jaxmp._src.lowering import backend, ffi_call, process_barrier, xla_matmul
 from jaxmp._src.lowering.legalize import Form
 from jaxmp._src.lowering.resolve import resolve, resolve_chosen
@@ -144,6 +144,7 @@ def rows_of(
         varying = [jax_compat.varying_axes(v.aval) - gathered.get(id(v), frozenset()) for v in eqn.invars]
         if eqn.primitive in (matmul_p, matmul_epilog_p, auto_matmul_p, auto_matmul_epilog_p):
             row = matmul_row(eqn.params["spec"], avals[0], avals[1], here, count, varying=(varying[0], varying[1]))
+            row = dataclasses.replace(row, why="; ".join([row.why, *rewrite.notes_in(names)]))
             is_auto = eqn.primitive in (auto_matmul_p, auto_matmul_epilog_p) and not _is_symbolic(avals)
             yield dataclasses.replace(row, pattern=UNSETTLED) if is_auto else row
         elif eqn.primitive in batched_matmul.ONE:
@@ -384,5 +385,5 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
         workspace=0,
         line=line,
         ndevices=shards.mesh_size(eqn.outvars[0].aval),
-        transfers=(shards.collective_transfer(eqn.outvars[0].aval.sharding.mesh, axes, moved * x.dtype.itemsize),),
+        transfers=(transfer_over(eqn.outvars[0].aval.sharding.mesh, axes, moved * x.dtype.itemsize),),
     )

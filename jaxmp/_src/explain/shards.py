@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
-from typing import Any
 
 import jax
 
-from jaxmp._src.hardware.call_time import Transfer
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
 
 # Mesh axes that share one dimension, slowest first.
@@ -35,15 +33,6 @@ def placement(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]
         b = stored[1][::-1] if spec.transpose_b else (group.row_axes, of_cols)
         return a, b, (of_rows, of_cols)
     return (rows, ()), ((), cols), (rows, cols)
-
-
-def collective_transfer(mesh: Any, axes: str | Collection[str], nbytes: int) -> Transfer:
-    """What a rank receives in a collective over these axes of a mesh."""
-    names = [name for name in mesh.shape if name in ((axes,) if isinstance(axes, str) else axes)]
-    sizes = list(mesh.shape.items())
-    last = max((list(mesh.shape).index(name) for name in names), default=len(sizes) - 1)
-    stride = math.prod(size for _, size in sizes[last + 1 :])
-    return Transfer(nbytes, math.prod(mesh.shape[name] for name in names), stride)
 
 
 def mesh_size(aval: jax.core.ShapedArray) -> int:

@@ -11,9 +11,9 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxmp._src.fuse import emit_shards
 from jaxmp._src.fuse.products import Operand, Product, is_explicit
 from jaxmp._src.ops import dot_general as _dot_general
-from jaxmp._src.ops.collective_matmul import all_gather_matmul, matmul_all_reduce, matmul_reduce_scatter
 from jaxmp._src.ops.matmul import linear, matmul
 from jaxmp._src.spec import epilogs
 from jaxmp._src.spec.epilogs import Epilog
@@ -52,9 +52,14 @@ def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra:
         "implementation": options.implementation,
         "determinism": options.determinism,
     }
-    if product.lhs.gather is not None or product.collective is not None:
-        return [_collective(product, x, w, bias, c, shared)]
+    if product.is_shared_by_name:
+        return emit_shards.call(product, x, w, bias, c, shared)
     shared["out_sharding"] = out_sharding(product.result.aval)
+    conjugates = product.x.is_conjugated, product.w.is_conjugated
+    if any(conjugates) and product.x.ndim == product.w.ndim == 2 and len(product.x.contract) == 1:
+        shared |= {"transpose_a": product.x.contract == (0,), "transpose_b": product.w.contract == (1,)}
+        return [matmul(x, w, conjugate_a=conjugates[0], conjugate_b=conjugates[1], **shared)]
+    x, w = (lax.conj(each) if is_conjugated else each for each, is_conjugated in zip((x, w), conjugates, strict=True))
     if not product.is_matrix:
         return [_general(product, x, w, shared)]
     shared |= {"transpose_b": product.w.contract == (1,), "alpha": _alpha(product)}
@@ -150,37 +155,3 @@ def _axes_of(x: jax.Array, dimension: int) -> Any:
 
 def _mesh(x: jax.Array) -> Any:
     return jax.typeof(x).sharding.mesh
-
-
-def _collective(
-    product: Product, x: jax.Array, w: jax.Array, bias: jax.Array | None, c: jax.Array | None, options: dict[str, Any]
-) -> jax.Array:
-    """A product inside shard_map."""
-    gather, behind = product.lhs.gather, product.collective
-    flags: dict[str, Any] = {"transpose_b": product.rhs.contract == (1,), "alpha": _alpha(product), "c": c}
-    flags |= {} if c is None else {"beta": 1.0}
-    if product.lhs.contract != (product.lhs.ndim - 1,):
-        raise NotImplementedError("a gathered operand is stored transposed")
-    if product.activation and product.activation not in ("relu", "gelu"):
-        raise NotImplementedError("no epilog applies this activation")
-    flags["epilog"] = epilogs.for_activation(product.activation, bias is not None)
-    flags["epilog_inputs"] = None if bias is None else {"bias": bias}
-    dimension = gather.dimension if gather is not None else behind.params.get("scatter_dimension", x.ndim - 2)
-    lead = x.shape[:-1]
-    if dimension != x.ndim - 2:  # the slowest dimension: all of them fold into rows
-        x = x.reshape(-1, x.shape[-1])
-        if c is not None:
-            flags["c"] = c.reshape(-1, c.shape[-1])
-    if gather is not None:
-        d = all_gather_matmul(x, w, gather.axes, **flags, **options)
-        ranks = d.shape[-2] // x.shape[-2]
-        shape = (*lead[:dimension], lead[dimension] * ranks, *lead[dimension + 1 :])
-    elif behind.primitive.name == "reduce_scatter":
-        axes = behind.params["axis_name"]
-        d = matmul_reduce_scatter(x, w, (axes,) if isinstance(axes, str) else tuple(axes), **flags, **options)
-        ranks = x.shape[-2] // d.shape[-2]
-        shape = (*lead[:dimension], lead[dimension] // ranks, *lead[dimension + 1 :])
-    else:
-        d, shape = matmul_all_reduce(x, w, tuple(behind.params["axes"]), **flags, **options), lead
-    result: jax.Array = d.reshape(*shape, d.shape[-1])
-    return result

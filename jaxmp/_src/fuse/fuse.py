@@ -35,8 +35,8 @@ def fuse(
     the function names each product that does, and why.
 
     It composes with jit, grad, vmap, scan, cond, remat and custom rules. `grad(fuse(fn))` fuses more than
-    `fuse(grad(fn))`, which finds what a forward pass keeps only within one level of a loop. Call it under `jax.jit`:
-    each call traces `fn`.
+    `fuse(grad(fn))`: bias gradients, and gathers that the backward pass repeats. Call it under `jax.jit`: each call
+    traces `fn`.
 
     Args:
       fn: a function of arrays and pytrees of them.

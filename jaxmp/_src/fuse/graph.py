@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jaxmp._src.runtime import jax_compat, jax_tracing
@@ -27,10 +27,14 @@ class Group:
 
 
 class Graph:
-    """A jaxpr's equations with their readers."""
+    """Equations with their readers, and what they return.
 
-    def __init__(self, jaxpr: jax_compat.Jaxpr) -> None:
-        self.equations = list(jaxpr.eqns)
+    Over values of the `barrier` nobody looks back, nor ahead: `made_by` and `only_reader` do not know them.
+    """
+
+    def __init__(self, equations: Sequence[Any], results: Sequence[Any], barrier: Collection[Any] = ()) -> None:
+        self.equations, self.results = list(equations), list(results)
+        self._barrier = frozenset(barrier)
         self.producer: dict[Any, int] = {}
         self._readers: dict[Any, list[int]] = {}
         for i, eqn in enumerate(self.equations):
@@ -38,13 +42,20 @@ class Graph:
             for v in eqn.invars:
                 if not jax_tracing.is_literal(v):
                     self._readers.setdefault(v, []).append(i)
-        for v in jaxpr.outvars:
+        for v in results:
             if not jax_tracing.is_literal(v):
                 self._readers.setdefault(v, []).append(RESULT)
 
+    @staticmethod
+    def of(jaxpr: jax_compat.Jaxpr) -> Graph:
+        """The graph of a jaxpr."""
+        return Graph(jaxpr.eqns, jaxpr.outvars)
+
     def made_by(self, v: Any) -> Any | None:
         """The equation that makes a value; None of an argument and of a literal."""
-        return None if jax_tracing.is_literal(v) or v not in self.producer else self.equations[self.producer[v]]
+        if jax_tracing.is_literal(v) or v in self._barrier or v not in self.producer:
+            return None
+        return self.equations[self.producer[v]]
 
     def readers(self, v: Any) -> list[int]:
         """Indices of the equations that read a value, once for each operand; RESULT where the jaxpr returns it."""
@@ -52,7 +63,7 @@ class Graph:
 
     def only_reader(self, v: Any) -> int | None:
         """The index of the one equation that reads a value, or None."""
-        readers = self.readers(v)
+        readers = () if v in self._barrier else self.readers(v)
         return readers[0] if len(readers) == 1 and readers[0] != RESULT else None
 
     def leaks(self, equations: frozenset[int], outputs: Sequence[Any]) -> bool:
@@ -64,15 +75,18 @@ class Graph:
         )
 
 
-def schedule(graph: Graph, groups: Sequence[Group], results: Sequence[Any]) -> list[int | Group]:
-    """What has to be evaluated for `results` and for effects, each after all that it reads: groups in place of the
-    equations that make their outputs."""
+def schedule(
+    graph: Graph, groups: Sequence[Group], results: Sequence[Any], known: Collection[Any] = ()
+) -> list[int | Group]:
+    """What has to be evaluated for `results`, and if nothing is `known` for effects, each after all that it reads:
+    groups in place of the equations that make their outputs."""
     made: dict[Any, int | Group] = dict(graph.producer)
     for group in groups:
         made |= dict.fromkeys(group.outputs, group)
+    made = {v: step for v, step in made.items() if v not in known}
     order: list[int | Group] = []
     done: set[int | Group] = set()
-    effects = [i for i, eqn in enumerate(graph.equations) if eqn.effects]
+    effects = [] if known else [i for i, eqn in enumerate(graph.equations) if eqn.effects]
     # Depth first, without recursion: a jaxpr may be long.
     stack = [made[v] for v in reversed(results) if not jax_tracing.is_literal(v) and v in made] + effects[::-1]
     while stack:

@@ -15,13 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
 
-from jaxmp._src.fuse.graph import RESULT, Graph
-from jaxmp._src.fuse.templates import ACTIVATIONS, Templates
+from jaxmp._src.fuse.graph import Graph
+from jaxmp._src.fuse.templates import ACTIVATIONS, find_activation
 from jaxmp._src.runtime import jax_compat, jax_tracing
 from jaxmp._src.spec.options import ActivationName
 
 Dims = tuple[int, ...]
-GATHERS = ("all_gather",)
 SUMS = ("psum", "psum_invariant")
 
 
@@ -48,6 +47,7 @@ class Operand:
     equations: frozenset[int] = frozenset()
     gather: Gather | None = None
     is_resharded: bool = False
+    is_conjugated: bool = False
 
     @property
     def ndim(self) -> int:
@@ -56,6 +56,21 @@ class Operand:
     @property
     def free(self) -> Dims:
         return tuple(i for i in range(self.ndim) if i not in self.contract + self.batch)
+
+    @property
+    def has_rows_first(self) -> bool:
+        """Whether it is stored (free dimensions, contraction)."""
+        return self.contract == tuple(range(self.ndim - len(self.contract), self.ndim))
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether its dimensions fold into those of a matrix."""
+        return not self.batch and (self.has_rows_first or self.contract == tuple(range(len(self.contract))))
+
+    def folds(self, dimension: int) -> bool:
+        """Whether blocks along this dimension are blocks of rows, or of columns, of the matrix that it folds into; for
+        the last of the free dimensions leading ones may stay beside it."""
+        return dimension in (self.contract[:1] + self.free[:1]) or (self.has_rows_first and dimension in self.free[-1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,6 +111,11 @@ class Product:
         return not x.batch and x.contract == (x.ndim - 1,) and w.ndim == 2 and len(w.contract) == 1
 
     @property
+    def is_shared_by_name(self) -> bool:
+        """Whether the ranks of a named axis share it, inside shard_map."""
+        return self.collective is not None or self.lhs.gather is not None or self.rhs.gather is not None
+
+    @property
     def epilog(self) -> str:
         names = [("c", self.c), ("bias", self.bias), (self.activation or "", self.activation)]
         return "+".join(name for name, value in names if value is not None and name)
@@ -103,7 +123,7 @@ class Product:
     @property
     def communicates(self) -> bool:
         """Whether ranks exchange anything for it or for its gradients, by the shardings or by collectives."""
-        if self.collective is not None or self.lhs.gather or self.rhs.gather:
+        if self.is_shared_by_name:
             return True
         if self.lhs.is_resharded or self.rhs.is_resharded or self.is_resharded:
             return True
@@ -115,10 +135,10 @@ def _is_shared(a: Any, b: Any) -> bool:
     """Whether ranks hold parts of one operand that others have whole, or of the contraction."""
     if jax_tracing.manual_axes():
         return jax_compat.varying_axes(a) != jax_compat.varying_axes(b)
-    return any(any(_axes(aval)) for aval in (a, b) if is_explicit(aval))
+    return any(any(axes_of_type(aval)) for aval in (a, b) if is_explicit(aval))
 
 
-def _axes(aval: Any) -> tuple[tuple[str, ...], ...]:
+def axes_of_type(aval: Any) -> tuple[tuple[str, ...], ...]:
     """The explicit axes over which each dimension is sharded."""
     spec = aval.sharding.spec
     entries = [spec[i] if i < len(spec) else None for i in range(len(aval.shape))]
@@ -138,84 +158,14 @@ def is_explicit(aval: Any) -> bool:
     return AxisType.Explicit in aval.sharding.mesh.axis_types if not aval.sharding.mesh.empty else False
 
 
-# Gathers ---------------------------------------------------------------------------------------------------------
-
-
-def shared_gathers(graph: Graph, *, in_place: bool) -> frozenset[int]:
-    """Indices of the gathers that products can take in, so that the gathered value is never made.
-
-    With several readers each product would gather anew, but where they read the shards `in_place`.
-    """
-    found = set()
-    for i, eqn in enumerate(graph.equations):
-        if not _is_gather(eqn):
-            continue
-        ends = list(_ends(graph, eqn.outvars[0]))
-        takes = [graph.equations[j].primitive.name == "dot_general" for j in ends if j != RESULT]
-        if not ends or RESULT in ends or not all(takes) or (len(ends) > 1 and not in_place):
-            continue
-        if all(_takes_gather(graph, j, i) for j in ends):
-            found.add(i)
-    return frozenset(found)
-
-
-def _is_gather(eqn: Any) -> bool:
-    name = eqn.primitive.name
-    if name == "reshard":
-        if jax_tracing.is_literal(eqn.invars[0]) or not all(is_explicit(v.aval) for v in (*eqn.invars, *eqn.outvars)):
-            return False
-        have, want = (_axes(v.aval) for v in (*eqn.invars, *eqn.outvars))
-        return have != want and all(set(w) <= set(h) for h, w in zip(have, want, strict=True))
-    if name not in GATHERS:
-        return False
-    return bool(eqn.params["tiled"]) and eqn.params.get("axis_index_groups") is None
-
-
-def _ends(graph: Graph, v: Any) -> list[int]:
-    """Who reads a value, behind casts and transposes."""
-    ends: list[int] = []
-    for i in graph.readers(v):
-        if i != RESULT and graph.equations[i].primitive.name in _PASSES:
-            ends += _ends(graph, graph.equations[i].outvars[0])
-        else:
-            ends.append(i)
-    return ends
-
-
-def _takes_gather(graph: Graph, dot: int, gather: int) -> bool:
-    """Whether a product reads this gather in a place where a call can gather."""
-    eqn: Any = graph.equations[dot]
-    contract, batch = eqn.params["dimension_numbers"]
-    for side, v in enumerate(eqn.invars):
-        operand = _operand(graph, v, contract[side], batch[side], frozenset((gather,)))
-        if gather not in operand.equations:
-            continue
-        if operand.gather is None:  # a reshard, which the call's layout sees to
-            return True
-        # Inside shard_map a call gathers the rows of an lhs whose rhs is a matrix.
-        is_row = operand.free and operand.gather.dimension in (operand.free[0], operand.free[-1])
-        return side == 0 and bool(is_row) and len(eqn.invars[1].aval.shape) == 2 and not batch[0]
-    return False
-
-
-def reads_gathered(graph: Graph, index: int) -> bool:
-    """Whether a product's operand is gathered ahead of it."""
-    for v in graph.equations[index].invars:
-        while (eqn := graph.made_by(v)) is not None and eqn.primitive.name in _PASSES:
-            v = eqn.invars[0]
-        if eqn is not None and _is_gather(eqn):
-            return True
-    return False
-
-
-# What may stand between a gather and a product.
-_PASSES = ("transpose", "convert_element_type", "pvary")
-
 # Operands --------------------------------------------------------------------------------------------------------
 
 
-def _operand(graph: Graph, v: Any, contract: Dims, batch: Dims, gathers: frozenset[int]) -> Operand:
-    """What a product reads for `v`: back to where a gather that it takes in starts, or over transposes alone."""
+def operand_of(
+    graph: Graph, v: Any, contract: Dims, batch: Dims, gathers: frozenset[int], *, over_pvary: bool = True
+) -> Operand:
+    """What a product reads for `v`: back to where a gather that it takes in starts, or over transposes, conjugations
+    and (`over_pvary`) what makes it vary, whose transpose is a sum that the call's gradient does."""
     dtype = v.aval.dtype
     now = best = Operand(v, dtype, tuple(contract), tuple(batch))
     while (eqn := graph.made_by(now.value)) is not None:
@@ -246,6 +196,14 @@ def _operand(graph: Graph, v: Any, contract: Dims, batch: Dims, gathers: frozens
             now = moved
             best = now if best.equations == now.equations - {i} and best.gather is None else best
             continue
+        if name == "pvary" and over_pvary and not jax_tracing.is_literal(eqn.invars[0]):
+            now = dataclasses.replace(now, value=eqn.invars[0], equations=taken)
+            best = now if best.equations == now.equations - {i} else best
+            continue
+        if name == "conj":
+            now = dataclasses.replace(now, value=eqn.invars[0], equations=taken, is_conjugated=not now.is_conjugated)
+            best = now if best.equations == now.equations - {i} else best
+            continue
         if name in ("convert_element_type", "pvary") and _is_widening_free(eqn):
             now = dataclasses.replace(now, value=eqn.invars[0], equations=taken)
             continue
@@ -263,14 +221,35 @@ def _is_widening_free(eqn: Any) -> bool:
 # Products --------------------------------------------------------------------------------------------------------
 
 
-def find(
-    graph: Graph, index: int, gathers: frozenset[int], templates: Templates, *, epilogs: bool, manual: bool
-) -> Product:
+def find(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bool, manual: bool) -> Product:
     """The product of a `dot_general`, with what it can take in."""
+    product = _bare(graph, index, gathers)
+    product = _with_cast(graph, product)
+    product = _with_transpose(graph, product)
+    product = _with_collective(graph, product, manual=manual)
+    if not epilogs or not product.is_matrix or not jnp.issubdtype(product.dtype, jnp.floating):
+        return product
+    product = _with_alpha(graph, product)
+    product = _with_bias(graph, product)
+    found = _with_activation(graph, product)
+    return found if found.activation else _with_c(graph, product)
+
+
+def _bare(graph: Graph, index: int, gathers: frozenset[int]) -> Product:
+    """A `dot_general` with what it takes in of its operands alone."""
     eqn: Any = graph.equations[index]
     contract, batch = eqn.params["dimension_numbers"]
-    lhs, rhs = (_operand(graph, v, contract[side], batch[side], gathers) for side, v in enumerate(eqn.invars))
-    product = Product(
+    for over_pvary in (True, False):
+        lhs, rhs = (
+            operand_of(graph, v, contract[side], batch[side], gathers, over_pvary=over_pvary)
+            for side, v in enumerate(eqn.invars)
+        )
+        varying = (jax_compat.varying_axes(aval) for aval in (lhs.value.aval, rhs.value.aval))
+        if frozenset().union(*varying) == jax_compat.varying_axes(eqn.outvars[0].aval):
+            break
+    order = sorted(range(len(lhs.contract)), key=lhs.contract.__getitem__)
+    lhs, rhs = (dataclasses.replace(each, contract=tuple(each.contract[i] for i in order)) for each in (lhs, rhs))
+    return Product(
         index,
         lhs,
         rhs,
@@ -279,15 +258,25 @@ def find(
         eqn.params["precision"],
         np.dtype(eqn.outvars[0].aval.dtype),
     )
-    product = _with_cast(graph, product)
-    product = _with_transpose(graph, product)
-    product = _with_collective(graph, product, manual=manual)
-    if not epilogs or not product.is_matrix or not jnp.issubdtype(product.dtype, jnp.floating):
-        return product
-    product = _with_alpha(graph, product)
-    product = _with_bias(graph, product)
-    found = _with_activation(graph, product, templates)
-    return found if found.activation else _with_c(graph, product)
+
+
+def collective_behind(graph: Graph, index: int) -> Any | None:
+    """The equation behind a product inside shard_map that its call could do, were none of its operands gathered."""
+    product = _with_transpose(graph, _with_cast(graph, _bare(graph, index, frozenset())))
+    return _with_collective(graph, product, manual=True).collective if jax_tracing.manual_axes() else None
+
+
+def is_summed_with_others(graph: Graph, product: Product) -> bool:
+    """Whether a sum of products goes into one collective inside shard_map."""
+    v, is_sum = product.result, False
+    while (i := graph.only_reader(v)) is not None:
+        eqn = graph.equations[i]
+        if eqn.primitive.name in ("reduce_scatter", *SUMS):
+            return is_sum
+        if eqn.primitive.name not in ("add", "add_any", "transpose", "convert_element_type"):
+            return False
+        v, is_sum = eqn.outvars[0], is_sum or eqn.primitive.name in ("add", "add_any")
+    return False
 
 
 def _next(graph: Graph, product: Product, name: str) -> tuple[int, Any] | None:
@@ -311,12 +300,12 @@ def _with_cast(graph: Graph, product: Product) -> Product:
 
 def _with_transpose(graph: Graph, product: Product) -> Product:
     """A result whose rows and columns change places is the product of its operands in the other order."""
-    found = _next(graph, product, "transpose")
-    if found is None or product.lhs.batch:
-        return product
-    rows, cols = len(product.lhs.free), len(product.rhs.free)
-    swapped = (*range(rows, rows + cols), *range(rows))
-    return _after(product, *found, is_swapped=True) if found[1].params["permutation"] == swapped else product
+    while (found := _next(graph, product, "transpose")) is not None and not product.lhs.batch:
+        rows, cols = len(product.x.free), len(product.w.free)
+        if found[1].params["permutation"] != (*range(rows, rows + cols), *range(rows)):
+            break
+        product = _after(product, *found, is_swapped=not product.is_swapped)
+    return product
 
 
 def _with_collective(graph: Graph, product: Product, *, manual: bool) -> Product:
@@ -325,19 +314,22 @@ def _with_collective(graph: Graph, product: Product, *, manual: bool) -> Product
         if found is None or not is_explicit(product.result.aval) or not is_explicit(found[1].outvars[0].aval):
             return product
         return _after(product, *found, is_resharded=True)
-    if product.lhs.gather or not product.is_matrix or product.is_swapped:
+    if product.is_shared_by_name or not (product.lhs.is_flat and product.rhs.is_flat):
         return product
     for name in ("reduce_scatter", *SUMS):
         found = _next(graph, product, name)
         if found is None or len(found[1].invars) != 1 or found[1].params.get("axis_index_groups") is not None:
             continue
-        rows = product.lhs.ndim - 1
-        if name == "reduce_scatter":
-            params = found[1].params
-            if not params["tiled"] or params["scatter_dimension"] not in (0, rows - 1):
-                continue
-        return _after(product, *found, collective=found[1])
+        if name != "reduce_scatter" or (found[1].params["tiled"] and _scatters(product, found[1])):
+            return _after(product, *found, collective=found[1])
     return product
+
+
+def _scatters(product: Product, eqn: Any) -> bool:
+    """Whether the dimension of the result that is scattered is one of the rows, or of the columns, of a matrix."""
+    dimension, rows = eqn.params["scatter_dimension"], len(product.x.free)
+    operand, i = (product.x, dimension) if dimension < rows else (product.w, dimension - rows)
+    return operand.folds(operand.free[i])
 
 
 def _with_alpha(graph: Graph, product: Product) -> Product:
@@ -382,23 +374,23 @@ def _broadcast_vector(graph: Graph, v: Any, columns: int) -> tuple[Any, tuple[in
     return (v, equations) if v.aval.shape == (columns,) and equations else None
 
 
-def _with_activation(graph: Graph, product: Product, templates: Templates) -> Product:
+def _with_activation(graph: Graph, product: Product) -> Product:
     if product.alpha is not None:
         return product
-    for name, function in ACTIVATIONS:
-        match = templates.find(graph, function, (product.result,))
+    for activation in ACTIVATIONS:
+        match = find_activation(graph, activation, product.result)
         if match is None or match.output.aval.dtype != product.dtype:
             continue
         if graph.leaks(match.equations, (match.output,)):
             continue
         is_kept = not match.equations.issuperset(graph.readers(product.result))
-        if is_kept and name != "gelu":
+        if is_kept and activation.name != "gelu":
             continue
         return dataclasses.replace(
             product,
             result=match.output,
             equations=product.equations | match.equations,
-            activation=name,
+            activation=activation.name,
             preactivation=product.result if is_kept else None,
             before=product,
         )
@@ -415,8 +407,3 @@ def _with_c(graph: Graph, product: Product) -> Product:
     if len(others) != 1 or jax_tracing.is_literal(others[0]) or others[0].aval != product.result.aval:
         return product
     return _after(product, i, eqn, c=others[0], before=product)
-
-
-def platform_reads_in_place() -> bool:
-    """Whether calls read the shards of other ranks where they lie, so that a gather costs nothing."""
-    return jax_compat.default_platform() == "cpu" and jax.process_count() == 1

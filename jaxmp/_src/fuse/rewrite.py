@@ -12,11 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmp._src.fuse import control_flow, emit, layers, products
+from jaxmp._src.fuse import control_flow, emit, gathers, layers, loops, products, templates
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.graph import Graph, Group, schedule
 from jaxmp._src.fuse.products import Aux, Product
-from jaxmp._src.fuse.templates import DIFFERENTIATED, Match, Templates
+from jaxmp._src.fuse.templates import DIFFERENTIATED, Match
 from jaxmp._src.runtime import jax_compat, jax_tracing
 from jaxmp._src.spec.options import ActivationName
 
@@ -26,10 +26,30 @@ REASONS = {
     "local": "no rank shares an operand with another, and XLA's own product is as fast",
     "batch": "it has a batch, of which each rank has its own part",
     "gathered": "its gathered operand is needed elsewhere too, so the gather stays, and the product is local",
+    "gather": "no call gathers its operand so (tiled=False, a reshape behind it, groups of ranks, a batch, a dimension "
+    "between others), so the gather stays, and the product is local",
+    "shared": "other products read its gathered operand too, and one gather for all, with local products, takes less "
+    "time than calls that each gather (docs/cost.md)",
+    "summed": "it is added to other values ahead of the collective that sums all of them over the ranks",
     "type": "its types have no kernel of jaxmp's",
     "inner": "it is within an operation that is left as it is",
     "refused": "jaxmp refuses these operands, shardings or options",
 }
+
+
+# What the cost model chose for a gather that several products read: part of the name stack of a call.
+NOTE = "jaxmp_note_"
+NOTES = {
+    "again": "gathers in its call what other products gather too, for one gather ahead of all takes longer "
+    "(docs/cost.md)",
+    "shared": "its operand is gathered ahead of it, once for several products, which takes less time than calls that "
+    "each gather (docs/cost.md)",
+}
+
+
+def notes_in(names: Sequence[str]) -> list[str]:
+    """What these name stacks say of a call."""
+    return [NOTES[key] for key in dict.fromkeys(re.findall(NOTE + "([a-z]+)", "/".join(names)))]
 
 
 def reason_in(names: Sequence[str]) -> str:
@@ -38,32 +58,45 @@ def reason_in(names: Sequence[str]) -> str:
     return reason
 
 
+def read(values: dict[Any, Any], v: Any) -> Any:
+    """What a variable of a jaxpr, or a literal, stands for."""
+    return v.val if jax_tracing.is_literal(v) else values[v]
+
+
 class Rewriter:
     """Evaluates jaxprs of one traced function."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._templates = Templates()
         self._functions: dict[Any, Callable[..., Any]] = {}
         self._kept: list[Any] = []  # whose ids are keys
 
     def evaluate(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
         """The values that a jaxpr returns."""
         values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        graph = Graph.of(jaxpr)
+        groups, left = self.safe_groups_of(graph)
+        self.run(graph, schedule(graph, groups, jaxpr.outvars), left, values, loops.find(self, graph))
+        return [read(values, v) for v in jaxpr.outvars]
 
-        def read(v: Any) -> Any:
-            return v.val if jax_tracing.is_literal(v) else values[v]
-
-        graph = Graph(jaxpr)
-        groups, left = self._safe_groups(graph)
-        for step in schedule(graph, groups, jaxpr.outvars):
+    def run(
+        self,
+        graph: Graph,
+        steps: Sequence[int | Group],
+        left: dict[int, str],
+        values: dict[Any, Any],
+        pairs: dict[int, loops.Pair] | None = None,
+    ) -> None:
+        """Evaluates equations and groups in this order, of `values` and into them; of `pairs` of scans by index."""
+        for step in steps:
             if isinstance(step, Group):
-                values |= zip(step.outputs, self._group(graph, step, read), strict=True)
-            else:
-                eqn = graph.equations[step]
-                operands = [read(v) for v in eqn.invars]
-                values |= zip(eqn.outvars, self._equation(eqn, operands, left.get(step, "")), strict=True)
-        return [read(v) for v in jaxpr.outvars]
+                self._group(graph, step, values)
+                continue
+            eqn = graph.equations[step]
+            if pairs and step in pairs and pairs[step].run(self, eqn, values):
+                continue
+            operands = [read(values, v) for v in eqn.invars]
+            values |= zip(eqn.outvars, self._equation(eqn, operands, left.get(step, "")), strict=True)
 
     def function_of(self, closed: Any) -> Callable[..., Any]:
         """The jaxpr as a function, the same for the same jaxpr, so that JAX traces and compiles it once."""
@@ -102,10 +135,10 @@ class Rewriter:
 
     # ---- what is replaced
 
-    def _safe_groups(self, graph: Graph) -> tuple[list[Group], dict[int, str]]:
-        """`_groups`; a program that it cannot read stays as it is, and runs."""
+    def safe_groups_of(self, graph: Graph, whole: Graph | None = None) -> tuple[list[Group], dict[int, str]]:
+        """`groups_of`; a program that it cannot read stays as it is, and runs."""
         try:
-            return self._groups(graph)
+            return self.groups_of(graph, whole)
         except Exception as error:
             warnings.warn(
                 f"fuse: leaves a part of the program as it is, which it could not read ({error!r}); please report it",
@@ -114,20 +147,18 @@ class Rewriter:
             )
             return [], dict.fromkeys(range(len(graph.equations)), "refused")
 
-    def _groups(self, graph: Graph) -> tuple[list[Group], dict[int, str]]:
-        """(what is replaced, why the other products are not, by index)."""
+    def groups_of(self, graph: Graph, whole: Graph | None = None) -> tuple[list[Group], dict[int, str]]:
+        """(what is replaced, why the other products are not, by index); `whole` is the same graph without barriers."""
         dots = [i for i, eqn in enumerate(graph.equations) if eqn.primitive.name == "dot_general"]
         if not dots:
             return [], {}
         manual = bool(jax_tracing.manual_axes())
-        gathers = products.shared_gathers(graph, in_place=products.platform_reads_in_place())
-        found = [
-            products.find(graph, i, gathers, self._templates, epilogs=self.options.epilogs, manual=manual) for i in dots
-        ]
+        choice = gathers.choose(graph, dots, self.options.implementation)
+        found = [products.find(graph, i, choice.taken, epilogs=self.options.epilogs, manual=manual) for i in dots]
         groups: list[Group] = []
         if self.options.epilogs and not manual:
             groups += layers.find(graph, found, self.options)
-            groups += self._pairs(graph, found)
+            groups += self._pairs(whole or graph, found)
         taken = {i for group in groups for i in group.equations}
         made = {v for group in groups for v in group.outputs}
         left = {}
@@ -138,10 +169,13 @@ class Rewriter:
             if product.before is not None and (is_beside or product.result in made):  # of two that are added, one
                 product = product.before
             why = self._why_left(product)
-            if why == "local" and products.reads_gathered(graph, product.index):
-                why = "gathered"
+            if why == "local":
+                why = choice.why.get(product.index, "summed" if products.is_summed_with_others(graph, product) else why)
             if why is None:
                 make = functools.partial(emit.call, product, self.options)
+                note = "again" if product.index in choice.again else choice.why.get(product.index)
+                if note in NOTES:
+                    make = jax.named_scope(NOTE + note)(make)
                 groups.append(Group(product.equations, emit.inputs(product), emit.outputs(product), make, "product"))
                 made |= {product.result}
             else:
@@ -154,16 +188,19 @@ class Rewriter:
         groups: list[Group] = []
         firsts = (p for p in found if p.is_matrix and not p.activation and p.c is None and p.alpha is None)
         for forward in firsts:
-            for name, function, cotangent in DIFFERENTIATED:
-                match = self._templates.find(graph, function, (forward.result,))
+            for activation, cotangent in DIFFERENTIATED:
+                match = templates.find_activation(graph, activation, forward.result)
                 if match is None:
                     continue
                 for backward in found:
                     plain = not (backward.epilog or backward.collective or backward.alpha)
                     if backward is forward or not plain or not backward.is_matrix:
                         continue
-                    back = self._templates.find(graph, cotangent, (forward.result, backward.result))
-                    if back is not None and (pair := _pair(graph, name, forward, match, backward, back)) is not None:
+                    back = templates.find(graph, cotangent, (forward.result, backward.result))
+                    if (
+                        back is not None
+                        and (pair := _pair(graph, activation.name, forward, match, backward, back)) is not None
+                    ):
                         groups += [self._kept_group(*pair), self._gradient_group(*pair)]
                         break
         return groups
@@ -192,29 +229,20 @@ class Rewriter:
 
     # ---- evaluation
 
-    def _group(self, graph: Graph, group: Group, read: Callable[[Any], Any]) -> Sequence[Any]:
+    def _group(self, graph: Graph, group: Group, values: dict[Any, Any]) -> None:
         """The group's results by its call, or where jaxmp refuses, by JAX's own equations."""
         last = graph.equations[max(i for i in group.equations if graph.equations[i].primitive.name == "dot_general")]
-        inputs = [read(v) for v in group.inputs]
         try:
             with jax_tracing.traced_as(last):
-                results = group.emit(*inputs)
+                results = group.emit(*(values[v] for v in group.inputs))
             for v, x in zip(group.outputs, results, strict=True):
                 if v in graph.producer and not jax_tracing.is_type_of(v.aval, x):
                     raise TypeError(f"{v.aval} became {jax.typeof(x)}")
-            return results
-        except (TypeError, ValueError, NotImplementedError):
-            return self._unfused(graph, group, dict(zip(group.inputs, inputs, strict=True)), read)
-
-    def _unfused(self, graph: Graph, group: Group, values: dict[Any, Any], read: Callable[[Any], Any]) -> Sequence[Any]:
-        """The group's results by JAX's own equations."""
-        for i in schedule(graph, (), group.outputs):
-            eqn = graph.equations[i] if isinstance(i, int) else None
-            if i not in group.equations or eqn is None:
-                continue
-            operands = [values[v] if not jax_tracing.is_literal(v) and v in values else read(v) for v in eqn.invars]
-            values |= zip(eqn.outvars, self._equation(eqn, operands, "refused"), strict=True)
-        return [values[v] for v in group.outputs]
+            values |= zip(group.outputs, results, strict=True)
+        except (TypeError, ValueError, NotImplementedError, KeyError):  # a key: the aux of another group, refused too
+            outputs = [v for v in group.outputs if v in graph.producer]
+            refused = dict.fromkeys(group.equations, "refused")
+            self.run(graph, schedule(graph, (), outputs, values), refused, values)
 
     def _equation(self, eqn: Any, operands: Sequence[Any], why: str) -> Sequence[Any]:
         if eqn.primitive.name == "dot_general":

@@ -13,22 +13,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._src.fuse.graph import Graph
+from jaxmp._src.fuse.graph import RESULT, Graph
 from jaxmp._src.runtime import jax_compat, jax_tracing
 from jaxmp._src.spec.options import ActivationName
 
 Function = Callable[..., Any]
 
-# The ways in which models write an activation, by jaxmp's name of it.
-ACTIVATIONS: tuple[tuple[ActivationName, Function], ...] = (
-    ("relu", jax.nn.relu),
-    ("relu", lambda z: jnp.maximum(z, 0)),
-    ("gelu", lambda z: jax.nn.gelu(z, approximate=True)),
-    ("gelu_exact", lambda z: jax.nn.gelu(z, approximate=False)),
-    ("silu", jax.nn.silu),
-    ("silu", lambda z: z * jax.nn.sigmoid(z)),
-    ("sigmoid", jax.nn.sigmoid),
-    ("tanh", jnp.tanh),
+
+@dataclasses.dataclass(frozen=True)
+class Activation:
+    """A way in which models write an activation: jaxmp's name of it, the function, and a primitive that reads its
+    argument, without which no template is traced."""
+
+    name: ActivationName
+    function: Function
+    reader: str
+
+
+ACTIVATIONS = (
+    Activation("relu", jax.nn.relu, "custom_jvp_call"),
+    Activation("relu", lambda z: jnp.maximum(z, 0), "max"),
+    Activation("gelu", lambda z: jax.nn.gelu(z, approximate=True), "integer_pow"),
+    Activation("gelu_exact", lambda z: jax.nn.gelu(z, approximate=False), "neg"),
+    Activation("silu", jax.nn.silu, "jit"),
+    Activation("silu", lambda z: z * jax.nn.sigmoid(z), "logistic"),
+    Activation("sigmoid", jax.nn.sigmoid, "logistic"),
+    Activation("tanh", jnp.tanh, "tanh"),
 )
 _COMMUTE = ("add", "mul", "max", "min", "add_any")
 
@@ -46,30 +56,30 @@ def _cotangent_of(function: Function) -> Function:
     return lambda z, ct: jax.vjp(function, z)[1](ct)[0]
 
 
-# Activations whose derivatives are epilogs: name, function, cotangent.
-DIFFERENTIATED: tuple[tuple[ActivationName, Function, Function], ...] = (
-    ("gelu", jax.nn.gelu, _cotangent_of(jax.nn.gelu)),
-    ("relu", jax.nn.relu, _cotangent_of(jax.nn.relu)),
+# Activations whose derivatives are epilogs, each with the cotangent of its argument.
+DIFFERENTIATED: tuple[tuple[Activation, Function], ...] = (
+    (Activation("gelu", jax.nn.gelu, "integer_pow"), _cotangent_of(jax.nn.gelu)),
+    (Activation("relu", jax.nn.relu, "custom_jvp_call"), _cotangent_of(jax.nn.relu)),
+    # As JAX 0.10 differentiates it.
+    (Activation("relu", jax.jit(lambda z: jnp.maximum(z, 0)), "jit"), _cotangent_of(jax.nn.relu)),
 )
 
 
-class Templates:
-    """Jaxprs of functions of one result, traced once for each type."""
-
-    def __init__(self) -> None:
-        self._traced: dict[Any, jax_compat.Jaxpr | None] = {}
-
-    def find(self, graph: Graph, function: Function, arguments: Sequence[Any]) -> Match | None:
-        """The equations that compute `function` of these values."""
-        avals = tuple(v.aval for v in arguments)
-        key = function, avals
-        if key not in self._traced:
-            self._traced[key] = _flat(function, avals)
-        template = self._traced[key]
-        return None if template is None else unify(graph, template, arguments)
+def find_activation(graph: Graph, activation: Activation, v: Any) -> Match | None:
+    """The equations that apply an activation to a value."""
+    readers = (graph.equations[i].primitive.name for i in graph.readers(v) if i != RESULT)
+    return find(graph, activation.function, (v,)) if activation.reader in readers else None
 
 
-def _flat(function: Function, avals: Sequence[Any]) -> jax_compat.Jaxpr | None:
+def find(graph: Graph, function: Function, arguments: Sequence[Any]) -> Match | None:
+    """The equations that compute `function` of these values."""
+    template = flat(function, tuple(v.aval for v in arguments))
+    return None if template is None else unify(graph, template, arguments)
+
+
+@jax_compat.cache_in_context(1024)
+def flat(function: Function, avals: tuple[Any, ...]) -> jax_compat.Jaxpr | None:
+    """The jaxpr of a function of values of these types; None where it does not take them."""
     try:
         jaxpr, consts = jax_tracing.trace(lambda *xs: [function(*xs)], avals)
     except Exception:  # a type that the function does not take
@@ -161,7 +171,7 @@ def _same_jaxpr(one: Any, other: Any) -> bool:
     if a_consts or b_consts or len(a.eqns) != len(b.eqns) or [v.aval for v in a.invars] != [v.aval for v in b.invars]:
         return False
     known = dict(zip(b.invars, a.invars, strict=True))
-    made_by = Graph(a).made_by
+    made_by = Graph.of(a).made_by
     for x, y in zip(a.eqns, b.eqns, strict=True):
         if not _is_same(x, y, known, made_by):
             return False

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 from jaxmp._src.hardware.hardware import Hardware
 
@@ -25,6 +26,15 @@ class Transfer:
     nbytes: int
     nranks: int
     stride: int = 1
+
+
+def transfer_over(mesh: Any, axes: str | Collection[str], nbytes: int) -> Transfer:
+    """What a rank receives in a collective over these axes of a mesh."""
+    names = [name for name in mesh.shape if name in ((axes,) if isinstance(axes, str) else axes)]
+    sizes = list(mesh.shape.items())
+    last = max((list(mesh.shape).index(name) for name in names), default=len(sizes) - 1)
+    stride = math.prod(size for _, size in sizes[last + 1 :])
+    return Transfer(nbytes, math.prod(mesh.shape[name] for name in names), stride)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,245 @@
+"""Which gathers products take in, so that the gathered value is never made.
+
+A gather stays where something else than products reads it, where no call gathers so, and where the collective behind
+its products moves more: a call does one of both. With several readers each call would gather anew. Where calls read
+the shards of other ranks in place that costs nothing; elsewhere the model of time (docs/cost.md) compares it with one
+gather ahead of local products.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from jaxmp._src.fuse.graph import RESULT, Graph
+from jaxmp._src.fuse.products import Operand, axes_of_type, collective_behind, is_explicit, operand_of
+from jaxmp._src.hardware.call_time import Transfer, call_time, kind_of, transfer_over
+from jaxmp._src.hardware.hardware import MACHINES, Hardware
+from jaxmp._src.runtime import jax_compat, jax_tracing
+from jaxmp._src.sharding import layouts
+from jaxmp._src.spec.options import Implementation
+
+# What may stand between a gather and a product.
+_PASSES = ("transpose", "convert_element_type", "pvary", "conj")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """Indices of the gathers that products take in, and of products that then gather what others gather too; why a
+    product that reads another gather has none in its call, of `rewrite.REASONS`."""
+
+    taken: frozenset[int] = frozenset()
+    again: frozenset[int] = frozenset()
+    why: dict[int, str] = dataclasses.field(default_factory=dict)
+
+
+def choose(graph: Graph, dots: Sequence[int], implementation: Implementation | None) -> Choice:
+    """The gathers that the products `dots` take in."""
+    readers: dict[int, list[int]] = {}
+    why: dict[int, str] = {}
+    for dot in dots:
+        for i in _gathers_ahead(graph, dot):
+            readers.setdefault(i, []).append(dot)
+            why[dot] = "gather"
+    taken: set[int] = set()
+    again: set[int] = set()
+    busy: set[int] = set()  # whose call gathers by name already
+    for i in sorted((i for i in readers if _is_gather(graph.equations[i])), key=lambda i: -_received(graph, i)):
+        reason = _why_stays(graph, i, readers[i], busy, implementation)
+        if reason:
+            refused = {dot for dot in readers[i] if not _takes(_operand_behind(graph, dot, i)[0])}
+            why |= {dot: "gather" if dot in refused or reason == "gather" else reason for dot in readers[i]}
+            continue
+        taken.add(i)
+        again |= set(readers[i]) if len(readers[i]) > 1 else set()
+        busy |= set(readers[i]) if graph.equations[i].primitive.name != "reshard" else set()
+    return Choice(frozenset(taken), frozenset(again), why)
+
+
+def _gathers_ahead(graph: Graph, dot: int) -> list[int]:
+    """Indices of the gathers, of any kind, that give a product's operands, perhaps in another shape."""
+    found = []
+    for v in graph.equations[dot].invars:
+        while (eqn := graph.made_by(v)) is not None and eqn.primitive.name in (*_PASSES, "reshape"):
+            v = eqn.invars[0]
+        if eqn is not None and (eqn.primitive.name == "all_gather" or _is_gather(eqn)):
+            found.append(graph.producer[v])
+    return found
+
+
+def _is_gather(eqn: Any) -> bool:
+    """Whether calls gather so: along a dimension that every rank has whole afterwards."""
+    if eqn.primitive.name == "reshard":
+        if jax_tracing.is_literal(eqn.invars[0]) or not all(is_explicit(v.aval) for v in (*eqn.invars, *eqn.outvars)):
+            return False
+        have, want = (axes_of_type(v.aval) for v in (*eqn.invars, *eqn.outvars))
+        return have != want and all(set(w) <= set(h) for h, w in zip(have, want, strict=True))
+    if eqn.primitive.name != "all_gather" or jax_tracing.is_literal(eqn.invars[0]):
+        return False
+    return bool(eqn.params["tiled"]) and eqn.params.get("axis_index_groups") is None
+
+
+def _why_stays(graph: Graph, i: int, dots: Sequence[int], busy: set[int], implementation: Implementation | None) -> str:
+    """The reason for which a gather is not taken in, or the empty string."""
+    ends = _ends(graph, graph.equations[i].outvars[0])
+    if all(end != RESULT and graph.equations[end].primitive.name == "reshape" for end in ends):
+        return "gather"
+    if not set(dots).issuperset(ends) or busy.intersection(dots):
+        return "gathered"
+    if not all(_takes(_operand_behind(graph, dot, i)[0]) for dot in dots):
+        return "gathered"
+    if graph.equations[i].primitive.name != "reshard" and _received(graph, i) < sum(
+        _summed(graph, dot) for dot in dots
+    ):
+        return "gathered"
+    if len(dots) > 1 and not _is_faster_in_calls(graph, i, dots, implementation):
+        return "shared"
+    return ""
+
+
+def _ends(graph: Graph, v: Any) -> list[int]:
+    """Who reads a value, behind casts and transposes."""
+    ends: list[int] = []
+    for i in graph.readers(v):
+        if i != RESULT and graph.equations[i].primitive.name in _PASSES:
+            ends += _ends(graph, graph.equations[i].outvars[0])
+        else:
+            ends.append(i)
+    return ends
+
+
+def _operand_behind(graph: Graph, dot: int, gather: int) -> tuple[Operand | None, Operand]:
+    """(the operand of a product that a gather gives, or None where more stands between, the other one)."""
+    eqn: Any = graph.equations[dot]
+    contract, batch = eqn.params["dimension_numbers"]
+    sides = [
+        operand_of(graph, v, contract[side], batch[side], frozenset((gather,))) for side, v in enumerate(eqn.invars)
+    ]
+    found = [gather in operand.equations for operand in sides]
+    if all(found) or not any(found):
+        return None, sides[0]
+    return sides[found.index(True)], sides[found.index(False)]
+
+
+def _takes(operand: Operand | None) -> bool:
+    """Whether a call gathers this operand: by a reshard, which its layout sees to, or along rows, columns or k."""
+    if operand is None or operand.gather is None:
+        return operand is not None
+    return operand.is_flat and operand.folds(operand.gather.dimension)
+
+
+def _received(graph: Graph, i: int) -> int:
+    """Bytes that a rank receives in a gather."""
+    eqn: Any = graph.equations[i]
+    x, y = eqn.invars[0].aval, eqn.outvars[0].aval
+    received: int = math.prod(y.shape) - math.prod(x.shape)
+    if eqn.primitive.name == "reshard":
+        received = layouts.received(x.shape, axes_of_type(x), axes_of_type(y), y.sharding.mesh.shape)
+    return received * int(x.dtype.itemsize)
+
+
+def _summed(graph: Graph, dot: int) -> int:
+    """Bytes that a rank receives in the collective behind a product, which its call could do instead; a ring's, as in
+    docs/cost.md."""
+    eqn = collective_behind(graph, dot)
+    if eqn is None:
+        return 0
+    x = eqn.invars[0].aval
+    axes = eqn.params["axis_name"] if eqn.primitive.name == "reduce_scatter" else eqn.params["axes"]
+    p = math.prod(size for axis, size in jax_compat.mesh_axes() if axis in axes)
+    whole: int = math.prod(x.shape) * x.dtype.itemsize * (p - 1) // p
+    return whole if eqn.primitive.name == "reduce_scatter" else 2 * whole
+
+
+# Once or in each call --------------------------------------------------------------------------------------------
+
+
+def reads_in_place(implementation: Implementation | None) -> bool:
+    """Whether calls read the shards of other ranks where they lie."""
+    return jax_compat.default_platform() == "cpu" and jax.process_count() == 1 and implementation != "xla"
+
+
+def overlapping_machine(implementation: Implementation | None) -> Hardware | None:
+    """The machine of which calls hide their transfers, by its data sheet, which every process of a job has alike."""
+    if jax_compat.default_platform() not in ("cuda", "gpu") or implementation == "xla":
+        return None
+    kind = jax.devices()[0].device_kind.lower()
+    return next((machine for name, machine in MACHINES.items() if name.split("-")[0] in kind), MACHINES["h100-8"])
+
+
+def _is_faster_in_calls(graph: Graph, i: int, dots: Sequence[int], implementation: Implementation | None) -> bool:
+    """Whether calls that each gather take less time than one gather and local products."""
+    if reads_in_place(implementation):
+        return True
+    machine = overlapping_machine(implementation)
+    eqn: Any = graph.equations[i]
+    mesh = eqn.outvars[0].aval.sharding.mesh
+    if machine is None or mesh.empty:
+        return False
+    ndevices = math.prod(mesh.shape.values())
+    if eqn.primitive.name == "reshard":
+        have, want = (axes_of_type(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))
+        axes = tuple(axis for h, w in zip(have, want, strict=True) for axis in h if axis not in w)
+        share = 1
+    else:
+        axes, share = eqn.params["axis_name"], ndevices
+    transfer = transfer_over(mesh, axes, _received(graph, i))
+    products = [_Work.of(graph, dot, i, share, ndevices) for dot in dots]
+    if not {work.kind for work in products} <= set(machine.rates):
+        return False
+    return in_calls(machine, transfer, ndevices, products) < once(machine, transfer, ndevices, products)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """A product: its operations on all devices, the name of their rate, the bytes that a device reads and writes, and
+    whether its call multiplies while it gathers."""
+
+    flops: int
+    kind: str
+    nbytes: int
+    hides: bool
+
+    @staticmethod
+    def of(graph: Graph, dot: int, gather: int, share: int, ndevices: int) -> _Work:
+        eqn: Any = graph.equations[dot]
+        a, b, d = (v.aval for v in (*eqn.invars, *eqn.outvars))
+        k = math.prod(a.shape[i] for i in eqn.params["dimension_numbers"][0][0])
+        nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in (a, b, d)) * share // ndevices
+        gathered, other = _operand_behind(graph, dot, gather)
+        # cuBLASMp gathers rows; what is contracted along is gathered ahead of a local product.
+        hides = gathered is not None and not other.has_rows_first
+        if gathered is not None and gathered.gather is not None:
+            hides = hides and gathered.gather.dimension in gathered.free
+        return _Work(2 * math.prod(d.shape) * k * share, kind_of(a.dtype.name), nbytes, hides)
+
+
+def in_calls(machine: Hardware, transfer: Transfer, ndevices: int, products: Sequence[_Work]) -> float:
+    """Seconds of calls that each gather their operand."""
+    return sum(_seconds(machine, work, ndevices, (transfer,), is_fused=work.hides) for work in products)
+
+
+def once(machine: Hardware, transfer: Transfer, ndevices: int, products: Sequence[_Work]) -> float:
+    """Seconds of one gather and of the local products behind it."""
+    gather = call_time(
+        machine, flops=0, kind="", ndevices=ndevices, nbytes=0, transfers=(transfer,), is_fused=False
+    ).total
+    return gather + sum(_seconds(machine, work, ndevices, (), is_fused=False) for work in products)
+
+
+def _seconds(
+    machine: Hardware, work: _Work, ndevices: int, transfers: tuple[Transfer, ...], *, is_fused: bool
+) -> float:
+    return call_time(
+        machine,
+        flops=work.flops,
+        kind=work.kind,
+        ndevices=ndevices,
+        nbytes=work.nbytes,
+        transfers=transfers,
+        is_fused=is_fused,
+    ).total

@@ -1,0 +1,104 @@
+"""Gradients of loops through `jaxmp.fuse`: an epilog of the backward scan reads the aux of the forward one.
+
+Without these it could read the aux of another step, lose what the loops return besides, or fail where a call is
+refused.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp._src.fuse import emit
+
+LAYERS, ROWS, WIDTH, HIDDEN = 3, 8, 4, 8
+SPECS = (P(("data", "model"), None), P(None, None, "model"), P(None, "model", None), P(None, "model"))
+
+
+@pytest.fixture(autouse=True)
+def promotion_as_users_have_it(x64):
+    """And float64, in which another rounding of gelu is far from a wrong step."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def step_of(activation, *, reverse=False, is_sharded=False):
+    """The value and the gradients of a loop over layers that also returns a sum of each step's rows."""
+
+    def loss(x, w_in, w_out, bias):
+        def layer(x, weights):
+            w_in, w_out, bias = weights
+            rows = jax.sharding.reshard(x, P("data", None)) if is_sharded else x
+            spec = SPECS[0] if is_sharded else None
+            return x + jnp.matmul(activation(rows @ w_in + bias), w_out, out_sharding=spec), x.sum()
+
+        y, sums = lax.scan(layer, x, (w_in, w_out, bias), reverse=reverse)
+        return jnp.sum(y * y) + jnp.sum(sums * jnp.arange(1.0, LAYERS + 1))
+
+    return jax.value_and_grad(loss, argnums=(0, 1, 2, 3))
+
+
+def operands(mesh=None):
+    """Small integers, of which relu's sums are exact."""
+    rng = np.random.default_rng(0)
+    shapes = ((ROWS, WIDTH), (LAYERS, WIDTH, HIDDEN), (LAYERS, HIDDEN, WIDTH), (LAYERS, HIDDEN))
+    arrays = [rng.integers(-1, 2, shape).astype(np.float64) for shape in shapes]
+    if mesh is None:
+        return [jnp.asarray(x) for x in arrays]
+    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, SPECS, strict=True)]
+
+
+def check(function, args, *, is_exact):
+    want, got = jax.jit(function)(*args), jax.jit(jaxmp.fuse(function))(*args)
+    for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+        assert jax.typeof(w) == jax.typeof(g)
+        np.testing.assert_array_less(np.abs(w - g) / (np.abs(w).max() + 1), 1e-30 if is_exact else 1e-13)
+
+
+def stacked(function, args):
+    """How many arrays the forward scan stacks, for its caller and for the backward one."""
+    scans = [eqn for eqn in jax.make_jaxpr(function)(*args).eqns if eqn.primitive.name == "scan"]
+    return sum(v.aval.shape[:2] == (LAYERS, ROWS) for v in scans[0].outvars)
+
+
+@pytest.mark.parametrize("activation", [jax.nn.relu, jax.nn.gelu], ids=["relu", "gelu"])
+@pytest.mark.parametrize("is_sharded", [False, True], ids=["no mesh", "explicit"])
+def test_the_backward_scan_reads_the_aux_of_the_forward_one(activation, is_sharded):
+    name = activation.__name__.upper()
+    mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Explicit,) * 2, devices=jax.devices()[:4])
+    with jax.set_mesh(mesh) if is_sharded else jax.numpy_rank_promotion("allow"):
+        args, function = operands(mesh if is_sharded else None), step_of(activation, is_sharded=is_sharded)
+        found = jaxmp.explain(jaxmp.fuse(function), quiet=True)(*args)
+        epilogs = [row.epilog for row in found.rows if row.epilog not in ("", "NONE")]
+        assert epilogs == [f"{name}_AUX_BIAS", f"D{name}"], str(found)
+        # x, the activation and the aux, and not what JAX's derivative of gelu reads.
+        assert stacked(jaxmp.fuse(function), args) == 3
+        check(function, args, is_exact=activation is jax.nn.relu)
+
+
+def test_reversed_loops_and_activations_that_are_read_twice():
+    args = operands()
+    check(step_of(jax.nn.relu, reverse=True), args, is_exact=True)
+    for activation in (lambda z: jax.nn.gelu(z) + z, jnp.tanh):
+        function = step_of(activation)
+        assert stacked(jaxmp.fuse(function), args) == stacked(function, args)
+        check(function, args, is_exact=False)
+
+
+def flat(x, w_in, w_out, bias):
+    """The value and the gradients of one layer, without a loop."""
+    return jax.value_and_grad(lambda x, w: jnp.sum((jax.nn.relu(x @ w + bias[0]) @ w_out[0]) ** 2), (0, 1))(x, w_in[0])
+
+
+@pytest.mark.parametrize("refused", ["call", "gradient"])
+@pytest.mark.parametrize("function", [step_of(jax.nn.relu), flat], ids=["loop", "layer"])
+def test_where_one_of_both_calls_is_refused_the_program_runs_as_it_is(refused, function, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise NotImplementedError("refused")
+
+    monkeypatch.setattr(emit, refused, refuse)
+    check(function, operands(), is_exact=True)

@@ -1,0 +1,359 @@
+"""Bodies of `jax.shard_map` that know nothing of jaxmp, through `jaxmp.fuse`.
+
+Without these a call could gather, sum or scatter along another dimension than the program does, give its result
+transposed, or stay away although there is a call for it.
+"""
+
+import dataclasses
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp._src.fuse import gathers
+from jaxmp._src.hardware.hardware import MACHINES
+
+DATA, BOTH, ACROSS = P("data"), P("data", "model"), P(None, "data")
+gather = functools.partial(lax.all_gather, tiled=True)
+scatter = functools.partial(lax.psum_scatter, tiled=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A body with the shapes and specs of its arguments and the spec of its result; what `fuse` makes of it, and of
+    its gradient within the same body: the pattern of each call, "-" for a product that stays."""
+
+    name: str
+    body: Callable
+    shapes: tuple
+    specs: tuple
+    out: P
+    forward: str
+    gradient: str
+
+
+def fsdp_mlp(x, w_in, bias, w_out):
+    h = jax.nn.relu(x @ gather(w_in, "data", axis=0) + bias)
+    return h @ gather(w_out, "data", axis=1)
+
+
+def fsdp_with_tensor_parallelism(x, w_in, w_out):
+    """Columns, then rows of the weights over `model`, each gathered over `data`."""
+    h = jax.nn.relu(x @ gather(w_in, "data", axis=0))
+    return lax.psum(h @ gather(w_out, "data", axis=1), "model")
+
+
+def heads(x, wq, wo):
+    q = jnp.einsum("bsd,dhk->bshk", x, gather(wq, "data", axis=0))
+    return jnp.einsum("bshk,hkd->bsd", q, gather(wo, "data", axis=2))
+
+
+def shared_rows(x, w):
+    """Three products of rows that are gathered once."""
+    rows = gather(x, "model", axis=1)
+    return rows @ w + (rows @ (2 * w)) * (rows @ w[::-1])
+
+
+X, W = (8, 12), (12, 16)
+CASES = (
+    Case(
+        "k", lambda x, w: x @ gather(w, "data", axis=0), (X, W), (DATA, DATA), DATA, "grid", "grid grid reduce_scatter"
+    ),
+    Case(
+        "columns",
+        lambda x, w: x @ gather(w, "data", axis=1),
+        (X, W),
+        (DATA, ACROSS),
+        DATA,
+        "grid",
+        "grid grid reduce_scatter",
+    ),
+    Case(
+        "stored (n, k), rows",
+        lambda x, w: x @ gather(w, "data", axis=0).T,
+        (X, W[::-1]),
+        (DATA, DATA),
+        DATA,
+        "grid",
+        "grid grid reduce_scatter",
+    ),
+    Case(
+        "stored (n, k), columns",
+        lambda x, w: x @ gather(w, "data", axis=1).T,
+        (X, W[::-1]),
+        (DATA, ACROSS),
+        DATA,
+        "grid",
+        "grid grid reduce_scatter",
+    ),
+    Case(
+        "result transposed",
+        lambda x, w: (gather(x, "data") @ w).T,
+        ((8, 8), (8, 16)),
+        (DATA, ACROSS),
+        DATA,
+        "grid",
+        "grid reduce_scatter grid",
+    ),
+    Case(
+        "k of x",
+        lambda x, w: gather(x, "model", axis=1) @ w,
+        (X, W),
+        (BOTH, P(None, "model")),
+        BOTH,
+        "grid",
+        "- grid all_reduce",
+    ),
+    Case(
+        "k of x, stored (n, k)",
+        lambda x, w: jax.nn.relu(gather(x, "model", axis=1) @ w.T + 1),
+        (X, W[::-1]),
+        (BOTH, P("model")),
+        BOTH,
+        "grid",
+        "- grid all_reduce",
+    ),
+    Case(
+        "mlp",
+        fsdp_mlp,
+        (X, W, (16,), (16, 12)),
+        (DATA, DATA, P(), ACROSS),
+        DATA,
+        "grid grid",
+        "grid grid grid grid reduce_scatter reduce_scatter",
+    ),
+    Case(
+        "mlp, remat",
+        jax.checkpoint(fsdp_mlp),
+        (X, W, (16,), (16, 12)),
+        (DATA, DATA, P(), ACROSS),
+        DATA,
+        "grid grid",
+        "grid grid grid grid grid reduce_scatter reduce_scatter",
+    ),
+    Case(
+        "with TP, sums",
+        fsdp_with_tensor_parallelism,
+        ((64, 12), W, (16, 12)),
+        (DATA, BOTH, P("model", "data")),
+        DATA,
+        "grid all_reduce",
+        "- all_reduce - all_reduce reduce_scatter reduce_scatter",
+    ),
+    Case(
+        "with TP, gathers",
+        fsdp_with_tensor_parallelism,
+        ((4, 32), (32, 64), (64, 32)),
+        (DATA, BOTH, P("model", "data")),
+        DATA,
+        "grid grid",
+        "grid grid grid grid reduce_scatter reduce_scatter",
+    ),
+    Case(
+        "heads",
+        heads,
+        ((4, 6, 12), (12, 4, 5), (4, 5, 12)),
+        (DATA, DATA, P(None, None, "data")),
+        DATA,
+        "grid grid",
+        "grid grid grid grid reduce_scatter reduce_scatter",
+    ),
+    Case(
+        "scattered rows",
+        lambda x, w: scatter(x.T @ w, "data", scatter_dimension=0),
+        (X, (8, 16)),
+        (DATA, DATA),
+        DATA,
+        "reduce_scatter",
+        "reduce_scatter grid grid",
+    ),
+    Case(
+        "scattered columns",
+        lambda x, w, b: jax.nn.relu(scatter(x @ w, "model", scatter_dimension=1) + b),
+        (X, W, (16,)),
+        (BOTH, P("model"), P("model")),
+        BOTH,
+        "reduce_scatter",
+        "reduce_scatter - all_reduce",
+    ),
+    Case(
+        "scattered columns, stored (n, k)",
+        lambda x, w: 2 * scatter(x @ w.T, "model", scatter_dimension=1),
+        (X, W[::-1]),
+        (BOTH, P(None, "model")),
+        BOTH,
+        "grid",
+        "reduce_scatter - all_reduce",
+    ),
+    Case(
+        "rows between others",
+        shared_rows,
+        ((4, 6, 12), W),
+        (BOTH, P(None, "model")),
+        P("data", None, "model"),
+        "all_gather all_gather all_gather",
+        "- - - - - - all_reduce all_reduce all_reduce",
+    ),
+    Case(
+        "two gathers",
+        lambda x, w: gather(x, "model") @ gather(w, "data"),
+        ((8, 12), (12, 16)),
+        (P(("data", "model")), BOTH),
+        BOTH,
+        "grid",
+        "grid grid reduce_scatter",
+    ),
+    Case(
+        "relu, and its argument",
+        lambda x, w: (lambda z: jax.nn.relu(z) + z)(gather(x, "model") @ w),
+        (X, W),
+        (P("model"), P(None, "model")),
+        P(None, "model"),
+        "all_gather",
+        "all_gather reduce_scatter grid",
+    ),
+    Case("untiled", lambda x, w: x @ lax.all_gather(w, "data").reshape(W), (X, W), (DATA, DATA), DATA, "-", "- - -"),
+    Case(
+        "needed elsewhere",
+        lambda x, w: (lambda g: x @ g + g.sum())(gather(w, "data")),
+        (X, W),
+        (DATA, DATA),
+        DATA,
+        "-",
+        "- - -",
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def promotion_as_users_have_it():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh((2, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
+
+
+def with_gradient(body):
+    """The body's result, and the gradients of all its arguments within the same body."""
+
+    def both(*args):
+        y, pull = jax.vjp(body, *args)
+        return y, pull(y * 0 + 1)
+
+    return both
+
+
+def mapped(case, mesh, *, gradient=False):
+    body, out = (with_gradient(case.body), (case.out, case.specs)) if gradient else (case.body, case.out)
+    return jax.shard_map(body, mesh=mesh, in_specs=case.specs, out_specs=out)
+
+
+def operands(case):
+    """Small integers, so that every sum is exact."""
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.integers(-2, 3, shape), jnp.float32) for shape in case.shapes]
+
+
+def patterns(explanation):
+    assert not explanation.collectives, str(explanation)
+    return " ".join(row.pattern for row in explanation.rows)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_fused(case, mesh):
+    for gradient, expected in ((False, case.forward), (True, case.gradient)):
+        found = jaxmp.explain(jaxmp.fuse(mapped(case, mesh, gradient=gradient)), quiet=True)(*operands(case))
+        assert patterns(found) == expected, str(found)
+    found = jaxmp.explain(jaxmp.fuse(mapped(case, mesh), determinism="topology"), quiet=True)(*operands(case))
+    assert found.left == 0, str(found)
+
+
+@pytest.mark.parametrize("where", ["gradient in the body", "grad(fuse)", "fuse(grad)"])
+def test_values_gradients_and_collectives(where, mesh):
+    """All cases as one program."""
+    args = [operands(case) for case in CASES]
+
+    def program(inner, outer):
+        functions = []
+        for case in CASES:
+            f = inner(mapped(case, mesh, gradient=where == "gradient in the body"))
+            functions.append(outer(f if where == "gradient in the body" else with_gradient(f)))
+        return jax.jit(lambda args: [f(*each) for f, each in zip(functions, args, strict=True)]).lower(args).compile()
+
+    def same(f):
+        return f
+
+    plain = program(same, same)
+    fused = program(jaxmp.fuse, same) if where == "grad(fuse)" else program(same, jaxmp.fuse)
+    for case, want, got in zip(CASES, plain(args), fused(args), strict=True):
+        for w, g in zip(jax.tree.leaves(want), jax.tree.leaves(got), strict=True):
+            assert jax.typeof(w) == jax.typeof(g), case.name
+            assert w.sharding == g.sharding, case.name
+            np.testing.assert_array_equal(w, g, err_msg=case.name)
+    if where != "grad(fuse)":  # whose gradients gather again what they gathered
+        assert collectives(fused) < collectives(plain)
+
+
+def collectives(program):
+    return Counter(
+        re.findall(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)\(", program.as_text())
+    )
+
+
+def test_a_gelu_whose_argument_is_read_too_keeps_it(mesh):
+    def body(x, w):
+        z = gather(x, "model") @ w
+        return jax.nn.gelu(z) + z
+
+    case = Case("", body, (X, W), (P("model"), P(None, "model")), P(None, "model"), "", "")
+    plain, args = mapped(case, mesh), operands(case)
+    (row,) = jaxmp.explain(jaxmp.fuse(plain), quiet=True)(*args).rows
+    assert row.epilog == "GELU_AUX"
+    np.testing.assert_allclose(jaxmp.fuse(plain)(*args), plain(*args), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("extent", "is_in_calls"), [(8192, True), (64, False)])
+def test_a_gather_of_several_products_is_where_it_takes_less_time(extent, is_in_calls, mesh, monkeypatch):
+    """On a machine whose calls hide their transfers: large products hide three gathers, small ones wait for them."""
+    monkeypatch.setattr(gathers, "reads_in_place", lambda implementation: False)
+    monkeypatch.setattr(gathers, "overlapping_machine", lambda implementation: MACHINES["h200-8"])
+
+    def body(x, wq, wk, wv):
+        rows = gather(x, "model")
+        return rows @ wq, rows @ wk, rows @ wv
+
+    columns = P(None, "model")
+    function = jax.shard_map(body, mesh=mesh, in_specs=(P("model"), *[columns] * 3), out_specs=(columns,) * 3)
+    x = jax.ShapeDtypeStruct((extent, extent), jnp.bfloat16)
+    rows = jaxmp.explain(jaxmp.fuse(function), quiet=True)(x, x, x, x).rows
+    if is_in_calls:
+        assert [row.pattern for row in rows] == ["all_gather"] * 3
+        assert all("gathers in its call what other products gather too" in row.why for row in rows)
+    else:  # local products of 16 bits are calls all the same
+        assert [row.pattern for row in rows] == ["local"] * 3
+        assert all("is gathered ahead of it, once for several products" in row.why for row in rows)
+
+
+def test_where_calls_hide_nothing_a_gather_of_several_products_stays(mesh):
+    """On CPUs of several processes, and where XLA multiplies."""
+
+    def body(x, w):
+        whole = gather(w, "data")
+        return x @ whole + (2 * x) @ whole * ((3 * x) @ whole)
+
+    case = Case("", body, (X, W), (DATA, DATA), DATA, "", "")
+    found = jaxmp.explain(jaxmp.fuse(mapped(case, mesh), implementation="xla"), quiet=True)(*operands(case))
+    assert {row.operation for row in found.rows} == {"dot_general"}
+    assert all("one gather for all, with local products, takes less time" in row.why for row in found.rows)
