@@ -81,6 +81,20 @@ fuzz-attributes: $(TEST)/.ready ## Change the attributes of calls at random, und
 test-cpp: $(TEST)/.ready ## Run the C++ tests only
 	@$(call cpp_tests,cpp-$(TAG),Release,)
 
+# What it needs of Debian's, on another machine than ARM's; nothing is installed here.
+ARM_PACKAGES := g++-aarch64-linux-gnu qemu-user libstdc++6:arm64 zlib1g:arm64
+.PHONY: test-aarch64
+test-aarch64: $(TEST)/.ready ## Run the C++ tests for ARM's processors (aarch64) in an emulator
+	@for needed in aarch64-linux-gnu-g++ qemu-aarch64 /lib/ld-linux-aarch64.so.1 /lib/aarch64-linux-gnu/libz.so.1; do \
+	  command -v $$needed > /dev/null || [ -e $$needed ] || { echo "make test-aarch64 needs $$needed; on Debian and Ubuntu, as root:" >&2; \
+	  echo "  dpkg --add-architecture arm64 && apt-get update && apt-get install $(ARM_PACKAGES)" >&2; exit 1; }; done
+	@openblas=scipy-openblas32==$$($(TEST)/bin/python -c 'import importlib.metadata as m; print(m.version("scipy-openblas32"))'); \
+	$(TEST)/bin/pip install --quiet --disable-pip-version-check --upgrade --target build/aarch64 --no-deps --only-binary=:all: \
+	  --platform=manylinux2014_aarch64 $(foreach glibc,17 24 26 27 28,--platform=manylinux_2_$(glibc)_aarch64) $$openblas
+	@export CMAKE_TOOLCHAIN_FILE=$(CURDIR)/cmake/aarch64-linux-gnu.cmake \
+	  JAXMP_BLAS=$$(echo $(CURDIR)/build/aarch64/scipy_openblas32/lib/*openblas*.so); \
+	$(call cpp_tests,cpp-aarch64-$(TAG),Release,)
+
 .PHONY: mutations
 mutations: $(TEST)/.ready ## Seed every fault of tests/mutations in a copy and see which test notices it (ARGS="--only id"; about an hour)
 	@$(TEST)/bin/pip install --quiet --disable-pip-version-check nanobind
@@ -162,10 +176,11 @@ cmake -S . -B build/$(1) -G Ninja -DCMAKE_BUILD_TYPE=$(2) -DJAXMP_BUILD_TESTS=ON
 cmake --build build/$(1) $(if $(4),--target $(4))
 endef
 
-# $(call cpp_tests,build folder,build type,sanitizers,the one test to run,more options of ctest).
+# $(call cpp_tests,build folder,build type,sanitizers,the one test to run,more options of ctest). Sanitizers leave out the
+# runs with smaller instruction sets, which take as long again.
 define cpp_tests
 $(call cpp_build,$(1),$(2),$(3),$(4)); \
-ctest --test-dir build/$(1) --output-on-failure --timeout 600 --parallel 2 $(if $(4),-R '^$(4)$$' $(5))
+ctest --test-dir build/$(1) --output-on-failure --timeout 600 --parallel 2 $(if $(4),-R '^$(4)$$' $(5)) $(if $(3),-E '_with_(avx|portable)')
 endef
 
 .PHONY: lint
@@ -196,9 +211,14 @@ bench-quick: $(TEST)/.ready ## See that the benchmarks run, in the environment o
 bench-gpu: ## Compare with XLA and nvmath-python on a GPU, in the environment of PYTHON as it is (ARGS=--write-docs)
 	XLA_PYTHON_CLIENT_PREALLOCATE=false $(PYTHON) benchmarks/bench_gpu.py $(ARGS)
 
+.PHONY: docs
+docs: $(TEST)/.docs ## Build the documentation site in build/docs, where warnings are errors; nothing is read from a network
+	$(TEST)/bin/python -m sphinx -W --keep-going -n -q -d build/docs-doctrees docs build/docs $(ARGS)
+	@echo "build/docs/index.html; to read it: python3 -m http.server -d build/docs"
+
 .PHONY: clean
 clean: ## Remove the environments and everything that was built
-	rm -rf .venv build dist .cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist docs/api docs/pictures .cache .mypy_cache .pytest_cache .ruff_cache
 
 # The demo installs jaxmp as a user would; tests use the Python files where they stand.
 $(DEMO)/.ready: $(ALL_SOURCES)
@@ -211,6 +231,12 @@ $(TEST)/.ready: $(CXX_SOURCES)
 $(XLA_GPU)/.ready: JAX = $(XLA_GPU_JAX)
 $(XLA_GPU)/.ready: $(CXX_SOURCES)
 	$(call new_venv,$(XLA_GPU),--editable '.[test]' jax-cuda13-plugin==$(XLA_GPU_JAX) nvidia-nvvm)
+
+# The site shows jaxmp as it stands, so it is built with the environment of the tests and what the extra `docs` names.
+$(TEST)/.docs: $(TEST)/.ready
+	@$(TEST)/bin/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], sep='\n')" \
+	  | $(TEST)/bin/pip install --quiet --disable-pip-version-check -r /dev/stdin
+	@touch $@
 
 $(MPI)/.ready: $(ALL_SOURCES)
 	$(call new_venv,$(MPI),'.[mpi]')

@@ -28,7 +28,7 @@ INCLUDES = {
     "barrier": {"base"},
     "cuda": {"base", "cublasmp", "plan"},
     "ffi": {"base", "cublasmp", "hostmp/handles", "plan", "cuda", "barrier", "xla"},
-    "python": {"base", "cublasmp", "hostmp/gemm", "plan", "cuda", "barrier", "ffi", "nanobind"},
+    "python": {"base", "cublasmp", "hostmp/cpu", "hostmp/gemm", "plan", "cuda", "barrier", "ffi", "nanobind"},
 }
 
 

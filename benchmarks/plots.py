@@ -1,0 +1,185 @@
+"""Draw the pictures of docs/pictures.md: from the tables of docs/benchmarks.md, and of the patterns.
+
+    python benchmarks/plots.py docs/pictures
+
+The tables are what is kept of a run (benchmarks/results has its JSON, and is not in the repository), so a picture
+shows what the page says. Each picture is drawn for light and for dark pages.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("svg")
+
+import jax
+import matplotlib.pyplot as plt
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+OURS, THEIRS, THIRD = "#4878d0", "#d65f5f", "#6acc64"  # told apart by most colour-blind readers, on white and on black
+INKS = {"light": "#202020", "dark": "#d0d0d0"}
+
+
+def table(heading, first_column, page=BENCHMARKS):
+    """The rows, as dicts, of the table in the section `heading` whose first column is `first_column`."""
+    section = page.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    tables = re.findall(r"((?:^\|.*\|\n)+)", section + "\n", flags=re.M)
+    for lines in tables:
+        head, _, *rows = ([cell.strip() for cell in line.strip("|\n").split("|")] for line in lines.splitlines())
+        if head[0] == first_column:
+            return [dict(zip(head, row, strict=True)) for row in rows]
+    raise ValueError(f"{page.name} has no table of {first_column} under {heading}")
+
+
+def rates():
+    """Rates of every row of the sharded products, as shares of the limit, by type and shape."""
+    rows = table("Sharded products", "pattern")
+    types = list(dict.fromkeys(row["types"] for row in rows))
+    figure, axes = plt.subplots(1, len(types), figsize=(10, 3.4), sharey=True)
+    for axis, kind in zip(axes, types, strict=True):
+        here = [row for row in rows if row["types"] == kind]
+        shapes = list(dict.fromkeys(row["m x k x n"] for row in here))
+        for offset, colour, name in ((-0.15, OURS, "jaxmp"), (0.15, THEIRS, "XLA")):
+            shares = [share_of_limit(row, name) for row in here]
+            places = [shapes.index(row["m x k x n"]) + offset for row in here]
+            axis.plot(places, shares, "o", color=colour, markersize=4, alpha=0.8, label=name)
+        axis.axhline(1, linewidth=0.8, linestyle="--", color="gray")
+        axis.set_xticks(range(len(shapes)), shapes, rotation=60, ha="right", rotation_mode="anchor", fontsize=7)
+        axis.set_title(kind.replace("->", "→"), fontsize=9)
+        axis.set_ylim(0, 1.65)
+    axes[0].set_ylabel("rate / limit")
+    axes[0].legend(loc="lower right", fontsize=8)
+    return figure
+
+
+def share_of_limit(row, name):
+    """A row's rate as a share of the better rate of one device."""
+    return float(row[name]) / max(float(row["one dev. XLA"]), float(row["one dev. jaxmp"]))
+
+
+def against_xla():
+    """Geometric means of jaxmp's rate to XLA's, by type and size, and the worst rows."""
+    rows = table("Sharded products", "types")[::-1]
+    figure, axis = plt.subplots(figsize=(8, 4))
+    for i, row in enumerate(rows):
+        mean, worst = float(row["jaxmp / XLA"]), float(row["worst jaxmp / XLA"].split()[0])
+        axis.barh(i, mean, color=OURS, height=0.65)
+        axis.plot(worst, i, "|", color=THEIRS, markersize=12, markeredgewidth=2)
+        axis.text(mean + 0.05, i, f"{mean:.2f}", va="center", fontsize=8)
+    axis.axvline(1, linewidth=0.8, linestyle="--", color="gray")
+    names = [f"{row['types'].replace('->', '→')}, {row['sizes']}" for row in rows]
+    axis.set_yticks(range(len(rows)), names, fontsize=8)
+    axis.set_xlabel("jaxmp's rate / XLA's (bar: geometric mean; mark: worst row)")
+    return figure
+
+
+def determinism():
+    """Geometric means of the time of each level to that of run_to_run, and the worst rows."""
+    rows = table("Cost of determinism", "level")[::-1]
+    figure, axis = plt.subplots(figsize=(8, 3.2))
+    for i, row in enumerate(rows):
+        mean, worst = float(row["geometric mean"]), float(row["worst"].split()[0])
+        axis.plot([mean, worst], [i, i], color="gray", linewidth=1)
+        axis.plot(mean, i, "o", color=OURS)
+        axis.plot(worst, i, "|", color=THEIRS, markersize=12, markeredgewidth=2)
+    axis.axvline(1, linewidth=0.8, linestyle="--", color="gray")
+    names = [f"{row['level']}, {row['type']}, {row['sizes']}" for row in rows]
+    axis.set_yticks(range(len(rows)), names, fontsize=8)
+    axis.set_xlabel('time / time of "run_to_run" (point: geometric mean; mark: worst row)')
+    return figure
+
+
+def memory():
+    """Peak memory beyond the operands."""
+    rows = table("Peak memory", "pattern")
+    figure, axis = plt.subplots(figsize=(8, 3))
+    places = np.arange(len(rows))
+    columns = (("size of D", "size of D", THIRD), ("jaxmp", "jaxmp", OURS), ("XLA", "XLA", THEIRS))
+    for i, (column, name, colour) in enumerate(columns):
+        axis.bar(places + 0.27 * (i - 1), [float(row[column]) for row in rows], 0.25, color=colour, label=name)
+    axis.set_xticks(places, [f"{row['pattern']}, {row['types'].replace('->', '→')}" for row in rows], fontsize=8)
+    axis.set_ylabel("MiB beyond the operands")
+    axis.legend(fontsize=8)
+    return figure
+
+
+def eager():
+    """Times of eager calls of small products."""
+    rows = table("Overhead of a call", "product")
+    figure, axis = plt.subplots(figsize=(8, 3))
+    places = np.arange(len(rows))
+    for i, (column, name, colour) in enumerate((("jaxmp µs", "jaxmp", OURS), ("jnp µs", "jnp", THEIRS))):
+        axis.bar(places + 0.36 * (i - 0.5), [float(row[column]) for row in rows], 0.34, color=colour, label=name)
+    axis.set_yscale("log")
+    axis.set_xticks(places, [row["product"] for row in rows], fontsize=7, rotation=25, ha="right")
+    axis.set_ylabel("µs per eager call")
+    axis.legend(fontsize=8)
+    return figure
+
+
+PLOTS = {"rates": rates, "against-xla": against_xla, "determinism": determinism, "memory": memory, "eager": eager}
+
+# For each pattern its name in `explain`, and the shardings of a, b and d on a mesh of 4 or of 2 x 2 devices.
+PATTERNS = {
+    "all-gather": ("all_gather", P("x", None), P(None, "x"), P(None, "x")),
+    "reduce-scatter": ("reduce_scatter", P(None, "x"), P("x", None), P("x", None)),
+    "all-reduce": ("all_reduce", P(None, "x"), P("x", None), P(None, None)),
+    "grid": ("grid", P("x", "y"), P("x", "y"), P("x", "y")),
+    "fsdp": ("grid", P("x", None), P("x", None), P("x", None)),
+    "local": ("local", P("x", None), P(None, None), P("x", None)),
+}
+
+
+def pattern(name):
+    """The SVG of one product of a pattern; more rows than columns, as a batch has, so that FSDP gathers the weight."""
+    expected, a, b, d = PATTERNS[name]
+    axes = {"x": 2, "y": 2} if name == "grid" else {"x": 4}
+    mesh = AbstractMesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Explicit,) * len(axes))
+    operands = (
+        jax.ShapeDtypeStruct(shape, "float32", sharding=NamedSharding(mesh, spec))
+        for shape, spec in (((64, 32), a), ((32, 48), b))
+    )
+
+    def product(a, b):
+        return jaxmp.matmul(a, b, out_sharding=d)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        drawing = jaxmp.draw(product)(*operands)
+    (row,) = drawing.rows
+    if row.pattern != expected:
+        raise ValueError(f"{name} is drawn as {row.pattern}")
+    return re.sub(r"plots\.py:\d+ ", "", drawing.svg)
+
+
+def draw(folder):
+    """Write every picture into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for theme, ink in INKS.items():
+        colours = ("text.color", "axes.labelcolor", "axes.edgecolor", "xtick.color", "ytick.color")
+        settings = dict.fromkeys(colours, ink) | {
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "legend.frameon": False,
+            "svg.fonttype": "none",  # text as text: found by a search, and small
+            "svg.hashsalt": "jaxmp",  # the same file in every run
+            "font.family": "sans-serif",
+        }
+        for name, plot in PLOTS.items():
+            with mpl.rc_context(settings):
+                figure = plot()
+                path = folder / f"{name}-{theme}.svg"
+                figure.savefig(path, transparent=True, bbox_inches="tight", metadata={"Date": None})
+                plt.close(figure)
+    for name in PATTERNS:
+        (folder / f"pattern-{name}.svg").write_text(pattern(name))
+
+
+if __name__ == "__main__":
+    draw(Path(sys.argv[1]))

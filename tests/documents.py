@@ -1,0 +1,46 @@
+"""Runs the code of a page: every block that is marked `python`, in order, as one program.
+
+Blocks marked `py` are other libraries' code, quoted for comparison, and do not run.
+"""
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def blocks(page):
+    """The text of each block of Python of a page."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), flags=re.M | re.S)
+
+
+def run(page, folder, before=""):
+    """What the code of `page` prints, run in a process of its own behind the code `before`."""
+    program = folder / f"{page.stem}.py"
+    program.write_text("\n".join([before, *blocks(page)]))
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    ran = subprocess.run(
+        [sys.executable, program],
+        cwd=folder,
+        env=environment | {"JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return ran.stdout
+
+
+def run_doctests(page):
+    """How many examples of a page, whose blocks are Python sessions, run; each prints what the page says."""
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    for block in blocks(page):
+        runner.run(doctest.DocTestParser().get_doctest(block, {}, page.name, None, 0))
+    results = runner.summarize()
+    assert results.failed == 0
+    return results.attempted
