@@ -407,7 +407,7 @@ void TheProxyKeepsNoDescriptorOfAStranger() {
   settle(before);
   CHECK(ServiceLostFor() >= 0);
   close(service);
-  for (int i = 0; i < 100; ++i) {  // the last one waits, so that no connection is accepted after the descriptors are counted
+  for (int i = 0; i < 100; ++i) {  // the last one waits: none is accepted after the count
     const int stranger = ConnectTo(*port);
     char byte;
     if (i % 2) CHECK(recv(stranger, &byte, 1, 0) <= 0);
