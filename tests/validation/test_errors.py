@@ -346,6 +346,17 @@ def test_a_mesh_argument_that_is_not_the_operands():
         jaxmp.matmul(a, b, mesh=other)
 
 
+def test_operands_on_another_mesh_than_that_of_set_mesh():
+    mesh = cases.BY_NAME["local"].jax_mesh()
+    a, b = cases.put(A, mesh, P()), cases.put(B, mesh, P())
+    around = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto, AxisType.Auto))
+    message = "the operands live on mesh {'x': 2, 'y': 2} (explicit, explicit), but jax.set_mesh names {'x': 2, 'y': 2} (a"
+    with jax.set_mesh(around), pytest.raises(ValueError, match=re.escape(message)):
+        jaxmp.matmul(a, b)
+    with jax.set_mesh(around), pytest.raises(ValueError, match=re.escape(message)):
+        jax.jit(jaxmp.einsum, static_argnums=0)("ij,jk->ik", a, b)
+
+
 OTHER_MESHES = {"wider": (slice(4), "{'x': 4}"), "in another order": (slice(1, None, -1), "a mesh of devices [1, 0]")}
 
 

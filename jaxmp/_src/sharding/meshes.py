@@ -262,6 +262,8 @@ def _explicit_mesh(
                 f"{dict(this.shape)}; use one mesh"
             )
         found = this if found is None or concrete is not None else found
+    if found is not None:
+        _check_context(name, found)
     if found is not None and mesh is not None and dict(mesh.shape) != dict(found.shape):
         raise ValueError(f"{name}: mesh has axes {dict(mesh.shape)} but the operands live on {dict(found.shape)}")
     _check_mesh(name, "mesh", mesh, found)
@@ -270,6 +272,18 @@ def _explicit_mesh(
         around = given if given is not None else jax.sharding.get_abstract_mesh()
         found = around if has_explicit_axes(around) else None
     return found
+
+
+def _check_context(name: str, mesh: options.Mesh) -> None:
+    """Raise ValueError where the operands live on another mesh than that of `jax.set_mesh`, as JAX does."""
+    around = jax.sharding.get_abstract_mesh()
+    found, context = ([(*each.shape.items(),), each.axis_types] for each in (mesh, around))
+    if not around.empty and found != context:
+        kinds = [", ".join(kind.name.lower() for kind in each) for _, each in (found, context)]
+        raise ValueError(
+            f"{name}: the operands live on mesh {dict(found[0])} ({kinds[0]}), but jax.set_mesh names "
+            f"{dict(context[0])} ({kinds[1]}); use one mesh, or move the operands with jax.device_put"
+        )
 
 
 def has_explicit_axes(mesh: options.Mesh) -> bool:
