@@ -14,7 +14,7 @@ from common import header
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-BENCHMARKS = ("matmul", "layers", "fuse", "batches", "determinism", "overhead", "memory", "compile")
+BENCHMARKS = ("matmul", "layers", "fuse", "batches", "determinism", "overhead", "memory", "compile", "prediction")
 INTRODUCTION = """# Benchmarks
 
 Printed by `make bench`, which times all contenders in one run and in turns; `benchmarks/results` then has every

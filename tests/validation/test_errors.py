@@ -350,7 +350,9 @@ def test_operands_on_another_mesh_than_that_of_set_mesh():
     mesh = cases.BY_NAME["local"].jax_mesh()
     a, b = cases.put(A, mesh, P()), cases.put(B, mesh, P())
     around = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Auto, AxisType.Auto))
-    message = "the operands live on mesh {'x': 2, 'y': 2} (explicit, explicit), but jax.set_mesh names {'x': 2, 'y': 2} (a"
+    message = (
+        "the operands live on mesh {'x': 2, 'y': 2} (explicit, explicit), but jax.set_mesh names {'x': 2, 'y': 2} (a"
+    )
     with jax.set_mesh(around), pytest.raises(ValueError, match=re.escape(message)):
         jaxmp.matmul(a, b)
     with jax.set_mesh(around), pytest.raises(ValueError, match=re.escape(message)):
