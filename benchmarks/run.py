@@ -14,7 +14,10 @@ from common import header
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
-BENCHMARKS = ("matmul", "layers", "fuse", "batches", "determinism", "overhead", "memory", "compile", "prediction")
+BENCHMARKS = (
+    *("matmul", "layers", "step", "fuse", "batches", "determinism", "overhead", "devices", "processes", "memory"),
+    *("compile", "prediction"),
+)
 INTRODUCTION = """# Benchmarks
 
 Printed by `make bench`, which times all contenders in one run and in turns; `benchmarks/results` then has every
