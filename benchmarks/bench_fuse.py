@@ -255,10 +255,10 @@ def step(model, x, blocks):
     return jax.value_and_grad(lambda blocks: jnp.mean(jnp.square(model(x, blocks)).astype(jnp.float32)))(blocks)
 
 
-def trace_seconds(functions, count, *arguments):
+def trace_seconds(functions, *arguments):
     """Of tracing a step of each, from empty caches; of the processor, since one thread traces."""
     samples = {who: [] for who in functions}
-    for _ in range(count):
+    for _ in range(3):
         for who, f in functions.items():
             jax.clear_caches()
             jaxmp.plan_cache_clear()
@@ -284,10 +284,8 @@ def case(sizes, name, dtype, width, seconds, rounds):
             for _ in range(BLOCKS)
         ]
         functions = {"plain": model.plain, "fuse": jaxmp.fuse(model.plain), "by hand": model.by_hand}
-        traced = trace_seconds(functions, rounds[0], x, blocks)
-        calls = {
-            who: functools.partial(jax.jit(functools.partial(step, f)), x, blocks) for who, f in functions.items()
-        }
+        traced = trace_seconds(functions, x, blocks)
+        calls = {who: functools.partial(jax.jit(functools.partial(step, f)), x, blocks) for who, f in functions.items()}
         check(calls, dtype)
         times = interleaved(calls, seconds, rounds, wait=jax.block_until_ready)
         counted = jaxmp.explain(functools.partial(step, functions["fuse"]), quiet=True)(x, blocks)
