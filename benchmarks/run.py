@@ -1,7 +1,7 @@
 """Run every benchmark, each in a process of its own, and put the tables together in one markdown file.
 
-The tables and the measurements go to benchmarks/results; `--write-docs` also replaces docs/benchmarks.md, or
-docs/benchmarks-mkl.md where MKL is installed.
+The tables and the measurements go to benchmarks/results; `--write-docs` also replaces the page of this kind of machine:
+docs/benchmarks.md with AMX, docs/benchmarks-avx512.md without, docs/benchmarks-mkl.md where MKL is installed.
 """
 
 import argparse
@@ -25,10 +25,18 @@ measurement as JSON. Numbers of two machines, or of two runs on a shared one, ca
 """
 
 
+def page_of(about):
+    """The page of docs that has the tables of such a machine."""
+    if "mkl" in about["versions"]:
+        return "benchmarks-mkl.md"
+    return "benchmarks.md" if "amx_bf16" in about["extensions"] else "benchmarks-avx512.md"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a short run, to see that everything works")
     parser.add_argument("--only", choices=BENCHMARKS, action="append", help="run this one; may be repeated")
+    parser.add_argument("--resume", action="store_true", help="keep the measurements that are in benchmarks/results")
     parser.add_argument("--write-docs", action="store_true", help="replace the page in docs by this run's tables")
     arguments = parser.parse_args()
     if arguments.write_docs and (arguments.quick or arguments.only):
@@ -38,7 +46,8 @@ def main():
     for name in arguments.only or BENCHMARKS:
         record = RESULTS / f"{name}.json"
         command = [sys.executable, str(HERE / f"bench_{name}.py"), "--json", str(record)]
-        subprocess.run(command + ["--quick"] * arguments.quick, check=True)
+        if not (arguments.resume and record.exists()):
+            subprocess.run(command + ["--quick"] * arguments.quick, check=True)
         measured = json.loads(record.read_text())
         about = about or measured["machine"]
         texts.append(measured["markdown"])
@@ -46,8 +55,7 @@ def main():
     (RESULTS / "benchmarks.md").write_text(text)
     print(header(about))
     if arguments.write_docs:
-        page = "benchmarks-mkl.md" if "mkl" in about["versions"] else "benchmarks.md"
-        (HERE.parent / "docs" / page).write_text(text)
+        (HERE.parent / "docs" / page_of(about)).write_text(text)
 
 
 if __name__ == "__main__":
