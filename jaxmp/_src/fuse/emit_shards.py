@@ -60,7 +60,7 @@ class _Matrix:
 
 def _matrix(operand: Operand, x: jax.Array) -> _Matrix:
     if not operand.is_flat:
-        raise NotImplementedError("dimensions do not fold into a matrix")
+        raise NotImplementedError  # its dimensions do not fold into a matrix, so the product stays JAX's
     rows, k = (math.prod(x.shape[d] for d in dims) for dims in (operand.free, operand.contract))
     return _Matrix(x, operand, x.reshape((rows, k) if operand.has_rows_first else (k, rows)))
 
