@@ -16,6 +16,7 @@ DEMO  := .venv/demo-$(TAG)
 TEST  := .venv/test-$(TAG)
 BENCH := .venv/bench-$(TAG)$(if $(EXTRAS),-$(EXTRAS))
 LINT  := .venv/lint-$(TAG)
+WHEELS := .venv/wheels-$(TAG)
 MPI   := .venv/mpi-$(TAG)
 XLA_GPU := .venv/xla-gpu-$(TAG)
 # The JAX whose CUDA plugin runs over the fakes: what it asks of a driver is what they have.
@@ -216,6 +217,10 @@ docs: $(TEST)/.docs ## Build the documentation site in build/docs, where warning
 	$(TEST)/bin/python -m sphinx -W --keep-going -n -q -d build/docs-doctrees docs build/docs $(ARGS)
 	@echo "build/docs/index.html; to read it: python3 -m http.server -d build/docs"
 
+.PHONY: wheels
+wheels: $(WHEELS)/.ready ## Build the source distribution and this machine's wheels in dist, and try them in each Python
+	.ci/wheels $(WHEELS)/bin
+
 .PHONY: clean
 clean: ## Remove the environments and everything that was built
 	rm -rf .venv build dist docs/api docs/pictures .cache .mypy_cache .pytest_cache .ruff_cache
@@ -246,3 +251,6 @@ $(BENCH)/.ready: $(ALL_SOURCES)
 
 $(LINT)/.ready: .ci/requirements-lint.txt
 	$(call new_venv,$(LINT),-r .ci/requirements-lint.txt jax numpy)
+
+$(WHEELS)/.ready: .ci/requirements-wheels.txt
+	$(call new_venv,$(WHEELS),-r .ci/requirements-wheels.txt)
