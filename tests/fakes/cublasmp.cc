@@ -3,7 +3,6 @@
 // on all ranks, memory of its own as workspace.
 #include <algorithm>
 #include <array>
-#include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -12,8 +11,10 @@
 #include <initializer_list>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <string>
-#include <utility>
+#include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "csrc/cublasmp/api_table.h"
@@ -63,53 +64,99 @@ const char* AlgorithmOf(cublasMpMatmulDescriptor_t matmul, const cublasMpGrid& g
   return grid.npcol == nranks ? "Matmul + ReduceScatter" : "generic Matmul";
 }
 
-// A product on its stream: hostmp's, waited for, so that the stream goes on when every rank has come.
-struct Product {
-  std::function<cublasMpStatus_t(cublasMpHandle_t, cublasMpMatmulDescriptor_t)> run;
-  std::function<void()> finish;  // once every rank's product is done, if any
-  cublasMpMatmulDescriptor matmul;
-  ncclComm_t comm;
-  World* world;
-  int ordinal;
+// What a rank brings to a product. It lies where each process of the job reads it.
+struct Arguments {
+  int64_t m, n, k;
+  std::array<char, 16> alpha, beta;  // the plan's scalars have 16 bytes whatever their type is
+  const void *a, *b, *c;
+  void *d, *work;
+  int64_t ia, ja, ib, jb, ic, jc, id, jd;
+  cublasMpMatrixDescriptor desc_a, desc_b, desc_c, desc_d;
+  bool has_c, fixed_reduction_order;
+  decltype(cublasMpMatmulDescriptor::values) values;
+  decltype(cublasMpMatmulDescriptor::is_set) is_set;
+  size_t bytes;
+};
+static_assert(std::is_trivially_copyable_v<Arguments>);
 
-  std::mutex mutex;
-  std::condition_variable changed;
-  bool is_done = false;
-  jaxmp::Status status;
-  jaxmp::hostmp::Stream stream;
+[[noreturn]] void Fail(const std::string& why) {
+  std::fprintf(stderr, "fake cublasmp: %s\n", why.c_str());
+  std::abort();  // a device that fails: nothing that a test expects
+}
 
-  static void Done(void* data, const jaxmp::Status& status) {
-    Product& product = *static_cast<Product*>(data);
-    std::lock_guard<std::mutex> lock(product.mutex);
-    product.status = status;
-    product.is_done = true;
-    product.changed.notify_all();
+// hostmp's product of all ranks: their memory is the host's.
+class Computation {
+ public:
+  void Run(const jaxmp::hostmp::Group& group, const std::vector<Arguments*>& ranks) {
+    left_ = ranks.size();
+    std::vector<jaxmp::hostmp::Stream> streams(
+        ranks.size(), jaxmp::hostmp::Stream{&rendezvous_, 0, 0, nullptr, &Computation::Done, this});
+    for (size_t rank = 0; rank < ranks.size(); ++rank) {
+      Arguments x = *ranks[rank];
+      for (auto* desc : {&x.desc_a, &x.desc_b, &x.desc_c, &x.desc_d}) {
+        desc->grid.comm = *group.comm(static_cast<int>(rank));  // of this process
+      }
+      if (Start(&x, as_stream(&streams[rank])) != CUBLASMP_STATUS_SUCCESS) Fail(host().last_error());
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    changed_.wait(lock, [this] { return left_ == 0; });
   }
+
+ private:
+  static cublasMpStatus_t Start(Arguments* x, cudaStream_t stream) {
+    cublasMpHandle_t handle = nullptr;
+    (void)host().Create(&handle, stream);
+    cublasMpMatmulDescriptor matmul{x->values, x->is_set, x->fixed_reduction_order, nullptr};
+    const cublasMpStatus_t status =
+        host().Matmul(handle, &matmul, x->m, x->n, x->k, x->alpha.data(), x->a, x->ia, x->ja, &x->desc_a, x->b, x->ib,
+                      x->jb, &x->desc_b, x->beta.data(), x->c, x->ic, x->jc, x->has_c ? &x->desc_c : nullptr, x->d,
+                      x->id, x->jd, &x->desc_d, x->work, x->bytes, nullptr, 0);
+    (void)host().Destroy(handle);
+    return status;
+  }
+  static void Done(void* data, const jaxmp::Status& status) {
+    if (!status.ok()) Fail(status.message());
+    auto* const self = static_cast<Computation*>(data);
+    std::lock_guard<std::mutex> lock(self->mutex_);
+    --self->left_;
+    self->changed_.notify_all();
+  }
+
+  jaxmp::hostmp::Rendezvous rendezvous_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  size_t left_ = 0;
+};
+
+// A product on its stream, which goes on when every rank has come and rank 0 has computed it.
+struct Product {
+  Arguments* arguments;
+  ncclComm_t comm;
+  int ordinal;
+  std::function<void()> begin, finish;  // on the stream: ahead of it and behind it, if any
 
   static void Run(void* data) {
-    auto* const product = static_cast<Product*>(data);
+    const std::unique_ptr<Product> product(static_cast<Product*>(data));
     Log(product->ordinal, "~Matmul");
-    product->stream = {&product->world->rendezvous, 0, 0, nullptr, Done, product};
-    cublasMpHandle_t handle = nullptr;
-    (void)host().Create(&handle, as_stream(&product->stream));
-    const cublasMpStatus_t status = product->run(handle, &product->matmul);
-    (void)host().Destroy(handle);
-    if (status != CUBLASMP_STATUS_SUCCESS) return Fail(host().last_error());
-    std::unique_lock<std::mutex> lock(product->mutex);
-    while (!product->is_done) {
-      product->changed.wait_for(lock, std::chrono::milliseconds(5));
-      // An abort of the caller's communicator does not reach the library's own. hostmp still has it: it stays.
-      if (!product->is_done && fake_cuda_has_failed(product->ordinal)) return;
-    }
-    if (!product->status.ok()) Fail(product->status.message());
-    lock.unlock();
+    if (product->begin) product->begin();
+    // An abort of the caller's communicator does not reach this one, the library's own; a device that fails ends it.
+    // The others may still look at what it brought.
+    if (!product->Compute()) return;
     if (product->finish) product->finish();
-    delete product;
+    fake_cuda_unshare(product->arguments);
   }
 
-  static void Fail(const std::string& why) {
-    std::fprintf(stderr, "fake cublasmp: %s\n", why.c_str());
-    std::abort();  // a device that fails: nothing that a test expects
+  bool Compute() const {
+    std::array<long long, kFakeMostRanks> given{};  // NOLINT
+    if (!fake_nccl_gather(comm, kFakeOnStream, reinterpret_cast<long long>(arguments), given.data())) return false;
+    if (fake_nccl_rank(comm) == 0) {
+      std::vector<Arguments*> ranks;
+      for (size_t rank = 0; rank < static_cast<size_t>(fake_nccl_nranks(comm)); ++rank) {
+        ranks.push_back(reinterpret_cast<Arguments*>(given[rank]));
+      }
+      Computation().Run(GroupOf(comm), ranks);
+    }
+    return fake_nccl_gather(comm, kFakeOnStream, 0, given.data());
   }
 };
 
@@ -126,13 +173,18 @@ struct Floats {
   }
 };
 
-// The other reading of an all-reduce with C, of floats: each rank adds its own to what has been reduced. `c` is read
-// when the product begins, for D may lie on it.
-void AddBehind(Product* product, float beta, Floats c, Floats d) {
-  const auto kept = std::make_shared<std::vector<float>>(static_cast<size_t>(c.rows * c.cols));
-  product->run = [run = std::move(product->run), kept, c, beta](auto handle, auto matmul) {
+// The other reading of an all-reduce with C, of floats: each rank adds its own to what has been reduced. C is read when
+// the product begins, for D may lie on it.
+void AddBehind(Product* product) {
+  Arguments& x = *product->arguments;
+  const Floats c = {const_cast<float*>(static_cast<const float*>(x.c)), x.m, x.n, x.desc_c.lld};
+  const Floats d = {static_cast<float*>(x.d), x.m, x.n, x.desc_d.lld};
+  float beta;
+  std::memcpy(&beta, x.beta.data(), sizeof(beta));
+  x.beta.fill(0);
+  const auto kept = std::make_shared<std::vector<float>>(static_cast<size_t>(x.m * x.n));
+  product->begin = [kept, c, beta] {
     if (beta != 0) c.Each([&](float x, int64_t at) { (*kept)[static_cast<size_t>(at)] = x; });
-    return run(handle, matmul);
   };
   product->finish = [kept, d, beta] {
     d.Each([&](float& x, int64_t at) { x += beta * (*kept)[static_cast<size_t>(at)]; });
@@ -210,10 +262,13 @@ cublasMpStatus_t cublasMpGridCreate(int64_t nprow, int64_t npcol, cublasMpGridLa
   const cublasMpStatus_t agreed = Agree(comm, (nprow * 1000 + npcol) * 2 + layout);
   if (agreed != CUBLASMP_STATUS_SUCCESS) return agreed;
   const cublasMpStatus_t status =
-      host().GridCreate(nprow, npcol, layout, WorldOf(comm).group.comm(fake_nccl_rank(comm)), grid);
+      host().GridCreate(nprow, npcol, layout, GroupOf(comm).comm(fake_nccl_rank(comm)), grid);
   std::lock_guard<std::mutex> lock(state().mutex);
-  // As the real library does: what a grid does together, it does on communicators of its own.
-  if (status == CUBLASMP_STATUS_SUCCESS) state().grids[*grid] = fake_nccl_split(comm);
+  if (status == CUBLASMP_STATUS_SUCCESS) {
+    // As the real library does: what a grid does together, it does on communicators of its own.
+    ncclComm_t const own = state().grids[*grid] = fake_nccl_split(comm);
+    state().comms.try_emplace({(*grid)->comm.group, (*grid)->comm.rank}, own);
+  }
   return Report(status, "cublasMpGridCreate");
 }
 cublasMpStatus_t cublasMpGridDestroy(cublasMpGrid_t grid) {
@@ -371,35 +426,23 @@ cublasMpStatus_t cublasMpMatmul(cublasMpHandle_t handle, cublasMpMatmulDescripto
   const bool is_local = IsLocal(fake_nccl_nranks(comm), {desc_a, desc_b, desc_c, desc_d});
   Say(5, "cublasMpMatmul",
       std::string("Using ") + (is_local ? "local Matmul" : AlgorithmOf(matmul, desc_d->grid, fake_nccl_nranks(comm))));
-  std::array<char, 16> alpha_bytes, beta_bytes;
-  std::memcpy(alpha_bytes.data(), alpha, 16);  // the plan's scalars have 16 bytes whatever their type is
-  std::memcpy(beta_bytes.data(), beta, 16);
-  auto* const product = new Product;
-  product->matmul = *matmul;
-  product->comm = comm;
-  product->world = &WorldOf(comm);
-  product->ordinal = of.ordinal;
   const bool has_c = desc_c != nullptr;
+  auto* const x = new (fake_cuda_share(sizeof(Arguments))) Arguments{};
+  std::tie(x->m, x->n, x->k, x->bytes, x->work) = std::tie(m, n, k, bytes, work);
+  std::tie(x->a, x->ia, x->ja, x->desc_a) = std::tie(a, ia, ja, *desc_a);
+  std::tie(x->b, x->ib, x->jb, x->desc_b) = std::tie(b, ib, jb, *desc_b);
+  std::tie(x->c, x->ic, x->jc, x->desc_c) = std::tie(c, ic, jc, has_c ? *desc_c : *desc_d);
+  std::tie(x->d, x->id, x->jd, x->desc_d) = std::tie(d, id, jd, *desc_d);
+  std::tie(x->values, x->is_set) = std::tie(matmul->values, matmul->is_set);
+  std::tie(x->has_c, x->fixed_reduction_order) = std::tie(has_c, matmul->fixed_reduction_order);
+  std::memcpy(x->alpha.data(), alpha, x->alpha.size());
+  std::memcpy(x->beta.data(), beta, x->beta.size());
+  auto* const product = new Product{x, comm, of.ordinal, nullptr, nullptr};
   const bool all_reduces =
       matmul->values[CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE] & CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE;
-  const bool is_behind = Knob("FAKE_CUBLASMP_C_BEHIND", 0) && has_c && all_reduces && desc_c->type == desc_d->type &&
-                         desc_d->type == CUDA_R_32F && fake_nccl_nranks(comm) > 1;
-  float beta_behind = 0;
-  if (is_behind) {
-    std::memcpy(&beta_behind, beta, sizeof(float));
-    beta_bytes.fill(0);
-  }
-  product->run = [=, a_desc = *desc_a, b_desc = *desc_b, c_desc = has_c ? *desc_c : cublasMpMatrixDescriptor{},
-                  d_desc = *desc_d](cublasMpHandle_t on, cublasMpMatmulDescriptor_t with) mutable {
-    return host().Matmul(on, with, m, n, k, alpha_bytes.data(), a, ia, ja, &a_desc, b, ib, jb, &b_desc,
-                         beta_bytes.data(), c, ic, jc, has_c ? &c_desc : nullptr, d, id, jd, &d_desc, work, bytes,
-                         nullptr, 0);
-  };
-  if (is_behind) {
-    const auto floats = [m, n](const void* data, cublasMpMatrixDescriptor_t desc) {
-      return Floats{const_cast<float*>(static_cast<const float*>(data)), m, n, desc->lld};
-    };
-    AddBehind(product, beta_behind, floats(c, desc_c), floats(d, desc_d));
+  if (Knob("FAKE_CUBLASMP_C_BEHIND", 0) && has_c && all_reduces && desc_c->type == desc_d->type &&
+      desc_d->type == CUDA_R_32F && fake_nccl_nranks(comm) > 1) {
+    AddBehind(product);
   }
   (void)cuLaunchHostFunc(of.stream, Product::Run, product);
   return CUBLASMP_STATUS_SUCCESS;

@@ -1,16 +1,11 @@
 #include "tests/fakes/cublasmp_state.h"
 
 #include <algorithm>
+#include <array>
 #include <chrono>
 #include <thread>
 
 namespace fakes {
-namespace {
-
-constexpr int kHostChannel = 0;  // of fake_nccl_gather
-
-}  // namespace
-
 State& state() {
   static auto* const only = new State;  // streams may still run at exit
   return *only;
@@ -55,17 +50,18 @@ cublasMpStatus_t Report(cublasMpStatus_t status, const char* function) {
 
 cublasMpStatus_t Agree(ncclComm_t comm, long long value) {  // NOLINT
   const int nranks = fake_nccl_nranks(comm);
-  const long long* values = fake_nccl_gather(comm, kHostChannel, value);  // NOLINT
-  if (!values) return CUBLASMP_STATUS_INTERNAL_ERROR;
-  const bool is_equal = std::all_of(values, values + nranks, [value](auto other) { return other == value; });
+  std::array<long long, kFakeMostRanks> values{};  // NOLINT
+  if (!fake_nccl_gather(comm, kFakeOnHost, value, values.data())) return CUBLASMP_STATUS_INTERNAL_ERROR;
+  const bool is_equal =
+      std::all_of(values.begin(), values.begin() + nranks, [value](auto other) { return other == value; });
   return is_equal ? CUBLASMP_STATUS_SUCCESS : CUBLASMP_STATUS_INVALID_VALUE;
 }
 
-World& WorldOf(ncclComm_t comm) {
+const jaxmp::hostmp::Group& GroupOf(ncclComm_t comm) {
   std::lock_guard<std::mutex> lock(state().mutex);
-  std::unique_ptr<World>& world = state().worlds[fake_nccl_group(comm)];
-  if (!world) world = std::make_unique<World>(fake_nccl_nranks(comm));
-  return *world;
+  std::unique_ptr<jaxmp::hostmp::Group>& group = state().groups[fake_nccl_group(comm)];
+  if (!group) group = std::make_unique<jaxmp::hostmp::Group>(fake_nccl_nranks(comm));
+  return *group;
 }
 
 ncclComm_t CommOf(cublasMpGrid_t grid) {
@@ -76,10 +72,8 @@ ncclComm_t CommOf(cublasMpGrid_t grid) {
 
 ncclComm_t CommOf(cublasMpMatrixDescriptor_t desc) {
   std::lock_guard<std::mutex> lock(state().mutex);
-  for (const auto& [grid, comm] : state().grids) {
-    if (grid->comm.group == desc->grid.comm.group && grid->comm.rank == desc->grid.comm.rank) return comm;
-  }
-  return nullptr;
+  const auto found = state().comms.find({desc->grid.comm.group, desc->grid.comm.rank});
+  return found == state().comms.end() ? nullptr : found->second;
 }
 
 Handle HandleOf(cublasMpHandle_t handle) {

@@ -25,13 +25,6 @@ using namespace jaxmp::abi;  // NOLINT: cuBLASMp's own names
 
 inline const jaxmp::MpApi& host() { return jaxmp::host_api(); }
 
-// hostmp's side of a communicator.
-struct World {
-  explicit World(int nranks) : group(nranks) {}
-  jaxmp::hostmp::Group group;
-  jaxmp::hostmp::Rendezvous rendezvous;
-};
-
 struct Handle {
   int ordinal;
   CUstream stream;
@@ -39,10 +32,11 @@ struct Handle {
 
 struct State {
   std::mutex mutex;
-  std::map<const void*, std::unique_ptr<World>> worlds;  // by fake_nccl_group()
+  std::map<const void*, std::unique_ptr<jaxmp::hostmp::Group>> groups;  // by fake_nccl_group()
   std::map<cublasMpHandle_t, Handle> handles;
   std::map<cublasMpGrid_t, ncclComm_t> grids;
-  std::set<std::pair<void*, cublasMpGrid_t>> buffers;  // registered
+  std::map<std::pair<const void*, int>, ncclComm_t> comms;  // of a group's first grid, by hostmp's group and the rank
+  std::set<std::pair<void*, cublasMpGrid_t>> buffers;       // registered
   std::set<const void*> descriptors;
   std::map<std::pair<std::string, int>, int> failures;  // status of the next such call on a device
   std::map<int, std::string> log;                       // by device
@@ -64,9 +58,10 @@ cublasMpStatus_t Report(cublasMpStatus_t status, const char* function);
 // Waits for every rank; an error where they differ.
 cublasMpStatus_t Agree(ncclComm_t comm, long long value);  // NOLINT
 
-World& WorldOf(ncclComm_t comm);
-ncclComm_t CommOf(cublasMpGrid_t grid);  // null where there is no such grid
-// The grid that a descriptor holds is hostmp's copy; the communicator comes from the world that it belongs to.
+const jaxmp::hostmp::Group& GroupOf(ncclComm_t comm);  // hostmp's side of a communicator, in this process
+ncclComm_t CommOf(cublasMpGrid_t grid);                // null where there is no such grid
+// The grid that a descriptor holds is hostmp's copy; the communicator is that of the first grid of its group, the same
+// for all ranks.
 ncclComm_t CommOf(cublasMpMatrixDescriptor_t desc);
 Handle HandleOf(cublasMpHandle_t handle);  // {-1, null}
 

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "tests/fakes/cuda_state.h"
+#include "tests/fakes/job.h"
 
 namespace fakes {
 namespace {
@@ -62,18 +63,22 @@ CUstream NewStream(CUcontext context) {
 }
 
 void* Allocate(size_t bytes, int ordinal, bool is_host) {
-  auto* const made = static_cast<char*>(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
+  char* const made = Take(bytes);
   std::lock_guard<std::mutex> lock(memory().mutex);
   memory().blocks[made] = {bytes, ordinal, is_host};
   return made;
 }
 
-bool Release(const void* data) {
+bool Release(void* data) {
+  size_t bytes = 0;
   {
     std::lock_guard<std::mutex> lock(memory().mutex);
-    if (memory().blocks.erase(static_cast<const char*>(data)) == 0) return false;
+    const auto found = memory().blocks.find(static_cast<const char*>(data));
+    if (found == memory().blocks.end()) return false;
+    bytes = found->second.bytes;
+    memory().blocks.erase(found);
   }
-  std::free(const_cast<void*>(data));
+  GiveBack(static_cast<char*>(data), bytes);
   return true;
 }
 
@@ -180,6 +185,8 @@ int fake_cuda_allocations() {
   for (const auto& [data, block] : memory().blocks) count += !block.is_host;
   return count;
 }
+void* fake_cuda_share(size_t bytes) { return Allocate(bytes, 0, true); }
+void fake_cuda_unshare(void* shared) { (void)Release(shared); }
 CUresult cuMemcpyDtoHAsync_v2(void* to, CUdeviceptr from, size_t bytes, CUstream stream) {
   if (!stream || !from) return CUDA_ERROR_INVALID_VALUE;
   Note(stream->context, "MemcpyDtoHAsync");

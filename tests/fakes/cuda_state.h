@@ -117,7 +117,7 @@ void Note(CUcontext context, const char* name);
 
 CUstream NewStream(CUcontext context);
 void* Allocate(size_t bytes, int ordinal, bool is_host);
-bool Release(const void* data);  // whether it was allocated
+bool Release(void* data);  // whether it was allocated
 
 inline void* Pointer(CUdeviceptr pointer) { return reinterpret_cast<void*>(pointer); }
 

@@ -32,9 +32,19 @@ bool fake_cuda_has_failed(int device);
 int fake_cuda_ordinal();                               // of the thread's current context; -1 without one
 bool fake_cuda_has(const void* memory, size_t bytes);  // whether cuMemAlloc gave it
 int fake_cuda_allocations();                           // of cuMemAlloc, that were not given back
+// Of all processes of a job (FAKE_CUDA_JOB), at the same addresses in each: zeros at first; and memory that the process
+// which took it gives back.
+void* fake_cuda_board();
+void* fake_cuda_share(size_t bytes);
+void fake_cuda_unshare(void* shared);
 }
 
+constexpr size_t kFakeBoardBytes = size_t{256} << 20;
+
 // ---- libnccl's
+
+constexpr int kFakeMostRanks = 16;  // of a communicator
+enum : int { kFakeOnHost, kFakeOnStream };
 
 extern "C" {
 int fake_nccl_rank(jaxmp::abi::ncclComm_t comm);
@@ -44,9 +54,9 @@ const void* fake_nccl_group(jaxmp::abi::ncclComm_t comm);
 // All ranks of it once more, as ncclCommSplit gives them: an abort of `comm` does not reach the new one, whose errors
 // are not its errors either. Waits for nobody.
 jaxmp::abi::ncclComm_t fake_nccl_split(jaxmp::abi::ncclComm_t comm);
-// Every rank's value once all have come, or null after an abort. Blocks. `channel` keeps host and stream apart, whose
-// arrivals are not ordered among each other.
-const long long* fake_nccl_gather(jaxmp::abi::ncclComm_t comm, int channel, long long value);  // NOLINT
+// Takes every rank's value, by rank, once all have come. Blocks; false after an abort, and on a stream once its device
+// has failed. `channel` keeps host and stream apart, whose arrivals are not ordered among each other.
+bool fake_nccl_gather(jaxmp::abi::ncclComm_t comm, int channel, long long value, long long* values);  // NOLINT
 void fake_nccl_break(int result);               // every communicator reports it as its asynchronous error
 void fake_nccl_exhaust(int device, int times);  // so many of its next allocations fail there
 int fake_nccl_live();                           // communicators that were made and not given back

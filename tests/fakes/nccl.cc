@@ -1,81 +1,101 @@
-// A libnccl.so.2 whose ranks are threads of one process. What blocks on the host or on a stream blocks here as well,
-// until every rank has come or the communicator is aborted.
+// A libnccl.so.2 whose ranks are threads of one process, or of the processes of a job. What blocks on the host or on a
+// stream blocks here as well, until every rank has come or the communicator is aborted.
 #include <algorithm>
+#include <array>
 #include <atomic>
-#include <condition_variable>
+#include <chrono>
+#include <cstdio>
 #include <cstring>
-#include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
-#include <utility>
+#include <thread>
 #include <vector>
 
 #include "tests/fakes/fake.h"
+#include "tests/fakes/nccl_group.h"
+
+namespace fakes {
+
+void Await(const std::function<bool()>& holds) {
+  constexpr int kYields = 200;  // then it sleeps: a rank may stay away for long
+  for (int i = 0; !holds(); ++i) {
+    i < kYields ? std::this_thread::yield() : std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+bool Channel::Gather(int rank, int nranks, long long value, long long* taken,  // NOLINT
+                     const std::function<bool()>& is_over) {
+  const auto at = [](auto& by_rank, int r) -> auto& { return by_rank[static_cast<size_t>(r)]; };
+  const uint64_t turn = at(begun, rank)++;
+  auto& of_turn = values[turn % kTurns];
+  at(of_turn, rank) = value;
+  Await([&] { return at(arrived, rank) == turn; });  // a thread of this rank that came before
+  at(arrived, rank) = turn + 1;
+  bool has_all = false;
+  Await([&] {
+    has_all = std::all_of(arrived.begin(), arrived.begin() + nranks, [&](const auto& n) { return n > turn; });
+    return has_all || is_over();
+  });
+  if (has_all) std::copy(of_turn.begin(), of_turn.begin() + nranks, taken);
+  return has_all;
+}
+
+}  // namespace fakes
 
 namespace {
 
-// The i-th arrival of a rank belongs with the i-th of every other.
-struct Exchange {
-  std::vector<long long> values;  // NOLINT: by rank
-  int count = 0;
+using fakes::Group;
+
+// Every communicator of the job, by NCCL's id or by what it was split off. No locks: a process may die at any time.
+struct Entry {
+  enum State : int { kFree, kWriting, kWritten };
+  std::atomic<int> state;
+  std::array<char, sizeof(jaxmp::abi::ncclUniqueId::internal)> key;
+  Group group;
 };
+struct Board {
+  static constexpr size_t kMostEntries = 4096;
+  std::atomic<int> ids;
+  std::array<Entry, kMostEntries> entries;
+};
+static_assert(sizeof(Board) <= kFakeBoardBytes);
 
-struct Group {
-  explicit Group(int nranks) : nranks(nranks) {}
+Board& board() { return *static_cast<Board*>(fake_cuda_board()); }
 
-  const int nranks;
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::deque<Exchange> exchanges[2];  // by channel; kept, for values are handed out by address
-  std::vector<size_t> arrivals[2];    // by channel and rank
-  std::atomic<bool> is_aborted{false};
-
-  const long long* Gather(int channel, int rank, long long value) {  // NOLINT
-    std::unique_lock<std::mutex> lock(mutex);
-    auto& counts = arrivals[channel];
-    counts.resize(static_cast<size_t>(nranks));
-    const size_t turn = counts[static_cast<size_t>(rank)]++;
-    while (exchanges[channel].size() <= turn) {
-      exchanges[channel].push_back({std::vector<long long>(static_cast<size_t>(nranks)), 0});  // NOLINT
+Group* GroupOf(const std::string& name) {
+  std::array<char, sizeof(Entry::key)> key{};
+  std::copy(name.begin(), name.end(), key.begin());
+  for (Entry& entry : board().entries) {
+    int state = Entry::kFree;
+    if (entry.state.compare_exchange_strong(state, Entry::kWriting)) {
+      entry.key = key;
+      entry.state = Entry::kWritten;
     }
-    Exchange& exchange = exchanges[channel][turn];
-    exchange.values[static_cast<size_t>(rank)] = value;
-    ++exchange.count;
-    changed.notify_all();
-    changed.wait(lock, [&] { return exchange.count == nranks || is_aborted; });
-    return exchange.count == nranks ? exchange.values.data() : nullptr;
+    fakes::Await([&] { return entry.state == Entry::kWritten; });
+    if (entry.key == key) return &entry.group;
   }
-
-  void Abort() {
-    std::lock_guard<std::mutex> lock(mutex);
-    is_aborted = true;
-    changed.notify_all();
-  }
-};
+  std::fprintf(stderr, "fake nccl: too many communicators\n");
+  std::abort();
+}
 
 std::mutex mutex;
-std::map<std::string, std::shared_ptr<Group>>& groups() {
-  static auto* const all = new std::map<std::string, std::shared_ptr<Group>>;
-  return *all;
-}
 std::map<int, int>& refusals() {
   static auto* const all = new std::map<int, int>;  // by device: how many allocations are still to fail
   return *all;
 }
 std::atomic<int> asynchronous_error{0}, live{0};
 
-constexpr int kOnHost = 0;
-
 }  // namespace
 
 namespace jaxmp::abi {
 
 struct ncclComm {
-  std::shared_ptr<Group> group;
-  int rank;
-  std::shared_ptr<Group> root;  // the group that this one was split off; null: none
+  Group* group;
+  std::string name;  // of the group
+  Group* root;       // that this one was split off, or itself
+  int rank, nranks, ordinal;
   size_t splits = 0;
 };
 
@@ -106,27 +126,23 @@ const char* ncclGetErrorString(ncclResult_t result) {
 const char* ncclGetLastError(ncclComm_t) { return ""; }
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
-  static std::atomic<int> count{0};
   *id = {};
-  const std::string text = "id " + std::to_string(count++);
+  const std::string text = "id " + std::to_string(board().ids++);
   std::memcpy(id->internal, text.data(), text.size());
   return ncclSuccess;
 }
 
 ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId id, int rank) {
-  if (fake_cuda_ordinal() < 0 || rank < 0 || rank >= nranks) return ncclInvalidUsage;
-  std::shared_ptr<Group> group;
-  {
-    std::lock_guard<std::mutex> lock(mutex);
-    std::shared_ptr<Group>& known = groups()[std::string(id.internal, sizeof(id.internal))];
-    if (!known) known = std::make_shared<Group>(nranks);
-    group = known;
-  }
-  if (group->nranks != nranks) return ncclInvalidArgument;
-  const long long* devices = group->Gather(kOnHost, rank, fake_cuda_ordinal());  // NOLINT
-  if (!devices) return ncclSystemError;
-  if (std::count(devices, devices + nranks, devices[rank]) > 1) return ncclInvalidUsage;  // two ranks on one device
-  *comm = new ncclComm{group, rank, nullptr};
+  const int ordinal = fake_cuda_ordinal();
+  if (ordinal < 0 || rank < 0 || rank >= nranks || nranks > kFakeMostRanks) return ncclInvalidUsage;
+  const std::string name(id.internal, strnlen(id.internal, sizeof(id.internal)));
+  Group* const group = GroupOf(name);
+  auto made = std::make_unique<ncclComm>(ncclComm{group, name, group, rank, nranks, ordinal});
+  std::vector<long long> devices(kFakeMostRanks);  // NOLINT
+  if (!fake_nccl_gather(made.get(), kFakeOnHost, ordinal, devices.data())) return ncclSystemError;
+  const auto on_this = std::count(devices.begin(), devices.begin() + nranks, ordinal);
+  if (on_this > 1 && !fakes::Knob("NCCL_MULTI_RANK_GPU_ENABLE", 0)) return ncclInvalidUsage;
+  *comm = made.release();
   ++live;
   return ncclSuccess;
 }
@@ -137,7 +153,7 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
 }
 // The memory stays: calls that the abort sets free may still look at it.
 ncclResult_t ncclCommAbort(ncclComm_t comm) {
-  comm->group->Abort();
+  comm->group->is_aborted = true;
   --live;
   return ncclSuccess;
 }
@@ -168,17 +184,24 @@ ncclResult_t ncclMemFree(void* pointer) {
 }
 
 int fake_nccl_rank(ncclComm_t comm) { return comm->rank; }
-int fake_nccl_nranks(ncclComm_t comm) { return comm->group->nranks; }
-const void* fake_nccl_group(ncclComm_t comm) { return comm->root ? comm->root.get() : comm->group.get(); }
+int fake_nccl_nranks(ncclComm_t comm) { return comm->nranks; }
+const void* fake_nccl_group(ncclComm_t comm) { return comm->root; }
 ncclComm_t fake_nccl_split(ncclComm_t comm) {
-  static auto* const all = new std::map<std::pair<Group*, size_t>, std::shared_ptr<Group>>;
-  std::lock_guard<std::mutex> lock(mutex);
-  std::shared_ptr<Group>& known = (*all)[{comm->group.get(), comm->splits++}];
-  if (!known) known = std::make_shared<Group>(comm->group->nranks);
-  return new ncclComm{known, comm->rank, comm->group};
+  std::string name;
+  {
+    std::lock_guard<std::mutex> lock(mutex);
+    name = comm->name + "/" + std::to_string(comm->splits++);
+  }
+  return new ncclComm{GroupOf(name), name, comm->root, comm->rank, comm->nranks, comm->ordinal};
 }
-const long long* fake_nccl_gather(ncclComm_t comm, int channel, long long value) {  // NOLINT
-  return comm->group->Gather(channel, comm->rank, value);
+bool fake_nccl_gather(ncclComm_t comm, int channel, long long value, long long* values) {  // NOLINT
+  const auto is_over = [comm, channel] {
+    return comm->group->is_aborted || (channel == kFakeOnStream && fake_cuda_has_failed(comm->ordinal));
+  };
+  return comm->group->channels[static_cast<size_t>(channel)].Gather(comm->rank, comm->nranks, value, values, is_over);
+}
+fakes::Mail* fake_nccl_mail(ncclComm_t comm, int from, int to) {
+  return &comm->group->mail[static_cast<size_t>(from)][static_cast<size_t>(to)];
 }
 void fake_nccl_break(int result) { asynchronous_error = result; }
 void fake_nccl_exhaust(int device, int times) {

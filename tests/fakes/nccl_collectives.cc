@@ -1,19 +1,15 @@
 // The collectives of the fake libnccl.so.2, jaxmp's and XLA's: on a stream every rank learns where the others' data
 // lie, takes what is its own, and writes it once all have taken theirs. Sums are in the order of the ranks.
 #include <algorithm>
-#include <condition_variable>
 #include <cstring>
-#include <deque>
 #include <functional>
-#include <map>
 #include <memory>
-#include <mutex>
-#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "tests/fakes/fake.h"
 #include "tests/fakes/half.h"
+#include "tests/fakes/nccl_group.h"
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -23,8 +19,6 @@ FAKE(ncclAllReduce);
 FAKE(ncclCommInitRank);
 
 namespace {
-
-constexpr int kOnStream = 1;  // a channel of fake_nccl_gather
 
 // ncclDataType_t, by its number.
 constexpr size_t kBytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2, 1, 1};
@@ -99,13 +93,15 @@ ncclResult_t Put(cudaStream_t stream, std::function<void()> work) {
 // An abort in between leaves `to` as it is.
 ncclResult_t Collective(const void* from, void* to, ncclComm_t comm, cudaStream_t stream, Take take) {
   return Put(stream, [=] {
-    const long long* given = fake_nccl_gather(comm, kOnStream, reinterpret_cast<long long>(from));  // NOLINT
-    if (!given) return;
+    std::vector<long long> given(kFakeMostRanks);                                                         // NOLINT
+    if (!fake_nccl_gather(comm, kFakeOnStream, reinterpret_cast<long long>(from), given.data())) return;  // NOLINT
     std::vector<const char*> parts;
-    for (int rank = 0; rank < fake_nccl_nranks(comm); ++rank)
+    for (size_t rank = 0; rank < static_cast<size_t>(fake_nccl_nranks(comm)); ++rank) {
       parts.push_back(reinterpret_cast<const char*>(given[rank]));
+    }
     const std::vector<char> taken = take(parts);
-    if (fake_nccl_gather(comm, kOnStream, 0)) std::copy(taken.begin(), taken.end(), static_cast<char*>(to));
+    if (!fake_nccl_gather(comm, kFakeOnStream, 0, given.data())) return;
+    std::copy(taken.begin(), taken.end(), static_cast<char*>(to));
   });
 }
 
@@ -127,18 +123,6 @@ Take Concatenation(size_t offset, size_t bytes) {
   };
 }
 
-// What is sent from one rank to another, in order.
-struct Mail {
-  std::mutex mutex;
-  std::condition_variable changed;
-  std::map<std::tuple<const void*, int, int>, std::deque<std::vector<char>>> boxes;  // by group, sender, receiver
-};
-
-Mail& mail() {
-  static auto* const only = new Mail;
-  return *only;
-}
-
 struct Receipt {
   void* to;
   size_t bytes;
@@ -149,11 +133,10 @@ struct Receipt {
 
 ncclResult_t Await(const Receipt& receipt) {
   return Put(receipt.stream, [receipt] {
-    std::unique_lock<std::mutex> lock(mail().mutex);
-    auto& box = mail().boxes[{fake_nccl_group(receipt.comm), receipt.from, fake_nccl_rank(receipt.comm)}];
-    mail().changed.wait(lock, [&box] { return !box.empty(); });
-    std::memcpy(receipt.to, box.front().data(), receipt.bytes);
-    box.pop_front();
+    fakes::Mail& mail = *fake_nccl_mail(receipt.comm, receipt.from, fake_nccl_rank(receipt.comm));
+    fakes::Await([&mail] { return mail.sent > mail.taken; });
+    std::memcpy(receipt.to, mail.letters[mail.taken % mail.kMost], receipt.bytes);
+    ++mail.taken;
   });
 }
 
@@ -193,10 +176,12 @@ API ncclResult_t ncclBroadcast(const void* from, void* to, size_t count, int typ
 API ncclResult_t ncclSend(const void* from, size_t count, int type, int peer, ncclComm_t comm, cudaStream_t stream) {
   const size_t bytes = count * kBytes[type];
   return Put(stream, [=] {
-    const char* data = static_cast<const char*>(from);
-    std::lock_guard<std::mutex> lock(mail().mutex);
-    mail().boxes[{fake_nccl_group(comm), fake_nccl_rank(comm), peer}].emplace_back(data, data + bytes);
-    mail().changed.notify_all();
+    fakes::Mail& mail = *fake_nccl_mail(comm, fake_nccl_rank(comm), peer);
+    fakes::Await([&mail] { return mail.sent < mail.taken + mail.kMost; });
+    void* const letter = fake_cuda_share(bytes);
+    std::memcpy(letter, from, bytes);
+    if (void* const before = mail.letters[mail.sent % mail.kMost].exchange(letter)) fake_cuda_unshare(before);
+    ++mail.sent;
   });
 }
 API ncclResult_t ncclRecv(void* to, size_t count, int type, int peer, ncclComm_t comm, cudaStream_t stream) {

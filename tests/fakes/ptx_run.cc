@@ -212,7 +212,7 @@ class Block {
       thread.at = kernel_.labels.at(i.operands[0].name);
     } else if (i.op == "bar" || i.op == "barrier") {
       thread.state = Thread::State::kAtBarrier;
-    } else if (i.op == "shfl") {
+    } else if (i.op == "shfl" || i.op == "redux") {
       --thread.at;
       thread.state = Thread::State::kAtShuffle;
     } else {
@@ -430,7 +430,7 @@ class Block {
     return value;
   }
 
-  // The warps whose threads wait in a shuffle; false where none does.
+  // The warps whose threads wait in a shuffle or a reduction; false where none does.
   bool ShuffleAll() {
     bool found = false;
     for (size_t first = 0; first < threads_.size(); first += 32) {
@@ -439,10 +439,30 @@ class Block {
         const bool waits = threads_[i].state == Thread::State::kAtShuffle;
         if (waits && (lanes.empty() || lanes[0]->at == threads_[i].at)) lanes.push_back(&threads_[i]);
       }
-      if (!lanes.empty()) Shuffle(lanes);
+      if (!lanes.empty()) kernel_.code[lanes[0]->at].op == "redux" ? Reduce(lanes) : Shuffle(lanes);
       found = found || !lanes.empty();
     }
     return found;
+  }
+
+  // Of 32-bit integers over the lanes that have come.
+  void Reduce(const std::vector<Thread*>& lanes) const {
+    const Instruction& i = kernel_.code[lanes[0]->at];
+    uint64_t all = Narrow(Get(i.operands[1], *lanes[0]), i.type());
+    for (size_t lane = 1; lane < lanes.size(); ++lane) {
+      const uint64_t own = Narrow(Get(i.operands[1], *lanes[lane]), i.type());
+      const bool is_less = i.type().kind == 's' ? static_cast<int64_t>(own) < static_cast<int64_t>(all) : own < all;
+      if (i.has("min") || i.has("max")) {
+        all = is_less == i.has("min") ? own : all;
+      } else {
+        all = i.has("and") ? all & own : i.has("or") ? all | own : i.has("xor") ? all ^ own : all + own;
+      }
+    }
+    for (Thread* thread : lanes) {
+      Put(i.operands[0], Narrow(all, i.type()), *thread);
+      ++thread->at;
+      thread->state = Thread::State::kRunning;
+    }
   }
 
   void Shuffle(const std::vector<Thread*>& lanes) const {
