@@ -114,7 +114,7 @@ def conformance(ranks: str) -> None:
                 folder,
             ]
             command += ["--known", str(ROOT / "tests" / "conformance" / f"known_of_{'the_' * IS_REHEARSAL}{known}.txt")]
-            command += [] if IS_REHEARSAL or ranks == "1" else ["--processes"]  # the fakes' ranks are threads
+            command += [] if IS_REHEARSAL or ranks == "1" else ["--processes"]  # over the fakes a rank is a thread here
             done = subprocess.run(command, capture_output=True, text=True)
             lines = [line for file in sorted(Path(folder).glob("cublasmp-*.jsonl")) for line in record.read(file)]
         print(done.stdout, done.stderr, sep="", flush=True)

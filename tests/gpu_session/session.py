@@ -66,8 +66,9 @@ class Machine:
 def run(task: windows.Task, env: dict[str, str], seconds: float, log) -> tuple[str, float, str]:
     """(status, seconds, the last that it said); at the end of its time it is killed, with all that it started."""
     started = time.monotonic()
-    env = env | dict(task.env) | {"GPU_SESSION_TASK": task.name}
-    command = [part.replace(windows.OUT, env["GPU_SESSION_OUT"]) for part in task.command]
+    out = env["GPU_SESSION_OUT"]
+    env = env | {name: value.replace(windows.OUT, out) for name, value in task.env} | {"GPU_SESSION_TASK": task.name}
+    command = [part.replace(windows.OUT, out) for part in task.command]
     process = subprocess.Popen(
         [sys.executable, *command], stdout=log, stderr=subprocess.STDOUT, env=env, start_new_session=True
     )

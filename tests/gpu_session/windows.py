@@ -11,7 +11,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-# In a command: the folder that the session writes.
+# In a command and its environment: the folder that the session writes.
 OUT = "{out}"
 # The case that says how a whole task has ended.
 WHOLE = "(whole)"
@@ -66,12 +66,12 @@ WINDOWS = {
         _program("death", seconds=120, env=_SHARING),
     ],
 }
-# What the fakes have not: processes that share a GPU, and XLA's products of 64 bits, the oracle of some tests. Kernels
-# are interpreted there, for which the promises about bits take too long.
-_NOT_REHEARSED = ("sharing", "death", "transforms", "bits")
+# Tasks of processes that are ranks of one job. Over the fakes they share the memory of their devices by a file.
+_JOBS = ("sharing", "death")
 # What a quick run takes of a task.
 _QUICK = {
     "calls": ("--share", "1/60", "-n", "2"),
+    "bits": ("--share", "0/54"),
     "transforms": ("--share", "1/400", "-n", "2"),
     "speed": ("--quick", "--skip", "float8", "float64", "TF32"),
 }
@@ -79,8 +79,13 @@ _QUICK = {
 
 def tasks(window: int, *, is_quick: bool, is_rehearsal: bool) -> list[Task]:
     """Those of a window; with `is_quick` a few cases of each."""
-    found = [task for task in WINDOWS[window] if not (is_rehearsal and task.name in _NOT_REHEARSED)]
+    found = [_over_fakes(task) if is_rehearsal else task for task in WINDOWS[window]]
     return [_quick(task) for task in found] if is_quick else found
+
+
+def _over_fakes(task: Task) -> Task:
+    job = (("FAKE_CUDA_JOB", f"{OUT}/{task.name}.job"),) if task.name in _JOBS else ()
+    return dataclasses.replace(task, env=(*task.env, *job))
 
 
 def _quick(task: Task) -> Task:

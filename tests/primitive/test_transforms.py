@@ -138,7 +138,7 @@ def data(extents):
 @functools.cache
 def expected(transform, extents) -> Expected:
     wide = {name: x.astype(np.float64) for name, x in data(extents).items()}
-    with jax.enable_x64(True):
+    with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.enable_x64(True):
         want = jax.tree.leaves(jax.jit(functools.partial(transform, reference.matmul))(wide))
         absolute = {name: np.abs(x) for name, x in wide.items()}
         major = jax.tree.leaves(jax.jit(functools.partial(transform, bounds.matmul_majorant))(absolute))

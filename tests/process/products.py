@@ -208,7 +208,7 @@ def with_epilog(case, epilog):
         program = mode.product(case, alpha=0.5, epilog=epilog)
         got = jax.jit(lambda a, b, *bias: program(a, b, None, *bias))(x, y, *placed_bias)
     wide = [None if x is None else cases.wide(x) for x in (a, b, bias)]
-    with jax.default_device(jax.local_devices()[0]), jax.enable_x64(True):
+    with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.enable_x64(True):
         want = _with(jaxmp.reference.matmul, epilog, *wide)
         major = _with(bounds.matmul_majorant, epilog, *(None if x is None else np.abs(x) for x in wide))
     for name in ("d", "gelu_aux"):
