@@ -37,6 +37,7 @@ def run(folder, scenario: str, ndevices: int, **knobs: str) -> list[tuple[int, s
         for process in running:
             process.kill()
             process.wait()
+        (folder / "job").unlink(missing_ok=True)  # sparse, but of a size that no copy of the folder ought to meet
     return list(zip(statuses, [log.read_text() for log in logs], strict=True))
 
 
