@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-ROWS, FEATURES, HIDDEN, CLASSES, STEPS, RATE = 256, 40, 96, 10, 25, 2.0**-2
+ROWS, FEATURES, HIDDEN, CLASSES, STEPS, RATE = 2048, 640, 96, 10, 25, 2.0
 # Weights of a layer that gathers rows, of one that scatters them, and of a local one.
 WEIGHTS = (P(None, "x"), P("x", None), P(None, None))
 
