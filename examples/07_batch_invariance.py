@@ -19,7 +19,7 @@ from jaxmp.testing import assert_bitwise_equal
 
 BATCH, REQUESTS, WIDTH, CLASSES = 1024, 64, 2001, 300
 SCALE = 0.3
-# Standard deviation of the entries of x and w. The largest scores are about a thousand, where bfloat16 has steps of 4 to 8.
+# Standard deviation of the entries of x and w. The largest scores are about 1000, where bfloat16 steps by 4 to 8.
 SIZE = 5.0
 
 
