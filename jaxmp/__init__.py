@@ -4,6 +4,7 @@ import importlib.metadata as _metadata
 
 from jaxmp import distributed, quantize, reference
 from jaxmp._src.advise.advise import Advice, advise
+from jaxmp._src.advise.program import ProgramAdvice
 from jaxmp._src.audit.audit import audit
 from jaxmp._src.audit.table import Audit
 from jaxmp._src.draw.draw import Drawing, draw
@@ -53,6 +54,7 @@ __all__ = [
     "Explanation",
     "Hardware",
     "Profile",
+    "ProgramAdvice",
     "Scaling",
     "advise",
     "all_gather_matmul",

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, overload
 
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxmp._src.advise.candidates import Candidate, candidates
+from jaxmp._src.advise.candidates import Candidate, candidates, flops_of, time_of
+from jaxmp._src.advise.program import Advised, ProgramAdvice, lines_of
 from jaxmp._src.advise.reference import Reference, reference
 from jaxmp._src.hardware.call_time import CallTime, Transfer, call_time, kind_of
 from jaxmp._src.hardware.hardware import Hardware, hardware_of
@@ -97,58 +99,96 @@ class Advice:
         ]
 
     def __str__(self) -> str:
-        table = self.rows()
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
-        return "\n".join([self.product, "", *lines, "", *self.notes()])
+        return "\n".join([self.product, "", *lines_of(self.rows()), "", *self.notes()])
 
     def __repr__(self) -> str:
         return f"Advice({self.product}: {self.best.name}, {self.best.seconds * 1e6:.3g} us)"
 
 
-@public
+@overload
 def advise(
     m: int,
     k: int,
     n: int,
     devices: int,
     *,
+    hardware: str | Hardware = ...,
+    dtype: DTypeLike = ...,
+    out_dtype: DTypeLike | None = ...,
+    quiet: bool = ...,
+) -> Advice: ...
+
+
+@overload
+def advise(
+    fn: Callable[..., Any], /, *, devices: int, hardware: str | Hardware = ..., quiet: bool = ...
+) -> Callable[..., ProgramAdvice]: ...
+
+
+@public
+def advise(
+    m: Any,
+    k: Any = None,
+    n: Any = None,
+    devices: Any = None,
+    *,
     hardware: str | Hardware = "h100-8",
-    dtype: DTypeLike = "bfloat16",
+    dtype: DTypeLike | None = None,
     out_dtype: DTypeLike | None = None,
     quiet: bool = False,
-) -> Advice:
-    """Print the shardings of a product of (m, k) and (k, n), fastest first, and return them.
+) -> Any:
+    """Print the shardings of a product of (m, k) and (k, n), or of all products of a function, fastest first.
 
-    Times are those of the model of docs/cost.md, for one call on a mesh of one or two axes; a mesh has nodes of
-    neighbouring devices. Where an operand lies whole on several devices, its copies cost memory and no time.
+    `advise(m, k, n, devices)` ranks the shardings of one product on a mesh of one or two axes; a mesh has nodes of
+    neighbouring devices. `advise(fn, devices=8)(*args)` traces `fn`, plain JAX or jaxmp's, for its arrays (or
+    `jax.ShapeDtypeStruct`s), runs nothing, and ranks plans: shardings of its arguments and of each of its products on
+    one mesh axis "x" of all devices, of which the sum of the times, with the reshards between products, is smallest.
+
+    Times are those of the model of docs/cost.md, for calls of jaxmp. Where an operand lies whole on several devices,
+    its copies cost memory and no time.
 
     Args:
-      m, k, n: extents of the whole product.
+      m, k, n: extents of the whole product; or, in place of m alone, a function.
       devices: how many devices share it.
       hardware: "h100-8", "h200-8", "gb200-nvl72", "this" after `jaxmp info --calibrate`, or a `jaxmp.Hardware`.
-      dtype: of the operands; out_dtype: of the result, by default the same.
+      dtype: of the operands of one product, by default bfloat16; out_dtype: of its result, by default the same.
       quiet: whether to return without printing.
 
     Returns:
       An `Advice`: `.best` and `.choices` with shardings, seconds and bytes, and `.reference`, the
-      communication-optimal grid of the literature.
+      communication-optimal grid of the literature. Of a function, a function of the same arguments that returns a
+      `ProgramAdvice`, whose `.best` and `.choices` have the shardings of the arguments and of each product.
 
     Raises:
-      TypeError: an extent or a number of devices is no integer.
-      ValueError: one is below 1, no sharding divides the extents, or the hardware is unknown.
+      TypeError: an extent or a number of devices is no integer, or a type is given with a function.
+      ValueError: one is below 1, no sharding divides the extents, the function has no product, or the hardware is
+        unknown; and what the function raises.
 
-    >>> import jaxmp
+    >>> import jax, jaxmp
     >>> advice = jaxmp.advise(8192, 8192, 8192, 8, hardware="h100-8", quiet=True)
     >>> advice.best.bytes_moved, advice.best.memory == min(choice.memory for choice in advice.choices)
     (0, False)
+    >>> x = jax.ShapeDtypeStruct((8192, 16384), "bfloat16")
+    >>> w = jax.ShapeDtypeStruct((16384, 16384), "bfloat16")
+    >>> def layer(x, w_in, w_out):
+    ...     return jax.nn.relu(x @ w_in) @ w_out
+    >>> advice = jaxmp.advise(layer, devices=8, hardware="h100-8", quiet=True)(x, w, w)
+    >>> advice.best.arguments
+    (P('x', None), P(), P())
+    >>> [plan.name for plan in advice.choices if plan.is_efficient]
+    ['2 local', '2 grid']
     """
+    if callable(m):
+        if not (k is n is dtype is out_dtype is None):
+            raise TypeError("advise: k, n, dtype and out_dtype are of one product; a function's arguments have theirs")
+        return Advised(m, _count("devices", devices), hardware_of("advise", hardware), quiet)
     m, k, n, devices = (_count(name, x) for name, x in (("m", m), ("k", k), ("n", n), ("devices", devices)))
     machine = hardware_of("advise", hardware)
-    operand = np.dtype(jnp.dtype(dtype))
+    operand = np.dtype(jnp.dtype("bfloat16" if dtype is None else dtype))
     out = np.dtype(jnp.dtype(operand if out_dtype is None else out_dtype))
     timed = [
-        (each, _time(machine, each, m, k, n, devices, operand)) for each in candidates(m, k, n, devices, operand, out)
+        (each, time_of(machine, each, flops_of(m, k, n, operand), devices, operand))
+        for each in candidates(m, k, n, devices, operand, out)
     ]
     if not timed:
         raise ValueError(
@@ -176,22 +216,6 @@ def _count(name: str, value: Any) -> int:
     return number
 
 
-def _time(hardware: Hardware, each: Candidate, m: int, k: int, n: int, devices: int, dtype: np.dtype) -> CallTime:
-    return call_time(
-        hardware,
-        flops=_flops(m, k, n, dtype),
-        kind=kind_of(dtype.name),
-        ndevices=devices,
-        nbytes=each.held + sum(transfer.nbytes for transfer in each.transfers),
-        transfers=each.transfers,
-        is_fused=True,
-    )
-
-
-def _flops(m: int, k: int, n: int, dtype: np.dtype) -> int:
-    return 2 * m * k * n * (4 if np.issubdtype(dtype, np.complexfloating) else 1)
-
-
 def _reference_time(
     hardware: Hardware, found: Reference, m: int, k: int, n: int, devices: int, dtype: np.dtype
 ) -> CallTime:
@@ -206,7 +230,7 @@ def _reference_time(
     )
     return call_time(
         hardware,
-        flops=_flops(m, k, n, dtype),
+        flops=flops_of(m, k, n, dtype),
         kind=kind_of(dtype.name),
         ndevices=devices,
         nbytes=found.held * dtype.itemsize,

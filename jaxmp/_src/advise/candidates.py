@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -12,9 +12,10 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.advise.reference import factors
 from jaxmp._src.explain import cost
-from jaxmp._src.hardware.call_time import Transfer
-from jaxmp._src.sharding import patterns
-from jaxmp._src.spec.matmul_spec import Group, MatmulSpec
+from jaxmp._src.hardware.call_time import CallTime, Transfer, call_time, kind_of
+from jaxmp._src.hardware.hardware import Hardware
+from jaxmp._src.sharding import layouts, patterns
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, accumulator
 
 # Name, and shardings of a (m, k), b (k, n) and d (m, n) on a mesh of (y, x), or of x alone. The y-th part of the rows
 # is a group of its own, except on the grid.
@@ -36,20 +37,22 @@ _LINE = (
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One sharding: its name, mesh, shardings, pattern, bytes that a device holds of a, b and d, and its transfers."""
+    """One sharding: its name, mesh, shardings, pattern, bytes that a device holds of a, b and d, bytes that its call
+    reads and writes of them, and its transfers."""
 
     name: str
     mesh: tuple[tuple[str, int], ...]
     shardings: tuple[P, P, P]
     pattern: str
     held: int
+    traffic: int
     transfers: tuple[Transfer, ...]
 
 
 def candidates(m: int, k: int, n: int, devices: int, dtype: np.dtype, out: np.dtype) -> Iterator[Candidate]:
     """Those whose axes divide the extents, in no order."""
     for name, *specs in _LINE:
-        yield from _candidate(name, (("x", devices),), tuple(specs), (m, k, n), dtype, out)
+        yield from candidate(name, (("x", devices),), tuple(specs), (m, k, n), dtype, out)
     for size in factors(devices):
         if size == 1 and devices > 1:  # x does nothing: the local products above
             continue
@@ -57,34 +60,76 @@ def candidates(m: int, k: int, n: int, devices: int, dtype: np.dtype, out: np.dt
             if size == devices and name in ("grid", "rows in groups, columns"):  # no y: not a grid, or local columns
                 continue
             mesh = (("y", devices // size), ("x", size))
-            yield from _candidate(name, mesh, tuple(specs), (m, k, n), dtype, out)
+            yield from candidate(name, mesh, tuple(specs), (m, k, n), dtype, out)
 
 
-def _candidate(
+def time_of(hardware: Hardware, each: Candidate, flops: int, devices: int, dtype: np.dtype) -> CallTime:
+    """The predicted time of a candidate, whose operations are `flops` on all devices together."""
+    return call_time(
+        hardware,
+        flops=flops,
+        kind=kind_of(dtype.name),
+        ndevices=devices,
+        nbytes=each.traffic + sum(transfer.nbytes for transfer in each.transfers),
+        transfers=() if hardware.is_shared else each.transfers,  # read in place, as `explain` counts them
+        is_fused=True,
+    )
+
+
+def flops_of(m: int, k: int, n: int, dtype: np.dtype) -> int:
+    """Operations of a product; a complex one counts 4 real ones."""
+    return 2 * m * k * n * (4 if np.issubdtype(dtype, np.complexfloating) else 1)
+
+
+def candidate(
     name: str,
     mesh: tuple[tuple[str, int], ...],
     specs: tuple[P, ...],
     extents: tuple[int, int, int],
     dtype: np.dtype,
     out: np.dtype,
+    dtype_b: np.dtype | None = None,
 ) -> Iterator[Candidate]:
-    """The candidate, or nothing where an axis does not divide an extent."""
+    """The candidate, or nothing where an axis does not divide an extent. `dtype_b` is b's type, if not that of a."""
     (m, k, n), sizes = extents, dict(mesh)
     mesh = tuple((axis, size) for axis, size in mesh if size > 1)
     specs = tuple(_without_ones(spec, sizes) for spec in specs)
     dims = of_a, of_b, of_d = [patterns.as_dims("advise", "operand", spec, 2) for spec in specs]
     shapes = [_shard(shape, dim, sizes) for shape, dim in zip(((m, k), (k, n), (m, n)), dims, strict=True)]
     plan = patterns.find_plan(of_a, of_b, of_d, False, False, gathers_k=True)
-    if None in shapes or plan is None:
+    if None in shapes or plan is None or (plan.gathers_k and not _is_taken(extents, mesh, dims, (dtype, out))):
         return
     a, b, d = (shape for shape in shapes if shape is not None)
     spec = MatmulSpec(out, Group(plan.pattern, mesh, plan.row_axes, plan.col_axes))
-    left, right = jax.ShapeDtypeStruct(a, dtype), jax.ShapeDtypeStruct(b, dtype)
+    other = dtype if dtype_b is None else dtype_b
+    left, right = jax.ShapeDtypeStruct(a, dtype), jax.ShapeDtypeStruct(b, other)
     if plan.is_transposed:  # the call computes the transpose
-        left, right = jax.ShapeDtypeStruct(b[::-1], dtype), jax.ShapeDtypeStruct(a[::-1], dtype)
+        left, right = jax.ShapeDtypeStruct(b[::-1], other), jax.ShapeDtypeStruct(a[::-1], dtype)
     moved = cost.transfers(spec, left, right, "cublasmp")
-    held = (math.prod(a) + math.prod(b)) * dtype.itemsize + math.prod(d) * out.itemsize
-    yield Candidate(name, mesh, (specs[0], specs[1], specs[2]), plan.pattern.value, held, moved)
+    held = math.prod(a) * dtype.itemsize + math.prod(b) * other.itemsize + math.prod(d) * out.itemsize
+    # A transposed call leaves the rounding of its result to what transposes that.
+    wider = math.prod(d) * (accumulator(dtype).itemsize - out.itemsize) if plan.is_transposed else 0
+    yield Candidate(name, mesh, (specs[0], specs[1], specs[2]), plan.pattern.value, held, held + wider, moved)
+
+
+def _is_taken(
+    extents: tuple[int, int, int],
+    mesh: tuple[tuple[str, int], ...],
+    dims: Sequence[patterns.Dims],
+    dtypes: tuple[np.dtype, np.dtype],
+) -> bool:
+    """Whether a call gathers along k for these shardings: where it costs more than other ways, operands are moved."""
+    operand, out = (dtype.itemsize for dtype in dtypes)
+    product = layouts.Product(
+        *("mk", "kn", "mn"),
+        extents=tuple(zip("mkn", extents, strict=True)),
+        mesh=mesh,
+        itemsizes=(operand, operand, out, accumulator(dtypes[0]).itemsize),
+        keeps_result=True,
+        gathers_k=True,
+    )
+    given = layouts.Layout(*dims)
+    return layouts.cheapest(product, given) == given
 
 
 def _without_ones(spec: P, sizes: dict[str, int]) -> P:

@@ -1,20 +1,27 @@
-"""Rank the shardings of a product by predicted time, on this machine or another."""
+"""Rank the shardings of a product, or of all products of a function, by predicted time: jaxmp advise M K N, or
+jaxmp advise model.py:forward 'f32[512,1024]' ... with the types of its arguments."""
 
 from __future__ import annotations
 
 import argparse
 
 from jaxmp._src.advise import advise as advise_lib
+from jaxmp._src.advise.program import Plan
+from jaxmp._src.cli.explain import argument_of, check_count, load
 from jaxmp._src.cli.output import CommandError, dtype_of, named_hardware, print_json, print_table, rich
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Read by `run`."""
-    for name, text in (("m", "rows of a"), ("k", "columns of a, rows of b"), ("n", "columns of b")):
-        parser.add_argument(name, type=int, help=text)
-    parser.add_argument("--devices", type=int, default=8, help="how many devices share the product (8)")
+    parser.add_argument(
+        "what",
+        metavar="M K N | FILE.py:FUNCTION TYPE...",
+        nargs="+",
+        help="rows of a, columns of a, columns of b; or a function by file and name, and the types of its arguments",
+    )
+    parser.add_argument("--devices", type=int, default=8, help="how many devices share the products (8)")
     parser.add_argument("--hardware", default="h100-8", help="this, h100-8, h200-8 or gb200-nvl72 (h100-8)")
-    parser.add_argument("--dtype", default="bf16", help="type of the operands: f32, bf16, f64, ... (bf16)")
+    parser.add_argument("--dtype", help="type of the operands of one product: f32, bf16, f64, ... (bf16)")
     parser.add_argument("--json", action="store_true", help="print all shardings as JSON")
 
 
@@ -22,13 +29,18 @@ def run(options: argparse.Namespace) -> int:
     """0; extents and numbers of devices that no sharding divides are an error of the command."""
     if not options.json:
         rich("table")  # ahead of the work, for its error
-    machine, dtype = named_hardware(options.hardware), dtype_of(options.dtype)
     try:
-        found = advise_lib.advise(
-            *(options.m, options.k, options.n, options.devices), hardware=machine, dtype=dtype, quiet=True
-        )
+        return (_run_program if ":" in options.what[0] else _run_product)(options)
     except ValueError as error:
         raise CommandError(str(error).removeprefix("advise: ")) from None
+
+
+def _run_product(options: argparse.Namespace) -> int:
+    if len(options.what) != 3 or not all(text.lstrip("-").isdecimal() for text in options.what):
+        raise CommandError(f"takes M K N or FILE.py:FUNCTION TYPE..., got {' '.join(options.what)}")
+    m, k, n = map(int, options.what)
+    machine, dtype = named_hardware(options.hardware), dtype_of(options.dtype or "bf16")
+    found = advise_lib.advise(m, k, n, options.devices, hardware=machine, dtype=dtype, quiet=True)
     if options.json:
         print_json([_fields(choice) for choice in found.choices])
         return 0
@@ -39,7 +51,36 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _run_program(options: argparse.Namespace) -> int:
+    if options.dtype:
+        raise CommandError("--dtype is of one product; a function's arguments have their types")
+    place, *types = options.what
+    function, arguments = load(place), [argument_of(text, None) for text in types]
+    check_count(place, function, arguments)
+    machine = named_hardware(options.hardware)
+    found = advise_lib.advise(function, devices=options.devices, hardware=machine, quiet=True)(*arguments)
+    if options.json:
+        print_json([_plan_fields(plan) for plan in found.choices])
+        return 0
+    for title, (head, *rows) in zip((found.program, "", ""), found.tables(), strict=True):
+        print_table(title, head, rows)
+    for note in found.notes():
+        print(note)
+    return 0
+
+
 def _fields(choice: advise_lib.Choice) -> dict[str, object]:
     shardings = {name: list(getattr(choice, name)) for name in "abd"}
     fields = ("name", "pattern", "mesh", "seconds", "memory", "bytes_moved", "fits", "is_efficient")
     return {name: getattr(choice, name) for name in fields} | shardings | {"bound": choice.time.bound}
+
+
+def _plan_fields(plan: Plan) -> dict[str, object]:
+    names = ("name", "mesh", "seconds", "exposed_seconds", "argument_bytes", "result_bytes", "fits", "is_efficient")
+    steps = [
+        {name: getattr(step, name) for name in ("line", "operation", "pattern", "count", "shapes", "seconds")}
+        | {"shardings": [list(spec) for spec in step.shardings], "bound": step.time.bound}
+        for step in plan.steps
+    ]
+    fields: dict[str, object] = {name: getattr(plan, name) for name in names}
+    return fields | {"arguments": [list(spec) for spec in plan.arguments], "steps": steps}

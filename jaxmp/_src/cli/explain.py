@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
         function = load(options.function)
         arguments = [argument_of(text, mesh) for text in options.arguments]
-        _check_count(options.function, function, arguments)
+        check_count(options.function, function, arguments)
         explanation = explain_lib.explain(function, quiet=True, hardware=hardware)(*arguments)
     if options.json:
         print_json([dataclasses.asdict(row) for row in explanation.rows])
@@ -106,7 +106,8 @@ def argument_of(text: str, mesh: Mesh | None) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(int(n) for n, _ in dims), jnp.dtype(dtype_of(found[1])), sharding=sharding)
 
 
-def _check_count(place: str, function: Callable[..., Any], arguments: list[Any]) -> None:
+def check_count(place: str, function: Callable[..., Any], arguments: list[Any]) -> None:
+    """Raise CommandError where the function does not take so many arguments."""
     try:
         inspect.signature(function).bind(*arguments)
     except TypeError as error:

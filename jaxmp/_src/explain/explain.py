@@ -78,7 +78,7 @@ class _Explained:
 
 def _rows(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row]:
     # A function of its own, so that neither tracing nor the partitioner answers from a cache.
-    arrays, fn_of_arrays = _split_arrays(fn, args, kwargs)
+    arrays, fn_of_arrays = split_arrays(fn, args, kwargs)
     jitted = jax.jit(fn_of_arrays)
     jaxpr = jax_compat.without_dead_code(jax.make_jaxpr(jitted)(arrays).jaxpr)
     rows = list(rows_of(jaxpr, jax_compat.user_line()))
@@ -90,7 +90,7 @@ def _rows(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
     return rows
 
 
-def _split_arrays(
+def split_arrays(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[list[Any], Callable[..., Any]]:
     """The arrays among the arguments, and `fn` as a function of them alone."""
