@@ -35,6 +35,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir, xla
 from jax.typing import DTypeLike
 
+from jaxmp._src.runtime import source_lines
+
 MINIMUM_JAX = (0, 10, 2)
 
 # The folder of jaxmp's own code.
@@ -292,7 +294,7 @@ def hides_frames(fn: F) -> F:
 def traced_line(eqn: _core.JaxprEqn) -> str:
     """The line of the user's program at which an equation was traced, "train.py:41"; empty where it is not known."""
     frame = _source_info_util.user_frame(eqn.source_info.traceback)
-    return "" if frame is None else f"{os.path.basename(frame.file_name)}:{frame.start_line}"
+    return "" if frame is None else source_lines.line_name(frame.file_name, frame.start_line)
 
 
 def user_line() -> str:
@@ -301,7 +303,7 @@ def user_line() -> str:
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
         frame = frame.f_back
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return source_lines.line_name(frame.f_code.co_filename, frame.f_lineno)
 
 
 # Processes ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,27 @@
+"""How a line of a user's program is named: "train.py:41", and in a notebook "cell 5:2"."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+
+# What IPython and its kernel call the file of a cell.
+_CELL = re.compile(r"<ipython-input-(?P<number>\d+)-.*>|.*[/\\]ipykernel_\d+[/\\]\d+\.py")
+
+
+def line_name(file: str, line: int) -> str:
+    """The file's name and the line; of a notebook's cell the number of its execution, where IPython knows it."""
+    if (cell := _CELL.fullmatch(file)) is None:
+        return f"{os.path.basename(file)}:{line}"
+    number = cell["number"] or _execution_count(file)
+    return f"cell {number}:{line}" if number else f"cell:{line}"
+
+
+def _execution_count(file: str) -> str:
+    """ "5" for the file of the cell that IPython shows as In[5]; empty where it does not know."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    name_of = getattr(getattr(shell, "compile", None), "format_code_name", None)
+    named = name_of(file) if name_of is not None else None  # ("Cell", "In[5]")
+    found = re.search(r"\[(\d+)\]", named[1]) if named else None
+    return found[1] if found else ""
