@@ -370,6 +370,18 @@ def test_what_is_not_followed_is_named():
         jaxmp.advise(only_looped, devices=8)(array(64, 64), array(64, 64))
 
 
+def test_keys_and_numbers_among_the_arguments():
+    def program(key, x, w, rate):
+        kept = jax.random.bernoulli(key, rate, x.shape)
+        return jnp.where(kept, x, 0) @ w
+
+    key = jax.random.split(jax.random.key(0), 8)
+    _, advice = patterns_of(lambda keys, *rest: program(keys[0], *rest), key, array(64, 64), array(64, 64), 0.5)
+    assert advice.best.arguments[0] == P()
+    assert advice.best.arguments[3] is None
+    assert len(advice.best.products) == 1
+
+
 def test_a_type_without_a_rate_is_not_counted():
     x, machine = array(64, 64, dtype="float32"), jaxmp.Hardware("no float32", {"bfloat16": 1e15}, 1e12, 1e11)
     _, advice = patterns_of(lambda x, w: (x @ x).astype("bfloat16") @ w, x, array(64, 64), machine=machine)
@@ -504,3 +516,33 @@ def test_the_command(capsys, tmp_path):
     }.items():
         assert main.main(["advise", *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_copy_serves_what_reads_it_in_one_shape_and_type():
+    """Of a cast and of a part another copy is moved."""
+
+    def program(x, w, v):
+        h = x @ w
+        return h.astype("bfloat16") @ v, jnp.tanh(h.astype("bfloat16")) @ v, h.T @ x, h[:8].astype("bfloat16") @ v
+
+    shapes = ((64, 64, "float32"), (64, 64, "float32"), (64, 64, "bfloat16"))
+    nodes = nodes_of(program, [array(m, n, dtype=dtype) for m, n, dtype in shapes])
+    search, (made, cast, again, turned, part) = Search(nodes, 8, H100), [n for n in nodes if n.kind == "product"]
+    node = nodes.index(made)
+
+    def moves(*readers):
+        views = [reader.operands[0] for reader in readers]
+        assert {view.node for view in views} == {node}
+        (found,) = search._acquired({node: ((0, None),)}, views, [None] * len(views))
+        return ["whole" if move.of_node else move.view.dtype.name for move in search_lib._flat(found[1].decisions)]
+
+    assert moves(cast, again) == ["bfloat16"]
+    assert moves(cast, turned) == ["bfloat16", "float32"]
+    assert moves(cast, part) == ["bfloat16", "whole"]  # a part of the rows does not show how the rows lie
+    assert moves(part, cast) == ["whole"]
+
+
+@pytest.mark.parametrize("name", ["mlp of a large batch", "float32"])
+def test_devices_that_share_a_processor_read_in_place_as_explain_says(name, mesh_of):
+    shared = dataclasses.replace(H100, name="shared", is_shared=True)
+    test_a_plan_takes_what_explain_says_of_the_program_written_with_it(name, shared, mesh_of)

@@ -943,6 +943,22 @@ PYTHON = (
         "a sharding that no device can hold comes first",
         ("advise/test_advise.py",),
     ),
+    Fault(
+        "advice-of-a-loop",
+        "jaxmp/_src/advise/search.py",
+        "self._acquired(given, node.operands, (home[0],))",
+        "[(given, Label(Cost()))]",
+        "what a loop carries comes back in another sharding, for nothing",
+        ("advise/test_program.py",),
+    ),
+    Fault(
+        "advice-folded-rows",
+        "jaxmp/_src/advise/chain.py",
+        "math.gcd(view.shape[of], shape[to]) % devices == 0",
+        "True",
+        "shards are followed through a reshape that splits them",
+        ("advise/test_program.py",),
+    ),
 )
 
 EPILOG_CC = "csrc/hostmp/exec/epilog.cc"

@@ -84,7 +84,9 @@ class _Walk:
 
     def add(self, kind: str, aval: Any, count: int, operands: Sequence[View] = (), **fields: Any) -> View:
         """The view of a new node by itself."""
-        shape, dtype = tuple(aval.shape), np.dtype(getattr(aval, "dtype", np.float32))
+        shape, dtype = _shape(aval), getattr(aval, "dtype", None)
+        if not isinstance(dtype, np.dtype):  # the type of a key
+            dtype = np.dtype("uint32")
         self.nodes.append(Node(kind, shape, dtype, count, tuple(operands), **fields))
         return View(len(self.nodes) - 1, tuple(range(len(shape))), shape, dtype, count)
 
@@ -94,7 +96,7 @@ class _Walk:
         """The views of the results of a jaxpr; None of scalars and of literals."""
         known: dict[Any, View | None] = dict(zip(jaxpr.invars, given, strict=True))
         for v in jaxpr.constvars:
-            known[v] = self.add("value", v.aval, 1, name="a constant") if v.aval.shape else None
+            known[v] = self.add("value", v.aval, 1, name="a constant") if _shape(v.aval) else None
 
         def view(v: Any) -> View | None:
             return None if jax_tracing.is_literal(v) else known[v]
@@ -132,7 +134,7 @@ class _Walk:
             self.left += [f"{at or line} inside of {name}" for at in _products_in(eqn)]
         if not any(operands):
             return [None] * len(eqn.outvars)
-        return [self.add("value", v.aval, count, name=name) if v.aval.shape else None for v in eqn.outvars]
+        return [self.add("value", v.aval, count, name=name) if _shape(v.aval) else None for v in eqn.outvars]
 
     def _product(self, eqn: Any, operands: list[View | None], count: int, line: str) -> Sequence[View | None] | None:
         """The results of a product, or None where the machine has no rate for its type."""
@@ -199,6 +201,11 @@ class _Walk:
             for view in results[ncarry:]
         ]
         return [*ended, *stacked]
+
+
+def _shape(aval: Any) -> tuple[int, ...]:
+    """() of a type without a shape."""
+    return tuple(getattr(aval, "shape", ()))
 
 
 def _products_in(eqn: Any) -> Iterator[str]:
