@@ -454,6 +454,13 @@ def test_plans_are_in_order_and_efficient_ones_are_not_beaten():
         assert plan.is_efficient != any(x.memory <= plan.memory and x.seconds <= plan.seconds for x in others)
 
 
+def test_empty_operands():
+    _, advice = patterns_of(lambda x, v, w: (x @ v)[:, :0] @ w, array(64, 64), array(64, 64), array(0, 64))
+    assert [step.shapes[2] for step in advice.best.products] == [(64, 64), (64, 64)]
+    _, advice = patterns_of(lambda x, w: x @ w, array(0, 64), array(64, 64))
+    assert advice.best.exposed_seconds == 0
+
+
 def test_one_device_has_one_plan():
     patterns, advice = patterns_of(lambda x, w: x @ w, array(64, 64), array(64, 64), devices=1)
     assert patterns == ["local"]

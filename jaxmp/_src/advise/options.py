@@ -83,15 +83,15 @@ def options_of(node: Node, devices: int, hardware: Hardware) -> list[Option]:
 
 def reshard_time(
     shape: tuple[int, ...], itemsize: int, have: int | None, want: int | None, devices: int, hardware: Hardware
-) -> tuple[CallTime | None, int]:
-    """(the time in which an array of which one dimension is sharded comes to be sharded in another, or None where each
-    device has what it needs; bytes of its shard then)."""
+) -> tuple[CallTime, int]:
+    """(the time in which an array of which one dimension is sharded comes to be sharded in another; bytes of its shard
+    then)."""
     before, after = (tuple((AXIS,) if i == dim else () for i in range(len(shape))) for dim in (have, want))
     whole = math.prod(shape) * itemsize
     moved = layouts.received(shape, before, after, {AXIS: devices}) * itemsize
     shard = whole // (1 if want is None else devices)
     if not moved:
-        return None, shard
+        return CallTime(0.0, 0.0, 0.0, 0.0, 0.0), shard
     local = whole // (1 if have is None else devices)
     time = call_time(
         hardware,
