@@ -85,6 +85,14 @@ def test_devices_that_share_a_processor_share_its_rates():
     assert time_of(shared, nbytes=100).memory == pytest.approx(4 * time_of(nbytes=100).memory)
 
 
+def test_on_a_shared_processor_arithmetic_and_traffic_take_turns():
+    fields = {"rates": {"float32": 1e9}, "memory_bandwidth": 1e9, "link_bandwidth": 1e8}
+    apart, shared = (jaxmp.Hardware("m", **fields, is_shared=is_shared) for is_shared in (False, True))
+    for machine, work in ((apart, 4e-6), (shared, 16e-6 + 12e-6)):
+        time = time_of(machine, flops=16000, nbytes=3000)
+        assert time.total == pytest.approx(work), machine
+
+
 def test_types_have_the_rate_of_their_kind():
     kinds = {"float8_e4m3fn": "float8", "float4_e2m1fn": "float4", "complex64": "float32", "complex128": "float64"}
     kinds |= {name: name for name in ("float32", "float64", "bfloat16", "float16", "int8")}
@@ -160,12 +168,14 @@ def test_host_calls_on_a_shared_processor_move_nothing_over_links(mesh_of):
     def product(a, b, implementation):
         return jaxmp.matmul(a, b, out_sharding=P(None, "x"), implementation=implementation)
 
-    for implementation, link in (("host", 0), ("xla", 4 * 3 * 4 * 16 * 4 / 1e3)):
+    held, received = 3 * 16 * 16 * 4, 4 * 3 * 4 * 16 * 4  # bytes on all devices together
+    for implementation, link, nbytes in (("host", 0, held), ("xla", received / 1e3, held + received)):
         with jax.set_mesh(mesh):
             found = jaxmp.explain(lambda a, b, i=implementation: product(a, b, i), quiet=True, hardware=shared)(a, b)
         (time,) = found.times
         assert time.link == time.exposed == pytest.approx(link)
         assert time.compute == pytest.approx(2 * 16**3 / 1e9)
+        assert time.memory == pytest.approx(nbytes / 1e9)
 
 
 def test_a_loop_counts_each_time_and_a_collective_is_not_hidden(mesh_of):

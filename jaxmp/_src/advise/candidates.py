@@ -65,13 +65,14 @@ def candidates(m: int, k: int, n: int, devices: int, dtype: np.dtype, out: np.dt
 
 def time_of(hardware: Hardware, each: Candidate, flops: int, devices: int, dtype: np.dtype) -> CallTime:
     """The predicted time of a candidate, whose operations are `flops` on all devices together."""
+    transfers = () if hardware.is_shared else each.transfers  # read in place, as `explain` counts them
     return call_time(
         hardware,
         flops=flops,
         kind=kind_of(dtype.name),
         ndevices=devices,
-        nbytes=each.traffic + sum(transfer.nbytes for transfer in each.transfers),
-        transfers=() if hardware.is_shared else each.transfers,  # read in place, as `explain` counts them
+        nbytes=each.traffic + sum(transfer.nbytes for transfer in transfers),
+        transfers=transfers,
         is_fused=True,
     )
 

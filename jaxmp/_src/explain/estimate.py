@@ -16,8 +16,8 @@ def estimate(row: Row, hardware: Hardware) -> CallTime | None:
     which the machine has no rate.
 
     On a machine of its own memories a call of the host implementation is taken for one of cuBLASMp, which overlaps its
-    transfers. On devices that share a processor that implementation reads the operands of its peers in place, so a
-    transfer is a part of its traffic to memory.
+    transfers. On devices that share a processor that implementation reads the operands of its peers in place, so what
+    it receives is counted where it lies.
     """
     if not isinstance(row.flops, int) or (row.pattern == "XLA's" and row.ndevices > 1):
         return None
@@ -31,15 +31,14 @@ def estimate(row: Row, hardware: Hardware) -> CallTime | None:
         flops=row.flops,
         kind=kind,
         ndevices=row.ndevices,
-        nbytes=_traffic(row, types),
+        nbytes=_held(row, types) + (0 if reads_in_place else sum(each.nbytes for each in row.transfers)),
         transfers=() if reads_in_place else row.transfers,
         is_fused=row.implementation in ("host", "cublasmp"),
         implementation="xla" if row.implementation == "xla" else "",
     )
 
 
-def _traffic(row: Row, types: list[str]) -> int:
-    """Bytes of what a device reads and writes: its own shards, and what it receives."""
+def _held(row: Row, types: list[str]) -> int:
+    """Bytes of a device's own shards."""
     sizes = [jnp.dtype(name).itemsize for name in types]
-    own = sum(math.prod(shape) * size for shape, size in zip(row.local_shapes, sizes, strict=False))
-    return own + sum(each.nbytes for each in row.transfers)
+    return sum(math.prod(shape) * size for shape, size in zip(row.local_shapes, sizes, strict=False))

@@ -23,11 +23,12 @@ from jaxmp._src.hardware.processor import processor
 from jaxmp._src.ops.matmul import matmul
 from jaxmp._src.runtime import config, native
 
-_FORMAT = 1
+_FORMAT = 2
 _TYPES = ("float32", "float64", "bfloat16", "float16")
 # Rows, columns and k of the product whose rate is taken, and of one whose time is that of launching it.
 _LARGE, _SMALL = 1024, 16
 _STREAM = 2**28  # bytes that a pass over memory reads, and writes: more than caches hold
+_FLOAT8 = "float8_e4m3fn"
 
 
 def path() -> Path:
@@ -64,8 +65,9 @@ def measure(on_step: Callable[[str], None] = lambda name: None) -> dict[str, Any
         for dtype in _TYPES:
             rates[dtype], xla_rates[dtype] = _rates(dtype)
             on_step(dtype)
-        if is_shared:  # hostmp decodes them to bfloat16
-            rates |= dict.fromkeys(("float8", "float4"), rates["bfloat16"])
+        if is_shared:  # hostmp decodes either
+            rates |= dict.fromkeys(("float8", "float4"), _rates(_FLOAT8)[0])
+            on_step("float8")
         launch = _launch(devices)
         on_step("launch")
         bandwidth, link = _memory_bandwidth(), _link_bandwidth(devices)
@@ -97,8 +99,11 @@ def _key() -> dict[str, Any]:
 def _rates(dtype: str) -> tuple[float, float]:
     """Operations per second of jaxmp's product and of XLA's on one device, which on a CPU has all cores."""
     a, b = (jax.random.uniform(jax.random.key(i), (_LARGE, _LARGE), jnp.float32).astype(dtype) for i in range(2))
+    product: Callable[..., Any] = matmul
+    if dtype == _FLOAT8:
+        product = functools.partial(matmul, transpose_b=True, preferred_element_type=jnp.bfloat16)
     calls = {
-        "jaxmp": functools.partial(jax.jit(matmul), a, b),
+        "jaxmp": functools.partial(jax.jit(product), a, b),
         "xla": functools.partial(jax.jit(jnp.matmul), a, b),
     }
     times = _fastest(calls)
@@ -117,10 +122,15 @@ def _launch(devices: list[jax.Device]) -> float:
 
 
 def _memory_bandwidth() -> float:
-    """Bytes per second of a pass over memory, read and written together."""
-    x = jnp.zeros(_STREAM // 4, jnp.float32)
-    call = jax.jit(lambda x: x + 1)
-    return 2 * _STREAM / _fastest({"call": functools.partial(call, x)})["call"]
+    """Bytes per second of a pass over memory, read and written together; in place, for new pages take longer."""
+    call, x = jax.jit(lambda x: x + 1, donate_argnums=0), jnp.zeros(_STREAM // 4, jnp.float32)
+
+    def again() -> Any:
+        nonlocal x
+        x = call(x)
+        return x
+
+    return 2 * _STREAM / _fastest({"call": again})["call"]
 
 
 def _link_bandwidth(devices: list[jax.Device]) -> float | None:

@@ -6,7 +6,8 @@ and each later one takes the longer of its product and of its transfer. With C s
     seconds = launch + latency + C / P + max(C (P - 1) / P, L)
 
 and launch + latency + C + L where nothing overlaps. C is the longer of arithmetic and memory traffic (Williams,
-Waterman, Patterson, "Roofline", CACM 52(4), 2009).
+Waterman, Patterson, "Roofline", CACM 52(4), 2009). On devices that share a processor C is their sum, for a core that
+copies operands into blocks for its cache does not multiply meanwhile.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class CallTime:
       compute, memory, link: of its arithmetic, of its traffic to memory and of its transfers, each alone.
       overhead: of launching it, and of the steps of its communication.
       exposed: of the transfers, what the product does not hide.
+      is_shared: whether arithmetic and traffic take turns, as on devices that share a processor.
       total: of all.
     """
 
@@ -53,10 +55,11 @@ class CallTime:
     link: float
     overhead: float
     exposed: float
+    is_shared: bool = False
 
     @property
     def total(self) -> float:
-        return self.overhead + max(self.compute, self.memory) + self.exposed
+        return self.overhead + _work(self.compute, self.memory, self.is_shared) + self.exposed
 
     @property
     def bound(self) -> str:
@@ -96,9 +99,13 @@ def call_time(
     traffic = nbytes * (ndevices if hardware.is_shared else 1) / hardware.memory_bandwidth
     link = sum(_link_seconds(hardware, each, ndevices) for each in transfers)
     overhead = hardware.launch + sum(_latency(hardware, each) for each in transfers)
-    work, parts = max(compute, traffic), max((each.nranks for each in transfers), default=1)
+    work, parts = _work(compute, traffic, hardware.is_shared), max((each.nranks for each in transfers), default=1)
     exposed = max(work / parts + max(work * (parts - 1) / parts, link) - work, 0.0) if is_fused else link
-    return CallTime(compute, traffic, link, overhead, exposed)
+    return CallTime(compute, traffic, link, overhead, exposed, hardware.is_shared)
+
+
+def _work(compute: float, traffic: float, is_shared: bool) -> float:
+    return compute + traffic if is_shared else max(compute, traffic)
 
 
 def _in_node(hardware: Hardware, transfer: Transfer) -> int:
