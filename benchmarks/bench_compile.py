@@ -2,11 +2,10 @@
 
 import functools
 import statistics
-import time
 
 import jax
 import jax.numpy as jnp
-from common import Report, main
+from common import Report, compile_seconds, main
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
@@ -38,15 +37,7 @@ def step(layer, params, x):
 
 
 def once(layer, arguments):
-    """Seconds of tracing with lowering, and of compiling, from empty caches."""
-    jax.clear_caches()
-    jaxmp.plan_cache_clear()
-    jitted = jax.jit(functools.partial(step, layer))
-    started = time.perf_counter()
-    lowered = jitted.lower(*arguments)
-    traced = time.perf_counter()
-    lowered.compile()
-    return traced - started, time.perf_counter() - traced
+    return compile_seconds(functools.partial(step, layer), arguments)[0]
 
 
 def measure(quick):

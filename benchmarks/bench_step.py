@@ -7,12 +7,11 @@ compile it, from empty caches.
 import functools
 import itertools
 import statistics
-import time
 
 import jax
 import jax.numpy as jnp
 from bench_matmul import label_of_types
-from common import Report, interleaved, main
+from common import Report, compile_seconds, interleaved, main
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -120,17 +119,6 @@ def arguments(mesh, dtype):
     return params, draw(7, (SEQUENCES * LENGTH, WIDTH), P("x", None), 1.0)
 
 
-def compile_seconds(products, mesh, operands):
-    """Of tracing with lowering, and of compiling, from empty caches."""
-    jax.clear_caches()
-    jaxmp.plan_cache_clear()
-    started = time.perf_counter()
-    lowered = jax.jit(functools.partial(step, products, mesh)).lower(*operands)
-    traced = time.perf_counter()
-    lowered.compile()
-    return traced - started, time.perf_counter() - traced
-
-
 def check(calls, dtype):
     """A fast wrong step is worth nothing: the losses and the parameters are compared before they are timed."""
     ours, theirs = (jax.tree.map(lambda x: jnp.asarray(x, jnp.float32), calls[name]()) for name in CONTENDERS)
@@ -146,7 +134,7 @@ def case(dtype, ranks, quick):
     compiling = {name: [] for name in CONTENDERS}
     for _ in range(2 if quick else 4):
         for name, products in CONTENDERS.items():
-            compiling[name].append(compile_seconds(products, mesh, operands))
+            compiling[name].append(compile_seconds(functools.partial(step, products, mesh), operands)[0])
     calls = {
         name: functools.partial(jax.jit(functools.partial(step, products, mesh)), *operands)
         for name, products in CONTENDERS.items()

@@ -9,8 +9,12 @@ import math
 import os
 import platform
 import statistics
+import time
 from pathlib import Path
 
+import jax
+
+import jaxmp
 from jaxmp._src.hardware.clock import interleaved as interleaved
 from jaxmp._src.hardware.processor import processor
 
@@ -26,6 +30,17 @@ class Report:
     prose: str
     tables: list[tuple[str, list[str], list[list[str]]]]
     data: dict
+
+
+def compile_seconds(f, arguments):
+    """Of tracing with lowering, and of compiling, from empty caches; and the compiled function."""
+    jax.clear_caches()
+    jaxmp.plan_cache_clear()
+    started = time.perf_counter()
+    lowered = jax.jit(f).lower(*arguments)
+    traced = time.perf_counter()
+    compiled = lowered.compile()
+    return (traced - started, time.perf_counter() - traced), compiled
 
 
 def geometric_mean(values):

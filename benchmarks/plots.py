@@ -64,6 +64,12 @@ def share_of_limit(row, name):
     return float(row[name]) / max(float(row["one dev. XLA"]), float(row["one dev. jaxmp"]))
 
 
+def name_rows(axis, names):
+    """Names at the left, and a line where a ratio is 1."""
+    axis.axvline(1, linewidth=0.8, linestyle="--", color="gray")
+    axis.set_yticks(range(len(names)), names, fontsize=8)
+
+
 def against_xla():
     """Geometric means of jaxmp's rate to XLA's, by type and size, and the worst rows."""
     rows = table("Sharded products", "types")[::-1]
@@ -73,9 +79,7 @@ def against_xla():
         axis.barh(i, mean, color=OURS, height=0.65)
         axis.plot(worst, i, "|", color=THEIRS, markersize=12, markeredgewidth=2)
         axis.text(mean + 0.05, i, f"{mean:.2f}", va="center", fontsize=8)
-    axis.axvline(1, linewidth=0.8, linestyle="--", color="gray")
-    names = [f"{row['types'].replace('->', '→')}, {row['sizes']}" for row in rows]
-    axis.set_yticks(range(len(rows)), names, fontsize=8)
+    name_rows(axis, [f"{row['types'].replace('->', '→')}, {row['sizes']}" for row in rows])
     axis.set_xlabel("jaxmp's rate / XLA's (bar: geometric mean; mark: worst row)")
     return figure
 
@@ -89,9 +93,7 @@ def determinism():
         axis.plot([mean, worst], [i, i], color="gray", linewidth=1)
         axis.plot(mean, i, "o", color=OURS)
         axis.plot(worst, i, "|", color=THEIRS, markersize=12, markeredgewidth=2)
-    axis.axvline(1, linewidth=0.8, linestyle="--", color="gray")
-    names = [f"{row['level']}, {row['type']}, {row['sizes']}" for row in rows]
-    axis.set_yticks(range(len(rows)), names, fontsize=8)
+    name_rows(axis, [f"{row['level']}, {row['type']}, {row['sizes']}" for row in rows])
     axis.set_xlabel('time / time of "run_to_run" (point: geometric mean; mark: worst row)')
     return figure
 

@@ -534,7 +534,7 @@ def test_a_copy_serves_what_reads_it_in_one_shape_and_type():
 
     shapes = ((64, 64, "float32"), (64, 64, "float32"), (64, 64, "bfloat16"))
     nodes = nodes_of(program, [array(m, n, dtype=dtype) for m, n, dtype in shapes])
-    search, (made, cast, again, turned, part) = Search(nodes, 8, H100), [n for n in nodes if n.kind == "product"]
+    search, (made, cast, again, transposed, part) = Search(nodes, 8, H100), [n for n in nodes if n.kind == "product"]
     node = nodes.index(made)
 
     def moves(*readers):
@@ -544,7 +544,7 @@ def test_a_copy_serves_what_reads_it_in_one_shape_and_type():
         return ["whole" if move.of_node else move.view.dtype.name for move in search_lib._flat(found[1].decisions)]
 
     assert moves(cast, again) == ["bfloat16"]
-    assert moves(cast, turned) == ["bfloat16", "float32"]
+    assert moves(cast, transposed) == ["bfloat16", "float32"]
     assert moves(cast, part) == ["bfloat16", "whole"]  # a part of the rows does not show how the rows lie
     assert moves(part, cast) == ["whole"]
 

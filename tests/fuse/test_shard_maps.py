@@ -36,9 +36,9 @@ class Case:
     body: Callable
     shapes: tuple
     specs: tuple
-    out: P
-    forward: str
-    gradient: str
+    out: P = DATA
+    forward: str = "grid"
+    gradient: str = "grid grid reduce_scatter"
 
 
 def fsdp_mlp(x, w_in, bias, w_out):
@@ -65,36 +65,10 @@ def shared_rows(x, w):
 
 X, W = (8, 12), (12, 16)
 CASES = (
-    Case(
-        "k", lambda x, w: x @ gather(w, "data", axis=0), (X, W), (DATA, DATA), DATA, "grid", "grid grid reduce_scatter"
-    ),
-    Case(
-        "columns",
-        lambda x, w: x @ gather(w, "data", axis=1),
-        (X, W),
-        (DATA, ACROSS),
-        DATA,
-        "grid",
-        "grid grid reduce_scatter",
-    ),
-    Case(
-        "stored (n, k), rows",
-        lambda x, w: x @ gather(w, "data", axis=0).T,
-        (X, W[::-1]),
-        (DATA, DATA),
-        DATA,
-        "grid",
-        "grid grid reduce_scatter",
-    ),
-    Case(
-        "stored (n, k), columns",
-        lambda x, w: x @ gather(w, "data", axis=1).T,
-        (X, W[::-1]),
-        (DATA, ACROSS),
-        DATA,
-        "grid",
-        "grid grid reduce_scatter",
-    ),
+    Case("k", lambda x, w: x @ gather(w, "data", axis=0), (X, W), (DATA, DATA)),
+    Case("columns", lambda x, w: x @ gather(w, "data", axis=1), (X, W), (DATA, ACROSS)),
+    Case("stored (n, k), rows", lambda x, w: x @ gather(w, "data", axis=0).T, (X, W[::-1]), (DATA, DATA)),
+    Case("stored (n, k), columns", lambda x, w: x @ gather(w, "data", axis=1).T, (X, W[::-1]), (DATA, ACROSS)),
     Case(
         "result transposed",
         lambda x, w: (gather(x, "data") @ w).T,

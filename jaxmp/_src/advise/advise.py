@@ -145,7 +145,7 @@ def advise(
     one mesh axis "x" of all devices, of which the sum of the times, with the reshards between products, is smallest.
 
     Times are those of the model of docs/cost.md, for calls of jaxmp. Where an operand lies whole on several devices,
-    its copies cost memory and no time.
+    its copies cost memory, and time on CPU devices of one process only.
 
     Args:
       m, k, n: extents of the whole product; or, in place of m alone, a function.
