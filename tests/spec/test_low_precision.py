@@ -206,7 +206,7 @@ def test_empty_operands(m, k, implementation):
     np.testing.assert_array_equal(np.asarray(d).astype(np.float32), np.zeros((m, 32)))
     assert float(more["result_amax"]) == 0
     integers = jaxmp.matmul(a.astype(np.int8), b.astype(np.int8), implementation=implementation, **TN)
-    np.testing.assert_array_equal(integers, np.zeros((m, 32), np.int32))
+    np.testing.assert_array_equal(integers, np.zeros((m, 32), np.int8))
 
 
 def test_linear_and_explain(rng, capsys):
@@ -239,9 +239,11 @@ def test_int8_is_exact(transposition, case, rng):
     with jax.set_mesh(mesh):
         placed = [cases.put(x, mesh, spec) for x, spec in zip(stored, case.stored, strict=True)]
         for implementation in IMPLEMENTATIONS if transposition == "NN" else ("host",):
-            d = jaxmp.matmul(*placed, out_sharding=case.out, implementation=implementation, **case.transpose)
-            assert d.dtype == jnp.int32
-            np.testing.assert_array_equal(d, want)
+            options = {"out_sharding": case.out, "implementation": implementation, **case.transpose}
+            for dtype in ("int32", None):
+                d = jaxmp.matmul(*placed, preferred_element_type=dtype, **options)
+                assert d.dtype == (dtype or jnp.int8)
+                np.testing.assert_array_equal(d, want.astype(d.dtype))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -253,5 +255,5 @@ def test_int8_long_sums_and_overflow(implementation, rng):
     d = jaxmp.matmul(a, b, c, alpha=1000, beta=-3, implementation=implementation)
     np.testing.assert_array_equal(d, want.astype(np.uint64).astype(np.uint32).view(np.int32))
     a, b = (rng.integers(100, 128, shape, np.int8) for shape in ((3, 5000), (5000, 2)))
-    d = jaxmp.matmul(a, b, implementation=implementation)
+    d = jaxmp.matmul(a, b, preferred_element_type="int32", implementation=implementation)
     np.testing.assert_array_equal(d, a.astype(np.int64) @ b.astype(np.int64))

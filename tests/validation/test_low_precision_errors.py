@@ -59,7 +59,7 @@ WRONG = {
     "aux_dtype of float32": ((A8.astype(np.float32), B8.astype(np.float32)), {"epilog": Epilog.GELU_AUX, "scaling": Scaling(aux_dtype=E4M3)}, TypeError, "only float8 and float4 operands take scaling, but a has dtype float32; drop scaling"),
     "bias of float32": ((A8, B8), {"epilog": Epilog.BIAS, "epilog_inputs": {"bias": np.zeros(48, np.float32)}, **F32}, TypeError, "bias has dtype float32"),
     "c beside fp8": ((A8, B8, np.zeros((32, 48), np.float32)), {"beta": 1.0, "preferred_element_type": E4M3}, TypeError, "c has dtype float32 but a result of float8_e4m3fn takes c in float16 or bfloat16"),
-    "RELU of int8": ((A8.astype(np.int8), B8.astype(np.int8)), {"epilog": Epilog.RELU}, NotImplementedError, "epilog RELU is not available for int8 operands and a result of int32; available: NONE"),
+    "RELU of int8": ((A8.astype(np.int8), B8.astype(np.int8)), {"epilog": Epilog.RELU, **HOST}, NotImplementedError, "epilog RELU is not available for int8 operands and a result of int32; available: NONE"),
     "alpha of int8": ((A8.astype(np.int8), B8.astype(np.int8)), {"alpha": 0.5}, TypeError, "alpha=0.5 is not an integer but the result has dtype int32"),
     "range of alpha of int8": ((A8.astype(np.int8), B8.astype(np.int8)), {"alpha": 2.0**31}, ValueError, "alpha=2147483648.0 does not fit int32, the type of the result"),
     "int8 to float32": ((A8.astype(np.int8), B8.astype(np.int8)), F32 | HOST, NotImplementedError, "preferred_element_type float32 is not available for int8 and int8 operands; available: int32"),

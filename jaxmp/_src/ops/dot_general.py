@@ -152,8 +152,6 @@ def product(
             f'{name}: determinism="topology" is not available, for ranks may hold several contracted dimensions '
             'interleaved; use jaxmp.matmul on matrices, or pass determinism="batch"'
         )
-    if lhs.dtype == rhs.dtype == jnp.int8 and options["preferred_element_type"] is None:
-        options = options | {"preferred_element_type": np.dtype(jnp.int8)}  # as JAX has it; of matmul it is int32
 
     def multiply(lhs: Any, rhs: Any, options: dict[str, Any]) -> jax.Array:
         return _product(name, lhs, rhs, numbers, options, out_sharding, in_shardings, mesh)

@@ -40,7 +40,7 @@ from jaxmp._src.spec.options import (
 )
 from jaxmp._src.spec.process_grid import BlockCyclic
 from jaxmp._src.validation import result_types
-from jaxmp._src.validation.arguments import SPEC_OPTIONS, validated
+from jaxmp._src.validation.arguments import SPEC_OPTIONS, added_arrays, validated
 from jaxmp._src.validation.operand_checks import as_array, check_array, check_conjugate, check_flag
 from jaxmp._src.validation.public import public
 
@@ -177,8 +177,6 @@ def _contract(a: Any, b: Any, out_sharding: Any, in_shardings: Any, mesh: Any, *
     free = "m" * (arrays[0].ndim > 1) + "n" * (arrays[1].ndim > 1)
     subscripts = f"{indices[0]},{indices[1]}->...{free}"
     options = {name: options[name] for name in _OF_CONTRACTIONS}
-    if options["preferred_element_type"] is None and arrays[0].dtype == arrays[1].dtype == jnp.int8:
-        options["preferred_element_type"] = jnp.int32  # as of matrices
     return contract("matmul", subscripts, tuple(arrays), options, out_sharding, in_shardings, mesh)
 
 
@@ -224,7 +222,7 @@ def _multiply(
         return product(name, x, y, c, epilog_inputs, converted, out_sharding, in_shardings, mesh, entry)
 
     are_rows = options["transpose_b"] and not options["transpose_a"]
-    return result_types.converted(multiply, a, b, options, are_rows=are_rows)
+    return result_types.converted(multiply, a, b, options, are_rows=are_rows, added=added_arrays(c, epilog_inputs))
 
 
 # Options that block-cyclic operands do not take.
@@ -325,7 +323,9 @@ def _activated(x: Any, w: Any, inputs: Any, f: activations.Function, options: di
         return activated.activated_call(call, f, operands)
 
     are_rows = options["transpose_b"] and not options["transpose_a"]
-    result: jax.Array = result_types.converted(multiply, x, w, options, are_rows=are_rows)
+    result: jax.Array = result_types.converted(
+        multiply, x, w, options, are_rows=are_rows, added=added_arrays(None, inputs)
+    )
     return result
 
 

@@ -24,7 +24,7 @@ from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.caller import operand_name
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
 from jaxmp._src.validation import result_types
-from jaxmp._src.validation.arguments import validated
+from jaxmp._src.validation.arguments import added_arrays, validated
 from jaxmp._src.validation.comm_options import check_comm_options, fit_comm_options
 from jaxmp._src.validation.operand_checks import as_array, check_all_reduce, check_relu_aux
 
@@ -93,7 +93,9 @@ def collective(
         return _collective(name, group, a, b, c, epilog_inputs, options)
 
     are_rows = options["transpose_b"] and not options["transpose_a"]
-    result: Results = result_types.converted(multiply, a, b, options, are_rows=are_rows)
+    result: Results = result_types.converted(
+        multiply, a, b, options, are_rows=are_rows, added=added_arrays(c, epilog_inputs)
+    )
     return result
 
 

@@ -51,7 +51,7 @@ def validated(
     if is_low_precision:
         operand, out = scale_checks.resolve_dtypes(name, a, b, preferred)
     else:
-        operand, out = operand_checks.resolve_dtypes(name, a, b, preferred, *_added(c, epilog_inputs))
+        operand, out = operand_checks.resolve_dtypes(name, a, b, preferred, *added_arrays(c, epilog_inputs))
     if operand.name in INTEGERS:  # whose sums are exact in any order
         flags["determinism"] = "run_to_run"
     operands = {"a": a, "b": b}
@@ -103,7 +103,7 @@ def validated(
     return spec, operands | added | inputs | traced | scales
 
 
-def _added(c: Any, epilog_inputs: Any) -> list[Any]:
+def added_arrays(c: Any, epilog_inputs: Any) -> list[Any]:
     """The arrays among what is added to a product."""
     bias = operand_checks.as_array(epilog_inputs.get("bias")) if isinstance(epilog_inputs, Mapping) else None
     return [x for x in (c, bias) if operand_checks.is_array(x)]

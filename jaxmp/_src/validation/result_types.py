@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.low_precision import result_dtypes
 from jaxmp._src.spec.matmul_spec import INTEGERS, RESULT_TYPES
 from jaxmp._src.validation.operand_checks import is_array
@@ -38,13 +39,20 @@ class Conversion:
 
 
 def converted(
-    multiply: Callable[[Any, Any, dict[str, Any]], Any], a: Any, b: Any, options: dict[str, Any], *, are_rows: bool
+    multiply: Callable[[Any, Any, dict[str, Any]], Any],
+    a: Any,
+    b: Any,
+    options: dict[str, Any],
+    *,
+    are_rows: bool,
+    added: Sequence[Any] = (),
 ) -> Any:
     """`multiply(a, b, options)`, d or (d, {name: array}), with conversions where it has no kernel for the types.
 
     `are_rows`: whether both operands are stored along the contraction, as kernels of 8 bits and fewer take them.
+    `added`: the arrays that are added to the product.
     """
-    found = find(a, b, options, are_rows=are_rows)
+    found = find(a, b, options, are_rows=are_rows, added=added)
     if found is None:
         return multiply(a, b, options)
     options = options | {"preferred_element_type": found.result}
@@ -52,13 +60,15 @@ def converted(
     return (found.of_result(result[0]), *result[1:]) if isinstance(result, tuple) else found.of_result(result)
 
 
-def find(a: Any, b: Any, options: Mapping[str, Any], *, are_rows: bool) -> Conversion | None:
+def find(a: Any, b: Any, options: Mapping[str, Any], *, are_rows: bool, added: Sequence[Any] = ()) -> Conversion | None:
     """The conversions of a product; None where a kernel has the types, and where JAX refuses them too."""
     preferred = options.get("preferred_element_type")
     if not (is_array(a) and is_array(b)):
         return None
     try:
         is_low = are_low_precision(a, b)
+        if a.dtype == b.dtype == np.int8:
+            return _find_int8(preferred, added, options)
         if is_low and (options.get("scaling") is not None or options.get("implementation") is not None):
             return None
         if preferred is None and not is_low:
@@ -72,22 +82,16 @@ def find(a: Any, b: Any, options: Mapping[str, Any], *, are_rows: bool) -> Conve
 def _find(a: np.dtype, b: np.dtype, preferred: Any, is_low: bool, are_rows: bool) -> Conversion | None:
     given = np.dtype(jnp.result_type(a, b))
     out = given if preferred is None else np.dtype(jax.dtypes.canonicalize_dtype(preferred))
-    if is_low and given == np.int8:
-        allowed: tuple[str, ...] = ("int32",) if preferred is not None else ("int8",)  # None: int32 by default
-    elif is_low:
-        allowed = result_dtypes(a, b) if are_rows else ()
+    if is_low:
+        allowed: tuple[str, ...] = result_dtypes(a, b) if are_rows else ()
     else:
         allowed = RESULT_TYPES.get(given.name, (out.name,))
     if out.name in allowed:
-        return Conversion(None, out, out) if preferred is None and given != np.int8 else None
+        return Conversion(None, out, out) if preferred is None else None
     if not _is_product_of_jax(given, out):
         return None
-    if given == np.int8 and jnp.issubdtype(out, jnp.integer) and out.itemsize <= 4:
-        return Conversion(None, np.dtype(np.int32), out)  # whose low bits are those of sums in a narrower type
-    if given == np.int8 or given.name in INTEGERS:
-        is_narrow = jnp.issubdtype(out, jnp.floating) and out.itemsize < 4
-        computed = np.dtype(np.float32) if is_narrow else np.dtype(np.int32) if out == np.int8 else out
-        return Conversion(computed, computed, out)
+    if given.name in INTEGERS:
+        return _of_integers(out)
     is_complex = jnp.issubdtype(given, jnp.complexfloating)
     if out in (np.float64, np.complex128) and given.itemsize < (16 if is_complex else 8):
         wide = np.dtype(np.complex128 if is_complex else np.float64)
@@ -95,6 +99,33 @@ def _find(a: np.dtype, b: np.dtype, preferred: Any, is_low: bool, are_rows: bool
     if is_low:  # bfloat16 has all numbers of 8 bits and fewer
         return Conversion(np.dtype(jnp.bfloat16), np.dtype(np.float32), out)
     return Conversion(None, np.dtype(RESULT_TYPES[given.name][-1]), out)
+
+
+def _find_int8(preferred: Any, added: Sequence[Any], options: Mapping[str, Any]) -> Conversion | None:
+    """Of int8 with int8, whose kernels give int32 without an epilog; by default the result is int8, or has the type of
+    wider integers that are added."""
+    int8, int32 = np.dtype(np.int8), np.dtype(np.int32)
+    if preferred is not None:
+        out = np.dtype(jax.dtypes.canonicalize_dtype(preferred))
+    elif all(jnp.issubdtype(x.dtype, jnp.signedinteger) for x in added):
+        out = np.dtype(jnp.result_type(int8, *added))
+    else:
+        out = int8
+    epilog = options.get("epilog", Epilog.NONE)
+    has_kernel = epilog is Epilog.NONE and jnp.issubdtype(out, jnp.integer) and out.itemsize <= 4
+    if (has_kernel and preferred is not None and out == int32) or not _is_product_of_jax(int8, out):
+        return None
+    if has_kernel:
+        return Conversion(None, int32, out)  # whose low bits are those of sums in a narrower type
+    is_same = epilog in (Epilog.NONE, Epilog.BIAS) or out.itemsize >= 4  # in a narrower type relu is of other sums
+    return _of_integers(out) if is_same and options.get("implementation") is None else None
+
+
+def _of_integers(out: np.dtype) -> Conversion:
+    """Of integers into a type that XLA does not give them as they are."""
+    is_narrow = jnp.issubdtype(out, jnp.floating) and out.itemsize < 4
+    computed = np.dtype(np.float32) if is_narrow else np.dtype(np.int32) if out == np.int8 else out
+    return Conversion(computed, computed, out)
 
 
 @functools.lru_cache(1024)
