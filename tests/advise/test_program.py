@@ -366,7 +366,9 @@ def test_what_is_not_followed_is_named():
     def only_looped(x, w):
         return lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ w, x)
 
-    with pytest.raises(ValueError, match=r"only_looped has no product that is followed; not counted are .*of while"):
+    with pytest.raises(
+        ValueError, match=r"only_looped has no product whose time is predicted; not counted are .*of while"
+    ):
         jaxmp.advise(only_looped, devices=8)(array(64, 64), array(64, 64))
 
 
@@ -516,7 +518,7 @@ def test_the_command(capsys, tmp_path):
     assert len(plans[0]["arguments"]) == 3
     for arguments, message in {
         (f"{file}:layer", *types[:2]): "missing a required argument: 'v'",
-        (f"{file}:nothing", types[0]): "nothing has no product that is followed",
+        (f"{file}:nothing", types[0]): "nothing has no product whose time is predicted",
         (f"{file}:layer", *types, "--dtype", "f32"): "--dtype is of one product",
         ("64", "64"): "takes M K N or FILE.py:FUNCTION TYPE..., got 64 64",
         ("64", "64", "x"): "takes M K N or FILE.py:FUNCTION TYPE..., got 64 64 x",

@@ -176,7 +176,7 @@ class Advised:
             with contextlib.suppress(ValueError), jax.sharding.use_abstract_mesh(auto):
                 nodes, left = self._chain(fn_of_arrays, given)
         if not any(node.kind == "product" for node in nodes):
-            raise ValueError(f"advise: {self._name} has no product that is followed{_left_text(left)}")
+            raise ValueError(f"advise: {self._name} has no product whose time is predicted{_left_text(left)}")
         search = Search(nodes, self._devices, self._hardware)
         found = [self._plan(nodes, args, kwargs, *each) for each in _plans(search, self._hardware)]
         plans = list({(plan.seconds, plan.memory): plan for plan in found}.values())
