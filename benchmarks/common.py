@@ -17,6 +17,11 @@ import jax
 import jaxmp
 from jaxmp._src.hardware.clock import interleaved as interleaved
 from jaxmp._src.hardware.processor import processor
+from jaxmp._src.runtime import native
+
+# With these set, OpenBLAS, which is opened later, takes the kernels of another processor than this one.
+for variable in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):
+    os.environ.pop(variable, None)
 
 EXTENSIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 PACKAGES = ("jax", "jaxlib", "jaxmp", "numpy", "scipy-openblas32", "mkl")
@@ -60,6 +65,7 @@ def machine():
         "processor": about.name,
         "extensions": [name for name in EXTENSIONS if name in about.instructions],
         "cores": about.cores,
+        "blas": native.blas_info()["config"],
         "load": os.getloadavg()[0],
         "system": f"{platform.system()} {platform.release().split('-')[0]}",
         "python": platform.python_version(),
@@ -73,7 +79,7 @@ def header(about):
     return (
         f"{about['processor']} ({', '.join(about['extensions']) or 'no vector extensions found'}), "
         f"{about['cores']} cores, load {about['load']:.1f} at the start, {about['system']}, "
-        f"Python {about['python']}, {versions}; {about['date']}."
+        f"Python {about['python']}, {versions}, {about['blas']}; {about['date']}."
     )
 
 

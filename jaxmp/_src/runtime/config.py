@@ -131,7 +131,7 @@ def cache_folder() -> Path:
 
 def environment() -> dict[str, str]:
     """The variables of the environment that concern jaxmp, JAX and XLA, for people who look into a problem."""
-    prefixes = ("JAXMP", "JAX_", "XLA_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    prefixes = ("JAXMP", "JAX_", "XLA_", "OPENBLAS_", "MKL_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
 
