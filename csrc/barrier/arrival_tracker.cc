@@ -10,12 +10,13 @@ constexpr size_t kFailuresKept = 8;
 
 }  // namespace
 
-Arrival ArrivalTracker::Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position) {
+Arrival ArrivalTracker::Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position, uint64_t token) {
   Arrival arrival{signature, static_cast<size_t>(signature->groups[position]), 0};
   Entry& entry = entries_[arrival.members().key];
   entry.program = signature->program_hash;
   entry.label = signature->label;
   arrival.count = ++entry.arrived[signature->devices[position]];
+  if (signature->has_tokens) entry.tokens[arrival.count].by_position[static_cast<int64_t>(position)] = token;
   return arrival;
 }
 
@@ -23,8 +24,18 @@ std::optional<Message> ArrivalTracker::Announcement(const Arrival& arrival) {
   const CallSignature& signature = *arrival.signature;
   Entry& entry = entries_.at(arrival.members().key);
   if (arrival.count <= entry.announced) return std::nullopt;
-  entry.announced = arrival.count;
   Message message;
+  if (signature.has_tokens) {
+    const std::map<int64_t, uint64_t>& tokens = entry.tokens[arrival.count].by_position;
+    for (int64_t position : arrival.members().positions) {
+      if (signature.processes[static_cast<size_t>(position)] != process_) continue;
+      const auto found = tokens.find(position);
+      if (found == tokens.end()) return std::nullopt;
+      message.tokens.push_back(static_cast<uint64_t>(position));
+      message.tokens.push_back(found->second);
+    }
+  }
+  entry.announced = arrival.count;
   message.kind = Kind::kArrival;
   message.program = signature.program_hash;
   message.label = signature.label;
@@ -42,6 +53,9 @@ std::string ArrivalTracker::Hear(int process, const Message& arrival) {
   Said& said = entry.said[process];
   said.count = arrival.count;
   said.digest[arrival.count] = arrival.digest;
+  for (size_t i = 0; i + 1 < arrival.tokens.size(); i += 2) {
+    entry.tokens[arrival.count].by_position[static_cast<int64_t>(arrival.tokens[i])] = arrival.tokens[i + 1];
+  }
   Text& text = texts_[arrival.digest];
   if (!arrival.text.empty()) {
     const size_t end = std::min(arrival.text.find('\n'), arrival.text.size());
@@ -51,7 +65,7 @@ std::string ArrivalTracker::Hear(int process, const Message& arrival) {
 }
 
 bool ArrivalTracker::Awaits(const Arrival& arrival, int process) const {
-  if (process == process_) return false;
+  if (process == process_) return arrival.signature->has_tokens && entry(arrival).announced < arrival.count;
   const std::map<int, Said>& said = entry(arrival).said;
   const auto found = said.find(process);
   return found == said.end() || found->second.count < arrival.count;
@@ -61,6 +75,20 @@ void ArrivalTracker::Settle(const Arrival& arrival) {
   for (auto& [process, said] : entries_.at(arrival.members().key).said) {
     said.digest.erase(said.digest.begin(), said.digest.lower_bound(arrival.count));
   }
+}
+
+std::vector<uint64_t> ArrivalTracker::TakeTokens(const Arrival& arrival) {
+  std::vector<uint64_t> taken;
+  if (!arrival.signature->has_tokens) return taken;
+  std::map<uint64_t, TokensOfCall>& tokens = entries_.at(arrival.members().key).tokens;
+  TokensOfCall& found = tokens.at(arrival.count);
+  size_t nlocal = 0;
+  for (int64_t position : arrival.members().positions) {
+    taken.push_back(found.by_position[position]);
+    nlocal += arrival.signature->processes[static_cast<size_t>(position)] == process_;
+  }
+  if (++found.takers == nlocal) tokens.erase(arrival.count);
+  return taken;
 }
 
 std::optional<std::string> ArrivalTracker::Disagreement(const Arrival& arrival) const {

@@ -9,6 +9,7 @@
 #include <optional>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "csrc/barrier/call_signature.h"
 #include "csrc/barrier/messages.h"
@@ -29,15 +30,19 @@ class ArrivalTracker {
  public:
   explicit ArrivalTracker(int process) : process_(process) {}
 
-  // The device at `position` has come.
-  Arrival Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position);
-  // What tells the peers so, unless another device of this process has come as often before.
+  // The device at `position` has come, to a collective with a token.
+  Arrival Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position, uint64_t token = 0);
+  // What tells the peers that this process has come, unless it has done so before, or of a collective waits for another
+  // device of its own.
   std::optional<Message> Announcement(const Arrival& arrival);
   // A peer has come; the call to which it came, for people.
   std::string Hear(int process, const Message& arrival);
 
-  // Whether `process` is another one that has yet to come.
+  // Whether `process` has yet to come; of this one, whether another of its devices has, to a collective.
   bool Awaits(const Arrival& arrival, int process) const;
+  // Of a settled exchange, once for each device of this process: the tokens of all devices, by their places among the
+  // group's positions.
+  std::vector<uint64_t> TakeTokens(const Arrival& arrival);
   // All have come, and nothing is compared any more.
   void Settle(const Arrival& arrival);
 
@@ -58,15 +63,20 @@ class ArrivalTracker {
     uint64_t count = 0;                   // how often it has come
     std::map<uint64_t, uint64_t> digest;  // by count, of the calls that are not settled here
   };
+  struct TokensOfCall {
+    std::map<int64_t, uint64_t> by_position;  // in the mesh
+    size_t takers = 0;                        // devices of this process that have taken them
+  };
 
   // One call on one set of devices.
   struct Entry {
     uint64_t program = 0, label = 0;
     std::map<int64_t, uint64_t> arrived;  // by device of this process
     uint64_t announced = 0;
-    std::map<int, Said> said;           // by peer
-    std::set<uint64_t> described;       // digests whose text the peers have
-    std::map<uint64_t, Status> failed;  // by count
+    std::map<uint64_t, TokensOfCall> tokens;  // by count
+    std::map<int, Said> said;                 // by peer
+    std::set<uint64_t> described;             // digests whose text the peers have
+    std::map<uint64_t, Status> failed;        // by count
   };
 
   struct Text {

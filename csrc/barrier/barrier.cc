@@ -35,11 +35,14 @@ constexpr std::chrono::milliseconds kCrossed(500);
 
 double Seconds(Clock::duration time) { return std::chrono::duration<double>(time).count(); }
 
+// Gets the outcome, and of a collective the tokens.
+using Done = std::function<void(const Status&, const std::vector<uint64_t>&)>;
+
 // A device of this process that waits for the others.
 struct Waiting {
   Arrival arrival;
   Clock::time_point since;
-  std::function<void(const Status&)> done;
+  Done done;
 };
 
 class BarrierService {
@@ -51,14 +54,18 @@ class BarrierService {
   void Lose(int process, const std::string& gone);
   void Leave(const std::string& reason);
   void Stop();
-  void Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position,
-              std::function<void(const Status&)> done);
+  void Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position, uint64_t token, Done done);
   std::string failure();
   std::string last_call();
   std::vector<PeerState> peers();
 
  private:
-  using Settled = std::vector<std::pair<std::function<void(const Status&)>, Status>>;
+  struct Resumed {
+    Done done;
+    Status status;
+    std::vector<uint64_t> tokens;
+  };
+  using Settled = std::vector<Resumed>;
 
   std::optional<Status> Outcome(const Arrival& arrival);
   std::optional<Status> OutcomeOfWaiting(const Waiting& waiting, Clock::time_point now);
@@ -168,7 +175,7 @@ void BarrierService::Stop() {
     const Status stopped = FailedPrecondition("jaxmp.distributed was shut down");
     for (Waiting& waiting : waiting_) {
       const Status* failed = arrivals_.failure(waiting.arrival);
-      settled.emplace_back(std::move(waiting.done), failed ? *failed : stopped);
+      settled.push_back({std::move(waiting.done), failed ? *failed : stopped, {}});
     }
     waiting_.clear();
   }
@@ -209,10 +216,11 @@ std::vector<PeerState> BarrierService::peers() {
 
 // ---- a device comes
 
-void BarrierService::Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position,
-                            std::function<void(const Status&)> done) {
+void BarrierService::Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position, uint64_t token,
+                            Done done) {
   const int last = signature->members[static_cast<size_t>(signature->groups[position])].processes.back();
   std::optional<Status> outcome;
+  std::vector<uint64_t> tokens;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (!is_running_) {
@@ -221,7 +229,7 @@ void BarrierService::Arrive(const std::shared_ptr<const CallSignature>& signatur
       outcome = InvalidArgument(signature->call + ": a group names process " + std::to_string(last) + " of " +
                                 std::to_string(options_.nprocesses));
     } else {
-      const Arrival arrival = arrivals_.Arrive(signature, position);
+      const Arrival arrival = arrivals_.Arrive(signature, position, token);
       for (int process : arrival.members().processes) WantLocked(process);
       last_call_ = signature->call;
       if (const std::optional<Message> news = arrivals_.Announcement(arrival)) Send(arrival, *news);
@@ -229,10 +237,13 @@ void BarrierService::Arrive(const std::shared_ptr<const CallSignature>& signatur
       if (!outcome) {
         waiting_.push_back({arrival, Clock::now(), done});
         if (waiting_.size() == 1) Wake();  // the thread has a deadline to watch from now on
+      } else {
+        if (outcome->ok()) tokens = arrivals_.TakeTokens(arrival);
+        if (signature->has_tokens && !waiting_.empty()) Wake();  // other devices may have waited for this one alone
       }
     }
   }
-  if (outcome) done(*outcome);
+  if (outcome) done(*outcome, tokens);
 }
 
 // To all other processes of the call.
@@ -253,6 +264,7 @@ std::optional<Status> BarrierService::Outcome(const Arrival& arrival) {
   for (int process : arrival.members().processes) {
     if (!arrivals_.Awaits(arrival, process)) continue;
     are_all_here = false;
+    if (process == options_.process) continue;
     if (!peer(process).gone.empty()) return Fail(arrival, "rank " + std::to_string(process) + " " + peer(process).gone);
   }
   if (!are_all_here) return std::nullopt;
@@ -282,7 +294,8 @@ std::string BarrierService::Missing(const Waiting& waiting, Clock::time_point no
   const std::vector<int>& members = waiting.arrival.members().processes;
   for (int process : members) {
     if (!arrivals_.Awaits(waiting.arrival, process)) continue;
-    missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(process) + " " + peer(process).WhyMissing(now);
+    missing += (missing.empty() ? "rank " : ", rank ") + std::to_string(process) + " ";
+    missing += process == options_.process ? "has not come with all its devices" : peer(process).WhyMissing(now);
   }
   for (const auto& [process, peer] : peers_) {
     if (std::binary_search(members.begin(), members.end(), process) || !peer.IsSilent(now)) continue;
@@ -314,7 +327,8 @@ BarrierService::Settled BarrierService::Settle() {
   std::vector<Waiting> still;
   for (Waiting& waiting : waiting_) {
     if (const std::optional<Status> outcome = OutcomeOfWaiting(waiting, now)) {
-      settled.emplace_back(std::move(waiting.done), *outcome);
+      settled.push_back({std::move(waiting.done), *outcome, {}});
+      if (outcome->ok()) settled.back().tokens = arrivals_.TakeTokens(waiting.arrival);
     } else {
       still.push_back(std::move(waiting));
     }
@@ -326,8 +340,8 @@ BarrierService::Settled BarrierService::Settle() {
 
 // Under no lock: programs come to their next call from here.
 void BarrierService::Resume(Settled settled) {
-  for (auto& [done, status] : settled) {
-    completions_.Post([done = std::move(done), status = std::move(status)] { done(status); });
+  for (Resumed& each : settled) {
+    completions_.Post([each = std::move(each)] { each.done(each.status, each.tokens); });
   }
 }
 
@@ -426,16 +440,23 @@ void StopBarrier() { service().Stop(); }
 
 void Arrive(const std::shared_ptr<const CallSignature>& signature, int64_t position,
             std::function<void(const Status&)> done) {
+  ArriveWithToken(signature, position, 0,
+                  [done = std::move(done)](const Status& status, const std::vector<uint64_t>&) { done(status); });
+}
+
+void ArriveWithToken(const std::shared_ptr<const CallSignature>& signature, int64_t position, uint64_t token,
+                     std::function<void(const Status&, const std::vector<uint64_t>&)> done) {
   if (position < 0 || position >= static_cast<int64_t>(signature->groups.size())) {
-    done(InvalidArgument(signature->call + ": the mesh has no position " + std::to_string(position)));
+    done(InvalidArgument(signature->call + ": the mesh has no position " + std::to_string(position)), {});
     return;
   }
   // Whoever waits resumes on a thread of ours, whoever comes last goes on at once: both compute alike.
-  auto resume = [state = FloatState::Current(), done = std::move(done)](const Status& status) {
+  auto resume = [state = FloatState::Current(), done = std::move(done)](const Status& status,
+                                                                        const std::vector<uint64_t>& tokens) {
     const ScopedFloatState scope(state);
-    done(status);
+    done(status, tokens);
   };
-  service().Arrive(signature, static_cast<size_t>(position), std::move(resume));
+  service().Arrive(signature, static_cast<size_t>(position), token, std::move(resume));
 }
 
 std::string BarrierFailure() { return service().failure(); }

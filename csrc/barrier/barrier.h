@@ -57,6 +57,11 @@ void StopBarrier();
 void Arrive(const std::shared_ptr<const CallSignature>& signature, int64_t position,
             std::function<void(const Status&)> done);
 
+// The same at a collective, with a token: `done` gets the tokens of the group's devices, by their places among its
+// positions, once all of them have come.
+void ArriveWithToken(const std::shared_ptr<const CallSignature>& signature, int64_t position, uint64_t token,
+                     std::function<void(const Status&, const std::vector<uint64_t>&)> done);
+
 // What has gone wrong so far: the message of the first call that failed, or "".
 std::string BarrierFailure();
 

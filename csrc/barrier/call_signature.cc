@@ -48,8 +48,9 @@ StatusOr<std::shared_ptr<const CallSignature>> Prepare(CallSignature signature) 
                              std::to_string(group) + " and process " + std::to_string(signature.processes[position]));
     }
     if (static_cast<size_t>(group) >= signature.members.size()) signature.members.resize(size_t(group) + 1);
-    std::vector<int>& processes = signature.members[static_cast<size_t>(group)].processes;
-    processes.push_back(static_cast<int>(signature.processes[position]));
+    CallSignature::Group& members = signature.members[static_cast<size_t>(group)];
+    members.processes.push_back(static_cast<int>(signature.processes[position]));
+    members.positions.push_back(static_cast<int64_t>(position));
     keys[group] += "," + std::to_string(signature.devices[position]);
   }
   for (auto& [group, devices] : keys) {

@@ -22,11 +22,14 @@ struct CallSignature {
   // Whether each process has a single device in all: its programs then run one after the other, and two processes that
   // wait for each other in different programs disagree.
   bool is_sequential = false;
+  // Whether each device brings a token that all the others get, so that a process has come only with its last device.
+  bool has_tokens = false;
 
   // Derived by Prepare().
   struct Group {
-    std::vector<int> processes;  // distinct, ascending
-    uint64_t key = 0;            // of the program, the index and the devices
+    std::vector<int> processes;      // distinct, ascending
+    std::vector<int64_t> positions;  // in the mesh
+    uint64_t key = 0;                // of the program, the index and the devices
   };
   std::vector<Group> members;  // by group
   uint64_t program_hash = 0, label = 0, digest = 0;

@@ -11,9 +11,9 @@
 namespace jaxmp::barrier {
 namespace {
 
-// What precedes the text: the length of the text, the kind, the five numbers.
-constexpr size_t kHead = sizeof(uint32_t) + sizeof(Kind) + 5 * sizeof(uint64_t);
-constexpr uint32_t kLongestText = 1 << 20;
+// What precedes tokens and text: the number of tokens, the length of the text, the kind, the five numbers.
+constexpr size_t kHead = 2 * sizeof(uint32_t) + sizeof(Kind) + 5 * sizeof(uint64_t);
+constexpr uint32_t kLongestText = 1 << 20, kMostTokens = 1 << 20;
 
 }  // namespace
 
@@ -21,9 +21,11 @@ std::string Encode(const Message& message) {
   std::string bytes;
   const auto put = [&bytes](const auto& value) { bytes.append(reinterpret_cast<const char*>(&value), sizeof(value)); };
   const std::string text = message.text.substr(0, kLongestText);
+  put(static_cast<uint32_t>(message.tokens.size()));
   put(static_cast<uint32_t>(text.size()));
   put(message.kind);
   for (uint64_t number : {message.program, message.label, message.key, message.count, message.digest}) put(number);
+  for (uint64_t token : message.tokens) put(token);
   return bytes + text;
 }
 
@@ -34,18 +36,24 @@ Decoded Decode(std::string* bytes, Message* message) {
     std::memcpy(value, at, sizeof(*value));
     at += sizeof(*value);
   };
-  uint32_t size = 0;
+  uint32_t ntokens = 0, size = 0;
   uint8_t kind = 0;
+  take(&ntokens);
   take(&size);
   take(&kind);
-  if (size > kLongestText || kind > static_cast<uint8_t>(Kind::kGoodbye)) return Decoded::kWrong;
-  if (bytes->size() < kHead + size) return Decoded::kIncomplete;
+  if (size > kLongestText || ntokens > kMostTokens || kind > static_cast<uint8_t>(Kind::kGoodbye)) {
+    return Decoded::kWrong;
+  }
+  const size_t whole = kHead + ntokens * sizeof(uint64_t) + size;
+  if (bytes->size() < whole) return Decoded::kIncomplete;
   message->kind = static_cast<Kind>(kind);
   for (uint64_t* number : {&message->program, &message->label, &message->key, &message->count, &message->digest}) {
     take(number);
   }
+  message->tokens.resize(ntokens);
+  for (uint64_t& token : message->tokens) take(&token);
   message->text.assign(at, size);
-  bytes->erase(0, kHead + size);
+  bytes->erase(0, whole);
   return Decoded::kMessage;
 }
 

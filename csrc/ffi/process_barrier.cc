@@ -36,18 +36,8 @@ ffi::ErrorOr<std::unique_ptr<ProcessBarrierSite>> Instantiate(std::string_view p
                                                               Indices devices, Indices processes, Indices groups,
                                                               int64_t is_sequential) {
   try {
-    const Status checked = CheckProcesses(processes);
-    if (!checked.ok()) return ffi::Unexpected(ffi::Error::InvalidArgument(checked.message()));
-    CallSignature signature;
-    signature.program = program;
-    signature.index = index;
-    signature.call = call;
-    signature.fields = fields;
-    signature.devices.assign(devices.begin(), devices.end());
-    signature.processes.assign(processes.begin(), processes.end());
-    signature.groups.assign(groups.begin(), groups.end());
-    signature.is_sequential = is_sequential != 0;
-    StatusOr<std::shared_ptr<const CallSignature>> prepared = Prepare(std::move(signature));
+    auto prepared =
+        SignatureOf({program, index, call, fields, devices, processes, groups, is_sequential}, /*has_tokens=*/false);
     if (!prepared.ok()) return ffi::Unexpected(ffi::Error::InvalidArgument(prepared.status().message()));
     return std::make_unique<ProcessBarrierSite>(std::move(*prepared));
   } catch (const std::exception& exception) {  // memory
@@ -75,12 +65,9 @@ ffi::Error CopyOperands(const ffi::RemainingArgs& args, ffi::RemainingRets& rets
       std::memcpy((*to)->untyped_data(), from->untyped_data(), from->size_bytes());
     }
   }
-  const auto last = args.get<ffi::AnyBuffer>(rets.size());
-  if (last.has_error()) return last.error();
-  if (last->element_type() != ffi::S32 || last->element_count() != 1) {
-    return ffi::Error::InvalidArgument("jaxmp: argument position must be one int32, the device's index in the mesh");
-  }
-  *position = *static_cast<const int32_t*>(last->untyped_data());
+  const StatusOr<int32_t> found = PositionOf(args, rets.size());
+  if (!found.ok()) return ffi::Error::InvalidArgument(found.status().message());
+  *position = *found;
   return ffi::Error::Success();
 }
 
@@ -104,6 +91,30 @@ ffi::Future Execute(ProcessBarrierSite* site, ffi::RemainingArgs args, ffi::Rema
 }
 
 }  // namespace
+
+StatusOr<std::shared_ptr<const CallSignature>> SignatureOf(const SignatureAttributes& attributes, bool has_tokens) {
+  JAXMP_RETURN_IF_ERROR(CheckProcesses(attributes.processes));
+  CallSignature signature;
+  signature.program = attributes.program;
+  signature.index = attributes.index;
+  signature.call = attributes.call;
+  signature.fields = attributes.fields;
+  signature.devices.assign(attributes.devices.begin(), attributes.devices.end());
+  signature.processes.assign(attributes.processes.begin(), attributes.processes.end());
+  signature.groups.assign(attributes.groups.begin(), attributes.groups.end());
+  signature.is_sequential = attributes.is_sequential != 0;
+  signature.has_tokens = has_tokens;
+  return Prepare(std::move(signature));
+}
+
+StatusOr<int32_t> PositionOf(const ffi::RemainingArgs& args, size_t index) {
+  const auto position = args.get<ffi::AnyBuffer>(index);
+  if (position.has_error()) return InvalidArgument(position.error().message());
+  if (position->element_type() != ffi::S32 || position->element_count() != 1) {
+    return InvalidArgument("jaxmp: argument position must be one int32, the device's index in the mesh");
+  }
+  return *static_cast<const int32_t*>(position->untyped_data());
+}
 
 XLA_FFI_Error* ProcessBarrierInstantiate(XLA_FFI_CallFrame* frame) {
   static const auto* handler = ffi::Ffi::BindInstantiate()

@@ -2,10 +2,13 @@
 #ifndef JAXMP_FFI_PROCESS_BARRIER_H_
 #define JAXMP_FFI_PROCESS_BARRIER_H_
 
+#include <cstdint>
 #include <memory>
+#include <string_view>
 #include <utility>
 
 #include "csrc/barrier/call_signature.h"
+#include "csrc/base/status.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxmp {
@@ -19,6 +22,19 @@ struct ProcessBarrierSite {
 
   std::shared_ptr<const CallSignature> signature;
 };
+
+// The attributes of a process barrier as it sees them; `has_tokens` as in CallSignature.
+struct SignatureAttributes {
+  std::string_view program;
+  int64_t index;
+  std::string_view call, fields;
+  xla::ffi::Span<const int64_t> devices, processes, groups;
+  int64_t is_sequential;
+};
+StatusOr<std::shared_ptr<const CallSignature>> SignatureOf(const SignatureAttributes& attributes, bool has_tokens);
+
+// The device's position in the mesh, the argument of this index.
+StatusOr<int32_t> PositionOf(const xla::ffi::RemainingArgs& args, size_t index);
 
 // Once per call site: decodes the attributes program, index, call, fields, devices, processes, groups and
 // is_sequential.

@@ -23,11 +23,13 @@
 #include "csrc/ffi/cuda_matmul.h"
 #include "csrc/ffi/host_matmul.h"
 #include "csrc/ffi/process_barrier.h"
+#include "csrc/ffi/process_collective.h"
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "csrc/plan/matmul_problem.h"
 #include "csrc/plan/plan_cache.h"
+#include "csrc/shared_memory/arena.h"
 
 namespace nb = nanobind;
 
@@ -35,7 +37,7 @@ namespace jaxmp {
 namespace {
 
 // The version of the boundary to the Python files; jaxmp/_src/runtime/native.py has the same number.
-constexpr int kAbiVersion = 6;
+constexpr int kAbiVersion = 7;
 
 void ThrowIfError(const Status& status) {
   if (!status.ok()) throw nb::value_error(status.message().c_str());
@@ -62,6 +64,7 @@ nb::dict Registrations() {
   nb::dict targets;
   targets["jaxmp_matmul"] = Stages(MatmulInstantiate, MatmulExecute);
   targets["jaxmp_process_barrier"] = Stages(ProcessBarrierInstantiate, ProcessBarrierExecute);
+  targets["jaxmp_process_collective"] = Stages(ProcessCollectiveInstantiate, ProcessCollectiveExecute);
   return targets;
 }
 
@@ -69,6 +72,7 @@ nb::dict Types() {
   nb::dict types;
   types["jaxmp_site"] = Type<Site>();
   types["jaxmp_process_barrier_site"] = Type<ProcessBarrierSite>();
+  types["jaxmp_process_collective_site"] = Type<ProcessCollectiveSite>();
   return types;
 }
 
@@ -206,6 +210,22 @@ void StartBarrierWith(int process, int nprocesses, double timeout, bool compares
   StartBarrier({process, nprocesses, timeout, compares, interrupts});
 }
 
+std::string OwnArenaText() {
+  StatusOr<std::string> described = OwnArena();
+  ThrowIfError(described.status());
+  return *described;
+}
+
+void ShareArenaOf(int process, const std::string& described) { ThrowIfError(ShareArena(process, described)); }
+
+nb::dict ArenaUseDict() {
+  const ArenaUse use = OwnArenaUse();
+  nb::dict result;
+  result["used"] = use.used;
+  result["touched"] = use.touched;
+  return result;
+}
+
 nb::dict PeerDicts() {
   nb::dict result;
   for (const PeerState& state : PeerStates()) {
@@ -269,6 +289,9 @@ NB_MODULE(_jaxmp, m) {
   m.def("cuda_failure", &cuda::Failure);
   m.def("start_barrier", &StartBarrierWith, nb::arg("process"), nb::arg("nprocesses"), nb::arg("timeout"),
         nb::arg("compares"), nb::arg("interrupts"));
+  m.def("own_arena", &OwnArenaText, "What the other processes of this machine need to share this one's memory.");
+  m.def("share_arena", &ShareArenaOf, nb::arg("process"), nb::arg("described"));
+  m.def("arena_use", &ArenaUseDict);
   m.def("want_processes", &WantProcesses, nb::arg("processes"));
   m.def("wanted_processes", &WantedProcesses, nb::call_guard<nb::gil_scoped_release>());
   m.def("connect_peer", &ConnectPeer, nb::arg("process"), nb::arg("fd"));

@@ -1,4 +1,4 @@
-// Garbage for the two custom calls: attributes of wrong names, types, sizes and values, buffers of wrong number, dtype
+// Garbage for the custom calls: attributes of wrong names, types, sizes and values, buffers of wrong number, dtype
 // and shape. Whatever comes, the answer is an error, or a product that the sanitizers have nothing to say about; never
 // a crash, a hang or a promise that nobody keeps.
 #include <chrono>
@@ -15,6 +15,7 @@
 #include "csrc/barrier/messages.h"
 #include "csrc/ffi/host_matmul.h"
 #include "csrc/ffi/process_barrier.h"
+#include "csrc/ffi/process_collective.h"
 #include "csrc/hostmp/gemm/cblas.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_xla.h"
@@ -191,34 +192,28 @@ void BuffersOfAnyKindAreAnsweredWithAnError() {
   CHECK(failed > 100);
 }
 
-void ProcessBarriersOfAnyKindAreAnsweredWithAnError() {
-  ProcessBarrierSite::id.type_id = 2;  // what the registration would have written
-  const Attributes good = {{"program", std::string("jit_step")},           {"index", int64_t{0}},
-                           {"call", std::string("matmul at train.py:41")}, {"fields", std::string("m=1\nn=2")},
-                           {"devices", std::vector<int64_t>{0, 1}},        {"processes", std::vector<int64_t>{0, 1}},
-                           {"groups", std::vector<int64_t>{0, 0}},         {"is_sequential", int64_t{1}}};
+// Of a custom call in which processes meet: `site` stands for a well-made one.
+template <typename SiteType>
+void FuzzProcessCall(XLA_FFI_Error* (*instantiate)(XLA_FFI_CallFrame*), XLA_FFI_Error* (*execute)(XLA_FFI_CallFrame*),
+                     const Attributes& good, SiteType* site) {
+  SiteType::id.type_id = 2;  // what the registration would have written
   int accepted = 0;
   for (uint32_t seed = 0; seed < 4000; ++seed) {
     Fuzzer fuzzer(seed + 200000);
     fake_xla::Context context;
     fake_xla::Frame made(XLA_FFI_ExecutionStage_INSTANTIATE, &context);
     made.SetAttributes(fuzzer.Damaged(good));
-    const std::string error = fake_xla::Take(ProcessBarrierInstantiate(made.get()));
-    const std::unique_ptr<ProcessBarrierSite> site(static_cast<ProcessBarrierSite*>(context.state));
-    CHECK(error.empty() == (site != nullptr));
-    accepted += site != nullptr;
+    const std::string error = fake_xla::Take(instantiate(made.get()));
+    const std::unique_ptr<SiteType> found(static_cast<SiteType*>(context.state));
+    CHECK(error.empty() == (found != nullptr));
+    accepted += found != nullptr;
   }
   CHECK(accepted > 100);
   // No other process is connected here, so the best outcome is that too.
-  CallSignature signature;
-  signature.devices = {0, 1};
-  signature.processes = {0, 1};
-  signature.groups = {0, 0};
-  ProcessBarrierSite site(*Prepare(signature));
   for (uint32_t seed = 0; seed < 4000; ++seed) {
     Fuzzer fuzzer(seed + 300000);
     fake_xla::Context context;
-    context.state = &site;
+    context.state = site;
     fake_xla::Frame frame(XLA_FFI_ExecutionStage_EXECUTE, &context);
     // Data of a real call are there; their dtypes and extents are not to be trusted, nor their number.
     std::vector<Buffer> args = fuzzer.Buffers(fuzzer.Below(4)), rets = fuzzer.Buffers(fuzzer.Below(3));
@@ -228,15 +223,37 @@ void ProcessBarriersOfAnyKindAreAnsweredWithAnError() {
       }
     }
     frame.SetBuffers(args, rets);
-    std::string error = fake_xla::Take(ProcessBarrierExecute(frame.get()));
+    std::string error = fake_xla::Take(execute(frame.get()));
     const std::unique_ptr<XLA_FFI_Future> future(frame.get()->future);
     if (future) error = future->Wait();
     CHECK(!error.empty());
   }
 }
 
+void CallsOfProcessesOfAnyKindAreAnsweredWithAnError() {
+  Attributes good = {{"program", std::string("jit_step")},           {"index", int64_t{0}},
+                     {"call", std::string("matmul at train.py:41")}, {"fields", std::string("m=1\nn=2")},
+                     {"devices", std::vector<int64_t>{0, 1}},        {"processes", std::vector<int64_t>{0, 1}},
+                     {"groups", std::vector<int64_t>{0, 0}},         {"is_sequential", int64_t{1}}};
+  CallSignature signature;
+  signature.devices = {0, 1};
+  signature.processes = {0, 1};
+  signature.groups = {0, 0};
+  ProcessBarrierSite barrier(*Prepare(signature));
+  FuzzProcessCall(ProcessBarrierInstantiate, ProcessBarrierExecute, good, &barrier);
+  good["ranks"] = std::vector<int64_t>{1, 0};
+  good["outer"] = int64_t{2};
+  for (const int64_t sums : {0, 1}) {
+    good["sums"] = sums;
+    signature.has_tokens = true;
+    SharedCollective call{*Prepare(signature), {1, 0}, 2, sums != 0};
+    ProcessCollectiveSite collective(std::make_shared<const SharedCollective>(call));
+    FuzzProcessCall(ProcessCollectiveInstantiate, ProcessCollectiveExecute, good, &collective);
+  }
+}
+
 void BytesOfAnyKindAreMessagesOrRefused() {
-  const barrier::Message good = {barrier::Kind::kArrival, 1, 2, 3, 4, 5, "matmul at train.py:41\nm=1"};
+  const barrier::Message good = {barrier::Kind::kArrival, 1, 2, 3, 4, 5, {6, 7}, "matmul at train.py:41\nm=1"};
   for (uint32_t seed = 0; seed < 20000; ++seed) {
     Fuzzer fuzzer(seed + 400000);
     std::string bytes = barrier::Encode(good) + barrier::Encode(good);
@@ -252,6 +269,7 @@ void BytesOfAnyKindAreMessagesOrRefused() {
   CHECK(barrier::Decode(&bytes, &message) == barrier::Decoded::kMessage);
   CHECK_EQ(message.text, good.text);
   CHECK_EQ(message.digest, good.digest);
+  CHECK(message.tokens == good.tokens);
   CHECK(bytes.empty());
 }
 
@@ -262,7 +280,7 @@ int main() {
   CHECK_EQ(jaxmp::hostmp::load_blas(jaxmp::check::environment("JAXMP_BLAS"), "").message(), "");
   jaxmp::AttributesOfAnyKindAreAnsweredWithAnError();
   jaxmp::BuffersOfAnyKindAreAnsweredWithAnError();
-  jaxmp::ProcessBarriersOfAnyKindAreAnsweredWithAnError();
+  jaxmp::CallsOfProcessesOfAnyKindAreAnsweredWithAnError();
   jaxmp::BytesOfAnyKindAreMessagesOrRefused();
   return jaxmp::check::summary("handler_fuzz");
 }

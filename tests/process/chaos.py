@@ -37,13 +37,15 @@ def draw(rng: random.Random) -> dict:
         "model": model,
         "is_backward": model == "data" or rng.random() < 0.7,  # data parallelism communicates in the gradient alone
         # Within the first step the transport is opened, for some 50 ms.
+        "memory": rng.choice(("on", "off")),
         "delay": rng.choice((0.0, rng.uniform(0, 0.15))) if kind in ("kill", "stop") else 0.0,
     }
 
 
 def run(fault: dict, folder: Path) -> str:
     """What was wrong with the job, with its logs, or ""."""
-    job = Job(folder, "chaos", fault["nprocesses"], env={"all": {"CHAOS_FAULT": json.dumps(fault)}})
+    env = {"CHAOS_FAULT": json.dumps(fault), "JAXMP_SHARED_MEMORY": fault["memory"]}
+    job = Job(folder, "chaos", fault["nprocesses"], env={"all": env})
     victim = fault["victim"]
     try:
         ranks = job.wait(DEADLINE, stopped=(victim,) if fault["kind"] == "stop" else ())

@@ -393,6 +393,10 @@ def main():
             import products
 
             products.main(initialize)
+        elif SCENARIO == "memory":
+            import memory
+
+            memory.main(initialize)
         elif SCENARIO == "audit":
             import audited
 

@@ -19,6 +19,7 @@ def call_at(mark):
 CALL, STEP = call_at("THE CALL"), call_at("THE STEP")
 # Beyond the deadline itself: two processors that four ranks and other work share.
 SLACK = 3.0
+GLOO = {"all": {"JAXMP_SHARED_MEMORY": "off"}}  # XLA's collectives, also between processes of one machine
 
 
 def see(job, ranks, live, message, within):
@@ -93,7 +94,7 @@ def test_a_rank_stopped_ahead_of_the_first_step_is_missing_at_the_deadline(tmp_p
 
 def test_rank_0_ends_while_the_transport_opens(tmp_path):
     """XLA then waits for JAX's store, which was rank 0's, without end."""
-    job, ranks = run(tmp_path, "opening", 2)
+    job, ranks = run(tmp_path, "opening", 2, env=GLOO)
     see(job, ranks, (1,), f"{CALL}: rank 0 has ended", TIMEOUT + SLACK)
 
 
@@ -124,7 +125,7 @@ def test_ranks_with_different_gradients_are_told_the_difference(tmp_path, scenar
 
 
 def test_a_rank_stopped_inside_the_transport_is_named(tmp_path):
-    job, ranks = run(tmp_path, "stopped-during", 2, stopped=(1,))
+    job, ranks = run(tmp_path, "stopped-during", 2, stopped=(1,), env=GLOO)
     see(job, ranks, (0,), rf"{CALL}: rank 1 .*does not answer", TIMEOUT + SLACK)
 
 

@@ -17,6 +17,22 @@ def test_every_pattern_transform_and_epilog(tmp_path, nprocesses, ndevices):
     print(counts[0])
 
 
+@pytest.mark.parametrize(
+    ("nprocesses", "ndevices", "memory"), [(4, 1, "on"), (2, 2, "on"), (4, 1, "off")], ids=["4x1", "2x2", "4x1-gloo"]
+)
+def test_collectives_go_through_shared_memory_unless_it_is_off(tmp_path, nprocesses, ndevices, memory):
+    env = {"all": {"JAXMP_SHARED_MEMORY": memory}}
+    job, ranks = run(tmp_path, "memory", nprocesses, ndevices=ndevices, env=env, deadline=120)
+    assert [rank.status for rank in ranks] == [0] * nprocesses, job.all_logs()
+    assert all("RAN" in rank.log for rank in ranks)
+
+
+def test_one_process_without_shared_memory_is_enough_for_none_to_use_it(tmp_path):
+    env = {1: {"JAXMP_SHARED_MEMORY": "off"}, "all": {}}
+    job, ranks = run(tmp_path, "fine", 2, env=env)
+    assert [rank.status for rank in ranks] == [0, 0], job.all_logs()
+
+
 @pytest.mark.parametrize(("nprocesses", "ndevices"), [(2, 2), (2, 1)], ids=["2x2", "2x1"])
 def test_an_audit_across_processes(tmp_path, nprocesses, ndevices):
     job, ranks = run(tmp_path, "audit", nprocesses, ndevices=ndevices, deadline=300)

@@ -26,9 +26,21 @@ INCLUDES = {
     },
     "plan": {"base", "cublasmp", "hostmp/handles"},
     "barrier": {"base"},
+    "shared_memory": {"base", "barrier"},
     "cuda": {"base", "cublasmp", "plan"},
-    "ffi": {"base", "cublasmp", "hostmp/handles", "plan", "cuda", "barrier", "xla"},
-    "python": {"base", "cublasmp", "hostmp/cpu", "hostmp/gemm", "plan", "cuda", "barrier", "ffi", "nanobind"},
+    "ffi": {"base", "cublasmp", "hostmp/handles", "plan", "cuda", "barrier", "shared_memory", "xla"},
+    "python": {
+        "base",
+        "cublasmp",
+        "hostmp/cpu",
+        "hostmp/gemm",
+        "plan",
+        "cuda",
+        "barrier",
+        "shared_memory",
+        "ffi",
+        "nanobind",
+    },
 }
 
 

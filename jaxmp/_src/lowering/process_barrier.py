@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -97,6 +97,7 @@ class Site:
     program: str
     index: int
     axes: MeshAxes
+    shares_memory: bool  # whether all processes of the mesh share memory with this one
 
     def barrier(self, call: str, fields: dict[str, Any], operands: Sequence[jax.Array]) -> list[jax.Array]:
         """`operands` once every process of this device's group has come to an equal call: `call` names it for people,
@@ -105,8 +106,7 @@ class Site:
         A process that does not come, or with another call, makes it an error in all of them.
         """
         native.register()
-        position = lax.axis_index(tuple(name for name, _ in self.axes)).astype(np.int32)
-        position = position + lax.reduce_min(lax.iota(np.int32, _UNCHEAP) * position, axes=(0,))  # adds 0
+        position = self.position()
         moved = [low_precision.as_moved(x) for x in operands]
         results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in moved]
         aliases = {i: i for i in range(len(results))}
@@ -115,13 +115,19 @@ class Site:
             waited = wait(*moved, position, **self.attributes(call, fields))
         return [low_precision.from_moved(x, like.dtype) for x, like in zip(waited, operands, strict=True)]
 
-    def attributes(self, call: str, fields: dict[str, Any]) -> dict[str, Any]:
+    def position(self) -> jax.Array:
+        """This device's position in the mesh."""
+        position = lax.axis_index(tuple(name for name, _ in self.axes)).astype(np.int32)
+        return position + lax.reduce_min(lax.iota(np.int32, _UNCHEAP) * position, axes=(0,))  # adds 0
+
+    def attributes(self, call: str, fields: Mapping[str, Any], part: int = 0) -> dict[str, Any]:
+        """Those of the barrier, and of the `part`-th collective, 0 or 1, of a call."""
         described = "\n".join(f"{name}={value}" for name, value in fields.items())
         # XLA's partitioner has each call lowered as a program of its own, all of one name and in no order of ours.
         is_partitioned = self.program == jax_partitioner.PARTITIONED
         return {
             "program": f"{self.program} {described}" if is_partitioned else self.program,
-            "index": np.int64(self.index),
+            "index": np.int64(2 * self.index + part),
             "call": call,
             "fields": described,
             "devices": np.array(self.span.devices, np.int64),
@@ -155,7 +161,11 @@ def site(ctx: jax_compat.LoweringContext, axes: MeshAxes, group_axes: tuple[str,
     """The site that a lowering rule is at, of a call over `group_axes`; None where it needs no barrier."""
     if not native.has_barrier() or jax.process_count() == 1:
         return None
-    found = span(axes, group_axes, jax_compat.lowering_mesh(ctx))
+    mesh = jax_compat.lowering_mesh(ctx)
+    found = span(axes, group_axes, mesh)
     if found is None or found.group_processes == 1:
         return None
-    return Site(found, jax_compat.program_name(ctx), jax_compat.next_index(ctx, "jaxmp_process_barrier"), axes)
+    is_placed = mesh is not None and tuple(mesh.shape.items()) == axes
+    shares_memory = is_placed and native.shared_processes().issuperset(found.processes)
+    index = jax_compat.next_index(ctx, "jaxmp_process_barrier")
+    return Site(found, jax_compat.program_name(ctx), index, axes, shares_memory)

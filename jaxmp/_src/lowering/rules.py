@@ -13,6 +13,7 @@ from jax import lax
 from jaxmp._src.lowering import backend, fixed_shape, process_barrier, xla_matmul
 from jaxmp._src.lowering.ffi_call import custom_call
 from jaxmp._src.lowering.legalize import Form
+from jaxmp._src.lowering.process_collectives import SharedMemory
 from jaxmp._src.lowering.resolve import ResolvedCall, resolve, resolve_activation_grad, resolve_tile
 from jaxmp._src.primitive import batched_matmul, collectives
 from jaxmp._src.primitive.collectives import process_barrier_p
@@ -43,9 +44,9 @@ def emit(
     *extra: jax.Array,
     devices: tuple[int, ...] = (),
     platform: str = "cpu",
-    barrier: xla_matmul.Barrier | None = None,
+    processes: xla_matmul.Processes | None = None,
 ) -> list[jax.Array]:
-    """The results of a call; `devices` as in `ffi_call.call_attributes`, `barrier` as in `xla_matmul.matmul`."""
+    """The results of a call; `devices` as in `ffi_call.call_attributes`, `processes` as in `xla_matmul.matmul`."""
     is_conjugated_a, is_conjugated_b = call.is_conjugated
     a = lax.conj(a) if is_conjugated_a else a
     b = lax.conj(b) if is_conjugated_b else b
@@ -54,7 +55,7 @@ def emit(
     if call.form == Form.XLA:
         product = _host_product if call.library == "host" else None
         return xla_matmul.matmul(
-            a, b, *extra, spec=call.spec, platform=platform, local_product=product, barrier=barrier
+            a, b, *extra, spec=call.spec, platform=platform, local_product=product, processes=processes
         )
     return _EMIT[call.form](call, a, b, *extra, devices=devices)
 
@@ -187,12 +188,12 @@ def _rule(platform: str, is_multiple: bool) -> jax_compat.LoweringRule:
         site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
 
         def lower(a: jax.Array, b: jax.Array, *extra: jax.Array) -> Any:
-            barrier = None
+            processes = None
             if site and call.form == Form.XLA:
-                barrier = functools.partial(_barrier, site, spec, a, b)
+                processes = _processes(site, spec, a, b)
             elif site:
                 a, b = _barrier(site, spec, a, b, [a, b])
-            outputs = emit(call, a, b, *extra, devices=devices, platform=platform, barrier=barrier)
+            outputs = emit(call, a, b, *extra, devices=devices, platform=platform, processes=processes)
             return outputs if is_multiple else outputs[0]
 
         with jax_compat.off_explicit_mesh():
@@ -239,6 +240,14 @@ def _activation_grad(
 
 def _activation_grad_rule(platform: str) -> jax_compat.LoweringRule:
     return mlir.lower_fun(functools.partial(_activation_grad, platform=platform), multiple_results=False)
+
+
+def _processes(site: process_barrier.Site, spec: MatmulSpec, a: jax.Array, b: jax.Array) -> xla_matmul.Processes:
+    barrier = functools.partial(_barrier, site, spec, a, b)
+    if not site.shares_memory:
+        return xla_matmul.Processes(barrier)
+    memory = SharedMemory(site, spec.source_line or "matmul", process_barrier.fields(spec, a, b))
+    return xla_matmul.Processes(barrier, memory)
 
 
 def _barrier(

@@ -1,10 +1,12 @@
 """The "xla" implementation: the local product plus `lax` collectives, in the accumulator's type throughout.
 
-Across processes the local product may be another's (`local_product`), and `barrier` runs before the first collective.
+Across processes the local product may be another's (`local_product`), and a barrier runs before the first collective
+(`Processes`); on one machine the collectives may go through memory that the processes share.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,6 +17,7 @@ import numpy as np
 from jax import lax
 
 from jaxmp._src.lowering.legalize import along_one_axis
+from jaxmp._src.lowering.process_collectives import SharedMemory
 from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.activations import gelu, multiply_by_slope, pack_relu_aux
@@ -22,9 +25,27 @@ from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, aux_dt
 
 # The scope of products that XLA partitions by itself, for `explain`.
 SCOPE = "jaxmp_xla"
+# (array, axes, dimension) -> array.
+Gather = Callable[[jax.Array, tuple[str, ...], int], jax.Array]
 # As in `matmul`.
 LocalProduct = Callable[[jax.Array, jax.Array, MatmulSpec], jax.Array]
 Barrier = Callable[[Sequence[jax.Array]], Sequence[jax.Array]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Processes:
+    """How the processes of a call meet: `barrier(xs)` gives back the operands of the first collective once all ranks
+    have come; the collectives of `memory` have it in themselves."""
+
+    barrier: Barrier
+    memory: SharedMemory | None = None
+
+    def memory_for(self, spec: MatmulSpec, acc: np.dtype) -> SharedMemory | None:
+        """`memory` where it does all collectives of a call."""
+        if not self.memory or not self.memory.sums(acc) or spec.distributions:
+            return None
+        is_grid = spec.group.pattern == Pattern.GRID and along_one_axis(spec) is None
+        return None if is_grid else self.memory
 
 
 def matmul(
@@ -34,12 +55,12 @@ def matmul(
     spec: MatmulSpec,
     platform: str,
     local_product: LocalProduct | None = None,
-    barrier: Barrier | None = None,
+    processes: Processes | None = None,
 ) -> list[jax.Array]:
     """The results from one device's shards, in the order of `output_names`.
 
     `local_product(a, b, spec)` is alpha = 1 times op(a) @ op(b) of what one device has gathered, in the accumulator's
-    type; `barrier(xs)` gives back the operands of the first collective once all ranks have come.
+    type.
     """
     compute = precisions.find(spec.precision, a.dtype)
     acc = jnp.dtype(compute.accumulator or accumulator(a.dtype))
@@ -51,7 +72,9 @@ def matmul(
     a, b = _decoded(a, b, named, spec, acc)
     if 0 in (*a.shape, *b.shape):
         return apply_epilog(jnp.zeros(extents(spec, a.shape, b.shape).d, acc), extra, spec, a, b)
-    barrier = barrier or (lambda operands: operands)
+    memory = processes.memory_for(spec, acc) if processes else None
+    barrier = processes.barrier if processes and not memory else (lambda operands: operands)
+    all_gather, psum, psum_scatter = _collectives(memory)
     axis = along_one_axis(spec)
     scattered = axis.scattered if axis else None
     gathers = spec.group.pattern in (Pattern.ALL_GATHER, Pattern.GRID) and scattered is None
@@ -60,15 +83,32 @@ def matmul(
     if not local_product or a.dtype == np.bool_:
         a, b = _widened(a, b, platform, compute, acc)
     shards = a.astype(acc), b.astype(acc)
-    a, b = _gather_operands(spec, a, b)
+    a, b = _gather_operands(spec, a, b, all_gather)
     z = local_product(a, b, spec) if local_product else _dot_general(a, b, spec, compute, acc)
     if not gathers:
         (z,) = barrier([z])
     if spec.group.pattern == Pattern.ALL_REDUCE:
-        z = lax.psum(z, spec.group.row_axes)
+        z = psum(z, spec.group.row_axes)
     elif spec.group.nranks > 1 and (spec.group.pattern == Pattern.REDUCE_SCATTER or scattered is not None):
-        z = lax.psum_scatter(z, spec.group.axes, scatter_dimension=scattered or 0, tiled=True)
+        z = psum_scatter(z, spec.group.axes, scattered or 0)
     return apply_epilog(z, extra, spec, *shards)
+
+
+def _collectives(memory: SharedMemory | None) -> tuple[Gather, Callable[..., jax.Array], Gather]:
+    """(all-gather, sum, reduce-scatter), through shared memory or XLA's."""
+    if memory:
+        return memory.all_gather, memory.psum, memory.psum_scatter
+    return _all_gather, lax.psum, _psum_scatter
+
+
+def _all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
+    gathered: jax.Array = lax.all_gather(x, axes, axis=dimension, tiled=True)
+    return gathered
+
+
+def _psum_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
+    scattered: jax.Array = lax.psum_scatter(x, axes, scatter_dimension=dimension, tiled=True)
+    return scattered
 
 
 def _decoded(
@@ -230,13 +270,13 @@ def _encode_aux(z: jax.Array, operands: Mapping[str, jax.Array], spec: MatmulSpe
     return {"gelu_aux": low_precision.encode(scaled, dtype)} | amax
 
 
-def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gather) -> tuple[jax.Array, jax.Array]:
     if spec.group.nranks == 1 and not spec.distributions:  # XLA would copy
         return a, b
     if spec.group.pattern == Pattern.ALL_GATHER:
-        a = lax.all_gather(a, spec.group.row_axes, axis=1 if spec.transpose_a else 0, tiled=True)
+        a = all_gather(a, spec.group.row_axes, 1 if spec.transpose_a else 0)
     elif along_one_axis(spec):
-        a, b = gathered_along_k(spec, a, b)
+        a, b = gathered_along_k(spec, a, b, all_gather)
     elif spec.distributions:
         a, b = _gather_cyclic(spec, a, b)
     elif spec.group.pattern == Pattern.GRID:
@@ -248,12 +288,12 @@ def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> tuple[jax.
     return a, b
 
 
-def gathered_along_k(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> list[jax.Array]:
+def gathered_along_k(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gather = _all_gather) -> list[jax.Array]:
     """(a, b) with the operand whole that a grid of one axis gathers, if it does."""
     axis, operands = along_one_axis(spec), [a, b]
     if axis is not None and axis.gathered is not None:
         moved = low_precision.as_moved(operands[axis.gathered])
-        whole = lax.all_gather(moved, spec.group.axes, axis=axis.dimension, tiled=True)
+        whole = all_gather(moved, spec.group.axes, axis.dimension)
         operands[axis.gathered] = low_precision.from_moved(whole, operands[axis.gathered].dtype)
     return operands
 

@@ -13,10 +13,11 @@ import re
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
-from jaxmp._src.runtime import cuda_libraries, jax_compat
-from jaxmp._src.runtime.config import launcher
+from jaxmp._src.runtime import cuda_libraries, jax_compat, logs, native
+from jaxmp._src.runtime.config import config, launcher
 from jaxmp._src.runtime.peers import Peers
 
 
@@ -108,14 +109,50 @@ def join_job(host: str, process: int, nprocesses: int, generation: int, timeout:
             text = f"rank {process} has {name} {own}, rank 0 has {first}; install the same on every machine"
             client.key_value_set(f"{key}refused/{process}", text)
             break
+    machine = _share_arena(client, key, process) if nprocesses > 1 else ""
     client.wait_at_barrier(f"{key}all", milliseconds)
     refused = client.key_value_dir_get(f"{key}refused/")
+    if nprocesses > 1:
+        native.set_shared_processes(_shared_processes(client, key, machine, process, milliseconds))
 
     def address_of(peer: int) -> tuple[str, int]:
         found, port = client.blocking_key_value_get(f"{key}at/{peer}", max(1, round(reach * 1000))).split()
         return found, int(port)
 
     return Membership(peers, address_of, min(refused)[1] if refused else "")
+
+
+def _share_arena(client: Any, key: str, process: int) -> str:
+    """The name of this machine, under which its processes publish the memory that they share; "" where this one shares
+    none. Containers, whose processes cannot open each other's memory, have names of their own."""
+    if not config().shares_memory:
+        return ""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        machine = f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}-{os.getuid()}"
+        client.key_value_set(f"{key}memory/{machine}/{process}", native.own_arena())
+    except (OSError, RuntimeError) as error:
+        logs.logger("distributed").info("rank %d: shares no memory (%s)", process, error)
+        return ""
+    return machine
+
+
+def _shared_processes(client: Any, key: str, machine: str, process: int, milliseconds: int) -> frozenset[int]:
+    """The processes of this machine, once each of them has mapped the memory of all; none where one cannot."""
+    found: dict[int, str] = {}
+    if machine:
+        published = client.key_value_dir_get(f"{key}memory/{machine}/")
+        found = {int(name.rpartition("/")[2]): text for name, text in published}
+        try:
+            native.share_memory(found)
+        except RuntimeError as error:
+            client.key_value_set(f"{key}unshared/{machine}/{process}", str(error))
+    client.wait_at_barrier(f"{key}shared", milliseconds)
+    refused = client.key_value_dir_get(f"{key}unshared/{machine}/") if machine else []
+    if refused:
+        logs.logger("distributed").info("rank %d: shares no memory (%s)", process, min(refused)[1])
+        return frozenset()
+    return frozenset(found)
 
 
 def neighbours(process: int, nprocesses: int) -> list[int]:

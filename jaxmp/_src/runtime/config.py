@@ -35,6 +35,10 @@ VARIABLES = {
         "seconds after which a process that has not come to a call is missing; on GPUs 25 by default",
         "60",
     ),
+    "JAXMP_SHARED_MEMORY": (
+        "'on' lets the processes of one machine communicate through memory that they share, 'off' does not",
+        "on",
+    ),
     "JAXMP_AGREEMENT": ("'on' compares the calls of the processes ahead of running them, 'off' does not", "on"),
 }
 # Those of the tests, which the package does not read: no misspelt ones.
@@ -73,6 +77,7 @@ class Config:
     compares_calls: bool = True
     gpu_timeout: float = 25.0
     instruction_set: str | None = None
+    shares_memory: bool = True
 
 
 @functools.cache
@@ -107,6 +112,9 @@ def parse(environ: Mapping[str, str]) -> Config:
     agreement = read("JAXMP_AGREEMENT")
     if agreement not in ("on", "off"):
         raise ValueError(f"JAXMP_AGREEMENT must be 'on' or 'off' but is {agreement!r}.")
+    shared = read("JAXMP_SHARED_MEMORY")
+    if shared not in ("on", "off"):
+        raise ValueError(f"JAXMP_SHARED_MEMORY must be 'on' or 'off' but is {shared!r}.")
     timeout = parse_timeout("JAXMP_TIMEOUT", read("JAXMP_TIMEOUT"))
     return Config(
         log,
@@ -121,6 +129,7 @@ def parse(environ: Mapping[str, str]) -> Config:
         # xla_gpu_first_collective_call_terminate_timeout_seconds). The error that names the call has to come first.
         timeout if "JAXMP_TIMEOUT" in environ else Config.gpu_timeout,
         instruction_set or None,
+        shared == "on",
     )
 
 

@@ -23,13 +23,15 @@ from jaxmp._src.runtime.config import config
 
 TARGET = "jaxmp_matmul"
 BARRIER_TARGET = "jaxmp_process_barrier"
+COLLECTIVE_TARGET = "jaxmp_process_collective"
 # The version of the boundary between this package and its extension: attributes, operands, functions.
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 _lock = threading.RLock()
 _loaded: Any = None
 _is_registered = False
 _has_barrier = False
+_shared_processes: frozenset[int] = frozenset()
 _timeout: float | None = None  # of `jaxmp.distributed.initialize`, where it was given one
 _why_no_cublasmp: str | None = None
 _is_logging_plans = False
@@ -181,9 +183,31 @@ def start_barrier(process: int, nprocesses: int, timeout: float, compares: bool,
 
 def stop_barrier() -> None:
     """Close the sockets; calls that still wait fail."""
-    global _has_barrier
+    global _has_barrier, _shared_processes
     extension().stop_barrier()
-    _has_barrier = False
+    _has_barrier, _shared_processes = False, frozenset()
+
+
+def own_arena() -> str:
+    """What other processes of this machine need to share this one's memory."""
+    return str(extension().own_arena())
+
+
+def share_memory(arenas: Mapping[int, str]) -> None:
+    """Map the memory of these processes, by number, this one among them. RuntimeError where one cannot be."""
+    for process, described in arenas.items():
+        extension().share_arena(process, described)
+
+
+def set_shared_processes(processes: frozenset[int]) -> None:
+    """From now on calls among these processes communicate through shared memory."""
+    global _shared_processes
+    _shared_processes = processes
+
+
+def shared_processes() -> frozenset[int]:
+    """The processes with which this one shares memory, itself among them; empty where it shares none."""
+    return _shared_processes
 
 
 def _exchange(key: str, value: bytes | None, timeout: float) -> bytes:

@@ -1,0 +1,49 @@
+// Collectives of the devices of one machine's processes, through memory that they share.
+//
+// Each device writes what the others need of its operand to a block of its process's arena and comes to a process
+// barrier, with the block as its token. Once all have come, each reads the others' blocks. A rank that does not come is
+// an error of the barrier's, after which nobody reads.
+#ifndef JAXMP_SHARED_MEMORY_COLLECTIVE_H_
+#define JAXMP_SHARED_MEMORY_COLLECTIVE_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "csrc/barrier/call_signature.h"
+#include "csrc/base/status.h"
+
+namespace jaxmp {
+
+// z[i] = x[i] + y[i]; z may be x.
+using Add = void (*)(void* z, const void* x, const void* y, size_t count);
+
+// A call site. An operand of an all-gather is [outer, piece], its result [outer, ranks, piece]; a reduce-scatter takes
+// [outer, ranks, piece] and gives [outer, piece], the sum of the ranks' in their order.
+struct SharedCollective {
+  std::shared_ptr<const CallSignature> signature;
+  std::vector<int64_t> ranks;  // by position in the mesh: the place in its group
+  size_t outer = 1;
+  bool sums = false;
+};
+
+// Checks that the ranks of each group count from 0.
+Status CheckCollective(const SharedCollective& call);
+
+// The device at `position` has come. `add` is of elements of `element_bytes`; `done` is called as Arrive's is.
+struct CollectiveArrays {
+  const char* operand;
+  size_t operand_bytes;
+  char* result;
+  size_t result_bytes;
+  size_t element_bytes;
+  Add add;
+};
+void RunCollective(const std::shared_ptr<const SharedCollective>& call, int64_t position,
+                   const CollectiveArrays& arrays, std::function<void(const Status&)> done);
+
+}  // namespace jaxmp
+
+#endif  // JAXMP_SHARED_MEMORY_COLLECTIVE_H_

@@ -1,0 +1,97 @@
+"""Collectives of a call through memory that the processes of one machine share.
+
+Each device writes to its process's memory and comes to the barrier of the call; once all have come, each reads the
+others'. XLA's own collectives (gloo) send over sockets what lies in the memory of the same machine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmp._src.lowering.process_barrier import Site
+from jaxmp._src.runtime import native
+from jaxmp._src.spec import low_precision
+
+# Types of sums: csrc/ffi/process_collective.cc.
+_SUMMED = ("float32", "float64", "complex64", "complex128", "int32", "uint32", "int64", "uint64")
+# Bytes of an all-reduce up to which every rank reads all, in place of a reduce-scatter and an all-gather.
+_FEW_BYTES = 32 << 10
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedMemory:
+    """The collectives of the call at `site`: `call` names it for people, `fields` have to be equal on all processes."""
+
+    site: Site
+    call: str
+    fields: Mapping[str, Any]
+
+    def all_gather(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
+        """`lax.all_gather(tiled=True)` over the axes of the call's group."""
+        moved = low_precision.as_moved(x)
+        return low_precision.from_moved(self._gather(moved, axes, dimension, 0), x.dtype)
+
+    def psum_scatter(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
+        """`lax.psum_scatter(tiled=True)`, summed in the order of the ranks."""
+        nranks = self._nranks(axes)
+        shape = (*x.shape[:dimension], x.shape[dimension] // nranks, *x.shape[dimension + 1 :])
+        return self._run(x, shape, axes, dimension, part=0, is_sum=True)
+
+    def psum(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+        """`lax.psum`, summed in the order of the ranks."""
+        nranks = self._nranks(axes)
+        if x.size * x.dtype.itemsize <= _FEW_BYTES:
+            first, *others = self._gather(x[None], axes, 0, 0)
+            total: jax.Array = sum(others, first)
+            return total
+        flat = jnp.pad(x.reshape(-1), (0, -x.size % nranks))
+        own = self._run(flat, (flat.size // nranks,), axes, 0, part=0, is_sum=True)
+        return self._gather(own, axes, 0, 1)[: x.size].reshape(x.shape)
+
+    def sums(self, dtype: np.dtype) -> bool:
+        """Whether elements of this type can be summed."""
+        return np.dtype(dtype).name in _SUMMED
+
+    def _gather(self, x: jax.Array, axes: tuple[str, ...], dimension: int, part: int) -> jax.Array:
+        shape = (*x.shape[:dimension], x.shape[dimension] * self._nranks(axes), *x.shape[dimension + 1 :])
+        return self._run(x, shape, axes, dimension, part=part, is_sum=False)
+
+    def _nranks(self, axes: tuple[str, ...]) -> int:
+        sizes = dict(self.site.axes)
+        return math.prod(sizes[name] for name in axes)
+
+    def _ranks(self, axes: tuple[str, ...]) -> np.ndarray:
+        """The place of each position of the mesh in its group, as `lax.axis_index(axes)` counts."""
+        sizes = dict(self.site.axes)
+        coordinates = dict(zip(sizes, np.indices(tuple(sizes.values())), strict=True))
+        ranks = np.zeros(tuple(sizes.values()), np.int64)
+        for name in axes:
+            ranks = ranks * sizes[name] + coordinates[name]
+        return ranks.reshape(-1)
+
+    def _run(
+        self, x: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], dimension: int, *, part: int, is_sum: bool
+    ) -> jax.Array:
+        if 0 in shape:
+            return jnp.zeros(shape, x.dtype)
+        native.register()
+        position = self.site.position()
+        attributes = self.site.attributes(self.call, self.fields, part)
+        with jax.enable_x64(True):  # attributes are 64-bit
+            run = jax.ffi.ffi_call(native.COLLECTIVE_TARGET, jax.ShapeDtypeStruct(shape, x.dtype))
+            result: jax.Array = run(
+                x,
+                position,
+                **attributes,
+                ranks=self._ranks(axes),
+                outer=np.int64(math.prod(x.shape[:dimension])),
+                sums=np.int64(is_sum),
+            )
+        return result
