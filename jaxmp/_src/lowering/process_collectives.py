@@ -34,12 +34,12 @@ class SharedMemory:
     fields: Mapping[str, Any]
 
     def all_gather(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
-        """`lax.all_gather(tiled=True)` over the axes of the call's group."""
+        """A tiled `lax.all_gather` over the axes of the call's group."""
         moved = low_precision.as_moved(x)
         return low_precision.from_moved(self._gather(moved, axes, dimension, 0), x.dtype)
 
     def psum_scatter(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
-        """`lax.psum_scatter(tiled=True)`, summed in the order of the ranks."""
+        """A tiled `lax.psum_scatter`, summed in the order of the ranks."""
         nranks = self._nranks(axes)
         shape = (*x.shape[:dimension], x.shape[dimension] // nranks, *x.shape[dimension + 1 :])
         return self._run(x, shape, axes, dimension, part=0, is_sum=True)
