@@ -117,7 +117,7 @@ def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple[np
             f'{nprocesses} processes; pass implementation=None or "xla"'
         )
     if platform == "cpu":
-        why = f"the ranks of a group live in {nprocesses} processes: each multiplies on its own, and a collective communicates"
+        why = f"the ranks of a group live in {nprocesses} processes: each multiplies on its own"
         return Choice("host+xla", why)
     return Choice("xla", f"no fused implementation for platform {platform!r}")
 
