@@ -14,6 +14,11 @@ namespace {
 // Bytes of a sum that are made at a time: they stay in the first cache while each rank's are added.
 constexpr size_t kSummed = 16 << 10;
 
+// Of an empty array there may be no address.
+void Copy(char* to, const char* from, size_t bytes) {
+  if (bytes != 0) std::memcpy(to, from, bytes);
+}
+
 // The devices of a call's group.
 struct Members {
   const std::vector<int64_t>& positions;
@@ -45,14 +50,14 @@ Status CheckArrays(const SharedCollective& call, size_t nranks, const Collective
 // What the others need of the operand: of a reduce-scatter all but this rank's part of the sum.
 void Write(const SharedCollective& call, size_t rank, size_t nranks, const CollectiveArrays& arrays, char* block) {
   if (!call.sums) {
-    std::memcpy(block, arrays.operand, arrays.operand_bytes);
+    Copy(block, arrays.operand, arrays.operand_bytes);
     return;
   }
   const size_t piece = arrays.result_bytes / call.outer, row = piece * nranks;
   for (size_t i = 0; i < call.outer; ++i) {
     const size_t begin = i * row, own = begin + rank * piece;
-    std::memcpy(block + begin, arrays.operand + begin, own - begin);
-    std::memcpy(block + own + piece, arrays.operand + own + piece, row - rank * piece - piece);
+    Copy(block + begin, arrays.operand + begin, own - begin);
+    Copy(block + own + piece, arrays.operand + own + piece, row - rank * piece - piece);
   }
 }
 
@@ -62,7 +67,7 @@ void Gather(const SharedCollective& call, const std::vector<const char*>& blocks
   char* to = arrays.result;
   for (size_t i = 0; i < call.outer; ++i) {
     for (const char* block : blocks) {
-      std::memcpy(to, block + i * piece, piece);
+      Copy(to, block + i * piece, piece);
       to += piece;
     }
   }
@@ -75,7 +80,7 @@ void Sum(const SharedCollective& call, size_t rank, const std::vector<const char
     for (size_t begin = 0; begin < piece; begin += kSummed) {
       const size_t from = i * row + rank * piece + begin, bytes = std::min(kSummed, piece - begin);
       char* sum = arrays.result + i * piece + begin;
-      std::memcpy(sum, blocks[0] + from, bytes);
+      Copy(sum, blocks[0] + from, bytes);
       for (size_t other = 1; other < blocks.size(); ++other) {
         arrays.add(sum, sum, blocks[other] + from, bytes / arrays.element_bytes);
       }
