@@ -238,7 +238,10 @@ JAXMP_TARGET void multiply_tile(const MicroPanels<T>& s, int, const Destination<
 
 // Few columns, op(A) = A, which is then read once, in the order in which it lies. `Steps` k at a time for `Cols`
 // columns: each number of A serves Cols products, and each sum takes Steps of them between its load and its store.
-template <typename T, int Steps, int Cols>
+//
+// The first columns ask for the numbers of the next `Steps` k: those lie a leading dimension further, where the
+// processor does not look ahead.
+template <typename T, int Steps, int Cols, bool IsFirst>
 JAXMP_INLINE void add_columns(const T* a, int64_t lda, const View<T>& b, int64_t rows, T* c, int64_t ldc) {
   using V = typename Simd<T>::V;
   constexpr int kLanes = Simd<T>::kLanes;
@@ -252,6 +255,7 @@ JAXMP_INLINE void add_columns(const T* a, int64_t lda, const View<T>& b, int64_t
     for (int col = 0; col < Cols; ++col) sums[col] = Simd<T>::load(c + col * ldc + row);
     for (int k = 0; k < Steps; ++k) {
       const V numbers = Simd<T>::load(a + k * lda + row);
+      if (IsFirst) __builtin_prefetch(a + (Steps + k) * lda + row);
       for (int col = 0; col < Cols; ++col) sums[col] = Simd<T>::fma(numbers, weights[col][k], sums[col]);
     }
     for (int col = 0; col < Cols; ++col) Simd<T>::store(c + col * ldc + row, sums[col]);
@@ -273,10 +277,17 @@ JAXMP_INLINE void add_all_columns(const T* a, int64_t lda, const View<T>& b, int
                                   int64_t ldc) {
   constexpr int kCols = 4;
   int64_t col = 0;
-  for (; col + kCols <= cols; col += kCols) {
-    add_columns<T, Steps, kCols>(a, lda, b.from(col, 0), rows, c + col * ldc, ldc);
+  if (cols >= kCols) {
+    add_columns<T, Steps, kCols, true>(a, lda, b, rows, c, ldc);
+    col = kCols;
   }
-  for (; col < cols; ++col) add_columns<T, Steps, 1>(a, lda, b.from(col, 0), rows, c + col * ldc, ldc);
+  for (; col + kCols <= cols; col += kCols) {
+    add_columns<T, Steps, kCols, false>(a, lda, b.from(col, 0), rows, c + col * ldc, ldc);
+  }
+  for (; col < cols; ++col) {
+    const auto add = col == 0 ? add_columns<T, Steps, 1, true> : add_columns<T, Steps, 1, false>;
+    add(a, lda, b.from(col, 0), rows, c + col * ldc, ldc);
+  }
 }
 
 // c += op(a) op(b) for the given rows and k.
