@@ -40,7 +40,7 @@ class ArrivalTracker {
 
   // Whether `process` has yet to come; of this one, whether another of its devices has, to a collective.
   bool Awaits(const Arrival& arrival, int process) const;
-  // Of a settled exchange, once for each device of this process: the tokens of all devices, by their places among the
+  // Of a settled collective, once for each device of this process: the tokens of all devices, by their places among the
   // group's positions.
   std::vector<uint64_t> TakeTokens(const Arrival& arrival);
   // All have come, and nothing is compared any more.

@@ -80,13 +80,7 @@ ffi::Future Execute(ProcessBarrierSite* site, ffi::RemainingArgs args, ffi::Rema
     promise->SetError(error);
     return future;
   }
-  Arrive(site->signature, position, [promise](const Status& status) {
-    if (status.ok()) {
-      promise->SetAvailable();
-    } else {
-      promise->SetError(ffi::Error(ffi::ErrorCode::kFailedPrecondition, status.message()));
-    }
-  });
+  Arrive(site->signature, position, OutcomeSetter(promise));
   return future;
 }
 
@@ -114,6 +108,16 @@ StatusOr<int32_t> PositionOf(const ffi::RemainingArgs& args, size_t index) {
     return InvalidArgument("jaxmp: argument position must be one int32, the device's index in the mesh");
   }
   return *static_cast<const int32_t*>(position->untyped_data());
+}
+
+std::function<void(const Status&)> OutcomeSetter(std::shared_ptr<ffi::Promise> promise) {
+  return [promise = std::move(promise)](const Status& status) {
+    if (status.ok()) {
+      promise->SetAvailable();
+    } else {
+      promise->SetError(ffi::Error(ffi::ErrorCode::kFailedPrecondition, status.message()));
+    }
+  };
 }
 
 XLA_FFI_Error* ProcessBarrierInstantiate(XLA_FFI_CallFrame* frame) {

@@ -3,6 +3,7 @@
 #define JAXMP_FFI_PROCESS_BARRIER_H_
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string_view>
 #include <utility>
@@ -35,6 +36,9 @@ StatusOr<std::shared_ptr<const CallSignature>> SignatureOf(const SignatureAttrib
 
 // The device's position in the mesh, the argument of this index.
 StatusOr<int32_t> PositionOf(const xla::ffi::RemainingArgs& args, size_t index);
+
+// What gives the outcome of a barrier to XLA.
+std::function<void(const Status&)> OutcomeSetter(std::shared_ptr<xla::ffi::Promise> promise);
 
 // Once per call site: decodes the attributes program, index, call, fields, devices, processes, groups and
 // is_sequential.

@@ -110,13 +110,7 @@ ffi::Future Execute(ProcessCollectiveSite* site, ffi::RemainingArgs args, ffi::R
     promise->SetError(ffi::Error::InvalidArgument(decoded.message()));
     return future;
   }
-  RunCollective(site->call, position, arrays, [promise](const Status& status) {
-    if (status.ok()) {
-      promise->SetAvailable();
-    } else {
-      promise->SetError(ffi::Error(ffi::ErrorCode::kFailedPrecondition, status.message()));
-    }
-  });
+  RunCollective(site->call, position, arrays, OutcomeSetter(promise));
   return future;
 }
 
