@@ -66,7 +66,7 @@ class TileTask {
       return;
     }
     if (facts(call_.a.desc.type).is_16bit) return add_product16(is_started);
-    if (call_.alpha == 1.0 && is_few_columns(call_, tile_.cols)) {
+    if (call_.alpha == 1.0 && is_own_product(call_, tile_.cols)) {
       return simd_gemm(simd_level(), call_.a.desc.type, k_segments(), is_started, scratch_);
     }
     for (const CommonRange& range : product_.tiling().k) {

@@ -125,6 +125,8 @@ Status load_blas(const char* blas_path, const char* mkl_path) {
 
 bool blas_is_loaded() { return loaded.load(std::memory_order_acquire) != nullptr; }
 
+bool blas_is_openblas() { return blas_is_loaded() && !libraries().names.config.empty(); }
+
 BlasLibraries blas_libraries() { return blas_is_loaded() ? libraries().names : BlasLibraries{}; }
 
 bool mkl_has_gemm(abi::cudaDataType_t type) { return mixed_gemm(type) != nullptr; }

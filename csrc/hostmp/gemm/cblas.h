@@ -16,6 +16,7 @@ namespace jaxmp::hostmp {
 // the process; further calls change nothing. Matmul refuses to run before it.
 Status load_blas(const char* blas_path, const char* mkl_path);
 bool blas_is_loaded();
+bool blas_is_openblas();
 
 // The open libraries; all empty before load_blas.
 struct BlasLibraries {

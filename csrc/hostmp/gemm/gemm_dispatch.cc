@@ -35,13 +35,18 @@ std::string describe(Kernel kernel) {
     case Kernel::kMkl:
       return "MKL, products of 16-bit numbers summed in f32";
     case Kernel::kAmx:
-      return "hostmp's AMX kernel, summed in f32";
+      return "AMX kernel of hostmp, summed in f32";
     case Kernel::kAvx512Bf16:
-      return "hostmp's AVX512_BF16 kernel, summed in f32";
+      return "AVX512_BF16 kernel of hostmp, summed in f32";
     case Kernel::kOther:
       break;
   }
   return "widened to f32, cblas_sgemm";
+}
+
+const char* describe_f32() {
+  const bool is_own = simd_level() == SimdLevel::kAvx512 && blas_is_openblas();
+  return is_own ? "AVX-512 kernel of hostmp" : "cblas_sgemm, hostmp for few rows";
 }
 
 // Widens K blocks of both operands for sgemm.
@@ -148,7 +153,7 @@ BlasInfo blas_info() {
   return {libraries.path,
           libraries.config,
           libraries.mkl,
-          "cblas_sgemm, hostmp for few rows",
+          describe_f32(),
           "cblas_dgemm, hostmp for few rows",
           "cblas_cgemm",
           "cblas_zgemm",

@@ -19,6 +19,8 @@ constexpr int64_t kLanes = 16;
 constexpr int kMaxVectors = 3;  // 3 x 8 sums, 3 of A and a broadcast of B fill the 32 registers
 constexpr int64_t kCols = kBlock / 2;
 
+constexpr int64_t kMaxPanels = 8;  // written side by side: their lines may all belong into one set of the first cache
+
 // Where a register tile goes: c = alpha sums + beta c.
 struct Destination {
   float* c;
@@ -50,7 +52,10 @@ JAXMP_AVX512_BF16 inline void register_tile(const uint32_t* a, const uint32_t* b
                                             const Destination& to) {
   __m512 sums[Vectors][kCols];
   for (int v = 0; v < Vectors; ++v) {
-    for (int64_t col = 0; col < kCols; ++col) sums[v][col] = _mm512_setzero_ps();
+    for (int64_t col = 0; col < kCols; ++col) {
+      sums[v][col] = _mm512_setzero_ps();
+      __builtin_prefetch(to.c + col * to.ldc + v * kLanes, 1);  // which is read or written when the sums are ready
+    }
   }
   for (int64_t pair = 0; pair < pairs; ++pair, a += Vectors * kLanes, b += kBlock) {
     __m512bh rows[Vectors];
@@ -66,7 +71,7 @@ JAXMP_AVX512_BF16 inline void register_tile(const uint32_t* a, const uint32_t* b
 
 struct Avx512Bf16Kernel {
   static constexpr int64_t kKC = hostmp::kKC, kMR = kMaxVectors * kLanes, kNR = kBlock;
-  static constexpr int64_t kMC = kMR, kNC = kUncut;
+  static constexpr int64_t kMC = kMaxPanels * kMR, kNC = kUncut;  // 192 KiB of op(A), for the second cache
 
   static int64_t pairs(int64_t depth) { return (depth + 1) / 2; }
   int64_t a_bytes(int64_t rows, int64_t depth) const { return 4 * pairs(depth) * round_up(rows, kLanes); }
@@ -74,20 +79,28 @@ struct Avx512Bf16Kernel {
   int64_t own_bytes(int64_t, int64_t, int64_t) const { return 0; }
 
   void pack_a(const KBlock<Product>& block, int64_t top, int64_t rows, char* to) const {
-    const int64_t width = round_up(rows, kLanes);
-    for (const KSlice<Product>& slice : block) pack_slice(slice, view_of_a(slice), top, rows, width, to);
+    for (const KSlice<Product>& slice : block) pack_slice<kMR>(slice, view_of_a(slice), top, rows, block.depth, to);
   }
   void pack_b(const KBlock<Product>& block, int64_t left, int64_t cols, char* to) const {
-    for (int64_t col = 0; col < cols; col += kBlock) {
-      for (const KSlice<Product>& slice : block) {
-        pack_slice(slice, view_of_b(slice), left + col, cols - col, kBlock, to + b_bytes(col, block.depth));
-      }
-    }
+    for (const KSlice<Product>& slice : block) pack_slice<kNR>(slice, view_of_b(slice), left, cols, block.depth, to);
   }
+
+  // Micro-panels of `Width` indices, the last one perhaps narrower.
+  template <int64_t Width>
   static void pack_slice(const KSlice<Product>& slice, const Bf16View& from, int64_t begin, int64_t count,
-                         int64_t width, char* micro_panel) {
-    pack_by_pairs(from, begin, count, width, slice.depth, pairs(slice.depth),
-                  reinterpret_cast<uint32_t*>(micro_panel) + slice.offset / 2 * width);
+                         int64_t depth, char* to) {
+    const int64_t room = Width * pairs(depth), line = slice.offset / 2;
+    uint32_t* const words = reinterpret_cast<uint32_t*>(to);
+    const int64_t whole = from.is_adjacent_in_k ? 0 : count / Width;
+    for (int64_t panel = 0; panel < whole; panel += kMaxPanels) {
+      pack_panels_by_pairs(from, begin + panel * Width, std::min(kMaxPanels, whole - panel), Width, slice.depth, room,
+                           words + panel * room + line * Width);
+    }
+    for (int64_t i = whole * Width; i < count; i += Width) {
+      const int64_t width = std::min(Width, round_up(count - i, kLanes));
+      pack_by_pairs(from, begin + i, count - i, width, slice.depth, pairs(slice.depth),
+                    words + i / Width * room + line * width);
+    }
   }
 
   JAXMP_AVX512_BF16 void multiply(const KBlock<Product>& block, const Packed& packed, const CTile& tile) const {

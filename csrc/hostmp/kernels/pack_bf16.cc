@@ -47,6 +47,9 @@ JAXMP_AVX512_BF16 inline void transpose(__m512i (&r)[kBlock]) {
 }
 
 // One block from `index` and `k` on: `count` indices and `depth` numbers along k exist. The first `lines` are written.
+//
+// The next block is asked for ahead: its lines lie a leading dimension apart, where the processor does not look. A
+// prefetch from beyond the operand does nothing.
 template <bool ByPairs>
 JAXMP_AVX512_BF16 inline void pack_block(const Bf16View& view, int64_t index, int64_t count, int64_t k, int64_t depth,
                                          uint32_t* to, int64_t stride, int64_t lines) {
@@ -56,6 +59,7 @@ JAXMP_AVX512_BF16 inline void pack_block(const Bf16View& view, int64_t index, in
     const __mmask32 mask = first32(depth);
 #pragma GCC unroll 16
     for (int i = 0; i < kBlock; ++i) {
+      __builtin_prefetch(from + (kBlock + i) * view.ld);
       r[i] = i < count ? _mm512_maskz_loadu_epi16(mask, from + i * view.ld) : _mm512_setzero_si512();
     }
   } else {
@@ -77,6 +81,32 @@ JAXMP_AVX512_BF16 inline void pack_block(const Bf16View& view, int64_t index, in
   }
 }
 
+// One line of pairs, from two lines of numbers that are adjacent across k: `count` of them, and of the second one only
+// where it exists. Every `width` words continue `room` words further.
+JAXMP_AVX512_BF16 inline void interleave(const uint16_t* even, const uint16_t* odd, int64_t count, int64_t width,
+                                         int64_t room, uint32_t* to) {
+  constexpr int64_t kWords = 16;
+  // Word i of the result is word i / 2 of the even or the odd line.
+  const __m512i steps = _mm512_set1_epi32(0x00200000);
+  const __m512i words = _mm512_mullo_epi32(_mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
+                                           _mm512_set1_epi32(0x00010001));
+  const __m512i low = _mm512_or_si512(words, steps);
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(kWords));
+  int64_t at = 0;  // in the micro-panel
+  const auto put = [&](__m512i pairs) JAXMP_AVX512_BF16 {
+    _mm512_storeu_si512(to + at, pairs);
+    at += kWords;
+    if (at == width) to += room, at = 0;
+  };
+  for (int64_t i = 0; i < count; i += 2 * kWords) {
+    const __mmask32 mask = first32(count - i);
+    const __m512i x = _mm512_maskz_loadu_epi16(mask, even + i);
+    const __m512i y = _mm512_maskz_loadu_epi16(odd ? mask : 0, odd + i);
+    put(_mm512_permutex2var_epi16(x, low, y));
+    if (i + kWords < count) put(_mm512_permutex2var_epi16(x, high, y));
+  }
+}
+
 }  // namespace
 
 JAXMP_AVX512_BF16 void pack_by_pairs(const Bf16View& view, int64_t begin, int64_t count, int64_t width, int64_t depth,
@@ -85,6 +115,20 @@ JAXMP_AVX512_BF16 void pack_by_pairs(const Bf16View& view, int64_t begin, int64_
     for (int64_t p = 0; p < pairs; p += kPairs) {
       pack_block<true>(view, begin + i, count - i, 2 * p, depth - 2 * p, to + p * width + i, width, pairs - p);
     }
+  }
+}
+
+JAXMP_AVX512_BF16 void pack_panels_by_pairs(const Bf16View& view, int64_t begin, int64_t panels, int64_t width,
+                                            int64_t depth, int64_t room, uint32_t* to) {
+  constexpr int64_t kAhead = 4, kNumbers = 32;  // of a line of the cache
+  for (int64_t k = 0; k < depth; k += 2, to += width) {
+    const uint16_t* const even = view.data + k * view.ld + begin;
+    const uint16_t* const odd = k + 1 < depth ? even + view.ld : nullptr;
+    for (int64_t i = 0; i < panels * width; i += kNumbers) {
+      __builtin_prefetch(even + kAhead * view.ld + i);
+      __builtin_prefetch(even + (kAhead + 1) * view.ld + i);
+    }
+    interleave(even, odd, panels * width, width, room, to);
   }
 }
 
@@ -102,6 +146,7 @@ JAXMP_AVX512_BF16 void pack_by_indices(const Bf16View& view, int64_t begin, int6
 namespace jaxmp::hostmp {
 
 void pack_by_pairs(const Bf16View&, int64_t, int64_t, int64_t, int64_t, int64_t, uint32_t*) {}
+void pack_panels_by_pairs(const Bf16View&, int64_t, int64_t, int64_t, int64_t, int64_t, uint32_t*) {}
 void pack_by_indices(const Bf16View&, int64_t, int64_t, int64_t, uint32_t*) {}
 
 }  // namespace jaxmp::hostmp

@@ -5,13 +5,12 @@
 #include <cstring>
 #include <type_traits>
 
+#include "csrc/hostmp/cpu/avx512.h"
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/kernels/blocked_gemm.h"
 #include "csrc/hostmp/numeric/convert.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
+#if defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
@@ -58,8 +57,7 @@ inline __attribute__((always_inline)) void load_run(const From* from, T* to, int
 
 // to[k * step + line] = from[line][k], of 4 lines.
 template <typename T>
-inline __attribute__((always_inline)) void transpose_lines(const T* const (&from)[4], int64_t length, int64_t step,
-                                                           T* to) {
+inline __attribute__((always_inline)) void transpose_lines(const T* const* from, int64_t length, int64_t step, T* to) {
   int64_t k = 0;
 #if defined(__x86_64__)
   if constexpr (std::is_same_v<T, float>) {
@@ -105,7 +103,8 @@ inline __attribute__((always_inline)) void transpose_lines(const T* const (&from
   }
 }
 
-// What the body needs of an instruction set: vectors of kLanes numbers, and the register tile that its registers hold.
+// What the body needs of an instruction set: vectors of kLanes numbers, the register tile that its registers hold, and
+// perhaps a transpose() of kTransposed k of 8 lines: to[k * step + line] = from[line][k].
 
 #if defined(__x86_64__)
 
@@ -126,11 +125,39 @@ struct Simd<float> {
   JAXMP_SIMD V add(V x, V y) { return _mm512_add_ps(x, y); }
   JAXMP_SIMD V fma(V x, V y, V sum) { return _mm512_fmadd_ps(x, y, sum); }
   JAXMP_SIMD V fnma(V x, V y, V sum) { return _mm512_fnmadd_ps(x, y, sum); }
+
+  static constexpr int kTransposed = 16;
+  JAXMP_SIMD void transpose(const float* const* from, int64_t step, float* to) {
+    // Within each quarter q of a register: parts[half][j] has k = 4 q + j of four lines.
+    __m512d parts[2][4];
+    for (int half = 0; half < 2; ++half) {
+      __m512 lines[4];
+      for (int i = 0; i < 4; ++i) lines[i] = _mm512_loadu_ps(from[4 * half + i]);
+      const __m512d low01 = _mm512_castps_pd(_mm512_unpacklo_ps(lines[0], lines[1]));
+      const __m512d low23 = _mm512_castps_pd(_mm512_unpacklo_ps(lines[2], lines[3]));
+      const __m512d high01 = _mm512_castps_pd(_mm512_unpackhi_ps(lines[0], lines[1]));
+      const __m512d high23 = _mm512_castps_pd(_mm512_unpackhi_ps(lines[2], lines[3]));
+      parts[half][0] = _mm512_unpacklo_pd(low01, low23);
+      parts[half][1] = _mm512_unpackhi_pd(low01, low23);
+      parts[half][2] = _mm512_unpacklo_pd(high01, high23);
+      parts[half][3] = _mm512_unpackhi_pd(high01, high23);
+    }
+    const __m512i quarters[2] = {_mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11),
+                                 _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15)};
+    for (int j = 0; j < 4; ++j) {
+      for (int q = 0; q < 4; q += 2) {
+        const __m512d two = _mm512_permutex2var_pd(parts[0][j], quarters[q / 2], parts[1][j]);
+        float* const line = to + (4 * q + j) * step;
+        _mm256_storeu_ps(line, _mm256_castpd_ps(_mm512_castpd512_pd256(two)));
+        _mm256_storeu_ps(line + 4 * step, _mm256_castpd_ps(_mm512_extractf64x4_pd(two, 1)));
+      }
+    }
+  }
 };
 template <>
 struct Simd<double> {
   using V = __m512d;
-  static constexpr int kLanes = 8, kVectors = 3, kCols = 8, kComplexCols = 8;
+  static constexpr int kLanes = 8, kVectors = 3, kCols = 8, kComplexCols = 8, kTransposed = 0;
   JAXMP_SIMD V load(const double* from) { return _mm512_loadu_pd(from); }
   JAXMP_SIMD void store(double* to, V value) { _mm512_storeu_pd(to, value); }
   JAXMP_SIMD V broadcast(double value) { return _mm512_set1_pd(value); }
@@ -152,7 +179,7 @@ struct Simd;
 template <>
 struct Simd<float> {
   using V = __m256;
-  static constexpr int kLanes = 8, kVectors = 3, kCols = 4, kComplexCols = 4;
+  static constexpr int kLanes = 8, kVectors = 3, kCols = 4, kComplexCols = 4, kTransposed = 0;
   JAXMP_SIMD V load(const float* from) { return _mm256_loadu_ps(from); }
   JAXMP_SIMD void store(float* to, V value) { _mm256_storeu_ps(to, value); }
   JAXMP_SIMD V broadcast(float value) { return _mm256_set1_ps(value); }
@@ -163,7 +190,7 @@ struct Simd<float> {
 template <>
 struct Simd<double> {
   using V = __m256d;
-  static constexpr int kLanes = 4, kVectors = 3, kCols = 4, kComplexCols = 4;
+  static constexpr int kLanes = 4, kVectors = 3, kCols = 4, kComplexCols = 4, kTransposed = 0;
   JAXMP_SIMD V load(const double* from) { return _mm256_loadu_pd(from); }
   JAXMP_SIMD void store(double* to, V value) { _mm256_storeu_pd(to, value); }
   JAXMP_SIMD V broadcast(double value) { return _mm256_set1_pd(value); }
@@ -190,7 +217,7 @@ struct Simd;
 template <>
 struct Simd<float> {
   using V = float32x4_t;
-  static constexpr int kLanes = 4, kVectors = 3, kCols = 8, kComplexCols = 8;
+  static constexpr int kLanes = 4, kVectors = 3, kCols = 8, kComplexCols = 8, kTransposed = 0;
   JAXMP_SIMD V load(const float* from) { return vld1q_f32(from); }
   JAXMP_SIMD void store(float* to, V value) { vst1q_f32(to, value); }
   JAXMP_SIMD V broadcast(float value) { return vdupq_n_f32(value); }
@@ -204,7 +231,7 @@ struct Simd<double> {
   struct V {
     float64x2_t low, high;
   };
-  static constexpr int kLanes = 4, kVectors = 3, kCols = 4, kComplexCols = 4;
+  static constexpr int kLanes = 4, kVectors = 3, kCols = 4, kComplexCols = 4, kTransposed = 0;
   JAXMP_SIMD V load(const double* from) { return {vld1q_f64(from), vld1q_f64(from + 2)}; }
   JAXMP_SIMD void store(double* to, V value) {
     vst1q_f64(to, value.low);
@@ -233,7 +260,7 @@ struct Simd {
   struct V {
     T lanes[4];
   };
-  static constexpr int kLanes = 4, kVectors = 3, kCols = 4, kComplexCols = 4;
+  static constexpr int kLanes = 4, kVectors = 3, kCols = 4, kComplexCols = 4, kTransposed = 0;
   static V load(const T* from) {
     V value;
     std::memcpy(value.lanes, from, sizeof(value.lanes));

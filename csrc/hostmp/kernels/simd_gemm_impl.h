@@ -1,8 +1,9 @@
 // The body of simd_gemm.cc, compiled once for each instruction set: included with JAXMP_TARGET, the attribute of every
 // function, and with Simd<T> in scope. op(A) is packed in micro-panels of kVectors vectors of rows (at most 96 KiB),
 // op(B) in micro-panels of kCols columns, and a register tile of kVectors x kCols vectors of accumulators runs over a
-// K block. Complex numbers are packed with real and imaginary parts apart. Rows and columns beyond the operand are
-// packed as zeros, and what they give is dropped.
+// K block. Numbers of op(B) that are adjacent in k are read where they lie instead. Complex numbers are packed with
+// real and imaginary parts apart. Rows and columns beyond the operand are packed as zeros, and what they give is
+// dropped.
 
 #define JAXMP_INLINE JAXMP_TARGET inline __attribute__((always_inline))
 
@@ -47,16 +48,22 @@ JAXMP_INLINE void pack_across(const View<From>& view, int64_t count, int64_t wid
   }
 }
 
+// Lines that follow are asked for ahead, where they lie a leading dimension further and the processor does not look: a
+// prefetch from beyond the operand does nothing.
 template <typename From, typename T>
 JAXMP_INLINE void pack_along(const View<From>& view, int64_t count, int64_t width, int64_t depth, T* to) {
-  constexpr int64_t kRun = 64;
-  alignas(64) T lines[4][kRun];
-  for (int64_t i = 0; i < width; i += 4) {
+  constexpr int64_t kRun = 64, kLines = 8, kTransposed = Simd<T>::kTransposed;
+  alignas(64) T lines[kLines][kRun];
+  for (int64_t i = 0; i < width; i += kLines) {
+    const int64_t group = std::min(kLines, width - i);
     for (int64_t k = 0; k < depth; k += kRun) {
       const int64_t length = std::min(kRun, depth - k);
-      const T* from[4];
-      for (int64_t line = 0; line < 4; ++line) {
+      const T* from[kLines];
+      for (int64_t line = 0; line < group; ++line) {
         const From* const run = view.data + (i + line) * view.ld + k;
+        for (int64_t ahead = 0; ahead < length; ahead += 64 / static_cast<int64_t>(sizeof(From))) {
+          __builtin_prefetch(run + kLines * view.ld + ahead);
+        }
         from[line] = lines[line];
         if (i + line >= count) {
           std::fill(lines[line], lines[line] + length, T(0));
@@ -66,7 +73,15 @@ JAXMP_INLINE void pack_along(const View<From>& view, int64_t count, int64_t widt
           load_run(run, lines[line], length);
         }
       }
-      transpose_lines(from, length, width, to + k * width + i);
+      T* packed = to + k * width + i;
+      int64_t done = 0;
+      if constexpr (kTransposed > 0) {
+        for (; group == kLines && done + kTransposed <= length; done += kTransposed, packed += kTransposed * width) {
+          Simd<T>::transpose(from, width, packed);
+          for (const T*& line : from) line += kTransposed;
+        }
+      }
+      for (int64_t line = 0; line < group; line += 4) transpose_lines(from + line, length - done, width, packed + line);
     }
   }
 }
@@ -99,10 +114,10 @@ JAXMP_INLINE void pack(const View<From>& view, int64_t count, int64_t width, int
 
 // `rows` rows of a slice of op(A), in micro-panels of `Rows` rows one after another, each with room for `depth` k.
 // Where rows are adjacent every k is read along all micro-panels: long runs, because a large leading dimension puts
-// each k on a page of its own.
+// each k on a page of its own, where the processor does not look ahead.
 template <int64_t Rows, typename From, typename T>
 JAXMP_TARGET void pack_rows(const KSlice<Product>& slice, int64_t top, int64_t rows, int64_t depth, T* to) {
-  constexpr int64_t kLanes = Simd<T>::kLanes, kParts = hostmp::kParts<From>;
+  constexpr int64_t kLanes = Simd<T>::kLanes, kParts = hostmp::kParts<From>, kAhead = 4;
   const View<From> view = view_of_a<From>(slice).from(top, 0);
   int64_t packed = 0;
   if constexpr (std::is_same_v<From, T>) {
@@ -111,7 +126,10 @@ JAXMP_TARGET void pack_rows(const KSlice<Product>& slice, int64_t top, int64_t r
       const T* const from = view.from(0, k).data;
       for (int64_t row = 0; row < packed; row += Rows) {
         T* const line = to + row * depth + (slice.offset + k) * Rows;
-        for (int64_t i = 0; i < Rows; i += kLanes) Simd<T>::store(line + i, Simd<T>::load(from + row + i));
+        for (int64_t i = 0; i < Rows; i += kLanes) {
+          __builtin_prefetch(from + kAhead * view.ld + row + i);
+          Simd<T>::store(line + i, Simd<T>::load(from + row + i));
+        }
       }
     }
   }
@@ -121,32 +139,39 @@ JAXMP_TARGET void pack_rows(const KSlice<Product>& slice, int64_t top, int64_t r
   }
 }
 
-// Two packed micro-panels of `depth` k; in that of op(A), `step_a` from one k to the next.
+// Two micro-panels of `depth` k. That of op(A) is packed, with `step_a` from one k to the next. That of op(B) is
+// packed, or lies in columns of leading dimension `ldb`.
 template <typename T>
 struct MicroPanels {
   const T* a;
   int64_t step_a;
   const T* b;
+  int64_t ldb;  // 0: packed
   int64_t depth;
 };
 
 // c = the product of two micro-panels, or c += it.
-template <typename T, int Vectors>
+template <typename T, int Vectors, bool IsBPacked>
 JAXMP_INLINE void multiply_micro_panels(const MicroPanels<T>& s, T* c, int64_t ldc, bool adds) {
   using V = typename Simd<T>::V;
   constexpr int kCols = Simd<T>::kCols, kLanes = Simd<T>::kLanes;
   V sums[kCols][Vectors];
   for (int col = 0; col < kCols; ++col) {
-    for (int v = 0; v < Vectors; ++v) sums[col][v] = Simd<T>::broadcast(0);
+    for (int v = 0; v < Vectors; ++v) {
+      sums[col][v] = Simd<T>::broadcast(0);
+      __builtin_prefetch(c + col * ldc + v * kLanes, 1);  // which is read or written when the sums are ready
+    }
   }
+  constexpr int64_t kHalf = kCols / 2, kStep = IsBPacked ? kCols : 1;
+  const int64_t ldb = IsBPacked ? 1 : s.ldb;
   const T* a = s.a;
-  const T* b = s.b;
-  for (int64_t k = 0; k < s.depth; ++k, a += s.step_a, b += kCols) {
+  const T* b[2] = {s.b, s.b + kHalf * ldb};  // of which a processor's address modes reach four columns each
+  for (int64_t k = 0; k < s.depth; ++k, a += s.step_a, b[0] += kStep, b[1] += kStep) {
     V rows[Vectors];
     for (int v = 0; v < Vectors; ++v) rows[v] = Simd<T>::load(a + v * kLanes);
 #pragma GCC unroll 8
     for (int col = 0; col < kCols; ++col) {
-      const V weight = Simd<T>::broadcast(b[col]);
+      const V weight = Simd<T>::broadcast(b[col / kHalf][col % kHalf * ldb]);
       for (int v = 0; v < Vectors; ++v) sums[col][v] = Simd<T>::fma(rows[v], weight, sums[col][v]);
     }
   }
@@ -156,6 +181,12 @@ JAXMP_INLINE void multiply_micro_panels(const MicroPanels<T>& s, T* c, int64_t l
       Simd<T>::store(to, adds ? Simd<T>::add(Simd<T>::load(to), sums[col][v]) : sums[col][v]);
     }
   }
+}
+
+template <typename T, int Vectors>
+JAXMP_INLINE void multiply_micro_panels(const MicroPanels<T>& s, T* c, int64_t ldc, bool adds) {
+  s.ldb == 0 ? multiply_micro_panels<T, Vectors, true>(s, c, ldc, adds)
+             : multiply_micro_panels<T, Vectors, false>(s, c, ldc, adds);
 }
 
 // The product with real and imaginary parts apart: re += ar br; re -= ai bi; im += ar bi; im += ai br.
@@ -341,8 +372,14 @@ struct Kernel {
       pack_rows<kMR, From>(slice, top, rows, block.depth, reinterpret_cast<T*>(to));
     }
   }
+  // Of whole micro-panels, whose K block lies in one segment.
+  bool reads_b_in_place(const KBlock<Product>& block, int64_t cols) const {
+    const bool is_plain = std::is_same_v<From, T> && p.trans_b == abi::CUBLAS_OP_N;
+    return is_plain && cols >= kNR && block.k + block.depth <= block.segment->k;
+  }
   JAXMP_TARGET void pack_b(const KBlock<Product>& block, int64_t left, int64_t cols, char* to) const {
     for (int64_t col = 0; col < cols; col += kNR) {
+      if (reads_b_in_place(block, cols - col)) continue;
       for (const KSlice<Product>& slice : block) {
         pack(view_of_b<From>(slice).from(left + col, 0), std::min(kNR, cols - col), kNR, slice.depth,
              reinterpret_cast<T*>(to) + (col * block.depth + slice.offset * kNR) * kParts);
@@ -352,10 +389,15 @@ struct Kernel {
   JAXMP_TARGET void multiply(const KBlock<Product>& block, const Packed& packed, const CTile& tile) const {
     using C = std::conditional_t<kParts == 2, std::complex<T>, T>;
     const int64_t width = round_up(tile.rows, kLanes);
+    MicroPanels<T> panels = {reinterpret_cast<const T*>(packed.a), width * kParts, reinterpret_cast<const T*>(packed.b),
+                             0, block.depth};
+    if (reads_b_in_place(block, tile.cols)) {
+      panels.b = static_cast<const T*>(block.segment->b) + tile.col * block.segment->ldb + block.k;
+      panels.ldb = block.segment->ldb;
+    }
     C* const c = static_cast<C*>(p.c) + tile.col * p.ldc + tile.row;
-    multiply_tile<T>(
-        {reinterpret_cast<const T*>(packed.a), width * kParts, reinterpret_cast<const T*>(packed.b), block.depth},
-        static_cast<int>(width / kLanes), Destination<C>{c, p.ldc, tile.rows, tile.cols, adds || block.first > 0});
+    multiply_tile<T>(panels, static_cast<int>(width / kLanes),
+                     Destination<C>{c, p.ldc, tile.rows, tile.cols, adds || block.first > 0});
   }
 
   static int64_t bytes(int64_t numbers) { return numbers * kParts * static_cast<int64_t>(sizeof(T)); }

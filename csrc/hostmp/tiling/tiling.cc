@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdint>
+#include <numeric>
 
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
@@ -31,13 +33,16 @@ int64_t largest_tile(const MatmulCall& call) { return needs_area(call) ? kLarges
 // Blocks of D that share a scale stay in one tile.
 int64_t row_unit(const MatmulCall& call) { return call.has_d_out_scale ? block_of(call.d_out_scale.mode) : kRowUnit; }
 
+double smallest_area(const MatmulCall& call) {
+  return kSmallestTile / (2.0 * static_cast<double>(std::max<int64_t>(call.k, 1)));
+}
+
 // A function of the product and the machine alone, never of who is free: the cut decides how a result is rounded.
 double target_area(const MatmulCall& call) {
   const double whole = static_cast<double>(call.m) * static_cast<double>(call.n);
-  const double smallest = kSmallestTile / (2.0 * static_cast<double>(std::max<int64_t>(call.k, 1)));
   const double one_each = whole / machine_threads();
   const double shared = std::max(one_each / kTilesPerThread, std::min(one_each, kSmallTile));
-  return std::min(std::max(shared, smallest), static_cast<double>(largest_tile(call)));
+  return std::min(std::max(shared, smallest_area(call)), static_cast<double>(largest_tile(call)));
 }
 
 std::vector<LocalRange> op_rows(const Operand& x, bool is_plain, int64_t size) {
@@ -47,34 +52,53 @@ std::vector<LocalRange> op_cols(const Operand& x, bool is_plain, int64_t size) {
   return is_plain ? local_ranges(x.desc.cols, x.col, size) : local_ranges(x.desc.rows, x.row, size);
 }
 
-// Columns first: a slab of whole columns is one piece of memory, while rows of a large matrix put every column on a
-// page of its own (a tenth of the rate at leading dimension 1024). Below this width the BLAS packs op(A) too often.
-constexpr int64_t kSmallestWidth = 256;
+// Beyond so many tiles for each thread, one of them more or less does not matter.
+constexpr int64_t kManyTiles = 8;
 
-int64_t count_row_pieces(int64_t cols, int64_t pieces) {
-  return ceil_div(pieces, std::min(pieces, std::max<int64_t>(1, cols / kSmallestWidth)));
+// Pieces of a rectangle of D, one of `rectangles`: as many for each thread, where that does not make them too small.
+int64_t count_pieces(const MatmulCall& call, double rectangle, int64_t rectangles) {
+  const int64_t pieces = std::max<int64_t>(1, std::llround(rectangle / target_area(call)));
+  const int64_t threads = machine_threads(), tiles = pieces * rectangles;
+  if (tiles <= threads || tiles > kManyTiles * threads) return pieces;
+  const int64_t even = round_up(pieces, threads / std::gcd(threads, rectangles));
+  return rectangle / static_cast<double>(even) >= smallest_area(call) ? even : pieces;
+}
+
+// Each tile packs its rows of op(A) and its columns of op(B), so their sum is made small. Columns are cut first: a slab
+// of whole columns is one piece of memory, while rows of a large matrix put every column on a page of its own.
+int64_t count_row_pieces(int64_t rows, int64_t cols, int64_t pieces) {
+  int64_t best = 1, least = INT64_MAX;
+  for (int64_t row_pieces = 1; row_pieces <= pieces; ++row_pieces) {
+    const int64_t packed = ceil_div(rows, row_pieces) + ceil_div(cols, ceil_div(pieces, row_pieces));
+    if (packed < least) best = row_pieces, least = packed;
+  }
+  return best;
 }
 
 // Each product reads all of op(A), so small pieces of n, a few from each rank, are multiplied together. What is
 // copied for it is a part of op(A) in size. Numbers of 8 bits and fewer are decoded anyway, and so not copied.
-constexpr int64_t kMostTogether = 128;
+//
+// Of op(A)'s rows each tile packs them, and then copies its part of op(B) for nothing else: many columns pay where
+// there are as many rows.
+constexpr int64_t kFewTogether = 128, kMostTogether = 512;
 constexpr int64_t kMostCopied = 4 << 20;  // bytes, for each thread
 
 // How many ranges of n, from `first` on, one tile takes.
-size_t count_joined(const MatmulCall& call, const std::vector<CommonRange>& ranges, size_t first) {
+size_t count_joined(const MatmulCall& call, const Tiling& tiling, size_t first) {
+  const std::vector<CommonRange>& ranges = tiling.n;
+  const int64_t rows = tiling.m.empty() ? 0 : tiling.m.front().size;
+  const int64_t together = std::clamp(rows, kFewTogether, kMostTogether);
   const int64_t column = std::max<int64_t>(1, call.k * facts(call.a.desc.type).bytes);
-  const int64_t most = call.is_low_precision() ? kMostTogether : std::min(kMostTogether, kMostCopied / column);
+  const int64_t most = call.is_low_precision() ? together : std::min(together, kMostCopied / column);
   int64_t cols = ranges[first].size;
   size_t next = first + 1;
   while (next < ranges.size() && cols + ranges[next].size <= most) cols += ranges[next++].size;
   return next - first;
 }
 
-void cut_rectangle(int32_t m_range, int32_t n_range, int32_t n_ranges, int64_t rows, int64_t cols, double area,
+void cut_rectangle(int32_t m_range, int32_t n_range, int32_t n_ranges, int64_t rows, int64_t cols, int64_t pieces,
                    int64_t unit, std::vector<Tile>* tiles) {
-  const double whole = static_cast<double>(rows) * static_cast<double>(cols);
-  const int64_t pieces = std::max<int64_t>(1, std::llround(whole / area));
-  const int64_t row_pieces = count_row_pieces(cols, pieces);
+  const int64_t row_pieces = n_ranges > 1 ? pieces : count_row_pieces(rows, cols, pieces);
   const int64_t tile_rows = round_up(ceil_div(rows, row_pieces), unit);
   const int64_t tile_cols = n_ranges > 1 ? cols : round_up(ceil_div(cols, ceil_div(pieces, row_pieces)), kColUnit);
   for (int64_t col = 0; col < cols; col += tile_cols) {
@@ -96,14 +120,19 @@ Tiling make_tiling(const MatmulCall& call) {
   tiling.m = common_ranges(d_rows, op_rows(call.a, is_a_plain, call.m));
   tiling.n = common_ranges(d_cols, op_cols(call.b, is_b_plain, call.n));
   tiling.k = common_ranges(op_cols(call.a, is_a_plain, call.k), op_rows(call.b, is_b_plain, call.k));
-  const double area = target_area(call);
+  int64_t rectangles = 0;
+  for (size_t n = 0; n < tiling.n.size(); n += count_joined(call, tiling, n)) {
+    rectangles += static_cast<int64_t>(tiling.m.size());
+  }
   for (size_t n = 0, together; n < tiling.n.size(); n += together) {
-    together = count_joined(call, tiling.n, n);
+    together = count_joined(call, tiling, n);
     const CommonRange& last = tiling.n[n + together - 1];
     const int64_t cols = last.begin + last.size - tiling.n[n].begin;
     for (size_t m = 0; m < tiling.m.size(); ++m) {
-      cut_rectangle(static_cast<int32_t>(m), static_cast<int32_t>(n), static_cast<int32_t>(together), tiling.m[m].size,
-                    cols, area, row_unit(call), &tiling.tiles);
+      const int64_t rows = tiling.m[m].size;
+      const int64_t pieces = count_pieces(call, static_cast<double>(rows) * static_cast<double>(cols), rectangles);
+      cut_rectangle(static_cast<int32_t>(m), static_cast<int32_t>(n), static_cast<int32_t>(together), rows, cols,
+                    pieces, row_unit(call), &tiling.tiles);
     }
   }
   return tiling;

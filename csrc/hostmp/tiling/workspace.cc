@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "csrc/hostmp/cpu/features.h"
+#include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "csrc/hostmp/gemm/rounded_gemm.h"
 #include "csrc/hostmp/gemm/scaled_gemm.h"
@@ -22,18 +23,18 @@ int64_t depth_of_boundaries(const MatmulCall& call, const Tiling& tiling) {
   return std::min(call.k, unit * std::count_if(tiling.k.begin(), tiling.k.end(), divides));
 }
 
-// Of f32 and AVX-512, up to which OpenBLAS takes 1.0 to 1.4 times as long for op(A) = A, and 1.0 times for a transposed
-// one.
+// Up to which our kernel for f32 and AVX-512 is faster than any BLAS that was measured.
 constexpr int64_t kFewColumns = 256;
 
 }  // namespace
 
-bool is_few_columns(const MatmulCall& call, int64_t cols) {
-  if (call.is_low_precision() || rounds_operands(call.compute) || call.trans_a != abi::CUBLAS_OP_N) return false;
+bool is_own_product(const MatmulCall& call, int64_t cols) {
+  if (call.is_low_precision() || rounds_operands(call.compute)) return false;
   const abi::cudaDataType_t type = call.a.desc.type;
   if (type != abi::CUDA_R_32F && type != abi::CUDA_R_64F) return false;
-  if (cols <= kSmallN && simd_level() != SimdLevel::kPortable) return true;
-  return cols <= kFewColumns && type == abi::CUDA_R_32F && simd_level() == SimdLevel::kAvx512;
+  if (cols <= kSmallN && call.trans_a == abi::CUBLAS_OP_N && simd_level() != SimdLevel::kPortable) return true;
+  if (type != abi::CUDA_R_32F || simd_level() != SimdLevel::kAvx512) return false;
+  return cols <= kFewColumns || blas_is_openblas();
 }
 
 bool sums_in_d(const MatmulCall& call, const Tiling& tiling, const Tile& tile) {
@@ -62,7 +63,7 @@ Area area_of(const MatmulCall& call, const Tiling& tiling) {
       scratch = rounded_gemm_scratch(call.compute, type, tile.rows, tile.cols, call.k);
     } else if (facts(type).is_16bit) {
       scratch = gemm16_scratch(type, tile.rows, tile.cols, call.k);
-    } else if (is_few_columns(call, tile.cols) && tile.cols > kSmallN) {
+    } else if (is_own_product(call, tile.cols) && (tile.cols > kSmallN || call.trans_a != abi::CUBLAS_OP_N)) {
       scratch = simd_gemm_scratch(simd_level(), type, tile.rows, tile.cols, call.k);
     }
     const bool is_copied = !call.is_low_precision() && !tiling.is_together_in_b(tile);
