@@ -11,6 +11,7 @@
 #include "csrc/base/status.h"
 #include "csrc/cublasmp/api_table.h"
 #include "csrc/ffi/call_frame.h"
+#include "csrc/hostmp/handles/bound_threads.h"
 #include "csrc/plan/matmul_problem.h"
 #include "csrc/plan/plan_cache.h"
 
@@ -49,17 +50,6 @@ ffi::ErrorOr<std::unique_ptr<Site>> Instantiate(ffi::Dictionary dictionary) {
 }
 
 // ---- execute
-
-// Threads that help the arriving one; XLA's pool may be used until the handler returns, and is.
-class XlaPool final : public hostmp::Pool {
- public:
-  explicit XlaPool(ffi::ThreadPool pool) : pool_(pool) {}
-  int num_threads() const override { return static_cast<int>(pool_.num_threads()); }
-  void schedule(std::function<void()> work) override { pool_.Schedule(std::move(work)); }
-
- private:
-  ffi::ThreadPool pool_;
-};
 
 // One rank's call from its arrival to its completion. The handler and the stream's completion both come by once, in
 // any order and on any threads; whoever comes second resolves the call and deletes it.
@@ -123,7 +113,7 @@ Outcome Execute(Site* site, ffi::RunId run, ffi::ThreadPool threads, ffi::Remain
   }
   if (!group_rank.ok() || plan.is_empty()) return {ToError(group_rank.status())};
 
-  XlaPool pool(threads);
+  hostmp::BoundThreads pool(static_cast<int>(threads.num_threads()));  // as many as XLA uses
   InFlightCall* call = new InFlightCall(site->plan);
   call->stream = {&site->rendezvous, run.run_id, group_rank->group, &pool, OnDone, call};
   const Status started = Start(*call, group_rank->rank, buffers);

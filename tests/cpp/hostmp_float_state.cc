@@ -120,8 +120,8 @@ class OtherThreads final : public hostmp::Pool {
  public:
   OtherThreads(int count, bool flushes) : threads_(count), flushes_(flushes) {}
   int num_threads() const override { return threads_.num_threads(); }
-  void schedule(std::function<void()> work) override {
-    threads_.schedule([this, work = std::move(work)] {
+  void schedule(int64_t threads, const std::function<void()>& work) override {
+    threads_.schedule(threads, [this, work] {
       const ScopedFloatState scope(state_of(flushes_));
       work();
       CHECK(FloatState::Current() == state_of(flushes_));

@@ -73,11 +73,16 @@ constexpr InstructionSet kInstructionSets[] = {{"amx", &Cpu::amx_bf16},
                                                {"neon", &Cpu::neon}};
 constexpr char kPortable[] = "portable";
 
-int count_threads() {
+std::vector<int> find_processors() {
   cpu_set_t set;
   CPU_ZERO(&set);
   const bool is_known = sched_getaffinity(0, sizeof(set), &set) == 0 && CPU_COUNT(&set) > 0;
-  return is_known ? CPU_COUNT(&set) : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  const int count = is_known ? CPU_SETSIZE : std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  std::vector<int> found;
+  for (int i = 0; i < count; ++i) {
+    if (!is_known || CPU_ISSET(static_cast<size_t>(i), &set)) found.push_back(i);
+  }
+  return found;
 }
 
 }  // namespace
@@ -109,9 +114,11 @@ Status limit_instruction_set(const std::string& name) {
   return {};
 }
 
-int machine_threads() {
-  static const int count = count_threads();
-  return count;
+const std::vector<int>& processors() {
+  static const auto* const found = new std::vector<int>(find_processors());  // threads outlive main
+  return *found;
 }
+
+int machine_threads() { return static_cast<int>(processors().size()); }
 
 }  // namespace jaxmp::hostmp

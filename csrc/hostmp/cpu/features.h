@@ -3,6 +3,7 @@
 #define JAXMP_HOSTMP_CPU_FEATURES_H_
 
 #include <string>
+#include <vector>
 
 #include "csrc/base/status.h"
 
@@ -28,9 +29,11 @@ std::string instruction_set();
 // the first product: every kernel of ours is picked by cpu(). A BLAS looks for itself.
 Status limit_instruction_set(const std::string& name);
 
-// The number of threads that a product is cut for: the processors that this process may use, fixed
-// for its life, so that the cut, and with it every bit of a result, does not depend on who happens
-// to be free.
+// The processors that this process may use, asked once, on the first call.
+const std::vector<int>& processors();
+
+// The number of threads that a product is cut for: one for each of processors(), fixed for the life of the process, so
+// that the cut, and with it every bit of a result, does not depend on who happens to be free.
 int machine_threads();
 
 }  // namespace jaxmp::hostmp

@@ -35,9 +35,8 @@ void finish_one(CollectiveCall& collective) {
   complete(collective, Status());
 }
 
-// Asks the pool for threads. Ranks that wait help too, but one of them may share this thread's processor: it yields,
-// and Linux moves a thread that never sleeps to an idle processor only at the next tick, milliseconds later. So they
-// count only where they are more than the processors.
+// Asks the pool for threads. Ranks that wait help too, but one of them may share this thread's processor (see
+// handles/bound_threads.h), so they count only where they are more than the processors.
 void call_helpers(const std::shared_ptr<CollectiveCall>& collective, int rank) {
   Pool* const pool = collective->arrivals[static_cast<size_t>(rank)].stream->pool;
   if (!pool || operations(*collective->product.calls[0]) < kWorthSharing) return;
@@ -45,7 +44,7 @@ void call_helpers(const std::shared_ptr<CollectiveCall>& collective, int rank) {
   const int64_t threads = std::min<int64_t>({tiles, machine_threads(), int64_t{pool->num_threads()} + 1});
   const int64_t waiting = std::count(collective->waiters.begin(), collective->waiters.end(), WaiterState::kWaiting);
   const int64_t here = waiting > machine_threads() ? waiting : 1;
-  for (int64_t i = here; i < threads; ++i) pool->schedule([collective] { work(*collective); });
+  if (here < threads) pool->schedule(threads - here, [collective] { work(*collective); });
 }
 
 void prepare(CollectiveCall& collective) {

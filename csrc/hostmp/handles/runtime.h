@@ -34,13 +34,13 @@ class Group {
 };
 
 // Threads that may help the arriving one. schedule() is called only inside Matmul, on the last
-// arriving rank's own thread; what it was given may run at any later time, or never: the product
-// does not depend on it.
+// arriving rank's own thread, and asks for `work` on so many threads; it may run there at any later
+// time, or never: the product does not depend on it.
 class Pool {
  public:
   virtual ~Pool() = default;
   virtual int num_threads() const = 0;
-  virtual void schedule(std::function<void()> work) = 0;
+  virtual void schedule(int64_t threads, const std::function<void()>& work) = 0;
 };
 
 // Matches the arrivals at ONE call site: the i-th arrival of a rank under a (run_id, group_id)

@@ -1,0 +1,70 @@
+// The threads that help with a product: each on a processor of its own, all of them at once.
+#include <sched.h>
+
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <set>
+
+#include "csrc/hostmp/cpu/features.h"
+#include "csrc/hostmp/handles/bound_threads.h"
+#include "tests/cpp/check.h"
+
+namespace jaxmp::hostmp {
+namespace {
+
+// Where work runs, and when all of it has come.
+struct Meeting {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::multiset<int> processors;
+};
+
+// Asks for `count` threads, which stay until all of them are there, and returns their processors.
+std::multiset<int> meet(int64_t count) {
+  const auto meeting = std::make_shared<Meeting>();
+  const auto is_full = [count, at = meeting.get()] { return static_cast<int64_t>(at->processors.size()) == count; };
+  BoundThreads threads(machine_threads());
+  threads.schedule(count, [meeting, is_full] {
+    std::unique_lock<std::mutex> lock(meeting->mutex);
+    meeting->processors.insert(sched_getcpu());
+    meeting->changed.notify_all();
+    meeting->changed.wait(lock, is_full);
+  });
+  std::unique_lock<std::mutex> lock(meeting->mutex);
+  meeting->changed.wait(lock, is_full);
+  return meeting->processors;
+}
+
+void stay_on(int processor) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(static_cast<size_t>(processor), &set);
+  CHECK_EQ(sched_setaffinity(0, sizeof(set), &set), 0);
+}
+
+void test_helpers_are_on_every_other_processor() {
+  for (const int here : processors()) {
+    stay_on(here);
+    const std::multiset<int> found = meet(machine_threads() - 1);
+    std::multiset<int> expected(processors().begin(), processors().end());
+    expected.erase(here);
+    CHECK(found == expected);
+  }
+}
+
+// The asking thread's own processor comes last.
+void test_as_many_as_processors() {
+  CHECK(meet(machine_threads()) == std::multiset<int>(processors().begin(), processors().end()));
+}
+
+}  // namespace
+}  // namespace jaxmp::hostmp
+
+int main() {
+  jaxmp::hostmp::processors();  // before this thread is bound to one of them
+  jaxmp::hostmp::test_helpers_are_on_every_other_processor();
+  jaxmp::hostmp::test_as_many_as_processors();
+  return jaxmp::check::summary("hostmp_bound_threads");
+}
