@@ -146,7 +146,7 @@ def run_ctest(names: list[str] | None) -> str:
     status, output = command(*words, timeout=600)
     if status == 0:
         return ""
-    found = re.search(r"Test\s+#\d+: (\w+) \.*\s*\*\*\*", output)
+    found = re.search(r"Test\s+#\d+: (\w+) \.*[\w ]*\*\*\*", output)
     return f"cpp:{found[1]}" if found else f"ctest ended with status {status}"
 
 
