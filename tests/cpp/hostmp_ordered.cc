@@ -225,7 +225,7 @@ void test_kernel(hostmp::SimdLevel level, const char* instructions) {
           auto c = test.c;
           const KSegments parts = test.parts(cuts_of(test.k, cuts), c.data());
           Scratch scratch(hostmp::simd_gemm_scratch(level, Type<T>::number, test.m, test.n, test.k));
-          hostmp::simd_gemm(level, Type<T>::number, parts, adds, scratch.data());
+          hostmp::simd_gemm(level, Type<T>::number, parts, 1.0, adds, scratch.data());
           check::report(same(c, expected), __FILE__, __LINE__, instructions + (" " + test.name()));
           check::report(scratch.is_intact(), __FILE__, __LINE__, test.name() + ": scratch overrun");
         }

@@ -1295,10 +1295,26 @@ CPP = (
     Fault(
         "ordered-few-columns",
         SIMD_GEMM_H,
-        "rows, adds || block.first > 0, c);",
-        "rows, adds, c);",
+        "rows, alpha, adds || block.first > 0, c);",
+        "rows, alpha, adds, c);",
         "an ordered product of few columns keeps the last 256 k alone",
         ("cpp:hostmp_ordered", "determinism/test_determinism.py"),
+    ),
+    Fault(
+        "small-n-widened",
+        SIMD_GEMM_H,
+        "to[col * kKC + k] = row[col];",
+        "to[col * kKC] = row[col];",
+        "of the few columns of 16-bit numbers that are not adjacent in k, each keeps its last number alone",
+        ("cpp:hostmp_bf16", "determinism/test_determinism.py"),
+    ),
+    Fault(
+        "simd-alpha",
+        SIMD_GEMM_H,
+        "const C term = alpha * sums[row];",
+        "const C term = (alpha != T(0) ? T(1) : alpha) * sums[row];",
+        "alpha is left out at the edges of a product",
+        ("cpp:hostmp_bf16", "ops/test_scalars.py"),
     ),
     Fault(
         "ordered-segment",

@@ -18,15 +18,15 @@ struct Cpu {
   bool neon = false;  // on every aarch64
 };
 
-// Asked once, on the first call.
+// What our kernels use of this processor: its fastest instructions, or those of limit_instruction_set().
 const Cpu& cpu();
 
-// The most capable instruction set of ours that cpu() has: "amx", "avx512_bf16", "avx512", "avx2", "neon" or
+// The highest instruction set of ours that cpu() has: "amx", "avx512_bf16", "avx512", "avx2", "neon" or
 // "portable", which is what the compiler makes of plain code for the architecture.
 std::string instruction_set();
 
-// Takes from cpu() what lies above the named instruction set; an error where cpu() does not have it. Called ahead of
-// the first product: every kernel of ours is picked by cpu(). A BLAS looks for itself.
+// Leaves to cpu() the named instruction set and those below it; an error where this processor does not have it. Called
+// ahead of the first product: every kernel of ours is picked by cpu(). A BLAS looks for itself.
 Status limit_instruction_set(const std::string& name);
 
 // The processors that this process may use, asked once, on the first call.

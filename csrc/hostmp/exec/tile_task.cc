@@ -66,8 +66,8 @@ class TileTask {
       return;
     }
     if (facts(call_.a.desc.type).is_16bit) return add_product16(is_started);
-    if (call_.alpha == 1.0 && is_own_product(call_, tile_.cols)) {
-      return simd_gemm(simd_level(), call_.a.desc.type, k_segments(), is_started, scratch_);
+    if (is_own_product(call_, tile_.cols)) {
+      return simd_gemm(simd_level(), call_.a.desc.type, k_segments(), call_.alpha.real(), is_started, scratch_);
     }
     for (const CommonRange& range : product_.tiling().k) {
       call_.is_low_precision() ? add_scaled_product(range, is_started) : add_product(product_of(range), is_started);

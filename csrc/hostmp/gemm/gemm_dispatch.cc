@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "csrc/base/str_cat.h"
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/gemm/stored_block.h"
@@ -24,10 +25,15 @@ Kernel bf16_kernel_for(abi::cudaDataType_t type) {
 }
 
 // In the order of their rates (docs/benchmarks.md, docs/benchmarks-mkl.md). MKL's own 16-bit kernels need AMX: on Zen 4
-// it widens bf16 and runs at the rate of sgemm, our AVX512_BF16 kernel at twice that.
+// it widens bf16 and runs at the rate of sgemm, our AVX512_BF16 kernel at twice that (on Intel: features.cc).
 Kernel gemm16_kernel_for(abi::cudaDataType_t type) {
   const bool has_amx = type == abi::CUDA_R_16BF ? cpu().amx_bf16 : cpu().amx_fp16;
   return has_amx && mkl_has_gemm(type) ? Kernel::kMkl : bf16_kernel_for(type);
+}
+
+const char* describe_f32() {
+  const bool is_own = simd_level() == SimdLevel::kAvx512 && blas_is_openblas();
+  return is_own ? "AVX-512 kernel of hostmp" : "cblas_sgemm, hostmp for few rows";
 }
 
 std::string describe(Kernel kernel) {
@@ -41,13 +47,11 @@ std::string describe(Kernel kernel) {
     case Kernel::kOther:
       break;
   }
-  return "widened to f32, cblas_sgemm";
+  return text("widened to f32, ", describe_f32());
 }
 
-const char* describe_f32() {
-  const bool is_own = simd_level() == SimdLevel::kAvx512 && blas_is_openblas();
-  return is_own ? "AVX-512 kernel of hostmp" : "cblas_sgemm, hostmp for few rows";
-}
+// Up to which our kernel for f32 and AVX-512 is faster than any BLAS that was measured.
+constexpr int64_t kFewColumns = 256;
 
 // Widens K blocks of both operands for sgemm.
 template <typename T>
@@ -94,11 +98,21 @@ void gemm_in_batches(void (*kernel)(const KSegments&, float, float, char*), int6
 
 }  // namespace
 
+bool takes_simd_gemm(abi::cudaDataType_t type, abi::cublasOperation_t trans_a, int64_t n) {
+  if (n <= kSmallN && trans_a == abi::CUBLAS_OP_N && simd_level() != SimdLevel::kPortable) return true;
+  if (type == abi::CUDA_R_64F || simd_level() != SimdLevel::kAvx512) return false;
+  return n <= kFewColumns || blas_is_openblas();
+}
+
 void gemm16(abi::cudaDataType_t type, const KSegments& segments, float alpha, float beta, char* scratch) {
   const Kernel kernel = gemm16_kernel_for(type);
   if (kernel == Kernel::kAmx) return gemm_in_batches(amx_gemm, kAmxUnit, segments, alpha, beta, scratch);
   if (kernel == Kernel::kAvx512Bf16) {
     return gemm_in_batches(avx512_bf16_gemm, kBf16Unit, segments, alpha, beta, scratch);
+  }
+  const bool only_adds = beta == 0 || beta == 1;
+  if (kernel == Kernel::kOther && only_adds && takes_simd_gemm(type, segments.front().trans_a, segments.front().n)) {
+    return simd_gemm(simd_level(), type, segments, static_cast<double>(alpha), beta == 1, scratch);
   }
   for (const Product& p : segments) {
     if (kernel == Kernel::kMkl) {
@@ -123,14 +137,15 @@ int64_t gemm16_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k
     case Kernel::kOther:
       break;
   }
-  return scratch_of(WideningKernel<Float16>{}, m, n, k).bytes();
+  return std::max(scratch_of(WideningKernel<Float16>{}, m, n, k).bytes(),
+                  simd_gemm_scratch(simd_level(), type, m, n, k));
 }
 
 void fixed_order_gemm(abi::cudaDataType_t type, const KSegments& segments, bool adds, char* scratch) {
   const Kernel kernel = bf16_kernel_for(type);
   if (kernel == Kernel::kAmx) return amx_gemm(segments, 1.0f, adds ? 1.0f : 0.0f, scratch);
   if (kernel == Kernel::kAvx512Bf16) return avx512_bf16_gemm(segments, 1.0f, adds ? 1.0f : 0.0f, scratch);
-  simd_gemm(simd_level(), type, segments, adds, scratch);
+  simd_gemm(simd_level(), type, segments, 1.0, adds, scratch);
 }
 
 int64_t fixed_order_gemm_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k) {

@@ -10,6 +10,10 @@
 
 namespace jaxmp::hostmp {
 
+// Whether a product of real numbers whose sums may be in any order takes simd_gemm, which is then faster than the BLAS:
+// few columns, and of f32 and f16 with AVX-512 any number of them, beside OpenBLAS (docs/benchmarks-avx512.md).
+bool takes_simd_gemm(abi::cudaDataType_t type, abi::cublasOperation_t trans_a, int64_t n);
+
 // 16-bit a and b into a float c. `scratch` has gemm16_scratch() bytes, aligned to 64.
 void gemm16(abi::cudaDataType_t type, const KSegments& segments, float alpha, float beta, char* scratch);
 

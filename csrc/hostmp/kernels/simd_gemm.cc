@@ -45,17 +45,7 @@ struct RealOf<std::complex<T>> {
 template <typename From>
 using Real = typename RealOf<From>::type;
 
-// Both are inlined, into functions for each instruction set.
-template <typename From, typename T>
-inline __attribute__((always_inline)) void load_run(const From* from, T* to, int64_t count) {
-  if constexpr (std::is_same_v<From, T>) {
-    std::memcpy(to, from, static_cast<size_t>(count) * sizeof(T));
-  } else {
-    widen(from, to, count);
-  }
-}
-
-// to[k * step + line] = from[line][k], of 4 lines.
+// to[k * step + line] = from[line][k], of 4 lines. Inlined, into functions for each instruction set.
 template <typename T>
 inline __attribute__((always_inline)) void transpose_lines(const T* const* from, int64_t length, int64_t step, T* to) {
   int64_t k = 0;
@@ -103,8 +93,9 @@ inline __attribute__((always_inline)) void transpose_lines(const T* const* from,
   }
 }
 
-// What the body needs of an instruction set: vectors of kLanes numbers, the register tile that its registers hold, and
-// perhaps a transpose() of kTransposed k of 8 lines: to[k * step + line] = from[line][k].
+// What the body needs of an instruction set: vectors of kLanes numbers, loaded from such numbers or narrower ones, the
+// register tile that its registers hold, and perhaps a transpose() of kTransposed k of 8 lines: to[k * step + line] is
+// from[line][k].
 
 #if defined(__x86_64__)
 
@@ -120,9 +111,17 @@ struct Simd<float> {
   using V = __m512;
   static constexpr int kLanes = 16, kVectors = 3, kCols = 8, kComplexCols = 8;
   JAXMP_SIMD V load(const float* from) { return _mm512_loadu_ps(from); }
+  JAXMP_SIMD V load(const BFloat16* from) {
+    const __m256i numbers = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
+  }
+  JAXMP_SIMD V load(const Float16* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
   JAXMP_SIMD void store(float* to, V value) { _mm512_storeu_ps(to, value); }
   JAXMP_SIMD V broadcast(float value) { return _mm512_set1_ps(value); }
   JAXMP_SIMD V add(V x, V y) { return _mm512_add_ps(x, y); }
+  JAXMP_SIMD V mul(V x, V y) { return _mm512_mul_ps(x, y); }
   JAXMP_SIMD V fma(V x, V y, V sum) { return _mm512_fmadd_ps(x, y, sum); }
   JAXMP_SIMD V fnma(V x, V y, V sum) { return _mm512_fnmadd_ps(x, y, sum); }
 
@@ -162,6 +161,7 @@ struct Simd<double> {
   JAXMP_SIMD void store(double* to, V value) { _mm512_storeu_pd(to, value); }
   JAXMP_SIMD V broadcast(double value) { return _mm512_set1_pd(value); }
   JAXMP_SIMD V add(V x, V y) { return _mm512_add_pd(x, y); }
+  JAXMP_SIMD V mul(V x, V y) { return _mm512_mul_pd(x, y); }
   JAXMP_SIMD V fma(V x, V y, V sum) { return _mm512_fmadd_pd(x, y, sum); }
   JAXMP_SIMD V fnma(V x, V y, V sum) { return _mm512_fnmadd_pd(x, y, sum); }
 };
@@ -172,7 +172,7 @@ struct Simd<double> {
 
 namespace avx2 {
 
-#define JAXMP_TARGET __attribute__((target("avx2,fma")))
+#define JAXMP_TARGET __attribute__((target("avx2,fma,f16c")))
 
 template <typename T>
 struct Simd;
@@ -181,9 +181,17 @@ struct Simd<float> {
   using V = __m256;
   static constexpr int kLanes = 8, kVectors = 3, kCols = 4, kComplexCols = 4, kTransposed = 0;
   JAXMP_SIMD V load(const float* from) { return _mm256_loadu_ps(from); }
+  JAXMP_SIMD V load(const BFloat16* from) {
+    const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(numbers), 16));
+  }
+  JAXMP_SIMD V load(const Float16* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  }
   JAXMP_SIMD void store(float* to, V value) { _mm256_storeu_ps(to, value); }
   JAXMP_SIMD V broadcast(float value) { return _mm256_set1_ps(value); }
   JAXMP_SIMD V add(V x, V y) { return _mm256_add_ps(x, y); }
+  JAXMP_SIMD V mul(V x, V y) { return _mm256_mul_ps(x, y); }
   JAXMP_SIMD V fma(V x, V y, V sum) { return _mm256_fmadd_ps(x, y, sum); }
   JAXMP_SIMD V fnma(V x, V y, V sum) { return _mm256_fnmadd_ps(x, y, sum); }
 };
@@ -195,6 +203,7 @@ struct Simd<double> {
   JAXMP_SIMD void store(double* to, V value) { _mm256_storeu_pd(to, value); }
   JAXMP_SIMD V broadcast(double value) { return _mm256_set1_pd(value); }
   JAXMP_SIMD V add(V x, V y) { return _mm256_add_pd(x, y); }
+  JAXMP_SIMD V mul(V x, V y) { return _mm256_mul_pd(x, y); }
   JAXMP_SIMD V fma(V x, V y, V sum) { return _mm256_fmadd_pd(x, y, sum); }
   JAXMP_SIMD V fnma(V x, V y, V sum) { return _mm256_fnmadd_pd(x, y, sum); }
 };
@@ -219,9 +228,12 @@ struct Simd<float> {
   using V = float32x4_t;
   static constexpr int kLanes = 4, kVectors = 3, kCols = 8, kComplexCols = 8, kTransposed = 0;
   JAXMP_SIMD V load(const float* from) { return vld1q_f32(from); }
+  JAXMP_SIMD V load(const BFloat16* from) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&from->bits), 16)); }
+  JAXMP_SIMD V load(const Float16* from) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits))); }
   JAXMP_SIMD void store(float* to, V value) { vst1q_f32(to, value); }
   JAXMP_SIMD V broadcast(float value) { return vdupq_n_f32(value); }
   JAXMP_SIMD V add(V x, V y) { return vaddq_f32(x, y); }
+  JAXMP_SIMD V mul(V x, V y) { return vmulq_f32(x, y); }
   JAXMP_SIMD V fma(V x, V y, V sum) { return vfmaq_f32(sum, x, y); }
   JAXMP_SIMD V fnma(V x, V y, V sum) { return vfmsq_f32(sum, x, y); }
 };
@@ -239,6 +251,7 @@ struct Simd<double> {
   }
   JAXMP_SIMD V broadcast(double value) { return {vdupq_n_f64(value), vdupq_n_f64(value)}; }
   JAXMP_SIMD V add(V x, V y) { return {vaddq_f64(x.low, y.low), vaddq_f64(x.high, y.high)}; }
+  JAXMP_SIMD V mul(V x, V y) { return {vmulq_f64(x.low, y.low), vmulq_f64(x.high, y.high)}; }
   JAXMP_SIMD V fma(V x, V y, V sum) { return {vfmaq_f64(sum.low, x.low, y.low), vfmaq_f64(sum.high, x.high, y.high)}; }
   JAXMP_SIMD V fnma(V x, V y, V sum) { return {vfmsq_f64(sum.low, x.low, y.low), vfmsq_f64(sum.high, x.high, y.high)}; }
 };
@@ -266,10 +279,20 @@ struct Simd {
     std::memcpy(value.lanes, from, sizeof(value.lanes));
     return value;
   }
+  template <typename From>
+  static V load(const From* from) {
+    V value;
+    widen(from, value.lanes, kLanes);
+    return value;
+  }
   static void store(T* to, V value) { std::memcpy(to, value.lanes, sizeof(value.lanes)); }
   static V broadcast(T value) { return {{value, value, value, value}}; }
   static V add(V x, V y) {
     for (int i = 0; i < kLanes; ++i) x.lanes[i] += y.lanes[i];
+    return x;
+  }
+  static V mul(V x, V y) {
+    for (int i = 0; i < kLanes; ++i) x.lanes[i] *= y.lanes[i];
     return x;
   }
   static V fma(V x, V y, V sum) {
@@ -328,17 +351,17 @@ SimdLevel simd_level() {
   return SimdLevel::kPortable;
 }
 
-void simd_gemm([[maybe_unused]] SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, bool adds,
-               char* scratch) {
+void simd_gemm([[maybe_unused]] SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, double alpha,
+               bool adds, char* scratch) {
   with_type(type, [&](auto number) {
     using From = decltype(number);
 #if defined(__x86_64__)
-    if (level == SimdLevel::kAvx512) return avx512::gemm<From>(segments, adds, scratch);
-    if (level == SimdLevel::kAvx2) return avx2::gemm<From>(segments, adds, scratch);
+    if (level == SimdLevel::kAvx512) return avx512::gemm<From>(segments, alpha, adds, scratch);
+    if (level == SimdLevel::kAvx2) return avx2::gemm<From>(segments, alpha, adds, scratch);
 #elif defined(__aarch64__)
-    if (level == SimdLevel::kNeon) return neon::gemm<From>(segments, adds, scratch);
+    if (level == SimdLevel::kNeon) return neon::gemm<From>(segments, alpha, adds, scratch);
 #endif
-    portable::gemm<From>(segments, adds, scratch);
+    portable::gemm<From>(segments, alpha, adds, scratch);
   });
 }
 

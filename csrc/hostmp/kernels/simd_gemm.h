@@ -16,9 +16,10 @@ enum class SimdLevel { kPortable, kNeon, kAvx2, kAvx512 };
 bool has(SimdLevel level);  // this processor
 SimdLevel simd_level();     // the highest that it has
 
-// c = op(a) op(b), or c += op(a) op(b), K block by K block, where `adds`; c has the accumulator's type. `scratch` has
-// simd_gemm_scratch() bytes, aligned to 64.
-void simd_gemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, bool adds, char* scratch);
+// c = alpha op(a) op(b), or c += alpha op(a) op(b), K block by K block, where `adds`; c has the accumulator's type.
+// `scratch` has simd_gemm_scratch() bytes, aligned to 64.
+void simd_gemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, double alpha, bool adds,
+               char* scratch);
 int64_t simd_gemm_scratch(SimdLevel level, abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k);
 
 // Columns up to which a product of real numbers with op(A) = A reads A where it lies. Nothing is faster then.

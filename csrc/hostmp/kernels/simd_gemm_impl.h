@@ -33,6 +33,18 @@ View<From> view_of_b(const KSlice<Product>& slice) {
   return View<From>{static_cast<const From*>(p.b), p.ldb, is_plain, p.trans_b == abi::CUBLAS_OP_C}.from(0, slice.k);
 }
 
+template <typename From, typename T>
+JAXMP_INLINE void load_run(const From* from, T* to, int64_t count) {
+  if constexpr (std::is_same_v<From, T>) {
+    std::memcpy(to, from, static_cast<size_t>(count) * sizeof(T));
+  } else {
+    constexpr int64_t kLanes = Simd<T>::kLanes;
+    int64_t i = 0;
+    for (; i + kLanes <= count; i += kLanes) Simd<T>::store(to + i, Simd<T>::load(from + i));
+    if (i < count) widen(from + i, to + i, count - i);
+  }
+}
+
 // Inlined, so that `width` is a constant.
 //
 // Real numbers, `count` indices of `depth` numbers each: to[k * width + i]; zeros up to `width`.
@@ -120,10 +132,10 @@ JAXMP_TARGET void pack_rows(const KSlice<Product>& slice, int64_t top, int64_t r
   constexpr int64_t kLanes = Simd<T>::kLanes, kParts = hostmp::kParts<From>, kAhead = 4;
   const View<From> view = view_of_a<From>(slice).from(top, 0);
   int64_t packed = 0;
-  if constexpr (std::is_same_v<From, T>) {
+  if constexpr (kParts == 1) {
     packed = view.is_adjacent_in_k ? 0 : rows / Rows * Rows;
     for (int64_t k = 0; packed > 0 && k < slice.depth; ++k) {
-      const T* const from = view.from(0, k).data;
+      const From* const from = view.from(0, k).data;
       for (int64_t row = 0; row < packed; row += Rows) {
         T* const line = to + row * depth + (slice.offset + k) * Rows;
         for (int64_t i = 0; i < Rows; i += kLanes) {
@@ -150,9 +162,9 @@ struct MicroPanels {
   int64_t depth;
 };
 
-// c = the product of two micro-panels, or c += it.
+// c = alpha times the product of two micro-panels, or c += it.
 template <typename T, int Vectors, bool IsBPacked>
-JAXMP_INLINE void multiply_micro_panels(const MicroPanels<T>& s, T* c, int64_t ldc, bool adds) {
+JAXMP_INLINE void multiply_micro_panels(const MicroPanels<T>& s, T alpha, T* c, int64_t ldc, bool adds) {
   using V = typename Simd<T>::V;
   constexpr int kCols = Simd<T>::kCols, kLanes = Simd<T>::kLanes;
   V sums[kCols][Vectors];
@@ -175,18 +187,20 @@ JAXMP_INLINE void multiply_micro_panels(const MicroPanels<T>& s, T* c, int64_t l
       for (int v = 0; v < Vectors; ++v) sums[col][v] = Simd<T>::fma(rows[v], weight, sums[col][v]);
     }
   }
+  const V factor = Simd<T>::broadcast(alpha);
   for (int col = 0; col < kCols; ++col) {
     for (int v = 0; v < Vectors; ++v) {
       T* const to = c + col * ldc + v * kLanes;
-      Simd<T>::store(to, adds ? Simd<T>::add(Simd<T>::load(to), sums[col][v]) : sums[col][v]);
+      const V term = Simd<T>::mul(sums[col][v], factor);
+      Simd<T>::store(to, adds ? Simd<T>::add(Simd<T>::load(to), term) : term);
     }
   }
 }
 
 template <typename T, int Vectors>
-JAXMP_INLINE void multiply_micro_panels(const MicroPanels<T>& s, T* c, int64_t ldc, bool adds) {
-  s.ldb == 0 ? multiply_micro_panels<T, Vectors, true>(s, c, ldc, adds)
-             : multiply_micro_panels<T, Vectors, false>(s, c, ldc, adds);
+JAXMP_INLINE void multiply_micro_panels(const MicroPanels<T>& s, T alpha, T* c, int64_t ldc, bool adds) {
+  s.ldb == 0 ? multiply_micro_panels<T, Vectors, true>(s, alpha, c, ldc, adds)
+             : multiply_micro_panels<T, Vectors, false>(s, alpha, c, ldc, adds);
 }
 
 // The product with real and imaginary parts apart: re += ar br; re -= ai bi; im += ar bi; im += ai br.
@@ -218,51 +232,56 @@ JAXMP_INLINE void multiply_complex_micro_panels(const MicroPanels<T>& s, T* re, 
 }
 
 // A rectangle of C, at most one register tile.
-template <typename C>
+template <typename T, typename C>
 struct Destination {
   C* c;
   int64_t ldc, rows, cols;
+  T alpha;
   bool adds;
 };
 
-template <typename C>
-JAXMP_TARGET void put_column(const C* sums, int64_t rows, bool adds, C* c) {
-  for (int64_t row = 0; row < rows; ++row) c[row] = adds ? c[row] + sums[row] : sums[row];
+template <typename T, typename C>
+JAXMP_TARGET void put_column(const C* sums, int64_t rows, T alpha, bool adds, C* c) {
+  for (int64_t row = 0; row < rows; ++row) {
+    const C term = alpha * sums[row];
+    c[row] = adds ? c[row] + term : term;
+  }
 }
 
 template <typename T>
-JAXMP_TARGET void multiply_tile(const MicroPanels<T>& s, int vectors, const Destination<T>& t) {
+JAXMP_TARGET void multiply_tile(const MicroPanels<T>& s, int vectors, const Destination<T, T>& t) {
   constexpr int64_t kLanes = Simd<T>::kLanes, kRows = Simd<T>::kVectors * kLanes, kCols = Simd<T>::kCols;
   const bool is_whole = t.rows == vectors * kLanes && t.cols == kCols;
   alignas(64) T sums[kRows * kCols];
   T* const to = is_whole ? t.c : sums;
+  const T alpha = is_whole ? t.alpha : 1;
   const int64_t ld = is_whole ? t.ldc : kRows;
   const bool adds = is_whole && t.adds;
   switch (vectors) {
     case 1:
-      multiply_micro_panels<T, 1>(s, to, ld, adds);
+      multiply_micro_panels<T, 1>(s, alpha, to, ld, adds);
       break;
     case 2:
-      multiply_micro_panels<T, 2>(s, to, ld, adds);
+      multiply_micro_panels<T, 2>(s, alpha, to, ld, adds);
       break;
     default:
-      multiply_micro_panels<T, Simd<T>::kVectors>(s, to, ld, adds);
+      multiply_micro_panels<T, Simd<T>::kVectors>(s, alpha, to, ld, adds);
   }
   for (int64_t col = 0; !is_whole && col < t.cols; ++col) {
-    put_column(sums + col * kRows, t.rows, t.adds, t.c + col * t.ldc);
+    put_column(sums + col * kRows, t.rows, t.alpha, t.adds, t.c + col * t.ldc);
   }
 }
 
 template <typename T>
-JAXMP_TARGET void multiply_tile(const MicroPanels<T>& s, int, const Destination<std::complex<T>>& t) {
+JAXMP_TARGET void multiply_tile(const MicroPanels<T>& s, int, const Destination<T, std::complex<T>>& t) {
   constexpr int64_t kLanes = Simd<T>::kLanes, kCols = Simd<T>::kComplexCols;
   alignas(64) T real[kLanes * kCols], imag[kLanes * kCols];
   multiply_complex_micro_panels<T>(s, real, imag, kLanes);
   for (int64_t col = 0; col < t.cols; ++col) {
     std::complex<T>* const c = t.c + col * t.ldc;
     for (int64_t row = 0; row < t.rows; ++row) {
-      const std::complex<T> sum = {real[col * kLanes + row], imag[col * kLanes + row]};
-      c[row] = t.adds ? c[row] + sum : sum;
+      const std::complex<T> term = t.alpha * std::complex<T>(real[col * kLanes + row], imag[col * kLanes + row]);
+      c[row] = t.adds ? c[row] + term : term;
     }
   }
 }
@@ -272,8 +291,8 @@ JAXMP_TARGET void multiply_tile(const MicroPanels<T>& s, int, const Destination<
 //
 // The first columns ask for the numbers of the next `Steps` k: those lie a leading dimension further, where the
 // processor does not look ahead.
-template <typename T, int Steps, int Cols, bool IsFirst>
-JAXMP_INLINE void add_columns(const T* a, int64_t lda, const View<T>& b, int64_t rows, T* c, int64_t ldc) {
+template <typename From, typename T, int Steps, int Cols, bool IsFirst>
+JAXMP_INLINE void add_columns(const From* a, int64_t lda, const View<T>& b, int64_t rows, T* c, int64_t ldc) {
   using V = typename Simd<T>::V;
   constexpr int kLanes = Simd<T>::kLanes;
   V weights[Cols][Steps];
@@ -293,7 +312,7 @@ JAXMP_INLINE void add_columns(const T* a, int64_t lda, const View<T>& b, int64_t
   }
   if (row == rows) return;
   alignas(64) T rest[Steps][kLanes] = {}, rest_c[kLanes] = {};
-  for (int k = 0; k < Steps; ++k) std::copy_n(a + k * lda + row, rows - row, rest[k]);
+  for (int k = 0; k < Steps; ++k) load_run(a + k * lda + row, rest[k], rows - row);
   for (int col = 0; col < Cols; ++col) {
     std::copy_n(c + col * ldc + row, rows - row, rest_c);
     V sum = Simd<T>::load(rest_c);
@@ -303,40 +322,56 @@ JAXMP_INLINE void add_columns(const T* a, int64_t lda, const View<T>& b, int64_t
   }
 }
 
-template <typename T, int Steps>
-JAXMP_INLINE void add_all_columns(const T* a, int64_t lda, const View<T>& b, int64_t rows, int64_t cols, T* c,
+template <typename From, typename T, int Steps>
+JAXMP_INLINE void add_all_columns(const From* a, int64_t lda, const View<T>& b, int64_t rows, int64_t cols, T* c,
                                   int64_t ldc) {
   constexpr int kCols = 4;
   int64_t col = 0;
   if (cols >= kCols) {
-    add_columns<T, Steps, kCols, true>(a, lda, b, rows, c, ldc);
+    add_columns<From, T, Steps, kCols, true>(a, lda, b, rows, c, ldc);
     col = kCols;
   }
   for (; col + kCols <= cols; col += kCols) {
-    add_columns<T, Steps, kCols, false>(a, lda, b.from(col, 0), rows, c + col * ldc, ldc);
+    add_columns<From, T, Steps, kCols, false>(a, lda, b.from(col, 0), rows, c + col * ldc, ldc);
   }
   for (; col < cols; ++col) {
-    const auto add = col == 0 ? add_columns<T, Steps, 1, true> : add_columns<T, Steps, 1, false>;
+    const auto add = col == 0 ? add_columns<From, T, Steps, 1, true> : add_columns<From, T, Steps, 1, false>;
     add(a, lda, b.from(col, 0), rows, c + col * ldc, ldc);
   }
 }
 
 // c += op(a) op(b) for the given rows and k.
-template <typename T>
-JAXMP_TARGET void add_rows(const View<T>& a, const View<T>& b, int64_t rows, int64_t cols, int64_t depth, T* c,
+template <typename From, typename T>
+JAXMP_TARGET void add_rows(const View<From>& a, const View<T>& b, int64_t rows, int64_t cols, int64_t depth, T* c,
                            int64_t ldc) {
   constexpr int64_t kSteps = 4;
   int64_t k = 0;
   for (; k + kSteps <= depth; k += kSteps) {
-    add_all_columns<T, kSteps>(a.from(0, k).data, a.ld, b.from(0, k), rows, cols, c, ldc);
+    add_all_columns<From, T, kSteps>(a.from(0, k).data, a.ld, b.from(0, k), rows, cols, c, ldc);
   }
-  for (; k < depth; ++k) add_all_columns<T, 1>(a.from(0, k).data, a.ld, b.from(0, k), rows, cols, c, ldc);
+  for (; k < depth; ++k) add_all_columns<From, T, 1>(a.from(0, k).data, a.ld, b.from(0, k), rows, cols, c, ldc);
+}
+
+// Few columns of op(B), adjacent in k in `to`, with kKC from one to the next.
+template <typename From, typename T>
+JAXMP_TARGET View<T> widen_columns(const View<From>& b, int64_t cols, int64_t depth, T* to) {
+  if (b.is_adjacent_in_k) {
+    for (int64_t col = 0; col < cols; ++col) load_run(b.from(col, 0).data, to + col * kKC, depth);
+  } else {
+    T row[kSmallN];
+    for (int64_t k = 0; k < depth; ++k) {
+      load_run(b.from(0, k).data, row, cols);
+      for (int64_t col = 0; col < cols; ++col) to[col * kKC + k] = row[col];
+    }
+  }
+  return {to, kKC, true, false};
 }
 
 // A K block's sums stay together in the first cache, whatever C's leading dimension is.
-template <typename T>
-JAXMP_TARGET void small_n(const Product* segments, size_t count, bool adds) {
-  alignas(64) T sums[kSmallN * kSmallNRows];
+template <typename From, typename T>
+JAXMP_TARGET void small_n(const Product* segments, size_t count, T alpha, bool adds) {
+  constexpr bool kIsWide = std::is_same_v<From, T>;
+  alignas(64) T sums[kSmallN * kSmallNRows], columns[kIsWide ? 1 : kSmallN * kKC];
   const Product& p = *segments;
   const KBlocks<Product> blocks(segments, count, kKC);
   for (int64_t row = 0; row < p.m; row += kSmallNRows) {
@@ -344,11 +379,18 @@ JAXMP_TARGET void small_n(const Product* segments, size_t count, bool adds) {
     for (const KBlock<Product>& block : blocks) {
       for (int64_t col = 0; col < p.n; ++col) std::fill_n(sums + col * kSmallNRows, rows, T(0));
       for (const KSlice<Product>& slice : block) {
-        add_rows<T>(view_of_a<T>(slice).from(row, 0), view_of_b<T>(slice), rows, p.n, slice.depth, sums, kSmallNRows);
+        const View<From> stored_b = view_of_b<From>(slice);
+        View<T> b;
+        if constexpr (kIsWide) {
+          b = stored_b;
+        } else {
+          b = widen_columns(stored_b, p.n, slice.depth, columns);
+        }
+        add_rows(view_of_a<From>(slice).from(row, 0), b, rows, p.n, slice.depth, sums, kSmallNRows);
       }
       for (int64_t col = 0; col < p.n; ++col) {
         T* const c = static_cast<T*>(p.c) + col * p.ldc + row;
-        put_column(sums + col * kSmallNRows, rows, adds || block.first > 0, c);
+        put_column(sums + col * kSmallNRows, rows, alpha, adds || block.first > 0, c);
       }
     }
   }
@@ -397,22 +439,26 @@ struct Kernel {
     }
     C* const c = static_cast<C*>(p.c) + tile.col * p.ldc + tile.row;
     multiply_tile<T>(panels, static_cast<int>(width / kLanes),
-                     Destination<C>{c, p.ldc, tile.rows, tile.cols, adds || block.first > 0});
+                     Destination<T, C>{c, p.ldc, tile.rows, tile.cols, alpha, adds || block.first > 0});
   }
 
   static int64_t bytes(int64_t numbers) { return numbers * kParts * static_cast<int64_t>(sizeof(T)); }
 
   Product p;
+  T alpha;
   bool adds;
 };
 
 template <typename From>
-void gemm(const KSegments& segments, bool adds, char* scratch) {
+void gemm(const KSegments& segments, double alpha, bool adds, char* scratch) {
+  using T = Real<From>;
   const Product& p = segments.front();
-  if constexpr (std::is_same_v<From, Real<From>>) {
-    if (p.n <= kSmallN && p.trans_a == abi::CUBLAS_OP_N) return small_n<From>(segments.data(), segments.size(), adds);
+  if constexpr (kParts<From> == 1) {
+    if (p.n <= kSmallN && p.trans_a == abi::CUBLAS_OP_N) {
+      return small_n<From>(segments.data(), segments.size(), static_cast<T>(alpha), adds);
+    }
   }
-  blocked_gemm(Kernel<From>{p, adds}, segments, scratch);
+  blocked_gemm(Kernel<From>{p, static_cast<T>(alpha), adds}, segments, scratch);
 }
 
 #undef JAXMP_INLINE

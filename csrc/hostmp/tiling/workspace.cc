@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "csrc/hostmp/cpu/features.h"
-#include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "csrc/hostmp/gemm/rounded_gemm.h"
 #include "csrc/hostmp/gemm/scaled_gemm.h"
@@ -23,18 +22,12 @@ int64_t depth_of_boundaries(const MatmulCall& call, const Tiling& tiling) {
   return std::min(call.k, unit * std::count_if(tiling.k.begin(), tiling.k.end(), divides));
 }
 
-// Up to which our kernel for f32 and AVX-512 is faster than any BLAS that was measured.
-constexpr int64_t kFewColumns = 256;
-
 }  // namespace
 
 bool is_own_product(const MatmulCall& call, int64_t cols) {
   if (call.is_low_precision() || rounds_operands(call.compute)) return false;
   const abi::cudaDataType_t type = call.a.desc.type;
-  if (type != abi::CUDA_R_32F && type != abi::CUDA_R_64F) return false;
-  if (cols <= kSmallN && call.trans_a == abi::CUBLAS_OP_N && simd_level() != SimdLevel::kPortable) return true;
-  if (type != abi::CUDA_R_32F || simd_level() != SimdLevel::kAvx512) return false;
-  return cols <= kFewColumns || blas_is_openblas();
+  return (type == abi::CUDA_R_32F || type == abi::CUDA_R_64F) && takes_simd_gemm(type, call.trans_a, cols);
 }
 
 bool sums_in_d(const MatmulCall& call, const Tiling& tiling, const Tile& tile) {

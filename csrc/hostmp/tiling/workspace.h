@@ -18,8 +18,7 @@ struct Area {
   int64_t gathered_bytes = 0;  // for columns of op(B) that several ranks hold, put together
   int64_t bytes() const { return sums_bytes + scratch_bytes + boundary_bytes + gathered_bytes; }
 };
-// Whether a kernel of ours multiplies a tile of so many columns of f32 or f64 with alpha 1, faster than the BLAS: few
-// columns, and of f32 with AVX-512 any number of them, beside OpenBLAS (docs/benchmarks-avx512.md).
+// Whether a tile of f32 or f64 and of so many columns takes simd_gemm (takes_simd_gemm() in gemm/gemm_dispatch.h).
 bool is_own_product(const MatmulCall& call, int64_t cols);
 
 // Whether a tile is summed in D itself: not where D is narrower, nor where C, which may be D, is still to be read, nor

@@ -24,7 +24,7 @@ VARIABLES = {
     "JAXMP_MKL": ("'auto' uses MKL's 16-bit products where MKL is installed, 'off' never", "auto"),
     "JAXMP_ISA": (
         "the instruction set of the host's own kernels, 'amx', 'avx512_bf16', 'avx512', 'avx2', 'neon' or 'portable', "
-        "instead of the most capable one of the processor",
+        "instead of the fastest one of the processor",
         "",
     ),
     "JAXMP_HOST_PRECISION": (
