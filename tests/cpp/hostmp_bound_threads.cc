@@ -15,26 +15,26 @@ namespace jaxmp::hostmp {
 namespace {
 
 // Where work runs, and when all of it has come.
-struct Meeting {
+struct Arrivals {
   std::mutex mutex;
   std::condition_variable changed;
   std::multiset<int> processors;
 };
 
 // Asks for `count` threads, which stay until all of them are there, and returns their processors.
-std::multiset<int> meet(int64_t count) {
-  const auto meeting = std::make_shared<Meeting>();
-  const auto is_full = [count, at = meeting.get()] { return static_cast<int64_t>(at->processors.size()) == count; };
+std::multiset<int> processors_of(int64_t count) {
+  const auto arrivals = std::make_shared<Arrivals>();
+  const auto is_full = [count, at = arrivals.get()] { return static_cast<int64_t>(at->processors.size()) == count; };
   BoundThreads threads(machine_threads());
-  threads.schedule(count, [meeting, is_full] {
-    std::unique_lock<std::mutex> lock(meeting->mutex);
-    meeting->processors.insert(sched_getcpu());
-    meeting->changed.notify_all();
-    meeting->changed.wait(lock, is_full);
+  threads.schedule(count, [arrivals, is_full] {
+    std::unique_lock<std::mutex> lock(arrivals->mutex);
+    arrivals->processors.insert(sched_getcpu());
+    arrivals->changed.notify_all();
+    arrivals->changed.wait(lock, is_full);
   });
-  std::unique_lock<std::mutex> lock(meeting->mutex);
-  meeting->changed.wait(lock, is_full);
-  return meeting->processors;
+  std::unique_lock<std::mutex> lock(arrivals->mutex);
+  arrivals->changed.wait(lock, is_full);
+  return arrivals->processors;
 }
 
 void stay_on(int processor) {
@@ -47,7 +47,7 @@ void stay_on(int processor) {
 void test_helpers_are_on_every_other_processor() {
   for (const int here : processors()) {
     stay_on(here);
-    const std::multiset<int> found = meet(machine_threads() - 1);
+    const std::multiset<int> found = processors_of(machine_threads() - 1);
     std::multiset<int> expected(processors().begin(), processors().end());
     expected.erase(here);
     CHECK(found == expected);
@@ -56,7 +56,7 @@ void test_helpers_are_on_every_other_processor() {
 
 // The asking thread's own processor comes last.
 void test_as_many_as_processors() {
-  CHECK(meet(machine_threads()) == std::multiset<int>(processors().begin(), processors().end()));
+  CHECK(processors_of(machine_threads()) == std::multiset<int>(processors().begin(), processors().end()));
 }
 
 }  // namespace

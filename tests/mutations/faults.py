@@ -1247,8 +1247,8 @@ CPP = (
     Fault(
         "bf16-panels",
         "csrc/hostmp/kernels/pack_bf16.cc",
-        "if (at == width) to += room, at = 0;",
-        "if (at == width) to += 0 * room, at = 0;",
+        "if (at == width) to += step, at = 0;",
+        "if (at == width) to += 0 * step, at = 0;",
         "all micro-panels of bf16 numbers are packed into the first one",
         ("cpp:hostmp_bf16",),
     ),

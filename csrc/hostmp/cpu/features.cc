@@ -60,8 +60,8 @@ const Cpu& detected() {
   return found;
 }
 
-// What is fastest. Intel's VDPBF16PS takes four times as long as an FMA, for twice the products (1.5 and 6.0 * 10^9 a
-// second on Emerald Rapids), so that bf16 that is widened to f32 is multiplied at twice the rate.
+// The fastest instructions. Intel's VDPBF16PS has half the rate of multiplication and addition in f32: widening bf16 to
+// f32 is faster (benchmarks/bench_matmul.py, beside the same with JAXMP_ISA=avx512_bf16).
 Cpu choose() {
   Cpu chosen = detected();
 #if defined(__x86_64__)
@@ -88,6 +88,13 @@ constexpr InstructionSet kInstructionSets[] = {{"amx", &Cpu::amx_bf16},
                                                {"neon", &Cpu::neon}};
 constexpr char kPortable[] = "portable";
 
+std::string highest_of(const Cpu& processor) {
+  for (const InstructionSet& set : kInstructionSets) {
+    if (processor.*set.feature) return set.name;
+  }
+  return kPortable;
+}
+
 std::vector<int> find_processors() {
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -104,12 +111,7 @@ std::vector<int> find_processors() {
 
 const Cpu& cpu() { return chosen(); }
 
-std::string instruction_set() {
-  for (const InstructionSet& set : kInstructionSets) {
-    if (cpu().*set.feature) return set.name;
-  }
-  return kPortable;
-}
+std::string instruction_set() { return highest_of(cpu()); }
 
 Status limit_instruction_set(const std::string& name) {
   Cpu lower = detected();
@@ -122,8 +124,8 @@ Status limit_instruction_set(const std::string& name) {
     lower.amx_fp16 = false;
   }
   if (name != kPortable) {
-    return InvalidArgument(text("this processor has no \"", name, "\"; the most that it has is \"", instruction_set(),
-                                "\", the least is \"", kPortable, "\""));
+    return InvalidArgument(text("this processor has no \"", name, "\"; the most that it has is \"",
+                                highest_of(detected()), "\", the least is \"", kPortable, "\""));
   }
   chosen() = lower;
   return {};

@@ -89,17 +89,17 @@ struct Avx512Bf16Kernel {
   template <int64_t Width>
   static void pack_slice(const KSlice<Product>& slice, const Bf16View& from, int64_t begin, int64_t count,
                          int64_t depth, char* to) {
-    const int64_t room = Width * pairs(depth), line = slice.offset / 2;
+    const int64_t step = Width * pairs(depth), line = slice.offset / 2;
     uint32_t* const words = reinterpret_cast<uint32_t*>(to);
     const int64_t whole = from.is_adjacent_in_k ? 0 : count / Width;
     for (int64_t panel = 0; panel < whole; panel += kMaxPanels) {
-      pack_panels_by_pairs(from, begin + panel * Width, std::min(kMaxPanels, whole - panel), Width, slice.depth, room,
-                           words + panel * room + line * Width);
+      pack_panels_by_pairs(from, begin + panel * Width, std::min(kMaxPanels, whole - panel), Width, slice.depth, step,
+                           words + panel * step + line * Width);
     }
     for (int64_t i = whole * Width; i < count; i += Width) {
       const int64_t width = std::min(Width, round_up(count - i, kLanes));
       pack_by_pairs(from, begin + i, count - i, width, slice.depth, pairs(slice.depth),
-                    words + i / Width * room + line * width);
+                    words + i / Width * step + line * width);
     }
   }
 

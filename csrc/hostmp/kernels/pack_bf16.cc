@@ -82,9 +82,9 @@ JAXMP_AVX512_BF16 inline void pack_block(const Bf16View& view, int64_t index, in
 }
 
 // One line of pairs, from two lines of numbers that are adjacent across k: `count` of them, and of the second one only
-// where it exists. Every `width` words continue `room` words further.
+// where it exists. Every `width` words continue `step` words further.
 JAXMP_AVX512_BF16 inline void interleave(const uint16_t* even, const uint16_t* odd, int64_t count, int64_t width,
-                                         int64_t room, uint32_t* to) {
+                                         int64_t step, uint32_t* to) {
   constexpr int64_t kWords = 16;
   // Word i of the result is word i / 2 of the even or the odd line.
   const __m512i steps = _mm512_set1_epi32(0x00200000);
@@ -96,7 +96,7 @@ JAXMP_AVX512_BF16 inline void interleave(const uint16_t* even, const uint16_t* o
   const auto put = [&](__m512i pairs) JAXMP_AVX512_BF16 {
     _mm512_storeu_si512(to + at, pairs);
     at += kWords;
-    if (at == width) to += room, at = 0;
+    if (at == width) to += step, at = 0;
   };
   for (int64_t i = 0; i < count; i += 2 * kWords) {
     const __mmask32 mask = first32(count - i);
@@ -119,7 +119,7 @@ JAXMP_AVX512_BF16 void pack_by_pairs(const Bf16View& view, int64_t begin, int64_
 }
 
 JAXMP_AVX512_BF16 void pack_panels_by_pairs(const Bf16View& view, int64_t begin, int64_t panels, int64_t width,
-                                            int64_t depth, int64_t room, uint32_t* to) {
+                                            int64_t depth, int64_t step, uint32_t* to) {
   constexpr int64_t kAhead = 4, kNumbers = 32;  // of a line of the cache
   for (int64_t k = 0; k < depth; k += 2, to += width) {
     const uint16_t* const even = view.data + k * view.ld + begin;
@@ -128,7 +128,7 @@ JAXMP_AVX512_BF16 void pack_panels_by_pairs(const Bf16View& view, int64_t begin,
       __builtin_prefetch(even + kAhead * view.ld + i);
       __builtin_prefetch(even + (kAhead + 1) * view.ld + i);
     }
-    interleave(even, odd, panels * width, width, room, to);
+    interleave(even, odd, panels * width, width, step, to);
   }
 }
 

@@ -38,11 +38,11 @@ inline Bf16View view_of_b(const KSlice<Product>& slice) {
 void pack_by_pairs(const Bf16View& from, int64_t begin, int64_t count, int64_t width, int64_t depth, int64_t pairs,
                    uint32_t* to);
 
-// Whole micro-panels of `width` indices, by pairs, with `room` words from one to the next: of numbers that are not
+// Whole micro-panels of `width` indices, by pairs, with `step` words from one to the next: of numbers that are not
 // adjacent in k. Every k is read along all of them: long runs, because a large leading dimension puts each k on a page
 // of its own.
 void pack_panels_by_pairs(const Bf16View& from, int64_t begin, int64_t panels, int64_t width, int64_t depth,
-                          int64_t room, uint32_t* to);
+                          int64_t step, uint32_t* to);
 
 // 16 indices, of which `count` exist, by indices: ceil(depth / 32) blocks.
 void pack_by_indices(const Bf16View& from, int64_t begin, int64_t count, int64_t depth, uint32_t* to);
