@@ -136,6 +136,11 @@ const std::vector<int>& processors() {
   return *found;
 }
 
+int current_processor() {
+  const auto found = std::find(processors().begin(), processors().end(), sched_getcpu());
+  return found == processors().end() ? -1 : static_cast<int>(found - processors().begin());
+}
+
 int machine_threads() { return static_cast<int>(processors().size()); }
 
 }  // namespace jaxmp::hostmp

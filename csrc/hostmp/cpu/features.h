@@ -32,6 +32,9 @@ Status limit_instruction_set(const std::string& name);
 // The processors that this process may use, asked once, on the first call.
 const std::vector<int>& processors();
 
+// The index there of the one that runs the calling thread; -1 if that is none of them.
+int current_processor();
+
 // The number of threads that a product is cut for: one for each of processors(), fixed for the life of the process, so
 // that the cut, and with it every bit of a result, does not depend on who happens to be free.
 int machine_threads();

@@ -11,6 +11,7 @@
 #include "csrc/base/status.h"
 #include "csrc/hostmp/exec/bias_grad.h"
 #include "csrc/hostmp/exec/tile_task.h"
+#include "csrc/hostmp/exec/workers.h"
 #include "csrc/hostmp/handles/matmul_call.h"
 #include "csrc/hostmp/handles/runtime.h"
 
@@ -46,7 +47,7 @@ struct CollectiveCall {
   // Tiles (and pieces of a gradient) not yet done, and one for the last rank's thread: while it still asks its stream's
   // pool for help, nobody may complete that stream.
   std::atomic<size_t> left{0};
-  std::atomic<int> workers{0};
+  Workers workers;
   Status status;  // written before the first waiter is kDone
 };
 
@@ -58,8 +59,8 @@ void arrive(Arrival arrival, int rank, int nranks);
 // the pool.
 void execute(const std::shared_ptr<CollectiveCall>& collective, int rank);
 
-// Takes tiles of a prepared call until none is left.
-void work(CollectiveCall& collective);
+// Takes tiles of a prepared call until none is left; does nothing without an area (-1).
+void work(CollectiveCall& collective, int area);
 
 // Ends the call: streams whose thread has gone are completed on other threads, the others by their own.
 void complete(CollectiveCall& collective, const Status& status);

@@ -12,14 +12,14 @@
 namespace jaxmp::hostmp {
 namespace {
 
-char* area_of_worker(const CollectiveCall& collective, int worker) {
+char* area_at(const CollectiveCall& collective, int index) {
   const int64_t bytes = collective.product.area().bytes();
   if (bytes == 0) return nullptr;
   const auto nranks = static_cast<int>(collective.arrivals.size());
   const uintptr_t workspace =
-      reinterpret_cast<uintptr_t>(collective.product.calls[static_cast<size_t>(worker % nranks)]->workspace);
+      reinterpret_cast<uintptr_t>(collective.product.calls[static_cast<size_t>(index % nranks)]->workspace);
   const uintptr_t aligned = (workspace + kAlignment - 1) / kAlignment * kAlignment;
-  return reinterpret_cast<char*>(aligned) + worker / nranks * bytes;
+  return reinterpret_cast<char*>(aligned) + index / nranks * bytes;
 }
 
 // What threads take one by one: the tiles, and pieces of a gradient that do not wait for them.
@@ -35,16 +35,15 @@ void finish_one(CollectiveCall& collective) {
   complete(collective, Status());
 }
 
-// Asks the pool for threads. Ranks that wait help too, but one of them may share this thread's processor (see
-// handles/bound_threads.h), so they count only where they are more than the processors.
+// Asks the pool for a thread on each other processor. Ranks that wait help too, but they may all be on this one.
 void call_helpers(const std::shared_ptr<CollectiveCall>& collective, int rank) {
   Pool* const pool = collective->arrivals[static_cast<size_t>(rank)].stream->pool;
   if (!pool || operations(*collective->product.calls[0]) < kWorthSharing) return;
   const auto tiles = static_cast<int64_t>(collective->product.tiling().tiles.size());
   const int64_t threads = std::min<int64_t>({tiles, machine_threads(), int64_t{pool->num_threads()} + 1});
-  const int64_t waiting = std::count(collective->waiters.begin(), collective->waiters.end(), WaiterState::kWaiting);
-  const int64_t here = waiting > machine_threads() ? waiting : 1;
-  if (here < threads) pool->schedule(threads - here, [collective] { work(*collective); });
+  if (threads < 2) return;
+  pool->schedule(threads - 1,
+                 [collective] { work(*collective, collective->workers.join_as_helper(current_processor())); });
 }
 
 void prepare(CollectiveCall& collective) {
@@ -56,11 +55,10 @@ void prepare(CollectiveCall& collective) {
 
 }  // namespace
 
-void work(CollectiveCall& collective) {
-  const int worker = collective.workers.fetch_add(1, std::memory_order_relaxed);
-  if (worker >= machine_threads()) return;  // no area is left, and no processor either
+void work(CollectiveCall& collective, int area_index) {
+  if (area_index < 0) return;
   const ScopedFloatState state(collective.state());
-  char* const area = area_of_worker(collective, worker);
+  char* const area = area_at(collective, area_index);
   const std::vector<Tile>& tiles = collective.product.tiling().tiles;
   const size_t pieces = count_pieces(collective);
   for (size_t i; (i = collective.next.fetch_add(1, std::memory_order_relaxed)) < pieces;) {
@@ -75,6 +73,7 @@ void work(CollectiveCall& collective) {
 }
 
 void execute(const std::shared_ptr<CollectiveCall>& collective, int rank) {
+  const int area = collective->workers.join(current_processor());  // ahead of all others, so there is one
   try {
     prepare(*collective);
   } catch (const std::exception& exception) {  // memory; the ranks have arrived, so they must hear of it
@@ -84,7 +83,7 @@ void execute(const std::shared_ptr<CollectiveCall>& collective, int rank) {
     call_helpers(collective, rank);
   } catch (const std::exception&) {  // without help it only takes longer
   }
-  work(*collective);
+  work(*collective, area);
   finish_one(*collective);
 }
 

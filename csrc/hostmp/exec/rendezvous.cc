@@ -98,7 +98,9 @@ void participate(CollectiveCall& collective, int rank, bool has_worked) {
   std::atomic<WaiterState>& waiter = collective.waiters[static_cast<size_t>(rank)];
   const auto is_done = [&waiter] { return waiter.load(std::memory_order_acquire) == WaiterState::kDone; };
   const auto is_prepared = [&] { return collective.is_prepared.load(std::memory_order_acquire); };
-  if (!has_worked && spin_until([&] { return is_prepared() || is_done(); }) && !is_done()) work(collective);
+  if (!has_worked && spin_until([&] { return is_prepared() || is_done(); }) && !is_done()) {
+    work(collective, collective.workers.join(current_processor()));
+  }
   if (has_worked || is_prepared()) spin_until(is_done);
   const WaiterState before = waiter.exchange(WaiterState::kLeft, std::memory_order_acq_rel);
   if (before != WaiterState::kDone) return;  // complete() will see to it

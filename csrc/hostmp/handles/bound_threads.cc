@@ -69,7 +69,7 @@ const std::vector<std::unique_ptr<BoundThread>>& bound_threads() {
 
 void BoundThreads::schedule(int64_t threads, const std::function<void()>& work) {
   const auto& all = bound_threads();
-  const auto here = std::find(processors().begin(), processors().end(), sched_getcpu()) - processors().begin();
+  const int64_t here = current_processor();  // if none of them, the first one is asked first
   for (int64_t i = 1; i <= threads; ++i) all[static_cast<size_t>(here + i) % all.size()]->post(work);
 }
 
