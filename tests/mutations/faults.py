@@ -972,6 +972,7 @@ PROBLEM_CC = "csrc/plan/matmul_problem.cc"
 CONTEXT_FAULT_CC = "csrc/cuda/context_fault.cc"
 AGREEMENT_CC = "csrc/hostmp/validate/agreement.cc"
 SIMD_GEMM_H = "csrc/hostmp/kernels/simd_gemm_impl.h"
+SIMD_SMALL_N_H = "csrc/hostmp/kernels/simd_small_n_impl.h"
 BF16_GEMM_CC = "csrc/hostmp/kernels/avx512_bf16_gemm.cc"
 ROUNDED_GEMM_CC = "csrc/hostmp/gemm/rounded_gemm.cc"
 
@@ -1261,6 +1262,22 @@ CPP = (
         ("cpp:hostmp_bound_threads",),
     ),
     Fault(
+        "workers-processor",
+        "csrc/hostmp/exec/workers.h",
+        "return take(processor) ? processor : -1;",
+        "return take(processor) ? processor : join_anywhere();",
+        "two threads on one processor multiply, while another processor idles",
+        ("cpp:hostmp_workers",),
+    ),
+    Fault(
+        "simd-k-blocks",
+        "csrc/hostmp/kernels/simd_gemm_impl.h",
+        "adds || block.first + k > 0",
+        "adds || block.first > 0",
+        "the second of two K blocks that are packed together overwrites the first",
+        ("cpp:hostmp_ordered",),
+    ),
+    Fault(
         "simd-transpose",
         "csrc/hostmp/kernels/simd_gemm.cc",
         "to + (4 * q + j) * step;",
@@ -1294,7 +1311,7 @@ CPP = (
     ),
     Fault(
         "ordered-few-columns",
-        SIMD_GEMM_H,
+        SIMD_SMALL_N_H,
         "rows, alpha, adds || block.first > 0, c);",
         "rows, alpha, adds, c);",
         "an ordered product of few columns keeps the last 256 k alone",
@@ -1302,7 +1319,7 @@ CPP = (
     ),
     Fault(
         "small-n-widened",
-        SIMD_GEMM_H,
+        SIMD_SMALL_N_H,
         "to[col * kKC + k] = row[col];",
         "to[col * kKC] = row[col];",
         "of the few columns of 16-bit numbers that are not adjacent in k, each keeps its last number alone",

@@ -83,6 +83,7 @@ void add_scaled(const ScaledProduct& p, int64_t at, const float* sum, float* row
 struct ScalingKernel {
   static constexpr int64_t kKC = 1024;  // also bounds sums of 8-bit integers to 2^24, up to which floats are exact
   static constexpr int64_t kMC = kUncut, kNC = kUncut, kMR = kUncut, kNR = kUncut;
+  static constexpr bool kReusesB = false;
   static_assert(kKC % hostmp::kKC == 0 && kKC % kAmxKC == 0, "a K block of the inner product is decoded at once");
 
   ScalingKernel(bool has_sums, bool is_fixed_order) : has_sums(has_sums), is_fixed_order(is_fixed_order) {}

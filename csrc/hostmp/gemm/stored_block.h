@@ -18,6 +18,7 @@ struct StoredBlock {
 // segment; C is one tile.
 struct StoredBlocks {
   static constexpr int64_t kKC = 512, kMC = kUncut, kNC = kUncut, kMR = kUncut, kNR = kUncut;
+  static constexpr bool kReusesB = false;
 
   static StoredBlock stored_a(const KBlock<Product>& block) {
     const Product& p = *block.segment;

@@ -88,6 +88,7 @@ struct AmxKernel {
   static constexpr int64_t kKC = kAmxKC, kMR = kTile, kNR = kTile;
   static constexpr int64_t kNC = 512;        // of which a K block is 1 MiB, for the second cache
   static constexpr int64_t kMC = 8 * kTile;  // 512 KiB
+  static constexpr bool kReusesB = false;
 
   static int64_t blocks(int64_t depth) { return ceil_div(depth, kTile); }
   int64_t a_bytes(int64_t rows, int64_t depth) const {

@@ -72,6 +72,7 @@ JAXMP_AVX512_BF16 inline void register_tile(const uint32_t* a, const uint32_t* b
 struct Avx512Bf16Kernel {
   static constexpr int64_t kKC = hostmp::kKC, kMR = kMaxVectors * kLanes, kNR = kBlock;
   static constexpr int64_t kMC = kMaxPanels * kMR, kNC = kUncut;  // 192 KiB of op(A), for the second cache
+  static constexpr bool kReusesB = false;
 
   static int64_t pairs(int64_t depth) { return (depth + 1) / 2; }
   int64_t a_bytes(int64_t rows, int64_t depth) const { return 4 * pairs(depth) * round_up(rows, kLanes); }

@@ -4,6 +4,8 @@
 // A Kernel has
 //   kKC, kMC, kNC    k, rows and columns that are packed at a time; kUncut where all are
 //   kMR, kNR         rows and columns of C that one call of multiply() computes
+//   kReusesB         whether one micro-panel of op(B) meets all of op(A) before the next one, or the other way round:
+//                    the one that is used again stays in the first cache, the others come from the second
 //   a_bytes(rows, depth), b_bytes(cols, depth)
 //                    packed sizes; of a multiple of kMR rows (kNR columns) also the offset of what follows them
 //   own_bytes(m, n, depth)
@@ -63,11 +65,18 @@ void blocked_gemm(const Kernel& kernel, const Segment* segments, size_t count, c
       for (int64_t top = 0; top < m; top += Kernel::kMC) {
         const int64_t rows = std::min(Kernel::kMC, m - top);
         kernel.pack_a(block, top, rows, a);
-        for (int64_t row = 0; row < rows; row += Kernel::kMR) {
+        const auto multiply = [&](int64_t row, int64_t col) {
+          kernel.multiply(
+              block, {a + kernel.a_bytes(row, block.depth), b + kernel.b_bytes(col, block.depth), b + sizes.b},
+              {top + row, std::min(Kernel::kMR, rows - row), left + col, std::min(Kernel::kNR, cols - col)});
+        };
+        if constexpr (Kernel::kReusesB) {
           for (int64_t col = 0; col < cols; col += Kernel::kNR) {
-            kernel.multiply(
-                block, {a + kernel.a_bytes(row, block.depth), b + kernel.b_bytes(col, block.depth), b + sizes.b},
-                {top + row, std::min(Kernel::kMR, rows - row), left + col, std::min(Kernel::kNR, cols - col)});
+            for (int64_t row = 0; row < rows; row += Kernel::kMR) multiply(row, col);
+          }
+        } else {
+          for (int64_t row = 0; row < rows; row += Kernel::kMR) {
+            for (int64_t col = 0; col < cols; col += Kernel::kNR) multiply(row, col);
           }
         }
       }

@@ -17,8 +17,9 @@
 namespace jaxmp::hostmp {
 namespace {
 
-constexpr int64_t kNC = 512;          // of which a K block is at most 1 MiB, for the second cache
-constexpr int64_t kMC = 384;          // at most 768 KiB; a multiple of kMR for any instruction set and type
+// What is packed at a time. Two K blocks, so that C, which each of them adds to, comes from memory half as often. Of
+// op(A) at most 768 KiB, for the second cache; kMC is a multiple of kMR for any instruction set and type.
+constexpr int64_t kPackedK = 2 * kKC, kNC = 1024, kMC = 192;
 constexpr int64_t kSmallNRows = 512;  // of which the sums of kSmallN columns stay in the first cache
 
 template <typename From>
