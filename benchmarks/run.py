@@ -22,6 +22,7 @@ INTRODUCTION = """# Benchmarks
 
 Printed by `make bench`, which times all contenders in one run and in turns; `benchmarks/results` then has every
 measurement as JSON. Numbers of two machines, or of two runs on a shared one, cannot be compared; ratios can.
+[What bounds the speed](bounds.md) puts these numbers beside what was aimed at.
 """
 
 

@@ -134,8 +134,9 @@ class Operands {
     const ffi::ErrorOr<ffi::AnyBuffer> buffer = args_.get<ffi::AnyBuffer>(nargs_++);
     if (buffer.has_error()) return Internal(buffer.error().message());
     *to = buffer->untyped_data();
-    if (buffer->element_type() == ffi::S32 && buffer->element_count() == 1) return {};
-    return InvalidArgument("jaxmp: argument position must be one int32, the device's index in the mesh");
+    const bool is_index = buffer->element_type() == ffi::U32 || buffer->element_type() == ffi::S32;
+    if (is_index && buffer->element_count() == 1) return {};
+    return InvalidArgument("jaxmp: argument position must be one uint32, the device's index in the mesh");
   }
 
   Status CheckNoMore() const {

@@ -23,7 +23,7 @@ from jaxmp._src.hardware.processor import processor
 from jaxmp._src.ops.matmul import matmul
 from jaxmp._src.runtime import config, native
 
-_FORMAT = 2
+_FORMAT = 3
 _TYPES = ("float32", "float64", "bfloat16", "float16")
 # Rows, columns and k of the product whose rate is taken, and of one whose time is that of launching it.
 _LARGE, _SMALL = 1024, 16
@@ -106,7 +106,7 @@ def _rates(dtype: str) -> tuple[float, float]:
         "jaxmp": functools.partial(jax.jit(product), a, b),
         "xla": functools.partial(jax.jit(jnp.matmul), a, b),
     }
-    times = _fastest(calls)
+    times = _seconds(calls)
     return 2 * _LARGE**3 / times["jaxmp"], 2 * _LARGE**3 / times["xla"]
 
 
@@ -118,7 +118,7 @@ def _launch(devices: list[jax.Device]) -> float:
         jax.device_put(np.ones(shape, np.float32), NamedSharding(mesh, spec)) for spec in (P("x", None), P(None, "x"))
     )
     call = jax.jit(functools.partial(matmul, out_sharding=NamedSharding(mesh, P(None, "x"))))
-    return _fastest({"call": functools.partial(call, a, b)})["call"]
+    return _seconds({"call": functools.partial(call, a, b)})["call"]
 
 
 def _memory_bandwidth() -> float:
@@ -130,7 +130,7 @@ def _memory_bandwidth() -> float:
         x = call(x)
         return x
 
-    return 2 * _STREAM / _fastest({"call": again})["call"]
+    return 2 * _STREAM / _seconds({"call": again})["call"]
 
 
 def _link_bandwidth(devices: list[jax.Device]) -> float | None:
@@ -143,11 +143,11 @@ def _link_bandwidth(devices: list[jax.Device]) -> float | None:
     nbytes = min(_STREAM // count, 2**25)
     x = jax.device_put(np.zeros(nbytes // 4, np.float32), NamedSharding(mesh, P("x")))
     call = jax.jit(lambda x: jax.sharding.reshard(x, NamedSharding(mesh, P(None))))
-    seconds = _fastest({"call": functools.partial(call, x)})["call"]
+    seconds = _seconds({"call": functools.partial(call, x)})["call"]
     received = math.floor(nbytes * (count - 1) / count)
     return received * (count if jax.default_backend() == "cpu" else 1) / seconds
 
 
-def _fastest(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
-    """Seconds of each call in its fastest round: of a rate it is the limit that is wanted, whatever else runs."""
-    return interleaved(calls, seconds=0.3, rounds=(5, 31), summary=min)
+def _seconds(calls: Mapping[str, Callable[[], Any]]) -> dict[str, float]:
+    """Seconds of each call: medians, for what is predicted will not run at its fastest either."""
+    return interleaved(calls, seconds=0.6, rounds=(5, 31))

@@ -16,9 +16,8 @@ def interleaved(
     seconds: float = 0.5,
     rounds: tuple[int, int] = (7, 31),
     wait: Callable[[Any], Any] = jax.block_until_ready,
-    summary: Callable[[list[float]], float] = statistics.median,
 ) -> dict[str, float]:
-    """Seconds per call of each contender, the median of its rounds or another `summary` of them.
+    """Seconds per call of each contender, the median of its rounds.
 
     Every turn lasts at least a millisecond, so that the clock and the dispatch matter little. The rounds last about
     `seconds` per contender and number between the two of `rounds`. The order rotates, since whoever follows a large
@@ -34,7 +33,7 @@ def interleaved(
     for i in range(count):
         for name in names[i % len(names) :] + names[: i % len(names)]:
             samples[name].append(_turn(contenders[name], calls[name], wait))
-    return {name: summary(samples[name]) for name in names}
+    return {name: statistics.median(samples[name]) for name in names}
 
 
 def _turn(call: Callable[[], Any], times: int, wait: Callable[[Any], Any]) -> float:

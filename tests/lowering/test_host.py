@@ -1,0 +1,50 @@
+"""Programs for the host implementation as XLA sees them."""
+
+import functools
+import re
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp._src.runtime import jax_compat
+
+ROWS, COLUMNS, RESULT = P("y", "x"), P("x", None), P("y", None)
+
+
+@pytest.fixture(params=["in order", "reversed"])
+def mesh(request, mesh_of):
+    devices = mesh_of({"y": 2, "x": 2}).devices
+    if request.param == "reversed":
+        devices = devices[::-1, ::-1]
+    return Mesh(devices, ("y", "x"), axis_types=(AxisType.Explicit,) * 2)
+
+
+def test_a_program_of_one_call_has_nothing_to_compile(mesh, rng):
+    """XLA compiles any operation of its own by LLVM, which takes longer than all else of such a program."""
+    a, b = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((8, 6), (6, 4)))
+    operands = (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((a, ROWS), (b, COLUMNS)))
+
+    product = functools.partial(jaxmp.matmul, out_sharding=NamedSharding(mesh, RESULT), implementation="host")
+    text = jax.jit(product).lower(*operands).compile().as_text()
+    operations = set(re.findall(r"^ *(?:ROOT )?%\S+ = \S+ ([\w-]+)\(", text, re.MULTILINE))
+    assert operations == {"parameter", "partition-id", "custom-call"}
+
+
+def test_every_device_knows_its_place_in_the_mesh(mesh, rng):
+    a, b = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((8, 6), (6, 4)))
+    left, right = (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((a, ROWS), (b, COLUMNS)))
+    for spec in (RESULT, P(("y", "x"), None)):
+        product = jax.jit(functools.partial(jaxmp.matmul, out_sharding=NamedSharding(mesh, spec)))
+        np.testing.assert_array_equal(product(left, right), a @ b)
+
+
+def test_the_place_among_some_axes(mesh):
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(), out_specs=P("y", "x"), check_vma=False)
+    def places():
+        return jax_compat.mesh_position((("x", 2),))[None, None]
+
+    np.testing.assert_array_equal(jax.jit(places)(), [[0, 1], [0, 1]])
