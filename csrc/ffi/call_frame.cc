@@ -134,6 +134,7 @@ class Operands {
     const ffi::ErrorOr<ffi::AnyBuffer> buffer = args_.get<ffi::AnyBuffer>(nargs_++);
     if (buffer.has_error()) return Internal(buffer.error().message());
     *to = buffer->untyped_data();
+    // Programs that were exported earlier have an int32.
     const bool is_index = buffer->element_type() == ffi::U32 || buffer->element_type() == ffi::S32;
     if (is_index && buffer->element_count() == 1) return {};
     return InvalidArgument("jaxmp: argument position must be one uint32, the device's index in the mesh");

@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.runtime import jax_compat
+from jaxmp._src.lowering.mesh_position import mesh_position
 
 ROWS, COLUMNS, RESULT = P("y", "x"), P("x", None), P("y", None)
 
@@ -24,7 +24,7 @@ def mesh(request, mesh_of):
 
 
 def test_a_program_of_one_call_has_nothing_to_compile(mesh, rng):
-    """XLA compiles any operation of its own by LLVM, which takes longer than all else of such a program."""
+    """For any operation of its own XLA starts LLVM, which took a third of the compile time of such a program."""
     a, b = (rng.integers(-3, 4, shape).astype(np.float32) for shape in ((8, 6), (6, 4)))
     operands = (jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((a, ROWS), (b, COLUMNS)))
 
@@ -45,6 +45,6 @@ def test_every_device_knows_its_place_in_the_mesh(mesh, rng):
 def test_the_place_among_some_axes(mesh):
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=(), out_specs=P("y", "x"), check_vma=False)
     def places():
-        return jax_compat.mesh_position((("x", 2),))[None, None]
+        return mesh_position((("x", 2),))[None, None]
 
     np.testing.assert_array_equal(jax.jit(places)(), [[0, 1], [0, 1]])

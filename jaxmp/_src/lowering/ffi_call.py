@@ -16,8 +16,9 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jaxmp._src.lowering import xla_matmul
+from jaxmp._src.lowering.mesh_position import mesh_position
 from jaxmp._src.primitive.primitives import AMAXES
-from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec import epilogs, low_precision, precisions, process_grid
 from jaxmp._src.spec.matmul_spec import DIMS, SCALE_NAMES, Extents, MatmulSpec, Pattern, aux_dtype, extents
@@ -52,7 +53,7 @@ def custom_call(
     if spec.group.nranks > 1 and not devices:
         # Which device of the mesh this is: the call's own way to know its rank, on any device assignment. On GPUs it
         # costs work on the device at every run, so a call that names its devices does without.
-        operands.append(jax_compat.mesh_position(spec.group.mesh))
+        operands.append(mesh_position(spec.group.mesh))
     results = [_stored_result(name, spec, found) for name in names]
     with jax.enable_x64(True), jax.named_scope(profile_name(spec, found, a, b)):  # attributes are 64-bit
         call = jax.ffi.ffi_call(native.TARGET, results, input_output_aliases=_aliases(spec))

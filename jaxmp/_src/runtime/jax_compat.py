@@ -32,7 +32,6 @@ from jax._src import util as _util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _pe
 from jax.extend.core import Primitive
-from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import batching, mlir, xla
 from jax.typing import DTypeLike
 
@@ -65,37 +64,6 @@ def make_primitive(name: str, *, multiple_results: bool, needs_devices: bool = F
     if needs_devices:
         _dispatch.prim_requires_devices_during_lowering.add(primitive)
     return primitive
-
-
-_mesh_position_p = Primitive("jaxmp_mesh_position")
-
-
-def mesh_position(axes: tuple[tuple[str, int], ...]) -> jax.Array:
-    """The index of this device in a mesh with these axes and sizes, a uint32; only in a lowering rule's function.
-
-    `lax.axis_index` computes it, and XLA on CPUs compiles these few operations by LLVM in 12 ms, longer than all else
-    of a program with one call. Where all axes are manual it is the number that XLA itself has for the device.
-    """
-    return cast(jax.Array, _mesh_position_p.bind(axes=axes))
-
-
-def _mesh_position_type(*, axes: tuple[tuple[str, int], ...]) -> jax.core.ShapedArray:
-    return jax.core.ShapedArray((), np.dtype(np.uint32))
-
-
-def _lower_mesh_position(ctx: LoweringContext, *, axes: tuple[tuple[str, int], ...]) -> Any:
-    context: Any = ctx.module_context.axis_context
-    is_whole = isinstance(context, _sharding_impls.SPMDAxisContext) and tuple(context.mesh.shape.items()) == axes
-    if is_whole and set(context.manual_axes) == set(context.mesh.axis_names):
-        return [stablehlo.partition_id()]
-    index = mlir.lower_fun(
-        lambda: jax.lax.axis_index(tuple(name for name, _ in axes)).astype(np.uint32), multiple_results=False
-    )
-    return index(ctx)
-
-
-_mesh_position_p.def_abstract_eval(_mesh_position_type)
-mlir.register_lowering(_mesh_position_p, _lower_mesh_position)
 
 
 def register_nan_checks(primitives: Iterable[Primitive]) -> None:
@@ -291,9 +259,15 @@ def platform(ctx: LoweringContext) -> str:
 
 def is_on_shards(ctx: LoweringContext) -> bool:
     """Whether what is being lowered is one device's part: of one device, or inside shard_map over every axis."""
+    return manual_mesh(ctx) is not None or device_count(ctx) == 1
+
+
+def manual_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
+    """The mesh of a shard_map over every axis, for a lowering rule inside it; None elsewhere."""
     axes = ctx.module_context.axis_context
-    is_manual = isinstance(axes, _sharding_impls.SPMDAxisContext) and set(axes.manual_axes) == set(axes.mesh.axis_names)
-    return is_manual or device_count(ctx) == 1
+    if not isinstance(axes, _sharding_impls.SPMDAxisContext) or set(axes.manual_axes) != set(axes.mesh.axis_names):
+        return None
+    return axes.mesh
 
 
 def program_name(ctx: LoweringContext) -> str:
@@ -452,8 +426,8 @@ __all__ = [
     "is_vma_checked",
     "lowering_mesh",
     "make_primitive",
+    "manual_mesh",
     "mesh_axes",
-    "mesh_position",
     "mlir",
     "next_index",
     "off_explicit_mesh",
