@@ -182,13 +182,18 @@ Status ShareArena(int process, const std::string& described) {
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
   const int opened = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (opened < 0) return FailedPrecondition("jaxmp: cannot open " + path + ": " + why());
+  const Status is_another =
+      FailedPrecondition("jaxmp: " + path + " is not the memory of process " + std::to_string(process));
+  if (lseek(opened, 0, SEEK_END) < static_cast<off_t>(bytes)) {
+    close(opened);
+    return is_another;
+  }
   StatusOr<Mapping> mapping = map(opened, bytes);
-  const bool is_whole = lseek(opened, 0, SEEK_END) >= static_cast<off_t>(bytes);
   close(opened);
   if (!mapping.ok()) return mapping.status();
-  if (!is_whole || reinterpret_cast<const ArenaHead*>(mapping->base)->number != number) {
+  if (reinterpret_cast<const ArenaHead*>(mapping->base)->number != number) {
     munmap(mapping->base, mapping->bytes);
-    return FailedPrecondition("jaxmp: " + path + " is not the memory of process " + std::to_string(process));
+    return is_another;
   }
   Arenas& all = arenas();
   std::lock_guard<std::mutex> lock(all.mutex);
