@@ -1,6 +1,6 @@
 """Random products: what is drawn of a number, how it is run, and what it is compared with.
 
-`draw(number)` makes a program of that number alone: layout, transposition, type, extents (primes, ones and nought among
+`draw(number)` makes a program of that number alone: layout, transposition, type, extents (primes, ones and zeros among
 them), scalars, C, epilog, implementation, level of determinism, a batch, aliased or donated operands. It is compiled
 once and runs on several sets of values: from the normal distribution, with zeros of both signs, with NaN, with
 infinities, with subnormals, and so large that sums overflow. Each output and gradient is compared with the oracle of

@@ -234,7 +234,7 @@ def expected(trial: Trial, x: dict[str, np.ndarray], absolute=0.0, underflow=0.0
         aux = wide.get("gelu_aux")
         slope = unpack(x["relu_aux"], n, shards).astype(float) if aux is None else gelu_slope(aux)
         # gelu' is a sum of terms that cancel where it is small.
-        # A mask selects: what it leaves out is nought, whatever it was.
+        # A mask selects: what it leaves out is zero, whatever it was.
         d = np.where(slope != 0, z, 0.0) if aux is None else z * slope
         factor = np.abs(slope) if aux is None else np.full(z.shape, 1.2)
         slope_error = np.zeros(z.shape) if aux is None else 8 * u * (1 + np.minimum(np.abs(aux), _FAR))

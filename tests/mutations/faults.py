@@ -417,7 +417,7 @@ PYTHON = (
         ("lowering/test_fixed_shape.py::test_conjugates_are_in_their_place",),
     ),
     Fault(
-        "tile-of-turned",
+        "tile-of-transposed",
         FIXED_SHAPE,
         "transpose_a=not spec.transpose_b,\n        transpose_b=not spec.transpose_a,",
         "transpose_a=not spec.transpose_a,\n        transpose_b=not spec.transpose_b,",

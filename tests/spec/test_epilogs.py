@@ -314,7 +314,7 @@ def test_all_reduce_alone(rng):
 @pytest.mark.parametrize("epilog", [e for e in EPILOGS if epilogs_lib.RULES[e].gradient], ids=lambda e: e.name)
 @pytest.mark.parametrize("extents", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (4, 5, 1), (0, 5, 0)], ids=str)
 def test_bias_gradients_of_empty_and_thin_products(extents, epilog, implementation, rng):
-    """Sums over nothing are nought, and are written; an empty d still has the sums of what would have made it."""
+    """Sums over nothing are zero, and are written; an empty d still has the sums of what would have made it."""
     cases.require(implementation)
     m, n, k = extents
     a, b = rng.integers(-3, 4, (m, k)).astype(np.float32), rng.integers(-3, 4, (k, n)).astype(np.float32)

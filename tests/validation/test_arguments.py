@@ -111,12 +111,12 @@ RANKS = {
 }
 
 
-@pytest.mark.parametrize(("a_shape", "b_shape", "turned"), RANKS.values(), ids=RANKS)
-def test_operands_of_other_ranks_multiply_as_jnps_do(a_shape, b_shape, turned, rng):
+@pytest.mark.parametrize(("a_shape", "b_shape", "transposed"), RANKS.values(), ids=RANKS)
+def test_operands_of_other_ranks_multiply_as_jnps_do(a_shape, b_shape, transposed, rng):
     cases.require(None)
     a, b = integers(rng, *a_shape), integers(rng, *b_shape)
-    flags = {f"transpose_{name}": True for name in turned}
-    stored = (np.swapaxes(x, -1, -2) if name in turned else x for name, x in (("a", a), ("b", b)))
+    flags = {f"transpose_{name}": True for name in transposed}
+    stored = (np.swapaxes(x, -1, -2) if name in transposed else x for name, x in (("a", a), ("b", b)))
     got, want = jaxmp.matmul(*stored, **flags), jnp.matmul(a, b)
     assert (got.shape, got.dtype) == (want.shape, want.dtype)
     np.testing.assert_array_equal(got, want)

@@ -212,7 +212,7 @@ def _bias_in_rows(spec: MatmulSpec, bias: jax.Array, like: jax.Array, auto: bool
 def _activation_grad_jvp_rule(
     primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, activation: str, spec: MatmulSpec | None, auto: bool
 ) -> tuple[jax.Array, Tangent]:
-    """Linear in t; in aux, d(t * act'(z)) = t * act''(z) * dz, which for relu is nought."""
+    """Linear in t; in aux, d(t * act'(z)) = t * act''(z) * dz, which for relu is zero."""
     (aux, t), (taux, tt) = primals, tangents
     slope = functools.partial(activation_grad, activation, aux, spec=spec, auto=auto)
     y = slope(t)
