@@ -11,7 +11,7 @@ import time
 import jax
 import jax.numpy as jnp
 from bench_matmul import PATTERNS, label_of_types, operand
-from common import Report, main
+from common import Report, geometric_mean, main
 from jax.sharding import AxisType, NamedSharding
 from tqdm import tqdm
 
@@ -69,18 +69,26 @@ def in_job(nprocesses, sizes, rounds):
     return json.loads(printed[0].splitlines()[-1])
 
 
+def tables(cases):
+    rows, ratios = [], {}
+    for c in cases:
+        ours, theirs = c["seconds"]["jaxmp"], c["seconds"]["jnp"]
+        types = label_of_types((c["type"],) * 2)
+        ratios.setdefault(types, []).append(theirs / ours)
+        times = [f"{ours * 1e3:.1f}", f"{theirs * 1e3:.1f}", f"{theirs / ours:.2f}"]
+        rows.append([c["pattern"], c["processes"], f"{c['size']}^3", types, *times])
+    means = [[types, f"{geometric_mean(each):.2f}", f"{min(each):.2f}"] for types, each in ratios.items()]
+    columns = ["pattern", "processes", "m x k x n", "types", "jaxmp ms", "jnp ms", "jnp / jaxmp"]
+    return [("Geometric means", ["types", "jnp / jaxmp", "worst"], means), ("Rows", columns, rows)]
+
+
 def measure(quick):
     sizes, rounds = ((256,), (3, 3)) if quick else (SIZES, (5, 31))
-    cases, rows = [], []
+    cases = []
     for nprocesses in tqdm(PROCESSES[:1] if quick else PROCESSES, "processes", disable=None):
-        for each in in_job(nprocesses, sizes, rounds):
-            cases.append({"processes": nprocesses, **each})
-            ours, theirs = each["seconds"]["jaxmp"], each["seconds"]["jnp"]
-            cells = [each["pattern"], nprocesses, f"{each['size']}^3", label_of_types((each["type"],) * 2)]
-            rows.append([*cells, f"{ours * 1e3:.1f}", f"{theirs * 1e3:.1f}", f"{theirs / ours:.2f}"])
+        cases += [{"processes": nprocesses, **each} for each in in_job(nprocesses, sizes, rounds)]
     prose = "Medians of the first process. All processes share the cores."
-    columns = ["pattern", "processes", "m x k x n", "types", "jaxmp ms", "jnp ms", "jnp / jaxmp"]
-    return Report("Jobs of many processes", prose, [("", columns, rows)], {"cases": cases})
+    return Report("Jobs of many processes", prose, tables(cases), {"cases": cases})
 
 
 if __name__ == "__main__":

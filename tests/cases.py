@@ -223,7 +223,7 @@ CASES = (
     Case("ar-two-axes", "all_reduce", _XY, P(None, ("y", "x")), P(("y", "x"), None), _NONE, ("y", "x")),
     # Every matrix in blocks.
     Case("grid", "grid", _XY, P("x", "y"), P("x", "y"), P("x", "y"), ("x", "y")),
-    Case("grid-turned", "grid", _XY, P("y", "x"), P("y", "x"), P("y", "x"), ("y", "x")),
+    Case("grid-transposed", "grid", _XY, P("y", "x"), P("y", "x"), P("y", "x"), ("y", "x")),
     Case("grid-2x4", "grid", (("x", 2), ("y", 4)), P("x", "y"), P("x", "y"), P("x", "y"), ("x", "y")),
     Case("grid-4x2", "grid", (("x", 4), ("y", 2)), P("x", "y"), P("x", "y"), P("x", "y"), ("x", "y")),
     Case(

@@ -116,7 +116,7 @@ Status ZeroResults(const Plan& plan, const Buffers& buffers, abi::CUstream strea
 Status RunOnLocalRank(CudaSite& site, int local_rank, const Buffers& buffers, abi::CUstream stream) {
   Plan& plan = *site.plan;
   cuda::Watch& watch = site.communicator->rank_context(local_rank).watch();
-  JAXMP_ASSIGN_OR_RETURN(const Plan::Lease execution, plan.Take(local_rank, buffers, stream));
+  JAXMP_ASSIGN_OR_RETURN(const Plan::ExecutionHandle execution, plan.Take(local_rank, buffers, stream));
   JAXMP_RETURN_IF_ERROR(ZeroResults(plan, buffers, stream));
   JAXMP_RETURN_IF_ERROR(watch.Begin(stream));
   JAXMP_RETURN_IF_ERROR(plan.Run(local_rank, *execution, buffers, stream));

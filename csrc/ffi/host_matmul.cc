@@ -57,7 +57,7 @@ struct InFlightCall {
   explicit InFlightCall(std::shared_ptr<Plan> plan) : plan(std::move(plan)) {}
 
   std::shared_ptr<Plan> plan;
-  Plan::Lease execution;
+  Plan::ExecutionHandle execution;
   hostmp::Stream stream;
   Status status;
   std::optional<ffi::Promise> promise;

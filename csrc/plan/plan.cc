@@ -220,7 +220,7 @@ Status Plan::Invoke(Function function, const char* name, const LocalRank& local_
                name);
 }
 
-StatusOr<Plan::Lease> Plan::Take(int number, const Buffers& buffers, cudaStream_t stream) {
+StatusOr<Plan::ExecutionHandle> Plan::Take(int number, const Buffers& buffers, cudaStream_t stream) {
   LocalRank& local_rank = *local_ranks_[static_cast<size_t>(number)];
   if (!local_rank.is_made) JAXMP_RETURN_IF_ERROR(MakeLocalRank(number, buffers, stream));
   std::unique_ptr<ExecutionContext> execution;
@@ -236,7 +236,7 @@ StatusOr<Plan::Lease> Plan::Take(int number, const Buffers& buffers, cudaStream_
   }
   // A plan that is only described, never run, costs no workspace.
   JAXMP_RETURN_IF_ERROR(TakeWorkspace(number, *execution));
-  return Lease(execution.release(), ReturnExecutionContext{this, number});
+  return ExecutionHandle(execution.release(), ReturnExecutionContext{this, number});
 }
 
 void Plan::TakeBack(int number, ExecutionContext* execution) {

@@ -46,10 +46,10 @@ class Plan {
     int local_rank = 0;
     void operator()(ExecutionContext* execution) const { plan->TakeBack(local_rank, execution); }
   };
-  using Lease = std::unique_ptr<ExecutionContext, ReturnExecutionContext>;  // must not outlive the plan
+  using ExecutionHandle = std::unique_ptr<ExecutionContext, ReturnExecutionContext>;  // must not outlive the plan
 
   // Makes the objects of the local rank where that is still to be done, with the buffers and the stream of this call.
-  StatusOr<Lease> Take(int local_rank, const Buffers& buffers, abi::cudaStream_t stream);
+  StatusOr<ExecutionHandle> Take(int local_rank, const Buffers& buffers, abi::cudaStream_t stream);
 
   // Starts this rank's part of the product on the stream. Everything that `buffers` points to must stay until the
   // stream has completed, and so must the execution context, unless the next call that takes it comes behind this one

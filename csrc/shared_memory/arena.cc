@@ -184,11 +184,10 @@ Status ShareArena(int process, const std::string& described) {
   if (opened < 0) return FailedPrecondition("jaxmp: cannot open " + path + ": " + why());
   const Status is_another =
       FailedPrecondition("jaxmp: " + path + " is not the memory of process " + std::to_string(process));
-  if (lseek(opened, 0, SEEK_END) < static_cast<off_t>(bytes)) {
-    close(opened);
-    return is_another;
-  }
-  StatusOr<Mapping> mapping = map(opened, bytes);
+  // A false size reserves no addresses.
+  const off_t length = lseek(opened, 0, SEEK_END);
+  StatusOr<Mapping> mapping = is_another;
+  if (length >= 0 && static_cast<size_t>(length) >= bytes) mapping = map(opened, bytes);
   close(opened);
   if (!mapping.ok()) return mapping.status();
   if (reinterpret_cast<const ArenaHead*>(mapping->base)->number != number) {

@@ -1,4 +1,5 @@
-// Plans on hostmp: a used plan answers as a fresh one, leases are reused, capabilities and refusals are heeded.
+// Plans on hostmp: a used plan answers as a fresh one, execution contexts are reused, capabilities and refusals are
+// heeded.
 #include <array>
 #include <atomic>
 #include <future>
@@ -53,7 +54,7 @@ StatusOr<std::shared_ptr<Plan>> MakePlan(const MpApi& api, const Problem& proble
 std::string RunOnce(Plan& plan, tests::World& world) {
   hostmp::Rendezvous rendezvous;
   std::vector<std::unique_ptr<Completion>> completions;
-  std::vector<Plan::Lease> leases;
+  std::vector<Plan::ExecutionHandle> handles;
   for (int rank = 0; rank < plan.nranks(); ++rank) {
     const size_t r = static_cast<size_t>(rank);
     completions.push_back(std::make_unique<Completion>(&rendezvous, 0));
@@ -63,10 +64,10 @@ std::string RunOnce(Plan& plan, tests::World& world) {
     buffers.c = plan.problem().has_c() ? world.d[r].data() : nullptr;
     buffers.d = world.d[r].data();
     const abi::cudaStream_t stream = hostmp::as_stream(&completions.back()->stream);
-    StatusOr<Plan::Lease> lease = plan.Take(rank, buffers, stream);
-    if (!lease.ok()) return lease.status().message();
-    leases.push_back(std::move(*lease));
-    const Status status = plan.Run(rank, *leases.back(), buffers, stream);
+    StatusOr<Plan::ExecutionHandle> handle = plan.Take(rank, buffers, stream);
+    if (!handle.ok()) return handle.status().message();
+    handles.push_back(std::move(*handle));
+    const Status status = plan.Run(rank, *handles.back(), buffers, stream);
     if (!status.ok()) return status.message();
   }
   std::string first;
@@ -213,10 +214,10 @@ void SlotsAreReusedAndGrowOnlyWithConcurrentCalls() {
   }
   CHECK_EQ(handles_made.load(), 2);
   {
-    const Plan::Lease held = *plan->Take(0, {}, nullptr), another = *plan->Take(0, {}, nullptr);
+    const Plan::ExecutionHandle held = *plan->Take(0, {}, nullptr), another = *plan->Take(0, {}, nullptr);
     CHECK_EQ(handles_made.load(), 3);
   }
-  const Plan::Lease again = *plan->Take(0, {}, nullptr), more = *plan->Take(0, {}, nullptr);
+  const Plan::ExecutionHandle again = *plan->Take(0, {}, nullptr), more = *plan->Take(0, {}, nullptr);
   CHECK_EQ(handles_made.load(), 3);
 }
 

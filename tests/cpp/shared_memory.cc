@@ -58,7 +58,10 @@ void WhatIsNotThereIsRefused() {
   std::sscanf(OwnArena()->c_str(), "%d %d", &pid, &fd);
   const std::string place = std::to_string(pid) + " " + std::to_string(fd);
   CHECK_CONTAINS(ShareArena(1, place + " 4096 5").message(), "is not the memory of process 1");
-  CHECK_CONTAINS(ShareArena(1, place + " 9000000000000 5").message(), "is not the memory of process 1");
+  for (const char* size : {"9000000000000", "18446744073709551615"}) {
+    CHECK_CONTAINS(ShareArena(1, place + " " + size + " 5").message(), "is not the memory of process 1");
+  }
+  CHECK_CONTAINS(ShareArena(1, place + " 0 5").message(), "cannot map shared memory");
 }
 
 void AnotherProcessReadsWhatThisOneWrites() {

@@ -23,7 +23,7 @@ import jaxmp
 from jaxmp import Epilog
 from jaxmp._src.lowering import backend
 from jaxmp._src.lowering.legalize import why_card_refuses
-from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.runtime import jax_lowering, native
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, ScaleModes
 
 __all__ = ["cards"]  # a fixture
@@ -172,7 +172,7 @@ def required(cards, monkeypatch):
     primitives = []
     cards("9.0")
     monkeypatch.setattr(native, "register", lambda: None)
-    monkeypatch.setattr(jax_compat, "require_devices", primitives.extend)
+    monkeypatch.setattr(jax_lowering, "require_devices", primitives.extend)
     return primitives
 
 
@@ -196,7 +196,7 @@ def test_meshes_of_one_shape_have_lowerings_of_their_own(scope, cards, monkeypat
     require_devices(8)
     cards("9.0")
     monkeypatch.setattr(native, "register", lambda: None)
-    dispatch = jax_compat._dispatch
+    dispatch = jax_lowering._dispatch
     monkeypatch.setattr(dispatch, "prim_requires_devices_during_lowering", set())  # as in a process of its own
     product = jax.jit(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")))
     for order in ([0, 1, 2, 3], [4, 5, 6, 7], [3, 2, 1, 0], [0, 1, 2, 3]):
@@ -336,7 +336,7 @@ def test_explain_tells_what_cublasmp_will_be_asked(sharded, cards, monkeypatch):
     assert str(explanation).endswith("cuBLASMp logged: [cublasMpMatmul] Using AllGather + Matmul")
 
 
-def test_explain_names_the_route_of_an_all_reduce(sharded, cards, monkeypatch):
+def test_explain_names_the_form_of_an_all_reduce(sharded, cards, monkeypatch):
     cards("9.0")
     monkeypatch.setattr(native.jax_compat, "default_platform", lambda: "cuda")
     a, b = sharded((8, 16), None, "y"), sharded((16, 12), "y", None)

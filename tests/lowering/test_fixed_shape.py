@@ -25,7 +25,7 @@ from jaxmp import CommOptions, Epilog, Scaling, testing
 from jaxmp._src.lowering import backend, fixed_shape, rules
 from jaxmp._src.lowering.legalize import Capabilities
 from jaxmp._src.primitive import primitives
-from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.runtime import jax_compat, jax_lowering, native
 from jaxmp._src.spec import matmul_spec
 
 __all__ = ["cards"]  # a fixture
@@ -54,7 +54,7 @@ def in_tiles(monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(rules, "custom_call", uniform)
             patch.setattr(backend, "capabilities_of", lambda library: Capabilities())
-            jax.clear_caches()  # the route is taken at lowering
+            jax.clear_caches()  # the form of the call is chosen at lowering
             try:
                 return jax.tree.map(np.asarray, f(*args))
             finally:
@@ -376,7 +376,7 @@ def test_a_program_for_cuda_belongs_to_no_devices(mesh_of, cards, monkeypatch):
     cards("9.0")
     monkeypatch.setattr(native, "register", lambda: None)
     required = []
-    monkeypatch.setattr(jax_compat, "require_devices", required.extend)
+    monkeypatch.setattr(jax_lowering, "require_devices", required.extend)
     mesh = mesh_of({"y": 4})
     x = jax.ShapeDtypeStruct((8, 8), jnp.float32, sharding=NamedSharding(mesh, P("y", None)))
     with jax.set_mesh(mesh):

@@ -1,7 +1,7 @@
-"""The decisions ahead of a call, apart from any device: shardings to patterns, integer maths of blocks, routes.
+"""The decisions ahead of a call, apart from any device: shardings to patterns, integer maths of blocks, legal forms.
 
 Each is checked against an oracle of its own: the sharding rule against what it must mean (a brute force over devices),
-numroc and local_to_global against dealing blocks out by hand, routes against the capabilities that they may use.
+numroc and local_to_global against dealing blocks out by hand, legal forms against the capabilities that they may use.
 """
 
 import functools

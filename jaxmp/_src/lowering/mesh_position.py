@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 from jax.extend.mlir.dialects import stablehlo
 
-from jaxmp._src.runtime import jax_compat
-from jaxmp._src.runtime.jax_compat import mlir
+from jaxmp._src.runtime import jax_compat, jax_lowering
+from jaxmp._src.runtime.jax_lowering import mlir
 
 Axes = tuple[tuple[str, int], ...]
 
@@ -30,8 +30,8 @@ def _type(*, axes: Axes) -> jax.core.ShapedArray:
     return jax.core.ShapedArray((), np.dtype(np.uint32))
 
 
-def _lower(ctx: jax_compat.LoweringContext, *, axes: Axes) -> Any:
-    mesh = jax_compat.manual_mesh(ctx)
+def _lower(ctx: jax_lowering.LoweringContext, *, axes: Axes) -> Any:
+    mesh = jax_lowering.manual_mesh(ctx)
     if mesh is not None and tuple(mesh.shape.items()) == axes:
         return [stablehlo.partition_id()]
 

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxmp._src.runtime import jax_compat, jax_partitioner, native
+from jaxmp._src.runtime import jax_lowering, jax_partitioner, native
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.matmul_spec import MatmulSpec, extents
@@ -157,15 +157,15 @@ def _fields_of(x: Any) -> dict[str, Any]:
     return {field.name: getattr(x, field.name) for field in dataclasses.fields(x)}
 
 
-def site(ctx: jax_compat.LoweringContext, axes: MeshAxes, group_axes: tuple[str, ...]) -> Site | None:
+def site(ctx: jax_lowering.LoweringContext, axes: MeshAxes, group_axes: tuple[str, ...]) -> Site | None:
     """The site that a lowering rule is at, of a call over `group_axes`; None where it needs no barrier."""
     if not native.has_barrier() or jax.process_count() == 1:
         return None
-    mesh = jax_compat.lowering_mesh(ctx)
+    mesh = jax_lowering.lowering_mesh(ctx)
     found = span(axes, group_axes, mesh)
     if found is None or found.group_processes == 1:
         return None
     is_placed = mesh is not None and tuple(mesh.shape.items()) == axes
     shares_memory = is_placed and native.shared_processes().issuperset(found.processes)
-    index = jax_compat.next_index(ctx, "jaxmp_process_barrier")
-    return Site(found, jax_compat.program_name(ctx), index, axes, shares_memory)
+    index = jax_lowering.next_index(ctx, "jaxmp_process_barrier")
+    return Site(found, jax_lowering.program_name(ctx), index, axes, shares_memory)

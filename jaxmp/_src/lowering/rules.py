@@ -31,8 +31,8 @@ from jaxmp._src.primitive.primitives import (
     matmul_p,
     needs_devices,
 )
-from jaxmp._src.runtime import jax_compat
-from jaxmp._src.runtime.jax_compat import mlir
+from jaxmp._src.runtime import jax_compat, jax_lowering
+from jaxmp._src.runtime.jax_lowering import mlir
 from jaxmp._src.spec.activations import multiply_by_slope
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, operations
 
@@ -177,12 +177,12 @@ def _host_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
 # Rules of the primitives ------------------------------------------------------------------------------------------
 
 
-def _rule(platform: str, is_multiple: bool) -> jax_compat.LoweringRule:
-    def rule(ctx: jax_compat.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
-        mesh = jax_compat.lowering_mesh(ctx)
-        a, b = jax_compat.operand_types(ctx)[:2]
+def _rule(platform: str, is_multiple: bool) -> jax_lowering.LoweringRule:
+    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
+        mesh = jax_lowering.lowering_mesh(ctx)
+        a, b = jax_lowering.operand_types(ctx)[:2]
         call = resolve(spec, a, b, platform, process_barrier.group_processes(spec, mesh))
-        is_named = call.implementation == "cublasmp" and not jax_compat.is_for_export(ctx)
+        is_named = call.implementation == "cublasmp" and not jax_lowering.is_for_export(ctx)
         devices = _devices_of(spec, mesh) if is_named else ()
         is_barred = platform == "cpu" and call.implementation != "host"
         site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
@@ -202,12 +202,12 @@ def _rule(platform: str, is_multiple: bool) -> jax_compat.LoweringRule:
     return rule
 
 
-def _batched_rule(platform: str, primitive: jax_compat.Primitive) -> jax_compat.LoweringRule:
+def _batched_rule(platform: str, primitive: jax_compat.Primitive) -> jax_lowering.LoweringRule:
     one, is_multiple = batched_matmul.ONE[primitive], primitive.multiple_results
 
-    def rule(ctx: jax_compat.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
-        a, b = map(jax_compat.without_front, jax_compat.operand_types(ctx)[:2])
-        nprocesses = process_barrier.group_processes(spec, jax_compat.lowering_mesh(ctx))
+    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
+        a, b = map(jax_compat.without_front, jax_lowering.operand_types(ctx)[:2])
+        nprocesses = process_barrier.group_processes(spec, jax_lowering.lowering_mesh(ctx))
         work = operations(spec, a.shape, b.shape)
         _, is_one_product = backend.choose_for_batch(spec, platform, nprocesses, (a.dtype, b.dtype), work)
         is_barred = platform == "cpu" and is_one_product
@@ -238,7 +238,7 @@ def _activation_grad(
     return emit(call, jnp.zeros(call.a.shape, t.dtype), jnp.zeros(call.b.shape, t.dtype), t, aux)[0]
 
 
-def _activation_grad_rule(platform: str) -> jax_compat.LoweringRule:
+def _activation_grad_rule(platform: str) -> jax_lowering.LoweringRule:
     return mlir.lower_fun(functools.partial(_activation_grad, platform=platform), multiple_results=False)
 
 
@@ -265,7 +265,7 @@ def _barrier(
 
 
 def _process_barrier_rule(
-    ctx: jax_compat.LoweringContext,
+    ctx: jax_lowering.LoweringContext,
     x: Any,
     *,
     mesh: process_barrier.MeshAxes,
@@ -291,11 +291,11 @@ def _devices_of(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int, 
         return ()
     devices = process_barrier.mesh_devices(spec, mesh)
     if devices:  # binding has asked for them, unless the backend has started since
-        jax_compat.require_devices(ON_DEVICES)
+        jax_lowering.require_devices(ON_DEVICES)
     return devices
 
 
-def _register(primitive: jax_compat.Primitive, rule_of: Callable[[str], jax_compat.LoweringRule]) -> None:
+def _register(primitive: jax_compat.Primitive, rule_of: Callable[[str], jax_lowering.LoweringRule]) -> None:
     for platform in ("other", "cpu", "cuda"):
         mlir.register_lowering(primitive, rule_of(platform), platform=None if platform == "other" else platform)
 

@@ -24,7 +24,7 @@ from jax import lax
 
 from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.collectives import cast_varying
-from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.runtime import jax_compat, jax_lowering, native
 from jaxmp._src.spec import low_precision, process_grid
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import (
@@ -115,7 +115,7 @@ def bind(
     primitive = AUTO_TWIN[primitive] if auto else primitive
     primitive = BATCHED[primitive] if batched else primitive
     if needs_devices(spec):  # ahead of the lowering, for JAX looks for it there
-        jax_compat.require_devices(ON_DEVICES)
+        jax_lowering.require_devices(ON_DEVICES)
     outputs = primitive.bind(a, b, *map(extra.__getitem__, spec.operand_names), spec=spec)
     return dict(zip(spec.output_names, [outputs] if is_bilinear else outputs, strict=True))
 

@@ -1,4 +1,4 @@
-"""The only user of `jax._src` and of JAX version tests, with `jax_partitioner` and `jax_tracing`."""
+"""The only user of `jax._src` and of JAX version tests, with `jax_lowering`, `jax_partitioner` and `jax_tracing`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import pathlib
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
 import jax
@@ -25,14 +25,13 @@ from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import mesh as _mesh
 from jax._src import shard_map as _shard_map
-from jax._src import sharding_impls as _sharding_impls
 from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
 from jax._src import util as _util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _pe
 from jax.extend.core import Primitive
-from jax.interpreters import batching, mlir, xla
+from jax.interpreters import batching, xla
 from jax.typing import DTypeLike
 
 from jaxmp._src.runtime import source_lines
@@ -44,9 +43,6 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 
 F = TypeVar("F", bound=Callable[..., Any])
 Jaxpr = _core.Jaxpr
-LoweringContext = mlir.LoweringRuleContext
-# Takes and gives MLIR values.
-LoweringRule = Callable[..., Any]
 # Coordinator address, number of processes, process id, local device ids.
 Processes = tuple[str | None, int | None, int | None, Sequence[int] | None]
 
@@ -160,63 +156,6 @@ def cache_in_context(capacity: int) -> Callable[[F], F]:
     return cast(Callable[[F], F], _util.cache(max_size=capacity))
 
 
-# Lowering across processes --------------------------------------------------------------------------------------
-
-
-def require_devices(primitives: Collection[Primitive]) -> None:
-    """From here on a lowering of these serves only the devices for which it is made, and finds them (`lowering_mesh`).
-
-    JAX forgets them inside a shard_map over an abstract mesh, as operands on a mesh of explicit axes bring it where no
-    jax.set_mesh is around.
-    """
-    known = _dispatch.prim_requires_devices_during_lowering
-    if known.issuperset(primitives):
-        return
-    known.update(primitives)
-    _dispatch.jaxpr_has_prim_requiring_devices.cache_clear()  # programs that were asked before
-    rule = mlir._lowerings[_shard_map.shard_map_p].rule
-    if not hasattr(rule, "__wrapped__"):
-        mlir.register_lowering(_shard_map.shard_map_p, _on_concrete_mesh(rule))
-
-
-def _on_concrete_mesh(rule: LoweringRule) -> LoweringRule:
-    """The rule of shard_map, in the scope of the mesh with its devices, where the program that is being lowered has
-    them."""
-
-    @functools.wraps(rule)
-    def lower(ctx: LoweringContext, *nodes: Any, mesh: Any, **params: Any) -> Any:
-        devices = getattr(ctx.module_context.axis_context, "device_assignment", None)
-        if devices is None or len(devices) != mesh.size or ambient_mesh() is not None:
-            return rule(ctx, *nodes, mesh=mesh, **params)
-        concrete = jax.sharding.Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names)
-        with _sharding_impls._internal_use_concrete_mesh(concrete):
-            return rule(ctx, *nodes, mesh=mesh, **params)
-
-    return lower
-
-
-def lowering_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | None:
-    """The mesh with its devices for which a lowering rule runs, or None where JAX does not know them yet."""
-    axes = ctx.module_context.axis_context
-    mesh = axes.mesh if isinstance(axes, _sharding_impls.SPMDAxisContext) else None
-    return mesh if isinstance(mesh, jax.sharding.Mesh) else ambient_mesh()
-
-
-def operand_types(ctx: LoweringContext) -> Sequence[jax.core.ShapedArray]:
-    """The types of what is lowered."""
-    return cast(Sequence[jax.core.ShapedArray], ctx.avals_in)
-
-
-def device_count(ctx: LoweringContext) -> int:
-    """The number of devices that the program which is being lowered is for."""
-    return getattr(ctx.module_context.axis_context, "num_devices", 1)
-
-
-def partitions_without_shardy(ctx: LoweringContext) -> bool:
-    """Whether the program that is being lowered is for several devices, and not for XLA's Shardy partitioner."""
-    return not getattr(jax.config, "jax_use_shardy_partitioner", True) and device_count(ctx) != 1
-
-
 def ambient_mesh() -> jax.sharding.Mesh | None:
     """The mesh of `jax.set_mesh`."""
     mesh = _mesh.get_concrete_mesh()
@@ -236,50 +175,6 @@ def off_explicit_mesh() -> contextlib.AbstractContextManager[Any]:
     is_explicit = any(kind == jax.sharding.AxisType.Explicit for kind in kinds)
     empty = jax.sharding.AbstractMesh((), ())
     return jax.sharding.use_abstract_mesh(empty) if is_explicit else contextlib.nullcontext()
-
-
-def global_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | None:
-    """The mesh over which the global arrays of the program that is being lowered lie, where JAX knows of one."""
-    axes = ctx.module_context.axis_context
-    mesh, devices = getattr(axes, "abstract_mesh", None), getattr(axes, "device_assignment", None)
-    if mesh is None or mesh.empty or devices is None:
-        return ambient_mesh()
-    return jax.sharding.Mesh(np.array(devices).reshape(mesh.axis_sizes), mesh.axis_names)
-
-
-def is_for_export(ctx: LoweringContext) -> bool:
-    """Whether the program that is being lowered is to run elsewhere."""
-    return bool(ctx.module_context.lowering_parameters.for_export)
-
-
-def platform(ctx: LoweringContext) -> str:
-    """The platform for which a lowering rule runs, the first of several for which there is no rule of their own."""
-    return str((ctx.platforms or ctx.module_context.platforms)[0])
-
-
-def is_on_shards(ctx: LoweringContext) -> bool:
-    """Whether what is being lowered is one device's part: of one device, or inside shard_map over every axis."""
-    return manual_mesh(ctx) is not None or device_count(ctx) == 1
-
-
-def manual_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | jax.sharding.AbstractMesh | None:
-    """The mesh of a shard_map over every axis, for a lowering rule inside it; None elsewhere."""
-    axes = ctx.module_context.axis_context
-    if not isinstance(axes, _sharding_impls.SPMDAxisContext) or set(axes.manual_axes) != set(axes.mesh.axis_names):
-        return None
-    return axes.mesh
-
-
-def program_name(ctx: LoweringContext) -> str:
-    """The name of the module that is being lowered."""
-    return str(ctx.module_context.module.operation.attributes["sym_name"]).strip('"')
-
-
-def next_index(ctx: LoweringContext, key: str) -> int:
-    """How often this was asked in the module that is being lowered; the order of lowering is that of the program."""
-    counters = ctx.module_context.cached_primitive_lowerings
-    counters[key] = counters.get(key, -1) + 1
-    return int(counters[key])
 
 
 # The user's line -------------------------------------------------------------------------------------------------
@@ -405,8 +300,6 @@ def translate_errors(
 
 __all__ = [
     "Jaxpr",
-    "LoweringContext",
-    "LoweringRule",
     "Primitive",
     "Processes",
     "abandon_distributed",
@@ -416,27 +309,14 @@ __all__ = [
     "cache_in_context",
     "default_platform",
     "detect_processes",
-    "device_count",
     "distributed_client",
     "explicit_batch_axes",
-    "global_mesh",
     "hides_frames",
-    "is_for_export",
-    "is_on_shards",
     "is_vma_checked",
-    "lowering_mesh",
     "make_primitive",
-    "manual_mesh",
     "mesh_axes",
-    "mlir",
-    "next_index",
     "off_explicit_mesh",
-    "operand_types",
-    "partitions_without_shardy",
-    "platform",
-    "program_name",
     "register_nan_checks",
-    "require_devices",
     "scan_counts",
     "subjaxprs",
     "traced_line",

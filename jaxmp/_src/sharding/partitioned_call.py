@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._src.runtime import jax_compat, jax_partitioner, native
+from jaxmp._src.runtime import jax_lowering, jax_partitioner, native
 from jaxmp._src.runtime.jax_partitioner import Global, OnShards
 from jaxmp._src.spec.options import Mesh
 
@@ -26,18 +26,18 @@ Placed = tuple[Callable[..., Any], Sequence[Any], Sequence[Any]]
 
 
 def lower(
-    ctx: jax_compat.LoweringContext, operands: Sequence[Any], call: dict[str, Any], sharding_rule: str
+    ctx: jax_lowering.LoweringContext, operands: Sequence[Any], call: dict[str, Any], sharding_rule: str
 ) -> Sequence[Any]:
     """The results of a call that is to be partitioned; `call` describes it by JSON values."""
     native.register()  # the executable may come from a cache, and then nothing asks us
-    mesh = jax_compat.global_mesh(ctx)
+    mesh = jax_lowering.global_mesh(ctx)
     described: dict[str, Any] = {
         "call": call,
-        "platform": jax_compat.platform(ctx),
+        "platform": jax_lowering.platform(ctx),
         "mesh": [] if mesh is None else list(mesh.shape.items()),
         "x64": bool(jax.config.read("jax_enable_x64")),
     }
-    if mesh is not None and not jax_compat.is_for_export(ctx):
+    if mesh is not None and not jax_lowering.is_for_export(ctx):
         described["devices"] = [device.id for device in mesh.devices.flat]
     text = json.dumps(described, sort_keys=True)
     return jax_partitioner.partitioned_call(ctx, operands, target=TARGET, text=text, sharding_rule=sharding_rule)

@@ -35,8 +35,8 @@ from jaxmp._src.primitive.primitives import (
     matmul_epilog_p,
     matmul_p,
 )
-from jaxmp._src.runtime import jax_compat
-from jaxmp._src.runtime.jax_compat import mlir
+from jaxmp._src.runtime import jax_compat, jax_lowering
+from jaxmp._src.runtime.jax_lowering import mlir
 from jaxmp._src.runtime.jax_partitioner import Global
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import partitioned_call
@@ -207,8 +207,8 @@ def _place(call: dict[str, Any], mesh: Mesh, args: Sequence[Global], results: Se
 def _register_batched(primitive: jax_compat.Primitive, of_devices: jax_compat.Primitive) -> None:
     """A batch of products of global arrays is XLA's to partition; on one device it is a batch as any other."""
 
-    def rule(ctx: jax_compat.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
-        if jax_compat.device_count(ctx) > 1:
+    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
+        if jax_lowering.device_count(ctx) > 1:
             return _lower_to_xla(ctx, nodes, of_devices, spec)
         return _lower_as(ctx, nodes, of_devices, spec=spec)
 
@@ -220,14 +220,14 @@ def _register(
 ) -> None:
     """Lower `primitive` to a call that XLA partitions; on shards it is the primitive `of_devices`."""
 
-    def rule(ctx: jax_compat.LoweringContext, *nodes: Any, spec: MatmulSpec, **params: Any) -> Any:
-        if jax_compat.is_on_shards(ctx):
+    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec, **params: Any) -> Any:
+        if jax_lowering.is_on_shards(ctx):
             return _lower_as(ctx, nodes, of_devices, spec=spec, **params)
-        types = jax_compat.operand_types(ctx)
+        types = jax_lowering.operand_types(ctx)
         if not all(isinstance(extent, int) for x in types for extent in x.shape):
-            resolve(spec, types[0], types[1], jax_compat.platform(ctx), 1)  # raises where a library was asked for
+            resolve(spec, types[0], types[1], jax_lowering.platform(ctx), 1)  # raises where a library was asked for
             return _lower_to_xla(ctx, nodes, of_devices, spec, **params)
-        if jax_compat.partitions_without_shardy(ctx):
+        if jax_lowering.partitions_without_shardy(ctx):
             raise NotImplementedError(
                 "jaxmp.matmul: on automatic axes it is XLA's Shardy partitioner that chooses, and "
                 "jax_use_shardy_partitioner is off; turn it on, pass in_shardings, or use explicit axes"
@@ -240,7 +240,7 @@ def _register(
 
 
 def _lower_to_xla(
-    ctx: jax_compat.LoweringContext,
+    ctx: jax_lowering.LoweringContext,
     nodes: Sequence[Any],
     of_devices: jax_compat.Primitive,
     spec: MatmulSpec,
@@ -254,7 +254,7 @@ def _lower_to_xla(
 
 
 def _lower_as(
-    ctx: jax_compat.LoweringContext, nodes: Sequence[Any], primitive: jax_compat.Primitive, **params: Any
+    ctx: jax_lowering.LoweringContext, nodes: Sequence[Any], primitive: jax_compat.Primitive, **params: Any
 ) -> Any:
     body = functools.partial(primitive.bind, **params)
     return mlir.lower_fun(body, multiple_results=primitive.multiple_results)(ctx, *nodes)
