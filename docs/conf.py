@@ -213,12 +213,27 @@ def without_overloads(analyze):
     return analyzed
 
 
+def break_cells(app, pagename, templatename, context, doctree):
+    """Cells of tables in which a long name may break behind a separator, and a pair of types does not."""
+
+    def broken(match: re.Match[str]) -> str:
+        start, name, end = match.groups()
+        return start + re.sub(r"(::|[/_.(=])(?=\w|&quot;)", r"\1<wbr>", name) + end if len(name) > 20 else match.group()
+
+    def of_cell(match: re.Match[str]) -> str:
+        cell = re.sub(r'(<span class="pre">)([^<]+)(</span>)', broken, match.group())
+        return re.sub(r"\w+ -&gt; \w+", r'<span class="unbroken">\g<0></span>', cell)
+
+    context["body"] = re.sub(r"<td>.*?</td>", of_cell, context.get("body", ""), flags=re.S)
+
+
 def setup(app):
     """Draw the pictures, and register the hooks above."""
     # In a process of its own, for this one may fork, and JAX has threads.
     subprocess.run([sys.executable, ROOT / "benchmarks" / "plots.py", ROOT / "docs" / "pictures"], check=True)
     ModuleAnalyzer.analyze = without_overloads(ModuleAnalyzer.analyze)
     app.connect("source-read", read_page)
+    app.connect("html-page-context", break_cells)
     app.connect("autodoc-process-signature", read_signature)
     app.connect("autodoc-process-docstring", read_docstring, priority=100)  # ahead of napoleon
     return {"parallel_read_safe": True}

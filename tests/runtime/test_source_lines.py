@@ -3,14 +3,17 @@
 IPython is no dependency of the tests, so a module with its documented `format_code_name` takes its place.
 """
 
+import inspect
 import sys
 import types
 
+import equinox
 import jax
 import pytest
+from flax import nnx
 
 import jaxmp
-from jaxmp._src.runtime.source_lines import line_name
+from jaxmp._src.runtime.source_lines import is_of_library, line_name
 
 KERNEL = "/tmp/ipykernel_123/456.py"
 
@@ -54,6 +57,33 @@ def test_outside_of_a_shell_ipython_has_none(monkeypatch):
     module.get_ipython = lambda: None
     monkeypatch.setitem(sys.modules, "IPython", module)
     assert line_name(KERNEL, 2) == "cell:2"
+
+
+@pytest.mark.parametrize(
+    ("file", "is_library"),
+    {
+        "/venv/lib/python3.12/site-packages/flax/nnx/nn/linear.py": True,
+        "/usr/lib/python3/dist-packages/equinox/nn/_linear.py": True,
+        r"C:\venv\Lib\site-packages\optax\_src\update.py": True,
+        "/venv/lib/python3.12/site-packages/models/flax/layers.py": False,
+        "/home/me/flax/train.py": False,
+    }.items(),
+)
+def test_files_of_libraries(file, is_library):
+    assert is_of_library(file) == is_library
+
+
+def test_a_layer_of_flax_and_of_equinox_has_the_line_that_calls_it():
+    graph, params = nnx.split(nnx.Linear(8, 8, rngs=nnx.Rngs(0)))
+    layer = equinox.nn.Linear(8, 8, key=jax.random.key(0))
+
+    def program(params, layer, x):
+        y = nnx.merge(graph, params)(x)
+        return jax.vmap(layer)(y)
+
+    first = inspect.getsourcelines(program)[1]
+    rows = jaxmp.explain(jaxmp.fuse(program), quiet=True)(params, layer, jax.ShapeDtypeStruct((4, 8), "float32")).rows
+    assert [row.line for row in rows] == [f"test_source_lines.py:{first + 1}", f"test_source_lines.py:{first + 2}"]
 
 
 def test_explain_in_a_cell(monkeypatch):

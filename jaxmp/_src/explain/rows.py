@@ -67,7 +67,8 @@ class Row:
       mesh: every axis of the mesh as (name, size), of which the last varies fastest from device to device.
       placement: the axes that shard op(a) (m, k), op(b) (k, n) and d (m, n), each as (of its rows, of its columns), as
         the call computes them; empty for a collective, and where the mesh is not known.
-      line: the line of the program that calls it, "train.py:41": for a gradient, that of the call whose gradient it is.
+      line: the line of the program that calls it, "train.py:41": for a gradient, that of the call whose gradient it is;
+        for a layer of Flax, Equinox or Haiku, the line that calls the layer.
     """
 
     operation: str

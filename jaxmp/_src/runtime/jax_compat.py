@@ -193,16 +193,29 @@ def hides_frames(fn: F) -> F:
 
 
 def traced_line(eqn: _core.JaxprEqn) -> str:
-    """The line of the user's program at which an equation was traced, "train.py:41"; empty where it is not known."""
-    frame = _source_info_util.user_frame(eqn.source_info.traceback)
-    return "" if frame is None else source_lines.line_name(frame.file_name, frame.start_line)
+    """The line of the user's program at which an equation was traced, "train.py:41"; empty where it is not known.
+
+    Files of jaxmp, of JAX and of libraries of layers are passed over, the last where a file of another kind calls them.
+    """
+    place = _user_place(eqn.source_info.traceback)
+    return "" if place is None else source_lines.line_name(*place)
+
+
+@functools.lru_cache(maxsize=1024)
+def _user_place(traceback: Any) -> tuple[str, int] | None:
+    frames = _source_info_util.user_frames(traceback)
+    places = [(frame.file_name, frame.start_line) for frame in frames if not frame.file_name.startswith(_PACKAGE)]
+    outside = (place for place in places if not source_lines.is_of_library(place[0]))
+    return next(outside, places[0] if places else None)
 
 
 def user_line() -> str:
-    """The line of the user's program, "train.py:41", that is running; files of jaxmp and of JAX are passed over."""
+    """The line of the user's program, "train.py:41", that is running, with files passed over as by `traced_line`."""
     own = (_PACKAGE, os.path.dirname(jax.__file__) + os.sep)
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(own) or source_lines.is_of_library(frame.f_code.co_filename)
+    ):
         frame = frame.f_back
     return source_lines.line_name(frame.f_code.co_filename, frame.f_lineno)
 

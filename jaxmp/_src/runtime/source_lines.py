@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
 
 # What IPython and its kernel call the file of a cell.
 _CELL = re.compile(r"<ipython-input-(?P<number>\d+)-.*>|.*[/\\]ipykernel_\d+[/\\]\d+\.py")
+
+# Installed libraries that run layers of a user's model: their lines are the same for all layers of a kind.
+_LIBRARY = re.compile(r".*[/\\](?:site|dist)-packages[/\\](?:equinox|flax|haiku|optax)[/\\].*")
 
 
 def line_name(file: str, line: int) -> str:
@@ -16,6 +20,12 @@ def line_name(file: str, line: int) -> str:
         return f"{os.path.basename(file)}:{line}"
     number = cell["number"] or _execution_count(file)
     return f"cell {number}:{line}" if number else f"cell:{line}"
+
+
+@functools.cache
+def is_of_library(file: str) -> bool:
+    """Whether a file belongs to a library of layers or optimizers, whose caller has the line that a user looks for."""
+    return _LIBRARY.fullmatch(file) is not None
 
 
 def _execution_count(file: str) -> str:
