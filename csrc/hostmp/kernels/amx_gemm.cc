@@ -97,17 +97,18 @@ struct AmxKernel {
   int64_t b_bytes(int64_t cols, int64_t depth) const { return a_bytes(cols, depth); }
   int64_t own_bytes(int64_t, int64_t, int64_t) const { return 0; }
 
-  // Where rows are adjacent, every block of k is read along all micro-panels: long runs, because a large leading
-  // dimension puts each k on a page of its own.
+  // Where rows are adjacent, whole micro-panels are packed together (pack_bf16.h), as far as k fills whole blocks.
   void pack_a(const KBlock<Product>& block, int64_t top, int64_t rows, char* to) const {
+    const int64_t step = a_bytes(kTile, block.depth) / 4;
     for (const KSlice<Product>& slice : block) {
-      const int64_t step = slice.segment->trans_a == abi::CUBLAS_OP_N ? kTile : round_up(slice.depth, kTile);
-      for (int64_t at = 0; at < slice.depth; at += step) {
-        const Bf16View a = view_of_a({slice.segment, slice.k + at, 0, 0});
-        for (int64_t row = 0; row < rows; row += kTile) {
-          pack_by_pairs(a, top + row, rows - row, kTile, slice.depth - at, step / 2,
-                        words(to + a_bytes(row, block.depth)) + (slice.offset + at) / 2 * kTile);
-        }
+      const bool is_plain = slice.segment->trans_a == abi::CUBLAS_OP_N;
+      const int64_t panels = is_plain ? rows / kTile : 0, deep = slice.depth / kTile * kTile;
+      uint32_t* const lines = words(to) + slice.offset / 2 * kTile;
+      pack_panels_by_pairs(view_of_a(slice), top, panels, kTile, deep, step, lines);
+      for (int64_t panel = 0; panel < ceil_div(rows, kTile); ++panel) {
+        const int64_t row = panel * kTile, done = panel < panels ? deep : 0, left = slice.depth - done;
+        pack_by_pairs(view_of_a({slice.segment, slice.k + done, 0, 0}), top + row, rows - row, kTile, left,
+                      round_up(left, kTile) / 2, lines + panel * step + done / 2 * kTile);
       }
     }
   }
