@@ -65,6 +65,52 @@ def test_what_jax_takes_has_its_type_and_values(dtype):
         np.testing.assert_array_equal(np.asarray(g), np.asarray(w), err_msg=f"{dtype} to {out}")
 
 
+# Types that JAX multiplies with themselves and promotes beside others, and of which no kernel has a product.
+NARROW = ("int4", "uint4", "float8_e3m4", "float8_e4m3", "float8_e4m3b11fnuz", "float8_e4m3fnuz", "float8_e5m2fnuz")
+NARROW += ("float8_e8m0fnu",)
+
+
+@pytest.fixture
+def promotes():
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.usefixtures("promotes")
+@pytest.mark.parametrize("dtype", [*TYPES, *NARROW])
+def test_every_pair_of_types_is_promoted_as_jax_does(dtype):
+    for other in (*TYPES, *NARROW):
+        a, b = jax.ShapeDtypeStruct((4, 16), dtype), jax.ShapeDtypeStruct((16, 3), other)
+        try:
+            want = jax.eval_shape(jnp.matmul, a, b)
+        except (TypeError, ValueError):
+            continue
+        assert jax.eval_shape(jaxmp.matmul, a, b) == want, other
+
+
+PAIRS = [("int8", "bool"), ("bool", "int8"), ("uint4", "bool"), ("float8_e3m4", "int32")]
+PAIRS += [(name, name) for name in NARROW]
+
+
+@pytest.mark.usefixtures("promotes")
+@pytest.mark.parametrize(("dtype", "other"), PAIRS, ids=["-".join(pair) for pair in PAIRS])
+def test_products_of_narrow_types_are_those_of_jax(dtype, other, rng):
+    a = jnp.asarray(rng.integers(0, 8, (8, 16))).astype(dtype)
+    b = jnp.asarray(rng.integers(0, 3, (16, 8))).astype(other)  # sums beyond the narrow integers, which wrap around
+    bias = jnp.ones(8, jnp.matmul(a, b).dtype)
+
+    def run(module):
+        linear = jaxmp.linear if module is jaxmp else lambda a, b, bias: jnp.matmul(a, b) + bias[None]
+        return module.matmul(a, b), module.einsum("ij,jk->ki", a, b), module.matmul(a[0], b), linear(a, b, bias)
+
+    results = (jax.jit(functools.partial(run, module))() for module in (jaxmp, jnp))
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == want.dtype
+        got, want = (np.asarray(x).astype(np.float64) for x in (got, want))
+        step = 0.25 if jnp.issubdtype(bias.dtype, jnp.floating) else 0  # JAX may round more than once
+        np.testing.assert_allclose(got, want, rtol=step)
+
+
 def test_without_a_preferred_type_products_of_8_bits_are_those_of_jax(rng):
     for dtype in ("float8_e4m3fn", "float8_e5m2"):
         a, b = (jnp.asarray(rng.integers(-2, 3, (4, 4)), jnp.float32).astype(dtype) for _ in range(2))

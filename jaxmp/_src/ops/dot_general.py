@@ -153,11 +153,11 @@ def product(
             'interleaved; use jaxmp.matmul on matrices, or pass determinism="batch"'
         )
 
-    def multiply(lhs: Any, rhs: Any, options: dict[str, Any]) -> jax.Array:
+    def multiply(lhs: Any, rhs: Any, c: None, epilog_inputs: None, options: dict[str, Any]) -> jax.Array:
         return _product(name, lhs, rhs, numbers, options, out_sharding, in_shardings, mesh)
 
     are_rows = numbers.lhs_contract == (lhs.ndim - 1,) and numbers.rhs_contract == (rhs.ndim - 1,)
-    d: jax.Array = result_types.converted(multiply, lhs, rhs, options, are_rows=are_rows)
+    d: jax.Array = result_types.converted(multiply, lhs, rhs, None, None, options, are_rows=are_rows)
     return d
 
 

@@ -40,7 +40,7 @@ from jaxmp._src.spec.options import (
 )
 from jaxmp._src.spec.process_grid import BlockCyclic
 from jaxmp._src.validation import result_types
-from jaxmp._src.validation.arguments import SPEC_OPTIONS, added_arrays, validated
+from jaxmp._src.validation.arguments import SPEC_OPTIONS, validated
 from jaxmp._src.validation.operand_checks import as_array, check_array, check_conjugate, check_flag
 from jaxmp._src.validation.public import public
 
@@ -151,7 +151,7 @@ def matmul(
     """
     given = locals()
     are_blocks = isinstance(a, BlockCyclicArray) or isinstance(b, BlockCyclicArray)
-    if not are_blocks and (getattr(a, "ndim", 2) == 1 or getattr(b, "ndim", 2) not in (0, 2)):
+    if not are_blocks and (getattr(a, "ndim", 2) < 2 or getattr(b, "ndim", 2) != 2):
         return _contract(**given)
     result: jax.Array | WithResults | BlockCyclicArray = _multiply("matmul", **given)
     return result
@@ -217,12 +217,12 @@ def _multiply(
     if decided:
         return decided[0](*given.values())
 
-    def multiply(x: Any, y: Any, converted: dict[str, Any]) -> Any:
+    def multiply(x: Any, y: Any, c: Any, inputs: Any, converted: dict[str, Any]) -> Any:
         entry = decided if converted is options else None  # a call between conversions is no call of these operands
-        return product(name, x, y, c, epilog_inputs, converted, out_sharding, in_shardings, mesh, entry)
+        return product(name, x, y, c, inputs, converted, out_sharding, in_shardings, mesh, entry)
 
     are_rows = options["transpose_b"] and not options["transpose_a"]
-    return result_types.converted(multiply, a, b, options, are_rows=are_rows, added=added_arrays(c, epilog_inputs))
+    return result_types.converted(multiply, a, b, c, epilog_inputs, options, are_rows=are_rows)
 
 
 # Options that block-cyclic operands do not take.
@@ -314,7 +314,7 @@ def _activated(x: Any, w: Any, inputs: Any, f: activations.Function, options: di
     """`f` of the product and its bias."""
     x, w = map(as_array, (x, w))
 
-    def multiply(x: Any, w: Any, options: dict[str, Any]) -> jax.Array:
+    def multiply(x: Any, w: Any, c: None, inputs: Any, options: dict[str, Any]) -> jax.Array:
         spec, operands = validated(_LINEAR, x, w, None, inputs, options)
         activated.check_spec(_LINEAR, spec)
         shape = result_shape(spec, x, w)
@@ -323,9 +323,7 @@ def _activated(x: Any, w: Any, inputs: Any, f: activations.Function, options: di
         return activated.activated_call(call, f, operands)
 
     are_rows = options["transpose_b"] and not options["transpose_a"]
-    result: jax.Array = result_types.converted(
-        multiply, x, w, options, are_rows=are_rows, added=added_arrays(None, inputs)
-    )
+    result: jax.Array = result_types.converted(multiply, x, w, None, inputs, options, are_rows=are_rows)
     return result
 
 

@@ -24,7 +24,7 @@ from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.caller import operand_name
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
 from jaxmp._src.validation import result_types
-from jaxmp._src.validation.arguments import added_arrays, validated
+from jaxmp._src.validation.arguments import validated
 from jaxmp._src.validation.comm_options import check_comm_options, fit_comm_options
 from jaxmp._src.validation.operand_checks import as_array, check_all_reduce, check_relu_aux
 
@@ -89,13 +89,11 @@ def collective(
     group = group_on_axes(name, pattern, axis_names)
     a, b, c = map(as_array, (a, b, c))
 
-    def multiply(a: Any, b: Any, options: dict[str, Any]) -> Results:
+    def multiply(a: Any, b: Any, c: Any, epilog_inputs: Any, options: dict[str, Any]) -> Results:
         return _collective(name, group, a, b, c, epilog_inputs, options)
 
     are_rows = options["transpose_b"] and not options["transpose_a"]
-    result: Results = result_types.converted(
-        multiply, a, b, options, are_rows=are_rows, added=added_arrays(c, epilog_inputs)
-    )
+    result: Results = result_types.converted(multiply, a, b, c, epilog_inputs, options, are_rows=are_rows)
     return result
 
 

@@ -16,7 +16,8 @@ from jax import lax
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.low_precision import result_dtypes
 from jaxmp._src.spec.matmul_spec import INTEGERS, RESULT_TYPES
-from jaxmp._src.validation.operand_checks import is_array
+from jaxmp._src.validation.arguments import added_arrays
+from jaxmp._src.validation.operand_checks import as_array, is_array
 from jaxmp._src.validation.scale_checks import are_low_precision
 
 
@@ -32,6 +33,12 @@ class Conversion:
     def of_operand(self, x: Any) -> Any:
         return x if self.operand is None else jnp.asarray(x).astype(self.operand)
 
+    def of_added(self, x: Any) -> Any:
+        """An array that is added to the product: in the call's type where JAX promotes its own with no other."""
+        if not is_array(x) or x.dtype.name in RESULT_TYPES or x.dtype == np.int8:
+            return x
+        return jnp.asarray(x).astype(self.result)
+
     def of_result(self, d: jax.Array) -> jax.Array:
         if jnp.iscomplexobj(d) and not jnp.issubdtype(self.out, jnp.complexfloating):
             d = d.real
@@ -39,24 +46,27 @@ class Conversion:
 
 
 def converted(
-    multiply: Callable[[Any, Any, dict[str, Any]], Any],
+    multiply: Callable[[Any, Any, Any, Any, dict[str, Any]], Any],
     a: Any,
     b: Any,
+    c: Any,
+    epilog_inputs: Any,
     options: dict[str, Any],
     *,
     are_rows: bool,
-    added: Sequence[Any] = (),
 ) -> Any:
-    """`multiply(a, b, options)`, d or (d, {name: array}), with conversions where it has no kernel for the types.
+    """`multiply(a, b, c, epilog_inputs, options)`, d or (d, {name: array}), with conversions where it has no kernel for
+    the types.
 
     `are_rows`: whether both operands are stored along the contraction, as kernels of 8 bits and fewer take them.
-    `added`: the arrays that are added to the product.
     """
-    found = find(a, b, options, are_rows=are_rows, added=added)
+    found = find(a, b, options, are_rows=are_rows, added=added_arrays(c, epilog_inputs))
     if found is None:
-        return multiply(a, b, options)
+        return multiply(a, b, c, epilog_inputs, options)
+    if isinstance(epilog_inputs, Mapping) and "bias" in epilog_inputs:
+        epilog_inputs = {**epilog_inputs, "bias": found.of_added(as_array(epilog_inputs["bias"]))}
     options = options | {"preferred_element_type": found.result}
-    result = multiply(found.of_operand(a), found.of_operand(b), options)
+    result = multiply(found.of_operand(a), found.of_operand(b), found.of_added(c), epilog_inputs, options)
     return (found.of_result(result[0]), *result[1:]) if isinstance(result, tuple) else found.of_result(result)
 
 
@@ -66,11 +76,14 @@ def find(a: Any, b: Any, options: Mapping[str, Any], *, are_rows: bool, added: S
     if not (is_array(a) and is_array(b)):
         return None
     try:
-        is_low = are_low_precision(a, b)
-        if a.dtype == b.dtype == np.int8:
-            return _find_int8(preferred, added, options)
-        if is_low and (options.get("scaling") is not None or options.get("implementation") is not None):
+        is_low, given = are_low_precision(a, b), np.dtype(jnp.result_type(a, b))
+        if given == np.int8:
+            return _find_int8(preferred, added, options, is_same=a.dtype == b.dtype)
+        is_known = given.name in RESULT_TYPES
+        if (is_low or not is_known) and not _leaves_a_choice(options):
             return None
+        if not is_low and not is_known:
+            return _find_narrow(given, preferred)
         if preferred is None and not is_low:
             return None
         are_rows &= all(isinstance(extent, int) and extent % 16 == 0 for x in (a, b) for extent in x.shape[-2:])
@@ -96,14 +109,32 @@ def _find(a: np.dtype, b: np.dtype, preferred: Any, is_low: bool, are_rows: bool
     if out in (np.float64, np.complex128) and given.itemsize < (16 if is_complex else 8):
         wide = np.dtype(np.complex128 if is_complex else np.float64)
         return Conversion(wide, wide, out)
-    if is_low:  # bfloat16 has all numbers of 8 bits and fewer
-        return Conversion(np.dtype(jnp.bfloat16), np.dtype(np.float32), out)
+    if is_low:
+        return _of_float8(out)
     return Conversion(None, np.dtype(RESULT_TYPES[given.name][-1]), out)
 
 
-def _find_int8(preferred: Any, added: Sequence[Any], options: Mapping[str, Any]) -> Conversion | None:
-    """Of int8 with int8, whose kernels give int32 without an epilog; by default the result is int8, or has the type of
-    wider integers that are added."""
+def _leaves_a_choice(options: Mapping[str, Any]) -> bool:
+    """Whether a product is not asked of certain kernels."""
+    return options.get("scaling") is None and options.get("implementation") is None
+
+
+def _find_narrow(given: np.dtype, preferred: Any) -> Conversion | None:
+    """Of integers of less than 8 bits, and of types of float8 that no kernel knows."""
+    out = given if preferred is None else np.dtype(jax.dtypes.canonicalize_dtype(preferred))
+    if not _is_product_of_jax(given, out):
+        return None
+    return _of_integers(out) if jnp.issubdtype(given, jnp.integer) else _of_float8(out)
+
+
+def _of_float8(out: np.dtype) -> Conversion:
+    """Of floating-point numbers of 8 bits and fewer, all of which bfloat16 has."""
+    return Conversion(np.dtype(jnp.bfloat16), np.dtype(np.float32), out)
+
+
+def _find_int8(preferred: Any, added: Sequence[Any], options: Mapping[str, Any], *, is_same: bool) -> Conversion | None:
+    """Of int8 with int8 (or, unless `is_same`, bool), whose kernels give int32 without an epilog; by default the result
+    is int8, or has the type of wider integers that are added."""
     int8, int32 = np.dtype(np.int8), np.dtype(np.int32)
     if preferred is not None:
         out = np.dtype(jax.dtypes.canonicalize_dtype(preferred))
@@ -113,18 +144,19 @@ def _find_int8(preferred: Any, added: Sequence[Any], options: Mapping[str, Any])
         out = int8
     epilog = options.get("epilog", Epilog.NONE)
     has_kernel = epilog is Epilog.NONE and jnp.issubdtype(out, jnp.integer) and out.itemsize <= 4
-    if (has_kernel and preferred is not None and out == int32) or not _is_product_of_jax(int8, out):
+    if (has_kernel and is_same and preferred is not None and out == int32) or not _is_product_of_jax(int8, out):
         return None
-    if has_kernel:
-        return Conversion(None, int32, out)  # whose low bits are those of sums in a narrower type
-    is_same = epilog in (Epilog.NONE, Epilog.BIAS) or out.itemsize >= 4  # in a narrower type relu is of other sums
-    return _of_integers(out) if is_same and options.get("implementation") is None else None
+    if has_kernel:  # the low bits of int32 are those of sums in a narrower type
+        return Conversion(None if is_same else int8, int32, out)
+    is_wide = epilog in (Epilog.NONE, Epilog.BIAS) or out.itemsize >= 4  # in a narrower type relu is of other sums
+    return _of_integers(out) if is_wide and options.get("implementation") is None else None
 
 
 def _of_integers(out: np.dtype) -> Conversion:
     """Of integers into a type that XLA does not give them as they are."""
     is_narrow = jnp.issubdtype(out, jnp.floating) and out.itemsize < 4
-    computed = np.dtype(np.float32) if is_narrow else np.dtype(np.int32) if out == np.int8 else out
+    has_less = out == np.int8 or (jnp.issubdtype(out, jnp.integer) and jnp.iinfo(out).bits < 8)
+    computed = np.dtype(np.float32) if is_narrow else np.dtype(np.int32) if has_less else out
     return Conversion(computed, computed, out)
 
 
