@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from conftest import require_devices
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -261,6 +262,39 @@ def test_a_program_that_cannot_be_read_runs_as_it_is(monkeypatch):
     with pytest.warns(RuntimeWarning, match=r"fuse: leaves a part of the program as it is.*unforeseen.*report it"):
         got = jaxmp.fuse(layer)(X, W)
     np.testing.assert_array_equal(got, layer(X, W))
+
+
+def test_a_level_that_jaxmp_does_not_keep_is_a_warning_with_the_reason():
+    require_devices(4)
+    x = jnp.ones((2, 8, 16))
+
+    def scores(q, k):
+        return jnp.einsum("bqd,bkd->bqk", q, k, out_sharding=P())
+
+    with jax.set_mesh(jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])):
+        x = jax.device_put(x, P(None, None, "x"))
+        message = r'fuse: determinism="topology" does not hold for a product at test_programs\.py:\d+: jaxmp refuses '
+        with pytest.warns(RuntimeWarning, match=message + "it: ranks share the contraction of a batch"):
+            rows = jaxmp.explain(jaxmp.fuse(scores, determinism="topology"), quiet=True)(x, x).rows
+        assert [row.why for row in rows] == [
+            "not fused: jaxmp refuses these operands, shardings or options: ranks share the contraction of a batch"
+        ]
+        assert "it has a batch" in jaxmp.explain(jaxmp.fuse(scores), quiet=True)(x, x).rows[0].why
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_products_that_are_summed_by_one_collective_are_left_with_that_reason(check_vma):
+    require_devices(4)
+    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], axis_types=(AxisType.Explicit,))
+    specs = {"in_specs": (P(None, "x"), P("x", None)), "out_specs": P(), "check_vma": check_vma}
+
+    def summed(x, w):
+        return lax.psum(x @ w + (2 * x) @ w, "x")
+
+    with jax.set_mesh(mesh):
+        x, w = jax.device_put(jnp.ones((8, 16)), P(None, "x")), jax.device_put(jnp.ones((16, 8)), P("x", None))
+        rows = jaxmp.explain(jaxmp.fuse(jax.shard_map(summed, **specs)), quiet=True)(x, w).rows
+    assert {row.why.split(" ahead")[0] for row in rows} == {"not fused: it is added to other values"}
 
 
 def test_bad_input():

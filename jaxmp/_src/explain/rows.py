@@ -325,7 +325,7 @@ def _row_of_jax(eqn: Any, line: str, count: int, reason: str) -> Row:
         found,
         operation="dot_general",
         pattern="-",
-        why=f"not fused: {rewrite.REASONS[reason]}",
+        why=f"not fused: {reason}",
         algorithm="lax.dot_general",
     )
 

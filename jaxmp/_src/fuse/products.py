@@ -268,7 +268,7 @@ def collective_behind(graph: Graph, index: int) -> Any | None:
 
 def is_summed_with_others(graph: Graph, product: Product) -> bool:
     """Whether a sum of products goes into one collective inside shard_map."""
-    v, is_sum = product.result, False
+    v, is_sum = (product.before or product).result, False  # an addition may be in the call, as its c
     while (i := graph.only_reader(v)) is not None:
         eqn = graph.equations[i]
         if eqn.primitive.name in ("reduce_scatter", *SUMS):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,7 +25,7 @@ from jaxmp._src.spec.options import ActivationName
 SCOPE = "jaxmp_left_"
 REASONS = {
     "local": "no rank shares an operand with another, and XLA's own product is as fast",
-    "batch": "it has a batch, of which each rank has its own part",
+    "batch": "it has a batch, which XLA multiplies, and no reshard or collective stands beside it",
     "gathered": "its gathered operand is needed elsewhere too, so the gather stays, and the product is local",
     "gather": "no call gathers its operand so (tiled=False, a reshape behind it, groups of ranks, a batch, a dimension "
     "between others), so the gather stays, and the product is local",
@@ -52,10 +53,22 @@ def notes_in(names: Sequence[str]) -> list[str]:
     return [NOTES[key] for key in dict.fromkeys(re.findall(NOTE + "([a-z]+)", "/".join(names)))]
 
 
+# Messages of what jaxmp has refused, by what stands for them in a name stack.
+_refusals: dict[str, str] = {}
+
+
 def reason_in(names: Sequence[str]) -> str:
-    """The reason that the innermost of these name stacks gives."""
-    reason: str = re.findall(SCOPE + "([a-z]+)", "/".join(names))[-1]
-    return reason
+    """The reason, in words, that the innermost of these name stacks gives."""
+    name: str = re.findall(SCOPE + "([a-z]+)", "/".join(names))[-1]
+    return REASONS.get(name) or f"{REASONS['refused']}: {_refusals[name]}"
+
+
+def _name_of_refusal(error: Exception) -> str:
+    """What stands for the message of an error in a name stack."""
+    digest = hashlib.sha256(str(error).encode()).hexdigest()[:10]
+    name = "refused" + digest.translate(str.maketrans("0123456789", "ghijklmnop"))
+    _refusals[name] = str(error)
+    return name
 
 
 def read(values: dict[Any, Any], v: Any) -> Any:
@@ -239,10 +252,24 @@ class Rewriter:
                 if v in graph.producer and not jax_tracing.is_type_of(v.aval, x):
                     raise TypeError(f"{v.aval} became {jax.typeof(x)}")
             values |= zip(group.outputs, results, strict=True)
-        except (TypeError, ValueError, NotImplementedError, KeyError):  # a key: the aux of another group, refused too
-            outputs = [v for v in group.outputs if v in graph.producer]
-            refused = dict.fromkeys(group.equations, "refused")
-            self.run(graph, schedule(graph, (), outputs, values), refused, values)
+        except KeyError:  # the aux of another group, refused too
+            self._refuse(graph, group, values, "refused")
+        except (TypeError, ValueError, NotImplementedError) as error:
+            self._warn(jax_compat.traced_line(last), f"jaxmp refuses it: {error}")
+            self._refuse(graph, group, values, _name_of_refusal(error))
+
+    def _refuse(self, graph: Graph, group: Group, values: dict[Any, Any], why: str) -> None:
+        outputs = [v for v in group.outputs if v in graph.producer]
+        self.run(graph, schedule(graph, (), outputs, values), dict.fromkeys(group.equations, why), values)
+
+    def _warn(self, line: str, why: str) -> None:
+        """Of a product that stays JAX's though a level was asked for, whose bits it does not keep."""
+        if self.options.determinism != "run_to_run":
+            warnings.warn(
+                f'fuse: determinism="{self.options.determinism}" does not hold for a product at {line}: {why}',
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _equation(self, eqn: Any, operands: Sequence[Any], why: str) -> Sequence[Any]:
         if eqn.primitive.name == "dot_general":
@@ -256,6 +283,7 @@ class Rewriter:
             try:
                 return control_flow.evaluate(self, eqn, operands)
             except (control_flow.UnknownError, TypeError, ValueError, NotImplementedError, KeyError, AttributeError):
+                self._warn(jax_compat.traced_line(eqn), f"{eqn.primitive.name} is left as it is")
                 with jax.named_scope(SCOPE + "inner"):
                     return jax_tracing.evaluate(eqn, operands)
 
