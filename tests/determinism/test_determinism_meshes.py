@@ -144,6 +144,32 @@ def test_a_mlp_has_the_bits_of_one_device(activation):
         testing.assert_bitwise_equal(x, y)
 
 
+@pytest.mark.parametrize("axis", ["x", None])
+def test_a_mlp_in_shard_map_has_the_bits_of_one_device(axis):
+    """Of two dimensions in all gradients; of three, whose rows lie interleaved on the ranks, in y and x's gradient."""
+    cases.require("host")
+    shapes = (8, 24), (24, 40), (40,), (40, 24), (24,)
+    weights = [testing.draw(i, shape, "float32") for i, shape in enumerate(shapes[1:])]
+    parts = (P(None, axis), P(axis), P(axis, None), P(None))
+
+    def gradients(ndevices, x, rows):
+        def layer(*operands):
+            named = {} if axis is None else {"axis_name": axis}
+            return jaxmp.mlp(*operands, activation="gelu", determinism="topology", **named)
+
+        mesh = jax.make_mesh((ndevices,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:ndevices])
+        with jax.set_mesh(mesh):
+            mapped = jax.shard_map(layer, in_specs=(rows, *parts), out_specs=rows)
+            placed = [cases.put(x, mesh, spec) for x, spec in zip((x, *weights), (rows, *parts), strict=True)]
+            y, pullback = jax.vjp(jax.jit(mapped), *placed)
+            return jax.device_get((y, *pullback(y)))
+
+    for shape, rows, kept in (((8, 24), P("x", None), 6), ((2, 8, 24), P(None, "x", None), 2)):
+        x = testing.draw(9, shape, "float32")
+        for got, want in list(zip(gradients(4, x, rows), gradients(1, x, rows), strict=True))[:kept]:
+            testing.assert_bitwise_equal(got, want)
+
+
 def test_the_slope_of_a_gelu_is_the_librarys():
     """Alone, fused with its neighbours, and for every row count: XLA may contract its own, and not this one."""
     cases.require("host")
