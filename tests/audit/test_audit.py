@@ -263,6 +263,82 @@ def test_a_program_that_is_another_on_each_mesh_is_named(mesh_of, rng):
     assert (moved.rows, moved.outputs) == ((), ())
 
 
+def sequence_parallel(mesh, rng, ndim=3):
+    """(weights, x) of which the sequence is sharded: folded into rows it lies in another order on each mesh."""
+    weights = put(mesh, normal(rng, 24, 32), None, "x"), put(mesh, normal(rng, 32, 24), "x", None)
+    return weights, put(mesh, normal(rng, *(2,) * (ndim - 3), 4, 8, 24), *(None,) * (ndim - 2), "x", None)
+
+
+def loss_of_mlp(weights, x, **options):
+    up, down = weights
+    y = jaxmp.mlp(x, up, None, down, None, out_sharding=jax.typeof(x).sharding.spec, **options)
+    return jnp.sum(jax.sharding.reshard(y, P()) ** 2)
+
+
+def loss_of_linear(weights, x, **options):
+    y = jaxmp.linear(x, weights[0], out_sharding=P(*(None,) * (x.ndim - 1), "x"), **options)
+    return jnp.sum(jax.sharding.reshard(y, P()) ** 2)
+
+
+def loss_of_layers(weights, x, **options):
+    def layer(x, _):
+        return jaxmp.mlp(x, weights[0], None, weights[1], None, out_sharding=P(None, "x", None), **options), None
+
+    return jnp.sum(jax.sharding.reshard(jax.lax.scan(layer, x, length=2)[0], P()))
+
+
+@pytest.mark.parametrize(
+    ("loss", "activation", "ndim"),
+    [
+        (loss_of_mlp, "gelu", 3),
+        (loss_of_mlp, "relu", 4),
+        (loss_of_linear, "gelu", 3),
+        (loss_of_linear, "relu", 4),
+        (loss_of_layers, "gelu", 3),
+    ],
+)
+def test_what_devices_keep_for_a_gradient_may_lie_in_their_order(loss, activation, ndim, mesh_of, rng):
+    mesh = mesh_of({"x": 4})
+    program = functools.partial(loss, activation=activation, determinism="topology")
+    with jax.set_mesh(mesh):
+        found = audit(jax.grad(program, (0, 1)), *sequence_parallel(mesh, rng, ndim), vary="mesh")
+    assert (found.rows, found.uncompared, found.outputs) == ((), (), ())
+
+
+@pytest.mark.parametrize("loss", [loss_of_mlp, loss_of_linear])
+def test_gradients_that_sum_rows_in_the_order_of_the_devices_are_named(loss, mesh_of, rng):
+    """By their own difference, not by that of rows in two orders."""
+    mesh = mesh_of({"x": 4})
+    with jax.set_mesh(mesh):
+        found = audit(jax.grad(functools.partial(loss, activation="gelu")), *sequence_parallel(mesh, rng), vary="mesh")
+    (row,) = found.rows
+    assert (row.kind, row.variants, row.settled_by) == ("product", ("x=2", "x=4"), 'determinism="topology"')
+    assert row.shapes[-1] == (24, 32)
+    assert row.difference.absolute < 1e-3
+    assert {output.name for output in found.outputs} >= {"[0]"}
+    assert not found.uncompared
+
+
+def test_a_difference_of_what_devices_keep_in_their_order_has_its_numbers(mesh_of, rng):
+    """A sum over devices of which each keeps its part of the sequence."""
+    mesh = mesh_of({"x": 4})
+
+    def local(x, w):
+        y = jax.lax.psum_scatter(x @ w, "x", scatter_dimension=1, tiled=True)
+        rows = jnp.reshape(y, (-1, y.shape[-1]))
+        return jnp.reshape(jnp.sin(rows) * jnp.cos(rows), y.shape)
+
+    def loss(x, w):
+        specs = (P(None, None, "x"), P("x", None))
+        return jnp.sum(jax.sharding.reshard(jax.shard_map(local, in_specs=specs, out_specs=P(None, "x"))(x, w), P()))
+
+    with jax.set_mesh(mesh):
+        x, w = put(mesh, normal(rng, 4, 8, 512), None, None, "x"), put(mesh, normal(rng, 512, 24) / 16, "x", None)
+        (row,) = audit(jax.grad(loss), x, w, vary="mesh").rows
+    assert (row.operation, row.kind) == ("shard_map", "whole")
+    assert 0 < row.difference.absolute < 1e-4
+
+
 def test_shards_that_should_be_copies_are_compared(mesh_of):
     """A sum that each device makes for itself: the first device alone would not show it."""
     mesh = mesh_of({"x": 2})

@@ -46,6 +46,28 @@ def test_every_copy_is_looked_at(mesh_of):
     assert bits.difference(copies, np.ones(1, np.float32)).absolute == 1
 
 
+def test_another_order_is_told_from_other_values(rng):
+    x = rng.standard_normal((6, 4)).astype(np.float32)
+    x[0, :2] = -0.0, np.nan
+    moved, varied = x[::-1].copy(), Variation("4 devices")
+    assert varied.is_reordered(moved, x)
+    assert varied.is_reordered(np.concatenate([moved, x]).reshape(8, 6), x)  # two copies
+    assert not varied.is_reordered(moved[:5], x)
+    assert not varied.is_reordered(np.abs(moved), x)  # the zero's sign
+    moved[0, 0] = np.nextafter(moved[0, 0], np.float32(9))
+    assert not varied.is_reordered(moved, x)
+    x, moved = x[1:], moved[:5]
+    least = varied.least_difference(moved, x)
+    assert (least.differing, least.ulps) == (1, 1)
+    assert varied.least_difference(np.nextafter(x, np.float32(9)), x) is None  # they lie as each other
+
+
+def test_numbers_ascend_by_their_bits():
+    assert bits.ascending(np.array([3, -1, 2], np.int32)).tolist() == [-1, 2, 3]
+    assert bits.ascending(np.array([2 + 1j, -3 + 0j], np.complex64)).tolist() == [-3, 0, 1, 2]
+    assert np.signbit(bits.ascending(np.array([0.0, -0.0], np.float32))).tolist() == [True, False]
+
+
 @pytest.mark.parametrize("place", [Rows(0), Rows(1), Rows(0, 1, 3), Rows(0, 3, 1), Rows(1, 2, 2)])
 def test_rows_are_taken_from_where_they_lie(place, rng):
     nrows, rows = 4, np.array([3, 0, 0])

@@ -102,6 +102,15 @@ def difference(actual: Any, expected: np.ndarray, *, across: bool = False) -> Di
     return Difference(differing, expected.size, ulps, float(np.uint64(absolute).view(np.float64)))
 
 
+def ascending(x: np.ndarray) -> np.ndarray:
+    """The numbers of an array in ascending order, those of equal value by their bits; two of each complex one."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        return np.sort(x, axis=None)
+    numbers = np.ascontiguousarray(x).reshape(-1)
+    numbers = numbers.view(numbers.real.dtype) if np.iscomplexobj(numbers) else numbers
+    return np.asarray(numbers[np.argsort(_places(numbers)[:, 0])])
+
+
 def _difference(actual: np.ndarray, expected: np.ndarray) -> Difference | None:
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         raise AssertionError(f"{actual.dtype}{actual.shape} beside {expected.dtype}{expected.shape}")

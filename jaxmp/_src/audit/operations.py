@@ -146,6 +146,20 @@ def is_packed(eqn: Any, dtype: np.dtype) -> bool:
     return dtype == np.uint8 and our_equation(eqn) is not None
 
 
+def is_by_device(eqn: Any, i: int) -> bool:
+    """Whether output `i` may lie in the order of the devices: what `shard_map` keeps on each of them for a gradient.
+
+    JAX stacks these parts along their first dimension, and their spec has that entry alone. Rows b0 and b1 of which
+    two devices hold a half each lie as b0[:h] b1[:h] b0[h:] b1[h:]. An `out_specs` of the user's may look the same.
+    """
+    if eqn.primitive.name == "shard_map":
+        spec = eqn.params["out_specs"][i]
+        return len(spec) == 1 and spec[0] is not None
+    bodies = [x for x in jax_compat.subjaxprs(eqn.params) if len(x.outvars) == len(eqn.outvars)]
+    made = [(inner, j, v, x.outvars[i]) for x in bodies for inner in x.eqns for j, v in enumerate(inner.outvars)]
+    return any(v is result and is_by_device(inner, j) for inner, j, v, result in made)
+
+
 def is_our_call(eqn: Any) -> bool:
     """Whether this is the `jit` of one of jaxmp's own functions, which is one operation here."""
     return str(eqn.params.get("name", "")).startswith("jaxmp")

@@ -26,6 +26,7 @@ class Value:
       origin: the equation that made it and its line, if the other trace has none like it.
       is_of_batch: whether it depends on the arrays of the batch, and not on its size alone.
       is_mixed: whether it depends on other rows of the batch than its own.
+      is_by_device: whether its elements may lie in the order of the devices, which is another on each mesh.
     """
 
     array: Any
@@ -34,6 +35,7 @@ class Value:
     origin: Any = None
     is_of_batch: bool = False
     is_mixed: bool = False
+    is_by_device: bool = False
 
     @functools.cached_property
     def host(self) -> np.ndarray:

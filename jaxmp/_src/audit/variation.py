@@ -35,10 +35,13 @@ class Rows:
         return np.ascontiguousarray(taken).reshape(shape)
 
 
-# How a value of the variant relates to one of the reference: it has its rows, is the same, says the same in bytes that
-# only jaxmp can read (a mask, packed by the shape of a device's part), or is another by its nature (it depends on the
-# size of the batch, or on the place of a row).
+# How a value of the variant relates to one of the reference: it has its rows, is the same, says the same in an order
+# that only the gradient knows (a mask, packed by the shape of a device's part; what each device keeps), or is another
+# by its nature (it depends on the size of the batch, or on the place of a row).
 Relation = Rows | Literal["same", "packed", "other"]
+
+# Arrays lie in two orders if, sorted, they are so many times closer than as they lie.
+_CLOSER = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,25 @@ class Variation:
     def difference(self, array: Any, reference: np.ndarray, relation: Relation) -> bits.Difference | None:
         """How an array of the variant differs from what it should have."""
         return bits.difference(array, self.expected(reference, relation), across=self.across)
+
+    def is_reordered(self, array: np.ndarray, reference: np.ndarray) -> bool:
+        """Whether an array has the bits of the reference's elements in another order, each once or equally often."""
+        is_of_size = reference.size > 0 and array.size > 0 and array.size % reference.size == 0
+        return is_of_size and array.dtype == reference.dtype and self._sorted_difference(array, reference) is None
+
+    def least_difference(self, array: np.ndarray, reference: np.ndarray) -> bits.Difference | None:
+        """How arrays differ that have one shape and lie in two orders; None where they lie as each other.
+
+        It is the difference of the sorted arrays: no order brings all elements closer than that.
+        """
+        found, least = self.difference(array, reference, "same"), self._sorted_difference(array, reference)
+        assert found is not None
+        assert least is not None
+        return least if _CLOSER * least.absolute < found.absolute else None
+
+    def _sorted_difference(self, array: np.ndarray, reference: np.ndarray) -> bits.Difference | None:
+        copies = array.size // reference.size
+        return bits.difference(bits.ascending(array), np.repeat(bits.ascending(reference), copies), across=self.across)
 
     def decision(self, reference: np.ndarray) -> np.ndarray:
         """A value that says where the program goes on, the same for all processes."""

@@ -75,8 +75,9 @@ class Walk:
         """Runs an equation that the other side does not have; what it makes is compared where both meet again."""
         operands = [_read(environments[side], v) for v in eqn.invars]
         origin = (eqn, jax_compat.traced_line(eqn) or line)
-        for v, x in zip(eqn.outvars, self._sides[side].run(eqn, [x.array for x in operands]), strict=True):
-            environments[side][v] = _inheriting(Value(x, origin=origin), operands)
+        for i, x in enumerate(self._sides[side].run(eqn, [x.array for x in operands])):
+            value = Value(x, origin=origin, is_by_device=operations.is_by_device(eqn, i))
+            environments[side][eqn.outvars[i]] = _inheriting(value, operands)
 
     def _join(self, one: Value, other: Value) -> Pair:
         """These two values, of which the variant's has the reference's bits from here on."""
@@ -88,6 +89,10 @@ class Walk:
         relations = self._variation.relations(np.shape(one.array), np.shape(other.array))
         if origin is None or not relations:
             return one, other, "other"
+        least = self._reordered(one, other)
+        if least is not None:
+            self._report.differs(origin[0], origin[1], self._variation.name, least, is_other=True)
+            return one, other, "other"
         expected = self._variation.expected(one.host, relations[0])
         found = self._variation.difference(other.array, one.host, relations[0])
         if found is not None and self._variation.rows is None:
@@ -98,12 +103,24 @@ class Walk:
 
     def _correspond(self, one: Value, other: Value, first: Relation | None = None) -> bool:
         """Whether they correspond; if so, they are twins from here on."""
+        if other.twin is one:
+            return True
         relations = self._variation.relations(np.shape(one.array), np.shape(other.array))
         for relation in sorted(relations, key=lambda relation: relation != first):
             if self._variation.difference(other.array, one.host, relation) is None:
                 other.twin, other.relation = one, relation
                 return True
+        if self._is_by_device(other) and self._variation.is_reordered(other.host, one.host):
+            other.twin, other.relation = one, "packed"
+            return True
         return False
+
+    def _is_by_device(self, value: Value) -> bool:
+        return value.is_by_device and self._variation.rows is None
+
+    def _reordered(self, one: Value, other: Value) -> bits.Difference | None:
+        """How two values of one shape differ that lie in two orders; None where they lie as each other."""
+        return self._variation.least_difference(other.host, one.host) if self._is_by_device(other) else None
 
     def _put(self, host: np.ndarray, like: Value, side: int = 1) -> Any:
         with self._sides[side].scope():
@@ -180,6 +197,8 @@ class Walk:
                 host = np.stack([value.host for value in column])
                 values.append(Value(bits.push(host, column[0].array, leading=1)))
         (relation, *others) = {step[2] for step in steps}
+        if {relation, *others} == {"same", "packed"}:
+            relation, others = "packed", []
         if isinstance(relation, Rows):
             relation = Rows(relation.dim + 1, relation.outer, relation.inner)
         values[1].twin, values[1].relation = values[0], "other" if others else relation
@@ -192,17 +211,26 @@ class Walk:
         others = self._sides[1].run(other, [x.array for _, x, _ in pairs])
         self._report.ran(eqn, line)
         operands = [x for _, x, _ in pairs]
-        values = [(Value(one), _inheriting(Value(two), operands)) for one, two in zip(ones, others, strict=True)]
-        is_packed = [operations.is_packed(eqn, one.array.dtype) for one, _ in values]
-        settled = [
-            (one, other) if packed else self._settled(eqn, pairs, i, one, other, line)
-            for i, ((one, other), packed) in enumerate(zip(values, is_packed, strict=True))
+        values = [
+            (Value(one), _inheriting(Value(two, is_by_device=operations.is_by_device(other, i)), operands))
+            for i, (one, two) in enumerate(zip(ones, others, strict=True))
         ]
-        is_same = all(after is before for (_, after), (_, before) in zip(settled, values, strict=True))
-        for (one, other), packed in zip(values, is_packed, strict=True):
+        is_packed = [operations.is_packed(eqn, one.array.dtype) or self._is_unread(one, two) for one, two in values]
+        settled = [
+            (one, two) if packed else self._settled(eqn, pairs, i, one, two, line)
+            for i, ((one, two), packed) in enumerate(zip(values, is_packed, strict=True))
+        ]
+        is_same = not all(is_packed) and all(
+            after is before for (_, after), (_, before) in zip(settled, values, strict=True)
+        )
+        for (one, two), packed in zip(values, is_packed, strict=True):
             if packed and is_same:
-                other.twin, other.relation = one, "packed"
+                two.twin, two.relation = one, "packed"
         return settled
+
+    def _is_unread(self, one: Value, other: Value) -> bool:
+        """Whether these lie by the device in two shapes, and are not the same elements in another order."""
+        return self._is_by_device(other) and one.array.shape != other.array.shape and not self._correspond(one, other)
 
     def _settled(self, eqn: Any, pairs: Any, i: int, one: Value, other: Value, line: str) -> tuple[Value, Value]:
         """Output `i` of both sides, the variant's from equal bits; a difference is reported."""
@@ -217,6 +245,13 @@ class Walk:
                 self._report.skips(eqn, line, _UNPLACED)
             other.is_mixed |= bool(batched)
             return one, other
+        least = self._reordered(one, other)
+        if least is not None:
+            if is_of_size:
+                self._report.skips(eqn, line, _OTHERS)
+            else:
+                self._report.differs(eqn, line, self._variation.name, least, i)
+            return one, _inheriting(Value(other.array), [other])
         if is_of_size or (isinstance(relations[0], Rows) and not batched):
             return one, self._of_size(eqn, one, other, relations[0], line)
         kept = next((r for r in relations if not batched or self._keeps_rows(eqn, pairs, i, one, r)), None)
@@ -331,6 +366,14 @@ def _paired(equations: Sequence[Any], others: Sequence[Any], *, is_batch: bool) 
 def _likeness(eqn: Any, is_batch: bool) -> Any:
     ours = operations.our_equation(eqn)
     name = f"jaxmp {ours.params['spec'].epilog}" if ours is not None else eqn.primitive.name
-    avals = [v.aval for v in eqn.outvars if not operations.is_packed(eqn, v.aval.dtype)]
-    results = tuple((len(aval.shape) if is_batch else aval.shape, str(aval.dtype)) for aval in avals)
+    results = tuple(
+        (_likeness_of_shape(eqn, i, is_batch), str(v.aval.dtype))
+        for i, v in enumerate(eqn.outvars)
+        if not operations.is_packed(eqn, v.aval.dtype)
+    )
     return name, len(eqn.invars), results, jax_compat.traced_line(eqn)
+
+
+def _likeness_of_shape(eqn: Any, i: int, is_batch: bool) -> Any:
+    shape = eqn.outvars[i].aval.shape
+    return len(shape) if is_batch or operations.is_by_device(eqn, i) else shape
