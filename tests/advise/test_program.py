@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, reshard
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
@@ -307,6 +307,20 @@ def test_shardings_that_the_function_asks_for_are_passed_over(mesh_of):
             assert advice.remarks == ()
 
 
+def test_calls_of_jaxmp_between_reshards_are_counted_under_a_mesh(mesh_of):
+    """Explicit axes, on which they are in shard_maps, and which reshard wants."""
+    arguments = array(64, 128), array(128, 256), array(256, 64)
+
+    def program(x, w, v):
+        return reshard(jaxmp.matmul(x, reshard(w, P(None, "x")), out_sharding=P(None, "x")), P()) @ v
+
+    wanted = patterns_of(lambda x, w, v: (x @ w) @ v, *arguments)[1]
+    with jax.set_mesh(mesh_of({"x": 8}, AxisType.Explicit)):
+        advice = patterns_of(program, *arguments)[1]
+    assert advice.remarks == ()
+    assert (advice.best.seconds, len(advice.best.products)) == (wanted.best.seconds, 2)
+
+
 def test_c_has_the_sharding_of_the_result():
     nodes = nodes_of(lambda a, b, c: jaxmp.matmul(a, b, c, beta=1.0), [array(64, 64)] * 3)
     assert [node.kind for node in nodes] == ["argument"] * 3 + ["product", "join"]
@@ -506,9 +520,21 @@ def test_errors(name):
         call()
 
 
+ASKING_FILE = """
+import jax, jaxmp
+from jax.sharding import PartitionSpec as P
+
+def asking(x, w, v):
+    return jaxmp.linear(jaxmp.linear(x, w, out_sharding=P(None, "x")), v)
+
+def reading(x, w, v):
+    return asking(x, w, v) * jax.sharding.get_abstract_mesh().shape["y"]
+"""
+
+
 def test_the_command(capsys, tmp_path):
     file = tmp_path / "model.py"
-    file.write_text("def layer(x, w, v):\n    return (x @ w) @ v\n\n\ndef nothing(x):\n    return x\n")
+    file.write_text("def layer(x, w, v):\n    return (x @ w) @ v\n\n\ndef nothing(x):\n    return x\n" + ASKING_FILE)
     types = ["bf16[64,256]", "bf16[256,512]", "bf16[512,256]"]
     assert main.main(["advise", f"{file}:layer", *types, "--devices", "8", "--hardware", "h200-8"]) == 0
     assert "model.py:2" in capsys.readouterr().out
@@ -516,10 +542,16 @@ def test_the_command(capsys, tmp_path):
     plans = json.loads(capsys.readouterr().out)
     assert plans[0]["seconds"] == min(plan["seconds"] for plan in plans)
     assert len(plans[0]["arguments"]) == 3
+    for more in ((f"{file}:asking", *types, "--mesh", "x=8"), (f"{file}:reading", *types, "--mesh", "x=2,y=2")):
+        assert main.main(["advise", *more, "--json"]) == 0
+        assert [plan["seconds"] for plan in json.loads(capsys.readouterr().out)] == [plan["seconds"] for plan in plans]
     for arguments, message in {
         (f"{file}:layer", *types[:2]): "missing a required argument: 'v'",
         (f"{file}:nothing", types[0]): "nothing has no product whose time is predicted",
         (f"{file}:layer", *types, "--dtype", "f32"): "--dtype is of one product",
+        (f"{file}:asking", *types): "jax.set_mesh(mesh) (for this command --mesh x=8 sets it)",
+        (f"{file}:asking", *types, "--mesh", "8"): "--mesh takes axes as x=2,y=2, got '8'",
+        ("64", "64", "64", "--mesh", "x=2"): "--mesh is of a function",
         ("64", "64"): "takes M K N or FILE.py:FUNCTION TYPE..., got 64 64",
         ("64", "64", "x"): "takes M K N or FILE.py:FUNCTION TYPE..., got 64 64 x",
     }.items():

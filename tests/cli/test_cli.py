@@ -7,6 +7,7 @@ one test starts a process of its own.
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 
@@ -91,6 +92,53 @@ def test_tables_without_rich_name_the_remedy(capsys, monkeypatch):
         "",
         "jaxmp info: tables need the package rich: pip install 'jaxmp[cli]', or pass --json\n",
     )
+
+
+# ---- tables
+
+TABLE = (
+    ("sharding", "a", "bound by", ""),
+    [("reduce-scatter of columns", "y, x", "overhead", "*"), ("all-gather", "-, yx", "link", "")],
+)
+WORDS = {"sharding", "a", "bound", "by", "reduce-scatter", "of", "columns", "y,", "x", "overhead", "*", "all-gather"}
+WORDS |= {"-,", "yx", "link", "an", "advise"}
+
+
+def printed(capsys, monkeypatch, width, *table):
+    """The lines of a table on a terminal of this width, or in a file, without styles and blank lines."""
+    monkeypatch.setenv("COLUMNS", str(width or 20))
+    monkeypatch.setenv("FORCE_COLOR" if width else "NO_COLOR", "1")  # which rich takes for a terminal
+    output.print_table(*table)
+    out = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    return [line.rstrip() for line in out.splitlines() if line.strip()]
+
+
+def test_a_table_in_a_file_is_as_wide_as_its_texts(capsys, monkeypatch):
+    title, _, rule, *rows = printed(capsys, monkeypatch, None, "a title that is longer than twenty columns", *TABLE)
+    assert title == "a title that is longer than twenty columns"
+    assert set(rule) == {" ", "─"}
+    assert [row.split("  ")[0].strip() for row in rows] == ["reduce-scatter of columns", "all-gather"]
+    assert rows[0].split() == ["reduce-scatter", "of", "columns", "y,", "x", "overhead", "*"]
+
+
+@pytest.mark.parametrize("width", [200, 51, 50, 44, 35, 34, 30, 12])
+def test_a_table_breaks_no_word_and_is_as_narrow_as_the_terminal(width, capsys, monkeypatch):
+    lines = printed(capsys, monkeypatch, width, "an advise", *TABLE)
+    found = [word for line in lines for word in line.replace("─", "").split()]
+    assert set(found) <= WORDS
+    for word in ("reduce-scatter", "all-gather", "overhead", "link", "columns", "*"):
+        assert found.count(word) == 1
+    assert max(map(len, lines)) <= max(width, 34)  # the words beside one another
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_the_width_is_that_of_the_terminal_if_there_is_one(is_terminal, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR" if is_terminal else "NO_COLOR", "1")
+    assert main.main(["advise", "4096", "4096", "16384", "--devices", "64"]) == 0
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert (max(map(len, lines)) <= 80) == is_terminal
+    assert sum("all-reduce" in line.split() for line in lines) == 1
 
 
 # ---- selftest

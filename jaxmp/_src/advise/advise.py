@@ -143,6 +143,7 @@ def advise(
     neighbouring devices. `advise(fn, devices=8)(*args)` traces `fn`, plain JAX or jaxmp's, for its arrays (or
     `jax.ShapeDtypeStruct`s), runs nothing, and ranks plans: shardings of its arguments and of each of its products on
     one mesh axis "x" of all devices, of which the sum of the times, with the reshards between products, is smallest.
+    The shardings that `fn` names are passed over; if it names mesh axes, set a mesh with `jax.set_mesh` first.
 
     Times are those of the model of docs/cost.md, for calls of jaxmp. Where an operand lies whole on several devices,
     its copies cost memory, and time on CPU devices of one process only.

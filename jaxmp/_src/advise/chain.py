@@ -21,8 +21,9 @@ _ELEMENTWISE = {
     *("convert_element_type", "copy", "cos", "cosh", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2"),
     *("expm1", "floor", "ge", "gt", "imag", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt"),
     *("max", "min", "mul", "name", "ne", "neg", "nextafter", "not", "one_minus_square", "or", "pow", "real"),
-    *("reduce_precision", "rem", "round", "rsqrt", "select_n", "sharding_constraint", "sign", "sin", "sinh"),
-    *("sqrt", "square", "sub", "tan", "tanh", "xor"),
+    *("reduce_precision", "rem", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "sqrt", "square", "sub", "tan"),
+    *("tanh", "xor"),
+    *("pcast", "pvary", "reshard", "sharding_constraint"),  # the values as they are
 }
 _OURS = frozenset((*BATCHED, *BATCHED.values(), activated_matmul_p))
 
@@ -115,7 +116,7 @@ class _Walk:
         if name == "dot_general" or eqn.primitive in _OURS:
             if (found := self._product(eqn, operands, count, line)) is not None:
                 return found
-        elif name in INLINED:
+        elif name in INLINED or (name == "shard_map" and is_ours and eqn.params["mesh"].size == 1):
             (body,) = jax_compat.subjaxprs(eqn.params)
             is_ours = is_ours or str(eqn.params.get("name", "")).startswith("jaxmp")
             return self.follow(body, operands, count, line, is_ours=is_ours)

@@ -171,9 +171,8 @@ class Advised:
         given = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays]
         nodes, left = self._chain(fn_of_arrays, given)
         mesh = jax.sharding.get_abstract_mesh()
-        if left and AxisType.Explicit in mesh.axis_types:  # of explicit axes jaxmp's calls make shard_maps
-            auto = AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.axis_names))
-            with contextlib.suppress(ValueError), jax.sharding.use_abstract_mesh(auto):
+        if left and AxisType.Explicit in mesh.axis_types:  # of their shards jaxmp's calls make shard_maps
+            with contextlib.suppress(Exception), _with_axes_of_one(mesh):
                 nodes, left = self._chain(fn_of_arrays, given)
         if not any(node.kind == "product" for node in nodes):
             raise ValueError(f"advise: {self._name} has no product whose time is predicted{_left_text(left)}")
@@ -217,6 +216,15 @@ class Advised:
             cost.memory + unread <= self._hardware.memory,
             False,
         )
+
+
+@contextlib.contextmanager
+def _with_axes_of_one(mesh: AbstractMesh) -> Iterator[None]:
+    """A context with the axes of a mesh, each of size 1."""
+    small = AbstractMesh((1,) * len(mesh.axis_names), mesh.axis_names, axis_types=mesh.axis_types)
+    # Without the empty mesh between them JAX refuses a mesh of another size.
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), ())), jax.sharding.use_abstract_mesh(small):
+        yield
 
 
 def _plans(search: Search, hardware: Hardware) -> Iterator[tuple[Cost, list[Any]]]:

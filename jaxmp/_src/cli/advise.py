@@ -4,11 +4,14 @@ jaxmp advise model.py:forward 'f32[512,1024]' ... with the types of its argument
 from __future__ import annotations
 
 import argparse
+import contextlib
+
+import jax
 
 from jaxmp._src.advise import advise as advise_lib
 from jaxmp._src.advise.program import Plan
-from jaxmp._src.cli.explain import argument_of, check_count, load
-from jaxmp._src.cli.output import CommandError, dtype_of, named_hardware, print_json, print_table, rich
+from jaxmp._src.cli.explain import argument_of, check_count, load, mesh_of
+from jaxmp._src.cli.output import CommandError, dtype_of, named_hardware, print_json, print_lines, print_table, rich
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, default=8, help="how many devices share the products (8)")
     parser.add_argument("--hardware", default="h100-8", help="this, h100-8, h200-8 or gb200-nvl72 (h100-8)")
     parser.add_argument("--dtype", help="type of the operands of one product: f32, bf16, f64, ... (bf16)")
+    parser.add_argument("--mesh", default="", help="mesh of explicit axes to set, if the function reads it: x=8")
     parser.add_argument("--json", action="store_true", help="print all shardings as JSON")
 
 
@@ -32,12 +36,16 @@ def run(options: argparse.Namespace) -> int:
     try:
         return (_run_program if ":" in options.what[0] else _run_product)(options)
     except ValueError as error:
+        if not str(error).startswith("advise: "):
+            raise
         raise CommandError(str(error).removeprefix("advise: ")) from None
 
 
 def _run_product(options: argparse.Namespace) -> int:
     if len(options.what) != 3 or not all(text.lstrip("-").isdecimal() for text in options.what):
         raise CommandError(f"takes M K N or FILE.py:FUNCTION TYPE..., got {' '.join(options.what)}")
+    if options.mesh:
+        raise CommandError("--mesh is of a function; --devices says how many devices share one product")
     m, k, n = map(int, options.what)
     machine, dtype = named_hardware(options.hardware), dtype_of(options.dtype or "bf16")
     found = advise_lib.advise(m, k, n, options.devices, hardware=machine, dtype=dtype, quiet=True)
@@ -46,8 +54,7 @@ def _run_product(options: argparse.Namespace) -> int:
         return 0
     head, *rows = found.rows()
     print_table(found.product, head, rows)
-    for note in found.notes():
-        print(note)
+    print_lines(found.notes())
     return 0
 
 
@@ -55,17 +62,23 @@ def _run_program(options: argparse.Namespace) -> int:
     if options.dtype:
         raise CommandError("--dtype is of one product; a function's arguments have their types")
     place, *types = options.what
-    function, arguments = load(place), [argument_of(text, None) for text in types]
-    check_count(place, function, arguments)
-    machine = named_hardware(options.hardware)
-    found = advise_lib.advise(function, devices=options.devices, hardware=machine, quiet=True)(*arguments)
+    machine, mesh = named_hardware(options.hardware), mesh_of(options.mesh)
+    with jax.set_mesh(mesh) if mesh is not None else contextlib.nullcontext():
+        function, arguments = load(place), [argument_of(text, None) for text in types]
+        check_count(place, function, arguments)
+        try:
+            found = advise_lib.advise(function, devices=options.devices, hardware=machine, quiet=True)(*arguments)
+        except Exception as error:
+            if options.mesh or options.traceback or "set_mesh" not in str(error):
+                raise
+            first = str(error).splitlines()[0]
+            raise CommandError(f"{first} (for this command --mesh x={options.devices} sets it)") from None
     if options.json:
         print_json([_plan_fields(plan) for plan in found.choices])
         return 0
     for title, (head, *rows) in zip((found.program, "", ""), found.tables(), strict=True):
         print_table(title, head, rows)
-    for note in found.notes():
-        print(note)
+    print_lines(found.notes())
     return 0
 
 

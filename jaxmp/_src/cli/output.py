@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,15 +31,48 @@ def rich(module: str) -> Any:
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], *, numbers: int = 0) -> None:
-    """A table; the last `numbers` columns are aligned to the right."""
-    table = rich("table").Table(
-        title=title or None, title_justify="left", show_header=any(columns), box=rich("box").SIMPLE_HEAD
-    )
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i >= len(columns) - numbers else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*(rich("text").Text(str(cell)) for cell in row))
-    rich("console").Console().print(table)
+    """A table; the last `numbers` columns are aligned to the right.
+
+    Cells fold at spaces where a terminal is narrow, never within words; in a file or a pipe none folds.
+    """
+    console, texts = rich("console").Console(), [list(map(str, row)) for row in rows]
+    widths = _widths([columns, *texts], console.width if console.is_terminal else None)
+    console.width = max(_drawn(widths), console.width if console.is_terminal else len(title))
+    if title:
+        console.print(rich("text").Text(title, style="table.title"))
+    table = rich("table").Table(show_header=any(columns), box=rich("box").SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for i, (column, width) in enumerate(zip(columns, widths, strict=True)):
+        table.add_column(column, justify="right" if i >= len(columns) - numbers else "left", width=width)
+    for row in texts:
+        table.add_row(*map(rich("text").Text, row))
+    console.print(table)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Lines of text, folded at spaces where standard output is a terminal."""
+    console = rich("console").Console()
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=not console.is_terminal)
+
+
+def _widths(cells: Sequence[Sequence[str]], available: int | None) -> list[int]:
+    """The widths of a table's columns: of their texts, or where these do not fit those of their longest words, with
+    what is left for the narrowest texts first."""
+    length = rich("cells").cell_len
+    whole = [max(map(length, column)) for column in zip(*cells, strict=True)]
+    if available is None or _drawn(whole) <= available:
+        return whole
+    widths = [max(map(length, " ".join(column).split()), default=0) for column in zip(*cells, strict=True)]
+    left = max(available - _drawn(widths), 0)
+    for i in sorted(range(len(whole)), key=whole.__getitem__):
+        more = min(left, whole[i] - widths[i])
+        widths[i], left = widths[i] + more, left - more
+    return widths
+
+
+def _drawn(widths: Sequence[int]) -> int:
+    """The width of a table: rich draws a space behind each cell, one between cells and one at each edge."""
+    return sum(widths) + 2 * len(widths) + 1
 
 
 def print_json(value: Any) -> None:
