@@ -131,7 +131,8 @@ def links_of_the_site(text: str, folder: Path) -> str:
 
 
 def read_page(app, docname, source):
-    """The text of a page, in which an `include` of a file of the repository stands for that file."""
+    """The text of a page, in which an `include` of a file of the repository stands for that file, without its title
+    where the page has one of its own."""
     if Path(app.env.doc2path(docname)).suffix != ".md":
         return
     folder = Path(app.env.doc2path(docname)).parent
@@ -139,7 +140,8 @@ def read_page(app, docname, source):
     def included(match: re.Match[str]) -> str:
         path = (folder / match.group(1)).resolve()
         app.env.note_dependency(path, docname=docname)
-        return links_of_the_site(path.read_text(), path.parent)
+        body = links_of_the_site(path.read_text(), path.parent)
+        return re.sub(r"\A# .*\n", "", body) if source[0].startswith("# ") else body
 
     text = links_of_the_site(source[0], folder)
     source[0] = re.sub(r"^```\{include\} (\S+)\n```$", included, text, flags=re.M)
