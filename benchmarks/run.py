@@ -18,7 +18,7 @@ BENCHMARKS = (
     *("matmul", "layers", "step", "fuse", "batches", "determinism", "overhead", "devices", "processes", "memory"),
     *("compile", "prediction"),
 )
-INTRODUCTION = """# Benchmarks
+INTRODUCTION = """# {title}
 
 Printed by `make bench`, which times all contenders in one run and in turns; `benchmarks/results` then has every
 measurement as JSON. Numbers of two machines, or of two runs on a shared one, cannot be compared; ratios can.
@@ -52,7 +52,8 @@ def main():
         measured = json.loads(record.read_text())
         about = about or measured["machine"]
         texts.append(measured["markdown"])
-    text = "\n".join([INTRODUCTION, header(about) + "\n", *texts])
+    title = "Benchmarks with MKL" if "mkl" in about["versions"] else "Benchmarks"
+    text = "\n".join([INTRODUCTION.format(title=title), header(about) + "\n", *texts])
     (RESULTS / "benchmarks.md").write_text(text)
     print(header(about))
     if arguments.write_docs:
