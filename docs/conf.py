@@ -20,6 +20,7 @@ os.environ["PYDEVD_DISABLE_FILE_VALIDATION"] = "1"  # or the kernels of the note
 ROOT = Path(__file__).resolve().parents[1]
 
 from sphinx.pycode import ModuleAnalyzer
+from sphinx.util.inspect import TypeAliasForwardRef
 
 import jaxmp
 
@@ -164,7 +165,7 @@ def restructured(text: str) -> str:
 
 def read_docstring(app, what, name, obj, options, lines):
     """Docstrings, Markdown with sections of Google's style, as reStructuredText; indented tables stay as they are."""
-    section, made = False, []
+    section, is_doctest, made = False, False, []
     for i, line in enumerate(lines):
         if re.fullmatch(r"(Args|Returns|Raises|Attributes):", line):
             section = True
@@ -173,14 +174,14 @@ def read_docstring(app, what, name, obj, options, lines):
         starts = line.startswith("    ") and not section and (i == 0 or not lines[i - 1].strip())
         if starts:
             made += ["::", ""]
-        is_code = line.lstrip().startswith((">>>", "...")) or (line.startswith("    ") and not section)
+        is_doctest = bool(line.strip()) and (is_doctest or line.lstrip().startswith(">>>"))
+        is_code = is_doctest or (line.startswith("    ") and not section)
         made.append(line if is_code else restructured(line))
     lines[:] = made
 
 
 # What stands in the place of a value or a type that Python prints otherwise than the sources have it.
 SHORTER = {
-    r"TypeAliasForwardRef\('(\w+)'\)": r"\1",
     r"'(\w+ \| None|None)'": r"\1",
     r"~(?:\w+\.)+(\w+)": r"\1",
     r"\bjax\.Array\b": "Array",
@@ -196,6 +197,7 @@ def read_signature(app, what, name, obj, options, signature, returns):
         of_init = inspect.signature(obj.__init__)
         parameters = list(of_init.parameters.values())[1:]
         signature, returns = str(of_init.replace(parameters=parameters, return_annotation=of_init.empty)), None
+        signature = re.sub(r": '([^']+)'", r": \1", signature)  # annotations that are not evaluated
 
     def shortened(text: str | None) -> str | None:
         for pattern, shorter in SHORTER.items():
@@ -215,8 +217,8 @@ def without_overloads(analyze):
     return analyzed
 
 
-def break_cells(app, pagename, templatename, context, doctree):
-    """Cells of tables in which a long name may break behind a separator, and a pair of types does not."""
+def break_names(app, pagename, templatename, context, doctree):
+    """Titles and cells of tables in which a long name may break behind a separator, and a pair of types does not."""
 
     def broken(match: re.Match[str]) -> str:
         start, name, end = match.groups()
@@ -226,7 +228,8 @@ def break_cells(app, pagename, templatename, context, doctree):
         cell = re.sub(r'(<span class="pre">)([^<]+)(</span>)', broken, match.group())
         return re.sub(r"\w+ -&gt; \w+", r'<span class="unbroken">\g<0></span>', cell)
 
-    context["body"] = re.sub(r"<td>.*?</td>", of_cell, context.get("body", ""), flags=re.S)
+    body = re.sub(r"<td>.*?</td>", of_cell, context.get("body", ""), flags=re.S)
+    context["body"] = re.sub(r"(<h1>)(jaxmp\.[\w.]+)()", broken, body)
 
 
 def setup(app):
@@ -234,8 +237,9 @@ def setup(app):
     # In a process of its own, for this one may fork, and JAX has threads.
     subprocess.run([sys.executable, ROOT / "benchmarks" / "plots.py", ROOT / "docs" / "pictures"], check=True)
     ModuleAnalyzer.analyze = without_overloads(ModuleAnalyzer.analyze)
+    TypeAliasForwardRef.__repr__ = lambda self: self.name  # as in `autodoc_type_aliases`
     app.connect("source-read", read_page)
-    app.connect("html-page-context", break_cells)
+    app.connect("html-page-context", break_names)
     app.connect("autodoc-process-signature", read_signature)
     app.connect("autodoc-process-docstring", read_docstring, priority=100)  # ahead of napoleon
     return {"parallel_read_safe": True}

@@ -53,7 +53,7 @@ def audit(
       An `Audit`: `.rows`, one per culprit, `.uncompared`, `.outputs`; `str` gives the table.
 
     Raises: TypeError and ValueError where the arguments do not fit `vary`, NotImplementedError for mutable arrays; and
-      what `fn` raises.
+    what `fn` raises.
 
     >>> import functools, jax.numpy as jnp, numpy as np, jaxmp
     >>> x = np.random.default_rng(0).normal(size=(8, 64)).astype(np.float32)
