@@ -5,6 +5,9 @@ import re
 import messages
 import pytest
 
+from jaxmp._src.explain import rows
+from jaxmp._src.fuse import rewrite
+
 PAGE = (messages.ROOT / "docs" / "troubleshooting.md").read_text()
 LISTED = re.findall(r"^- `(.+?)`\\?$", PAGE.partition("## The installation")[2], flags=re.M)
 
@@ -39,3 +42,11 @@ def test_every_section_says_what_is_wrong():
 )
 def test_a_message_is_known_by_its_beginning(message, expected):
     assert messages.head(message) == expected
+
+
+def test_every_reason_of_explain_is_in_the_documents():
+    """In docs/fuse.md why a product stays JAX's, in docs/troubleshooting.md why a collective runs beside the calls."""
+    stays = (messages.ROOT / "docs" / "fuse.md").read_text()
+    assert [reason for reason in rewrite.REASONS.values() if f"*{reason}" not in stays] == []
+    beside = (*rewrite.NOTES.values(), *rows._COMMUNICATES.values(), *rows._SCOPES.values())
+    assert [reason for reason in beside if f"*{reason}*" not in PAGE] == []
