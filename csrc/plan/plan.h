@@ -1,4 +1,4 @@
-// A plan: one problem turned into cuBLASMp's objects for every rank of a group, ready to run.
+// A plan: the cuBLASMp objects of one problem for every rank of a group, ready to run.
 //
 // A plan is a function of its problem alone. What a call changes (stream, pointers, workspace) sits in execution
 // contexts: each call takes one for itself, so that one plan serves any number of calls at once. What differs between

@@ -13,7 +13,7 @@ namespace {
 // Sums of this many rows stay in the first cache, and 1 KB of a column of floats at a time is read in sequence.
 constexpr int64_t kMostRows = 256;
 constexpr int64_t kReductionBlock = 64;
-// Chunks that one thread takes at a time: 512 KB of floats, beside which a counter is nothing.
+// Reduction blocks that one thread takes at a time: 512 KB of floats, so that the shared counter costs little.
 constexpr int64_t kGroup = 8;
 
 Operand MatmulCall::* summed_operand(Gradient gradient) {

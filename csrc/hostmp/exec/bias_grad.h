@@ -1,8 +1,8 @@
 // The bias gradient of an epilog: the columns of a stored matrix, summed over all ranks.
 //
 // Columns are summed in blocks of 64 of their global index, and blocks one after the other: the bits of a sum depend on
-// neither tiles nor ranks nor threads, and its error grows with 64 + n / 64 terms instead of n. Chunks are independent
-// of each other, so threads share them; only their sums are added in order, by one.
+// neither tiles nor ranks nor threads, and its error grows with 64 + n / 64 terms instead of n. The blocks do not
+// depend on each other, so threads share them; only their sums are added in order, by one.
 #ifndef JAXMP_HOSTMP_EXEC_BIAS_GRAD_H_
 #define JAXMP_HOSTMP_EXEC_BIAS_GRAD_H_
 

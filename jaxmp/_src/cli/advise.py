@@ -25,7 +25,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, default=8, help="how many devices share the products (8)")
     parser.add_argument("--hardware", default="h100-8", help="this, h100-8, h200-8 or gb200-nvl72 (h100-8)")
     parser.add_argument("--dtype", help="type of the operands of one product: f32, bf16, f64, ... (bf16)")
-    parser.add_argument("--mesh", default="", help="mesh of explicit axes to set, if the function reads it: x=8")
+    parser.add_argument("--mesh", default="", help="mesh of explicit axes to set, if the function names axes: x=8")
     parser.add_argument("--json", action="store_true", help="print all shardings as JSON")
 
 

@@ -59,14 +59,13 @@ _refusals: dict[str, str] = {}
 
 def reason_in(names: Sequence[str]) -> str:
     """The reason, in words, that the innermost of these name stacks gives."""
-    name: str = re.findall(SCOPE + "([a-z]+)", "/".join(names))[-1]
+    name: str = re.findall(SCOPE + "([a-z0-9]+)", "/".join(names))[-1]
     return REASONS.get(name) or f"{REASONS['refused']}: {_refusals[name]}"
 
 
 def _name_of_refusal(error: Exception) -> str:
     """What stands for the message of an error in a name stack."""
-    digest = hashlib.sha256(str(error).encode()).hexdigest()[:10]
-    name = "refused" + digest.translate(str.maketrans("0123456789", "ghijklmnop"))
+    name = "refused" + hashlib.sha256(str(error).encode()).hexdigest()[:10]
     _refusals[name] = str(error)
     return name
 
@@ -263,7 +262,7 @@ class Rewriter:
         self.run(graph, schedule(graph, (), outputs, values), dict.fromkeys(group.equations, why), values)
 
     def _warn(self, line: str, why: str) -> None:
-        """Of a product that stays JAX's though a level was asked for, whose bits it does not keep."""
+        """Warns of a product that stays JAX's, which keeps no level of determinism."""
         if self.options.determinism != "run_to_run":
             warnings.warn(
                 f'fuse: determinism="{self.options.determinism}" does not hold for a product at {line}: {why}',

@@ -37,7 +37,7 @@ def bind_plan(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, jax.Arr
     a, b = operands["a"], operands["b"]
     if plan.is_transposed and spec.fixed_reduction_order:
         plan, spec, a, b = _untransposed(plan, spec, a, b)
-    # Inside of a user's shard_map no plan knows the global array, and sums go rank after rank.
+    # A plan made inside a user's shard_map has no `out`: it does not know the global array. Sums go rank after rank.
     if spec.determinism == "topology" and spec.group.pattern != Pattern.GRID and plan.out:
         spec = _with_order(plan, spec, a)
     operands = operands | {"a": a, "b": b}

@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.low_precision import result_dtypes
-from jaxmp._src.spec.matmul_spec import INTEGERS, RESULT_TYPES
+from jaxmp._src.spec.matmul_spec import RESULT_TYPES
 from jaxmp._src.validation.arguments import added_arrays
 from jaxmp._src.validation.operand_checks import as_array, is_array
 from jaxmp._src.validation.scale_checks import are_low_precision
@@ -79,57 +79,32 @@ def find(a: Any, b: Any, options: Mapping[str, Any], *, are_rows: bool, added: S
         is_low, given = are_low_precision(a, b), np.dtype(jnp.result_type(a, b))
         if given == np.int8:
             return _find_int8(preferred, added, options, is_same=a.dtype == b.dtype)
-        is_known = given.name in RESULT_TYPES
-        if (is_low or not is_known) and not _leaves_a_choice(options):
-            return None
-        if not is_low and not is_known:
-            return _find_narrow(given, preferred)
-        if preferred is None and not is_low:
+        has_kernel = given.name in RESULT_TYPES and not is_low
+        is_chosen = options.get("scaling") is not None or options.get("implementation") is not None
+        if (has_kernel and preferred is None) or (is_chosen and not has_kernel):
             return None
         are_rows &= all(isinstance(extent, int) and extent % 16 == 0 for x in (a, b) for extent in x.shape[-2:])
-        return _find(np.dtype(a.dtype), np.dtype(b.dtype), preferred, is_low, are_rows)
+        return _find(given, result_dtypes(a.dtype, b.dtype) if are_rows and is_low else (), preferred)
     except (TypeError, ValueError):  # types that are none, or that JAX does not promote
         return None
 
 
-def _find(a: np.dtype, b: np.dtype, preferred: Any, is_low: bool, are_rows: bool) -> Conversion | None:
-    given = np.dtype(jnp.result_type(a, b))
+def _find(given: np.dtype, low: tuple[str, ...], preferred: Any) -> Conversion | None:
+    """For operands of the type `given`, of which kernels of 8 bits and fewer have results of the types `low`."""
     out = given if preferred is None else np.dtype(jax.dtypes.canonicalize_dtype(preferred))
-    if is_low:
-        allowed: tuple[str, ...] = result_dtypes(a, b) if are_rows else ()
-    else:
-        allowed = RESULT_TYPES.get(given.name, (out.name,))
-    if out.name in allowed:
+    if out.name in (low or RESULT_TYPES.get(given.name, ())):
         return Conversion(None, out, out) if preferred is None else None
     if not _is_product_of_jax(given, out):
         return None
-    if given.name in INTEGERS:
+    if not jnp.issubdtype(given, jnp.inexact):
         return _of_integers(out)
     is_complex = jnp.issubdtype(given, jnp.complexfloating)
     if out in (np.float64, np.complex128) and given.itemsize < (16 if is_complex else 8):
         wide = np.dtype(np.complex128 if is_complex else np.float64)
         return Conversion(wide, wide, out)
-    if is_low:
-        return _of_float8(out)
+    if given.itemsize == 1:  # bfloat16 has all numbers of 8 bits and fewer
+        return Conversion(np.dtype(jnp.bfloat16), np.dtype(np.float32), out)
     return Conversion(None, np.dtype(RESULT_TYPES[given.name][-1]), out)
-
-
-def _leaves_a_choice(options: Mapping[str, Any]) -> bool:
-    """Whether a product is not asked of certain kernels."""
-    return options.get("scaling") is None and options.get("implementation") is None
-
-
-def _find_narrow(given: np.dtype, preferred: Any) -> Conversion | None:
-    """Of integers of less than 8 bits, and of types of float8 that no kernel knows."""
-    out = given if preferred is None else np.dtype(jax.dtypes.canonicalize_dtype(preferred))
-    if not _is_product_of_jax(given, out):
-        return None
-    return _of_integers(out) if jnp.issubdtype(given, jnp.integer) else _of_float8(out)
-
-
-def _of_float8(out: np.dtype) -> Conversion:
-    """Of floating-point numbers of 8 bits and fewer, all of which bfloat16 has."""
-    return Conversion(np.dtype(jnp.bfloat16), np.dtype(np.float32), out)
 
 
 def _find_int8(preferred: Any, added: Sequence[Any], options: Mapping[str, Any], *, is_same: bool) -> Conversion | None:
