@@ -139,6 +139,10 @@ gpu-rehearsal: $(TEST)/.ready $(XLA_GPU)/.ready ## Run a few cases of every wind
 	@for window in 1 2 3 4; do $(XLA_GPU)/bin/python tests/gpu_session/session.py $$window --quick \
 	  --over-fakes build/cpp-$(TAG)/fakes --out build/gpu-rehearsal $(ARGS) || exit 1; done
 
+.PHONY: schedules
+schedules: $(TEST)/.ready ## Run programs of many calls with random delays on each rank (N=200: how many, SEED=1, MEMORY=off: over gloo)
+	$(TEST)/bin/python tests/process/schedules.py --programs $(or $(N),200) --seed $(or $(SEED),0) --memory $(or $(MEMORY),on) $(ARGS)
+
 .PHONY: soak
 soak: $(TEST)/.ready ## Run 100,000 small and 1,000 large calls and watch memory and descriptors
 	$(TEST)/bin/python tests/process/soak.py $(ARGS)

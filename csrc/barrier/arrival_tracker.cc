@@ -1,6 +1,7 @@
 #include "csrc/barrier/arrival_tracker.h"
 
 #include <algorithm>
+#include <utility>
 
 namespace jaxmp::barrier {
 namespace {
@@ -18,6 +19,12 @@ Arrival ArrivalTracker::Arrive(const std::shared_ptr<const CallSignature>& signa
   arrival.count = ++entry.arrived[signature->devices[position]];
   if (signature->has_tokens) entry.tokens[arrival.count].by_position[static_cast<int64_t>(position)] = token;
   return arrival;
+}
+
+bool ArrivalTracker::IsAmbiguous(const CallSignature& signature, size_t position, const Origin& origin) {
+  Entry& entry = entries_[signature.members[static_cast<size_t>(signature.groups[position])].key];
+  const Origin before = std::exchange(entry.origins[signature.devices[position]], origin);
+  return before.run == origin.run && before.instruction && before.instruction != origin.instruction;
 }
 
 std::optional<Message> ArrivalTracker::Announcement(const Arrival& arrival) {

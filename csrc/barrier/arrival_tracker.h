@@ -1,4 +1,9 @@
 // Which process has come to which call, and how often: the record alone, without sockets, clocks and threads.
+//
+// A rank's i-th arrival at a call meets everybody's i-th. That is exact because a call is one instruction of the
+// compiled program (jaxmp/_src/runtime/jax_lowering.py numbers them): a device runs its programs one after the other
+// and comes to one instruction again only in the next iteration of a loop, so data dependences give the order on every
+// rank.
 #ifndef JAXMP_BARRIER_ARRIVAL_TRACKER_H_
 #define JAXMP_BARRIER_ARRIVAL_TRACKER_H_
 
@@ -32,6 +37,8 @@ class ArrivalTracker {
 
   // The device at `position` has come, to a collective with a token.
   Arrival Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position, uint64_t token = 0);
+  // Whether the device has come in this run from another instruction.
+  bool IsAmbiguous(const CallSignature& signature, size_t position, const Origin& origin);
   // What tells the peers that this process has come, unless it has done so before, or of a collective waits for another
   // device of its own.
   std::optional<Message> Announcement(const Arrival& arrival);
@@ -72,6 +79,7 @@ class ArrivalTracker {
   struct Entry {
     uint64_t program = 0, label = 0;
     std::map<int64_t, uint64_t> arrived;  // by device of this process
+    std::map<int64_t, Origin> origins;    // of the last arrival with a token, by device of this process
     uint64_t announced = 0;
     std::map<uint64_t, TokensOfCall> tokens;  // by count
     std::map<int, Said> said;                 // by peer

@@ -19,6 +19,7 @@
 #include "csrc/barrier/peer.h"
 #include "csrc/base/completion_pool.h"
 #include "csrc/base/float_state.h"
+#include "csrc/base/schedule_noise.h"
 
 namespace jaxmp {
 namespace {
@@ -54,7 +55,8 @@ class BarrierService {
   void Lose(int process, const std::string& gone);
   void Leave(const std::string& reason);
   void Stop();
-  void Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position, uint64_t token, Done done);
+  void Arrive(const std::shared_ptr<const CallSignature>& signature, const Origin& origin, size_t position,
+              uint64_t token, Done done);
   std::string failure();
   std::string last_call();
   std::vector<PeerState> peers();
@@ -216,8 +218,8 @@ std::vector<PeerState> BarrierService::peers() {
 
 // ---- a device comes
 
-void BarrierService::Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position, uint64_t token,
-                            Done done) {
+void BarrierService::Arrive(const std::shared_ptr<const CallSignature>& signature, const Origin& origin,
+                            size_t position, uint64_t token, Done done) {
   const int last = signature->members[static_cast<size_t>(signature->groups[position])].processes.back();
   std::optional<Status> outcome;
   std::vector<uint64_t> tokens;
@@ -228,6 +230,10 @@ void BarrierService::Arrive(const std::shared_ptr<const CallSignature>& signatur
     } else if (last >= options_.nprocesses) {
       outcome = InvalidArgument(signature->call + ": a group names process " + std::to_string(last) + " of " +
                                 std::to_string(options_.nprocesses));
+    } else if (signature->has_tokens && arrivals_.IsAmbiguous(*signature, position, origin)) {
+      outcome = FailedPrecondition(signature->call +
+                                   ": two instructions of the compiled program have the number of this call, so that "
+                                   "ranks cannot tell their operands apart; JAXMP_SHARED_MEMORY=off does without it");
     } else {
       const Arrival arrival = arrivals_.Arrive(signature, position, token);
       for (int process : arrival.members().processes) WantLocked(process);
@@ -440,12 +446,12 @@ void StopBarrier() { service().Stop(); }
 
 void Arrive(const std::shared_ptr<const CallSignature>& signature, int64_t position,
             std::function<void(const Status&)> done) {
-  ArriveWithToken(signature, position, 0,
+  ArriveWithToken(signature, {}, position, 0,
                   [done = std::move(done)](const Status& status, const std::vector<uint64_t>&) { done(status); });
 }
 
-void ArriveWithToken(const std::shared_ptr<const CallSignature>& signature, int64_t position, uint64_t token,
-                     std::function<void(const Status&, const std::vector<uint64_t>&)> done) {
+void ArriveWithToken(const std::shared_ptr<const CallSignature>& signature, const Origin& origin, int64_t position,
+                     uint64_t token, std::function<void(const Status&, const std::vector<uint64_t>&)> done) {
   if (position < 0 || position >= static_cast<int64_t>(signature->groups.size())) {
     done(InvalidArgument(signature->call + ": the mesh has no position " + std::to_string(position)), {});
     return;
@@ -456,7 +462,8 @@ void ArriveWithToken(const std::shared_ptr<const CallSignature>& signature, int6
     const ScopedFloatState scope(state);
     done(status, tokens);
   };
-  service().Arrive(signature, static_cast<size_t>(position), token, std::move(resume));
+  AddScheduleNoise();
+  service().Arrive(signature, origin, static_cast<size_t>(position), token, std::move(resume));
 }
 
 std::string BarrierFailure() { return service().failure(); }

@@ -58,9 +58,10 @@ void Arrive(const std::shared_ptr<const CallSignature>& signature, int64_t posit
             std::function<void(const Status&)> done);
 
 // The same at a collective, with a token: `done` gets the tokens of the group's devices, by their places among its
-// positions, once all of them have come.
-void ArriveWithToken(const std::shared_ptr<const CallSignature>& signature, int64_t position, uint64_t token,
-                     std::function<void(const Status&, const std::vector<uint64_t>&)> done);
+// positions, once all of them have come. Tokens select data, so a signature may stand for one instruction of a program
+// alone: it is an error if a device comes to it from two in one run.
+void ArriveWithToken(const std::shared_ptr<const CallSignature>& signature, const Origin& origin, int64_t position,
+                     uint64_t token, std::function<void(const Status&, const std::vector<uint64_t>&)> done);
 
 // What has gone wrong so far: the message of the first call that failed, or "".
 std::string BarrierFailure();

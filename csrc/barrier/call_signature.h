@@ -35,6 +35,12 @@ struct CallSignature {
   uint64_t program_hash = 0, label = 0, digest = 0;
 };
 
+// Where a device comes from to a call: the instruction of an executable, and the run of that.
+struct Origin {
+  const void* instruction = nullptr;
+  int64_t run = 0;
+};
+
 // Checks the signature and fills in what is derived.
 StatusOr<std::shared_ptr<const CallSignature>> Prepare(CallSignature signature);
 

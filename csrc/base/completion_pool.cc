@@ -3,6 +3,8 @@
 #include <thread>
 #include <utility>
 
+#include "csrc/base/schedule_noise.h"
+
 namespace jaxmp {
 
 void CompletionPool::Post(std::function<void()> work) {
@@ -25,6 +27,7 @@ void CompletionPool::Serve() {
     const std::function<void()> work = std::move(waiting_.front());
     waiting_.pop_front();
     lock.unlock();
+    AddScheduleNoise();
     work();
     lock.lock();
   }

@@ -100,7 +100,7 @@ Status Decode(const SharedCollective& call, const ffi::RemainingArgs& args, cons
   return {};
 }
 
-ffi::Future Execute(ProcessCollectiveSite* site, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+ffi::Future Execute(ProcessCollectiveSite* site, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   auto promise = std::make_shared<ffi::Promise>();
   ffi::Future future(*promise);
   int32_t position = 0;
@@ -110,7 +110,7 @@ ffi::Future Execute(ProcessCollectiveSite* site, ffi::RemainingArgs args, ffi::R
     promise->SetError(ffi::Error::InvalidArgument(decoded.message()));
     return future;
   }
-  RunCollective(site->call, position, arrays, OutcomeSetter(promise));
+  RunCollective(site->call, {site, run.run_id}, position, arrays, OutcomeSetter(promise));
   return future;
 }
 
@@ -135,8 +135,13 @@ XLA_FFI_Error* ProcessCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
 }
 
 XLA_FFI_Error* ProcessCollectiveExecute(XLA_FFI_CallFrame* frame) {
-  static const auto* handler =
-      ffi::Ffi::Bind().Ctx<ffi::State<ProcessCollectiveSite>>().RemainingArgs().RemainingRets().To(Execute).release();
+  static const auto* handler = ffi::Ffi::Bind()
+                                   .Ctx<ffi::State<ProcessCollectiveSite>>()
+                                   .Ctx<ffi::RunId>()
+                                   .RemainingArgs()
+                                   .RemainingRets()
+                                   .To(Execute)
+                                   .release();
   return handler->Call(frame);
 }
 

@@ -14,6 +14,7 @@
 
 #include "csrc/barrier/barrier.h"
 #include "csrc/barrier/coordinator_proxy.h"
+#include "csrc/base/schedule_noise.h"
 #include "csrc/base/status.h"
 #include "csrc/cublasmp/api_table.h"
 #include "csrc/cuda/libraries.h"
@@ -291,6 +292,7 @@ NB_MODULE(_jaxmp, m) {
         nb::arg("compares"), nb::arg("interrupts"));
   m.def("own_arena", &OwnArenaText, "What the other processes of this machine need to share this one's memory.");
   m.def("share_arena", &ShareArenaOf, nb::arg("process"), nb::arg("described"));
+  m.def("set_schedule_noise", &SetScheduleNoise, nb::arg("seed"), nb::arg("microseconds"), "For tests: random delays.");
   m.def("arena_use", &ArenaUseDict);
   m.def("want_processes", &WantProcesses, nb::arg("processes"));
   m.def("wanted_processes", &WantedProcesses, nb::call_guard<nb::gil_scoped_release>());

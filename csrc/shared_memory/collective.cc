@@ -106,7 +106,7 @@ Status CheckCollective(const SharedCollective& call) {
   return {};
 }
 
-void RunCollective(const std::shared_ptr<const SharedCollective>& call, int64_t position,
+void RunCollective(const std::shared_ptr<const SharedCollective>& call, const Origin& origin, int64_t position,
                    const CollectiveArrays& arrays, std::function<void(const Status&)> done) {
   if (position < 0 || position >= static_cast<int64_t>(call->ranks.size())) {
     done(InvalidArgument(call->signature->call + ": the mesh has no position " + std::to_string(position)));
@@ -123,7 +123,7 @@ void RunCollective(const std::shared_ptr<const SharedCollective>& call, int64_t 
     return;
   }
   Write(*call, rank, nranks, arrays, block->data);
-  ArriveWithToken(call->signature, position, block->token,
+  ArriveWithToken(call->signature, origin, position, block->token,
                   [call, position, rank, arrays, done = std::move(done)](const Status& status,
                                                                          const std::vector<uint64_t>& tokens) {
                     if (!status.ok()) {

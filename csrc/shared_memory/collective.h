@@ -32,7 +32,8 @@ struct SharedCollective {
 // Checks that the ranks of each group count from 0.
 Status CheckCollective(const SharedCollective& call);
 
-// The device at `position` has come. `add` is of elements of `element_bytes`; `done` is called as Arrive's is.
+// The device at `position` has come from `origin`. `add` is of elements of `element_bytes`; `done` is called as
+// Arrive's is.
 struct CollectiveArrays {
   const char* operand;
   size_t operand_bytes;
@@ -41,7 +42,7 @@ struct CollectiveArrays {
   size_t element_bytes;
   Add add;
 };
-void RunCollective(const std::shared_ptr<const SharedCollective>& call, int64_t position,
+void RunCollective(const std::shared_ptr<const SharedCollective>& call, const Origin& origin, int64_t position,
                    const CollectiveArrays& arrays, std::function<void(const Status&)> done);
 
 }  // namespace jaxmp

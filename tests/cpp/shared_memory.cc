@@ -108,7 +108,8 @@ struct Job {
   }
 
   // The device at a position, of this process.
-  std::future<std::string> Come(int64_t position, const std::vector<float>& operand, std::vector<float>* result) {
+  std::future<std::string> Come(int64_t position, const std::vector<float>& operand, std::vector<float>* result,
+                                const Origin& origin = {}) {
     auto promise = std::make_shared<std::promise<std::string>>();
     const auto add = [](void* z, const void* x, const void* y, size_t count) {
       for (size_t i = 0; i < count; ++i) {
@@ -121,7 +122,8 @@ struct Job {
                                      result->size() * 4,
                                      call->sums ? size_t{4} : size_t{1},
                                      add};
-    RunCollective(call, position, arrays, [promise](const Status& status) { promise->set_value(status.message()); });
+    RunCollective(call, origin, position, arrays,
+                  [promise](const Status& status) { promise->set_value(status.message()); });
     return promise->get_future();
   }
 
@@ -222,6 +224,14 @@ void AFaultIsAnError() {
     close(std::exchange(job.fd, -1));
     CHECK_CONTAINS(first.get(), "rank 1 has ended without a word");
     CHECK_CONTAINS(second.get(), "rank 1 has ended without a word");
+  }
+  {
+    Job job(/*sums=*/false);
+    const int one = 1, other = 2;
+    auto first = job.Come(0, x, &result, {&one, 7});
+    CHECK_CONTAINS(job.Come(0, x, &result, {&other, 7}).get(), "two instructions of the compiled program");
+    close(std::exchange(job.fd, -1));
+    first.wait();
   }
   SharedCollective call = *Job(/*sums=*/true).call;
   for (const std::vector<int64_t>& ranks : {std::vector<int64_t>{0, 1, 2, 2}, {0, 1, 2, 4}, {0, 1, 2}, {0, -1, 2, 3}}) {

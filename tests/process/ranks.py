@@ -397,6 +397,10 @@ def main():
             import memory
 
             memory.main(initialize)
+        elif SCENARIO == "schedules":
+            import schedules
+
+            schedules.main(initialize, PROCESS)
         elif SCENARIO == "audit":
             import audited
 

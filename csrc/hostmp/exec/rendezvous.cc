@@ -17,8 +17,9 @@ namespace jaxmp::hostmp {
 struct Rendezvous::Table {
   std::mutex mutex;
   // In the order in which any rank reached them. A rank joins the first that it has not joined yet, so that its i-th
-  // arrival meets everybody's i-th; a full one is always the first. Entries go with their last gathering: nothing
-  // grows with the number of runs.
+  // arrival meets everybody's i-th; a full one is always the first. That is exact: the table belongs to one instruction
+  // of one executable, which all devices of the process run, and within a run a device comes to one instruction again
+  // only in the next iteration of a loop. Entries go with their last gathering: nothing grows with the number of runs.
   std::map<std::pair<int64_t, int64_t>, std::deque<std::shared_ptr<CollectiveCall>>> waiting;
 };
 

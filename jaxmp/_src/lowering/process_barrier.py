@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxmp._src.runtime import jax_lowering, jax_partitioner, native
+from jaxmp._src.runtime import jax_lowering, native
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.matmul_spec import MatmulSpec, extents
@@ -123,10 +123,8 @@ class Site:
     def attributes(self, call: str, fields: Mapping[str, Any], part: int = 0) -> dict[str, Any]:
         """Those of the barrier, and of the `part`-th collective, 0 or 1, of a call."""
         described = "\n".join(f"{name}={value}" for name, value in fields.items())
-        # XLA's partitioner has each call lowered as a program of its own, all of one name and in no order of ours.
-        is_partitioned = self.program == jax_partitioner.PARTITIONED
         return {
-            "program": f"{self.program} {described}" if is_partitioned else self.program,
+            "program": self.program,
             "index": np.int64(2 * self.index + part),
             "call": call,
             "fields": described,
@@ -167,5 +165,5 @@ def site(ctx: jax_lowering.LoweringContext, axes: MeshAxes, group_axes: tuple[st
         return None
     is_placed = mesh is not None and tuple(mesh.shape.items()) == axes
     shares_memory = is_placed and native.shared_processes().issuperset(found.processes)
-    index = jax_lowering.next_index(ctx, "jaxmp_process_barrier")
+    index = jax_lowering.next_index(ctx, native.BARRIER_TARGET)
     return Site(found, jax_lowering.program_name(ctx), index, axes, shares_memory)

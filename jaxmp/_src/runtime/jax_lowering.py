@@ -11,6 +11,7 @@ import numpy as np
 from jax._src import dispatch as _dispatch
 from jax._src import shard_map as _shard_map
 from jax._src import sharding_impls as _sharding_impls
+from jax._src.interpreters import mlir as _mlir
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
@@ -32,9 +33,17 @@ def require_devices(primitives: Collection[Primitive]) -> None:
         return
     known.update(primitives)
     _dispatch.jaxpr_has_prim_requiring_devices.cache_clear()  # programs that were asked before
-    rule = mlir._lowerings[_shard_map.shard_map_p].rule
-    if not hasattr(rule, "__wrapped__"):
-        mlir.register_lowering(_shard_map.shard_map_p, _on_concrete_mesh(rule))
+    _wrap(_shard_map.shard_map_p, _on_concrete_mesh)
+
+
+_wrapped: set[tuple[Primitive, Callable[[LoweringRule], LoweringRule]]] = set()
+
+
+def _wrap(primitive: Primitive, wrapper: Callable[[LoweringRule], LoweringRule]) -> None:
+    """Put `wrapper` around JAX's rule of a primitive, once."""
+    if (primitive, wrapper) not in _wrapped:
+        _wrapped.add((primitive, wrapper))
+        mlir.register_lowering(primitive, wrapper(_mlir._lowerings[primitive].rule), cacheable=False)
 
 
 def _on_concrete_mesh(rule: LoweringRule) -> LoweringRule:
@@ -110,6 +119,41 @@ def manual_mesh(ctx: LoweringContext) -> jax.sharding.Mesh | jax.sharding.Abstra
 def program_name(ctx: LoweringContext) -> str:
     """The name of the module that is being lowered."""
     return str(ctx.module_context.module.operation.attributes["sym_name"]).strip('"')
+
+
+def lower_each_call(key: str) -> None:
+    """From here on JAX lowers a function once for each of its calls, if `next_index(ctx, key)` is asked in it.
+
+    Otherwise JAX lowers equal equations, and an inner jit, once for all of them, so that one index stands for several
+    instructions of the compiled program.
+    """
+    _numbered.add(key)
+    _mlir._uncacheable_primitives.update(_mlir._lowerings)
+    for primitive in list(_mlir._lowerings):
+        if primitive.name in _KEEPING:
+            _wrap(primitive, _lowering_anew)
+
+
+# Primitives with rules that keep what they have lowered in `cached_primitive_lowerings`.
+_KEEPING = ("jit", "core_call", "closed_call", "shard_map", "eval_jaxpr", "program_order")
+_numbered: set[str] = set()
+
+
+def _lowering_anew(rule: LoweringRule) -> LoweringRule:
+    """The rule, which keeps no function with an index in it."""
+
+    @functools.wraps(rule)
+    def lower(ctx: LoweringContext, *nodes: Any, **params: Any) -> Any:
+        kept = ctx.module_context.cached_primitive_lowerings
+        before, nkept = [kept.get(key) for key in _numbered], len(kept)
+        lowered = rule(ctx, *nodes, **params)
+        if [kept.get(key) for key in _numbered] != before:
+            for key in list(kept)[nkept:]:
+                if key not in _numbered:
+                    del kept[key]
+        return lowered
+
+    return lower
 
 
 def next_index(ctx: LoweringContext, key: str) -> int:

@@ -44,7 +44,7 @@ class OnShards:
     """What XLA's partitioner replaces a call by: `body` of one device's shards.
 
     `operands` and `results` are shardings on `mesh`, None for one that stays as XLA proposes it. `platform` and `x64`
-    are what the program was lowered for.
+    are what the program was lowered for. `name` is that of the program which is made of the body.
     """
 
     body: Callable[..., Sequence[Any]]
@@ -53,10 +53,7 @@ class OnShards:
     mesh: Any
     platform: str
     x64: bool
-
-
-# The name of the programs that `register_partitioner` makes of one device's part of a call.
-PARTITIONED = "jaxmp_partitioned"
+    name: str
 
 
 def partitioned_call(
@@ -138,7 +135,7 @@ def _lowered_on_shards(
             raise ValueError(f"jaxmp: the part of one device has results {made} where XLA's partitioner needs {wanted}")
         module = _mlir.build_mlir_module_helper(
             jaxpr,
-            name=PARTITIONED,
+            name=call.name,
             platforms=[call.platform],
             backend=None,
             axis_context=_sharding_impls.SPMDAxisContext(mesh, frozenset(mesh.axis_names)),

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._src.runtime import cuda_libraries, jax_compat, logs
+from jaxmp._src.runtime import cuda_libraries, jax_compat, jax_lowering, logs
 from jaxmp._src.runtime.config import config
 
 TARGET = "jaxmp_matmul"
@@ -177,6 +177,7 @@ def set_gpu_timeout(seconds: float | None) -> None:
 def start_barrier(process: int, nprocesses: int, timeout: float, compares: bool, interrupts: int) -> None:
     """Begin to watch the other processes of the job; whoever connects them (`peers`) hands their sockets over."""
     global _has_barrier
+    jax_lowering.lower_each_call(BARRIER_TARGET)
     extension().start_barrier(process, nprocesses, timeout, compares, interrupts)
     _has_barrier = True
 

@@ -37,6 +37,9 @@ def lower(
         "mesh": [] if mesh is None else list(mesh.shape.items()),
         "x64": bool(jax.config.read("jax_enable_x64")),
     }
+    if native.has_barrier():  # processes tell the calls of a program apart
+        described["index"] = jax_lowering.next_index(ctx, native.BARRIER_TARGET)
+        described["program"] = jax_lowering.program_name(ctx)
     if mesh is not None and not jax_lowering.is_for_export(ctx):
         described["devices"] = [device.id for device in mesh.devices.flat]
     text = json.dumps(described, sort_keys=True)
@@ -50,7 +53,8 @@ def register(place: Callable[[dict[str, Any], Mesh, Sequence[Global], Sequence[G
         described = json.loads(text)
         platform, x64 = described["platform"], described["x64"]
         mesh = _mesh(described["mesh"], described.get("devices"), platform)
-        return OnShards(*place(described["call"], mesh, operands, results), mesh, platform, x64)
+        name = f"jaxmp_partitioned_{described.get('program', '')}_{described.get('index', 0)}"
+        return OnShards(*place(described["call"], mesh, operands, results), mesh, platform, x64, name)
 
     jax_partitioner.register_partitioner(TARGET, partition)
 

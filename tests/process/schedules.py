@@ -1,0 +1,194 @@
+"""Programs drawn at random, with many calls that do not depend on each other, under schedules that differ on each rank.
+
+Run by `ranks.py schedules` on each rank, and by `make schedules` for many programs. Each program is run several times,
+with several runs in flight, while every rank delays its arrivals and resumptions at random. Operands are small
+integers, so results are exact: each element is compared with `jnp.matmul` on one device. A call that gets the operands
+of another one is wrong by more than a rounding.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from job import run as run_job
+
+import jaxmp
+from jaxmp._src.runtime import native
+
+M, K, N = 8, 16, 32
+KINDS = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
+IN, HIDDEN = P("x", None), P(None, "x")
+SPECS = {"up": HIDDEN, "down": IN}
+
+
+def main(initialize, process):
+    asked = json.loads(os.environ.get("SCHEDULES", "{}"))
+    seed, programs = asked.get("seed", 0), asked.get("programs", 4)
+    initialize()
+    wrong = 0
+    for i in range(programs):
+        rng = random.Random(1000 * seed + i)
+        drawn = draw(rng)
+        print(f"program {i}: {drawn}")
+        native.extension().set_schedule_noise(process * 7919 + i + 1, asked.get("microseconds", 300))
+        bad = run(drawn, np.random.default_rng(i), runs=asked.get("runs", 4))
+        if bad:
+            print(f"WRONG program {i} of seed {seed}: {bad} results of {drawn}")
+        wrong += bad
+        if i % 20 == 19:
+            jax.clear_caches()
+    print(f"RAN {programs} programs, {wrong} results are wrong")
+    assert not wrong
+
+
+def draw(rng: random.Random) -> dict:
+    """What a program is made of: for each input the statements that it goes through."""
+    kinds = ("layer", "inner", "remat", "scan", "loop", "cond", "towers", "wide")
+    ninputs = rng.choice((2, 3, 4))
+    # One statement for all inputs half of the time: calls of equal fields that do not depend on each other.
+    shared = [rng.choice(kinds) for _ in range(rng.choice((1, 1, 2)))]
+    return {
+        "inputs": [shared if rng.random() < 0.6 else [rng.choice(kinds)] for _ in range(ninputs)],
+        "axes": rng.choice(("explicit", "explicit", "auto")),
+        "grad": rng.random() < 0.6,
+    }
+
+
+def program(drawn: dict, mm):
+    """The function of weights, inputs and a flag; `mm(a, b, spec)` multiplies."""
+
+    def layer(w, x):
+        h = jax.nn.relu(mm(x, w["up"], HIDDEN))
+        return jnp.clip(mm(h, w["down"], IN), -2, 2)
+
+    inner = jax.jit(layer)
+
+    def towers(w, x):
+        return layer(w, x) - jnp.flip(layer(w, -x), axis=1)
+
+    def scan(w, x):
+        def body(carry, _):
+            one, other = carry
+            return (layer(w, one), inner(w, other)), None
+
+        (one, other), _ = lax.scan(body, (x, -x), None, length=2)
+        return one - 2 * other
+
+    def loop(w, x):
+        return lax.fori_loop(0, 2, lambda _, h: layer(w, h) + x, x)
+
+    statements = {
+        "layer": lambda w, x, flag: layer(w, x),
+        "inner": lambda w, x, flag: inner(w, x) + inner(w, 2 * x),
+        "remat": lambda w, x, flag: jax.checkpoint(layer)(w, x),
+        "scan": lambda w, x, flag: scan(w, x),
+        "loop": lambda w, x, flag: loop(w, x),
+        "cond": lambda w, x, flag: lax.cond(flag, lambda x: layer(w, x), lambda x: -layer(w, 2 * x), x),
+        "towers": lambda w, x, flag: towers(w, x),
+        "wide": lambda w, x, flag: jnp.clip(mm(mm(x, w["up"], HIDDEN), w["down"], IN), -2, 2),
+    }
+
+    def forward(w, xs, flag):
+        results = []
+        for names, x in zip(drawn["inputs"], xs, strict=True):
+            for name in names:
+                x = statements[name](w, x, flag)
+            results.append(x)
+        return results
+
+    def loss(w, xs, flag):
+        results = forward(w, xs, flag)
+        return sum((i + 1) * x.sum() for i, x in enumerate(results)), results
+
+    # Reverse mode needs loops of a known length, and fori_loop has one here.
+    return jax.grad(loss, argnums=(0, 1), has_aux=True) if drawn["grad"] else forward
+
+
+def run(drawn: dict, data: np.random.Generator, *, runs: int) -> int:
+    """The number of results that differ from one device's."""
+    is_explicit = drawn["axes"] == "explicit"
+    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(KINDS[drawn["axes"]],))
+    w = {"up": ints(data, K, N, most=1), "down": ints(data, N, K, most=1)}
+    inputs = [[ints(data, M, K, most=2) for _ in drawn["inputs"]] for _ in range(runs)]
+    with jax.set_mesh(mesh):
+
+        def ours(a, b, spec):
+            if is_explicit:
+                return jaxmp.matmul(a, b, out_sharding=spec)
+            return lax.with_sharding_constraint(jaxmp.matmul(a, b), NamedSharding(mesh, spec))
+
+        step = jax.jit(program(drawn, ours))
+        placed_w = {name: put(mesh, x, SPECS[name]) for name, x in w.items()}
+        placed = [[put(mesh, x, IN) for x in xs] for xs in inputs]
+        compiled = step.lower(placed_w, placed[0], True).compile()
+        every_call_has_a_number_of_its_own(compiled.as_text())
+        got = [compiled(placed_w, xs, i % 2 == 0) for i, xs in enumerate(placed)]  # all of them in flight
+    plain = jax.jit(program(drawn, lambda a, b, spec: jnp.matmul(a, b)))
+    with jax.default_device(jax.local_devices()[0]):
+        want = [plain(w, xs, i % 2 == 0) for i, xs in enumerate(inputs)]
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return sum(not is_equal(one, np.asarray(other)) for one, other in pairs)
+
+
+def every_call_has_a_number_of_its_own(text: str):
+    """No two instructions of the compiled program meet other processes under one program and index."""
+    for target in ("barrier", "collective"):
+        calls = re.findall(rf'custom_call_target="jaxmp_process_{target}".*', text)
+        names = [re.search(r"index = (\d+) .*?(program = \S+)", call).groups() for call in calls]
+        assert len(set(names)) == len(names), sorted(names)
+
+
+def is_equal(got, want) -> bool:
+    assert np.abs(want).max(initial=0) < 2**24, "sums are no longer exact"
+    return all(np.array_equal(np.asarray(shard.data), want[shard.index]) for shard in got.addressable_shards)
+
+
+def ints(data, *shape, most):
+    return data.integers(-most, most + 1, shape).astype(np.float32)
+
+
+def put(mesh, x, spec):
+    return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
+
+
+def start():
+    """Jobs of two and four processes until the programs have run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--programs", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--memory", choices=("on", "off"), default="on")
+    options = parser.parse_args()
+    failed = done = 0
+    for i, (nprocesses, ndevices) in enumerate(itertools.cycle(((2, 2), (4, 1), (2, 1)))):
+        if done >= options.programs:
+            break
+        programs = min(25, options.programs - done)
+        asked = {"seed": options.seed + i, "programs": programs}
+        env = {"SCHEDULES": json.dumps(asked), "JAXMP_SHARED_MEMORY": options.memory, "JAXMP_TIMEOUT": "60"}
+        with tempfile.TemporaryDirectory() as folder:
+            folder, env = Path(folder), {"all": env}
+            job, ranks = run_job(folder, "schedules", nprocesses, ndevices=ndevices, env=env, deadline=1500)
+            if any(rank.status for rank in ranks):
+                failed += 1
+                print(job.all_logs())
+        done += programs
+        print(f"{nprocesses} processes of {ndevices} devices: {done} programs so far, {failed} jobs failed", flush=True)
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    start()
