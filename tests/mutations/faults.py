@@ -1132,6 +1132,14 @@ CPP = (
         ("cpp:shared_memory",),
     ),
     Fault(
+        "call-number",
+        "jaxmp/_src/runtime/jax_lowering.py",
+        "if [kept.get(key) for key in _numbered] != before:",
+        "if not kept:",
+        "an inner jit is lowered once for all its calls, which then exchange operands",
+        ("process/test_products.py",),
+    ),
+    Fault(
         "memory-axes",
         "jaxmp/_src/lowering/process_collectives.py",
         "for name in axes:",
