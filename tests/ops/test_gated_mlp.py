@@ -20,15 +20,24 @@ import jaxmp
 from jaxmp import reference
 
 MESH = (("data", 2), ("model", 2))
+ALL = ("data", "model")
 NAMES = ("x", "w_gate", "w_up", "w_down", "b_gate", "b_up", "b_down")
 # Layout: the operands, y.
 WEIGHTS = (P(None, "model"), P(None, "model"), P("model", None), P("model"), P("model"), P(None))
 WHOLE = (P(None, None), P(None, None), P(None, None), P(None), P(None), P(None))
 LAYOUTS = {
     "tensor parallel": (P("data", None), *WEIGHTS, P("data", None)),
-    "sequence parallel": (P(("data", "model"), None), *WEIGHTS, P(("data", "model"), None)),
+    "sequence parallel": (P(ALL, None), *WEIGHTS, P(ALL, None)),
     "replicated weights": (P("data", None), *WHOLE, P("data", None)),
     "batch of sequences": (P("data", "model", None), *WEIGHTS, P("data", "model", None)),
+    "FSDP over one axis": (
+        *(P(ALL, None), P("model", None), P("model", None), P("model", None)),
+        *(P(None), P(None), P(None), P(ALL, None)),
+    ),
+    "FSDP and tensor parallel": (
+        *(P("data", None), P("data", "model"), P("data", "model"), P("model", "data")),
+        *(P("model"), P("model"), P("data"), P("data", None)),
+    ),
 }
 
 
@@ -156,9 +165,12 @@ MODES = {
 
 @pytest.mark.small("values")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mode", MODES)
-def test_other_modes(mode, dtype, rng):
-    mesh, specs = mesh_of(AxisType.Auto), LAYOUTS["sequence parallel"]
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    [*((mode, "sequence parallel") for mode in MODES), ("in_shardings", "FSDP and tensor parallel")],
+)
+def test_other_modes(mode, layout, dtype, rng):
+    mesh, specs = mesh_of(AxisType.Auto), LAYOUTS[layout]
     x = data(rng, lead_of(specs), dtype)
     got = jax.jit(functools.partial(program, MODES[mode](mesh, specs)))(place(mesh, x, specs))
     judge(mode, got, x, dtype)
@@ -183,17 +195,19 @@ def test_any_bias_may_be_missing(present, rng):
         np.testing.assert_array_equal(g, w)
 
 
-# Layouts whose products cannot share an x: a sharded contraction, a grid, rows that hidden_sharding gathers.
-APART = {
+# With a hidden_sharding: x, both weights and w_down, the hidden layer, y. The first three are products that cannot share
+# an x.
+HIDDEN = {
     "contraction": ((P(None, "model"), P("model", None), P(None, None)), P(None, None), P(None, None)),
     "grid": ((P("data", "model"), P("data", "model"), P("model", None)), P("data", "model"), P("data", None)),
     "gathered": ((P("model", None), P(None, None), P(None, None)), P(None, None), P(None, None)),
+    "FSDP": ((P(ALL, None), P("model", None), P("model", None)), P(ALL, None), P(ALL, None)),
 }
 
 
-@pytest.mark.parametrize("layout", APART)
-def test_products_apart(layout, rng):
-    mesh, ((rows, columns, down), hidden, out) = mesh_of(AxisType.Explicit), APART[layout]
+@pytest.mark.parametrize("layout", HIDDEN)
+def test_hidden_sharding(layout, rng):
+    mesh, ((rows, columns, down), hidden, out) = mesh_of(AxisType.Explicit), HIDDEN[layout]
     bias = P(hidden[-1])
     specs = (rows, columns, columns, down, bias, bias, P(None), out)
     x = data(rng, (8,), "float32", small_integers)

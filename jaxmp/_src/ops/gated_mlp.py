@@ -25,7 +25,7 @@ from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import meshes, sharded_call
-from jaxmp._src.sharding.layer_plans import Labels, Layers, check_given, plan_layers
+from jaxmp._src.sharding.layer_plans import Labels, Layers, check_given, groups_on_axes, plan_layers
 from jaxmp._src.sharding.patterns import LOCAL_PLAN, Plan
 from jaxmp._src.sharding.shard_local import bind_plan, on_gathered
 from jaxmp._src.spec import activations, epilogs
@@ -108,7 +108,7 @@ def gated_mlp(
     operands = {
         "x": layers.operands[0]["a"],
         **_pair("gate", layers.operands[0]),
-        **_up(layers, x, w_up, b_up, options),
+        **_up(layers, x, w_up, b_up, axis_name, options),
     }
     if found != "relu":
         activated.refuse_integers("gated_mlp", layers.specs[0])
@@ -138,11 +138,12 @@ def _pair(name: str, operands: dict[str, Any]) -> Operands:
     return {names[key]: x for key, x in operands.items() if key in names}
 
 
-def _up(layers: Layers, x: Any, w_up: Any, b_up: Any, options: dict[str, Any]) -> Operands:
+def _up(layers: Layers, x: Any, w_up: Any, b_up: Any, axis_name: AxisName | None, options: dict[str, Any]) -> Operands:
     """w_up and b_up in the types of the call; they have to fit, and to lie, as those of the gate."""
     inputs = {} if b_up is None else {"bias": b_up}
     epilog = epilogs.for_activation(None, b_up is not None)
-    _, operands = validated(_UP, x, w_up, None, inputs, options | {"epilog": epilog}, layers.specs[0].group)
+    group, _ = groups_on_axes(LABELS, axis_name)
+    _, operands = validated(_UP, x, w_up, None, inputs, options | {"epilog": epilog}, group)
     shape, like = tuple(w_up.shape), layers.operands[0]["b"]
     if shape != like.shape:
         raise ValueError(f"gated_mlp: w_up must have w_gate's shape {tuple(like.shape)}, got {shape}")

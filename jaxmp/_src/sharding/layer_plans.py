@@ -82,7 +82,7 @@ def plan_layers(
                 f"{labels.function}: {argument} has dtype {operand.dtype}; layers of 8 bits and fewer need scales "
                 "between them: call jaxmp.matmul for each product (examples/05_fp8_linear.py)"
             )
-    groups = _groups(labels, axis_name)
+    groups = groups_on_axes(labels, axis_name)
     spec, ins = _validated(labels.first, x, w_in, b_in, fused, options, groups[0])
     h = jax.ShapeDtypeStruct(result_shape(spec, x, w_in), _promoted(spec.out_dtype, w_out))
     next_spec, outs = _validated(labels.second, h, w_out, b_out, None, options, groups[1])
@@ -100,7 +100,7 @@ def plan_layers(
     return Layers(placement.mode, (first.spec, second.spec), operands, (first.plan, second.plan), (first, second))
 
 
-def _groups(labels: Labels, axis_name: AxisName | None) -> tuple[Group, Group]:
+def groups_on_axes(labels: Labels, axis_name: AxisName | None) -> tuple[Group, Group]:
     """The groups of the two products: x's rows are gathered over the axis, y's are scattered."""
     if axis_name is None:
         return Group(), Group()
