@@ -195,7 +195,7 @@ def test_any_bias_may_be_missing(present, rng):
         np.testing.assert_array_equal(g, w)
 
 
-# With a hidden_sharding: x, both weights and w_down, the hidden layer, y. The first three are products that cannot share
+# With a hidden_sharding: x, both weights and w_down, the hidden layer, y. The products of the first three cannot share
 # an x.
 HIDDEN = {
     "contraction": ((P(None, "model"), P("model", None), P(None, None)), P(None, None), P(None, None)),

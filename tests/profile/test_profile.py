@@ -105,6 +105,13 @@ def test_ranges_are_read_off_a_program():
     assert not ranges_of(line.replace("jaxmp_matmul", "another"))
 
 
+def test_it_compiles_where_jit_is_disabled():
+    cases.require("host")
+    with jax.disable_jit():
+        found = jaxmp.profile(lambda a: jaxmp.matmul(jnp.sin(a), a), quiet=True)(jnp.ones((8, 8)))
+    assert [row.runs for row in found.calls if row.name.startswith("local 8x8x8")] == [1]
+
+
 def test_it_takes_a_function():
     with pytest.raises(TypeError, match=r"profile: takes a function, got list; write profile\(fn\)\(\*args\)"):
         jaxmp.profile([])

@@ -285,10 +285,24 @@ def test_mapped_weights_of_no_extent(batch, k, transpose_b):
 # Programs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+ASKED = pytest.mark.parametrize(
     ("asked", "options"),
     [("implementation='host'", {"implementation": "host"}), ("determinism='batch'", {"determinism": "batch"})],
 )
+
+
+@ASKED
+def test_long_rows_say_what_needs_short_ones(asked, options):
+    a, b = jax.ShapeDtypeStruct((8, 2**31), np.float32), jax.ShapeDtypeStruct((2**31, 4), np.float32)
+    message = (
+        f"matmul: {asked} is not available here: hostmp counts in 32 bits, and the group's product has m=8, n=4, "
+        "k=2147483648; shard the operands further"
+    )
+    with pytest.raises(NotImplementedError, match=re.escape(message)):
+        jax.jit(functools.partial(jaxmp.matmul, **options)).lower(a, b)
+
+
+@ASKED
 @pytest.mark.parametrize("axis_type", [None, AxisType.Auto])
 def test_an_export_for_any_extent_says_what_needs_numbers(mesh_of, axis_type, asked, options):
     """Without these XLA multiplies (tests/sharding/test_restart.py)."""

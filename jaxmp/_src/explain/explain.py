@@ -117,7 +117,7 @@ def _settled_by_partitioner(jitted: Any, arrays: Sequence[Any]) -> tuple[list[Ro
         else:
             rows.append(matmul_row(spec, avals[0], avals[1], why=why))
 
-    with partitioner.observe(on_call):
+    with partitioner.observe(on_call), jax.disable_jit(False):
         jitted.lower(arrays).compile()
     return rows, bool(batches)
 

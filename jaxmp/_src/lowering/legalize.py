@@ -80,6 +80,14 @@ def why_no_library(operands: tuple[np.dtype, ...]) -> str:
     return f"XLA alone multiplies {name}" if name in INTEGERS else ""
 
 
+def why_too_long(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> str:
+    """Why hostmp does not multiply operands of these local shapes, or the empty string."""
+    found = extents(spec, a_shape, b_shape)
+    if max(found.m, found.n, found.k) < 2**31:
+        return ""
+    return f"hostmp counts in 32 bits, and the group's product has m={found.m}, n={found.n}, k={found.k}"
+
+
 def why_not_cublasmp(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> str:
     """Why no call of cuBLASMp computes this with operands of these types as it was asked for, or the empty string."""
     if precisions.sums_in_16_bits(spec.precision):

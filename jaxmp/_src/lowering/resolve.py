@@ -18,6 +18,7 @@ from jaxmp._src.lowering.legalize import (
     find_form,
     transposed_reduce_scatter,
     whole_shapes,
+    why_too_long,
     with_k,
     without_conjugation,
 )
@@ -105,9 +106,7 @@ def _xla(
 
 def _of_any_extent(spec: MatmulSpec, a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct, choice: Choice) -> ResolvedCall:
     """XLA's own product of operands with symbolic extents, which a custom call does not take."""
-    asked = f"determinism={spec.determinism!r}" if spec.fixed_reduction_order else ""
-    asked = f"implementation={spec.implementation!r}" if spec.implementation in ("host", "cublasmp") else asked
-    if asked:
+    if asked := _asked_of_library(spec):
         raise NotImplementedError(
             f"matmul: {asked} takes numbers for extents, got operands of {a.shape} and {b.shape}; export for numbers, "
             "or leave it out to have XLA multiply"
@@ -117,10 +116,29 @@ def _of_any_extent(spec: MatmulSpec, a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeS
     return _xla(spec, a, b, Choice("xla", "extents are symbolic, and a custom call takes numbers"))
 
 
+def _asked_of_library(spec: MatmulSpec) -> str:
+    """The option that asks for a library's product, or the empty string."""
+    if spec.implementation in ("host", "cublasmp"):
+        return f"implementation={spec.implementation!r}"
+    return f"determinism={spec.determinism!r}" if spec.fixed_reduction_order else ""
+
+
+def _of_long_rows(spec: MatmulSpec, a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct, why: str) -> ResolvedCall:
+    """XLA's own product of operands that are too long for hostmp."""
+    if asked := _asked_of_library(spec):
+        raise NotImplementedError(
+            f"matmul: {asked} is not available here: {why}; shard the operands further, or leave it out to have XLA "
+            "multiply"
+        )
+    return _xla(spec, a, b, Choice("xla", why))
+
+
 def _in_library(
     spec: MatmulSpec, a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct, choice: Choice, library: str
 ) -> ResolvedCall:
     """The call in the form that the library takes."""
+    if library == "host" and (why := why_too_long(spec, a.shape, b.shape)):
+        return _of_long_rows(spec, a, b, why)
     if spec.rule.gradient and 0 in extents(spec, a.shape, b.shape).d:
         return _xla(spec, a, b, choice, "nothing to multiply, but sums to be written")
     asked = spec

@@ -111,9 +111,10 @@ def profile(fn: Callable[..., Any], *, quiet: bool = False) -> Callable[..., Pro
     @jax_compat.hides_frames
     def profiled(*args: Any, **kwargs: Any) -> Profile:
         jitted: Any = fn if hasattr(fn, "lower") else jax.jit(fn)
-        compiled = jitted.lower(*args, **kwargs).compile()
-        jax.block_until_ready(compiled(*args, **kwargs))
-        found = Profile(trace.run(compiled, lambda: compiled(*args, **kwargs)))
+        with jax.disable_jit(False):  # which the user may have turned on, and JAX compiles nothing under it
+            compiled = jitted.lower(*args, **kwargs).compile()
+            jax.block_until_ready(compiled(*args, **kwargs))
+            found = Profile(trace.run(compiled, lambda: compiled(*args, **kwargs)))
         if not quiet:
             print(found)
         return found
