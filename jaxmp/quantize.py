@@ -61,10 +61,11 @@ def amax(x: Array) -> jax.Array:
 def scale_for(amax: ArrayLike, dtype: DTypeLike = _E4M3, *, margin: int = 0) -> jax.Array:
     """The float32 scale that brings `amax` to `2**-margin` times the largest number of `dtype`.
 
-    1 where amax is 0 or not finite (TransformerEngine's rule)."""
+    1 where amax is 0 or not finite, and a normal number elsewhere (TransformerEngine's rules): a smaller one, which XLA
+    takes for 0 on CPUs, becomes 2^-126.
+    """
     amax = jnp.asarray(amax, jnp.float32)
-    scale = amax * (2.0**margin / largest(dtype))
-    return jnp.where((amax > 0) & jnp.isfinite(scale), scale, 1.0)
+    return _usable(amax * (2.0**margin / largest(dtype)), amax)
 
 
 def encode(x: Array, dtype: DTypeLike = _E4M3) -> jax.Array:
@@ -140,8 +141,9 @@ def nvfp4(x: Array, *, global_scale: ArrayLike = 1.0) -> tuple[jax.Array, jax.Ar
 
 
 def nvfp4_global_scale(amax: ArrayLike) -> jax.Array:
-    """The scale that brings `amax` to 6 * 448, the product of the largest numbers of e2m1 and e4m3."""
-    return jnp.asarray(amax, jnp.float32) / (largest(jnp.float4_e2m1fn) * largest(_E4M3))
+    """The scale that brings `amax` to 6 * 448, the product of the largest numbers of e2m1 and e4m3, as `scale_for`."""
+    amax = jnp.asarray(amax, jnp.float32)
+    return _usable(amax / (largest(jnp.float4_e2m1fn) * largest(_E4M3)), amax)
 
 
 def dequantize(q: Array, scale: Scale, dtype: DTypeLike = jnp.float32) -> jax.Array:
@@ -189,6 +191,12 @@ def pack_fp4(q: Array) -> jax.Array:
 def unpack_fp4(packed: Array) -> jax.Array:
     """The inverse of `pack_fp4`."""
     return low_precision.from_bytes(jnp.asarray(packed), jnp.float4_e2m1fn)
+
+
+def _usable(scale: jax.Array, amax: jax.Array) -> jax.Array:
+    """A scale for this amax that divides numbers by neither 0 nor infinity."""
+    limits = jnp.finfo(jnp.float32)
+    return jnp.where((amax > 0) & jnp.isfinite(amax), jnp.clip(scale, limits.tiny, limits.max), 1.0)
 
 
 def _wide(x: Array) -> jax.Array:

@@ -1408,7 +1408,7 @@ CPP = (
     Fault(
         "tiling-c-first",
         "csrc/hostmp/tiling/workspace.cc",
-        "const bool reads_c_last = call.fixed_reduction_order && call.has_c;",
+        "const bool reads_c_last = call.scales_last() && call.has_c;",
         "const bool reads_c_last = false;",
         "under a level, C is overwritten by the sums that it is added to",
         ("cpp:hostmp_ordered", "determinism/test_determinism.py"),

@@ -2,6 +2,7 @@
 another place than the library reads it from.
 """
 
+import functools
 import itertools
 
 import bounds
@@ -82,6 +83,73 @@ def test_quantizers_invert(name, rng):
     np.testing.assert_array_equal(quantize.expand(scale, q) * q.astype(jnp.float32), back)
     largest_scale = np.asarray(quantize.expand(scale, q)).astype(np.float64)
     bounds.judge(name, back, x, 2.0**-4 * np.abs(x) + largest_scale * 2.0**-10)
+
+
+# Quantizers, and the error that they may make of a number near the largest of its block.
+QUANTIZERS = {
+    "tensor": (quantize.tensor, 2.0**-4),
+    "tensor-e5m2": (functools.partial(quantize.tensor, dtype=jnp.float8_e5m2), 2.0**-3),
+    "rows": (quantize.rows, 2.0**-4),
+    "vec128": (quantize.vec128, 2.0**-4),
+    "blk128": (quantize.blk128, 2.0**-4),
+    "mxfp8": (quantize.mxfp8, 2.0**-4),
+    "nvfp4": (quantize.nvfp4, 0.3),
+}
+SIZES = (
+    *((2.0**-126, 2.0**20), (1e-36, 1.0), (1e-36, 1e-3), (3e-36, 1e30), (1e-33, 1e-10)),
+    *((2.0**-100, 2.0**-90), (1e30, 1e-36), (2.0**126, 2.0**-20), (1e30, 1e30)),
+)
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_numbers_of_every_size(name, rng):
+    """Zeros stay 0 and numbers keep their digits over all normal float32 numbers, and the product with their scales is
+    right where a scale, its reciprocal or a product of scales is no normal number."""
+    quantizer, error = QUANTIZERS[name]
+    shape = rng.uniform(1, 2, (128, 128)).astype(np.float32)
+    shape[0] = 0
+    w_quantizer = quantize.tensor if name == "tensor-e5m2" else quantize.vec128 if name == "blk128" else quantizer
+
+    def quantized(quantizer, x):
+        if name != "nvfp4":
+            return (*quantizer(x), 1.0)
+        one = quantize.nvfp4_global_scale(quantize.amax(x))
+        return (*quantizer(x, global_scale=one), float(one))
+
+    for size, w_size in SIZES:
+        (q, scale, one), (w, w_scale, w_one) = (
+            quantized(f, jnp.asarray(shape * np.float32(s))) for f, s in ((quantizer, size), (w_quantizer, w_size))
+        )
+        x = shape * np.float32(size)
+        wide = one * scaled(q, scale)
+        bounds.judge(f"{name} {size}", wide, x, error * np.abs(x))
+        if name != "nvfp4":
+            bounds.judge(f"{name} {size} back", quantize.dequantize(q, scale), wide, 2.0**-23 * np.abs(wide))
+        if not 2.0**-126 <= one * w_one < 2.0**128:  # no alpha of float32
+            continue
+        other = w_one * scaled(w, w_scale).T
+        with np.errstate(over="ignore"):
+            want = (wide @ other).astype(np.float32)
+        # Numbers below 2^-126 are 0: one for each product where operands are scaled ahead of it.
+        for implementation, flushed in (("host", 128 if name == "mxfp8" else 1), ("xla", 128)):
+            d = jaxmp.matmul(
+                q, w, transpose_b=True, alpha=one * w_one, scaling=jaxmp.Scaling(a=scale, b=w_scale),
+                preferred_element_type=jnp.float32, implementation=implementation,
+            )  # fmt: skip
+            allowed = 2.0**-16 * np.abs(wide) @ np.abs(other) + flushed * 2.0**-126
+            bounds.judge_special(f"{name} {size} x {w_size} {implementation}", d, want, allowed)
+
+
+def test_a_scale_of_any_amax():
+    """1 where it would divide by 0 or infinity, and never below the smallest normal number or above the largest."""
+    most = float(np.finfo(np.float32).max)
+    amax = jnp.asarray([0, np.inf, np.nan, 2.0**-126, 1e-36, 448, most], jnp.float32)
+    want = [1, 1, 1, 2.0**-126, 2.0**-126, 1, most / 448]
+    np.testing.assert_array_equal(quantize.scale_for(amax), np.asarray(want, np.float32))
+    assert [float(quantize.delayed_scale(x[None])) for x in amax] == quantize.scale_for(amax).tolist()
+    np.testing.assert_array_equal(quantize.scale_for(amax, margin=200), [1, 1, 1, *[most] * 4])
+    np.testing.assert_array_equal(quantize.nvfp4_global_scale(amax)[:5], want[:5])
+    assert quantize.scale_for(jnp.float32(1e-40)) in (1, 2.0**-126)  # subnormal, which a backend may take for 0
 
 
 def test_delayed_scaling():

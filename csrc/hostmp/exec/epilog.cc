@@ -173,15 +173,26 @@ T make_scalar(double real, double imag) {
   }
 }
 
-template <typename T, typename Out>
-void scale(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols, T beta, bool adds) {
+template <typename T, typename Factor>
+void scale_by(void* z, int64_t ldz, int64_t rows, int64_t cols, Factor factor) {
+  for (int64_t col = 0; col < cols; ++col) {
+    T* const to = static_cast<T*>(z) + col * ldz;
+    for (int64_t row = 0; row < rows; ++row) to[row] = static_cast<T>(to[row] * factor);
+  }
+}
+
+template <typename T, typename Out, typename Factor>
+void scale(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols, Factor beta, bool adds) {
   T values[kRowsAtOnce];
   for (int64_t col = 0; col < cols; ++col) {
     for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
       const int64_t count = std::min(kRowsAtOnce, rows - row);
       T* const to = static_cast<T*>(z) + col * ldz + row;
       load(static_cast<const Out*>(c) + col * ldc + row, values, count);
-      for (int64_t i = 0; i < count; ++i) to[i] = adds ? to[i] + beta * values[i] : beta * values[i];
+      for (int64_t i = 0; i < count; ++i) {
+        const T term = static_cast<T>(beta * values[i]);
+        to[i] = adds ? to[i] + term : term;
+      }
     }
   }
 }
@@ -193,25 +204,25 @@ void finish_tile(const Finish& f, abi::cudaDataType_t accumulator, abi::cudaData
 }
 
 void scale_sums(void* z, int64_t ldz, int64_t rows, int64_t cols, double alpha_real, double alpha_imag,
-                abi::cudaDataType_t accumulator) {
+                abi::cudaDataType_t accumulator, bool in_double) {
+  if (in_double) return scale_by<float>(z, ldz, rows, cols, alpha_real);
   with_types(accumulator, accumulator, [&](auto t, auto) {
     using T = decltype(t);
-    const T alpha = make_scalar<T>(alpha_real, alpha_imag);
-    for (int64_t col = 0; col < cols; ++col) {
-      T* const to = static_cast<T*>(z) + col * ldz;
-      for (int64_t row = 0; row < rows; ++row) to[row] *= alpha;
-    }
+    scale_by<T>(z, ldz, rows, cols, make_scalar<T>(alpha_real, alpha_imag));
   });
 }
 
 void scale_c(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols, double beta_real,
-             double beta_imag, bool adds, abi::cudaDataType_t accumulator, abi::cudaDataType_t out) {
+             double beta_imag, bool adds, abi::cudaDataType_t accumulator, abi::cudaDataType_t out, bool in_double) {
   if (accumulator == abi::CUDA_R_32I) {  // modulo 2^32
     const auto factor = static_cast<uint32_t>(static_cast<int64_t>(beta_real));
     return scale<uint32_t, uint32_t>(c, ldc, z, ldz, rows, cols, factor, adds);
   }
   with_types(accumulator, out, [&](auto t, auto o) {
     using T = decltype(t);
+    if constexpr (std::is_same_v<T, float>) {
+      if (in_double) return scale<T, decltype(o)>(c, ldc, z, ldz, rows, cols, beta_real, adds);
+    }
     scale<T, decltype(o)>(c, ldc, z, ldz, rows, cols, make_scalar<T>(beta_real, beta_imag), adds);
   });
 }

@@ -43,7 +43,7 @@ class TileTask {
   }
 
   void operator()() {
-    call_.fixed_reduction_order ? sum_fixed_order() : sum();
+    call_.scales_last() ? sum_then_scale() : sum();
     for (const TileStore& store : stores_) store.finish();
   }
 
@@ -70,18 +70,19 @@ class TileTask {
       return simd_gemm(simd_level(), call_.a.desc.type, k_segments(), call_.alpha.real(), is_started, scratch_);
     }
     for (const CommonRange& range : product_.tiling().k) {
-      call_.is_low_precision() ? add_scaled_product(range, is_started) : add_product(product_of(range), is_started);
+      call_.is_low_precision() ? add_integers(range, is_started) : add_product(product_of(range), is_started);
       is_started = true;
     }
   }
 
   // z = alpha (the sum over k in ascending order) + beta C.
-  void sum_fixed_order() {
-    const bool is_started = call_.is_low_precision() ? multiply_scaled_fixed_order() : multiply_fixed_order();
+  void sum_then_scale() {
+    const bool is_started = call_.is_low_precision() ? multiply_scaled() : multiply_fixed_order();
     if (!is_started) fill_zero();
     const std::complex<double> alpha = call_.alpha * tensor_scale();
     if (alpha != 1.0) {
-      scale_sums(z_.data, z_.ld, tile_.rows, tile_.cols, alpha.real(), alpha.imag(), call_.accumulator());
+      scale_sums(z_.data, z_.ld, tile_.rows, tile_.cols, alpha.real(), alpha.imag(), call_.accumulator(),
+                 is_scaled(call_.a.desc.type));
     }
     for (const TileStore& store : stores_) store.add_c(true);
   }
@@ -95,11 +96,16 @@ class TileTask {
     return scale;
   }
 
-  bool multiply_scaled_fixed_order() {
+  bool multiply_scaled() {
     std::vector<ScaledProduct> segments;
     for (const CommonRange& range : product_.tiling().k) segments.push_back(scaled_product_of(range));
-    if (!segments.empty()) scaled_gemm_fixed_order(segments, scratch_);
-    return !segments.empty();
+    if (segments.empty()) return false;
+    if (call_.fixed_reduction_order) {
+      scaled_gemm_fixed_order(segments, scratch_);
+    } else {
+      for (const ScaledProduct& segment : segments) scaled_gemm(segment, 1, &segment != segments.data(), scratch_);
+    }
+    return true;
   }
 
   bool multiply_fixed_order() {
@@ -239,8 +245,8 @@ class TileTask {
     return product;
   }
 
-  void add_scaled_product(const CommonRange& k, bool adds) {
-    scaled_gemm(scaled_product_of(k), call_.alpha.real() * tensor_scale(), adds, scratch_);
+  void add_integers(const CommonRange& k, bool adds) {
+    scaled_gemm(scaled_product_of(k), call_.alpha.real(), adds, scratch_);
   }
 
   // Where op(X) is at (row, col), each given as the process coordinate and the local index along that axis of op(X).

@@ -1,6 +1,8 @@
 #include "csrc/hostmp/gemm/scaled_gemm.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "csrc/hostmp/kernels/amx_gemm.h"
@@ -13,13 +15,22 @@ namespace {
 constexpr int64_t kScaleBlock = 128;
 constexpr int64_t kAlign = 64;
 
+BFloat16 half_of(BFloat16 x) {
+  const int exponent = x.bits >> 7 & 0xff;
+  if (exponent == 0xff) return x;
+  return {static_cast<uint16_t>(exponent > 1 ? x.bits - 0x80 : x.bits & 0x8000)};
+}
+
 // One stored column of `count` numbers along k, each block times its scale.
 void decode_scaled(const ScaledOperand& x, const char* from, int64_t inner, int64_t outer, int64_t count,
                    BFloat16* to) {
   const int64_t block = block_of(x.scales.mode), blocks = x.inners / block;
   for (int64_t i = 0; i < count; i += block) {
     const float scale = x.scales.block((inner + i) / block, outer, blocks);
-    decode(x.type, from + bytes_of(x.type, i), block, scale, to + i);
+    // 2^-127, which is subnormal: threads of XLA take it for 0.
+    const bool is_least = x.scales.mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0 && scale < 0x1p-126f;
+    decode(x.type, from + bytes_of(x.type, i), block, is_least ? 0x1p-126f : scale, to + i);
+    for (int64_t j = i; is_least && j < i + block; ++j) to[j] = half_of(to[j]);
   }
 }
 
@@ -70,17 +81,29 @@ void add_integers(const ScaledProduct& p, const float* sums, double alpha, bool 
   }
 }
 
-void add_scaled(const ScaledProduct& p, int64_t at, const float* sum, float* row_scales, float alpha, bool adds) {
+// sum * a * b, where a * b may leave the range of floats.
+float scaled(float sum, float a, float b) {
+  const float both = a * b;
+  return std::isnormal(both) ? both * sum : static_cast<float>(double{a} * b * sum);
+}
+
+void add_scaled(const ScaledProduct& p, int64_t at, const float* sum, float* row_scales, bool adds) {
   const auto scale_of = [at](const ScaledOperand& x, int64_t index) {
     return x.scales.of_sum((x.inner + at) / kScaleBlock, x.outer + index, ceil_div(x.inners, kScaleBlock), x.outers);
   };
-  for (int64_t row = 0; row < p.m; ++row) row_scales[row] = alpha * scale_of(p.a, row);
+  float least = std::numeric_limits<float>::max(), most = 0;
+  for (int64_t row = 0; row < p.m; ++row) {
+    row_scales[row] = scale_of(p.a, row);
+    least = std::min(least, std::abs(row_scales[row]));
+    most = std::max(most, std::abs(row_scales[row]));
+  }
   float* c = static_cast<float*>(p.c);
   for (const auto& [n, x] : p.b) {
     for (int64_t col = 0; col < n; ++col, c += p.ldc, sum += p.m) {
       const float scale = scale_of(x, col);
+      const bool are_normal = std::isnormal(least * scale) && std::isnormal(most * scale);
       for (int64_t row = 0; row < p.m; ++row) {
-        const float term = row_scales[row] * scale * sum[row];
+        const float term = are_normal ? row_scales[row] * scale * sum[row] : scaled(sum[row], row_scales[row], scale);
         c[row] = adds ? c[row] + term : term;
       }
     }
@@ -158,7 +181,7 @@ struct ScalingKernel {
       if (p.a.type == abi::CUDA_R_8I) {
         add_integers(p, sums, alpha, adds_now);
       } else {
-        add_scaled(*scaled_by, from - passed, sums, row_scales, static_cast<float>(alpha), adds_now);
+        add_scaled(*scaled_by, from - passed, sums, row_scales, adds_now);
       }
     }
   }

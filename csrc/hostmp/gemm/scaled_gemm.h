@@ -36,9 +36,9 @@ struct ScaledProduct {
   int64_t ldc;
 };
 
-// c = alpha op(a) op(b) + c, without c where it is not to be added. The tensor-wide scales are the caller's to put
-// into alpha. 8-bit integers: exact, modulo 2^32. Blocks of 128 are summed each by itself, scaled, and added in
-// ascending order.
+// c = op(a) op(b) + c, without c where it is not to be added. The tensor-wide scales are the caller's. 8-bit integers:
+// alpha op(a) op(b) + c, exact, modulo 2^32. Blocks of 128 are summed each by itself, scaled, and added in ascending
+// order.
 void scaled_gemm(const ScaledProduct& product, double alpha, bool adds, char* scratch);
 
 // c = op(a) op(b) of operands that are adjacent in k, each element summed in one order. K blocks are decoded from all K

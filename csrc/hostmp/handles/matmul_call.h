@@ -56,6 +56,8 @@ struct MatmulCall {
   const abi::cublasMpGrid& grid() const { return d.desc.grid; }
   abi::cudaDataType_t accumulator() const { return accumulator_of(a.desc.type); }
   bool is_low_precision() const { return facts(a.desc.type).is_low_precision; }
+  // Whether alpha, and the scales of whole operands, go to the finished sums, and C is added after them.
+  bool scales_last() const { return fixed_reduction_order || is_scaled(a.desc.type); }
   bool stores_low_precision() const { return facts(d.desc.type).is_low_precision; }
 };
 

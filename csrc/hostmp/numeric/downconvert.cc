@@ -17,7 +17,9 @@ void scale_block(const Downconversion& out, float* values, int64_t count, int64_
   const int64_t block = block_of(out.mode);
   uint8_t bits = 0;
   if (out.mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0) {
-    bits = ue8m0_above(wanted);
+    // Of a small block, in a range where no quotient is subnormal: threads of XLA take such numbers for 0.
+    const float value = float_of(most);
+    bits = value < 0x1p-64f ? std::max(ue8m0_above(value * 0x1p64f / largest(out.type)) - 64, 0) : ue8m0_above(wanted);
   } else {
     encode(abi::CUDA_R_8F_E4M3, &wanted, 1, &bits);
   }

@@ -31,7 +31,7 @@ bool is_own_product(const MatmulCall& call, int64_t cols) {
 }
 
 bool sums_in_d(const MatmulCall& call, const Tiling& tiling, const Tile& tile) {
-  const bool reads_c_last = call.fixed_reduction_order && call.has_c;
+  const bool reads_c_last = call.scales_last() && call.has_c;
   return call.accumulator() == call.d.desc.type && !reads_c_last && tiling.is_together_in_d(tile);
 }
 

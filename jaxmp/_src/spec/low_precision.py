@@ -178,9 +178,15 @@ def expand(scale: jax.Array, mode: str, shape: tuple[int, ...]) -> jax.Array:
 
 
 def dequantize(x: jax.Array, scale: jax.Array | None, mode: str, dtype: DTypeLike) -> jax.Array:
-    """x times its scales, in `dtype`."""
-    wide = x.astype(dtype)
-    return wide if scale is None or mode == NONE else (wide * expand(scale, mode, x.shape).astype(dtype))
+    """x times its scales, in `dtype`; multiplied in float32 at least, for the range of the scales."""
+    if scale is None or mode == NONE:
+        return x.astype(dtype)
+    wide = x.astype(jnp.promote_types(dtype, jnp.float32))
+    if mode == VEC32:  # 2^-127 is no normal number, and XLA takes it for 0 on CPUs
+        is_least = lax.bitcast_convert_type(scale, jnp.uint8) == 0
+        wide = wide * expand(jnp.where(is_least, 0.5, 1.0), mode, x.shape)
+        scale = jnp.where(is_least, 2.0**-126, scale.astype(jnp.float32))
+    return (wide * expand(scale, mode, x.shape)).astype(dtype)
 
 
 def encode(x: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -192,10 +198,14 @@ def encode(x: jax.Array, dtype: DTypeLike) -> jax.Array:
 def mx_scale(amax: jax.Array, dtype: DTypeLike) -> jax.Array:
     """float8_e8m0fnu: the power of two from `amax` divided by the type's largest number on; cuBLAS documentation,
     "1D Block Quantization", and JAX's `scaled_matmul` quantization."""
-    bits = lax.bitcast_convert_type((amax / float(jnp.finfo(dtype).max)).astype(jnp.float32), jnp.uint32)
+    amax = amax.astype(jnp.float32)
+    is_small = amax < 2.0**-64  # the quotient may be no normal number, which XLA takes for 0 on CPUs
+    quotient = jnp.where(is_small, amax * 2.0**64, amax) / float(jnp.finfo(dtype).max)
+    bits = lax.bitcast_convert_type(quotient, jnp.int32)
     exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    goes_up = jnp.where(exponent == 0, mantissa > 0x400000, (mantissa > 0) & (exponent < 254))
-    return lax.bitcast_convert_type((exponent + goes_up.astype(jnp.uint32)).astype(jnp.uint8), jnp.float8_e8m0fnu)
+    goes_up = (mantissa > 0) & (exponent < 254)
+    exponent = exponent + goes_up.astype(jnp.int32) - jnp.where(is_small, 64, 0)
+    return lax.bitcast_convert_type(jnp.maximum(exponent, 0).astype(jnp.uint8), jnp.float8_e8m0fnu)
 
 
 def blocks(x: jax.Array, size: int) -> jax.Array:
