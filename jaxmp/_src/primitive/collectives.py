@@ -101,7 +101,9 @@ def reshard(x: jax.Array, mesh: Mesh, have: P, spec: P, *, is_explicit: bool) ->
     """
     move: Callable[..., Any] = jax.sharding.reshard if is_explicit else lax.with_sharding_constraint
     with jax.named_scope("jaxmp_reshard"):
-        x = x if is_explicit else move(x, NamedSharding(mesh, have))
+        # A type without a mesh says nothing of the cotangent, which is to lie as the operand does.
+        is_typed = is_explicit and not jax.typeof(x).sharding.mesh.empty
+        x = x if is_typed else move(x, NamedSharding(mesh, have))
         x = _global_barrier(x, mesh, have, is_active=not _is_finer(have, spec))
         return _global_barrier(move(x, NamedSharding(mesh, spec)), mesh, spec, is_active=False)
 
