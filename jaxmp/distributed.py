@@ -23,7 +23,7 @@ from jaxmp._src.primitive.collectives import process_barrier_p
 from jaxmp._src.primitive.primitives import ON_DEVICES
 from jaxmp._src.runtime import bootstrap, jax_compat, jax_lowering, logs, watch
 from jaxmp._src.runtime import native as native_lib
-from jaxmp._src.runtime.config import add_xla_flag, config, parse_timeout
+from jaxmp._src.runtime.config import add_xla_flag, config, loopback_without_proxy, parse_timeout
 from jaxmp._src.runtime.peers import Peers
 from jaxmp._src.runtime.watch import DistributedError
 
@@ -39,6 +39,7 @@ _NO_HEARTBEAT = 10**6  # seconds; of other waits of JAX's too
 # What a process may take to end after a failure until the system ends it.
 _GRACE = 10
 _POLL = 0.05
+_LOOPBACK = "127.0.0.1"
 
 
 class _State:
@@ -84,7 +85,8 @@ def initialize(
 
     Raises:
       RuntimeError: called twice, or after the backend exists, or there is neither a launcher nor the arguments, or
-        rank 0 cannot listen at the coordinator's address.
+        the launcher's variables are incomplete, or rank 0 cannot listen at the coordinator's address, or the machine
+        has no network.
       ImportError: mpi4py is missing under mpiexec.
       ValueError: arguments that do not go together, or a host that cannot be resolved.
       DistributedError: processes are missing, or run other versions of jaxmp or JAX.
@@ -111,8 +113,9 @@ def initialize(
     add_xla_flag("xla_cpu_collective_timeout_seconds", str(max(1, round(seconds))))
     bind_address = bootstrap.bind_address(host, int(port)) if process_id == 0 else None
     if process_id != 0 and not jax_compat.uses_mutual_tls():
+        bootstrap.route_to(_LOOPBACK)
         proxy_port = native_lib.extension().start_coordinator_proxy(host.strip("[]"), port)
-        coordinator_address = f"127.0.0.1:{proxy_port}"
+        coordinator_address = f"{_LOOPBACK}:{proxy_port}"
     connect = functools.partial(
         jax.distributed.initialize,
         coordinator_address,
@@ -135,7 +138,8 @@ def initialize(
             f"initialize: rank {process_id} did not meet all {num_processes} processes at {host}:{port} within "
             f"{initialization_timeout} s; look for one that did not start"
         )
-        watch.on_waiter(connect, lambda: missing if time.monotonic() > deadline else "")
+        with loopback_without_proxy():
+            watch.on_waiter(connect, lambda: missing if time.monotonic() > deadline else "")
         _join(_state, host, initialization_timeout)
     except DistributedError as error:
         _state.reason = str(error)

@@ -27,7 +27,7 @@ IS_VICTIM = VICTIM == PROCESS
 
 
 def initialize(**options):
-    jaxmp.distributed.initialize(f"127.0.0.1:{PORT}", NPROCESSES, PROCESS, **options)
+    jaxmp.distributed.initialize(f"{os.environ.get('HOST', '127.0.0.1')}:{PORT}", NPROCESSES, PROCESS, **options)
 
 
 def fault():

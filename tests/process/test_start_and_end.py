@@ -1,5 +1,6 @@
 """How a job begins and ends when nothing goes wrong, and what is refused at its beginning."""
 
+import errno
 import os
 import re
 import socket
@@ -106,20 +107,39 @@ def test_a_rank_that_never_starts_is_an_error(tmp_path, scenario):
         assert rank.seconds < 8, job.all_logs()
 
 
+def test_a_proxy_of_http_is_not_between_the_processes(tmp_path):
+    """As at sites that set http_proxy, and no_proxy for the machines of a job alone."""
+    env = {"HOST": "localhost", "http_proxy": "http://127.0.0.1:9", "no_proxy": "localhost"}
+    job, ranks = run(tmp_path, "fine", 2, env={"all": env})
+    assert [rank.status for rank in ranks] == [0] * 2, job.all_logs()
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_a_machine_without_a_network_is_named(monkeypatch, process):
+    def connect(self, address):
+        raise OSError(errno.ENETUNREACH, "Network is unreachable")
+
+    monkeypatch.setattr(socket.socket, "connect", connect)
+    message = r"no route to 127\.0\.0\.1 \(Network is unreachable\); bring up its loopback interface, lo"
+    with pytest.raises(RuntimeError, match=message):
+        jaxmp.distributed.initialize(f"127.0.0.1:{free_port()}", 2, process)
+
+
 def test_a_machine_that_calls_itself_loopback_is_reached_from_elsewhere(monkeypatch):
     """As Debian's installer writes /etc/hosts: the machine's own name stands for 127.0.1.1."""
-    monkeypatch.setattr(bootstrap, "_route_to", lambda host: "127.0.1.1" if host == "node1" else "192.168.7.1")
+    monkeypatch.setattr(bootstrap, "route_to", lambda host: "127.0.1.1" if host == "node1" else "192.168.7.1")
     assert bootstrap.bind_address("node1", free_port()) is None
     assert bootstrap._own_address("node1") == "192.168.7.1"
 
 
-def test_a_missing_launcher_and_a_missing_mpi4py_are_named():
+def test_what_is_missing_of_a_launcher_is_named():
     program = "import jaxmp; jaxmp.distributed.initialize()"
     # An mpi4py that is not there, whether or not it is installed.
     without = "import sys; sys.modules['mpi4py'] = None; " + program
     for text, variables, message in (
         (program, {}, "no launcher has started this process; start it with `mpiexec -n 4 python ...`"),
         (without, {"PMI_RANK": "0", "PMI_SIZE": "2"}, "mpi4py cannot be imported"),
+        (program, {"SLURM_PROCID": "0", "SLURM_NTASKS": "2"}, "which process this is (SLURM_"),
     ):
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "OMPI", "SLURM"))}
         ran = subprocess.run(

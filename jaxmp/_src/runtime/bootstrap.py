@@ -74,7 +74,16 @@ def detect(local_device_ids: int | Sequence[int] | None, timeout: int) -> jax_co
                 f"initialize: mpiexec started {size} processes but mpi4py sees {mpi.COMM_WORLD.Get_size()}: they "
                 "belong to different MPIs; use the mpiexec that came with mpi4py's MPI"
             )
-    return jax_compat.detect_processes({"mpi": "mpi4py", "slurm": "slurm"}[name], local_device_ids, timeout)
+    try:
+        processes = jax_compat.detect_processes({"mpi": "mpi4py", "slurm": "slurm"}[name], local_device_ids, timeout)
+        check_arguments(*processes[:3])
+    except (KeyError, ValueError) as error:
+        why = f"{error.args[0]} is missing" if isinstance(error, KeyError) else error
+        raise RuntimeError(
+            f"initialize: the environment variables that {name} sets do not say which process this is ({why}); pass "
+            "them all on to it, or pass coordinator_address, num_processes and process_id"
+        ) from error
+    return processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,7 +177,7 @@ def bind_address(host: str, port: int) -> str | None:
 
     Raises RuntimeError where nobody can listen there, for JAX's service would crash.
     """
-    own = _route_to(host)
+    own = route_to(host)
     try:
         socket.create_server((own, port), family=_family(own)).close()
     except OSError as error:
@@ -190,24 +199,31 @@ def _own_address(host: str) -> str:
 
     A machine's name often stands for 127.0.1.1 on the machine itself. Then it is that from which it reaches others.
     """
-    own = _route_to(host)
+    own = route_to(host)
     if _is_loopback(own) and not _is_loopback(host):
-        with contextlib.suppress(OSError):  # no other network
-            return _route_to(_ELSEWHERE)
+        with contextlib.suppress(RuntimeError):  # no other network
+            return route_to(_ELSEWHERE)
     return own
 
 
-def _route_to(host: str) -> str:
-    """The address of this machine from which `host` is reached."""
+def route_to(host: str) -> str:
+    """The address of this machine from which `host` is reached; RuntimeError where no network leads there."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)[0]
+        found = socket.getaddrinfo(host.strip("[]"), 9, type=socket.SOCK_DGRAM)
     except socket.gaierror as error:
         raise ValueError(
             f"initialize: coordinator_address names the host {host!r}, which this machine does not know ({error})"
         ) from error
-    with socket.socket(family, kind, protocol) as probe:
-        probe.connect(address)  # of datagrams: sends nothing
-        return str(probe.getsockname()[0])
+    why = ""
+    for family, kind, protocol, _, address in found:
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(address)  # of datagrams: sends nothing
+                return str(probe.getsockname()[0])
+        except OSError as error:  # IPv6 is off, perhaps
+            why = why or os.strerror(error.errno or 0)
+    interface = "its loopback interface, lo" if _is_loopback(host) else "its network"
+    raise RuntimeError(f"initialize: this machine has no route to {host} ({why}); bring up {interface}")
 
 
 def _family(address: str) -> socket.AddressFamily:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import functools
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -185,3 +186,17 @@ def add_xla_flag(name: str, value: str) -> None:
     flags = os.environ.get("XLA_FLAGS", "")
     if f"--{name}" not in flags:
         os.environ["XLA_FLAGS"] = f"{flags} --{name}={value}".strip()
+
+
+@contextlib.contextmanager
+def loopback_without_proxy() -> Iterator[None]:
+    """A context in which gRPC makes channels to 127.0.0.1 directly, also where http_proxy is set."""
+    name = "no_grpc_proxy"  # gRPC reads it instead of no_proxy
+    before = os.environ.get(name)
+    os.environ[name] = f"{os.environ.get('no_proxy', '') if before is None else before},127.0.0.1"
+    try:
+        yield
+    finally:
+        os.environ.pop(name)
+        if before is not None:
+            os.environ[name] = before
