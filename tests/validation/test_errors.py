@@ -256,6 +256,38 @@ def test_other_operands_in_host_memory():
         jaxmp.matmul(float8, float8, transpose_b=True, scaling=scaling, preferred_element_type=jnp.float32)
 
 
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_a_reference_is_no_array(is_jitted):
+    functions = {
+        r"matmul: a must be an array, got a jax.Ref; pass what it holds, a\[...\]": lambda r: jaxmp.matmul(r, B),
+        "matmul: b must be an array, got a jax.Ref": lambda r: jaxmp.matmul(B, r),
+        "linear: bias must be an array, got a jax.Ref": lambda r: jaxmp.linear(A, B, r),
+        "dot_general: rhs must be an array, got a jax.Ref": lambda r: jaxmp.dot_general(B, r, (((1,), (0,)), ((), ()))),
+        r"einsum: operands\[2\] must be an array, got a jax.Ref": lambda r: jaxmp.einsum("ij,jk,kl->il", A, B, r),
+    }
+    for message, call in functions.items():
+        with pytest.raises(TypeError, match=message):
+            (jax.jit(call) if is_jitted else call)(jax.new_ref(A))
+
+
+def test_operands_on_different_devices_are_named():
+    a, b, bias = (jax.device_put(x, jax.devices()[i]) for i, x in enumerate((A, B, BIAS)))
+    for message, call in (
+        ("matmul: operands on incompatible devices, a on 0 and b on 1", lambda: jaxmp.matmul(a, b)),
+        (r"matmul: .*, a on 0 and epilog_inputs\['bias'\] on 2", lambda: with_bias(a, B, bias)),
+        ("linear: .*, x on 0 and w on 1 and bias on 2", lambda: jaxmp.linear(a, b, bias)),
+        ("dot_general: .*, lhs on 0 and rhs on 1", lambda: jaxmp.dot_general(a, b, (((1,), (0,)), ((), ())))),
+        (r"einsum: .*, operands\[0\] on 0 and operands\[1\] on 1", lambda: jaxmp.einsum("ij,jk->ik", a, b)),
+        ("mlp: .*, x on 0 and w_in on 1", lambda: jaxmp.mlp(a, b, None, B.T, None, activation="relu")),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def with_bias(a, b, bias):
+    return jaxmp.matmul(a, b, epilog=Epilog.BIAS, epilog_inputs={"bias": bias})
+
+
 def test_linear_chooses_its_epilog_by_itself():
     with pytest.raises(TypeError, match=r"linear\(\) got an unexpected keyword argument 'epilog'"):
         jaxmp.linear(A, B, epilog=Epilog.BIAS, epilog_inputs={"bias": BIAS})

@@ -34,9 +34,8 @@ def check_array(name: str, argument: str, x: Any, ndim: int | None = None, at_le
     if not is_array(x):
         is_numpy = isinstance(x, np.ndarray | np.generic)
         what, of_dtype = (" of numbers", f" of dtype {x.dtype}") if is_numpy else ("", "")
-        raise TypeError(
-            f"{name}: {argument} must be an array{what}, got {type(x).__name__}{of_dtype}{_as_array(argument, x)}"
-        )
+        kind = "a jax.Ref" if isinstance(x, jax.Ref) else type(x).__name__
+        raise TypeError(f"{name}: {argument} must be an array{what}, got {kind}{of_dtype}{_as_array(argument, x)}")
     if not (jnp.issubdtype(x.dtype, jnp.number) or x.dtype == np.bool_):
         is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
         remedy = "; draw numbers with it, as jax.random.normal does" if is_key else ""
@@ -66,6 +65,8 @@ def _as_array(argument: str, x: Any) -> str:
         return f"; a sparse array has to be dense: pass {argument}.todense()"
     if isinstance(x, Mapping):
         return f"; pass one of its arrays, which it has under {', '.join(map(repr, x)) or 'no key'}"
+    if isinstance(x, jax.Ref):
+        return f"; pass what it holds, {argument}[...]"
     if is_array(getattr(x, "value", None)):
         return f"; pass the array in it, {argument}.value"
     if callable(x):
@@ -89,10 +90,9 @@ def is_array(x: object) -> bool:
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         return False
     try:
-        jax.typeof(x)
+        return isinstance(jax.typeof(x), jax.core.ShapedArray)  # a jax.Ref has another type
     except (TypeError, ValueError):
         return False
-    return True
 
 
 def check_dtype(name: str, argument: str, value: Any) -> np.dtype:

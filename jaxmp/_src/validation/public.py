@@ -8,6 +8,8 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
 
+import jax
+
 from jaxmp._src.runtime import jax_compat
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -29,6 +31,13 @@ def public(fn: F) -> F:
     def called(*args: Any, **kwargs: Any) -> Any:
         try:
             return fn(*args, **kwargs)
+        except ValueError as error:
+            if "incompatible devices" not in str(error):
+                raise
+            raise ValueError(
+                f"{fn.__name__}: operands on incompatible devices, {_places(fn, args, kwargs)} (device ids); move them "
+                "to the same ones with jax.device_put"
+            ) from error
         except TypeError:
             parameters = inspect.signature(fn).parameters
             is_open = any(x.kind == x.VAR_KEYWORD for x in parameters.values())
@@ -40,6 +49,17 @@ def public(fn: F) -> F:
         )
 
     return cast(F, jax_compat.hides_frames(called))
+
+
+def _places(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """The operands and their devices, "a on 0 and b on 1": JAX names the operands of a function of ours."""
+    places: dict[str, str] = {}
+    for argument, value in inspect.signature(fn).bind(*args, **kwargs).arguments.items():
+        for path, x in jax.tree_util.tree_leaves_with_path(value):
+            if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
+                ids = ", ".join(str(i) for i in sorted(device.id for device in x.devices()))
+                places.setdefault(ids, f"{argument}{jax.tree_util.keystr(path)} on {ids}")
+    return " and ".join(places.values())
 
 
 def _remedy(unknown: str, parameters: Collection[str]) -> str:
