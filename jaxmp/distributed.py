@@ -13,7 +13,6 @@ import socket
 import sys
 import threading
 import time
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -245,6 +244,10 @@ def _close(state: _State) -> None:
     """Listen no more, to peers and to signals."""
     if state.peers is not None:
         state.peers.close()
+    _ignore_interrupts(state)
+
+
+def _ignore_interrupts(state: _State) -> None:
     if not state.interrupts:
         return
     with contextlib.suppress(ValueError):  # not the main thread
@@ -258,22 +261,13 @@ def _close(state: _State) -> None:
 
 
 def _set_hooks() -> None:
-    """Once in a process: errors get their type, and the peers hear of an end with its reason."""
+    """Once in a process: errors get their type, the end has its reason, and a forked child is no part of the job."""
     global _are_hooks_set
     if _are_hooks_set:
         return
     _are_hooks_set = True
     jax_compat.translate_errors(_translated, _watched)
-    previous = sys.excepthook
-
-    def excepthook(kind: type[BaseException], value: BaseException, traceback: types.TracebackType | None) -> None:
-        if _state is not None:
-            message = f"{value}".partition("\n")[0]
-            _state.reason = _state.reason or f"it raised {kind.__name__}: {message}"
-            native_lib.extension().leave_barrier(_state.reason[:500])
-        previous(kind, value, traceback)
-
-    sys.excepthook = excepthook
+    os.register_at_fork(after_in_child=_forget)
     atexit.register(_at_exit)
 
 
@@ -350,6 +344,31 @@ def _farewell(state: _State) -> str:
     return ""
 
 
+def _uncaught() -> str:
+    """The exception that ends this process, "it raised ValueError: ..."; "" where none does.
+
+    The interpreter keeps the last one that nobody caught. Where that has ended the program, nothing had called its
+    outermost frame; at a prompt, and where a library prints an exception, the program goes on.
+    """
+    error, traceback = getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)
+    if error is None or traceback is None or traceback.tb_frame.f_back is not None or hasattr(sys, "ps1"):
+        return ""
+    message = f"{error}".partition("\n")[0]
+    return f"it raised {type(error).__name__}: {message}"
+
+
+def _forget() -> None:
+    """In a forked child: close what it has inherited of the job, without a word to anybody."""
+    global _state
+    state, _state = _state, None
+    if state is None:
+        return
+    if state.peers is not None:
+        state.peers.forget()
+    _ignore_interrupts(state)
+    jax_compat.abandon_distributed()
+
+
 def _at_exit() -> None:
     """JAX's own end waits in a barrier for processes that may be gone, so a job that failed ends here."""
     global _state
@@ -357,6 +376,7 @@ def _at_exit() -> None:
     if state is None:
         return
     failure = native_lib.extension().barrier_failure()
+    state.reason = state.reason or _uncaught()
     try:
         reason = state.reason or failure or _farewell(state)
     except KeyboardInterrupt:

@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <poll.h>
+#include <pthread.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -78,6 +79,7 @@ class BarrierService {
   void Resume(Settled settled);
 
   void Serve();
+  void ForgetInForks();
   void Wake();
   void DrainInterrupts();
   void Read(int process);
@@ -115,8 +117,21 @@ void BarrierService::Start(const BarrierOptions& options) {
   failure_.clear();
   last_call_.clear();
   if (pipe2(wake_, O_CLOEXEC | O_NONBLOCK) != 0) wake_[0] = wake_[1] = -1;
+  ForgetInForks();
   is_running_ = true;
   thread_ = std::thread([this] { Serve(); });
+}
+
+// A forked child has this process's sockets and none of its threads. It closes them, so that the peers see at once when
+// this process ends, however long the child lives.
+void BarrierService::ForgetInForks() {
+  static const int registered = pthread_atfork([] { service().mutex_.lock(); }, [] { service().mutex_.unlock(); },
+                                               [] {
+                                                 service().is_running_ = false;
+                                                 service().peers_.clear();
+                                                 service().mutex_.unlock();
+                                               });
+  static_cast<void>(registered);
 }
 
 void BarrierService::Want(const std::vector<int>& processes) {

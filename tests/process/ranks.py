@@ -5,6 +5,7 @@ A rank prints FAULT and the time when it goes wrong, SAW, the time and the error
 
 from __future__ import annotations
 
+import code
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from job import TIMEOUT
 
 import jaxmp
 
@@ -342,6 +344,47 @@ def many_groups_and_loops():
     check(product(*operands(make_mesh())), 48)
 
 
+def raise_without_an_end():
+    """Exceptions that nobody catches, none of which ends the rank: at a prompt, printed by a library."""
+    initialize()
+    a, b = operands(make_mesh())
+    if IS_VICTIM:
+        code.InteractiveConsole().push("misspelt")
+        try:
+            raise ValueError("printed")
+        except ValueError:
+            sys.excepthook(*sys.exc_info())
+    check(product(a, b), 48)
+
+
+def fork_a_child_that_raises():
+    """A child of the victim is interrupted while its parent waits in a call for the others."""
+    initialize()
+    a, b = operands(make_mesh())
+    check(product(a, b), 48)
+    if not IS_VICTIM:
+        time.sleep(1.5)
+    elif os.fork() == 0:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGINT)
+    check(product(a, b), 48)
+    if IS_VICTIM:
+        print("CHILD", os.waitstatus_to_exitcode(os.wait()[1]))
+
+
+def leave_a_child():
+    """The victim is killed; a child of it lives on, with its sockets."""
+    initialize()
+    a, b = operands(make_mesh())
+    check(product(a, b), 48)
+    if IS_VICTIM:
+        if os.fork() == 0:
+            time.sleep(TIMEOUT)
+            os._exit(0)
+        send(signal.SIGKILL)()
+    check(product(a, b), 48)
+
+
 SCENARIOS = {
     "fine": lambda: around_a_call(),
     "killed-before": lambda: around_a_call(before=send(signal.SIGKILL)),
@@ -382,6 +425,9 @@ SCENARIOS = {
     "late-end": end_late,
     "signal": wait_for_a_signal,
     "groups": many_groups_and_loops,
+    "raised-and-went-on": raise_without_an_end,
+    "forked": fork_a_child_that_raises,
+    "killed-with-a-child": leave_a_child,
 }
 
 

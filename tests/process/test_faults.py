@@ -4,10 +4,12 @@ A job that hangs costs a cluster; an error that names no rank costs its users a 
 """
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from job import SIGINT, TIMEOUT, Job, run
+from job import SIGINT, TIMEOUT, Job, free_port, run
 
 
 def call_at(mark):
@@ -134,6 +136,29 @@ def test_a_rank_that_raises_is_named_with_its_error(tmp_path):
     see(job, ranks, (0, 1), rf"{CALL}: rank 2 has ended: it raised ValueError: bad luck", 2.0)
     assert ranks[2].status == 1
     assert "ValueError: bad luck" in ranks[2].log
+
+
+@pytest.mark.parametrize("scenario", ["raised-and-went-on", "forked"])
+def test_an_exception_that_does_not_end_a_rank_ends_no_job(tmp_path, scenario):
+    job, ranks = run(tmp_path, scenario, 2)
+    assert [rank.status for rank in ranks] == [0, 0], job.all_logs()
+    seen = {"raised-and-went-on": ["NameError", "ValueError: printed"], "forked": ["KeyboardInterrupt", "CHILD "]}
+    assert all(text in ranks[1].log for text in seen[scenario]), job.all_logs()
+
+
+def test_a_killed_rank_is_named_at_once_though_a_child_of_it_lives(tmp_path):
+    job, ranks = run(tmp_path, "killed-with-a-child", 2)
+    assert re.search(rf"{CALL}: rank 1 has ended without a word", ranks[0].saw), job.all_logs()
+    assert ranks[0].seconds < 2.0, job.all_logs()
+
+
+def test_a_typo_at_a_prompt_is_no_end():
+    program = (
+        f"import jaxmp; jaxmp.distributed.initialize('127.0.0.1:{free_port()}', 1, 0)\nmisspelt\nprint('WENT ON')\n"
+    )
+    ran = subprocess.run([sys.executable, "-i"], input=program, capture_output=True, text=True, timeout=60, check=False)
+    assert "NameError: name 'misspelt' is not defined" in ran.stderr
+    assert (ran.returncode, ran.stdout) == (0, "WENT ON\n")
 
 
 def test_a_rank_that_leaves_early_is_named(tmp_path):

@@ -190,13 +190,14 @@ def add_xla_flag(name: str, value: str) -> None:
 
 @contextlib.contextmanager
 def loopback_without_proxy() -> Iterator[None]:
-    """A context in which gRPC makes channels to 127.0.0.1 directly, also where http_proxy is set."""
+    """A context in which gRPC makes channels to 127.0.0.1 directly, also where the environment has a proxy for HTTP."""
     name = "no_grpc_proxy"  # gRPC reads it instead of no_proxy
     before = os.environ.get(name)
-    os.environ[name] = f"{os.environ.get('no_proxy', '') if before is None else before},127.0.0.1"
+    if any(os.environ.get(proxy) for proxy in ("grpc_proxy", "https_proxy", "http_proxy")):
+        os.environ[name] = f"{os.environ.get('no_proxy', '') if before is None else before},127.0.0.1"
     try:
         yield
     finally:
-        os.environ.pop(name)
+        os.environ.pop(name, None)
         if before is not None:
             os.environ[name] = before

@@ -106,6 +106,12 @@ class Peers:
         for connection in pending:
             _shut(connection)
 
+    def forget(self) -> None:
+        """In a forked child: close its copies of the sockets, which stay open in its parent."""
+        self._is_open = False
+        for connection in (self._listener, *self._handshakes):
+            connection.close()
+
     # Who listens ---------------------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
