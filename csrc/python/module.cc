@@ -213,11 +213,14 @@ void StartBarrierWith(int process, int nprocesses, double timeout, bool compares
 
 std::string OwnArenaText() {
   StatusOr<std::string> described = OwnArena();
-  ThrowIfError(described.status());
+  if (!described.ok()) throw std::runtime_error(described.status().message());
   return *described;
 }
 
-void ShareArenaOf(int process, const std::string& described) { ThrowIfError(ShareArena(process, described)); }
+void ShareArenaOf(int process, const std::string& described) {
+  const Status shared = ShareArena(process, described);
+  if (!shared.ok()) throw std::runtime_error(shared.message());
+}
 
 nb::dict ArenaUseDict() {
   const ArenaUse use = OwnArenaUse();
@@ -242,7 +245,7 @@ nb::dict PeerDicts() {
 
 int StartCoordinatorProxyTo(const std::string& host, const std::string& port) {
   const StatusOr<int> port_of_proxy = StartCoordinatorProxy(host, port);
-  ThrowIfError(port_of_proxy.status());
+  if (!port_of_proxy.ok()) throw std::runtime_error(port_of_proxy.status().message());
   return *port_of_proxy;
 }
 
@@ -294,6 +297,7 @@ NB_MODULE(_jaxmp, m) {
   m.def("share_arena", &ShareArenaOf, nb::arg("process"), nb::arg("described"));
   m.def("set_schedule_noise", &SetScheduleNoise, nb::arg("seed"), nb::arg("microseconds"), "For tests: random delays.");
   m.def("arena_use", &ArenaUseDict);
+  m.def("trim_arenas", &TrimArenas, nb::arg("unused_for"), nb::call_guard<nb::gil_scoped_release>());
   m.def("want_processes", &WantProcesses, nb::arg("processes"));
   m.def("wanted_processes", &WantedProcesses, nb::call_guard<nb::gil_scoped_release>());
   m.def("connect_peer", &ConnectPeer, nb::arg("process"), nb::arg("fd"));

@@ -7,7 +7,9 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cinttypes>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -15,217 +17,349 @@
 #include <mutex>
 #include <new>
 #include <random>
+#include <utility>
+
+#include "csrc/shared_memory/pages.h"
 
 namespace jaxmp {
 namespace {
 
-constexpr size_t kUnit = 4096;                       // blocks begin and end at pages
-constexpr size_t kMostBytes = size_t{64} << 30;      // of addresses, which many processes map of each other
-constexpr int kProtection = PROT_READ | PROT_WRITE;  // readers count themselves off
+using Clock = std::chrono::steady_clock;
+
+constexpr size_t kUnit = 64 << 10;  // slots begin and end at pages, of whatever size the system has them
 
 // At the beginning of an arena.
 struct ArenaHead {
   uint64_t number;
+  char failure[256];  // why the last block could not be allocated
 };
 
 // At the beginning of a block, ahead of its bytes.
 struct BlockHead {
+  uint64_t token;
   std::atomic<uint32_t> readers;  // still to come
   uint64_t bytes;
 };
-constexpr size_t kBlockHead = 64;
+constexpr size_t kBlockHead = 64, kMostBytes = size_t{PTRDIFF_MAX} - kUnit;
 static_assert(sizeof(BlockHead) <= kBlockHead);
 static_assert(std::atomic<uint32_t>::is_always_lock_free, "processes share it");
 
-size_t round_up(size_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; }
+size_t RoundUp(size_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; }
 
-std::string why() { return std::strerror(errno); }
+std::string Why() { return std::strerror(errno); }
 
-struct Mapping {
-  char* base = nullptr;
-  size_t bytes = 0;
-};
+size_t PlaceOf(uint64_t token) { return (token & UINT32_MAX) * kUnit; }
 
-StatusOr<Mapping> map(int fd, size_t bytes) {
-  void* base = mmap(nullptr, bytes, kProtection, MAP_SHARED | MAP_NORESERVE, fd, 0);
-  if (base == MAP_FAILED) return ResourceExhausted("jaxmp: cannot map shared memory: " + why());
-  madvise(base, bytes, MADV_DONTDUMP);
-  return Mapping{static_cast<char*>(base), bytes};
-}
+BlockHead* HeadOf(const Mapping& slot) { return reinterpret_cast<BlockHead*>(slot.base()); }
 
-BlockHead* head_of(const Mapping& arena, uint64_t token) { return reinterpret_cast<BlockHead*>(arena.base + token); }
-
-// First fit, lowest address first, so that the same pages are written to again and again.
+// The arena that this process writes to.
 class OwnedArena {
  public:
   static StatusOr<std::unique_ptr<OwnedArena>> Make();
 
-  const Mapping& mapping() const { return mapping_; }
   const std::string& described() const { return described_; }
-  StatusOr<Block> Allocate(size_t bytes, uint32_t readers);
+  uint32_t process() const { return process_; }
+  void set_process(uint32_t process) { process_ = process; }
+  Block Allocate(size_t bytes, uint32_t readers);
+  void Trim(Clock::duration unused_for);
   ArenaUse use();
 
  private:
-  void Reclaim();
+  struct Slot {
+    Mapping mapping;
+    bool is_taken;
+    Clock::time_point used;
+  };
+  using Slots = std::map<size_t, Slot>;  // by place in the file
 
-  std::mutex mutex_;
-  Mapping mapping_;
+  OwnedArena(int fd, uint64_t number, Mapping head);
+  void Reclaim();
+  StatusOr<Slots::iterator> FreeSlot(size_t bytes);
+  StatusOr<Slots::iterator> AddSlot(size_t bytes);
+
+  const int fd_;
+  const Mapping head_;
   std::string described_;
-  std::map<size_t, size_t> used_;  // offset: size
-  size_t touched_ = kUnit;
+  uint32_t process_ = 0;
+  Slots slots_;
+  uint32_t number_ = 0;  // of the last block
 };
 
+OwnedArena::OwnedArena(int fd, uint64_t number, Mapping head) : fd_(fd), head_(std::move(head)) {
+  new (head_.base()) ArenaHead{number, {}};
+  char pid[32] = {};  // as this /proc counts, which may be that of another namespace
+  if (readlink("/proc/self", pid, sizeof(pid) - 1) < 0) std::snprintf(pid, sizeof(pid), "%d", int(getpid()));
+  described_ = std::string(pid) + " " + std::to_string(fd) + " " + std::to_string(number);
+}
+
 StatusOr<std::unique_ptr<OwnedArena>> OwnedArena::Make() {
-  const auto memory = static_cast<size_t>(sysconf(_SC_PHYS_PAGES)) * static_cast<size_t>(sysconf(_SC_PAGESIZE));
-  const size_t bytes = std::min(memory, kMostBytes) / kUnit * kUnit;
   const int fd = memfd_create("jaxmp", MFD_CLOEXEC);
-  if (fd < 0) return FailedPrecondition("jaxmp: no shared memory: " + why());
-  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0) {
-    const Status failed = FailedPrecondition("jaxmp: no shared memory: " + why());
+  if (fd < 0) return FailedPrecondition("no memory can be shared: " + Why());
+  const Status allocated = AllocatePages(fd, 0, kUnit);
+  StatusOr<Mapping> head = allocated.ok() ? Mapping::Make(fd, 0, kUnit) : StatusOr<Mapping>(allocated);
+  if (!head.ok()) {
     close(fd);
-    return failed;
+    return FailedPrecondition("no memory can be shared: " + head.status().message());
   }
-  StatusOr<Mapping> mapping = map(fd, bytes);
-  if (!mapping.ok()) {
-    close(fd);
-    return mapping.status();
-  }
-  auto arena = std::make_unique<OwnedArena>();
-  arena->mapping_ = *mapping;
   std::random_device random;
   const uint64_t number = uint64_t{random()} << 32 | random();
-  new (arena->mapping_.base) ArenaHead{number};
-  char described[128];
-  std::snprintf(described, sizeof(described), "%d %d %zu %" PRIu64, static_cast<int>(getpid()), fd, bytes, number);
-  arena->described_ = described;
-  return arena;
+  return std::unique_ptr<OwnedArena>(new OwnedArena(fd, number, *std::move(head)));
 }
 
 void OwnedArena::Reclaim() {
-  for (auto at = used_.begin(); at != used_.end();) {
-    const bool is_read = head_of(mapping_, at->first)->readers.load(std::memory_order_acquire) == 0;
-    at = is_read ? used_.erase(at) : std::next(at);
+  for (auto& [begin, slot] : slots_) {
+    if (!slot.is_taken || HeadOf(slot.mapping)->readers.load(std::memory_order_acquire) != 0) continue;
+    slot.is_taken = false;
+    slot.used = Clock::now();
   }
 }
 
-StatusOr<Block> OwnedArena::Allocate(size_t bytes, uint32_t readers) {
-  std::lock_guard<std::mutex> lock(mutex_);
+void OwnedArena::Trim(Clock::duration unused_for) {
   Reclaim();
-  const size_t size = round_up(kBlockHead + bytes);
+  for (auto at = slots_.begin(); at != slots_.end();) {
+    const auto& [begin, slot] = *at;
+    if (slot.is_taken || Clock::now() - slot.used < unused_for) {
+      ++at;
+      continue;
+    }
+    FreePages(fd_, begin, slot.mapping.bytes());
+    at = slots_.erase(at);
+  }
+}
+
+// The first one of the smallest, so that the same pages are written to again and again. A slot of more than twice the
+// size is left to larger blocks, or goes back.
+StatusOr<OwnedArena::Slots::iterator> OwnedArena::FreeSlot(size_t bytes) {
+  Reclaim();
+  auto best = slots_.end();
+  for (auto at = slots_.begin(); at != slots_.end(); ++at) {
+    const size_t size = at->second.mapping.bytes();
+    const bool is_fit = !at->second.is_taken && size >= bytes && size / 2 <= bytes;
+    if (is_fit && (best == slots_.end() || size < best->second.mapping.bytes())) best = at;
+  }
+  if (best != slots_.end()) return best;
+  StatusOr<Slots::iterator> added = AddSlot(bytes);
+  if (!added.ok()) {
+    Trim(Clock::duration::zero());
+    added = AddSlot(bytes);
+  }
+  return added;
+}
+
+// In the first gap. The pages are allocated here: where that failed on writing to them, the process would end (SIGBUS).
+StatusOr<OwnedArena::Slots::iterator> OwnedArena::AddSlot(size_t bytes) {
   size_t begin = kUnit;
-  for (const auto& [offset, taken] : used_) {
-    if (offset - begin >= size) break;
-    begin = offset + taken;
+  for (const auto& [taken, slot] : slots_) {
+    if (taken - begin >= bytes) break;
+    begin = taken + slot.mapping.bytes();
   }
-  if (size > mapping_.bytes || begin > mapping_.bytes - size) {
-    return ResourceExhausted("jaxmp: " + std::to_string(bytes) + " bytes do not fit the memory that processes share, " +
-                             std::to_string(mapping_.bytes) + " bytes; JAXMP_SHARED_MEMORY=off does without it");
+  if (begin / kUnit > UINT32_MAX) return ResourceExhausted("the arena is full");
+  JAXMP_RETURN_IF_ERROR(AllocatePages(fd_, begin, bytes));
+  StatusOr<Mapping> mapping = Mapping::Make(fd_, begin, bytes);
+  if (!mapping.ok()) {
+    FreePages(fd_, begin, bytes);
+    return mapping.status();
   }
-  used_[begin] = size;
-  touched_ = std::max(touched_, begin + size);
-  auto* head = new (mapping_.base + begin) BlockHead;
+  return slots_.emplace(begin, Slot{*std::move(mapping), false, {}}).first;
+}
+
+Block OwnedArena::Allocate(size_t bytes, uint32_t readers) {
+  StatusOr<Slots::iterator> found = ResourceExhausted("they are too many");
+  if (bytes <= kMostBytes) found = FreeSlot(RoundUp(kBlockHead + bytes));
+  if (!found.ok()) {
+    auto* head = reinterpret_cast<ArenaHead*>(head_.base());
+    std::snprintf(head->failure, sizeof(head->failure), "rank %u has no memory to share %zu bytes with the others (%s)",
+                  process_, bytes, found.status().message().c_str());
+    return {};
+  }
+  auto& [begin, slot] = **found;
+  slot.is_taken = true;
+  auto* head = new (slot.mapping.base()) BlockHead{};
+  head->token = uint64_t{++number_} << 32 | begin / kUnit;
   head->bytes = bytes;
   head->readers.store(readers, std::memory_order_release);
-  return Block{begin, mapping_.base + begin + kBlockHead};
+  return Block{head->token, slot.mapping.base() + kBlockHead};
 }
 
 ArenaUse OwnedArena::use() {
-  std::lock_guard<std::mutex> lock(mutex_);
   Reclaim();
-  ArenaUse use{0, touched_};
-  for (const auto& [offset, size] : used_) use.used += size;
+  ArenaUse use{0, 0};
+  for (const auto& [begin, slot] : slots_) {
+    use.touched += slot.mapping.bytes();
+    if (slot.is_taken) use.used += slot.mapping.bytes();
+  }
   return use;
+}
+
+// The arena of a process, of which this one maps the blocks that it reads.
+class OpenedArena {
+ public:
+  explicit OpenedArena(int fd) : fd_(fd) {}
+  OpenedArena(OpenedArena&& other) noexcept : fd_(std::exchange(other.fd_, -1)), views_(std::move(other.views_)) {}
+  OpenedArena& operator=(OpenedArena&& other) noexcept {
+    std::swap(fd_, other.fd_);
+    views_.swap(other.views_);
+    return *this;
+  }
+  ~OpenedArena() {
+    if (fd_ >= 0) close(fd_);
+  }
+
+  StatusOr<const char*> Read(uint64_t token, size_t bytes);
+  void Release(uint64_t token);
+  void Trim(Clock::duration unused_for);
+
+ private:
+  struct View {
+    Mapping mapping;
+    size_t readers;  // of this process, that have yet to release it
+    Clock::time_point used;
+  };
+
+  StatusOr<View*> ViewOf(size_t begin, size_t bytes);
+
+  int fd_;
+  std::map<size_t, View> views_;  // by place in the file
+};
+
+StatusOr<OpenedArena::View*> OpenedArena::ViewOf(size_t begin, size_t bytes) {
+  const auto found = views_.find(begin);
+  if (found != views_.end()) {
+    if (found->second.mapping.bytes() >= bytes) return &found->second;
+    if (found->second.readers != 0) return FailedPrecondition("a smaller block is being read");
+    views_.erase(found);
+  }
+  const auto end = static_cast<size_t>(std::max(lseek(fd_, 0, SEEK_END), off_t{0}));
+  if (begin > end || bytes > end - begin) return FailedPrecondition("the arena ends at " + std::to_string(end));
+  StatusOr<Mapping> mapping = Mapping::Make(fd_, begin, bytes);
+  if (!mapping.ok()) {
+    Trim(Clock::duration::zero());
+    mapping = Mapping::Make(fd_, begin, bytes);
+  }
+  JAXMP_RETURN_IF_ERROR(mapping.status());
+  return &views_.emplace(begin, View{*std::move(mapping), 0, Clock::now()}).first->second;
+}
+
+StatusOr<const char*> OpenedArena::Read(uint64_t token, size_t bytes) {
+  if (token == 0) {
+    ArenaHead head{};
+    const bool is_told = pread(fd_, &head, sizeof(head), 0) == sizeof(head) && head.failure[0] != 0;
+    return ResourceExhausted(is_told ? head.failure : "there is none");
+  }
+  const size_t begin = PlaceOf(token);
+  if (begin == 0 || bytes > kMostBytes) return FailedPrecondition("there is none");
+  JAXMP_ASSIGN_OR_RETURN(View * view, ViewOf(begin, RoundUp(kBlockHead + bytes)));
+  const BlockHead* head = HeadOf(view->mapping);
+  if (head->token != token || head->bytes != bytes) {
+    return FailedPrecondition("another one lies there");
+  }
+  ++view->readers;
+  return view->mapping.base() + kBlockHead;
+}
+
+void OpenedArena::Release(uint64_t token) {
+  const auto found = views_.find(PlaceOf(token));
+  if (found == views_.end() || found->second.readers == 0) return;
+  View& view = found->second;
+  --view.readers;
+  view.used = Clock::now();
+  HeadOf(view.mapping)->readers.fetch_sub(1, std::memory_order_release);
+}
+
+void OpenedArena::Trim(Clock::duration unused_for) {
+  for (auto at = views_.begin(); at != views_.end();) {
+    const bool is_used = at->second.readers != 0 || Clock::now() - at->second.used < unused_for;
+    at = is_used ? std::next(at) : views_.erase(at);
+  }
 }
 
 // Never destroyed: calls may run until the very end.
 struct Arenas {
   std::mutex mutex;
   std::unique_ptr<OwnedArena> own;
-  std::map<int, Mapping> of_process;
+  std::map<int, OpenedArena> of_process;
 };
 Arenas& arenas() {
   static auto* const the_arenas = new Arenas;
   return *the_arenas;
 }
 
-StatusOr<OwnedArena*> own_arena() {
-  Arenas& all = arenas();
-  std::lock_guard<std::mutex> lock(all.mutex);
+StatusOr<OwnedArena*> Own(Arenas& all) {
   if (!all.own) {
     JAXMP_ASSIGN_OR_RETURN(all.own, OwnedArena::Make());
   }
   return all.own.get();
 }
 
-StatusOr<Mapping> arena_of(int process) {
-  Arenas& all = arenas();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  const auto found = all.of_process.find(process);
-  if (found != all.of_process.end()) return found->second;
-  return FailedPrecondition("jaxmp: this process shares no memory with process " + std::to_string(process));
-}
-
 }  // namespace
 
 StatusOr<std::string> OwnArena() {
-  JAXMP_ASSIGN_OR_RETURN(OwnedArena * arena, own_arena());
-  return arena->described();
+  std::lock_guard<std::mutex> lock(arenas().mutex);
+  JAXMP_ASSIGN_OR_RETURN(OwnedArena * own, Own(arenas()));
+  return own->described();
 }
 
 Status ShareArena(int process, const std::string& described) {
   int pid = 0, fd = -1;
-  size_t bytes = 0;
   uint64_t number = 0;
-  if (std::sscanf(described.c_str(), "%d %d %zu %" SCNu64, &pid, &fd, &bytes, &number) != 4) {
-    return InvalidArgument("jaxmp: \"" + described + "\" describes no shared memory");
+  if (std::sscanf(described.c_str(), "%d %d %" SCNu64, &pid, &fd, &number) != 3) {
+    return InvalidArgument("\"" + described + "\" describes no shared memory");
   }
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
+  const std::string memory = "the memory of rank " + std::to_string(process);
   const int opened = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (opened < 0) return FailedPrecondition("jaxmp: cannot open " + path + ": " + why());
-  const Status is_another =
-      FailedPrecondition("jaxmp: " + path + " is not the memory of process " + std::to_string(process));
-  // A false size reserves no addresses.
-  const off_t length = lseek(opened, 0, SEEK_END);
-  StatusOr<Mapping> mapping = is_another;
-  if (length >= 0 && static_cast<size_t>(length) >= bytes) mapping = map(opened, bytes);
-  close(opened);
-  if (!mapping.ok()) return mapping.status();
-  if (reinterpret_cast<const ArenaHead*>(mapping->base)->number != number) {
-    munmap(mapping->base, mapping->bytes);
-    return is_another;
+  if (opened < 0) return FailedPrecondition("cannot open " + memory + ", " + path + ": " + Why());
+  OpenedArena arena(opened);
+  ArenaHead head{};
+  if (pread(opened, &head, sizeof(head), 0) != sizeof(head) || head.number != number) {
+    return FailedPrecondition(path + " is not " + memory);
   }
   Arenas& all = arenas();
   std::lock_guard<std::mutex> lock(all.mutex);
-  Mapping& shared = all.of_process[process];
-  if (shared.base) munmap(shared.base, shared.bytes);
-  shared = *mapping;
+  all.of_process.insert_or_assign(process, std::move(arena));
+  if (all.own && all.own->described() == described) all.own->set_process(static_cast<uint32_t>(process));
   return {};
 }
 
 StatusOr<Block> AllocateBlock(size_t bytes, uint32_t readers) {
-  JAXMP_ASSIGN_OR_RETURN(OwnedArena * arena, own_arena());
-  return arena->Allocate(bytes, readers);
+  std::lock_guard<std::mutex> lock(arenas().mutex);
+  JAXMP_ASSIGN_OR_RETURN(OwnedArena * own, Own(arenas()));
+  return own->Allocate(bytes, readers);
 }
 
 StatusOr<const char*> ReadBlock(int process, uint64_t token, size_t bytes) {
-  JAXMP_ASSIGN_OR_RETURN(const Mapping arena, arena_of(process));
-  const bool is_inside =
-      token % kUnit == 0 && bytes + kBlockHead <= arena.bytes && token <= arena.bytes - bytes - kBlockHead;
-  if (!is_inside || token == 0 || head_of(arena, token)->bytes != bytes) {
-    return FailedPrecondition("jaxmp: process " + std::to_string(process) + " shares no block of " +
-                              std::to_string(bytes) + " bytes at " + std::to_string(token));
+  Arenas& all = arenas();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.of_process.find(process);
+  StatusOr<const char*> block = FailedPrecondition("the two share no memory");
+  if (found != all.of_process.end()) block = found->second.Read(token, bytes);
+  if (block.ok()) return block;
+  std::string what;
+  if (token != 0) {
+    what = "rank " + std::to_string(all.own ? all.own->process() : 0) + " cannot read a block of rank " +
+           std::to_string(process) + ", " + std::to_string(bytes) + " bytes: ";
   }
-  return arena.base + token + kBlockHead;
+  return FailedPrecondition("jaxmp.DistributedError: " + what + block.status().message());
 }
 
 void ReleaseBlock(int process, uint64_t token) {
-  const StatusOr<Mapping> arena = arena_of(process);
-  if (arena.ok()) head_of(*arena, token)->readers.fetch_sub(1, std::memory_order_release);
+  Arenas& all = arenas();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.of_process.find(process);
+  if (found != all.of_process.end()) found->second.Release(token);
+}
+
+void TrimArenas(double unused_for) {
+  const auto age = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(unused_for));
+  Arenas& all = arenas();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  if (all.own) all.own->Trim(age);
+  for (auto& [process, arena] : all.of_process) arena.Trim(age);
 }
 
 ArenaUse OwnArenaUse() {
-  StatusOr<OwnedArena*> arena = own_arena();
-  return arena.ok() ? (*arena)->use() : ArenaUse{0, 0};
+  std::lock_guard<std::mutex> lock(arenas().mutex);
+  return arenas().own ? arenas().own->use() : ArenaUse{0, 0};
 }
 
 }  // namespace jaxmp

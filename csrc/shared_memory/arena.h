@@ -1,7 +1,8 @@
 // Memory that the processes of one machine share: each writes to its own arena and reads the others'.
 //
 // An arena is a memfd, which no file system limits and which goes with the last process that maps it. Others open it as
-// /proc/<pid>/fd/<fd>. It is as large as the machine's memory, and takes what has been written to.
+// /proc/<pid>/fd/<fd>. Blocks lie in slots, ranges of the file that are allocated and mapped when a block needs one. A
+// slot is used again for blocks of about its size, and goes back when it has not been used for a while.
 #ifndef JAXMP_SHARED_MEMORY_ARENA_H_
 #define JAXMP_SHARED_MEMORY_ARENA_H_
 
@@ -13,25 +14,31 @@
 
 namespace jaxmp {
 
-// This process's arena, which is made when it is first asked for: "<pid> <fd> <bytes> <number>" for ShareArena of the
-// others. The number is random, and written at its beginning.
+// This process's arena, which is made when it is first asked for: "<pid> <fd> <number>" for ShareArena of the others.
+// The number is random, and written at its beginning.
 StatusOr<std::string> OwnArena();
 
-// Maps the arena that `process` of the job has described; what was mapped for it before goes.
+// Opens the arena that `process` of the job has described; what was opened for it before goes. By its own description
+// this process learns its number.
 Status ShareArena(int process, const std::string& described);
 
 // A block of this process's arena: `bytes` to write at `data`, until ReleaseBlock has been called `readers` times.
+// Where there is no memory, the token is 0, and whoever reads that hears why: so all readers do.
 struct Block {
-  uint64_t token = 0;  // what a reader finds it by
+  uint64_t token = 0;  // where it lies, and which block in that place it is
   char* data = nullptr;
 };
 StatusOr<Block> AllocateBlock(size_t bytes, uint32_t readers);
 
-// The bytes of a block of `process` (this one's own number is `process` too). It has to have `bytes`.
+// The bytes of a block of `process` (this one's own number is `process` too), until this process has released it as
+// often as it has read it. An error where the token is of no block of `bytes`, or of an earlier one in the same place.
 StatusOr<const char*> ReadBlock(int process, uint64_t token, size_t bytes);
 void ReleaseBlock(int process, uint64_t token);
 
-// Bytes of this process's arena that blocks take, and that any block has taken.
+// Gives back memory and addresses that have not been used for so many seconds.
+void TrimArenas(double unused_for);
+
+// Bytes of this process's arena that blocks take, and those of all its slots.
 struct ArenaUse {
   size_t used, touched;
 };

@@ -122,7 +122,7 @@ void RunCollective(const std::shared_ptr<const SharedCollective>& call, const Or
     done(block.status());
     return;
   }
-  Write(*call, rank, nranks, arrays, block->data);
+  if (block->token != 0) Write(*call, rank, nranks, arrays, block->data);
   ArriveWithToken(call->signature, origin, position, block->token,
                   [call, position, rank, arrays, done = std::move(done)](const Status& status,
                                                                          const std::vector<uint64_t>& tokens) {
@@ -133,7 +133,7 @@ void RunCollective(const std::shared_ptr<const SharedCollective>& call, const Or
                     const Members members = MembersOf(*call, position);
                     std::vector<const char*> blocks;
                     for (size_t at : members.at) {
-                      if (at == members.own) {
+                      if (at == members.own && tokens[at] != 0) {
                         blocks.push_back(arrays.operand);
                         continue;
                       }

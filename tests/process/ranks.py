@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import code
 import os
+import resource
 import signal
 import socket
 import sys
@@ -385,6 +386,24 @@ def leave_a_child():
     check(product(a, b), 48)
 
 
+def share_under_a_limit():
+    """A rank that has LIMIT, "AS 1000", is kept to so many bytes."""
+    if "LIMIT" in os.environ:
+        name, limit = os.environ["LIMIT"].split()
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (int(limit),) * 2)
+    native = jaxmp._src.runtime.native
+    initialize()
+    print("SHARES", *sorted(native.shared_processes()))
+    mesh = make_mesh()
+    check(product(*operands(mesh)), 48)
+    fault()
+    check(product(*operands(mesh, 1 << 17)), 48)
+    end = time.time() + 10
+    while native.extension().arena_use()["touched"] >= 1 << 20 and time.time() < end:
+        time.sleep(0.1)
+    print("KEEPS", native.extension().arena_use()["touched"] >> 20, "MB")
+
+
 SCENARIOS = {
     "fine": lambda: around_a_call(),
     "killed-before": lambda: around_a_call(before=send(signal.SIGKILL)),
@@ -426,6 +445,7 @@ SCENARIOS = {
     "signal": wait_for_a_signal,
     "groups": many_groups_and_loops,
     "raised-and-went-on": raise_without_an_end,
+    "limited": share_under_a_limit,
     "forked": fork_a_child_that_raises,
     "killed-with-a-child": leave_a_child,
 }

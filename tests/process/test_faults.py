@@ -152,6 +152,11 @@ def test_a_killed_rank_is_named_at_once_though_a_child_of_it_lives(tmp_path):
     assert ranks[0].seconds < 2.0, job.all_logs()
 
 
+def test_memory_that_runs_out_is_named_on_every_rank(tmp_path):
+    job, ranks = run(tmp_path, "limited", 3, env={2: {"LIMIT": f"FSIZE {1 << 20}"}})
+    see(job, ranks, (0, 1, 2), r"rank 2 has no memory to share \d+ bytes with the others \(File too large\)", 60.0)
+
+
 def test_a_typo_at_a_prompt_is_no_end():
     program = (
         f"import jaxmp; jaxmp.distributed.initialize('127.0.0.1:{free_port()}', 1, 0)\nmisspelt\nprint('WENT ON')\n"

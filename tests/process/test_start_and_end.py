@@ -57,6 +57,24 @@ def test_a_rank_that_ends_late_is_waited_for_by_all(tmp_path):
     assert {1, 2, 4} <= seen <= {1, 2, 4, 6, 7}, job.all_logs()
 
 
+@pytest.mark.parametrize(
+    ("limits", "is_shared"),
+    [({"all": f"AS {20 << 30}"}, True), ({1: f"FSIZE {60 << 10}"}, False), ({"all": f"FSIZE {60 << 10}"}, False)],
+    ids=["addresses", "one rank's files", "all ranks' files"],
+)
+def test_a_job_does_without_shared_memory_where_there_is_none(tmp_path, limits, is_shared):
+    """As schedulers limit processes: too few addresses for the whole machine's memory, no file of a block's size."""
+    job, ranks = run(tmp_path, "limited", 2, env={rank: {"LIMIT": limit} for rank, limit in limits.items()})
+    assert [rank.status for rank in ranks] == [0] * 2, job.all_logs()
+    for rank in ranks:
+        assert f"SHARES{' 0 1' if is_shared else ''}\n" in rank.log, job.all_logs()
+        assert "KEEPS 0 MB" in rank.log, job.all_logs()  # of 4
+    warned = [line for rank in ranks for line in rank.log.splitlines() if "shares no memory" in line]
+    assert len(warned) == (not is_shared), job.all_logs()
+    limited = 1 if 1 in limits else 0
+    assert all(f"rank {limited} shares no memory" in line and "File too large" in line for line in warned)
+
+
 def test_groups_loops_and_sub_meshes_do_not_mix(tmp_path):
     job, ranks = run(tmp_path, "groups", 4)
     assert [rank.status for rank in ranks] == [0] * 4, job.all_logs()

@@ -132,36 +132,47 @@ def join_job(host: str, process: int, nprocesses: int, generation: int, timeout:
 
 
 def _share_arena(client: Any, key: str, process: int) -> str:
-    """The name of this machine, under which its processes publish the memory that they share; "" where this one shares
-    none. Containers, whose processes cannot open each other's memory, have names of their own."""
+    """Publish this process's memory for the others of its machine, and return the machine's name; "" to share none."""
     if not config().shares_memory:
         return ""
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        machine = f"{boot}-{Path('/proc/self/ns/pid').stat().st_ino}-{os.getuid()}"
-        client.key_value_set(f"{key}memory/{machine}/{process}", native.own_arena())
-    except (OSError, RuntimeError) as error:
-        logs.logger("distributed").info("rank %d: shares no memory (%s)", process, error)
+        machine = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        container = "-".join(str(Path(f"/proc/self/ns/{kind}").stat().st_ino) for kind in ("pid", "user"))
+    except OSError as error:
+        logs.logger("distributed").warning(_NOT_SHARED, process, error)
         return ""
+    arena = ""
+    try:
+        arena = native.own_arena()
+    except RuntimeError as error:
+        client.key_value_set(f"{key}unshared/{machine}/{process}", str(error))
+    client.key_value_set(f"{key}memory/{machine}/{process}", f"{container}-{os.getuid()} {arena}")
     return machine
 
 
 def _shared_processes(client: Any, key: str, machine: str, process: int, milliseconds: int) -> frozenset[int]:
-    """The processes of this machine, once each of them has mapped the memory of all; none where one cannot."""
-    found: dict[int, str] = {}
+    """The processes of this machine that run as this one does, once each has opened the memory of all; none where one
+    process of the machine cannot, and the first of them warns of that."""
+    published: dict[int, list[str]] = {}
     if machine:
-        published = client.key_value_dir_get(f"{key}memory/{machine}/")
-        found = {int(name.rpartition("/")[2]): text for name, text in published}
-        try:
-            native.share_memory(found)
-        except RuntimeError as error:
-            client.key_value_set(f"{key}unshared/{machine}/{process}", str(error))
+        found = client.key_value_dir_get(f"{key}memory/{machine}/")
+        published = {int(name.rpartition("/")[2]): text.split(" ", 1) for name, text in found}
+    shared = {i: arena for i, (container, arena) in published.items() if container == published[process][0]}
+    try:
+        native.share_memory({i: arena for i, arena in shared.items() if arena})
+    except RuntimeError as error:
+        client.key_value_set(f"{key}unshared/{machine}/{process}", str(error))
     client.wait_at_barrier(f"{key}shared", milliseconds)
     refused = client.key_value_dir_get(f"{key}unshared/{machine}/") if machine else []
-    if refused:
-        logs.logger("distributed").info("rank %d: shares no memory (%s)", process, min(refused)[1])
-        return frozenset()
-    return frozenset(found)
+    why = {int(name.rpartition("/")[2]): text for name, text in refused}
+    apart = dict.fromkeys(published.keys() - shared.keys(), "it runs in another container, or as another user")
+    if len(published) > 1 and process == min(published) and (why or apart):
+        rank = min(why or apart)
+        logs.logger("distributed").warning(_NOT_SHARED, rank, (why or apart)[rank])
+    return frozenset() if why else frozenset(shared)
+
+
+_NOT_SHARED = "rank %d shares no memory with the others of its machine, so that calls use the slower sockets (%s)"
 
 
 def neighbours(process: int, nprocesses: int) -> list[int]:

@@ -24,6 +24,8 @@ NO_STORE = "rank 0 has ended, and JAX's coordination service with it"
 SILENT = "does not answer: it is stopped, or its machine or network is gone"
 # How often a wait looks after the peers, in seconds.
 _PERIOD = 0.25
+# Seconds for which shared memory is kept for the next call: new pages cost about as much as copying to them.
+_KEPT = 2.0
 # By how much a failure, or a deadline, may run ahead of the error that says more.
 _SETTLES = 1.5
 
@@ -125,7 +127,7 @@ def troubles() -> Iterator[tuple[str, float]]:
 
 def guard_main_thread(process: int, timeout: float, is_member: Callable[[], bool]) -> None:
     """End the process, with the error, where the main thread is stuck within JAX because of a peer; for as long as
-    `is_member()`, so on a thread of its own.
+    `is_member()`, so on a thread of its own, which gives unused memory back too.
 
     JAX asks rank 0's store while it starts its backend, and runs short programs with XLA's own collectives as they are
     called. No exception can be raised into either.
@@ -136,6 +138,7 @@ def guard_main_thread(process: int, timeout: float, is_member: Callable[[], bool
     watch, place = _Watch(process, limit, limit), None
     while is_member():
         time.sleep(_PERIOD)
+        native.extension().trim_arenas(_KEPT)
         frame = sys._current_frames().get(main or 0)
         seen = frame and (frame.f_code, frame.f_lasti)
         is_in_jax = frame is not None and frame.f_code.co_filename.startswith(own)
