@@ -170,7 +170,6 @@ def _join(state: _State, host: str, timeout: int) -> None:
         state.process,
         state.nprocesses,
         state.timeout,
-        config().compares_calls,
         interrupts[0].fileno() if interrupts else -1,
     )
     membership.peers.start(native.wanted_processes, membership.address_of, native.connect_peer, native.lose_peer)

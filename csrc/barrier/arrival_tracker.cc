@@ -11,11 +11,18 @@ constexpr size_t kFailuresKept = 8;
 
 }  // namespace
 
+void ArrivalTracker::Expect(const CallSignature& signature) {
+  // Eager calls are programs of jaxmp's own, of one name for all.
+  const bool is_eager = signature.program.rfind("jit_jaxmp_", 0) == 0;
+  for (const CallSignature::Group& group : signature.members) {
+    programs_[signature.program_hash].insert(group.key);
+    if (!is_eager) own_places_.insert({group.key, group.place});
+  }
+}
+
 Arrival ArrivalTracker::Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position, uint64_t token) {
   Arrival arrival{signature, static_cast<size_t>(signature->groups[position]), 0};
   Entry& entry = entries_[arrival.members().key];
-  entry.program = signature->program_hash;
-  entry.label = signature->label;
   arrival.count = ++entry.arrived[signature->devices[position]];
   if (signature->has_tokens) entry.tokens[arrival.count].by_position[static_cast<int64_t>(position)] = token;
   return arrival;
@@ -44,8 +51,7 @@ std::optional<Message> ArrivalTracker::Announcement(const Arrival& arrival) {
   }
   entry.announced = arrival.count;
   message.kind = Kind::kArrival;
-  message.program = signature.program_hash;
-  message.label = signature.label;
+  message.place = arrival.members().place;
   message.key = arrival.members().key;
   message.count = arrival.count;
   message.digest = signature.digest;
@@ -55,11 +61,11 @@ std::optional<Message> ArrivalTracker::Announcement(const Arrival& arrival) {
 
 std::string ArrivalTracker::Hear(int process, const Message& arrival) {
   Entry& entry = entries_[arrival.key];
-  entry.program = arrival.program;
-  entry.label = arrival.label;
   Said& said = entry.said[process];
   said.count = arrival.count;
-  said.digest[arrival.count] = arrival.digest;
+  said.digest = arrival.digest;
+  said.place[arrival.count] = arrival.place;
+  last_at_[arrival.place][process] = arrival.key;
   for (size_t i = 0; i + 1 < arrival.tokens.size(); i += 2) {
     entry.tokens[arrival.count].by_position[static_cast<int64_t>(arrival.tokens[i])] = arrival.tokens[i + 1];
   }
@@ -80,7 +86,7 @@ bool ArrivalTracker::Awaits(const Arrival& arrival, int process) const {
 
 void ArrivalTracker::Settle(const Arrival& arrival) {
   for (auto& [process, said] : entries_.at(arrival.members().key).said) {
-    said.digest.erase(said.digest.begin(), said.digest.lower_bound(arrival.count));
+    said.place.erase(said.place.begin(), said.place.lower_bound(arrival.count));
   }
 }
 
@@ -99,30 +105,49 @@ std::vector<uint64_t> ArrivalTracker::TakeTokens(const Arrival& arrival) {
 }
 
 std::optional<std::string> ArrivalTracker::Disagreement(const Arrival& arrival) const {
+  const auto [processes, positions, key, place] = arrival.members();
+  if (const auto last = last_at_.find(place); last != last_at_.end()) {
+    for (const auto& [process, other_key] : last->second) {
+      const Entry& other = entries_.at(other_key);
+      if (other_key == key || !Awaits(arrival, process) || !other.IsAhead(process)) continue;
+      return Differences(process, text(other, process).fields, process_, arrival.signature->fields);
+    }
+  }
   for (const auto& [process, said] : entry(arrival).said) {
-    const auto found = said.digest.find(arrival.count);
-    if (found == said.digest.end() || found->second == arrival.signature->digest) continue;
-    return Differences(process, text(found->second).fields, process_, arrival.signature->fields);
+    const auto theirs = said.place.find(arrival.count);
+    if (theirs == said.place.end() || theirs->second == place || !own_places_.count({key, theirs->second})) continue;
+    if (!own_places_.count({key, place})) continue;
+    return DifferentPrograms(arrival, process, text(entry(arrival), process)) +
+           ", and each has both; all ranks must call them in one order";
   }
   return std::nullopt;
 }
 
 std::optional<std::string> ArrivalTracker::Crossing(const Arrival& arrival, int process) const {
-  const Entry& mine = entry(arrival);
+  const uint64_t mine = arrival.members().key;
   for (const auto& [key, other] : entries_) {
-    const auto said = other.said.find(process);
-    if (&other == &mine || said == other.said.end() || said->second.count <= other.announced) continue;
-    if (other.failed.count(said->second.count)) continue;
-    if (other.program == mine.program && other.label != mine.label) continue;
-    const auto digest = said->second.digest.find(said->second.count);
-    const Text theirs = digest == said->second.digest.end() ? Text() : text(digest->second);
-    if (other.label == mine.label) {
-      return Differences(process, theirs.fields, process_, arrival.signature->fields);
-    }
-    return "the ranks run different programs: rank " + std::to_string(process) + " waits in " + theirs.call +
-           ", rank " + std::to_string(process_) + " in " + arrival.signature->call;
+    if (key == mine || !other.IsAhead(process) || other.failed.count(other.said.at(process).count)) continue;
+    if (AreInOneProgram(mine, key)) continue;
+    const Text found = text(other, process);
+    return DifferentPrograms(arrival, process, found) + "; " +
+           Differences(process, found.fields, process_, arrival.signature->fields);
   }
   return std::nullopt;
+}
+
+bool ArrivalTracker::AreInOneProgram(uint64_t one, uint64_t other) const {
+  return std::any_of(programs_.begin(), programs_.end(),
+                     [&](const auto& program) { return program.second.count(one) && program.second.count(other); });
+}
+
+std::string ArrivalTracker::DifferentPrograms(const Arrival& arrival, int process, const Text& theirs) const {
+  return "the ranks run different programs: rank " + std::to_string(process) + " waits in " + theirs.call + ", rank " +
+         std::to_string(process_) + " in " + arrival.signature->call;
+}
+
+bool ArrivalTracker::Entry::IsAhead(int process) const {
+  const auto found = said.find(process);
+  return found != said.end() && found->second.count > announced;
 }
 
 void ArrivalTracker::Fail(const Arrival& arrival, const Status& status) {
@@ -141,8 +166,8 @@ const Status* ArrivalTracker::failure(const Arrival& arrival) const {
   return found == failed.end() ? nullptr : &found->second;
 }
 
-ArrivalTracker::Text ArrivalTracker::text(uint64_t digest) const {
-  const auto found = texts_.find(digest);
+ArrivalTracker::Text ArrivalTracker::text(const Entry& entry, int process) const {
+  const auto found = texts_.find(entry.said.at(process).digest);
   return found == texts_.end() ? Text() : found->second;
 }
 

@@ -3,7 +3,8 @@
 // A rank's i-th arrival at a call meets everybody's i-th. That is exact because a call is one instruction of the
 // compiled program (jaxmp/_src/runtime/jax_lowering.py numbers them): a device runs its programs one after the other
 // and comes to one instruction again only in the next iteration of a loop, so data dependences give the order on every
-// rank.
+// rank. Equal calls of several programs count together: all ranks call those programs in one order, under whatever
+// names, or hear that they do not.
 #ifndef JAXMP_BARRIER_ARRIVAL_TRACKER_H_
 #define JAXMP_BARRIER_ARRIVAL_TRACKER_H_
 
@@ -35,6 +36,8 @@ class ArrivalTracker {
  public:
   explicit ArrivalTracker(int process) : process_(process) {}
 
+  // A program of this process has this call.
+  void Expect(const CallSignature& signature);
   // The device at `position` has come, to a collective with a token.
   Arrival Arrive(const std::shared_ptr<const CallSignature>& signature, size_t position, uint64_t token = 0);
   // Whether the device has come in this run from another instruction.
@@ -53,10 +56,11 @@ class ArrivalTracker {
   // All have come, and nothing is compared any more.
   void Settle(const Arrival& arrival);
 
-  // How peers that came to the same call differ from this process.
+  // How a peer differs: one that waits at another call in the same place of a program of this name, or at an equal call
+  // of another program that this process has as well.
   std::optional<std::string> Disagreement(const Arrival& arrival) const;
-  // How `process`, which is awaited, waits for this one at a different call, which no order of independent calls
-  // explains: different programs, or the same call on other devices.
+  // How `process`, which is awaited, waits for this one at another call, where no program of this process has both, so
+  // that no order of independent calls explains it.
   std::optional<std::string> Crossing(const Arrival& arrival, int process) const;
 
   void Fail(const Arrival& arrival, const Status& status);
@@ -67,8 +71,8 @@ class ArrivalTracker {
  private:
   // What one peer has said about one call.
   struct Said {
-    uint64_t count = 0;                   // how often it has come
-    std::map<uint64_t, uint64_t> digest;  // by count, of the calls that are not settled here
+    uint64_t count = 0, digest = 0;      // how often it has come, and what it said then
+    std::map<uint64_t, uint64_t> place;  // by count, of the calls that are not settled here
   };
   struct TokensOfCall {
     std::map<int64_t, uint64_t> by_position;  // in the mesh
@@ -77,7 +81,8 @@ class ArrivalTracker {
 
   // One call on one set of devices.
   struct Entry {
-    uint64_t program = 0, label = 0;
+    bool IsAhead(int process) const;  // whether the peer has come more often than this process
+
     std::map<int64_t, uint64_t> arrived;  // by device of this process
     std::map<int64_t, Origin> origins;    // of the last arrival with a token, by device of this process
     uint64_t announced = 0;
@@ -92,11 +97,16 @@ class ArrivalTracker {
   };
 
   const Entry& entry(const Arrival& arrival) const { return entries_.at(arrival.members().key); }
-  Text text(uint64_t digest) const;
+  Text text(const Entry& entry, int process) const;
+  bool AreInOneProgram(uint64_t one, uint64_t other) const;
+  std::string DifferentPrograms(const Arrival& arrival, int process, const Text& theirs) const;
 
   int process_;
   std::map<uint64_t, Entry> entries_;
-  std::map<uint64_t, Text> texts_;  // by digest, of what peers have said
+  std::map<uint64_t, Text> texts_;                       // by digest, of what peers have said
+  std::map<uint64_t, std::map<int, uint64_t>> last_at_;  // by place and peer: the key of its last call there
+  std::map<uint64_t, std::set<uint64_t>> programs_;      // of this process: the keys of their calls
+  std::set<std::pair<uint64_t, uint64_t>> own_places_;   // of this process: (key, place) of calls
 };
 
 }  // namespace jaxmp::barrier

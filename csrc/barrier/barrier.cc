@@ -56,6 +56,7 @@ class BarrierService {
   void Lose(int process, const std::string& gone);
   void Leave(const std::string& reason);
   void Stop();
+  void Expect(const CallSignature& signature);
   void Arrive(const std::shared_ptr<const CallSignature>& signature, const Origin& origin, size_t position,
               uint64_t token, Done done);
   std::string failure();
@@ -231,6 +232,11 @@ std::vector<PeerState> BarrierService::peers() {
   return result;
 }
 
+void BarrierService::Expect(const CallSignature& signature) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  arrivals_.Expect(signature);
+}
+
 // ---- a device comes
 
 void BarrierService::Arrive(const std::shared_ptr<const CallSignature>& signature, const Origin& origin,
@@ -278,9 +284,7 @@ void BarrierService::Send(const Arrival& arrival, const Message& message) {
 
 std::optional<Status> BarrierService::Outcome(const Arrival& arrival) {
   if (const Status* failed = arrivals_.failure(arrival)) return *failed;
-  if (options_.compares) {
-    if (auto why = arrivals_.Disagreement(arrival)) return Fail(arrival, *why);
-  }
+  if (auto why = arrivals_.Disagreement(arrival)) return Fail(arrival, *why);
   bool are_all_here = true;
   for (int process : arrival.members().processes) {
     if (!arrivals_.Awaits(arrival, process)) continue;
@@ -299,13 +303,14 @@ std::optional<Status> BarrierService::OutcomeOfWaiting(const Waiting& waiting, C
   const auto waited = now - waiting.since;
   if (auto outcome = Outcome(arrival)) return outcome;
   if (is_interrupted_) return Fail(arrival, "interrupted by the user");
-  if (Seconds(waited) > options_.timeout) return Fail(arrival, Missing(waiting, now));
+  const bool is_late = Seconds(waited) > options_.timeout;
   for (auto& [process, peer] : peers_) peer.Ping(now);
   for (int process : arrival.members().processes) {
-    if (!arrivals_.Awaits(arrival, process)) continue;
-    if (!options_.compares || !arrival.signature->is_sequential || waited <= kCrossed) continue;
+    if (process == options_.process || !arrivals_.Awaits(arrival, process)) continue;
+    if (!is_late && (!arrival.signature->is_sequential || waited <= kCrossed)) continue;
     if (auto why = arrivals_.Crossing(arrival, process)) return Fail(arrival, *why);
   }
+  if (is_late) return Fail(arrival, Missing(waiting, now));
   return std::nullopt;
 }
 
@@ -458,6 +463,7 @@ void ConnectPeer(int process, int fd) { service().Connect(process, fd); }
 void LosePeer(int process, const std::string& gone) { service().Lose(process, gone); }
 void LeaveBarrier(const std::string& reason) { service().Leave(reason); }
 void StopBarrier() { service().Stop(); }
+void ExpectCall(const CallSignature& signature) { service().Expect(signature); }
 
 void Arrive(const std::shared_ptr<const CallSignature>& signature, int64_t position,
             std::function<void(const Status&)> done) {

@@ -26,9 +26,8 @@ namespace jaxmp {
 
 struct BarrierOptions {
   int process = 0, nprocesses = 1;
-  double timeout = 60;   // seconds until a process that has not come is missing
-  bool compares = true;  // whether fields are compared
-  int interrupts = -1;   // a descriptor that becomes readable when the user interrupts, or -1
+  double timeout = 60;  // seconds until a process that has not come is missing
+  int interrupts = -1;  // a descriptor that becomes readable when the user interrupts, or -1
 };
 
 // One process barrier per operating-system process. Start, Leave and Stop are called by one thread; Arrive by any.
@@ -48,6 +47,9 @@ void LosePeer(int process, const std::string& gone);
 
 // Tells the peers that this process comes to no further call, and why: "" where all is well.
 void LeaveBarrier(const std::string& reason);
+
+// A program of this process has this call: one that waits at one call of a program may come to the others first.
+void ExpectCall(const CallSignature& signature);
 
 // Closes the sockets; calls that still wait fail.
 void StopBarrier();

@@ -37,9 +37,9 @@ StatusOr<std::shared_ptr<const CallSignature>> Prepare(CallSignature signature) 
         std::to_string(signature.groups.size()));
   }
   signature.program_hash = Hash(signature.program);
-  const std::string label = signature.program + "#" + std::to_string(signature.index);
-  signature.label = Hash(label);
-  signature.digest = Hash(signature.fields);
+  signature.digest = Hash(signature.call + "\n" + signature.fields);
+  const std::string equal = signature.fields + "#" + std::to_string(signature.repeat);
+  const std::string place = signature.program + "#" + std::to_string(signature.index);
   std::map<int64_t, std::string> keys;
   for (size_t position = 0; position < size; ++position) {
     const int64_t group = signature.groups[position];
@@ -57,24 +57,23 @@ StatusOr<std::shared_ptr<const CallSignature>> Prepare(CallSignature signature) 
     CallSignature::Group& members = signature.members[static_cast<size_t>(group)];
     std::sort(members.processes.begin(), members.processes.end());
     members.processes.erase(std::unique(members.processes.begin(), members.processes.end()), members.processes.end());
-    members.key = Hash(label + ":" + devices);
+    members.key = Hash(equal + ":" + devices);
+    members.place = Hash(place + ":" + devices);
   }
   return std::shared_ptr<const CallSignature>(std::make_shared<CallSignature>(std::move(signature)));
 }
 
 std::string Differences(int one, const std::string& fields, int other, const std::string& other_fields) {
-  std::map<std::string, std::string> mine = FieldsOf(fields), theirs = FieldsOf(other_fields);
+  const std::map<std::string, std::string> mine = FieldsOf(fields), theirs = FieldsOf(other_fields);
   std::string left, right;
-  for (const auto& [name, value] : theirs) mine.emplace(name, "none");
   for (const auto& [name, value] : mine) {
     const auto found = theirs.find(name);
-    const std::string counterpart = found == theirs.end() ? "none" : found->second;
-    if (value == counterpart) continue;
+    if (found == theirs.end() || found->second == value) continue;
     left += " " + name + "=" + value;
-    right += " " + name + "=" + counterpart;
+    right += " " + name + "=" + found->second;
   }
   const std::string rank = "rank " + std::to_string(one), other_rank = "rank " + std::to_string(other);
-  if (left.empty()) return rank + " and " + other_rank + " differ";
+  if (left.empty()) return rank + " and " + other_rank + " call it on other devices, or after other calls";
   return rank + " has" + left + ", " + other_rank + " has" + right;
 }
 

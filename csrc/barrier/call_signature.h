@@ -11,12 +11,14 @@
 
 namespace jaxmp {
 
-// One call of one program. Calls are told apart by program and index; `fields` is what has to be equal, one
-// "name=value" a line.
+// One call of one program. Processes meet at calls that are equal: of equal `fields`, one "name=value" a line, with as
+// many calls of such fields ahead of it in the program (`repeat`), on the same devices. What the program is called does
+// not count.
 struct CallSignature {
   std::string program;
-  int64_t index = 0;
-  std::string call;  // for people: "matmul at train.py:41"
+  int64_t index = 0;   // among all calls of the program
+  int64_t repeat = 0;  // among those of equal fields
+  std::string call;    // for people: "matmul at train.py:41"
   std::string fields;
   std::vector<int64_t> devices, processes, groups;  // by position in the mesh
   // Whether each process has a single device in all: its programs then run one after the other, and two processes that
@@ -29,10 +31,12 @@ struct CallSignature {
   struct Group {
     std::vector<int> processes;      // distinct, ascending
     std::vector<int64_t> positions;  // in the mesh
-    uint64_t key = 0;                // of the program, the index and the devices
+    uint64_t key = 0;                // of what makes calls equal
+    uint64_t place = 0;              // of the program, the index and the devices
   };
   std::vector<Group> members;  // by group
-  uint64_t program_hash = 0, label = 0, digest = 0;
+  uint64_t program_hash = 0;
+  uint64_t digest = 0;  // of what people are told: the call and its fields
 };
 
 // Where a device comes from to a call: the instruction of an executable, and the run of that.
@@ -44,7 +48,7 @@ struct Origin {
 // Checks the signature and fills in what is derived.
 StatusOr<std::shared_ptr<const CallSignature>> Prepare(CallSignature signature);
 
-// "rank 2 has k=4096, rank 0 has k=4095", for every field in which the two differ.
+// "rank 2 has k=4096, rank 0 has k=4095", for every field that both have and in which they differ.
 std::string Differences(int one, const std::string& fields, int other, const std::string& other_fields);
 
 }  // namespace jaxmp

@@ -19,7 +19,7 @@ enum class Kind : uint8_t {
 // The numbers are in the sender's byte order: a job has one kind of machine.
 struct Message {
   Kind kind = Kind::kPing;
-  uint64_t program = 0, label = 0, key = 0, count = 0, digest = 0;
+  uint64_t place = 0, key = 0, count = 0, digest = 0;
   std::vector<uint64_t> tokens;  // of an arrival at a collective: position in the mesh, token, position, token, ...
   std::string text;  // of an arrival: the call, a newline, its fields; empty where the receiver has seen the digest
 };

@@ -31,13 +31,13 @@ Status CheckProcesses(Indices processes) {
   return {};
 }
 
-ffi::ErrorOr<std::unique_ptr<ProcessBarrierSite>> Instantiate(std::string_view program, int64_t index,
+ffi::ErrorOr<std::unique_ptr<ProcessBarrierSite>> Instantiate(std::string_view program, int64_t index, int64_t repeat,
                                                               std::string_view call, std::string_view fields,
                                                               Indices devices, Indices processes, Indices groups,
                                                               int64_t is_sequential) {
   try {
-    auto prepared =
-        SignatureOf({program, index, call, fields, devices, processes, groups, is_sequential}, /*has_tokens=*/false);
+    auto prepared = SignatureOf({program, index, repeat, call, fields, devices, processes, groups, is_sequential},
+                                /*has_tokens=*/false);
     if (!prepared.ok()) return ffi::Unexpected(ffi::Error::InvalidArgument(prepared.status().message()));
     return std::make_unique<ProcessBarrierSite>(std::move(*prepared));
   } catch (const std::exception& exception) {  // memory
@@ -91,6 +91,7 @@ StatusOr<std::shared_ptr<const CallSignature>> SignatureOf(const SignatureAttrib
   CallSignature signature;
   signature.program = attributes.program;
   signature.index = attributes.index;
+  signature.repeat = attributes.repeat;
   signature.call = attributes.call;
   signature.fields = attributes.fields;
   signature.devices.assign(attributes.devices.begin(), attributes.devices.end());
@@ -98,7 +99,9 @@ StatusOr<std::shared_ptr<const CallSignature>> SignatureOf(const SignatureAttrib
   signature.groups.assign(attributes.groups.begin(), attributes.groups.end());
   signature.is_sequential = attributes.is_sequential != 0;
   signature.has_tokens = has_tokens;
-  return Prepare(std::move(signature));
+  JAXMP_ASSIGN_OR_RETURN(auto prepared, Prepare(std::move(signature)));
+  ExpectCall(*prepared);
+  return prepared;
 }
 
 StatusOr<int32_t> PositionOf(const ffi::RemainingArgs& args, size_t index) {
@@ -124,6 +127,7 @@ XLA_FFI_Error* ProcessBarrierInstantiate(XLA_FFI_CallFrame* frame) {
   static const auto* handler = ffi::Ffi::BindInstantiate()
                                    .Attr<std::string_view>("program")
                                    .Attr<int64_t>("index")
+                                   .Attr<int64_t>("repeat")
                                    .Attr<std::string_view>("call")
                                    .Attr<std::string_view>("fields")
                                    .Attr<Indices>("devices")

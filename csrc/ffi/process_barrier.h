@@ -27,7 +27,7 @@ struct ProcessBarrierSite {
 // The attributes of a process barrier as it sees them; `has_tokens` as in CallSignature.
 struct SignatureAttributes {
   std::string_view program;
-  int64_t index;
+  int64_t index, repeat;
   std::string_view call, fields;
   xla::ffi::Span<const int64_t> devices, processes, groups;
   int64_t is_sequential;
@@ -40,7 +40,7 @@ StatusOr<int32_t> PositionOf(const xla::ffi::RemainingArgs& args, size_t index);
 // What gives the outcome of a barrier to XLA.
 std::function<void(const Status&)> OutcomeSetter(std::shared_ptr<xla::ffi::Promise> promise);
 
-// Once per call site: decodes the attributes program, index, call, fields, devices, processes, groups and
+// Once per call site: decodes the attributes program, index, repeat, call, fields, devices, processes, groups and
 // is_sequential.
 XLA_FFI_Error* ProcessBarrierInstantiate(XLA_FFI_CallFrame* frame);
 

@@ -56,14 +56,15 @@ Element ElementOf(ffi::DataType type) {
 }
 
 ffi::ErrorOr<std::unique_ptr<ProcessCollectiveSite>> Instantiate(std::string_view program, int64_t index,
-                                                                 std::string_view name, std::string_view fields,
-                                                                 Indices devices, Indices processes, Indices groups,
+                                                                 int64_t repeat, std::string_view name,
+                                                                 std::string_view fields, Indices devices,
+                                                                 Indices processes, Indices groups,
                                                                  int64_t is_sequential, Indices ranks, int64_t outer,
                                                                  int64_t sums) {
   try {
     SharedCollective call;
-    auto prepared =
-        SignatureOf({program, index, name, fields, devices, processes, groups, is_sequential}, /*has_tokens=*/true);
+    auto prepared = SignatureOf({program, index, repeat, name, fields, devices, processes, groups, is_sequential},
+                                /*has_tokens=*/true);
     if (!prepared.ok()) return ffi::Unexpected(ffi::Error::InvalidArgument(prepared.status().message()));
     call.signature = std::move(*prepared);
     call.ranks.assign(ranks.begin(), ranks.end());
@@ -120,6 +121,7 @@ XLA_FFI_Error* ProcessCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
   static const auto* handler = ffi::Ffi::BindInstantiate()
                                    .Attr<std::string_view>("program")
                                    .Attr<int64_t>("index")
+                                   .Attr<int64_t>("repeat")
                                    .Attr<std::string_view>("call")
                                    .Attr<std::string_view>("fields")
                                    .Attr<Indices>("devices")

@@ -38,7 +38,7 @@ namespace jaxmp {
 namespace {
 
 // The version of the boundary to the Python files; jaxmp/_src/runtime/native.py has the same number.
-constexpr int kAbiVersion = 7;
+constexpr int kAbiVersion = 8;
 
 void ThrowIfError(const Status& status) {
   if (!status.ok()) throw nb::value_error(status.message().c_str());
@@ -207,8 +207,8 @@ void SetExchange(const nb::object& function) {
   });
 }
 
-void StartBarrierWith(int process, int nprocesses, double timeout, bool compares, int interrupts) {
-  StartBarrier({process, nprocesses, timeout, compares, interrupts});
+void StartBarrierWith(int process, int nprocesses, double timeout, int interrupts) {
+  StartBarrier({process, nprocesses, timeout, interrupts});
 }
 
 std::string OwnArenaText() {
@@ -292,7 +292,7 @@ NB_MODULE(_jaxmp, m) {
   m.def("set_timeout", &cuda::SetTimeout, nb::arg("seconds"));
   m.def("cuda_failure", &cuda::Failure);
   m.def("start_barrier", &StartBarrierWith, nb::arg("process"), nb::arg("nprocesses"), nb::arg("timeout"),
-        nb::arg("compares"), nb::arg("interrupts"));
+        nb::arg("interrupts"));
   m.def("own_arena", &OwnArenaText, "What the other processes of this machine need to share this one's memory.");
   m.def("share_arena", &ShareArenaOf, nb::arg("process"), nb::arg("described"));
   m.def("set_schedule_noise", &SetScheduleNoise, nb::arg("seed"), nb::arg("microseconds"), "For tests: random delays.");

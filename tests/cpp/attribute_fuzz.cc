@@ -501,12 +501,17 @@ void ProcessBarriers(int64_t count, uint32_t seed) {
   int ends[2];
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
   close(ends[1]);
-  StartBarrier({0, 2, 0.1, true, -1});
+  StartBarrier({0, 2, 0.1, -1});
   ConnectPeer(1, ends[0]);
-  const Attributes good = {{"program", std::string("jit_step")},           {"index", int64_t{0}},
-                           {"call", std::string("matmul at train.py:41")}, {"fields", std::string("m=1\nn=2")},
-                           {"devices", std::vector<int64_t>{0, 1}},        {"processes", std::vector<int64_t>{0, 1}},
-                           {"groups", std::vector<int64_t>{0, 0}},         {"is_sequential", int64_t{1}}};
+  const Attributes good = {{"program", std::string("jit_step")},
+                           {"index", int64_t{0}},
+                           {"repeat", int64_t{0}},
+                           {"call", std::string("matmul at train.py:41")},
+                           {"fields", std::string("m=1\nn=2")},
+                           {"devices", std::vector<int64_t>{0, 1}},
+                           {"processes", std::vector<int64_t>{0, 1}},
+                           {"groups", std::vector<int64_t>{0, 0}},
+                           {"is_sequential", int64_t{1}}};
   const AnyAttributes all = All(good);
   int accepted = 0;
   const auto run = [&](const AnyAttributes& attributes) {

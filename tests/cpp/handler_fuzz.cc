@@ -231,10 +231,15 @@ void FuzzProcessCall(XLA_FFI_Error* (*instantiate)(XLA_FFI_CallFrame*), XLA_FFI_
 }
 
 void CallsOfProcessesOfAnyKindAreAnsweredWithAnError() {
-  Attributes good = {{"program", std::string("jit_step")},           {"index", int64_t{0}},
-                     {"call", std::string("matmul at train.py:41")}, {"fields", std::string("m=1\nn=2")},
-                     {"devices", std::vector<int64_t>{0, 1}},        {"processes", std::vector<int64_t>{0, 1}},
-                     {"groups", std::vector<int64_t>{0, 0}},         {"is_sequential", int64_t{1}}};
+  Attributes good = {{"program", std::string("jit_step")},
+                     {"index", int64_t{0}},
+                     {"repeat", int64_t{0}},
+                     {"call", std::string("matmul at train.py:41")},
+                     {"fields", std::string("m=1\nn=2")},
+                     {"devices", std::vector<int64_t>{0, 1}},
+                     {"processes", std::vector<int64_t>{0, 1}},
+                     {"groups", std::vector<int64_t>{0, 0}},
+                     {"is_sequential", int64_t{1}}};
   CallSignature signature;
   signature.devices = {0, 1};
   signature.processes = {0, 1};
@@ -253,7 +258,7 @@ void CallsOfProcessesOfAnyKindAreAnsweredWithAnError() {
 }
 
 void BytesOfAnyKindAreMessagesOrRefused() {
-  const barrier::Message good = {barrier::Kind::kArrival, 1, 2, 3, 4, 5, {6, 7}, "matmul at train.py:41\nm=1"};
+  const barrier::Message good = {barrier::Kind::kArrival, 1, 2, 3, 4, {6, 7}, "matmul at train.py:41\nm=1"};
   for (uint32_t seed = 0; seed < 20000; ++seed) {
     Fuzzer fuzzer(seed + 400000);
     std::string bytes = barrier::Encode(good) + barrier::Encode(good);

@@ -32,7 +32,8 @@ using barrier::Message;
 
 constexpr double kTimeout = 1.5;
 
-std::shared_ptr<const CallSignature> Make(const std::string& program, int64_t index, const std::string& fields) {
+std::shared_ptr<const CallSignature> Make(const std::string& program, int64_t index, const std::string& fields,
+                                          bool is_sequential = true) {
   CallSignature signature;
   signature.program = program;
   signature.index = index;
@@ -41,18 +42,18 @@ std::shared_ptr<const CallSignature> Make(const std::string& program, int64_t in
   signature.devices = {0, 1};
   signature.processes = {0, 1};
   signature.groups = {0, 0};
-  signature.is_sequential = true;
+  signature.is_sequential = is_sequential;
   return *Prepare(signature);
 }
 
 // Process 0 is under test, process 1 is the test.
 class Peer {
  public:
-  explicit Peer(bool compares = true, int interrupts = -1) {
+  explicit Peer(int interrupts = -1) {
     int ends[2];
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
     fd_ = ends[1];
-    StartBarrier({0, 2, kTimeout, compares, interrupts});
+    StartBarrier({0, 2, kTimeout, interrupts});
     ConnectPeer(1, ends[0]);
   }
   ~Peer() {
@@ -67,8 +68,7 @@ class Peer {
   void Come(const CallSignature& signature, uint64_t count) {
     Message message;
     message.kind = Kind::kArrival;
-    message.program = signature.program_hash;
-    message.label = signature.label;
+    message.place = signature.members[0].place;
     message.key = signature.members[0].key;
     message.count = count;
     message.digest = signature.digest;
@@ -123,10 +123,12 @@ void WhoeverComesLastFreesBoth() {
 
 void IndependentCallsMayComeInAnyOrder() {
   Peer peer;
-  const auto one = Make("jit_f", 0, "k=4"), two = Make("jit_f", 1, "k=8");
+  const auto one = Make("jit_f", 0, "k=4"), two = Make("jit_f", 1, "k=8"), theirs = Make("jit_g", 1, "k=8");
+  for (const auto& call : {one, two}) ExpectCall(*call);
   auto first = Come(one), second = Come(two);
-  peer.Come(*two, 1);
+  peer.Come(*theirs, 1);
   CHECK_EQ(second.get(), "");
+  peer.Come(*theirs, 2);
   std::this_thread::sleep_for(std::chrono::milliseconds(700));  // waiting at another call of one program is no crossing
   CHECK(!IsReady(first));
   peer.Come(*one, 1);
@@ -140,22 +142,37 @@ void DifferentFieldsAreNamed() {
            "jaxmp.DistributedError: matmul at train.py:41: rank 1 has k=4095, rank 0 has k=4096");
   CHECK(peer.Next().kind == Kind::kArrival);
   CHECK(peer.Next().kind == Kind::kFailure);
-  const auto next = Make("jit_f", 0, "m=1");
-  peer.Come(*next, 2);
-  CHECK_EQ(Come(next).get(), "");  // the call has recovered
 }
 
-void WithoutComparingFieldsMayDiffer() {
-  Peer peer(/*compares=*/false);
-  peer.Come(*Make("jit_f", 0, "k=4095"), 1);
-  CHECK_EQ(Come(Make("jit_f", 0, "k=4096")).get(), "");
+// A decorator without functools.wraps, or an eager call, on one rank.
+void EqualCallsMeetUnderDifferentNames() {
+  Peer peer;
+  peer.Come(*Make("jit_wrapper", 0, "k=4"), 1);
+  CHECK_EQ(Come(Make("jit_f", 0, "k=4")).get(), "");
+  peer.Come(*Make("jit_g", 5, "k=8"), 1);  // after other calls, of which this process has none
+  CHECK_EQ(Come(Make("jit_f", 0, "k=8")).get(), "");
+}
+
+// Two towers, which the ranks call in different orders: they would exchange operands.
+void EqualProgramsInAnotherOrderAreNamed() {
+  Peer peer;
+  const auto one = Make("jit_one", 0, "k=4"), other = Make("jit_other", 1, "k=4");
+  for (const auto& call : {one, other}) ExpectCall(*call);
+  peer.Come(*other, 1);
+  CHECK_CONTAINS(Come(one).get(),
+                 "different programs: rank 1 waits in matmul at train.py:42, rank 0 in matmul at train.py:41, and each "
+                 "has both; all ranks must call them in one order");
 }
 
 void OtherProgramsThatWaitForEachOtherAreNamed() {
-  Peer peer;
-  peer.Come(*Make("jit_g", 5, "k=4"), 1);
-  CHECK_CONTAINS(Come(Make("jit_f", 0, "k=4")).get(),
-                 "different programs: rank 1 waits in matmul at train.py:46, rank 0 in matmul at train.py:41");
+  for (const bool is_sequential : {true, false}) {  // with several devices, at the deadline
+    Peer peer;
+    peer.Come(*Make("jit_g", 5, "k=4\nm=1"), 1);
+    CHECK_EQ(
+        Come(Make("jit_f", 0, "k=8\nn=2", is_sequential)).get(),
+        "jaxmp.DistributedError: matmul at train.py:41: the ranks run different programs: rank 1 waits in matmul at "
+        "train.py:46, rank 0 in matmul at train.py:41; rank 1 has k=4, rank 0 has k=8");
+  }
 }
 
 void AMissingRankIsNamedAtTheDeadline() {
@@ -218,7 +235,7 @@ void AnInterruptEndsTheWaiting() {
   int ends[2];
   CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK, 0, ends), 0);
   {
-    Peer peer(true, ends[0]);
+    Peer peer(ends[0]);
     auto outcome = Come(Make("jit_f", 0, "k=4"));
     const char number = 2;
     CHECK_EQ(write(ends[1], &number, 1), 1);
@@ -292,7 +309,7 @@ void APlaceOutsideTheMeshIsRefused() {
 
 // A process that nothing has connected yet is asked for once, and hears afterwards what it was told before.
 void AProcessIsConnectedWhenItIsNeeded() {
-  StartBarrier({0, 3, kTimeout, true, -1});
+  StartBarrier({0, 3, kTimeout, -1});
   const auto call = Make("jit_f", 0, "k=4");
   auto outcome = Come(call);
   CHECK(WantedProcesses() == std::vector<int>{1});
@@ -316,7 +333,7 @@ void AProcessIsConnectedWhenItIsNeeded() {
 }
 
 void AProcessThatCannotBeConnectedIsNamedAtOnce() {
-  StartBarrier({0, 2, kTimeout, true, -1});
+  StartBarrier({0, 2, kTimeout, -1});
   auto outcome = Come(Make("jit_f", 0, "k=4"));
   LosePeer(1, "has ended: nothing listens at 127.0.0.1:9 any more");
   CHECK_CONTAINS(outcome.get(), "rank 1 has ended: nothing listens");
@@ -423,7 +440,8 @@ int main() {
   jaxmp::WhoeverComesLastFreesBoth();
   jaxmp::IndependentCallsMayComeInAnyOrder();
   jaxmp::DifferentFieldsAreNamed();
-  jaxmp::WithoutComparingFieldsMayDiffer();
+  jaxmp::EqualCallsMeetUnderDifferentNames();
+  jaxmp::EqualProgramsInAnotherOrderAreNamed();
   jaxmp::OtherProgramsThatWaitForEachOtherAreNamed();
   jaxmp::AMissingRankIsNamedAtTheDeadline();
   jaxmp::ARankThatEndsIsNamedAtOnce();

@@ -184,7 +184,7 @@ struct Job {
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
     fd = ends[1];
     for (int process : {0, 1}) CHECK(ShareArena(process, *OwnArena()).ok());
-    StartBarrier({0, 2, 1.5, true, -1});
+    StartBarrier({0, 2, 1.5, -1});
     ConnectPeer(1, ends[0]);
   }
   ~Job() {
@@ -216,8 +216,7 @@ struct Job {
   void PeerComes(uint64_t count, const std::vector<std::vector<float>>& operands) {
     const CallSignature& signature = *call->signature;
     Message message{barrier::Kind::kArrival,
-                    signature.program_hash,
-                    signature.label,
+                    signature.members[0].place,
                     signature.members[0].key,
                     count,
                     signature.digest,

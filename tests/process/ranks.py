@@ -254,6 +254,28 @@ def call_program(is_other=False):
     return jax.jit(another if is_other else one)(a, b)
 
 
+def one_program_under_two_names():
+    """The victim's function has another name and other lines, and is called eagerly in the end."""
+    initialize()
+    a, b = step_operands(make_mesh())
+
+    def multiply(a, b):
+        return jaxmp.matmul(a, b, out_sharding=P(None, "x"))
+
+    def timed(*args):
+        return jaxmp.matmul(*args, out_sharding=P(None, "x"))
+
+    f = timed if IS_VICTIM else multiply
+
+    def pull(a, b, ct):
+        return jax.vjp(lambda a: f(a, b), a)[1](ct)[0]
+
+    check(jax.jit(f)(a, b), 48)
+    d = f(a, b) if IS_VICTIM else jax.jit(f)(a, b)
+    check(d, 48)
+    check(jax.jit(pull)(a, b, d), 24 * 48)
+
+
 def other_version():
     if IS_VICTIM:
         jaxmp._src.runtime.bootstrap._versions = lambda: ("9.9.9", jax.__version__, "none")
@@ -424,6 +446,7 @@ SCENARIOS = {
     "alpha": lambda: disagree(call_with, {"alpha": 2.0}),
     "mesh": lambda: disagree(call_on_mesh, {"shape": (2, 2), "names": ("x", "y")}),
     "program": lambda: disagree(call_program, {"is_other": True}),
+    "two-names": one_program_under_two_names,
     "first-killed": lambda: first_step(send(signal.SIGKILL)),
     "first-killed-of-rank-0": lambda: first_step(send(signal.SIGKILL)),
     "first-stopped": lambda: first_step(send(signal.SIGSTOP)),

@@ -198,10 +198,17 @@ def test_a_rank_with_another_mesh_is_told_the_difference(tmp_path):
     _see_within_a_second_of_the_last(job, ranks, 1.5)
 
 
-def test_ranks_in_different_programs_are_told_so(tmp_path):
+def test_ranks_in_different_programs_are_told_the_difference(tmp_path):
     job, ranks = run(tmp_path, "program", 3)
-    see(job, ranks, (0, 1, 2), r"different programs: rank \d waits in matmul at ranks.py:\d+, rank \d in matmul", 60.0)
+    message = r"different programs: rank \d waits in matmul at ranks.py:\d+, rank \d in matmul .*pattern=(ALL|REDUCE)"
+    see(job, ranks, (0, 1, 2), message, 60.0)
     _see_within_a_second_of_the_last(job, ranks, 1.5)
+
+
+@pytest.mark.parametrize("ndevices", [1, 2])
+def test_equal_programs_under_two_names_run(tmp_path, ndevices):
+    job, ranks = run(tmp_path, "two-names", 2, ndevices=ndevices)
+    assert [rank.status for rank in ranks] == [0, 0], job.all_logs()
 
 
 def _see_within_a_second_of_the_last(job, ranks, within=1.0):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax import lax
 
-from jaxmp._src.runtime import jax_lowering, native
+from jaxmp._src.runtime import jax_lowering, jax_partitioner, native
+from jaxmp._src.runtime.config import config
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.matmul_spec import MatmulSpec, extents
@@ -95,7 +97,7 @@ class Site:
 
     span: Span
     program: str
-    index: int
+    next_index: Callable[[str], int]  # counts the calls of a kind in the program
     axes: MeshAxes
     shares_memory: bool  # whether all processes of the mesh share memory with this one
 
@@ -120,12 +122,17 @@ class Site:
         position = lax.axis_index(tuple(name for name, _ in self.axes)).astype(np.int32)
         return position + lax.reduce_min(lax.iota(np.int32, _UNCHEAP) * position, axes=(0,))  # adds 0
 
-    def attributes(self, call: str, fields: Mapping[str, Any], part: int = 0) -> dict[str, Any]:
-        """Those of the barrier, and of the `part`-th collective, 0 or 1, of a call."""
-        described = "\n".join(f"{name}={value}" for name, value in fields.items())
+    def attributes(self, call: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of a barrier or a collective of a call, asked for once for each."""
+        described = "\n".join(f"{name}={value}" for name, value in fields.items() if config().compares_calls)
+        program, first = self.program, 0
+        if program.startswith(jax_partitioner.PARTITIONED):  # a program of one call of another program
+            program, _, number = program.rpartition("_")
+            first = (int(number) + 1) << 32
         return {
-            "program": self.program,
-            "index": np.int64(2 * self.index + part),
+            "program": program,
+            "index": np.int64(first + self.next_index(native.BARRIER_TARGET)),
+            "repeat": np.int64(first + self.next_index(f"{native.BARRIER_TARGET} {described}")),
             "call": call,
             "fields": described,
             "devices": np.array(self.span.devices, np.int64),
@@ -165,5 +172,5 @@ def site(ctx: jax_lowering.LoweringContext, axes: MeshAxes, group_axes: tuple[st
         return None
     is_placed = mesh is not None and tuple(mesh.shape.items()) == axes
     shares_memory = is_placed and native.shared_processes().issuperset(found.processes)
-    index = jax_lowering.next_index(ctx, native.BARRIER_TARGET)
-    return Site(found, jax_lowering.program_name(ctx), index, axes, shares_memory)
+    next_index = functools.partial(jax_lowering.next_index, ctx)
+    return Site(found, jax_lowering.program_name(ctx), next_index, axes, shares_memory)

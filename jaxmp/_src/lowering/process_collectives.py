@@ -36,32 +36,32 @@ class SharedMemory:
     def all_gather(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
         """A tiled `lax.all_gather` over the axes of the call's group."""
         moved = low_precision.as_moved(x)
-        return low_precision.from_moved(self._gather(moved, axes, dimension, 0), x.dtype)
+        return low_precision.from_moved(self._gather(moved, axes, dimension), x.dtype)
 
     def psum_scatter(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
         """A tiled `lax.psum_scatter`, summed in the order of the ranks."""
         nranks = self._nranks(axes)
         shape = (*x.shape[:dimension], x.shape[dimension] // nranks, *x.shape[dimension + 1 :])
-        return self._run(x, shape, axes, dimension, part=0, is_sum=True)
+        return self._run(x, shape, axes, dimension, is_sum=True)
 
     def psum(self, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
         """`lax.psum`, summed in the order of the ranks."""
         nranks = self._nranks(axes)
         if x.size * x.dtype.itemsize <= _FEW_BYTES:
-            first, *others = self._gather(x[None], axes, 0, 0)
+            first, *others = self._gather(x[None], axes, 0)
             total: jax.Array = sum(others, first)
             return total
         flat = jnp.pad(x.reshape(-1), (0, -x.size % nranks))
-        own = self._run(flat, (flat.size // nranks,), axes, 0, part=0, is_sum=True)
-        return self._gather(own, axes, 0, 1)[: x.size].reshape(x.shape)
+        own = self._run(flat, (flat.size // nranks,), axes, 0, is_sum=True)
+        return self._gather(own, axes, 0)[: x.size].reshape(x.shape)
 
     def sums(self, dtype: np.dtype) -> bool:
         """Whether elements of this type can be summed."""
         return np.dtype(dtype).name in _SUMMED
 
-    def _gather(self, x: jax.Array, axes: tuple[str, ...], dimension: int, part: int) -> jax.Array:
+    def _gather(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
         shape = (*x.shape[:dimension], x.shape[dimension] * self._nranks(axes), *x.shape[dimension + 1 :])
-        return self._run(x, shape, axes, dimension, part=part, is_sum=False)
+        return self._run(x, shape, axes, dimension, is_sum=False)
 
     def _nranks(self, axes: tuple[str, ...]) -> int:
         sizes = dict(self.site.axes)
@@ -77,13 +77,13 @@ class SharedMemory:
         return ranks.reshape(-1)
 
     def _run(
-        self, x: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], dimension: int, *, part: int, is_sum: bool
+        self, x: jax.Array, shape: tuple[int, ...], axes: tuple[str, ...], dimension: int, *, is_sum: bool
     ) -> jax.Array:
         if 0 in shape:
             return jnp.zeros(shape, x.dtype)
         native.register()
         position = self.site.position()
-        attributes = self.site.attributes(self.call, self.fields, part)
+        attributes = self.site.attributes(self.call, self.fields)
         with jax.enable_x64(True):  # attributes are 64-bit
             run = jax.ffi.ffi_call(native.COLLECTIVE_TARGET, jax.ShapeDtypeStruct(shape, x.dtype))
             result: jax.Array = run(

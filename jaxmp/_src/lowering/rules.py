@@ -278,7 +278,13 @@ def _process_barrier_rule(
         return [x]
 
     def lower(x: jax.Array) -> jax.Array:
-        fields = {"shape of a shard": x.shape, "dtype": x.dtype.name, "axes": axes, "mesh": mesh}
+        fields = {
+            "collective": call.partition(" ")[0],
+            "shape of a shard": x.shape,
+            "dtype": x.dtype.name,
+            "axes": axes,
+            "mesh": mesh,
+        }
         return site.barrier(call, fields, [x])[0]
 
     with jax_compat.off_explicit_mesh():

@@ -149,7 +149,7 @@ def _lowering_anew(rule: LoweringRule) -> LoweringRule:
         lowered = rule(ctx, *nodes, **params)
         if [kept.get(key) for key in _numbered] != before:
             for key in list(kept)[nkept:]:
-                if key not in _numbered:
+                if not isinstance(key, str):  # those of next_index
                     del kept[key]
         return lowered
 

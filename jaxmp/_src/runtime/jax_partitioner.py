@@ -56,6 +56,11 @@ class OnShards:
     name: str
 
 
+# How the names of programs begin that `register_partitioner` makes of one device's part of a call; the call's number in
+# its program ends them.
+PARTITIONED = "jaxmp_partitioned_"
+
+
 def partitioned_call(
     ctx: LoweringContext, operands: Sequence[Any], *, target: str, text: str, sharding_rule: str
 ) -> Sequence[Any]:

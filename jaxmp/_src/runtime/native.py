@@ -25,7 +25,7 @@ TARGET = "jaxmp_matmul"
 BARRIER_TARGET = "jaxmp_process_barrier"
 COLLECTIVE_TARGET = "jaxmp_process_collective"
 # The version of the boundary between this package and its extension: attributes, operands, functions.
-ABI_VERSION = 7
+ABI_VERSION = 8
 
 _lock = threading.RLock()
 _loaded: Any = None
@@ -174,11 +174,11 @@ def set_gpu_timeout(seconds: float | None) -> None:
     _timeout = seconds
 
 
-def start_barrier(process: int, nprocesses: int, timeout: float, compares: bool, interrupts: int) -> None:
+def start_barrier(process: int, nprocesses: int, timeout: float, interrupts: int) -> None:
     """Begin to watch the other processes of the job; whoever connects them (`peers`) hands their sockets over."""
     global _has_barrier
     jax_lowering.lower_each_call(BARRIER_TARGET)
-    extension().start_barrier(process, nprocesses, timeout, compares, interrupts)
+    extension().start_barrier(process, nprocesses, timeout, interrupts)
     _has_barrier = True
 
 

@@ -53,7 +53,7 @@ def register(place: Callable[[dict[str, Any], Mesh, Sequence[Global], Sequence[G
         described = json.loads(text)
         platform, x64 = described["platform"], described["x64"]
         mesh = _mesh(described["mesh"], described.get("devices"), platform)
-        name = f"jaxmp_partitioned_{described.get('program', '')}_{described.get('index', 0)}"
+        name = f"{jax_partitioner.PARTITIONED}{described.get('program', '')}_{described.get('index', 0)}"
         return OnShards(*place(described["call"], mesh, operands, results), mesh, platform, x64, name)
 
     jax_partitioner.register_partitioner(TARGET, partition)
