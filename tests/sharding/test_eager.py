@@ -181,6 +181,7 @@ def test_any_mapping_names_inputs(operands):
         testing.assert_bitwise_equal(jaxmp.matmul(a, b, epilog=Epilog.BIAS, epilog_inputs=inputs), want)
 
 
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype float64")
 def test_wide_types_follow_their_flag(operands):
     a, b, _ = operands
     wide = functools.partial(jaxmp.matmul, preferred_element_type="float64")

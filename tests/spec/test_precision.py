@@ -7,6 +7,7 @@ of bounds; the judge is shown to find that.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import re
 
@@ -242,28 +243,43 @@ def test_the_variable_that_ignores_it():
 @pytest.mark.parametrize(
     ("dtype", "precision", "message"),
     [
-        (
-            "bfloat16",
-            "F16_F16_F32",
-            "precision=F16_F16_F32 takes operands of float16, float32, complex64, got bfloat16",
-        ),
-        ("float16", "BF16_BF16_F32", "takes operands of bfloat16, float32, complex64, got float16; convert them"),
-        ("float32", "F64_F64_F64", "precision=F64_F64_F64 takes operands of float64, complex128, got float32"),
-        ("float32", "F16_F16_F16", "precision=F16_F16_F16 takes operands of float16, got float32"),
-        ("float32", "64F", "precision=64F takes operands of float64, complex128, got float32"),
+        ("float32", "64F", "precision=64F takes operands of float64, complex128, got float32; convert them"),
+        ("float32", "16F", "precision=16F takes operands of float16, got float32"),
         ("float32", "ANY_F8_ANY_F8_F32", "precision=ANY_F8_ANY_F8_F32 takes operands of float8_e4m3fn, float8_e5m2"),
     ],
 )
-def test_presets_that_do_not_take_the_operands(dtype, precision, message):
+def test_precisions_that_do_not_take_the_operands(dtype, precision, message):
     with pytest.raises(NotImplementedError, match=re.escape(message)):
         jaxmp.matmul(*halves(dtype), precision=precision)
 
 
+def test_presets_convert_operands_and_results_as_jax_does(standard_promotion):
+    """Operands to the type of the preset, which rounds what it has no number for, and sums to the result's."""
+    presets = ("F16_F16_F16", "BF16_BF16_F32", "F32_F32_F32", "BF16_BF16_F32_X3", "F64_F64_F64")
+    dtypes = ("float16", "bfloat16", "float32", "int32", "int8", "float8_e4m3fn")
+    a, b = jnp.full((3, 4), 3.0), jnp.ones((4, 3))
+
+    def run(matmul):
+        return [
+            matmul(a.astype(x), b.astype(y), precision=preset, preferred_element_type=out)
+            for preset in presets
+            for x, y in ((x, y) for x in dtypes for y in (x, "float16"))
+            for out in ("float32", "float16")
+        ]
+
+    results = (jax.jit(functools.partial(run, module.matmul))() for module in (jaxmp, jnp))
+    for got, want in zip(*results, strict=True):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
+    x, ones = jnp.full((3, 4), 1 + 2**-9, jnp.float16), b.astype(jnp.float16)  # bfloat16 does not have the number
+    for precision, want in ((None, 4 + 2**-7), ("BF16_BF16_F32", 4)):
+        d = jaxmp.matmul(x, ones, precision=precision, preferred_element_type="float32")
+        np.testing.assert_array_equal(d, np.full((3, 3), want, np.float32))
+
+
 def test_a_narrow_sum_has_a_narrow_result():
-    with pytest.raises(
-        NotImplementedError, match="precision=F16_F16_F16 sums in float16, so the result cannot be float32"
-    ):
-        jaxmp.matmul(*halves("float16"), precision="F16_F16_F16", preferred_element_type=jnp.float32)
+    with pytest.raises(NotImplementedError, match="precision=16F sums in float16, so the result cannot be float32"):
+        jaxmp.matmul(*halves("float16"), precision="16F", preferred_element_type=jnp.float32)
 
 
 # Communication options -------------------------------------------------------------------------------------------

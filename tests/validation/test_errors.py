@@ -143,7 +143,7 @@ WRONG = {
     "determinism and a traced alpha": ((A, B), {"determinism": "topology", "alpha": jnp.float32(2)}, NotImplementedError, "matmul: determinism='topology' takes alpha and beta as Python numbers, got an array for alpha, after which XLA would apply the epilog; scale an operand, or pass"),
     "unknown precision": ((A, B), {"precision": "best"}, ValueError, "64F_EMULATED_FIXEDPOINT, 16F; got 'best'"),
     "three precisions": ((A, B), {"precision": (None,) * 3}, ValueError, "matmul: precision must be one value or a pair, got (None, None, None)"),
-    "precision of other operands": ((A, B), {"precision": jax.lax.DotAlgorithmPreset.F64_F64_F64}, NotImplementedError, "matmul: precision=F64_F64_F64 takes operands of float64, complex128, got float32; convert them, or pass precision=None"),
+    "precision of other operands": ((A, B), {"precision": "64F"}, NotImplementedError, "matmul: precision=64F takes operands of float64, complex128, got float32; convert them, or pass precision=None"),
     "precision as an algorithm": ((A, B), {"precision": jax.lax.DotAlgorithm(np.float32, np.float32, np.float32)}, NotImplementedError, "is not implemented; pass a jax.lax.DotAlgorithmPreset"),
     "narrower result": ((A.astype(jnp.int32), B.astype(jnp.int32)), {"preferred_element_type": jnp.bfloat16}, NotImplementedError, "matmul: preferred_element_type bfloat16 is not available for int32 operands; available: int32"),
     "in_shardings are no pair": ((A, B), {"in_shardings": P("x", None)}, ValueError, "matmul: in_shardings must be a pair, one sharding for a and one for b, got P"),
@@ -192,8 +192,8 @@ NAMES = {
     "all_gather_matmul": (lambda: manual(lambda a, b: jaxmp.all_gather_matmul(a[0], b, "x")), "all_gather_matmul: x must have at least 2 dimensions, got 1 (shape (3,)); pass x[None]"),
     "linear bias": (lambda: jaxmp.linear(A, B, zeros(4)), "linear: bias must have shape (8,)"),
     "mlp": (lambda: jaxmp.mlp(A, B, zeros(4), C.T, None, activation="relu"), "mlp (x @ w_in): b_in must have shape (8,)"),
-    "dot_general": (lambda: jaxmp.dot_general(COMPLEX[0], B.astype(jnp.float8_e5m2), (((1,), (0,)), ((), ()))), "dot_general: lhs is complex64 and rhs is float8_e5m2"),
-    "einsum": (lambda: jaxmp.einsum("ij,jk->ki", COMPLEX[0], B.astype(jnp.float8_e5m2)), "einsum: b is float8_e5m2 and a is complex64"),
+    "dot_general": (lambda: jaxmp.dot_general([[1.0]], B, (((1,), (0,)), ((), ()))), "dot_general: lhs must be an array, got list"),
+    "einsum": (lambda: jaxmp.einsum("ij,jk->ki", A.astype(jnp.int16), jnp.full(B.shape, 1)), "einsum: operands of dtype int16 (b int32, a int16) are not supported, for JAX has no product of integers that is narrower"),
 }  # fmt: skip
 
 

@@ -111,6 +111,29 @@ def test_products_of_narrow_types_are_those_of_jax(dtype, other, rng):
         np.testing.assert_allclose(got, want, rtol=step)
 
 
+@pytest.mark.parametrize("narrow", ["int8", "uint4", "float8_e4m3fn", "float4_e2m1fn"])
+def test_weights_of_few_bits_beside_wide_operands(narrow, rng):
+    """Without promotion, as in `lax.dot_general`: with an epilog, to another type, and with gradients."""
+    x, w = jnp.asarray(rng.integers(-2, 3, (8, 16)), jnp.bfloat16), jnp.asarray(rng.integers(0, 4, (16, 8)))
+    w, bias = w.astype(narrow), jnp.arange(8, dtype=jnp.bfloat16)
+
+    def run(dot_general, linear):
+        def loss(x):
+            return (dot_general(x, w, NN) * bias[None]).sum()
+
+        wide = [dot_general(x.astype(t), w, NN, preferred_element_type="float32") for t in ("bfloat16", "float16")]
+        relu = linear(x, w, bias, activation="relu", preferred_element_type="bfloat16")
+        return [*wide, dot_general(w.T, x.T, NN), relu, jax.grad(loss)(x)]
+
+    def linear_of_jax(x, w, bias, *, activation, preferred_element_type):
+        return jax.nn.relu(lax.dot_general(x, w, NN, preferred_element_type=preferred_element_type) + bias[None])
+
+    got = jax.jit(functools.partial(run, jaxmp.dot_general, jaxmp.linear))()
+    for g, w_ in zip(got, jax.jit(functools.partial(run, lax.dot_general, linear_of_jax))(), strict=True):
+        assert g.dtype == w_.dtype
+        np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w_, np.float32))
+
+
 def test_without_a_preferred_type_products_of_8_bits_are_those_of_jax(rng):
     for dtype in ("float8_e4m3fn", "float8_e5m2"):
         a, b = (jnp.asarray(rng.integers(-2, 3, (4, 4)), jnp.float32).astype(dtype) for _ in range(2))

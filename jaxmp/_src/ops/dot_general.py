@@ -157,7 +157,7 @@ def product(
         return _product(name, lhs, rhs, numbers, options, out_sharding, in_shardings, mesh)
 
     are_rows = numbers.lhs_contract == (lhs.ndim - 1,) and numbers.rhs_contract == (rhs.ndim - 1,)
-    d: jax.Array = result_types.converted(multiply, lhs, rhs, None, None, options, are_rows=are_rows)
+    d: jax.Array = result_types.converted(name, multiply, lhs, rhs, None, None, options, are_rows=are_rows, is_lax=True)
     return d
 
 

@@ -20,11 +20,13 @@ from opt_einsum.parser import parse_einsum_input
 
 from jaxmp._src.ops.dot_general import product
 from jaxmp._src.ops.signatures import ShardingPair
+from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import eager_calls, meshes
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.patterns import to_dims
 from jaxmp._src.spec.caller import Caller
 from jaxmp._src.spec.options import Implementation, Mesh, Precision, Sharding
+from jaxmp._src.validation import result_types
 from jaxmp._src.validation.operand_checks import as_array, check_array
 from jaxmp._src.validation.public import public
 
@@ -111,11 +113,12 @@ def contract(
     terms, output = _parse(name, subscripts, operands)
     if in_shardings is not None and len(terms) != 2:
         raise ValueError(f"{name}: in_shardings are of two operands, got {len(terms)}; write one call for each product")
-    dtype = options["preferred_element_type"]
+    dtype, is_weak = result_types.of_jnp(name, [term.array for term in terms], options["preferred_element_type"])
+    options = options | {"preferred_element_type": dtype}  # of every product on the way
     rest = _reduced(terms, output, dtype)
     if len(rest) == 1:
         alone = lax.transpose(rest[0].array, tuple(map(rest[0].indices.index, output)))
-        return _placed(name, alone.astype(dtype or alone.dtype), out_sharding, mesh)
+        return _placed(name, jax_compat.convert(alone, dtype, is_weak), out_sharding, mesh)
     if in_shardings is not None:
         in_shardings = _reduced_shardings(name, in_shardings, terms, rest)
     for i, j in _path(name, rest, output, optimize)[:-1]:
@@ -124,7 +127,9 @@ def contract(
         needed = {*output, *(index for term in rest for index in term.indices)}
         rest.append(_between(name, left, right, needed, options, mesh))
     left, right = rest
-    return _multiply(name, left, right, output, options, out_sharding, in_shardings, mesh)
+    d = _multiply(name, left, right, output, options, out_sharding, in_shardings, mesh)
+    converted: jax.Array = jax_compat.convert(d, dtype, is_weak)
+    return converted
 
 
 def jaxmp_contraction(name: str, subscripts: Any, optimize: Any, options: dict[str, Any], *operands: Any) -> jax.Array:
@@ -191,8 +196,8 @@ def _check_extents(name: str, text: str, terms: Sequence[_Term]) -> None:
                 found[index] = term.name, extent
 
 
-def _reduced(terms: Sequence[_Term], output: str, dtype: DTypeLike | None) -> list[_Term]:
-    """The operands with the indices that their product needs, once each."""
+def _reduced(terms: Sequence[_Term], output: str, dtype: np.dtype) -> list[_Term]:
+    """The operands with the indices that their product needs, once each; sums are of `dtype`, or wider operands."""
     found_in = Counter(output + "".join(term.indices for term in terms))
     is_plain = all(1 not in term.array.shape and len({*term.indices}) == len(term.indices) for term in terms)
     if is_plain and 1 not in found_in.values():  # as most are
@@ -208,9 +213,9 @@ def _reduced(terms: Sequence[_Term], output: str, dtype: DTypeLike | None) -> li
         others = {index for other in squeezed if other is not term for index in other.indices}
         kept = "".join(index for index in dict.fromkeys(term.indices) if index in output or index in others)
         if kept != term.indices:
-            dtype = jnp.result_type(*(term.array for term in terms)) if dtype is None else dtype
             x, indices = _on_diagonals(term.array, term.indices)
-            summed: jax.Array = jnp.einsum(f"{indices}->{kept}", x, preferred_element_type=dtype)
+            of_sum = x.dtype if jnp.result_type(x, dtype) == x.dtype else dtype
+            summed: jax.Array = jnp.einsum(f"{indices}->{kept}", x, preferred_element_type=of_sum)
             term = dataclasses.replace(term, array=summed, indices=kept)
         found.append(term)
     return found

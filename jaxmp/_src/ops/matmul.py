@@ -217,12 +217,7 @@ def _multiply(
     if decided:
         return decided[0](*given.values())
 
-    def multiply(x: Any, y: Any, c: Any, inputs: Any, converted: dict[str, Any]) -> Any:
-        entry = decided if converted is options else None  # a call between conversions is no call of these operands
-        return product(name, x, y, c, inputs, converted, out_sharding, in_shardings, mesh, entry)
-
-    are_rows = options["transpose_b"] and not options["transpose_a"]
-    return result_types.converted(multiply, a, b, c, epilog_inputs, options, are_rows=are_rows)
+    return product(name, a, b, c, epilog_inputs, options, out_sharding, in_shardings, mesh, decided)
 
 
 # Options that block-cyclic operands do not take.
@@ -323,7 +318,7 @@ def _activated(x: Any, w: Any, inputs: Any, f: activations.Function, options: di
         return activated.activated_call(call, f, operands)
 
     are_rows = options["transpose_b"] and not options["transpose_a"]
-    result: jax.Array = result_types.converted(multiply, x, w, None, inputs, options, are_rows=are_rows)
+    result: jax.Array = result_types.converted(_LINEAR, multiply, x, w, None, inputs, options, are_rows=are_rows)
     return result
 
 

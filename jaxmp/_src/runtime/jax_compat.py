@@ -23,6 +23,7 @@ from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
+from jax._src import dtypes as _dtypes
 from jax._src import mesh as _mesh
 from jax._src import shard_map as _shard_map
 from jax._src import source_info_util as _source_info_util
@@ -30,6 +31,7 @@ from jax._src import traceback_util as _traceback_util
 from jax._src import util as _util
 from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import partial_eval as _pe
+from jax._src.lax import lax as _lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, xla
 from jax.typing import DTypeLike
@@ -113,6 +115,16 @@ def without_front(aval: jax.core.ShapedArray) -> jax.core.ShapedArray:
 def with_front(aval: jax.core.ShapedArray, size: int) -> jax.core.ShapedArray:
     """`aval` with a dimension of `size` in front."""
     return cast(jax.core.ShapedArray, _core.unmapped_aval(size, 0, aval))
+
+
+def canonical_dtype(value: DTypeLike, where: str) -> np.dtype:
+    """The type that a user names, under the settings of 64-bit types: JAX may warn, or raise ValueError."""
+    return np.dtype(_dtypes.check_and_canonicalize_user_dtype(value, where))
+
+
+def convert(x: Any, dtype: np.dtype, is_weak: bool = False) -> Any:
+    """`x` in a type, weak or not, whatever the settings of 64-bit types; of complex numbers possibly the real parts."""
+    return _lax._convert_element_type(x, np.dtype(dtype), is_weak, warn_on_complex_to_real_cast=False)
 
 
 def mesh_axes() -> tuple[tuple[str, int], ...]:

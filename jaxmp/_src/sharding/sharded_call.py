@@ -70,14 +70,18 @@ def product(
     entry: list[Any] | None,
 ) -> Results:
     """The result of `jaxmp.matmul`, for the public function `name`; fills the `entry` of `eager_calls` for it."""
-    spec, operands = validated(name, a, b, c, epilog_inputs, options)
-    shape = result_shape(spec, a, b)
+    are_rows = options["transpose_b"] and not options["transpose_a"]
+    conversion, options = result_types.find(name, a, b, c, epilog_inputs, options, are_rows=are_rows)
+    converted = result_types.operands(conversion, a, b, c, epilog_inputs)
+    spec, operands = validated(name, *converted, options)
+    shape = result_shape(spec, *converted[:2])
     placement = meshes.place(name, a, b, shape, out_sharding, in_shardings, mesh)
     call = make_call(spec, placement, operands, shape, name)
     if entry is None:
-        return _result(jaxmp_call(call, operands))
+        result: Results = conversion.of_result(_result(jaxmp_call(call, operands)))
+        return result
     given = eager_calls.given_operands(a, b, c, epilog_inputs)
-    compiled = _compiled(call, tuple((key, operands[key].dtype) for key in given))
+    compiled = _compiled(call, conversion, tuple((key, operands[key].dtype) for key in given))
     entry.append(compiled)
     return compiled(*given.values())
 
@@ -93,7 +97,7 @@ def collective(
         return _collective(name, group, a, b, c, epilog_inputs, options)
 
     are_rows = options["transpose_b"] and not options["transpose_a"]
-    result: Results = result_types.converted(multiply, a, b, c, epilog_inputs, options, are_rows=are_rows)
+    result: Results = result_types.converted(name, multiply, a, b, c, epilog_inputs, options, are_rows=are_rows)
     return result
 
 
@@ -310,14 +314,18 @@ def jaxmp_call(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Arra
 
 
 @functools.lru_cache(eager_calls.CAPACITY)
-def _compiled(call: Call, types: tuple[tuple[str, np.dtype], ...]) -> Callable[..., Results]:
+def _compiled(
+    call: Call, conversion: result_types.Conversion, types: tuple[tuple[str, np.dtype], ...]
+) -> Callable[..., Results]:
     """A call as a function of operands in this order, which are cast to these types.
 
     Without jaxmp_call's static argument, which JAX would hash and compare at every call.
     """
 
     def jaxmp_call(*operands: jax.Array) -> Results:
-        return _result(_outputs(call, {k: x.astype(dtype) for (k, dtype), x in zip(types, operands, strict=True)}))
+        named = ((name, dtype, conversion.of(name, x)) for (name, dtype), x in zip(types, operands, strict=True))
+        result: Results = conversion.of_result(_result(_outputs(call, {k: x.astype(t) for k, t, x in named})))
+        return result
 
     return jax.jit(jaxmp_call)
 

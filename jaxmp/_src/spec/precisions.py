@@ -14,8 +14,9 @@ operands may be rounded ahead of the product and in which type products are summ
     F16_F16_F16                   16F (float16 only)   -                      -                     float16
     BF16_BF16_BF16                none (bfloat16 only) -                      -                     bfloat16
 
-Operands of 8 bits and fewer have no choice: None and the ANY_F8 presets sum float8 and float4 in float32 (32F), None
-sums int8 in int32 (32I). Nor have integers, which XLA sums in themselves.
+Operands of a type that a preset does not take are converted to the first that JAX names for it (`taken`), ahead of
+the call. Operands of 8 bits and fewer have no choice otherwise: None and the ANY_F8 presets sum float8 and float4 in
+float32 (32F), None sums int8 in int32 (32I). Nor have integers, which XLA sums in themselves.
 
 Rounding happens only where it is asked for: every `lax.Precision` is the operands' full type, which is at least as
 exact as what JAX promises for it. The six- and three-fold emulations are served by the nine-fold one for that reason.
@@ -177,6 +178,19 @@ def _find(name: str, precision: Any) -> str:
                 f"or one of {', '.join(_NAMES)}; got {precision!r}"
             ) from None
     return "DEFAULT"
+
+
+def preset(precision: Any) -> lax.DotAlgorithmPreset | None:
+    """The preset of JAX that `precision` is or names."""
+    name = precision.name if isinstance(precision, lax.DotAlgorithmPreset) else precision
+    return lax.DotAlgorithmPreset.__members__.get(name) if isinstance(name, str) else None
+
+
+def taken(asked: lax.DotAlgorithmPreset | None, operand: DTypeLike) -> np.dtype | None:
+    """The type to which JAX converts operands that the preset does not take; None where it takes them."""
+    if asked is None or asked.supported_lhs_types is None or np.dtype(operand).name in _TABLE[asked.name]:
+        return None
+    return np.dtype(asked.supported_lhs_types[0])
 
 
 def find(asked: str, operand: DTypeLike) -> Compute:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import ArrayType, Shape
 from jaxmp._src.spec import epilogs, low_precision, process_grid
 from jaxmp._src.spec.caller import operand_name
@@ -96,11 +97,15 @@ def is_array(x: object) -> bool:
 
 
 def check_dtype(name: str, argument: str, value: Any) -> np.dtype:
-    """The type that a user names, as JAX has it under its current setting of 64-bit types."""
+    """The type that a user names, as JAX has it under its current settings of 64-bit types."""
     try:
-        return np.dtype(jax.dtypes.canonicalize_dtype(value))
+        return jax_compat.canonical_dtype(value, f"{name}: {argument}")
     except TypeError:
         raise TypeError(f"{name}: {argument} must be a dtype, such as jnp.float32, got {value!r}") from None
+
+
+def check_preferred(name: str, value: DTypeLike | None) -> np.dtype | None:
+    return None if value is None else check_dtype(name, "preferred_element_type", value)
 
 
 def check_flag(name: str, argument: str, value: Any) -> bool:
@@ -125,7 +130,7 @@ def check_flags(name: str, options: Mapping[str, Any], a: ArrayType, b: ArrayTyp
 
 
 def resolve_dtypes(
-    name: str, a: ArrayType, b: ArrayType, preferred: DTypeLike | None, *added: ArrayType
+    name: str, a: ArrayType, b: ArrayType, preferred: np.dtype | None, *added: ArrayType
 ) -> tuple[np.dtype, np.dtype]:
     """(type of the operands by JAX's promotion, type of D).
 
@@ -142,13 +147,12 @@ def resolve_dtypes(
     if preferred is None:
         out = np.dtype(jnp.result_type(operand, *added))
         return (operand, out) if out.name in allowed and operand.name not in INTEGERS else (operand, operand)
-    out = check_dtype(name, "preferred_element_type", preferred)
-    if out.name not in allowed:
+    if preferred.name not in allowed:
         raise NotImplementedError(
-            f"{name}: preferred_element_type {np.dtype(preferred).name} is not available for {operand.name} operands; "
+            f"{name}: preferred_element_type {preferred.name} is not available for {operand.name} operands; "
             f"available: {', '.join(allowed)}"
         )
-    return (out if operand.name in INTEGERS else operand), out
+    return (preferred if operand.name in INTEGERS else operand), preferred
 
 
 def check_scalar(name: str, argument: str, value: Any, out_dtype: np.dtype) -> Any:

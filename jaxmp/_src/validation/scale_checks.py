@@ -6,7 +6,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec.caller import operand_name
@@ -40,7 +39,7 @@ def are_low_precision(a: ArrayType, b: ArrayType) -> bool:
     return any(map(is_scaled, both)) or all(map(is_low_precision, both))
 
 
-def resolve_dtypes(name: str, a: ArrayType, b: ArrayType, preferred: DTypeLike | None) -> tuple[np.dtype, np.dtype]:
+def resolve_dtypes(name: str, a: ArrayType, b: ArrayType, preferred: np.dtype | None) -> tuple[np.dtype, np.dtype]:
     """(type of a, type of D) for operands of which one at least is of low precision; they are never promoted."""
     allowed = result_dtypes(a.dtype, b.dtype)
     if not allowed:
@@ -56,13 +55,12 @@ def resolve_dtypes(name: str, a: ArrayType, b: ArrayType, preferred: DTypeLike |
             f"{name}: operands of {a.dtype.name} and {b.dtype.name} need preferred_element_type; "
             f"available: {', '.join(allowed)}"
         )
-    out = check_dtype(name, "preferred_element_type", preferred)
-    if out.name not in allowed:
+    if preferred.name not in allowed:
         raise NotImplementedError(
-            f"{name}: preferred_element_type {out.name} is not available for {a.dtype.name} and {b.dtype.name} "
+            f"{name}: preferred_element_type {preferred.name} is not available for {a.dtype.name} and {b.dtype.name} "
             f"operands; available: {', '.join(allowed)}"
         )
-    return a.dtype, out
+    return a.dtype, preferred
 
 
 def check_transpositions(name: str, dtype: np.dtype, transpose_a: bool, transpose_b: bool) -> None:
