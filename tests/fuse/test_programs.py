@@ -227,6 +227,22 @@ def test_static_arguments_and_functions_without_products():
     np.testing.assert_array_equal(drawn, jax.random.normal(key, (2, 2)))
 
 
+@pytest.mark.parametrize("narrow", ["int8", "uint4", "float8_e4m3fn"])
+def test_weights_of_few_bits_are_taken(narrow):
+    """bfloat16 with types that JAX does not promote it with: weight-only quantization."""
+    x, w = X.astype(jnp.bfloat16), jnp.abs(W).astype(narrow)
+
+    def product(x, w):
+        return lax.dot_general(x, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+
+    fused = jaxmp.fuse(product)
+    assert [row.operation for row in jaxmp.explain(fused, quiet=True)(x, w).rows] == ["matmul"]
+    gradients = (jax.grad(lambda x, f=f: f(x, w).sum())(x) for f in (fused, product))
+    for got, want in ((fused(x, w), product(x, w)), tuple(gradients)):
+        assert got.dtype == want.dtype
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
 @pytest.mark.parametrize("dtype", ["int32", "bool", "uint8", "complex64", "float16"])
 def test_types_stay_what_they_are(dtype):
     x, w = (jnp.abs(m).astype(dtype) for m in (X, W))

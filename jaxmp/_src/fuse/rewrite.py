@@ -227,8 +227,8 @@ class Rewriter:
 
     def _why_left(self, product: Product) -> str | None:
         """The reason, of REASONS, for which a product stays JAX's; None where it becomes a call."""
-        dtype = product.lhs.dtype
-        if dtype != product.rhs.dtype or not jnp.issubdtype(dtype, jnp.inexact):
+        dtypes = product.lhs.dtype, product.rhs.dtype
+        if not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
             return "type"
         if self.options.determinism != "run_to_run" or product.communicates:
             return None
@@ -236,7 +236,7 @@ class Rewriter:
             return "batch"
         if products.is_auto(product.lhs.value.aval):
             return None
-        is_narrow = dtype.itemsize == 2 and product.is_matrix
+        is_narrow = product.is_matrix and any(dtype.itemsize == 2 for dtype in dtypes)
         return None if is_narrow or product.activation in ("relu", "gelu") else "local"
 
     # ---- evaluation
@@ -250,7 +250,7 @@ class Rewriter:
             for v, x in zip(group.outputs, results, strict=True):
                 if v in graph.producer and not jax_tracing.is_type_of(v.aval, x):
                     raise TypeError(f"{v.aval} became {jax.typeof(x)}")
-            values |= zip(group.outputs, results, strict=True)
+            values |= {v: _as_weak_as(v, x) for v, x in zip(group.outputs, results, strict=True)}
         except KeyError:  # the aux of another group, refused too
             self._refuse(graph, group, values, "refused")
         except (TypeError, ValueError, NotImplementedError) as error:
@@ -285,6 +285,12 @@ class Rewriter:
                 self._warn(jax_compat.traced_line(eqn), f"{eqn.primitive.name} is left as it is")
                 with jax.named_scope(SCOPE + "inner"):
                     return jax_tracing.evaluate(eqn, operands)
+
+
+def _as_weak_as(v: Any, x: jax.Array) -> jax.Array:
+    """`x` as the value of `v`, by which others choose their type if it is weak."""
+    weak: jax.Array = jax_compat.convert(x, x.dtype, v.aval.weak_type) if hasattr(v, "aval") else x
+    return weak
 
 
 def _pair(
