@@ -288,6 +288,20 @@ def with_bias(a, b, bias):
     return jaxmp.matmul(a, b, epilog=Epilog.BIAS, epilog_inputs={"bias": bias})
 
 
+@pytest.mark.parametrize("name", ["x", "w", "bias"])
+def test_a_sum_that_is_not_taken(name, mesh_of):
+    """Inside shard_map, as jnp refuses a and b."""
+
+    def call():
+        given = {"x": jnp.ones((2, 2)), "w": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+        terms = jax.lax.axis_index("x").astype(jnp.float32) * given[name]
+        return jaxmp.linear(**given | {name: jax.lax.pcast(terms, "x", to="unreduced")})
+
+    message = rf"linear: {name} is unreduced, each device holds a term of a sum over \['x'\]; take the sum first"
+    with pytest.raises(ValueError, match=message):
+        jax.shard_map(call, mesh=mesh_of({"x": 2}), in_specs=(), out_specs=P("x"))()
+
+
 def test_linear_chooses_its_epilog_by_itself():
     with pytest.raises(TypeError, match=r"linear\(\) got an unexpected keyword argument 'epilog'"):
         jaxmp.linear(A, B, epilog=Epilog.BIAS, epilog_inputs={"bias": BIAS})

@@ -28,6 +28,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.ops.signatures import ShardingPair
+from jaxmp._src.primitive.collectives import cast_reduced
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import eager_calls, meshes, patterns
@@ -194,6 +195,7 @@ def jaxmp_dot_general(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.
         return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
     plan = product.plan
     if plan is None:
+        lhs, rhs = cast_reduced({"lhs": lhs, "rhs": rhs}).values()  # ahead of vmap, where JAX has no such cast
         d = _fold(product, functools.partial(_multiply, product), out_shape, lhs, rhs)
         return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
     mesh, is_explicit = placement.mesh, placement.is_explicit

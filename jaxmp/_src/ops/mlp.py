@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 from jaxmp._src.ops import activated
 from jaxmp._src.ops.matmul import linear
 from jaxmp._src.ops.signatures import ShardingTriple
-from jaxmp._src.primitive.collectives import cast_varying
+from jaxmp._src.primitive.collectives import cast_reduced, cast_varying
 from jaxmp._src.primitive.primitives import activated_matmul, completes_sums
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import layouts, meshes, sharded_call
@@ -276,7 +276,7 @@ def jaxmp_mlp(run: _Run, operands: dict[str, jax.Array]) -> jax.Array:
     """y of both layers: in one body that differentiates as a whole where that can be, else one after the other."""
     body = functools.partial(_fused_layers if run.is_fused else _layers, run.mlp)
     if not run.calls:
-        return body(operands)
+        return body(cast_reduced(operands))
     first, second = run.calls
     names = (("x", "w_in", "b_in"), ("hidden", "w_out", "b_out"))
     ins, outs = ([name for name in each if name in operands or name == "hidden"] for each in names)

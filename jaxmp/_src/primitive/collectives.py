@@ -16,7 +16,7 @@ Outside a job of several processes nothing is added to the program.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -88,10 +88,18 @@ def pmax(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.A
 
 def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") -> jax.Array:
     """`x` with a type that varies over `axes` too: it moves nothing, but its transpose is a psum."""
+    if reduced := tuple(sorted(jax_compat.reduced_axes(x) & frozenset(axes))):
+        x = lax.pcast(x, reduced, to="varying")  # whose transpose moves nothing
     missing = tuple(axis for axis in sorted(axes) if axis not in jax_compat.varying_axes(x))
     if not missing:
         return x
     return _barrier(lax.pcast(x, missing, to="varying"), missing, "psum", source_line, is_active=False)
+
+
+def cast_reduced(operands: Mapping[str, jax.Array], axes: Collection[str] = ()) -> dict[str, jax.Array]:
+    """The operands of a call over `axes`, where each that is reduced over an axis varies over it if another does."""
+    found = frozenset(axes).union(*map(jax_compat.varying_axes, operands.values()))
+    return {name: cast_varying(x, found & jax_compat.reduced_axes(x)) for name, x in operands.items()}
 
 
 def reshard(x: jax.Array, mesh: Mesh, have: P, spec: P, *, is_explicit: bool) -> jax.Array:

@@ -98,11 +98,21 @@ def varying_axes(x: jax.Array | jax.core.AbstractValue) -> frozenset[str]:
     return frozenset(aval.manual_axis_type.varying) if isinstance(aval, jax.core.ShapedArray) else frozenset()
 
 
+def reduced_axes(x: jax.Array) -> frozenset[str]:
+    """Manual axes over which `x` is reduced: the same on every rank, with a cotangent that is an unreduced sum."""
+    return frozenset(cast(Any, jax.typeof(x)).manual_axis_type.reduced)
+
+
+def unreduced_axes(x: jax.Array) -> frozenset[str]:
+    """Manual axes over which `x` is unreduced: every rank holds a term of a sum."""
+    return frozenset(cast(Any, jax.typeof(x)).manual_axis_type.unreduced)
+
+
 def with_shape(
     aval: jax.core.ShapedArray, shape: Sequence[int], dtype: DTypeLike, varying: Iterable[str]
 ) -> jax.core.ShapedArray:
-    """`aval` with another shape, dtype and set of varying axes; the rank stays."""
-    vma = aval.manual_axis_type.update(varying=frozenset(varying))
+    """`aval` with another shape and dtype, varying over these axes and reduced over none; the rank stays."""
+    vma = aval.manual_axis_type.update(varying=frozenset(varying), reduced=frozenset())
     changed: jax.core.ShapedArray = aval.update(shape=tuple(shape), dtype=dtype, manual_axis_type=vma, weak_type=False)
     return changed
 
@@ -341,11 +351,13 @@ __all__ = [
     "make_primitive",
     "mesh_axes",
     "off_explicit_mesh",
+    "reduced_axes",
     "register_nan_checks",
     "scan_counts",
     "subjaxprs",
     "traced_line",
     "translate_errors",
+    "unreduced_axes",
     "user_line",
     "uses_mutual_tls",
     "varying_axes",

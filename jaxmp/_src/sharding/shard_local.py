@@ -243,6 +243,7 @@ def bind_shards(
     """The results from shards of any rank; `dimension` of a is the one gathered or scattered."""
     if not spec.is_typed:
         spec = spec.replace(is_typed=jax_compat.is_vma_checked())
+    operands = collectives.cast_reduced(operands, spec.group.axes)
     a, b = operands["a"], operands["b"]
     if spec.traced and set(spec.traced) <= set(operands):
         # cuBLASMp takes its scalars from the host, ahead of the call. A traced one scales the accumulated product

@@ -98,7 +98,7 @@ def validated(
         of_scales, scales = scale_checks.resolve_scales(name, options.get("scaling"), a, b, spec)
         spec = spec.replace(**of_scales)
     for argument, x in (inputs | scales).items():
-        operand_checks.check_memory(name, argument.replace("scale_", "scaling."), x)
+        operand_checks.check_storage(name, argument.replace("scale_", "scaling."), x)
     added = {} if c is None else {"c": c.astype(c_dtype)}
     return spec, operands | added | inputs | traced | scales
 
