@@ -27,6 +27,10 @@ SUBSCRIPTS = {
     "ellipses": ("...ij,...jk->...ik", (2, 1, 4, 6), (3, 6, 8)),
     "broadcast contraction": ("ij,jk->ik", (4, 6), (1, 8)),
     "broadcast batch": ("aij,ajk->aik", (1, 4, 6), (3, 6, 8)),
+    "diagonal of which one dimension is broadcast": ("ii,ij->j", (1, 4), (4, 6)),
+    "diagonal of unequal extents": ("ii->i", (1, 4)),
+    "diagonal of unequal extents, the last of them 1": ("ii,jj->ij", (4, 1), (1, 3)),
+    "two diagonals of unequal extents": ("ii,ii->", (1, 4), (1, 4)),
     "vectors": ("i,i->", (6,), (6,)),
     "outer": ("i,j->ij", (4,), (6,)),
     "elementwise": ("ij,ij->ij", (4, 6), (4, 6)),
@@ -123,6 +127,18 @@ PLACED = {
     "three, the last reduced": (
         "ij,jk,kl->il", [((2, 6), P()), ((6, 8), P(None, "x")), ((8, 90), P("x"))], P("y"), P("y", None),
     ),
+    "three, the first reduced": (
+        "ij,jk,kl->il", [((4, 6), P(None, "x")), ((6, 2), P("x")), ((2, 90), P(None, "y"))], P(None, "y"), P(None, "y"),
+    ),
+    "three, the first scattered": (
+        "ij,jk,kl->il", [((4, 6), P(None, "x")), ((6, 2), P("x")), ((2, 90), P())], P("x"), P("x", None),
+    ),
+    "three, each reduced": (
+        "ij,jk,kl->il", [((4, 6), P(None, "x")), ((6, 2), P("x", "y")), ((2, 90), P("y"))], P(), P(None, None),
+    ),
+    "three of one axis in rows and columns": (
+        "ij,jk,kl->il", [((4, 6), P("x")), ((6, 2), P(None, "x")), ((2, 90), P("x"))], P("x"), P("x", None),
+    ),
     "one": ("ij->ji", [((4, 6), P("x"))], P("y", "x"), P("y", "x")),
 }  # fmt: skip
 
@@ -162,6 +178,6 @@ def test_a_product_on_the_way_that_is_ambiguous_is_named(mesh_of, rng):
         with pytest.raises(
             ValueError, match=r"'y' and it is ambiguous.* \(this is the product 'jk,kl->jl' of operands"
         ):
-            jaxmp.einsum("ij,jk,kl->il", a, b, c, out_sharding=P())
+            jaxmp.einsum("ij,jk,kl->il", a, b, c)
     with pytest.raises(ValueError, match="einsum: in_shardings are of two operands, got 3; write one call for each"):
         jaxmp.einsum("ij,jk,kl->il", *operands, in_shardings=(P(), P()), mesh=mesh)

@@ -280,7 +280,7 @@ def _check_operands(name: str, a: Any, b: Any, c: Any) -> None:
                 f"{type(x).__name__}; lay it out with jaxmp.to_block_cyclic"
             )
         operand_checks.check_array(name, argument, jax.ShapeDtypeStruct(x.shape, x.dtype))
-        operand_checks.check_storage(name, argument, x.data)
+        operand_checks.check_memory(name, argument, x.data)
         if (dict(x.mesh.shape), x.axes) != (dict(a.mesh.shape), a.axes):
             raise ValueError(
                 f"{name}: a lies on axes {a.axes} of mesh {dict(a.mesh.shape)} but {argument} on {x.axes} of "

@@ -23,7 +23,7 @@ from jaxmp._src.ops.signatures import ShardingPair
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import eager_calls, meshes
 from jaxmp._src.sharding.meshes import partition_spec
-from jaxmp._src.sharding.patterns import to_dims
+from jaxmp._src.sharding.patterns import Dim, to_dims
 from jaxmp._src.spec.caller import Caller
 from jaxmp._src.spec.options import Implementation, Mesh, Precision, Sharding
 from jaxmp._src.validation import result_types
@@ -47,12 +47,11 @@ def einsum(
 ) -> jax.Array:
     """Distributed `jnp.einsum`, such as `einsum("bsd,dhk->bshk", x, w)`.
 
-    Two operands are one `dot_general`. More are multiplied two by two, in the order of opt_einsum's path; a product on
-    the way that contracts a sharded index has to be a call of its own, with its `out_sharding`. One operand is no
-    product, and is summed and transposed.
+    Two operands are one `dot_general`. More are multiplied two by two, in the order of opt_einsum's path; where one of
+    these products contracts a sharded index, `out_sharding` is needed. One operand is summed and transposed.
 
     An index that an operand has twice, or that no other operand and not the result has, is taken out of the operand
-    first, by its diagonal or its sum. An extent of 1 is broadcast to that of the same index elsewhere.
+    first, by its diagonal or its sum. An extent of 1 is broadcast to that of the same index in another operand.
 
     Args:
       subscripts: as in `jnp.einsum`, with or without "->" and "..."; or operands and lists of indices in turn, as in
@@ -115,6 +114,10 @@ def contract(
         raise ValueError(f"{name}: in_shardings are of two operands, got {len(terms)}; write one call for each product")
     dtype, is_weak = result_types.of_jnp(name, [term.array for term in terms], options["preferred_element_type"])
     options = options | {"preferred_element_type": dtype}  # of every product on the way
+    if len(terms) == 1 and any(map(meshes.is_partial, (meshes.type_spec(terms[0].array), out_sharding))):
+        x, indices = _on_diagonals(terms[0].array, terms[0].indices)
+        partial = jnp.einsum(f"{indices}->{output}", x, preferred_element_type=dtype, out_sharding=out_sharding)
+        return jax_compat.convert(partial, dtype, is_weak)
     rest = _reduced(terms, output, dtype)
     if len(rest) == 1:
         alone = lax.transpose(rest[0].array, tuple(map(rest[0].indices.index, output)))
@@ -125,7 +128,7 @@ def contract(
         left, right = rest[i], rest[j]
         rest = [term for k, term in enumerate(rest) if k not in (i, j)]
         needed = {*output, *(index for term in rest for index in term.indices)}
-        rest.append(_between(name, left, right, needed, options, mesh))
+        rest.append(_between(name, left, right, needed, options, mesh, output, out_sharding))
     left, right = rest
     d = _multiply(name, left, right, output, options, out_sharding, in_shardings, mesh)
     converted: jax.Array = jax_compat.convert(d, dtype, is_weak)
@@ -187,7 +190,7 @@ def _check_extents(name: str, text: str, terms: Sequence[_Term]) -> None:
             )
         for index, extent in zip(term.indices, shape, strict=True):
             first, other = found.setdefault(index, (term.name, extent))
-            if other != extent and (first == term.name or 1 not in (other, extent)):
+            if other != extent and 1 not in (other, extent):
                 raise ValueError(
                     f"{name}: index {index!r} has extent {other} in {first} but {extent} in {term.name} (shapes "
                     f"{', '.join(str(tuple(term.array.shape)) for term in terms)})"
@@ -202,9 +205,10 @@ def _reduced(terms: Sequence[_Term], output: str, dtype: np.dtype) -> list[_Term
     is_plain = all(1 not in term.array.shape and len({*term.indices}) == len(term.indices) for term in terms)
     if is_plain and 1 not in found_in.values():  # as most are
         return list(terms)
-    spread = {index for term in terms for index, n in zip(term.indices, term.array.shape, strict=True) if n != 1}
     squeezed = []
     for term in terms:
+        extents = [dict(zip(x.indices[::-1], x.array.shape[::-1], strict=True)) for x in terms if x is not term]
+        spread = {index for each in extents for index, n in each.items() if n != 1}
         ones = [i for i, n in enumerate(term.array.shape) if n == 1 and term.indices[i] in spread]
         indices = "".join(index for i, index in enumerate(term.indices) if i not in ones)
         squeezed.append(dataclasses.replace(term, array=lax.squeeze(term.array, ones), indices=indices))
@@ -224,7 +228,8 @@ def _reduced(terms: Sequence[_Term], output: str, dtype: np.dtype) -> list[_Term
 def _on_diagonals(x: jax.Array, indices: str) -> tuple[jax.Array, str]:
     """`x` with zeros wherever dimensions of one index differ, and indices of which each occurs once.
 
-    The index stays with a dimension that is sharded, if one is: a sum over the others then moves nothing.
+    The index stays with a dimension that is sharded, if one is: a sum over the others then moves nothing. Where extents
+    differ it has that of the last dimension, as in `jnp.einsum`.
     """
     renamed = list(indices)
     sharding = jax.typeof(x).sharding
@@ -232,10 +237,11 @@ def _on_diagonals(x: jax.Array, indices: str) -> tuple[jax.Array, str]:
     where = {"out_sharding": sharding} if is_explicit else {}
     for index in dict.fromkeys(indices):
         dims = [i for i, other in enumerate(indices) if other == index]
-        first = next((i for i in dims if is_explicit and sharding.spec[i]), dims[0])
+        as_last = [i for i in dims if x.shape[i] == x.shape[dims[-1]]]
+        kept = next((i for i in as_last if is_explicit and sharding.spec.partitions[i]), as_last[0])
         for i in dims:
-            if i != first:
-                places = (lax.broadcasted_iota(np.int32, x.shape, dim, **where) for dim in (first, i))
+            if i != kept:
+                places = (lax.broadcasted_iota(np.int32, x.shape, dim, **where) for dim in (kept, i))
                 x = lax.select(lax.eq(*places), x, jnp.zeros_like(x))
                 renamed[i] = opt_einsum.get_symbol(max(map(ord, renamed)) + 1)
     return x, "".join(renamed)
@@ -271,13 +277,21 @@ def _path(name: str, terms: Sequence[_Term], output: str, optimize: Any) -> list
 
 
 def _between(
-    name: str, left: _Term, right: _Term, needed: Collection[str], options: dict[str, Any], mesh: Mesh | None
+    name: str,
+    left: _Term,
+    right: _Term,
+    needed: Collection[str],
+    options: dict[str, Any],
+    mesh: Mesh | None,
+    output: str,
+    out_sharding: Sharding | None,
 ) -> _Term:
-    """The product of two of several operands, with the indices that are `needed`."""
+    """The product of two of several operands, with the indices that are `needed`, on the way to `output`."""
     indices = "".join(index for index in _product_order(left.indices, right.indices) if index in needed)
     written = f"{left.indices},{right.indices}->{indices}"
     try:
-        array = _multiply(name, left, right, indices, options, None, None, mesh)
+        where = _toward(name, left, right, indices, output, out_sharding)
+        array = _multiply(name, left, right, indices, options, where, None, mesh)
     except ValueError as error:
         raise ValueError(
             f"{error} (this is the product {written!r} of {left.name} and {right.name}; make it a jaxmp.einsum of its "
@@ -343,6 +357,29 @@ def _placed(name: str, x: jax.Array, out_sharding: Sharding | None, mesh: Mesh |
     wanted = placement.out_sharding or NamedSharding(placement.mesh, partition_spec(placement.out or ()))
     have = partition_spec(meshes.type_dims(name, "the operand", x))
     return meshes.reshard(x, wanted.mesh, have, wanted.spec, is_explicit=True)
+
+
+def _toward(name: str, left: _Term, right: _Term, indices: str, output: str, out_sharding: Any) -> P | None:
+    """The sharding of a product on the way to a result that is to be sharded as `out_sharding`, None for the usual one.
+
+    What is sharded stays so. The axes of the contraction go where the result has them, if nothing is there yet.
+    """
+    spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
+    is_explicit = any(meshes.has_explicit_axes(jax.typeof(term.array).sharding.mesh) for term in (left, right))
+    is_partial = any(meshes.is_partial(meshes.type_spec(term.array)) for term in (left, right))
+    if is_partial or not is_explicit or not isinstance(spec, P):
+        return None
+    wanted = dict(zip(output, to_dims(name, "the result", P(*spec.partitions), len(output), None), strict=True))
+    dims: dict[str, Dim] = {}
+    for term in (left, right):
+        for index, dim in zip(term.indices, meshes.type_dims(name, term.name, term.array), strict=True):
+            dims[index] = dims.get(index) or dim
+    summed = {axis for index in dims if index not in indices for axis in dims[index]}
+    placed: list[Dim] = []
+    for index in indices:
+        dim = dims[index] or tuple(axis for axis in wanted.get(index, ()) if axis in summed)
+        placed.append(tuple(axis for axis in dim if axis not in sum(placed, ())))
+    return partition_spec(tuple(placed))
 
 
 def _reduced_shardings(

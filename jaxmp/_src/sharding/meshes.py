@@ -130,7 +130,7 @@ def place(
     explicit = _explicit_mesh(name, a, b, mesh, out_sharding)
     if explicit is not None:
         spec_a, spec_b = type_spec(a), type_spec(b)
-        if any(map(_is_partial, (spec_a, spec_b, out_sharding))):
+        if any(map(is_partial, (spec_a, spec_b, out_sharding))):
             return _left_to_xla(name, explicit, out_shape, out_sharding, "a sharding has unreduced or reduced axes")
         dims_a = patterns.as_dims(name, operand_name(name, "a"), spec_a, a.ndim)
         dims_b = patterns.as_dims(name, operand_name(name, "b"), spec_b, b.ndim)
@@ -156,7 +156,7 @@ def _left_to_xla(
     if out_sharding is None:
         return Placement(Mode.XLA, mesh, why=why)
     _check_mesh(name, "out_sharding", out_sharding, mesh)
-    if _is_partial(out_sharding):  # JAX checks it
+    if is_partial(out_sharding):  # JAX checks it
         spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
         abstract = getattr(mesh, "abstract_mesh", mesh)
         return Placement(Mode.XLA, mesh, why=why, out_sharding=NamedSharding(abstract, spec))
@@ -317,7 +317,7 @@ def of_one_row(sharding: Any) -> Any:
     return (of_one_row(sharding[0]), *sharding[1:]) if isinstance(sharding, tuple | list) and sharding else sharding
 
 
-def _is_partial(sharding: Any) -> bool:
+def is_partial(sharding: Any) -> bool:
     """Whether devices hold terms of sums that are not yet taken (unreduced), or operands whose gradients will be."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     return bool(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None))

@@ -98,9 +98,12 @@ def validated(
         of_scales, scales = scale_checks.resolve_scales(name, options.get("scaling"), a, b, spec)
         spec = spec.replace(**of_scales)
     for argument, x in (inputs | scales).items():
-        operand_checks.check_storage(name, argument.replace("scale_", "scaling."), x)
+        operand_checks.check_memory(name, argument.replace("scale_", "scaling."), x)
     added = {} if c is None else {"c": c.astype(c_dtype)}
-    return spec, operands | added | inputs | traced | scales
+    operands |= added | inputs | traced | scales
+    for argument, x in operands.items():
+        operand_checks.check_whole(name, operand_name(name, argument).replace("scale_", "scaling."), x)
+    return spec, operands
 
 
 def added_arrays(c: Any, epilog_inputs: Any) -> list[Any]:

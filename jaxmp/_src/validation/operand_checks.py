@@ -48,7 +48,7 @@ def check_array(name: str, argument: str, x: Any, ndim: int | None = None, at_le
         raise ValueError(
             f"{name}: {argument} must have {wanted}, got {found} (shape {tuple(x.shape)}){_as_rank(argument, x, ndim)}"
         )
-    check_storage(name, argument, x)
+    check_memory(name, argument, x)
 
 
 def _as_rank(argument: str, x: Any, ndim: int | None) -> str:
@@ -75,14 +75,17 @@ def _as_array(argument: str, x: Any) -> str:
     return "; convert it with jnp.asarray"
 
 
-def check_storage(name: str, argument: str, x: Any) -> None:
-    """Raise ValueError for an array in the memory of the host, of which a device's library would get the pointer, and
-    for the terms of a sum on the shards of a shard_map."""
+def check_memory(name: str, argument: str, x: Any) -> None:
+    """Raise ValueError for an array in the memory of the host, of which a device's library would get the pointer."""
     if isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host:
         raise ValueError(
             f"{name}: {argument} lies in host memory, and products are taken in the memory of the devices; move it "
             "there first, with jax.device_put(x, jax.memory.Space.Device)"
         )
+
+
+def check_whole(name: str, argument: str, x: Any) -> None:
+    """Raise ValueError for the terms of a sum that the devices of a shard_map hold."""
     if isinstance(x, jax.Array) and (axes := jax_compat.unreduced_axes(x)):
         raise ValueError(
             f"{name}: {argument} is unreduced, each device holds a term of a sum over {sorted(axes)}; take the sum "
