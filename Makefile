@@ -69,6 +69,12 @@ test-all: test-cpp ## Run the C++ tests and every case of the Python tests
 test-python: $(TEST)/.ready ## Run the Python tests only (ARGS="-k name" picks some)
 	$(TEST)/bin/pytest $(PARALLEL) $(ARGS)
 
+FLAG_TESTS = tests/ops/test_layers.py tests/ops/test_mlp.py tests/ops/test_einsum.py
+.PHONY: test-flags
+test-flags: $(TEST)/.ready ## Run a part of the Python tests under each flag that JAX marks as a coming default
+	@for flag in $$($(TEST)/bin/python tests/coming_flags.py); do echo "== $$flag"; \
+	  env $$flag $(TEST)/bin/pytest $(PARALLEL) $(FLAG_TESTS) --share 1/60 $(ARGS); done
+
 .PHONY: fuzz
 fuzz: $(TEST)/.ready ## Draw products at random and judge them (N=20000: how many, SEED=7: which)
 	JAXMP_FUZZ=$(or $(N),2000) JAXMP_FUZZ_SEED=$(SEED) $(TEST)/bin/pytest tests/ops/test_drawn.py -k drawn_products --timeout=0 $(ARGS)

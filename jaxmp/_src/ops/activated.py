@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding.sharded_call import Call, jaxmp_call
 from jaxmp._src.spec import activations
 from jaxmp._src.spec.activations import Function
@@ -124,6 +125,7 @@ def _rounded_and_wide(products: Products, dtype: np.dtype, operands: Operands) -
     return [z.astype(dtype) for z in wide], wide
 
 
+@jax_compat.under_known_flags
 def _rounded_and_wide_jvp_rule(
     products: Products, dtype: np.dtype, primals: tuple[Operands], tangents: tuple[dict[str, Any]]
 ) -> tuple[Any, Any]:

@@ -162,6 +162,7 @@ def _layers(mlp: _Mlp, operands: dict[str, jax.Array]) -> jax.Array:
 _fused_layers = jax.custom_jvp(_layers, nondiff_argnums=(0,))
 
 
+@jax_compat.under_known_flags
 def _layers_jvp_rule(
     mlp: _Mlp, primals: tuple[dict[str, jax.Array]], tangents: tuple[dict[str, Any]]
 ) -> tuple[jax.Array, jax.Array]:

@@ -101,5 +101,5 @@ def batch_rule(
 
 for _primitive in ONE:
     _primitive.def_abstract_eval(functools.partial(_abstract_eval, primitive=_primitive))
-    ad.primitive_jvps[_primitive] = functools.partial(_jvp, _primitive)
-    ad.primitive_transposes[_primitive] = functools.partial(_transpose, _primitive)
+    ad.primitive_jvps[_primitive] = jax_compat.under_known_flags(functools.partial(_jvp, _primitive))
+    ad.primitive_transposes[_primitive] = jax_compat.under_known_flags(functools.partial(_transpose, _primitive))

@@ -199,4 +199,4 @@ _RULES: dict[jax_compat.Primitive, Callable[..., Any]] = {
     **{primitive: functools.partial(batch_rule, primitive) for primitive in ONE},
 }
 for _primitive, _rule in _RULES.items():
-    batching.primitive_batchers[_primitive] = _rule
+    batching.primitive_batchers[_primitive] = jax_compat.under_known_flags(_rule)

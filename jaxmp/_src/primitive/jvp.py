@@ -279,12 +279,15 @@ _DERIVATIVES = {
 
 
 def _register(primitive: jax_compat.Primitive, epilog_primitive: jax_compat.Primitive, auto: bool) -> None:
+    @jax_compat.under_known_flags
     def lhs(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: MatmulSpec) -> jax.Array:
         return cotangent_of_a(ct, a, b, spec=spec, auto=auto)
 
+    @jax_compat.under_known_flags
     def rhs(ct: jax.Array, a: jax.Array, b: ad.UndefinedPrimal, *, spec: MatmulSpec) -> jax.Array:
         return cotangent_of_b(ct, a, b, spec=spec, auto=auto)
 
+    @jax_compat.under_known_flags
     def jvp(
         primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec
     ) -> tuple[list[jax.Array], list[Tangent]]:
@@ -293,6 +296,7 @@ def _register(primitive: jax_compat.Primitive, epilog_primitive: jax_compat.Prim
     ad.defbilinear(primitive, lhs, rhs)
     ad.primitive_jvps[epilog_primitive] = jvp
 
+    @jax_compat.under_known_flags
     def transpose(cts: Sequence[Tangent], *operands: Operand, spec: MatmulSpec) -> list[jax.Array | None]:
         return _epilog_transpose_rule(cts, *operands, spec=spec, auto=auto)
 
@@ -301,8 +305,10 @@ def _register(primitive: jax_compat.Primitive, epilog_primitive: jax_compat.Prim
 
 _register(matmul_p, matmul_epilog_p, auto=False)
 _register(AUTO_TWIN[matmul_p], AUTO_TWIN[matmul_epilog_p], auto=True)
-ad.primitive_jvps[activated_matmul_p] = _activated_matmul_jvp_rule
-ad.primitive_transposes[activated_matmul_p] = _activated_matmul_transpose_rule
+ad.primitive_jvps[activated_matmul_p] = jax_compat.under_known_flags(_activated_matmul_jvp_rule)
+ad.primitive_transposes[activated_matmul_p] = jax_compat.under_known_flags(_activated_matmul_transpose_rule)
 for _primitive, _auto in ((activation_grad_p, False), (auto_activation_grad_p, True)):
-    ad.primitive_jvps[_primitive] = functools.partial(_activation_grad_jvp_rule, auto=_auto)
-    ad.primitive_transposes[_primitive] = functools.partial(_activation_grad_transpose_rule, auto=_auto)
+    _jvp = functools.partial(_activation_grad_jvp_rule, auto=_auto)
+    _transpose = functools.partial(_activation_grad_transpose_rule, auto=_auto)
+    ad.primitive_jvps[_primitive] = jax_compat.under_known_flags(_jvp)
+    ad.primitive_transposes[_primitive] = jax_compat.under_known_flags(_transpose)

@@ -24,7 +24,7 @@ from jax import lax
 
 from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.collectives import cast_varying
-from jaxmp._src.runtime import jax_compat, jax_lowering, native
+from jaxmp._src.runtime import jax_compat, jax_lowering, jax_rules, native
 from jaxmp._src.spec import low_precision, process_grid
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import (
@@ -307,7 +307,8 @@ for _primitive in (matmul_epilog_p, auto_matmul_epilog_p):
 for _primitive in (activation_grad_p, auto_activation_grad_p):
     _primitive.def_abstract_eval(_activation_grad_abstract_eval)
 activated_matmul_p.def_abstract_eval(_activated_matmul_abstract_eval)
-jax_compat.register_nan_checks(
+jax_rules.register_saved((*BATCHED, *BATCHED.values(), activated_matmul_p))
+jax_rules.register_nan_checks(
     (*BATCHED, *BATCHED.values(), activated_matmul_p, activation_grad_p, auto_activation_grad_p)
 )
 

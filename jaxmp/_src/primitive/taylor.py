@@ -25,4 +25,4 @@ def _product(
 
 
 for _primitive in (matmul_p, auto_matmul_p, batched_matmul_p, auto_batched_matmul_p):
-    jet.jet_rules[_primitive] = functools.partial(_product, _primitive)
+    jet.jet_rules[_primitive] = jax_compat.under_known_flags(functools.partial(_product, _primitive))

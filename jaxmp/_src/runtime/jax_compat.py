@@ -1,4 +1,4 @@
-"""The only user of `jax._src` and of JAX version tests, with `jax_lowering`, `jax_partitioner` and `jax_tracing`."""
+"""The only user of `jax._src` and of JAX version tests, with the other modules `jax_*` beside it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import functools
 import os
 import pathlib
 import sys
-import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, cast
 
@@ -17,7 +16,6 @@ import jax
 import numpy as np
 from jax._src import api as _api
 from jax._src import array as _array
-from jax._src import checkify as _checkify
 from jax._src import clusters as _clusters
 from jax._src import config as _config
 from jax._src import core as _core
@@ -25,7 +23,6 @@ from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import dtypes as _dtypes
 from jax._src import mesh as _mesh
-from jax._src import shard_map as _shard_map
 from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
 from jax._src import util as _util
@@ -41,7 +38,7 @@ from jaxmp._src.runtime import source_lines
 MINIMUM_JAX = (0, 10, 2)
 
 # The folder of jaxmp's own code.
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
+PACKAGE = os.path.dirname(os.path.dirname(os.path.dirname(__file__))) + os.sep
 
 F = TypeVar("F", bound=Callable[..., Any])
 Jaxpr = _core.Jaxpr
@@ -62,34 +59,6 @@ def make_primitive(name: str, *, multiple_results: bool, needs_devices: bool = F
     if needs_devices:
         _dispatch.prim_requires_devices_during_lowering.add(primitive)
     return primitive
-
-
-def register_nan_checks(primitives: Iterable[Primitive]) -> None:
-    """Have the float checks of `jax.experimental.checkify` look for NaN in the results of `primitives`, and in those of
-    every shard_map that jaxmp makes.
-
-    Such a shard_map counts as one operation. JAX's own rule looks inside, and fails under an explicit mesh or after
-    another check (JAX 0.10 to 0.12).
-    """
-    for primitive in primitives:
-        _checkify.error_checks[primitive] = functools.partial(_checkify.nan_error_check, primitive)
-    shard_map_p = _shard_map.shard_map_p
-    by_user = _checkify.error_checks[shard_map_p]
-    by_jaxmp = types.SimpleNamespace(name="jaxmp", multiple_results=True, bind=shard_map_p.bind)
-
-    def check_shard_map(*args: Any, **params: Any) -> Any:
-        if not _is_traced_by_jaxmp(_source_info_util.current().traceback):
-            return by_user(*args, **params)
-        return _checkify.nan_error_check(by_jaxmp, *args, **shard_map_p.get_bind_params(params))
-
-    _checkify.error_checks[shard_map_p] = check_shard_map
-
-
-def _is_traced_by_jaxmp(traceback: Any) -> bool:
-    """Whether the innermost frame beside JAX's own is one of jaxmp."""
-    own = os.path.dirname(jax.__file__) + os.sep
-    files: list[str] = [] if traceback is None else [frame.file_name for frame in traceback.frames]
-    return next((file for file in files if not file.startswith(own)), "").startswith(_PACKAGE)
 
 
 def varying_axes(x: jax.Array | jax.core.AbstractValue) -> frozenset[str]:
@@ -152,6 +121,27 @@ def explicit_batch_axes() -> frozenset[str]:
 def is_vma_checked() -> bool:
     """Whether the enclosing shard_map runs with check_vma=True."""
     return bool(_config._check_vma.value)
+
+
+# The flags of JAX under which jaxmp's code is traced: operands of one operation are cast to vary over the same axes of
+# a shard_map, and what depends on no operand, as a device's place in the mesh, is not evaluated while it is traced.
+_KNOWN_FLAGS = ((_config.auto_pcast, True), (_config.eager_constant_folding, False))
+
+
+def under_known_flags(fn: F) -> F:
+    """`fn`, which traces under the flags that jaxmp's code knows, whatever the user has set."""
+
+    @functools.wraps(fn)
+    def traced(*args: Any, **kwargs: Any) -> Any:
+        others = [flag(known) for flag, known in _KNOWN_FLAGS if flag.value is not known]
+        if not others:  # at each eager call
+            return fn(*args, **kwargs)
+        with contextlib.ExitStack() as stack:
+            for flag in others:
+                stack.enter_context(flag)
+            return fn(*args, **kwargs)
+
+    return cast(F, traced)
 
 
 def subjaxprs(params: dict[str, Any]) -> Iterable[Jaxpr]:
@@ -226,14 +216,14 @@ def traced_line(eqn: _core.JaxprEqn) -> str:
 @functools.lru_cache(maxsize=1024)
 def _user_place(traceback: Any) -> tuple[str, int] | None:
     frames = _source_info_util.user_frames(traceback)
-    places = [(frame.file_name, frame.start_line) for frame in frames if not frame.file_name.startswith(_PACKAGE)]
+    places = [(frame.file_name, frame.start_line) for frame in frames if not frame.file_name.startswith(PACKAGE)]
     outside = (place for place in places if not source_lines.is_of_library(place[0]))
     return next(outside, places[0] if places else None)
 
 
 def user_line() -> str:
     """The line of the user's program, "train.py:41", that is running, with files passed over as by `traced_line`."""
-    own = (_PACKAGE, os.path.dirname(jax.__file__) + os.sep)
+    own = (PACKAGE, os.path.dirname(jax.__file__) + os.sep)
     frame = sys._getframe(1)
     while frame.f_back is not None and (
         frame.f_code.co_filename.startswith(own) or source_lines.is_of_library(frame.f_code.co_filename)
@@ -352,11 +342,11 @@ __all__ = [
     "mesh_axes",
     "off_explicit_mesh",
     "reduced_axes",
-    "register_nan_checks",
     "scan_counts",
     "subjaxprs",
     "traced_line",
     "translate_errors",
+    "under_known_flags",
     "unreduced_axes",
     "user_line",
     "uses_mutual_tls",

@@ -15,11 +15,14 @@ from jax._src.interpreters import mlir as _mlir
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxmp._src.runtime.jax_compat import ambient_mesh
+from jaxmp._src.runtime.jax_compat import ambient_mesh, under_known_flags
 
 LoweringContext = mlir.LoweringRuleContext
 # Takes and gives MLIR values.
 LoweringRule = Callable[..., Any]
+
+# JAX's own rules that lower what a shard_map holds, of scans and of sigmoid among them, are written for these flags.
+mlir.register_lowering(_shard_map.shard_map_p, under_known_flags(_mlir._lowerings[_shard_map.shard_map_p].rule))
 
 
 def require_devices(primitives: Collection[Primitive]) -> None:

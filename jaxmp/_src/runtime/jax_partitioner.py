@@ -17,7 +17,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax.interpreters import mlir
 from jaxlib import xla_client as _xla_client
 
-from jaxmp._src.runtime.jax_compat import off_explicit_mesh
+from jaxmp._src.runtime.jax_compat import off_explicit_mesh, under_known_flags
 from jaxmp._src.runtime.jax_lowering import LoweringContext
 
 
@@ -128,6 +128,7 @@ def _shard(shape: Any, hlo_sharding: Any) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(hlo_sharding.tile(shape).dimensions()), shape.numpy_dtype())
 
 
+@under_known_flags
 def _lowered_on_shards(
     call: OnShards, shards: Sequence[jax.ShapeDtypeStruct], results: Sequence[jax.ShapeDtypeStruct]
 ) -> bytes:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmp._src.runtime import jax_compat
 from jaxmp._src.spec import process_grid
 
 # Elementwise, traced by JAX.
@@ -34,6 +35,7 @@ def _gelu(z: jax.Array) -> jax.Array:
 
 
 @_gelu.defjvp
+@jax_compat.under_known_flags
 def _gelu_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """By `gelu_derivative`, which is 0 or 1 far out: the derivative of the formula above is NaN where z^3 overflows."""
     (z,), (t,) = primals, tangents
@@ -53,6 +55,7 @@ def gelu_derivative(z: jax.Array) -> jax.Array:
 
 
 @gelu_derivative.defjvp
+@jax_compat.under_known_flags
 def _gelu_derivative_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
     """As one factor: its terms, each times a tangent that is infinite, would be NaN together."""
     (z,), (t,) = primals, tangents

@@ -48,7 +48,7 @@ def public(fn: F) -> F:
             f"{fn.__name__}() got an unexpected keyword argument {unknown!r}; {_remedy(unknown, parameters)}"
         )
 
-    return cast(F, jax_compat.hides_frames(called))
+    return cast(F, jax_compat.hides_frames(jax_compat.under_known_flags(called)))
 
 
 def _places(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
