@@ -12,6 +12,7 @@ from jaxmp._src.explain.explain import explain
 from jaxmp._src.explain.table import Explanation
 from jaxmp._src.fuse.fuse import fuse
 from jaxmp._src.hardware.hardware import Hardware
+from jaxmp._src.lowering import other_rules as _other_rules  # noqa: F401  registers its rules
 from jaxmp._src.lowering import rules as _rules  # noqa: F401  registers the lowerings
 from jaxmp._src.ops.block_cyclic import BlockCyclicArray, from_block_cyclic, to_block_cyclic
 from jaxmp._src.ops.collective_matmul import (

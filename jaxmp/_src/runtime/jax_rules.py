@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -55,6 +56,30 @@ def _is_traced_by_jaxmp(traceback: Any) -> bool:
     own = os.path.dirname(jax.__file__) + os.sep
     files: list[str] = [] if traceback is None else [frame.file_name for frame in traceback.frames]
     return next((file for file in files if not file.startswith(own)), "").startswith(jax_compat.PACKAGE)
+
+
+# Sums over mesh axes, without and with types that say over which axes they vary.
+PSUMS = (_parallel.psum_p, _parallel.psum_invariant_p)
+
+_AT_IMPORT: dict[str, Callable[[], None]] = {}
+
+
+def when_imported(module: str, register: Callable[[], None]) -> None:
+    """Have `register_imported` call `register` once, when the module has been imported."""
+    _AT_IMPORT[module] = register
+
+
+def register_imported() -> None:
+    """Register the rules of transformations that the user has imported by now."""
+    for module in [name for name in _AT_IMPORT if name in sys.modules]:
+        _AT_IMPORT.pop(module)()
+
+
+def jaxpr_on_axes(fn: Callable[..., Any], operands: Iterable[Any], axes: Iterable[tuple[str, int]]) -> Any:
+    """The jaxpr of a function of shards with these shapes and types, on mesh axes with these sizes."""
+    with jax_compat.off_explicit_mesh(), _core.extend_axis_env_nd(axes):
+        jaxpr: Any = jax.make_jaxpr(fn)(*operands)
+    return jax_compat.without_dead_code(getattr(jaxpr, "jaxpr", jaxpr))
 
 
 def register_saved(primitives: Iterable[Primitive]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 
-from jaxmp._src.runtime import jax_compat
+from jaxmp._src.runtime import jax_compat, jax_rules
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -29,6 +29,7 @@ def public(fn: F) -> F:
 
     @functools.wraps(fn)
     def called(*args: Any, **kwargs: Any) -> Any:
+        jax_rules.register_imported()
         try:
             return fn(*args, **kwargs)
         except ValueError as error:
