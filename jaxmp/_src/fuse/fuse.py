@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import ParamSpec, TypeVar
 
-import jax
-
+from jaxmp._src.fuse import holders
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.rewrite import Rewriter
 from jaxmp._src.runtime import jax_tracing
@@ -36,15 +35,16 @@ def fuse(
 
     It composes with jit, grad, vmap, scan, cond, remat and custom rules. `grad(fuse(fn))` fuses more than
     `fuse(grad(fn))`: bias gradients, and gathers that the backward pass repeats. Call it under `jax.jit`: each call
-    traces `fn`.
+    traces `fn`. Objects that `fn` changes in place, such as modules of Flax NNX, change as without `fuse`. Under
+    `jax.disable_jit`, `fn` runs as it is.
 
     Args:
-      fn: a function of arrays and pytrees of them.
+      fn: a function. It gets the arguments themselves, whatever they are.
       determinism, implementation: as in `jaxmp.matmul`, for every product of `fn`.
       epilogs: whether to take in biases, activations, additions and scalar factors.
 
     Returns:
-      A function with the signature, results, types and shardings of `fn`.
+      A function with the signature, results, types, shardings and side effects of `fn`.
 
     Raises: TypeError where `fn` is no function; ValueError for an unknown option; and what `fn` raises.
 
@@ -62,21 +62,15 @@ def fuse(
 
     @functools.wraps(fn)
     def fused(*args: Args.args, **kwargs: Args.kwargs) -> Result:
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
-        out_tree: Any = None
-
-        def of_arrays(*arrays: Any) -> list[Any]:
-            nonlocal out_tree
-            given = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
-            args, kwargs = jax.tree.unflatten(tree, given.values())
-            results, out_tree = jax.tree.flatten(fn(*args, **kwargs))
-            return results
-
-        arrays = [leaves[i] for i in places]
-        jaxpr, consts = jax_tracing.open_jaxpr(jax.make_jaxpr(of_arrays)(*arrays))
-        results = Rewriter(options).evaluate(jaxpr, consts, *arrays)
-        result: Result = jax.tree.unflatten(out_tree, results)
-        return result
+        if jax_tracing.is_untraced():
+            return fn(*args, **kwargs)
+        results: list[Result] = []
+        recording = jax_tracing.Recording()
+        try:
+            with recording:
+                results.append(fn(*args, **kwargs))
+        finally:
+            holders.settle(recording, results, Rewriter(options).results)
+        return results[0]
 
     return fused

@@ -85,11 +85,15 @@ class Rewriter:
 
     def evaluate(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
         """The values that a jaxpr returns."""
-        values: dict[Any, Any] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
-        graph = Graph.of(jaxpr)
+        known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
+        return self.results(Graph.of(jaxpr), known)
+
+    def results(self, graph: Graph, known: dict[Any, Any]) -> list[Any]:
+        """The values that a graph returns, from those of its arguments and constants."""
+        values = dict(known)
         groups, left = self.safe_groups_of(graph)
-        self.run(graph, schedule(graph, groups, jaxpr.outvars), left, values, loops.find(self, graph))
-        return [read(values, v) for v in jaxpr.outvars]
+        self.run(graph, schedule(graph, groups, graph.results), left, values, loops.find(self, graph))
+        return [read(values, v) for v in graph.results]
 
     def run(
         self,

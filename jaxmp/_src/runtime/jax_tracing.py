@@ -5,16 +5,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax._src import api_util as _api_util
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import linear_util as _lu
 from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import partial_eval as _pe
+from jax._src.lax import lax as _lax
 from jax._src.named_sharding import UnspecifiedValue as _UnspecifiedValue
 from jax._src.state.types import AbstractRef as _AbstractRef
 
@@ -46,6 +50,96 @@ def trace(fn: Callable[..., Sequence[Any]], avals: Sequence[jax.core.AbstractVal
     debug_info = _api_util.debug_info("jaxmp", fn, avals, {})
     jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(_lu.wrap_init(fn, debug_info=debug_info), list(avals))
     return jaxpr, consts
+
+
+# True inside a `Recording`, so that JAX traces jitted functions and does not run what it has compiled for the caller.
+_is_recording = jax.make_user_context(False)
+
+
+class Recording(_pe.DynamicJaxprTrace):
+    """A trace of what is computed while it is entered, at the level of its caller.
+
+    Objects that may change at their own level only (Flax's) may change inside it, as they may beside it.
+    """
+
+    def __init__(self) -> None:
+        self._caller = _core.trace_ctx.trace
+        super().__init__(None, parent_trace=self._caller)
+        self._weakref = self._caller._weakref  # JAX compares levels by it
+        self._arrays: dict[int, tuple[Any, Any]] = {}  # arrays from outside and their tracers, by the array's id
+        self._tracers: list[weakref.ref[Any]] = []
+        self._context = contextlib.ExitStack()
+
+    def __enter__(self) -> Recording:
+        self._context.enter_context(_is_recording(True))
+        self._context.enter_context(_core.set_current_trace(self))
+        self._context.enter_context(_source_info_util.reset_name_stack())
+        if self._caller is _core.eval_trace:  # JAX would fold arguments, which are constants here
+            self._context.enter_context(_config.eager_constant_folding(False))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.close()
+
+    def new_const(self, x: Any, source_info: Any, aval: Any = None) -> Any:
+        if not isinstance(x, jax.Array):
+            return self._noted(super().new_const(x, source_info, aval))
+        if id(x) not in self._arrays:  # an argument: as a constant, a scalar would be a literal
+            self._arrays[id(x)] = x, self._noted(self.new_arg(_core.typeof(x), source_info))
+        return self._arrays[id(x)][1]
+
+    def var_to_tracer(self, *args: Any) -> Any:
+        tracer: Any = super().var_to_tracer(*args)  # type: ignore[no-untyped-call]
+        return self._noted(tracer)
+
+    def _noted(self, tracer: Any) -> Any:
+        self._tracers.append(weakref.ref(tracer))
+        return tracer
+
+    def finish(self, results: Any) -> tuple[list[_core.JaxprEqn], dict[Any, Any], list[Any]]:
+        """(the equations, the values of variables that none of them makes, the tracers that are still referred to)."""
+        known = dict(self.frame.constvar_to_val) | {tracer.val: x for x, tracer in self._arrays.values()}
+        equations = self.frame.get_eqns()
+        for equation in self.frame.tracing_eqns:
+            if isinstance(equation, _pe.TracingEqn):
+                equation.in_tracers = []  # else a tracer would refer to all that it is made of
+        self.frame.tracing_eqns, self._arrays = [], {}
+        returned: list[Any] = []
+        with contextlib.suppress(Exception):  # what is no pytree
+            returned = jax.tree.leaves(results)
+        if {*map(id, self.held())} - {*map(id, returned)}:
+            gc.collect()  # garbage would differ between the processes of a job
+        return equations, known, self.held()
+
+    def held(self) -> list[Any]:
+        """The tracers that are still referred to."""
+        return [tracer for ref in self._tracers if (tracer := ref()) is not None]
+
+    def give(self, tracers: Sequence[Any], values: Sequence[Any]) -> bool:
+        """Gives tracers their values; True if they became tracers of the caller's, which may stay where they are."""
+        for tracer, value in zip(tracers, values, strict=True):
+            if isinstance(tracer.aval, _core.ShapedArray) and not isinstance(value, jax.Array):  # a literal
+                value = _lax._convert_element_type(value, tracer.aval.dtype, weak_type=tracer.aval.weak_type)
+            if not isinstance(self._caller, _pe.DynamicJaxprTrace):
+                tracer.parent = value
+                continue
+            value = self._caller.to_jaxpr_tracer(value, tracer._line_info)
+            for name in ("_trace", "aval", *_pe.DynamicJaxprTracer.__slots__):
+                setattr(tracer, name, getattr(value, name))
+            weakref.finalize(tracer, lambda _: None, value)  # JAX drops a constant with its own tracer
+            if isinstance(self._caller, Recording):
+                self._caller._noted(tracer)
+        self._invalidated = True
+        return isinstance(self._caller, _pe.DynamicJaxprTrace)
+
+    def value_of(self, x: Any) -> Any:
+        """What a tracer was given; anything else stands for itself."""
+        return x.parent if isinstance(x, _pe.DynamicJaxprTracer) and x._trace is self else x
+
+
+def is_untraced() -> bool:
+    """Whether functions run without a trace here: under `jax.disable_jit`, unless a caller is traced to a jaxpr."""
+    return bool(_config.disable_jit.value) and not isinstance(_core.trace_ctx.trace, _pe.DynamicJaxprTrace)
 
 
 def is_type_of(aval: Any, x: Any) -> bool:
