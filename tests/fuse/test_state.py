@@ -271,6 +271,17 @@ def test_scalars_that_change_compile_nothing_anew():
     assert not compiled
 
 
+def test_reports_count_what_fn_changes_and_take_any_argument():
+    def program(state, x, dtype):
+        state["kept"] = x @ W
+        return same, (x @ W).astype(dtype)
+
+    for f in (same, jaxmp.fuse):
+        rows = jaxmp.explain(f(program), quiet=True)({"kept": X}, X, np.float32).rows
+        assert len(rows) == (2 if f is jaxmp.fuse else 0)
+    assert not jaxmp.audit(program, {"kept": X}, X, np.float32, batch_argnums=1, quiet=True).outputs
+
+
 # Flax NNX ---------------------------------------------------------------------------------------------------------
 
 

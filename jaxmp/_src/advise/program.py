@@ -17,7 +17,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from jaxmp._src.advise.chain import Node, chain_of
 from jaxmp._src.advise.options import AXIS
 from jaxmp._src.advise.search import CAP, Chosen, Cost, Reshard, Run, Search, Sharding
-from jaxmp._src.explain.explain import split_arrays
+from jaxmp._src.explain.explain import is_array, split_arrays
 from jaxmp._src.hardware.call_time import CallTime
 from jaxmp._src.hardware.hardware import Hardware
 from jaxmp._src.runtime import jax_compat
@@ -198,10 +198,7 @@ class Advised:
         arguments = [(i, node) for i, node in enumerate(nodes) if node.kind == "argument"]
         unread = sum(int(np.prod(node.shape)) * node.dtype.itemsize for i, node in arguments if i not in chosen)
         specs = iter([_spec(len(node.shape), chosen.get(i)) for i, node in arguments])
-        placed = [
-            next(specs) if hasattr(leaf, "shape") and hasattr(leaf, "dtype") else None
-            for leaf in jax.tree.leaves((args, kwargs))
-        ]
+        placed = [next(specs) if is_array(leaf) else None for leaf in jax.tree.leaves((args, kwargs))]
         of_args, of_kwargs = jax.tree.unflatten(jax.tree.structure((args, kwargs)), placed)
         return Plan(
             _name(decisions),

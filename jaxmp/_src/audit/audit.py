@@ -102,14 +102,15 @@ def _of_arrays(
 
     def fn_of_arrays(arrays: Sequence[Any]) -> Any:
         given = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
-        return fn(*jax.tree.unflatten(tree, [given[i] for i in range(len(leaves))]))
+        results = fn(*jax.tree.unflatten(tree, [given[i] for i in range(len(leaves))]))
+        return jax.tree.map(lambda leaf: leaf if _is_array(leaf) else None, results)
 
     # As JAX takes them: without 64-bit types a float64 of NumPy is a float32.
     return fn_of_arrays, [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (leaves[i] for i in places)]
 
 
 def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
 
 
 def _audit(vary: str, fn: Callable[..., Any], sides: Iterator[tuple[Variation, Side]], line: str) -> Audit:
