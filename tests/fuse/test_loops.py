@@ -102,3 +102,27 @@ def test_where_one_of_both_calls_is_refused_the_program_runs_as_it_is(refused, f
 
     monkeypatch.setattr(emit, refused, refuse)
     check(function, operands(), is_exact=True)
+
+
+ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "tanh": jnp.tanh}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("spec", [P(None, "model"), P("model", None), P("data", "model")], ids=str)
+def test_on_automatic_axes_gradients_lie_where_jax_puts_them(name, spec, mesh_of):
+    """Where rows and columns of a weight's gradient compete for an axis, XLA decides by the order of the operands and
+    by what is contracted. Of a weight for all steps and of one for each."""
+    mesh = mesh_of({"data": 2, "model": 2}, AxisType.Auto)
+
+    def loss(w, ws, x):
+        x = lax.scan(lambda x, _: (ACTIVATIONS[name](x @ w), None), x, None, length=LAYERS)[0]
+        return jnp.sum(lax.scan(lambda x, w: (ACTIVATIONS[name](x @ w), None), x, ws)[0] ** 2)
+
+    shardings = [NamedSharding(mesh, each) for each in (spec, P(None, *spec), P("data", None))]
+    arrays = [jnp.full(shape, 0.1) for shape in ((8, 8), (LAYERS, 8, 8), (16, 8))]
+    args = [jax.device_put(x, sharding) for x, sharding in zip(arrays, shardings, strict=True)]
+    want = jax.jit(jax.grad(loss, (0, 1, 2)))(*args)
+    for f in (jaxmp.fuse(jax.grad(loss, (0, 1, 2))), jax.grad(jaxmp.fuse(loss), (0, 1, 2))):
+        for w, g in zip(want, jax.jit(f)(*args), strict=True):
+            assert w.sharding.is_equivalent_to(g.sharding, w.ndim), (w.sharding.spec, g.sharding.spec)
+            np.testing.assert_allclose(w, g, rtol=1e-6)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.fuse import emit_shards
-from jaxmp._src.fuse.products import Operand, Product, is_explicit
+from jaxmp._src.fuse.products import Operand, Product, is_auto, is_explicit
 from jaxmp._src.ops import dot_general as _dot_general
 from jaxmp._src.ops.matmul import linear, matmul
 from jaxmp._src.spec import epilogs
@@ -60,7 +60,7 @@ def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra:
         shared |= {"transpose_a": product.x.contract == (0,), "transpose_b": product.w.contract == (1,)}
         return [matmul(x, w, conjugate_a=conjugates[0], conjugate_b=conjugates[1], **shared)]
     x, w = (lax.conj(each) if is_conjugated else each for each, is_conjugated in zip((x, w), conjugates, strict=True))
-    if not product.is_matrix:
+    if not product.is_matrix or (product.is_swapped and is_auto(product.result.aval) and not product.epilog):
         return [_general(product, x, w, shared)]
     shared |= {"transpose_b": product.w.contract == (1,), "alpha": _alpha(product)}
     inputs = None if bias is None else {"bias": bias}
@@ -112,6 +112,9 @@ def _general(product: Product, x: jax.Array, y: jax.Array, options: dict[str, An
             raise NotImplementedError("ranks share the contraction of a batch")
         options = options | {"determinism": "batch"}  # products of whole rows and columns do not depend on the mesh
     numbers = ((one.contract, other.contract), (one.batch, other.batch))
+    if product.is_swapped and is_auto(product.result.aval):
+        del options["out_sharding"]
+        return _dot_general.jaxmp_product(numbers, options | {"b_leads": True}, x, y)
     d: jax.Array = _dot_general.dot_general(x, y, numbers, **options)
     return d
 

@@ -50,7 +50,9 @@ def _matmul_epilog_jvp_rule(
     row = spec.rule
     if row.derivative or row.gradient:
         return _derivative_jvp_rule(primals, tangents, spec=spec, auto=auto)
-    kept = spec if row.with_aux is None else spec.replace(epilog=row.with_aux)
+    # XLA's partitioner cannot shard the columns of a packed mask as those of d.
+    is_by_sign = auto and row.activation == "relu" and row.with_aux is not None and not spec.fixed_reduction_order
+    kept = spec if row.with_aux is None or is_by_sign else spec.replace(epilog=row.with_aux)
     primitive = AUTO_TWIN[matmul_epilog_p] if auto else matmul_epilog_p
     stored = dict(zip(kept.output_names, primitive.bind(*primals, spec=kept), strict=True))
     names = spec.output_names
@@ -59,7 +61,9 @@ def _matmul_epilog_jvp_rule(
     if tz is not None:
         aux = kept.rule.aux
         moved["d"] = tz
-        if aux and row.activation:
+        if is_by_sign:
+            moved["d"] = jnp.where(stored["d"] > 0, tz, jnp.zeros_like(tz))
+        elif aux and row.activation:
             moved["d"] = activation_grad(row.activation, stored[aux], tz, spec, auto=auto)
         moved["gelu_aux"] = tz
     outputs = [stored[name] for name in names]

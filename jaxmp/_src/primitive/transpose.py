@@ -49,7 +49,7 @@ def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: 
             'store it (m, k), or pass determinism="batch"'
         )
     if spec.transpose_a and (group.pattern == Pattern.GRID or (group.pattern == Pattern.LOCAL and is_symmetric)):
-        flags = {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True}
+        flags = {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True, "b_leads": auto}
         call = _derived(spec, group, "bda", dataclasses.replace(spec.order, is_transposed=True), **flags)
         result = _product(spec, call, b, ct, a, layout, auto=auto)
     else:
@@ -93,7 +93,7 @@ def cotangents_of_b_and_bias(
         call = _derived(spec, group, "dab", order, **flags)
         result, sums = _product_and_sums(spec, call, ct, a, b, layout, bias, auto=auto)
     else:
-        flags = {"transpose_a": not spec.transpose_a, "conjugate_a": spec.conjugate_a}
+        flags = {"transpose_a": not spec.transpose_a, "conjugate_a": spec.conjugate_a, "b_leads": auto}
         call = _derived(spec, group, "adb", order, **flags)
         result, sums = _product_and_sums(spec, call, a, ct, b, layout, bias, auto=auto)
     return lax.conj(result) if spec.conjugate_b else result, sums
@@ -118,7 +118,7 @@ def _derived(spec: MatmulSpec, group: Group, names: str, order: SummationOrder, 
     distributions = spec.distributions and tuple(
         dict(zip("abd", spec.distributions, strict=True))[name] for name in names
     )
-    stored = dict.fromkeys(("transpose_a", "transpose_b", "conjugate_a", "conjugate_b"), False) | flags
+    stored = dict.fromkeys(("transpose_a", "transpose_b", "conjugate_a", "conjugate_b", "b_leads"), False) | flags
     return spec.bilinear(group=group, order=order, distributions=distributions, **stored)
 
 

@@ -65,10 +65,12 @@ def partitioned_call(
     ctx: LoweringContext, operands: Sequence[Any], *, target: str, text: str, sharding_rule: str
 ) -> Sequence[Any]:
     """The results of a custom call that XLA's partitioner replaces by what `register_partitioner` was told; shardings
-    propagate by `sharding_rule`, as that of `custom_partitioning`."""
+    propagate by `sharding_rule`, as that of `custom_partitioning`; along k last, as along what JAX's own product
+    contracts."""
     types = [mlir.aval_to_ir_type(ctx.module_context, aval) for aval in ctx.avals_out]
     call = _mlir.custom_call(target, result_types=types, operands=operands, backend_config=text)
-    rule = _sharding_rule.str_to_sdy_sharding_rule(sharding_rule)
+    contracted = ("k",) if "k" in sharding_rule else ()
+    rule = _sharding_rule.str_to_sdy_sharding_rule(sharding_rule, reduction_factors=contracted)
     call.attributes["sdy.sharding_rule"] = _sharding_rule.sdy_sharding_rule_to_mlir(
         rule, [x.type for x in operands], types
     )

@@ -12,7 +12,7 @@ import functools
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import NamedSharding
@@ -49,6 +49,7 @@ from jaxmp._src.spec.matmul_spec import dims as spanned
 from jaxmp._src.spec.options import Mesh
 from jaxmp._src.validation.operand_checks import check_all_reduce
 
+T = TypeVar("T")
 # Who watches the partitioner, which may call back on any thread.
 Observer = Callable[[MatmulSpec, Sequence[Any] | None], None]
 _observers: list[Observer] = []
@@ -190,7 +191,13 @@ def _sharding_rule(spec: MatmulSpec) -> str:
     operands = ["k m" if spec.transpose_a else "m k", "n k" if spec.transpose_b else "k n"]
     operands += [" ".join(spanned(spec, name)) for name in spec.operand_names]
     results = [" ".join(spanned(spec, name)) for name in spec.output_names]
-    return ", ".join(operands) + " -> " + ", ".join(results)
+    return ", ".join(_led(spec, operands)) + " -> " + ", ".join(results)
+
+
+def _led(spec: MatmulSpec, operands: Sequence[T]) -> Sequence[T]:
+    """The operands with the first operand of JAX's own product in front; and the inverse."""
+    a, b, *rest = operands
+    return (b, a, *rest) if spec.b_leads else operands
 
 
 def _place(call: dict[str, Any], mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
@@ -198,7 +205,8 @@ def _place(call: dict[str, Any], mesh: Mesh, args: Sequence[Global], results: Se
     spec = from_fields(MatmulSpec, call["spec"])
     activation = call.get("activation")
     if activation is None:
-        return _place_matmul(spec, mesh, args, results)
+        on_shards, operands, outputs = _place_matmul(spec, mesh, _led(spec, args), results)
+        return lambda *shards: on_shards(*_led(spec, shards)), _led(spec, operands), outputs
     # Element by element, so every shard is a call of its own, on the sharding of the result.
     where = results[0].sharding_on(mesh)
     return lambda aux, t: [activation_grad(activation, aux, t, spec)], (where, where), (where,)
@@ -233,7 +241,7 @@ def _register(
                 "jax_use_shardy_partitioner is off; turn it on, pass in_shardings, or use explicit axes"
             )
         call = {"spec": to_fields(spec), **params}
-        return partitioned_call.lower(ctx, nodes, call, sharding_rule(spec))
+        return partitioned_call.lower(ctx, _led(spec, nodes), call, sharding_rule(spec))
 
     for platform in ("cpu", "cuda", None):
         mlir.register_lowering(primitive, rule, platform=platform)

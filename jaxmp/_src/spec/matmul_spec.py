@@ -152,7 +152,8 @@ class MatmulSpec(Parts):
     the result. `traced` names those of alpha and beta that are arrays, and so are operands beside the call.
     `precision` is a row of `precisions`'s table. `distributions` are the stored a, b and d of a grid whose shards are
     block-cyclic. `source_line` names the call in messages of a job of several processes, "matmul at train.py:41", and
-    is empty elsewhere. `determinism` is the level of docs/determinism.md.
+    is empty elsewhere. `determinism` is the level of docs/determinism.md. `b_leads`: on automatic axes, JAX's own
+    product has b for its first operand, to which XLA gives an axis that the rows and the columns of d compete for.
     """
 
     out_dtype: np.dtype
@@ -179,6 +180,7 @@ class MatmulSpec(Parts):
     distributions: tuple[Distributed, Distributed, Distributed] | None = None
     is_typed: bool = False
     source_line: str = ""
+    b_leads: bool = False
 
     @functools.cached_property
     def fixed_reduction_order(self) -> bool:

@@ -135,6 +135,7 @@ def check_flags(name: str, options: Mapping[str, Any], a: ArrayType, b: ArrayTyp
         "conjugate_b": check_conjugate(name, "conjugate_b", options.get("conjugate_b", False), b),
         "implementation": options.get("implementation"),
         "determinism": check_determinism(name, options.get("determinism", "run_to_run")),
+        "b_leads": options.get("b_leads", False),
     }
 
 
