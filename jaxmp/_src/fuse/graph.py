@@ -80,19 +80,22 @@ def schedule(
 ) -> list[int | Group]:
     """What has to be evaluated for `results`, and if nothing is `known` for effects, each after all that it reads:
     groups in place of the equations that make their outputs."""
-    made: dict[Any, int | Group] = dict(graph.producer)
-    for group in groups:
-        made |= dict.fromkeys(group.outputs, group)
-    made = {v: step for v, step in made.items() if v not in known}
+    of_groups = {v: group for group in groups for v in group.outputs}
+
+    def steps(values: Sequence[Any]) -> list[int | Group]:
+        """What makes these values, as far as that is still to do."""
+        wanted = (v for v in values if not jax_tracing.is_literal(v) and v not in known)
+        made = (of_groups.get(v, graph.producer.get(v)) for v in wanted)
+        return [step for step in made if step is not None and step not in done]
+
     order: list[int | Group] = []
     done: set[int | Group] = set()
     effects = [] if known else [i for i, eqn in enumerate(graph.equations) if eqn.effects]
     # Depth first, without recursion: a jaxpr may be long.
-    stack = [made[v] for v in reversed(results) if not jax_tracing.is_literal(v) and v in made] + effects[::-1]
+    stack = steps(results[::-1]) + effects[::-1]
     while stack:
         step = stack[-1]
-        inputs = step.inputs if isinstance(step, Group) else graph.equations[step].invars
-        missing = [made[v] for v in inputs if not jax_tracing.is_literal(v) and v in made and made[v] not in done]
+        missing = steps(step.inputs if isinstance(step, Group) else graph.equations[step].invars)
         if step in done or not missing:
             stack.pop()
             order += [] if step in done else [step]

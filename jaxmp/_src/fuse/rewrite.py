@@ -203,22 +203,19 @@ class Rewriter:
         keeps what the epilog of the other reads."""
         groups: list[Group] = []
         firsts = (p for p in found if p.is_matrix and not p.activation and p.c is None and p.alpha is None)
+        plain = (p for p in found if p.is_matrix and not (p.epilog or p.collective or p.alpha))
+        seconds = {product.result: product for product in plain}
+        cotangents = frozenset(seconds)
         for forward in firsts:
             for activation, cotangent in DIFFERENTIATED:
                 match = templates.find_activation(graph, activation, forward.result)
-                if match is None:
+                back = match and templates.find_cotangent(graph, cotangent, match, cotangents)
+                if match is None or back is None:
                     continue
-                for backward in found:
-                    plain = not (backward.epilog or backward.collective or backward.alpha)
-                    if backward is forward or not plain or not backward.is_matrix:
-                        continue
-                    back = templates.find(graph, cotangent, (forward.result, backward.result))
-                    if (
-                        back is not None
-                        and (pair := _pair(graph, activation.name, forward, match, backward, back)) is not None
-                    ):
-                        groups += [self._kept_group(*pair), self._gradient_group(*pair)]
-                        break
+                backward = seconds[back.arguments[1]]
+                pair = _pair(graph, activation.name, forward, match, backward, back)
+                if pair is not None and backward is not forward:
+                    groups += [self._kept_group(*pair), self._gradient_group(*pair)]
         return groups
 
     def _kept_group(self, kept: Product, after: Product) -> Group:

@@ -45,10 +45,11 @@ _COMMUTE = ("add", "mul", "max", "min", "add_any")
 
 @dataclasses.dataclass(frozen=True)
 class Match:
-    """The equations of a function in a graph, by index, and the value that it gives."""
+    """The equations of a function in a graph, by index, the value that it gives, and those that it is of."""
 
     equations: frozenset[int]
     output: Any
+    arguments: tuple[Any, ...]
 
 
 def _cotangent_of(function: Function) -> Function:
@@ -77,6 +78,13 @@ def find(graph: Graph, function: Function, arguments: Sequence[Any]) -> Match | 
     return None if template is None else unify(graph, template, arguments)
 
 
+def find_cotangent(graph: Graph, function: Function, match: Match, cotangents: frozenset[Any]) -> Match | None:
+    """The equations that compute `function` of the argument of an activation and of one of these values."""
+    (v,) = match.arguments
+    template = flat(function, (v.aval, match.output.aval))
+    return None if template is None else unify(graph, template, (v, cotangents))
+
+
 @jax_compat.cache_in_context(1024)
 def flat(function: Function, avals: tuple[Any, ...]) -> jax_compat.Jaxpr | None:
     """The jaxpr of a function of values of these types; None where it does not take them."""
@@ -88,7 +96,10 @@ def flat(function: Function, avals: tuple[Any, ...]) -> jax_compat.Jaxpr | None:
 
 
 def unify(graph: Graph, template: jax_tracing.Jaxpr, arguments: Sequence[Any]) -> Match | None:
-    """The equations of `graph` that `template` is of, with `arguments` for its own."""
+    """The equations of `graph` that `template` is of, with `arguments` for its own.
+
+    One that is a set is the first of these values that an equation reads as the template does.
+    """
     known: dict[Any, Any] = dict(zip(template.invars, arguments, strict=True))
     found: list[int] = []
     for wanted in template.eqns:
@@ -101,9 +112,22 @@ def unify(graph: Graph, template: jax_tracing.Jaxpr, arguments: Sequence[Any]) -
         if i is None:
             return None
         found.append(i)
-        known |= dict(zip(wanted.outvars, graph.equations[i].outvars, strict=True))
+        eqn = graph.equations[i]
+        known |= {v: _choose(known[v], eqn) for v in wanted.invars if not jax_tracing.is_literal(v)}
+        known |= zip(wanted.outvars, eqn.outvars, strict=True)
     (output,) = template.outvars
-    return Match(frozenset(found), known[output]) if found and output in known else None
+    if not found or output not in known:
+        return None
+    return Match(frozenset(found), known[output], tuple(known[v] for v in template.invars))
+
+
+def _choose(value: Any, eqn: Any) -> Any:
+    """What stands for a value of a template: of a set, the one that an equation reads."""
+    return next(v for v in eqn.invars if _is_in(v, value)) if isinstance(value, frozenset) else value
+
+
+def _is_in(v: Any, values: frozenset[Any]) -> bool:
+    return not jax_tracing.is_literal(v) and v in values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +138,7 @@ class _Constant:
 
 
 def _is_value(v: Any, known: dict[Any, Any]) -> bool:
-    return not jax_tracing.is_literal(v) and not isinstance(known[v], _Constant)
+    return not jax_tracing.is_literal(v) and not isinstance(known[v], (_Constant, frozenset))
 
 
 def _is_constant(eqn: Any, known: dict[Any, Any]) -> bool:
@@ -149,7 +173,7 @@ def _is_operand(have: Any, want: Any, known: dict[Any, Any], made_by: Producer) 
     if isinstance(known[want], _Constant):
         eqn = made_by(have)
         return eqn is not None and _is_same(eqn, known[want].equation, known, made_by)
-    return known[want] is have
+    return have in known[want] if isinstance(known[want], frozenset) else known[want] is have
 
 
 def _same_params(one: dict[str, Any], other: dict[str, Any]) -> bool:
