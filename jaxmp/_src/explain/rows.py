@@ -13,6 +13,7 @@ from jax.sharding import AxisType
 
 from jaxmp._src.explain import cost, shards
 from jaxmp._src.fuse import rewrite
+from jaxmp._src.fuse.graph import PRODUCTS, dimension_numbers
 from jaxmp._src.hardware.call_time import Transfer, transfer_over
 from jaxmp._src.lowering import backend, ffi_call, process_barrier, xla_matmul
 from jaxmp._src.lowering.legalize import Form
@@ -169,7 +170,7 @@ def rows_of(
             yield from () if collective is None else (collective,)
         elif eqn.primitive.name == "dot_general" and any(xla_matmul.SCOPE in name for name in names):
             yield _row_of_xla(eqn, here, count)
-        elif eqn.primitive.name == "dot_general" and any(rewrite.SCOPE in name for name in names):
+        elif eqn.primitive.name in PRODUCTS and any(rewrite.SCOPE in name for name in names):
             yield _row_of_jax(eqn, here, count, rewrite.reason_in(names))
         else:
             inner = count * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else count
@@ -290,11 +291,12 @@ def _scales(spec: MatmulSpec) -> str:
 
 def _row_of_xla(eqn: Any, line: str, count: int) -> Row:
     """A product of global arrays that XLA partitions."""
-    a, b, d = (v.aval for v in (*eqn.invars, *eqn.outvars))
-    (contracted, _), (batch, of_b) = eqn.params["dimension_numbers"]
+    a, b, d = (v.aval for v in (*eqn.invars[:2], *eqn.outvars))
+    (contracted, of_k), (batch, of_batch), groups = dimension_numbers(eqn)
     k, whole = (math.prod(a.shape[i] for i in contracted)), (tuple(a.shape), tuple(b.shape), tuple(d.shape))
     rows = math.prod(n for i, n in enumerate(a.shape) if i not in contracted and i not in batch)
-    batches = math.prod(b.shape[i] for i in of_b)
+    cols = math.prod(n for i, n in enumerate(b.shape) if i not in (*of_k, *of_batch, *groups))
+    batches = math.prod(a.shape[i] for i in batch)
     return Row(
         operation="matmul",
         count=count,
@@ -309,24 +311,24 @@ def _row_of_xla(eqn: Any, line: str, count: int) -> Row:
         implementation="xla",
         why="XLA partitions a product where no call can run on the shards (docs/matmul.md)",
         algorithm="lax.dot_general, and collectives as XLA chooses them",
-        flops=2 * math.prod(d.shape) * k * (4 if jax.numpy.iscomplexobj(d) else 1),
+        flops=2 * rows * k * cols * batches * (4 if jax.numpy.iscomplexobj(d) else 1),
         bytes_moved=0,
         workspace=0,
         line=line,
-        extents=(rows, k, math.prod(d.shape) // max(rows * batches, 1)),
+        extents=(rows, k, cols),
         ndevices=max(shards.mesh_size(x) for x in (a, b, d)),
     )
 
 
 def _row_of_jax(eqn: Any, line: str, count: int, reason: str) -> Row:
     """A product that `fuse` has left as it was."""
-    found = _row_of_xla(eqn, line, count)
+    operation = eqn.primitive.name.removesuffix("_wrapper")
     return dataclasses.replace(
-        found,
-        operation="dot_general",
+        _row_of_xla(eqn, line, count),
+        operation=operation,
         pattern="-",
         why=f"not fused: {reason}",
-        algorithm="lax.dot_general",
+        algorithm="jax.nn.scaled_matmul" if operation == "scaled_matmul" else f"lax.{operation}",
     )
 
 

@@ -161,7 +161,7 @@ def _is_call(row: Row) -> bool:
 
 
 def _is_product(row: Row) -> bool:
-    return _is_call(row) or row.operation == "dot_general"
+    return _is_call(row) or bool(row.extents)
 
 
 def _count(number: int, what: str) -> str:
@@ -220,7 +220,7 @@ def _whole(row: Row) -> str:
 def _local(row: Row) -> str:
     """The same of a device's shards, or the shape of what a collective takes, where that is other."""
     text = "x".join(map(str, row.local_extents if _is_call(row) else row.local_shapes[0]))
-    return "" if row.operation == "dot_general" or text == _whole(row) else text
+    return "" if (_is_product(row) and not _is_call(row)) or text == _whole(row) else text
 
 
 def _dtypes(row: Row) -> str:

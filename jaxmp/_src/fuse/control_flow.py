@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
 from jax import lax
 
+from jaxmp._src.fuse.graph import DERIVED, PRODUCTS
 from jaxmp._src.primitive.primitives import saves_products
 from jaxmp._src.runtime import jax_compat, jax_tracing
 
@@ -21,11 +22,11 @@ class UnknownError(Exception):
 
 
 def has_products(eqn: Any) -> bool:
-    """Whether an equation's jaxprs hold a `dot_general` of the user's."""
+    """Whether an equation's jaxprs hold a product of the user's, or it may have one in a rule of differentiation."""
     if str(eqn.params.get("name", "")).startswith("jaxmp"):
         return False
-    return any(
-        inner.primitive.name == "dot_general" or has_products(inner)
+    return eqn.primitive.name == "custom_vjp_call" or any(
+        inner.primitive.name in (*PRODUCTS, *DERIVED) or has_products(inner)
         for sub in jax_compat.subjaxprs(eqn.params)
         for inner in sub.eqns
     )
@@ -89,7 +90,28 @@ def _remat(rewriter: Rewriter, params: dict[str, Any], operands: list[Any], eqn:
 
 
 def _custom(rewriter: Rewriter, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    return jax_tracing.evaluate_with_body(eqn, operands, rewriter.function_of(params["call_jaxpr"]))
+    return jax_tracing.evaluate_rewritten(eqn, operands, lambda f: functools.partial(_rewritten, rewriter, f))
+
+
+def _rewritten(rewriter: Rewriter, f: Callable[..., Any], *args: Any) -> Any:
+    """What `f` gives, with its products rewritten. Zeros and flags, which rules take and return too, stay as they
+    are."""
+    arrays = [x for x in args if isinstance(x, jax.Array)]
+    results: list[Any] = []
+    tree: Any = None
+
+    def of_arrays(*arrays: jax.Array) -> list[jax.Array]:
+        nonlocal results, tree
+        given = iter(arrays)
+        results, tree = jax.tree.flatten(f(*(next(given) if isinstance(x, jax.Array) else x for x in args)))
+        return [x for x in results if isinstance(x, jax.Array)]
+
+    try:
+        jaxpr, consts = jax_tracing.trace(of_arrays, [jax.typeof(x) for x in arrays])
+    except Exception:  # as of a rule that asks for values
+        return f(*args)
+    found = iter(rewriter.evaluate(jaxpr, consts, *arrays))
+    return jax.tree.unflatten(tree, [next(found) if isinstance(x, jax.Array) else x for x in results])
 
 
 def _call(rewriter: Rewriter, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:

@@ -15,16 +15,13 @@ from typing import Any
 
 import jax
 
-from jaxmp._src.fuse.graph import RESULT, Graph
+from jaxmp._src.fuse.graph import PASSES, RESULT, Graph
 from jaxmp._src.fuse.products import Operand, axes_of_type, collective_behind, is_explicit, operand_of
 from jaxmp._src.hardware.call_time import Transfer, call_time, kind_of, transfer_over
 from jaxmp._src.hardware.hardware import MACHINES, Hardware
 from jaxmp._src.runtime import jax_compat, jax_tracing
 from jaxmp._src.sharding import layouts
 from jaxmp._src.spec.options import Implementation
-
-# What may stand between a gather and a product.
-_PASSES = ("transpose", "convert_element_type", "pvary", "conj")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +61,7 @@ def _gathers_ahead(graph: Graph, dot: int) -> list[int]:
     """Indices of the gathers, of any kind, that give a product's operands, perhaps in another shape."""
     found = []
     for v in graph.equations[dot].invars:
-        while (eqn := graph.made_by(v)) is not None and eqn.primitive.name in (*_PASSES, "reshape"):
+        while (eqn := graph.made_by(v)) is not None and eqn.primitive.name in (*PASSES, "reshape"):
             v = eqn.invars[0]
         if eqn is not None and (eqn.primitive.name == "all_gather" or _is_gather(eqn)):
             found.append(graph.producer[v])
@@ -105,7 +102,7 @@ def _ends(graph: Graph, v: Any) -> list[int]:
     """Who reads a value, behind casts and transposes."""
     ends: list[int] = []
     for i in graph.readers(v):
-        if i != RESULT and graph.equations[i].primitive.name in _PASSES:
+        if i != RESULT and graph.equations[i].primitive.name in PASSES:
             ends += _ends(graph, graph.equations[i].outvars[0])
         else:
             ends.append(i)

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from jax import lax
+
 from jaxmp._src.runtime import jax_compat, jax_tracing
 
+# Primitives that multiply matrices; of the others than the first no call is made.
+PRODUCTS = ("dot_general", "ragged_dot_general", "scaled_matmul_wrapper")
+# Others, with products in their derivatives.
+DERIVED = ("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "householder_product", "triangular_solve")
 # The reader of what a jaxpr returns.
 RESULT = -1
+# What may stand between a gather and a product.
+PASSES = ("transpose", "convert_element_type", "pvary", "conj")
+
+
+def dimension_numbers(eqn: Any) -> tuple[Any, Any, Sequence[int]]:
+    """(contracted dimensions, those of the batch, those of rhs by which groups of rows choose their matrix)."""
+    if eqn.primitive.name == "scaled_matmul_wrapper":
+        return ((2,), (2,)), ((0,), (0,)), ()
+    numbers = eqn.params.get("ragged_dot_dimension_numbers")
+    if numbers is None:
+        return *eqn.params["dimension_numbers"], ()
+    return *numbers.dot_dimension_numbers, numbers.rhs_group_dimensions
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,8 +67,11 @@ class Graph:
 
     @staticmethod
     def of(jaxpr: jax_compat.Jaxpr) -> Graph:
-        """The graph of a jaxpr."""
-        return Graph(jaxpr.eqns, jaxpr.outvars)
+        """The graph of a jaxpr, in which a batch of one product is that product."""
+        graph = Graph(jaxpr.eqns, jaxpr.outvars)
+        parts = [_of_one(graph, eqn) for eqn in jaxpr.eqns]
+        is_changed = any(len(equations) > 1 for equations in parts)
+        return Graph(list(itertools.chain(*parts)), jaxpr.outvars) if is_changed else graph
 
     def made_by(self, v: Any) -> Any | None:
         """The equation that makes a value; None of an argument and of a literal."""
@@ -73,6 +95,35 @@ class Graph:
             for i in equations
             for v in self.equations[i].outvars
         )
+
+
+def _of_one(graph: Graph, eqn: Any) -> Sequence[Any]:
+    """A `dot_general` whose batch is one product without it: of lhs its dimensions are rows, of rhs they go. Any other
+    equation as it is, and one whose rhs was gathered, which a call takes in with the batch."""
+    is_product = eqn.primitive.name == "dot_general"
+    (contract, of_k), (batch, of_batch) = eqn.params["dimension_numbers"] if is_product else (((), ()),) * 2
+    if not batch or any(eqn.invars[0].aval.shape[i] != 1 for i in batch):
+        return [eqn]
+    source = graph.made_by(eqn.invars[1])
+    while source is not None and source.primitive.name in PASSES:
+        source = graph.made_by(source.invars[0])
+    if source is not None and source.primitive.name in ("reshard", "all_gather"):
+        return [eqn]
+
+    def multiply(x: Any, y: Any) -> list[Any]:
+        order = [*batch, *(i for i in range(x.ndim) if i not in batch)]
+        of_x, of_y = map(order.index, contract), (i - sum(j < i for j in of_batch) for i in of_k)
+        numbers = (tuple(of_x), tuple(of_y)), ((), ())
+        operands = lax.transpose(x, order), lax.squeeze(y, of_batch)
+        return list(jax_tracing.evaluate(eqn, operands, dimension_numbers=numbers))
+
+    with jax_tracing.traced_as(eqn):
+        jaxpr, _ = jax_tracing.trace(multiply, [v.aval for v in eqn.invars])
+    names = dict(zip((*jaxpr.invars, *jaxpr.outvars), (*eqn.invars, *eqn.outvars), strict=True))
+    return [
+        part.replace(invars=[names.get(v, v) for v in part.invars], outvars=[names.get(v, v) for v in part.outvars])
+        for part in jaxpr.eqns
+    ]
 
 
 def schedule(

@@ -128,14 +128,16 @@ class Product:
         if self.lhs.is_resharded or self.rhs.is_resharded or self.is_resharded:
             return True
         # Of an operand that the ranks share, the gradient is summed over them, in the call that it becomes.
-        return not self.lhs.batch and _is_shared(self.lhs.value.aval, self.rhs.value.aval)
+        return _is_shared(self.lhs, self.rhs)
 
 
-def _is_shared(a: Any, b: Any) -> bool:
+def _is_shared(lhs: Operand, rhs: Operand) -> bool:
     """Whether ranks hold parts of one operand that others have whole, or of the contraction."""
     if jax_tracing.manual_axes():
-        return jax_compat.varying_axes(a) != jax_compat.varying_axes(b)
-    return any(any(axes_of_type(aval)) for aval in (a, b) if is_explicit(aval))
+        varying = [jax_compat.varying_axes(operand.value.aval) for operand in (lhs, rhs)]
+        return not lhs.batch and varying[0] != varying[1]
+    explicit = (operand for operand in (lhs, rhs) if is_explicit(operand.value.aval))
+    return any(any(axes_of_type(x.value.aval)[i] for i in x.contract + x.free) for x in explicit)
 
 
 def axes_of_type(aval: Any) -> tuple[tuple[str, ...], ...]:

@@ -12,10 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxmp._src.fuse import control_flow, emit, gathers, layers, loops, products, templates
 from jaxmp._src.fuse.emit import Options
-from jaxmp._src.fuse.graph import Graph, Group, schedule
+from jaxmp._src.fuse.graph import DERIVED, PRODUCTS, Graph, Group, schedule
 from jaxmp._src.fuse.products import Aux, Product
 from jaxmp._src.fuse.templates import DIFFERENTIATED, Match
 from jaxmp._src.runtime import jax_compat, jax_tracing
@@ -25,7 +26,10 @@ from jaxmp._src.spec.options import ActivationName
 SCOPE = "jaxmp_left_"
 REASONS = {
     "local": "no rank shares an operand with another, and XLA's own product is as fast",
-    "batch": "it has a batch, which XLA multiplies, and no reshard or collective stands beside it",
+    "batch": "it has a batch, which XLA multiplies, and no call takes in what ranks may exchange beside it",
+    "groups": "it multiplies groups of rows, or blocks with scales, each by a matrix of their own (lax.ragged_dot, "
+    "jax.nn.scaled_matmul), which no call does",
+    "rule": "JAX makes it in the derivative of another operation, as of those of jnp.linalg",
     "gathered": "its gathered operand is needed elsewhere too, so the gather stays, and the product is local",
     "gather": "no call gathers its operand so (tiled=False, a reshape behind it, groups of ranks, a batch, a dimension "
     "between others), so the gather stays, and the product is local",
@@ -185,7 +189,7 @@ class Rewriter:
             if product.before is not None and (is_beside or product.result in made):  # of two that are added, one
                 product = product.before
             why = self._why_left(product)
-            if why == "local":
+            if why in ("local", "batch"):
                 why = choice.why.get(product.index, "summed" if products.is_summed_with_others(graph, product) else why)
             if why is None:
                 make = functools.partial(emit.call, product, self.options)
@@ -229,7 +233,8 @@ class Rewriter:
     def _why_left(self, product: Product) -> str | None:
         """The reason, of REASONS, for which a product stays JAX's; None where it becomes a call."""
         dtypes = product.lhs.dtype, product.rhs.dtype
-        if not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
+        is_int8 = set(dtypes) == {np.dtype("int8")}
+        if not is_int8 and not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
             return "type"
         if self.options.determinism != "run_to_run" or product.communicates:
             return None
@@ -237,8 +242,9 @@ class Rewriter:
             return "batch"
         if products.is_auto(product.lhs.value.aval):
             return None
-        is_narrow = product.is_matrix and any(dtype.itemsize == 2 for dtype in dtypes)
-        return None if is_narrow or product.activation in ("relu", "gelu") else "local"
+        # XLA multiplies these on CPUs more slowly: int8 that wraps round by far.
+        is_narrow = product.dtype == np.int8 or any(dtype.itemsize == 2 for dtype in dtypes)
+        return None if (is_narrow and product.is_matrix) or product.activation in ("relu", "gelu") else "local"
 
     # ---- evaluation
 
@@ -272,10 +278,12 @@ class Rewriter:
             )
 
     def _equation(self, eqn: Any, operands: Sequence[Any], why: str) -> Sequence[Any]:
-        if eqn.primitive.name == "dot_general":
+        name = eqn.primitive.name
+        if name in (*PRODUCTS, *DERIVED):
+            why = why if name == "dot_general" else "groups" if name in PRODUCTS else "rule"
             with jax_tracing.traced_as(eqn), jax.named_scope(SCOPE + why):
                 return jax_tracing.evaluate(eqn, operands)
-        if not control_flow.has_products(eqn):
+        if name != "custom_jvp_call" and not control_flow.has_products(eqn):
             is_plain = not eqn.effects and not any(True for _ in jax_compat.subjaxprs(eqn.params))
             with jax_tracing.traced_as(eqn):
                 return (jax_tracing.evaluate_cached if is_plain else jax_tracing.evaluate)(eqn, operands)

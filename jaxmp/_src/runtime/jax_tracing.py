@@ -212,11 +212,14 @@ def _jitted(
     return jax.jit(run, inline=True)
 
 
-def evaluate_with_body(eqn: _core.JaxprEqn, operands: Sequence[Any], body: Callable[..., Any]) -> Sequence[Any]:
-    """The results of a `custom_jvp_call` or `custom_vjp_call` that computes `body`; its rules stay."""
+def evaluate_rewritten(
+    eqn: _core.JaxprEqn, operands: Sequence[Any], rewritten: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Sequence[Any]:
+    """The results of a `custom_jvp_call` or `custom_vjp_call`, with `rewritten` of its function and of its rules."""
     bound = eqn.primitive.get_bind_params(eqn.params)
-    first, *rules = bound["subfuns"]
-    bound["subfuns"] = (_lu.wrap_init(body, debug_info=first.debug_info), *rules)
+    bound["subfuns"] = tuple(
+        _lu.wrap_init(rewritten(each.call_wrapped), debug_info=each.debug_info) for each in bound["subfuns"]
+    )
     results: Sequence[Any] = eqn.primitive.bind(*operands, **bound)
     return results
 

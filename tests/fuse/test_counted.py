@@ -1,0 +1,226 @@
+"""Every product of a function that `jaxmp.fuse` has rewritten is a row of `explain`, with a reason that is true.
+
+Without these a product could stay JAX's without a word: in a rule of differentiation, in a derivative of JAX's own, of
+another primitive than `dot_general`.
+"""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import require_devices
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp._src.fuse.graph import PRODUCTS
+
+X = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (8, 4)), jnp.float32)
+W = jnp.asarray(np.random.default_rng(1).integers(-2, 3, (4, 4)), jnp.float32)
+
+
+@pytest.fixture(autouse=True)
+def promotion_as_users_have_it():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def explained(fn, *args):
+    return jaxmp.explain(fn, quiet=True)(*args)
+
+
+total = jax.custom_vjp(lambda x, w: jnp.sum(x @ w))
+total.defvjp(lambda x, w: (jnp.sum(x @ w), w), lambda w, g: (g * jnp.ones_like(X) @ w.T, None))
+
+# Its value has no product, its rule has one.
+elementwise = jax.custom_vjp(lambda x, w: jnp.sum(x))
+elementwise.defvjp(lambda x, w: (jnp.sum(x), (x, w)), lambda kept, g: (g * kept[0] @ kept[1], None))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def scaled(x, w, by):
+    return by * jnp.sum(x @ w)
+
+
+def _scaled_bwd(by, kept, g):
+    return by * g * jnp.ones_like(X) @ kept.T, None
+
+
+scaled.defvjp(lambda x, w, by: (scaled(x.value, w.value, by), w.value), _scaled_bwd, symbolic_zeros=True)
+
+
+@jax.custom_jvp
+def tangent(x, w):
+    return jnp.sum(x @ w)
+
+
+@tangent.defjvp
+def _tangent_jvp_rule(primals, tangents):
+    return tangent(*primals), 2 * jnp.sum(tangents[0] @ primals[1])
+
+
+# As flash attention: blocks of keys in a loop, and again in the backward pass.
+@jax.custom_vjp
+def attended(q, k):
+    return lax.scan(lambda sums, block: (sums + jnp.sum((q @ block.T) ** 2), None), 0.0, k.reshape(2, 2, 4))[0]
+
+
+def _attended_bwd(kept, g):
+    q, k = kept
+    return lax.scan(lambda dq, block: (dq + 2 * g * (q @ block.T) @ block, None), 0 * q, k.reshape(2, 2, 4))[0], None
+
+
+attended.defvjp(lambda q, k: (attended(q, k), (q, k)), _attended_bwd)
+
+RULES = {
+    "custom_vjp": total,
+    "rule alone": elementwise,
+    "symbolic zeros": lambda x, w: scaled(x, w, 3.0),
+    "custom_jvp": tangent,
+    "loops": attended,
+    "jit": lambda x, w: jax.jit(elementwise)(x, w),
+    "scan": lambda x, w: lax.scan(lambda c, _: (c + elementwise(c + x, w), None), 0.0, None, length=3)[0],
+    "checkpoint": lambda x, w: jax.checkpoint(total)(jnp.sin(x), w),
+    "nested": lambda x, w: total(x * tangent(x, w), w),
+    "jnp.linalg": lambda x, w: jnp.linalg.slogdet(x.T @ x + jnp.eye(4))[1],
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_products_in_rules_of_differentiation_are_counted(name):
+    """As many as JAX's own gradient has; those of the user's rules keep a level of determinism."""
+    plain = jax.grad(RULES[name])
+    count = sum(row.count for row in explained(jaxmp.fuse(plain), X, W).rows)
+    for level in ("run_to_run", *(("batch",) if name != "jnp.linalg" else ())):
+        fused = jax.grad(jaxmp.fuse(RULES[name], determinism=level))
+        found = explained(fused, X, W)
+        assert found.calls + found.left == count > 0, str(found)
+        assert level == "run_to_run" or found.left == 0, str(found)
+    np.testing.assert_allclose(jax.jit(plain)(X, W), jax.jit(fused)(X, W), rtol=1e-5)
+
+
+def test_a_rule_that_asks_for_values_runs_as_it_is():
+    f = jax.custom_vjp(lambda x: jnp.sum(x))
+    f.defvjp(lambda x: (jnp.sum(x), x), lambda x, g: (x * 2 if g > 0 else x,))
+    np.testing.assert_array_equal(jax.grad(jaxmp.fuse(f))(X), 2 * X)
+
+
+def test_ragged_products_are_counted():
+    """By the operations that they do, which are not multiplied by the number of groups."""
+    sizes = jnp.array([3, 5])
+
+    def model(x, w):
+        return lax.ragged_dot(x, jnp.stack([w, w]), sizes) @ w
+
+    def of(fn):
+        rows = explained(fn, X, W).rows
+        return [(row.operation, row.extents, row.flops, row.why) for row in rows]
+
+    (ragged, plain) = of(jaxmp.fuse(model))
+    assert (ragged[:3], plain[:3]) == (("ragged_dot_general", (8, 4, 4), 256), ("dot_general", (8, 4, 4), 256))
+    assert "lax.ragged_dot" in ragged[3]
+
+    def loss(f):
+        return jax.grad(lambda x, w: jnp.sum(f(x, w)), (0, 1))
+
+    for fused in (jaxmp.fuse(loss(model)), loss(jaxmp.fuse(model))):
+        assert [row[2] for row in of(fused) if row[0] == "ragged_dot_general"] == [256] * 3
+    (row,) = explained(jaxmp.fuse(lambda x: lax.map(lambda w: lax.ragged_dot(x, w[None], sizes[:1]), W[None])), X).rows
+    assert (row.operation, row.count) == ("ragged_dot_general", 1)
+    assert {"dot_general", "ragged_dot_general"} < set(PRODUCTS)
+
+
+def test_int8_has_a_kernel():
+    """A call where it wraps round, which XLA does slowly; else left as other products that no ranks share."""
+    x, w = X.astype(jnp.int8), W.astype(jnp.int8)
+    wide = functools.partial(jnp.matmul, preferred_element_type=jnp.int32)
+    for model, (calls, left) in ((jnp.matmul, (1, 0)), (wide, (0, 1))):
+        found = explained(jaxmp.fuse(model), x, w)
+        assert (found.calls, found.left) == (calls, left), str(found)
+        assert "kernel" not in found.rows[0].why
+        want, got = model(x, w), jaxmp.fuse(model)(x, w)
+        assert jax.typeof(want) == jax.typeof(got)
+        np.testing.assert_array_equal(want, got)
+    (row,) = explained(jaxmp.fuse(jnp.matmul), x.astype(jnp.int16), w.astype(jnp.int16)).rows
+    assert "its types have no kernel" in row.why
+
+
+BATCHES_OF_ONE = {
+    "first": ("bik,bkj->bij", (1, 8, 4), (1, 4, 4)),
+    "second": ("ibk,bkj->bij", (8, 1, 4), (1, 4, 4)),
+    "two": ("abik,abkj->abij", (1, 1, 8, 4), (1, 1, 4, 4)),
+    "transposed": ("bki,bjk->bij", (1, 4, 8), (1, 4, 4)),
+    "outer": ("bi,bj->bij", (1, 8), (1, 4)),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES_OF_ONE)
+def test_a_batch_of_one_is_a_product_of_matrices(name):
+    """With its epilog, and in gradients."""
+    subscripts, *shapes = BATCHES_OF_ONE[name]
+    x, w = (jnp.asarray(np.random.default_rng(2).integers(-2, 3, shape), jnp.float32) for shape in shapes)
+
+    def model(x, w):
+        return jax.nn.relu(jnp.einsum(subscripts, x, w))
+
+    def step(f):
+        return jax.value_and_grad(lambda x, w: jnp.sum(f(x, w) ** 2), (0, 1))
+
+    (row,) = explained(jaxmp.fuse(model), x, w).rows
+    assert row.operation == ("matmul+epilog" if name not in ("transposed", "outer") else row.operation), row
+    for fused in (jaxmp.fuse(step(model)), step(jaxmp.fuse(model))):
+        assert not any("batch" in row.why for row in explained(fused, x, w).rows)
+        for want, got in zip(jax.tree.leaves(step(model)(x, w)), jax.tree.leaves(fused(x, w)), strict=True):
+            assert jax.typeof(want) == jax.typeof(got)
+            np.testing.assert_array_equal(want, got)
+
+
+def test_a_batch_whose_contraction_ranks_share_is_a_call(mesh_of):
+    """Also where only its gradient is; a batch of which nothing is exchanged stays."""
+    require_devices(4)
+    with jax.set_mesh(mesh_of({"b": 2, "s": 2})):
+        x = jax.device_put(jnp.ones((4, 8, 16)), P("b", "s", None))
+        w = jax.device_put(jnp.ones((4, 16, 8)), P("b", None, None))
+
+        def loss(x, w):
+            return jnp.sum(jnp.einsum("bsd,bdf->bsf", x, w) ** 2)
+
+        for fused in (jaxmp.fuse(jax.grad(loss, (0, 1))), jax.grad(jaxmp.fuse(loss), (0, 1))):
+            found = explained(fused, x, w)
+            assert ([row.pattern for row in found.rows].count("all_reduce"), found.left) == (1, 0), str(found)
+            for want, got in zip(jax.jit(jax.grad(loss, (0, 1)))(x, w), jax.jit(fused)(x, w), strict=True):
+                assert jax.typeof(want) == jax.typeof(got)
+                np.testing.assert_array_equal(want, got)
+        heads = jax.device_put(jnp.ones((4, 8, 16)), P(("b", "s"), None, None))
+        (row,) = explained(jaxmp.fuse(lambda x: jnp.einsum("bsd,btd->bst", x, x)), heads).rows
+        assert "it has a batch" in row.why
+
+
+def test_the_work_of_tracing_grows_with_the_layers():
+    """Not with their square: none of it is done for each pair of layers."""
+
+    def loss(ws, x):
+        for w in ws:
+            x = x + jax.nn.relu(x @ w) @ w.T
+        return jnp.sum(x**2)
+
+    def calls(layers):
+        """How many calls of functions of `fuse` it takes."""
+        frames = []
+
+        def count(frame, event, _):
+            if event == "call" and "fuse" in frame.f_code.co_filename:
+                frames.append(None)
+
+        sys.setprofile(count)
+        try:
+            jax.make_jaxpr(lambda *args: jaxmp.fuse(jax.grad(loss))(*args))([W] * layers, X)
+        finally:
+            sys.setprofile(None)
+        return len(frames)
+
+    few, some, many = map(calls, (8, 16, 32))
+    assert 0 < many - some < 2.2 * (some - few)
