@@ -90,12 +90,12 @@ def _remat(rewriter: Rewriter, params: dict[str, Any], operands: list[Any], eqn:
 
 
 def _custom(rewriter: Rewriter, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    return jax_tracing.evaluate_rewritten(eqn, operands, lambda f: functools.partial(_rewritten, rewriter, f))
+    body = rewriter.function_of(params["call_jaxpr"])
+    return jax_tracing.evaluate_with_body(eqn, operands, body, lambda rule: functools.partial(_rule, rewriter, rule))
 
 
-def _rewritten(rewriter: Rewriter, f: Callable[..., Any], *args: Any) -> Any:
-    """What `f` gives, with its products rewritten. Zeros and flags, which rules take and return too, stay as they
-    are."""
+def _rule(rewriter: Rewriter, rule: Callable[..., Any], *args: Any) -> Any:
+    """What a rule of differentiation gives, with its products rewritten. Its zeros and flags stay as they are."""
     arrays = [x for x in args if isinstance(x, jax.Array)]
     results: list[Any] = []
     tree: Any = None
@@ -103,13 +103,13 @@ def _rewritten(rewriter: Rewriter, f: Callable[..., Any], *args: Any) -> Any:
     def of_arrays(*arrays: jax.Array) -> list[jax.Array]:
         nonlocal results, tree
         given = iter(arrays)
-        results, tree = jax.tree.flatten(f(*(next(given) if isinstance(x, jax.Array) else x for x in args)))
+        results, tree = jax.tree.flatten(rule(*(next(given) if isinstance(x, jax.Array) else x for x in args)))
         return [x for x in results if isinstance(x, jax.Array)]
 
     try:
         jaxpr, consts = jax_tracing.trace(of_arrays, [jax.typeof(x) for x in arrays])
     except Exception:  # as of a rule that asks for values
-        return f(*args)
+        return rule(*args)
     found = iter(rewriter.evaluate(jaxpr, consts, *arrays))
     return jax.tree.unflatten(tree, [next(found) if isinstance(x, jax.Array) else x for x in results])
 

@@ -67,11 +67,8 @@ class Graph:
 
     @staticmethod
     def of(jaxpr: jax_compat.Jaxpr) -> Graph:
-        """The graph of a jaxpr, in which a batch of one product is that product."""
-        graph = Graph(jaxpr.eqns, jaxpr.outvars)
-        parts = [_of_one(graph, eqn) for eqn in jaxpr.eqns]
-        is_changed = any(len(equations) > 1 for equations in parts)
-        return Graph(list(itertools.chain(*parts)), jaxpr.outvars) if is_changed else graph
+        """The graph of a jaxpr."""
+        return Graph(jaxpr.eqns, jaxpr.outvars)
 
     def made_by(self, v: Any) -> Any | None:
         """The equation that makes a value; None of an argument and of a literal."""
@@ -95,6 +92,13 @@ class Graph:
             for i in equations
             for v in self.equations[i].outvars
         )
+
+
+def without_batches_of_one(graph: Graph) -> Graph:
+    """The same, where a batch of one product is that product."""
+    parts = [_of_one(graph, eqn) for eqn in graph.equations]
+    is_changed = any(len(equations) > 1 for equations in parts)
+    return Graph(list(itertools.chain(*parts)), graph.results) if is_changed else graph
 
 
 def _of_one(graph: Graph, eqn: Any) -> Sequence[Any]:

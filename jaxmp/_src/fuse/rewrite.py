@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxmp._src.fuse import control_flow, emit, gathers, layers, loops, products, templates
 from jaxmp._src.fuse.emit import Options
-from jaxmp._src.fuse.graph import DERIVED, PRODUCTS, Graph, Group, schedule
+from jaxmp._src.fuse.graph import DERIVED, PRODUCTS, Graph, Group, schedule, without_batches_of_one
 from jaxmp._src.fuse.products import Aux, Product
 from jaxmp._src.fuse.templates import DIFFERENTIATED, Match
 from jaxmp._src.runtime import jax_compat, jax_tracing
@@ -95,6 +95,7 @@ class Rewriter:
     def results(self, graph: Graph, known: dict[Any, Any]) -> list[Any]:
         """The values that a graph returns, from those of its arguments and constants."""
         values = dict(known)
+        graph = without_batches_of_one(graph)
         groups, left = self.safe_groups_of(graph)
         self.run(graph, schedule(graph, groups, graph.results), left, values, loops.find(self, graph))
         return [read(values, v) for v in graph.results]

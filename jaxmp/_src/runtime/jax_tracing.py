@@ -212,13 +212,17 @@ def _jitted(
     return jax.jit(run, inline=True)
 
 
-def evaluate_rewritten(
-    eqn: _core.JaxprEqn, operands: Sequence[Any], rewritten: Callable[[Callable[..., Any]], Callable[..., Any]]
+def evaluate_with_body(
+    eqn: _core.JaxprEqn,
+    operands: Sequence[Any],
+    body: Callable[..., Any],
+    rewritten: Callable[[Callable[..., Any]], Callable[..., Any]],
 ) -> Sequence[Any]:
-    """The results of a `custom_jvp_call` or `custom_vjp_call`, with `rewritten` of its function and of its rules."""
+    """The results of a `custom_jvp_call` or `custom_vjp_call` that computes `body`, with `rewritten` of its rules."""
     bound = eqn.primitive.get_bind_params(eqn.params)
+    functions = [body, *(rewritten(rule.call_wrapped) for rule in bound["subfuns"][1:])]
     bound["subfuns"] = tuple(
-        _lu.wrap_init(rewritten(each.call_wrapped), debug_info=each.debug_info) for each in bound["subfuns"]
+        _lu.wrap_init(f, debug_info=each.debug_info) for f, each in zip(functions, bound["subfuns"], strict=True)
     )
     results: Sequence[Any] = eqn.primitive.bind(*operands, **bound)
     return results
