@@ -16,7 +16,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.fuse.graph import PRODUCTS
 
 X = jnp.asarray(np.random.default_rng(0).integers(-2, 3, (8, 4)), jnp.float32)
 W = jnp.asarray(np.random.default_rng(1).integers(-2, 3, (4, 4)), jnp.float32)
@@ -108,7 +107,7 @@ def test_a_rule_that_asks_for_values_runs_as_it_is():
     np.testing.assert_array_equal(jax.grad(jaxmp.fuse(f))(X), 2 * X)
 
 
-def test_ragged_products_are_counted():
+def test_products_of_groups_and_of_scaled_blocks_are_counted():
     """By the operations that they do, which are not multiplied by the number of groups."""
     sizes = jnp.array([3, 5])
 
@@ -130,7 +129,15 @@ def test_ragged_products_are_counted():
         assert [row[2] for row in of(fused) if row[0] == "ragged_dot_general"] == [256] * 3
     (row,) = explained(jaxmp.fuse(lambda x: lax.map(lambda w: lax.ragged_dot(x, w[None], sizes[:1]), W[None])), X).rows
     assert (row.operation, row.count) == ("ragged_dot_general", 1)
-    assert {"dot_general", "ragged_dot_general"} < set(PRODUCTS)
+    scale = jnp.ones((1, 16, 1), jnp.float8_e8m0fnu)
+    blocks = jnp.ones((1, 16, 32), jnp.float8_e4m3fn)
+    numbers = (((2,), (2,)), ((0,), (0,)))
+    for f in (
+        lambda x, scale: jax.nn.scaled_matmul(x, x, scale, scale),
+        lambda x, scale: lax.scaled_dot(x, x, dimension_numbers=numbers, lhs_scale=scale, rhs_scale=scale),
+    ):
+        (row,) = explained(jaxmp.fuse(f), blocks, scale).rows
+        assert (row.operation.startswith("scaled_"), row.extents) == (True, (16, 32, 16)), row
 
 
 def test_int8_has_a_kernel():

@@ -12,7 +12,7 @@ from jax import lax
 from jaxmp._src.runtime import jax_compat, jax_tracing
 
 # Primitives that multiply matrices; of the others than the first no call is made.
-PRODUCTS = ("dot_general", "ragged_dot_general", "scaled_matmul_wrapper")
+PRODUCTS = ("dot_general", "ragged_dot_general", "scaled_dot", "scaled_matmul_wrapper")
 # Others, with products in their derivatives.
 DERIVED = ("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "householder_product", "triangular_solve")
 # The reader of what a jaxpr returns.

@@ -28,7 +28,7 @@ REASONS = {
     "local": "no rank shares an operand with another, and XLA's own product is as fast",
     "batch": "it has a batch, which XLA multiplies, and no call takes in what ranks may exchange beside it",
     "groups": "it multiplies groups of rows, or blocks with scales, each by a matrix of their own (lax.ragged_dot, "
-    "jax.nn.scaled_matmul), which no call does",
+    "lax.scaled_dot, jax.nn.scaled_matmul), which no call does",
     "rule": "JAX makes it in the derivative of another operation, as of those of jnp.linalg",
     "gathered": "its gathered operand is needed elsewhere too, so the gather stays, and the product is local",
     "gather": "no call gathers its operand so (tiled=False, a reshape behind it, groups of ranks, a batch, a dimension "
