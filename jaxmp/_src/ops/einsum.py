@@ -116,8 +116,9 @@ def contract(
     options = options | {"preferred_element_type": dtype}  # of every product on the way
     if len(terms) == 1 and any(map(meshes.is_partial, (meshes.type_spec(terms[0].array), out_sharding))):
         x, indices = _on_diagonals(terms[0].array, terms[0].indices)
-        partial = jnp.einsum(f"{indices}->{output}", x, preferred_element_type=dtype, out_sharding=out_sharding)
-        return jax_compat.convert(partial, dtype, is_weak)
+        placed = jnp.einsum(f"{indices}->{output}", x, preferred_element_type=dtype, out_sharding=out_sharding)
+        alone: jax.Array = jax_compat.convert(placed, dtype, is_weak)
+        return alone
     rest = _reduced(terms, output, dtype)
     if len(rest) == 1:
         alone = lax.transpose(rest[0].array, tuple(map(rest[0].indices.index, output)))
