@@ -305,12 +305,12 @@ def test_what_devices_keep_for_a_gradient_may_lie_in_their_order(loss, activatio
     assert (found.rows, found.uncompared, found.outputs) == ((), (), ())
 
 
-@pytest.mark.parametrize("loss", [loss_of_mlp, loss_of_linear])
-def test_gradients_that_sum_rows_in_the_order_of_the_devices_are_named(loss, mesh_of, rng):
-    """By their own difference, not by that of rows in two orders."""
+def test_gradients_that_sum_rows_in_the_order_of_the_devices_are_named(mesh_of, rng):
+    """By their own difference, not by that of rows in two orders. Forward, small integers: exact in every kernel."""
     mesh = mesh_of({"x": 4})
+    program = jax.grad(functools.partial(loss_of_linear, activation="gelu"))
     with jax.set_mesh(mesh):
-        found = audit(jax.grad(functools.partial(loss, activation="gelu")), *sequence_parallel(mesh, rng), vary="mesh")
+        found = audit(program, *jax.tree.map(jnp.round, sequence_parallel(mesh, rng)), vary="mesh")
     (row,) = found.rows
     assert (row.kind, row.variants, row.settled_by) == ("product", ("x=2", "x=4"), 'determinism="topology"')
     assert row.shapes[-1] == (24, 32)

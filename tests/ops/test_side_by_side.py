@@ -1,4 +1,4 @@
-"""Whole programs whose every product is computed by JAX and by jaxmp, and compared (tests/compare.py).
+"""Whole programs whose every product is computed by JAX and by jaxmp, and compared (tests/side_by_side.py).
 
 What would be silently wrong without it: a result of another type, weak or not, on other devices or committed to them,
 in which a program goes on otherwise than with JAX's.
@@ -6,7 +6,6 @@ in which a program goes on otherwise than with JAX's.
 
 import contextlib
 
-import compare
 import equinox
 import flax.linen
 import jax
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import side_by_side
 from conftest import require_devices
 from flax import nnx
 from jax import lax
@@ -211,7 +211,7 @@ PROGRAMS = (
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_every_product(program, rng, standard_promotion):
-    with compare.side_by_side():
+    with side_by_side.side_by_side():
         program(rng)
 
 
@@ -231,7 +231,7 @@ TAMPERED = {
 def test_a_tampered_product_is_noticed(what):
     require_devices(2)
     a = jax.device_put(ONES, jax.devices()[0]) if what == "sharding" else jnp.asarray(ONES)
-    with pytest.raises(AssertionError) as caught, compare.side_by_side([(jnp, "matmul", TAMPERED[what])]):
+    with pytest.raises(AssertionError) as caught, side_by_side.side_by_side([(jnp, "matmul", TAMPERED[what])]):
         jnp.matmul(a, a)
     assert [line for line in str(caught.value).splitlines() if f": {what} is " not in line] == []
 
@@ -239,12 +239,12 @@ def test_a_tampered_product_is_noticed(what):
 @pytest.mark.parametrize("what", ["value", "dtype", "gradient"])
 def test_a_tampered_product_is_noticed_in_a_program(what):
     tampered = TAMPERED | {"gradient": lambda a, b: jaxmp.matmul(2 * a - lax.stop_gradient(a), b)}
-    with pytest.raises(AssertionError) as caught, compare.side_by_side([(jnp, "matmul", tampered[what])]):
+    with pytest.raises(AssertionError) as caught, side_by_side.side_by_side([(jnp, "matmul", tampered[what])]):
         jax.jit(jax.grad(lambda a: jnp.sum(lax.scan(lambda x, _: (jnp.matmul(x, a), None), a, length=2)[0])))(ONES)
     first = "gradient of matmul" if what == "gradient" else "matmul"
     assert str(caught.value).startswith(first)
 
 
 def test_a_program_without_products_is_no_program():
-    with pytest.raises(AssertionError, match="no product was compared"), compare.side_by_side():
+    with pytest.raises(AssertionError, match="no product was compared"), side_by_side.side_by_side():
         jnp.sin(ONES)
