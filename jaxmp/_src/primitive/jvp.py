@@ -51,7 +51,9 @@ def _matmul_epilog_jvp_rule(
     if row.derivative or row.gradient:
         return _derivative_jvp_rule(primals, tangents, spec=spec, auto=auto)
     # XLA's partitioner cannot shard the columns of a packed mask as those of d.
-    is_by_sign = auto and row.activation == "relu" and row.with_aux is not None and not spec.fixed_reduction_order
+    is_partitioned = auto and not jax.typeof(primals[0]).sharding.mesh.empty
+    is_relu = row.activation == "relu" and row.with_aux is not None
+    is_by_sign = is_partitioned and is_relu and not spec.fixed_reduction_order
     kept = spec if row.with_aux is None or is_by_sign else spec.replace(epilog=row.with_aux)
     primitive = AUTO_TWIN[matmul_epilog_p] if auto else matmul_epilog_p
     stored = dict(zip(kept.output_names, primitive.bind(*primals, spec=kept), strict=True))
