@@ -135,7 +135,8 @@ def _find(
     given = steps[-1] if steps else dtypes[0]
     is_default = preferred is None and out == given
     if is_default and given == _INT8 and all(jnp.issubdtype(x.dtype, jnp.signedinteger) for x in added):
-        out = np.dtype(jnp.result_type(given, *added))
+        with jax.numpy_dtype_promotion("standard"):  # c is of the sums, where the user may be strict
+            out = np.dtype(jnp.result_type(given, *added))
     are_rows &= all(isinstance(extent, int) and extent % 16 == 0 for x in (a, b) for extent in x.shape[-2:])
     has_low = are_rows and not steps and given.name != FLOAT4  # kernels of float4 need scales
     low = result_dtypes(*dtypes) if has_low else ()
