@@ -78,7 +78,7 @@ ffi::DataType FfiType(DType dtype) {
     case DType::kC128:
       return ffi::C128;
     case DType::kU8:
-    case DType::kE2M1:  // two in a byte: XLA has no packed layout that it would hand over on every platform
+    case DType::kE2M1:  // two in a byte, which XLA does not hand over on every platform; on CPUs see CheckBuffer
       return ffi::U8;
     case DType::kE4M3:
       return ffi::F8E4M3FN;
@@ -88,15 +88,33 @@ ffi::DataType FfiType(DType dtype) {
       return ffi::S8;
     case DType::kS32:
       return ffi::S32;
+    case DType::kS4:
+      return ffi::S4;
+    case DType::kU4:
+      return ffi::U4;
+    case DType::kE3M4:
+      return ffi::F8E3M4;
+    case DType::kE4M3Ieee:
+      return ffi::F8E4M3;
+    case DType::kE4M3B11Fnuz:
+      return ffi::F8E4M3B11FNUZ;
+    case DType::kE4M3Fnuz:
+      return ffi::F8E4M3FNUZ;
+    case DType::kE5M2Fnuz:
+      return ffi::F8E5M2FNUZ;
+    case DType::kE8M0:
+      return ffi::F8E8M0FNU;
     case DType::kNone:
       break;
   }
   return ffi::DataType::INVALID;
 }
 
+// XLA's CPU client lays numbers of 4 bits out two in a byte, the first in the low half, without padding between rows.
 Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype, int64_t size) {
-  if (dtype == DType::kE2M1) size /= 2;
-  const bool has_type = buffer.element_type() == FfiType(dtype);
+  const bool is_packed_by_xla = dtype == DType::kE2M1 && buffer.element_type() == ffi::F4E2M1FN;
+  if (dtype == DType::kE2M1 && !is_packed_by_xla) size /= 2;
+  const bool has_type = is_packed_by_xla || buffer.element_type() == FfiType(dtype);
   if (has_type && static_cast<int64_t>(buffer.element_count()) == size) return {};
   std::string shape;
   for (int64_t extent : buffer.dimensions()) shape += (shape.empty() ? "" : ", ") + std::to_string(extent);

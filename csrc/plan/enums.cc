@@ -1,5 +1,7 @@
 #include "csrc/plan/enums.h"
 
+#include "csrc/cublasmp/host_types.h"
+
 namespace jaxmp {
 
 using namespace abi;  // NOLINT: cuBLASMp's own names, everywhere below
@@ -28,6 +30,22 @@ cudaDataType_t CudaType(DType dtype) {
       return CUDA_R_8I;
     case DType::kS32:
       return CUDA_R_32I;
+    case DType::kS4:
+      return host_types::kS4;
+    case DType::kU4:
+      return host_types::kU4;
+    case DType::kE3M4:
+      return host_types::kE3M4;
+    case DType::kE4M3Ieee:
+      return host_types::kE4M3Ieee;
+    case DType::kE4M3B11Fnuz:
+      return host_types::kE4M3B11Fnuz;
+    case DType::kE4M3Fnuz:
+      return host_types::kE4M3Fnuz;
+    case DType::kE5M2Fnuz:
+      return host_types::kE5M2Fnuz;
+    case DType::kE8M0:
+      return host_types::kE8M0;
     case DType::kF32:
     case DType::kNone:
       break;
@@ -85,11 +103,19 @@ cublasMpMatmulMatrixScale_t CublasScale(ScaleMode mode) {
 int64_t BytesOf(DType dtype, int64_t count) {
   switch (dtype) {
     case DType::kE2M1:
-      return count / 2;
+    case DType::kS4:
+    case DType::kU4:
+      return (count + 1) / 2;
     case DType::kU8:
     case DType::kE4M3:
     case DType::kE5M2:
     case DType::kS8:
+    case DType::kE3M4:
+    case DType::kE4M3Ieee:
+    case DType::kE4M3B11Fnuz:
+    case DType::kE4M3Fnuz:
+    case DType::kE5M2Fnuz:
+    case DType::kE8M0:
       return count;
     case DType::kBF16:
     case DType::kF16:

@@ -32,11 +32,27 @@ const Names<Op>& Table(Op) {
 }
 
 const Names<DType>& Table(DType) {
-  static const Names<DType> table = {{"none", DType::kNone},   {"f32", DType::kF32},     {"f64", DType::kF64},
-                                     {"bf16", DType::kBF16},   {"f16", DType::kF16},     {"c64", DType::kC64},
-                                     {"c128", DType::kC128},   {"u8", DType::kU8},       {"f8e4m3", DType::kE4M3},
-                                     {"f8e5m2", DType::kE5M2}, {"f4e2m1", DType::kE2M1}, {"s8", DType::kS8},
-                                     {"s32", DType::kS32}};
+  static const Names<DType> table = {{"none", DType::kNone},
+                                     {"f32", DType::kF32},
+                                     {"f64", DType::kF64},
+                                     {"bf16", DType::kBF16},
+                                     {"f16", DType::kF16},
+                                     {"c64", DType::kC64},
+                                     {"c128", DType::kC128},
+                                     {"u8", DType::kU8},
+                                     {"f8e4m3", DType::kE4M3},
+                                     {"f8e5m2", DType::kE5M2},
+                                     {"f4e2m1", DType::kE2M1},
+                                     {"s8", DType::kS8},
+                                     {"s32", DType::kS32},
+                                     {"s4", DType::kS4},
+                                     {"u4", DType::kU4},
+                                     {"f8e3m4", DType::kE3M4},
+                                     {"f8e4m3ieee", DType::kE4M3Ieee},
+                                     {"f8e4m3b11fnuz", DType::kE4M3B11Fnuz},
+                                     {"f8e4m3fnuz", DType::kE4M3Fnuz},
+                                     {"f8e5m2fnuz", DType::kE5M2Fnuz},
+                                     {"f8e8m0", DType::kE8M0}};
   return table;
 }
 

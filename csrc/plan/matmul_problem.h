@@ -18,7 +18,29 @@ namespace jaxmp {
 
 enum class Pattern : uint8_t { kLocal, kAllGather, kReduceScatter, kAllReduce, kGrid };
 enum class Op : char { kN = 'N', kT = 'T', kC = 'C' };
-enum class DType : uint8_t { kNone, kF32, kF64, kBF16, kF16, kC64, kC128, kU8, kE4M3, kE5M2, kE2M1, kS8, kS32 };
+enum class DType : uint8_t {
+  kNone,
+  kF32,
+  kF64,
+  kBF16,
+  kF16,
+  kC64,
+  kC128,
+  kU8,
+  kE4M3,
+  kE5M2,
+  kE2M1,
+  kS8,
+  kS32,
+  kS4,
+  kU4,
+  kE3M4,
+  kE4M3Ieee,
+  kE4M3B11Fnuz,
+  kE4M3Fnuz,
+  kE5M2Fnuz,
+  kE8M0,
+};
 // cuBLAS's compute types: how exactly products are formed, and in which type they are summed.
 enum class Compute : uint8_t {
   k32F,

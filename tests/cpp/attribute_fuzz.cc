@@ -118,6 +118,7 @@ const std::vector<Kind>& Kinds() {
       {"gelu", With(tests::ReduceScatter(2, 8, 8, 4), {{"epilog", int64_t{160}}, {"dtype_aux", f32}})},
       {"bgrada", With(tests::AllGather(2, 8, 8, 4), {{"epilog", int64_t{256}}, {"dtype_bias", f32}})},
       {"bgradb", With(tests::Local(8, 8, 4), {{"epilog", int64_t{512}}, {"dtype_bias", f32}, {"trans_b", t}})},
+      {"s4 beside f32", With(tests::AllGather(2, 6, 10, 5), {{"dtype_a", std::string("s4")}})},
       {"s8", With(Typed(tests::Local(16, 16, 16), "s8", "s32", "32I"), {{"trans_a", t}})},
       {"fp8", narrow("f8e4m3", "scalar_fp32", tests::AllGather(2, 32, 32, 16))},
       {"mxfp8", narrow("f8e4m3", "vec32_ue8m0", tests::Local(128, 128, 128))},
@@ -179,6 +180,8 @@ constexpr const char* kWords[] = {"",
                                   "f8e5m2",
                                   "f4e2m1",
                                   "s8",
+                                  "s4",
+                                  "f8e8m0",
                                   "s32",
                                   "32F",
                                   "64F",
@@ -335,6 +338,22 @@ XLA_FFI_DataType FfiType(DType dtype) {
       return XLA_FFI_DataType_S8;
     case DType::kS32:
       return XLA_FFI_DataType_S32;
+    case DType::kS4:
+      return XLA_FFI_DataType_S4;
+    case DType::kU4:
+      return XLA_FFI_DataType_U4;
+    case DType::kE3M4:
+      return XLA_FFI_DataType_F8E3M4;
+    case DType::kE4M3Ieee:
+      return XLA_FFI_DataType_F8E4M3;
+    case DType::kE4M3B11Fnuz:
+      return XLA_FFI_DataType_F8E4M3B11FNUZ;
+    case DType::kE4M3Fnuz:
+      return XLA_FFI_DataType_F8E4M3FNUZ;
+    case DType::kE5M2Fnuz:
+      return XLA_FFI_DataType_F8E5M2FNUZ;
+    case DType::kE8M0:
+      return XLA_FFI_DataType_F8E8M0FNU;
     default:
       return XLA_FFI_DataType_F32;
   }

@@ -14,15 +14,23 @@ namespace {
 struct Format {
   cudaDataType_t type;
   int exponent_bits, mantissa_bits, bias;
-  bool has_infinity, has_nan;
+  bool has_infinity, has_nan, is_fnuz = false;
   int bits() const { return 1 + exponent_bits + mantissa_bits; }
 };
 constexpr Format kFormats[] = {{CUDA_R_8F_E4M3, 4, 3, 7, false, true},
                                {CUDA_R_8F_E5M2, 5, 2, 15, true, true},
                                {CUDA_R_4F_E2M1, 2, 1, 1, false, false}};
 
+// Those that are decoded only (ml_dtypes).
+constexpr Format kDecoded[] = {{host_types::kE3M4, 3, 4, 3, true, true},
+                               {host_types::kE4M3Ieee, 4, 3, 7, true, true},
+                               {host_types::kE4M3B11Fnuz, 4, 3, 11, false, false, true},
+                               {host_types::kE4M3Fnuz, 4, 3, 8, false, false, true},
+                               {host_types::kE5M2Fnuz, 5, 2, 16, false, false, true}};
+
 // What a code means, from the format's definition (OCP FP8 and MX specifications).
 double meaning(const Format& f, int code) {
+  if (f.is_fnuz && code == 0x80) return NAN;
   const int mantissa = code & ((1 << f.mantissa_bits) - 1);
   const int exponent = (code >> f.mantissa_bits) & ((1 << f.exponent_bits) - 1);
   const double sign = code >> (f.bits() - 1) ? -1 : 1;
@@ -48,13 +56,15 @@ std::vector<uint8_t> all_codes(const Format& f) {
 }
 
 void test_decode() {
-  for (const Format& f : kFormats) {
+  std::vector<Format> formats(std::begin(kFormats), std::end(kFormats));
+  formats.insert(formats.end(), std::begin(kDecoded), std::end(kDecoded));
+  for (const Format& f : formats) {
     const std::vector<uint8_t> codes = all_codes(f);
     const int count = 1 << f.bits();
     std::vector<float> wide(static_cast<size_t>(count)), from_bf16(wide.size());
     std::vector<hostmp::BFloat16> bf16(wide.size());
-    hostmp::decode(f.type, codes.data(), count, wide.data());
-    hostmp::decode(f.type, codes.data(), count, 0.5f, bf16.data());
+    hostmp::decode(f.type, codes.data(), 0, count, 1.0f, wide.data());
+    hostmp::decode(f.type, codes.data(), 0, count, 0.5f, bf16.data());
     hostmp::widen(bf16.data(), from_bf16.data(), count);
     for (int code = 0; code < count; ++code) {
       const double want = meaning(f, code);
@@ -62,6 +72,30 @@ void test_decode() {
       CHECK(is_same(from_bf16[static_cast<size_t>(code)], want / 2));
     }
   }
+}
+
+// Integers, exponents, and runs that begin within a byte.
+void test_decode_integers() {
+  std::vector<uint8_t> codes(256);
+  for (size_t code = 0; code < 256; ++code) codes[code] = static_cast<uint8_t>(code);
+  float wide[256];
+  const auto decoded = [&](cudaDataType_t type, int64_t first, int64_t count) {
+    hostmp::decode(type, codes.data(), first, count, 1.0f, wide);
+    return wide;
+  };
+  for (int64_t first : {0, 1, 5}) {
+    for (int64_t i = 0; i < 250; ++i) {
+      const auto code = static_cast<uint8_t>(first + i), byte = static_cast<uint8_t>((first + i) / 2);
+      const int half = (first + i) % 2 ? byte >> 4 : byte & 0xf;
+      CHECK_EQ(decoded(CUDA_R_8I, first, 250)[i], static_cast<float>(static_cast<int8_t>(code)));
+      CHECK_EQ(decoded(CUDA_R_8U, first, 250)[i], static_cast<float>(code));
+      CHECK_EQ(decoded(host_types::kU4, first, 250)[i], static_cast<float>(half));
+      CHECK_EQ(decoded(host_types::kS4, first, 250)[i], static_cast<float>(half < 8 ? half : half - 16));
+      CHECK_EQ(double{decoded(CUDA_R_4F_E2M1, first, 250)[i]}, meaning(kFormats[2], half));
+      CHECK_EQ(decoded(host_types::kE8M0, first, 250)[i], std::ldexp(1.0f, code - 127));
+    }
+  }
+  CHECK(std::isnan(decoded(host_types::kE8M0, 255, 1)[0]));
 }
 
 uint8_t encoded(const Format& f, float value) {
@@ -159,12 +193,12 @@ Outcome with(const Case& c, Change change) {
   return Outcome(in.run());
 }
 
+const void* const kSome = &kTensor;
+
 void set_modes(const Arguments& in, int a, int b) {
   in.attribute(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_A_SCALE_MODE, a);
   in.attribute(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_B_SCALE_MODE, b);
 }
-
-const void* const kSome = &kTensor;
 
 void test_refusals() {
   Case c = kTensor;
@@ -188,6 +222,22 @@ void test_refusals() {
   REFUSED(with(c, [](Arguments&) {}), NOT_SUPPORTED, "no epilog GELU", "GELU_AUX");
   c = kTensor, c.in = CUDA_R_8I, c.out = CUDA_R_32I, c.epilog = CUBLASMP_MATMUL_EPILOGUE_RELU;
   REFUSED(with(c, [](Arguments&) {}), NOT_SUPPORTED, "RELU", "s8");
+}
+
+// A narrow operand beside a wide one has no scales, and takes the types of real numbers up to 32 bits.
+void test_mixed_refusals() {
+  Case c;
+  c.m = c.n = c.k = 8;
+  c.in = CUDA_R_64F, c.in_b = CUDA_R_8I, c.out = CUDA_R_64F;
+  REFUSED(with(c, [](Arguments&) {}), NOT_SUPPORTED, "A is f64, B is s8 and D is f64", "f16, bf16 or f32");
+  c.in = CUDA_R_16BF, c.out = CUDA_R_8F_E4M3;
+  REFUSED(with(c, [](Arguments&) {}), NOT_SUPPORTED, "A is bf16, B is s8 and D is f8e4m3");
+  c.out = CUDA_R_16BF, c.single = CUBLAS_COMPUTE_32F_FAST_TF32;
+  REFUSED(with(c, [](Arguments&) {}), NOT_SUPPORTED, "the compute type is 77", "take CUBLAS_COMPUTE_32F");
+  c = {}, c.m = c.n = c.k = 8, c.in = c.out = host_types::kE3M4;
+  REFUSED(with(c, [](Arguments&) {}), NOT_SUPPORTED, "A is f8e3m4 and B is f8e3m4");
+  c.in = CUDA_R_8F_E4M3, c.in_b = c.out = CUDA_R_16BF;
+  REFUSED(with(c, [](Arguments& in) { set_modes(in, 3, 3); }), NOT_SUPPORTED, "attribute 17");
 }
 
 void test_scale_refusals() {
@@ -251,6 +301,7 @@ int main() {
   tests::limit_instruction_set();
   CHECK(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").ok());
   test::test_decode();
+  test::test_decode_integers();
   test::test_encode();
   test::test_scales();
   {
@@ -259,6 +310,7 @@ int main() {
   }
   test::test_refusals();
   test::test_scale_refusals();
+  test::test_mixed_refusals();
   test::test_aux_refusals();
   return check::summary("hostmp_narrow");
 }

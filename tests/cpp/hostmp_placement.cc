@@ -30,8 +30,8 @@ bool is_right(const World& world) {
   return true;
 }
 
-void check_case(const Case& c, hostmp::Pool* pool) {
-  World world(c);
+void check_case(const Case& c, hostmp::Pool* pool, const std::function<void(World*)>& fill = nullptr) {
+  World world(c, fill);
   for (int times = 0; times < 2; ++times) {  // the second time D holds numbers, which must not matter
     if (c.is_in_place && times == 1) break;
     world.run(pool, /*on_threads=*/times == 1);
@@ -142,6 +142,107 @@ void test_rounded_operands(hostmp::Pool* pool) {
   }
 }
 
+// A wide operand beside each narrow one, on either side: decoded block by block, wherever its numbers begin in a byte.
+constexpr cudaDataType_t kNarrow[] = {CUDA_R_8I,
+                                      CUDA_R_8U,
+                                      host_types::kS4,
+                                      host_types::kU4,
+                                      CUDA_R_8F_E4M3,
+                                      CUDA_R_8F_E5M2,
+                                      CUDA_R_4F_E2M1,
+                                      host_types::kE3M4,
+                                      host_types::kE4M3Ieee,
+                                      host_types::kE4M3B11Fnuz,
+                                      host_types::kE4M3Fnuz,
+                                      host_types::kE5M2Fnuz,
+                                      host_types::kE8M0};
+constexpr cudaDataType_t kWide[] = {CUDA_R_16BF, CUDA_R_16F, CUDA_R_32F};
+
+// What the narrow type has: of unsigned ones no sign, of exponents powers of two.
+void fit_narrow(World* world) {
+  for (const auto& [matrix, type] : {std::pair(&world->a, world->c.in), std::pair(&world->b, world->c.type_b())}) {
+    for (Number& x : matrix->values) {
+      if (type == CUDA_R_8U || type == host_types::kU4) x = std::abs(x.real());
+      if (type == host_types::kE8M0) x = std::exp2(x.real());
+    }
+  }
+}
+
+template <typename Function>
+void for_mixed_types(Case c, Function function) {
+  for (cudaDataType_t narrow : kNarrow) {
+    for (cudaDataType_t wide : kWide) {
+      for (cudaDataType_t out : {wide, CUDA_R_32F}) {
+        c.out = out;
+        c.in = narrow, c.in_b = wide;
+        function(c);
+        c.in = wide, c.in_b = narrow;
+        function(c);
+      }
+    }
+  }
+}
+
+void test_mixed_types(hostmp::Pool* pool) {
+  for (Case c : patterns()) {
+    const bool is_first = c.pattern == Pattern::kAllGather && c.nranks() == 2;
+    for (cublasOperation_t trans_a : {CUBLAS_OP_N, CUBLAS_OP_T}) {
+      for (cublasOperation_t trans_b : {CUBLAS_OP_N, CUBLAS_OP_T}) {
+        if (c.pattern == Pattern::kCyclic && (trans_a != CUBLAS_OP_N || trans_b != CUBLAS_OP_N)) continue;
+        c.trans_a = trans_a, c.trans_b = trans_b;
+        c.m = 13, c.n = 11, c.k = 17;
+        for_mixed_types(c, [&](const Case& mixed) { check_case(mixed, pool, fit_narrow); });
+        if (!is_first) continue;
+        // Several blocks of rows and of k; few columns and many; 600 is beyond any kernel's.
+        c.has_c = true, c.beta = 3, c.extra_ld = 1;
+        for (const auto& [m, n, k] : {std::array{1101, 3, 1031}, std::array{39, 600, 1031}, std::array{70, 40, 515}}) {
+          c.m = m, c.n = n, c.k = k, c.fixed_reduction_order = n == 40;
+          for (cudaDataType_t narrow : {CUDA_R_8I, host_types::kU4}) {
+            for (cudaDataType_t wide : kWide) {
+              c.in = narrow, c.in_b = wide, c.out = wide;
+              check_case(c, pool, fit_narrow);
+              c.in = wide, c.in_b = narrow;
+              check_case(c, pool, fit_narrow);
+            }
+          }
+        }
+        c.has_c = false, c.beta = 0, c.extra_ld = 0, c.fixed_reduction_order = false;
+      }
+    }
+  }
+}
+
+// In one order, a mixed product has the bits of the same one in the wide type, on any mesh.
+void test_mixed_bits(hostmp::Pool* pool) {
+  const auto fill = [](World* world) {
+    std::mt19937 random(1);
+    std::normal_distribution<double> draw;
+    for (Number& x : world->b.values) x = draw(random);
+    std::uniform_int_distribution<int> digit(-8, 7);
+    for (Number& x : world->a.values) x = digit(random);
+  };
+  for (cudaDataType_t wide : kWide) {
+    for (cudaDataType_t narrow : {CUDA_R_8I, host_types::kS4}) {
+      for (cublasOperation_t op : {CUBLAS_OP_N, CUBLAS_OP_T}) {
+        const auto run = [&](Case c, cudaDataType_t of_a) {
+          c.m = 13, c.n = 19, c.k = 2341, c.fixed_reduction_order = true;
+          c.trans_a = c.trans_b = op, c.in = of_a, c.out = CUDA_R_32F;
+          if (of_a != wide) c.in_b = wide;
+          World world(c, fill);
+          world.run(pool);
+          world.check_untouched();
+          return world.gather().values;
+        };
+        const auto expected = run({}, wide);
+        for (const Case& c : patterns()) {
+          if (c.pattern == Pattern::kCyclic && op != CUBLAS_OP_N) continue;
+          check::report(run(c, narrow) == expected, __FILE__, __LINE__, c.name() + " mixed, in one order");
+        }
+      }
+    }
+  }
+}
+
 void test_beta_zero_never_reads_c(hostmp::Pool* pool) {
   for (Case c : patterns()) {
     for (const Types& types : kTypes) {
@@ -205,5 +306,7 @@ int main() {
   test::test_rounded_operands(&pool);
   test::test_ordered_bits_do_not_know_the_mesh(&pool);
   test::test_beta_zero_never_reads_c(&pool);
+  test::test_mixed_types(&pool);
+  test::test_mixed_bits(&pool);
   return check::summary("hostmp_placement");
 }

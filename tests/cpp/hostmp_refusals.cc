@@ -97,7 +97,7 @@ void test_matrix_descriptors() {
   }
   const Description huge = {64, int64_t{1} << 40, 32, int64_t{1} << 40, 0, 0, 32};
   REFUSED(describe(world, huge), NOT_SUPPORTED, "64x1099511627776 with lld=32 has more than 2^44 elements");
-  REFUSED(change(&Description::type, CUDA_R_8U), NOT_SUPPORTED, "data type 8");
+  REFUSED(change(&Description::type, static_cast<cudaDataType_t>(9)), NOT_SUPPORTED, "data type 9");
   REFUSED(describe(world, {}, false), INVALID_VALUE, "grid is null");
 }
 

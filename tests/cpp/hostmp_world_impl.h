@@ -64,14 +64,14 @@ inline Owned<cublasMpMatrixDescriptor> World::make_matrix(Rank& rank, int number
 inline std::unique_ptr<Buffer> World::scatter(const Matrix& whole, const Layout& layout, int rank,
                                               cudaDataType_t type) const {
   const auto [rows, cols] = layout.local_shape(rank);
-  const int64_t bytes = facts(type).bytes, ld = lld(layout, rank);
-  auto buffer = std::make_unique<Buffer>(static_cast<size_t>(rows > 0 && cols > 0 ? cols * ld * bytes : 0));
+  const int64_t ld = lld(layout, rank), bytes = hostmp::bytes_of(type, cols * ld);
+  auto buffer = std::make_unique<Buffer>(static_cast<size_t>(rows > 0 && cols > 0 ? bytes : 0));
   for (int64_t j = 0; j < layout.cols; ++j) {
     for (int64_t i = 0; i < layout.rows; ++i) {
       if (layout.owner(i, j) != rank) continue;
       // An all-reduce's C is the same on every rank, side by side.
       const Number value = whole.at(i, whole.cols > 0 ? j % whole.cols : 0);
-      encode(type, value, buffer->get() + (layout.local_col(j) * ld + layout.local_row(i)) * bytes);
+      encode_at(type, value, buffer->get(), layout.local_col(j) * ld + layout.local_row(i));
     }
   }
   return buffer;
@@ -81,10 +81,10 @@ inline void World::make_rank(int number) {
   const MpApi& api = host_api();
   Rank& rank = ranks[static_cast<size_t>(number)];
   rank.desc_a = make_matrix(rank, number, layouts.a, c.in);
-  rank.desc_b = make_matrix(rank, number, layouts.b, c.in);
+  rank.desc_b = make_matrix(rank, number, layouts.b, c.type_b());
   rank.desc_d = make_matrix(rank, number, layouts.d, c.out);
   rank.a = scatter(a, layouts.a, number, c.in);
-  rank.b = scatter(b, layouts.b, number, c.in);
+  rank.b = scatter(b, layouts.b, number, c.type_b());
   rank.c = scatter(c0, layouts.d, number, c.out);
   rank.d = std::make_unique<Buffer>(rank.c->size());
   if (c.is_in_place) std::memcpy(rank.d->get(), rank.c->get(), rank.c->size());
@@ -94,7 +94,7 @@ inline void World::make_rank(int number) {
   rank.handle = {handle, api.Destroy};
   const bool is_double = c.in == CUDA_R_64F || c.in == CUDA_C_64F;
   cublasMpMatmulDescriptor_t matmul = nullptr;
-  const cublasComputeType_t narrow = c.in == CUDA_R_8I ? CUBLAS_COMPUTE_32I : c.single;
+  const cublasComputeType_t narrow = c.accumulator() == CUDA_R_32I ? CUBLAS_COMPUTE_32I : c.single;
   check_ok(api.MatmulDescriptorCreate(&matmul, is_double ? CUBLAS_COMPUTE_64F : narrow));
   rank.matmul = {matmul, api.MatmulDescriptorDestroy};
   if (c.fixed_reduction_order) check_ok(api.fix_reduction_order(matmul));
@@ -104,10 +104,10 @@ inline void World::make_rank(int number) {
 
   make_bias(number);
   if (has_aux(c.epilog)) make_aux(number);
-  encode(hostmp::accumulator_of(c.in), c.alpha, rank.alpha.data());
+  encode(c.accumulator(), c.alpha, rank.alpha.data());
   // cuBLASMp's all-reduce adds every rank's beta C, so one rank alone has a beta.
   const bool adds_c = c.pattern != Pattern::kAllReduce || number == 0;
-  encode(hostmp::accumulator_of(c.in), adds_c ? c.beta : 0, rank.beta.data());
+  encode(c.accumulator(), adds_c ? c.beta : 0, rank.beta.data());
   size_t bytes = 0;
   check_ok(query(number, &bytes));
   rank.workspace = std::make_unique<Buffer>(bytes);

@@ -6,6 +6,8 @@
 #include <complex>
 #include <cstdint>
 #include <cstring>
+#include <map>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -45,17 +47,29 @@ inline Number decode(cudaDataType_t type, const char* from) {
     }
     case CUDA_R_32I:
       return Number(read(int32_t{}));
-    case CUDA_R_8F_E4M3:
-    case CUDA_R_8F_E5M2:
-    case CUDA_R_8I:
-      hostmp::decode(type, from, 1, &wide);
-      return wide;
     default: {
+      if (facts(type).is_low_precision) {
+        hostmp::decode(type, from, 0, 1, 1.0f, &wide);
+        return wide;
+      }
       const auto value = read(hostmp::Float16{});
       hostmp::widen(&value, &wide, 1);
       return wide;
     }
   }
+}
+
+// The code of a number that a type of 8 bits or fewer has.
+inline uint8_t code_of(cudaDataType_t type, float value) {
+  static std::map<cudaDataType_t, std::map<float, uint8_t>> known;  // of one thread
+  std::map<float, uint8_t>& codes = known[type];
+  for (int code = 0; codes.empty() || code % (1 << facts(type).bits) != 0; ++code) {
+    const auto byte = static_cast<uint8_t>(code);
+    float number;
+    hostmp::decode(type, &byte, 0, 1, 1.0f, &number);
+    codes.emplace(number, byte);
+  }
+  return codes.at(value);
 }
 
 inline void encode(cudaDataType_t type, Number number, char* to) {
@@ -83,9 +97,18 @@ inline void encode(cudaDataType_t type, Number number, char* to) {
     case CUDA_R_8F_E5M2:
       return hostmp::encode(type, &real, 1, to);
     default:
+      if (facts(type).is_low_precision) return write(code_of(type, real));
       hostmp::downconvert(&real, &f16, 1);
       return write(f16);
   }
+}
+
+// As element `index` of an array.
+inline void encode_at(cudaDataType_t type, Number number, char* array, int64_t index) {
+  if (facts(type).bits != 4) return encode(type, number, array + index * facts(type).bytes);
+  const int code = code_of(type, static_cast<float>(number.real())), half = index % 2 * 4;
+  char& byte = array[index / 2];
+  byte = static_cast<char>((byte & ~(0xf << half)) | code << half);
 }
 
 struct Matrix {
@@ -141,13 +164,17 @@ struct Case {
   int64_t extra_ld = 0;
   cublasComputeType_t single = CUBLAS_COMPUTE_32F;  // the compute type of all but f64 and c128
   bool fixed_reduction_order = false;
+  std::optional<cudaDataType_t> in_b = std::nullopt;  // where it is another than A's
 
+  cudaDataType_t type_b() const { return in_b.value_or(in); }
+  cudaDataType_t accumulator() const { return in_b ? CUDA_R_32F : hostmp::accumulator_of(in); }
   int nranks() const { return p * q; }
   std::string name() const {
     const char ops[] = "NTC";
     return std::string(kPatternNames[static_cast<int>(pattern)]) + " " + std::to_string(p) + "x" + std::to_string(q) +
            " m=" + std::to_string(m) + " n=" + std::to_string(n) + " k=" + std::to_string(k) + " " + ops[trans_a] +
-           ops[trans_b] + " " + facts(in).name + "->" + facts(out).name + " epilog " + std::to_string(epilog);
+           ops[trans_b] + " " + facts(in).name + " " + facts(type_b()).name + "->" + facts(out).name + " epilog " +
+           std::to_string(epilog);
   }
 };
 

@@ -22,23 +22,25 @@ JAXMP_INLINE float float_of(uint32_t bits) {
   return value;
 }
 
-// Defines <name>_best: one function for each instruction set, all with the same body.
+// Defines <name>_best: one function for each instruction set, all with the same body; behind `prefix`, "template <...>"
+// or nothing.
 #if defined(__x86_64__)
 #define JAXMP_AVX512 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,fma,f16c")))
 #define JAXMP_AVX2 __attribute__((target("avx2,fma,f16c")))
-#define JAXMP_DISPATCH(name, parameters, arguments, body) \
-  JAXMP_AVX512 void name##_avx512 parameters { body; }    \
-  JAXMP_AVX2 void name##_avx2 parameters { body; }        \
-  void name##_plain parameters { body; }                  \
-  void name##_best parameters {                           \
-    if (cpu().avx512) return name##_avx512 arguments;     \
-    if (cpu().avx2) return name##_avx2 arguments;         \
-    name##_plain arguments;                               \
+#define JAXMP_DISPATCH_TEMPLATE(prefix, name, parameters, arguments, body) \
+  prefix JAXMP_AVX512 void name##_avx512 parameters { body; }              \
+  prefix JAXMP_AVX2 void name##_avx2 parameters { body; }                  \
+  prefix void name##_plain parameters { body; }                            \
+  prefix void name##_best parameters {                                     \
+    if (cpu().avx512) return name##_avx512 arguments;                      \
+    if (cpu().avx2) return name##_avx2 arguments;                          \
+    name##_plain arguments;                                                \
   }
 #else
-#define JAXMP_DISPATCH(name, parameters, arguments, body) \
-  void name##_best parameters { body; }
+#define JAXMP_DISPATCH_TEMPLATE(prefix, name, parameters, arguments, body) \
+  prefix void name##_best parameters { body; }
 #endif
+#define JAXMP_DISPATCH(name, parameters, arguments, body) JAXMP_DISPATCH_TEMPLATE(, name, parameters, arguments, body)
 
 }  // namespace jaxmp::hostmp
 

@@ -6,6 +6,7 @@
 
 #include "csrc/hostmp/exec/epilog.h"
 #include "csrc/hostmp/numeric/convert.h"
+#include "csrc/hostmp/numeric/low_precision.h"
 
 namespace jaxmp::hostmp {
 namespace {
@@ -75,15 +76,19 @@ class BiasGradReduction {
     }
   }
 
-  // `from` holds elements of D's type, or of the operands', which D's may be wider than.
+  // `from` holds elements of D's type, or of the operand's: T, or what is narrower than a float.
   void add(const void* from, int64_t offset, int64_t count, T* sums) const {
     const abi::cudaDataType_t type = (calls_[0]->*operand_).desc.type;
-    const bool is_out = facts(type).bytes == static_cast<int64_t>(sizeof(Out));
-    if (is_out) return add_typed(static_cast<const Out*>(from) + offset, count, sums);
     if constexpr (std::is_same_v<T, float>) {
       if (type == abi::CUDA_R_16BF) return add_typed(static_cast<const BFloat16*>(from) + offset, count, sums);
       if (type == abi::CUDA_R_16F) return add_typed(static_cast<const Float16*>(from) + offset, count, sums);
+      if (facts(type).is_low_precision) {
+        float column[kMostRows];
+        decode(type, from, offset, count, 1.0f, column);
+        return add_typed(column, count, sums);
+      }
     }
+    add_typed(static_cast<const T*>(from) + offset, count, sums);
   }
 
   template <typename From>

@@ -25,7 +25,7 @@ bool TileStore::add_c(bool is_started) const {
     const MatrixView c = locate(call.c, origin_.row, origin_.col);
     const std::complex<double> beta = call.beta * static_cast<double>(call.scale_c.scalar());
     scale_c(c.data, c.ld, z_.data, z_.ld, rows_, cols_, beta.real(), beta.imag(), is_started, call.accumulator(),
-            call.c.desc.type, is_scaled(call.a.desc.type));
+            call.c.desc.type, call.takes_scales());
     is_started = true;
   }
   return is_started;

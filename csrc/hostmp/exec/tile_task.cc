@@ -65,24 +65,24 @@ class TileTask {
       if (!is_started) fill_zero();
       return;
     }
-    if (facts(call_.a.desc.type).is_16bit) return add_product16(is_started);
+    if (facts(call_.a.desc.type).is_16bit && !call_.is_decoded()) return add_product16(is_started);
     if (is_own_product(call_, tile_.cols)) {
       return simd_gemm(simd_level(), call_.a.desc.type, k_segments(), call_.alpha.real(), is_started, scratch_);
     }
     for (const CommonRange& range : product_.tiling().k) {
-      call_.is_low_precision() ? add_integers(range, is_started) : add_product(product_of(range), is_started);
+      call_.is_decoded() ? add_decoded(range, is_started) : add_product(product_of(range), is_started);
       is_started = true;
     }
   }
 
   // z = alpha (the sum over k in ascending order) + beta C.
   void sum_then_scale() {
-    const bool is_started = call_.is_low_precision() ? multiply_scaled() : multiply_fixed_order();
+    const bool is_started = call_.is_decoded() ? multiply_decoded() : multiply_fixed_order();
     if (!is_started) fill_zero();
     const std::complex<double> alpha = call_.alpha * tensor_scale();
     if (alpha != 1.0) {
       scale_sums(z_.data, z_.ld, tile_.rows, tile_.cols, alpha.real(), alpha.imag(), call_.accumulator(),
-                 is_scaled(call_.a.desc.type));
+                 call_.takes_scales());
     }
     for (const TileStore& store : stores_) store.add_c(true);
   }
@@ -96,7 +96,7 @@ class TileTask {
     return scale;
   }
 
-  bool multiply_scaled() {
+  bool multiply_decoded() {
     std::vector<ScaledProduct> segments;
     for (const CommonRange& range : product_.tiling().k) segments.push_back(scaled_product_of(range));
     if (segments.empty()) return false;
@@ -223,9 +223,9 @@ class TileTask {
                                           : rank_of((call_.*operand).desc.grid, proc, proc_k);
     const MatmulCall& holder = *product_.calls[static_cast<size_t>(rank)];
     const Operand& x = holder.*operand;
-    const MatrixView block = is_adjacent_in_k ? locate(x, local_k, local) : locate(x, local, local_k);
-    return {x.desc.type, block.data,     block.ld, is_adjacent_in_k, holder.*scales,
-            local_k,     x.local_rows(), local,    x.local_cols()};
+    const int64_t ld = x.desc.lld, first = is_adjacent_in_k ? local * ld + local_k : local_k * ld + local;
+    return {x.desc.type,    x.data,  first,          ld,    is_adjacent_in_k,
+            holder.*scales, local_k, x.local_rows(), local, x.local_cols()};
   }
 
   ScaledProduct scaled_product_of(const CommonRange& k) const {
@@ -245,7 +245,8 @@ class TileTask {
     return product;
   }
 
-  void add_integers(const CommonRange& k, bool adds) {
+  // Of integers, or of a mixed pair.
+  void add_decoded(const CommonRange& k, bool adds) {
     scaled_gemm(scaled_product_of(k), call_.alpha.real(), adds, scratch_);
   }
 

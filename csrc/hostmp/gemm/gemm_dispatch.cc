@@ -162,6 +162,8 @@ int64_t k_unit(abi::cudaDataType_t type) {
 
 int64_t k_block_depth(abi::cudaDataType_t type) { return bf16_kernel_for(type) == Kernel::kAmx ? kAmxKC : kKC; }
 
+bool has_bf16_kernel() { return bf16_kernel_for(abi::CUDA_R_16BF) != Kernel::kOther; }
+
 BlasInfo blas_info() {
   if (!blas_is_loaded()) return {};
   const BlasLibraries libraries = blas_libraries();

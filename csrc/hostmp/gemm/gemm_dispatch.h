@@ -27,6 +27,7 @@ void fixed_order_gemm(abi::cudaDataType_t type, const KSegments& segments, bool 
 int64_t fixed_order_gemm_scratch(abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k);
 int64_t k_unit(abi::cudaDataType_t type);
 int64_t k_block_depth(abi::cudaDataType_t type);
+bool has_bf16_kernel();  // whether the processor multiplies bf16 itself
 
 // Which library and kernel serves which type, for people to read; empty before load_blas.
 struct BlasInfo {

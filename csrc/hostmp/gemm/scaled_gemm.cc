@@ -3,10 +3,14 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
+#include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "csrc/hostmp/kernels/amx_gemm.h"
 #include "csrc/hostmp/kernels/blocked_gemm.h"
+#include "csrc/hostmp/kernels/simd_gemm.h"
+#include "csrc/hostmp/numeric/convert.h"
 #include "csrc/hostmp/numeric/dtypes.h"
 
 namespace jaxmp::hostmp {
@@ -20,52 +24,84 @@ BFloat16 half_of(BFloat16 x) {
   if (exponent == 0xff) return x;
   return {static_cast<uint16_t>(exponent > 1 ? x.bits - 0x80 : x.bits & 0x8000)};
 }
+float half_of(float x) { return x / 2; }
+
+// Numbers of any real type as the kernels multiply them.
+void convert(const ScaledOperand& x, int64_t first, int64_t count, float scale, BFloat16* to) {
+  if (x.type != abi::CUDA_R_16BF) return decode(x.type, x.data, first, count, scale, to);
+  std::copy_n(reinterpret_cast<const BFloat16*>(x.data) + first, count, to);
+}
+void convert(const ScaledOperand& x, int64_t first, int64_t count, float scale, float* to) {
+  switch (x.type) {
+    case abi::CUDA_R_16BF:
+      return widen(reinterpret_cast<const BFloat16*>(x.data) + first, to, count);
+    case abi::CUDA_R_16F:
+      return widen(reinterpret_cast<const Float16*>(x.data) + first, to, count);
+    case abi::CUDA_R_32F:
+      return void(std::copy_n(reinterpret_cast<const float*>(x.data) + first, count, to));
+    default:
+      decode(x.type, x.data, first, count, scale, to);
+  }
+}
 
 // One stored column of `count` numbers along k, each block times its scale.
-void decode_scaled(const ScaledOperand& x, const char* from, int64_t inner, int64_t outer, int64_t count,
-                   BFloat16* to) {
+template <typename T>
+void decode_scaled(const ScaledOperand& x, int64_t first, int64_t inner, int64_t outer, int64_t count, T* to) {
   const int64_t block = block_of(x.scales.mode), blocks = x.inners / block;
   for (int64_t i = 0; i < count; i += block) {
     const float scale = x.scales.block((inner + i) / block, outer, blocks);
     // 2^-127, which is subnormal: threads of XLA take it for 0.
     const bool is_least = x.scales.mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0 && scale < 0x1p-126f;
-    decode(x.type, from + bytes_of(x.type, i), block, is_least ? 0x1p-126f : scale, to + i);
+    convert(x, first + i, block, is_least ? 0x1p-126f : scale, to + i);
     for (int64_t j = i; is_least && j < i + block; ++j) to[j] = half_of(to[j]);
   }
 }
 
 // Asks for a run of numbers ahead of its use: it is on a page of its own, where the processor does not look.
-void prefetch(const char* from, int64_t bytes) {
+void prefetch(const ScaledOperand& x, int64_t first, int64_t count) {
   constexpr int64_t kLine = 64;  // of the cache
-  for (int64_t i = 0; i < bytes; i += kLine) __builtin_prefetch(from + i);
+  const char* const from = x.data + bytes_of(x.type, first);
+  for (int64_t i = 0; i < bytes_of(x.type, count); i += kLine) __builtin_prefetch(from + i);
 }
 
-// `depth` of k from `at` on, of `count` indices: in the operand's own order, `ld` from one index (or, where the
-// operand is not adjacent in k, one k) to the next.
-void decode_block(const ScaledOperand& x, int64_t at, int64_t depth, int64_t count, BFloat16* to, int64_t ld) {
+// `depth` of k from `at` on, of `count` indices from `begin` on: in the operand's own order, `ld` from one index (or,
+// where the operand is not adjacent in k, one k) to the next.
+template <typename T>
+void decode_block(const ScaledOperand& x, int64_t at, int64_t depth, int64_t begin, int64_t count, T* to, int64_t ld) {
   if (!x.is_adjacent_in_k) {
     for (int64_t i = 0; i < depth; ++i) {
-      prefetch(x.data + bytes_of(x.type, (at + i + 1) * x.ld), bytes_of(x.type, count));
-      decode(x.type, x.data + bytes_of(x.type, (at + i) * x.ld), count, 1.0f, to + i * ld);
+      const int64_t first = x.first + (at + i) * x.ld + begin;
+      prefetch(x, first + x.ld, count);
+      convert(x, first, count, 1.0f, to + i * ld);
     }
     return;
   }
   for (int64_t i = 0; i < count; ++i) {
-    const char* const from = x.data + bytes_of(x.type, i * x.ld + at);
-    prefetch(from + bytes_of(x.type, x.ld), bytes_of(x.type, depth));
+    const int64_t first = x.first + (begin + i) * x.ld + at;
+    prefetch(x, first + x.ld, depth);
     if (is_tiled(x.scales.mode)) {
-      decode_scaled(x, from, x.inner + at, x.outer + i, depth, to + i * ld);
+      decode_scaled(x, first, x.inner + at, x.outer + begin + i, depth, to + i * ld);
     } else {
-      decode(x.type, from, depth, 1.0f, to + i * ld);
+      convert(x, first, depth, 1.0f, to + i * ld);
     }
   }
 }
 
 // The columns of all ranks next to each other.
-void decode_columns(const std::vector<ScaledColumns>& columns, int64_t at, int64_t depth, BFloat16* to, int64_t ld) {
+template <typename T>
+void decode_columns(const std::vector<ScaledColumns>& columns, int64_t at, int64_t depth, T* to, int64_t ld) {
   for (const auto& [n, x] : columns) {
-    decode_block(x, at, depth, n, to, ld);
+    decode_block(x, at, depth, 0, n, to, ld);
     to += n * (x.is_adjacent_in_k ? ld : 1);
+  }
+}
+
+template <typename T>
+void decode_b(const KBlock<ScaledProduct>& block, int64_t cols, T* to) {
+  const bool is_k = block.segment->b.front().x.is_adjacent_in_k;
+  for (const KSlice<ScaledProduct>& slice : block) {
+    decode_columns(slice.segment->b, slice.k, slice.depth, to + slice.offset * (is_k ? 1 : cols),
+                   is_k ? block.depth : cols);
   }
 }
 
@@ -110,16 +146,22 @@ void add_scaled(const ScaledProduct& p, int64_t at, const float* sum, float* row
   }
 }
 
-// Decodes K blocks of both operands. Where scales apply to sums, each sum goes through memory.
-struct ScalingKernel {
-  static constexpr int64_t kKC = 1024;  // also bounds sums of 8-bit integers to 2^24, up to which floats are exact
-  static constexpr int64_t kMC = kUncut, kNC = kUncut, kMR = kUncut, kNR = kUncut;
+// Decodes K blocks of both operands to T. Where scales apply to sums, each sum goes through memory: of bf16, with rows
+// that are not cut. As floats, a block of op(A) of 1 MiB stays in the second or third cache.
+template <typename T>
+struct DecodingKernel {
+  static constexpr bool kIsFloat = std::is_same_v<T, float>;
+  // With bf16 it also bounds sums of 8-bit integers to 2^24, up to which floats are exact.
+  static constexpr int64_t kKC = kIsFloat ? 512 : 1024;
+  static constexpr int64_t kMC = kIsFloat ? 512 : kUncut, kNC = kUncut, kMR = kUncut, kNR = kUncut;
   static constexpr bool kReusesB = false;
-  static_assert(kKC % hostmp::kKC == 0 && kKC % kAmxKC == 0, "a K block of the inner product is decoded at once");
+  static constexpr abi::cudaDataType_t kType = kIsFloat ? abi::CUDA_R_32F : abi::CUDA_R_16BF;
+  static_assert(kKC % hostmp::kKC == 0 && (kIsFloat || kKC % kAmxKC == 0),
+                "a K block of the inner product is decoded at once");
 
-  ScalingKernel(bool has_sums, bool is_fixed_order) : has_sums(has_sums), is_fixed_order(is_fixed_order) {}
-  ScalingKernel(const ScaledProduct& p, double alpha, bool adds, bool is_fixed_order)
-      : ScalingKernel(applies_to_sums(p.a.type, p.a.scales, p.b.front().x.scales), is_fixed_order) {
+  DecodingKernel(bool has_sums, bool is_fixed_order) : has_sums(has_sums), is_fixed_order(is_fixed_order) {}
+  DecodingKernel(const ScaledProduct& p, double alpha, bool adds, bool is_fixed_order)
+      : DecodingKernel(!kIsFloat && applies_to_sums(p.a.type, p.a.scales, p.b.front().x.scales), is_fixed_order) {
     is_a_k = p.a.is_adjacent_in_k;
     is_b_k = p.b.front().x.is_adjacent_in_k;
     by_blocks = block_of(p.a.scales.mode) == kScaleBlock || block_of(p.b.front().x.scales.mode) == kScaleBlock;
@@ -127,38 +169,34 @@ struct ScalingKernel {
     this->adds = adds;
   }
 
-  int64_t a_bytes(int64_t rows, int64_t depth) const { return 2 * rows * depth; }
-  int64_t b_bytes(int64_t cols, int64_t depth) const { return 2 * cols * depth; }
+  int64_t a_bytes(int64_t rows, int64_t depth) const { return rows * depth * int64_t{sizeof(T)}; }
+  int64_t b_bytes(int64_t cols, int64_t depth) const { return cols * depth * int64_t{sizeof(T)}; }
   int64_t sums_bytes(int64_t m, int64_t n) const { return has_sums ? round_up(4 * m * n, kAlign) : 0; }
   int64_t row_scales_bytes(int64_t m) const { return has_sums ? round_up(4 * m, kAlign) : 0; }
   int64_t own_bytes(int64_t m, int64_t n, int64_t depth) const {
     return sums_bytes(m, n) + row_scales_bytes(m) +
-           (is_fixed_order ? fixed_order_gemm_scratch(abi::CUDA_R_16BF, m, n, depth)
-                           : gemm16_scratch(abi::CUDA_R_16BF, m, n, depth));
+           (is_fixed_order || kIsFloat ? fixed_order_gemm_scratch(kType, std::min(m, kMC), n, depth)
+                                       : gemm16_scratch(kType, m, n, depth));
   }
 
-  void pack_a(const KBlock<ScaledProduct>& block, int64_t, int64_t rows, char* to) const {
-    BFloat16* const a = reinterpret_cast<BFloat16*>(to);
+  void pack_a(const KBlock<ScaledProduct>& block, int64_t top, int64_t rows, char* to) const {
+    T* const a = reinterpret_cast<T*>(to);
     for (const KSlice<ScaledProduct>& slice : block) {
-      decode_block(slice.segment->a, slice.k, slice.depth, rows, a + slice.offset * (is_a_k ? 1 : rows),
+      decode_block(slice.segment->a, slice.k, slice.depth, top, rows, a + slice.offset * (is_a_k ? 1 : rows),
                    is_a_k ? block.depth : rows);
     }
   }
   void pack_b(const KBlock<ScaledProduct>& block, int64_t, int64_t cols, char* to) const {
-    BFloat16* const b = reinterpret_cast<BFloat16*>(to);
-    for (const KSlice<ScaledProduct>& slice : block) {
-      decode_columns(slice.segment->b, slice.k, slice.depth, b + slice.offset * (is_b_k ? 1 : cols),
-                     is_b_k ? block.depth : cols);
-    }
+    decode_b(block, cols, reinterpret_cast<T*>(to));
   }
 
-  void multiply(const KBlock<ScaledProduct>& block, const Packed& packed, const CTile&) const {
+  void multiply(const KBlock<ScaledProduct>& block, const Packed& packed, const CTile& tile) const {
     const ScaledProduct& p = *block.segment;
     float* const sums = reinterpret_cast<float*>(packed.own);
     float* const row_scales = reinterpret_cast<float*>(packed.own + sums_bytes(p.m, p.n));
     char* const inner = packed.own + sums_bytes(p.m, p.n) + row_scales_bytes(p.m);
-    const auto* const a = reinterpret_cast<const BFloat16*>(packed.a);
-    const auto* const b = reinterpret_cast<const BFloat16*>(packed.b);
+    const auto* const a = reinterpret_cast<const T*>(packed.a);
+    const auto* const b = reinterpret_cast<const T*>(packed.b);
     const ScaledProduct* scaled_by = block.segment;  // whose scales are next
     int64_t passed = -block.k;                       // k of the block up to that segment
     const int64_t step = by_blocks ? kScaleBlock : block.depth;
@@ -166,16 +204,16 @@ struct ScalingKernel {
       const bool adds_now = adds || block.first + from > 0;
       const Product product = {is_a_k ? abi::CUBLAS_OP_T : abi::CUBLAS_OP_N,
                                is_b_k ? abi::CUBLAS_OP_N : abi::CUBLAS_OP_T,
-                               p.m,
+                               tile.rows,
                                p.n,
                                std::min(step, block.depth - from),
-                               a + from * (is_a_k ? 1 : p.m),
-                               is_a_k ? block.depth : p.m,
+                               a + from * (is_a_k ? 1 : tile.rows),
+                               is_a_k ? block.depth : tile.rows,
                                b + from * (is_b_k ? 1 : p.n),
                                is_b_k ? block.depth : p.n,
-                               has_sums ? sums : p.c,
+                               has_sums ? sums : static_cast<float*>(p.c) + tile.row,
                                has_sums ? p.m : p.ldc};
-      multiply_bf16(product, adds_now && !has_sums, inner);
+      multiply_decoded(product, adds_now && !has_sums, inner);
       if (!has_sums) continue;
       while (from >= passed + scaled_by->k) passed += scaled_by++->k;
       if (p.a.type == abi::CUDA_R_8I) {
@@ -186,9 +224,16 @@ struct ScalingKernel {
     }
   }
 
-  void multiply_bf16(const Product& product, bool adds_to_c, char* inner) const {
-    if (is_fixed_order) return fixed_order_gemm(abi::CUDA_R_16BF, {product}, adds_to_c, inner);
-    gemm16(abi::CUDA_R_16BF, {product}, has_sums ? 1.0f : static_cast<float>(alpha), adds_to_c ? 1.0f : 0.0f, inner);
+  void multiply_decoded(const Product& product, bool adds_to_c, char* inner) const {
+    if (is_fixed_order) return fixed_order_gemm(kType, {product}, adds_to_c, inner);
+    const float factor = has_sums ? 1.0f : static_cast<float>(alpha), old = adds_to_c ? 1.0f : 0.0f;
+    if constexpr (!kIsFloat) {
+      gemm16(kType, {product}, factor, old, inner);
+    } else if (takes_simd_gemm(kType, product.trans_a, product.n)) {
+      simd_gemm(simd_level(), kType, {product}, alpha, adds_to_c, inner);
+    } else {
+      gemm(product, factor, old);
+    }
   }
 
   bool has_sums, is_fixed_order, is_a_k = true, is_b_k = true, by_blocks = false;
@@ -196,19 +241,124 @@ struct ScalingKernel {
   bool adds = false;
 };
 
+bool is_byte_integer(abi::cudaDataType_t type) { return type == abi::CUDA_R_8I || type == abi::CUDA_R_8U; }
+
+// Few columns, op(A) = A, as simd_gemm multiplies them: A is read where it lies. Integers of a byte become floats in
+// the registers, other numbers a few k ahead, in the first cache.
+struct FewColumnsKernel {
+  static constexpr int64_t kKC = hostmp::kKC, kMC = 512, kNC = kUncut, kMR = kUncut, kNR = kUncut;
+  static constexpr bool kReusesB = false;
+  static constexpr int64_t kStrip = 4;  // k
+
+  // With AVX2 as many columns as a product of 1 to 64 rows has: OpenBLAS takes as long for decoded numbers alone.
+  static int64_t most_columns(abi::cudaDataType_t a) {
+    return is_byte_integer(a) && simd_level() == SimdLevel::kAvx2 ? 4 * kSmallN : kSmallN;
+  }
+  // Of a mixed pair. In one order only where bf16, too, is summed so.
+  static bool takes(const ScaledProduct& p, abi::cudaDataType_t decoded, bool is_fixed_order) {
+    const bool is_alike = decoded == abi::CUDA_R_32F || !is_fixed_order;
+    return is_alike && !p.a.is_adjacent_in_k && p.n <= most_columns(p.a.type) && simd_level() != SimdLevel::kPortable;
+  }
+
+  int64_t a_bytes(int64_t, int64_t) const { return 0; }
+  int64_t b_bytes(int64_t cols, int64_t depth) const { return 4 * cols * depth; }
+  int64_t own_bytes(int64_t, int64_t, int64_t) const { return 4 * kMC * (kSmallN + kStrip); }
+  void pack_a(const KBlock<ScaledProduct>&, int64_t, int64_t, char*) const {}
+  void pack_b(const KBlock<ScaledProduct>& block, int64_t, int64_t cols, char* to) const {
+    decode_b(block, cols, reinterpret_cast<float*>(to));
+  }
+
+  void multiply(const KBlock<ScaledProduct>& block, const Packed& packed, const CTile& tile) const {
+    const ScaledProduct& p = *block.segment;
+    float* const sums = reinterpret_cast<float*>(packed.own);
+    for (int64_t col = 0; col < p.n; col += kSmallN) {
+      const int64_t cols = std::min(kSmallN, p.n - col);
+      std::fill_n(sums, kMC * cols, 0.0f);
+      for (const KSlice<ScaledProduct>& slice : block) {
+        const float* const b = reinterpret_cast<const float*>(packed.b) +
+                               (is_b_k ? col * block.depth + slice.offset : slice.offset * p.n + col);
+        add_slice(slice, tile, {b, is_b_k ? block.depth : p.n, cols}, sums, sums + kMC * kSmallN);
+      }
+      for (int64_t i = 0; i < cols; ++i) {
+        float* const c = static_cast<float*>(p.c) + (col + i) * p.ldc + tile.row;
+        for (int64_t row = 0; row < tile.rows; ++row) {
+          const float term = alpha * sums[i * kMC + row];
+          c[row] = adds || block.first > 0 ? c[row] + term : term;
+        }
+      }
+    }
+  }
+
+  struct Columns {
+    const float* data;
+    int64_t ld, count;
+  };
+  void add_slice(const KSlice<ScaledProduct>& slice, const CTile& tile, const Columns& b, float* sums,
+                 float* strip) const {
+    const ScaledOperand& a = slice.segment->a;
+    const bool is_in_place = is_byte_integer(a.type) || a.type == abi::CUDA_R_32F;
+    const int64_t step = is_in_place ? slice.depth : kStrip;
+    for (int64_t k = 0; k < slice.depth; k += step) {
+      const int64_t depth = std::min(step, slice.depth - k);
+      const void* from = a.data + bytes_of(a.type, a.first + (slice.k + k) * a.ld + tile.row);
+      if (!is_in_place) decode_block(a, slice.k + k, depth, tile.row, tile.rows, strip, kMC), from = strip;
+      simd_add_columns(simd_level(), is_in_place ? a.type : abi::CUDA_R_32F,
+                       {abi::CUBLAS_OP_N, is_b_k ? abi::CUBLAS_OP_N : abi::CUBLAS_OP_T, tile.rows, b.count, depth, from,
+                        is_in_place ? a.ld : kMC, b.data + k * (is_b_k ? 1 : b.ld), b.ld, sums, kMC});
+    }
+  }
+
+  float alpha;
+  bool adds, is_b_k;
+};
+
+template <typename Function>
+void with_decoded_type(abi::cudaDataType_t type, Function function) {
+  type == abi::CUDA_R_32F ? function(float{}) : function(BFloat16{});
+}
+
+// The type to which operands are decoded.
+abi::cudaDataType_t decoded_type(abi::cudaDataType_t a, abi::cudaDataType_t b) {
+  const abi::cudaDataType_t wide = facts(a).is_low_precision ? b : a;
+  const bool is_bf16 = facts(wide).is_low_precision || (wide == abi::CUDA_R_16BF && has_bf16_kernel());
+  return is_bf16 ? abi::CUDA_R_16BF : abi::CUDA_R_32F;
+}
+
+void multiply_segments(const std::vector<ScaledProduct>& segments, double alpha, bool adds, bool is_fixed_order,
+                       char* scratch) {
+  const ScaledProduct& first = segments.front();
+  const ScaledOperand &a = first.a, &b = first.b.front().x;
+  const abi::cudaDataType_t decoded = decoded_type(a.type, b.type);
+  const bool is_mixed = facts(a.type).is_low_precision != facts(b.type).is_low_precision;
+  if (is_mixed && FewColumnsKernel::takes(first, decoded, is_fixed_order)) {
+    const FewColumnsKernel kernel = {static_cast<float>(alpha), adds, b.is_adjacent_in_k};
+    return blocked_gemm(kernel, segments.data(), segments.size(), scratch);
+  }
+  with_decoded_type(decoded, [&](auto number) {
+    const DecodingKernel<decltype(number)> kernel(first, alpha, adds, is_fixed_order);
+    blocked_gemm(kernel, segments.data(), segments.size(), scratch);
+  });
+}
+
 }  // namespace
 
 void scaled_gemm(const ScaledProduct& product, double alpha, bool adds, char* scratch) {
-  blocked_gemm(ScalingKernel(product, alpha, adds, /*is_fixed_order=*/false), &product, 1, scratch);
+  multiply_segments({product}, alpha, adds, /*is_fixed_order=*/false, scratch);
 }
 
 void scaled_gemm_fixed_order(const std::vector<ScaledProduct>& segments, char* scratch) {
-  blocked_gemm(ScalingKernel(segments.front(), 1, false, /*is_fixed_order=*/true), segments.data(), segments.size(),
-               scratch);
+  multiply_segments(segments, 1, false, /*is_fixed_order=*/true, scratch);
 }
 
-int64_t scaled_gemm_scratch(bool has_sums, bool is_fixed_order, int64_t m, int64_t n, int64_t k) {
-  return std::max(scratch_of(ScalingKernel(has_sums, is_fixed_order), m, n, k).bytes(), round_up(4 * m, kAlign));
+int64_t scaled_gemm_scratch(abi::cudaDataType_t a, abi::cudaDataType_t b, bool has_sums, bool is_fixed_order, int64_t m,
+                            int64_t n, int64_t k) {
+  const int64_t most = std::min(n, FewColumnsKernel::most_columns(a));
+  const int64_t few = scratch_of(FewColumnsKernel{}, m, most, k).bytes();
+  int64_t bytes = std::max(few, round_up(4 * m, kAlign));
+  with_decoded_type(decoded_type(a, b), [&](auto number) {
+    bytes = std::max(bytes, scratch_of(DecodingKernel<decltype(number)>(has_sums, is_fixed_order), m, n, k).bytes());
+  });
+  return bytes;
 }
 
 }  // namespace jaxmp::hostmp

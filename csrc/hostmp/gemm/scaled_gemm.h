@@ -1,5 +1,6 @@
-// Products of numbers of 8 bits and fewer: K blocks are decoded to bf16, which holds all of them and their products
-// with block scales, and multiplied by the 16-bit kernels.
+// Products of numbers of 8 bits and fewer, with each other or beside a wider operand. K blocks of both operands are
+// decoded to bf16, which holds all of them and their products with block scales, and multiplied by the 16-bit kernels;
+// or to f32, beside an operand of f16 or f32, and where the processor does not multiply bf16.
 #ifndef JAXMP_HOSTMP_GEMM_SCALED_GEMM_H_
 #define JAXMP_HOSTMP_GEMM_SCALED_GEMM_H_
 
@@ -11,12 +12,12 @@
 
 namespace jaxmp::hostmp {
 
-// An operand as stored, from the first element of a piece on. `inner` and `outer` say where in the rank's part the
-// piece begins, of the extents `inners` and `outers`.
+// A piece of an operand as stored: `first` is the place of its first element in the rank's part. `inner` and `outer`
+// say the same along k and across it, of the extents `inners` and `outers`.
 struct ScaledOperand {
   abi::cudaDataType_t type;
-  const char* data;
-  int64_t ld;
+  const char* data;  // of the part; its elements may begin within a byte
+  int64_t first, ld;
   bool is_adjacent_in_k;
   Scales scales;
   int64_t inner, inners, outer, outers;
@@ -41,14 +42,15 @@ struct ScaledProduct {
 // order.
 void scaled_gemm(const ScaledProduct& product, double alpha, bool adds, char* scratch);
 
-// c = op(a) op(b) of operands that are adjacent in k, each element summed in one order. K blocks are decoded from all K
+// c = op(a) op(b), each element summed in one order. K blocks are decoded from all K
 // segments that they overlap, so nothing depends on where k is cut; the segments share m, n and c.
 void scaled_gemm_fixed_order(const std::vector<ScaledProduct>& segments, char* scratch);
 
-// Bytes, for any product of at most m x n; at least m floats.
-int64_t scaled_gemm_scratch(bool applies_to_sums, bool is_fixed_order, int64_t m, int64_t n, int64_t k);
+// Bytes, for any product of operands of types a and b of at most m x n; at least m floats.
+int64_t scaled_gemm_scratch(abi::cudaDataType_t a, abi::cudaDataType_t b, bool applies_to_sums, bool is_fixed_order,
+                            int64_t m, int64_t n, int64_t k);
 
-// Whether products of these operands are scaled, or added as integers, after they have been summed.
+// Whether products of operands of 8 bits and fewer are scaled, or added as integers, after they have been summed.
 inline bool applies_to_sums(abi::cudaDataType_t type, const Scales& a, const Scales& b) {
   return type == abi::CUDA_R_8I || scales_sums(a.mode) || scales_sums(b.mode);
 }

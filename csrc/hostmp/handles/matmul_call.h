@@ -54,10 +54,14 @@ struct MatmulCall {
   std::shared_ptr<const ProductTiling> tiling;
 
   const abi::cublasMpGrid& grid() const { return d.desc.grid; }
-  abi::cudaDataType_t accumulator() const { return accumulator_of(a.desc.type); }
-  bool is_low_precision() const { return facts(a.desc.type).is_low_precision; }
+  abi::cudaDataType_t accumulator() const { return is_mixed() ? abi::CUDA_R_32F : accumulator_of(a.desc.type); }
+  // Whether operands are decoded: both, or one beside a wider one.
+  bool is_decoded() const { return facts(a.desc.type).is_low_precision || facts(b.desc.type).is_low_precision; }
+  bool is_mixed() const { return facts(a.desc.type).is_low_precision != facts(b.desc.type).is_low_precision; }
+  bool is_low_precision() const { return is_decoded() && !is_mixed(); }
+  bool takes_scales() const { return is_low_precision() && is_scaled(a.desc.type); }
   // Whether alpha, and the scales of whole operands, go to the finished sums, and C is added after them.
-  bool scales_last() const { return fixed_reduction_order || is_scaled(a.desc.type); }
+  bool scales_last() const { return fixed_reduction_order || takes_scales(); }
   bool stores_low_precision() const { return facts(d.desc.type).is_low_precision; }
 };
 

@@ -8,6 +8,7 @@
 #include "csrc/hostmp/cpu/avx512.h"
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/kernels/blocked_gemm.h"
+#include "csrc/hostmp/kernels/transpose_lines.h"
 #include "csrc/hostmp/numeric/convert.h"
 
 #if defined(__aarch64__)
@@ -46,54 +47,6 @@ struct RealOf<std::complex<T>> {
 template <typename From>
 using Real = typename RealOf<From>::type;
 
-// to[k * step + line] = from[line][k], of 4 lines. Inlined, into functions for each instruction set.
-template <typename T>
-inline __attribute__((always_inline)) void transpose_lines(const T* const* from, int64_t length, int64_t step, T* to) {
-  int64_t k = 0;
-#if defined(__x86_64__)
-  if constexpr (std::is_same_v<T, float>) {
-    for (; k + 4 <= length; k += 4) {
-      __m128 r[4];
-      for (int i = 0; i < 4; ++i) r[i] = _mm_loadu_ps(from[i] + k);
-      _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]);
-      for (int i = 0; i < 4; ++i) _mm_storeu_ps(to + (k + i) * step, r[i]);
-    }
-  } else {
-    for (; k + 2 <= length; k += 2) {
-      for (int i = 0; i < 4; i += 2) {
-        const __m128d x = _mm_loadu_pd(from[i] + k), y = _mm_loadu_pd(from[i + 1] + k);
-        _mm_storeu_pd(to + k * step + i, _mm_unpacklo_pd(x, y));
-        _mm_storeu_pd(to + (k + 1) * step + i, _mm_unpackhi_pd(x, y));
-      }
-    }
-  }
-#elif defined(__aarch64__)
-  if constexpr (std::is_same_v<T, float>) {
-    for (; k + 4 <= length; k += 4) {
-      float32x4_t r[4];
-      for (int i = 0; i < 4; ++i) r[i] = vld1q_f32(from[i] + k);
-      const float32x4_t even[2] = {vzip1q_f32(r[0], r[2]), vzip2q_f32(r[0], r[2])};
-      const float32x4_t odd[2] = {vzip1q_f32(r[1], r[3]), vzip2q_f32(r[1], r[3])};
-      for (int i = 0; i < 2; ++i) {
-        vst1q_f32(to + (k + 2 * i) * step, vzip1q_f32(even[i], odd[i]));
-        vst1q_f32(to + (k + 2 * i + 1) * step, vzip2q_f32(even[i], odd[i]));
-      }
-    }
-  } else {
-    for (; k + 2 <= length; k += 2) {
-      for (int i = 0; i < 4; i += 2) {
-        const float64x2_t x = vld1q_f64(from[i] + k), y = vld1q_f64(from[i + 1] + k);
-        vst1q_f64(to + k * step + i, vzip1q_f64(x, y));
-        vst1q_f64(to + (k + 1) * step + i, vzip2q_f64(x, y));
-      }
-    }
-  }
-#endif
-  for (; k < length; ++k) {
-    for (int i = 0; i < 4; ++i) to[k * step + i] = from[i][k];
-  }
-}
-
 // What the body needs of an instruction set: vectors of kLanes numbers, loaded from such numbers or narrower ones, the
 // register tile that its registers hold, and perhaps a transpose() of kTransposed k of 8 lines: to[k * step + line] is
 // from[line][k].
@@ -118,6 +71,12 @@ struct Simd<float> {
   }
   JAXMP_SIMD V load(const Float16* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+  }
+  JAXMP_SIMD V load(const int8_t* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+  }
+  JAXMP_SIMD V load(const uint8_t* from) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
   }
   JAXMP_SIMD void store(float* to, V value) { _mm512_storeu_ps(to, value); }
   JAXMP_SIMD V broadcast(float value) { return _mm512_set1_ps(value); }
@@ -189,6 +148,12 @@ struct Simd<float> {
   JAXMP_SIMD V load(const Float16* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
+  JAXMP_SIMD V load(const int8_t* from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+  }
+  JAXMP_SIMD V load(const uint8_t* from) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
+  }
   JAXMP_SIMD void store(float* to, V value) { _mm256_storeu_ps(to, value); }
   JAXMP_SIMD V broadcast(float value) { return _mm256_set1_ps(value); }
   JAXMP_SIMD V add(V x, V y) { return _mm256_add_ps(x, y); }
@@ -231,6 +196,11 @@ struct Simd<float> {
   JAXMP_SIMD V load(const float* from) { return vld1q_f32(from); }
   JAXMP_SIMD V load(const BFloat16* from) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&from->bits), 16)); }
   JAXMP_SIMD V load(const Float16* from) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits))); }
+  template <typename Byte>  // four of them
+  JAXMP_SIMD V load(const Byte* from) {
+    const float numbers[kLanes] = {float(from[0]), float(from[1]), float(from[2]), float(from[3])};
+    return vld1q_f32(numbers);
+  }
   JAXMP_SIMD void store(float* to, V value) { vst1q_f32(to, value); }
   JAXMP_SIMD V broadcast(float value) { return vdupq_n_f32(value); }
   JAXMP_SIMD V add(V x, V y) { return vaddq_f32(x, y); }
@@ -364,6 +334,20 @@ void simd_gemm([[maybe_unused]] SimdLevel level, abi::cudaDataType_t type, const
 #endif
     portable::gemm<From>(segments, alpha, adds, scratch);
   });
+}
+
+void simd_add_columns([[maybe_unused]] SimdLevel level, abi::cudaDataType_t type, const Product& product) {
+  const auto add = [&](auto number) {
+    using From = decltype(number);
+#if defined(__x86_64__)
+    if (level == SimdLevel::kAvx512) return avx512::add_columns<From>(product);
+    if (level == SimdLevel::kAvx2) return avx2::add_columns<From>(product);
+#elif defined(__aarch64__)
+    if (level == SimdLevel::kNeon) return neon::add_columns<From>(product);
+#endif
+    portable::add_columns<From>(product);
+  };
+  type == abi::CUDA_R_8I ? add(int8_t{}) : type == abi::CUDA_R_8U ? add(uint8_t{}) : add(float{});
 }
 
 int64_t simd_gemm_scratch([[maybe_unused]] SimdLevel level, abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k) {

@@ -110,3 +110,9 @@ JAXMP_TARGET void small_n(const Product* segments, size_t count, T alpha, bool a
     }
   }
 }
+
+template <typename From>
+JAXMP_TARGET void add_columns(const Product& p) {
+  const KSlice<Product> whole = {&p, 0, 0, p.k};
+  add_rows(view_of_a<From>(whole), view_of_b<float>(whole), p.m, p.n, p.k, static_cast<float*>(p.c), p.ldc);
+}

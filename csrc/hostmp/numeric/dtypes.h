@@ -7,6 +7,7 @@
 #include <string>
 
 #include "csrc/cublasmp/abi.h"
+#include "csrc/cublasmp/host_types.h"
 
 namespace jaxmp::hostmp {
 
@@ -26,12 +27,12 @@ struct TypeFacts {
   int64_t bytes;  // 0 for a type that hostmp does not know
   bool is_complex;
   bool is_16bit;
-  bool is_low_precision = false;  // at most 8 bits: decoded to bf16, which holds all of them, before any computation
+  bool is_low_precision = false;  // at most 8 bits: decoded before any computation; bf16 holds all of them
   int64_t bits = 8 * bytes;
 };
 
 constexpr TypeFacts facts(abi::cudaDataType_t type) {
-  switch (type) {
+  switch (static_cast<int>(type)) {  // not all are of the enumeration
     case abi::CUDA_R_32F:
       return {"f32", 4, false, false};
     case abi::CUDA_R_64F:
@@ -52,6 +53,24 @@ constexpr TypeFacts facts(abi::cudaDataType_t type) {
       return {"f4e2m1", 1, false, false, true, 4};
     case abi::CUDA_R_8I:
       return {"s8", 1, false, false, true};
+    case abi::CUDA_R_8U:
+      return {"u8", 1, false, false, true};
+    case host_types::kS4:
+      return {"s4", 1, false, false, true, 4};
+    case host_types::kU4:
+      return {"u4", 1, false, false, true, 4};
+    case host_types::kE3M4:
+      return {"f8e3m4", 1, false, false, true};
+    case host_types::kE4M3Ieee:
+      return {"f8e4m3ieee", 1, false, false, true};
+    case host_types::kE4M3B11Fnuz:
+      return {"f8e4m3b11fnuz", 1, false, false, true};
+    case host_types::kE4M3Fnuz:
+      return {"f8e4m3fnuz", 1, false, false, true};
+    case host_types::kE5M2Fnuz:
+      return {"f8e5m2fnuz", 1, false, false, true};
+    case host_types::kE8M0:
+      return {"f8e8m0", 1, false, false, true};
     case abi::CUDA_R_32I:
       return {"s32", 4, false, false};
     default:
@@ -76,12 +95,12 @@ constexpr bool is_float8(abi::cudaDataType_t type) {
 // What takes scales: fp8 and fp4.
 constexpr bool is_scaled(abi::cudaDataType_t type) { return is_float8(type) || type == abi::CUDA_R_4F_E2M1; }
 
-// Bytes of `count` adjacent elements; of 4-bit ones the count is even.
-constexpr int64_t bytes_of(abi::cudaDataType_t type, int64_t count) { return count * facts(type).bits / 8; }
-
 constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 constexpr int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+
+// Bytes of `count` adjacent elements.
+constexpr int64_t bytes_of(abi::cudaDataType_t type, int64_t count) { return ceil_div(count * facts(type).bits, 8); }
 
 }  // namespace jaxmp::hostmp
 

@@ -12,18 +12,22 @@ using abi::cudaDataType_t;
 
 // A format with `kMantissa` stored bits and exponent bias `kBias`; `kMagnitude` masks all but the sign. Magnitudes from
 // `kNan` on are NaN, and `kInfinity` is infinite, where the format has them.
-struct E4m3 {
-  static constexpr uint32_t kMantissa = 3, kBias = 7, kMagnitude = 0x7f, kSign = 0x80, kInfinity = 0x100, kNan = 0x7f;
-  static constexpr uint32_t kLargest = 0x7e;
+template <uint32_t Mantissa, uint32_t Bias, uint32_t Infinity, uint32_t Nan, uint32_t Largest,
+          uint32_t Magnitude = 0x7f>
+struct FloatFormat {
+  static constexpr uint32_t kMantissa = Mantissa, kBias = Bias, kInfinity = Infinity, kNan = Nan, kLargest = Largest;
+  static constexpr uint32_t kMagnitude = Magnitude, kSign = Magnitude + 1;
+  static constexpr bool kIsFnuz = false;  // whether the code of -0 is a NaN
 };
-struct E5m2 {
-  static constexpr uint32_t kMantissa = 2, kBias = 15, kMagnitude = 0x7f, kSign = 0x80, kInfinity = 0x7c, kNan = 0x7d;
-  static constexpr uint32_t kLargest = 0x7b;
+template <uint32_t Mantissa, uint32_t Bias>
+struct Fnuz : FloatFormat<Mantissa, Bias, 0x100, 0x100, 0x7f> {
+  static constexpr bool kIsFnuz = true;
 };
-struct E2m1 {
-  static constexpr uint32_t kMantissa = 1, kBias = 1, kMagnitude = 0x7, kSign = 0x8, kInfinity = 0x100, kNan = 0x100;
-  static constexpr uint32_t kLargest = 0x7;
-};
+using E4m3 = FloatFormat<3, 7, 0x100, 0x7f, 0x7e>;
+using E5m2 = FloatFormat<2, 15, 0x7c, 0x7d, 0x7b>;
+using E2m1 = FloatFormat<1, 1, 0x100, 0x100, 0x7, 0x7>;
+using E3m4 = FloatFormat<4, 3, 0x70, 0x71, 0x6f>;
+using E4m3Ieee = FloatFormat<3, 7, 0x78, 0x79, 0x77>;
 
 // Without a subnormal float on the way: threads of XLA run with those flushed to zero.
 template <typename Format>
@@ -34,7 +38,7 @@ JAXMP_INLINE float decode_one(uint32_t bits) {
   const float subnormal = float_of(normal + (1u << 23)) - float_of((128 - Format::kBias) << 23);
   uint32_t value = magnitude < (1u << Format::kMantissa) ? bits_of(subnormal) : normal;
   value = magnitude >= Format::kInfinity ? 0x7f800000u : value;
-  value = magnitude >= Format::kNan ? 0x7fc00000u : value;
+  value = magnitude >= Format::kNan || (Format::kIsFnuz && bits == Format::kSign) ? 0x7fc00000u : value;
   return float_of(value | (bits & Format::kSign) << (Format::kSign == 0x8 ? 28 : 24));
 }
 
@@ -58,30 +62,95 @@ JAXMP_INLINE uint32_t encode_one(float value) {
   return code | sign;
 }
 
-JAXMP_INLINE uint16_t cut(float value) { return static_cast<uint16_t>(bits_of(value) >> 16); }
-
+// What a code of so many bits means.
 template <typename Format>
-JAXMP_INLINE void decode_bytes(const uint8_t* from, int64_t count, float scale, uint16_t* to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = cut(decode_one<Format>(from[i]) * scale);
-}
-JAXMP_INLINE void decode_halves(const uint8_t* from, int64_t count, float scale, uint16_t* to) {
-  for (int64_t i = 0; i < count / 2; ++i) {
-    to[2 * i] = cut(decode_one<E2m1>(from[i] & 0xfu) * scale);
-    to[2 * i + 1] = cut(decode_one<E2m1>(from[i] >> 4) * scale);
+struct OfFormat {
+  static constexpr int kBits = Format::kSign == 0x8 ? 4 : 8;
+  static JAXMP_INLINE float value(uint32_t code) { return decode_one<Format>(code); }
+};
+template <int Bits>
+struct Unsigned {
+  static constexpr int kBits = Bits;
+  static JAXMP_INLINE float value(uint32_t code) { return static_cast<float>(static_cast<int32_t>(code)); }
+};
+template <int Bits>
+struct Signed {
+  static constexpr int kBits = Bits;
+  static JAXMP_INLINE float value(uint32_t code) {
+    return static_cast<float>(static_cast<int32_t>(code << (32 - Bits)) >> (32 - Bits));
+  }
+};
+struct Exponent {
+  static constexpr int kBits = 8;
+  static JAXMP_INLINE float value(uint32_t code) { return ue8m0(static_cast<uint8_t>(code)); }
+};
+
+JAXMP_INLINE void put(float value, uint16_t* to) { *to = static_cast<uint16_t>(bits_of(value) >> 16); }
+JAXMP_INLINE void put(float value, float* to) { *to = value; }
+
+template <typename Code, typename To>
+JAXMP_INLINE void decode_run(const uint8_t* from, int64_t first, int64_t count, float scale, To* to) {
+  if constexpr (Code::kBits == 8) {
+    for (int64_t i = 0; i < count; ++i) put(Code::value(from[first + i]) * scale, to + i);
+  } else {
+    const uint8_t* bytes = from + first / 2;
+    if (first % 2 != 0 && count > 0) {
+      put(Code::value(*bytes++ >> 4) * scale, to++);
+      --count;
+    }
+    for (int64_t i = 0; i < count / 2; ++i) {
+      put(Code::value(bytes[i] & 0xfu) * scale, to + 2 * i);
+      put(Code::value(bytes[i] >> 4) * scale, to + 2 * i + 1);
+    }
+    if (count % 2 != 0) put(Code::value(bytes[count / 2] & 0xfu) * scale, to + count - 1);
   }
 }
-JAXMP_INLINE void decode_integers(const int8_t* from, int64_t count, uint16_t* to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = cut(static_cast<float>(from[i]));
-}
 
-JAXMP_DISPATCH(decode_e4m3, (const uint8_t* from, int64_t count, float scale, uint16_t* to), (from, count, scale, to),
-               decode_bytes<E4m3>(from, count, scale, to))
-JAXMP_DISPATCH(decode_e5m2, (const uint8_t* from, int64_t count, float scale, uint16_t* to), (from, count, scale, to),
-               decode_bytes<E5m2>(from, count, scale, to))
-JAXMP_DISPATCH(decode_e2m1, (const uint8_t* from, int64_t count, float scale, uint16_t* to), (from, count, scale, to),
-               decode_halves(from, count, scale, to))
-JAXMP_DISPATCH(decode_s8, (const int8_t* from, int64_t count, uint16_t* to), (from, count, to),
-               decode_integers(from, count, to))
+// Code and To are one parameter, for a macro's argument has no comma.
+template <typename CodeType, typename ToType>
+struct Decoder {
+  using Code = CodeType;
+  using To = ToType;
+};
+JAXMP_DISPATCH_TEMPLATE(template <typename D>, decode,
+                        (const uint8_t* from, int64_t first, int64_t count, float scale, typename D::To* to),
+                        <D>(from, first, count, scale, to),
+                        (decode_run<typename D::Code, typename D::To>(from, first, count, scale, to)))
+
+template <typename To>
+void decode_into(cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, To* to) {
+  const auto run = [&](auto code) {
+    decode_best<Decoder<decltype(code), To>>(static_cast<const uint8_t*>(from), first, count, scale, to);
+  };
+  switch (static_cast<int>(type)) {
+    case abi::CUDA_R_8F_E4M3:
+      return run(OfFormat<E4m3>());
+    case abi::CUDA_R_8F_E5M2:
+      return run(OfFormat<E5m2>());
+    case abi::CUDA_R_4F_E2M1:
+      return run(OfFormat<E2m1>());
+    case host_types::kE3M4:
+      return run(OfFormat<E3m4>());
+    case host_types::kE4M3Ieee:
+      return run(OfFormat<E4m3Ieee>());
+    case host_types::kE4M3B11Fnuz:
+      return run(OfFormat<Fnuz<3, 11>>());
+    case host_types::kE4M3Fnuz:
+      return run(OfFormat<Fnuz<3, 8>>());
+    case host_types::kE5M2Fnuz:
+      return run(OfFormat<Fnuz<2, 16>>());
+    case host_types::kE8M0:
+      return run(Exponent());
+    case host_types::kS4:
+      return run(Signed<4>());
+    case host_types::kU4:
+      return run(Unsigned<4>());
+    case abi::CUDA_R_8U:
+      return run(Unsigned<8>());
+    default:
+      return run(Signed<8>());
+  }
+}
 
 template <typename Format>
 JAXMP_INLINE void encode_bytes(const float* from, int64_t count, uint8_t* to) {
@@ -94,37 +163,11 @@ JAXMP_DISPATCH(encode_e5m2, (const float* from, int64_t count, uint8_t* to), (fr
 
 }  // namespace
 
-void decode(cudaDataType_t type, const void* from, int64_t count, float scale, BFloat16* to) {
-  uint16_t* const out = &to->bits;
-  switch (type) {
-    case abi::CUDA_R_8F_E4M3:
-      return decode_e4m3_best(static_cast<const uint8_t*>(from), count, scale, out);
-    case abi::CUDA_R_8F_E5M2:
-      return decode_e5m2_best(static_cast<const uint8_t*>(from), count, scale, out);
-    case abi::CUDA_R_4F_E2M1:
-      return decode_e2m1_best(static_cast<const uint8_t*>(from), count, scale, out);
-    default:
-      return decode_s8_best(static_cast<const int8_t*>(from), count, out);
-  }
+void decode(cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, BFloat16* to) {
+  decode_into(type, from, first, count, scale, &to->bits);
 }
-
-void decode(cudaDataType_t type, const void* from, int64_t count, float* to) {
-  const uint8_t* const bytes = static_cast<const uint8_t*>(from);
-  for (int64_t i = 0; i < count; ++i) {
-    switch (type) {
-      case abi::CUDA_R_8F_E4M3:
-        to[i] = decode_one<E4m3>(bytes[i]);
-        break;
-      case abi::CUDA_R_8F_E5M2:
-        to[i] = decode_one<E5m2>(bytes[i]);
-        break;
-      case abi::CUDA_R_4F_E2M1:
-        to[i] = decode_one<E2m1>(i % 2 ? bytes[i / 2] >> 4 : bytes[i / 2] & 0xfu);
-        break;
-      default:
-        to[i] = static_cast<float>(static_cast<int8_t>(bytes[i]));
-    }
-  }
+void decode(cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, float* to) {
+  decode_into(type, from, first, count, scale, to);
 }
 
 void encode(cudaDataType_t type, const float* from, int64_t count, void* to) {

@@ -1,8 +1,9 @@
 // Numbers of 8 bits and fewer: what their bits mean, and how a float becomes one.
 //
 // E4M3 has no infinity and one NaN (S.1111.111), E5M2 is the upper half of f16, E2M1 has neither (OCP 8-bit Floating
-// Point Specification 1.0, table 1; OCP Microscaling Formats 1.0, tables 2 to 7). Two E2M1 numbers share a byte, the
-// first one in its low half.
+// Point Specification 1.0, table 1; OCP Microscaling Formats 1.0, tables 2 to 7). The other formats are those of
+// ml_dtypes: E4M3 and E3M4 as IEEE 754 has them, and FNUZ ones, where the code of -0 is the only NaN. Two numbers of 4
+// bits share a byte, the first one in its low half.
 #ifndef JAXMP_HOSTMP_NUMERIC_LOW_PRECISION_H_
 #define JAXMP_HOSTMP_NUMERIC_LOW_PRECISION_H_
 
@@ -13,12 +14,11 @@
 
 namespace jaxmp::hostmp {
 
-// `count` adjacent numbers times `scale`. A number itself, and its product with a power of two (MX) or with an E4M3
-// number (NVFP4), is exact in bf16 as long as it is in bf16's normal range; what is finer is cut off.
-void decode(abi::cudaDataType_t type, const void* from, int64_t count, float scale, BFloat16* to);
-
-// The same into floats, exactly.
-void decode(abi::cudaDataType_t type, const void* from, int64_t count, float* to);
+// `count` adjacent numbers, from number `first` of `from` on, times `scale`. A number itself, and its product with a
+// power of two (MX) or with an E4M3 number (NVFP4), is exact in bf16 as long as it is in bf16's normal range; what is
+// finer is cut off. Floats hold all of it.
+void decode(abi::cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, BFloat16* to);
+void decode(abi::cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, float* to);
 
 // To nearest, ties to even, and beyond the largest number to that number, infinities too: what CUDA calls SATFINITE
 // (cuda_fp8.h, __nv_cvt_float_to_fp8). A NaN stays one; E2M1 has none and takes its largest number.

@@ -25,7 +25,7 @@ constexpr int64_t kRowUnit = 16, kColUnit = 8;  // of the kernels' register tile
 
 // Whether operands are widened, decoded or rounded a K block at a time, for which a thread needs memory.
 bool needs_area(const MatmulCall& call) {
-  return facts(call.a.desc.type).is_16bit || call.is_low_precision() || rounds_operands(call.compute);
+  return facts(call.a.desc.type).is_16bit || call.is_decoded() || rounds_operands(call.compute);
 }
 
 int64_t largest_tile(const MatmulCall& call) { return needs_area(call) ? kLargestTile16 : kLargestTile; }
@@ -89,7 +89,7 @@ size_t count_joined(const MatmulCall& call, const Tiling& tiling, size_t first) 
   const int64_t rows = tiling.m.empty() ? 0 : tiling.m.front().size;
   const int64_t together = std::clamp(rows, kFewTogether, kMostTogether);
   const int64_t column = std::max<int64_t>(1, call.k * facts(call.a.desc.type).bytes);
-  const int64_t most = call.is_low_precision() ? together : std::min(together, kMostCopied / column);
+  const int64_t most = call.is_decoded() ? together : std::min(together, kMostCopied / column);
   int64_t cols = ranges[first].size;
   size_t next = first + 1;
   while (next < ranges.size() && cols + ranges[next].size <= most) cols += ranges[next++].size;

@@ -25,7 +25,7 @@ int64_t depth_of_boundaries(const MatmulCall& call, const Tiling& tiling) {
 }  // namespace
 
 bool is_own_product(const MatmulCall& call, int64_t cols) {
-  if (call.is_low_precision() || rounds_operands(call.compute)) return false;
+  if (call.is_decoded() || rounds_operands(call.compute)) return false;
   const abi::cudaDataType_t type = call.a.desc.type;
   return (type == abi::CUDA_R_32F || type == abi::CUDA_R_64F) && takes_simd_gemm(type, call.trans_a, cols);
 }
@@ -46,9 +46,10 @@ Area area_of(const MatmulCall& call, const Tiling& tiling) {
     const int64_t sums = sums_in_d(call, tiling, tile) ? 0 : facts(call.accumulator()).bytes * tile.rows * tile.cols;
     area.sums_bytes = std::max(area.sums_bytes, round_up(sums, kAlignment));
     int64_t scratch = 0, boundary = 0;
-    if (call.is_low_precision()) {
-      const bool has_sums = applies_to_sums(type, call.scale_a, call.scale_b);
-      scratch = scaled_gemm_scratch(has_sums, call.fixed_reduction_order, tile.rows, tile.cols, call.k);
+    if (call.is_decoded()) {
+      const bool has_sums = call.is_low_precision() && applies_to_sums(type, call.scale_a, call.scale_b);
+      scratch = scaled_gemm_scratch(type, call.b.desc.type, has_sums, call.fixed_reduction_order, tile.rows, tile.cols,
+                                    call.k);
     } else if (call.fixed_reduction_order) {
       scratch = fixed_order_gemm_scratch(type, tile.rows, tile.cols, call.k);
       boundary = boundary_bytes(call, depth_of_boundaries(call, tiling), tile.rows, tile.cols);
@@ -59,7 +60,7 @@ Area area_of(const MatmulCall& call, const Tiling& tiling) {
     } else if (is_own_product(call, tile.cols) && (tile.cols > kSmallN || call.trans_a != abi::CUBLAS_OP_N)) {
       scratch = simd_gemm_scratch(simd_level(), type, tile.rows, tile.cols, call.k);
     }
-    const bool is_copied = !call.is_low_precision() && !tiling.is_together_in_b(tile);
+    const bool is_copied = !call.is_decoded() && !tiling.is_together_in_b(tile);
     const int64_t pieces = is_copied ? facts(type).bytes * tile.cols * call.k : 0;
     area.gathered_bytes = std::max(area.gathered_bytes, round_up(pieces, kAlignment));
     area.scratch_bytes = std::max(area.scratch_bytes, round_up(scratch, kAlignment));

@@ -67,7 +67,7 @@ std::complex<double> read_scalar(const void* from, cudaDataType_t type) {
 
 Status check_types(const MatmulCall& call) {
   const cudaDataType_t a = call.a.desc.type, b = call.b.desc.type, d = call.d.desc.type;
-  if (facts(a).is_low_precision || facts(b).is_low_precision) return check_low_precision_types(call);
+  if (call.is_decoded()) return call.is_mixed() ? check_mixed_types(call) : check_low_precision_types(call);
   if (a != b) return Unimplemented(text("A is ", name_of(a), " and B is ", name_of(b), "; both must be of one type"));
   const bool widens = facts(a).is_16bit && d == CUDA_R_32F;
   if (a != d && !widens) {
@@ -294,8 +294,9 @@ void copy_arguments(const Arguments& in, MatmulCall* call) {
   call->trans_a = attribute<cublasOperation_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA);
   call->trans_b = attribute<cublasOperation_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB);
   call->compute = attribute<cublasComputeType_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMPUTE_TYPE);
+  // Integers come out alike in any order.
   call->fixed_reduction_order =
-      desc.fixed_reduction_order && in.desc_a->type != CUDA_R_8I;  // integers come out alike in any order
+      desc.fixed_reduction_order && (in.desc_a->type != CUDA_R_8I || in.desc_b->type != CUDA_R_8I);
   call->algo = attribute<cublasMpMatmulAlgoType_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_ALGO_TYPE);
   call->communication_sm_count = attribute<int>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMMUNICATION_SM_COUNT);
   constexpr int kCommunication = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMMUNICATION_TYPE;

@@ -125,7 +125,7 @@ Status read_epilog(const cublasMpMatmulDescriptor& desc, bool executes, MatmulCa
 Status check_unsupported(const cublasMpMatmulDescriptor& desc, const MatmulCall& call) {
   // From the aux's scale to D's output scale: all for fp8 and fp4, of which read_scales has read them.
   for (int number = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_POINTER;
-       number <= CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_MODE && !is_scaled(call.a.desc.type); ++number) {
+       number <= CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_MODE && !call.takes_scales(); ++number) {
     if (desc.values[static_cast<size_t>(number)] == 0) continue;
     return Unimplemented(text("attribute ", number, " asks for scaling or an absolute maximum, which ",
                               name_of(call.d.desc.type), " does not take"));

@@ -15,7 +15,7 @@ bool is_wide(cudaDataType_t type) { return type == CUDA_R_16F || type == CUDA_R_
 
 bool is_pair(cudaDataType_t a, cudaDataType_t b) {
   if (is_float8(a) && is_float8(b)) return a == CUDA_R_8F_E4M3 || b == CUDA_R_8F_E4M3;
-  return a == b;
+  return a == b && (is_scaled(a) || a == CUDA_R_8I);
 }
 
 bool is_result(cudaDataType_t a, cudaDataType_t b, cudaDataType_t d) {
@@ -149,6 +149,17 @@ Status check_low_precision_types(const MatmulCall& call) {
   return {};
 }
 
+Status check_mixed_types(const MatmulCall& call) {
+  const cudaDataType_t a = call.a.desc.type, b = call.b.desc.type, d = call.d.desc.type;
+  if (!is_wide(facts(a).is_low_precision ? b : a) || !is_wide(d)) {
+    return Unimplemented(text("A is ", name_of(a), ", B is ", name_of(b), " and D is ", name_of(d),
+                              "; beside 8 bits and fewer the other operand and D must be f16, bf16 or f32"));
+  }
+  if (call.compute == CUBLAS_COMPUTE_32F || call.compute == CUBLAS_COMPUTE_32F_PEDANTIC) return {};
+  return Unimplemented(text("the compute type is ", static_cast<int>(call.compute), " but A is ", name_of(a),
+                            " and B is ", name_of(b), ", which take CUBLAS_COMPUTE_32F"));
+}
+
 Status check_low_precision_c(cudaDataType_t c) {
   if (c == CUDA_R_16F || c == CUDA_R_16BF) return {};
   return Unimplemented(text("C is ", name_of(c), " and D is fp8 or fp4; C must be f16 or bf16"));
@@ -194,7 +205,7 @@ Status check_low_precision_aux(const MatmulCall& call, const Epilog& epilog) {
 }
 
 Status read_scales(const cublasMpMatmulDescriptor& desc, bool executes, MatmulCall* call) {
-  if (!is_scaled(call->a.desc.type)) return {};
+  if (!call->takes_scales()) return {};
   const auto read_with = [&desc](int pointer, int number, Scales* scales) -> Status {
     scales->data = attribute<const void*>(desc, pointer);
     const int mode = attribute<int>(desc, number);

@@ -10,6 +10,7 @@ from jaxmp._src.lowering.legalize import Form, along_one_axis
 from jaxmp._src.lowering.resolve import ResolvedCall
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import ArrayType
+from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, extents
 
 # What provides the levels of determinism beyond "run_to_run".
@@ -99,5 +100,6 @@ def _bytes_along_one_axis(spec: MatmulSpec, a: ArrayType, b: ArrayType, implemen
         return (p - 1) * (part // p + whole)
     if spec.fixed_reduction_order:
         return (p - 1) * (part // (1 if is_all_reduced else p) + whole)
-    full = rows * cols * (1 if is_all_reduced else p) * accumulator(a.dtype).itemsize
+    sums = accumulator(low_precision.operand_type(a.dtype, b.dtype))
+    full = rows * cols * (1 if is_all_reduced else p) * sums.itemsize
     return full * (p - 1) // p * (2 if is_all_reduced else 1)

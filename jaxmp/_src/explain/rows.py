@@ -236,7 +236,8 @@ def matmul_row(
     out = np.dtype(spec.out_dtype)
     is_complex = np.issubdtype(out, np.complexfloating)
     is_host = call.implementation == "host"
-    compute = ffi_call.compute_of(spec, a.dtype) if is_host else precisions.find(spec.precision, a.dtype)
+    operand = low_precision.operand_type(a.dtype, b.dtype)
+    compute = ffi_call.compute_of(spec, operand) if is_host else precisions.find(spec.precision, operand)
     # Gathered, an all-reduced product is computed by every rank.
     is_repeated = call.form == Form.GATHERED and group.pattern == Pattern.ALL_REDUCE
     copies = group.ngroups * (group.nranks if is_repeated else 1)
@@ -254,7 +255,7 @@ def matmul_row(
         ),
         local_shapes=(tuple(a.shape), tuple(b.shape), found.d),
         dtypes=f"{a.dtype.name} x {b.dtype.name} -> {out.name}{_scales(spec)}",
-        accumulator=compute.accumulator or accumulator(a.dtype).name,
+        accumulator=compute.accumulator or accumulator(operand).name,
         determinism=spec.determinism,
         epilog=spec.epilog.name,
         implementation=call.implementation,

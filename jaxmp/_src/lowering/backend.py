@@ -48,6 +48,8 @@ def choose_implementation(
             "precision=BF16_BF16_BF16 sums in bfloat16, which neither hostmp nor XLA does on a CPU; pass "
             'BF16_BF16_F32, or implementation="host" with JAXMP_HOST_PRECISION=ignore to sum in float32'
         )
+    if operands and low_precision.is_mixed(*operands):  # as which it is converted where it is not taken as it is
+        operands = (low_precision.operand_type(*operands),) * 2
     choice = _choose(spec, platform, nprocesses, operands)
     if spec.fixed_reduction_order and platform != "cpu" and choice.implementation != "cublasmp":
         remedy = 'pass implementation="cublasmp", or ' if (platform, spec.implementation) == ("cuda", "xla") else ""
@@ -74,9 +76,9 @@ def choose_for_batch(
         return choice, False
     if choice.implementation == "xla":
         return choice, True
-    is_shared = spec.group.nranks > 1 or accumulator(operands[0]) != operands[0]
+    is_shared = spec.group.nranks > 1 or accumulator(operands[0]) != operands[0] or low_precision.is_mixed(*operands)
     is_large = isinstance(work, int) and work >= LARGE_IN_BATCH
-    is_low_precision = low_precision.is_low_precision(operands[0])
+    is_low_precision = low_precision.is_low_precision(low_precision.operand_type(*operands))
     gains = (is_large and is_shared) if choice.implementation == "host" else is_low_precision
     if gains or precisions.sums_in_16_bits(spec.precision):
         return dataclasses.replace(choice, why=f"{choice.why}; a batch, one call per index"), False

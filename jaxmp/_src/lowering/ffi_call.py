@@ -35,6 +35,15 @@ _DTYPES = {
     "float4_e2m1fn": "f4e2m1",
     "int8": "s8",
     "int32": "s32",
+    "uint8": "u8",
+    "int4": "s4",
+    "uint4": "u4",
+    "float8_e3m4": "f8e3m4",
+    "float8_e4m3": "f8e4m3ieee",
+    "float8_e4m3b11fnuz": "f8e4m3b11fnuz",
+    "float8_e4m3fnuz": "f8e4m3fnuz",
+    "float8_e5m2fnuz": "f8e5m2fnuz",
+    "float8_e8m0fnu": "f8e8m0",
 }
 
 
@@ -45,7 +54,8 @@ def custom_call(
     native.register()
     found, names = extents(spec, a.shape, b.shape), spec.output_names
     named = dict(zip(spec.operand_names, extra, strict=True))
-    operands = [low_precision.as_bytes(x) if x.dtype.name == low_precision.FLOAT4 else x for x in (b, a)]
+    is_float4 = a.dtype.name == b.dtype.name == low_precision.FLOAT4  # a single one is handed over as XLA holds it
+    operands = [low_precision.as_bytes(x) if is_float4 else x for x in (b, a)]
     operands += [_as_stored(name, x) for name, x in named.items() if name not in SCALE_NAMES]
     for name in ("scale_b", "scale_a", "scale_c", "scale_d", "scale_aux"):  # a and b are exchanged
         if name in named:
@@ -151,7 +161,7 @@ def call_attributes(
             "relu_aux": "u8",
             "gelu_aux": _DTYPES[np.dtype(spec.aux_dtype or spec.out_dtype).name],
         }[row.aux or row.aux_input],
-        "compute": compute_of(spec, a.dtype).name,
+        "compute": compute_of(spec, low_precision.operand_type(a.dtype, b.dtype)).name,
         "alpha": _complex_pair(spec.alpha),
         "beta": _complex_pair(spec.beta),
         "scale_mode_a": spec.scales.b,
@@ -206,5 +216,7 @@ def profile_name(spec: MatmulSpec, found: Extents, a: ArrayType, b: ArrayType) -
     if spec.implementation == "cublasmp":
         kernel = "cuBLASMp"
     else:
-        kernel = "one order of sums" if spec.fixed_reduction_order else native.kernel_of(_DTYPES[a.dtype.name])
+        wide = native.kernel_of(_DTYPES[low_precision.operand_type(a.dtype, b.dtype).name])
+        kernel = f"decoded; {wide}" if low_precision.is_mixed(a.dtype, b.dtype) else wide
+        kernel = "one order of sums" if spec.fixed_reduction_order else kernel
     return f"jaxmp {spec.group.pattern.value} {found.m}x{found.k}x{found.n} {types} {spec.determinism} ({kernel})"

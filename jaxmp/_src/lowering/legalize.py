@@ -88,6 +88,11 @@ def why_too_long(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> str:
     return f"hostmp counts in 32 bits, and the group's product has m={found.m}, n={found.n}, k={found.k}"
 
 
+def takes_mixed(spec: MatmulSpec, wide: np.dtype, implementation: str) -> bool:
+    """Whether a call takes a mixed pair as it is; elsewhere the narrow operand is converted to `wide` ahead of it."""
+    return implementation == "host" and precisions.find(spec.precision, wide).name in ("32F", "32F_PEDANTIC")
+
+
 def why_not_cublasmp(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> str:
     """Why no call of cuBLASMp computes this with operands of these types as it was asked for, or the empty string."""
     if precisions.sums_in_16_bits(spec.precision):

@@ -16,6 +16,7 @@ from jaxmp._src.lowering.legalize import (
     PADDED_K,
     Form,
     find_form,
+    takes_mixed,
     transposed_reduce_scatter,
     whole_shapes,
     why_too_long,
@@ -25,6 +26,7 @@ from jaxmp._src.lowering.legalize import (
 from jaxmp._src.primitive import bias_grad
 from jaxmp._src.runtime import logs
 from jaxmp._src.runtime.types import ArrayType, Shape
+from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, ScaleModes, accumulator, axes_text, extents
 from jaxmp._src.validation.comm_options import fit_comm_options
@@ -35,10 +37,10 @@ from jaxmp._src.validation.operand_checks import check_gathered_scales
 class ResolvedCall:
     """One product on one platform, hashable.
 
-    `spec` is the product in this form, for shards of the types `a` and `b`; `is_conjugated` says which of the two are
-    conjugated ahead of it. `implementation` is "host", "cublasmp", "host+xla" or "xla", chosen because of `why`;
-    `library` makes the calls ("host", "cublasmp", or "" for XLA). `form` is taken because of `form_why`. `inner` is the
-    call that the form contains, where it is not the library's call itself.
+    `spec` is the product in this form, for shards converted to the types `a` and `b`; `is_conjugated` says which of the
+    two are conjugated ahead of it. `implementation` is "host", "cublasmp", "host+xla" or "xla", chosen because of
+    `why`; `library` makes the calls ("host", "cublasmp", or "" for XLA). `form` is taken because of `form_why`. `inner`
+    is the call that the form contains, where it is not the library's call itself.
     """
 
     spec: MatmulSpec
@@ -58,8 +60,7 @@ def resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, platform: str, nproces
 
     Raises as `backend.choose_implementation`, and NotImplementedError for what the form cannot keep.
     """
-    choice = backend.choose_implementation(spec, platform, nprocesses, (a.dtype, b.dtype))
-    call = resolve_chosen(spec, a, b, choice)
+    call = resolve_chosen(spec, a, b, backend.choose_implementation(spec, platform, nprocesses, (a.dtype, b.dtype)))
     if logs.is_on("backend"):
         _log(call)
     return call
@@ -77,6 +78,9 @@ def resolve_chosen(spec: MatmulSpec, a: ArrayType, b: ArrayType, choice: Choice)
     """As `resolve`, for the implementation that was chosen."""
     a, b = _types(a.shape, b.shape, a, b)
     implementation = choice.implementation
+    wide = low_precision.operand_type(a.dtype, b.dtype)
+    if low_precision.is_mixed(a.dtype, b.dtype) and not takes_mixed(spec, wide, implementation):
+        a, b = (jax.ShapeDtypeStruct(x.shape, wide) for x in (a, b))
     if not all(isinstance(extent, int) for extent in (*a.shape, *b.shape)):
         return _of_any_extent(spec, a, b, choice)
     if implementation == "cublasmp":
@@ -173,7 +177,8 @@ def _in_library(
             found = inner(transposed_reduce_scatter(spec), b, a)
     elif form == Form.SEPARATE_EPILOG:
         scales = ScaleModes(a=spec.scales.a, b=spec.scales.b)
-        found = inner(spec.bilinear(out_dtype=accumulator(a.dtype), scales=scales))
+        out = accumulator(low_precision.operand_type(a.dtype, b.dtype))
+        found = inner(spec.bilinear(out_dtype=out, scales=scales))
     return ResolvedCall(spec, a, b, choice.implementation, choice.why, library, form, why, is_conjugated, found)
 
 

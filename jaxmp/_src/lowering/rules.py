@@ -33,6 +33,7 @@ from jaxmp._src.primitive.primitives import (
 )
 from jaxmp._src.runtime import jax_compat, jax_lowering
 from jaxmp._src.runtime.jax_lowering import mlir
+from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.activations import multiply_by_slope
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, operations
 
@@ -189,6 +190,7 @@ def _rule(platform: str, is_multiple: bool) -> jax_lowering.LoweringRule:
 
         def lower(a: jax.Array, b: jax.Array, *extra: jax.Array) -> Any:
             processes = None
+            a, b = a.astype(call.a.dtype), b.astype(call.b.dtype)
             if site and call.form == Form.XLA:
                 processes = _processes(site, spec, a, b)
             elif site:
@@ -216,6 +218,7 @@ def _batched_rule(platform: str, primitive: jax_compat.Primitive) -> jax_lowerin
         def lower(*operands: jax.Array) -> Any:
             if not is_one_product:
                 return lax.map(lambda each: one.bind(*each, spec=spec), operands)
+            operands = (*low_precision.widened(*operands[:2]), *operands[2:])
             if site:
                 a, b, *rest = operands
                 fields = {"batch": a.shape[0]}

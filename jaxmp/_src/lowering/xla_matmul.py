@@ -62,6 +62,7 @@ def matmul(
     `local_product(a, b, spec)` is alpha = 1 times op(a) @ op(b) of what one device has gathered, in the accumulator's
     type.
     """
+    a, b = low_precision.widened(a, b)
     compute = precisions.find(spec.precision, a.dtype)
     acc = jnp.dtype(compute.accumulator or accumulator(a.dtype))
     if compute.sums_in_16_bits or spec.distributions:
@@ -163,7 +164,7 @@ def global_matmul(
 
     `numbers` are the dimension numbers of a product without an epilog.
     """
-    a, b = operands["a"], operands["b"]
+    a, b = low_precision.widened(operands["a"], operands["b"])
     compute = precisions.find(spec.precision, a.dtype)
     acc = jnp.dtype(compute.accumulator or accumulator(a.dtype))
     a, b = _widened(*_decoded(a, b, operands, spec, acc), platform, compute, acc)

@@ -90,7 +90,8 @@ def _matmul_epilog_batch_rule(
     names = ("a", "b", *spec.operand_names)
     operands = dict(zip(names, map(_front, args, dims), strict=True))
     batched = {name for name, dim in zip(names, dims, strict=True) if dim is not None}
-    is_only_bias = spec.epilog == Epilog.BIAS and not spec.has_c and not low_precision.is_low_precision(args[0].dtype)
+    is_decoded = low_precision.is_low_precision(low_precision.operand_type(args[0].dtype, args[1].dtype))
+    is_only_bias = spec.epilog == Epilog.BIAS and not spec.has_c and not is_decoded
     if is_only_bias and "a" not in batched:
         return _split_bias(args, dims, spec, auto)
     size = next(operands[name].shape[0] for name in names if name in batched)
@@ -121,7 +122,7 @@ def _split_bias(
 ) -> tuple[list[jax.Array], list[int | None]]:
     """Batched weights fold into columns where no bias is in the way: it is added behind, ahead of the one rounding."""
     a, b, bias = args
-    plain = spec.bilinear(out_dtype=accumulator(a.dtype))
+    plain = spec.bilinear(out_dtype=accumulator(low_precision.operand_type(a.dtype, b.dtype)))
     if dims[1] is None:
         z = bind(plain, a, b, auto=auto)["d"]
     else:

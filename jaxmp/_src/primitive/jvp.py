@@ -45,7 +45,7 @@ def _matmul_epilog_jvp_rule(
     primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec, auto: bool
 ) -> tuple[list[jax.Array], list[Tangent]]:
     """y = act(z), z = alpha*A@B + beta*c + bias:  dy = act'(z) * (alpha*dA@B + alpha*A@dB + beta*dc + dbias)."""
-    if low_precision.is_low_precision(primals[0].dtype):
+    if low_precision.is_low_precision(low_precision.operand_type(primals[0].dtype, primals[1].dtype)):
         return _low_precision_jvp(primals, tangents, spec, auto)
     row = spec.rule
     if row.derivative or row.gradient:

@@ -1,6 +1,7 @@
 """`matmul_p` and its companions: abstract evaluation, binding, registration of the rules.
 
-matmul_p(a, b)                      d = alpha * op(a) @ op(b): bilinear and pure; operands are the shards of one device
+matmul_p(a, b)                      d = alpha * op(a) @ op(b): bilinear and pure; operands are the shards of one device,
+                                    of one type or a mixed pair (`low_precision.is_mixed`)
 matmul_epilog_p(a, b, *operands)    the same call with C and an epilog; `matmul_spec` names its operands and results
 activation_grad_p(aux, t)           t * act'(z), linear in t; reads the packed aux, so the aux itself is the residual;
                                     the library's own arithmetic where the level of determinism asks for it
@@ -110,7 +111,8 @@ def bind(
     """The results by name, on 2-D shards; `extra` holds the operands after a and b by name. With `batched` all of
     them have one more dimension in front."""
     extra = extra or {}
-    is_bilinear = spec.epilog == Epilog.NONE and not extra and not low_precision.is_low_precision(a.dtype)
+    is_decoded = low_precision.is_low_precision(low_precision.operand_type(a.dtype, b.dtype))
+    is_bilinear = spec.epilog == Epilog.NONE and not extra and not is_decoded
     primitive = matmul_p if is_bilinear else matmul_epilog_p
     primitive = AUTO_TWIN[primitive] if auto else primitive
     primitive = BATCHED[primitive] if batched else primitive
@@ -239,7 +241,7 @@ def _output_aval(
     spec: MatmulSpec, a: jax.core.ShapedArray, b: jax.core.ShapedArray, extra: Sequence[jax.core.ShapedArray] = ()
 ) -> jax.core.ShapedArray:
     check_local_shapes("jaxmp", spec, a.shape, b.shape)
-    if low_precision.is_scaled(a.dtype):
+    if low_precision.is_scaled(low_precision.operand_type(a.dtype, b.dtype)):
         m, k, _, n = extents(spec, a.shape, b.shape).local
         low_precision.check_units("jaxmp", a.dtype, spec.scales.a, spec.scales.b, {"m": m, "n": n, "k": k})
     shape = extents(spec, a.shape, b.shape).d

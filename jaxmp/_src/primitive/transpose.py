@@ -30,6 +30,7 @@ from jaxmp._src.primitive import collectives, row_order
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.primitives import bind, completes_sums
 from jaxmp._src.runtime import jax_compat
+from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, SummationOrder, accumulator, axes_text
 from jaxmp._src.validation.comm_options import fit_comm_options
@@ -160,8 +161,12 @@ def _product_and_sums(
     auto: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
     """As `_product`, and the cotangent of `bias` where the call can sum it as well, else None."""
-    with jax.numpy_dtype_promotion("standard"):  # float32 cotangents of 16-bit operands, where the user may be strict
-        common = jnp.promote_types(left.dtype, right.dtype)
+    common = low_precision.operand_type(left.dtype, right.dtype)
+    if not low_precision.is_mixed(left.dtype, right.dtype):
+        # float32 cotangents of 16-bit operands, where the user may be strict
+        with jax.numpy_dtype_promotion("standard"):
+            common = jnp.promote_types(left.dtype, right.dtype)
+        left, right = left.astype(common), right.astype(common)
     call = fit_comm_options(call.replace(out_dtype=common))
     have = jax_compat.varying_axes(left) | jax_compat.varying_axes(right) | frozenset(call.group.axes)
     want = frozenset(operand.aval.manual_axis_type.varying)
@@ -178,7 +183,7 @@ def _product_and_sums(
         # An operand that was the same on several ranks gets the sum of their cotangents: an all-reduced product.
         (call, left, right), summed = row_order.summed_over(call, left, right, summed, layout), ()
     call = call if bias is None else call.replace(epilog=_gradient_epilog(spec, call, left, right, bias))
-    d, *sums = bind(call, left.astype(common), right.astype(common), auto=auto).values()
+    d, *sums = bind(call, left, right, auto=auto).values()
     d = collectives.own_part(d, 0, scattered) if scattered else d
     d = collectives.psum(d, summed, source_line=spec.source_line) if summed else d
     sums = (

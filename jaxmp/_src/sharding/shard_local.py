@@ -77,7 +77,7 @@ def _bind_transposed(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, 
         transpose_b=not is_transposed,
         conjugate_a=spec.conjugate_b,
         conjugate_b=spec.conjugate_a,
-        out_dtype=matmul_spec.accumulator(a.dtype),
+        out_dtype=matmul_spec.accumulator(low_precision.operand_type(a.dtype, b.dtype)),
         is_typed=jax_compat.is_vma_checked(),
         epilog=epilogs.TRANSPOSED.get(spec.epilog, Epilog.NONE),
         scales=matmul_spec.ScaleModes(a=spec.scales.b, b=spec.scales.a),
@@ -248,7 +248,8 @@ def bind_shards(
     if spec.traced and set(spec.traced) <= set(operands):
         # cuBLASMp takes its scalars from the host, ahead of the call. A traced one scales the accumulated product
         # instead, in operations that XLA fuses into one, with C and the epilog behind it.
-        plain = spec.bilinear(out_dtype=matmul_spec.accumulator(a.dtype), traced=spec.traced)
+        out = matmul_spec.accumulator(low_precision.operand_type(a.dtype, b.dtype))
+        plain = spec.bilinear(out_dtype=out, traced=spec.traced)
         z = bind_shards(plain, dimension, {"a": a, "b": b}, auto=auto)["d"]
         return _apply_epilog(merge_rows(z), operands, spec.replace(alpha=1.0), z.shape[:-1])
     names = spec.operand_names

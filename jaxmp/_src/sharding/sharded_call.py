@@ -210,7 +210,7 @@ def _planned_call(
         patterns.find_plan,
         transpose_a=spec.transpose_a,
         transpose_b=spec.transpose_b,
-        gathers_k=_gathers_k(spec, a),
+        gathers_k=_gathers_k(spec, low_precision.operand_type(a.dtype, b.dtype)),
     )
     plan = find_plan(*given)
     if plan is None or plan.gathers_k:
@@ -269,23 +269,23 @@ def _product(
     """What a call multiplies, for the search of a layout."""
     rows = string.ascii_lowercase[: a.ndim - 1]
     extents = dict(zip(rows, shape, strict=False)) | {"N": shape[-1], "K": b.shape[1 if spec.transpose_b else 0]}
-    beside = (*spec.operand_names, *spec.output_names[1:])
+    beside, operand = (*spec.operand_names, *spec.output_names[1:]), low_precision.operand_type(a.dtype, b.dtype)
     return layouts.Product(
         rows[:-1] + "K" + rows[-1] if spec.transpose_a else rows + "K",
         "NK" if spec.transpose_b else "KN",
         rows + "N",
         tuple((index, layouts.nominal_extent(extent, mesh)) for index, extent in extents.items()),
         tuple(mesh.items()),
-        (a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, matmul_spec.accumulator(a.dtype).itemsize),
+        (a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, matmul_spec.accumulator(operand).itemsize),
         keeps_result=any(matmul_spec.DIMS[each] for each in beside if each not in ("c", "bias")),
-        gathers_k=_gathers_k(spec, a),
+        gathers_k=_gathers_k(spec, operand),
     )
 
 
-def _gathers_k(spec: MatmulSpec, a: jax.Array) -> bool:
+def _gathers_k(spec: MatmulSpec, operand: np.dtype) -> bool:
     """Whether a grid may gather an operand along k: it reads matrices as they are stored, and its gradients are sums in
     an order of their own."""
-    is_plain = not (spec.transpose_a or spec.transpose_b or low_precision.is_low_precision(a.dtype))
+    is_plain = not (spec.transpose_a or spec.transpose_b or low_precision.is_low_precision(operand))
     return is_plain and not spec.fixed_reduction_order
 
 
@@ -357,7 +357,7 @@ def _outputs(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Array]
         # Nothing to contract. XLA cannot partition a body whose operands are all empty, so they stay out of it.
         shape = result_shape(spec.regroup(pattern=Pattern.LOCAL), a, b)
         shapes = _shard_shapes(call, shape, out_specs)
-        body = functools.partial(bind_empty, call.plan, spec, shapes, a.dtype)
+        body = functools.partial(bind_empty, call.plan, spec, shapes, low_precision.operand_type(a.dtype, b.dtype))
         placed = {name: x for name, x in placed.items() if name not in ("a", "b")} | {"scalar": jnp.zeros(())}
         in_specs = {name: in_specs.get(name, P()) for name in placed}
     return _finished(call, jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs)(placed))

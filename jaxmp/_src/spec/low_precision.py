@@ -32,6 +32,21 @@ FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 FLOAT4 = "float4_e2m1fn"
 SCALED = (*FLOAT8, FLOAT4)
 INT8 = "int8"
+# Types that hostmp decodes as it packs them beside an operand of one of the wide types; cuBLASMp takes no such pair.
+NARROW = (
+    INT8,
+    "uint8",
+    "int4",
+    "uint4",
+    *SCALED,
+    "float8_e3m4",
+    "float8_e4m3",
+    "float8_e4m3b11fnuz",
+    "float8_e4m3fnuz",
+    "float8_e5m2fnuz",
+    "float8_e8m0fnu",
+)
+WIDE = ("bfloat16", "float16", "float32")
 
 NONE, SCALAR, OUTER_VEC = "none", "scalar_fp32", "outer_vec_fp32"
 VEC16, VEC32, VEC128, BLK128 = "vec16_ue4m3", "vec32_ue8m0", "vec128_fp32", "blk128x128_fp32"
@@ -95,6 +110,29 @@ def is_low_precision(dtype: DTypeLike) -> bool:
 def is_scaled(dtype: DTypeLike) -> bool:
     """Whether numbers of this type take scales: fp8 and fp4."""
     return np.dtype(dtype).name in SCALED
+
+
+def is_mixed(a: DTypeLike, b: DTypeLike) -> bool:
+    """Whether one type is narrow and the other wide."""
+    a, b = np.dtype(a), np.dtype(b)
+    return _is_narrow_beside_wide(a, b) or _is_narrow_beside_wide(b, a)
+
+
+def operand_type(a: DTypeLike, b: DTypeLike) -> np.dtype:
+    """The type as which operands of types a and b are multiplied: the wide one of a mixed pair, else a."""
+    a, b = np.dtype(a), np.dtype(b)
+    return b if _is_narrow_beside_wide(a, b) else a
+
+
+@functools.cache  # the name of a type takes microseconds, and eager calls ask often
+def _is_narrow_beside_wide(a: np.dtype, b: np.dtype) -> bool:
+    return a.name in NARROW and b.name in WIDE
+
+
+def widened(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The operands of a mixed pair in its wide type, for what takes no such pair; others as they are."""
+    wide = operand_type(a.dtype, b.dtype)
+    return (a.astype(wide), b.astype(wide)) if is_mixed(a.dtype, b.dtype) else (a, b)
 
 
 def result_dtypes(a: DTypeLike, b: DTypeLike) -> tuple[str, ...]:

@@ -1,0 +1,66 @@
+// Four lines of numbers as columns, which packing for any instruction set does.
+#ifndef JAXMP_HOSTMP_KERNELS_TRANSPOSE_LINES_H_
+#define JAXMP_HOSTMP_KERNELS_TRANSPOSE_LINES_H_
+
+#include <cstdint>
+#include <type_traits>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace jaxmp::hostmp {
+
+// to[k * step + line] = from[line][k], of 4 lines. Inlined, into functions for each instruction set.
+template <typename T>
+inline __attribute__((always_inline)) void transpose_lines(const T* const* from, int64_t length, int64_t step, T* to) {
+  int64_t k = 0;
+#if defined(__x86_64__)
+  if constexpr (std::is_same_v<T, float>) {
+    for (; k + 4 <= length; k += 4) {
+      __m128 r[4];
+      for (int i = 0; i < 4; ++i) r[i] = _mm_loadu_ps(from[i] + k);
+      _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]);
+      for (int i = 0; i < 4; ++i) _mm_storeu_ps(to + (k + i) * step, r[i]);
+    }
+  } else {
+    for (; k + 2 <= length; k += 2) {
+      for (int i = 0; i < 4; i += 2) {
+        const __m128d x = _mm_loadu_pd(from[i] + k), y = _mm_loadu_pd(from[i + 1] + k);
+        _mm_storeu_pd(to + k * step + i, _mm_unpacklo_pd(x, y));
+        _mm_storeu_pd(to + (k + 1) * step + i, _mm_unpackhi_pd(x, y));
+      }
+    }
+  }
+#elif defined(__aarch64__)
+  if constexpr (std::is_same_v<T, float>) {
+    for (; k + 4 <= length; k += 4) {
+      float32x4_t r[4];
+      for (int i = 0; i < 4; ++i) r[i] = vld1q_f32(from[i] + k);
+      const float32x4_t even[2] = {vzip1q_f32(r[0], r[2]), vzip2q_f32(r[0], r[2])};
+      const float32x4_t odd[2] = {vzip1q_f32(r[1], r[3]), vzip2q_f32(r[1], r[3])};
+      for (int i = 0; i < 2; ++i) {
+        vst1q_f32(to + (k + 2 * i) * step, vzip1q_f32(even[i], odd[i]));
+        vst1q_f32(to + (k + 2 * i + 1) * step, vzip2q_f32(even[i], odd[i]));
+      }
+    }
+  } else {
+    for (; k + 2 <= length; k += 2) {
+      for (int i = 0; i < 4; i += 2) {
+        const float64x2_t x = vld1q_f64(from[i] + k), y = vld1q_f64(from[i + 1] + k);
+        vst1q_f64(to + k * step + i, vzip1q_f64(x, y));
+        vst1q_f64(to + (k + 1) * step + i, vzip2q_f64(x, y));
+      }
+    }
+  }
+#endif
+  for (; k < length; ++k) {
+    for (int i = 0; i < 4; ++i) to[k * step + i] = from[i][k];
+  }
+}
+
+}  // namespace jaxmp::hostmp
+
+#endif  // JAXMP_HOSTMP_KERNELS_TRANSPOSE_LINES_H_
