@@ -1375,7 +1375,7 @@ CPP = (
     ),
     Fault(
         "numbers-that-begin-in-a-byte",
-        "csrc/hostmp/numeric/low_precision.cc",
+        LOW_PRECISION_CC,
         "if (first % 2 != 0 && count > 0) {",
         "if (false && count > 0) {",
         "a row of 4-bit numbers that begins in the high half of a byte is read from the low one",
