@@ -1376,8 +1376,8 @@ CPP = (
     Fault(
         "numbers-that-begin-in-a-byte",
         LOW_PRECISION_CC,
-        "if (first % 2 != 0 && count > 0) {",
-        "if (false && count > 0) {",
+        "*to++ = number(*bytes++ >> 4);",
+        "*to++ = number(*bytes++ & 0xf);",
         "a row of 4-bit numbers that begins in the high half of a byte is read from the low one",
         ("cpp:hostmp_narrow", "primitive/test_mixed_types.py::test_shards_are_read_in_place"),
     ),

@@ -44,6 +44,11 @@ void convert(const ScaledOperand& x, int64_t first, int64_t count, float scale, 
   }
 }
 
+// Integers of 4 bits as bytes.
+void convert(const ScaledOperand& x, int64_t first, int64_t count, float, int8_t* to) {
+  unpack(x.type, x.data, first, count, to);
+}
+
 // One stored column of `count` numbers along k, each block times its scale.
 template <typename T>
 void decode_scaled(const ScaledOperand& x, int64_t first, int64_t inner, int64_t outer, int64_t count, T* to) {
@@ -243,8 +248,10 @@ struct DecodingKernel {
 
 bool is_byte_integer(abi::cudaDataType_t type) { return type == abi::CUDA_R_8I || type == abi::CUDA_R_8U; }
 
+bool is_half_byte(abi::cudaDataType_t type) { return type == host_types::kS4 || type == host_types::kU4; }
+
 // Few columns, op(A) = A, as simd_gemm multiplies them: A is read where it lies. Integers of a byte become floats in
-// the registers, other numbers a few k ahead, in the first cache.
+// the registers, those of half a byte become bytes, and other numbers floats, a few k ahead, in the first cache.
 struct FewColumnsKernel {
   static constexpr int64_t kKC = hostmp::kKC, kMC = 512, kNC = kUncut, kMR = kUncut, kNR = kUncut;
   static constexpr bool kReusesB = false;
@@ -296,15 +303,24 @@ struct FewColumnsKernel {
   void add_slice(const KSlice<ScaledProduct>& slice, const CTile& tile, const Columns& b, float* sums,
                  float* strip) const {
     const ScaledOperand& a = slice.segment->a;
-    const bool is_in_place = is_byte_integer(a.type) || a.type == abi::CUDA_R_32F;
+    const bool is_in_place = is_byte_integer(a.type) || a.type == abi::CUDA_R_32F, is_nibble = is_half_byte(a.type);
+    const abi::cudaDataType_t type = is_in_place ? a.type : is_nibble ? abi::CUDA_R_8I : abi::CUDA_R_32F;
     const int64_t step = is_in_place ? slice.depth : kStrip;
     for (int64_t k = 0; k < slice.depth; k += step) {
       const int64_t depth = std::min(step, slice.depth - k);
-      const void* from = a.data + bytes_of(a.type, a.first + (slice.k + k) * a.ld + tile.row);
-      if (!is_in_place) decode_block(a, slice.k + k, depth, tile.row, tile.rows, strip, kMC), from = strip;
-      simd_add_columns(simd_level(), is_in_place ? a.type : abi::CUDA_R_32F,
-                       {abi::CUBLAS_OP_N, is_b_k ? abi::CUBLAS_OP_N : abi::CUBLAS_OP_T, tile.rows, b.count, depth, from,
-                        is_in_place ? a.ld : kMC, b.data + k * (is_b_k ? 1 : b.ld), b.ld, sums, kMC});
+      const void* from = strip;
+      if (is_in_place) {
+        from = a.data + bytes_of(a.type, a.first + (slice.k + k) * a.ld + tile.row);
+      } else if (is_nibble) {
+        decode_block(a, slice.k + k, depth, tile.row, tile.rows, reinterpret_cast<int8_t*>(strip), kMC);
+      } else {
+        decode_block(a, slice.k + k, depth, tile.row, tile.rows, strip, kMC);
+      }
+      const auto trans_b = is_b_k ? abi::CUBLAS_OP_N : abi::CUBLAS_OP_T;
+      const int64_t lda = is_in_place ? a.ld : kMC;
+      simd_add_columns(simd_level(), type,
+                       {abi::CUBLAS_OP_N, trans_b, tile.rows, b.count, depth, from, lda,
+                        b.data + k * (is_b_k ? 1 : b.ld), b.ld, sums, kMC});
     }
   }
 

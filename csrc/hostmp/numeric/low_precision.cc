@@ -152,6 +152,23 @@ void decode_into(cudaDataType_t type, const void* from, int64_t first, int64_t c
   }
 }
 
+// `sign` is the bit of the sign, or 0.
+JAXMP_INLINE void unpack_run(const uint8_t* from, int64_t first, int64_t count, int sign, int8_t* to) {
+  const auto number = [sign](int code) { return static_cast<int8_t>((code ^ sign) - sign); };
+  const uint8_t* bytes = from + first / 2;
+  if (first % 2 != 0 && count > 0) {
+    *to++ = number(*bytes++ >> 4);
+    --count;
+  }
+  for (int64_t i = 0; i < count / 2; ++i) {
+    to[2 * i] = number(bytes[i] & 0xf);
+    to[2 * i + 1] = number(bytes[i] >> 4);
+  }
+  if (count % 2 != 0) to[count - 1] = number(bytes[count / 2] & 0xf);
+}
+JAXMP_DISPATCH(unpack, (const uint8_t* from, int64_t first, int64_t count, int sign, int8_t* to),
+               (from, first, count, sign, to), unpack_run(from, first, count, sign, to))
+
 template <typename Format>
 JAXMP_INLINE void encode_bytes(const float* from, int64_t count, uint8_t* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = static_cast<uint8_t>(encode_one<Format>(from[i]));
@@ -168,6 +185,10 @@ void decode(cudaDataType_t type, const void* from, int64_t first, int64_t count,
 }
 void decode(cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, float* to) {
   decode_into(type, from, first, count, scale, to);
+}
+
+void unpack(cudaDataType_t type, const void* from, int64_t first, int64_t count, int8_t* to) {
+  unpack_best(static_cast<const uint8_t*>(from), first, count, type == host_types::kS4 ? 8 : 0, to);
 }
 
 void encode(cudaDataType_t type, const float* from, int64_t count, void* to) {

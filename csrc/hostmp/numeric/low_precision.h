@@ -20,6 +20,9 @@ namespace jaxmp::hostmp {
 void decode(abi::cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, BFloat16* to);
 void decode(abi::cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, float* to);
 
+// Integers of 4 bits as bytes.
+void unpack(abi::cudaDataType_t type, const void* from, int64_t first, int64_t count, int8_t* to);
+
 // To nearest, ties to even, and beyond the largest number to that number, infinities too: what CUDA calls SATFINITE
 // (cuda_fp8.h, __nv_cvt_float_to_fp8). A NaN stays one; E2M1 has none and takes its largest number.
 void encode(abi::cudaDataType_t type, const float* from, int64_t count, void* to);
