@@ -114,7 +114,9 @@ def _validated(
 ) -> tuple[MatmulSpec, dict[str, Any]]:
     epilog = epilogs.for_activation(activation, bias is not None)
     inputs = {} if bias is None else {"bias": bias}
-    return validated(name, x, w, None, inputs, options | {"epilog": epilog}, group)
+    spec, operands = validated(name, x, w, None, inputs, options | {"epilog": epilog}, group)
+    a, b = low_precision.widened(operands["a"], operands["b"])
+    return spec, operands | {"a": a, "b": b}
 
 
 def _promoted(dtype: np.dtype, w: Any) -> np.dtype:

@@ -132,7 +132,9 @@ def _is_narrow_beside_wide(a: np.dtype, b: np.dtype) -> bool:
 def widened(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     """The operands of a mixed pair in its wide type, for what takes no such pair; others as they are."""
     wide = operand_type(a.dtype, b.dtype)
-    return (a.astype(wide), b.astype(wide)) if is_mixed(a.dtype, b.dtype) else (a, b)
+    if not is_mixed(a.dtype, b.dtype):
+        return a, b
+    return (a, b.astype(wide)) if a.dtype == wide else (a.astype(wide), b)
 
 
 def result_dtypes(a: DTypeLike, b: DTypeLike) -> tuple[str, ...]:

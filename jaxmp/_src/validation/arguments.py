@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from jaxmp._src.runtime import jax_compat, native
-from jaxmp._src.spec import precisions
+from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.caller import operand_name
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import INTEGERS, Group, MatmulSpec, result_shape
@@ -47,7 +47,10 @@ def validated(
     operand_checks.check_array(name, operand_name(name, "a"), a, at_least=2)
     operand_checks.check_array(name, operand_name(name, "b"), b, ndim=2)
     flags = operand_checks.check_flags(name, options, a, b)
-    is_low_precision, preferred = scale_checks.are_low_precision(a, b), options.get("preferred_element_type")
+    preferred = options.get("preferred_element_type")
+    is_mixed = low_precision.is_mixed(a.dtype, b.dtype) and options.get("scaling") is None
+    # Without a type JAX promotes neither float8 nor float4.
+    is_low_precision = scale_checks.are_low_precision(a, b) and (not is_mixed or preferred is None)
     if is_low_precision:
         operand, out = scale_checks.resolve_dtypes(name, a, b, preferred)
     else:
@@ -55,7 +58,7 @@ def validated(
     if operand.name in INTEGERS:  # whose sums are exact in any order
         flags["determinism"] = "run_to_run"
     operands = {"a": a, "b": b}
-    if not is_low_precision:
+    if not (is_low_precision or is_mixed):
         for key, x in (("a", a), ("b", b)):
             operands[key] = x if x.dtype == operand else x.astype(operand)
     comm = options.get("comm")

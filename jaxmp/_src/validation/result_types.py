@@ -18,7 +18,7 @@ from jaxmp._src.runtime.jax_compat import convert
 from jaxmp._src.spec import precisions
 from jaxmp._src.spec.caller import operand_name
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.low_precision import FLOAT4, result_dtypes
+from jaxmp._src.spec.low_precision import FLOAT4, is_mixed, operand_type, result_dtypes
 from jaxmp._src.spec.matmul_spec import RESULT_TYPES
 from jaxmp._src.validation.arguments import added_arrays
 from jaxmp._src.validation.operand_checks import as_array, check_preferred, is_array
@@ -132,7 +132,7 @@ def _find(
         _check_weak(name, a, b)
         return None
     steps = _steps(*dtypes, out, precision)
-    given = steps[-1] if steps else dtypes[0]
+    given = steps[-1] if steps else operand_type(*dtypes)
     is_default = preferred is None and out == given
     if is_default and given == _INT8 and all(jnp.issubdtype(x.dtype, jnp.signedinteger) for x in added):
         with jax.numpy_dtype_promotion("standard"):  # c is of the sums, where the user may be strict
@@ -140,7 +140,8 @@ def _find(
     are_rows &= all(isinstance(extent, int) and extent % 16 == 0 for x in (a, b) for extent in x.shape[-2:])
     has_low = are_rows and not steps and given.name != FLOAT4  # kernels of float4 need scales
     low = result_dtypes(*dtypes) if has_low else ()
-    leaves_type = is_default and given.name in RESULT_TYPES
+    is_lax_alone = is_lax and not steps and is_mixed(*dtypes)  # may be of types that jnp does not promote
+    leaves_type = is_default and given.name in RESULT_TYPES and not is_lax_alone
     of_call = (None, None) if leaves_type else _of_call(given, low, out, precision, options)
     if of_call is None:
         return None
@@ -199,14 +200,24 @@ _FLOAT8 = {f"float8_{name}" for name in ("e3m4", "e4m3", "e4m3fn", "e4m3fnuz", "
 def _steps(a: np.dtype, b: np.dtype, out: np.dtype, precision: lax.DotAlgorithmPreset | None) -> tuple[np.dtype, ...]:
     """The types to which JAX converts operands: of two types that of the result, and what the precision takes.
 
-    Where the result is wide, a narrower type with a kernel may have all numbers of the operands too.
+    Where the result is wide, a narrower type with a kernel may have all numbers of the operands too. Kernels decode the
+    narrow operand of a mixed pair.
     """
     steps: tuple[np.dtype, ...] = ()
-    if a != b and not {a.name, b.name} <= _FLOAT8:
+    if _is_decoded(a, b, out):
+        a = operand_type(a, b)
+    elif a != b and not {a.name, b.name} <= _FLOAT8:
         has_narrow = [kernel for kernel, wide, holds in _HOLDING if wide == out and holds(a) and holds(b)]
         steps = (has_narrow[0] if has_narrow else out,)
     taken = precisions.taken(precision, steps[-1] if steps else a)
     return steps if taken is None else (taken,)
+
+
+def _is_decoded(a: np.dtype, b: np.dtype, out: np.dtype) -> bool:
+    """Whether a kernel takes a mixed pair as it is, with the value that JAX has."""
+    wide = operand_type(a, b)
+    overflows = wide == np.float16 and "float8_e8m0fnu" in (a.name, b.name)  # where JAX converts it
+    return is_mixed(a, b) and out.name in RESULT_TYPES[wide.name] and not overflows
 
 
 _HOLDING: tuple[tuple[np.dtype, np.dtype, Callable[[np.dtype], bool]], ...] = (
