@@ -6,14 +6,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxmp
 from jaxmp._src.primitive.primitives import bind
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
@@ -124,6 +127,32 @@ def test_no_copy_of_the_narrow_operand_is_made():
     other = jax.jit(functools.partial(product, implementation="xla"))
     assert " convert(" in other.lower(a, b).compile().as_text()
     check_same(other(a, b), jax.jit(product)(a, b))
+
+
+@pytest.mark.parametrize("narrow", ["int8", "int4", "float8_e5m2"])
+def test_public_functions_make_no_copy_of_weights(narrow):
+    """Neither what is lowered nor what is compiled, on one device and on a mesh, holds a conversion of the weights."""
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Explicit,))
+    a, b = numbers(1, (8, 16), "bfloat16"), numbers(2, (16, 24), narrow)
+    on_mesh = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in ((a, P(None, "x")), (b, P("x", None)))]
+    options = {"preferred_element_type": "float32"}
+    matmul = functools.partial(jaxmp.matmul, **options)
+    contraction = (((1,), (0,)), ((), ()))
+    dot_general = functools.partial(jaxmp.dot_general, dimension_numbers=contraction, out_sharding=P("x"), **options)
+    fused = jaxmp.fuse(functools.partial(lax.dot_general, dimension_numbers=contraction, **options))
+    with jax.set_mesh(mesh):
+        calls = [(dot_general, on_mesh), (functools.partial(matmul, out_sharding=P()), on_mesh)]
+        lowered = [jax.jit(run).lower(*operands) for run, operands in calls]
+        results = [run(*operands) for run, operands in calls]
+    lowered += [jax.jit(run).lower(a, b) for run in (matmul, fused)]
+    for program in lowered:
+        text = program.as_text() + program.compile().as_text()
+        assert "jaxmp_matmul" in text
+        assert not re.search(r"stablehlo.convert| convert\(", text)
+    for d in [*results, matmul(a, b), jax.jit(fused)(a, b)]:
+        check_same(d, exact(a, b, "float32"))
+    as_float16 = jax.jit(functools.partial(jaxmp.matmul, preferred_element_type="float16"))  # JAX rounds both to it
+    assert "stablehlo.convert" in as_float16.lower(a, b).as_text()
 
 
 def test_a_rounding_precision_converts_ahead():
