@@ -144,8 +144,8 @@ def resolve_dtypes(
 ) -> tuple[np.dtype, np.dtype]:
     """(type of the operands by JAX's promotion, type of D).
 
-    Without `preferred`, D has the type of the sum with what is `added` to the product, if the product can have it. With
-    it JAX does not promote operands, and a mixed pair is multiplied in its wide type.
+    Without `preferred`, D has the type of the sum with what is `added` to the product, if the product can have it.
+    With it a mixed pair, which JAX may not promote, is multiplied in its wide type.
     """
     is_mixed = preferred is not None and low_precision.is_mixed(a.dtype, b.dtype)
     operand = low_precision.operand_type(a.dtype, b.dtype) if is_mixed else np.dtype(jnp.result_type(a, b))
