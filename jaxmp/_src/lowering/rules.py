@@ -190,7 +190,7 @@ def _rule(platform: str, is_multiple: bool) -> jax_lowering.LoweringRule:
 
         def lower(a: jax.Array, b: jax.Array, *extra: jax.Array) -> Any:
             processes = None
-            a, b = a.astype(call.a.dtype), b.astype(call.b.dtype)
+            a, b = jax_compat.convert(a, call.a.dtype), jax_compat.convert(b, call.b.dtype)
             if site and call.form == Form.XLA:
                 processes = _processes(site, spec, a, b)
             elif site:
