@@ -110,6 +110,9 @@ std::optional<std::string> ArrivalTracker::Disagreement(const Arrival& arrival) 
     for (const auto& [process, other_key] : last->second) {
       const Entry& other = entries_.at(other_key);
       if (other_key == key || !Awaits(arrival, process) || !other.IsAhead(process)) continue;
+      const Said& theirs = other.said.at(process);  // its last arrival there may be at another place of a later program
+      const auto at = theirs.place.find(theirs.count);
+      if (at == theirs.place.end() || at->second != place) continue;
       return Differences(process, text(other, process).fields, process_, arrival.signature->fields);
     }
   }

@@ -32,11 +32,11 @@ def test_collectives_go_through_shared_memory_unless_it_is_off(tmp_path, nproces
 @pytest.mark.parametrize(("nprocesses", "ndevices"), [(2, 2), (4, 1)], ids=["2x2", "4x1"])
 def test_calls_in_any_order_get_their_own_operands(tmp_path, nprocesses, ndevices):
     """Without a number for each call, 93 of 100 steps of four microbatches were wrong in silence."""
-    asked = {"seed": nprocesses, "programs": 4}
+    asked = {"seed": 40, "programs": 8}
     env = {"all": {"SCHEDULES": json.dumps(asked), "JAXMP_TIMEOUT": "60"}}
     job, ranks = run(tmp_path, "schedules", nprocesses, ndevices=ndevices, env=env, deadline=300)
     assert [rank.status for rank in ranks] == [0] * nprocesses, job.all_logs()
-    assert all("RAN 4 programs, 0 results are wrong" in rank.log for rank in ranks)
+    assert all("RAN 8 programs, 0 results are wrong" in rank.log for rank in ranks)
 
 
 def test_one_process_without_shared_memory_is_enough_for_none_to_use_it(tmp_path):
