@@ -17,7 +17,7 @@ namespace jaxmp {
 struct CallSignature {
   std::string program;
   int64_t index = 0;   // among all calls of the program
-  int64_t repeat = 0;  // among those of equal fields
+  int64_t repeat = 0;  // its place among the program's calls with equal fields
   std::string call;    // for people: "matmul at train.py:41"
   std::string fields;
   std::vector<int64_t> devices, processes, groups;  // by position in the mesh

@@ -191,7 +191,7 @@ ArenaUse OwnedArena::use() {
   return use;
 }
 
-// The arena of a process, of which this one maps the blocks that it reads.
+// Another process's arena. This process maps the blocks that it reads.
 class OpenedArena {
  public:
   explicit OpenedArena(int fd) : fd_(fd) {}
