@@ -63,14 +63,14 @@ class Buffer {
 inline Number get_element(cudaDataType_t type, const char* data, int64_t index) {
   if (type != CUDA_R_4F_E2M1) return test::decode(type, data + index * facts(type).bytes);
   float pair[2];
-  hostmp::decode(type, data + index / 2, 2, pair);
+  hostmp::decode(type, data, index & ~int64_t{1}, 2, 1.0f, pair);
   return pair[index % 2];
 }
 
 inline void put_element(cudaDataType_t type, Number value, char* data, int64_t index) {
   if (type != CUDA_R_4F_E2M1) return test::encode(type, value, data + index * facts(type).bytes);
   float pair[2];
-  hostmp::decode(type, data + index / 2, 2, pair);
+  hostmp::decode(type, data, index & ~int64_t{1}, 2, 1.0f, pair);
   pair[index % 2] = static_cast<float>(value.real());
   hostmp::encode(type, pair, 2, data + index / 2);
 }
