@@ -173,8 +173,8 @@ struct Case {
     const char ops[] = "NTC";
     return std::string(kPatternNames[static_cast<int>(pattern)]) + " " + std::to_string(p) + "x" + std::to_string(q) +
            " m=" + std::to_string(m) + " n=" + std::to_string(n) + " k=" + std::to_string(k) + " " + ops[trans_a] +
-           ops[trans_b] + " " + facts(in).name + " " + facts(type_b()).name + "->" + facts(out).name + " epilog " +
-           std::to_string(epilog);
+           ops[trans_b] + " " + facts(in).name + (in_b ? std::string("*") + facts(*in_b).name : "") + "->" +
+           facts(out).name + " epilog " + std::to_string(epilog);
   }
 };
 
