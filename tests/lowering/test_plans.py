@@ -20,8 +20,9 @@ import jaxmp
 from jaxmp import Epilog
 from jaxmp._src.lowering import backend, ffi_call
 from jaxmp._src.lowering.legalize import PADDED_K, Capabilities, find_form, why_unsupported, with_k
-from jaxmp._src.sharding import partitioner
-from jaxmp._src.sharding import patterns as patterns_lib
+from jaxmp._src.contraction import contraction, planner
+from jaxmp._src.contraction.contraction import Layout
+from jaxmp._src.sharding import partitioner, shardings
 from jaxmp._src.sharding.partitioner import _settle
 from jaxmp._src.spec import epilogs, process_grid
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, extents
@@ -94,7 +95,7 @@ def test_a_plan_gives_each_device_what_it_needs():
         a, b, out = (rows, k_a), (k_b, cols), (out_rows, out_cols)
         if any(set(one) & set(other) for one, other in (a, b, out)):
             continue
-        plan = patterns_lib.find_plan(a, b, out, False, False)
+        plan = planner.as_given(contraction.of_matrices(2, Layout(a, b, out)))
         if plan is None:
             continue
         patterns.add((plan.pattern, plan.is_transposed))
@@ -112,13 +113,13 @@ def test_a_plan_gives_each_device_what_it_needs():
 
 def check_plan(plan, devices, out):
     """Every device finds the rows of a and columns of b of its part of d among the ranks of its group."""
-    assert plan.out == out
+    assert plan.layout.d == out
     group = plan.row_axes + plan.col_axes
     for device in devices:
         peers = [d for d in devices if all(d[axis] == device[axis] for axis in MESH if axis not in group)]
         rows, cols = holdings(out, device)
-        row_parts = [holdings(plan.a, peer) for peer in peers]
-        col_parts = [holdings(plan.b, peer) for peer in peers]
+        row_parts = [holdings(plan.layout.a, peer) for peer in peers]
+        col_parts = [holdings(plan.layout.b, peer) for peer in peers]
         for row_part, found in ((rows, [p[0] for p in row_parts]), (cols, [p[1] for p in col_parts])):
             pieces = [p for p in set(found) if covers(row_part, p) or covers(p, row_part)]
             covered = sum(1 / p[1] for p in pieces if covers(row_part, p)) or max((1 / p[1] for p in pieces), default=0)
@@ -133,15 +134,15 @@ def check_plan(plan, devices, out):
 def test_the_table_is_planned_as_it_says(case, transposition):
     case = case.replace(transposition=transposition)
     sizes = dict(case.mesh)
-    a, b = (patterns_lib.to_dims("matmul", "x", spec, 2, sizes) for spec in case.stored)
-    out = patterns_lib.to_dims("matmul", "x", case.out, 2, sizes)
-    plan = patterns_lib.find_plan(a, b, out, **case.transpose)
+    a, b = (shardings.to_dims("matmul", "x", spec, 2, sizes) for spec in case.stored)
+    out = shardings.to_dims("matmul", "x", case.out, 2, sizes)
+    plan = planner.as_given(contraction.of_matrices(2, Layout(a, b, out), **case.transpose))
     assert (plan.pattern, plan.is_transposed) == (case.pattern, case.computes_transposed)
     assert plan.row_axes + plan.col_axes == case.group
 
 
 def test_without_out_sharding_the_result_is_that_of_dot_general():
-    assert patterns_lib.default_result("matmul", (("x",),), (("y",),), [((), ("z",))]) == (("x",), ("y",))
+    assert shardings.default_result("matmul", (("x",),), (("y",),), [((), ("z",))]) == (("x",), ("y",))
 
 
 # Extents --------------------------------------------------------------------------------------------------------------

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.advise.reference import factors
+from jaxmp._src.contraction import contraction, planner
+from jaxmp._src.contraction.contraction import Dims, Layout
 from jaxmp._src.explain import cost
 from jaxmp._src.hardware.call_time import CallTime, Transfer, call_time, kind_of
 from jaxmp._src.hardware.hardware import Hardware
-from jaxmp._src.sharding import layouts, patterns
+from jaxmp._src.sharding import shardings
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, accumulator
 
 # Name, and shardings of a (m, k), b (k, n) and d (m, n) on a mesh of (y, x), or of x alone. The y-th part of the rows
@@ -95,10 +97,14 @@ def candidate(
     (m, k, n), sizes = extents, dict(mesh)
     mesh = tuple((axis, size) for axis, size in mesh if size > 1)
     specs = tuple(_without_ones(spec, sizes) for spec in specs)
-    dims = of_a, of_b, of_d = [patterns.as_dims("advise", "operand", spec, 2) for spec in specs]
+    of_a, of_b, of_d = dims = [shardings.as_dims("advise", "operand", spec, 2) for spec in specs]
     shapes = [_shard(shape, dim, sizes) for shape, dim in zip(((m, k), (k, n), (m, n)), dims, strict=True)]
-    plan = patterns.find_plan(of_a, of_b, of_d, False, False, gathers_k=True)
-    if None in shapes or plan is None or (plan.gathers_k and not _is_taken(extents, mesh, dims, (dtype, out))):
+    given = contraction.of_matrices(2, Layout(of_a, of_b, of_d))
+    itemsizes = dtype.itemsize, dtype.itemsize, out.itemsize, accumulator(dtype).itemsize
+    terms = planner.Terms(tuple(zip("mkn", extents, strict=True)), mesh, itemsizes, keeps_result=True, gathers_k=True)
+    plan = planner.as_given(given, gathers_k=True)
+    # Where a gather along k costs more than other ways, operands are moved.
+    if None in shapes or plan is None or (plan.gathers_k and planner.cheapest(given, terms) != given):
         return
     a, b, d = (shape for shape in shapes if shape is not None)
     spec = MatmulSpec(out, Group(plan.pattern, mesh, plan.row_axes, plan.col_axes))
@@ -113,26 +119,6 @@ def candidate(
     yield Candidate(name, mesh, (specs[0], specs[1], specs[2]), plan.pattern.value, held, held + wider, moved)
 
 
-def _is_taken(
-    extents: tuple[int, int, int],
-    mesh: tuple[tuple[str, int], ...],
-    dims: Sequence[patterns.Dims],
-    dtypes: tuple[np.dtype, np.dtype],
-) -> bool:
-    """Whether a call gathers along k for these shardings: where it costs more than other ways, operands are moved."""
-    operand, out = (dtype.itemsize for dtype in dtypes)
-    product = layouts.Product(
-        *("mk", "kn", "mn"),
-        extents=tuple(zip("mkn", extents, strict=True)),
-        mesh=mesh,
-        itemsizes=(operand, operand, out, accumulator(dtypes[0]).itemsize),
-        keeps_result=True,
-        gathers_k=True,
-    )
-    given = layouts.Layout(*dims)
-    return layouts.cheapest(product, given) == given
-
-
 def _without_ones(spec: P, sizes: dict[str, int]) -> P:
     """A sharding without the axes of size 1."""
     kept = [tuple(axis for axis in _names(entry) if sizes[axis] > 1) for entry in spec]
@@ -143,7 +129,7 @@ def _names(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
-def _shard(shape: tuple[int, int], dims: patterns.Dims, sizes: dict[str, int]) -> tuple[int, int] | None:
+def _shard(shape: tuple[int, int], dims: Dims, sizes: dict[str, int]) -> tuple[int, int] | None:
     """The shape of a shard, or None where axes do not divide it."""
     counts = [math.prod(sizes[axis] for axis in dim) for dim in dims]
     if any(extent % count for extent, count in zip(shape, counts, strict=True)):

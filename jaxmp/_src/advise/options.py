@@ -10,9 +10,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.advise.candidates import candidate, flops_of, time_of
 from jaxmp._src.advise.chain import Node
+from jaxmp._src.contraction import moves
 from jaxmp._src.hardware.call_time import CallTime, Transfer, call_time
 from jaxmp._src.hardware.hardware import Hardware
-from jaxmp._src.sharding import layouts
 
 AXIS = "x"
 # Which of m, k, n the axis shards in a, b and the result; "" of an array that is whole on every device.
@@ -88,7 +88,7 @@ def reshard_time(
     then)."""
     before, after = (tuple((AXIS,) if i == dim else () for i in range(len(shape))) for dim in (have, want))
     whole = math.prod(shape) * itemsize
-    moved = layouts.received(shape, before, after, {AXIS: devices}) * itemsize
+    moved = moves.received(shape, before, after, {AXIS: devices}) * itemsize
     shard = whole // (1 if want is None else devices)
     if not moved:
         return CallTime(0.0, 0.0, 0.0, 0.0, 0.0), shard

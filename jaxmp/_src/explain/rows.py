@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
+from jaxmp._src.contraction import moves
 from jaxmp._src.explain import cost, shards
 from jaxmp._src.fuse import rewrite
 from jaxmp._src.fuse.graph import PRODUCTS, dimension_numbers
@@ -30,7 +31,7 @@ from jaxmp._src.primitive.primitives import (
 )
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import ArrayType
-from jaxmp._src.sharding import layouts, patterns
+from jaxmp._src.sharding import shardings
 from jaxmp._src.spec import epilogs, low_precision, precisions
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, extents, operations
 from jaxmp._src.validation.comm_options import comm_options_text
@@ -352,9 +353,9 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
             return None
         else:
             have, want = constraint.params["sharding"], eqn.params["sharding"]
-        before, after = (patterns.as_dims("explain", "x", sharding.spec, x.ndim) for sharding in (have, want))
+        before, after = (shardings.as_dims("explain", "x", sharding.spec, x.ndim) for sharding in (have, want))
         local = tuple(have.shard_shape(x.shape)) if not have.mesh.empty else tuple(x.shape)
-        moved = layouts.received(x.shape, before, after, want.mesh.shape)
+        moved = moves.received(x.shape, before, after, want.mesh.shape)
         changed = (axis for pair in zip(before, after, strict=True) for axis in sorted({*pair[0]} ^ {*pair[1]}))
         axes = tuple(dict.fromkeys(changed))
         operation = "all_to_all" if sorted(sum(before, ())) == sorted(sum(after, ())) else operation

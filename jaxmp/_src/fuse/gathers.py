@@ -15,12 +15,12 @@ from typing import Any
 
 import jax
 
+from jaxmp._src.contraction import moves
 from jaxmp._src.fuse.graph import PASSES, RESULT, Graph
 from jaxmp._src.fuse.products import Operand, axes_of_type, collective_behind, is_explicit, operand_of
 from jaxmp._src.hardware.call_time import Transfer, call_time, kind_of, transfer_over
 from jaxmp._src.hardware.hardware import MACHINES, Hardware
 from jaxmp._src.runtime import jax_compat, jax_tracing
-from jaxmp._src.sharding import layouts
 from jaxmp._src.spec.options import Implementation
 
 
@@ -135,7 +135,7 @@ def _received(graph: Graph, i: int) -> int:
     x, y = eqn.invars[0].aval, eqn.outvars[0].aval
     received: int = math.prod(y.shape) - math.prod(x.shape)
     if eqn.primitive.name == "reshard":
-        received = layouts.received(x.shape, axes_of_type(x), axes_of_type(y), y.sharding.mesh.shape)
+        received = moves.received(x.shape, axes_of_type(x), axes_of_type(y), y.sharding.mesh.shape)
     return received * int(x.dtype.itemsize)
 
 

@@ -26,12 +26,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxmp._src.contraction.contraction import Contraction
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.ops.signatures import ShardingPair
 from jaxmp._src.primitive.collectives import cast_reduced
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Shape
-from jaxmp._src.sharding import eager_calls, meshes, patterns
+from jaxmp._src.sharding import eager_calls, meshes
 from jaxmp._src.sharding.dot_general_plan import ProductPlan, plan_product
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.shard_local import bind_plan, on_gathered
@@ -125,7 +126,7 @@ class _Product:
     @property
     def keeps_rows(self) -> bool:
         """Whether the row dimensions stay apart: one that ranks share, and others are slower."""
-        return self.plan is not None and self.plan.pattern.dimension > 0
+        return self.plan is not None and self.plan.contraction.dimension > 0
 
     def dtypes(self, lhs: jax.Array, rhs: jax.Array) -> tuple[np.dtype, np.dtype]:
         """Those of the operands as multiplied, and of the result."""
@@ -241,7 +242,7 @@ def _local_shape(product: _Product, plan: ProductPlan, out_shape: Shape) -> Shap
 
 def _of_shards(product: _Product, plan: ProductPlan, out_shape: Shape, operands: dict[str, jax.Array]) -> jax.Array:
     """A device's part of the result."""
-    multiply = functools.partial(_multiply_shards, product, plan.pattern)
+    multiply = functools.partial(_multiply_shards, product, plan.contraction)
     return _fold(product, multiply, _local_shape(product, plan, out_shape), operands["a"], operands["b"])
 
 
@@ -286,7 +287,7 @@ def _multiply(product: _Product, a: jax.Array, b: jax.Array, *, flags: dict[str,
 
 
 def _multiply_shards(
-    product: _Product, plan: patterns.Plan, a: jax.Array, b: jax.Array, *, flags: dict[str, bool]
+    product: _Product, plan: Contraction, a: jax.Array, b: jax.Array, *, flags: dict[str, bool]
 ) -> jax.Array:
     """One device's part of the planned product."""
     group = Group(plan.pattern, product.placement.axes, plan.row_axes, plan.col_axes)

@@ -18,12 +18,13 @@ from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 from opt_einsum.parser import parse_einsum_input
 
+from jaxmp._src.contraction.contraction import Dim
 from jaxmp._src.ops.dot_general import product
 from jaxmp._src.ops.signatures import ShardingPair
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import eager_calls, meshes
 from jaxmp._src.sharding.meshes import partition_spec
-from jaxmp._src.sharding.patterns import Dim, to_dims
+from jaxmp._src.sharding.shardings import to_dims
 from jaxmp._src.spec.caller import Caller
 from jaxmp._src.spec.options import Implementation, Mesh, Precision, Sharding
 from jaxmp._src.validation import result_types

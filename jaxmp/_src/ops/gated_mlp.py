@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jaxmp._src.contraction.contraction import LOCAL, Contraction
 from jaxmp._src.ops import activated
 from jaxmp._src.ops.activated import Operands, Preactivations
 from jaxmp._src.ops.matmul import linear
@@ -26,7 +27,6 @@ from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import meshes, sharded_call
 from jaxmp._src.sharding.layer_plans import Labels, Layers, check_given, groups_on_axes, plan_layers
-from jaxmp._src.sharding.patterns import LOCAL_PLAN, Plan
 from jaxmp._src.sharding.shard_local import bind_plan, on_gathered
 from jaxmp._src.spec import activations, epilogs
 from jaxmp._src.spec.activations import Function
@@ -166,14 +166,14 @@ class _Hidden:
     share x."""
 
     spec: MatmulSpec
-    plan: Plan
+    plan: Contraction
     call: sharded_call.Call | None
     shares_x: bool
 
 
 def _static(layers: Layers, operands: Operands) -> _Hidden:
     call = layers.calls[0] if layers.calls else None
-    plan = layers.plans[0] if layers.plans else LOCAL_PLAN
+    plan = layers.plans[0] if layers.plans else LOCAL
     # The others bring no x to a device, or one of which it has a part of the columns.
     is_row_grid = plan.pattern == Pattern.GRID and not plan.col_axes
     shares_x = (plan.pattern in (Pattern.LOCAL, Pattern.ALL_GATHER) or is_row_grid) and not plan.is_transposed
@@ -205,7 +205,7 @@ def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
     gathers = [dataclasses.replace(gather, operand=name) for gather in call.gathers for name in names[gather.operand]]
 
     of_shards = on_gathered(body, gathers, spec.source_line)
-    given, bias, d = dict(call.in_specs), meshes.partition_spec((plan.out[-1],)), dict(call.out_specs)["d"]
+    given, bias, d = dict(call.in_specs), meshes.partition_spec((plan.layout.d[-1],)), dict(call.out_specs)["d"]
     kinds = {name: {"x": "a", "w": "b", "b": "bias"}[name[0]] for name in operands}
     specs = {name: (given | {"bias": bias})[kind] for name, kind in kinds.items()}
     placed = {name: sharded_call.bring(call, kinds[name], x, specs[name]) for name, x in operands.items()}
@@ -232,23 +232,23 @@ def _products(
 _NAMES = ("gate", "up")
 
 
-def _product(call: sharded_call.Call | None, plan: Plan, spec: MatmulSpec, layer: Operands) -> jax.Array:
+def _product(call: sharded_call.Call | None, plan: Contraction, spec: MatmulSpec, layer: Operands) -> jax.Array:
     """One of the products, by the gate's call."""
     if call is None:
         d: jax.Array = bind_plan(plan, spec, layer)["d"]
         return d
     if call.in_specs:
-        given = dict(call.in_specs) | {"bias": meshes.partition_spec((plan.out[-1],))}
+        given = dict(call.in_specs) | {"bias": meshes.partition_spec((plan.layout.d[-1],))}
         in_specs = {name: given[name] for name in layer}
         call = dataclasses.replace(call, in_specs=tuple(in_specs.items()))
     result: jax.Array = sharded_call.jaxmp_call(dataclasses.replace(call, spec=spec), layer)["d"]
     return result
 
 
-def _preactivations_on_shards(spec: MatmulSpec, plan: Plan, operands: Operands) -> Preactivations:
+def _preactivations_on_shards(spec: MatmulSpec, plan: Contraction, operands: Operands) -> Preactivations:
     """Products of an x that is brought to every device of the group once; a grid gathers the weights for them."""
     x = operands["x"]
-    inner, inner_plan = (spec, plan) if plan.pattern == Pattern.GRID else (spec.ungrouped(), LOCAL_PLAN)
+    inner, inner_plan = (spec, plan) if plan.pattern == Pattern.GRID else (spec.ungrouped(), LOCAL)
     with jax.named_scope("jaxmp_shared_operand"):
         if plan.pattern == Pattern.ALL_GATHER:
             x = collectives.all_gather(x, spec.group.row_axes, axis=plan.dimension, source_line=spec.source_line)

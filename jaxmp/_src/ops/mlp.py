@@ -19,15 +19,16 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
+from jaxmp._src.contraction import moves
+from jaxmp._src.contraction.contraction import Contraction
 from jaxmp._src.ops import activated
 from jaxmp._src.ops.matmul import linear
 from jaxmp._src.ops.signatures import ShardingTriple
 from jaxmp._src.primitive.collectives import cast_reduced, cast_varying
 from jaxmp._src.primitive.primitives import activated_matmul, completes_sums
 from jaxmp._src.runtime import jax_compat
-from jaxmp._src.sharding import layouts, meshes, sharded_call
+from jaxmp._src.sharding import meshes, sharded_call
 from jaxmp._src.sharding.layer_plans import Labels, check_given, plan_layers
-from jaxmp._src.sharding.patterns import Plan
 from jaxmp._src.sharding.shard_local import bind_plan, on_gathered
 from jaxmp._src.spec import activations, epilogs
 from jaxmp._src.spec.activations import Function
@@ -109,7 +110,7 @@ class _Layer:
     """One layer on shards: its spec and plan, and the names of its operands among those of both layers."""
 
     spec: MatmulSpec
-    plan: Plan
+    plan: Contraction
     weight: str
     bias: str
 
@@ -256,7 +257,7 @@ def _fused(
     is_fused &= spec.determinism != "topology"  # a hidden bias has its sums over data-parallel ranks from calls
     if calls:
         is_fused = is_fused and calls[0].out_spec is None and not plans[1].is_transposed
-        is_fused = is_fused and plans[1].a == plans[0].out
+        is_fused = is_fused and plans[1].layout.a == plans[0].layout.d
         is_fused = is_fused and "a" not in (gather.operand for gather in calls[1].gathers)
         is_fused = is_fused and plans[1].pattern in _FUSED and not plans[1].col_axes
     is_fused &= all(map(completes_sums, layers.specs))
@@ -291,7 +292,7 @@ def jaxmp_mlp(run: _Run, operands: dict[str, jax.Array]) -> jax.Array:
         y: jax.Array = sharded_call.jaxmp_call(second, dict(zip(("a", "b", "bias"), rest, strict=False)))["d"]
         return y
     placed, specs = {}, {}
-    gathers: list[layouts.Gather] = []
+    gathers: list[moves.Gather] = []
     for call, given in ((first, ins), (second, outs)):
         known = dict(zip(("a", "b", "bias"), given, strict=False))
         for name, spec in call.in_specs:

@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp._src.sharding import meshes, patterns, sharded_call
+from jaxmp._src.contraction import contraction
+from jaxmp._src.contraction.contraction import Contraction
+from jaxmp._src.sharding import meshes, sharded_call
 from jaxmp._src.spec import epilogs, low_precision
 from jaxmp._src.spec.caller import Caller
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
@@ -59,7 +61,7 @@ class Layers:
     mode: meshes.Mode
     specs: tuple[MatmulSpec, MatmulSpec]
     operands: tuple[dict[str, Any], dict[str, Any]]
-    plans: tuple[patterns.Plan, ...] = ()
+    plans: tuple[Contraction, ...] = ()
     calls: tuple[sharded_call.Call, ...] = ()
 
 
@@ -94,7 +96,7 @@ def plan_layers(
         return Layers(placement.mode, (spec, next_spec), operands, calls=(call,))
     if placement.mode == meshes.Mode.MANUAL:
         spec, next_spec = (s.regroup(mesh=placement.axes) for s in (spec, next_spec))
-        plans = tuple(patterns.Plan(s.group.pattern, s.group.row_axes, dimension=x.ndim - 2) for s in (spec, next_spec))
+        plans = tuple(contraction.on_axes(s.group.pattern, s.group.row_axes, x.ndim) for s in (spec, next_spec))
         return Layers(placement.mode, (spec, next_spec), operands, plans)
     first, second = _calls(labels, placement, (spec, next_spec), operands, w_out, shardings)
     return Layers(placement.mode, (first.spec, second.spec), operands, (first.plan, second.plan), (first, second))
@@ -144,7 +146,7 @@ def _calls(
         placement = dataclasses.replace(placement, out=(*rows, cols))
     shape = result_shape(specs[0], operands[0]["a"], operands[0]["b"])
     first = sharded_call.make_call(specs[0], placement, operands[0], shape, labels.first)
-    hidden, given = first.out_spec or meshes.partition_spec(first.plan.out), shardings["ins"]
+    hidden, given = first.out_spec or meshes.partition_spec(first.plan.layout.d), shardings["ins"]
     w = operands[1]["b"]
     h = operands[1]["a"]
     where = (hidden, given[2] if given is not None else meshes.type_spec(w_out))

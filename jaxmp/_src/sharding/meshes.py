@@ -10,10 +10,12 @@ import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmp._src.contraction import moves
+from jaxmp._src.contraction.contraction import Dims
 from jaxmp._src.primitive import collectives
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Shape
-from jaxmp._src.sharding import layouts, patterns
+from jaxmp._src.sharding import shardings
 from jaxmp._src.spec import options
 from jaxmp._src.spec.caller import operand_name
 
@@ -34,9 +36,9 @@ class Placement:
     mode: Mode
     mesh: Any = None
     is_explicit: bool = False
-    a: patterns.Dims = ()
-    b: patterns.Dims = ()
-    out: patterns.Dims | None = None
+    a: Dims = ()
+    b: Dims = ()
+    out: Dims | None = None
     constraint: NamedSharding | None = None
     are_given: bool = False
     why: str = ""
@@ -47,20 +49,20 @@ class Placement:
         return tuple(self.mesh.shape.items()) if self.mesh is not None else ()
 
 
-def partition_spec(dims: patterns.Dims) -> P:
-    """The inverse of `patterns.to_dims`."""
+def partition_spec(dims: Dims) -> P:
+    """The inverse of `shardings.to_dims`."""
     return P(*(dim or None for dim in dims))
 
 
-def partition_specs(dims: dict[str, patterns.Dims]) -> tuple[tuple[str, P], ...]:
+def partition_specs(dims: dict[str, Dims]) -> tuple[tuple[str, P], ...]:
     """(name, sharding) of each."""
     return tuple((name, partition_spec(each)) for name, each in dims.items())
 
 
 def reshard(x: jax.Array, mesh: Any, have: P, want: P, *, is_explicit: bool) -> jax.Array:
     """A global array that is sharded as `have`, sharded as `want`."""
-    dims = [patterns.as_dims("jaxmp", "an array", spec, x.ndim) for spec in (have, want)]
-    for step in layouts.steps(*dims):
+    dims = [shardings.as_dims("jaxmp", "an array", spec, x.ndim) for spec in (have, want)]
+    for step in moves.steps(*dims):
         spec = partition_spec(step)
         x, have = collectives.reshard(x, mesh, have, spec, is_explicit=is_explicit), spec
     return x
@@ -132,8 +134,8 @@ def place(
         spec_a, spec_b = type_spec(a), type_spec(b)
         if any(map(is_partial, (spec_a, spec_b, out_sharding))):
             return _left_to_xla(name, explicit, out_shape, out_sharding, "a sharding has unreduced or reduced axes")
-        dims_a = patterns.as_dims(name, operand_name(name, "a"), spec_a, a.ndim)
-        dims_b = patterns.as_dims(name, operand_name(name, "b"), spec_b, b.ndim)
+        dims_a = shardings.as_dims(name, operand_name(name, "a"), spec_a, a.ndim)
+        dims_b = shardings.as_dims(name, operand_name(name, "b"), spec_b, b.ndim)
         return _sharded(name, explicit, True, dims_a, dims_b, out_sharding, out_shape)
     return Placement(Mode.AUTO, constraint=_constraint(name, out_sharding, mesh, out_shape))
 
@@ -161,12 +163,12 @@ def _left_to_xla(
         abstract = getattr(mesh, "abstract_mesh", mesh)
         return Placement(Mode.XLA, mesh, why=why, out_sharding=NamedSharding(abstract, spec))
     spec = _spec(name, "out_sharding", out_sharding)
-    dims = patterns.to_dims(name, "the result", spec, len(out_shape), mesh.shape)
+    dims = shardings.to_dims(name, "the result", spec, len(out_shape), mesh.shape)
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     named = {kinds[axis] for dim in dims for axis in dim}
     if AxisType.Manual in named:
         raise ValueError(f"{name}: out_sharding {spec} names an axis over which the enclosing shard_map is manual")
-    patterns.check_dims(name, "the result", dims, out_shape, mesh.shape)
+    shardings.check_dims(name, "the result", dims, out_shape, mesh.shape)
     abstract = getattr(mesh, "abstract_mesh", mesh)
     if AxisType.Auto not in named:
         return Placement(Mode.XLA, mesh, why=why, out_sharding=NamedSharding(abstract, spec))
@@ -203,7 +205,7 @@ def _from_in_shardings(
         )
     is_explicit = has_explicit_axes(mesh)
     dims_a, dims_b = (
-        patterns.to_dims(name, operand_name(name, operand), _spec(name, "in_shardings", sharding), x.ndim, mesh.shape)
+        shardings.to_dims(name, operand_name(name, operand), _spec(name, "in_shardings", sharding), x.ndim, mesh.shape)
         for operand, sharding, x in (("a", in_shardings[0], a), ("b", in_shardings[1], b))
     )
     found = _sharded(name, mesh, is_explicit, dims_a, dims_b, out_sharding, out_shape)
@@ -231,14 +233,14 @@ def _sharded(
     name: str,
     mesh: options.Mesh,
     is_explicit: bool,
-    dims_a: patterns.Dims,
-    dims_b: patterns.Dims,
+    dims_a: Dims,
+    dims_b: Dims,
     out_sharding: options.Sharding | None,
     out_shape: Shape,
 ) -> Placement:
     _check_mesh(name, "out_sharding", out_sharding, mesh)
     asked = None if out_sharding is None else _spec(name, "out_sharding", out_sharding)
-    out = None if asked is None else patterns.to_dims(name, "the result", asked, len(out_shape), mesh.shape)
+    out = None if asked is None else shardings.to_dims(name, "the result", asked, len(out_shape), mesh.shape)
     return Placement(Mode.SHARDED, mesh, is_explicit, dims_a, dims_b, out)
 
 
@@ -297,9 +299,9 @@ def is_known(placement: Placement, *operands: jax.Array) -> bool:
     return placement.constraint is not None or not all(mesh.empty for mesh in meshes)
 
 
-def type_dims(name: str, argument: str, x: jax.Array) -> patterns.Dims:
+def type_dims(name: str, argument: str, x: jax.Array) -> Dims:
     """The sharding in the type of an array, one tuple of axis names per dimension."""
-    return patterns.as_dims(name, argument, type_spec(x), x.ndim)
+    return shardings.as_dims(name, argument, type_spec(x), x.ndim)
 
 
 def type_spec(x: jax.Array) -> P:
@@ -350,6 +352,6 @@ def _constraint(
         raise ValueError(
             f"{name}: out_sharding {spec} needs a mesh; pass mesh=, a NamedSharding, or use jax.set_mesh(mesh)"
         )
-    dims = patterns.to_dims(name, "the result", spec, len(out_shape), mesh.shape)
-    patterns.check_dims(name, "the result", dims, out_shape, mesh.shape)
+    dims = shardings.to_dims(name, "the result", spec, len(out_shape), mesh.shape)
+    shardings.check_dims(name, "the result", dims, out_shape, mesh.shape)
     return NamedSharding(mesh, spec)

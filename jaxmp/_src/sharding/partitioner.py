@@ -18,6 +18,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmp._src.contraction.contraction import Dim, Dims
 from jaxmp._src.lowering.resolve import resolve
 from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.primitive.primitives import (
@@ -41,7 +42,7 @@ from jaxmp._src.runtime.jax_partitioner import Global
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import partitioned_call
 from jaxmp._src.sharding.partitioned_call import Placed
-from jaxmp._src.sharding.patterns import Dim, Dims, to_dims
+from jaxmp._src.sharding.shardings import to_dims
 from jaxmp._src.spec import process_grid
 from jaxmp._src.spec.fields import from_fields, to_fields
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern

@@ -6,7 +6,6 @@ ahead of it, and scalars that are arrays, and the epilog of a product that is co
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -17,12 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxmp._src.contraction import moves
+from jaxmp._src.contraction.contraction import Contraction, Dim
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.primitive.primitives import bind, bind_rows, dots_saveable, fold_scale, has_rows, merge_rows
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Shape
-from jaxmp._src.sharding import layouts, patterns
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
@@ -32,13 +32,13 @@ from jaxmp._src.validation.operand_checks import check_gathered_scales
 T = TypeVar("T")
 
 
-def bind_plan(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def bind_plan(plan: Contraction, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """One device's part of a planned call."""
     a, b = operands["a"], operands["b"]
     if plan.is_transposed and spec.fixed_reduction_order:
         plan, spec, a, b = _untransposed(plan, spec, a, b)
-    # A plan made inside a user's shard_map has no `out`: it does not know the global array. Sums go rank after rank.
-    if spec.determinism == "topology" and spec.group.pattern != Pattern.GRID and plan.out:
+    # Inside a user's shard_map nothing is known of the global array. Sums go rank after rank.
+    if spec.determinism == "topology" and spec.group.pattern != Pattern.GRID and not plan.is_partial:
         spec = _with_order(plan, spec, a)
     operands = operands | {"a": a, "b": b}
     if plan.is_transposed:
@@ -46,11 +46,11 @@ def bind_plan(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, jax.Arr
     outputs = bind_shards(spec, plan.dimension, operands)
     if not spec.rule.gradient:
         return outputs
-    return _sum_over_data(spec, outputs, plan.outside_group(sum(plan.out[:-1], ())))
+    return _sum_over_data(spec, outputs, plan.outside_group(sum(plan.layout.d[:-1], ())))
 
 
 def on_gathered(
-    body: Callable[[dict[str, jax.Array]], T], gathers: Sequence[layouts.Gather], source_line: str
+    body: Callable[[dict[str, jax.Array]], T], gathers: Sequence[moves.Gather], source_line: str
 ) -> Callable[[dict[str, jax.Array]], T]:
     """`body` of operands of which some are gathered ahead of its calls; backward passes gather those again, so that
     none is kept for them."""
@@ -68,7 +68,7 @@ def on_gathered(
     return jax.checkpoint(of_shards, prevent_cse=False, policy=dots_saveable)
 
 
-def _bind_transposed(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """D = (op(b)^T @ op(a)^T)^T: the columns of D take the part that rows have in the pattern."""
     a, b = operands["a"], operands["b"]
     rows, a, is_transposed = _flat_rows(spec, a)
@@ -91,7 +91,7 @@ def _bind_transposed(plan: patterns.Plan, spec: MatmulSpec, operands: dict[str, 
         rest = _apply_epilog(z.T, operands, spec.replace(alpha=1.0, epilog=Epilog.NONE), rows)
         return rest | {spec.rule.gradient: gradient[0].astype(spec.out_dtype)}
     outputs = _apply_epilog(z.T, operands, spec.replace(alpha=1.0), rows)
-    return _sum_over_data(spec, outputs, sum(plan.out[:-1], ()))
+    return _sum_over_data(spec, outputs, sum(plan.layout.d[:-1], ()))
 
 
 def _sum_over_data(spec: MatmulSpec, outputs: dict[str, jax.Array], axes: tuple[str, ...]) -> dict[str, jax.Array]:
@@ -111,8 +111,8 @@ def _sum_over_data(spec: MatmulSpec, outputs: dict[str, jax.Array], axes: tuple[
 
 
 def _untransposed(
-    plan: patterns.Plan, spec: MatmulSpec, a: jax.Array, b: jax.Array
-) -> tuple[patterns.Plan, MatmulSpec, jax.Array, jax.Array]:
+    plan: Contraction, spec: MatmulSpec, a: jax.Array, b: jax.Array
+) -> tuple[Contraction, MatmulSpec, jax.Array, jax.Array]:
     """A call that computes D transposed as a local one of gathered operands, whose epilog is the library's.
 
     XLA's arithmetic is not bit for bit the library's, and depends on what XLA fuses it with.
@@ -131,11 +131,10 @@ def _untransposed(
         else:
             a = _gather(plan.row_axes, a, a.ndim - (2 if spec.transpose_a else 1), spec.source_line)
             b = _exchange(plan, b, n, k, spec.source_line)
-    local = dataclasses.replace(plan, pattern=Pattern.LOCAL, row_axes=(), is_transposed=False)
-    return local, spec.regroup(pattern=Pattern.LOCAL, row_axes=()), a, b
+    return plan.local(), spec.regroup(pattern=Pattern.LOCAL, row_axes=()), a, b
 
 
-def _exchange(plan: patterns.Plan, x: jax.Array, split: int, joined: int, source_line: str) -> jax.Array:
+def _exchange(plan: Contraction, x: jax.Array, split: int, joined: int, source_line: str) -> jax.Array:
     """`x` sharded over the group along dimension `split` instead of `joined`."""
     if x.size == 0:  # as in _gather
         p, shape = lax.axis_size(plan.row_axes), list(x.shape)
@@ -144,20 +143,20 @@ def _exchange(plan: patterns.Plan, x: jax.Array, split: int, joined: int, source
     return _move(lambda x: collectives.all_to_all(x, plan.row_axes, split, joined, source_line=source_line), x)
 
 
-def _with_order(plan: patterns.Plan, spec: MatmulSpec, a: jax.Array) -> MatmulSpec:
+def _with_order(plan: Contraction, spec: MatmulSpec, a: jax.Array) -> MatmulSpec:
     """The spec with the places of D's rows and columns in the global array."""
     shape = (*a.shape[:-2], a.shape[-1]) if spec.transpose_a else a.shape[:-1]
     rows = [
         (extent, tuple(axis for axis in axes if axis not in spec.group.row_axes))
-        for extent, axes in zip(shape, plan.out[:-1], strict=True)
+        for extent, axes in zip(shape, plan.layout.d[:-1], strict=True)
     ]
     if spec.group.pattern == Pattern.ALL_GATHER:
         extent, axes = rows[plan.dimension]
         rows[plan.dimension] = (extent * spec.group.nranks, axes)
-    return spec.reorder(rows=tuple(rows), cols=plan.out[-1])
+    return spec.reorder(rows=tuple(rows), cols=plan.layout.d[-1])
 
 
-def _gather(axes: patterns.Dim, x: jax.Array, dimension: int, source_line: str, to: str = "invarying") -> jax.Array:
+def _gather(axes: Dim, x: jax.Array, dimension: int, source_line: str, to: str = "invarying") -> jax.Array:
     """The gather of an operand that the shardings force."""
     if to == "varying" and lax.axis_size(axes) == 1:
         return x
@@ -218,7 +217,7 @@ def _apply_epilog(
 
 
 def bind_empty(
-    plan: patterns.Plan,
+    plan: Contraction,
     spec: MatmulSpec,
     shapes: dict[str, tuple[int, ...]],
     dtype: np.dtype,
@@ -232,9 +231,9 @@ def bind_empty(
     if spec.fixed_reduction_order:
         local = spec.bare().ungrouped()
         nothing = {"a": jnp.zeros((*shape[:-1], 0), dtype), "b": jnp.zeros((0, shape[-1]), dtype)}
-        return _sum_over_data(spec, bind_shards(local, 0, operands | nothing), sum(plan.out[:-1], ()))
+        return _sum_over_data(spec, bind_shards(local, 0, operands | nothing), sum(plan.layout.d[:-1], ()))
     z = jnp.zeros((math.prod(shape[:-1]), shape[-1]), matmul_spec.accumulator(dtype))
-    return _sum_over_data(spec, _apply_epilog(z, operands, spec, shape[:-1]), sum(plan.out[:-1], ()))
+    return _sum_over_data(spec, _apply_epilog(z, operands, spec, shape[:-1]), sum(plan.layout.d[:-1], ()))
 
 
 def bind_shards(

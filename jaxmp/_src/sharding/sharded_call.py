@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -15,10 +14,12 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxmp._src.contraction import contraction, moves, planner
+from jaxmp._src.contraction.contraction import Contraction, Dims, Layout
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.primitives import global_amax, has_rows
 from jaxmp._src.runtime import jax_compat
-from jaxmp._src.sharding import eager_calls, layouts, meshes, patterns
+from jaxmp._src.sharding import eager_calls, meshes, shardings
 from jaxmp._src.sharding.shard_local import bind_empty, bind_plan, bind_shards, on_gathered
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.caller import operand_name
@@ -40,13 +41,13 @@ class Call:
 
     spec: MatmulSpec
     mode: meshes.Mode
-    plan: patterns.Plan = patterns.LOCAL_PLAN
+    plan: Contraction = contraction.LOCAL
     mesh: Any = None
     in_specs: tuple[tuple[str, P], ...] = ()
     out_specs: tuple[tuple[str, P], ...] = ()
     is_explicit: bool = False
     given: tuple[tuple[str, P], ...] = ()
-    gathers: tuple[layouts.Gather, ...] = ()
+    gathers: tuple[moves.Gather, ...] = ()
     out_spec: P | None = None
     is_empty: bool = False
     constraint: NamedSharding | None = None
@@ -202,37 +203,27 @@ def _planned_call(
     names, results = spec.operand_names, spec.output_names
     mesh, sizes, a, b = placement.mesh, placement.mesh.shape, operands["a"], operands["b"]
     asked = _asked_result(name, spec, placement)
-    given = layouts.Layout(placement.a, placement.b, asked)
     arguments = operand_name(name, "a"), operand_name(name, "b"), "the result"
-    for argument, dims, whole in zip(arguments, given, (a.shape, b.shape, shape), strict=True):
-        patterns.check_dims(name, argument, dims, whole, sizes)
-    find_plan = functools.partial(
-        patterns.find_plan,
-        transpose_a=spec.transpose_a,
-        transpose_b=spec.transpose_b,
-        gathers_k=_gathers_k(spec, low_precision.operand_type(a.dtype, b.dtype)),
-    )
-    plan = find_plan(*given)
-    if plan is None or plan.gathers_k:
-        layout = layouts.cheapest(_product(spec, a, b, shape, sizes), given)
-        plan = find_plan(*layout)
-        assert plan is not None, (given, layout)
-    layout = layouts.Layout(plan.a, plan.b, plan.out)
-    ins: dict[str, patterns.Dims] = {"a": plan.a, "b": plan.b}
-    gathers: tuple[layouts.Gather, ...] = ()
+    layout = Layout(placement.a, placement.b, asked)
+    for argument, dims, whole in zip(arguments, layout, (a.shape, b.shape, shape), strict=True):
+        shardings.check_dims(name, argument, dims, whole, sizes)
+    given = contraction.of_matrices(a.ndim, layout, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b)
+    plan = planner.plan(given, _terms(spec, given, a, b, shape, sizes))
+    ins: dict[str, Dims] = {"a": plan.layout.a, "b": plan.layout.b}
+    gathers: tuple[moves.Gather, ...] = ()
     if not spec.fixed_reduction_order:  # whose gradients are sums in an order of their own
-        (ins["a"], ins["b"]), gathers = layouts.entries(given, layout)
+        (ins["a"], ins["b"]), gathers = moves.entries(layout, plan.layout)
     for operand in names:
         ins[operand] = _dims(spec, plan, operand)
         if operand in matmul_spec.SCALE_NAMES:
             argument = f"scaling.{operand.removeprefix('scale_')}"
-            patterns.check_dims(name, argument, ins[operand], operands[operand].shape, sizes)
-    known = {} if placement.is_explicit else {"a": given.a, "b": given.b}
-    outs: dict[str, patterns.Dims] = {"d": plan.out}
+            shardings.check_dims(name, argument, ins[operand], operands[operand].shape, sizes)
+    known = {} if placement.is_explicit else {"a": placement.a, "b": placement.b}
+    outs: dict[str, Dims] = {"d": plan.layout.d}
     for result in results[1:]:
         outs[result] = _dims(spec, plan, result)
     group = Group(plan.pattern, tuple(sizes.items()), plan.row_axes, plan.col_axes)
-    columns = shape[-1] // group.size(plan.out[-1])
+    columns = shape[-1] // group.size(plan.layout.d[-1])
     spec = spec.replace(group=group, is_typed=True)
     if spec.asks_all_reduce:
         spec = check_all_reduce(name, spec)
@@ -249,59 +240,50 @@ def _planned_call(
         placement.is_explicit,
         meshes.partition_specs(known),
         gathers,
-        None if plan.out == asked else meshes.partition_spec(asked),
+        None if plan.layout.d == asked else meshes.partition_spec(asked),
         0 in shape,
     )
 
 
-def _asked_result(name: str, spec: MatmulSpec, placement: meshes.Placement) -> patterns.Dims:
+def _asked_result(name: str, spec: MatmulSpec, placement: meshes.Placement) -> Dims:
     """The sharding that d is to have."""
     if placement.out is not None:
         return placement.out
     *rows, k_a = (*placement.a[:-2], placement.a[-1], placement.a[-2]) if spec.transpose_a else placement.a
     k_b, cols = placement.b[::-1] if spec.transpose_b else placement.b
-    return patterns.default_result(name, tuple(rows), (cols,), ((k_a, k_b),))
+    return shardings.default_result(name, tuple(rows), (cols,), ((k_a, k_b),))
 
 
-def _product(
-    spec: MatmulSpec, a: jax.Array, b: jax.Array, shape: tuple[int, ...], mesh: Mapping[str, int]
-) -> layouts.Product:
-    """What a call multiplies, for the search of a layout."""
-    rows = string.ascii_lowercase[: a.ndim - 1]
-    extents = dict(zip(rows, shape, strict=False)) | {"N": shape[-1], "K": b.shape[1 if spec.transpose_b else 0]}
+def _terms(
+    spec: MatmulSpec, given: Contraction, a: jax.Array, b: jax.Array, shape: tuple[int, ...], mesh: Mapping[str, int]
+) -> planner.Terms:
+    """What the plan of a call depends on beside its shardings."""
     beside, operand = (*spec.operand_names, *spec.output_names[1:]), low_precision.operand_type(a.dtype, b.dtype)
-    return layouts.Product(
-        rows[:-1] + "K" + rows[-1] if spec.transpose_a else rows + "K",
-        "NK" if spec.transpose_b else "KN",
-        rows + "N",
-        tuple((index, layouts.nominal_extent(extent, mesh)) for index, extent in extents.items()),
+    itemsizes = a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, matmul_spec.accumulator(operand).itemsize
+    # A grid reads matrices as they are stored, and its gradients are sums in an order of their own.
+    is_plain = not (spec.transpose_a or spec.transpose_b or low_precision.is_low_precision(operand))
+    return planner.Terms(
+        planner.extents(given, (a.shape, b.shape, shape), mesh),
         tuple(mesh.items()),
-        (a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, matmul_spec.accumulator(operand).itemsize),
+        itemsizes,
         keeps_result=any(matmul_spec.DIMS[each] for each in beside if each not in ("c", "bias")),
-        gathers_k=_gathers_k(spec, operand),
+        gathers_k=is_plain and not spec.fixed_reduction_order,
     )
 
 
-def _gathers_k(spec: MatmulSpec, operand: np.dtype) -> bool:
-    """Whether a grid may gather an operand along k: it reads matrices as they are stored, and its gradients are sums in
-    an order of their own."""
-    is_plain = not (spec.transpose_a or spec.transpose_b or low_precision.is_low_precision(operand))
-    return is_plain and not spec.fixed_reduction_order
-
-
-def _dims(spec: MatmulSpec, plan: patterns.Plan, name: str) -> patterns.Dims:
+def _dims(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
     """How an operand or result by name is sharded: like the dimensions of d, or of the operand, that it has.
 
     But the sums of an operand's own rows are whole in a group, whichever operand the call takes for its a.
     """
     if name in ("scale_a", "scale_b"):
-        operand = plan.a if name == "scale_a" else plan.b
+        operand = plan.layout.a if name == "scale_a" else plan.layout.b
         return {low_precision.SCALAR: (), low_precision.OUTER_VEC: operand[:-1]}.get(spec.scales.of(name), operand)
     if not matmul_spec.DIMS[name]:
         return ()
     if len(matmul_spec.DIMS[name]) == 2:
-        return plan.out
-    dim = plan.out[-2] if matmul_spec.DIMS[name] == "m" else plan.out[-1]
+        return plan.layout.d
+    dim = plan.layout.d[-2] if matmul_spec.DIMS[name] == "m" else plan.layout.d[-1]
     if name == ("bgradb" if plan.is_transposed else "bgrada"):
         dim = plan.outside_group(dim)
     return (dim,)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import functools
 import math
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxmp._src.contraction.contraction import Pattern as Pattern
 from jaxmp._src.runtime.types import ArrayType, Shape
 from jaxmp._src.spec import epilogs, low_precision
 from jaxmp._src.spec.epilogs import Epilog
@@ -60,16 +60,6 @@ DIMS |= dict.fromkeys(("scale_c", "scale_d", "scale_aux", "amax_d", "gelu_aux_am
 # The scales of a and b span what their mode says (`dims`), and fold and shard as their operand does.
 DIMS |= {"scale_a": "", "scale_b": ""}
 SCALE_NAMES = ("scale_a", "scale_b", "scale_c", "scale_d", "scale_aux")
-
-
-class Pattern(enum.StrEnum):
-    """How one communicator's ranks share the product."""
-
-    LOCAL = "local"
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_REDUCE = "all_reduce"
-    GRID = "grid"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -1,0 +1,254 @@
+"""A distributed contraction: for each mesh axis the index that its ranks divide among them.
+
+    d[D] = sum a[A] * b[B]        indices as `jnp.einsum` writes them, of operands as stored: "mk,kn->mn"
+
+On a mesh axis an array is sharded along one index or whole ("-"). `Role(a, b, d)` holds these three, and `split` is the
+index whose range the ranks divide when they multiply. What is communicated follows by comparison: an operand with the
+split index is used as it lies, any other operand is wanted whole, and a contracted split leaves partial sums.
+
+    name             split   a  b  d
+    rows             m       m  -  m      nothing moves
+    columns          n       -  n  n
+    batch            i       i  i  i
+    none             -       -  -  -      the ranks compute the same
+    all-gather       n       m  n  n      a's rows are gathered
+                     m       m  n  m      b's columns are gathered
+    reduce-scatter   k       k  k  m      partial sums are scattered over rows (or n: columns)
+    all-reduce       k       k  k  -
+    grid             m       m  k  m      b is gathered along k (FSDP)
+                     n       k  n  n      a is gathered along k
+
+A call is one communicator of each group of ranks: its communicating axes all have one role, or are all of a grid.
+
+Worked example: mesh (data=2, model=4), a P("data", "model"), b P("model", None), d P("data", None):
+`mk,kn->mn  data: m (m - m)  model: k (k k -)`, an all-reduce over model in two groups, one for each index of data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import string
+from typing import NamedTuple
+
+# Mesh axes that share one dimension, slowest first; of an array, one for each dimension.
+Dim = tuple[str, ...]
+Dims = tuple[Dim, ...]
+
+
+class Pattern(enum.StrEnum):
+    """How one communicator's ranks share the product."""
+
+    LOCAL = "local"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    GRID = "grid"
+
+
+class Layout(NamedTuple):
+    """How a, b and d are sharded."""
+
+    a: Dims
+    b: Dims
+    d: Dims
+
+
+class Role(NamedTuple):
+    """The index along which one mesh axis shards a, b and d, each or ""."""
+
+    a: str = ""
+    b: str = ""
+    d: str = ""
+
+    @property
+    def split(self) -> str:
+        """The index whose range the ranks of the axis divide when they multiply."""
+        return self.a if self.is_contracted else self.d
+
+    @property
+    def communicates(self) -> bool:
+        return self.a != "" and self.b != "" and not self.a == self.b == self.d
+
+    @property
+    def is_contracted(self) -> bool:
+        return self.communicates and self.a == self.b
+
+
+@dataclasses.dataclass(frozen=True)
+class Contraction:
+    """`a`, `b`, `d`: the indices of the three arrays as stored; `layout`: how a call takes and gives them.
+
+    Inside a user's shard_map only the axes of the group are known: it `is_partial` then.
+    """
+
+    a: str
+    b: str
+    d: str
+    layout: Layout
+    is_partial: bool = False
+
+    def __str__(self) -> str:
+        axes = (f"  {x}: {r.split or '-'} ({' '.join(index or '-' for index in r)})" for x, r in self.roles.items())
+        return f"{self.a},{self.b}->{self.d}{''.join(axes)}"
+
+    def replace(self, layout: Layout) -> Contraction:
+        """The same in another layout."""
+        return dataclasses.replace(self, layout=layout)
+
+    def local(self) -> Contraction:
+        """The same where each device holds all that its part of d needs."""
+        where = dict(zip(self.d, self.layout.d, strict=True))
+        a, b = (tuple(where.get(index, ()) for index in indices) for indices in (self.a, self.b))
+        return self.replace(Layout(a, b, self.layout.d))
+
+    @functools.cached_property
+    def indices(self) -> tuple[str, str, str]:
+        return self.a, self.b, self.d
+
+    @functools.cached_property
+    def batch(self) -> str:
+        return "".join(index for index in self.d if index in self.a and index in self.b)
+
+    @functools.cached_property
+    def rows(self) -> str:
+        return "".join(index for index in self.d if index not in self.b)
+
+    @functools.cached_property
+    def cols(self) -> str:
+        return "".join(index for index in self.d if index not in self.a)
+
+    @functools.cached_property
+    def contracted(self) -> str:
+        return "".join(index for index in self.a if index not in self.d)
+
+    def sharded(self, which: str, index: str) -> Dim:
+        """The axes that shard the array `which` ("a", "b", "d") along an index."""
+        dims: Dims = getattr(self.layout, which)
+        return dims[getattr(self, which).index(index)]
+
+    @functools.cached_property
+    def roles(self) -> dict[str, Role]:
+        """The role of each axis that shards an array, in the order of d's dimensions, a's and b's."""
+        found: dict[str, list[str]] = {}
+        for which in "dab":
+            for index, dim in zip(getattr(self, which), getattr(self.layout, which), strict=True):
+                for axis in dim:
+                    found.setdefault(axis, ["", "", ""])["abd".index(which)] = index
+        return {axis: Role(*indices) for axis, indices in found.items()}
+
+    def is_grid_role(self, role: Role) -> bool:
+        """Whether one operand is sharded along a contracted index, and the other is not."""
+        return role.communicates and (role.a in self.d) != (role.b in self.d)
+
+    def is_one_call(self, roles: dict[str, Role]) -> bool:
+        """Whether the axes that communicate are of one call: they gather, or scatter, the same index, or all sum, or are
+        all of a grid."""
+
+        def kind(role: Role) -> tuple[str, str]:
+            if role.is_contracted:
+                return "sum", role.d
+            if self.is_grid_role(role):
+                return "grid", ""
+            return ("gather a", role.a) if role.d == role.b else ("gather b", role.b)
+
+        return len({kind(role) for role in roles.values() if role.communicates}) <= 1
+
+    @functools.cached_property
+    def is_block_grid(self) -> bool:
+        """Whether the three matrices are stored in blocks over the same two axes, transposed or not."""
+        a, b, d = (
+            tuple(dim for index, dim in zip(*each, strict=True) if index not in self.batch)
+            for each in zip(self.indices, self.layout, strict=True)
+        )
+        return len(a) == 2 and a == b == d and all(a)
+
+    @functools.cached_property
+    def _group(self) -> tuple[Pattern, Dim, Dim]:
+        """The pattern, and the axes of the group: all of them, or those along a grid's rows and along its columns."""
+        if self.is_block_grid:
+            rows, cols = (dim for index, dim in zip(self.d, self.layout.d, strict=True) if index not in self.batch)
+            return Pattern.GRID, rows, cols
+        role = next((role for role in self.roles.values() if role.communicates), None)
+        if role is None:
+            return Pattern.LOCAL, (), ()
+        if role.is_contracted:
+            axes = sum((self.sharded("a", index) for index in self.contracted), ())
+            return Pattern.REDUCE_SCATTER if role.d else Pattern.ALL_REDUCE, axes, ()
+        if self.is_grid_role(role):
+            return Pattern.GRID, self.sharded("b", self.contracted), self.sharded("a", self.contracted)
+        which = "a" if role.d == role.b else "b"
+        return Pattern.ALL_GATHER, self.sharded(which, self.shared)[len(self.sharded("d", self.shared)) :], ()
+
+    @property
+    def pattern(self) -> Pattern:
+        """The name of what the axes that communicate do, for the library's call and for people."""
+        return self._group[0]
+
+    @property
+    def row_axes(self) -> Dim:
+        return self._group[1]
+
+    @property
+    def col_axes(self) -> Dim:
+        return self._group[2]
+
+    @functools.cached_property
+    def shared(self) -> str:
+        """The free index along which an operand is gathered, or d is scattered, or ""."""
+        for role in self.roles.values():
+            if role.is_contracted and not self.is_block_grid:
+                return role.d
+            if role.communicates and not self.is_block_grid and not self.is_grid_role(role):
+                return role.a if role.d == role.b else role.b
+        return ""
+
+    @property
+    def is_transposed(self) -> bool:
+        """Whether columns are shared: the call computes d transposed, with b for its first operand."""
+        return self.shared != "" and self.shared in self.cols
+
+    @property
+    def columns(self) -> str:
+        """The columns in the order in which they fold: one that is shared comes first, since ranks are the slowest
+        index of what they share."""
+        return "".join(sorted(self.cols, key=lambda index: index != self.shared))
+
+    @property
+    def dimension(self) -> int:
+        """The place among the rows of the one that is gathered or scattered."""
+        return self.rows.index(self.shared) if self.shared and self.shared in self.rows else 0
+
+    @property
+    def gathers_k(self) -> bool:
+        """Whether a grid gathers one operand along k, by the ranks of one axis."""
+        return self.pattern == Pattern.GRID and not (self.row_axes and self.col_axes)
+
+    def outside_group(self, dim: Dim) -> Dim:
+        """The axes of `dim` that are not the group's."""
+        return tuple(axis for axis in dim if axis not in self.row_axes + self.col_axes)
+
+
+LETTERS = string.ascii_lowercase[8:] + string.ascii_lowercase[:8] + string.ascii_uppercase
+_LEADING = [letter for letter in LETTERS if letter not in "kmn"]
+
+
+def of_matrices(ndim: int, layout: Layout, *, transpose_a: bool = False, transpose_b: bool = False) -> Contraction:
+    """A product of matrices as stored, a with leading dimensions up to `ndim`, which d has too."""
+    lead = "".join(_LEADING[: ndim - 2])
+    return Contraction(lead + ("km" if transpose_a else "mk"), "nk" if transpose_b else "kn", lead + "mn", layout)
+
+
+def on_axes(pattern: Pattern, axes: Dim, ndim: int) -> Contraction:
+    """A product on the shards of a user's shard_map, whose last rows are gathered or scattered over `axes`."""
+    lead, whole = ((),) * (ndim - 2), ()
+    a, b, d = {
+        Pattern.ALL_GATHER: ((axes, whole), (whole, axes), (whole, axes)),
+        Pattern.REDUCE_SCATTER: ((whole, axes), (axes, whole), (axes, whole)),
+    }.get(pattern, ((whole, whole),) * 3)
+    layout = Layout((*lead, *a), b, (*lead, *d))
+    return dataclasses.replace(of_matrices(ndim, layout), is_partial=True)
+
+
+LOCAL = on_axes(Pattern.LOCAL, (), 2)

@@ -1,0 +1,102 @@
+"""What moves around a call: the steps from one sharding to another, and the gathers of operands ahead of a call."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+
+from jaxmp._src.contraction.contraction import Dim, Dims, Layout
+
+
+def size_of(mesh: Mapping[str, int], axes: Dim) -> int:
+    """The number of ranks of these axes."""
+    return math.prod(mesh[axis] for axis in axes)
+
+
+def received(shape: Sequence[int], have: Dims, want: Dims, mesh: Mapping[str, int]) -> int:
+    """Elements that a device receives while an array goes from one sharding to another, in `steps`."""
+    total = 0
+    for before, after in itertools.pairwise((have, *steps(have, want))):
+        parts = 1  # a device holds one of so many of the shard that it is to have, on average
+        for dim, wanted in zip(before, after, strict=True):
+            common = len(dim) if dim == wanted[: len(dim)] else len(wanted) if wanted == dim[: len(wanted)] else 0
+            parts *= size_of(mesh, dim[common:])
+        if parts > 1:
+            total += math.prod(shape) // size_of(mesh, sum(after, ())) * (parts - 1) // parts
+    return total
+
+
+@dataclasses.dataclass(frozen=True)
+class Gather:
+    """An all-gather of a device's shard of an operand, along `dimension` over `axes`, inside of shard_map.
+
+    `varies`: the ranks of the axes do not compute the same with it, so that its transpose is a reduce-scatter.
+    """
+
+    operand: str
+    dimension: int
+    axes: Dim
+    varies: bool
+
+
+def steps(have: Dims, want: Dims) -> tuple[Dims, ...]:
+    """The shardings through which an array goes from one to another, each by one slice, all-to-all or all-gather.
+
+    XLA would replicate an array for a step that is several of these at once.
+    """
+    found: list[Dims] = []
+    while (now := found[-1] if found else have) != want:
+        found.append(_slice(now, want) or _all_to_all(now, want) or _all_gather(now, want) or want)
+    return tuple(found)
+
+
+def _slice(now: Dims, want: Dims) -> Dims | None:
+    used = set(sum(now, ()))
+    for i, (dim, wanted) in enumerate(zip(now, want, strict=True)):
+        fresh = tuple(itertools.takewhile(lambda axis: axis not in used, wanted[len(dim) :]))
+        if fresh and wanted[: len(dim)] == dim:
+            return _with(now, {i: dim + fresh})
+    return None
+
+
+def _all_to_all(now: Dims, want: Dims) -> Dims | None:
+    for i, j in itertools.permutations(range(len(now)), 2):
+        if now[i] and now[i] != want[i][: len(now[i])] and (*now[j], now[i][-1]) == want[j][: len(now[j]) + 1]:
+            return _with(now, {i: now[i][:-1], j: (*now[j], now[i][-1])})
+    return None
+
+
+def _all_gather(now: Dims, want: Dims) -> Dims | None:
+    wanted = set(sum(want, ()))
+    for i, dim in enumerate(now):
+        if dim and dim[-1] not in wanted:
+            return _with(now, {i: dim[:-1]})
+    return None
+
+
+def _with(dims: Dims, changes: Mapping[int, Dim]) -> Dims:
+    return tuple(changes.get(i, dim) for i, dim in enumerate(dims))
+
+
+def entries(given: Layout, layout: Layout) -> tuple[tuple[Dims, Dims], tuple[Gather, ...]]:
+    """(the shardings in which a and b enter shard_map, the gathers that bring them from there to the layout's)."""
+    a, of_a = _gathers("a", given.a, layout.a, layout)
+    b, of_b = _gathers("b", given.b, layout.b, layout)
+    return (a, b), of_a + of_b
+
+
+def _gathers(operand: str, have: Dims, want: Dims, layout: Layout) -> tuple[Dims, tuple[Gather, ...]]:
+    """As `entries`, of one operand."""
+    used = {axis for dims in layout for dim in dims for axis in dim}
+    own = {axis for dim in want for axis in dim}
+    entry, found = list(want), []
+    for i, (dim, wanted) in enumerate(zip(have, want, strict=True)):
+        rest = dim[len(wanted) :]
+        if dim[: len(wanted)] != wanted or own.intersection(rest):
+            continue
+        entry[i] = dim
+        runs = [(varies, tuple(axes)) for varies, axes in itertools.groupby(rest, used.__contains__)]
+        found += [Gather(operand, i, axes, varies) for varies, axes in reversed(runs)]  # the last axis is the fastest
+    return tuple(entry), tuple(found)
