@@ -143,8 +143,8 @@ class Contraction:
         return role.communicates and (role.a in self.d) != (role.b in self.d)
 
     def is_one_call(self, roles: dict[str, Role]) -> bool:
-        """Whether the axes that communicate are of one call: they gather, or scatter, the same index, or all sum, or are
-        all of a grid."""
+        """Whether the axes that communicate are of one call: all gather or scatter one index, or all
+        are of a grid."""
 
         def kind(role: Role) -> tuple[str, str]:
             if role.is_contracted:

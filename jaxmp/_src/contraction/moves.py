@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from jaxmp._src.contraction.contraction import Dim, Dims, Layout
 
@@ -28,14 +28,12 @@ def received(shape: Sequence[int], have: Dims, want: Dims, mesh: Mapping[str, in
     return total
 
 
-@dataclasses.dataclass(frozen=True)
-class Gather:
+class Gather(NamedTuple):
     """An all-gather of a device's shard of an operand, along `dimension` over `axes`, inside of shard_map.
 
     `varies`: the ranks of the axes do not compute the same with it, so that its transpose is a reduce-scatter.
     """
 
-    operand: str
     dimension: int
     axes: Dim
     varies: bool
@@ -80,23 +78,16 @@ def _with(dims: Dims, changes: Mapping[int, Dim]) -> Dims:
     return tuple(changes.get(i, dim) for i, dim in enumerate(dims))
 
 
-def entries(given: Layout, layout: Layout) -> tuple[tuple[Dims, Dims], tuple[Gather, ...]]:
-    """(the shardings in which a and b enter shard_map, the gathers that bring them from there to the layout's)."""
-    a, of_a = _gathers("a", given.a, layout.a, layout)
-    b, of_b = _gathers("b", given.b, layout.b, layout)
-    return (a, b), of_a + of_b
-
-
-def _gathers(operand: str, have: Dims, want: Dims, layout: Layout) -> tuple[Dims, tuple[Gather, ...]]:
-    """As `entries`, of one operand."""
+def entry(have: Dims, want: Dims, layout: Layout) -> tuple[Dims, tuple[Gather, ...]]:
+    """How an operand of a call in `layout` enters shard_map, and the gathers that bring it from there to `want`."""
     used = {axis for dims in layout for dim in dims for axis in dim}
     own = {axis for dim in want for axis in dim}
-    entry, found = list(want), []
+    dims, found = list(want), []
     for i, (dim, wanted) in enumerate(zip(have, want, strict=True)):
         rest = dim[len(wanted) :]
         if dim[: len(wanted)] != wanted or own.intersection(rest):
             continue
-        entry[i] = dim
+        dims[i] = dim
         runs = [(varies, tuple(axes)) for varies, axes in itertools.groupby(rest, used.__contains__)]
-        found += [Gather(operand, i, axes, varies) for varies, axes in reversed(runs)]  # the last axis is the fastest
-    return tuple(entry), tuple(found)
+        found += [Gather(i, axes, varies) for varies, axes in reversed(runs)]  # the last axis is the fastest
+    return tuple(dims), tuple(found)

@@ -45,7 +45,7 @@ class Terms:
 
 def extents(given: Contraction, shapes: Sequence[Shape], mesh: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
     """The extent of each index of a, b and d of these shapes; for a symbolic one a number that every axis divides."""
-    found = {}
+    found: dict[str, int] = {}
     for indices, shape in zip(given.indices, shapes, strict=True):
         found |= dict(zip(indices, shape, strict=True))
     nominal = 1024 * math.prod(mesh.values())
@@ -98,7 +98,8 @@ def _is_of_a_call(given: Contraction, role: Role, *, gathers_k: bool) -> bool:
     if not role.communicates:
         return role.d == (role.a or role.b)
     if given.is_grid_role(role):
-        return gathers_k and role.d in ((role.a,) if role.a in given.rows else (role.b,) if role.b in given.cols else ())
+        free = role.a if role.a in given.rows else role.b if role.b in given.cols else ""
+        return gathers_k and free == role.d != ""
     if role.is_contracted:
         return role.a in given.contracted and (role.d == "" or role.d not in given.batch)
     return role.a in given.rows and role.b in given.cols and role.d in (role.a, role.b)

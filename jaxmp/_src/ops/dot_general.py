@@ -23,7 +23,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._src.contraction.contraction import Contraction
@@ -34,8 +33,8 @@ from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import eager_calls, meshes
 from jaxmp._src.sharding.dot_general_plan import ProductPlan, plan_product
-from jaxmp._src.sharding.meshes import partition_spec
-from jaxmp._src.sharding.shard_local import bind_plan, on_gathered
+from jaxmp._src.sharding.on_shards import Operands, on_shards
+from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.sharded_call import check_left_to_xla, jaxmp_call, make_call
 from jaxmp._src.spec.caller import Caller
 from jaxmp._src.spec.matmul_spec import Group, Pattern, result_shape
@@ -199,26 +198,22 @@ def jaxmp_dot_general(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.
         lhs, rhs = cast_reduced({"lhs": lhs, "rhs": rhs}).values()  # ahead of vmap, where JAX has no such cast
         d = _fold(product, functools.partial(_multiply, product), out_shape, lhs, rhs)
         return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
-    mesh, is_explicit = placement.mesh, placement.is_explicit
-    lhs, rhs = (
-        meshes.reshard(x, mesh, partition_spec(have), spec, is_explicit=is_explicit)
-        for x, have, spec in zip((lhs, rhs), (placement.a, placement.b), plan.in_specs, strict=True)
-    )
-    of_shards = on_gathered(functools.partial(_of_shards, product, plan, out_shape), plan.gathers, "")
-    body: Callable[[Any], jax.Array] = of_shards
-    operands: Any = {"a": lhs, "b": rhs}
-    in_specs: Any = dict(zip(operands, plan.in_specs, strict=True))
+    local_shape = NamedSharding(placement.mesh, plan.frame.out_spec).shard_shape(out_shape)
+    operands = {"a": lhs, "b": rhs}
+
+    def multiplied(shards: Operands) -> Operands:
+        multiply = functools.partial(_multiply_shards, product, plan.contraction)
+        return {"d": _fold(product, multiply, local_shape, shards["a"], shards["b"])}
+
+    def zeros(_: Operands) -> Operands:
+        return {"d": jnp.zeros(local_shape, product.dtypes(lhs, rhs)[1])}
+
+    body: Callable[[Operands], Operands] = multiplied
     if 0 in lhs.shape and 0 in rhs.shape:
-        # Nothing to multiply. XLA cannot partition a body whose operands are all empty, so they stay out of it.
-        _, dtype = product.dtypes(lhs, rhs)
-        local_shape = _local_shape(product, plan, out_shape)
-
-        def zeros(_: jax.Array) -> jax.Array:
-            return jnp.zeros(local_shape, dtype)
-
-        body, operands, in_specs = zeros, jnp.zeros(()), P()
-    d = jax.shard_map(body, mesh=mesh, in_specs=(in_specs,), out_specs=plan.out_spec)(operands)
-    return meshes.reshard(d, mesh, plan.out_spec, plan.asked, is_explicit=is_explicit)
+        # XLA cannot partition a body whose operands are all empty, so they stay out of it.
+        body, operands = zeros, {"scalar": jnp.zeros(())}
+    d: jax.Array = on_shards(plan.frame, body, operands, "")["d"]
+    return d
 
 
 def _product_of_xla(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
@@ -233,17 +228,6 @@ def _product_of_xla(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.Ar
     given = ((numbers.lhs_contract, numbers.rhs_contract), (numbers.lhs_batch, numbers.rhs_batch))
     operands = {"a": lhs.astype(dtype), "b": rhs.astype(dtype)}
     return xla_matmul.global_matmul(operands, spec, platform, product.placement.out_sharding, given)["d"]
-
-
-def _local_shape(product: _Product, plan: ProductPlan, out_shape: Shape) -> Shape:
-    """The shape of a device's part of the call's result."""
-    return NamedSharding(product.placement.mesh, plan.out_spec).shard_shape(out_shape)
-
-
-def _of_shards(product: _Product, plan: ProductPlan, out_shape: Shape, operands: dict[str, jax.Array]) -> jax.Array:
-    """A device's part of the result."""
-    multiply = functools.partial(_multiply_shards, product, plan.contraction)
-    return _fold(product, multiply, _local_shape(product, plan, out_shape), operands["a"], operands["b"])
 
 
 def _fold(

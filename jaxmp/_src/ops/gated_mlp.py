@@ -27,7 +27,8 @@ from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import meshes, sharded_call
 from jaxmp._src.sharding.layer_plans import Labels, Layers, check_given, groups_on_axes, plan_layers
-from jaxmp._src.sharding.shard_local import bind_plan, on_gathered
+from jaxmp._src.sharding.on_shards import Entry, on_shards
+from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.spec import activations, epilogs
 from jaxmp._src.spec.activations import Function
 from jaxmp._src.spec.caller import Caller
@@ -147,7 +148,7 @@ def _up(layers: Layers, x: Any, w_up: Any, b_up: Any, axis_name: AxisName | None
     shape, like = tuple(w_up.shape), layers.operands[0]["b"]
     if shape != like.shape:
         raise ValueError(f"gated_mlp: w_up must have w_gate's shape {tuple(like.shape)}, got {shape}")
-    if layers.mode == meshes.Mode.SHARDED and layers.calls[0].is_explicit:
+    if layers.mode == meshes.Mode.SHARDED and layers.calls[0].frame.is_explicit:
         have, wanted = (meshes.type_dims("gated_mlp", "w_up", w) for w in (operands["b"], like))
         if have != wanted:
             raise ValueError(
@@ -172,12 +173,12 @@ class _Hidden:
 
 
 def _static(layers: Layers, operands: Operands) -> _Hidden:
-    call = layers.calls[0] if layers.calls else None
+    call = layers.calls[0] if layers.calls else layers.first
     plan = layers.plans[0] if layers.plans else LOCAL
     # The others bring no x to a device, or one of which it has a part of the columns.
     is_row_grid = plan.pattern == Pattern.GRID and not plan.col_axes
     shares_x = (plan.pattern in (Pattern.LOCAL, Pattern.ALL_GATHER) or is_row_grid) and not plan.is_transposed
-    shares_x = shares_x and (call is None or call.out_spec is None)
+    shares_x = shares_x and all(each.frame.asked is None for each in layers.calls[:1])
     shares_x = shares_x and layers.mode in (meshes.Mode.SHARDED, meshes.Mode.MANUAL)
     return _Hidden(layers.specs[0], plan, call, shares_x and not any(0 in x.shape for x in operands.values()))
 
@@ -199,17 +200,13 @@ def _preactivations(hidden: _Hidden, operands: Operands) -> Preactivations:
         products = functools.partial(_products, spec, functools.partial(_product, call, plan))
         return activated.preactivations(products, spec.out_dtype, operands)
     body = functools.partial(_preactivations_on_shards, spec, plan)
-    if call is None:
+    if not isinstance(call, sharded_call.ShardedCall):
         return body(operands)
-    names = {"a": ("x",), "b": tuple(f"w_{name}" for name in _NAMES)}
-    gathers = [dataclasses.replace(gather, operand=name) for gather in call.gathers for name in names[gather.operand]]
-
-    of_shards = on_gathered(body, gathers, spec.source_line)
-    given, bias, d = dict(call.in_specs), meshes.partition_spec((plan.layout.d[-1],)), dict(call.out_specs)["d"]
+    entries, bias = dict(call.frame.entries), Entry(meshes.partition_spec((plan.layout.d[-1],)))
     kinds = {name: {"x": "a", "w": "b", "b": "bias"}[name[0]] for name in operands}
-    specs = {name: (given | {"bias": bias})[kind] for name, kind in kinds.items()}
-    placed = {name: sharded_call.bring(call, kinds[name], x, specs[name]) for name, x in operands.items()}
-    zs: Preactivations = jax.shard_map(of_shards, mesh=call.mesh, in_specs=(specs,), out_specs=d)(placed)
+    placed = tuple((name, (entries | {"bias": bias})[kind]) for name, kind in kinds.items())
+    frame = dataclasses.replace(call.frame, entries=placed)
+    zs: Preactivations = on_shards(frame, lambda shards: {"d": body(shards)}, operands, spec.source_line)["d"]
     return zs
 
 
@@ -237,10 +234,10 @@ def _product(call: sharded_call.Call | None, plan: Contraction, spec: MatmulSpec
     if call is None:
         d: jax.Array = bind_plan(plan, spec, layer)["d"]
         return d
-    if call.in_specs:
-        given = dict(call.in_specs) | {"bias": meshes.partition_spec((plan.layout.d[-1],))}
-        in_specs = {name: given[name] for name in layer}
-        call = dataclasses.replace(call, in_specs=tuple(in_specs.items()))
+    if isinstance(call, sharded_call.ShardedCall):
+        entries = dict(call.frame.entries) | {"bias": Entry(meshes.partition_spec((plan.layout.d[-1],)))}
+        frame = dataclasses.replace(call.frame, entries=tuple((name, entries[name]) for name in layer))
+        call = dataclasses.replace(call, frame=frame)
     result: jax.Array = sharded_call.jaxmp_call(dataclasses.replace(call, spec=spec), layer)["d"]
     return result
 

@@ -19,7 +19,6 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
-from jaxmp._src.contraction import moves
 from jaxmp._src.contraction.contraction import Contraction
 from jaxmp._src.ops import activated
 from jaxmp._src.ops.matmul import linear
@@ -29,7 +28,8 @@ from jaxmp._src.primitive.primitives import activated_matmul, completes_sums
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import meshes, sharded_call
 from jaxmp._src.sharding.layer_plans import Labels, check_given, plan_layers
-from jaxmp._src.sharding.shard_local import bind_plan, on_gathered
+from jaxmp._src.sharding.on_shards import Entry, on_shards
+from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.spec import activations, epilogs
 from jaxmp._src.spec.activations import Function
 from jaxmp._src.spec.epilogs import Epilog
@@ -226,7 +226,7 @@ class _Run:
 
     mlp: _Mlp
     is_fused: bool
-    calls: tuple[Any, ...] = ()
+    calls: tuple[sharded_call.ShardedCall, ...] = ()
 
 
 def _fused(
@@ -256,9 +256,9 @@ def _fused(
     is_fused &= fused is not None
     is_fused &= spec.determinism != "topology"  # a hidden bias has its sums over data-parallel ranks from calls
     if calls:
-        is_fused = is_fused and calls[0].out_spec is None and not plans[1].is_transposed
+        is_fused = is_fused and calls[0].frame.asked is None and not plans[1].is_transposed
         is_fused = is_fused and plans[1].layout.a == plans[0].layout.d
-        is_fused = is_fused and "a" not in (gather.operand for gather in calls[1].gathers)
+        is_fused = is_fused and not dict(calls[1].frame.entries)["a"].gathers
         is_fused = is_fused and plans[1].pattern in _FUSED and not plans[1].col_axes
     is_fused &= all(map(completes_sums, layers.specs))
     names = (("w_in", "b_in"), ("w_out", "b_out"))
@@ -291,18 +291,10 @@ def jaxmp_mlp(run: _Run, operands: dict[str, jax.Array]) -> jax.Array:
         rest = (h.astype(operands["w_out"].dtype), *(operands[name] for name in outs[1:]))
         y: jax.Array = sharded_call.jaxmp_call(second, dict(zip(("a", "b", "bias"), rest, strict=False)))["d"]
         return y
-    placed, specs = {}, {}
-    gathers: list[moves.Gather] = []
+    entries: dict[str, Entry] = {}
     for call, given in ((first, ins), (second, outs)):
         known = dict(zip(("a", "b", "bias"), given, strict=False))
-        for name, spec in call.in_specs:
-            if (argument := known[name]) != "hidden":
-                specs[argument], placed[argument] = spec, sharded_call.bring(call, name, operands[argument], spec)
-        gathers += [dataclasses.replace(gather, operand=known[gather.operand]) for gather in call.gathers]
-
-    of_shards = on_gathered(body, gathers, first.spec.source_line)
-    y = jax.shard_map(of_shards, mesh=first.mesh, in_specs=(specs,), out_specs=dict(second.out_specs)["d"])(placed)
-    if second.out_spec is None:
-        return y
-    have = dict(second.out_specs)["d"]
-    return meshes.reshard(y, second.mesh, have, second.out_spec, is_explicit=second.is_explicit)
+        entries |= {known[name]: entry for name, entry in call.frame.entries if known[name] != "hidden"}
+    frame = dataclasses.replace(second.frame, entries=tuple(entries.items()))
+    y = on_shards(frame, lambda shards: {"d": body(shards)}, operands, first.spec.source_line)["d"]
+    return y

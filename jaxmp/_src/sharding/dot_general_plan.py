@@ -6,31 +6,22 @@ import dataclasses
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec as P
 
-from jaxmp._src.contraction import contraction, moves, planner
+from jaxmp._src.contraction import contraction, planner
 from jaxmp._src.contraction.contraction import Contraction, Dims, Layout
 from jaxmp._src.sharding import meshes, shardings
-from jaxmp._src.sharding.meshes import partition_spec
+from jaxmp._src.sharding.on_shards import Frame, frame_of
 from jaxmp._src.spec.matmul_spec import accumulator, axes_text
 from jaxmp._src.validation.dimension_numbers import DimensionNumbers, pick
 
 
 @dataclasses.dataclass(frozen=True)
 class ProductPlan:
-    """How one product runs, hashable.
-
-    `columns` are rhs's free dimensions in the order in which they fold into columns. `in_specs` are the shardings in
-    which operands enter shard_map, `gathers` what is gathered there, `out_spec` that of the call's result, and `asked`
-    the one that it is to have.
-    """
+    """How one product runs, hashable; `columns` are rhs's free dimensions in the order in which they fold."""
 
     contraction: Contraction
     columns: tuple[int, ...]
-    in_specs: tuple[P, P]
-    gathers: tuple[moves.Gather, ...]
-    out_spec: P
-    asked: P
+    frame: Frame
 
 
 def plan_product(
@@ -62,12 +53,8 @@ def plan_product(
         gathers_k=gathers_inside and _is_plain(numbers),
     )
     plan = planner.plan(given, terms)
-    a, b, d = plan.layout
-    (a, b), gathers = moves.entries(layout, plan.layout) if gathers_inside else ((a, b), ())
     columns = tuple(given.b.index(index) for index in plan.columns)
-    return ProductPlan(
-        plan, columns, (partition_spec(a), partition_spec(b)), gathers, partition_spec(d), partition_spec(layout.d)
-    )
+    return ProductPlan(plan, columns, frame_of(placement, layout, plan, {}, {}, gathers_inside=gathers_inside))
 
 
 def _is_plain(numbers: DimensionNumbers) -> bool:

@@ -55,14 +55,15 @@ def check_given(labels: Labels, x: Any, in_shardings: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """The products of two layers: their specs, operands by name, plans and, of global arrays, calls; under XLA's
-    partitioner only the first call, and no plan."""
+    """The products of two layers: their specs, operands by name, plans and, of global arrays, calls; where XLA
+    partitions only the call of the first, and no plan."""
 
     mode: meshes.Mode
     specs: tuple[MatmulSpec, MatmulSpec]
     operands: tuple[dict[str, Any], dict[str, Any]]
     plans: tuple[Contraction, ...] = ()
-    calls: tuple[sharded_call.Call, ...] = ()
+    calls: tuple[sharded_call.ShardedCall, ...] = ()
+    first: sharded_call.Call | None = None
 
 
 def plan_layers(
@@ -93,7 +94,7 @@ def plan_layers(
     placement = meshes.place(labels.first, x, w_in, h.shape, shardings["hidden"], given, shardings["mesh"])
     if placement.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
         call = sharded_call.make_call(spec, placement, ins, h.shape, labels.first)
-        return Layers(placement.mode, (spec, next_spec), operands, calls=(call,))
+        return Layers(placement.mode, (spec, next_spec), operands, first=call)
     if placement.mode == meshes.Mode.MANUAL:
         spec, next_spec = (s.regroup(mesh=placement.axes) for s in (spec, next_spec))
         plans = tuple(contraction.on_axes(s.group.pattern, s.group.row_axes, x.ndim) for s in (spec, next_spec))
@@ -133,7 +134,7 @@ def _calls(
     operands: tuple[dict[str, Any], ...],
     w_out: jax.Array,
     shardings: dict[str, Any],
-) -> tuple[sharded_call.Call, sharded_call.Call]:
+) -> tuple[sharded_call.ShardedCall, sharded_call.ShardedCall]:
     """Both calls on global arrays; the hidden layer keeps the columns of w_in and the other axes of x's rows."""
     if placement.out is None:
         if placement.a[-1] and placement.b[0]:
@@ -145,11 +146,11 @@ def _calls(
         rows = tuple(tuple(axis for axis in dim if axis not in cols) for dim in placement.a[:-1])
         placement = dataclasses.replace(placement, out=(*rows, cols))
     shape = result_shape(specs[0], operands[0]["a"], operands[0]["b"])
-    first = sharded_call.make_call(specs[0], placement, operands[0], shape, labels.first)
-    hidden, given = first.out_spec or meshes.partition_spec(first.plan.layout.d), shardings["ins"]
+    first = sharded_call.planned_call(specs[0], placement, operands[0], shape, labels.first)
+    hidden, given = first.frame.asked or first.frame.out_spec, shardings["ins"]
     w = operands[1]["b"]
     h = operands[1]["a"]
     where = (hidden, given[2] if given is not None else meshes.type_spec(w_out))
     shape = result_shape(specs[1], h, w)
     second = meshes.place(labels.second, h, w, shape, shardings["out"], where, placement.mesh)
-    return first, sharded_call.make_call(specs[1], second, operands[1], shape, labels.second)
+    return first, sharded_call.planned_call(specs[1], second, operands[1], shape, labels.second)

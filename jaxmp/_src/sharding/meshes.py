@@ -7,6 +7,7 @@ import enum
 from typing import Any
 
 import jax
+from jax import lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -54,9 +55,9 @@ def partition_spec(dims: Dims) -> P:
     return P(*(dim or None for dim in dims))
 
 
-def partition_specs(dims: dict[str, Dims]) -> tuple[tuple[str, P], ...]:
-    """(name, sharding) of each."""
-    return tuple((name, partition_spec(each)) for name, each in dims.items())
+def constrained(outputs: dict[str, jax.Array], sharding: NamedSharding | None) -> dict[str, jax.Array]:
+    """The results of a call with a constraint on d, if there is one."""
+    return outputs if sharding is None else outputs | {"d": lax.with_sharding_constraint(outputs["d"], sharding)}
 
 
 def reshard(x: jax.Array, mesh: Any, have: P, want: P, *, is_explicit: bool) -> jax.Array:

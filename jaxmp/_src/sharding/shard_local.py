@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TypeVar
 
 import jax
@@ -16,11 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._src.contraction import moves
 from jaxmp._src.contraction.contraction import Contraction, Dim
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive import bias_grad, collectives
-from jaxmp._src.primitive.primitives import bind, bind_rows, dots_saveable, fold_scale, has_rows, merge_rows
+from jaxmp._src.primitive.primitives import bind, bind_rows, fold_scale, has_rows, merge_rows
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
@@ -47,25 +46,6 @@ def bind_plan(plan: Contraction, spec: MatmulSpec, operands: dict[str, jax.Array
     if not spec.rule.gradient:
         return outputs
     return _sum_over_data(spec, outputs, plan.outside_group(sum(plan.layout.d[:-1], ())))
-
-
-def on_gathered(
-    body: Callable[[dict[str, jax.Array]], T], gathers: Sequence[moves.Gather], source_line: str
-) -> Callable[[dict[str, jax.Array]], T]:
-    """`body` of operands of which some are gathered ahead of its calls; backward passes gather those again, so that
-    none is kept for them."""
-    if not gathers:
-        return body
-
-    def of_shards(operands: dict[str, jax.Array]) -> T:
-        whole = dict(operands)
-        for gather in gathers:
-            to = "varying" if gather.varies else "invarying"
-            whole[gather.operand] = _gather(gather.axes, whole[gather.operand], gather.dimension, source_line, to)
-        return body(whole)
-
-    # Without a barrier in the way XLA may still keep one, within a program that does not loop over layers.
-    return jax.checkpoint(of_shards, prevent_cse=False, policy=dots_saveable)
 
 
 def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -127,9 +107,9 @@ def _untransposed(
     k, n = (1, 0) if spec.transpose_b else (0, 1)
     with jax.named_scope("jaxmp_whole_operands"):
         if plan.pattern == Pattern.ALL_GATHER:
-            b = _gather(plan.row_axes, b, n, spec.source_line)
+            b = gathered(plan.row_axes, b, n, spec.source_line)
         else:
-            a = _gather(plan.row_axes, a, a.ndim - (2 if spec.transpose_a else 1), spec.source_line)
+            a = gathered(plan.row_axes, a, a.ndim - (2 if spec.transpose_a else 1), spec.source_line)
             b = _exchange(plan, b, n, k, spec.source_line)
     return plan.local(), spec.regroup(pattern=Pattern.LOCAL, row_axes=()), a, b
 
@@ -156,7 +136,7 @@ def _with_order(plan: Contraction, spec: MatmulSpec, a: jax.Array) -> MatmulSpec
     return spec.reorder(rows=tuple(rows), cols=plan.layout.d[-1])
 
 
-def _gather(axes: Dim, x: jax.Array, dimension: int, source_line: str, to: str = "invarying") -> jax.Array:
+def gathered(axes: Dim, x: jax.Array, dimension: int, source_line: str, to: str = "invarying") -> jax.Array:
     """The gather of an operand that the shardings force."""
     if to == "varying" and lax.axis_size(axes) == 1:
         return x

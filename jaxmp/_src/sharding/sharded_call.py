@@ -14,14 +14,15 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._src.contraction import contraction, moves, planner
+from jaxmp._src.contraction import contraction, planner
 from jaxmp._src.contraction.contraction import Contraction, Dims, Layout
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.primitives import global_amax, has_rows
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import eager_calls, meshes, shardings
-from jaxmp._src.sharding.shard_local import bind_empty, bind_plan, bind_shards, on_gathered
-from jaxmp._src.spec import epilogs, low_precision, matmul_spec
+from jaxmp._src.sharding.on_shards import Frame, Operands, frame_of, on_shards
+from jaxmp._src.sharding.shard_local import bind_empty, bind_plan, bind_shards
+from jaxmp._src.spec import low_precision, matmul_spec
 from jaxmp._src.spec.caller import operand_name
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
 from jaxmp._src.validation import result_types
@@ -31,28 +32,67 @@ from jaxmp._src.validation.operand_checks import as_array, check_all_reduce, che
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
-    """One planned call, hashable: the spec and the mode.
-
-    For global arrays also the plan; the shardings in which operands enter shard_map and results leave it; those that a
-    and b were said to have, where their types do not tell; what is gathered inside; the sharding that d is to have,
-    where it is another; and whether d is empty.
-    """
+class ManualCall:
+    """A call on the shards of the enclosing shard_map."""
 
     spec: MatmulSpec
-    mode: meshes.Mode
-    plan: Contraction = contraction.LOCAL
-    mesh: Any = None
-    in_specs: tuple[tuple[str, P], ...] = ()
-    out_specs: tuple[tuple[str, P], ...] = ()
-    is_explicit: bool = False
-    given: tuple[tuple[str, P], ...] = ()
-    gathers: tuple[moves.Gather, ...] = ()
-    out_spec: P | None = None
-    is_empty: bool = False
-    constraint: NamedSharding | None = None
-    out_sharding: NamedSharding | None = None
 
+    def __call__(self, operands: Operands) -> Operands:
+        return bind_shards(self.spec, 0, operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class PartitionedCall:
+    """A call on global arrays whose shardings XLA's partitioner chooses, but for a constraint on d."""
+
+    spec: MatmulSpec
+    constraint: NamedSharding | None
+
+    def __call__(self, operands: Operands) -> Operands:
+        return meshes.constrained(bind_shards(self.spec, 0, operands, auto=True), self.constraint)
+
+
+@dataclasses.dataclass(frozen=True)
+class XlaCall:
+    """A product of global arrays that XLA computes and partitions; d is sharded as `out_sharding` on explicit axes."""
+
+    spec: MatmulSpec
+    constraint: NamedSharding | None
+    out_sharding: NamedSharding | None
+
+    def __call__(self, operands: Operands) -> Operands:
+        platform = jax_compat.default_platform()
+        outputs = xla_matmul.global_matmul(operands, self.spec, platform, self.out_sharding)
+        return meshes.constrained(outputs, self.constraint)
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedCall:
+    """A planned call on global arrays."""
+
+    spec: MatmulSpec
+    plan: Contraction
+    frame: Frame
+    is_empty: bool
+
+    def __call__(self, operands: Operands) -> Operands:
+        if not all(isinstance(extent, int) for x in operands.values() for extent in x.shape):
+            return _of_any_extent(self, operands)
+        operands = {name: operands[name] for name in ("a", "b", *self.spec.operand_names, *self.spec.traced)}
+        body: Callable[[Operands], Operands] = self.body
+        if self.is_empty or (0 in operands["a"].shape and 0 in operands["b"].shape):
+            body, operands = _of_empty(self, operands)
+        return on_shards(self.frame, body, operands, self.spec.source_line)
+
+    def body(self, operands: Operands) -> Operands:
+        """One device's part."""
+        outputs = bind_plan(self.plan, self.spec, operands)
+        if not (self.spec.scales.amax_d or self.spec.scales.amax_aux):
+            return outputs
+        return global_amax(self.spec, outputs, tuple(axis for axis, _ in self.spec.group.mesh))
+
+
+Call = ManualCall | PartitionedCall | XlaCall | ShardedCall
 
 # d alone, or with further results by name.
 Results = jax.Array | tuple[jax.Array, dict[str, jax.Array]]
@@ -166,7 +206,7 @@ def make_call(
     """The call of this spec on operands placed so, for d of `shape`."""
     if placement.mode == meshes.Mode.XLA:
         check_left_to_xla(name, spec, placement.why)
-        return Call(spec, placement.mode, constraint=placement.constraint, out_sharding=placement.out_sharding)
+        return XlaCall(spec, placement.constraint, placement.out_sharding)
     if placement.mode != meshes.Mode.SHARDED:
         spec = spec.regroup(mesh=placement.axes)
         if placement.mode == meshes.Mode.MANUAL and spec.asks_all_reduce:
@@ -175,8 +215,8 @@ def make_call(
         has_mesh = is_settled or meshes.is_known(placement, operands["a"], operands["b"])
         check_comm_options(name, spec, shape[-1], is_settled, has_mesh)
         check_relu_aux(name, operands, spec, shape[-1], shape[-1])
-        return Call(spec, placement.mode, constraint=placement.constraint)
-    return _planned_call(spec, placement, operands, shape, name)
+        return PartitionedCall(spec, placement.constraint) if placement.mode == meshes.Mode.AUTO else ManualCall(spec)
+    return planned_call(spec, placement, operands, shape, name)
 
 
 def check_left_to_xla(name: str, spec: MatmulSpec, why: str) -> None:
@@ -196,53 +236,34 @@ def check_left_to_xla(name: str, spec: MatmulSpec, why: str) -> None:
         )
 
 
-def _planned_call(
-    spec: MatmulSpec, placement: meshes.Placement, operands: dict[str, jax.Array], shape: tuple[int, ...], name: str
-) -> Call:
+def planned_call(
+    spec: MatmulSpec, placement: meshes.Placement, operands: Operands, shape: tuple[int, ...], name: str
+) -> ShardedCall:
     """`make_call` for global arrays."""
-    names, results = spec.operand_names, spec.output_names
-    mesh, sizes, a, b = placement.mesh, placement.mesh.shape, operands["a"], operands["b"]
-    asked = _asked_result(name, spec, placement)
+    sizes, a, b = placement.mesh.shape, operands["a"], operands["b"]
+    layout = Layout(placement.a, placement.b, _asked_result(name, spec, placement))
     arguments = operand_name(name, "a"), operand_name(name, "b"), "the result"
-    layout = Layout(placement.a, placement.b, asked)
     for argument, dims, whole in zip(arguments, layout, (a.shape, b.shape, shape), strict=True):
         shardings.check_dims(name, argument, dims, whole, sizes)
     given = contraction.of_matrices(a.ndim, layout, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b)
     plan = planner.plan(given, _terms(spec, given, a, b, shape, sizes))
-    ins: dict[str, Dims] = {"a": plan.layout.a, "b": plan.layout.b}
-    gathers: tuple[moves.Gather, ...] = ()
-    if not spec.fixed_reduction_order:  # whose gradients are sums in an order of their own
-        (ins["a"], ins["b"]), gathers = moves.entries(layout, plan.layout)
-    for operand in names:
-        ins[operand] = _dims(spec, plan, operand)
-        if operand in matmul_spec.SCALE_NAMES:
+    beside = {operand: _dims(spec, plan, operand) for operand in spec.operand_names}
+    for operand in matmul_spec.SCALE_NAMES:
+        if operand in beside:
             argument = f"scaling.{operand.removeprefix('scale_')}"
-            shardings.check_dims(name, argument, ins[operand], operands[operand].shape, sizes)
-    known = {} if placement.is_explicit else {"a": placement.a, "b": placement.b}
-    outs: dict[str, Dims] = {"d": plan.layout.d}
-    for result in results[1:]:
-        outs[result] = _dims(spec, plan, result)
+            shardings.check_dims(name, argument, beside[operand], operands[operand].shape, sizes)
+    results = {result: _dims(spec, plan, result) for result in spec.output_names[1:]}
+    # Under a level the gradients are sums in an order of their own.
+    gathers_inside = not spec.fixed_reduction_order
+    frame = frame_of(placement, layout, plan, beside, results, gathers_inside=gathers_inside)
     group = Group(plan.pattern, tuple(sizes.items()), plan.row_axes, plan.col_axes)
-    columns = shape[-1] // group.size(plan.layout.d[-1])
-    spec = spec.replace(group=group, is_typed=True)
+    spec, columns = spec.replace(group=group, is_typed=True), shape[-1] // group.size(plan.layout.d[-1])
     if spec.asks_all_reduce:
         spec = check_all_reduce(name, spec)
-    if "relu_aux" in names:
+    if "relu_aux" in spec.operand_names:
         check_relu_aux(name, operands, spec, shape[-1], columns)
     check_comm_options(name, spec, columns)
-    return Call(
-        spec,
-        placement.mode,
-        plan,
-        mesh,
-        meshes.partition_specs(ins),
-        meshes.partition_specs(outs),
-        placement.is_explicit,
-        meshes.partition_specs(known),
-        gathers,
-        None if plan.layout.d == asked else meshes.partition_spec(asked),
-        0 in shape,
-    )
+    return ShardedCall(spec, plan, frame, 0 in shape)
 
 
 def _asked_result(name: str, spec: MatmulSpec, placement: meshes.Placement) -> Dims:
@@ -292,7 +313,7 @@ def _dims(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
 @functools.partial(jax.jit, static_argnums=0)
 def jaxmp_call(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The results of a call by name."""
-    return _outputs(call, operands)
+    return call(operands)
 
 
 @functools.lru_cache(eager_calls.CAPACITY)
@@ -306,100 +327,52 @@ def _compiled(
 
     def jaxmp_call(*operands: jax.Array) -> Results:
         named = ((name, dtype, conversion.of(name, x)) for (name, dtype), x in zip(types, operands, strict=True))
-        result: Results = conversion.of_result(_result(_outputs(call, {k: x.astype(t) for k, t, x in named})))
+        result: Results = conversion.of_result(_result(call({k: x.astype(t) for k, t, x in named})))
         return result
 
     return jax.jit(jaxmp_call)
 
 
-def _outputs(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    spec = call.spec
-    if call.mode == meshes.Mode.MANUAL:
-        return bind_shards(spec, 0, operands)
-    if call.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
-        if call.mode == meshes.Mode.AUTO:
-            outputs = bind_shards(spec, 0, operands, auto=True)
-        else:
-            platform = jax_compat.default_platform()
-            outputs = xla_matmul.global_matmul(operands, spec, platform, call.out_sharding)
-        if call.constraint is not None:
-            outputs["d"] = lax.with_sharding_constraint(outputs["d"], call.constraint)
-        return outputs
-    if not all(isinstance(extent, int) for x in operands.values() for extent in x.shape):
-        return _of_any_extent(call, operands)
-    in_specs, out_specs = dict(call.in_specs) | dict.fromkeys(spec.traced, P()), dict(call.out_specs)
-    placed = {name: bring(call, name, operands[name], where) for name, where in in_specs.items()}
-    body = on_gathered(functools.partial(_bind_plan_globally, call, spec), call.gathers, spec.source_line)
-    a, b = placed["a"], placed["b"]
+def _of_empty(call: ShardedCall, operands: Operands) -> tuple[Callable[[Operands], Operands], Operands]:
+    """The body of a call with an empty d, or with nothing to contract, and its operands.
+
+    XLA cannot partition a body whose operands are all empty, nor the gradient of one that uses only such, so they stay
+    out of it. An empty d, without sums of operands beside it, depends on none of them.
+    """
+    frame, spec, a, b = call.frame, call.spec, operands["a"], operands["b"]
+    outs = dict(frame.outs)
+
+    def shards(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        return {name: NamedSharding(frame.mesh, outs[name]).shard_shape(shape) for name, shape in shapes.items()}
+
     if call.is_empty:
-        types = jax.eval_shape(jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs), placed)
+        run = functools.partial(on_shards, dataclasses.replace(frame, asked=None), call.body)
+        types = jax.eval_shape(lambda operands: run(operands, spec.source_line), operands)
         if all(0 in types[name].shape for name in ("bgrada", "bgradb") if name in types):
-            return _finished(call, _nothing(call, types, out_specs))
-    if 0 in a.shape and 0 in b.shape:
-        # Nothing to contract. XLA cannot partition a body whose operands are all empty, so they stay out of it.
-        shape = result_shape(spec.regroup(pattern=Pattern.LOCAL), a, b)
-        shapes = _shard_shapes(call, shape, out_specs)
-        body = functools.partial(bind_empty, call.plan, spec, shapes, low_precision.operand_type(a.dtype, b.dtype))
-        placed = {name: x for name, x in placed.items() if name not in ("a", "b")} | {"scalar": jnp.zeros(())}
-        in_specs = {name: in_specs.get(name, P()) for name in placed}
-    return _finished(call, jax.shard_map(body, mesh=call.mesh, in_specs=(in_specs,), out_specs=out_specs)(placed))
+            local = shards({name: x.shape for name, x in types.items()})
+            return lambda _: {name: jnp.zeros(local[name], x.dtype) for name, x in types.items()}, _scalar()
+        if not (0 in a.shape and 0 in b.shape):
+            return call.body, operands
+    shape = result_shape(spec.regroup(pattern=Pattern.LOCAL), a, b)
+    lines = {"m": shape[-2:-1], "n": shape[-1:]}
+    names = [name for name in ("d", *spec.rule.outputs) if name != "relu_aux"]
+    local = shards({name: shape if has_rows(name) else lines[matmul_spec.DIMS[name]] for name in names})
+    body = functools.partial(bind_empty, call.plan, spec, local, low_precision.operand_type(a.dtype, b.dtype))
+    return body, {name: x for name, x in operands.items() if name not in ("a", "b")} | _scalar()
 
 
-def bring(call: Call, name: str, x: jax.Array, spec: P) -> jax.Array:
-    """The operand `name` of a call in the sharding in which it enters shard_map."""
-    have = meshes.type_spec(x) if call.is_explicit else dict(call.given).get(name, spec)
-    return meshes.reshard(x, call.mesh, have, spec, is_explicit=call.is_explicit)
+def _scalar() -> Operands:
+    """An operand that is not empty, for a body that needs none."""
+    return {"scalar": jnp.zeros(())}
 
 
-def _finished(call: Call, outputs: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """The results of a call with d in the sharding that was asked for."""
-    if call.out_spec is None:
-        return outputs
-    have = dict(call.out_specs)["d"]
-    d = meshes.reshard(outputs["d"], call.mesh, have, call.out_spec, is_explicit=call.is_explicit)
-    return outputs | {"d": d}
-
-
-def _of_any_extent(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+def _of_any_extent(call: ShardedCall, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """XLA's own product of global arrays with symbolic extents, partitioned by XLA: JAX (0.10 to 0.12) cannot replace
     them by numbers in all that a shard_map holds."""
-    where = {name: NamedSharding(call.mesh, spec) for name, spec in call.out_specs}
+    where = {name: NamedSharding(call.frame.mesh, spec) for name, spec in call.frame.outs}
     product = functools.partial(bind_shards, fit_comm_options(call.spec.local()), 0, auto=True)
-    if call.is_explicit:
+    if call.frame.is_explicit:
         outputs: dict[str, jax.Array] = jax.sharding.auto_axes(product, out_sharding=where)(operands)
     else:
         outputs = {name: lax.with_sharding_constraint(x, where[name]) for name, x in product(operands).items()}
     return outputs
-
-
-def _nothing(call: Call, types: dict[str, Any], out_specs: dict[str, P]) -> dict[str, Any]:
-    """The results of a call whose d is empty, where no sums of operands are among them: they depend on no operand.
-
-    XLA cannot partition a body that uses only operands that are empty, as the gradient of such a call would be.
-    """
-
-    def zeros(_: jax.Array) -> dict[str, jax.Array]:
-        return {
-            name: jnp.zeros(NamedSharding(call.mesh, out_specs[name]).shard_shape(x.shape), x.dtype)
-            for name, x in types.items()
-        }
-
-    return jax.shard_map(zeros, mesh=call.mesh, in_specs=(P(),), out_specs=out_specs)(jnp.zeros(()))
-
-
-def _shard_shapes(call: Call, whole: tuple[int, ...], out_specs: dict[str, P]) -> dict[str, tuple[int, ...]]:
-    """Shapes on each device of d, which is `whole`, and of the epilog's results but the mask."""
-    return {
-        name: NamedSharding(call.mesh, out_specs[name]).shard_shape(
-            whole if has_rows(name) else whole[-2:-1] if matmul_spec.DIMS[name] == "m" else whole[-1:]
-        )
-        for name in ("d", *epilogs.RULES[call.spec.epilog].outputs)
-        if name != "relu_aux"
-    }
-
-
-def _bind_plan_globally(call: Call, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    outputs = bind_plan(call.plan, spec, operands)
-    if not (spec.scales.amax_d or spec.scales.amax_aux):
-        return outputs
-    return global_amax(spec, outputs, tuple(axis for axis, _ in spec.group.mesh))

@@ -1,0 +1,115 @@
+"""A body on the shards of global arrays: what moves ahead of it, what it gathers, what moves behind it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from jaxmp._src.contraction import moves
+from jaxmp._src.contraction.contraction import Contraction, Dims, Layout
+from jaxmp._src.contraction.moves import Gather
+from jaxmp._src.primitive.primitives import dots_saveable
+from jaxmp._src.sharding import meshes
+from jaxmp._src.sharding.shard_local import gathered
+
+Operands = dict[str, jax.Array]
+
+
+class Entry(NamedTuple):
+    """How an operand enters shard_map, how it is gathered there, and how it lies ahead, if its type does not tell."""
+
+    spec: P = P()
+    gathers: tuple[Gather, ...] = ()
+    have: P | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """Where a body runs, hashable: the mesh, how its operands enter, by name, and how its results leave, by name.
+
+    `asked` is the sharding that the result "d" is to have, where it leaves in another one.
+    """
+
+    mesh: Any
+    is_explicit: bool
+    entries: tuple[tuple[str, Entry], ...]
+    outs: tuple[tuple[str, P], ...]
+    asked: P | None = None
+
+    @property
+    def out_spec(self) -> P:
+        """The sharding in which d leaves."""
+        return dict(self.outs)["d"]
+
+    def reshard(self, name: str, x: jax.Array) -> jax.Array:
+        """The operand `name` in the sharding in which it enters."""
+        entry = dict(self.entries).get(name, Entry())
+        have = meshes.type_spec(x) if self.is_explicit else entry.spec if entry.have is None else entry.have
+        return meshes.reshard(x, self.mesh, have, entry.spec, is_explicit=self.is_explicit)
+
+    def finish(self, results: dict[str, Any]) -> dict[str, Any]:
+        """The results with d in the sharding that it is to have."""
+        if self.asked is None:
+            return results
+        d = meshes.reshard(results["d"], self.mesh, self.out_spec, self.asked, is_explicit=self.is_explicit)
+        return results | {"d": d}
+
+
+def frame_of(
+    placement: meshes.Placement,
+    given: Layout,
+    plan: Contraction,
+    beside: Mapping[str, Dims],
+    results: Mapping[str, Dims],
+    *,
+    gathers_inside: bool,
+) -> Frame:
+    """The frame of a planned call, whose arrays lie and are to lie as `given`.
+
+    `beside`, `results`: how the operands after a and b enter, and the results after d leave. `gathers_inside`: a and b
+    may be gathered inside shard_map, whose transpose is a reduce-scatter.
+    """
+    spec, entries = meshes.partition_spec, {}
+    for name, have, want in (("a", given.a, plan.layout.a), ("b", given.b, plan.layout.b)):
+        dims, gathers = moves.entry(have, want, plan.layout) if gathers_inside else (want, ())
+        entries[name] = Entry(spec(dims), gathers, None if placement.is_explicit else spec(have))
+    entries |= {name: Entry(spec(dims)) for name, dims in beside.items()}
+    outs = {name: spec(dims) for name, dims in {"d": plan.layout.d, **results}.items()}
+    asked = None if plan.layout.d == given.d else spec(given.d)
+    return Frame(placement.mesh, placement.is_explicit, tuple(entries.items()), tuple(outs.items()), asked)
+
+
+def on_shards(
+    frame: Frame, body: Callable[[Operands], dict[str, Any]], operands: Operands, source_line: str
+) -> dict[str, Any]:
+    """The results of a body of one device's shards."""
+    entries = {name: dict(frame.entries).get(name, Entry()) for name in operands}
+    placed = {name: frame.reshard(name, x) for name, x in operands.items()}
+    specs = {name: entry.spec for name, entry in entries.items()}
+    of_shards = on_gathered(body, {name: entry.gathers for name, entry in entries.items()}, source_line)
+    run = jax.shard_map(of_shards, mesh=frame.mesh, in_specs=(specs,), out_specs=dict(frame.outs))
+    return frame.finish(run(placed))
+
+
+def on_gathered(
+    body: Callable[[Operands], dict[str, Any]], gathers: dict[str, tuple[Gather, ...]], source_line: str
+) -> Callable[[Operands], dict[str, Any]]:
+    """`body` of operands of which some are gathered ahead of its calls; backward passes gather those again, so that
+    none is kept for them."""
+    if not any(gathers.values()):
+        return body
+
+    def of_shards(operands: Operands) -> dict[str, Any]:
+        whole = dict(operands)
+        for name, each in gathers.items():
+            for gather in each:
+                to = "varying" if gather.varies else "invarying"
+                whole[name] = gathered(gather.axes, whole[name], gather.dimension, source_line, to)
+        return body(whole)
+
+    # Without a barrier in the way XLA may still keep one, within a program that does not loop over layers.
+    return jax.checkpoint(of_shards, prevent_cse=False, policy=dots_saveable)
