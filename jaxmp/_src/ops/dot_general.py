@@ -212,8 +212,8 @@ def jaxmp_dot_general(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.
     if 0 in lhs.shape and 0 in rhs.shape:
         # XLA cannot partition a body whose operands are all empty, so they stay out of it.
         body, operands = zeros, {"scalar": jnp.zeros(())}
-    d: jax.Array = on_shards(plan.frame, body, operands, "")["d"]
-    return d
+    result: jax.Array = on_shards(plan.frame, body, operands, "")["d"]
+    return result
 
 
 def _product_of_xla(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
