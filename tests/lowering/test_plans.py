@@ -18,12 +18,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Epilog
-from jaxmp._src.lowering import backend, ffi_call
-from jaxmp._src.lowering.legalize import PADDED_K, Capabilities, find_form, why_unsupported, with_k
 from jaxmp._src.contraction import contraction, planner
 from jaxmp._src.contraction.contraction import Layout
+from jaxmp._src.lowering import backend, ffi_call
+from jaxmp._src.lowering.legalize import PADDED_K, Capabilities, find_form, why_unsupported, with_k
 from jaxmp._src.sharding import partitioner, shardings
-from jaxmp._src.sharding.partitioner import _settle
 from jaxmp._src.spec import epilogs, process_grid
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, extents
 
@@ -180,30 +179,25 @@ def test_local_shapes_give_back_the_global_extents(case, transposition):
 
 
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
-def test_whatever_the_partitioner_proposes_is_settled_consistently(transposition):
-    """No axis twice in one matrix, one contraction, and a result that the pattern can give."""
+def test_every_proposal_is_planned_consistently(transposition):
+    """No axis twice in one matrix, and each device can compute its part of the result from those of its group."""
     flags = {"transpose_a": transposition[0] == "T", "transpose_b": transposition[1] == "T"}
-    spec = MatmulSpec(np.dtype("float32"), **flags)
+    devices = [{"x": i, "y": j} for i in range(2) for j in range(2)]
+    extents = (("m", 8), ("k", 8), ("n", 8))
+    terms = planner.Terms(
+        extents, tuple(MESH.items()), (4, 4, 4, 4), keeps_result=False, gathers_k=not any(flags.values())
+    )
     for a0, a1, b0, b1, d0, d1 in itertools.product(DIMS, repeat=6):
         if set(a0) & set(a1) or set(b0) & set(b1) or set(d0) & set(d1):
             continue
-        pattern, group, a, b, out = _settle((a0, a1), (b0, b1), (d0, d1), spec)
-        rows, k_a = a[::-1] if flags["transpose_a"] else a
-        k_b, cols = b[::-1] if flags["transpose_b"] else b
-        for dims in (a, b, out):
+        plan = planner.plan(contraction.of_matrices(2, Layout((a0, a1), (b0, b1), (d0, d1)), **flags), terms)
+        for dims in plan.layout:
             used = sum(dims, ())
             assert len(used) == len(set(used))
-        contracted = group if pattern in (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE) else ()
-        assert k_a == k_b == contracted
-        assert not set(rows) & set(contracted)
-        assert not set(cols) & set(contracted)
-        if pattern == Pattern.ALL_GATHER:
-            assert (rows[len(out[0]) :], cols) == (group, out[1])
-            assert set(group) <= set(cols)
-        elif pattern == Pattern.REDUCE_SCATTER:
-            assert out == (rows + group, cols)
-        else:
-            assert out == (rows, cols)
+        if not plan.is_block_grid:
+            a, b, d = plan.layout
+            op = Layout(a[::-1] if flags["transpose_a"] else a, b[::-1] if flags["transpose_b"] else b, d)
+            check_plan(contraction.of_matrices(2, op), devices, d)
 
 
 def test_operands_that_the_program_makes_itself():

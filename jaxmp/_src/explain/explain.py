@@ -150,9 +150,12 @@ def _with_settled(rows: Sequence[Row], settled: Sequence[Row]) -> list[Row]:
 
 def _is_part_of(settled: Row, row: Row) -> bool:
     """Whether a settled call may be one group's part of this one: all of k for some rows and columns."""
-    same = (settled.operation, settled.epilog, settled.dtypes) == (row.operation, row.epilog, row.dtypes)
+    plain = ("matmul", "NONE")  # a call that computes d transposed: XLA applies the epilog behind it
+    same = (settled.operation, settled.epilog) in ((row.operation, row.epilog), plain)
+    same = same and {*settled.dtypes[:2]} == {*row.dtypes[:2]}
     (m, k, n), (rows, contracted, cols) = row.extents, settled.extents
-    return same and k == contracted and m % max(rows, 1) == n % max(cols, 1) == 0
+    fits = m % max(rows, 1) == n % max(cols, 1) == 0 or m % max(cols, 1) == n % max(rows, 1) == 0
+    return same and k == contracted and fits
 
 
 def _on_one_device(row: Row, partitions_batches: bool) -> Row:

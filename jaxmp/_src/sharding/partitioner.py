@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -18,9 +17,10 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._src.contraction.contraction import Dim, Dims
+from jaxmp._src.contraction import contraction, planner
+from jaxmp._src.contraction.contraction import Dim, Layout
+from jaxmp._src.contraction.moves import size_of
 from jaxmp._src.lowering.resolve import resolve
-from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.primitive.primitives import (
     activation_grad,
     activation_grad_p,
@@ -39,13 +39,14 @@ from jaxmp._src.primitive.primitives import (
 from jaxmp._src.runtime import jax_compat, jax_lowering
 from jaxmp._src.runtime.jax_lowering import mlir
 from jaxmp._src.runtime.jax_partitioner import Global
-from jaxmp._src.runtime.types import Shape
-from jaxmp._src.sharding import partitioned_call
+from jaxmp._src.sharding import partitioned_call, sharded_call
+from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.partitioned_call import Placed
+from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.shardings import to_dims
 from jaxmp._src.spec import process_grid
 from jaxmp._src.spec.fields import from_fields, to_fields
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec
 from jaxmp._src.spec.matmul_spec import dims as spanned
 from jaxmp._src.spec.options import Mesh
 from jaxmp._src.validation.operand_checks import check_all_reduce
@@ -70,74 +71,35 @@ def observe(callback: Observer) -> Iterator[None]:
             _observers.remove(callback)
 
 
-def _settle(a: Dims, b: Dims, out: Dims, spec: MatmulSpec) -> tuple[Pattern, Dim, Dims, Dims, Dims]:
-    """(pattern, group, shardings of a, b, d as stored) that this call will use, nearest to what was proposed."""
-    rows, k_a = a[::-1] if spec.transpose_a else a
-    k_b, cols = b[::-1] if spec.transpose_b else b
-    group = k_a if k_a and k_a == k_b else ()
-    if group:
-        rows, cols = _without(rows, group), _without(cols, group, rows)
-        if out[0] == rows + group:
-            pattern, result = Pattern.REDUCE_SCATTER, (rows + group, cols)
-        else:
-            pattern, result = Pattern.ALL_REDUCE, (rows, cols)
-    elif rows and not out[0] and set(rows) <= set(cols):
-        pattern, group, result = Pattern.ALL_GATHER, rows, ((), cols)
-    else:
-        pattern, result = Pattern.LOCAL, (out[0], _without(out[1], out[0]))
-        rows, cols = result
-    contracted = group if pattern in (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE) else ()
-    a = (contracted, rows) if spec.transpose_a else (rows, contracted)
-    b = (cols, contracted) if spec.transpose_b else (contracted, cols)
-    return pattern, group, a, b, result
-
-
-def _without(dim: Dim, *others: Dim) -> Dim:
-    return tuple(axis for axis in dim if all(axis not in other for other in others))
-
-
 def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
-    """A product in the pattern that is nearest to the shardings that XLA proposes."""
+    """A product as planned for the shardings that XLA proposes."""
     dims = []
     for x in (args[0], args[1], results[0]):
         proposed = x.sharding_on(mesh)
         if proposed is None:
             return _place_whole(spec, mesh, args, results)
         found = to_dims("matmul", "operand", proposed.spec, len(x.shape), mesh.shape)
-        dims.append(_dividing(found, x.shape, mesh.shape))
-    if (
-        "relu_aux" in (*spec.operand_names, *spec.output_names)
-        and _shard(results[0].shape[1], dims[2][1], mesh.shape) % process_grid.RELU_AUX_BITS
-    ):
+        dims.append(tuple(_dividing(dim, extent, mesh.shape) for dim, extent in zip(found, x.shape, strict=True)))
+    columns = dims[2][1]
+    has_mask = "relu_aux" in (*spec.operand_names, *spec.output_names)
+    if has_mask and results[0].shape[1] // size_of(mesh.shape, columns) % process_grid.RELU_AUX_BITS:
         # The mask is padded per shard; under the partitioner its shape cannot depend on the shards.
-        columns = dims[2][1]
-        dims = [tuple(_without(dim, columns) for dim in operand) for operand in dims]
-    pattern, group, a, b, out = _settle(dims[0], dims[1], dims[2], spec)
-    if pattern == Pattern.REDUCE_SCATTER and not _divides(results[0].shape[0], out[0], mesh.shape):
-        pattern, out = Pattern.ALL_REDUCE, (a[1] if spec.transpose_a else a[0], out[1])
-    local = spec.regroup(pattern=pattern, row_axes=group, mesh=tuple(mesh.shape.items()))
-    local = check_all_reduce("jaxmp.matmul", local)
-    outside = _without(out[0], group)
-    where_of_operand = {"scale_a": {"m": a[0], "w": a[0], "u": a[1]}, "scale_b": {"n": b[0], "x": b[0], "v": b[1]}}
+        dims = [tuple(tuple(axis for axis in dim if axis not in columns) for dim in each) for each in dims]
+    flags = {"transpose_a": spec.transpose_a, "transpose_b": spec.transpose_b}
+    given = contraction.of_matrices(2, Layout(*dims), **flags)
+    plan = planner.plan(given, sharded_call.terms(spec, given, args[0], args[1], results[0].shape, mesh.shape))
+    group = Group(plan.pattern, tuple(mesh.shape.items()), plan.row_axes, plan.col_axes)
+    local = check_all_reduce("jaxmp.matmul", spec.replace(group=group))
+
+    def body(*shards: jax.Array) -> Sequence[jax.Array]:
+        names = ("a", "b", *spec.operand_names)
+        return _global_results(local, bind_plan(plan, local, dict(zip(names, shards, strict=True))))
 
     def placed(name: str) -> NamedSharding:
-        where = {"m": outside if name == "bgrada" else out[0], "n": out[1], "p": out[1], "q": out[1]}
-        where = where_of_operand.get(name, where)
-        return _sharding(mesh, tuple(where[dim] for dim in spanned(spec, name)))
+        return NamedSharding(mesh, partition_spec(sharded_call.dims_of(spec, plan, name)))
 
-    def on_shards(*shards: jax.Array) -> Sequence[jax.Array]:
-        _tell(local, shards)
-        outputs = _body(local, *shards)
-        if bias_grad.summed(spec.output_names[-1]) != "d" or not outside:
-            return outputs
-        *rest, gradient = outputs
-        return (*rest, collectives.psum(gradient, outside, source_line=spec.source_line))
-
-    return (
-        on_shards,
-        [_sharding(mesh, a), _sharding(mesh, b), *map(placed, spec.operand_names)],
-        [placed(name) for name in spec.output_names],
-    )
+    a, b = (NamedSharding(mesh, partition_spec(each)) for each in plan.layout[:2])
+    return _observed(body), [a, b, *map(placed, spec.operand_names)], [placed(name) for name in spec.output_names]
 
 
 def _place_whole(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
@@ -149,42 +111,35 @@ def _place_whole(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: 
             "in_shardings and mesh outside of the shard_map"
         )
 
-    def on_shards(*operands: jax.Array) -> Sequence[jax.Array]:
-        _tell(spec, operands)
-        return _body(spec, *operands)
+    def body(a: jax.Array, b: jax.Array, *extra: jax.Array) -> Sequence[jax.Array]:
+        return _global_results(spec, bind(spec, a, b, dict(zip(spec.operand_names, extra, strict=True))))
 
     whole = NamedSharding(mesh, P())
-    return on_shards, [whole] * len(args), [whole] * len(results)
+    return _observed(body), [whole] * len(args), [whole] * len(results)
 
 
-def _tell(spec: MatmulSpec, shards: Sequence[jax.Array]) -> None:
-    for callback in list(_observers):
-        callback(spec, [jax.typeof(x) for x in shards])
+def _observed(body: Callable[..., Sequence[jax.Array]]) -> Callable[..., Sequence[jax.Array]]:
+    """`body`, whose products the observers see as they are bound."""
+
+    def on_shards(*shards: jax.Array) -> Sequence[jax.Array]:
+        if _observers:
+            for eqn in jax.make_jaxpr(body)(*shards).eqns:
+                if eqn.primitive in (matmul_p, matmul_epilog_p):
+                    for callback in list(_observers):
+                        callback(eqn.params["spec"], [x.aval for x in eqn.invars])
+        return body(*shards)
+
+    return on_shards
 
 
-def _dividing(dims: Dims, shape: Shape, mesh: Mapping[str, int]) -> Dims:
-    return tuple(dim if _divides(n, dim, mesh) else () for dim, n in zip(dims, shape, strict=True))
+def _global_results(spec: MatmulSpec, outputs: dict[str, jax.Array]) -> Sequence[jax.Array]:
+    """The results in their order, with the largest absolute values over all devices."""
+    return tuple(global_amax(spec, outputs, tuple(axis for axis, _ in spec.group.mesh)).values())
 
 
-def _shard(extent: int, dim: Dim, mesh: Mapping[str, int]) -> int:
-    return extent // math.prod(mesh[axis] for axis in dim)
-
-
-def _divides(extent: int, dim: Dim, mesh: Mapping[str, int]) -> bool:
-    for axis in dim:
-        if extent % mesh[axis]:
-            return False
-        extent //= mesh[axis]
-    return True
-
-
-def _sharding(mesh: Mesh, dims: Dims) -> NamedSharding:
-    return NamedSharding(mesh, P(*(dim or None for dim in dims)))
-
-
-def _body(spec: MatmulSpec, a: jax.Array, b: jax.Array, *extra: jax.Array) -> tuple[jax.Array, ...]:
-    named = bind(spec, a, b, dict(zip(spec.operand_names, extra, strict=True)))
-    return tuple(global_amax(spec, named, tuple(axis for axis, _ in spec.group.mesh)).values())
+def _dividing(dim: Dim, extent: int, mesh: Mapping[str, int]) -> Dim:
+    """The axes of a dimension, or none if they do not divide its extent."""
+    return dim if extent % size_of(mesh, dim) == 0 else ()
 
 
 def _sharding_rule(spec: MatmulSpec) -> str:

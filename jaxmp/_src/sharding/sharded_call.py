@@ -19,6 +19,7 @@ from jaxmp._src.contraction.contraction import Contraction, Dims, Layout
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.primitives import global_amax, has_rows
 from jaxmp._src.runtime import jax_compat
+from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import eager_calls, meshes, shardings
 from jaxmp._src.sharding.on_shards import Frame, Operands, frame_of, on_shards
 from jaxmp._src.sharding.shard_local import bind_empty, bind_plan, bind_shards
@@ -246,13 +247,13 @@ def planned_call(
     for argument, dims, whole in zip(arguments, layout, (a.shape, b.shape, shape), strict=True):
         shardings.check_dims(name, argument, dims, whole, sizes)
     given = contraction.of_matrices(a.ndim, layout, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b)
-    plan = planner.plan(given, _terms(spec, given, a, b, shape, sizes))
-    beside = {operand: _dims(spec, plan, operand) for operand in spec.operand_names}
+    plan = planner.plan(given, terms(spec, given, a, b, shape, sizes))
+    beside = {operand: dims_of(spec, plan, operand) for operand in spec.operand_names}
     for operand in matmul_spec.SCALE_NAMES:
         if operand in beside:
             argument = f"scaling.{operand.removeprefix('scale_')}"
             shardings.check_dims(name, argument, beside[operand], operands[operand].shape, sizes)
-    results = {result: _dims(spec, plan, result) for result in spec.output_names[1:]}
+    results = {result: dims_of(spec, plan, result) for result in spec.output_names[1:]}
     # Under a level the gradients are sums in an order of their own.
     gathers_inside = not spec.fixed_reduction_order
     frame = frame_of(placement, layout, plan, beside, results, gathers_inside=gathers_inside)
@@ -275,8 +276,8 @@ def _asked_result(name: str, spec: MatmulSpec, placement: meshes.Placement) -> D
     return shardings.default_result(name, tuple(rows), (cols,), ((k_a, k_b),))
 
 
-def _terms(
-    spec: MatmulSpec, given: Contraction, a: jax.Array, b: jax.Array, shape: tuple[int, ...], mesh: Mapping[str, int]
+def terms(
+    spec: MatmulSpec, given: Contraction, a: ArrayType, b: ArrayType, shape: tuple[int, ...], mesh: Mapping[str, int]
 ) -> planner.Terms:
     """What the plan of a call depends on beside its shardings."""
     beside, operand = (*spec.operand_names, *spec.output_names[1:]), low_precision.operand_type(a.dtype, b.dtype)
@@ -292,7 +293,7 @@ def _terms(
     )
 
 
-def _dims(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
+def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
     """How an operand or result by name is sharded: like the dimensions of d, or of the operand, that it has.
 
     But the sums of an operand's own rows are whole in a group, whichever operand the call takes for its a.
@@ -300,6 +301,8 @@ def _dims(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
     if name in ("scale_a", "scale_b"):
         operand = plan.layout.a if name == "scale_a" else plan.layout.b
         return {low_precision.SCALAR: (), low_precision.OUTER_VEC: operand[:-1]}.get(spec.scales.of(name), operand)
+    if name == "d":
+        return plan.layout.d
     if not matmul_spec.DIMS[name]:
         return ()
     if len(matmul_spec.DIMS[name]) == 2:
