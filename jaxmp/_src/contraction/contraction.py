@@ -240,15 +240,30 @@ def of_matrices(ndim: int, layout: Layout, *, transpose_a: bool = False, transpo
     return Contraction(lead + ("km" if transpose_a else "mk"), "nk" if transpose_b else "kn", lead + "mn", layout)
 
 
-def on_axes(pattern: Pattern, axes: Dim, ndim: int) -> Contraction:
-    """A product on the shards of a user's shard_map, whose last rows are gathered or scattered over `axes`."""
-    lead, whole = ((),) * (ndim - 2), ()
+def on_axes(
+    pattern: Pattern,
+    row_axes: Dim,
+    col_axes: Dim = (),
+    ndim: int = 2,
+    *,
+    transpose_a: bool = False,
+    transpose_b: bool = False,
+) -> Contraction:
+    """A product whose group are these axes: a grid's along its rows and along its columns, and else all of them; the
+    last rows are gathered or scattered. What other axes shard is not known."""
+    whole: Dim = ()
     a, b, d = {
-        Pattern.ALL_GATHER: ((axes, whole), (whole, axes), (whole, axes)),
-        Pattern.REDUCE_SCATTER: ((whole, axes), (axes, whole), (axes, whole)),
+        Pattern.ALL_GATHER: ((row_axes, whole), (whole, row_axes), (whole, row_axes)),
+        Pattern.REDUCE_SCATTER: ((whole, row_axes), (row_axes, whole), (row_axes, whole)),
+        Pattern.ALL_REDUCE: ((whole, row_axes), (row_axes, whole), (whole, whole)),
     }.get(pattern, ((whole, whole),) * 3)
+    a, b = a[::-1] if transpose_a else a, b[::-1] if transpose_b else b
+    if pattern == Pattern.GRID:  # of every matrix as it is stored
+        a = b = d = (row_axes, col_axes)
+    lead = (whole,) * (ndim - 2)
     layout = Layout((*lead, *a), b, (*lead, *d))
-    return dataclasses.replace(of_matrices(ndim, layout), is_partial=True)
+    made = of_matrices(ndim, layout, transpose_a=transpose_a, transpose_b=transpose_b)
+    return dataclasses.replace(made, is_partial=True)
 
 
-LOCAL = on_axes(Pattern.LOCAL, (), 2)
+LOCAL = on_axes(Pattern.LOCAL, ())

@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import jax
 
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
+from jaxmp._src.spec.matmul_spec import MatmulSpec
 
 # Mesh axes that share one dimension, slowest first.
 Dim = tuple[str, ...]
@@ -16,23 +16,15 @@ Dim = tuple[str, ...]
 def placement(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) -> tuple[tuple[Dim, Dim], ...]:
     """The axes of op(a), op(b) and d, rows and columns: those of the group by its pattern, and ahead of them those
     along which groups have other rows of a, or other columns of b."""
-    group, names = spec.group, [name for name, _ in spec.group.mesh]
-    of_a, of_b = (set(axes) - set(group.axes) for axes in varying)
+    product, names = spec.contraction, [name for name, _ in spec.group.mesh]
+    of_a, of_b = (set(axes) - set(spec.group.axes) for axes in varying)
     rows, cols = (tuple(name for name in names if name in axes) for axes in (of_a - of_b, of_b - of_a))
-    axes = group.axes
-    if group.pattern == Pattern.ALL_GATHER:
-        return ((*rows, *axes), ()), ((), (*cols, *axes)), (rows, (*cols, *axes))
-    if group.pattern == Pattern.REDUCE_SCATTER:
-        return (rows, axes), (axes, cols), ((*rows, *axes), cols)
-    if group.pattern == Pattern.ALL_REDUCE:
-        return (rows, axes), (axes, cols), (rows, cols)
-    if group.pattern == Pattern.GRID:
-        of_rows, of_cols = (*rows, *group.row_axes), (*cols, *group.col_axes)
-        stored = (group.row_axes, of_cols), (of_rows, group.col_axes)
-        a = stored[0][::-1] if spec.transpose_a else (of_rows, group.col_axes)
-        b = stored[1][::-1] if spec.transpose_b else (group.row_axes, of_cols)
-        return a, b, (of_rows, of_cols)
-    return (rows, ()), ((), cols), (rows, cols)
+    ahead = {"m": rows, "n": cols, "k": ()}
+    a, b, d = (
+        [(*ahead[index], *product.sharded(which, index)) for index in indices]
+        for which, indices in (("a", "mk"), ("b", "kn"), ("d", "mn"))
+    )
+    return (a[0], a[1]), (b[0], b[1]), (d[0], d[1])
 
 
 def mesh_size(aval: jax.core.ShapedArray) -> int:

@@ -159,14 +159,15 @@ class OneAxis:
 
 def along_one_axis(spec: MatmulSpec) -> OneAxis | None:
     """The grid as collectives over its one axis, where it is such and a collective does it."""
-    group, transposes = spec.group, (spec.transpose_a, spec.transpose_b)
-    is_one = group.pattern == Pattern.GRID and not (group.row_axes and group.col_axes) and not spec.distributions
-    if not is_one or all(transposes):
+    group, product = spec.group, spec.contraction
+    if group.pattern != Pattern.GRID or (group.row_axes and group.col_axes) or spec.distributions:
         return None
-    # Stored rows are split over the one axis, or stored columns are: rows of D and of a, which is gathered where it is
-    # contracted along them; columns of D and of b likewise.
-    own = 0 if group.row_axes else 1
-    return OneAxis(None, own) if transposes[own] else OneAxis(1 - own, own)
+    role = next(iter(product.roles.values()))
+    if role.is_contracted:
+        return OneAxis(None, product.d.index(role.d))
+    if role.d == role.b:
+        return OneAxis(0, product.a.index(role.a))
+    return OneAxis(1, product.b.index(role.b)) if role.d == role.a else None
 
 
 def find_form(

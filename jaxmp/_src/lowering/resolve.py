@@ -187,7 +187,7 @@ def _gathered(
 ) -> ResolvedCall:
     """A call with a fixed order of sums, where ranks do not share one: each gathers what its part of D needs."""
     # Over these axes the ranks have other rows of D.
-    axes = spec.group.row_axes if spec.group.pattern in (Pattern.REDUCE_SCATTER, Pattern.GRID) else ()
+    axes = spec.contraction.sharded("d", "m")
     if bias_grad.summed(spec.rule.gradient) == "d" and spec.group.size(axes) > 1:
         raise NotImplementedError(
             f"determinism={spec.determinism!r} has no epilog {spec.epilog.name} where operands are gathered and the "

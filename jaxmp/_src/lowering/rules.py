@@ -35,7 +35,7 @@ from jaxmp._src.runtime import jax_compat, jax_lowering
 from jaxmp._src.runtime.jax_lowering import mlir
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.activations import multiply_by_slope
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, operations
+from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator, operations
 
 
 def emit(
@@ -112,7 +112,7 @@ def _emit_gathered(
         a, b = xla_matmul.gather_for_part(spec, a, b)
     outputs = emit(_inner(call), a, b, *extra)
     # Over these axes the ranks have summed other rows of op(a).
-    axes = spec.group.row_axes if spec.group.pattern in (Pattern.REDUCE_SCATTER, Pattern.GRID) else ()
+    axes = spec.contraction.sharded("d", "m")
     if spec.rule.gradient != "bgrada" or not axes:
         return outputs
     return [

@@ -13,7 +13,7 @@ from jax import lax
 
 from jaxmp._src.primitive import collectives
 from jaxmp._src.runtime import jax_compat
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator
+from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator
 
 SCOPE = "jaxmp_bias_gradient"
 
@@ -25,27 +25,18 @@ def summed(name: str) -> str:
 
 def bias_gradient(name: str, spec: MatmulSpec, x: jax.Array) -> jax.Array:
     """The complete gradient called `name` from one device's shard of `summed(name)`; sums in the accumulator's type."""
+    axes = spec.contraction.sharded
     with jax.named_scope(SCOPE):
         if name == "bgrada":
-            total = _sum(x, 0 if spec.transpose_a else 1, spec.conjugate_a, _contraction_axes(spec), spec.source_line)
+            total = _sum(x, spec.contraction.a.index("k"), spec.conjugate_a, axes("a", "k"), spec.source_line)
             # Every rank gets the sums of all rows of op(a), also where it holds a part of them.
-            rows = {Pattern.ALL_GATHER: spec.group.row_axes, Pattern.GRID: spec.group.col_axes}.get(
-                spec.group.pattern, ()
-            )
+            rows = axes("a", "m")
             total = _gather_whole(total, rows, spec.source_line) if rows else total
         elif name == "bgradb":
-            total = _sum(x, 1 if spec.transpose_b else 0, spec.conjugate_b, _contraction_axes(spec), spec.source_line)
+            total = _sum(x, spec.contraction.b.index("k"), spec.conjugate_b, axes("b", "k"), spec.source_line)
         else:
-            rows = spec.group.row_axes if spec.group.pattern in (Pattern.REDUCE_SCATTER, Pattern.GRID) else ()
-            total = _sum(x, 0, False, rows, spec.source_line)
+            total = _sum(x, 0, False, axes("d", "m"), spec.source_line)
         return total.astype(spec.out_dtype)
-
-
-def _contraction_axes(spec: MatmulSpec) -> tuple[str, ...]:
-    """Axes that share the contraction; in a grid those of the stored rows, for a is transposed and b is not."""
-    return (
-        spec.group.row_axes if spec.group.pattern in (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE, Pattern.GRID) else ()
-    )
 
 
 def _sum(x: jax.Array, dimension: int, is_conjugated: bool, axes: tuple[str, ...], source_line: str) -> jax.Array:

@@ -97,7 +97,7 @@ def plan_layers(
         return Layers(placement.mode, (spec, next_spec), operands, first=call)
     if placement.mode == meshes.Mode.MANUAL:
         spec, next_spec = (s.regroup(mesh=placement.axes) for s in (spec, next_spec))
-        plans = tuple(contraction.on_axes(s.group.pattern, s.group.row_axes, x.ndim) for s in (spec, next_spec))
+        plans = tuple(contraction.on_axes(s.group.pattern, s.group.row_axes, ndim=x.ndim) for s in (spec, next_spec))
         return Layers(placement.mode, (spec, next_spec), operands, plans)
     first, second = _calls(labels, placement, (spec, next_spec), operands, w_out, shardings)
     return Layers(placement.mode, (first.spec, second.spec), operands, (first.plan, second.plan), (first, second))

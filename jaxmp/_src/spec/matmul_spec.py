@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from jax.typing import DTypeLike
 
+from jaxmp._src.contraction import contraction
+from jaxmp._src.contraction.contraction import Contraction
 from jaxmp._src.contraction.contraction import Pattern as Pattern
 from jaxmp._src.runtime.types import ArrayType, Shape
 from jaxmp._src.spec import epilogs, low_precision
@@ -178,6 +180,12 @@ class MatmulSpec(Parts):
         return self.determinism != "run_to_run"
 
     @functools.cached_property
+    def contraction(self) -> Contraction:
+        """How the axes of the group shard the stored a, b and d, which have no leading dimensions."""
+        group, flags = self.group, {"transpose_a": self.transpose_a, "transpose_b": self.transpose_b}
+        return contraction.on_axes(group.pattern, group.row_axes, group.col_axes, **flags)
+
+    @functools.cached_property
     def rule(self) -> epilogs.EpilogRule:
         """The row of the epilog's table."""
         return epilogs.RULES[self.epilog]
@@ -283,45 +291,42 @@ class Extents:
 
 def extents(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> Extents:
     """The extents that follow from the local shapes of the stored A and B."""
-    return _extents(spec.group, spec.transpose_a, spec.transpose_b, spec.distributions, tuple(a_shape), tuple(b_shape))
+    if spec.distributions:
+        return _extents(spec.contraction, spec.group, tuple(a_shape), tuple(b_shape), spec.distributions)
+    return _extents(spec.contraction, spec.group, tuple(a_shape), tuple(b_shape))
 
 
 @functools.lru_cache(maxsize=4096)
 def _extents(
+    product: Contraction,
     group: Group,
-    transpose_a: bool,
-    transpose_b: bool,
-    distributions: tuple[Distributed, Distributed, Distributed] | None,
     a_shape: Shape,
     b_shape: Shape,
+    distributions: tuple[Distributed, Distributed, Distributed] | None = None,
 ) -> Extents:
-    rows, k_a = a_shape[::-1] if transpose_a else a_shape
-    k_b, cols = b_shape[::-1] if transpose_b else b_shape
-    local = rows, k_a, k_b, cols
-    p, pattern = group.nranks, group.pattern
+    held = [dict(zip(indices, shape, strict=True)) for indices, shape in ((product.a, a_shape), (product.b, b_shape))]
+    local = held[0]["m"], held[0]["k"], held[1]["k"], held[1]["n"]
     if distributions:
-        (stored_rows, stored_cols), d = distributions[0].shape, distributions[2]
-        m, n = d.shape
-        return Extents(m, n, stored_rows if transpose_a else stored_cols, d.local_shape, local)
-    if pattern == Pattern.ALL_GATHER:
-        return Extents(rows * p, cols * p, k_a, (rows * p, cols), local)
-    if pattern == Pattern.REDUCE_SCATTER:
-        return Extents(rows, cols, k_a * p, (rows // p, cols), local)
-    if pattern == Pattern.ALL_REDUCE:
-        return Extents(rows, cols, k_a * p, (rows, cols), local)
-    if pattern == Pattern.GRID:
-        # A transposed operand has the rows (columns) of D where the grid has its columns (rows).
-        nrow, ncol = group.shape
-        m, n = rows * (ncol if transpose_a else nrow), cols * (nrow if transpose_b else ncol)
-        return Extents(m, n, k_a * (nrow if transpose_a else ncol), (m // nrow, n // ncol), local)
-    return Extents(rows, cols, k_a, (rows, cols), local)
+        a, _, whole = distributions
+        return Extents(*whole.shape, a.shape[product.a.index("k")], whole.local_shape, local)
+    m, k, n = (local[i] * group.size(product.sharded(which, index)) for i, which, index in _LOCAL)
+    d = _of_result(product, group, "a", "m", local[0]), _of_result(product, group, "b", "n", local[3])
+    return Extents(m, n, k, d, local)
+
+
+# Where m, k and n stand in `Extents.local`, and whose they are.
+_LOCAL = ((0, "a", "m"), (1, "a", "k"), (3, "b", "n"))
+
+
+def _of_result(product: Contraction, group: Group, operand: str, index: str, extent: int) -> int:
+    """What a rank holds of d along an index of which it holds `extent` in an operand."""
+    have, want = product.sharded(operand, index), product.sharded("d", index)
+    return extent if have == want else extent * group.size(have) // group.size(want)
 
 
 def output_rows(spec: MatmulSpec, rows: int) -> int:
-    """Rows of D that each rank holds when its op(A), stored (m, k), has `rows` of them."""
-    if spec.group.pattern == Pattern.ALL_GATHER:
-        return rows * spec.group.nranks
-    return rows // spec.group.nranks if spec.group.pattern == Pattern.REDUCE_SCATTER else rows
+    """Rows of D that each rank holds when its op(A) has `rows` of them."""
+    return _of_result(spec.contraction, spec.group, "a", "m", rows)
 
 
 def result_shape(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> tuple[int, ...]:
