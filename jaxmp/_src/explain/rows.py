@@ -11,7 +11,8 @@ import jax
 import numpy as np
 from jax.sharding import AxisType
 
-from jaxmp._src.contraction import moves
+from jaxmp._src.contraction import contraction, moves
+from jaxmp._src.contraction.contraction import Layout
 from jaxmp._src.explain import cost, shards
 from jaxmp._src.fuse import rewrite
 from jaxmp._src.fuse.graph import PRODUCTS, dimension_numbers
@@ -99,6 +100,11 @@ class Row:
     mesh: tuple[tuple[str, int], ...] = ()
     placement: tuple[tuple[shards.Dim, shards.Dim], ...] = ()
     transfers: tuple[Transfer, ...] = ()
+
+    @property
+    def contraction(self) -> str:
+        """What each mesh axis splits, and along which index it shards op(a), op(b) and d: "mk,kn->mn  x: k (k k m)"."""
+        return str(contraction.of_matrices(2, Layout(*self.placement))) if self.placement else ""
 
 
 # The primitive of `jax.lax.with_sharding_constraint`.

@@ -24,6 +24,8 @@ class Explanation:
     and d, and in brackets that of their sums where it is other than d's; the level of determinism, if there is one; who
     computes it, if not always the same; 10^9 floating-point operations of all devices together, and 10^6 bytes that
     each device reads from others, each time. A column that says nothing in any row is left out. `rows` has everything.
+    Below it stands for each pattern what a mesh axis splits: "mk,kn->mn  x: n (m n n)" is an axis x whose ranks divide
+    the columns n, and which shards op(a) along m, op(b) along n and d along n.
 
     Attributes:
       rows: a row for each call, and for each collective beside the calls.
@@ -137,7 +139,8 @@ class Explanation:
             reason + (f"; workspace of {_number(size / 1e6)} MB on each device" if size else "")
             for reason, size in workspaces.items()
         )
-        return [*self._prediction(), *reasons, *(f"cuBLASMp logged: {line}" for line in self.logged)]
+        splits = dict.fromkeys(f"{_pattern(row)}: {row.contraction}" for row in self.rows if ":" in row.contraction)
+        return [*self._prediction(), *splits, *reasons, *(f"cuBLASMp logged: {line}" for line in self.logged)]
 
     def _prediction(self) -> list[str]:
         """One line about the times: how long, how much of it is communication, on what, and for how much of it."""
