@@ -336,7 +336,7 @@ def _outputs(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Array]
         return bind_shards(spec, 0, operands)
     if call.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
         if call.mode == meshes.Mode.AUTO:
-            outputs = bind_shards(spec, 0, operands, auto=True)
+            outputs = bind_shards(spec.unsettled(), 0, operands)
         else:
             platform = jax_compat.default_platform()
             outputs = xla_matmul.global_matmul(operands, spec, platform, call.out_sharding)
@@ -382,7 +382,7 @@ def _of_any_extent(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.
     """XLA's own product of global arrays with symbolic extents, partitioned by XLA: JAX (0.10 to 0.12) cannot replace
     them by numbers in all that a shard_map holds."""
     where = {name: NamedSharding(call.mesh, spec) for name, spec in call.out_specs}
-    product = functools.partial(bind_shards, fit_comm_options(call.spec.local()), 0, auto=True)
+    product = functools.partial(bind_shards, fit_comm_options(call.spec.local()).unsettled(), 0)
     if call.is_explicit:
         outputs: dict[str, jax.Array] = jax.sharding.auto_axes(product, out_sharding=where)(operands)
     else:
