@@ -18,10 +18,10 @@ from jaxmp._src.lowering.resolve import ResolvedCall, resolve, resolve_activatio
 from jaxmp._src.primitive import batched_matmul, collectives
 from jaxmp._src.primitive.primitives import (
     AMAXES,
-    ON_DEVICES,
     amax_of_ranks,
     bind_operands,
     has_rows,
+    matmul_p,
     needs_devices,
 )
 from jaxmp._src.runtime import jax_compat, jax_lowering
@@ -202,7 +202,6 @@ def _one_rule(platform: str) -> jax_lowering.LoweringRule:
 
 def _batch_rule(platform: str) -> jax_lowering.LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
-        spec = batched_matmul.one_of(spec)
         a, b = map(jax_compat.without_front, jax_lowering.operand_types(ctx)[:2])
         nprocesses = process_barrier.group_processes(spec, jax_lowering.lowering_mesh(ctx))
         work = operations(spec, a.shape, b.shape)
@@ -294,5 +293,5 @@ def _devices_of(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int, 
         return ()
     devices = process_barrier.mesh_devices(spec, mesh)
     if devices:  # binding has asked for them, unless the backend has started since
-        jax_lowering.require_devices(ON_DEVICES)
+        jax_lowering.require_devices([matmul_p])
     return devices

@@ -32,23 +32,18 @@ def may_batch(spec: MatmulSpec) -> bool:
 
 
 def by_batch(one: Rule, of_batch: Rule) -> Rule:
-    """The rule of a product and that of a batch as one."""
+    """The rule of a product and that of a batch, which takes the spec of one index, as one."""
 
     def rule(*args: Any, spec: MatmulSpec) -> Any:
-        return (of_batch if spec.is_batch else one)(*args, spec=spec)
+        return of_batch(*args, spec=spec.replace(is_batch=False)) if spec.is_batch else one(*args, spec=spec)
 
     return rule
-
-
-def one_of(spec: MatmulSpec) -> MatmulSpec:
-    """The product of one index."""
-    return spec.replace(is_batch=False)
 
 
 def abstract_eval(*avals: jax.core.ShapedArray, spec: MatmulSpec) -> list[jax.core.ShapedArray]:
     size = avals[0].shape[0]
     assert all(aval.shape[0] == size for aval in avals), avals
-    outputs = matmul_abstract_eval(*map(jax_compat.without_front, avals), spec=one_of(spec))
+    outputs = matmul_abstract_eval(*map(jax_compat.without_front, avals), spec=spec)
     return [jax_compat.with_front(aval, size) for aval in outputs]
 
 
@@ -57,7 +52,7 @@ def jvp_rule(primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec:
 
     def one(primals: list[jax.Array], moving: dict[int, jax.Array]) -> tuple[Any, dict[int, jax.Array]]:
         given = [moving.get(i, ad.Zero(jax.typeof(x).to_tangent_aval())) for i, x in enumerate(primals)]
-        outputs, moved = matmul_jvp_rule(primals, given, spec=one_of(spec))
+        outputs, moved = matmul_jvp_rule(primals, given, spec=spec)
         return outputs, {i: t for i, t in enumerate(moved) if not isinstance(t, ad.Zero)}
 
     outputs, moved = jax.vmap(one)(list(primals), moving)
@@ -75,7 +70,7 @@ def transpose_rule(cts: Sequence[Any], *operands: Operand, spec: MatmulSpec) -> 
     def one(known: dict[int, jax.Array], given: dict[int, jax.Array]) -> dict[int, jax.Array]:
         each = [known[i] if i in known else ad.UndefinedPrimal(linear[i]) for i in range(len(operands))]
         ct = [given[i] if i in given else ad.Zero(jax_compat.without_front(x.aval)) for i, x in enumerate(cts)]
-        results = matmul_transpose_rule(ct, *each, spec=one_of(spec))
+        results = matmul_transpose_rule(ct, *each, spec=spec)
         return {i: x for i, x in enumerate(results) if x is not None and not isinstance(x, ad.Zero)}
 
     results = jax.vmap(one)(known, given)
@@ -90,11 +85,11 @@ def batch_rule(
     if len(batched) == len(operands):
         fronted = [jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, batched, strict=True)]
         sizes = fronted[0].shape[:2]
-        outputs = bind_operands(spec, *(x.reshape(math.prod(sizes), *x.shape[2:]) for x in fronted))
+        outputs = bind_operands(
+            spec.replace(is_batch=True), *(x.reshape(math.prod(sizes), *x.shape[2:]) for x in fronted)
+        )
         return [x.reshape(*sizes, *x.shape[1:]) for x in outputs], [0] * len(outputs)
     moved = [x if dim is None else jnp.moveaxis(x, dim, 1) for x, dim in zip(operands, dims, strict=True)]
-    inner = jax.vmap(
-        functools.partial(bind_operands, one_of(spec)), in_axes=tuple(None if dim is None else 0 for dim in dims)
-    )
+    inner = jax.vmap(functools.partial(bind_operands, spec), in_axes=tuple(None if dim is None else 0 for dim in dims))
     outputs = jax.vmap(inner)(*moved)
     return outputs, [1] * len(outputs)

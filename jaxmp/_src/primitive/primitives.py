@@ -49,8 +49,6 @@ activated_matmul_p = jax_compat.make_primitive("jaxmp_activated_matmul", multipl
 MATMULS = (matmul_p, partitioned_matmul_p)
 PRODUCTS = (*MATMULS, activated_matmul_p)
 AMAXES = ("amax_d", "gelu_aux_amax")
-# Those whose lowerings may name the devices of their mesh.
-ON_DEVICES = (matmul_p,)
 
 
 def dots_saveable(primitive: jax_compat.Primitive, *args: Any, **params: Any) -> bool:
@@ -96,7 +94,7 @@ def bind(
 def bind_operands(spec: MatmulSpec, *operands: jax.Array) -> list[jax.Array]:
     """The results, from all operands, in the order of the spec."""
     if needs_devices(spec):  # ahead of the lowering, for JAX looks for it there
-        jax_lowering.require_devices(ON_DEVICES)
+        jax_lowering.require_devices([matmul_p])
     primitive = partitioned_matmul_p if spec.is_unsettled and not spec.is_batch else matmul_p
     outputs: list[jax.Array] = primitive.bind(*operands, spec=spec)
     return outputs

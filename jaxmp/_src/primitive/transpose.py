@@ -84,10 +84,11 @@ def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: 
     if spec.transpose_a and (group.pattern == Pattern.GRID or (group.pattern in _ALONE and is_symmetric)):
         flags = {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True}
         call = _derived(spec, group, "bda", dataclasses.replace(spec.order, is_transposed=True), **flags)
-        result = _product(spec, call, b, ct, a, layout)
+        result, _ = _product_and_sums(spec, call, b, ct, a, layout)
     else:
         flags = {"transpose_b": not spec.transpose_b, "conjugate_b": spec.conjugate_b}
-        result = _product(spec, _derived(spec, group, "dba", spec.order, **flags), ct, b, a, layout)
+        call = _derived(spec, group, "dba", spec.order, **flags)
+        result, _ = _product_and_sums(spec, call, ct, b, a, layout)
         result = result.T if spec.transpose_a else result
     return lax.conj(result) if spec.conjugate_a else result
 
@@ -162,19 +163,6 @@ def _gather_rows(spec: MatmulSpec, x: jax.Array, dimension: int, to: str = "vary
         return collectives.all_gather(x, spec.group.row_axes, axis=dimension, to=to, source_line=spec.source_line)
 
 
-def _product(
-    spec: MatmulSpec,
-    call: MatmulSpec,
-    left: jax.Array,
-    right: jax.Array,
-    operand: ad.UndefinedPrimal,
-    layout: row_order.Layout,
-) -> jax.Array:
-    """The product `call` of a rule, in the type and over the varying axes of the operand whose cotangent it is;
-    `layout` tells how its contraction lies in the global array."""
-    return _product_and_sums(spec, call, left, right, operand, layout)[0]
-
-
 def _product_and_sums(
     spec: MatmulSpec,
     call: MatmulSpec,
@@ -184,7 +172,9 @@ def _product_and_sums(
     layout: row_order.Layout,
     bias: ad.UndefinedPrimal | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """As `_product`, and the cotangent of `bias` where the call can sum it as well, else None."""
+    """The product `call` of a rule, in the type and over the varying axes of the operand whose cotangent it is, and the
+    cotangent of `bias` where the call can sum it as well, else None; `layout` tells how its contraction lies in the
+    global array."""
     common = low_precision.operand_type(left.dtype, right.dtype)
     if not low_precision.is_mixed(left.dtype, right.dtype):
         # float32 cotangents of 16-bit operands, where the user may be strict
