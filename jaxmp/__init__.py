@@ -3,6 +3,7 @@
 import importlib.metadata as _metadata
 
 from jaxmp import distributed, quantize, reference
+from jaxmp._src import registration as _registration  # noqa: F401  registers the rules of the primitives
 from jaxmp._src.advise.advise import Advice, advise
 from jaxmp._src.advise.program import ProgramAdvice
 from jaxmp._src.audit.audit import audit
@@ -12,8 +13,6 @@ from jaxmp._src.explain.explain import explain
 from jaxmp._src.explain.table import Explanation
 from jaxmp._src.fuse.fuse import fuse
 from jaxmp._src.hardware.hardware import Hardware
-from jaxmp._src.lowering import other_rules as _other_rules  # noqa: F401  registers its rules
-from jaxmp._src.lowering import rules as _rules  # noqa: F401  registers the lowerings
 from jaxmp._src.ops.block_cyclic import BlockCyclicArray, from_block_cyclic, to_block_cyclic
 from jaxmp._src.ops.collective_matmul import (
     all_gather_matmul,
@@ -27,14 +26,10 @@ from jaxmp._src.ops.gated_mlp import gated_mlp
 from jaxmp._src.ops.matmul import linear, matmul
 from jaxmp._src.ops.mlp import mlp
 from jaxmp._src.ops.scaled_matmul import scaled_matmul
-from jaxmp._src.primitive import batching as _batching  # noqa: F401  registers its rules
-from jaxmp._src.primitive import jvp as _jvp  # noqa: F401  registers its rules
-from jaxmp._src.primitive import taylor as _taylor  # noqa: F401  registers its rules
 from jaxmp._src.primitive.primitives import dots_saveable
 from jaxmp._src.profile.profile import Profile, profile
 from jaxmp._src.runtime import config as _config
 from jaxmp._src.runtime.native import plan_cache_clear, plan_cache_info, register
-from jaxmp._src.sharding import partitioner as _partitioner  # noqa: F401  registers its rule
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.low_precision import Scaling
 from jaxmp._src.spec.options import CommOptions

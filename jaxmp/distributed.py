@@ -19,7 +19,7 @@ from typing import Any
 import jax
 
 from jaxmp._src.primitive.collectives import process_barrier_p
-from jaxmp._src.primitive.primitives import ON_DEVICES
+from jaxmp._src.primitive.primitives import matmul_p
 from jaxmp._src.runtime import bootstrap, jax_compat, jax_lowering, logs, watch
 from jaxmp._src.runtime import native as native_lib
 from jaxmp._src.runtime.config import add_xla_flag, config, loopback_without_proxy, parse_timeout
@@ -129,7 +129,7 @@ def initialize(
     )
     _state = _State(process_id, num_processes, seconds, _watch_interrupts())
     _set_hooks()
-    jax_lowering.require_devices((*ON_DEVICES, process_barrier_p))
+    jax_lowering.require_devices([matmul_p, process_barrier_p])
     logger.info("rank %d of %d: joins the job at %s", process_id, num_processes, coordinator_address)
     try:
         deadline = time.monotonic() + initialization_timeout

@@ -446,7 +446,7 @@ PYTHON = (
     Fault(
         "fused-bias-gradient-untyped",
         TRANSPOSE,
-        "is_fit = forward.group.pattern in (Pattern.LOCAL, Pattern.ALL_GATHER)",
+        "is_fit = forward.group.pattern in (*_ALONE, Pattern.ALL_GATHER)",
         "is_fit = True",
         "without types, a bias gradient is summed twice over the group",
         ("spec/test_epilogs.py::test_epilog_in_every_mode", "ops/test_flax.py"),

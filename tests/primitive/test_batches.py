@@ -193,7 +193,7 @@ def test_the_policy_keeps_a_batch(rng):
         )
 
     kept, again = (
-        str(jax.make_jaxpr(loss(policy))(a)).count("jaxmp_auto_batched_matmul[")
+        str(jax.make_jaxpr(loss(policy))(a)).count("jaxmp_matmul[")
         for policy in (jaxmp.dots_saveable, jax.checkpoint_policies.nothing_saveable)
     )
     assert again == kept + 1

@@ -262,3 +262,5 @@ def test_taylor_mode(rng):
     ):
         want, got = (jet.jet(functools.partial(f, module), (a, b), series) for module in (jnp, ours))
         jax.tree.map(np.testing.assert_array_equal, want, got)
+    with pytest.raises(NotImplementedError, match="takes products without C and epilog, got epilog RELU"):
+        jet.jet(lambda a, b: jaxmp.linear(a, b, activation="relu"), (a, b), series)

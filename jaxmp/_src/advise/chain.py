@@ -13,7 +13,7 @@ import numpy as np
 from jaxmp._src.audit.operations import INLINED
 from jaxmp._src.hardware.call_time import kind_of
 from jaxmp._src.hardware.hardware import Hardware
-from jaxmp._src.primitive.primitives import BATCHED, activated_matmul_p
+from jaxmp._src.primitive.primitives import PRODUCTS, activated_matmul_p
 from jaxmp._src.runtime import jax_compat, jax_tracing
 
 _ELEMENTWISE = {
@@ -25,7 +25,7 @@ _ELEMENTWISE = {
     *("tanh", "xor"),
     *("pcast", "pvary", "reshard", "sharding_constraint"),  # the values as they are
 }
-_OURS = frozenset((*BATCHED, *BATCHED.values(), activated_matmul_p))
+_OURS = PRODUCTS
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._src.primitive.primitives import BATCHED, activated_matmul_p
+from jaxmp._src.primitive.primitives import PRODUCTS
 from jaxmp._src.runtime import jax_compat
 
 # The level of determinism that keeps bits where this varies.
 LEVELS = {"batch": "batch", "mesh": "topology", "processes": "topology"}
 
-_OURS = {primitive.name for primitive in (*BATCHED, *BATCHED.values(), activated_matmul_p)}
+_OURS = {primitive.name for primitive in PRODUCTS}
 # Equations whose jaxprs run once, as if they were written out.
 INLINED = {
     "jit",

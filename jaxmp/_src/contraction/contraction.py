@@ -38,8 +38,9 @@ Dims = tuple[Dim, ...]
 
 
 class Pattern(enum.StrEnum):
-    """How one communicator's ranks share the product."""
+    """How one communicator's ranks share the product; unsettled, XLA's partitioner chooses."""
 
+    UNSETTLED = "?"
     LOCAL = "local"
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"

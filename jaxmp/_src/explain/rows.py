@@ -20,16 +20,8 @@ from jaxmp._src.hardware.call_time import Transfer, transfer_over
 from jaxmp._src.lowering import backend, ffi_call, process_barrier, xla_matmul
 from jaxmp._src.lowering.legalize import Form
 from jaxmp._src.lowering.resolve import resolve, resolve_chosen
-from jaxmp._src.primitive import batched_matmul, bias_grad
-from jaxmp._src.primitive.primitives import (
-    activated_matmul_p,
-    auto_batched_matmul_epilog_p,
-    auto_batched_matmul_p,
-    auto_matmul_epilog_p,
-    auto_matmul_p,
-    matmul_epilog_p,
-    matmul_p,
-)
+from jaxmp._src.primitive import bias_grad
+from jaxmp._src.primitive.primitives import MATMULS, activated_matmul_p
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import shardings
@@ -131,7 +123,7 @@ _SCOPES = {
     "jaxmp_all_gather": "gathers an operand ahead of the call, which no pattern does with these shardings",
 }
 # The pattern of a call under auto axes, until the partitioner has been asked.
-UNSETTLED = "?"
+UNSETTLED = Pattern.UNSETTLED.value
 UNSETTLED_BATCH = "? of a batch"
 
 
@@ -151,25 +143,16 @@ def rows_of(
         here = line if is_ours else jax_compat.traced_line(eqn) or line
         _follow_gathers(eqn, gathered)
         varying = [jax_compat.varying_axes(v.aval) - gathered.get(id(v), frozenset()) for v in eqn.invars]
-        if eqn.primitive in (matmul_p, matmul_epilog_p, auto_matmul_p, auto_matmul_epilog_p):
-            row = matmul_row(eqn.params["spec"], avals[0], avals[1], here, count, varying=(varying[0], varying[1]))
-            row = dataclasses.replace(row, why="; ".join([row.why, *rewrite.notes_in(names)]))
-            is_auto = eqn.primitive in (auto_matmul_p, auto_matmul_epilog_p) and not _is_symbolic(avals)
-            yield dataclasses.replace(row, pattern=UNSETTLED) if is_auto else row
-        elif eqn.primitive in batched_matmul.ONE:
-            a, b = map(jax_compat.without_front, avals[:2])
-            row = matmul_row(
-                eqn.params["spec"],
-                a,
-                b,
-                here,
-                count * avals[0].shape[0],
-                is_batched=True,
-                varying=(varying[0], varying[1]),
-            )
-            is_auto = eqn.primitive in (auto_batched_matmul_p, auto_batched_matmul_epilog_p)
-            is_auto = is_auto and not _is_symbolic(avals)
-            yield dataclasses.replace(row, pattern=UNSETTLED_BATCH) if is_auto else row
+        if eqn.primitive in MATMULS:
+            spec, (a, b) = eqn.params["spec"], avals[:2]
+            size = a.shape[0] if spec.is_batch else 1
+            a, b = map(jax_compat.without_front, (a, b)) if spec.is_batch else (a, b)
+            row = matmul_row(spec, a, b, here, count * size, varying=(varying[0], varying[1]))
+            if not spec.is_batch:
+                row = dataclasses.replace(row, why="; ".join([row.why, *rewrite.notes_in(names)]))
+            is_open = spec.is_unsettled and not _is_symbolic(avals)
+            unsettled = UNSETTLED_BATCH if spec.is_batch else UNSETTLED
+            yield dataclasses.replace(row, pattern=unsettled) if is_open else row
         elif eqn.primitive is activated_matmul_p:
             yield matmul_row(eqn.params["spec"], avals[0], avals[-1], here, count, varying=(varying[0], varying[-1]))
         elif eqn.primitive.name in _COMMUNICATES and any("jaxmp" in name for name in names):
@@ -222,13 +205,12 @@ def matmul_row(
     count: int = 1,
     *,
     why: str = "",
-    is_batched: bool = False,
     varying: tuple[Collection[str], Collection[str]] = ((), ()),
 ) -> Row:
     """The row of a product of shards like `a` and `b`, which differ between ranks along the axes `varying`."""
-    platform, operands = jax_compat.default_platform(), (a.dtype, b.dtype)
+    spec, platform, operands = spec.settled(), jax_compat.default_platform(), (a.dtype, b.dtype)
     nprocesses = process_barrier.group_processes(spec, jax_compat.ambient_mesh())
-    if is_batched:
+    if spec.is_batch:
         work = operations(spec, a.shape, b.shape)
         call = resolve_chosen(spec, a, b, backend.choose_for_batch(spec, platform, nprocesses, operands, work)[0])
     else:

@@ -16,18 +16,11 @@ from jaxmp._src.lowering.legalize import Form
 from jaxmp._src.lowering.process_collectives import SharedMemory
 from jaxmp._src.lowering.resolve import ResolvedCall, resolve, resolve_activation_grad, resolve_tile
 from jaxmp._src.primitive import batched_matmul, collectives
-from jaxmp._src.primitive.collectives import process_barrier_p
 from jaxmp._src.primitive.primitives import (
     AMAXES,
-    ON_DEVICES,
-    activated_matmul_p,
-    activated_matmul_parts,
-    activation_grad_p,
     amax_of_ranks,
-    batched_matmul_epilog_p,
-    batched_matmul_p,
+    bind_operands,
     has_rows,
-    matmul_epilog_p,
     matmul_p,
     needs_devices,
 )
@@ -178,7 +171,11 @@ def _host_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
 # Rules of the primitives ------------------------------------------------------------------------------------------
 
 
-def _rule(platform: str, is_multiple: bool) -> jax_lowering.LoweringRule:
+def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
+    return batched_matmul.by_batch(_one_rule(platform), _batch_rule(platform))
+
+
+def _one_rule(platform: str) -> jax_lowering.LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
         mesh = jax_lowering.lowering_mesh(ctx)
         a, b = jax_lowering.operand_types(ctx)[:2]
@@ -188,25 +185,22 @@ def _rule(platform: str, is_multiple: bool) -> jax_lowering.LoweringRule:
         is_barred = platform == "cpu" and call.implementation != "host"
         site = process_barrier.site(ctx, spec.group.mesh, spec.group.axes) if is_barred else None
 
-        def lower(a: jax.Array, b: jax.Array, *extra: jax.Array) -> Any:
+        def lower(a: jax.Array, b: jax.Array, *extra: jax.Array) -> list[jax.Array]:
             processes = None
             a, b = jax_compat.convert(a, call.a.dtype), jax_compat.convert(b, call.b.dtype)
             if site and call.form == Form.XLA:
                 processes = _processes(site, spec, a, b)
             elif site:
                 a, b = _barrier(site, spec, a, b, [a, b])
-            outputs = emit(call, a, b, *extra, devices=devices, platform=platform, processes=processes)
-            return outputs if is_multiple else outputs[0]
+            return emit(call, a, b, *extra, devices=devices, platform=platform, processes=processes)
 
         with jax_compat.off_explicit_mesh():
-            return mlir.lower_fun(lower, multiple_results=is_multiple)(ctx, *nodes)
+            return mlir.lower_fun(lower, multiple_results=True)(ctx, *nodes)
 
     return rule
 
 
-def _batched_rule(platform: str, primitive: jax_compat.Primitive) -> jax_lowering.LoweringRule:
-    one, is_multiple = batched_matmul.ONE[primitive], primitive.multiple_results
-
+def _batch_rule(platform: str) -> jax_lowering.LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
         a, b = map(jax_compat.without_front, jax_lowering.operand_types(ctx)[:2])
         nprocesses = process_barrier.group_processes(spec, jax_lowering.lowering_mesh(ctx))
@@ -217,17 +211,16 @@ def _batched_rule(platform: str, primitive: jax_compat.Primitive) -> jax_lowerin
 
         def lower(*operands: jax.Array) -> Any:
             if not is_one_product:
-                return lax.map(lambda each: one.bind(*each, spec=spec), operands)
+                return lax.map(lambda each: bind_operands(spec, *each), operands)
             operands = (*low_precision.widened(*operands[:2]), *operands[2:])
             if site:
                 a, b, *rest = operands
                 fields = {"batch": a.shape[0]}
                 operands = (*_barrier(site, spec, a[0], b[0], [a, b], fields), *rest)
-            outputs = jax.vmap(functools.partial(xla_matmul.matmul, spec=spec, platform=platform))(*operands)
-            return outputs if is_multiple else outputs[0]
+            return jax.vmap(functools.partial(xla_matmul.matmul, spec=spec, platform=platform))(*operands)
 
         with jax_compat.off_explicit_mesh():
-            return mlir.lower_fun(lower, multiple_results=is_multiple)(ctx, *nodes)
+            return mlir.lower_fun(lower, multiple_results=True)(ctx, *nodes)
 
     return rule
 
@@ -241,7 +234,7 @@ def _activation_grad(
     return emit(call, jnp.zeros(call.a.shape, t.dtype), jnp.zeros(call.b.shape, t.dtype), t, aux)[0]
 
 
-def _activation_grad_rule(platform: str) -> jax_lowering.LoweringRule:
+def activation_grad_rule(platform: str) -> jax_lowering.LoweringRule:
     return mlir.lower_fun(functools.partial(_activation_grad, platform=platform), multiple_results=False)
 
 
@@ -267,7 +260,7 @@ def _barrier(
     return site.barrier(call, {**(fields or {}), **process_barrier.fields(spec, a, b)}, operands)
 
 
-def _process_barrier_rule(
+def process_barrier_rule(
     ctx: jax_lowering.LoweringContext,
     x: Any,
     *,
@@ -300,20 +293,5 @@ def _devices_of(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int, 
         return ()
     devices = process_barrier.mesh_devices(spec, mesh)
     if devices:  # binding has asked for them, unless the backend has started since
-        jax_lowering.require_devices(ON_DEVICES)
+        jax_lowering.require_devices([matmul_p])
     return devices
-
-
-def _register(primitive: jax_compat.Primitive, rule_of: Callable[[str], jax_lowering.LoweringRule]) -> None:
-    for platform in ("other", "cpu", "cuda"):
-        mlir.register_lowering(primitive, rule_of(platform), platform=None if platform == "other" else platform)
-
-
-for _primitive in (matmul_p, matmul_epilog_p):
-    _register(_primitive, functools.partial(_rule, is_multiple=_primitive.multiple_results))
-for _primitive in (batched_matmul_p, batched_matmul_epilog_p):
-    _register(_primitive, functools.partial(_batched_rule, primitive=_primitive))
-_register(activation_grad_p, _activation_grad_rule)
-mlir.register_lowering(process_barrier_p, lambda ctx, x, **_: [x])
-mlir.register_lowering(process_barrier_p, _process_barrier_rule, platform="cpu")
-mlir.register_lowering(activated_matmul_p, mlir.lower_fun(activated_matmul_parts, multiple_results=False))

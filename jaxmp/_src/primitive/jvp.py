@@ -13,52 +13,37 @@ from jax.interpreters import ad
 from jaxmp._src.primitive import bias_grad, row_order
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.primitives import (
-    AUTO_TWIN,
     activated_matmul,
-    activated_matmul_p,
     activation_grad,
-    activation_grad_p,
-    auto_activation_grad_p,
     bind,
-    matmul_epilog_p,
-    matmul_p,
-    summed_over,
-)
-from jaxmp._src.primitive.transpose import (
-    cotangent_of_a,
-    cotangent_of_b,
-    cotangent_of_bias,
-    cotangents_of_b_and_bias,
-    group_of_a,
-    reduced_cotangent,
+    bind_operands,
 )
 from jaxmp._src.runtime import jax_compat
-from jaxmp._src.runtime.types import Operand, Tangent
+from jaxmp._src.runtime.types import Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.activations import gelu_second_derivative
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import SCALE_NAMES, MatmulSpec, Pattern, aux_dtype
+from jaxmp._src.spec.matmul_spec import SCALE_NAMES, MatmulSpec, aux_dtype
 from jaxmp._src.validation.comm_options import fit_comm_options
 
 
-def _matmul_epilog_jvp_rule(
-    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec, auto: bool
+def matmul_jvp_rule(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[Tangent]]:
     """y = act(z), z = alpha*A@B + beta*c + bias:  dy = act'(z) * (alpha*dA@B + alpha*A@dB + beta*dc + dbias)."""
     if low_precision.is_low_precision(low_precision.operand_type(primals[0].dtype, primals[1].dtype)):
-        return _low_precision_jvp(primals, tangents, spec, auto)
+        return _low_precision_jvp(primals, tangents, spec)
     row = spec.rule
     if row.derivative or row.gradient:
-        return _derivative_jvp_rule(primals, tangents, spec=spec, auto=auto)
+        return _derivative_jvp_rule(primals, tangents, spec=spec)
     # XLA's partitioner cannot shard the columns of a packed mask as those of d.
-    is_partitioned = auto and not jax.typeof(primals[0]).sharding.mesh.empty
+    is_partitioned = spec.is_unsettled and not jax.typeof(primals[0]).sharding.mesh.empty
     is_relu = row.activation == "relu" and row.with_aux is not None
     is_by_sign = is_partitioned and is_relu and not spec.fixed_reduction_order
     kept = spec if row.with_aux is None or is_by_sign else spec.replace(epilog=row.with_aux)
-    primitive = AUTO_TWIN[matmul_epilog_p] if auto else matmul_epilog_p
-    stored = dict(zip(kept.output_names, primitive.bind(*primals, spec=kept), strict=True))
+    stored = dict(zip(kept.output_names, bind_operands(kept, *primals), strict=True))
     names = spec.output_names
-    tz = _preactivation_tangent(primals, tangents, spec, auto, stored["d"])
+    tz = _preactivation_tangent(primals, tangents, spec, stored["d"])
     moved = {}
     if tz is not None:
         aux = kept.rule.aux
@@ -66,27 +51,26 @@ def _matmul_epilog_jvp_rule(
         if is_by_sign:
             moved["d"] = jnp.where(stored["d"] > 0, tz, jnp.zeros_like(tz))
         elif aux and row.activation:
-            moved["d"] = activation_grad(row.activation, stored[aux], tz, spec, auto=auto)
+            moved["d"] = activation_grad(row.activation, stored[aux], tz, spec)
         moved["gelu_aux"] = tz
     outputs = [stored[name] for name in names]
     return outputs, [moved.get(name, _zero_tangent(stored[name])) for name in names]
 
 
 def _derivative_jvp_rule(
-    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec, auto: bool
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[Tangent]]:
     """d = z * act'(aux), g = sum of d over rows, or of op(a) or op(b) over the contraction:
     dd = act'(aux) * dz + z * act''(aux) * daux, and g is linear."""
     row = spec.rule
-    primitive = AUTO_TWIN[matmul_epilog_p] if auto else matmul_epilog_p
-    outputs = dict(zip(spec.output_names, primitive.bind(*primals, spec=spec), strict=True))
-    td = _preactivation_tangent(primals, tangents, spec, auto, outputs["d"])
+    outputs = dict(zip(spec.output_names, bind_operands(spec, *primals), strict=True))
+    td = _preactivation_tangent(primals, tangents, spec, outputs["d"])
     if row.derivative:
         operands = dict(zip(("a", "b", *spec.operand_names), primals, strict=True))
         taux, aux = tangents[-1], operands.pop(row.aux_input)
-        td = None if td is None else activation_grad(row.derivative, aux, td, spec, auto=auto)
+        td = None if td is None else activation_grad(row.derivative, aux, td, spec)
         if row.derivative == "gelu" and not isinstance(taux, ad.Zero):
-            z = bind(spec.replace(epilog=Epilog.NONE), operands.pop("a"), operands.pop("b"), operands, auto=auto)["d"]
+            z = bind(spec.replace(epilog=Epilog.NONE), operands.pop("a"), operands.pop("b"), operands)["d"]
             curve = z * gelu_second_derivative(aux).astype(z.dtype) * taux
             td = curve if td is None else td + curve
     moved = {"d": _zero_tangent(outputs["d"]) if td is None else td}
@@ -100,41 +84,14 @@ def _derivative_jvp_rule(
     return list(outputs.values()), [moved[name] for name in outputs]
 
 
-def _epilog_transpose_rule(
-    cts: Sequence[Tangent], a: Operand, b: Operand, *extra: Operand, spec: MatmulSpec, auto: bool
-) -> list[jax.Array | None]:
-    """Of d = alpha * A@B + bias, which the JVP rule binds where b and the bias are both differentiated."""
-    if spec.operand_names != ("bias",) or spec.rule.activation:
-        raise NotImplementedError(f"epilog {spec.epilog.name} with operands {spec.operand_names} has no transpose")
-    (ct,), (bias,), product = cts, extra, spec.bilinear()
-    ct_a = ct_b = ct_bias = None
-    if isinstance(ct, ad.Zero):
-        return [None, None, None]
-    if isinstance(a, ad.UndefinedPrimal):
-        ct_a = cotangent_of_a(ct, a, _value(b), spec=product, auto=auto)
-    if isinstance(b, ad.UndefinedPrimal):
-        fused = bias if isinstance(bias, ad.UndefinedPrimal) else None
-        ct_b, ct_bias = cotangents_of_b_and_bias(ct, _value(a), b, fused, spec=product, auto=auto)
-    if isinstance(bias, ad.UndefinedPrimal) and ct_bias is None:
-        ct_bias = cotangent_of_bias(ct, bias.aval, spec)
-    return [ct_a, ct_b, ct_bias]
-
-
-def _value(x: Operand) -> jax.Array:
-    """An operand in which a rule does not transpose."""
-    assert not isinstance(x, ad.UndefinedPrimal), x
-    return x
-
-
 def _low_precision_jvp(
-    primals: Sequence[jax.Array], tangents: Sequence[Tangent], spec: MatmulSpec, auto: bool
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[Tangent]]:
     """The tangent of an fp8 or fp4 product is that of the same product of its decoded operands times their scales, so
     cotangents are products in the wide type, cast to the operands' own. The rounding of d and of gelu_aux counts as
     `astype` does, and activations are differentiated where they were ahead of it; the largest absolute values and the
     scales of d's blocks count as constants."""
-    primitive = AUTO_TWIN[matmul_epilog_p] if auto else matmul_epilog_p
-    stored = dict(zip(spec.output_names, primitive.bind(*primals, spec=spec), strict=True))
+    stored = dict(zip(spec.output_names, bind_operands(spec, *primals), strict=True))
     names = ("a", "b", *spec.operand_names)
     fixed = dict(zip(names, primals, strict=True))
     moving = {name: t for name, t in zip(names, tangents, strict=True) if not isinstance(t, ad.Zero)}
@@ -147,7 +104,7 @@ def _low_precision_jvp(
         )
 
     def wide(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        outputs = _widened(fixed | given, spec, auto)
+        outputs = _widened(fixed | given, spec)
         return {name: x for name, x in outputs.items() if name in ("d", "gelu_aux")}
 
     _, moved = jax.jvp(wide, ({name: fixed[name] for name in moving},), (moving,))
@@ -155,7 +112,7 @@ def _low_precision_jvp(
     return outputs, [moved.get(name, _zero_tangent(stored[name])) for name in spec.output_names]
 
 
-def _widened(operands: dict[str, jax.Array], spec: MatmulSpec, auto: bool) -> dict[str, jax.Array]:
+def _widened(operands: dict[str, jax.Array], spec: MatmulSpec) -> dict[str, jax.Array]:
     """A low-precision call on decoded operands: bfloat16 where all they hold is exact in it, else float32."""
     exact = (low_precision.NONE, low_precision.VEC16, low_precision.VEC32)
     is_exact = spec.out_dtype == jnp.bfloat16 and spec.scales.a in exact and spec.scales.b in exact
@@ -167,7 +124,7 @@ def _widened(operands: dict[str, jax.Array], spec: MatmulSpec, auto: bool) -> di
     extra |= {name: x.astype(dtype) for name, x in extra.items() if name in ("c", "bias")}
     if spec.scales.c != low_precision.NONE:
         extra["c"] = extra["c"] * operands["scale_c"].astype(dtype)
-    outputs = bind(call, a, b, extra, auto=auto)
+    outputs = bind(call, a, b, extra)
     for name, scale in (("d", "scale_d"), ("gelu_aux", "scale_aux")):
         if scale in spec.operand_names:
             outputs[name] = outputs[name] * operands[scale].astype(dtype)
@@ -180,24 +137,24 @@ def _zero_tangent(x: jax.Array) -> ad.Zero:
 
 
 def _preactivation_tangent(
-    primals: Sequence[jax.Array], tangents: Sequence[Tangent], spec: MatmulSpec, auto: bool, like: jax.Array
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], spec: MatmulSpec, like: jax.Array
 ) -> jax.Array | None:
     (a, b, *_), (ta, tb, *rest) = primals, tangents
     textra = dict(zip(spec.operand_names, rest, strict=True))
-    product = spec.bilinear()
+    product = spec if spec.is_bilinear else spec.bilinear()
     terms = []
     if not isinstance(ta, ad.Zero):
-        terms.append(bind(product, ta, b, auto=auto)["d"])
+        terms.append(bind(product, ta, b)["d"])
     tc, tbias = textra.get("c"), textra.get("bias")
     if tbias is not None and not isinstance(tbias, ad.Zero) and spec.determinism == "topology":
-        terms.append(_bias_in_rows(spec, tbias, like, auto))
+        terms.append(_bias_in_rows(spec, tbias, like))
         tbias = None
     if not isinstance(tb, ad.Zero) and tbias is not None and not isinstance(tbias, ad.Zero):
         # One call, whose transpose gives the gradients of both.
-        terms.append(bind(product.replace(epilog=Epilog.BIAS), a, tb, {"bias": tbias}, auto=auto)["d"])
+        terms.append(bind(product.replace(epilog=Epilog.BIAS), a, tb, {"bias": tbias})["d"])
         tbias = None
     elif not isinstance(tb, ad.Zero):
-        terms.append(bind(product, a, tb, auto=auto)["d"])
+        terms.append(bind(product, a, tb)["d"])
     if tc is not None and not isinstance(tc, ad.Zero) and spec.beta != 0:
         terms.append(tc if spec.beta == 1 else tc * jnp.asarray(spec.beta, tc.dtype))
     if tbias is not None and not isinstance(tbias, ad.Zero):
@@ -207,20 +164,20 @@ def _preactivation_tangent(
     return sum(terms[1:], terms[0]) if terms else None
 
 
-def _bias_in_rows(spec: MatmulSpec, bias: jax.Array, like: jax.Array, auto: bool) -> jax.Array:
+def _bias_in_rows(spec: MatmulSpec, bias: jax.Array, like: jax.Array) -> jax.Array:
     """The bias in every row, as a product with ones: its transpose sums the rows as one of our calls does, in order."""
     ones = cast_varying(jnp.ones((like.shape[0], 1), bias.dtype), jax_compat.varying_axes(like))
     local = spec.bare().bilinear(group=spec.ungrouped().group, alpha=1.0, out_dtype=bias.dtype)
     local = local.reorder(rows=row_order.rows_of_result(spec), outer_rows=1)
-    return row_order.folded(spec, bind(local, ones, bias[None], auto=auto)["d"])
+    return row_order.folded(spec, bind(local, ones, bias[None])["d"])
 
 
-def _activation_grad_jvp_rule(
-    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, activation: str, spec: MatmulSpec | None, auto: bool
+def activation_grad_jvp_rule(
+    primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, activation: str, spec: MatmulSpec | None
 ) -> tuple[jax.Array, Tangent]:
     """Linear in t; in aux, d(t * act'(z)) = t * act''(z) * dz, which for relu is zero."""
     (aux, t), (taux, tt) = primals, tangents
-    slope = functools.partial(activation_grad, activation, aux, spec=spec, auto=auto)
+    slope = functools.partial(activation_grad, activation, aux, spec=spec)
     y = slope(t)
     terms = [] if isinstance(tt, ad.Zero) else [slope(tt)]
     if activation == "gelu" and not isinstance(taux, ad.Zero):
@@ -228,13 +185,7 @@ def _activation_grad_jvp_rule(
     return y, sum(terms[1:], terms[0]) if terms else _zero_tangent(y)
 
 
-def _activation_grad_transpose_rule(
-    ct: jax.Array, aux: jax.Array, t: Operand, *, activation: str, spec: MatmulSpec | None, auto: bool
-) -> list[jax.Array | None]:
-    return [None, activation_grad(activation, aux, ct, spec, auto=auto)]
-
-
-def _activated_matmul_jvp_rule(
+def activated_matmul_jvp_rule(
     primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec, activation: str
 ) -> tuple[jax.Array, Tangent]:
     """y = (act'(z) * (t + b)) @ w is linear in (t, b) and in w; in z, dy = (act''(z) * (t + b) * dz) @ w."""
@@ -255,66 +206,3 @@ def _activated_matmul_jvp_rule(
         return y, _zero_tangent(y)
     axes = jax_compat.varying_axes(y)
     return y, functools.reduce(jnp.add, (cast_varying(x, axes) for x in terms))
-
-
-def _activated_matmul_transpose_rule(
-    ct: Tangent, t: Operand, *rest: Operand, spec: MatmulSpec, activation: str
-) -> list[jax.Array | None]:
-    """dt = act'(z) * (ct @ w^T) and dbias = the sum of dt over its rows: one call, with a derivative as its epilog."""
-    if isinstance(ct, ad.Zero):
-        return [None] * (1 + len(rest))
-    bias, aux, w = rest[:-2], _value(rest[-2]), _value(rest[-1])
-    wants_sums = any(map(ad.is_undefined_primal, bias))
-    if spec.group.pattern == Pattern.ALL_REDUCE:
-        ct = reduced_cotangent(spec, ct)
-    call = spec.bilinear(transpose_b=not spec.transpose_b, group=group_of_a(spec))
-    outputs = bind(call.replace(epilog=_DERIVATIVES[activation, wants_sums]), ct, w, {f"{activation}_aux": aux})
-    axes = jax_compat.varying_axes(aux)  # and of t; of the bias: see `activated_matmul`
-    dt, *sums = outputs.values()
-    sums = [cast_varying(x, axes - summed_over(spec)) for x in sums]
-    of_bias: Sequence[jax.Array | None] = sums or [None] * len(bias)
-    return [cast_varying(dt, axes) if isinstance(t, ad.UndefinedPrimal) else None, *of_bias, None, None]
-
-
-_DERIVATIVES = {
-    ("relu", False): Epilog.DRELU,
-    ("relu", True): Epilog.DRELU_BGRAD,
-    ("gelu", False): Epilog.DGELU,
-    ("gelu", True): Epilog.DGELU_BGRAD,
-}
-
-
-def _register(primitive: jax_compat.Primitive, epilog_primitive: jax_compat.Primitive, auto: bool) -> None:
-    @jax_compat.under_known_flags
-    def lhs(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: MatmulSpec) -> jax.Array:
-        return cotangent_of_a(ct, a, b, spec=spec, auto=auto)
-
-    @jax_compat.under_known_flags
-    def rhs(ct: jax.Array, a: jax.Array, b: ad.UndefinedPrimal, *, spec: MatmulSpec) -> jax.Array:
-        return cotangent_of_b(ct, a, b, spec=spec, auto=auto)
-
-    @jax_compat.under_known_flags
-    def jvp(
-        primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec
-    ) -> tuple[list[jax.Array], list[Tangent]]:
-        return _matmul_epilog_jvp_rule(primals, tangents, spec=spec, auto=auto)
-
-    ad.defbilinear(primitive, lhs, rhs)
-    ad.primitive_jvps[epilog_primitive] = jvp
-
-    @jax_compat.under_known_flags
-    def transpose(cts: Sequence[Tangent], *operands: Operand, spec: MatmulSpec) -> list[jax.Array | None]:
-        return _epilog_transpose_rule(cts, *operands, spec=spec, auto=auto)
-
-    ad.primitive_transposes[epilog_primitive] = transpose
-
-
-_register(matmul_p, matmul_epilog_p, auto=False)
-_register(AUTO_TWIN[matmul_p], AUTO_TWIN[matmul_epilog_p], auto=True)
-ad.primitive_jvps[activated_matmul_p] = jax_compat.under_known_flags(_activated_matmul_jvp_rule)
-ad.primitive_transposes[activated_matmul_p] = jax_compat.under_known_flags(_activated_matmul_transpose_rule)
-for _primitive, _auto in ((activation_grad_p, False), (auto_activation_grad_p, True)):
-    _jvp = functools.partial(_activation_grad_jvp_rule, auto=_auto)
-    _transpose = functools.partial(_activation_grad_transpose_rule, auto=_auto)
-    ad.primitive_jvps[_primitive] = jax_compat.under_known_flags(_jvp)
-    ad.primitive_transposes[_primitive] = jax_compat.under_known_flags(_transpose)

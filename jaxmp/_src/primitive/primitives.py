@@ -1,16 +1,18 @@
-"""`matmul_p` and its companions: abstract evaluation, binding, registration of the rules.
+"""The primitives of products: what they mean, how they are bound, and the types of their results.
 
-matmul_p(a, b)                      d = alpha * op(a) @ op(b): bilinear and pure; operands are the shards of one device,
-                                    of one type or a mixed pair (`low_precision.is_mixed`)
-matmul_epilog_p(a, b, *operands)    the same call with C and an epilog; `matmul_spec` names its operands and results
+matmul_p(a, b, *operands; spec)     d = epilog(alpha * op(a) @ op(b) + beta * c) on the shards of one device, and what
+                                    the epilog returns beside d; `matmul_spec` names operands and results. Without C
+                                    and epilog it is bilinear. With spec.is_batch all have one more dimension in front
+                                    (`batched_matmul`). Where spec.group is unsettled a and b are global arrays, and
+                                    XLA's partitioner chooses the pattern (`partitioner`).
+partitioned_matmul_p                the same by another name for what is unsettled: its lowering needs the devices of
+                                    the mesh, which JAX asks of a primitive, not of an equation
 activation_grad_p(aux, t)           t * act'(z), linear in t; reads the packed aux, so the aux itself is the residual;
                                     the library's own arithmetic where the level of determinism asks for it
 activated_matmul_p(t, [tbias], aux, w)  (act'(z) * (t + tbias)) @ w, linear in t and tbias: the tangent of two layers,
                                     whose transpose is one call with a derivative as its epilog
-batched_matmul_p, batched_matmul_epilog_p  the first two for operands that all have a batch in front (`batched_matmul`)
 
-The `auto_` twins are what a bare `jit` over auto axes binds: one global product whose pattern XLA's partitioner
-chooses (`partitioner`). They share every rule but the lowering.
+`jaxmp/_src/registration.py` names every rule of each.
 """
 
 from __future__ import annotations
@@ -25,11 +27,11 @@ from jax import lax
 
 from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.collectives import cast_varying
-from jaxmp._src.runtime import jax_compat, jax_lowering, jax_rules, native
+from jaxmp._src.runtime import jax_compat, jax_lowering, native
 from jaxmp._src.spec import low_precision, process_grid
-from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import (
     DIMS,
+    Group,
     MatmulSpec,
     Pattern,
     aux_dtype,
@@ -39,32 +41,14 @@ from jaxmp._src.spec.matmul_spec import (
 )
 from jaxmp._src.validation.shape_checks import check_local_shapes
 
-matmul_p = jax_compat.make_primitive("jaxmp_matmul", multiple_results=False)
-matmul_epilog_p = jax_compat.make_primitive("jaxmp_matmul_epilog", multiple_results=True)
-auto_matmul_p = jax_compat.make_primitive("jaxmp_auto_matmul", multiple_results=False, needs_devices=True)
-auto_matmul_epilog_p = jax_compat.make_primitive("jaxmp_auto_matmul_epilog", multiple_results=True, needs_devices=True)
+matmul_p = jax_compat.make_primitive("jaxmp_matmul", multiple_results=True)
+partitioned_matmul_p = jax_compat.make_primitive("jaxmp_partitioned_matmul", multiple_results=True, needs_devices=True)
 activation_grad_p = jax_compat.make_primitive("jaxmp_activation_grad", multiple_results=False)
-auto_activation_grad_p = jax_compat.make_primitive(
-    "jaxmp_auto_activation_grad", multiple_results=False, needs_devices=True
-)
 activated_matmul_p = jax_compat.make_primitive("jaxmp_activated_matmul", multiple_results=False)
-batched_matmul_p = jax_compat.make_primitive("jaxmp_batched_matmul", multiple_results=False)
-batched_matmul_epilog_p = jax_compat.make_primitive("jaxmp_batched_matmul_epilog", multiple_results=True)
-auto_batched_matmul_p = jax_compat.make_primitive("jaxmp_auto_batched_matmul", multiple_results=False)
-auto_batched_matmul_epilog_p = jax_compat.make_primitive("jaxmp_auto_batched_matmul_epilog", multiple_results=True)
 
+MATMULS = (matmul_p, partitioned_matmul_p)
+PRODUCTS = (*MATMULS, activated_matmul_p)
 AMAXES = ("amax_d", "gelu_aux_amax")
-AUTO_TWIN = {matmul_p: auto_matmul_p, matmul_epilog_p: auto_matmul_epilog_p}
-# The primitive of a batch by that of one of its products.
-BATCHED = {
-    matmul_p: batched_matmul_p,
-    matmul_epilog_p: batched_matmul_epilog_p,
-    auto_matmul_p: auto_batched_matmul_p,
-    auto_matmul_epilog_p: auto_batched_matmul_epilog_p,
-}
-
-# Those whose lowerings may name the devices of their mesh.
-ON_DEVICES = (matmul_p, matmul_epilog_p, batched_matmul_p, batched_matmul_epilog_p)
 
 
 def dots_saveable(primitive: jax_compat.Primitive, *args: Any, **params: Any) -> bool:
@@ -84,42 +68,36 @@ def dots_saveable(primitive: jax_compat.Primitive, *args: Any, **params: Any) ->
     >>> jax.grad(lambda w: layer(jnp.ones((2, 3)), w).sum())(jnp.zeros((3, 1))).tolist()
     [[2.0], [2.0], [2.0]]
     """
-    is_ours = primitive in (*BATCHED, *BATCHED.values(), activated_matmul_p)
+    is_ours = primitive in PRODUCTS
     return is_ours or bool(jax.checkpoint_policies.dots_saveable(primitive, *args, **params))
 
 
 def saves_products(policy: Callable[..., Any], primitive: jax_compat.Primitive, *args: Any, **params: Any) -> Any:
     """What a policy for `jax.checkpoint` says, where jaxmp's products count as the `lax.dot_general` in whose place
     they stand."""
-    if primitive not in (*BATCHED, *BATCHED.values(), activated_matmul_p):
+    if primitive not in PRODUCTS:
         return policy(primitive, *args, **params)
-    batch = ((0,), (0,)) if primitive in BATCHED.values() else ((), ())
+    batch = ((0,), (0,)) if params["spec"].is_batch else ((), ())
     contract = ((2,), (1,)) if batch[0] else ((1,), (0,))
     as_dot = {"precision": None, "preferred_element_type": None, "out_sharding": None}
     return policy(lax.dot_general_p, *args[:2], dimension_numbers=(contract, batch), **as_dot)
 
 
 def bind(
-    spec: MatmulSpec,
-    a: jax.Array,
-    b: jax.Array,
-    extra: Mapping[str, jax.Array] | None = None,
-    *,
-    auto: bool = False,
-    batched: bool = False,
+    spec: MatmulSpec, a: jax.Array, b: jax.Array, extra: Mapping[str, jax.Array] | None = None
 ) -> dict[str, jax.Array]:
-    """The results by name, on 2-D shards; `extra` holds the operands after a and b by name. With `batched` all of
-    them have one more dimension in front."""
-    extra = extra or {}
-    is_decoded = low_precision.is_low_precision(low_precision.operand_type(a.dtype, b.dtype))
-    is_bilinear = spec.epilog == Epilog.NONE and not extra and not is_decoded
-    primitive = matmul_p if is_bilinear else matmul_epilog_p
-    primitive = AUTO_TWIN[primitive] if auto else primitive
-    primitive = BATCHED[primitive] if batched else primitive
+    """The results by name, on 2-D shards or a batch of them; `extra` holds the operands after a and b by name."""
+    outputs = bind_operands(spec, a, b, *((extra or {})[name] for name in spec.operand_names))
+    return dict(zip(spec.output_names, outputs, strict=True))
+
+
+def bind_operands(spec: MatmulSpec, *operands: jax.Array) -> list[jax.Array]:
+    """The results, from all operands, in the order of the spec."""
     if needs_devices(spec):  # ahead of the lowering, for JAX looks for it there
-        jax_lowering.require_devices(ON_DEVICES)
-    outputs = primitive.bind(a, b, *map(extra.__getitem__, spec.operand_names), spec=spec)
-    return dict(zip(spec.output_names, [outputs] if is_bilinear else outputs, strict=True))
+        jax_lowering.require_devices([matmul_p])
+    primitive = partitioned_matmul_p if spec.is_unsettled and not spec.is_batch else matmul_p
+    outputs: list[jax.Array] = primitive.bind(*operands, spec=spec)
+    return outputs
 
 
 def needs_devices(spec: MatmulSpec) -> bool:
@@ -132,7 +110,7 @@ def needs_devices(spec: MatmulSpec) -> bool:
 
 
 def bind_rows(
-    spec: MatmulSpec, a: jax.Array, b: jax.Array, extra: Mapping[str, jax.Array] | None = None, *, auto: bool = False
+    spec: MatmulSpec, a: jax.Array, b: jax.Array, extra: Mapping[str, jax.Array] | None = None
 ) -> dict[str, jax.Array]:
     """As `bind` for a of shape (batch, m, k), and whatever has rows (batch, m, n), in one call.
 
@@ -166,7 +144,7 @@ def bind_rows(
     folded = {name: fold(x) if has_rows(name) else x for name, x in (extra or {}).items()}
     if spec.scales.a not in (low_precision.NONE, low_precision.SCALAR):
         folded["scale_a"] = fold_operand(folded["scale_a"])
-    outputs = bind(spec, fold_operand(a), b, folded, auto=auto)
+    outputs = bind(spec, fold_operand(a), b, folded)
     return {name: unfold(x) if has_rows(name) else x for name, x in outputs.items()}
 
 
@@ -248,13 +226,7 @@ def _output_aval(
     return jax_compat.with_shape(a, shape, spec.out_dtype, _output_varying(spec, a, b, extra))
 
 
-def _matmul_abstract_eval(
-    a: jax.core.ShapedArray, b: jax.core.ShapedArray, *, spec: MatmulSpec
-) -> jax.core.ShapedArray:
-    return _output_aval(spec, a, b)
-
-
-def _matmul_epilog_abstract_eval(
+def matmul_abstract_eval(
     a: jax.core.ShapedArray, b: jax.core.ShapedArray, *extra: jax.core.ShapedArray, spec: MatmulSpec
 ) -> list[jax.core.ShapedArray]:
     # Block scales vary as their operands do.
@@ -290,44 +262,28 @@ def _result_aval(
     return jax_compat.with_shape(d, shape, spec.out_dtype, frozenset(varying) - shared)
 
 
-def _activation_grad_abstract_eval(
+def activation_grad_abstract_eval(
     aux: jax.core.ShapedArray, t: jax.core.ShapedArray, *, activation: str, spec: MatmulSpec | None
 ) -> jax.core.ShapedArray:
     return t
 
 
-def _activated_matmul_abstract_eval(
+def activated_matmul_abstract_eval(
     t: jax.core.ShapedArray, *rest: jax.core.ShapedArray, spec: MatmulSpec, activation: str
 ) -> jax.core.ShapedArray:
     return _output_aval(spec, t, rest[-1])
 
 
-for _primitive in (matmul_p, auto_matmul_p):
-    _primitive.def_abstract_eval(_matmul_abstract_eval)
-for _primitive in (matmul_epilog_p, auto_matmul_epilog_p):
-    _primitive.def_abstract_eval(_matmul_epilog_abstract_eval)
-for _primitive in (activation_grad_p, auto_activation_grad_p):
-    _primitive.def_abstract_eval(_activation_grad_abstract_eval)
-activated_matmul_p.def_abstract_eval(_activated_matmul_abstract_eval)
-jax_rules.register_saved((*BATCHED, *BATCHED.values(), activated_matmul_p))
-jax_rules.register_nan_checks(
-    (*BATCHED, *BATCHED.values(), activated_matmul_p, activation_grad_p, auto_activation_grad_p)
-)
-
-
-def activation_grad(
-    activation: str, aux: jax.Array, t: jax.Array, spec: MatmulSpec | None = None, *, auto: bool = False
-) -> jax.Array:
+def activation_grad(activation: str, aux: jax.Array, t: jax.Array, spec: MatmulSpec | None = None) -> jax.Array:
     """`t * act'(z)` from the aux output that the forward call stored; `spec` is that call's, for its determinism."""
     axes = jax_compat.varying_axes(aux) | jax_compat.varying_axes(t)
     aux, t = cast_varying(aux, axes), cast_varying(t, axes)
     # A mask only selects; a slope is arithmetic, which XLA may contract with its surroundings.
-    if spec is None or not spec.fixed_reduction_order or activation != "gelu":
-        primitive, kept = activation_grad_p, None
-    else:
-        primitive = auto_activation_grad_p if auto else activation_grad_p
-        kept = MatmulSpec(t.dtype, implementation=spec.implementation, determinism=spec.determinism)
-    result: jax.Array = primitive.bind(aux, t, activation=activation, spec=kept)
+    kept = None
+    if spec is not None and spec.fixed_reduction_order and activation == "gelu":
+        group = spec.group if spec.is_unsettled else Group()
+        kept = MatmulSpec(t.dtype, group, implementation=spec.implementation, determinism=spec.determinism)
+    result: jax.Array = activation_grad_p.bind(aux, t, activation=activation, spec=kept)
     return result
 
 

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.experimental import jet
 
-from jaxmp._src.primitive.primitives import auto_batched_matmul_p, auto_matmul_p, batched_matmul_p, matmul_p
-from jaxmp._src.runtime import jax_compat
+from jaxmp._src.primitive.primitives import bind_operands
+from jaxmp._src.spec.matmul_spec import MatmulSpec
 
 
-def _product(
-    primitive: jax_compat.Primitive, primals: Sequence[jax.Array], series: Sequence[Sequence[Any]], **params: Any
-) -> tuple[Any, list[Any]]:
+def jet_rule(
+    primals: Sequence[jax.Array], series: Sequence[Sequence[Any]], *, spec: MatmulSpec
+) -> tuple[list[Any], list[list[Any]]]:
     """The value and the coefficients of a product: each is a sum of products of theirs (the rule of Leibniz)."""
+    if not spec.is_bilinear:
+        raise NotImplementedError(
+            "jaxmp: jax.experimental.jet takes products without C and epilog, got epilog "
+            f"{spec.epilog.name}; nest jax.jvp"
+        )
     left, right = ([x, *terms] for x, terms in zip(primals, series, strict=True))
-    value, *terms = [
-        sum(primitive.bind(left[j], right[i - j], **params) for j in range(i + 1)) for i in range(len(left))
-    ]
-    return value, terms
-
-
-for _primitive in (matmul_p, auto_matmul_p, batched_matmul_p, auto_batched_matmul_p):
-    jet.jet_rules[_primitive] = jax_compat.under_known_flags(functools.partial(_product, _primitive))
+    value, *terms = [sum(bind_operands(spec, left[j], right[i - j])[0] for j in range(i + 1)) for i in range(len(left))]
+    return [value], [terms]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,15 +29,46 @@ from jax.interpreters import ad
 
 from jaxmp._src.primitive import collectives, row_order
 from jaxmp._src.primitive.collectives import cast_varying
-from jaxmp._src.primitive.primitives import bind, completes_sums
+from jaxmp._src.primitive.primitives import activation_grad, bind, completes_sums, summed_over
 from jaxmp._src.runtime import jax_compat
+from jaxmp._src.runtime.types import Operand, Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, SummationOrder, accumulator, axes_text
 from jaxmp._src.validation.comm_options import fit_comm_options
 
+# What one device computes by itself, as far as is known.
+_ALONE = (Pattern.UNSETTLED, Pattern.LOCAL)
 
-def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: MatmulSpec, auto: bool) -> jax.Array:
+
+def matmul_transpose_rule(
+    cts: Sequence[Tangent], a: Operand, b: Operand, *extra: Operand, spec: MatmulSpec
+) -> list[jax.Array | None]:
+    """Of a product, and of d = alpha * A@B + bias, which the JVP rule binds where b and the bias are both
+    differentiated."""
+    if spec.operand_names not in ((), ("bias",)) or spec.output_names != ("d",) or spec.rule.activation:
+        raise NotImplementedError(f"epilog {spec.epilog.name} with operands {spec.operand_names} has no transpose")
+    (ct,), product = cts, spec.bilinear()
+    ct_a = ct_b = ct_bias = None
+    bias = next((x for x in extra if isinstance(x, ad.UndefinedPrimal)), None)
+    if isinstance(ct, ad.Zero):
+        return [None] * (2 + len(extra))
+    if isinstance(a, ad.UndefinedPrimal):
+        ct_a = cotangent_of_a(ct, a, _value(b), spec=product)
+    if isinstance(b, ad.UndefinedPrimal):
+        ct_b, ct_bias = cotangents_of_b_and_bias(ct, _value(a), b, bias, spec=product)
+    if bias is not None and ct_bias is None:
+        ct_bias = cotangent_of_bias(ct, bias.aval, spec)
+    return [ct_a, ct_b, *[ct_bias] * len(extra)]
+
+
+def _value(x: Operand) -> jax.Array:
+    """An operand in which a rule does not transpose."""
+    assert not isinstance(x, ad.UndefinedPrimal), x
+    return x
+
+
+def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: MatmulSpec) -> jax.Array:
     """The cotangent of the stored a, for `ct` of d."""
     group, layout = group_of_a(spec), ((1, spec.order.cols),)
     if spec.group.pattern == Pattern.ALL_REDUCE:
@@ -49,13 +81,14 @@ def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: 
             'jaxmp: determinism="topology" has no gradient of a complex a that is stored transposed on a 2-D grid; '
             'store it (m, k), or pass determinism="batch"'
         )
-    if spec.transpose_a and (group.pattern == Pattern.GRID or (group.pattern == Pattern.LOCAL and is_symmetric)):
-        flags = {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True, "b_leads": auto}
+    if spec.transpose_a and (group.pattern == Pattern.GRID or (group.pattern in _ALONE and is_symmetric)):
+        flags = {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True}
         call = _derived(spec, group, "bda", dataclasses.replace(spec.order, is_transposed=True), **flags)
-        result = _product(spec, call, b, ct, a, layout, auto=auto)
+        result, _ = _product_and_sums(spec, call, b, ct, a, layout)
     else:
         flags = {"transpose_b": not spec.transpose_b, "conjugate_b": spec.conjugate_b}
-        result = _product(spec, _derived(spec, group, "dba", spec.order, **flags), ct, b, a, layout, auto=auto)
+        call = _derived(spec, group, "dba", spec.order, **flags)
+        result, _ = _product_and_sums(spec, call, ct, b, a, layout)
         result = result.T if spec.transpose_a else result
     return lax.conj(result) if spec.conjugate_a else result
 
@@ -68,13 +101,8 @@ def group_of_a(spec: MatmulSpec) -> Group:
     return dataclasses.replace(spec.group, pattern=transposed.get(spec.group.pattern, spec.group.pattern))
 
 
-def cotangent_of_b(ct: jax.Array, a: jax.Array, b: ad.UndefinedPrimal, *, spec: MatmulSpec, auto: bool) -> jax.Array:
-    """The cotangent of the stored b, for `ct` of d."""
-    return cotangents_of_b_and_bias(ct, a, b, None, spec=spec, auto=auto)[0]
-
-
 def cotangents_of_b_and_bias(
-    ct: jax.Array, a: jax.Array, b: ad.UndefinedPrimal, bias: ad.UndefinedPrimal | None, *, spec: MatmulSpec, auto: bool
+    ct: jax.Array, a: jax.Array, b: ad.UndefinedPrimal, bias: ad.UndefinedPrimal | None, *, spec: MatmulSpec
 ) -> tuple[jax.Array, jax.Array | None]:
     """The cotangents of b and of a bias that is added to the rows of d (or None); that of bias may come out as None,
     where the call cannot sum it."""
@@ -92,11 +120,11 @@ def cotangents_of_b_and_bias(
     if spec.transpose_b:
         flags = {"transpose_a": True, "transpose_b": spec.transpose_a, "conjugate_b": spec.conjugate_a}
         call = _derived(spec, group, "dab", order, **flags)
-        result, sums = _product_and_sums(spec, call, ct, a, b, layout, bias, auto=auto)
+        result, sums = _product_and_sums(spec, call, ct, a, b, layout, bias)
     else:
-        flags = {"transpose_a": not spec.transpose_a, "conjugate_a": spec.conjugate_a, "b_leads": auto}
+        flags = {"transpose_a": not spec.transpose_a, "conjugate_a": spec.conjugate_a}
         call = _derived(spec, group, "adb", order, **flags)
-        result, sums = _product_and_sums(spec, call, a, ct, b, layout, bias, auto=auto)
+        result, sums = _product_and_sums(spec, call, a, ct, b, layout, bias)
     return lax.conj(result) if spec.conjugate_b else result, sums
 
 
@@ -119,8 +147,9 @@ def _derived(spec: MatmulSpec, group: Group, names: str, order: SummationOrder, 
     distributions = spec.distributions and tuple(
         dict(zip("abd", spec.distributions, strict=True))[name] for name in names
     )
-    stored = dict.fromkeys(("transpose_a", "transpose_b", "conjugate_a", "conjugate_b", "b_leads"), False) | flags
-    return spec.bilinear(group=group, order=order, distributions=distributions, **stored)
+    b_leads = spec.is_unsettled and names[1] == "d"  # JAX's own products have the cotangent first
+    stored = dict.fromkeys(("transpose_a", "transpose_b", "conjugate_a", "conjugate_b"), False) | flags
+    return spec.bilinear(group=group, order=order, distributions=distributions, b_leads=b_leads, **stored)
 
 
 def _gather_rows(spec: MatmulSpec, x: jax.Array, dimension: int, to: str = "varying") -> jax.Array:
@@ -134,21 +163,6 @@ def _gather_rows(spec: MatmulSpec, x: jax.Array, dimension: int, to: str = "vary
         return collectives.all_gather(x, spec.group.row_axes, axis=dimension, to=to, source_line=spec.source_line)
 
 
-def _product(
-    spec: MatmulSpec,
-    call: MatmulSpec,
-    left: jax.Array,
-    right: jax.Array,
-    operand: ad.UndefinedPrimal,
-    layout: row_order.Layout,
-    *,
-    auto: bool,
-) -> jax.Array:
-    """The product `call` of a rule, in the type and over the varying axes of the operand whose cotangent it is;
-    `layout` tells how its contraction lies in the global array."""
-    return _product_and_sums(spec, call, left, right, operand, layout, auto=auto)[0]
-
-
 def _product_and_sums(
     spec: MatmulSpec,
     call: MatmulSpec,
@@ -157,10 +171,10 @@ def _product_and_sums(
     operand: ad.UndefinedPrimal,
     layout: row_order.Layout,
     bias: ad.UndefinedPrimal | None = None,
-    *,
-    auto: bool,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """As `_product`, and the cotangent of `bias` where the call can sum it as well, else None."""
+    """The product `call` of a rule, in the type and over the varying axes of the operand whose cotangent it is, and the
+    cotangent of `bias` where the call can sum it as well, else None; `layout` tells how its contraction lies in the
+    global array."""
     common = low_precision.operand_type(left.dtype, right.dtype)
     if not low_precision.is_mixed(left.dtype, right.dtype):
         # float32 cotangents of 16-bit operands, where the user may be strict
@@ -171,7 +185,7 @@ def _product_and_sums(
     have = jax_compat.varying_axes(left) | jax_compat.varying_axes(right) | frozenset(call.group.axes)
     want = frozenset(operand.aval.manual_axis_type.varying)
     summed = tuple(axis for axis, _ in call.group.mesh if axis in have - want) if spec.is_typed else ()
-    if spec.determinism == "topology" and not auto:
+    if spec.determinism == "topology" and not spec.is_unsettled:
         _check_ordered(spec, call, summed)
         call = call.reorder(rows=(), cols=())
     scattered: tuple[str, ...] = ()
@@ -183,7 +197,7 @@ def _product_and_sums(
         # An operand that was the same on several ranks gets the sum of their cotangents: an all-reduced product.
         (call, left, right), summed = row_order.summed_over(call, left, right, summed, layout), ()
     call = call if bias is None else call.replace(epilog=_gradient_epilog(spec, call, left, right, bias))
-    d, *sums = bind(call, left, right, auto=auto).values()
+    d, *sums = bind(call, left, right).values()
     d = collectives.own_part(d, 0, scattered) if scattered else d
     d = collectives.psum(d, summed, source_line=spec.source_line) if summed else d
     sums = (
@@ -208,7 +222,7 @@ def _gradient_epilog(
     if call.group.pattern == Pattern.GRID and (is_transposed or not forward.is_typed):
         return Epilog.NONE
     if not forward.is_typed:
-        is_fit = forward.group.pattern in (Pattern.LOCAL, Pattern.ALL_GATHER)
+        is_fit = forward.group.pattern in (*_ALONE, Pattern.ALL_GATHER)
     else:
         ct = left if is_transposed else right
         needed = jax_compat.varying_axes(ct) - frozenset(bias.aval.manual_axis_type.varying)
@@ -229,3 +243,36 @@ def _check_ordered(spec: MatmulSpec, call: MatmulSpec, summed: tuple[str, ...]) 
             f"{axes_text(summed)}, for the sum over it would follow the grid's; shard the operand over it, or pass "
             'determinism="batch"'
         )
+
+
+def activation_grad_transpose_rule(
+    ct: jax.Array, aux: jax.Array, t: Operand, *, activation: str, spec: MatmulSpec | None
+) -> list[jax.Array | None]:
+    return [None, activation_grad(activation, aux, ct, spec)]
+
+
+def activated_matmul_transpose_rule(
+    ct: Tangent, t: Operand, *rest: Operand, spec: MatmulSpec, activation: str
+) -> list[jax.Array | None]:
+    """dt = act'(z) * (ct @ w^T) and dbias = the sum of dt over its rows: one call, with a derivative as its epilog."""
+    if isinstance(ct, ad.Zero):
+        return [None] * (1 + len(rest))
+    bias, aux, w = rest[:-2], _value(rest[-2]), _value(rest[-1])
+    wants_sums = any(map(ad.is_undefined_primal, bias))
+    if spec.group.pattern == Pattern.ALL_REDUCE:
+        ct = reduced_cotangent(spec, ct)
+    call = spec.bilinear(transpose_b=not spec.transpose_b, group=group_of_a(spec))
+    outputs = bind(call.replace(epilog=_DERIVATIVES[activation, wants_sums]), ct, w, {f"{activation}_aux": aux})
+    axes = jax_compat.varying_axes(aux)  # and of t; of the bias: see `activated_matmul`
+    dt, *sums = outputs.values()
+    sums = [cast_varying(x, axes - summed_over(spec)) for x in sums]
+    of_bias: Sequence[jax.Array | None] = sums or [None] * len(bias)
+    return [cast_varying(dt, axes) if isinstance(t, ad.UndefinedPrimal) else None, *of_bias, None, None]
+
+
+_DERIVATIVES = {
+    ("relu", False): Epilog.DRELU,
+    ("relu", True): Epilog.DRELU_BGRAD,
+    ("gelu", False): Epilog.DGELU,
+    ("gelu", True): Epilog.DGELU_BGRAD,
+}

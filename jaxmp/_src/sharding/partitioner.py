@@ -8,7 +8,6 @@ have none of these.
 from __future__ import annotations
 
 import contextlib
-import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -20,24 +19,11 @@ from jax.sharding import PartitionSpec as P
 from jaxmp._src.contraction import contraction, planner
 from jaxmp._src.contraction.contraction import Dim, Layout
 from jaxmp._src.contraction.moves import size_of
+from jaxmp._src.lowering import rules
 from jaxmp._src.lowering.resolve import resolve
-from jaxmp._src.primitive.primitives import (
-    activation_grad,
-    activation_grad_p,
-    auto_activation_grad_p,
-    auto_batched_matmul_epilog_p,
-    auto_batched_matmul_p,
-    auto_matmul_epilog_p,
-    auto_matmul_p,
-    batched_matmul_epilog_p,
-    batched_matmul_p,
-    bind,
-    global_amax,
-    matmul_epilog_p,
-    matmul_p,
-)
-from jaxmp._src.runtime import jax_compat, jax_lowering
-from jaxmp._src.runtime.jax_lowering import mlir
+from jaxmp._src.primitive.primitives import activation_grad, bind, global_amax, matmul_p
+from jaxmp._src.runtime import jax_lowering
+from jaxmp._src.runtime.jax_lowering import LoweringRule
 from jaxmp._src.runtime.jax_partitioner import Global
 from jaxmp._src.sharding import partitioned_call, sharded_call
 from jaxmp._src.sharding.meshes import partition_spec
@@ -124,7 +110,7 @@ def _observed(body: Callable[..., Sequence[jax.Array]]) -> Callable[..., Sequenc
     def on_shards(*shards: jax.Array) -> Sequence[jax.Array]:
         if _observers:
             for eqn in jax.make_jaxpr(body)(*shards).eqns:
-                if eqn.primitive in (matmul_p, matmul_epilog_p):
+                if eqn.primitive is matmul_p:
                     for callback in list(_observers):
                         callback(eqn.params["spec"], [x.aval for x in eqn.invars])
         return body(*shards)
@@ -168,29 +154,32 @@ def _place(call: dict[str, Any], mesh: Mesh, args: Sequence[Global], results: Se
     return lambda aux, t: [activation_grad(activation, aux, t, spec)], (where, where), (where,)
 
 
-def _register_batched(primitive: jax_compat.Primitive, of_devices: jax_compat.Primitive) -> None:
-    """A batch of products of global arrays is XLA's to partition; on one device it is a batch as any other."""
-
-    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
-        if jax_lowering.device_count(ctx) > 1:
-            return _lower_to_xla(ctx, nodes, of_devices, spec)
-        return _lower_as(ctx, nodes, of_devices, spec=spec)
-
-    mlir.register_lowering(primitive, rule)
+def matmul_rule(platform: str) -> LoweringRule:
+    """The lowering of a product. Unsettled, one of global arrays becomes a call that XLA partitions."""
+    return _rule(rules.matmul_rule(platform), _sharding_rule)
 
 
-def _register(
-    primitive: jax_compat.Primitive, of_devices: jax_compat.Primitive, sharding_rule: Callable[[MatmulSpec], str]
-) -> None:
-    """Lower `primitive` to a call that XLA partitions; on shards it is the primitive `of_devices`."""
+def activation_grad_rule(platform: str) -> LoweringRule:
+    """As `matmul_rule`."""
+    return _rule(rules.activation_grad_rule(platform), lambda spec: "m n, m n -> m n")
 
-    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec, **params: Any) -> Any:
+
+def _rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -> LoweringRule:
+    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec | None, **params: Any) -> Any:
+        if spec is None or not spec.is_unsettled:
+            return on_shards(ctx, *nodes, spec=spec, **params)
+        spec = spec.settled()
         if jax_lowering.is_on_shards(ctx):
-            return _lower_as(ctx, nodes, of_devices, spec=spec, **params)
+            return on_shards(ctx, *nodes, spec=spec, **params)
         types = jax_lowering.operand_types(ctx)
-        if not all(isinstance(extent, int) for x in types for extent in x.shape):
-            resolve(spec, types[0], types[1], jax_lowering.platform(ctx), 1)  # raises where a library was asked for
-            return _lower_to_xla(ctx, nodes, of_devices, spec, **params)
+        is_symbolic = not all(isinstance(extent, int) for x in types for extent in x.shape)
+        if spec.is_batch or is_symbolic:  # XLA's own product of global arrays, which XLA partitions
+            if not spec.is_batch:
+                resolve(spec, types[0], types[1], jax_lowering.platform(ctx), 1)  # raises where a library was asked for
+            spec = spec.replace(implementation="xla")
+            for callback in list(_observers):
+                callback(spec, None)
+            return on_shards(ctx, *nodes, spec=spec, **params)
         if jax_lowering.partitions_without_shardy(ctx):
             raise NotImplementedError(
                 "jaxmp.matmul: on automatic axes it is XLA's Shardy partitioner that chooses, and "
@@ -199,34 +188,7 @@ def _register(
         call = {"spec": to_fields(spec), **params}
         return partitioned_call.lower(ctx, _led(spec, nodes), call, sharding_rule(spec))
 
-    for platform in ("cpu", "cuda", None):
-        mlir.register_lowering(primitive, rule, platform=platform)
+    return rule
 
 
-def _lower_to_xla(
-    ctx: jax_lowering.LoweringContext,
-    nodes: Sequence[Any],
-    of_devices: jax_compat.Primitive,
-    spec: MatmulSpec,
-    **params: Any,
-) -> Any:
-    """XLA's own product of global arrays, which XLA partitions."""
-    spec = spec.replace(implementation="xla")
-    for callback in list(_observers):
-        callback(spec, None)
-    return _lower_as(ctx, nodes, of_devices, spec=spec, **params)
-
-
-def _lower_as(
-    ctx: jax_lowering.LoweringContext, nodes: Sequence[Any], primitive: jax_compat.Primitive, **params: Any
-) -> Any:
-    body = functools.partial(primitive.bind, **params)
-    return mlir.lower_fun(body, multiple_results=primitive.multiple_results)(ctx, *nodes)
-
-
-_register(auto_activation_grad_p, activation_grad_p, lambda spec: "m n, m n -> m n")
-_register(auto_matmul_p, matmul_p, _sharding_rule)
-_register(auto_matmul_epilog_p, matmul_epilog_p, _sharding_rule)
-_register_batched(auto_batched_matmul_p, batched_matmul_p)
-_register_batched(auto_batched_matmul_epilog_p, batched_matmul_epilog_p)
 partitioned_call.register(_place)

@@ -216,9 +216,7 @@ def bind_empty(
     return _sum_over_data(spec, _apply_epilog(z, operands, spec, shape[:-1]), sum(plan.layout.d[:-1], ()))
 
 
-def bind_shards(
-    spec: MatmulSpec, dimension: int, operands: dict[str, jax.Array], *, auto: bool = False
-) -> dict[str, jax.Array]:
+def bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The results from shards of any rank; `dimension` of a is the one gathered or scattered."""
     if not spec.is_typed:
         spec = spec.replace(is_typed=jax_compat.is_vma_checked())
@@ -229,12 +227,12 @@ def bind_shards(
         # instead, in operations that XLA fuses into one, with C and the epilog behind it.
         out = matmul_spec.accumulator(low_precision.operand_type(a.dtype, b.dtype))
         plain = spec.bilinear(out_dtype=out, traced=spec.traced)
-        z = bind_shards(plain, dimension, {"a": a, "b": b}, auto=auto)["d"]
+        z = bind_shards(plain, dimension, {"a": a, "b": b})["d"]
         return _apply_epilog(merge_rows(z), operands, spec.replace(alpha=1.0), z.shape[:-1])
     names = spec.operand_names
     extra = dict(zip(names, map(operands.__getitem__, names), strict=True))
     if a.ndim == 2:
-        return bind(spec, a, b, extra, auto=auto)
+        return bind(spec, a, b, extra)
     if spec.transpose_a:
         a, spec = a.swapaxes(-1, -2), spec.replace(transpose_a=False)
     ordered = spec.group.pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER)
@@ -247,7 +245,7 @@ def bind_shards(
     }
     if spec.scales.a not in (low_precision.NONE, low_precision.SCALAR):
         extra["scale_a"] = extra["scale_a"].reshape(batch, rows, *extra["scale_a"].shape[a.ndim - 1 :])
-    outputs = bind_rows(spec, a.reshape(batch, rows, a.shape[-1]), b, extra, auto=auto)
+    outputs = bind_rows(spec, a.reshape(batch, rows, a.shape[-1]), b, extra)
     if ordered:
         shape = (*shape[:lead], matmul_spec.output_rows(spec, shape[lead]), *shape[lead + 1 :])
     return {name: x.reshape(*shape, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}

@@ -50,7 +50,7 @@ class PartitionedCall:
     constraint: NamedSharding | None
 
     def __call__(self, operands: Operands) -> Operands:
-        return meshes.constrained(bind_shards(self.spec, 0, operands, auto=True), self.constraint)
+        return meshes.constrained(bind_shards(self.spec.unsettled(), 0, operands), self.constraint)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,7 +373,7 @@ def _of_any_extent(call: ShardedCall, operands: dict[str, jax.Array]) -> dict[st
     """XLA's own product of global arrays with symbolic extents, partitioned by XLA: JAX (0.10 to 0.12) cannot replace
     them by numbers in all that a shard_map holds."""
     where = {name: NamedSharding(call.frame.mesh, spec) for name, spec in call.frame.outs}
-    product = functools.partial(bind_shards, fit_comm_options(call.spec.local()), 0, auto=True)
+    product = functools.partial(bind_shards, fit_comm_options(call.spec.local()).unsettled(), 0)
     if call.frame.is_explicit:
         outputs: dict[str, jax.Array] = jax.sharding.auto_axes(product, out_sharding=where)(operands)
     else:

@@ -146,6 +146,7 @@ class MatmulSpec(Parts):
     block-cyclic. `source_line` names the call in messages of a job of several processes, "matmul at train.py:41", and
     is empty elsewhere. `determinism` is the level of docs/determinism.md. `b_leads`: on automatic axes, JAX's own
     product has b for its first operand, to which XLA gives an axis that the rows and the columns of d compete for.
+    `is_batch`: operands and results have one more dimension in front.
     """
 
     out_dtype: np.dtype
@@ -173,6 +174,17 @@ class MatmulSpec(Parts):
     is_typed: bool = False
     source_line: str = ""
     b_leads: bool = False
+    is_batch: bool = False
+
+    @functools.cached_property
+    def is_unsettled(self) -> bool:
+        """Whether XLA's partitioner chooses the pattern."""
+        return self.group.pattern == Pattern.UNSETTLED
+
+    @functools.cached_property
+    def is_bilinear(self) -> bool:
+        """Whether a and b are all that it takes, and their product all that it returns."""
+        return self.epilog == Epilog.NONE and not self.operand_names
 
     @functools.cached_property
     def fixed_reduction_order(self) -> bool:
@@ -227,8 +239,16 @@ class MatmulSpec(Parts):
         return self.replace(transpose_a=False, transpose_b=False, conjugate_a=False, conjugate_b=False)
 
     def ungrouped(self) -> MatmulSpec:
-        """The same on each device of the mesh by itself."""
-        return self.regroup(pattern=Pattern.LOCAL, row_axes=(), col_axes=())
+        """The same on each device of the mesh by itself; unsettled, it stays so."""
+        return self if self.is_unsettled else self.regroup(pattern=Pattern.LOCAL, row_axes=(), col_axes=())
+
+    def settled(self) -> MatmulSpec:
+        """The same on one device where it is unsettled."""
+        return self.local() if self.is_unsettled else self
+
+    def unsettled(self) -> MatmulSpec:
+        """The same in the pattern that XLA's partitioner chooses."""
+        return self.replace(group=_UNSETTLED)
 
     def local(self) -> MatmulSpec:
         """The same on one device, for operands that are whole there; `fit_comm_options` makes the options fit."""
@@ -242,6 +262,7 @@ class MatmulSpec(Parts):
         return self.reorder(outer_rows=batch * self.order.outer_rows, rows=rows)
 
 
+_UNSETTLED = Group(Pattern.UNSETTLED)
 _BILINEAR = {
     "beta": 0.0,
     "has_c": False,

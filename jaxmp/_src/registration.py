@@ -1,0 +1,76 @@
+"""Every rule of each primitive of products, which `primitive/primitives` describes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from jax.experimental import jet
+from jax.interpreters import ad, batching
+
+from jaxmp._src.lowering import other_rules, rules
+from jaxmp._src.primitive import batched_matmul, jvp, primitives, taylor, transpose
+from jaxmp._src.primitive import batching as batch_rules
+from jaxmp._src.primitive.batched_matmul import by_batch
+from jaxmp._src.primitive.collectives import process_barrier_p
+from jaxmp._src.primitive.primitives import MATMULS, PRODUCTS, activated_matmul_p, activation_grad_p
+from jaxmp._src.runtime import jax_compat, jax_rules
+from jaxmp._src.runtime.jax_compat import under_known_flags
+from jaxmp._src.runtime.jax_lowering import mlir
+from jaxmp._src.sharding import partitioner
+
+Rule = Callable[..., Any]
+_jet_rules: Any = jet.jet_rules
+
+
+def _register(
+    primitive: jax_compat.Primitive, *, abstract_eval: Rule, jvp: Rule, transpose: Rule, batch: Rule, lower: Rule
+) -> None:
+    """`lower(platform)` is the lowering rule for a platform."""
+    primitive.def_abstract_eval(abstract_eval)
+    ad.primitive_jvps[primitive] = under_known_flags(jvp)
+    ad.primitive_transposes[primitive] = under_known_flags(transpose)
+    batching.primitive_batchers[primitive] = under_known_flags(batch)
+    for platform in ("cpu", "cuda"):
+        mlir.register_lowering(primitive, lower(platform), platform=platform)
+    mlir.register_lowering(primitive, lower("other"))
+
+
+for _product in MATMULS:
+    _register(
+        _product,
+        abstract_eval=by_batch(primitives.matmul_abstract_eval, batched_matmul.abstract_eval),
+        jvp=by_batch(jvp.matmul_jvp_rule, batched_matmul.jvp_rule),
+        transpose=by_batch(transpose.matmul_transpose_rule, batched_matmul.transpose_rule),
+        batch=by_batch(batch_rules.matmul_batch_rule, batched_matmul.batch_rule),
+        lower=partitioner.matmul_rule,
+    )
+    _jet_rules[_product] = under_known_flags(taylor.jet_rule)
+jax_rules.when_imported("jax.experimental.sparse", functools.partial(other_rules.register_sparsify, MATMULS))
+jax_rules.when_imported("jax.experimental.roofline", functools.partial(other_rules.register_roofline, MATMULS))
+
+_register(
+    activation_grad_p,
+    abstract_eval=primitives.activation_grad_abstract_eval,
+    jvp=jvp.activation_grad_jvp_rule,
+    transpose=transpose.activation_grad_transpose_rule,
+    batch=batch_rules.activation_grad_batch_rule,
+    lower=partitioner.activation_grad_rule,
+)
+
+_register(
+    activated_matmul_p,
+    abstract_eval=primitives.activated_matmul_abstract_eval,
+    jvp=jvp.activated_matmul_jvp_rule,
+    transpose=transpose.activated_matmul_transpose_rule,
+    batch=batch_rules.activated_matmul_batch_rule,
+    lower=lambda platform: mlir.lower_fun(primitives.activated_matmul_parts, multiple_results=False),
+)
+
+# The policies of `jax.checkpoint` are asked about products, and checkify looks for NaN in all results.
+jax_rules.register_saved(PRODUCTS)
+jax_rules.register_nan_checks((*PRODUCTS, activation_grad_p))
+
+mlir.register_lowering(process_barrier_p, lambda ctx, x, **_: [x])
+mlir.register_lowering(process_barrier_p, rules.process_barrier_rule, platform="cpu")
