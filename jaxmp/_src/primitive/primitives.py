@@ -198,17 +198,18 @@ def _output_varying(
     spec: MatmulSpec, a: jax.core.ShapedArray, b: jax.core.ShapedArray, extra: Sequence[jax.core.ShapedArray] = ()
 ) -> frozenset[str]:
     """Manual axes over which d varies; operands may vary over different axes, and their transposes make up for it."""
-    group = frozenset(spec.group.axes)
+    scattered = frozenset(sum(spec.contraction.layout.d, ()))
+    summed = frozenset(spec.group.axes) - scattered
     product = a.manual_axis_type.varying | b.manual_axis_type.varying
     if not spec.is_typed:
         return frozenset(product)
-    product = product - group if spec.group.pattern == Pattern.ALL_REDUCE else product | group
+    product = product - summed | scattered
     for x in extra:
         added = x.manual_axis_type.varying
-        if spec.group.pattern == Pattern.ALL_REDUCE and added & group:
+        if added & summed:
             raise ValueError(
                 "matmul_all_reduce: c and epilog inputs must be equal on every rank of axis "
-                f"{axes_text(spec.group.axes)}, but one varies over {sorted(added & group)}; "
+                f"{axes_text(spec.group.axes)}, but one varies over {sorted(added & summed)}; "
                 "add it after the call, or reduce it first"
             )
         product = product | added
@@ -252,7 +253,7 @@ def _result_aval(
     if DIMS[name] == "mp":
         return jax_compat.with_shape(d, (d.shape[0], process_grid.relu_aux_bytes(d.shape[1])), jnp.uint8, varying)
     # Bias gradients: complete, so the same on all ranks that share what is summed.
-    shared = frozenset(spec.group.row_axes if spec.group.pattern != Pattern.ALL_GATHER else ())
+    shared = frozenset(spec.contraction.sharded("b", "k") if name == "bgradb" else spec.contraction.sharded("d", "m"))
     if name == "bgrada":
         shape = (extents(spec, a.shape, b.shape).m,)
         varying, shared = a.manual_axis_type.varying, frozenset(spec.group.axes)
