@@ -1,6 +1,6 @@
 """What one rank of a test does: `python ranks.py SCENARIO PROCESS NPROCESSES PORT`.
 
-A rank prints FAULT and the time when it goes wrong, SAW, the time and the error when it catches one, and ENDED.
+A rank prints FAULT and the time when it goes wrong, SAW, the time and the error's cause when it catches one, and ENDED.
 """
 
 from __future__ import annotations
@@ -212,7 +212,7 @@ def strangers_at_the_start():
             socket.create_connection(("127.0.0.2", PORT)).close()
         except ConnectionRefusedError:
             print("REFUSED")
-    print("STRANGERS", jaxmp.distributed._state.peers.strangers)
+    print("STRANGERS", jaxmp.distributed._job.peers.strangers)
 
 
 # Ranks that disagree --------------------------------------------------------------------------------------------
@@ -505,8 +505,9 @@ def main():
         else:
             SCENARIOS[SCENARIO]()
     except Exception as error:
-        if not isinstance(error, ValueError):
-            print(f"SAW {time.time():.3f} {type(error).__name__}: {error}")
+        seen = jaxmp.distributed.cause(error) or error
+        if not isinstance(seen, ValueError):
+            print(f"SAW {time.time():.3f} {type(seen).__name__}: {seen}")
         raise
     print("ENDED")
 
