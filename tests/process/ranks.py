@@ -6,6 +6,7 @@ A rank prints FAULT and the time when it goes wrong, SAW, the time and the error
 from __future__ import annotations
 
 import code
+import contextlib
 import os
 import resource
 import signal
@@ -93,6 +94,11 @@ def around_a_call(before=None, after=None):
         after()
     for _ in range(3):
         check(product(a, b), 48)
+
+
+def catch_the_error():
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        around_a_call(before=send(signal.SIGKILL))
 
 
 def first_step(fault):
@@ -431,6 +437,7 @@ SCENARIOS = {
     "killed-before": lambda: around_a_call(before=send(signal.SIGKILL)),
     "killed-during": lambda: during_a_call(signal.SIGKILL),
     "killed-after": lambda: around_a_call(after=send(signal.SIGKILL)),
+    "killed-and-caught": catch_the_error,
     "killed-of-rank-0": lambda: around_a_call(before=send(signal.SIGKILL)),
     "stopped-before": lambda: around_a_call(before=send(signal.SIGSTOP)),
     "stopped-during": lambda: during_a_call(signal.SIGSTOP),

@@ -40,7 +40,7 @@ def see(job, ranks, live, message, within):
     assert not job.orphans()
 
 
-@pytest.mark.parametrize("scenario", ["killed-before", "killed-after", "killed-during"])
+@pytest.mark.parametrize("scenario", ["killed-before", "killed-after", "killed-during", "killed-and-caught"])
 def test_a_killed_rank_is_named_at_once(tmp_path, scenario):
     job, ranks = run(tmp_path, scenario, 3)
     see(job, ranks, (0, 1), rf"{CALL}: rank 2 has ended without a word", 2.0)

@@ -1,4 +1,4 @@
-"""Waits that end when a peer is gone, whatever XLA makes of it.
+"""Waits that end when a peer is gone, and processes that end with them.
 
 XLA opens the transport of a set of devices when its first collective runs, by way of rank 0's store: where a rank ends
 meanwhile, the others wait for half a minute, and for rank 0 without end. The same holds for collectives that are none
@@ -112,7 +112,7 @@ def _waits_for_jax(frame: types.FrameType | None) -> bool:
     own = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, jaxlib))
     if frame is not None and frame.f_code.co_filename.startswith(own):
         return True
-    return jax_compat.backend_exists() and not all(x.is_ready() for x in jax.live_arrays())
+    return jax_compat.backend_exists() and not all(x.is_deleted() or x.is_ready() for x in jax.live_arrays())
 
 
 def end_process(process: int, reason: str, is_told: bool = False) -> None:
