@@ -237,16 +237,12 @@ def cause(error: BaseException) -> DistributedError | None:
 def _why_transport_failed(native: Any) -> str:
     """Who is to blame for a collective that failed half-way: a peer whose end is about to be known, or a silent one."""
     deadline = time.monotonic() + 1
-    while True:
-        peers = native.peers()
-        gone = [f"rank {i} {peer['gone']}" for i, peer in peers.items() if peer["gone"]]
-        if gone:
-            return ", ".join(gone)
+    while not (gone := [f"rank {i} {peer['gone']}" for i, peer in native.peers().items() if peer["gone"]]):
         if time.monotonic() > deadline:
+            gone = [f"rank {i} {watch.SILENT}" for i, peer in native.peers().items() if peer["silence"] > 3 * 1.5]
             break
         time.sleep(_POLL)
-    silent = [f"rank {i} {watch.SILENT}" for i, peer in peers.items() if peer["silence"] > 3 * 1.5]
-    return ", ".join(silent) or "the transport gave up, though every process answers"
+    return ", ".join(gone) or "the transport gave up, though every process answers"
 
 
 def _check_moment() -> None:

@@ -96,14 +96,17 @@ def guard_main_thread(process: int, timeout: float, is_member: Callable[[], bool
         seen = frame and (frame.f_code, frame.f_lasti)
         if seen != place:
             place, since = seen, now
-        elif (waited := now - since) > limit:
-            call = module.last_call() or "a collective"
-            why = failure if failure and now - failed > limit else ""
-            for what, seconds in troubles():
-                if not why and seconds > limit:
-                    why = f"{call}: {what}; rank {process} has waited for {waited:.3g} s (JAXMP_TIMEOUT)"
-            if why and _waits_for_jax(frame):
-                end_process(process, why)
+        waited = now - since
+        call = module.last_call() or "a collective"
+        reasons = [
+            f"{call}: {what}; rank {process} has waited for {waited:.3g} s (JAXMP_TIMEOUT)"
+            for what, seconds in troubles()  # asks for signs of life, so each time
+            if min(seconds, waited) > limit
+        ]
+        if failure and min(now - failed, waited) > limit:
+            reasons = [failure]
+        if reasons and _waits_for_jax(frame):
+            end_process(process, reasons[0])
         del frame
 
 
