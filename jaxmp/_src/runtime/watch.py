@@ -29,8 +29,6 @@ SILENT = "does not answer: it is stopped, or its machine or network is gone"
 _PERIOD = 0.25
 # Seconds for which shared memory is kept for the next call: new pages cost about as much as copying to them.
 _KEPT = 2.0
-# The longest reason that peers are told.
-LONGEST = 500
 # By how much a failure, or a deadline, may run ahead of the error that says more.
 _SETTLES = 1.5
 
@@ -122,7 +120,7 @@ def end_process(process: int, reason: str, is_told: bool = False) -> None:
     """End this process of a job that has failed, with status 1: tell the user, unless that `is_told`, and the peers."""
     if not is_told:
         print(f"jaxmp.DistributedError: rank {process}: {reason}", file=sys.stderr)
-    native.extension().leave_barrier(reason[:LONGEST])
+    native.extension().leave_barrier(reason[:500])
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
