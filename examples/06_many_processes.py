@@ -1,7 +1,7 @@
 """Many processes: the training step of two dense layers, with operands sharded over four processes under mpiexec.
 
 `initialize()` reads the ranks from the launcher. The rest of the program is the same as on four devices of one process,
-and so are its gradients. If a process dies or runs another program, the others get a DistributedError that names it.
+and so are its gradients. If a process dies or runs another program, the others get an error that names it.
 """
 
 import jax

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import logging
 import os
 import re
 import signal
@@ -13,7 +12,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -26,7 +25,7 @@ from jaxmp._src.runtime.config import add_xla_flag, config, loopback_without_pro
 from jaxmp._src.runtime.peers import Peers
 from jaxmp._src.runtime.watch import DistributedError
 
-__all__ = ["DistributedError", "initialize", "shutdown"]
+__all__ = ["DistributedError", "cause", "initialize", "shutdown"]
 
 
 def __dir__() -> list[str]:
@@ -35,25 +34,29 @@ def __dir__() -> list[str]:
 
 # JAX's own watch ends a process whose peer is gone, without an exception; ours speaks first.
 _NO_HEARTBEAT = 10**6  # seconds; of other waits of JAX's too
-# What a process may take to end after a failure until the system ends it.
+# Seconds in which neighbours are met though the job cannot run.
 _GRACE = 10
 _POLL = 0.05
 _LOOPBACK = "127.0.0.1"
 
 
-class _State:
-    """This process's part in the job, from `initialize` to `shutdown`."""
+class _Job:
+    """This process's part in a job, from `initialize` to `shutdown` or the end of the process."""
 
-    def __init__(self, process: int, nprocesses: int, timeout: float, interrupts: tuple[socket.socket, ...]) -> None:
-        self.process, self.nprocesses, self.timeout, self.interrupts = process, nprocesses, timeout, interrupts
+    def __init__(self, process: int, nprocesses: int, timeout: float) -> None:
+        self.process, self.nprocesses, self.timeout = process, nprocesses, timeout
+        self.interrupts = _watch_interrupts()
         self.peers: Peers | None = None  # until it has met them
-        self.generation = 0
-        self.reason = ""  # why this process cannot end well
+        self.failure = ""  # of `initialize` or `shutdown`
+
+    def close(self) -> None:
+        """Listen no more, to peers and to signals."""
+        if self.peers is not None:
+            self.peers.close()
+        _ignore_interrupts(self.interrupts)
 
 
-_state: _State | None = None
-_generation = 0
-_are_hooks_set = False
+_job: _Job | None = None
 
 
 def initialize(
@@ -72,8 +75,9 @@ def initialize(
     three arguments.
 
     From then on a call whose ranks spread over processes first waits until all of them have come to it with an equal
-    call. Where one does not come within `timeout`, has ended, or came with another call, every process of the group
-    gets a `DistributedError` from waiting for the result. See docs/faults.md.
+    call. Where one does not come within `timeout`, has ended, or came with another call, waiting for the result is an
+    error of JAX's with our message in every process of the group; `cause` makes a `DistributedError` of it. See
+    docs/faults.md.
 
     Args:
       coordinator_address: "host:port" of process 0, where it opens that port.
@@ -95,7 +99,7 @@ def initialize(
     Traceback (most recent call last):
     ValueError: initialize: process_id must be from 0 to num_processes - 1 = 0, got 1
     """
-    global _state
+    global _job
     bootstrap.check_arguments(coordinator_address, num_processes, process_id)
     _check_moment()
     seconds = config().timeout if timeout is None else parse_timeout("initialize: timeout", timeout)
@@ -127,8 +131,7 @@ def initialize(
         heartbeat_timeout_seconds=_NO_HEARTBEAT,
         shutdown_timeout_seconds=max(1, round(seconds)),
     )
-    _state = _State(process_id, num_processes, seconds, _watch_interrupts())
-    _set_hooks()
+    _job = _Job(process_id, num_processes, seconds)
     jax_lowering.require_devices([matmul_p, process_barrier_p])
     logger.info("rank %d of %d: joins the job at %s", process_id, num_processes, coordinator_address)
     try:
@@ -139,43 +142,36 @@ def initialize(
         )
         with loopback_without_proxy():
             watch.on_waiter(connect, lambda: missing if time.monotonic() > deadline else "")
-        _join(_state, host, initialization_timeout)
+        _join(_job, host, initialization_timeout)
     except DistributedError as error:
-        _state.reason = str(error)
+        _job.failure = str(error)
         logger.error("rank %d: %s", process_id, error)
         raise
     except Exception:  # JAX refuses, and nothing has begun
-        _close(_state)
-        _state = None
+        _job.close()
+        _job = None
         raise
     logger.info("rank %d of %d: has met the others", process_id, num_processes)
 
 
-def _join(state: _State, host: str, timeout: int) -> None:
+def _join(job: _Job, host: str, timeout: int) -> None:
     """Meet the other processes, and connect this one's neighbours."""
-    global _generation
-    native, interrupts = native_lib.extension(), state.interrupts
-    join = functools.partial(
-        bootstrap.join_job, host, state.process, state.nprocesses, _generation, timeout, state.timeout
-    )
+    native, interrupts = native_lib.extension(), job.interrupts
+    join = functools.partial(bootstrap.join_job, host, job.process, job.nprocesses, timeout, job.timeout)
     try:
         membership = watch.on_waiter(
             join, lambda: f"initialize: {watch.NO_STORE}" if native.service_lost_for() >= 0 else ""
         )
     except jax.errors.JaxRuntimeError as error:
         raise DistributedError(f"initialize: the processes did not all meet within {timeout} s ({error})") from error
-    state.generation, _generation = _generation, _generation + 1
-    state.peers = membership.peers
-    native_lib.start_barrier(
-        state.process,
-        state.nprocesses,
-        state.timeout,
-        interrupts[0].fileno() if interrupts else -1,
-    )
+    job.peers = membership.peers
+    native_lib.start_barrier(job.process, job.nprocesses, job.timeout, interrupts[0].fileno() if interrupts else -1)
     membership.peers.start(native.wanted_processes, membership.address_of, native.connect_peer, native.lose_peer)
-    guard = functools.partial(watch.guard_main_thread, state.process, state.timeout, lambda: _state is state)
+    guard = functools.partial(
+        watch.guard_main_thread, job.process, job.timeout, lambda: _job is job and not job.failure
+    )
     threading.Thread(target=guard, name="jaxmp-guard", daemon=True).start()
-    neighbours = bootstrap.neighbours(state.process, state.nprocesses)
+    neighbours = bootstrap.neighbours(job.process, job.nprocesses)
     native.want_processes(neighbours)
     missing = membership.peers.wait_for(neighbours, _GRACE if membership.refusal else timeout)
     if membership.refusal or missing:
@@ -194,25 +190,63 @@ def shutdown() -> None:
     >>> import jaxmp
     >>> jaxmp.distributed.shutdown()  # nothing to leave: does nothing
     """
-    global _state
-    if _state is None:
+    global _job
+    if _job is None:
         return
-    reason = _state.reason or native_lib.extension().barrier_failure() or _farewell(_state)
-    logs.logger("distributed").info("rank %d: leaves the job%s", _state.process, f", for {reason}" if reason else "")
-    _close(_state)
+    native = native_lib.extension()
+    reason = _job.failure or native.barrier_failure() or _farewell(_job)
+    logs.logger("distributed").info("rank %d: leaves the job%s", _job.process, f", for {reason}" if reason else "")
+    _job.close()
     if reason:
-        native_lib.extension().leave_barrier(reason)
+        _job.failure = reason
+        native.leave_barrier(reason)
         native_lib.stop_barrier()
-        jax_compat.abandon_distributed()
-        _state = None
         raise DistributedError(f"shutdown: {reason}")
     native_lib.stop_barrier()
-    _state = None
+    _job = None
     jax.distributed.shutdown()
 
 
+def cause(error: BaseException) -> DistributedError | None:
+    """What another rank did, or did not do, that made JAX raise `error`; None where that is not the reason.
+
+    A program that is already running fails in JAX, with an error of JAX's type. Most hold our message; one of the
+    transport does not, and `cause` finds out who is to blame.
+
+    >>> import jax, jaxmp
+    >>> try:
+    ...     raise jax.errors.JaxRuntimeError("FAILED_PRECONDITION: jaxmp.DistributedError: matmul at train.py:41: ...")
+    ... except jax.errors.JaxRuntimeError as error:
+    ...     jaxmp.distributed.cause(error)
+    DistributedError('matmul at train.py:41: ...')
+    """
+    if isinstance(error, DistributedError):
+        return error
+    if ours := re.search(r"jaxmp\.DistributedError: (.*)", str(error)):
+        return DistributedError(ours[1])
+    if not isinstance(error, jax.errors.JaxRuntimeError):
+        return None
+    native = native_lib.extension()
+    if failure := native.cuda_failure():
+        return DistributedError(failure)
+    if _job is None or "gloo" not in str(error).lower():
+        return None
+    return DistributedError(f"{native.last_call() or 'a collective'}: {_why_transport_failed(native)} ({error})")
+
+
+def _why_transport_failed(native: Any) -> str:
+    """Who is to blame for a collective that failed half-way: a peer whose end is about to be known, or a silent one."""
+    deadline = time.monotonic() + 1
+    while not (gone := [f"rank {i} {peer['gone']}" for i, peer in native.peers().items() if peer["gone"]]):
+        if time.monotonic() > deadline:
+            gone = [f"rank {i} {watch.SILENT}" for i, peer in native.peers().items() if peer["silence"] > 3 * 1.5]
+            break
+        time.sleep(_POLL)
+    return ", ".join(gone) or "the transport gave up, though every process answers"
+
+
 def _check_moment() -> None:
-    if _state is not None or jax_compat.distributed_client() is not None:
+    if _job is not None or jax_compat.distributed_client() is not None:
         raise RuntimeError("initialize: this process is part of a job already; call it once, or shutdown() in between")
     if jax_compat.backend_exists():
         raise RuntimeError(
@@ -239,161 +273,90 @@ def _watch_interrupts() -> tuple[socket.socket, ...]:
     return reader, writer
 
 
-def _close(state: _State) -> None:
-    """Listen no more, to peers and to signals."""
-    if state.peers is not None:
-        state.peers.close()
-    _ignore_interrupts(state)
-
-
-def _ignore_interrupts(state: _State) -> None:
-    if not state.interrupts:
+def _ignore_interrupts(interrupts: tuple[socket.socket, ...]) -> None:
+    if not interrupts:
         return
     with contextlib.suppress(ValueError):  # not the main thread
-        if (current := signal.set_wakeup_fd(-1)) not in (-1, state.interrupts[1].fileno()):
+        if (current := signal.set_wakeup_fd(-1)) not in (-1, interrupts[1].fileno()):
             signal.set_wakeup_fd(current)
-    for end in state.interrupts:
+    for end in interrupts:
         end.close()
-
-
-# Errors ---------------------------------------------------------------------------------------------------------
-
-
-def _set_hooks() -> None:
-    """Once in a process: errors get their type, the end has its reason, and a forked child is no part of the job."""
-    global _are_hooks_set
-    if _are_hooks_set:
-        return
-    _are_hooks_set = True
-    jax_compat.translate_errors(_translated, _watched)
-    os.register_at_fork(after_in_child=_forget)
-    atexit.register(_at_exit)
-
-
-def _translated(error: Exception) -> Exception | None:
-    """The DistributedError behind an error of XLA, if that is what it is."""
-    if _state is None:
-        return None
-    text, native = str(error), native_lib.extension()
-    if failure := native.cuda_failure():
-        return DistributedError(failure)
-    ours = re.search(r"jaxmp\.DistributedError: (.*)", text)
-    if ours:
-        failure = native.barrier_failure()
-        return DistributedError(failure if failure and failure in text else ours[1])
-    if "gloo" not in text.lower():
-        return None
-    return DistributedError(f"{native.last_call() or 'a collective'}: {_why_transport_failed(native)} ({text})")
-
-
-def _watched(wait: Callable[[], Any]) -> Any:
-    """`wait()`, or a DistributedError where a peer is gone and the wait goes on."""
-    if (state := _state) is None:
-        return wait()
-    return watch.wait_for(wait, state.process, state.timeout)
-
-
-def _why_transport_failed(native: Any) -> str:
-    """Who is to blame for a collective that failed half-way: a peer whose end is about to be known, or a silent one."""
-    deadline = time.monotonic() + 1
-    while True:
-        peers = native.peers()
-        gone = [f"rank {i} {peer['gone']}" for i, peer in peers.items() if peer["gone"]]
-        if gone:
-            return ", ".join(gone)
-        if time.monotonic() > deadline:
-            break
-        time.sleep(_POLL)
-    silent = [f"rank {i} {watch.SILENT}" for i, peer in peers.items() if peer["silence"] > 3 * 1.5]
-    return ", ".join(silent) or "the transport gave up, though every process answers"
 
 
 # The end --------------------------------------------------------------------------------------------------------
 
 
-def _farewell(state: _State) -> str:
+def _farewell(job: _Job) -> str:
     """Leave with all others, for as long as they take; the reason why that is not possible, or "".
 
     A process knows its neighbours and the groups of its calls, so JAX's store says when all are here. It first does
     what it has dispatched, for which others wait.
     """
-    native = native_lib.extension()
-    try:
-        for array in jax_compat.after_dispatched_programs():
-            watch.wait_for(array.block_until_ready, state.process, state.timeout)
-    except DistributedError as error:
-        return str(error)
-    if failure := native.barrier_failure():
-        return str(failure)
-    native.leave_barrier("")
-    client, key = jax_compat.distributed_client(), f"jaxmp/{state.generation}/end"
+    native, client = native_lib.extension(), jax_compat.distributed_client()
 
     def why_not() -> str:
         for what, seconds in watch.troubles():
-            if watch.SILENT not in what or seconds > state.timeout:
+            if watch.SILENT not in what or seconds > job.timeout:
                 return what
         return ""
 
     try:
-        watch.on_waiter(lambda: client.wait_at_barrier(key, _NO_HEARTBEAT * 1000), why_not)
-    except DistributedError as error:
-        return str(error)
-    except jax.errors.JaxRuntimeError as error:
-        return f"the processes did not all leave ({error})"
+        jax.block_until_ready(jax_compat.after_dispatched_programs())
+        if failure := native.barrier_failure():
+            return str(failure)
+        native.leave_barrier("")
+        watch.on_waiter(lambda: client.wait_at_barrier("jaxmp/end", _NO_HEARTBEAT * 1000), why_not)
+    except (DistributedError, jax.errors.JaxRuntimeError) as error:
+        return str(cause(error) or f"the processes did not all leave ({error})")
     return ""
 
 
-def _uncaught() -> str:
-    """The exception that ends this process, "it raised ValueError: ..."; "" where none does.
+def _uncaught() -> BaseException | None:
+    """The exception that ends this process.
 
     The interpreter keeps the last one that nobody caught. Where that has ended the program, nothing had called its
     outermost frame; at a prompt, and where a library prints an exception, the program goes on.
     """
     error, traceback = getattr(sys, "last_value", None), getattr(sys, "last_traceback", None)
-    if error is None or traceback is None or traceback.tb_frame.f_back is not None or hasattr(sys, "ps1"):
-        return ""
-    message = f"{error}".partition("\n")[0]
-    return f"it raised {type(error).__name__}: {message}"
+    if traceback is None or traceback.tb_frame.f_back is not None or hasattr(sys, "ps1"):
+        return None
+    return error
 
 
 def _forget() -> None:
     """In a forked child: close what it has inherited of the job, without a word to anybody."""
-    global _state
-    state, _state = _state, None
-    if state is None:
+    global _job
+    job, _job = _job, None
+    if job is None:
         return
-    if state.peers is not None:
-        state.peers.forget()
-    _ignore_interrupts(state)
-    jax_compat.abandon_distributed()
+    if job.peers is not None:
+        job.peers.forget()
+    _ignore_interrupts(job.interrupts)
+    jax_compat.forget_distributed()
 
 
+os.register_at_fork(after_in_child=_forget)
+
+
+@atexit.register
 def _at_exit() -> None:
     """JAX's own end waits in a barrier for processes that may be gone, so a job that failed ends here."""
-    global _state
-    state, _state = _state, None
-    if state is None:
+    global _job
+    if _job is None:
         return
-    failure = native_lib.extension().barrier_failure()
-    state.reason = state.reason or _uncaught()
-    try:
-        reason = state.reason or failure or _farewell(state)
-    except KeyboardInterrupt:
-        reason = "it was interrupted"
-    _close(state)
-    if not reason:
-        native_lib.stop_barrier()
-        return
-    if not state.reason:
-        print(f"jaxmp.DistributedError: rank {state.process}: {reason}", file=sys.stderr)
-    native_lib.extension().leave_barrier(reason[:500])
-    if hasattr(signal, "SIGALRM") and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(_GRACE)
-    jax_compat.abandon_distributed()
-    atexit._run_exitfuncs()
-    logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(1)
+    native, error = native_lib.extension(), _uncaught()
+    if error is None:
+        said = ""
+        try:
+            reason = _job.failure or native.barrier_failure() or _farewell(_job)
+        except KeyboardInterrupt:
+            reason = "it was interrupted"
+    elif found := cause(error):
+        reason, said = str(found), str(error)
+    else:
+        reason = said = f"it raised {type(error).__name__}: {error}".partition("\n")[0]
+    if reason:
+        watch.end_process(_job.process, reason, is_told=reason in said)
+    _job.close()
+    _job = None
+    native_lib.stop_barrier()

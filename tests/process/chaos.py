@@ -2,8 +2,8 @@
 
 Each job draws a model, forward or with its gradient, 2 or 4 ranks, and a fault of one rank: killed or stopped at once
 or some time into a step, late, raising, leaving early, or with other rows, k or dtype, in the first step or a later
-one. A job passes if every other rank ends within JAXMP_TIMEOUT + 5 s of the fault, with status 1 and an error of
-jaxmp's that names the victim, and the difference where there is one. Where somebody is late, all end with 0.
+one. A job passes if every other rank ends within JAXMP_TIMEOUT + 5 s of the fault, with status 1 and an error's cause
+or a last line that names the victim, and the difference where there is one. Where somebody is late, all end with 0.
 """
 
 from __future__ import annotations
@@ -79,10 +79,11 @@ def judge(fault: dict, i: int, rank, ranks) -> list[str]:
     if is_different and not re.search(difference, rank.saw):
         wrong.append(f"rank {i} saw an error that does not name the difference: {rank.saw!r}")
     begun = [float(t) for other in ranks for t in re.findall(r"^FAULT ([\d.]+)$", other.log, flags=re.M)]
+    seen = rank.seconds + begun[0]
     if is_different:  # from when the last rank has come
         begun = [max(float(re.findall(r"^COME ([\d.]+)$", other.log, flags=re.M)[-1]) for other in ranks)]
     own = float(re.findall(r"^COME ([\d.]+)$", rank.log, flags=re.M)[-1]) if steps else 0.0
-    after = float(re.search(r"^SAW ([\d.]+) ", rank.log, flags=re.M)[1]) - max(begun[0], own)
+    after = seen - max(begun[0], own)
     if after > WITHIN:
         wrong.append(f"rank {i} saw it {after:.1f} s after the fault")
     return wrong

@@ -15,6 +15,8 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 # Tests never wait for the default of 60 s.
 TIMEOUT = 4.0
+# What jaxmp writes where it ends a process, the last line of its log.
+ENDED_WITH = r"^jaxmp\.(DistributedError: rank \d+: .*)$"
 
 
 @dataclasses.dataclass
@@ -27,8 +29,8 @@ class Rank:
 
     @property
     def saw(self) -> str:
-        """The type and the message of the error that the program caught, or ""."""
-        found = re.search(r"^SAW [\d.]+ (.*)$", self.log, flags=re.M)
+        """The type and the message of what the program caught, or else of what its process ended with, or ""."""
+        found = re.search(r"^SAW [\d.]+ (.*)$", self.log, flags=re.M) or re.search(ENDED_WITH, self.log, flags=re.M)
         return found[1] if found else ""
 
 
@@ -81,9 +83,11 @@ class Job:
         logs = [log.read_text() for log in self.logs]
         faults = [float(t) for log in logs for t in re.findall(r"^FAULT ([\d.]+)$", log, flags=re.M)]
         ranks = []
-        for process, log in zip(self.processes, logs, strict=True):
-            saw = re.search(r"^SAW ([\d.]+) ", log, flags=re.M)
-            ranks.append(Rank(process.returncode, log, float(saw[1]) - faults[0] if saw and faults else None))
+        for process, path, log in zip(self.processes, self.logs, logs, strict=True):
+            seen = [float(t) for t in re.findall(r"^SAW ([\d.]+) ", log, flags=re.M)]
+            if not seen and re.search(ENDED_WITH, log, flags=re.M):
+                seen = [path.stat().st_mtime]
+            ranks.append(Rank(process.returncode, log, seen[0] - faults[0] if seen and faults else None))
         return ranks
 
     def signal(self, rank: int, number: int) -> None:

@@ -1,11 +1,12 @@
 """What one rank of a test does: `python ranks.py SCENARIO PROCESS NPROCESSES PORT`.
 
-A rank prints FAULT and the time when it goes wrong, SAW, the time and the error when it catches one, and ENDED.
+A rank prints FAULT and the time when it goes wrong, SAW, the time and the error's cause when it catches one, and ENDED.
 """
 
 from __future__ import annotations
 
 import code
+import contextlib
 import os
 import resource
 import signal
@@ -93,6 +94,11 @@ def around_a_call(before=None, after=None):
         after()
     for _ in range(3):
         check(product(a, b), 48)
+
+
+def catch_the_error():
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        around_a_call(before=send(signal.SIGKILL))
 
 
 def first_step(fault):
@@ -212,7 +218,7 @@ def strangers_at_the_start():
             socket.create_connection(("127.0.0.2", PORT)).close()
         except ConnectionRefusedError:
             print("REFUSED")
-    print("STRANGERS", jaxmp.distributed._state.peers.strangers)
+    print("STRANGERS", jaxmp.distributed._job.peers.strangers)
 
 
 # Ranks that disagree --------------------------------------------------------------------------------------------
@@ -431,6 +437,7 @@ SCENARIOS = {
     "killed-before": lambda: around_a_call(before=send(signal.SIGKILL)),
     "killed-during": lambda: during_a_call(signal.SIGKILL),
     "killed-after": lambda: around_a_call(after=send(signal.SIGKILL)),
+    "killed-and-caught": catch_the_error,
     "killed-of-rank-0": lambda: around_a_call(before=send(signal.SIGKILL)),
     "stopped-before": lambda: around_a_call(before=send(signal.SIGSTOP)),
     "stopped-during": lambda: during_a_call(signal.SIGSTOP),
@@ -505,8 +512,9 @@ def main():
         else:
             SCENARIOS[SCENARIO]()
     except Exception as error:
-        if not isinstance(error, ValueError):
-            print(f"SAW {time.time():.3f} {type(error).__name__}: {error}")
+        seen = jaxmp.distributed.cause(error) or error
+        if not isinstance(seen, ValueError):
+            print(f"SAW {time.time():.3f} {type(seen).__name__}: {seen}")
         raise
     print("ENDED")
 

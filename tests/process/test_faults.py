@@ -25,9 +25,12 @@ GLOO = {"all": {"JAXMP_SHARED_MEMORY": "off"}}  # XLA's collectives, also betwee
 
 
 def see(job, ranks, live, message, within):
-    """Every live rank ends by itself, not with 0, after a DistributedError with `message`, `within` so many seconds."""
+    """Every live rank ends by itself, not with 0, after an error or with a last line that has `message`, `within` so
+    many seconds; the error's cause says the same."""
     for i in live:
         rank = ranks[i]
+        shown = re.sub(r"^SAW .*$", "", rank.log, flags=re.M)
+        assert re.search(rf"DistributedError: .*({message})", shown), f"rank {i} did not show it\n{job.all_logs()}"
         assert rank.saw.startswith("DistributedError: "), f"rank {i}: {rank.saw!r}\n{job.all_logs()}"
         assert re.search(message, rank.saw), f"rank {i} saw {rank.saw!r}, not {message!r}\n{job.all_logs()}"
         assert rank.status == 1, f"rank {i} ended with {rank.status}\n{job.all_logs()}"
@@ -37,7 +40,7 @@ def see(job, ranks, live, message, within):
     assert not job.orphans()
 
 
-@pytest.mark.parametrize("scenario", ["killed-before", "killed-after", "killed-during"])
+@pytest.mark.parametrize("scenario", ["killed-before", "killed-after", "killed-during", "killed-and-caught"])
 def test_a_killed_rank_is_named_at_once(tmp_path, scenario):
     job, ranks = run(tmp_path, scenario, 3)
     see(job, ranks, (0, 1), rf"{CALL}: rank 2 has ended without a word", 2.0)

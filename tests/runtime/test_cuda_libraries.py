@@ -188,7 +188,6 @@ def opening(wheels, monkeypatch):
         monkeypatch.setattr(native, "extension", lambda: module)
         return module
 
-    monkeypatch.setattr(native.jax_compat, "translate_errors", lambda translate: None)
     monkeypatch.setattr(native, "_why_no_cublasmp", None)
     wheels("cu13", "nccl")
     return make
@@ -284,16 +283,15 @@ def test_what_is_registered_and_opened_for_the_devices_there_are(platforms, want
     assert done == [step for platform in want for step in expected[platform]]
 
 
-def test_a_failed_launch_is_told_by_its_reason(opening, monkeypatch):
+def test_the_cause_of_a_failed_launch_is_told(opening):
     """XLA says CUDA_ERROR_LAUNCH_FAILED; why the communicators were aborted is ours to say."""
-    module = opening()
-    error = jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_LAUNCH_FAILED")
-    assert native._translated(error) is None
+    module, error = opening(), jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_LAUNCH_FAILED")
+    module.failure = ""
+    assert jaxmp.distributed.cause(error) is None
     module.failure = "matmul at train.py:41: rank 1 of 4 did not come within 60 s"
-    assert (type(native._translated(error)), str(native._translated(error))) == (RuntimeError, module.failure)
-    monkeypatch.setattr(jaxmp.distributed, "_state", object())
-    translated = jaxmp.distributed._translated(error)
-    assert (type(translated), str(translated)) == (jaxmp.distributed.DistributedError, module.failure)
+    cause = jaxmp.distributed.cause(error)
+    assert (type(cause), str(cause)) == (jaxmp.DistributedError, module.failure)
+    assert jaxmp.distributed.cause(ValueError("another")) is None
 
 
 # ---- ids between processes

@@ -87,7 +87,8 @@ def death(mesh):
         for _ in range(3):
             jax.block_until_ready(compiled(*given))
     except Exception as error:
-        print(f"SAW {time.monotonic() - started:.1f} {type(error).__name__}: {error}", flush=True)
+        cause = jaxmp.distributed.cause(error)
+        print(f"SAW {time.monotonic() - started:.1f} {type(cause).__name__}: {cause}", flush=True)
     os._exit(0)
 
 

@@ -99,13 +99,13 @@ class Membership:
     refusal: str
 
 
-def join_job(host: str, process: int, nprocesses: int, generation: int, timeout: int, reach: float) -> Membership:
+def join_job(host: str, process: int, nprocesses: int, timeout: int, reach: float) -> Membership:
     """Wait until every process of the job is here, for `timeout` seconds; `reach`: seconds in which a peer is reached.
 
     What a process publishes and reads in JAX's store does not grow with the number of processes.
     """
     client, milliseconds = jax_compat.distributed_client(), timeout * 1000
-    key = f"jaxmp/{generation}/"
+    key = "jaxmp/"
     if process == 0:
         client.key_value_set(f"{key}secret", secrets.token_hex(32))
         client.key_value_set(f"{key}versions", " ".join(_versions()))

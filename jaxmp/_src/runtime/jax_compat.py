@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
+import gc
 import os
 import pathlib
 import sys
@@ -15,7 +15,6 @@ from typing import Any, TypeVar, cast
 import jax
 import numpy as np
 from jax._src import api as _api
-from jax._src import array as _array
 from jax._src import clusters as _clusters
 from jax._src import config as _config
 from jax._src import core as _core
@@ -273,61 +272,20 @@ def uses_mutual_tls() -> bool:
     return bool(getattr(jax.config, "jax_mtls_ca_file", None))
 
 
-def abandon_distributed() -> None:
-    """Forget JAX's coordination service without the barrier that its shutdown waits in.
-
-    Its client must not be destroyed either, which would wait in the same barrier.
-    """
+def forget_distributed() -> None:
+    """In a forked child: have the interpreter end without JAX's part of the job, whose threads are in the parent."""
     atexit.unregister(_api.clean_up)
     state = _distributed.global_state
-    for name in ("preemption_sync_manager", "client", "service"):
-        if getattr(state, name) is not None:
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(getattr(state, name)))
-            setattr(state, name, None)
-
-
-def translate_errors(
-    translate: Callable[[Exception], Exception | None], run: Callable[[Callable[[], Any]], Any] | None = None
-) -> None:
-    """Where waiting for an array raises XLA's error, raise what `translate` makes of it; `run(wait)` waits, where there
-    is something to wait for.
-
-    An error of a program that is already running reaches Python only here, so there is no other place for a type.
-    """
-
-    def is_ready(arrays: Any) -> bool:
-        try:
-            return all(x.is_ready() for x in (arrays if isinstance(arrays, list) else [arrays]))
-        except RuntimeError:  # deleted, which the wait says
-            return True
-
-    def translating(wait: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(wait, assigned=("__doc__",), updated=())
-        def waiting(*args: Any, **kwargs: Any) -> Any:
-            try:
-                if run is None or is_ready(args[0]):
-                    return wait(*args, **kwargs)
-                return run(lambda: wait(*args, **kwargs))
-            except jax.errors.JaxRuntimeError as error:
-                translated = translate(error)
-                if translated is None:
-                    raise
-                raise translated from error
-
-        return waiting
-
-    arrays: Any = _array.ArrayImpl
-    api: Any = _api
-    arrays.block_until_ready = translating(arrays.block_until_ready)
-    arrays._value = property(translating(arrays._value.fget))
-    api.xc.batched_block_until_ready = translating(api.xc.batched_block_until_ready)
+    kept: list[Any] = [state.preemption_sync_manager, state.client, state.service]
+    state.preemption_sync_manager = state.client = state.service = None
+    kept.append(kept)  # destroying them would wait for the other processes, so no collection may find this cycle
+    gc.freeze()
 
 
 __all__ = [
     "Jaxpr",
     "Primitive",
     "Processes",
-    "abandon_distributed",
     "ambient_mesh",
     "backend_exists",
     "batching",
@@ -336,6 +294,7 @@ __all__ = [
     "detect_processes",
     "distributed_client",
     "explicit_batch_axes",
+    "forget_distributed",
     "hides_frames",
     "is_vma_checked",
     "make_primitive",
@@ -345,7 +304,6 @@ __all__ = [
     "scan_counts",
     "subjaxprs",
     "traced_line",
-    "translate_errors",
     "under_known_flags",
     "unreduced_axes",
     "user_line",

@@ -131,14 +131,7 @@ def _open_cublasmp() -> str:
         module.load_cublasmp(libraries.cublasmp, libraries.nccl, libraries.driver)
     except RuntimeError as error:
         return str(error)
-    jax_compat.translate_errors(_translated)
     return ""
-
-
-def _translated(error: Exception) -> Exception | None:
-    """What is behind an error of XLA's after the communicators were aborted: XLA knows of a failed launch alone."""
-    failure = extension().cuda_failure()
-    return RuntimeError(failure) if failure else None
 
 
 def cublasmp_info() -> dict[str, str]:

@@ -1,24 +1,27 @@
-"""Waits that end when a peer is gone, whatever XLA makes of it.
+"""Waits that end when a peer is gone, and processes that end with them.
 
 XLA opens the transport of a set of devices when its first collective runs, by way of rank 0's store: where a rank ends
 meanwhile, the others wait for half a minute, and for rank 0 without end. The same holds for collectives that are none
-of jaxmp's. So a thread waits, and whoever asked it to gives up. docs/faults.md says after how long.
+of jaxmp's. docs/faults.md says after how long such a wait ends.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import queue
 import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jaxlib
 
-from jaxmp._src.runtime import native
+from jaxmp._src.runtime import jax_compat, native
 
 NO_STORE = "rank 0 has ended, and JAX's coordination service with it"
 SILENT = "does not answer: it is stopped, or its machine or network is gone"
@@ -37,39 +40,17 @@ class DistributedError(RuntimeError):
 DistributedError.__module__ = "jaxmp.distributed"  # where users find it
 
 
-# The result of a wait and None, or None and the error.
-_Outcome = queue.SimpleQueue[tuple[Any, BaseException | None]]
-
-
-class _Waiter(threading.Thread):
-    """A thread that waits, so that the thread that asks for it can give up."""
-
-    def __init__(self) -> None:
-        super().__init__(name="jaxmp-wait", daemon=True)
-        self.work: queue.SimpleQueue[tuple[Callable[[], Any], _Outcome]] = queue.SimpleQueue()
-        self.start()
-
-    def run(self) -> None:
-        while True:
-            wait, done = self.work.get()
-            try:
-                done.put((wait(), None))
-            except BaseException as error:  # handed on as it is
-                done.put((None, error))
-            del wait, done  # the array they hold
-
-
-_idle: queue.SimpleQueue[_Waiter] = queue.SimpleQueue()
-
-
 def on_waiter(wait: Callable[[], Any], why_not: Callable[[], str]) -> Any:
     """`wait()` on a thread of its own, given up with a DistributedError once `why_not()` says why."""
-    try:
-        waiter = _idle.get_nowait()
-    except queue.Empty:
-        waiter = _Waiter()
-    done: _Outcome = queue.SimpleQueue()
-    waiter.work.put((wait, done))
+    done: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            done.put((wait(), None))
+        except BaseException as error:  # handed on as it is
+            done.put((None, error))
+
+    threading.Thread(target=run, name="jaxmp-wait", daemon=True).start()
     while True:
         try:
             result, error = done.get(timeout=_PERIOD)
@@ -77,40 +58,9 @@ def on_waiter(wait: Callable[[], Any], why_not: Callable[[], str]) -> Any:
         except queue.Empty:
             if why := why_not():
                 raise DistributedError(why) from None
-    _idle.put(waiter)
     if error is not None:
         raise error
     return result
-
-
-def wait_for(wait: Callable[[], Any], process: int, timeout: float) -> Any:
-    """`wait()`, or a DistributedError where a peer of rank `process` has been gone or silent for `timeout` seconds."""
-    return on_waiter(wait, _Watch(process, _SETTLES, timeout + _SETTLES).overdue)
-
-
-class _Watch:
-    """How long one wait has gone on, and what has gone wrong meanwhile.
-
-    It is overdue `after_failure` seconds after a call has failed, and `after_loss` after a peer has gone, or fallen
-    silent.
-    """
-
-    def __init__(self, process: int, after_failure: float, after_loss: float) -> None:
-        self._process, self._after_failure, self._after_loss = process, after_failure, after_loss
-        self._started, self._failed = time.monotonic(), 0.0
-
-    def overdue(self) -> str:
-        """Why there is no use in waiting any longer, or ""."""
-        module, now = native.extension(), time.monotonic()
-        waited = now - self._started
-        if failure := module.barrier_failure():
-            self._failed = self._failed or now
-            return str(failure) if min(now - self._failed, waited) > self._after_failure else ""
-        for what, seconds in troubles():
-            if min(seconds, waited) > self._after_loss:
-                call = module.last_call() or "a collective"
-                return f"{call}: {what}; rank {self._process} has waited for {waited:.3g} s (JAXMP_TIMEOUT)"
-        return ""
 
 
 def troubles() -> Iterator[tuple[str, float]]:
@@ -126,26 +76,53 @@ def troubles() -> Iterator[tuple[str, float]]:
 
 
 def guard_main_thread(process: int, timeout: float, is_member: Callable[[], bool]) -> None:
-    """End the process, with the error, where the main thread is stuck within JAX because of a peer; for as long as
-    `is_member()`, so on a thread of its own, which gives unused memory back too.
+    """End the process, with the reason, where the main thread waits for JAX and a peer is why it waits on; for as long
+    as `is_member()`, so on a thread of its own, which gives unused memory back too.
 
-    JAX asks rank 0's store while it starts its backend, and runs short programs with XLA's own collectives as they are
-    called. No exception can be raised into either.
+    No exception can be raised into such a wait: for rank 0's store while JAX starts its backend or XLA opens a
+    transport, or within a collective of XLA's.
     """
-    own = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, jaxlib))
-    main = threading.main_thread().ident
-    limit = timeout + 2 * _SETTLES  # a wait for an array has given up by then
-    watch, place = _Watch(process, limit, limit), None
+    main, limit = threading.main_thread().ident, timeout + _SETTLES
+    place, since, failed = None, 0.0, 0.0
     while is_member():
         time.sleep(_PERIOD)
-        native.extension().trim_arenas(_KEPT)
+        module, now = native.extension(), time.monotonic()
+        module.trim_arenas(_KEPT)
+        failure = module.barrier_failure()
+        failed = failed or (now if failure else 0.0)
         frame = sys._current_frames().get(main or 0)
         seen = frame and (frame.f_code, frame.f_lasti)
-        is_in_jax = frame is not None and frame.f_code.co_filename.startswith(own)
-        if not is_in_jax or seen != place:
-            watch, place = _Watch(process, limit, limit), seen
-        elif why := watch.overdue():
-            print(f"jaxmp.DistributedError: rank {process}: {why}", file=sys.stderr, flush=True)
-            native.extension().leave_barrier(why[:500])
-            os._exit(1)
+        if seen != place:
+            place, since = seen, now
+        waited = now - since
+        call = module.last_call() or "a collective"
+        reasons = [
+            f"{call}: {what}; rank {process} has waited for {waited:.3g} s (JAXMP_TIMEOUT)"
+            for what, seconds in troubles()  # asks for signs of life, so each time
+            if min(seconds, waited) > limit
+        ]
+        if failure and min(now - failed, waited) > limit:
+            reasons = [failure]
+        if reasons and _waits_for_jax(frame):
+            end_process(process, reasons[0])
         del frame
+
+
+def _waits_for_jax(frame: types.FrameType | None) -> bool:
+    """Whether a thread that has stood still at this frame is in JAX's code, or may wait for an array."""
+    own = tuple(os.path.dirname(str(module.__file__)) + os.sep for module in (jax, jaxlib))
+    if frame is not None and frame.f_code.co_filename.startswith(own):
+        return True
+    return jax_compat.backend_exists() and not all(x.is_deleted() or x.is_ready() for x in jax.live_arrays())
+
+
+def end_process(process: int, reason: str, is_told: bool = False) -> None:
+    """End this process of a job that has failed, with status 1: tell the user, unless that `is_told`, and the peers."""
+    if not is_told:
+        print(f"jaxmp.DistributedError: rank {process}: {reason}", file=sys.stderr)
+    native.extension().leave_barrier(reason[:500])
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(1)
