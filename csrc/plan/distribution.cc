@@ -5,6 +5,7 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/base/limits.h"
 #include "csrc/cublasmp/abi.h"
 
 namespace jaxmp {
@@ -152,15 +153,11 @@ Status PlaceMatrices(const Problem& p, Distribution* layout) {
   return Internal("jaxmp: unknown pattern");
 }
 
-// Sizes are products of two extents, each of which problem.cc bounds. Below this many elements on a device, which no
-// memory holds, neither their bytes nor the sizes of what goes with them exceed 64 bits.
-constexpr int64_t kMostElements = int64_t{1} << 44;
-
 Status CheckSizes(const Distribution& layout) {
   const std::pair<const char*, const MatrixDistribution*> matrices[] = {
       {"A", &layout.a}, {"B", &layout.b}, {"D", &layout.d}};
   for (const auto& [name, matrix] : matrices) {
-    if (matrix->local_rows == 0 || matrix->local_cols <= kMostElements / matrix->local_rows) continue;
+    if (Fits(matrix->local_rows, matrix->local_cols, kMostElements)) continue;
     return InvalidArgument(std::string("jaxmp: ") + name + " has " + std::to_string(matrix->local_rows) + "x" +
                            std::to_string(matrix->local_cols) + " elements on each device, more than 2^44");
   }

@@ -11,6 +11,8 @@
 #include <type_traits>
 #include <utility>
 
+#include "csrc/base/limits.h"
+
 namespace jaxmp {
 namespace {
 
@@ -222,9 +224,7 @@ Status Decode(const char* name, const Attribute& from, E& to) {
   return InvalidArgument(std::string("jaxmp: attribute ") + name + " must be one of " + known + "; got " + text);
 }
 
-// Attributes are input: a program may have been changed since it was exported. What is beyond these is garbage, and
-// below them no product of an extent or a block with a number of devices, and no sum of a few, exceeds 64 bits.
-constexpr int64_t kLargestExtent = int64_t{1} << 40;
+// Attributes are input: a program may have been changed since it was exported.
 constexpr int64_t kMostDevices = 1 << 20;
 
 Status CheckNumbers(const Problem& problem) {

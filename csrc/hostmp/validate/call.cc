@@ -5,6 +5,7 @@
 #include <cstring>
 #include <utility>
 
+#include "csrc/base/limits.h"
 #include "csrc/base/str_cat.h"
 #include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/gemm/rounded_gemm.h"
@@ -30,9 +31,6 @@ Status check_present(const Arguments& in) {
   return {};
 }
 
-// Beyond these no memory holds a matrix, and below them no offset in bytes exceeds 64 bits.
-constexpr int64_t kLargestExtent = int64_t{1} << 40;
-constexpr int64_t kMostElements = int64_t{1} << 44;
 // Of the cuts and tiles of a product: a schedule of these takes some hundred megabytes.
 constexpr double kMostPieces = 1 << 24;
 
@@ -359,9 +357,8 @@ Status check_matrix(const cublasMpMatrixDescriptor& desc) {
   }
   if (desc.lld > INT_MAX) return Unimplemented(text("lld must fit 32 bits, got ", desc.lld));
   const int64_t cols = numroc(desc.cols, col_of(desc.grid, desc.grid.comm.rank));
-  const bool fits = desc.cols.extent == 0 || (desc.rows.extent <= kMostElements / desc.cols.extent &&
-                                              desc.lld <= kMostElements / std::max<int64_t>(1, cols));
-  if (fits) return {};
+  const bool fits = Fits(desc.cols.extent, desc.rows.extent, kMostElements);
+  if (fits && Fits(std::max<int64_t>(1, cols), desc.lld, kMostElements)) return {};
   return Unimplemented(text("a matrix of ", desc.rows.extent, "x", desc.cols.extent, " with lld=", desc.lld,
                             " has more than 2^44 elements"));
 }
