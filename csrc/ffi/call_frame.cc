@@ -5,6 +5,8 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/ffi/handler.h"
+
 namespace ffi = xla::ffi;
 
 namespace jaxmp {
