@@ -28,6 +28,7 @@
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
+#include "csrc/plan/enums.h"
 #include "csrc/plan/matmul_problem.h"
 #include "csrc/plan/plan_cache.h"
 #include "csrc/shared_memory/arena.h"
@@ -150,7 +151,7 @@ nb::dict DescribePlan(const nb::dict& attributes, const std::string& library) {
   }
   nb::dict result;
   result["library"] = library == kCublasMp.name ? kCublasMp.name : host_api().name;
-  result["algorithm"] = AlgorithmOf(*problem);
+  result["algorithm"] = NumberOf(problem->pattern);
   result["nranks"] = problem->nranks();
   result["device_workspace"] = device;
   result["host_workspace"] = host;
