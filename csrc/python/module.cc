@@ -212,8 +212,8 @@ void StartBarrierWith(int process, int nprocesses, double timeout, int interrupt
   StartBarrier({process, nprocesses, timeout, interrupts});
 }
 
-std::string OwnArenaText() {
-  StatusOr<std::string> described = OwnArena();
+std::string DescribeLocalArenaText() {
+  StatusOr<std::string> described = DescribeLocalArena();
   if (!described.ok()) throw std::runtime_error(described.status().message());
   return *described;
 }
@@ -224,7 +224,7 @@ void ShareArenaOf(int process, const std::string& described) {
 }
 
 nb::dict ArenaUseDict() {
-  const ArenaUse use = OwnArenaUse();
+  const ArenaUse use = LocalArenaUse();
   nb::dict result;
   result["used"] = use.used;
   result["touched"] = use.touched;
@@ -294,7 +294,7 @@ NB_MODULE(_jaxmp, m) {
   m.def("cuda_failure", &cuda::Failure);
   m.def("start_barrier", &StartBarrierWith, nb::arg("process"), nb::arg("nprocesses"), nb::arg("timeout"),
         nb::arg("interrupts"));
-  m.def("own_arena", &OwnArenaText, "What the other processes of this machine need to share this one's memory.");
+  m.def("own_arena", &DescribeLocalArenaText, "What the other processes of this machine need to share this one's memory.");
   m.def("share_arena", &ShareArenaOf, nb::arg("process"), nb::arg("described"));
   m.def("set_schedule_noise", &SetScheduleNoise, nb::arg("seed"), nb::arg("microseconds"), "For tests: random delays.");
   m.def("arena_use", &ArenaUseDict);
