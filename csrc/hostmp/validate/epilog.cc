@@ -122,7 +122,7 @@ Status read_epilog(const cublasMpMatmulDescriptor& desc, bool executes, MatmulCa
 }
 
 Status check_unsupported(const cublasMpMatmulDescriptor& desc, const MatmulCall& call) {
-  // From the aux's scale to D's output scale: all for fp8 and fp4, of which read_scales has read them.
+  // From the aux's scale to D's output scale: read_scales has read them; they belong to fp8 and fp4.
   for (int number = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_POINTER;
        number <= CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_MODE && !call.takes_scales(); ++number) {
     if (desc.values[static_cast<size_t>(number)] == 0) continue;
