@@ -8,7 +8,7 @@
 #include "csrc/base/limits.h"
 #include "csrc/base/str_cat.h"
 #include "csrc/hostmp/gemm/cblas.h"
-#include "csrc/hostmp/gemm/rounded_gemm.h"
+#include "csrc/hostmp/gemm/kernel_choice.h"
 #include "csrc/hostmp/handles/buffers.h"
 #include "csrc/hostmp/tiling/product_tiling.h"
 #include "csrc/hostmp/validate/epilog.h"
@@ -77,8 +77,8 @@ Status check_types(const MatmulCall& call) {
                       call.compute == CUBLAS_COMPUTE_64F_EMULATED_FIXEDPOINT;
   const bool is_32f = call.compute == CUBLAS_COMPUTE_32F || call.compute == CUBLAS_COMPUTE_32F_PEDANTIC;
   // Emulation is served by the f32 and f64 products of the BLAS, which are at least as exact.
-  const bool is_for_f32 = rounds_operands(call.compute) || call.compute == CUBLAS_COMPUTE_32F_EMULATED_16BFX9;
-  if (call.fixed_reduction_order && rounds_operands(call.compute)) {
+  const bool is_for_f32 = RoundsOperands(call.compute) || call.compute == CUBLAS_COMPUTE_32F_EMULATED_16BFX9;
+  if (call.fixed_reduction_order && RoundsOperands(call.compute)) {
     return Unimplemented(text("the compute type is ", static_cast<int>(call.compute),
                               ", whose products are not summed in one order; take CUBLAS_COMPUTE_32F for that"));
   }
