@@ -1,4 +1,4 @@
-// Status-or-value for everything below the FFI boundary. `handlers` maps it to ffi::Error, `module` to a Python
+// Status-or-value for everything below the FFI boundary. `ffi` maps it to ffi::Error, `module` to a Python
 // exception; no other layer knows either of them, and nothing here throws.
 #ifndef JAXMP_BASE_STATUS_H_
 #define JAXMP_BASE_STATUS_H_

@@ -176,7 +176,7 @@ constexpr size_t attribute_size(int attribute) {
   }
 }
 
-// Declared for their types alone: the table in mp_api.h points to a library's own.
+// Declared for their types alone: the table in api_table.h points to a library's own.
 
 cublasMpStatus_t cublasMpGetVersion(int* version);
 const char* cublasMpGetStatusString(cublasMpStatus_t status);

@@ -40,7 +40,7 @@ struct Capabilities {
   bool all_reduce_c = false;                  // cuBLASMp: no source says on which side of the reduction it adds C
   bool grid_any_shape = false;                // cuBLASMp: contiguous shards need nprow == npcol
   bool grid_epilogs = false;                  // cuBLASMp: epilogs on 1-D layouts only
-  bool complex_epilogs = false;               // cuBLASMp: cuBLASLt's, of which no complex product has one
+  bool complex_epilogs = false;               // cuBLASMp's are cuBLASLt's, which has none
 };
 
 // What can be said of a library that is not loaded.

@@ -1,37 +1,26 @@
 #include "csrc/ffi/call_frame.h"
 
+#include <iterator>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
 
+#include "csrc/ffi/handler.h"
+#include "csrc/plan/enums.h"
+
 namespace ffi = xla::ffi;
 
 namespace jaxmp {
-namespace {
-
-ffi::ErrorCode ErrorCodeOf(Code code) {
-  switch (code) {
-    case Code::kOk:
-      return ffi::ErrorCode::kOk;
-    case Code::kInvalidArgument:
-      return ffi::ErrorCode::kInvalidArgument;
-    case Code::kFailedPrecondition:
-      return ffi::ErrorCode::kFailedPrecondition;
-    case Code::kUnimplemented:
-      return ffi::ErrorCode::kUnimplemented;
-    case Code::kResourceExhausted:
-      return ffi::ErrorCode::kResourceExhausted;
-    case Code::kInternal:
-      break;
-  }
-  return ffi::ErrorCode::kInternal;
-}
-
-}  // namespace
-
 ffi::Error ToError(const Status& status) {
-  return status.ok() ? ffi::Error::Success() : ffi::Error(ErrorCodeOf(status.code()), status.message());
+  constexpr ffi::ErrorCode kCodes[] = {ffi::ErrorCode::kOk,
+                                       ffi::ErrorCode::kInvalidArgument,
+                                       ffi::ErrorCode::kFailedPrecondition,
+                                       ffi::ErrorCode::kUnimplemented,
+                                       ffi::ErrorCode::kResourceExhausted,
+                                       ffi::ErrorCode::kInternal};  // by Code
+  if (status.ok()) return ffi::Error::Success();
+  return ffi::Error(kCodes[static_cast<size_t>(status.code())], status.message());
 }
 
 namespace {
@@ -63,63 +52,40 @@ StatusOr<Attributes> ReadAttributes(const ffi::Dictionary& dictionary) {
 
 namespace {
 
-ffi::DataType FfiType(DType dtype) {
-  switch (dtype) {
-    case DType::kF32:
-      return ffi::F32;
-    case DType::kF64:
-      return ffi::F64;
-    case DType::kBF16:
-      return ffi::BF16;
-    case DType::kF16:
-      return ffi::F16;
-    case DType::kC64:
-      return ffi::C64;
-    case DType::kC128:
-      return ffi::C128;
-    case DType::kU8:
-    case DType::kE2M1:  // two in a byte, which XLA does not hand over on every platform; on CPUs see CheckBuffer
-      return ffi::U8;
-    case DType::kE4M3:
-      return ffi::F8E4M3FN;
-    case DType::kE5M2:
-      return ffi::F8E5M2;
-    case DType::kS8:
-      return ffi::S8;
-    case DType::kS32:
-      return ffi::S32;
-    case DType::kS4:
-      return ffi::S4;
-    case DType::kU4:
-      return ffi::U4;
-    case DType::kE3M4:
-      return ffi::F8E3M4;
-    case DType::kE4M3Ieee:
-      return ffi::F8E4M3;
-    case DType::kE4M3B11Fnuz:
-      return ffi::F8E4M3B11FNUZ;
-    case DType::kE4M3Fnuz:
-      return ffi::F8E4M3FNUZ;
-    case DType::kE5M2Fnuz:
-      return ffi::F8E5M2FNUZ;
-    case DType::kE8M0:
-      return ffi::F8E8M0FNU;
-    case DType::kNone:
-      break;
-  }
-  return ffi::DataType::INVALID;
-}
+// By DType. Two f4e2m1 lie in a byte, which XLA does not hand over on every platform; on CPUs see CheckBuffer.
+constexpr ffi::DataType kFfiTypes[] = {ffi::DataType::INVALID,
+                                       ffi::F32,
+                                       ffi::F64,
+                                       ffi::BF16,
+                                       ffi::F16,
+                                       ffi::C64,
+                                       ffi::C128,
+                                       ffi::U8,
+                                       ffi::F8E4M3FN,
+                                       ffi::F8E5M2,
+                                       ffi::U8,
+                                       ffi::S8,
+                                       ffi::S32,
+                                       ffi::S4,
+                                       ffi::U4,
+                                       ffi::F8E3M4,
+                                       ffi::F8E4M3,
+                                       ffi::F8E4M3B11FNUZ,
+                                       ffi::F8E4M3FNUZ,
+                                       ffi::F8E5M2FNUZ,
+                                       ffi::F8E8M0FNU};
+static_assert(std::size(kFfiTypes) == std::size(kDTypes));
 
 // XLA's CPU client lays numbers of 4 bits out two in a byte, the first in the low half, without padding between rows.
 Status CheckBuffer(const char* name, const ffi::AnyBuffer& buffer, DType dtype, int64_t size) {
   const bool is_packed_by_xla = dtype == DType::kE2M1 && buffer.element_type() == ffi::F4E2M1FN;
   if (dtype == DType::kE2M1 && !is_packed_by_xla) size /= 2;
-  const bool has_type = is_packed_by_xla || buffer.element_type() == FfiType(dtype);
+  const bool has_type = is_packed_by_xla || buffer.element_type() == kFfiTypes[static_cast<size_t>(dtype)];
   if (has_type && static_cast<int64_t>(buffer.element_count()) == size) return {};
   std::string shape;
   for (int64_t extent : buffer.dimensions()) shape += (shape.empty() ? "" : ", ") + std::to_string(extent);
   std::string message = std::string("jaxmp: ") + name + " must hold " + std::to_string(size) + " elements of " +
-                        Name(dtype) + " on each device, got local shape (" + shape + ")";
+                        NameOf(dtype) + " on each device, got local shape (" + shape + ")";
   if (!has_type) message += " of another dtype (XLA's number " + std::to_string(int(buffer.element_type())) + ")";
   return InvalidArgument(message);
 }

@@ -1,4 +1,4 @@
-// What every platform's handler has in common: attributes and buffers of a call frame, read and checked, and errors.
+// What every platform's handler of a product has in common: attributes and buffers of a call frame, read and checked.
 #ifndef JAXMP_FFI_CALL_FRAME_H_
 #define JAXMP_FFI_CALL_FRAME_H_
 
@@ -9,8 +9,6 @@
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxmp {
-
-xla::ffi::Error ToError(const Status& status);
 
 StatusOr<Attributes> ReadAttributes(const xla::ffi::Dictionary& dictionary);
 

@@ -16,9 +16,6 @@ namespace ffi = xla::ffi;
 
 namespace jaxmp {
 
-ffi::TypeId CudaSite::id = {};
-const ffi::TypeInfo CudaSite::info = ffi::MakeTypeInfo<CudaSite>();
-
 CudaSite::CudaSite(Problem made)
     : problem(std::move(made)), text(std::make_shared<const std::string>("[" + ToString(problem) + "]")) {}
 
@@ -39,16 +36,6 @@ StatusOr<std::unique_ptr<CudaSite>> MakeSite(const ffi::Dictionary& dictionary) 
   auto site = std::make_unique<CudaSite>(std::move(problem));
   if (cuda::Loaded()) JAXMP_RETURN_IF_ERROR(site->Open());
   return site;
-}
-
-ffi::ErrorOr<std::unique_ptr<CudaSite>> Instantiate(ffi::Dictionary dictionary) {
-  try {
-    StatusOr<std::unique_ptr<CudaSite>> site = MakeSite(dictionary);
-    if (!site.ok()) return ffi::Unexpected(ToError(site.status()));
-    return std::move(*site);
-  } catch (const std::exception& exception) {  // memory
-    return ffi::Unexpected(ffi::Error::Internal(std::string("jaxmp: ") + exception.what()));
-  }
 }
 
 // ---- execute
@@ -156,8 +143,8 @@ Status ExecuteChecked(CudaSite& site, int ordinal, abi::CUstream stream, const f
   return ExecuteOnLocalRank(site, place, ordinal, buffers, stream);
 }
 
-ffi::Error Execute(CudaSite* site, int32_t ordinal, abi::CUstream stream, ffi::RemainingArgs args,
-                   ffi::RemainingRets rets) {
+ffi::Error Run(CudaSite* site, int32_t ordinal, abi::CUstream stream, ffi::RemainingArgs args,
+               ffi::RemainingRets rets) {
   try {
     return ToError(ExecuteChecked(*site, ordinal, stream, args, rets));
   } catch (const std::exception& exception) {  // memory
@@ -179,22 +166,10 @@ Status CudaSite::Open() {
   return {};
 }
 
-XLA_FFI_Error* CudaMatmulInstantiate(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::BindInstantiate().Attrs().To(Instantiate).release();
-  return handler->Call(frame);
-}
+XLA_FFI_Error* CudaMatmulInstantiate(XLA_FFI_CallFrame* frame) { return Instantiate<CudaSite, MakeSite>(frame); }
 
-// No attribute is bound: they were decoded once, into the plan.
 XLA_FFI_Error* CudaMatmulExecute(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::Bind()
-                                   .Ctx<ffi::State<CudaSite>>()
-                                   .Ctx<ffi::DeviceOrdinal>()
-                                   .Ctx<ffi::PlatformStream<abi::CUstream>>()
-                                   .RemainingArgs()
-                                   .RemainingRets()
-                                   .To(Execute)
-                                   .release();
-  return handler->Call(frame);
+  return Execute<CudaSite, Run, ffi::DeviceOrdinal, ffi::PlatformStream<abi::CUstream>>(frame);
 }
 
 }  // namespace jaxmp

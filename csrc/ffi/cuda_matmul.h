@@ -9,16 +9,14 @@
 #include <string>
 
 #include "csrc/cuda/communicator.h"
+#include "csrc/ffi/handler.h"
 #include "csrc/plan/plan.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxmp {
 
 // The state of one call site of one executable.
-struct CudaSite {
-  static xla::ffi::TypeId id;  // XLA writes it when the type is registered
-  static const xla::ffi::TypeInfo info;
-
+struct CudaSite : SiteType<CudaSite> {
   explicit CudaSite(Problem problem);
 
   // Makes the plan, once the libraries are open; further calls do nothing.
@@ -45,8 +43,8 @@ struct CudaSite {
 // libraries are open. Touches no device, and needs none: programs are compiled ahead of time too.
 XLA_FFI_Error* CudaMatmulInstantiate(XLA_FFI_CallFrame* frame);
 
-// Once per device and execution, on the device's own thread; operands.h has the arguments and results. It returns when
-// everything is on the stream. The first execution on a device makes what that rank needs, which is collective and
+// Once per device and execution, on the device's own thread; call_frame.h has the arguments and results. It returns
+// when everything is on the stream. The first execution on a device makes what that rank needs, which is collective and
 // waits for the stream; later ones set the pointers and enqueue the product.
 XLA_FFI_Error* CudaMatmulExecute(XLA_FFI_CallFrame* frame);
 

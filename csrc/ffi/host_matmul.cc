@@ -19,9 +19,6 @@ namespace ffi = xla::ffi;
 
 namespace jaxmp {
 
-ffi::TypeId Site::id = {};
-const ffi::TypeInfo Site::info = ffi::MakeTypeInfo<Site>();
-
 // What a call that may finish at once returns: its status, or a future where it is still running.
 struct Outcome {
   ffi::Error error;
@@ -37,16 +34,6 @@ StatusOr<std::unique_ptr<Site>> MakeSite(const ffi::Dictionary& dictionary) {
   JAXMP_ASSIGN_OR_RETURN(Problem problem, MakeProblem(attributes));
   JAXMP_ASSIGN_OR_RETURN(std::shared_ptr<Plan> plan, plan_cache().Get(host_api(), problem));
   return std::make_unique<Site>(std::move(plan));
-}
-
-ffi::ErrorOr<std::unique_ptr<Site>> Instantiate(ffi::Dictionary dictionary) {
-  try {
-    StatusOr<std::unique_ptr<Site>> site = MakeSite(dictionary);
-    if (!site.ok()) return ffi::Unexpected(ToError(site.status()));
-    return std::move(*site);
-  } catch (const std::exception& exception) {  // memory
-    return ffi::Unexpected(ffi::Error::Internal(std::string("jaxmp: ") + exception.what()));
-  }
 }
 
 // ---- execute
@@ -103,7 +90,7 @@ StatusOr<GroupRank> ReadCall(const Plan& plan, const ffi::RemainingArgs& args, c
   return plan.communicator().Find(position ? *static_cast<const int32_t*>(position) : 0);
 }
 
-Outcome Execute(Site* site, ffi::RunId run, ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+Outcome Run(Site* site, ffi::RunId run, ffi::ThreadPool threads, ffi::RemainingArgs args, ffi::RemainingRets rets) {
   Plan& plan = *site->plan;
   Buffers buffers;
   // What is wrong here is wrong on every device, for all run one program: each returns the error, and none waits.
@@ -142,22 +129,10 @@ struct ResultEncoding<ExecutionStage::kExecute, jaxmp::Outcome> {
 
 namespace jaxmp {
 
-XLA_FFI_Error* MatmulInstantiate(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::BindInstantiate().Attrs().To(Instantiate).release();
-  return handler->Call(frame);
-}
+XLA_FFI_Error* MatmulInstantiate(XLA_FFI_CallFrame* frame) { return Instantiate<Site, MakeSite>(frame); }
 
-// No attribute is bound: they were decoded once, into the plan.
 XLA_FFI_Error* MatmulExecute(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::Bind()
-                                   .Ctx<ffi::State<Site>>()
-                                   .Ctx<ffi::RunId>()
-                                   .Ctx<ffi::ThreadPool>()
-                                   .RemainingArgs()
-                                   .RemainingRets()
-                                   .To(Execute)
-                                   .release();
-  return handler->Call(frame);
+  return Execute<Site, Run, ffi::RunId, ffi::ThreadPool>(frame);
 }
 
 }  // namespace jaxmp

@@ -4,6 +4,7 @@
 
 #include <memory>
 
+#include "csrc/ffi/handler.h"
 #include "csrc/hostmp/handles/runtime.h"
 #include "csrc/plan/plan.h"
 #include "xla/ffi/api/ffi.h"
@@ -12,10 +13,7 @@ namespace jaxmp {
 
 // The state of one call site of one executable. Its rendezvous tells calls in different places of a program apart; the
 // plan may be shared with other sites.
-struct Site {
-  static xla::ffi::TypeId id;  // XLA writes it when the type is registered
-  static const xla::ffi::TypeInfo info;
-
+struct Site : SiteType<Site> {
   explicit Site(std::shared_ptr<Plan> plan) : plan(std::move(plan)) {}
 
   std::shared_ptr<Plan> plan;
@@ -25,7 +23,7 @@ struct Site {
 // Once per call site: decodes the attributes and resolves the plan.
 XLA_FFI_Error* MatmulInstantiate(XLA_FFI_CallFrame* frame);
 
-// Once per device and execution; operands.h has the arguments and results.
+// Once per device and execution; call_frame.h has the arguments and results.
 XLA_FFI_Error* MatmulExecute(XLA_FFI_CallFrame* frame);
 
 }  // namespace jaxmp

@@ -2,10 +2,6 @@
 
 #include <complex>
 #include <cstdint>
-#include <exception>
-#include <string>
-#include <string_view>
-#include <vector>
 
 #include "csrc/base/status.h"
 #include "csrc/ffi/process_barrier.h"
@@ -14,12 +10,7 @@ namespace ffi = xla::ffi;
 
 namespace jaxmp {
 
-ffi::TypeId ProcessCollectiveSite::id = {};
-const ffi::TypeInfo ProcessCollectiveSite::info = ffi::MakeTypeInfo<ProcessCollectiveSite>();
-
 namespace {
-
-using Indices = ffi::Span<const int64_t>;
 
 template <typename T>
 void AddAs(void* z, const void* x, const void* y, size_t count) {
@@ -55,27 +46,17 @@ Element ElementOf(ffi::DataType type) {
   }
 }
 
-ffi::ErrorOr<std::unique_ptr<ProcessCollectiveSite>> Instantiate(std::string_view program, int64_t index,
-                                                                 int64_t repeat, std::string_view name,
-                                                                 std::string_view fields, Indices devices,
-                                                                 Indices processes, Indices groups,
-                                                                 int64_t is_sequential, Indices ranks, int64_t outer,
-                                                                 int64_t sums) {
-  try {
-    SharedCollective call;
-    auto prepared = SignatureOf({program, index, repeat, name, fields, devices, processes, groups, is_sequential},
-                                /*has_tokens=*/true);
-    if (!prepared.ok()) return ffi::Unexpected(ffi::Error::InvalidArgument(prepared.status().message()));
-    call.signature = std::move(*prepared);
-    call.ranks.assign(ranks.begin(), ranks.end());
-    call.outer = outer > 0 ? static_cast<size_t>(outer) : 0;
-    call.sums = sums != 0;
-    const Status checked = CheckCollective(call);
-    if (!checked.ok()) return ffi::Unexpected(ffi::Error::InvalidArgument(checked.message()));
-    return std::make_unique<ProcessCollectiveSite>(std::make_shared<const SharedCollective>(std::move(call)));
-  } catch (const std::exception& exception) {  // memory
-    return ffi::Unexpected(ffi::Error::Internal(std::string("jaxmp: ") + exception.what()));
-  }
+StatusOr<std::unique_ptr<ProcessCollectiveSite>> MakeSite(const ffi::Dictionary& attributes) {
+  SharedCollective call;
+  int64_t outer = 0, sums = 0;
+  JAXMP_ASSIGN_OR_RETURN(call.signature, ReadSignature(attributes, /*has_tokens=*/true));
+  JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "ranks", &call.ranks));
+  JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "outer", &outer));
+  JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "sums", &sums));
+  call.outer = outer > 0 ? static_cast<size_t>(outer) : 0;
+  call.sums = sums != 0;
+  JAXMP_RETURN_IF_ERROR(CheckCollective(call));
+  return std::make_unique<ProcessCollectiveSite>(std::make_shared<const SharedCollective>(std::move(call)));
 }
 
 Status Decode(const SharedCollective& call, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
@@ -101,50 +82,24 @@ Status Decode(const SharedCollective& call, const ffi::RemainingArgs& args, cons
   return {};
 }
 
-ffi::Future Execute(ProcessCollectiveSite* site, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets) {
-  auto promise = std::make_shared<ffi::Promise>();
-  ffi::Future future(*promise);
-  int32_t position = 0;
-  CollectiveArrays arrays{};
-  const Status decoded = Decode(*site->call, args, rets, &position, &arrays);
-  if (!decoded.ok()) {
-    promise->SetError(ffi::Error::InvalidArgument(decoded.message()));
-    return future;
-  }
-  RunCollective(site->call, {site, run.run_id}, position, arrays, OutcomeSetter(promise));
-  return future;
+ffi::Future Run(ProcessCollectiveSite* site, ffi::RunId run, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  return FutureOf([&](std::function<void(const Status&)> done) -> Status {
+    int32_t position = 0;
+    CollectiveArrays arrays{};
+    JAXMP_RETURN_IF_ERROR(Decode(*site->call, args, rets, &position, &arrays));
+    RunCollective(site->call, {site, run.run_id}, position, arrays, std::move(done));
+    return {};
+  });
 }
 
 }  // namespace
 
 XLA_FFI_Error* ProcessCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::BindInstantiate()
-                                   .Attr<std::string_view>("program")
-                                   .Attr<int64_t>("index")
-                                   .Attr<int64_t>("repeat")
-                                   .Attr<std::string_view>("call")
-                                   .Attr<std::string_view>("fields")
-                                   .Attr<Indices>("devices")
-                                   .Attr<Indices>("processes")
-                                   .Attr<Indices>("groups")
-                                   .Attr<int64_t>("is_sequential")
-                                   .Attr<Indices>("ranks")
-                                   .Attr<int64_t>("outer")
-                                   .Attr<int64_t>("sums")
-                                   .To(Instantiate)
-                                   .release();
-  return handler->Call(frame);
+  return Instantiate<ProcessCollectiveSite, MakeSite>(frame);
 }
 
 XLA_FFI_Error* ProcessCollectiveExecute(XLA_FFI_CallFrame* frame) {
-  static const auto* handler = ffi::Ffi::Bind()
-                                   .Ctx<ffi::State<ProcessCollectiveSite>>()
-                                   .Ctx<ffi::RunId>()
-                                   .RemainingArgs()
-                                   .RemainingRets()
-                                   .To(Execute)
-                                   .release();
-  return handler->Call(frame);
+  return Execute<ProcessCollectiveSite, Run, ffi::RunId>(frame);
 }
 
 }  // namespace jaxmp

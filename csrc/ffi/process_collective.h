@@ -5,16 +5,14 @@
 #include <memory>
 #include <utility>
 
+#include "csrc/ffi/handler.h"
 #include "csrc/shared_memory/collective.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxmp {
 
 // The state of one call site of one executable.
-struct ProcessCollectiveSite {
-  static xla::ffi::TypeId id;  // XLA writes it when the type is registered
-  static const xla::ffi::TypeInfo info;
-
+struct ProcessCollectiveSite : SiteType<ProcessCollectiveSite> {
   explicit ProcessCollectiveSite(std::shared_ptr<const SharedCollective> call) : call(std::move(call)) {}
 
   std::shared_ptr<const SharedCollective> call;

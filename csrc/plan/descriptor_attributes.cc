@@ -27,14 +27,14 @@ struct Descriptor {
 Status SetHints(const Descriptor& to, const Problem& p) {
   if (p.nranks() == 1) return {};
   if (p.algorithm != Algorithm::kDefault) {
-    JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_ALGO_TYPE, AlgoType(p.algorithm)));
+    JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_ALGO_TYPE, NumberOf(p.algorithm)));
   }
   if (p.comm_sm_count != 0) {
     const auto count = static_cast<int32_t>(p.comm_sm_count);
     JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMMUNICATION_SM_COUNT, count));
   }
   if (p.communication_dtype == DType::kNone) return {};
-  return to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMMUNICATION_TYPE, CudaType(p.communication_dtype));
+  return to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMMUNICATION_TYPE, NumberOf(p.communication_dtype));
 }
 
 Status SetScaleModes(const Descriptor& to, const Problem& p) {
@@ -46,7 +46,7 @@ Status SetScaleModes(const Descriptor& to, const Problem& p) {
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_MODE, p.scale_mode_aux},
       {CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_MODE, p.d_out_scale_mode}};
   for (const auto& [attribute, mode] : modes) {
-    if (mode != ScaleMode::kNone) JAXMP_RETURN_IF_ERROR(to.Set(attribute, CublasScale(mode)));
+    if (mode != ScaleMode::kNone) JAXMP_RETURN_IF_ERROR(to.Set(attribute, NumberOf(mode)));
   }
   return {};
 }
@@ -60,12 +60,12 @@ Status SetAttributes(const MpApi& api, cublasMpMatmulDescriptor_t matmul, const 
     JAXMP_RETURN_IF_ERROR(Check(api, api.fix_reduction_order(matmul), "fix_reduction_order"));
   int32_t epilog = static_cast<int32_t>(p.epilog);
   if (p.pattern == Pattern::kAllReduce) epilog |= CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE;
-  JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA, CublasOp(p.trans_a)));
-  JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB, CublasOp(p.trans_b)));
+  JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA, NumberOf(p.trans_a)));
+  JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB, NumberOf(p.trans_b)));
   JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE, epilog));
   JAXMP_RETURN_IF_ERROR(SetHints(to, p));
   if (p.has_bias() || p.has_gradient()) {
-    JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_DATA_TYPE, CudaType(p.dtype_bias)));
+    JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_DATA_TYPE, NumberOf(p.dtype_bias)));
   }
   if (p.has_gradient()) {
     JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME, CUBLASMP_RESULT_SCHEME_FULL));
@@ -73,7 +73,7 @@ Status SetAttributes(const MpApi& api, cublasMpMatmulDescriptor_t matmul, const 
   JAXMP_RETURN_IF_ERROR(SetScaleModes(to, p));
   if (!p.has_aux()) return {};
   if (p.dtype_aux != DType::kU8) {  // the RELU mask's type is fixed, and cuBLASMp refuses to be told
-    JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE, CudaType(p.dtype_aux)));
+    JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE, NumberOf(p.dtype_aux)));
   }
   return to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_LD, layout.aux.attribute_ld);
 }

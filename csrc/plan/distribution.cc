@@ -5,7 +5,9 @@
 #include <utility>
 #include <vector>
 
+#include "csrc/base/limits.h"
 #include "csrc/cublasmp/abi.h"
+#include "csrc/plan/enums.h"
 
 namespace jaxmp {
 namespace {
@@ -41,7 +43,7 @@ MatrixDistribution SplitCols(Op op, int64_t rows, int64_t cols, int64_t parts, i
 }
 
 // Into how many blocks a dimension is cut: as many as processes share it; where it is whole, any number is legal, and
-// that of the other matrix along the same dimension makes the two agree.
+// the other matrix's number along the same dimension makes the two agree.
 int64_t BlocksOf(int64_t own_parts, int64_t other_parts) { return own_parts == 1 ? other_parts : own_parts; }
 
 // A stored operand on the process grid; `row_blocks` and `col_blocks` cut op(X).
@@ -96,7 +98,7 @@ Status PlaceCyclic(const Problem& p, Distribution* layout) {
 
 Status CheckDivides(const Problem& problem, const char* name, int64_t extent, int64_t parts) {
   if (extent % parts == 0) return {};
-  return InvalidArgument(std::string("jaxmp: pattern ") + Name(problem.pattern) + " needs " + name +
+  return InvalidArgument(std::string("jaxmp: pattern ") + NameOf(problem.pattern) + " needs " + name +
                          " to be a multiple of " + std::to_string(parts) + ", got " + name + "=" +
                          std::to_string(extent) + "; pad the operands or choose another mesh");
 }
@@ -152,15 +154,11 @@ Status PlaceMatrices(const Problem& p, Distribution* layout) {
   return Internal("jaxmp: unknown pattern");
 }
 
-// Sizes are products of two extents, each of which problem.cc bounds. Below this many elements on a device, which no
-// memory holds, neither their bytes nor the sizes of what goes with them exceed 64 bits.
-constexpr int64_t kMostElements = int64_t{1} << 44;
-
 Status CheckSizes(const Distribution& layout) {
   const std::pair<const char*, const MatrixDistribution*> matrices[] = {
       {"A", &layout.a}, {"B", &layout.b}, {"D", &layout.d}};
   for (const auto& [name, matrix] : matrices) {
-    if (matrix->local_rows == 0 || matrix->local_cols <= kMostElements / matrix->local_rows) continue;
+    if (Fits(matrix->local_rows, matrix->local_cols, kMostElements)) continue;
     return InvalidArgument(std::string("jaxmp: ") + name + " has " + std::to_string(matrix->local_rows) + "x" +
                            std::to_string(matrix->local_cols) + " elements on each device, more than 2^44");
   }
@@ -186,13 +184,13 @@ Status PlaceEpilog(const Problem& p, Distribution* layout) {
   }
   if (wants_bias != (p.dtype_bias != DType::kNone)) {
     return InvalidArgument(epilog + (wants_bias ? " needs" : " takes no") + " bias, but dtype_bias is " +
-                           Name(p.dtype_bias));
+                           NameOf(p.dtype_bias));
   }
   const std::vector<DType> types = AuxTypes(p);
   if (std::find(types.begin(), types.end(), p.dtype_aux) == types.end()) {
     std::string names;
-    for (DType type : types) names += (names.empty() ? "" : " or ") + std::string(Name(type));
-    return InvalidArgument(epilog + " needs dtype_aux " + names + ", got " + Name(p.dtype_aux));
+    for (DType type : types) names += (names.empty() ? "" : " or ") + std::string(NameOf(type));
+    return InvalidArgument(epilog + " needs dtype_aux " + names + ", got " + NameOf(p.dtype_aux));
   }
   if (p.has_gradient() && (p.m == 0 || p.n == 0)) {
     return InvalidArgument(epilog +
@@ -242,8 +240,8 @@ Status PlaceScales(const Problem& p, Distribution* layout) {
       {"scale_mode_d", p.scale_mode_d}, {"scale_mode_aux", p.scale_mode_aux}, {"d_out_scale_mode", p.d_out_scale_mode}};
   for (const auto& [name, mode] : modes) {
     if (mode == ScaleMode::kNone || (IsScaled(p.dtype_a) && IsScaled(p.dtype_b))) continue;
-    return InvalidArgument(std::string("jaxmp: ") + name + " is " + Name(mode) + ", but A is " + Name(p.dtype_a) +
-                           " and B is " + Name(p.dtype_b) + "; only fp8 and fp4 are scaled");
+    return InvalidArgument(std::string("jaxmp: ") + name + " is " + NameOf(mode) + ", but A is " + NameOf(p.dtype_a) +
+                           " and B is " + NameOf(p.dtype_b) + "; only fp8 and fp4 are scaled");
   }
   const bool is_t = p.trans_a != Op::kN, is_n = p.trans_b == Op::kN;
   const auto size = [](ScaleMode mode, const MatrixDistribution& x, bool is_inner_row) {

@@ -1,19 +1,111 @@
-// The words of a Problem in cuBLASMp's own numbers.
+// The words of a Problem: their names in attributes, and what they are to cuBLASMp. By value, so that each stands where
+// its enumeration has it.
 #ifndef JAXMP_PLAN_ENUMS_H_
 #define JAXMP_PLAN_ENUMS_H_
 
+#include <cstddef>
+#include <cstdint>
+
 #include "csrc/cublasmp/abi.h"
+#include "csrc/cublasmp/host_types.h"
 #include "csrc/plan/matmul_problem.h"
 
 namespace jaxmp {
 
-abi::cudaDataType_t CudaType(DType dtype);
-abi::cublasOperation_t CublasOp(Op op);
-abi::cublasComputeType_t CublasCompute(Compute compute);
-abi::cublasMpMatmulMatrixScale_t CublasScale(ScaleMode mode);
-abi::cublasMpMatmulAlgoType_t AlgoType(Algorithm algorithm);
-bool IsDouble(Compute compute);  // whether alpha and beta are
-int64_t BytesOf(DType dtype, int64_t count);
+template <typename Number>
+struct Word {
+  const char* name;
+  Number number;
+  int bits = 0;  // of an element
+};
+
+inline constexpr Word<const char*> kPatterns[] = {{"local", "local Matmul"},
+                                                  {"all_gather", "AllGather + Matmul"},
+                                                  {"reduce_scatter", "Matmul + ReduceScatter"},
+                                                  {"all_reduce", "Matmul + AllReduce"},
+                                                  {"grid", "generic Matmul"}};
+
+inline constexpr Word<abi::cublasOperation_t> kOps[] = {
+    {"N", abi::CUBLAS_OP_N}, {"T", abi::CUBLAS_OP_T}, {"C", abi::CUBLAS_OP_C}};
+
+inline constexpr Word<abi::cudaDataType_t> kDTypes[] = {{"none", abi::CUDA_R_32F},
+                                                        {"f32", abi::CUDA_R_32F, 32},
+                                                        {"f64", abi::CUDA_R_64F, 64},
+                                                        {"bf16", abi::CUDA_R_16BF, 16},
+                                                        {"f16", abi::CUDA_R_16F, 16},
+                                                        {"c64", abi::CUDA_C_32F, 64},
+                                                        {"c128", abi::CUDA_C_64F, 128},
+                                                        {"u8", abi::CUDA_R_8U, 8},
+                                                        {"f8e4m3", abi::CUDA_R_8F_E4M3, 8},
+                                                        {"f8e5m2", abi::CUDA_R_8F_E5M2, 8},
+                                                        {"f4e2m1", abi::CUDA_R_4F_E2M1, 4},
+                                                        {"s8", abi::CUDA_R_8I, 8},
+                                                        {"s32", abi::CUDA_R_32I, 32},
+                                                        {"s4", host_types::kS4, 4},
+                                                        {"u4", host_types::kU4, 4},
+                                                        {"f8e3m4", host_types::kE3M4, 8},
+                                                        {"f8e4m3ieee", host_types::kE4M3Ieee, 8},
+                                                        {"f8e4m3b11fnuz", host_types::kE4M3B11Fnuz, 8},
+                                                        {"f8e4m3fnuz", host_types::kE4M3Fnuz, 8},
+                                                        {"f8e5m2fnuz", host_types::kE5M2Fnuz, 8},
+                                                        {"f8e8m0", host_types::kE8M0, 8}};
+
+inline constexpr Word<abi::cublasComputeType_t> kComputes[] = {
+    {"32F", abi::CUBLAS_COMPUTE_32F},
+    {"32F_PEDANTIC", abi::CUBLAS_COMPUTE_32F_PEDANTIC},
+    {"32F_FAST_TF32", abi::CUBLAS_COMPUTE_32F_FAST_TF32},
+    {"32F_FAST_16BF", abi::CUBLAS_COMPUTE_32F_FAST_16BF},
+    {"32F_FAST_16F", abi::CUBLAS_COMPUTE_32F_FAST_16F},
+    {"32F_EMULATED_16BFX9", abi::CUBLAS_COMPUTE_32F_EMULATED_16BFX9},
+    {"64F", abi::CUBLAS_COMPUTE_64F},
+    {"64F_PEDANTIC", abi::CUBLAS_COMPUTE_64F_PEDANTIC},
+    {"64F_EMULATED_FIXEDPOINT", abi::CUBLAS_COMPUTE_64F_EMULATED_FIXEDPOINT},
+    {"32I", abi::CUBLAS_COMPUTE_32I}};
+
+inline constexpr Word<abi::cublasMpMatmulMatrixScale_t> kScaleModes[] = {
+    {"none", abi::CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32},
+    {"scalar_fp32", abi::CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32},
+    {"vec16_ue4m3", abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC16_UE4M3},
+    {"vec32_ue8m0", abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0},
+    {"outer_vec_fp32", abi::CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32},
+    {"vec128_fp32", abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC128_FP32},
+    {"blk128x128_fp32", abi::CUBLASMP_MATMUL_MATRIX_SCALE_BLK128x128_FP32}};
+
+inline constexpr Word<abi::cublasMpMatmulAlgoType_t> kAlgorithms[] = {
+    {"default", abi::CUBLASMP_MATMUL_ALGO_TYPE_DEFAULT},
+    {"split_p2p", abi::CUBLASMP_MATMUL_ALGO_TYPE_SPLIT_P2P},
+    {"split_multicast", abi::CUBLASMP_MATMUL_ALGO_TYPE_SPLIT_MULTICAST},
+    {"atomic_p2p", abi::CUBLASMP_MATMUL_ALGO_TYPE_ATOMIC_P2P},
+    {"atomic_multicast", abi::CUBLASMP_MATMUL_ALGO_TYPE_ATOMIC_MULTICAST},
+    {"no_overlap", abi::CUBLASMP_MATMUL_ALGO_TYPE_NO_OVERLAP},
+    {"fused", abi::CUBLASMP_MATMUL_ALGO_TYPE_FUSED}};
+
+constexpr const auto& WordsOf(Pattern) { return kPatterns; }
+constexpr const auto& WordsOf(Op) { return kOps; }
+constexpr const auto& WordsOf(DType) { return kDTypes; }
+constexpr const auto& WordsOf(Compute) { return kComputes; }
+constexpr const auto& WordsOf(ScaleMode) { return kScaleModes; }
+constexpr const auto& WordsOf(Algorithm) { return kAlgorithms; }
+
+template <typename Enum>
+constexpr const char* NameOf(Enum value) {
+  return WordsOf(value)[static_cast<size_t>(value)].name;
+}
+
+// What cuBLASMp calls it: a number, or for a pattern the algorithm's name.
+template <typename Enum>
+constexpr auto NumberOf(Enum value) {
+  return WordsOf(value)[static_cast<size_t>(value)].number;
+}
+
+constexpr int64_t BytesOf(DType dtype, int64_t count) {
+  return (count * kDTypes[static_cast<size_t>(dtype)].bits + 7) / 8;
+}
+
+// Whether alpha and beta are.
+constexpr bool IsDouble(Compute compute) {
+  return compute == Compute::k64F || compute == Compute::k64FPedantic || compute == Compute::k64FEmulatedFixedPoint;
+}
 
 }  // namespace jaxmp
 

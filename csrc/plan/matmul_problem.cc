@@ -11,94 +11,11 @@
 #include <type_traits>
 #include <utility>
 
+#include "csrc/base/limits.h"
+#include "csrc/plan/enums.h"
+
 namespace jaxmp {
 namespace {
-
-template <typename E>
-using Names = std::vector<std::pair<const char*, E>>;
-
-const Names<Pattern>& Table(Pattern) {
-  static const Names<Pattern> table = {{"local", Pattern::kLocal},
-                                       {"all_gather", Pattern::kAllGather},
-                                       {"reduce_scatter", Pattern::kReduceScatter},
-                                       {"all_reduce", Pattern::kAllReduce},
-                                       {"grid", Pattern::kGrid}};
-  return table;
-}
-
-const Names<Op>& Table(Op) {
-  static const Names<Op> table = {{"N", Op::kN}, {"T", Op::kT}, {"C", Op::kC}};
-  return table;
-}
-
-const Names<DType>& Table(DType) {
-  static const Names<DType> table = {{"none", DType::kNone},
-                                     {"f32", DType::kF32},
-                                     {"f64", DType::kF64},
-                                     {"bf16", DType::kBF16},
-                                     {"f16", DType::kF16},
-                                     {"c64", DType::kC64},
-                                     {"c128", DType::kC128},
-                                     {"u8", DType::kU8},
-                                     {"f8e4m3", DType::kE4M3},
-                                     {"f8e5m2", DType::kE5M2},
-                                     {"f4e2m1", DType::kE2M1},
-                                     {"s8", DType::kS8},
-                                     {"s32", DType::kS32},
-                                     {"s4", DType::kS4},
-                                     {"u4", DType::kU4},
-                                     {"f8e3m4", DType::kE3M4},
-                                     {"f8e4m3ieee", DType::kE4M3Ieee},
-                                     {"f8e4m3b11fnuz", DType::kE4M3B11Fnuz},
-                                     {"f8e4m3fnuz", DType::kE4M3Fnuz},
-                                     {"f8e5m2fnuz", DType::kE5M2Fnuz},
-                                     {"f8e8m0", DType::kE8M0}};
-  return table;
-}
-
-const Names<Compute>& Table(Compute) {
-  static const Names<Compute> table = {{"32F", Compute::k32F},
-                                       {"32F_PEDANTIC", Compute::k32FPedantic},
-                                       {"32F_FAST_TF32", Compute::k32FFastTF32},
-                                       {"32F_FAST_16BF", Compute::k32FFast16BF},
-                                       {"32F_FAST_16F", Compute::k32FFast16F},
-                                       {"32F_EMULATED_16BFX9", Compute::k32FEmulated16BFX9},
-                                       {"64F", Compute::k64F},
-                                       {"64F_PEDANTIC", Compute::k64FPedantic},
-                                       {"64F_EMULATED_FIXEDPOINT", Compute::k64FEmulatedFixedPoint},
-                                       {"32I", Compute::k32I}};
-  return table;
-}
-
-const Names<ScaleMode>& Table(ScaleMode) {
-  static const Names<ScaleMode> table = {{"none", ScaleMode::kNone},
-                                         {"scalar_fp32", ScaleMode::kScalar},
-                                         {"vec16_ue4m3", ScaleMode::kVec16},
-                                         {"vec32_ue8m0", ScaleMode::kVec32},
-                                         {"outer_vec_fp32", ScaleMode::kOuterVec},
-                                         {"vec128_fp32", ScaleMode::kVec128},
-                                         {"blk128x128_fp32", ScaleMode::kBlk128}};
-  return table;
-}
-
-const Names<Algorithm>& Table(Algorithm) {
-  static const Names<Algorithm> table = {{"default", Algorithm::kDefault},
-                                         {"split_p2p", Algorithm::kSplitP2P},
-                                         {"split_multicast", Algorithm::kSplitMulticast},
-                                         {"atomic_p2p", Algorithm::kAtomicP2P},
-                                         {"atomic_multicast", Algorithm::kAtomicMulticast},
-                                         {"no_overlap", Algorithm::kNoOverlap},
-                                         {"fused", Algorithm::kFused}};
-  return table;
-}
-
-template <typename E>
-const char* NameOf(E value) {
-  for (const auto& [name, entry] : Table(value)) {
-    if (entry == value) return name;
-  }
-  return "?";
-}
 
 // The one list of fields: attribute decoding, equality, hash and printing all walk it, so a new
 // field cannot be forgotten by any of them.
@@ -212,19 +129,17 @@ Status Decode(const char* name, const Attribute& from, E& to) {
   if (!std::holds_alternative<std::string>(from)) return WrongType(name, "a string");
   const std::string& text = std::get<std::string>(from);
   std::string known;
-  for (const auto& [entry_name, entry] : Table(to)) {
-    if (text == entry_name) {
-      to = entry;
+  for (const auto& word : WordsOf(to)) {
+    if (text == word.name) {
+      to = static_cast<E>(&word - WordsOf(to));
       return {};
     }
-    known += (known.empty() ? "" : ", ") + std::string(entry_name);
+    known += (known.empty() ? "" : ", ") + std::string(word.name);
   }
   return InvalidArgument(std::string("jaxmp: attribute ") + name + " must be one of " + known + "; got " + text);
 }
 
-// Attributes are input: a program may have been changed since it was exported. What is beyond these is garbage, and
-// below them no product of an extent or a block with a number of devices, and no sum of a few, exceeds 64 bits.
-constexpr int64_t kLargestExtent = int64_t{1} << 40;
+// Attributes are input: a program may have been changed since it was exported.
 constexpr int64_t kMostDevices = 1 << 20;
 
 Status CheckNumbers(const Problem& problem) {
@@ -281,7 +196,7 @@ Status CheckAxes(const Problem& problem) {
     return InvalidArgument("jaxmp: pattern local takes no axes_row and no axes_col");
   }
   if (!is_local && problem.pattern != Pattern::kGrid && !problem.axes_col.empty()) {
-    return InvalidArgument(std::string("jaxmp: pattern ") + Name(problem.pattern) +
+    return InvalidArgument(std::string("jaxmp: pattern ") + NameOf(problem.pattern) +
                            " takes its axes in axes_row; axes_col must be empty");
   }
   return {};
@@ -310,7 +225,7 @@ Status CheckLayouts(const Problem& problem) {
                            " from process (" + std::to_string(at[2]) + ", " + std::to_string(at[3]) + ")");
   }
   if (problem.is_block_cyclic() && problem.pattern != Pattern::kGrid) {
-    return InvalidArgument(std::string("jaxmp: pattern ") + Name(problem.pattern) +
+    return InvalidArgument(std::string("jaxmp: pattern ") + NameOf(problem.pattern) +
                            " takes contiguous shards; block-cyclic layouts belong to pattern grid");
   }
   return {};
@@ -375,9 +290,5 @@ StatusOr<Problem> MakeProblem(const Attributes& attributes) {
   JAXMP_RETURN_IF_ERROR(CheckLayouts(problem));
   return problem;
 }
-
-const char* Name(Pattern pattern) { return NameOf(pattern); }
-const char* Name(DType dtype) { return NameOf(dtype); }
-const char* Name(ScaleMode mode) { return NameOf(mode); }
 
 }  // namespace jaxmp

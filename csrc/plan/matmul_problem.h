@@ -16,8 +16,9 @@
 
 namespace jaxmp {
 
+// The words of attributes; enums.h has their names and numbers, in the order of these lists.
 enum class Pattern : uint8_t { kLocal, kAllGather, kReduceScatter, kAllReduce, kGrid };
-enum class Op : char { kN = 'N', kT = 'T', kC = 'C' };
+enum class Op : uint8_t { kN, kT, kC };
 enum class DType : uint8_t {
   kNone,
   kF32,
@@ -131,10 +132,6 @@ using Attributes = std::map<std::string, Attribute>;
 // Requires every attribute by name and type, refuses unknown ones, and checks what concerns a single
 // attribute or the mesh. What the library can do with the problem is the plan's question.
 StatusOr<Problem> MakeProblem(const Attributes& attributes);
-
-const char* Name(Pattern pattern);
-const char* Name(DType dtype);
-const char* Name(ScaleMode mode);
 
 }  // namespace jaxmp
 

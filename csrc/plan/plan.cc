@@ -73,22 +73,6 @@ StatusOr<Distribution> DistributionOn(const Library& library, const Problem& pro
   return MakeDistribution(problem);
 }
 
-const char* AlgorithmOf(const Problem& problem) {
-  switch (problem.pattern) {
-    case Pattern::kLocal:
-      return "local Matmul";
-    case Pattern::kAllGather:
-      return "AllGather + Matmul";
-    case Pattern::kReduceScatter:
-      return "Matmul + ReduceScatter";
-    case Pattern::kAllReduce:
-      return "Matmul + AllReduce";
-    case Pattern::kGrid:
-      return "generic Matmul";
-  }
-  return "?";
-}
-
 StatusOr<std::shared_ptr<Plan>> Plan::Make(const MpApi& api, const Problem& problem,
                                            std::shared_ptr<const Communicator> communicator) {
   JAXMP_ASSIGN_OR_RETURN(Distribution layout,
@@ -178,7 +162,7 @@ Status Plan::MakeMatrix(LocalRank& local_rank, const MatrixDistribution& layout,
   JAXMP_RETURN_IF_ERROR(
       Check(api_,
             api_.MatrixDescriptorCreate(layout.rows, layout.cols, layout.row_block, layout.col_block, layout.row_source,
-                                        layout.col_source, lld, CudaType(dtype),
+                                        layout.col_source, lld, NumberOf(dtype),
                                         local_rank.grids[static_cast<size_t>(layout.grid)].get(), &made),
             "MatrixDescriptorCreate"));
   *matrix = {made, api_.MatrixDescriptorDestroy};
@@ -190,7 +174,7 @@ StatusOr<std::unique_ptr<Plan::ExecutionContext>> Plan::MakeExecutionContext(int
   JAXMP_ASSIGN_OR_RETURN(execution->handle, communicator_->Handle(api_, local_rank, stream));
   cublasMpMatmulDescriptor_t matmul = nullptr;
   JAXMP_RETURN_IF_ERROR(
-      Check(api_, api_.MatmulDescriptorCreate(&matmul, CublasCompute(problem_.compute)), "MatmulDescriptorCreate"));
+      Check(api_, api_.MatmulDescriptorCreate(&matmul, NumberOf(problem_.compute)), "MatmulDescriptorCreate"));
   execution->matmul = {matmul, api_.MatmulDescriptorDestroy};
   JAXMP_RETURN_IF_ERROR(SetAttributes(api_, matmul, problem_, distribution_));
   return execution;

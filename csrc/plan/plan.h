@@ -31,9 +31,6 @@ using Owned = std::unique_ptr<Object, abi::cublasMpStatus_t (*)(Object*)>;
 // How the problem lies on its ranks, where the library takes it; needs no library.
 StatusOr<Distribution> DistributionOn(const Library& library, const Problem& problem);
 
-// cuBLASMp's name for what it does with such a problem.
-const char* AlgorithmOf(const Problem& problem);
-
 class Plan {
  public:
   static StatusOr<std::shared_ptr<Plan>> Make(const MpApi& api, const Problem& problem,

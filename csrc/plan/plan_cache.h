@@ -1,5 +1,4 @@
-// The process's plans, by problem. One of the three places that hold state; the others are the communicators and the
-// configuration.
+// The process's plans, by problem. One of the places that hold state (docs/architecture.md lists them).
 #ifndef JAXMP_PLAN_PLAN_CACHE_H_
 #define JAXMP_PLAN_PLAN_CACHE_H_
 

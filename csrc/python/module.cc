@@ -27,7 +27,8 @@
 #include "csrc/ffi/process_collective.h"
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/gemm/cblas.h"
-#include "csrc/hostmp/gemm/gemm_dispatch.h"
+#include "csrc/hostmp/gemm/kernel_choice.h"
+#include "csrc/plan/enums.h"
 #include "csrc/plan/matmul_problem.h"
 #include "csrc/plan/plan_cache.h"
 #include "csrc/shared_memory/arena.h"
@@ -38,7 +39,7 @@ namespace jaxmp {
 namespace {
 
 // The version of the boundary to the Python files; jaxmp/_src/runtime/native.py has the same number.
-constexpr int kAbiVersion = 8;
+constexpr int kAbiVersion = 9;
 
 void ThrowIfError(const Status& status) {
   if (!status.ok()) throw nb::value_error(status.message().c_str());
@@ -96,16 +97,22 @@ void LoadBlas(const std::string& path, const std::optional<std::string>& mkl_pat
 }
 
 nb::dict BlasInfo() {
-  const hostmp::BlasInfo info = hostmp::blas_info();
+  const hostmp::BlasLibraries libraries = hostmp::blas_libraries();
   nb::dict result;
-  for (const auto& [name, value] :
-       {std::pair("library", &info.library), std::pair("config", &info.config), std::pair("mkl", &info.mkl),
-        std::pair("f32", &info.f32), std::pair("f64", &info.f64), std::pair("c64", &info.c64),
-        std::pair("c128", &info.c128), std::pair("bf16", &info.bf16), std::pair("f16", &info.f16)}) {
-    result[name] = *value;
+  result["library"] = libraries.path;
+  result["config"] = libraries.config;
+  result["mkl"] = libraries.mkl;
+  for (DType type : {DType::kF32, DType::kF64, DType::kC64, DType::kC128, DType::kBF16, DType::kF16}) {
+    result[NameOf(type)] = hostmp::DescribeKernels(NumberOf(type));
   }
   result["instruction set"] = hostmp::instruction_set();
   return result;
+}
+
+// What multiplies on the host. A small batch that several ranks hold is multiplied together, so n is the whole one.
+std::string KernelOf(const Problem& p) {
+  return hostmp::Describe(hostmp::KernelOf({NumberOf(p.dtype_a), NumberOf(p.dtype_b), NumberOf(p.compute),
+                                            NumberOf(p.trans_a), p.n, p.fixed_reduction_order(), p.alpha == 1.0}));
 }
 
 nb::dict ToDict(const Capabilities& capabilities, bool fixed_reduction_order) {
@@ -150,7 +157,8 @@ nb::dict DescribePlan(const nb::dict& attributes, const std::string& library) {
   }
   nb::dict result;
   result["library"] = library == kCublasMp.name ? kCublasMp.name : host_api().name;
-  result["algorithm"] = AlgorithmOf(*problem);
+  result["algorithm"] = NumberOf(problem->pattern);
+  result["kernel"] = library == kCublasMp.name ? std::string() : KernelOf(*problem);
   result["nranks"] = problem->nranks();
   result["device_workspace"] = device;
   result["host_workspace"] = host;
@@ -211,8 +219,8 @@ void StartBarrierWith(int process, int nprocesses, double timeout, int interrupt
   StartBarrier({process, nprocesses, timeout, interrupts});
 }
 
-std::string OwnArenaText() {
-  StatusOr<std::string> described = OwnArena();
+std::string DescribeLocalArenaText() {
+  StatusOr<std::string> described = DescribeLocalArena();
   if (!described.ok()) throw std::runtime_error(described.status().message());
   return *described;
 }
@@ -223,7 +231,7 @@ void ShareArenaOf(int process, const std::string& described) {
 }
 
 nb::dict ArenaUseDict() {
-  const ArenaUse use = OwnArenaUse();
+  const ArenaUse use = LocalArenaUse();
   nb::dict result;
   result["used"] = use.used;
   result["touched"] = use.touched;
@@ -264,7 +272,7 @@ nb::bytes CallExchange(const std::string& key, const std::optional<nb::bytes>& v
 
 NB_MODULE(_jaxmp, m) {
   using namespace jaxmp;  // NOLINT
-  m.doc() = "jaxmp's compiled half; use it through jaxmp._native.";
+  m.doc() = "jaxmp's compiled half; use it through jaxmp._src.runtime.native.";
   m.def("version", [] { return JAXMP_VERSION; });
   m.def("abi_version", [] { return kAbiVersion; });
   m.def("jaxlib_version", [] { return JAXMP_JAXLIB_VERSION; }, "The jaxlib whose FFI headers this was built with.");
@@ -293,7 +301,8 @@ NB_MODULE(_jaxmp, m) {
   m.def("cuda_failure", &cuda::Failure);
   m.def("start_barrier", &StartBarrierWith, nb::arg("process"), nb::arg("nprocesses"), nb::arg("timeout"),
         nb::arg("interrupts"));
-  m.def("own_arena", &OwnArenaText, "What the other processes of this machine need to share this one's memory.");
+  m.def("own_arena", &DescribeLocalArenaText,
+        "What the other processes of this machine need to share this one's memory.");
   m.def("share_arena", &ShareArenaOf, nb::arg("process"), nb::arg("described"));
   m.def("set_schedule_noise", &SetScheduleNoise, nb::arg("seed"), nb::arg("microseconds"), "For tests: random delays.");
   m.def("arena_use", &ArenaUseDict);

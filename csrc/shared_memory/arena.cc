@@ -53,9 +53,9 @@ size_t PlaceOf(uint64_t token) { return (token & UINT32_MAX) * kUnit; }
 BlockHead* HeadOf(const Mapping& slot) { return reinterpret_cast<BlockHead*>(slot.base()); }
 
 // The arena that this process writes to.
-class OwnedArena {
+class LocalArena {
  public:
-  static StatusOr<std::unique_ptr<OwnedArena>> Make();
+  static StatusOr<std::unique_ptr<LocalArena>> Make();
 
   const std::string& described() const { return described_; }
   uint32_t process() const { return process_; }
@@ -72,7 +72,7 @@ class OwnedArena {
   };
   using Slots = std::map<size_t, Slot>;  // by place in the file
 
-  OwnedArena(int fd, uint64_t number, Mapping head);
+  LocalArena(int fd, uint64_t number, Mapping head);
   void Reclaim();
   StatusOr<Slots::iterator> FreeSlot(size_t bytes);
   StatusOr<Slots::iterator> AddSlot(size_t bytes);
@@ -85,14 +85,14 @@ class OwnedArena {
   uint32_t number_ = 0;  // of the last block
 };
 
-OwnedArena::OwnedArena(int fd, uint64_t number, Mapping head) : fd_(fd), head_(std::move(head)) {
+LocalArena::LocalArena(int fd, uint64_t number, Mapping head) : fd_(fd), head_(std::move(head)) {
   new (head_.base()) ArenaHead{number, {}};
-  char pid[32] = {};  // as this /proc counts, which may be that of another namespace
+  char pid[32] = {};  // as this /proc counts, perhaps in another namespace
   if (readlink("/proc/self", pid, sizeof(pid) - 1) < 0) std::snprintf(pid, sizeof(pid), "%d", int(getpid()));
   described_ = std::string(pid) + " " + std::to_string(fd) + " " + std::to_string(number);
 }
 
-StatusOr<std::unique_ptr<OwnedArena>> OwnedArena::Make() {
+StatusOr<std::unique_ptr<LocalArena>> LocalArena::Make() {
   const int fd = memfd_create("jaxmp", MFD_CLOEXEC);
   if (fd < 0) return FailedPrecondition("no memory can be shared: " + Why());
   const Status allocated = AllocatePages(fd, 0, kUnit);
@@ -103,10 +103,10 @@ StatusOr<std::unique_ptr<OwnedArena>> OwnedArena::Make() {
   }
   std::random_device random;
   const uint64_t number = uint64_t{random()} << 32 | random();
-  return std::unique_ptr<OwnedArena>(new OwnedArena(fd, number, *std::move(head)));
+  return std::unique_ptr<LocalArena>(new LocalArena(fd, number, *std::move(head)));
 }
 
-void OwnedArena::Reclaim() {
+void LocalArena::Reclaim() {
   for (auto& [begin, slot] : slots_) {
     if (!slot.is_taken || HeadOf(slot.mapping)->readers.load(std::memory_order_acquire) != 0) continue;
     slot.is_taken = false;
@@ -114,7 +114,7 @@ void OwnedArena::Reclaim() {
   }
 }
 
-void OwnedArena::Trim(Clock::duration unused_for) {
+void LocalArena::Trim(Clock::duration unused_for) {
   Reclaim();
   for (auto at = slots_.begin(); at != slots_.end();) {
     const auto& [begin, slot] = *at;
@@ -129,7 +129,7 @@ void OwnedArena::Trim(Clock::duration unused_for) {
 
 // The first one of the smallest, so that the same pages are written to again and again. A slot of more than twice the
 // size is left to larger blocks, or goes back.
-StatusOr<OwnedArena::Slots::iterator> OwnedArena::FreeSlot(size_t bytes) {
+StatusOr<LocalArena::Slots::iterator> LocalArena::FreeSlot(size_t bytes) {
   Reclaim();
   auto best = slots_.end();
   for (auto at = slots_.begin(); at != slots_.end(); ++at) {
@@ -147,7 +147,7 @@ StatusOr<OwnedArena::Slots::iterator> OwnedArena::FreeSlot(size_t bytes) {
 }
 
 // In the first gap. The pages are allocated here: where that failed on writing to them, the process would end (SIGBUS).
-StatusOr<OwnedArena::Slots::iterator> OwnedArena::AddSlot(size_t bytes) {
+StatusOr<LocalArena::Slots::iterator> LocalArena::AddSlot(size_t bytes) {
   size_t begin = kUnit;
   for (const auto& [taken, slot] : slots_) {
     if (taken - begin >= bytes) break;
@@ -163,7 +163,7 @@ StatusOr<OwnedArena::Slots::iterator> OwnedArena::AddSlot(size_t bytes) {
   return slots_.emplace(begin, Slot{*std::move(mapping), false, {}}).first;
 }
 
-Block OwnedArena::Allocate(size_t bytes, uint32_t readers) {
+Block LocalArena::Allocate(size_t bytes, uint32_t readers) {
   StatusOr<Slots::iterator> found = ResourceExhausted("they are too many");
   if (bytes <= kMostBytes) found = FreeSlot(RoundUp(kBlockHead + bytes));
   if (!found.ok()) {
@@ -181,7 +181,7 @@ Block OwnedArena::Allocate(size_t bytes, uint32_t readers) {
   return Block{head->token, slot.mapping.base() + kBlockHead};
 }
 
-ArenaUse OwnedArena::use() {
+ArenaUse LocalArena::use() {
   Reclaim();
   ArenaUse use{0, 0};
   for (const auto& [begin, slot] : slots_) {
@@ -192,16 +192,16 @@ ArenaUse OwnedArena::use() {
 }
 
 // Another process's arena. This process maps the blocks that it reads.
-class OpenedArena {
+class PeerArena {
  public:
-  explicit OpenedArena(int fd) : fd_(fd) {}
-  OpenedArena(OpenedArena&& other) noexcept : fd_(std::exchange(other.fd_, -1)), views_(std::move(other.views_)) {}
-  OpenedArena& operator=(OpenedArena&& other) noexcept {
+  explicit PeerArena(int fd) : fd_(fd) {}
+  PeerArena(PeerArena&& other) noexcept : fd_(std::exchange(other.fd_, -1)), views_(std::move(other.views_)) {}
+  PeerArena& operator=(PeerArena&& other) noexcept {
     std::swap(fd_, other.fd_);
     views_.swap(other.views_);
     return *this;
   }
-  ~OpenedArena() {
+  ~PeerArena() {
     if (fd_ >= 0) close(fd_);
   }
 
@@ -222,7 +222,7 @@ class OpenedArena {
   std::map<size_t, View> views_;  // by place in the file
 };
 
-StatusOr<OpenedArena::View*> OpenedArena::ViewOf(size_t begin, size_t bytes) {
+StatusOr<PeerArena::View*> PeerArena::ViewOf(size_t begin, size_t bytes) {
   const auto found = views_.find(begin);
   if (found != views_.end()) {
     if (found->second.mapping.bytes() >= bytes) return &found->second;
@@ -240,7 +240,7 @@ StatusOr<OpenedArena::View*> OpenedArena::ViewOf(size_t begin, size_t bytes) {
   return &views_.emplace(begin, View{*std::move(mapping), 0, Clock::now()}).first->second;
 }
 
-StatusOr<const char*> OpenedArena::Read(uint64_t token, size_t bytes) {
+StatusOr<const char*> PeerArena::Read(uint64_t token, size_t bytes) {
   if (token == 0) {
     ArenaHead head{};
     const bool is_told = pread(fd_, &head, sizeof(head), 0) == sizeof(head) && head.failure[0] != 0;
@@ -257,7 +257,7 @@ StatusOr<const char*> OpenedArena::Read(uint64_t token, size_t bytes) {
   return view->mapping.base() + kBlockHead;
 }
 
-void OpenedArena::Release(uint64_t token) {
+void PeerArena::Release(uint64_t token) {
   const auto found = views_.find(PlaceOf(token));
   if (found == views_.end() || found->second.readers == 0) return;
   View& view = found->second;
@@ -266,7 +266,7 @@ void OpenedArena::Release(uint64_t token) {
   HeadOf(view.mapping)->readers.fetch_sub(1, std::memory_order_release);
 }
 
-void OpenedArena::Trim(Clock::duration unused_for) {
+void PeerArena::Trim(Clock::duration unused_for) {
   for (auto at = views_.begin(); at != views_.end();) {
     const bool is_used = at->second.readers != 0 || Clock::now() - at->second.used < unused_for;
     at = is_used ? std::next(at) : views_.erase(at);
@@ -274,28 +274,28 @@ void OpenedArena::Trim(Clock::duration unused_for) {
 }
 
 // Never destroyed: calls may run until the very end.
-struct Arenas {
+struct ArenaRegistry {
   std::mutex mutex;
-  std::unique_ptr<OwnedArena> own;
-  std::map<int, OpenedArena> of_process;
+  std::unique_ptr<LocalArena> own;
+  std::map<int, PeerArena> of_process;
 };
-Arenas& arenas() {
-  static auto* const the_arenas = new Arenas;
-  return *the_arenas;
+ArenaRegistry& registry() {
+  static auto* const the_registry = new ArenaRegistry;
+  return *the_registry;
 }
 
-StatusOr<OwnedArena*> Own(Arenas& all) {
+StatusOr<LocalArena*> MakeLocalArena(ArenaRegistry& all) {
   if (!all.own) {
-    JAXMP_ASSIGN_OR_RETURN(all.own, OwnedArena::Make());
+    JAXMP_ASSIGN_OR_RETURN(all.own, LocalArena::Make());
   }
   return all.own.get();
 }
 
 }  // namespace
 
-StatusOr<std::string> OwnArena() {
-  std::lock_guard<std::mutex> lock(arenas().mutex);
-  JAXMP_ASSIGN_OR_RETURN(OwnedArena * own, Own(arenas()));
+StatusOr<std::string> DescribeLocalArena() {
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  JAXMP_ASSIGN_OR_RETURN(LocalArena * own, MakeLocalArena(registry()));
   return own->described();
 }
 
@@ -309,12 +309,12 @@ Status ShareArena(int process, const std::string& described) {
   const std::string memory = "the memory of rank " + std::to_string(process);
   const int opened = open(path.c_str(), O_RDWR | O_CLOEXEC);
   if (opened < 0) return FailedPrecondition("cannot open " + memory + ", " + path + ": " + Why());
-  OpenedArena arena(opened);
+  PeerArena arena(opened);
   ArenaHead head{};
   if (pread(opened, &head, sizeof(head), 0) != sizeof(head) || head.number != number) {
     return FailedPrecondition(path + " is not " + memory);
   }
-  Arenas& all = arenas();
+  ArenaRegistry& all = registry();
   std::lock_guard<std::mutex> lock(all.mutex);
   all.of_process.insert_or_assign(process, std::move(arena));
   if (all.own && all.own->described() == described) all.own->set_process(static_cast<uint32_t>(process));
@@ -322,13 +322,13 @@ Status ShareArena(int process, const std::string& described) {
 }
 
 StatusOr<Block> AllocateBlock(size_t bytes, uint32_t readers) {
-  std::lock_guard<std::mutex> lock(arenas().mutex);
-  JAXMP_ASSIGN_OR_RETURN(OwnedArena * own, Own(arenas()));
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  JAXMP_ASSIGN_OR_RETURN(LocalArena * own, MakeLocalArena(registry()));
   return own->Allocate(bytes, readers);
 }
 
 StatusOr<const char*> ReadBlock(int process, uint64_t token, size_t bytes) {
-  Arenas& all = arenas();
+  ArenaRegistry& all = registry();
   std::lock_guard<std::mutex> lock(all.mutex);
   const auto found = all.of_process.find(process);
   StatusOr<const char*> block = FailedPrecondition("the two share no memory");
@@ -343,7 +343,7 @@ StatusOr<const char*> ReadBlock(int process, uint64_t token, size_t bytes) {
 }
 
 void ReleaseBlock(int process, uint64_t token) {
-  Arenas& all = arenas();
+  ArenaRegistry& all = registry();
   std::lock_guard<std::mutex> lock(all.mutex);
   const auto found = all.of_process.find(process);
   if (found != all.of_process.end()) found->second.Release(token);
@@ -351,15 +351,15 @@ void ReleaseBlock(int process, uint64_t token) {
 
 void TrimArenas(double unused_for) {
   const auto age = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(unused_for));
-  Arenas& all = arenas();
+  ArenaRegistry& all = registry();
   std::lock_guard<std::mutex> lock(all.mutex);
   if (all.own) all.own->Trim(age);
   for (auto& [process, arena] : all.of_process) arena.Trim(age);
 }
 
-ArenaUse OwnArenaUse() {
-  std::lock_guard<std::mutex> lock(arenas().mutex);
-  return arenas().own ? arenas().own->use() : ArenaUse{0, 0};
+ArenaUse LocalArenaUse() {
+  std::lock_guard<std::mutex> lock(registry().mutex);
+  return registry().own ? registry().own->use() : ArenaUse{0, 0};
 }
 
 }  // namespace jaxmp

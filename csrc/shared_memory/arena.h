@@ -16,7 +16,7 @@ namespace jaxmp {
 
 // This process's arena, which is made when it is first asked for: "<pid> <fd> <number>" for ShareArena of the others.
 // The number is random, and written at its beginning.
-StatusOr<std::string> OwnArena();
+StatusOr<std::string> DescribeLocalArena();
 
 // Opens the arena that `process` of the job has described; what was opened for it before goes. By its own description
 // this process learns its number.
@@ -42,7 +42,7 @@ void TrimArenas(double unused_for);
 struct ArenaUse {
   size_t used, touched;
 };
-ArenaUse OwnArenaUse();
+ArenaUse LocalArenaUse();
 
 }  // namespace jaxmp
 

@@ -24,7 +24,7 @@ constexpr int kSkipped = 77;
 
 struct Descriptor {
   explicit Descriptor(Compute compute) {
-    CHECK_EQ(api().MatmulDescriptorCreate(&object, CublasCompute(compute)), abi::CUBLASMP_STATUS_SUCCESS);
+    CHECK_EQ(api().MatmulDescriptorCreate(&object, NumberOf(compute)), abi::CUBLASMP_STATUS_SUCCESS);
   }
   ~Descriptor() { CHECK_EQ(api().MatmulDescriptorDestroy(object), abi::CUBLASMP_STATUS_SUCCESS); }
   Descriptor(const Descriptor&) = delete;

@@ -14,6 +14,7 @@
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "csrc/hostmp/kernels/amx_gemm.h"
 #include "csrc/hostmp/kernels/avx512_bf16_gemm.h"
+#include "csrc/hostmp/kernels/bf16_small_n.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/instruction_set.h"
 
@@ -29,6 +30,8 @@ struct Kernel {
   void (*gemm)(const KSegments&, float, float, char*);
   int64_t kc, unit;  // of k
   int64_t (*scratch)(int64_t, int64_t, int64_t);
+  hostmp::Bf16Sums sums;
+  bool only_adds;  // beta is 0 or 1
 };
 
 uint16_t bf16(float value) {
@@ -132,6 +135,7 @@ void test_kernel(const Kernel& kernel) {
     for (bool is_b_plain : {true, false}) {
       for (const auto& extent : kExtents) {
         for (const auto& scale : kScales) {
+          if (kernel.only_adds && scale[1] != 0 && scale[1] != 1) continue;
           for (bool is_cut : {false, true}) {
             test_product(kernel, is_a_plain, is_b_plain, extent[0], extent[1], extent[2], scale[0], scale[1], is_cut,
                          &random);
@@ -211,7 +215,9 @@ void test_few_columns_have_the_bits_of_many(const Kernel& kernel) {
                                is_b_plain ? k : kN,
                                c.data(),
                                m};
-        kernel.gemm(is_cut ? cut_up(kernel, whole) : KSegments{whole}, 1, beta, scratch);
+        const KSegments parts = is_cut ? cut_up(kernel, whole) : KSegments{whole};
+        n > hostmp::kBf16SmallN ? kernel.gemm(parts, 1, beta, scratch)
+                                : hostmp::bf16_small_n_gemm(kernel.sums, parts, beta == 1);
         return c;
       };
       for (const bool is_b_plain : {true, false}) {
@@ -230,15 +236,24 @@ void test_few_columns_have_the_bits_of_many(const Kernel& kernel) {
 }
 
 // k may be cut anywhere: of what is cut here, some ends where an instruction's k do.
-const Kernel kChosen = {
-    "gemm16",
-    true,
-    [](const KSegments& parts, float alpha, float beta, char* scratch) {
-      hostmp::gemm16(abi::CUDA_R_16BF, parts, alpha, beta, scratch);
-    },
-    0,
-    8,
-    [](int64_t m, int64_t n, int64_t k) { return hostmp::gemm16_scratch(abi::CUDA_R_16BF, m, n, k); }};
+hostmp::KernelChoice choice_of(abi::cublasOperation_t trans_a, int64_t n, float alpha) {
+  return hostmp::KernelOf({abi::CUDA_R_16BF, abi::CUDA_R_16BF, abi::CUBLAS_COMPUTE_32F, trans_a, n,
+                           /*is_fixed_order=*/false, alpha == 1});
+}
+const Kernel kChosen = {"the chosen kernel",
+                        true,
+                        [](const KSegments& parts, float alpha, float beta, char* scratch) {
+                          const Product& p = parts.front();
+                          hostmp::Multiply(choice_of(p.trans_a, p.n, alpha), parts, alpha, beta == 1, scratch);
+                        },
+                        0,
+                        8,
+                        [](int64_t m, int64_t n, int64_t k) {
+                          return std::max(hostmp::ScratchBytes(choice_of(abi::CUBLAS_OP_N, n, 1), m, n, k),
+                                          hostmp::ScratchBytes(choice_of(abi::CUBLAS_OP_T, n, 1), m, n, k));
+                        },
+                        hostmp::Bf16Sums::kAmx,
+                        /*only_adds=*/true};
 
 }  // namespace
 }  // namespace jaxmp::test
@@ -249,8 +264,9 @@ int main() {
   CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
   const test::Kernel kernels[] = {
       {"AVX512_BF16", hostmp::cpu().avx512_bf16, hostmp::avx512_bf16_gemm, hostmp::kKC, hostmp::kBf16Unit,
-       hostmp::avx512_bf16_gemm_scratch},
-      {"AMX", hostmp::cpu().amx_bf16, hostmp::amx_gemm, hostmp::kAmxKC, hostmp::kAmxUnit, hostmp::amx_gemm_scratch},
+       hostmp::avx512_bf16_gemm_scratch, hostmp::Bf16Sums::kAvx512Bf16, false},
+      {"AMX", hostmp::cpu().amx_bf16, hostmp::amx_gemm, hostmp::kAmxKC, hostmp::kAmxUnit, hostmp::amx_gemm_scratch,
+       hostmp::Bf16Sums::kAmx, false},
   };
   for (const test::Kernel& kernel : kernels) {
     test::test_kernel(kernel);

@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "csrc/hostmp/gemm/cblas.h"
-#include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "tests/cpp/check.h"
 
 namespace jaxmp::test {

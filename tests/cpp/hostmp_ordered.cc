@@ -228,22 +228,35 @@ void test_kernel(hostmp::SimdLevel level, const char* instructions) {
           hostmp::simd_gemm(level, Type<T>::number, parts, 1.0, adds, scratch.data());
           check::report(same(c, expected), __FILE__, __LINE__, instructions + (" " + test.name()));
           check::report(scratch.is_intact(), __FILE__, __LINE__, test.name() + ": scratch overrun");
+          if (test.n > hostmp::kSmallN || trans_a != abi::CUBLAS_OP_N || hostmp::facts(Type<T>::number).is_complex) {
+            continue;
+          }
+          c = test.c;
+          hostmp::simd_small_n_gemm(level, Type<T>::number, parts, 1.0, adds);
+          check::report(same(c, expected), __FILE__, __LINE__, instructions + (" few columns, " + test.name()));
         }
       }
     }
   }
 }
 
+// The kernel for n columns and A as it is.
+template <typename T>
+hostmp::KernelChoice fixed_order(int64_t n) {
+  return hostmp::KernelOf({Type<T>::number, Type<T>::number, abi::CUBLAS_COMPUTE_32F, abi::CUBLAS_OP_N, n,
+                           /*is_fixed_order=*/true, /*is_alpha_one=*/true});
+}
+
 // Whatever an instruction does within a K block: the whole is the sum of the K blocks, each alone, in ascending order.
 template <typename T>
 void check_k_blocks(const Case<T>& test, const std::vector<typename Type<T>::Sum>& whole) {
-  const int64_t k_block = hostmp::k_block_depth(Type<T>::number);
+  const int64_t k_block = hostmp::KBlockDepth(fixed_order<T>(test.n).kernel);
   auto total = test.c;
   for (int64_t at = 0; at < test.k; at += k_block) {
     const int64_t end = std::min(at + k_block, test.k);
     auto sums = test.c;
-    Scratch scratch(hostmp::fixed_order_gemm_scratch(Type<T>::number, test.m, test.n, end - at));
-    hostmp::fixed_order_gemm(Type<T>::number, {test.product(at, end, sums.data())}, false, scratch.data());
+    Scratch scratch(hostmp::ScratchBytes(fixed_order<T>(test.n), test.m, test.n, end - at));
+    hostmp::Multiply(fixed_order<T>(test.n), {test.product(at, end, sums.data())}, 1, false, scratch.data());
     for (int64_t col = 0; col < test.n; ++col) {
       for (int64_t row = 0; row < test.m; ++row) {
         const auto i = static_cast<size_t>(col * test.ldc() + row);
@@ -257,7 +270,8 @@ void check_k_blocks(const Case<T>& test, const std::vector<typename Type<T>::Sum
 template <typename T>
 void test_extents_and_cuts() {
   constexpr int64_t kM = 70, kN = 20;
-  const int64_t unit = hostmp::k_unit(Type<T>::number), k = 2 * hostmp::k_block_depth(Type<T>::number) + 188;
+  const hostmp::Kernel kernel = fixed_order<T>(kN).kernel;
+  const int64_t unit = hostmp::KUnit(kernel), k = 2 * hostmp::KBlockDepth(kernel) + 188;
   const Case<T> test(abi::CUBLAS_OP_N, abi::CUBLAS_OP_T, kM, kN, k, 2);
   const auto run = [&](int64_t m, int64_t n, const std::vector<int64_t>& cuts) {
     auto c = test.c;
@@ -266,8 +280,8 @@ void test_extents_and_cuts() {
       part.m = m;
       part.n = n;
     }
-    Scratch scratch(hostmp::fixed_order_gemm_scratch(Type<T>::number, m, n, k));
-    hostmp::fixed_order_gemm(Type<T>::number, parts, false, scratch.data());
+    Scratch scratch(hostmp::ScratchBytes(fixed_order<T>(n), m, n, k));
+    hostmp::Multiply(fixed_order<T>(n), parts, 1, false, scratch.data());
     check::report(scratch.is_intact(), __FILE__, __LINE__, test.name() + ": scratch overrun");
     return c;
   };

@@ -39,7 +39,7 @@ void ReadAndRelease(uint64_t token, size_t bytes, char byte) {
 }
 
 void ABlockIsWrittenToAgainOnceAllHaveReadIt() {
-  CHECK(ShareArena(0, *OwnArena()).ok());
+  CHECK(ShareArena(0, *DescribeLocalArena()).ok());
   const Block first = *AllocateBlock(100000, 2), second = *AllocateBlock(1, 1);
   CHECK(first.token % kPages != second.token % kPages);
   Fill(first, 7, 100000);
@@ -53,14 +53,14 @@ void ABlockIsWrittenToAgainOnceAllHaveReadIt() {
   ReadAndRelease(third.token, 70000, 8);
   Fill(second, 9, 1);
   ReadAndRelease(second.token, 1, 9);
-  CHECK_EQ(OwnArenaUse().used, size_t{0});
-  const size_t touched = OwnArenaUse().touched;
+  CHECK_EQ(LocalArenaUse().used, size_t{0});
+  const size_t touched = LocalArenaUse().touched;
   for (int i = 0; i < 100; ++i) {
     const Block block = *AllocateBlock(200000, 1);
     Fill(block, 3, 200000);
     ReadAndRelease(block.token, 200000, 3);
   }
-  CHECK(OwnArenaUse().touched <= touched + (256 << 10));
+  CHECK(LocalArenaUse().touched <= touched + (256 << 10));
 }
 
 size_t AddressesMapped() {
@@ -77,13 +77,13 @@ void MemoryThatIsNotUsedGoesBack() {
   Fill(large, 5, kLarge);
   TrimArenas(0);
   ReadAndRelease(large.token, kLarge, 5);  // not what is in use
-  CHECK(OwnArenaUse().touched >= kLarge);
+  CHECK(LocalArenaUse().touched >= kLarge);
   const Block small = *AllocateBlock(1000, 1);  // does not keep the large one
   Fill(small, 6, 1000);
   TrimArenas(60);  // a loop of calls finds it again
-  CHECK(OwnArenaUse().touched >= kLarge);
+  CHECK(LocalArenaUse().touched >= kLarge);
   TrimArenas(0);
-  CHECK(OwnArenaUse().touched < (1 << 20));
+  CHECK(LocalArenaUse().touched < (1 << 20));
   CHECK(AddressesMapped() < before + (8 << 20));
   ReadAndRelease(small.token, 1000, 6);
   const Block again = *AllocateBlock(2 * kLarge, 1);  // where the large one was
@@ -143,13 +143,13 @@ void WhatIsNotThereIsRefused() {
   CHECK_CONTAINS(ShareArena(1, "memory").message(), "describes no shared memory");
   CHECK_CONTAINS(ShareArena(1, "1 99999 5").message(), "cannot open the memory of rank 1, /proc/1/fd/99999: ");
   int pid = 0, fd = 0;
-  std::sscanf(OwnArena()->c_str(), "%d %d", &pid, &fd);
+  std::sscanf(DescribeLocalArena()->c_str(), "%d %d", &pid, &fd);
   const std::string place = std::to_string(pid) + " " + std::to_string(fd);
   CHECK_CONTAINS(ShareArena(1, place + " 5").message(), "is not the memory of rank 1");
 }
 
 void AnotherProcessReadsWhatThisOneWrites() {
-  const std::string described = *OwnArena();
+  const std::string described = *DescribeLocalArena();
   const Block block = *AllocateBlock(6, 1);
   std::memcpy(block.data, "shared", 6);
   const pid_t child = fork();
@@ -163,7 +163,7 @@ void AnotherProcessReadsWhatThisOneWrites() {
   int how = -1;
   CHECK_EQ(waitpid(child, &how, 0), child);
   CHECK_EQ(how, 0);
-  CHECK_EQ(OwnArenaUse().used, size_t{0});
+  CHECK_EQ(LocalArenaUse().used, size_t{0});
 }
 
 // Four devices, of which this process has those at positions 0 and 2, and the peer the others; the order of their ranks
@@ -183,7 +183,7 @@ struct Job {
     int ends[2];
     CHECK_EQ(socketpair(AF_UNIX, SOCK_STREAM, 0, ends), 0);
     fd = ends[1];
-    for (int process : {0, 1}) CHECK(ShareArena(process, *OwnArena()).ok());
+    for (int process : {0, 1}) CHECK(ShareArena(process, *DescribeLocalArena()).ok());
     StartBarrier({0, 2, 1.5, -1});
     ConnectPeer(1, ends[0]);
   }

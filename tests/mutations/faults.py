@@ -1282,8 +1282,8 @@ CPP = (
     Fault(
         "rounded-beta",
         ROUNDED_GEMM_CC,
-        "const float add = block.first == 0 ? beta : 1.0f;",
-        "const float add = beta;",
+        "alpha, adds || block.first > 0, packed.own);",
+        "alpha, adds, packed.own);",
         "a product of rounded operands keeps the last 512 k alone",
         ("spec/test_precision.py", "cpp:hostmp_blas"),
     ),

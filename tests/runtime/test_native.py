@@ -299,6 +299,7 @@ def test_describe_plan(extension, pattern, algorithm):
     plan = native.describe_plan(attributes(pattern, m=8, n=4, k=12, mesh=(4,)))
     assert plan["nranks"] == 4
     assert plan["algorithm"] == algorithm
+    assert plan["kernel"] in native.kernel_of("f32")
     assert len(plan["device_workspace"]) == len(plan["host_workspace"]) == 4
     assert len(set(plan["device_workspace"])) == len(set(plan["host_workspace"])) == 1  # shards are of one size
 

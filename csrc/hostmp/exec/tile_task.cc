@@ -6,12 +6,11 @@
 
 #include "csrc/hostmp/exec/epilog.h"
 #include "csrc/hostmp/exec/tile_store.h"
-#include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "csrc/hostmp/gemm/rounded_gemm.h"
 #include "csrc/hostmp/gemm/scaled_gemm.h"
 #include "csrc/hostmp/handles/matrix_view.h"
-#include "csrc/hostmp/kernels/simd_gemm.h"
+#include "csrc/hostmp/tiling/workspace.h"
 
 namespace jaxmp::hostmp {
 namespace {
@@ -24,6 +23,7 @@ class TileTask {
         m_(product.tiling().m[static_cast<size_t>(tile.m_range)]),
         n_(product.tiling().n[static_cast<size_t>(tile.n_range)]),
         call_(*product.calls[0]),
+        kernel_(kernel_of(call_, tile.cols)),
         scratch_(workspace ? workspace + product.area().sums_bytes : nullptr),
         boundary_(scratch_ + product.area().scratch_bytes),
         gathered_(boundary_ + product.area().boundary_bytes),
@@ -56,29 +56,18 @@ class TileTask {
     return {rank, m_.local[0] + tile_.row, n.local[0] + col};
   }
 
-  // z = beta C, and onto it the products, as fast as the BLAS does them.
+  // z = beta C, and onto it the products, as fast as the kernel does them.
   void sum() {
-    bool is_started = stores_.size() > 1;  // of whom some may read C, and others not
+    bool is_started = stores_.size() > 1;  // some of them may read C, and others not
     if (is_started) fill_zero();
     for (const TileStore& store : stores_) is_started = store.add_c(is_started);
-    if (product_.tiling().k.empty()) {
-      if (!is_started) fill_zero();
-      return;
-    }
-    if (facts(call_.a.desc.type).is_16bit && !call_.is_decoded()) return add_product16(is_started);
-    if (is_own_product(call_, tile_.cols)) {
-      return simd_gemm(simd_level(), call_.a.desc.type, k_segments(), call_.alpha.real(), is_started, scratch_);
-    }
-    for (const CommonRange& range : product_.tiling().k) {
-      call_.is_decoded() ? add_decoded(range, is_started) : add_product(product_of(range), is_started);
-      is_started = true;
-    }
+    if (!product_.tiling().k.empty()) return multiply(is_started);
+    if (!is_started) fill_zero();
   }
 
   // z = alpha (the sum over k in ascending order) + beta C.
   void sum_then_scale() {
-    const bool is_started = call_.is_decoded() ? multiply_decoded() : multiply_fixed_order();
-    if (!is_started) fill_zero();
+    product_.tiling().k.empty() ? fill_zero() : multiply(false);
     const std::complex<double> alpha = call_.alpha * tensor_scale();
     if (alpha != 1.0) {
       scale_sums(z_.data, z_.ld, tile_.rows, tile_.cols, alpha.real(), alpha.imag(), call_.accumulator(),
@@ -96,20 +85,26 @@ class TileTask {
     return scale;
   }
 
-  bool multiply_decoded() {
-    std::vector<ScaledProduct> segments;
-    for (const CommonRange& range : product_.tiling().k) segments.push_back(scaled_product_of(range));
-    if (segments.empty()) return false;
-    if (call_.fixed_reduction_order) {
-      scaled_gemm_fixed_order(segments, scratch_);
-    } else {
-      for (const ScaledProduct& segment : segments) scaled_gemm(segment, 1, &segment != segments.data(), scratch_);
-    }
-    return true;
+  // z = alpha op(A) op(B), onto z where `adds`.
+  void multiply(bool adds) {
+    const std::complex<double> alpha = call_.scales_last() ? 1.0 : call_.alpha;
+    if (call_.is_decoded()) return multiply_decoded(alpha.real(), adds);
+    const KSegments segments = call_.fixed_reduction_order ? segments_of_whole_units() : k_segments();
+    if (kernel_.conversion == Conversion::kNone) return Multiply(kernel_, segments, alpha, adds, scratch_);
+    rounded_gemm(kernel_, call_.compute, segments, alpha, adds, scratch_);
   }
 
-  bool multiply_fixed_order() {
-    const int64_t unit = k_unit(call_.a.desc.type);
+  void multiply_decoded(double alpha, bool adds) {
+    std::vector<ScaledProduct> segments;
+    for (const CommonRange& range : product_.tiling().k) segments.push_back(scaled_product_of(range));
+    if (call_.fixed_reduction_order) return scaled_gemm(kernel_, segments, alpha, adds, scratch_);
+    for (const ScaledProduct& segment : segments) {
+      scaled_gemm(kernel_, {segment}, alpha, adds || &segment != segments.data(), scratch_);
+    }
+  }
+
+  KSegments segments_of_whole_units() {
+    const int64_t unit = KUnit(kernel_.kernel);
     KSegments segments;
     char* boundary = boundary_;
     int64_t at = 0;  // k that the segments cover so far
@@ -123,8 +118,7 @@ class TileTask {
       boundary += boundary_bytes(call_, segments.back().k, tile_.rows, tile_.cols);
       at += segments.back().k;
     }
-    if (!segments.empty()) fixed_order_gemm(call_.a.desc.type, segments, false, scratch_);
-    return !segments.empty();
+    return segments;
   }
 
   static CommonRange sub_range(const CommonRange& range, int64_t begin, int64_t end) {
@@ -170,7 +164,7 @@ class TileTask {
                  {n.proc[1], n.local[1] + col});
   }
 
-  // Those of all ranks, put together as they are stored.
+  // The columns of all ranks, put together as they are stored.
   MatrixView gathered_b(const CommonRange& k) const {
     const abi::cudaDataType_t type = call_.b.desc.type;
     const bool is_plain = call_.trans_b == abi::CUBLAS_OP_N;
@@ -189,29 +183,6 @@ class TileTask {
     KSegments segments;
     for (const CommonRange& range : product_.tiling().k) segments.push_back(product_of(range));
     return segments;
-  }
-
-  void add_product16(bool adds) {
-    gemm16(call_.a.desc.type, k_segments(), static_cast<float>(call_.alpha.real()), adds ? 1.0f : 0.0f, scratch_);
-  }
-
-  void add_product(const Product& product, bool adds) {
-    const double one = adds ? 1 : 0;
-    const std::complex<double> alpha = call_.alpha;
-    if (rounds_operands(call_.compute)) {
-      return rounded_gemm(call_.compute, call_.a.desc.type, product, Complex64(alpha), static_cast<float>(one),
-                          scratch_);
-    }
-    switch (call_.a.desc.type) {
-      case abi::CUDA_R_64F:
-        return gemm(product, alpha.real(), one);
-      case abi::CUDA_C_32F:
-        return gemm(product, Complex64(alpha), Complex64(static_cast<float>(one)));
-      case abi::CUDA_C_64F:
-        return gemm(product, alpha, Complex128(one));
-      default:
-        return gemm(product, static_cast<float>(alpha.real()), static_cast<float>(one));
-    }
   }
 
   // The operand's piece, with the scales of the rank that holds it.
@@ -245,11 +216,6 @@ class TileTask {
     return product;
   }
 
-  // Of integers, or of a mixed pair.
-  void add_decoded(const CommonRange& k, bool adds) {
-    scaled_gemm(scaled_product_of(k), call_.alpha.real(), adds, scratch_);
-  }
-
   // Where op(X) is at (row, col), each given as the process coordinate and the local index along that axis of op(X).
   struct Index {
     int64_t proc, local;
@@ -272,6 +238,7 @@ class TileTask {
   const CommonRange& m_;
   const CommonRange& n_;    // the first one
   const MatmulCall& call_;  // rank 0's, for what all ranks share
+  const KernelChoice kernel_;
   char* const scratch_;
   char* const boundary_;
   char* const gathered_;

@@ -129,7 +129,7 @@ bool blas_is_openblas() { return blas_is_loaded() && !libraries().names.config.e
 
 BlasLibraries blas_libraries() { return blas_is_loaded() ? libraries().names : BlasLibraries{}; }
 
-bool mkl_has_gemm(abi::cudaDataType_t type) { return mixed_gemm(type) != nullptr; }
+bool mkl_has_gemm(abi::cudaDataType_t type) { return blas_is_loaded() && mixed_gemm(type) != nullptr; }
 
 void mkl_gemm(abi::cudaDataType_t type, const Product& p, float alpha, float beta) {
   call_mixed(mixed_gemm(type), p, alpha, beta);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstring>
 
-#include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "csrc/hostmp/gemm/stored_block.h"
 #include "csrc/hostmp/numeric/convert.h"
@@ -13,10 +12,15 @@ namespace {
 
 using namespace abi;  // NOLINT: cuBLAS's own names, everywhere below
 
-// Real operands become 16-bit numbers, for the 16-bit kernels; all else stays f32.
-cudaDataType_t rounded_type(cublasComputeType_t compute, cudaDataType_t type) {
-  if (facts(type).is_complex || compute == CUBLAS_COMPUTE_32F_FAST_TF32) return type;
-  return compute == CUBLAS_COMPUTE_32F_FAST_16BF ? CUDA_R_16BF : CUDA_R_16F;
+void round_to_tf32(const float* from, float* to, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, from + i, sizeof(bits));
+    // Just under half of the last bit that is kept, and that bit itself, which decides a tie; infinities and NaN stay.
+    const bool is_finite = (bits & 0x7f800000) != 0x7f800000;
+    bits = is_finite ? (bits + 0xfff + (bits >> 13 & 1)) & 0xffffe000 : bits;
+    std::memcpy(to + i, &bits, sizeof(bits));
+  }
 }
 
 template <typename T>
@@ -41,68 +45,48 @@ void round_run(cublasComputeType_t compute, cudaDataType_t rounded, const float*
 
 // Rounds K blocks of both operands.
 struct RoundingKernel : StoredBlocks {
-  RoundingKernel(cublasComputeType_t compute, cudaDataType_t type, std::complex<float> alpha = 1, float beta = 0)
-      : compute(compute),
-        type(type),
-        rounded(rounded_type(compute, type)),
-        floats(facts(type).is_complex ? 2 : 1),
+  RoundingKernel(const KernelChoice& choice, cublasComputeType_t compute, std::complex<double> alpha = 1,
+                 bool adds = false)
+      : choice{choice.kernel, choice.type},
+        compute(compute),
+        floats(facts(choice.type).is_complex ? 2 : 1),
         alpha(alpha),
-        beta(beta) {}
+        adds(adds) {}
 
-  int64_t a_bytes(int64_t rows, int64_t depth) const { return rows * depth * facts(rounded).bytes; }
-  int64_t b_bytes(int64_t cols, int64_t depth) const { return cols * depth * facts(rounded).bytes; }
-  int64_t own_bytes(int64_t m, int64_t n, int64_t depth) const {
-    return facts(rounded).is_16bit ? gemm16_scratch(rounded, m, n, depth) : 0;
-  }
+  int64_t a_bytes(int64_t rows, int64_t depth) const { return rows * depth * facts(choice.type).bytes; }
+  int64_t b_bytes(int64_t cols, int64_t depth) const { return cols * depth * facts(choice.type).bytes; }
+  int64_t own_bytes(int64_t m, int64_t n, int64_t depth) const { return ScratchBytes(choice, m, n, depth); }
   void pack_a(const KBlock<Product>& block, int64_t, int64_t, char* to) const { pack(stored_a(block), to); }
   void pack_b(const KBlock<Product>& block, int64_t, int64_t, char* to) const { pack(stored_b(block), to); }
   void multiply(const KBlock<Product>& block, const Packed& packed, const CTile&) const {
-    const Product p = product_of(block, packed);
-    const float add = block.first == 0 ? beta : 1.0f;
-    if (facts(rounded).is_16bit) return gemm16(rounded, {p}, alpha.real(), add, packed.own);
-    if (facts(type).is_complex) return gemm(p, Complex64(alpha), Complex64(add));
-    gemm(p, alpha.real(), add);
+    Multiply(choice, {product_of(block, packed)}, alpha, adds || block.first > 0, packed.own);
   }
 
   void pack(const StoredBlock& from, char* to) const {
     for (int64_t col = 0; col < from.cols; ++col) {
-      round_run(compute, rounded, static_cast<const float*>(from.data) + floats * (from.offset + col * from.ld),
-                to + col * from.rows * facts(rounded).bytes, floats * from.rows);
+      round_run(compute, choice.type, static_cast<const float*>(from.data) + floats * (from.offset + col * from.ld),
+                to + col * from.rows * facts(choice.type).bytes, floats * from.rows);
     }
   }
 
+  KernelChoice choice;  // for the rounded numbers
   cublasComputeType_t compute;
-  cudaDataType_t type, rounded;
   int64_t floats;  // of a number
-  std::complex<float> alpha;
-  float beta;
+  std::complex<double> alpha;
+  bool adds;
 };
 
 }  // namespace
 
-bool rounds_operands(cublasComputeType_t compute) {
-  return compute == CUBLAS_COMPUTE_32F_FAST_TF32 || compute == CUBLAS_COMPUTE_32F_FAST_16BF ||
-         compute == CUBLAS_COMPUTE_32F_FAST_16F;
-}
-
-void round_to_tf32(const float* from, float* to, int64_t count) {
-  for (int64_t i = 0; i < count; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, from + i, sizeof(bits));
-    // Just under half of the last bit that is kept, and that bit itself, which decides a tie; infinities and NaN stay.
-    const bool is_finite = (bits & 0x7f800000) != 0x7f800000;
-    bits = is_finite ? (bits + 0xfff + (bits >> 13 & 1)) & 0xffffe000 : bits;
-    std::memcpy(to + i, &bits, sizeof(bits));
+void rounded_gemm(const KernelChoice& choice, cublasComputeType_t compute, const KSegments& segments,
+                  std::complex<double> alpha, bool adds, char* scratch) {
+  for (const Product& p : segments) {
+    blocked_gemm(RoundingKernel(choice, compute, alpha, adds || &p != segments.data()), &p, 1, scratch);
   }
 }
 
-void rounded_gemm(cublasComputeType_t compute, cudaDataType_t type, const Product& p, std::complex<float> alpha,
-                  float beta, char* scratch) {
-  blocked_gemm(RoundingKernel(compute, type, alpha, beta), &p, 1, scratch);
-}
-
-int64_t rounded_gemm_scratch(cublasComputeType_t compute, cudaDataType_t type, int64_t m, int64_t n, int64_t k) {
-  return scratch_of(RoundingKernel(compute, type), m, n, k).bytes();
+int64_t rounded_gemm_scratch(const KernelChoice& choice, int64_t m, int64_t n, int64_t k) {
+  return scratch_of(RoundingKernel(choice, CUBLAS_COMPUTE_32F), m, n, k).bytes();
 }
 
 }  // namespace jaxmp::hostmp

@@ -10,20 +10,15 @@
 #include <cstdint>
 
 #include "csrc/cublasmp/abi.h"
+#include "csrc/hostmp/gemm/kernel_choice.h"
 #include "csrc/hostmp/kernels/k_blocks.h"
 
 namespace jaxmp::hostmp {
 
-// Whether the compute type rounds f32 and c64 operands ahead of the product.
-bool rounds_operands(abi::cublasComputeType_t compute);
-
-// As gemm16, for operands of `type` f32 or c64 (whose parts are rounded one by one).
-void rounded_gemm(abi::cublasComputeType_t compute, abi::cudaDataType_t type, const Product& product,
-                  std::complex<float> alpha, float beta, char* scratch);
-int64_t rounded_gemm_scratch(abi::cublasComputeType_t compute, abi::cudaDataType_t type, int64_t m, int64_t n,
-                             int64_t k);
-
-void round_to_tf32(const float* from, float* to, int64_t count);
+// As Multiply(), of operands of f32 or c64 (whose parts are rounded one by one) and a choice that rounds them.
+void rounded_gemm(const KernelChoice& choice, abi::cublasComputeType_t compute, const KSegments& segments,
+                  std::complex<double> alpha, bool adds, char* scratch);
+int64_t rounded_gemm_scratch(const KernelChoice& choice, int64_t m, int64_t n, int64_t k);
 
 }  // namespace jaxmp::hostmp
 

@@ -5,7 +5,6 @@
 #include <limits>
 #include <type_traits>
 
-#include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "csrc/hostmp/kernels/amx_gemm.h"
 #include "csrc/hostmp/kernels/blocked_gemm.h"
@@ -164,9 +163,9 @@ struct DecodingKernel {
   static_assert(kKC % hostmp::kKC == 0 && (kIsFloat || kKC % kAmxKC == 0),
                 "a K block of the inner product is decoded at once");
 
-  DecodingKernel(bool has_sums, bool is_fixed_order) : has_sums(has_sums), is_fixed_order(is_fixed_order) {}
-  DecodingKernel(const ScaledProduct& p, double alpha, bool adds, bool is_fixed_order)
-      : DecodingKernel(!kIsFloat && applies_to_sums(p.a.type, p.a.scales, p.b.front().x.scales), is_fixed_order) {
+  DecodingKernel(Kernel kernel, bool has_sums) : kernel{kernel, kType}, has_sums(has_sums) {}
+  DecodingKernel(Kernel kernel, const ScaledProduct& p, double alpha, bool adds)
+      : DecodingKernel(kernel, AppliesToSums(p.a.type, p.b.front().x.type, p.a.scales, p.b.front().x.scales)) {
     is_a_k = p.a.is_adjacent_in_k;
     is_b_k = p.b.front().x.is_adjacent_in_k;
     by_blocks = block_of(p.a.scales.mode) == kScaleBlock || block_of(p.b.front().x.scales.mode) == kScaleBlock;
@@ -179,9 +178,7 @@ struct DecodingKernel {
   int64_t sums_bytes(int64_t m, int64_t n) const { return has_sums ? round_up(4 * m * n, kAlign) : 0; }
   int64_t row_scales_bytes(int64_t m) const { return has_sums ? round_up(4 * m, kAlign) : 0; }
   int64_t own_bytes(int64_t m, int64_t n, int64_t depth) const {
-    return sums_bytes(m, n) + row_scales_bytes(m) +
-           (is_fixed_order || kIsFloat ? fixed_order_gemm_scratch(kType, std::min(m, kMC), n, depth)
-                                       : gemm16_scratch(kType, m, n, depth));
+    return sums_bytes(m, n) + row_scales_bytes(m) + ScratchBytes(kernel, std::min(m, kMC), n, depth);
   }
 
   void pack_a(const KBlock<ScaledProduct>& block, int64_t top, int64_t rows, char* to) const {
@@ -218,7 +215,7 @@ struct DecodingKernel {
                                is_b_k ? block.depth : p.n,
                                has_sums ? sums : static_cast<float*>(p.c) + tile.row,
                                has_sums ? p.m : p.ldc};
-      multiply_decoded(product, adds_now && !has_sums, inner);
+      Multiply(kernel, {product}, has_sums ? 1.0 : alpha, adds_now && !has_sums, inner);
       if (!has_sums) continue;
       while (from >= passed + scaled_by->k) passed += scaled_by++->k;
       if (p.a.type == abi::CUDA_R_8I) {
@@ -229,19 +226,8 @@ struct DecodingKernel {
     }
   }
 
-  void multiply_decoded(const Product& product, bool adds_to_c, char* inner) const {
-    if (is_fixed_order) return fixed_order_gemm(kType, {product}, adds_to_c, inner);
-    const float factor = has_sums ? 1.0f : static_cast<float>(alpha), old = adds_to_c ? 1.0f : 0.0f;
-    if constexpr (!kIsFloat) {
-      gemm16(kType, {product}, factor, old, inner);
-    } else if (takes_simd_gemm(kType, product.trans_a, product.n)) {
-      simd_gemm(simd_level(), kType, {product}, alpha, adds_to_c, inner);
-    } else {
-      gemm(product, factor, old);
-    }
-  }
-
-  bool has_sums, is_fixed_order, is_a_k = true, is_b_k = true, by_blocks = false;
+  KernelChoice kernel;  // for the decoded numbers
+  bool has_sums, is_a_k = true, is_b_k = true, by_blocks = false;
   double alpha = 1;
   bool adds = false;
 };
@@ -256,16 +242,6 @@ struct FewColumnsKernel {
   static constexpr int64_t kKC = hostmp::kKC, kMC = 512, kNC = kUncut, kMR = kUncut, kNR = kUncut;
   static constexpr bool kReusesB = false;
   static constexpr int64_t kStrip = 4;  // k
-
-  // With AVX2 as many columns as a product of 1 to 64 rows has: OpenBLAS takes as long for decoded numbers alone.
-  static int64_t most_columns(abi::cudaDataType_t a) {
-    return is_byte_integer(a) && simd_level() == SimdLevel::kAvx2 ? 4 * kSmallN : kSmallN;
-  }
-  // Of a mixed pair. In one order only where bf16, too, is summed so.
-  static bool takes(const ScaledProduct& p, abi::cudaDataType_t decoded, bool is_fixed_order) {
-    const bool is_alike = decoded == abi::CUDA_R_32F || !is_fixed_order;
-    return is_alike && !p.a.is_adjacent_in_k && p.n <= most_columns(p.a.type) && simd_level() != SimdLevel::kPortable;
-  }
 
   int64_t a_bytes(int64_t, int64_t) const { return 0; }
   int64_t b_bytes(int64_t cols, int64_t depth) const { return 4 * cols * depth; }
@@ -329,52 +305,33 @@ struct FewColumnsKernel {
 };
 
 template <typename Function>
-void with_decoded_type(abi::cudaDataType_t type, Function function) {
-  type == abi::CUDA_R_32F ? function(float{}) : function(BFloat16{});
-}
-
-// The type to which operands are decoded.
-abi::cudaDataType_t decoded_type(abi::cudaDataType_t a, abi::cudaDataType_t b) {
-  const abi::cudaDataType_t wide = facts(a).is_low_precision ? b : a;
-  const bool is_bf16 = facts(wide).is_low_precision || (wide == abi::CUDA_R_16BF && has_bf16_kernel());
-  return is_bf16 ? abi::CUDA_R_16BF : abi::CUDA_R_32F;
-}
-
-void multiply_segments(const std::vector<ScaledProduct>& segments, double alpha, bool adds, bool is_fixed_order,
-                       char* scratch) {
-  const ScaledProduct& first = segments.front();
-  const ScaledOperand &a = first.a, &b = first.b.front().x;
-  const abi::cudaDataType_t decoded = decoded_type(a.type, b.type);
-  const bool is_mixed = facts(a.type).is_low_precision != facts(b.type).is_low_precision;
-  if (is_mixed && FewColumnsKernel::takes(first, decoded, is_fixed_order)) {
-    const FewColumnsKernel kernel = {static_cast<float>(alpha), adds, b.is_adjacent_in_k};
-    return blocked_gemm(kernel, segments.data(), segments.size(), scratch);
-  }
-  with_decoded_type(decoded, [&](auto number) {
-    const DecodingKernel<decltype(number)> kernel(first, alpha, adds, is_fixed_order);
-    blocked_gemm(kernel, segments.data(), segments.size(), scratch);
-  });
+auto WithDecodedType(const KernelChoice& choice, Function function) {
+  return choice.type == abi::CUDA_R_32F ? function(float{}) : function(BFloat16{});
 }
 
 }  // namespace
 
-void scaled_gemm(const ScaledProduct& product, double alpha, bool adds, char* scratch) {
-  multiply_segments({product}, alpha, adds, /*is_fixed_order=*/false, scratch);
-}
-
-void scaled_gemm_fixed_order(const std::vector<ScaledProduct>& segments, char* scratch) {
-  multiply_segments(segments, 1, false, /*is_fixed_order=*/true, scratch);
-}
-
-int64_t scaled_gemm_scratch(abi::cudaDataType_t a, abi::cudaDataType_t b, bool has_sums, bool is_fixed_order, int64_t m,
-                            int64_t n, int64_t k) {
-  const int64_t most = std::min(n, FewColumnsKernel::most_columns(a));
-  const int64_t few = scratch_of(FewColumnsKernel{}, m, most, k).bytes();
-  int64_t bytes = std::max(few, round_up(4 * m, kAlign));
-  with_decoded_type(decoded_type(a, b), [&](auto number) {
-    bytes = std::max(bytes, scratch_of(DecodingKernel<decltype(number)>(has_sums, is_fixed_order), m, n, k).bytes());
+void scaled_gemm(const KernelChoice& choice, const std::vector<ScaledProduct>& segments, double alpha, bool adds,
+                 char* scratch) {
+  if (choice.conversion == Conversion::kDecodedFewColumns) {
+    const bool is_b_k = segments.front().b.front().x.is_adjacent_in_k;
+    const FewColumnsKernel kernel = {static_cast<float>(alpha), adds, is_b_k};
+    return blocked_gemm(kernel, segments.data(), segments.size(), scratch);
+  }
+  WithDecodedType(choice, [&](auto number) {
+    const DecodingKernel<decltype(number)> kernel(choice.kernel, segments.front(), alpha, adds);
+    blocked_gemm(kernel, segments.data(), segments.size(), scratch);
   });
-  return bytes;
+}
+
+int64_t scaled_gemm_scratch(const KernelChoice& choice, bool applies_to_sums, int64_t m, int64_t n, int64_t k) {
+  const int64_t bytes = choice.conversion == Conversion::kDecodedFewColumns
+                            ? scratch_of(FewColumnsKernel{}, m, n, k).bytes()
+                            : WithDecodedType(choice, [&](auto number) {
+                                const DecodingKernel<decltype(number)> kernel(choice.kernel, applies_to_sums);
+                                return scratch_of(kernel, m, n, k).bytes();
+                              });
+  return std::max(bytes, round_up(4 * m, kAlign));
 }
 
 }  // namespace jaxmp::hostmp

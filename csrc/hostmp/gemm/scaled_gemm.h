@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "csrc/cublasmp/abi.h"
+#include "csrc/hostmp/gemm/kernel_choice.h"
 #include "csrc/hostmp/numeric/scales.h"
 
 namespace jaxmp::hostmp {
@@ -37,22 +38,21 @@ struct ScaledProduct {
   int64_t ldc;
 };
 
-// c = op(a) op(b) + c, without c where it is not to be added. The tensor-wide scales are the caller's. 8-bit integers:
-// alpha op(a) op(b) + c, exact, modulo 2^32. Blocks of 128 are summed each by itself, scaled, and added in ascending
-// order.
-void scaled_gemm(const ScaledProduct& product, double alpha, bool adds, char* scratch);
+// c = alpha op(a) op(b) + c, without c where it is not to be added; alpha is 1 but for integers and mixed pairs. The
+// tensor-wide scales are the caller's. 8-bit integers: exact, modulo 2^32. Blocks of 128 are summed each by itself,
+// scaled, and added in ascending order.
+//
+// K blocks are decoded from all K segments that they overlap, so nothing depends on where k is cut; the segments share
+// m, n and c.
+void scaled_gemm(const KernelChoice& choice, const std::vector<ScaledProduct>& segments, double alpha, bool adds,
+                 char* scratch);
 
-// c = op(a) op(b), each element summed in one order. K blocks are decoded from all K
-// segments that they overlap, so nothing depends on where k is cut; the segments share m, n and c.
-void scaled_gemm_fixed_order(const std::vector<ScaledProduct>& segments, char* scratch);
-
-// Bytes, for any product of operands of types a and b of at most m x n; at least m floats.
-int64_t scaled_gemm_scratch(abi::cudaDataType_t a, abi::cudaDataType_t b, bool applies_to_sums, bool is_fixed_order,
-                            int64_t m, int64_t n, int64_t k);
+// Bytes; at least m floats.
+int64_t scaled_gemm_scratch(const KernelChoice& choice, bool applies_to_sums, int64_t m, int64_t n, int64_t k);
 
 // Whether products of operands of 8 bits and fewer are scaled, or added as integers, after they have been summed.
-inline bool applies_to_sums(abi::cudaDataType_t type, const Scales& a, const Scales& b) {
-  return type == abi::CUDA_R_8I || scales_sums(a.mode) || scales_sums(b.mode);
+inline bool AppliesToSums(abi::cudaDataType_t type_a, abi::cudaDataType_t type_b, const Scales& a, const Scales& b) {
+  return (type_a == abi::CUDA_R_8I && type_b == abi::CUDA_R_8I) || scales_sums(a.mode) || scales_sums(b.mode);
 }
 
 }  // namespace jaxmp::hostmp

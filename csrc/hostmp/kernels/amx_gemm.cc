@@ -9,7 +9,6 @@
 #include <algorithm>
 
 #include "csrc/hostmp/cpu/avx512.h"
-#include "csrc/hostmp/kernels/bf16_small_n.h"
 #include "csrc/hostmp/kernels/blocked_gemm.h"
 #include "csrc/hostmp/kernels/pack_bf16.h"
 
@@ -86,7 +85,7 @@ JAXMP_AMX void store(const float* sums, float alpha_value, float beta_value, int
 
 struct AmxKernel {
   static constexpr int64_t kKC = kAmxKC, kMR = kTile, kNR = kTile;
-  static constexpr int64_t kNC = 512;        // of which a K block is 1 MiB, for the second cache
+  static constexpr int64_t kNC = 512;        // a K block of them has 1 MiB, for the second cache
   static constexpr int64_t kMC = 8 * kTile;  // 512 KiB
   static constexpr bool kReusesB = false;
 
@@ -146,7 +145,6 @@ struct AmxKernel {
 }  // namespace
 
 void amx_gemm(const KSegments& segments, float alpha, float beta, char* scratch) {
-  if (bf16_small_n_gemm(Bf16Sums::kAmx, segments, alpha, beta)) return;
   const ScopedTiles tiles;
   blocked_gemm(AmxKernel{segments.front(), alpha, beta}, segments, scratch);
 }

@@ -6,7 +6,6 @@
 #include <algorithm>
 
 #include "csrc/hostmp/cpu/avx512.h"
-#include "csrc/hostmp/kernels/bf16_small_n.h"
 #include "csrc/hostmp/kernels/blocked_gemm.h"
 #include "csrc/hostmp/kernels/pack_bf16.h"
 
@@ -131,7 +130,6 @@ struct Avx512Bf16Kernel {
 }  // namespace
 
 void avx512_bf16_gemm(const KSegments& segments, float alpha, float beta, char* scratch) {
-  if (bf16_small_n_gemm(Bf16Sums::kAvx512Bf16, segments, alpha, beta)) return;
   blocked_gemm(Avx512Bf16Kernel{segments.front(), alpha, beta}, segments, scratch);
 }
 

@@ -145,20 +145,16 @@ JAXMP_AVX512_BF16 void multiply(Bf16Sums kind, const KSegments& segments, bool a
 
 }  // namespace
 
-bool bf16_small_n_gemm(Bf16Sums kind, const KSegments& segments, float alpha, float beta) {
-  const bool is_plain = segments.front().trans_a == abi::CUBLAS_OP_N && alpha == 1 && (beta == 0 || beta == 1);
-  if (!is_plain) return false;
+void bf16_small_n_gemm(Bf16Sums kind, const KSegments& segments, bool adds) {
   switch (segments.front().n) {
     case 1:
-      return multiply<1>(kind, segments, beta == 1), true;
+      return multiply<1>(kind, segments, adds);
     case 2:
-      return multiply<2>(kind, segments, beta == 1), true;
+      return multiply<2>(kind, segments, adds);
     case 3:
-      return multiply<3>(kind, segments, beta == 1), true;
-    case 4:
-      return multiply<4>(kind, segments, beta == 1), true;
+      return multiply<3>(kind, segments, adds);
     default:
-      return false;
+      return multiply<kBf16SmallN>(kind, segments, adds);
   }
 }
 
@@ -168,7 +164,7 @@ bool bf16_small_n_gemm(Bf16Sums kind, const KSegments& segments, float alpha, fl
 
 namespace jaxmp::hostmp {
 
-bool bf16_small_n_gemm(Bf16Sums, const KSegments&, float, float) { return false; }
+void bf16_small_n_gemm(Bf16Sums, const KSegments&, bool) {}
 
 }  // namespace jaxmp::hostmp
 

@@ -9,9 +9,11 @@ namespace jaxmp::hostmp {
 // Whose sums these are, to the bit: which kernel takes the products of more columns.
 enum class Bf16Sums { kAmx, kAvx512Bf16 };
 
-// Computes c = alpha op(A) op(B) + beta c, without memory of its own, where op(A) = A, with at most 4 columns, alpha is
-// 1, and beta 0 or 1. Returns whether these hold. K blocks, and where K segments may end, are those of the kernel.
-bool bf16_small_n_gemm(Bf16Sums sums, const KSegments& segments, float alpha, float beta);
+constexpr int64_t kBf16SmallN = 4;
+
+// c = A op(B), or c += A op(B) where `adds`, of at most kBf16SmallN columns; it takes no scratch. K blocks, and where K
+// segments may end, are those of the kernel.
+void bf16_small_n_gemm(Bf16Sums sums, const KSegments& segments, bool adds);
 
 }  // namespace jaxmp::hostmp
 

@@ -21,7 +21,7 @@ namespace {
 // What is packed at a time. Two K blocks, so that C, which each of them adds to, comes from memory half as often. Of
 // op(A) at most 768 KiB, for the second cache; kMC is a multiple of kMR for any instruction set and type.
 constexpr int64_t kPackedK = 2 * kKC, kNC = 1024, kMC = 192;
-constexpr int64_t kSmallNRows = 512;  // of which the sums of kSmallN columns stay in the first cache
+constexpr int64_t kSmallNRows = 512;  // the sums of kSmallN columns stay in the first cache
 
 template <typename From>
 constexpr int64_t kParts = 1;
@@ -280,6 +280,18 @@ struct Simd {
 
 }  // namespace portable
 
+// f(isa) with the functions of an instruction set.
+template <typename Function>
+auto with_level([[maybe_unused]] SimdLevel level, Function function) {
+#if defined(__x86_64__)
+  if (level == SimdLevel::kAvx512) return function(avx512::Isa{});
+  if (level == SimdLevel::kAvx2) return function(avx2::Isa{});
+#elif defined(__aarch64__)
+  if (level == SimdLevel::kNeon) return function(neon::Isa{});
+#endif
+  return function(portable::Isa{});
+}
+
 // f(number) with a number of the type.
 template <typename Function>
 void with_type(abi::cudaDataType_t type, Function function) {
@@ -322,45 +334,32 @@ SimdLevel simd_level() {
   return SimdLevel::kPortable;
 }
 
-void simd_gemm([[maybe_unused]] SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, double alpha,
-               bool adds, char* scratch) {
-  with_type(type, [&](auto number) {
-    using From = decltype(number);
-#if defined(__x86_64__)
-    if (level == SimdLevel::kAvx512) return avx512::gemm<From>(segments, alpha, adds, scratch);
-    if (level == SimdLevel::kAvx2) return avx2::gemm<From>(segments, alpha, adds, scratch);
-#elif defined(__aarch64__)
-    if (level == SimdLevel::kNeon) return neon::gemm<From>(segments, alpha, adds, scratch);
-#endif
-    portable::gemm<From>(segments, alpha, adds, scratch);
+void simd_gemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, double alpha, bool adds,
+               char* scratch) {
+  with_level(level, [&](auto isa) {
+    with_type(type, [&](auto number) { isa.template gemm<decltype(number)>(segments, alpha, adds, scratch); });
   });
 }
 
-void simd_add_columns([[maybe_unused]] SimdLevel level, abi::cudaDataType_t type, const Product& product) {
-  const auto add = [&](auto number) {
-    using From = decltype(number);
-#if defined(__x86_64__)
-    if (level == SimdLevel::kAvx512) return avx512::add_columns<From>(product);
-    if (level == SimdLevel::kAvx2) return avx2::add_columns<From>(product);
-#elif defined(__aarch64__)
-    if (level == SimdLevel::kNeon) return neon::add_columns<From>(product);
-#endif
-    portable::add_columns<From>(product);
-  };
-  type == abi::CUDA_R_8I ? add(int8_t{}) : type == abi::CUDA_R_8U ? add(uint8_t{}) : add(float{});
+void simd_small_n_gemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, double alpha, bool adds) {
+  with_level(level, [&](auto isa) {
+    with_type(type, [&](auto number) {
+      if constexpr (kParts<decltype(number)> == 1) isa.template small_n_gemm<decltype(number)>(segments, alpha, adds);
+    });
+  });
 }
 
-int64_t simd_gemm_scratch([[maybe_unused]] SimdLevel level, abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k) {
+void simd_add_columns(SimdLevel level, abi::cudaDataType_t type, const Product& product) {
+  with_level(level, [&](auto isa) {
+    const auto add = [&](auto number) { isa.template add_columns_to_c<decltype(number)>(product); };
+    type == abi::CUDA_R_8I ? add(int8_t{}) : type == abi::CUDA_R_8U ? add(uint8_t{}) : add(float{});
+  });
+}
+
+int64_t simd_gemm_scratch(SimdLevel level, abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k) {
   int64_t bytes = 0;
-  with_type(type, [&](auto number) {
-    using From = decltype(number);
-    bytes = scratch_of(portable::Kernel<From>{}, m, n, k).bytes();
-#if defined(__x86_64__)
-    if (level == SimdLevel::kAvx512) bytes = scratch_of(avx512::Kernel<From>{}, m, n, k).bytes();
-    if (level == SimdLevel::kAvx2) bytes = scratch_of(avx2::Kernel<From>{}, m, n, k).bytes();
-#elif defined(__aarch64__)
-    if (level == SimdLevel::kNeon) bytes = scratch_of(neon::Kernel<From>{}, m, n, k).bytes();
-#endif
+  with_level(level, [&](auto isa) {
+    with_type(type, [&](auto number) { bytes = isa.template scratch_bytes<decltype(number)>(m, n, k); });
   });
   return bytes;
 }

@@ -22,12 +22,14 @@ void simd_gemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segme
                char* scratch);
 int64_t simd_gemm_scratch(SimdLevel level, abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k);
 
+// The same of real numbers, with op(A) = A and at most kSmallN columns, to the bit: A is read where it lies. Nothing is
+// faster then.
+constexpr int64_t kSmallN = 16;
+void simd_small_n_gemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, double alpha, bool adds);
+
 // c += a op(b), of a few columns and floats, `a` of `type` f32, s8 or u8: each element in ascending k from what c
 // holds.
 void simd_add_columns(SimdLevel level, abi::cudaDataType_t type, const Product& product);
-
-// Columns up to which a product of real numbers with op(A) = A reads A where it lies. Nothing is faster then.
-constexpr int64_t kSmallN = 16;
 
 }  // namespace jaxmp::hostmp
 

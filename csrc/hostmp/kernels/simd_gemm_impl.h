@@ -151,8 +151,8 @@ JAXMP_TARGET void pack_rows(const KSlice<Product>& slice, int64_t top, int64_t r
   }
 }
 
-// Two micro-panels of `depth` k. That of op(A) is packed, with `step_a` from one k to the next. That of op(B) is
-// packed, or lies in columns of leading dimension `ldb`.
+// Two micro-panels of `depth` k: of op(A), packed, with `step_a` from one k to the next; and of op(B), packed, or in
+// columns of leading dimension `ldb`.
 template <typename T>
 struct MicroPanels {
   const T* a;
@@ -177,7 +177,7 @@ JAXMP_INLINE void multiply_micro_panels(const MicroPanels<T>& s, T alpha, T* c, 
   constexpr int64_t kHalf = kCols / 2, kStep = IsBPacked ? kCols : 1;
   const int64_t ldb = IsBPacked ? 1 : s.ldb;
   const T* a = s.a;
-  const T* b[2] = {s.b, s.b + kHalf * ldb};  // of which a processor's address modes reach four columns each
+  const T* b[2] = {s.b, s.b + kHalf * ldb};  // an address mode reaches four columns from each
   for (int64_t k = 0; k < s.depth; ++k, a += s.step_a, b[0] += kStep, b[1] += kStep) {
     V rows[Vectors];
     for (int v = 0; v < Vectors; ++v) rows[v] = Simd<T>::load(a + v * kLanes);
@@ -348,17 +348,25 @@ struct Kernel {
   bool adds;
 };
 
-template <typename From>
-void gemm(const KSegments& segments, double alpha, bool adds, char* scratch) {
-  using T = Real<From>;
-  const Product& p = segments.front();
-  if constexpr (kParts<From> == 1) {
-    if (p.n <= kSmallN && p.trans_a == abi::CUBLAS_OP_N) {
-      return small_n<From>(segments.data(), segments.size(), static_cast<T>(alpha), adds);
-    }
+// This instruction set, for with_level().
+struct Isa {
+  template <typename From>
+  static void gemm(const KSegments& segments, double alpha, bool adds, char* scratch) {
+    blocked_gemm(Kernel<From>{segments.front(), static_cast<Real<From>>(alpha), adds}, segments, scratch);
   }
-  blocked_gemm(Kernel<From>{p, static_cast<T>(alpha), adds}, segments, scratch);
-}
+  template <typename From>
+  static void small_n_gemm(const KSegments& segments, double alpha, bool adds) {
+    small_n<From>(segments.data(), segments.size(), static_cast<Real<From>>(alpha), adds);
+  }
+  template <typename From>
+  static int64_t scratch_bytes(int64_t m, int64_t n, int64_t k) {
+    return scratch_of(Kernel<From>{}, m, n, k).bytes();
+  }
+  template <typename From>
+  static void add_columns_to_c(const Product& product) {
+    add_columns<From>(product);
+  }
+};
 
 #undef JAXMP_INLINE
 #undef JAXMP_TARGET

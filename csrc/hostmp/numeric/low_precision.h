@@ -29,7 +29,7 @@ void encode(abi::cudaDataType_t type, const float* from, int64_t count, void* to
 
 float largest(abi::cudaDataType_t type);
 
-// The bits of |value|, of which those of a larger number, and of a NaN, are larger.
+// The bits of |value|; a larger number, and a NaN, has larger ones.
 inline uint32_t absolute_bits(float value) {
   uint32_t bits;
   __builtin_memcpy(&bits, &value, sizeof(bits));

@@ -23,7 +23,7 @@ struct ProductTiling {
   int64_t workspace_bytes;  // of each rank
 };
 
-// That of a valid call. The descriptor keeps it for the next call.
+// The tiling of a valid call. The descriptor keeps it for the next call.
 std::shared_ptr<const ProductTiling> tiling_of(const MatmulCall& call, abi::cublasMpMatmulDescriptor* desc);
 
 }  // namespace jaxmp::hostmp

@@ -6,10 +6,7 @@
 #include <numeric>
 
 #include "csrc/hostmp/cpu/features.h"
-#include "csrc/hostmp/gemm/gemm_dispatch.h"
-#include "csrc/hostmp/gemm/rounded_gemm.h"
-#include "csrc/hostmp/gemm/scaled_gemm.h"
-#include "csrc/hostmp/kernels/simd_gemm.h"
+#include "csrc/hostmp/gemm/kernel_choice.h"
 
 namespace jaxmp::hostmp {
 namespace {
@@ -25,7 +22,7 @@ constexpr int64_t kRowUnit = 16, kColUnit = 8;  // of the kernels' register tile
 
 // Whether operands are widened, decoded or rounded a K block at a time, for which a thread needs memory.
 bool needs_area(const MatmulCall& call) {
-  return facts(call.a.desc.type).is_16bit || call.is_decoded() || rounds_operands(call.compute);
+  return facts(call.a.desc.type).is_16bit || call.is_decoded() || RoundsOperands(call.compute);
 }
 
 int64_t largest_tile(const MatmulCall& call) { return needs_area(call) ? kLargestTile16 : kLargestTile; }

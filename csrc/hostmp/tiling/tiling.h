@@ -30,7 +30,7 @@ struct Tiling {
   std::vector<CommonRange> k;  // [0] columns of op(A), [1] rows of op(B)
   std::vector<Tile> tiles;
 
-  // Whether the tile's columns are next to each other in one rank's memory: those of D, those of op(B).
+  // Whether the tile's columns of D, or of op(B), are next to each other in one rank's memory.
   bool is_together_in_d(const Tile& tile) const { return is_together(tile, 0); }
   bool is_together_in_b(const Tile& tile) const { return is_together(tile, 1); }
 

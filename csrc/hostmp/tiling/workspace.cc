@@ -7,14 +7,12 @@
 #include "csrc/hostmp/gemm/rounded_gemm.h"
 #include "csrc/hostmp/gemm/scaled_gemm.h"
 #include "csrc/hostmp/handles/buffers.h"
-#include "csrc/hostmp/kernels/simd_gemm.h"
 
 namespace jaxmp::hostmp {
 namespace {
 
 // k that lie around the cuts, at most: a unit at each cut between two of them.
-int64_t depth_of_boundaries(const MatmulCall& call, const Tiling& tiling) {
-  const int64_t unit = k_unit(call.a.desc.type);
+int64_t depth_of_boundaries(const MatmulCall& call, const Tiling& tiling, int64_t unit) {
   const auto divides = [&](const CommonRange& cut) {
     const int64_t end = cut.begin + cut.size;
     return end < call.k && end % unit != 0;
@@ -22,12 +20,27 @@ int64_t depth_of_boundaries(const MatmulCall& call, const Tiling& tiling) {
   return std::min(call.k, unit * std::count_if(tiling.k.begin(), tiling.k.end(), divides));
 }
 
+int64_t scratch_bytes(const MatmulCall& call, const Tile& tile) {
+  const KernelChoice kernel = kernel_of(call, tile.cols);
+  switch (kernel.conversion) {
+    case Conversion::kNone:
+      break;
+    case Conversion::kRounded:
+      return rounded_gemm_scratch(kernel, tile.rows, tile.cols, call.k);
+    case Conversion::kDecoded:
+    case Conversion::kDecodedFewColumns:
+      return scaled_gemm_scratch(kernel, AppliesToSums(call.a.desc.type, call.b.desc.type, call.scale_a, call.scale_b),
+                                 tile.rows, tile.cols, call.k);
+  }
+  return ScratchBytes(kernel, tile.rows, tile.cols, call.k);
+}
+
 }  // namespace
 
-bool is_own_product(const MatmulCall& call, int64_t cols) {
-  if (call.is_decoded() || rounds_operands(call.compute)) return false;
-  const abi::cudaDataType_t type = call.a.desc.type;
-  return (type == abi::CUDA_R_32F || type == abi::CUDA_R_64F) && takes_simd_gemm(type, call.trans_a, cols);
+KernelChoice kernel_of(const MatmulCall& call, int64_t cols) {
+  const bool is_alpha_one = call.scales_last() || call.alpha == 1.0;
+  return KernelOf(
+      {call.a.desc.type, call.b.desc.type, call.compute, call.trans_a, cols, call.fixed_reduction_order, is_alpha_one});
 }
 
 bool sums_in_d(const MatmulCall& call, const Tiling& tiling, const Tile& tile) {
@@ -45,21 +58,12 @@ Area area_of(const MatmulCall& call, const Tiling& tiling) {
   for (const Tile& tile : tiling.tiles) {
     const int64_t sums = sums_in_d(call, tiling, tile) ? 0 : facts(call.accumulator()).bytes * tile.rows * tile.cols;
     area.sums_bytes = std::max(area.sums_bytes, round_up(sums, kAlignment));
-    int64_t scratch = 0, boundary = 0;
-    if (call.is_decoded()) {
-      const bool has_sums = call.is_low_precision() && applies_to_sums(type, call.scale_a, call.scale_b);
-      scratch = scaled_gemm_scratch(type, call.b.desc.type, has_sums, call.fixed_reduction_order, tile.rows, tile.cols,
-                                    call.k);
-    } else if (call.fixed_reduction_order) {
-      scratch = fixed_order_gemm_scratch(type, tile.rows, tile.cols, call.k);
-      boundary = boundary_bytes(call, depth_of_boundaries(call, tiling), tile.rows, tile.cols);
-    } else if (rounds_operands(call.compute)) {
-      scratch = rounded_gemm_scratch(call.compute, type, tile.rows, tile.cols, call.k);
-    } else if (facts(type).is_16bit) {
-      scratch = gemm16_scratch(type, tile.rows, tile.cols, call.k);
-    } else if (is_own_product(call, tile.cols) && (tile.cols > kSmallN || call.trans_a != abi::CUBLAS_OP_N)) {
-      scratch = simd_gemm_scratch(simd_level(), type, tile.rows, tile.cols, call.k);
+    int64_t boundary = 0;
+    if (call.fixed_reduction_order && !call.is_decoded()) {
+      const int64_t depth = depth_of_boundaries(call, tiling, KUnit(kernel_of(call, tile.cols).kernel));
+      boundary = boundary_bytes(call, depth, tile.rows, tile.cols);
     }
+    const int64_t scratch = scratch_bytes(call, tile);
     const bool is_copied = !call.is_decoded() && !tiling.is_together_in_b(tile);
     const int64_t pieces = is_copied ? facts(type).bytes * tile.cols * call.k : 0;
     area.gathered_bytes = std::max(area.gathered_bytes, round_up(pieces, kAlignment));

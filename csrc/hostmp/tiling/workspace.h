@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "csrc/hostmp/gemm/kernel_choice.h"
 #include "csrc/hostmp/handles/matmul_call.h"
 #include "csrc/hostmp/tiling/tiling.h"
 
@@ -13,13 +14,13 @@ namespace jaxmp::hostmp {
 // of the call to provide one for every thread of the machine.
 struct Area {
   int64_t sums_bytes = 0;      // a tile of D in the accumulator's type
-  int64_t scratch_bytes = 0;   // for gemm16, rounded_gemm or fixed_order_gemm
-  int64_t boundary_bytes = 0;  // for operands around the cuts of k where fixed_order_gemm cannot be cut
+  int64_t scratch_bytes = 0;   // for the kernel
+  int64_t boundary_bytes = 0;  // for operands around the cuts of k, where a fixed order cannot be cut
   int64_t gathered_bytes = 0;  // for columns of op(B) that several ranks hold, put together
   int64_t bytes() const { return sums_bytes + scratch_bytes + boundary_bytes + gathered_bytes; }
 };
-// Whether a tile of f32 or f64 and of so many columns takes simd_gemm (takes_simd_gemm() in gemm/gemm_dispatch.h).
-bool is_own_product(const MatmulCall& call, int64_t cols);
+// The kernel for a tile of so many columns.
+KernelChoice kernel_of(const MatmulCall& call, int64_t cols);
 
 // Whether a tile is summed in D itself: not where D is narrower, nor where C, which may be D, is still to be read, nor
 // where several ranks hold it.

@@ -5,9 +5,10 @@
 #include <cstring>
 #include <utility>
 
+#include "csrc/base/limits.h"
 #include "csrc/base/str_cat.h"
 #include "csrc/hostmp/gemm/cblas.h"
-#include "csrc/hostmp/gemm/rounded_gemm.h"
+#include "csrc/hostmp/gemm/kernel_choice.h"
 #include "csrc/hostmp/handles/buffers.h"
 #include "csrc/hostmp/tiling/product_tiling.h"
 #include "csrc/hostmp/validate/epilog.h"
@@ -30,9 +31,6 @@ Status check_present(const Arguments& in) {
   return {};
 }
 
-// Beyond these no memory holds a matrix, and below them no offset in bytes exceeds 64 bits.
-constexpr int64_t kLargestExtent = int64_t{1} << 40;
-constexpr int64_t kMostElements = int64_t{1} << 44;
 // Of the cuts and tiles of a product: a schedule of these takes some hundred megabytes.
 constexpr double kMostPieces = 1 << 24;
 
@@ -79,8 +77,8 @@ Status check_types(const MatmulCall& call) {
                       call.compute == CUBLAS_COMPUTE_64F_EMULATED_FIXEDPOINT;
   const bool is_32f = call.compute == CUBLAS_COMPUTE_32F || call.compute == CUBLAS_COMPUTE_32F_PEDANTIC;
   // Emulation is served by the f32 and f64 products of the BLAS, which are at least as exact.
-  const bool is_for_f32 = rounds_operands(call.compute) || call.compute == CUBLAS_COMPUTE_32F_EMULATED_16BFX9;
-  if (call.fixed_reduction_order && rounds_operands(call.compute)) {
+  const bool is_for_f32 = RoundsOperands(call.compute) || call.compute == CUBLAS_COMPUTE_32F_EMULATED_16BFX9;
+  if (call.fixed_reduction_order && RoundsOperands(call.compute)) {
     return Unimplemented(text("the compute type is ", static_cast<int>(call.compute),
                               ", whose products are not summed in one order; take CUBLAS_COMPUTE_32F for that"));
   }
@@ -359,9 +357,8 @@ Status check_matrix(const cublasMpMatrixDescriptor& desc) {
   }
   if (desc.lld > INT_MAX) return Unimplemented(text("lld must fit 32 bits, got ", desc.lld));
   const int64_t cols = numroc(desc.cols, col_of(desc.grid, desc.grid.comm.rank));
-  const bool fits = desc.cols.extent == 0 || (desc.rows.extent <= kMostElements / desc.cols.extent &&
-                                              desc.lld <= kMostElements / std::max<int64_t>(1, cols));
-  if (fits) return {};
+  const bool fits = Fits(desc.cols.extent, desc.rows.extent, kMostElements);
+  if (fits && Fits(std::max<int64_t>(1, cols), desc.lld, kMostElements)) return {};
   return Unimplemented(text("a matrix of ", desc.rows.extent, "x", desc.cols.extent, " with lld=", desc.lld,
                             " has more than 2^44 elements"));
 }

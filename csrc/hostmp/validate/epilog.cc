@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "csrc/base/limits.h"
 #include "csrc/base/str_cat.h"
 #include "csrc/hostmp/handles/epilog_table.h"
 #include "csrc/hostmp/validate/scales.h"
@@ -56,8 +57,6 @@ Status check_gradient(const cublasMpMatmulDescriptor& desc, bool executes, const
   return {};
 }
 
-constexpr int64_t kMostElements = int64_t{1} << 52;  // beyond it offsets in bytes could exceed 64 bits
-
 Status check_aux_type(const cublasMpMatmulDescriptor& desc, bool is_mask, const Epilog& epilog, MatmulCall* call) {
   constexpr int kType = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_DATA_TYPE;
   if (is_mask && desc.is_set[kType]) {
@@ -85,7 +84,7 @@ Status check_aux(const cublasMpMatmulDescriptor& desc, bool executes, const Epil
     return InvalidArgument(text("EPILOGUE_AUX_LD must be a multiple of ", unit, " and at least the ", rows,
                                 " local rows of D, got ", call->aux_ld));
   }
-  if (call->aux_ld > kMostElements / std::max<int64_t>(1, call->d.local_cols())) {
+  if (!Fits(std::max<int64_t>(1, call->d.local_cols()), call->aux_ld, kMostAuxElements)) {
     return Unimplemented(text("EPILOGUE_AUX_LD is ", call->aux_ld, ", which makes an aux of more than 2^52 elements"));
   }
   const Axis& axis = call->d.desc.rows;
@@ -123,7 +122,7 @@ Status read_epilog(const cublasMpMatmulDescriptor& desc, bool executes, MatmulCa
 }
 
 Status check_unsupported(const cublasMpMatmulDescriptor& desc, const MatmulCall& call) {
-  // From the aux's scale to D's output scale: all for fp8 and fp4, of which read_scales has read them.
+  // From the aux's scale to D's output scale: read_scales has read them; they belong to fp8 and fp4.
   for (int number = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_POINTER;
        number <= CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_MODE && !call.takes_scales(); ++number) {
     if (desc.values[static_cast<size_t>(number)] == 0) continue;

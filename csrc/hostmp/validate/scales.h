@@ -11,7 +11,7 @@ namespace jaxmp::hostmp {
 // A's, B's and D's types, the compute type, and for fp8 and fp4 the transpositions.
 Status check_low_precision_types(const MatmulCall& call);
 
-// Those of an operand of 8 bits or fewer beside a wider one, which hostmp alone multiplies, in any layout.
+// The same of a mixed pair: an operand of 8 bits or fewer and a wider one. hostmp alone multiplies it, in any layout.
 Status check_mixed_types(const MatmulCall& call);
 
 // C where D is fp8 or fp4.

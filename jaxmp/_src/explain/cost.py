@@ -52,7 +52,7 @@ def _library_facts(call: ResolvedCall) -> tuple[str, int]:
         return f"{plan['library']} {plan['algorithm']}; workspace from its first run on", 0
     workspace = max(d + h for d, h in zip(plan["device_workspace"], plan["host_workspace"], strict=True))
     order = f"; {_ORDER}" if call.spec.fixed_reduction_order else ""
-    return f"{plan['library']} {plan['algorithm']}{order}", workspace
+    return f"{plan['library']} {plan['algorithm']} ({plan['kernel']}){order}", workspace
 
 
 def bytes_moved(spec: MatmulSpec, a: ArrayType, b: ArrayType, implementation: str) -> int:

@@ -48,7 +48,7 @@ class Row:
       pattern: how the ranks of a group share the product; groups: their number, size and axes.
       epilog: name of the epilog.
       implementation, why: which implementation serves it and the rule that chose it.
-      algorithm: the library's algorithm and BLAS, where a plan can be made here.
+      algorithm: the library's algorithm and kernel, where a plan can be made here.
       flops: floating-point operations of all groups together each time (2 m n k; a complex product counts 4 real ones).
       bytes_moved: bytes that one rank reads from its peers each time.
       workspace: bytes per rank; 0 for cuBLASMp, which is asked when the call first runs.

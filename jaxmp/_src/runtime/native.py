@@ -25,7 +25,7 @@ TARGET = "jaxmp_matmul"
 BARRIER_TARGET = "jaxmp_process_barrier"
 COLLECTIVE_TARGET = "jaxmp_process_collective"
 # The version of the boundary between this package and its extension: attributes, operands, functions.
-ABI_VERSION = 8
+ABI_VERSION = 9
 
 _lock = threading.RLock()
 _loaded: Any = None
@@ -148,7 +148,8 @@ def cublasmp_log() -> list[str]:
 
 
 def describe_plan(attributes: Mapping[str, Any], library: str = "host") -> dict[str, Any]:
-    """The plan of the call with these FFI attributes: nranks, algorithm, and for "host" workspace bytes per rank.
+    """The plan of the call with these FFI attributes: nranks, algorithm, and for "host" kernel and workspace bytes per
+    rank.
 
     Raises ValueError with the library's reason where it refuses the call.
     """

@@ -1,0 +1,147 @@
+#include "csrc/hostmp/gemm/kernel_choice.h"
+
+#include "csrc/hostmp/cpu/features.h"
+#include "csrc/hostmp/gemm/cblas.h"
+#include "csrc/hostmp/kernels/amx_gemm.h"
+#include "csrc/hostmp/kernels/avx512_bf16_gemm.h"
+#include "csrc/hostmp/kernels/bf16_small_n.h"
+#include "csrc/hostmp/kernels/simd_gemm.h"
+#include "csrc/hostmp/numeric/dtypes.h"
+
+namespace jaxmp::hostmp {
+namespace {
+
+using namespace abi;  // NOLINT: cuBLAS's own names, everywhere below
+
+// Up to which our kernel for f32 and AVX-512 is faster than any BLAS that was measured.
+constexpr int64_t kAvx512Columns = 256;
+
+// Where sums may be in any order: few columns, and of f32 and f16 with AVX-512 any number of them, beside OpenBLAS
+// (docs/benchmarks-avx512.md).
+bool IsSimdFasterThanBlas(cudaDataType_t type, const ProductKind& p) {
+  if (facts(type).is_complex) return false;
+  if (p.n <= kSmallN && p.trans_a == CUBLAS_OP_N && simd_level() != SimdLevel::kPortable) return true;
+  if (type == CUDA_R_64F || simd_level() != SimdLevel::kAvx512) return false;
+  return p.n <= kAvx512Columns || blas_is_openblas();
+}
+
+// By rate (docs/benchmarks.md, docs/benchmarks-mkl.md). MKL's own 16-bit kernels need AMX: on Zen 4 it widens bf16 and
+// runs at the rate of sgemm, our AVX512_BF16 kernel at twice that (on Intel: features.cc).
+Kernel KernelOfType(cudaDataType_t type, const ProductKind& p, bool is_alpha_one) {
+  const bool is_bf16 = type == CUDA_R_16BF, is_16bit = facts(type).is_16bit, is_plain = p.trans_a == CUBLAS_OP_N;
+  const bool has_amx = is_bf16 ? cpu().amx_bf16 : cpu().amx_fp16;
+  if (is_16bit && has_amx && !p.is_fixed_order && mkl_has_gemm(type)) return Kernel::kMkl;
+  const bool has_few_bf16 = is_plain && p.n <= kBf16SmallN && is_alpha_one;
+  if (is_bf16 && cpu().amx_bf16) return has_few_bf16 ? Kernel::kAmxFewColumns : Kernel::kAmx;
+  if (is_bf16 && cpu().avx512_bf16) return has_few_bf16 ? Kernel::kAvx512Bf16FewColumns : Kernel::kAvx512Bf16;
+  if (p.is_fixed_order || IsSimdFasterThanBlas(type, p)) {
+    return is_plain && p.n <= kSmallN && !facts(type).is_complex ? Kernel::kSimdFewColumns : Kernel::kSimd;
+  }
+  return is_16bit ? Kernel::kWideningBlas : Kernel::kBlas;
+}
+
+// To bf16, which holds all numbers of 8 bits and fewer; beside a wider operand only where the processor multiplies it.
+cudaDataType_t DecodedType(const ProductKind& p) {
+  const cudaDataType_t wide = facts(p.a).is_low_precision ? p.b : p.a;
+  const bool has_bf16_kernel = cpu().amx_bf16 || cpu().avx512_bf16;
+  return facts(wide).is_low_precision || (wide == CUDA_R_16BF && has_bf16_kernel) ? CUDA_R_16BF : CUDA_R_32F;
+}
+
+// Of a mixed pair. In a fixed order only where bf16, too, is summed so. With AVX2, integers of a byte have as many
+// columns as a product of 1 to 64 rows: OpenBLAS takes as long for decoded numbers alone.
+bool DecodesFewColumns(const ProductKind& p, cudaDataType_t decoded) {
+  const bool is_byte_integer = p.a == CUDA_R_8I || p.a == CUDA_R_8U;
+  const int64_t most = is_byte_integer && simd_level() == SimdLevel::kAvx2 ? 4 * kSmallN : kSmallN;
+  const bool is_alike = decoded == CUDA_R_32F || !p.is_fixed_order;
+  return is_alike && p.trans_a == CUBLAS_OP_N && p.n <= most && simd_level() != SimdLevel::kPortable;
+}
+
+// Real operands become 16-bit numbers, for the 16-bit kernels; all else stays f32.
+cudaDataType_t RoundedType(const ProductKind& p) {
+  if (facts(p.a).is_complex || p.compute == CUBLAS_COMPUTE_32F_FAST_TF32) return p.a;
+  return p.compute == CUBLAS_COMPUTE_32F_FAST_16BF ? CUDA_R_16BF : CUDA_R_16F;
+}
+
+const char* NameOfBlas(cudaDataType_t type) {
+  if (facts(type).is_complex) return type == CUDA_C_32F ? "cblas_cgemm" : "cblas_zgemm";
+  return type == CUDA_R_64F ? "cblas_dgemm" : "cblas_sgemm";
+}
+
+std::string NameOfKernel(const KernelChoice& choice) {
+  switch (choice.kernel) {
+    case Kernel::kBlas:
+      return NameOfBlas(choice.type);
+    case Kernel::kWideningBlas:
+      return "widened to f32, cblas_sgemm";
+    case Kernel::kMkl:
+      return "MKL, products of 16-bit numbers summed in f32";
+    case Kernel::kAmx:
+    case Kernel::kAmxFewColumns:
+      return "AMX kernel of hostmp, summed in f32";
+    case Kernel::kAvx512Bf16:
+    case Kernel::kAvx512Bf16FewColumns:
+      return "AVX512_BF16 kernel of hostmp, summed in f32";
+    case Kernel::kSimd:
+    case Kernel::kSimdFewColumns:
+      break;
+  }
+  constexpr const char* kLevels[] = {"portable", "NEON", "AVX2", "AVX-512"};  // by SimdLevel
+  return std::string(facts(choice.type).is_16bit ? "widened to f32, " : "") + kLevels[static_cast<int>(simd_level())] +
+         " kernel of hostmp";
+}
+
+}  // namespace
+
+KernelChoice KernelOf(const ProductKind& p) {
+  const bool is_a_low = facts(p.a).is_low_precision, is_b_low = facts(p.b).is_low_precision;
+  if (is_a_low || is_b_low) {
+    const bool is_mixed = is_a_low != is_b_low;
+    const cudaDataType_t type = DecodedType(p);
+    if (is_mixed && DecodesFewColumns(p, type)) {
+      return {Kernel::kSimdFewColumns, CUDA_R_32F, Conversion::kDecodedFewColumns};
+    }
+    // Sums of two such operands are multiplied by alpha behind the kernel.
+    return {KernelOfType(type, p, p.is_alpha_one || !is_mixed), type, Conversion::kDecoded};
+  }
+  if (RoundsOperands(p.compute)) {
+    const cudaDataType_t type = RoundedType(p);
+    const bool is_16bit = facts(type).is_16bit;
+    return {is_16bit ? KernelOfType(type, p, p.is_alpha_one) : Kernel::kBlas, type, Conversion::kRounded};
+  }
+  return {KernelOfType(p.a, p, p.is_alpha_one), p.a};
+}
+
+std::string Describe(const KernelChoice& choice) {
+  switch (choice.conversion) {
+    case Conversion::kNone:
+      break;
+    case Conversion::kRounded:
+      return "rounded; " + NameOfKernel(choice);
+    case Conversion::kDecoded:
+    case Conversion::kDecodedFewColumns:
+      return std::string("decoded to ") + facts(choice.type).name + "; " + NameOfKernel(choice);
+  }
+  return NameOfKernel(choice);
+}
+
+std::string DescribeKernels(cudaDataType_t type) {
+  const auto describe = [type](int64_t n) {
+    return Describe(KernelOf({type, type, CUBLAS_COMPUTE_32F, CUBLAS_OP_N, n, false, true}));
+  };
+  const std::string many = describe(INT64_MAX), few = describe(1);
+  return many == few ? many : many + "; for few rows " + few;
+}
+
+int64_t KUnit(Kernel kernel) {
+  if (kernel == Kernel::kAmx || kernel == Kernel::kAmxFewColumns) return kAmxUnit;
+  return kernel == Kernel::kAvx512Bf16 || kernel == Kernel::kAvx512Bf16FewColumns ? kBf16Unit : 1;
+}
+
+int64_t KBlockDepth(Kernel kernel) { return KUnit(kernel) == kAmxUnit ? kAmxKC : kKC; }
+
+bool RoundsOperands(cublasComputeType_t compute) {
+  return compute == CUBLAS_COMPUTE_32F_FAST_TF32 || compute == CUBLAS_COMPUTE_32F_FAST_16BF ||
+         compute == CUBLAS_COMPUTE_32F_FAST_16F;
+}
+
+}  // namespace jaxmp::hostmp

@@ -1,0 +1,100 @@
+// Which kernel multiplies on which processor. A choice only names a kernel, so one machine tests those of all others.
+#include <string>
+
+#include "csrc/cublasmp/host_types.h"
+#include "csrc/hostmp/cpu/features.h"
+#include "csrc/hostmp/gemm/cblas.h"
+#include "csrc/hostmp/gemm/kernel_choice.h"
+#include "csrc/hostmp/gemm/scaled_gemm.h"
+#include "tests/cpp/check.h"
+
+namespace jaxmp::test {
+namespace {
+
+using namespace abi;  // NOLINT: cuBLAS's own names, everywhere below
+using hostmp::Conversion;
+using hostmp::Cpu;
+using hostmp::Kernel;
+
+const Cpu kPortable, kAvx2 = {true}, kAvx512 = {true, true}, kZen4 = {true, true, true},
+                     kSapphireRapids = {true, true, true, true};
+constexpr auto kN = CUBLAS_OP_N, kT = CUBLAS_OP_T;
+
+void expect(const Cpu& processor, const hostmp::ProductKind& product, Kernel kernel, cudaDataType_t type,
+            Conversion conversion, int line) {
+  const_cast<Cpu&>(hostmp::cpu()) = processor;
+  const hostmp::KernelChoice choice = hostmp::KernelOf(product);
+  const bool is_right = choice.kernel == kernel && choice.type == type && choice.conversion == conversion;
+  check::report(is_right, __FILE__, line,
+                hostmp::Describe(choice) + ", kernel " + std::to_string(static_cast<int>(choice.kernel)));
+}
+
+// A product of numbers of one type, summed in any order and with alpha 1.
+hostmp::ProductKind plain(cudaDataType_t type, int64_t n, cublasOperation_t trans_a = kN) {
+  return {type, type, CUBLAS_COMPUTE_32F, trans_a, n, false, true};
+}
+hostmp::ProductKind ordered(cudaDataType_t type, int64_t n) {
+  return {type, type, CUBLAS_COMPUTE_32F, kN, n, true, true};
+}
+hostmp::ProductKind scaled(cudaDataType_t type, int64_t n) {
+  return {type, type, CUBLAS_COMPUTE_32F, kN, n, false, false};
+}
+hostmp::ProductKind pair(cudaDataType_t a, cudaDataType_t b, int64_t n, bool is_fixed_order = false) {
+  return {a, b, CUBLAS_COMPUTE_32F, kN, n, is_fixed_order, false};
+}
+
+#define EXPECT(processor, product, kernel, type, conversion) \
+  expect(processor, product, Kernel::kernel, type, Conversion::conversion, __LINE__)
+
+void test_one_type(bool has_openblas) {
+  EXPECT(kPortable, plain(CUDA_R_32F, 1), kBlas, CUDA_R_32F, kNone);
+  EXPECT(kAvx2, plain(CUDA_R_32F, 16), kSimdFewColumns, CUDA_R_32F, kNone);
+  EXPECT(kAvx2, plain(CUDA_R_32F, 16, kT), kBlas, CUDA_R_32F, kNone);
+  EXPECT(kAvx2, plain(CUDA_R_64F, 17), kBlas, CUDA_R_64F, kNone);
+  EXPECT(kAvx2, plain(CUDA_C_32F, 1), kBlas, CUDA_C_32F, kNone);
+  EXPECT(kAvx512, plain(CUDA_R_32F, 256), kSimd, CUDA_R_32F, kNone);
+  expect(kAvx512, plain(CUDA_R_32F, 257), has_openblas ? Kernel::kSimd : Kernel::kBlas, CUDA_R_32F, Conversion::kNone,
+         __LINE__);
+  EXPECT(kAvx512, plain(CUDA_R_64F, 17), kBlas, CUDA_R_64F, kNone);
+  EXPECT(kAvx512, ordered(CUDA_R_64F, 17), kSimd, CUDA_R_64F, kNone);
+  EXPECT(kPortable, ordered(CUDA_R_32F, 16), kSimdFewColumns, CUDA_R_32F, kNone);
+  EXPECT(kAvx2, ordered(CUDA_C_64F, 1), kSimd, CUDA_C_64F, kNone);
+  EXPECT(kAvx2, plain(CUDA_R_16BF, 17), kWideningBlas, CUDA_R_16BF, kNone);
+  EXPECT(kAvx512, plain(CUDA_R_16F, 17), kSimd, CUDA_R_16F, kNone);
+  EXPECT(kZen4, plain(CUDA_R_16BF, 4), kAvx512Bf16FewColumns, CUDA_R_16BF, kNone);
+  EXPECT(kZen4, plain(CUDA_R_16BF, 5), kAvx512Bf16, CUDA_R_16BF, kNone);
+  EXPECT(kZen4, ordered(CUDA_R_16F, 5), kSimdFewColumns, CUDA_R_16F, kNone);
+  EXPECT(kSapphireRapids, plain(CUDA_R_16BF, 4, kT), kAmx, CUDA_R_16BF, kNone);
+  EXPECT(kSapphireRapids, scaled(CUDA_R_16BF, 4), kAmx, CUDA_R_16BF, kNone);
+  EXPECT(kSapphireRapids, ordered(CUDA_R_16BF, 4), kAmxFewColumns, CUDA_R_16BF, kNone);
+}
+
+void test_conversions() {
+  EXPECT(kZen4, (hostmp::ProductKind{CUDA_R_32F, CUDA_R_32F, CUBLAS_COMPUTE_32F_FAST_16BF, kN, 9, false, true}),
+         kAvx512Bf16, CUDA_R_16BF, kRounded);
+  EXPECT(kAvx512, (hostmp::ProductKind{CUDA_R_32F, CUDA_R_32F, CUBLAS_COMPUTE_32F_FAST_TF32, kN, 9, false, true}),
+         kBlas, CUDA_R_32F, kRounded);
+  EXPECT(kZen4, (hostmp::ProductKind{CUDA_C_32F, CUDA_C_32F, CUBLAS_COMPUTE_32F_FAST_16F, kN, 9, false, true}), kBlas,
+         CUDA_C_32F, kRounded);
+  EXPECT(kAvx2, pair(CUDA_R_8F_E4M3, CUDA_R_8F_E4M3, 40), kWideningBlas, CUDA_R_16BF, kDecoded);
+  EXPECT(kSapphireRapids, pair(CUDA_R_8I, CUDA_R_8I, 4), kAmxFewColumns, CUDA_R_16BF, kDecoded);
+  EXPECT(kSapphireRapids, pair(CUDA_R_8I, CUDA_R_16BF, 16), kSimdFewColumns, CUDA_R_32F, kDecodedFewColumns);
+  EXPECT(kSapphireRapids, pair(CUDA_R_8I, CUDA_R_16BF, 16, true), kAmx, CUDA_R_16BF, kDecoded);
+  EXPECT(kSapphireRapids, pair(CUDA_R_8I, CUDA_R_16BF, 17), kAmx, CUDA_R_16BF, kDecoded);
+  CHECK(hostmp::AppliesToSums(CUDA_R_8I, CUDA_R_8I, {}, {}));
+  CHECK(!hostmp::AppliesToSums(CUDA_R_8I, CUDA_R_16BF, {}, {}));  // sums of floats
+  EXPECT(kAvx2, pair(CUDA_R_8I, CUDA_R_16BF, 64), kSimdFewColumns, CUDA_R_32F, kDecodedFewColumns);
+  EXPECT(kAvx2, pair(host_types::kS4, CUDA_R_16BF, 17), kBlas, CUDA_R_32F, kDecoded);
+}
+
+}  // namespace
+}  // namespace jaxmp::test
+
+int main() {
+  using namespace jaxmp;  // NOLINT
+  test::test_one_type(/*has_openblas=*/false);
+  CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
+  test::test_one_type(/*has_openblas=*/true);
+  test::test_conversions();
+  return check::summary("hostmp_kernel_choice");
+}
