@@ -235,12 +235,14 @@ LETTERS = string.ascii_lowercase[8:] + string.ascii_lowercase[:8] + string.ascii
 _LEADING = [letter for letter in LETTERS if letter not in "kmn"]
 
 
+@functools.lru_cache(maxsize=4096)
 def of_matrices(ndim: int, layout: Layout, *, transpose_a: bool = False, transpose_b: bool = False) -> Contraction:
     """A product of matrices as stored, a with leading dimensions up to `ndim`, which d has too."""
     lead = "".join(_LEADING[: ndim - 2])
     return Contraction(lead + ("km" if transpose_a else "mk"), "nk" if transpose_b else "kn", lead + "mn", layout)
 
 
+@functools.lru_cache(maxsize=4096)
 def on_axes(
     pattern: Pattern,
     row_axes: Dim,

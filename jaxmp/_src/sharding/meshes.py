@@ -62,6 +62,8 @@ def constrained(outputs: dict[str, jax.Array], sharding: NamedSharding | None) -
 
 def reshard(x: jax.Array, mesh: Any, have: P, want: P, *, is_explicit: bool) -> jax.Array:
     """A global array that is sharded as `have`, sharded as `want`."""
+    if have == want:
+        return x
     dims = [shardings.as_dims("jaxmp", "an array", spec, x.ndim) for spec in (have, want)]
     for step in moves.steps(*dims):
         spec = partition_spec(step)
