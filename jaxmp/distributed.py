@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxmp._src.primitive.collectives import process_barrier_p
+from jaxmp._src.primitive.collectives import process_barrier_p, process_collective_p
 from jaxmp._src.primitive.primitives import matmul_p
 from jaxmp._src.runtime import bootstrap, jax_compat, jax_lowering, logs, watch
 from jaxmp._src.runtime import native as native_lib
@@ -132,7 +132,7 @@ def initialize(
         shutdown_timeout_seconds=max(1, round(seconds)),
     )
     _job = _Job(process_id, num_processes, seconds)
-    jax_lowering.require_devices([matmul_p, process_barrier_p])
+    jax_lowering.require_devices([matmul_p, process_barrier_p, process_collective_p])
     logger.info("rank %d of %d: joins the job at %s", process_id, num_processes, coordinator_address)
     try:
         deadline = time.monotonic() + initialization_timeout

@@ -13,7 +13,7 @@ from jaxmp._src.lowering import other_rules, rules
 from jaxmp._src.primitive import batched_matmul, jvp, primitives, taylor, transpose
 from jaxmp._src.primitive import batching as batch_rules
 from jaxmp._src.primitive.batched_matmul import by_batch
-from jaxmp._src.primitive.collectives import process_barrier_p
+from jaxmp._src.primitive.collectives import process_barrier_p, process_collective_p
 from jaxmp._src.primitive.primitives import MATMULS, PRODUCTS, activated_matmul_p, activation_grad_p
 from jaxmp._src.runtime import jax_compat, jax_rules
 from jaxmp._src.runtime.jax_compat import under_known_flags
@@ -74,3 +74,5 @@ jax_rules.register_nan_checks((*PRODUCTS, activation_grad_p))
 
 mlir.register_lowering(process_barrier_p, lambda ctx, x, **_: [x])
 mlir.register_lowering(process_barrier_p, rules.process_barrier_rule, platform="cpu")
+mlir.register_lowering(process_collective_p, functools.partial(rules.process_collective_rule, is_cpu=False))
+mlir.register_lowering(process_collective_p, rules.process_collective_rule, platform="cpu")

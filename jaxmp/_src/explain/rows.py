@@ -21,6 +21,7 @@ from jaxmp._src.lowering import backend, ffi_call, process_barrier, xla_matmul
 from jaxmp._src.lowering.legalize import Form
 from jaxmp._src.lowering.resolve import resolve, resolve_chosen
 from jaxmp._src.primitive import bias_grad
+from jaxmp._src.primitive.collectives import process_collective_p
 from jaxmp._src.primitive.primitives import MATMULS, activated_matmul_p
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import ArrayType
@@ -155,7 +156,7 @@ def rows_of(
             yield dataclasses.replace(row, pattern=unsettled) if is_open else row
         elif eqn.primitive is activated_matmul_p:
             yield matmul_row(eqn.params["spec"], avals[0], avals[-1], here, count, varying=(varying[0], varying[-1]))
-        elif eqn.primitive.name in _COMMUNICATES and any("jaxmp" in name for name in names):
+        elif _collective_name(eqn) in _COMMUNICATES and any("jaxmp" in name for name in names):
             collective = _communication_row(eqn, here, count, names, constraints.get(id(eqn.invars[0])))
             yield from () if collective is None else (collective,)
         elif eqn.primitive.name == "dot_general" and any(xla_matmul.SCOPE in name for name in names):
@@ -169,6 +170,11 @@ def rows_of(
                 yield from rows_of(sub, here, inner, names, is_ours=is_ours_too)
 
 
+def _collective_name(eqn: Any) -> str:
+    """The name of lax's collective that an equation is, or stands for in a job of processes; else the primitive's."""
+    return str(eqn.params["kind"] if eqn.primitive is process_collective_p else eqn.primitive.name)
+
+
 def _is_symbolic(avals: Sequence[ArrayType]) -> bool:
     """Whether these have symbolic extents, whose product is XLA's on any sharding."""
     return not all(isinstance(extent, int) for aval in avals for extent in aval.shape)
@@ -177,7 +183,7 @@ def _is_symbolic(avals: Sequence[ArrayType]) -> bool:
 def _follow_gathers(eqn: Any, gathered: dict[int, frozenset[str]]) -> None:
     """Note by `id` over which axes the results of an equation were gathered: there they are equal, whatever their types
     say."""
-    if eqn.primitive.name.startswith("all_gather"):
+    if _collective_name(eqn).startswith("all_gather"):
         axes = eqn.params["axis_name"]
         new = frozenset((axes,) if isinstance(axes, str) else axes)
     elif len(eqn.invars) == 1 and not any(jax_compat.subjaxprs(eqn.params)):
@@ -327,7 +333,7 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
 
     On automatic axes a reshard is a constraint that follows another one, `constraint`.
     """
-    x, name = eqn.invars[0].aval, eqn.primitive.name
+    x, name = eqn.invars[0].aval, _collective_name(eqn)
     if name != _CONSTRAINT and AxisType.Auto in eqn.outvars[0].aval.sharding.mesh.axis_types:
         return None  # XLA's partitioner decides what moves
     local, result = (shards.local_shape(v.aval) for v in (eqn.invars[0], eqn.outvars[0]))

@@ -102,6 +102,16 @@ def _collectives(memory: SharedMemory | None) -> tuple[Gather, Callable[..., jax
     return _all_gather, lax.psum, _psum_scatter
 
 
+def collective(
+    kind: str, x: jax.Array, axes: tuple[str, ...], dimension: int, memory: SharedMemory | None
+) -> jax.Array:
+    """`x` gathered, summed or scattered over `axes`."""
+    all_gather, psum, psum_scatter = _collectives(memory)
+    if kind == "psum":
+        return psum(x, axes)
+    return (all_gather if kind == "all_gather" else psum_scatter)(x, axes, dimension)
+
+
 def _all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
     gathered: jax.Array = lax.all_gather(x, axes, axis=dimension, tiled=True)
     return gathered

@@ -1,14 +1,18 @@
-"""XLA's collectives around jaxmp's calls, each behind a process barrier.
+"""Collectives around jaxmp's calls, and what they are in a job of several processes.
 
 XLA cannot interrupt a collective that crosses processes, and its transport ends the process where the ranks' messages
-differ in size. So every process of the group has to be there, with an equal operand, before one of them enters.
-`process_barrier_p` is that barrier: an identity, lowered to a wait where the group spreads over processes. The forward
-call of a product has a barrier of its own, which compares the whole call (`process_barrier.Site`).
+differ in size. So every process of the group has to be there, with an equal operand, before one of them enters. The
+forward call of a product has a barrier of its own, which compares the whole call (`process_barrier.Site`).
 
-Transposing turns a collective into another one, and what ran after it runs before. So each collective stands between
+In a job, a gather and a sum inside shard_map are `process_collective_p`. It communicates through memory that the
+processes share, where each call of the program meets its like on every rank, and elsewhere by XLA behind a barrier. Its
+transpose is another one.
+
+Other collectives are XLA's, behind `process_barrier_p`: an identity, lowered to a wait where the group spreads over
+processes. Transposing turns a collective into another one, and what ran after it runs before. So each stands between
 two barriers, of which the second waits in the transposed program only:
 
-    x -> barrier -> all_gather -> (barrier)         transposed: ct -> barrier -> psum_scatter -> (barrier)
+    x -> barrier -> all_to_all -> (barrier)         transposed: ct -> barrier -> all_to_all -> (barrier)
 
 Outside a job of several processes nothing is added to the program.
 """
@@ -16,6 +20,7 @@ Outside a job of several processes nothing is added to the program.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -30,6 +35,8 @@ from jaxmp._src.runtime import jax_compat, native
 from jaxmp._src.runtime.jax_compat import batching
 from jaxmp._src.runtime.types import Operand, Tangent
 from jaxmp._src.spec.options import Mesh
+
+Axes = tuple[tuple[str, int], ...]  # of a mesh, as (name, size)
 
 # (x) -> x. `mesh` are all mesh axes as (name, size), `axes` those of the group; `call` says for people what the barrier
 # is ahead of, "all_gather for matmul at train.py:41"; a barrier that is not `is_active` waits only when transposed.
@@ -47,11 +54,61 @@ def _transpose(ct: Tangent, x: Operand, *, is_active: bool, **params: Any) -> li
 
 ad.deflinear2(process_barrier_p, _transpose)
 
+# (x) -> x after a collective of `kind` over `axis_name`: "all_gather", "reduce_scatter" (along `dimension`), "psum", or
+# "vary", which moves nothing: it is what a psum transposes to, and makes the type of x vary over the axes.
+process_collective_p = jax_compat.make_primitive("jaxmp_process_collective", multiple_results=False)
+_TRANSPOSED = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "vary": "psum", "psum": "vary"}
+
+
+def _collective_abstract_eval(
+    x: jax.core.ShapedArray, *, kind: str, mesh: Axes, axis_name: tuple[str, ...], dimension: int, call: str
+) -> jax.core.ShapedArray:
+    shape, varying, sizes = list(x.shape), x.manual_axis_type.varying, dict(mesh)
+    nranks = math.prod(sizes[axis] for axis in axis_name)
+    if kind == "all_gather":
+        shape[dimension] *= nranks
+    elif kind == "reduce_scatter":
+        shape[dimension] //= nranks
+    elif kind == "psum":
+        varying = varying - frozenset(axis_name)
+    elif kind == "vary":
+        varying = varying | frozenset(axis_name)
+    return jax_compat.with_shape(x, shape, x.dtype, varying)
+
+
+def _collective_transpose(ct: Tangent, x: Operand, *, kind: str, **params: Any) -> list[Tangent]:
+    # Where types do not vary, what a psum sums has the sum of the cotangents of all ranks.
+    transposed = "psum" if kind == "psum" and not jax_compat.is_vma_checked() else _TRANSPOSED[kind]
+    return [process_collective_p.bind(ct, kind=transposed, **params)]
+
+
+def _collective_batch_rule(operands: Any, dims: Any, *, dimension: int, **params: Any) -> tuple[jax.Array, int]:
+    (x,), (batch,) = operands, dims
+    return process_collective_p.bind(x, dimension=dimension + (batch <= dimension), **params), batch
+
+
+process_collective_p.def_abstract_eval(_collective_abstract_eval)
+ad.deflinear2(process_collective_p, _collective_transpose)
+batching.primitive_batchers[process_collective_p] = _collective_batch_rule
+
+
+def _between_processes(
+    kind: str, x: jax.Array, axes: tuple[str, ...], source_line: str, dimension: int = 0
+) -> jax.Array:
+    call = f"{kind} for {source_line or 'a matmul'}"
+    mesh = jax_compat.mesh_axes()
+    result: jax.Array = process_collective_p.bind(
+        x, kind=kind, mesh=mesh, axis_name=tuple(axes), dimension=dimension, call=call
+    )
+    return result
+
 
 def all_gather(
     x: jax.Array, axes: tuple[str, ...], *, axis: int, to: str = "varying", source_line: str = ""
 ) -> jax.Array:
     """`lax.all_gather`, tiled."""
+    if to == "varying" and native.has_barrier():
+        return _between_processes("all_gather", x, axes, source_line, axis)
 
     def collective(x: jax.Array) -> jax.Array:
         if axis == 0:
@@ -78,7 +135,10 @@ def all_to_all(
 
 def psum(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
     """`lax.psum`."""
-    return _guarded(lambda x: lax.psum(x, axes), "psum", x, axes, source_line)
+    if native.has_barrier():
+        return _between_processes("psum", x, axes, source_line)
+    total: jax.Array = lax.psum(x, axes)
+    return total
 
 
 def pmax(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
@@ -93,7 +153,10 @@ def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") 
     missing = tuple(axis for axis in sorted(axes) if axis not in jax_compat.varying_axes(x))
     if not missing:
         return x
-    return _barrier(lax.pcast(x, missing, to="varying"), missing, "psum", source_line, is_active=False)
+    if native.has_barrier() and jax_compat.is_vma_checked():
+        return _between_processes("vary", x, missing, source_line)
+    cast: jax.Array = lax.pcast(x, missing, to="varying")
+    return cast
 
 
 def cast_reduced(operands: Mapping[str, jax.Array], axes: Collection[str] = ()) -> dict[str, jax.Array]:
