@@ -32,17 +32,20 @@ from jaxmp._src.runtime import native
 M, K, N = 8, 16, 32
 KINDS = {"explicit": AxisType.Explicit, "auto": AxisType.Auto}
 IN, HIDDEN = P("x", None), P(None, "x")
-SPECS = {"up": HIDDEN, "down": IN}
+# With processes along "data" and the devices of each along "x": gradients sum over processes, and gather within one.
+IN_OF_BOTH, HIDDEN_OF_BOTH = P(("data", "x"), None), P("data", "x")
+SPECS = {"up": HIDDEN, "down": IN, "b_up": P("x"), "b_down": P()}
 
 
 def main(initialize, process):
     asked = json.loads(os.environ.get("SCHEDULES", "{}"))
-    seed, programs = asked.get("seed", 0), asked.get("programs", 4)
+    seed, given = asked.get("seed", 0), asked.get("given", [])
+    programs = len(given) or asked.get("programs", 4)
     initialize()
     wrong = 0
     for i in range(programs):
         rng = random.Random(1000 * seed + i)
-        drawn = draw(rng)
+        drawn = given[i] if given else draw(rng)
         print(f"program {i}: {drawn}")
         native.extension().set_schedule_noise(process * 7919 + i + 1, asked.get("microseconds", 300))
         bad = run(drawn, np.random.default_rng(i), runs=asked.get("runs", 4))
@@ -70,16 +73,18 @@ def draw(rng: random.Random) -> dict:
     return {
         "inputs": inputs,
         "axes": axes,
+        "mesh": rng.choice(("x", "x", "data and x")),
         "grad": is_safe and rng.random() < 0.8,
     }
 
 
 def program(drawn: dict, mm):
-    """The function of weights, inputs and a flag; `mm(a, b, spec)` multiplies."""
+    """The function of weights, inputs and a flag; `mm(a, b, spec, bias)` multiplies."""
+    hidden, rows = (HIDDEN, IN) if drawn["mesh"] == "x" else (HIDDEN_OF_BOTH, IN_OF_BOTH)
 
     def layer(w, x):
-        h = jax.nn.relu(mm(x, w["up"], HIDDEN))
-        return jnp.clip(mm(h, w["down"], IN), -2, 2)
+        h = jax.nn.relu(mm(x, w["up"], hidden, w["b_up"]))
+        return jnp.clip(mm(h, w["down"], rows, w["b_down"]), -2, 2)
 
     inner = jax.jit(layer)
 
@@ -105,7 +110,7 @@ def program(drawn: dict, mm):
         "loop": lambda w, x, flag: loop(w, x),
         "cond": lambda w, x, flag: lax.cond(flag, lambda x: layer(w, x), lambda x: -layer(w, 2 * x), x),
         "towers": lambda w, x, flag: towers(w, x),
-        "wide": lambda w, x, flag: jnp.clip(mm(mm(x, w["up"], HIDDEN), w["down"], IN), -2, 2),
+        "wide": lambda w, x, flag: jnp.clip(mm(mm(x, w["up"], hidden), w["down"], rows), -2, 2),
     }
 
     def forward(w, xs, flag):
@@ -127,23 +132,27 @@ def program(drawn: dict, mm):
 def run(drawn: dict, data: np.random.Generator, *, runs: int) -> int:
     """The number of results that differ from one device's."""
     is_explicit = drawn["axes"] == "explicit"
-    mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(KINDS[drawn["axes"]],))
+    is_line = drawn["mesh"] == "x"
+    shape = (jax.device_count(),) if is_line else (jax.process_count(), jax.local_device_count())
+    names = ("x",) if is_line else ("data", "x")
+    mesh = jax.make_mesh(shape, names, axis_types=(KINDS[drawn["axes"]],) * len(names))
     w = {"up": ints(data, K, N, most=1), "down": ints(data, N, K, most=1)}
+    w |= {"b_up": ints(data, N, most=1), "b_down": ints(data, K, most=1)}
     inputs = [[ints(data, M, K, most=2) for _ in drawn["inputs"]] for _ in range(runs)]
     with jax.set_mesh(mesh):
 
-        def ours(a, b, spec):
+        def ours(a, b, spec, bias=None):
             if is_explicit:
-                return jaxmp.matmul(a, b, out_sharding=spec)
-            return lax.with_sharding_constraint(jaxmp.matmul(a, b), NamedSharding(mesh, spec))
+                return jaxmp.linear(a, b, bias, out_sharding=spec)
+            return lax.with_sharding_constraint(jaxmp.linear(a, b, bias), NamedSharding(mesh, spec))
 
         step = jax.jit(program(drawn, ours))
         placed_w = {name: put(mesh, x, SPECS[name]) for name, x in w.items()}
-        placed = [[put(mesh, x, IN) for x in xs] for xs in inputs]
+        placed = [[put(mesh, x, IN if is_line else IN_OF_BOTH) for x in xs] for xs in inputs]
         compiled = step.lower(placed_w, placed[0], True).compile()
         every_call_has_a_number_of_its_own(compiled.as_text())
         got = [compiled(placed_w, xs, i % 2 == 0) for i, xs in enumerate(placed)]  # all of them in flight
-    plain = jax.jit(program(drawn, lambda a, b, spec: jnp.matmul(a, b)))
+    plain = jax.jit(program(drawn, lambda a, b, spec, bias=0: jnp.matmul(a, b) + bias))
     with jax.default_device(jax.local_devices()[0]):
         want = [plain(w, xs, i % 2 == 0) for i, xs in enumerate(inputs)]
     pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)

@@ -33,7 +33,7 @@ class Terms:
     bytes of an element of a, b, the result and a sum.
 
     `keeps_result`: the call has to give the result in the sharding that was asked for. `gathers_k`: it may gather
-    operands along k, which are not stored transposed.
+    operands along k, which are not stored transposed. `shares_columns`: ranks may share columns of the result.
     """
 
     extents: tuple[tuple[str, int], ...]
@@ -41,6 +41,7 @@ class Terms:
     itemsizes: tuple[int, int, int, int]
     keeps_result: bool
     gathers_k: bool
+    shares_columns: bool = True
 
 
 def extents(given: Contraction, shapes: Sequence[Shape], mesh: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
@@ -55,7 +56,8 @@ def extents(given: Contraction, shapes: Sequence[Shape], mesh: Mapping[str, int]
 def plan(given: Contraction, terms: Terms) -> Contraction:
     """The call for operands that lie, and a result that is to lie, as in `given`."""
     found = as_given(given, gathers_k=terms.gathers_k)
-    if found is None or found.gathers_k:  # which may cost more than to move operands
+    # A gather along k may cost more than to move operands.
+    if found is None or found.gathers_k or (found.is_transposed and not terms.shares_columns):
         found = cheapest(given, terms)
     return found
 
@@ -108,21 +110,22 @@ def _is_of_a_call(given: Contraction, role: Role, *, gathers_k: bool) -> bool:
 @functools.lru_cache(maxsize=4096)
 def cheapest(given: Contraction, terms: Terms) -> Contraction:
     """The call of least cost for operands and a result that are sharded as `given`."""
-    return given.replace(min(_layouts(given, terms), key=lambda layout: layout[0])[1])
+    return min(_calls(given, terms), key=lambda call: call[0])[1]
 
 
-def _layouts(given: Contraction, terms: Terms) -> Iterator[tuple[float, Layout]]:
-    """(cost, layout) of every choice of roles."""
+def _calls(given: Contraction, terms: Terms) -> Iterator[tuple[float, Contraction]]:
+    """(cost, call) of every choice of roles."""
     mesh, extents = dict(terms.mesh), dict(terms.extents)
     axes = [axis for axis, _ in terms.mesh if axis in given.roles]
     for choice in itertools.product(*(_choices(given, terms, given.roles[axis]) for axis in axes)):
         roles = dict(zip(axes, choice, strict=True))
         if not given.is_one_call(roles):
             continue
-        layout = _layout(given, roles)
-        is_wanted = layout.d == given.layout.d or not terms.keeps_result
-        if is_wanted and _divides(given, layout, extents, mesh):
-            yield _cost(given, terms, layout, roles), layout
+        call = given.replace(_layout(given, roles))
+        is_wanted = call.layout.d == given.layout.d or not terms.keeps_result
+        is_wanted = is_wanted and (terms.shares_columns or not call.is_transposed)
+        if is_wanted and _divides(call, extents, mesh):
+            yield _cost(given, terms, call.layout, roles), call
 
 
 def _choices(given: Contraction, terms: Terms, have: Role) -> list[Role]:
@@ -174,11 +177,11 @@ def _layout(given: Contraction, roles: Mapping[str, Role]) -> Layout:
     return Layout(dims(0), dims(1), dims(2))
 
 
-def _divides(given: Contraction, layout: Layout, extents: Mapping[str, int], mesh: Mapping[str, int]) -> bool:
+def _divides(call: Contraction, extents: Mapping[str, int], mesh: Mapping[str, int]) -> bool:
     """Whether the axes of every dimension divide its extent."""
     return all(
         extents[index] % size_of(mesh, dim) == 0
-        for indices, dims in zip(given.indices, layout, strict=True)
+        for indices, dims in zip(call.indices, call.layout, strict=True)
         for index, dim in zip(indices, dims, strict=True)
     )
 

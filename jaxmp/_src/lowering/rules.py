@@ -268,31 +268,31 @@ def process_collective_rule(
     mesh: process_barrier.MeshAxes,
     axis_name: tuple[str, ...],
     dimension: int,
-    call: str,
+    caller: str,
     is_cpu: bool = True,
 ) -> Any:
     """A collective between processes: through shared memory, or XLA's own behind a barrier."""
-    site = process_barrier.site(ctx, mesh, axis_name) if is_cpu and kind != "vary" else None
+    if kind == "vary":
+        return [x]
+    site = process_barrier.site(ctx, mesh, axis_name) if is_cpu else None
 
     def lower(x: jax.Array) -> jax.Array:
         memory = None
         if site is not None:
-            fields = _fields_of(call, x, axis_name, mesh)
+            call, fields = f"{kind} for {caller}", _fields_of(kind, x, axis_name, mesh)
             memory = SharedMemory(site, call, fields) if site.shares_memory else None
-            if memory is None or not (kind == "all_gather" or memory.sums(x.dtype)):
+            if memory is None or (kind in ("psum", "reduce_scatter") and not memory.sums(x.dtype)):
                 memory, x = None, site.barrier(call, fields, [x])[0]
         return xla_matmul.collective(kind, x, axis_name, dimension, memory)
 
-    if kind == "vary":
-        return [x]
     with jax_compat.off_explicit_mesh():
         return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
 
 
-def _fields_of(call: str, x: jax.Array, axes: tuple[str, ...], mesh: process_barrier.MeshAxes) -> dict[str, Any]:
+def _fields_of(collective: str, x: jax.Array, axes: tuple[str, ...], mesh: process_barrier.MeshAxes) -> dict[str, Any]:
     """What has to be equal on every rank of a collective."""
     return {
-        "collective": call.partition(" ")[0],
+        "collective": collective,
         "shape of a shard": x.shape,
         "dtype": x.dtype.name,
         "axes": axes,
@@ -314,7 +314,7 @@ def process_barrier_rule(
         return [x]
 
     def lower(x: jax.Array) -> jax.Array:
-        return site.barrier(call, _fields_of(call, x, axes, mesh), [x])[0]
+        return site.barrier(call, _fields_of(call.partition(" ")[0], x, axes, mesh), [x])[0]
 
     with jax_compat.off_explicit_mesh():
         return mlir.lower_fun(lower, multiple_results=False)(ctx, x)

@@ -105,11 +105,14 @@ def _collectives(memory: SharedMemory | None) -> tuple[Gather, Callable[..., jax
 def collective(
     kind: str, x: jax.Array, axes: tuple[str, ...], dimension: int, memory: SharedMemory | None
 ) -> jax.Array:
-    """`x` gathered, summed or scattered over `axes`."""
+    """`x` after the collective `kind` of lax over `axes`."""
     all_gather, psum, psum_scatter = _collectives(memory)
     if kind == "psum":
         return psum(x, axes)
-    return (all_gather if kind == "all_gather" else psum_scatter)(x, axes, dimension)
+    if kind == "pmax":
+        largest: jax.Array = all_gather(x[None], axes, 0).max(0) if memory else lax.pmax(x, axes)
+        return largest
+    return (psum_scatter if kind == "reduce_scatter" else all_gather)(x, axes, dimension)
 
 
 def _all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:

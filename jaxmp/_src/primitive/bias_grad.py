@@ -12,7 +12,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._src.primitive import collectives
-from jaxmp._src.runtime import jax_compat
 from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator
 
 SCOPE = "jaxmp_bias_gradient"
@@ -50,5 +49,4 @@ def _gather_whole(x: jax.Array, axes: tuple[str, ...], source_line: str) -> jax.
     """All-gather of a vector whose result is the same on every rank, and known to be."""
     if x.size == 0:  # XLA gathers nothing that is empty
         return jnp.zeros(x.shape, x.dtype)
-    to = "invarying" if jax_compat.is_vma_checked() else "varying"
-    return collectives.all_gather(x, axes, axis=0, to=to, source_line=source_line)
+    return collectives.all_gather(x, axes, axis=0, to="invarying", source_line=source_line)

@@ -4,13 +4,13 @@ XLA cannot interrupt a collective that crosses processes, and its transport ends
 differ in size. So every process of the group has to be there, with an equal operand, before one of them enters. The
 forward call of a product has a barrier of its own, which compares the whole call (`process_barrier.Site`).
 
-In a job, a gather and a sum inside shard_map are `process_collective_p`. It communicates through memory that the
-processes share, where each call of the program meets its like on every rank, and elsewhere by XLA behind a barrier. Its
-transpose is another one.
+In a job, a gather, a sum and a maximum inside shard_map are `process_collective_p`. It communicates through memory that
+the processes share, where each call of the program meets its like on every rank. Where they share none, it is XLA's
+collective behind a barrier. Its transpose is another one.
 
-Other collectives are XLA's, behind `process_barrier_p`: an identity, lowered to a wait where the group spreads over
-processes. Transposing turns a collective into another one, and what ran after it runs before. So each stands between
-two barriers, of which the second waits in the transposed program only:
+All-to-alls and reshards are XLA's, behind `process_barrier_p`: an identity, lowered to a wait where the group spreads
+over processes. What ran after a collective runs ahead of it in the transposed program. So each stands between two
+barriers, and the second waits in the transposed program only:
 
     x -> barrier -> all_to_all -> (barrier)         transposed: ct -> barrier -> all_to_all -> (barrier)
 
@@ -54,32 +54,37 @@ def _transpose(ct: Tangent, x: Operand, *, is_active: bool, **params: Any) -> li
 
 ad.deflinear2(process_barrier_p, _transpose)
 
-# (x) -> x after a collective of `kind` over `axis_name`: "all_gather", "reduce_scatter" (along `dimension`), "psum", or
-# "vary", which moves nothing: it is what a psum transposes to, and makes the type of x vary over the axes.
+# (x) -> x after the collective `kind` of lax over `axis_name`, along `dimension`: "all_gather", "all_gather_invariant",
+# "reduce_scatter", "psum", "pmax"; or "vary", the transpose of a psum, which makes the type of x vary over the axes and
+# moves nothing. `caller` says for people what it belongs to, "matmul at train.py:41".
 process_collective_p = jax_compat.make_primitive("jaxmp_process_collective", multiple_results=False)
 _TRANSPOSED = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "vary": "psum", "psum": "vary"}
 
 
 def _collective_abstract_eval(
-    x: jax.core.ShapedArray, *, kind: str, mesh: Axes, axis_name: tuple[str, ...], dimension: int, call: str
+    x: jax.core.ShapedArray, *, kind: str, mesh: Axes, axis_name: tuple[str, ...], dimension: int, caller: str
 ) -> jax.core.ShapedArray:
     shape, varying, sizes = list(x.shape), x.manual_axis_type.varying, dict(mesh)
     nranks = math.prod(sizes[axis] for axis in axis_name)
-    if kind == "all_gather":
+    if kind.startswith("all_gather"):
         shape[dimension] *= nranks
     elif kind == "reduce_scatter":
         shape[dimension] //= nranks
-    elif kind == "psum":
+    if kind in ("all_gather_invariant", "psum", "pmax"):
         varying = varying - frozenset(axis_name)
     elif kind == "vary":
         varying = varying | frozenset(axis_name)
     return jax_compat.with_shape(x, shape, x.dtype, varying)
 
 
-def _collective_transpose(ct: Tangent, x: Operand, *, kind: str, **params: Any) -> list[Tangent]:
+def _collective_transpose(
+    ct: jax.Array, x: Operand, *, kind: str, axis_name: tuple[str, ...], dimension: int, **params: Any
+) -> list[Tangent]:
+    if kind == "all_gather_invariant":
+        return [own_part(ct, dimension, axis_name)]
     # Where types do not vary, what a psum sums has the sum of the cotangents of all ranks.
-    transposed = "psum" if kind == "psum" and not jax_compat.is_vma_checked() else _TRANSPOSED[kind]
-    return [process_collective_p.bind(ct, kind=transposed, **params)]
+    kind = "psum" if kind == "psum" and not jax_compat.is_vma_checked() else _TRANSPOSED[kind]
+    return [process_collective_p.bind(ct, kind=kind, axis_name=axis_name, dimension=dimension, **params)]
 
 
 def _collective_batch_rule(operands: Any, dims: Any, *, dimension: int, **params: Any) -> tuple[jax.Array, int]:
@@ -95,10 +100,9 @@ batching.primitive_batchers[process_collective_p] = _collective_batch_rule
 def _between_processes(
     kind: str, x: jax.Array, axes: tuple[str, ...], source_line: str, dimension: int = 0
 ) -> jax.Array:
-    call = f"{kind} for {source_line or 'a matmul'}"
-    mesh = jax_compat.mesh_axes()
+    mesh, caller = jax_compat.mesh_axes(), source_line or "a matmul"
     result: jax.Array = process_collective_p.bind(
-        x, kind=kind, mesh=mesh, axis_name=tuple(axes), dimension=dimension, call=call
+        x, kind=kind, mesh=mesh, axis_name=tuple(axes), dimension=dimension, caller=caller
     )
     return result
 
@@ -106,31 +110,26 @@ def _between_processes(
 def all_gather(
     x: jax.Array, axes: tuple[str, ...], *, axis: int, to: str = "varying", source_line: str = ""
 ) -> jax.Array:
-    """`lax.all_gather`, tiled."""
-    if to == "varying" and native.has_barrier():
-        return _between_processes("all_gather", x, axes, source_line, axis)
-
-    def collective(x: jax.Array) -> jax.Array:
-        if axis == 0:
-            gathered: jax.Array = lax.all_gather(x, axes, axis=0, tiled=True, to=to)
-            return gathered
-        # XLA gathers along the slowest dimension: a later one it would transpose ahead of the gather as well.
-        stacked: jax.Array = lax.all_gather(x, axes, axis=0, to=to)
-        return jnp.moveaxis(stacked, 0, axis).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
-
-    return _guarded(collective, "all_gather", x, axes, source_line)
+    """`lax.all_gather`, tiled. Where types do not vary, `to` makes no difference."""
+    to = to if jax_compat.is_vma_checked() else "varying"
+    if native.has_barrier():
+        kind = "all_gather" if to == "varying" else "all_gather_invariant"
+        return _between_processes(kind, x, axes, source_line, axis)
+    if axis == 0:
+        gathered: jax.Array = lax.all_gather(x, axes, axis=0, tiled=True, to=to)
+        return gathered
+    # XLA gathers along the slowest dimension: a later one it would transpose ahead of the gather as well.
+    stacked: jax.Array = lax.all_gather(x, axes, axis=0, to=to)
+    return jnp.moveaxis(stacked, 0, axis).reshape(*x.shape[:axis], -1, *x.shape[axis + 1 :])
 
 
 def all_to_all(
     x: jax.Array, axes: tuple[str, ...], split_axis: int, concat_axis: int, *, source_line: str = ""
 ) -> jax.Array:
     """`lax.all_to_all`, tiled."""
-
-    def collective(x: jax.Array) -> jax.Array:
-        moved: jax.Array = lax.all_to_all(x, axes, split_axis, concat_axis, tiled=True)
-        return moved
-
-    return _guarded(collective, "all_to_all", x, axes, source_line)
+    x = _barrier(x, axes, "all_to_all", source_line, is_active=True)
+    moved: jax.Array = lax.all_to_all(x, axes, split_axis, concat_axis, tiled=True)
+    return _barrier(moved, axes, "all_to_all", source_line, is_active=False)
 
 
 def psum(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
@@ -143,7 +142,10 @@ def psum(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.A
 
 def pmax(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
     """`lax.pmax`."""
-    return _guarded(lambda x: lax.pmax(x, axes), "pmax", x, axes, source_line)
+    if native.has_barrier():
+        return _between_processes("pmax", x, axes, source_line)
+    largest: jax.Array = lax.pmax(x, axes)
+    return largest
 
 
 def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") -> jax.Array:
@@ -201,13 +203,6 @@ def _global_barrier(x: jax.Array, mesh: Mesh, spec: P, *, is_active: bool) -> ja
         return _barrier(x, axes, "reshard", "", is_active=is_active)
 
     return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)(x)
-
-
-def _guarded(
-    collective: Callable[[jax.Array], jax.Array], operation: str, x: jax.Array, axes: tuple[str, ...], source_line: str
-) -> jax.Array:
-    x = _barrier(x, axes, operation, source_line, is_active=True)
-    return _barrier(collective(x), axes, operation, source_line, is_active=False)
 
 
 def _barrier(x: jax.Array, axes: tuple[str, ...], operation: str, source_line: str, *, is_active: bool) -> jax.Array:

@@ -45,9 +45,8 @@ class Frame:
         """The sharding in which d leaves."""
         return dict(self.outs)["d"]
 
-    def reshard(self, name: str, x: jax.Array) -> jax.Array:
-        """The operand `name` in the sharding in which it enters."""
-        entry = dict(self.entries).get(name, Entry())
+    def reshard(self, entry: Entry, x: jax.Array) -> jax.Array:
+        """An operand in the sharding in which it enters."""
         have = meshes.type_spec(x) if self.is_explicit else entry.spec if entry.have is None else entry.have
         return meshes.reshard(x, self.mesh, have, entry.spec, is_explicit=self.is_explicit)
 
@@ -87,8 +86,9 @@ def on_shards(
     frame: Frame, body: Callable[[Operands], dict[str, Any]], operands: Operands, source_line: str
 ) -> dict[str, Any]:
     """The results of a body of one device's shards."""
-    entries = {name: dict(frame.entries).get(name, Entry()) for name in operands}
-    placed = {name: frame.reshard(name, x) for name, x in operands.items()}
+    known = dict(frame.entries)
+    entries = {name: known.get(name, Entry()) for name in operands}
+    placed = {name: frame.reshard(entries[name], x) for name, x in operands.items()}
     specs = {name: entry.spec for name, entry in entries.items()}
     of_shards = on_gathered(body, {name: entry.gathers for name, entry in entries.items()}, source_line)
     run = jax.shard_map(of_shards, mesh=frame.mesh, in_specs=(specs,), out_specs=dict(frame.outs))

@@ -8,6 +8,7 @@ have none of these.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from jaxmp._src.contraction.contraction import Dim, Layout
 from jaxmp._src.contraction.moves import size_of
 from jaxmp._src.lowering import rules
 from jaxmp._src.lowering.resolve import resolve
+from jaxmp._src.primitive import bias_grad
 from jaxmp._src.primitive.primitives import activation_grad, bind, global_amax, matmul_p
 from jaxmp._src.runtime import jax_lowering
 from jaxmp._src.runtime.jax_lowering import LoweringRule
@@ -66,14 +68,19 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
             return _place_whole(spec, mesh, args, results)
         found = to_dims("matmul", "operand", proposed.spec, len(x.shape), mesh.shape)
         dims.append(tuple(_dividing(dim, extent, mesh.shape) for dim, extent in zip(found, x.shape, strict=True)))
-    columns = dims[2][1]
+    rows, columns = dims[2]
+    left_out: Dim = ()
     has_mask = "relu_aux" in (*spec.operand_names, *spec.output_names)
     if has_mask and results[0].shape[1] // size_of(mesh.shape, columns) % process_grid.RELU_AUX_BITS:
-        # The mask is padded per shard; under the partitioner its shape cannot depend on the shards.
-        dims = [tuple(tuple(axis for axis in dim if axis not in columns) for dim in each) for each in dims]
+        left_out += columns  # the mask is padded per shard, and its shape here cannot depend on the shards
+    if spec.determinism == "topology" and bias_grad.summed(spec.rule.gradient) == "d":
+        left_out += rows  # over which XLA would complete the sums
+    dims = [tuple(tuple(axis for axis in dim if axis not in left_out) for dim in each) for each in dims]
     flags = {"transpose_a": spec.transpose_a, "transpose_b": spec.transpose_b}
     given = contraction.of_matrices(2, Layout(*dims), **flags)
-    plan = planner.plan(given, sharded_call.terms(spec, given, args[0], args[1], results[0].shape, mesh.shape))
+    terms = sharded_call.terms(spec, given, args[0], args[1], results[0].shape, mesh.shape)
+    # Under a level, a call that shares columns has no gradient's epilog. XLA can move operands instead.
+    plan = planner.plan(given, dataclasses.replace(terms, shares_columns=not spec.fixed_reduction_order))
     group = Group(plan.pattern, tuple(mesh.shape.items()), plan.row_axes, plan.col_axes)
     local = check_all_reduce("jaxmp.matmul", spec.replace(group=group))
 

@@ -190,7 +190,7 @@ def _apply_epilog(
     """
     extra = {name: operands[name] for name in spec.operand_names}
     folded = [x.reshape(z.shape[0], x.shape[-1]) if has_rows(name) else x for name, x in extra.items()]
-    scalars = {name: operands[name] for name in spec.traced}
+    scalars = {name: operands[name] for name in spec.traced if name in operands}  # else the caller has them
     local = spec.regroup(pattern=Pattern.LOCAL)
     outputs = dict(zip(spec.output_names, xla_matmul.apply_epilog(z, folded, local, **scalars), strict=True))
     return {name: x.reshape(*rows, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}
