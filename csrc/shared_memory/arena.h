@@ -38,7 +38,7 @@ void ReleaseBlock(int process, uint64_t token);
 // Gives back memory and addresses that have not been used for so many seconds.
 void TrimArenas(double unused_for);
 
-// Bytes of this process's arena: those in blocks, and those of all slots.
+// Bytes of this process's arena: in blocks that are in use, and in all slots.
 struct ArenaUse {
   size_t used, touched;
 };

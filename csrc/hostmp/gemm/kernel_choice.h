@@ -52,7 +52,7 @@ std::string DescribeKernels(abi::cudaDataType_t type);
 int64_t KUnit(Kernel kernel);
 int64_t KBlockDepth(Kernel kernel);
 
-// Whether the compute type rounds f32 and c64 operands ahead of the product.
+// Whether this compute type rounds f32 and c64 operands before they are multiplied.
 bool RoundsOperands(abi::cublasComputeType_t compute);
 
 }  // namespace jaxmp::hostmp

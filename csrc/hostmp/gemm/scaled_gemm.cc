@@ -236,8 +236,9 @@ bool is_byte_integer(abi::cudaDataType_t type) { return type == abi::CUDA_R_8I |
 
 bool is_half_byte(abi::cudaDataType_t type) { return type == host_types::kS4 || type == host_types::kU4; }
 
-// Few columns, op(A) = A, as simd_gemm multiplies them: A is read where it lies. Integers of a byte become floats in
-// the registers, those of half a byte become bytes, and other numbers floats, a few k ahead, in the first cache.
+// Few columns, op(A) = A, as simd_gemm multiplies them: A is read where it lies. Integers of 8 bits become floats in
+// the registers. A few k before they are needed, integers of 4 bits become bytes in the first cache, other numbers
+// floats.
 struct FewColumnsKernel {
   static constexpr int64_t kKC = hostmp::kKC, kMC = 512, kNC = kUncut, kMR = kUncut, kNR = kUncut;
   static constexpr bool kReusesB = false;

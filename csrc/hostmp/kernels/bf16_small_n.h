@@ -6,13 +6,13 @@
 
 namespace jaxmp::hostmp {
 
-// Whose sums these are, to the bit: which kernel takes the products of more columns.
+// The kernel that takes products of more columns; these sums have its bits.
 enum class Bf16Sums { kAmx, kAvx512Bf16 };
 
 constexpr int64_t kBf16SmallN = 4;
 
-// c = A op(B), or c += A op(B) where `adds`, of at most kBf16SmallN columns; it takes no scratch. K blocks, and where K
-// segments may end, are those of the kernel.
+// c = A op(B), or c += A op(B) where `adds`, of at most kBf16SmallN columns; it takes no scratch. K is cut into the
+// same blocks and segments as by the kernel for many columns.
 void bf16_small_n_gemm(Bf16Sums sums, const KSegments& segments, bool adds);
 
 }  // namespace jaxmp::hostmp

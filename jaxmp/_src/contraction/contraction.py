@@ -144,8 +144,7 @@ class Contraction:
         return role.communicates and (role.a in self.d) != (role.b in self.d)
 
     def is_one_call(self, roles: dict[str, Role]) -> bool:
-        """Whether the axes that communicate are of one call: all gather or scatter one index, or all
-        are of a grid."""
+        """Whether the axes that communicate are of one call: all gather or scatter one index, or all are of a grid."""
 
         def kind(role: Role) -> tuple[str, str]:
             if role.is_contracted:
@@ -198,12 +197,12 @@ class Contraction:
     @functools.cached_property
     def shared(self) -> str:
         """The free index along which an operand is gathered, or d is scattered, or ""."""
-        for role in self.roles.values():
-            if role.is_contracted and not self.is_block_grid:
-                return role.d
-            if role.communicates and not self.is_block_grid and not self.is_grid_role(role):
-                return role.a if role.d == role.b else role.b
-        return ""
+        role = next((role for role in self.roles.values() if role.communicates), Role())
+        if self.is_block_grid or self.is_grid_role(role):
+            return ""
+        if role.is_contracted:
+            return role.d
+        return role.a if role.d == role.b else role.b
 
     @property
     def is_transposed(self) -> bool:

@@ -152,24 +152,20 @@ def _choices(given: Contraction, terms: Terms, have: Role) -> list[Role]:
 
 def _layout(given: Contraction, roles: Mapping[str, Role]) -> Layout:
     """The layout in which axes have these roles; those of the group come last where a pattern wants it."""
-    group = [axis for axis, role in roles.items() if role.communicates]
-    asked = (
-        *given.layout.d,
-        *given.layout.a,
-        *given.layout.b,
-    )  # in whose order axes stay, where they share a dimension
-    places = {axis: [dim.index(axis) for dim in asked if axis in dim] for axis in roles}
+    # Axes that share a dimension stay in the order that they have in d, or else in a or b.
+    given_dims = (*given.layout.d, *given.layout.a, *given.layout.b)
+    places = {axis: [dim.index(axis) for dim in given_dims if axis in dim] for axis in roles}
     # Contracted dimensions follow each other in the order of a's.
-    ordered = sorted(group, key=lambda axis: (given.a.index(roles[axis].a), places[axis]))
+    contracted = [axis for axis, role in roles.items() if role.is_contracted]
+    contracted.sort(key=lambda axis: (given.a.index(roles[axis].a), places[axis]))
 
     def dims(which: int) -> Dims:
         found = []
-        for index in given.indices[which]:
+        for index, own in zip(given.indices[which], given.layout[which], strict=True):
             axes = sorted((axis for axis, role in roles.items() if role[which] == index), key=places.__getitem__)
-            # Axes over which a dimension is gathered, contracted or scattered follow the others.
-            last = [axis for axis in ordered if axis in axes and roles[axis].is_contracted]
-            own = given.layout[which][given.indices[which].index(index)]
-            gathered = [axis for axis in axes if not roles[axis].is_contracted and roles[axis][which] != roles[axis].d]
+            # Axes over which a dimension is contracted, scattered or gathered follow the others.
+            last = [axis for axis in contracted if axis in axes]
+            gathered = [axis for axis in axes if axis not in contracted and roles[axis][which] != roles[axis].d]
             last += sorted(gathered, key=lambda axis: own.index(axis) if axis in own else len(own))
             found.append((*(axis for axis in axes if axis not in last), *last))
         return tuple(found)
