@@ -261,7 +261,7 @@ const Kernel kChosen = {"the chosen kernel",
 int main() {
   using namespace jaxmp;  // NOLINT
   tests::limit_instruction_set();
-  CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
+  CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS")).message(), "");
   const test::Kernel kernels[] = {
       {"AVX512_BF16", hostmp::cpu().avx512_bf16, hostmp::avx512_bf16_gemm, hostmp::kKC, hostmp::kBf16Unit,
        hostmp::avx512_bf16_gemm_scratch, hostmp::Bf16Sums::kAvx512Bf16, false},

@@ -63,7 +63,7 @@ void test_on_threads(const std::string& name, int times, int64_t most) {
 
 int main() {
   using namespace jaxmp;  // NOLINT
-  CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
+  CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS")).message(), "");
   const int times = check::kUnderThreadSanitizer ? 300 : 20000;
   test::test_on_threads<float>("f32", times, 14);
   test::test_on_threads<double>("f64", times, 14);

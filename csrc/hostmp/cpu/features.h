@@ -14,8 +14,7 @@ struct Cpu {
   bool avx512 = false;       // f, bw, vl, dq
   bool avx512_bf16 = false;  // with avx512
   bool amx_bf16 = false;     // with avx512; the system lets this process use the tile registers
-  bool amx_fp16 = false;
-  bool neon = false;  // on every aarch64
+  bool neon = false;         // on every aarch64
 };
 
 // What our kernels use of this processor: its fastest instructions, or those of limit_instruction_set().

@@ -17,22 +17,19 @@ template <typename T>
 using RealGemm = void (*)(int, int, int, int, int, int, T, const T*, int, const T*, int, T, T*, int);
 using ComplexGemm = void (*)(int, int, int, int, int, int, const void*, const void*, int, const void*, int, const void*,
                              void*, int);
-using MixedGemm = void (*)(int, int, int, int, int, int, float, const uint16_t*, int, const uint16_t*, int, float,
-                           float*, int);
 constexpr int kColMajor = 102;
 constexpr int kTransposes[] = {111, 112, 113};  // by cublasOperation_t
 
-struct Libraries {
+struct Blas {
   RealGemm<float> sgemm = nullptr;
   RealGemm<double> dgemm = nullptr;
   ComplexGemm cgemm = nullptr, zgemm = nullptr;
-  MixedGemm bf16 = nullptr, f16 = nullptr;
-  BlasLibraries names;
+  BlasLibrary described;
 };
 
 // Written once, under the mutex, before `loaded` is set; never freed, because a product may run until the very end.
 std::mutex load_mutex;
-std::atomic<const Libraries*> loaded{nullptr};
+std::atomic<const Blas*> loaded{nullptr};
 
 // OpenBLAS from scipy-openblas32 carries a prefix; any other CBLAS does not.
 template <typename Function>
@@ -44,36 +41,22 @@ bool find(void* library, const char* name, Function* function) {
   return symbol != nullptr;
 }
 
-Status load_cblas(const char* path, Libraries* libraries) {
+Status load_cblas(const char* path, Blas* blas) {
   // RTLD_LOCAL: numpy and scipy bring a BLAS with the same names.
   void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (!library) return FailedPrecondition(std::string("jaxmp: cannot open the BLAS: ") + dlerror());
-  const bool is_complete =
-      find(library, "cblas_sgemm", &libraries->sgemm) && find(library, "cblas_dgemm", &libraries->dgemm) &&
-      find(library, "cblas_cgemm", &libraries->cgemm) && find(library, "cblas_zgemm", &libraries->zgemm);
+  const bool is_complete = find(library, "cblas_sgemm", &blas->sgemm) && find(library, "cblas_dgemm", &blas->dgemm) &&
+                           find(library, "cblas_cgemm", &blas->cgemm) && find(library, "cblas_zgemm", &blas->zgemm);
   if (!is_complete) {
     return FailedPrecondition(std::string("jaxmp: the BLAS ") + path +
                               " has no cblas_{s,d,c,z}gemm; pass the library of scipy-openblas32");
   }
-  libraries->names.path = path;
+  blas->described.path = path;
   // The tiles are the parallelism: a BLAS that forks inside one would only oversubscribe.
   void (*set_num_threads)(int) = nullptr;
   if (find(library, "openblas_set_num_threads", &set_num_threads)) set_num_threads(1);
   char* (*get_config)() = nullptr;
-  if (find(library, "openblas_get_config", &get_config)) libraries->names.config = get_config();
-  return {};
-}
-
-Status load_mkl(const char* path, Libraries* libraries) {
-  void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-  if (!library) return FailedPrecondition(std::string("jaxmp: cannot open MKL: ") + dlerror());
-  // The sequential layer has to be chosen before MKL's first computation.
-  int (*set_threading_layer)(int) = nullptr;
-  constexpr int kSequential = 1;
-  if (find(library, "MKL_Set_Threading_Layer", &set_threading_layer)) set_threading_layer(kSequential);
-  find(library, "cblas_gemm_bf16bf16f32", &libraries->bf16);
-  find(library, "cblas_gemm_f16f16f32", &libraries->f16);
-  libraries->names.mkl = path;
+  if (find(library, "openblas_get_config", &get_config)) blas->described.config = get_config();
   return {};
 }
 
@@ -92,57 +75,40 @@ void call_complex(ComplexGemm function, const Product& p, T alpha, T beta) {
            static_cast<int>(p.ldc));
 }
 
-void call_mixed(MixedGemm function, const Product& p, float alpha, float beta) {
-  const auto plain = [](cublasOperation_t op) { return op == abi::CUBLAS_OP_N ? kTransposes[0] : kTransposes[1]; };
-  function(kColMajor, plain(p.trans_a), plain(p.trans_b), static_cast<int>(p.m), static_cast<int>(p.n),
-           static_cast<int>(p.k), alpha, static_cast<const uint16_t*>(p.a), static_cast<int>(p.lda),
-           static_cast<const uint16_t*>(p.b), static_cast<int>(p.ldb), beta, static_cast<float*>(p.c),
-           static_cast<int>(p.ldc));
-}
-
 // OpenBLAS 0.3.34 takes another kernel for small single-precision products (m n k up to 1e6), and the one for two
 // transposed operands is not safe on two threads at once: it crashes, or mixes up their operands (seen on a processor
 // with AVX-512; tests/cpp/hostmp_blas.cc). Tiles of that size take microseconds, so they take turns.
 std::mutex small_tt_mutex;
 constexpr int64_t kSmallTt = 2'000'000;
 
-const Libraries& libraries() { return *loaded.load(std::memory_order_acquire); }
-
-MixedGemm mixed_gemm(abi::cudaDataType_t type) { return type == abi::CUDA_R_16BF ? libraries().bf16 : libraries().f16; }
+const Blas& loaded_blas() { return *loaded.load(std::memory_order_acquire); }
 
 }  // namespace
 
-Status load_blas(const char* blas_path, const char* mkl_path) {
+Status load_blas(const char* blas_path) {
   std::lock_guard<std::mutex> lock(load_mutex);
   if (blas_is_loaded()) return {};
   if (!blas_path) return InvalidArgument("jaxmp: load_blas: blas_path is null; pass the library of scipy-openblas32");
-  auto opened = std::make_unique<Libraries>();
+  auto opened = std::make_unique<Blas>();
   JAXMP_RETURN_IF_ERROR(load_cblas(blas_path, opened.get()));
-  if (mkl_path && *mkl_path) JAXMP_RETURN_IF_ERROR(load_mkl(mkl_path, opened.get()));
   loaded.store(opened.release(), std::memory_order_release);
   return {};
 }
 
 bool blas_is_loaded() { return loaded.load(std::memory_order_acquire) != nullptr; }
 
-bool blas_is_openblas() { return blas_is_loaded() && !libraries().names.config.empty(); }
+bool blas_is_openblas() { return blas_is_loaded() && !loaded_blas().described.config.empty(); }
 
-BlasLibraries blas_libraries() { return blas_is_loaded() ? libraries().names : BlasLibraries{}; }
-
-bool mkl_has_gemm(abi::cudaDataType_t type) { return blas_is_loaded() && mixed_gemm(type) != nullptr; }
-
-void mkl_gemm(abi::cudaDataType_t type, const Product& p, float alpha, float beta) {
-  call_mixed(mixed_gemm(type), p, alpha, beta);
-}
+BlasLibrary blas_library() { return blas_is_loaded() ? loaded_blas().described : BlasLibrary{}; }
 
 void gemm(const Product& p, float alpha, float beta) {
   const bool is_tt = p.trans_a != abi::CUBLAS_OP_N && p.trans_b != abi::CUBLAS_OP_N;
   std::unique_lock<std::mutex> lock(small_tt_mutex, std::defer_lock);
   if (is_tt && p.m * p.n * p.k <= kSmallTt) lock.lock();
-  call_real(libraries().sgemm, p, alpha, beta);
+  call_real(loaded_blas().sgemm, p, alpha, beta);
 }
-void gemm(const Product& p, double alpha, double beta) { call_real(libraries().dgemm, p, alpha, beta); }
-void gemm(const Product& p, Complex64 alpha, Complex64 beta) { call_complex(libraries().cgemm, p, alpha, beta); }
-void gemm(const Product& p, Complex128 alpha, Complex128 beta) { call_complex(libraries().zgemm, p, alpha, beta); }
+void gemm(const Product& p, double alpha, double beta) { call_real(loaded_blas().dgemm, p, alpha, beta); }
+void gemm(const Product& p, Complex64 alpha, Complex64 beta) { call_complex(loaded_blas().cgemm, p, alpha, beta); }
+void gemm(const Product& p, Complex128 alpha, Complex128 beta) { call_complex(loaded_blas().zgemm, p, alpha, beta); }
 
 }  // namespace jaxmp::hostmp

@@ -84,8 +84,6 @@ void Multiply(const KernelChoice& choice, const KSegments& segments, std::comple
       return one_by_one([&](const Product& p, bool adds_now) {
         blocked_gemm(WideningKernel(choice.type, factor, adds_now), &p, 1, scratch);
       });
-    case Kernel::kMkl:
-      return one_by_one([&](const Product& p, bool adds_now) { mkl_gemm(choice.type, p, factor, beta_of(adds_now)); });
     case Kernel::kAmx:
       return in_batches([&](const KSegments& x, bool adds_now) { amx_gemm(x, factor, beta_of(adds_now), scratch); });
     case Kernel::kAvx512Bf16:
@@ -116,7 +114,6 @@ int64_t ScratchBytes(const KernelChoice& choice, int64_t m, int64_t n, int64_t k
     case Kernel::kSimd:
       return simd_gemm_scratch(simd_level(), choice.type, m, n, k);
     case Kernel::kBlas:
-    case Kernel::kMkl:
     case Kernel::kSimdFewColumns:
       break;
   }

@@ -25,12 +25,9 @@ bool IsSimdFasterThanBlas(cudaDataType_t type, const ProductKind& p) {
   return p.n <= kAvx512Columns || blas_is_openblas();
 }
 
-// By rate (docs/benchmarks.md, docs/benchmarks-mkl.md). MKL's own 16-bit kernels need AMX: on Zen 4 it widens bf16 and
-// runs at the rate of sgemm, our AVX512_BF16 kernel at twice that (on Intel: features.cc).
+// By rate (docs/benchmarks.md, docs/benchmarks-avx512.md).
 Kernel KernelOfType(cudaDataType_t type, const ProductKind& p, bool is_alpha_one) {
   const bool is_bf16 = type == CUDA_R_16BF, is_16bit = facts(type).is_16bit, is_plain = p.trans_a == CUBLAS_OP_N;
-  const bool has_amx = is_bf16 ? cpu().amx_bf16 : cpu().amx_fp16;
-  if (is_16bit && has_amx && !p.is_fixed_order && mkl_has_gemm(type)) return Kernel::kMkl;
   const bool has_few_bf16 = is_plain && p.n <= kBf16SmallN && is_alpha_one;
   if (is_bf16 && cpu().amx_bf16) return has_few_bf16 ? Kernel::kAmxFewColumns : Kernel::kAmx;
   if (is_bf16 && cpu().avx512_bf16) return has_few_bf16 ? Kernel::kAvx512Bf16FewColumns : Kernel::kAvx512Bf16;
@@ -73,8 +70,6 @@ std::string NameOfKernel(const KernelChoice& choice) {
       return NameOfBlas(choice.type);
     case Kernel::kWideningBlas:
       return "widened to f32, cblas_sgemm";
-    case Kernel::kMkl:
-      return "MKL, products of 16-bit numbers summed in f32";
     case Kernel::kAmx:
     case Kernel::kAmxFewColumns:
       return "AMX kernel of hostmp, summed in f32";

@@ -14,7 +14,6 @@ namespace jaxmp::hostmp {
 enum class Kernel {
   kBlas,
   kWideningBlas,  // 16-bit numbers, widened to f32 a K block at a time
-  kMkl,           // MKL's products of 16-bit numbers
   kAmx,
   kAmxFewColumns,
   kAvx512Bf16,

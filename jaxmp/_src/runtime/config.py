@@ -22,7 +22,6 @@ VARIABLES = {
     ),
     "JAXMP_PLAN_CACHE_SIZE": ("plans kept for reuse; the least recently used go first", "512"),
     "JAXMP_BLAS": ("path of a BLAS library to use instead of scipy-openblas32's", ""),
-    "JAXMP_MKL": ("'auto' uses MKL's 16-bit products where MKL is installed, 'off' never", "auto"),
     "JAXMP_ISA": (
         "the instruction set of the host's own kernels, 'amx', 'avx512_bf16', 'avx512', 'avx2', 'neon' or 'portable', "
         "instead of the fastest one of the processor",
@@ -72,7 +71,6 @@ class Config:
     log: frozenset[str]
     plan_cache_size: int
     blas: str | None
-    use_mkl: bool
     ignores_precision: bool
     timeout: float = 60.0
     compares_calls: bool = True
@@ -100,9 +98,6 @@ def parse(environ: Mapping[str, str]) -> Config:
     size = read("JAXMP_PLAN_CACHE_SIZE")
     if not size.isdecimal() or int(size) < 1:
         raise ValueError(f"JAXMP_PLAN_CACHE_SIZE must be a whole number of at least 1 but is {size!r}.")
-    mkl = read("JAXMP_MKL")
-    if mkl not in ("auto", "off"):
-        raise ValueError(f"JAXMP_MKL must be 'auto' or 'off' but is {mkl!r}.")
     instruction_set = read("JAXMP_ISA")
     if instruction_set and instruction_set not in INSTRUCTION_SETS:
         sets = ", ".join(map(repr, INSTRUCTION_SETS))
@@ -121,7 +116,6 @@ def parse(environ: Mapping[str, str]) -> Config:
         log,
         int(size),
         read("JAXMP_BLAS") or None,
-        mkl == "auto",
         precision == "ignore",
         timeout,
         agreement == "on",
@@ -141,7 +135,7 @@ def cache_folder() -> Path:
 
 def environment() -> dict[str, str]:
     """The variables of the environment that concern jaxmp, JAX and XLA, for people who look into a problem."""
-    prefixes = ("JAXMP", "JAX_", "XLA_", "OPENBLAS_", "MKL_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    prefixes = ("JAXMP", "JAX_", "XLA_", "OPENBLAS_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
 
