@@ -108,8 +108,8 @@ nb::dict BlasInfo() {
 
 // What multiplies on the host. A small batch that several ranks hold is multiplied together, so n is the whole one.
 std::string KernelOf(const Problem& p) {
-  return hostmp::Describe(hostmp::KernelOf({NumberOf(p.dtype_a), NumberOf(p.dtype_b), NumberOf(p.compute),
-                                            NumberOf(p.trans_a), p.n, p.fixed_reduction_order(), p.alpha == 1.0}));
+  return hostmp::Describe(hostmp::KernelOf(
+      {NumberOf(p.dtype_a), NumberOf(p.dtype_b), NumberOf(p.trans_a), p.n, p.fixed_reduction_order(), p.alpha == 1.0}));
 }
 
 nb::dict ToDict(const Capabilities& capabilities, bool fixed_reduction_order) {

@@ -237,7 +237,7 @@ void test_few_columns_have_the_bits_of_many(const Kernel& kernel) {
 
 // k may be cut anywhere: of what is cut here, some ends where an instruction's k do.
 hostmp::KernelChoice choice_of(abi::cublasOperation_t trans_a, int64_t n, float alpha) {
-  return hostmp::KernelOf({abi::CUDA_R_16BF, abi::CUDA_R_16BF, abi::CUBLAS_COMPUTE_32F, trans_a, n,
+  return hostmp::KernelOf({abi::CUDA_R_16BF, abi::CUDA_R_16BF, trans_a, n,
                            /*is_fixed_order=*/false, alpha == 1});
 }
 const Kernel kChosen = {"the chosen kernel",

@@ -243,7 +243,7 @@ void test_kernel(hostmp::SimdLevel level, const char* instructions) {
 // The kernel for n columns and A as it is.
 template <typename T>
 hostmp::KernelChoice fixed_order(int64_t n) {
-  return hostmp::KernelOf({Type<T>::number, Type<T>::number, abi::CUBLAS_COMPUTE_32F, abi::CUBLAS_OP_N, n,
+  return hostmp::KernelOf({Type<T>::number, Type<T>::number, abi::CUBLAS_OP_N, n,
                            /*is_fixed_order=*/true, /*is_alpha_one=*/true});
 }
 

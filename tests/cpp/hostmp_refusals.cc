@@ -192,12 +192,6 @@ void test_types() {
   };
   REFUSED(compute(CUDA_R_16BF, CUBLAS_COMPUTE_32F_FAST_TF32), NOT_SUPPORTED, "compute type is 77", "A is bf16");
   REFUSED(compute(CUDA_R_64F, CUBLAS_COMPUTE_32F_FAST_16BF), NOT_SUPPORTED, "compute type is 75", "COMPUTE_64F");
-  REFUSED(with(kGather,
-               [](Arguments& in) {
-                 in.attribute(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMPUTE_TYPE, int{CUBLAS_COMPUTE_32F_FAST_TF32});
-                 check_ok(api.fix_reduction_order(in.matmul));
-               }),
-          NOT_SUPPORTED, "compute type is 77", "not summed in one order");
   REFUSED(compute(CUDA_R_32F, CUBLAS_COMPUTE_64F_EMULATED_FIXEDPOINT), NOT_SUPPORTED, "compute type is 79");
 }
 

@@ -200,9 +200,7 @@ def test_versions_of_the_extension(extension):
 
 
 def test_configuration_defaults():
-    assert config_lib.parse({}) == config_lib.Config(
-        log=frozenset(), plan_cache_size=512, blas=None, ignores_precision=False
-    )
+    assert config_lib.parse({}) == config_lib.Config(log=frozenset(), plan_cache_size=512, blas=None)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +229,7 @@ def test_a_variable_that_means_nothing_is_an_error(name, value, message):
         ("LOG", "did you mean JAXMP_LOG?"),
         ("_log", "did you mean JAXMP_LOG?"),
         ("_FUZ", "did you mean JAXMP_FUZZ?"),
-        ("_NUMBER_OF_GREEN_THINGS", "there are JAXMP_AGREEMENT, JAXMP_BLAS, JAXMP_HOST_PRECISION, "),
+        ("_NUMBER_OF_GREEN_THINGS", "there are JAXMP_AGREEMENT, JAXMP_BLAS, JAXMP_ISA, "),
     ],
 )
 def test_a_misspelt_variable_is_named_once(end, advice, monkeypatch):

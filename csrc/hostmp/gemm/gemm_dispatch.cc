@@ -1,36 +1,54 @@
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 
 #include "csrc/hostmp/gemm/cblas.h"
-#include "csrc/hostmp/gemm/stored_block.h"
 #include "csrc/hostmp/kernels/amx_gemm.h"
 #include "csrc/hostmp/kernels/avx512_bf16_gemm.h"
 #include "csrc/hostmp/kernels/bf16_small_n.h"
+#include "csrc/hostmp/kernels/blocked_gemm.h"
 #include "csrc/hostmp/kernels/simd_gemm.h"
 #include "csrc/hostmp/numeric/convert.h"
 
 namespace jaxmp::hostmp {
 namespace {
 
-// Widens K blocks of both operands for sgemm.
-struct WideningKernel : StoredBlocks {
+// Widens K blocks of both operands, as they are stored, for sgemm. A block is deep enough for the BLAS's own blocking
+// and small enough to stay in the cache. The operands have one K segment; C is one tile.
+struct WideningKernel {
+  static constexpr int64_t kKC = 512, kMC = kUncut, kNC = kUncut, kMR = kUncut, kNR = kUncut;
+  static constexpr bool kReusesB = false;
+
   int64_t a_bytes(int64_t rows, int64_t depth) const { return 4 * rows * depth; }
   int64_t b_bytes(int64_t cols, int64_t depth) const { return 4 * cols * depth; }
   int64_t own_bytes(int64_t, int64_t, int64_t) const { return 0; }
-  void pack_a(const KBlock<Product>& block, int64_t, int64_t, char* to) const { pack(stored_a(block), to); }
-  void pack_b(const KBlock<Product>& block, int64_t, int64_t, char* to) const { pack(stored_b(block), to); }
+  void pack_a(const KBlock<Product>& block, int64_t, int64_t, char* to) const {
+    const Product& p = *block.segment;
+    if (p.trans_a == abi::CUBLAS_OP_N) return pack(p.a, block.k * p.lda, p.lda, p.m, block.depth, to);
+    pack(p.a, block.k, p.lda, block.depth, p.m, to);
+  }
+  void pack_b(const KBlock<Product>& block, int64_t, int64_t, char* to) const {
+    const Product& p = *block.segment;
+    if (p.trans_b == abi::CUBLAS_OP_N) return pack(p.b, block.k, p.ldb, block.depth, p.n, to);
+    pack(p.b, block.k * p.ldb, p.ldb, p.n, block.depth, to);
+  }
   void multiply(const KBlock<Product>& block, const Packed& packed, const CTile&) const {
-    gemm(product_of(block, packed), alpha, adds || block.first > 0 ? 1.0f : 0.0f);
+    Product p = *block.segment;
+    p.k = block.depth;
+    p.a = packed.a;
+    p.lda = p.trans_a == abi::CUBLAS_OP_N ? p.m : p.k;
+    p.b = packed.b;
+    p.ldb = p.trans_b == abi::CUBLAS_OP_N ? p.k : p.n;
+    gemm(p, alpha, adds || block.first > 0 ? 1.0f : 0.0f);
   }
 
-  void pack(const StoredBlock& from, char* to) const {
-    type == abi::CUDA_R_16BF ? pack_as<BFloat16>(from, to) : pack_as<Float16>(from, to);
+  // `rows` x `cols` numbers as stored, from the one at `offset` on, to dense ones.
+  void pack(const void* from, int64_t offset, int64_t ld, int64_t rows, int64_t cols, char* to) const {
+    type == abi::CUDA_R_16BF ? pack_as(static_cast<const BFloat16*>(from) + offset, ld, rows, cols, to)
+                             : pack_as(static_cast<const Float16*>(from) + offset, ld, rows, cols, to);
   }
   template <typename T>
-  static void pack_as(const StoredBlock& from, char* to) {
+  static void pack_as(const T* from, int64_t ld, int64_t rows, int64_t cols, char* to) {
     float* const wide = reinterpret_cast<float*>(to);
-    for (int64_t col = 0; col < from.cols; ++col) {
-      widen(static_cast<const T*>(from.data) + from.offset + col * from.ld, wide + col * from.rows, from.rows);
-    }
+    for (int64_t col = 0; col < cols; ++col) widen(from + col * ld, wide + col * rows, rows);
   }
 
   explicit WideningKernel(abi::cudaDataType_t type, float alpha = 1, bool adds = false)

@@ -53,12 +53,6 @@ bool DecodesFewColumns(const ProductKind& p, cudaDataType_t decoded) {
   return is_alike && p.trans_a == CUBLAS_OP_N && p.n <= most && simd_level() != SimdLevel::kPortable;
 }
 
-// Real operands become 16-bit numbers, for the 16-bit kernels; all else stays f32.
-cudaDataType_t RoundedType(const ProductKind& p) {
-  if (facts(p.a).is_complex || p.compute == CUBLAS_COMPUTE_32F_FAST_TF32) return p.a;
-  return p.compute == CUBLAS_COMPUTE_32F_FAST_16BF ? CUDA_R_16BF : CUDA_R_16F;
-}
-
 const char* NameOfBlas(cudaDataType_t type) {
   if (facts(type).is_complex) return type == CUDA_C_32F ? "cblas_cgemm" : "cblas_zgemm";
   return type == CUDA_R_64F ? "cblas_dgemm" : "cblas_sgemm";
@@ -98,11 +92,6 @@ KernelChoice KernelOf(const ProductKind& p) {
     // Sums of two such operands are multiplied by alpha behind the kernel.
     return {KernelOfType(type, p, p.is_alpha_one || !is_mixed), type, Conversion::kDecoded};
   }
-  if (RoundsOperands(p.compute)) {
-    const cudaDataType_t type = RoundedType(p);
-    const bool is_16bit = facts(type).is_16bit;
-    return {is_16bit ? KernelOfType(type, p, p.is_alpha_one) : Kernel::kBlas, type, Conversion::kRounded};
-  }
   return {KernelOfType(p.a, p, p.is_alpha_one), p.a};
 }
 
@@ -110,8 +99,6 @@ std::string Describe(const KernelChoice& choice) {
   switch (choice.conversion) {
     case Conversion::kNone:
       break;
-    case Conversion::kRounded:
-      return "rounded; " + NameOfKernel(choice);
     case Conversion::kDecoded:
     case Conversion::kDecodedFewColumns:
       return std::string("decoded to ") + facts(choice.type).name + "; " + NameOfKernel(choice);
@@ -120,9 +107,7 @@ std::string Describe(const KernelChoice& choice) {
 }
 
 std::string DescribeKernels(cudaDataType_t type) {
-  const auto describe = [type](int64_t n) {
-    return Describe(KernelOf({type, type, CUBLAS_COMPUTE_32F, CUBLAS_OP_N, n, false, true}));
-  };
+  const auto describe = [type](int64_t n) { return Describe(KernelOf({type, type, CUBLAS_OP_N, n, false, true})); };
   const std::string many = describe(INT64_MAX), few = describe(1);
   return many == few ? many : many + "; for few rows " + few;
 }
@@ -133,10 +118,5 @@ int64_t KUnit(Kernel kernel) {
 }
 
 int64_t KBlockDepth(Kernel kernel) { return KUnit(kernel) == kAmxUnit ? kAmxKC : kKC; }
-
-bool RoundsOperands(cublasComputeType_t compute) {
-  return compute == CUBLAS_COMPUTE_32F_FAST_TF32 || compute == CUBLAS_COMPUTE_32F_FAST_16BF ||
-         compute == CUBLAS_COMPUTE_32F_FAST_16F;
-}
 
 }  // namespace jaxmp::hostmp

@@ -27,10 +27,6 @@ VARIABLES = {
         "instead of the fastest one of the processor",
         "",
     ),
-    "JAXMP_HOST_PRECISION": (
-        "a precision that no CPU computes (sums in 16 bits): 'strict' refuses it on \"host\", 'ignore' sums in float32",
-        "strict",
-    ),
     "JAXMP_TIMEOUT": (
         "seconds after which a process that has not come to a call is missing; on GPUs 25 by default",
         "60",
@@ -71,7 +67,6 @@ class Config:
     log: frozenset[str]
     plan_cache_size: int
     blas: str | None
-    ignores_precision: bool
     timeout: float = 60.0
     compares_calls: bool = True
     gpu_timeout: float = 25.0
@@ -102,9 +97,6 @@ def parse(environ: Mapping[str, str]) -> Config:
     if instruction_set and instruction_set not in INSTRUCTION_SETS:
         sets = ", ".join(map(repr, INSTRUCTION_SETS))
         raise ValueError(f"JAXMP_ISA must be one of {sets} but is {instruction_set!r}.")
-    precision = read("JAXMP_HOST_PRECISION")
-    if precision not in ("strict", "ignore"):
-        raise ValueError(f"JAXMP_HOST_PRECISION must be 'strict' or 'ignore' but is {precision!r}.")
     agreement = read("JAXMP_AGREEMENT")
     if agreement not in ("on", "off"):
         raise ValueError(f"JAXMP_AGREEMENT must be 'on' or 'off' but is {agreement!r}.")
@@ -116,7 +108,6 @@ def parse(environ: Mapping[str, str]) -> Config:
         log,
         int(size),
         read("JAXMP_BLAS") or None,
-        precision == "ignore",
         timeout,
         agreement == "on",
         # XLA:GPU ends a process whose devices wait for each other, 30 s ahead of a program and 40 s in its first
