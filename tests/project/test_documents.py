@@ -15,7 +15,7 @@ import pytest
 import jaxmp
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = ["distributed", "quantize", "reference", "testing"]
+MODULES = ["distributed", "quantize", "testing"]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
