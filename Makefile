@@ -176,8 +176,8 @@ test-cublasmp: $(TEST)/.ready ## Run the C++ tests, and what the real cuBLASMp d
 	$(call cpp_tests,cpp-$(TAG),Release,)
 
 .PHONY: determinism
-determinism: $(DEMO)/.ready ## Check every promise about bits on this machine (ARGS=--quick for a short run)
-	$(DEMO)/bin/python -P -m jaxmp determinism $(ARGS)
+determinism: $(DEMO)/.ready ## Check products and every promise about bits on this machine (ARGS=--quick for a short run)
+	$(DEMO)/bin/python -P -m jaxmp selftest $(ARGS)
 
 .PHONY: sanitize
 sanitize: $(TEST)/.ready ## Run the C++ tests under the address, undefined-behaviour and thread sanitizers
