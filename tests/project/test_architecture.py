@@ -141,7 +141,7 @@ def environment_variables():
 
 def mentioned_variables():
     """Every JAXMP_* that documents, and the messages of C++, tell a user about."""
-    documents = [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md")]
+    documents = [ROOT / "README.md", *ROOT.glob("docs/*.md")]
     found = {name for path in documents for name in re.findall(r"\bJAXMP_[A-Z_]+\b", path.read_text())}
     for path in cpp_files():
         lines = [line for line in path.read_text().splitlines() if not line.startswith("#")]
