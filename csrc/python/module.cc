@@ -90,9 +90,9 @@ nb::dict CudaTypes() {
   return types;
 }
 
-void LimitInstructionSet(const std::string& name) { ThrowIfError(hostmp::limit_instruction_set(name)); }
+void LimitInstructionSet(const std::string& name) { ThrowIfError(hostmp::LimitInstructionSet(name)); }
 
-void LoadBlas(const std::string& path) { ThrowIfError(hostmp::load_blas(path.c_str())); }
+void LoadBlas(const std::string& path) { ThrowIfError(hostmp::LoadBlas(path.c_str())); }
 
 nb::dict BlasInfo() {
   const hostmp::BlasLibrary blas = hostmp::blas_library();

@@ -83,7 +83,7 @@ void test_conversions() {
 int main() {
   using namespace jaxmp;  // NOLINT
   test::test_one_type(/*has_openblas=*/false);
-  CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS")).message(), "");
+  CHECK_EQ(hostmp::LoadBlas(check::environment("JAXMP_BLAS")).message(), "");
   test::test_one_type(/*has_openblas=*/true);
   test::test_conversions();
   return check::summary("hostmp_kernel_choice");

@@ -299,8 +299,8 @@ void test_ordered_bits_do_not_know_the_mesh(hostmp::Pool* pool) {
 
 int main() {
   using namespace jaxmp;  // NOLINT
-  tests::limit_instruction_set();
-  CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS")).message(), "");
+  tests::LimitInstructionSet();
+  CHECK_EQ(hostmp::LoadBlas(check::environment("JAXMP_BLAS")).message(), "");
   test::Threads pool(3);
   test::test_patterns(&pool);
   if (!check::kIsSlow) test::test_patterns(nullptr);

@@ -12,9 +12,9 @@ void test_before_load() {
   World world(kGather);  // complains, because it asks for the size of its workspaces
   check::failures = 0;
   Arguments in(world);
-  REFUSED(in.run(), NOT_INITIALIZED, "load_blas");
-  CHECK_CONTAINS(hostmp::load_blas("/no/such/library.so").message(), "/no/such/library.so");
-  CHECK_CONTAINS(hostmp::load_blas(nullptr).message(), "blas_path is null");
+  REFUSED(in.run(), NOT_INITIALIZED, "LoadBlas");
+  CHECK_CONTAINS(hostmp::LoadBlas("/no/such/library.so").message(), "/no/such/library.so");
+  CHECK_CONTAINS(hostmp::LoadBlas(nullptr).message(), "blas_path is null");
 }
 
 void test_null_arguments() {
@@ -350,7 +350,7 @@ void test_small_calls() {
 int main() {
   using namespace jaxmp;  // NOLINT
   test::test_before_load();
-  CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS")).message(), "");
+  CHECK_EQ(hostmp::LoadBlas(check::environment("JAXMP_BLAS")).message(), "");
   test::test_null_arguments();
   test::test_extents_and_indices();
   test::test_matrix_descriptors();

@@ -112,7 +112,7 @@ const Cpu& cpu() { return chosen(); }
 
 std::string instruction_set() { return highest_of(cpu()); }
 
-Status limit_instruction_set(const std::string& name) {
+Status LimitInstructionSet(const std::string& name) {
   Cpu lower = detected();
   for (const InstructionSet& set : kInstructionSets) {
     if (name == set.name && lower.*set.feature) {

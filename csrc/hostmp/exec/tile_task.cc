@@ -95,9 +95,9 @@ class TileTask {
   void multiply_decoded(double alpha, bool adds) {
     std::vector<ScaledProduct> segments;
     for (const CommonRange& range : product_.tiling().k) segments.push_back(scaled_product_of(range));
-    if (call_.fixed_reduction_order) return scaled_gemm(kernel_, segments, alpha, adds, scratch_);
+    if (call_.fixed_reduction_order) return ScaledGemm(kernel_, segments, alpha, adds, scratch_);
     for (const ScaledProduct& segment : segments) {
-      scaled_gemm(kernel_, {segment}, alpha, adds || &segment != segments.data(), scratch_);
+      ScaledGemm(kernel_, {segment}, alpha, adds || &segment != segments.data(), scratch_);
     }
   }
 

@@ -33,7 +33,7 @@ std::atomic<const Blas*> loaded{nullptr};
 
 // OpenBLAS from scipy-openblas32 carries a prefix; any other CBLAS does not.
 template <typename Function>
-bool find(void* library, const char* name, Function* function) {
+bool Find(void* library, const char* name, Function* function) {
   const std::string prefixed = std::string("scipy_") + name;
   void* symbol = dlsym(library, prefixed.c_str());
   if (!symbol) symbol = dlsym(library, name);
@@ -41,12 +41,12 @@ bool find(void* library, const char* name, Function* function) {
   return symbol != nullptr;
 }
 
-Status load_cblas(const char* path, Blas* blas) {
+Status LoadCblas(const char* path, Blas* blas) {
   // RTLD_LOCAL: numpy and scipy bring a BLAS with the same names.
   void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
   if (!library) return FailedPrecondition(std::string("jaxmp: cannot open the BLAS: ") + dlerror());
-  const bool is_complete = find(library, "cblas_sgemm", &blas->sgemm) && find(library, "cblas_dgemm", &blas->dgemm) &&
-                           find(library, "cblas_cgemm", &blas->cgemm) && find(library, "cblas_zgemm", &blas->zgemm);
+  const bool is_complete = Find(library, "cblas_sgemm", &blas->sgemm) && Find(library, "cblas_dgemm", &blas->dgemm) &&
+                           Find(library, "cblas_cgemm", &blas->cgemm) && Find(library, "cblas_zgemm", &blas->zgemm);
   if (!is_complete) {
     return FailedPrecondition(std::string("jaxmp: the BLAS ") + path +
                               " has no cblas_{s,d,c,z}gemm; pass the library of scipy-openblas32");
@@ -54,14 +54,14 @@ Status load_cblas(const char* path, Blas* blas) {
   blas->described.path = path;
   // The tiles are the parallelism: a BLAS that forks inside one would only oversubscribe.
   void (*set_num_threads)(int) = nullptr;
-  if (find(library, "openblas_set_num_threads", &set_num_threads)) set_num_threads(1);
+  if (Find(library, "openblas_set_num_threads", &set_num_threads)) set_num_threads(1);
   char* (*get_config)() = nullptr;
-  if (find(library, "openblas_get_config", &get_config)) blas->described.config = get_config();
+  if (Find(library, "openblas_get_config", &get_config)) blas->described.config = get_config();
   return {};
 }
 
 template <typename T, typename Function>
-void call_real(Function function, const Product& p, T alpha, T beta) {
+void CallReal(Function function, const Product& p, T alpha, T beta) {
   const auto plain = [](cublasOperation_t op) { return op == abi::CUBLAS_OP_N ? kTransposes[0] : kTransposes[1]; };
   function(kColMajor, plain(p.trans_a), plain(p.trans_b), static_cast<int>(p.m), static_cast<int>(p.n),
            static_cast<int>(p.k), alpha, static_cast<const T*>(p.a), static_cast<int>(p.lda),
@@ -69,7 +69,7 @@ void call_real(Function function, const Product& p, T alpha, T beta) {
 }
 
 template <typename T>
-void call_complex(ComplexGemm function, const Product& p, T alpha, T beta) {
+void CallComplex(ComplexGemm function, const Product& p, T alpha, T beta) {
   function(kColMajor, kTransposes[p.trans_a], kTransposes[p.trans_b], static_cast<int>(p.m), static_cast<int>(p.n),
            static_cast<int>(p.k), &alpha, p.a, static_cast<int>(p.lda), p.b, static_cast<int>(p.ldb), &beta, p.c,
            static_cast<int>(p.ldc));
@@ -85,12 +85,12 @@ const Blas& loaded_blas() { return *loaded.load(std::memory_order_acquire); }
 
 }  // namespace
 
-Status load_blas(const char* blas_path) {
+Status LoadBlas(const char* blas_path) {
   std::lock_guard<std::mutex> lock(load_mutex);
   if (blas_is_loaded()) return {};
-  if (!blas_path) return InvalidArgument("jaxmp: load_blas: blas_path is null; pass the library of scipy-openblas32");
+  if (!blas_path) return InvalidArgument("jaxmp: LoadBlas: blas_path is null; pass the library of scipy-openblas32");
   auto opened = std::make_unique<Blas>();
-  JAXMP_RETURN_IF_ERROR(load_cblas(blas_path, opened.get()));
+  JAXMP_RETURN_IF_ERROR(LoadCblas(blas_path, opened.get()));
   loaded.store(opened.release(), std::memory_order_release);
   return {};
 }
@@ -101,14 +101,14 @@ bool blas_is_openblas() { return blas_is_loaded() && !loaded_blas().described.co
 
 BlasLibrary blas_library() { return blas_is_loaded() ? loaded_blas().described : BlasLibrary{}; }
 
-void gemm(const Product& p, float alpha, float beta) {
+void Gemm(const Product& p, float alpha, float beta) {
   const bool is_tt = p.trans_a != abi::CUBLAS_OP_N && p.trans_b != abi::CUBLAS_OP_N;
   std::unique_lock<std::mutex> lock(small_tt_mutex, std::defer_lock);
   if (is_tt && p.m * p.n * p.k <= kSmallTt) lock.lock();
-  call_real(loaded_blas().sgemm, p, alpha, beta);
+  CallReal(loaded_blas().sgemm, p, alpha, beta);
 }
-void gemm(const Product& p, double alpha, double beta) { call_real(loaded_blas().dgemm, p, alpha, beta); }
-void gemm(const Product& p, Complex64 alpha, Complex64 beta) { call_complex(loaded_blas().cgemm, p, alpha, beta); }
-void gemm(const Product& p, Complex128 alpha, Complex128 beta) { call_complex(loaded_blas().zgemm, p, alpha, beta); }
+void Gemm(const Product& p, double alpha, double beta) { CallReal(loaded_blas().dgemm, p, alpha, beta); }
+void Gemm(const Product& p, Complex64 alpha, Complex64 beta) { CallComplex(loaded_blas().cgemm, p, alpha, beta); }
+void Gemm(const Product& p, Complex128 alpha, Complex128 beta) { CallComplex(loaded_blas().zgemm, p, alpha, beta); }
 
 }  // namespace jaxmp::hostmp

@@ -1,4 +1,4 @@
-// The BLAS that multiplies f32, f64 and complex matrices. It is not linked: load_blas opens it.
+// The BLAS that multiplies f32, f64 and complex matrices. It is not linked: LoadBlas opens it.
 #ifndef JAXMP_HOSTMP_GEMM_CBLAS_H_
 #define JAXMP_HOSTMP_GEMM_CBLAS_H_
 
@@ -13,21 +13,21 @@ namespace jaxmp::hostmp {
 
 // Opens the BLAS. The first success holds for the process; further calls change nothing. Matmul refuses to run before
 // it.
-Status load_blas(const char* blas_path);
+Status LoadBlas(const char* blas_path);
 bool blas_is_loaded();
 bool blas_is_openblas();
 
-// The open library; empty before load_blas.
+// The open library; empty before LoadBlas.
 struct BlasLibrary {
   std::string path;
   std::string config;  // as the library describes itself, with the processor it detected
 };
 BlasLibrary blas_library();
 
-void gemm(const Product& product, float alpha, float beta);
-void gemm(const Product& product, double alpha, double beta);
-void gemm(const Product& product, Complex64 alpha, Complex64 beta);
-void gemm(const Product& product, Complex128 alpha, Complex128 beta);
+void Gemm(const Product& product, float alpha, float beta);
+void Gemm(const Product& product, double alpha, double beta);
+void Gemm(const Product& product, Complex64 alpha, Complex64 beta);
+void Gemm(const Product& product, Complex128 alpha, Complex128 beta);
 
 }  // namespace jaxmp::hostmp
 

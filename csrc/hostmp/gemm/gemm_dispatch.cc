@@ -37,7 +37,7 @@ struct WideningKernel {
     p.lda = p.trans_a == abi::CUBLAS_OP_N ? p.m : p.k;
     p.b = packed.b;
     p.ldb = p.trans_b == abi::CUBLAS_OP_N ? p.k : p.n;
-    gemm(p, alpha, adds || block.first > 0 ? 1.0f : 0.0f);
+    Gemm(p, alpha, adds || block.first > 0 ? 1.0f : 0.0f);
   }
 
   // `rows` x `cols` numbers as stored, from the one at `offset` on, to dense ones.
@@ -62,13 +62,13 @@ void BlasGemm(abi::cudaDataType_t type, const Product& p, std::complex<double> a
   const double one = adds ? 1 : 0;
   switch (type) {
     case abi::CUDA_R_64F:
-      return gemm(p, alpha.real(), one);
+      return Gemm(p, alpha.real(), one);
     case abi::CUDA_C_32F:
-      return gemm(p, Complex64(alpha), Complex64(static_cast<float>(one)));
+      return Gemm(p, Complex64(alpha), Complex64(static_cast<float>(one)));
     case abi::CUDA_C_64F:
-      return gemm(p, alpha, Complex128(one));
+      return Gemm(p, alpha, Complex128(one));
     default:
-      return gemm(p, static_cast<float>(alpha.real()), static_cast<float>(one));
+      return Gemm(p, static_cast<float>(alpha.real()), static_cast<float>(one));
   }
 }
 
@@ -100,22 +100,21 @@ void Multiply(const KernelChoice& choice, const KSegments& segments, std::comple
       return one_by_one([&](const Product& p, bool adds_now) { BlasGemm(choice.type, p, alpha, adds_now); });
     case Kernel::kWideningBlas:
       return one_by_one([&](const Product& p, bool adds_now) {
-        blocked_gemm(WideningKernel(choice.type, factor, adds_now), &p, 1, scratch);
+        BlockedGemm(WideningKernel(choice.type, factor, adds_now), &p, 1, scratch);
       });
     case Kernel::kAmx:
-      return in_batches([&](const KSegments& x, bool adds_now) { amx_gemm(x, factor, beta_of(adds_now), scratch); });
+      return in_batches([&](const KSegments& x, bool adds_now) { AmxGemm(x, factor, beta_of(adds_now), scratch); });
     case Kernel::kAvx512Bf16:
       return in_batches(
-          [&](const KSegments& x, bool adds_now) { avx512_bf16_gemm(x, factor, beta_of(adds_now), scratch); });
+          [&](const KSegments& x, bool adds_now) { Avx512Bf16Gemm(x, factor, beta_of(adds_now), scratch); });
     case Kernel::kAmxFewColumns:
-      return in_batches([&](const KSegments& x, bool adds_now) { bf16_small_n_gemm(Bf16Sums::kAmx, x, adds_now); });
+      return in_batches([&](const KSegments& x, bool adds_now) { Bf16SmallNGemm(Bf16Sums::kAmx, x, adds_now); });
     case Kernel::kAvx512Bf16FewColumns:
-      return in_batches(
-          [&](const KSegments& x, bool adds_now) { bf16_small_n_gemm(Bf16Sums::kAvx512Bf16, x, adds_now); });
+      return in_batches([&](const KSegments& x, bool adds_now) { Bf16SmallNGemm(Bf16Sums::kAvx512Bf16, x, adds_now); });
     case Kernel::kSimd:
-      return simd_gemm(simd_level(), choice.type, segments, alpha.real(), adds, scratch);
+      return SimdGemm(simd_level(), choice.type, segments, alpha.real(), adds, scratch);
     case Kernel::kSimdFewColumns:
-      return simd_small_n_gemm(simd_level(), choice.type, segments, alpha.real(), adds);
+      return SimdSmallNGemm(simd_level(), choice.type, segments, alpha.real(), adds);
   }
 }
 
@@ -125,12 +124,12 @@ int64_t ScratchBytes(const KernelChoice& choice, int64_t m, int64_t n, int64_t k
       return scratch_of(WideningKernel(choice.type), m, n, k).bytes();
     case Kernel::kAmx:
     case Kernel::kAmxFewColumns:  // which alpha decides, and a workspace is made before alpha is known
-      return amx_gemm_scratch(m, n, k);
+      return AmxGemmScratch(m, n, k);
     case Kernel::kAvx512Bf16:
     case Kernel::kAvx512Bf16FewColumns:
-      return avx512_bf16_gemm_scratch(m, n, k);
+      return Avx512Bf16GemmScratch(m, n, k);
     case Kernel::kSimd:
-      return simd_gemm_scratch(simd_level(), choice.type, m, n, k);
+      return SimdGemmScratch(simd_level(), choice.type, m, n, k);
     case Kernel::kBlas:
     case Kernel::kSimdFewColumns:
       break;

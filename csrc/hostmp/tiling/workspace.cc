@@ -23,7 +23,7 @@ int64_t scratch_bytes(const MatmulCall& call, const Tile& tile) {
   const KernelChoice kernel = kernel_of(call, tile.cols);
   if (kernel.conversion == Conversion::kNone) return ScratchBytes(kernel, tile.rows, tile.cols, call.k);
   const bool applies = AppliesToSums(call.a.desc.type, call.b.desc.type, call.scale_a, call.scale_b);
-  return scaled_gemm_scratch(kernel, applies, tile.rows, tile.cols, call.k);
+  return ScaledGemmScratch(kernel, applies, tile.rows, tile.cols, call.k);
 }
 
 }  // namespace

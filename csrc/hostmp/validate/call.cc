@@ -363,7 +363,7 @@ Status check_matrix(const cublasMpMatrixDescriptor& desc) {
 
 Status read_call(const Arguments& in, bool executes, MatmulCall* call) {
   JAXMP_RETURN_IF_ERROR(check_present(in));
-  if (!blas_is_loaded()) return FailedPrecondition("no BLAS is loaded; call load_blas first");
+  if (!blas_is_loaded()) return FailedPrecondition("no BLAS is loaded; call LoadBlas first");
   JAXMP_RETURN_IF_ERROR(check_extents(in));
   copy_arguments(in, call);
   JAXMP_RETURN_IF_ERROR(check_types(*call));
