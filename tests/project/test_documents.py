@@ -6,6 +6,7 @@ import inspect
 import pkgutil
 import pydoc
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -108,6 +109,11 @@ def test_links_between_documents_lead_somewhere(document):
     for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", prose):
         if not target.startswith(("api/", "pictures/")):  # `make docs` writes these, and fails where one is missing
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
+
+
+def test_the_tables_of_the_benchmarks_are_those_of_their_json():
+    tables = runpy.run_path(str(ROOT / "benchmarks" / "tables.py"))
+    assert (ROOT / "docs" / "benchmarks.md").read_text() == tables["page"](), "python benchmarks/run.py --page"
 
 
 def test_a_source_distribution_has_what_its_tests_read():
