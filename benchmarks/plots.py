@@ -62,15 +62,17 @@ def name_rows(axis, names):
 
 def against_xla():
     """Geometric means of jaxmp's rate to XLA's, by type and size, and the worst rows, on each machine."""
-    figure, axes = plt.subplots(1, len(RESULTS), figsize=(10, 4), sharey=True)
-    for axis, (machine, sections) in zip(axes, RESULTS.items(), strict=True):
-        rows = sections["matmul"]["means"][::-1]
+    machines = {name: sections["matmul"]["means"] for name, sections in RESULTS.items() if "matmul" in sections}
+    figure, axes = plt.subplots(1, len(machines), figsize=(10, 4), sharex=True, sharey=True)
+    for axis, (machine, means) in zip(axes, machines.items(), strict=True):
+        rows = means[::-1]
         for i, row in enumerate(rows):
             mean, worst = row["jaxmp / XLA"]
             axis.barh(i, mean, color=OURS, height=0.65)
             axis.plot(worst, i, "|", color=THEIRS, markersize=12, markeredgewidth=2)
             axis.text(mean + 0.05, i, f"{mean:.2f}", va="center", fontsize=8)
         name_rows(axis, [f"{row['types'].replace('->', '→')}, {row['sizes']}" for row in rows])
+        axis.margins(x=0.15)
         axis.set_title(machine, fontsize=9)
     figure.supxlabel("jaxmp's rate / XLA's (bar: geometric mean; mark: worst row)", fontsize=9)
     return figure
