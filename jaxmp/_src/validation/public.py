@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import jax
 
 from jaxmp._src.runtime import jax_compat, jax_rules
+from jaxmp._src.spec.refusal import Refusal
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -25,13 +26,17 @@ _ELSEWHERE = {
 
 
 def public(fn: F) -> F:
-    """`fn` as users call it."""
+    """`fn` as users call it; its first two parameters are a and b of a product."""
+    operands = dict(zip("ab", inspect.signature(fn).parameters, strict=False))
 
     @functools.wraps(fn)
     def called(*args: Any, **kwargs: Any) -> Any:
         jax_rules.register_imported()
         try:
             return fn(*args, **kwargs)
+        except Refusal as refusal:
+            refusal.of(fn.__name__, operands)
+            raise
         except ValueError as error:
             if "incompatible devices" not in str(error):
                 raise
