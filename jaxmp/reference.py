@@ -12,6 +12,7 @@ from jax.typing import ArrayLike
 from jaxmp._src.spec import activations, epilogs
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.options import Activation, Scalar
+from jaxmp._src.spec.refusal import naming
 
 __all__ = ["activate", "linear", "matmul", "mlp"]
 
@@ -123,7 +124,8 @@ def gated_mlp(
 
 def activate(activation: Activation | str | None, z: jax.Array) -> jax.Array:
     """act(z), or z where there is no activation."""
-    found = activations.find("reference", activation)
+    with naming("reference"):
+        found = activations.find(activation)
     if found is None:
         return z
     return (activations.FUNCTIONS[found] if isinstance(found, str) else found)(z)

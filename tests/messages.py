@@ -16,7 +16,7 @@ PRIVATE = ("AssertionError", "ConnectionError", "UnknownError")
 def _text(node):
     """The text of an expression, with "…" for what is computed."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
-        return node.value
+        return re.sub(r"\{(a|b|bias)\}", "…", node.value)
     if isinstance(node, ast.JoinedStr):
         return "".join(map(_text, node.values))
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):

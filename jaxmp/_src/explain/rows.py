@@ -347,7 +347,7 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
             return None
         else:
             have, want = constraint.params["sharding"], eqn.params["sharding"]
-        before, after = (shardings.as_dims("explain", "x", sharding.spec, x.ndim) for sharding in (have, want))
+        before, after = (shardings.as_dims("x", sharding.spec, x.ndim) for sharding in (have, want))
         local = tuple(have.shard_shape(x.shape)) if not have.mesh.empty else tuple(x.shape)
         moved = moves.received(x.shape, before, after, want.mesh.shape)
         changed = (axis for pair in zip(before, after, strict=True) for axis in sorted({*pair[0]} ^ {*pair[1]}))

@@ -18,6 +18,7 @@ from jaxmp._src.runtime import native
 from jaxmp._src.runtime.config import config
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator
+from jaxmp._src.spec.refusal import NotAvailable, NotInstalled
 
 # Multiplications and additions of a product from which on hostmp one by one is no slower than XLA's batched dot.
 LARGE_IN_BATCH = 2**25
@@ -44,7 +45,7 @@ def choose_implementation(
       RuntimeError: cuBLASMp was asked for and cannot be opened.
     """
     if platform == "cpu" and spec.precision == "BF16_BF16_BF16" and spec.implementation != "host":
-        raise NotImplementedError(
+        raise NotAvailable(
             "precision=BF16_BF16_BF16 sums in bfloat16, which neither hostmp nor XLA does on a CPU; pass "
             'BF16_BF16_F32, or implementation="host" with JAXMP_HOST_PRECISION=ignore to sum in float32'
         )
@@ -53,7 +54,7 @@ def choose_implementation(
     choice = _choose(spec, platform, nprocesses, operands)
     if spec.fixed_reduction_order and platform != "cpu" and choice.implementation != "cublasmp":
         remedy = 'pass implementation="cublasmp", or ' if (platform, spec.implementation) == ("cuda", "xla") else ""
-        raise NotImplementedError(
+        raise NotAvailable(
             f"determinism={spec.determinism!r} is not available on platform {platform!r} with "
             f"implementation={choice.implementation!r} ({choice.why}), where the order of a sum is the compiler's; "
             f'{remedy}pass determinism="run_to_run"'
@@ -90,7 +91,7 @@ def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple[np
         return Choice("xla", "asked for")
     if why := why_no_library(operands):
         if spec.implementation:
-            raise NotImplementedError(
+            raise NotAvailable(
                 f'implementation={spec.implementation!r}: {why}; pass implementation=None or "xla", or convert the '
                 "operands"
             )
@@ -98,7 +99,7 @@ def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple[np
     if platform == "cuda" and spec.implementation != "host":
         return _choose_on_cuda(spec, operands)
     if spec.implementation == "cublasmp":
-        raise NotImplementedError(
+        raise NotAvailable(
             f'implementation="cublasmp" is not available on platform {platform!r}, it serves CUDA devices; '
             'pass implementation=None, "host" or "xla"'
         )
@@ -109,12 +110,12 @@ def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple[np
             why = f"precision={spec.precision} sums in 16 bits, which hostmp does not"
             remedy += ", or set JAXMP_HOST_PRECISION=ignore to sum in float32"
         if why and spec.implementation:
-            raise NotImplementedError(f'implementation="host": {why}; {remedy}')
+            raise NotAvailable(f'implementation="host": {why}; {remedy}')
         if why:
             return Choice("xla", why)
         return Choice("host", "asked for" if spec.implementation else "CPU devices of one process")
     if spec.implementation == "host":
-        raise NotImplementedError(
+        raise NotAvailable(
             f'implementation="host" serves the CPU devices of one process, not platform {platform!r} with '
             f'{nprocesses} processes; pass implementation=None or "xla"'
         )
@@ -131,7 +132,7 @@ def _choose_on_cuda(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> Choice:
     why = why_unsupported(spec, capabilities_of("cublasmp")) or why_not_cublasmp(spec, operands)
     why = why or why_card_refuses(spec, operands, native.card_capability())
     if why and is_asked:
-        raise NotImplementedError(f'implementation="cublasmp": {why}; pass implementation=None or "xla"')
+        raise NotAvailable(f'implementation="cublasmp": {why}; pass implementation=None or "xla"')
     if why:
         return Choice("xla", why)
     if not native.cuda_devices():  # a program for another machine
@@ -141,7 +142,7 @@ def _choose_on_cuda(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> Choice:
         return Choice("xla", f"lowered without a GPU, where cuBLASMp cannot be looked for; {remedy}")
     why = native.why_no_cublasmp()
     if why and is_asked:
-        raise RuntimeError(f'implementation="cublasmp": {why}')
+        raise NotInstalled(f'implementation="cublasmp": {why}')
     return (
         Choice("xla", why) if why else Choice("cublasmp", "asked for" if is_asked else "CUDA devices, cuBLASMp is open")
     )

@@ -10,6 +10,7 @@ from jaxmp._src.ops.matmul import matmul
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.low_precision import Scaling
 from jaxmp._src.spec.options import Array
+from jaxmp._src.spec.refusal import InvalidType, InvalidValue
 from jaxmp._src.validation.public import public
 
 
@@ -77,18 +78,16 @@ def _check_shapes(lhs: Array, rhs: Array, lhs_scales: Array, rhs_scales: Array) 
     shapes = {"lhs": lhs, "rhs": rhs, "lhs_scales": lhs_scales, "rhs_scales": rhs_scales}
     for name, x in shapes.items():
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            raise TypeError(f"scaled_matmul: {name} must be an array, got {type(x).__name__}")
+            raise InvalidType(f"{name} must be an array, got {type(x).__name__}")
     texts = ", ".join(f"{name} {tuple(x.shape)}" for name, x in shapes.items())
     if any(x.ndim != 3 for x in shapes.values()):
-        raise ValueError(
-            f"scaled_matmul: every operand must have 3 dimensions, (batch, rows, k or blocks); got {texts}"
-        )
+        raise InvalidValue(f"every operand must have 3 dimensions, (batch, rows, k or blocks); got {texts}")
     if lhs.shape[0] != rhs.shape[0] or lhs.shape[2] != rhs.shape[2]:
-        raise ValueError(f"scaled_matmul: lhs and rhs must have equal batch and k; got {texts}")
+        raise InvalidValue(f"lhs and rhs must have equal batch and k; got {texts}")
     if lhs_scales.shape[:2] != lhs.shape[:2] or rhs_scales.shape[:2] != rhs.shape[:2]:
-        raise ValueError(f"scaled_matmul: scales must have the batch and rows of their operand; got {texts}")
+        raise InvalidValue(f"scales must have the batch and rows of their operand; got {texts}")
     if lhs_scales.shape[2] != rhs_scales.shape[2] or not lhs_scales.shape[2] or lhs.shape[2] % lhs_scales.shape[2]:
-        raise ValueError(f"scaled_matmul: both scales must have one number of blocks, which divides k; got {texts}")
+        raise InvalidValue(f"both scales must have one number of blocks, which divides k; got {texts}")
 
 
 def _mode(lhs: Array, rhs: Array, lhs_scales: Array, rhs_scales: Array, size: int) -> str | None:
