@@ -109,7 +109,7 @@ def to_block_cyclic(
                 f"x lies on a {x.layout.grid} grid but layout has {layout.grid}; keep the grid, which is that "
                 "of the mesh axes"
             )
-        data = redistribute.move(x.data, x.shape, x.mesh, x.axes, x.layout, layout)
+        data = redistribute.move(x.data, x.mesh, x.axes, Distributed(x.shape, x.layout), layout)
         return dataclasses.replace(x, data=data, layout=layout)
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise InvalidType(f"x must be an array, got {type(x).__name__}; convert it with jnp.asarray")

@@ -116,8 +116,7 @@ class _Product:
     def dtypes(self, lhs: jax.Array, rhs: jax.Array) -> tuple[np.dtype, np.dtype]:
         """Those of the operands as multiplied, and of the result."""
         checks = scale_checks if lhs.dtype == rhs.dtype == jnp.int8 else operand_checks
-        preferred = operand_checks.check_preferred(self.request.preferred_element_type)
-        dtypes: tuple[np.dtype, np.dtype] = checks.resolve_dtypes(lhs, rhs, preferred)
+        dtypes: tuple[np.dtype, np.dtype] = checks.resolve_dtypes(lhs, rhs, self.request.preferred_element_type)
         return dtypes
 
 

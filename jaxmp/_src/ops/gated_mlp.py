@@ -25,7 +25,7 @@ from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import meshes, sharded_call
-from jaxmp._src.sharding.layer_plans import Layer, Layers, groups_on_axes, plan_layers
+from jaxmp._src.sharding.layer_plans import Label, Layers, groups_on_axes, plan_layers
 from jaxmp._src.sharding.on_shards import Entry, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.spec import activations, epilogs
@@ -38,7 +38,7 @@ from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.arguments import validated
 from jaxmp._src.validation.public import public
 
-GATE, UP, DOWN = (Layer("gated_mlp", "x", f"w_{name}", f"b_{name}") for name in ("gate", "up", "down"))
+GATE, UP, DOWN = (Label("gated_mlp", "x", f"w_{name}", f"b_{name}") for name in ("gate", "up", "down"))
 DOWN = dataclasses.replace(DOWN, a="hidden")
 
 

@@ -26,7 +26,7 @@ from jaxmp._src.primitive.collectives import cast_reduced, cast_varying
 from jaxmp._src.primitive.primitives import activated_matmul, completes_sums
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import meshes, sharded_call
-from jaxmp._src.sharding.layer_plans import Layer, Layers, plan_layers
+from jaxmp._src.sharding.layer_plans import Label, Layers, plan_layers
 from jaxmp._src.sharding.on_shards import Entry, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.spec import activations, epilogs
@@ -39,7 +39,7 @@ from jaxmp._src.spec.request import LayerOptions
 from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.public import public
 
-FIRST, SECOND = Layer("mlp", "x", "w_in", "b_in"), Layer("mlp", "hidden", "w_out", "b_out")
+FIRST, SECOND = Label("mlp", "x", "w_in", "b_in"), Label("mlp", "hidden", "w_out", "b_out")
 
 
 @public

@@ -22,7 +22,7 @@ from jaxmp._src.validation.arguments import validated
 
 
 @dataclasses.dataclass(frozen=True)
-class Layer:
+class Label:
     """What messages call one product of a function, its operands and its bias."""
 
     function: str
@@ -59,9 +59,9 @@ class Layers:
     first: sharded_call.Call | None = None
 
 
-def plan_layers(layers: tuple[Layer, Layer], first: Request, second: Request, axis_name: AxisName | None) -> Layers:
+def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, axis_name: AxisName | None) -> Layers:
     """Both products; `in_shardings` are those of x and both weights, and the second's a is not known yet."""
-    (one, other), x, w_out, ins = layers, first.a, second.b, first.in_shardings
+    (one, other), x, w_out, ins = labels, first.a, second.b, first.in_shardings
     if getattr(x, "ndim", 0) == 1:
         raise InvalidValue(f"x must have at least 2 dimensions, got 1 (shape {tuple(x.shape)}); pass x[None]")
     if ins is not None and (isinstance(ins, str) or len(ins) != 3):
@@ -125,14 +125,14 @@ def _promoted(dtype: np.dtype, w: Any) -> np.dtype:
     return jnp.promote_types(dtype, w.dtype) if hasattr(w, "dtype") else dtype
 
 
-def _with_hidden(layer: Layer, placement: meshes.Placement) -> meshes.Placement:
+def _with_hidden(label: Label, placement: meshes.Placement) -> meshes.Placement:
     """Where the hidden layer goes: by default it keeps the columns of w_in and the other axes of x's rows."""
     if placement.out is not None:
         return placement
     if placement.a[-1] and placement.b[0]:
         raise InvalidValue(
-            f"the contraction of x @ {layer.b} is sharded over {placement.a[-1]} in x and {placement.b[0]} in "
-            f"{layer.b}, so the sharding of its result is ambiguous; pass hidden_sharding"
+            f"the contraction of x @ {label.b} is sharded over {placement.a[-1]} in x and {placement.b[0]} in "
+            f"{label.b}, so the sharding of its result is ambiguous; pass hidden_sharding"
         )
     cols = placement.b[1]
     rows = tuple(tuple(axis for axis in dim if axis not in cols) for dim in placement.a[:-1])

@@ -27,7 +27,7 @@ def validated(
     operand_checks.check_array("{a}", a, at_least=2)
     operand_checks.check_array("{b}", b, ndim=2)
     flags = operand_checks.check_flags(request)
-    preferred = operand_checks.check_preferred(request.preferred_element_type)
+    preferred: Any = request.preferred_element_type  # which `result_types.find` has checked
     is_mixed = low_precision.is_mixed(a.dtype, b.dtype) and request.scaling is None
     # Without a type JAX promotes neither float8 nor float4.
     is_low_precision = scale_checks.are_low_precision(a, b) and (not is_mixed or preferred is None)

@@ -72,27 +72,19 @@ def _signature(fn: Callable[..., Any]) -> inspect.Signature:
     if options is None:
         return signature
     own = [x for x in signature.parameters.values() if x.kind != x.VAR_KEYWORD]
-    named = [
-        inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=Request._field_defaults[name], annotation=_text(annotation)
-        )
-        for name, annotation in options.__annotations__.items()
-    ]
+    for name, annotation in options.__annotations__.items():
+        shown = getattr(annotation, "__forward_arg__", annotation)
+        of_option = {"default": Request._field_defaults[name], "annotation": shown}
+        own.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, **of_option))
     order = {name: i for i, name in enumerate(Request._fields)}
-    parameters = sorted(
-        (*own, *named), key=lambda x: (x.kind, order.get(x.name, -1) if x.kind == x.KEYWORD_ONLY else 0)
-    )
-    return signature.replace(parameters=parameters)
+    own.sort(key=lambda x: (x.kind, order.get(x.name, -1) if x.kind == x.KEYWORD_ONLY else 0))
+    return signature.replace(parameters=own)
 
 
 def _options(fn: Callable[..., Any]) -> Any:
     """The TypedDict of `**options: Unpack[...]`, or None."""
     text = fn.__annotations__.get("options", "")
     return fn.__globals__[text[len("Unpack[") : -1]] if text.startswith("Unpack[") else None
-
-
-def _text(annotation: Any) -> str:
-    return str(getattr(annotation, "__forward_arg__", annotation))
 
 
 def _places(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
