@@ -134,16 +134,7 @@ def product(request: Request, dimension_numbers: GivenNumbers) -> jax.Array:
     lhs, rhs, precision = request.a, request.b, request.precision
     placement = meshes.place(request, numbers.result(lhs.shape, rhs.shape))
     precision = tuple(precision) if isinstance(precision, list) else precision
-    bare = Request(
-        request.function,
-        None,
-        None,
-        precision=precision,
-        preferred_element_type=request.preferred_element_type,
-        implementation=request.implementation,
-        determinism=request.determinism,
-        b_leads=request.b_leads,
-    )
+    bare = request._replace(a=None, b=None, precision=precision, out_sharding=None, in_shardings=None, mesh=None)
     call = _Product(bare, numbers, placement)
     if placement.mode == meshes.Mode.SHARDED:
         gathers_inside = request.determinism == "run_to_run"  # else gradients are sums in an order of their own
