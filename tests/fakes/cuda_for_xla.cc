@@ -217,7 +217,6 @@ API CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned, int) {
 }
 API CUresult cuStreamQuery(CUstream stream) {
   if (!stream) return CUDA_ERROR_INVALID_VALUE;
-  if (stream->context->has_failed) return CUDA_ERROR_LAUNCH_FAILED;
   return stream->IsIdle() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 API CUresult cuStreamGetPriority(CUstream, int* priority) {
@@ -236,10 +235,7 @@ API CUresult cuEventSynchronize(CUevent event) {
   const std::shared_ptr<CUevent_st::Mark> mark = MarkOf(event);
   if (!mark) return CUDA_SUCCESS;
   std::unique_lock<std::mutex> lock(mark->mutex);
-  while (!mark->is_reached) {
-    if (Current() && Current()->has_failed) return CUDA_ERROR_LAUNCH_FAILED;
-    mark->reached.wait_for(lock, std::chrono::milliseconds(5));
-  }
+  mark->reached.wait(lock, [&] { return mark->is_reached; });
   return CUDA_SUCCESS;
 }
 API CUresult cuEventElapsedTime_v2(float* milliseconds, CUevent start, CUevent end) {

@@ -2,7 +2,6 @@
 #ifndef JAXMP_TESTS_FAKES_CUDA_STATE_H_
 #define JAXMP_TESTS_FAKES_CUDA_STATE_H_
 
-#include <atomic>
 #include <chrono>
 #include <condition_variable>
 #include <cstddef>
@@ -23,7 +22,6 @@ namespace jaxmp::abi {
 
 struct CUctx_st {
   int ordinal;
-  std::atomic<bool> has_failed{false};
 };
 
 struct CUevent_st {
@@ -64,8 +62,8 @@ struct CUstream_st {
   }
   CUresult Synchronize() {
     std::unique_lock<std::mutex> lock(mutex);
-    while (!queue.empty() && !context->has_failed) changed.wait_for(lock, std::chrono::milliseconds(5));
-    return context->has_failed ? CUDA_ERROR_LAUNCH_FAILED : CUDA_SUCCESS;
+    changed.wait(lock, [this] { return queue.empty(); });
+    return CUDA_SUCCESS;
   }
 
   bool IsIdle() {

@@ -76,8 +76,6 @@ struct Extent {
   unsigned count() const { return x * y * z; }
 };
 
-struct Trapped {};  // what Run() throws where the kernel says so
-
 // Both throw std::runtime_error on what they do not know.
 std::shared_ptr<const Module> Parse(const std::string& text);
 void Run(const Module& module, const Kernel& kernel, const Extent& grid, const Extent& block, size_t shared_bytes,

@@ -947,7 +947,6 @@ PLAN_CC = "csrc/plan/plan.cc"
 DESCRIPTOR_CC = "csrc/plan/descriptor_attributes.cc"
 DISTRIBUTION_CC = "csrc/plan/distribution.cc"
 PROBLEM_CC = "csrc/plan/matmul_problem.cc"
-CONTEXT_FAULT_CC = "csrc/cuda/context_fault.cc"
 AGREEMENT_CC = "csrc/hostmp/validate/agreement.cc"
 SIMD_GEMM_H = "csrc/hostmp/kernels/simd_gemm_impl.h"
 SIMD_SMALL_N_H = "csrc/hostmp/kernels/simd_small_n_impl.h"
@@ -1406,31 +1405,6 @@ CPP = (
         "if (along.offset > along.axis.extent) {",
         "a product may reach beyond its matrices",
         ("cpp:hostmp_refusals",),
-    ),
-    # The kernel that fails a context ------------------------------------------------------------------------------
-    Fault(
-        "fault-kernel-needs-a-compiler",
-        CONTEXT_FAULT_CC,
-        "if (driver.ModuleLoadData(module, kMachineCode) == abi::CUDA_SUCCESS) return {};",
-        "",
-        "a driver without its compiler ends the process where an error was promised",
-        ("cpp:cuda_faults",),
-    ),
-    Fault(
-        "fault-kernel-of-known-cards",
-        CONTEXT_FAULT_CC,
-        "return Check(driver.ModuleLoadData(module, kPtx),",
-        "return Check(driver.ModuleLoadData(module, kMachineCode),",
-        "a card that there is no machine code for ends the process where an error was promised",
-        ("cpp:cuda_faults",),
-    ),
-    Fault(
-        "fault-kernel-stale-code",
-        CONTEXT_FAULT_CC,
-        "setp.eq.u32 %is_safe, %is_sprung, 0;",
-        "setp.lt.u32 %is_safe, %is_sprung, 1;",
-        "the kernel is changed as PTX alone, and cards with machine code run that of before",
-        ("project/test_abi.py::test_the_machine_code_is_that_of_the_kernel",),
     ),
 )
 
