@@ -61,12 +61,17 @@ Watchdog& watchdog() {
 
 StatusOr<std::shared_ptr<Watch>> Watch::Make(abi::CUcontext context, std::string who, bool has_peers) {
   std::shared_ptr<Watch> watch(new Watch(context, std::move(who), has_peers));
-  for (abi::CUevent* event :
-       {&watch->watched_.begin, &watch->watched_.end, &watch->latest_.begin, &watch->latest_.end}) {
-    JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.EventCreate(event, abi::CU_EVENT_DISABLE_TIMING), "cuEventCreate"));
-  }
+  JAXMP_ASSIGN_OR_RETURN(watch->next_, MakeSpan());
   if (has_peers) watchdog().Add(watch);
   return watch;
+}
+
+StatusOr<Watch::Span> Watch::MakeSpan() {
+  Span span;
+  for (abi::CUevent* event : {&span.begin, &span.end}) {
+    JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.EventCreate(event, abi::CU_EVENT_DISABLE_TIMING), "cuEventCreate"));
+  }
+  return span;
 }
 
 void Watch::Adopt(abi::ncclComm_t comm) {
@@ -89,35 +94,38 @@ void Watch::Leave() {
   call_.reset();
 }
 
+// The driver may keep a thread that records, where the device has too much to do; the watchdog must not wait for it.
 Status Watch::Begin(abi::CUstream stream) {
   if (!has_peers_) return {};
-  abi::CUevent event;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    latest_.state = State::kRecording;
-    event = latest_.begin;
+    DropEnded();
+    if (!next_.begin && !free_.empty()) {
+      next_ = std::move(free_.back());
+      free_.pop_back();
+    }
   }
-  return Check(Loaded()->driver.EventRecord(event, stream), "cuEventRecord");
+  if (!next_.begin) {
+    JAXMP_ASSIGN_OR_RETURN(next_, MakeSpan());
+  }
+  return Check(Loaded()->driver.EventRecord(next_.begin, stream), "cuEventRecord");
 }
 
 Status Watch::End(abi::CUstream stream) {
-  if (!is_recorded()) {
-    last_stream_ = stream;
-    return {};
-  }
-  // While it is recording, the watchdog leaves the span alone.
-  JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.EventRecord(latest_.end, stream), "cuEventRecord"));
-  std::lock_guard<std::mutex> lock(mutex_);
-  last_end_ = latest_.end;
   last_stream_ = stream;
-  if (has_peers_) latest_.state = State::kQueued;
-  latest_.call = call_;
+  if (!has_peers_ && !changes_streams_) return {};
+  JAXMP_RETURN_IF_ERROR(Check(Loaded()->driver.EventRecord(next_.end, stream), "cuEventRecord"));
+  last_end_ = next_.end;
+  if (!has_peers_) return {};
+  std::lock_guard<std::mutex> lock(mutex_);
+  next_.call = call_;
+  spans_.push_back(std::exchange(next_, {}));
   return {};
 }
 
 Status Watch::Follow(abi::CUstream stream) {
   if (!last_stream_ || stream == last_stream_) return {};
-  if (!is_recorded()) {
+  if (!has_peers_ && !changes_streams_) {
     // Calls without peers mostly stay on one stream, and an event behind each would be for nothing. From the first that
     // does not, there is one. The last stream may be gone by now, so it is not asked for an event.
     changes_streams_ = true;
@@ -144,21 +152,25 @@ std::string Watch::Late(const std::string& call, Clock::duration waited, const c
   return text.str();
 }
 
-std::string Watch::PollDevice(Clock::time_point now) {
-  if (watched_.state == State::kIdle && latest_.state == State::kQueued) std::swap(watched_, latest_);
-  if (watched_.state == State::kIdle) return "";
-  // The time of a call counts from when the device comes to it: ahead of it in the stream may be hours of other work.
-  const bool is_queued = watched_.state == State::kQueued;
-  const CurrentContext current(context_);
-  const abi::CUresult result = Loaded()->driver.EventQuery(is_queued ? watched_.begin : watched_.end);
-  if (result == abi::CUDA_SUCCESS) {
-    watched_.state = is_queued ? State::kRunning : State::kIdle;
-    watched_.since = now;
+void Watch::DropEnded() {
+  while (!spans_.empty() && Loaded()->driver.EventQuery(spans_.front().end) == abi::CUDA_SUCCESS) {
+    free_.push_back({spans_.front().begin, spans_.front().end, nullptr, std::nullopt});
+    spans_.pop_front();
   }
+}
+
+std::string Watch::PollDevice(Clock::time_point now) {
+  const CurrentContext current(context_);
+  DropEnded();
+  if (spans_.empty()) return "";
+  Span& span = spans_.front();
+  // The time of a call counts from when the device comes to it: ahead of it in the stream may be hours of other work.
+  const Driver& driver = Loaded()->driver;
+  if (!span.reached && driver.EventQuery(span.begin) == abi::CUDA_SUCCESS) span.reached = now;
   // Of a device that has failed, whoever waits for it hears; where the process is ending, nobody waits.
-  if (result != abi::CUDA_ERROR_NOT_READY) return "";
-  if (const std::string failure = AskNccl(); !failure.empty()) return failure + ", in the call " + *watched_.call;
-  return is_queued ? "" : Late(*watched_.call, now - watched_.since, "on the device");
+  if (!span.reached || driver.EventQuery(span.end) != abi::CUDA_ERROR_NOT_READY) return "";
+  if (const std::string failure = AskNccl(); !failure.empty()) return failure + ", in the call " + *span.call;
+  return Late(*span.call, now - *span.reached, "on the device");
 }
 
 std::string Watch::Poll() {

@@ -8,9 +8,13 @@
 #define JAXMP_CUDA_WATCHDOG_H_
 
 #include <chrono>
+#include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "csrc/base/status.h"
 #include "csrc/cuda/abi.h"
@@ -44,21 +48,20 @@ class Watch {
  private:
   using Clock = std::chrono::steady_clock;
 
-  enum class State { kIdle, kRecording, kQueued, kRunning };
   // The events around one call on the stream.
   struct Span {
     abi::CUevent begin = nullptr, end = nullptr;
-    State state = State::kIdle;
     std::shared_ptr<const std::string> call;
-    Clock::time_point since;
+    std::optional<Clock::time_point> reached;  // when the watchdog has found the device in the call
   };
 
   Watch(abi::CUcontext context, std::string who, bool has_peers)
       : context_(context), who_(std::move(who)), has_peers_(has_peers) {}
+  static StatusOr<Span> MakeSpan();
   std::string AskNccl() const;
+  void DropEnded();
   std::string PollDevice(Clock::time_point now);
   std::string Late(const std::string& call, Clock::duration waited, const char* where) const;
-  bool is_recorded() const { return has_peers_ || changes_streams_; }  // whether an event ends each call
 
   const abi::CUcontext context_;
   const std::string who_;
@@ -67,9 +70,9 @@ class Watch {
   abi::ncclComm_t comm_ = nullptr;
   std::shared_ptr<const std::string> call_;  // in its host part; null outside
   Clock::time_point entered_;
-  // A call is put into `latest_`, over the one before it; the watchdog moves it to `watched_` when that has ended. So
-  // two spans are enough for any number of calls on their way, for the stream keeps them in order.
-  Span watched_, latest_;
+  Span next_;                        // of the call that is being put on the stream
+  std::deque<Span> spans_;           // on the stream, in its order; none without peers
+  std::vector<Span> free_;           // of calls that have ended
   abi::CUevent last_end_ = nullptr;  // of the last call, on last_stream_
   abi::CUstream last_stream_ = nullptr;
   bool changes_streams_ = false;

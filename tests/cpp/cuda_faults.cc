@@ -55,13 +55,20 @@ void BreakNccl() {
   tests::FakeFunction<decltype(fake_nccl_break)>("right/libnccl.so.2", "fake_nccl_break")(abi::ncclRemoteError);
 }
 
-// Rank 1 does not come to the second call: rank 0's stream waits, and nobody may take what it holds for a result.
+// Rank 1 does not come to the second call, behind which rank 0 has put more: its stream waits, and nobody may take what
+// that holds for a result.
 void APeerThatStaysAwayOnTheDevice() {
-  cuda::SetTimeout(0.3);
   Pair pair;
   for (const std::string& error : pair.RunBoth()) CHECK_EQ(error, "");
+  cuda::SetTimeout(0.3);
   World world(pair.instance.site->plan->problem());
-  (void)tests::RunRank(*pair.instance.site, world, pair.zero, 0, 0);
+  int32_t position = 0;
+  std::vector<fake_xla::Buffer> args = {tests::F32(world.a[0]), tests::F32(world.b[0])};
+  tests::AddPosition(world.problem, &position, pair.zero, &args);
+  for (int call = 0; call < 3; ++call) {
+    CHECK_EQ(fake_xla::ExecuteOnCuda(*pair.instance.site, 0, pair.zero.stream, args, {tests::F32(world.d[0])}), "");
+  }
+  CHECK_EQ(Gpu::driver().StreamSynchronize(pair.zero.stream), abi::CUDA_SUCCESS);
 }
 
 // Calls that end are not held against a process that is slow to send more, nor is a stream that is busy with others.
@@ -155,15 +162,11 @@ constexpr Case kCases[] = {
         APeerThatStaysAwayOnTheDevice,
         "jaxmp.DistributedError: rank 0 of 2 in group 0 (device 0) has waited 0.3 s on the device for its peers in the "
         "call [pattern=all_gather m=4 n=6 k=8 "),
-    CASE(APeerThatStaysAwayOnTheHost,
-         "jaxmp.DistributedError: rank 0 of 2 in group 0 (device 0) has waited 0.5 s on the host for its peers in the "
-         "call [pattern=all_gather "),
+    CASE(APeerThatStaysAwayOnTheHost, " has waited 0.5 s on the host for its peers in the call [pattern=all_gather "),
     CASE(APeerThatIsLostWhileConnecting,
          "jaxmp.DistributedError: rank 0 of 2 in group 0 (device 0) has waited 0.4 s on the host for its peers in the "
          "call ncclCommInitRank; "),
-    CASE(APeerThatStaysAwayInASplitCommunicator,
-         "jaxmp.DistributedError: rank 0 of 2 in group 0 (device 0) has waited 0.3 s on the host for its peers in the "
-         "call [pattern=all_gather "),
+    CASE(APeerThatStaysAwayInASplitCommunicator, " has waited 0.3 s on the host for its peers in the call [pattern="),
     CASE(AnErrorThatNcclReports,
          "jaxmp.DistributedError: NCCL reports remote process exited or there was a network error (NCCL error 6) on "
          "rank 0 of 2 in group 0 (device 0), in the call [pattern=all_gather "),
@@ -186,6 +189,7 @@ void StartCase(const Case& given) {
   CHECK_EQ(pipe(ends), 0);
   const pid_t child = fork();
   if (child == 0) {
+    check::failures = 0;
     dup2(ends[1], STDERR_FILENO);
     std::exit(RunCase(given));
   }

@@ -24,6 +24,8 @@ scenario, (rank, nranks, port) = sys.argv[1], map(int, sys.argv[2:])
 seconds = 120 if scenario == "products" else None  # JAXMP_TIMEOUT
 jaxmp.distributed.initialize(f"127.0.0.1:{port}", nranks, rank, local_device_ids=[0], timeout=seconds)
 
+import modes
+import numpy as np
 import products
 from gpu import among
 
@@ -33,10 +35,14 @@ from jaxmp._src.runtime import native
 
 def death():
     case = next(among(case, nranks) for case in products.FOUR if case.name == "ag-data")
-    products.placed(case, "explicit", implementation="cublasmp")
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    products.placed(case, "explicit", implementation="cublasmp")
+    mode = modes.BY_ID["explicit"]
+    with mode.scope(case):
+        operands = products.operands(case, mode, *case.integers(np.random.default_rng(0)))
+        product = jax.jit(mode.product(case, implementation="cublasmp"))
+        jax.block_until_ready(product(*operands))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        jax.block_until_ready([product(*operands) for _ in range(3)])
 
 
 def everything():
