@@ -66,13 +66,14 @@ class Watch {
   const abi::CUcontext context_;
   const std::string who_;
   const bool has_peers_;
-  std::mutex mutex_;  // of everything below; never held in a collective
+  std::mutex mutex_;  // of what the watchdog reads; never held in a collective
   abi::ncclComm_t comm_ = nullptr;
   std::shared_ptr<const std::string> call_;  // in its host part; null outside
   Clock::time_point entered_;
+  std::deque<Span> spans_;  // on the stream, in its order; none without peers
+  std::vector<Span> free_;  // of calls that have ended
+  // The calling thread's own.
   Span next_;                        // of the call that is being put on the stream
-  std::deque<Span> spans_;           // on the stream, in its order; none without peers
-  std::vector<Span> free_;           // of calls that have ended
   abi::CUevent last_end_ = nullptr;  // of the last call, on last_stream_
   abi::CUstream last_stream_ = nullptr;
   bool changes_streams_ = false;
