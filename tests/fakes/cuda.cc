@@ -1,10 +1,8 @@
 // A libcuda.so.1 whose devices are in host memory. A stream is a thread that works through a queue; a context is a
 // device's number; where the driver wants one to be current, this one insists.
 #include <atomic>
-#include <chrono>
 #include <cstdlib>
 #include <cstring>
-#include <thread>
 #include <vector>
 
 #include "tests/fakes/cuda_state.h"
@@ -46,7 +44,6 @@ Memory& memory() {
   return *only;
 }
 
-CUctx_st* ContextOf(int ordinal) { return &contexts[ordinal]; }
 CUcontext Current() { return current.empty() ? nullptr : current.back(); }
 
 void Note(CUcontext context, const char* name) {
@@ -268,7 +265,6 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
   stream->Put([mark] {
     std::lock_guard<std::mutex> lock(mark->mutex);
     mark->is_reached = true;
-    mark->when = std::chrono::steady_clock::now();
     mark->reached.notify_all();
   });
   return CUDA_SUCCESS;

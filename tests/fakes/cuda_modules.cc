@@ -1,5 +1,4 @@
 // Modules and kernels of the fake driver: PTX, which it interprets on the stream (ptx.h).
-#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <stdexcept>
@@ -84,10 +83,6 @@ API CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   *module = made.release();
   return CUDA_SUCCESS;
 }
-API CUresult cuModuleLoadDataEx(CUmodule* module, const void* image, unsigned, int*, void**) {
-  return ::cuModuleLoadData(module, image);
-}
-API CUresult cuModuleLoadFatBinary(CUmodule* module, const void* image) { return ::cuModuleLoadData(module, image); }
 API CUresult cuModuleUnload(CUmodule module) {
   for (const auto& [name, data] : module->globals) (void)Release(data);
   delete module;
@@ -117,16 +112,7 @@ API CUresult cuFuncGetAttribute(int* value, int attribute, CUfunction) {
 }
 API CUresult cuFuncSetAttribute(CUfunction, int, int) { return CUDA_SUCCESS; }
 API CUresult cuFuncSetCacheConfig(CUfunction, int) { return CUDA_SUCCESS; }
-API CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction, int, size_t) {
-  *blocks = 1;
-  return CUDA_SUCCESS;
-}
 
-API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                            unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream,
-                            void** arguments, void**) {
-  return Launch(function, {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes, stream, arguments);
-}
 // As cuda.h has it, up to what is read here.
 struct LaunchConfig {
   unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;

@@ -2,7 +2,6 @@
 #ifndef JAXMP_TESTS_FAKES_CUDA_STATE_H_
 #define JAXMP_TESTS_FAKES_CUDA_STATE_H_
 
-#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <functional>
@@ -29,7 +28,6 @@ struct CUevent_st {
     std::mutex mutex;
     std::condition_variable reached;
     bool is_reached = false;
-    std::chrono::steady_clock::time_point when;
   };
   std::mutex mutex;
   std::shared_ptr<Mark> mark;  // of the last record; null before the first
@@ -107,7 +105,6 @@ struct Memory {
 };
 
 Memory& memory();
-CUctx_st* ContextOf(int ordinal);
 CUcontext Current();  // of this thread; null where there is none
 
 // Notes a call that puts something on a stream, or waits for one; without `context`, on the current device.

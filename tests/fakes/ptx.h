@@ -29,7 +29,6 @@ struct Operand {
   std::string name;    // special register, symbol or label
   std::vector<Operand> parts;
   int64_t offset = 0;  // of an address
-  bool is_negated = false;
 };
 
 struct Instruction {
@@ -61,7 +60,7 @@ struct Kernel {
   std::vector<Instruction> code;
   std::map<std::string, size_t> labels;  // index into code
   std::map<std::string, int> registers;  // number by name
-  std::vector<Variable> shared, local;
+  std::vector<Variable> shared;
 
   size_t parameter_bytes() const { return parameters.empty() ? 0 : parameters.back().offset + parameters.back().bytes; }
 };
