@@ -9,11 +9,16 @@
 #include <unordered_map>
 #include <utility>
 
-#include "tests/fakes/half.h"
 #include "tests/fakes/ptx.h"
 
 namespace fakes::ptx {
 namespace {
+
+#if defined(__aarch64__)
+using Half = __fp16;  // GCC has _Float16 in C++ for this processor from 13 on
+#else
+using Half = _Float16;
+#endif
 
 [[noreturn]] void Fail(const std::string& why) { throw std::runtime_error(why); }
 
