@@ -75,7 +75,7 @@ def run_tests(file: Path, arguments: list[str], end: float) -> int:
             add(file, case, "failed", why=f"its process ended with status {status}")
         if not open_cases:
             failed = [line["case"] for line in lines(file) if line["status"] == "failed"]
-            print(*(f"failed: {case}" for case in failed), sep="\n")
+            print("".join(f"failed: {case}\n" for case in failed), end="", flush=True)
             return int(bool(failed) or status not in (0, pytest.ExitCode.NO_TESTS_COLLECTED))
 
 

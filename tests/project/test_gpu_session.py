@@ -11,7 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 SLOW = """
-import os, time
+import os, subprocess, time
 
 def test_first():
     print("a number")
@@ -23,7 +23,9 @@ def test_wrong():
     assert 1 == 2
 
 def test_hangs():
-    time.sleep(0 if os.path.exists("go") else 60)
+    if not os.path.exists("go"):
+        open("child", "w").write(str(subprocess.Popen(["sleep", "60"]).pid))
+        time.sleep(60)
 
 def test_last():
     pass
@@ -44,8 +46,8 @@ def session(folder, minutes):
 
 def test_a_session_ends_in_time_and_goes_on_where_it_was(tmp_path):
     started = time.monotonic()
-    status, ended = session(tmp_path, minutes=0.15)
-    assert (status, time.monotonic() - started < 15) == (3, True)
+    status, ended = session(tmp_path, minutes=0.2)
+    assert (status, time.monotonic() - started < 20) == (3, True)
     assert {case: line["status"] for case, line in ended.items()} == {
         "test_first": "passed",
         "test_dies": "failed",
@@ -54,6 +56,8 @@ def test_a_session_ends_in_time_and_goes_on_where_it_was(tmp_path):
     assert "a number" in ended["test_first"]["said"]
     assert ended["test_dies"]["why"] == "its process ended with status 7"
     assert "assert 1 == 2" in ended["test_wrong"]["why"]
+    child = Path("/proc", (tmp_path / "child").read_text(), "stat")
+    assert not child.exists() or child.read_text().split()[2] == "Z", "what a test has started ends with the session"
     (tmp_path / "go").touch()
     status, ended = session(tmp_path, minutes=1)
     assert (status, ended["test_hangs"]["status"], ended["test_last"]["status"]) == (1, "passed", "passed")
