@@ -75,8 +75,8 @@ class Advice:
 
     def rows(self) -> list[list[str]]:
         """The header and the cells of the table."""
-        best = {id(each) for each in {each.pattern: each for each in self.choices[::-1]}.values()}
-        shown = [each for each in self.choices if id(each) in best or (each.is_efficient and each.fits)]
+        best = {each.pattern: each for each in self.choices[::-1]}
+        shown = [each for each in self.choices if each is best[each.pattern] or (each.is_efficient and each.fits)]
         head = ["pattern", "mesh", "a", "b", "d", "us", "bound by", "MB held", "MB moved", ""]
         return [head, *map(_cells, shown)]
 

@@ -116,13 +116,11 @@ def cheapest(given: Contraction, terms: Terms) -> Contraction:
     """The call of least cost for operands and a result that are sharded as `given`."""
     axes = [axis for axis, _ in terms.mesh if axis in given.roles]
     calls = _calls(given, terms, axes, itertools.product(*(_choices(given, terms, given.roles[axis]) for axis in axes)))
-    is_wanted = [
-        call
-        for call in calls
-        if (call.layout.d == given.layout.d or not terms.keeps_result)
-        and (terms.shares_columns or not call.is_transposed)
-    ]
-    return min(is_wanted, key=lambda call: _cost(given, terms, call))
+    if terms.keeps_result:
+        calls = (call for call in calls if call.layout.d == given.layout.d)
+    if not terms.shares_columns:
+        calls = (call for call in calls if not call.is_transposed)
+    return min(calls, key=lambda call: _cost(given, terms, call))
 
 
 def layouts(product: Contraction, terms: Terms) -> Iterator[Contraction]:
