@@ -18,7 +18,7 @@ import jax
 from jaxmp._src.contraction import moves
 from jaxmp._src.fuse.graph import PASSES, RESULT, Graph
 from jaxmp._src.fuse.products import Operand, axes_of_type, collective_behind, is_explicit, operand_of
-from jaxmp._src.hardware.call_time import Transfer, call_time, kind_of, transfer_over
+from jaxmp._src.hardware.call_time import Transfer, call_time, kind_of
 from jaxmp._src.hardware.hardware import MACHINES, Hardware
 from jaxmp._src.runtime import jax_compat, jax_tracing
 from jaxmp._src.spec.options import Implementation
@@ -184,7 +184,7 @@ def _is_faster_in_calls(graph: Graph, i: int, dots: Sequence[int], implementatio
         share = 1
     else:
         axes, share = eqn.params["axis_name"], ndevices
-    transfer = transfer_over(mesh, axes, _received(graph, i))
+    transfer = Transfer.over(mesh.shape, axes, _received(graph, i))
     products = [_Work.of(graph, dot, i, share, ndevices) for dot in dots]
     if not {work.kind for work in products} <= set(machine.rates):
         return False
@@ -222,9 +222,7 @@ def in_calls(machine: Hardware, transfer: Transfer, ndevices: int, products: Seq
 
 def once(machine: Hardware, transfer: Transfer, ndevices: int, products: Sequence[_Work]) -> float:
     """Seconds of one gather and of the local products behind it."""
-    gather = call_time(
-        machine, flops=0, kind="", ndevices=ndevices, nbytes=0, transfers=(transfer,), is_fused=False
-    ).total
+    gather = call_time(machine, ndevices=ndevices, transfers=(transfer,)).total
     return gather + sum(_seconds(machine, work, ndevices, (), is_fused=False) for work in products)
 
 
