@@ -103,7 +103,7 @@ suppress_warnings = ["config.cache"]  # of hooks below, which need no cache
 
 # Files of the repository that are pages of the site.
 PAGES = {
-    "README.md": "overview.md",
+    "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
@@ -154,7 +154,7 @@ def restructured(text: str) -> str:
     def replaced(match: re.Match[str]) -> str:
         code, rest = match.groups()
         name = code.removeprefix("jaxmp.")
-        known = name in jaxmp.__all__ and name not in ("distributed", "quantize", "reference")
+        known = name in jaxmp.__all__ and name not in ("distributed", "quantize")
         return (f":py:obj:`{code} <jaxmp.{name}>`" if known else f"``{code}``") + ("\\ " if rest else "")
 
     parts = re.split(r"(`[^`\n]+`)", text)
