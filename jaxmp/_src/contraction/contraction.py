@@ -204,6 +204,39 @@ class Contraction:
             return role.d
         return role.a if role.d == role.b else role.b
 
+    @functools.cached_property
+    def role(self) -> Role:
+        """The role of the axes that communicate; those of a grid of blocks have several, and others one."""
+        of_all = (role for role in self.roles.values() if role.communicates)
+        return Role() if self.is_block_grid else next(of_all, Role())
+
+    @property
+    def communicates(self) -> bool:
+        return self.is_block_grid or self.role.communicates
+
+    @property
+    def sums(self) -> bool:
+        """Whether the ranks sum what they have multiplied."""
+        return self.role.is_contracted
+
+    @property
+    def is_reduced(self) -> bool:
+        """Whether every rank gets the whole sum."""
+        return self.sums and not self.role.d
+
+    @property
+    def scattered(self) -> int | None:
+        """The dimension of d along which sums are scattered, if they are."""
+        return self.d.index(self.role.d) if self.sums and self.role.d else None
+
+    @property
+    def gathered(self) -> tuple[str, int] | None:
+        """The operand that the ranks gather ("a" or "b"), and along which of its dimensions, if they do."""
+        if self.sums or not self.role.communicates:
+            return None
+        which = "a" if self.role.d == self.role.b else "b"
+        return which, getattr(self, which).index(getattr(self.role, which))
+
     @property
     def is_transposed(self) -> bool:
         """Whether columns are shared: the call computes d transposed, with b for its first operand."""

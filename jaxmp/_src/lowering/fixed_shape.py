@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._src.lowering import xla_matmul
-from jaxmp._src.lowering.legalize import PADDED_K, with_k
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec import low_precision, process_grid
@@ -38,6 +37,9 @@ from jaxmp._src.spec.matmul_spec import DIMS, MatmulSpec, aux_dtype, dims, exten
 ROWS, COLUMNS = 512, 4096
 # What the extents of layers are mostly multiples of, so that whole calls cover them.
 _COLUMN_STEP = 1024
+# What k is padded to: a call may multiply by a derivative then. The zeros add +0 to sums that begin at +0, so that no
+# element changes, not even the sign of a zero, and they lie on every rank alike, for k = 1 is whole on each.
+PADDED_K = 2
 # As in `matmul`.
 TileCall = Callable[..., list[jax.Array]]
 
@@ -98,6 +100,12 @@ def columns() -> int:
 def _count(rows: int, cols: int) -> tuple[int, int]:
     """How many tiles of rows and of columns a product has."""
     return -(-rows // ROWS), -(-cols // columns())
+
+
+def with_k(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, k: int) -> tuple[Shape, Shape]:
+    """The local shapes of a and b as stored, with `k` for the extent along which they are contracted."""
+    rows, _, _, cols = extents(spec, a_shape, b_shape).local
+    return (k, rows) if spec.transpose_a else (rows, k), (cols, k) if spec.transpose_b else (k, cols)
 
 
 def padded_along_k(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> tuple[jax.Array, jax.Array]:
