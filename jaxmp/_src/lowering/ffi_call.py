@@ -21,7 +21,7 @@ from jaxmp._src.primitive.primitives import AMAXES
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec import epilogs, low_precision, precisions, process_grid
-from jaxmp._src.spec.matmul_spec import DIMS, SCALE_NAMES, Extents, MatmulSpec, Pattern, aux_dtype, extents
+from jaxmp._src.spec.matmul_spec import SCALE_NAMES, SPANS, Extents, MatmulSpec, Pattern, aux_dtype, extents
 
 _DTYPES = {
     "float32": "f32",
@@ -87,7 +87,7 @@ def _stored_result(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtyp
         size = process_grid.round_up(rows, 128) * process_grid.round_up(blocks, 4)
         return jax.ShapeDtypeStruct((size,), jnp.uint8)
     if name != "d":
-        return jax.ShapeDtypeStruct((cols if DIMS[name] == "n" else found.m,), spec.out_dtype)
+        return jax.ShapeDtypeStruct((cols if SPANS[name][0].dim == "n" else found.m,), spec.out_dtype)
     if np.dtype(spec.out_dtype).name == low_precision.FLOAT4:
         return jax.ShapeDtypeStruct((rows, cols // 2), jnp.uint8)
     return jax.ShapeDtypeStruct((rows, cols), spec.out_dtype)

@@ -28,7 +28,7 @@ from jaxmp._src.primitive.primitives import (
 from jaxmp._src.runtime.types import BatchDims
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import DIMS, MatmulSpec, Pattern, accumulator
+from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator
 
 
 def _front(x: jax.Array, dim: int | None) -> jax.Array:
@@ -135,7 +135,7 @@ def _folds_into_rows(spec: MatmulSpec, batched: set[str]) -> bool:
     """Whether everything that is batched has rows, and b has not."""
     if spec.scales.amax_d or spec.scales.amax_aux or spec.scales.a not in (low_precision.NONE, low_precision.SCALAR):
         return False  # the maximum is one a product, and scales have rows of their own
-    is_fixed = all(name in DIMS and has_rows(name) for name in batched - {"a"})
+    is_fixed = all(has_rows(name) for name in batched - {"a"})
     return "a" in batched and is_fixed and not _crosses_blocks(spec, a_is_batched=True, b_is_batched=False)
 
 

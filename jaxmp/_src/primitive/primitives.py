@@ -30,7 +30,7 @@ from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.runtime import jax_compat, jax_lowering, native
 from jaxmp._src.spec import low_precision, process_grid
 from jaxmp._src.spec.matmul_spec import (
-    DIMS,
+    SPANS,
     Group,
     MatmulSpec,
     Pattern,
@@ -155,7 +155,7 @@ def merge_rows(x: jax.Array) -> jax.Array:
 
 def has_rows(name: str) -> bool:
     """Whether an operand or result has d's rows and columns, so that leading dimensions fold into its rows."""
-    return len(DIMS[name]) == 2
+    return len(SPANS.get(name, ())) == 2
 
 
 def fold_scale(spec: MatmulSpec, scale: jax.Array) -> jax.Array:
@@ -248,9 +248,9 @@ def _result_aval(
     if name == "d_out_scale":
         blocks = d.shape[1] // low_precision.BLOCK[spec.scales.d_out]
         return jax_compat.with_shape(d, (d.shape[0], blocks), low_precision.scale_dtype(spec.scales.d_out), varying)
-    if DIMS[name] == "mn":
+    if name == "d":
         return d
-    if DIMS[name] == "mp":
+    if name == "relu_aux":
         return jax_compat.with_shape(d, (d.shape[0], process_grid.relu_aux_bytes(d.shape[1])), jnp.uint8, varying)
     # Bias gradients: complete, so the same on all ranks that share what is summed.
     shared = frozenset(spec.contraction.sharded("b", "k") if name == "bgradb" else spec.contraction.sharded("d", "m"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -45,22 +45,27 @@ _ACCUMULATORS = {"bfloat16": "float32", "float16": "float32", "int8": "int32", "
 )
 
 
-# What each operand and result spans, by name: rows (m) and columns (n) of d, or n as a mask packed into bytes (p).
-DIMS = {
-    "c": "mn",
-    "bias": "n",
-    "d": "mn",
-    "relu_aux": "mp",
-    "gelu_aux": "mn",
-    "drelu_bgrad": "n",
-    "dgelu_bgrad": "n",
-    "bgrada": "m",
-    "bgradb": "n",
+class Span(NamedTuple):
+    """What a dimension of an operand or result covers: each element `size` of the product's m, n or k."""
+
+    dim: str
+    size: int = 1
+
+
+_M, _N, _K = map(Span, "mnk")
+# By name, but for a, b and their scales (`spans`): a mask of relu is packed into bytes. Scalars have no dimension.
+SPANS = {
+    "c": (_M, _N),
+    "bias": (_N,),
+    "d": (_M, _N),
+    "relu_aux": (_M, Span("n", 8)),
+    "gelu_aux": (_M, _N),
+    "drelu_bgrad": (_N,),
+    "dgelu_bgrad": (_N,),
+    "bgrada": (_M,),
+    "bgradb": (_N,),
+    "d_out_scale": (_M, Span("n", 16)),  # MXFP8: 32
 }
-# Scalars, and the scales of d's blocks (q of them a row).
-DIMS |= dict.fromkeys(("scale_c", "scale_d", "scale_aux", "amax_d", "gelu_aux_amax"), "") | {"d_out_scale": "mq"}
-# The scales of a and b span what their mode says (`dims`), and fold and shard as their operand does.
-DIMS |= {"scale_a": "", "scale_b": ""}
 SCALE_NAMES = ("scale_a", "scale_b", "scale_c", "scale_d", "scale_aux")
 
 
@@ -287,15 +292,21 @@ def aux_dtype(spec: MatmulSpec) -> np.dtype:
     return np.dtype(spec.aux_dtype or spec.out_dtype)
 
 
-def dims(spec: MatmulSpec, name: str) -> str:
-    """What an operand or result spans, as `DIMS`; blocks of scales along k are u in a and v in b, of rows w and x."""
+def spans(spec: MatmulSpec, name: str) -> tuple[Span, ...]:
+    """What the dimensions of an operand or result cover."""
+    if name == "a":
+        return (_K, _M) if spec.transpose_a else (_M, _K)
+    if name == "b":
+        return (_N, _K) if spec.transpose_b else (_K, _N)
     if name not in ("scale_a", "scale_b"):
-        return DIMS[name]
-    row, inner, block = "muw" if name == "scale_a" else "nvx"
-    mode = spec.scales.of(name)
-    return {low_precision.SCALAR: "", low_precision.OUTER_VEC: row, low_precision.BLK128: block + inner}.get(
-        mode, row + inner
-    )
+        return SPANS.get(name, ())
+    mode, outer = spec.scales.of(name), "m" if name == "scale_a" else "n"
+    if mode in (low_precision.NONE, low_precision.SCALAR):
+        return ()
+    if mode == low_precision.OUTER_VEC:
+        return (Span(outer),)
+    block = low_precision.BLOCK[mode]
+    return Span(outer, block if mode == low_precision.BLK128 else 1), Span("k", block)
 
 
 @dataclasses.dataclass(frozen=True)
