@@ -127,7 +127,7 @@ PYTHON = (
     Fault(
         "mlp-grid-bias",
         "jaxmp/_src/primitive/primitives.py",
-        "return frozenset(spec.group.row_axes if spec.group.pattern == Pattern.GRID else ())",
+        "return frozenset(spec.group.row_axes if spec.contraction.is_grid else ())",
         "return frozenset()",
         "the gradient of a hidden bias is summed over the rows of a grid twice",
         ("ops/test_mlp.py",),
@@ -430,7 +430,7 @@ PYTHON = (
     Fault(
         "fused-bias-gradient-untyped",
         TRANSPOSE,
-        "is_fit = forward.group.pattern in (*_ALONE, Pattern.ALL_GATHER)",
+        "is_fit = forward.contraction.gathers or not forward.contraction.communicates",
         "is_fit = True",
         "without types, a bias gradient is summed twice over the group",
         ("spec/test_epilogs.py::test_epilog_in_every_mode", "ops/test_flax.py"),
@@ -659,8 +659,8 @@ PYTHON = (
     Fault(
         "all-reduce-bit",
         OPERAND_CHECKS,
-        "and spec.group.pattern != Pattern.ALL_REDUCE and nranks > 1:",
-        "and spec.group.pattern == Pattern.LOCAL and nranks > 1:",
+        "and not product.is_reduced and nranks > 1:",
+        "and not product.communicates and nranks > 1:",
         "the ALLREDUCE bit passes where sums are scattered",
         ("validation/test_errors.py", "spec/test_epilogs.py"),
     ),

@@ -107,7 +107,7 @@ def candidate(
     if None in shapes or plan is None or (plan.gathers_k and planner.cheapest(given, terms) != given):
         return
     a, b, d = (shape for shape in shapes if shape is not None)
-    spec = MatmulSpec(out, Group(plan.pattern, mesh, plan.row_axes, plan.col_axes))
+    spec = MatmulSpec(out, Group.of(plan, mesh))
     other = dtype if dtype_b is None else dtype_b
     left, right = jax.ShapeDtypeStruct(a, dtype), jax.ShapeDtypeStruct(b, other)
     if plan.is_transposed:  # the call computes the transpose

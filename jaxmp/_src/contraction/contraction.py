@@ -81,7 +81,8 @@ class Role(NamedTuple):
 class Contraction:
     """`a`, `b`, `d`: the indices of the three arrays as stored; `layout`: how a call takes and gives them.
 
-    Inside a user's shard_map only the axes of the group are known: it `is_partial` then.
+    Inside a user's shard_map only the axes of the group are known: it `is_partial` then. `is_grid_stored`: the arrays
+    are stored in the blocks of a grid, also of one that has a single row or column.
     """
 
     a: str
@@ -89,6 +90,7 @@ class Contraction:
     d: str
     layout: Layout
     is_partial: bool = False
+    is_grid_stored: bool = False
 
     def __str__(self) -> str:
         axes = (f"  {x}: {r.split or '-'} ({' '.join(index or '-' for index in r)})" for x, r in self.roles.items())
@@ -103,6 +105,13 @@ class Contraction:
         where = dict(zip(self.d, self.layout.d, strict=True))
         a, b = (tuple(where.get(index, ()) for index in indices) for indices in (self.a, self.b))
         return self.replace(Layout(a, b, self.layout.d))
+
+    def cotangent(self, which: str) -> Contraction:
+        """The product that is the cotangent of a (of d and b) or of b (of a and d): a permutation of names."""
+        names = {"a": "dba", "b": "adb"}[which]
+        a, b, d = (getattr(self, name) for name in names)
+        layout = Layout(*(getattr(self.layout, name) for name in names))
+        return dataclasses.replace(self, a=a, b=b, d=d, layout=layout)
 
     @functools.cached_property
     def indices(self) -> tuple[str, str, str]:
@@ -167,7 +176,7 @@ class Contraction:
     @functools.cached_property
     def _group(self) -> tuple[Pattern, Dim, Dim]:
         """The pattern, and the axes of the group: all of them, or those along a grid's rows and along its columns."""
-        if self.is_block_grid:
+        if self.is_block_grid or self.is_grid_stored:
             rows, cols = (dim for index, dim in zip(self.d, self.layout.d, strict=True) if index not in self.batch)
             return Pattern.GRID, rows, cols
         role = next((role for role in self.roles.values() if role.communicates), None)
@@ -212,7 +221,22 @@ class Contraction:
 
     @property
     def communicates(self) -> bool:
-        return self.is_block_grid or self.role.communicates
+        return self.pattern != Pattern.LOCAL
+
+    @property
+    def is_grid(self) -> bool:
+        """Whether the ranks share k, and gather what they need along it."""
+        return self.pattern == Pattern.GRID
+
+    @property
+    def gathers(self) -> bool:
+        """Whether the ranks gather the rows of a, or the columns of b."""
+        return self.pattern == Pattern.ALL_GATHER
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each rank gets its part of the sums."""
+        return self.pattern == Pattern.REDUCE_SCATTER
 
     @property
     def sums(self) -> bool:
@@ -222,7 +246,7 @@ class Contraction:
     @property
     def is_reduced(self) -> bool:
         """Whether every rank gets the whole sum."""
-        return self.sums and not self.role.d
+        return self.pattern == Pattern.ALL_REDUCE
 
     @property
     def scattered(self) -> int | None:
@@ -256,7 +280,7 @@ class Contraction:
     @property
     def gathers_k(self) -> bool:
         """Whether a grid gathers one operand along k, by the ranks of one axis."""
-        return self.pattern == Pattern.GRID and not (self.row_axes and self.col_axes)
+        return self.is_grid and not (self.row_axes and self.col_axes)
 
     def outside_group(self, dim: Dim) -> Dim:
         """The axes of `dim` that are not the group's."""
@@ -298,7 +322,7 @@ def on_axes(
     lead = (whole,) * (ndim - 2)
     layout = Layout((*lead, *a), b, (*lead, *d))
     made = of_matrices(ndim, layout, transpose_a=transpose_a, transpose_b=transpose_b)
-    return dataclasses.replace(made, is_partial=True)
+    return dataclasses.replace(made, is_partial=True, is_grid_stored=pattern == Pattern.GRID)
 
 
 LOCAL = on_axes(Pattern.LOCAL, ())

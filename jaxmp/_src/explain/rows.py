@@ -26,7 +26,7 @@ from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import shardings
 from jaxmp._src.spec import epilogs, low_precision, precisions
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, extents, operations
+from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator, extents, operations
 from jaxmp._src.validation.comm_options import comm_options_text
 
 
@@ -123,7 +123,7 @@ _SCOPES = {
     "jaxmp_all_gather": "gathers an operand ahead of the call, which no pattern does with these shardings",
 }
 # The pattern of a call under auto axes, until the partitioner has been asked.
-UNSETTLED = Pattern.UNSETTLED.value
+UNSETTLED = "?"
 UNSETTLED_BATCH = "? of a batch"
 
 

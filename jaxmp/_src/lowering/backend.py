@@ -17,7 +17,7 @@ from jaxmp._src.lowering.legalize import (
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.config import config
 from jaxmp._src.spec import low_precision, precisions
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator
+from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator
 
 # Multiplications and additions of a product from which on hostmp one by one is no slower than XLA's batched dot.
 LARGE_IN_BATCH = 2**25
@@ -103,7 +103,7 @@ def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple[np
             'pass implementation=None, "host" or "xla"'
         )
     if platform == "cpu" and (nprocesses == 1 or spec.group.nranks == 1):
-        why = why_unsupported(spec, capabilities_of("host")) if spec.group.pattern == Pattern.GRID else ""
+        why = why_unsupported(spec, capabilities_of("host")) if spec.contraction.is_grid else ""
         remedy = 'pass implementation=None or "xla"'
         if precisions.sums_in_16_bits(spec.precision) and not config().ignores_precision:
             why = f"precision={spec.precision} sums in 16 bits, which hostmp does not"

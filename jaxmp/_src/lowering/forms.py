@@ -21,7 +21,7 @@ from jaxmp._src.primitive import bias_grad
 from jaxmp._src.runtime import native
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, ScaleModes, accumulator, axes_text, extents
+from jaxmp._src.spec.matmul_spec import MatmulSpec, ScaleModes, accumulator, axes_text, extents
 from jaxmp._src.validation.comm_options import fit_comm_options
 from jaxmp._src.validation.operand_checks import check_gathered_scales
 
@@ -103,7 +103,7 @@ class Tiles(Form):
 
     @staticmethod
     def why(product: Product, capabilities: Capabilities) -> str | None:
-        is_alone = product.spec.group.pattern == Pattern.LOCAL
+        is_alone = not product.spec.contraction.communicates
         return _NO_ORDER if is_alone and is_tiled(product.spec, capabilities) else None
 
     @staticmethod
@@ -208,7 +208,7 @@ class SeparateEpilog(Form):
         spec = product.spec
         if why := why_no_epilog(spec, capabilities):
             return why
-        if spec.group.pattern != Pattern.ALL_REDUCE:
+        if not spec.contraction.is_reduced:
             return None
         if _copied(product, capabilities) and spec.epilog in (Epilog.BGRADA, Epilog.BGRADB):
             # A copy would be stored so that it cannot be summed.
@@ -382,6 +382,6 @@ def _host_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
 def _copied(product: Product, capabilities: Capabilities) -> list[jax.ShapeDtypeStruct]:
     """The operands that are not stored as an all-reduced product wants them, which in JAX's order is (m, k), (n, k)."""
     spec, a, b = product
-    if spec.group.pattern != Pattern.ALL_REDUCE or capabilities.all_reduce_any_transposition:
+    if not spec.contraction.is_reduced or capabilities.all_reduce_any_transposition:
         return []
     return [x for x, is_wrong in ((a, spec.transpose_a), (b, not spec.transpose_b)) if is_wrong]

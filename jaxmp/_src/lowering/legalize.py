@@ -9,7 +9,7 @@ import numpy as np
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import INTEGERS, MatmulSpec, Pattern, extents
+from jaxmp._src.spec.matmul_spec import INTEGERS, MatmulSpec, extents
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,13 +27,13 @@ class Capabilities:
 def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
     """Why the library takes the call in no form, or the empty string."""
     has_tiles = is_tiled(spec, capabilities)  # which are local products, whatever the pattern is
-    why = why_no_epilog(spec.regroup(pattern=Pattern.LOCAL) if has_tiles else spec, capabilities)
+    why = why_no_epilog(spec.ungrouped() if has_tiles else spec, capabilities)
     if why and spec.fixed_reduction_order:
         return f"{why}, and XLA's would not keep determinism={spec.determinism!r}"
     if has_tiles:
         return ""
     is_free = spec.distributions or capabilities.grid_any_shape
-    if spec.group.pattern != Pattern.GRID or is_free:
+    if is_free or not spec.contraction.is_grid:
         return ""
     nrow, ncol = spec.group.shape
     return "" if nrow == ncol else f"cuBLASMp multiplies contiguous shards on square grids only, not {nrow}x{ncol}"
@@ -98,7 +98,7 @@ def why_no_epilog(spec: MatmulSpec, capabilities: Capabilities) -> str:
     # The table of types of cublasLtMatmul (cuBLAS 13 documentation), which does the local products.
     if np.issubdtype(np.dtype(spec.out_dtype), np.complexfloating) and not capabilities.complex_epilogs:
         return "cuBLASMp has no epilogs of complex numbers"
-    if spec.group.pattern == Pattern.GRID and not capabilities.grid_epilogs:
+    if spec.contraction.is_grid and not capabilities.grid_epilogs:
         return "cuBLASMp has no epilogs on 2-D grids"
     return ""
 

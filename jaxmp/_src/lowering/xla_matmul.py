@@ -20,7 +20,7 @@ from jaxmp._src.lowering.process_collectives import SharedMemory
 from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.activations import gelu, multiply_by_slope, pack_relu_aux
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, aux_dtype, extents
+from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator, aux_dtype, extents
 
 # The scope of products that XLA partitions by itself, for `explain`.
 SCOPE = "jaxmp_xla"
@@ -249,13 +249,13 @@ def _gather_moved(spec: MatmulSpec, which: int, x: jax.Array) -> jax.Array:
     """`gather_for_part` of a (0) or of b (1)."""
     is_transposed = (spec.transpose_a, spec.transpose_b)[which]
     own, k = (1 - which, which) if is_transposed else (which, 1 - which)
-    if spec.group.pattern == Pattern.ALL_GATHER:
+    if spec.contraction.gathers:
         return x if which else lax.all_gather(x, spec.group.row_axes, axis=own, tiled=True)
-    if spec.group.pattern == Pattern.GRID:
+    if spec.contraction.is_grid:
         # As in `_gather_operands`.
         x = _gather_stored(spec, x, kept=None if is_transposed else own)
         return collectives.own_part(x, own, (spec.group.row_axes, spec.group.col_axes)[which]) if is_transposed else x
-    if spec.group.pattern == Pattern.REDUCE_SCATTER and not which:
+    if spec.contraction.scatters and not which:
         x = lax.all_to_all(x, spec.group.row_axes, own, k, tiled=True)
     else:
         x = lax.all_gather(x, spec.group.row_axes, axis=k, tiled=True)

@@ -37,7 +37,7 @@ from jaxmp._src.sharding.on_shards import Operands, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.sharded_call import check_left_to_xla, jaxmp_call, make_call
 from jaxmp._src.spec.caller import Caller
-from jaxmp._src.spec.matmul_spec import Group, Pattern, result_shape
+from jaxmp._src.spec.matmul_spec import Group, result_shape
 from jaxmp._src.spec.options import Implementation, Mesh, Precision, Sharding
 from jaxmp._src.validation import operand_checks, result_types, scale_checks
 from jaxmp._src.validation.arguments import validated
@@ -274,8 +274,8 @@ def _multiply_shards(
     product: _Product, plan: Contraction, a: jax.Array, b: jax.Array, *, flags: dict[str, bool]
 ) -> jax.Array:
     """One device's part of the planned product."""
-    group = Group(plan.pattern, product.placement.axes, plan.row_axes, plan.col_axes)
+    group = Group.of(plan, product.placement.axes)
     # A grid's contraction is cut otherwise in a than in b; elsewhere the shards fit as the whole matrices do.
-    known = group if plan.pattern == Pattern.GRID else Group()
+    known = group if plan.is_grid else Group()
     spec, operands = validated(product.name, a, b, None, None, dict(product.options) | flags, known)
     return bind_plan(plan, spec.replace(group=group), operands)["d"]

@@ -28,7 +28,7 @@ from jaxmp._src.primitive.primitives import (
 from jaxmp._src.runtime.types import BatchDims
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator
+from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator
 
 
 def _front(x: jax.Array, dim: int | None) -> jax.Array:
@@ -77,7 +77,7 @@ def matmul_batch_rule(
 def _crosses_blocks(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) -> bool:
     """Whether a batched operand is a transposed one of a grid: its blocks then lie across those of D, and no fold of
     the batch into rows or columns keeps them in their places; nor does any of block-cyclic ones."""
-    is_grid = spec.group.pattern == Pattern.GRID
+    is_grid = spec.contraction.is_grid
     return bool(spec.distributions) or (
         is_grid and ((a_is_batched and spec.transpose_a) or (b_is_batched and spec.transpose_b))
     )

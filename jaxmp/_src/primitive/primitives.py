@@ -33,7 +33,6 @@ from jaxmp._src.spec.matmul_spec import (
     SPANS,
     Group,
     MatmulSpec,
-    Pattern,
     aux_dtype,
     axes_text,
     extents,
@@ -121,8 +120,8 @@ def bind_rows(
         a, spec = jnp.swapaxes(a, 1, 2), spec.replace(transpose_a=False)
     batch, rows, k = a.shape
     p = spec.group.nranks
-    gathers = spec.group.pattern == Pattern.ALL_GATHER and batch > 1
-    scatters = spec.group.pattern == Pattern.REDUCE_SCATTER and batch > 1
+    gathers = spec.contraction.gathers and batch > 1
+    scatters = spec.contraction.scatters and batch > 1
     if scatters:
         check_local_shapes("jaxmp", spec, (rows, k), b.shape)
 
@@ -304,7 +303,7 @@ def activated_matmul(
 def summed_over(spec: MatmulSpec) -> frozenset[str]:
     """The axes over which the transpose of `activated_matmul` has summed the cotangent of its bias: the rows of a
     grid."""
-    return frozenset(spec.group.row_axes if spec.group.pattern == Pattern.GRID else ())
+    return frozenset(spec.group.row_axes if spec.contraction.is_grid else ())
 
 
 def activated_matmul_parts(t: jax.Array, *rest: jax.Array, spec: MatmulSpec, activation: str) -> jax.Array:

@@ -81,7 +81,7 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
     terms = sharded_call.terms(spec, given, args[0], args[1], results[0].shape, mesh.shape)
     # Under a level, a call that shares columns has no gradient's epilog. XLA can move operands instead.
     plan = planner.plan(given, dataclasses.replace(terms, shares_columns=not spec.fixed_reduction_order))
-    group = Group(plan.pattern, tuple(mesh.shape.items()), plan.row_axes, plan.col_axes)
+    group = Group.of(plan, mesh.shape.items())
     local = check_all_reduce("jaxmp.matmul", spec.replace(group=group))
 
     def body(*shards: jax.Array) -> Sequence[jax.Array]:

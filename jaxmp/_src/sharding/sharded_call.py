@@ -147,7 +147,7 @@ def _collective(
     name: str, group: Group, a: Any, b: Any, c: Any, epilog_inputs: Any, options: dict[str, Any]
 ) -> Results:
     spec, operands = validated(name, a, b, c, epilog_inputs, options, group)
-    if group.pattern == Pattern.GRID and spec.transpose_a and a.ndim > 2:
+    if spec.contraction.is_grid and spec.transpose_a and a.ndim > 2:
         raise ValueError(
             f"{name}: {operand_name(name, 'a')} has {a.ndim} dimensions; with transpose_a=True it must have 2, for its "
             "blocks lie across those of the result: use jax.vmap for the others"
@@ -257,7 +257,7 @@ def planned_call(
     # Under a level the gradients are sums in an order of their own.
     gathers_inside = not spec.fixed_reduction_order
     frame = frame_of(placement, layout, plan, beside, results, gathers_inside=gathers_inside)
-    group = Group(plan.pattern, tuple(sizes.items()), plan.row_axes, plan.col_axes)
+    group = Group.of(plan, sizes.items())
     spec, columns = spec.replace(group=group, is_typed=True), shape[-1] // group.size(plan.layout.d[-1])
     if spec.asks_all_reduce:
         spec = check_all_reduce(name, spec)
@@ -353,7 +353,7 @@ def _of_empty(call: ShardedCall, operands: Operands) -> tuple[Callable[[Operands
             return lambda _: {name: jnp.zeros(local[name], x.dtype) for name, x in types.items()}, _scalar()
         if not (0 in a.shape and 0 in b.shape):
             return call.body, operands
-    shape = result_shape(spec.regroup(pattern=Pattern.LOCAL), a, b)
+    shape = result_shape(spec.ungrouped(), a, b)
     lines = {"m": shape[-2:-1], "n": shape[-1:]}
     names = [name for name in ("d", *spec.rule.outputs) if name != "relu_aux"]
     local = shards({name: shape if has_rows(name) else lines[matmul_spec.SPANS[name][0].dim] for name in names})

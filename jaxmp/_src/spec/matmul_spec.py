@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -82,6 +83,11 @@ class Group(Parts):
     mesh: tuple[tuple[str, int], ...] = ()
     row_axes: tuple[str, ...] = ()
     col_axes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, product: Contraction, mesh: Iterable[tuple[str, int]]) -> Group:
+        """The group of a planned product on a mesh with these axes."""
+        return cls(product.pattern, tuple(mesh), product.row_axes, product.col_axes)
 
     @functools.cached_property
     def axes(self) -> tuple[str, ...]:
@@ -246,6 +252,10 @@ class MatmulSpec(Parts):
     def ungrouped(self) -> MatmulSpec:
         """The same on each device of the mesh by itself; unsettled, it stays so."""
         return self if self.is_unsettled else self.regroup(pattern=Pattern.LOCAL, row_axes=(), col_axes=())
+
+    def summed_over(self, axes: tuple[str, ...]) -> MatmulSpec:
+        """The same, summed over these axes of the mesh."""
+        return self.regroup(pattern=Pattern.ALL_REDUCE, row_axes=axes)
 
     def settled(self) -> MatmulSpec:
         """The same on one device where it is unsettled."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec.caller import Caller, operand_name
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, axes_text, extents
+from jaxmp._src.spec.matmul_spec import MatmulSpec, axes_text, extents
 
 
 def check_local_shapes(name: str, spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> None:
@@ -18,7 +18,7 @@ def check_local_shapes(name: str, spec: MatmulSpec, a_shape: Shape, b_shape: Sha
                 )
         return
     rows, k_a, k_b, cols = extents(spec, a_shape, b_shape).local
-    if spec.group.pattern == Pattern.GRID:
+    if spec.contraction.is_grid:
         nrow, ncol = spec.group.shape
         _check_grid(name, spec, rows, cols, nrow, ncol)
         k_a *= nrow if spec.transpose_a else ncol
@@ -30,7 +30,7 @@ def check_local_shapes(name: str, spec: MatmulSpec, a_shape: Shape, b_shape: Sha
             f"{_transpose_hint(name, spec, a_shape, b_shape)}"
         )
     p = spec.group.nranks
-    if spec.group.pattern == Pattern.REDUCE_SCATTER and rows % p:
+    if spec.contraction.scatters and rows % p:
         raise ValueError(
             f"{name}: {operand_name(name, 'a')} has {rows} rows, which the {p} ranks of axis "
             f"{axes_text(spec.group.row_axes)} do not divide (shape per device {tuple(a_shape)}); pad the "
