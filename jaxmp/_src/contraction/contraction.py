@@ -190,16 +190,16 @@ class Contraction:
         which = "a" if role.d == role.b else "b"
         return Pattern.ALL_GATHER, self.sharded(which, self.shared)[len(self.sharded("d", self.shared)) :], ()
 
-    @property
+    @functools.cached_property
     def pattern(self) -> Pattern:
         """The name of what the axes that communicate do, for the library's call and for people."""
         return self._group[0]
 
-    @property
+    @functools.cached_property
     def row_axes(self) -> Dim:
         return self._group[1]
 
-    @property
+    @functools.cached_property
     def col_axes(self) -> Dim:
         return self._group[2]
 
@@ -219,41 +219,41 @@ class Contraction:
         of_all = (role for role in self.roles.values() if role.communicates)
         return Role() if self.is_block_grid else next(of_all, Role())
 
-    @property
+    @functools.cached_property
     def communicates(self) -> bool:
         return self.pattern != Pattern.LOCAL
 
-    @property
+    @functools.cached_property
     def is_grid(self) -> bool:
         """Whether the ranks share k, and gather what they need along it."""
         return self.pattern == Pattern.GRID
 
-    @property
+    @functools.cached_property
     def gathers(self) -> bool:
         """Whether the ranks gather the rows of a, or the columns of b."""
         return self.pattern == Pattern.ALL_GATHER
 
-    @property
+    @functools.cached_property
     def scatters(self) -> bool:
         """Whether each rank gets its part of the sums."""
         return self.pattern == Pattern.REDUCE_SCATTER
 
-    @property
+    @functools.cached_property
     def sums(self) -> bool:
         """Whether the ranks sum what they have multiplied."""
         return self.role.is_contracted
 
-    @property
+    @functools.cached_property
     def is_reduced(self) -> bool:
         """Whether every rank gets the whole sum."""
         return self.pattern == Pattern.ALL_REDUCE
 
-    @property
+    @functools.cached_property
     def scattered(self) -> int | None:
         """The dimension of d along which sums are scattered, if they are."""
         return self.d.index(self.role.d) if self.sums and self.role.d else None
 
-    @property
+    @functools.cached_property
     def gathered(self) -> tuple[str, int] | None:
         """The operand that the ranks gather ("a" or "b"), and along which of its dimensions, if they do."""
         if self.sums or not self.role.communicates:
@@ -261,7 +261,7 @@ class Contraction:
         which = "a" if self.role.d == self.role.b else "b"
         return which, getattr(self, which).index(getattr(self.role, which))
 
-    @property
+    @functools.cached_property
     def is_transposed(self) -> bool:
         """Whether columns are shared: the call computes d transposed, with b for its first operand."""
         return self.shared != "" and self.shared in self.cols
@@ -272,12 +272,12 @@ class Contraction:
         index of what they share."""
         return "".join(sorted(self.cols, key=lambda index: index != self.shared))
 
-    @property
+    @functools.cached_property
     def dimension(self) -> int:
         """The place among the rows of the one that is gathered or scattered."""
         return self.rows.index(self.shared) if self.shared and self.shared in self.rows else 0
 
-    @property
+    @functools.cached_property
     def gathers_k(self) -> bool:
         """Whether a grid gathers one operand along k, by the ranks of one axis."""
         return self.is_grid and not (self.row_axes and self.col_axes)

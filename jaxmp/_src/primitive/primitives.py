@@ -219,11 +219,11 @@ def _output_aval(
     spec: MatmulSpec, a: jax.core.ShapedArray, b: jax.core.ShapedArray, extra: Sequence[jax.core.ShapedArray] = ()
 ) -> jax.core.ShapedArray:
     check_local_shapes("jaxmp", spec, a.shape, b.shape)
+    found = extents(spec, a.shape, b.shape)
     if low_precision.is_scaled(low_precision.operand_type(a.dtype, b.dtype)):
-        m, k, _, n = extents(spec, a.shape, b.shape).local
+        m, k, _, n = found.local
         low_precision.check_units("jaxmp", a.dtype, spec.scales.a, spec.scales.b, {"m": m, "n": n, "k": k})
-    shape = extents(spec, a.shape, b.shape).d
-    return jax_compat.with_shape(a, shape, spec.out_dtype, _output_varying(spec, a, b, extra))
+    return jax_compat.with_shape(a, found.d, spec.out_dtype, _output_varying(spec, a, b, extra))
 
 
 def matmul_abstract_eval(

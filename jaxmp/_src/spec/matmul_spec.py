@@ -351,24 +351,32 @@ def _extents(
     if distributions:
         a, _, whole = distributions
         return Extents(*whole.shape, a.shape[product.a.index("k")], whole.local_shape, local)
-    m, k, n = (local[i] * group.size(product.sharded(which, index)) for i, which, index in _LOCAL)
-    d = _of_result(product, group, "a", "m", local[0]), _of_result(product, group, "b", "n", local[3])
-    return Extents(m, n, k, d, local)
+    sizes, (rows, cols) = _factors(product, group)
+    m, k, n = (extent * size for extent, size in zip((local[0], local[1], local[3]), sizes, strict=True))
+    return Extents(m, n, k, (_scaled(local[0], rows), _scaled(local[3], cols)), local)
 
 
-# Where m, k and n stand in `Extents.local`, and whose they are.
-_LOCAL = ((0, "a", "m"), (1, "a", "k"), (3, "b", "n"))
+# A factor: (times, over).
+_Ratio = tuple[int, int]
 
 
-def _of_result(product: Contraction, group: Group, operand: str, index: str, extent: int) -> int:
-    """What a rank holds of d along an index of which it holds `extent` in an operand."""
-    have, want = product.sharded(operand, index), product.sharded("d", index)
-    return extent if have == want else extent * group.size(have) // group.size(want)
+@functools.lru_cache(maxsize=4096)
+def _factors(product: Contraction, group: Group) -> tuple[tuple[int, int, int], tuple[_Ratio, _Ratio]]:
+    """By how much the m, k and n of a group exceed those of a rank's operands, and the rows and columns of a rank's d
+    those of its operands."""
+    size, sharded = group.size, product.sharded
+    sizes = size(sharded("a", "m")), size(sharded("a", "k")), size(sharded("b", "n"))
+    rows, cols = ((size(sharded(which, i)), size(sharded("d", i))) for which, i in (("a", "m"), ("b", "n")))
+    return sizes, (rows, cols)
+
+
+def _scaled(extent: int, ratio: _Ratio) -> int:
+    return extent if ratio[0] == ratio[1] else extent * ratio[0] // ratio[1]
 
 
 def output_rows(spec: MatmulSpec, rows: int) -> int:
     """Rows of D that each rank holds when its op(A) has `rows` of them."""
-    return _of_result(spec.contraction, spec.group, "a", "m", rows)
+    return _scaled(rows, _factors(spec.contraction, spec.group)[1][0])
 
 
 def result_shape(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> tuple[int, ...]:
