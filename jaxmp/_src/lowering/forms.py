@@ -22,6 +22,7 @@ from jaxmp._src.runtime import native
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec, ScaleModes, accumulator, axes_text, extents
+from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.validation.comm_options import fit_comm_options
 from jaxmp._src.validation.operand_checks import check_gathered_scales
 
@@ -134,13 +135,13 @@ class Gathered(Form):
         # Over these axes the ranks have other rows of D.
         axes = spec.contraction.sharded("d", "m")
         if bias_grad.summed(spec.rule.gradient) == "d" and spec.group.size(axes) > 1:
-            raise NotImplementedError(
+            raise NotAvailable(
                 f"determinism={spec.determinism!r} has no epilog {spec.epilog.name} where operands are gathered and "
                 f"the rows of the result lie over {axes_text(axes)}, for XLA would complete {spec.rule.gradient}; take "
                 "the gradient of a bias, or pass another level"
             )
         if spec.group.nranks > 1:
-            check_gathered_scales("matmul", spec, f"where operands are gathered over {spec.group.nranks} ranks")
+            check_gathered_scales(spec, f"where operands are gathered over {spec.group.nranks} ranks")
             found = extents(spec, a.shape, b.shape)
             (rows, cols), k = found.d, found.k
             a = a.update(shape=(k, rows) if spec.transpose_a else (rows, k))
@@ -320,9 +321,9 @@ def in_library(product: Product, choice: Choice, library: str) -> ResolvedCall:
     asked = product.spec
     if library == "host" and (why := why_too_long(asked, product.a.shape, product.b.shape)):
         if option := asked_of_library(asked):
-            raise NotImplementedError(
-                f"matmul: {option} is not available here: {why}; shard the operands further, or leave it out to have "
-                "XLA multiply"
+            raise NotAvailable(
+                f"{option} is not available here: {why}; shard the operands further, or leave it out to have XLA "
+                "multiply"
             )
         return in_form(Xla, "", product, Choice("xla", why))
     if asked.rule.gradient and 0 in extents(asked, product.a.shape, product.b.shape).d:

@@ -17,6 +17,7 @@ from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec
+from jaxmp._src.spec.refusal import NotAvailable
 
 
 def resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, platform: str, nprocesses: int) -> ResolvedCall:
@@ -66,8 +67,8 @@ def _of_any_extent(product: Product, choice: Choice) -> ResolvedCall:
     """XLA's own product of operands with symbolic extents, which a custom call does not take."""
     spec, a, b = product
     if asked := asked_of_library(spec):
-        raise NotImplementedError(
-            f"matmul: {asked} takes numbers for extents, got operands of {a.shape} and {b.shape}; export for numbers, "
+        raise NotAvailable(
+            f"{asked} takes numbers for extents, got operands of {a.shape} and {b.shape}; export for numbers, "
             "or leave it out to have XLA multiply"
         )
     if spec.implementation != "xla":
