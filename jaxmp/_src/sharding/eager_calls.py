@@ -62,6 +62,10 @@ def find(request: Request, operands: Mapping[Any, Any], *static: Any) -> Entry |
     for group in (scaling, comm):
         if group is not None:
             values += tuple(getattr(group, "__dict__", {}).values())
+    return _entry(types, values)
+
+
+def _entry(types: list[Any], values: tuple[Any, ...]) -> Entry | None:
     try:
         return kept((tuple(types), values, *map(type, values)))
     except TypeError:
@@ -69,9 +73,10 @@ def find(request: Request, operands: Mapping[Any, Any], *static: Any) -> Entry |
 
 
 def find_on_one_device(request: Request, operands: Sequence[Any], *static: Any) -> Entry | None:
-    """As `find`; None also for operands of several devices, and where the user or JAX speaks of a mesh."""
-    is_placed = is_on_one_device(request, operands)
-    return find(request, dict(enumerate(operands)), *static) if is_placed else None
+    """As `find`, for a contraction; None also for operands of several devices, and where anybody speaks of a mesh."""
+    if native.has_barrier() or not is_on_one_device(request, operands):
+        return None
+    return _entry([(x.aval, x.sharding) for x in operands], _OF_CONTRACTIONS(request) + static)
 
 
 def is_on_one_device(request: Request, operands: Sequence[Any]) -> bool:
@@ -95,4 +100,7 @@ _PLAIN = (float, int, complex, type(None))
 # What of a request is the same for all operands of its types.
 _OPTIONS = operator.itemgetter(
     *(i for i, name in enumerate(Request._fields) if name not in ("a", "b", "c", "epilog_inputs"))
+)
+_OF_CONTRACTIONS = operator.attrgetter(
+    "function", "precision", "preferred_element_type", "implementation", "determinism"
 )
