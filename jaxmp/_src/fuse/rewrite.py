@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import re
 import warnings
 from collections.abc import Callable, Sequence
@@ -109,15 +110,23 @@ class Rewriter:
         pairs: dict[int, loops.Pair] | None = None,
     ) -> None:
         """Evaluates equations and groups in this order, of `values` and into them; of `pairs` of scans by index."""
-        for step in steps:
-            if isinstance(step, Group):
-                self._group(graph, step, values)
+        for is_plain, segment in itertools.groupby(steps, lambda step: _is_plain(graph, step)):
+            if is_plain:
+                indices = [step for step in segment if isinstance(step, int)]
+                equations = [graph.equations[i] for i in indices]
+                made = (v for eqn in equations for v in eqn.outvars)
+                outputs = [v for v in made if not {*graph.readers(v)} <= {*indices}]
+                jax_tracing.evaluate_plain(equations, outputs, values)
                 continue
-            eqn = graph.equations[step]
-            if pairs and step in pairs and pairs[step].run(self, eqn, values):
-                continue
-            operands = [read(values, v) for v in eqn.invars]
-            values |= zip(eqn.outvars, self._equation(eqn, operands, left.get(step, "")), strict=True)
+            for step in segment:
+                if isinstance(step, Group):
+                    self._group(graph, step, values)
+                    continue
+                eqn = graph.equations[step]
+                if pairs and step in pairs and pairs[step].run(self, eqn, values):
+                    continue
+                operands = [read(values, v) for v in eqn.invars]
+                values |= zip(eqn.outvars, self._equation(eqn, operands, left.get(step, "")), strict=True)
 
     def function_of(self, closed: Any) -> Callable[..., Any]:
         """The jaxpr as a function, the same for the same jaxpr, so that JAX traces and compiles it once."""
@@ -285,9 +294,8 @@ class Rewriter:
             with jax_tracing.traced_as(eqn), jax.named_scope(SCOPE + why):
                 return jax_tracing.evaluate(eqn, operands)
         if name != "custom_jvp_call" and not control_flow.has_products(eqn):
-            is_plain = not eqn.effects and not any(True for _ in jax_compat.subjaxprs(eqn.params))
             with jax_tracing.traced_as(eqn):
-                return (jax_tracing.evaluate_cached if is_plain else jax_tracing.evaluate)(eqn, operands)
+                return jax_tracing.evaluate(eqn, operands)
         with jax_tracing.traced_as(eqn):
             try:
                 return control_flow.evaluate(self, eqn, operands)
@@ -295,6 +303,12 @@ class Rewriter:
                 self._warn(jax_compat.traced_line(eqn), f"{eqn.primitive.name} is left as it is")
                 with jax.named_scope(SCOPE + "inner"):
                     return jax_tracing.evaluate(eqn, operands)
+
+
+def _is_plain(graph: Graph, step: int | Group) -> bool:
+    """Whether a step is an equation that computes as it stands."""
+    eqn = None if isinstance(step, Group) else graph.equations[step]
+    return eqn is not None and eqn.primitive.name not in (*PRODUCTS, *DERIVED) and jax_tracing.is_plain(eqn)
 
 
 def _as_weak_as(v: Any, x: jax.Array) -> jax.Array:
