@@ -45,6 +45,11 @@ class Group:
     what: str
 
 
+def read(values: dict[Any, Any], v: Any) -> Any:
+    """What a variable of a jaxpr, or a literal, stands for."""
+    return v.val if jax_tracing.is_literal(v) else values[v]
+
+
 class Graph:
     """Equations with their readers, and what they return.
 
@@ -84,6 +89,18 @@ class Graph:
         """The index of the one equation that reads a value, or None."""
         readers = () if v in self._barrier else self.readers(v)
         return readers[0] if len(readers) == 1 and readers[0] != RESULT else None
+
+    def inputs(self, step: int | Group) -> Sequence[Any]:
+        """What an equation or a group reads."""
+        return step.inputs if isinstance(step, Group) else self.equations[step].invars
+
+    def outputs(self, step: int | Group) -> Sequence[Any]:
+        """What an equation or a group gives."""
+        return step.outputs if isinstance(step, Group) else self.equations[step].outvars
+
+    def last_product(self, group: Group) -> int:
+        """The index of the last product that a group replaces."""
+        return max(i for i in group.equations if self.equations[i].primitive.name == "dot_general")
 
     def leaks(self, equations: frozenset[int], outputs: Sequence[Any]) -> bool:
         """Whether anything outside reads a value of `equations` that is none of `outputs`."""
@@ -150,7 +167,7 @@ def schedule(
     stack = steps(results[::-1]) + effects[::-1]
     while stack:
         step = stack[-1]
-        missing = steps(step.inputs if isinstance(step, Group) else graph.equations[step].invars)
+        missing = steps(graph.inputs(step))
         if step in done or not missing:
             stack.pop()
             order += [] if step in done else [step]

@@ -8,7 +8,7 @@ import hashlib
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,11 +17,12 @@ import numpy as np
 
 from jaxmp._src.fuse import control_flow, emit, gathers, layers, loops, products, templates
 from jaxmp._src.fuse.emit import Options
-from jaxmp._src.fuse.graph import DERIVED, PRODUCTS, Graph, Group, schedule, without_batches_of_one
+from jaxmp._src.fuse.graph import DERIVED, PRODUCTS, Graph, Group, read, schedule, without_batches_of_one
 from jaxmp._src.fuse.products import Aux, Product
 from jaxmp._src.fuse.templates import DIFFERENTIATED, Match
 from jaxmp._src.runtime import jax_compat, jax_tracing
 from jaxmp._src.spec.options import ActivationName
+from jaxmp._src.spec.refusal import NotAvailable, Refusal
 
 # Why a product stays JAX's: part of its name stack, where `explain` reads it.
 SCOPE = "jaxmp_left_"
@@ -58,6 +59,7 @@ def notes_in(names: Sequence[str]) -> list[str]:
     return [NOTES[key] for key in dict.fromkeys(re.findall(NOTE + "([a-z]+)", "/".join(names)))]
 
 
+REFUSALS = (Refusal, TypeError, ValueError, NotImplementedError)
 # Messages of what jaxmp has refused, by what stands for them in a name stack.
 _refusals: dict[str, str] = {}
 
@@ -75,20 +77,14 @@ def _name_of_refusal(error: Exception) -> str:
     return name
 
 
-def read(values: dict[Any, Any], v: Any) -> Any:
-    """What a variable of a jaxpr, or a literal, stands for."""
-    return v.val if jax_tracing.is_literal(v) else values[v]
-
-
 class Rewriter:
     """Evaluates jaxprs of one traced function."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._functions: dict[Any, Callable[..., Any]] = {}
-        self._kept: list[Any] = []  # whose ids are keys
+        self._functions = control_flow.Functions(self._evaluate)
 
-    def evaluate(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
+    def _evaluate(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
         """The values that a jaxpr returns."""
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         return self.results(Graph.of(jaxpr), known)
@@ -97,11 +93,11 @@ class Rewriter:
         """The values that a graph returns, from those of its arguments and constants."""
         values = dict(known)
         graph = without_batches_of_one(graph)
-        groups, left = self.safe_groups_of(graph)
-        self.run(graph, schedule(graph, groups, graph.results), left, values, loops.find(self, graph))
+        groups, left = self._groups(graph, graph)
+        self._run(graph, schedule(graph, groups, graph.results), left, values, loops.find(graph, self._groups))
         return [read(values, v) for v in graph.results]
 
-    def run(
+    def _run(
         self,
         graph: Graph,
         steps: Sequence[int | Group],
@@ -110,6 +106,7 @@ class Rewriter:
         pairs: dict[int, loops.Pair] | None = None,
     ) -> None:
         """Evaluates equations and groups in this order, of `values` and into them; of `pairs` of scans by index."""
+        evaluate = functools.partial(control_flow.evaluate, self._functions)
         for is_plain, segment in itertools.groupby(steps, lambda step: _is_plain(graph, step)):
             if is_plain:
                 indices = [step for step in segment if isinstance(step, int)]
@@ -123,61 +120,14 @@ class Rewriter:
                     self._group(graph, step, values)
                     continue
                 eqn = graph.equations[step]
-                if pairs and step in pairs and pairs[step].run(self, eqn, values):
+                if pairs and step in pairs and pairs[step].run(eqn, values, self._run, evaluate):
                     continue
                 operands = [read(values, v) for v in eqn.invars]
                 values |= zip(eqn.outvars, self._equation(eqn, operands, left.get(step, "")), strict=True)
 
-    def function_of(self, closed: Any) -> Callable[..., Any]:
-        """The jaxpr as a function, the same for the same jaxpr, so that JAX traces and compiles it once."""
-        key = id(closed)
-        if key not in self._functions:
-            self._kept.append(closed)
-            jaxpr, consts = jax_tracing.open_jaxpr(closed)
-
-            def rewritten(*args: Any) -> list[Any]:
-                return self.evaluate(jaxpr, consts, *args)
-
-            self._functions[key] = rewritten
-        return self._functions[key]
-
-    def compiled(self, params: dict[str, Any]) -> Callable[..., Any]:
-        """The function of a `jit` equation, jitted with its options."""
-        f = self.function_of(params["jaxpr"])
-        key = id(f), tuple(map(repr, (params["in_shardings"], params["out_shardings"], params["donated_invars"])))
-        if key not in self._functions:
-            named = functools.wraps(f)(lambda *args: f(*args))
-            named.__name__ = named.__qualname__ = params["name"]
-            given, wanted = (
-                [None if jax_tracing.is_unspecified(s) else s for s in params[side]]
-                for side in ("in_shardings", "out_shardings")
-            )
-            shardings: dict[str, Any] = {}
-            if any(s is not None for s in given):
-                shardings["in_shardings"] = tuple(given)
-            if any(s is not None for s in wanted):
-                shardings["out_shardings"] = wanted
-            donated = tuple(i for i, is_donated in enumerate(params["donated_invars"]) if is_donated)
-            self._functions[key] = jax.jit(
-                named, donate_argnums=donated, inline=params["inline"], keep_unused=params["keep_unused"], **shardings
-            )
-        return self._functions[key]
-
     # ---- what is replaced
 
-    def safe_groups_of(self, graph: Graph, whole: Graph | None = None) -> tuple[list[Group], dict[int, str]]:
-        """`groups_of`; a program that it cannot read stays as it is, and runs."""
-        try:
-            return self.groups_of(graph, whole)
-        except Exception as error:
-            warnings.warn(
-                f"fuse: leaves a part of the program as it is, which it could not read ({error!r}); please report it",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return [], dict.fromkeys(range(len(graph.equations)), "refused")
-
-    def groups_of(self, graph: Graph, whole: Graph | None = None) -> tuple[list[Group], dict[int, str]]:
+    def _groups(self, graph: Graph, whole: Graph) -> tuple[list[Group], dict[int, str]]:
         """(what is replaced, why the other products are not, by index); `whole` is the same graph without barriers."""
         dots = [i for i, eqn in enumerate(graph.equations) if eqn.primitive.name == "dot_general"]
         if not dots:
@@ -188,7 +138,7 @@ class Rewriter:
         groups: list[Group] = []
         if self.options.epilogs and not manual:
             groups += layers.find(graph, found, self.options)
-            groups += self._pairs(whole or graph, found)
+            groups += self._pairs(whole, found)
         taken = {i for group in groups for i in group.equations}
         made = {v for group in groups for v in group.outputs}
         left = {}
@@ -260,23 +210,27 @@ class Rewriter:
 
     def _group(self, graph: Graph, group: Group, values: dict[Any, Any]) -> None:
         """The group's results by its call, or where jaxmp refuses, by JAX's own equations."""
-        last = graph.equations[max(i for i in group.equations if graph.equations[i].primitive.name == "dot_general")]
+        last = graph.equations[graph.last_product(group)]
+        if not values.keys() >= set(group.inputs):  # the aux of another group, refused too
+            self._refuse(graph, group, values, "refused")
+            return
         try:
             with jax_tracing.traced_as(last):
                 results = group.emit(*(values[v] for v in group.inputs))
             for v, x in zip(group.outputs, results, strict=True):
                 if v in graph.producer and not jax_tracing.is_type_of(v.aval, x):
-                    raise TypeError(f"{v.aval} became {jax.typeof(x)}")
+                    raise NotAvailable(f"{v.aval} became {jax.typeof(x)}")
             values |= {v: _as_weak_as(v, x) for v, x in zip(group.outputs, results, strict=True)}
-        except KeyError:  # the aux of another group, refused too
-            self._refuse(graph, group, values, "refused")
-        except (TypeError, ValueError, NotImplementedError) as error:
+        except REFUSALS as error:
             self._warn(jax_compat.traced_line(last), f"jaxmp refuses it: {error}")
             self._refuse(graph, group, values, _name_of_refusal(error))
 
     def _refuse(self, graph: Graph, group: Group, values: dict[Any, Any], why: str) -> None:
-        outputs = [v for v in group.outputs if v in graph.producer]
-        self.run(graph, schedule(graph, (), outputs, values), dict.fromkeys(group.equations, why), values)
+        steps = schedule(graph, (), [v for v in group.outputs if v in graph.producer], values)
+        read_first = {v for step in steps for v in graph.inputs(step) if not jax_tracing.is_literal(v)}
+        if not values.keys() >= read_first - graph.producer.keys():
+            raise NotAvailable("its equations read what the body of another scan reads")
+        self._run(graph, steps, dict.fromkeys(group.equations, why), values)
 
     def _warn(self, line: str, why: str) -> None:
         """Warns of a product that stays JAX's, which keeps no level of determinism."""
@@ -298,9 +252,9 @@ class Rewriter:
                 return jax_tracing.evaluate(eqn, operands)
         with jax_tracing.traced_as(eqn):
             try:
-                return control_flow.evaluate(self, eqn, operands)
-            except (control_flow.UnknownError, TypeError, ValueError, NotImplementedError, KeyError, AttributeError):
-                self._warn(jax_compat.traced_line(eqn), f"{eqn.primitive.name} is left as it is")
+                return control_flow.evaluate(self._functions, eqn, operands)
+            except Refusal as refusal:
+                self._warn(jax_compat.traced_line(eqn), str(refusal))
                 with jax.named_scope(SCOPE + "inner"):
                     return jax_tracing.evaluate(eqn, operands)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -172,6 +173,18 @@ def evaluate(eqn: _core.JaxprEqn, operands: Sequence[Any], **params: Any) -> Seq
     return results if eqn.primitive.multiple_results else [results]
 
 
+def evaluate_each(
+    equations: Sequence[_core.JaxprEqn],
+    values: dict[Any, Any],
+    value_of: Callable[[_core.Literal], Any] = operator.attrgetter("val"),
+) -> None:
+    """Evaluates equations, of `values`, and `value_of` literals, into them."""
+    for eqn in equations:
+        with traced_as(eqn):
+            operands = [value_of(v) if isinstance(v, _core.Literal) else values[v] for v in eqn.invars]
+            values |= zip(eqn.outvars, evaluate(eqn, operands), strict=True)
+
+
 def is_plain(eqn: _core.JaxprEqn) -> bool:
     """Whether an equation has no effects and holds no jaxpr."""
     return not eqn.effects and not any(True for _ in _core.jaxprs_in_params(eqn.params))
@@ -186,7 +199,7 @@ def evaluate_plain(equations: Sequence[_core.JaxprEqn], outputs: Sequence[Any], 
     segment = _Segment(equations, outputs)
     is_traced_alone = isinstance(_core.trace_ctx.trace, (_core.EvalTrace, _pe.DynamicJaxprTrace))
     if is_traced_alone or not _is_hashable(segment):
-        segment.evaluate(values)
+        evaluate_each(equations, values)
     else:
         values |= zip(outputs, _evaluate_segment(segment, *(values[v] for v in segment.inputs)), strict=True)
 
@@ -203,7 +216,7 @@ class _Segment:
     """Equations that follow each other, which compare by what they compute."""
 
     def __init__(self, equations: Sequence[_core.JaxprEqn], outputs: Sequence[Any]) -> None:
-        self._equations, self.outputs = equations, outputs
+        self.equations, self.outputs = equations, outputs
         read = (v for eqn in equations for v in eqn.invars if not isinstance(v, _core.Literal))
         made = {v for eqn in equations for v in eqn.outvars}
         self.inputs = [v for v in dict.fromkeys(read) if v not in made]
@@ -220,17 +233,9 @@ class _Segment:
                 (eqn.primitive, eqn.ctx, eqn.source_info.name_stack, *sorted(eqn.params.items())),
                 (*map(number, eqn.invars), *map(number, eqn.outvars)),
             )
-            for eqn in self._equations
+            for eqn in self.equations
         ]
         return *key, *map(number, (*self.inputs, *self.outputs))
-
-    def evaluate(self, values: dict[Any, Any]) -> dict[Any, Any]:
-        """`values` with those of the equations."""
-        for eqn in self._equations:
-            with traced_as(eqn):
-                operands = [_Constant(v).value if isinstance(v, _core.Literal) else values[v] for v in eqn.invars]
-                values |= zip(eqn.outvars, evaluate(eqn, operands), strict=True)
-        return values
 
     def __hash__(self) -> int:
         return hash(self._key)
@@ -241,7 +246,8 @@ class _Segment:
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _evaluate_segment(segment: _Segment, *operands: Any) -> list[Any]:
-    values = segment.evaluate(dict(zip(segment.inputs, operands, strict=True)))
+    values = dict(zip(segment.inputs, operands, strict=True))
+    evaluate_each(segment.equations, values, lambda literal: _Constant(literal).value)
     return [values[v] for v in segment.outputs]
 
 
