@@ -17,6 +17,7 @@ TEST  := .venv/test-$(TAG)
 BENCH := .venv/bench-$(TAG)$(if $(EXTRAS),-$(EXTRAS))
 LINT  := .venv/lint-$(TAG)
 WHEELS := .venv/wheels-$(TAG)
+WHEEL := .venv/wheel-$(TAG)
 MPI   := .venv/mpi-$(TAG)
 XLA_GPU := .venv/xla-gpu-$(TAG)
 # The JAX whose CUDA plugin runs over the fakes: what it asks of a driver is what they have.
@@ -39,6 +40,12 @@ define new_venv
 @[ -x $(1)/bin/pip ] || $(PYTHON) -m venv --clear $(1)
 @$(1)/bin/pip install --quiet --disable-pip-version-check -C build-dir=build/$(notdir $(1)) $(2) $(if $(JAX),jax==$(JAX) jaxlib==$(JAX))
 @touch $(1)/.ready
+endef
+
+# $(call wheel_venv,directory,extra of jaxmp,more packages): pip keeps an older wheel of the same version.
+define wheel_venv
+@[ ! -x $(1)/bin/pip ] || $(1)/bin/pip uninstall --quiet --yes jaxmp
+$(call new_venv,$(1),$$(echo $(WHEEL)/*.whl)[$(2)] $(3))
 endef
 
 .PHONY: help
@@ -103,7 +110,7 @@ test-aarch64: $(TEST)/.ready ## Run the C++ tests for ARM's processors (aarch64)
 	$(call cpp_tests,cpp-aarch64-$(TAG),Release,)
 
 .PHONY: mutations
-mutations: $(TEST)/.ready ## Seed every fault of tests/mutations in a copy and see which test notices it (ARGS="--only id"; about an hour)
+mutations: $(TEST)/.ready ## Seed every fault of tests/mutations and see which test notices it (ARGS="--only name")
 	@$(TEST)/bin/pip install --quiet --disable-pip-version-check nanobind
 	$(TEST)/bin/python tests/mutations/run.py $(ARGS)
 
@@ -235,17 +242,23 @@ wheels: $(WHEELS)/.ready ## Build the source distribution and this machine's whe
 clean: ## Remove the environments and everything that was built
 	rm -rf .venv build dist docs/api docs/pictures .cache .mypy_cache .pytest_cache .ruff_cache
 
-# The demo installs jaxmp as a user would; tests use the Python files where they stand.
-$(DEMO)/.ready: $(ALL_SOURCES)
-	$(call new_venv,$(DEMO),'.[examples]')
+# The demo, MPI and XLA:GPU install one wheel, as a user would; tests use the Python files where they stand.
+$(WHEEL)/.ready: $(ALL_SOURCES)
+	@rm -rf $(WHEEL)/*.whl
+	$(call new_venv,$(WHEEL),pip)
+	@$(WHEEL)/bin/pip wheel --quiet --disable-pip-version-check --no-deps -C build-dir=build/$(notdir $(WHEEL)) \
+	  --wheel-dir $(WHEEL) . || { rm $@; exit 1; }
+
+$(DEMO)/.ready: $(WHEEL)/.ready
+	$(call wheel_venv,$(DEMO),examples)
 
 $(TEST)/.ready: $(CXX_SOURCES)
 	$(call new_venv,$(TEST),--editable '.[test]')
 
 # JAX's CUDA plugin and libdevice, and none of NVIDIA's libraries, which the fakes stand for.
-$(XLA_GPU)/.ready: JAX = $(XLA_GPU_JAX)
-$(XLA_GPU)/.ready: $(CXX_SOURCES)
-	$(call new_venv,$(XLA_GPU),--editable '.[test]' jax-cuda13-plugin==$(XLA_GPU_JAX) nvidia-nvvm)
+$(XLA_GPU)/.ready: private JAX = $(XLA_GPU_JAX)
+$(XLA_GPU)/.ready: $(WHEEL)/.ready
+	$(call wheel_venv,$(XLA_GPU),test,jax-cuda13-plugin==$(XLA_GPU_JAX) nvidia-nvvm)
 
 # The site shows jaxmp as it stands, so it is built with the environment of the tests and what the extra `docs` names.
 $(TEST)/.docs: $(TEST)/.ready
@@ -253,8 +266,8 @@ $(TEST)/.docs: $(TEST)/.ready
 	  | $(TEST)/bin/pip install --quiet --disable-pip-version-check -r /dev/stdin
 	@touch $@
 
-$(MPI)/.ready: $(ALL_SOURCES)
-	$(call new_venv,$(MPI),'.[mpi]')
+$(MPI)/.ready: $(WHEEL)/.ready
+	$(call wheel_venv,$(MPI),mpi)
 
 $(BENCH)/.ready: $(ALL_SOURCES)
 	$(call new_venv,$(BENCH),'.[bench$(if $(EXTRAS),$(COMMA)$(EXTRAS))]')

@@ -1,1437 +1,217 @@
-"""The table of seeded faults: each is one small wrong change of a source file that some test has to notice.
+"""The seeded faults: each stands in place of one function, and some test has to notice it.
 
-`old` occurs exactly once in `file`; `first` names where the fault most likely shows, which `run.py` runs first: a file
-of tests, one test of it, or `cpp:` and one of the C++ tests. Faults that no test can see (another order of equal work,
-a slower way) do not belong here. `tests/project/test_mutations.py` checks that every entry still fits its file.
+`seeded` puts a Python fault in place of `module:name` when the module is imported; the fault gets the original and its
+arguments. `CPP` names the function of each fault of faults.cc. Both name the tests in which the fault shows: a file of
+tests, one test of it, or `cpp:` and a C++ test. Faults that no test can see (another order of equal work, a slower way)
+do not belong here.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 
-@dataclasses.dataclass(frozen=True)
-class Fault:
-    """One seeded fault: `old` in `file` becomes `new`, which `breaks` something."""
+class Fault(NamedTuple):
+    """`replace` stands in place of the function `name` of `module`; a fault of C++ has none, and `name` begins the
+    function's signature."""
 
-    id: str
-    file: str
-    old: str
-    new: str
-    breaks: str
-    first: tuple[str, ...]
-
-    @property
-    def is_cpp(self) -> bool:
-        return self.file.startswith("csrc/")
+    module: str
+    name: str
+    tests: tuple[str, ...]
+    replace: Callable[..., Any] | None = None
 
 
-FUSE_PRODUCTS = "jaxmp/_src/fuse/products.py"
-FUSE_SHARDS = "jaxmp/_src/fuse/emit_shards.py"
-FUSE_GATHERS = "jaxmp/_src/fuse/gathers.py"
-FUSE_LOOPS = "jaxmp/_src/fuse/loops.py"
-CONTRACTION = "jaxmp/_src/contraction/contraction.py"
-PLANNER = "jaxmp/_src/contraction/planner.py"
-MOVES = "jaxmp/_src/contraction/moves.py"
-ON_SHARDS = "jaxmp/_src/sharding/on_shards.py"
-SHARD_LOCAL = "jaxmp/_src/sharding/shard_local.py"
-PARTITIONER = "jaxmp/_src/sharding/partitioner.py"
-SHARDED_CALL = "jaxmp/_src/sharding/sharded_call.py"
-EAGER = "jaxmp/_src/sharding/eager_calls.py"
-FFI_CALL = "jaxmp/_src/lowering/ffi_call.py"
-LEGALIZE = "jaxmp/_src/lowering/legalize.py"
-RESOLVE = "jaxmp/_src/lowering/resolve.py"
-RULES = "jaxmp/_src/lowering/rules.py"
-BACKEND = "jaxmp/_src/lowering/backend.py"
-XLA_MATMUL = "jaxmp/_src/lowering/xla_matmul.py"
-FIXED_SHAPE = "jaxmp/_src/lowering/fixed_shape.py"
-TRANSPOSE = "jaxmp/_src/primitive/transpose.py"
-JVP = "jaxmp/_src/primitive/jvp.py"
-BATCHING = "jaxmp/_src/primitive/batching.py"
-BATCHED_MATMUL = "jaxmp/_src/primitive/batched_matmul.py"
-ROW_ORDER = "jaxmp/_src/primitive/row_order.py"
-BIAS_GRAD = "jaxmp/_src/primitive/bias_grad.py"
-MATMUL_SPEC = "jaxmp/_src/spec/matmul_spec.py"
-EPILOGS = "jaxmp/_src/spec/epilogs.py"
-PRECISIONS = "jaxmp/_src/spec/precisions.py"
-ACTIVATIONS = "jaxmp/_src/spec/activations.py"
-LOW_PRECISION = "jaxmp/_src/spec/low_precision.py"
-PROCESS_GRID = "jaxmp/_src/spec/process_grid.py"
-OPERAND_CHECKS = "jaxmp/_src/validation/operand_checks.py"
-SCALE_CHECKS = "jaxmp/_src/validation/scale_checks.py"
-EINSUM = "jaxmp/_src/ops/einsum.py"
-MLP = "jaxmp/_src/ops/mlp.py"
-GATED_MLP = "jaxmp/_src/ops/gated_mlp.py"
-ACTIVATED = "jaxmp/_src/ops/activated.py"
-BLOCK_CYCLIC = "jaxmp/_src/ops/block_cyclic.py"
-REDISTRIBUTE = "jaxmp/_src/ops/redistribute.py"
+PYTHON: dict[str, Fault] = {}
 
-PYTHON = (
-    # Patterns and shards -----------------------------------------------------------------------------------------
-    Fault(
-        "plan-as-given",
-        PLANNER,
-        "is_given = layout.d == given.layout.d and all(",
-        "is_given = all(",
-        "a call that gives another sharding is taken for one that gives the sharding asked for",
-        ("sharding/test_any_sharding.py",),
-    ),
-    Fault(
-        "pattern-shared-dimension",
-        CONTRACTION,
-        "return self.rows.index(self.shared) if self.shared and self.shared in self.rows else 0",
-        "return 0",
-        "a dimension of a that is gathered or scattered is taken for the first of the rows",
-        ("sharding/test_placement.py", "ops/test_dot_general.py"),
-    ),
-    Fault(
-        "pattern-gathered-axes",
-        CONTRACTION,
-        '[len(self.sharded("d", self.shared)) :], ()',
-        "[:], ()",
-        "axes that stay on the rows are gathered as well",
-        ("sharding/test_placement.py",),
-    ),
-    Fault(
-        "pattern-grid",
-        PLANNER,
-        'return gathers_k and free == role.d != ""',
-        'return gathers_k and role.d != ""',
-        "an operand is gathered along k by ranks that hold the same rows",
-        ("sharding/test_any_sharding.py",),
-    ),
-    Fault(
-        "layout-grid-cost",
-        PLANNER,
-        "cost += (over_b - 1) * local[1] * b + (p // over_b - 1) * local[0] * a",
-        "cost += 0",
-        "a large operand is gathered along k though moving the other costs less",
-        ("sharding/test_grids_along_k.py",),
-    ),
-    Fault(
-        "one-axis-gathered",
-        LEGALIZE,
-        "return OneAxis(0, product.a.index(role.a))",
-        "return OneAxis(1, product.b.index(role.b))",
-        "of a grid of one axis the wrong operand is gathered",
-        ("sharding/test_grids_along_k.py",),
-    ),
-    Fault(
-        "one-axis-scattered-dimension",
-        XLA_MATMUL,
-        "spec.group.axes, scattered or 0)",
-        "spec.group.axes, 0)",
-        "columns that ranks share are scattered as rows",
-        ("sharding/test_grids_along_k.py",),
-    ),
-    Fault(
-        "mlp-grid-bias",
-        "jaxmp/_src/primitive/primitives.py",
-        "return frozenset(spec.group.row_axes if spec.group.pattern == Pattern.GRID else ())",
-        "return frozenset()",
-        "the gradient of a hidden bias is summed over the rows of a grid twice",
-        ("ops/test_mlp.py",),
-    ),
-    Fault(
-        "gathered-operand-is-kept",
-        ON_SHARDS,
-        "return jax.checkpoint(of_shards, prevent_cse=False, policy=dots_saveable)",
-        "return of_shards",
-        "operands that are gathered ahead of a call are kept for the backward pass",
-        ("sharding/test_grids_along_k.py",),
-    ),
-    Fault(
-        "gather-along-columns",
-        "jaxmp/_src/primitive/collectives.py",
-        "return jnp.moveaxis(stacked, 0, axis).reshape(",
-        "return stacked.reshape(",
-        "what is gathered along a later dimension comes out in another order",
-        ("sharding/test_any_sharding.py",),
-    ),
-    Fault(
-        "transposed-conjugation",
-        SHARD_LOCAL,
-        "conjugate_a=spec.conjugate_b,\n        conjugate_b=spec.conjugate_a,\n        out_dtype",
-        "conjugate_a=spec.conjugate_a,\n        conjugate_b=spec.conjugate_b,\n        out_dtype",
-        "a product that is computed transposed conjugates the other operand",
-        ("sharding/test_placement.py",),
-    ),
-    Fault(
-        "transposed-scales",
-        SHARD_LOCAL,
-        "ScaleModes(a=spec.scales.b, b=spec.scales.a)",
-        "ScaleModes(a=spec.scales.a, b=spec.scales.b)",
-        "a product that is computed transposed takes the scale mode of the other operand",
-        ("spec/test_low_precision.py",),
-    ),
-    Fault(
-        "traced-beta-scales-twice",
-        SHARD_LOCAL,
-        "return _apply_epilog(merge_rows(z), operands, spec.replace(alpha=1.0), z.shape[:-1])",
-        "return _apply_epilog(merge_rows(z), operands, spec, z.shape[:-1])",
-        "with a traced beta a static alpha counts twice",
-        ("ops/test_scalars.py",),
-    ),
-    Fault(
-        "bias-gradient-over-data",
-        SHARD_LOCAL,
-        "return _sum_over_data(spec, outputs, plan.outside_group(sum(plan.layout.d[:-1], ())))",
-        "return outputs",
-        "a bias gradient is not summed over data-parallel ranks",
-        ("spec/test_epilogs.py::test_sums_are_complete_and_exact",),
-    ),
-    Fault(
-        "transposed-epilog-alpha",
-        SHARD_LOCAL,
-        "    outputs = _apply_epilog(z.T, operands, spec.replace(alpha=1.0), rows)",
-        "    outputs = _apply_epilog(z.T, operands, spec, rows)",
-        "a product that is computed transposed counts alpha twice",
-        ("ops/test_suite.py::test_every_epilog_on_every_pattern",),
-    ),
-    Fault(
-        "partitioner-padded-extents",
-        PARTITIONER,
-        "return dim if extent % size_of(mesh, dim) == 0 else ()",
-        "return dim",
-        "the partitioner has calls on extents that their axes do not divide",
-        ("lowering/test_plans.py::test_a_result_whose_rows_the_ranks_do_not_divide",),
-    ),
-    Fault(
-        "sums-of-operand-rows",
-        SHARDED_CALL,
-        'if name == ("bgradb" if plan.is_transposed else "bgrada"):',
-        'if name == "bgrada":',
-        "sums of the rows of b are cut over the group where the product is computed transposed",
-        ("spec/test_epilogs.py::test_sums_are_complete_and_exact",),
-    ),
-    Fault(
-        "eager-key-of-zero",
-        EAGER,
-        "(*options.values(), repr(alpha), repr(beta), *shardings)",
-        "(*options.values(), *shardings)",
-        "an eager call with alpha = -0.0 gets the decision of one with 0.0",
-        ("sharding/test_eager.py",),
-    ),
-    Fault(
-        "eager-key-of-types",
-        EAGER,
-        "return kept((tuple(types), values, tuple(map(type, values))))",
-        "return kept((tuple(types), values))",
-        "an eager call with transpose_a=1 gets the decision of one with True",
-        ("sharding/test_eager.py",),
-    ),
-    Fault(
-        "eager-contraction-without-its-numbers",
-        EAGER,
-        "entry = kept((fn, tuple(types), static, *",
-        "entry = kept((fn, tuple(types), *",
-        "an eager einsum or dot_general gets the program of other subscripts or dimension numbers",
-        ("sharding/test_eager.py::test_contractions_are_kept_and_not_mixed_up",),
-    ),
-    Fault(
-        "wide-result-of-narrow-sums",
-        "jaxmp/_src/validation/result_types.py",
-        "if out in (np.float64, np.complex128) and",
-        "if not out and",
-        "a float64 result of float32 operands is a converted float32 sum",
-        ("validation/test_result_types.py::test_a_sum_is_rounded_once_and_to_the_type_that_was_asked_for",),
-    ),
-    Fault(
-        "unreduced-axes-of-a-transposed-result",
-        "jaxmp/_src/ops/einsum.py",
-        "spec = spec.update(partitions=given.partitions)",
-        "spec = given",
-        "an einsum whose result is transposed forgets the unreduced axes that were asked for",
-        ("sharding/test_unreduced.py",),
-    ),
-    # Lowering ----------------------------------------------------------------------------------------------------
-    Fault(
-        "call-conjugates-the-other",
-        FFI_CALL,
-        '"trans_a": _transposition(spec.transpose_b, spec.conjugate_b),',
-        '"trans_a": _transposition(spec.transpose_b, spec.conjugate_a),',
-        "the call conjugates a where b was to be",
-        ("sharding/test_placement.py",),
-    ),
-    Fault(
-        "call-grid-axes",
-        FFI_CALL,
-        "(spec.group.col_axes, spec.group.row_axes) if grid",
-        "(spec.group.row_axes, spec.group.col_axes) if grid",
-        "rows and columns of the process grid are not swapped for column-major order",
-        ("sharding/test_placement.py",),
-    ),
-    Fault(
-        "call-first-process",
-        FFI_CALL,
-        "np.array([*x.layout.block[::-1], *x.layout.first[::-1]]",
-        "np.array([*x.layout.block[::-1], *x.layout.first]",
-        "the process that has the first block is not swapped for column-major order",
-        ("ops/test_block_cyclic.py",),
-    ),
-    Fault(
-        "call-scale-order",
-        FFI_CALL,
-        'for name in ("scale_b", "scale_a", "scale_c", "scale_d", "scale_aux"):',
-        'for name in ("scale_a", "scale_b", "scale_c", "scale_d", "scale_aux"):',
-        "the scales of a and b change places",
-        ("spec/test_low_precision.py",),
-    ),
-    Fault(
-        "call-aliases-unread-c",
-        FFI_CALL,
-        "if not spec.has_c or spec.beta == 0:",
-        "if not spec.has_c:",
-        "a C that is not read is copied for D",
-        ("sharding/test_in_place.py",),
-    ),
-    Fault(
-        "legal-padded-k",
-        LEGALIZE,
-        "extents(spec, a_shape, b_shape).k == 1:",
-        "extents(spec, a_shape, b_shape).k == 0:",
-        "a derivative epilog with k = 1 reaches the library, which does not take it",
-        ("lowering/test_plans.py",),
-    ),
-    Fault(
-        "legal-conjugated-sum",
-        LEGALIZE,
-        "conjugate_a=spec.conjugate_a and spec.transpose_a and spec.epilog != Epilog.BGRADA,",
-        "conjugate_a=spec.conjugate_a and spec.transpose_a,",
-        "the library is asked to sum an operand that it conjugates",
-        ("spec/test_epilogs.py::test_complex_sums",),
-    ),
-    Fault(
-        "legal-cost",
-        LEGALIZE,
-        "if rows % p or copied <= LINK_COST * gathered:",
-        "if rows % p or copied <= gathered:",
-        "an all-reduce takes the dearer of two legal forms",
-        ("lowering/test_plans.py::test_the_cheaper_of_two_ways_is_taken",),
-    ),
-    Fault(
-        "legal-uneven-rows",
-        LEGALIZE,
-        "(Form.SEPARATE_EPILOG if rows % p else Form.REDUCE_SCATTER_ALL_GATHER)",
-        "Form.REDUCE_SCATTER_ALL_GATHER",
-        "rows that the ranks do not divide are scattered",
-        ("lowering/test_plans.py",),
-    ),
-    Fault(
-        "legal-card",
-        LEGALIZE,
-        'return "" if capability == _HOPPER else',
-        'return "" if capability >= _HOPPER else',
-        "a mode of scales that one card alone has is asked of every later one",
-        ("lowering/test_cuda.py",),
-    ),
-    Fault(
-        "copied-operand-conjugate",
-        RULES,
-        "a = lax.conj(a) if call.spec.conjugate_a else a",
-        "a = a",
-        "an operand that is copied for the library loses its conjugation",
-        ("lowering/test_plans.py::test_every_form_gives_the_same_result",),
-    ),
-    Fault(
-        "activation-grad-of-minus-zero",
-        RESOLVE,
-        "alpha=-0.0, beta=1.0",
-        "alpha=0.0, beta=1.0",
-        "the product of a slope and -0 is +0",
-        (
-            "determinism/test_determinism_meshes.py::test_the_slope_of_a_gelu_is_the_librarys",
-            "lowering/test_fixed_shape.py::test_the_slope_of_a_gelu_is_the_librarys",
-            "determinism/test_determinism.py",
-            "ops/test_mlp.py",
-        ),
-    ),
-    Fault(
-        "batch-choice",
-        BACKEND,
-        "gains = (is_large and is_shared) if",
-        "gains = (is_large or is_shared) if",
-        "small batches of products go one by one",
-        ("primitive/test_batches.py", "primitive/test_batching.py", "explain/test_explain.py"),
-    ),
-    Fault(
-        "batch-of-16-bit-sums",
-        BACKEND,
-        "if gains or precisions.sums_in_16_bits(spec.precision):",
-        "if gains:",
-        "a batch whose precision sums in 16 bits goes to XLA",
-        ("primitive/test_batches.py", "primitive/test_batching.py", "spec/test_precision.py"),
-    ),
-    Fault(
-        "xla-rounds-parts",
-        XLA_MATMUL,
-        "psum(z, spec.group.row_axes)",
-        "psum(z.astype(spec.out_dtype), spec.group.row_axes).astype(acc)",
-        "each rank's part of an all-reduced sum is rounded ahead of the sum",
-        ("sharding/test_placement.py",),
-    ),
-    Fault(
-        "xla-reads-c",
-        XLA_MATMUL,
-        "if spec.has_c and (beta is not None or spec.beta != 0):",
-        "if spec.has_c:",
-        "beta = 0 reads C",
-        ("sharding/test_laws.py::test_c_is_not_read_where_beta_is_nought",),
-    ),
-    Fault(
-        "xla-mask-of-zero",
-        XLA_MATMUL,
-        "pack_relu_aux(z > 0)",
-        "pack_relu_aux(z >= 0)",
-        "the mask of a relu counts 0 as positive",
-        ("spec/test_epilogs.py::test_relu_of_zero_is_not_marked_and_passes_no_gradient",),
-    ),
-    Fault(
-        "tile-padding",
-        FIXED_SHAPE,
-        'mode="edge" if has_amax and way == "m" else "constant"',
-        'mode="constant"',
-        "the largest value of a result may be that of padding",
-        ("lowering/test_fixed_shape.py",),
-    ),
-    Fault(
-        "tile-conjugate",
-        FIXED_SHAPE,
-        "return lax.conj(x) if is_conjugated and not wants_transposed else x",
-        "return x",
-        "conjugated operands lose the conjugation in calls of one shape",
-        ("lowering/test_fixed_shape.py::test_conjugates_are_in_their_place",),
-    ),
-    Fault(
-        "tile-of-transposed",
-        FIXED_SHAPE,
-        "transpose_a=not spec.transpose_b,\n        transpose_b=not spec.transpose_a,",
-        "transpose_a=not spec.transpose_a,\n        transpose_b=not spec.transpose_b,",
-        "a gradient that is computed transposed in calls of one shape transposes the wrong operands",
-        ("lowering/test_fixed_shape.py",),
-    ),
-    # Rules of the primitives -------------------------------------------------------------------------------------
-    Fault(
-        "cotangent-of-a-conjugate",
-        TRANSPOSE,
-        '{"transpose_b": not spec.transpose_b, "conjugate_b": spec.conjugate_b}',
-        '{"transpose_b": not spec.transpose_b}',
-        "the cotangent of a ignores that b is conjugated",
-        ("ops/test_numerics.py::test_gradients_of_conjugated_operands",),
-    ),
-    Fault(
-        "cotangent-of-conjugated-a",
-        TRANSPOSE,
-        "return lax.conj(result) if spec.conjugate_a else result",
-        "return result",
-        "the cotangent of a conjugated a is not conjugated",
-        ("ops/test_numerics.py::test_gradients_of_conjugated_operands",),
-    ),
-    Fault(
-        "cotangent-of-all-reduce",
-        TRANSPOSE,
-        "return ct if spec.is_typed else",
-        "return ct if True else",
-        "without types, cotangents of an all-reduced product are those of one rank",
-        ("spec/test_epilogs.py::test_epilog_in_every_mode", "primitive/test_transforms.py::test_transform"),
-    ),
-    Fault(
-        "fused-bias-gradient",
-        TRANSPOSE,
-        "is_fit = needed == frozenset(call.group.row_axes)",
-        "is_fit = True",
-        "a bias gradient comes out of a call that sums over other ranks",
-        ("spec/test_epilogs.py::test_a_bias_that_ranks_share_beside_weights_of_their_own",),
-    ),
-    Fault(
-        "fused-bias-gradient-untyped",
-        TRANSPOSE,
-        "is_fit = forward.group.pattern in (*_ALONE, Pattern.ALL_GATHER)",
-        "is_fit = True",
-        "without types, a bias gradient is summed twice over the group",
-        ("spec/test_epilogs.py::test_epilog_in_every_mode", "ops/test_flax.py"),
-    ),
-    Fault(
-        "tangent-of-aux",
-        JVP,
-        "td = curve if td is None else td + curve",
-        "td = curve if td is None else td",
-        "the tangent of a derivative epilog loses the term of its aux",
-        ("ops/test_suite.py::test_every_epilog_on_every_pattern",),
-    ),
-    Fault(
-        "tangent-of-c",
-        JVP,
-        "terms.append(tc if spec.beta == 1 else tc * jnp.asarray(spec.beta, tc.dtype))",
-        "terms.append(tc)",
-        "the gradient of C loses beta",
-        ("ops/test_suite.py::test_every_epilog_on_every_pattern",),
-    ),
-    Fault(
-        "tangent-of-low-precision-c",
-        JVP,
-        'extra["c"] = extra["c"] * operands["scale_c"].astype(dtype)',
-        'extra["c"] = extra["c"]',
-        "the derivative of a product of 8-bit numbers ignores the scale of C",
-        ("spec/test_low_precision_transforms.py::test_gradients_of_a_c_with_a_scale",),
-    ),
-    Fault(
-        "vmap-columns",
-        BATCHING,
-        "return d.reshape(d.shape[0], batch, n)",
-        "return jnp.swapaxes(d.reshape(d.shape[0], n, batch), 1, 2)",
-        "vmap over b mixes columns of different products",
-        ("primitive/test_transforms.py",),
-    ),
-    Fault(
-        "vmap-of-transposed-grid",
-        BATCHING,
-        "((a_is_batched and spec.transpose_a) or (b_is_batched and spec.transpose_b))",
-        "(a_is_batched and spec.transpose_a)",
-        "a batch of transposed blocks of a grid folds into columns, where they lie across D",
-        ("primitive/test_batching.py", "primitive/test_batches.py"),
-    ),
-    Fault(
-        "vmap-of-amax",
-        BATCHING,
-        "if spec.scales.amax_d or spec.scales.amax_aux or spec.scales.a not in",
-        "if spec.scales.a not in",
-        "products of a batch share one largest value",
-        ("spec/test_low_precision_transforms.py", "spec/test_low_precision_results.py"),
-    ),
-    Fault(
-        "batch-of-levels",
-        BATCHED_MATMUL,
-        "and not spec.fixed_reduction_order and not spec.distributions",
-        "and not spec.distributions",
-        "a batch under a level of determinism may go to XLA",
-        ("primitive/test_batching.py", "primitive/test_batches.py", "determinism/test_determinism.py"),
-    ),
-    Fault(
-        "batch-of-batches",
-        BATCHED_MATMUL,
-        "moved = [x if dim is None else jnp.moveaxis(x, dim, 1)",
-        "moved = [x if dim is None else jnp.moveaxis(x, dim, 0)",
-        "of two batches the inner one is taken for the outer",
-        ("primitive/test_batching.py", "primitive/test_batches.py"),
-    ),
-    Fault(
-        "row-order-unfolded",
-        ROW_ORDER,
-        "return x.swapaxes(dimension, dimension + 1).reshape(shape)",
-        "return x.reshape(shape)",
-        "gathered rows are summed in the order of the ranks",
-        ("determinism/test_determinism_meshes.py",),
-    ),
-    Fault(
-        "row-order-folded",
-        ROW_ORDER,
-        "return parts.swapaxes(0, 1).reshape(x.shape)",
-        "return parts.reshape(x.shape)",
-        "the tangent of a bias has its rows in the order of the array, D in that of the ranks",
-        ("determinism/test_determinism_meshes.py",),
-    ),
-    Fault(
-        "row-order-contiguous",
-        ROW_ORDER,
-        "        if axes and held > 1:",
-        "        if axes and held > 1 and False:",
-        "rows that ranks hold interleaved are summed rank after rank",
-        ("determinism/test_determinism_meshes.py",),
-    ),
-    Fault(
-        "bias-grad-grid",
-        BIAS_GRAD,
-        'total = _sum(x, 0, False, axes("d", "m"), spec.source_line)',
-        "total = _sum(x, 0, False, (), spec.source_line)",
-        "a bias gradient is that of one row of processes",
-        ("ops/test_suite.py::test_every_epilog_on_every_pattern",),
-    ),
-    Fault(
-        "bias-grad-contraction",
-        BIAS_GRAD,
-        'spec.conjugate_a, axes("a", "k"), spec.source_line)',
-        "spec.conjugate_a, (), spec.source_line)",
-        "sums of an operand that ranks share are those of one rank",
-        ("ops/test_suite.py::test_every_epilog_on_every_pattern",),
-    ),
-    # Specs and tables --------------------------------------------------------------------------------------------
-    Fault(
-        "spec-folded-rows",
-        MATMUL_SPEC,
-        "outer_rows=batch * self.order.outer_rows",
-        "outer_rows=self.order.outer_rows",
-        "rows behind a batch count as the first ones in the order of sums",
-        ("determinism/test_determinism_meshes.py::test_gradients_of_mapped_products_do_not_know_the_mesh",),
-    ),
-    Fault(
-        "spec-grid-columns",
-        CONTRACTION,
-        "a = b = d = (row_axes, col_axes)",
-        "a = b = d = (col_axes, row_axes)",
-        "a grid that is not square has wrong extents",
-        ("lowering/test_plans.py::test_local_shapes_give_back_the_global_extents",),
-    ),
-    Fault(
-        "epilog-keeps-aux",
-        EPILOGS,
-        'Epilog.GELU_BIAS: EpilogRule("gelu", True, with_aux=Epilog.GELU_AUX_BIAS)',
-        'Epilog.GELU_BIAS: EpilogRule("gelu", True, with_aux=Epilog.GELU_AUX)',
-        "the gradient of gelu with a bias is taken without the bias",
-        ("ops/test_suite.py::test_every_epilog_on_every_pattern",),
-    ),
-    Fault(
-        "epilog-without-gradient",
-        EPILOGS,
-        'gradient="drelu_bgrad", without_gradient=Epilog.DRELU)',
-        'gradient="drelu_bgrad", without_gradient=Epilog.NONE)',
-        "DRELU_BGRAD under vmap is a plain product and its sums",
-        ("primitive/test_batching.py::test_vmap_over_bias_gradients",),
-    ),
-    Fault(
-        "precision-preset",
-        PRECISIONS,
-        '"BF16_BF16_F32": _row("32F", "32F_FAST_16BF", only="bfloat16"),',
-        '"BF16_BF16_F32": _row("32F", "32F_FAST_TF32", only="bfloat16"),',
-        "BF16_BF16_F32 rounds float32 to TF32",
-        ("spec/test_precision.py::test_operands_are_rounded_as_asked",),
-    ),
-    Fault(
-        "precision-tf32-tie",
-        PRECISIONS,
-        "kept = (bits + jnp.uint32(0xFFF) + (bits >> 13 & jnp.uint32(1))) & jnp.uint32(0xFFFFE000)",
-        "kept = (bits + jnp.uint32(0x1000)) & jnp.uint32(0xFFFFE000)",
-        "rounding to TF32 takes ties away from zero",
-        ("spec/test_precision.py",),
-    ),
-    Fault(
-        "gelu-far",
-        ACTIVATIONS,
-        "z = jnp.clip(_widen(z), -32, 32)",
-        "z = _widen(z)",
-        "the slope of gelu is NaN far out",
-        ("spec/test_epilogs.py::test_the_gradients_of_gelu_far_out_are_those_of_relu", "ops/test_drawn.py"),
-    ),
-    Fault(
-        "gelu-constant",
-        ACTIVATIONS,
-        "_CUBIC = 0.044715",
-        "_CUBIC = 0.044705",
-        "gelu by XLA is off in the fifth digit",
-        ("spec/test_epilogs.py::test_gelu_is_the_tanh_form", "ops/test_suite.py"),
-    ),
-    Fault(
-        "scale-swizzle",
-        LOW_PRECISION,
-        "return tiles.transpose(0, 3, 2, 1, 4).reshape(-1)",
-        "return tiles.transpose(0, 3, 1, 2, 4).reshape(-1)",
-        "scales of blocks lie in another order than cuBLASLt reads",
-        ("ops/test_quantize.py::test_swizzle_and_packing", "spec/test_low_precision.py"),
-    ),
-    Fault(
-        "scale-of-128",
-        LOW_PRECISION,
-        "return scale.T.reshape(-1)",
-        "return scale.reshape(-1)",
-        "scales of 128 numbers lie in another order than cuBLASLt reads",
-        (
-            "spec/test_low_precision.py::test_numerics",
-            "ops/test_quantize.py",
-            "determinism/test_low_precision_determinism.py",
-        ),
-    ),
-    Fault(
-        "scale-of-a-power",
-        LOW_PRECISION,
-        "(mantissa > 0) & (exponent < 254)",
-        "(mantissa >= 0) & (exponent < 254)",
-        "a block whose largest value is a power of two gets twice its scale",
-        ("spec/test_low_precision_results.py::test_block_scaled_results", "ops/test_quantize.py"),
-    ),
-    Fault(
-        "encode-saturates",
-        LOW_PRECISION,
-        "return jnp.clip(x, -most, most).astype(dtype)",
-        "return x.astype(dtype)",
-        "a result of 8 bits that is too large is NaN or infinite",
-        ("spec/test_low_precision_results.py", "ops/test_quantize.py"),
-    ),
-    Fault(
-        "scale-modes-of-both",
-        SCALE_CHECKS,
-        "if not tensorwide and not both_128 and (a != b or a == BLK128):",
-        "if not tensorwide and not both_128 and a != b:",
-        "scales of 128 x 128 blocks of both operands pass the checks",
-        ("validation/test_low_precision_errors.py",),
-    ),
-    Fault(
-        "mask-width",
-        OPERAND_CHECKS,
-        "shards * process_grid.relu_aux_bytes(per_shard)",
-        "process_grid.relu_aux_bytes(columns)",
-        "a relu mask that is packed for one shard passes for several",
-        ("validation/test_errors.py", "spec/test_epilogs.py"),
-    ),
-    Fault(
-        "all-reduce-bit",
-        OPERAND_CHECKS,
-        "and spec.group.pattern != Pattern.ALL_REDUCE and nranks > 1:",
-        "and spec.group.pattern == Pattern.LOCAL and nranks > 1:",
-        "the ALLREDUCE bit passes where sums are scattered",
-        ("validation/test_errors.py", "spec/test_epilogs.py"),
-    ),
-    Fault(
-        "numroc-remainder",
-        PROCESS_GRID,
-        "return local + n % nb",
-        "return local",
-        "the last block of a matrix is dropped where it is ragged",
-        ("lowering/test_plans.py::test_blocks_dealt_out_by_hand",),
-    ),
-    Fault(
-        "cyclic-source",
-        PROCESS_GRID,
-        "return ((i // nb) * nprocs + distance) * nb + i % nb",
-        "return ((i // nb) * nprocs + iproc) * nb + i % nb",
-        "the process that has the first block does not count",
-        ("lowering/test_plans.py::test_blocks_dealt_out_by_hand",),
-    ),
-    # Operations --------------------------------------------------------------------------------------------------
-    Fault(
-        "dot-general-shared-column",
-        CONTRACTION,
-        'return "".join(sorted(self.cols, key=lambda index: index != self.shared))',
-        "return self.cols",
-        "a column dimension that ranks share does not come first",
-        ("ops/test_dot_general.py",),
-    ),
-    Fault(
-        "plan-slices-only",
-        PLANNER,
-        "want[: len(have)] == have",
-        "True",
-        "an operand that would have to move is taken for one that lies as the call needs it",
-        ("sharding/test_any_sharding.py",),
-    ),
-    Fault(
-        "result-stays-where-the-call-gives-it",
-        ON_SHARDS,
-        "if self.asked is None:",
-        "if True:",
-        "a result has not the sharding that was asked for",
-        ("sharding/test_any_sharding.py",),
-    ),
-    Fault(
-        "layout-of-two-groups",
-        CONTRACTION,
-        "if role.communicates}) <= 1",
-        "if role.communicates}) <= 2",
-        "axes of one group have two roles",
-        ("sharding/test_any_sharding.py",),
-    ),
-    Fault(
-        "gather-for-ranks-that-compute-the-same",
-        MOVES,
-        "itertools.groupby(rest, used.__contains__)",
-        "itertools.groupby(rest, lambda axis: axis not in used)",
-        "the cotangent of a gathered operand is not summed over ranks",
-        ("sharding/test_any_sharding.py",),
-    ),
-    Fault(
-        "einsum-swapped-shardings",
-        EINSUM,
-        "(in_shardings[1], in_shardings[0])",
-        "tuple(in_shardings)",
-        "operands that change places leave their shardings behind",
-        ("ops/test_dot_general.py::test_operands_that_einsum_puts_the_other_way_round_keep_their_shardings",),
-    ),
-    Fault(
-        "mlp-scattered-rows",
-        MLP,
-        "x = jnp.swapaxes(x.reshape(batch, p, rows // p, x.shape[-1]), 0, 1)",
-        "x = x.reshape(batch, p, rows // p, x.shape[-1])",
-        "the hidden layer's gradient has its rows in the wrong order behind a batch",
-        ("ops/test_mlp.py",),
-    ),
-    Fault(
-        "gated-other-product",
-        GATED_MLP,
-        "(gate if act is None else act(gate)) * up",
-        "(up if act is None else act(up)) * gate",
-        "a gated layer activates the wrong one of its products",
-        ("ops/test_gated_mlp.py",),
-    ),
-    Fault(
-        "gated-cotangents-apart",
-        GATED_MLP,
-        "        x = cast_varying(x, axes, source_line=spec.source_line)\n",
-        "",
-        "both products of a gated layer sum their cotangents of x over devices by themselves",
-        ("ops/test_gated_mlp.py",),
-    ),
-    Fault(
-        "activation-rounded-twice",
-        ACTIVATED,
-        "_with_tangent(lax.stop_gradient(apply(*map(lax.stop_gradient, wide))), d)",
-        "d",
-        "an activation of XLA's sees a product that has been rounded",
-        ("ops/test_activations.py",),
-    ),
-    Fault(
-        "cyclic-padding-of-c",
-        BLOCK_CYCLIC,
-        '{"c": xla_matmul.without_padding(spec, c[0])} if c else {}',
-        '{"c": c[0]} if c else {}',
-        "what lies in the padding of C reaches D",
-        ("ops/test_block_cyclic.py",),
-    ),
-    Fault(
-        "cyclic-padding-of-moved",
-        REDISTRIBUTE,
-        'return jnp.take(x, jnp.asarray(exchange.take)[me], axis=dimension, mode="fill", fill_value=0)',
-        'return jnp.take(x, jnp.asarray(exchange.take)[me], axis=dimension, mode="clip")',
-        "the padding of a redistributed matrix is not zero",
-        ("ops/test_block_cyclic.py",),
-    ),
-    Fault(
-        "fuse-gathered-weight",
-        FUSE_SHARDS,
-        "stored_along = 0 if is_free == g.has_rows_first else 1",
-        "stored_along = 0",
-        "fuse gathers a weight along its stored rows, whichever dimension the program gathers",
-        ("fuse/test_shard_maps.py",),
-    ),
-    Fault(
-        "fuse-scattered-columns",
-        FUSE_SHARDS,
-        "    if dimension < rows:\n",
-        "    if True:\n",
-        "fuse scatters rows where the program scatters columns",
-        ("fuse/test_shard_maps.py",),
-    ),
-    Fault(
-        "fuse-gather-that-escapes",
-        FUSE_GATHERS,
-        "if not set(dots).issuperset(ends) or busy.intersection(dots):",
-        "if busy.intersection(dots):",
-        "fuse takes in a gather whose value something else reads, which then gathers too",
-        ("fuse/test_shard_maps.py",),
-    ),
-    Fault(
-        "fuse-conjugation",
-        FUSE_PRODUCTS,
-        "is_conjugated=not now.is_conjugated",
-        "is_conjugated=now.is_conjugated",
-        "fuse drops a conjugation",
-        ("fuse/test_programs.py",),
-    ),
-    Fault(
-        "fuse-loop-results",
-        FUSE_LOOPS,
-        "_of(v, stacked_elsewhere) or not _of(v, linked)",
-        "_of(v, stacked_elsewhere)",
-        "fuse drops what a forward loop returns beside what its backward one reads",
-        ("fuse/test_loops.py",),
-    ),
-    Fault(
-        "fuse-transposed-operand",
-        FUSE_PRODUCTS,
-        "contract=tuple(permutation[d] for d in now.contract),",
-        "contract=now.contract,",
-        "fuse takes a transposed operand for a plain one",
-        ("fuse/test_drawn_programs.py",),
-    ),
-    Fault(
-        "fuse-transposed-result",
-        FUSE_PRODUCTS,
-        "return self.rhs if self.is_swapped else self.lhs",
-        "return self.lhs",
-        "fuse gives a transposed result as it was before",
-        ("fuse/test_models.py", "fuse/test_drawn_programs.py"),
-    ),
-    Fault(
-        "fuse-literals",
-        "jaxmp/_src/fuse/templates.py",
-        "have.aval.dtype == want.aval.dtype and np.array_equal(have.val, want.val)",
-        "have.aval.dtype == want.aval.dtype",
-        "fuse takes max(x, 1) for relu",
-        ("fuse/test_programs.py",),
-    ),
-    Fault(
-        "fuse-sum-of-two-products",
-        "jaxmp/_src/fuse/rewrite.py",
-        "(is_beside or product.result in made)",
-        "is_beside",
-        "fuse lets both of two products that are added take in their sum",
-        ("fuse/test_programs.py::test_of_two_products_that_are_added_one_takes_the_other",),
-    ),
-    Fault(
-        "fuse-policy",
-        "jaxmp/_src/primitive/primitives.py",
-        "    return policy(lax.dot_general_p, *args[:2], dimension_numbers=(contract, batch), **as_dot)",
-        "    return policy(primitive, *args, **params)",
-        "a policy of jax.checkpoint that keeps products does not know jaxmp's",
-        ("fuse/test_programs.py::test_a_policy_keeps_what_it_keeps_of_dot_general",),
-    ),
-    Fault(
-        "time-hidden-whole",
-        "jaxmp/_src/hardware/call_time.py",
-        "work / parts + max(work * (parts - 1) / parts, link) - work",
-        "max(work, link) - work",
-        "a prediction hides the first part of a transfer, which nothing hides",
-        ("hardware/test_call_time.py",),
-    ),
-    Fault(
-        "time-nodes-by-count",
-        "jaxmp/_src/hardware/call_time.py",
-        "hardware.node // transfer.stride",
-        "hardware.node",
-        "ranks that lie apart are taken for neighbours in a node",
-        ("hardware/test_call_time.py",),
-    ),
-    Fault(
-        "transfer-stride-own-axis",
-        "jaxmp/_src/explain/cost.py",
-        "spec.group.mesh[last + 1 :]",
-        "spec.group.mesh[last:]",
-        "neighbours of the last mesh axis are said to lie apart",
-        ("explain/test_explain.py",),
-    ),
-    Fault(
-        "grid-transfers-exchanged",
-        "jaxmp/_src/explain/cost.py",
-        "((a, group.col_axes), (b, group.row_axes))",
-        "((a, group.row_axes), (b, group.col_axes))",
-        "on a grid that is no square the bytes of a and b are those of the other",
-        ("explain/test_explain.py",),
-    ),
-    Fault(
-        "drawn-scatter-order",
-        "jaxmp/_src/explain/shards.py",
-        "(*ahead[index], *product.sharded(which, index))",
-        "(*product.sharded(which, index), *ahead[index])",
-        "a drawing gives blocks of d to other devices than have them",
-        ("draw/test_draw.py",),
-    ),
-    Fault(
-        "advice-held-order",
-        "jaxmp/_src/advise/advise.py",
-        "key=lambda pair: (pair[0].held > hardware.memory, pair[1].total",
-        "key=lambda pair: (pair[1].total",
-        "a sharding that no device can hold comes first",
-        ("advise/test_advise.py",),
-    ),
-    Fault(
-        "advice-of-a-loop",
-        "jaxmp/_src/advise/search.py",
-        "self._acquired(given, node.operands, (home[0],))",
-        "[(given, Label(Cost()))]",
-        "what a loop carries comes back in another sharding, for nothing",
-        ("advise/test_program.py",),
-    ),
-    Fault(
-        "advice-folded-rows",
-        "jaxmp/_src/advise/chain.py",
-        "math.gcd(view.shape[of], shape[to]) % devices == 0",
-        "True",
-        "shards are followed through a reshape that splits them",
-        ("advise/test_program.py",),
-    ),
-)
 
-EPILOG_CC = "csrc/hostmp/exec/epilog.cc"
-LOW_PRECISION_CC = "csrc/hostmp/numeric/low_precision.cc"
-SCALED_GEMM_CC = "csrc/hostmp/gemm/scaled_gemm.cc"
-TILE_STORE_CC = "csrc/hostmp/exec/tile_store.cc"
-PLAN_CC = "csrc/plan/plan.cc"
-DESCRIPTOR_CC = "csrc/plan/descriptor_attributes.cc"
-DISTRIBUTION_CC = "csrc/plan/distribution.cc"
-PROBLEM_CC = "csrc/plan/matmul_problem.cc"
-CONTEXT_FAULT_CC = "csrc/cuda/context_fault.cc"
-AGREEMENT_CC = "csrc/hostmp/validate/agreement.cc"
-SIMD_GEMM_H = "csrc/hostmp/kernels/simd_gemm_impl.h"
-SIMD_SMALL_N_H = "csrc/hostmp/kernels/simd_small_n_impl.h"
-BF16_GEMM_CC = "csrc/hostmp/kernels/avx512_bf16_gemm.cc"
-ROUNDED_GEMM_CC = "csrc/hostmp/gemm/rounded_gemm.cc"
+def seeded(target: str, *tests: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    module, name = target.split(":")
 
-CPP = (
-    # Plans -------------------------------------------------------------------------------------------------------
-    Fault(
-        "plan-adds-c-everywhere",
-        PLAN_CC,
-        "problem_.pattern != Pattern::kAllReduce || communicator_->rank_of(number) == 0;",
-        "problem_.pattern != Pattern::kAllReduce || communicator_->rank_of(number) >= 0;",
-        "every rank of an all-reduce adds C",
-        ("cpp:plan_run", "ops/test_suite.py"),
-    ),
-    Fault(
-        "plan-complex-scalar",
-        PLAN_CC,
-        "store(std::complex<float>(value));",
-        "store(std::complex<float>(std::conj(value)));",
-        "alpha and beta of complex64 products are conjugated",
-        ("cpp:plan_run", "spec/test_epilogs.py::test_complex_bias_c_and_scalars"),
-    ),
-    Fault(
-        "plan-grid-capability",
-        PLAN_CC,
-        "p.nprow() != p.npcol() &&",
-        "p.nprow() > p.npcol() &&",
-        "a library that takes square grids only is given wide ones",
-        ("cpp:plan_problem", "cpp:plan_run", "cpp:cuda_refusals", "lowering/test_plans.py"),
-    ),
-    Fault(
-        "descriptor-all-reduce",
-        DESCRIPTOR_CC,
-        "if (p.pattern == Pattern::kAllReduce) epilog |= CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE;",
-        "if (p.pattern == Pattern::kAllReduce) epilog |= 0;",
-        "an all-reduce is not asked for",
-        ("cpp:plan_run",),
-    ),
-    Fault(
-        "descriptor-communication-type",
-        DESCRIPTOR_CC,
-        "if (p.communication_dtype == DType::kNone) return {};",
-        "if (p.communication_dtype != DType::kF16) return {};",
-        "the communication type that a caller asks for does not reach the library",
-        ("cpp:plan_run", "spec/test_precision.py", "lowering/test_plans.py"),
-    ),
-    Fault(
-        "descriptor-order",
-        DESCRIPTOR_CC,
-        "if (p.fixed_reduction_order())",
-        "if (p.fixed_reduction_order() && p.m < 0)",
-        "a level of determinism does not reach the library",
-        ("cpp:plan_run", "determinism/test_determinism.py"),
-    ),
-    Fault(
-        "distribution-scatter-blocks",
-        DISTRIBUTION_CC,
-        "layout->b = SplitRows(p.trans_b, p.k, p.n, P, P);",
-        "layout->b = SplitRows(p.trans_b, p.k, p.n, P, 1);",
-        "the blocks of B and D do not agree in a reduce-scatter",
-        ("cpp:plan_layout",),
-    ),
-    Fault(
-        "distribution-ragged",
-        DISTRIBUTION_CC,
-        "return extent / cycle * block + std::min(block, extent % cycle);",
-        "return extent / cycle * block + extent % cycle;",
-        "the largest part of a block-cyclic matrix is too large",
-        ("cpp:plan_layout", "ops/test_block_cyclic.py"),
-    ),
-    Fault(
-        "distribution-scales-of-128",
-        DISTRIBUTION_CC,
-        "return RoundUp(blocks(inner, 128), 4) * blocks(outer, 128);",
-        "return blocks(inner, 128) * blocks(outer, 128);",
-        "scales of 128 x 128 blocks are not padded",
-        ("cpp:plan_narrow", "spec/test_low_precision.py"),
-    ),
-    Fault(
-        "distribution-mask-of-eight",
-        DISTRIBUTION_CC,
-        "RoundUp(rows, is_relu ? 128 : 8);",
-        "RoundUp(rows, 128);",
-        "the aux of gelu is padded as a mask is",
-        ("cpp:plan_layout", "spec/test_epilogs.py"),
-    ),
-    Fault(
-        "problem-repeated-axes",
-        PROBLEM_CC,
-        "if (axis < 0 || axis >= naxes || !seen.insert(axis).second) {",
-        "seen.insert(axis);\n      if (axis < 0 || axis >= naxes) {",
-        "a mesh axis may be both the rows and the columns of a grid",
-        ("cpp:plan_problem", "cpp:attribute_fuzz"),
-    ),
-    Fault(
-        "problem-devices",
-        PROBLEM_CC,
-        "if (!problem.devices.empty() && static_cast<int64_t>(problem.devices.size()) != ndevices) {",
-        "if (static_cast<int64_t>(problem.devices.size()) > ndevices) {",
-        "a call may name fewer devices than its mesh has",
-        ("cpp:plan_problem", "runtime/test_native.py::test_a_refused_plan_says_why"),
-    ),
-    # Agreement and barrier ---------------------------------------------------------------------------------------
-    Fault(
-        "agreement-of-alpha",
-        AGREEMENT_CC,
-        '  fields.add("alpha", call.alpha.real());\n',
-        "",
-        "ranks may disagree on alpha",
-        ("cpp:hostmp_agreement",),
-    ),
-    Fault(
-        "agreement-of-nan",
-        AGREEMENT_CC,
-        "if (std::memcmp(&first.values[i], &other.values[i], sizeof(double)) == 0) continue;",
-        "if (first.values[i] == other.values[i]) continue;",
-        "ranks that agree on an alpha of NaN are said to disagree",
-        ("cpp:hostmp_agreement", "ops/test_nan.py::test_an_alpha_that_is_no_number_is_the_same_on_every_rank"),
-    ),
-    Fault(
-        "agreement-of-scales",
-        AGREEMENT_CC,
-        "fields->add(value, is_scalar ? scales.scalar() : 0.0f);",
-        "fields->add(value, is_scalar ? 1.0f : 0.0f);",
-        "ranks may disagree on the scale of a whole tensor",
-        ("validation/test_low_precision_errors.py::test_ranks_that_differ_in_the_scale_of_a_tensor_are_told",),
-    ),
-    Fault(
-        "barrier-disagreement",
-        "csrc/barrier/arrival_tracker.cc",
-        "if (other_key == key || !Awaits(arrival, process) || !other.IsAhead(process)) continue;",
-        "if (other_key != 0) continue;",
-        "processes that come with different calls are let through",
-        ("cpp:process_barrier",),
-    ),
-    Fault(
-        "memory-reused",
-        "csrc/shared_memory/arena.cc",
-        "readers.load(std::memory_order_acquire) != 0",
-        "readers.load(std::memory_order_acquire) > 1",
-        "a block is written to again while a rank has still to read it",
-        ("cpp:shared_memory",),
-    ),
-    Fault(
-        "memory-order",
-        "csrc/shared_memory/collective.cc",
-        "members.at[static_cast<size_t>(call.ranks[static_cast<size_t>(members.positions[i])])] = i;",
-        "members.at[i] = i;",
-        "shards are gathered in the order of the mesh instead of the group's",
-        ("cpp:shared_memory",),
-    ),
-    Fault(
-        "memory-early",
-        "csrc/barrier/arrival_tracker.cc",
-        "return arrival.signature->has_tokens && entry(arrival).announced < arrival.count;",
-        "return false;",
-        "a device goes on before another one of its process has written",
-        ("cpp:shared_memory",),
-    ),
-    Fault(
-        "call-number",
-        "jaxmp/_src/runtime/jax_lowering.py",
-        "if [kept.get(key) for key in _numbered] != before:",
-        "if not kept:",
-        "an inner jit is lowered once for all its calls, which then exchange operands",
-        ("process/test_products.py",),
-    ),
-    Fault(
-        "memory-axes",
-        "jaxmp/_src/lowering/process_collectives.py",
-        "for name in axes:",
-        "for name in sizes:",
-        "ranks on two axes count in the order of the mesh",
-        ("process/test_products.py",),
-    ),
-    Fault(
-        "barrier-key",
-        "csrc/barrier/call_signature.cc",
-        'keys[group] += "," + std::to_string(signature.devices[position]);',
-        'keys[group] += "," + std::to_string(position);',
-        "groups of other devices meet under one key",
-        ("cpp:process_barrier",),
-    ),
-    # Epilogs and bias gradients ----------------------------------------------------------------------------------
-    Fault(
-        "relu-of-nan",
-        EPILOG_CC,
-        "values[i] = values[i] < T(0) ? T(0) : values[i];",
-        "values[i] = values[i] > T(0) ? values[i] : T(0);",
-        "relu makes 0 of NaN",
-        ("cpp:hostmp_epilog", "spec/test_epilogs.py::test_activations_of_extreme_values", "ops/test_drawn.py"),
-    ),
-    Fault(
-        "epilog-table-gelu-bias",
-        "csrc/hostmp/handles/epilog_table.cc",
-        '"GELU_BIAS", Activation::kGelu',
-        '"GELU_BIAS", Activation::kRelu',
-        "GELU_BIAS is RELU_BIAS",
-        ("cpp:hostmp_epilog",),
-    ),
-    Fault(
-        "mask-keeps-old-bits",
-        EPILOG_CC,
-        "wanted = static_cast<uint8_t>((have & ~own) | (bits << from & own));",
-        "wanted = static_cast<uint8_t>(have | (bits << from & own));",
-        "bits that are in the memory of a mask stay",
-        ("cpp:hostmp_epilog",),
-    ),
-    Fault(
-        "aux-padding",
-        EPILOG_CC,
-        "if (begin < end) std::memset(aux",
-        "if (begin > end) std::memset(aux",
-        "the padding of an aux is not written",
-        ("cpp:hostmp_epilog",),
-    ),
-    Fault(
-        "bias-of-later-rows",
-        EPILOG_CC,
-        "if (f.bias) load(static_cast<const Out*>(f.bias) + row, bias, count);",
-        "if (f.bias) load(static_cast<const Out*>(f.bias), bias, count);",
-        "rows from 512 on get the bias of the first ones",
-        ("cpp:hostmp_epilog", "spec/test_epilogs.py"),
-    ),
-    Fault(
-        "bias-gradient-chunk",
-        "csrc/hostmp/exec/bias_grad.cc",
-        "const int64_t from = std::max(begin, run->begin), to = std::min(end, run->begin + run->size);",
-        "const int64_t from = run->begin, to = std::min(end, run->begin + run->size);",
-        "columns ahead of a chunk are summed again",
-        ("cpp:hostmp_epilog", "spec/test_epilogs.py"),
-    ),
-    Fault(
-        "bias-gradient-rows",
-        "csrc/hostmp/exec/bias_grad.cc",
-        "gradient_ == Gradient::kB || row_of(call->grid(), call->rank) == s.result_proc;",
-        "row_of(call->grid(), call->rank) == s.result_proc;",
-        "sums of B reach the first row of processes only",
-        ("cpp:hostmp_epilog", "ops/test_suite.py", "spec/test_epilogs.py"),
-    ),
-    Fault(
-        "block-scales-of-peers",
-        TILE_STORE_CC,
-        "if (call_.has_d_out_scale) copy_scales(call_of(rank));",
-        "if (call_.has_d_out_scale && rank == 0) copy_scales(call_of(rank));",
-        "after an all-reduce one rank alone has the scales of the result",
-        ("spec/test_low_precision_results.py::test_block_scaled_results",),
-    ),
-    Fault(
-        "scale-of-c",
-        TILE_STORE_CC,
-        "const std::complex<double> beta = call.beta * static_cast<double>(call.scale_c.scalar());",
-        "const std::complex<double> beta = call.beta;",
-        "the scale of C is ignored",
-        ("cpp:hostmp_narrow", "spec/test_low_precision_results.py"),
-    ),
-    # Kernels -----------------------------------------------------------------------------------------------------
-    Fault(
-        "k-blocks-begin-at-cuts",
-        "csrc/hostmp/kernels/k_blocks.h",
-        "block.depth = std::min(kc, left);",
-        "block.depth = std::min({kc, left, block.segment->k - block.k});",
-        "sums begin anew where a mesh cuts k",
-        ("cpp:hostmp_ordered", "determinism/test_determinism_meshes.py"),
-    ),
-    Fault(
-        "bf16-beta",
-        BF16_GEMM_CC,
-        "block.first == 0 ? beta : 1.0f",
-        "beta",
-        "a bf16 product keeps the last 256 k alone",
-        ("cpp:hostmp_bf16",),
-    ),
-    Fault(
-        "bf16-segment",
-        BF16_GEMM_CC,
-        "line = slice.offset / 2;",
-        "line = 0;",
-        "bf16 numbers from several ranks overwrite each other in a micro-panel",
-        ("cpp:hostmp_bf16", "cpp:hostmp_ordered"),
-    ),
-    Fault(
-        "bf16-panels",
-        "csrc/hostmp/kernels/pack_bf16.cc",
-        "if (at == width) to += step, at = 0;",
-        "if (at == width) to += 0 * step, at = 0;",
-        "all micro-panels of bf16 numbers are packed into the first one",
-        ("cpp:hostmp_bf16",),
-    ),
-    Fault(
-        "bound-threads",
-        "csrc/hostmp/handles/bound_threads.cc",
-        "static_cast<size_t>(here + i) % all.size()",
-        "static_cast<size_t>(here * 0 + i - 1)",
-        "threads that help are bound to the first processors, the asking thread's among them",
-        ("cpp:hostmp_bound_threads",),
-    ),
-    Fault(
-        "workers-processor",
-        "csrc/hostmp/exec/workers.h",
-        "return take(processor) ? processor : -1;",
-        "return take(processor) ? processor : join_anywhere();",
-        "two threads on one processor multiply, while another processor idles",
-        ("cpp:hostmp_workers",),
-    ),
-    Fault(
-        "simd-k-blocks",
-        "csrc/hostmp/kernels/simd_gemm_impl.h",
-        "adds || block.first + k > 0",
-        "adds || block.first > 0",
-        "the second of two K blocks that are packed together overwrites the first",
-        ("cpp:hostmp_ordered",),
-    ),
-    Fault(
-        "simd-transpose",
-        "csrc/hostmp/kernels/simd_gemm.cc",
-        "to + (4 * q + j) * step;",
-        "to + (q + 4 * j) * step;",
-        "k of eight lines are packed in another order than the lines that follow them",
-        ("cpp:hostmp_ordered",),
-    ),
-    Fault(
-        "bf16-few-columns-transposed",
-        "csrc/hostmp/kernels/bf16_small_n.cc",
-        "const int64_t step = b.is_adjacent_in_k ? 1 : b.ld;",
-        "const int64_t step = 1;",
-        "a bf16 product of few columns reads a transposed B wrongly",
-        ("cpp:hostmp_bf16",),
-    ),
-    Fault(
-        "rounded-beta",
-        ROUNDED_GEMM_CC,
-        "alpha, adds || block.first > 0, packed.own);",
-        "alpha, adds, packed.own);",
-        "a product of rounded operands keeps the last 512 k alone",
-        ("spec/test_precision.py", "cpp:hostmp_blas"),
-    ),
-    Fault(
-        "rounded-tie",
-        ROUNDED_GEMM_CC,
-        "(bits + 0xfff + (bits >> 13 & 1)) & 0xffffe000",
-        "(bits + 0x1000) & 0xffffe000",
-        "rounding to TF32 takes ties away from zero",
-        ("spec/test_precision.py",),
-    ),
-    Fault(
-        "ordered-few-columns",
-        SIMD_SMALL_N_H,
-        "rows, alpha, adds || block.first > 0, c);",
-        "rows, alpha, adds, c);",
-        "an ordered product of few columns keeps the last 256 k alone",
-        ("cpp:hostmp_ordered", "determinism/test_determinism.py"),
-    ),
-    Fault(
-        "small-n-widened",
-        SIMD_SMALL_N_H,
-        "to[col * kKC + k] = row[col];",
-        "to[col * kKC] = row[col];",
-        "of the few columns of 16-bit numbers that are not adjacent in k, each keeps its last number alone",
-        ("cpp:hostmp_bf16", "determinism/test_determinism.py"),
-    ),
-    Fault(
-        "simd-alpha",
-        SIMD_GEMM_H,
-        "const C term = alpha * sums[row];",
-        "const C term = (alpha != T(0) ? T(1) : alpha) * sums[row];",
-        "alpha is left out at the edges of a product",
-        ("cpp:hostmp_bf16", "ops/test_scalars.py"),
-    ),
-    Fault(
-        "ordered-segment",
-        SIMD_GEMM_H,
-        "(col * block.depth + slice.offset * kNR)",
-        "(col * block.depth)",
-        "numbers of B from several ranks overwrite each other in a micro-panel",
-        ("cpp:hostmp_ordered", "determinism/test_determinism_meshes.py"),
-    ),
-    Fault(
-        "ordered-complex",
-        SIMD_GEMM_H,
-        "real[col] = Simd<T>::fnma(ai, bi, real[col]);",
-        "real[col] = Simd<T>::fma(ai, bi, real[col]);",
-        "i times i is 1",
-        ("cpp:hostmp_ordered", "determinism/test_determinism.py"),
-    ),
-    Fault(
-        "encode-tie",
-        LOW_PRECISION_CC,
-        "const uint32_t rounded = magnitude + ((1u << (kShift - 1)) - 1) + ((magnitude >> kShift) & 1);",
-        "const uint32_t rounded = magnitude + (1u << (kShift - 1));",
-        "rounding to 8 bits takes ties away from zero",
-        ("cpp:hostmp_narrow", "spec/test_low_precision_results.py"),
-    ),
-    Fault(
-        "decode-subnormal",
-        LOW_PRECISION_CC,
-        "uint32_t value = magnitude < (1u << Format::kMantissa) ? bits_of(subnormal) : normal;",
-        "uint32_t value = magnitude == 0 ? bits_of(subnormal) : normal;",
-        "subnormal numbers of 8 bits are decoded as normal ones",
-        ("cpp:hostmp_narrow", "spec/test_low_precision.py"),
-    ),
-    Fault(
-        "integers-in-one-sum",
-        SCALED_GEMM_CC,
-        "512 : 1024;",
-        "512 : 4096;",
-        "sums of 8-bit integers pass 2^24 in float",
-        ("cpp:hostmp_narrow", "spec/test_low_precision.py::test_int8_long_sums_and_overflow"),
-    ),
-    Fault(
-        "numbers-that-begin-in-a-byte",
-        LOW_PRECISION_CC,
-        "*to++ = number(*bytes++ >> 4);",
-        "*to++ = number(*bytes++ & 0xf);",
-        "a row of 4-bit numbers that begins in the high half of a byte is read from the low one",
-        ("cpp:hostmp_narrow", "primitive/test_mixed_types.py::test_shards_are_read_in_place"),
-    ),
-    Fault(
-        "scales-of-the-next-part",
-        SCALED_GEMM_CC,
-        "while (from >= passed + scaled_by->k)",
-        "while (from > passed + scaled_by->k)",
-        "under a level, a rank's first block of k has the scales of the rank before",
-        ("cpp:hostmp_narrow", "determinism/test_low_precision_determinism.py"),
-    ),
-    Fault(
-        "amax-behind-scale",
-        "csrc/hostmp/numeric/downconvert.cc",
-        "absolute_bits(z[i])",
-        "absolute_bits(out.scale * z[i])",
-        "the largest value of a result is taken behind its scale",
-        ("cpp:hostmp_narrow", "spec/test_low_precision_results.py"),
-    ),
-    Fault(
-        "unit-of-blocks",
-        "csrc/hostmp/validate/scales.cc",
-        "if (block_of(mode) == 16) return {128, 64};",
-        "if (block_of(mode) == 16) return {64, 64};",
-        "half a tile of scales passes the checks",
-        ("cpp:hostmp_refusals", "runtime/test_native.py::test_a_refused_plan_says_why"),
-    ),
-    Fault(
-        "tiling-c-first",
-        "csrc/hostmp/tiling/workspace.cc",
-        "const bool reads_c_last = call.scales_last() && call.has_c;",
-        "const bool reads_c_last = false;",
-        "under a level, C is overwritten by the sums that it is added to",
-        ("cpp:hostmp_ordered", "determinism/test_determinism.py"),
-    ),
-    Fault(
-        "write-beside-a-device",
-        "csrc/hostmp/validate/call.cc",
-        "if (along.offset > along.axis.extent || along.size > along.axis.extent - along.offset) {",
-        "if (along.offset > along.axis.extent) {",
-        "a product may reach beyond its matrices",
-        ("cpp:hostmp_refusals",),
-    ),
-    # The kernel that fails a context ------------------------------------------------------------------------------
-    Fault(
-        "fault-kernel-needs-a-compiler",
-        CONTEXT_FAULT_CC,
-        "if (driver.ModuleLoadData(module, kMachineCode) == abi::CUDA_SUCCESS) return {};",
-        "",
-        "a driver without its compiler ends the process where an error was promised",
-        ("cpp:cuda_faults",),
-    ),
-    Fault(
-        "fault-kernel-of-known-cards",
-        CONTEXT_FAULT_CC,
-        "return Check(driver.ModuleLoadData(module, kPtx),",
-        "return Check(driver.ModuleLoadData(module, kMachineCode),",
-        "a card that there is no machine code for ends the process where an error was promised",
-        ("cpp:cuda_faults",),
-    ),
-    Fault(
-        "fault-kernel-stale-code",
-        CONTEXT_FAULT_CC,
-        "setp.eq.u32 %is_safe, %is_sprung, 0;",
-        "setp.lt.u32 %is_safe, %is_sprung, 1;",
-        "the kernel is changed as PTX alone, and cards with machine code run that of before",
-        ("project/test_abi.py::test_the_machine_code_is_that_of_the_kernel",),
-    ),
-)
+    def add(replace: Callable[..., Any]) -> Callable[..., Any]:
+        PYTHON[replace.__name__] = Fault(f"jaxmp._src.{module}", name, tests, replace)
+        return replace
 
-FAULTS = PYTHON + CPP
+    return add
+
+
+# Layouts ---------------------------------------------------------------------------------------------------------
+
+
+@seeded("contraction.moves:entry", "sharding/test_any_sharding.py")
+def a_gathered_operand_has_no_sum_in_its_gradient(original, *args):
+    dims, gathers = original(*args)
+    return dims, tuple(gather._replace(varies=not gather.varies) for gather in gathers)
+
+
+@seeded("contraction.moves:received", "sharding/test_grids_along_k.py", "sharding/test_hlo.py")
+def nothing_costs_to_move(original, *args):
+    return 0
+
+
+@seeded("contraction.contraction:Contraction.dimension", "primitive/test_batching.py", "ops/test_dot_general.py")
+def rows_behind_a_batch_are_gathered_as_the_batch(original, contraction):
+    return 0
+
+
+@seeded("contraction.contraction:Contraction.columns", "ops/test_dot_general.py")
+def shared_columns_do_not_come_first(original, contraction):
+    return contraction.cols
+
+
+@seeded("contraction.planner:_divides", "sharding/test_any_sharding.py", "lowering/test_plans.py")
+def axes_need_not_divide_a_dimension(original, call, extents, mesh):
+    return True
+
+
+@seeded("primitive.collectives:all_gather", "sharding/test_any_sharding.py", "primitive/test_transforms.py")
+def two_axes_gather_in_the_wrong_order(original, x, axes, **options):
+    return original(x, axes[::-1], **options)
+
+
+@seeded("spec.process_grid:numroc", "lowering/test_plans.py", "ops/test_block_cyclic.py")
+def the_first_process_of_a_grid_is_always_the_first(original, n, nb, iproc, isrc, nprocs):
+    return original(n, nb, iproc, 0, nprocs)
+
+
+@seeded("ops.redistribute:empty", "ops/test_block_cyclic.py")
+def the_padding_of_a_matrix_is_not_zero(original, *args):
+    return original(*args) + 1
+
+
+@seeded("spec.low_precision:swizzle", "ops/test_quantize.py", "spec/test_low_precision.py")
+def scales_of_blocks_lie_row_by_row(original, scales):
+    swizzled = original(scales)
+    return swizzled.reshape(-1, 32, 16).swapaxes(1, 2).reshape(-1)
+
+
+@seeded("ops.einsum:_permuted", "ops/test_dot_general.py", "ops/test_einsum.py")
+def operands_that_change_places_leave_their_shardings(original, *args):
+    return args[2]
+
+
+# Rules of the primitives -----------------------------------------------------------------------------------------
+
+
+@seeded("primitive.transpose:cotangent_of_a", "ops/test_numerics.py", "primitive/test_transforms.py")
+def a_cotangent_ignores_conjugation(original, ct, a, b, *, spec):
+    return original(ct, a, b, spec=spec.replace(conjugate_b=False))
+
+
+@seeded("primitive.transpose:reduced_cotangent", "primitive/test_transforms.py", "spec/test_epilogs.py")
+def without_types_a_cotangent_of_a_sum_is_of_one_rank(original, spec, ct):
+    return ct
+
+
+@seeded("primitive.jvp:_widened", "spec/test_low_precision_transforms.py")
+def a_derivative_ignores_the_scale_of_an_operand(original, operands, spec):
+    return original({name: x for name, x in operands.items() if name != "scale_b"}, spec)
+
+
+@seeded("primitive.batching:_front", "primitive/test_transforms.py", "primitive/test_batches.py")
+def vmap_takes_the_first_dimension(original, x, dim):
+    return x
+
+
+@seeded("primitive.batching:_crosses_blocks", "primitive/test_batching.py", "primitive/test_batches.py")
+def a_batch_of_blocks_becomes_columns(original, *args):
+    return False
+
+
+@seeded("primitive.bias_grad:_gather_whole", "spec/test_epilogs.py")
+def a_bias_gradient_has_the_rows_of_one_rank(original, x, axes, source_line):
+    return x
+
+
+@seeded("sharding.shard_local:_sum_over_data", "spec/test_epilogs.py")
+def a_bias_gradient_is_not_summed_over_data(original, spec, outputs, axes):
+    return outputs
+
+
+@seeded("spec.activations:unpack_relu_aux", "ops/test_suite.py", "spec/test_epilogs.py")
+def a_mask_is_read_from_the_other_end_of_a_byte(original, aux, n):
+    import jax.numpy as jnp
+
+    return jnp.unpackbits(aux, axis=-1, count=n).astype(bool)
+
+
+@seeded("spec.activations:_constants", "spec/test_epilogs.py", "ops/test_suite.py")
+def gelu_is_off_in_the_fifth_digit(original, z):
+    first, second = original(z)
+    return first, second * 1.001
+
+
+@seeded("spec.low_precision:encode", "spec/test_low_precision_results.py", "ops/test_quantize.py")
+def large_results_do_not_saturate(original, x, dtype):
+    return x.astype(dtype)
+
+
+@seeded("ops.activated:activate", "ops/test_gated_mlp.py")
+def a_gated_layer_activates_the_other_product(original, f, zs):
+    return original(f, zs[::-1])
+
+
+@seeded("lowering.ffi_call:_transposition", "sharding/test_placement.py")
+def a_call_forgets_conjugation(original, is_transposed, is_conjugated):
+    return original(is_transposed, False)
+
+
+@seeded("lowering.ffi_call:_aliases", "sharding/test_in_place.py")
+def c_is_copied_for_d(original, spec):
+    return {}
+
+
+# Bits that are promised, and agreement of processes --------------------------------------------------------------
+
+
+@seeded("primitive.row_order:unfolded", "determinism/test_determinism_meshes.py")
+def gathered_rows_are_summed_rank_after_rank(original, spec, x, dimension):
+    return x
+
+
+@seeded("primitive.row_order:_is_contiguous", "determinism/test_determinism_meshes.py")
+def interleaved_rows_count_as_contiguous(original, layout):
+    return True
+
+
+@seeded("primitive.batched_matmul:may_batch", "determinism/test_determinism.py", "primitive/test_batches.py")
+def a_batch_under_a_level_may_go_to_xla(original, spec):
+    return original(dataclasses.replace(spec, determinism="run_to_run"))
+
+
+@seeded("lowering.process_collectives:SharedMemory._ranks", "process/test_products.py")
+def ranks_count_from_the_other_end(original, memory, axes):
+    ranks = original(memory, axes)
+    return ranks.max() - ranks
+
+
+@seeded("runtime.jax_lowering:next_index", "process/test_products.py")
+def calls_of_a_program_share_one_number(original, ctx, key):
+    return 0
+
+
+# C++ (faults.cc) -------------------------------------------------------------------------------------------------
+
+CPP = {
+    name: Fault("", f"jaxmp::{function}", tuple(tests))
+    for name, function, *tests in (
+        ("alpha_of_ordered_sums", "hostmp::simd_gemm", "cpp:hostmp_ordered"),
+        ("few_columns_keep_the_last_block", "hostmp::simd_small_n_gemm", "cpp:hostmp_ordered"),
+        ("bf16_is_cut", "hostmp::downconvert(float const*, jaxmp::hostmp::BFloat16*, long)", "cpp:hostmp_bf16"),
+        ("large_is_encoded_as_zero", "hostmp::encode", "cpp:hostmp_narrow"),
+        ("scale_of_decoded_numbers", "hostmp::decode(…, float*)", "cpp:hostmp_narrow"),
+        ("half_byte_that_begins_a_row", "hostmp::unpack", "cpp:hostmp_narrow"),
+        ("amax_behind_the_scale", "hostmp::downconvert_tile", "cpp:hostmp_narrow"),
+        ("slope_of_gelu", "hostmp::gelu_slope(float*, long)", "cpp:hostmp_epilog"),
+        ("padding_of_aux", "hostmp::finish_tile", "cpp:hostmp_epilog"),
+        ("last_piece_of_a_bias_gradient", "hostmp::sum_piece", "cpp:hostmp_epilog"),
+        ("ranks_agree_on_anything", "hostmp::check_agreement", "cpp:hostmp_agreement"),
+        ("order_of_segments", "hostmp::make_tiling", "cpp:hostmp_ordered"),
+        ("first_process_of_d", "MakeDistribution", "cpp:plan_layout"),
+        ("groups_under_one_key", "Prepare(jaxmp::CallSignature)", "cpp:process_barrier"),
+        ("ranks_in_another_order", "RunCollective", "cpp:shared_memory"),
+    )
+}
+
+FAULTS = PYTHON | CPP
