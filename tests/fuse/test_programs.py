@@ -265,6 +265,13 @@ def test_odd_shapes(shapes):
     np.testing.assert_allclose(want, got, rtol=1e-6)
 
 
+def test_operands_that_are_made_of_no_array():
+    def model(w):
+        return jnp.arange(4.0) @ w + jnp.eye(4)[1] @ (w + jnp.zeros((4, 4)).T)
+
+    np.testing.assert_array_equal(jaxmp.fuse(model, determinism="batch")(X[:, :4]), model(X[:, :4]))
+
+
 def test_what_fn_refuses_is_still_refused():
     with pytest.raises(TypeError, match="dot_general requires contracting dimensions to have the same shape"):
         jaxmp.fuse(jnp.matmul)(X, X)

@@ -9,10 +9,9 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxmp._src.fuse.graph import DERIVED, PRODUCTS
+from jaxmp._src.fuse.graph import DERIVED, PRODUCTS, UnknownError
 from jaxmp._src.primitive.primitives import saves_products
 from jaxmp._src.runtime import jax_compat, jax_tracing
-from jaxmp._src.spec.refusal import NotAvailable
 
 # The values that a jaxpr returns, of (the jaxpr, its constants, *its arguments).
 Evaluate = Callable[..., list[Any]]
@@ -74,10 +73,10 @@ def has_products(eqn: Any) -> bool:
 
 
 def evaluate(functions: Functions, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """The results of an equation with its jaxprs as `functions`. Raises NotAvailable where nobody knows it."""
+    """The results of an equation with its jaxprs as `functions`. Raises UnknownError where nobody knows it."""
     rule = _RULES.get(eqn.primitive.name)
     if rule is None:
-        raise NotAvailable(f"{eqn.primitive.name} is left as it is")
+        raise UnknownError(f"{eqn.primitive.name} is left as it is")
     results: Sequence[Any] = rule(functions, eqn.params, list(operands), eqn)
     return results
 
@@ -112,7 +111,7 @@ def _while(functions: Functions, params: dict[str, Any], operands: list[Any], eq
 
 def _cond(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
     if set(params) - {"branches"}:
-        raise NotAvailable("branches by platform are left as they are")
+        raise UnknownError("branches by platform are left as they are")
     branches = [functions.of(branch) for branch in params["branches"]]
     return lax.switch(operands[0], branches, *operands[1:])
 
@@ -122,7 +121,7 @@ def _remat(functions: Functions, params: dict[str, Any], operands: list[Any], eq
     if params["differentiated"]:  # in a backward pass: what keeps its operations apart from the forward ones stays
         jaxpr, consts = jax_tracing.trace(f, [v.aval for v in eqn.invars])
         if consts:
-            raise NotAvailable("a backward pass with constants of its own is left as it is")
+            raise UnknownError("a backward pass with constants of its own is left as it is")
         return jax_tracing.evaluate(eqn, operands, jaxpr=jaxpr)
     policy = params["policy"]
     policy = None if policy is None else functools.partial(saves_products, policy)

@@ -10,6 +10,7 @@ from typing import Any
 from jax import lax
 
 from jaxmp._src.runtime import jax_compat, jax_tracing
+from jaxmp._src.spec.refusal import Refusal
 
 # Primitives that multiply matrices; of the others than the first no call is made.
 PRODUCTS = ("dot_general", "ragged_dot_general", "scaled_dot", "scaled_matmul_wrapper")
@@ -19,6 +20,10 @@ DERIVED = ("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "householder_p
 RESULT = -1
 # What may stand between a gather and a product.
 PASSES = ("transpose", "convert_element_type", "pvary", "conj")
+
+
+class UnknownError(Refusal):
+    """A part of a program that stays as it is, since nobody knows what it does."""
 
 
 def dimension_numbers(eqn: Any) -> tuple[Any, Any, Sequence[int]]:
@@ -101,6 +106,12 @@ class Graph:
     def last_product(self, group: Group) -> int:
         """The index of the last product that a group replaces."""
         return max(i for i in group.equations if self.equations[i].primitive.name == "dot_general")
+
+    def evaluate_plain(self, indices: Sequence[int], values: dict[Any, Any]) -> None:
+        """Evaluates plain equations, of `values` and into them, as far as others read what they give."""
+        equations, inside = [self.equations[i] for i in indices], set(indices)
+        outputs = [v for eqn in equations for v in eqn.outvars if not inside.issuperset(self.readers(v))]
+        jax_tracing.evaluate_plain(equations, outputs, values)
 
     def leaks(self, equations: frozenset[int], outputs: Sequence[Any]) -> bool:
         """Whether anything outside reads a value of `equations` that is none of `outputs`."""

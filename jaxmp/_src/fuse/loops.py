@@ -14,9 +14,9 @@ from typing import Any
 from jax import lax
 
 from jaxmp._src.fuse import control_flow
-from jaxmp._src.fuse.graph import Graph, Group, read, schedule
+from jaxmp._src.fuse.graph import Graph, Group, UnknownError, read, schedule
 from jaxmp._src.runtime import jax_compat, jax_tracing
-from jaxmp._src.spec.refusal import NotAvailable, Refusal
+from jaxmp._src.spec.refusal import Refusal
 
 Values = dict[Any, Any]
 # (what is replaced, why the other products are not) in a graph, which is also given without barriers.
@@ -94,7 +94,7 @@ class Pair:
         def results(inner: Values) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
             run(self.graph, self.steps[0], self.left, inner)
             if not inner.keys() >= set(self.crossing):
-                raise NotAvailable("a call that keeps an aux was refused")
+                raise UnknownError("a call that keeps an aux was refused")
             ys = [read(inner, stacked[i]) for i in self.stacked], [inner[v] for v in self.crossing]
             return [read(inner, v) for v in scan.body.outvars[:ncarry]], ys
 

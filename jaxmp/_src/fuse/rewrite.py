@@ -17,7 +17,17 @@ import numpy as np
 
 from jaxmp._src.fuse import control_flow, emit, gathers, layers, loops, products, templates
 from jaxmp._src.fuse.emit import Options
-from jaxmp._src.fuse.graph import DERIVED, PRODUCTS, Graph, Group, read, schedule, without_batches_of_one
+from jaxmp._src.fuse.graph import (
+    DERIVED,
+    PRODUCTS,
+    Graph,
+    Group,
+    UnknownError,
+    read,
+    schedule,
+    without_batches_of_one,
+)
+from jaxmp._src.fuse.operands import is_auto
 from jaxmp._src.fuse.products import Aux, Product
 from jaxmp._src.fuse.templates import DIFFERENTIATED, Match
 from jaxmp._src.runtime import jax_compat, jax_tracing
@@ -109,11 +119,7 @@ class Rewriter:
         evaluate = functools.partial(control_flow.evaluate, self._functions)
         for is_plain, segment in itertools.groupby(steps, lambda step: _is_plain(graph, step)):
             if is_plain:
-                indices = [step for step in segment if isinstance(step, int)]
-                equations = [graph.equations[i] for i in indices]
-                made = (v for eqn in equations for v in eqn.outvars)
-                outputs = [v for v in made if not {*graph.readers(v)} <= {*indices}]
-                jax_tracing.evaluate_plain(equations, outputs, values)
+                graph.evaluate_plain([step for step in segment if isinstance(step, int)], values)
                 continue
             for step in segment:
                 if isinstance(step, Group):
@@ -152,15 +158,18 @@ class Rewriter:
             if why in ("local", "batch"):
                 why = choice.why.get(product.index, "summed" if products.is_summed_with_others(graph, product) else why)
             if why is None:
-                make = functools.partial(emit.call, product, self.options)
-                note = "again" if product.index in choice.again else choice.why.get(product.index)
-                if note in NOTES:
-                    make = jax.named_scope(NOTE + note)(make)
-                groups.append(Group(product.equations, emit.inputs(product), emit.outputs(product), make, "product"))
+                note = "again" if product.index in choice.again else choice.why.get(product.index, "")
+                groups.append(self._product(product, note))
                 made |= {product.result}
             else:
                 left[product.index] = why
         return groups, left
+
+    def _product(self, product: Product, note: str = "") -> Group:
+        """A call in place of a product, with a note on it where there is one of NOTES."""
+        call = functools.partial(emit.call, product, self.options)
+        call = jax.named_scope(NOTE + note)(call) if note in NOTES else call
+        return Group(product.equations, emit.inputs(product), emit.outputs(product), call, "product")
 
     def _pairs(self, graph: Graph, found: Sequence[Product]) -> list[Group]:
         """Products with relu or gelu behind them, each with the product behind which its derivative stands: the first
@@ -178,17 +187,13 @@ class Rewriter:
                     continue
                 backward = seconds[back.arguments[1]]
                 pair = _pair(graph, activation.name, forward, match, backward, back)
-                if pair is not None and backward is not forward:
-                    groups += [self._kept_group(*pair), self._gradient_group(*pair)]
+                if pair is None or backward is forward:
+                    continue
+                kept, after = pair
+                call, inputs = functools.partial(emit.gradient, after, kept, self.options), emit.inputs(after)
+                gradient = Group(after.equations, (kept.aux, *inputs), (after.result,), call, "gradient")
+                groups += [self._product(kept), gradient]
         return groups
-
-    def _kept_group(self, kept: Product, after: Product) -> Group:
-        call = functools.partial(emit.call, kept, self.options)
-        return Group(kept.equations, emit.inputs(kept), emit.outputs(kept), call, "product")
-
-    def _gradient_group(self, kept: Product, after: Product) -> Group:
-        call = functools.partial(emit.gradient, after, kept, self.options)
-        return Group(after.equations, (kept.aux, *emit.inputs(after)), (after.result,), call, "gradient")
 
     def _why_left(self, product: Product) -> str | None:
         """The reason, of REASONS, for which a product stays JAX's; None where it becomes a call."""
@@ -200,7 +205,7 @@ class Rewriter:
             return None
         if product.lhs.batch:
             return "batch"
-        if products.is_auto(product.lhs.value.aval):
+        if is_auto(product.lhs.value.aval):
             return None
         # XLA multiplies these on CPUs more slowly: int8 that wraps round by far.
         is_narrow = product.dtype == np.int8 or any(dtype.itemsize == 2 for dtype in dtypes)
@@ -229,7 +234,7 @@ class Rewriter:
         steps = schedule(graph, (), [v for v in group.outputs if v in graph.producer], values)
         read_first = {v for step in steps for v in graph.inputs(step) if not jax_tracing.is_literal(v)}
         if not values.keys() >= read_first - graph.producer.keys():
-            raise NotAvailable("its equations read what the body of another scan reads")
+            raise UnknownError("its equations read what the body of another scan reads")
         self._run(graph, steps, dict.fromkeys(group.equations, why), values)
 
     def _warn(self, line: str, why: str) -> None:
@@ -247,10 +252,9 @@ class Rewriter:
             why = why if name == "dot_general" else "groups" if name in PRODUCTS else "rule"
             with jax_tracing.traced_as(eqn), jax.named_scope(SCOPE + why):
                 return jax_tracing.evaluate(eqn, operands)
-        if name != "custom_jvp_call" and not control_flow.has_products(eqn):
-            with jax_tracing.traced_as(eqn):
-                return jax_tracing.evaluate(eqn, operands)
         with jax_tracing.traced_as(eqn):
+            if name != "custom_jvp_call" and not control_flow.has_products(eqn):
+                return jax_tracing.evaluate(eqn, operands)
             try:
                 return control_flow.evaluate(self._functions, eqn, operands)
             except Refusal as refusal:
