@@ -147,7 +147,7 @@ def _rule(functions: Functions, rule: Callable[..., Any], *args: Any) -> Any:
 
     try:
         jaxpr, consts = jax_tracing.trace(of_arrays, [jax.typeof(x) for x in arrays])
-    except Exception:  # as of a rule that asks for values
+    except Exception:  # the user's, as of a rule that asks for values
         return rule(*args)
     found = iter(functions.evaluate(jaxpr, consts, *arrays))
     return jax.tree.unflatten(tree, [next(found) if isinstance(x, jax.Array) else x for x in results])

@@ -107,10 +107,11 @@ class Graph:
         """The index of the last product that a group replaces."""
         return max(i for i in group.equations if self.equations[i].primitive.name == "dot_general")
 
-    def evaluate_plain(self, indices: Sequence[int], values: dict[Any, Any]) -> None:
-        """Evaluates plain equations, of `values` and into them, as far as others read what they give."""
+    def evaluate_plain(self, indices: Sequence[int], values: dict[Any, Any], wanted: Collection[Any]) -> None:
+        """Evaluates plain equations, of `values` and into them, as far as others read it or it is `wanted`."""
         equations, inside = [self.equations[i] for i in indices], set(indices)
-        outputs = [v for eqn in equations for v in eqn.outvars if not inside.issuperset(self.readers(v))]
+        made = (v for eqn in equations for v in eqn.outvars)
+        outputs = [v for v in made if v in wanted or not inside.issuperset(self.readers(v))]
         jax_tracing.evaluate_plain(equations, outputs, values)
 
     def leaks(self, equations: frozenset[int], outputs: Sequence[Any]) -> bool:

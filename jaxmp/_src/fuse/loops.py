@@ -21,8 +21,8 @@ from jaxmp._src.spec.refusal import Refusal
 Values = dict[Any, Any]
 # (what is replaced, why the other products are not) in a graph, which is also given without barriers.
 Plan = Callable[[Graph, Graph], tuple[list[Group], dict[int, str]]]
-# Evaluates (graph, steps, why products are not replaced) of values and into them.
-Run = Callable[[Graph, Sequence[int | Group], dict[int, str], Values], None]
+# Evaluates (graph, steps, why products are not replaced) of values and into them, those that others want among them.
+Run = Callable[[Graph, Sequence[int | Group], dict[int, str], Values, Sequence[Any]], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Pair:
         stacked = scan.body.outvars[ncarry:]
 
         def results(inner: Values) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
-            run(self.graph, self.steps[0], self.left, inner)
+            run(self.graph, self.steps[0], self.left, inner, self.crossing)
             if not inner.keys() >= set(self.crossing):
                 raise UnknownError("a call that keeps an aux was refused")
             ys = [read(inner, stacked[i]) for i in self.stacked], [inner[v] for v in self.crossing]
@@ -107,7 +107,7 @@ class Pair:
         scan = self.backward
 
         def results(inner: Values) -> tuple[list[Any], list[Any]]:
-            run(self.graph, self.steps[1], self.left, inner)
+            run(self.graph, self.steps[1], self.left, inner, ())
             found = [read(inner, v) for v in self.results]
             return found[: scan.ncarry], found[scan.ncarry :]
 

@@ -7,8 +7,9 @@ import functools
 import hashlib
 import itertools
 import re
+import types
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -104,7 +105,8 @@ class Rewriter:
         values = dict(known)
         graph = without_batches_of_one(graph)
         groups, left = self._groups(graph, graph)
-        self._run(graph, schedule(graph, groups, graph.results), left, values, loops.find(graph, self._groups))
+        steps = schedule(graph, groups, graph.results)
+        self._run(graph, steps, left, values, pairs=loops.find(graph, self._groups))
         return [read(values, v) for v in graph.results]
 
     def _run(
@@ -113,20 +115,23 @@ class Rewriter:
         steps: Sequence[int | Group],
         left: dict[int, str],
         values: dict[Any, Any],
-        pairs: dict[int, loops.Pair] | None = None,
+        wanted: Collection[Any] = (),
+        pairs: Mapping[int, loops.Pair] = types.MappingProxyType({}),
     ) -> None:
-        """Evaluates equations and groups in this order, of `values` and into them; of `pairs` of scans by index."""
+        """Evaluates equations and groups in this order, of `values` and into them, those `wanted` by others among them;
+        of `pairs` of scans by index."""
+        wanted = {*wanted, *(v for step in steps if isinstance(step, Group) for v in step.inputs)}
         evaluate = functools.partial(control_flow.evaluate, self._functions)
         for is_plain, segment in itertools.groupby(steps, lambda step: _is_plain(graph, step)):
             if is_plain:
-                graph.evaluate_plain([step for step in segment if isinstance(step, int)], values)
+                graph.evaluate_plain([step for step in segment if isinstance(step, int)], values, wanted)
                 continue
             for step in segment:
                 if isinstance(step, Group):
                     self._group(graph, step, values)
                     continue
                 eqn = graph.equations[step]
-                if pairs and step in pairs and pairs[step].run(eqn, values, self._run, evaluate):
+                if step in pairs and pairs[step].run(eqn, values, self._run, evaluate):
                     continue
                 operands = [read(values, v) for v in eqn.invars]
                 values |= zip(eqn.outvars, self._equation(eqn, operands, left.get(step, "")), strict=True)
