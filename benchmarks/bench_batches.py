@@ -8,10 +8,11 @@ import itertools
 
 import jax
 import numpy as np
-from common import Report, geometric_mean, interleaved, main
+from common import interleaved, main
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tables import means
 
 import jaxmp
 
@@ -45,20 +46,15 @@ def contenders(shape, shardings, dtype):
 
 def measure(quick):
     jax.set_mesh(jax.make_mesh((RANKS,), ("x",), axis_types=(AxisType.Explicit,)))
-    cases, rows = [], []
+    rows = []
     for (name, shape, shardings), dtype in itertools.product(CASES, TYPES):
         times = interleaved(contenders(shape, shardings, dtype), seconds=0.05 if quick else 1)
-        cases.append({"name": name, "shape": shape, "dtype": dtype, "seconds": times})
-        micros = [f"{times[contender] * 1e6:.0f}" for contender in ("jaxmp", "one by one", "XLA")]
-        ratios = [f"{times['XLA'] / times[contender]:.2f}" for contender in ("jaxmp", "one by one")]
-        rows.append([name, "x".join(map(str, shape)), {"float32": "f32", "bfloat16": "bf16"}[dtype], *micros, *ratios])
-    mean = geometric_mean([case["seconds"]["XLA"] / case["seconds"]["jaxmp"] for case in cases])
-    prose = (
-        f"Microseconds on {RANKS} devices; the batch is sharded, or rows are gathered. *One by one*: "
-        f"`implementation=\"host\"`. jaxmp's rate to XLA's, geometric mean: {mean:.2f}."
-    )
-    columns = ["case", "batch x m x k x n", "types", "jaxmp", "one by one", "XLA", "jaxmp / XLA", "one by one / XLA"]
-    return Report("Batches of both operands", prose, [("", columns, rows)], {"cases": cases, "mean": mean})
+        types = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+        row = {"case": name, "batch x m x k x n": "x".join(map(str, shape)), "types": types}
+        row |= {contender: seconds * 1e6 for contender, seconds in times.items()}
+        rows.append(row | {f"{name} / XLA": times["XLA"] / times[name] for name in ("jaxmp", "one by one")})
+    ratios = {"jaxmp / XLA": min, "one by one / XLA": min}
+    return {"batches": {"means": means(rows, ["types"], ratios), "rows": rows}}
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import statistics
 
 import jax
 import jax.numpy as jnp
-from common import Report, compile_seconds, main
+from common import compile_seconds, main
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
@@ -58,14 +58,12 @@ def measure(quick):
         for _ in tqdm(range(2 if quick else 7), "compile", disable=None):
             for name, layer in contenders.items():
                 samples[name].append(once(layer, arguments))
-    medians = {n: [statistics.median(part) for part in zip(*s, strict=True)] for n, s in samples.items()}
-    totals = {name: sum(parts) for name, parts in medians.items()}
-    rows = [[n, *(f"{part:.2f}" for part in medians[n]), f"{totals[n]:.2f}"] for n in medians]
-    rows.append(["ratio", *(f"{a / b:.2f}" for a, b in zip(*medians.values(), strict=True)), ""])
-    rows[-1][-1] = f"{totals['jaxmp'] / totals['jnp']:.2f}"
-    prose = f"{layers} layers of width {WIDTH}, forward, backward and update; seconds, medians from empty caches."
-    columns = ["", "trace and lower", "compile", "sum"]
-    return Report("Trace and compile time", prose, [("", columns, rows)], {"layers": layers, "seconds": medians})
+    rows = []
+    for name, each in samples.items():
+        tracing, compiling = (statistics.median(part) for part in zip(*each, strict=True))
+        rows.append({"contender": name, "trace and lower": tracing, "compile": compiling, "sum": tracing + compiling})
+    ratio = {column: rows[0][column] / rows[1][column] for column in list(rows[0])[1:]}
+    return {"compile": {"means": [ratio], "rows": rows}}
 
 
 if __name__ == "__main__":

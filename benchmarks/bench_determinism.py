@@ -11,9 +11,10 @@ import itertools
 import jax
 import jax.numpy as jnp
 from bench_matmul import PATTERNS, label_of_shape, operand
-from common import Report, geometric_mean, interleaved, main
+from common import interleaved, main
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tables import means
 from tqdm import tqdm
 
 import jaxmp
@@ -23,9 +24,6 @@ TYPES = ("float32", "bfloat16")
 RANKS = (1, 2, 4)
 LARGE = [(n, n, n) for n in (512, 1024, 2048)]  # m, k, n
 SMALL = [(m, kn, kn) for m, kn in itertools.product((1, 8, 64), (1024, 4096))]
-# The issue's budget for the geometric mean of the large ones, and for any row.
-BUDGET = {"batch": 1.05, "topology": 1.10}
-WORST = 1.3
 
 
 def patterns_of(ranks, shape):
@@ -63,49 +61,10 @@ def case(pattern, ranks, shape, dtype, seconds, rounds):
     with contextlib.redirect_stdout(None):
         check(calls, shape, dtype)
     times = interleaved(calls, seconds, rounds)
-    cost = {level: times[level] / times["run_to_run"] for level in LEVELS[1:]}
-    return {"pattern": pattern, "ranks": ranks, "shape": shape, "type": dtype, "seconds": times, "cost": cost}
-
-
-def is_large(c):
-    return tuple(c["shape"]) in LARGE
-
-
-def describe(c, level):
-    return f"{c['cost'][level]:.2f} ({c['pattern']}, {c['ranks']}, {label_of_shape(c['shape'])})"
-
-
-def summary(cases):
-    """Geometric means per level, type and size class, and the worst row, which a mean would hide."""
-    rows = []
-    for level, dtype, large in itertools.product(LEVELS[1:], TYPES, (True, False)):
-        group = [c for c in cases if c["type"] == dtype and is_large(c) == large]
-        if not group:
-            continue
-        mean = geometric_mean(c["cost"][level] for c in group)
-        worst = max(group, key=lambda c: c["cost"][level])
-        sizes = "512 and above" if large else "1, 8 and 64 rows"
-        allowed = f"{BUDGET[level]:.2f}" if large else "-"
-        rows.append([f'"{level}"', dtype, sizes, f"{mean:.2f}", allowed, describe(worst, level), f"{WORST:.2f}"])
-    return ["level", "type", "sizes", "geometric mean", "allowed", "worst", "allowed"], rows
-
-
-def detail(cases):
-    rows = [
-        [c["pattern"], c["ranks"], label_of_shape(c["shape"]), c["type"]]
-        + [f"{c['seconds'][level] * 1e3:.3f}" for level in LEVELS]
-        + [f"{c['cost'][level]:.2f}" for level in LEVELS[1:]]
-        for c in cases
-    ]
-    return [
-        "pattern",
-        "devices",
-        "m x k x n",
-        "type",
-        *(f"{level} ms" for level in LEVELS),
-        "batch /",
-        "topology /",
-    ], rows
+    sizes = "512 and above" if shape in LARGE else "1, 8 and 64 rows"
+    row = {"pattern": pattern, "devices": ranks, "m x k x n": label_of_shape(shape), "type": dtype, "sizes": sizes}
+    row |= {f"{level} ms": times[level] * 1e3 for level in LEVELS}
+    return row | {level: times[level] / times["run_to_run"] for level in LEVELS[1:]}
 
 
 def measure(quick):
@@ -116,13 +75,9 @@ def measure(quick):
         for pattern in patterns_of(ranks, shape)
     ]
     seconds, rounds = (0.1, (5, 15)) if quick else (0.5, (9, 41))
-    cases = [case(*each, seconds, rounds) for each in tqdm(grid, "determinism", disable=None)]
-    prose = (
-        'Time of a level over that of "run_to_run", medians of interleaved rounds; docs/determinism.md says what the '
-        "levels promise. 1.05 means 5 % slower."
-    )
-    tables = [("Cost of the levels", *summary(cases)), ("Rows", *detail(cases))]
-    return Report("Cost of determinism", prose, tables, {"cases": cases})
+    rows = [case(*each, seconds, rounds) for each in tqdm(grid, "determinism", disable=None)]
+    costs = means(rows, ["type", "sizes"], dict.fromkeys(LEVELS[1:], max))
+    return {"determinism": {"means": costs, "rows": rows}}
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ import sys
 import jax
 import jax.numpy as jnp
 from bench_matmul import PATTERNS, label_of_types, operand
-from common import Report, compile_seconds, interleaved, main
+from common import compile_seconds, interleaved, main
 from jax.sharding import AxisType, NamedSharding
+from tables import means
 from tqdm import tqdm
 
 import jaxmp
@@ -56,21 +57,17 @@ def in_child(*arguments):
 
 def measure(quick):
     grid = [(ndevices, dtype) for dtype in TYPES for ndevices in (DEVICES[:1] if quick else DEVICES)]
-    cases, rows = [], []
+    rows = []
     for ndevices, dtype in tqdm(grid, "devices", disable=None):
         for pattern, found in in_child(ndevices, 512 if quick else SIZE, dtype, quick).items():
-            cases.append({"devices": ndevices, "type": dtype, "pattern": pattern, **found})
             run, compiled = found["seconds"], found["compile"]
-            rows.append(
-                [pattern, label_of_types((dtype, dtype)), ndevices]
-                + [f"{run[name] * 1e3:.1f}" for name in FUNCTIONS]
-                + [f"{run['jaxmp'] / run['jnp']:.2f}"]
-                + [f"{compiled[name]:.2f}" for name in FUNCTIONS]
-                + [f"{compiled['jaxmp'] / compiled['jnp']:.2f}"]
-            )
-    prose = f"{512 if quick else SIZE}^3; medians. Trace, lowering and compile time from empty caches, in seconds."
-    columns = ["pattern", "types", "devices", "jaxmp ms", "jnp ms", "ratio", "jaxmp compile", "jnp compile", "ratio"]
-    return Report("Many devices of one process", prose, [("", columns, rows)], {"cases": cases})
+            row = {"pattern": pattern, "types": label_of_types((dtype, dtype)), "devices": ndevices}
+            row |= {f"{name} ms": run[name] * 1e3 for name in FUNCTIONS}
+            row |= {"jaxmp / jnp": run["jaxmp"] / run["jnp"]}
+            row |= {f"{name} compile": compiled[name] for name in FUNCTIONS}
+            rows.append(row | {"to compile": compiled["jaxmp"] / compiled["jnp"]})
+    ratios = {"jaxmp / jnp": max, "to compile": max}
+    return {"devices": {"means": means(rows, ["types"], ratios, across="pattern"), "rows": rows}}
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ from collections.abc import Callable
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from common import Report, geometric_mean, interleaved, main
+from common import interleaved, main
 from flax import nnx
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tables import means
 from tqdm import tqdm
 
 import jaxmp
@@ -289,10 +290,11 @@ def case(sizes, name, dtype, width, seconds, rounds):
         check(calls, dtype)
         times = interleaved(calls, seconds, rounds, wait=jax.block_until_ready)
         counted = jaxmp.explain(functools.partial(step, functions["fuse"]), quiet=True)(x, blocks)
-    return {
-        "mesh": sizes, "model": name, "type": dtype, "width": width, "seconds": times, "tracing": traced,
-        "fused": counted.calls, "left": counted.left,
-    }  # fmt: skip
+    row = {"model": name, "mesh": "x".join(map(str, sizes)), "type": dtype, "width": width}
+    row |= {f"{who} ms": each * 1e3 for who, each in times.items()}
+    row |= {f"{who} / fuse": times[who] / times["fuse"] for who in ("plain", "by hand")}
+    row |= {"tracing": traced["fuse"] / traced["plain"], "tracing by hand": traced["by hand"] / traced["plain"]}
+    return row | {"fused": f"{counted.calls} of {counted.calls + counted.left}"}
 
 
 def check(calls, dtype):
@@ -306,40 +308,13 @@ def check(calls, dtype):
             assert error < bound, f"{who} differs by {error} from the plain model, more than {bound}"
 
 
-def tables(cases):
-    rows, means = [], []
-    for c in cases:
-        times = c["seconds"]
-        ratios = [times["plain"] / times["fuse"], times["by hand"] / times["fuse"]]
-        rows.append(
-            [c["model"], "x".join(map(str, c["mesh"])), c["type"], c["width"]]
-            + [f"{times[who] * 1e3:.1f}" for who in times]
-            + [f"{ratio:.2f}" for ratio in ratios]
-            + [f"{c['tracing']['fuse'] / c['tracing']['plain']:.2f}", f"{c['fused']} of {c['fused'] + c['left']}"]
-        )
-    for dtype in dict.fromkeys(c["type"] for c in cases):
-        group = [c for c in cases if c["type"] == dtype]
-        seconds, traced = ([c[name] for c in group] for name in ("seconds", "tracing"))
-        mean = [geometric_mean(t[who] / t["fuse"] for t in seconds) for who in ("plain", "by hand")]
-        mean += [geometric_mean(t[who] / t["plain"] for t in traced) for who in ("fuse", "by hand")]
-        means.append([dtype] + [f"{ratio:.2f}" for ratio in mean])
-    ratios = ["plain / fuse", "by hand / fuse"]
-    columns = ["model", "mesh", "type", "width", "plain ms", "fuse ms", "by hand ms", *ratios, "tracing", "fused"]
-    return [("Geometric means", ["type", *ratios, "tracing", "tracing by hand"], means), ("Rows", columns, rows)]
-
-
 def measure(quick):
     widths = (64,) if quick else WIDTHS
     seconds, rounds = (0.1, (3, 9)) if quick else (0.5, (7, 21))
     grid = list(itertools.product(MESHES[:1] if quick else MESHES, MODELS, TYPES[:1] if quick else TYPES, widths))
-    cases = [case(*each, seconds, rounds) for each in tqdm(grid, "fuse", disable=None)]
-    prose = (
-        f"The loss and the gradients of {BLOCKS} blocks on {ROWS} rows, on meshes of data x model devices (explicit "
-        "axes where nothing else is said): a model in plain JAX, Flax or Equinox, the same through `jaxmp.fuse`, and "
-        "written with jaxmp's functions. Medians of interleaved rounds; ratios above 1 are in favour of `fuse`. "
-        "*tracing*: time to trace through `fuse`, against the plain model. *fused*: products that became calls."
-    )
-    return Report("Fused models", prose, tables(cases), {"cases": cases})
+    rows = [case(*each, seconds, rounds) for each in tqdm(grid, "fuse", disable=None)]
+    ratios = {"plain / fuse": min, "by hand / fuse": min, "tracing": max, "tracing by hand": max}
+    return {"fuse": {"means": means(rows, ["type"], ratios), "rows": rows}}
 
 
 if __name__ == "__main__":

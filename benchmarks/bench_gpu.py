@@ -328,7 +328,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="small products, to see that everything works")
     parser.add_argument("--anywhere", action="store_true", help="on whatever device there is, likewise")
-    parser.add_argument("--json", type=Path, default=HERE / "results" / "gpu.json", help="write the measurements here")
+    parser.add_argument("--json", type=Path, default=HERE / "gpu.json", help="write the measurements here")
     parser.add_argument("--resume", action="store_true", help="keep the cases that are in that file")
     parser.add_argument("--skip", default=(), nargs="*", help="leave out large cases with one of these in their names")
     parser.add_argument("--write-docs", action="store_true", help="put the tables into docs/gpu.md")

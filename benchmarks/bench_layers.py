@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from common import Report, geometric_mean, interleaved, main
+from common import interleaved, main
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tables import means
 from tqdm import tqdm
 
 import jaxmp
@@ -89,8 +90,9 @@ def case(sizes, name, dtype, n, seconds, rounds):
             calls[f"{who}, gradient"] = functools.partial(jax.jit(functools.partial(gradient, f)), cotangent, *operands)
         check(calls, dtype)
         times = interleaved(calls, seconds, rounds, wait=jax.block_until_ready)
-    ratios = {what: times[f"jnp, {what}"] / times[f"jaxmp, {what}"] for what in ("forward", "gradient")}
-    return {"mesh": sizes, "layer": name, "type": dtype, "n": n, "seconds": times, "ratios": ratios}
+    row = {"layer": name, "mesh": "x".join(map(str, sizes)), "type": dtype, "n": n}
+    row |= {f"{what} ms": seconds * 1e3 for what, seconds in times.items()}
+    return row | {what: times[f"jnp, {what}"] / times[f"jaxmp, {what}"] for what in ("forward", "gradient")}
 
 
 def check(calls, dtype):
@@ -104,35 +106,12 @@ def check(calls, dtype):
             assert error < bound, f"{what}: jaxmp differs by {error} from jnp, more than {bound}"
 
 
-def tables(cases):
-    names = [f"{name}, {what}" for what in ("forward", "gradient") for name in ("jaxmp", "jnp")]
-    rows = [
-        [c["layer"], "x".join(map(str, c["mesh"])), c["type"], c["n"]]
-        + [f"{c['seconds'][name] * 1e3:.1f}" for name in names]
-        + [f"{ratio:.2f}" for ratio in c["ratios"].values()]
-        for c in cases
-    ]
-    means = []
-    for name, dtype in itertools.product(LAYERS, TYPES):
-        group = [c["ratios"] for c in cases if (c["layer"], c["type"]) == (name, dtype)]
-        if group:
-            means.append([name, dtype, *(f"{geometric_mean(r[what] for r in group):.2f}" for what in group[0])])
-    columns = ["layer", "mesh", "type", "n", *(f"{name} ms" for name in names)]
-    ratios = ["jnp / jaxmp, forward", "jnp / jaxmp, gradient"]
-    return [("Geometric means", ["layer", "type", *ratios], means), ("Rows", [*columns, *ratios], rows)]
-
-
 def measure(quick):
     grid = list(itertools.product(MESHES, LAYERS, TYPES, (256,) if quick else SIZES))
     seconds, rounds = (0.1, (3, 9)) if quick else (0.5, (7, 21))
-    cases = [case(*each, seconds, rounds) for each in tqdm(grid, "layers", disable=None)]
-    prose = (
-        "Layers of jaxmp and the same ones in `jax.numpy`, under explicit shardings over data x model devices; x and "
-        "the weights are n x n. *FSDP*: one product, rows of x and of w over all devices. *MLP, FSDP + TP*: two layers "
-        'with "gelu", weights over both axes. *gated*: `jaxmp.gated_mlp` with "silu". *gradient*: value and all '
-        "gradients. Medians of interleaved rounds; ratios above 1 are in favour of jaxmp."
-    )
-    return Report("Layers", prose, tables(cases), {"cases": cases})
+    rows = [case(*each, seconds, rounds) for each in tqdm(grid, "layers", disable=None)]
+    ratios = means(rows, ["layer", "type"], {"forward": min, "gradient": min})
+    return {"layers": {"means": ratios, "rows": rows}}
 
 
 if __name__ == "__main__":

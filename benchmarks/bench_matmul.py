@@ -10,9 +10,10 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-from common import Report, geometric_mean, interleaved, main
+from common import interleaved, main
 from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
+from tables import means
 from tqdm import tqdm
 
 import jaxmp
@@ -32,7 +33,13 @@ TYPES = [
     ("float8_e4m3fn", "bfloat16"),
 ]
 RANKS = (2, 4)
-CONTENDERS = ("jaxmp", "xla", "one device, xla", "one device, jaxmp")
+# Contenders, and the columns of their rates in GFLOP/s.
+CONTENDERS = {
+    "jaxmp": "jaxmp",
+    "xla": "XLA",
+    "one device, xla": "one dev. XLA",
+    "one device, jaxmp": "one dev. jaxmp",
+}
 
 
 def operand(shape, dtype, sharding, seed):
@@ -91,17 +98,11 @@ def case(pattern, ranks, shape, types, seconds, rounds):
     check(calls, shape, types)
     times = interleaved({name: calls[name] for name in CONTENDERS}, seconds, rounds)
     limit = min(times["one device, xla"], times["one device, jaxmp"])
-    return {
-        "pattern": pattern,
-        "ranks": ranks,
-        "shape": shape,
-        "types": types,
-        "implementation": row.implementation,
-        "seconds": times,
-        "to_xla": times["xla"] / times["jaxmp"],
-        "to_limit": limit / times["jaxmp"],
-        "xla_to_limit": limit / times["xla"],
-    }
+    m, k, n = shape
+    result = {"pattern": pattern, "devices": ranks, "m x k x n": label_of_shape(shape), "types": label_of_types(types)}
+    result |= {"sizes": size_of(shape), "way": row.implementation, "jaxmp ms": times["jaxmp"] * 1e3}
+    result |= {column: 2e-9 * m * k * n / times[name] for name, column in CONTENDERS.items()}
+    return result | {"jaxmp / XLA": times["xla"] / times["jaxmp"], "jaxmp / limit": limit / times["jaxmp"]}
 
 
 def label_of_shape(shape):
@@ -119,42 +120,6 @@ def size_of(shape):
     return "1024 and above" if max(shape) >= 1024 else "256 and 512"
 
 
-def summary(cases):
-    """Geometric means per types and size class, and the worst row, which a mean would hide."""
-    rows = []
-    for types, size in itertools.product(TYPES, ("8 and 64 rows", "256 and 512", "1024 and above")):
-        group = [c for c in cases if tuple(c["types"]) == types and size_of(tuple(c["shape"])) == size]
-        if not group:
-            continue
-        worst = min(group, key=lambda c: c["to_xla"])
-        rows.append(
-            [
-                label_of_types(types),
-                size,
-                f"{geometric_mean(c['to_xla'] for c in group):.2f}",
-                f"{geometric_mean(c['to_limit'] for c in group):.2f}",
-                f"{geometric_mean(c['xla_to_limit'] for c in group):.2f}",
-                f"{worst['to_xla']:.2f} ({worst['pattern']}, {worst['ranks']}, {label_of_shape(worst['shape'])})",
-            ]
-        )
-    return ["types", "sizes", "jaxmp / XLA", "jaxmp / limit", "XLA / limit", "worst jaxmp / XLA"], rows
-
-
-def detail(cases):
-    rows = []
-    for c in cases:
-        m, k, n = c["shape"]
-        rate = {name: 2e-9 * m * k * n / seconds for name, seconds in c["seconds"].items()}
-        rows.append(
-            [c["pattern"], c["ranks"], label_of_shape(c["shape"]), label_of_types(c["types"]), c["implementation"]]
-            + [f"{c['seconds']['jaxmp'] * 1e3:.3f}"]
-            + [f"{rate[name]:.0f}" for name in CONTENDERS]
-            + [f"{c['to_xla']:.2f}", f"{c['to_limit']:.2f}"]
-        )
-    columns = ["pattern", "devices", "m x k x n", "types", "way", "jaxmp ms", "jaxmp", "XLA", "one dev. XLA"]
-    return [*columns, "one dev. jaxmp", "/ XLA", "/ limit"], rows
-
-
 def measure(quick):
     shapes = [*FEW_ROWS[:1], (256, 256, 256), (1024, 1024, 1024)] if quick else FEW_ROWS + SHAPES
     grid = [
@@ -163,17 +128,12 @@ def measure(quick):
         if each[0][0] != "float8_e4m3fn" or each[1][0] % (16 * each[3]) == 0  # fp8 has 16 rows on each device, or more
     ]
     seconds, rounds = (0.1, (5, 15)) if quick else (0.5, (9, 41))
-    cases = [
+    rows = [
         case(pattern, ranks, shape, types, seconds, rounds)
         for types, shape, pattern, ranks in tqdm(grid, "matmul", disable=None)
     ]
-    prose = (
-        "Rates in GFLOP/s, medians of interleaved rounds. *Limit*: the better of the two one-device rates of the "
-        "same product in the same rounds. *way*: the implementation that jaxmp chose."
-    )
-    return Report(
-        "Sharded products", prose, [("Geometric means", *summary(cases)), ("Rows", *detail(cases))], {"cases": cases}
-    )
+    ratios = {"jaxmp / XLA": min, "jaxmp / limit": min}
+    return {"matmul": {"means": means(rows, ["types", "sizes"], ratios, across="pattern"), "rows": rows}}
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from bench_matmul import PATTERNS, contenders, label_of_shape, label_of_types
-from common import Report, main
+from bench_matmul import PATTERNS, contenders, label_of_types
+from common import main
+from tables import means
 from tqdm import tqdm
 
 RANKS = 4
@@ -62,16 +63,13 @@ def in_child(*arguments):
 
 def measure(quick):
     shape = (512, 1024, 2048) if quick else SHAPE
-    cases, rows = [], []
+    rows = []
     for types, pattern in tqdm(list(itertools.product(TYPES, PATTERNS)), "memory", disable=None):
         result = shape[0] * shape[2] * jnp.dtype(types[1]).itemsize
-        peak = {name: in_child(name, pattern, shape, types) for name in ("jaxmp", "xla")}
-        cases.append({"pattern": pattern, "shape": shape, "types": types, "result": result, "peak": peak})
-        sizes = [f"{size / 2**20:.1f}" for size in (result, peak["jaxmp"], peak["xla"])]
-        rows.append([pattern, label_of_types(types), *sizes, f"{peak['jaxmp'] / peak['xla']:.2f}"])
-    prose = f"{label_of_shape(shape)} on {RANKS} devices; MiB beyond the operands."
-    columns = ["pattern", "types", "size of D", "jaxmp", "XLA", "jaxmp / XLA"]
-    return Report("Peak memory", prose, [("", columns, rows)], {"cases": cases})
+        ours, theirs = (in_child(name, pattern, shape, types) for name in ("jaxmp", "xla"))
+        sizes = {"size of D": result / 2**20, "jaxmp": ours / 2**20, "XLA": theirs / 2**20}
+        rows.append({"pattern": pattern, "types": label_of_types(types), **sizes, "jaxmp / XLA": ours / theirs})
+    return {"memory": {"means": means(rows, ["types"], {"jaxmp / XLA": max}, across="pattern"), "rows": rows}}
 
 
 if __name__ == "__main__":

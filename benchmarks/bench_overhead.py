@@ -6,9 +6,10 @@ import itertools
 
 import jax
 import jax.numpy as jnp
-from common import Report, interleaved, main
+from common import interleaved, main
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tables import means
 
 import jaxmp
 
@@ -48,28 +49,31 @@ def gathered_product(ranks, n, dtype):
     return functools.partial(jax.jit(lambda x: x + 1), a), functools.partial(product, a, b)
 
 
-def sharded(quick):
-    """Microseconds by type, ranks and size: of x + 1, of a product of 16 x 16 matrices, and of larger ones."""
-    found = {}
+def meeting(quick):
+    """Where the time of a product over several devices goes, in microseconds.
+
+    "x + 1": this program on as many devices, which XLA takes to start one; "ranks meet": what a product of 16 x 16
+    matrices takes beyond it; "work": the product on one device, which has all processors, without its start; "rest":
+    what remains of "all". "at best" is the share of one device's rate if ranks met in no time and nothing remained.
+    """
+    rows = []
     for dtype in SHARDED_TYPES:
         calls = {}
         for ranks in (1, *RANKS):
             calls["add", ranks], calls["product", ranks, 16] = gathered_product(ranks, 16, dtype)
             calls |= {("product", ranks, n): gathered_product(ranks, n, dtype)[1] for n in SHARDED_SIZES}
-        found |= {(dtype, *key): value for key, value in times_of(calls, quick).items()}
-    rows = []
-    for dtype, n, ranks in itertools.product(SHARDED_TYPES, SHARDED_SIZES, RANKS):
-        add, small = found[dtype, "add", ranks], found[dtype, "product", ranks, 16]
-        alone, whole = found[dtype, "product", 1, n], found[dtype, "product", ranks, n]
-        work = alone - found[dtype, "product", 1, 16]
-        values = [add, small - add, work, whole - small - work, whole, alone]
-        shares = [alone / whole, alone / (add + work)]
-        rows.append([f"{n}^3", dtype, ranks, *(f"{v:.0f}" for v in values), *(f"{v:.2f}" for v in shares)])
-    columns = ["product", "type", "devices", "x + 1", "ranks meet", "work", "rest", "all", "one device", "/ limit"]
-    return [*columns, "at best"], rows, [[*key, value] for key, value in found.items()]
+        found = times_of(calls, quick)
+        for n, ranks in itertools.product(SHARDED_SIZES, RANKS):
+            add, small = found["add", ranks], found["product", ranks, 16]
+            alone, whole = found["product", 1, n], found["product", ranks, n]
+            work = alone - found["product", 1, 16]
+            row = {"product": f"{n}^3", "type": dtype, "devices": ranks, "x + 1": add, "ranks meet": small - add}
+            row |= {"work": work, "rest": whole - small - work, "all": whole, "one device": alone}
+            rows.append(row | {"of one device": alone / whole, "at best": alone / (add + work)})
+    return {"means": means(rows, ["type", "product"], {"of one device": min, "at best": min}), "rows": rows}
 
 
-def measure(quick):
+def overhead(quick):
     a, b = operands(64)
     calls = {
         "jaxmp": functools.partial(jax.jit(jaxmp.matmul), a, b),
@@ -78,34 +82,29 @@ def measure(quick):
         "jaxmp, eager": functools.partial(jaxmp.matmul, a, b),
         "jnp, eager": functools.partial(jnp.matmul, a, b),
     }
-    micros = times_of(calls, quick)
-    jnps = {name: micros["jnp, eager" if name.endswith("eager") else "jnp"] for name in micros}
-    rows = [
-        [name, f"{value:.1f}", f"{value - jnps[name]:+.1f}", f"{value / jnps[name]:.2f}"]
-        for name, value in micros.items()
-    ]
-    eager = {f"{n}x{n}x{n}": [one_size(module, n) for module in (jaxmp, jnp)] for n in SIZES}
-    eager |= {kind: [call, kinds(jnp)[kind]] for kind, call in kinds(jaxmp).items()}
-    pairs = {name: times_of(dict(zip(("jaxmp", "jnp"), both, strict=True)), quick) for name, both in eager.items()}
-    eager_rows = [
-        [name, f"{t['jaxmp']:.1f}", f"{t['jnp']:.1f}", f"{t['jaxmp'] / t['jnp']:.2f}"] for name, t in pairs.items()
-    ]
-    sharded_columns, sharded_rows, sharded_micros = sharded(quick)
-    prose = (
-        "Microseconds per call, waiting for each result; float32 and one device but for the last table. The first "
-        "table is of 64x64 matrices. The last one is of a product with gathered rows. *x + 1*: this program on as many "
-        "devices, whose time XLA takes to start one; *ranks meet*: what a product of 16x16 matrices takes beyond it; "
-        "*work*: the product on one device, which has all processors, without its start; *rest*: what remains of "
-        "*all*; */ limit*: the time of one device over that of all; *at best*: the same if ranks met in no time and "
-        "nothing remained."
-    )
-    tables = [
-        ("", ["call", "µs", "to jnp", "ratio"], rows),
-        ("Eager calls; the kinds are of 64x64 matrices", ["product", "jaxmp µs", "jnp µs", "ratio"], eager_rows),
-        ("Where the time of a product over several devices goes", sharded_columns, sharded_rows),
-    ]
-    data = {"microseconds": micros, "eager": pairs, "sharded": sharded_micros}
-    return Report("Overhead of a call", prose, tables, data)
+    rows = []
+    for name, micros in (found := times_of(calls, quick)).items():
+        jnps = found["jnp, eager" if name.endswith("eager") else "jnp"]
+        rows.append({"call": name, "µs": micros, "to jnp": micros - jnps, "to jnp's": micros / jnps})
+    return {
+        "means": [{row["call"]: row["to jnp's"] for row in rows if not row["call"].startswith("jnp")}],
+        "rows": rows,
+    }
+
+
+def eager(quick):
+    calls = {f"{n}x{n}x{n}": [one_size(module, n) for module in (jaxmp, jnp)] for n in SIZES}
+    calls |= {kind: [call, kinds(jnp)[kind]] for kind, call in kinds(jaxmp).items()}
+    rows = []
+    for name, both in calls.items():
+        micros = times_of(dict(zip(("jaxmp", "jnp"), both, strict=True)), quick)
+        row = {"product": name, **{f"{who} µs": each for who, each in micros.items()}}
+        rows.append(row | {"jaxmp / jnp": micros["jaxmp"] / micros["jnp"]})
+    return {"means": means(rows, [], {"jaxmp / jnp": max}), "rows": rows}
+
+
+def measure(quick):
+    return {"overhead": overhead(quick), "eager": eager(quick), "meeting": meeting(quick)}
 
 
 def times_of(calls, quick):

@@ -12,7 +12,7 @@ import statistics
 import bench_matmul
 import jax
 import jax.numpy as jnp
-from common import Report, interleaved, main
+from common import interleaved, main
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
@@ -91,28 +91,26 @@ def summary(groups):
             continue
         ratios = [case["predicted"] / case["measured"] for group in chosen for case in group]
         pairs, told, apart, told_apart = (sum(each) for each in zip(*map(ordered, chosen), strict=True))
+        within = sum(0.75 <= ratio <= 1.25 for ratio in ratios)
         rows.append(
-            [
-                "all" if types is None else bench_matmul.label_of_types(types),
-                len(ratios),
-                f"{statistics.median(ratios):.2f}",
-                f"{min(ratios):.2f} to {max(ratios):.2f}",
-                f"{sum(0.75 <= ratio <= 1.25 for ratio in ratios)} of {len(ratios)}",
-                f"{told} of {pairs}",
-                f"{told_apart} of {apart}",
-            ]
+            {
+                "types": "all" if types is None else bench_matmul.label_of_types(types),
+                "median": statistics.median(ratios),
+                "range": f"{min(ratios):.2f}-{max(ratios):.2f}",
+                "within 25 %": f"{within}/{len(ratios)}",
+                "pairs in order": f"{told}/{pairs}",
+                "apart": f"{told_apart}/{apart}",
+            }
         )
-    columns = ["types", "rows", "median", "range", "within 25 %", "pairs in order", "of those apart"]
-    return columns, rows
+    return rows
 
 
-def detail(groups):
-    return ["m x k x n", "types", "devices", *(f"{pattern} ms" for pattern in PATTERNS)], [
-        [bench_matmul.label_of_shape(group[0]["shape"]), bench_matmul.label_of_types(group[0]["types"])]
-        + [group[0]["ranks"]]
-        + [f"{case['predicted'] * 1e3:.2f} / {case['measured'] * 1e3:.2f}" for case in group]
-        for group in groups
-    ]
+def detail(group):
+    """A row of one product: each pattern's times."""
+    shape, types, ranks = (group[0][key] for key in ("shape", "types", "ranks"))
+    row = {"m x k x n": bench_matmul.label_of_shape(shape), "types": bench_matmul.label_of_types(types)}
+    times = {f"{c['pattern']} {kind} ms": c[kind] * 1e3 for c in group for kind in ("predicted", "measured")}
+    return row | {"devices": ranks} | times
 
 
 def measure(quick):
@@ -128,20 +126,9 @@ def measure(quick):
         ]
     after = calibration.measure()
     drift = {name: after["rates"][name] / rate for name, rate in before["rates"].items()}
-    prose = (
-        "Predicted over measured time of a product; measured times are medians, and the patterns of one product ran in "
-        f"turns. *pairs in order*: two patterns of one product, told in the right order, or within "
-        f"{CLOSE - 1:.0%} of each other in both; *of those apart*: the pairs that were measured further apart than "
-        "that. Rates of one device at the end over those at the start: "
-        + ", ".join(f"{name} {ratio:.2f}" for name, ratio in drift.items())
-        + "."
-    )
-    return Report(
-        "Predicted times",
-        prose,
-        [("", *summary(groups)), ("Predicted / measured", *detail(groups))],
-        {"cases": [case for group in groups for case in group], "hardware": before, "hardware_after": after},
-    )
+    note = "Rates of one device at the end over those at the start: "
+    note += ", ".join(f"{name} {ratio:.2f}" for name, ratio in drift.items()) + "."
+    return {"prediction": {"means": summary(groups), "rows": [detail(group) for group in groups], "note": note}}
 
 
 if __name__ == "__main__":

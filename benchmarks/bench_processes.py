@@ -11,8 +11,9 @@ import time
 import jax
 import jax.numpy as jnp
 from bench_matmul import PATTERNS, label_of_types, operand
-from common import Report, geometric_mean, main
+from common import main
 from jax.sharding import AxisType, NamedSharding
+from tables import means
 from tqdm import tqdm
 
 import jaxmp
@@ -69,26 +70,16 @@ def in_job(nprocesses, sizes, rounds):
     return json.loads(printed[0].splitlines()[-1])
 
 
-def tables(cases):
-    rows, ratios = [], {}
-    for c in cases:
-        ours, theirs = c["seconds"]["jaxmp"], c["seconds"]["jnp"]
-        types = label_of_types((c["type"],) * 2)
-        ratios.setdefault(types, []).append(theirs / ours)
-        times = [f"{ours * 1e3:.1f}", f"{theirs * 1e3:.1f}", f"{theirs / ours:.2f}"]
-        rows.append([c["pattern"], c["processes"], f"{c['size']}^3", types, *times])
-    means = [[types, f"{geometric_mean(each):.2f}", f"{min(each):.2f}"] for types, each in ratios.items()]
-    columns = ["pattern", "processes", "m x k x n", "types", "jaxmp ms", "jnp ms", "jnp / jaxmp"]
-    return [("Geometric means", ["types", "jnp / jaxmp", "worst"], means), ("Rows", columns, rows)]
-
-
 def measure(quick):
     sizes, rounds = ((256,), (3, 3)) if quick else (SIZES, (5, 31))
-    cases = []
+    rows = []
     for nprocesses in tqdm(PROCESSES[:1] if quick else PROCESSES, "processes", disable=None):
-        cases += [{"processes": nprocesses, **each} for each in in_job(nprocesses, sizes, rounds)]
-    prose = "Medians of the first process. All processes share the cores."
-    return Report("Jobs of many processes", prose, tables(cases), {"cases": cases})
+        for c in in_job(nprocesses, sizes, rounds):
+            ours, theirs = c["seconds"]["jaxmp"], c["seconds"]["jnp"]
+            row = {"pattern": c["pattern"], "processes": nprocesses, "m x k x n": f"{c['size']}^3"}
+            row |= {"types": label_of_types((c["type"],) * 2), "jaxmp ms": ours * 1e3, "jnp ms": theirs * 1e3}
+            rows.append(row | {"jnp / jaxmp": theirs / ours})
+    return {"processes": {"means": means(rows, ["types"], {"jnp / jaxmp": min}, across="pattern"), "rows": rows}}
 
 
 if __name__ == "__main__":

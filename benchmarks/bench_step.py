@@ -11,10 +11,11 @@ import statistics
 import jax
 import jax.numpy as jnp
 from bench_matmul import label_of_types
-from common import Report, compile_seconds, interleaved, main
+from common import compile_seconds, interleaved, main
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from tables import means
 from tqdm import tqdm
 
 import jaxmp
@@ -142,26 +143,18 @@ def case(dtype, ranks, quick):
     check(calls, dtype)
     seconds = interleaved(calls, *((0.5, (3, 5)) if quick else (4.0, (15, 61))))
     # The first of each is the first use in this process.
-    compiled = {name: [statistics.median(part) for part in zip(*s[1:], strict=True)] for name, s in compiling.items()}
-    return {"types": (dtype, dtype), "ranks": ranks, "seconds": seconds, "compile": compiled}
+    compiled = {name: sum(map(statistics.median, zip(*s[1:], strict=True))) for name, s in compiling.items()}
+    row = {"types": label_of_types((dtype, dtype)), "devices": ranks}
+    row |= {f"{name} ms": each * 1e3 for name, each in seconds.items()}
+    row |= {"lax / jaxmp": seconds["lax"] / seconds["jaxmp"]}
+    row |= {f"{name} compile": each for name, each in compiled.items()}
+    return row | {"compile": compiled["jaxmp"] / compiled["lax"]}
 
 
 def measure(quick):
     grid = list(itertools.product(TYPES, RANKS))
-    cases = [case(dtype, ranks, quick) for dtype, ranks in tqdm(grid, "step", disable=None)]
-    rows = []
-    for each in cases:
-        ours, theirs = each["seconds"]["jaxmp"], each["seconds"]["lax"]
-        compiled = [sum(each["compile"][name]) for name in CONTENDERS]
-        cells = [label_of_types(each["types"]), each["ranks"], f"{ours * 1e3:.1f}", f"{theirs * 1e3:.1f}"]
-        cells += [f"{theirs / ours:.2f}", *(f"{seconds:.2f}" for seconds in compiled)]
-        rows.append([*cells, f"{compiled[0] / compiled[1]:.2f}"])
-    prose = (
-        f"{BLOCKS} blocks of width {WIDTH} (hidden {HIDDEN}, heads of {HEAD}) on {SEQUENCES} sequences of {LENGTH} "
-        "tokens, sequence parallel over the devices; medians. *compile*: seconds of tracing, lowering and compiling."
-    )
-    columns = ["types", "devices", "jaxmp ms", "lax ms", "lax / jaxmp", "jaxmp compile", "lax compile", "jaxmp / lax"]
-    return Report("A training step in shard_map", prose, [("", columns, rows)], {"cases": cases})
+    rows = [case(dtype, ranks, quick) for dtype, ranks in tqdm(grid, "step", disable=None)]
+    return {"step": {"means": means(rows, ["types"], {"lax / jaxmp": min, "compile": max}), "rows": rows}}
 
 
 if __name__ == "__main__":

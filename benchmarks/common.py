@@ -1,18 +1,15 @@
-"""What the benchmarks share: interleaved timing, the description of the machine, tables and JSON."""
+"""What the benchmarks share: interleaved timing, the description of the machine, and their command line."""
 
 import argparse
-import dataclasses
 import datetime
 import importlib.metadata
-import json
-import math
 import os
 import platform
-import statistics
 import time
 from pathlib import Path
 
 import jax
+import tables
 
 import jaxmp
 from jaxmp._src.hardware.clock import interleaved as interleaved
@@ -24,17 +21,7 @@ for variable in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE"):
     os.environ.pop(variable, None)
 
 EXTENSIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
-PACKAGES = ("jax", "jaxlib", "jaxmp", "numpy", "scipy-openblas32", "mkl")
-
-
-@dataclasses.dataclass
-class Report:
-    """One benchmark's outcome: prose, tables of (title, columns, rows), and everything that was measured."""
-
-    title: str
-    prose: str
-    tables: list[tuple[str, list[str], list[list[str]]]]
-    data: dict
+PACKAGES = ("jax", "jaxlib", "jaxmp", "numpy", "scipy-openblas32")
 
 
 def compile_seconds(f, arguments):
@@ -46,10 +33,6 @@ def compile_seconds(f, arguments):
     traced = time.perf_counter()
     compiled = lowered.compile()
     return (traced - started, time.perf_counter() - traced), compiled
-
-
-def geometric_mean(values):
-    return math.exp(statistics.fmean(map(math.log, values)))
 
 
 def machine():
@@ -74,15 +57,6 @@ def machine():
     }
 
 
-def header(about):
-    versions = ", ".join(f"{package} {version}" for package, version in about["versions"].items())
-    return (
-        f"{about['processor']} ({', '.join(about['extensions']) or 'no vector extensions found'}), "
-        f"{about['cores']} cores, load {about['load']:.1f} at the start, {about['system']}, "
-        f"Python {about['python']}, {versions}, {about['blas']}; {about['date']}."
-    )
-
-
 def table(columns, rows):
     """A markdown table, padded so that it can be read in a terminal as well."""
     widths = [max(len(str(row[i])) for row in [columns, *rows]) for i in range(len(columns))]
@@ -91,23 +65,17 @@ def table(columns, rows):
     return "\n".join("| " + " | ".join(line) + " |" for line in [lines[0], rule, *lines[1:]])
 
 
-def markdown(report):
-    parts = [f"## {report.title}", report.prose]
-    for title, columns, rows in report.tables:
-        parts += [f"**{title}**" if title else "", table(columns, rows)]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
 def main(measure):
-    """Run `measure(quick)` as a script; with --json the measurements also go to a file."""
+    """Run `measure(quick)`, which returns the means and the rows of each section, as a script."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true", help="fewer cases and rounds, to see that everything works")
-    parser.add_argument("--json", type=Path, help="write the measurements here")
+    parser.add_argument("--results", type=Path, help="put the measurements into this machine's file in this folder")
     arguments = parser.parse_args()
     about = machine()
-    report = measure(arguments.quick)
-    text = markdown(report)
-    print(text)
-    if arguments.json:
-        record = {"machine": about, "quick": arguments.quick, "markdown": text, **report.data}
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
+    sections = measure(arguments.quick)
+    for name, section in sections.items():
+        for part in tables.PARTS:
+            lines = [[tables.shown(value) for value in row.values()] for row in section[part]]
+            print(f"\n{name}: {part}\n{table(list(section[part][0]), lines)}")
+    if arguments.results:
+        tables.save(arguments.results, about, sections)

@@ -1,9 +1,8 @@
-"""Draw the pictures of docs/pictures.md: from the tables of docs/benchmarks.md, and of the patterns.
+"""Draw the pictures of the benchmarks, from benchmarks/results, and of the patterns.
 
     python benchmarks/plots.py docs/pictures
 
-The tables are what is kept of a run (benchmarks/results has its JSON, and is not in the repository), so a picture
-shows what the page says. Each picture is drawn for light and for dark pages.
+Pictures of one machine are of the one with AMX. Each picture is drawn for light and for dark pages.
 """
 
 import re
@@ -17,30 +16,21 @@ mpl.use("svg")
 import jax
 import matplotlib.pyplot as plt
 import numpy as np
+import tables
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-BENCHMARKS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+RESULTS = tables.load()
+AMX = RESULTS["amx"]
 OURS, THEIRS, THIRD = "#4878d0", "#d65f5f", "#6acc64"  # told apart by most colour-blind readers, on white and on black
 INKS = {"light": "#202020", "dark": "#d0d0d0"}
 
 
-def table(heading, first_column, page=BENCHMARKS):
-    """The rows, as dicts, of the table in the section `heading` whose first column is `first_column`."""
-    section = page.read_text().partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    tables = re.findall(r"((?:^\|.*\|\n)+)", section + "\n", flags=re.M)
-    for lines in tables:
-        head, _, *rows = ([cell.strip() for cell in line.strip("|\n").split("|")] for line in lines.splitlines())
-        if head[0] == first_column:
-            return [dict(zip(head, row, strict=True)) for row in rows]
-    raise ValueError(f"{page.name} has no table of {first_column} under {heading}")
-
-
 def rates():
     """Rates of every row of the sharded products, as shares of the limit, by type and shape."""
-    rows = table("Sharded products", "pattern")
+    rows = AMX["matmul"]["rows"]
     types = list(dict.fromkeys(row["types"] for row in rows))
     figure, axes = plt.subplots(1, len(types), figsize=(10, 3.4), sharey=True)
     for axis, kind in zip(axes, types, strict=True):
@@ -61,7 +51,7 @@ def rates():
 
 def share_of_limit(row, name):
     """A row's rate as a share of the better rate of one device."""
-    return float(row[name]) / max(float(row["one dev. XLA"]), float(row["one dev. jaxmp"]))
+    return row[name] / max(row["one dev. XLA"], row["one dev. jaxmp"])
 
 
 def name_rows(axis, names):
@@ -71,41 +61,45 @@ def name_rows(axis, names):
 
 
 def against_xla():
-    """Geometric means of jaxmp's rate to XLA's, by type and size, and the worst rows."""
-    rows = table("Sharded products", "types")[::-1]
-    figure, axis = plt.subplots(figsize=(8, 4))
-    for i, row in enumerate(rows):
-        mean, worst = float(row["jaxmp / XLA"]), float(row["worst jaxmp / XLA"].split()[0])
-        axis.barh(i, mean, color=OURS, height=0.65)
-        axis.plot(worst, i, "|", color=THEIRS, markersize=12, markeredgewidth=2)
-        axis.text(mean + 0.05, i, f"{mean:.2f}", va="center", fontsize=8)
-    name_rows(axis, [f"{row['types'].replace('->', '→')}, {row['sizes']}" for row in rows])
-    axis.set_xlabel("jaxmp's rate / XLA's (bar: geometric mean; mark: worst row)")
+    """Geometric means of jaxmp's rate to XLA's, by type and size, and the worst rows, on each machine."""
+    machines = {name: sections["matmul"]["means"] for name, sections in RESULTS.items() if "matmul" in sections}
+    figure, axes = plt.subplots(1, len(machines), figsize=(10, 4), sharex=True, sharey=True)
+    for axis, (machine, means) in zip(axes, machines.items(), strict=True):
+        rows = means[::-1]
+        for i, row in enumerate(rows):
+            mean, worst = row["jaxmp / XLA"]
+            axis.barh(i, mean, color=OURS, height=0.65)
+            axis.plot(worst, i, "|", color=THEIRS, markersize=12, markeredgewidth=2)
+            axis.text(mean + 0.05, i, f"{mean:.2f}", va="center", fontsize=8)
+        name_rows(axis, [f"{row['types'].replace('->', '→')}, {row['sizes']}" for row in rows])
+        axis.margins(x=0.15)
+        axis.set_title(machine, fontsize=9)
+    figure.supxlabel("jaxmp's rate / XLA's (bar: geometric mean; mark: worst row)", fontsize=9)
     return figure
 
 
 def determinism():
     """Geometric means of the time of each level to that of run_to_run, and the worst rows."""
-    rows = table("Cost of determinism", "level")[::-1]
+    rows = [(level, row) for level in ("topology", "batch") for row in AMX["determinism"]["means"][::-1]]
     figure, axis = plt.subplots(figsize=(8, 3.2))
-    for i, row in enumerate(rows):
-        mean, worst = float(row["geometric mean"]), float(row["worst"].split()[0])
+    for i, (level, row) in enumerate(rows):
+        mean, worst = row[level]
         axis.plot([mean, worst], [i, i], color="gray", linewidth=1)
         axis.plot(mean, i, "o", color=OURS)
         axis.plot(worst, i, "|", color=THEIRS, markersize=12, markeredgewidth=2)
-    name_rows(axis, [f"{row['level']}, {row['type']}, {row['sizes']}" for row in rows])
+    name_rows(axis, [f'"{level}", {row["type"]}, {row["sizes"]}' for level, row in rows])
     axis.set_xlabel('time / time of "run_to_run" (point: geometric mean; mark: worst row)')
     return figure
 
 
 def memory():
     """Peak memory beyond the operands."""
-    rows = table("Peak memory", "pattern")
+    rows = AMX["memory"]["rows"]
     figure, axis = plt.subplots(figsize=(8, 3))
     places = np.arange(len(rows))
     columns = (("size of D", "size of D", THIRD), ("jaxmp", "jaxmp", OURS), ("XLA", "XLA", THEIRS))
     for i, (column, name, colour) in enumerate(columns):
-        axis.bar(places + 0.27 * (i - 1), [float(row[column]) for row in rows], 0.25, color=colour, label=name)
+        axis.bar(places + 0.27 * (i - 1), [row[column] for row in rows], 0.25, color=colour, label=name)
     axis.set_xticks(places, [f"{row['pattern']}, {row['types'].replace('->', '→')}" for row in rows], fontsize=8)
     axis.set_ylabel("MiB beyond the operands")
     axis.legend(fontsize=8)
@@ -114,11 +108,11 @@ def memory():
 
 def eager():
     """Times of eager calls of small products."""
-    rows = table("Overhead of a call", "product")
+    rows = AMX["eager"]["rows"]
     figure, axis = plt.subplots(figsize=(8, 3))
     places = np.arange(len(rows))
     for i, (column, name, colour) in enumerate((("jaxmp µs", "jaxmp", OURS), ("jnp µs", "jnp", THEIRS))):
-        axis.bar(places + 0.36 * (i - 0.5), [float(row[column]) for row in rows], 0.34, color=colour, label=name)
+        axis.bar(places + 0.36 * (i - 0.5), [row[column] for row in rows], 0.34, color=colour, label=name)
     axis.set_yscale("log")
     axis.set_xticks(places, [row["product"] for row in rows], fontsize=7, rotation=25, ha="right")
     axis.set_ylabel("µs per eager call")

@@ -103,7 +103,7 @@ suppress_warnings = ["config.cache"]  # of hooks below, which need no cache
 
 # Files of the repository that are pages of the site.
 PAGES = {
-    "README.md": "overview.md",
+    "README.md": "index.md",
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",

@@ -1,4 +1,4 @@
-"""The ways to call the library: one `Mode` per row of the README's table, each under the name that test ids show."""
+"""The ways to call the library: one `Mode` per row of docs/matmul.md's table, under the name that test ids show."""
 
 from __future__ import annotations
 

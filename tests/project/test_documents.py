@@ -6,6 +6,7 @@ import inspect
 import pkgutil
 import pydoc
 import re
+import runpy
 import tomllib
 from pathlib import Path
 
@@ -13,6 +14,8 @@ import documents
 import pytest
 
 import jaxmp
+from jaxmp._src.explain import rows
+from jaxmp._src.fuse import rewrite
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = ["distributed", "quantize", "reference", "testing"]
@@ -110,6 +113,11 @@ def test_links_between_documents_lead_somewhere(document):
             assert (document.parent / target).exists(), f"{document.name} links to {target}"
 
 
+def test_the_tables_of_the_benchmarks_are_those_of_their_json():
+    tables = runpy.run_path(str(ROOT / "benchmarks" / "tables.py"))
+    assert (ROOT / "docs" / "benchmarks.md").read_text() == tables["page"](), "python benchmarks/run.py --page"
+
+
 def test_a_source_distribution_has_what_its_tests_read():
     """The tests go along with the sources, and these tests read documents."""
     exclude = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["scikit-build"]["sdist"]["exclude"]
@@ -120,37 +128,56 @@ def test_a_source_distribution_has_what_its_tests_read():
 def test_every_promise_about_bits_names_tests_that_exist():
     """A promise is as good as the test that proves it, and a test as the promise that it is known to prove."""
     lines = (ROOT / "docs" / "determinism.md").read_text().split("## Which test proves it")[1].splitlines()
-    rows = [line for line in lines if line.startswith("|")][2:]
-    assert len(rows) >= 15
-    for row in rows:
+    lines = [line for line in lines if line.startswith("|")][2:]
+    assert lines
+    for row in lines:
         named = re.findall(r"`(tests/[\w/]+\.\w+)(?:::(\w+))?`", row)
         assert named, row
         for path, name in named:
             assert not name or f"\ndef {name}(" in (ROOT / path).read_text(), f"{path}::{name}"
-    named = set(re.findall(r"test_determinism\w*\.py::(\w+)", "\n".join(rows)))
+    named = set(re.findall(r"test_determinism\w*\.py::(\w+)", "\n".join(lines)))
     files = (ROOT / "tests").glob("test_determinism*.py")
     tests = {name for path in files for name in re.findall(r"\ndef (test_\w+)\(", path.read_text())}
     of_tools = re.compile("explain|key|unknown_level|slips_in")
     assert not [name for name in tests - named if not of_tools.search(name)]
 
 
-def test_the_readme_lists_the_commands_of_the_makefile():
+def test_the_commands_that_documents_name_are_those_of_the_makefile():
     targets = set(re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), flags=re.M))
-    named = set(re.findall(r"`make ([a-z-]+)`", (ROOT / "README.md").read_text()))
+    text = "\n".join(path.read_text() for path in [ROOT / "CONTRIBUTING.md", *DOCUMENTS] if path.stem != "CHANGELOG")
+    named = set(re.findall(r"`make ([a-z-]+)", text))
+    assert named
     assert named <= targets
-    assert targets - named <= {"help", "clean", "test-cpp"}
+
+
+@pytest.mark.parametrize("name", ["CONTRIBUTING.md", "docs/architecture.md"])
+def test_the_files_that_a_document_names_exist(name):
+    """`folder/module` of jaxmp/_src, or a path of the repository."""
+    named = set(re.findall(r"`((?:[\w.]+/)+\w+(?:\.\w+)?)`", (ROOT / name).read_text()))
+    assert named
+    folders = (ROOT, ROOT / "jaxmp/_src")
+    missing = {path for path in named if not any((f / path).exists() or (f / f"{path}.py").exists() for f in folders)}
+    assert missing <= {"build/docs"}, missing
 
 
 def test_every_row_of_the_faults_names_a_test_that_exists():
-    document = (ROOT / "docs" / "faults.md").read_text().partition("## Soak")[0]
+    document = (ROOT / "docs" / "faults.md").read_text()
     tests = "\n".join(path.read_text() for path in (ROOT / "tests" / "process").glob("test_*.py"))
-    rows = [line for line in document.splitlines() if line.startswith("| ") and "---" not in line][1:]
-    assert len(rows) >= 15
-    for row in rows:
-        named = re.findall(r"`(test_\w+)`", row)
-        assert named, f"names no test: {row}"
+    table = document.split("## What each rank sees")[1].split("\n## ")[0]
+    lines = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert lines
+    assert not [line for line in lines if not re.search(r"`test_\w+`", line)]
     for name in re.findall(r"`(test_\w+)`", document):
         assert f"def {name}(" in tests, f"docs/faults.md names {name}"
+
+
+def test_every_reason_of_explain_is_in_the_documents():
+    """In docs/fuse.md why a product stays JAX's, in docs/troubleshooting.md why a collective runs beside the calls."""
+    stays = (ROOT / "docs" / "fuse.md").read_text()
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    assert [reason for reason in rewrite.REASONS.values() if f"*{reason}" not in stays] == []
+    beside = (*rewrite.NOTES.values(), *rows._COMMUNICATES.values(), *rows._SCOPES.values())
+    assert [reason for reason in beside if f"*{reason}*" not in page] == []
 
 
 def test_every_public_name_has_a_page_of_the_api():

@@ -17,7 +17,7 @@ using namespace abi;  // NOLINT: cuBLAS's own names, everywhere below
 constexpr int64_t kAvx512Columns = 256;
 
 // Where sums may be in any order: few columns, and of f32 and f16 with AVX-512 any number of them, beside OpenBLAS
-// (docs/benchmarks-avx512.md).
+// (docs/benchmarks.md).
 bool IsSimdFasterThanBlas(cudaDataType_t type, const ProductKind& p) {
   if (facts(type).is_complex) return false;
   if (p.n <= kSmallN && p.trans_a == CUBLAS_OP_N && simd_level() != SimdLevel::kPortable) return true;
@@ -25,7 +25,7 @@ bool IsSimdFasterThanBlas(cudaDataType_t type, const ProductKind& p) {
   return p.n <= kAvx512Columns || blas_is_openblas();
 }
 
-// By rate (docs/benchmarks.md, docs/benchmarks-mkl.md). MKL's own 16-bit kernels need AMX: on Zen 4 it widens bf16 and
+// By rate (docs/benchmarks.md). MKL's own 16-bit kernels need AMX: on Zen 4 it widens bf16 and
 // runs at the rate of sgemm, our AVX512_BF16 kernel at twice that (on Intel: features.cc).
 Kernel KernelOfType(cudaDataType_t type, const ProductKind& p, bool is_alpha_one) {
   const bool is_bf16 = type == CUDA_R_16BF, is_16bit = facts(type).is_16bit, is_plain = p.trans_a == CUBLAS_OP_N;
