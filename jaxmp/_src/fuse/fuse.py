@@ -83,8 +83,8 @@ def _evaluate(options: Options, graph: Graph, known: dict[Any, Any]) -> list[Any
     try:
         return Rewriter(options).results(graph, known)
     except Exception as error:
-        # What runs may have failed, in one process of several perhaps, or have had an effect already.
-        if isinstance(error, RuntimeError) or any(eqn.effects for eqn in graph.equations):
+        # A run that fails, perhaps in one process of several, and what has had effects, cannot be tried again.
+        if isinstance(error, RuntimeError | Warning) or any(eqn.effects for eqn in graph.equations):
             raise
         values = dict(known)
         jax_tracing.evaluate_each(graph.equations, values)

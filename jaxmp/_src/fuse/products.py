@@ -272,7 +272,7 @@ def _with_activation(graph: Graph, product: Product) -> Product:
 def _with_c(graph: Graph, product: Product) -> Product:
     """A sum with another array of the result's type, which the call adds to its product."""
     found = _next(graph, product, "add") or _next(graph, product, "add_any")
-    if found is None:
+    if found is None or product.x.ndim == 1:
         return product
     i, eqn = found
     others = [v for v in eqn.invars if v is not product.result]
