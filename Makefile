@@ -3,7 +3,6 @@
 
 PYTHON ?= python3
 JAX    ?=
-EXTRAS ?=
 ARGS   ?=
 
 .DEFAULT_GOAL := help
@@ -14,7 +13,7 @@ SHELL := /bin/bash
 TAG := $(shell $(PYTHON) -c 'import sys; print("py%d.%d" % sys.version_info[:2])' 2>/dev/null)$(if $(JAX),-jax$(JAX))
 DEMO  := .venv/demo-$(TAG)
 TEST  := .venv/test-$(TAG)
-BENCH := .venv/bench-$(TAG)$(if $(EXTRAS),-$(EXTRAS))
+BENCH := .venv/bench-$(TAG)
 LINT  := .venv/lint-$(TAG)
 WHEELS := .venv/wheels-$(TAG)
 WHEEL := .venv/wheel-$(TAG)
@@ -177,8 +176,8 @@ test-cublasmp: $(TEST)/.ready ## Run the C++ tests, and what the real cuBLASMp d
 	$(call cpp_tests,cpp-$(TAG),Release,)
 
 .PHONY: determinism
-determinism: $(DEMO)/.ready ## Check every promise about bits on this machine (ARGS=--quick for a short run)
-	$(DEMO)/bin/python -P -m jaxmp determinism $(ARGS)
+determinism: $(DEMO)/.ready ## Check products and every promise about bits on this machine (ARGS=--quick for a short run)
+	$(DEMO)/bin/python -P -m jaxmp selftest $(ARGS)
 
 .PHONY: sanitize
 sanitize: $(TEST)/.ready ## Run the C++ tests under the address, undefined-behaviour and thread sanitizers
@@ -218,7 +217,7 @@ format: $(LINT)/.ready ## Rewrite the sources in the project's style
 	$(LINT)/bin/clang-format -i $(CXX_STYLED)
 
 .PHONY: bench
-bench: $(BENCH)/.ready ## Compare with XLA and write the tables (ARGS=--quick for a short run, EXTRAS=mkl with MKL)
+bench: $(BENCH)/.ready ## Compare with XLA and write the tables (ARGS=--quick for a short run)
 	$(BENCH)/bin/python benchmarks/run.py $(ARGS)
 
 .PHONY: bench-quick
@@ -270,7 +269,7 @@ $(MPI)/.ready: $(WHEEL)/.ready
 	$(call wheel_venv,$(MPI),mpi)
 
 $(BENCH)/.ready: $(ALL_SOURCES)
-	$(call new_venv,$(BENCH),'.[bench$(if $(EXTRAS),$(COMMA)$(EXTRAS))]')
+	$(call new_venv,$(BENCH),'.[bench]')
 
 $(LINT)/.ready: .ci/requirements-lint.txt
 	$(call new_venv,$(LINT),-r .ci/requirements-lint.txt jax numpy)

@@ -154,7 +154,7 @@ def restructured(text: str) -> str:
     def replaced(match: re.Match[str]) -> str:
         code, rest = match.groups()
         name = code.removeprefix("jaxmp.")
-        known = name in jaxmp.__all__ and name not in ("distributed", "quantize", "reference")
+        known = name in jaxmp.__all__ and name not in ("distributed", "quantize")
         return (f":py:obj:`{code} <jaxmp.{name}>`" if known else f"``{code}``") + ("\\ " if rest else "")
 
     parts = re.split(r"(`[^`\n]+`)", text)

@@ -2,7 +2,7 @@
 
 import importlib.metadata as _metadata
 
-from jaxmp import distributed, quantize, reference
+from jaxmp import distributed, quantize
 from jaxmp._src import registration as _registration  # noqa: F401  registers the rules of the primitives
 from jaxmp._src.advise.advise import Advice, advise
 from jaxmp._src.advise.program import ProgramAdvice
@@ -74,7 +74,6 @@ __all__ = [
     "plan_cache_info",
     "profile",
     "quantize",
-    "reference",
     "register",
     "scaled_matmul",
     "to_block_cyclic",

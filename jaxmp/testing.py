@@ -1,22 +1,10 @@
-"""Tools for tests of programs that rely on bits, and the checker of docs/determinism.md.
-
-    jaxmp determinism            every promise, on this machine (minutes)
-    jaxmp determinism --quick    the same with fewer shapes (a minute)
-    jaxmp determinism --implementation cublasmp    what cuBLASMp keeps, on this machine's GPUs
-
-`python -m jaxmp.testing determinism` is the same command.
-
-It needs no test framework, prints what it compares, and exits with status 1 at the first shape that breaks a promise.
-"""
+"""`assert_bitwise_equal`, for tests of programs that rely on bits, and the checks behind `jaxmp selftest`."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import itertools
-import sys
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -29,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 from jaxmp._src.lowering import fixed_shape
 from jaxmp._src.ops import matmul as matmul_lib
 from jaxmp._src.runtime.bitwise import assert_bitwise_equal as assert_bitwise_equal
-from jaxmp._src.runtime.bitwise import bits_of
 from jaxmp._src.spec import epilogs
 from jaxmp._src.spec.activations import pack_relu_aux
 from jaxmp._src.spec.epilogs import Epilog
@@ -307,75 +294,3 @@ def _checks_of_topology(implementation: str, dtype: str, is_quick: bool, devices
     for epilog in [epilog for epilog in EPILOGS if _serves(implementation, dtype, epilog)][1 :: 6 if is_quick else 1]:
         run = functools.partial(check, (m, n, 40), epilog, devices[-1:])
         yield Check("topology", f"{head} k=40 {epilog.name}", run)
-
-
-def varying_row_counts(dtype: str = "float32", k: int = 301, n: int = 301) -> list[int]:
-    """Row counts for which plain `jnp.matmul` gives rows other bits than among many: what nobody promises."""
-    a, b = draw(0, (128, k), dtype), draw(1, (k, n), dtype)
-    counts = (1, 2, 3, 4, 8, 17, 33, 64)
-    whole, *parts = jax.tree.map(
-        np.asarray, jax.jit(lambda parts: [x @ b for x in parts])([a, *(a[:m] for m in counts)])
-    )
-    return [m for m, part in zip(counts, parts, strict=True) if np.any(bits_of(part) != bits_of(whole[:m]))]
-
-
-def run(is_quick: bool, implementations: tuple[str, ...] = IMPLEMENTATIONS) -> int:
-    """Run all checks and print them; the exit status."""
-    started = time.perf_counter()
-    totals: dict[str, list[int]] = {}
-    print(f"jnp.matmul, float32, k=n=301: the bits of a row change for m in {varying_row_counts() or 'no row count'}")
-    for check in checks(is_quick, implementations):
-        begun = time.perf_counter()
-        try:
-            compared = check.run()
-        except AssertionError as error:
-            print(f'BROKEN  "{check.promise}"  {check.subject}: {error}')
-            return 1
-        seconds = time.perf_counter() - begun
-        print(f"{check.promise:9} {check.subject:45} {compared:4} products equal, {seconds:5.1f} s", flush=True)
-        total = totals.setdefault(f"{check.promise:9} {' '.join(check.subject.split()[:2])}", [0, 0])
-        total[0] += 1
-        total[1] += compared
-    print("\npromise   kept by              checks  products")
-    for subject, (count, compared) in sorted(totals.items()):
-        print(f"{subject:30} {count:6} {compared:9}")
-    print(f"Every promise holds on this machine ({time.perf_counter() - started:.0f} s).")
-    return 0
-
-
-def add_determinism_arguments(parser: argparse.ArgumentParser) -> None:
-    """What `run_determinism` reads."""
-    parser.add_argument("--quick", action="store_true", help="fewer shapes, about a minute")
-    parser.add_argument(
-        "--implementation",
-        choices=(*IMPLEMENTATIONS, ON_GPUS),
-        help='of that one alone; "cublasmp" runs on the GPUs of this process, the others on its CPU',
-    )
-
-
-def run_determinism(options: argparse.Namespace) -> int:
-    """Check all promises as the command line asks; 0 where they hold, 1 where one is broken, 2 without a GPU."""
-    if options.implementation == ON_GPUS and jax.default_backend() != "gpu":
-        backend = jax.default_backend()
-        print(
-            f"determinism: --implementation cublasmp needs a CUDA device, JAX's backend is {backend}", file=sys.stderr
-        )
-        return 2
-    jax.config.update("jax_enable_x64", True)
-    if options.implementation != ON_GPUS:
-        jax.config.update("jax_platforms", "cpu")
-        jax.config.update("jax_num_cpu_devices", 8)
-    return run(options.quick, IMPLEMENTATIONS if options.implementation is None else (options.implementation,))
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m jaxmp.testing", description=__doc__.split("\n", 1)[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    checker = commands.add_parser("determinism", help="check every promise of docs/determinism.md on this machine")
-    add_determinism_arguments(checker)
-    return run_determinism(parser.parse_args(arguments))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

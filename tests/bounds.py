@@ -13,9 +13,6 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmp import Epilog
-from jaxmp._src.spec import epilogs
-
 # Roundings of a product. The error of a sum of k random terms grows like k, as |A| |B| does (k roundings of partial
 # sums that grow like sqrt(k)): about 0.6 of it is one standard deviation, and a large matrix holds six of them.
 PRODUCT = 4.0
@@ -84,53 +81,3 @@ def judge_product(name: str, got, a, b, want=None, *, operands, out=None, c: flo
 
 def accumulator_roundoff(operands) -> float:
     return min(unit_roundoff(operands), unit_roundoff(jnp.float32))
-
-
-def activation_majorant(activation, z):
-    """A function whose value and derivatives dominate those of an activation order by order, for z >= 0.
-
-    |relu'| <= 1.  Both gelus, silu and tanh have |f| <= |z|, |f'| < 1.2, |f''| < 2 and |f'''| < 4, and so has sigmoid
-    less its value at 0.
-    """
-    if activation in (None, "relu"):
-        return z
-    return 1.2 * z + z * z + 2 * z * z * z / 3 + (0.5 if activation == "sigmoid" else 0)
-
-
-def matmul_majorant(
-    a,
-    b,
-    c=None,
-    *,
-    alpha=1.0,
-    beta=None,
-    transpose_a=False,
-    transpose_b=False,
-    epilog=Epilog.NONE,
-    epilog_inputs=None,
-    **_,
-):
-    """`reference.matmul` for non-negative operands, its activation replaced by one whose derivatives dominate."""
-    a = jnp.swapaxes(a, -1, -2) if transpose_a else a
-    b = jnp.swapaxes(b, -1, -2) if transpose_b else b
-    z = abs(alpha) * (a @ b)
-    if c is not None:
-        z = z + abs(beta) * c
-    row = epilogs.RULES[epilog]
-    if row.has_bias:
-        z = z + jnp.expand_dims(epilog_inputs["bias"], tuple(range(z.ndim - 1)))
-    if row.derivative == "gelu":
-        # |gelu'| < 1.2, and its derivatives as above: 1.2 + 2 x + 2 x^2 dominates it order by order.
-        x = epilog_inputs["gelu_aux"]
-        z = z * (1.2 + 2 * x + 2 * x * x)
-    if row.gradient:
-        sums = {"bgrada": lambda: jnp.sum(a, -1), "bgradb": lambda: jnp.sum(b, 0)}
-        return z, {row.gradient: sums.get(row.gradient, lambda: jnp.sum(z, tuple(range(z.ndim - 1))))()}
-    d = activation_majorant(row.activation, z)
-    return d if row.aux is None else (d, {row.aux: z})
-
-
-def linear_majorant(x, w, bias, activation):
-    """`reference.linear` for non-negative operands, likewise."""
-    z = matmul_majorant(x, w)
-    return activation_majorant(activation, z if bias is None else z + jnp.expand_dims(bias, tuple(range(z.ndim - 1))))

@@ -39,7 +39,7 @@ namespace jaxmp {
 namespace {
 
 // The version of the boundary to the Python files; jaxmp/_src/runtime/native.py has the same number.
-constexpr int kAbiVersion = 9;
+constexpr int kAbiVersion = 10;
 
 void ThrowIfError(const Status& status) {
   if (!status.ok()) throw nb::value_error(status.message().c_str());
@@ -90,18 +90,15 @@ nb::dict CudaTypes() {
   return types;
 }
 
-void LimitInstructionSet(const std::string& name) { ThrowIfError(hostmp::limit_instruction_set(name)); }
+void LimitInstructionSet(const std::string& name) { ThrowIfError(hostmp::LimitInstructionSet(name)); }
 
-void LoadBlas(const std::string& path, const std::optional<std::string>& mkl_path) {
-  ThrowIfError(hostmp::load_blas(path.c_str(), mkl_path.value_or("").c_str()));
-}
+void LoadBlas(const std::string& path) { ThrowIfError(hostmp::LoadBlas(path.c_str())); }
 
 nb::dict BlasInfo() {
-  const hostmp::BlasLibraries libraries = hostmp::blas_libraries();
+  const hostmp::BlasLibrary blas = hostmp::blas_library();
   nb::dict result;
-  result["library"] = libraries.path;
-  result["config"] = libraries.config;
-  result["mkl"] = libraries.mkl;
+  result["library"] = blas.path;
+  result["config"] = blas.config;
   for (DType type : {DType::kF32, DType::kF64, DType::kC64, DType::kC128, DType::kBF16, DType::kF16}) {
     result[NameOf(type)] = hostmp::DescribeKernels(NumberOf(type));
   }
@@ -111,8 +108,8 @@ nb::dict BlasInfo() {
 
 // What multiplies on the host. A small batch that several ranks hold is multiplied together, so n is the whole one.
 std::string KernelOf(const Problem& p) {
-  return hostmp::Describe(hostmp::KernelOf({NumberOf(p.dtype_a), NumberOf(p.dtype_b), NumberOf(p.compute),
-                                            NumberOf(p.trans_a), p.n, p.fixed_reduction_order(), p.alpha == 1.0}));
+  return hostmp::Describe(hostmp::KernelOf(
+      {NumberOf(p.dtype_a), NumberOf(p.dtype_b), NumberOf(p.trans_a), p.n, p.fixed_reduction_order(), p.alpha == 1.0}));
 }
 
 nb::dict ToDict(const Capabilities& capabilities, bool fixed_reduction_order) {
@@ -279,7 +276,7 @@ NB_MODULE(_jaxmp, m) {
   m.def("registrations", &Registrations);
   m.def("types", &Types);
   m.def("limit_instruction_set", &LimitInstructionSet, nb::arg("name"));
-  m.def("load_blas", &LoadBlas, nb::arg("path"), nb::arg("mkl_path").none());
+  m.def("load_blas", &LoadBlas, nb::arg("path"));
   m.def("blas_info", &BlasInfo);
   m.def("capabilities", [] { return ToDict(host_api().capabilities, host_api().fix_reduction_order != nullptr); });
   m.def("plan_cache_info", &PlanCacheInfo);

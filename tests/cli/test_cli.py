@@ -144,9 +144,9 @@ def test_the_width_is_that_of_the_terminal_if_there_is_one(is_terminal, capsys, 
 # ---- selftest
 
 
-def some_checks(ndevices, implementation):
+def some_checks(*arguments):
     """One check of each kind."""
-    by_kind = {check.promise: check for check in ALL_CHECKS(ndevices, implementation)}
+    by_kind = {check.promise: check for check in ALL_CHECKS(*arguments)}
     yield from by_kind.values()
 
 
@@ -154,7 +154,7 @@ ALL_CHECKS = selftest.checks
 
 
 def test_the_selftest_checks_every_pattern_and_type_and_both_levels():
-    found = list(selftest.checks(4, None))
+    found = list(selftest.checks(4, None, True))
     assert {check.promise for check in found} == {"placement", "rounding", "batch", "topology"}
     subjects = {check.subject for check in found if check.promise == "placement"}
     assert len(subjects) == len(list(testing.layouts(4))) * 5
@@ -184,6 +184,18 @@ def test_the_selftest_fails_where_one_element_is_wrong(kind, capsys, monkeypatch
     assert status == 1
     assert f"FAILED {kind} of " in out
     assert "works on this machine" not in out
+
+
+def test_the_selftest_goes_on_behind_a_broken_promise(capsys, monkeypatch):
+    def broken():
+        testing.assert_bitwise_equal(np.float32(1), np.float32(2), "d of m=3")
+
+    good, bad = testing.Check("batch", "k=1", lambda: 7), testing.Check("topology", "k=2", broken)
+    monkeypatch.setattr(selftest, "checks", lambda *_: [good, bad, good])
+    status, out, _ = run(capsys, "selftest", "--json")
+    errors = [check["error"] for check in json.loads(out)["checks"]]
+    assert (status, errors[0], errors[2]) == (1, "", "")
+    assert errors[1].startswith("AssertionError: d of m=3: 1 of 1 elements differ")
 
 
 # ---- bench
@@ -240,26 +252,6 @@ def test_types_are_read_as_jax_prints_them():
         assert str(jax.typeof(jax.device_put(np.zeros(found.shape, found.dtype), found.sharding))) == text
 
 
-# ---- determinism
-
-
-@pytest.mark.parametrize("status", [0, 1])
-def test_the_checker_of_determinism_runs_with_its_options_and_its_status_is_the_commands(status, monkeypatch):
-    asked, settings = [], {}
-    monkeypatch.setattr(testing, "run", lambda *arguments: asked.append(arguments) or status)
-    monkeypatch.setattr(type(jax.config), "update", lambda _, name, value: settings.update({name: value}))
-    assert main.main(["determinism", "--quick", "--implementation", "xla"]) == status
-    assert testing.main(["determinism"]) == status
-    assert asked == [(True, ("xla",)), (False, testing.IMPLEMENTATIONS)]
-    assert settings == {"jax_enable_x64": True, "jax_platforms": "cpu", "jax_num_cpu_devices": 8}
-
-
-def test_the_checker_of_determinism_wants_a_gpu_for_cublasmp(capsys):
-    status, out, err = run(capsys, "determinism", "--implementation", "cublasmp")
-    assert (status, out) == (2, "")
-    assert err == "determinism: --implementation cublasmp needs a CUDA device, JAX's backend is cpu\n"
-
-
 # ---- errors
 
 
@@ -279,6 +271,7 @@ ERRORS = {
     "no pattern": (("bench", "7", "7", "7"), "no pattern takes 7x7x7 on 4 devices"),
     "extents": (("bench", "8", "7", "8", "--pattern", "ar"), "all_reduce: 7 is not a multiple of 4, the devices along"),
     "devices": (("bench", "8", "8", "8", "--mesh", "4096"), "no pattern takes 8x8x8 on 4096 devices"),
+    "no GPU": (("selftest", "--implementation", "cublasmp"), "cublasmp needs a CUDA device, JAX's backend is cpu"),
     "fewer": (("selftest", "--devices", "4096"), "needs 4096 devices, but this machine has"),
     "below 1": (("bench", "0", "8", "8"), "M, K, N and --mesh must be at least 1"),
 }

@@ -78,7 +78,7 @@ class HostBackend final : public Backend {
 }  // namespace
 
 StatusOr<std::unique_ptr<Backend>> make_host_backend(int nranks, const std::string& blas) {
-  JAXMP_RETURN_IF_ERROR(hostmp::load_blas(blas.c_str(), ""));
+  JAXMP_RETURN_IF_ERROR(hostmp::LoadBlas(blas.c_str()));
   return std::unique_ptr<Backend>(std::make_unique<HostBackend>(nranks));
 }
 

@@ -577,7 +577,7 @@ void ProcessBarriers(int64_t count, uint32_t seed) {
 
 int main() {
   using namespace jaxmp;  // NOLINT
-  CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
+  CHECK_EQ(hostmp::LoadBlas(check::environment("JAXMP_BLAS")).message(), "");
   NameTrialsThatDie();
   const int64_t asked = std::getenv("JAXMP_FUZZ") ? std::atoll(std::getenv("JAXMP_FUZZ")) : 0;
   const int64_t count = asked > 0 ? asked : check::kIsSlow ? 2000 : 10000;

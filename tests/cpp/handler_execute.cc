@@ -198,7 +198,7 @@ void ASiteThatGoesAwayFreesItsWaitingRanks() {
 }  // namespace jaxmp
 
 int main() {
-  CHECK_EQ(jaxmp::hostmp::load_blas(jaxmp::check::environment("JAXMP_BLAS"), "").message(), "");
+  CHECK_EQ(jaxmp::hostmp::LoadBlas(jaxmp::check::environment("JAXMP_BLAS")).message(), "");
   jaxmp::RunsEveryPattern();
   jaxmp::OneRankNeedsNoFuture();
   jaxmp::RanksMayArriveOnOneThread();

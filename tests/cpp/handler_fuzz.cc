@@ -282,7 +282,7 @@ void BytesOfAnyKindAreMessagesOrRefused() {
 }  // namespace jaxmp
 
 int main() {
-  CHECK_EQ(jaxmp::hostmp::load_blas(jaxmp::check::environment("JAXMP_BLAS"), "").message(), "");
+  CHECK_EQ(jaxmp::hostmp::LoadBlas(jaxmp::check::environment("JAXMP_BLAS")).message(), "");
   jaxmp::AttributesOfAnyKindAreAnsweredWithAnError();
   jaxmp::BuffersOfAnyKindAreAnsweredWithAnError();
   jaxmp::CallsOfProcessesOfAnyKindAreAnsweredWithAnError();

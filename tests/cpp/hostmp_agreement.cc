@@ -76,7 +76,7 @@ void test_fail() {
 
 int main() {
   using namespace jaxmp;  // NOLINT
-  CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
+  CHECK_EQ(hostmp::LoadBlas(check::environment("JAXMP_BLAS")).message(), "");
   test::test_agreement();
   test::test_fail();
   return check::summary("hostmp_agreement");

@@ -217,7 +217,7 @@ void test_few_columns_have_the_bits_of_many(const Kernel& kernel) {
                                m};
         const KSegments parts = is_cut ? cut_up(kernel, whole) : KSegments{whole};
         n > hostmp::kBf16SmallN ? kernel.gemm(parts, 1, beta, scratch)
-                                : hostmp::bf16_small_n_gemm(kernel.sums, parts, beta == 1);
+                                : hostmp::Bf16SmallNGemm(kernel.sums, parts, beta == 1);
         return c;
       };
       for (const bool is_b_plain : {true, false}) {
@@ -237,7 +237,7 @@ void test_few_columns_have_the_bits_of_many(const Kernel& kernel) {
 
 // k may be cut anywhere: of what is cut here, some ends where an instruction's k do.
 hostmp::KernelChoice choice_of(abi::cublasOperation_t trans_a, int64_t n, float alpha) {
-  return hostmp::KernelOf({abi::CUDA_R_16BF, abi::CUDA_R_16BF, abi::CUBLAS_COMPUTE_32F, trans_a, n,
+  return hostmp::KernelOf({abi::CUDA_R_16BF, abi::CUDA_R_16BF, trans_a, n,
                            /*is_fixed_order=*/false, alpha == 1});
 }
 const Kernel kChosen = {"the chosen kernel",
@@ -260,12 +260,12 @@ const Kernel kChosen = {"the chosen kernel",
 
 int main() {
   using namespace jaxmp;  // NOLINT
-  tests::limit_instruction_set();
-  CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
+  tests::LimitInstructionSet();
+  CHECK_EQ(hostmp::LoadBlas(check::environment("JAXMP_BLAS")).message(), "");
   const test::Kernel kernels[] = {
-      {"AVX512_BF16", hostmp::cpu().avx512_bf16, hostmp::avx512_bf16_gemm, hostmp::kKC, hostmp::kBf16Unit,
-       hostmp::avx512_bf16_gemm_scratch, hostmp::Bf16Sums::kAvx512Bf16, false},
-      {"AMX", hostmp::cpu().amx_bf16, hostmp::amx_gemm, hostmp::kAmxKC, hostmp::kAmxUnit, hostmp::amx_gemm_scratch,
+      {"AVX512_BF16", hostmp::cpu().avx512_bf16, hostmp::Avx512Bf16Gemm, hostmp::kKC, hostmp::kBf16Unit,
+       hostmp::Avx512Bf16GemmScratch, hostmp::Bf16Sums::kAvx512Bf16, false},
+      {"AMX", hostmp::cpu().amx_bf16, hostmp::AmxGemm, hostmp::kAmxKC, hostmp::kAmxUnit, hostmp::AmxGemmScratch,
        hostmp::Bf16Sums::kAmx, false},
   };
   for (const test::Kernel& kernel : kernels) {

@@ -24,7 +24,7 @@ bool is_right(std::mt19937* random, abi::cublasOperation_t trans_a, abi::cublasO
   std::vector<T> a(static_cast<size_t>(m * k)), b(static_cast<size_t>(k * n)), c(static_cast<size_t>(m * n));
   for (T& x : a) x = static_cast<T>(draw(-4, 4));
   for (T& x : b) x = static_cast<T>(draw(-3, 3));
-  hostmp::gemm({trans_a, trans_b, m, n, k, a.data(), is_a_plain ? m : k, b.data(), is_b_plain ? k : n, c.data(), m},
+  hostmp::Gemm({trans_a, trans_b, m, n, k, a.data(), is_a_plain ? m : k, b.data(), is_b_plain ? k : n, c.data(), m},
                T(1), T(0));
   for (int64_t j = 0; j < n; ++j) {
     for (int64_t i = 0; i < m; ++i) {
@@ -63,7 +63,7 @@ void test_on_threads(const std::string& name, int times, int64_t most) {
 
 int main() {
   using namespace jaxmp;  // NOLINT
-  CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
+  CHECK_EQ(hostmp::LoadBlas(check::environment("JAXMP_BLAS")).message(), "");
   const int times = check::kUnderThreadSanitizer ? 300 : 20000;
   test::test_on_threads<float>("f32", times, 14);
   test::test_on_threads<double>("f64", times, 14);

@@ -297,8 +297,8 @@ void test_judge() {
 
 int main() {
   using namespace jaxmp;  // NOLINT
-  tests::limit_instruction_set();
-  CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
+  tests::LimitInstructionSet();
+  CHECK_EQ(hostmp::LoadBlas(check::environment("JAXMP_BLAS")).message(), "");
   test::Threads pool(2);
   test::test_judge();
   test::test_epilogs(&pool);

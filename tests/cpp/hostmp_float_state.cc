@@ -219,7 +219,7 @@ void test_the_state_reaches_the_kernels() {
 
 int main() {
   using namespace jaxmp;  // NOLINT
-  CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
+  CHECK_EQ(hostmp::LoadBlas(check::environment("JAXMP_BLAS")).message(), "");
   test::test_scope();
   test::test_ranks_resume_in_their_own_state(/*fails=*/false);
   test::test_ranks_resume_in_their_own_state(/*fails=*/true);

@@ -298,8 +298,8 @@ void test_aux_refusals() {
 
 int main() {
   using namespace jaxmp;
-  tests::limit_instruction_set();
-  CHECK(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").ok());
+  tests::LimitInstructionSet();
+  CHECK(hostmp::LoadBlas(check::environment("JAXMP_BLAS")).ok());
   test::test_decode();
   test::test_decode_integers();
   test::test_encode();

@@ -224,15 +224,15 @@ void test_kernel(hostmp::SimdLevel level, const char* instructions) {
         for (const auto& cuts : kCuts) {
           auto c = test.c;
           const KSegments parts = test.parts(cuts_of(test.k, cuts), c.data());
-          Scratch scratch(hostmp::simd_gemm_scratch(level, Type<T>::number, test.m, test.n, test.k));
-          hostmp::simd_gemm(level, Type<T>::number, parts, 1.0, adds, scratch.data());
+          Scratch scratch(hostmp::SimdGemmScratch(level, Type<T>::number, test.m, test.n, test.k));
+          hostmp::SimdGemm(level, Type<T>::number, parts, 1.0, adds, scratch.data());
           check::report(same(c, expected), __FILE__, __LINE__, instructions + (" " + test.name()));
           check::report(scratch.is_intact(), __FILE__, __LINE__, test.name() + ": scratch overrun");
           if (test.n > hostmp::kSmallN || trans_a != abi::CUBLAS_OP_N || hostmp::facts(Type<T>::number).is_complex) {
             continue;
           }
           c = test.c;
-          hostmp::simd_small_n_gemm(level, Type<T>::number, parts, 1.0, adds);
+          hostmp::SimdSmallNGemm(level, Type<T>::number, parts, 1.0, adds);
           check::report(same(c, expected), __FILE__, __LINE__, instructions + (" few columns, " + test.name()));
         }
       }
@@ -243,7 +243,7 @@ void test_kernel(hostmp::SimdLevel level, const char* instructions) {
 // The kernel for n columns and A as it is.
 template <typename T>
 hostmp::KernelChoice fixed_order(int64_t n) {
-  return hostmp::KernelOf({Type<T>::number, Type<T>::number, abi::CUBLAS_COMPUTE_32F, abi::CUBLAS_OP_N, n,
+  return hostmp::KernelOf({Type<T>::number, Type<T>::number, abi::CUBLAS_OP_N, n,
                            /*is_fixed_order=*/true, /*is_alpha_one=*/true});
 }
 
@@ -321,7 +321,7 @@ void test_type() {
 
 int main() {
   using namespace jaxmp;  // NOLINT
-  tests::limit_instruction_set();
+  tests::LimitInstructionSet();
   if (check::kUnderThreadSanitizer) {
     std::printf("SKIPPED: the kernels use no threads, so there is nothing to find for the thread sanitizer\n");
     return 0;

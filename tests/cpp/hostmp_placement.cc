@@ -126,8 +126,8 @@ void test_scalars(hostmp::Pool* pool) {
   }
 }
 
-// Small integers need no rounding, so operands that are rounded first give the same bits; k deeper than a panel.
-void test_rounded_operands(hostmp::Pool* pool) {
+// Compute types that let operands be rounded; k deeper than a panel.
+void test_other_compute_types(hostmp::Pool* pool) {
   for (Case c : patterns()) {
     if (c.nranks() == 3) continue;
     for (cublasComputeType_t compute : {CUBLAS_COMPUTE_32F_FAST_TF32, CUBLAS_COMPUTE_32F_FAST_16BF,
@@ -299,15 +299,15 @@ void test_ordered_bits_do_not_know_the_mesh(hostmp::Pool* pool) {
 
 int main() {
   using namespace jaxmp;  // NOLINT
-  tests::limit_instruction_set();
-  CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
+  tests::LimitInstructionSet();
+  CHECK_EQ(hostmp::LoadBlas(check::environment("JAXMP_BLAS")).message(), "");
   test::Threads pool(3);
   test::test_patterns(&pool);
   if (!check::kIsSlow) test::test_patterns(nullptr);
   test::test_shapes(&pool);
   test::test_large(&pool);
   test::test_scalars(&pool);
-  test::test_rounded_operands(&pool);
+  test::test_other_compute_types(&pool);
   test::test_ordered_bits_do_not_know_the_mesh(&pool);
   test::test_beta_zero_never_reads_c(&pool);
   test::test_mixed_types(&pool);

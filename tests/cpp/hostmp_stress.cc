@@ -168,7 +168,7 @@ void test_bits_do_not_depend_on_threads() {
 
 int main() {
   using namespace jaxmp;  // NOLINT
-  CHECK_EQ(hostmp::load_blas(check::environment("JAXMP_BLAS"), "").message(), "");
+  CHECK_EQ(hostmp::LoadBlas(check::environment("JAXMP_BLAS")).message(), "");
   test::test_many_sites();
   test::test_a_rank_runs_ahead();
   test::test_failing_rank_frees_its_peers();

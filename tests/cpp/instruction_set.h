@@ -10,9 +10,9 @@
 namespace jaxmp::tests {
 
 // Ends the program as skipped where the processor lacks what is asked for.
-inline void limit_instruction_set() {
+inline void LimitInstructionSet() {
   const char* const name = std::getenv("JAXMP_ISA");
-  const Status status = hostmp::limit_instruction_set(name ? name : hostmp::instruction_set());
+  const Status status = hostmp::LimitInstructionSet(name ? name : hostmp::instruction_set());
   if (!status.ok()) {
     std::printf("SKIPPED: %s\n", status.message().c_str());
     std::exit(77);

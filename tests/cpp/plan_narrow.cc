@@ -138,7 +138,7 @@ void TestRefusals() {
 }  // namespace jaxmp::tests
 
 int main() {
-  CHECK_EQ(jaxmp::hostmp::load_blas(jaxmp::check::environment("JAXMP_BLAS"), "").message(), "");
+  CHECK_EQ(jaxmp::hostmp::LoadBlas(jaxmp::check::environment("JAXMP_BLAS")).message(), "");
   jaxmp::tests::TestTensorwide();
   jaxmp::tests::TestBlocks();
   jaxmp::tests::TestAux();

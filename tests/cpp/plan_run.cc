@@ -265,7 +265,7 @@ void TheCacheTellsLibrariesApart() {
 }  // namespace jaxmp
 
 int main() {
-  CHECK_EQ(jaxmp::hostmp::load_blas(jaxmp::check::environment("JAXMP_BLAS"), "").message(), "");
+  CHECK_EQ(jaxmp::hostmp::LoadBlas(jaxmp::check::environment("JAXMP_BLAS")).message(), "");
   jaxmp::EveryPatternIsRight();
   jaxmp::CIsUpdatedInPlace();
   jaxmp::CyclicLayoutsAreRight();

@@ -43,7 +43,7 @@ int OrdinalOf(CUstream stream) {
 void LoadBlas() {
   static const bool is_loaded = [] {
     const char* path = std::getenv("JAXMP_BLAS");
-    return path && jaxmp::hostmp::load_blas(path, "").ok();
+    return path && jaxmp::hostmp::LoadBlas(path).ok();
   }();
   if (!is_loaded) std::abort();  // a test that does not name a BLAS
 }

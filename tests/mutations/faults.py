@@ -196,8 +196,8 @@ def calls_of_a_program_share_one_number(original, ctx, key):
 CPP = {
     name: Fault("", f"jaxmp::{function}", tuple(tests))
     for name, function, *tests in (
-        ("alpha_of_ordered_sums", "hostmp::simd_gemm", "cpp:hostmp_ordered"),
-        ("few_columns_keep_the_last_block", "hostmp::simd_small_n_gemm", "cpp:hostmp_ordered"),
+        ("alpha_of_ordered_sums", "hostmp::SimdGemm", "cpp:hostmp_ordered"),
+        ("few_columns_keep_the_last_block", "hostmp::SimdSmallNGemm", "cpp:hostmp_ordered"),
         ("bf16_is_cut", "hostmp::downconvert(float const*, jaxmp::hostmp::BFloat16*, long)", "cpp:hostmp_bf16"),
         ("large_is_encoded_as_zero", "hostmp::encode", "cpp:hostmp_narrow"),
         ("scale_of_decoded_numbers", "hostmp::decode(…, float*)", "cpp:hostmp_narrow"),

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 import modes
 import numpy as np
 import pytest
+import reference
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import reference
 
 EXPLICIT = modes.BY_ID["explicit"]
 COMPLEX = ("complex64", "complex128")

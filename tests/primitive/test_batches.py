@@ -114,7 +114,6 @@ def test_large_products_run_call_by_call_where_that_is_faster(dtype, is_shared):
         ("float32", "cuda", 2, {}, ("xla", True)),
         ("float8_e4m3fn", "cuda", 2, {}, ("cublasmp", False)),
         ("float32", "tpu", 2, {}, ("xla", True)),
-        ("bfloat16", "cpu", 1, {"precision": "BF16_BF16_BF16", "implementation": None}, ("host", False)),
     ],
     ids=str,
 )
@@ -123,8 +122,6 @@ def test_the_rule(dtype, platform, nprocesses, options, want, monkeypatch):
     monkeypatch.setattr(backend.native, "cuda_devices", lambda: (0, 1))
     monkeypatch.setattr(backend.native, "why_no_cublasmp", lambda: "")
     monkeypatch.setattr(backend.native, "card_capability", lambda: (9, 0))
-    if "precision" in options:
-        monkeypatch.setattr(backend, "choose_implementation", lambda *_: backend.Choice("host", "as asked for"))
     spec = MatmulSpec(np.dtype("float32"), Group(Pattern.ALL_GATHER, (("x", 2),), ("x",)), transpose_b=True, **options)
     operands = (np.dtype(dtype), np.dtype(dtype))
     choice, is_one = backend.choose_for_batch(spec, platform, nprocesses, operands, LARGE_IN_BATCH - 1)

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import modes
 import numpy as np
 import pytest
+import reference
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, reference
+from jaxmp import Epilog
 from jaxmp._src.spec import epilogs
 
 _XY = ("x", "y")

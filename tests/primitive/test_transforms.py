@@ -1,4 +1,4 @@
-"""The transform matrix: every mode x transform x pattern, against `jaxmp.reference` in float64 under the bound.
+"""The transform matrix: every mode x transform x pattern, against tests/reference.py in float64 under the bound.
 
 What would be silently wrong without it: a gradient summed over the wrong ranks, a tangent that lost one of its two
 terms, a vmap that orders rows by batch where the pattern orders them by rank.
@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import modes
 import numpy as np
 import pytest
+import reference
 from jax.experimental import jet
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import reference
 
 BATCH = 3
 EXPORT_CHECKS = [
@@ -142,7 +142,7 @@ def expected(transform, extents) -> Expected:
     with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.enable_x64(True):
         want = jax.tree.leaves(jax.jit(functools.partial(transform, reference.matmul))(wide))
         absolute = {name: np.abs(x) for name, x in wide.items()}
-        major = jax.tree.leaves(jax.jit(functools.partial(transform, bounds.matmul_majorant))(absolute))
+        major = jax.tree.leaves(jax.jit(functools.partial(transform, reference.matmul_majorant))(absolute))
     u = bounds.unit_roundoff("float32")
     return Expected([np.asarray(x) for x in want], [bounds.PROGRAM * u * np.asarray(x) for x in major])
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import modes
 import numpy as np
+import reference
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -209,8 +210,8 @@ def with_epilog(case, epilog):
         got = jax.jit(lambda a, b, *bias: program(a, b, None, *bias))(x, y, *placed_bias)
     wide = [None if x is None else cases.wide(x) for x in (a, b, bias)]
     with jax.default_device(jax.local_devices(backend="cpu")[0]), jax.enable_x64(True):
-        want = _with(jaxmp.reference.matmul, epilog, *wide)
-        major = _with(bounds.matmul_majorant, epilog, *(None if x is None else np.abs(x) for x in wide))
+        want = _with(reference.matmul, epilog, *wide)
+        major = _with(reference.matmul_majorant, epilog, *(None if x is None else np.abs(x) for x in wide))
     for name in ("d", "gelu_aux"):
         results = [_output(outputs, name) for outputs in (got, want, major)]
         if results[0] is None:

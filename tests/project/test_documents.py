@@ -18,7 +18,7 @@ from jaxmp._src.explain import rows
 from jaxmp._src.fuse import rewrite
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = ["distributed", "quantize", "reference", "testing"]
+MODULES = ["distributed", "quantize", "testing"]
 DOCUMENTS = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 

@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bounds import judge, judge_product, matmul_majorant, unit_roundoff
+import reference
+from bounds import judge, judge_product, unit_roundoff
+from reference import matmul_majorant
 
-from jaxmp import Epilog, reference
+from jaxmp import Epilog
 
 
 @pytest.fixture

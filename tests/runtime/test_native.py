@@ -186,7 +186,7 @@ def test_the_processor_has_an_instruction_set(extension):
 
 def test_blas_info_names_the_library_and_a_kernel_for_each_dtype(extension):
     info = native.blas_info()
-    assert set(info) == {"library", "config", "mkl", "instruction set", "f32", "f64", "c64", "c128", "bf16", "f16"}
+    assert set(info) == {"library", "config", "instruction set", "f32", "f64", "c64", "c128", "bf16", "f16"}
     assert "openblas" in info["library"]
     assert all(info[dtype] for dtype in ("f32", "f64", "c64", "c128", "bf16", "f16"))
 
@@ -200,9 +200,7 @@ def test_versions_of_the_extension(extension):
 
 
 def test_configuration_defaults():
-    assert config_lib.parse({}) == config_lib.Config(
-        log=frozenset(), plan_cache_size=512, blas=None, use_mkl=True, ignores_precision=False
-    )
+    assert config_lib.parse({}) == config_lib.Config(log=frozenset(), plan_cache_size=512, blas=None)
 
 
 @pytest.mark.parametrize(
@@ -211,7 +209,6 @@ def test_configuration_defaults():
         ("JAXMP_LOG", "plan,plans", "JAXMP_LOG takes plan, backend, distributed, cublasmp but has plans."),
         ("JAXMP_PLAN_CACHE_SIZE", "0", "JAXMP_PLAN_CACHE_SIZE must be a whole number of at least 1 but is '0'."),
         ("JAXMP_PLAN_CACHE_SIZE", "many", "JAXMP_PLAN_CACHE_SIZE must be a whole number of at least 1 but is 'many'."),
-        ("JAXMP_MKL", "on", "JAXMP_MKL must be 'auto' or 'off' but is 'on'."),
         (
             "JAXMP_ISA",
             "sse",
@@ -232,7 +229,7 @@ def test_a_variable_that_means_nothing_is_an_error(name, value, message):
         ("LOG", "did you mean JAXMP_LOG?"),
         ("_log", "did you mean JAXMP_LOG?"),
         ("_FUZ", "did you mean JAXMP_FUZZ?"),
-        ("_NUMBER_OF_GREEN_THINGS", "there are JAXMP_AGREEMENT, JAXMP_BLAS, JAXMP_HOST_PRECISION, "),
+        ("_NUMBER_OF_GREEN_THINGS", "there are JAXMP_AGREEMENT, JAXMP_BLAS, JAXMP_ISA, "),
     ],
 )
 def test_a_misspelt_variable_is_named_once(end, advice, monkeypatch):

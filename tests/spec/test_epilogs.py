@@ -13,11 +13,12 @@ import jax.numpy as jnp
 import modes
 import numpy as np
 import pytest
+import reference
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import Epilog, reference
+from jaxmp import Epilog
 from jaxmp._src.spec import epilogs as epilogs_lib
 
 ALPHA, BETA = 1.5, 0.5
@@ -101,7 +102,7 @@ def expected(epilog, case, x, shards):
             functools.partial(program, bound_to(reference.matmul, epilog, case, relu_aux_shards=shards), epilog)
         )(wide)
         absolute = {name: np.abs(v) for name, v in wide.items()}
-        major = jax.jit(functools.partial(program, bound_to(bounds.matmul_majorant, epilog, case), epilog))(absolute)
+        major = jax.jit(functools.partial(program, bound_to(reference.matmul_majorant, epilog, case), epilog))(absolute)
     return jax.tree.map(np.asarray, (want, major))
 
 
@@ -459,7 +460,7 @@ def test_linear(activation, has_bias, rng):
     operands = (x, w, bias) if has_bias else (x, w)
     with jax.enable_x64(True):
         want = reference.linear(*map(cases.wide, operands), activation=activation)
-    major = bounds.matmul_majorant(np.abs(x), np.abs(w), epilog=epilogs_lib.for_activation(activation, False))
+    major = reference.matmul_majorant(np.abs(x), np.abs(w), epilog=epilogs_lib.for_activation(activation, False))
     allowed = bounds.PROGRAM * bounds.unit_roundoff("float32") * (np.asarray(major) + np.abs(bias))
     for leading in ((), (0,), (0, 0)):  # matrices, rows and single vectors
         got = jaxmp.linear(*(jnp.asarray(v) for v in (x[leading], *operands[1:])), activation=activation)

@@ -87,7 +87,6 @@ def use(x: jax.Array, y: np.ndarray[Any, np.dtype[Any]], mesh: Mesh, rows: P, co
     assert_type(jaxmp.draw(jaxmp.matmul)(x, y).svg, str)
     assert_type(jaxmp.profile(jaxmp.matmul, quiet=True)(x, y).calls[0].seconds, float)
     assert_type(jaxmp.plan_cache_info(), dict[str, int])
-    assert_type(jaxmp.reference.linear(x, y, activation="relu"), jax.Array)
     assert_bitwise_equal(x, y)
     jaxmp.distributed.initialize("127.0.0.1:9999", 2, 0, local_device_ids=[0], timeout=5.0)
     jaxmp.distributed.shutdown()

@@ -41,7 +41,6 @@ Cpu detect() {
     found.amx_bf16 = bit(d, 22) && bit(d, 24) && found.avx512 && may_use_tiles();
   if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) {
     found.avx512_bf16 = found.avx512 && bit(a, 5);
-    found.amx_fp16 = found.amx_bf16 && bit(a, 21);
   }
   return found;
 }
@@ -113,7 +112,7 @@ const Cpu& cpu() { return chosen(); }
 
 std::string instruction_set() { return highest_of(cpu()); }
 
-Status limit_instruction_set(const std::string& name) {
+Status LimitInstructionSet(const std::string& name) {
   Cpu lower = detected();
   for (const InstructionSet& set : kInstructionSets) {
     if (name == set.name && lower.*set.feature) {
@@ -121,7 +120,6 @@ Status limit_instruction_set(const std::string& name) {
       return {};
     }
     lower.*set.feature = false;
-    lower.amx_fp16 = false;
   }
   if (name != kPortable) {
     return InvalidArgument(text("this processor has no \"", name, "\"; the most that it has is \"",

@@ -14,11 +14,10 @@ struct Cpu {
   bool avx512 = false;       // f, bw, vl, dq
   bool avx512_bf16 = false;  // with avx512
   bool amx_bf16 = false;     // with avx512; the system lets this process use the tile registers
-  bool amx_fp16 = false;
-  bool neon = false;  // on every aarch64
+  bool neon = false;         // on every aarch64
 };
 
-// What our kernels use of this processor: its fastest instructions, or those of limit_instruction_set().
+// What our kernels use of this processor: its fastest instructions, or those of LimitInstructionSet().
 const Cpu& cpu();
 
 // The highest instruction set of ours that cpu() has: "amx", "avx512_bf16", "avx512", "avx2", "neon" or
@@ -27,7 +26,7 @@ std::string instruction_set();
 
 // Leaves to cpu() the named instruction set and those below it; an error where this processor does not have it. Called
 // ahead of the first product: every kernel of ours is picked by cpu(). A BLAS looks for itself.
-Status limit_instruction_set(const std::string& name);
+Status LimitInstructionSet(const std::string& name);
 
 // The processors that this process may use, asked once, on the first call.
 const std::vector<int>& processors();

@@ -20,7 +20,7 @@ struct TileOrigin {
 // A rectangle of D that is in one piece in a rank's memory, and so has C, aux and the epilog's inputs of its own.
 class TileStore {
  public:
-  // `z` has the sums, in the accumulator's type; with `is_in_d` it is D itself. `scratch` has scaled_gemm_scratch()
+  // `z` has the sums, in the accumulator's type; with `is_in_d` it is D itself. `scratch` has ScaledGemmScratch()
   // bytes where operands are of low precision.
   TileStore(const std::vector<const MatmulCall*>& calls, const TileOrigin& origin, int64_t rows, int64_t cols,
             const MatrixView& z, bool is_in_d, char* scratch)

@@ -7,7 +7,6 @@
 #include "csrc/hostmp/exec/epilog.h"
 #include "csrc/hostmp/exec/tile_store.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
-#include "csrc/hostmp/gemm/rounded_gemm.h"
 #include "csrc/hostmp/gemm/scaled_gemm.h"
 #include "csrc/hostmp/handles/matrix_view.h"
 #include "csrc/hostmp/tiling/workspace.h"
@@ -90,16 +89,15 @@ class TileTask {
     const std::complex<double> alpha = call_.scales_last() ? 1.0 : call_.alpha;
     if (call_.is_decoded()) return multiply_decoded(alpha.real(), adds);
     const KSegments segments = call_.fixed_reduction_order ? segments_of_whole_units() : k_segments();
-    if (kernel_.conversion == Conversion::kNone) return Multiply(kernel_, segments, alpha, adds, scratch_);
-    rounded_gemm(kernel_, call_.compute, segments, alpha, adds, scratch_);
+    Multiply(kernel_, segments, alpha, adds, scratch_);
   }
 
   void multiply_decoded(double alpha, bool adds) {
     std::vector<ScaledProduct> segments;
     for (const CommonRange& range : product_.tiling().k) segments.push_back(scaled_product_of(range));
-    if (call_.fixed_reduction_order) return scaled_gemm(kernel_, segments, alpha, adds, scratch_);
+    if (call_.fixed_reduction_order) return ScaledGemm(kernel_, segments, alpha, adds, scratch_);
     for (const ScaledProduct& segment : segments) {
-      scaled_gemm(kernel_, {segment}, alpha, adds || &segment != segments.data(), scratch_);
+      ScaledGemm(kernel_, {segment}, alpha, adds || &segment != segments.data(), scratch_);
     }
   }
 

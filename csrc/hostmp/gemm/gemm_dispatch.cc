@@ -1,36 +1,54 @@
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 
 #include "csrc/hostmp/gemm/cblas.h"
-#include "csrc/hostmp/gemm/stored_block.h"
 #include "csrc/hostmp/kernels/amx_gemm.h"
 #include "csrc/hostmp/kernels/avx512_bf16_gemm.h"
 #include "csrc/hostmp/kernels/bf16_small_n.h"
+#include "csrc/hostmp/kernels/blocked_gemm.h"
 #include "csrc/hostmp/kernels/simd_gemm.h"
 #include "csrc/hostmp/numeric/convert.h"
 
 namespace jaxmp::hostmp {
 namespace {
 
-// Widens K blocks of both operands for sgemm.
-struct WideningKernel : StoredBlocks {
+// Widens K blocks of both operands, as they are stored, for sgemm. A block is deep enough for the BLAS's own blocking
+// and small enough to stay in the cache. The operands have one K segment; C is one tile.
+struct WideningKernel {
+  static constexpr int64_t kKC = 512, kMC = kUncut, kNC = kUncut, kMR = kUncut, kNR = kUncut;
+  static constexpr bool kReusesB = false;
+
   int64_t a_bytes(int64_t rows, int64_t depth) const { return 4 * rows * depth; }
   int64_t b_bytes(int64_t cols, int64_t depth) const { return 4 * cols * depth; }
   int64_t own_bytes(int64_t, int64_t, int64_t) const { return 0; }
-  void pack_a(const KBlock<Product>& block, int64_t, int64_t, char* to) const { pack(stored_a(block), to); }
-  void pack_b(const KBlock<Product>& block, int64_t, int64_t, char* to) const { pack(stored_b(block), to); }
+  void pack_a(const KBlock<Product>& block, int64_t, int64_t, char* to) const {
+    const Product& p = *block.segment;
+    if (p.trans_a == abi::CUBLAS_OP_N) return pack(p.a, block.k * p.lda, p.lda, p.m, block.depth, to);
+    pack(p.a, block.k, p.lda, block.depth, p.m, to);
+  }
+  void pack_b(const KBlock<Product>& block, int64_t, int64_t, char* to) const {
+    const Product& p = *block.segment;
+    if (p.trans_b == abi::CUBLAS_OP_N) return pack(p.b, block.k, p.ldb, block.depth, p.n, to);
+    pack(p.b, block.k * p.ldb, p.ldb, p.n, block.depth, to);
+  }
   void multiply(const KBlock<Product>& block, const Packed& packed, const CTile&) const {
-    gemm(product_of(block, packed), alpha, adds || block.first > 0 ? 1.0f : 0.0f);
+    Product p = *block.segment;
+    p.k = block.depth;
+    p.a = packed.a;
+    p.lda = p.trans_a == abi::CUBLAS_OP_N ? p.m : p.k;
+    p.b = packed.b;
+    p.ldb = p.trans_b == abi::CUBLAS_OP_N ? p.k : p.n;
+    Gemm(p, alpha, adds || block.first > 0 ? 1.0f : 0.0f);
   }
 
-  void pack(const StoredBlock& from, char* to) const {
-    type == abi::CUDA_R_16BF ? pack_as<BFloat16>(from, to) : pack_as<Float16>(from, to);
+  // `rows` x `cols` numbers as stored, from the one at `offset` on, to dense ones.
+  void pack(const void* from, int64_t offset, int64_t ld, int64_t rows, int64_t cols, char* to) const {
+    type == abi::CUDA_R_16BF ? pack_as(static_cast<const BFloat16*>(from) + offset, ld, rows, cols, to)
+                             : pack_as(static_cast<const Float16*>(from) + offset, ld, rows, cols, to);
   }
   template <typename T>
-  static void pack_as(const StoredBlock& from, char* to) {
+  static void pack_as(const T* from, int64_t ld, int64_t rows, int64_t cols, char* to) {
     float* const wide = reinterpret_cast<float*>(to);
-    for (int64_t col = 0; col < from.cols; ++col) {
-      widen(static_cast<const T*>(from.data) + from.offset + col * from.ld, wide + col * from.rows, from.rows);
-    }
+    for (int64_t col = 0; col < cols; ++col) widen(from + col * ld, wide + col * rows, rows);
   }
 
   explicit WideningKernel(abi::cudaDataType_t type, float alpha = 1, bool adds = false)
@@ -44,13 +62,13 @@ void BlasGemm(abi::cudaDataType_t type, const Product& p, std::complex<double> a
   const double one = adds ? 1 : 0;
   switch (type) {
     case abi::CUDA_R_64F:
-      return gemm(p, alpha.real(), one);
+      return Gemm(p, alpha.real(), one);
     case abi::CUDA_C_32F:
-      return gemm(p, Complex64(alpha), Complex64(static_cast<float>(one)));
+      return Gemm(p, Complex64(alpha), Complex64(static_cast<float>(one)));
     case abi::CUDA_C_64F:
-      return gemm(p, alpha, Complex128(one));
+      return Gemm(p, alpha, Complex128(one));
     default:
-      return gemm(p, static_cast<float>(alpha.real()), static_cast<float>(one));
+      return Gemm(p, static_cast<float>(alpha.real()), static_cast<float>(one));
   }
 }
 
@@ -82,24 +100,21 @@ void Multiply(const KernelChoice& choice, const KSegments& segments, std::comple
       return one_by_one([&](const Product& p, bool adds_now) { BlasGemm(choice.type, p, alpha, adds_now); });
     case Kernel::kWideningBlas:
       return one_by_one([&](const Product& p, bool adds_now) {
-        blocked_gemm(WideningKernel(choice.type, factor, adds_now), &p, 1, scratch);
+        BlockedGemm(WideningKernel(choice.type, factor, adds_now), &p, 1, scratch);
       });
-    case Kernel::kMkl:
-      return one_by_one([&](const Product& p, bool adds_now) { mkl_gemm(choice.type, p, factor, beta_of(adds_now)); });
     case Kernel::kAmx:
-      return in_batches([&](const KSegments& x, bool adds_now) { amx_gemm(x, factor, beta_of(adds_now), scratch); });
+      return in_batches([&](const KSegments& x, bool adds_now) { AmxGemm(x, factor, beta_of(adds_now), scratch); });
     case Kernel::kAvx512Bf16:
       return in_batches(
-          [&](const KSegments& x, bool adds_now) { avx512_bf16_gemm(x, factor, beta_of(adds_now), scratch); });
+          [&](const KSegments& x, bool adds_now) { Avx512Bf16Gemm(x, factor, beta_of(adds_now), scratch); });
     case Kernel::kAmxFewColumns:
-      return in_batches([&](const KSegments& x, bool adds_now) { bf16_small_n_gemm(Bf16Sums::kAmx, x, adds_now); });
+      return in_batches([&](const KSegments& x, bool adds_now) { Bf16SmallNGemm(Bf16Sums::kAmx, x, adds_now); });
     case Kernel::kAvx512Bf16FewColumns:
-      return in_batches(
-          [&](const KSegments& x, bool adds_now) { bf16_small_n_gemm(Bf16Sums::kAvx512Bf16, x, adds_now); });
+      return in_batches([&](const KSegments& x, bool adds_now) { Bf16SmallNGemm(Bf16Sums::kAvx512Bf16, x, adds_now); });
     case Kernel::kSimd:
-      return simd_gemm(simd_level(), choice.type, segments, alpha.real(), adds, scratch);
+      return SimdGemm(simd_level(), choice.type, segments, alpha.real(), adds, scratch);
     case Kernel::kSimdFewColumns:
-      return simd_small_n_gemm(simd_level(), choice.type, segments, alpha.real(), adds);
+      return SimdSmallNGemm(simd_level(), choice.type, segments, alpha.real(), adds);
   }
 }
 
@@ -109,14 +124,13 @@ int64_t ScratchBytes(const KernelChoice& choice, int64_t m, int64_t n, int64_t k
       return scratch_of(WideningKernel(choice.type), m, n, k).bytes();
     case Kernel::kAmx:
     case Kernel::kAmxFewColumns:  // which alpha decides, and a workspace is made before alpha is known
-      return amx_gemm_scratch(m, n, k);
+      return AmxGemmScratch(m, n, k);
     case Kernel::kAvx512Bf16:
     case Kernel::kAvx512Bf16FewColumns:
-      return avx512_bf16_gemm_scratch(m, n, k);
+      return Avx512Bf16GemmScratch(m, n, k);
     case Kernel::kSimd:
-      return simd_gemm_scratch(simd_level(), choice.type, m, n, k);
+      return SimdGemmScratch(simd_level(), choice.type, m, n, k);
     case Kernel::kBlas:
-    case Kernel::kMkl:
     case Kernel::kSimdFewColumns:
       break;
   }

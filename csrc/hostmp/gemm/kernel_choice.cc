@@ -25,12 +25,9 @@ bool IsSimdFasterThanBlas(cudaDataType_t type, const ProductKind& p) {
   return p.n <= kAvx512Columns || blas_is_openblas();
 }
 
-// By rate (docs/benchmarks.md). MKL's own 16-bit kernels need AMX: on Zen 4 it widens bf16 and
-// runs at the rate of sgemm, our AVX512_BF16 kernel at twice that (on Intel: features.cc).
+// By rate (docs/benchmarks.md).
 Kernel KernelOfType(cudaDataType_t type, const ProductKind& p, bool is_alpha_one) {
   const bool is_bf16 = type == CUDA_R_16BF, is_16bit = facts(type).is_16bit, is_plain = p.trans_a == CUBLAS_OP_N;
-  const bool has_amx = is_bf16 ? cpu().amx_bf16 : cpu().amx_fp16;
-  if (is_16bit && has_amx && !p.is_fixed_order && mkl_has_gemm(type)) return Kernel::kMkl;
   const bool has_few_bf16 = is_plain && p.n <= kBf16SmallN && is_alpha_one;
   if (is_bf16 && cpu().amx_bf16) return has_few_bf16 ? Kernel::kAmxFewColumns : Kernel::kAmx;
   if (is_bf16 && cpu().avx512_bf16) return has_few_bf16 ? Kernel::kAvx512Bf16FewColumns : Kernel::kAvx512Bf16;
@@ -56,12 +53,6 @@ bool DecodesFewColumns(const ProductKind& p, cudaDataType_t decoded) {
   return is_alike && p.trans_a == CUBLAS_OP_N && p.n <= most && simd_level() != SimdLevel::kPortable;
 }
 
-// Real operands become 16-bit numbers, for the 16-bit kernels; all else stays f32.
-cudaDataType_t RoundedType(const ProductKind& p) {
-  if (facts(p.a).is_complex || p.compute == CUBLAS_COMPUTE_32F_FAST_TF32) return p.a;
-  return p.compute == CUBLAS_COMPUTE_32F_FAST_16BF ? CUDA_R_16BF : CUDA_R_16F;
-}
-
 const char* NameOfBlas(cudaDataType_t type) {
   if (facts(type).is_complex) return type == CUDA_C_32F ? "cblas_cgemm" : "cblas_zgemm";
   return type == CUDA_R_64F ? "cblas_dgemm" : "cblas_sgemm";
@@ -73,8 +64,6 @@ std::string NameOfKernel(const KernelChoice& choice) {
       return NameOfBlas(choice.type);
     case Kernel::kWideningBlas:
       return "widened to f32, cblas_sgemm";
-    case Kernel::kMkl:
-      return "MKL, products of 16-bit numbers summed in f32";
     case Kernel::kAmx:
     case Kernel::kAmxFewColumns:
       return "AMX kernel of hostmp, summed in f32";
@@ -103,11 +92,6 @@ KernelChoice KernelOf(const ProductKind& p) {
     // Sums of two such operands are multiplied by alpha behind the kernel.
     return {KernelOfType(type, p, p.is_alpha_one || !is_mixed), type, Conversion::kDecoded};
   }
-  if (RoundsOperands(p.compute)) {
-    const cudaDataType_t type = RoundedType(p);
-    const bool is_16bit = facts(type).is_16bit;
-    return {is_16bit ? KernelOfType(type, p, p.is_alpha_one) : Kernel::kBlas, type, Conversion::kRounded};
-  }
   return {KernelOfType(p.a, p, p.is_alpha_one), p.a};
 }
 
@@ -115,8 +99,6 @@ std::string Describe(const KernelChoice& choice) {
   switch (choice.conversion) {
     case Conversion::kNone:
       break;
-    case Conversion::kRounded:
-      return "rounded; " + NameOfKernel(choice);
     case Conversion::kDecoded:
     case Conversion::kDecodedFewColumns:
       return std::string("decoded to ") + facts(choice.type).name + "; " + NameOfKernel(choice);
@@ -125,9 +107,7 @@ std::string Describe(const KernelChoice& choice) {
 }
 
 std::string DescribeKernels(cudaDataType_t type) {
-  const auto describe = [type](int64_t n) {
-    return Describe(KernelOf({type, type, CUBLAS_COMPUTE_32F, CUBLAS_OP_N, n, false, true}));
-  };
+  const auto describe = [type](int64_t n) { return Describe(KernelOf({type, type, CUBLAS_OP_N, n, false, true})); };
   const std::string many = describe(INT64_MAX), few = describe(1);
   return many == few ? many : many + "; for few rows " + few;
 }
@@ -138,10 +118,5 @@ int64_t KUnit(Kernel kernel) {
 }
 
 int64_t KBlockDepth(Kernel kernel) { return KUnit(kernel) == kAmxUnit ? kAmxKC : kKC; }
-
-bool RoundsOperands(cublasComputeType_t compute) {
-  return compute == CUBLAS_COMPUTE_32F_FAST_TF32 || compute == CUBLAS_COMPUTE_32F_FAST_16BF ||
-         compute == CUBLAS_COMPUTE_32F_FAST_16F;
-}
 
 }  // namespace jaxmp::hostmp

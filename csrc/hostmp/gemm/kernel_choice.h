@@ -14,7 +14,6 @@ namespace jaxmp::hostmp {
 enum class Kernel {
   kBlas,
   kWideningBlas,  // 16-bit numbers, widened to f32 a K block at a time
-  kMkl,           // MKL's products of 16-bit numbers
   kAmx,
   kAmxFewColumns,
   kAvx512Bf16,
@@ -24,12 +23,11 @@ enum class Kernel {
 };
 
 // What becomes of the operands, a K block at a time, before the kernel has them.
-enum class Conversion { kNone, kRounded, kDecoded, kDecodedFewColumns };
+enum class Conversion { kNone, kDecoded, kDecodedFewColumns };
 
 // What the choice depends on. In a fixed order each element is one sum, whatever the other extents are.
 struct ProductKind {
   abi::cudaDataType_t a, b;
-  abi::cublasComputeType_t compute;
   abi::cublasOperation_t trans_a;
   int64_t n;
   bool is_fixed_order;
@@ -51,9 +49,6 @@ std::string DescribeKernels(abi::cudaDataType_t type);
 // k that an instruction of the kernel sums at once, and k of a K block.
 int64_t KUnit(Kernel kernel);
 int64_t KBlockDepth(Kernel kernel);
-
-// Whether this compute type rounds f32 and c64 operands before they are multiplied.
-bool RoundsOperands(abi::cublasComputeType_t compute);
 
 }  // namespace jaxmp::hostmp
 

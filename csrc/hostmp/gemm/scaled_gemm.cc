@@ -18,19 +18,19 @@ namespace {
 constexpr int64_t kScaleBlock = 128;
 constexpr int64_t kAlign = 64;
 
-BFloat16 half_of(BFloat16 x) {
+BFloat16 HalfOf(BFloat16 x) {
   const int exponent = x.bits >> 7 & 0xff;
   if (exponent == 0xff) return x;
   return {static_cast<uint16_t>(exponent > 1 ? x.bits - 0x80 : x.bits & 0x8000)};
 }
-float half_of(float x) { return x / 2; }
+float HalfOf(float x) { return x / 2; }
 
 // Numbers of any real type as the kernels multiply them.
-void convert(const ScaledOperand& x, int64_t first, int64_t count, float scale, BFloat16* to) {
+void Convert(const ScaledOperand& x, int64_t first, int64_t count, float scale, BFloat16* to) {
   if (x.type != abi::CUDA_R_16BF) return decode(x.type, x.data, first, count, scale, to);
   std::copy_n(reinterpret_cast<const BFloat16*>(x.data) + first, count, to);
 }
-void convert(const ScaledOperand& x, int64_t first, int64_t count, float scale, float* to) {
+void Convert(const ScaledOperand& x, int64_t first, int64_t count, float scale, float* to) {
   switch (x.type) {
     case abi::CUDA_R_16BF:
       return widen(reinterpret_cast<const BFloat16*>(x.data) + first, to, count);
@@ -44,25 +44,25 @@ void convert(const ScaledOperand& x, int64_t first, int64_t count, float scale, 
 }
 
 // Integers of 4 bits as bytes.
-void convert(const ScaledOperand& x, int64_t first, int64_t count, float, int8_t* to) {
+void Convert(const ScaledOperand& x, int64_t first, int64_t count, float, int8_t* to) {
   unpack(x.type, x.data, first, count, to);
 }
 
 // One stored column of `count` numbers along k, each block times its scale.
 template <typename T>
-void decode_scaled(const ScaledOperand& x, int64_t first, int64_t inner, int64_t outer, int64_t count, T* to) {
+void DecodeScaled(const ScaledOperand& x, int64_t first, int64_t inner, int64_t outer, int64_t count, T* to) {
   const int64_t block = block_of(x.scales.mode), blocks = x.inners / block;
   for (int64_t i = 0; i < count; i += block) {
     const float scale = x.scales.block((inner + i) / block, outer, blocks);
     // 2^-127, which is subnormal: threads of XLA take it for 0.
     const bool is_least = x.scales.mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0 && scale < 0x1p-126f;
-    convert(x, first + i, block, is_least ? 0x1p-126f : scale, to + i);
-    for (int64_t j = i; is_least && j < i + block; ++j) to[j] = half_of(to[j]);
+    Convert(x, first + i, block, is_least ? 0x1p-126f : scale, to + i);
+    for (int64_t j = i; is_least && j < i + block; ++j) to[j] = HalfOf(to[j]);
   }
 }
 
 // Asks for a run of numbers ahead of its use: it is on a page of its own, where the processor does not look.
-void prefetch(const ScaledOperand& x, int64_t first, int64_t count) {
+void Prefetch(const ScaledOperand& x, int64_t first, int64_t count) {
   constexpr int64_t kLine = 64;  // of the cache
   const char* const from = x.data + bytes_of(x.type, first);
   for (int64_t i = 0; i < bytes_of(x.type, count); i += kLine) __builtin_prefetch(from + i);
@@ -71,45 +71,45 @@ void prefetch(const ScaledOperand& x, int64_t first, int64_t count) {
 // `depth` of k from `at` on, of `count` indices from `begin` on: in the operand's own order, `ld` from one index (or,
 // where the operand is not adjacent in k, one k) to the next.
 template <typename T>
-void decode_block(const ScaledOperand& x, int64_t at, int64_t depth, int64_t begin, int64_t count, T* to, int64_t ld) {
+void DecodeBlock(const ScaledOperand& x, int64_t at, int64_t depth, int64_t begin, int64_t count, T* to, int64_t ld) {
   if (!x.is_adjacent_in_k) {
     for (int64_t i = 0; i < depth; ++i) {
       const int64_t first = x.first + (at + i) * x.ld + begin;
-      prefetch(x, first + x.ld, count);
-      convert(x, first, count, 1.0f, to + i * ld);
+      Prefetch(x, first + x.ld, count);
+      Convert(x, first, count, 1.0f, to + i * ld);
     }
     return;
   }
   for (int64_t i = 0; i < count; ++i) {
     const int64_t first = x.first + (begin + i) * x.ld + at;
-    prefetch(x, first + x.ld, depth);
+    Prefetch(x, first + x.ld, depth);
     if (is_tiled(x.scales.mode)) {
-      decode_scaled(x, first, x.inner + at, x.outer + begin + i, depth, to + i * ld);
+      DecodeScaled(x, first, x.inner + at, x.outer + begin + i, depth, to + i * ld);
     } else {
-      convert(x, first, depth, 1.0f, to + i * ld);
+      Convert(x, first, depth, 1.0f, to + i * ld);
     }
   }
 }
 
 // The columns of all ranks next to each other.
 template <typename T>
-void decode_columns(const std::vector<ScaledColumns>& columns, int64_t at, int64_t depth, T* to, int64_t ld) {
+void DecodeColumns(const std::vector<ScaledColumns>& columns, int64_t at, int64_t depth, T* to, int64_t ld) {
   for (const auto& [n, x] : columns) {
-    decode_block(x, at, depth, 0, n, to, ld);
+    DecodeBlock(x, at, depth, 0, n, to, ld);
     to += n * (x.is_adjacent_in_k ? ld : 1);
   }
 }
 
 template <typename T>
-void decode_b(const KBlock<ScaledProduct>& block, int64_t cols, T* to) {
+void DecodeB(const KBlock<ScaledProduct>& block, int64_t cols, T* to) {
   const bool is_k = block.segment->b.front().x.is_adjacent_in_k;
   for (const KSlice<ScaledProduct>& slice : block) {
-    decode_columns(slice.segment->b, slice.k, slice.depth, to + slice.offset * (is_k ? 1 : cols),
-                   is_k ? block.depth : cols);
+    DecodeColumns(slice.segment->b, slice.k, slice.depth, to + slice.offset * (is_k ? 1 : cols),
+                  is_k ? block.depth : cols);
   }
 }
 
-void add_integers(const ScaledProduct& p, const float* sums, double alpha, bool adds) {
+void AddIntegers(const ScaledProduct& p, const float* sums, double alpha, bool adds) {
   const auto factor = static_cast<uint32_t>(static_cast<int64_t>(alpha));
   for (int64_t col = 0; col < p.n; ++col) {
     uint32_t* const c = static_cast<uint32_t*>(p.c) + col * p.ldc;
@@ -122,12 +122,12 @@ void add_integers(const ScaledProduct& p, const float* sums, double alpha, bool 
 }
 
 // sum * a * b, where a * b may leave the range of floats.
-float scaled(float sum, float a, float b) {
+float Scaled(float sum, float a, float b) {
   const float both = a * b;
   return std::isnormal(both) ? both * sum : static_cast<float>(double{a} * b * sum);
 }
 
-void add_scaled(const ScaledProduct& p, int64_t at, const float* sum, float* row_scales, bool adds) {
+void AddScaled(const ScaledProduct& p, int64_t at, const float* sum, float* row_scales, bool adds) {
   const auto scale_of = [at](const ScaledOperand& x, int64_t index) {
     return x.scales.of_sum((x.inner + at) / kScaleBlock, x.outer + index, ceil_div(x.inners, kScaleBlock), x.outers);
   };
@@ -143,7 +143,7 @@ void add_scaled(const ScaledProduct& p, int64_t at, const float* sum, float* row
       const float scale = scale_of(x, col);
       const bool are_normal = std::isnormal(least * scale) && std::isnormal(most * scale);
       for (int64_t row = 0; row < p.m; ++row) {
-        const float term = are_normal ? row_scales[row] * scale * sum[row] : scaled(sum[row], row_scales[row], scale);
+        const float term = are_normal ? row_scales[row] * scale * sum[row] : Scaled(sum[row], row_scales[row], scale);
         c[row] = adds ? c[row] + term : term;
       }
     }
@@ -184,12 +184,12 @@ struct DecodingKernel {
   void pack_a(const KBlock<ScaledProduct>& block, int64_t top, int64_t rows, char* to) const {
     T* const a = reinterpret_cast<T*>(to);
     for (const KSlice<ScaledProduct>& slice : block) {
-      decode_block(slice.segment->a, slice.k, slice.depth, top, rows, a + slice.offset * (is_a_k ? 1 : rows),
-                   is_a_k ? block.depth : rows);
+      DecodeBlock(slice.segment->a, slice.k, slice.depth, top, rows, a + slice.offset * (is_a_k ? 1 : rows),
+                  is_a_k ? block.depth : rows);
     }
   }
   void pack_b(const KBlock<ScaledProduct>& block, int64_t, int64_t cols, char* to) const {
-    decode_b(block, cols, reinterpret_cast<T*>(to));
+    DecodeB(block, cols, reinterpret_cast<T*>(to));
   }
 
   void multiply(const KBlock<ScaledProduct>& block, const Packed& packed, const CTile& tile) const {
@@ -219,9 +219,9 @@ struct DecodingKernel {
       if (!has_sums) continue;
       while (from >= passed + scaled_by->k) passed += scaled_by++->k;
       if (p.a.type == abi::CUDA_R_8I) {
-        add_integers(p, sums, alpha, adds_now);
+        AddIntegers(p, sums, alpha, adds_now);
       } else {
-        add_scaled(*scaled_by, from - passed, sums, row_scales, adds_now);
+        AddScaled(*scaled_by, from - passed, sums, row_scales, adds_now);
       }
     }
   }
@@ -236,7 +236,7 @@ bool is_byte_integer(abi::cudaDataType_t type) { return type == abi::CUDA_R_8I |
 
 bool is_half_byte(abi::cudaDataType_t type) { return type == host_types::kS4 || type == host_types::kU4; }
 
-// Few columns, op(A) = A, as simd_gemm multiplies them: A is read where it lies. Integers of 8 bits become floats in
+// Few columns, op(A) = A, as SimdGemm multiplies them: A is read where it lies. Integers of 8 bits become floats in
 // the registers. A few k before they are needed, integers of 4 bits become bytes in the first cache, other numbers
 // floats.
 struct FewColumnsKernel {
@@ -249,7 +249,7 @@ struct FewColumnsKernel {
   int64_t own_bytes(int64_t, int64_t, int64_t) const { return 4 * kMC * (kSmallN + kStrip); }
   void pack_a(const KBlock<ScaledProduct>&, int64_t, int64_t, char*) const {}
   void pack_b(const KBlock<ScaledProduct>& block, int64_t, int64_t cols, char* to) const {
-    decode_b(block, cols, reinterpret_cast<float*>(to));
+    DecodeB(block, cols, reinterpret_cast<float*>(to));
   }
 
   void multiply(const KBlock<ScaledProduct>& block, const Packed& packed, const CTile& tile) const {
@@ -289,15 +289,15 @@ struct FewColumnsKernel {
       if (is_in_place) {
         from = a.data + bytes_of(a.type, a.first + (slice.k + k) * a.ld + tile.row);
       } else if (is_nibble) {
-        decode_block(a, slice.k + k, depth, tile.row, tile.rows, reinterpret_cast<int8_t*>(strip), kMC);
+        DecodeBlock(a, slice.k + k, depth, tile.row, tile.rows, reinterpret_cast<int8_t*>(strip), kMC);
       } else {
-        decode_block(a, slice.k + k, depth, tile.row, tile.rows, strip, kMC);
+        DecodeBlock(a, slice.k + k, depth, tile.row, tile.rows, strip, kMC);
       }
       const auto trans_b = is_b_k ? abi::CUBLAS_OP_N : abi::CUBLAS_OP_T;
       const int64_t lda = is_in_place ? a.ld : kMC;
-      simd_add_columns(simd_level(), type,
-                       {abi::CUBLAS_OP_N, trans_b, tile.rows, b.count, depth, from, lda,
-                        b.data + k * (is_b_k ? 1 : b.ld), b.ld, sums, kMC});
+      SimdAddColumns(simd_level(), type,
+                     {abi::CUBLAS_OP_N, trans_b, tile.rows, b.count, depth, from, lda, b.data + k * (is_b_k ? 1 : b.ld),
+                      b.ld, sums, kMC});
     }
   }
 
@@ -312,20 +312,20 @@ auto WithDecodedType(const KernelChoice& choice, Function function) {
 
 }  // namespace
 
-void scaled_gemm(const KernelChoice& choice, const std::vector<ScaledProduct>& segments, double alpha, bool adds,
-                 char* scratch) {
+void ScaledGemm(const KernelChoice& choice, const std::vector<ScaledProduct>& segments, double alpha, bool adds,
+                char* scratch) {
   if (choice.conversion == Conversion::kDecodedFewColumns) {
     const bool is_b_k = segments.front().b.front().x.is_adjacent_in_k;
     const FewColumnsKernel kernel = {static_cast<float>(alpha), adds, is_b_k};
-    return blocked_gemm(kernel, segments.data(), segments.size(), scratch);
+    return BlockedGemm(kernel, segments.data(), segments.size(), scratch);
   }
   WithDecodedType(choice, [&](auto number) {
     const DecodingKernel<decltype(number)> kernel(choice.kernel, segments.front(), alpha, adds);
-    blocked_gemm(kernel, segments.data(), segments.size(), scratch);
+    BlockedGemm(kernel, segments.data(), segments.size(), scratch);
   });
 }
 
-int64_t scaled_gemm_scratch(const KernelChoice& choice, bool applies_to_sums, int64_t m, int64_t n, int64_t k) {
+int64_t ScaledGemmScratch(const KernelChoice& choice, bool applies_to_sums, int64_t m, int64_t n, int64_t k) {
   const int64_t bytes = choice.conversion == Conversion::kDecodedFewColumns
                             ? scratch_of(FewColumnsKernel{}, m, n, k).bytes()
                             : WithDecodedType(choice, [&](auto number) {

@@ -44,11 +44,11 @@ struct ScaledProduct {
 //
 // K blocks are decoded from all K segments that they overlap, so nothing depends on where k is cut; the segments share
 // m, n and c.
-void scaled_gemm(const KernelChoice& choice, const std::vector<ScaledProduct>& segments, double alpha, bool adds,
-                 char* scratch);
+void ScaledGemm(const KernelChoice& choice, const std::vector<ScaledProduct>& segments, double alpha, bool adds,
+                char* scratch);
 
 // Bytes; at least m floats.
-int64_t scaled_gemm_scratch(const KernelChoice& choice, bool applies_to_sums, int64_t m, int64_t n, int64_t k);
+int64_t ScaledGemmScratch(const KernelChoice& choice, bool applies_to_sums, int64_t m, int64_t n, int64_t k);
 
 // Whether products of operands of 8 bits and fewer are scaled, or added as integers, after they have been summed.
 inline bool AppliesToSums(abi::cudaDataType_t type_a, abi::cudaDataType_t type_b, const Scales& a, const Scales& b) {

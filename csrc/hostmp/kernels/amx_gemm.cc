@@ -144,12 +144,12 @@ struct AmxKernel {
 
 }  // namespace
 
-void amx_gemm(const KSegments& segments, float alpha, float beta, char* scratch) {
+void AmxGemm(const KSegments& segments, float alpha, float beta, char* scratch) {
   const ScopedTiles tiles;
-  blocked_gemm(AmxKernel{segments.front(), alpha, beta}, segments, scratch);
+  BlockedGemm(AmxKernel{segments.front(), alpha, beta}, segments, scratch);
 }
 
-int64_t amx_gemm_scratch(int64_t m, int64_t n, int64_t k) { return scratch_of(AmxKernel{}, m, n, k).bytes(); }
+int64_t AmxGemmScratch(int64_t m, int64_t n, int64_t k) { return scratch_of(AmxKernel{}, m, n, k).bytes(); }
 
 }  // namespace jaxmp::hostmp
 
@@ -157,8 +157,8 @@ int64_t amx_gemm_scratch(int64_t m, int64_t n, int64_t k) { return scratch_of(Am
 
 namespace jaxmp::hostmp {
 
-void amx_gemm(const KSegments&, float, float, char*) {}
-int64_t amx_gemm_scratch(int64_t, int64_t, int64_t) { return 0; }
+void AmxGemm(const KSegments&, float, float, char*) {}
+int64_t AmxGemmScratch(int64_t, int64_t, int64_t) { return 0; }
 
 }  // namespace jaxmp::hostmp
 

@@ -16,8 +16,8 @@ constexpr int64_t kAmxUnit = 32;  // k that the instruction sums at once
 
 // c = alpha op(a) op(b) + beta c; every K segment but the last one has a multiple of kAmxUnit k. Only where
 // cpu().amx_bf16. The instruction takes subnormal inputs and results as 0.
-void amx_gemm(const KSegments& segments, float alpha, float beta, char* scratch);
-int64_t amx_gemm_scratch(int64_t m, int64_t n, int64_t k);
+void AmxGemm(const KSegments& segments, float alpha, float beta, char* scratch);
+int64_t AmxGemmScratch(int64_t m, int64_t n, int64_t k);
 
 }  // namespace jaxmp::hostmp
 

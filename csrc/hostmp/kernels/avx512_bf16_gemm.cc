@@ -129,11 +129,11 @@ struct Avx512Bf16Kernel {
 
 }  // namespace
 
-void avx512_bf16_gemm(const KSegments& segments, float alpha, float beta, char* scratch) {
-  blocked_gemm(Avx512Bf16Kernel{segments.front(), alpha, beta}, segments, scratch);
+void Avx512Bf16Gemm(const KSegments& segments, float alpha, float beta, char* scratch) {
+  BlockedGemm(Avx512Bf16Kernel{segments.front(), alpha, beta}, segments, scratch);
 }
 
-int64_t avx512_bf16_gemm_scratch(int64_t m, int64_t n, int64_t k) {
+int64_t Avx512Bf16GemmScratch(int64_t m, int64_t n, int64_t k) {
   return scratch_of(Avx512Bf16Kernel{}, m, n, k).bytes();
 }
 
@@ -143,8 +143,8 @@ int64_t avx512_bf16_gemm_scratch(int64_t m, int64_t n, int64_t k) {
 
 namespace jaxmp::hostmp {
 
-void avx512_bf16_gemm(const KSegments&, float, float, char*) {}
-int64_t avx512_bf16_gemm_scratch(int64_t, int64_t, int64_t) { return 0; }
+void Avx512Bf16Gemm(const KSegments&, float, float, char*) {}
+int64_t Avx512Bf16GemmScratch(int64_t, int64_t, int64_t) { return 0; }
 
 }  // namespace jaxmp::hostmp
 

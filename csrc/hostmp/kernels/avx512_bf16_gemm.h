@@ -12,8 +12,8 @@ constexpr int64_t kBf16Unit = 2;  // k that the instruction sums at once
 
 // c = alpha op(a) op(b) + beta c; every K segment but the last one has a multiple of kBf16Unit k. Only where
 // cpu().avx512_bf16. The instruction takes subnormal inputs and results as 0.
-void avx512_bf16_gemm(const KSegments& segments, float alpha, float beta, char* scratch);
-int64_t avx512_bf16_gemm_scratch(int64_t m, int64_t n, int64_t k);
+void Avx512Bf16Gemm(const KSegments& segments, float alpha, float beta, char* scratch);
+int64_t Avx512Bf16GemmScratch(int64_t m, int64_t n, int64_t k);
 
 }  // namespace jaxmp::hostmp
 

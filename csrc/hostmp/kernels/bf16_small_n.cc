@@ -145,7 +145,7 @@ JAXMP_AVX512_BF16 void multiply(Bf16Sums kind, const KSegments& segments, bool a
 
 }  // namespace
 
-void bf16_small_n_gemm(Bf16Sums kind, const KSegments& segments, bool adds) {
+void Bf16SmallNGemm(Bf16Sums kind, const KSegments& segments, bool adds) {
   switch (segments.front().n) {
     case 1:
       return multiply<1>(kind, segments, adds);
@@ -164,7 +164,7 @@ void bf16_small_n_gemm(Bf16Sums kind, const KSegments& segments, bool adds) {
 
 namespace jaxmp::hostmp {
 
-void bf16_small_n_gemm(Bf16Sums, const KSegments&, bool) {}
+void Bf16SmallNGemm(Bf16Sums, const KSegments&, bool) {}
 
 }  // namespace jaxmp::hostmp
 

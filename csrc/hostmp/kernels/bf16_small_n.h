@@ -13,7 +13,7 @@ constexpr int64_t kBf16SmallN = 4;
 
 // c = A op(B), or c += A op(B) where `adds`, of at most kBf16SmallN columns; it takes no scratch. K is cut into the
 // same blocks and segments as by the kernel for many columns.
-void bf16_small_n_gemm(Bf16Sums sums, const KSegments& segments, bool adds);
+void Bf16SmallNGemm(Bf16Sums sums, const KSegments& segments, bool adds);
 
 }  // namespace jaxmp::hostmp
 

@@ -52,7 +52,7 @@ GemmScratch scratch_of(const Kernel& kernel, int64_t m, int64_t n, int64_t k) {
 
 // `scratch` has scratch_of().bytes(), aligned to 64.
 template <typename Kernel, typename Segment>
-void blocked_gemm(const Kernel& kernel, const Segment* segments, size_t count, char* scratch) {
+void BlockedGemm(const Kernel& kernel, const Segment* segments, size_t count, char* scratch) {
   const int64_t m = segments->m, n = segments->n;
   const KBlocks<Segment> blocks(segments, count, Kernel::kKC);
   const GemmScratch sizes = scratch_of(kernel, m, n, blocks.k());
@@ -85,8 +85,8 @@ void blocked_gemm(const Kernel& kernel, const Segment* segments, size_t count, c
 }
 
 template <typename Kernel>
-void blocked_gemm(const Kernel& kernel, const KSegments& segments, char* scratch) {
-  blocked_gemm(kernel, segments.data(), segments.size(), scratch);
+void BlockedGemm(const Kernel& kernel, const KSegments& segments, char* scratch) {
+  BlockedGemm(kernel, segments.data(), segments.size(), scratch);
 }
 
 }  // namespace jaxmp::hostmp

@@ -334,14 +334,14 @@ SimdLevel simd_level() {
   return SimdLevel::kPortable;
 }
 
-void simd_gemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, double alpha, bool adds,
-               char* scratch) {
+void SimdGemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, double alpha, bool adds,
+              char* scratch) {
   with_level(level, [&](auto isa) {
     with_type(type, [&](auto number) { isa.template gemm<decltype(number)>(segments, alpha, adds, scratch); });
   });
 }
 
-void simd_small_n_gemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, double alpha, bool adds) {
+void SimdSmallNGemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, double alpha, bool adds) {
   with_level(level, [&](auto isa) {
     with_type(type, [&](auto number) {
       if constexpr (kParts<decltype(number)> == 1) isa.template small_n_gemm<decltype(number)>(segments, alpha, adds);
@@ -349,14 +349,14 @@ void simd_small_n_gemm(SimdLevel level, abi::cudaDataType_t type, const KSegment
   });
 }
 
-void simd_add_columns(SimdLevel level, abi::cudaDataType_t type, const Product& product) {
+void SimdAddColumns(SimdLevel level, abi::cudaDataType_t type, const Product& product) {
   with_level(level, [&](auto isa) {
     const auto add = [&](auto number) { isa.template add_columns_to_c<decltype(number)>(product); };
     type == abi::CUDA_R_8I ? add(int8_t{}) : type == abi::CUDA_R_8U ? add(uint8_t{}) : add(float{});
   });
 }
 
-int64_t simd_gemm_scratch(SimdLevel level, abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k) {
+int64_t SimdGemmScratch(SimdLevel level, abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k) {
   int64_t bytes = 0;
   with_level(level, [&](auto isa) {
     with_type(type, [&](auto number) { bytes = isa.template scratch_bytes<decltype(number)>(m, n, k); });

@@ -17,19 +17,19 @@ bool has(SimdLevel level);  // this processor
 SimdLevel simd_level();     // the highest that it has
 
 // c = alpha op(a) op(b), or c += alpha op(a) op(b), K block by K block, where `adds`; c has the accumulator's type.
-// `scratch` has simd_gemm_scratch() bytes, aligned to 64.
-void simd_gemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, double alpha, bool adds,
-               char* scratch);
-int64_t simd_gemm_scratch(SimdLevel level, abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k);
+// `scratch` has SimdGemmScratch() bytes, aligned to 64.
+void SimdGemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, double alpha, bool adds,
+              char* scratch);
+int64_t SimdGemmScratch(SimdLevel level, abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k);
 
 // The same of real numbers, with op(A) = A and at most kSmallN columns, to the bit: A is read where it lies. Nothing is
 // faster then.
 constexpr int64_t kSmallN = 16;
-void simd_small_n_gemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, double alpha, bool adds);
+void SimdSmallNGemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, double alpha, bool adds);
 
 // c += a op(b), of a few columns and floats, `a` of `type` f32, s8 or u8: each element in ascending k from what c
 // holds.
-void simd_add_columns(SimdLevel level, abi::cudaDataType_t type, const Product& product);
+void SimdAddColumns(SimdLevel level, abi::cudaDataType_t type, const Product& product);
 
 }  // namespace jaxmp::hostmp
 

@@ -352,7 +352,7 @@ struct Kernel {
 struct Isa {
   template <typename From>
   static void gemm(const KSegments& segments, double alpha, bool adds, char* scratch) {
-    blocked_gemm(Kernel<From>{segments.front(), static_cast<Real<From>>(alpha), adds}, segments, scratch);
+    BlockedGemm(Kernel<From>{segments.front(), static_cast<Real<From>>(alpha), adds}, segments, scratch);
   }
   template <typename From>
   static void small_n_gemm(const KSegments& segments, double alpha, bool adds) {

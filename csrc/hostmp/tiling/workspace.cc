@@ -4,7 +4,6 @@
 
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
-#include "csrc/hostmp/gemm/rounded_gemm.h"
 #include "csrc/hostmp/gemm/scaled_gemm.h"
 #include "csrc/hostmp/handles/buffers.h"
 
@@ -22,25 +21,16 @@ int64_t depth_of_boundaries(const MatmulCall& call, const Tiling& tiling, int64_
 
 int64_t scratch_bytes(const MatmulCall& call, const Tile& tile) {
   const KernelChoice kernel = kernel_of(call, tile.cols);
-  switch (kernel.conversion) {
-    case Conversion::kNone:
-      break;
-    case Conversion::kRounded:
-      return rounded_gemm_scratch(kernel, tile.rows, tile.cols, call.k);
-    case Conversion::kDecoded:
-    case Conversion::kDecodedFewColumns:
-      return scaled_gemm_scratch(kernel, AppliesToSums(call.a.desc.type, call.b.desc.type, call.scale_a, call.scale_b),
-                                 tile.rows, tile.cols, call.k);
-  }
-  return ScratchBytes(kernel, tile.rows, tile.cols, call.k);
+  if (kernel.conversion == Conversion::kNone) return ScratchBytes(kernel, tile.rows, tile.cols, call.k);
+  const bool applies = AppliesToSums(call.a.desc.type, call.b.desc.type, call.scale_a, call.scale_b);
+  return ScaledGemmScratch(kernel, applies, tile.rows, tile.cols, call.k);
 }
 
 }  // namespace
 
 KernelChoice kernel_of(const MatmulCall& call, int64_t cols) {
   const bool is_alpha_one = call.scales_last() || call.alpha == 1.0;
-  return KernelOf(
-      {call.a.desc.type, call.b.desc.type, call.compute, call.trans_a, cols, call.fixed_reduction_order, is_alpha_one});
+  return KernelOf({call.a.desc.type, call.b.desc.type, call.trans_a, cols, call.fixed_reduction_order, is_alpha_one});
 }
 
 bool sums_in_d(const MatmulCall& call, const Tiling& tiling, const Tile& tile) {

@@ -76,13 +76,11 @@ Status check_types(const MatmulCall& call) {
   const bool is_64f = call.compute == CUBLAS_COMPUTE_64F || call.compute == CUBLAS_COMPUTE_64F_PEDANTIC ||
                       call.compute == CUBLAS_COMPUTE_64F_EMULATED_FIXEDPOINT;
   const bool is_32f = call.compute == CUBLAS_COMPUTE_32F || call.compute == CUBLAS_COMPUTE_32F_PEDANTIC;
-  // Emulation is served by the f32 and f64 products of the BLAS, which are at least as exact.
-  const bool is_for_f32 = RoundsOperands(call.compute) || call.compute == CUBLAS_COMPUTE_32F_EMULATED_16BFX9;
-  if (call.fixed_reduction_order && RoundsOperands(call.compute)) {
-    return Unimplemented(text("the compute type is ", static_cast<int>(call.compute),
-                              ", whose products are not summed in one order; take CUBLAS_COMPUTE_32F for that"));
-  }
-  if (is_double ? is_64f : is_32f || (is_for_f32 && !facts(a).is_16bit)) return {};
+  // What may round or emulate is served by products of f32 and f64 themselves, which are at least as exact.
+  const bool may_round = call.compute == CUBLAS_COMPUTE_32F_FAST_TF32 || call.compute == CUBLAS_COMPUTE_32F_FAST_16BF ||
+                         call.compute == CUBLAS_COMPUTE_32F_FAST_16F ||
+                         call.compute == CUBLAS_COMPUTE_32F_EMULATED_16BFX9;
+  if (is_double ? is_64f : is_32f || (may_round && !facts(a).is_16bit)) return {};
   return Unimplemented(text("the compute type is ", static_cast<int>(call.compute), " but A is ", name_of(a),
                             ", which takes CUBLAS_COMPUTE_", is_double ? "64F" : "32F"));
 }
@@ -365,7 +363,7 @@ Status check_matrix(const cublasMpMatrixDescriptor& desc) {
 
 Status read_call(const Arguments& in, bool executes, MatmulCall* call) {
   JAXMP_RETURN_IF_ERROR(check_present(in));
-  if (!blas_is_loaded()) return FailedPrecondition("no BLAS is loaded; call load_blas first");
+  if (!blas_is_loaded()) return FailedPrecondition("no BLAS is loaded; call LoadBlas first");
   JAXMP_RETURN_IF_ERROR(check_extents(in));
   copy_arguments(in, call);
   JAXMP_RETURN_IF_ERROR(check_types(*call));

@@ -21,7 +21,7 @@ from jaxmp._src.runtime import config, cuda_libraries, jax_compat, native
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
 
 _PACKAGES = (
-    *("jaxmp", "jax", "jaxlib", "numpy", "ml_dtypes", "scipy-openblas32", "mkl", "opt_einsum", "rich"),
+    *("jaxmp", "jax", "jaxlib", "numpy", "ml_dtypes", "scipy-openblas32", "opt_einsum", "rich"),
     *("jax-cuda12-plugin", "jax-cuda13-plugin", "nvidia-cublasmp-cu12", "nvidia-cublasmp-cu13"),
     *("nvidia-nccl-cu12", "nvidia-nccl-cu13", "mpi4py", "flax", "equinox"),
 )
@@ -86,7 +86,6 @@ def _host() -> dict[str, Any]:
     facts = {
         "BLAS": info.pop("library"),
         "configuration": info.pop("config"),
-        "MKL": info.pop("mkl") or "not used",
         "instruction set": info.pop("instruction set"),
     }
     return facts | {f"kernel for {name}": kernel for name, kernel in info.items()}

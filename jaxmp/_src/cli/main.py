@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
-from jaxmp._src.cli import advise, bench, determinism, explain, info, selftest
+from jaxmp._src.cli import advise, bench, explain, info, selftest
 from jaxmp._src.cli.output import CommandError
 
 # Exit statuses: what was checked holds, it does not, and it could not be checked.
@@ -18,8 +18,7 @@ GOOD, BROKEN, UNABLE, INTERRUPTED = 0, 1, 2, 130
 
 _COMMANDS: Mapping[str, tuple[ModuleType, str]] = {
     "info": (info, "versions, processor, BLAS, devices, libraries, and which implementation serves a product here"),
-    "selftest": (selftest, "check placement, rounding and determinism on this machine, in about a minute"),
-    "determinism": (determinism, "check every promise of docs/determinism.md on this machine"),
+    "selftest": (selftest, "check placement, rounding and every promise about bits on this machine"),
     "bench": (bench, "time a product beside XLA's, here and now"),
     "advise": (advise, "rank the shardings of a product by predicted time"),
     "explain": (explain, "print what the products of a function of a file do"),

@@ -1,4 +1,4 @@
-"""Check placement, rounding and determinism of products on the CPU devices of this machine, in about a minute."""
+"""Check placement and rounding of products, and every promise of docs/determinism.md, on this machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,15 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from jaxmp import testing
-from jaxmp._src.cli.output import print_json, print_table, progress, require_devices, rich
+from jaxmp._src.cli.output import (
+    CommandError,
+    make_cpu_devices,
+    print_json,
+    print_table,
+    progress,
+    require_devices,
+    rich,
+)
 from jaxmp._src.ops.matmul import matmul
 from jaxmp._src.spec.matmul_spec import accumulator
 from jaxmp.testing import Check, Layout
@@ -23,15 +31,18 @@ from jaxmp.testing import Check, Layout
 # Roundings of a product, as multiples of u |A| |B|: tests/bounds.py says why.
 _ROUNDINGS = 4.0
 _TYPES = ("float32", "float64", "bfloat16", "float16", "complex64")
-# Every so many of the checks of determinism: those of one type and implementation differ in shape and epilog alone.
-_EVERY = 2
+# How many devices share a product, unless the command line says it: as many of these as there are.
+_DEVICES = (1, 2, 4, 8)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Read by `run`."""
-    parser.add_argument("--devices", type=int, default=4, help="how many devices share a product (4)")
+    parser.add_argument("--quick", action="store_true", help="fewer shapes: a minute or two")
+    parser.add_argument("--devices", type=int, help="how many devices share a product (8, or as many as there are)")
     parser.add_argument(
-        "--implementation", choices=("host", "cublasmp", "xla"), help="who computes; by default the rule"
+        "--implementation",
+        choices=(*testing.IMPLEMENTATIONS, testing.ON_GPUS),
+        help="who computes; by default the rule, and on CPUs both for the promises about bits",
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
@@ -40,11 +51,15 @@ def run(options: argparse.Namespace) -> int:
     """1 where a check fails."""
     if not options.json:
         rich("progress")  # ahead of the work, for its error
-    require_devices(options.devices)
+    make_cpu_devices(options.devices or _DEVICES[-1])
+    if options.implementation == testing.ON_GPUS and jax.default_backend() != "gpu":
+        raise CommandError(f"--implementation cublasmp needs a CUDA device, JAX's backend is {jax.default_backend()}")
+    count = options.devices or max(count for count in _DEVICES if count <= jax.device_count())
+    require_devices(count)
     results = []
     started = time.perf_counter()
     with jax.enable_x64(True):
-        found = list(checks(options.devices, options.implementation))
+        found = list(checks(count, options.implementation, options.quick))
         with progress("selftest", len(found), is_quiet=options.json) as step:
             for check in found:
                 results.append(_result(check))
@@ -57,14 +72,13 @@ def run(options: argparse.Namespace) -> int:
     return int(bool(failed))
 
 
-def checks(ndevices: int, implementation: str | None) -> Iterator[Check]:
-    """Every pattern and type once for placement and for rounding, and a part of `jaxmp determinism --quick`."""
+def checks(ndevices: int, implementation: str | None, is_quick: bool) -> Iterator[Check]:
+    """Every pattern and type once for placement and for rounding, and the promises about bits."""
     for layout, dtype in itertools.product(testing.layouts(ndevices), _TYPES):
         for name, run in (("placement", check_placement), ("rounding", check_rounding)):
             yield Check(name, f"{layout.name}, {dtype}", functools.partial(run, layout, dtype, implementation))
-    if jax.default_backend() == "cpu":
-        kinds = testing.IMPLEMENTATIONS if implementation is None else (implementation,)
-        yield from list(testing.checks(True, kinds))[::_EVERY]
+    if jax.default_backend() == "cpu" or implementation == testing.ON_GPUS:
+        yield from testing.checks(is_quick, (implementation,) if implementation else testing.IMPLEMENTATIONS)
 
 
 def check_placement(layout: Layout, dtype: str, implementation: str | None) -> int:

@@ -17,7 +17,7 @@ from jaxmp._src.explain import cost, shards
 from jaxmp._src.fuse import rewrite
 from jaxmp._src.fuse.graph import PRODUCTS, dimension_numbers
 from jaxmp._src.hardware.call_time import Transfer, transfer_over
-from jaxmp._src.lowering import backend, ffi_call, process_barrier, xla_matmul
+from jaxmp._src.lowering import backend, process_barrier, xla_matmul
 from jaxmp._src.lowering.legalize import Form
 from jaxmp._src.lowering.resolve import resolve, resolve_chosen
 from jaxmp._src.primitive import bias_grad
@@ -230,9 +230,8 @@ def matmul_row(
     m, n, k = found.m, found.n, found.k
     out = np.dtype(spec.out_dtype)
     is_complex = np.issubdtype(out, np.complexfloating)
-    is_host = call.implementation == "host"
     operand = low_precision.operand_type(a.dtype, b.dtype)
-    compute = ffi_call.compute_of(spec, operand) if is_host else precisions.find(spec.precision, operand)
+    compute = precisions.find(spec.precision, operand, platform)
     # Gathered, an all-reduced product is computed by every rank.
     is_repeated = call.form == Form.GATHERED and group.pattern == Pattern.ALL_REDUCE
     copies = group.ngroups * (group.nranks if is_repeated else 1)
@@ -274,7 +273,7 @@ def matmul_row(
         ndevices=group.ngroups * group.nranks,
         mesh=group.mesh,
         placement=shards.placement(spec, varying),
-        transfers=cost.transfers(spec, a, b, "cublasmp" if is_host else call.implementation),
+        transfers=cost.transfers(spec, a, b, "cublasmp" if call.implementation == "host" else call.implementation),
     )
 
 

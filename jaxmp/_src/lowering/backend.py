@@ -15,8 +15,7 @@ from jaxmp._src.lowering.legalize import (
     why_unsupported,
 )
 from jaxmp._src.runtime import native
-from jaxmp._src.runtime.config import config
-from jaxmp._src.spec import low_precision, precisions
+from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator
 
 # Multiplications and additions of a product from which on hostmp one by one is no slower than XLA's batched dot.
@@ -43,11 +42,6 @@ def choose_implementation(
       NotImplementedError: the library, the platform or the card cannot compute the call.
       RuntimeError: cuBLASMp was asked for and cannot be opened.
     """
-    if platform == "cpu" and spec.precision == "BF16_BF16_BF16" and spec.implementation != "host":
-        raise NotImplementedError(
-            "precision=BF16_BF16_BF16 sums in bfloat16, which neither hostmp nor XLA does on a CPU; pass "
-            'BF16_BF16_F32, or implementation="host" with JAXMP_HOST_PRECISION=ignore to sum in float32'
-        )
     if operands and low_precision.is_mixed(*operands):  # as which it is converted where it is not taken as it is
         operands = (low_precision.operand_type(*operands),) * 2
     choice = _choose(spec, platform, nprocesses, operands)
@@ -80,7 +74,7 @@ def choose_for_batch(
     is_large = isinstance(work, int) and work >= LARGE_IN_BATCH
     is_low_precision = low_precision.is_low_precision(low_precision.operand_type(*operands))
     gains = (is_large and is_shared) if choice.implementation == "host" else is_low_precision
-    if gains or precisions.sums_in_16_bits(spec.precision):
+    if gains:
         return dataclasses.replace(choice, why=f"{choice.why}; a batch, one call per index"), False
     return Choice("xla", "both operands have a batch: one dot and one collective of XLA's for all of it"), True
 
@@ -104,12 +98,8 @@ def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple[np
         )
     if platform == "cpu" and (nprocesses == 1 or spec.group.nranks == 1):
         why = why_unsupported(spec, capabilities_of("host")) if spec.group.pattern == Pattern.GRID else ""
-        remedy = 'pass implementation=None or "xla"'
-        if precisions.sums_in_16_bits(spec.precision) and not config().ignores_precision:
-            why = f"precision={spec.precision} sums in 16 bits, which hostmp does not"
-            remedy += ", or set JAXMP_HOST_PRECISION=ignore to sum in float32"
         if why and spec.implementation:
-            raise NotImplementedError(f'implementation="host": {why}; {remedy}')
+            raise NotImplementedError(f'implementation="host": {why}; pass implementation=None or "xla"')
         if why:
             return Choice("xla", why)
         return Choice("host", "asked for" if spec.implementation else "CPU devices of one process")

@@ -161,7 +161,7 @@ def call_attributes(
             "relu_aux": "u8",
             "gelu_aux": _DTYPES[np.dtype(spec.aux_dtype or spec.out_dtype).name],
         }[row.aux or row.aux_input],
-        "compute": compute_of(spec, low_precision.operand_type(a.dtype, b.dtype)).name,
+        "compute": _compute_type(spec, low_precision.operand_type(a.dtype, b.dtype)),
         "alpha": _complex_pair(spec.alpha),
         "beta": _complex_pair(spec.beta),
         "scale_mode_a": spec.scales.b,
@@ -185,10 +185,10 @@ def call_attributes(
     }
 
 
-def compute_of(spec: MatmulSpec, operand: DTypeLike) -> precisions.Compute:
-    """How the custom call computes; `backend` has let a sum in 16 bits pass only where it is ignored."""
-    compute = precisions.find(spec.precision, operand)
-    return precisions.full(operand) if compute.sums_in_16_bits else compute
+def _compute_type(spec: MatmulSpec, operand: DTypeLike) -> str:
+    """hostmp takes cuBLASMp's, and no library sums in 16 bits."""
+    platform = "cpu" if precisions.sums_in_16_bits(spec.precision) else ""
+    return precisions.find(spec.precision, operand, platform).name
 
 
 def _layouts(spec: MatmulSpec) -> dict[str, np.ndarray]:

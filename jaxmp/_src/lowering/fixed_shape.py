@@ -11,7 +11,7 @@ b stored (k, n). What a tile lacks is padding, and what comes of padding is drop
 
 Then an element can depend on no more than its row of op(A), its column of op(B) and its place in the tile; and not on
 that place where a kernel sums all its tiles alike. No source says that every kernel of cuBLASLt does (a stream-K
-schedule cuts k elsewhere in each tile), so this is for `python -m jaxmp.testing determinism` to show on a card.
+schedule cuts k elsewhere in each tile), so this is for `jaxmp selftest --implementation cublasmp` to show on a card.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def describe(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, library: str) -> 
     rows, k, _, cols = extents(spec, a_shape, b_shape).local
     calls = math.prod(_count(cols, rows) if spec.order.is_transposed else _count(rows, cols))
     text = f"{library} {calls} local Matmul of {ROWS}x{k}x{columns()} each, padded, instead of an order of sums"
-    unproved = "; not proved on a GPU yet, `python -m jaxmp.testing determinism --implementation cublasmp` does"
+    unproved = "; not proved on a GPU yet, `jaxmp selftest --implementation cublasmp` does"
     return text + unproved * (library == "cublasmp")
 
 

@@ -63,13 +63,11 @@ def matmul(
     type.
     """
     a, b = low_precision.widened(a, b)
-    compute = precisions.find(spec.precision, a.dtype)
+    compute = precisions.find(spec.precision, a.dtype, platform)
     acc = jnp.dtype(compute.accumulator or accumulator(a.dtype))
-    if compute.sums_in_16_bits or spec.distributions:
+    if spec.distributions or low_precision.is_low_precision(a.dtype):
         local_product = None
     named = dict(zip(spec.operand_names, extra, strict=True))
-    if low_precision.is_low_precision(a.dtype):
-        local_product = None
     a, b = _decoded(a, b, named, spec, acc)
     if 0 in (*a.shape, *b.shape):
         return apply_epilog(jnp.zeros(extents(spec, a.shape, b.shape).d, acc), extra, spec, a, b)
@@ -82,7 +80,7 @@ def matmul(
     if gathers:
         a, b = barrier([a, b])
     if not local_product or a.dtype == np.bool_:
-        a, b = _widened(a, b, platform, compute, acc)
+        a, b = _widened(a, b, platform, acc)
     shards = a.astype(acc), b.astype(acc)
     a, b = _gather_operands(spec, a, b, all_gather)
     z = local_product(a, b, spec) if local_product else _dot_general(a, b, spec, compute, acc)
@@ -135,12 +133,10 @@ def _decoded(
     return a, low_precision.dequantize(b, operands.get("scale_b"), spec.scales.b, acc)
 
 
-def _widened(
-    a: jax.Array, b: jax.Array, platform: str, compute: precisions.Compute, acc: np.dtype
-) -> tuple[jax.Array, jax.Array]:
+def _widened(a: jax.Array, b: jax.Array, platform: str, acc: np.dtype) -> tuple[jax.Array, jax.Array]:
     """Operands in the accumulator's type, which is exact, where XLA has no product of theirs into it: of booleans, and
     on CPUs of 16 bits for every layout."""
-    if a.dtype == np.bool_ or (platform == "cpu" and not compute.sums_in_16_bits):
+    if a.dtype == np.bool_ or platform == "cpu":
         return a.astype(acc), b.astype(acc)
     return a, b
 
@@ -161,7 +157,6 @@ def _dot_general(
     """The accumulated product of op(a), whose leading dimensions are rows, and op(b); or with dimension `numbers`."""
     a = lax.conj(a) if spec.conjugate_a else a
     b = lax.conj(b) if spec.conjugate_b else b
-    a, b = precisions.rounded(a, compute), precisions.rounded(b, compute)
     precision = (
         lax.DotAlgorithmPreset[_SUMS_IN_16_BITS[compute.name]] if compute.sums_in_16_bits else lax.Precision.HIGHEST
     )
@@ -178,9 +173,9 @@ def global_matmul(
     `numbers` are the dimension numbers of a product without an epilog.
     """
     a, b = low_precision.widened(operands["a"], operands["b"])
-    compute = precisions.find(spec.precision, a.dtype)
+    compute = precisions.find(spec.precision, a.dtype, platform)
     acc = jnp.dtype(compute.accumulator or accumulator(a.dtype))
-    a, b = _widened(*_decoded(a, b, operands, spec, acc), platform, compute, acc)
+    a, b = _widened(*_decoded(a, b, operands, spec, acc), platform, acc)
     with jax.named_scope(SCOPE):
         z = _dot_general(a, b, spec, compute, acc, numbers, out_sharding)
     extra = [operands[name] for name in spec.operand_names]

@@ -22,15 +22,10 @@ VARIABLES = {
     ),
     "JAXMP_PLAN_CACHE_SIZE": ("plans kept for reuse; the least recently used go first", "512"),
     "JAXMP_BLAS": ("path of a BLAS library to use instead of scipy-openblas32's", ""),
-    "JAXMP_MKL": ("'auto' uses MKL's 16-bit products where MKL is installed, 'off' never", "auto"),
     "JAXMP_ISA": (
         "the instruction set of the host's own kernels, 'amx', 'avx512_bf16', 'avx512', 'avx2', 'neon' or 'portable', "
         "instead of the fastest one of the processor",
         "",
-    ),
-    "JAXMP_HOST_PRECISION": (
-        "a precision that no CPU computes (sums in 16 bits): 'strict' refuses it on \"host\", 'ignore' sums in float32",
-        "strict",
     ),
     "JAXMP_TIMEOUT": (
         "seconds after which a process that has not come to a call is missing; on GPUs 25 by default",
@@ -72,8 +67,6 @@ class Config:
     log: frozenset[str]
     plan_cache_size: int
     blas: str | None
-    use_mkl: bool
-    ignores_precision: bool
     timeout: float = 60.0
     compares_calls: bool = True
     gpu_timeout: float = 25.0
@@ -100,16 +93,10 @@ def parse(environ: Mapping[str, str]) -> Config:
     size = read("JAXMP_PLAN_CACHE_SIZE")
     if not size.isdecimal() or int(size) < 1:
         raise ValueError(f"JAXMP_PLAN_CACHE_SIZE must be a whole number of at least 1 but is {size!r}.")
-    mkl = read("JAXMP_MKL")
-    if mkl not in ("auto", "off"):
-        raise ValueError(f"JAXMP_MKL must be 'auto' or 'off' but is {mkl!r}.")
     instruction_set = read("JAXMP_ISA")
     if instruction_set and instruction_set not in INSTRUCTION_SETS:
         sets = ", ".join(map(repr, INSTRUCTION_SETS))
         raise ValueError(f"JAXMP_ISA must be one of {sets} but is {instruction_set!r}.")
-    precision = read("JAXMP_HOST_PRECISION")
-    if precision not in ("strict", "ignore"):
-        raise ValueError(f"JAXMP_HOST_PRECISION must be 'strict' or 'ignore' but is {precision!r}.")
     agreement = read("JAXMP_AGREEMENT")
     if agreement not in ("on", "off"):
         raise ValueError(f"JAXMP_AGREEMENT must be 'on' or 'off' but is {agreement!r}.")
@@ -121,8 +108,6 @@ def parse(environ: Mapping[str, str]) -> Config:
         log,
         int(size),
         read("JAXMP_BLAS") or None,
-        mkl == "auto",
-        precision == "ignore",
         timeout,
         agreement == "on",
         # XLA:GPU ends a process whose devices wait for each other, 30 s ahead of a program and 40 s in its first
@@ -141,7 +126,7 @@ def cache_folder() -> Path:
 
 def environment() -> dict[str, str]:
     """The variables of the environment that concern jaxmp, JAX and XLA, for people who look into a problem."""
-    prefixes = ("JAXMP", "JAX_", "XLA_", "OPENBLAS_", "MKL_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
+    prefixes = ("JAXMP", "JAX_", "XLA_", "OPENBLAS_", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}
 
 

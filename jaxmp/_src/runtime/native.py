@@ -25,7 +25,7 @@ TARGET = "jaxmp_matmul"
 BARRIER_TARGET = "jaxmp_process_barrier"
 COLLECTIVE_TARGET = "jaxmp_process_collective"
 # The version of the boundary between this package and its extension: attributes, operands, functions.
-ABI_VERSION = 9
+ABI_VERSION = 10
 
 _lock = threading.RLock()
 _loaded: Any = None
@@ -260,7 +260,7 @@ def extension() -> Any:
             module = _import_extension()
             _check_versions(module)
             _limit_instruction_set(module)
-            module.load_blas(_blas_path(), _mkl_path())
+            module.load_blas(_blas_path())
             module.set_plan_cache_capacity(config().plan_cache_size)
             _loaded = module
         _follow_plan_log(_loaded)
@@ -327,14 +327,3 @@ def _blas_path() -> str:
             f"scipy-openblas32 is installed but {directory} holds no library; reinstall it, or set JAXMP_BLAS."
         )
     return found[0]
-
-
-def _mkl_path() -> str | None:
-    if not config().use_mkl:
-        return None
-    try:
-        files = importlib.metadata.distribution("mkl").files or ()
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    libraries = sorted(str(f.locate()) for f in files if f.name.startswith("libmkl_rt."))
-    return os.path.realpath(libraries[0]) if libraries else None

@@ -1,7 +1,9 @@
-"""One table: what a `precision` means for each type of operands, and what each implementation makes of it.
+"""One table: what a `precision` asks of a GPU for each type of operands.
 
 A precision is JAX's (`lax.Precision`, `lax.DotAlgorithmPreset`) or one of cuBLAS's compute types by name. It says how
-operands may be rounded ahead of the product and in which type products are summed; never what the result is stored as.
+operands may be rounded ahead of the product and in which type products may be summed; never what the result is stored
+as. A CPU multiplies what it is given and sums in the operands' full type, which is at least as exact: None's row. So
+does XLA on GPUs, except that it has sums in 16 bits (16F and BF16_BF16_BF16), as algorithms of those names.
 
     precision                     bfloat16, float16    float32, complex64     float64, complex128   summed in
     None, any lax.Precision       32F                  32F                    64F                   float32, float64
@@ -21,18 +23,8 @@ float32 (32F), None sums int8 in int32 (32I). Nor have integers, which XLA sums 
 Rounding happens only where it is asked for: every `lax.Precision` is the operands' full type, which is at least as
 exact as what JAX promises for it. The six- and three-fold emulations are served by the nine-fold one for that reason.
 
-    compute type              "host"                                      "xla"
-    32F, 64F, PEDANTIC        the BLAS in that type                       Precision.HIGHEST
-    32F_FAST_TF32             operands rounded to 10 bits of mantissa     the same rounding, then HIGHEST
-    32F_FAST_16BF, FAST_16F   operands rounded to that type               the same rounding, then HIGHEST
-    32F_EMULATED_16BFX9       sgemm                                       Precision.HIGHEST
-    64F_EMULATED_FIXEDPOINT   dgemm                                       Precision.HIGHEST
-    16F, BF16_BF16_BF16       refused, or 32F (JAXMP_HOST_PRECISION)      XLA's algorithm of that name
-
-Every rounding is to nearest, ties to even. Of TF32 the cuBLAS documentation of CUDA 13 says so (cublasComputeType_t,
-CUBLAS_COMPUTE_32F_FAST_TF32: "input conversions round to nearest even"). PTX's cvt.rna.tf32.f32, by which a kernel may
-convert on its own, rounds ties away from zero; no GPU has been asked yet.
-Sources: that documentation, cublas_api.h (cublasComputeType_t), jax.lax.DotAlgorithmPreset, nvmath-python's type table.
+Sources: cublas_api.h (cublasComputeType_t) and its documentation, jax.lax.DotAlgorithmPreset, nvmath-python's type
+table.
 """
 
 from __future__ import annotations
@@ -41,8 +33,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
@@ -53,19 +43,18 @@ from jaxmp._src.spec.matmul_spec import INTEGERS
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
-    """A row of the second table.
+    """A compute type.
 
-    `name` is cuBLAS's without CUBLAS_COMPUTE_, or XLA's where cuBLAS has none; `rounding` the type to which operands
-    are rounded; `accumulator` None means the operands' own type, or float32 for 16-bit operands.
+    `name` is cuBLAS's without CUBLAS_COMPUTE_, or XLA's where cuBLAS has none; `accumulator` None means the operands'
+    own type, or float32 for 16-bit operands.
     """
 
     name: str
-    rounding: str | None = None
     accumulator: str | None = None
 
     @property
     def sums_in_16_bits(self) -> bool:
-        """Whether it sums in 16 bits, which no kernel on a CPU does in the order of a GPU's."""
+        """Whether it sums in 16 bits."""
         return self.accumulator in ("float16", "bfloat16")
 
 
@@ -74,9 +63,9 @@ _COMPUTES = {
     for compute in (
         Compute("32F"),
         Compute("32F_PEDANTIC"),
-        Compute("32F_FAST_TF32", rounding="tf32"),
-        Compute("32F_FAST_16BF", rounding="bfloat16"),
-        Compute("32F_FAST_16F", rounding="float16"),
+        Compute("32F_FAST_TF32"),
+        Compute("32F_FAST_16BF"),
+        Compute("32F_FAST_16F"),
         Compute("32F_EMULATED_16BFX9"),
         Compute("64F"),
         Compute("64F_PEDANTIC"),
@@ -193,32 +182,13 @@ def taken(asked: lax.DotAlgorithmPreset | None, operand: DTypeLike) -> np.dtype 
     return np.dtype(asked.supported_lhs_types[0])
 
 
-def find(asked: str, operand: DTypeLike) -> Compute:
-    """How products of `operand` are computed under a precision that `resolve` returned."""
-    return _COMPUTES[_TABLE[asked][np.dtype(operand).name]]
-
-
-def full(operand: DTypeLike) -> Compute:
-    """The full type of `operand`: 32F or 64F."""
-    return find("DEFAULT", operand)
+def find(asked: str, operand: DTypeLike, platform: str = "") -> Compute:
+    """How products of `operand` are computed under a precision that `resolve` returned; by default on GPUs."""
+    row = "DEFAULT" if platform == "cpu" else asked
+    return _COMPUTES[_TABLE[row][np.dtype(operand).name]]
 
 
 @functools.cache
 def sums_in_16_bits(asked: str) -> bool:
     """Whether the precision sums in 16 bits, whatever its operands."""
     return any(_COMPUTES[name].sums_in_16_bits for name in _TABLE[asked].values())
-
-
-def rounded(x: jax.Array, compute: Compute) -> jax.Array:
-    """`x` of float32 or complex64 as the compute type rounds its operands, in its own type."""
-    if compute.rounding is None:
-        return x
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        return lax.complex(rounded(lax.real(x), compute), rounded(lax.imag(x), compute))
-    if compute.rounding == "tf32":
-        bits = lax.bitcast_convert_type(x, jnp.uint32)
-        kept = (bits + jnp.uint32(0xFFF) + (bits >> 13 & jnp.uint32(1))) & jnp.uint32(0xFFFFE000)
-        return jnp.where(jnp.isfinite(x), lax.bitcast_convert_type(kept, jnp.float32), x)
-    # XLA takes a pair of conversions for superfluous unless something stands between them.
-    rounded_down: jax.Array = lax.optimization_barrier(x.astype(compute.rounding))
-    return rounded_down.astype(x.dtype)
