@@ -121,35 +121,23 @@ test-process: $(TEST)/.ready ## Run the tests of many processes, with faults (AR
 chaos: $(TEST)/.ready ## Run jobs with a fault at a random moment (N=200: how many, SEED=1 to repeat a run)
 	$(TEST)/bin/python tests/process/chaos.py --jobs $(or $(N),200) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
+# Of tests/gpu, what the fakes can run in minutes.
+OVER_FAKES = not test_transform and (not promise or promise_about_bits[0])
 .PHONY: test-xla-gpu
 test-xla-gpu: $(TEST)/.ready $(XLA_GPU)/.ready ## Run programs on JAX's real CUDA plugin over a fake driver, without a GPU
 	@$(call cpp_build,cpp-$(TAG),Release,,fakes)
 	JAXMP_FAKES=$(CURDIR)/build/cpp-$(TAG)/fakes PYTHONPATH=tests/xla_gpu \
 	  $(XLA_GPU)/bin/pytest -p fake_gpus tests/xla_gpu --timeout=120 $(ARGS)
+	@rm -rf build/gpu-session
 	JAXMP_FAKES=$(CURDIR)/build/cpp-$(TAG)/fakes FAKE_CUDA_DEVICES=1 PYTHONPATH=tests/xla_gpu \
-	  $(XLA_GPU)/bin/pytest -p fake_gpus tests/gpu/test_calls.py --timeout=300 -k "not promise and not test_transform" --share 1/4 $(ARGS)
+	  $(XLA_GPU)/bin/python tests/gpu/gpu_session.py --out build/gpu-session --minutes 30 --bench="--quick --skip float8 float64 TF32" \
+	  -p fake_gpus tests/gpu/test_calls.py tests/gpu/test_sharing.py -k "$(OVER_FAKES)" --share 0/4 $(ARGS)
 
 .PHONY: test-gpu
 test-gpu: ## Run the tests on real GPUs, in the environment of PYTHON as it is: nothing is installed
 	@mkdir -p build
 	JAXMP_REQUIRE_GPU=1 JAX_PLATFORMS=cuda,cpu XLA_PYTHON_CLIENT_PREALLOCATE=false \
 	  $(PYTHON) -P -m pytest tests/gpu --timeout=900 $(ARGS) 2>&1 | tee build/test-gpu.log
-
-.PHONY: gpu-bundle
-gpu-bundle: $(TEST)/.ready ## Collect what a GPU machine without a network lacks, in build/gpu-bundle (Python 3.12 or later)
-	@$(call cpp_build,cpp-$(TAG),Release,,conformance)
-	$(TEST)/bin/python tests/gpu_session/bundle.py --conformance build/cpp-$(TAG)/conformance $(ARGS)
-
-.PHONY: gpu-session
-gpu-session: ## Run one window of a session on a GPU machine (WINDOW=1 SITE=<what unpack.py installed>), in the environment of PYTHON
-	$(PYTHON) tests/gpu_session/session.py $(WINDOW) --site $(SITE) --out $(or $(OUT),build/gpu-session) $(ARGS)
-
-.PHONY: gpu-rehearsal
-gpu-rehearsal: $(TEST)/.ready $(XLA_GPU)/.ready ## Run a few cases of every window of a session over the fakes, within its limits
-	@$(call cpp_build,cpp-$(TAG),Release,,fakes conformance)
-	@rm -rf build/gpu-rehearsal
-	@for window in 1 2 3 4; do $(XLA_GPU)/bin/python tests/gpu_session/session.py $$window --quick \
-	  --over-fakes build/cpp-$(TAG)/fakes --out build/gpu-rehearsal $(ARGS) || exit 1; done
 
 .PHONY: schedules
 schedules: $(TEST)/.ready ## Run programs of many calls with random delays on each rank (N=200: how many, SEED=1, MEMORY=off: over gloo)
@@ -163,11 +151,6 @@ soak: $(TEST)/.ready ## Run 100,000 small and 1,000 large calls and watch memory
 test-abi: $(TEST)/.ready ## Compare our declarations with the real headers, from their wheels (Linux)
 	$(TEST)/bin/pip install --quiet --disable-pip-version-check --no-deps nvidia-cublasmp-cu13 nvidia-cuda-runtime nvidia-nccl-cu13
 	JAXMP_REQUIRE_ABI=1 $(TEST)/bin/pytest tests/project/test_abi.py $(ARGS)
-
-.PHONY: fault-kernel
-fault-kernel: $(TEST)/.ready ## Assemble csrc/cuda/context_fault_code.h anew, after a change of its PTX (Linux)
-	$(TEST)/bin/pip install --quiet --disable-pip-version-check --no-deps nvidia-cuda-nvcc==13.0.88
-	$(TEST)/bin/python csrc/cuda/context_fault_code.py $$($(TEST)/bin/python -c 'import nvidia.cu13 as c; print(list(c.__path__)[0])')/bin
 
 .PHONY: test-cublasmp
 test-cublasmp: $(TEST)/.ready ## Run the C++ tests, and what the real cuBLASMp does without a GPU (wheels of 700 MB)

@@ -226,11 +226,9 @@ def cause(error: BaseException) -> DistributedError | None:
         return DistributedError(ours[1])
     if not isinstance(error, jax.errors.JaxRuntimeError):
         return None
-    native = native_lib.extension()
-    if failure := native.cuda_failure():
-        return DistributedError(failure)
     if _job is None or "gloo" not in str(error).lower():
         return None
+    native = native_lib.extension()
     return DistributedError(f"{native.last_call() or 'a collective'}: {_why_transport_failed(native)} ({error})")
 
 

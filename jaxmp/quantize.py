@@ -16,6 +16,7 @@ from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.low_precision import Scale
 from jaxmp._src.spec.options import Array
 from jaxmp._src.spec.process_grid import round_up
+from jaxmp._src.spec.refusal import naming
 
 __all__ = [
     "amax",
@@ -213,4 +214,5 @@ def _check_blocks(name: str, x: Array, size: int) -> None:
 def _mode(name: str, q: Array, scale: Any) -> str:
     if scale is not None and scale.dtype.name == "float32" and scale.shape == ():
         return low_precision.SCALAR
-    return low_precision.find_mode(f"quantize.{name}", "scale", scale, tuple(q.shape), q.dtype)
+    with naming(f"quantize.{name}"):
+        return low_precision.find_mode("scale", scale, tuple(q.shape), q.dtype)

@@ -85,7 +85,7 @@ def activate(activation, z, is_majorant=False):
     if is_majorant:
         is_plain = activation in (None, "relu")
         return z if is_plain else 1.2 * z + z * z + 2 * z * z * z / 3 + (0.5 if activation == "sigmoid" else 0)
-    found = activations.find("reference", activation)
+    found = activations.find(activation)
     if found is None:
         return z
     return (activations.FUNCTIONS[found] if isinstance(found, str) else found)(z)

@@ -36,10 +36,7 @@
   X(StreamGetCtx)                 \
   X(EventCreate)                  \
   X(EventRecord)                  \
-  X(EventQuery)                   \
-  X(ModuleLoadData)               \
-  X(ModuleGetFunction)            \
-  X(LaunchKernel)
+  X(EventQuery)
 
 #define JAXMP_NCCL_FUNCTIONS(X) \
   X(GetVersion)                 \
@@ -48,7 +45,6 @@
   X(GetUniqueId)                \
   X(CommInitRank)               \
   X(CommDestroy)                \
-  X(CommAbort)                  \
   X(CommGetAsyncError)          \
   X(MemAlloc)                   \
   X(MemFree)                    \
@@ -63,13 +59,10 @@ enum CUresult : int {
   CUDA_ERROR_INVALID_VALUE = 1,
   CUDA_ERROR_OUT_OF_MEMORY = 2,
   CUDA_ERROR_NOT_INITIALIZED = 3,
-  CUDA_ERROR_DEINITIALIZED = 4,
   CUDA_ERROR_NO_DEVICE = 100,
   CUDA_ERROR_INVALID_CONTEXT = 201,
-  CUDA_ERROR_INVALID_HANDLE = 400,
   CUDA_ERROR_NOT_READY = 600,
   CUDA_ERROR_CONTEXT_IS_DESTROYED = 709,
-  CUDA_ERROR_LAUNCH_FAILED = 719,
   CUDA_ERROR_UNKNOWN = 999,
 };
 
@@ -78,12 +71,8 @@ enum CUstream_flags : int { CU_STREAM_DEFAULT = 0, CU_STREAM_NON_BLOCKING = 1 };
 
 struct CUctx_st;
 struct CUevent_st;
-struct CUmod_st;
-struct CUfunc_st;
 using CUcontext = CUctx_st*;
 using CUevent = CUevent_st*;
-using CUmodule = CUmod_st*;
-using CUfunction = CUfunc_st*;
 using CUstream = cudaStream_t;
 using CUdevice = int;
 using CUdeviceptr = unsigned long long;  // NOLINT: the header's own type
@@ -112,11 +101,6 @@ CUresult cuStreamGetCtx(CUstream hStream, CUcontext* pctx);
 CUresult cuEventCreate(CUevent* phEvent, unsigned int Flags);
 CUresult cuEventRecord(CUevent hEvent, CUstream hStream);
 CUresult cuEventQuery(CUevent hEvent);
-CUresult cuModuleLoadData(CUmodule* module, const void* image);
-CUresult cuModuleGetFunction(CUfunction* hfunc, CUmodule hmod, const char* name);
-CUresult cuLaunchKernel(CUfunction f, unsigned int gridDimX, unsigned int gridDimY, unsigned int gridDimZ,
-                        unsigned int blockDimX, unsigned int blockDimY, unsigned int blockDimZ,
-                        unsigned int sharedMemBytes, CUstream hStream, void** kernelParams, void** extra);
 
 // NCCL.
 
@@ -143,7 +127,6 @@ const char* ncclGetLastError(ncclComm_t comm);
 ncclResult_t ncclGetUniqueId(ncclUniqueId* uniqueId);
 ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId commId, int rank);
 ncclResult_t ncclCommDestroy(ncclComm_t comm);
-ncclResult_t ncclCommAbort(ncclComm_t comm);
 ncclResult_t ncclCommGetAsyncError(ncclComm_t comm, ncclResult_t* asyncError);
 ncclResult_t ncclMemAlloc(void** ptr, size_t size);
 ncclResult_t ncclMemFree(void* ptr);

@@ -1,13 +1,9 @@
 #include "csrc/cuda/rank_context.h"
 
-#include <chrono>
-#include <future>
 #include <limits>
-#include <thread>
 #include <utility>
 
 #include "csrc/cublasmp/status.h"
-#include "csrc/cuda/context.h"
 #include "csrc/cuda/libraries.h"
 #include "csrc/cuda/logger.h"
 #include "csrc/cuda/nccl_id_exchange.h"
@@ -22,33 +18,6 @@ constexpr int64_t kFailed = std::numeric_limits<int64_t>::max();
 template <typename T>
 std::shared_ptr<T> Unowned(T* object) {
   return std::shared_ptr<T>(std::shared_ptr<T>(), object);
-}
-
-constexpr std::chrono::milliseconds kLook(50);
-
-// ncclCommInitRank waits for every rank, for ever where one has ended since it asked for the id. It takes no deadline,
-// and nothing stops it: a communicator that does not block is none for cuBLASMp, which never asks NCCL whether a call
-// is still in progress (its library has no reference to ncclCommGetAsyncError). So it gets a thread, which the caller
-// leaves behind where the watchdog has given the peers up.
-StatusOr<abi::ncclComm_t> OpenCommunicator(abi::CUcontext context, int nranks, const abi::ncclUniqueId& id, int rank) {
-  std::packaged_task<StatusOr<abi::ncclComm_t>()> open([=]() -> StatusOr<abi::ncclComm_t> {
-    const CurrentContext current(context);
-    abi::ncclComm_t comm = nullptr;
-    const abi::ncclResult_t result =
-        current.ok() ? Loaded()->nccl.CommInitRank(&comm, nranks, id, rank) : abi::ncclUnhandledCudaError;
-    JAXMP_RETURN_IF_ERROR(Check(result, "ncclCommInitRank"));
-    return comm;
-  });
-  std::future<StatusOr<abi::ncclComm_t>> opened = open.get_future();
-  std::thread thread(std::move(open));
-  while (opened.wait_for(kLook) != std::future_status::ready) {
-    const Status alive = CheckAlive();
-    if (alive.ok()) continue;
-    thread.detach();
-    return alive;
-  }
-  thread.join();
-  return opened.get();
 }
 
 }  // namespace
@@ -72,10 +41,10 @@ Status RankContext::Enter(int ordinal, abi::CUcontext context, abi::CUstream str
                               ", and the program does not say which devices its "
                               "mesh has, as an exported one; compile it in this process instead");
   }
-  if (!comm_) JAXMP_RETURN_IF_ERROR(Connect(context));
+  if (!comm_) JAXMP_RETURN_IF_ERROR(Connect());
   stream_ = stream;
   (void)TakeLastError();  // of a call that recovered from it
-  watch_->Enter(std::move(call));
+  JAXMP_RETURN_IF_ERROR(watch_->Enter(std::move(call)));
   return watch_->Follow(stream);
 }
 
@@ -90,14 +59,20 @@ Status RankContext::Open(int ordinal, abi::CUcontext context) {
   return {};
 }
 
-Status RankContext::Connect(abi::CUcontext context) {
+// A communicator that blocks: cuBLASMp never asks NCCL whether a call is still in progress (its library has no
+// reference to ncclCommGetAsyncError). ncclCommInitRank waits for every rank, and takes no deadline: the watchdog has
+// one.
+Status RankContext::Connect() {
   const std::string key = key_ + "/" + std::to_string(attempts_++);
   JAXMP_ASSIGN_OR_RETURN(const abi::ncclUniqueId id, AgreeOnId(key, rank_, nranks_));
-  watch_->Enter(std::make_shared<const std::string>("ncclCommInitRank"));
-  const StatusOr<abi::ncclComm_t> comm = OpenCommunicator(context, nranks_, id, rank_);
+  abi::ncclComm_t comm = nullptr;
+  JAXMP_RETURN_IF_ERROR(watch_->Enter(std::make_shared<const std::string>("ncclCommInitRank")));
+  const abi::ncclResult_t result = Loaded()->nccl.CommInitRank(&comm, nranks_, id, rank_);
   watch_->Leave();
-  JAXMP_ASSIGN_OR_RETURN(comm_, comm);
-  return watch_->Adopt(comm_);
+  JAXMP_RETURN_IF_ERROR(Check(result, "ncclCommInitRank"));
+  comm_ = comm;
+  watch_->Adopt(comm);
+  return {};
 }
 
 StatusOr<std::shared_ptr<abi::cublasMpGrid>> RankContext::Grid(const MpApi& api, const GridShape& shape) {
@@ -137,7 +112,6 @@ StatusOr<int64_t> RankContext::AllReduceMax(int64_t value, abi::CUstream stream)
   JAXMP_RETURN_IF_ERROR(
       Check(libraries.driver.MemcpyDtoHAsync_v2(&value, scratch_, sizeof(value), stream), "cuMemcpyDtoHAsync"));
   JAXMP_RETURN_IF_ERROR(Check(libraries.driver.StreamSynchronize(stream), "cuStreamSynchronize"));
-  JAXMP_RETURN_IF_ERROR(CheckAlive());  // an aborted reduction says nothing
   return value;
 }
 

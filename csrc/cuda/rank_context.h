@@ -51,7 +51,7 @@ class RankContext {
   };
 
   Status Open(int ordinal, abi::CUcontext context);
-  Status Connect(abi::CUcontext context);
+  Status Connect();
   StatusOr<bool> IsOnAll(bool is_here);  // whether it is so on every rank
   Status Grow(const MpApi& api, abi::cublasMpGrid_t grid, size_t bytes, Memory* memory);
   StatusOr<void*> Allocate(size_t bytes) const;

@@ -1,28 +1,25 @@
-// Watches the ranks of this process while they wait for others, and frees them where that does not end.
+// Watches the ranks of this process while they wait for others, and ends the process where that does not end.
 //
-// A thread polls every communicator of ours for NCCL's asynchronous errors (those that cuBLASMp has split off them
-// report theirs to nobody), and every rank for a call that has begun and does not end: on the host, where it makes
-// collective objects, or on its stream. On either it fails the context of each device that has a call on its stream, so
-// that nobody takes what that call leaves behind for its result, and aborts all communicators of the process, so that
-// nobody waits. Each later call fails with the reason.
+// A thread polls every rank for a call that has begun and does not end, on the host, where it makes collective objects,
+// or on its stream, and for an asynchronous error of NCCL meanwhile (communicators that cuBLASMp has split off ours
+// report theirs to nobody). On either it prints rank and call, and ends the process. It aborts no communicator: their
+// kernels would return, and whoever waits for the stream would take what they leave behind for a result.
 #ifndef JAXMP_CUDA_WATCHDOG_H_
 #define JAXMP_CUDA_WATCHDOG_H_
 
 #include <chrono>
+#include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "csrc/base/status.h"
 #include "csrc/cuda/abi.h"
-#include "csrc/cuda/context_fault.h"
 
 namespace jaxmp::cuda {
-
-// Why the communicators of this process were aborted; "" as long as they were not.
-std::string Failure();
-// The same as an error, for a call that comes later.
-Status CheckAlive();
 
 // One rank's calls. Used by one thread at a time, and by the watchdog's.
 class Watch {
@@ -30,11 +27,12 @@ class Watch {
   // `who` names the rank; one without peers waits for nobody. The context must be current, here and in the calls below.
   static StatusOr<std::shared_ptr<Watch>> Make(abi::CUcontext context, std::string who, bool has_peers);
 
-  // From here on the communicator is polled, and aborted where anything fails. An error: that has happened already.
-  Status Adopt(abi::ncclComm_t comm);
+  // From here on the communicator is asked for errors.
+  void Adopt(abi::ncclComm_t comm);
 
-  // The host's part of a call, which may block in a collective; `call` describes it.
-  void Enter(std::shared_ptr<const std::string> call);
+  // The host's part of a call, which may block in a collective; `call` describes it. An error: the communicator has
+  // one, of a time when no call was waiting.
+  Status Enter(std::shared_ptr<const std::string> call);
   void Leave();
 
   // The device's part: what is put on the stream between the two.
@@ -44,44 +42,38 @@ class Watch {
   // Makes the stream wait for what the last call put on another one.
   Status Follow(abi::CUstream stream);
 
-  // For the watchdog: "" or what went wrong; then the two steps of an abort, and who is still in a call's host part
-  // after them ("" where nobody is).
+  // For the watchdog: "" or what a call that waits has met.
   std::string Poll();
-  void FailDevice();
-  void Abort();
-  std::string Waiting();
 
  private:
   using Clock = std::chrono::steady_clock;
 
-  enum class State { kIdle, kRecording, kQueued, kRunning };
   // The events around one call on the stream.
   struct Span {
     abi::CUevent begin = nullptr, end = nullptr;
-    State state = State::kIdle;
     std::shared_ptr<const std::string> call;
-    Clock::time_point since;
+    std::optional<Clock::time_point> reached;  // when the watchdog has found the device in the call
   };
 
   Watch(abi::CUcontext context, std::string who, bool has_peers)
       : context_(context), who_(std::move(who)), has_peers_(has_peers) {}
-  std::string PollHost(Clock::time_point now) const;
+  static StatusOr<Span> MakeSpan();
+  std::string AskNccl() const;
+  void DropEnded();
   std::string PollDevice(Clock::time_point now);
-  std::string Late(const std::string& call, const char* where) const;
-  bool IsOnDevice(const Span& span) const;
-  bool is_recorded() const { return has_peers_ || changes_streams_; }  // whether an event ends each call
+  std::string Late(const std::string& call, Clock::duration waited, const char* where) const;
 
   const abi::CUcontext context_;
   const std::string who_;
   const bool has_peers_;
-  std::unique_ptr<const ContextFault> context_fault_;  // null without peers, and where the driver cannot compile it
-  std::mutex mutex_;                                   // of everything below; never held in a collective
+  std::mutex mutex_;  // of what the watchdog reads; never held in a collective
   abi::ncclComm_t comm_ = nullptr;
   std::shared_ptr<const std::string> call_;  // in its host part; null outside
   Clock::time_point entered_;
-  // A call is put into `latest_`, over the one before it; the watchdog moves it to `watched_` when that has ended. So
-  // two spans are enough for any number of calls on their way, for the stream keeps them in order.
-  Span watched_, latest_;
+  std::deque<Span> spans_;  // on the stream, in its order; none without peers
+  std::vector<Span> free_;  // of calls that have ended
+  // The calling thread's own.
+  Span next_;                        // of the call that is being put on the stream
   abi::CUevent last_end_ = nullptr;  // of the last call, on last_stream_
   abi::CUstream last_stream_ = nullptr;
   bool changes_streams_ = false;

@@ -107,8 +107,7 @@ Status RunOnLocalRank(CudaSite& site, int local_rank, const Buffers& buffers, ab
   JAXMP_RETURN_IF_ERROR(ZeroResults(plan, buffers, stream));
   JAXMP_RETURN_IF_ERROR(watch.Begin(stream));
   JAXMP_RETURN_IF_ERROR(plan.Run(local_rank, *execution, buffers, stream));
-  JAXMP_RETURN_IF_ERROR(watch.End(stream));
-  return cuda::CheckAlive();  // an abort while the host was in there has not seen this call on the stream
+  return watch.End(stream);
 }
 
 Status ExecuteOnLocalRank(CudaSite& site, const CudaSite::Place& place, int ordinal, const Buffers& buffers,
@@ -119,8 +118,6 @@ Status ExecuteOnLocalRank(CudaSite& site, const CudaSite::Place& place, int ordi
   Status status = rank_context.Enter(ordinal, place.context, stream, site.text);
   if (status.ok()) status = RunOnLocalRank(site, place.local_rank, buffers, stream);
   if (status.ok()) return {};
-  // Whatever a call returned out of an abort, this is why.
-  JAXMP_RETURN_IF_ERROR(cuda::CheckAlive());
   return Status(status.code(), status.message() + "; " + rank_context.Describe() + ", call " + *site.text);
 }
 
@@ -137,7 +134,6 @@ Status ExecuteChecked(CudaSite& site, int ordinal, abi::CUstream stream, const f
   Buffers buffers;
   const void* position = nullptr;
   JAXMP_RETURN_IF_ERROR(ReadOperands(plan.problem(), plan.distribution(), args, rets, &buffers, &position));
-  JAXMP_RETURN_IF_ERROR(cuda::CheckAlive());
   if (plan.is_empty()) return WriteNothing(buffers, stream);
   JAXMP_ASSIGN_OR_RETURN(const CudaSite::Place place, PlaceOf(site, ordinal, position, stream));
   return ExecuteOnLocalRank(site, place, ordinal, buffers, stream);

@@ -20,7 +20,6 @@
 #include "csrc/cuda/libraries.h"
 #include "csrc/cuda/logger.h"
 #include "csrc/cuda/nccl_id_exchange.h"
-#include "csrc/cuda/watchdog.h"
 #include "csrc/ffi/cuda_matmul.h"
 #include "csrc/ffi/host_matmul.h"
 #include "csrc/ffi/process_barrier.h"
@@ -295,7 +294,6 @@ NB_MODULE(_jaxmp, m) {
   m.def("set_exchange", &SetExchange, nb::arg("function").none());
   m.def("exchange", &CallExchange, nb::arg("key"), nb::arg("value").none(), nb::arg("timeout"));
   m.def("set_timeout", &cuda::SetTimeout, nb::arg("seconds"));
-  m.def("cuda_failure", &cuda::Failure);
   m.def("start_barrier", &StartBarrierWith, nb::arg("process"), nb::arg("nprocesses"), nb::arg("timeout"),
         nb::arg("interrupts"));
   m.def("own_arena", &DescribeLocalArenaText,

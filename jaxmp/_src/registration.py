@@ -19,6 +19,8 @@ from jaxmp._src.runtime import jax_compat, jax_rules
 from jaxmp._src.runtime.jax_compat import under_known_flags
 from jaxmp._src.runtime.jax_lowering import mlir
 from jaxmp._src.sharding import partitioner
+from jaxmp._src.spec.matmul_spec import MatmulSpec
+from jaxmp._src.spec.refusal import naming
 
 Rule = Callable[..., Any]
 _jet_rules: Any = jet.jet_rules
@@ -28,13 +30,24 @@ def _register(
     primitive: jax_compat.Primitive, *, abstract_eval: Rule, jvp: Rule, transpose: Rule, batch: Rule, lower: Rule
 ) -> None:
     """`lower(platform)` is the lowering rule for a platform."""
-    primitive.def_abstract_eval(abstract_eval)
-    ad.primitive_jvps[primitive] = under_known_flags(jvp)
-    ad.primitive_transposes[primitive] = under_known_flags(transpose)
-    batching.primitive_batchers[primitive] = under_known_flags(batch)
+    primitive.def_abstract_eval(_naming(abstract_eval))
+    ad.primitive_jvps[primitive] = _naming(under_known_flags(jvp))
+    ad.primitive_transposes[primitive] = _naming(under_known_flags(transpose))
+    batching.primitive_batchers[primitive] = _naming(under_known_flags(batch))
     for platform in ("cpu", "cuda"):
-        mlir.register_lowering(primitive, lower(platform), platform=platform)
-    mlir.register_lowering(primitive, lower("other"))
+        mlir.register_lowering(primitive, _naming(lower(platform)), platform=platform)
+    mlir.register_lowering(primitive, _naming(lower("other")))
+
+
+def _naming(rule: Rule) -> Rule:
+    """`rule`, which may run later than the public function: what it refuses has the function's name from the spec."""
+
+    @functools.wraps(rule)
+    def named(*args: Any, spec: MatmulSpec | None, **params: Any) -> Any:
+        with naming("matmul" if spec is None else spec.function):
+            return rule(*args, spec=spec, **params)
+
+    return named
 
 
 for _product in MATMULS:
@@ -46,7 +59,7 @@ for _product in MATMULS:
         batch=by_batch(batch_rules.matmul_batch_rule, batched_matmul.batch_rule),
         lower=partitioner.matmul_rule,
     )
-    _jet_rules[_product] = under_known_flags(taylor.jet_rule)
+    _jet_rules[_product] = _naming(under_known_flags(taylor.jet_rule))
 jax_rules.when_imported("jax.experimental.sparse", functools.partial(other_rules.register_sparsify, MATMULS))
 jax_rules.when_imported("jax.experimental.roofline", functools.partial(other_rules.register_roofline, MATMULS))
 

@@ -8,7 +8,6 @@
 
 #include "csrc/cuda/logger.h"
 #include "csrc/cuda/nccl_id_exchange.h"
-#include "csrc/cuda/watchdog.h"
 #include "csrc/plan/plan_cache.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_gpus.h"
@@ -438,6 +437,5 @@ int main() {
   jaxmp::AWorkspaceNeedsNoSymmetricMemory();
   jaxmp::OneRankMultipliesLocally();
   jaxmp::OneRankGetsNoHints();
-  CHECK_EQ(jaxmp::cuda::Failure(), "");
   return jaxmp::check::summary("cuda_execute");
 }

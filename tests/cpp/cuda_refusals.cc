@@ -10,7 +10,6 @@
 
 #include "csrc/cuda/logger.h"
 #include "csrc/cuda/nccl_id_exchange.h"
-#include "csrc/cuda/watchdog.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_gpus.h"
 #include "tests/cpp/problems.h"
@@ -182,6 +181,5 @@ int main() {
   jaxmp::ALateRankIsNamed();
   jaxmp::CapabilitiesAreAskedFor();
   jaxmp::TheLibrarysLogIsKept();
-  CHECK_EQ(jaxmp::cuda::Failure(), "");
   return jaxmp::check::summary("cuda_refusals");
 }

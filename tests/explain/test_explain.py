@@ -348,7 +348,7 @@ def test_the_workspace_of_16_bit_products_is_named(rng):
     assert widths["bfloat16"] == widths["float16"] == widths["float32"] / 2
 
 
-@pytest.mark.parametrize("module", ["jaxmp._src.ops.matmul", "jaxmp._src.explain.explain", "jaxmp._src.spec.caller"])
+@pytest.mark.parametrize("module", ["jaxmp._src.ops.matmul", "jaxmp._src.explain.explain", "jaxmp._src.spec.refusal"])
 def test_examples_of_the_docstrings(module):
     cases.require(None)
     with jax.numpy_dtype_promotion("standard"):

@@ -1,9 +1,8 @@
 // A libcuda.so.1 whose devices are in host memory. A stream is a thread that works through a queue; a context is a
 // device's number; where the driver wants one to be current, this one insists.
-#include <chrono>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
-#include <thread>
 #include <vector>
 
 #include "tests/fakes/cuda_state.h"
@@ -45,7 +44,6 @@ Memory& memory() {
   return *only;
 }
 
-CUctx_st* ContextOf(int ordinal) { return &contexts[ordinal]; }
 CUcontext Current() { return current.empty() ? nullptr : current.back(); }
 
 void Note(CUcontext context, const char* name) {
@@ -173,7 +171,6 @@ const char* fake_cuda_log(int device) {
   taken = std::exchange(calls().names[device], "");
   return taken.c_str();
 }
-bool fake_cuda_has_failed(int device) { return contexts[device].has_failed; }
 bool fake_cuda_has(const void* data, size_t bytes) {
   std::lock_guard<std::mutex> lock(memory().mutex);
   const auto found = memory().blocks.find(static_cast<const char*>(data));
@@ -268,7 +265,6 @@ CUresult cuEventRecord(CUevent event, CUstream stream) {
   stream->Put([mark] {
     std::lock_guard<std::mutex> lock(mark->mutex);
     mark->is_reached = true;
-    mark->when = std::chrono::steady_clock::now();
     mark->reached.notify_all();
   });
   return CUDA_SUCCESS;
@@ -277,7 +273,6 @@ CUresult cuEventQuery(CUevent event) {
   if (is_shut_down) return CUDA_ERROR_CONTEXT_IS_DESTROYED;
   if (!HasContext()) return CUDA_ERROR_INVALID_CONTEXT;
   std::lock_guard<std::mutex> lock(event->mutex);
-  if (current.back()->has_failed) return CUDA_ERROR_LAUNCH_FAILED;
   if (!event->mark) return CUDA_SUCCESS;
   std::lock_guard<std::mutex> inner(event->mark->mutex);
   return event->mark->is_reached ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;

@@ -15,7 +15,7 @@ using namespace fakes;  // NOLINT
 
 namespace {
 
-constexpr int kInvalidDevice = 101, kNotSupported = 801;  // CUresult
+constexpr int kNotSupported = 801;  // CUresult
 
 // An H200's, by CUdevice_attribute; every other one is 0.
 const std::map<int, int>& Attributes() {
@@ -60,11 +60,6 @@ CUresult Copy(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
   return CUDA_SUCCESS;
 }
 
-std::shared_ptr<CUevent_st::Mark> MarkOf(CUevent event) {
-  std::lock_guard<std::mutex> lock(event->mutex);
-  return event->mark;
-}
-
 }  // namespace
 
 // ---- devices
@@ -75,12 +70,6 @@ API CUresult cuGetErrorName(CUresult, const char** name) {
 }
 API CUresult cuDeviceGetName(char* name, int size, CUdevice) {
   std::snprintf(name, static_cast<size_t>(size), "NVIDIA H200 (fake)");
-  return CUDA_SUCCESS;
-}
-API CUresult cuDeviceGetUuid_v2(char* uuid, CUdevice device) {
-  std::memset(uuid, 0, 16);
-  std::memcpy(uuid, "fake gpu", 8);
-  uuid[15] = static_cast<char>(device + 1);
   return CUDA_SUCCESS;
 }
 API CUresult cuDeviceTotalMem_v2(size_t* bytes, CUdevice) {
@@ -97,18 +86,8 @@ API CUresult cuDeviceGetPCIBusId(char* id, int size, CUdevice device) {
   std::snprintf(id, static_cast<size_t>(size), "0000:%02X:00.0", static_cast<unsigned>(device + 1));
   return CUDA_SUCCESS;
 }
-API CUresult cuDeviceGetByPCIBusId(CUdevice* device, const char* id) {
-  unsigned domain = 0, bus = 0;
-  if (std::sscanf(id, "%x:%x", &domain, &bus) != 2 || bus == 0) return static_cast<CUresult>(kInvalidDevice);
-  *device = static_cast<CUdevice>(bus) - 1;
-  return CUDA_SUCCESS;
-}
 API CUresult cuDeviceCanAccessPeer(int* can, CUdevice one, CUdevice other) {
   *can = one != other;
-  return CUDA_SUCCESS;
-}
-API CUresult cuDeviceGetP2PAttribute(int* value, int, CUdevice one, CUdevice other) {
-  *value = one != other;
   return CUDA_SUCCESS;
 }
 
@@ -119,7 +98,6 @@ API CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* is_activ
   *is_active = 1;
   return CUDA_SUCCESS;
 }
-API CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice, unsigned) { return CUDA_SUCCESS; }
 API CUresult cuCtxGetDevice(CUdevice* device) {
   if (!Current()) return CUDA_ERROR_INVALID_CONTEXT;
   *device = Current()->ordinal;
@@ -151,8 +129,6 @@ API CUresult cuMemHostAlloc(void** data, size_t bytes, unsigned) {
   return CUDA_SUCCESS;
 }
 API CUresult cuMemFreeHost(void* data) { return Release(data) ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
-API CUresult cuMemHostRegister_v2(void*, size_t, unsigned) { return CUDA_SUCCESS; }
-API CUresult cuMemHostUnregister(void*) { return CUDA_SUCCESS; }
 API CUresult cuPointerGetAttribute(void* data, int attribute, CUdeviceptr pointer) {
   std::lock_guard<std::mutex> lock(memory().mutex);
   const auto found = memory().Find(Pointer(pointer));
@@ -160,20 +136,8 @@ API CUresult cuPointerGetAttribute(void* data, int attribute, CUdeviceptr pointe
   const Block& block = found->second;
   constexpr unsigned kHost = 1, kDevice = 2;  // CU_MEMORYTYPE
   switch (attribute) {
-    case 1:  // CU_POINTER_ATTRIBUTE_CONTEXT
-      *static_cast<CUcontext*>(data) = ContextOf(block.ordinal);
-      return CUDA_SUCCESS;
-    case 2:  // MEMORY_TYPE
+    case 2:  // CU_POINTER_ATTRIBUTE_MEMORY_TYPE
       *static_cast<unsigned*>(data) = block.is_host ? kHost : kDevice;
-      return CUDA_SUCCESS;
-    case 3:  // DEVICE_POINTER
-      *static_cast<CUdeviceptr*>(data) = pointer;
-      return CUDA_SUCCESS;
-    case 4:  // HOST_POINTER
-      *static_cast<void**>(data) = Pointer(pointer);
-      return block.is_host ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-    case 8:  // IS_MANAGED
-      *static_cast<int*>(data) = 0;
       return CUDA_SUCCESS;
     case 9:  // DEVICE_ORDINAL
       *static_cast<int*>(data) = block.ordinal;
@@ -198,9 +162,6 @@ API CUresult cuPointerGetAttributes(unsigned count, const int* attributes, void*
 API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream) {
   return Copy(to, from, bytes, stream);
 }
-API CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext, CUdeviceptr from, CUcontext, size_t bytes, CUstream stream) {
-  return Copy(to, from, bytes, stream);
-}
 API CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream stream) {
   if (!stream || (!to && count > 0)) return CUDA_ERROR_INVALID_VALUE;
   Note(stream->context, "MemsetD32Async");
@@ -217,12 +178,7 @@ API CUresult cuStreamCreateWithPriority(CUstream* stream, unsigned, int) {
 }
 API CUresult cuStreamQuery(CUstream stream) {
   if (!stream) return CUDA_ERROR_INVALID_VALUE;
-  if (stream->context->has_failed) return CUDA_ERROR_LAUNCH_FAILED;
   return stream->IsIdle() ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
-}
-API CUresult cuStreamGetPriority(CUstream, int* priority) {
-  *priority = 0;
-  return CUDA_SUCCESS;
 }
 API CUresult cuStreamIsCapturing(CUstream, int* status) {
   *status = 0;  // CU_STREAM_CAPTURE_STATUS_NONE
@@ -230,21 +186,5 @@ API CUresult cuStreamIsCapturing(CUstream, int* status) {
 }
 API CUresult cuEventDestroy_v2(CUevent event) {
   delete event;
-  return CUDA_SUCCESS;
-}
-API CUresult cuEventSynchronize(CUevent event) {
-  const std::shared_ptr<CUevent_st::Mark> mark = MarkOf(event);
-  if (!mark) return CUDA_SUCCESS;
-  std::unique_lock<std::mutex> lock(mark->mutex);
-  while (!mark->is_reached) {
-    if (Current() && Current()->has_failed) return CUDA_ERROR_LAUNCH_FAILED;
-    mark->reached.wait_for(lock, std::chrono::milliseconds(5));
-  }
-  return CUDA_SUCCESS;
-}
-API CUresult cuEventElapsedTime_v2(float* milliseconds, CUevent start, CUevent end) {
-  const std::shared_ptr<CUevent_st::Mark> one = MarkOf(start), other = MarkOf(end);
-  if (!one || !other || !one->is_reached || !other->is_reached) return CUDA_ERROR_NOT_READY;
-  *milliseconds = std::chrono::duration<float, std::milli>(other->when - one->when).count();
   return CUDA_SUCCESS;
 }

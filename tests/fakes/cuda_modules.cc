@@ -1,5 +1,4 @@
 // Modules and kernels of the fake driver: PTX, which it interprets on the stream (ptx.h).
-#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <stdexcept>
@@ -10,6 +9,11 @@
 #define API extern "C" __attribute__((visibility("default")))
 
 namespace jaxmp::abi {
+
+struct CUmod_st;
+struct CUfunc_st;
+using CUmodule = CUmod_st*;
+using CUfunction = CUfunc_st*;
 
 struct CUmod_st {
   std::shared_ptr<const fakes::ptx::Module> text;
@@ -27,10 +31,6 @@ struct CUfunc_st {
 
 using namespace fakes;  // NOLINT
 
-FAKE(cuModuleLoadData);
-FAKE(cuModuleGetFunction);
-FAKE(cuLaunchKernel);
-
 namespace {
 
 constexpr auto kInvalidPtx = static_cast<CUresult>(218), kNotFound = static_cast<CUresult>(500);
@@ -44,45 +44,14 @@ std::vector<char> ParametersOf(const ptx::Kernel& kernel, void** arguments) {
   return parameters;
 }
 
-// A test may want the launch to wait for a driver that another thread holds.
-void HangWhereAsked(const ptx::Kernel& kernel, const std::vector<char>& parameters) {
-  const bool is_sprung = kernel.name == "jaxmp_trap" && parameters.at(0) != 0;
-  while (is_sprung && Knob("FAKE_CUDA_LAUNCH_HANGS", 0)) std::this_thread::sleep_for(std::chrono::seconds(1));
-}
-
-constexpr uint32_t kFatBinary = 0xBA55ED50;
-
-// What machine code of jaxmp's own says, for the fake card cannot run it: the kernel that fails its context. Null where
-// the image is none, or has no code for compute capability 9.0, which the card has. In a fat binary each entry begins
-// with kind (2: machine code), version, bytes of its header and of its code; the architecture stands at byte 28.
-const char* MeaningOf(const void* image) {
-  const auto* const bytes = static_cast<const char*>(image);
-  const auto read = [](const char* at, auto value) {
-    std::memcpy(&value, at, sizeof(value));
-    return value;
-  };
-  if (read(bytes, uint32_t{}) != kFatBinary || !Knob("FAKE_CUDA_RUNS_MACHINE_CODE", 1)) return nullptr;
-  const char* entry = bytes + read(bytes + 6, uint16_t{});
-  const char* const end = entry + read(bytes + 8, uint64_t{});
-  for (; entry < end; entry += read(entry + 4, uint32_t{}) + read(entry + 8, uint64_t{})) {
-    if (read(entry, uint16_t{}) != 2 || read(entry + 28, uint32_t{}) != 90) continue;
-    return ".version 6.3\n.target sm_70\n.address_size 64\n.visible .entry jaxmp_trap(.param .u32 x)\n{\n"
-           ".reg .u32 %x;\n.reg .pred %p;\nld.param.u32 %x, [x];\nsetp.eq.u32 %p, %x, 0;\n@%p ret;\ntrap;\n}\n";
-  }
-  return nullptr;
-}
-
 CUresult Launch(CUfunction function, const ptx::Extent& grid, const ptx::Extent& block, size_t shared_bytes,
                 CUstream stream, void** arguments) {
   if (!stream || (!arguments && !function->kernel->parameters.empty())) return CUDA_ERROR_INVALID_VALUE;
   Note(stream->context, "LaunchKernel");
-  std::vector<char> parameters = ParametersOf(*function->kernel, arguments);
-  HangWhereAsked(*function->kernel, parameters);
-  stream->Put([=, text = function->module->text, globals = function->module->globals, kernel = function->kernel] {
+  stream->Put([=, parameters = ParametersOf(*function->kernel, arguments), text = function->module->text,
+               globals = function->module->globals, kernel = function->kernel] {
     try {
       ptx::Run(*text, *kernel, grid, block, shared_bytes, parameters, globals);
-    } catch (const ptx::Trapped&) {
-      stream->context->has_failed = true;
     } catch (const std::exception& error) {
       std::fprintf(stderr, "fake cuda: kernel %s: %s\n", kernel->name.c_str(), error.what());
       std::abort();  // a result that nobody computed must not go on
@@ -93,13 +62,10 @@ CUresult Launch(CUfunction function, const ptx::Extent& grid, const ptx::Extent&
 
 }  // namespace
 
-CUresult cuModuleLoadData(CUmodule* module, const void* image) {
+API CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   if (!Current()) return CUDA_ERROR_INVALID_CONTEXT;
-  const char* text = MeaningOf(image);
-  if (!text) {
-    text = static_cast<const char*>(image);
-    if (!Knob("FAKE_CUDA_COMPILES", 1) || !std::strstr(text, ".version")) return CUDA_ERROR_UNKNOWN;
-  }
+  const char* const text = static_cast<const char*>(image);
+  if (!std::strstr(text, ".version")) return CUDA_ERROR_UNKNOWN;
   auto made = std::make_unique<CUmod_st>();
   try {
     made->text = ptx::Parse(text);
@@ -117,16 +83,12 @@ CUresult cuModuleLoadData(CUmodule* module, const void* image) {
   *module = made.release();
   return CUDA_SUCCESS;
 }
-API CUresult cuModuleLoadDataEx(CUmodule* module, const void* image, unsigned, int*, void**) {
-  return ::cuModuleLoadData(module, image);
-}
-API CUresult cuModuleLoadFatBinary(CUmodule* module, const void* image) { return ::cuModuleLoadData(module, image); }
 API CUresult cuModuleUnload(CUmodule module) {
   for (const auto& [name, data] : module->globals) (void)Release(data);
   delete module;
   return CUDA_SUCCESS;
 }
-CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
+API CUresult cuModuleGetFunction(CUfunction* function, CUmodule module, const char* name) {
   const auto found = module->text->kernels.find(name);
   if (found == module->text->kernels.end()) return kNotFound;
   std::lock_guard<std::mutex> lock(module->mutex);
@@ -150,16 +112,7 @@ API CUresult cuFuncGetAttribute(int* value, int attribute, CUfunction) {
 }
 API CUresult cuFuncSetAttribute(CUfunction, int, int) { return CUDA_SUCCESS; }
 API CUresult cuFuncSetCacheConfig(CUfunction, int) { return CUDA_SUCCESS; }
-API CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction, int, size_t) {
-  *blocks = 1;
-  return CUDA_SUCCESS;
-}
 
-CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
-                        unsigned block_y, unsigned block_z, unsigned shared_bytes, CUstream stream, void** arguments,
-                        void**) {
-  return Launch(function, {grid_x, grid_y, grid_z}, {block_x, block_y, block_z}, shared_bytes, stream, arguments);
-}
 // As cuda.h has it, up to what is read here.
 struct LaunchConfig {
   unsigned grid_x, grid_y, grid_z, block_x, block_y, block_z, shared_bytes;

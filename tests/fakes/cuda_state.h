@@ -2,8 +2,6 @@
 #ifndef JAXMP_TESTS_FAKES_CUDA_STATE_H_
 #define JAXMP_TESTS_FAKES_CUDA_STATE_H_
 
-#include <atomic>
-#include <chrono>
 #include <condition_variable>
 #include <cstddef>
 #include <functional>
@@ -23,7 +21,6 @@ namespace jaxmp::abi {
 
 struct CUctx_st {
   int ordinal;
-  std::atomic<bool> has_failed{false};
 };
 
 struct CUevent_st {
@@ -31,7 +28,6 @@ struct CUevent_st {
     std::mutex mutex;
     std::condition_variable reached;
     bool is_reached = false;
-    std::chrono::steady_clock::time_point when;
   };
   std::mutex mutex;
   std::shared_ptr<Mark> mark;  // of the last record; null before the first
@@ -64,8 +60,8 @@ struct CUstream_st {
   }
   CUresult Synchronize() {
     std::unique_lock<std::mutex> lock(mutex);
-    while (!queue.empty() && !context->has_failed) changed.wait_for(lock, std::chrono::milliseconds(5));
-    return context->has_failed ? CUDA_ERROR_LAUNCH_FAILED : CUDA_SUCCESS;
+    changed.wait(lock, [this] { return queue.empty(); });
+    return CUDA_SUCCESS;
   }
 
   bool IsIdle() {
@@ -109,7 +105,6 @@ struct Memory {
 };
 
 Memory& memory();
-CUctx_st* ContextOf(int ordinal);
 CUcontext Current();  // of this thread; null where there is none
 
 // Notes a call that puts something on a stream, or waits for one; without `context`, on the current device.

@@ -28,7 +28,6 @@ void fake_cuda_shut_down();  // contexts are gone from here on
 // What was put on the streams of a device, or waited for them, since the last time, in order, each "Name "; not the
 // library's own work (cuLaunchHostFunc). Valid until the next.
 const char* fake_cuda_log(int device);
-bool fake_cuda_has_failed(int device);
 int fake_cuda_ordinal();                               // of the thread's current context; -1 without one
 bool fake_cuda_has(const void* memory, size_t bytes);  // whether cuMemAlloc gave it
 int fake_cuda_allocations();                           // of cuMemAlloc, that were not given back
@@ -51,25 +50,21 @@ int fake_nccl_rank(jaxmp::abi::ncclComm_t comm);
 int fake_nccl_nranks(jaxmp::abi::ncclComm_t comm);
 // The same for all ranks of a communicator, and for those that were split off it.
 const void* fake_nccl_group(jaxmp::abi::ncclComm_t comm);
-// All ranks of it once more, as ncclCommSplit gives them: an abort of `comm` does not reach the new one, whose errors
-// are not its errors either. Waits for nobody.
+// All ranks of it once more, as ncclCommSplit gives them. Waits for nobody.
 jaxmp::abi::ncclComm_t fake_nccl_split(jaxmp::abi::ncclComm_t comm);
-// Takes every rank's value, by rank, once all have come. Blocks; false after an abort, and on a stream once its device
-// has failed. `channel` keeps host and stream apart, whose arrivals are not ordered among each other.
-bool fake_nccl_gather(jaxmp::abi::ncclComm_t comm, int channel, long long value, long long* values);  // NOLINT
+// Takes every rank's value, by rank, once all have come. `channel` keeps host and stream apart, whose arrivals are not
+// ordered among each other.
+void fake_nccl_gather(jaxmp::abi::ncclComm_t comm, int channel, long long value, long long* values);  // NOLINT
 void fake_nccl_break(int result);               // every communicator reports it as its asynchronous error
 void fake_nccl_exhaust(int device, int times);  // so many of its next allocations fail there
-int fake_nccl_live();                           // communicators that were made and not given back
 }
 
 // ---- libcublasmp's
 
-constexpr int kFakeHang = -1;
-
 extern "C" {
 // The calls on a device since the last time, in order, each "Name " or, on the stream, "~Name "; valid until the next.
 const char* fake_cublasmp_log(int device);
-// Has the next such call there return the status; with kFakeHang it does not return at all.
+// Has the next such call there return the status.
 void fake_cublasmp_fail(const char* call, int device, int status);
 int fake_cublasmp_live();  // objects and buffers that were made and not destroyed
 }

@@ -1,5 +1,5 @@
 // A libnccl.so.2 whose ranks are threads of one process, or of the processes of a job. What blocks on the host or on a
-// stream blocks here as well, until every rank has come or the communicator is aborted.
+// stream blocks here as well, until every rank has come.
 #include <algorithm>
 #include <array>
 #include <atomic>
@@ -25,21 +25,16 @@ void Await(const std::function<bool()>& holds) {
   }
 }
 
-bool Channel::Gather(int rank, int nranks, long long value, long long* taken,  // NOLINT
-                     const std::function<bool()>& is_over) {
+void Channel::Gather(int rank, int nranks, long long value, long long* taken) {  // NOLINT
   const auto at = [](auto& by_rank, int r) -> auto& { return by_rank[static_cast<size_t>(r)]; };
   const uint64_t turn = at(begun, rank)++;
   auto& of_turn = values[turn % kTurns];
   at(of_turn, rank) = value;
   Await([&] { return at(arrived, rank) == turn; });  // a thread of this rank that came before
   at(arrived, rank) = turn + 1;
-  bool has_all = false;
-  Await([&] {
-    has_all = std::all_of(arrived.begin(), arrived.begin() + nranks, [&](const auto& n) { return n > turn; });
-    return has_all || is_over();
-  });
-  if (has_all) std::copy(of_turn.begin(), of_turn.begin() + nranks, taken);
-  return has_all;
+  Await(
+      [&] { return std::all_of(arrived.begin(), arrived.begin() + nranks, [&](const auto& n) { return n > turn; }); });
+  std::copy(of_turn.begin(), of_turn.begin() + nranks, taken);
 }
 
 }  // namespace fakes
@@ -85,7 +80,7 @@ std::map<int, int>& refusals() {
   static auto* const all = new std::map<int, int>;  // by device: how many allocations are still to fail
   return *all;
 }
-std::atomic<int> asynchronous_error{0}, live{0};
+std::atomic<int> asynchronous_error{0};
 
 }  // namespace
 
@@ -95,7 +90,7 @@ struct ncclComm {
   Group* group;
   std::string name;  // of the group
   Group* root;       // that this one was split off, or itself
-  int rank, nranks, ordinal;
+  int rank, nranks;
   size_t splits = 0;
 };
 
@@ -111,7 +106,6 @@ FAKE(ncclGetLastError);
 FAKE(ncclGetUniqueId);
 FAKE(ncclCommInitRank);
 FAKE(ncclCommDestroy);
-FAKE(ncclCommAbort);
 FAKE(ncclCommGetAsyncError);
 FAKE(ncclMemAlloc);
 FAKE(ncclMemFree);
@@ -137,24 +131,16 @@ ncclResult_t ncclCommInitRank(ncclComm_t* comm, int nranks, ncclUniqueId id, int
   if (ordinal < 0 || rank < 0 || rank >= nranks || nranks > kFakeMostRanks) return ncclInvalidUsage;
   const std::string name(id.internal, strnlen(id.internal, sizeof(id.internal)));
   Group* const group = GroupOf(name);
-  auto made = std::make_unique<ncclComm>(ncclComm{group, name, group, rank, nranks, ordinal});
+  auto made = std::make_unique<ncclComm>(ncclComm{group, name, group, rank, nranks});
   std::vector<long long> devices(kFakeMostRanks);  // NOLINT
-  if (!fake_nccl_gather(made.get(), kFakeOnHost, ordinal, devices.data())) return ncclSystemError;
+  fake_nccl_gather(made.get(), kFakeOnHost, ordinal, devices.data());
   const auto on_this = std::count(devices.begin(), devices.begin() + nranks, ordinal);
   if (on_this > 1 && !fakes::Knob("NCCL_MULTI_RANK_GPU_ENABLE", 0)) return ncclInvalidUsage;
   *comm = made.release();
-  ++live;
   return ncclSuccess;
 }
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
   delete comm;
-  --live;
-  return ncclSuccess;
-}
-// The memory stays: calls that the abort sets free may still look at it.
-ncclResult_t ncclCommAbort(ncclComm_t comm) {
-  comm->group->is_aborted = true;
-  --live;
   return ncclSuccess;
 }
 ncclResult_t ncclCommGetAsyncError(ncclComm_t, ncclResult_t* result) {
@@ -192,13 +178,10 @@ ncclComm_t fake_nccl_split(ncclComm_t comm) {
     std::lock_guard<std::mutex> lock(mutex);
     name = comm->name + "/" + std::to_string(comm->splits++);
   }
-  return new ncclComm{GroupOf(name), name, comm->root, comm->rank, comm->nranks, comm->ordinal};
+  return new ncclComm{GroupOf(name), name, comm->root, comm->rank, comm->nranks};
 }
-bool fake_nccl_gather(ncclComm_t comm, int channel, long long value, long long* values) {  // NOLINT
-  const auto is_over = [comm, channel] {
-    return comm->group->is_aborted || (channel == kFakeOnStream && fake_cuda_has_failed(comm->ordinal));
-  };
-  return comm->group->channels[static_cast<size_t>(channel)].Gather(comm->rank, comm->nranks, value, values, is_over);
+void fake_nccl_gather(ncclComm_t comm, int channel, long long value, long long* values) {  // NOLINT
+  comm->group->channels[static_cast<size_t>(channel)].Gather(comm->rank, comm->nranks, value, values);
 }
 fakes::Mail* fake_nccl_mail(ncclComm_t comm, int from, int to) {
   return &comm->group->mail[static_cast<size_t>(from)][static_cast<size_t>(to)];
@@ -208,4 +191,3 @@ void fake_nccl_exhaust(int device, int times) {
   std::lock_guard<std::mutex> lock(mutex);
   refusals()[device] = times;
 }
-int fake_nccl_live() { return live; }

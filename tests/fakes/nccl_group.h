@@ -22,8 +22,7 @@ struct Channel {
   std::array<std::atomic<uint64_t>, kFakeMostRanks> begun, arrived;               // how often
   std::array<std::array<std::atomic<long long>, kFakeMostRanks>, kTurns> values;  // NOLINT: of the latest turns
 
-  // False where it is over ahead of the last arrival.
-  bool Gather(int rank, int nranks, long long value, long long* taken, const std::function<bool()>& is_over);  // NOLINT
+  void Gather(int rank, int nranks, long long value, long long* taken);  // NOLINT
 };
 
 // What one rank has sent to another, in order, and the other has still to take.
@@ -35,7 +34,6 @@ struct Mail {
 };
 
 struct Group {
-  std::atomic<bool> is_aborted;
   std::array<Channel, 2> channels;
   std::array<std::array<Mail, kFakeMostRanks>, kFakeMostRanks> mail;  // by sender and receiver
 };

@@ -29,7 +29,6 @@ struct Operand {
   std::string name;    // special register, symbol or label
   std::vector<Operand> parts;
   int64_t offset = 0;  // of an address
-  bool is_negated = false;
 };
 
 struct Instruction {
@@ -61,7 +60,7 @@ struct Kernel {
   std::vector<Instruction> code;
   std::map<std::string, size_t> labels;  // index into code
   std::map<std::string, int> registers;  // number by name
-  std::vector<Variable> shared, local;
+  std::vector<Variable> shared;
 
   size_t parameter_bytes() const { return parameters.empty() ? 0 : parameters.back().offset + parameters.back().bytes; }
 };
@@ -75,8 +74,6 @@ struct Extent {
   unsigned x = 1, y = 1, z = 1;
   unsigned count() const { return x * y * z; }
 };
-
-struct Trapped {};  // what Run() throws where the kernel says so
 
 // Both throw std::runtime_error on what they do not know.
 std::shared_ptr<const Module> Parse(const std::string& text);

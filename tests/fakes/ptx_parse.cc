@@ -108,7 +108,6 @@ class Body {
 
   void Declare(const std::string& text) {
     if (text.compare(0, 7, ".shared") == 0) kernel_.shared.push_back(ParseVariable(text));
-    if (text.compare(0, 6, ".local") == 0) kernel_.local.push_back(ParseVariable(text));
   }
 
   Instruction Parse(std::string text) {
@@ -145,11 +144,6 @@ class Body {
       const size_t plus = inside.find('+', 1);
       operand = ParseOperand(Trim(inside.substr(0, plus)));
       if (plus != std::string::npos) operand.offset = static_cast<int64_t>(Number(Trim(inside.substr(plus + 1))));
-      return operand;
-    }
-    if (text[0] == '!') {
-      operand = ParseOperand(text.substr(1));
-      operand.is_negated = true;
       return operand;
     }
     if (text[0] == '{') {

@@ -1,4 +1,4 @@
-"""What the tests on a real GPU share: `make test-gpu` runs them, nothing else does.
+"""What the tests on a real GPU share: `make test-gpu` and gpu_session.py run them.
 
 Without a CUDA device, or without what one of them needs beside it, they are skipped by name; with JAXMP_REQUIRE_GPU set
 they fail instead, so that a machine which should have a GPU cannot pass by skipping.

@@ -1,14 +1,18 @@
-"""One of several processes that share a GPU: `python sharing.py RANK RANKS PORT`, started by test_sharing.py.
+"""One of several processes that share a GPU: `python sharing.py SCENARIO RANK RANKS PORT`, started by test_sharing.py.
 
-Products, gradients and epilogs as the tests of many processes have them on CPUs, but over cuBLASMp. A quick run
-(GPU_SESSION_QUICK) has one case of each.
+products: products, gradients and epilogs as the tests of many processes have them on CPUs, but over cuBLASMp; over the
+fakes, one case of each. death: rank 1 is killed between two products.
 """
 
 import os
+import signal
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
+IS_QUICK = "JAXMP_FAKES" in os.environ
+if IS_QUICK:
+    import fake_gpus
 sys.path += [str(HERE), str(HERE.parent), str(HERE.parent / "process")]
 
 import conftest  # settings of every test
@@ -16,21 +20,32 @@ import jax
 
 import jaxmp
 
-rank, nranks, port = map(int, sys.argv[1:])
-jaxmp.distributed.initialize(f"127.0.0.1:{port}", nranks, rank, local_device_ids=[0], timeout=120)
+scenario, (rank, nranks, port) = sys.argv[1], map(int, sys.argv[2:])
+seconds = 120 if scenario == "products" else None  # JAXMP_TIMEOUT
+jaxmp.distributed.initialize(f"127.0.0.1:{port}", nranks, rank, local_device_ids=[0], timeout=seconds)
 
+import modes
+import numpy as np
 import products
 from gpu import among
 
 from jaxmp import Epilog
 from jaxmp._src.runtime import native
 
-IS_QUICK = bool(os.environ.get("GPU_SESSION_QUICK"))
+
+def death():
+    case = next(among(case, nranks) for case in products.FOUR if case.name == "ag-data")
+    mode = modes.BY_ID["explicit"]
+    with mode.scope(case):
+        operands = products.operands(case, mode, *case.integers(np.random.default_rng(0)))
+        product = jax.jit(mode.product(case, implementation="cublasmp"))
+        jax.block_until_ready(product(*operands))
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        jax.block_until_ready([product(*operands) for _ in range(3)])
 
 
-def main():
-    assert jax.device_count() == nranks
-    assert native.why_no_cublasmp() == ""
+def everything():
     # cuBLASMp multiplies contiguous shards on square grids only.
     found = [among(case, nranks) for case in products.FOUR if case.pattern != "grid" or nranks == 4]
     plain = [case for case in found if case.name in ("ag-data", "rs-data", "ar-data", "grid")]
@@ -57,4 +72,6 @@ def main():
     print("RAN", dict(products.RAN), flush=True)
 
 
-main()
+assert jax.device_count() == nranks
+assert native.why_no_cublasmp() == ""
+{"products": everything, "death": death}[scenario]()

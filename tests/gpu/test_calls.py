@@ -93,7 +93,7 @@ def test_a_product_over_nothing():
     np.testing.assert_array_equal(np.asarray(d), np.full((8, 16), 3.0, np.float32))
 
 
-# So that a run that is cut short goes on where it was.
+# So that a run that is cut short goes on where it was (gpu_session.py).
 SHARES = 54
 
 
@@ -101,7 +101,7 @@ SHARES = 54
 @pytest.mark.parametrize("share", range(SHARES))
 def test_every_promise_about_bits(share, monkeypatch):
     """The checker's shorter list; its error names the first shape that breaks a promise."""
-    if os.environ.get("GPU_SESSION_QUICK"):  # small calls: over the fakes the kernels that pad them are interpreted
+    if "JAXMP_FAKES" in os.environ:  # small calls: the kernels that pad them are interpreted
         monkeypatch.setattr(testing, "SOME_ROWS", (1, 3))
         monkeypatch.setattr(fixed_shape, "ROWS", 128)
         monkeypatch.setattr(fixed_shape, "columns", lambda: 256)

@@ -19,12 +19,17 @@ def test_the_library_is_the_one_that_was_written_for():
     assert tuple(map(int, info["nccl_version"].split(".")[:2])) >= (2, 30)
 
 
+SHARES = 16  # so that a run that is cut short goes on where it was (gpu_session.py)
+
+
 @pytest.mark.timeout(0)  # a case that hangs has a deadline of its own
+@pytest.mark.parametrize("share", range(SHARES))
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_it_does_what_hostmp_does(conformance, ranks):
+def test_it_does_what_hostmp_does(conformance, ranks, share):
     """With several ranks each is a process, and they share the GPUs that there are."""
     command = [sys.executable, str(ROOT / "tests/conformance/run.py"), "--binary", str(conformance)]
-    command += ["--ranks", str(ranks), "--out", str(ROOT / "build/conformance")]
+    command += ["--ranks", str(ranks), "--share", f"{share}/{SHARES}"]
+    command += ["--out", str(ROOT / f"build/conformance/{share}")]
     command += ["--processes", "--known", str(ROOT / "tests/conformance/known_of_cublasmp.txt")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     environment |= SHARING if ranks > 1 else {}

@@ -4,6 +4,8 @@ NCCL 2.30 lets ranks share a device where NCCL_MULTI_RANK_GPU_ENABLE is set; nob
 """
 
 import os
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,25 +18,44 @@ pytestmark = pytest.mark.usefixtures("cublasmp")
 HERE = Path(__file__).resolve().parent
 
 
-@pytest.mark.timeout(0)  # the processes have a deadline
-@pytest.mark.parametrize("nranks", [2, 4])
-def test_processes_that_share_a_gpu(nranks, tmp_path):
+def run(folder, scenario, nranks, **knobs):
+    """(statuses, logs) of all ranks."""
     port = free_port()
-    environment = os.environ | SHARING | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    logs = [tmp_path / f"{rank}.log" for rank in range(nranks)]
+    environment = os.environ | SHARING | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))} | knobs
+    job = folder / "job"  # the memory that processes share over the fakes
+    logs = [folder / f"{rank}.log" for rank in range(nranks)]
     running = []
     for rank, log in enumerate(logs):
         with log.open("w") as out:
-            command = [sys.executable, "-u", str(HERE / "sharing.py"), str(rank), str(nranks), str(port)]
-            running.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment))
+            command = [sys.executable, "-u", str(HERE / "sharing.py"), scenario, str(rank), str(nranks), str(port)]
+            env = environment | {"FAKE_CUDA_JOB": str(job)}
+            running.append(subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=env))
     try:
         statuses = [process.wait(900) for process in running]
     finally:
         for process in running:
             process.kill()
             process.wait()
-    text = "\n".join(f"--- {log.name}\n{log.read_text()[-3000:]}" for log in logs)
+        job.unlink(missing_ok=True)  # sparse, but of a size that no copy of the folder ought to meet
+    return statuses, [log.read_text() for log in logs]
+
+
+@pytest.mark.timeout(0)  # the processes have a deadline
+@pytest.mark.parametrize("nranks", [2, 4])
+def test_processes_that_share_a_gpu(nranks, tmp_path):
+    statuses, logs = run(tmp_path, "products", nranks)
+    text = "\n---\n".join(log[-3000:] for log in logs)
     assert statuses == [0] * nranks, text
-    ran = {line for log in logs for line in log.read_text().splitlines() if line.startswith("RAN")}
+    ran = {line for log in logs for line in log.splitlines() if line.startswith("RAN")}
     assert len(ran) == 1, text
     print(ran.pop())
+
+
+def test_a_process_that_dies_ends_the_other_with_the_reason(tmp_path):
+    """The watchdog's last words, with rank and call; long ahead of the 40 s after which XLA ends the process."""
+    statuses, (log, _) = run(tmp_path, "death", 2, JAXMP_TIMEOUT="8")
+    assert statuses == [1, -signal.SIGKILL], log
+    words = r"^jaxmp.DistributedError: rank 0 of 2 in group 0 \(device 0\) .* in the call \[.*"
+    said = re.search(words, log, flags=re.M)
+    assert said, log
+    print(said[0])

@@ -133,15 +133,15 @@ def check_plan(plan, devices, out):
 def test_the_table_is_planned_as_it_says(case, transposition):
     case = case.replace(transposition=transposition)
     sizes = dict(case.mesh)
-    a, b = (shardings.to_dims("matmul", "x", spec, 2, sizes) for spec in case.stored)
-    out = shardings.to_dims("matmul", "x", case.out, 2, sizes)
+    a, b = (shardings.to_dims("x", spec, 2, sizes) for spec in case.stored)
+    out = shardings.to_dims("x", case.out, 2, sizes)
     plan = planner.as_given(contraction.of_matrices(2, Layout(a, b, out), **case.transpose))
     assert (plan.pattern, plan.is_transposed) == (case.pattern, case.computes_transposed)
     assert plan.row_axes + plan.col_axes == case.group
 
 
 def test_without_out_sharding_the_result_is_that_of_dot_general():
-    assert shardings.default_result("matmul", (("x",),), (("y",),), [((), ("z",))]) == (("x",), ("y",))
+    assert shardings.default_result((("x",),), (("y",),), [((), ("z",))]) == (("x",), ("y",))
 
 
 # Extents --------------------------------------------------------------------------------------------------------------

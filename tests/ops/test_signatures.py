@@ -6,6 +6,7 @@ overload that knows an option which its function does not have, or the other way
 
 import importlib
 import inspect
+import types as types_lib
 import typing
 
 import jax
@@ -13,15 +14,16 @@ import jax.numpy as jnp
 import pytest
 
 import jaxmp
-from jaxmp._src.ops import signatures
-from jaxmp._src.spec import activations, options
+from jaxmp._src.ops import collective_matmul
+from jaxmp._src.spec import activations, options, request
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.low_precision import Scaling
-from jaxmp._src.validation.arguments import SPEC_OPTIONS
 from jaxmp._src.validation.comm_options import ALGORITHMS
 
 IN_SHARD_MAP = ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce", "block_matmul"]
 PLACEMENT = {"out_sharding", "in_shardings", "mesh"}
+NO_OPTIONS = {"function", "a", "b", "c", "epilog_inputs", "takes_transposed", "b_leads"}
+SPEC_OPTIONS = [name for name in request.Request._fields if name not in NO_OPTIONS | PLACEMENT]
 # What a function leaves out of matmul's options, what it has beside them, and what has another type there.
 DIFFERENCES = {
     **{name: (PLACEMENT, set(), set()) for name in IN_SHARD_MAP},
@@ -67,9 +69,9 @@ def test_matmul_passes_every_option_on():
 @pytest.mark.parametrize(
     ("name", "typed"),
     [
-        ("matmul", signatures.MatmulOptions),
-        ("linear", signatures.LinearOptions),
-        *((name, signatures.ShardOptions) for name in IN_SHARD_MAP),
+        ("matmul", request.MatmulOptions),
+        ("linear", request.LinearOptions),
+        *((name, request.ShardOptions) for name in IN_SHARD_MAP),
     ],
 )
 def test_overloads_know_every_option(name, typed):
@@ -80,17 +82,24 @@ def test_overloads_know_every_option(name, typed):
     for key in types:
         if (name, key) != ("matmul", "out_sharding"):  # there also a BlockCyclic
             assert written[key] == types[key], key
-    overloads = typing.get_overloads(getattr(jaxmp, name))
+    function = getattr(jaxmp, name)
+    if name in IN_SHARD_MAP:  # whose overloads are those of a protocol
+        protocol = collective_matmul.OnGrid if name == "block_matmul" else collective_matmul.OnAxis
+        function = types_lib.SimpleNamespace(
+            __module__=protocol.__module__, __qualname__=f"{protocol.__qualname__}.__call__"
+        )
+    overloads = typing.get_overloads(function)
     assert overloads
     positional = [key for key in inspect.signature(getattr(jaxmp, name)).parameters if key not in have]
     for overload in overloads:
         parameters = inspect.signature(overload).parameters
-        assert [key for key, x in parameters.items() if x.kind == x.POSITIONAL_OR_KEYWORD] == positional
+        given = [key for key, x in parameters.items() if x.kind == x.POSITIONAL_OR_KEYWORD]
+        assert [key for key in given if key != "self"] == positional
         assert {key for key, x in parameters.items() if x.kind == x.KEYWORD_ONLY} <= in_overloads
 
 
 def test_block_cyclic_operands_take_a_part_of_the_options():
-    have = typing.get_type_hints(signatures.BlockCyclicOptions).keys()
+    have = typing.get_type_hints(request.BlockCyclicOptions).keys()
     of_arrays = {"epilog", "epilog_inputs", "in_shardings", "mesh", "scaling", "determinism"}
     assert have == options_of("matmul").keys() - of_arrays
 
@@ -98,8 +107,8 @@ def test_block_cyclic_operands_take_a_part_of_the_options():
 @pytest.mark.parametrize("epilog", [epilog for epilog in Epilog if epilog != Epilog.ALLREDUCE], ids=lambda x: x.name)
 def test_overloads_know_what_each_epilog_returns(epilog):
     returns_more = bool(jaxmp._src.spec.epilogs.RULES[epilog].outputs)
-    assert (epilog in typing.get_args(signatures.AuxEpilog)) == returns_more
-    assert (epilog in typing.get_args(signatures.PlainEpilog)) != returns_more
+    assert (epilog in typing.get_args(request.AuxEpilog)) == returns_more
+    assert (epilog in typing.get_args(request.PlainEpilog)) != returns_more
 
 
 def test_literals_are_what_the_checks_take():

@@ -17,7 +17,6 @@ import os
 import pathlib
 import re
 import shutil
-import struct
 import subprocess
 
 import pytest
@@ -361,7 +360,7 @@ def test_every_cuda_declaration_is_compared():
     declared = re.findall(r"\b(cu[A-Z]\w+|nccl[A-Z]\w+)\(", text.split("namespace jaxmp::abi {", 1)[1])
     compared = ["cu" + f for f in _cuda_functions("DRIVER")] + ["nccl" + f for f in _cuda_functions("NCCL")]
     assert sorted(declared) == sorted(compared)
-    assert len(compared) == 38
+    assert len(compared) == 34
 
 
 @pytest.mark.parametrize(
@@ -373,7 +372,7 @@ def test_every_cuda_declaration_is_compared():
         ("DRIVER", "cuEventQuery(CUevent hEvent)", "cuEventQuery(CUstream hEvent)", "signature of cuEventQuery"),
         ("NCCL", "ncclInt64 = 4", "ncclInt64 = 5", "ncclInt64"),
         ("NCCL", "char internal[128]", "char internal[64]", "ncclUniqueId"),
-        ("NCCL", "ncclCommAbort(ncclComm_t comm)", "ncclCommAbort(ncclComm_t* comm)", "signature of ncclCommAbort"),
+        ("NCCL", "ncclMemFree(void* ptr)", "ncclMemFree(void** ptr)", "signature of ncclMemFree"),
     ],
 )
 def test_a_wrong_cuda_declaration_is_found(compile_cuda, library, right, wrong, complaint):
@@ -381,43 +380,3 @@ def test_a_wrong_cuda_declaration_is_found(compile_cuda, library, right, wrong, 
     result = compile_cuda(library, CUDA.replace(right, wrong, 1))
     assert result.returncode != 0
     assert complaint in result.stderr
-
-
-@pytest.fixture
-def fault_kernel():
-    """The generator of the machine code beside context_fault.cc."""
-    spec = importlib.util.spec_from_file_location(
-        "context_fault_code", ROOT / "csrc" / "cuda" / "context_fault_code.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_the_machine_code_is_that_of_the_kernel(fault_kernel):
-    """A change of the PTX alone would leave cards with the kernel of before."""
-    header = (ROOT / "csrc" / "cuda" / "context_fault_code.h").read_text()
-    assert f"sha256 {fault_kernel.digest(fault_kernel.ptx())}\n" in header, "run make fault-kernel"
-    code = bytes(map(int, re.findall(r"\b(\d+),", header.partition("[] = {")[2])))
-    (size,) = struct.unpack_from("<Q", code, 8)
-    assert (code[:4], len(code)) == (b"\x50\xed\x55\xba", 16 + size)
-    cards, entry = [], 16
-    while entry < len(code):
-        kind, _, header_bytes, bytes_of_code = struct.unpack_from("<HHIQ", code, entry)
-        assert kind == 2, "machine code"
-        cards += struct.unpack_from("<I", code, entry + 28)
-        entry += header_bytes + bytes_of_code
-    assert tuple(cards) == fault_kernel.CARDS
-
-
-def test_the_kernel_that_fails_a_context_assembles(fault_kernel, tmp_path):
-    """A driver that refused it would end a job's processes where an error was promised (csrc/cuda/context_fault.cc)."""
-    ptxas = _find("nvidia-cuda-nvcc", "ptxas")
-    if ptxas is None:
-        pytest.skip("no ptxas; pip install --no-deps nvidia-cuda-nvcc")
-    kernel = tmp_path / "trap.ptx"
-    for text, is_right in ((fault_kernel.ptx(), True), (fault_kernel.ptx().replace("trap;", "trip;"), False)):
-        kernel.write_text(text)
-        for card in ("sm_75", "sm_90", "sm_100", "sm_120"):
-            run = subprocess.run([ptxas, f"-arch={card}", kernel, "-o", tmp_path / "trap.cubin"], capture_output=True)
-            assert (run.returncode == 0) == is_right, run.stderr

@@ -14,7 +14,6 @@ import jax
 import jax.export
 import pytest
 
-import jaxmp
 from jaxmp._src.runtime import config as config_lib
 from jaxmp._src.runtime import cuda_libraries, native
 
@@ -159,13 +158,8 @@ def test_what_the_processes_of_a_job_compare(monkeypatch):
 class FakeExtension:
     """The extension's functions for cuBLASMp, which note their calls."""
 
-    failure = ""
-
     def __init__(self, refusal=""):
         self.calls, self.refusal = [], refusal
-
-    def cuda_failure(self):
-        return self.failure
 
     def load_cublasmp(self, *paths):
         self.calls.append(("load_cublasmp", *paths))
@@ -281,17 +275,6 @@ def test_what_is_registered_and_opened_for_the_devices_there_are(platforms, want
         "CUDA": [("cuda_types", "CUDA"), ("cuda_registrations", "CUDA")],
     }
     assert done == [step for platform in want for step in expected[platform]]
-
-
-def test_the_cause_of_a_failed_launch_is_told(opening):
-    """XLA says CUDA_ERROR_LAUNCH_FAILED; why the communicators were aborted is ours to say."""
-    module, error = opening(), jax.errors.JaxRuntimeError("INTERNAL: CUDA_ERROR_LAUNCH_FAILED")
-    module.failure = ""
-    assert jaxmp.distributed.cause(error) is None
-    module.failure = "matmul at train.py:41: rank 1 of 4 did not come within 60 s"
-    cause = jaxmp.distributed.cause(error)
-    assert (type(cause), str(cause)) == (jaxmp.DistributedError, module.failure)
-    assert jaxmp.distributed.cause(ValueError("another")) is None
 
 
 # ---- ids between processes

@@ -7,6 +7,8 @@ driver, NVML and the runtime; jaxmp the driver, NCCL and cuBLASMp. JAXMP_FAKES n
 import ctypes
 import importlib.util
 import os
+import runpy
+import sys
 from pathlib import Path
 
 DEVICE_COUNT = int(os.environ.setdefault("FAKE_CUDA_DEVICES", "4"))
@@ -66,3 +68,7 @@ def cublasmp_calls(device: int) -> list[str]:
 
 
 _start()
+if __name__ == "__main__":  # python -m fake_gpus PROGRAM [ARGUMENTS]
+    sys.argv = sys.argv[1:]
+    sys.path[0] = os.path.dirname(sys.argv[0])
+    runpy.run_path(sys.argv[0], run_name="__main__")

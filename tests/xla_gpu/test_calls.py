@@ -339,7 +339,7 @@ def test_a_failed_call_is_the_users_error():
 
 
 def run_apart(program: str, **knobs: str) -> str:
-    """What a process of its own prints: an abort holds for the process."""
+    """What a process of its own prints."""
     env = os.environ | {"JAXMP_TIMEOUT": "1", "PYTHONPATH": os.pathsep.join(sys.path)} | knobs
     text = "import fake_gpus\n" + textwrap.dedent(program)
     done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, timeout=120)
@@ -349,10 +349,10 @@ def run_apart(program: str, **knobs: str) -> str:
 @pytest.mark.parametrize(
     ("call", "where"), [("GridCreate", "on the host"), ("Matmul", "on the device")], ids=["host", "device"]
 )
-def test_a_rank_that_stays_away_is_an_error_that_names_the_call(call, where):
+def test_a_rank_that_stays_away_ends_the_process_with_the_call(call, where):
     """Rank 1 fails ahead of what rank 0 then waits in."""
     said = run_apart(f"""
-        import ctypes, functools, os, sys
+        import ctypes, functools
         import jax, numpy as np, jaxmp
         from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
         mesh = jax.make_mesh((2,), ("y",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2])
@@ -360,11 +360,7 @@ def test_a_rank_that_stays_away_is_an_error_that_names_the_call(call, where):
         with jax.set_mesh(mesh):
             x, w = (jax.device_put(x, NamedSharding(mesh, s)) for s in (P("y", None), P(None, "y")))
             ctypes.CDLL("libcublasmp.so.0").fake_cublasmp_fail(b"{call}", 1, 6)
-            try:
-                jax.block_until_ready(jax.jit(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")))(x, w))
-            except Exception as error:
-                print(type(error).__name__, error, flush=True)
-        os._exit(0)
+            jax.block_until_ready(jax.jit(functools.partial(jaxmp.matmul, out_sharding=P(None, "y")))(x, w))
     """)
     assert f"has waited 1 s {where} for its peers in the call [pattern=all_gather" in said
 

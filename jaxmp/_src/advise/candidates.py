@@ -97,7 +97,7 @@ def candidate(
     (m, k, n), sizes = extents, dict(mesh)
     mesh = tuple((axis, size) for axis, size in mesh if size > 1)
     specs = tuple(_without_ones(spec, sizes) for spec in specs)
-    of_a, of_b, of_d = dims = [shardings.as_dims("advise", "operand", spec, 2) for spec in specs]
+    of_a, of_b, of_d = dims = [shardings.as_dims("operand", spec, 2) for spec in specs]
     shapes = [_shard(shape, dim, sizes) for shape, dim in zip(((m, k), (k, n), (m, n)), dims, strict=True)]
     given = contraction.of_matrices(2, Layout(of_a, of_b, of_d))
     itemsizes = dtype.itemsize, dtype.itemsize, out.itemsize, accumulator(dtype).itemsize

@@ -28,6 +28,7 @@ from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import shardings
 from jaxmp._src.spec import epilogs, low_precision, precisions
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, extents, operations
+from jaxmp._src.spec.refusal import naming
 from jaxmp._src.validation.comm_options import comm_options_text
 
 
@@ -346,7 +347,8 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
             return None
         else:
             have, want = constraint.params["sharding"], eqn.params["sharding"]
-        before, after = (shardings.as_dims("explain", "x", sharding.spec, x.ndim) for sharding in (have, want))
+        with naming("explain"):
+            before, after = (shardings.as_dims("x", sharding.spec, x.ndim) for sharding in (have, want))
         local = tuple(have.shard_shape(x.shape)) if not have.mesh.empty else tuple(x.shape)
         moved = moves.received(x.shape, before, after, want.mesh.shape)
         changed = (axis for pair in zip(before, after, strict=True) for axis in sorted({*pair[0]} ^ {*pair[1]}))

@@ -20,6 +20,7 @@ from jaxmp._src.spec import epilogs
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.options import Determinism, Implementation
 from jaxmp._src.spec.refusal import NotAvailable
+from jaxmp._src.spec.request import Request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +118,7 @@ def _general(product: Product, x: jax.Array, y: jax.Array, options: dict[str, An
     numbers = ((one.contract, other.contract), (one.batch, other.batch))
     if product.is_swapped and is_auto(product.result.aval):
         del options["out_sharding"]
-        return _dot_general.jaxmp_product(numbers, options | {"b_leads": True}, x, y)
+        return _dot_general.product(Request("dot_general", x, y, b_leads=True, **options), numbers)
     d: jax.Array = _dot_general.dot_general(x, y, numbers, **options)
     return d
 

@@ -58,8 +58,8 @@ def fuse(
     """
     if not callable(fn):
         raise TypeError(f"fuse: takes a function, got {type(fn).__name__}; write fuse(fn)(*args)")
-    check_determinism("fuse", determinism)
-    check_implementation("fuse", implementation)
+    check_determinism(determinism)
+    check_implementation(implementation)
     options = Options(determinism, implementation, epilogs)
 
     @functools.wraps(fn)

@@ -70,7 +70,6 @@ def notes_in(names: Sequence[str]) -> list[str]:
     return [NOTES[key] for key in dict.fromkeys(re.findall(NOTE + "([a-z]+)", "/".join(names)))]
 
 
-REFUSALS = (Refusal, TypeError, ValueError, NotImplementedError)
 # Messages of what jaxmp has refused, by what stands for them in a name stack.
 _refusals: dict[str, str] = {}
 
@@ -231,7 +230,7 @@ class Rewriter:
                 if v in graph.producer and not jax_tracing.is_type_of(v.aval, x):
                     raise NotAvailable(f"{v.aval} became {jax.typeof(x)}")
             values |= {v: _as_weak_as(v, x) for v, x in zip(group.outputs, results, strict=True)}
-        except REFUSALS as error:
+        except Refusal as error:
             self._warn(jax_compat.traced_line(last), f"jaxmp refuses it: {error}")
             self._refuse(graph, group, values, _name_of_refusal(error))
 

@@ -17,6 +17,7 @@ from jaxmp._src.lowering.legalize import (
 from jaxmp._src.runtime import native
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator
+from jaxmp._src.spec.refusal import NotAvailable, NotInstalled
 
 # Multiplications and additions of a product from which on hostmp one by one is no slower than XLA's batched dot.
 LARGE_IN_BATCH = 2**25
@@ -47,7 +48,7 @@ def choose_implementation(
     choice = _choose(spec, platform, nprocesses, operands)
     if spec.fixed_reduction_order and platform != "cpu" and choice.implementation != "cublasmp":
         remedy = 'pass implementation="cublasmp", or ' if (platform, spec.implementation) == ("cuda", "xla") else ""
-        raise NotImplementedError(
+        raise NotAvailable(
             f"determinism={spec.determinism!r} is not available on platform {platform!r} with "
             f"implementation={choice.implementation!r} ({choice.why}), where the order of a sum is the compiler's; "
             f'{remedy}pass determinism="run_to_run"'
@@ -84,7 +85,7 @@ def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple[np
         return Choice("xla", "asked for")
     if why := why_no_library(operands):
         if spec.implementation:
-            raise NotImplementedError(
+            raise NotAvailable(
                 f'implementation={spec.implementation!r}: {why}; pass implementation=None or "xla", or convert the '
                 "operands"
             )
@@ -92,19 +93,19 @@ def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple[np
     if platform == "cuda" and spec.implementation != "host":
         return _choose_on_cuda(spec, operands)
     if spec.implementation == "cublasmp":
-        raise NotImplementedError(
+        raise NotAvailable(
             f'implementation="cublasmp" is not available on platform {platform!r}, it serves CUDA devices; '
             'pass implementation=None, "host" or "xla"'
         )
     if platform == "cpu" and (nprocesses == 1 or spec.group.nranks == 1):
         why = why_unsupported(spec, capabilities_of("host")) if spec.group.pattern == Pattern.GRID else ""
         if why and spec.implementation:
-            raise NotImplementedError(f'implementation="host": {why}; pass implementation=None or "xla"')
+            raise NotAvailable(f'implementation="host": {why}; pass implementation=None or "xla"')
         if why:
             return Choice("xla", why)
         return Choice("host", "asked for" if spec.implementation else "CPU devices of one process")
     if spec.implementation == "host":
-        raise NotImplementedError(
+        raise NotAvailable(
             f'implementation="host" serves the CPU devices of one process, not platform {platform!r} with '
             f'{nprocesses} processes; pass implementation=None or "xla"'
         )
@@ -121,7 +122,7 @@ def _choose_on_cuda(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> Choice:
     why = why_unsupported(spec, capabilities_of("cublasmp")) or why_not_cublasmp(spec, operands)
     why = why or why_card_refuses(spec, operands, native.card_capability())
     if why and is_asked:
-        raise NotImplementedError(f'implementation="cublasmp": {why}; pass implementation=None or "xla"')
+        raise NotAvailable(f'implementation="cublasmp": {why}; pass implementation=None or "xla"')
     if why:
         return Choice("xla", why)
     if not native.cuda_devices():  # a program for another machine
@@ -131,7 +132,7 @@ def _choose_on_cuda(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> Choice:
         return Choice("xla", f"lowered without a GPU, where cuBLASMp cannot be looked for; {remedy}")
     why = native.why_no_cublasmp()
     if why and is_asked:
-        raise RuntimeError(f'implementation="cublasmp": {why}')
+        raise NotInstalled(f'implementation="cublasmp": {why}')
     return (
         Choice("xla", why) if why else Choice("cublasmp", "asked for" if is_asked else "CUDA devices, cuBLASMp is open")
     )

@@ -29,6 +29,7 @@ from jaxmp._src.runtime.types import ArrayType, Shape
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, ScaleModes, accumulator, axes_text, extents
+from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.validation.comm_options import fit_comm_options
 from jaxmp._src.validation.operand_checks import check_gathered_scales
 
@@ -111,8 +112,8 @@ def _xla(
 def _of_any_extent(spec: MatmulSpec, a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct, choice: Choice) -> ResolvedCall:
     """XLA's own product of operands with symbolic extents, which a custom call does not take."""
     if asked := _asked_of_library(spec):
-        raise NotImplementedError(
-            f"matmul: {asked} takes numbers for extents, got operands of {a.shape} and {b.shape}; export for numbers, "
+        raise NotAvailable(
+            f"{asked} takes numbers for extents, got operands of {a.shape} and {b.shape}; export for numbers, "
             "or leave it out to have XLA multiply"
         )
     if spec.implementation == "xla":
@@ -130,9 +131,8 @@ def _asked_of_library(spec: MatmulSpec) -> str:
 def _of_long_rows(spec: MatmulSpec, a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct, why: str) -> ResolvedCall:
     """XLA's own product of operands that are too long for hostmp."""
     if asked := _asked_of_library(spec):
-        raise NotImplementedError(
-            f"matmul: {asked} is not available here: {why}; shard the operands further, or leave it out to have XLA "
-            "multiply"
+        raise NotAvailable(
+            f"{asked} is not available here: {why}; shard the operands further, or leave it out to have XLA multiply"
         )
     return _xla(spec, a, b, Choice("xla", why))
 
@@ -189,14 +189,14 @@ def _gathered(
     # Over these axes the ranks have other rows of D.
     axes = spec.contraction.sharded("d", "m")
     if bias_grad.summed(spec.rule.gradient) == "d" and spec.group.size(axes) > 1:
-        raise NotImplementedError(
+        raise NotAvailable(
             f"determinism={spec.determinism!r} has no epilog {spec.epilog.name} where operands are gathered and the "
             f"rows of the result lie over {axes_text(axes)}, for XLA would complete {spec.rule.gradient}; take the "
             "gradient of a bias, or pass another level"
         )
     whole = a, b
     if spec.group.nranks > 1:
-        check_gathered_scales("matmul", spec, f"where operands are gathered over {spec.group.nranks} ranks")
+        check_gathered_scales(spec, f"where operands are gathered over {spec.group.nranks} ranks")
         found = extents(spec, a.shape, b.shape)
         (rows, cols), k = found.d, found.k
         shape_a = (k, rows) if spec.transpose_a else (rows, k)

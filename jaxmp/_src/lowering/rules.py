@@ -242,7 +242,7 @@ def _processes(site: process_barrier.Site, spec: MatmulSpec, a: jax.Array, b: ja
     barrier = functools.partial(_barrier, site, spec, a, b)
     if not site.shares_memory:
         return xla_matmul.Processes(barrier)
-    memory = SharedMemory(site, spec.source_line or "matmul", process_barrier.fields(spec, a, b))
+    memory = SharedMemory(site, spec.source_line, process_barrier.fields(spec, a, b))
     return xla_matmul.Processes(barrier, memory)
 
 
@@ -256,8 +256,7 @@ def _barrier(
 ) -> list[jax.Array]:
     """`operands` once every process of the group has come to a call of this spec on shards like `a` and `b`; `fields`
     have to be equal too."""
-    call = spec.source_line or "matmul"
-    return site.barrier(call, {**(fields or {}), **process_barrier.fields(spec, a, b)}, operands)
+    return site.barrier(spec.source_line, {**(fields or {}), **process_barrier.fields(spec, a, b)}, operands)
 
 
 def process_collective_rule(

@@ -23,6 +23,7 @@ from jaxmp._src.sharding.sharded_call import Call, jaxmp_call
 from jaxmp._src.spec import activations
 from jaxmp._src.spec.activations import Function
 from jaxmp._src.spec.matmul_spec import INTEGERS, RESULT_TYPES, MatmulSpec, accumulator
+from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
 from jaxmp._src.validation.comm_options import fit_comm_options
 
 Operands = dict[str, jax.Array]
@@ -32,29 +33,29 @@ Products = Callable[[np.dtype, Operands], Sequence[jax.Array]]
 Preactivations = tuple[list[jax.Array], list[jax.Array]]
 
 
-def check_spec(name: str, spec: MatmulSpec) -> None:
+def check_spec(spec: MatmulSpec) -> None:
     """Raise NotImplementedError for a product that XLA cannot activate as the library would."""
     if spec.fixed_reduction_order:
-        raise NotImplementedError(
-            f'{name}: with determinism={spec.determinism!r} activation is "relu" or "gelu", which the library '
+        raise NotAvailable(
+            f'with determinism={spec.determinism!r} activation is "relu" or "gelu", which the library '
             "computes; take one of them, or apply another to the result, where its bits are XLA's"
         )
     out, bias = (np.dtype(dtype).name for dtype in (spec.out_dtype, spec.bias_dtype or spec.out_dtype))
-    refuse_integers(name, spec)
+    refuse_integers(spec)
     is_narrow_bias = spec.bias_dtype is not None and spec.rule.has_bias and bias == "float16"
     if out not in RESULT_TYPES or is_narrow_bias:
-        raise NotImplementedError(
-            f'{name}: with operands of 8 bits and a result of {out} activation is "relu" or "gelu"; take a result of '
+        raise NotAvailable(
+            f'with operands of 8 bits and a result of {out} activation is "relu" or "gelu"; take a result of '
             "bfloat16 or float32, or apply another to the result"
         )
 
 
-def refuse_integers(name: str, spec: MatmulSpec) -> None:
+def refuse_integers(spec: MatmulSpec) -> None:
     """Raise NotImplementedError for a result of integers, to which an activation would be cut."""
     out = np.dtype(spec.out_dtype).name
     if out in INTEGERS:
-        raise NotImplementedError(
-            f'{name}: with a result of {out} activation is "relu" or None, for the values of others are no integers; '
+        raise NotAvailable(
+            f'with a result of {out} activation is "relu" or None, for the values of others are no integers; '
             "convert an operand, for example with .astype(jnp.float32)"
         )
 
@@ -107,9 +108,7 @@ def activate(f: Function, zs: Preactivations) -> jax.Array:
     def apply(*zs: jax.Array) -> jax.Array:
         d = f(*(z.astype(accumulator(dtype)) for z in zs))
         if jnp.shape(d) != zs[0].shape:
-            raise ValueError(
-                f"jaxmp: activation must be elementwise, but {f} makes shape {jnp.shape(d)} of {zs[0].shape}"
-            )
+            raise InvalidValue(f"activation must be elementwise, but {f} makes shape {jnp.shape(d)} of {zs[0].shape}")
         return d.astype(dtype)
 
     d: jax.Array = jax.checkpoint(apply)(*rounded)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jax
@@ -25,10 +23,11 @@ from jaxmp._src.primitive.primitives import bind
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding.meshes import manual_mesh
 from jaxmp._src.spec import precisions
-from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
-from jaxmp._src.spec.options import Array, AxisName, CommOptions, Mesh, Precision
+from jaxmp._src.spec.options import Array, AxisName, Mesh
 from jaxmp._src.spec.process_grid import BlockCyclic, Distributed
+from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable, naming
+from jaxmp._src.spec.request import Request
 from jaxmp._src.validation import comm_options, operand_checks
 from jaxmp._src.validation.public import public
 
@@ -63,11 +62,12 @@ class BlockCyclicArray:
         return 2
 
     def __matmul__(self, other: BlockCyclicArray) -> BlockCyclicArray:
-        return matmul(self, other)
+        with naming("matmul"):
+            return matmul(Request("matmul", self, other))
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NoReturn:
         """Refused, for NumPy would make an array of one object of it without a word."""
-        raise TypeError("BlockCyclicArray: is no array as it lies; take jaxmp.from_block_cyclic(x)")
+        raise InvalidType("BlockCyclicArray: is no array as it lies; take jaxmp.from_block_cyclic(x)")
 
 
 @public
@@ -101,23 +101,22 @@ def to_block_cyclic(
     >>> jaxmp.from_block_cyclic(x).shape
     (5, 3)
     """
-    name = "to_block_cyclic"
     if not isinstance(layout, BlockCyclic):
-        raise TypeError(f"{name}: layout must be a jaxmp.BlockCyclic, got {type(layout).__name__}")
+        raise InvalidType(f"layout must be a jaxmp.BlockCyclic, got {type(layout).__name__}")
     if isinstance(x, BlockCyclicArray):
         if layout.grid != x.layout.grid:
-            raise ValueError(
-                f"{name}: x lies on a {x.layout.grid} grid but layout has {layout.grid}; keep the grid, which is that "
+            raise InvalidValue(
+                f"x lies on a {x.layout.grid} grid but layout has {layout.grid}; keep the grid, which is that "
                 "of the mesh axes"
             )
-        data = redistribute.move(x.data, x.shape, x.mesh, x.axes, x.layout, layout)
+        data = redistribute.move(x.data, x.mesh, x.axes, Distributed(x.shape, x.layout), layout)
         return dataclasses.replace(x, data=data, layout=layout)
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-        raise TypeError(f"{name}: x must be an array, got {type(x).__name__}; convert it with jnp.asarray")
+        raise InvalidType(f"x must be an array, got {type(x).__name__}; convert it with jnp.asarray")
     if len(x.shape) != 2:
-        raise ValueError(f"{name}: x must have 2 dimensions, got {len(x.shape)} (shape {tuple(x.shape)})")
-    found = _find_mesh(name, x, mesh)
-    names = _find_axes(name, found, axes, layout)
+        raise InvalidValue(f"x must have 2 dimensions, got {len(x.shape)} (shape {tuple(x.shape)})")
+    found = _find_mesh(x, mesh)
+    names = _find_axes(found, axes, layout)
     data = redistribute.spread(jnp.asarray(x), found, names, layout)
     return BlockCyclicArray(data, (x.shape[0], x.shape[1]), layout, found, names)
 
@@ -144,39 +143,38 @@ def from_block_cyclic(x: BlockCyclicArray) -> jax.Array:
     Array(5., dtype=float32)
     """
     if not isinstance(x, BlockCyclicArray):
-        raise TypeError(f"from_block_cyclic: x must be a jaxmp.BlockCyclicArray, got {type(x).__name__}")
+        raise InvalidType(f"x must be a jaxmp.BlockCyclicArray, got {type(x).__name__}")
     plain: jax.Array = redistribute.collect(x.data, x.shape, x.mesh, x.axes, x.layout)
     return plain
 
 
-def _find_mesh(name: str, x: Any, mesh: Mesh | None) -> Mesh:
+def _find_mesh(x: Any, mesh: Mesh | None) -> Mesh:
     if manual_mesh() is not None:
-        raise ValueError(f"{name}: takes global arrays, so it cannot be called inside shard_map; call it outside")
+        raise InvalidValue("takes global arrays, so it cannot be called inside shard_map; call it outside")
     own = None if isinstance(x, jax.core.Tracer) else getattr(getattr(x, "sharding", None), "mesh", None)
     for found in (mesh, own, jax.sharding.get_abstract_mesh() if mesh is None else None):
         if found is not None and not found.empty:
             return found
-    raise ValueError(f"{name}: there is no mesh; pass mesh=, or call under jax.set_mesh(mesh)")
+    raise InvalidValue("there is no mesh; pass mesh=, or call under jax.set_mesh(mesh)")
 
 
-def _find_axes(name: str, mesh: Mesh, axes: Any, layout: BlockCyclic) -> Axes:
+def _find_axes(mesh: Mesh, axes: Any, layout: BlockCyclic) -> Axes:
     if axes is None:
         axes = tuple(mesh.axis_names)
     if isinstance(axes, str) or len(axes) != 2:
-        raise ValueError(
-            f"{name}: axes must be a pair, the mesh axes of the process rows and of the process columns, got {axes!r}"
+        raise InvalidValue(
+            f"axes must be a pair, the mesh axes of the process rows and of the process columns, got {axes!r}"
         )
     rows, cols = ((entry,) if isinstance(entry, str) else tuple(entry) for entry in axes)
     for axis in rows + cols:
         if axis not in mesh.shape:
-            raise ValueError(f"{name}: axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
+            raise InvalidValue(f"axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
     if len(set(rows + cols)) != len(rows + cols):
-        raise ValueError(f"{name}: axis names {rows + cols} repeat")
+        raise InvalidValue(f"axis names {rows + cols} repeat")
     sizes = tuple(math.prod(mesh.shape[axis] for axis in entry) for entry in (rows, cols))
     if sizes != layout.grid:
-        raise ValueError(
-            f"{name}: layout has the grid {layout.grid} but the mesh axes {(rows, cols)} have {sizes}; they must be "
-            "equal"
+        raise InvalidValue(
+            f"layout has the grid {layout.grid} but the mesh axes {(rows, cols)} have {sizes}; they must be equal"
         )
     return rows, cols
 
@@ -184,69 +182,44 @@ def _find_axes(name: str, mesh: Mesh, axes: Any, layout: BlockCyclic) -> Axes:
 # Products --------------------------------------------------------------------------------------------------------
 
 
-def matmul(
-    a: Any,
-    b: Any,
-    c: Any = None,
-    *,
-    alpha: Any = 1.0,
-    beta: Any = None,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    conjugate_a: bool = False,
-    conjugate_b: bool = False,
-    epilog: Any = Epilog.NONE,
-    precision: Precision | None = None,
-    preferred_element_type: DTypeLike | None = None,
-    out_layout: Any = None,
-    implementation: str | None = None,
-    comm: CommOptions | None = None,
-    refused: Mapping[str, Any] = MappingProxyType({}),
-) -> BlockCyclicArray:
-    """`jaxmp.matmul` for block-cyclic operands; its documentation is there.
-
-    `out_layout` is what it calls `out_sharding`; `refused` holds arguments that block-cyclic operands do not take.
-    """
-    name = "matmul"
-    for argument, value in {**refused, "epilog": epilog or None}.items():
-        if value is not None:
-            raise NotImplementedError(f"{name}: {argument} is not available for block-cyclic operands; leave it out")
-    for argument, value in (("alpha", alpha), ("beta", beta)):
-        if isinstance(value, jax.Array):
-            raise NotImplementedError(
-                f"{name}: with block-cyclic operands {argument} is a Python number, got an array; scale the data of an "
+def matmul(request: Request) -> BlockCyclicArray:
+    """`jaxmp.matmul` for block-cyclic operands; its documentation is there."""
+    a, b, c = request.a, request.b, request.c
+    for argument in _OF_ARRAYS:
+        if getattr(request, argument) != Request._field_defaults[argument]:
+            raise NotAvailable(f"{argument} is not available for block-cyclic operands; leave it out")
+    for argument in ("alpha", "beta"):
+        if isinstance(getattr(request, argument), jax.Array):
+            raise NotAvailable(
+                f"with block-cyclic operands {argument} is a Python number, got an array; scale the data of an "
                 "operand instead"
             )
-    _check_operands(name, a, b, c)
-    transpose_a = operand_checks.check_flag(name, "transpose_a", transpose_a)
-    transpose_b = operand_checks.check_flag(name, "transpose_b", transpose_b)
-    preferred = operand_checks.check_preferred(name, preferred_element_type)
-    operand, out = operand_checks.resolve_dtypes(name, a, b, preferred)
-    operand_checks.check_implementation(name, implementation)
-    shape = _result_shape(name, a, b, transpose_a, transpose_b)
-    layout = _result_layout(name, a, b, c, transpose_a, transpose_b, out_layout)
+    _check_operands(a, b, c)
+    flags = operand_checks.check_flags(request)
+    preferred = operand_checks.check_preferred(request.preferred_element_type)
+    operand, out = operand_checks.resolve_dtypes(a, b, preferred)
+    shape, layout = _result_shape(request), _result_layout(request)
     distributions = (Distributed(a.shape, a.layout), Distributed(b.shape, b.layout), Distributed(shape, layout))
-    _check_blocks(name, *distributions, transpose_a, transpose_b)
+    _check_blocks(distributions, request)
+    like_c = None if c is None else jax.ShapeDtypeStruct(c.shape, c.dtype)
     spec = MatmulSpec(
         out_dtype=out,
         group=Group(Pattern.GRID, tuple(a.mesh.shape.items()), *a.axes),
-        transpose_a=transpose_a,
-        transpose_b=transpose_b,
-        conjugate_a=operand_checks.check_conjugate(name, "conjugate_a", conjugate_a, a),
-        conjugate_b=operand_checks.check_conjugate(name, "conjugate_b", conjugate_b, b),
-        alpha=operand_checks.check_scalar(name, "alpha", alpha, out),
-        beta=operand_checks.check_c(
-            name, None if c is None else jax.ShapeDtypeStruct(c.shape, c.dtype), beta, out, shape
-        ),
-        precision=precisions.resolve(name, precision, operand, out),
-        implementation=implementation,
+        **flags,
+        alpha=operand_checks.check_scalar("alpha", request.alpha, out),
+        beta=operand_checks.check_c(like_c, request.beta, out, shape),
+        precision=precisions.resolve(request.precision, operand, out),
         has_c=c is not None,
         distributions=distributions,
-        comm=CommOptions() if comm is None else comm_options.resolve_comm_options(name, out, operand, comm),
+        comm=comm_options.resolve_comm_options(out, operand, request.comm),
     )
-    comm_options.check_comm_options(name, spec, shape[-1])
+    comm_options.check_comm_options(spec, shape[-1])
     operands = [x.data.astype(dtype) for x, dtype in ((a, operand), (b, operand), (c, out)) if x is not None]
     return BlockCyclicArray(_multiply(spec, a.mesh, *operands), shape, layout, a.mesh, a.axes)
+
+
+# Options that block-cyclic operands do not take.
+_OF_ARRAYS = ("determinism", "epilog_inputs", "in_shardings", "mesh", "scaling", "epilog")
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
@@ -270,65 +243,56 @@ def _data_shape(matrix: Distributed) -> tuple[int, int]:
     return rows * p, cols * q
 
 
-def _check_operands(name: str, a: Any, b: Any, c: Any) -> None:
+def _check_operands(a: Any, b: Any, c: Any) -> None:
     for argument, x in (("a", a), ("b", b), ("c", c)):
         if x is None and argument == "c":
             continue
         if not isinstance(x, BlockCyclicArray):
-            raise TypeError(
-                f"{name}: {argument} must be a jaxmp.BlockCyclicArray as the other operands are, got "
+            raise InvalidType(
+                f"{argument} must be a jaxmp.BlockCyclicArray as the other operands are, got "
                 f"{type(x).__name__}; lay it out with jaxmp.to_block_cyclic"
             )
-        operand_checks.check_array(name, argument, jax.ShapeDtypeStruct(x.shape, x.dtype))
-        operand_checks.check_memory(name, argument, x.data)
+        operand_checks.check_array(argument, jax.ShapeDtypeStruct(x.shape, x.dtype))
+        operand_checks.check_memory(argument, x.data)
         if (dict(x.mesh.shape), x.axes) != (dict(a.mesh.shape), a.axes):
-            raise ValueError(
-                f"{name}: a lies on axes {a.axes} of mesh {dict(a.mesh.shape)} but {argument} on {x.axes} of "
+            raise InvalidValue(
+                f"a lies on axes {a.axes} of mesh {dict(a.mesh.shape)} but {argument} on {x.axes} of "
                 f"{dict(x.mesh.shape)}; use one mesh and one pair of axes"
             )
     if manual_mesh() is not None:
-        raise ValueError(f"{name}: takes block-cyclic arrays outside of shard_map only, for they are global")
+        raise InvalidValue("takes block-cyclic arrays outside of shard_map only, for they are global")
 
 
-def _result_shape(
-    name: str, a: BlockCyclicArray, b: BlockCyclicArray, transpose_a: bool, transpose_b: bool
-) -> tuple[int, int]:
-    m, k_a = a.shape[::-1] if transpose_a else a.shape
-    k_b, n = b.shape[::-1] if transpose_b else b.shape
+def _result_shape(request: Request) -> tuple[int, int]:
+    a, b = request.a.shape, request.b.shape
+    m, k_a = a[::-1] if request.transpose_a else a
+    k_b, n = b[::-1] if request.transpose_b else b
     if k_a != k_b:
-        raise ValueError(f"{name}: b has k={k_b} but a has k={k_a} (global shapes {a.shape}, {b.shape})")
+        raise InvalidValue(f"b has k={k_b} but a has k={k_a} (global shapes {a}, {b})")
     return m, n
 
 
-def _result_layout(
-    name: str,
-    a: BlockCyclicArray,
-    b: BlockCyclicArray,
-    c: BlockCyclicArray | None,
-    transpose_a: bool,
-    transpose_b: bool,
-    out_layout: Any,
-) -> BlockCyclic:
+def _result_layout(request: Request) -> BlockCyclic:
     """The layout asked for or that of c, else the blocks of m and n, from the process that a's rows and b's columns
     start at where those lie along the same dimension of the grid."""
-    if out_layout is not None and not isinstance(out_layout, BlockCyclic):
-        raise TypeError(f"{name}: out_sharding must be a jaxmp.BlockCyclic, got {type(out_layout).__name__}")
-    block = a.layout.block[1 if transpose_a else 0], b.layout.block[0 if transpose_b else 1]
-    first = 0 if transpose_a else a.layout.first[0], 0 if transpose_b else b.layout.first[1]
-    layout = out_layout or (BlockCyclic(a.layout.grid, block, first) if c is None else c.layout)
+    a, b, c, asked = request.a, request.b, request.c, request.out_sharding
+    if asked is not None and not isinstance(asked, BlockCyclic):
+        raise InvalidType(f"out_sharding must be a jaxmp.BlockCyclic, got {type(asked).__name__}")
+    block = a.layout.block[1 if request.transpose_a else 0], b.layout.block[0 if request.transpose_b else 1]
+    first = 0 if request.transpose_a else a.layout.first[0], 0 if request.transpose_b else b.layout.first[1]
+    layout: BlockCyclic = asked or (BlockCyclic(a.layout.grid, block, first) if c is None else c.layout)
     if layout.grid != a.layout.grid:
-        raise ValueError(f"{name}: out_sharding has the grid {layout.grid} but a lies on {a.layout.grid}")
+        raise InvalidValue(f"out_sharding has the grid {layout.grid} but a lies on {a.layout.grid}")
     if c is not None and c.layout != layout:
-        raise ValueError(f"{name}: c has the layout {c.layout} but the result {layout}; they must be equal")
+        raise InvalidValue(f"c has the layout {c.layout} but the result {layout}; they must be equal")
     return layout
 
 
-def _check_blocks(
-    name: str, a: Distributed, b: Distributed, d: Distributed, transpose_a: bool, transpose_b: bool
-) -> None:
+def _check_blocks(distributions: tuple[Distributed, Distributed, Distributed], request: Request) -> None:
     """Raise ValueError unless the blocks along each of m, n and k are of one size: cuBLASMp's block contract."""
-    (m_a, k_a) = a.layout.block[::-1] if transpose_a else a.layout.block
-    (k_b, n_b) = b.layout.block[::-1] if transpose_b else b.layout.block
+    a, b, d = distributions
+    (m_a, k_a) = a.layout.block[::-1] if request.transpose_a else a.layout.block
+    (k_b, n_b) = b.layout.block[::-1] if request.transpose_b else b.layout.block
     m_d, n_d = d.layout.block
     for dimension, one, x, other, y in (
         ("k", "a", k_a, "b", k_b),
@@ -336,7 +300,7 @@ def _check_blocks(
         ("n", "b", n_b, "the result", n_d),
     ):
         if x != y:
-            raise ValueError(
-                f"{name}: along {dimension}, {one} has blocks of {x} but {other} has {y}; they must be equal: lay "
+            raise InvalidValue(
+                f"along {dimension}, {one} has blocks of {x} but {other} has {y}; they must be equal: lay "
                 f"{other} out in blocks of {x}, or {one} in blocks of {y} (jaxmp.to_block_cyclic)"
             )

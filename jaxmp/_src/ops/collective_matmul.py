@@ -2,77 +2,121 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Unpack, overload
+from collections.abc import Callable
+from typing import Any, Protocol, Unpack, cast, overload
 
 import jax
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
-from jaxmp._src.ops.signatures import AuxEpilog, PlainEpilog, ShardOptions, WithResults
-from jaxmp._src.sharding import sharded_call
-from jaxmp._src.spec.caller import Caller
+from jaxmp._src.sharding.sharded_call import collective
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.low_precision import Scaling
 from jaxmp._src.spec.matmul_spec import Pattern
-from jaxmp._src.spec.options import AxisName, CommOptions, Determinism, Implementation, Precision, Scalar
-from jaxmp._src.validation.arguments import SPEC_OPTIONS
+from jaxmp._src.spec.options import AxisName
+from jaxmp._src.spec.request import AuxEpilog, PlainEpilog, Request, ShardOptions, WithResults
 from jaxmp._src.validation.public import public
 
 
-@overload
+class OnAxis(Protocol):
+    """A product over one axis, as a type checker sees it."""
+
+    @overload
+    def __call__(
+        self,
+        x: ArrayLike,
+        w: ArrayLike,
+        axis_name: AxisName,
+        c: ArrayLike | None = None,
+        *,
+        epilog: PlainEpilog = ...,
+        scaling: None = None,
+        **options: Unpack[ShardOptions],
+    ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self,
+        x: ArrayLike,
+        w: ArrayLike,
+        axis_name: AxisName,
+        c: ArrayLike | None = None,
+        *,
+        epilog: AuxEpilog,
+        scaling: Scaling | None = None,
+        **options: Unpack[ShardOptions],
+    ) -> WithResults: ...
+    @overload
+    def __call__(
+        self,
+        x: ArrayLike,
+        w: ArrayLike,
+        axis_name: AxisName,
+        c: ArrayLike | None = None,
+        *,
+        epilog: Epilog | int = ...,
+        scaling: Scaling | None = None,
+        **options: Unpack[ShardOptions],
+    ) -> Any: ...
+
+
+class OnGrid(Protocol):
+    """A product over two axes, likewise."""
+
+    @overload
+    def __call__(
+        self,
+        a: ArrayLike,
+        b: ArrayLike,
+        axis_names: tuple[AxisName, AxisName],
+        c: ArrayLike | None = None,
+        *,
+        epilog: PlainEpilog = ...,
+        scaling: None = None,
+        **options: Unpack[ShardOptions],
+    ) -> jax.Array: ...
+    @overload
+    def __call__(
+        self,
+        a: ArrayLike,
+        b: ArrayLike,
+        axis_names: tuple[AxisName, AxisName],
+        c: ArrayLike | None = None,
+        *,
+        epilog: AuxEpilog,
+        scaling: Scaling | None = None,
+        **options: Unpack[ShardOptions],
+    ) -> WithResults: ...
+    @overload
+    def __call__(
+        self,
+        a: ArrayLike,
+        b: ArrayLike,
+        axis_names: tuple[AxisName, AxisName],
+        c: ArrayLike | None = None,
+        *,
+        epilog: Epilog | int = ...,
+        scaling: Scaling | None = None,
+        **options: Unpack[ShardOptions],
+    ) -> Any: ...
+
+
+def _on_axis(fn: Callable[..., Any]) -> OnAxis:
+    return cast(OnAxis, public(fn))
+
+
+def _on_grid(fn: Callable[..., Any]) -> OnGrid:
+    return cast(OnGrid, public(fn))
+
+
+@_on_axis
 def all_gather_matmul(
     x: ArrayLike,
     w: ArrayLike,
     axis_name: AxisName,
     c: ArrayLike | None = None,
     *,
-    epilog: PlainEpilog = ...,
-    scaling: None = None,
-    **options: Unpack[ShardOptions],
-) -> jax.Array: ...
-@overload
-def all_gather_matmul(
-    x: ArrayLike,
-    w: ArrayLike,
-    axis_name: AxisName,
-    c: ArrayLike | None = None,
-    *,
-    epilog: AuxEpilog,
-    scaling: Scaling | None = None,
-    **options: Unpack[ShardOptions],
-) -> WithResults: ...
-@overload
-def all_gather_matmul(
-    x: ArrayLike,
-    w: ArrayLike,
-    axis_name: AxisName,
-    c: ArrayLike | None = None,
-    *,
-    epilog: Epilog | int = ...,
-    scaling: Scaling | None = None,
-    **options: Unpack[ShardOptions],
-) -> Any: ...
-@public
-def all_gather_matmul(
-    x: ArrayLike,
-    w: ArrayLike,
-    axis_name: AxisName,
-    c: ArrayLike | None = None,
-    *,
-    alpha: Scalar = 1.0,
-    beta: Scalar | None = None,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    conjugate_a: bool = False,
-    conjugate_b: bool = False,
     epilog: Epilog | int = Epilog.NONE,
-    epilog_inputs: Mapping[str, ArrayLike] | None = None,
-    precision: Precision = None,
-    preferred_element_type: DTypeLike | None = None,
-    implementation: Implementation | None = None,
-    determinism: Determinism = "run_to_run",
     scaling: Scaling | None = None,
-    comm: CommOptions | None = None,
+    **options: Unpack[ShardOptions],
 ) -> jax.Array | WithResults:
     """Gather x's rows over an axis and multiply: `concat(x of every rank) @ w`.
 
@@ -104,63 +148,20 @@ def all_gather_matmul(
     >>> call(jnp.ones((4 * p, 2 * p)), jnp.ones((2 * p, 3 * p))).shape == (4 * p, 3 * p)
     True
     """
-    return _collective("all_gather_matmul", Pattern.ALL_GATHER, x, w, axis_name, locals())
+    request = Request("all_gather_matmul", x, w, c, epilog=epilog, scaling=scaling, **options)
+    return collective(request, Pattern.ALL_GATHER, axis_name)
 
 
-@overload
+@_on_axis
 def matmul_reduce_scatter(
     x: ArrayLike,
     w: ArrayLike,
     axis_name: AxisName,
     c: ArrayLike | None = None,
     *,
-    epilog: PlainEpilog = ...,
-    scaling: None = None,
-    **options: Unpack[ShardOptions],
-) -> jax.Array: ...
-@overload
-def matmul_reduce_scatter(
-    x: ArrayLike,
-    w: ArrayLike,
-    axis_name: AxisName,
-    c: ArrayLike | None = None,
-    *,
-    epilog: AuxEpilog,
-    scaling: Scaling | None = None,
-    **options: Unpack[ShardOptions],
-) -> WithResults: ...
-@overload
-def matmul_reduce_scatter(
-    x: ArrayLike,
-    w: ArrayLike,
-    axis_name: AxisName,
-    c: ArrayLike | None = None,
-    *,
-    epilog: Epilog | int = ...,
-    scaling: Scaling | None = None,
-    **options: Unpack[ShardOptions],
-) -> Any: ...
-@public
-def matmul_reduce_scatter(
-    x: ArrayLike,
-    w: ArrayLike,
-    axis_name: AxisName,
-    c: ArrayLike | None = None,
-    *,
-    alpha: Scalar = 1.0,
-    beta: Scalar | None = None,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    conjugate_a: bool = False,
-    conjugate_b: bool = False,
     epilog: Epilog | int = Epilog.NONE,
-    epilog_inputs: Mapping[str, ArrayLike] | None = None,
-    precision: Precision = None,
-    preferred_element_type: DTypeLike | None = None,
-    implementation: Implementation | None = None,
-    determinism: Determinism = "run_to_run",
     scaling: Scaling | None = None,
-    comm: CommOptions | None = None,
+    **options: Unpack[ShardOptions],
 ) -> jax.Array | WithResults:
     """Multiply and sum over an axis, each rank keeping its part of the rows.
 
@@ -191,63 +192,20 @@ def matmul_reduce_scatter(
     >>> call(jnp.ones((4 * p, 2 * p)), jnp.ones((2 * p, 3 * p))).shape == (4 * p, 3 * p)
     True
     """
-    return _collective("matmul_reduce_scatter", Pattern.REDUCE_SCATTER, x, w, axis_name, locals())
+    request = Request("matmul_reduce_scatter", x, w, c, epilog=epilog, scaling=scaling, **options)
+    return collective(request, Pattern.REDUCE_SCATTER, axis_name)
 
 
-@overload
+@_on_axis
 def matmul_all_reduce(
     x: ArrayLike,
     w: ArrayLike,
     axis_name: AxisName,
     c: ArrayLike | None = None,
     *,
-    epilog: PlainEpilog = ...,
-    scaling: None = None,
-    **options: Unpack[ShardOptions],
-) -> jax.Array: ...
-@overload
-def matmul_all_reduce(
-    x: ArrayLike,
-    w: ArrayLike,
-    axis_name: AxisName,
-    c: ArrayLike | None = None,
-    *,
-    epilog: AuxEpilog,
-    scaling: Scaling | None = None,
-    **options: Unpack[ShardOptions],
-) -> WithResults: ...
-@overload
-def matmul_all_reduce(
-    x: ArrayLike,
-    w: ArrayLike,
-    axis_name: AxisName,
-    c: ArrayLike | None = None,
-    *,
-    epilog: Epilog | int = ...,
-    scaling: Scaling | None = None,
-    **options: Unpack[ShardOptions],
-) -> Any: ...
-@public
-def matmul_all_reduce(
-    x: ArrayLike,
-    w: ArrayLike,
-    axis_name: AxisName,
-    c: ArrayLike | None = None,
-    *,
-    alpha: Scalar = 1.0,
-    beta: Scalar | None = None,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    conjugate_a: bool = False,
-    conjugate_b: bool = False,
     epilog: Epilog | int = Epilog.NONE,
-    epilog_inputs: Mapping[str, ArrayLike] | None = None,
-    precision: Precision = None,
-    preferred_element_type: DTypeLike | None = None,
-    implementation: Implementation | None = None,
-    determinism: Determinism = "run_to_run",
     scaling: Scaling | None = None,
-    comm: CommOptions | None = None,
+    **options: Unpack[ShardOptions],
 ) -> jax.Array | WithResults:
     """Multiply and sum over an axis: `sum over ranks of x @ w` on every rank.
 
@@ -279,63 +237,20 @@ def matmul_all_reduce(
     >>> call(jnp.ones((4 * p, 2 * p)), jnp.ones((2 * p, 3 * p))).shape == (4 * p, 3 * p)
     True
     """
-    return _collective("matmul_all_reduce", Pattern.ALL_REDUCE, x, w, axis_name, locals())
+    request = Request("matmul_all_reduce", x, w, c, epilog=epilog, scaling=scaling, **options)
+    return collective(request, Pattern.ALL_REDUCE, axis_name)
 
 
-@overload
+@_on_grid
 def block_matmul(
     a: ArrayLike,
     b: ArrayLike,
     axis_names: tuple[AxisName, AxisName],
     c: ArrayLike | None = None,
     *,
-    epilog: PlainEpilog = ...,
-    scaling: None = None,
-    **options: Unpack[ShardOptions],
-) -> jax.Array: ...
-@overload
-def block_matmul(
-    a: ArrayLike,
-    b: ArrayLike,
-    axis_names: tuple[AxisName, AxisName],
-    c: ArrayLike | None = None,
-    *,
-    epilog: AuxEpilog,
-    scaling: Scaling | None = None,
-    **options: Unpack[ShardOptions],
-) -> WithResults: ...
-@overload
-def block_matmul(
-    a: ArrayLike,
-    b: ArrayLike,
-    axis_names: tuple[AxisName, AxisName],
-    c: ArrayLike | None = None,
-    *,
-    epilog: Epilog | int = ...,
-    scaling: Scaling | None = None,
-    **options: Unpack[ShardOptions],
-) -> Any: ...
-@public
-def block_matmul(
-    a: ArrayLike,
-    b: ArrayLike,
-    axis_names: tuple[AxisName, AxisName],
-    c: ArrayLike | None = None,
-    *,
-    alpha: Scalar = 1.0,
-    beta: Scalar | None = None,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    conjugate_a: bool = False,
-    conjugate_b: bool = False,
     epilog: Epilog | int = Epilog.NONE,
-    epilog_inputs: Mapping[str, ArrayLike] | None = None,
-    precision: Precision = None,
-    preferred_element_type: DTypeLike | None = None,
-    implementation: Implementation | None = None,
-    determinism: Determinism = "run_to_run",
     scaling: Scaling | None = None,
-    comm: CommOptions | None = None,
+    **options: Unpack[ShardOptions],
 ) -> jax.Array | WithResults:
     """Product of matrices in 2-D blocks on a p x q mesh.
 
@@ -368,19 +283,5 @@ def block_matmul(
     >>> call(jnp.ones((4 * p, 2 * p)), jnp.ones((2 * p, 3))).shape == (4 * p, 3)
     True
     """
-    return _collective("block_matmul", Pattern.GRID, a, b, axis_names, locals())
-
-
-def _collective(
-    name: str,
-    pattern: Pattern,
-    a: ArrayLike,
-    b: ArrayLike,
-    axes: AxisName | tuple[AxisName, ...],
-    given: dict[str, Any],
-) -> jax.Array | WithResults:
-    """The product; `given` is every argument of the public function by name."""
-    options = {option: given[option] for option in SPEC_OPTIONS}
-    if pattern != Pattern.GRID:
-        name = Caller(name, a="x", b="w")
-    return sharded_call.collective(name, pattern, a, b, axes, given["c"], given["epilog_inputs"], options)
+    request = Request("block_matmul", a, b, c, epilog=epilog, scaling=scaling, **options)
+    return collective(request, Pattern.GRID, axis_names)

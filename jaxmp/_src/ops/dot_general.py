@@ -16,7 +16,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._src.contraction.contraction import Contraction
 from jaxmp._src.lowering import xla_matmul
-from jaxmp._src.ops.signatures import ShardingPair
 from jaxmp._src.primitive.collectives import cast_reduced
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Shape
@@ -36,9 +35,10 @@ from jaxmp._src.sharding.dot_general_plan import ProductPlan, plan_product
 from jaxmp._src.sharding.on_shards import Operands, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.sharded_call import check_left_to_xla, jaxmp_call, make_call
-from jaxmp._src.spec.caller import Caller
-from jaxmp._src.spec.matmul_spec import Group, Pattern, result_shape
-from jaxmp._src.spec.options import Implementation, Mesh, Precision, Sharding
+from jaxmp._src.spec.matmul_spec import Group, Pattern
+from jaxmp._src.spec.options import Precision
+from jaxmp._src.spec.refusal import NotAvailable
+from jaxmp._src.spec.request import ContractionOptions, Request
 from jaxmp._src.validation import operand_checks, result_types, scale_checks
 from jaxmp._src.validation.arguments import validated
 from jaxmp._src.validation.dimension_numbers import DimensionNumbers, GivenNumbers, parse, pick
@@ -52,12 +52,7 @@ def dot_general(
     dimension_numbers: GivenNumbers,
     precision: Precision = None,
     preferred_element_type: DTypeLike | None = None,
-    *,
-    out_sharding: Sharding | None = None,
-    in_shardings: ShardingPair | None = None,
-    mesh: Mesh | None = None,
-    implementation: Implementation | None = None,
-    determinism: Literal["run_to_run", "batch"] = "run_to_run",
+    **options: Unpack[ContractionOptions],
 ) -> jax.Array:
     """Distributed product with `lax.dot_general`'s signature, for layers that take a `dot_general=`.
 
@@ -85,24 +80,16 @@ def dot_general(
     >>> jaxmp.dot_general(jnp.ones((2, 3, 4)), jnp.ones((4, 5, 6)), (((2,), (0,)), ((), ()))).shape
     (2, 3, 5, 6)
     """
-    options = {
-        "precision": precision,
-        "preferred_element_type": preferred_element_type,
-        "implementation": implementation,
-        "determinism": determinism,
-    }
-    if out_sharding is None and in_shardings is None and mesh is None:
-        compiled = eager_calls.on_one_device(jaxmp_product, (lhs, rhs), options, dimension_numbers)
-        if compiled is not None:
-            return compiled(lhs, rhs)
-    return product(_NAME, lhs, rhs, dimension_numbers, options, out_sharding, in_shardings, mesh)
+    request = Request(
+        "dot_general", None, None, precision=precision, preferred_element_type=preferred_element_type, **options
+    )
+    entry = eager_calls.find_on_one_device(request, (lhs, rhs), dimension_numbers)
 
+    def jaxmp_product(lhs: Any, rhs: Any) -> jax.Array:
+        return product(request._replace(a=lhs, b=rhs), dimension_numbers)
 
-def jaxmp_product(dimension_numbers: GivenNumbers, options: dict[str, Any], lhs: Any, rhs: Any) -> jax.Array:
-    return product(_NAME, lhs, rhs, dimension_numbers, options, None, None, None)
-
-
-_NAME = Caller("dot_general", a="lhs", b="rhs")
+    result: jax.Array = eager_calls.run(entry, jaxmp_product, lhs, rhs)
+    return result
 
 
 # One product ---------------------------------------------------------------------------------------------------
@@ -110,11 +97,10 @@ _NAME = Caller("dot_general", a="lhs", b="rhs")
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """One product, hashable; with a plan where operands are sharded."""
+    """One product, hashable: its request without operands and shardings; with a plan where operands are sharded."""
 
-    name: str
+    request: Request
     numbers: DimensionNumbers
-    options: tuple[tuple[str, Any], ...]
     placement: meshes.Placement
     plan: ProductPlan | None = None
 
@@ -129,60 +115,32 @@ class _Product:
 
     def dtypes(self, lhs: jax.Array, rhs: jax.Array) -> tuple[np.dtype, np.dtype]:
         """Those of the operands as multiplied, and of the result."""
-        preferred = dict(self.options)["preferred_element_type"]
-        if lhs.dtype == rhs.dtype == jnp.int8:
-            return scale_checks.resolve_dtypes(self.name, lhs, rhs, preferred)
-        return operand_checks.resolve_dtypes(self.name, lhs, rhs, preferred)
+        checks = scale_checks if lhs.dtype == rhs.dtype == jnp.int8 else operand_checks
+        dtypes: tuple[np.dtype, np.dtype] = checks.resolve_dtypes(lhs, rhs, self.request.preferred_element_type)
+        return dtypes
 
 
-def product(
-    name: str,
-    lhs: Any,
-    rhs: Any,
-    dimension_numbers: GivenNumbers,
-    options: dict[str, Any],
-    out_sharding: Sharding | None,
-    in_shardings: ShardingPair | None,
-    mesh: Mesh | None,
-) -> jax.Array:
-    """The result of `jaxmp.dot_general`, for the public function `name`."""
-    lhs, rhs = operand_checks.as_array(lhs), operand_checks.as_array(rhs)
-    numbers = parse(name, dimension_numbers, lhs, rhs)
-    if options["determinism"] == "topology":
-        raise NotImplementedError(
-            f'{name}: determinism="topology" is not available, for ranks may hold several contracted dimensions '
+def product(request: Request, dimension_numbers: GivenNumbers) -> jax.Array:
+    """The result of `jaxmp.dot_general`."""
+    lhs, rhs = operand_checks.as_array(request.a), operand_checks.as_array(request.b)
+    numbers = parse(dimension_numbers, lhs, rhs)
+    if request.determinism == "topology":
+        raise NotAvailable(
+            'determinism="topology" is not available, for ranks may hold several contracted dimensions '
             'interleaved; use jaxmp.matmul on matrices, or pass determinism="batch"'
         )
-
-    def multiply(lhs: Any, rhs: Any, c: None, epilog_inputs: None, options: dict[str, Any]) -> jax.Array:
-        return _product(name, lhs, rhs, numbers, options, out_sharding, in_shardings, mesh)
-
     are_rows = numbers.lhs_contract == (lhs.ndim - 1,) and numbers.rhs_contract == (rhs.ndim - 1,)
-    d: jax.Array = result_types.converted(name, multiply, lhs, rhs, None, None, options, are_rows=are_rows, is_lax=True)
-    return d
-
-
-def _product(
-    name: str,
-    lhs: Any,
-    rhs: Any,
-    numbers: DimensionNumbers,
-    options: dict[str, Any],
-    out_sharding: Sharding | None,
-    in_shardings: ShardingPair | None,
-    mesh: Mesh | None,
-) -> jax.Array:
-    precision = options["precision"]
-    options = options | {"precision": tuple(precision) if isinstance(precision, list) else precision}
-    out_shape = numbers.result(lhs.shape, rhs.shape)
-    placement = meshes.place(name, lhs, rhs, out_shape, out_sharding, in_shardings, mesh)
-    call = _Product(name, numbers, tuple(options.items()), placement)
+    conversion, request = result_types.find(request._replace(a=lhs, b=rhs), are_rows=are_rows, is_lax=True)
+    lhs, rhs, precision = request.a, request.b, request.precision
+    placement = meshes.place(request, numbers.result(lhs.shape, rhs.shape))
+    precision = tuple(precision) if isinstance(precision, list) else precision
+    bare = request._replace(a=None, b=None, precision=precision, out_sharding=None, in_shardings=None, mesh=None)
+    call = _Product(bare, numbers, placement)
     if placement.mode == meshes.Mode.SHARDED:
-        gathers_inside = options["determinism"] == "run_to_run"  # else gradients are sums in an order of their own
-        dtypes = call.dtypes(lhs, rhs)
-        plan = plan_product(name, numbers, placement, lhs, rhs, dtypes, gathers_inside=gathers_inside)
+        gathers_inside = request.determinism == "run_to_run"  # else gradients are sums in an order of their own
+        plan = plan_product(numbers, placement, (lhs, rhs), call.dtypes(lhs, rhs), gathers_inside=gathers_inside)
         call = dataclasses.replace(call, plan=plan)
-    d: jax.Array = jaxmp_dot_general(call, lhs, rhs)
+    d: jax.Array = conversion.of_result(jaxmp_dot_general(call, lhs, rhs))
     return d
 
 
@@ -196,13 +154,13 @@ def jaxmp_dot_general(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.
     plan = product.plan
     if plan is None:
         lhs, rhs = cast_reduced({"lhs": lhs, "rhs": rhs}).values()  # ahead of vmap, where JAX has no such cast
-        d = _fold(product, functools.partial(_multiply, product), out_shape, lhs, rhs)
+        d = _fold(product, functools.partial(_multiply, placement), out_shape, lhs, rhs)
         return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
     local_shape = NamedSharding(placement.mesh, plan.frame.out_spec).shard_shape(out_shape)
     operands = {"a": lhs, "b": rhs}
 
     def multiplied(shards: Operands) -> Operands:
-        multiply = functools.partial(_multiply_shards, product, plan.contraction)
+        multiply = functools.partial(_multiply_shards, placement, plan.contraction)
         return {"d": _fold(product, multiply, local_shape, shards["a"], shards["b"])}
 
     def zeros(_: Operands) -> Operands:
@@ -218,12 +176,10 @@ def jaxmp_dot_general(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.
 
 def _product_of_xla(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
     """The product of global arrays that XLA partitions."""
-    options = dict(product.options)
-    flags = dict.fromkeys(("transpose_a", "transpose_b"), False)
     dtype, _ = product.dtypes(lhs, rhs)
     matrix = jax.ShapeDtypeStruct((1, 1), dtype)
-    spec, _ = validated(product.name, matrix, matrix, None, None, options | flags)
-    check_left_to_xla(product.name, spec, product.placement.why)
+    spec, _ = validated(product.request._replace(a=matrix, b=matrix))
+    check_left_to_xla(spec, product.placement.why)
     numbers, platform = product.numbers, jax_compat.default_platform()
     given = ((numbers.lhs_contract, numbers.rhs_contract), (numbers.lhs_batch, numbers.rhs_batch))
     operands = {"a": lhs.astype(dtype), "b": rhs.astype(dtype)}
@@ -237,7 +193,8 @@ def _fold(
     numbers = product.numbers
     a, transpose_a = _matrix(lhs, numbers.lhs_batch, numbers.lhs_free, numbers.lhs_contract, product.keeps_rows)
     b, transpose_b = _matrix(rhs, numbers.rhs_batch, numbers.rhs_contract, product.columns)
-    multiply = functools.partial(multiply, flags={"transpose_a": transpose_a, "transpose_b": transpose_b})
+    request = product.request._replace(transpose_a=transpose_a, transpose_b=transpose_b)
+    multiply = functools.partial(multiply, request)
     d = jax.vmap(multiply)(a, b) if numbers.lhs_batch else multiply(a, b)
     ahead = len(numbers.lhs_batch) + len(numbers.lhs_free)
     order = tuple(map(numbers.rhs_free.index, product.columns))
@@ -261,21 +218,18 @@ def _matrix(
     return x.reshape(*lead, *parts[0], *parts[1]), is_transposed
 
 
-def _multiply(product: _Product, a: jax.Array, b: jax.Array, *, flags: dict[str, bool]) -> jax.Array:
+def _multiply(placement: meshes.Placement, request: Request, a: jax.Array, b: jax.Array) -> jax.Array:
     """The product of whole matrices, where no sharding is known, or of one device's, inside shard_map."""
-    spec, operands = validated(product.name, a, b, None, None, dict(product.options) | flags)
-    placement = dataclasses.replace(product.placement, constraint=None)
-    shape = result_shape(spec, operands["a"], operands["b"])
-    d: jax.Array = jaxmp_call(make_call(spec, placement, operands, shape), operands)["d"]
+    spec, operands = validated(request._replace(a=a, b=b))
+    d: jax.Array = jaxmp_call(make_call(spec, dataclasses.replace(placement, constraint=None), operands), operands)["d"]
     return d
 
 
 def _multiply_shards(
-    product: _Product, plan: Contraction, a: jax.Array, b: jax.Array, *, flags: dict[str, bool]
+    placement: meshes.Placement, plan: Contraction, request: Request, a: jax.Array, b: jax.Array
 ) -> jax.Array:
     """One device's part of the planned product."""
-    group = Group(plan.pattern, product.placement.axes, plan.row_axes, plan.col_axes)
+    group = Group(plan.pattern, placement.axes, plan.row_axes, plan.col_axes)
     # A grid's contraction is cut otherwise in a than in b; elsewhere the shards fit as the whole matrices do.
-    known = group if plan.pattern == Pattern.GRID else Group()
-    spec, operands = validated(product.name, a, b, None, None, dict(product.options) | flags, known)
+    spec, operands = validated(request._replace(a=a, b=b), group if plan.pattern == Pattern.GRID else Group())
     return bind_plan(plan, spec.replace(group=group), operands)["d"]

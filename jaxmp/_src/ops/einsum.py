@@ -6,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Sequence
 from types import EllipsisType
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +20,13 @@ from opt_einsum.parser import parse_einsum_input
 
 from jaxmp._src.contraction.contraction import Dim
 from jaxmp._src.ops.dot_general import product
-from jaxmp._src.ops.signatures import ShardingPair
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import eager_calls, meshes
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.shardings import to_dims
-from jaxmp._src.spec.caller import Caller
-from jaxmp._src.spec.options import Implementation, Mesh, Precision, Sharding
+from jaxmp._src.spec.options import Precision, Sharding
+from jaxmp._src.spec.refusal import InvalidType, InvalidValue, naming
+from jaxmp._src.spec.request import ContractionOptions, Request, ShardingPair
 from jaxmp._src.validation import result_types
 from jaxmp._src.validation.operand_checks import as_array, check_array
 from jaxmp._src.validation.public import public
@@ -40,11 +40,7 @@ def einsum(
     optimize: str | bool | Sequence[Sequence[int]] = "auto",
     precision: Precision = None,
     preferred_element_type: DTypeLike | None = None,
-    out_sharding: Sharding | None = None,
-    in_shardings: ShardingPair | None = None,
-    mesh: Mesh | None = None,
-    implementation: Implementation | None = None,
-    determinism: Literal["run_to_run", "batch"] = "run_to_run",
+    **options: Unpack[ContractionOptions],
 ) -> jax.Array:
     """Distributed `jnp.einsum`, such as `einsum("bsd,dhk->bshk", x, w)`.
 
@@ -76,45 +72,42 @@ def einsum(
     >>> jaxmp.einsum("bsd,dhk->bhsk", jnp.ones((2, 3, 4)), jnp.ones((4, 5, 6))).shape
     (2, 5, 3, 6)
     """
-    options = {
-        "precision": precision,
-        "preferred_element_type": preferred_element_type,
-        "implementation": implementation,
-        "determinism": determinism,
-    }
-    return contract("einsum", subscripts, operands, options, out_sharding, in_shardings, mesh, _order(optimize))
+    order = _order(optimize)
+    request = Request(
+        "einsum", None, None, precision=precision, preferred_element_type=preferred_element_type, **options
+    )
+    entry = eager_calls.find_on_one_device(request, operands, subscripts, order)
+
+    def jaxmp_contraction(*operands: Any) -> jax.Array:
+        return contract(request, subscripts, operands, order)
+
+    result: jax.Array = eager_calls.run(entry, jaxmp_contraction, *operands)
+    return result
 
 
 def _order(optimize: Any) -> str | bool | tuple[tuple[int, ...], ...]:
     try:
         return optimize if isinstance(optimize, str | bool) else tuple(map(tuple, optimize))
     except TypeError:
-        raise TypeError(
-            "einsum: optimize must be a strategy of opt_einsum, True, False or a pair of operands for each product, "
+        raise InvalidType(
+            "optimize must be a strategy of opt_einsum, True, False or a pair of operands for each product, "
             f"got {optimize!r}"
         ) from None
 
 
 def contract(
-    name: str,
+    request: Request,
     subscripts: Any,
     operands: tuple[Any, ...],
-    options: dict[str, Any],
-    out_sharding: Sharding | None,
-    in_shardings: ShardingPair | None,
-    mesh: Mesh | None,
     optimize: str | bool | tuple[tuple[int, ...], ...] = "auto",
 ) -> jax.Array:
-    """The result of `jaxmp.einsum`, for the public function `name`."""
-    if out_sharding is None and in_shardings is None and mesh is None:
-        compiled = eager_calls.on_one_device(jaxmp_contraction, operands, options, name, subscripts, optimize)
-        if compiled is not None:
-            return compiled(*operands)
-    terms, output = _parse(name, subscripts, operands)
+    """The result of `jaxmp.einsum`, for a request without operands."""
+    terms, output = _parse(subscripts, operands)
+    out_sharding, in_shardings = request.out_sharding, request.in_shardings
     if in_shardings is not None and len(terms) != 2:
-        raise ValueError(f"{name}: in_shardings are of two operands, got {len(terms)}; write one call for each product")
-    dtype, is_weak = result_types.of_jnp(name, [term.array for term in terms], options["preferred_element_type"])
-    options = options | {"preferred_element_type": dtype}  # of every product on the way
+        raise InvalidValue(f"in_shardings are of two operands, got {len(terms)}; write one call for each product")
+    dtype, is_weak = result_types.of_jnp([term.array for term in terms], request.preferred_element_type)
+    request = request._replace(preferred_element_type=dtype)  # of every product on the way
     if len(terms) == 1 and any(map(meshes.is_partial, (meshes.type_spec(terms[0].array), out_sharding))):
         x, indices = _on_diagonals(terms[0].array, terms[0].indices)
         placed = jnp.einsum(f"{indices}->{output}", x, preferred_element_type=dtype, out_sharding=out_sharding)
@@ -123,22 +116,18 @@ def contract(
     rest = _reduced(terms, output, dtype)
     if len(rest) == 1:
         alone = lax.transpose(rest[0].array, tuple(map(rest[0].indices.index, output)))
-        return _placed(name, jax_compat.convert(alone, dtype, is_weak), out_sharding, mesh)
+        return _placed(request, jax_compat.convert(alone, dtype, is_weak))
     if in_shardings is not None:
-        in_shardings = _reduced_shardings(name, in_shardings, terms, rest)
-    for i, j in _path(name, rest, output, optimize)[:-1]:
+        request = request._replace(in_shardings=_reduced_shardings(in_shardings, terms, rest))
+    for i, j in _path(rest, output, optimize)[:-1]:
         left, right = rest[i], rest[j]
         rest = [term for k, term in enumerate(rest) if k not in (i, j)]
         needed = {*output, *(index for term in rest for index in term.indices)}
-        rest.append(_between(name, left, right, needed, options, mesh, output, out_sharding))
+        rest.append(_between(request, left, right, needed, output))
     left, right = rest
-    d = _multiply(name, left, right, output, options, out_sharding, in_shardings, mesh)
+    d = _multiply(request, left, right, output)
     converted: jax.Array = jax_compat.convert(d, dtype, is_weak)
     return converted
-
-
-def jaxmp_contraction(name: str, subscripts: Any, optimize: Any, options: dict[str, Any], *operands: Any) -> jax.Array:
-    return contract(name, subscripts, operands, options, None, None, None, optimize)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +142,7 @@ class _Term:
 # Subscripts ----------------------------------------------------------------------------------------------------
 
 
-def _parse(name: str, subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[_Term], str]:
+def _parse(subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[_Term], str]:
     """(the operands with their indices, the indices of the result)."""
     written: list[Any] = [subscripts, *operands]
     if isinstance(subscripts, str):
@@ -161,40 +150,40 @@ def _parse(name: str, subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[
     elif len(written) > 1 and all(isinstance(indices, list | tuple) for indices in written[1::2]):
         places = range(0, len(written) // 2 * 2, 2)  # a list that is left over is of the result
     else:
-        raise TypeError(
-            f"{name}: subscripts must be a string such as 'ij,jk->ik', got {type(subscripts).__name__}; or pass "
-            f"operands and lists of indices in turn, as {name}(a, [0, 1], b, [1, 2])"
+        raise InvalidType(
+            f"subscripts must be a string such as 'ij,jk->ik', got {type(subscripts).__name__}; or pass "
+            f"operands and lists of indices in turn, as einsum(a, [0, 1], b, [1, 2])"
         )
     names = "ab" if len(places) < 3 else [f"operands[{i}]" for i in range(len(places))]
     for argument, i in zip(names, places, strict=False):
         x = as_array(written[i])
         written[i] = jnp.asarray(x) if isinstance(x, int | float | complex) else x
-        check_array(name, argument, written[i])
+        check_array(argument, written[i])
     text = repr(subscripts) if isinstance(subscripts, str) else f"{written[1::2]}"
     try:
         inputs, output, _ = parse_einsum_input(written)
     except (ValueError, TypeError) as error:
-        raise ValueError(f"{name}: subscripts {text} are not valid: {error}") from None
+        raise InvalidValue(f"subscripts {text} are not valid: {error}") from None
     terms = [_Term(*each) for each in zip(names, (written[i] for i in places), inputs.split(","), strict=False)]
-    _check_extents(name, text, terms)
+    _check_extents(text, terms)
     return terms, output
 
 
-def _check_extents(name: str, text: str, terms: Sequence[_Term]) -> None:
+def _check_extents(text: str, terms: Sequence[_Term]) -> None:
     """Raise ValueError where operands do not have the dimensions, and the extents, that the subscripts say."""
     found: dict[str, tuple[str, int]] = {}
     for term in terms:
         shape = tuple(term.array.shape)
         if len(term.indices) != len(shape):
-            raise ValueError(
-                f"{name}: subscripts {text} give {term.name} {len(term.indices)} indices, but it has {len(shape)} "
+            raise InvalidValue(
+                f"subscripts {text} give {term.name} {len(term.indices)} indices, but it has {len(shape)} "
                 f"dimensions (shape {shape})"
             )
         for index, extent in zip(term.indices, shape, strict=True):
             first, other = found.setdefault(index, (term.name, extent))
             if other != extent and 1 not in (other, extent):
-                raise ValueError(
-                    f"{name}: index {index!r} has extent {other} in {first} but {extent} in {term.name} (shapes "
+                raise InvalidValue(
+                    f"index {index!r} has extent {other} in {first} but {extent} in {term.name} (shapes "
                     f"{', '.join(str(tuple(term.array.shape)) for term in terms)})"
                 )
             if other == 1:
@@ -249,7 +238,7 @@ def _on_diagonals(x: jax.Array, indices: str) -> tuple[jax.Array, str]:
     return x, "".join(renamed)
 
 
-def _path(name: str, terms: Sequence[_Term], output: str, optimize: Any) -> list[tuple[int, int]]:
+def _path(terms: Sequence[_Term], output: str, optimize: Any) -> list[tuple[int, int]]:
     """The two operands of each product, the last of which is the result; each is put at the end of those left over."""
     if len(terms) == 2:
         return [(0, 1)]
@@ -264,41 +253,31 @@ def _path(name: str, terms: Sequence[_Term], output: str, optimize: Any) -> list
         path, _ = opt_einsum.contract_path(written, *shapes, shapes=True, optimize=given)
         pairs = [(i, j) for i, j in map(sorted, path)]
     except (ValueError, TypeError, KeyError, IndexError) as error:
-        raise ValueError(
-            f"{name}: optimize must be a strategy of opt_einsum, True, False or a pair of operands for each product,"
+        raise InvalidValue(
+            f"optimize must be a strategy of opt_einsum, True, False or a pair of operands for each product,"
             f" got {optimize!r}: {error}"
         ) from None
     if len(pairs) != len(terms) - 1:
-        raise ValueError(
-            f"{name}: optimize must have {len(terms) - 1} pairs for {len(terms)} operands, got {optimize!r}"
-        )
+        raise InvalidValue(f"optimize must have {len(terms) - 1} pairs for {len(terms)} operands, got {optimize!r}")
     return pairs
 
 
 # Products ------------------------------------------------------------------------------------------------------
 
 
-def _between(
-    name: str,
-    left: _Term,
-    right: _Term,
-    needed: Collection[str],
-    options: dict[str, Any],
-    mesh: Mesh | None,
-    output: str,
-    out_sharding: Sharding | None,
-) -> _Term:
+def _between(request: Request, left: _Term, right: _Term, needed: Collection[str], output: str) -> _Term:
     """The product of two of several operands, with the indices that are `needed`, on the way to `output`."""
     indices = "".join(index for index in _product_order(left.indices, right.indices) if index in needed)
     written = f"{left.indices},{right.indices}->{indices}"
     try:
-        where = _toward(name, left, right, indices, output, out_sharding)
-        array = _multiply(name, left, right, indices, options, where, None, mesh)
-    except ValueError as error:
-        raise ValueError(
-            f"{error} (this is the product {written!r} of {left.name} and {right.name}; make it a jaxmp.einsum of its "
-            "own)"
-        ) from None
+        where = _toward(left, right, indices, output, request.out_sharding)
+        array = _multiply(request._replace(out_sharding=where), left, right, indices)
+    except InvalidValue as refusal:
+        refusal.args = (
+            f"{refusal.args[0]} (this is the product {written!r} of {left.name} and {right.name}; make it a "
+            "jaxmp.einsum of its own)",
+        )
+        raise
     return _Term(f"{left.name} * {right.name}", array, indices)
 
 
@@ -307,16 +286,7 @@ def _product_order(left: str, right: str) -> str:
     return "".join(dict.fromkeys("".join(index for index in left if index in right) + left + right))
 
 
-def _multiply(
-    name: str,
-    left: _Term,
-    right: _Term,
-    output: str,
-    options: dict[str, Any],
-    out_sharding: Sharding | None,
-    in_shardings: ShardingPair | None,
-    mesh: Mesh | None,
-) -> jax.Array:
+def _multiply(request: Request, left: _Term, right: _Term, output: str) -> jax.Array:
     """The product of two operands that have each index of `output`, and contract all others."""
     batch = "".join(index for index in output if index in left.indices and index in right.indices)
 
@@ -326,42 +296,36 @@ def _multiply(
     if output != given_order(left, right) and output == given_order(right, left):
         # The product of the operands in the other order is the one that needs no transposition.
         left, right = right, left
-        in_shardings = in_shardings and (in_shardings[1], in_shardings[0])
+        request = request._replace(in_shardings=request.in_shardings and request.in_shardings[1::-1])
     given = given_order(left, right)
     contracted = "".join(index for index in left.indices if index not in given)
     numbers = tuple(
         (tuple(map(left.indices.index, part)), tuple(map(right.indices.index, part))) for part in (contracted, batch)
     )
-    result = product(
-        Caller(name, a=left.name, b=right.name, lhs=left.name, rhs=right.name),
-        left.array,
-        right.array,
-        (numbers[0], numbers[1]),
-        options,
-        _permuted(name, "the result", out_sharding, output, given),
-        in_shardings,
-        mesh,
-    )
+    out_sharding = _permuted("the result", request.out_sharding, output, given)
+    with naming(request.function, a=left.name, b=right.name):
+        request = request._replace(a=left.array, b=right.array, out_sharding=out_sharding)
+        result = product(request, (numbers[0], numbers[1]))
     return lax.transpose(result, tuple(map(given.index, output)))
 
 
 # Shardings -----------------------------------------------------------------------------------------------------
 
 
-def _placed(name: str, x: jax.Array, out_sharding: Sharding | None, mesh: Mesh | None) -> jax.Array:
+def _placed(request: Request, x: jax.Array) -> jax.Array:
     """The result of one operand, sharded as `out_sharding` says."""
-    if out_sharding is None:
+    if request.out_sharding is None:
         return x
-    placement = meshes.place(name, x, x, x.shape, out_sharding, None, mesh)
+    placement = meshes.place(request._replace(a=x, b=x), x.shape)
     if placement.constraint is not None:
         constrained: jax.Array = lax.with_sharding_constraint(x, placement.constraint)
         return constrained
     wanted = placement.out_sharding or NamedSharding(placement.mesh, partition_spec(placement.out or ()))
-    have = partition_spec(meshes.type_dims(name, "the operand", x))
+    have = partition_spec(meshes.type_dims("the operand", x))
     return meshes.reshard(x, wanted.mesh, have, wanted.spec, is_explicit=True)
 
 
-def _toward(name: str, left: _Term, right: _Term, indices: str, output: str, out_sharding: Any) -> P | None:
+def _toward(left: _Term, right: _Term, indices: str, output: str, out_sharding: Any) -> P | None:
     """The sharding of a product on the way to a result that is to be sharded as `out_sharding`, None for the usual one.
 
     What is sharded stays so. The axes of the contraction go where the result has them, if nothing is there yet.
@@ -371,10 +335,10 @@ def _toward(name: str, left: _Term, right: _Term, indices: str, output: str, out
     is_partial = any(meshes.is_partial(meshes.type_spec(term.array)) for term in (left, right))
     if is_partial or not is_explicit or not isinstance(spec, P):
         return None
-    wanted = dict(zip(output, to_dims(name, "the result", P(*spec.partitions), len(output), None), strict=True))
+    wanted = dict(zip(output, to_dims("the result", P(*spec.partitions), len(output), None), strict=True))
     dims: dict[str, Dim] = {}
     for term in (left, right):
-        for index, dim in zip(term.indices, meshes.type_dims(name, term.name, term.array), strict=True):
+        for index, dim in zip(term.indices, meshes.type_dims(term.name, term.array), strict=True):
             dims[index] = dims.get(index) or dim
     summed = {axis for index in dims if index not in indices for axis in dims[index]}
     placed: list[Dim] = []
@@ -384,25 +348,23 @@ def _toward(name: str, left: _Term, right: _Term, indices: str, output: str, out
     return partition_spec(tuple(placed))
 
 
-def _reduced_shardings(
-    name: str, shardings: ShardingPair, terms: Sequence[_Term], reduced: Sequence[_Term]
-) -> ShardingPair:
+def _reduced_shardings(shardings: ShardingPair, terms: Sequence[_Term], reduced: Sequence[_Term]) -> ShardingPair:
     """The shardings of two operands for what `_reduced` made of them; what is no pair is refused later, by name."""
     if not isinstance(shardings, tuple | list) or isinstance(shardings, P) or len(shardings) != 2:
         return shardings
     first, second = (
-        _permuted(name, term.name, sharding, term.indices, kept.indices)
+        _permuted(term.name, sharding, term.indices, kept.indices)
         for sharding, term, kept in zip(shardings, terms, reduced, strict=True)
     )
     return first, second
 
 
-def _permuted(name: str, argument: str, sharding: Sharding | None, have: str, want: str) -> Sharding | None:
+def _permuted(argument: str, sharding: Sharding | None, have: str, want: str) -> Sharding | None:
     """The sharding of dimensions `have` for those of them that `want` has, in its order."""
     spec = sharding.spec if isinstance(sharding, NamedSharding) else sharding
     if not isinstance(spec, P):
         return sharding
-    dims = to_dims(name, argument, P(*spec.partitions), len(have), None)
+    dims = to_dims(argument, P(*spec.partitions), len(have), None)
     given = partition_spec(tuple(dims[have.index(index)] for index in want))
     spec = spec.update(partitions=given.partitions)  # unreduced and reduced axes stay
     return NamedSharding(sharding.mesh, spec) if isinstance(sharding, NamedSharding) else spec

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -20,26 +20,26 @@ from jax.typing import ArrayLike
 from jaxmp._src.contraction.contraction import LOCAL, Contraction
 from jaxmp._src.ops import activated
 from jaxmp._src.ops.activated import Operands, Preactivations
-from jaxmp._src.ops.matmul import linear
-from jaxmp._src.ops.signatures import ShardingTriple
+from jaxmp._src.ops.matmul import dense
 from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import meshes, sharded_call
-from jaxmp._src.sharding.layer_plans import Labels, Layers, check_given, groups_on_axes, plan_layers
+from jaxmp._src.sharding.layer_plans import Label, Layers, groups_on_axes, plan_layers
 from jaxmp._src.sharding.on_shards import Entry, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.spec import activations, epilogs
 from jaxmp._src.spec.activations import Function
-from jaxmp._src.spec.caller import Caller
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
-from jaxmp._src.spec.options import Activation, AxisName, Determinism, Implementation, Mesh, Precision, Sharding
+from jaxmp._src.spec.options import Activation, AxisName, Sharding
+from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
+from jaxmp._src.spec.request import LayerOptions, Request
 from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.arguments import validated
 from jaxmp._src.validation.public import public
 
-LABELS = Labels("gated_mlp", "w_gate", "b_gate", "w_down", "b_down")
-_UP = Caller("gated_mlp (x @ w_up)", takes_transposed=False, a="x", b="w_up", bias="b_up")
+GATE, UP, DOWN = (Label("gated_mlp", "x", f"w_{name}", f"b_{name}") for name in ("gate", "up", "down"))
+DOWN = dataclasses.replace(DOWN, a="hidden")
 
 
 @public
@@ -55,12 +55,7 @@ def gated_mlp(
     activation: Activation | None = "silu",
     axis_name: AxisName | None = None,
     hidden_sharding: Sharding | None = None,
-    precision: Precision = None,
-    out_sharding: Sharding | None = None,
-    in_shardings: ShardingTriple | None = None,
-    mesh: Mesh | None = None,
-    implementation: Implementation | None = None,
-    determinism: Determinism = "run_to_run",
+    **options: Unpack[LayerOptions],
 ) -> jax.Array:
     """A gated layer, `(act(x @ w_gate + b_gate) * (x @ w_up + b_up)) @ w_down + b_down`.
 
@@ -94,33 +89,32 @@ def gated_mlp(
     """
     arrays = map(operand_checks.as_array, (x, w_gate, w_up, w_down, b_gate, b_up, b_down))
     x, w_gate, w_up, w_down, b_gate, b_up, b_down = arrays
-    check_given(LABELS, x, in_shardings)
-    options: dict[str, Any] = {"precision": precision, "implementation": implementation, "determinism": determinism}
-    shardings = {"hidden": hidden_sharding, "out": out_sharding, "ins": in_shardings, "mesh": mesh}
-    found = activations.find("gated_mlp", activation)
+    found = activations.find(activation)
     act = activations.FUNCTIONS[found] if isinstance(found, str) else found
     x, w_gate, w_up = _of_one_type(x, w_gate, w_up)
-    layers = plan_layers(LABELS, x, w_gate, b_gate, None, w_down, b_down, axis_name, shardings, options)
-    if determinism != "run_to_run":
-        raise NotImplementedError(
-            f'gated_mlp: determinism must be "run_to_run", got {determinism!r}: XLA computes act(gate) * up; call '
+    gate = GATE.request(x, w_gate, b_gate, **options)._replace(out_sharding=hidden_sharding)
+    down = DOWN.request(None, w_down, b_down, **options)
+    layers = plan_layers((GATE, DOWN), gate, down, axis_name)
+    if down.determinism != "run_to_run":
+        raise NotAvailable(
+            f'determinism must be "run_to_run", got {down.determinism!r}: XLA computes act(gate) * up; call '
             "jaxmp.linear for each product, and multiply them where the bits may be XLA's"
         )
     operands = {
         "x": layers.operands[0]["a"],
         **_pair("gate", layers.operands[0]),
-        **_up(layers, x, w_up, b_up, axis_name, options),
+        **_up(layers, UP.request(x, w_up, b_up, **options), axis_name),
     }
     if found != "relu":
-        activated.refuse_integers("gated_mlp", layers.specs[0])
+        activated.refuse_integers(layers.specs[0])
     h: jax.Array = activated.compiled(jaxmp_gated, act)(_static(layers, operands), act, operands)
-    if layers.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
-        result: jax.Array = linear(h, w_down, b_down, out_sharding=out_sharding, mesh=mesh, **options)
-        return result
-    spec, down = layers.specs[1], layers.operands[1]
-    down = down | {"a": h.astype(down["a"].dtype)}
-    run = functools.partial(sharded_call.jaxmp_call, layers.calls[1]) if layers.calls else None
-    y: jax.Array = (run(down) if run else bind_plan(layers.plans[1], spec, down))["d"]
+    with DOWN.naming():
+        if layers.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
+            result: jax.Array = dense(down._replace(a=h, in_shardings=None), None)
+            return result
+        shards = layers.operands[1] | {"a": h.astype(layers.operands[1]["a"].dtype)}
+        run = functools.partial(sharded_call.jaxmp_call, layers.calls[1]) if layers.calls else None
+        y: jax.Array = (run(shards) if run else bind_plan(layers.plans[1], layers.specs[1], shards))["d"]
     return y
 
 
@@ -139,20 +133,18 @@ def _pair(name: str, operands: dict[str, Any]) -> Operands:
     return {names[key]: x for key, x in operands.items() if key in names}
 
 
-def _up(layers: Layers, x: Any, w_up: Any, b_up: Any, axis_name: AxisName | None, options: dict[str, Any]) -> Operands:
+def _up(layers: Layers, request: Request, axis_name: AxisName | None) -> Operands:
     """w_up and b_up in the types of the call; they have to fit, and to lie, as those of the gate."""
-    inputs = {} if b_up is None else {"bias": b_up}
-    epilog = epilogs.for_activation(None, b_up is not None)
-    group, _ = groups_on_axes(LABELS, axis_name)
-    _, operands = validated(_UP, x, w_up, None, inputs, options | {"epilog": epilog}, group)
-    shape, like = tuple(w_up.shape), layers.operands[0]["b"]
+    with UP.naming():
+        _, operands = validated(request, groups_on_axes(axis_name)[0])
+    shape, like = tuple(request.b.shape), layers.operands[0]["b"]
     if shape != like.shape:
-        raise ValueError(f"gated_mlp: w_up must have w_gate's shape {tuple(like.shape)}, got {shape}")
+        raise InvalidValue(f"w_up must have w_gate's shape {tuple(like.shape)}, got {shape}")
     if layers.mode == meshes.Mode.SHARDED and layers.calls[0].frame.is_explicit:
-        have, wanted = (meshes.type_dims("gated_mlp", "w_up", w) for w in (operands["b"], like))
+        have, wanted = (meshes.type_dims("w_up", w) for w in (operands["b"], like))
         if have != wanted:
-            raise ValueError(
-                f"gated_mlp: w_up is sharded {meshes.partition_spec(have)}, but w_gate "
+            raise InvalidValue(
+                f"w_up is sharded {meshes.partition_spec(have)}, but w_gate "
                 f"{meshes.partition_spec(wanted)}; shard them alike (jax.sharding.reshard)"
             )
     return _pair("up", operands)

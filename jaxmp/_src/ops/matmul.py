@@ -2,45 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from jaxmp._src.ops import activated, block_cyclic
 from jaxmp._src.ops.block_cyclic import BlockCyclicArray
 from jaxmp._src.ops.einsum import contract
-from jaxmp._src.ops.signatures import (
+from jaxmp._src.sharding import eager_calls, meshes
+from jaxmp._src.sharding.sharded_call import make_call, product
+from jaxmp._src.spec import activations, epilogs
+from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.spec.low_precision import Scaling
+from jaxmp._src.spec.matmul_spec import result_shape
+from jaxmp._src.spec.options import Activation
+from jaxmp._src.spec.refusal import NotAvailable
+from jaxmp._src.spec.request import (
+    AnyMatmulOptions,
     AuxEpilog,
     BlockCyclicOptions,
     LinearOptions,
     MatmulOptions,
     PlainEpilog,
-    ShardingPair,
+    Request,
     WithResults,
 )
-from jaxmp._src.sharding import eager_calls, meshes
-from jaxmp._src.sharding.sharded_call import make_call, product
-from jaxmp._src.spec import activations, epilogs
-from jaxmp._src.spec.caller import Caller
-from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.low_precision import Scaling
-from jaxmp._src.spec.matmul_spec import result_shape
-from jaxmp._src.spec.options import (
-    Activation,
-    CommOptions,
-    Determinism,
-    Implementation,
-    Mesh,
-    Precision,
-    Scalar,
-    Sharding,
-)
-from jaxmp._src.spec.process_grid import BlockCyclic
 from jaxmp._src.validation import result_types
-from jaxmp._src.validation.arguments import SPEC_OPTIONS, validated
+from jaxmp._src.validation.arguments import validated
 from jaxmp._src.validation.operand_checks import as_array, check_array, check_conjugate, check_flag
 from jaxmp._src.validation.public import public
 
@@ -85,23 +75,9 @@ def matmul(
     b: ArrayLike | BlockCyclicArray,
     c: ArrayLike | BlockCyclicArray | None = None,
     *,
-    alpha: Scalar = 1.0,
-    beta: Scalar | None = None,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    conjugate_a: bool = False,
-    conjugate_b: bool = False,
     epilog: Epilog | int = Epilog.NONE,
-    epilog_inputs: Mapping[str, ArrayLike] | None = None,
-    precision: Precision = None,
-    preferred_element_type: DTypeLike | None = None,
-    out_sharding: Sharding | BlockCyclic | None = None,
-    in_shardings: ShardingPair | None = None,
-    mesh: Mesh | None = None,
-    implementation: Implementation | None = None,
-    determinism: Determinism = "run_to_run",
     scaling: Scaling | None = None,
-    comm: CommOptions | None = None,
+    **options: Unpack[AnyMatmulOptions],
 ) -> jax.Array | WithResults | BlockCyclicArray:
     """Distributed matrix product, `d = epilog(alpha * op(a) @ op(b) + beta * c)`.
 
@@ -149,79 +125,53 @@ def matmul(
     >>> all(jnp.array_equal(d, local) for d in (gathered, scattered, reduced, on_a_grid))
     True
     """
-    given = locals()
-    are_blocks = isinstance(a, BlockCyclicArray) or isinstance(b, BlockCyclicArray)
-    if not are_blocks and (getattr(a, "ndim", 2) < 2 or getattr(b, "ndim", 2) != 2):
-        return _contract(**given)
-    result: jax.Array | WithResults | BlockCyclicArray = _multiply("matmul", **given)
+    a, b, c = map(as_array, (a, b, c))
+    request = Request("matmul", a, b, c, epilog=epilog, scaling=scaling, **options)
+    if isinstance(a, BlockCyclicArray) or isinstance(b, BlockCyclicArray):
+        return block_cyclic.matmul(request)
+    operands = eager_calls.operands_of(request)
+    entry = eager_calls.find(request, operands)
+    result: Any
+    if entry:
+        result = entry[0](*operands.values())
+    elif getattr(a, "ndim", 2) < 2 or getattr(b, "ndim", 2) != 2:
+        result = _contract(request, entry)
+    else:
+        result = product(request, entry)
+    return result  # type: ignore[no-any-return]
+
+
+def _contract(request: Request, entry: eager_calls.Entry | None) -> jax.Array:
+    """The product where a or b is a vector, or b has batch dimensions, with the shapes of `jnp.matmul`: an einsum."""
+    arrays, indices = [], []
+    for name, vector, matrix in (("a", "k", "mk"), ("b", "k", "kn")):
+        x = getattr(request, name)
+        check_array(name, x, at_least=1)
+        is_transposed = check_flag(f"transpose_{name}", getattr(request, f"transpose_{name}"))
+        check_conjugate(f"conjugate_{name}", getattr(request, f"conjugate_{name}"), x)
+        arrays.append(x)
+        indices.append(vector if x.ndim == 1 else f"...{matrix[::-1] if is_transposed else matrix}")
+    for name in _OF_MATRICES:
+        value, default = getattr(request, name), Request._field_defaults[name]
+        if value is not default and not (isinstance(value, int | float) and value == default):
+            raise NotAvailable(
+                f"{name} is available for an a of 2 or more dimensions and a b of 2, got shapes {arrays[0].shape} and "
+                f"{arrays[1].shape}; leave it out, or use jax.vmap"
+            )
+    free = "m" * (arrays[0].ndim > 1) + "n" * (arrays[1].ndim > 1)
+    request = request._replace(a=None, b=None)
+
+    def jaxmp_contraction(a: Any, b: Any) -> jax.Array:
+        a, b = jnp.conj(a) if request.conjugate_a else a, jnp.conj(b) if request.conjugate_b else b
+        return contract(request, f"{indices[0]},{indices[1]}->...{free}", (a, b))
+
+    entry = entry if eager_calls.is_on_one_device(request, arrays) else None
+    result: jax.Array = eager_calls.run(entry, jaxmp_contraction, *arrays)
     return result
 
 
-def _contract(a: Any, b: Any, out_sharding: Any, in_shardings: Any, mesh: Any, **options: Any) -> jax.Array:
-    """The product where a or b is a vector, or b has batch dimensions, with the shapes of `jnp.matmul`: an einsum."""
-    arrays, indices = [], []
-    for name, x, vector, matrix in (("a", a, "k", "mk"), ("b", b, "k", "kn")):
-        x = as_array(x)
-        check_array("matmul", name, x, at_least=1)
-        is_transposed = check_flag("matmul", f"transpose_{name}", options[f"transpose_{name}"])
-        is_conjugated = check_conjugate("matmul", f"conjugate_{name}", options[f"conjugate_{name}"], x)
-        arrays.append(jnp.conj(x) if is_conjugated else x)
-        indices.append(vector if x.ndim == 1 else f"...{matrix[::-1] if is_transposed else matrix}")
-    for name, default in _OF_MATRICES.items():
-        value = options[name]
-        if value is not default and not (isinstance(value, int | float) and value == default):
-            raise NotImplementedError(
-                f"matmul: {name} is available for an a of 2 or more dimensions and a b of 2, got shapes "
-                f"{arrays[0].shape} and {arrays[1].shape}; leave it out, or use jax.vmap"
-            )
-    free = "m" * (arrays[0].ndim > 1) + "n" * (arrays[1].ndim > 1)
-    subscripts = f"{indices[0]},{indices[1]}->...{free}"
-    options = {name: options[name] for name in _OF_CONTRACTIONS}
-    return contract("matmul", subscripts, tuple(arrays), options, out_sharding, in_shardings, mesh)
-
-
-# Options that such a product does not take, with their defaults, and those that it takes.
-_OF_MATRICES = {
-    "c": None,
-    "alpha": 1.0,
-    "beta": None,
-    "epilog": Epilog.NONE,
-    "epilog_inputs": None,
-    "scaling": None,
-    "comm": None,
-}
-_OF_CONTRACTIONS = ("precision", "preferred_element_type", "implementation", "determinism")
-
-
-def _multiply(
-    name: str,
-    a: Any,
-    b: Any,
-    c: Any,
-    epilog_inputs: Any,
-    out_sharding: Any,
-    in_shardings: Any,
-    mesh: Any,
-    **options: Any,
-) -> Any:
-    """The product of a public function `name`, from every argument of `matmul`."""
-    if isinstance(a, BlockCyclicArray) or isinstance(b, BlockCyclicArray):
-        given = options | {"epilog_inputs": epilog_inputs, "in_shardings": in_shardings, "mesh": mesh}
-        level = None if options["determinism"] == "run_to_run" else options["determinism"]
-        options["refused"] = {"determinism": level, **{name: given[name] for name in _OF_ARRAYS}}
-        del options["determinism"], options["scaling"]
-        return block_cyclic.matmul(a, b, c, out_layout=out_sharding, **options)
-    a, b, c = map(as_array, (a, b, c))
-    given = eager_calls.given_operands(a, b, c, epilog_inputs)
-    decided = eager_calls.decided(given, options, (out_sharding, in_shardings, mesh))
-    if decided:
-        return decided[0](*given.values())
-
-    return product(name, a, b, c, epilog_inputs, options, out_sharding, in_shardings, mesh, decided)
-
-
-# Options that block-cyclic operands do not take.
-_OF_ARRAYS = ("epilog_inputs", "in_shardings", "mesh", "scaling")
+# Options that such a product does not take.
+_OF_MATRICES = ("c", "alpha", "beta", "epilog", "epilog_inputs", "scaling", "comm")
 
 
 @overload
@@ -251,20 +201,8 @@ def linear(
     bias: ArrayLike | None = None,
     *,
     activation: Activation | None = None,
-    alpha: Scalar = 1.0,
-    transpose_a: bool = False,
-    transpose_b: bool = False,
-    conjugate_a: bool = False,
-    conjugate_b: bool = False,
-    precision: Precision = None,
-    preferred_element_type: DTypeLike | None = None,
-    out_sharding: Sharding | None = None,
-    in_shardings: ShardingPair | None = None,
-    mesh: Mesh | None = None,
-    implementation: Implementation | None = None,
-    determinism: Determinism = "run_to_run",
     scaling: Scaling | None = None,
-    comm: CommOptions | None = None,
+    **options: Unpack[LinearOptions],
 ) -> jax.Array | WithResults:
     """Dense layer `act(x @ w + bias)`, one call whose epilog has the bias, and "relu" and "gelu".
 
@@ -288,39 +226,30 @@ def linear(
     >>> jaxmp.linear(jnp.ones((2, 3)), jnp.ones((3, 4)), -2 * jnp.ones(4), activation="relu")[0]
     Array([1., 1., 1., 1.], dtype=float32)
     """
-    given = locals()
-    options = {name: given[name] for name in (*SPEC_OPTIONS, *_SHARDINGS, "mesh") if name in given}
-    if getattr(x, "ndim", 0) == 1:
-        options |= {name: meshes.of_one_row(options[name]) for name in _SHARDINGS}
-        row: Any = x
-        matrix: jax.Array = linear(row[None], w, bias, activation=activation, **options)
-        return matrix[0]
     inputs = None if bias is None else {"bias": bias}
-    found = activations.find("linear", activation)
-    epilog = epilogs.for_activation(found if isinstance(found, str) else None, bias is not None)
-    if callable(found):
-        return _activated(x, w, inputs, found, options | {"epilog": epilog})
-    operands = {"a": x, "b": w, "c": None, "beta": None, "epilog": epilog, "epilog_inputs": inputs}
-    result: jax.Array | WithResults = _multiply(_LINEAR, **operands, **options)
-    return result
+    request = Request("linear", as_array(x), as_array(w), epilog_inputs=inputs, scaling=scaling, **options)
+    is_vector = getattr(request.a, "ndim", 0) == 1
+    if is_vector:
+        shardings = {name: meshes.of_one_row(getattr(request, name)) for name in ("out_sharding", "in_shardings")}
+        request = request._replace(a=request.a[None], **shardings)
+    result: jax.Array = dense(request, activation)
+    return result[0] if is_vector else result
 
 
-def _activated(x: Any, w: Any, inputs: Any, f: activations.Function, options: dict[str, Any]) -> jax.Array:
-    """`f` of the product and its bias."""
-    x, w = map(as_array, (x, w))
-
-    def multiply(x: Any, w: Any, c: None, inputs: Any, options: dict[str, Any]) -> jax.Array:
-        spec, operands = validated(_LINEAR, x, w, None, inputs, options)
-        activated.check_spec(_LINEAR, spec)
-        shape = result_shape(spec, x, w)
-        shardings = (options["out_sharding"], options["in_shardings"], options["mesh"])
-        call = make_call(spec, meshes.place(_LINEAR, x, w, shape, *shardings), operands, shape, _LINEAR)
-        return activated.activated_call(call, f, operands)
-
-    are_rows = options["transpose_b"] and not options["transpose_a"]
-    result: jax.Array = result_types.converted(_LINEAR, multiply, x, w, None, inputs, options, are_rows=are_rows)
-    return result
-
-
-_LINEAR = Caller("linear", a="x", b="w")
-_SHARDINGS = ("out_sharding", "in_shardings")
+def dense(request: Request, activation: Activation | None) -> Any:
+    """The result of `jaxmp.linear`; the request has the bias, and no epilog."""
+    operands = eager_calls.operands_of(request)
+    is_named = activation is None or isinstance(activation, str)
+    entry = eager_calls.find(request, operands, activation) if is_named else None
+    if entry:
+        return entry[0](*operands.values())
+    found = activations.find(activation)
+    epilog = epilogs.for_activation(found if isinstance(found, str) else None, request.epilog_inputs is not None)
+    request = request._replace(epilog=epilog)
+    if not callable(found):
+        return product(request, entry)
+    conversion, converted = result_types.find(request)
+    spec, operands = validated(converted)
+    activated.check_spec(spec)
+    placement = meshes.place(converted, result_shape(spec, converted.a, converted.b))
+    return conversion.of_result(activated.activated_call(make_call(spec, placement, operands), found, operands))

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -21,24 +21,25 @@ from jax.typing import ArrayLike
 
 from jaxmp._src.contraction.contraction import Contraction
 from jaxmp._src.ops import activated
-from jaxmp._src.ops.matmul import linear
-from jaxmp._src.ops.signatures import ShardingTriple
+from jaxmp._src.ops.matmul import dense
 from jaxmp._src.primitive.collectives import cast_reduced, cast_varying
 from jaxmp._src.primitive.primitives import activated_matmul, completes_sums
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import meshes, sharded_call
-from jaxmp._src.sharding.layer_plans import Labels, check_given, plan_layers
+from jaxmp._src.sharding.layer_plans import Label, Layers, plan_layers
 from jaxmp._src.sharding.on_shards import Entry, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.spec import activations, epilogs
 from jaxmp._src.spec.activations import Function
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
-from jaxmp._src.spec.options import Activation, AxisName, Determinism, Implementation, Mesh, Precision, Sharding
+from jaxmp._src.spec.options import Activation, AxisName, Sharding
+from jaxmp._src.spec.refusal import InvalidValue
+from jaxmp._src.spec.request import LayerOptions
 from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.public import public
 
-LABELS = Labels("mlp", "w_in", "b_in", "w_out", "b_out")
+FIRST, SECOND = Label("mlp", "x", "w_in", "b_in"), Label("mlp", "hidden", "w_out", "b_out")
 
 
 @public
@@ -52,12 +53,7 @@ def mlp(
     activation: Activation,
     axis_name: AxisName | None = None,
     hidden_sharding: Sharding | None = None,
-    precision: Precision = None,
-    out_sharding: Sharding | None = None,
-    in_shardings: ShardingTriple | None = None,
-    mesh: Mesh | None = None,
-    implementation: Implementation | None = None,
-    determinism: Determinism = "run_to_run",
+    **options: Unpack[LayerOptions],
 ) -> jax.Array:
     """Two dense layers, `act(x @ w_in + b_in) @ w_out + b_out`, with a fused backward pass.
 
@@ -94,15 +90,23 @@ def mlp(
            [13.]], dtype=float32)
     """
     x, w_in, b_in, w_out, b_out = map(operand_checks.as_array, (x, w_in, b_in, w_out, b_out))
-    check_given(LABELS, x, in_shardings)
-    options: dict[str, Any] = {"precision": precision, "implementation": implementation, "determinism": determinism}
-    shardings = {"hidden": hidden_sharding, "out": out_sharding, "ins": in_shardings, "mesh": mesh}
-    y = _fused(x, w_in, b_in, w_out, b_out, activation, axis_name, shardings, options)
-    if y is not None:
-        return y
-    hidden: jax.Array = linear(x, w_in, b_in, activation=activation, out_sharding=hidden_sharding, mesh=mesh, **options)
-    result: jax.Array = linear(hidden, w_out, b_out, out_sharding=out_sharding, mesh=mesh, **options)
-    return result
+    found = activations.find(activation)
+    if found is None:
+        raise InvalidValue("activation must be a name or a function, got None; call jaxmp.linear twice")
+    fused = found if isinstance(found, str) else None
+    first = FIRST.request(x, w_in, b_in, fused, **options)._replace(out_sharding=hidden_sharding)
+    second = SECOND.request(None, w_out, b_out, **options)
+    layers = plan_layers((FIRST, SECOND), first, second, axis_name)
+    if fused is None:
+        with FIRST.naming():
+            activated.check_spec(layers.specs[0])
+    if layers.mode not in (meshes.Mode.AUTO, meshes.Mode.XLA):
+        return _planned(layers, found)
+    with FIRST.naming():  # where XLA's partitioner decides, the two layers are calls of their own
+        h = dense(first._replace(in_shardings=None), activation)
+    with SECOND.naming():
+        y: jax.Array = dense(second._replace(a=h, in_shardings=None), None)
+    return y
 
 
 @dataclasses.dataclass(frozen=True)
@@ -229,31 +233,13 @@ class _Run:
     calls: tuple[sharded_call.ShardedCall, ...] = ()
 
 
-def _fused(
-    x: Any,
-    w_in: Any,
-    b_in: Any,
-    w_out: Any,
-    b_out: Any,
-    activation: Activation,
-    axis_name: AxisName | None,
-    shardings: dict[str, Any],
-    options: dict[str, Any],
-) -> jax.Array | None:
-    """y, or None where XLA's partitioner decides, and the two layers have to be calls of their own."""
-    found = activations.find("mlp", activation)
-    if found is None:
-        raise ValueError("mlp: activation must be a name or a function, got None; call jaxmp.linear twice")
-    fused = found if isinstance(found, str) else None
-    layers = plan_layers(LABELS, x, w_in, b_in, fused, w_out, b_out, axis_name, shardings, options)
+def _planned(layers: Layers, activation: str | Function) -> jax.Array:
+    """y by planned products."""
     (spec, next_spec), (ins, outs), plans, calls = layers.specs, layers.operands, layers.plans, layers.calls
-    if fused is None:
-        activated.check_spec(LABELS.first, spec)
-    if layers.mode in (meshes.Mode.AUTO, meshes.Mode.XLA):
-        return None
     h = outs["a"]
-    is_fused = h.dtype == spec.out_dtype == next_spec.out_dtype and 0 not in (*x.shape, *w_in.shape, *w_out.shape)
-    is_fused &= fused is not None
+    shapes = *ins["a"].shape, *ins["b"].shape, *outs["b"].shape
+    is_fused = h.dtype == spec.out_dtype == next_spec.out_dtype and 0 not in shapes
+    is_fused &= isinstance(activation, str)
     is_fused &= spec.determinism != "topology"  # a hidden bias has its sums over data-parallel ranks from calls
     if calls:
         is_fused = is_fused and calls[0].frame.asked is None and not plans[1].is_transposed
@@ -268,8 +254,8 @@ def _fused(
     ]
     arrays = {"x": ins["a"], "w_in": ins["b"], "b_in": ins.get("bias"), "w_out": outs["b"], "b_out": outs.get("bias")}
     arrays = {name: array for name, array in arrays.items() if array is not None}
-    run = activated.compiled(jaxmp_mlp, found)
-    y: jax.Array = run(_Run(_Mlp(each[0], each[1], found), is_fused, layers.calls), arrays)
+    run = activated.compiled(jaxmp_mlp, activation)
+    y: jax.Array = run(_Run(_Mlp(each[0], each[1], activation), is_fused, layers.calls), arrays)
     return y
 
 

@@ -19,7 +19,7 @@ from jaxmp._src.primitive import collectives
 from jaxmp._src.sharding import meshes
 from jaxmp._src.spec import process_grid
 from jaxmp._src.spec.options import Mesh
-from jaxmp._src.spec.process_grid import BlockCyclic
+from jaxmp._src.spec.process_grid import BlockCyclic, Distributed
 
 # The mesh axes of the process rows and of the process columns.
 Axes = tuple[tuple[str, ...], tuple[str, ...]]
@@ -36,7 +36,7 @@ def spread(x: jax.Array, mesh: Mesh, axes: Axes, layout: BlockCyclic) -> jax.Arr
     if any(after for _, after in padding):
         # A sharded dimension cannot grow by a number that its shards do not divide.
         x = jnp.pad(_resharded(x, mesh, P(None, None)), padding)
-    data: jax.Array = move(_resharded(x, mesh, P(*axes)), shape, mesh, axes, plain, layout)
+    data: jax.Array = move(_resharded(x, mesh, P(*axes)), mesh, axes, Distributed(shape, plain), layout)
     return data
 
 
@@ -45,7 +45,7 @@ def collect(data: jax.Array, shape: tuple[int, int], mesh: Mesh, axes: Axes, lay
     """Data to global array."""
     if 0 in shape:
         return jnp.zeros(shape, data.dtype)
-    x = move(data, shape, mesh, axes, layout, process_grid.contiguous(shape, layout.grid))
+    x = move(data, mesh, axes, Distributed(shape, layout), process_grid.contiguous(shape, layout.grid))
     return x if x.shape == shape else _resharded(x, mesh, P(None, None))[: shape[0], : shape[1]]
 
 
@@ -61,14 +61,13 @@ def _resharded(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
     return meshes.reshard(x, mesh, meshes.type_spec(x), spec, is_explicit=True)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4, 5))
-def move(
-    data: jax.Array, shape: tuple[int, int], mesh: Mesh, axes: Axes, source: BlockCyclic, target: BlockCyclic
-) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def move(data: jax.Array, mesh: Mesh, axes: Axes, source: Distributed, target: BlockCyclic) -> jax.Array:
     """Data in one layout to data in another on the same grid."""
+    shape = source.shape
     if 0 in shape:
         return empty(shape, target, data.dtype)
-    exchanges = [process_grid.exchange(shape, dimension, source, target) for dimension in range(2)]
+    exchanges = [process_grid.exchange(shape, dimension, source.layout, target) for dimension in range(2)]
 
     def exchange_all(x: jax.Array) -> jax.Array:
         for dimension, (exchange, names) in enumerate(zip(exchanges, axes, strict=True)):

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxmp._src.ops.matmul import matmul
+from jaxmp._src.sharding.sharded_call import product
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.low_precision import Scaling
 from jaxmp._src.spec.options import Array
+from jaxmp._src.spec.refusal import InvalidType, InvalidValue
+from jaxmp._src.spec.request import Request
 from jaxmp._src.validation.public import public
 
 
@@ -59,36 +63,33 @@ def scaled_matmul(
             x.astype(jnp.float32) * jnp.repeat(scale.astype(jnp.float32), size, axis=-1)
             for x, scale in ((lhs, lhs_scales), (rhs, rhs_scales))
         )
-        out: jax.Array = jax.vmap(lambda a, b: matmul(a, b, transpose_b=True))(wide_a, wide_b)
-        return out.astype(preferred_element_type)
+        out: Any = jax.vmap(lambda a, b: product(Request("scaled_matmul", a, b, transpose_b=True)))(wide_a, wide_b)
+        return cast(jax.Array, out.astype(preferred_element_type))
     n_tiles = 64 if mode == low_precision.VEC16 else 128
     operands = [_padded(jnp.asarray(x), (128, n_tiles)) for x in (lhs, rhs)]
     scales = [_padded(jnp.asarray(x), (128, n_tiles // size)) for x in (lhs_scales, rhs_scales)]
 
-    def product(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> jax.Array:
-        scaling = Scaling(a=scale_a, b=scale_b)
-        d: jax.Array = matmul(a, b, transpose_b=True, preferred_element_type=preferred_element_type, scaling=scaling)
-        return d
+    def scaled(a: jax.Array, b: jax.Array, scale_a: jax.Array, scale_b: jax.Array) -> Any:
+        request = Request("scaled_matmul", a, b, transpose_b=True, preferred_element_type=preferred_element_type)
+        return product(request._replace(scaling=Scaling(a=scale_a, b=scale_b)))
 
-    return jax.vmap(product)(*operands, *scales)[:, : lhs.shape[1], : rhs.shape[1]]
+    return cast(jax.Array, jax.vmap(scaled)(*operands, *scales)[:, : lhs.shape[1], : rhs.shape[1]])
 
 
 def _check_shapes(lhs: Array, rhs: Array, lhs_scales: Array, rhs_scales: Array) -> None:
     shapes = {"lhs": lhs, "rhs": rhs, "lhs_scales": lhs_scales, "rhs_scales": rhs_scales}
     for name, x in shapes.items():
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            raise TypeError(f"scaled_matmul: {name} must be an array, got {type(x).__name__}")
+            raise InvalidType(f"{name} must be an array, got {type(x).__name__}")
     texts = ", ".join(f"{name} {tuple(x.shape)}" for name, x in shapes.items())
     if any(x.ndim != 3 for x in shapes.values()):
-        raise ValueError(
-            f"scaled_matmul: every operand must have 3 dimensions, (batch, rows, k or blocks); got {texts}"
-        )
+        raise InvalidValue(f"every operand must have 3 dimensions, (batch, rows, k or blocks); got {texts}")
     if lhs.shape[0] != rhs.shape[0] or lhs.shape[2] != rhs.shape[2]:
-        raise ValueError(f"scaled_matmul: lhs and rhs must have equal batch and k; got {texts}")
+        raise InvalidValue(f"lhs and rhs must have equal batch and k; got {texts}")
     if lhs_scales.shape[:2] != lhs.shape[:2] or rhs_scales.shape[:2] != rhs.shape[:2]:
-        raise ValueError(f"scaled_matmul: scales must have the batch and rows of their operand; got {texts}")
+        raise InvalidValue(f"scales must have the batch and rows of their operand; got {texts}")
     if lhs_scales.shape[2] != rhs_scales.shape[2] or not lhs_scales.shape[2] or lhs.shape[2] % lhs_scales.shape[2]:
-        raise ValueError(f"scaled_matmul: both scales must have one number of blocks, which divides k; got {texts}")
+        raise InvalidValue(f"both scales must have one number of blocks, which divides k; got {texts}")
 
 
 def _mode(lhs: Array, rhs: Array, lhs_scales: Array, rhs_scales: Array, size: int) -> str | None:

@@ -29,6 +29,7 @@ from jaxmp._src.runtime.types import BatchDims
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import DIMS, MatmulSpec, Pattern, accumulator
+from jaxmp._src.spec.refusal import NotAvailable
 
 
 def _front(x: jax.Array, dim: int | None) -> jax.Array:
@@ -113,8 +114,8 @@ def _split_gradient(
 ) -> tuple[list[jax.Array], list[int | None]]:
     """A bias gradient is one per batch element, so it leaves the call, whose rows then fold."""
     if spec.determinism == "topology":
-        raise NotImplementedError(
-            f'jaxmp: determinism="topology" has no epilog {spec.epilog.name} under vmap, for XLA completes its sums; '
+        raise NotAvailable(
+            f'determinism="topology" has no epilog {spec.epilog.name} under vmap, for XLA completes its sums; '
             'take the gradient of a bias, or pass determinism="batch"'
         )
     row = spec.rule

@@ -24,6 +24,7 @@ from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.activations import gelu_second_derivative
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import SCALE_NAMES, MatmulSpec, aux_dtype
+from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.validation.comm_options import fit_comm_options
 
 
@@ -98,8 +99,8 @@ def _low_precision_jvp(
     of_scales = [name for name in SCALE_NAMES if name in moving]
     if of_scales and spec.determinism == "topology":
         scale = of_scales[0].removeprefix("scale_")
-        raise NotImplementedError(
-            f'jaxmp: determinism="topology" has no derivative in scaling.{scale}, which XLA would sum; hold it '
+        raise NotAvailable(
+            f'determinism="topology" has no derivative in scaling.{scale}, which XLA would sum; hold it '
             'constant (jax.lax.stop_gradient), or pass determinism="batch"'
         )
 

@@ -39,6 +39,7 @@ from jaxmp._src.spec.matmul_spec import (
     extents,
     output_rows,
 )
+from jaxmp._src.spec.refusal import InvalidValue
 from jaxmp._src.validation.shape_checks import check_local_shapes
 
 matmul_p = jax_compat.make_primitive("jaxmp_matmul", multiple_results=True)
@@ -124,7 +125,7 @@ def bind_rows(
     gathers = spec.group.pattern == Pattern.ALL_GATHER and batch > 1
     scatters = spec.group.pattern == Pattern.REDUCE_SCATTER and batch > 1
     if scatters:
-        check_local_shapes("jaxmp", spec, (rows, k), b.shape)
+        check_local_shapes(spec, (rows, k), b.shape)
 
     def fold_operand(x: jax.Array) -> jax.Array:
         if scatters:
@@ -207,8 +208,8 @@ def _output_varying(
     for x in extra:
         added = x.manual_axis_type.varying
         if added & summed:
-            raise ValueError(
-                "matmul_all_reduce: c and epilog inputs must be equal on every rank of axis "
+            raise InvalidValue(
+                "c and epilog inputs must be equal on every rank of axis "
                 f"{axes_text(spec.group.axes)}, but one varies over {sorted(added & summed)}; "
                 "add it after the call, or reduce it first"
             )
@@ -219,10 +220,10 @@ def _output_varying(
 def _output_aval(
     spec: MatmulSpec, a: jax.core.ShapedArray, b: jax.core.ShapedArray, extra: Sequence[jax.core.ShapedArray] = ()
 ) -> jax.core.ShapedArray:
-    check_local_shapes("jaxmp", spec, a.shape, b.shape)
+    check_local_shapes(spec, a.shape, b.shape)
     if low_precision.is_scaled(low_precision.operand_type(a.dtype, b.dtype)):
         m, k, _, n = extents(spec, a.shape, b.shape).local
-        low_precision.check_units("jaxmp", a.dtype, spec.scales.a, spec.scales.b, {"m": m, "n": n, "k": k})
+        low_precision.check_units(a.dtype, spec.scales.a, spec.scales.b, {"m": m, "n": n, "k": k})
     shape = extents(spec, a.shape, b.shape).d
     return jax_compat.with_shape(a, shape, spec.out_dtype, _output_varying(spec, a, b, extra))
 

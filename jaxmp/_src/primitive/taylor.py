@@ -9,6 +9,7 @@ import jax
 
 from jaxmp._src.primitive.primitives import bind_operands
 from jaxmp._src.spec.matmul_spec import MatmulSpec
+from jaxmp._src.spec.refusal import NotAvailable
 
 
 def jet_rule(
@@ -16,9 +17,8 @@ def jet_rule(
 ) -> tuple[list[Any], list[list[Any]]]:
     """The value and the coefficients of a product: each is a sum of products of theirs (the rule of Leibniz)."""
     if not spec.is_bilinear:
-        raise NotImplementedError(
-            "jaxmp: jax.experimental.jet takes products without C and epilog, got epilog "
-            f"{spec.epilog.name}; nest jax.jvp"
+        raise NotAvailable(
+            f"jax.experimental.jet takes products without C and epilog, got epilog {spec.epilog.name}; nest jax.jvp"
         )
     left, right = ([x, *terms] for x, terms in zip(primals, series, strict=True))
     value, *terms = [sum(bind_operands(spec, left[j], right[i - j])[0] for j in range(i + 1)) for i in range(len(left))]

@@ -35,6 +35,7 @@ from jaxmp._src.runtime.types import Operand, Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, SummationOrder, accumulator, axes_text
+from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.validation.comm_options import fit_comm_options
 
 # What one device computes by itself, as far as is known.
@@ -47,7 +48,7 @@ def matmul_transpose_rule(
     """Of a product, and of d = alpha * A@B + bias, which the JVP rule binds where b and the bias are both
     differentiated."""
     if spec.operand_names not in ((), ("bias",)) or spec.output_names != ("d",) or spec.rule.activation:
-        raise NotImplementedError(f"epilog {spec.epilog.name} with operands {spec.operand_names} has no transpose")
+        raise NotAvailable(f"epilog {spec.epilog.name} with operands {spec.operand_names} has no transpose")
     (ct,), product = cts, spec.bilinear()
     ct_a = ct_b = ct_bias = None
     bias = next((x for x in extra if isinstance(x, ad.UndefinedPrimal)), None)
@@ -77,8 +78,8 @@ def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: 
     # every pattern has to take the same one, and only the blocks of a grid cannot be transposed afterwards.
     is_symmetric = spec.determinism != "topology" or not jnp.issubdtype(ct.dtype, jnp.complexfloating)
     if spec.transpose_a and spec.group.pattern == Pattern.GRID and not is_symmetric:
-        raise NotImplementedError(
-            'jaxmp: determinism="topology" has no gradient of a complex a that is stored transposed on a 2-D grid; '
+        raise NotAvailable(
+            'determinism="topology" has no gradient of a complex a that is stored transposed on a 2-D grid; '
             'store it (m, k), or pass determinism="batch"'
         )
     if spec.transpose_a and (group.pattern == Pattern.GRID or (group.pattern in _ALONE and is_symmetric)):
@@ -233,13 +234,13 @@ def _gradient_epilog(
 def _check_ordered(spec: MatmulSpec, call: MatmulSpec, summed: tuple[str, ...]) -> None:
     """Raise NotImplementedError where a gradient would be a sum that no call of ours takes part in."""
     if not spec.is_typed and math.prod(size for _, size in spec.group.mesh) > 1:
-        raise NotImplementedError(
-            'jaxmp: determinism="topology" has no gradients under shard_map with check_vma=False, where JAX itself '
+        raise NotAvailable(
+            'determinism="topology" has no gradients under shard_map with check_vma=False, where JAX itself '
             'sums the cotangents over ranks; leave check_vma=True, or pass determinism="batch"'
         )
     if call.group.pattern == Pattern.GRID and summed:
-        raise NotImplementedError(
-            'jaxmp: determinism="topology" has no gradient of an operand of a 2-D grid that is the same along '
+        raise NotAvailable(
+            'determinism="topology" has no gradient of an operand of a 2-D grid that is the same along '
             f"{axes_text(summed)}, for the sum over it would follow the grid's; shard the operand over it, or pass "
             'determinism="batch"'
         )

@@ -26,6 +26,7 @@ from jax._src import source_info_util as _source_info_util
 from jax._src import traceback_util as _traceback_util
 from jax._src import util as _util
 from jax._src import xla_bridge as _xla_bridge
+from jax._src.array import ArrayImpl
 from jax._src.interpreters import partial_eval as _pe
 from jax._src.lax import lax as _lax
 from jax.extend.core import Primitive
@@ -283,6 +284,7 @@ def forget_distributed() -> None:
 
 
 __all__ = [
+    "ArrayImpl",
     "Jaxpr",
     "Primitive",
     "Processes",

@@ -71,6 +71,8 @@ def when_imported(module: str, register: Callable[[], None]) -> None:
 
 def register_imported() -> None:
     """Register the rules of transformations that the user has imported by now."""
+    if sys.modules.keys().isdisjoint(_AT_IMPORT):  # at each eager call
+        return
     for module in [name for name in _AT_IMPORT if name in sys.modules]:
         _AT_IMPORT.pop(module)()
 

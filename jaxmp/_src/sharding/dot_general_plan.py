@@ -12,6 +12,7 @@ from jaxmp._src.contraction.contraction import Contraction, Dims, Layout
 from jaxmp._src.sharding import meshes, shardings
 from jaxmp._src.sharding.on_shards import Frame, frame_of
 from jaxmp._src.spec.matmul_spec import accumulator, axes_text
+from jaxmp._src.spec.refusal import InvalidValue
 from jaxmp._src.validation.dimension_numbers import DimensionNumbers, pick
 
 
@@ -25,11 +26,9 @@ class ProductPlan:
 
 
 def plan_product(
-    name: str,
     numbers: DimensionNumbers,
     placement: meshes.Placement,
-    lhs: jax.Array,
-    rhs: jax.Array,
+    operands: tuple[jax.Array, jax.Array],
     dtypes: tuple[np.dtype, np.dtype],
     *,
     gathers_inside: bool,
@@ -38,11 +37,12 @@ def plan_product(
 
     `gathers_inside`: operands may be gathered inside shard_map, whose transpose is a reduce-scatter.
     """
-    layout = Layout(placement.a, placement.b, _asked_result(name, numbers, placement))
+    lhs, rhs = operands
+    layout = Layout(placement.a, placement.b, _asked_result(numbers, placement))
     shapes = lhs.shape, rhs.shape, numbers.result(lhs.shape, rhs.shape)
     mesh = placement.mesh.shape
-    for argument, dims, shape in zip(("lhs", "rhs", "the result"), layout, shapes, strict=True):
-        shardings.check_dims(name, argument, dims, shape, mesh)
+    for argument, dims, shape in zip(("{a}", "{b}", "the result"), layout, shapes, strict=True):
+        shardings.check_dims(argument, dims, shape, mesh)
     given = _described(numbers, lhs.ndim, rhs.ndim, layout)
     itemsizes = lhs.dtype.itemsize, rhs.dtype.itemsize, dtypes[1].itemsize, accumulator(dtypes[0]).itemsize
     terms = planner.Terms(
@@ -65,7 +65,7 @@ def _is_plain(numbers: DimensionNumbers) -> bool:
     return all(free < i for free in numbers.lhs_free) and all(free > j for free in numbers.rhs_free)
 
 
-def _asked_result(name: str, numbers: DimensionNumbers, placement: meshes.Placement) -> Dims:
+def _asked_result(numbers: DimensionNumbers, placement: meshes.Placement) -> Dims:
     """The sharding that the result is to have."""
     if placement.out is not None:
         return placement.out
@@ -73,17 +73,17 @@ def _asked_result(name: str, numbers: DimensionNumbers, placement: meshes.Placem
     batch = []
     for i, j in zip(numbers.lhs_batch, numbers.rhs_batch, strict=True):
         if lhs[i] and rhs[j] and lhs[i] != rhs[j]:
-            raise ValueError(
-                f"{name}: batch dimension {i} of lhs is sharded over {axes_text(lhs[i])} but dimension {j} of rhs over "
+            raise InvalidValue(
+                f"batch dimension {i} of {{a}} is sharded over {axes_text(lhs[i])} but dimension {j} of {{b}} over "
                 f"{axes_text(rhs[j])}; pass out_sharding, or reshard one of them"
             )
         batch.append(lhs[i])  # as JAX 0.10 has it; later versions refuse other shardings in rhs
     contracted = [(lhs[i], rhs[j]) for i, j in zip(numbers.lhs_contract, numbers.rhs_contract, strict=True)]
-    free = shardings.default_result(name, pick(lhs, numbers.lhs_free), pick(rhs, numbers.rhs_free), contracted)
+    free = shardings.default_result(pick(lhs, numbers.lhs_free), pick(rhs, numbers.rhs_free), contracted)
     used = [axis for dim in (*batch, *free) for axis in dim]
     if repeated := [axis for axis in sum(batch, ()) if used.count(axis) > 1]:
-        raise ValueError(
-            f"{name}: a batch dimension and a free one are both sharded over axis {repeated[0]!r}, so the sharding of "
+        raise InvalidValue(
+            f"a batch dimension and a free one are both sharded over axis {repeated[0]!r}, so the sharding of "
             "the result is ambiguous; pass out_sharding"
         )
     return (*batch, *free)

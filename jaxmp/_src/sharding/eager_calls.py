@@ -1,13 +1,13 @@
 """A cache of planned calls for eager use.
 
-Validation and planning depend only on the types and shardings of the operands, the options and JAX's configuration,
+Validation and planning depend only on the types and shardings of the operands, the request and JAX's configuration,
 which are the same from one step of a program to the next. They take several times as long as the dispatch of the
 compiled call.
 """
 
 from __future__ import annotations
 
-import functools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
@@ -15,27 +15,31 @@ import jax
 from jax.sharding import SingleDeviceSharding
 
 from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.spec.request import Request
 
 CAPACITY = 1024
+# The compiled call of a kind, which takes the operands; empty until the first call of the kind has filled it.
+Entry = list[Callable[..., Any]]
 
 
 @jax_compat.cache_in_context(CAPACITY)
-def kept(key: Hashable) -> list[Any]:
-    """The cache entry for this key under JAX's present configuration: empty until the first call fills it."""
+def kept(key: Hashable) -> Entry:
+    """The cache entry for this key under JAX's present configuration."""
     return []
 
 
-def given_operands(a: Any, b: Any, c: Any, epilog_inputs: Any) -> dict[str, Any]:
+def operands_of(request: Request) -> dict[str, Any]:
     """What was passed for operands, by name; nothing where the names are wrong."""
-    given = {"a": a, "b": b} if c is None else {"a": a, "b": b, "c": c}
-    if epilog_inputs is None:
+    given = {"a": request.a, "b": request.b} if request.c is None else {x: getattr(request, x) for x in "abc"}
+    inputs = request.epilog_inputs
+    if inputs is None:
         return given
-    is_named = isinstance(epilog_inputs, Mapping) and epilog_inputs.keys().isdisjoint(("a", "b", "c"))
-    return given | dict(epilog_inputs) if is_named else {}
+    is_named = isinstance(inputs, Mapping) and inputs.keys().isdisjoint(("a", "b", "c"))
+    return given | dict(inputs) if is_named else {}
 
 
-def decided(operands: dict[str, Any], options: dict[str, Any], shardings: tuple[Any, ...]) -> list[Any] | None:
-    """Where what follows from these arguments is kept, empty until the first call of its kind has filled it.
+def find(request: Request, operands: Mapping[Any, Any], *static: Any) -> Entry | None:
+    """The entry for this request of these operands, by name, and further arguments.
 
     None where nothing is kept: without operands, for some that are tracers or no arrays, with arrays in `scaling`, for
     an alpha or beta that is no Python number, for arguments without a hash (a list of shardings), and where each call
@@ -43,50 +47,52 @@ def decided(operands: dict[str, Any], options: dict[str, Any], shardings: tuple[
     """
     types = []
     for name, x in operands.items():
-        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
+        if type(x) is not jax_compat.ArrayImpl:
             return None
         types.append((name, x.aval, x.sharding))
-    alpha, beta, scaling, comm = (options[name] for name in ("alpha", "beta", "scaling", "comm"))
+    alpha, beta, scaling, comm = request.alpha, request.beta, request.scaling, request.comm
     if not types or type(alpha) not in _PLAIN or type(beta) not in _PLAIN or native.has_barrier():
         return None
     if scaling is not None and jax.tree.leaves(scaling):
         return None
+    values = _OPTIONS(request) + static
     # Equality is too coarse for what users pass: 0.0 == -0.0, 1 == True, also within a group of options.
-    values = (*options.values(), repr(alpha), repr(beta), *shardings)
+    if alpha != 1 or beta is not None:
+        values += (repr(alpha), repr(beta))
     for group in (scaling, comm):
         if group is not None:
             values += tuple(getattr(group, "__dict__", {}).values())
     try:
-        return kept((tuple(types), values, tuple(map(type, values))))
+        return kept((tuple(types), values, *map(type, values)))
     except TypeError:
         return None
 
 
-def on_one_device(
-    fn: Callable[..., jax.Array], operands: Sequence[Any], options: Mapping[str, Any], *static: Hashable
-) -> Callable[..., jax.Array] | None:
-    """`fn(*static, options, *operands)` of the operands, compiled in one piece.
+def find_on_one_device(request: Request, operands: Sequence[Any], *static: Any) -> Entry | None:
+    """As `find`; None also for operands of several devices, and where the user or JAX speaks of a mesh."""
+    is_placed = is_on_one_device(request, operands)
+    return find(request, dict(enumerate(operands)), *static) if is_placed else None
 
-    None where nothing is kept: for tracers, for others than arrays of one device, under a mesh, and for options without
-    a hash.
-    """
-    types = []
+
+def is_on_one_device(request: Request, operands: Sequence[Any]) -> bool:
+    """Whether all operands are arrays of one device, and nobody speaks of a mesh."""
     for x in operands:
-        if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
-            return None
-        if not isinstance(x.sharding, SingleDeviceSharding):
-            return None
-        types.append((x.aval, x.sharding))
-    if jax_compat.ambient_mesh() is not None or native.has_barrier():
-        return None
-    try:
-        entry = kept((fn, tuple(types), static, *options.values(), *map(type, options.values())))
-    except TypeError:
-        return None
+        if type(x) is not jax_compat.ArrayImpl or not isinstance(x.sharding, SingleDeviceSharding):
+            return False
+    return request.out_sharding is request.in_shardings is request.mesh is jax_compat.ambient_mesh() is None
+
+
+def run(entry: Entry | None, call: Callable[..., Any], *operands: Any) -> Any:
+    """`call(*operands)`, compiled in one piece and kept where there is an entry for it."""
+    if entry is None:
+        return call(*operands)
     if not entry:
-        entry.append(jax.jit(functools.partial(fn, *static, dict(options))))
-    compiled: Callable[..., jax.Array] = entry[0]
-    return compiled
+        entry.append(jax.jit(call))
+    return entry[0](*operands)
 
 
 _PLAIN = (float, int, complex, type(None))
+# What of a request is the same for all operands of its types.
+_OPTIONS = operator.itemgetter(
+    *(i for i, name in enumerate(Request._fields) if name not in ("a", "b", "c", "epilog_inputs"))
+)

@@ -18,7 +18,8 @@ from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import shardings
 from jaxmp._src.spec import options
-from jaxmp._src.spec.caller import operand_name
+from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
+from jaxmp._src.spec.request import Request
 
 
 class Mode(enum.Enum):
@@ -30,9 +31,9 @@ class Mode(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The mode and the mesh; for SHARDED also whether its axes are explicit, and the shardings as stored, of the
-    operands' types or as `are_given`. For XLA `why`, and the sharding that the result is to have on explicit axes; the
-    one on automatic axes is a `constraint`."""
+    """The mode and the mesh; for SHARDED also whether its axes are explicit, and the shardings as stored.
+    For XLA `why`, and the sharding that the result is to have on explicit axes; the one on automatic axes is a
+    `constraint`."""
 
     mode: Mode
     mesh: Any = None
@@ -41,7 +42,6 @@ class Placement:
     b: Dims = ()
     out: Dims | None = None
     constraint: NamedSharding | None = None
-    are_given: bool = False
     why: str = ""
     out_sharding: NamedSharding | None = None
 
@@ -64,7 +64,7 @@ def reshard(x: jax.Array, mesh: Any, have: P, want: P, *, is_explicit: bool) -> 
     """A global array that is sharded as `have`, sharded as `want`."""
     if have == want:
         return x
-    dims = [shardings.as_dims("jaxmp", "an array", spec, x.ndim) for spec in (have, want)]
+    dims = [shardings.as_dims("an array", spec, x.ndim) for spec in (have, want)]
     for step in moves.steps(*dims):
         spec = partition_spec(step)
         x, have = collectives.reshard(x, mesh, have, spec, is_explicit=is_explicit), spec
@@ -83,70 +83,74 @@ def free_axes(mesh: options.Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis not in manual and mesh.shape[axis] > 1)
 
 
-def check_all_manual(name: str, mesh: AbstractMesh) -> None:
+def check_all_manual(mesh: AbstractMesh) -> None:
     """Raise ValueError where shards are named but only some axes of the mesh are manual."""
     if rest := free_axes(mesh):
-        raise ValueError(
-            f"{name}: the enclosing shard_map is manual over {tuple(mesh.manual_axes)} but not over {rest}; make every "
+        raise InvalidValue(
+            f"the enclosing shard_map is manual over {tuple(mesh.manual_axes)} but not over {rest}; make every "
             f"axis manual (leave out axis_names), put the call into a second shard_map, with axis_names={set(rest)}, "
             "or use jaxmp.matmul, which XLA then partitions"
         )
 
 
-def place(
-    name: str,
-    a: jax.Array,
-    b: jax.Array,
-    out_shape: Shape,
-    out_sharding: options.Sharding | None,
-    in_shardings: Any,
-    mesh: options.Mesh | None,
-) -> Placement:
-    """Find the mode of a call from its arguments and the ambient mesh; checks every sharding it meets."""
+def place(request: Request, out_shape: Shape) -> Placement:
+    """Find the mode of a call from its request and the ambient mesh; checks every sharding it meets."""
+    a, b, mesh, out_sharding, in_shardings = (
+        request.a,
+        request.b,
+        request.mesh,
+        request.out_sharding,
+        request.in_shardings,
+    )
     manual = manual_mesh()
     if manual is not None and free_axes(manual):
         if in_shardings is not None:
-            raise ValueError(
-                f"{name}: in_shardings were given inside a shard_map that is manual over {tuple(manual.manual_axes)} "
+            raise InvalidValue(
+                f"in_shardings were given inside a shard_map that is manual over {tuple(manual.manual_axes)} "
                 "only, where XLA partitions the product; drop them, or use jax.lax.with_sharding_constraint"
             )
         return _left_to_xla(
-            name, manual, out_shape, out_sharding, f"the enclosing shard_map is not manual over {free_axes(manual)}"
+            manual, out_shape, out_sharding, f"the enclosing shard_map is not manual over {free_axes(manual)}"
         )
     if manual is not None:
-        for argument, value in (("out_sharding", out_sharding), ("in_shardings", in_shardings), ("mesh", mesh)):
-            if value is not None:
-                raise ValueError(
-                    f"{name}: {argument} was given inside shard_map, where operands are shards; drop it, or use "
+        for argument in ("out_sharding", "in_shardings", "mesh"):
+            if getattr(request, argument) is not None:
+                raise InvalidValue(
+                    f"{argument} was given inside shard_map, where operands are shards; drop it, or use "
                     "all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce or block_matmul"
                 )
         return Placement(Mode.MANUAL, manual)
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
-        raise TypeError(f"{name}: mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
+        raise InvalidType(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     if in_shardings is not None:
-        return _from_in_shardings(name, a, b, out_shape, out_sharding, in_shardings, mesh)
-    mixed = _mixed_mesh(a, b, mesh, out_sharding)
+        return _from_in_shardings(request, out_shape)
+    mixed = _mixed_mesh(request)
     if mixed is not None:
-        return _left_to_xla(name, mixed, out_shape, out_sharding, "the mesh has explicit and automatic axes")
+        return _left_to_xla(mixed, out_shape, out_sharding, "the mesh has explicit and automatic axes")
     if batch := jax_compat.explicit_batch_axes():
         # JAX leaves these axes out of a shard_map, so that no call can run on their shards.
         why = f"jax.vmap maps over a dimension that is sharded over {sorted(batch)}"
-        return _left_to_xla(name, jax.sharding.get_abstract_mesh(), out_shape, out_sharding, why)
-    explicit = _explicit_mesh(name, a, b, mesh, out_sharding)
+        return _left_to_xla(jax.sharding.get_abstract_mesh(), out_shape, out_sharding, why)
+    explicit = _explicit_mesh(request)
     if explicit is not None:
         spec_a, spec_b = type_spec(a), type_spec(b)
         if any(map(is_partial, (spec_a, spec_b, out_sharding))):
-            return _left_to_xla(name, explicit, out_shape, out_sharding, "a sharding has unreduced or reduced axes")
-        dims_a = shardings.as_dims(name, operand_name(name, "a"), spec_a, a.ndim)
-        dims_b = shardings.as_dims(name, operand_name(name, "b"), spec_b, b.ndim)
-        return _sharded(name, explicit, True, dims_a, dims_b, out_sharding, out_shape)
-    return Placement(Mode.AUTO, constraint=_constraint(name, out_sharding, mesh, out_shape))
+            return _left_to_xla(explicit, out_shape, out_sharding, "a sharding has unreduced or reduced axes")
+        dims = shardings.as_dims("{a}", spec_a, a.ndim), shardings.as_dims("{b}", spec_b, b.ndim)
+        return _sharded(explicit, True, dims, out_sharding, out_shape)
+    return Placement(Mode.AUTO, constraint=_constraint(out_sharding, mesh, out_shape))
 
 
-def _mixed_mesh(a: jax.Array, b: jax.Array, mesh: options.Mesh | None, out_sharding: Any) -> options.Mesh | None:
+def _given_mesh(request: Request) -> options.Mesh | None:
+    """The mesh that the user passed."""
+    out = request.out_sharding
+    return out.mesh if request.mesh is None and isinstance(out, NamedSharding) else request.mesh
+
+
+def _mixed_mesh(request: Request) -> options.Mesh | None:
     """The mesh of a call, where some of its axes are explicit and others automatic."""
-    given = out_sharding.mesh if mesh is None and isinstance(out_sharding, NamedSharding) else mesh
-    for found in (*(jax.typeof(x).sharding.mesh for x in (a, b)), given, jax.sharding.get_abstract_mesh()):
+    around = _given_mesh(request), jax.sharding.get_abstract_mesh()
+    for found in (*(jax.typeof(x).sharding.mesh for x in (request.a, request.b)), *around):
         if found is not None and not found.empty:
             kinds = dict(zip(found.axis_names, found.axis_types, strict=True))
             is_mixed = {kinds[axis] for axis in free_axes(found)} == {AxisType.Explicit, AxisType.Auto}
@@ -154,139 +158,117 @@ def _mixed_mesh(a: jax.Array, b: jax.Array, mesh: options.Mesh | None, out_shard
     return None
 
 
-def _left_to_xla(
-    name: str, mesh: options.Mesh, out_shape: Shape, out_sharding: options.Sharding | None, why: str
-) -> Placement:
+def _left_to_xla(mesh: options.Mesh, out_shape: Shape, out_sharding: Any, why: str) -> Placement:
     """The placement of a product that XLA partitions."""
     if out_sharding is None:
         return Placement(Mode.XLA, mesh, why=why)
-    _check_mesh(name, "out_sharding", out_sharding, mesh)
+    _check_mesh("out_sharding", out_sharding, mesh)
     if is_partial(out_sharding):  # JAX checks it
         spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
         abstract = getattr(mesh, "abstract_mesh", mesh)
         return Placement(Mode.XLA, mesh, why=why, out_sharding=NamedSharding(abstract, spec))
-    spec = _spec(name, "out_sharding", out_sharding)
-    dims = shardings.to_dims(name, "the result", spec, len(out_shape), mesh.shape)
+    spec = _spec("out_sharding", out_sharding)
+    dims = shardings.to_dims("the result", spec, len(out_shape), mesh.shape)
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     named = {kinds[axis] for dim in dims for axis in dim}
     if AxisType.Manual in named:
-        raise ValueError(f"{name}: out_sharding {spec} names an axis over which the enclosing shard_map is manual")
-    shardings.check_dims(name, "the result", dims, out_shape, mesh.shape)
+        raise InvalidValue(f"out_sharding {spec} names an axis over which the enclosing shard_map is manual")
+    shardings.check_dims("the result", dims, out_shape, mesh.shape)
     abstract = getattr(mesh, "abstract_mesh", mesh)
     if AxisType.Auto not in named:
         return Placement(Mode.XLA, mesh, why=why, out_sharding=NamedSharding(abstract, spec))
     if AxisType.Explicit in named:
-        raise ValueError(
-            f"{name}: out_sharding {spec} names explicit and automatic axes; name one kind (jax.lax."
+        raise InvalidValue(
+            f"out_sharding {spec} names explicit and automatic axes; name one kind (jax.lax."
             "with_sharding_constraint takes the others)"
         )
     return Placement(Mode.XLA, mesh, why=why, constraint=NamedSharding(abstract, spec))
 
 
-def _from_in_shardings(
-    name: str,
-    a: jax.Array,
-    b: jax.Array,
-    out_shape: Shape,
-    out_sharding: options.Sharding | None,
-    in_shardings: Any,
-    mesh: options.Mesh | None,
-) -> Placement:
+def _from_in_shardings(request: Request, out_shape: Shape) -> Placement:
+    in_shardings, out_sharding, mesh = request.in_shardings, request.out_sharding, request.mesh
     if not isinstance(in_shardings, tuple | list) or isinstance(in_shardings, P) or len(in_shardings) != 2:
-        raise ValueError(
-            f"{name}: in_shardings must be a pair, one sharding for {operand_name(name, 'a')} and one for "
-            f"{operand_name(name, 'b')}, got {in_shardings!r}"
+        raise InvalidValue(
+            f"in_shardings must be a pair, one sharding for {{a}} and one for {{b}}, got {in_shardings!r}"
         )
     for sharding in (*in_shardings, out_sharding):
         mesh = sharding.mesh if isinstance(sharding, NamedSharding) and mesh is None else mesh
     for sharding in in_shardings:
-        _check_mesh(name, "in_shardings", sharding, mesh)
+        _check_mesh("in_shardings", sharding, mesh)
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        raise ValueError(
-            f"{name}: in_shardings need a mesh; pass mesh=, NamedShardings, or call under jax.set_mesh(mesh)"
-        )
+        raise InvalidValue("in_shardings need a mesh; pass mesh=, NamedShardings, or call under jax.set_mesh(mesh)")
     is_explicit = has_explicit_axes(mesh)
     dims_a, dims_b = (
-        shardings.to_dims(name, operand_name(name, operand), _spec(name, "in_shardings", sharding), x.ndim, mesh.shape)
-        for operand, sharding, x in (("a", in_shardings[0], a), ("b", in_shardings[1], b))
+        shardings.to_dims(operand, _spec("in_shardings", sharding), x.ndim, mesh.shape)
+        for operand, sharding, x in (("{a}", in_shardings[0], request.a), ("{b}", in_shardings[1], request.b))
     )
-    found = _sharded(name, mesh, is_explicit, dims_a, dims_b, out_sharding, out_shape)
-    return dataclasses.replace(found, are_given=True)
+    return _sharded(mesh, is_explicit, (dims_a, dims_b), out_sharding, out_shape)
 
 
-def _check_mesh(name: str, argument: str, given: Any, mesh: options.Mesh | None) -> None:
+def _check_mesh(argument: str, given: Any, mesh: options.Mesh | None) -> None:
     """Raise ValueError where a mesh, or that of a NamedSharding, is not the call's, for nothing would come of it."""
     given = given.mesh if isinstance(given, NamedSharding) else given
     if not isinstance(given, Mesh | AbstractMesh) or mesh is None:
         return
     if tuple(given.shape.items()) != tuple(mesh.shape.items()):
-        raise ValueError(
-            f"{name}: {argument} names mesh {dict(given.shape)} but the call runs on {dict(mesh.shape)}; use one mesh"
+        raise InvalidValue(
+            f"{argument} names mesh {dict(given.shape)} but the call runs on {dict(mesh.shape)}; use one mesh"
         )
     if isinstance(given, Mesh) and isinstance(mesh, Mesh):
         ids, wanted = ([device.id for device in x.devices.flat] for x in (given, mesh))
         if ids != wanted:
-            raise ValueError(
-                f"{name}: {argument} names a mesh of devices {ids} but the call runs on {wanted}; use one mesh"
-            )
+            raise InvalidValue(f"{argument} names a mesh of devices {ids} but the call runs on {wanted}; use one mesh")
 
 
 def _sharded(
-    name: str,
     mesh: options.Mesh,
     is_explicit: bool,
-    dims_a: Dims,
-    dims_b: Dims,
-    out_sharding: options.Sharding | None,
+    dims: tuple[Dims, Dims],
+    out_sharding: Any,
     out_shape: Shape,
 ) -> Placement:
-    _check_mesh(name, "out_sharding", out_sharding, mesh)
-    asked = None if out_sharding is None else _spec(name, "out_sharding", out_sharding)
-    out = None if asked is None else shardings.to_dims(name, "the result", asked, len(out_shape), mesh.shape)
-    return Placement(Mode.SHARDED, mesh, is_explicit, dims_a, dims_b, out)
+    _check_mesh("out_sharding", out_sharding, mesh)
+    asked = None if out_sharding is None else _spec("out_sharding", out_sharding)
+    out = None if asked is None else shardings.to_dims("the result", asked, len(out_shape), mesh.shape)
+    return Placement(Mode.SHARDED, mesh, is_explicit, *dims, out)
 
 
-def _explicit_mesh(
-    name: str, a: jax.Array, b: jax.Array, mesh: options.Mesh | None, out_sharding: options.Sharding | None
-) -> options.Mesh | None:
+def _explicit_mesh(request: Request) -> options.Mesh | None:
     """The mesh of operands whose types carry a sharding; concrete where an array knows it.
 
     Operands on no mesh (NumPy arrays, arrays made ahead of `jax.set_mesh`) are whole on the explicit mesh around them.
     """
-    found = None
-    for x in (a, b):
+    found, mesh = None, request.mesh
+    for x in (request.a, request.b):
         sharding = jax.typeof(x).sharding
         if not has_explicit_axes(sharding.mesh):
             continue
         concrete = None if isinstance(x, jax.core.Tracer) else getattr(getattr(x, "sharding", None), "mesh", None)
         this = concrete if concrete is not None else sharding.mesh
         if found is not None and found.shape != this.shape:
-            raise ValueError(
-                f"{name}: {operand_name(name, 'a')} lives on mesh {dict(found.shape)} but {operand_name(name, 'b')} on "
-                f"{dict(this.shape)}; use one mesh"
-            )
+            raise InvalidValue(f"{{a}} lives on mesh {dict(found.shape)} but {{b}} on {dict(this.shape)}; use one mesh")
         found = this if found is None or concrete is not None else found
     if found is not None:
-        _check_context(name, found)
+        _check_context(found)
     if found is not None and mesh is not None and dict(mesh.shape) != dict(found.shape):
-        raise ValueError(f"{name}: mesh has axes {dict(mesh.shape)} but the operands live on {dict(found.shape)}")
-    _check_mesh(name, "mesh", mesh, found)
-    if found is None and all(jax.typeof(x).sharding.mesh.empty for x in (a, b)):
-        given = out_sharding.mesh if mesh is None and isinstance(out_sharding, NamedSharding) else mesh
+        raise InvalidValue(f"mesh has axes {dict(mesh.shape)} but the operands live on {dict(found.shape)}")
+    _check_mesh("mesh", mesh, found)
+    if found is None and all(jax.typeof(x).sharding.mesh.empty for x in (request.a, request.b)):
+        given = _given_mesh(request)
         around = given if given is not None else jax.sharding.get_abstract_mesh()
         found = around if has_explicit_axes(around) else None
     return found
 
 
-def _check_context(name: str, mesh: options.Mesh) -> None:
+def _check_context(mesh: options.Mesh) -> None:
     """Raise ValueError where the operands live on another mesh than that of `jax.set_mesh`, as JAX does."""
     around = jax.sharding.get_abstract_mesh()
     found, context = ([(*each.shape.items(),), each.axis_types] for each in (mesh, around))
     if not around.empty and found != context:
         kinds = [", ".join(kind.name.lower() for kind in each) for _, each in (found, context)]
-        raise ValueError(
-            f"{name}: the operands live on mesh {dict(found[0])} ({kinds[0]}), but jax.set_mesh names "
+        raise InvalidValue(
+            f"the operands live on mesh {dict(found[0])} ({kinds[0]}), but jax.set_mesh names "
             f"{dict(context[0])} ({kinds[1]}); use one mesh, or move the operands with jax.device_put"
         )
 
@@ -302,9 +284,9 @@ def is_known(placement: Placement, *operands: jax.Array) -> bool:
     return placement.constraint is not None or not all(mesh.empty for mesh in meshes)
 
 
-def type_dims(name: str, argument: str, x: jax.Array) -> Dims:
+def type_dims(argument: str, x: jax.Array) -> Dims:
     """The sharding in the type of an array, one tuple of axis names per dimension."""
-    return shardings.as_dims(name, argument, type_spec(x), x.ndim)
+    return shardings.as_dims(argument, type_spec(x), x.ndim)
 
 
 def type_spec(x: jax.Array) -> P:
@@ -328,33 +310,29 @@ def is_partial(sharding: Any) -> bool:
     return bool(getattr(spec, "unreduced", None) or getattr(spec, "reduced", None))
 
 
-def _spec(name: str, argument: str, sharding: Any) -> P:
+def _spec(argument: str, sharding: Any) -> P:
     if isinstance(sharding, NamedSharding):
         sharding = sharding.spec
     if sharding is None:
         return P()
     if not isinstance(sharding, P):
-        raise TypeError(f"{name}: {argument} must be a PartitionSpec or a NamedSharding, got {type(sharding).__name__}")
+        raise InvalidType(f"{argument} must be a PartitionSpec or a NamedSharding, got {type(sharding).__name__}")
     if getattr(sharding, "unreduced", None):
-        raise NotImplementedError(f"{name}: {argument} with unreduced axes {set(sharding.unreduced)} is not supported")
+        raise NotAvailable(f"{argument} with unreduced axes {set(sharding.unreduced)} is not supported")
     return sharding
 
 
-def _constraint(
-    name: str, out_sharding: options.Sharding | None, mesh: options.Mesh | None, out_shape: Shape
-) -> NamedSharding | None:
+def _constraint(out_sharding: Any, mesh: options.Mesh | None, out_shape: Shape) -> NamedSharding | None:
     """Under the partitioner the wish for a result becomes a constraint on it."""
     if out_sharding is None:
         return None
-    spec = _spec(name, "out_sharding", out_sharding)
-    _check_mesh(name, "out_sharding", out_sharding, mesh)
+    spec = _spec("out_sharding", out_sharding)
+    _check_mesh("out_sharding", out_sharding, mesh)
     if isinstance(out_sharding, NamedSharding):
         mesh = out_sharding.mesh
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     if mesh.empty:
-        raise ValueError(
-            f"{name}: out_sharding {spec} needs a mesh; pass mesh=, a NamedSharding, or use jax.set_mesh(mesh)"
-        )
-    dims = shardings.to_dims(name, "the result", spec, len(out_shape), mesh.shape)
-    shardings.check_dims(name, "the result", dims, out_shape, mesh.shape)
+        raise InvalidValue(f"out_sharding {spec} needs a mesh; pass mesh=, a NamedSharding, or use jax.set_mesh(mesh)")
+    dims = shardings.to_dims("the result", spec, len(out_shape), mesh.shape)
+    shardings.check_dims("the result", dims, out_shape, mesh.shape)
     return NamedSharding(mesh, spec)

@@ -37,6 +37,7 @@ from jaxmp._src.spec.fields import from_fields, to_fields
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec
 from jaxmp._src.spec.matmul_spec import dims as spanned
 from jaxmp._src.spec.options import Mesh
+from jaxmp._src.spec.refusal import NotAvailable, naming
 from jaxmp._src.validation.operand_checks import check_all_reduce
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
         proposed = x.sharding_on(mesh)
         if proposed is None:
             return _place_whole(spec, mesh, args, results)
-        found = to_dims("matmul", "operand", proposed.spec, len(x.shape), mesh.shape)
+        found = to_dims("operand", proposed.spec, len(x.shape), mesh.shape)
         dims.append(tuple(_dividing(dim, extent, mesh.shape) for dim, extent in zip(found, x.shape, strict=True)))
     rows, columns = dims[2]
     left_out: Dim = ()
@@ -78,11 +79,11 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
     dims = [tuple(tuple(axis for axis in dim if axis not in left_out) for dim in each) for each in dims]
     flags = {"transpose_a": spec.transpose_a, "transpose_b": spec.transpose_b}
     given = contraction.of_matrices(2, Layout(*dims), **flags)
-    terms = sharded_call.terms(spec, given, args[0], args[1], results[0].shape, mesh.shape)
+    terms = sharded_call.terms(spec, given, args[:2], results[0].shape, mesh.shape)
     # Under a level, a call that shares columns has no gradient's epilog. XLA can move operands instead.
     plan = planner.plan(given, dataclasses.replace(terms, shares_columns=not spec.fixed_reduction_order))
     group = Group(plan.pattern, tuple(mesh.shape.items()), plan.row_axes, plan.col_axes)
-    local = check_all_reduce("jaxmp.matmul", spec.replace(group=group))
+    local = check_all_reduce(spec.replace(group=group))
 
     def body(*shards: jax.Array) -> Sequence[jax.Array]:
         names = ("a", "b", *spec.operand_names)
@@ -98,8 +99,8 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
 def _place_whole(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
     """Every operand is whole on every device, as one that the program makes itself, of which no mesh may be known."""
     if not all(x.hlo_sharding.is_replicated() for x in args):
-        raise NotImplementedError(
-            "jaxmp.matmul: XLA shards an operand over what is no axis of the program's mesh (auto axes inside a "
+        raise NotAvailable(
+            "XLA shards an operand over what is no axis of the program's mesh (auto axes inside a "
             "partial-manual shard_map, or a sharding without a mesh); make every mesh axis manual, or pass "
             "in_shardings and mesh outside of the shard_map"
         )
@@ -152,7 +153,13 @@ def _led(spec: MatmulSpec, operands: Sequence[T]) -> Sequence[T]:
 def _place(call: dict[str, Any], mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
     """How XLA's partitioner is to compute a call, by its description."""
     spec = from_fields(MatmulSpec, call["spec"])
-    activation = call.get("activation")
+    with naming(spec.function):
+        return _place_call(spec, call.get("activation"), mesh, args, results)
+
+
+def _place_call(
+    spec: MatmulSpec, activation: str | None, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]
+) -> Placed:
     if activation is None:
         on_shards, operands, outputs = _place_matmul(spec, mesh, _led(spec, args), results)
         return lambda *shards: on_shards(*_led(spec, shards)), _led(spec, operands), outputs
@@ -188,8 +195,8 @@ def _rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -
                 callback(spec, None)
             return on_shards(ctx, *nodes, spec=spec, **params)
         if jax_lowering.partitions_without_shardy(ctx):
-            raise NotImplementedError(
-                "jaxmp.matmul: on automatic axes it is XLA's Shardy partitioner that chooses, and "
+            raise NotAvailable(
+                "on automatic axes it is XLA's Shardy partitioner that chooses, and "
                 "jax_use_shardy_partitioner is off; turn it on, pass in_shardings, or use explicit axes"
             )
         call = {"spec": to_fields(spec), **params}

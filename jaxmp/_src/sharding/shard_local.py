@@ -25,6 +25,7 @@ from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
+from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.validation.comm_options import fit_comm_options
 from jaxmp._src.validation.operand_checks import check_gathered_scales
 
@@ -78,8 +79,8 @@ def _sum_over_data(spec: MatmulSpec, outputs: dict[str, jax.Array], axes: tuple[
     """Bias gradients of d, summed over the axes that share its rows beside the call's group."""
     names = [name for name in outputs if axes and bias_grad.summed(name) == "d"]
     if names and spec.determinism == "topology":
-        raise NotImplementedError(
-            f'matmul: determinism="topology" has no epilog {spec.epilog.name} on rows that are sharded over '
+        raise NotAvailable(
+            f'determinism="topology" has no epilog {spec.epilog.name} on rows that are sharded over '
             f"{matmul_spec.axes_text(axes)} beside the call, for XLA would complete {names[0]}; take the gradient of a "
             'bias, or pass determinism="batch"'
         )
@@ -99,11 +100,11 @@ def _untransposed(
     """
     why = f"where columns of the result are gathered or scattered over {matmul_spec.axes_text(plan.row_axes)}"
     if spec.rule.gradient:
-        raise NotImplementedError(
-            f"matmul: determinism={spec.determinism!r} has no epilog {spec.epilog.name} {why}; take another "
+        raise NotAvailable(
+            f"determinism={spec.determinism!r} has no epilog {spec.epilog.name} {why}; take another "
             'out_sharding, or pass determinism="run_to_run"'
         )
-    check_gathered_scales("matmul", spec, why)
+    check_gathered_scales(spec, why)
     k, n = (1, 0) if spec.transpose_b else (0, 1)
     with jax.named_scope("jaxmp_whole_operands"):
         if plan.pattern == Pattern.ALL_GATHER:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -24,8 +24,9 @@ from jaxmp._src.sharding import eager_calls, meshes, shardings
 from jaxmp._src.sharding.on_shards import Frame, Operands, frame_of, on_shards
 from jaxmp._src.sharding.shard_local import bind_empty, bind_plan, bind_shards
 from jaxmp._src.spec import low_precision, matmul_spec
-from jaxmp._src.spec.caller import operand_name
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
+from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
+from jaxmp._src.spec.request import Request
 from jaxmp._src.validation import result_types
 from jaxmp._src.validation.arguments import validated
 from jaxmp._src.validation.comm_options import check_comm_options, fit_comm_options
@@ -99,64 +100,38 @@ Call = ManualCall | PartitionedCall | XlaCall | ShardedCall
 Results = jax.Array | tuple[jax.Array, dict[str, jax.Array]]
 
 
-def product(
-    name: str,
-    a: Any,
-    b: Any,
-    c: Any,
-    epilog_inputs: Any,
-    options: dict[str, Any],
-    out_sharding: Any,
-    in_shardings: Any,
-    mesh: Any,
-    entry: list[Any] | None,
-) -> Results:
-    """The result of `jaxmp.matmul`, for the public function `name`; fills the `entry` of `eager_calls` for it."""
-    are_rows = options["transpose_b"] and not options["transpose_a"]
-    conversion, options = result_types.find(name, a, b, c, epilog_inputs, options, are_rows=are_rows)
-    converted = result_types.operands(conversion, a, b, c, epilog_inputs)
-    spec, operands = validated(name, *converted, options)
-    shape = result_shape(spec, *converted[:2])
-    placement = meshes.place(name, a, b, shape, out_sharding, in_shardings, mesh)
-    call = make_call(spec, placement, operands, shape, name)
+def product(request: Request, entry: eager_calls.Entry | None = None) -> Results:
+    """The result of `jaxmp.matmul`; fills the `entry` of `eager_calls` for it."""
+    conversion, converted = result_types.find(request)
+    spec, operands = validated(converted)
+    call = make_call(spec, meshes.place(request, result_shape(spec, converted.a, converted.b)), operands)
     if entry is None:
         result: Results = conversion.of_result(_result(jaxmp_call(call, operands)))
         return result
-    given = eager_calls.given_operands(a, b, c, epilog_inputs)
+    given = eager_calls.operands_of(request)
     compiled = _compiled(call, conversion, tuple((key, operands[key].dtype) for key in given))
     entry.append(compiled)
     return compiled(*given.values())
 
 
-def collective(
-    name: str, pattern: Pattern, a: Any, b: Any, axis_names: Any, c: Any, epilog_inputs: Any, options: dict[str, Any]
-) -> Results:
+def collective(request: Request, pattern: Pattern, axis_names: Any) -> Results:
     """The result of a product whose group is named, on the shards of the enclosing shard_map."""
-    group = group_on_axes(name, pattern, axis_names)
-    a, b, c = map(as_array, (a, b, c))
-
-    def multiply(a: Any, b: Any, c: Any, epilog_inputs: Any, options: dict[str, Any]) -> Results:
-        return _collective(name, group, a, b, c, epilog_inputs, options)
-
-    are_rows = options["transpose_b"] and not options["transpose_a"]
-    result: Results = result_types.converted(name, multiply, a, b, c, epilog_inputs, options, are_rows=are_rows)
-    return result
-
-
-def _collective(
-    name: str, group: Group, a: Any, b: Any, c: Any, epilog_inputs: Any, options: dict[str, Any]
-) -> Results:
-    spec, operands = validated(name, a, b, c, epilog_inputs, options, group)
-    if group.pattern == Pattern.GRID and spec.transpose_a and a.ndim > 2:
-        raise ValueError(
-            f"{name}: {operand_name(name, 'a')} has {a.ndim} dimensions; with transpose_a=True it must have 2, for its "
-            "blocks lie across those of the result: use jax.vmap for the others"
+    group = group_on_axes(pattern, axis_names)
+    a, b, c = map(as_array, (request.a, request.b, request.c))
+    conversion, request = result_types.find(request._replace(a=a, b=b, c=c))
+    spec, operands = validated(request, group)
+    if group.pattern == Pattern.GRID and spec.transpose_a and request.a.ndim > 2:
+        raise InvalidValue(
+            f"{{a}} has {request.a.ndim} dimensions; with transpose_a=True it must have 2, for its blocks lie across "
+            "those of the result: use jax.vmap for the others"
         )
-    spec = check_all_reduce(name, spec)
-    columns = result_shape(spec, a, b)[-1]
-    check_comm_options(name, spec, columns)
-    check_relu_aux(name, operands, spec, columns, columns)
-    return _result(global_amax(spec, bind_shards(spec, a.ndim - 2, operands), spec.group.axes))
+    spec = check_all_reduce(spec)
+    columns = result_shape(spec, request.a, request.b)[-1]
+    check_comm_options(spec, columns)
+    check_relu_aux(operands, spec, columns, columns)
+    outputs = bind_shards(spec, request.a.ndim - 2, operands)
+    result: Results = conversion.of_result(_result(global_amax(spec, outputs, spec.group.axes)))
+    return result
 
 
 def _result(outputs: dict[str, jax.Array]) -> Results:
@@ -165,62 +140,57 @@ def _result(outputs: dict[str, jax.Array]) -> Results:
     return (outputs["d"], rest) if rest else outputs["d"]
 
 
-def group_on_axes(name: str, pattern: Pattern, axis_names: Any) -> Group:
+def group_on_axes(pattern: Pattern, axis_names: Any) -> Group:
     """The group that shares a product inside shard_map."""
     mesh = meshes.manual_mesh()
     if mesh is None:
-        raise ValueError(
-            f"{name}: works on the shards inside shard_map where an axis is named; outside, leave axis_name out of "
+        raise InvalidValue(
+            "works on the shards inside shard_map where an axis is named; outside, leave axis_name out of "
             "jaxmp.mlp, or use jaxmp.matmul, and pass out_sharding"
         )
-    meshes.check_all_manual(name, mesh)
-    row_axes: tuple[str, ...] = _as_axes(name, axis_names)
+    meshes.check_all_manual(mesh)
+    row_axes: tuple[str, ...] = _as_axes(axis_names)
     col_axes: tuple[str, ...] = ()
     if pattern == Pattern.GRID:
         if isinstance(axis_names, str) or len(axis_names) != 2:
-            raise ValueError(
-                f"{name}: axis_names must be a pair, the axis of rows and the axis of columns, got {axis_names!r}"
+            raise InvalidValue(
+                f"axis_names must be a pair, the axis of rows and the axis of columns, got {axis_names!r}"
             )
-        row_axes, col_axes = (_as_axes(name, axes) for axes in axis_names)
+        row_axes, col_axes = (_as_axes(axes) for axes in axis_names)
     axes = row_axes + col_axes
     for axis in axes:
         if axis not in mesh.shape:
-            raise ValueError(f"{name}: axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
+            raise InvalidValue(f"axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
     if len(set(axes)) != len(axes):
-        raise ValueError(f"{name}: axis names {axes} repeat")
+        raise InvalidValue(f"axis names {axes} repeat")
     return Group(pattern, tuple(mesh.shape.items()), row_axes, col_axes)
 
 
-def _as_axes(name: str, names: Any) -> tuple[str, ...]:
+def _as_axes(names: Any) -> tuple[str, ...]:
     if not isinstance(names, str | tuple | list | P):
-        raise TypeError(f"{name}: takes the name of a mesh axis or a tuple of names, got {names!r}")
+        raise InvalidType(f"takes the name of a mesh axis or a tuple of names, got {names!r}")
     return (names,) if isinstance(names, str) else tuple(names)
 
 
-def make_call(
-    spec: MatmulSpec,
-    placement: meshes.Placement,
-    operands: dict[str, jax.Array],
-    shape: tuple[int, ...],
-    name: str = "matmul",
-) -> Call:
-    """The call of this spec on operands placed so, for d of `shape`."""
+def make_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operands) -> Call:
+    """The call of this spec on operands placed so."""
     if placement.mode == meshes.Mode.XLA:
-        check_left_to_xla(name, spec, placement.why)
+        check_left_to_xla(spec, placement.why)
         return XlaCall(spec, placement.constraint, placement.out_sharding)
     if placement.mode != meshes.Mode.SHARDED:
         spec = spec.regroup(mesh=placement.axes)
         if placement.mode == meshes.Mode.MANUAL and spec.asks_all_reduce:
-            spec = check_all_reduce(name, spec)
+            spec = check_all_reduce(spec)
         is_settled = placement.mode != meshes.Mode.AUTO
         has_mesh = is_settled or meshes.is_known(placement, operands["a"], operands["b"])
-        check_comm_options(name, spec, shape[-1], is_settled, has_mesh)
-        check_relu_aux(name, operands, spec, shape[-1], shape[-1])
+        columns = result_shape(spec, operands["a"], operands["b"])[-1]
+        check_comm_options(spec, columns, is_settled, has_mesh)
+        check_relu_aux(operands, spec, columns, columns)
         return PartitionedCall(spec, placement.constraint) if placement.mode == meshes.Mode.AUTO else ManualCall(spec)
-    return planned_call(spec, placement, operands, shape, name)
+    return planned_call(spec, placement, operands)
 
 
-def check_left_to_xla(name: str, spec: MatmulSpec, why: str) -> None:
+def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
     """Raise NotImplementedError where a product that XLA partitions is asked to be one of a library."""
     beside = [each for each in (*spec.operand_names, *spec.output_names[1:]) if each not in ("c", "bias")]
     blocks = [each for each in beside if not each.startswith("scale_") or spec.scales.of(each) != low_precision.SCALAR]
@@ -231,28 +201,27 @@ def check_left_to_xla(name: str, spec: MatmulSpec, why: str) -> None:
         f"{blocks[0]}" if blocks else "",
     )
     for each in filter(None, asked):
-        raise NotImplementedError(
-            f"{name}: {each} is not available where XLA partitions the product, for {why}; use a mesh whose axes are "
+        raise NotAvailable(
+            f"{each} is not available where XLA partitions the product, for {why}; use a mesh whose axes are "
             "all explicit, or all automatic with in_shardings, and shardings without unreduced and reduced axes"
         )
 
 
-def planned_call(
-    spec: MatmulSpec, placement: meshes.Placement, operands: Operands, shape: tuple[int, ...], name: str
-) -> ShardedCall:
+def planned_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operands) -> ShardedCall:
     """`make_call` for global arrays."""
     sizes, a, b = placement.mesh.shape, operands["a"], operands["b"]
-    layout = Layout(placement.a, placement.b, _asked_result(name, spec, placement))
-    arguments = operand_name(name, "a"), operand_name(name, "b"), "the result"
+    shape = result_shape(spec, a, b)
+    layout = Layout(placement.a, placement.b, _asked_result(spec, placement))
+    arguments = "{a}", "{b}", "the result"
     for argument, dims, whole in zip(arguments, layout, (a.shape, b.shape, shape), strict=True):
-        shardings.check_dims(name, argument, dims, whole, sizes)
+        shardings.check_dims(argument, dims, whole, sizes)
     given = contraction.of_matrices(a.ndim, layout, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b)
-    plan = planner.plan(given, terms(spec, given, a, b, shape, sizes))
+    plan = planner.plan(given, terms(spec, given, (a, b), shape, sizes))
     beside = {operand: dims_of(spec, plan, operand) for operand in spec.operand_names}
     for operand in matmul_spec.SCALE_NAMES:
         if operand in beside:
             argument = f"scaling.{operand.removeprefix('scale_')}"
-            shardings.check_dims(name, argument, beside[operand], operands[operand].shape, sizes)
+            shardings.check_dims(argument, beside[operand], operands[operand].shape, sizes)
     results = {result: dims_of(spec, plan, result) for result in spec.output_names[1:]}
     # Under a level the gradients are sums in an order of their own.
     gathers_inside = not spec.fixed_reduction_order
@@ -260,26 +229,27 @@ def planned_call(
     group = Group(plan.pattern, tuple(sizes.items()), plan.row_axes, plan.col_axes)
     spec, columns = spec.replace(group=group, is_typed=True), shape[-1] // group.size(plan.layout.d[-1])
     if spec.asks_all_reduce:
-        spec = check_all_reduce(name, spec)
+        spec = check_all_reduce(spec)
     if "relu_aux" in spec.operand_names:
-        check_relu_aux(name, operands, spec, shape[-1], columns)
-    check_comm_options(name, spec, columns)
+        check_relu_aux(operands, spec, shape[-1], columns)
+    check_comm_options(spec, columns)
     return ShardedCall(spec, plan, frame, 0 in shape)
 
 
-def _asked_result(name: str, spec: MatmulSpec, placement: meshes.Placement) -> Dims:
+def _asked_result(spec: MatmulSpec, placement: meshes.Placement) -> Dims:
     """The sharding that d is to have."""
     if placement.out is not None:
         return placement.out
     *rows, k_a = (*placement.a[:-2], placement.a[-1], placement.a[-2]) if spec.transpose_a else placement.a
     k_b, cols = placement.b[::-1] if spec.transpose_b else placement.b
-    return shardings.default_result(name, tuple(rows), (cols,), ((k_a, k_b),))
+    return shardings.default_result(tuple(rows), (cols,), ((k_a, k_b),))
 
 
 def terms(
-    spec: MatmulSpec, given: Contraction, a: ArrayType, b: ArrayType, shape: tuple[int, ...], mesh: Mapping[str, int]
+    spec: MatmulSpec, given: Contraction, ab: Sequence[ArrayType], shape: tuple[int, ...], mesh: Mapping[str, int]
 ) -> planner.Terms:
-    """What the plan of a call depends on beside its shardings."""
+    """What the plan of a call of a and b depends on beside its shardings."""
+    a, b = ab
     beside, operand = (*spec.operand_names, *spec.output_names[1:]), low_precision.operand_type(a.dtype, b.dtype)
     itemsizes = a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, matmul_spec.accumulator(operand).itemsize
     # A grid reads matrices as they are stored, and its gradients are sums in an order of their own.

@@ -9,38 +9,33 @@ from jax.sharding import PartitionSpec
 
 from jaxmp._src.contraction.contraction import Dim, Dims
 from jaxmp._src.runtime.types import Shape
-from jaxmp._src.spec.caller import operand_name
 from jaxmp._src.spec.matmul_spec import axes_text
-
-# A matrix of a call: its name for people, its sharding or None, its global shape.
-Sharded = tuple[str, Dims | None, Shape]
+from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
 
 
-def to_dims(name: str, argument: str, spec: PartitionSpec, ndim: int, mesh: Mapping[str, int] | None) -> Dims:
+def to_dims(argument: str, spec: PartitionSpec, ndim: int, mesh: Mapping[str, int] | None) -> Dims:
     """A user's PartitionSpec as `as_dims`; raises where axes are not in the mesh or used twice."""
     if len(spec) > ndim:
-        raise ValueError(f"{name}: the sharding of {argument}, {spec}, has {len(spec)} entries for {ndim} dimensions")
+        raise InvalidValue(f"the sharding of {argument}, {spec}, has {len(spec)} entries for {ndim} dimensions")
     used: set[str] = set()
     for entry in spec:
         if entry is not None and not isinstance(entry, str | tuple):
-            raise ValueError(
-                f"{name}: the sharding of {argument}, {spec}, may hold axis names, tuples of them and None"
-            )
+            raise InvalidValue(f"the sharding of {argument}, {spec}, may hold axis names, tuples of them and None")
         for axis in (entry,) if isinstance(entry, str) else entry or ():
             if mesh is not None and axis not in mesh:
-                raise ValueError(f"{name}: the sharding of {argument} names axis {axis!r}, the mesh has {tuple(mesh)}")
+                raise InvalidValue(f"the sharding of {argument} names axis {axis!r}, the mesh has {tuple(mesh)}")
             if axis in used:
-                raise ValueError(f"{name}: the sharding of {argument} uses axis {axis!r} for two dimensions")
+                raise InvalidValue(f"the sharding of {argument} uses axis {axis!r} for two dimensions")
             used.add(axis)
-    return as_dims(name, argument, spec, ndim)
+    return as_dims(argument, spec, ndim)
 
 
-def as_dims(name: str, argument: str, spec: PartitionSpec, ndim: int) -> Dims:
+def as_dims(argument: str, spec: PartitionSpec, ndim: int) -> Dims:
     """A PartitionSpec as one tuple of axis names per dimension."""
     for kind in ("unreduced", "reduced"):
         if axes := getattr(spec, kind, None):
-            raise NotImplementedError(
-                f"{name}: the sharding of {argument}, {spec}, has {kind} axes {sorted(axes)}, which no call takes or "
+            raise NotAvailable(
+                f"the sharding of {argument}, {spec}, has {kind} axes {sorted(axes)}, which no call takes or "
                 "gives; pass another (jax.sharding.reshard)"
             )
     dims: list[Dim] = [()] * ndim
@@ -49,49 +44,41 @@ def as_dims(name: str, argument: str, spec: PartitionSpec, ndim: int) -> Dims:
     return tuple(dims)
 
 
-def check_dims(name: str, argument: str, dims: Dims, shape: Shape, mesh: Mapping[str, int]) -> None:
+def check_dims(argument: str, dims: Dims, shape: Shape, mesh: Mapping[str, int]) -> None:
     """Raise where an axis is used twice, or axes do not divide the shape."""
     used = sum(dims, ())
     if len(set(used)) != len(used):
         axis = next(axis for axis in used if used.count(axis) > 1)
-        raise ValueError(f"{name}: the sharding of {argument} uses axis {axis!r} for two dimensions")
+        raise InvalidValue(f"the sharding of {argument} uses axis {axis!r} for two dimensions")
     for i, (dim, extent) in enumerate(zip(dims, shape, strict=True)):
         size = math.prod(map(mesh.__getitem__, dim))
         if extent % size:
             is_number = isinstance(extent, int)
             remedy = f"pad it to {-(-extent // size) * size}" if is_number else f"export for an extent of {size} * n"
-            raise ValueError(
-                f"{name}: dimension {i} of {argument} has extent {extent}, which axis {axes_text(dim)} of size {size} "
+            raise InvalidValue(
+                f"dimension {i} of {argument} has extent {extent}, which axis {axes_text(dim)} of size {size} "
                 f"does not divide (global shape {tuple(shape)}); {remedy}, or shard it differently"
             )
 
 
-def check_given(name: str, given: Sequence[Sharded], mesh: Mapping[str, int]) -> None:
-    """`check_dims` of what a user, or the operands' types, said; a sharding that nobody gave is None."""
-    for argument, dims, shape in given:
-        if dims is not None:
-            check_dims(name, argument, dims, shape, mesh)
-
-
-def default_result(name: str, rows: Dims, cols: Dims, contracted: Sequence[tuple[Dim, Dim]]) -> Dims:
+def default_result(rows: Dims, cols: Dims, contracted: Sequence[tuple[Dim, Dim]]) -> Dims:
     """The sharding of a result that was not asked for, as `lax.dot_general` has it: that of the free dimensions.
 
     `contracted` are the shardings of each contracted dimension in a and in b. Raises ValueError where the result is
     ambiguous.
     """
-    a, b = operand_name(name, "a"), operand_name(name, "b")
     for k_a, k_b in contracted:
         if k_a and k_b:
-            both = axes_text(k_a) if k_a == k_b else f"{axes_text(k_a)} in {a} and {axes_text(k_b)} in {b}"
-            raise ValueError(
-                f"{name}: the contraction is sharded over axis {both} and it is ambiguous how the result should be "
+            both = axes_text(k_a) if k_a == k_b else f"{axes_text(k_a)} in {{a}} and {axes_text(k_b)} in {{b}}"
+            raise InvalidValue(
+                f"the contraction is sharded over axis {both} and it is ambiguous how the result should be "
                 f"sharded; pass out_sharding (without {axes_text(k_a)} to all-reduce, with it on the rows to "
                 "reduce-scatter)"
             )
     shared = [axis for dim in rows for axis in dim if any(axis in other for other in cols)]
     if shared:
-        raise ValueError(
-            f"{name}: rows of {a} and columns of {b} are both sharded over axis {shared[0]!r}; pass out_sharding, "
-            f"without {shared[0]!r} on the rows to gather {a}, or without it on the columns to gather {b}"
+        raise InvalidValue(
+            f"rows of {{a}} and columns of {{b}} are both sharded over axis {shared[0]!r}; pass out_sharding, "
+            f"without {shared[0]!r} on the rows to gather {{a}}, or without it on the columns to gather {{b}}"
         )
     return (*rows, *cols)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.spec import process_grid
+from jaxmp._src.spec.refusal import InvalidValue
 
 # Elementwise, traced by JAX.
 Function = Callable[..., jax.Array]
@@ -99,13 +100,13 @@ FUSED = ("relu", "gelu")
 _FUSED_FUNCTIONS: tuple[tuple[Any, str], ...] = ((jax.nn.relu, "relu"), (jax.nn.gelu, "gelu"))
 
 
-def find(name: str, activation: Any) -> str | Function | None:
+def find(activation: Any) -> str | Function | None:
     """What a user asks for: the name of a fused activation, a function that XLA applies, or None for none."""
     if isinstance(activation, str) and activation in FUNCTIONS:
         return activation if activation in FUSED else FUNCTIONS[activation]
     if activation is not None and not callable(activation):
-        raise ValueError(
-            f"{name}: activation must be one of {', '.join(FUNCTIONS)}, or a function of an array, got {activation!r}"
+        raise InvalidValue(
+            f"activation must be one of {', '.join(FUNCTIONS)}, or a function of an array, got {activation!r}"
         )
     found: str | Function | None = next((fused for f, fused in _FUSED_FUNCTIONS if f is activation), activation)
     return found

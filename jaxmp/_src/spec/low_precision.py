@@ -27,6 +27,7 @@ from jax.typing import DTypeLike
 
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec.process_grid import round_up
+from jaxmp._src.spec.refusal import InvalidType, InvalidValue
 
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
 FLOAT4 = "float4_e2m1fn"
@@ -153,18 +154,18 @@ def result_dtypes(a: DTypeLike, b: DTypeLike) -> tuple[str, ...]:
 # Scales --------------------------------------------------------------------------------------------------------
 
 
-def find_mode(name: str, argument: str, scale: ArrayType | None, shape: tuple[int, ...], dtype: DTypeLike) -> str:
+def find_mode(argument: str, scale: ArrayType | None, shape: tuple[int, ...], dtype: DTypeLike) -> str:
     """The mode of an operand's scale from its shape and dtype; `shape` is the operand's, (..., rows, k)."""
     is_float4, k = np.dtype(dtype).name == FLOAT4, shape[-1]
     if scale is None:
         if is_float4:
-            raise ValueError(
-                f"{name}: {argument} is missing; {FLOAT4} operands need one a block of 16, shape "
+            raise InvalidValue(
+                f"{argument} is missing; {FLOAT4} operands need one a block of 16, shape "
                 f"{(*shape[:-1], k // 16)} of float8_e4m3fn"
             )
         return NONE
     if not hasattr(scale, "shape") or not hasattr(scale, "dtype"):
-        raise TypeError(f"{name}: {argument} must be an array, got {type(scale).__name__}")
+        raise InvalidType(f"{argument} must be an array, got {type(scale).__name__}")
     options = {
         SCALAR: (),
         OUTER_VEC: shape[:-1],
@@ -183,13 +184,13 @@ def find_mode(name: str, argument: str, scale: ArrayType | None, shape: tuple[in
             return mode
     texts = [f"{wanted} of {_SCALE_DTYPE.get(mode, 'float32')}" for mode, wanted in options.items()]
     rest = f"no scale of blocks of {' or '.join(map(str, sorted(blocked)))}, which do not divide its k={k}"
-    raise ValueError(
-        f"{name}: {argument} has shape {tuple(scale.shape)} and dtype {scale.dtype.name}; an operand of shape "
+    raise InvalidValue(
+        f"{argument} has shape {tuple(scale.shape)} and dtype {scale.dtype.name}; an operand of shape "
         f"{shape} and dtype {np.dtype(dtype).name} takes {', '.join([*texts, rest] if blocked else texts)}"
     )
 
 
-def check_units(name: str, dtype: DTypeLike, scale_mode: str, other_mode: str, extents: dict[str, int]) -> None:
+def check_units(dtype: DTypeLike, scale_mode: str, other_mode: str, extents: dict[str, int]) -> None:
     """Raise unless m, n and k on each device are whole blocks and rows begin at multiples of 16 bytes."""
     outer, k = {VEC16: (128, 64), VEC32: (128, 128)}.get(scale_mode, (16, 16))
     k = 128 if 128 in (BLOCK.get(scale_mode), BLOCK.get(other_mode)) else k
@@ -197,8 +198,8 @@ def check_units(name: str, dtype: DTypeLike, scale_mode: str, other_mode: str, e
         unit = k if what == "k" else outer
         if extent % unit:
             kind = f" with scales of {scale_mode}" if scale_mode not in (NONE, SCALAR) else ""
-            raise ValueError(
-                f"{name}: {what} must be a multiple of {unit} on each device for {np.dtype(dtype).name}{kind}, got "
+            raise InvalidValue(
+                f"{what} must be a multiple of {unit} on each device for {np.dtype(dtype).name}{kind}, got "
                 f"{extent}; pad it to {round_up(extent, unit)}"
             )
 

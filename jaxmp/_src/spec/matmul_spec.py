@@ -143,10 +143,10 @@ class MatmulSpec(Parts):
     the pattern is not known yet. `c_dtype`, `bias_dtype` and `aux_dtype` (of gelu_aux) are None where they are those of
     the result. `traced` names those of alpha and beta that are arrays, and so are operands beside the call.
     `precision` is a row of `precisions`'s table. `distributions` are the stored a, b and d of a grid whose shards are
-    block-cyclic. `source_line` names the call in messages of a job of several processes, "matmul at train.py:41", and
-    is empty elsewhere. `determinism` is the level of docs/determinism.md. `b_leads`: on automatic axes, JAX's own
-    product has b for its first operand, to which XLA gives an axis that the rows and the columns of d compete for.
-    `is_batch`: operands and results have one more dimension in front.
+    block-cyclic. `source_line` names the call in messages: the public function, and in a job of several processes
+    its line, "matmul at train.py:41". `determinism` is the level of docs/determinism.md. `b_leads`: on automatic axes,
+    JAX's own product has b for its first operand, to which XLA gives an axis that the rows and the columns of d compete
+    for. `is_batch`: operands and results have one more dimension in front.
     """
 
     out_dtype: np.dtype
@@ -172,7 +172,7 @@ class MatmulSpec(Parts):
     comm: CommOptions = CommOptions()  # noqa: RUF009  frozen
     distributions: tuple[Distributed, Distributed, Distributed] | None = None
     is_typed: bool = False
-    source_line: str = ""
+    source_line: str = "matmul"
     b_leads: bool = False
     is_batch: bool = False
 
@@ -180,6 +180,11 @@ class MatmulSpec(Parts):
     def is_unsettled(self) -> bool:
         """Whether XLA's partitioner chooses the pattern."""
         return self.group.pattern == Pattern.UNSETTLED
+
+    @property
+    def function(self) -> str:
+        """The public function that the user called."""
+        return self.source_line.partition(" at ")[0]
 
     @functools.cached_property
     def is_bilinear(self) -> bool:

@@ -39,6 +39,7 @@ from jax.typing import DTypeLike
 
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.matmul_spec import INTEGERS
+from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,41 +130,39 @@ _NAMES = {
 _TABLE = _PRESETS | _NAMES
 
 
-def resolve(name: str, precision: Any, operand: DTypeLike, out: DTypeLike) -> str:
+def resolve(precision: Any, operand: DTypeLike, out: DTypeLike) -> str:
     """The row of the table that `precision` asks for; raises where it does not take these types."""
-    asked = _find(name, precision)
+    asked = _find(precision)
     if np.dtype(operand).name not in _TABLE[asked]:
         takes = ", ".join(_TABLE[asked]) or "nothing"
-        raise NotImplementedError(
-            f"{name}: precision={asked} takes operands of {takes}, got {np.dtype(operand).name}; convert them, or pass "
+        raise NotAvailable(
+            f"precision={asked} takes operands of {takes}, got {np.dtype(operand).name}; convert them, or pass "
             "precision=None"
         )
     compute = find(asked, operand)
     if compute.sums_in_16_bits and np.dtype(out).name != compute.accumulator:
-        raise NotImplementedError(
-            f"{name}: precision={asked} sums in {compute.accumulator}, so the result cannot be {np.dtype(out).name}; "
+        raise NotAvailable(
+            f"precision={asked} sums in {compute.accumulator}, so the result cannot be {np.dtype(out).name}; "
             "drop preferred_element_type, or pass precision=None"
         )
     return asked
 
 
-def _find(name: str, precision: Any) -> str:
+def _find(precision: Any) -> str:
     if isinstance(precision, lax.DotAlgorithm):
-        raise NotImplementedError(
-            f"{name}: precision={precision} is not implemented; pass a jax.lax.DotAlgorithmPreset"
-        )
+        raise NotAvailable(f"precision={precision} is not implemented; pass a jax.lax.DotAlgorithmPreset")
     asked = precision.name if isinstance(precision, lax.DotAlgorithmPreset) else precision
     if isinstance(asked, str) and asked in _TABLE:
         return asked
     values = tuple(precision) if isinstance(precision, tuple | list) else (precision, precision)
     if len(values) != 2:
-        raise ValueError(f"{name}: precision must be one value or a pair, got {precision!r}")
+        raise InvalidValue(f"precision must be one value or a pair, got {precision!r}")
     for value in values:
         try:
             value if value is None else lax.Precision(value)
         except ValueError:
-            raise ValueError(
-                f"{name}: precision must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset, the name of one, "
+            raise InvalidValue(
+                f"precision must be None, a jax.lax.Precision, a jax.lax.DotAlgorithmPreset, the name of one, "
                 f"or one of {', '.join(_NAMES)}; got {precision!r}"
             ) from None
     return "DEFAULT"

@@ -1,3 +1,4 @@
+# ruff: noqa: N818
 """What jaxmp refuses, told in the words of the call: operands of a product are {a}, {b} and {bias}.
 
 Whoever knows the user's function and its arguments adds them: `validation/public` around each public function, and the
@@ -58,7 +59,8 @@ class NotInstalled(Refusal, RuntimeError):
 
 # Tracebacks show the type that users know.
 for _kind in (InvalidValue, InvalidType, NotAvailable, NotInstalled):
-    _kind.__module__, _kind.__qualname__ = "builtins", _kind.__bases__[1].__name__
+    _kind.__module__ = "builtins"
+    _kind.__name__ = _kind.__qualname__ = _kind.__bases__[1].__name__
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jaxmp._src.runtime import native
 from jaxmp._src.spec.matmul_spec import INTEGERS, RESULT_TYPES, MatmulSpec, Pattern, accumulator
 from jaxmp._src.spec.options import CommOptions
+from jaxmp._src.spec.refusal import InvalidType, InvalidValue
 from jaxmp._src.validation.operand_checks import check_dtype
 
 _SUMMING = (Pattern.REDUCE_SCATTER, Pattern.ALL_REDUCE)
@@ -27,32 +28,34 @@ ALGORITHMS = {
 }
 
 
-def resolve_comm_options(name: str, out_dtype: DTypeLike, operand: DTypeLike, comm: CommOptions) -> CommOptions:
+def resolve_comm_options(out_dtype: DTypeLike, operand: DTypeLike, comm: CommOptions | None) -> CommOptions:
     """The options of a spec; `check_comm_options` judges them against the pattern once that is known."""
+    if comm is None:
+        return CommOptions()
     if not isinstance(comm, CommOptions):
-        raise TypeError(
-            f"{name}: comm must be a jaxmp.CommOptions, got {type(comm).__name__}; pass "
+        raise InvalidType(
+            f"comm must be a jaxmp.CommOptions, got {type(comm).__name__}; pass "
             "comm=jaxmp.CommOptions(dtype=..., algorithm=..., sm_count=...)"
         )
-    dtype = None if comm.dtype is None else check_dtype(name, "comm.dtype", comm.dtype)
+    dtype = None if comm.dtype is None else check_dtype("comm.dtype", comm.dtype)
     if dtype is not None:
         scale, out = accumulator(operand), np.dtype(out_dtype)
         is_number = dtype.name in RESULT_TYPES and dtype.name not in INTEGERS
         is_alike = jnp.issubdtype(dtype, jnp.complexfloating) == jnp.issubdtype(out, jnp.complexfloating)
         if not (is_number and is_alike and out.itemsize <= dtype.itemsize <= scale.itemsize):
-            raise ValueError(
-                f"{name}: comm.dtype must be no smaller than the result's {out.name} and no larger than "
+            raise InvalidValue(
+                f"comm.dtype must be no smaller than the result's {out.name} and no larger than "
                 f"{scale.name}, in which products are summed, got {dtype.name}"
             )
     algorithm, sm_count = comm.algorithm, comm.sm_count
     if algorithm is not None and not (isinstance(algorithm, str) and algorithm in ALGORITHMS):
-        raise ValueError(f"{name}: comm.algorithm must be None or one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
+        raise InvalidValue(f"comm.algorithm must be None or one of {', '.join(ALGORITHMS)}, got {algorithm!r}")
     if sm_count is not None:
         if isinstance(sm_count, bool) or not isinstance(sm_count, int | np.integer):
-            raise TypeError(f"{name}: comm.sm_count must be an integer, got {type(sm_count).__name__}")
+            raise InvalidType(f"comm.sm_count must be an integer, got {type(sm_count).__name__}")
         if not 1 <= sm_count < 2**31:
-            raise ValueError(
-                f"{name}: comm.sm_count must be at least 1, the number of multiprocessors that communicate, got "
+            raise InvalidValue(
+                f"comm.sm_count must be at least 1, the number of multiprocessors that communicate, got "
                 f"{sm_count}; None leaves it to the library"
             )
     is_default = algorithm in (None, "default")
@@ -63,9 +66,7 @@ def resolve_comm_options(name: str, out_dtype: DTypeLike, operand: DTypeLike, co
     )
 
 
-def check_comm_options(
-    name: str, spec: MatmulSpec, columns: int, is_settled: bool = True, has_mesh: bool = True
-) -> None:
+def check_comm_options(spec: MatmulSpec, columns: int, is_settled: bool = True, has_mesh: bool = True) -> None:
     """Raise ValueError for an option that the call's pattern does not take, or each device's d of so many columns.
 
     Unsettled, no pattern is known yet.
@@ -81,23 +82,23 @@ def check_comm_options(
         this = "no mesh is known to this call, which is local then"
         remedy = "drop it, or give the call a mesh (jax.set_mesh, or mesh=) and pass in_shardings and out_sharding"
     if comm.dtype is not None and (pattern not in _SUMMING or not is_settled):
-        raise ValueError(
-            f"{name}: comm.dtype={comm.dtype} is of partial sums, so the pattern must be "
+        raise InvalidValue(
+            f"comm.dtype={comm.dtype} is of partial sums, so the pattern must be "
             f"reduce_scatter or all_reduce, but {this}; {remedy}"
         )
     if is_settled and _answers_itself(spec):
         return
     takes = ALGORITHMS[comm.algorithm or "default"]
     if pattern not in takes or (not is_settled and len(takes) < len(Pattern)):
-        raise ValueError(
-            f"{name}: comm.algorithm={comm.algorithm!r} needs the pattern {' or '.join(p.value for p in takes)}, but "
+        raise InvalidValue(
+            f"comm.algorithm={comm.algorithm!r} needs the pattern {' or '.join(p.value for p in takes)}, but "
             f"{this}; {remedy}"
         )
     # Source: cublasmp.h 0.10, CUBLASMP_MATMUL_ALGO_TYPE_FUSED.
     dtype = np.dtype(comm.dtype or accumulator(spec.out_dtype))
     if comm.algorithm == "fused" and columns * dtype.itemsize % 16:
-        raise ValueError(
-            f"{name}: comm.algorithm='fused' needs rows of the result that are a multiple of 16 bytes of the "
+        raise InvalidValue(
+            f"comm.algorithm='fused' needs rows of the result that are a multiple of 16 bytes of the "
             f"communicated {dtype.name}, a multiple of {16 // dtype.itemsize} columns, got {columns}; pad b, or drop it"
         )
 

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from jaxmp._src.spec.refusal import InvalidValue
 from jaxmp._src.validation import operand_checks
 
 T = TypeVar("T")
@@ -36,37 +37,37 @@ def pick(values: Sequence[T], indices: Sequence[int]) -> tuple[T, ...]:
     return tuple(values[i] for i in indices)
 
 
-def parse(name: str, dimension_numbers: Any, lhs: jax.Array, rhs: jax.Array) -> DimensionNumbers:
+def parse(dimension_numbers: Any, lhs: jax.Array, rhs: jax.Array) -> DimensionNumbers:
     """Dimension numbers without negative ones, checked against the operands."""
-    for argument, x in (("lhs", lhs), ("rhs", rhs)):
-        operand_checks.check_array(name, argument, x)
+    for argument, x in (("{a}", lhs), ("{b}", rhs)):
+        operand_checks.check_array(argument, x)
     try:
         (lhs_contract, rhs_contract), (lhs_batch, rhs_batch) = dimension_numbers
         parts = [[int(i) for i in part] for part in (lhs_contract, rhs_contract, lhs_batch, rhs_batch)]
     except (TypeError, ValueError):
-        raise ValueError(
-            f"{name}: dimension_numbers must be ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), "
+        raise InvalidValue(
+            f"dimension_numbers must be ((lhs_contracting, rhs_contracting), (lhs_batch, rhs_batch)), "
             f"got {dimension_numbers!r}"
         ) from None
     lhs_contract, rhs_contract, lhs_batch, rhs_batch = (
-        _within(name, argument, part, x)
-        for argument, part, x in zip(("lhs", "rhs", "lhs", "rhs"), parts, (lhs, rhs, lhs, rhs), strict=True)
+        _within(argument, part, x)
+        for argument, part, x in zip(("{a}", "{b}") * 2, parts, (lhs, rhs, lhs, rhs), strict=True)
     )
     for kind, left, right in (("contracting", lhs_contract, rhs_contract), ("batch", lhs_batch, rhs_batch)):
         if len(left) != len(right):
-            raise ValueError(
-                f"{name}: dimension_numbers name {len(left)} {kind} dimensions of lhs, {left}, but {len(right)} of "
-                f"rhs, {right}"
+            raise InvalidValue(
+                f"dimension_numbers name {len(left)} {kind} dimensions of {{a}}, {left}, but {len(right)} of {{b}}, "
+                f"{right}"
             )
         for i, j in zip(left, right, strict=True):
             if lhs.shape[i] != rhs.shape[j]:
-                raise ValueError(
-                    f"{name}: {kind} dimension {i} of lhs has extent {lhs.shape[i]} but dimension {j} of rhs "
+                raise InvalidValue(
+                    f"{kind} dimension {i} of {{a}} has extent {lhs.shape[i]} but dimension {j} of {{b}} "
                     f"{rhs.shape[j]} (shapes {tuple(lhs.shape)}, {tuple(rhs.shape)})"
                 )
-    for argument, left, right in (("lhs", lhs_contract, lhs_batch), ("rhs", rhs_contract, rhs_batch)):
+    for argument, left, right in (("{a}", lhs_contract, lhs_batch), ("{b}", rhs_contract, rhs_batch)):
         if len({*left, *right}) != len(left) + len(right):
-            raise ValueError(f"{name}: dimension_numbers use a dimension of {argument} twice, {left} and {right}")
+            raise InvalidValue(f"dimension_numbers use a dimension of {argument} twice, {left} and {right}")
     # The order of the pairs is free; this one lets lhs, which is larger in most layers, stay as it is.
     pairs = sorted(zip(lhs_contract, rhs_contract, strict=True))
     lhs_contract, rhs_contract = tuple(i for i, _ in pairs), tuple(j for _, j in pairs)
@@ -75,11 +76,10 @@ def parse(name: str, dimension_numbers: Any, lhs: jax.Array, rhs: jax.Array) -> 
     return DimensionNumbers(lhs_contract, rhs_contract, lhs_batch, rhs_batch, lhs_free, rhs_free)
 
 
-def _within(name: str, argument: str, dimensions: Sequence[int], x: jax.Array) -> tuple[int, ...]:
+def _within(argument: str, dimensions: Sequence[int], x: jax.Array) -> tuple[int, ...]:
     for i in dimensions:
         if not -x.ndim <= i < x.ndim:
-            raise ValueError(
-                f"{name}: dimension_numbers name dimension {i} of {argument}, which has {x.ndim} (shape "
-                f"{tuple(x.shape)})"
+            raise InvalidValue(
+                f"dimension_numbers name dimension {i} of {argument}, which has {x.ndim} (shape {tuple(x.shape)})"
             )
     return tuple(i % x.ndim for i in dimensions)

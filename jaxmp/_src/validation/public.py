@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import typing
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar, cast
 
@@ -12,6 +13,7 @@ import jax
 
 from jaxmp._src.runtime import jax_compat, jax_rules
 from jaxmp._src.spec.refusal import Refusal
+from jaxmp._src.spec.request import Request
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -26,12 +28,23 @@ _ELSEWHERE = {
 
 
 def public(fn: F) -> F:
-    """`fn` as users call it; its first two parameters are a and b of a product."""
-    operands = dict(zip("ab", inspect.signature(fn).parameters, strict=False))
+    """`fn` as users call it; its first two parameters are a and b of a product.
+
+    `**options: Unpack[...]` stands for keywords of `Request`, which its signature names one by one.
+    """
+    signature = _signature(fn)
+    parameters = signature.parameters
+    operands = dict(zip("ab", parameters, strict=False))
+    keywords = frozenset(parameters)
 
     @functools.wraps(fn)
     def called(*args: Any, **kwargs: Any) -> Any:
         jax_rules.register_imported()
+        if not keywords.issuperset(kwargs):
+            unknown = next(name for name in kwargs if name not in parameters)
+            raise TypeError(
+                f"{fn.__name__}() got an unexpected keyword argument {unknown!r}; {_remedy(unknown, parameters)}"
+            )
         try:
             return fn(*args, **kwargs)
         except Refusal as refusal:
@@ -41,26 +54,43 @@ def public(fn: F) -> F:
             if "incompatible devices" not in str(error):
                 raise
             raise ValueError(
-                f"{fn.__name__}: operands on incompatible devices, {_places(fn, args, kwargs)} (device ids); move them "
-                "to the same ones with jax.device_put"
+                f"{fn.__name__}: operands on incompatible devices, {_places(signature, args, kwargs)} (device ids); "
+                "move them to the same ones with jax.device_put"
             ) from error
-        except TypeError:
-            parameters = inspect.signature(fn).parameters
-            is_open = any(x.kind == x.VAR_KEYWORD for x in parameters.values())
-            unknown = next((name for name in kwargs if name not in parameters and not is_open), None)
-            if unknown is None:
-                raise
-        raise TypeError(
-            f"{fn.__name__}() got an unexpected keyword argument {unknown!r}; {_remedy(unknown, parameters)}"
-        )
 
-    return cast(F, jax_compat.hides_frames(jax_compat.under_known_flags(called)))
+    boundary: Any = jax_compat.hides_frames(jax_compat.under_known_flags(called))
+    if options := _options(fn):
+        boundary.__signature__, hints = signature, typing.get_type_hints(fn)
+        boundary.__annotations__ = {k: x for k, x in hints.items() if k != "options"} | typing.get_type_hints(options)
+    return cast(F, boundary)
 
 
-def _places(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _signature(fn: Callable[..., Any]) -> inspect.Signature:
+    """The signature of `fn` with each of its options, in the order of `Request`, and its default."""
+    signature = inspect.signature(fn)
+    options = _options(fn)
+    if options is None:
+        return signature
+    own = [x for x in signature.parameters.values() if x.kind != x.VAR_KEYWORD]
+    for name, annotation in options.__annotations__.items():
+        shown = getattr(annotation, "__forward_arg__", annotation)
+        of_option = {"default": Request._field_defaults[name], "annotation": shown}
+        own.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, **of_option))
+    order = {name: i for i, name in enumerate(Request._fields)}
+    own.sort(key=lambda x: (x.kind, order.get(x.name, -1) if x.kind == x.KEYWORD_ONLY else 0))
+    return signature.replace(parameters=own)
+
+
+def _options(fn: Callable[..., Any]) -> Any:
+    """The TypedDict of `**options: Unpack[...]`, or None."""
+    text = fn.__annotations__.get("options", "")
+    return fn.__globals__[text[len("Unpack[") : -1]] if text.startswith("Unpack[") else None
+
+
+def _places(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """The operands and their devices, "a on 0 and b on 1": JAX names the operands of a function of ours."""
     places: dict[str, str] = {}
-    for argument, value in inspect.signature(fn).bind(*args, **kwargs).arguments.items():
+    for argument, value in signature.bind(*args, **kwargs).arguments.items():
         for path, x in jax.tree_util.tree_leaves_with_path(value):
             if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) and x.committed:
                 ids = ", ".join(str(i) for i in sorted(device.id for device in x.devices()))

@@ -16,10 +16,11 @@ from jax.typing import DTypeLike
 from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.jax_compat import convert
 from jaxmp._src.spec import precisions
-from jaxmp._src.spec.caller import operand_name
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.low_precision import FLOAT4, is_mixed, operand_type, result_dtypes
 from jaxmp._src.spec.matmul_spec import RESULT_TYPES
+from jaxmp._src.spec.refusal import NotAvailable
+from jaxmp._src.spec.request import Request
 from jaxmp._src.validation.arguments import added_arrays
 from jaxmp._src.validation.operand_checks import as_array, check_preferred, is_array
 
@@ -68,60 +69,33 @@ class Conversion:
         return convert(x, self.result)
 
 
-def converted(
-    name: str,
-    multiply: Callable[[Any, Any, Any, Any, dict[str, Any]], Any],
-    a: Any,
-    b: Any,
-    c: Any,
-    epilog_inputs: Any,
-    options: dict[str, Any],
-    *,
-    are_rows: bool,
-    is_lax: bool = False,
-) -> Any:
-    """`multiply(a, b, c, epilog_inputs, options)`, d or (d, {name: array}), with the conversions of `find`."""
-    found, options = find(name, a, b, c, epilog_inputs, options, are_rows=are_rows, is_lax=is_lax)
-    return found.of_result(multiply(*operands(found, a, b, c, epilog_inputs), options))
+def find(request: Request, *, are_rows: bool | None = None, is_lax: bool = False) -> tuple[Conversion, Request]:
+    """(the conversions around a product, the request of the call); none where JAX refuses the types too.
 
-
-def operands(found: Conversion, a: Any, b: Any, c: Any, epilog_inputs: Any) -> tuple[Any, Any, Any, Any]:
-    """The operands of the call."""
-    if isinstance(epilog_inputs, Mapping):
-        epilog_inputs = {name: found.of(name, as_array(x)) for name, x in epilog_inputs.items()}
-    return found.of("a", a), found.of("b", b), found.of("c", c), epilog_inputs
-
-
-def find(
-    name: str,
-    a: Any,
-    b: Any,
-    c: Any,
-    epilog_inputs: Any,
-    options: dict[str, Any],
-    *,
-    are_rows: bool,
-    is_lax: bool = False,
-) -> tuple[Conversion, dict[str, Any]]:
-    """(the conversions around a product, the options of the call); none where JAX refuses the types too.
-
-    `are_rows`: both operands are stored along the contraction, as kernels of 8 bits and fewer take them. `is_lax`: the
-    result has the type of `lax.dot_general`, not of `jnp.matmul`.
+    `are_rows`: both operands are stored along the contraction, as kernels of 8 bits and fewer take them; by default
+    what the flags say. `is_lax`: the result has the type of `lax.dot_general`, not of `jnp.matmul`.
     """
-    options = options | {"preferred_element_type": check_preferred(name, options.get("preferred_element_type"))}
-    if not (is_array(a) and is_array(b)) or options.get("scaling") is not None:
-        return Conversion(), options
-    found = _find(name, a, b, added_arrays(c, epilog_inputs), options, are_rows=are_rows, is_lax=is_lax)
+    if request.preferred_element_type is not None:
+        request = request._replace(preferred_element_type=check_preferred(request.preferred_element_type))
+    if not (is_array(request.a) and is_array(request.b)) or request.scaling is not None:
+        return Conversion(), request
+    if are_rows is None:
+        are_rows = request.transpose_b and not request.transpose_a
+    found = _find(request, are_rows=are_rows, is_lax=is_lax)
     if found is None:
-        return Conversion(), options
-    return found, options | {"preferred_element_type": found.result}
+        return Conversion(), request
+    operands: dict[str, Any] = {name: found.of(name, getattr(request, name)) for name in ("a", "b", "c")}
+    if isinstance(request.epilog_inputs, Mapping):
+        inputs = {name: found.of(name, as_array(x)) for name, x in request.epilog_inputs.items()}
+        operands["epilog_inputs"] = inputs
+    return found, request._replace(preferred_element_type=found.result, **operands)
 
 
-def _find(
-    name: str, a: Any, b: Any, added: Sequence[Any], options: Mapping[str, Any], *, are_rows: bool, is_lax: bool
-) -> Conversion | None:
+def _find(request: Request, *, are_rows: bool, is_lax: bool) -> Conversion | None:
     """The conversions of a product of two arrays; None where there are none."""
-    preferred, precision = options.get("preferred_element_type"), precisions.preset(options.get("precision"))
+    a, b, added = request.a, request.b, added_arrays(request)
+    preferred: Any = request.preferred_element_type
+    precision = precisions.preset(request.precision)
     types = jax.typeof(a), jax.typeof(b)
     dtypes = types[0].dtype, types[1].dtype
     are_weak = all(x.weak_type for x in types)
@@ -129,7 +103,7 @@ def _find(
         out, is_weak = (preferred, are_weak) if is_lax else _of_jnp((a, b), preferred, added)
         out = _of_lax(*dtypes, out, precision)
     except (TypeError, ValueError):  # JAX does not promote the types, or has no such product
-        _check_weak(name, a, b)
+        _check_weak(a, b)
         return None
     steps = _steps(*dtypes, out, precision)
     given = steps[-1] if steps else operand_type(*dtypes)
@@ -142,7 +116,7 @@ def _find(
     low = result_dtypes(*dtypes) if has_low else ()
     is_lax_alone = is_lax and not steps and is_mixed(*dtypes)  # may be of types that jnp does not promote
     leaves_type = is_default and given.name in RESULT_TYPES and not is_lax_alone
-    of_call = (None, None) if leaves_type else _of_call(given, low, out, precision, options)
+    of_call = (None, None) if leaves_type else _of_call(given, low, out, request)
     if of_call is None:
         return None
     operand, result = of_call
@@ -154,23 +128,23 @@ def _find(
     return Conversion(steps, result, None if result is None else out, is_weak, are_weak)
 
 
-def _check_weak(name: str, a: Any, b: Any) -> None:
+def _check_weak(a: Any, b: Any) -> None:
     """Raise NotImplementedError for a weak integer that is wider than the other, to whose type JAX promotes both."""
     types = [jax.typeof(x) for x in (a, b)]
     if any(x.weak_type for x in types) and all(jnp.issubdtype(x.dtype, jnp.integer) for x in types):
-        raise NotImplementedError(
-            f"{name}: operands of dtype {jnp.result_type(a, b)} ({operand_name(name, 'a')} {types[0].dtype}, "
-            f"{operand_name(name, 'b')} {types[1].dtype}) are not supported, for JAX has no product of integers that "
-            "is narrower than one of them; convert the weakly typed one"
+        raise NotAvailable(
+            f"operands of dtype {jnp.result_type(a, b)} ({{a}} {types[0].dtype}, {{b}} {types[1].dtype}) are not "
+            "supported, for JAX has no product of integers that is narrower than one of them; convert the weakly typed "
+            "one"
         )
 
 
 # The types of JAX ------------------------------------------------------------------------------------------------
 
 
-def of_jnp(name: str, operands: Sequence[Any], preferred: DTypeLike | None) -> tuple[np.dtype, bool]:
-    """(type of the result of an einsum of `operands`, whether it is weak), for the public function `name`."""
-    return _of_jnp(operands, check_preferred(name, preferred), ())
+def of_jnp(operands: Sequence[Any], preferred: DTypeLike | None) -> tuple[np.dtype, bool]:
+    """(type of the result of an einsum of `operands`, whether it is weak)."""
+    return _of_jnp(operands, check_preferred(preferred), ())
 
 
 def _of_jnp(operands: Sequence[Any], preferred: np.dtype | None, added: Sequence[Any]) -> tuple[np.dtype, bool]:
@@ -242,18 +216,18 @@ def _of_call(
     given: np.dtype,
     low: tuple[str, ...],
     out: np.dtype,
-    precision: lax.DotAlgorithmPreset | None,
-    options: Mapping[str, Any],
+    request: Request,
 ) -> _CallTypes | None:
     """The types of a call for operands of the type `given`; None where no kernel has them.
 
     Kernels of 8 bits and fewer have results of the types `low`.
     """
-    has_kernel, implementation = given.name in RESULT_TYPES, options.get("implementation")
+    has_kernel, implementation = given.name in RESULT_TYPES, request.implementation
     if given == _INT8:
-        return _of_int8(out, options.get("epilog", Epilog.NONE), implementation)
+        return _of_int8(out, request.epilog, implementation)
     if implementation is not None and not has_kernel:
         return None
+    precision = precisions.preset(request.precision)
     if precision is not None and precisions.sums_in_16_bits(precision.name):
         out = given
     if out.name in (low or RESULT_TYPES.get(given.name, ())):

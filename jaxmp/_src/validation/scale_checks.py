@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._src.runtime.types import ArrayType
-from jaxmp._src.spec.caller import operand_name
 from jaxmp._src.spec.low_precision import (
     BLK128,
     FLOAT4,
@@ -26,6 +25,7 @@ from jaxmp._src.spec.low_precision import (
     result_dtypes,
 )
 from jaxmp._src.spec.matmul_spec import MatmulSpec, ScaleModes
+from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.validation.operand_checks import check_dtype, check_flag
 
 # By name, what cuBLAS has for 8-bit operands.
@@ -39,40 +39,40 @@ def are_low_precision(a: ArrayType, b: ArrayType) -> bool:
     return any(map(is_scaled, both)) or all(map(is_low_precision, both))
 
 
-def resolve_dtypes(name: str, a: ArrayType, b: ArrayType, preferred: np.dtype | None) -> tuple[np.dtype, np.dtype]:
+def resolve_dtypes(a: ArrayType, b: ArrayType, preferred: np.dtype | None) -> tuple[np.dtype, np.dtype]:
     """(type of a, type of D) for operands of which one at least is of low precision; they are never promoted."""
     allowed = result_dtypes(a.dtype, b.dtype)
     if not allowed:
-        raise NotImplementedError(
-            f"{name}: {operand_name(name, 'a')} is {a.dtype.name} and {operand_name(name, 'b')} is {b.dtype.name}; "
+        raise NotAvailable(
+            f"{{a}} is {a.dtype.name} and {{b}} is {b.dtype.name}; "
             "float8 goes with float8 (float8_e5m2 not with itself), float4_e2m1fn with its own type: "
             "convert one of them"
         )
     if preferred is None and len(allowed) == 1:
         return a.dtype, np.dtype(allowed[0])
     if preferred is None:
-        raise TypeError(
-            f"{name}: operands of {a.dtype.name} and {b.dtype.name} need preferred_element_type; "
+        raise InvalidType(
+            f"operands of {a.dtype.name} and {b.dtype.name} need preferred_element_type; "
             f"available: {', '.join(allowed)}"
         )
     if preferred.name not in allowed:
-        raise NotImplementedError(
-            f"{name}: preferred_element_type {preferred.name} is not available for {a.dtype.name} and {b.dtype.name} "
+        raise NotAvailable(
+            f"preferred_element_type {preferred.name} is not available for {a.dtype.name} and {b.dtype.name} "
             f"operands; available: {', '.join(allowed)}"
         )
     return a.dtype, preferred
 
 
-def check_transpositions(name: str, dtype: np.dtype, transpose_a: bool, transpose_b: bool) -> None:
+def check_transpositions(dtype: np.dtype, transpose_a: bool, transpose_b: bool) -> None:
     if is_scaled(dtype) and (transpose_a or not transpose_b):
-        raise ValueError(
-            f"{name}: {np.dtype(dtype).name} operands are multiplied along their last dimensions only, a stored (m, k) "
+        raise InvalidValue(
+            f"{np.dtype(dtype).name} operands are multiplied along their last dimensions only, a stored (m, k) "
             f"and b stored (n, k): pass transpose_a=False and transpose_b=True, got transpose_a={transpose_a} and "
             f"transpose_b={transpose_b}"
         )
 
 
-def side_dtypes(name: str, out: np.dtype, c: ArrayType | None) -> tuple[np.dtype, np.dtype]:
+def side_dtypes(out: np.dtype, c: ArrayType | None) -> tuple[np.dtype, np.dtype]:
     """(type of C, type of the bias) beside a D of type `out` from low-precision operands."""
     out = np.dtype(out)
     if not is_scaled(out):
@@ -80,64 +80,62 @@ def side_dtypes(name: str, out: np.dtype, c: ArrayType | None) -> tuple[np.dtype
     if c is None:
         return np.dtype(np.float16), np.dtype(np.float16)
     if c.dtype.name not in ("float16", "bfloat16"):
-        raise TypeError(f"{name}: c has dtype {c.dtype} but a result of {out.name} takes c in float16 or bfloat16")
+        raise InvalidType(f"c has dtype {c.dtype} but a result of {out.name} takes c in float16 or bfloat16")
     return c.dtype, c.dtype
 
 
-def check_bias(name: str, bias: Any, dtype: np.dtype, out: np.dtype) -> None:
+def check_bias(bias: Any, dtype: np.dtype, out: np.dtype) -> None:
     have = getattr(bias, "dtype", None)
     if have is not None and np.dtype(have) != np.dtype(dtype):
-        raise TypeError(
-            f"{name}: bias has dtype {have}, but a result of {np.dtype(out).name} from 8-bit operands takes it in "
+        raise InvalidType(
+            f"bias has dtype {have}, but a result of {np.dtype(out).name} from 8-bit operands takes it in "
             f"{np.dtype(dtype).name}; convert it"
         )
 
 
-def check_epilog(name: str, epilog_name: str, dtype: np.dtype, out: np.dtype) -> None:
+def check_epilog(epilog_name: str, dtype: np.dtype, out: np.dtype) -> None:
     """Raise NotImplementedError for what cuBLAS does not have for 8-bit operands."""
     allowed = ("NONE",) if np.dtype(dtype).name == INT8 else _EPILOGS
     if is_scaled(dtype) and np.dtype(out).name != FLOAT4:
         allowed = (*allowed, *_GELU_AUX)
     if epilog_name not in allowed:
-        raise NotImplementedError(
-            f"{name}: epilog {epilog_name} is not available for {np.dtype(dtype).name} operands and a result of "
+        raise NotAvailable(
+            f"epilog {epilog_name} is not available for {np.dtype(dtype).name} operands and a result of "
             f"{np.dtype(out).name}; available: {', '.join(allowed)}"
         )
 
 
 def resolve_scales(
-    name: str, scaling: Scaling | None, a: ArrayType, b: ArrayType, spec: MatmulSpec
+    scaling: Scaling | None, a: ArrayType, b: ArrayType, spec: MatmulSpec
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(the spec's fields, the operands by name) of the scales of float8 and float4 operands; of others, nothing."""
     if scaling is not None and not isinstance(scaling, Scaling):
-        raise TypeError(
-            f"{name}: scaling must be a jaxmp.Scaling, got {type(scaling).__name__}; pass "
-            "scaling=jaxmp.Scaling(a=..., b=...)"
+        raise InvalidType(
+            f"scaling must be a jaxmp.Scaling, got {type(scaling).__name__}; pass scaling=jaxmp.Scaling(a=..., b=...)"
         )
     if not is_scaled(a.dtype):
         if scaling is not None:
-            raise TypeError(
-                f"{name}: only float8 and float4 operands take scaling, but {operand_name(name, 'a')} has dtype "
-                f"{a.dtype}; drop scaling"
+            raise InvalidType(
+                f"only float8 and float4 operands take scaling, but {{a}} has dtype {a.dtype}; drop scaling"
             )
         return {}, {}
     out = np.dtype(spec.out_dtype)
     scaling = Scaling() if scaling is None else scaling
-    amax, aux_amax = (check_flag(name, f"scaling.{key}", getattr(scaling, key)) for key in ("result_amax", "aux_amax"))
+    amax, aux_amax = (check_flag(f"scaling.{key}", getattr(scaling, key)) for key in ("result_amax", "aux_amax"))
     modes = {
-        "a": find_mode(name, "scaling.a", scaling.a, tuple(a.shape), a.dtype),
-        "b": find_mode(name, "scaling.b", scaling.b, tuple(b.shape), b.dtype),
-        "c": _check_scalar(name, "c", scaling.c),
-        "d": _check_scalar(name, "d", scaling.d),
-        "aux": _check_scalar(name, "aux", scaling.aux),
+        "a": find_mode("scaling.a", scaling.a, tuple(a.shape), a.dtype),
+        "b": find_mode("scaling.b", scaling.b, tuple(b.shape), b.dtype),
+        "c": _check_scalar("c", scaling.c),
+        "d": _check_scalar("d", scaling.d),
+        "aux": _check_scalar("aux", scaling.aux),
     }
-    _check_modes(name, modes, out)
+    _check_modes(modes, out)
     of_aux = {"aux_dtype": scaling.aux_dtype, "aux": scaling.aux, "aux_amax": aux_amax}
-    aux = _resolve_aux(name, spec.epilog.name, (a.dtype, b.dtype, out), spec.c_dtype, modes["a"], of_aux)
+    aux = _resolve_aux(spec.epilog.name, (a.dtype, b.dtype, out), spec.c_dtype, modes["a"], of_aux)
     is_blocked = modes["a"] in (VEC16, VEC32)
     if amax and (out.name not in FLOAT8 or is_blocked):
-        raise NotImplementedError(
-            f"{name}: scaling.result_amax is taken of a float8 result with tensor-wide scales; the result is "
+        raise NotAvailable(
+            f"scaling.result_amax is taken of a float8 result with tensor-wide scales; the result is "
             f"{out.name} and scaling.a is {modes['a']}: use jnp.max(jnp.abs(d)) of a wider result"
         )
     out_scale = modes["a"] if is_blocked and is_low_precision(out) else NONE
@@ -146,43 +144,40 @@ def resolve_scales(
     return {"scales": fields, "aux_dtype": aux}, given
 
 
-def _check_scalar(name: str, argument: str, scale: Any) -> str:
+def _check_scalar(argument: str, scale: Any) -> str:
     if scale is None:
         return NONE
     if getattr(scale, "shape", None) != () or getattr(scale, "dtype", None) != np.float32:
         got = f"shape {scale.shape} of {scale.dtype}" if hasattr(scale, "dtype") else type(scale).__name__
-        raise ValueError(f"{name}: scaling.{argument} must be a float32 scalar of shape (), got {got}")
+        raise InvalidValue(f"scaling.{argument} must be a float32 scalar of shape (), got {got}")
     return SCALAR
 
 
-def _check_modes(name: str, modes: dict[str, str], out: np.dtype) -> None:
+def _check_modes(modes: dict[str, str], out: np.dtype) -> None:
     """Raise where the modes of a, b, c and d do not go together."""
     a, b = modes["a"], modes["b"]
     tensorwide = {a, b} <= {NONE, SCALAR}
     both_128 = {a, b} == {VEC128} or {a, b} == {VEC128, BLK128}
     if not tensorwide and not both_128 and (a != b or a == BLK128):
-        raise NotImplementedError(
-            f"{name}: scaling.a is {a} and scaling.b is {b}, which do not go together; both must be of one mode, or "
+        raise NotAvailable(
+            f"scaling.a is {a} and scaling.b is {b}, which do not go together; both must be of one mode, or "
             "(rows, k/128) with (rows, k/128) or (rows/128, k/128)"
         )
     is_low_precision_out = is_low_precision(out)
     if is_low_precision_out and not tensorwide and a not in (VEC16, VEC32):
-        raise NotImplementedError(
-            f"{name}: with scales of {a} the result must be bfloat16, float16 or float32, got {np.dtype(out).name}"
+        raise NotAvailable(
+            f"with scales of {a} the result must be bfloat16, float16 or float32, got {np.dtype(out).name}"
         )
     if modes["c"] != NONE and not tensorwide:
-        raise ValueError(
-            f"{name}: scaling.c goes with tensor-wide scales only, scaling.a is {a}; multiply beta with it"
-        )
+        raise InvalidValue(f"scaling.c goes with tensor-wide scales only, scaling.a is {a}; multiply beta with it")
     if modes["d"] != NONE and not (is_low_precision_out and (tensorwide or a == VEC16)):
-        raise ValueError(
-            f"{name}: scaling.d scales a result of float8 with tensor-wide scales, or of float4; the result is "
+        raise InvalidValue(
+            f"scaling.d scales a result of float8 with tensor-wide scales, or of float4; the result is "
             f"{np.dtype(out).name} and scaling.a is {a}: drop it" + (", blocks get their own" if a == VEC32 else "")
         )
 
 
 def _resolve_aux(
-    name: str,
     epilog_name: str,
     dtypes: tuple[np.dtype, np.dtype, np.dtype],
     c: np.dtype | None,
@@ -198,27 +193,27 @@ def _resolve_aux(
     said = [argument for argument, value in given.items() if value is not None and value is not False]
     if epilog_name not in _GELU_AUX:
         if said:
-            raise ValueError(
-                f"{name}: scaling.{said[0]} is of gelu_aux, but epilog {epilog_name} has none; drop it, or take "
+            raise InvalidValue(
+                f"scaling.{said[0]} is of gelu_aux, but epilog {epilog_name} has none; drop it, or take "
                 f"{' or '.join(_GELU_AUX)}"
             )
         return None
     a, b, out = (np.dtype(dtype).name for dtype in dtypes)
     default = np.dtype(c) if out in FLOAT8 else np.dtype(out)
-    asked = default if given["aux_dtype"] is None else check_dtype(name, "scaling.aux_dtype", given["aux_dtype"])
+    asked = default if given["aux_dtype"] is None else check_dtype("scaling.aux_dtype", given["aux_dtype"])
     is_e4m3 = {a, b, out} == {"float8_e4m3fn"} and np.dtype(c) == np.float16 and scale_a in (NONE, SCALAR)
     allowed = (default.name, "float8_e4m3fn") if is_e4m3 and epilog_name == "GELU_AUX" else (default.name,)
     if asked.name not in allowed:
-        raise NotImplementedError(
-            f"{name}: scaling.aux_dtype {asked.name} is not available for epilog {epilog_name} with {a} and {b} "
+        raise NotAvailable(
+            f"scaling.aux_dtype {asked.name} is not available for epilog {epilog_name} with {a} and {b} "
             f"operands, c of {np.dtype(c).name} and a result of {out}; available: {', '.join(allowed)} "
             "(float8_e4m3fn goes with GELU_AUX, operands and a result of float8_e4m3fn, tensor-wide scales, and "
             "c of float16 or none)"
         )
     rest = [argument for argument in said if argument != "aux_dtype"]
     if rest and asked.name not in FLOAT8:
-        raise ValueError(
-            f"{name}: scaling.{rest[0]} is of a gelu_aux of float8, but it is {asked.name} here; drop it, or set "
+        raise InvalidValue(
+            f"scaling.{rest[0]} is of a gelu_aux of float8, but it is {asked.name} here; drop it, or set "
             "scaling.aux_dtype to jnp.float8_e4m3fn"
         )
     return asked

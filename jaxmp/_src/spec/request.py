@@ -1,17 +1,15 @@
-"""Keyword arguments that the overloads of the public functions share, as a type checker sees them.
-
-The functions themselves name every option with its default; tests/ops/test_signatures.py holds the two equal.
-"""
+"""What a user asks of one product: one record, and its keyword arguments as a type checker sees them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.spec.low_precision import Scaling
 from jaxmp._src.spec.options import CommOptions, Determinism, Implementation, Mesh, Precision, Scalar, Sharding
 from jaxmp._src.spec.process_grid import BlockCyclic
 
@@ -41,6 +39,38 @@ AuxEpilog = Literal[
 WithResults = tuple[jax.Array, dict[str, jax.Array]]
 ShardingPair = tuple[Sharding | None, Sharding | None] | list[Sharding | None]
 ShardingTriple = tuple[Sharding | None, Sharding | None, Sharding | None] | list[Sharding | None]
+
+
+class Request(NamedTuple):
+    """One call as the user wrote it, by the names of `matmul`, with the defaults of every public function.
+
+    `function` is its name in messages, as "mlp (x @ w_in)". `takes_transposed`: the function has the options
+    `transpose_a` and `transpose_b`. `b_leads`: as in `MatmulSpec`.
+    """
+
+    function: str
+    a: Any
+    b: Any
+    c: Any = None
+    alpha: Scalar = 1.0
+    beta: Scalar | None = None
+    transpose_a: bool = False
+    transpose_b: bool = False
+    conjugate_a: bool = False
+    conjugate_b: bool = False
+    epilog: Epilog | int = Epilog.NONE
+    epilog_inputs: Mapping[str, ArrayLike] | None = None
+    precision: Precision = None
+    preferred_element_type: DTypeLike | None = None
+    out_sharding: Any = None
+    in_shardings: Any = None
+    mesh: Mesh | None = None
+    implementation: Implementation | None = None
+    determinism: Determinism = "run_to_run"
+    scaling: Scaling | None = None
+    comm: CommOptions | None = None
+    takes_transposed: bool = True
+    b_leads: bool = False
 
 
 class _Product(TypedDict, total=False):
@@ -77,8 +107,34 @@ class MatmulOptions(ShardOptions, _Placed, total=False):
     """Options of `matmul`, likewise."""
 
 
+class AnyMatmulOptions(ShardOptions, total=False):
+    """Options of `matmul`, of arrays and of block-cyclic ones."""
+
+    out_sharding: Sharding | BlockCyclic | None
+    in_shardings: ShardingPair | None
+    mesh: Mesh | None
+
+
 class LinearOptions(_Product, _Placed, total=False):
     """Options of `linear`, likewise."""
+
+
+class ContractionOptions(_Placed, total=False):
+    """Options of `dot_general` and `einsum`, for each product."""
+
+    implementation: Implementation | None
+    determinism: Literal["run_to_run", "batch"]
+
+
+class LayerOptions(TypedDict, total=False):
+    """Options of `mlp` and `gated_mlp`, for each product."""
+
+    precision: Precision
+    out_sharding: Sharding | None
+    in_shardings: ShardingTriple | None
+    mesh: Mesh | None
+    implementation: Implementation | None
+    determinism: Determinism
 
 
 class BlockCyclicOptions(TypedDict, total=False):
