@@ -197,8 +197,8 @@ def evaluate_plain(equations: Sequence[_core.JaxprEqn], outputs: Sequence[Any], 
     `jax.numpy`: JAX differentiates that once.
     """
     segment = _Segment(equations, outputs)
-    is_traced_alone = isinstance(_core.trace_ctx.trace, (_core.EvalTrace, _pe.DynamicJaxprTrace))
-    if is_traced_alone or not _is_hashable(segment):
+    is_not_transformed = isinstance(_core.trace_ctx.trace, (_core.EvalTrace, _pe.DynamicJaxprTrace))
+    if is_not_transformed or not _is_hashable(segment):
         evaluate_each(equations, values)
     else:
         values |= zip(outputs, _evaluate_segment(segment, *(values[v] for v in segment.inputs)), strict=True)
