@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from tqdm import tqdm
 
 import jaxmp
-from jaxmp._src.hardware import calibration
+from jaxmp._src.cli import calibrate
 
 PATTERNS = {**bench_matmul.PATTERNS, "local": (P("x", None), P(None, None), P("x", None))}
 SHAPES = [shape for shape in bench_matmul.SHAPES if min(shape) >= 512]
@@ -116,7 +116,7 @@ def detail(group):
 def measure(quick):
     seconds, rounds = (0.1, (5, 9)) if quick else (0.4, (9, 31))
     shapes = SHAPES[:1] if quick else SHAPES
-    before = calibration.measure()
+    before = calibrate.measure()
     hardware = jaxmp.Hardware(**before)
     grid = list(itertools.product(TYPES, shapes, RANKS))
     with contextlib.redirect_stdout(None):
@@ -124,7 +124,7 @@ def measure(quick):
             cases_of(shape, types, ranks, hardware, seconds, rounds)
             for types, shape, ranks in tqdm(grid, "prediction", disable=None)
         ]
-    after = calibration.measure()
+    after = calibrate.measure()
     drift = {name: after["rates"][name] / rate for name, rate in before["rates"].items()}
     note = "Rates of one device at the end over those at the start: "
     note += ", ".join(f"{name} {ratio:.2f}" for name, ratio in drift.items()) + "."

@@ -138,7 +138,7 @@ def test_the_width_is_that_of_the_terminal_if_there_is_one(is_terminal, capsys, 
     assert main.main(["advise", "4096", "4096", "16384", "--devices", "64"]) == 0
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line).rstrip() for line in capsys.readouterr().out.splitlines()]
     assert (max(map(len, lines)) <= 80) == is_terminal
-    assert sum("all-reduce" in line.split() for line in lines) == 1
+    assert sum("all_reduce" in line.split() for line in lines) == 1
 
 
 # ---- selftest

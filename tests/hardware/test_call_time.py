@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.cli import main
+from jaxmp._src.cli import calibrate, main
 from jaxmp._src.hardware import calibration
 from jaxmp._src.hardware.call_time import Transfer, call_time, kind_of
 from jaxmp._src.hardware.hardware import MACHINES
@@ -232,8 +232,8 @@ def test_this_machine_is_measured_once_and_kept(own_cache, monkeypatch, capsys):
     with pytest.raises(ValueError, match='hardware "this" has not been measured yet; run jaxmp info --calibrate'):
         jaxmp.explain(jaxmp.matmul, hardware="this")
     for name in ("_LARGE", "_STREAM"):
-        monkeypatch.setattr(calibration, name, 2**8 if name == "_LARGE" else 2**16)
-    monkeypatch.setattr(calibration, "interleaved", lambda calls, **_: dict.fromkeys(calls, 0.001))
+        monkeypatch.setattr(calibrate, name, 2**8 if name == "_LARGE" else 2**16)
+    monkeypatch.setattr(calibrate, "interleaved", lambda calls, **_: dict.fromkeys(calls, 0.001))
     assert main.main(["info", "--calibrate", "--json"]) == 0
     assert own_cache.exists()
     a = jax.ShapeDtypeStruct((4, 4), "bfloat16")
@@ -255,11 +255,11 @@ def test_rates_of_another_machine_are_not_taken(own_cache, monkeypatch):
 
 def test_a_measurement_is_of_real_products(own_cache, monkeypatch):
     """Small ones, so that this takes no time; the numbers are of no use, but there."""
-    monkeypatch.setattr(calibration, "_LARGE", 32)
-    monkeypatch.setattr(calibration, "_STREAM", 2**12)
-    real = calibration.interleaved
-    monkeypatch.setattr(calibration, "interleaved", lambda calls, **_: real(calls, seconds=1e-4, rounds=(1, 1)))
-    fields = calibration.measure()
+    monkeypatch.setattr(calibrate, "_LARGE", 32)
+    monkeypatch.setattr(calibrate, "_STREAM", 2**12)
+    real = calibrate.interleaved
+    monkeypatch.setattr(calibrate, "interleaved", lambda calls, **_: real(calls, seconds=1e-4, rounds=(1, 1)))
+    fields = calibrate.measure()
     machine = jaxmp.Hardware(**fields)
     assert set(machine.xla_rates) == {"float32", "float64", "bfloat16", "float16"}
     assert set(machine.rates) == {*machine.xla_rates, "float8", "float4"}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, overload
 
 import jax.numpy as jnp
@@ -12,12 +12,11 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
-from jaxmp._src.advise.candidates import Candidate, candidates, flops_of, time_of
-from jaxmp._src.advise.program import Advised, ProgramAdvice, lines_of
-from jaxmp._src.advise.reference import Reference, reference
-from jaxmp._src.hardware.call_time import CallTime, Transfer, call_time, kind_of
+from jaxmp._src.advise.program import Advised, ProgramAdvice
+from jaxmp._src.advise.ways import Mesh, Way, in_no_layout, ways
+from jaxmp._src.explain.text import aligned
+from jaxmp._src.hardware.call_time import CallTime
 from jaxmp._src.hardware.hardware import Hardware, hardware_of
-from jaxmp._src.spec.matmul_spec import accumulator
 from jaxmp._src.validation.public import public
 
 
@@ -26,7 +25,7 @@ class Choice:
     """A sharding of a product.
 
     Attributes:
-      name: what is done, for people; pattern: `explain`'s word for it.
+      pattern: `explain`'s word for what is done; splits: its text of what each mesh axis splits.
       mesh: (axis, size) of the mesh, whose last axis varies fastest from device to device.
       a, b, d: the shardings of the operands and of the result.
       seconds: the predicted time; time: its parts.
@@ -36,9 +35,9 @@ class Choice:
       is_efficient: whether no other sharding is faster in as little memory.
     """
 
-    name: str
     pattern: str
-    mesh: tuple[tuple[str, int], ...]
+    splits: str
+    mesh: Mesh
     a: PartitionSpec
     b: PartitionSpec
     d: PartitionSpec
@@ -55,21 +54,19 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Advice:
-    """The shardings of one product on one machine.
-
-    `str` gives the table: of each kind the best mesh, and all that are efficient.
+    """The shardings of one product on one machine. `str` gives the table: of each pattern the best, and all that are
+    efficient.
 
     Attributes:
       choices: all of them: those that fit in memory first, then by time, then by memory.
       best: the first.
-      reference: the communication-optimal grid; reference_time: its predicted time on this machine.
+      lower_bound: bytes that some device receives whatever the algorithm, if each begins with its part of one copy.
       hardware: the machine.
     """
 
     product: str
     choices: tuple[Choice, ...]
-    reference: Reference
-    reference_time: CallTime
+    lower_bound: float
     hardware: Hardware
 
     @property
@@ -78,31 +75,24 @@ class Advice:
 
     def rows(self) -> list[list[str]]:
         """The header and the cells of the table."""
-        names: set[str] = set()
-        shown = []
-        for choice in self.choices:
-            if choice.name not in names or (choice.is_efficient and choice.fits):
-                shown.append(choice)
-            names.add(choice.name)
-        head = ["sharding", "mesh", "a", "b", "d", "us", "bound by", "MB held", "MB moved", ""]
+        best = {each.pattern: each for each in self.choices[::-1]}
+        shown = [each for each in self.choices if each is best[each.pattern] or (each.is_efficient and each.fits)]
+        head = ["pattern", "mesh", "a", "b", "d", "us", "bound by", "MB held", "MB moved", ""]
         return [head, *map(_cells, shown)]
 
     def notes(self) -> list[str]:
         """What is printed below the table."""
-        found, time = self.reference, self.reference_time
-        grid = "x".join(map(str, found.grid))
         return [
             "*: no other is faster in as little memory; MB are of one device",
-            f"communication-optimal: grid (m, n, k) of {grid}; each device receives {_mega(found.elements)} million "
-            f"elements (with any algorithm at least {_mega(found.lower_bound)}), {time.total * 1e6:.3g} us",
+            f"with one copy of a and b, some device receives at least {_mega(self.lower_bound)} MB with any algorithm",
             f"{self.hardware.name}: {self.hardware.source or 'as given'}",
         ]
 
     def __str__(self) -> str:
-        return "\n".join([self.product, "", *lines_of(self.rows()), "", *self.notes()])
+        return "\n".join([self.product, "", *aligned(self.rows()), "", *self.notes()])
 
     def __repr__(self) -> str:
-        return f"Advice({self.product}: {self.best.name}, {self.best.seconds * 1e6:.3g} us)"
+        return f"Advice({self.product}: {self.best.pattern}, {self.best.seconds * 1e6:.3g} us)"
 
 
 @overload
@@ -139,14 +129,11 @@ def advise(
 ) -> Any:
     """Print the shardings of a product of (m, k) and (k, n), or of all products of a function, fastest first.
 
-    `advise(m, k, n, devices)` ranks the shardings of one product on a mesh of one or two axes; a mesh has nodes of
-    neighbouring devices. `advise(fn, devices=8)(*args)` traces `fn`, plain JAX or jaxmp's, for its arrays (or
+    `advise(m, k, n, devices)` ranks the shardings of one product on meshes of one or two axes, by the model of time of
+    docs/cost.md. `advise(fn, devices=8)(*args)` traces `fn`, plain JAX or jaxmp's, for its arrays (or
     `jax.ShapeDtypeStruct`s), runs nothing, and ranks plans: shardings of its arguments and of each of its products on
-    one mesh axis "x" of all devices, of which the sum of the times, with the reshards between products, is smallest.
-    The shardings that `fn` names are passed over; if it names mesh axes, set a mesh with `jax.set_mesh` first.
-
-    Times are those of the model of docs/cost.md, for calls of jaxmp. Where an operand lies whole on several devices,
-    its copies cost memory, and time on CPU devices of one process only.
+    one mesh axis "x" of all devices, by the times of the products and of the reshards between them. The shardings that
+    `fn` names are passed over; if it names mesh axes, set a mesh with `jax.set_mesh` first.
 
     Args:
       m, k, n: extents of the whole product; or, in place of m alone, a function.
@@ -156,9 +143,9 @@ def advise(
       quiet: whether to return without printing.
 
     Returns:
-      An `Advice`: `.best` and `.choices` with shardings, seconds and bytes, and `.reference`, the
-      communication-optimal grid of the literature. Of a function, a function of the same arguments that returns a
-      `ProgramAdvice`, whose `.best` and `.choices` have the shardings of the arguments and of each product.
+      An `Advice`, whose `.best` and `.choices` have shardings, seconds and bytes. Of a function, a function of the same
+      arguments that returns a `ProgramAdvice`, whose `.best` and `.choices` have the shardings of the arguments and of
+      each product.
 
     Raises:
       TypeError: an extent or a number of devices is no integer, or a type is given with a function.
@@ -176,8 +163,8 @@ def advise(
     >>> advice = jaxmp.advise(layer, devices=8, hardware="h100-8", quiet=True)(x, w, w)
     >>> advice.best.arguments
     (P('x', None), P(), P())
-    >>> [plan.name for plan in advice.choices if plan.is_efficient]
-    ['2 local', '2 grid']
+    >>> advice.choices[-1].name
+    '2 grid'
     """
     if callable(m):
         if not (k is n is dtype is out_dtype is None):
@@ -187,19 +174,22 @@ def advise(
     machine = hardware_of("advise", hardware)
     operand = np.dtype(jnp.dtype("bfloat16" if dtype is None else dtype))
     out = np.dtype(jnp.dtype(operand if out_dtype is None else out_dtype))
-    timed = [
-        (each, time_of(machine, each, flops_of(m, k, n, operand), devices, operand))
-        for each in candidates(m, k, n, devices, operand, out)
+    found = [
+        (mesh, way)
+        for mesh in _meshes(devices)
+        for way in ways(
+            in_no_layout("mk", "kn", "mn"), {"m": m, "k": k, "n": n}, (operand, operand, out), mesh, machine
+        )
+        if len(way.call.roles) == len(mesh)
     ]
-    if not timed:
+    if not found:
         raise ValueError(
             f"advise: no sharding over {devices} devices divides m={m}, k={k}, n={n}; pad them, or take other devices"
         )
     advice = Advice(
         f"{m}x{k}x{n} {operand.name} on {devices} devices of {machine.name}",
-        _ranked(timed, machine),
-        found := reference(m, k, n, devices, machine.memory / operand.itemsize),
-        _reference_time(machine, found, m, k, n, devices, operand),
+        tuple(_ranked(found, machine)),
+        operand.itemsize * lower_bound(m, k, n, devices, machine.memory / operand.itemsize),
         machine,
     )
     if not quiet:
@@ -217,69 +207,77 @@ def _count(name: str, value: Any) -> int:
     return number
 
 
-def _reference_time(
-    hardware: Hardware, found: Reference, m: int, k: int, n: int, devices: int, dtype: np.dtype
-) -> CallTime:
-    """The time on that grid, whose devices along k and n are taken for neighbours; sums move in the accumulator."""
-    pm, pn, pk = found.grid
-    a, b, d = m * k / (pm * pk), k * n / (pk * pn), m * n / (pm * pn)
-    sums = accumulator(dtype).itemsize
-    parts = (
-        (a * (1 - 1 / pn) * dtype.itemsize, pn, 1),
-        (b * (1 - 1 / pm) * dtype.itemsize, pm, pn * pk),
-        (d * (1 - 1 / pk) * sums, pk, pn),
-    )
-    return call_time(
-        hardware,
-        flops=flops_of(m, k, n, dtype),
-        kind=kind_of(dtype.name),
-        ndevices=devices,
-        nbytes=found.held * dtype.itemsize,
-        transfers=tuple(Transfer(round(nbytes), ranks, stride) for nbytes, ranks, stride in parts if nbytes),
-        is_fused=True,
-    )
+def _meshes(devices: int) -> Iterator[Mesh]:
+    """Those of one and of two axes."""
+    low = [size for size in range(1, int(devices**0.5) + 1) if devices % size == 0]
+    for size in sorted({*low, *(devices // size for size in low)}):
+        axes = (("y", devices // size), ("x", size))
+        if size > 1 or devices == 1:  # x alone, rather than y alone
+            yield tuple((axis, count) for axis, count in axes if count > 1)
 
 
-def _ranked(timed: list[tuple[Candidate, CallTime]], hardware: Hardware) -> tuple[Choice, ...]:
+def _ranked(found: list[tuple[Mesh, Way]], hardware: Hardware) -> Iterator[Choice]:
     """Those that fit first, then by time, then by memory; in that order one is efficient if it needs less memory than
     all before it."""
-    timed = sorted(timed, key=lambda pair: (pair[0].held > hardware.memory, pair[1].total, pair[0].held))
-    least, choices = float("inf"), []
-    for each, time in timed:
-        choices.append(
-            Choice(
-                each.name,
-                each.pattern,
-                each.mesh,
-                *each.shardings,
-                time=time,
-                memory=each.held,
-                bytes_moved=sum(transfer.nbytes for transfer in each.transfers),
-                fits=each.held <= hardware.memory,
-                is_efficient=each.held < least,
-            )
+    least = float("inf")
+    for mesh, way in sorted(
+        found, key=lambda pair: (sum(pair[1].held) > hardware.memory, pair[1].time.total, sum(pair[1].held))
+    ):
+        memory, call = sum(way.held), way.call
+        yield Choice(
+            call.pattern.value,
+            str(call),
+            mesh,
+            _spec(call.layout.a),
+            _spec(call.layout.b),
+            _spec(call.layout.d),
+            way.time,
+            memory,
+            bytes_moved=sum(transfer.nbytes for transfer in way.transfers),
+            fits=memory <= hardware.memory,
+            is_efficient=memory < least,
         )
-        least = min(least, each.held)
-    return tuple(choices)
+        least = min(least, memory)
+
+
+def lower_bound(m: int, k: int, n: int, devices: int, memory: float) -> float:
+    """Elements that some device has to receive, whatever the algorithm, if each begins with its part of one copy.
+
+    The larger of two bounds. Whatever the memory: Al Daas, Ballard, Grigori, Kumar, Rouse, "Tight memory-independent
+    parallel matrix multiplication communication lower bounds", SPAA 2022, theorem 3. With a memory of S elements:
+    2mnk / (P sqrt(S)) - S, Smith, Lowery, Langou, van de Geijn, "A tight I/O lower bound for matrix multiplication",
+    2019 (of which COSMA's is the parallel form).
+    """
+    small, middle, large = sorted((m, k, n))
+    total = m * k + k * n + m * n
+    if devices <= large / middle:
+        access = (large * middle + large * small) / devices + middle * small
+    elif devices <= large * middle / small**2:
+        access = 2 * (large * middle * small**2 / devices) ** 0.5 + large * middle / devices
+    else:
+        access = 3 * (m * n * k / devices) ** (2 / 3)
+    limited = 2 * m * n * k / (devices * memory**0.5) - memory
+    return float(max(access - total / devices, limited, 0.0))
+
+
+def _spec(dims: tuple[tuple[str, ...], ...]) -> PartitionSpec:
+    return PartitionSpec(*(dim[0] if len(dim) == 1 else dim or None for dim in dims))
 
 
 def _cells(choice: Choice) -> list[str]:
-    mark = "*" if choice.is_efficient else ""
     return [
-        choice.name,
+        choice.pattern,
         " ".join(f"{axis}={size}" for axis, size in choice.mesh),
-        *(_text(spec) for spec in (choice.a, choice.b, choice.d)),
+        *(
+            ", ".join(entry if isinstance(entry, str) else "".join(entry or "-") for entry in spec)
+            for spec in (choice.a, choice.b, choice.d)
+        ),
         f"{choice.seconds * 1e6:.4g}",
         choice.time.bound,
         _mega(choice.memory),
         _mega(choice.bytes_moved),
-        mark if choice.fits else "does not fit",
+        ("*" if choice.is_efficient else "") if choice.fits else "does not fit",
     ]
-
-
-def _text(spec: PartitionSpec) -> str:
-    """A sharding in short: "yx, -" for P(("y", "x"), None)."""
-    return ", ".join(entry if isinstance(entry, str) else "".join(entry or "-") for entry in spec)
 
 
 def _mega(number: float) -> str:

@@ -1,89 +1,83 @@
 """The fastest shardings of a chain of products, in as little memory: dynamic programming over the values alive.
 
 Each value lies on one mesh axis by one of its dimensions, or whole on every device. A product takes its operands in the
-shardings of one of its options and gives its result in that option's. An operand that lies otherwise is resharded
-ahead of it; the copy stays, so it is moved once for several products. After each product the search keeps, for every
-sharding of the values that later ones read, those beginnings of which none other is both faster and smaller.
+shardings of one of its ways and gives its result in that way's. An operand that lies otherwise is resharded ahead of
+it; the copy stays, so it is moved once for several products. After each product the search keeps, for every sharding of
+the values that later ones read, those beginnings of which none other is both faster and smaller.
 
-A reshard comes ahead of elementwise operations, so that a copy serves all that read the value in this shape and type.
+A reshard comes ahead of elementwise operations, so that a copy serves all that read the value.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxmp._src.advise.chain import Node, View
-from jaxmp._src.advise.options import Option, options_of, reshard_time
-from jaxmp._src.hardware.call_time import CallTime
+from jaxmp._src.advise.ways import ways
+from jaxmp._src.contraction import moves
+from jaxmp._src.hardware.call_time import CallTime, Transfer, call_time
 from jaxmp._src.hardware.hardware import Hardware
 
+AXIS = "x"
 # Up to how many beginnings of plans the search is exact; of more it keeps a quarter of that.
 CAP = 4096
 
+# The dimension that is sharded, or None of a value that is whole on every device.
 Sharding = int | None
-# What a copy is of: the node, or of views of these dimensions, shape and type alone.
-Of = tuple[tuple[int | None, ...], tuple[int, ...], np.dtype] | None
 # By value: the sharding that it has, and those in which it has copies.
-Places = dict[int, tuple[tuple[Sharding, Of], ...]]
-Live = frozenset[tuple[int, tuple[tuple[Sharding, Of], ...]]]
+Places = dict[int, tuple[Sharding, ...]]
+Live = frozenset[tuple[int, tuple[Sharding, ...]]]
 
 
-class Reshard(NamedTuple):
-    """What `view`'s node, or where `of_node` it itself, is brought to."""
+@dataclasses.dataclass(frozen=True)
+class PlanStep:
+    """A product of a plan, or a reshard ahead of one.
 
-    view: View
-    of_node: bool
-    have: Sharding
-    want: Sharding
+    Attributes:
+      line: the line of the program, "train.py:41".
+      operation: "product" or "reshard"; pattern: `explain`'s word for it; count: how often it runs.
+      shapes, shardings: of a, b and the result, as the program's `dot_general` has them; of a reshard ahead and behind.
+      time: the predicted time of one run.
+    """
+
+    line: str
+    operation: str
+    pattern: str
+    count: int
+    shapes: tuple[tuple[int, ...], ...]
+    shardings: tuple[PartitionSpec, ...]
     time: CallTime
-    runs: int
+
+    @property
+    def seconds(self) -> float:
+        return self.count * self.time.total
 
 
-class Chosen(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Chosen:
     """How an argument, or a value that is not followed, lies."""
 
     node: int
     sharding: Sharding
 
 
-class Run(NamedTuple):
-    """How a product runs."""
-
-    node: int
-    option: Option
-
-
-class Cost(NamedTuple):
-    """Seconds; of these of communication that no product hides; bytes of arguments, of results and copies."""
+class Label(NamedTuple):
+    """A part of a plan: its seconds, bytes that it adds to what a device holds, and its decisions; of a beginning these
+    are (those of the beginning before it, those of its last step)."""
 
     seconds: float = 0.0
-    exposed: float = 0.0
-    arguments: int = 0
-    results: int = 0
+    memory: int = 0
+    decisions: Any = ()
 
-    @property
-    def memory(self) -> int:
-        return self.arguments + self.results
-
-    def plus(self, other: Cost) -> Cost:
-        return Cost(
-            self.seconds + other.seconds,
-            self.exposed + other.exposed,
-            self.arguments + other.arguments,
-            self.results + other.results,
-        )
-
-
-class Label(NamedTuple):
-    """The beginning of a plan: its cost, and the last decision with those ahead of it."""
-
-    cost: Cost
-    decisions: Any = None
+    def plus(self, other: Label) -> Label:
+        """This, and a part behind it."""
+        return Label(self.seconds + other.seconds, self.memory + other.memory, (*self.decisions, *other.decisions))
 
 
 class Search:
@@ -91,35 +85,31 @@ class Search:
 
     def __init__(self, nodes: Sequence[Node], devices: int, hardware: Hardware) -> None:
         self._nodes, self._devices, self._hardware = nodes, devices, hardware
-        self._options = {i: options_of(x, devices, hardware) for i, x in enumerate(nodes) if x.kind == "product"}
-        self._last: dict[int, int] = {}
-        for i, node in enumerate(nodes):
-            self._last[i] = i
-            for used in (*(view.node for view in node.operands), node.loop):
-                self._last[used] = i
+        self._ways = {i: list(self._ways_of(node)) for i, node in enumerate(nodes) if node.kind == "product"}
+        self._last = {used: i for i, node in enumerate(nodes) for used in (i, *_read(node))}
         self.met_cap = False
 
-    def plans(self, patterns: Collection[str]) -> list[tuple[Cost, list[Any]]]:
-        """(cost, decisions) of the plans whose products have these patterns, fastest first, each smaller than all
-        before it."""
-        front: dict[Live, list[Label]] = {frozenset(): [Label(Cost())]}
+    def plans(self) -> list[tuple[int, list[Any]]]:
+        """(bytes, decisions), fastest first, each smaller than all before it."""
+        front: dict[Live, list[Label]] = {frozenset(): [Label()]}
         for i, node in enumerate(self._nodes):
             if node.kind in ("argument", "value"):
                 continue
-            read = {*(view.node for view in node.operands), node.loop}
+            read = _read(node)
             steps: dict[Live, list[tuple[Live, Label]]] = {}
             found: dict[Live, list[Label]] = {}
             for live, labels in front.items():
                 given = frozenset(pair for pair in live if pair[0] in read)
                 if given not in steps:  # what is to be done depends on what it reads alone
-                    steps[given] = self._steps(i, dict(given), patterns)
-                others = live - given
+                    steps[given] = self._steps(i, dict(given))
                 for after, step in steps[given]:
-                    found.setdefault(others | after, []).extend(
-                        Label(label.cost.plus(step.cost), (label.decisions, step.decisions)) for label in labels
+                    found.setdefault(live - given | after, []).extend(
+                        Label(x.seconds + step.seconds, x.memory + step.memory, (x.decisions, step.decisions))
+                        for x in labels
                     )
             front = self._capped({live: _efficient(labels) for live, labels in found.items()})
-        return [(cost, _flat(decisions)) for cost, decisions in _efficient(itertools.chain(*front.values()))]
+        labels = _efficient(itertools.chain(*front.values()))
+        return [(label.memory, _in_turn(label.decisions)) for label in labels]
 
     def _capped(self, front: dict[Live, list[Label]]) -> dict[Live, list[Label]]:
         """Where there are too many, the fastest and the smallest."""
@@ -127,114 +117,115 @@ class Search:
         if len(pairs) <= CAP:
             return front
         self.met_cap = True
-        by_time = sorted(pairs, key=lambda pair: pair[0].cost.seconds)
-        by_memory = sorted(pairs, key=lambda pair: (pair[0].cost.memory, pair[0].cost.seconds))
         kept: dict[Live, list[Label]] = {}
-        for label, live in (*by_time[: CAP // 8], *by_memory[: CAP // 8]):
-            kept.setdefault(live, []).append(label)
+        for order in (lambda pair: pair[0][:2], lambda pair: pair[0][1::-1]):
+            for label, live in sorted(pairs, key=order)[: CAP // 8]:
+                kept.setdefault(live, []).append(label)
         return kept
 
-    def _steps(self, i: int, given: Places, patterns: Collection[str]) -> list[tuple[Live, Label]]:
+    def _steps(self, i: int, given: Places) -> list[tuple[Live, Label]]:
         """(what lies where after it, its cost and decisions) of the efficient ways to do the i-th step."""
         found: dict[Live, list[Label]] = {}
-        for after, label in self._ways(i, given, patterns):
-            alive = frozenset(pair for pair in after.items() if self._last[pair[0]] > i)
-            found.setdefault(alive, []).append(label)
+        for wanted, made, own in self._runs(i, given):
+            for after, label in self._acquired(given, list(zip(self._nodes[i].operands, wanted, strict=True)), i):
+                alive = frozenset(pair for pair in (after | made).items() if self._last[pair[0]] > i)
+                found.setdefault(alive, []).append(label.plus(own))
         return [(live, label) for live, labels in found.items() for label in _efficient(labels)]
 
-    def _ways(self, i: int, given: Places, patterns: Collection[str]) -> Iterator[tuple[Places, Label]]:
-        """As `_steps`, of all ways."""
+    def _runs(self, i: int, given: Places) -> Iterator[tuple[Sequence[Sharding], Places, Label]]:
+        """How the i-th step can be done: the shardings of its operands, where its result lies, its own cost."""
         node = self._nodes[i]
         if node.kind == "close":
-            home = given[node.loop][0]
-            for after, label in self._acquired(given, node.operands, (home[0],)):
-                yield after | {node.loop: (home,)}, label
+            home = given[node.loop][:1]
+            yield home, {node.loop: home}, Label()
         elif node.kind == "join":
             for sharding in self._shardings(node):
-                for after, label in self._acquired(given, node.operands, (sharding,) * len(node.operands)):
-                    yield after | {i: ((sharding, None),)}, label
+                yield (sharding,) * len(node.operands), {i: (sharding,)}, Label()
         else:
-            for option in self._options[i]:
-                if option.pattern not in patterns:
-                    continue
-                time, runs = option.time, option.runs
-                held = node.count * self._bytes(node, option.d)
-                own = Cost(runs * time.total, runs * time.exposed, 0, held)
-                for after, label in self._acquired(given, node.operands, (option.a, option.b)):
-                    yield (
-                        after | {i: ((option.d, None),)},
-                        Label(label.cost.plus(own), (label.decisions, Run(i, option))),
-                    )
+            for (a, b, d), step in self._ways[i]:
+                held = node.count * self._bytes(node, d)
+                yield (a, b), {i: (d,)}, Label(step.seconds, held, (step,))
 
     def _acquired(
-        self, given: Places, views: Sequence[View], wanted: Sequence[Sharding]
+        self, given: Places, wanted: Sequence[tuple[View, Sharding]], reader: int
     ) -> Iterator[tuple[Places, Label]]:
-        """What lies where once the values are sharded as wanted, at which cost. An argument that is first read here may
-        lie in any way."""
-        if not views:
-            yield given, Label(Cost())
+        """What lies where once these values are sharded as wanted, at which cost. An argument that is first read here
+        may lie in any way."""
+        if not wanted:
+            yield given, Label()
             return
-        (view, *views), (want, *wanted) = views, wanted
-        node = self._nodes[view.node]
-        for have in [given[view.node]] if view.node in given else [((x, None),) for x in self._shardings(node)]:
-            cost = Cost()
-            decisions: Any = None
+        (view, want), *others = wanted
+        node, target = self._nodes[view.node], None if want is None else view.dims[want]
+        for places in [given[view.node]] if view.node in given else [(x,) for x in self._shardings(node)]:
+            label, after = Label(), places
             if view.node not in given:
-                held = self._bytes(node, have[0][0]) if node.kind == "argument" else 0
-                cost, decisions = Cost(arguments=held), Chosen(view.node, have[0][0])
-            target = None if want is None else view.dims[want]
-            after, usable = have, [sharding for sharding, of in have if of in (None, _of(view))]
-            if target not in usable and None not in usable:
-                move, shard = min(
-                    (self._reshard(view, one, target) for one in usable), key=lambda pair: pair[0].time.total
-                )
-                time, runs = move.time, move.runs
-                cost = cost.plus(Cost(runs * time.total, runs * time.exposed, 0, runs * shard))
-                is_whole = move.of_node or _of(view) == (tuple(range(len(node.shape))), node.shape, node.dtype)
-                decisions, after = (decisions, move), (*have, (target, None if is_whole else _of(view)))
-            for rest, label in self._acquired(given | {view.node: after}, views, wanted):
-                yield rest, Label(cost.plus(label.cost), (decisions, label.decisions))
+                held = self._bytes(node, places[0]) if node.kind == "argument" else 0
+                label = Label(0.0, held, (Chosen(view.node, places[0]),))
+            if target not in places and None not in places:
+                moved = min((self._reshard(view, x, target, reader) for x in places), key=lambda x: x.seconds)
+                label, after = label.plus(moved), (*places, target)
+            for then, rest in self._acquired(given | {view.node: after}, others, reader):
+                yield then, label.plus(rest)
 
-    def _reshard(self, view: View, have: Sharding, want: Sharding) -> tuple[Reshard, int]:
-        """The move of a value from one of its node's shardings to another, and the bytes of its shard then: of the
-        value as it is read, or where its shards do not show there of the node."""
-        node, of_node = self._nodes[view.node], have not in view.dims
-        x, count = (node, node.count) if of_node else (view, view.count)
-        before, after = have, want
-        if not of_node:
-            before, after = view.dims.index(have), None if want is None else view.dims.index(want)
-        time, shard = reshard_time(x.shape, x.dtype.itemsize, before, after, self._devices, self._hardware)
-        return Reshard(view, of_node, before, after, time, count), shard
+    def _reshard(self, view: View, have: Sharding, want: Sharding, reader: int) -> Label:
+        """The move of a value from one of its node's shardings to another: of the value as it is read, or where its
+        shards do not show there of the node."""
+        x: View | Node = view
+        if have in view.dims:
+            have, want = view.dims.index(have), None if want is None else view.dims.index(want)
+        else:
+            x = self._nodes[view.node]
+        before, after = (tuple((AXIS,) if i == dim else () for i in range(len(x.shape))) for dim in (have, want))
+        moved, time = moves.received(x.shape, before, after, {AXIS: self._devices}) * x.dtype.itemsize, CallTime()
+        if moved:
+            transfer, nbytes = Transfer(moved, self._devices), self._bytes(x, have) + moved
+            time = call_time(self._hardware, ndevices=self._devices, nbytes=nbytes, transfers=(transfer,))
+        specs = spec_of(len(x.shape), have), spec_of(len(x.shape), want)
+        step = PlanStep(self._nodes[reader].line, "reshard", "", x.count, (x.shape,), specs, time)
+        return Label(step.seconds, x.count * self._bytes(x, want), (step,))
+
+    def _ways_of(self, node: Node) -> Iterator[tuple[tuple[Sharding, ...], PlanStep]]:
+        a, b = node.operands
+        extents = dict(zip(node.product.a + node.product.b, a.shape + b.shape, strict=True))
+        mesh = ((AXIS, self._devices),) if self._devices > 1 else ()
+        for way in ways(node.product, extents, (a.dtype, b.dtype, node.dtype), mesh, self._hardware):
+            shardings = tuple(next((i for i, dim in enumerate(dims) if dim), None) for dims in way.call.layout)
+            shapes = a.shape, b.shape, node.shape
+            specs = tuple(spec_of(len(shape), i) for shape, i in zip(shapes, shardings, strict=True))
+            count = way.runs * node.count
+            yield shardings, PlanStep(node.line, "product", way.call.pattern.value, count, shapes, specs, way.time)
 
     def _shardings(self, node: Node) -> list[Sharding]:
         if self._devices == 1:
             return [None]
         return [None, *(i for i, extent in enumerate(node.shape) if extent and extent % self._devices == 0)]
 
-    def _bytes(self, node: Node, sharding: Sharding) -> int:
-        return math.prod(node.shape) * node.dtype.itemsize // (1 if sharding is None else self._devices)
+    def _bytes(self, x: View | Node, sharding: Sharding) -> int:
+        return math.prod(x.shape) * x.dtype.itemsize // (1 if sharding is None else self._devices)
 
 
-def _of(view: View) -> Of:
-    return view.dims, view.shape, view.dtype
+def spec_of(ndim: int, dim: Sharding) -> PartitionSpec:
+    return PartitionSpec(*(AXIS if i == dim else None for i in range(ndim))) if dim is not None else PartitionSpec()
+
+
+def _read(node: Node) -> set[int]:
+    """The nodes that a step reads."""
+    return {*(view.node for view in node.operands), *([node.loop] if node.kind == "close" else [])}
 
 
 def _efficient(labels: Iterable[Label]) -> list[Label]:
     """Those that are smaller than all that are faster, fastest first."""
     found: list[Label] = []
-    for label in sorted(labels, key=lambda label: (label.cost.seconds, label.cost.memory)):
-        if not found or label.cost.memory < found[-1].cost.memory:
+    for label in sorted(labels, key=lambda label: label[:2]):
+        if not found or label.memory < found[-1].memory:
             found.append(label)
     return found
 
 
-def _flat(decisions: Any) -> list[Any]:
-    """The decisions of a plan in order, from pairs of those ahead and the last."""
-    found, stack = [], [decisions]
-    while stack:
-        one = stack.pop()
-        if isinstance(one, Chosen | Reshard | Run):
-            found.append(one)
-        elif one is not None:
-            stack += one
-    return found[::-1]
+def _in_turn(decisions: Any) -> list[Any]:
+    """The decisions of a plan, from those of each beginning and of its last step."""
+    found: list[Any] = []
+    while decisions:
+        decisions, last = decisions
+        found = [*last, *found]
+    return found

@@ -84,12 +84,12 @@ def _run_program(options: argparse.Namespace) -> int:
 
 def _fields(choice: advise_lib.Choice) -> dict[str, object]:
     shardings = {name: list(getattr(choice, name)) for name in "abd"}
-    fields = ("name", "pattern", "mesh", "seconds", "memory", "bytes_moved", "fits", "is_efficient")
+    fields = ("pattern", "splits", "mesh", "seconds", "memory", "bytes_moved", "fits", "is_efficient")
     return {name: getattr(choice, name) for name in fields} | shardings | {"bound": choice.time.bound}
 
 
 def _plan_fields(plan: Plan) -> dict[str, object]:
-    names = ("name", "mesh", "seconds", "exposed_seconds", "argument_bytes", "result_bytes", "fits", "is_efficient")
+    names = ("name", "mesh", "seconds", "exposed_seconds", "argument_bytes", "result_bytes", "fits")
     steps = [
         {name: getattr(step, name) for name in ("line", "operation", "pattern", "count", "shapes", "seconds")}
         | {"shardings": [list(spec) for spec in step.shardings], "bound": step.time.bound}

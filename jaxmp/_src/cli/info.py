@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxmp._src.cli import calibrate
 from jaxmp._src.cli.output import make_cpu_devices, print_json, print_table, progress, rich
 from jaxmp._src.hardware import calibration
 from jaxmp._src.hardware.processor import processor
@@ -42,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
     if options.calibrate:
         make_cpu_devices(_CALIBRATED)
         with progress("calibrate", 6, is_quiet=options.json) as step:
-            calibration.save(calibration.measure(step))
+            calibration.save(calibrate.measure(step))
     if options.json:
         print_json(facts())
         return 0

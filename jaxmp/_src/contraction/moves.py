@@ -1,4 +1,4 @@
-"""What moves around a call: the steps from one sharding to another, and the gathers of operands ahead of a call."""
+"""What moves in a call and around it: transfers, steps from one sharding to another, gathers ahead of a call."""
 
 from __future__ import annotations
 
@@ -7,12 +7,30 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jaxmp._src.contraction.contraction import Dim, Dims, Layout
+from jaxmp._src.contraction.contraction import Contraction, Dim, Dims, Layout, Pattern
+from jaxmp._src.hardware.call_time import Transfer
 
 
 def size_of(mesh: Mapping[str, int], axes: Dim) -> int:
     """The number of ranks of these axes."""
     return math.prod(mesh[axis] for axis in axes)
+
+
+def in_call(call: Contraction, mesh: Mapping[str, int], a: int, b: int, sums: int) -> tuple[Transfer, ...]:
+    """What a rank receives in a call, of whose operands it holds `a` and `b` bytes, and of its own sums of d `sums`.
+
+    The other ranks' parts of what is gathered: rows (or columns), or along k the blocks of a grid's row and column.
+    Of partial sums, in a ring of P, those of its own part from P - 1 ranks; twice (P - 1) / P where each gets all.
+    """
+    rows, cols = call.row_axes, call.col_axes
+    if call.pattern == Pattern.GRID:
+        parts = [(a * (size_of(mesh, cols) - 1), cols), (b * (size_of(mesh, rows) - 1), rows)]
+    elif call.pattern == Pattern.ALL_REDUCE:
+        parts = [(2 * sums * (size_of(mesh, rows) - 1) // size_of(mesh, rows), rows)]
+    else:
+        held = sums if call.pattern == Pattern.REDUCE_SCATTER else b if call.is_transposed else a
+        parts = [(held * (size_of(mesh, rows) - 1), rows)]
+    return tuple(Transfer.over(mesh, axes, nbytes) for nbytes, axes in parts if nbytes)
 
 
 def received(shape: Sequence[int], have: Dims, want: Dims, mesh: Mapping[str, int]) -> int:

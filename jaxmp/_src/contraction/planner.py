@@ -1,9 +1,10 @@
 """How a call runs on operands that lie so, for a result that is to lie so: one planner for every public function.
 
 Where one call gives this result of these operands, it is that call; each device at most takes its part of what it
-holds. Elsewhere every choice of roles for the axes is a layout, and the cheapest is taken: its cost are the bytes that
-a device receives, ahead of the call, in it and for its result, and the operations that it computes. An axis may split
-only an index that it shards in some array, so nothing moves that the shardings do not ask for.
+holds. Elsewhere every choice of roles for the axes is a layout, and the cheapest is taken: the one of least time
+(`hardware/call_time`) on a nominal machine, of what a device receives ahead of the call, in it and for its result, and
+of what it computes. An axis may split only an index that it shards in some array, so nothing moves that the shardings
+do not ask for. `layouts` has every call of a product, for `advise`, which takes the times of a machine.
 
 Worked example, FSDP: x (m, k) on P("data", None), w (k, n) on P("data", None), the result on P("data", None). "data"
 may split the rows, for which w is gathered, or the contraction, for which x moves and the result is reduce-scattered.
@@ -16,15 +17,18 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from jaxmp._src.contraction.contraction import Contraction, Dims, Layout, Role
-from jaxmp._src.contraction.moves import received, size_of
+from jaxmp._src.contraction.moves import in_call, received, size_of
+from jaxmp._src.hardware.call_time import Transfer, call_time
+from jaxmp._src.hardware.hardware import Hardware
 from jaxmp._src.runtime.types import Shape
 
-# Operations in the time in which a device receives a byte: an H200 multiplies float32 with 67 Tflop/s and receives
-# 0.45 TB/s over NVLink (NVIDIA H200 data sheet). Tensor cores do more of them, a CPU and its memory do fewer.
-OPERATIONS_PER_BYTE = 150.0
+# The machine that plans are made for: of its rates only how many operations take as long as a byte that a device
+# receives. An H200 multiplies float32 with 67 Tflop/s and receives 0.45 TB/s over NVLink (NVIDIA H200 data sheet).
+# Tensor cores do more of them, a CPU and its memory do fewer.
+NOMINAL = Hardware("nominal", {"float32": 150.0}, memory_bandwidth=math.inf, link_bandwidth=1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,44 +114,68 @@ def _is_of_a_call(given: Contraction, role: Role, *, gathers_k: bool) -> bool:
 @functools.lru_cache(maxsize=4096)
 def cheapest(given: Contraction, terms: Terms) -> Contraction:
     """The call of least cost for operands and a result that are sharded as `given`."""
-    return min(_calls(given, terms), key=lambda call: call[0])[1]
-
-
-def _calls(given: Contraction, terms: Terms) -> Iterator[tuple[float, Contraction]]:
-    """(cost, call) of every choice of roles."""
-    mesh, extents = dict(terms.mesh), dict(terms.extents)
     axes = [axis for axis, _ in terms.mesh if axis in given.roles]
-    for choice in itertools.product(*(_choices(given, terms, given.roles[axis]) for axis in axes)):
+    calls = _calls(given, terms, axes, itertools.product(*(_choices(given, terms, given.roles[axis]) for axis in axes)))
+    if terms.keeps_result:
+        calls = (call for call in calls if call.layout.d == given.layout.d)
+    if not terms.shares_columns:
+        calls = (call for call in calls if not call.is_transposed)
+    return min(calls, key=lambda call: _cost(given, terms, call))
+
+
+def layouts(product: Contraction, terms: Terms) -> Iterator[Contraction]:
+    """Every call of a product, in no layout yet, that runs as it lies, with another role for each mesh axis."""
+    axes, roles = [axis for axis, _ in terms.mesh], _roles(product, product.a + product.b, terms)
+    roles.sort(key=lambda role: role.communicates)  # so that neighbours communicate
+    for call in _calls(product, terms, axes, itertools.combinations(roles, len(axes))):
+        if plan(call, terms) == call:
+            yield call
+
+
+def _calls(
+    given: Contraction, terms: Terms, axes: Sequence[str], choices: Iterable[Sequence[Role]]
+) -> Iterator[Contraction]:
+    """The calls in which these axes have these roles."""
+    mesh, extents = dict(terms.mesh), dict(terms.extents)
+    for choice in choices:
         roles = dict(zip(axes, choice, strict=True))
-        if not given.is_one_call(roles):
-            continue
-        call = given.replace(_layout(given, roles))
-        is_wanted = call.layout.d == given.layout.d or not terms.keeps_result
-        is_wanted = is_wanted and (terms.shares_columns or not call.is_transposed)
-        if is_wanted and _divides(call, extents, mesh):
-            yield _cost(given, terms, call.layout, roles), call
+        if given.is_one_call(roles):
+            call = given.replace(_layout(given, roles))
+            if _divides(call, extents, mesh):
+                yield call
 
 
-def _choices(given: Contraction, terms: Terms, have: Role) -> list[Role]:
-    """The roles that an axis may have; only the one that it has where that communicates nothing."""
-    where = [index for index in dict.fromkeys(have) if index]
+def _roles(product: Contraction, where: Iterable[str], terms: Terms) -> list[Role]:
+    """The roles that an axis may have in a call (the table of `contraction`), of these indices."""
     batch, rows, cols, contracted = (
-        [index for index in where if index in group]
-        for group in (given.batch, given.rows, given.cols, given.contracted)
+        [index for index in dict.fromkeys(where) if index and index in group]
+        for group in (product.batch, product.rows, product.cols, product.contracted)
     )
     roles = []
     if terms.gathers_k:  # ahead of what costs as much, for a call may read the shards in place
-        roles += [Role(row, k, row) for row in rows for k in contracted if have.b == k]
-        roles += [Role(k, col, col) for col in cols for k in contracted if have.a == k]
+        roles += [Role(row, k, row) for row in rows for k in contracted]
+        roles += [Role(k, col, col) for col in cols for k in contracted]
     roles += [Role(index, index, index) for index in batch]
     roles += [Role(index, "", index) for index in rows] + [Role("", index, index) for index in cols] + [Role()]
-    if have in roles and not given.is_grid_role(have):
+    roles += [Role(row, col, index) for row in rows for col in cols for index in (col, row)]
+    return roles + [Role(k, k, index) for k in contracted for index in ("", *rows, *cols)]
+
+
+def _choices(given: Contraction, terms: Terms, have: Role) -> list[Role]:
+    """The roles that an axis may have for what it shards; only the one that it has where that communicates nothing."""
+    roles = _roles(given, have, terms)
+    if have in roles and not have.communicates:
         return [have]
-    if have.a in rows and have.b in cols:
-        roles += [Role(have.a, have.b, have.b), Role(have.a, have.b, have.a)]
-    for k in contracted:
-        roles += [Role(k, k, index) for index in ("", *rows, *cols)]
-    return [role for role in roles if role.d == have.d or not terms.keeps_result]
+    return [role for role in roles if _lies(given, role, have) and (role.d == have.d or not terms.keeps_result)]
+
+
+def _lies(given: Contraction, role: Role, have: Role) -> bool:
+    """Whether an operand that the call gathers lies so, and in an all-gather the other one as well."""
+    if not role.communicates or role.is_contracted:
+        return True
+    if given.is_grid_role(role):
+        return role.b == have.b if role.a == role.d else role.a == have.a
+    return role[:2] == have[:2]
 
 
 def _layout(given: Contraction, roles: Mapping[str, Role]) -> Layout:
@@ -182,26 +210,26 @@ def _divides(call: Contraction, extents: Mapping[str, int], mesh: Mapping[str, i
     )
 
 
-def _cost(given: Contraction, terms: Terms, layout: Layout, roles: Mapping[str, Role]) -> float:
-    """Bytes that each device receives, and its operations as bytes."""
-    mesh, extents, have = dict(terms.mesh), dict(terms.extents), given.layout
-    shapes = [[extents[index] for index in indices] for indices in given.indices]
-    a, b, d, acc = terms.itemsizes
-    cost: float = a * received(shapes[0], have.a, layout.a, mesh) + b * received(shapes[1], have.b, layout.b, mesh)
-    cost += d * received(shapes[2], layout.d, have.d, mesh)
-    group = tuple(axis for axis, role in roles.items() if role.communicates)
-    p = size_of(mesh, group)
-    local = [math.prod(shape) / size_of(mesh, sum(dims, ())) for shape, dims in zip(shapes, layout, strict=True)]
-    if group:
-        role = roles[group[0]]
-        if role.is_contracted:
-            whole = local[2] * (p if role.d else 1)
-            cost += acc * whole * (p - 1) / p * (1 if role.d else 2)
-        elif given.is_grid_role(role):
-            over_b = size_of(mesh, tuple(axis for axis in group if roles[axis].b not in given.d))
-            cost += (over_b - 1) * local[1] * b + (p // over_b - 1) * local[0] * a
-        else:
-            is_rows = role.d == role.b
-            cost += (p - 1) * (local[0] * a if is_rows else local[1] * b)
-    used = tuple(axis for axis, role in roles.items() if role != Role())
-    return cost + 2 * math.prod(extents.values()) / size_of(mesh, used) / OPERATIONS_PER_BYTE
+def local_bytes(call: Contraction, terms: Terms) -> tuple[int, int, int, int]:
+    """The bytes that a device holds of a, b and d, and of d in sums."""
+    mesh, extents, (*sizes, of_sums) = dict(terms.mesh), dict(terms.extents), terms.itemsizes
+    held = [
+        math.prod(extents[index] // size_of(mesh, dim) for index, dim in zip(indices, dims, strict=True))
+        for indices, dims in zip(call.indices, call.layout, strict=True)
+    ]
+    a, b, d = (elements * size for elements, size in zip(held, sizes, strict=True))
+    return a, b, d, held[2] * of_sums
+
+
+def _cost(given: Contraction, terms: Terms, call: Contraction) -> float:
+    """The time on a nominal machine of what each device receives, and of what it multiplies."""
+    mesh, extents = dict(terms.mesh), dict(terms.extents)
+    ends = zip(given.indices, (*given.layout[:2], call.layout.d), (*call.layout[:2], given.layout.d), strict=True)
+    moved = [
+        size * received([extents[index] for index in indices], have, want, mesh)
+        for (indices, have, want), size in zip(ends, terms.itemsizes, strict=False)
+    ]
+    a, b, _, sums = local_bytes(call, terms)
+    transfers = (*(Transfer(nbytes, 2) for nbytes in moved), *in_call(call, mesh, a, b, sums))
+    used, flops = size_of(mesh, tuple(call.roles)), 2 * math.prod(extents.values())
+    return call_time(NOMINAL, flops=flops, kind="float32", ndevices=used, transfers=transfers).total

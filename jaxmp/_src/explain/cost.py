@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 
+from jaxmp._src.contraction import moves
 from jaxmp._src.hardware.call_time import Transfer
 from jaxmp._src.lowering import ffi_call, fixed_shape
-from jaxmp._src.lowering.legalize import Form, along_one_axis
+from jaxmp._src.lowering.legalize import Form
 from jaxmp._src.lowering.resolve import ResolvedCall
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import ArrayType
@@ -55,51 +56,21 @@ def _library_facts(call: ResolvedCall) -> tuple[str, int]:
     return f"{plan['library']} {plan['algorithm']} ({plan['kernel']}){order}", workspace
 
 
-def bytes_moved(spec: MatmulSpec, a: ArrayType, b: ArrayType, implementation: str) -> int:
-    """Bytes that one rank reads from its peers' memory, by the pattern's own minimum."""
-    return sum(each.nbytes for each in transfers(spec, a, b, implementation))
-
-
 def transfers(spec: MatmulSpec, a: ArrayType, b: ArrayType, implementation: str) -> tuple[Transfer, ...]:
     """What one rank receives, and among which ranks.
 
-    AG: the other ranks' rows. RS and AR by partial sums (ring): (P-1)/P of D in the accumulator's type, twice for AR.
-    The host implementation reads the operands of its peers instead. A grid: the blocks of its row and its column.
+    The host implementation, and any under a level of determinism, read operands of peers where others move partial
+    sums: each rank computes 1/P of the rows (or columns) from all ranks' shards, or gathers what its part of d needs.
     """
-    group = spec.group
-    if group.pattern == Pattern.LOCAL:
-        return ()
-    axis = along_one_axis(spec)
-    if group.pattern == Pattern.GRID and not (axis is not None and axis.scattered is not None):
-        sides = ((a, group.col_axes), (b, group.row_axes))
-        found = ((math.prod(x.shape) * x.dtype.itemsize * (group.size(axes) - 1), axes) for x, axes in sides)
-        return tuple(Transfer(nbytes, group.size(axes), _stride(spec, axes)) for nbytes, axes in found if nbytes)
-    return (Transfer(_bytes_along_one_axis(spec, a, b, implementation), group.nranks, _stride(spec, group.axes)),)
-
-
-def _stride(spec: MatmulSpec, axes: tuple[str, ...]) -> int:
-    """By how many devices neighbours along these axes lie apart, in a mesh whose last axis varies fastest."""
-    names = [name for name, _ in spec.group.mesh]
-    last = max((names.index(axis) for axis in axes), default=0)
-    return math.prod(size for _, size in spec.group.mesh[last + 1 :])
-
-
-def _bytes_along_one_axis(spec: MatmulSpec, a: ArrayType, b: ArrayType, implementation: str) -> int:
-    """Bytes that one rank receives in a gather, or a sum, over the one axis (or axes) of its group."""
-    p = spec.group.nranks
+    call, mesh, p = spec.contraction, dict(spec.group.mesh), spec.group.nranks
+    of_a, of_b = (math.prod(x.shape) * x.dtype.itemsize for x in (a, b))
+    is_all_reduced = call.pattern == Pattern.ALL_REDUCE
+    if (is_all_reduced or call.pattern == Pattern.REDUCE_SCATTER) and (
+        implementation == "host" or spec.fixed_reduction_order
+    ):
+        part, whole = (of_b, of_a) if call.is_transposed else (of_a, of_b)
+        needed = part if is_all_reduced and implementation != "host" else part // p
+        return (Transfer.over(mesh, spec.group.axes, (p - 1) * (needed + whole)),)
     rows, cols = extents(spec, a.shape, b.shape).d
-    bytes_a, bytes_b = (math.prod(x.shape) * x.dtype.itemsize for x in (a, b))
-    if spec.group.pattern == Pattern.ALL_GATHER:
-        return (p - 1) * bytes_a
-    axis = along_one_axis(spec)
-    is_all_reduced = spec.group.pattern == Pattern.ALL_REDUCE
-    # Of which each rank needs its own part, and all.
-    part, whole = (bytes_b, bytes_a) if axis is not None and axis.dimension == 1 else (bytes_a, bytes_b)
-    if implementation == "host":
-        # Each rank computes 1/P of the rows from all ranks' shards.
-        return (p - 1) * (part // p + whole)
-    if spec.fixed_reduction_order:
-        return (p - 1) * (part // (1 if is_all_reduced else p) + whole)
-    sums = accumulator(low_precision.operand_type(a.dtype, b.dtype))
-    full = rows * cols * (1 if is_all_reduced else p) * sums.itemsize
-    return full * (p - 1) // p * (2 if is_all_reduced else 1)
+    sums = rows * cols * accumulator(low_precision.operand_type(a.dtype, b.dtype)).itemsize
+    return moves.in_call(call, mesh, of_a, of_b, sums)

@@ -25,20 +25,15 @@ def estimate(row: Row, hardware: Hardware) -> CallTime | None:
     kind = kind_of(types[0], row.compute)
     if row.flops and kind not in hardware.rates:
         return None
-    reads_in_place = hardware.is_shared and row.implementation == "host"
+    held = sum(math.prod(shape) * jnp.dtype(x).itemsize for shape, x in zip(row.local_shapes, types, strict=False))
+    transfers = () if hardware.is_shared and row.implementation == "host" else row.transfers
     return call_time(
         hardware,
         flops=row.flops,
         kind=kind,
         ndevices=row.ndevices,
-        nbytes=_held(row, types) + (0 if reads_in_place else sum(each.nbytes for each in row.transfers)),
-        transfers=() if reads_in_place else row.transfers,
+        nbytes=held + sum(each.nbytes for each in transfers),
+        transfers=transfers,
         is_fused=row.implementation in ("host", "cublasmp"),
-        implementation="xla" if row.implementation == "xla" else "",
+        implementation=row.implementation,
     )
-
-
-def _held(row: Row, types: list[str]) -> int:
-    """Bytes of a device's own shards."""
-    sizes = [jnp.dtype(name).itemsize for name in types]
-    return sum(math.prod(shape) * size for shape, size in zip(row.local_shapes, sizes, strict=False))

@@ -16,7 +16,7 @@ from jaxmp._src.contraction.contraction import Layout
 from jaxmp._src.explain import cost, shards
 from jaxmp._src.fuse import rewrite
 from jaxmp._src.fuse.graph import PRODUCTS, dimension_numbers
-from jaxmp._src.hardware.call_time import Transfer, transfer_over
+from jaxmp._src.hardware.call_time import Transfer
 from jaxmp._src.lowering import backend, process_barrier, xla_matmul
 from jaxmp._src.lowering.legalize import Form
 from jaxmp._src.lowering.resolve import resolve, resolve_chosen
@@ -257,7 +257,7 @@ def matmul_row(
         why="; ".join(reasons),
         algorithm=algorithm,
         flops=2 * m * n * k * (4 if is_complex else 1) * copies,
-        bytes_moved=cost.bytes_moved(spec, a, b, call.implementation),
+        bytes_moved=sum(each.nbytes for each in cost.transfers(spec, a, b, call.implementation)),
         workspace=workspace,
         compute=compute.name,
         comm=comm_options_text(spec),
@@ -385,5 +385,5 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
         workspace=0,
         line=line,
         ndevices=shards.mesh_size(eqn.outvars[0].aval),
-        transfers=(transfer_over(eqn.outvars[0].aval.sharding.mesh, axes, moved * x.dtype.itemsize),),
+        transfers=(Transfer.over(eqn.outvars[0].aval.sharding.mesh.shape, axes, moved * x.dtype.itemsize),),
     )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import html
 import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxmp._src.explain.estimate import estimate
 from jaxmp._src.explain.rows import Row
+from jaxmp._src.explain.text import aligned, as_html
 from jaxmp._src.hardware.call_time import CallTime
 from jaxmp._src.hardware.hardware import Hardware
 
@@ -91,10 +91,7 @@ class Explanation:
     def __str__(self) -> str:
         if not self.rows:
             return _NOTHING
-        table = self._table()
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
-        return "\n".join([*lines, f"total: {self._totals()}", "", *self._notes()])
+        return "\n".join([*aligned(self._table()), f"total: {self._totals()}", "", *self._notes()])
 
     def __repr__(self) -> str:
         return f"Explanation({self._totals()})"
@@ -103,11 +100,7 @@ class Explanation:
         """The table for notebooks."""
         if not self.rows:
             return f"<p>{_NOTHING}</p>"
-        head, *body = ([html.escape(cell) for cell in cells] for cells in self._table())
-        rows = ["<tr><th>" + "</th><th>".join(head) + "</th></tr>"]
-        rows += ["<tr><td>" + "</td><td>".join(cells) + "</td></tr>" for cells in body]
-        notes = "<br>".join(map(html.escape, [f"total: {self._totals()}", *self._notes()]))
-        return f"<table>{''.join(rows)}</table><p>{notes}</p>"
+        return as_html([self._table()], [f"total: {self._totals()}", *self._notes()])
 
     def _sum_of_times(self, part: Callable[[CallTime], float]) -> float:
         return sum(row.count * part(time) for row, time in zip(self.rows, self.times, strict=True) if time)

@@ -19,7 +19,7 @@ from jaxmp._src.contraction import moves
 from jaxmp._src.fuse.graph import PASSES, RESULT, Graph
 from jaxmp._src.fuse.operands import Operand, axes_of_type, is_explicit, operand_of
 from jaxmp._src.fuse.products import collective_behind
-from jaxmp._src.hardware.call_time import Transfer, call_time, kind_of, transfer_over
+from jaxmp._src.hardware.call_time import Transfer, call_time, kind_of
 from jaxmp._src.hardware.hardware import MACHINES, Hardware
 from jaxmp._src.runtime import jax_compat, jax_tracing
 from jaxmp._src.spec.options import Implementation
@@ -185,7 +185,7 @@ def _is_faster_in_calls(graph: Graph, i: int, dots: Sequence[int], implementatio
         share = 1
     else:
         axes, share = eqn.params["axis_name"], ndevices
-    transfer = transfer_over(mesh, axes, _received(graph, i))
+    transfer = Transfer.over(mesh.shape, axes, _received(graph, i))
     products = [_Work.of(graph, dot, i, share, ndevices) for dot in dots]
     if not {work.kind for work in products} <= set(machine.rates):
         return False
@@ -223,7 +223,7 @@ def _in_calls(machine: Hardware, transfer: Transfer, ndevices: int, products: Se
 
 def _once(machine: Hardware, transfer: Transfer, ndevices: int, products: Sequence[_Work]) -> float:
     """Seconds of one gather and of the local products behind it."""
-    gather = _seconds(machine, _Work(0, "", 0, hides=False), ndevices, transfer)
+    gather = call_time(machine, ndevices=ndevices, transfers=(transfer,)).total
     return gather + sum(_seconds(machine, work, ndevices) for work in products)
 
 

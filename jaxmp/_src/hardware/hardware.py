@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxmp._src.hardware import calibration
@@ -60,11 +60,9 @@ class Hardware:
     def __post_init__(self) -> None:
         if unknown := sorted({*self.rates, *self.xla_rates} - set(RATES)):
             raise ValueError(f"Hardware: rates has {', '.join(unknown)}; it takes {', '.join(RATES)}")
-        positive = ("memory_bandwidth", "link_bandwidth", "memory", "node", "network_bandwidth")
-        values = [
-            (f"rates[{name!r}]", rate) for rate_of in (self.rates, self.xla_rates) for name, rate in rate_of.items()
-        ]
-        for name, value in [*values, *((name, getattr(self, name)) for name in positive)]:
+        rates = [(f"rates[{name!r}]", rate) for each in (self.rates, self.xla_rates) for name, rate in each.items()]
+        names = ("memory_bandwidth", "link_bandwidth", "memory", "node", "network_bandwidth")
+        for name, value in [*rates, *((name, getattr(self, name)) for name in names)]:
             if not value > 0:
                 raise ValueError(f"Hardware: {name} must be positive, got {value!r}")
         for name in ("latency", "network_latency", "launch"):
@@ -82,63 +80,29 @@ class Hardware:
         return rates[kind]
 
 
-# Seconds of a step of a ring: NCCL's tuning constants (src/graph/tuning.cc, hwLat, ring with the Simple protocol).
-_NVLINK_STEP, _NETWORK_STEP = 3.4e-6, 14e-6
-# 400 Gb/s for each GPU: one ConnectX-7 (DGX H100/H200 and GB200 NVL72 system documentation).
-_NETWORK = 400e9 / 8
-_HOPPER = {
-    "float64": 66.9e12,
-    "float32": 66.9e12,
-    "tf32": 494.7e12,
-    "bfloat16": 989.4e12,
-    "float16": 989.4e12,
-    "float8": 1978.9e12,
-    "int8": 1978.9e12,
-}
-
-
 def _nvidia(
-    name: str, rates: Mapping[str, float], memory: float, bandwidth: float, link: float, node: int, source: str
+    name: str, teraflops: Sequence[float], memory: float, bandwidth: float, link: float, node: int, source: str
 ) -> Hardware:
-    return Hardware(
-        name,
-        rates,
-        memory_bandwidth=bandwidth,
-        link_bandwidth=link,
-        memory=memory,
-        node=node,
-        network_bandwidth=_NETWORK,
-        latency=_NVLINK_STEP,
-        network_latency=_NETWORK_STEP,
-        source=source,
-    )
+    """A machine of NVIDIA's, from its data sheet: `teraflops` in the order of `RATES`.
+
+    Seconds of a step are NCCL's tuning constants (src/graph/tuning.cc, hwLat, ring with the Simple protocol). The
+    network is 400 Gb/s for each GPU: one ConnectX-7 (DGX H100/H200 and GB200 NVL72 system documentation).
+    """
+    rates = {kind: rate * 1e12 for kind, rate in zip(RATES, teraflops, strict=True) if rate}
+    return Hardware(name, rates, bandwidth, link, memory, node, 400e9 / 8, 3.4e-6, 14e-6, source=source)
 
 
-# NVLink's bandwidth in data sheets is that of both directions together. Rates "with sparsity" are halved.
+# NVLink's bandwidth in data sheets is that of both directions together, and most rates are "with sparsity": halved.
+_HOPPER = (66.9, 66.9, 494.7, 989.4, 989.4, 1978.9, 0, 1978.9)
+_H100 = "NVIDIA H100 Tensor Core GPU data sheet and architecture white paper, SXM5; DGX H100 data sheet"
+_H200 = "NVIDIA H200 Tensor Core GPU data sheet, SXM; DGX H200 data sheet"
+# The data sheet is of the rack: 180 PFLOPS of BF16 and so on, of 72 GPUs.
+_GB200 = "NVIDIA GB200 NVL72 data sheet, per GPU"
 MACHINES = {
-    "h100-8": _nvidia(
-        *("h100-8", _HOPPER, 80e9, 3.35e12, 450e9, 8),
-        "NVIDIA H100 Tensor Core GPU data sheet and architecture white paper, SXM5; DGX H100 data sheet",
-    ),
-    "h200-8": _nvidia(
-        *("h200-8", _HOPPER, 141e9, 4.8e12, 450e9, 8),
-        "NVIDIA H200 Tensor Core GPU data sheet, SXM; DGX H200 data sheet",
-    ),
-    # The data sheet is of the rack: 180 PFLOPS of BF16 and so on, of 72 GPUs.
+    "h100-8": _nvidia("h100-8", _HOPPER, 80e9, 3.35e12, 450e9, 8, _H100),
+    "h200-8": _nvidia("h200-8", _HOPPER, 141e9, 4.8e12, 450e9, 8, _H200),
     "gb200-nvl72": _nvidia(
-        "gb200-nvl72",
-        {
-            "float64": 40e12,
-            "float32": 80e12,
-            "tf32": 1.25e15,
-            "bfloat16": 2.5e15,
-            "float16": 2.5e15,
-            "float8": 5e15,
-            "float4": 10e15,
-            "int8": 5e15,
-        },
-        *(186e9, 8e12, 900e9, 72),
-        "NVIDIA GB200 NVL72 data sheet, per GPU",
+        "gb200-nvl72", (40, 80, 1250, 2500, 2500, 5000, 10000, 5000), 186e9, 8e12, 900e9, 72, _GB200
     ),
 }
 

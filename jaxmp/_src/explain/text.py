@@ -1,0 +1,23 @@
+"""Tables of `explain` and `advise` as text and as HTML."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable, Sequence
+
+
+def aligned(table: Sequence[Sequence[str]]) -> list[str]:
+    """The lines of a table with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    return ["  ".join(map(str.ljust, cells, widths)).rstrip() for cells in table]
+
+
+def as_html(tables: Iterable[Sequence[Sequence[str]]], notes: Iterable[str]) -> str:
+    """Tables with their headers, and lines below them."""
+    found = []
+    for table in tables:
+        head, *body = ([html.escape(cell) for cell in cells] for cells in table)
+        rows = ["<tr><th>" + "</th><th>".join(head) + "</th></tr>"]
+        rows += ["<tr><td>" + "</td><td>".join(cells) + "</td></tr>" for cells in body]
+        found.append(f"<table>{''.join(rows)}</table>")
+    return f"{''.join(found)}<p>{'<br>'.join(map(html.escape, notes))}</p>"
