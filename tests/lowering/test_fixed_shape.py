@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import CommOptions, Epilog, Scaling, testing
-from jaxmp._src.lowering import backend, fixed_shape, rules
+from jaxmp._src.lowering import backend, fixed_shape, forms
 from jaxmp._src.lowering.legalize import Capabilities
 from jaxmp._src.primitive import primitives
 from jaxmp._src.runtime import jax_compat, jax_lowering, native
@@ -46,13 +46,13 @@ def in_tiles(monkeypatch):
     monkeypatch.setattr(fixed_shape, "COLUMNS", COLUMNS)
 
     def run(f, *args):
-        custom_call = rules.custom_call
+        custom_call = forms.custom_call
 
         def uniform(a, b, *extra, spec, devices=()):
             return custom_call(a, b, *extra, spec=spec.replace(determinism="batch"), devices=devices)
 
         with monkeypatch.context() as patch:
-            patch.setattr(rules, "custom_call", uniform)
+            patch.setattr(forms, "custom_call", uniform)
             patch.setattr(backend, "capabilities_of", lambda library: Capabilities())
             jax.clear_caches()  # the form of the call is chosen at lowering
             try:
@@ -248,12 +248,12 @@ def test_bits_do_not_know_the_mesh(dtype, transpose, only, in_tiles, monkeypatch
 
     hostmp's sums happen to be those of the transpose, cuBLASLt's need not be; so here the two operands are told apart.
     """
-    custom_call = rules.custom_call
+    custom_call = forms.custom_call
 
     def unequal(a, b, *extra, **options):
         return custom_call((a * 1.1).astype(a.dtype), b, *extra, **options)
 
-    monkeypatch.setattr(rules, "custom_call", unequal)
+    monkeypatch.setattr(forms, "custom_call", unequal)
     check = functools.partial(testing.check_meshes, "topology", "host", dtype, (72, 160, 40), Epilog.NONE, [4])
     in_tiles(check, transpose, only)
 

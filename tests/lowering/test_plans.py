@@ -20,8 +20,9 @@ import jaxmp
 from jaxmp import Epilog
 from jaxmp._src.contraction import contraction, planner
 from jaxmp._src.contraction.contraction import Layout
-from jaxmp._src.lowering import backend, ffi_call
-from jaxmp._src.lowering.legalize import PADDED_K, Capabilities, find_form, why_unsupported, with_k
+from jaxmp._src.lowering import backend, ffi_call, forms
+from jaxmp._src.lowering.fixed_shape import PADDED_K, with_k
+from jaxmp._src.lowering.legalize import Capabilities, why_unsupported
 from jaxmp._src.sharding import partitioner, shardings
 from jaxmp._src.spec import epilogs, process_grid
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, extents
@@ -260,6 +261,12 @@ def spec_of(case, **changes):
     return MatmulSpec(np.dtype("float32"), group, **case.transpose, **changes)
 
 
+def find_form(spec, a_shape, b_shape, itemsize, capabilities):
+    a, b = (jax.ShapeDtypeStruct(shape, {4: jnp.float32, 8: jnp.complex64}[itemsize]) for shape in (a_shape, b_shape))
+    form, why = forms.find(forms.Product(spec, a, b), capabilities)
+    return form.name, why
+
+
 @pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME[n] for n in ("ag", "rs", "ar", "grid", "grid-2x4")]))
 def test_a_library_that_takes_everything_gets_it_directly(case):
     for transposition in cases.TRANSPOSITIONS:
@@ -281,10 +288,10 @@ def test_no_all_reduce_of_cublasmp_has_a_c():
     for transposition in cases.TRANSPOSITIONS:
         case = cases.BY_NAME["ar"].replace(transposition=transposition)
         spec = spec_of(case, has_c=True, beta=2.0)
-        for rows, forms in ((64, {"separate_epilog", "reduce_scatter_all_gather"}), (63, {"separate_epilog"})):
+        for rows in (64, 63):
             a = (8, rows) if spec.transpose_a else (rows, 8)
             b = (64, 8) if spec.transpose_b else (8, 64)
-            assert find_form(spec, a, b, 4, CUBLASMP)[0] in forms
+            assert find_form(spec, a, b, 4, CUBLASMP)[0] == "separate_epilog"
         assert find_form(spec, (8, 8), (8, 8), 4, HOSTMP)[0] == "direct"
     form, why = find_form(
         spec_of(cases.BY_NAME["ar"].replace(transposition="NT"), has_c=True, beta=1.0), (8, 8), (8, 8), 4, CUBLASMP
@@ -314,23 +321,14 @@ def test_derivatives_of_one_product_are_padded_along_k(epilog, capabilities):
 @pytest.mark.parametrize(("epilog", "transposition"), [(Epilog.BGRADA, "TN"), (Epilog.BGRADB, "NN")])
 def test_an_all_reduce_that_sums_an_operand_copies_none(epilog, transposition):
     spec = spec_of(cases.BY_NAME["ar"].replace(transposition=transposition), epilog=epilog)
-    assert find_form(spec, (64, 64), (64, 64), 4, CUBLASMP)[0] == "reduce_scatter_all_gather"
-    assert find_form(spec, (63, 63), (63, 63), 4, CUBLASMP)[0] == "separate_epilog"
+    assert find_form(spec, (64, 64), (64, 64), 4, CUBLASMP)[0] == "separate_epilog"
     assert find_form(spec, (64, 64), (64, 64), 4, HOSTMP)[0] == "direct"
 
 
-def test_the_cheaper_of_two_ways_is_taken():
-    spec = spec_of(cases.BY_NAME["ar"])
-    small_b = find_form(spec, (8192, 8), (8, 8192), 4, CUBLASMP)
-    assert small_b[0] == "transposed_copy"
-    large_b = find_form(spec, (8, 65536), (65536, 8), 4, CUBLASMP)
-    assert large_b[0] == "reduce_scatter_all_gather"
-    # Copying b's 2 MiB is cheaper than sending a ninth of that.
-    assert find_form(spec, (1024, 4096), (4096, 64), 4, CUBLASMP)[0] == "transposed_copy"
-    for form in (small_b, large_b):
-        assert "cuBLASMp all-reduces with a stored (m, k) and b stored (n, k) only" in form[1]
-    odd = find_form(spec, (7, 65536), (65536, 8), 4, CUBLASMP)
-    assert odd[0] == "transposed_copy", "rows that the ranks do not divide cannot be scattered"
+def test_operands_of_an_all_reduce_are_copied():
+    form, why = find_form(spec_of(cases.BY_NAME["ar"]), (8192, 8), (8, 8192), 4, CUBLASMP)
+    assert form == "transposed_copy"
+    assert why == "cuBLASMp all-reduces with a stored (m, k) and b stored (n, k) only; copying 524288 bytes"
 
 
 def test_cublasmp_wants_square_grids_without_epilogs():

@@ -191,9 +191,9 @@ def test_reading_the_environment_is_found():
 
 
 def test_collectives_stand_behind_a_barrier():
-    """One that does not can hang a job, or end its processes. `xla_matmul` and `rules` have the barrier of the call;
+    """One that does not can hang a job, or end its processes. `xla_matmul` and `forms` have the barrier of the call;
     `bench` and `calibrate` time XLA's own, in one process."""
     users = {path.stem for path in python_files() if raw_collectives(path.read_text())}
-    assert users == {"collectives", "xla_matmul", "rules", "bench", "calibrate"}
+    assert users == {"collectives", "xla_matmul", "forms", "bench", "calibrate"}
     assert raw_collectives("lax.psum(x, axes)")
     assert not raw_collectives("collectives.psum(x, axes)")

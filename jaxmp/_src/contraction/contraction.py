@@ -81,7 +81,8 @@ class Role(NamedTuple):
 class Contraction:
     """`a`, `b`, `d`: the indices of the three arrays as stored; `layout`: how a call takes and gives them.
 
-    Inside a user's shard_map only the axes of the group are known: it `is_partial` then.
+    Inside a user's shard_map only the axes of the group are known: it `is_partial` then. `is_grid_stored`: the arrays
+    are stored in the blocks of a grid, also of one that has a single row or column.
     """
 
     a: str
@@ -89,6 +90,7 @@ class Contraction:
     d: str
     layout: Layout
     is_partial: bool = False
+    is_grid_stored: bool = False
 
     def __str__(self) -> str:
         axes = (f"  {x}: {r.split or '-'} ({' '.join(index or '-' for index in r)})" for x, r in self.roles.items())
@@ -103,6 +105,13 @@ class Contraction:
         where = dict(zip(self.d, self.layout.d, strict=True))
         a, b = (tuple(where.get(index, ()) for index in indices) for indices in (self.a, self.b))
         return self.replace(Layout(a, b, self.layout.d))
+
+    def cotangent(self, which: str) -> Contraction:
+        """The product that is the cotangent of a (of d and b) or of b (of a and d): a permutation of names."""
+        names = {"a": "dba", "b": "adb"}[which]
+        a, b, d = (getattr(self, name) for name in names)
+        layout = Layout(*(getattr(self.layout, name) for name in names))
+        return dataclasses.replace(self, a=a, b=b, d=d, layout=layout)
 
     @functools.cached_property
     def indices(self) -> tuple[str, str, str]:
@@ -167,7 +176,7 @@ class Contraction:
     @functools.cached_property
     def _group(self) -> tuple[Pattern, Dim, Dim]:
         """The pattern, and the axes of the group: all of them, or those along a grid's rows and along its columns."""
-        if self.is_block_grid:
+        if self.is_block_grid or self.is_grid_stored:
             rows, cols = (dim for index, dim in zip(self.d, self.layout.d, strict=True) if index not in self.batch)
             return Pattern.GRID, rows, cols
         role = next((role for role in self.roles.values() if role.communicates), None)
@@ -181,16 +190,16 @@ class Contraction:
         which = "a" if role.d == role.b else "b"
         return Pattern.ALL_GATHER, self.sharded(which, self.shared)[len(self.sharded("d", self.shared)) :], ()
 
-    @property
+    @functools.cached_property
     def pattern(self) -> Pattern:
         """The name of what the axes that communicate do, for the library's call and for people."""
         return self._group[0]
 
-    @property
+    @functools.cached_property
     def row_axes(self) -> Dim:
         return self._group[1]
 
-    @property
+    @functools.cached_property
     def col_axes(self) -> Dim:
         return self._group[2]
 
@@ -204,7 +213,55 @@ class Contraction:
             return role.d
         return role.a if role.d == role.b else role.b
 
-    @property
+    @functools.cached_property
+    def role(self) -> Role:
+        """The role of the axes that communicate; those of a grid of blocks have several, and others one."""
+        of_all = (role for role in self.roles.values() if role.communicates)
+        return Role() if self.is_block_grid else next(of_all, Role())
+
+    @functools.cached_property
+    def communicates(self) -> bool:
+        return self.pattern != Pattern.LOCAL
+
+    @functools.cached_property
+    def is_grid(self) -> bool:
+        """Whether the ranks share k, and gather what they need along it."""
+        return self.pattern == Pattern.GRID
+
+    @functools.cached_property
+    def gathers(self) -> bool:
+        """Whether the ranks gather the rows of a, or the columns of b."""
+        return self.pattern == Pattern.ALL_GATHER
+
+    @functools.cached_property
+    def scatters(self) -> bool:
+        """Whether each rank gets its part of the sums."""
+        return self.pattern == Pattern.REDUCE_SCATTER
+
+    @functools.cached_property
+    def sums(self) -> bool:
+        """Whether the ranks sum what they have multiplied."""
+        return self.role.is_contracted
+
+    @functools.cached_property
+    def is_reduced(self) -> bool:
+        """Whether every rank gets the whole sum."""
+        return self.pattern == Pattern.ALL_REDUCE
+
+    @functools.cached_property
+    def scattered(self) -> int | None:
+        """The dimension of d along which sums are scattered, if they are."""
+        return self.d.index(self.role.d) if self.sums and self.role.d else None
+
+    @functools.cached_property
+    def gathered(self) -> tuple[str, int] | None:
+        """The operand that the ranks gather ("a" or "b"), and along which of its dimensions, if they do."""
+        if self.sums or not self.role.communicates:
+            return None
+        which = "a" if self.role.d == self.role.b else "b"
+        return which, getattr(self, which).index(getattr(self.role, which))
+
+    @functools.cached_property
     def is_transposed(self) -> bool:
         """Whether columns are shared: the call computes d transposed, with b for its first operand."""
         return self.shared != "" and self.shared in self.cols
@@ -215,15 +272,15 @@ class Contraction:
         index of what they share."""
         return "".join(sorted(self.cols, key=lambda index: index != self.shared))
 
-    @property
+    @functools.cached_property
     def dimension(self) -> int:
         """The place among the rows of the one that is gathered or scattered."""
         return self.rows.index(self.shared) if self.shared and self.shared in self.rows else 0
 
-    @property
+    @functools.cached_property
     def gathers_k(self) -> bool:
         """Whether a grid gathers one operand along k, by the ranks of one axis."""
-        return self.pattern == Pattern.GRID and not (self.row_axes and self.col_axes)
+        return self.is_grid and not (self.row_axes and self.col_axes)
 
     def outside_group(self, dim: Dim) -> Dim:
         """The axes of `dim` that are not the group's."""
@@ -265,7 +322,7 @@ def on_axes(
     lead = (whole,) * (ndim - 2)
     layout = Layout((*lead, *a), b, (*lead, *d))
     made = of_matrices(ndim, layout, transpose_a=transpose_a, transpose_b=transpose_b)
-    return dataclasses.replace(made, is_partial=True)
+    return dataclasses.replace(made, is_partial=True, is_grid_stored=pattern == Pattern.GRID)
 
 
 LOCAL = on_axes(Pattern.LOCAL, ())

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from jaxmp._src.contraction.contraction import Contraction, Dim, Dims, Layout, Pattern
+from jaxmp._src.contraction.contraction import Contraction, Dim, Dims, Layout
 from jaxmp._src.hardware.call_time import Transfer
 
 
@@ -19,17 +19,26 @@ def size_of(mesh: Mapping[str, int], axes: Dim) -> int:
 def in_call(call: Contraction, mesh: Mapping[str, int], a: int, b: int, sums: int) -> tuple[Transfer, ...]:
     """What a rank receives in a call, of whose operands it holds `a` and `b` bytes, and of its own sums of d `sums`.
 
-    The other ranks' parts of what is gathered: rows (or columns), or along k the blocks of a grid's row and column.
-    Of partial sums, in a ring of P, those of its own part from P - 1 ranks; twice (P - 1) / P where each gets all.
+    The other ranks' parts of what is gathered. Of partial sums, in a ring of P, those of its own part from P - 1 ranks;
+    twice (P - 1) / P where each gets all.
     """
-    rows, cols = call.row_axes, call.col_axes
-    if call.pattern == Pattern.GRID:
-        parts = [(a * (size_of(mesh, cols) - 1), cols), (b * (size_of(mesh, rows) - 1), rows)]
-    elif call.pattern == Pattern.ALL_REDUCE:
-        parts = [(2 * sums * (size_of(mesh, rows) - 1) // size_of(mesh, rows), rows)]
+    axes = call.row_axes + call.col_axes
+    p = size_of(mesh, axes)
+    if call.gathered:
+        nbytes = (a if call.gathered[0] == "a" else b) * (p - 1)
+    elif call.sums:
+        nbytes = 2 * sums * (p - 1) // p if call.is_reduced else sums * (p - 1)
     else:
-        held = sums if call.pattern == Pattern.REDUCE_SCATTER else b if call.is_transposed else a
-        parts = [(held * (size_of(mesh, rows) - 1), rows)]
+        return in_grid(call, mesh, a, b)
+    return (Transfer.over(mesh, axes, nbytes),) if nbytes else ()
+
+
+def in_grid(call: Contraction, mesh: Mapping[str, int], a: int, b: int) -> tuple[Transfer, ...]:
+    """What a rank of a grid of blocks receives: the blocks of a in its row, and those of b in its column."""
+    parts = (
+        (a * (size_of(mesh, call.col_axes) - 1), call.col_axes),
+        (b * (size_of(mesh, call.row_axes) - 1), call.row_axes),
+    )
     return tuple(Transfer.over(mesh, axes, nbytes) for nbytes, axes in parts if nbytes)
 
 

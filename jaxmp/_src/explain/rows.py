@@ -17,8 +17,7 @@ from jaxmp._src.explain import cost, shards
 from jaxmp._src.fuse import rewrite
 from jaxmp._src.fuse.graph import PRODUCTS, dimension_numbers
 from jaxmp._src.hardware.call_time import Transfer
-from jaxmp._src.lowering import backend, process_barrier, xla_matmul
-from jaxmp._src.lowering.legalize import Form
+from jaxmp._src.lowering import backend, forms, process_barrier, xla_matmul
 from jaxmp._src.lowering.resolve import resolve, resolve_chosen
 from jaxmp._src.primitive import bias_grad
 from jaxmp._src.primitive.collectives import process_collective_p
@@ -27,7 +26,7 @@ from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import shardings
 from jaxmp._src.spec import epilogs, low_precision, precisions
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, extents, operations
+from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator, extents, operations
 from jaxmp._src.spec.refusal import naming
 from jaxmp._src.validation.comm_options import comm_options_text
 
@@ -125,7 +124,7 @@ _SCOPES = {
     "jaxmp_all_gather": "gathers an operand ahead of the call, which no pattern does with these shardings",
 }
 # The pattern of a call under auto axes, until the partitioner has been asked.
-UNSETTLED = Pattern.UNSETTLED.value
+UNSETTLED = "?"
 UNSETTLED_BATCH = "? of a batch"
 
 
@@ -222,7 +221,7 @@ def matmul_row(
         call = resolve_chosen(spec, a, b, backend.choose_for_batch(spec, platform, nprocesses, operands, work)[0])
     else:
         call = resolve(spec, a, b, platform, nprocesses)
-    algorithm, workspace = cost.plan_facts(call)
+    algorithm, workspace = forms.facts(call)
     reasons = [call.why]
     if spec.traced:
         reasons.append(f"{' and '.join(spec.traced)} traced, so scaling, c and epilog follow the call")
@@ -234,7 +233,7 @@ def matmul_row(
     operand = low_precision.operand_type(a.dtype, b.dtype)
     compute = precisions.find(spec.precision, operand, platform)
     # Gathered, an all-reduced product is computed by every rank.
-    is_repeated = call.form == Form.GATHERED and group.pattern == Pattern.ALL_REDUCE
+    is_repeated = call.form is forms.Gathered and spec.contraction.is_reduced
     copies = group.ngroups * (group.nranks if is_repeated else 1)
     rows, cols = _outside(spec, varying)
     whole_m, whole_n = rows * m, cols * n

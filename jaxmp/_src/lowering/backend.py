@@ -16,7 +16,7 @@ from jaxmp._src.lowering.legalize import (
 )
 from jaxmp._src.runtime import native
 from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator
+from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator
 from jaxmp._src.spec.refusal import NotAvailable, NotInstalled
 
 # Multiplications and additions of a product from which on hostmp one by one is no slower than XLA's batched dot.
@@ -98,7 +98,7 @@ def _choose(spec: MatmulSpec, platform: str, nprocesses: int, operands: tuple[np
             'pass implementation=None, "host" or "xla"'
         )
     if platform == "cpu" and (nprocesses == 1 or spec.group.nranks == 1):
-        why = why_unsupported(spec, capabilities_of("host")) if spec.group.pattern == Pattern.GRID else ""
+        why = why_unsupported(spec, capabilities_of("host")) if spec.contraction.is_grid else ""
         if why and spec.implementation:
             raise NotAvailable(f'implementation="host": {why}; pass implementation=None or "xla"')
         if why:

@@ -21,7 +21,7 @@ from jaxmp._src.primitive.primitives import AMAXES
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec import epilogs, low_precision, precisions, process_grid
-from jaxmp._src.spec.matmul_spec import DIMS, SCALE_NAMES, Extents, MatmulSpec, Pattern, aux_dtype, extents
+from jaxmp._src.spec.matmul_spec import SCALE_NAMES, SPANS, Extents, MatmulSpec, aux_dtype, extents
 
 _DTYPES = {
     "float32": "f32",
@@ -87,7 +87,7 @@ def _stored_result(name: str, spec: MatmulSpec, found: Extents) -> jax.ShapeDtyp
         size = process_grid.round_up(rows, 128) * process_grid.round_up(blocks, 4)
         return jax.ShapeDtypeStruct((size,), jnp.uint8)
     if name != "d":
-        return jax.ShapeDtypeStruct((cols if DIMS[name] == "n" else found.m,), spec.out_dtype)
+        return jax.ShapeDtypeStruct((cols if SPANS[name][0].dim == "n" else found.m,), spec.out_dtype)
     if np.dtype(spec.out_dtype).name == low_precision.FLOAT4:
         return jax.ShapeDtypeStruct((rows, cols // 2), jnp.uint8)
     return jax.ShapeDtypeStruct((rows, cols), spec.out_dtype)
@@ -140,8 +140,9 @@ def call_attributes(
     row = spec.rule
     out = _DTYPES[np.dtype(spec.out_dtype).name]
     names = [name for name, _ in spec.group.mesh]
-    grid = spec.group.pattern == Pattern.GRID
-    axes_row, axes_col = (spec.group.col_axes, spec.group.row_axes) if grid else (spec.group.row_axes, ())
+    axes_row, axes_col = (
+        (spec.group.col_axes, spec.group.row_axes) if spec.contraction.is_grid else (spec.group.row_axes, ())
+    )
     return {
         "pattern": spec.group.pattern.value,
         "m": np.int64(found.n),

@@ -24,12 +24,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxmp._src.lowering import xla_matmul
-from jaxmp._src.lowering.legalize import PADDED_K, with_k
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec import low_precision, process_grid
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import DIMS, MatmulSpec, aux_dtype, dims, extents
+from jaxmp._src.spec.matmul_spec import SPANS, MatmulSpec, aux_dtype, extents, spans
 
 # The extents of a call where no card is known, and on an H100 or H200: in tiles of 128 x 128 they are 4 x 32 = 128,
 # about one for each of its 132 multiprocessors (`columns`). Fewer rows than columns, since batches are small where
@@ -38,6 +37,9 @@ from jaxmp._src.spec.matmul_spec import DIMS, MatmulSpec, aux_dtype, dims, exten
 ROWS, COLUMNS = 512, 4096
 # What the extents of layers are mostly multiples of, so that whole calls cover them.
 _COLUMN_STEP = 1024
+# What k is padded to: a call may multiply by a derivative then. The zeros add +0 to sums that begin at +0, so that no
+# element changes, not even the sign of a zero, and they lie on every rank alike, for k = 1 is whole on each.
+PADDED_K = 2
 # As in `matmul`.
 TileCall = Callable[..., list[jax.Array]]
 
@@ -100,6 +102,12 @@ def _count(rows: int, cols: int) -> tuple[int, int]:
     return -(-rows // ROWS), -(-cols // columns())
 
 
+def with_k(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, k: int) -> tuple[Shape, Shape]:
+    """The local shapes of a and b as stored, with `k` for the extent along which they are contracted."""
+    rows, _, _, cols = extents(spec, a_shape, b_shape).local
+    return (k, rows) if spec.transpose_a else (rows, k), (cols, k) if spec.transpose_b else (k, cols)
+
+
 def padded_along_k(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> tuple[jax.Array, jax.Array]:
     """(a, b) with zeros behind them along the contraction, which then has PADDED_K terms."""
     shapes = with_k(spec, a.shape, b.shape, PADDED_K)
@@ -146,12 +154,8 @@ def _with_sums(a: jax.Array, b: jax.Array, *extra: jax.Array, spec: MatmulSpec, 
 def _cuts(spec: MatmulSpec, name: str) -> dict[int, tuple[str, int]]:
     """The dimensions of an operand that are cut: whether with the rows (m) or the columns (n) of d, and into parts of
     what extent."""
-    stored = {"a": "km" if spec.transpose_a else "mk", "b": "nk" if spec.transpose_b else "kn"}
-    width = columns()
-    parts = {"m": ("m", ROWS), "n": ("n", width), "p": ("n", width // 8)}
-    parts |= {"w": ("m", ROWS // 128), "x": ("n", width // 128)}
-    letters = stored.get(name) or dims(spec, name)
-    return {i: parts[letter] for i, letter in enumerate(letters) if letter in parts}
+    tile = {"m": ROWS, "n": columns()}
+    return {i: (dim, tile[dim] // size) for i, (dim, size) in enumerate(spans(spec, name)) if dim in tile}
 
 
 def _padded(spec: MatmulSpec, name: str, x: jax.Array) -> jax.Array:
@@ -204,13 +208,14 @@ def _each(
 
 def _whole(spec: MatmulSpec, name: str, x: jax.Array, rows: int, cols: int) -> jax.Array:
     """A result from those of its tiles, (tiles of columns, tiles of rows, *shape)."""
-    if not DIMS[name]:  # the largest values
+    found = SPANS.get(name)
+    if not found:  # the largest values
         return jnp.max(x)
-    if DIMS[name] in ("m", "n"):  # the sums of a are equal in all tiles of columns, those of b in all of rows
-        return x[0].reshape(-1)[:rows] if DIMS[name] == "m" else x[:, 0].reshape(-1)[:cols]
+    if len(found) == 1:  # the sums of a are equal in all tiles of columns, those of b in all of rows
+        return x[0].reshape(-1)[:rows] if found[0].dim == "m" else x[:, 0].reshape(-1)[:cols]
     ncol, nrow, height, width = x.shape
     x = x.transpose(1, 2, 0, 3).reshape(nrow * height, ncol * width)
-    x = x[:rows, : process_grid.relu_aux_bytes(cols) if DIMS[name] == "mp" else cols * width // columns()]
+    x = x[:rows, : process_grid.relu_aux_bytes(cols) if name == "relu_aux" else cols * width // columns()]
     types = {
         "d": spec.out_dtype,
         "gelu_aux": aux_dtype(spec),

@@ -1,174 +1,26 @@
-"""From a resolved call to one custom call, to several with what comes around them, or to XLA's own product."""
+"""The lowering rules of the primitives: each resolves its call, and emits it in the form that it has."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxmp._src.lowering import backend, fixed_shape, process_barrier, xla_matmul
-from jaxmp._src.lowering.ffi_call import custom_call
-from jaxmp._src.lowering.legalize import Form
+from jaxmp._src.lowering import backend, process_barrier, xla_matmul
+from jaxmp._src.lowering.forms import Xla
 from jaxmp._src.lowering.process_collectives import SharedMemory
-from jaxmp._src.lowering.resolve import ResolvedCall, resolve, resolve_activation_grad, resolve_tile
-from jaxmp._src.primitive import batched_matmul, collectives
-from jaxmp._src.primitive.primitives import (
-    AMAXES,
-    amax_of_ranks,
-    bind_operands,
-    has_rows,
-    matmul_p,
-    needs_devices,
-)
+from jaxmp._src.lowering.resolve import resolve, resolve_activation_grad
+from jaxmp._src.primitive import batched_matmul
+from jaxmp._src.primitive.primitives import bind_operands, matmul_p, needs_devices
 from jaxmp._src.runtime import jax_compat, jax_lowering
 from jaxmp._src.runtime.jax_lowering import mlir
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.activations import multiply_by_slope
-from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator, operations
-
-
-def emit(
-    call: ResolvedCall,
-    a: jax.Array,
-    b: jax.Array,
-    *extra: jax.Array,
-    devices: tuple[int, ...] = (),
-    platform: str = "cpu",
-    processes: xla_matmul.Processes | None = None,
-) -> list[jax.Array]:
-    """The results of a call; `devices` as in `ffi_call.call_attributes`, `processes` as in `xla_matmul.matmul`."""
-    is_conjugated_a, is_conjugated_b = call.is_conjugated
-    a = lax.conj(a) if is_conjugated_a else a
-    b = lax.conj(b) if is_conjugated_b else b
-    if call.form == Form.DIRECT:
-        return custom_call(a, b, *extra, spec=call.spec, devices=devices)
-    if call.form == Form.XLA:
-        product = _host_product if call.library == "host" else None
-        return xla_matmul.matmul(
-            a, b, *extra, spec=call.spec, platform=platform, local_product=product, processes=processes
-        )
-    return _EMIT[call.form](call, a, b, *extra, devices=devices)
-
-
-def _emit_transposed(
-    call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, devices: tuple[int, ...]
-) -> list[jax.Array]:
-    a, b = (a.T if call.spec.transpose_a else a), (b if call.spec.transpose_b else b.T)
-    # What a transposition also conjugated still has to be.
-    a = lax.conj(a) if call.spec.conjugate_a else a
-    return emit(_inner(call), a, b, *extra, devices=devices)
-
-
-def _emit_padded(
-    call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, devices: tuple[int, ...]
-) -> list[jax.Array]:
-    return emit(_inner(call), *fixed_shape.padded_along_k(a, b, call.spec), *extra, devices=devices)
-
-
-def _emit_scattered(
-    call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, devices: tuple[int, ...]
-) -> list[jax.Array]:
-    """An all-reduced product as a reduce-scattered one whose rows are then gathered."""
-    axes = call.spec.group.row_axes
-    # What has rows is cut as the scattered rows are.
-    extra = tuple(
-        collectives.own_part(x, 0, axes) if has_rows(name) else x
-        for name, x in zip(call.spec.operand_names, extra, strict=True)
-    )
-    outputs = emit(_inner(call), a, b, *extra, devices=devices)
-    return [
-        lax.all_gather(x, axes, axis=0, tiled=True)
-        if has_rows(name)
-        else (amax_of_ranks(x, axes) if name in AMAXES else x)
-        for name, x in zip(call.spec.output_names, outputs, strict=True)
-    ]
-
-
-def _emit_separate_epilog(
-    call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, devices: tuple[int, ...]
-) -> list[jax.Array]:
-    plain = _inner(call)
-    named = dict(zip(call.spec.operand_names, extra, strict=True))
-    z = emit(plain, a, b, *(named[name] for name in plain.spec.operand_names), devices=devices)[0]
-    return xla_matmul.apply_epilog(z, extra, call.spec.replace(alpha=1.0), a, b)
-
-
-def _emit_gathered(
-    call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, devices: tuple[int, ...]
-) -> list[jax.Array]:
-    spec = call.spec
-    if spec.group.nranks > 1:
-        a, b = xla_matmul.gather_for_part(spec, a, b)
-    outputs = emit(_inner(call), a, b, *extra)
-    # Over these axes the ranks have summed other rows of op(a).
-    axes = spec.contraction.sharded("d", "m")
-    if spec.rule.gradient != "bgrada" or not axes:
-        return outputs
-    return [
-        lax.all_gather(x, axes, axis=0, tiled=True) if name == "bgrada" else x
-        for name, x in zip(spec.output_names, outputs, strict=True)
-    ]
-
-
-def _emit_gathered_operand(
-    call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, devices: tuple[int, ...]
-) -> list[jax.Array]:
-    return emit(_inner(call), *xla_matmul.gathered_along_k(call.spec, a, b), *extra)
-
-
-def _emit_reduce_scatter(
-    call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, devices: tuple[int, ...]
-) -> list[jax.Array]:
-    if call.spec.group.row_axes:
-        return emit(_inner(call), a, b, *extra, devices=devices)
-    return [d.T for d in emit(_inner(call), b, a, *extra, devices=devices)]
-
-
-def _emit_tiles(
-    call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, devices: tuple[int, ...]
-) -> list[jax.Array]:
-    def tile(a: jax.Array, b: jax.Array, *extra: jax.Array, spec: MatmulSpec) -> list[jax.Array]:
-        return emit(resolve_tile(spec, a, b, call.library), a, b, *extra)
-
-    with jax.named_scope(f"jaxmp {call.spec.determinism} by calls of one shape"):
-        return fixed_shape.matmul(a, b, *extra, spec=call.spec, call=tile)
-
-
-_EMIT: dict[Form, Callable[..., list[jax.Array]]] = {
-    Form.TRANSPOSED_COPY: _emit_transposed,
-    Form.PADDED_K: _emit_padded,
-    Form.REDUCE_SCATTER_ALL_GATHER: _emit_scattered,
-    Form.SEPARATE_EPILOG: _emit_separate_epilog,
-    Form.GATHERED: _emit_gathered,
-    Form.GATHERED_OPERAND: _emit_gathered_operand,
-    Form.REDUCE_SCATTER: _emit_reduce_scatter,
-    Form.FIXED_SHAPE_TILES: _emit_tiles,
-}
-
-
-def _inner(call: ResolvedCall) -> ResolvedCall:
-    assert call.inner is not None, call
-    return call.inner
-
-
-def _host_product(a: jax.Array, b: jax.Array, spec: MatmulSpec) -> jax.Array:
-    """One device's product in the accumulator's type, through the custom call."""
-    local = MatmulSpec(
-        accumulator(a.dtype),
-        transpose_a=spec.transpose_a,
-        transpose_b=spec.transpose_b,
-        conjugate_a=spec.conjugate_a,
-        conjugate_b=spec.conjugate_b,
-        precision=spec.precision,
-    )
-    return emit(resolve_tile(local, a, b, "host"), a, b)[0]
-
-
-# Rules of the primitives ------------------------------------------------------------------------------------------
+from jaxmp._src.spec.matmul_spec import MatmulSpec, operations
 
 
 def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
@@ -188,11 +40,11 @@ def _one_rule(platform: str) -> jax_lowering.LoweringRule:
         def lower(a: jax.Array, b: jax.Array, *extra: jax.Array) -> list[jax.Array]:
             processes = None
             a, b = jax_compat.convert(a, call.a.dtype), jax_compat.convert(b, call.b.dtype)
-            if site and call.form == Form.XLA:
+            if site and call.form is Xla:
                 processes = _processes(site, spec, a, b)
             elif site:
                 a, b = _barrier(site, spec, a, b, [a, b])
-            return emit(call, a, b, *extra, devices=devices, platform=platform, processes=processes)
+            return call.emit(a, b, *extra, devices=devices, platform=platform, processes=processes)
 
         with jax_compat.off_explicit_mesh():
             return mlir.lower_fun(lower, multiple_results=True)(ctx, *nodes)
@@ -231,7 +83,7 @@ def _activation_grad(
     if spec is None:
         return multiply_by_slope(activation, aux, t)
     call = resolve_activation_grad(spec, t, platform)
-    return emit(call, jnp.zeros(call.a.shape, t.dtype), jnp.zeros(call.b.shape, t.dtype), t, aux)[0]
+    return call.emit(jnp.zeros(call.a.shape, t.dtype), jnp.zeros(call.b.shape, t.dtype), t, aux)[0]
 
 
 def activation_grad_rule(platform: str) -> jax_lowering.LoweringRule:

@@ -16,12 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxmp._src.lowering.legalize import along_one_axis
 from jaxmp._src.lowering.process_collectives import SharedMemory
 from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.activations import gelu, multiply_by_slope, pack_relu_aux
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, accumulator, aux_dtype, extents
+from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator, aux_dtype, extents
 
 # The scope of products that XLA partitions by itself, for `explain`.
 SCOPE = "jaxmp_xla"
@@ -44,8 +43,7 @@ class Processes:
         """`memory` where it does all collectives of a call."""
         if not self.memory or not self.memory.sums(acc) or spec.distributions:
             return None
-        is_grid = spec.group.pattern == Pattern.GRID and along_one_axis(spec) is None
-        return None if is_grid else self.memory
+        return None if spec.contraction.is_block_grid else self.memory
 
 
 def matmul(
@@ -74,9 +72,8 @@ def matmul(
     memory = processes.memory_for(spec, acc) if processes else None
     barrier = processes.barrier if processes and not memory else (lambda operands: operands)
     all_gather, psum, psum_scatter = _collectives(memory)
-    axis = along_one_axis(spec)
-    scattered = axis.scattered if axis else None
-    gathers = spec.group.pattern in (Pattern.ALL_GATHER, Pattern.GRID) and scattered is None
+    sums = spec.contraction.sums and not spec.distributions
+    gathers = spec.contraction.communicates and not sums
     if gathers:
         a, b = barrier([a, b])
     if not local_product or a.dtype == np.bool_:
@@ -86,10 +83,11 @@ def matmul(
     z = local_product(a, b, spec) if local_product else _dot_general(a, b, spec, compute, acc)
     if not gathers:
         (z,) = barrier([z])
-    if spec.group.pattern == Pattern.ALL_REDUCE:
-        z = psum(z, spec.group.row_axes)
-    elif spec.group.nranks > 1 and (spec.group.pattern == Pattern.REDUCE_SCATTER or scattered is not None):
-        z = psum_scatter(z, spec.group.axes, scattered or 0)
+    scattered = spec.contraction.scattered
+    if sums and scattered is None:
+        z = psum(z, spec.group.axes)
+    elif sums and scattered is not None and spec.group.nranks > 1:
+        z = psum_scatter(z, spec.group.axes, scattered)
     return apply_epilog(z, extra, spec, *shards)
 
 
@@ -246,13 +244,13 @@ def _gather_moved(spec: MatmulSpec, which: int, x: jax.Array) -> jax.Array:
     """`gather_for_part` of a (0) or of b (1)."""
     is_transposed = (spec.transpose_a, spec.transpose_b)[which]
     own, k = (1 - which, which) if is_transposed else (which, 1 - which)
-    if spec.group.pattern == Pattern.ALL_GATHER:
+    if spec.contraction.gathers:
         return x if which else lax.all_gather(x, spec.group.row_axes, axis=own, tiled=True)
-    if spec.group.pattern == Pattern.GRID:
+    if spec.contraction.is_grid:
         # As in `_gather_operands`.
         x = _gather_stored(spec, x, kept=None if is_transposed else own)
         return collectives.own_part(x, own, (spec.group.row_axes, spec.group.col_axes)[which]) if is_transposed else x
-    if spec.group.pattern == Pattern.REDUCE_SCATTER and not which:
+    if spec.contraction.scatters and not which:
         x = lax.all_to_all(x, spec.group.row_axes, own, k, tiled=True)
     else:
         x = lax.all_gather(x, spec.group.row_axes, axis=k, tiled=True)
@@ -280,31 +278,22 @@ def _encode_aux(z: jax.Array, operands: Mapping[str, jax.Array], spec: MatmulSpe
 
 
 def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gather) -> tuple[jax.Array, jax.Array]:
-    if spec.group.nranks == 1 and not spec.distributions:  # XLA would copy
+    if spec.distributions:
+        return _gather_cyclic(spec, a, b)
+    if spec.group.nranks == 1:  # XLA would copy
         return a, b
-    if spec.group.pattern == Pattern.ALL_GATHER:
-        a = all_gather(a, spec.group.row_axes, 1 if spec.transpose_a else 0)
-    elif along_one_axis(spec):
-        a, b = gathered_along_k(spec, a, b, all_gather)
-    elif spec.distributions:
-        a, b = _gather_cyclic(spec, a, b)
-    elif spec.group.pattern == Pattern.GRID:
+    if spec.contraction.is_block_grid:
         a = _gather_stored(spec, a, kept=None if spec.transpose_a else 0)
         b = _gather_stored(spec, b, kept=None if spec.transpose_b else 1)
         # A transposed operand holds op(A)'s rows where the grid has columns, so this device's part is cut out anew.
         a = collectives.own_part(a, 1, spec.group.row_axes) if spec.transpose_a else a
         b = collectives.own_part(b, 0, spec.group.col_axes) if spec.transpose_b else b
+    elif gathered := spec.contraction.gathered:
+        which, dimension = gathered
+        x = a if which == "a" else b
+        whole = low_precision.from_moved(all_gather(low_precision.as_moved(x), spec.group.axes, dimension), x.dtype)
+        a, b = (whole, b) if which == "a" else (a, whole)
     return a, b
-
-
-def gathered_along_k(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gather = _all_gather) -> list[jax.Array]:
-    """(a, b) with the operand whole that a grid of one axis gathers, if it does."""
-    axis, operands = along_one_axis(spec), [a, b]
-    if axis is not None and axis.gathered is not None:
-        moved = low_precision.as_moved(operands[axis.gathered])
-        whole = all_gather(moved, spec.group.axes, axis.dimension)
-        operands[axis.gathered] = low_precision.from_moved(whole, operands[axis.gathered].dtype)
-    return operands
 
 
 def _gather_cyclic(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

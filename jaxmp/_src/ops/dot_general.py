@@ -35,7 +35,7 @@ from jaxmp._src.sharding.dot_general_plan import ProductPlan, plan_product
 from jaxmp._src.sharding.on_shards import Operands, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.sharded_call import check_left_to_xla, jaxmp_call, make_call
-from jaxmp._src.spec.matmul_spec import Group, Pattern
+from jaxmp._src.spec.matmul_spec import Group
 from jaxmp._src.spec.options import Precision
 from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.spec.request import ContractionOptions, Request
@@ -229,7 +229,7 @@ def _multiply_shards(
     placement: meshes.Placement, plan: Contraction, request: Request, a: jax.Array, b: jax.Array
 ) -> jax.Array:
     """One device's part of the planned product."""
-    group = Group(plan.pattern, placement.axes, plan.row_axes, plan.col_axes)
+    group = Group.of(plan, placement.axes)
     # A grid's contraction is cut otherwise in a than in b; elsewhere the shards fit as the whole matrices do.
-    spec, operands = validated(request._replace(a=a, b=b), group if plan.pattern == Pattern.GRID else Group())
+    spec, operands = validated(request._replace(a=a, b=b), group if plan.is_grid else Group())
     return bind_plan(plan, spec.replace(group=group), operands)["d"]

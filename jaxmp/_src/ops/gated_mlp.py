@@ -30,7 +30,7 @@ from jaxmp._src.sharding.on_shards import Entry, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.spec import activations, epilogs
 from jaxmp._src.spec.activations import Function
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
+from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.spec.options import Activation, AxisName, Sharding
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
 from jaxmp._src.spec.request import LayerOptions, Request
@@ -168,8 +168,8 @@ def _static(layers: Layers, operands: Operands) -> _Hidden:
     call = layers.calls[0] if layers.calls else layers.first
     plan = layers.plans[0] if layers.plans else LOCAL
     # The others bring no x to a device, or one of which it has a part of the columns.
-    is_row_grid = plan.pattern == Pattern.GRID and not plan.col_axes
-    shares_x = (plan.pattern in (Pattern.LOCAL, Pattern.ALL_GATHER) or is_row_grid) and not plan.is_transposed
+    brings_x = not plan.communicates or plan.gathers or (plan.is_grid and not plan.col_axes)
+    shares_x = brings_x and not plan.is_transposed
     shares_x = shares_x and all(each.frame.asked is None for each in layers.calls[:1])
     shares_x = shares_x and layers.mode in (meshes.Mode.SHARDED, meshes.Mode.MANUAL)
     return _Hidden(layers.specs[0], plan, call, shares_x and not any(0 in x.shape for x in operands.values()))
@@ -237,9 +237,9 @@ def _product(call: sharded_call.Call | None, plan: Contraction, spec: MatmulSpec
 def _preactivations_on_shards(spec: MatmulSpec, plan: Contraction, operands: Operands) -> Preactivations:
     """Products of an x that is brought to every device of the group once; a grid gathers the weights for them."""
     x = operands["x"]
-    inner, inner_plan = (spec, plan) if plan.pattern == Pattern.GRID else (spec.ungrouped(), LOCAL)
+    inner, inner_plan = (spec, plan) if plan.is_grid else (spec.ungrouped(), LOCAL)
     with jax.named_scope("jaxmp_shared_operand"):
-        if plan.pattern == Pattern.ALL_GATHER:
+        if plan.gathers:
             x = collectives.all_gather(x, spec.group.row_axes, axis=plan.dimension, source_line=spec.source_line)
         # Varying, so that both cotangents are added before they are summed over devices.
         axes = frozenset().union(*(jax_compat.varying_axes(operands[f"w_{name}"]) for name in _NAMES))

@@ -32,7 +32,7 @@ from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.spec import activations, epilogs
 from jaxmp._src.spec.activations import Function
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
+from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.spec.options import Activation, AxisName, Sharding
 from jaxmp._src.spec.refusal import InvalidValue
 from jaxmp._src.spec.request import LayerOptions
@@ -201,7 +201,7 @@ _fused_layers.defjvp(_layers_jvp_rule, symbolic_zeros=True)
 def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array, w: jax.Array) -> jax.Array:
     """`activated_matmul` on shards of any rank, their rows folded in the order in which the pattern scatters them."""
     spec = mlp.second.spec.bilinear(is_typed=jax_compat.is_vma_checked())
-    scatters, p = spec.group.pattern == Pattern.REDUCE_SCATTER, spec.group.nranks
+    scatters, p = spec.contraction.scatters, spec.group.nranks
     shape, lead = list(tz.shape[:-1]), mlp.second.plan.dimension if scatters else 0
     batch, rows = math.prod(shape[:lead]), math.prod(shape[lead:])
 
@@ -218,10 +218,6 @@ def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array
 
 
 # Where it runs ---------------------------------------------------------------------------------------------------
-
-
-# Patterns of the second layer whose rows of the hidden one lie on each device.
-_FUSED = (Pattern.LOCAL, Pattern.ALL_REDUCE, Pattern.REDUCE_SCATTER, Pattern.GRID)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -245,7 +241,8 @@ def _planned(layers: Layers, activation: str | Function) -> jax.Array:
         is_fused = is_fused and calls[0].frame.asked is None and not plans[1].is_transposed
         is_fused = is_fused and plans[1].layout.a == plans[0].layout.d
         is_fused = is_fused and not dict(calls[1].frame.entries)["a"].gathers
-        is_fused = is_fused and plans[1].pattern in _FUSED and not plans[1].col_axes
+        # Each device has its rows of the hidden layer.
+        is_fused = is_fused and not plans[1].gathers and not plans[1].col_axes
     is_fused &= all(map(completes_sums, layers.specs))
     names = (("w_in", "b_in"), ("w_out", "b_out"))
     each = [

@@ -28,7 +28,7 @@ from jaxmp._src.primitive.primitives import (
 from jaxmp._src.runtime.types import BatchDims
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import DIMS, MatmulSpec, Pattern, accumulator
+from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator
 from jaxmp._src.spec.refusal import NotAvailable
 
 
@@ -78,7 +78,7 @@ def matmul_batch_rule(
 def _crosses_blocks(spec: MatmulSpec, a_is_batched: bool, b_is_batched: bool) -> bool:
     """Whether a batched operand is a transposed one of a grid: its blocks then lie across those of D, and no fold of
     the batch into rows or columns keeps them in their places; nor does any of block-cyclic ones."""
-    is_grid = spec.group.pattern == Pattern.GRID
+    is_grid = spec.contraction.is_grid
     return bool(spec.distributions) or (
         is_grid and ((a_is_batched and spec.transpose_a) or (b_is_batched and spec.transpose_b))
     )
@@ -136,7 +136,7 @@ def _folds_into_rows(spec: MatmulSpec, batched: set[str]) -> bool:
     """Whether everything that is batched has rows, and b has not."""
     if spec.scales.amax_d or spec.scales.amax_aux or spec.scales.a not in (low_precision.NONE, low_precision.SCALAR):
         return False  # the maximum is one a product, and scales have rows of their own
-    is_fixed = all(name in DIMS and has_rows(name) for name in batched - {"a"})
+    is_fixed = all(has_rows(name) for name in batched - {"a"})
     return "a" in batched and is_fixed and not _crosses_blocks(spec, a_is_batched=True, b_is_batched=False)
 
 

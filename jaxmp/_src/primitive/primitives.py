@@ -30,10 +30,9 @@ from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.runtime import jax_compat, jax_lowering, native
 from jaxmp._src.spec import low_precision, process_grid
 from jaxmp._src.spec.matmul_spec import (
-    DIMS,
+    SPANS,
     Group,
     MatmulSpec,
-    Pattern,
     aux_dtype,
     axes_text,
     extents,
@@ -122,8 +121,8 @@ def bind_rows(
         a, spec = jnp.swapaxes(a, 1, 2), spec.replace(transpose_a=False)
     batch, rows, k = a.shape
     p = spec.group.nranks
-    gathers = spec.group.pattern == Pattern.ALL_GATHER and batch > 1
-    scatters = spec.group.pattern == Pattern.REDUCE_SCATTER and batch > 1
+    gathers = spec.contraction.gathers and batch > 1
+    scatters = spec.contraction.scatters and batch > 1
     if scatters:
         check_local_shapes(spec, (rows, k), b.shape)
 
@@ -156,7 +155,7 @@ def merge_rows(x: jax.Array) -> jax.Array:
 
 def has_rows(name: str) -> bool:
     """Whether an operand or result has d's rows and columns, so that leading dimensions fold into its rows."""
-    return len(DIMS[name]) == 2
+    return len(SPANS.get(name, ())) == 2
 
 
 def fold_scale(spec: MatmulSpec, scale: jax.Array) -> jax.Array:
@@ -221,11 +220,11 @@ def _output_aval(
     spec: MatmulSpec, a: jax.core.ShapedArray, b: jax.core.ShapedArray, extra: Sequence[jax.core.ShapedArray] = ()
 ) -> jax.core.ShapedArray:
     check_local_shapes(spec, a.shape, b.shape)
+    found = extents(spec, a.shape, b.shape)
     if low_precision.is_scaled(low_precision.operand_type(a.dtype, b.dtype)):
-        m, k, _, n = extents(spec, a.shape, b.shape).local
+        m, k, _, n = found.local
         low_precision.check_units(a.dtype, spec.scales.a, spec.scales.b, {"m": m, "n": n, "k": k})
-    shape = extents(spec, a.shape, b.shape).d
-    return jax_compat.with_shape(a, shape, spec.out_dtype, _output_varying(spec, a, b, extra))
+    return jax_compat.with_shape(a, found.d, spec.out_dtype, _output_varying(spec, a, b, extra))
 
 
 def matmul_abstract_eval(
@@ -249,9 +248,9 @@ def _result_aval(
     if name == "d_out_scale":
         blocks = d.shape[1] // low_precision.BLOCK[spec.scales.d_out]
         return jax_compat.with_shape(d, (d.shape[0], blocks), low_precision.scale_dtype(spec.scales.d_out), varying)
-    if DIMS[name] == "mn":
+    if name == "d":
         return d
-    if DIMS[name] == "mp":
+    if name == "relu_aux":
         return jax_compat.with_shape(d, (d.shape[0], process_grid.relu_aux_bytes(d.shape[1])), jnp.uint8, varying)
     # Bias gradients: complete, so the same on all ranks that share what is summed.
     shared = frozenset(spec.contraction.sharded("b", "k") if name == "bgradb" else spec.contraction.sharded("d", "m"))
@@ -305,7 +304,7 @@ def activated_matmul(
 def summed_over(spec: MatmulSpec) -> frozenset[str]:
     """The axes over which the transpose of `activated_matmul` has summed the cotangent of its bias: the rows of a
     grid."""
-    return frozenset(spec.group.row_axes if spec.group.pattern == Pattern.GRID else ())
+    return frozenset(spec.group.row_axes if spec.contraction.is_grid else ())
 
 
 def activated_matmul_parts(t: jax.Array, *rest: jax.Array, spec: MatmulSpec, activation: str) -> jax.Array:

@@ -18,7 +18,7 @@ import jax
 
 from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.collectives import cast_varying
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
+from jaxmp._src.spec.matmul_spec import MatmulSpec
 
 # The dimensions of a contraction, slowest first: (extent on each rank, axes that shard it).
 Layout = tuple[tuple[int, tuple[str, ...]], ...]
@@ -36,7 +36,7 @@ def unfolded(spec: MatmulSpec, x: jax.Array, dimension: int) -> jax.Array:
 
 def folded(spec: MatmulSpec, x: jax.Array) -> jax.Array:
     """The inverse along the rows: those of a gathered D in the order in which its call has them."""
-    if spec.group.pattern != Pattern.ALL_GATHER or spec.order.outer_rows == 1 or spec.group.nranks == 1:
+    if not spec.contraction.gathers or spec.order.outer_rows == 1 or spec.group.nranks == 1:
         return x
     parts = x.reshape(spec.order.outer_rows, spec.group.nranks, -1, x.shape[-1])
     return parts.swapaxes(0, 1).reshape(x.shape)
@@ -44,9 +44,9 @@ def folded(spec: MatmulSpec, x: jax.Array) -> jax.Array:
 
 def rows_of_result(spec: MatmulSpec) -> Layout:
     """How the rows of D lie in the global array; those of a scatter go to its ranks."""
-    if spec.group.pattern == Pattern.GRID:
+    if spec.contraction.is_grid:
         return ((1, spec.group.row_axes),)
-    if spec.group.pattern != Pattern.REDUCE_SCATTER or not spec.order.rows:
+    if not spec.contraction.scatters or not spec.order.rows:
         return spec.order.rows
     p, rows, held, scattered = spec.group.nranks, list(spec.order.rows), 1, 0
     for i, (extent, _) in enumerate(rows):
@@ -63,14 +63,14 @@ def summed_over(
 ) -> tuple[MatmulSpec, jax.Array, jax.Array]:
     """(call, left, right) of the all-reduced product that also sums a local one over the axes `summed`."""
     if call.determinism != "topology":
-        return call.regroup(pattern=Pattern.ALL_REDUCE, row_axes=summed), left, right
+        return call.summed_over(summed), left, right
     layout = tuple((extent, tuple(axis for axis in axes if axis in summed)) for extent, axes in layout)
     known = tuple(axis for _, axes in layout for axis in axes)
     order = tuple(axis for axis in summed if axis not in known) + known
     if not _is_contiguous(layout):
         left = _contiguous(call, left, 0 if call.transpose_a else 1, order, layout)
         right = _contiguous(call, right, 1 if call.transpose_b else 0, order, layout)
-    return call.regroup(pattern=Pattern.ALL_REDUCE, row_axes=order), left, right
+    return call.summed_over(order), left, right
 
 
 def _is_contiguous(layout: Layout) -> bool:

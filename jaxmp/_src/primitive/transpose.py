@@ -34,12 +34,9 @@ from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Operand, Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, SummationOrder, accumulator, axes_text
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, SummationOrder, accumulator, axes_text
 from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.validation.comm_options import fit_comm_options
-
-# What one device computes by itself, as far as is known.
-_ALONE = (Pattern.UNSETTLED, Pattern.LOCAL)
 
 
 def matmul_transpose_rule(
@@ -71,18 +68,19 @@ def _value(x: Operand) -> jax.Array:
 
 def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: MatmulSpec) -> jax.Array:
     """The cotangent of the stored a, for `ct` of d."""
-    group, layout = group_of_a(spec), ((1, spec.order.cols),)
-    if spec.group.pattern == Pattern.ALL_REDUCE:
+    product, group, layout = spec.contraction, group_of_a(spec), ((1, spec.order.cols),)
+    if product.is_reduced:
         ct = reduced_cotangent(spec, ct)
     # A complex product and its transpose take the two terms of an imaginary part in the other order. On "topology"
     # every pattern has to take the same one, and only the blocks of a grid cannot be transposed afterwards.
     is_symmetric = spec.determinism != "topology" or not jnp.issubdtype(ct.dtype, jnp.complexfloating)
-    if spec.transpose_a and spec.group.pattern == Pattern.GRID and not is_symmetric:
+    if spec.transpose_a and product.is_grid and not is_symmetric:
         raise NotAvailable(
             'determinism="topology" has no gradient of a complex a that is stored transposed on a 2-D grid; '
             'store it (m, k), or pass determinism="batch"'
         )
-    if spec.transpose_a and (group.pattern == Pattern.GRID or (group.pattern in _ALONE and is_symmetric)):
+    is_alone = not product.cotangent("a").communicates
+    if spec.transpose_a and (product.is_grid or (is_alone and is_symmetric)):
         flags = {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True}
         call = _derived(spec, group, "bda", dataclasses.replace(spec.order, is_transposed=True), **flags)
         result, _ = _product_and_sums(spec, call, b, ct, a, layout)
@@ -96,10 +94,7 @@ def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: 
 
 def group_of_a(spec: MatmulSpec) -> Group:
     """How devices share the product that is the cotangent of a."""
-    if spec.group.pattern == Pattern.ALL_REDUCE:
-        return spec.ungrouped().group
-    transposed = {Pattern.ALL_GATHER: Pattern.REDUCE_SCATTER, Pattern.REDUCE_SCATTER: Pattern.ALL_GATHER}
-    return dataclasses.replace(spec.group, pattern=transposed.get(spec.group.pattern, spec.group.pattern))
+    return spec.group if spec.is_unsettled else Group.of(spec.contraction.cotangent("a"), spec.group.mesh)
 
 
 def cotangents_of_b_and_bias(
@@ -107,17 +102,18 @@ def cotangents_of_b_and_bias(
 ) -> tuple[jax.Array, jax.Array | None]:
     """The cotangents of b and of a bias that is added to the rows of d (or None); that of bias may come out as None,
     where the call cannot sum it."""
-    group = spec.group if spec.group.pattern == Pattern.GRID else spec.ungrouped().group
-    if spec.group.pattern == Pattern.ALL_REDUCE:
+    product = spec.contraction
+    group = spec.group if product.is_grid else spec.ungrouped().group
+    if product.is_reduced:
         ct = reduced_cotangent(spec, ct)
-    elif spec.group.pattern == Pattern.ALL_GATHER:
-        a = _gather_rows(spec, a, 1 if spec.transpose_a else 0)
-    elif spec.group.pattern == Pattern.REDUCE_SCATTER:
+    elif product.gathers:
+        a = _gather_rows(spec, a, product.a.index("m"))
+    elif product.scatters:
         # Known to be the same on every rank, as the bias is.
         ct = _gather_rows(spec, ct, 0, "invarying" if spec.is_typed and bias is not None else "varying")
     layout, order = spec.order.rows, dataclasses.replace(spec.order, outer_rows=1)
-    if spec.group.pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER):
-        a, ct = row_order.unfolded(spec, a, 1 if spec.transpose_a else 0), row_order.unfolded(spec, ct, 0)
+    if product.gathers or product.scatters:
+        a, ct = row_order.unfolded(spec, a, product.a.index("m")), row_order.unfolded(spec, ct, 0)
     if spec.transpose_b:
         flags = {"transpose_a": True, "transpose_b": spec.transpose_a, "conjugate_b": spec.conjugate_a}
         call = _derived(spec, group, "dab", order, **flags)
@@ -190,11 +186,11 @@ def _product_and_sums(
         _check_ordered(spec, call, summed)
         call = call.reorder(rows=(), cols=())
     scattered: tuple[str, ...] = ()
-    if spec.determinism == "topology" and summed and call.group.pattern == Pattern.ALL_GATHER:
+    if spec.determinism == "topology" and summed and call.contraction.gathers:
         left, call = _gather_rows(spec, left, 0), call.ungrouped()
-    elif spec.determinism == "topology" and summed and call.group.pattern == Pattern.REDUCE_SCATTER:
+    elif spec.determinism == "topology" and summed and call.contraction.scatters:
         scattered, summed, call = call.group.row_axes, call.group.row_axes + summed, call.ungrouped()
-    if call.group.pattern == Pattern.LOCAL and summed:
+    if summed and not call.contraction.communicates:
         # An operand that was the same on several ranks gets the sum of their cotangents: an all-reduced product.
         (call, left, right), summed = row_order.summed_over(call, left, right, summed, layout), ()
     call = call if bias is None else call.replace(epilog=_gradient_epilog(spec, call, left, right, bias))
@@ -220,10 +216,10 @@ def _gradient_epilog(
     if not completes_sums(call):
         return Epilog.NONE
     is_transposed = forward.transpose_b  # then t is the left operand, transposed
-    if call.group.pattern == Pattern.GRID and (is_transposed or not forward.is_typed):
+    if call.contraction.is_grid and (is_transposed or not forward.is_typed):
         return Epilog.NONE
     if not forward.is_typed:
-        is_fit = forward.group.pattern in (*_ALONE, Pattern.ALL_GATHER)
+        is_fit = forward.contraction.gathers or not forward.contraction.communicates
     else:
         ct = left if is_transposed else right
         needed = jax_compat.varying_axes(ct) - frozenset(bias.aval.manual_axis_type.varying)
@@ -238,7 +234,7 @@ def _check_ordered(spec: MatmulSpec, call: MatmulSpec, summed: tuple[str, ...]) 
             'determinism="topology" has no gradients under shard_map with check_vma=False, where JAX itself '
             'sums the cotangents over ranks; leave check_vma=True, or pass determinism="batch"'
         )
-    if call.group.pattern == Pattern.GRID and summed:
+    if call.contraction.is_grid and summed:
         raise NotAvailable(
             'determinism="topology" has no gradient of an operand of a 2-D grid that is the same along '
             f"{axes_text(summed)}, for the sum over it would follow the grid's; shard the operand over it, or pass "
@@ -260,7 +256,7 @@ def activated_matmul_transpose_rule(
         return [None] * (1 + len(rest))
     bias, aux, w = rest[:-2], _value(rest[-2]), _value(rest[-1])
     wants_sums = any(map(ad.is_undefined_primal, bias))
-    if spec.group.pattern == Pattern.ALL_REDUCE:
+    if spec.contraction.is_reduced:
         ct = reduced_cotangent(spec, ct)
     call = spec.bilinear(transpose_b=not spec.transpose_b, group=group_of_a(spec))
     outputs = bind(call.replace(epilog=_DERIVATIVES[activation, wants_sums]), ct, w, {f"{activation}_aux": aux})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -34,8 +35,7 @@ from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.shardings import to_dims
 from jaxmp._src.spec import process_grid
 from jaxmp._src.spec.fields import from_fields, to_fields
-from jaxmp._src.spec.matmul_spec import Group, MatmulSpec
-from jaxmp._src.spec.matmul_spec import dims as spanned
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, spans
 from jaxmp._src.spec.options import Mesh
 from jaxmp._src.spec.refusal import NotAvailable, naming
 from jaxmp._src.validation.operand_checks import check_all_reduce
@@ -82,7 +82,7 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
     terms = sharded_call.terms(spec, given, args[:2], results[0].shape, mesh.shape)
     # Under a level, a call that shares columns has no gradient's epilog. XLA can move operands instead.
     plan = planner.plan(given, dataclasses.replace(terms, shares_columns=not spec.fixed_reduction_order))
-    group = Group(plan.pattern, tuple(mesh.shape.items()), plan.row_axes, plan.col_axes)
+    group = Group.of(plan, mesh.shape.items())
     local = check_all_reduce(spec.replace(group=group))
 
     def body(*shards: jax.Array) -> Sequence[jax.Array]:
@@ -137,10 +137,14 @@ def _dividing(dim: Dim, extent: int, mesh: Mapping[str, int]) -> Dim:
 
 
 def _sharding_rule(spec: MatmulSpec) -> str:
-    # The packed relu mask has its own extent over n, so n cannot be propagated into it.
-    operands = ["k m" if spec.transpose_a else "m k", "n k" if spec.transpose_b else "k n"]
-    operands += [" ".join(spanned(spec, name)) for name in spec.operand_names]
-    results = [" ".join(spanned(spec, name)) for name in spec.output_names]
+    blocks = map("b{}".format, itertools.count())
+
+    def factors(name: str) -> str:
+        # A dimension of blocks has an extent of its own, so no sharding can be propagated into it.
+        return " ".join(span.dim if span.size == 1 else next(blocks) for span in spans(spec, name))
+
+    operands = [factors(name) for name in ("a", "b", *spec.operand_names)]
+    results = [factors(name) for name in spec.output_names]
     return ", ".join(_led(spec, operands)) + " -> " + ", ".join(results)
 
 

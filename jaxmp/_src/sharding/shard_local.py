@@ -24,7 +24,7 @@ from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern
+from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.validation.comm_options import fit_comm_options
 from jaxmp._src.validation.operand_checks import check_gathered_scales
@@ -38,7 +38,7 @@ def bind_plan(plan: Contraction, spec: MatmulSpec, operands: dict[str, jax.Array
     if plan.is_transposed and spec.fixed_reduction_order:
         plan, spec, a, b = _untransposed(plan, spec, a, b)
     # Inside a user's shard_map nothing is known of the global array. Sums go rank after rank.
-    if spec.determinism == "topology" and spec.group.pattern != Pattern.GRID and not plan.is_partial:
+    if spec.determinism == "topology" and not spec.contraction.is_grid and not plan.is_partial:
         spec = _with_order(plan, spec, a)
     operands = operands | {"a": a, "b": b}
     if plan.is_transposed:
@@ -107,12 +107,12 @@ def _untransposed(
     check_gathered_scales(spec, why)
     k, n = (1, 0) if spec.transpose_b else (0, 1)
     with jax.named_scope("jaxmp_whole_operands"):
-        if plan.pattern == Pattern.ALL_GATHER:
+        if plan.gathers:
             b = gathered(plan.row_axes, b, n, spec.source_line)
         else:
             a = gathered(plan.row_axes, a, a.ndim - (2 if spec.transpose_a else 1), spec.source_line)
             b = _exchange(plan, b, n, k, spec.source_line)
-    return plan.local(), spec.regroup(pattern=Pattern.LOCAL, row_axes=()), a, b
+    return plan.local(), spec.ungrouped(), a, b
 
 
 def _exchange(plan: Contraction, x: jax.Array, split: int, joined: int, source_line: str) -> jax.Array:
@@ -131,7 +131,7 @@ def _with_order(plan: Contraction, spec: MatmulSpec, a: jax.Array) -> MatmulSpec
         (extent, tuple(axis for axis in axes if axis not in spec.group.row_axes))
         for extent, axes in zip(shape, plan.layout.d[:-1], strict=True)
     ]
-    if spec.group.pattern == Pattern.ALL_GATHER:
+    if spec.contraction.gathers:
         extent, axes = rows[plan.dimension]
         rows[plan.dimension] = (extent * spec.group.nranks, axes)
     return spec.reorder(rows=tuple(rows), cols=plan.layout.d[-1])
@@ -192,7 +192,7 @@ def _apply_epilog(
     extra = {name: operands[name] for name in spec.operand_names}
     folded = [x.reshape(z.shape[0], x.shape[-1]) if has_rows(name) else x for name, x in extra.items()]
     scalars = {name: operands[name] for name in spec.traced if name in operands}  # else the caller has them
-    local = spec.regroup(pattern=Pattern.LOCAL)
+    local = spec.ungrouped()
     outputs = dict(zip(spec.output_names, xla_matmul.apply_epilog(z, folded, local, **scalars), strict=True))
     return {name: x.reshape(*rows, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}
 
@@ -236,7 +236,7 @@ def bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, jax.Array]
         return bind(spec, a, b, extra)
     if spec.transpose_a:
         a, spec = a.swapaxes(-1, -2), spec.replace(transpose_a=False)
-    ordered = spec.group.pattern in (Pattern.ALL_GATHER, Pattern.REDUCE_SCATTER)
+    ordered = spec.contraction.gathers or spec.contraction.scatters
     shape, lead = a.shape[:-1], dimension if ordered else 0
     batch, rows = math.prod(shape[:lead]), math.prod(shape[lead:])
     spec = spec.reorder(outer_rows=batch) if spec.determinism == "topology" else spec

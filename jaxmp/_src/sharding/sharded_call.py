@@ -120,7 +120,7 @@ def collective(request: Request, pattern: Pattern, axis_names: Any) -> Results:
     a, b, c = map(as_array, (request.a, request.b, request.c))
     conversion, request = result_types.find(request._replace(a=a, b=b, c=c))
     spec, operands = validated(request, group)
-    if group.pattern == Pattern.GRID and spec.transpose_a and request.a.ndim > 2:
+    if spec.contraction.is_grid and spec.transpose_a and request.a.ndim > 2:
         raise InvalidValue(
             f"{{a}} has {request.a.ndim} dimensions; with transpose_a=True it must have 2, for its blocks lie across "
             "those of the result: use jax.vmap for the others"
@@ -226,7 +226,7 @@ def planned_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operan
     # Under a level the gradients are sums in an order of their own.
     gathers_inside = not spec.fixed_reduction_order
     frame = frame_of(placement, layout, plan, beside, results, gathers_inside=gathers_inside)
-    group = Group(plan.pattern, tuple(sizes.items()), plan.row_axes, plan.col_axes)
+    group = Group.of(plan, sizes.items())
     spec, columns = spec.replace(group=group, is_typed=True), shape[-1] // group.size(plan.layout.d[-1])
     if spec.asks_all_reduce:
         spec = check_all_reduce(spec)
@@ -258,7 +258,7 @@ def terms(
         planner.extents(given, (a.shape, b.shape, shape), mesh),
         tuple(mesh.items()),
         itemsizes,
-        keeps_result=any(matmul_spec.DIMS[each] for each in beside if each not in ("c", "bias")),
+        keeps_result=any(matmul_spec.SPANS.get(each) for each in beside if each not in ("c", "bias")),
         gathers_k=is_plain and not spec.fixed_reduction_order,
     )
 
@@ -268,16 +268,13 @@ def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
 
     But the sums of an operand's own rows are whole in a group, whichever operand the call takes for its a.
     """
+    found = matmul_spec.spans(spec, name)
     if name in ("scale_a", "scale_b"):
         operand = plan.layout.a if name == "scale_a" else plan.layout.b
-        return {low_precision.SCALAR: (), low_precision.OUTER_VEC: operand[:-1]}.get(spec.scales.of(name), operand)
-    if name == "d":
-        return plan.layout.d
-    if not matmul_spec.DIMS[name]:
-        return ()
-    if len(matmul_spec.DIMS[name]) == 2:
-        return plan.layout.d
-    dim = plan.layout.d[-2] if matmul_spec.DIMS[name] == "m" else plan.layout.d[-1]
+        return operand[: len(operand) - 2 + len(found)] if found else ()
+    if len(found) != 1:
+        return plan.layout.d if found else ()
+    dim = plan.layout.d[-2 if found[0].dim == "m" else -1]
     if name == ("bgradb" if plan.is_transposed else "bgrada"):
         dim = plan.outside_group(dim)
     return (dim,)
@@ -326,10 +323,10 @@ def _of_empty(call: ShardedCall, operands: Operands) -> tuple[Callable[[Operands
             return lambda _: {name: jnp.zeros(local[name], x.dtype) for name, x in types.items()}, _scalar()
         if not (0 in a.shape and 0 in b.shape):
             return call.body, operands
-    shape = result_shape(spec.regroup(pattern=Pattern.LOCAL), a, b)
+    shape = result_shape(spec.ungrouped(), a, b)
     lines = {"m": shape[-2:-1], "n": shape[-1:]}
     names = [name for name in ("d", *spec.rule.outputs) if name != "relu_aux"]
-    local = shards({name: shape if has_rows(name) else lines[matmul_spec.DIMS[name]] for name in names})
+    local = shards({name: shape if has_rows(name) else lines[matmul_spec.SPANS[name][0].dim] for name in names})
     body = functools.partial(bind_empty, call.plan, spec, local, low_precision.operand_type(a.dtype, b.dtype))
     return body, {name: x for name, x in operands.items() if name not in ("a", "b")} | _scalar()
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -45,22 +46,27 @@ _ACCUMULATORS = {"bfloat16": "float32", "float16": "float32", "int8": "int32", "
 )
 
 
-# What each operand and result spans, by name: rows (m) and columns (n) of d, or n as a mask packed into bytes (p).
-DIMS = {
-    "c": "mn",
-    "bias": "n",
-    "d": "mn",
-    "relu_aux": "mp",
-    "gelu_aux": "mn",
-    "drelu_bgrad": "n",
-    "dgelu_bgrad": "n",
-    "bgrada": "m",
-    "bgradb": "n",
+class Span(NamedTuple):
+    """What a dimension of an operand or result covers: each element `size` of the product's m, n or k."""
+
+    dim: str
+    size: int = 1
+
+
+_M, _N, _K = map(Span, "mnk")
+# By name, but for a, b and their scales (`spans`): a mask of relu is packed into bytes. Scalars have no dimension.
+SPANS = {
+    "c": (_M, _N),
+    "bias": (_N,),
+    "d": (_M, _N),
+    "relu_aux": (_M, Span("n", 8)),
+    "gelu_aux": (_M, _N),
+    "drelu_bgrad": (_N,),
+    "dgelu_bgrad": (_N,),
+    "bgrada": (_M,),
+    "bgradb": (_N,),
+    "d_out_scale": (_M, Span("n", 16)),  # MXFP8: 32
 }
-# Scalars, and the scales of d's blocks (q of them a row).
-DIMS |= dict.fromkeys(("scale_c", "scale_d", "scale_aux", "amax_d", "gelu_aux_amax"), "") | {"d_out_scale": "mq"}
-# The scales of a and b span what their mode says (`dims`), and fold and shard as their operand does.
-DIMS |= {"scale_a": "", "scale_b": ""}
 SCALE_NAMES = ("scale_a", "scale_b", "scale_c", "scale_d", "scale_aux")
 
 
@@ -77,6 +83,11 @@ class Group(Parts):
     mesh: tuple[tuple[str, int], ...] = ()
     row_axes: tuple[str, ...] = ()
     col_axes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, product: Contraction, mesh: Iterable[tuple[str, int]]) -> Group:
+        """The group of a planned product on a mesh with these axes."""
+        return cls(product.pattern, tuple(mesh), product.row_axes, product.col_axes)
 
     @functools.cached_property
     def axes(self) -> tuple[str, ...]:
@@ -247,6 +258,10 @@ class MatmulSpec(Parts):
         """The same on each device of the mesh by itself; unsettled, it stays so."""
         return self if self.is_unsettled else self.regroup(pattern=Pattern.LOCAL, row_axes=(), col_axes=())
 
+    def summed_over(self, axes: tuple[str, ...]) -> MatmulSpec:
+        """The same, summed over these axes of the mesh."""
+        return self.regroup(pattern=Pattern.ALL_REDUCE, row_axes=axes)
+
     def settled(self) -> MatmulSpec:
         """The same on one device where it is unsettled."""
         return self.local() if self.is_unsettled else self
@@ -292,15 +307,21 @@ def aux_dtype(spec: MatmulSpec) -> np.dtype:
     return np.dtype(spec.aux_dtype or spec.out_dtype)
 
 
-def dims(spec: MatmulSpec, name: str) -> str:
-    """What an operand or result spans, as `DIMS`; blocks of scales along k are u in a and v in b, of rows w and x."""
+def spans(spec: MatmulSpec, name: str) -> tuple[Span, ...]:
+    """What the dimensions of an operand or result cover."""
+    if name == "a":
+        return (_K, _M) if spec.transpose_a else (_M, _K)
+    if name == "b":
+        return (_N, _K) if spec.transpose_b else (_K, _N)
     if name not in ("scale_a", "scale_b"):
-        return DIMS[name]
-    row, inner, block = "muw" if name == "scale_a" else "nvx"
-    mode = spec.scales.of(name)
-    return {low_precision.SCALAR: "", low_precision.OUTER_VEC: row, low_precision.BLK128: block + inner}.get(
-        mode, row + inner
-    )
+        return SPANS.get(name, ())
+    mode, outer = spec.scales.of(name), "m" if name == "scale_a" else "n"
+    if mode in (low_precision.NONE, low_precision.SCALAR):
+        return ()
+    if mode == low_precision.OUTER_VEC:
+        return (Span(outer),)
+    block = low_precision.BLOCK[mode]
+    return Span(outer, block if mode == low_precision.BLK128 else 1), Span("k", block)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -335,24 +356,32 @@ def _extents(
     if distributions:
         a, _, whole = distributions
         return Extents(*whole.shape, a.shape[product.a.index("k")], whole.local_shape, local)
-    m, k, n = (local[i] * group.size(product.sharded(which, index)) for i, which, index in _LOCAL)
-    d = _of_result(product, group, "a", "m", local[0]), _of_result(product, group, "b", "n", local[3])
-    return Extents(m, n, k, d, local)
+    sizes, (rows, cols) = _factors(product, group)
+    m, k, n = (extent * size for extent, size in zip((local[0], local[1], local[3]), sizes, strict=True))
+    return Extents(m, n, k, (_scaled(local[0], rows), _scaled(local[3], cols)), local)
 
 
-# Where m, k and n stand in `Extents.local`, and whose they are.
-_LOCAL = ((0, "a", "m"), (1, "a", "k"), (3, "b", "n"))
+# A factor: (times, over).
+_Ratio = tuple[int, int]
 
 
-def _of_result(product: Contraction, group: Group, operand: str, index: str, extent: int) -> int:
-    """What a rank holds of d along an index of which it holds `extent` in an operand."""
-    have, want = product.sharded(operand, index), product.sharded("d", index)
-    return extent if have == want else extent * group.size(have) // group.size(want)
+@functools.lru_cache(maxsize=4096)
+def _factors(product: Contraction, group: Group) -> tuple[tuple[int, int, int], tuple[_Ratio, _Ratio]]:
+    """By how much the m, k and n of a group exceed those of a rank's operands, and the rows and columns of a rank's d
+    those of its operands."""
+    size, sharded = group.size, product.sharded
+    sizes = size(sharded("a", "m")), size(sharded("a", "k")), size(sharded("b", "n"))
+    rows, cols = ((size(sharded(which, i)), size(sharded("d", i))) for which, i in (("a", "m"), ("b", "n")))
+    return sizes, (rows, cols)
+
+
+def _scaled(extent: int, ratio: _Ratio) -> int:
+    return extent if ratio[0] == ratio[1] else extent * ratio[0] // ratio[1]
 
 
 def output_rows(spec: MatmulSpec, rows: int) -> int:
     """Rows of D that each rank holds when its op(A) has `rows` of them."""
-    return _of_result(spec.contraction, spec.group, "a", "m", rows)
+    return _scaled(rows, _factors(spec.contraction, spec.group)[1][0])
 
 
 def result_shape(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> tuple[int, ...]:

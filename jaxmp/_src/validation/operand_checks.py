@@ -16,7 +16,7 @@ from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import ArrayType, Shape
 from jaxmp._src.spec import epilogs, low_precision, process_grid
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import INTEGERS, RESULT_TYPES, MatmulSpec, Pattern, accumulator
+from jaxmp._src.spec.matmul_spec import INTEGERS, RESULT_TYPES, MatmulSpec, accumulator
 from jaxmp._src.spec.options import Determinism, Implementation
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.spec.request import Request
@@ -352,15 +352,12 @@ def _check_gelu_aux_input(aux: Any, out_dtype: np.dtype, shape: Shape) -> Any:
 
 def check_all_reduce(spec: MatmulSpec) -> MatmulSpec:
     """The spec less its ALLREDUCE bit; ValueError where the call's pattern is not an all-reduce."""
-    nranks = (
-        spec.group.size(tuple(axis for axis, _ in spec.group.mesh))
-        if spec.group.pattern == Pattern.LOCAL
-        else spec.group.nranks
-    )
-    if spec.asks_all_reduce and spec.group.pattern != Pattern.ALL_REDUCE and nranks > 1:
+    group, product = spec.group, spec.contraction
+    nranks = group.nranks if product.communicates else group.size(tuple(axis for axis, _ in group.mesh))
+    if spec.asks_all_reduce and not product.is_reduced and nranks > 1:
         raise InvalidValue(
             f"epilog ALLREDUCE belongs to the all_reduce pattern, but this call's pattern is "
-            f"{spec.group.pattern.value}; shard the contraction and pass an out_sharding without its axis, call "
+            f"{group.pattern.value}; shard the contraction and pass an out_sharding without its axis, call "
             "matmul_all_reduce inside shard_map, or drop ALLREDUCE"
         )
     return spec.replace(asks_all_reduce=False)

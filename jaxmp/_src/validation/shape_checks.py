@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jaxmp._src.runtime.types import Shape
-from jaxmp._src.spec.matmul_spec import MatmulSpec, Pattern, axes_text, extents
+from jaxmp._src.spec.matmul_spec import MatmulSpec, axes_text, extents
 from jaxmp._src.spec.refusal import InvalidValue
 
 
@@ -18,7 +18,7 @@ def check_local_shapes(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, *, take
                 )
         return
     rows, k_a, k_b, cols = extents(spec, a_shape, b_shape).local
-    if spec.group.pattern == Pattern.GRID:
+    if spec.contraction.is_grid:
         nrow, ncol = spec.group.shape
         _check_grid(spec, rows, cols, nrow, ncol)
         k_a *= nrow if spec.transpose_a else ncol
@@ -28,7 +28,7 @@ def check_local_shapes(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, *, take
         hint = _transpose_hint(spec, a_shape, b_shape) if takes_transposed else _as_stored_hint(k_a, b_shape)
         raise InvalidValue(f"{{b}} has k={k_b} but {{a}} has k={k_a} ({where}); {hint}")
     p = spec.group.nranks
-    if spec.group.pattern == Pattern.REDUCE_SCATTER and rows % p:
+    if spec.contraction.scatters and rows % p:
         raise InvalidValue(
             f"{{a}} has {rows} rows, which the {p} ranks of axis "
             f"{axes_text(spec.group.row_axes)} do not divide (shape per device {tuple(a_shape)}); pad the "
