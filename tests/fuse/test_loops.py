@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp._src.fuse import emit
+from jaxmp._src.spec.refusal import NotAvailable
 
 LAYERS, ROWS, WIDTH, HIDDEN = 3, 8, 4, 8
 SPECS = (P(("data", "model"), None), P(None, None, "model"), P(None, "model", None), P(None, "model"))
@@ -98,7 +99,7 @@ def flat(x, w_in, w_out, bias):
 @pytest.mark.parametrize("function", [step_of(jax.nn.relu), flat], ids=["loop", "layer"])
 def test_where_one_of_both_calls_is_refused_the_program_runs_as_it_is(refused, function, monkeypatch):
     def refuse(*args, **kwargs):
-        raise NotImplementedError("refused")
+        raise NotAvailable("refused")
 
     monkeypatch.setattr(emit, refused, refuse)
     check(function, operands(), is_exact=True)

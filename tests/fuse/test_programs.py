@@ -265,19 +265,34 @@ def test_odd_shapes(shapes):
     np.testing.assert_allclose(want, got, rtol=1e-6)
 
 
+def test_operands_that_are_made_of_no_array():
+    def model(w):
+        return jnp.arange(4.0) @ w + jnp.eye(4)[1] @ (w + jnp.zeros((4, 4)).T)
+
+    np.testing.assert_array_equal(jaxmp.fuse(model, determinism="batch")(W), model(W))
+
+
 def test_what_fn_refuses_is_still_refused():
     with pytest.raises(TypeError, match="dot_general requires contracting dimensions to have the same shape"):
         jaxmp.fuse(jnp.matmul)(X, X)
 
 
 def test_a_program_that_cannot_be_read_runs_as_it_is(monkeypatch):
+    """In a test that expects no warning it fails, for warnings are errors there."""
+
     def fail(*args, **kwargs):
-        raise RuntimeError("unforeseen")
+        raise AttributeError("unforeseen")
+
+    def printed(x, w):
+        jax.debug.print("{}", x.sum())
+        return layer(x, w)
 
     monkeypatch.setattr("jaxmp._src.fuse.products.find", fail)
-    with pytest.warns(RuntimeWarning, match=r"fuse: leaves a part of the program as it is.*unforeseen.*report it"):
+    with pytest.warns(RuntimeWarning, match=r"fuse: leaves the program as it is.*unforeseen.*report it"):
         got = jaxmp.fuse(layer)(X, W)
     np.testing.assert_array_equal(got, layer(X, W))
+    with pytest.raises(AttributeError, match="unforeseen"):  # what is printed would be printed twice
+        jaxmp.fuse(printed)(X, W)
 
 
 def test_a_level_that_jaxmp_does_not_keep_is_a_warning_with_the_reason():

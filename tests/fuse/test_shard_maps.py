@@ -298,6 +298,19 @@ def test_a_gelu_whose_argument_is_read_too_keeps_it(mesh):
     np.testing.assert_allclose(jaxmp.fuse(plain)(*args), plain(*args), rtol=1e-5, atol=1e-5)
 
 
+def test_an_operand_that_others_read_transposed(mesh):
+    def body(x, w):
+        t = (2 * x).T
+        return t.sum() + lax.dot_general(t, gather(w, "data"), (((0,), (0,)), ((), ())))
+
+    case = Case("", body, (X, W), (DATA, DATA), DATA, "", "")
+    args = operands(case)
+    for f in (lambda f: f, with_gradient):
+        plain, fused = f(mapped(case, mesh)), f(jaxmp.fuse(mapped(case, mesh)))
+        assert jaxmp.explain(fused, quiet=True)(*args).left == 0
+        jax.tree.map(np.testing.assert_array_equal, fused(*args), plain(*args))
+
+
 @pytest.mark.parametrize(("extent", "is_in_calls"), [(8192, True), (64, False)])
 def test_a_gather_of_several_products_is_where_it_takes_less_time(extent, is_in_calls, mesh, monkeypatch):
     """On a machine whose calls hide their transfers: large products hide three gathers, small ones wait for them."""

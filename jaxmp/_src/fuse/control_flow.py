@@ -4,21 +4,61 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 from jax import lax
 
-from jaxmp._src.fuse.graph import DERIVED, PRODUCTS
+from jaxmp._src.fuse.graph import DERIVED, PRODUCTS, UnknownError
 from jaxmp._src.primitive.primitives import saves_products
 from jaxmp._src.runtime import jax_compat, jax_tracing
 
-if TYPE_CHECKING:
-    from jaxmp._src.fuse.rewrite import Rewriter
+# The values that a jaxpr returns, of (the jaxpr, its constants, *its arguments).
+Evaluate = Callable[..., list[Any]]
+Function = Callable[..., Any]
 
 
-class UnknownError(Exception):
-    """An equation whose jaxprs are left as they are."""
+class Functions:
+    """Jaxprs as functions that `evaluate` them, one for each jaxpr, so that JAX traces and compiles it once."""
+
+    def __init__(self, evaluate: Evaluate) -> None:
+        self.evaluate = evaluate
+        self._known: dict[Any, Function] = {}
+        self._jaxprs: list[Any] = []  # whose ids are keys
+
+    def of(self, closed: Any) -> Function:
+        """The function of a jaxpr."""
+        if id(closed) not in self._known:
+            self._jaxprs.append(closed)
+            jaxpr, consts = jax_tracing.open_jaxpr(closed)
+            self._known[id(closed)] = functools.partial(self.evaluate, jaxpr, consts)
+        return self._known[id(closed)]
+
+    def jitted(self, params: dict[str, Any]) -> Function:
+        """The function of a `jit` equation, jitted with its options."""
+        f = self.of(params["jaxpr"])
+        key = id(f), tuple(map(repr, (params["in_shardings"], params["out_shardings"], params["donated_invars"])))
+        if key not in self._known:
+
+            def named(*args: Any) -> list[Any]:
+                results: list[Any] = f(*args)
+                return results
+
+            named.__name__ = named.__qualname__ = params["name"]
+            given, wanted = (
+                [None if jax_tracing.is_unspecified(s) else s for s in params[side]]
+                for side in ("in_shardings", "out_shardings")
+            )
+            shardings: dict[str, Any] = {}
+            if any(s is not None for s in given):
+                shardings["in_shardings"] = tuple(given)
+            if any(s is not None for s in wanted):
+                shardings["out_shardings"] = wanted
+            donated = tuple(i for i, is_donated in enumerate(params["donated_invars"]) if is_donated)
+            self._known[key] = jax.jit(
+                named, donate_argnums=donated, inline=params["inline"], keep_unused=params["keep_unused"], **shardings
+            )
+        return self._known[key]
 
 
 def has_products(eqn: Any) -> bool:
@@ -32,23 +72,22 @@ def has_products(eqn: Any) -> bool:
     )
 
 
-def evaluate(rewriter: Rewriter, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
-    """The results of an equation whose jaxprs are rewritten. Raises UnknownError where nobody knows it."""
+def evaluate(functions: Functions, eqn: Any, operands: Sequence[Any]) -> Sequence[Any]:
+    """The results of an equation with its jaxprs as `functions`. Raises UnknownError where nobody knows it."""
     rule = _RULES.get(eqn.primitive.name)
     if rule is None:
-        raise UnknownError
-    results: Sequence[Any] = rule(rewriter, eqn.params, list(operands), eqn)
+        raise UnknownError(f"{eqn.primitive.name} is left as it is")
+    results: Sequence[Any] = rule(functions, eqn.params, list(operands), eqn)
     return results
 
 
-def _jit(rewriter: Rewriter, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    f = rewriter.compiled(params)
-    return f(*operands)
+def _jit(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
+    return functions.jitted(params)(*operands)
 
 
-def _scan(rewriter: Rewriter, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
+def _scan(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
     consts, carry = jax_compat.scan_counts(eqn)
-    body = rewriter.function_of(params["jaxpr"])
+    body = functions.of(params["jaxpr"])
     fixed, init, xs = operands[:consts], operands[consts : consts + carry], operands[consts + carry :]
 
     def step(state: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -59,10 +98,10 @@ def _scan(rewriter: Rewriter, params: dict[str, Any], operands: list[Any], eqn: 
     return [*state, *ys]
 
 
-def _while(rewriter: Rewriter, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
+def _while(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
     of_cond, of_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts = operands[:of_cond], operands[of_cond : of_cond + of_body]
-    cond, body = rewriter.function_of(params["cond_jaxpr"]), rewriter.function_of(params["body_jaxpr"])
+    cond, body = functions.of(params["cond_jaxpr"]), functions.of(params["body_jaxpr"])
     return lax.while_loop(
         lambda state: cond(*cond_consts, *state)[0],
         lambda state: list(body(*body_consts, *state)),
@@ -70,31 +109,31 @@ def _while(rewriter: Rewriter, params: dict[str, Any], operands: list[Any], eqn:
     )
 
 
-def _cond(rewriter: Rewriter, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
+def _cond(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
     if set(params) - {"branches"}:
-        raise UnknownError  # branches by platform
-    branches = [rewriter.function_of(branch) for branch in params["branches"]]
+        raise UnknownError("branches by platform are left as they are")
+    branches = [functions.of(branch) for branch in params["branches"]]
     return lax.switch(operands[0], branches, *operands[1:])
 
 
-def _remat(rewriter: Rewriter, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    f = rewriter.function_of(params["jaxpr"])
+def _remat(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
+    f = functions.of(params["jaxpr"])
     if params["differentiated"]:  # in a backward pass: what keeps its operations apart from the forward ones stays
         jaxpr, consts = jax_tracing.trace(f, [v.aval for v in eqn.invars])
         if consts:
-            raise UnknownError
+            raise UnknownError("a backward pass with constants of its own is left as it is")
         return jax_tracing.evaluate(eqn, operands, jaxpr=jaxpr)
     policy = params["policy"]
     policy = None if policy is None else functools.partial(saves_products, policy)
     return jax.checkpoint(f, prevent_cse=params["prevent_cse"], policy=policy)(*operands)
 
 
-def _custom(rewriter: Rewriter, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    body = rewriter.function_of(params["call_jaxpr"])
-    return jax_tracing.evaluate_with_body(eqn, operands, body, lambda rule: functools.partial(_rule, rewriter, rule))
+def _custom(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
+    body = functions.of(params["call_jaxpr"])
+    return jax_tracing.evaluate_with_body(eqn, operands, body, lambda rule: functools.partial(_rule, functions, rule))
 
 
-def _rule(rewriter: Rewriter, rule: Callable[..., Any], *args: Any) -> Any:
+def _rule(functions: Functions, rule: Callable[..., Any], *args: Any) -> Any:
     """What a rule of differentiation gives, with its products rewritten. Its zeros and flags stay as they are."""
     arrays = [x for x in args if isinstance(x, jax.Array)]
     results: list[Any] = []
@@ -108,18 +147,18 @@ def _rule(rewriter: Rewriter, rule: Callable[..., Any], *args: Any) -> Any:
 
     try:
         jaxpr, consts = jax_tracing.trace(of_arrays, [jax.typeof(x) for x in arrays])
-    except Exception:  # as of a rule that asks for values
+    except Exception:  # the user's, as of a rule that asks for values
         return rule(*args)
-    found = iter(rewriter.evaluate(jaxpr, consts, *arrays))
+    found = iter(functions.evaluate(jaxpr, consts, *arrays))
     return jax.tree.unflatten(tree, [next(found) if isinstance(x, jax.Array) else x for x in results])
 
 
-def _call(rewriter: Rewriter, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    return rewriter.function_of(params["call_jaxpr"])(*operands)
+def _call(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
+    return functions.of(params["call_jaxpr"])(*operands)
 
 
-def _shard_map(rewriter: Rewriter, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
-    f = rewriter.function_of(params["jaxpr"])
+def _shard_map(functions: Functions, params: dict[str, Any], operands: list[Any], eqn: Any) -> Any:
+    f = functions.of(params["jaxpr"])
     manual = params.get("newly_manual_axes", params.get("manual_axes"))
     mapped: Any = jax.shard_map(
         lambda *args: tuple(f(*args)),

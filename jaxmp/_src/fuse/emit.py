@@ -12,12 +12,14 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.fuse import emit_shards
-from jaxmp._src.fuse.products import Operand, Product, is_auto, is_explicit
+from jaxmp._src.fuse.operands import Operand, is_auto, is_explicit
+from jaxmp._src.fuse.products import Product
 from jaxmp._src.ops import dot_general as _dot_general
 from jaxmp._src.ops.matmul import linear, matmul
 from jaxmp._src.spec import epilogs
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.options import Determinism, Implementation
+from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.spec.request import Request
 
 
@@ -47,12 +49,7 @@ def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra:
     bias = None if product.bias is None else next(rest)
     c = None if product.c is None else next(rest)
     x, w = x.astype(product.x.dtype), w.astype(product.w.dtype)
-    shared: dict[str, Any] = {
-        "precision": product.precision,
-        "preferred_element_type": product.dtype,
-        "implementation": options.implementation,
-        "determinism": options.determinism,
-    }
+    shared = _shared(product, options)
     if product.is_shared_by_name:
         return emit_shards.call(product, x, w, bias, c, shared)
     shared["out_sharding"] = out_sharding(product.result.aval)
@@ -82,17 +79,23 @@ def gradient(
     """The cotangent of an activation's argument: a product that the epilog multiplies by the derivative, which it reads
     from the `aux` of the product `kept`."""
     is_relu = kept.activation == "relu"
-    given: dict[str, Any] = {
+    given = _shared(product, options) | {
         "epilog": Epilog.DRELU if is_relu else Epilog.DGELU,
         "epilog_inputs": {"relu_aux" if is_relu else "gelu_aux": aux},
         "transpose_b": product.w.contract == (1,),
+        "out_sharding": out_sharding(product.result.aval),
+    }
+    return [matmul(x.astype(product.x.dtype), w.astype(product.w.dtype), **given)]
+
+
+def _shared(product: Product, options: Options) -> dict[str, Any]:
+    """Options of every call."""
+    return {
         "precision": product.precision,
         "preferred_element_type": product.dtype,
-        "out_sharding": out_sharding(product.result.aval),
         "implementation": options.implementation,
         "determinism": options.determinism,
     }
-    return [matmul(x.astype(product.x.dtype), w.astype(product.w.dtype), **given)]
 
 
 def out_sharding(aval: Any) -> P | None:
@@ -110,7 +113,7 @@ def _general(product: Product, x: jax.Array, y: jax.Array, options: dict[str, An
         if not one.batch:
             return _as_matrices(one, x, other, y, options)
         if any(_axes_of(x, d) for x, dims in ((x, one.contract), (y, other.contract)) for d in dims):
-            raise NotImplementedError("ranks share the contraction of a batch")
+            raise NotAvailable("ranks share the contraction of a batch")
         options = options | {"determinism": "batch"}  # products of whole rows and columns do not depend on the mesh
     numbers = ((one.contract, other.contract), (one.batch, other.batch))
     if product.is_swapped and is_auto(product.result.aval):
@@ -146,7 +149,7 @@ def _joined(x: jax.Array, rows: tuple[int, ...], columns: tuple[int, ...]) -> ja
 def _joined_axes(entries: Sequence[Any]) -> Any:
     """The axes of dimensions that become one, of which a rank then holds one piece."""
     if any(entries[1:]):
-        raise NotImplementedError("ranks hold joined dimensions interleaved")
+        raise NotAvailable("ranks hold joined dimensions interleaved")
     return entries[0] if entries else None
 
 

@@ -21,7 +21,8 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxmp._src.fuse.products import Operand, Product
+from jaxmp._src.fuse.operands import Operand
+from jaxmp._src.fuse.products import Product
 from jaxmp._src.ops.collective_matmul import (
     all_gather_matmul,
     block_matmul,
@@ -29,6 +30,7 @@ from jaxmp._src.ops.collective_matmul import (
     matmul_reduce_scatter,
 )
 from jaxmp._src.spec import epilogs
+from jaxmp._src.spec.refusal import NotAvailable
 
 Dims = tuple[int, ...]
 
@@ -37,37 +39,53 @@ Dims = tuple[int, ...]
 class _Matrix:
     """An operand as stored, and folded: (rows, k) if `has_rows_first`, else (k, columns)."""
 
-    stored: jax.Array
     operand: Operand
+    stored: jax.Array
     folded: jax.Array
+    has_rows_first: bool
 
-    @property
-    def has_rows_first(self) -> bool:
-        return self.operand.has_rows_first
+    @staticmethod
+    def of(operand: Operand, x: jax.Array) -> _Matrix:
+        if not operand.is_flat:
+            raise NotAvailable("its dimensions do not fold into a matrix")
+        rows, k = (math.prod(x.shape[d] for d in dims) for dims in (operand.free, operand.contract))
+        folded = x.reshape((rows, k) if operand.has_rows_first else (k, rows))
+        return _Matrix(operand, x, folded, operand.has_rows_first)
 
-    @property
-    def free(self) -> Dims:
-        """Its free extents."""
-        return tuple(self.stored.shape[d] for d in self.operand.free)
+    def transposed(self) -> _Matrix:
+        return dataclasses.replace(self, folded=self.folded.T, has_rows_first=not self.has_rows_first)
 
-    def along(self, dimension: int) -> jax.Array:
+    def along(self, dimension: int) -> _Matrix:
         """With `dimension` for the folded rows: the others stay in front of them, where they are slower."""
-        first = self.operand.free[0]
-        if dimension == first or dimension not in self.operand.free:
-            return self.folded
-        return self.stored.reshape(*self.free, self.folded.shape[-1])
+        free = self.operand.free
+        if dimension == free[0] or dimension not in free:
+            return self
+        extents = (self.stored.shape[d] for d in free)
+        return dataclasses.replace(self, folded=self.stored.reshape(*extents, self.folded.shape[-1]))
 
 
-def _matrix(operand: Operand, x: jax.Array) -> _Matrix:
-    if not operand.is_flat:
-        raise NotImplementedError  # its dimensions do not fold into a matrix, so the product stays JAX's
-    rows, k = (math.prod(x.shape[d] for d in dims) for dims in (operand.free, operand.contract))
-    return _Matrix(x, operand, x.reshape((rows, k) if operand.has_rows_first else (k, rows)))
+@dataclasses.dataclass(frozen=True)
+class _Way:
+    """A call that gives a product, (free dimensions of a, of b), and how many elements are copied ahead of it."""
 
+    function: Callable[..., Any]
+    a: _Matrix
+    b: _Matrix
+    axes: Any
+    copied: int = 0
 
-# How many elements are copied beside a call (that of an all-gather which gives the result transposed: also by its
-# gradient), whether its result has the free dimensions in the order of the product's, and the call.
-_Way = tuple[int, bool, Callable[..., Any]]
+    def __call__(self, c: jax.Array | None = None, **options: Any) -> Any:
+        """The result of the call; `c` is of the shape of the product's result, whose last dimension are the columns."""
+        a, b = self.a.folded, self.b.folded
+        if c is not None and a.ndim == 2:
+            c = c.reshape(math.prod(c.shape[:-1]), c.shape[-1])
+        flags = {
+            "transpose_a": not self.a.has_rows_first,
+            "transpose_b": self.b.has_rows_first,
+            "conjugate_a": self.a.operand.is_conjugated,
+            "conjugate_b": self.b.operand.is_conjugated,
+        }
+        return self.function(a, b, self.axes, c, **flags, **options)
 
 
 def call(
@@ -80,16 +98,22 @@ def call(
 ) -> list[jax.Array]:
     """The results of a product: d, and what its activation is applied to where that is read as well."""
     if product.activation and product.activation not in ("relu", "gelu"):
-        raise NotImplementedError("no epilog applies this activation")
-    first, second = _matrix(product.x, x), _matrix(product.w, w)
-    alpha = 1.0 if product.alpha is None else product.alpha
-    shape, ways = _ways(product, first, second)
-    _, is_in_order, run = min(ways, key=lambda way: way[0])
-    if not is_in_order:
-        d = run(**shared, alpha=alpha)
+        raise NotAvailable("no epilog applies this activation")
+    first, second = _Matrix.of(product.x, x), _Matrix.of(product.w, w)
+    shape: Dims = product.result.aval.shape
+    if product.collective is not None:
+        ways = [_reducing(product.collective, first, second)]
+    elif product.x.gather is not None:
+        ways = _gathering(first, second, is_first=True)
+    else:
+        ways = _gathering(second, first, is_first=False)
+    run = min(ways, key=lambda way: way.copied + (0 if way.a.operand is product.x else math.prod(shape)))
+    shared = shared | {"alpha": 1.0 if product.alpha is None else product.alpha}
+    if run.a.operand is not product.x:
+        d = run(**shared)
         d = lax.transpose(d, (d.ndim - 1, *range(d.ndim - 1))).reshape(shape)
         return _with_epilog(product, d, bias, c)
-    flags: dict[str, Any] = {"alpha": alpha, "epilog": epilogs.for_activation(product.activation, bias is not None)}
+    flags: dict[str, Any] = {"epilog": epilogs.for_activation(product.activation, bias is not None)}
     flags["epilog_inputs"] = None if bias is None else {"bias": bias}
     if c is not None:
         flags |= {"beta": 1.0, "c": c}
@@ -110,90 +134,33 @@ def _with_epilog(product: Product, d: jax.Array, bias: jax.Array | None, c: jax.
     return [{None: lambda d: d, "relu": jax.nn.relu, "gelu": jax.nn.gelu}[product.activation](d), *kept]
 
 
-def _ways(product: Product, first: _Matrix, second: _Matrix) -> tuple[Dims, list[_Way]]:
-    """(the shape of the result, the calls that give it)."""
-    if product.lhs.gather is not None or product.rhs.gather is not None:
-        return _gathering(product, first, second)
-    return _reducing(product, first, second)
-
-
-def _gathering(product: Product, first: _Matrix, second: _Matrix) -> tuple[Dims, list[_Way]]:
-    is_first = product.x.gather is not None
-    g, o = (first, second) if is_first else (second, first)
-    assert g.operand.gather is not None
-    gather, axes = g.operand.gather, g.operand.gather.axes
-    is_free = gather.dimension in g.operand.free
-    extents = [first.free, second.free]
+def _gathering(g: _Matrix, o: _Matrix, *, is_first: bool) -> list[_Way]:
+    """The calls that gather g; `is_first`: its free dimensions come first in the product's result."""
+    gather = g.operand.gather
+    assert gather is not None
+    axes, free, ways = gather.axes, g.operand.free, []
+    is_free = gather.dimension in free
+    if gather.dimension in (free[:1] + g.operand.contract[:1]):
+        is_along_rows = is_free == g.has_rows_first
+        matrix = g if is_along_rows == o.has_rows_first else g.transposed()
+        copied = 0 if matrix is g else g.folded.size
+        a, b, grid = (o, matrix, (axes, ())) if o.has_rows_first else (matrix, o, ((), axes))
+        ways.append(_Way(block_matmul, a, b, grid, copied))
     if is_free:
-        i = g.operand.free.index(gather.dimension)
-        extents[not is_first] = (*g.free[:i], g.free[i] * lax.axis_size(axes), *g.free[i + 1 :])
-    shape = sum(extents, ())
-    stored_along = 0 if is_free == g.has_rows_first else 1
-    ways: list[_Way] = []
-    if gather.dimension in (g.operand.free[:1] + g.operand.contract[:1]):
-        along = 1 if not o.has_rows_first else 0
-        is_moved = stored_along != along
-        matrix = g.folded.T if is_moved else g.folded
-        has_rows_first = g.has_rows_first != is_moved
-        copied = (g.folded.size if is_moved else 0, math.prod(shape))
-        if along == 0:
-            run = _bound(block_matmul, o.folded, matrix, (axes, ()), transpose_b=has_rows_first, **_conjugated(o, g))
-            ways.append((copied[0] + copied[1] * is_first, not is_first, run))
-        else:
-            run = _bound(
-                block_matmul, matrix, o.folded, ((), axes), transpose_a=not has_rows_first, **_conjugated(g, o)
-            )
-            ways.append((copied[0] + copied[1] * (not is_first), is_first, run))
-    if is_free:
-        run = _bound(
-            all_gather_matmul,
-            g.along(gather.dimension),
-            o.folded,
-            axes,
-            transpose_a=not g.has_rows_first,
-            transpose_b=o.has_rows_first,
-            **_conjugated(g, o),
-        )
-        behind = 0 if is_first else math.prod(shape) + g.folded.size * lax.axis_size(axes)
-        ways.append((behind, is_first, run))
-    return shape, ways
+        # The gradient of a call that gives the result transposed copies what it gathers.
+        copied = 0 if is_first else g.folded.size * lax.axis_size(axes)
+        ways.append(_Way(all_gather_matmul, g.along(gather.dimension), o, axes, copied))
+    return ways
 
 
-def _reducing(product: Product, first: _Matrix, second: _Matrix) -> tuple[Dims, list[_Way]]:
-    eqn = product.collective
-    shape: Dims = tuple(eqn.outvars[0].aval.shape)
-    flags = {"transpose_a": not first.has_rows_first, "transpose_b": second.has_rows_first}
-    flags |= _conjugated(first, second)
+def _reducing(eqn: Any, first: _Matrix, second: _Matrix) -> _Way:
+    """The call that sums over ranks as an equation does."""
     if eqn.primitive.name != "reduce_scatter":
-        axes = tuple(eqn.params["axes"])
-        return shape, [(0, True, _bound(matmul_all_reduce, first.folded, second.folded, axes, **flags))]
-    names, dimension, rows = eqn.params["axis_name"], eqn.params["scatter_dimension"], len(first.free)
+        return _Way(matmul_all_reduce, first, second, tuple(eqn.params["axes"]))
+    names, dimension, rows = eqn.params["axis_name"], eqn.params["scatter_dimension"], len(first.operand.free)
     axes = (names,) if isinstance(names, str) else tuple(names)
     if dimension < rows:
-        a = first.along(first.operand.free[dimension])
-        return shape, [(0, True, _bound(matmul_reduce_scatter, a, second.folded, axes, **flags))]
-    position = dimension - rows
-    if position == 0 and first.has_rows_first and second.has_rows_first:
-        run = _bound(
-            block_matmul, first.folded, second.folded, ((), axes), transpose_b=True, **_conjugated(first, second)
-        )
-        return shape, [(0, True, run)]
-    b = second.along(second.operand.free[position])
-    flags = {"transpose_a": not second.has_rows_first, "transpose_b": first.has_rows_first}
-    flags |= _conjugated(second, first)
-    return shape, [(0, False, _bound(matmul_reduce_scatter, b, first.folded, axes, **flags))]
-
-
-def _conjugated(a: _Matrix, b: _Matrix) -> dict[str, bool]:
-    return {"conjugate_a": a.operand.is_conjugated, "conjugate_b": b.operand.is_conjugated}
-
-
-def _bound(function: Callable[..., Any], a: jax.Array, b: jax.Array, axes: Any, **flags: bool) -> Callable[..., Any]:
-    """The call; its `c` is of the shape of the product's result, of which the last dimension are the columns."""
-
-    def run(c: jax.Array | None = None, **options: Any) -> Any:
-        if c is not None and a.ndim == 2:
-            c = c.reshape(math.prod(c.shape[:-1]), c.shape[-1])
-        return function(a, b, axes, c, **flags, **options)
-
-    return run
+        return _Way(matmul_reduce_scatter, first.along(first.operand.free[dimension]), second, axes)
+    if dimension == rows and first.has_rows_first and second.has_rows_first:
+        return _Way(block_matmul, first, second, ((), axes))
+    return _Way(matmul_reduce_scatter, second.along(second.operand.free[dimension - rows]), first, axes)

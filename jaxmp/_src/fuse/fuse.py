@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from jaxmp._src.fuse import holders
 from jaxmp._src.fuse.emit import Options
+from jaxmp._src.fuse.graph import Graph, read
 from jaxmp._src.fuse.rewrite import Rewriter
 from jaxmp._src.runtime import jax_tracing
 from jaxmp._src.spec.options import Determinism, Implementation
@@ -70,7 +72,25 @@ def fuse(
             with recording:
                 results.append(fn(*args, **kwargs))
         finally:
-            holders.settle(recording, results, Rewriter(options).results)
+            holders.settle(recording, results, functools.partial(_evaluate, options))
         return results[0]
 
     return fused
+
+
+def _evaluate(options: Options, graph: Graph, known: dict[Any, Any]) -> list[Any]:
+    """The values of a program with its products as calls; where `fuse` fails on it, by a fault of jaxmp's, as it is."""
+    try:
+        return Rewriter(options).results(graph, known)
+    except Exception as error:
+        # A run that fails, perhaps in one process of several, and what has had effects, cannot be tried again.
+        if isinstance(error, RuntimeError | Warning) or any(eqn.effects for eqn in graph.equations):
+            raise
+        values = dict(known)
+        jax_tracing.evaluate_each(graph.equations, values)
+        warnings.warn(
+            f"fuse: leaves the program as it is, which it could not read ({error!r}); please report it",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return [read(values, v) for v in graph.results]

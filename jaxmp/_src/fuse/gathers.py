@@ -17,7 +17,8 @@ import jax
 
 from jaxmp._src.contraction import moves
 from jaxmp._src.fuse.graph import PASSES, RESULT, Graph
-from jaxmp._src.fuse.products import Operand, axes_of_type, collective_behind, is_explicit, operand_of
+from jaxmp._src.fuse.operands import Operand, axes_of_type, is_explicit, operand_of
+from jaxmp._src.fuse.products import collective_behind
 from jaxmp._src.hardware.call_time import Transfer, call_time, kind_of
 from jaxmp._src.hardware.hardware import MACHINES, Hardware
 from jaxmp._src.runtime import jax_compat, jax_tracing
@@ -188,7 +189,7 @@ def _is_faster_in_calls(graph: Graph, i: int, dots: Sequence[int], implementatio
     products = [_Work.of(graph, dot, i, share, ndevices) for dot in dots]
     if not {work.kind for work in products} <= set(machine.rates):
         return False
-    return in_calls(machine, transfer, ndevices, products) < once(machine, transfer, ndevices, products)
+    return _in_calls(machine, transfer, ndevices, products) < _once(machine, transfer, ndevices, products)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,26 +216,17 @@ class _Work:
         return _Work(2 * math.prod(d.shape) * k * share, kind_of(a.dtype.name), nbytes, hides)
 
 
-def in_calls(machine: Hardware, transfer: Transfer, ndevices: int, products: Sequence[_Work]) -> float:
+def _in_calls(machine: Hardware, transfer: Transfer, ndevices: int, products: Sequence[_Work]) -> float:
     """Seconds of calls that each gather their operand."""
-    return sum(_seconds(machine, work, ndevices, (transfer,), is_fused=work.hides) for work in products)
+    return sum(_seconds(machine, work, ndevices, transfer, is_fused=work.hides) for work in products)
 
 
-def once(machine: Hardware, transfer: Transfer, ndevices: int, products: Sequence[_Work]) -> float:
+def _once(machine: Hardware, transfer: Transfer, ndevices: int, products: Sequence[_Work]) -> float:
     """Seconds of one gather and of the local products behind it."""
     gather = call_time(machine, ndevices=ndevices, transfers=(transfer,)).total
-    return gather + sum(_seconds(machine, work, ndevices, (), is_fused=False) for work in products)
+    return gather + sum(_seconds(machine, work, ndevices) for work in products)
 
 
-def _seconds(
-    machine: Hardware, work: _Work, ndevices: int, transfers: tuple[Transfer, ...], *, is_fused: bool
-) -> float:
-    return call_time(
-        machine,
-        flops=work.flops,
-        kind=work.kind,
-        ndevices=ndevices,
-        nbytes=work.nbytes,
-        transfers=transfers,
-        is_fused=is_fused,
-    ).total
+def _seconds(machine: Hardware, work: _Work, ndevices: int, *transfers: Transfer, is_fused: bool = False) -> float:
+    given: dict[str, Any] = {"flops": work.flops, "kind": work.kind, "nbytes": work.nbytes}
+    return call_time(machine, ndevices=ndevices, transfers=transfers, is_fused=is_fused, **given).total

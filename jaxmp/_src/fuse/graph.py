@@ -10,6 +10,7 @@ from typing import Any
 from jax import lax
 
 from jaxmp._src.runtime import jax_compat, jax_tracing
+from jaxmp._src.spec.refusal import Refusal
 
 # Primitives that multiply matrices; of the others than the first no call is made.
 PRODUCTS = ("dot_general", "ragged_dot_general", "scaled_dot", "scaled_matmul_wrapper")
@@ -19,6 +20,10 @@ DERIVED = ("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "householder_p
 RESULT = -1
 # What may stand between a gather and a product.
 PASSES = ("transpose", "convert_element_type", "pvary", "conj")
+
+
+class UnknownError(Refusal):
+    """A part of a program that stays as it is, since nobody knows what it does."""
 
 
 def dimension_numbers(eqn: Any) -> tuple[Any, Any, Sequence[int]]:
@@ -43,6 +48,11 @@ class Group:
     outputs: tuple[Any, ...]
     emit: Callable[..., Sequence[Any]]
     what: str
+
+
+def read(values: dict[Any, Any], v: Any) -> Any:
+    """What a variable of a jaxpr, or a literal, stands for."""
+    return v.val if jax_tracing.is_literal(v) else values[v]
 
 
 class Graph:
@@ -84,6 +94,25 @@ class Graph:
         """The index of the one equation that reads a value, or None."""
         readers = () if v in self._barrier else self.readers(v)
         return readers[0] if len(readers) == 1 and readers[0] != RESULT else None
+
+    def inputs(self, step: int | Group) -> Sequence[Any]:
+        """What an equation or a group reads."""
+        return step.inputs if isinstance(step, Group) else self.equations[step].invars
+
+    def outputs(self, step: int | Group) -> Sequence[Any]:
+        """What an equation or a group gives."""
+        return step.outputs if isinstance(step, Group) else self.equations[step].outvars
+
+    def last_product(self, group: Group) -> int:
+        """The index of the last product that a group replaces."""
+        return max(i for i in group.equations if self.equations[i].primitive.name == "dot_general")
+
+    def evaluate_plain(self, indices: Sequence[int], values: dict[Any, Any], wanted: Collection[Any]) -> None:
+        """Evaluates plain equations, of `values` and into them, as far as others read it or it is `wanted`."""
+        equations, inside = [self.equations[i] for i in indices], set(indices)
+        made = (v for eqn in equations for v in eqn.outvars)
+        outputs = [v for v in made if v in wanted or not inside.issuperset(self.readers(v))]
+        jax_tracing.evaluate_plain(equations, outputs, values)
 
     def leaks(self, equations: frozenset[int], outputs: Sequence[Any]) -> bool:
         """Whether anything outside reads a value of `equations` that is none of `outputs`."""
@@ -150,7 +179,7 @@ def schedule(
     stack = steps(results[::-1]) + effects[::-1]
     while stack:
         step = stack[-1]
-        missing = steps(step.inputs if isinstance(step, Group) else graph.equations[step].invars)
+        missing = steps(graph.inputs(step))
         if step in done or not missing:
             stack.pop()
             order += [] if step in done else [step]

@@ -29,9 +29,9 @@ def find(graph: Graph, products: Sequence[Product], options: Options) -> list[Gr
             continue
         first = by_result.get(hidden)
         if first is not None and _is_layer(first) and first.activation in ("relu", "gelu"):
-            groups.append(_mlp(first, down, options))
+            groups.append(_layers((first, down), frozenset(), options))
         elif options.determinism == "run_to_run" and (pair := _gated(graph, hidden, by_result)) is not None:
-            groups.append(_gated_mlp(graph, *pair, down, options))
+            groups.append(_layers((*pair, down), frozenset((graph.producer[hidden],)), options))
     return groups
 
 
@@ -42,49 +42,8 @@ def _is_layer(product: Product) -> bool:
     return product.is_matrix and is_plain and is_kept and product.w.contract == (0,) and product.c is None
 
 
-def _mlp(first: Product, down: Product, options: Options) -> Group:
-    biases = [v for v in (first.bias, down.bias) if v is not None]
-    has = first.bias is not None, down.bias is not None
-    return Group(
-        first.equations | down.equations,
-        (first.x.value, first.w.value, down.w.value, *biases),
-        (down.result,),
-        functools.partial(_call_mlp, first, down, has, options),
-        f"mlp, {first.activation}",
-    )
-
-
-def _call_mlp(
-    first: Product,
-    down: Product,
-    has: tuple[bool, bool],
-    options: Options,
-    x: jax.Array,
-    w_in: jax.Array,
-    w_out: jax.Array,
-    *biases: jax.Array,
-) -> list[jax.Array]:
-    rest = iter(biases)
-    b_in, b_out = (next(rest) if one else None for one in has)
-    assert first.activation is not None
-    y = mlp(
-        x.astype(first.x.dtype),
-        w_in.astype(first.w.dtype),
-        b_in,
-        w_out.astype(down.w.dtype),
-        b_out,
-        activation=first.activation,
-        hidden_sharding=out_sharding(first.result.aval),
-        out_sharding=out_sharding(down.result.aval),
-        precision=down.precision,
-        implementation=options.implementation,
-        determinism=options.determinism,
-    )
-    return [y]
-
-
-def _gated(graph: Graph, hidden: Any, by_result: dict[Any, Product]) -> tuple[Product, Product, int] | None:
-    """(gate, up, index of their product) where `hidden` is act(gate) * up of one x."""
+def _gated(graph: Graph, hidden: Any, by_result: dict[Any, Product]) -> tuple[Product, Product] | None:
+    """(gate, up) where `hidden` is act(gate) * up of one x."""
     eqn = graph.made_by(hidden)
     if eqn is None or eqn.primitive.name != "mul" or any(map(jax_tracing.is_literal, eqn.invars)):
         return None
@@ -94,47 +53,37 @@ def _gated(graph: Graph, hidden: Any, by_result: dict[Any, Product]) -> tuple[Pr
     gate, up = sorted((part for part in parts if part is not None), key=lambda part: not part.activation)
     if gate is up or not gate.activation or up.activation or gate.x.value is not up.x.value:
         return None
-    return (gate, up, graph.producer[hidden])
+    return gate, up
 
 
-def _gated_mlp(graph: Graph, gate: Product, up: Product, index: int, down: Product, options: Options) -> Group:
-    biases = [product.bias for product in (gate, up, down)]
-    has = tuple(bias is not None for bias in biases)
+def _layers(products: tuple[Product, ...], between: frozenset[int], options: Options) -> Group:
+    """Two layers, (first, down), or a gated one, (gate, up, down), with the equations between them."""
+    biases = (product.bias for product in products if product.bias is not None)
+    name = "mlp" if len(products) == 2 else "gated_mlp"
     return Group(
-        gate.equations | up.equations | down.equations | {index},
-        (gate.x.value, gate.w.value, up.w.value, down.w.value, *(b for b in biases if b is not None)),
-        (down.result,),
-        functools.partial(_call_gated, gate, up, down, has, options),
-        f"gated_mlp, {gate.activation}",
+        between.union(*(product.equations for product in products)),
+        (products[0].x.value, *(product.w.value for product in products), *biases),
+        (products[-1].result,),
+        functools.partial(_call, products, options),
+        f"{name}, {products[0].activation}",
     )
 
 
-def _call_gated(
-    gate: Product,
-    up: Product,
-    down: Product,
-    has: tuple[bool, ...],
-    options: Options,
-    x: jax.Array,
-    w_gate: jax.Array,
-    w_up: jax.Array,
-    w_down: jax.Array,
-    *biases: jax.Array,
-) -> list[jax.Array]:
-    rest = iter(biases)
-    b_gate, b_up, b_down = (next(rest) if one else None for one in has)
-    y = gated_mlp(
-        x.astype(gate.x.dtype),
-        w_gate.astype(gate.w.dtype),
-        w_up.astype(up.w.dtype),
-        w_down.astype(down.w.dtype),
-        b_gate,
-        b_up,
-        b_down,
-        activation=gate.activation,
-        hidden_sharding=out_sharding(gate.result.aval),
-        out_sharding=out_sharding(down.result.aval),
-        precision=down.precision,
-        implementation=options.implementation,
-    )
-    return [y]
+def _call(products: tuple[Product, ...], options: Options, x: jax.Array, *arrays: jax.Array) -> list[jax.Array]:
+    first, down = products[0], products[-1]
+    weights = [w.astype(product.w.dtype) for product, w in zip(products, arrays, strict=False)]
+    rest = iter(arrays[len(products) :])
+    biases = [None if product.bias is None else next(rest) for product in products]
+    assert first.activation is not None
+    shared: dict[str, Any] = {
+        "activation": first.activation,
+        "hidden_sharding": out_sharding(first.result.aval),
+        "out_sharding": out_sharding(down.result.aval),
+        "precision": down.precision,
+        "implementation": options.implementation,
+    }
+    x = x.astype(first.x.dtype)
+    if len(products) == 3:
+        return [gated_mlp(x, *weights, *biases, **shared)]
+    (w_in, w_out), (b_in, b_out) = weights, biases
+    return [mlp(x, w_in, b_in, w_out, b_out, determinism=options.determinism, **shared)]

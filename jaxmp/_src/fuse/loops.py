@@ -8,17 +8,21 @@ product with the derivative behind it. The first then stacks the aux of its epil
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from jax import lax
 
 from jaxmp._src.fuse import control_flow
-from jaxmp._src.fuse.graph import Graph, Group, schedule
+from jaxmp._src.fuse.graph import Graph, Group, UnknownError, read, schedule
 from jaxmp._src.runtime import jax_compat, jax_tracing
+from jaxmp._src.spec.refusal import Refusal
 
-if TYPE_CHECKING:
-    from jaxmp._src.fuse.rewrite import Rewriter
+Values = dict[Any, Any]
+# (what is replaced, why the other products are not) in a graph, which is also given without barriers.
+Plan = Callable[[Graph, Graph], tuple[list[Group], dict[int, str]]]
+# Evaluates (graph, steps, why products are not replaced) of values and into them, those that others want among them.
+Run = Callable[[Graph, Sequence[int | Group], dict[int, str], Values, Sequence[Any]], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,115 +46,122 @@ class _Scan:
         return slice(self.nfixed + self.ncarry, None)
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Pair:
-    """A forward and a backward scan, the graph of both bodies, and what of it is replaced."""
+    """A forward and a backward scan, and the graph of both bodies, in which an epilog of the second reads an aux of the
+    first.
 
-    def __init__(
-        self, forward: _Scan, backward: _Scan, links: dict[Any, Any], constants: tuple[dict[Any, Any], dict[Any, Any]]
-    ) -> None:
-        self._forward, self._backward, self._links = forward, backward, links
-        self._constants = constants
-        self._stacked: dict[Any, Any] | None = None
-        self._crossing: list[Any] = []
-        self._has_failed = False
+    `links`: the variables of the backward body that stand for values of the forward one. `stacked`: of what the forward
+    body stacks, what others read, by place. `crossing`: what it stacks for the backward one. `steps` of either body.
+    """
 
-    def plan(self, rewriter: Rewriter, stacked_elsewhere: set[Any]) -> bool:
-        """Whether an epilog of the backward body reads an aux of the forward one."""
-        first, second = self._forward.body, self._backward.body
-        names = self._links | {inside: eqn.outvars[0] for each in self._constants for inside, eqn in each.items()}
-        ahead, between = ({id(eqn): eqn for eqn in each.values()}.values() for each in self._constants)
-        equations = [*ahead, *(_renamed(eqn, names) for eqn in first.eqns)]
-        self._count = len(equations)
-        equations += [*between, *(_renamed(eqn, names) for eqn in second.eqns)]
-        self._results = [v if jax_tracing.is_literal(v) else names.get(v, v) for v in second.outvars]
-        linked = set(self._links.values())
-        carried, stacked = first.outvars[: self._forward.ncarry], first.outvars[self._forward.ncarry :]
-        self._kept = [i for i, v in enumerate(stacked) if _of(v, stacked_elsewhere) or not _of(v, linked)]
-        own = [*carried, *(stacked[i] for i in self._kept)]
-        whole = Graph(equations, [*own, *self._results])
-        self._graph = Graph(whole.equations, whole.results, linked)
-        groups, self._left = rewriter.safe_groups_of(self._graph, whole)
-        if not any(group.what == "gradient" and self._is_across(group, groups) for group in groups):
-            return False
-        steps = schedule(self._graph, groups, self._results)
-        self._second = [step for step in steps if not self._is_first(step)]
-        made = {v for step in self._second for v in self._outputs(step)} | {*second.invars, *second.constvars}
-        needed = [v for step in self._second for v in self._inputs(step)] + self._results
-        self._crossing = [v for v in dict.fromkeys(v for v in needed if not jax_tracing.is_literal(v)) if v not in made]
-        self._first = schedule(self._graph, groups, [*own, *self._crossing])
-        return all(map(self._is_first, self._first))
+    forward: _Scan
+    backward: _Scan
+    links: Values
+    graph: Graph
+    left: dict[int, str]
+    results: Sequence[Any]
+    stacked: Sequence[int]
+    crossing: Sequence[Any]
+    steps: tuple[Sequence[int | Group], Sequence[int | Group]]
 
-    def _is_first(self, step: int | Group) -> bool:
-        """Whether a step is one of the forward body."""
-        if isinstance(step, int):
-            return step < self._count
-        dots = [i for i in step.equations if self._graph.equations[i].primitive.name == "dot_general"]
-        return max(dots) < self._count
+    def run(self, eqn: Any, values: Values, run: Run, evaluate: Callable[[Any, Sequence[Any]], Sequence[Any]]) -> bool:
+        """Runs one of the two scans into `values`; False where it has to be evaluated as any other.
 
-    def _is_across(self, group: Group, groups: Sequence[Group]) -> bool:
-        kept = next(other for other in groups if group.inputs[0] in other.outputs)
-        return self._is_first(kept) and not self._is_first(group)
-
-    def _inputs(self, step: int | Group) -> Sequence[Any]:
-        return step.inputs if isinstance(step, Group) else self._graph.equations[step].invars
-
-    def _outputs(self, step: int | Group) -> Sequence[Any]:
-        return step.outputs if isinstance(step, Group) else self._graph.equations[step].outvars
-
-    # Evaluation --------------------------------------------------------------------------------------------------
-
-    def run(self, rewriter: Rewriter, eqn: Any, values: dict[Any, Any]) -> bool:
-        """Evaluates one of the two scans into `values`; False where it has to be evaluated as any other."""
-        if self._has_failed:
+        `values` also keep, for the pair itself, what crosses: nothing where a call of the forward scan was refused.
+        """
+        forward = self.forward.eqn
+        if eqn is not forward and self not in values:
             return False
         try:
-            if eqn is self._forward.eqn:
-                self._run_forward(rewriter, values)
+            if eqn is forward:
+                self._run_forward(values, run)
             else:
-                self._run_backward(rewriter, values)
+                self._run_backward(values, run)
             return True
-        except (TypeError, ValueError, NotImplementedError, KeyError):
-            self._has_failed = True
-            if eqn is self._backward.eqn:  # which needs what JAX's own forward scan stacks
-                forward = self._forward.eqn
-                operands = [_read(values, v) for v in forward.invars]
+        except Refusal:
+            if eqn is not forward:  # and needs what JAX's own forward scan stacks
+                operands = [read(values, v) for v in forward.invars]
                 with jax_tracing.traced_as(forward):
-                    values |= zip(forward.outvars, control_flow.evaluate(rewriter, forward, operands), strict=True)
+                    values |= zip(forward.outvars, evaluate(forward, operands), strict=True)
             return False
 
-    def _run_forward(self, rewriter: Rewriter, values: dict[Any, Any]) -> None:
-        scan = self._forward
+    def _run_forward(self, values: Values, run: Run) -> None:
+        scan = self.forward
         ncarry = scan.ncarry
         stacked = scan.body.outvars[ncarry:]
 
-        def results(inner: dict[Any, Any]) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
-            rewriter.run(self._graph, self._first, self._left, inner)
-            ys = [_read(inner, stacked[i]) for i in self._kept], [inner[v] for v in self._crossing]
-            return [_read(inner, v) for v in scan.body.outvars[:ncarry]], ys
+        def results(inner: Values) -> tuple[list[Any], tuple[list[Any], list[Any]]]:
+            run(self.graph, self.steps[0], self.left, inner, self.crossing)
+            if not inner.keys() >= set(self.crossing):
+                raise UnknownError("a call that keeps an aux was refused")
+            ys = [read(inner, stacked[i]) for i in self.stacked], [inner[v] for v in self.crossing]
+            return [read(inner, v) for v in scan.body.outvars[:ncarry]], ys
 
         carry, (kept, crossing) = _scan(scan, values, scan.body.invars, {}, results)
         values |= zip(scan.eqn.outvars[:ncarry], carry, strict=True)
-        values |= zip((scan.eqn.outvars[ncarry + i] for i in self._kept), kept, strict=True)
-        self._stacked = dict(zip(self._crossing, crossing, strict=True))
+        values |= zip((scan.eqn.outvars[ncarry + i] for i in self.stacked), kept, strict=True)
+        values[self] = dict(zip(self.crossing, crossing, strict=True))
 
-    def _run_backward(self, rewriter: Rewriter, values: dict[Any, Any]) -> None:
-        assert self._stacked is not None
-        scan = self._backward
+    def _run_backward(self, values: Values, run: Run) -> None:
+        scan = self.backward
 
-        def results(inner: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
-            rewriter.run(self._graph, self._second, self._left, inner)
-            found = [_read(inner, v) for v in self._results]
+        def results(inner: Values) -> tuple[list[Any], list[Any]]:
+            run(self.graph, self.steps[1], self.left, inner, ())
+            found = [read(inner, v) for v in self.results]
             return found[: scan.ncarry], found[scan.ncarry :]
 
-        invars = [None if v in self._links else v for v in scan.body.invars]
-        carry, ys = _scan(scan, values, invars, self._stacked, results)
+        invars = [None if v in self.links else v for v in scan.body.invars]
+        carry, ys = _scan(scan, values, invars, values[self], results)
         values |= zip(scan.eqn.outvars, [*carry, *ys], strict=True)
+
+
+def _pair(
+    forward: _Scan,
+    backward: _Scan,
+    links: Values,
+    constants: tuple[Values, Values],
+    stacked_elsewhere: set[Any],
+    plan: Plan,
+) -> Pair | None:
+    """The pair of two scans, or None where no epilog of the backward body reads an aux of the forward one.
+
+    `constants`: those of either body, with the equations that make them.
+    """
+    first, second = forward.body, backward.body
+    names = links | {inside: eqn.outvars[0] for each in constants for inside, eqn in each.items()}
+    ahead, between = ({id(eqn): eqn for eqn in each.values()}.values() for each in constants)
+    equations = [*ahead, *(_renamed(eqn, names) for eqn in first.eqns)]
+    count = len(equations)
+    equations += [*between, *(_renamed(eqn, names) for eqn in second.eqns)]
+    results = [v if jax_tracing.is_literal(v) else names.get(v, v) for v in second.outvars]
+    linked = set(links.values())
+    carried, stacked = first.outvars[: forward.ncarry], first.outvars[forward.ncarry :]
+    kept = [i for i, v in enumerate(stacked) if _of(v, stacked_elsewhere) or not _of(v, linked)]
+    own = [*carried, *(stacked[i] for i in kept)]
+    whole = Graph(equations, [*own, *results])
+    graph = Graph(whole.equations, whole.results, linked)
+    groups, left = plan(graph, whole)
+
+    def is_first(step: int | Group) -> bool:
+        return (step if isinstance(step, int) else graph.last_product(step)) < count
+
+    aux = {v for group in groups if is_first(group) for v in group.outputs}
+    if not any(group.what == "gradient" and group.inputs[0] in aux and not is_first(group) for group in groups):
+        return None
+    behind = [step for step in schedule(graph, groups, results) if not is_first(step)]
+    made = {v for step in behind for v in graph.outputs(step)} | {*second.invars, *second.constvars}
+    needed = [v for step in behind for v in graph.inputs(step)] + results
+    crossing = [v for v in dict.fromkeys(v for v in needed if not jax_tracing.is_literal(v)) if v not in made]
+    steps = schedule(graph, groups, [*own, *crossing]), behind
+    pair = Pair(forward, backward, links, graph, left, results, kept, crossing, steps)
+    return pair if all(map(is_first, steps[0])) else None
 
 
 def _scan(scan: _Scan, values: dict[Any, Any], invars: Sequence[Any], more: dict[Any, Any], results: Any) -> Any:
     """The results of a scan whose body gives `results` of its variables; `more` is scanned over too."""
     n, start = scan.nfixed, scan.xs.start
-    operands = [None if v is None else _read(values, x) for v, x in zip(invars, scan.eqn.invars, strict=True)]
+    operands = [None if v is None else read(values, x) for v, x in zip(invars, scan.eqn.invars, strict=True)]
 
     def step(carry: list[Any], xs: tuple[list[Any], list[Any]]) -> Any:
         inner = dict(zip(scan.body.constvars, scan.consts, strict=True))
@@ -174,10 +185,6 @@ def _of(v: Any, found: set[Any]) -> bool:
     return not jax_tracing.is_literal(v) and v in found
 
 
-def _read(values: dict[Any, Any], v: Any) -> Any:
-    return v.val if jax_tracing.is_literal(v) else values[v]
-
-
 def _renamed(eqn: Any, names: dict[Any, Any]) -> Any:
     """An equation that reads other variables."""
     return eqn.replace(invars=[v if jax_tracing.is_literal(v) else names.get(v, v) for v in eqn.invars])
@@ -198,7 +205,7 @@ def _constants(graph: Graph, scan: _Scan) -> dict[Any, Any]:
     return found
 
 
-def find(rewriter: Rewriter, graph: Graph) -> dict[int, Pair]:
+def find(graph: Graph, plan: Plan) -> dict[int, Pair]:
     """The pairs of scans of which the second reads an aux of the first, by the index of either."""
     indices = [i for i, eqn in enumerate(graph.equations) if eqn.primitive.name == "scan" and not eqn.effects]
     if len(indices) < 2:
@@ -227,7 +234,6 @@ def find(rewriter: Rewriter, graph: Graph) -> dict[int, Pair]:
             behind = _constants(graph, backward)
             shared = set(map(id, behind.values()))
             ahead = {v: eqn for v, eqn in _constants(graph, forward).items() if id(eqn) not in shared}
-            pair = Pair(forward, backward, links, (ahead, behind))
-            if links and pair.plan(rewriter, elsewhere):
-                found |= {i: pair, j: pair}
+            pair = _pair(forward, backward, links, (ahead, behind), elsewhere, plan) if links else None
+            found |= {} if pair is None else {i: pair, j: pair}
     return found

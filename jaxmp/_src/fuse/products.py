@@ -10,67 +10,20 @@ import dataclasses
 import math
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 
 from jaxmp._src.fuse.graph import Graph
+from jaxmp._src.fuse.operands import Operand, axes_of_type, is_explicit, operand_of
 from jaxmp._src.fuse.templates import ACTIVATIONS, find_activation
 from jaxmp._src.runtime import jax_compat, jax_tracing
 from jaxmp._src.spec.options import ActivationName
 
-Dims = tuple[int, ...]
 SUMS = ("psum", "psum_invariant")
-
-
-@dataclasses.dataclass(frozen=True)
-class Gather:
-    """A gather inside shard_map: of dimension `dimension` over `axes`."""
-
-    axes: tuple[str, ...]
-    dimension: int
 
 
 class Aux:
     """The aux of an epilog, which no value of the jaxpr is."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """What a product reads: `value`, cast to `dtype`, with its own dimension numbers; `gather` where it is a shard."""
-
-    value: Any
-    dtype: np.dtype
-    contract: Dims
-    batch: Dims
-    equations: frozenset[int] = frozenset()
-    gather: Gather | None = None
-    is_resharded: bool = False
-    is_conjugated: bool = False
-
-    @property
-    def ndim(self) -> int:
-        return len(self.value.aval.shape)
-
-    @property
-    def free(self) -> Dims:
-        return tuple(i for i in range(self.ndim) if i not in self.contract + self.batch)
-
-    @property
-    def has_rows_first(self) -> bool:
-        """Whether it is stored (free dimensions, contraction)."""
-        return self.contract == tuple(range(self.ndim - len(self.contract), self.ndim))
-
-    @property
-    def is_flat(self) -> bool:
-        """Whether its dimensions fold into those of a matrix."""
-        return not self.batch and (self.has_rows_first or self.contract == tuple(range(len(self.contract))))
-
-    def folds(self, dimension: int) -> bool:
-        """Whether blocks along this dimension are blocks of rows, or of columns, of the matrix that it folds into; for
-        the last of the free dimensions leading ones may stay beside it."""
-        return dimension in (self.contract[:1] + self.free[:1]) or (self.has_rows_first and dimension in self.free[-1:])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,89 +91,6 @@ def _is_shared(lhs: Operand, rhs: Operand) -> bool:
         return not lhs.batch and varying[0] != varying[1]
     explicit = (operand for operand in (lhs, rhs) if is_explicit(operand.value.aval))
     return any(any(axes_of_type(x.value.aval)[i] for i in x.contract + x.free) for x in explicit)
-
-
-def axes_of_type(aval: Any) -> tuple[tuple[str, ...], ...]:
-    """The explicit axes over which each dimension is sharded."""
-    spec = aval.sharding.spec
-    entries = [spec[i] if i < len(spec) else None for i in range(len(aval.shape))]
-    return tuple(
-        () if e is None or not isinstance(e, str | tuple) else (e,) if isinstance(e, str) else e for e in entries
-    )
-
-
-def is_auto(aval: Any) -> bool:
-    """Whether XLA's partitioner decides how a value of this type is sharded, as far as tracing knows."""
-    mesh = aval.sharding.mesh if not aval.sharding.mesh.empty else jax.sharding.get_abstract_mesh()
-    return not mesh.empty and mesh.size > 1 and set(mesh.axis_types) == {AxisType.Auto}
-
-
-def is_explicit(aval: Any) -> bool:
-    """Whether shardings are part of the type."""
-    return AxisType.Explicit in aval.sharding.mesh.axis_types if not aval.sharding.mesh.empty else False
-
-
-# Operands --------------------------------------------------------------------------------------------------------
-
-
-def operand_of(
-    graph: Graph, v: Any, contract: Dims, batch: Dims, gathers: frozenset[int], *, over_pvary: bool = True
-) -> Operand:
-    """What a product reads for `v`: back to where a gather that it takes in starts, or over transposes, conjugations
-    and (`over_pvary`) what makes it vary, whose transpose is a sum that the call's gradient does."""
-    dtype = v.aval.dtype
-    now = best = Operand(v, dtype, tuple(contract), tuple(batch))
-    while (eqn := graph.made_by(now.value)) is not None:
-        i, name = graph.producer[now.value], eqn.primitive.name
-        is_only = graph.only_reader(now.value) is not None
-        taken = now.equations | {i}
-        if i in gathers and now.gather is None and not jax_tracing.is_literal(eqn.invars[0]):
-            if name == "reshard":
-                now = best = dataclasses.replace(now, value=eqn.invars[0], equations=taken, is_resharded=True)
-                continue
-            axes = eqn.params["axis_name"]
-            gather = Gather((axes,) if isinstance(axes, str) else tuple(axes), eqn.params["all_gather_dimension"])
-            now = best = dataclasses.replace(now, value=eqn.invars[0], equations=taken, gather=gather)
-            continue
-        if not is_only and not gathers:
-            break
-        if name == "transpose" and now.gather is None and not jax_tracing.is_literal(eqn.invars[0]):
-            permutation = eqn.params["permutation"]
-            moved = dataclasses.replace(
-                now,
-                value=eqn.invars[0],
-                contract=tuple(permutation[d] for d in now.contract),
-                batch=tuple(permutation[d] for d in now.batch),
-                equations=taken,
-            )
-            if [permutation[d] for d in now.free] != sorted(permutation[d] for d in now.free):
-                break
-            now = moved
-            best = now if best.equations == now.equations - {i} and best.gather is None else best
-            continue
-        if name == "pvary" and over_pvary and not jax_tracing.is_literal(eqn.invars[0]):
-            now = dataclasses.replace(now, value=eqn.invars[0], equations=taken)
-            best = now if best.equations == now.equations - {i} else best
-            continue
-        if name == "conj":
-            now = dataclasses.replace(now, value=eqn.invars[0], equations=taken, is_conjugated=not now.is_conjugated)
-            best = now if best.equations == now.equations - {i} else best
-            continue
-        if name in ("convert_element_type", "pvary") and _is_widening_free(eqn):
-            now = dataclasses.replace(now, value=eqn.invars[0], equations=taken)
-            continue
-        break
-    return best
-
-
-def _is_widening_free(eqn: Any) -> bool:
-    """Whether a cast may follow a gather as well as come ahead of it: elementwise, of floating-point numbers."""
-    if jax_tracing.is_literal(eqn.invars[0]):
-        return False
-    return bool(jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.floating))
-
-
-# Products --------------------------------------------------------------------------------------------------------
 
 
 def find(graph: Graph, index: int, gathers: frozenset[int], *, epilogs: bool, manual: bool) -> Product:
@@ -402,7 +272,7 @@ def _with_activation(graph: Graph, product: Product) -> Product:
 def _with_c(graph: Graph, product: Product) -> Product:
     """A sum with another array of the result's type, which the call adds to its product."""
     found = _next(graph, product, "add") or _next(graph, product, "add_any")
-    if found is None:
+    if found is None or product.x.ndim == 1:
         return product
     i, eqn = found
     others = [v for v in eqn.invars if v is not product.result]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import itertools
 import re
+import types
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +18,22 @@ import numpy as np
 
 from jaxmp._src.fuse import control_flow, emit, gathers, layers, loops, products, templates
 from jaxmp._src.fuse.emit import Options
-from jaxmp._src.fuse.graph import DERIVED, PRODUCTS, Graph, Group, schedule, without_batches_of_one
+from jaxmp._src.fuse.graph import (
+    DERIVED,
+    PRODUCTS,
+    Graph,
+    Group,
+    UnknownError,
+    read,
+    schedule,
+    without_batches_of_one,
+)
+from jaxmp._src.fuse.operands import is_auto
 from jaxmp._src.fuse.products import Aux, Product
 from jaxmp._src.fuse.templates import DIFFERENTIATED, Match
 from jaxmp._src.runtime import jax_compat, jax_tracing
 from jaxmp._src.spec.options import ActivationName
+from jaxmp._src.spec.refusal import NotAvailable, Refusal
 
 # Why a product stays JAX's: part of its name stack, where `explain` reads it.
 SCOPE = "jaxmp_left_"
@@ -74,20 +87,14 @@ def _name_of_refusal(error: Exception) -> str:
     return name
 
 
-def read(values: dict[Any, Any], v: Any) -> Any:
-    """What a variable of a jaxpr, or a literal, stands for."""
-    return v.val if jax_tracing.is_literal(v) else values[v]
-
-
 class Rewriter:
     """Evaluates jaxprs of one traced function."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._functions: dict[Any, Callable[..., Any]] = {}
-        self._kept: list[Any] = []  # whose ids are keys
+        self._functions = control_flow.Functions(self._evaluate)
 
-    def evaluate(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
+    def _evaluate(self, jaxpr: jax_compat.Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
         """The values that a jaxpr returns."""
         known = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *args), strict=True))
         return self.results(Graph.of(jaxpr), known)
@@ -96,79 +103,41 @@ class Rewriter:
         """The values that a graph returns, from those of its arguments and constants."""
         values = dict(known)
         graph = without_batches_of_one(graph)
-        groups, left = self.safe_groups_of(graph)
-        self.run(graph, schedule(graph, groups, graph.results), left, values, loops.find(self, graph))
+        groups, left = self._groups(graph, graph)
+        steps = schedule(graph, groups, graph.results)
+        self._run(graph, steps, left, values, pairs=loops.find(graph, self._groups))
         return [read(values, v) for v in graph.results]
 
-    def run(
+    def _run(
         self,
         graph: Graph,
         steps: Sequence[int | Group],
         left: dict[int, str],
         values: dict[Any, Any],
-        pairs: dict[int, loops.Pair] | None = None,
+        wanted: Collection[Any] = (),
+        pairs: Mapping[int, loops.Pair] = types.MappingProxyType({}),
     ) -> None:
-        """Evaluates equations and groups in this order, of `values` and into them; of `pairs` of scans by index."""
-        for step in steps:
-            if isinstance(step, Group):
-                self._group(graph, step, values)
+        """Evaluates equations and groups in this order, of `values` and into them, those `wanted` by others among them;
+        of `pairs` of scans by index."""
+        wanted = {*wanted, *(v for step in steps if isinstance(step, Group) for v in step.inputs)}
+        evaluate = functools.partial(control_flow.evaluate, self._functions)
+        for is_plain, segment in itertools.groupby(steps, lambda step: _is_plain(graph, step)):
+            if is_plain:
+                graph.evaluate_plain([step for step in segment if isinstance(step, int)], values, wanted)
                 continue
-            eqn = graph.equations[step]
-            if pairs and step in pairs and pairs[step].run(self, eqn, values):
-                continue
-            operands = [read(values, v) for v in eqn.invars]
-            values |= zip(eqn.outvars, self._equation(eqn, operands, left.get(step, "")), strict=True)
-
-    def function_of(self, closed: Any) -> Callable[..., Any]:
-        """The jaxpr as a function, the same for the same jaxpr, so that JAX traces and compiles it once."""
-        key = id(closed)
-        if key not in self._functions:
-            self._kept.append(closed)
-            jaxpr, consts = jax_tracing.open_jaxpr(closed)
-
-            def rewritten(*args: Any) -> list[Any]:
-                return self.evaluate(jaxpr, consts, *args)
-
-            self._functions[key] = rewritten
-        return self._functions[key]
-
-    def compiled(self, params: dict[str, Any]) -> Callable[..., Any]:
-        """The function of a `jit` equation, jitted with its options."""
-        f = self.function_of(params["jaxpr"])
-        key = id(f), tuple(map(repr, (params["in_shardings"], params["out_shardings"], params["donated_invars"])))
-        if key not in self._functions:
-            named = functools.wraps(f)(lambda *args: f(*args))
-            named.__name__ = named.__qualname__ = params["name"]
-            given, wanted = (
-                [None if jax_tracing.is_unspecified(s) else s for s in params[side]]
-                for side in ("in_shardings", "out_shardings")
-            )
-            shardings: dict[str, Any] = {}
-            if any(s is not None for s in given):
-                shardings["in_shardings"] = tuple(given)
-            if any(s is not None for s in wanted):
-                shardings["out_shardings"] = wanted
-            donated = tuple(i for i, is_donated in enumerate(params["donated_invars"]) if is_donated)
-            self._functions[key] = jax.jit(
-                named, donate_argnums=donated, inline=params["inline"], keep_unused=params["keep_unused"], **shardings
-            )
-        return self._functions[key]
+            for step in segment:
+                if isinstance(step, Group):
+                    self._group(graph, step, values)
+                    continue
+                eqn = graph.equations[step]
+                if step in pairs and pairs[step].run(eqn, values, self._run, evaluate):
+                    continue
+                operands = [read(values, v) for v in eqn.invars]
+                values |= zip(eqn.outvars, self._equation(eqn, operands, left.get(step, "")), strict=True)
 
     # ---- what is replaced
 
-    def safe_groups_of(self, graph: Graph, whole: Graph | None = None) -> tuple[list[Group], dict[int, str]]:
-        """`groups_of`; a program that it cannot read stays as it is, and runs."""
-        try:
-            return self.groups_of(graph, whole)
-        except Exception as error:
-            warnings.warn(
-                f"fuse: leaves a part of the program as it is, which it could not read ({error!r}); please report it",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return [], dict.fromkeys(range(len(graph.equations)), "refused")
-
-    def groups_of(self, graph: Graph, whole: Graph | None = None) -> tuple[list[Group], dict[int, str]]:
+    def _groups(self, graph: Graph, whole: Graph) -> tuple[list[Group], dict[int, str]]:
         """(what is replaced, why the other products are not, by index); `whole` is the same graph without barriers."""
         dots = [i for i, eqn in enumerate(graph.equations) if eqn.primitive.name == "dot_general"]
         if not dots:
@@ -179,7 +148,7 @@ class Rewriter:
         groups: list[Group] = []
         if self.options.epilogs and not manual:
             groups += layers.find(graph, found, self.options)
-            groups += self._pairs(whole or graph, found)
+            groups += self._pairs(whole, found)
         taken = {i for group in groups for i in group.equations}
         made = {v for group in groups for v in group.outputs}
         left = {}
@@ -193,15 +162,18 @@ class Rewriter:
             if why in ("local", "batch"):
                 why = choice.why.get(product.index, "summed" if products.is_summed_with_others(graph, product) else why)
             if why is None:
-                make = functools.partial(emit.call, product, self.options)
-                note = "again" if product.index in choice.again else choice.why.get(product.index)
-                if note in NOTES:
-                    make = jax.named_scope(NOTE + note)(make)
-                groups.append(Group(product.equations, emit.inputs(product), emit.outputs(product), make, "product"))
+                note = "again" if product.index in choice.again else choice.why.get(product.index, "")
+                groups.append(self._product(product, note))
                 made |= {product.result}
             else:
                 left[product.index] = why
         return groups, left
+
+    def _product(self, product: Product, note: str = "") -> Group:
+        """A call in place of a product, with a note on it where there is one of NOTES."""
+        call = functools.partial(emit.call, product, self.options)
+        call = jax.named_scope(NOTE + note)(call) if note in NOTES else call
+        return Group(product.equations, emit.inputs(product), emit.outputs(product), call, "product")
 
     def _pairs(self, graph: Graph, found: Sequence[Product]) -> list[Group]:
         """Products with relu or gelu behind them, each with the product behind which its derivative stands: the first
@@ -219,17 +191,13 @@ class Rewriter:
                     continue
                 backward = seconds[back.arguments[1]]
                 pair = _pair(graph, activation.name, forward, match, backward, back)
-                if pair is not None and backward is not forward:
-                    groups += [self._kept_group(*pair), self._gradient_group(*pair)]
+                if pair is None or backward is forward:
+                    continue
+                kept, after = pair
+                call, inputs = functools.partial(emit.gradient, after, kept, self.options), emit.inputs(after)
+                gradient = Group(after.equations, (kept.aux, *inputs), (after.result,), call, "gradient")
+                groups += [self._product(kept), gradient]
         return groups
-
-    def _kept_group(self, kept: Product, after: Product) -> Group:
-        call = functools.partial(emit.call, kept, self.options)
-        return Group(kept.equations, emit.inputs(kept), emit.outputs(kept), call, "product")
-
-    def _gradient_group(self, kept: Product, after: Product) -> Group:
-        call = functools.partial(emit.gradient, after, kept, self.options)
-        return Group(after.equations, (kept.aux, *emit.inputs(after)), (after.result,), call, "gradient")
 
     def _why_left(self, product: Product) -> str | None:
         """The reason, of REASONS, for which a product stays JAX's; None where it becomes a call."""
@@ -241,7 +209,7 @@ class Rewriter:
             return None
         if product.lhs.batch:
             return "batch"
-        if products.is_auto(product.lhs.value.aval):
+        if is_auto(product.lhs.value.aval):
             return None
         # XLA multiplies these on CPUs more slowly: int8 that wraps round by far.
         is_narrow = product.dtype == np.int8 or any(dtype.itemsize == 2 for dtype in dtypes)
@@ -251,23 +219,27 @@ class Rewriter:
 
     def _group(self, graph: Graph, group: Group, values: dict[Any, Any]) -> None:
         """The group's results by its call, or where jaxmp refuses, by JAX's own equations."""
-        last = graph.equations[max(i for i in group.equations if graph.equations[i].primitive.name == "dot_general")]
+        last = graph.equations[graph.last_product(group)]
+        if not values.keys() >= set(group.inputs):  # the aux of another group, refused too
+            self._refuse(graph, group, values, "refused")
+            return
         try:
             with jax_tracing.traced_as(last):
                 results = group.emit(*(values[v] for v in group.inputs))
             for v, x in zip(group.outputs, results, strict=True):
                 if v in graph.producer and not jax_tracing.is_type_of(v.aval, x):
-                    raise TypeError(f"{v.aval} became {jax.typeof(x)}")
+                    raise NotAvailable(f"{v.aval} became {jax.typeof(x)}")
             values |= {v: _as_weak_as(v, x) for v, x in zip(group.outputs, results, strict=True)}
-        except KeyError:  # the aux of another group, refused too
-            self._refuse(graph, group, values, "refused")
-        except (TypeError, ValueError, NotImplementedError) as error:
+        except Refusal as error:
             self._warn(jax_compat.traced_line(last), f"jaxmp refuses it: {error}")
             self._refuse(graph, group, values, _name_of_refusal(error))
 
     def _refuse(self, graph: Graph, group: Group, values: dict[Any, Any], why: str) -> None:
-        outputs = [v for v in group.outputs if v in graph.producer]
-        self.run(graph, schedule(graph, (), outputs, values), dict.fromkeys(group.equations, why), values)
+        steps = schedule(graph, (), [v for v in group.outputs if v in graph.producer], values)
+        read_first = {v for step in steps for v in graph.inputs(step) if not jax_tracing.is_literal(v)}
+        if not values.keys() >= read_first - graph.producer.keys():
+            raise UnknownError("its equations read what the body of another scan reads")
+        self._run(graph, steps, dict.fromkeys(group.equations, why), values)
 
     def _warn(self, line: str, why: str) -> None:
         """Warns of a product that stays JAX's, which keeps no level of determinism."""
@@ -284,17 +256,21 @@ class Rewriter:
             why = why if name == "dot_general" else "groups" if name in PRODUCTS else "rule"
             with jax_tracing.traced_as(eqn), jax.named_scope(SCOPE + why):
                 return jax_tracing.evaluate(eqn, operands)
-        if name != "custom_jvp_call" and not control_flow.has_products(eqn):
-            is_plain = not eqn.effects and not any(True for _ in jax_compat.subjaxprs(eqn.params))
-            with jax_tracing.traced_as(eqn):
-                return (jax_tracing.evaluate_cached if is_plain else jax_tracing.evaluate)(eqn, operands)
         with jax_tracing.traced_as(eqn):
+            if name != "custom_jvp_call" and not control_flow.has_products(eqn):
+                return jax_tracing.evaluate(eqn, operands)
             try:
-                return control_flow.evaluate(self, eqn, operands)
-            except (control_flow.UnknownError, TypeError, ValueError, NotImplementedError, KeyError, AttributeError):
-                self._warn(jax_compat.traced_line(eqn), f"{eqn.primitive.name} is left as it is")
+                return control_flow.evaluate(self._functions, eqn, operands)
+            except Refusal as refusal:
+                self._warn(jax_compat.traced_line(eqn), str(refusal))
                 with jax.named_scope(SCOPE + "inner"):
                     return jax_tracing.evaluate(eqn, operands)
+
+
+def _is_plain(graph: Graph, step: int | Group) -> bool:
+    """Whether a step is an equation that computes as it stands."""
+    eqn = None if isinstance(step, Group) else graph.equations[step]
+    return eqn is not None and eqn.primitive.name not in (*PRODUCTS, *DERIVED) and jax_tracing.is_plain(eqn)
 
 
 def _as_weak_as(v: Any, x: jax.Array) -> jax.Array:

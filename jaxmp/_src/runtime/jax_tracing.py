@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,15 +46,19 @@ def open_jaxpr(jaxpr: Any) -> tuple[Jaxpr, Sequence[Any]]:
     return (jaxpr, getattr(jaxpr, "consts", ())) if isinstance(jaxpr, _core.Jaxpr) else (jaxpr.jaxpr, jaxpr.consts)
 
 
-def trace(fn: Callable[..., Sequence[Any]], avals: Sequence[jax.core.AbstractValue]) -> tuple[Jaxpr, Sequence[Any]]:
-    """(the jaxpr of a function of arrays of these types, its constants)."""
-    debug_info = _api_util.debug_info("jaxmp", fn, avals, {})
-    jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(_lu.wrap_init(fn, debug_info=debug_info), list(avals))
-    return jaxpr, consts
-
-
 # True inside a `Recording`, so that JAX traces jitted functions and does not run what it has compiled for the caller.
 _is_recording = jax.make_user_context(False)
+
+
+def trace(
+    fn: Callable[..., Sequence[Any]], avals: Sequence[jax.core.AbstractValue], *, as_recorded: bool = False
+) -> tuple[Jaxpr, Sequence[Any]]:
+    """(the jaxpr of a function of arrays of these types, its constants); `as_recorded`: with the jaxprs of jitted
+    functions that JAX has cached for a `Recording`."""
+    debug_info = _api_util.debug_info("jaxmp", fn, avals, {})
+    with _is_recording(as_recorded or _is_recording.value):
+        jaxpr, _, consts = _pe.trace_to_jaxpr_dynamic(_lu.wrap_init(fn, debug_info=debug_info), list(avals))
+    return jaxpr, consts
 
 
 class Recording(_pe.DynamicJaxprTrace):
@@ -168,18 +173,82 @@ def evaluate(eqn: _core.JaxprEqn, operands: Sequence[Any], **params: Any) -> Seq
     return results if eqn.primitive.multiple_results else [results]
 
 
-def evaluate_cached(eqn: _core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any]:
-    """The results of an equation, through a jitted function that equal equations share.
+def evaluate_each(
+    equations: Sequence[_core.JaxprEqn],
+    values: dict[Any, Any],
+    value_of: Callable[[_core.Literal], Any] = operator.attrgetter("val"),
+) -> None:
+    """Evaluates equations, of `values`, and `value_of` literals, into them."""
+    for eqn in equations:
+        with traced_as(eqn):
+            operands = [value_of(v) if isinstance(v, _core.Literal) else values[v] for v in eqn.invars]
+            values |= zip(eqn.outvars, evaluate(eqn, operands), strict=True)
 
-    JAX differentiates an operation of `jax.numpy` once for each type, since it is jitted, and a bare equation anew.
+
+def is_plain(eqn: _core.JaxprEqn) -> bool:
+    """Whether an equation has no effects and holds no jaxpr."""
+    return not eqn.effects and not any(True for _ in _core.jaxprs_in_params(eqn.params))
+
+
+def evaluate_plain(equations: Sequence[_core.JaxprEqn], outputs: Sequence[Any], values: dict[Any, Any]) -> None:
+    """Evaluates plain equations, of `values` and into them; other equations read `outputs` of theirs.
+
+    Where the caller differentiates, they are one jitted function that equal equations share, as for the functions of
+    `jax.numpy`: JAX differentiates that once.
     """
+    segment = _Segment(equations, outputs)
+    is_not_transformed = isinstance(_core.trace_ctx.trace, (_core.EvalTrace, _pe.DynamicJaxprTrace))
+    if is_not_transformed or not _is_hashable(segment):
+        evaluate_each(equations, values)
+    else:
+        values |= zip(outputs, _evaluate_segment(segment, *(values[v] for v in segment.inputs)), strict=True)
+
+
+def _is_hashable(x: Any) -> bool:
     try:
-        literals = tuple((i, _Constant(v)) for i, v in enumerate(eqn.invars) if isinstance(v, _core.Literal))
-        run = _jitted(eqn.primitive, tuple(sorted(eqn.params.items())), literals, len(eqn.invars))
-    except TypeError:  # parameters without a hash
-        return evaluate(eqn, operands)
-    results = run(*(x for x, v in zip(operands, eqn.invars, strict=True) if not isinstance(v, _core.Literal)))
-    return results if eqn.primitive.multiple_results else [results]
+        hash(x)
+    except TypeError:  # parameters of an equation may have no hash
+        return False
+    return True
+
+
+class _Segment:
+    """Equations that follow each other, which compare by what they compute."""
+
+    def __init__(self, equations: Sequence[_core.JaxprEqn], outputs: Sequence[Any]) -> None:
+        self.equations, self.outputs = equations, outputs
+        read = (v for eqn in equations for v in eqn.invars if not isinstance(v, _core.Literal))
+        made = {v for eqn in equations for v in eqn.outvars}
+        self.inputs = [v for v in dict.fromkeys(read) if v not in made]
+
+    @functools.cached_property
+    def _key(self) -> tuple[Any, ...]:
+        numbers: dict[Any, int] = {}  # of values
+
+        def number(v: Any) -> Any:
+            return _Constant(v) if isinstance(v, _core.Literal) else numbers.setdefault(v, len(numbers))
+
+        key = [
+            (
+                (eqn.primitive, eqn.ctx, eqn.source_info.name_stack, *sorted(eqn.params.items())),
+                (*map(number, eqn.invars), *map(number, eqn.outvars)),
+            )
+            for eqn in self.equations
+        ]
+        return *key, *map(number, (*self.inputs, *self.outputs))
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Segment) and self._key == other._key
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _evaluate_segment(segment: _Segment, *operands: Any) -> list[Any]:
+    values = dict(zip(segment.inputs, operands, strict=True))
+    evaluate_each(segment.equations, values, lambda literal: _Constant(literal).value)
+    return [values[v] for v in segment.outputs]
 
 
 class _Constant:
@@ -196,20 +265,6 @@ class _Constant:
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Constant) and self._key == other._key
-
-
-@functools.lru_cache(maxsize=4096)
-def _jitted(
-    primitive: Any, params: tuple[tuple[str, Any], ...], literals: tuple[tuple[int, _Constant], ...], count: int
-) -> Callable[..., Any]:
-    constants = {i: constant.value for i, constant in literals}
-
-    def run(*operands: Any) -> Any:
-        rest = iter(operands)
-        given = [constants[i] if i in constants else next(rest) for i in range(count)]
-        return primitive.bind(*given, **dict(params))
-
-    return jax.jit(run, inline=True)
 
 
 def evaluate_with_body(
