@@ -17,13 +17,15 @@ from typing import Any
 
 import jax
 
+from jaxmp._src.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.primitive.collectives import process_barrier_p, process_collective_p
 from jaxmp._src.primitive.primitives import matmul_p
-from jaxmp._src.runtime import bootstrap, jax_compat, jax_lowering, logs, watch
+from jaxmp._src.processes import bootstrap, watch
+from jaxmp._src.processes.peers import Peers
+from jaxmp._src.processes.watch import DistributedError
+from jaxmp._src.runtime import logs
 from jaxmp._src.runtime import native as native_lib
 from jaxmp._src.runtime.config import add_xla_flag, config, loopback_without_proxy, parse_timeout
-from jaxmp._src.runtime.peers import Peers
-from jaxmp._src.runtime.watch import DistributedError
 
 __all__ = ["DistributedError", "cause", "initialize", "shutdown"]
 

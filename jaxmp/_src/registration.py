@@ -9,15 +9,15 @@ from typing import Any
 from jax.experimental import jet
 from jax.interpreters import ad, batching
 
+from jaxmp._src.jax_internals import jax_compat, jax_rules
+from jaxmp._src.jax_internals.jax_compat import under_known_flags
+from jaxmp._src.jax_internals.jax_lowering import mlir
 from jaxmp._src.lowering import other_rules, rules
 from jaxmp._src.primitive import batched_matmul, jvp, primitives, taylor, transpose
 from jaxmp._src.primitive import batching as batch_rules
 from jaxmp._src.primitive.batched_matmul import by_batch
 from jaxmp._src.primitive.collectives import process_barrier_p, process_collective_p
 from jaxmp._src.primitive.primitives import MATMULS, PRODUCTS, activated_matmul_p, activation_grad_p
-from jaxmp._src.runtime import jax_compat, jax_rules
-from jaxmp._src.runtime.jax_compat import under_known_flags
-from jaxmp._src.runtime.jax_lowering import mlir
 from jaxmp._src.sharding import partitioner
 from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.spec.refusal import naming

@@ -22,10 +22,11 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import CommOptions, Epilog, Scaling, testing
+from jaxmp._src.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.lowering import backend, fixed_shape, forms
 from jaxmp._src.lowering.legalize import Capabilities
 from jaxmp._src.primitive import primitives
-from jaxmp._src.runtime import jax_compat, jax_lowering, native
+from jaxmp._src.runtime import native
 from jaxmp._src.spec import matmul_spec
 
 __all__ = ["cards"]  # a fixture

@@ -186,7 +186,7 @@ def ranks_count_from_the_other_end(original, memory, axes):
     return ranks.max() - ranks
 
 
-@seeded("runtime.jax_lowering:next_index", "process/test_products.py")
+@seeded("jax_internals.jax_lowering:next_index", "process/test_products.py")
 def calls_of_a_program_share_one_number(original, ctx, key):
     return 0
 

@@ -174,7 +174,7 @@ def dies_while_backends_start():
 def dies_while_all_join():
     """Rank 0 ends when JAX's part has begun, and jaxmp's has not."""
     if PROCESS == 0:
-        jaxmp._src.runtime.bootstrap.join_job = lambda *args: send(signal.SIGKILL)()
+        jaxmp._src.processes.bootstrap.join_job = lambda *args: send(signal.SIGKILL)()
     initialize()
 
 
@@ -200,7 +200,7 @@ def one_never_starts():
 
 def strangers_at_the_start():
     """Before a rank answers anybody, strangers wait at its port, silent and loud."""
-    start, kept = jaxmp._src.runtime.bootstrap.Peers.start, []
+    start, kept = jaxmp._src.processes.bootstrap.Peers.start, []
 
     def start_late(self, *args):
         for number in range(80):
@@ -209,7 +209,7 @@ def strangers_at_the_start():
             kept.append(stranger)
         start(self, *args)
 
-    jaxmp._src.runtime.bootstrap.Peers.start = start_late
+    jaxmp._src.processes.bootstrap.Peers.start = start_late
     initialize()
     check(product(*operands(make_mesh())), 48)
     if PROCESS == 0:  # JAX's service listens at the address that was given, and at no other one of this machine
@@ -284,7 +284,7 @@ def one_program_under_two_names():
 
 def other_version():
     if IS_VICTIM:
-        jaxmp._src.runtime.bootstrap._versions = lambda: ("9.9.9", jax.__version__, "none")
+        jaxmp._src.processes.bootstrap._versions = lambda: ("9.9.9", jax.__version__, "none")
     fault()
     initialize()
 

@@ -11,7 +11,8 @@ import pytest
 from job import free_port, run
 
 import jaxmp
-from jaxmp._src.runtime import bootstrap, config
+from jaxmp._src.processes import bootstrap
+from jaxmp._src.runtime import config
 
 
 def test_a_good_job_ends_with_0_and_leaves_nothing(tmp_path):

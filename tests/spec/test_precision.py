@@ -17,8 +17,8 @@ from jax.sharding import AxisType
 
 import jaxmp
 from jaxmp import CommOptions
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import ffi_call, process_barrier
-from jaxmp._src.runtime import jax_compat
 from jaxmp._src.spec import matmul_spec, precisions
 
 EXPLICIT = modes.BY_ID["explicit"]

@@ -14,8 +14,8 @@ from jaxmp._src.audit.operations import INLINED
 from jaxmp._src.contraction.contraction import LETTERS, LOCAL, Contraction
 from jaxmp._src.hardware.call_time import kind_of
 from jaxmp._src.hardware.hardware import Hardware
+from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.primitive.primitives import PRODUCTS, activated_matmul_p
-from jaxmp._src.runtime import jax_compat, jax_tracing
 
 _ELEMENTWISE = {
     *("abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp", "complex", "conj"),

@@ -18,7 +18,7 @@ from jaxmp._src.advise.search import AXIS, CAP, Chosen, PlanStep, Search, spec_o
 from jaxmp._src.explain.explain import is_array, split_arrays
 from jaxmp._src.explain.text import aligned, as_html
 from jaxmp._src.hardware.hardware import Hardware
-from jaxmp._src.runtime import jax_compat
+from jaxmp._src.jax_internals import jax_compat
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from jaxmp._src.audit.side import Side
 from jaxmp._src.audit.table import Audit
 from jaxmp._src.audit.variation import Variation
 from jaxmp._src.audit.walk import Walk
-from jaxmp._src.runtime import jax_compat
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.validation.public import public
 
 

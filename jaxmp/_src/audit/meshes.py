@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxmp._src.audit import bits
 from jaxmp._src.audit.side import Side
 from jaxmp._src.audit.variation import Variation
-from jaxmp._src.runtime import jax_compat
+from jaxmp._src.jax_internals import jax_compat
 
 
 def of_process(trace: Callable[..., Side], arrays: Sequence[Any]) -> Iterator[tuple[Variation, Side]]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.primitive.primitives import PRODUCTS
-from jaxmp._src.runtime import jax_compat
 
 # The level of determinism that keeps bits where this varies.
 LEVELS = {"batch": "batch", "mesh": "topology", "processes": "topology"}

@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxmp._src.audit import bits
 from jaxmp._src.audit.variation import Relation
-from jaxmp._src.runtime import jax_tracing
+from jaxmp._src.jax_internals import jax_tracing
 
 
 @dataclasses.dataclass(eq=False)

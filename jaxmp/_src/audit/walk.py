@@ -20,7 +20,7 @@ from jaxmp._src.audit import bits, operations
 from jaxmp._src.audit.report import Report
 from jaxmp._src.audit.side import Side, Value
 from jaxmp._src.audit.variation import Relation, Rows, Variation
-from jaxmp._src.runtime import jax_compat, jax_tracing
+from jaxmp._src.jax_internals import jax_compat, jax_tracing
 
 _MIXES = "its result mixes the rows of the batch"
 _UNPLACED = "no dimension of its result is that of the batch"

@@ -17,8 +17,9 @@ from jaxmp._src.cli import calibrate
 from jaxmp._src.cli.output import make_cpu_devices, print_json, print_table, progress, rich
 from jaxmp._src.hardware import calibration
 from jaxmp._src.hardware.processor import processor
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import backend
-from jaxmp._src.runtime import config, cuda_libraries, jax_compat, native
+from jaxmp._src.runtime import config, cuda_libraries, native
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
 
 _PACKAGES = (

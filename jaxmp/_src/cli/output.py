@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxmp._src.hardware.hardware import Hardware, hardware_of
-from jaxmp._src.runtime import jax_compat
+from jaxmp._src.jax_internals import jax_compat
 
 
 class CommandError(Exception):

@@ -12,7 +12,8 @@ import jax
 from jaxmp._src.explain.rows import UNSETTLED, UNSETTLED_BATCH, Row, matmul_row, rows_of
 from jaxmp._src.explain.table import Explanation
 from jaxmp._src.hardware.hardware import Hardware, hardware_of
-from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import partitioner
 from jaxmp._src.spec.matmul_spec import MatmulSpec

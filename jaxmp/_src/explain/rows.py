@@ -17,12 +17,12 @@ from jaxmp._src.explain import cost, shards
 from jaxmp._src.fuse import rewrite
 from jaxmp._src.fuse.graph import PRODUCTS, dimension_numbers
 from jaxmp._src.hardware.call_time import Transfer
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import backend, forms, process_barrier, xla_matmul
 from jaxmp._src.lowering.resolve import resolve, resolve_chosen
 from jaxmp._src.primitive import bias_grad
 from jaxmp._src.primitive.collectives import process_collective_p
 from jaxmp._src.primitive.primitives import MATMULS, activated_matmul_p
-from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import shardings
 from jaxmp._src.spec import epilogs, low_precision, precisions

@@ -10,8 +10,8 @@ import jax
 from jax import lax
 
 from jaxmp._src.fuse.graph import DERIVED, PRODUCTS, UnknownError
+from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.primitive.primitives import saves_products
-from jaxmp._src.runtime import jax_compat, jax_tracing
 
 # The values that a jaxpr returns, of (the jaxpr, its constants, *its arguments).
 Evaluate = Callable[..., list[Any]]

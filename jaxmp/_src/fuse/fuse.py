@@ -11,7 +11,7 @@ from jaxmp._src.fuse import holders
 from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.graph import Graph, read
 from jaxmp._src.fuse.rewrite import Rewriter
-from jaxmp._src.runtime import jax_tracing
+from jaxmp._src.jax_internals import jax_tracing
 from jaxmp._src.spec.options import Determinism, Implementation
 from jaxmp._src.validation.operand_checks import check_determinism, check_implementation
 from jaxmp._src.validation.public import public

@@ -21,7 +21,7 @@ from jaxmp._src.fuse.operands import Operand, axes_of_type, is_explicit, operand
 from jaxmp._src.fuse.products import collective_behind
 from jaxmp._src.hardware.call_time import Transfer, call_time, kind_of
 from jaxmp._src.hardware.hardware import MACHINES, Hardware
-from jaxmp._src.runtime import jax_compat, jax_tracing
+from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.spec.options import Implementation
 
 

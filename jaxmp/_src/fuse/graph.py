@@ -9,7 +9,7 @@ from typing import Any
 
 from jax import lax
 
-from jaxmp._src.runtime import jax_compat, jax_tracing
+from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.spec.refusal import Refusal
 
 # Primitives that multiply matrices; of the others than the first no call is made.

@@ -11,9 +11,9 @@ import jax
 from jaxmp._src.fuse.emit import Options, out_sharding
 from jaxmp._src.fuse.graph import Graph, Group
 from jaxmp._src.fuse.products import Product
+from jaxmp._src.jax_internals import jax_tracing
 from jaxmp._src.ops.gated_mlp import gated_mlp
 from jaxmp._src.ops.mlp import mlp
-from jaxmp._src.runtime import jax_tracing
 
 
 def find(graph: Graph, products: Sequence[Product], options: Options) -> list[Group]:

@@ -15,7 +15,7 @@ from jax import lax
 
 from jaxmp._src.fuse import control_flow
 from jaxmp._src.fuse.graph import Graph, Group, UnknownError, read, schedule
-from jaxmp._src.runtime import jax_compat, jax_tracing
+from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.spec.refusal import Refusal
 
 Values = dict[Any, Any]

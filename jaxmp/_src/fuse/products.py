@@ -16,7 +16,7 @@ import numpy as np
 from jaxmp._src.fuse.graph import Graph
 from jaxmp._src.fuse.operands import Operand, axes_of_type, is_explicit, operand_of
 from jaxmp._src.fuse.templates import ACTIVATIONS, find_activation
-from jaxmp._src.runtime import jax_compat, jax_tracing
+from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.spec.options import ActivationName
 
 SUMS = ("psum", "psum_invariant")

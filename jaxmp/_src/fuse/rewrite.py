@@ -31,7 +31,7 @@ from jaxmp._src.fuse.graph import (
 from jaxmp._src.fuse.operands import is_auto
 from jaxmp._src.fuse.products import Aux, Product
 from jaxmp._src.fuse.templates import DIFFERENTIATED, Match
-from jaxmp._src.runtime import jax_compat, jax_tracing
+from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.spec.options import ActivationName
 from jaxmp._src.spec.refusal import NotAvailable, Refusal
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._src.fuse.graph import RESULT, Graph
-from jaxmp._src.runtime import jax_compat, jax_tracing
+from jaxmp._src.jax_internals import jax_compat, jax_tracing
 from jaxmp._src.spec.options import ActivationName
 
 Function = Callable[..., Any]

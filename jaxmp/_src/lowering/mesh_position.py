@@ -9,8 +9,8 @@ import numpy as np
 from jax import lax
 from jax.extend.mlir.dialects import stablehlo
 
-from jaxmp._src.runtime import jax_compat, jax_lowering
-from jaxmp._src.runtime.jax_lowering import mlir
+from jaxmp._src.jax_internals import jax_compat, jax_lowering
+from jaxmp._src.jax_internals.jax_lowering import mlir
 
 Axes = tuple[tuple[str, int], ...]
 

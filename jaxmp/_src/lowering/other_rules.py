@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
+from jaxmp._src.jax_internals import jax_compat, jax_rules
 from jaxmp._src.lowering import xla_matmul
-from jaxmp._src.runtime import jax_compat, jax_rules
 from jaxmp._src.spec.matmul_spec import MatmulSpec
 
 

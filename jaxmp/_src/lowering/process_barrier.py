@@ -12,7 +12,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from jaxmp._src.runtime import jax_lowering, jax_partitioner, native
+from jaxmp._src.jax_internals import jax_lowering, jax_partitioner
+from jaxmp._src.runtime import native
 from jaxmp._src.runtime.config import config
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.spec import low_precision

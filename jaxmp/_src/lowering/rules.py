@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmp._src.jax_internals import jax_compat, jax_lowering
+from jaxmp._src.jax_internals.jax_lowering import mlir
 from jaxmp._src.lowering import backend, process_barrier, xla_matmul
 from jaxmp._src.lowering.forms import Xla
 from jaxmp._src.lowering.process_collectives import SharedMemory
 from jaxmp._src.lowering.resolve import resolve, resolve_activation_grad
 from jaxmp._src.primitive import batched_matmul
 from jaxmp._src.primitive.primitives import bind_operands, matmul_p, needs_devices
-from jaxmp._src.runtime import jax_compat, jax_lowering
-from jaxmp._src.runtime.jax_lowering import mlir
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.activations import multiply_by_slope
 from jaxmp._src.spec.matmul_spec import MatmulSpec, operations

@@ -16,11 +16,11 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.ops import redistribute
 from jaxmp._src.ops.redistribute import Axes
 from jaxmp._src.primitive.primitives import bind
-from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding.meshes import manual_mesh
 from jaxmp._src.spec import precisions
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern

@@ -26,9 +26,9 @@ from jax.sharding import NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxmp._src.contraction.contraction import Contraction
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.collectives import cast_reduced
-from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import eager_calls, meshes
 from jaxmp._src.sharding.dot_general_plan import ProductPlan, plan_product

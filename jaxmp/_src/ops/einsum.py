@@ -19,8 +19,8 @@ from jax.typing import ArrayLike, DTypeLike
 from opt_einsum.parser import parse_einsum_input
 
 from jaxmp._src.contraction.contraction import Dim
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.ops.dot_general import product
-from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import eager_calls, meshes
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.shardings import to_dims

@@ -20,11 +20,11 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from jaxmp._src.contraction.contraction import Contraction
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.ops import activated
 from jaxmp._src.ops.matmul import dense
 from jaxmp._src.primitive.collectives import cast_reduced, cast_varying
 from jaxmp._src.primitive.primitives import activated_matmul, completes_sums
-from jaxmp._src.runtime import jax_compat
 from jaxmp._src.sharding import meshes, sharded_call
 from jaxmp._src.sharding.layer_plans import Label, Layers, plan_layers
 from jaxmp._src.sharding.on_shards import Entry, on_shards

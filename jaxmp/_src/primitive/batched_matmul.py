@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad
 
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.primitive.jvp import matmul_jvp_rule
 from jaxmp._src.primitive.primitives import bind_operands, matmul_abstract_eval
 from jaxmp._src.primitive.transpose import matmul_transpose_rule
-from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import BatchDims, Operand, Tangent
 from jaxmp._src.spec.matmul_spec import MatmulSpec
 

@@ -31,8 +31,9 @@ from jax.interpreters import ad
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._src.runtime import jax_compat, native
-from jaxmp._src.runtime.jax_compat import batching
+from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.jax_internals.jax_compat import batching
+from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import Operand, Tangent
 from jaxmp._src.spec.options import Mesh
 

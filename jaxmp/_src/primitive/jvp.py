@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.primitive import bias_grad, row_order
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.primitives import (
@@ -18,7 +19,6 @@ from jaxmp._src.primitive.primitives import (
     bind,
     bind_operands,
 )
-from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.activations import gelu_second_derivative

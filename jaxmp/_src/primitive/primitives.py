@@ -25,9 +25,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxmp._src.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.collectives import cast_varying
-from jaxmp._src.runtime import jax_compat, jax_lowering, native
+from jaxmp._src.runtime import native
 from jaxmp._src.spec import low_precision, process_grid
 from jaxmp._src.spec.matmul_spec import (
     SPANS,

@@ -27,10 +27,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.interpreters import ad
 
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.primitive import collectives, row_order
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.primitives import activation_grad, bind, completes_sums, summed_over
-from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Operand, Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog

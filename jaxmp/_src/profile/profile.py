@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.profile import timeline, trace
 from jaxmp._src.profile.trace import OTHERS, Event
-from jaxmp._src.runtime import jax_compat
 from jaxmp._src.validation.public import public
 
 

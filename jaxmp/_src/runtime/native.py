@@ -18,7 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._src.runtime import cuda_libraries, jax_compat, jax_lowering, logs
+from jaxmp._src.jax_internals import jax_compat, jax_lowering
+from jaxmp._src.runtime import cuda_libraries, logs
 from jaxmp._src.runtime.config import config
 
 TARGET = "jaxmp_matmul"

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 from jax.sharding import SingleDeviceSharding
 
-from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.runtime import native
 from jaxmp._src.spec.request import Request
 
 CAPACITY = 1024

@@ -13,8 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.contraction import moves
 from jaxmp._src.contraction.contraction import Dims
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.primitive import collectives
-from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import shardings
 from jaxmp._src.spec import options

@@ -14,8 +14,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._src.runtime import jax_lowering, jax_partitioner, native
-from jaxmp._src.runtime.jax_partitioner import Global, OnShards
+from jaxmp._src.jax_internals import jax_lowering, jax_partitioner
+from jaxmp._src.jax_internals.jax_partitioner import Global, OnShards
+from jaxmp._src.runtime import native
 from jaxmp._src.spec.options import Mesh
 
 TARGET = "jaxmp_partitioned_matmul"

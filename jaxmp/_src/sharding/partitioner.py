@@ -21,13 +21,13 @@ from jax.sharding import PartitionSpec as P
 from jaxmp._src.contraction import contraction, planner
 from jaxmp._src.contraction.contraction import Dim, Layout
 from jaxmp._src.contraction.moves import size_of
+from jaxmp._src.jax_internals import jax_lowering
+from jaxmp._src.jax_internals.jax_lowering import LoweringRule
+from jaxmp._src.jax_internals.jax_partitioner import Global
 from jaxmp._src.lowering import rules
 from jaxmp._src.lowering.resolve import resolve
 from jaxmp._src.primitive import bias_grad
 from jaxmp._src.primitive.primitives import activation_grad, bind, global_amax, matmul_p
-from jaxmp._src.runtime import jax_lowering
-from jaxmp._src.runtime.jax_lowering import LoweringRule
-from jaxmp._src.runtime.jax_partitioner import Global
 from jaxmp._src.sharding import partitioned_call, sharded_call
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.partitioned_call import Placed

@@ -17,10 +17,10 @@ import numpy as np
 from jax import lax
 
 from jaxmp._src.contraction.contraction import Contraction, Dim
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.primitive.primitives import bind, bind_rows, fold_scale, has_rows, merge_rows
-from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.epilogs import Epilog

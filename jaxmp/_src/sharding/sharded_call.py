@@ -16,9 +16,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.contraction import contraction, planner
 from jaxmp._src.contraction.contraction import Contraction, Dims, Layout
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.primitives import global_amax, has_rows
-from jaxmp._src.runtime import jax_compat
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import eager_calls, meshes, shardings
 from jaxmp._src.sharding.on_shards import Frame, Operands, frame_of, on_shards

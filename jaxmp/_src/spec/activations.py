@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxmp._src.runtime import jax_compat
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.spec import process_grid
 from jaxmp._src.spec.refusal import InvalidValue
 

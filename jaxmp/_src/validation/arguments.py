@@ -8,7 +8,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.runtime import native
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import INTEGERS, Group, MatmulSpec, result_shape

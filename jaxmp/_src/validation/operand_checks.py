@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from jaxmp._src.runtime import jax_compat
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.runtime.types import ArrayType, Shape
 from jaxmp._src.spec import epilogs, low_precision, process_grid
 from jaxmp._src.spec.epilogs import Epilog

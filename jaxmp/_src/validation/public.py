@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 import jax
 
-from jaxmp._src.runtime import jax_compat, jax_rules
+from jaxmp._src.jax_internals import jax_compat, jax_rules
 from jaxmp._src.spec.refusal import Refusal
 from jaxmp._src.spec.request import Request
 

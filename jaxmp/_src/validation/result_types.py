@@ -13,8 +13,8 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from jaxmp._src.runtime import jax_compat
-from jaxmp._src.runtime.jax_compat import convert
+from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.jax_internals.jax_compat import convert
 from jaxmp._src.spec import precisions
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.low_precision import FLOAT4, is_mixed, operand_type, result_dtypes

@@ -17,8 +17,8 @@ from jax._src.interpreters import mlir as _mlir
 from jax.interpreters import mlir
 from jaxlib import xla_client as _xla_client
 
-from jaxmp._src.runtime.jax_compat import off_explicit_mesh, under_known_flags
-from jaxmp._src.runtime.jax_lowering import LoweringContext
+from jaxmp._src.jax_internals.jax_compat import off_explicit_mesh, under_known_flags
+from jaxmp._src.jax_internals.jax_lowering import LoweringContext
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from jaxmp._src.runtime.jax_compat import ambient_mesh, under_known_flags
+from jaxmp._src.jax_internals.jax_compat import ambient_mesh, under_known_flags
 
 LoweringContext = mlir.LoweringRuleContext
 # Takes and gives MLIR values.

@@ -33,7 +33,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, xla
 from jax.typing import DTypeLike
 
-from jaxmp._src.runtime import source_lines
+from jaxmp._src.jax_internals import source_lines
 
 MINIMUM_JAX = (0, 10, 2)
 

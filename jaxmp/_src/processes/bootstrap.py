@@ -16,9 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxmp._src.runtime import cuda_libraries, jax_compat, logs, native
+from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.processes.peers import Peers
+from jaxmp._src.runtime import cuda_libraries, logs, native
 from jaxmp._src.runtime.config import config, launcher
-from jaxmp._src.runtime.peers import Peers
 
 
 def check_arguments(coordinator_address: object, num_processes: Any, process_id: Any) -> None:

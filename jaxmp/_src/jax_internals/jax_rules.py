@@ -22,7 +22,7 @@ from jax._src.lax import parallel as _parallel
 from jax.extend.core import Primitive
 from jax.interpreters import ad
 
-from jaxmp._src.runtime import jax_compat
+from jaxmp._src.jax_internals import jax_compat
 
 # JAX's rule slices a cotangent without the cast that JAX asks for where jax_auto_pcast is off (0.10 to 0.12).
 ad.primitive_transposes[_parallel.all_gather_invariant_p] = jax_compat.under_known_flags(

@@ -21,7 +21,8 @@ from typing import Any
 import jax
 import jaxlib
 
-from jaxmp._src.runtime import jax_compat, native
+from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.runtime import native
 
 NO_STORE = "rank 0 has ended, and JAX's coordination service with it"
 SILENT = "does not answer: it is stopped, or its machine or network is gone"
