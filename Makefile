@@ -121,15 +121,15 @@ test-process: $(TEST)/.ready ## Run the tests of many processes, with faults (AR
 chaos: $(TEST)/.ready ## Run jobs with a fault at a random moment (N=200: how many, SEED=1 to repeat a run)
 	$(TEST)/bin/python tests/process/chaos.py --jobs $(or $(N),200) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-# Of tests/gpu, what the fakes can run in minutes.
+# Of tests/gpu, what the fakes can run in minutes. PYTHONSAFEPATH: the installed wheel has the extension, the checkout not.
 OVER_FAKES = not test_transform and (not promise or promise_about_bits[0])
 .PHONY: test-xla-gpu
 test-xla-gpu: $(TEST)/.ready $(XLA_GPU)/.ready ## Run programs on JAX's real CUDA plugin over a fake driver, without a GPU
 	@$(call cpp_build,cpp-$(TAG),Release,,fakes)
-	JAXMP_FAKES=$(CURDIR)/build/cpp-$(TAG)/fakes PYTHONPATH=tests/xla_gpu \
+	JAXMP_FAKES=$(CURDIR)/build/cpp-$(TAG)/fakes PYTHONPATH=tests/xla_gpu PYTHONSAFEPATH=1 \
 	  $(XLA_GPU)/bin/pytest -p fake_gpus tests/xla_gpu --timeout=120 $(ARGS)
 	@rm -rf build/gpu-session
-	JAXMP_FAKES=$(CURDIR)/build/cpp-$(TAG)/fakes FAKE_CUDA_DEVICES=1 PYTHONPATH=tests/xla_gpu \
+	JAXMP_FAKES=$(CURDIR)/build/cpp-$(TAG)/fakes FAKE_CUDA_DEVICES=1 PYTHONPATH=tests/xla_gpu PYTHONSAFEPATH=1 \
 	  $(XLA_GPU)/bin/python tests/gpu/gpu_session.py --out build/gpu-session --minutes 30 --bench="--quick --skip float8 float64 TF32" \
 	  -p fake_gpus tests/gpu/test_calls.py tests/gpu/test_sharing.py -k "$(OVER_FAKES)" --share 0/4 $(ARGS)
 

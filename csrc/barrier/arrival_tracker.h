@@ -1,10 +1,10 @@
 // Which process has come to which call, and how often: the record alone, without sockets, clocks and threads.
 //
 // A rank's i-th arrival at a call meets everybody's i-th. That is exact because a call is one instruction of the
-// compiled program (jaxmp/_src/jax_internals/jax_lowering.py numbers them): a device runs its programs one after the other
-// and comes to one instruction again only in the next iteration of a loop, so data dependences give the order on every
-// rank. Equal calls of several programs count together: all ranks call those programs in one order, under whatever
-// names, or hear that they do not.
+// compiled program (jaxmp/_src/jax_internals/jax_lowering.py numbers them): a device runs its programs one after the
+// other and comes to one instruction again only in the next iteration of a loop, so data dependences give the order on
+// every rank. Equal calls of several programs count together: all ranks call those programs in one order, under
+// whatever names, or hear that they do not.
 #ifndef JAXMP_BARRIER_ARRIVAL_TRACKER_H_
 #define JAXMP_BARRIER_ARRIVAL_TRACKER_H_
 
