@@ -60,7 +60,6 @@ nb_merge_streams = True
 # API
 autosummary_generate = True
 autodoc_typehints = "signature"
-autodoc_preserve_defaults = True
 # Signatures show these by name; docs/api.md says what they are.
 autodoc_type_aliases = {
     name: name
