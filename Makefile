@@ -121,9 +121,8 @@ test-process: $(TEST)/.ready ## Run the tests of many processes, with faults (AR
 chaos: $(TEST)/.ready ## Run jobs with a fault at a random moment (N=200: how many, SEED=1 to repeat a run)
 	$(TEST)/bin/python tests/process/chaos.py --jobs $(or $(N),200) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
-# Of tests/gpu, what the fakes can run in minutes; left out are gradients in which XLA's own kernels call functions, which
-# the fakes' interpreter of PTX lacks. PYTHONSAFEPATH: the installed wheel has the extension, the checkout not.
-OVER_FAKES = not test_transform and (not promise or promise_about_bits[0]) and not ag-data and not ar-data and not DGELU
+# Of tests/gpu, what the fakes can run in minutes. PYTHONSAFEPATH: the installed wheel has the extension, the checkout not.
+OVER_FAKES = not test_transform and (not promise or promise_about_bits[0])
 .PHONY: test-xla-gpu
 test-xla-gpu: $(TEST)/.ready $(XLA_GPU)/.ready ## Run programs on JAX's real CUDA plugin over a fake driver, without a GPU
 	@$(call cpp_build,cpp-$(TAG),Release,,fakes)

@@ -331,6 +331,20 @@ def test_operands_of_an_all_reduce_are_copied():
     assert why == "cuBLASMp all-reduces with a stored (m, k) and b stored (n, k) only; copying 524288 bytes"
 
 
+@pytest.mark.parametrize(
+    "changes", [{}, {"has_c": True, "beta": 1.0}, {"epilog": Epilog.BIAS}], ids=["plain", "c", "bias"]
+)
+@pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
+def test_the_sum_of_one_rank_is_its_product(transposition, changes, monkeypatch):
+    """No operand is copied for it, and XLA applies no epilog."""
+    monkeypatch.setattr(backend, "capabilities_of", lambda library: CUBLASMP)
+    spec = spec_of(cases.BY_NAME["ar"].replace(transposition=transposition, mesh=(("y", 1),)), **changes)
+    a, b = (jax.ShapeDtypeStruct((8, 8), jnp.float32),) * 2
+    call = forms.in_library(forms.Product(spec, a, b), backend.Choice("cublasmp", ""), "cublasmp")
+    assert call.form is forms.Direct
+    assert not call.spec.contraction.communicates
+
+
 def test_cublasmp_wants_square_grids_without_epilogs():
     plain, activated = spec_of(cases.BY_NAME["grid"]), spec_of(cases.BY_NAME["grid"], epilog=Epilog.GELU)
     assert find_form(plain, (8, 8), (8, 8), 4, CUBLASMP)[0] == "direct"

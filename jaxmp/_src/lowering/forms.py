@@ -328,6 +328,10 @@ def in_library(product: Product, choice: Choice, library: str) -> ResolvedCall:
         return in_form(Xla, "", product, Choice("xla", why))
     if asked.rule.gradient and 0 in extents(asked, product.a.shape, product.b.shape).d:
         return in_form(Xla, "nothing to multiply, but sums to be written", product, choice)
+    capabilities = backend.capabilities_of(library)
+    # The sum of one rank is its product, which cuBLASMp takes as it is stored.
+    if asked.contraction.is_reduced and asked.group.nranks == 1 and not capabilities.all_reduce_any_transposition:
+        asked = fit_comm_options(asked.ungrouped().replace(asks_all_reduce=False))
     # cuBLASMp conjugates only what it transposes, and sums only what it does not conjugate.
     spec = asked.replace(
         conjugate_a=asked.conjugate_a and asked.transpose_a and asked.epilog != Epilog.BGRADA,
@@ -335,7 +339,7 @@ def in_library(product: Product, choice: Choice, library: str) -> ResolvedCall:
     )
     is_conjugated = asked.conjugate_a != spec.conjugate_a, asked.conjugate_b != spec.conjugate_b
     product = product._replace(spec=spec)
-    form, why = find(product, backend.capabilities_of(library))
+    form, why = find(product, capabilities)
     return in_form(form, why, product, choice, library, is_conjugated)
 
 
