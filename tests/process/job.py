@@ -45,7 +45,7 @@ class Job:
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": f"--xla_force_host_platform_device_count={ndevices}",
             "JAXMP_TIMEOUT": str(TIMEOUT),
-            "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE)]),
+            "PYTHONPATH": os.pathsep.join([str(HERE.parent), str(HERE), os.environ.get("PYTHONPATH", "")]).rstrip(":"),
             # Two processors and four ranks: threads of BLAS beside them only wait for each other.
             "OPENBLAS_NUM_THREADS": "1",
         }

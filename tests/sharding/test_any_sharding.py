@@ -179,6 +179,17 @@ def test_values_and_gradients(name, mesh_name, chunk):
             assert g.sharding.is_equivalent_to(x.sharding, x.ndim), (specs, out)
 
 
+def test_axes_that_do_not_divide_a_dimension_do_not_split_it():
+    """Two axes of two devices each could split the two rows, if rows were four."""
+    mesh = make_mesh("2x2")
+    with jax.set_mesh(mesh):
+        a = jax.device_put(np.arange(16, dtype=np.float32).reshape(2, 8), NamedSharding(mesh, P("x", None)))
+        b = jnp.ones((8, 8), out_sharding=P(None, None))
+        d = jaxmp.matmul(a, b, out_sharding=P("y", None))
+        assert d.sharding.spec == P("y", None)
+        np.testing.assert_array_equal(d, jnp.matmul(a, b, out_sharding=P("y", None)))
+
+
 @pytest.mark.small("values")
 @pytest.mark.parametrize("mesh_name", MESHES)
 @pytest.mark.parametrize("name", PRODUCTS)

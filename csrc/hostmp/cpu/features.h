@@ -17,7 +17,7 @@ struct Cpu {
   bool neon = false;         // on every aarch64
 };
 
-// What our kernels use of this processor: its fastest instructions, or those of LimitInstructionSet().
+// The instruction sets that our kernels use: all of this processor, or those that LimitInstructionSet() leaves.
 const Cpu& cpu();
 
 // The highest instruction set of ours that cpu() has: "amx", "avx512_bf16", "avx512", "avx2", "neon" or

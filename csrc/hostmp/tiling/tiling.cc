@@ -20,7 +20,7 @@ constexpr int64_t kLargestTile = 1 << 19;  // elements of D: the epilog finds it
 constexpr int64_t kLargestTile16 = 1 << 18;     // also bounds the workspace
 constexpr int64_t kRowUnit = 16, kColUnit = 8;  // of the kernels' register tiles
 
-// Whether operands are widened or decoded a K block at a time, for which a thread needs memory.
+// Whether operands are widened or decoded a K block at a time. A thread needs memory for it.
 bool needs_area(const MatmulCall& call) { return facts(call.a.desc.type).is_16bit || call.is_decoded(); }
 
 int64_t largest_tile(const MatmulCall& call) { return needs_area(call) ? kLargestTile16 : kLargestTile; }

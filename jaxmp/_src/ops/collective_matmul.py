@@ -129,7 +129,7 @@ def all_gather_matmul(
         Each combination of the other axes' indices is a group of its own.
       c: like the result, with `beta`. A `bias` holds this rank's n/P values.
 
-    The other options are those of `matmul`, in whose messages x is a and w is b.
+    The other options are those of `matmul`.
 
     Returns:
       (..., m, n/P).
@@ -173,7 +173,7 @@ def matmul_reduce_scatter(
         Each combination of the other axes' indices is a group of its own.
       c: like the result, with `beta`. A `bias` holds all n values, the same on every rank.
 
-    The other options are those of `matmul`, in whose messages x is a and w is b.
+    The other options are those of `matmul`.
 
     Returns:
       (..., m/P, n): rank r has the r-th part of the rows of `sum over ranks of x @ w`, rounded once.
@@ -218,7 +218,7 @@ def matmul_all_reduce(
       c: like the result, with `beta`; it is added once. A `bias` holds all n values. Both are the same on every
         rank.
 
-    The other options are those of `matmul`, in whose messages x is a and w is b.
+    The other options are those of `matmul`.
 
     Returns:
       (..., m, n), the same bits on every rank.

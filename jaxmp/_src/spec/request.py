@@ -73,10 +73,9 @@ class Request(NamedTuple):
     b_leads: bool = False
 
 
-class _Product(TypedDict, total=False):
-    """Options of every product."""
+class _Matrices(TypedDict, total=False):
+    """Options of every product of matrices, block-cyclic ones too."""
 
-    alpha: Scalar
     transpose_a: bool
     transpose_b: bool
     conjugate_a: bool
@@ -84,8 +83,14 @@ class _Product(TypedDict, total=False):
     precision: Precision
     preferred_element_type: DTypeLike | None
     implementation: Implementation | None
-    determinism: Determinism
     comm: CommOptions | None
+
+
+class _Product(_Matrices, total=False):
+    """Options of every product of arrays."""
+
+    alpha: Scalar
+    determinism: Determinism
 
 
 class _Placed(TypedDict, total=False):
@@ -137,17 +142,9 @@ class LayerOptions(TypedDict, total=False):
     determinism: Determinism
 
 
-class BlockCyclicOptions(TypedDict, total=False):
+class BlockCyclicOptions(_Matrices, total=False):
     """Options of `matmul` with block-cyclic operands."""
 
     alpha: complex
     beta: complex | None
-    transpose_a: bool
-    transpose_b: bool
-    conjugate_a: bool
-    conjugate_b: bool
-    precision: Precision
-    preferred_element_type: DTypeLike | None
     out_sharding: BlockCyclic | None
-    implementation: Implementation | None
-    comm: CommOptions | None
