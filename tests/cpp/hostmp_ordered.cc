@@ -221,6 +221,10 @@ void test_kernel(hostmp::SimdLevel level, const char* instructions) {
         const Case<T> test(trans_a, trans_b, extent[0], extent[1], extent[2], 1);
         const bool is_fused = level != hostmp::SimdLevel::kPortable, adds = test.n % 2 == 0;
         const auto expected = test.expected(is_fused, adds);
+        auto doubled = expected;
+        for (int64_t i = 0; i < test.m * test.n; ++i) {
+          doubled[static_cast<size_t>(i / test.m * test.ldc() + i % test.m)] *= 2;
+        }
         for (const auto& cuts : kCuts) {
           auto c = test.c;
           const KSegments parts = test.parts(cuts_of(test.k, cuts), c.data());
@@ -228,6 +232,11 @@ void test_kernel(hostmp::SimdLevel level, const char* instructions) {
           hostmp::SimdGemm(level, Type<T>::number, parts, 1.0, adds, scratch.data());
           check::report(same(c, expected), __FILE__, __LINE__, instructions + (" " + test.name()));
           check::report(scratch.is_intact(), __FILE__, __LINE__, test.name() + ": scratch overrun");
+          if (!adds) {
+            c = test.c;
+            hostmp::SimdGemm(level, Type<T>::number, parts, 2.0, adds, scratch.data());
+            check::report(same(c, doubled), __FILE__, __LINE__, instructions + (" times 2, " + test.name()));
+          }
           if (test.n > hostmp::kSmallN || trans_a != abi::CUBLAS_OP_N || hostmp::facts(Type<T>::number).is_complex) {
             continue;
           }

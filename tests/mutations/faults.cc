@@ -63,7 +63,7 @@ SEED(void, (cudaDataType_t type, const float* from, int64_t count, void* to)) {
   Original(type, values.data(), count, to);
 }
 #elif defined(FAULT_scale_of_decoded_numbers)
-SEED(void, (cudaDataType_t type, const void* from, int64_t first, int64_t count, float, float* to)) {
+SEED(void, (cudaDataType_t type, const void* from, int64_t first, int64_t count, float, BFloat16* to)) {
   Original(type, from, first, count, 1, to);
 }
 #elif defined(FAULT_half_byte_that_begins_a_row)

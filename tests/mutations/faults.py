@@ -201,9 +201,9 @@ CPP = {
     for name, function, *tests in (
         ("alpha_of_ordered_sums", "hostmp::SimdGemm", "cpp:hostmp_ordered"),
         ("few_columns_keep_the_last_block", "hostmp::SimdSmallNGemm", "cpp:hostmp_ordered"),
-        ("bf16_is_cut", "hostmp::downconvert(float const*, jaxmp::hostmp::BFloat16*, long)", "ops/test_suite.py"),
+        ("bf16_is_cut", "hostmp::downconvert(float const*, jaxmp::hostmp::BFloat16*, long)", "ops/test_numerics.py"),
         ("large_is_encoded_as_zero", "hostmp::encode", "cpp:hostmp_narrow"),
-        ("scale_of_decoded_numbers", "hostmp::decode(…, float*)", "spec/test_low_precision.py"),
+        ("scale_of_decoded_numbers", "hostmp::decode(…, jaxmp::hostmp::BFloat16*)", "cpp:hostmp_narrow"),
         ("half_byte_that_begins_a_row", "hostmp::unpack", "primitive/test_mixed_types.py"),
         ("amax_behind_the_scale", "hostmp::downconvert_tile", "spec/test_low_precision_results.py"),
         ("slope_of_gelu", "hostmp::gelu_slope(float*, long)", "cpp:hostmp_epilog"),

@@ -97,7 +97,7 @@ def noticed(name: str, fault: Fault) -> str:
         extension = next(BUILD.glob("_jaxmp*.so"))
     for test in fault.tests:
         if test.startswith("cpp:"):
-            failed = command("ctest", "--test-dir", BUILD, "-R", f"^{test[4:]}$", "--timeout", TIMEOUT)[0] != 0
+            failed = command("timeout", TIMEOUT, "ctest", "--test-dir", BUILD, "-R", f"^{test[4:]}$")[0] != 0
             seen = test if failed else ""
         else:
             seen = run_pytest(test, name, extension)
