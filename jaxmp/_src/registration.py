@@ -20,7 +20,8 @@ from jaxmp._src.primitive.collectives import process_barrier_p, process_collecti
 from jaxmp._src.primitive.primitives import MATMULS, PRODUCTS, activated_matmul_p, activation_grad_p
 from jaxmp._src.sharding import partitioner
 from jaxmp._src.spec.matmul_spec import MatmulSpec
-from jaxmp._src.spec.refusal import naming
+from jaxmp._src.spec.refusal import Refusal
+from jaxmp._src.validation import public
 
 Rule = Callable[..., Any]
 _jet_rules: Any = jet.jet_rules
@@ -44,8 +45,11 @@ def _naming(rule: Rule) -> Rule:
 
     @functools.wraps(rule)
     def named(*args: Any, spec: MatmulSpec | None, **params: Any) -> Any:
-        with naming("matmul" if spec is None else spec.function):
+        try:
             return rule(*args, spec=spec, **params)
+        except Refusal as refusal:
+            refusal.of("matmul" if spec is None else spec.function)
+            raise
 
     return named
 
@@ -60,8 +64,8 @@ for _product in MATMULS:
         lower=partitioner.matmul_rule,
     )
     _jet_rules[_product] = _naming(under_known_flags(taylor.jet_rule))
-jax_rules.when_imported("jax.experimental.sparse", functools.partial(other_rules.register_sparsify, MATMULS))
-jax_rules.when_imported("jax.experimental.roofline", functools.partial(other_rules.register_roofline, MATMULS))
+public.when_imported("jax.experimental.sparse", functools.partial(other_rules.register_sparsify, MATMULS))
+public.when_imported("jax.experimental.roofline", functools.partial(other_rules.register_roofline, MATMULS))
 
 _register(
     activation_grad_p,

@@ -28,7 +28,7 @@ from jaxmp._src.spec.options import Array, AxisName, Mesh
 from jaxmp._src.spec.process_grid import BlockCyclic, Distributed
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable, naming
 from jaxmp._src.spec.request import Request
-from jaxmp._src.validation import comm_options, operand_checks
+from jaxmp._src.validation import arguments, comm_options, operand_checks, result_types
 from jaxmp._src.validation.public import public
 
 
@@ -197,7 +197,7 @@ def matmul(request: Request) -> BlockCyclicArray:
     _check_operands(a, b, c)
     flags = operand_checks.check_flags(request)
     preferred = operand_checks.check_preferred(request.preferred_element_type)
-    operand, out = operand_checks.resolve_dtypes(a, b, preferred)
+    operand, out = result_types.of_call(((a.dtype, False), (b.dtype, False)), preferred, False)[:2]
     shape, layout = _result_shape(request), _result_layout(request)
     distributions = (Distributed(a.shape, a.layout), Distributed(b.shape, b.layout), Distributed(shape, layout))
     _check_blocks(distributions, request)
@@ -206,8 +206,8 @@ def matmul(request: Request) -> BlockCyclicArray:
         out_dtype=out,
         group=Group(Pattern.GRID, tuple(a.mesh.shape.items()), *a.axes),
         **flags,
-        alpha=operand_checks.check_scalar("alpha", request.alpha, out),
-        beta=operand_checks.check_c(like_c, request.beta, out, shape),
+        alpha=arguments.check_scalar("alpha", request.alpha, out),
+        beta=arguments.check_c(like_c, request.beta, out, shape),
         precision=precisions.resolve(request.precision, operand, out),
         has_c=c is not None,
         distributions=distributions,

@@ -34,7 +34,6 @@ from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.spec.options import Activation, AxisName, Sharding
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
 from jaxmp._src.spec.request import LayerOptions, Request
-from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.arguments import validated
 from jaxmp._src.validation.public import public
 
@@ -87,8 +86,6 @@ def gated_mlp(
     Array([[36.],
            [36.]], dtype=float32)
     """
-    arrays = map(operand_checks.as_array, (x, w_gate, w_up, w_down, b_gate, b_up, b_down))
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = arrays
     found = activations.find(activation)
     act = activations.FUNCTIONS[found] if isinstance(found, str) else found
     x, w_gate, w_up = _of_one_type(x, w_gate, w_up)

@@ -40,7 +40,7 @@ from jaxmp._src.spec.matmul_spec import (
     output_rows,
 )
 from jaxmp._src.spec.refusal import InvalidValue
-from jaxmp._src.validation.shape_checks import check_local_shapes
+from jaxmp._src.validation.arguments import check_local_shapes
 
 matmul_p = jax_compat.make_primitive("jaxmp_matmul", multiple_results=True)
 partitioned_matmul_p = jax_compat.make_primitive("jaxmp_partitioned_matmul", multiple_results=True, needs_devices=True)
@@ -220,8 +220,7 @@ def _output_varying(
 def _output_aval(
     spec: MatmulSpec, a: jax.core.ShapedArray, b: jax.core.ShapedArray, extra: Sequence[jax.core.ShapedArray] = ()
 ) -> jax.core.ShapedArray:
-    check_local_shapes(spec, a.shape, b.shape)
-    found = extents(spec, a.shape, b.shape)
+    found = check_local_shapes(spec, a.shape, b.shape)
     if low_precision.is_scaled(low_precision.operand_type(a.dtype, b.dtype)):
         m, k, _, n = found.local
         low_precision.check_units(a.dtype, spec.scales.a, spec.scales.b, {"m": m, "n": n, "k": k})

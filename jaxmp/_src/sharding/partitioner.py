@@ -38,7 +38,7 @@ from jaxmp._src.spec.fields import from_fields, to_fields
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, spans
 from jaxmp._src.spec.options import Mesh
 from jaxmp._src.spec.refusal import NotAvailable, naming
-from jaxmp._src.validation.operand_checks import check_all_reduce
+from jaxmp._src.validation.epilog_checks import check_all_reduce
 
 T = TypeVar("T")
 # Who watches the partitioner, which may call back on any thread.
@@ -82,7 +82,7 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
     terms = sharded_call.terms(spec, given, args[:2], results[0].shape, mesh.shape)
     # Under a level, a call that shares columns has no gradient's epilog. XLA can move operands instead.
     plan = planner.plan(given, dataclasses.replace(terms, shares_columns=not spec.fixed_reduction_order))
-    group = Group.of(plan, mesh.shape.items())
+    group = Group.of(plan, tuple(mesh.shape.items()))
     local = check_all_reduce(spec.replace(group=group))
 
     def body(*shards: jax.Array) -> Sequence[jax.Array]:

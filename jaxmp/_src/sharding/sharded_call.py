@@ -27,10 +27,10 @@ from jaxmp._src.spec import low_precision, matmul_spec
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.spec.request import Request
-from jaxmp._src.validation import result_types
-from jaxmp._src.validation.arguments import validated
+from jaxmp._src.validation.arguments import converted, validated
 from jaxmp._src.validation.comm_options import check_comm_options, fit_comm_options
-from jaxmp._src.validation.operand_checks import as_array, check_all_reduce, check_relu_aux
+from jaxmp._src.validation.epilog_checks import check_all_reduce, check_relu_aux
+from jaxmp._src.validation.result_types import Conversion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,9 +102,9 @@ Results = jax.Array | tuple[jax.Array, dict[str, jax.Array]]
 
 def product(request: Request, entry: eager_calls.Entry | None = None) -> Results:
     """The result of `jaxmp.matmul`; fills the `entry` of `eager_calls` for it."""
-    conversion, converted = result_types.find(request)
-    spec, operands = validated(converted)
-    call = make_call(spec, meshes.place(request, result_shape(spec, converted.a, converted.b)), operands)
+    conversion, of_call = converted(request)
+    spec, operands = validated(of_call)
+    call = make_call(spec, meshes.place(request, result_shape(spec, of_call.a, of_call.b)), operands)
     if entry is None:
         result: Results = conversion.of_result(_result(jaxmp_call(call, operands)))
         return result
@@ -117,8 +117,7 @@ def product(request: Request, entry: eager_calls.Entry | None = None) -> Results
 def collective(request: Request, pattern: Pattern, axis_names: Any) -> Results:
     """The result of a product whose group is named, on the shards of the enclosing shard_map."""
     group = group_on_axes(pattern, axis_names)
-    a, b, c = map(as_array, (request.a, request.b, request.c))
-    conversion, request = result_types.find(request._replace(a=a, b=b, c=c))
+    conversion, request = converted(request)
     spec, operands = validated(request, group)
     if spec.contraction.is_grid and spec.transpose_a and request.a.ndim > 2:
         raise InvalidValue(
@@ -226,7 +225,7 @@ def planned_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operan
     # Under a level the gradients are sums in an order of their own.
     gathers_inside = not spec.fixed_reduction_order
     frame = frame_of(placement, layout, plan, beside, results, gathers_inside=gathers_inside)
-    group = Group.of(plan, sizes.items())
+    group = Group.of(plan, tuple(sizes.items()))
     spec, columns = spec.replace(group=group, is_typed=True), shape[-1] // group.size(plan.layout.d[-1])
     if spec.asks_all_reduce:
         spec = check_all_reduce(spec)
@@ -287,9 +286,7 @@ def jaxmp_call(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Arra
 
 
 @functools.lru_cache(eager_calls.CAPACITY)
-def _compiled(
-    call: Call, conversion: result_types.Conversion, types: tuple[tuple[str, np.dtype], ...]
-) -> Callable[..., Results]:
+def _compiled(call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]) -> Callable[..., Results]:
     """A call as a function of operands in this order, which are cast to these types.
 
     Without jaxmp_call's static argument, which JAX would hash and compare at every call.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -85,9 +84,10 @@ class Group(Parts):
     col_axes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, product: Contraction, mesh: Iterable[tuple[str, int]]) -> Group:
+    @functools.lru_cache(maxsize=4096)  # so that what follows from it is found once
+    def of(cls, product: Contraction, mesh: tuple[tuple[str, int], ...]) -> Group:
         """The group of a planned product on a mesh with these axes."""
-        return cls(product.pattern, tuple(mesh), product.row_axes, product.col_axes)
+        return cls(product.pattern, mesh, product.row_axes, product.col_axes)
 
     @functools.cached_property
     def axes(self) -> tuple[str, ...]:
@@ -232,11 +232,19 @@ class MatmulSpec(Parts):
         return ("d", *self.rule.outputs, *amaxes, *scales)
 
     def replace(self, **changes: Any) -> MatmulSpec:
-        """A copy with `changes`; itself where they change nothing, for a copy of all fields takes some 10 us."""
-        for name, value in changes.items():
-            if getattr(self, name) != value:
-                return dataclasses.replace(self, **changes)
-        return self
+        """A copy with `changes`, the same one each time; itself where they change nothing."""
+        # 0.0 == -0.0
+        key = tuple((name, repr(x) if name in ("alpha", "beta") else x) for name, x in changes.items())
+        copy = self._copies.get(key)
+        if copy is None:
+            is_same = all(getattr(self, name) == value for name, value in changes.items())
+            copy = self._copies[key] = self if is_same else dataclasses.replace(self, **changes)
+        return copy
+
+    @functools.cached_property
+    def _copies(self) -> dict[Any, MatmulSpec]:
+        """What `replace` has made: a copy takes some 10 us, and what follows from it is found once."""
+        return {}
 
     def regroup(self, **changes: Any) -> MatmulSpec:
         """A copy with `changes` of its group."""
@@ -282,6 +290,12 @@ class MatmulSpec(Parts):
         return self.reorder(outer_rows=batch * self.order.outer_rows, rows=rows)
 
 
+@functools.lru_cache(maxsize=4096)
+def interned(out_dtype: np.dtype, group: Group, **fields: Any) -> MatmulSpec:
+    """The one spec of these fields, without alpha and beta, so that what follows from it is found once."""
+    return MatmulSpec(out_dtype, group, **fields)
+
+
 _UNSETTLED = Group(Pattern.UNSETTLED)
 _BILINEAR = {
     "beta": 0.0,
@@ -296,6 +310,7 @@ _BILINEAR = {
 }
 
 
+@functools.cache
 def accumulator(dtype: DTypeLike) -> np.dtype:
     """Type in which products of `dtype` are summed."""
     name = np.dtype(dtype).name
