@@ -15,12 +15,16 @@ from jaxmp._src.jax_internals.jax_lowering import mlir
 from jaxmp._src.lowering import other_rules, rules
 from jaxmp._src.primitive import batched_matmul, jvp, primitives, taylor, transpose
 from jaxmp._src.primitive import batching as batch_rules
-from jaxmp._src.primitive.batched_matmul import by_batch
 from jaxmp._src.primitive.collectives import process_barrier_p, process_collective_p
-from jaxmp._src.primitive.primitives import MATMULS, PRODUCTS, activated_matmul_p, activation_grad_p
+from jaxmp._src.primitive.primitives import (
+    MATMULS,
+    PRODUCTS,
+    activated_matmul_p,
+    activation_grad_p,
+    by_batch,
+    naming_by_spec,
+)
 from jaxmp._src.sharding import partitioner
-from jaxmp._src.spec.matmul_spec import MatmulSpec
-from jaxmp._src.spec.refusal import Refusal
 from jaxmp._src.validation import public
 
 Rule = Callable[..., Any]
@@ -31,27 +35,13 @@ def _register(
     primitive: jax_compat.Primitive, *, abstract_eval: Rule, jvp: Rule, transpose: Rule, batch: Rule, lower: Rule
 ) -> None:
     """`lower(platform)` is the lowering rule for a platform."""
-    primitive.def_abstract_eval(_naming(abstract_eval))
-    ad.primitive_jvps[primitive] = _naming(under_known_flags(jvp))
-    ad.primitive_transposes[primitive] = _naming(under_known_flags(transpose))
-    batching.primitive_batchers[primitive] = _naming(under_known_flags(batch))
+    primitive.def_abstract_eval(naming_by_spec(abstract_eval))
+    ad.primitive_jvps[primitive] = naming_by_spec(under_known_flags(jvp))
+    ad.primitive_transposes[primitive] = naming_by_spec(under_known_flags(transpose))
+    batching.primitive_batchers[primitive] = naming_by_spec(under_known_flags(batch))
     for platform in ("cpu", "cuda"):
-        mlir.register_lowering(primitive, _naming(lower(platform)), platform=platform)
-    mlir.register_lowering(primitive, _naming(lower("other")))
-
-
-def _naming(rule: Rule) -> Rule:
-    """`rule`, which may run later than the public function: what it refuses has the function's name from the spec."""
-
-    @functools.wraps(rule)
-    def named(*args: Any, spec: MatmulSpec | None, **params: Any) -> Any:
-        try:
-            return rule(*args, spec=spec, **params)
-        except Refusal as refusal:
-            refusal.of("matmul" if spec is None else spec.function)
-            raise
-
-    return named
+        mlir.register_lowering(primitive, naming_by_spec(lower(platform)), platform=platform)
+    mlir.register_lowering(primitive, naming_by_spec(lower("other")))
 
 
 for _product in MATMULS:
@@ -63,7 +53,7 @@ for _product in MATMULS:
         batch=by_batch(batch_rules.matmul_batch_rule, batched_matmul.batch_rule),
         lower=partitioner.matmul_rule,
     )
-    _jet_rules[_product] = _naming(under_known_flags(taylor.jet_rule))
+    _jet_rules[_product] = naming_by_spec(under_known_flags(taylor.jet_rule))
 public.when_imported("jax.experimental.sparse", functools.partial(other_rules.register_sparsify, MATMULS))
 public.when_imported("jax.experimental.roofline", functools.partial(other_rules.register_roofline, MATMULS))
 

@@ -319,14 +319,15 @@ def find(product: Product, capabilities: Capabilities) -> tuple[type[Form], str]
 def in_library(product: Product, choice: Choice, library: str) -> ResolvedCall:
     """The call in the form that the library takes."""
     asked = product.spec
-    if library == "host" and (why := why_too_long(asked, product.a.shape, product.b.shape)):
+    found = extents(asked, product.a.shape, product.b.shape)
+    if library == "host" and (why := why_too_long(found)):
         if option := asked_of_library(asked):
             raise NotAvailable(
                 f"{option} is not available here: {why}; shard the operands further, or leave it out to have XLA "
                 "multiply"
             )
         return in_form(Xla, "", product, Choice("xla", why))
-    if asked.rule.gradient and 0 in extents(asked, product.a.shape, product.b.shape).d:
+    if asked.rule.gradient and 0 in found.d:
         return in_form(Xla, "nothing to multiply, but sums to be written", product, choice)
     capabilities = backend.capabilities_of(library)
     # The sum of one rank is its product, which cuBLASMp takes as it is stored.

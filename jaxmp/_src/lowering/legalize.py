@@ -6,10 +6,9 @@ import dataclasses
 
 import numpy as np
 
-from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import INTEGERS, MatmulSpec, extents
+from jaxmp._src.spec.matmul_spec import INTEGERS, Extents, MatmulSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,9 +44,8 @@ def why_no_library(operands: tuple[np.dtype, ...]) -> str:
     return f"XLA alone multiplies {name}" if name in INTEGERS else ""
 
 
-def why_too_long(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> str:
-    """Why hostmp does not multiply operands of these local shapes, or the empty string."""
-    found = extents(spec, a_shape, b_shape)
+def why_too_long(found: Extents) -> str:
+    """Why hostmp does not multiply matrices of these extents, or the empty string."""
     if max(found.m, found.n, found.k) < 2**31:
         return ""
     return f"hostmp counts in 32 bits, and the group's product has m={found.m}, n={found.n}, k={found.k}"

@@ -177,7 +177,7 @@ def _product_of_xla(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.Ar
     """The product of global arrays that XLA partitions."""
     dtype, _ = product.dtypes(lhs, rhs)
     matrix = jax.ShapeDtypeStruct((1, 1), dtype)
-    spec, _ = validated(product.request._replace(a=matrix, b=matrix))
+    spec, *_ = validated(product.request._replace(a=matrix, b=matrix))
     check_left_to_xla(spec, product.placement.why)
     numbers, platform = product.numbers, jax_compat.default_platform()
     given = ((numbers.lhs_contract, numbers.rhs_contract), (numbers.lhs_batch, numbers.rhs_batch))
@@ -219,8 +219,9 @@ def _matrix(
 
 def _multiply(placement: meshes.Placement, request: Request, a: jax.Array, b: jax.Array) -> jax.Array:
     """The product of whole matrices, where no sharding is known, or of one device's, inside shard_map."""
-    spec, operands = validated(request._replace(a=a, b=b))
-    d: jax.Array = jaxmp_call(make_call(spec, dataclasses.replace(placement, constraint=None), operands), operands)["d"]
+    spec, operands, shape = validated(request._replace(a=a, b=b))
+    call = make_call(spec, dataclasses.replace(placement, shape=shape, constraint=None), operands)
+    d: jax.Array = jaxmp_call(call, operands)["d"]
     return d
 
 
@@ -230,5 +231,5 @@ def _multiply_shards(
     """One device's part of the planned product."""
     group = Group.of(plan, placement.axes)
     # A grid's contraction is cut otherwise in a than in b; elsewhere the shards fit as the whole matrices do.
-    spec, operands = validated(request._replace(a=a, b=b), group if plan.is_grid else Group())
+    spec, operands, _ = validated(request._replace(a=a, b=b), group if plan.is_grid else Group())
     return bind_plan(plan, spec.replace(group=group), operands)["d"]

@@ -133,7 +133,7 @@ def _pair(name: str, operands: dict[str, Any]) -> Operands:
 def _up(layers: Layers, request: Request, axis_name: AxisName | None) -> Operands:
     """w_up and b_up in the types of the call; they have to fit, and to lie, as those of the gate."""
     with UP.naming():
-        _, operands = validated(request, groups_on_axes(axis_name)[0])
+        _, operands, _ = validated(request, groups_on_axes(axis_name)[0])
     shape, like = tuple(request.b.shape), layers.operands[0]["b"]
     if shape != like.shape:
         raise InvalidValue(f"w_up must have w_gate's shape {tuple(like.shape)}, got {shape}")

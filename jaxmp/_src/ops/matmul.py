@@ -16,7 +16,6 @@ from jaxmp._src.sharding.sharded_call import make_call, product
 from jaxmp._src.spec import activations, epilogs
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.low_precision import Scaling
-from jaxmp._src.spec.matmul_spec import result_shape
 from jaxmp._src.spec.options import Activation
 from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.spec.request import (
@@ -247,7 +246,7 @@ def dense(request: Request, activation: Activation | None) -> Any:
     if not callable(found):
         return product(request, entry)
     conversion, request = converted(request)
-    spec, operands = validated(request)
+    spec, operands, shape = validated(request)
     activated.check_spec(spec)
-    placement = meshes.place(request, result_shape(spec, request.a, request.b))
+    placement = meshes.place(request, shape)
     return conversion.of_result(activated.activated_call(make_call(spec, placement, operands), found, operands))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -23,21 +23,10 @@ from jaxmp._src.primitive.transpose import matmul_transpose_rule
 from jaxmp._src.runtime.types import BatchDims, Operand, Tangent
 from jaxmp._src.spec.matmul_spec import MatmulSpec
 
-Rule = Callable[..., Any]
-
 
 def may_batch(spec: MatmulSpec) -> bool:
     """Whether XLA may serve a batch of such products: not where a library or its order of sums is asked for."""
     return spec.implementation in (None, "xla") and not spec.fixed_reduction_order and not spec.distributions
-
-
-def by_batch(one: Rule, of_batch: Rule) -> Rule:
-    """The rule of a product and that of a batch, which takes the spec of one index, as one."""
-
-    def rule(*args: Any, spec: MatmulSpec) -> Any:
-        return of_batch(*args, spec=spec.replace(is_batch=False)) if spec.is_batch else one(*args, spec=spec)
-
-    return rule
 
 
 def abstract_eval(*avals: jax.core.ShapedArray, spec: MatmulSpec) -> list[jax.core.ShapedArray]:

@@ -17,6 +17,7 @@ activated_matmul_p(t, [tbias], aux, w)  (act'(z) * (t + tbias)) @ w, linear in t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.runtime import native
 from jaxmp._src.spec import low_precision, process_grid
+from jaxmp._src.spec.extents import check_local_shapes
 from jaxmp._src.spec.matmul_spec import (
     SPANS,
     Group,
@@ -39,8 +41,7 @@ from jaxmp._src.spec.matmul_spec import (
     extents,
     output_rows,
 )
-from jaxmp._src.spec.refusal import InvalidValue
-from jaxmp._src.validation.arguments import check_local_shapes
+from jaxmp._src.spec.refusal import InvalidValue, Refusal
 
 matmul_p = jax_compat.make_primitive("jaxmp_matmul", multiple_results=True)
 partitioned_matmul_p = jax_compat.make_primitive("jaxmp_partitioned_matmul", multiple_results=True, needs_devices=True)
@@ -190,6 +191,34 @@ def completes_sums(spec: MatmulSpec) -> bool:
     there every rank would reduce it again."""
     is_host = spec.implementation == "host" or (spec.implementation is None and jax.process_count() == 1)
     return is_host or not spec.fixed_reduction_order or spec.group.nranks == 1
+
+
+# Rules ----------------------------------------------------------------------------------------------------------
+
+Rule = Callable[..., Any]
+
+
+def by_batch(one: Rule, of_batch: Rule) -> Rule:
+    """The rule of a product and that of a batch, which takes the spec of one index, as one."""
+
+    def rule(*args: Any, spec: MatmulSpec) -> Any:
+        return of_batch(*args, spec=spec.replace(is_batch=False)) if spec.is_batch else one(*args, spec=spec)
+
+    return rule
+
+
+def naming_by_spec(rule: Rule) -> Rule:
+    """`rule`, which may run later than the public function: what it refuses has the function's name from the spec."""
+
+    @functools.wraps(rule)
+    def named(*args: Any, spec: MatmulSpec | None, **params: Any) -> Any:
+        try:
+            return rule(*args, spec=spec, **params)
+        except Refusal as refusal:
+            refusal.of("matmul" if spec is None else spec.function)
+            raise
+
+    return named
 
 
 # Abstract evaluation -------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def plan_product(
     )
     plan = planner.plan(given, terms)
     columns = tuple(given.b.index(index) for index in plan.columns)
-    return ProductPlan(plan, columns, frame_of(placement, layout, plan, {}, {}, gathers_inside=gathers_inside))
+    return ProductPlan(plan, columns, frame_of(placement.where, layout, plan, gathers_inside=gathers_inside))
 
 
 def _is_plain(numbers: DimensionNumbers) -> bool:

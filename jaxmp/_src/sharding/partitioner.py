@@ -67,7 +67,7 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
         proposed = x.sharding_on(mesh)
         if proposed is None:
             return _place_whole(spec, mesh, args, results)
-        found = to_dims("operand", proposed.spec, len(x.shape), mesh.shape)
+        found = to_dims("operand", proposed.spec, len(x.shape), mesh.axis_names)
         dims.append(tuple(_dividing(dim, extent, mesh.shape) for dim, extent in zip(found, x.shape, strict=True)))
     rows, columns = dims[2]
     left_out: Dim = ()

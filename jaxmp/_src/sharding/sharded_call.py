@@ -25,6 +25,7 @@ from jaxmp._src.sharding.on_shards import Frame, Operands, frame_of, on_shards
 from jaxmp._src.sharding.shard_local import bind_empty, bind_plan, bind_shards
 from jaxmp._src.spec import low_precision, matmul_spec
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
+from jaxmp._src.spec.options import CommOptions
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.spec.request import Request
 from jaxmp._src.validation.arguments import converted, validated
@@ -103,8 +104,8 @@ Results = jax.Array | tuple[jax.Array, dict[str, jax.Array]]
 def product(request: Request, entry: eager_calls.Entry | None = None) -> Results:
     """The result of `jaxmp.matmul`; fills the `entry` of `eager_calls` for it."""
     conversion, of_call = converted(request)
-    spec, operands = validated(of_call)
-    call = make_call(spec, meshes.place(request, result_shape(spec, of_call.a, of_call.b)), operands)
+    spec, operands, shape = validated(of_call)
+    call = make_call(spec, meshes.place(request, shape), operands)
     if entry is None:
         result: Results = conversion.of_result(_result(jaxmp_call(call, operands)))
         return result
@@ -118,16 +119,15 @@ def collective(request: Request, pattern: Pattern, axis_names: Any) -> Results:
     """The result of a product whose group is named, on the shards of the enclosing shard_map."""
     group = group_on_axes(pattern, axis_names)
     conversion, request = converted(request)
-    spec, operands = validated(request, group)
+    spec, operands, shape = validated(request, group)
     if spec.contraction.is_grid and spec.transpose_a and request.a.ndim > 2:
         raise InvalidValue(
             f"{{a}} has {request.a.ndim} dimensions; with transpose_a=True it must have 2, for its blocks lie across "
             "those of the result: use jax.vmap for the others"
         )
     spec = check_all_reduce(spec)
-    columns = result_shape(spec, request.a, request.b)[-1]
-    check_comm_options(spec, columns)
-    check_relu_aux(operands, spec, columns, columns)
+    check_comm_options(spec, shape[-1])
+    check_relu_aux(operands, spec, shape[-1], shape[-1])
     outputs = bind_shards(spec, request.a.ndim - 2, operands)
     result: Results = conversion.of_result(_result(global_amax(spec, outputs, spec.group.axes)))
     return result
@@ -182,7 +182,7 @@ def make_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operands)
             spec = check_all_reduce(spec)
         is_settled = placement.mode != meshes.Mode.AUTO
         has_mesh = is_settled or meshes.is_known(placement, operands["a"], operands["b"])
-        columns = result_shape(spec, operands["a"], operands["b"])[-1]
+        columns = placement.shape[-1]
         check_comm_options(spec, columns, is_settled, has_mesh)
         check_relu_aux(operands, spec, columns, columns)
         return PartitionedCall(spec, placement.constraint) if placement.mode == meshes.Mode.AUTO else ManualCall(spec)
@@ -209,29 +209,30 @@ def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
 def planned_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operands) -> ShardedCall:
     """`make_call` for global arrays."""
     sizes, a, b = placement.mesh.shape, operands["a"], operands["b"]
-    shape = result_shape(spec, a, b)
+    shape = placement.shape
     layout = Layout(placement.a, placement.b, _asked_result(spec, placement))
     arguments = "{a}", "{b}", "the result"
     for argument, dims, whole in zip(arguments, layout, (a.shape, b.shape, shape), strict=True):
         shardings.check_dims(argument, dims, whole, sizes)
     given = contraction.of_matrices(a.ndim, layout, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b)
     plan = planner.plan(given, terms(spec, given, (a, b), shape, sizes))
-    beside = {operand: dims_of(spec, plan, operand) for operand in spec.operand_names}
-    for operand in matmul_spec.SCALE_NAMES:
-        if operand in beside:
+    beside = tuple((operand, dims_of(spec, plan, operand)) for operand in spec.operand_names)
+    for operand, dims in beside:
+        if operand in matmul_spec.SCALE_NAMES:
             argument = f"scaling.{operand.removeprefix('scale_')}"
-            shardings.check_dims(argument, beside[operand], operands[operand].shape, sizes)
-    results = {result: dims_of(spec, plan, result) for result in spec.output_names[1:]}
+            shardings.check_dims(argument, dims, operands[operand].shape, sizes)
+    results = tuple((result, dims_of(spec, plan, result)) for result in spec.output_names[1:])
     # Under a level the gradients are sums in an order of their own.
     gathers_inside = not spec.fixed_reduction_order
-    frame = frame_of(placement, layout, plan, beside, results, gathers_inside=gathers_inside)
+    frame = frame_of(placement.where, layout, plan, beside, results, gathers_inside=gathers_inside)
     group = Group.of(plan, tuple(sizes.items()))
     spec, columns = spec.replace(group=group, is_typed=True), shape[-1] // group.size(plan.layout.d[-1])
     if spec.asks_all_reduce:
         spec = check_all_reduce(spec)
     if "relu_aux" in spec.operand_names:
         check_relu_aux(operands, spec, shape[-1], columns)
-    check_comm_options(spec, columns)
+    if spec.comm != CommOptions():
+        check_comm_options(spec, columns)
     return ShardedCall(spec, plan, frame, 0 in shape)
 
 

@@ -181,6 +181,7 @@ def taken(asked: lax.DotAlgorithmPreset | None, operand: DTypeLike) -> np.dtype 
     return np.dtype(asked.supported_lhs_types[0])
 
 
+@functools.cache
 def find(asked: str, operand: DTypeLike, platform: str = "") -> Compute:
     """How products of `operand` are computed under a precision that `resolve` returned; by default on GPUs."""
     row = "DEFAULT" if platform == "cpu" else asked

@@ -15,16 +15,8 @@ from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec import precisions
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import (
-    INTEGERS,
-    Extents,
-    Group,
-    MatmulSpec,
-    accumulator,
-    axes_text,
-    extents,
-    interned,
-)
+from jaxmp._src.spec.extents import check_local_shapes
+from jaxmp._src.spec.matmul_spec import INTEGERS, Group, MatmulSpec, accumulator, interned
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.spec.request import Request
 from jaxmp._src.validation import comm_options, epilog_checks, operand_checks, result_types, scale_checks
@@ -75,8 +67,8 @@ def types_of(*arrays: Any) -> result_types.Types:
 def validated(
     request: Request,
     group: Group = Group(),  # noqa: B008
-) -> tuple[MatmulSpec, dict[str, Any]]:
-    """(spec, operands by name in the types of the call) from what the user passed."""
+) -> tuple[MatmulSpec, dict[str, Any], Shape]:
+    """(spec, operands by name in the types of the call, shape of d) from what the user passed."""
     a, b, c = request.a, request.b, request.c
     operand_checks.check_array("{a}", a, at_least=2)
     operand_checks.check_array("{b}", b, ndim=2)
@@ -86,6 +78,8 @@ def validated(
     operand, out, is_low_precision, is_mixed = types
     if operand.name in INTEGERS:  # whose sums are exact in any order
         flags["determinism"] = "run_to_run"
+    if request.comm is not None:
+        flags["comm"] = comm_options.resolve_comm_options(out, operand, request.comm)
     operands = {"a": a, "b": b}
     if not (is_low_precision or is_mixed):
         operands = {name: x if x.dtype == operand else x.astype(operand) for name, x in operands.items()}
@@ -95,7 +89,6 @@ def validated(
         group,
         **flags,
         precision="DEFAULT" if request.precision is None else precisions.resolve(request.precision, operand, out),
-        comm=comm_options.resolve_comm_options(out, operand, request.comm),
         source_line=request.function + line,
     )
     found = check_local_shapes(spec, a.shape[-2:], b.shape, takes_transposed=request.takes_transposed)
@@ -111,7 +104,8 @@ def validated(
     if request.epilog is not Epilog.NONE or request.epilog_inputs is not None:
         of_epilog, inputs = epilog_checks.check_epilog(request, spec, shape, bias_dtype)
         changes |= of_epilog
-    spec = spec.replace(**changes)
+    changes = {name: x for name, x in changes.items() if x != getattr(spec, name)}
+    spec = spec.replace(**changes) if changes else spec
     if traced:
         _check_traced(spec, a.dtype, is_low_precision)
     if is_low_precision:
@@ -121,12 +115,12 @@ def validated(
     if is_low_precision or request.scaling is not None:
         of_scales, scales = scale_checks.resolve_scales(request.scaling, a, b, spec)
         spec = spec.replace(**of_scales)
-    for name, x in (inputs | scales).items():
-        operand_checks.check_memory(name.replace("scale_", "scaling."), x)
-    operands |= {} if c is None else {"c": c.astype(c_dtype)}
-    operands |= inputs | traced | scales
-    operand_checks.check_whole(operands)
-    return spec, operands
+    beside = inputs | traced | scales
+    for name, x in beside.items():
+        argument = "{bias}" if name == "bias" else name.replace("scale_", "scaling.")
+        operand_checks.check_placed(argument, x)
+    operands |= beside if c is None else {"c": c.astype(c_dtype), **beside}
+    return spec, operands, shape
 
 
 def _check_traced(spec: MatmulSpec, dtype: np.dtype, is_low_precision: bool) -> None:
@@ -188,61 +182,3 @@ def check_c(c: Any, beta: Any, out_dtype: np.dtype, out_shape: Shape) -> Any:
         raise InvalidValue(f"c must have the result's shape {tuple(out_shape)}, got {tuple(c.shape)}")
     operand_checks.check_widens("c", c, out_dtype)
     return check_scalar("beta", beta, out_dtype)
-
-
-def check_local_shapes(spec: MatmulSpec, a_shape: Shape, b_shape: Shape, *, takes_transposed: bool = True) -> Extents:
-    """The extents of a call; ValueError for shards that do not fit the pattern. `takes_transposed`: as in `Request`."""
-    found = extents(spec, a_shape, b_shape)
-    if spec.distributions:
-        for argument, shape, matrix in (("a", a_shape, spec.distributions[0]), ("b", b_shape, spec.distributions[1])):
-            if tuple(shape) != matrix.local_shape:
-                raise InvalidValue(
-                    f"{argument} must have shape {matrix.local_shape} on each device, the largest part of "
-                    f"{matrix}, got {tuple(shape)}"
-                )
-        return found
-    rows, k_a, k_b, cols = found.local
-    if spec.contraction.is_grid:
-        nrow, ncol = spec.group.shape
-        _check_grid(spec, rows, cols, nrow, ncol)
-        k_a *= nrow if spec.transpose_a else ncol
-        k_b *= ncol if spec.transpose_b else nrow
-    if k_a != k_b:
-        where = f"shapes {tuple(a_shape)}, {tuple(b_shape)}" + (" per device" if spec.group.nranks > 1 else "")
-        hint = _transpose_hint(spec, a_shape, b_shape) if takes_transposed else _as_stored_hint(k_a, b_shape)
-        raise InvalidValue(f"{{b}} has k={k_b} but {{a}} has k={k_a} ({where}); {hint}")
-    p = spec.group.nranks
-    if spec.contraction.scatters and rows % p:
-        raise InvalidValue(
-            f"{{a}} has {rows} rows, which the {p} ranks of axis "
-            f"{axes_text(spec.group.row_axes)} do not divide (shape per device {tuple(a_shape)}); pad the "
-            f"rows to a multiple of {p}"
-        )
-    return found
-
-
-def _check_grid(spec: MatmulSpec, rows: int, cols: int, nrow: int, ncol: int) -> None:
-    for what, extent, parts, is_moved in (
-        ("rows", rows * ncol, nrow, spec.transpose_a),
-        ("columns", cols * nrow, ncol, spec.transpose_b),
-    ):
-        if is_moved and extent % parts:
-            raise InvalidValue(
-                f"the result has {extent} {what}, which the {nrow}x{ncol} grid splits into {parts} parts; "
-                f"pad them to a multiple of {parts}"
-            )
-
-
-def _as_stored_hint(k: int, b_shape: Shape) -> str:
-    return "pass {b}.T if it is stored (n, k)" if b_shape[-1] == k else "the contracted extents must be equal"
-
-
-def _transpose_hint(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> str:
-    k = extents(spec, a_shape, b_shape).local[1]
-    if b_shape[-1] == k and not spec.transpose_b:
-        return "pass transpose_b=True if {b} is stored (n, k)"
-    if spec.transpose_b and b_shape[0] == k:
-        return "pass transpose_b=False if {b} is stored (k, n)"
-    if not spec.transpose_a and a_shape[0] in b_shape:
-        return "pass transpose_a=True if {a} is stored (k, m)"
-    return "the contracted extents must be equal"

@@ -38,7 +38,7 @@ def check_array(argument: str, x: Any, ndim: int | None = None, at_least: int | 
         raise InvalidValue(
             f"{argument} must have {wanted}, got {found} (shape {tuple(x.shape)}){_as_rank(argument, x, ndim)}"
         )
-    check_memory(argument, x)
+    check_placed(argument, x)
 
 
 def _as_rank(argument: str, x: Any, ndim: int | None) -> str:
@@ -65,25 +65,22 @@ def _as_array(argument: str, x: Any) -> str:
     return "; convert it with jnp.asarray"
 
 
-def check_memory(argument: str, x: Any) -> None:
-    """Raise ValueError for an array in the memory of the host, of which a device's library would get the pointer."""
-    if isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host:
+def check_placed(argument: str, x: Any) -> None:
+    """Raise ValueError for an array in the memory of the host, of which a device's library would get the pointer, and
+    for the terms of a sum that the devices of a shard_map hold."""
+    if not isinstance(x, jax.Array):
+        return
+    kind: Any = jax.typeof(x)
+    if kind.memory_space == jax.memory.Space.Host:
         raise InvalidValue(
             f"{argument} lies in host memory, and products are taken in the memory of the devices; move it "
             "there first, with jax.device_put(x, jax.memory.Space.Device)"
         )
-
-
-def check_whole(operands: Mapping[str, Any]) -> None:
-    """Raise ValueError for the terms of a sum that the devices of a shard_map hold."""
-    unreduced = {name: jax_compat.unreduced_axes(x) for name, x in operands.items() if isinstance(x, jax.Array)}
-    for name, axes in unreduced.items():
-        if axes:
-            argument = {"a": "{a}", "b": "{b}", "bias": "{bias}"}.get(name, name.replace("scale_", "scaling."))
-            raise InvalidValue(
-                f"{argument} is unreduced, each device holds a term of a sum over {sorted(axes)}; take the sum "
-                "first, with jax.lax.psum"
-            )
+    if axes := kind.manual_axis_type.unreduced:
+        raise InvalidValue(
+            f"{argument} is unreduced, each device holds a term of a sum over {sorted(axes)}; take the sum "
+            "first, with jax.lax.psum"
+        )
 
 
 def is_array(x: object) -> bool:

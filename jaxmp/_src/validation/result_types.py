@@ -60,6 +60,8 @@ class Conversion:
         """What the user gets of d, or of (d, {name: array})."""
         if isinstance(result, tuple):
             return (self.of_result(result[0]), *result[1:])
+        if self.out is None and not self.is_weak:
+            return result
         return convert(result, result.dtype if self.out is None else self.out, self.is_weak)
 
     def _of_operand(self, x: Any) -> Any:
