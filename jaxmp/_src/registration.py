@@ -13,8 +13,8 @@ from jaxmp._src.jax_internals import jax_compat, jax_rules
 from jaxmp._src.jax_internals.jax_compat import under_known_flags
 from jaxmp._src.jax_internals.jax_lowering import mlir
 from jaxmp._src.lowering import other_rules, rules
-from jaxmp._src.primitive import batched_matmul, jvp, primitives, taylor, transpose
 from jaxmp._src.primitive import batching as batch_rules
+from jaxmp._src.primitive import jvp, primitives, transpose
 from jaxmp._src.primitive.collectives import process_barrier_p, process_collective_p
 from jaxmp._src.primitive.primitives import (
     MATMULS,
@@ -47,13 +47,13 @@ def _register(
 for _product in MATMULS:
     _register(
         _product,
-        abstract_eval=by_batch(primitives.matmul_abstract_eval, batched_matmul.abstract_eval),
-        jvp=by_batch(jvp.matmul_jvp_rule, batched_matmul.jvp_rule),
-        transpose=by_batch(transpose.matmul_transpose_rule, batched_matmul.transpose_rule),
-        batch=by_batch(batch_rules.matmul_batch_rule, batched_matmul.batch_rule),
+        abstract_eval=by_batch(primitives.matmul_abstract_eval, batch_rules.batched_abstract_eval),
+        jvp=by_batch(jvp.matmul_jvp_rule, batch_rules.batched_jvp_rule),
+        transpose=by_batch(transpose.matmul_transpose_rule, batch_rules.batched_transpose_rule),
+        batch=by_batch(batch_rules.matmul_batch_rule, batch_rules.batched_batch_rule),
         lower=partitioner.matmul_rule,
     )
-    _jet_rules[_product] = naming_by_spec(under_known_flags(taylor.jet_rule))
+    _jet_rules[_product] = naming_by_spec(under_known_flags(jvp.jet_rule))
 public.when_imported("jax.experimental.sparse", functools.partial(other_rules.register_sparsify, MATMULS))
 public.when_imported("jax.experimental.roofline", functools.partial(other_rules.register_roofline, MATMULS))
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.mlir.dialects import stablehlo
-from jax.typing import DTypeLike
 
 from jaxmp._src.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.jax_internals.jax_lowering import mlir
@@ -189,10 +188,10 @@ def call_attributes(
     }
 
 
-def _compute_type(spec: MatmulSpec, operand: DTypeLike) -> str:
+def _compute_type(spec: MatmulSpec, operand: np.dtype) -> str:
     """hostmp takes cuBLASMp's, and no library sums in 16 bits."""
     platform = "cpu" if precisions.sums_in_16_bits(spec.precision) else ""
-    return precisions.find(spec.precision, operand, platform).name
+    return precisions.find(spec.precision, operand, platform)
 
 
 def _layouts(spec: MatmulSpec) -> dict[str, np.ndarray]:

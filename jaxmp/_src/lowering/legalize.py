@@ -53,7 +53,7 @@ def why_too_long(found: Extents) -> str:
 
 def takes_mixed(spec: MatmulSpec, wide: np.dtype, implementation: str) -> bool:
     """Whether a call takes a mixed pair as it is; elsewhere the narrow operand is converted to `wide` ahead of it."""
-    return implementation == "host" and precisions.find(spec.precision, wide).name in ("32F", "32F_PEDANTIC")
+    return implementation == "host" and precisions.find(spec.precision, wide) in ("32F", "32F_PEDANTIC")
 
 
 def why_not_cublasmp(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> str:

@@ -1,9 +1,11 @@
-"""The rules of differentiation: tangents of a call as further products, whose transposes are `transpose`."""
+"""The rules of differentiation: tangents of a call as further products, whose transposes are `transpose`; and of Taylor
+mode (`jax.experimental.jet`), for products without an epilog, which are bilinear."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -207,3 +209,16 @@ def activated_matmul_jvp_rule(
         return y, _zero_tangent(y)
     axes = jax_compat.varying_axes(y)
     return y, functools.reduce(jnp.add, (cast_varying(x, axes) for x in terms))
+
+
+def jet_rule(
+    primals: Sequence[jax.Array], series: Sequence[Sequence[Any]], *, spec: MatmulSpec
+) -> tuple[list[Any], list[list[Any]]]:
+    """The value and the coefficients of a product: each is a sum of products of theirs (the rule of Leibniz)."""
+    if not spec.is_bilinear:
+        raise NotAvailable(
+            f"jax.experimental.jet takes products without C and epilog, got epilog {spec.epilog.name}; nest jax.jvp"
+        )
+    left, right = ([x, *terms] for x, terms in zip(primals, series, strict=True))
+    value, *terms = [sum(bind_operands(spec, left[j], right[i - j])[0] for j in range(i + 1)) for i in range(len(left))]
+    return [value], [terms]

@@ -3,7 +3,7 @@
 matmul_p(a, b, *operands; spec)     d = epilog(alpha * op(a) @ op(b) + beta * c) on the shards of one device, and what
                                     the epilog returns beside d; `matmul_spec` names operands and results. Without C
                                     and epilog it is bilinear. With spec.is_batch all have one more dimension in front
-                                    (`batched_matmul`). Where spec.group is unsettled a and b are global arrays, and
+                                    (`batching`). Where spec.group is unsettled a and b are global arrays, and
                                     XLA's partitioner chooses the pattern (`partitioner`).
 partitioned_matmul_p                the same by another name for what is unsettled: its lowering needs the devices of
                                     the mesh, which JAX asks of a primitive, not of an equation

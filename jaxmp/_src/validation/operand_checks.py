@@ -117,14 +117,13 @@ def check_flag(argument: str, value: Any) -> bool:
 
 def check_flags(request: Request) -> dict[str, Any]:
     """The fields of a spec that are flags or names."""
-    check_implementation(request.implementation)
     return {
         "transpose_a": check_flag("transpose_a", request.transpose_a),
         "transpose_b": check_flag("transpose_b", request.transpose_b),
         "conjugate_a": check_conjugate("conjugate_a", request.conjugate_a, request.a),
         "conjugate_b": check_conjugate("conjugate_b", request.conjugate_b, request.b),
-        "implementation": request.implementation,
-        "determinism": check_determinism(request.determinism),
+        "implementation": check_choice("implementation", request.implementation, IMPLEMENTATIONS),
+        "determinism": str(check_choice("determinism", request.determinism, DETERMINISM)),
         "b_leads": request.b_leads,
     }
 
@@ -141,15 +140,10 @@ def check_widens(argument: str, x: Any, out_dtype: np.dtype) -> None:
         )
 
 
-def check_implementation(implementation: object) -> None:
-    if implementation not in IMPLEMENTATIONS:
-        raise InvalidValue(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
-
-
-def check_determinism(level: Any) -> str:
-    if level not in DETERMINISM:
-        raise InvalidValue(f"determinism must be one of {DETERMINISM}, got {level!r}")
-    return str(level)
+def check_choice(argument: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    if value not in choices:
+        raise InvalidValue(f"{argument} must be one of {choices}, got {value!r}")
+    return value
 
 
 def check_conjugate(argument: str, flag: Any, x: ArrayType) -> bool:
