@@ -16,7 +16,7 @@ from jax import lax
 from jaxmp._src.lowering import backend, ffi_call, fixed_shape, xla_matmul
 from jaxmp._src.lowering.backend import Choice
 from jaxmp._src.lowering.ffi_call import custom_call
-from jaxmp._src.lowering.legalize import Capabilities, asked_of_library, is_tiled, why_no_epilog, why_too_long
+from jaxmp._src.lowering.legalize import Capabilities, asked_of_library, is_tiled, why_no_epilog
 from jaxmp._src.primitive import bias_grad
 from jaxmp._src.runtime import native
 from jaxmp._src.spec import low_precision
@@ -320,7 +320,8 @@ def in_library(product: Product, choice: Choice, library: str) -> ResolvedCall:
     """The call in the form that the library takes."""
     asked = product.spec
     found = extents(asked, product.a.shape, product.b.shape)
-    if library == "host" and (why := why_too_long(found)):
+    if library == "host" and max(found.m, found.n, found.k) >= 2**31:
+        why = f"hostmp counts in 32 bits, and the group's product has m={found.m}, n={found.n}, k={found.k}"
         if option := asked_of_library(asked):
             raise NotAvailable(
                 f"{option} is not available here: {why}; shard the operands further, or leave it out to have XLA "
@@ -334,10 +335,12 @@ def in_library(product: Product, choice: Choice, library: str) -> ResolvedCall:
     if asked.contraction.is_reduced and asked.group.nranks == 1 and not capabilities.all_reduce_any_transposition:
         asked = fit_comm_options(asked.ungrouped().replace(asks_all_reduce=False))
     # cuBLASMp conjugates only what it transposes, and sums only what it does not conjugate.
-    spec = asked.replace(
-        conjugate_a=asked.conjugate_a and asked.transpose_a and asked.epilog != Epilog.BGRADA,
-        conjugate_b=asked.conjugate_b and asked.transpose_b,
-    )
+    spec = asked
+    if asked.conjugate_a or asked.conjugate_b:
+        spec = asked.replace(
+            conjugate_a=asked.conjugate_a and asked.transpose_a and asked.epilog != Epilog.BGRADA,
+            conjugate_b=asked.conjugate_b and asked.transpose_b,
+        )
     is_conjugated = asked.conjugate_a != spec.conjugate_a, asked.conjugate_b != spec.conjugate_b
     product = product._replace(spec=spec)
     form, why = find(product, capabilities)

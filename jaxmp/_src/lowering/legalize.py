@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import INTEGERS, Extents, MatmulSpec
+from jaxmp._src.spec.matmul_spec import MatmulSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,19 +36,6 @@ def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
         return ""
     nrow, ncol = spec.group.shape
     return "" if nrow == ncol else f"cuBLASMp multiplies contiguous shards on square grids only, not {nrow}x{ncol}"
-
-
-def why_no_library(operands: tuple[np.dtype, ...]) -> str:
-    """Why neither library multiplies operands of these types, or the empty string."""
-    name = np.dtype(operands[0]).name if operands else ""
-    return f"XLA alone multiplies {name}" if name in INTEGERS else ""
-
-
-def why_too_long(found: Extents) -> str:
-    """Why hostmp does not multiply matrices of these extents, or the empty string."""
-    if max(found.m, found.n, found.k) < 2**31:
-        return ""
-    return f"hostmp counts in 32 bits, and the group's product has m={found.m}, n={found.n}, k={found.k}"
 
 
 def takes_mixed(spec: MatmulSpec, wide: np.dtype, implementation: str) -> bool:

@@ -207,6 +207,15 @@ def by_batch(one: Rule, of_batch: Rule) -> Rule:
     return rule
 
 
+def by_settled(of_shards: Rule, of_global: Rule) -> Rule:
+    """The rule of shards and that of global arrays in the pattern that XLA's partitioner chooses, as one."""
+
+    def rule(*args: Any, spec: MatmulSpec | None, **params: Any) -> Any:
+        return (of_shards if spec is None or not spec.is_unsettled else of_global)(*args, spec=spec, **params)
+
+    return rule
+
+
 def naming_by_spec(rule: Rule) -> Rule:
     """`rule`, which may run later than the public function: what it refuses has the function's name from the spec."""
 

@@ -215,7 +215,8 @@ def planned_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operan
     for argument, dims, whole in zip(arguments, layout, (a.shape, b.shape, shape), strict=True):
         shardings.check_dims(argument, dims, whole, sizes)
     given = contraction.of_matrices(a.ndim, layout, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b)
-    plan = planner.plan(given, terms(spec, given, (a, b), shape, sizes))
+    find_terms = functools.partial(terms, spec, given, (a, b), shape, sizes)
+    plan = planner.plan(given, find_terms, gathers_k=gathers_k(spec, a.dtype, b.dtype))
     beside = tuple((operand, dims_of(spec, plan, operand)) for operand in spec.operand_names)
     for operand, dims in beside:
         if operand in matmul_spec.SCALE_NAMES:
@@ -252,15 +253,19 @@ def terms(
     a, b = ab
     beside, operand = (*spec.operand_names, *spec.output_names[1:]), low_precision.operand_type(a.dtype, b.dtype)
     itemsizes = a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, matmul_spec.accumulator(operand).itemsize
-    # A grid reads matrices as they are stored, and its gradients are sums in an order of their own.
-    is_plain = not (spec.transpose_a or spec.transpose_b or low_precision.is_low_precision(operand))
     return planner.Terms(
         planner.extents(given, (a.shape, b.shape, shape), mesh),
         tuple(mesh.items()),
         itemsizes,
         keeps_result=any(matmul_spec.SPANS.get(each) for each in beside if each not in ("c", "bias")),
-        gathers_k=is_plain and not spec.fixed_reduction_order,
     )
+
+
+def gathers_k(spec: MatmulSpec, a: np.dtype, b: np.dtype) -> bool:
+    """Whether a call may gather an operand along k: a grid reads matrices as they are stored, and its gradients are
+    sums in an order of their own."""
+    is_plain = not (spec.transpose_a or spec.transpose_b or spec.fixed_reduction_order)
+    return is_plain and not low_precision.is_low_precision(low_precision.operand_type(a, b))
 
 
 def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
