@@ -25,7 +25,8 @@ class Capabilities:
 
 def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
     """Why the library takes the call in no form, or the empty string."""
-    has_tiles = is_tiled(spec, capabilities)  # which are local products, whatever the pattern is
+    # Tiles are local products, whatever the pattern is.
+    has_tiles = spec.fixed_reduction_order and not capabilities.fixed_reduction_order
     why = why_no_epilog(spec.ungrouped() if has_tiles else spec, capabilities)
     if why and spec.fixed_reduction_order:
         return f"{why}, and XLA's would not keep determinism={spec.determinism!r}"
@@ -86,11 +87,6 @@ def why_no_epilog(spec: MatmulSpec, capabilities: Capabilities) -> str:
     if spec.contraction.is_grid and not capabilities.grid_epilogs:
         return "cuBLASMp has no epilogs on 2-D grids"
     return ""
-
-
-def is_tiled(spec: MatmulSpec, capabilities: Capabilities) -> bool:
-    """Whether a level of determinism is kept by calls of one shape, for the library keeps none."""
-    return spec.fixed_reduction_order and not capabilities.fixed_reduction_order
 
 
 def asked_of_library(spec: MatmulSpec) -> str:

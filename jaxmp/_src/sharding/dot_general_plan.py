@@ -48,7 +48,9 @@ def plan_product(
     terms = planner.Terms(planner.extents(given, shapes, mesh), tuple(mesh.items()), itemsizes, keeps_result=False)
     plan = planner.plan(given, lambda: terms, gathers_k=gathers_inside and _is_plain(numbers))
     columns = tuple(given.b.index(index) for index in plan.columns)
-    return ProductPlan(plan, columns, frame_of(placement.where, layout, plan, gathers_inside=gathers_inside))
+    return ProductPlan(
+        plan, columns, frame_of((placement.mesh, placement.is_explicit), layout, plan, gathers_inside=gathers_inside)
+    )
 
 
 def _is_plain(numbers: DimensionNumbers) -> bool:

@@ -47,11 +47,6 @@ class Placement:
     out_sharding: NamedSharding | None = None
 
     @property
-    def where(self) -> tuple[Any, bool]:
-        """The mesh, and whether its axes are explicit."""
-        return self.mesh, self.is_explicit
-
-    @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         return tuple(self.mesh.shape.items()) if self.mesh is not None else ()
 

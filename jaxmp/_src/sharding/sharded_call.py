@@ -31,7 +31,7 @@ from jaxmp._src.spec.request import Request
 from jaxmp._src.validation.arguments import converted, validated
 from jaxmp._src.validation.comm_options import check_comm_options, fit_comm_options
 from jaxmp._src.validation.epilog_checks import check_all_reduce, check_relu_aux
-from jaxmp._src.validation.result_types import Conversion
+from jaxmp._src.validation.result_types import NOTHING, Conversion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,8 +107,8 @@ def product(request: Request, entry: eager_calls.Entry | None = None) -> Results
     spec, operands, shape = validated(of_call)
     call = make_call(spec, meshes.place(request, shape), operands)
     if entry is None:
-        result: Results = conversion.of_result(_result(jaxmp_call(call, operands)))
-        return result
+        result = _result(jaxmp_call(call, operands))
+        return result if conversion is NOTHING else conversion.of_result(result)
     given = eager_calls.operands_of(request)
     compiled = _compiled(call, conversion, tuple((key, operands[key].dtype) for key in given))
     entry.append(compiled)
@@ -224,8 +224,8 @@ def planned_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operan
             shardings.check_dims(argument, dims, operands[operand].shape, sizes)
     results = tuple((result, dims_of(spec, plan, result)) for result in spec.output_names[1:])
     # Under a level the gradients are sums in an order of their own.
-    gathers_inside = not spec.fixed_reduction_order
-    frame = frame_of(placement.where, layout, plan, beside, results, gathers_inside=gathers_inside)
+    gathers_inside, where = not spec.fixed_reduction_order, (placement.mesh, placement.is_explicit)
+    frame = frame_of(where, layout, plan, beside, results, gathers_inside=gathers_inside)
     group = Group.of(plan, tuple(sizes.items()))
     spec, columns = spec.replace(group=group, is_typed=True), shape[-1] // group.size(plan.layout.d[-1])
     if spec.asks_all_reduce:

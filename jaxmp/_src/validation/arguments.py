@@ -20,7 +20,7 @@ from jaxmp._src.spec.matmul_spec import INTEGERS, Group, MatmulSpec, accumulator
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.spec.request import Request
 from jaxmp._src.validation import comm_options, epilog_checks, operand_checks, result_types, scale_checks
-from jaxmp._src.validation.result_types import Conversion
+from jaxmp._src.validation.result_types import NOTHING, Conversion
 
 
 def converted(request: Request, *, are_rows: bool | None = None, is_lax: bool = False) -> tuple[Conversion, Request]:
@@ -35,7 +35,7 @@ def converted(request: Request, *, are_rows: bool | None = None, is_lax: bool = 
         request = request._replace(preferred_element_type=preferred)
     added = added_arrays(request)
     if not (operand_checks.is_array(a) and operand_checks.is_array(b)) or request.scaling is not None:
-        return Conversion(), request
+        return NOTHING, request
     if are_rows is None:
         are_rows = bool(request.transpose_b and not request.transpose_a)
     found = result_types.find(
@@ -46,7 +46,7 @@ def converted(request: Request, *, are_rows: bool | None = None, is_lax: bool = 
         (are_rows and all(isinstance(n, int) and n % 16 == 0 for x in (a, b) for n in x.shape[-2:]), is_lax),
     )
     if found is None:
-        return Conversion(), request
+        return NOTHING, request
     changes: dict[str, Any] = {name: found.of(name, x) for name, x in (("a", a), ("b", b), *added.items())}
     if request.epilog_inputs is not None and "bias" in changes:
         changes["epilog_inputs"] = {**request.epilog_inputs, "bias": changes.pop("bias")}

@@ -65,7 +65,7 @@ class Conversion:
         return convert(result, result.dtype if self.out is None else self.out, self.is_weak)
 
     def _of_operand(self, x: Any) -> Any:
-        is_weak = self != Conversion() and jax.typeof(x).weak_type
+        is_weak = self != NOTHING and jax.typeof(x).weak_type
         # JAX's cotangent is weak where it is converted, or where the product is weak; a conversion's is as its operand.
         if is_weak and (self.are_weak or (self.out is not None and self.out != x.dtype)):
             x = convert(x, x.dtype)
@@ -78,6 +78,9 @@ class Conversion:
         if self.result is None or x.dtype.name in RESULT_TYPES or x.dtype == _INT8:
             return x
         return convert(x, self.result)
+
+
+NOTHING = Conversion()
 
 
 @jax_compat.cache_in_context(1024)
