@@ -323,7 +323,7 @@ def _check_operands(a: Any, b: Any, c: Any) -> None:
                 f"{type(x).__name__}; lay it out with jaxmp.to_block_cyclic"
             )
         operand_checks.check_array(argument, jax.ShapeDtypeStruct(x.shape, x.dtype))
-        operand_checks.check_placed(argument, x.data)
+        operand_checks.check_memory(argument, x.data)
         if (dict(x.mesh.shape), x.axes) != (dict(a.mesh.shape), a.axes):
             raise InvalidValue(
                 f"a lies on axes {a.axes} of mesh {dict(a.mesh.shape)} but {argument} on {x.axes} of "

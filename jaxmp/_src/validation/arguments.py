@@ -72,6 +72,8 @@ def validated(
     a, b, c = request.a, request.b, request.c
     operand_checks.check_array("{a}", a, at_least=2)
     operand_checks.check_array("{b}", b, ndim=2)
+    operand_checks.check_operand("{a}", a)
+    operand_checks.check_operand("{b}", b)
     flags, added = operand_checks.check_flags(request), added_arrays(request).values()
     preferred: Any = request.preferred_element_type  # which `converted` has checked
     types = result_types.of_call(types_of(a, b, *added), preferred, request.scaling is not None)
@@ -115,12 +117,11 @@ def validated(
     if is_low_precision or request.scaling is not None:
         of_scales, scales = scale_checks.resolve_scales(request.scaling, a, b, spec)
         spec = spec.replace(**of_scales)
-    beside = inputs | traced | scales
+    beside = {} if c is None else {"c": c.astype(c_dtype)}
+    beside |= inputs | traced | scales
     for name, x in beside.items():
-        argument = "{bias}" if name == "bias" else name.replace("scale_", "scaling.")
-        operand_checks.check_placed(argument, x)
-    operands |= beside if c is None else {"c": c.astype(c_dtype), **beside}
-    return spec, operands, shape
+        operand_checks.check_operand("{bias}" if name == "bias" else name.replace("scale_", "scaling."), x)
+    return spec, operands | beside, shape
 
 
 def _check_traced(spec: MatmulSpec, dtype: np.dtype, is_low_precision: bool) -> None:

@@ -38,7 +38,7 @@ def check_array(argument: str, x: Any, ndim: int | None = None, at_least: int | 
         raise InvalidValue(
             f"{argument} must have {wanted}, got {found} (shape {tuple(x.shape)}){_as_rank(argument, x, ndim)}"
         )
-    check_placed(argument, x)
+    check_memory(argument, x)
 
 
 def _as_rank(argument: str, x: Any, ndim: int | None) -> str:
@@ -65,21 +65,23 @@ def _as_array(argument: str, x: Any) -> str:
     return "; convert it with jnp.asarray"
 
 
-def check_placed(argument: str, x: Any) -> None:
-    """Raise ValueError for an array in the memory of the host, of which a device's library would get the pointer, and
-    for the terms of a sum that the devices of a shard_map hold."""
-    if not isinstance(x, jax.Array):
-        return
-    kind: Any = jax.typeof(x)
-    if kind.memory_space == jax.memory.Space.Host:
+def check_memory(argument: str, x: Any) -> None:
+    """Raise ValueError for an array in the memory of the host, of which a device's library would get the pointer."""
+    if isinstance(x, jax.Array) and jax.typeof(x).memory_space == jax.memory.Space.Host:
         raise InvalidValue(
             f"{argument} lies in host memory, and products are taken in the memory of the devices; move it "
             "there first, with jax.device_put(x, jax.memory.Space.Device)"
         )
-    if axes := kind.manual_axis_type.unreduced:
+
+
+def check_operand(argument: str, x: Any) -> None:
+    """As `check_memory`, and for the terms of a sum that the devices of a shard_map hold."""
+    check_memory(argument, x)
+    kind: Any = jax.typeof(x) if isinstance(x, jax.Array) else None
+    if kind is not None and kind.manual_axis_type.unreduced:
         raise InvalidValue(
-            f"{argument} is unreduced, each device holds a term of a sum over {sorted(axes)}; take the sum "
-            "first, with jax.lax.psum"
+            f"{argument} is unreduced, each device holds a term of a sum over "
+            f"{sorted(kind.manual_axis_type.unreduced)}; take the sum first, with jax.lax.psum"
         )
 
 

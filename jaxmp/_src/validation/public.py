@@ -72,7 +72,8 @@ def as_array(x: Any) -> Any:
     if x is None or type(x) is jax_compat.ArrayImpl:  # at each eager call
         return x
     if isinstance(x, Mapping):
-        return {name: as_array(each) for name, each in x.items()}
+        found = {name: as_array(each) for name, each in x.items()}
+        return x if all(found[name] is x[name] for name in found) else found
     array = getattr(x, "__jax_array__", None)
     return x if array is None else array()
 
