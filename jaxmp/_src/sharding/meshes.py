@@ -128,7 +128,7 @@ def place(request: Request, out_shape: Shape) -> Placement:
     mixed = _mixed_mesh(request)
     if mixed is not None:
         return _left_to_xla(mixed, out_shape, out_sharding, "the mesh has explicit and automatic axes")
-    if batch := jax_compat.explicit_batch_axes():
+    if batch := jax_compat.axis_env().explicit_mesh_axis_names:
         # JAX leaves these axes out of a shard_map, so that no call can run on their shards.
         why = f"jax.vmap maps over a dimension that is sharded over {sorted(batch)}"
         return _left_to_xla(jax.sharding.get_abstract_mesh(), out_shape, out_sharding, why)
