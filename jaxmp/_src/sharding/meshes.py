@@ -94,6 +94,15 @@ def check_all_manual(mesh: AbstractMesh) -> None:
         )
 
 
+def check_axes(mesh: options.Mesh, axes: tuple[str, ...]) -> None:
+    """Raise ValueError for axes that the mesh does not have, or that are named twice."""
+    for axis in axes:
+        if axis not in mesh.shape:
+            raise InvalidValue(f"axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
+    if len(set(axes)) != len(axes):
+        raise InvalidValue(f"axis names {axes} repeat")
+
+
 def place(request: Request, out_shape: Shape) -> Placement:
     """Find the mode of a call from its request and the ambient mesh; checks every sharding it meets."""
     a, b, mesh, out_sharding, in_shardings = (
