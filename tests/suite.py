@@ -203,7 +203,7 @@ def draw(trial: Trial, rng: np.random.Generator) -> dict[str, np.ndarray]:
     if BACKWARD.get(trial.epilog) == "gelu":
         x["gelu_aux"] = cases.normal(rng, (m, n), case.dtype)
     if BACKWARD.get(trial.epilog) == "relu":
-        x["relu_aux"] = pack(rng.random((m, n)) < 0.5, trial.mask_shards)
+        x["relu_aux"] = pack(rng.random((m, n)) < 0.5, trial.mask_shards, padding=True)  # must not matter
     shapes = {"d": (m, n), "gelu_aux": (m, n), "bgrada": (m,)}
     for name in ["d", WITH_AUX.get(trial.epilog), SUMS.get(trial.epilog)]:
         if name not in (None, "relu_aux"):
@@ -211,12 +211,12 @@ def draw(trial: Trial, rng: np.random.Generator) -> dict[str, np.ndarray]:
     return x
 
 
-def pack(mask: np.ndarray, shards: int) -> np.ndarray:
+def pack(mask: np.ndarray, shards: int, padding: bool = False) -> np.ndarray:
     """The bits of a mask, column shard by column shard, each padded to a multiple of 16 bytes."""
 
     def packed(part):
-        bits = np.packbits(part, axis=-1, bitorder="little")
-        return np.pad(bits, [(0, 0), (0, -bits.shape[1] % 16)])
+        wide = np.pad(part, [(0, 0), (0, -part.shape[1] % 128)], constant_values=padding)
+        return np.packbits(wide, axis=-1, bitorder="little")
 
     return np.concatenate([packed(part) for part in np.split(mask, shards, axis=1)], axis=1)
 
