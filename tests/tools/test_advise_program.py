@@ -288,7 +288,7 @@ def test_products_of_jaxmp_are_those_of_jax():
     assert of_ours.best.arguments == of_jax.best.arguments
     assert of_ours.remarks == of_jax.remarks == ()
     steps = of_ours.best.products
-    assert all(step.line.startswith("test_program.py:") for step in steps)
+    assert all(step.line.startswith("test_advise_program.py:") for step in steps)
 
 
 def test_shardings_that_the_function_asks_for_are_passed_over(mesh_of):
@@ -495,7 +495,7 @@ def test_tables(capsys):
     )
     printed = capsys.readouterr().out
     assert printed.rstrip("\n") == str(advice)
-    for text in (advice.best.name, "[0]['in']", "[1]", "test_program.py:", "data sheet"):
+    for text in (advice.best.name, "[0]['in']", "[1]", "test_advise_program.py:", "data sheet"):
         assert text in printed
     assert repr(advice).startswith("ProgramAdvice(<lambda> on 8 devices of h100-8, mesh (x=8): ")
     page = advice._repr_html_()
