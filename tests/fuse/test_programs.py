@@ -328,15 +328,6 @@ def test_products_that_are_summed_by_one_collective_are_left_with_that_reason(ch
     assert {row.why.split(" ahead")[0] for row in rows} == {"not fused: it is added to other values"}
 
 
-def test_bad_input():
-    with pytest.raises(TypeError, match=r"fuse: takes a function, got ArrayImpl; write fuse\(fn\)\(\*args\)"):
-        jaxmp.fuse(X)
-    with pytest.raises(ValueError, match=r"fuse: determinism must be one of .*, got 'typo'"):
-        jaxmp.fuse(layer, determinism="typo")
-    with pytest.raises(ValueError, match=r"fuse: implementation must be one of .*, got 'gpu'"):
-        jaxmp.fuse(layer, implementation="gpu")
-
-
 def test_options():
     def model(x, w):
         return jax.nn.gelu(x @ w)

@@ -158,6 +158,3 @@ def test_labels():
     assert label((0,), 1) == "0"
 
 
-def test_it_takes_a_function():
-    with pytest.raises(TypeError, match=r"draw: takes a function, got int; write draw\(fn\)\(\*args\)"):
-        jaxmp.draw(3)
