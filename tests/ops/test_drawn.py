@@ -1,7 +1,8 @@
 """Products drawn at random (drawn.py), each compiled once and run on several sets of values.
 
 `JAXMP_FUZZ=n` runs n products instead of a few hundred, from `JAXMP_FUZZ_SEED` on or from a new seed, which it prints
-(`make fuzz N=20000 SEED=7`). Every program has a number of its own, and a failure says how to draw it alone.
+(`JAXMP_FUZZ=20000 make test-python ARGS="-k drawn_products --timeout=0"`). Every program has a number of its own, and a
+failure says how to draw it alone.
 """
 
 import os
@@ -32,7 +33,7 @@ def test_drawn_products(capsys):
         try:
             drawn.check_number(number, min(VALUES, count - tally.counts["products"]), tally)
         except Exception as error:
-            tally.failures.append(f"{type(error).__name__}: {error}\n  again: make fuzz N={VALUES} SEED={number}")
+            tally.failures.append(f"{type(error).__name__}: {error}\n  again: JAXMP_FUZZ={VALUES} JAXMP_FUZZ_SEED={number}")
             with capsys.disabled():
                 print(f"{drawn.draw(number).id}: {tally.failures[-1]}", flush=True)
         number += 1

@@ -1,7 +1,7 @@
 """What a release publishes: one version in every file, its notes, and wheels that hold jaxmp and nothing else.
 
 Silently wrong without these: a tag that publishes another version, a release for one processor only, and a wheel that
-brings a second OpenBLAS or NCCL into the process. `make wheels` builds real wheels and tries them; these are made up.
+brings a second OpenBLAS or NCCL into the process. `.ci/wheels` builds real wheels and tries them; these are made up.
 """
 
 import datetime
@@ -248,7 +248,7 @@ def test_a_release_lacks_no_wheel(tree, missing):
     assert lacking.name.endswith(f"{processor}.whl")
 
 
-# The workflow, and what it shares with `make wheels`.
+# The workflow, and what it shares with `.ci/wheels`.
 
 
 def test_the_workflow_builds_both_processors_on_their_own_machines():
