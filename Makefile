@@ -26,7 +26,7 @@ XLA_GPU := .venv/xla-gpu-$(TAG)
 # The JAX whose CUDA plugin runs over the fakes: what it asks of a driver is what they have.
 XLA_GPU_JAX := 0.12.0.1
 # The folder in build of the C++ tests.
-CPP ?= cpp-$(TAG)
+CPP_BUILD ?= cpp-$(TAG)
 
 COMMA := ,
 # Two workers (WORKERS=n for another number), since most of a test is one thread that traces and compiles. One that is
@@ -82,7 +82,7 @@ test-python: $(TEST)/.ready ## Run the Python tests only (ARGS="-k name" picks s
 .PHONY: test-cpp
 test-cpp: $(TEST)/.ready ## Run the C++ tests only (CTEST="-R name" picks some)
 	$(with)
-	@$(call cpp_tests,$(CPP),Release,)
+	@$(call cpp_tests,$(CPP_BUILD),Release,)
 
 .PHONY: test-process
 test-process: $(TEST)/.ready ## Run the tests of many processes, with faults (ARGS="-k name" picks some)
