@@ -45,7 +45,7 @@ def draw(rng: random.Random) -> dict:
 def run(fault: dict, folder: Path) -> str:
     """What was wrong with the job, with its logs, or ""."""
     env = {"CHAOS_FAULT": json.dumps(fault), "JAXMP_SHARED_MEMORY": fault["memory"]}
-    job = Job(folder, "chaos", fault["nprocesses"], env={"all": env})
+    job = Job(folder, "chaos_rank", fault["nprocesses"], env={"all": env})
     victim = fault["victim"]
     try:
         ranks = job.wait(DEADLINE, stopped=(victim,) if fault["kind"] == "stop" else ())

@@ -1,4 +1,4 @@
-"""What one rank of a drawn job does: training steps, and its fault where it is the victim. Run by `ranks.py chaos`.
+"""What one rank of a drawn job does, by `ranks.py chaos_rank`: training steps, and its fault where it is the victim.
 
 Prints COME and the time ahead of each step, FAULT and the time at the fault, SAW as `ranks.py` does.
 """
