@@ -82,6 +82,8 @@ def in_a_list_of_dicts(state, y):
 
 def in_tuples(state, y):
     state["tuple"] = (y, Pair(1, (y, [y, (y,)])))
+    state["deque"] = functools.partial(list, collections.deque([y, (y,)]))
+    state["partial"] = functools.partial(lambda x: x, y)
 
 
 def in_attributes(state, y):
@@ -117,14 +119,6 @@ def in_a_default(state, y):
 
 def in_a_global(state, y):
     GLOBAL["y"] = state["global"] = [y]
-
-
-def in_a_deque(state, y):
-    state["deque"] = functools.partial(list, collections.deque([y, (y,)]))
-
-
-def in_a_partial(state, y):
-    state["partial"] = functools.partial(lambda x: x, y)
 
 
 CHANGES = [f for name, f in globals().copy().items() if name.startswith("in_a") or name in ("in_slots", "in_tuples")]
@@ -333,8 +327,6 @@ def state_of(module):
 STEPS = {
     "nnx.jit(fuse(step))": lambda f: nnx.jit(f(train_step)),
     "fuse(nnx.jit(step))": lambda f: f(nnx.jit(train_step)),
-    "fuse(step)": lambda f: f(train_step),
-    "nnx.jit of the gradient of fuse(loss)": lambda f: nnx.jit(functools.partial(train_step, loss_of=f(loss_of))),
     "the gradient of fuse(loss)": lambda f: functools.partial(train_step, loss_of=f(loss_of)),
     "fuse of fuse": lambda f: nnx.jit(f(functools.partial(train_step, loss_of=f(loss_of)))),
 }

@@ -377,7 +377,7 @@ def test_what_is_not_followed_is_named():
 
     _, advice = patterns_of(looped, array(64, 64), array(64, 64))
     (left,) = (remark for remark in advice.remarks if "not counted" in remark)
-    assert re.search(r"test_program\.py:\d+ inside of while", left)
+    assert re.search(r"test_advise_program\.py:\d+ inside of while", left)
 
     def only_looped(x, w):
         return lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ w, x)

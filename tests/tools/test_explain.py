@@ -215,7 +215,7 @@ def test_the_table_is_printed_and_returned(capsys):
     assert printed == f"{explanation}\n"
     header, row, total, _, reason, *_ = printed.splitlines()
     assert header.split() == ["line", "operation", "pattern", "m", "x", "k", "x", "n", "dtypes", "Gflop"]
-    assert row.split()[1:] == ["matmul+relu", "x5", "local", "4x4x4", "bf16", "(f32)", "6.4e-07"]
+    assert row.split()[1:] == ["matmul+relu", "x5", "local", "4x4x4", "bf16", "(f32)", "1.28e-07"]
     assert total == "total: 5 calls, 6.4e-07 Gflop on all devices together"
     assert reason.startswith("host: CPU devices of one process")
     assert (explanation.calls, explanation.collectives, explanation.bytes_moved) == (5, 0, 0)
