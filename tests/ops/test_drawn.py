@@ -33,7 +33,9 @@ def test_drawn_products(capsys):
         try:
             drawn.check_number(number, min(VALUES, count - tally.counts["products"]), tally)
         except Exception as error:
-            tally.failures.append(f"{type(error).__name__}: {error}\n  again: JAXMP_FUZZ={VALUES} JAXMP_FUZZ_SEED={number}")
+            tally.failures.append(
+                f"{type(error).__name__}: {error}\n  again: JAXMP_FUZZ={VALUES} JAXMP_FUZZ_SEED={number}"
+            )
             with capsys.disabled():
                 print(f"{drawn.draw(number).id}: {tally.failures[-1]}", flush=True)
         number += 1

@@ -4,7 +4,7 @@ Each job draws a model, forward or with its gradient, 2 or 4 ranks, and a fault 
 or some time into a step, late, raising, leaving early, or with other rows, k or dtype, in the first step or a later
 one. A job passes if every other rank ends within JAXMP_TIMEOUT + 5 s of the fault, with status 1 and an error's cause
 or a last line that names the victim, and the difference where there is one. Where somebody is late, all end with 0.
-Each rank is run by `ranks.py chaos`: it prints COME and the time ahead of each step, and FAULT and the time at the fault.
+Each rank, `ranks.py chaos`, prints COME and the time ahead of each step, FAULT and the time at the fault.
 """
 
 from __future__ import annotations

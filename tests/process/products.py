@@ -213,8 +213,8 @@ def with_epilog(case, epilog):
         want = jax.jit(functools.partial(jaxmp.matmul, **options))(a, b)
     for name in ("d", "gelu_aux"):
         one, other = (_output(outputs, name) for outputs in (got, want))
-        if one is not None:
-            compare(one, np.asarray(other))
+        for shard in one.addressable_shards if one is not None else ():
+            np.testing.assert_allclose(np.asarray(shard.data), np.asarray(other)[shard.index], rtol=1e-6)
     RAN["epilog"] += 1
 
 

@@ -242,8 +242,10 @@ def test_a_donated_c_is_updated_in_place():
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_a_run_puts_two_events_on_the_device_or_nothing(name):
-    """Of ours, beside the library's work: a kernel, a copy or a memset at every run would stand here. The program writes
-    no position: the ids of its devices say where each stands."""
+    """Of ours, beside the library's work: a kernel, a copy or a memset at every run would stand here.
+
+    The program writes no position: the ids of its devices say where each stands.
+    """
     mesh = mesh_over(range(4))
     with jax.set_mesh(mesh):
         product, given, _ = operands(name, mesh)
