@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp._src.fuse import gathers
-from jaxmp._src.hardware.hardware import MACHINES
 
 DATA, BOTH, ACROSS = P("data"), P("data", "model"), P(None, "data")
 gather = functools.partial(lax.all_gather, tiled=True)
@@ -209,8 +208,9 @@ def test_an_operand_that_others_read_transposed(mesh):
 @pytest.mark.parametrize(("extent", "is_in_calls"), [(8192, True), (64, False)])
 def test_a_gather_of_several_products_is_where_it_takes_less_time(extent, is_in_calls, mesh, monkeypatch):
     """On a machine whose calls hide their transfers: large products hide three gathers, small ones wait for them."""
+    machine = jaxmp.advise(8, 8, 8, 1, hardware="h200-8", quiet=True).hardware
     monkeypatch.setattr(gathers, "reads_in_place", lambda implementation: False)
-    monkeypatch.setattr(gathers, "overlapping_machine", lambda implementation: MACHINES["h200-8"])
+    monkeypatch.setattr(gathers, "overlapping_machine", lambda implementation: machine)
 
     def body(x, wq, wk, wv):
         rows = gather(x, "model")

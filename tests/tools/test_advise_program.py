@@ -21,9 +21,8 @@ import jaxmp
 from jaxmp._src.advise import search as search_lib
 from jaxmp._src.advise.chain import Chain
 from jaxmp._src.advise.search import PlanStep, Search
-from jaxmp._src.hardware.hardware import MACHINES
 
-H100 = MACHINES["h100-8"]
+H100 = jaxmp.advise(8, 8, 8, 1, hardware="h100-8", quiet=True).hardware
 # Links so slow, or memories so small, that other plans are the best.
 SLOW = dataclasses.replace(H100, name="slow", link_bandwidth=5e9)
 
