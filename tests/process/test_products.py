@@ -22,13 +22,14 @@ JOBS = {
 }
 
 
+@pytest.mark.timeout(0)  # the job has a deadline
 @pytest.mark.parametrize("name", JOBS)
 def test_every_pattern_transform_and_epilog(name, tmp_path):
     scenarios, programs = JOBS[name]
     nprocesses, ndevices = map(int, name.split()[0].split("x"))
     memory = "off" if "gloo" in name else "on"
     env = {"all": {"SCHEDULES": json.dumps(programs), "JAXMP_TIMEOUT": "60", "JAXMP_SHARED_MEMORY": memory}}
-    job, ranks = run(tmp_path, scenarios, nprocesses, ndevices=ndevices, env=env, deadline=550)
+    job, ranks = run(tmp_path, scenarios, nprocesses, ndevices=ndevices, env=env, deadline=1200)
     assert [rank.status for rank in ranks] == [0] * nprocesses, job.all_logs()
     counts = [[line for line in rank.log.splitlines() if line.startswith("RAN")] for rank in ranks]
     assert all(lines == counts[0] for lines in counts)
