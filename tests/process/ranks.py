@@ -440,18 +440,25 @@ def share_under_a_limit():
     print("KEEPS", native.extension().arena_use()["touched"] >> 20, "MB")
 
 
+def of_signals(name, number):
+    """Scenarios in which the victim gets a signal."""
+    before, first = lambda: around_a_call(before=send(number)), lambda: first_step(send(number))
+    return {
+        f"{name}-before": before,
+        f"{name}-of-rank-0": before,
+        f"{name}-during": lambda: during_a_call(number),
+        f"{name}-after": lambda: around_a_call(after=send(number)),
+        f"first-{name}": first,
+        f"first-{name}-of-rank-0": first,
+    }
+
+
 SCENARIOS = {
     "fine": lambda: around_a_call(),
-    "killed-before": lambda: around_a_call(before=send(signal.SIGKILL)),
-    "killed-during": lambda: during_a_call(signal.SIGKILL),
-    "killed-after": lambda: around_a_call(after=send(signal.SIGKILL)),
+    **of_signals("killed", signal.SIGKILL),
+    **of_signals("stopped", signal.SIGSTOP),
     "killed-and-caught": catch_the_error,
-    "killed-of-rank-0": lambda: around_a_call(before=send(signal.SIGKILL)),
-    "stopped-before": lambda: around_a_call(before=send(signal.SIGSTOP)),
-    "stopped-during": lambda: during_a_call(signal.SIGSTOP),
-    "stopped-after": lambda: around_a_call(after=send(signal.SIGSTOP)),
     "stopped-behind": stopped_behind_another,
-    "stopped-of-rank-0": lambda: around_a_call(before=send(signal.SIGSTOP)),
     "raised": lambda: around_a_call(before=raise_error),
     "left": lambda: around_a_call(before=leave_early),
     "slow": lambda: around_a_call(before=be_slow),
@@ -462,10 +469,6 @@ SCENARIOS = {
     "mesh": lambda: disagree(call_on_mesh, {"shape": (2, 2), "names": ("x", "y")}),
     "program": lambda: disagree(call_program, {"is_other": True}),
     "two-names": one_program_under_two_names,
-    "first-killed": lambda: first_step(send(signal.SIGKILL)),
-    "first-killed-of-rank-0": lambda: first_step(send(signal.SIGKILL)),
-    "first-stopped": lambda: first_step(send(signal.SIGSTOP)),
-    "first-stopped-of-rank-0": lambda: first_step(send(signal.SIGSTOP)),
     "first-raised": lambda: first_step(raise_error),
     "step-rows": lambda: disagree(step_with, {"m": 96}),
     "opening": dies_while_the_transport_opens,
