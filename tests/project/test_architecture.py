@@ -138,6 +138,51 @@ def test_every_environment_variable_is_known_and_documented_and_nothing_else_is(
     assert mentioned_variables() <= documented
 
 
+# Tests call what users call. These reach into jaxmp._src, for what no public function shows or what has to be replaced.
+PRIVATE = {
+    "errors": {
+        "test_errors": "what is refused never reaches a lowering",
+        "test_refusals": "the classes that checks raise are errors that users know",
+    },
+    "fuse": {
+        "test_loops": "a call that is refused",
+        "test_programs": "a program that cannot be read; the primitives by which activations are found",
+        "test_shard_maps": "a machine that hides transfers",
+    },
+    "tools": {
+        "test_advise": "the bound of extents that no sharding divides",
+        "test_advise_program": "every plan, beside those that the search keeps",
+        "test_audit": "a report that no program gives",
+        "test_audit_bits": "differences of arrays, and rows of batches",
+        "test_cli": "commands run in the process of the tests",
+        "test_draw": "the blocks that a text and an SVG show",
+        "test_hardware": "times by hand; measured rates and where they are kept",
+        "test_profile": "events that are made up",
+        "test_source_lines": "names of lines in notebooks and libraries",
+    },
+    "process": {
+        "memory": "which processes share memory, and how much",
+        "ranks": "ranks that end, or differ, at a moment in between",
+        "schedules": "delays at random",
+        "test_peers": "connections without the rest of a process",
+        "test_start_and_end": "addresses of machines and variables of launchers",
+    },
+    "project": {"test_architecture": "the known variables", "test_conformance": "where wheels are unpacked"},
+    "runtime": {
+        "test_cuda_libraries": "the way to libraries that are not here",
+        "test_native": "plans, and what the extension says of itself",
+    },
+    "gpu": {"gpu": "devices", "sharing": "the library", "test_calls": "plans", "test_library": "the library"},
+    "xla_gpu": {"test_calls": "a table of algorithms that is not asked"},
+}
+
+
+@pytest.mark.parametrize("folder", PRIVATE)
+def test_tests_that_reach_into_private_modules_are_listed(folder):
+    files = (ROOT / "tests" / folder).glob("*.py")
+    assert {path.stem for path in files if "jaxmp._src" in path.read_text()} == set(PRIVATE[folder])
+
+
 @pytest.mark.parametrize("path", sorted(ROOT.glob("examples/*.py")), ids=lambda path: path.name)
 def test_every_example_ends_with_its_launch_line(path):
     assert re.match(r"\d\d_\w+\.py$", path.name)

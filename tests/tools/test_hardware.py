@@ -34,24 +34,38 @@ def time_of(hardware=SIMPLE, *, flops=0, nbytes=0, moved=0, nranks=4, ndevices=4
     )
 
 
-@pytest.mark.parametrize(
-    ("options", "total", "bound"),
-    [
-        ({"flops": 4000, "nbytes": 10}, 1000, "compute"),
-        ({"flops": 40, "nbytes": 1000}, 1000, "memory"),
-        # A quarter of the work, then three quarters of it beside the transfer.
-        ({"flops": 4000, "moved": 75}, 250 + 750, "compute"),
-        ({"flops": 4000, "moved": 90}, 250 + 900, "compute"),
-        ({"flops": 4000, "moved": 200}, 250 + 2000, "link"),
-        ({"flops": 4000, "moved": 200, "is_fused": False}, 1000 + 2000, "link"),
-        ({"flops": 0, "moved": 50}, 500, "link"),
-    ],
-)
-def test_times_by_hand(options, total, bound):
-    time = time_of(**options)
-    assert time.total == pytest.approx(total * 1e-9)
-    assert time.bound == bound
-    assert time.total == pytest.approx(time.overhead + max(time.compute, time.memory) + time.exposed)
+# 8 ranks in two nodes of 4: 4/7 of what each receives comes from the other node, by 4 networks together. Every other
+# device: two ranks in each of 4 nodes, so 6/7 comes from outside by 2 networks. Every fourth: no two of them in a node.
+NODES = jaxmp.Hardware("two", {"float32": 1e9}, 1e9, link_bandwidth=1e8, node=4, network_bandwidth=1e6)
+SHARED = jaxmp.Hardware("shared", {"float32": 1e9}, 1e9, 1e8, is_shared=True)  # whose devices share one processor
+TIMES = [
+    (SIMPLE, {"flops": 4000, "nbytes": 10}, {"total": 1000, "bound": "compute"}),
+    (SIMPLE, {"flops": 40, "nbytes": 1000}, {"total": 1000, "bound": "memory"}),
+    # A quarter of the work, then three quarters of it beside the transfer.
+    (SIMPLE, {"flops": 4000, "moved": 75}, {"total": 250 + 750, "bound": "compute"}),
+    (SIMPLE, {"flops": 4000, "moved": 90}, {"total": 250 + 900, "bound": "compute"}),
+    (SIMPLE, {"flops": 4000, "moved": 200}, {"total": 250 + 2000, "bound": "link"}),
+    (SIMPLE, {"flops": 4000, "moved": 200, "is_fused": False}, {"total": 1000 + 2000, "bound": "link"}),
+    (SIMPLE, {"flops": 0, "moved": 50}, {"total": 500, "bound": "link"}),
+    (NODES, {"moved": 700, "nranks": 8, "ndevices": 8}, {"link": 400 / 4 * 1000}),
+    (NODES, {"moved": 700, "nranks": 8, "ndevices": 16, "stride": 2}, {"link": 600 / 2 * 1000}),
+    (NODES, {"moved": 700, "nranks": 8, "ndevices": 32, "stride": 4}, {"link": 700 * 1000}),
+    (NODES, {"moved": 700, "nranks": 4, "ndevices": 8}, {"link": 700 * 10}),
+    (SHARED, {"flops": 4000}, {"compute": 4 * 1000}),
+    (SHARED, {"nbytes": 100}, {"memory": 4 * 100}),
+    # Arithmetic and traffic take turns there, and overlap elsewhere.
+    (SIMPLE, {"flops": 16000, "nbytes": 3000}, {"total": 4000}),
+    (SHARED, {"flops": 16000, "nbytes": 3000}, {"total": 16000 + 12000}),
+]
+
+
+@pytest.mark.parametrize(("hardware", "options", "expected"), TIMES)
+def test_times_by_hand(hardware, options, expected):
+    time = time_of(hardware, **options)
+    for name, value in expected.items():
+        assert getattr(time, name) == (value if name == "bound" else pytest.approx(value * 1e-9))
+    if hardware is SIMPLE:
+        assert time.total == pytest.approx(time.overhead + max(time.compute, time.memory) + time.exposed)
 
 
 def test_more_of_anything_never_takes_less_time():
@@ -64,31 +78,6 @@ def test_more_of_anything_never_takes_less_time():
         assert time_of(**first | {"is_fused": False}).total >= total * (1 - 1e-12)
         faster = jaxmp.Hardware("faster", {"float32": 2e9}, memory_bandwidth=2e9, link_bandwidth=2e8)
         assert time_of(faster, **first).total == pytest.approx(total / 2)
-
-
-def test_between_nodes_the_network_counts_once_for_a_node():
-    """8 ranks in two nodes of 4: 4/7 of what each receives comes from the other node, by 4 networks together."""
-    two = jaxmp.Hardware("two", {"float32": 1e9}, 1e9, link_bandwidth=1e8, node=4, network_bandwidth=1e6)
-    assert time_of(two, moved=700, nranks=8, ndevices=8).link == pytest.approx(400 / 4 / 1e6)
-    # Every other device: two ranks in each of 4 nodes, so 6/7 comes from outside by 2 networks.
-    assert time_of(two, moved=700, nranks=8, ndevices=16, stride=2).link == pytest.approx(600 / 2 / 1e6)
-    # Every fourth: no two of them in a node.
-    assert time_of(two, moved=700, nranks=8, ndevices=32, stride=4).link == pytest.approx(700 / 1e6)
-    assert time_of(two, moved=700, nranks=4, ndevices=8).link == pytest.approx(700 / 1e8)
-
-
-def test_devices_that_share_a_processor_share_its_rates():
-    shared = jaxmp.Hardware("shared", {"float32": 1e9}, 1e9, 1e8, is_shared=True)
-    assert time_of(shared, flops=4000).compute == pytest.approx(4 * time_of(flops=4000).compute)
-    assert time_of(shared, nbytes=100).memory == pytest.approx(4 * time_of(nbytes=100).memory)
-
-
-def test_on_a_shared_processor_arithmetic_and_traffic_take_turns():
-    fields = {"rates": {"float32": 1e9}, "memory_bandwidth": 1e9, "link_bandwidth": 1e8}
-    apart, shared = (jaxmp.Hardware("m", **fields, is_shared=is_shared) for is_shared in (False, True))
-    for machine, work in ((apart, 4e-6), (shared, 16e-6 + 12e-6)):
-        time = time_of(machine, flops=16000, nbytes=3000)
-        assert time.total == pytest.approx(work), machine
 
 
 def test_types_have_the_rate_of_their_kind():
