@@ -153,7 +153,7 @@ PRIVATE = {
         "test_advise": "the bound of extents that no sharding divides",
         "test_advise_program": "every plan, beside those that the search keeps",
         "test_audit": "a report that no program gives",
-        "test_audit_bits": "differences of arrays, and rows of batches",
+        "test_audit_bits": "differences of arrays",
         "test_cli": "commands run in the process of the tests",
         "test_draw": "the blocks that a text and an SVG show",
         "test_hardware": "times by hand; measured rates and where they are kept",
