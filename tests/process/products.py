@@ -32,7 +32,7 @@ FORWARD_EPILOGS = [epilog for epilog in cases.EPILOGS[1:] if not epilog.name.sta
 def main(initialize, process):
     initialize()
     assert jax.device_count() == 4
-    with jax.numpy_dtype_promotion("strict"):
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         everything()
     print("RAN", dict(RAN))
 

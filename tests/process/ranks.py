@@ -495,10 +495,11 @@ def main():
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         for name in SCENARIO.split("+"):
-            if name in SCENARIOS:
-                SCENARIOS[name]()
-            else:
-                importlib.import_module(name).main(initialize, PROCESS)
+            with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # as users have them
+                if name in SCENARIOS:
+                    SCENARIOS[name]()
+                else:
+                    importlib.import_module(name).main(initialize, PROCESS)
     except Exception as error:
         seen = jaxmp.distributed.cause(error) or error
         if not isinstance(seen, ValueError):
