@@ -166,7 +166,11 @@ NO_FAULTS = {
     "early-end": [],  # what a rank has dispatched runs before it ends
     "alpha": [],  # without agreement equal meaning is not asked for
 }
-ENVIRONMENTS = {"slow": {"JAXMP_TIMEOUT": "10"}, "alpha": {"JAXMP_AGREEMENT": "off"}}
+ENVIRONMENTS = {
+    "slow": {"JAXMP_TIMEOUT": "10"},
+    "early-end": {"JAXMP_TIMEOUT": "20"},
+    "alpha": {"JAXMP_AGREEMENT": "off"},
+}
 
 
 @pytest.mark.parametrize("scenario", NO_FAULTS)
