@@ -4,7 +4,7 @@ Numbers within their bound would not show any of this: that a row has other bits
 sixty-four, that a loss curve moves with the number of devices, that exp(f(x) - f(x)) is not one, or that an accumulator
 became a double. Every promise here has a control, in which a path without it breaks it.
 
-The long sweep is `make determinism`; these are the shapes that most easily go wrong. test_determinism_meshes.py has the
+The long sweep is `jaxmp selftest`; these are the shapes that most easily go wrong. test_determinism_meshes.py has the
 level "topology", test_determinism_programs.py what programs and `explain` say.
 """
 

@@ -18,7 +18,7 @@ BIG = np.zeros((128, 256), E4M3)
 A4 = np.zeros((128, 128), FP4)
 ONE = np.float32(1)
 MX, NV = np.ones((128, 8), E8M0), np.ones((128, 8), E4M3)
-HOST = {"implementation": "host"}  # by default what has no kernel is converted: test_result_types.py
+HOST = {"implementation": "host"}  # by default what has no kernel is converted: test_types.py
 WRONG = {
     "b not transposed": ((A8, np.zeros((64, 48), E4M3)), {"transpose_b": False, **F32, **HOST}, ValueError, "pass transpose_a=False and transpose_b=True, got transpose_a=False and transpose_b=False"),
     "a transposed": ((A8.T.copy(), B8), {"transpose_a": True, **F32, **HOST}, ValueError, "a stored (m, k) and b stored (n, k)"),

@@ -45,20 +45,6 @@ def test_the_name_of_a_line(file, name):
     assert line_name(file, 2) == name
 
 
-def test_a_cell_has_the_number_that_ipython_knows(monkeypatch):
-    of_ipython(monkeypatch, {KERNEL: ("Cell", "In[5]")})
-    assert line_name(KERNEL, 2) == "cell 5:2"
-    assert line_name("/tmp/ipykernel_123/789.py", 2) == "cell:2"
-    assert line_name("train.py", 2) == "train.py:2"
-
-
-def test_outside_of_a_shell_ipython_has_none(monkeypatch):
-    module = types.ModuleType("IPython")
-    module.get_ipython = lambda: None
-    monkeypatch.setitem(sys.modules, "IPython", module)
-    assert line_name(KERNEL, 2) == "cell:2"
-
-
 @pytest.mark.parametrize(
     ("file", "is_library"),
     {
@@ -86,9 +72,16 @@ def test_a_layer_of_flax_and_of_equinox_has_the_line_that_calls_it():
     assert [row.line for row in rows] == [f"test_source_lines.py:{first + 1}", f"test_source_lines.py:{first + 2}"]
 
 
-def test_explain_in_a_cell(monkeypatch):
+def test_a_cell_has_the_number_that_ipython_knows(monkeypatch):
     of_ipython(monkeypatch, {KERNEL: ("Cell", "In[5]")})
+    assert [line_name(file, 2) for file in (KERNEL, "/tmp/ipykernel_123/789.py", "train.py")] == [
+        "cell 5:2",
+        "cell:2",
+        "train.py:2",
+    ]
     cell = {}
     exec(compile("import jaxmp\ndef program(x):\n    return jaxmp.matmul(x, x)\n", KERNEL, "exec"), cell)
     (row,) = jaxmp.explain(cell["program"], quiet=True)(jax.ShapeDtypeStruct((4, 4), "float32")).rows
     assert row.line == "cell 5:3"
+    sys.modules["IPython"].get_ipython = lambda: None  # outside of a shell
+    assert line_name(KERNEL, 2) == "cell:2"

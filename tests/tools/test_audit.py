@@ -269,33 +269,23 @@ def sequence_parallel(mesh, rng, ndim=3):
     return weights, put(mesh, normal(rng, *(2,) * (ndim - 3), 4, 8, 24), *(None,) * (ndim - 2), "x", None)
 
 
-def loss_of_mlp(weights, x, **options):
-    up, down = weights
-    y = jaxmp.mlp(x, up, None, down, None, out_sharding=jax.typeof(x).sharding.spec, **options)
-    return jnp.sum(jax.sharding.reshard(y, P()) ** 2)
-
-
 def loss_of_linear(weights, x, **options):
     y = jaxmp.linear(x, weights[0], out_sharding=P(*(None,) * (x.ndim - 1), "x"), **options)
     return jnp.sum(jax.sharding.reshard(y, P()) ** 2)
 
 
 def loss_of_layers(weights, x, **options):
+    up, down = weights
+
     def layer(x, _):
-        return jaxmp.mlp(x, weights[0], None, weights[1], None, out_sharding=P(None, "x", None), **options), None
+        return jaxmp.mlp(x, up, None, down, None, out_sharding=jax.typeof(x).sharding.spec, **options), None
 
     return jnp.sum(jax.sharding.reshard(jax.lax.scan(layer, x, length=2)[0], P()))
 
 
 @pytest.mark.parametrize(
     ("loss", "activation", "ndim"),
-    [
-        (loss_of_mlp, "gelu", 3),
-        (loss_of_mlp, "relu", 4),
-        (loss_of_linear, "gelu", 3),
-        (loss_of_linear, "relu", 4),
-        (loss_of_layers, "gelu", 3),
-    ],
+    [(loss_of_layers, "gelu", 3), (loss_of_layers, "relu", 4), (loss_of_linear, "relu", 4)],
 )
 def test_what_devices_keep_for_a_gradient_may_lie_in_their_order(loss, activation, ndim, mesh_of, rng):
     mesh = mesh_of({"x": 4})
@@ -405,30 +395,13 @@ def test_the_table_is_printed_and_returned(capsys, rng):
     assert header.split()[:4] == ["line", "operation", "shapes", "type"]
     assert row.split()[:5] == [PLANT, "pure_callback", "8x5", "->", "8x5"]
     assert total == f"total: 1 of {found.compared} operations differ; 8 rows compared with 1 row, 4 rows, 11 rows"
-    assert notes[0].startswith("elementwise: ")
-    assert notes[0].endswith(f": pure_callback {PLANT}")
+    assert re.fullmatch(f"elementwise: .*: pure_callback {PLANT}", notes[0])
     assert notes[1].startswith("not compared, its result mixes the rows of the batch: reduce_sum test_audit.py:")
-    assert repr(found) == f"Audit(1 of {found.compared} operations differ, vary='batch')"
-    page = found._repr_html_()
-    assert page.startswith("<table><tr><th>line</th><th>operation</th>")
-    assert page.count("<tr>") == 2
-    assert "<td>8x5 -&gt; 8x5</td>" in page
-
-
-def test_a_quiet_audit_without_rows(capsys):
-    found = audit(jnp.sin, X)
+    assert "<td>8x5 -&gt; 8x5</td>" in found._repr_html_()
+    none = audit(jnp.sin, X)
     assert capsys.readouterr().out == ""
-    assert str(found) == (
-        "total: 0 of 1 operations differ; 8 rows compared with 1 row, 4 rows, 11 rows\n\n"
-        "whole program: no output that can be compared differs"
-    )
-    assert found._repr_html_().startswith("<p>total: 0 of 1 operations differ;")
-
-
-def test_a_whole_that_differs_alone_says_so(rng):
-    found = audit(jnp.sin, X)
-    difference = audit(planted, normal(rng, 8, 5)).rows[0].difference
-    output = jaxmp._src.audit.report.Output("[0]", "4 rows", difference)
-    text = str(jaxmp.Audit(**{**vars(found), "outputs": (output,)}))
+    assert str(none).startswith("total: 0 of 1 operations differ; 8 rows compared with 1 row, 4 rows, 11 rows\n\n")
+    output = jaxmp._src.audit.report.Output("[0]", "4 rows", found.rows[0].difference)
+    text = str(jaxmp.Audit(**{**vars(none), "outputs": (output,)}))
     assert "whole program: [0] differs, by up to 1 ulp (" in text
     assert "no operation alone does, so XLA compiles them otherwise together" in text

@@ -110,8 +110,3 @@ def test_it_compiles_where_jit_is_disabled():
     with jax.disable_jit():
         found = jaxmp.profile(lambda a: jaxmp.matmul(jnp.sin(a), a), quiet=True)(jnp.ones((8, 8)))
     assert [row.runs for row in found.calls if row.name.startswith("local 8x8x8")] == [1]
-
-
-def test_it_takes_a_function():
-    with pytest.raises(TypeError, match=r"profile: takes a function, got list; write profile\(fn\)\(\*args\)"):
-        jaxmp.profile([])

@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.audit import bits
-from jaxmp._src.audit.variation import Rows, Variation, batches
+from jaxmp._src.audit.variation import Variation
 
 TINY = np.float32(2.0**-149)
 # Case: (type, actual, expected, elements that differ, units in the last place, absolute difference).
@@ -60,43 +60,3 @@ def test_another_order_is_told_from_other_values(rng):
     least = varied.least_difference(moved, x)
     assert (least.differing, least.ulps) == (1, 1)
     assert varied.least_difference(np.nextafter(x, np.float32(9)), x) is None  # they lie as each other
-
-
-def test_numbers_ascend_by_their_bits():
-    assert bits.ascending(np.array([3, -1, 2], np.int32)).tolist() == [-1, 2, 3]
-    assert bits.ascending(np.array([2 + 1j, -3 + 0j], np.complex64)).tolist() == [-3, 0, 1, 2]
-    assert np.signbit(bits.ascending(np.array([0.0, -0.0], np.float32))).tolist() == [True, False]
-
-
-@pytest.mark.parametrize("place", [Rows(0), Rows(1), Rows(0, 1, 3), Rows(0, 3, 1), Rows(1, 2, 2)])
-def test_rows_are_taken_from_where_they_lie(place, rng):
-    nrows, rows = 4, np.array([3, 0, 0])
-    shape = [5, 6]
-    shape[place.dim] = place.outer * nrows * place.inner
-    x = rng.integers(0, 100, size=shape)
-    expected = [
-        np.take(x, (o * nrows + row) * place.inner + i, axis=place.dim)
-        for o in range(place.outer)
-        for row in rows
-        for i in range(place.inner)
-    ]
-    np.testing.assert_array_equal(place.take(x, nrows, rows), np.stack(expected, axis=place.dim))
-
-
-def test_the_likeliest_place_comes_first():
-    varied = Variation("3 rows", 4, (3, 0, 0))
-    assert varied.relations((2, 5), (2, 5)) == ["same"]
-    assert varied.relations((2, 4), (2, 3)) == [Rows(1)]
-    assert varied.relations((8,), (6,)) == [Rows(0, 1, 2), Rows(0, 2, 1)]
-    assert varied.relations((4, 4), (3, 3)) == []
-    assert varied.relations((5,), (4,)) == []
-    assert varied.relations((4,), (4, 1)) == []
-
-
-def test_batches_have_other_sizes_and_places():
-    assert [len(one.rows) for one in batches(8, 1)] == [1, 4, 11]
-    assert [len(one.rows) for one in batches(8, 4)] == [4, 20]
-    assert [len(one.rows) for one in batches(2, 1)] == [1, 5]
-    assert batches(3, 1)[1].rows == (2, 1)
-    for one in batches(8, 1):
-        assert all(row != place for place, row in enumerate(one.rows[:4]))

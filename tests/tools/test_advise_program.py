@@ -7,7 +7,6 @@ that is followed through an operation which does not keep it.
 
 import dataclasses
 import itertools
-import json
 import re
 
 import jax
@@ -22,10 +21,8 @@ import jaxmp
 from jaxmp._src.advise import search as search_lib
 from jaxmp._src.advise.chain import Chain
 from jaxmp._src.advise.search import PlanStep, Search
-from jaxmp._src.cli import main
-from jaxmp._src.hardware.hardware import MACHINES
 
-H100 = MACHINES["h100-8"]
+H100 = jaxmp.advise(8, 8, 8, 1, hardware="h100-8", quiet=True).hardware
 # Links so slow, or memories so small, that other plans are the best.
 SLOW = dataclasses.replace(H100, name="slow", link_bandwidth=5e9)
 
@@ -153,8 +150,12 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("machine", [H100, SLOW], ids=lambda machine: machine.name)
-@pytest.mark.parametrize("name", PROGRAMS)
+SHARED = dataclasses.replace(H100, name="shared", is_shared=True)  # devices of one processor read in place
+PLANNED = [(name, machine) for name in PROGRAMS for machine in (H100, SLOW)]
+PLANNED += [(name, SHARED) for name in ("mlp of a large batch", "float32")]
+
+
+@pytest.mark.parametrize(("name", "machine"), PLANNED, ids=lambda x: x if isinstance(x, str) else x.name)
 def test_a_plan_takes_what_explain_says_of_the_program_written_with_it(name, machine, mesh_of):
     """Every plan of the list, the best as well."""
     program, arguments = PROGRAMS[name]
@@ -288,7 +289,7 @@ def test_products_of_jaxmp_are_those_of_jax():
     assert of_ours.best.arguments == of_jax.best.arguments
     assert of_ours.remarks == of_jax.remarks == ()
     steps = of_ours.best.products
-    assert all(step.line.startswith("test_program.py:") for step in steps)
+    assert all(step.line.startswith("test_advise_program.py:") for step in steps)
 
 
 def test_shardings_that_the_function_asks_for_are_passed_over(mesh_of):
@@ -375,7 +376,7 @@ def test_what_is_not_followed_is_named():
 
     _, advice = patterns_of(looped, array(64, 64), array(64, 64))
     (left,) = (remark for remark in advice.remarks if "not counted" in remark)
-    assert re.search(r"test_program\.py:\d+ inside of while", left)
+    assert re.search(r"test_advise_program\.py:\d+ inside of while", left)
 
     def only_looped(x, w):
         return lax.while_loop(lambda x: x[0, 0] < 1, lambda x: x @ w, x)
@@ -384,25 +385,6 @@ def test_what_is_not_followed_is_named():
         ValueError, match=r"only_looped has no product whose time is predicted; not counted are .*of while"
     ):
         jaxmp.advise(only_looped, devices=8)(array(64, 64), array(64, 64))
-
-
-def test_keys_and_numbers_among_the_arguments():
-    def program(key, x, w, rate):
-        kept = jax.random.bernoulli(key, rate, x.shape)
-        return jnp.where(kept, x, 0) @ w
-
-    key = jax.random.split(jax.random.key(0), 8)
-    _, advice = patterns_of(lambda keys, *rest: program(keys[0], *rest), key, array(64, 64), array(64, 64), 0.5)
-    assert advice.best.arguments[0] == P()
-    assert advice.best.arguments[3] is None
-    assert len(advice.best.products) == 1
-
-
-def test_a_type_without_a_rate_is_not_counted():
-    x, machine = array(64, 64, dtype="float32"), jaxmp.Hardware("no float32", {"bfloat16": 1e15}, 1e12, 1e11)
-    _, advice = patterns_of(lambda x, w: (x @ x).astype("bfloat16") @ w, x, array(64, 64), machine=machine)
-    assert len(advice.best.products) == 1
-    assert any("of float32" in remark for remark in advice.remarks)
 
 
 def test_a_scan_counts_its_turns():
@@ -458,103 +440,19 @@ def test_a_plan_fits_where_there_is_one_that_does():
     assert "does not fit" in str(advice)
 
 
-def test_plans_are_in_order_and_not_beaten():
-    program, arguments = PROGRAMS["block"]
-    _, advice = patterns_of(lambda *args: program(Plain(), *args), *arguments)
-    keys = [(not plan.fits, plan.seconds, plan.memory) for plan in advice.choices]
-    assert keys == sorted(keys)
-    for plan in advice.choices:
-        others = [other for other in advice.choices if other is not plan]
-        assert not any(x.memory <= plan.memory and x.seconds <= plan.seconds for x in others)
-
-
-def test_empty_operands():
-    _, advice = patterns_of(lambda x, v, w: (x @ v)[:, :0] @ w, array(64, 64), array(64, 64), array(0, 64))
-    assert [step.shapes[2] for step in advice.best.products] == [(64, 64), (64, 64)]
-    _, advice = patterns_of(lambda x, w: x @ w, array(0, 64), array(64, 64))
-    assert advice.best.exposed_seconds == 0
-
-
-def test_one_device_has_one_plan():
-    patterns, advice = patterns_of(lambda x, w: x @ w, array(64, 64), array(64, 64), devices=1)
-    assert patterns == ["local"]
-    assert len(advice.choices) == 1
-    assert advice.best.exposed_seconds == 0
-
-
-def test_the_cap_is_said(monkeypatch):
-    program, arguments = PROGRAMS["block"]
-    monkeypatch.setattr(search_lib, "CAP", 8)
-    _, advice = patterns_of(lambda *args: program(Plain(), *args), *arguments)
-    assert any("beginnings of plans" in remark for remark in advice.remarks)
-
-
 def test_tables(capsys):
     advice = jaxmp.advise(lambda w, x: jax.nn.relu(x @ w["in"]) @ w["out"], devices=8)(
         {"in": array(256, 512), "out": array(512, 256)}, array(64, 256)
     )
     printed = capsys.readouterr().out
     assert printed.rstrip("\n") == str(advice)
-    for text in (advice.best.name, "[0]['in']", "[1]", "test_program.py:", "data sheet"):
+    for text in (advice.best.name, "[0]['in']", "[1]", "test_advise_program.py:", "data sheet"):
         assert text in printed
     assert repr(advice).startswith("ProgramAdvice(<lambda> on 8 devices of h100-8, mesh (x=8): ")
     page = advice._repr_html_()
     assert page.count("<table>") == page.count("</table>") == 3
     assert "<lambda>" not in page
     assert repr(jaxmp.advise(mlp, devices=8)).startswith("<jaxmp.advise of mlp: call it with the arguments of mlp")
-
-
-ERRORS = {
-    "a type with a function": (lambda: jaxmp.advise(mlp, devices=8, dtype="float32"), TypeError, "of one product; a"),
-    "no devices": (lambda: jaxmp.advise(mlp), TypeError, "advise: devices must be an integer, got None"),
-    "no product": (lambda: jaxmp.advise(jnp.tanh, devices=8)(array(8)), ValueError, "tanh has no product whose time"),
-}
-
-
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors(name):
-    call, kind, message = ERRORS[name]
-    with pytest.raises(kind, match=message):
-        call()
-
-
-ASKING_FILE = """
-import jax, jaxmp
-from jax.sharding import PartitionSpec as P
-
-def asking(x, w, v):
-    return jaxmp.linear(jaxmp.linear(x, w, out_sharding=P(None, "x")), v)
-
-def reading(x, w, v):
-    return asking(x, w, v) * jax.sharding.get_abstract_mesh().shape["y"]
-"""
-
-
-def test_the_command(capsys, tmp_path):
-    file = tmp_path / "model.py"
-    file.write_text("def layer(x, w, v):\n    return (x @ w) @ v\n\n\ndef nothing(x):\n    return x\n" + ASKING_FILE)
-    types = ["bf16[64,256]", "bf16[256,512]", "bf16[512,256]"]
-    assert main.main(["advise", f"{file}:layer", *types, "--devices", "8", "--hardware", "h200-8"]) == 0
-    assert "model.py:2" in capsys.readouterr().out
-    assert main.main(["advise", f"{file}:layer", *types, "--json"]) == 0
-    plans = json.loads(capsys.readouterr().out)
-    assert plans[0]["seconds"] == min(plan["seconds"] for plan in plans)
-    assert len(plans[0]["arguments"]) == 3
-    for more in ((f"{file}:asking", *types, "--mesh", "x=8"), (f"{file}:reading", *types, "--mesh", "x=2,y=2")):
-        assert main.main(["advise", *more, "--json"]) == 0
-        assert [plan["seconds"] for plan in json.loads(capsys.readouterr().out)] == [plan["seconds"] for plan in plans]
-    for arguments, message in {
-        (f"{file}:layer", *types[:2]): "missing a required argument: 'v'",
-        (f"{file}:nothing", types[0]): "nothing has no product whose time is predicted",
-        (f"{file}:layer", *types, "--dtype", "f32"): "--dtype is of one product",
-        (f"{file}:asking", *types): "jax.set_mesh(mesh) (for this command --mesh x=8 sets it)",
-        (f"{file}:asking", *types, "--mesh", "8"): "--mesh takes axes as x=2,y=2, got '8'",
-        ("64", "64", "64", "--mesh", "x=2"): "--mesh is of a function",
-        ("64", "64"): "takes M K N or FILE.py:FUNCTION TYPE..., got 64 64",
-        ("64", "64", "x"): "takes M K N or FILE.py:FUNCTION TYPE..., got 64 64 x",
-    }.items():
-        assert main.main(["advise", *arguments]) == 2
-        assert message in capsys.readouterr().err
 
 
 def test_a_copy_serves_all_that_read_it():
@@ -577,7 +475,24 @@ def test_a_copy_serves_all_that_read_it():
     assert search._reshard(cast.operands[0], 0, None, node).memory == 64 * 64 * 2  # as it is read
 
 
-@pytest.mark.parametrize("name", ["mlp of a large batch", "float32"])
-def test_devices_that_share_a_processor_read_in_place_as_explain_says(name, mesh_of):
-    shared = dataclasses.replace(H100, name="shared", is_shared=True)
-    test_a_plan_takes_what_explain_says_of_the_program_written_with_it(name, shared, mesh_of)
+def test_small_and_odd_programs(monkeypatch):
+    """One device, no elements, keys and numbers among the arguments, a type without a rate, too many plans."""
+    x = array(64, 64)
+    patterns, advice = patterns_of(lambda x, w: x @ w, x, x, devices=1)
+    assert (patterns, len(advice.choices), advice.best.exposed_seconds) == (["local"], 1, 0)
+    _, advice = patterns_of(lambda x, v, w: (x @ v)[:, :0] @ w, x, x, array(0, 64))
+    assert [step.shapes[2] for step in advice.best.products] == [(64, 64), (64, 64)]
+    key = jax.random.split(jax.random.key(0), 8)
+    dropped = lambda keys, x, w, rate: jnp.where(jax.random.bernoulli(keys[0], rate, x.shape), x, 0) @ w  # noqa: E731
+    _, advice = patterns_of(dropped, key, x, x, 0.5)
+    assert (advice.best.arguments[0], advice.best.arguments[3], len(advice.best.products)) == (P(), None, 1)
+    wide, machine = array(64, 64, dtype="float32"), jaxmp.Hardware("no float32", {"bfloat16": 1e15}, 1e12, 1e11)
+    _, advice = patterns_of(lambda x, w: (x @ x).astype("bfloat16") @ w, wide, x, machine=machine)
+    assert len(advice.best.products) == 1
+    assert any("of float32" in remark for remark in advice.remarks)
+    program, arguments = PROGRAMS["block"]
+    monkeypatch.setattr(search_lib, "CAP", 8)
+    _, advice = patterns_of(lambda *args: program(Plain(), *args), *arguments)
+    assert any("beginnings of plans" in remark for remark in advice.remarks)
+    keys = [(not plan.fits, plan.seconds, plan.memory) for plan in advice.choices]
+    assert keys == sorted(keys)
