@@ -1,4 +1,4 @@
-// text(1, " of ", 2) == "1 of 2": messages without a format string to get wrong.
+// StrCat(1, " of ", 2) == "1 of 2": messages without a format string to get wrong.
 #ifndef JAXMP_BASE_STR_CAT_H_
 #define JAXMP_BASE_STR_CAT_H_
 
@@ -8,7 +8,7 @@
 namespace jaxmp::hostmp {
 
 template <typename... Parts>
-std::string text(const Parts&... parts) {
+std::string StrCat(const Parts&... parts) {
   std::ostringstream out;
   (out << ... << parts);
   return out.str();

@@ -152,7 +152,7 @@ using cublasMpMatrixDescriptor_t = cublasMpMatrixDescriptor*;
 using cublasMpMatmulDescriptor_t = cublasMpMatmulDescriptor*;
 
 // The size in bytes that SetAttribute demands; 0 for a number that is no attribute.
-constexpr size_t attribute_size(int attribute) {
+constexpr size_t AttributeSize(int attribute) {
   switch (attribute) {
     case CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA:
     case CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB:

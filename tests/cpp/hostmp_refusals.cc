@@ -124,7 +124,7 @@ void test_attributes() {
   const int64_t value = 0;
   for (int number = -1; number <= 29; ++number) {
     const auto attribute = static_cast<cublasMpMatmulDescriptorAttribute_t>(number);
-    const size_t size = attribute_size(number);
+    const size_t size = AttributeSize(number);
     if (size > 0) check_ok(api.MatmulDescriptorSetAttribute(desc, attribute, &value, size));
     const size_t wrong = size == 4 ? 8 : 4;
     REFUSED(api.MatmulDescriptorSetAttribute(desc, attribute, &value, wrong), INVALID_VALUE,

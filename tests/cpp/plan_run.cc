@@ -63,7 +63,7 @@ std::string RunOnce(Plan& plan, tests::World& world) {
     buffers.b = world.b[r].data();
     buffers.c = plan.problem().has_c() ? world.d[r].data() : nullptr;
     buffers.d = world.d[r].data();
-    const abi::cudaStream_t stream = hostmp::as_stream(&completions.back()->stream);
+    const abi::cudaStream_t stream = hostmp::AsStream(&completions.back()->stream);
     StatusOr<Plan::ExecutionHandle> handle = plan.Take(rank, buffers, stream);
     if (!handle.ok()) return handle.status().message();
     handles.push_back(std::move(*handle));

@@ -30,7 +30,7 @@ FAKE(ncclMemFree);
 namespace {
 
 using namespace fakes;  // NOLINT
-using jaxmp::hostmp::as_stream;
+using jaxmp::hostmp::AsStream;
 
 #define ENTER(name) \
   if (const cublasMpStatus_t entered = Enter(name); entered != CUBLASMP_STATUS_SUCCESS) return entered
@@ -96,7 +96,7 @@ class Computation {
       for (auto* desc : {&x.desc_a, &x.desc_b, &x.desc_c, &x.desc_d}) {
         desc->grid.comm = *group.comm(static_cast<int>(rank));  // of this process
       }
-      if (Start(&x, as_stream(&streams[rank])) != CUBLASMP_STATUS_SUCCESS) Fail(host().last_error());
+      if (Start(&x, AsStream(&streams[rank])) != CUBLASMP_STATUS_SUCCESS) Fail(host().last_error());
     }
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [this] { return left_ == 0; });

@@ -35,7 +35,7 @@ constexpr int kVersion = 1000;  // of the header whose calls these are: 0.10.0
 
 thread_local std::string error_message;
 
-cublasMpStatus_t status_of(const Status& status) {
+cublasMpStatus_t StatusOf(const Status& status) {
   switch (status.code()) {
     case Code::kOk:
       return CUBLASMP_STATUS_SUCCESS;
@@ -55,7 +55,7 @@ cublasMpStatus_t status_of(const Status& status) {
 
 // Every call runs through here: a C function must not throw, and last_error() speaks of the last call.
 template <typename Function>
-cublasMpStatus_t guarded(Function function) noexcept {
+cublasMpStatus_t Guarded(Function function) noexcept {
   Status status;
   try {
     status = function();
@@ -63,27 +63,27 @@ cublasMpStatus_t guarded(Function function) noexcept {
     status = ResourceExhausted(exception.what());
   }
   error_message = status.message();
-  return status_of(status);
+  return StatusOf(status);
 }
 
 const char* LastError() { return error_message.c_str(); }
 
 template <typename T, typename... Arguments>
-Status make(T** to, const char* name, Arguments&&... arguments) {
-  if (!to) return InvalidArgument(text(name, " is null; pass where to put the new object"));
+Status MakeObject(T** to, const char* name, Arguments&&... arguments) {
+  if (!to) return InvalidArgument(StrCat(name, " is null; pass where to put the new object"));
   *to = new T{std::forward<Arguments>(arguments)...};
   return {};
 }
 
 template <typename T>
-Status destroy(T* object, const char* name) {
-  if (!object) return InvalidArgument(text(name, " is null"));
+Status DestroyObject(T* object, const char* name) {
+  if (!object) return InvalidArgument(StrCat(name, " is null"));
   delete object;
   return {};
 }
 
 cublasMpStatus_t GetVersion(int* version) {
-  return guarded([&]() -> Status {
+  return Guarded([&]() -> Status {
     if (!version) return InvalidArgument("version is null");
     *version = kVersion;
     return {};
@@ -114,87 +114,88 @@ const char* GetStatusString(cublasMpStatus_t status) {
 
 int64_t Numroc(int64_t n, int64_t nb, uint32_t iproc, uint32_t isrcproc, uint32_t nprocs) {
   if (n < 0 || nb <= 0 || nprocs == 0 || iproc >= nprocs || isrcproc >= nprocs) return 0;
-  return numroc({n, nb, nprocs, isrcproc}, iproc);
+  return LocalExtent({n, nb, nprocs, isrcproc}, iproc);
 }
 
 cublasMpStatus_t Create(cublasMpHandle_t* handle, cudaStream_t stream) {
-  return guarded([&] { return make(handle, "handle", reinterpret_cast<Stream*>(stream)); });
+  return Guarded([&] { return MakeObject(handle, "handle", reinterpret_cast<Stream*>(stream)); });
 }
 cublasMpStatus_t Destroy(cublasMpHandle_t handle) {
-  return guarded([&] { return destroy(handle, "handle"); });
+  return Guarded([&] { return DestroyObject(handle, "handle"); });
 }
 cublasMpStatus_t SetStream(cublasMpHandle_t handle, cudaStream_t stream) {
-  return guarded([&]() -> Status {
+  return Guarded([&]() -> Status {
     if (!handle) return InvalidArgument("handle is null");
     handle->stream = reinterpret_cast<Stream*>(stream);
     return {};
   });
 }
 cublasMpStatus_t GetStream(cublasMpHandle_t handle, cudaStream_t* stream) {
-  return guarded([&]() -> Status {
+  return Guarded([&]() -> Status {
     if (!handle || !stream) return InvalidArgument(handle ? "stream is null" : "handle is null");
-    *stream = as_stream(handle->stream);
+    *stream = AsStream(handle->stream);
     return {};
   });
 }
 
 cublasMpStatus_t GridCreate(int64_t nprow, int64_t npcol, cublasMpGridLayout_t layout, ncclComm_t comm,
                             cublasMpGrid_t* grid) {
-  return guarded([&]() -> Status {
+  return Guarded([&]() -> Status {
     if (!comm) return InvalidArgument("comm is null; take it from a Group");
     if (layout != CUBLASMP_GRID_LAYOUT_COL_MAJOR && layout != CUBLASMP_GRID_LAYOUT_ROW_MAJOR) {
-      return InvalidArgument(text("layout ", static_cast<int>(layout), " is neither COL_MAJOR (0) nor ROW_MAJOR (1)"));
+      return InvalidArgument(
+          StrCat("layout ", static_cast<int>(layout), " is neither COL_MAJOR (0) nor ROW_MAJOR (1)"));
     }
     const int64_t nranks = comm->nranks;
     if (nprow <= 0 || npcol <= 0 || nprow > nranks || npcol > nranks || nprow * npcol != nranks) {
       return InvalidArgument(
-          text("a grid of ", nprow, "x", npcol, " does not hold the ", comm->nranks, " ranks of its communicator"));
+          StrCat("a grid of ", nprow, "x", npcol, " does not hold the ", comm->nranks, " ranks of its communicator"));
     }
-    return make(grid, "grid", cublasMpGrid{nprow, npcol, layout, *comm});
+    return MakeObject(grid, "grid", cublasMpGrid{nprow, npcol, layout, *comm});
   });
 }
 cublasMpStatus_t GridDestroy(cublasMpGrid_t grid) {
-  return guarded([&] { return destroy(grid, "grid"); });
+  return Guarded([&] { return DestroyObject(grid, "grid"); });
 }
 
-Status check_buffer(cublasMpGrid_t grid, const void* ptr) {
+Status CheckBuffer(cublasMpGrid_t grid, const void* ptr) {
   if (!grid) return InvalidArgument("grid is null");
   return ptr ? Status() : InvalidArgument("ptr is null");
 }
 cublasMpStatus_t Malloc(cublasMpGrid_t grid, void** ptr, size_t size) {
-  return guarded([&]() -> Status {
-    JAXMP_RETURN_IF_ERROR(check_buffer(grid, ptr));
-    JAXMP_ASSIGN_OR_RETURN(*ptr, allocate(*grid, size));
+  return Guarded([&]() -> Status {
+    JAXMP_RETURN_IF_ERROR(CheckBuffer(grid, ptr));
+    JAXMP_ASSIGN_OR_RETURN(*ptr, Allocate(*grid, size));
     return {};
   });
 }
 cublasMpStatus_t Free(cublasMpGrid_t grid, void* ptr) {
-  return guarded([&]() -> Status {
-    JAXMP_RETURN_IF_ERROR(check_buffer(grid, ptr));
-    return release(*grid, ptr);
+  return Guarded([&]() -> Status {
+    JAXMP_RETURN_IF_ERROR(CheckBuffer(grid, ptr));
+    return Release(*grid, ptr);
   });
 }
 cublasMpStatus_t BufferRegister(cublasMpGrid_t grid, void* ptr, size_t size) {
-  return guarded([&]() -> Status {
-    JAXMP_RETURN_IF_ERROR(check_buffer(grid, ptr));
-    return register_buffer(*grid, ptr, size);
+  return Guarded([&]() -> Status {
+    JAXMP_RETURN_IF_ERROR(CheckBuffer(grid, ptr));
+    return RegisterBuffer(*grid, ptr, size);
   });
 }
 cublasMpStatus_t BufferDeregister(cublasMpGrid_t grid, void* ptr) {
-  return guarded([&]() -> Status {
-    JAXMP_RETURN_IF_ERROR(check_buffer(grid, ptr));
-    return deregister_buffer(*grid, ptr);
+  return Guarded([&]() -> Status {
+    JAXMP_RETURN_IF_ERROR(CheckBuffer(grid, ptr));
+    return DeregisterBuffer(*grid, ptr);
   });
 }
 
 cublasMpStatus_t MatrixDescriptorInit(int64_t m, int64_t n, int64_t mb, int64_t nb, int64_t rsrc, int64_t csrc,
                                       int64_t lld, cudaDataType_t type, cublasMpGrid_t grid,
                                       cublasMpMatrixDescriptor_t desc) {
-  return guarded([&]() -> Status {
+  return Guarded([&]() -> Status {
     if (!grid) return InvalidArgument("grid is null");
     if (!desc) return InvalidArgument("desc is null");
     const cublasMpMatrixDescriptor filled = {{m, mb, grid->nprow, rsrc}, {n, nb, grid->npcol, csrc}, lld, type, *grid};
-    JAXMP_RETURN_IF_ERROR(check_matrix(filled));
+    JAXMP_RETURN_IF_ERROR(CheckMatrix(filled));
     *desc = filled;
     return {};
   });
@@ -205,14 +206,14 @@ cublasMpStatus_t MatrixDescriptorCreate(int64_t m, int64_t n, int64_t mb, int64_
   cublasMpMatrixDescriptor filled{};
   const cublasMpStatus_t status = MatrixDescriptorInit(m, n, mb, nb, rsrc, csrc, lld, type, grid, &filled);
   if (status != CUBLASMP_STATUS_SUCCESS) return status;
-  return guarded([&] { return make(desc, "desc", filled); });
+  return Guarded([&] { return MakeObject(desc, "desc", filled); });
 }
 cublasMpStatus_t MatrixDescriptorDestroy(cublasMpMatrixDescriptor_t desc) {
-  return guarded([&] { return destroy(desc, "desc"); });
+  return Guarded([&] { return DestroyObject(desc, "desc"); });
 }
 
 cublasMpStatus_t MatmulDescriptorInit(cublasMpMatmulDescriptor_t desc, cublasComputeType_t compute) {
-  return guarded([&]() -> Status {
+  return Guarded([&]() -> Status {
     if (!desc) return InvalidArgument("matmulDesc is null");
     *desc = {};
     std::memcpy(&desc->values[CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMPUTE_TYPE], &compute, sizeof(compute));
@@ -223,32 +224,32 @@ cublasMpStatus_t MatmulDescriptorCreate(cublasMpMatmulDescriptor_t* desc, cublas
   cublasMpMatmulDescriptor filled;
   const cublasMpStatus_t status = MatmulDescriptorInit(&filled, compute);
   if (status != CUBLASMP_STATUS_SUCCESS) return status;
-  return guarded([&] { return make(desc, "matmulDesc", filled); });
+  return Guarded([&] { return MakeObject(desc, "matmulDesc", filled); });
 }
 cublasMpStatus_t MatmulDescriptorDestroy(cublasMpMatmulDescriptor_t desc) {
-  return guarded([&] { return destroy(desc, "matmulDesc"); });
+  return Guarded([&] { return DestroyObject(desc, "matmulDesc"); });
 }
 
-Status check_attribute(cublasMpMatmulDescriptor_t desc, int attribute, const void* buffer, size_t bytes) {
+Status CheckAttribute(cublasMpMatmulDescriptor_t desc, int attribute, const void* buffer, size_t bytes) {
   if (!desc) return InvalidArgument("matmulDesc is null");
   if (!buffer) return InvalidArgument("buf is null");
-  const size_t size = attribute_size(attribute);
-  if (size == 0) return InvalidArgument(text("attribute ", attribute, " does not exist"));
+  const size_t size = AttributeSize(attribute);
+  if (size == 0) return InvalidArgument(StrCat("attribute ", attribute, " does not exist"));
   if (size == bytes) return {};
-  return InvalidArgument(text("attribute ", attribute, " has ", size, " bytes, got sizeInBytes=", bytes));
+  return InvalidArgument(StrCat("attribute ", attribute, " has ", size, " bytes, got sizeInBytes=", bytes));
 }
 cublasMpStatus_t MatmulDescriptorSetAttribute(cublasMpMatmulDescriptor_t desc,
                                               cublasMpMatmulDescriptorAttribute_t attribute, const void* buffer,
                                               size_t bytes) {
-  return guarded([&]() -> Status {
-    JAXMP_RETURN_IF_ERROR(check_attribute(desc, attribute, buffer, bytes));
+  return Guarded([&]() -> Status {
+    JAXMP_RETURN_IF_ERROR(CheckAttribute(desc, attribute, buffer, bytes));
     uint64_t value = 0;
     std::memcpy(&value, buffer, bytes);
     const bool is_op = attribute == CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA ||
                        attribute == CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB;
     if (is_op && value > CUBLAS_OP_C) {
       return InvalidArgument(
-          text("attribute ", static_cast<int>(attribute), " must be 0 (N), 1 (T) or 2 (C), got ", value));
+          StrCat("attribute ", static_cast<int>(attribute), " must be 0 (N), 1 (T) or 2 (C), got ", value));
     }
     desc->values[attribute] = value;
     desc->is_set[attribute] = true;
@@ -258,16 +259,16 @@ cublasMpStatus_t MatmulDescriptorSetAttribute(cublasMpMatmulDescriptor_t desc,
 cublasMpStatus_t MatmulDescriptorGetAttribute(cublasMpMatmulDescriptor_t desc,
                                               cublasMpMatmulDescriptorAttribute_t attribute, void* buffer, size_t bytes,
                                               size_t* written) {
-  return guarded([&]() -> Status {
-    JAXMP_RETURN_IF_ERROR(check_attribute(desc, attribute, buffer, bytes));
+  return Guarded([&]() -> Status {
+    JAXMP_RETURN_IF_ERROR(CheckAttribute(desc, attribute, buffer, bytes));
     std::memcpy(buffer, &desc->values[attribute], bytes);
     if (written) *written = bytes;
     return {};
   });
 }
 
-cublasMpStatus_t fix_reduction_order(cublasMpMatmulDescriptor_t desc) {
-  return guarded([&]() -> Status {
+cublasMpStatus_t FixReductionOrder(cublasMpMatmulDescriptor_t desc) {
+  return Guarded([&]() -> Status {
     if (!desc) return InvalidArgument("matmulDesc is null");
     desc->fixed_reduction_order = true;
     return {};
@@ -280,12 +281,12 @@ cublasMpStatus_t Matmul_bufferSize(cublasMpHandle_t handle, cublasMpMatmulDescri
                                    cublasMpMatrixDescriptor_t desc_b, const void* beta, const void* c, int64_t ic,
                                    int64_t jc, cublasMpMatrixDescriptor_t desc_c, void* d, int64_t id, int64_t jd,
                                    cublasMpMatrixDescriptor_t desc_d, size_t* device_bytes, size_t* host_bytes) {
-  return guarded([&]() -> Status {
+  return Guarded([&]() -> Status {
     if (!device_bytes || !host_bytes) return InvalidArgument("a workspace size is null; pass where to put both");
     MatmulCall call;
-    JAXMP_RETURN_IF_ERROR(read_call({handle, matmul, m,    n, k,  alpha, a,      ia, ja, desc_a, b,     ib,
-                                     jb,     desc_b, beta, c, ic, jc,    desc_c, d,  id, jd,     desc_d},
-                                    /*executes=*/false, &call));
+    JAXMP_RETURN_IF_ERROR(ReadCall({handle, matmul, m,    n, k,  alpha, a,      ia, ja, desc_a, b,     ib,
+                                    jb,     desc_b, beta, c, ic, jc,    desc_c, d,  id, jd,     desc_d},
+                                   /*executes=*/false, &call));
     *device_bytes = static_cast<size_t>(call.tiling->workspace_bytes);
     *host_bytes = 0;
     return {};
@@ -298,27 +299,27 @@ cublasMpStatus_t Matmul(cublasMpHandle_t handle, cublasMpMatmulDescriptor_t matm
                         const void* c, int64_t ic, int64_t jc, cublasMpMatrixDescriptor_t desc_c, void* d, int64_t id,
                         int64_t jd, cublasMpMatrixDescriptor_t desc_d, void* device, size_t device_bytes, void* host,
                         size_t) {
-  return guarded([&]() -> Status {
+  return Guarded([&]() -> Status {
     Arrival arrival;
     arrival.call = std::make_unique<MatmulCall>();
     MatmulCall& call = *arrival.call;
-    JAXMP_RETURN_IF_ERROR(read_call({handle, matmul, m,    n, k,  alpha, a,      ia, ja, desc_a, b,     ib,
-                                     jb,     desc_b, beta, c, ic, jc,    desc_c, d,  id, jd,     desc_d},
-                                    /*executes=*/true, &call));
-    JAXMP_RETURN_IF_ERROR(check_workspace(call, device, device_bytes, host));
+    JAXMP_RETURN_IF_ERROR(ReadCall({handle, matmul, m,    n, k,  alpha, a,      ia, ja, desc_a, b,     ib,
+                                    jb,     desc_b, beta, c, ic, jc,    desc_c, d,  id, jd,     desc_d},
+                                   /*executes=*/true, &call));
+    JAXMP_RETURN_IF_ERROR(CheckWorkspace(call, device, device_bytes, host));
     call.workspace = static_cast<char*>(device);
     arrival.stream = handle->stream;
     for (uint32_t* amax : {call.amax_d, call.amax_aux}) {
       if (amax) *amax = 0;  // the tiles raise it
     }
     if (!arrival.stream || !arrival.stream->done) {
-      return FailedPrecondition("the handle has no stream; call cublasMpSetStream with as_stream(&stream)");
+      return FailedPrecondition("the handle has no stream; call cublasMpSetStream with AsStream(&stream)");
     }
     if (call.nranks > 1 && !arrival.stream->rendezvous) {
-      return FailedPrecondition(text("the stream has no rendezvous, which ", call.nranks, " ranks need"));
+      return FailedPrecondition(StrCat("the stream has no rendezvous, which ", call.nranks, " ranks need"));
     }
     const int rank = call.rank, nranks = call.nranks;
-    arrive(std::move(arrival), rank, nranks);
+    Arrive(std::move(arrival), rank, nranks);
     return {};
   });
 }
@@ -334,7 +335,7 @@ const MpApi& host_api() {
   static const MpApi api = {"hostmp",
                             {/*all_reduce_any_transposition=*/true, /*all_reduce_c=*/true, /*grid_any_shape=*/true,
                              /*grid_epilogs=*/true, /*complex_epilogs=*/true},
-                            hostmp::fix_reduction_order,
+                            hostmp::FixReductionOrder,
                             hostmp::LastError,
                             JAXMP_CUBLASMP_FUNCTIONS(JAXMP_LIST_FUNCTION)};
 #undef JAXMP_LIST_FUNCTION

@@ -30,19 +30,19 @@ struct Finish {
 };
 
 // d = round(activation(z + bias)); aux is the sign mask or round(z + bias). A derivative: d = round(z * slope of aux).
-void finish_tile(const Finish& finish, abi::cudaDataType_t accumulator, abi::cudaDataType_t out);
+void FinishTile(const Finish& finish, abi::cudaDataType_t accumulator, abi::cudaDataType_t out);
 
 // z = alpha * z. `in_double`: z has floats, and alpha may leave their range, as a product of scales does.
-void scale_sums(void* z, int64_t ldz, int64_t rows, int64_t cols, double alpha_real, double alpha_imag,
-                abi::cudaDataType_t accumulator, bool in_double);
+void ScaleSums(void* z, int64_t ldz, int64_t rows, int64_t cols, double alpha_real, double alpha_imag,
+               abi::cudaDataType_t accumulator, bool in_double);
 
 // z = beta * c, or z += beta * c where `adds`; `in_double` as above.
-void scale_c(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols, double beta_real,
-             double beta_imag, bool adds, abi::cudaDataType_t accumulator, abi::cudaDataType_t out, bool in_double);
+void ScaleC(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols, double beta_real,
+            double beta_imag, bool adds, abi::cudaDataType_t accumulator, abi::cudaDataType_t out, bool in_double);
 
 // The one place where types become template arguments: f(accumulator, output).
 template <typename Function>
-void with_types(abi::cudaDataType_t accumulator, abi::cudaDataType_t out, Function function) {
+void WithTypes(abi::cudaDataType_t accumulator, abi::cudaDataType_t out, Function function) {
   switch (out) {
     case abi::CUDA_R_16BF:
       return function(float{}, BFloat16{});

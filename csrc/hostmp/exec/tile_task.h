@@ -17,7 +17,7 @@ struct DistributedProduct {
 };
 
 // `workspace` is the thread's own area.
-void run_tile(const DistributedProduct& product, const Tile& tile, char* workspace);
+void RunTile(const DistributedProduct& product, const Tile& tile, char* workspace);
 
 }  // namespace jaxmp::hostmp
 

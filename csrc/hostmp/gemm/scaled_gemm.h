@@ -52,7 +52,7 @@ int64_t ScaledGemmScratch(const KernelChoice& choice, bool applies_to_sums, int6
 
 // Whether products of operands of 8 bits and fewer are scaled, or added as integers, after they have been summed.
 inline bool AppliesToSums(abi::cudaDataType_t type_a, abi::cudaDataType_t type_b, const Scales& a, const Scales& b) {
-  return (type_a == abi::CUDA_R_8I && type_b == abi::CUDA_R_8I) || scales_sums(a.mode) || scales_sums(b.mode);
+  return (type_a == abi::CUDA_R_8I && type_b == abi::CUDA_R_8I) || ScalesSums(a.mode) || ScalesSums(b.mode);
 }
 
 }  // namespace jaxmp::hostmp

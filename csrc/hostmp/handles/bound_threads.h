@@ -17,7 +17,7 @@ class BoundThreads final : public Pool {
  public:
   explicit BoundThreads(int most) : most_(most) {}
   int num_threads() const override { return most_; }
-  void schedule(int64_t threads, const std::function<void()>& work) override;
+  void Schedule(int64_t threads, const std::function<void()>& work) override;
 
  private:
   const int most_;

@@ -31,22 +31,22 @@ std::map<Key, Buffer>& buffers() {
   return *all;
 }
 
-Key key_of(const abi::cublasMpGrid& grid, const void* ptr) { return {grid.comm.group, grid.comm.rank, ptr}; }
+Key KeyOf(const abi::cublasMpGrid& grid, const void* ptr) { return {grid.comm.group, grid.comm.rank, ptr}; }
 
 }  // namespace
 
-StatusOr<void*> allocate(const abi::cublasMpGrid& grid, size_t size) {
-  const auto rounded = static_cast<size_t>(round_up(static_cast<int64_t>(size > 0 ? size : 1), kAlignment));
+StatusOr<void*> Allocate(const abi::cublasMpGrid& grid, size_t size) {
+  const auto rounded = static_cast<size_t>(RoundUp(static_cast<int64_t>(size > 0 ? size : 1), kAlignment));
   void* const ptr = std::aligned_alloc(kAlignment, rounded);
-  if (!ptr) return ResourceExhausted(text("no memory for ", size, " bytes"));
+  if (!ptr) return ResourceExhausted(StrCat("no memory for ", size, " bytes"));
   std::lock_guard<std::mutex> lock(mutex);
-  buffers()[key_of(grid, ptr)] = {size, true, 1};
+  buffers()[KeyOf(grid, ptr)] = {size, true, 1};
   return ptr;
 }
 
-Status release(const abi::cublasMpGrid& grid, void* ptr) {
+Status Release(const abi::cublasMpGrid& grid, void* ptr) {
   std::lock_guard<std::mutex> lock(mutex);
-  const auto found = buffers().find(key_of(grid, ptr));
+  const auto found = buffers().find(KeyOf(grid, ptr));
   if (found == buffers().end() || !found->second.is_ours) {
     return InvalidArgument("ptr did not come from cublasMpMalloc on a grid of this communicator and rank");
   }
@@ -55,20 +55,20 @@ Status release(const abi::cublasMpGrid& grid, void* ptr) {
   return {};
 }
 
-Status register_buffer(const abi::cublasMpGrid& grid, void* ptr, size_t size) {
+Status RegisterBuffer(const abi::cublasMpGrid& grid, void* ptr, size_t size) {
   std::lock_guard<std::mutex> lock(mutex);
-  const auto [at, is_new] = buffers().insert({key_of(grid, ptr), {size, false, 0}});
+  const auto [at, is_new] = buffers().insert({KeyOf(grid, ptr), {size, false, 0}});
   if (!is_new && at->second.size != size) {
     return InvalidArgument(
-        text("ptr is registered with ", at->second.size, " bytes already, got ", size, "; deregister it first"));
+        StrCat("ptr is registered with ", at->second.size, " bytes already, got ", size, "; deregister it first"));
   }
   ++at->second.registrations;
   return {};
 }
 
-Status deregister_buffer(const abi::cublasMpGrid& grid, void* ptr) {
+Status DeregisterBuffer(const abi::cublasMpGrid& grid, void* ptr) {
   std::lock_guard<std::mutex> lock(mutex);
-  const auto found = buffers().find(key_of(grid, ptr));
+  const auto found = buffers().find(KeyOf(grid, ptr));
   if (found == buffers().end()) return InvalidArgument("ptr is not registered with a grid of this communicator");
   const bool is_last = --found->second.registrations == 0;
   if (is_last && found->second.is_ours) {
@@ -79,9 +79,9 @@ Status deregister_buffer(const abi::cublasMpGrid& grid, void* ptr) {
   return {};
 }
 
-bool is_registered(const abi::cublasMpGrid& grid, const void* ptr) {
+bool IsRegistered(const abi::cublasMpGrid& grid, const void* ptr) {
   std::lock_guard<std::mutex> lock(mutex);
-  return buffers().count(key_of(grid, ptr)) > 0;
+  return buffers().count(KeyOf(grid, ptr)) > 0;
 }
 
 }  // namespace jaxmp::hostmp

@@ -12,13 +12,13 @@ namespace jaxmp::hostmp {
 
 constexpr int64_t kAlignment = 64;  // of every buffer: a cache line, and an AVX-512 register
 
-StatusOr<void*> allocate(const abi::cublasMpGrid& grid, size_t size);
-Status release(const abi::cublasMpGrid& grid, void* ptr);
-Status register_buffer(const abi::cublasMpGrid& grid, void* ptr, size_t size);
-Status deregister_buffer(const abi::cublasMpGrid& grid, void* ptr);
+StatusOr<void*> Allocate(const abi::cublasMpGrid& grid, size_t size);
+Status Release(const abi::cublasMpGrid& grid, void* ptr);
+Status RegisterBuffer(const abi::cublasMpGrid& grid, void* ptr, size_t size);
+Status DeregisterBuffer(const abi::cublasMpGrid& grid, void* ptr);
 
 // Whether this rank registered the buffer with a grid of the same communicator.
-bool is_registered(const abi::cublasMpGrid& grid, const void* ptr);
+bool IsRegistered(const abi::cublasMpGrid& grid, const void* ptr);
 
 }  // namespace jaxmp::hostmp
 

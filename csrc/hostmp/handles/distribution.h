@@ -19,7 +19,7 @@ struct Axis {
 };
 
 // How many indices of the axis process `proc` holds.
-int64_t numroc(const Axis& axis, int64_t proc);
+int64_t LocalExtent(const Axis& axis, int64_t proc);
 
 // A run of indices that lie next to each other in one process's memory.
 struct LocalRange {
@@ -30,14 +30,14 @@ struct LocalRange {
 };
 
 // The indices [offset, offset + size) of the axis as ranges, in ascending order, each as long as memory allows.
-std::vector<LocalRange> local_ranges(const Axis& axis, int64_t offset, int64_t size);
+std::vector<LocalRange> LocalRanges(const Axis& axis, int64_t offset, int64_t size);
 
 // Runs of two axes that describe the same indices, cut at the boundaries of both.
 struct CommonRange {
   int64_t begin, size;
   int64_t proc[2], local[2];
 };
-std::vector<CommonRange> common_ranges(const std::vector<LocalRange>& first, const std::vector<LocalRange>& second);
+std::vector<CommonRange> CommonRanges(const std::vector<LocalRange>& first, const std::vector<LocalRange>& second);
 
 }  // namespace jaxmp::hostmp
 

@@ -24,7 +24,7 @@ constexpr Epilog kEpilogs[] = {
 
 }  // namespace
 
-const Epilog* find_epilog(int number) {
+const Epilog* FindEpilog(int number) {
   for (const Epilog& epilog : kEpilogs) {
     if (epilog.number == number) return &epilog;
   }

@@ -24,7 +24,7 @@ struct Epilog {
 };
 
 // nullptr for an epilog that hostmp does not compute.
-const Epilog* find_epilog(int number);
+const Epilog* FindEpilog(int number);
 
 }  // namespace jaxmp::hostmp
 

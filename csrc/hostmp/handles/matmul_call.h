@@ -20,8 +20,8 @@ struct Operand {
   int64_t row = 0, col = 0;  // of the submatrix, from 0
   abi::cublasMpMatrixDescriptor desc{};
 
-  int64_t local_rows() const { return numroc(desc.rows, row_of(desc.grid, desc.grid.comm.rank)); }
-  int64_t local_cols() const { return numroc(desc.cols, col_of(desc.grid, desc.grid.comm.rank)); }
+  int64_t local_rows() const { return LocalExtent(desc.rows, RowOf(desc.grid, desc.grid.comm.rank)); }
+  int64_t local_cols() const { return LocalExtent(desc.cols, ColOf(desc.grid, desc.grid.comm.rank)); }
 };
 
 // One rank's Matmul: everything by value, because the caller may reuse its descriptors at once.
@@ -54,19 +54,19 @@ struct MatmulCall {
   std::shared_ptr<const ProductTiling> tiling;
 
   const abi::cublasMpGrid& grid() const { return d.desc.grid; }
-  abi::cudaDataType_t accumulator() const { return is_mixed() ? abi::CUDA_R_32F : accumulator_of(a.desc.type); }
+  abi::cudaDataType_t accumulator() const { return is_mixed() ? abi::CUDA_R_32F : AccumulatorOf(a.desc.type); }
   // Whether operands are decoded: both, or one beside a wider one.
-  bool is_decoded() const { return facts(a.desc.type).is_low_precision || facts(b.desc.type).is_low_precision; }
-  bool is_mixed() const { return facts(a.desc.type).is_low_precision != facts(b.desc.type).is_low_precision; }
+  bool is_decoded() const { return Facts(a.desc.type).is_low_precision || Facts(b.desc.type).is_low_precision; }
+  bool is_mixed() const { return Facts(a.desc.type).is_low_precision != Facts(b.desc.type).is_low_precision; }
   bool is_low_precision() const { return is_decoded() && !is_mixed(); }
-  bool takes_scales() const { return is_low_precision() && is_scaled(a.desc.type); }
+  bool takes_scales() const { return is_low_precision() && IsScaled(a.desc.type); }
   // Whether alpha, and the scales of whole operands, go to the finished sums, and C is added after them.
   bool scales_last() const { return fixed_reduction_order || takes_scales(); }
-  bool stores_low_precision() const { return facts(d.desc.type).is_low_precision; }
+  bool stores_low_precision() const { return Facts(d.desc.type).is_low_precision; }
 };
 
 // Whether partial sums travel between the ranks: A and B are distributed along k and nothing else.
-inline bool sums_over_ranks(const MatmulCall& call) {
+inline bool SumsOverRanks(const MatmulCall& call) {
   const bool is_a_plain = call.trans_a == abi::CUBLAS_OP_N, is_b_plain = call.trans_b == abi::CUBLAS_OP_N;
   const Axis& a = is_a_plain ? call.a.desc.cols : call.a.desc.rows;
   const Axis& b = is_b_plain ? call.b.desc.rows : call.b.desc.cols;

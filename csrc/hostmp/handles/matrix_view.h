@@ -14,16 +14,16 @@ struct MatrixView {
   int64_t ld;  // elements
 };
 
-inline MatrixView locate(const Operand& x, int64_t row, int64_t col) {
+inline MatrixView Locate(const Operand& x, int64_t row, int64_t col) {
   const int64_t ld = x.desc.lld;
-  return {const_cast<char*>(x.data) + bytes_of(x.desc.type, col * ld + row), ld};
+  return {const_cast<char*>(x.data) + BytesOf(x.desc.type, col * ld + row), ld};
 }
 
-inline void copy_view(abi::cudaDataType_t type, const MatrixView& from, int64_t rows, int64_t cols,
-                      const MatrixView& to) {
+inline void CopyView(abi::cudaDataType_t type, const MatrixView& from, int64_t rows, int64_t cols,
+                     const MatrixView& to) {
   for (int64_t col = 0; col < cols; ++col) {
-    std::memcpy(to.data + bytes_of(type, col * to.ld), from.data + bytes_of(type, col * from.ld),
-                static_cast<size_t>(bytes_of(type, rows)));
+    std::memcpy(to.data + BytesOf(type, col * to.ld), from.data + BytesOf(type, col * from.ld),
+                static_cast<size_t>(BytesOf(type, rows)));
   }
 }
 

@@ -13,7 +13,7 @@
 namespace jaxmp::hostmp {
 
 enum class SimdLevel { kPortable, kNeon, kAvx2, kAvx512 };
-bool has(SimdLevel level);  // this processor
+bool Has(SimdLevel level);  // this processor
 SimdLevel simd_level();     // the highest that it has
 
 // c = alpha op(a) op(b), or c += alpha op(a) op(b), K block by K block, where `adds`; c has the accumulator's type.

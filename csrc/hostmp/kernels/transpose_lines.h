@@ -15,7 +15,7 @@ namespace jaxmp::hostmp {
 
 // to[k * step + line] = from[line][k], of 4 lines. Inlined, into functions for each instruction set.
 template <typename T>
-inline __attribute__((always_inline)) void transpose_lines(const T* const* from, int64_t length, int64_t step, T* to) {
+inline __attribute__((always_inline)) void TransposeLines(const T* const* from, int64_t length, int64_t step, T* to) {
   int64_t k = 0;
 #if defined(__x86_64__)
   if constexpr (std::is_same_v<T, float>) {

@@ -9,18 +9,18 @@
 
 namespace jaxmp::hostmp {
 
-void widen(const BFloat16* from, float* to, int64_t count);
-void widen(const Float16* from, float* to, int64_t count);
-inline void widen(const int8_t* from, float* to, int64_t count) {
+void Widen(const BFloat16* from, float* to, int64_t count);
+void Widen(const Float16* from, float* to, int64_t count);
+inline void Widen(const int8_t* from, float* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = from[i];
 }
-inline void widen(const uint8_t* from, float* to, int64_t count) {
+inline void Widen(const uint8_t* from, float* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = from[i];
 }
 
 // To nearest, ties to even; a NaN stays one.
-void downconvert(const float* from, BFloat16* to, int64_t count);
-void downconvert(const float* from, Float16* to, int64_t count);
+void Downconvert(const float* from, BFloat16* to, int64_t count);
+void Downconvert(const float* from, Float16* to, int64_t count);
 
 }  // namespace jaxmp::hostmp
 

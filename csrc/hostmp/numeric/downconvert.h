@@ -24,7 +24,7 @@ struct Downconversion {
   uint8_t* scales;
   int64_t row, col, rows_of_part;
 };
-uint32_t downconvert_tile(const Downconversion& output);
+uint32_t DownconvertTile(const Downconversion& output);
 
 }  // namespace jaxmp::hostmp
 

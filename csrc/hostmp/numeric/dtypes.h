@@ -31,7 +31,7 @@ struct TypeFacts {
   int64_t bits = 8 * bytes;
 };
 
-constexpr TypeFacts facts(abi::cudaDataType_t type) {
+constexpr TypeFacts Facts(abi::cudaDataType_t type) {
   switch (static_cast<int>(type)) {  // not all are of the enumeration
     case abi::CUDA_R_32F:
       return {"f32", 4, false, false};
@@ -78,29 +78,27 @@ constexpr TypeFacts facts(abi::cudaDataType_t type) {
   }
 }
 
-inline std::string name_of(abi::cudaDataType_t type) {
-  if (facts(type).bytes != 0) return facts(type).name;
+inline std::string NameOf(abi::cudaDataType_t type) {
+  if (Facts(type).bytes != 0) return Facts(type).name;
   return "data type " + std::to_string(static_cast<int>(type));
 }
 
 // The type in which products are summed, and of alpha and beta: what cuBLAS calls the scale type.
-constexpr abi::cudaDataType_t accumulator_of(abi::cudaDataType_t operand) {
+constexpr abi::cudaDataType_t AccumulatorOf(abi::cudaDataType_t operand) {
   if (operand == abi::CUDA_R_8I) return abi::CUDA_R_32I;
-  return facts(operand).is_16bit || facts(operand).is_low_precision ? abi::CUDA_R_32F : operand;
+  return Facts(operand).is_16bit || Facts(operand).is_low_precision ? abi::CUDA_R_32F : operand;
 }
 
-constexpr bool is_float8(abi::cudaDataType_t type) {
-  return type == abi::CUDA_R_8F_E4M3 || type == abi::CUDA_R_8F_E5M2;
-}
+constexpr bool IsFloat8(abi::cudaDataType_t type) { return type == abi::CUDA_R_8F_E4M3 || type == abi::CUDA_R_8F_E5M2; }
 // What takes scales: fp8 and fp4.
-constexpr bool is_scaled(abi::cudaDataType_t type) { return is_float8(type) || type == abi::CUDA_R_4F_E2M1; }
+constexpr bool IsScaled(abi::cudaDataType_t type) { return IsFloat8(type) || type == abi::CUDA_R_4F_E2M1; }
 
-constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+constexpr int64_t RoundUp(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-constexpr int64_t ceil_div(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
+constexpr int64_t CeilDiv(int64_t value, int64_t divisor) { return (value + divisor - 1) / divisor; }
 
 // Bytes of `count` adjacent elements.
-constexpr int64_t bytes_of(abi::cudaDataType_t type, int64_t count) { return ceil_div(count * facts(type).bits, 8); }
+constexpr int64_t BytesOf(abi::cudaDataType_t type, int64_t count) { return CeilDiv(count * Facts(type).bits, 8); }
 
 }  // namespace jaxmp::hostmp
 

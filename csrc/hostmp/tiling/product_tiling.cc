@@ -8,7 +8,7 @@
 namespace jaxmp::hostmp {
 namespace {
 
-TilingKey key_of(const MatmulCall& call) {
+TilingKey KeyOf(const MatmulCall& call) {
   TilingKey key;
   size_t count = 0;
   const auto add = [&](auto... values) { ((key[count++] = static_cast<int64_t>(values)), ...); };
@@ -22,12 +22,12 @@ TilingKey key_of(const MatmulCall& call) {
   return key;
 }
 
-std::shared_ptr<const ProductTiling> make(const TilingKey& key, const MatmulCall& call) {
+std::shared_ptr<const ProductTiling> MakeProductTiling(const TilingKey& key, const MatmulCall& call) {
   const auto made = std::make_shared<ProductTiling>();
   made->key = key;
-  made->tiling = make_tiling(call);
-  made->area = area_of(call, made->tiling);
-  made->workspace_bytes = workspace_bytes(call, made->area);
+  made->tiling = MakeTiling(call);
+  made->area = AreaOf(call, made->tiling);
+  made->workspace_bytes = WorkspaceBytes(call, made->area);
   return made;
 }
 
@@ -37,14 +37,14 @@ struct Shared {
   std::map<TilingKey, std::weak_ptr<const ProductTiling>> tilings;
 };
 
-std::shared_ptr<const ProductTiling> find_or_make(const TilingKey& key, const MatmulCall& call) {
+std::shared_ptr<const ProductTiling> FindOrMake(const TilingKey& key, const MatmulCall& call) {
   static auto* const shared = new Shared;  // a product may still run when statics are destroyed
   {
     std::lock_guard<std::mutex> lock(shared->mutex);
     const auto found = shared->tilings.find(key);
     if (auto tiling = found == shared->tilings.end() ? nullptr : found->second.lock()) return tiling;
   }
-  auto made = make(key, call);
+  auto made = MakeProductTiling(key, call);
   std::lock_guard<std::mutex> lock(shared->mutex);
   for (auto at = shared->tilings.begin(); at != shared->tilings.end();) {
     at = at->second.expired() ? shared->tilings.erase(at) : std::next(at);
@@ -57,11 +57,11 @@ std::shared_ptr<const ProductTiling> find_or_make(const TilingKey& key, const Ma
 
 }  // namespace
 
-std::shared_ptr<const ProductTiling> tiling_of(const MatmulCall& call, abi::cublasMpMatmulDescriptor* desc) {
-  const TilingKey key = key_of(call);
+std::shared_ptr<const ProductTiling> TilingOf(const MatmulCall& call, abi::cublasMpMatmulDescriptor* desc) {
+  const TilingKey key = KeyOf(call);
   auto tiling = std::atomic_load(&desc->tiling);
   if (tiling && tiling->key == key) return tiling;
-  tiling = find_or_make(key, call);
+  tiling = FindOrMake(key, call);
   std::atomic_store(&desc->tiling, tiling);
   return tiling;
 }

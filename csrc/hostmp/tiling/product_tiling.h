@@ -24,7 +24,7 @@ struct ProductTiling {
 };
 
 // The tiling of a valid call. The descriptor keeps it for the next call.
-std::shared_ptr<const ProductTiling> tiling_of(const MatmulCall& call, abi::cublasMpMatmulDescriptor* desc);
+std::shared_ptr<const ProductTiling> TilingOf(const MatmulCall& call, abi::cublasMpMatmulDescriptor* desc);
 
 }  // namespace jaxmp::hostmp
 

@@ -20,17 +20,17 @@ struct Area {
   int64_t bytes() const { return sums_bytes + scratch_bytes + boundary_bytes + gathered_bytes; }
 };
 // The kernel for a tile of so many columns.
-KernelChoice kernel_of(const MatmulCall& call, int64_t cols);
+KernelChoice KernelOf(const MatmulCall& call, int64_t cols);
 
 // Whether a tile is summed in D itself: not where D is narrower, nor where C, which may be D, is still to be read, nor
 // where several ranks hold it.
-bool sums_in_d(const MatmulCall& call, const Tiling& tiling, const Tile& tile);
+bool SumsInD(const MatmulCall& call, const Tiling& tiling, const Tile& tile);
 
-Area area_of(const MatmulCall& call, const Tiling& tiling);
+Area AreaOf(const MatmulCall& call, const Tiling& tiling);
 // Of operands around one cut, `depth` k of a tile.
-int64_t boundary_bytes(const MatmulCall& call, int64_t depth, int64_t rows, int64_t cols);
-int64_t areas_per_rank(const MatmulCall& call);
-int64_t workspace_bytes(const MatmulCall& call, const Area& area);  // of each rank
+int64_t BoundaryBytes(const MatmulCall& call, int64_t depth, int64_t rows, int64_t cols);
+int64_t AreasPerRank(const MatmulCall& call);
+int64_t WorkspaceBytes(const MatmulCall& call, const Area& area);  // of each rank
 
 }  // namespace jaxmp::hostmp
 

@@ -10,7 +10,7 @@
 namespace jaxmp::hostmp {
 
 // Every rank must have asked for the same product. `calls` holds one call of each rank, in order.
-Status check_agreement(const std::vector<const MatmulCall*>& calls);
+Status CheckAgreement(const std::vector<const MatmulCall*>& calls);
 
 }  // namespace jaxmp::hostmp
 

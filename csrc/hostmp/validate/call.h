@@ -30,14 +30,14 @@ struct Arguments {
 };
 
 // A matrix descriptor, when it is made.
-Status check_matrix(const abi::cublasMpMatrixDescriptor& desc);
+Status CheckMatrix(const abi::cublasMpMatrixDescriptor& desc);
 
 // Fills `call` from what one rank passed. Pointers to the data are judged only where `executes`: the size query takes
 // any.
-Status read_call(const Arguments& arguments, bool executes, MatmulCall* call);
+Status ReadCall(const Arguments& arguments, bool executes, MatmulCall* call);
 
 // The workspace that Matmul was given against what the query names.
-Status check_workspace(const MatmulCall& call, const void* device, size_t device_bytes, const void* host);
+Status CheckWorkspace(const MatmulCall& call, const void* device, size_t device_bytes, const void* host);
 
 }  // namespace jaxmp::hostmp
 

@@ -8,10 +8,10 @@
 namespace jaxmp::hostmp {
 
 // Fills call->bias, aux, aux_ld, aux_type and gradient where the epilog has them.
-Status read_epilog(const abi::cublasMpMatmulDescriptor& desc, bool executes, MatmulCall* call);
+Status ReadEpilog(const abi::cublasMpMatmulDescriptor& desc, bool executes, MatmulCall* call);
 
 // Refuses attributes that hostmp would have to ignore.
-Status check_unsupported(const abi::cublasMpMatmulDescriptor& desc, const MatmulCall& call);
+Status CheckUnsupported(const abi::cublasMpMatmulDescriptor& desc, const MatmulCall& call);
 
 }  // namespace jaxmp::hostmp
 

@@ -9,23 +9,23 @@
 namespace jaxmp::hostmp {
 
 // A's, B's and D's types, the compute type, and for fp8 and fp4 the transpositions.
-Status check_low_precision_types(const MatmulCall& call);
+Status CheckLowPrecisionTypes(const MatmulCall& call);
 
 // The same of a mixed pair: an operand of 8 bits or fewer and a wider one. hostmp alone multiplies it, in any layout.
-Status check_mixed_types(const MatmulCall& call);
+Status CheckMixedTypes(const MatmulCall& call);
 
 // C where D is fp8 or fp4.
-Status check_low_precision_c(abi::cudaDataType_t c);
+Status CheckLowPrecisionC(abi::cudaDataType_t c);
 
-Status check_low_precision_bias(const MatmulCall& call);
-Status check_low_precision_epilog(const MatmulCall& call, const Epilog& epilog);
+Status CheckLowPrecisionBias(const MatmulCall& call);
+Status CheckLowPrecisionEpilog(const MatmulCall& call, const Epilog& epilog);
 
 // GELU's aux where D is fp8 (cuBLAS documentation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE; nvmath-python 1.0 gives
 // it the type of C).
-Status check_low_precision_aux(const MatmulCall& call, const Epilog& epilog);
+Status CheckLowPrecisionAux(const MatmulCall& call, const Epilog& epilog);
 
 // Fills call->scale_*, d_out_scale and amax_*, and checks them against the types and the layout.
-Status read_scales(const abi::cublasMpMatmulDescriptor& desc, bool executes, MatmulCall* call);
+Status ReadScales(const abi::cublasMpMatmulDescriptor& desc, bool executes, MatmulCall* call);
 
 }  // namespace jaxmp::hostmp
 
