@@ -2,9 +2,7 @@
 
 #include <atomic>
 #include <exception>
-#include <functional>
 #include <optional>
-#include <string>
 #include <utility>
 #include <variant>
 
@@ -79,7 +77,7 @@ Status Start(InFlightCall& call, int rank, const Buffers& buffers) {
     JAXMP_ASSIGN_OR_RETURN(call.execution, call.plan->Take(rank, buffers, hostmp::AsStream(&call.stream)));
     return call.plan->Run(rank, *call.execution, buffers, hostmp::AsStream(&call.stream));
   } catch (const std::exception& exception) {
-    return ResourceExhausted(std::string("jaxmp: ") + exception.what());
+    return ResourceExhausted("jaxmp: ", exception.what());
   }
 }
 

@@ -249,10 +249,6 @@ cublasMpStatus_t cublasMpSetStream(cublasMpHandle_t handle, cudaStream_t stream)
   found->second.stream = stream;
   return CUBLASMP_STATUS_SUCCESS;
 }
-cublasMpStatus_t cublasMpGetStream(cublasMpHandle_t handle, cudaStream_t* stream) {
-  *stream = HandleOf(handle).stream;
-  return CUBLASMP_STATUS_SUCCESS;
-}
 
 cublasMpStatus_t cublasMpGridCreate(int64_t nprow, int64_t npcol, cublasMpGridLayout_t layout, ncclComm_t comm,
                                     cublasMpGrid_t* grid) {
@@ -328,12 +324,6 @@ cublasMpStatus_t cublasMpBufferDeregister(cublasMpGrid_t grid, void* pointer) {
   return Deregister(grid, pointer);
 }
 
-cublasMpStatus_t cublasMpMatrixDescriptorInit(int64_t m, int64_t n, int64_t mb, int64_t nb, int64_t rsrc, int64_t csrc,
-                                              int64_t lld, cudaDataType_t type, cublasMpGrid_t grid,
-                                              cublasMpMatrixDescriptor_t desc) {
-  return Report(host().MatrixDescriptorInit(m, n, mb, nb, rsrc, csrc, lld, type, grid, desc),
-                "cublasMpMatrixDescriptorInit");
-}
 cublasMpStatus_t cublasMpMatrixDescriptorCreate(int64_t m, int64_t n, int64_t mb, int64_t nb, int64_t rsrc,
                                                 int64_t csrc, int64_t lld, cudaDataType_t type, cublasMpGrid_t grid,
                                                 cublasMpMatrixDescriptor_t* desc) {
@@ -351,9 +341,6 @@ cublasMpStatus_t cublasMpMatrixDescriptorDestroy(cublasMpMatrixDescriptor_t desc
   return host().MatrixDescriptorDestroy(desc);
 }
 
-cublasMpStatus_t cublasMpMatmulDescriptorInit(cublasMpMatmulDescriptor_t desc, cublasComputeType_t compute) {
-  return host().MatmulDescriptorInit(desc, compute);
-}
 cublasMpStatus_t cublasMpMatmulDescriptorCreate(cublasMpMatmulDescriptor_t* desc, cublasComputeType_t compute) {
   ENTER("MatmulDescriptorCreate");
   const cublasMpStatus_t status = host().MatmulDescriptorCreate(desc, compute);

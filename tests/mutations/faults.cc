@@ -18,10 +18,10 @@
 #include "csrc/hostmp/kernels/simd_gemm.h"
 #include "csrc/hostmp/numeric/activations.h"
 #include "csrc/hostmp/numeric/convert.h"
-#include "csrc/hostmp/numeric/downconvert.h"
 #include "csrc/hostmp/numeric/low_precision.h"
+#include "csrc/hostmp/numeric/scales.h"
 #include "csrc/hostmp/tiling/tiling.h"
-#include "csrc/hostmp/validate/agreement.h"
+#include "csrc/hostmp/validate/validate.h"
 #include "csrc/plan/distribution.h"
 #include "csrc/shared_memory/collective.h"
 

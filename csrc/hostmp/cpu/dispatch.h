@@ -1,6 +1,5 @@
 // What functions share that are compiled for several instruction sets and picked once at run time.
-#ifndef JAXMP_HOSTMP_CPU_DISPATCH_H_
-#define JAXMP_HOSTMP_CPU_DISPATCH_H_
+#pragma once
 
 #include <cstdint>
 #include <cstring>
@@ -43,5 +42,3 @@ JAXMP_INLINE float FloatOf(uint32_t bits) {
 #define JAXMP_DISPATCH(name, parameters, arguments, body) JAXMP_DISPATCH_TEMPLATE(, name, parameters, arguments, body)
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_CPU_DISPATCH_H_

@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <thread>
 
-#include "csrc/base/str_cat.h"
-
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -122,8 +120,8 @@ Status LimitInstructionSet(const std::string& name) {
     lower.*set.feature = false;
   }
   if (name != kPortable) {
-    return InvalidArgument(StrCat("this processor has no \"", name, "\"; the most that it has is \"",
-                                  HighestOf(detected()), "\", the least is \"", kPortable, "\""));
+    return InvalidArgument("this processor has no \"", name, "\"; the most that it has is \"", HighestOf(detected()),
+                           "\", the least is \"", kPortable, "\"");
   }
   chosen() = lower;
   return {};

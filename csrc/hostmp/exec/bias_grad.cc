@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <type_traits>
-#include <vector>
 
 #include "csrc/hostmp/exec/epilog.h"
 #include "csrc/hostmp/numeric/convert.h"

@@ -3,8 +3,7 @@
 // Columns are summed in blocks of 64 of their global index, and blocks one after the other: the bits of a sum depend on
 // neither tiles nor ranks nor threads, and its error grows with 64 + n / 64 terms instead of n. The blocks do not
 // depend on each other, so threads share them; only their sums are added in order, by one.
-#ifndef JAXMP_HOSTMP_EXEC_BIAS_GRAD_H_
-#define JAXMP_HOSTMP_EXEC_BIAS_GRAD_H_
+#pragma once
 
 #include <atomic>
 #include <cstddef>
@@ -49,5 +48,3 @@ void SumReady(const DistributedProduct& product, const BiasGrad& work, const Til
 void WriteBiasGrad(const DistributedProduct& product, const BiasGrad& work);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_EXEC_BIAS_GRAD_H_

@@ -1,6 +1,5 @@
 // One call in which all ranks of a group meet: what each of them brought, cut into tiles, and who tells each stream.
-#ifndef JAXMP_HOSTMP_EXEC_COLLECTIVE_CALL_H_
-#define JAXMP_HOSTMP_EXEC_COLLECTIVE_CALL_H_
+#pragma once
 
 #include <atomic>
 #include <cstddef>
@@ -66,5 +65,3 @@ void Work(CollectiveCall& collective, int area);
 void Complete(CollectiveCall& collective, const Status& status);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_EXEC_COLLECTIVE_CALL_H_

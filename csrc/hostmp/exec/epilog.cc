@@ -1,13 +1,11 @@
 #include "csrc/hostmp/exec/epilog.h"
 
 #include <algorithm>
-#include <complex>
 #include <cstring>
 #include <type_traits>
 
 #include "csrc/hostmp/numeric/activations.h"
 #include "csrc/hostmp/numeric/convert.h"
-#include "csrc/hostmp/numeric/dtypes.h"
 #include "csrc/hostmp/numeric/low_precision.h"
 
 namespace jaxmp::hostmp {
@@ -15,11 +13,6 @@ namespace {
 
 // Rows that are finished at a time, which stay in the first cache.
 constexpr int64_t kRowsAtOnce = 512;
-
-template <typename T>
-struct IsComplex : std::false_type {};
-template <typename T>
-struct IsComplex<std::complex<T>> : std::true_type {};
 
 template <typename From, typename To>
 void Load(const From* from, To* to, int64_t count) {
@@ -163,16 +156,6 @@ void FinishRows(const Finish& f) {
   if (f.aux && !f.epilog->is_derivative) PadAux(f);
 }
 
-template <typename T>
-T MakeScalar(double real, double imag) {
-  if constexpr (IsComplex<T>::value) {
-    return T(static_cast<typename T::value_type>(real), static_cast<typename T::value_type>(imag));
-  } else {
-    (void)imag;
-    return static_cast<T>(real);
-  }
-}
-
 template <typename T, typename Factor>
 void ScaleBy(void* z, int64_t ldz, int64_t rows, int64_t cols, Factor factor) {
   for (int64_t col = 0; col < cols; ++col) {
@@ -203,27 +186,28 @@ void FinishTile(const Finish& f, abi::cudaDataType_t accumulator, abi::cudaDataT
   WithTypes(accumulator, out, [&](auto t, auto o) { FinishRows<decltype(t), decltype(o)>(f); });
 }
 
-void ScaleSums(void* z, int64_t ldz, int64_t rows, int64_t cols, double alpha_real, double alpha_imag,
+void ScaleSums(void* z, int64_t ldz, int64_t rows, int64_t cols, const std::complex<double>& alpha,
                abi::cudaDataType_t accumulator, bool in_double) {
-  if (in_double) return ScaleBy<float>(z, ldz, rows, cols, alpha_real);
+  if (in_double) return ScaleBy<float>(z, ldz, rows, cols, alpha.real());
   WithTypes(accumulator, accumulator, [&](auto t, auto) {
     using T = decltype(t);
-    ScaleBy<T>(z, ldz, rows, cols, MakeScalar<T>(alpha_real, alpha_imag));
+    ScaleBy<T>(z, ldz, rows, cols, MakeScalar<T>(alpha));
   });
 }
 
-void ScaleC(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols, double beta_real,
-            double beta_imag, bool adds, abi::cudaDataType_t accumulator, abi::cudaDataType_t out, bool in_double) {
+void ScaleC(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols,
+            const std::complex<double>& beta, bool adds, abi::cudaDataType_t accumulator, abi::cudaDataType_t out,
+            bool in_double) {
   if (accumulator == abi::CUDA_R_32I) {  // modulo 2^32
-    const auto factor = static_cast<uint32_t>(static_cast<int64_t>(beta_real));
+    const auto factor = static_cast<uint32_t>(static_cast<int64_t>(beta.real()));
     return Scale<uint32_t, uint32_t>(c, ldc, z, ldz, rows, cols, factor, adds);
   }
   WithTypes(accumulator, out, [&](auto t, auto o) {
     using T = decltype(t);
     if constexpr (std::is_same_v<T, float>) {
-      if (in_double) return Scale<T, decltype(o)>(c, ldc, z, ldz, rows, cols, beta_real, adds);
+      if (in_double) return Scale<T, decltype(o)>(c, ldc, z, ldz, rows, cols, beta.real(), adds);
     }
-    Scale<T, decltype(o)>(c, ldc, z, ldz, rows, cols, MakeScalar<T>(beta_real, beta_imag), adds);
+    Scale<T, decltype(o)>(c, ldc, z, ldz, rows, cols, MakeScalar<T>(beta), adds);
   });
 }
 

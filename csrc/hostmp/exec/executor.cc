@@ -7,7 +7,7 @@
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/exec/collective_call.h"
 #include "csrc/hostmp/exec/tile_task.h"
-#include "csrc/hostmp/handles/buffers.h"
+#include "csrc/hostmp/handles/handles.h"
 
 namespace jaxmp::hostmp {
 namespace {

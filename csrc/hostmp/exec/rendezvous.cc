@@ -7,10 +7,10 @@
 
 #include "csrc/base/completion_pool.h"
 #include "csrc/base/float_state.h"
-#include "csrc/base/str_cat.h"
+#include "csrc/base/status.h"
 #include "csrc/hostmp/exec/collective_call.h"
 #include "csrc/hostmp/handles/runtime.h"
-#include "csrc/hostmp/validate/agreement.h"
+#include "csrc/hostmp/validate/validate.h"
 
 namespace jaxmp::hostmp {
 

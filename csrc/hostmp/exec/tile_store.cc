@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "csrc/hostmp/numeric/convert.h"
-#include "csrc/hostmp/numeric/downconvert.h"
+#include "csrc/hostmp/numeric/scales.h"
 
 namespace jaxmp::hostmp {
 namespace {
@@ -24,8 +24,8 @@ bool TileStore::AddC(bool is_started) const {
     if (!call.reads_c) continue;
     const MatrixView c = Locate(call.c, origin_.row, origin_.col);
     const std::complex<double> beta = call.beta * static_cast<double>(call.scale_c.scalar());
-    ScaleC(c.data, c.ld, z_.data, z_.ld, rows_, cols_, beta.real(), beta.imag(), is_started, call.accumulator(),
-           call.c.desc.type, call.takes_scales());
+    ScaleC(c.data, c.ld, z_.data, z_.ld, rows_, cols_, beta, is_started, call.accumulator(), call.c.desc.type,
+           call.takes_scales());
     is_started = true;
   }
   return is_started;

@@ -1,13 +1,11 @@
 // What becomes of a tile's sums: C, the epilog, and D as each rank stores it.
-#ifndef JAXMP_HOSTMP_EXEC_TILE_STORE_H_
-#define JAXMP_HOSTMP_EXEC_TILE_STORE_H_
+#pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "csrc/hostmp/exec/epilog.h"
 #include "csrc/hostmp/handles/matmul_call.h"
-#include "csrc/hostmp/handles/matrix_view.h"
 
 namespace jaxmp::hostmp {
 
@@ -74,5 +72,3 @@ class TileStore {
 };
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_EXEC_TILE_STORE_H_

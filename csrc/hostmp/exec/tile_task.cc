@@ -8,8 +8,6 @@
 #include "csrc/hostmp/exec/tile_store.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 #include "csrc/hostmp/gemm/scaled_gemm.h"
-#include "csrc/hostmp/handles/matrix_view.h"
-#include "csrc/hostmp/tiling/workspace.h"
 
 namespace jaxmp::hostmp {
 namespace {
@@ -69,8 +67,7 @@ class TileTask {
     product_.tiling().k.empty() ? FillZero() : Multiply(false);
     const std::complex<double> alpha = call_.alpha * TensorScale();
     if (alpha != 1.0) {
-      ScaleSums(z_.data, z_.ld, tile_.rows, tile_.cols, alpha.real(), alpha.imag(), call_.accumulator(),
-                call_.takes_scales());
+      ScaleSums(z_.data, z_.ld, tile_.rows, tile_.cols, alpha, call_.accumulator(), call_.takes_scales());
     }
     for (const TileStore& store : stores_) store.AddC(true);
   }
@@ -150,22 +147,20 @@ class TileTask {
   }
 
   Product ProductOf(const CommonRange& k) const {
-    const bool is_a_plain = call_.trans_a == abi::CUBLAS_OP_N;
     const MatrixView a =
-        Piece(&MatmulCall::a, is_a_plain, {m_.proc[1], m_.local[1] + tile_.row}, {k.proc[0], k.local[0]});
+        Piece(&MatmulCall::a, call_.is_a_plain(), {m_.proc[1], m_.local[1] + tile_.row}, {k.proc[0], k.local[0]});
     const MatrixView b = product_.tiling().IsTogetherInB(tile_) ? PieceOfB(k, n_, tile_.col) : GatheredB(k);
     return {call_.trans_a, call_.trans_b, tile_.rows, tile_.cols, k.size, a.data, a.ld, b.data, b.ld, z_.data, z_.ld};
   }
 
   MatrixView PieceOfB(const CommonRange& k, const CommonRange& n, int64_t col) const {
-    return Piece(&MatmulCall::b, call_.trans_b == abi::CUBLAS_OP_N, {k.proc[1], k.local[1]},
-                 {n.proc[1], n.local[1] + col});
+    return Piece(&MatmulCall::b, call_.is_b_plain(), {k.proc[1], k.local[1]}, {n.proc[1], n.local[1] + col});
   }
 
   // The columns of all ranks, put together as they are stored.
   MatrixView GatheredB(const CommonRange& k) const {
     const abi::cudaDataType_t type = call_.b.desc.type;
-    const bool is_plain = call_.trans_b == abi::CUBLAS_OP_N;
+    const bool is_plain = call_.is_b_plain();
     const MatrixView all = {gathered_ + BytesOf(type, k.begin * tile_.cols), is_plain ? k.size : tile_.cols};
     for (int32_t i = tile_.n_range; i < tile_.n_range + tile_.n_ranges; ++i) {
       const CommonRange& n = NRangeAt(i);

@@ -1,6 +1,5 @@
 // The work of one thread on one tile of D.
-#ifndef JAXMP_HOSTMP_EXEC_TILE_TASK_H_
-#define JAXMP_HOSTMP_EXEC_TILE_TASK_H_
+#pragma once
 
 #include <vector>
 
@@ -20,5 +19,3 @@ struct DistributedProduct {
 void RunTile(const DistributedProduct& product, const Tile& tile, char* workspace);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_EXEC_TILE_TASK_H_

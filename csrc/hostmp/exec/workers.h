@@ -1,6 +1,5 @@
 // Which threads multiply: at most one on each processor, each with an area of the workspace of its own.
-#ifndef JAXMP_HOSTMP_EXEC_WORKERS_H_
-#define JAXMP_HOSTMP_EXEC_WORKERS_H_
+#pragma once
 
 #include <atomic>
 #include <cstddef>
@@ -43,5 +42,3 @@ class Workers {
 };
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_EXEC_WORKERS_H_

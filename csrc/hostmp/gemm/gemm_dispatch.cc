@@ -1,9 +1,7 @@
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 
 #include "csrc/hostmp/gemm/cblas.h"
-#include "csrc/hostmp/kernels/amx_gemm.h"
-#include "csrc/hostmp/kernels/avx512_bf16_gemm.h"
-#include "csrc/hostmp/kernels/bf16_small_n.h"
+#include "csrc/hostmp/kernels/bf16_gemm.h"
 #include "csrc/hostmp/kernels/blocked_gemm.h"
 #include "csrc/hostmp/kernels/simd_gemm.h"
 #include "csrc/hostmp/numeric/convert.h"
@@ -59,17 +57,10 @@ struct WideningKernel {
 };
 
 void BlasGemm(abi::cudaDataType_t type, const Product& p, std::complex<double> alpha, bool adds) {
-  const double one = adds ? 1 : 0;
-  switch (type) {
-    case abi::CUDA_R_64F:
-      return Gemm(p, alpha.real(), one);
-    case abi::CUDA_C_32F:
-      return Gemm(p, Complex64(alpha), Complex64(static_cast<float>(one)));
-    case abi::CUDA_C_64F:
-      return Gemm(p, alpha, Complex128(one));
-    default:
-      return Gemm(p, static_cast<float>(alpha.real()), static_cast<float>(one));
-  }
+  WithType(type, [&](auto number) {
+    using T = Computed<decltype(number)>;
+    Gemm(p, MakeScalar<T>(alpha), MakeScalar<T>(adds));
+  });
 }
 
 // A segment that is no multiple of the kernel's k unit must end its batch.

@@ -1,10 +1,9 @@
 #include "csrc/hostmp/gemm/kernel_choice.h"
 
+#include "csrc/base/status.h"
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/gemm/cblas.h"
-#include "csrc/hostmp/kernels/amx_gemm.h"
-#include "csrc/hostmp/kernels/avx512_bf16_gemm.h"
-#include "csrc/hostmp/kernels/bf16_small_n.h"
+#include "csrc/hostmp/kernels/bf16_gemm.h"
 #include "csrc/hostmp/kernels/simd_gemm.h"
 #include "csrc/hostmp/numeric/dtypes.h"
 
@@ -59,21 +58,10 @@ const char* NameOfBlas(cudaDataType_t type) {
 }
 
 std::string NameOfKernel(const KernelChoice& choice) {
-  switch (choice.kernel) {
-    case Kernel::kBlas:
-      return NameOfBlas(choice.type);
-    case Kernel::kWideningBlas:
-      return "widened to f32, cblas_sgemm";
-    case Kernel::kAmx:
-    case Kernel::kAmxFewColumns:
-      return "AMX kernel of hostmp, summed in f32";
-    case Kernel::kAvx512Bf16:
-    case Kernel::kAvx512Bf16FewColumns:
-      return "AVX512_BF16 kernel of hostmp, summed in f32";
-    case Kernel::kSimd:
-    case Kernel::kSimdFewColumns:
-      break;
-  }
+  if (choice.kernel == Kernel::kBlas) return NameOfBlas(choice.type);
+  if (choice.kernel == Kernel::kWideningBlas) return "widened to f32, cblas_sgemm";
+  if (KUnit(choice.kernel) == kAmxUnit) return "AMX kernel of hostmp, summed in f32";
+  if (KUnit(choice.kernel) == kBf16Unit) return "AVX512_BF16 kernel of hostmp, summed in f32";
   constexpr const char* kLevels[] = {"portable", "NEON", "AVX2", "AVX-512"};  // by SimdLevel
   return std::string(Facts(choice.type).is_16bit ? "widened to f32, " : "") + kLevels[static_cast<int>(simd_level())] +
          " kernel of hostmp";
@@ -96,14 +84,8 @@ KernelChoice KernelOf(const ProductKind& p) {
 }
 
 std::string Describe(const KernelChoice& choice) {
-  switch (choice.conversion) {
-    case Conversion::kNone:
-      break;
-    case Conversion::kDecoded:
-    case Conversion::kDecodedFewColumns:
-      return std::string("decoded to ") + Facts(choice.type).name + "; " + NameOfKernel(choice);
-  }
-  return NameOfKernel(choice);
+  const std::string name = NameOfKernel(choice);
+  return choice.conversion == Conversion::kNone ? name : StrCat("decoded to ", Facts(choice.type).name, "; ", name);
 }
 
 std::string DescribeKernels(cudaDataType_t type) {

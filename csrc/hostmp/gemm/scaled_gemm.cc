@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
-#include "csrc/hostmp/kernels/amx_gemm.h"
+#include "csrc/hostmp/kernels/bf16_gemm.h"
 #include "csrc/hostmp/kernels/blocked_gemm.h"
 #include "csrc/hostmp/kernels/simd_gemm.h"
 #include "csrc/hostmp/numeric/convert.h"

@@ -2,10 +2,8 @@
 
 #include <sched.h>
 
-#include <algorithm>
 #include <condition_variable>
 #include <cstddef>
-#include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>

@@ -1,6 +1,5 @@
 // The threads that help with a product, one for each processor.
-#ifndef JAXMP_HOSTMP_HANDLES_BOUND_THREADS_H_
-#define JAXMP_HOSTMP_HANDLES_BOUND_THREADS_H_
+#pragma once
 
 #include <cstdint>
 #include <functional>
@@ -24,5 +23,3 @@ class BoundThreads final : public Pool {
 };
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_HANDLES_BOUND_THREADS_H_

@@ -3,8 +3,7 @@
 // An axis of `extent` indices is cut into blocks of `block`, dealt round-robin to `nprocs` processes, the first block
 // to `source`. Worked example: extent 10, block 3, nprocs 2, source 0 puts global 0 1 2 | 6 7 8 on process 0 (local
 // 0..5) and 3 4 5 | 9 on process 1 (local 0..3).
-#ifndef JAXMP_HOSTMP_HANDLES_DISTRIBUTION_H_
-#define JAXMP_HOSTMP_HANDLES_DISTRIBUTION_H_
+#pragma once
 
 #include <cstdint>
 #include <vector>
@@ -40,5 +39,3 @@ struct CommonRange {
 std::vector<CommonRange> CommonRanges(const std::vector<LocalRange>& first, const std::vector<LocalRange>& second);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_HANDLES_DISTRIBUTION_H_

@@ -1,6 +1,5 @@
 // What cuBLASMp's opaque handles point to here.
-#ifndef JAXMP_HOSTMP_HANDLES_HANDLES_H_
-#define JAXMP_HOSTMP_HANDLES_HANDLES_H_
+#pragma once
 
 #include <array>
 #include <cstdint>
@@ -16,12 +15,6 @@ struct ProductTiling;
 }
 
 namespace jaxmp::abi {
-
-struct ncclComm {
-  int rank;
-  int nranks;
-  const void* group;  // identity only: ranks of one group share it
-};
 
 struct cublasMpHandle {
   hostmp::Stream* stream;
@@ -70,6 +63,6 @@ inline int64_t ColOf(const abi::cublasMpGrid& grid, int64_t rank) {
   return grid.layout == abi::CUBLASMP_GRID_LAYOUT_COL_MAJOR ? rank / grid.nprow : rank % grid.npcol;
 }
 
-}  // namespace jaxmp::hostmp
+constexpr int64_t kAlignment = 64;  // of every buffer: a cache line, and an AVX-512 register
 
-#endif  // JAXMP_HOSTMP_HANDLES_HANDLES_H_
+}  // namespace jaxmp::hostmp

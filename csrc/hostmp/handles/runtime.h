@@ -4,15 +4,21 @@
 // rank and returns; the last rank to arrive runs the whole product in tiles, and every rank's
 // stream is told when its part is there. Nobody ever blocks, so ranks may arrive on any threads,
 // and all of them on one.
-#ifndef JAXMP_HOSTMP_HANDLES_RUNTIME_H_
-#define JAXMP_HOSTMP_HANDLES_RUNTIME_H_
+#pragma once
 
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <vector>
 
 #include "csrc/base/status.h"
 #include "csrc/cublasmp/abi.h"
+
+struct jaxmp::abi::ncclComm {
+  int rank;
+  int nranks;
+  const void* group;  // identity only: ranks of one group share it
+};
 
 namespace jaxmp::hostmp {
 
@@ -20,17 +26,17 @@ namespace jaxmp::hostmp {
 // as the group.
 class Group {
  public:
-  explicit Group(int nranks);
-  ~Group();
+  explicit Group(int nranks) {
+    for (int rank = 0; rank < nranks; ++rank) comms_.push_back({rank, nranks, this});
+  }
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  int nranks() const;
-  abi::ncclComm_t comm(int rank) const;
+  int nranks() const { return static_cast<int>(comms_.size()); }
+  abi::ncclComm_t comm(int rank) const { return &comms_[static_cast<size_t>(rank)]; }
 
  private:
-  struct Ranks;
-  std::unique_ptr<Ranks> ranks_;
+  mutable std::vector<abi::ncclComm> comms_;
 };
 
 // Threads that may help the arriving one. Schedule() is called only inside Matmul, on the last
@@ -85,5 +91,3 @@ inline abi::cudaStream_t AsStream(Stream* stream) { return reinterpret_cast<abi:
 void Fail(Stream& stream, int rank, int nranks, Status why);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_HANDLES_RUNTIME_H_

@@ -4,11 +4,10 @@
 // sums, and two micro-panels of each operand, fill the eight registers.
 //
 // Each sum runs over a K block in ascending order, alone in its lane, whatever the extents.
-#include "csrc/hostmp/kernels/amx_gemm.h"
-
 #include <algorithm>
 
 #include "csrc/hostmp/cpu/avx512.h"
+#include "csrc/hostmp/kernels/bf16_gemm.h"
 #include "csrc/hostmp/kernels/blocked_gemm.h"
 #include "csrc/hostmp/kernels/pack_bf16.h"
 
@@ -148,15 +147,6 @@ void AmxGemm(const KSegments& segments, float alpha, float beta, char* scratch) 
 }
 
 int64_t AmxGemmScratch(int64_t m, int64_t n, int64_t k) { return ScratchOf(AmxKernel{}, m, n, k).bytes(); }
-
-}  // namespace jaxmp::hostmp
-
-#else
-
-namespace jaxmp::hostmp {
-
-void AmxGemm(const KSegments&, float, float, char*) {}
-int64_t AmxGemmScratch(int64_t, int64_t, int64_t) { return 0; }
 
 }  // namespace jaxmp::hostmp
 

@@ -1,11 +1,10 @@
 // A register tile of 48 x 8 sums runs over a K block. The instruction multiplies pairs: for each of 16 rows it adds
 // a[2p] b[2p] + a[2p+1] b[2p+1] to a float. So both operands are packed by pairs (pack_bf16.h): op(A) in micro-panels
 // of 48 rows (the last one of 16, 32 or 48), op(B) in micro-panels of 16 columns, two register tiles.
-#include "csrc/hostmp/kernels/avx512_bf16_gemm.h"
-
 #include <algorithm>
 
 #include "csrc/hostmp/cpu/avx512.h"
+#include "csrc/hostmp/kernels/bf16_gemm.h"
 #include "csrc/hostmp/kernels/blocked_gemm.h"
 #include "csrc/hostmp/kernels/pack_bf16.h"
 
@@ -135,15 +134,6 @@ void Avx512Bf16Gemm(const KSegments& segments, float alpha, float beta, char* sc
 int64_t Avx512Bf16GemmScratch(int64_t m, int64_t n, int64_t k) {
   return ScratchOf(Avx512Bf16Kernel{}, m, n, k).bytes();
 }
-
-}  // namespace jaxmp::hostmp
-
-#else
-
-namespace jaxmp::hostmp {
-
-void Avx512Bf16Gemm(const KSegments&, float, float, char*) {}
-int64_t Avx512Bf16GemmScratch(int64_t, int64_t, int64_t) { return 0; }
 
 }  // namespace jaxmp::hostmp
 

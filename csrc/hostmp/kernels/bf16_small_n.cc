@@ -2,13 +2,11 @@
 // sums are written out (Intel SDM, volume 2, TDPBF16PS and VDPBF16PS). A tile register's instruction multiplies 32 k at
 // a time: it sums those with even and those with odd k apart, from zero, by fused multiply-add, adds the two, and adds
 // that to the sum. The vector instruction takes a pair of k. Both take subnormal numbers as zero, inputs and results.
-#include "csrc/hostmp/kernels/bf16_small_n.h"
-
 #include <algorithm>
 
 #include "csrc/base/float_state.h"
 #include "csrc/hostmp/cpu/avx512.h"
-#include "csrc/hostmp/kernels/amx_gemm.h"
+#include "csrc/hostmp/kernels/bf16_gemm.h"
 #include "csrc/hostmp/kernels/pack_bf16.h"
 
 #if defined(__x86_64__)
@@ -157,14 +155,6 @@ void Bf16SmallNGemm(Bf16Sums kind, const KSegments& segments, bool adds) {
       return Multiply<kBf16SmallN>(kind, segments, adds);
   }
 }
-
-}  // namespace jaxmp::hostmp
-
-#else
-
-namespace jaxmp::hostmp {
-
-void Bf16SmallNGemm(Bf16Sums, const KSegments&, bool) {}
 
 }  // namespace jaxmp::hostmp
 

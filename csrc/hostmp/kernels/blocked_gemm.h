@@ -14,8 +14,7 @@
 //                    pack all slices of a K block
 //   Multiply(block, packed, tile)
 //                    adds the product of a K block to a tile of C; the first block's is the one that may overwrite it
-#ifndef JAXMP_HOSTMP_KERNELS_BLOCKED_GEMM_H_
-#define JAXMP_HOSTMP_KERNELS_BLOCKED_GEMM_H_
+#pragma once
 
 #include <algorithm>
 #include <cstddef>
@@ -90,5 +89,3 @@ void BlockedGemm(const Kernel& kernel, const KSegments& segments, char* scratch)
 }
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_KERNELS_BLOCKED_GEMM_H_

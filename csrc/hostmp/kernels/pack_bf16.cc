@@ -140,14 +140,4 @@ JAXMP_AVX512_BF16 void PackByIndices(const Bf16View& view, int64_t begin, int64_
 
 }  // namespace jaxmp::hostmp
 
-#else
-
-namespace jaxmp::hostmp {
-
-void PackByPairs(const Bf16View&, int64_t, int64_t, int64_t, int64_t, int64_t, uint32_t*) {}
-void PackPanelsByPairs(const Bf16View&, int64_t, int64_t, int64_t, int64_t, int64_t, uint32_t*) {}
-void PackByIndices(const Bf16View&, int64_t, int64_t, int64_t, uint32_t*) {}
-
-}  // namespace jaxmp::hostmp
-
 #endif

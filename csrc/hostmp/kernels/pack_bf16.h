@@ -4,8 +4,7 @@
 // numbers that follow each other in k make one 32-bit word, and a block is 16 pairs of 16 indices (rows of op(A), or
 // columns of op(B)): 1 KiB, one AMX tile. It is packed by pairs (word i of line p is pair p of index i), or by indices
 // (word p of line i). What lies beyond the operand is packed as zeros.
-#ifndef JAXMP_HOSTMP_KERNELS_PACK_BF16_H_
-#define JAXMP_HOSTMP_KERNELS_PACK_BF16_H_
+#pragma once
 
 #include <cstdint>
 
@@ -48,5 +47,3 @@ void PackPanelsByPairs(const Bf16View& from, int64_t begin, int64_t panels, int6
 void PackByIndices(const Bf16View& from, int64_t begin, int64_t count, int64_t depth, uint32_t* to);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_KERNELS_PACK_BF16_H_

@@ -1,9 +1,7 @@
 #include "csrc/hostmp/kernels/simd_gemm.h"
 
-#include <algorithm>
 #include <complex>
 #include <cstring>
-#include <type_traits>
 
 #include "csrc/hostmp/cpu/avx512.h"
 #include "csrc/hostmp/cpu/features.h"
@@ -30,15 +28,7 @@ constexpr int64_t kParts<std::complex<T>> = 2;
 
 template <typename From>
 struct RealOf {
-  using type = From;
-};
-template <>
-struct RealOf<BFloat16> {
-  using type = float;
-};
-template <>
-struct RealOf<Float16> {
-  using type = float;
+  using type = Computed<From>;
 };
 template <typename T>
 struct RealOf<std::complex<T>> {
@@ -292,39 +282,11 @@ auto WithLevel([[maybe_unused]] SimdLevel level, Function function) {
   return function(portable::Isa{});
 }
 
-// f(number) with a number of the type.
-template <typename Function>
-void WithType(abi::cudaDataType_t type, Function function) {
-  switch (type) {
-    case abi::CUDA_R_64F:
-      return function(double{});
-    case abi::CUDA_C_32F:
-      return function(Complex64{});
-    case abi::CUDA_C_64F:
-      return function(Complex128{});
-    case abi::CUDA_R_16BF:
-      return function(BFloat16{});
-    case abi::CUDA_R_16F:
-      return function(Float16{});
-    default:
-      return function(float{});
-  }
-}
-
 }  // namespace
 
 bool Has(SimdLevel level) {
-  switch (level) {
-    case SimdLevel::kAvx512:
-      return cpu().avx512;
-    case SimdLevel::kAvx2:
-      return cpu().avx2;
-    case SimdLevel::kNeon:
-      return cpu().neon;
-    case SimdLevel::kPortable:
-      break;
-  }
-  return true;
+  constexpr bool Cpu::* kFeatures[] = {nullptr, &Cpu::neon, &Cpu::avx2, &Cpu::avx512};  // by SimdLevel
+  return level == SimdLevel::kPortable || cpu().*kFeatures[static_cast<size_t>(level)];
 }
 
 SimdLevel simd_level() {

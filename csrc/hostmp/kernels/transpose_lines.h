@@ -1,6 +1,5 @@
 // Four lines of numbers as columns, which packing for any instruction set does.
-#ifndef JAXMP_HOSTMP_KERNELS_TRANSPOSE_LINES_H_
-#define JAXMP_HOSTMP_KERNELS_TRANSPOSE_LINES_H_
+#pragma once
 
 #include <cstdint>
 #include <type_traits>
@@ -62,5 +61,3 @@ inline __attribute__((always_inline)) void TransposeLines(const T* const* from, 
 }
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_KERNELS_TRANSPOSE_LINES_H_

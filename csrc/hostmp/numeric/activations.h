@@ -1,6 +1,5 @@
 // Activations of epilogs, and their slopes.
-#ifndef JAXMP_HOSTMP_NUMERIC_ACTIVATIONS_H_
-#define JAXMP_HOSTMP_NUMERIC_ACTIVATIONS_H_
+#pragma once
 
 #include <cstdint>
 
@@ -15,5 +14,3 @@ void GeluSlope(float* values, int64_t count);
 void GeluSlope(double* values, int64_t count);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_NUMERIC_ACTIVATIONS_H_

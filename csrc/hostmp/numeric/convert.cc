@@ -61,39 +61,29 @@ JAXMP_DISPATCH(Downconvert, (const float* from, BFloat16* to, int64_t count), (f
 
 // As many as whole vectors hold, by the processor's own conversions; how many these were.
 #if defined(__x86_64__)
-JAXMP_AVX2 int64_t WidenF16c(const Float16* from, float* to, int64_t count) {
+JAXMP_AVX2 int64_t WidenVectors(const Float16* from, float* to, int64_t count) {
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
     _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
   }
   return i;
 }
-JAXMP_AVX2 int64_t DownconvertF16c(const float* from, Float16* to, int64_t count) {
+JAXMP_AVX2 int64_t DownconvertVectors(const float* from, Float16* to, int64_t count) {
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
   }
   return i;
 }
-int64_t WidenVectors(const Float16* from, float* to, int64_t count) {
-  return cpu().avx2 ? WidenF16c(from, to, count) : 0;
-}
-int64_t DownconvertVectors(const float* from, Float16* to, int64_t count) {
-  return cpu().avx2 ? DownconvertF16c(from, to, count) : 0;
-}
 #elif defined(__aarch64__)
 int64_t WidenVectors(const Float16* from, float* to, int64_t count) {
   int64_t i = 0;
-  for (; cpu().neon && i + 4 <= count; i += 4) {
-    vst1q_f32(to + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from[i].bits))));
-  }
+  for (; i + 4 <= count; i += 4) vst1q_f32(to + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from[i].bits))));
   return i;
 }
 int64_t DownconvertVectors(const float* from, Float16* to, int64_t count) {
   int64_t i = 0;
-  for (; cpu().neon && i + 4 <= count; i += 4) {
-    vst1_u16(&to[i].bits, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from + i))));
-  }
+  for (; i + 4 <= count; i += 4) vst1_u16(&to[i].bits, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from + i))));
   return i;
 }
 #else
@@ -101,16 +91,19 @@ int64_t WidenVectors(const Float16*, float*, int64_t) { return 0; }
 int64_t DownconvertVectors(const float*, Float16*, int64_t) { return 0; }
 #endif
 
+bool HasVectors() { return cpu().avx2 || cpu().neon; }
+
 }  // namespace
 
 void Widen(const BFloat16* from, float* to, int64_t count) { WidenBest(from, to, count); }
 void Downconvert(const float* from, BFloat16* to, int64_t count) { DownconvertBest(from, to, count); }
 
 void Widen(const Float16* from, float* to, int64_t count) {
-  for (int64_t i = WidenVectors(from, to, count); i < count; ++i) to[i] = WidenOne(from[i]);
+  for (int64_t i = HasVectors() ? WidenVectors(from, to, count) : 0; i < count; ++i) to[i] = WidenOne(from[i]);
 }
 void Downconvert(const float* from, Float16* to, int64_t count) {
-  for (int64_t i = DownconvertVectors(from, to, count); i < count; ++i) to[i] = DownconvertOne(from[i]);
+  for (int64_t i = HasVectors() ? DownconvertVectors(from, to, count) : 0; i < count; ++i)
+    to[i] = DownconvertOne(from[i]);
 }
 
 }  // namespace jaxmp::hostmp

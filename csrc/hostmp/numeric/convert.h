@@ -1,7 +1,6 @@
 // Loops over contiguous numbers, each compiled for several instruction sets and picked once at run time. Every
 // variant rounds in the same places, so that they agree to the bit.
-#ifndef JAXMP_HOSTMP_NUMERIC_CONVERT_H_
-#define JAXMP_HOSTMP_NUMERIC_CONVERT_H_
+#pragma once
 
 #include <cstdint>
 
@@ -23,5 +22,3 @@ void Downconvert(const float* from, BFloat16* to, int64_t count);
 void Downconvert(const float* from, Float16* to, int64_t count);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_NUMERIC_CONVERT_H_

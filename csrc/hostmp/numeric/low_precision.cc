@@ -1,7 +1,6 @@
 #include "csrc/hostmp/numeric/low_precision.h"
 
-#include <algorithm>
-#include <cmath>
+#include <type_traits>
 
 #include "csrc/hostmp/cpu/dispatch.h"
 
@@ -71,38 +70,46 @@ struct OfFormat {
 template <int Bits>
 struct Unsigned {
   static constexpr int kBits = Bits;
-  static JAXMP_INLINE float Value(uint32_t code) { return static_cast<float>(static_cast<int32_t>(code)); }
+  static JAXMP_INLINE int Number(uint32_t code) { return static_cast<int>(code); }
+  static JAXMP_INLINE float Value(uint32_t code) { return static_cast<float>(Number(code)); }
 };
 template <int Bits>
 struct Signed {
-  static constexpr int kBits = Bits;
-  static JAXMP_INLINE float Value(uint32_t code) {
-    return static_cast<float>(static_cast<int32_t>(code << (32 - Bits)) >> (32 - Bits));
-  }
+  static constexpr int kBits = Bits, kSign = 1 << (Bits - 1);
+  static JAXMP_INLINE int Number(uint32_t code) { return (static_cast<int>(code) ^ kSign) - kSign; }
+  static JAXMP_INLINE float Value(uint32_t code) { return static_cast<float>(Number(code)); }
 };
 struct Exponent {
   static constexpr int kBits = 8;
   static JAXMP_INLINE float Value(uint32_t code) { return Ue8m0(static_cast<uint8_t>(code)); }
 };
 
-JAXMP_INLINE void Put(float value, uint16_t* to) { *to = static_cast<uint16_t>(BitsOf(value) >> 16); }
-JAXMP_INLINE void Put(float value, float* to) { *to = value; }
+template <typename Code, typename To>
+JAXMP_INLINE void Put(uint32_t code, float scale, To* to) {
+  if constexpr (std::is_same_v<To, int8_t>) {
+    *to = static_cast<int8_t>(Code::Number(code));
+  } else if constexpr (std::is_same_v<To, float>) {
+    *to = Code::Value(code) * scale;
+  } else {
+    *to = static_cast<To>(BitsOf(Code::Value(code) * scale) >> 16);
+  }
+}
 
 template <typename Code, typename To>
 JAXMP_INLINE void DecodeRun(const uint8_t* from, int64_t first, int64_t count, float scale, To* to) {
   if constexpr (Code::kBits == 8) {
-    for (int64_t i = 0; i < count; ++i) Put(Code::Value(from[first + i]) * scale, to + i);
+    for (int64_t i = 0; i < count; ++i) Put<Code>(from[first + i], scale, to + i);
   } else {
     const uint8_t* bytes = from + first / 2;
     if (first % 2 != 0 && count > 0) {
-      Put(Code::Value(*bytes++ >> 4) * scale, to++);
+      Put<Code>(*bytes++ >> 4, scale, to++);
       --count;
     }
     for (int64_t i = 0; i < count / 2; ++i) {
-      Put(Code::Value(bytes[i] & 0xfu) * scale, to + 2 * i);
-      Put(Code::Value(bytes[i] >> 4) * scale, to + 2 * i + 1);
+      Put<Code>(bytes[i] & 0xfu, scale, to + 2 * i);
+      Put<Code>(bytes[i] >> 4, scale, to + 2 * i + 1);
     }
-    if (count % 2 != 0) Put(Code::Value(bytes[count / 2] & 0xfu) * scale, to + count - 1);
+    if (count % 2 != 0) Put<Code>(bytes[count / 2] & 0xfu, scale, to + count - 1);
   }
 }
 
@@ -152,23 +159,6 @@ void DecodeInto(cudaDataType_t type, const void* from, int64_t first, int64_t co
   }
 }
 
-// `sign` is the bit of the sign, or 0.
-JAXMP_INLINE void UnpackRun(const uint8_t* from, int64_t first, int64_t count, int sign, int8_t* to) {
-  const auto number = [sign](int code) { return static_cast<int8_t>((code ^ sign) - sign); };
-  const uint8_t* bytes = from + first / 2;
-  if (first % 2 != 0 && count > 0) {
-    *to++ = number(*bytes++ >> 4);
-    --count;
-  }
-  for (int64_t i = 0; i < count / 2; ++i) {
-    to[2 * i] = number(bytes[i] & 0xf);
-    to[2 * i + 1] = number(bytes[i] >> 4);
-  }
-  if (count % 2 != 0) to[count - 1] = number(bytes[count / 2] & 0xf);
-}
-JAXMP_DISPATCH(Unpack, (const uint8_t* from, int64_t first, int64_t count, int sign, int8_t* to),
-               (from, first, count, sign, to), UnpackRun(from, first, count, sign, to))
-
 template <typename Format>
 JAXMP_INLINE void EncodeBytes(const float* from, int64_t count, uint8_t* to) {
   for (int64_t i = 0; i < count; ++i) to[i] = static_cast<uint8_t>(EncodeOne<Format>(from[i]));
@@ -188,7 +178,9 @@ void Decode(cudaDataType_t type, const void* from, int64_t first, int64_t count,
 }
 
 void Unpack(cudaDataType_t type, const void* from, int64_t first, int64_t count, int8_t* to) {
-  UnpackBest(static_cast<const uint8_t*>(from), first, count, type == host_types::kS4 ? 8 : 0, to);
+  const auto unpack =
+      type == host_types::kS4 ? DecodeBest<Decoder<Signed<4>, int8_t>> : DecodeBest<Decoder<Unsigned<4>, int8_t>>;
+  unpack(static_cast<const uint8_t*>(from), first, count, 1.0f, to);
 }
 
 void Encode(cudaDataType_t type, const float* from, int64_t count, void* to) {

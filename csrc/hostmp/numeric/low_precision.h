@@ -4,8 +4,7 @@
 // Point Specification 1.0, table 1; OCP Microscaling Formats 1.0, tables 2 to 7). The other formats are those of
 // ml_dtypes: E4M3 and E3M4 as IEEE 754 has them, and FNUZ ones, where the code of -0 is the only NaN. Two numbers of 4
 // bits share a byte, the first one in its low half.
-#ifndef JAXMP_HOSTMP_NUMERIC_LOW_PRECISION_H_
-#define JAXMP_HOSTMP_NUMERIC_LOW_PRECISION_H_
+#pragma once
 
 #include <cstdint>
 
@@ -53,5 +52,3 @@ float Ue4m3(uint8_t bits);  // the sign is ignored
 uint8_t Ue8m0Above(float scale);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_NUMERIC_LOW_PRECISION_H_

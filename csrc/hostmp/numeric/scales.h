@@ -3,8 +3,7 @@
 //
 // `inner` counts along k in A and B, and along the rows of D; `outer` along the other dimension. Both are local to a
 // rank: its scales describe its part.
-#ifndef JAXMP_HOSTMP_NUMERIC_SCALES_H_
-#define JAXMP_HOSTMP_NUMERIC_SCALES_H_
+#pragma once
 
 #include <cstdint>
 
@@ -16,38 +15,15 @@ namespace jaxmp::hostmp {
 
 using ScaleMode = abi::cublasMpMatmulMatrixScale_t;
 
-constexpr const char* NameOf(ScaleMode mode) {
-  switch (mode) {
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32:
-      return "SCALAR_FP32";
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC16_UE4M3:
-      return "VEC16_UE4M3";
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0:
-      return "VEC32_UE8M0";
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32:
-      return "OUTER_VEC_FP32";
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC128_FP32:
-      return "VEC128_FP32";
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_BLK128x128_FP32:
-      return "BLK128x128_FP32";
-  }
-  return "unknown";
-}
-
-// How many elements along the inner dimension share a scale; 0 where all of them do.
-constexpr int64_t BlockOf(ScaleMode mode) {
-  switch (mode) {
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC16_UE4M3:
-      return 16;
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0:
-      return 32;
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC128_FP32:
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_BLK128x128_FP32:
-      return 128;
-    default:
-      return 0;
-  }
-}
+// By mode: its name, and how many elements along the inner dimension share a scale, 0 where all of them do.
+struct ScaleModeFacts {
+  const char* name;
+  int64_t block;
+};
+inline constexpr ScaleModeFacts kScaleModes[] = {{"SCALAR_FP32", 0},    {"VEC16_UE4M3", 16},  {"VEC32_UE8M0", 32},
+                                                 {"OUTER_VEC_FP32", 0}, {"VEC128_FP32", 128}, {"BLK128x128_FP32", 128}};
+constexpr const char* NameOf(ScaleMode mode) { return kScaleModes[mode].name; }
+constexpr int64_t BlockOf(ScaleMode mode) { return kScaleModes[mode].block; }
 
 // 16- and 32-element blocks, whose scales are exact in bf16 together with what they scale.
 constexpr bool IsTiled(ScaleMode mode) { return BlockOf(mode) == 16 || BlockOf(mode) == 32; }
@@ -83,6 +59,21 @@ struct Scales {
   }
 };
 
-}  // namespace jaxmp::hostmp
+// What happens to a tile of D in floats on its way to 8 or 4 bits: `scale` times it, encoded. With a tiled `mode`,
+// each block of a column is divided by a scale of its own, which goes to `scales`. `row` and `col` are the tile's place
+// in the rank's part, which has `rows_of_part` rows. Returns the largest absolute value ahead of all scaling, as bits
+// of a float (a NaN is larger than any number).
+struct Downconversion {
+  abi::cudaDataType_t type;
+  const float* z;
+  int64_t ldz, rows, cols;
+  char* d;  // the tile's first element
+  int64_t ldd;
+  float scale;
+  ScaleMode mode;
+  uint8_t* scales;
+  int64_t row, col, rows_of_part;
+};
+uint32_t DownconvertTile(const Downconversion& output);
 
-#endif  // JAXMP_HOSTMP_NUMERIC_SCALES_H_
+}  // namespace jaxmp::hostmp

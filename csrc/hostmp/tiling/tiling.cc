@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
 #include <numeric>
 
 #include "csrc/hostmp/cpu/features.h"
@@ -38,13 +37,6 @@ double TargetArea(const MatmulCall& call) {
   const double one_each = whole / machine_threads();
   const double shared = std::max(one_each / kTilesPerThread, std::min(one_each, kSmallTile));
   return std::min(std::max(shared, SmallestArea(call)), static_cast<double>(LargestTile(call)));
-}
-
-std::vector<LocalRange> OpRows(const Operand& x, bool is_plain, int64_t size) {
-  return is_plain ? LocalRanges(x.desc.rows, x.row, size) : LocalRanges(x.desc.cols, x.col, size);
-}
-std::vector<LocalRange> OpCols(const Operand& x, bool is_plain, int64_t size) {
-  return is_plain ? LocalRanges(x.desc.cols, x.col, size) : LocalRanges(x.desc.rows, x.row, size);
 }
 
 // Beyond so many tiles for each thread, one of them more or less does not matter.
@@ -107,14 +99,16 @@ void CutRectangle(int32_t m_range, int32_t n_range, int32_t n_ranges, int64_t ro
 }  // namespace
 
 Tiling MakeTiling(const MatmulCall& call) {
-  const bool is_a_plain = call.trans_a == abi::CUBLAS_OP_N, is_b_plain = call.trans_b == abi::CUBLAS_OP_N;
+  const int64_t a_row = call.is_a_plain() ? call.a.row : call.a.col, a_col = call.a.row + call.a.col - a_row;
+  const int64_t b_row = call.is_b_plain() ? call.b.row : call.b.col, b_col = call.b.row + call.b.col - b_row;
   Tiling tiling;
   // After an all-reduce every rank holds all of D: its descriptor lays the copies side by side, and any one will do.
-  const auto d_rows = call.is_all_reduce ? std::vector<LocalRange>{{0, call.m, 0, 0}} : OpRows(call.d, true, call.m);
-  const auto d_cols = call.is_all_reduce ? std::vector<LocalRange>{{0, call.n, 0, 0}} : OpCols(call.d, true, call.n);
-  tiling.m = CommonRanges(d_rows, OpRows(call.a, is_a_plain, call.m));
-  tiling.n = CommonRanges(d_cols, OpCols(call.b, is_b_plain, call.n));
-  tiling.k = CommonRanges(OpCols(call.a, is_a_plain, call.k), OpRows(call.b, is_b_plain, call.k));
+  const auto of_d = [&](const Axis& axis, int64_t first, int64_t size) {
+    return call.is_all_reduce ? std::vector<LocalRange>{{0, size, 0, 0}} : LocalRanges(axis, first, size);
+  };
+  tiling.m = CommonRanges(of_d(call.d.desc.rows, call.d.row, call.m), LocalRanges(call.a_m(), a_row, call.m));
+  tiling.n = CommonRanges(of_d(call.d.desc.cols, call.d.col, call.n), LocalRanges(call.b_n(), b_col, call.n));
+  tiling.k = CommonRanges(LocalRanges(call.a_k(), a_col, call.k), LocalRanges(call.b_k(), b_row, call.k));
   int64_t rectangles = 0;
   for (size_t n = 0; n < tiling.n.size(); n += CountJoined(call, tiling, n)) {
     rectangles += static_cast<int64_t>(tiling.m.size());
@@ -134,17 +128,14 @@ Tiling MakeTiling(const MatmulCall& call) {
 }
 
 double MostPieces(const MatmulCall& call) {
-  const bool is_a_plain = call.trans_a == abi::CUBLAS_OP_N, is_b_plain = call.trans_b == abi::CUBLAS_OP_N;
   const auto runs_of = [](const Axis& axis, int64_t size) {
     return axis.nprocs == 1 ? 1.0 : 2.0 + static_cast<double>(size / axis.block);
   };
   const auto ranges = [&](const Axis& one, const Axis& other, int64_t size) {
     return runs_of(one, size) + runs_of(other, size);
   };
-  const abi::cublasMpMatrixDescriptor &a = call.a.desc, &b = call.b.desc, &d = call.d.desc;
-  const double m = ranges(d.rows, is_a_plain ? a.rows : a.cols, call.m);
-  const double n = ranges(d.cols, is_b_plain ? b.cols : b.rows, call.n);
-  const double k = ranges(is_a_plain ? a.cols : a.rows, is_b_plain ? b.rows : b.cols, call.k);
+  const double m = ranges(call.d.desc.rows, call.a_m(), call.m), n = ranges(call.d.desc.cols, call.b_n(), call.n);
+  const double k = ranges(call.a_k(), call.b_k(), call.k);
   const double elements = static_cast<double>(call.m) * static_cast<double>(call.n);
   return std::max(k, m * n + elements / static_cast<double>(LargestTile(call)));
 }

@@ -6,8 +6,7 @@
 // Worked example, reduce-scatter on 2 ranks with n = 4, k = 6: D's columns change hands at 2, so n is cut into [0, 2)
 // on rank 0 and [2, 4) on rank 1; A's columns and B's rows change hands at 3, so each tile is
 // A0 · B0 (k in [0, 3)) + A1 · B1 (k in [3, 6)).
-#ifndef JAXMP_HOSTMP_TILING_TILING_H_
-#define JAXMP_HOSTMP_TILING_TILING_H_
+#pragma once
 
 #include <cstdint>
 #include <vector>
@@ -50,5 +49,3 @@ inline double Operations(const MatmulCall& call) {
 }
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_TILING_TILING_H_

@@ -1,9 +1,8 @@
-#include "csrc/hostmp/validate/agreement.h"
-
 #include <array>
 #include <cstring>
 
-#include "csrc/base/str_cat.h"
+#include "csrc/base/status.h"
+#include "csrc/hostmp/validate/validate.h"
 
 namespace jaxmp::hostmp {
 namespace {
@@ -12,22 +11,30 @@ namespace {
 struct Fields {
   static constexpr size_t kMost = 80;
   std::array<const char*, kMost> names;
+  std::array<char, kMost> matrices;  // whose name follows, or 0
   std::array<double, kMost> values;
   size_t count = 0;
 
   template <typename T>
-  void Add(const char* name, T value) {
+  void Add(const char* name, T value, char matrix = 0) {
     names[count] = name;
+    matrices[count] = matrix;
     values[count++] = static_cast<double>(value);
   }
 };
 
-void AddMatrix(const Operand& x, const char* const (&names)[11], Fields* fields) {
-  const double values[] = {double(x.desc.rows.extent), double(x.desc.cols.extent), double(x.desc.rows.block),
-                           double(x.desc.cols.block),  double(x.desc.rows.source), double(x.desc.cols.source),
-                           double(x.desc.type),        double(x.desc.grid.nprow),  double(x.desc.grid.layout),
-                           double(x.row + 1),          double(x.col + 1)};
-  for (size_t i = 0; i < 11; ++i) fields->Add(names[i], values[i]);
+void AddMatrix(const Operand& x, char name, Fields* fields) {
+  fields->Add("m", x.desc.rows.extent, name);
+  fields->Add("n", x.desc.cols.extent, name);
+  fields->Add("mb", x.desc.rows.block, name);
+  fields->Add("nb", x.desc.cols.block, name);
+  fields->Add("rsrc", x.desc.rows.source, name);
+  fields->Add("csrc", x.desc.cols.source, name);
+  fields->Add("type", x.desc.type, name);
+  fields->Add("nprow of the grid of ", x.desc.grid.nprow, name);
+  fields->Add("layout of the grid of ", x.desc.grid.layout, name);
+  fields->Add("first row of ", x.row + 1, name);
+  fields->Add("first column of ", x.col + 1, name);
 }
 
 // Tensor-wide scales belong to the whole matrix, so their values must agree; block scales are each rank's own.
@@ -68,18 +75,9 @@ Fields FieldsOf(const MatmulCall& call) {
     fields.Add("beta", call.beta.real());
     fields.Add("beta (imaginary part)", call.beta.imag());
   }
-  AddMatrix(
-      call.a,
-      {"mA", "nA", "mbA", "nbA", "rsrcA", "csrcA", "typeA", "nprow of A's grid", "layout of A's grid", "ia", "ja"},
-      &fields);
-  AddMatrix(
-      call.b,
-      {"mB", "nB", "mbB", "nbB", "rsrcB", "csrcB", "typeB", "nprow of B's grid", "layout of B's grid", "ib", "jb"},
-      &fields);
-  AddMatrix(
-      call.d,
-      {"mD", "nD", "mbD", "nbD", "rsrcD", "csrcD", "typeD", "nprow of D's grid", "layout of D's grid", "id", "jd"},
-      &fields);
+  AddMatrix(call.a, 'A', &fields);
+  AddMatrix(call.b, 'B', &fields);
+  AddMatrix(call.d, 'D', &fields);
   AddScales(call, &fields);
   return fields;
 }
@@ -91,15 +89,17 @@ Status CheckAgreement(const std::vector<const MatmulCall*>& calls) {
   for (size_t rank = 0; rank < calls.size(); ++rank) {
     const MatmulCall& call = *calls[rank];
     if (call.grid().comm.group != calls[0]->grid().comm.group || call.rank != static_cast<int>(rank)) {
-      return FailedPrecondition(StrCat("ranks that meet here are of different communicators: rank ", rank,
-                                       " came as rank ", call.rank, " of ", call.nranks));
+      return FailedPrecondition("ranks that meet here are of different communicators: rank ", rank, " came as rank ",
+                                call.rank, " of ", call.nranks);
     }
     const Fields other = FieldsOf(call);
     for (size_t i = 0; i < first.count; ++i) {
       // By their bits, for alpha may be a NaN. With and without ALLREDUCE the lists differ, but at EPILOGUE already.
       if (std::memcmp(&first.values[i], &other.values[i], sizeof(double)) == 0) continue;
-      return FailedPrecondition(StrCat("ranks disagree on ", first.names[i], ": rank 0 has ", first.values[i],
-                                       ", rank ", rank, " has ", other.values[i], "; every rank must pass the same"));
+      return FailedPrecondition("ranks disagree on ", first.names[i],
+                                std::string(first.matrices[i] ? 1 : 0, first.matrices[i]), ": rank 0 has ",
+                                first.values[i], ", rank ", rank, " has ", other.values[i],
+                                "; every rank must pass the same");
     }
   }
   return {};

@@ -1,11 +1,9 @@
-#include "csrc/hostmp/validate/epilog.h"
-
 #include <algorithm>
 
 #include "csrc/base/limits.h"
-#include "csrc/base/str_cat.h"
+#include "csrc/base/status.h"
 #include "csrc/hostmp/handles/epilog_table.h"
-#include "csrc/hostmp/validate/scales.h"
+#include "csrc/hostmp/validate/validate.h"
 
 namespace jaxmp::hostmp {
 namespace {
@@ -19,8 +17,8 @@ Status CheckBiasAttributes(const cublasMpMatmulDescriptor& desc, MatmulCall* cal
   if (call->is_low_precision()) {
     JAXMP_RETURN_IF_ERROR(CheckLowPrecisionBias(*call));
   } else if (call->bias_type != call->d.desc.type) {
-    return Unimplemented(StrCat("the bias is ", NameOf(call->bias_type), " and D is ", NameOf(call->d.desc.type),
-                                "; they must be of one type"));
+    return Unimplemented("the bias is ", NameOf(call->bias_type), " and D is ", NameOf(call->d.desc.type),
+                         "; they must be of one type");
   }
   if (AttributeOf<int64_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_BATCH_STRIDE) != 0) {
     return InvalidArgument("BIAS_BATCH_STRIDE must be 0");
@@ -47,9 +45,8 @@ Status CheckGradient(const cublasMpMatmulDescriptor& desc, bool executes, const 
   const auto scheme =
       AttributeOf<cublasMpResultScheme_t>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME);
   if (scheme != CUBLASMP_RESULT_SCHEME_FULL) {
-    return Unimplemented(StrCat("BIAS_RESULT_SCHEME is ", static_cast<int>(scheme),
-                                ", but hostmp gives every rank the ",
-                                "complete sum; set it to CUBLASMP_RESULT_SCHEME_FULL"));
+    return Unimplemented("BIAS_RESULT_SCHEME is ", static_cast<int>(scheme), ", but hostmp gives every rank the ",
+                         "complete sum; set it to CUBLASMP_RESULT_SCHEME_FULL");
   }
   call->gradient = AttributeOf<void*>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_POINTER);
   const int64_t size = epilog.gradient == Gradient::kB ? call->n : call->d.local_rows();
@@ -69,8 +66,7 @@ Status CheckAuxType(const cublasMpMatmulDescriptor& desc, bool is_mask, const Ep
   call->aux_type = desc.is_set[kType] ? AttributeOf<cudaDataType_t>(desc, kType) : d;
   if (IsFloat8(d)) return CheckLowPrecisionAux(*call, epilog);
   if (call->aux_type == d) return {};
-  return Unimplemented(
-      StrCat("the aux is ", NameOf(call->aux_type), " and D is ", NameOf(d), "; they must be of one type"));
+  return Unimplemented("the aux is ", NameOf(call->aux_type), " and D is ", NameOf(d), "; they must be of one type");
 }
 
 Status CheckAux(const cublasMpMatmulDescriptor& desc, bool executes, const Epilog& epilog, MatmulCall* call) {
@@ -83,22 +79,21 @@ Status CheckAux(const cublasMpMatmulDescriptor& desc, bool executes, const Epilo
   const int64_t unit = is_mask ? 128 : 8;
   const int64_t rows = call->d.local_rows();
   if (call->aux_ld < rows || call->aux_ld % unit != 0) {
-    return InvalidArgument(StrCat("EPILOGUE_AUX_LD must be a multiple of ", unit, " and at least the ", rows,
-                                  " local rows of D, got ", call->aux_ld));
+    return InvalidArgument("EPILOGUE_AUX_LD must be a multiple of ", unit, " and at least the ", rows,
+                           " local rows of D, got ", call->aux_ld);
   }
   if (!Fits(std::max<int64_t>(1, call->d.local_cols()), call->aux_ld, kMostAuxElements)) {
-    return Unimplemented(
-        StrCat("EPILOGUE_AUX_LD is ", call->aux_ld, ", which makes an aux of more than 2^52 elements"));
+    return Unimplemented("EPILOGUE_AUX_LD is ", call->aux_ld, ", which makes an aux of more than 2^52 elements");
   }
   const Axis& axis = call->d.desc.rows;
   if (is_mask && axis.nprocs > 1 && axis.block < axis.extent && axis.block % 8 != 0 &&
       axis.block * axis.nprocs < axis.extent) {
-    return Unimplemented(StrCat("a RELU mask of a block-cyclic D needs mbD to be a multiple of 8, got ", axis.block));
+    return Unimplemented("a RELU mask of a block-cyclic D needs mbD to be a multiple of 8, got ", axis.block);
   }
   call->aux = AttributeOf<void*>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_POINTER);
   if (executes && rows > 0 && !call->aux) {
-    return InvalidArgument(StrCat("the epilog has an aux ", epilog.is_derivative ? "input" : "output",
-                                  " but EPILOGUE_AUX_POINTER is not set"));
+    return InvalidArgument("the epilog has an aux ", epilog.is_derivative ? "input" : "output",
+                           " but EPILOGUE_AUX_POINTER is not set");
   }
   return {};
 }
@@ -107,16 +102,16 @@ Status CheckAux(const cublasMpMatmulDescriptor& desc, bool executes, const Epilo
 
 Status ReadEpilog(const cublasMpMatmulDescriptor& desc, bool executes, MatmulCall* call) {
   const Epilog* epilog = FindEpilog(call->epilog);
-  if (!epilog) return Unimplemented(StrCat("epilog ", call->epilog, " is not among those that hostmp computes"));
+  if (!epilog) return Unimplemented("epilog ", call->epilog, " is not among those that hostmp computes");
   if (epilog->activation != Activation::kNone && Facts(call->d.desc.type).is_complex) {
-    return Unimplemented(StrCat("epilog ", epilog->name, " has no meaning for ", NameOf(call->d.desc.type)));
+    return Unimplemented("epilog ", epilog->name, " has no meaning for ", NameOf(call->d.desc.type));
   }
   if (call->is_low_precision()) JAXMP_RETURN_IF_ERROR(CheckLowPrecisionEpilog(*call, *epilog));
   if (call->epilog != 0 && (call->d.row != 0 || call->d.col != 0)) {
-    return Unimplemented(StrCat("epilog ", epilog->name, " needs D from its first element; id and jd must be 1"));
+    return Unimplemented("epilog ", epilog->name, " needs D from its first element; id and jd must be 1");
   }
   if (epilog->is_derivative && call->k == 1) {
-    return Unimplemented(StrCat("epilog ", epilog->name, " does not take k = 1"));
+    return Unimplemented("epilog ", epilog->name, " does not take k = 1");
   }
   if (epilog->has_bias) JAXMP_RETURN_IF_ERROR(CheckBias(desc, executes, call));
   if (epilog->has_aux) JAXMP_RETURN_IF_ERROR(CheckAux(desc, executes, *epilog, call));
@@ -129,25 +124,24 @@ Status CheckUnsupported(const cublasMpMatmulDescriptor& desc, const MatmulCall& 
   for (int number = CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_POINTER;
        number <= CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_MODE && !call.takes_scales(); ++number) {
     if (desc.values[static_cast<size_t>(number)] == 0) continue;
-    return Unimplemented(StrCat("attribute ", number, " asks for scaling or an absolute maximum, which ",
-                                NameOf(call.d.desc.type), " does not take"));
+    return Unimplemented("attribute ", number, " asks for scaling or an absolute maximum, which ",
+                         NameOf(call.d.desc.type), " does not take");
   }
   if (call.communication_sm_count < 0) {
-    return InvalidArgument(StrCat("COMMUNICATION_SM_COUNT must not be negative, got ", call.communication_sm_count));
+    return InvalidArgument("COMMUNICATION_SM_COUNT must not be negative, got ", call.communication_sm_count);
   }
   if (call.communication_type == -1) return {};
   // Nothing is communicated here, sums stay in the accumulator; but the real library's rule must hold.
   const auto type = static_cast<cudaDataType_t>(call.communication_type);
   const int64_t bytes = Facts(type).bytes;
   const bool fits = bytes >= Facts(call.d.desc.type).bytes && bytes <= Facts(call.accumulator()).bytes;
-  if (fits && SumsOverRanks(call)) return {};
+  if (fits && call.sums_over_ranks()) return {};
   if (fits) {
-    return InvalidArgument(
-        StrCat("COMMUNICATION_TYPE ", NameOf(type),
-               " is of partial sums, and no rank has any; it goes with A and B distributed along k alone"));
+    return InvalidArgument("COMMUNICATION_TYPE ", NameOf(type),
+                           " is of partial sums, and no rank has any; it goes with A and B distributed along k alone");
   }
-  return InvalidArgument(StrCat("COMMUNICATION_TYPE ", NameOf(type), " must be no smaller than D's ",
-                                NameOf(call.d.desc.type), " and no larger than ", NameOf(call.accumulator())));
+  return InvalidArgument("COMMUNICATION_TYPE ", NameOf(type), " must be no smaller than D's ", NameOf(call.d.desc.type),
+                         " and no larger than ", NameOf(call.accumulator()));
 }
 
 }  // namespace jaxmp::hostmp

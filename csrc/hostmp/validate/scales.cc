@@ -1,10 +1,8 @@
-#include "csrc/hostmp/validate/scales.h"
-
 #include <cstdint>
 #include <utility>
 
-#include "csrc/base/str_cat.h"
-#include "csrc/hostmp/validate/epilog.h"
+#include "csrc/base/status.h"
+#include "csrc/hostmp/validate/validate.h"
 
 namespace jaxmp::hostmp {
 namespace {
@@ -53,8 +51,8 @@ Status CheckUnits(const MatmulCall& call) {
   };
   const auto check = [](const Side& side) -> Status {
     if (side.extent % side.unit == 0) return {};
-    return InvalidArgument(
-        StrCat(side.name, " must be a multiple of ", side.unit, " on each rank for these types, got ", side.extent));
+    return InvalidArgument(side.name, " must be a multiple of ", side.unit, " on each rank for these types, got ",
+                           side.extent);
   };
   for (const Side& side : {Side{"the rows of A (k)", call.a.local_rows(), units.k},
                            Side{"the columns of A (m)", call.a.local_cols(), units.outer},
@@ -71,7 +69,7 @@ Status CheckUnits(const MatmulCall& call) {
   for (const auto& [name, x] : sides) {
     const bool is_whole = x->row == 0 && x->col == 0;
     if (is_whole && is_contiguous(x->desc.rows) && is_contiguous(x->desc.cols)) continue;
-    return Unimplemented(StrCat(name, " is block-cyclic or starts within its matrix, which fp8 and fp4 do not take"));
+    return Unimplemented(name, " is block-cyclic or starts within its matrix, which fp8 and fp4 do not take");
   }
   return {};
 }
@@ -82,15 +80,15 @@ Status CheckModes(const MatmulCall& call) {
   const bool both_blk = a == b && a == CUBLASMP_MATMUL_MATRIX_SCALE_BLK128x128_FP32;
   const bool mixes_128 = BlockOf(a) == 128 && BlockOf(b) == 128;
   if ((a != b && !mixes_128) || both_blk) {
-    return Unimplemented(modes + " do not go together; both must be equal, or VEC128 with either of the 128 modes");
+    return Unimplemented(modes, " do not go together; both must be equal, or VEC128 with either of the 128 modes");
   }
   const bool is_float4 = call.a.desc.type == CUDA_R_4F_E2M1;
   if (is_float4 != (BlockOf(a) == 16)) {
-    return Unimplemented(StrCat(modes, " do not fit ", NameOf(call.a.desc.type),
-                                is_float4 ? ", which takes VEC16_UE4M3" : ", which takes every other mode"));
+    return Unimplemented(modes, " do not fit ", NameOf(call.a.desc.type),
+                         is_float4 ? ", which takes VEC16_UE4M3" : ", which takes every other mode");
   }
   if (ScalesSums(a) && call.stores_low_precision()) {
-    return Unimplemented(StrCat(modes, " give f16, bf16 or f32, not ", NameOf(call.d.desc.type)));
+    return Unimplemented(modes, " give f16, bf16 or f32, not ", NameOf(call.d.desc.type));
   }
   return {};
 }
@@ -99,20 +97,16 @@ Status CheckOutput(const MatmulCall& call) {
   const bool is_blocked = IsTiled(call.scale_a.mode);
   const cudaDataType_t d = call.d.desc.type;
   if (call.scale_d.data && !call.stores_low_precision()) {
-    return Unimplemented(StrCat("D_SCALE_POINTER is set, but D is ", NameOf(d), "; only fp8 and fp4 are scaled"));
+    return Unimplemented("D_SCALE_POINTER is set, but D is ", NameOf(d), "; only fp8 and fp4 are scaled");
   }
   if (call.scale_d.data && is_blocked && d != CUDA_R_4F_E2M1) {
     return Unimplemented("D_SCALE_POINTER is set, but blocks of 32 get their scales in D_OUT_SCALE_POINTER");
   }
-  if (call.scale_c.data && is_blocked) {
-    return Unimplemented("C_SCALE_POINTER is set; C takes a scale with tensor-wide scaling only");
-  }
-  if (call.scale_c.data && ScalesSums(call.scale_a.mode)) {
+  if (call.scale_c.data && (is_blocked || ScalesSums(call.scale_a.mode))) {
     return Unimplemented("C_SCALE_POINTER is set; C takes a scale with tensor-wide scaling only");
   }
   if (call.amax_d && (!IsFloat8(d) || is_blocked)) {
-    return Unimplemented(
-        StrCat("AMAX_D_POINTER is set; the largest value is taken of an fp8 D with tensor-wide scales"));
+    return Unimplemented("AMAX_D_POINTER is set; the largest value is taken of an fp8 D with tensor-wide scales");
   }
   const bool has_fp8_aux = IsFloat8(call.aux_type);
   if ((call.scale_aux.data || call.amax_aux) && !has_fp8_aux) {
@@ -123,8 +117,8 @@ Status CheckOutput(const MatmulCall& call) {
   }
   const bool needs_out_scale = is_blocked && call.stores_low_precision();
   if (call.has_d_out_scale == needs_out_scale) return {};
-  return InvalidArgument(StrCat("D_OUT_SCALE_MODE is ", call.has_d_out_scale ? "set" : "not set", ", but D is ",
-                                NameOf(d), needs_out_scale ? ", whose blocks get scales" : ", which has no scales"));
+  return InvalidArgument("D_OUT_SCALE_MODE is ", call.has_d_out_scale ? "set" : "not set", ", but D is ", NameOf(d),
+                         needs_out_scale ? ", whose blocks get scales" : ", which has no scales");
 }
 
 }  // namespace
@@ -132,20 +126,20 @@ Status CheckOutput(const MatmulCall& call) {
 Status CheckLowPrecisionTypes(const MatmulCall& call) {
   const cudaDataType_t a = call.a.desc.type, b = call.b.desc.type, d = call.d.desc.type;
   if (!IsPair(a, b)) {
-    return Unimplemented(StrCat("A is ", NameOf(a), " and B is ", NameOf(b), "; fp8 takes fp8 (not f8e5m2 twice), ",
-                                "f4e2m1 and s8 their own type"));
+    return Unimplemented("A is ", NameOf(a), " and B is ", NameOf(b), "; fp8 takes fp8 (not f8e5m2 twice), ",
+                         "f4e2m1 and s8 their own type");
   }
   if (!IsResult(a, b, d)) {
-    return Unimplemented(
-        StrCat("A is ", NameOf(a), ", B is ", NameOf(b), " and D is ", NameOf(d), "; D must be ", ResultsOf(a, b)));
+    return Unimplemented("A is ", NameOf(a), ", B is ", NameOf(b), " and D is ", NameOf(d), "; D must be ",
+                         ResultsOf(a, b));
   }
   const cublasComputeType_t compute = a == CUDA_R_8I ? CUBLAS_COMPUTE_32I : CUBLAS_COMPUTE_32F;
   if (call.compute != compute) {
-    return Unimplemented(StrCat("the compute type is ", static_cast<int>(call.compute), " but A is ", NameOf(a),
-                                ", which takes CUBLAS_COMPUTE_", a == CUDA_R_8I ? "32I" : "32F"));
+    return Unimplemented("the compute type is ", static_cast<int>(call.compute), " but A is ", NameOf(a),
+                         ", which takes CUBLAS_COMPUTE_", a == CUDA_R_8I ? "32I" : "32F");
   }
   if (IsScaled(a) && (call.trans_a != CUBLAS_OP_T || call.trans_b != CUBLAS_OP_N)) {
-    return Unimplemented(StrCat(NameOf(a), " is multiplied with TRANSA=T and TRANSB=N only; store both along k"));
+    return Unimplemented(NameOf(a), " is multiplied with TRANSA=T and TRANSB=N only; store both along k");
   }
   return {};
 }
@@ -153,17 +147,17 @@ Status CheckLowPrecisionTypes(const MatmulCall& call) {
 Status CheckMixedTypes(const MatmulCall& call) {
   const cudaDataType_t a = call.a.desc.type, b = call.b.desc.type, d = call.d.desc.type;
   if (!IsWide(Facts(a).is_low_precision ? b : a) || !IsWide(d)) {
-    return Unimplemented(StrCat("A is ", NameOf(a), ", B is ", NameOf(b), " and D is ", NameOf(d),
-                                "; beside 8 bits and fewer the other operand and D must be f16, bf16 or f32"));
+    return Unimplemented("A is ", NameOf(a), ", B is ", NameOf(b), " and D is ", NameOf(d),
+                         "; beside 8 bits and fewer the other operand and D must be f16, bf16 or f32");
   }
   if (call.compute == CUBLAS_COMPUTE_32F || call.compute == CUBLAS_COMPUTE_32F_PEDANTIC) return {};
-  return Unimplemented(StrCat("the compute type is ", static_cast<int>(call.compute), " but A is ", NameOf(a),
-                              " and B is ", NameOf(b), ", which take CUBLAS_COMPUTE_32F"));
+  return Unimplemented("the compute type is ", static_cast<int>(call.compute), " but A is ", NameOf(a), " and B is ",
+                       NameOf(b), ", which take CUBLAS_COMPUTE_32F");
 }
 
 Status CheckLowPrecisionC(cudaDataType_t c) {
   if (c == CUDA_R_16F || c == CUDA_R_16BF) return {};
-  return Unimplemented(StrCat("C is ", NameOf(c), " and D is fp8 or fp4; C must be f16 or bf16"));
+  return Unimplemented("C is ", NameOf(c), " and D is fp8 or fp4; C must be f16 or bf16");
 }
 
 Status CheckLowPrecisionBias(const MatmulCall& call) {
@@ -172,23 +166,23 @@ Status CheckLowPrecisionBias(const MatmulCall& call) {
                                                           (!call.c.data && bias == CUDA_R_16BF)
                                                     : bias == (d == CUDA_R_32F ? CUDA_R_16BF : d);
   if (is_right) return {};
-  return Unimplemented(StrCat("the bias is ", NameOf(bias), " and D is ", NameOf(d),
-                              "; D of f16 takes f16, of bf16 and f32 bf16, of fp8 and fp4 the type of C"));
+  return Unimplemented("the bias is ", NameOf(bias), " and D is ", NameOf(d),
+                       "; D of f16 takes f16, of bf16 and f32 bf16, of fp8 and fp4 the type of C");
 }
 
 Status CheckLowPrecisionEpilog(const MatmulCall& call, const Epilog& epilog) {
   if (call.epilog == 0) return {};
   if (call.a.desc.type == CUDA_R_8I) {
-    return Unimplemented(StrCat("epilog ", epilog.name, " has no form for s8; use DEFAULT"));
+    return Unimplemented("epilog ", epilog.name, " has no form for s8; use DEFAULT");
   }
   const bool is_gelu = epilog.activation == Activation::kGelu;
   if ((is_gelu && (!epilog.has_aux || epilog.is_derivative)) || epilog.gradient != Gradient::kNone) {
-    return Unimplemented(StrCat("cuBLAS has no epilog ", epilog.name, " for ", NameOf(call.a.desc.type),
-                                "; it has BIAS, those of RELU, DRELU and GELU_AUX"));
+    return Unimplemented("cuBLAS has no epilog ", epilog.name, " for ", NameOf(call.a.desc.type),
+                         "; it has BIAS, those of RELU, DRELU and GELU_AUX");
   }
   if (is_gelu && call.d.desc.type == CUDA_R_4F_E2M1) {
-    return Unimplemented(StrCat("epilog ", epilog.name, " is not computed for D of ", NameOf(call.d.desc.type),
-                                "; use a D of 8 bits or more"));
+    return Unimplemented("epilog ", epilog.name, " is not computed for D of ", NameOf(call.d.desc.type),
+                         "; use a D of 8 bits or more");
   }
   return {};
 }
@@ -199,10 +193,10 @@ Status CheckLowPrecisionAux(const MatmulCall& call, const Epilog& epilog) {
   const bool is_e4m3 = aux == CUDA_R_8F_E4M3 && call.a.desc.type == aux && call.b.desc.type == aux &&
                        call.d.desc.type == aux && c == CUDA_R_16F;
   if (is_e4m3 && call.epilog == CUBLASMP_MATMUL_EPILOGUE_GELU_AUX) return {};
-  return Unimplemented(StrCat("the aux is ", NameOf(aux), " beside D of ", NameOf(call.d.desc.type), " and epilog ",
-                              epilog.name,
-                              "; EPILOGUE_AUX_DATA_TYPE must be the type of C, or f8e4m3 where A, B and D "
-                              "are f8e4m3, C is f16 and the epilog is GELU_AUX"));
+  return Unimplemented("the aux is ", NameOf(aux), " beside D of ", NameOf(call.d.desc.type), " and epilog ",
+                       epilog.name,
+                       "; EPILOGUE_AUX_DATA_TYPE must be the type of C, or f8e4m3 where A, B and D "
+                       "are f8e4m3, C is f16 and the epilog is GELU_AUX");
 }
 
 Status ReadScales(const cublasMpMatmulDescriptor& desc, bool executes, MatmulCall* call) {
@@ -211,7 +205,7 @@ Status ReadScales(const cublasMpMatmulDescriptor& desc, bool executes, MatmulCal
     scales->data = AttributeOf<const void*>(desc, pointer);
     const int mode = AttributeOf<int>(desc, number);
     if (mode < 0 || mode > CUBLASMP_MATMUL_MATRIX_SCALE_BLK128x128_FP32) {
-      return InvalidArgument(StrCat("attribute ", number, " is ", mode, ", which is no scale mode"));
+      return InvalidArgument("attribute ", number, " is ", mode, ", which is no scale mode");
     }
     scales->mode = static_cast<ScaleMode>(mode);
     return {};
@@ -231,12 +225,12 @@ Status ReadScales(const cublasMpMatmulDescriptor& desc, bool executes, MatmulCal
   JAXMP_RETURN_IF_ERROR(CheckOutput(*call));
   for (const Scales* scalar : {&call->scale_c, &call->scale_d, &call->scale_aux}) {
     if (scalar->mode == CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32) continue;
-    return Unimplemented(StrCat("C_SCALE_MODE, D_SCALE_MODE and EPILOGUE_AUX_SCALE_MODE must be SCALAR_FP32, got ",
-                                NameOf(scalar->mode)));
+    return Unimplemented("C_SCALE_MODE, D_SCALE_MODE and EPILOGUE_AUX_SCALE_MODE must be SCALAR_FP32, got ",
+                         NameOf(scalar->mode));
   }
   if (call->has_d_out_scale && call->d_out_scale.mode != call->scale_a.mode) {
-    return Unimplemented(StrCat("D_OUT_SCALE_MODE is ", NameOf(call->d_out_scale.mode), ", but the operands have ",
-                                NameOf(call->scale_a.mode)));
+    return Unimplemented("D_OUT_SCALE_MODE is ", NameOf(call->d_out_scale.mode), ", but the operands have ",
+                         NameOf(call->scale_a.mode));
   }
   const std::pair<const char*, const Scales*> needed[] = {{"A_SCALE_POINTER", &call->scale_a},
                                                           {"B_SCALE_POINTER", &call->scale_b},
@@ -244,7 +238,7 @@ Status ReadScales(const cublasMpMatmulDescriptor& desc, bool executes, MatmulCal
   for (const auto& [name, scales] : needed) {
     const bool is_scalar = scales->mode == CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32;
     if (executes && !is_scalar && !scales->data) {
-      return InvalidArgument(StrCat(name, " is not set, but its mode is ", NameOf(scales->mode)));
+      return InvalidArgument(name, " is not set, but its mode is ", NameOf(scales->mode));
     }
   }
   return CheckUnits(*call);

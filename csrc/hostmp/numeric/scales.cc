@@ -1,4 +1,4 @@
-#include "csrc/hostmp/numeric/downconvert.h"
+#include "csrc/hostmp/numeric/scales.h"
 
 #include <algorithm>
 
