@@ -75,7 +75,7 @@ test-all: test-cpp ## Run the C++ tests and every case of the Python tests
 test-python: $(TEST)/.ready ## Run the Python tests only (ARGS="-k name" picks some)
 	$(TEST)/bin/pytest $(PARALLEL) $(ARGS)
 
-FLAG_TESTS = tests/ops/test_layers.py tests/ops/test_mlp.py tests/ops/test_einsum.py
+FLAG_TESTS = tests/product/test_frameworks.py tests/product/test_layers.py tests/product/test_einsum.py
 .PHONY: test-flags
 test-flags: $(TEST)/.ready ## Run a part of the Python tests under each flag that JAX marks as a coming default
 	@for flag in $$($(TEST)/bin/python tests/coming_flags.py); do echo "== $$flag"; \
@@ -83,7 +83,7 @@ test-flags: $(TEST)/.ready ## Run a part of the Python tests under each flag tha
 
 .PHONY: fuzz
 fuzz: $(TEST)/.ready ## Draw products at random and judge them (N=20000: how many, SEED=7: which)
-	JAXMP_FUZZ=$(or $(N),2000) JAXMP_FUZZ_SEED=$(SEED) $(TEST)/bin/pytest tests/ops/test_drawn.py -k drawn_products --timeout=0 $(ARGS)
+	JAXMP_FUZZ=$(or $(N),2000) JAXMP_FUZZ_SEED=$(SEED) $(TEST)/bin/pytest tests/product/test_table.py -k drawn_products --timeout=0 $(ARGS)
 
 .PHONY: fuzz-attributes
 fuzz-attributes: $(TEST)/.ready ## Change the attributes of calls at random, under the sanitizers (N=1000000: how often)

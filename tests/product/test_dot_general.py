@@ -1,7 +1,7 @@
-"""`dot_general` and `einsum` against `lax.dot_general`, exactly, on small integers.
+"""`dot_general` and `einsum` against `lax` and `jnp`, exactly, on small integers.
 
 What would be silently wrong without it: dimensions put together in another order than they are taken apart, shards that
-a reshape has moved between devices, a batch that is summed.
+a reshape has moved between devices, a batch that is summed, a diagonal of a sharded operand.
 """
 
 import dataclasses
@@ -13,8 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compiled import calls_of, collectives_of, compiled_text, other_products_of
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -36,83 +34,65 @@ def numbers_of(subscripts):
     return numbers, "".join(batch + [x for x in left + right if x not in batch + contracted])
 
 
-# Whole operands ------------------------------------------------------------------------------------------------
-
 EXTENTS = dict(zip("abcdefg", (2, 3, 4, 5, 6, 7, 1), strict=True))
-
 WHOLE = (
-    "ab,bc->ac",
-    "ba,bc->ac",
-    "ab,cb->ac",
-    "ba,cb->ac",
-    "abc,cd->abd",
-    "abc,bd->acd",
-    "cab,cd->abd",
-    "abc,cde->abde",
-    "abcd,cde->abe",
-    "abcd,dce->abe",
-    "abcd,ecd->abe",
-    "abcd,bde->ace",
-    "abd,abe->de",
-    "abc,abcd->d",
-    "a,a->",
-    "a,b->ab",
-    "ab,b->a",
-    "b,ba->a",
-    "ab,cd->abcd",
-    "abc,abd->abcd",
-    "abc,acd->abd",
-    "bac,dca->abd",
-    "abcd,abde->abce",
-    "abcd,ebda->abce",
-    "ga,ab->gb",
-    "ag,gb->ab",
-)
+    "ab,bc->ac", "ba,bc->ac", "ab,cb->ac", "ba,cb->ac", "abc,cd->abd", "abc,bd->acd",
+    "cab,cd->abd", "abc,cde->abde", "abcd,cde->abe", "abcd,dce->abe", "abcd,ecd->abe", "abcd,bde->ace",
+    "abd,abe->de", "abc,abcd->d", "a,a->", "a,b->ab", "ab,b->a", "b,ba->a",
+    "ab,cd->abcd", "abc,abd->abcd", "abc,acd->abd", "bac,dca->abd", "abcd,abde->abce", "abcd,ebda->abce",
+    "ga,ab->gb", "ag,gb->ab",
+)  # fmt: skip
+
+# Subscripts for einsum alone, and the shapes of the operands.
+SUBSCRIPTS = {
+    "transposed alone": ("ij->ji", (4, 6)),
+    "diagonal alone": ("ii->i", (6, 6)),
+    "trace": ("ii->", (6, 6)),
+    "diagonal": ("iij,jk->ik", (4, 4, 6), (6, 8)),
+    "contracted diagonal": ("ijj,jk->ik", (4, 6, 6), (6, 8)),
+    "sums of both": ("ij,kl->il", (4, 6), (6, 8)),
+    "spaces": (" i j , j k -> i k ", (4, 6), (6, 8)),
+    "implicit result": ("ij,jk", (4, 6), (6, 8)),
+    "ellipses": ("...ij,...jk->...ik", (2, 1, 4, 6), (3, 6, 8)),
+    "broadcast contraction": ("ij,jk->ik", (4, 6), (1, 8)),
+    "broadcast batch": ("aij,ajk->aik", (1, 4, 6), (3, 6, 8)),
+    "diagonal of which one dimension is broadcast": ("ii,ij->j", (1, 4), (4, 6)),
+    "diagonal of unequal extents": ("ii->i", (1, 4)),
+    "diagonal of unequal extents, the last of them 1": ("ii,jj->ij", (4, 1), (1, 3)),
+    "two diagonals of unequal extents": ("ii,ii->", (1, 4), (1, 4)),
+    "vectors": ("i,i->", (6,), (6,)),
+    "outer": ("i,j->ij", (4,), (6,)),
+    "elementwise": ("ij,ij->ij", (4, 6), (4, 6)),
+    "three": ("ij,jk,kl->il", (4, 6), (6, 8), (8, 3)),
+    "four": ("a,ab,bc,cd->d", (4,), (4, 6), (6, 8), (8, 3)),
+    "three elementwise": ("ij,ij,ij->ij", (4, 6), (4, 6), (4, 6)),
+    "three of which two are disjoint": ("ab,ab,c->c", (4, 6), (4, 6), (5,)),
+    "three with a diagonal and a sum": ("iij,jk,lm->ikl", (4, 4, 6), (6, 8), (2, 3)),
+}
 
 
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
-@pytest.mark.parametrize("subscripts", WHOLE)
-def test_dimension_numbers(subscripts, implementation, rng):
+def test_dimension_numbers(implementation, rng):
+    """All of them in one program, as `lax` and `jnp` compute them."""
     cases.require(implementation)
-    numbers, _ = numbers_of(subscripts)
-    lhs, rhs = (integers(rng, *map(EXTENTS.get, letters)) for letters in subscripts.split("->")[0].split(","))
-    got = jaxmp.dot_general(lhs, rhs, numbers, implementation=implementation)
-    want = lax.dot_general(lhs, rhs, numbers)
-    assert (got.dtype, got.shape) == (want.dtype, want.shape)
-    np.testing.assert_array_equal(got, want)
+    shapes = [[[EXTENTS[x] for x in side] for side in text.split("->")[0].split(",")] for text in WHOLE]
+    operands = [[integers(rng, *shape) for shape in each] for each in shapes]
+    others = [[integers(rng, *shape) for shape in each] for _, *each in SUBSCRIPTS.values()]
 
+    def program(library, operands, others, **options):
+        dot_general = lax.dot_general if library is jnp else jaxmp.dot_general
+        return {
+            **{text: dot_general(*x, numbers_of(text)[0], **options) for text, x in zip(WHOLE, operands, strict=True)},
+            **{
+                name: library.einsum(text, *x) for (name, (text, *_)), x in zip(SUBSCRIPTS.items(), others, strict=True)
+            },
+        }
 
-@st.composite
-def drawn(draw, extents=(1, 2, 3)):
-    """Subscripts of a product with up to two indices of each kind, in any order, and an extent for each index."""
-    counts = [draw(st.integers(0, 2)) for _ in range(4)]
-    letters = iter("abcdefgh")
-    batch, contracted, left, right = ("".join(next(letters) for _ in range(count)) for count in counts)
-    lhs = "".join(draw(st.permutations(batch + contracted + left)))
-    rhs = "".join(draw(st.permutations(batch + contracted + right)))
-    output = "".join(draw(st.permutations(batch + left + right)))
-    sizes = {x: draw(st.sampled_from(extents)) for x in batch + contracted + left + right}
-    return f"{lhs},{rhs}->{output}", sizes
-
-
-@settings(max_examples=50, deadline=None, derandomize=True, database=None)
-@given(drawn())
-def test_drawn_dimension_numbers(case):
-    cases.require(None)
-    subscripts, sizes = case
-    rng = np.random.default_rng(0)
-    lhs, rhs = (integers(rng, *map(sizes.get, letters)) for letters in subscripts.split("->")[0].split(","))
-    np.testing.assert_array_equal(jaxmp.einsum(subscripts, lhs, rhs), np.einsum(subscripts, lhs, rhs))
-    numbers, order = numbers_of(subscripts)
-    want = np.einsum(f"{subscripts.split('->')[0]}->{order}", lhs, rhs)
-    np.testing.assert_array_equal(jaxmp.dot_general(lhs, rhs, numbers), want)
-
-
-def test_einsum_reads_ellipses_and_implicit_results(rng):
-    cases.require(None)
-    a, b = integers(rng, 2, 3, 4), integers(rng, 4, 5)
-    for subscripts in ("...d,dk->...k", "abd,dk", "...d,dk", "abd , dk -> kab"):
-        np.testing.assert_array_equal(jaxmp.einsum(subscripts, a, b), jnp.einsum(subscripts, a, b))
+    got = cases.quick_jit(functools.partial(program, jaxmp, implementation=implementation))(operands, others)
+    want = cases.quick_jit(functools.partial(program, jnp))(operands, others)
+    for name, value in want.items():
+        assert (got[name].dtype, got[name].shape) == (value.dtype, value.shape), name
+        np.testing.assert_array_equal(got[name], value, err_msg=name)
 
 
 # On a mesh -----------------------------------------------------------------------------------------------------
@@ -179,17 +159,11 @@ LAYOUTS = (
     Layout("batch, reduced", "bmk,bkn->bmn", P("x", None, "y"), P("x", "y"), P("x"), "all_reduce"),
     Layout("batch of grids", "bmk,bkn->bmn", *[P(None, "x", "y")] * 3, "grid"),
 )
-BY_ID = [pytest.param(layout, id=layout.id) for layout in LAYOUTS]
+BY_NAME = {layout.id: layout for layout in LAYOUTS}
 SOME = [
-    pytest.param(layout, id=layout.id)
-    for layout in LAYOUTS
-    if layout.id
-    in (
-        "gather seq",
-        "scatter size",
-        "reduce over two dimensions",
-        "transposed operand",
-        "batch, gathered",
+    BY_NAME[name]
+    for name in (
+        *("gather seq", "scatter size", "reduce over two dimensions", "transposed operand", "batch, gathered"),
         "gathered columns",
     )
 ]
@@ -214,7 +188,7 @@ def check(layout, got, values):
     assert got.sharding.is_equivalent_to(wanted, got.ndim), f"{got.sharding.spec} instead of {layout.out}"
 
 
-@pytest.mark.parametrize("layout", BY_ID)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.id)
 def test_explicit_axes(layout, rng):
     """Right, placed as asked for, one call of the pattern, and no communication beside it that nobody asked for."""
     cases.require(None)
@@ -222,59 +196,89 @@ def test_explicit_axes(layout, rng):
     with jax.set_mesh(mesh):
         f = product_of(layout, implementation="host" if layout.is_batch else None)  # by itself XLA's: test_batches
         arguments = placed(mesh, layout, values)
-        check(layout, jax.jit(f)(*arguments), values)
-        text = compiled_text(f, *arguments)
+        compiled = jax.jit(f).lower(*arguments).compile()
+        check(layout, compiled(*arguments), values)
         rows = [row for row in jaxmp.explain(f)(*arguments).rows if row.operation == "matmul"]
+    text = compiled.as_text()
     assert calls_of(text) == [layout.pattern]
     assert tuple(collectives_of(text)) == layout.collectives
     assert not other_products_of(text)
     assert [row.pattern for row in rows] == [layout.pattern]
 
 
-@pytest.mark.parametrize("layout", SOME)
-def test_explicit_axes_eager(layout, rng):
+def test_eager_calls(rng):
+    """Also with the types' own result, which lies where `lax.dot_general` puts it."""
     cases.require(None)
-    values, mesh = layout.values(rng), MESH.jax_mesh()
+    mesh, auto = MESH.jax_mesh(), MESH.jax_mesh(AxisType.Auto)
+    for layout in SOME:
+        values = layout.values(rng)
+        with jax.set_mesh(mesh):
+            check(layout, product_of(layout)(*placed(mesh, layout, values)), values)
+        f = product_of(layout, "einsum", in_shardings=(layout.lhs, layout.rhs), mesh=auto)
+        check(layout, f(*placed(auto, layout, values)), values)
+    for layout in (layout for layout in LAYOUTS if layout.can_default):
+        values, (numbers, _) = layout.values(rng), numbers_of(layout.subscripts)
+        with jax.set_mesh(mesh):
+            arguments = placed(mesh, layout, values)
+            got = jaxmp.dot_general(*arguments, numbers)
+            assert jax.typeof(got).sharding == jax.typeof(lax.dot_general(*arguments, numbers)).sharding
+        check(layout, got, values)
+
+
+def all_layouts(mesh, layouts, rng, program):
+    """What one compiled program makes of every layout."""
+    values = [layout.values(rng) for layout in layouts]
+    given = [placed(mesh, layout, x) for layout, x in zip(layouts, values, strict=True)]
+    run = cases.quick_jit(lambda given: [program(layout)(*x) for layout, x in zip(layouts, given, strict=True)])
     with jax.set_mesh(mesh):
-        check(layout, product_of(layout)(*placed(mesh, layout, values)), values)
+        return zip(layouts, run(given), given, values, strict=True)
 
 
-@pytest.mark.parametrize("layout", [p for p in BY_ID if p.values[0].can_default])
-def test_without_out_sharding_as_lax(layout, rng):
-    """The result lies where `lax.dot_general` puts it."""
+@pytest.mark.parametrize("mode", ["in_shardings", "bare jit"])
+def test_automatic_axes(mode, rng):
+    """XLA's partitioner chooses under a bare jit; there `out_sharding` is a constraint."""
     cases.require(None)
-    values, mesh = layout.values(rng), MESH.jax_mesh()
-    numbers, _ = numbers_of(layout.subscripts)
+    mesh = MESH.jax_mesh(AxisType.Auto)
+
+    def product(layout):
+        options = {} if mode == "bare jit" else {"in_shardings": (layout.lhs, layout.rhs), "mesh": mesh}
+        return product_of(layout, **options)
+
+    layouts = [layout for layout in LAYOUTS if mode != "bare jit" or layout.pattern != "grid"]
+    for layout, got, _, values in all_layouts(mesh, layouts, rng, product):
+        check(layout, got, values)
+
+
+def test_gradients(rng):
+    """Integers stay exact through both gradients of a quadratic loss; each lies as its operand does."""
+    cases.require(None)
+
+    def gradient(f):
+        return jax.grad(lambda a, b: jnp.sum(f(a, b) ** 2), (0, 1))
+
+    found = all_layouts(MESH.jax_mesh(), LAYOUTS, rng, lambda layout: gradient(product_of(layout)))
+    for layout, got, given, values in found:
+        want = gradient(functools.partial(jnp.einsum, layout.subscripts))(*values)
+        for x, y, operand in zip(got, want, given, strict=True):
+            np.testing.assert_array_equal(np.asarray(x), y, err_msg=layout.id)
+            assert x.sharding.is_equivalent_to(operand.sharding, x.ndim), layout.id
+
+
+@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)], ids=["lhs", "rhs", "both"])
+def test_vmap(in_axes, rng):
+    cases.require(None)
+    mesh, given, want = MESH.jax_mesh(), [], []
+    for layout in SOME:
+        values, operands = layout.values(rng), list(layout.operands)[:2]
+        values = [x if axis is None else np.stack([x, -x, 2 * x]) for x, axis in zip(values, in_axes, strict=True)]
+        specs = [spec if axis is None else P(None, *spec) for axis, (_, spec) in zip(in_axes, operands, strict=True)]
+        given.append([cases.put(x, mesh, spec) for x, spec in zip(values, specs, strict=True)])
+        want.append(jax.vmap(functools.partial(jnp.einsum, layout.subscripts), in_axes)(*values))
     with jax.set_mesh(mesh):
-        arguments = placed(mesh, layout, values)
-        got = jaxmp.dot_general(*arguments, numbers)
-        assert jax.typeof(got).sharding == jax.typeof(lax.dot_general(*arguments, numbers)).sharding
-    check(layout, got, values)
-
-
-@pytest.mark.parametrize("layout", BY_ID)
-def test_in_shardings(layout, rng):
-    cases.require(None)
-    values, mesh = layout.values(rng), MESH.jax_mesh(AxisType.Auto)
-    f = product_of(layout, in_shardings=(layout.lhs, layout.rhs), mesh=mesh)
-    check(layout, jax.jit(f)(*placed(mesh, layout, values)), values)
-
-
-@pytest.mark.parametrize("layout", SOME)
-def test_in_shardings_eager(layout, rng):
-    cases.require(None)
-    values, mesh = layout.values(rng), MESH.jax_mesh(AxisType.Auto)
-    f = product_of(layout, "einsum", in_shardings=(layout.lhs, layout.rhs), mesh=mesh)
-    check(layout, f(*placed(mesh, layout, values)), values)
-
-
-@pytest.mark.parametrize("layout", [p for p in BY_ID if p.values[0].pattern != "grid"])
-def test_bare_jit(layout, rng):
-    """XLA's partitioner chooses; `out_sharding` is a constraint."""
-    cases.require(None)
-    values, mesh = layout.values(rng), MESH.jax_mesh(AxisType.Auto)
-    with jax.set_mesh(mesh):
-        check(layout, jax.jit(product_of(layout))(*placed(mesh, layout, values)), values)
+        got = cases.quick_jit(
+            lambda given: [jax.vmap(product_of(layout), in_axes)(*x) for layout, x in zip(SOME, given, strict=True)]
+        )(given)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 # Products of shards, as (subscripts, specs of lhs, rhs and the result).
@@ -298,62 +302,6 @@ def test_inside_shard_map_the_product_is_local(subscripts, lhs, rhs, out, check_
     got = jax.jit(jax.grad(lambda a, b: jnp.sum(f(a, b) ** 2), (0, 1)))(*values)
     want = jax.grad(lambda a, b: jnp.sum(lax.dot_general(a, b, numbers) ** 2), (0, 1))(*values)
     jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
-@given(drawn(extents=(4, 8)), st.lists(st.integers(0, 7), min_size=2, max_size=2))
-def test_drawn_shardings(case, places):
-    """Each mesh axis shards one index, wherever it occurs: contracted ones are summed over, the others stay."""
-    cases.require(None)
-    subscripts, sizes = case
-    inputs, output = subscripts.split("->")
-    axes = {}
-    for axis, place in zip("xy", places, strict=True):
-        if sizes:
-            axes.setdefault(sorted(sizes)[place % len(sizes)], []).append(axis)
-    specs = [P(*(tuple(axes.get(x, ())) or None for x in letters)) for letters in (*inputs.split(","), output)]
-    layout = Layout("", subscripts, *specs, pattern="")
-    rng, mesh = np.random.default_rng(0), MESH.jax_mesh()
-    values = [integers(rng, *map(sizes.get, letters)) for letters in inputs.split(",")]
-    with jax.set_mesh(mesh):
-        check(layout, product_of(layout, "einsum")(*placed(mesh, layout, values)), values)
-
-
-# Transforms ----------------------------------------------------------------------------------------------------
-
-
-def loss(f):
-    return lambda a, b: jnp.sum(f(a, b) ** 2)
-
-
-@pytest.mark.parametrize("layout", BY_ID)
-def test_gradients(layout, rng):
-    """Integers stay exact through both gradients of a quadratic loss; each lies as its operand does."""
-    cases.require(None)
-    values, mesh = layout.values(rng), MESH.jax_mesh()
-    with jax.set_mesh(mesh):
-        arguments = placed(mesh, layout, values)
-        got = jax.jit(jax.grad(loss(product_of(layout)), (0, 1)))(*arguments)
-    want = jax.grad(loss(functools.partial(jnp.einsum, layout.subscripts)), (0, 1))(*values)
-    for x, y, argument in zip(got, want, arguments, strict=True):
-        np.testing.assert_array_equal(np.asarray(x), y)
-        assert x.sharding.is_equivalent_to(argument.sharding, x.ndim)
-
-
-@pytest.mark.parametrize("in_axes", [(0, None), (None, 0), (0, 0)], ids=["lhs", "rhs", "both"])
-@pytest.mark.parametrize("layout", SOME)
-def test_vmap(layout, in_axes, rng):
-    cases.require(None)
-    values, mesh = layout.values(rng), MESH.jax_mesh()
-    values = [x if axis is None else np.stack([x, -x, 2 * x]) for x, axis in zip(values, in_axes, strict=True)]
-    with jax.set_mesh(mesh):
-        arguments = [
-            cases.put(x, mesh, spec if axis is None else P(None, *spec))
-            for x, axis, (_, spec) in zip(values, in_axes, layout.operands, strict=False)
-        ]
-        got = jax.jit(jax.vmap(product_of(layout), in_axes))(*arguments)
-    want = jax.vmap(functools.partial(jnp.einsum, layout.subscripts), in_axes)(*values)
-    np.testing.assert_array_equal(np.asarray(got), want)
 
 
 def test_types_and_precision_are_those_of_matmul(rng):

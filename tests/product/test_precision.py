@@ -33,23 +33,33 @@ def multiply(case, a, b, **options):
         return EXPLICIT.run(EXPLICIT.product(case, **options), *placed)
 
 
-@pytest.mark.small("pairs")
+PRECISIONS = {
+    **dict.fromkeys(SINGLES, (*ROUNDING, *FULL, "32F_EMULATED_16BFX9", *lax.Precision, "highest", (None, "high"))),
+    **dict.fromkeys(("float64", "complex128"), (None, "F64_F64_F64", "64F", "64F_PEDANTIC", "64F_EMULATED_FIXEDPOINT")),
+    "float16": ("F16_F16_F16", "16F"),
+    "bfloat16": ("BF16_BF16_BF16",),
+}
+
+
+@pytest.mark.small("values", of=lambda name, dtype, implementation: (name, (dtype, implementation)))
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
-@pytest.mark.parametrize("dtype", SINGLES)
-@pytest.mark.parametrize(
-    "precision", [*ROUNDING, *FULL, "32F_EMULATED_16BFX9", *lax.Precision, "highest", (None, "high")], ids=str
-)
+@pytest.mark.parametrize("dtype", PRECISIONS)
 @pytest.mark.parametrize("name", ["ag-data", "rs-data", "grid"])
-def test_every_precision_is_as_exact_as_a_sum_in_float32(name, precision, dtype, implementation, rng):
+def test_every_precision_is_as_exact_as_the_accumulator(name, dtype, implementation, rng):
+    """Of presets that name a type of 16 bits for the sums, a CPU sums in float32."""
     cases.require(implementation)
-    case = cases.BY_NAME[name].replace(
-        dtype=dtype, per_shard=(9, 7, 531), transposition="NT" if dtype == "float32" else "TN"
-    )
+    case = cases.BY_NAME[name].replace(dtype=dtype, per_shard=(9, 7, 531), transposition="TN")
     a, b = case.values(rng)
-    d = multiply(case, a, b, precision=precision, implementation=implementation)
-    assert d.dtype == dtype
     left, right = case.op(cases.wide(a), cases.wide(b))
-    bounds.judge_product(f"{case.id} {precision}", d, left, right, operands=dtype)
+    c = bounds.PRODUCT * (2 if dtype in cases.NEEDS_X64 else 1)
+    with jax.enable_x64(dtype in cases.NEEDS_X64), EXPLICIT.scope(case):
+        options = [{"precision": precision, "implementation": implementation} for precision in PRECISIONS[dtype]]
+        products = [EXPLICIT.product(case, **each) for each in options]
+        placed = [EXPLICIT.put(case, x, s) for x, s in zip((a, b), case.stored, strict=True)]
+        results = EXPLICIT.run(lambda a, b: [product(a, b) for product in products], *placed)
+    for precision, d in zip(PRECISIONS[dtype], results, strict=True):
+        assert d.dtype == dtype
+        bounds.judge_product(f"{case.id} {precision}", d, left, right, operands=dtype, c=c)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -66,17 +76,6 @@ def test_presets_round_no_sixteen_bit_operand(dtype, rng):
         )
         if dtype in takes:
             assert np.asarray(multiply(case, a, b, precision=precision)).tobytes() == want, precision
-
-
-@pytest.mark.parametrize("precision", [None, "F64_F64_F64", "64F", "64F_PEDANTIC", "64F_EMULATED_FIXEDPOINT"])
-@pytest.mark.parametrize("dtype", ["float64", "complex128"])
-def test_double_precision(dtype, precision, rng, x64):
-    cases.require(None)
-    case = cases.BY_NAME["rs-data"].replace(dtype=dtype, per_shard=(9, 7, 301))
-    a, b = case.values(rng)
-    d = multiply(case, a, b, precision=precision)
-    a, b = cases.wide(a), cases.wide(b)
-    bounds.judge_product(f"{precision}", d, a, b, operands=dtype, c=2 * bounds.PRODUCT)
 
 
 @pytest.mark.parametrize("name", ["ag-data", "rs-data", "ar-data", "grid"])
@@ -101,13 +100,13 @@ def test_no_precision_is_narrower_than_its_name():
     seen = set()
     for asked, row in precisions._PRESETS.items():
         for operand, name in row.items():
-            compute = precisions._COMPUTES[name]
+            is_narrow = name in precisions.SUMMED_IN
             rounding = name.partition("_FAST_")[2]
             if rounding:
                 assert {"TF32": "TF32", "16BF": "BF16", "16F": "F16"}[rounding] == asked.split("_")[0]
                 assert operand in SINGLES
-            assert not compute.sums_in_16_bits or asked.endswith(("F16_F16_F16", "BF16_BF16_BF16"))
-            seen |= {rounding, compute.sums_in_16_bits}
+            assert not is_narrow or asked.endswith(("F16_F16_F16", "BF16_BF16_BF16"))
+            seen |= {rounding, is_narrow}
     assert seen == {"", "TF32", "16BF", "16F", True, False}
 
 
@@ -146,19 +145,6 @@ def test_a_library_is_given_the_compute_type():
 
 def halves(dtype):
     return jnp.ones((2, 3), dtype), jnp.ones((3, 2), dtype)
-
-
-SUMMED_IN_16_BITS = (("F16_F16_F16", "float16"), ("16F", "float16"), ("BF16_BF16_BF16", "bfloat16"))
-
-
-@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
-@pytest.mark.parametrize(("precision", "dtype"), SUMMED_IN_16_BITS)
-def test_a_cpu_sums_in_float32(precision, dtype, implementation, rng):
-    cases.require(implementation)
-    case = cases.BY_NAME["rs-data"].replace(dtype=dtype, per_shard=(3, 5, 301))
-    a, b = case.values(rng)
-    d = multiply(case, a, b, precision=precision, implementation=implementation)
-    bounds.judge_product(precision, d, cases.wide(a), cases.wide(b), operands=dtype)
 
 
 @pytest.mark.parametrize(

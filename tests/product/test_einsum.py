@@ -14,33 +14,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 
-# Subscripts, and the shapes of the operands.
-SUBSCRIPTS = {
-    "transposed alone": ("ij->ji", (4, 6)),
-    "diagonal alone": ("ii->i", (6, 6)),
-    "trace": ("ii->", (6, 6)),
-    "diagonal": ("iij,jk->ik", (4, 4, 6), (6, 8)),
-    "contracted diagonal": ("ijj,jk->ik", (4, 6, 6), (6, 8)),
-    "sums of both": ("ij,kl->il", (4, 6), (6, 8)),
-    "spaces": (" i j , j k -> i k ", (4, 6), (6, 8)),
-    "implicit result": ("ij,jk", (4, 6), (6, 8)),
-    "ellipses": ("...ij,...jk->...ik", (2, 1, 4, 6), (3, 6, 8)),
-    "broadcast contraction": ("ij,jk->ik", (4, 6), (1, 8)),
-    "broadcast batch": ("aij,ajk->aik", (1, 4, 6), (3, 6, 8)),
-    "diagonal of which one dimension is broadcast": ("ii,ij->j", (1, 4), (4, 6)),
-    "diagonal of unequal extents": ("ii->i", (1, 4)),
-    "diagonal of unequal extents, the last of them 1": ("ii,jj->ij", (4, 1), (1, 3)),
-    "two diagonals of unequal extents": ("ii,ii->", (1, 4), (1, 4)),
-    "vectors": ("i,i->", (6,), (6,)),
-    "outer": ("i,j->ij", (4,), (6,)),
-    "elementwise": ("ij,ij->ij", (4, 6), (4, 6)),
-    "three": ("ij,jk,kl->il", (4, 6), (6, 8), (8, 3)),
-    "four": ("a,ab,bc,cd->d", (4,), (4, 6), (6, 8), (8, 3)),
-    "three elementwise": ("ij,ij,ij->ij", (4, 6), (4, 6), (4, 6)),
-    "three of which two are disjoint": ("ab,ab,c->c", (4, 6), (4, 6), (5,)),
-    "three with a diagonal and a sum": ("iij,jk,lm->ikl", (4, 4, 6), (6, 8), (2, 3)),
-}
-
 
 def integers(rng, *shape, dtype=np.float32):
     return rng.integers(-3, 4, shape).astype(dtype)
@@ -49,13 +22,6 @@ def integers(rng, *shape, dtype=np.float32):
 def check(got, want):
     assert (got.dtype, got.shape) == (want.dtype, want.shape)
     np.testing.assert_array_equal(got, want)
-
-
-@pytest.mark.parametrize(("subscripts", "shapes"), [(s, x) for s, *x in SUBSCRIPTS.values()], ids=SUBSCRIPTS)
-def test_what_jnp_takes(subscripts, shapes, rng):
-    cases.require(None)
-    operands = [integers(rng, *shape) for shape in shapes]
-    check(jaxmp.einsum(subscripts, *operands), jnp.einsum(subscripts, *operands))
 
 
 @pytest.mark.parametrize(

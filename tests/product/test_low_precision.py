@@ -23,11 +23,12 @@ from low_precision_cases import (
     SCALE_MODES,
     TN,
     by_name,
-    call_sharded,
     make_scale,
+    place_scaled,
     powers,
     saturated,
     scaled,
+    sharded_call,
     small,
     spec_of_scale,
 )
@@ -36,33 +37,44 @@ import jaxmp
 from jaxmp import Scaling, quantize
 
 
-@pytest.mark.parametrize("case", [*PATTERNS, *by_name("gather-a", "gather-b")], ids=lambda case: case.name)
-@pytest.mark.parametrize("mode", SCALE_MODES, ids=lambda mode: mode.id)
-def test_every_scale_reaches_its_block(mode, case, rng):
-    case = case.replace(transposition="NT", per_shard=(mode.unit,) * 3)
+def drawn(case, mode, rng, rows=None):
+    """The case for this mode, stored operands, scales, and the product of what they stand for."""
+    case = case.replace(transposition="NT", per_shard=(rows or mode.unit, mode.unit, mode.unit))
     m, n, k = case.extents
     a, b = small(rng, (m, k), mode.dtype), small(rng, (n, k), mode.dtype)
     scale_a, scale_b = mode.scales(rng, a.shape, b.shape)
-    want = (scaled(a, scale_a) @ scaled(b, scale_b).T).astype(np.float32)
+    return case, (a, b, scale_a, scale_b), (scaled(a, scale_a) @ scaled(b, scale_b).T).astype(np.float32)
+
+
+def check_all(todo, axis_type, **options):
+    """Products of one layout with scales of many modes, by one program."""
+    mesh = todo[0][0].jax_mesh(axis_type)
+    placed = [place_scaled(mesh, case, *operands) for case, operands, _ in todo]
+
+    def program(placed):
+        return [sharded_call(case, *x, axis_type, **options) for (case, *_), x in zip(todo, placed, strict=True)]
+
+    with jax.set_mesh(mesh):
+        results = cases.quick_jit(program)(placed)
+    for d, (case, _, want) in zip(results, todo, strict=True):
+        np.testing.assert_array_equal(d, want, err_msg=case.id)
+
+
+@pytest.mark.parametrize("case", [*PATTERNS, *by_name("gather-a", "gather-b")], ids=lambda case: case.name)
+def test_every_scale_reaches_its_block(case, rng):
+    """Of every mode of scales, with types that tell the shardings."""
+    todo = [drawn(case, mode, rng) for mode in SCALE_MODES]
     # The oracle computes from the same logical scales; one pattern of each kind is enough for it.
-    implementations = IMPLEMENTATIONS if case.name in ("ag", "rs-transposed", "grid") else ("host",)
-    for implementation in implementations:
-        d = call_sharded(case, a, b, scale_a, scale_b, AxisType.Explicit, implementation=implementation, **F32)
-        np.testing.assert_array_equal(d, want)
+    for implementation in IMPLEMENTATIONS if case.name in ("ag", "rs-transposed", "grid") else ("host",):
+        check_all(todo, AxisType.Explicit, implementation=implementation, **F32)
 
 
 @pytest.mark.parametrize("case", by_name("ag", "rs"), ids=lambda case: case.name)
-@pytest.mark.parametrize("mode", [mode for mode in SCALE_MODES if mode.a == "vec128"], ids=lambda mode: mode.id)
 @pytest.mark.parametrize("determinism", ["run_to_run", "topology"])
-def test_few_rows_of_several_devices(determinism, mode, case, rng):
+def test_few_rows_of_several_devices(determinism, case, rng):
     """Fewer than a block of k has: they are multiplied together, each times the scales of the device that holds it."""
-    case = case.replace(transposition="NT", per_shard=(16, mode.unit, mode.unit))
-    m, n, k = case.extents
-    a, b = small(rng, (m, k), mode.dtype), small(rng, (n, k), mode.dtype)
-    scale_a, scale_b = mode.scales(rng, a.shape, b.shape)
-    want = (scaled(a, scale_a) @ scaled(b, scale_b).T).astype(np.float32)
-    d = call_sharded(case, a, b, scale_a, scale_b, AxisType.Explicit, determinism=determinism, **F32)
-    np.testing.assert_array_equal(d, want)
+    todo = [drawn(case, mode, rng, 16) for mode in SCALE_MODES if mode.a == "vec128"]
+    check_all(todo, AxisType.Explicit, determinism=determinism, **F32)
 
 
 def call_in_shard_map(case, a, b, scale_a, scale_b, **options):
@@ -75,19 +87,16 @@ def call_in_shard_map(case, a, b, scale_a, scale_b, **options):
         return fn(a, b, scaling=Scaling(a=scale_a, b=scale_b), **case.transpose, **options)
 
     mapped = jax.shard_map(body, mesh=case.jax_mesh(AxisType.Auto), in_specs=in_specs, out_specs=case.out)
-    return jax.jit(mapped)(a, b, scale_a, scale_b)
+    return mapped(a, b, scale_a, scale_b)
 
 
 @pytest.mark.parametrize("case", by_name("ag-data", "rs", "ar", "grid"), ids=lambda case: case.name)
-@pytest.mark.parametrize("mode", [SCALE_MODES[i] for i in (1, 3, 5, 7)], ids=lambda mode: mode.id)
-def test_scales_in_shard_map_and_with_in_shardings(mode, case, rng):
-    case = case.replace(transposition="NT", per_shard=(mode.unit,) * 3)
-    m, n, k = case.extents
-    a, b = small(rng, (m, k), mode.dtype), small(rng, (n, k), mode.dtype)
-    scale_a, scale_b = mode.scales(rng, a.shape, b.shape)
-    want = (scaled(a, scale_a) @ scaled(b, scale_b).T).astype(np.float32)
-    np.testing.assert_array_equal(call_in_shard_map(case, a, b, scale_a, scale_b, **F32), want)
-    np.testing.assert_array_equal(call_sharded(case, a, b, scale_a, scale_b, AxisType.Auto, **F32), want)
+def test_scales_in_shard_map_and_with_in_shardings(case, rng):
+    todo = [drawn(case, SCALE_MODES[i], rng) for i in (1, 3, 5, 7)]
+    check_all(todo, AxisType.Auto, **F32)
+    program = lambda given: [call_in_shard_map(x[0], *y, **F32) for x, y in zip(todo, given, strict=True)]  # noqa: E731
+    for d, (_, _, want) in zip(cases.quick_jit(program)([x[1] for x in todo]), todo, strict=True):
+        np.testing.assert_array_equal(d, want)
 
 
 PLAIN = [(E4M3, E4M3), (E4M3, E5M2), (E5M2, E4M3)]
@@ -109,6 +118,7 @@ def test_every_combination_of_types(out, dtype_a, dtype_b, rng):
         np.testing.assert_array_equal(np.asarray(d), want)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize(("mode", "case"), modes.pairs(modes.MODES, by_name("local", "ag", "rs", "ar", "grid")))
 def test_every_way_to_call(mode, case, rng):
     dtype_a, dtype_b = PLAIN[cases.CASES.index(case) % len(PLAIN)]
@@ -228,22 +238,31 @@ def test_linear_and_explain(rng, capsys):
 
 
 @pytest.mark.parametrize("case", PATTERNS, ids=lambda case: case.name)
-@pytest.mark.parametrize("transposition", ["NN", "TN", "NT", "TT"])
-def test_int8_is_exact(transposition, case, rng):
-    case = case.replace(transposition=transposition, per_shard=(3, 5, 7))
-    m, n, k = case.extents
-    a, b = rng.integers(-128, 128, (m, k), np.int8), rng.integers(-128, 128, (k, n), np.int8)
-    want = a.astype(np.int32) @ b.astype(np.int32)
-    stored = [np.ascontiguousarray(x.T) if t == "T" else x for x, t in zip((a, b), transposition, strict=True)]
-    mesh = case.jax_mesh(AxisType.Explicit)
+def test_int8_is_exact(case, rng):
+    """Of every transposition, and of both result types."""
+    mesh, given, want = case.jax_mesh(AxisType.Explicit), [], []
+    todo = [
+        (case.replace(transposition=transposition, per_shard=(3, 5, 7)), {"preferred_element_type": dtype, **options})
+        for transposition in cases.TRANSPOSITIONS
+        for dtype in ("int32", None)
+        for options in ([{"implementation": "host"}, {"implementation": "xla"}] if transposition == "NN" else [{}])
+    ]
+    for each, options in todo:
+        m, n, k = each.extents
+        a, b = rng.integers(-128, 128, (m, k), np.int8), rng.integers(-128, 128, (k, n), np.int8)
+        stored = [np.ascontiguousarray(x.T) if t == "T" else x for x, t in zip((a, b), each.transposition, strict=True)]
+        given.append([cases.put(x, mesh, spec) for x, spec in zip(stored, each.stored, strict=True)])
+        want.append((a.astype(np.int32) @ b.astype(np.int32)).astype(options["preferred_element_type"] or np.int8))
     with jax.set_mesh(mesh):
-        placed = [cases.put(x, mesh, spec) for x, spec in zip(stored, case.stored, strict=True)]
-        for implementation in IMPLEMENTATIONS if transposition == "NN" else ("host",):
-            options = {"out_sharding": case.out, "implementation": implementation, **case.transpose}
-            for dtype in ("int32", None):
-                d = jaxmp.matmul(*placed, preferred_element_type=dtype, **options)
-                assert d.dtype == (dtype or jnp.int8)
-                np.testing.assert_array_equal(d, want.astype(d.dtype))
+        results = cases.quick_jit(
+            lambda given: [
+                jaxmp.matmul(*x, out_sharding=each.out, **each.transpose, **options)
+                for (each, options), x in zip(todo, given, strict=True)
+            ]
+        )(given)
+    for got, value in zip(results, want, strict=True):
+        assert got.dtype == value.dtype
+        np.testing.assert_array_equal(got, value)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -1,8 +1,8 @@
-"""Batches: leading dimensions of a, and vmap inside and outside of shard_map, bitwise on small integers.
+"""Leading dimensions of a and vmap, bitwise on small integers.
 
 Rows of a batch fold into rows of one product. Gathered and scattered rows are ordered by rank first and batch second,
 so the fold has to put the rank outermost; getting that wrong permutes rows between examples, and with one example, or
-one rank, nothing shows.
+one rank, nothing shows. The table (test_table.py) has vmap over each operand in every mode.
 """
 
 import functools
@@ -20,7 +20,6 @@ from jax.sharding import PartitionSpec as P
 
 import jaxmp
 from jaxmp import Epilog
-from jaxmp._src.spec import epilogs
 
 _XY = ("x", "y")
 
@@ -56,7 +55,9 @@ def swapped_spec(spec):
     return P(*spec[:-2], spec[-1], spec[-2])
 
 
-@pytest.mark.small("pairs", of=lambda transpose_a, implementation, **layout: (str(layout), transpose_a, implementation))
+@pytest.mark.small(
+    "values", of=lambda transpose_a, implementation, **layout: (str(layout), (transpose_a, implementation))
+)
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("transpose_a", [False, True])
 @pytest.mark.parametrize(("a_spec", "b_spec", "out", "pattern"), LEADING.values(), ids=LEADING.keys())
@@ -114,44 +115,24 @@ def test_aux_of_leading_dimensions(name, epilog, rng):
 
 # vmap ------------------------------------------------------------------------------------------------------------
 
-IN_AXES = {
-    "a": (0, None),
-    "b": (None, 0),
-    "both": (0, 0),
-    "a last": (2, None),
-    "b last": (None, 2),
-    "both inner": (1, 1),
-}
+IN_AXES = {"a last": (2, None), "b last": (None, 2), "both inner": (1, 1)}
 
 
-def batched(x, axis, rng):
-    """Three examples of `x`'s shape, stacked along `axis`."""
-    return x if axis is None else np.stack([x, integers(rng, *x.shape), integers(rng, *x.shape)], axis)
-
-
-def products(a, b, axes):
-    examples = range(3)
-    left = [a if axes[0] is None else np.take(a, i, axes[0]) for i in examples]
-    right = [b if axes[1] is None else np.take(b, i, axes[1]) for i in examples]
-    return left, right
-
-
-IN_SHARD_MAP = [*(c for c in cases.MATRIX if not c.computes_transposed and not c.gathers), cases.BY_NAME["grid-2x4"]]
-
-
-@pytest.mark.small("pairs")
-@pytest.mark.parametrize("transposition", ["NN", "TT"])
-@pytest.mark.parametrize("axes", IN_AXES.values(), ids=IN_AXES.keys())
+@pytest.mark.small("values", of=lambda case, axes, check_vma: (case, axes, check_vma))
 @pytest.mark.parametrize("check_vma", [True, False])
-@pytest.mark.parametrize("case", cases.by_id(IN_SHARD_MAP))
-def test_vmap_inside_shard_map(case, check_vma, axes, transposition, rng):
+@pytest.mark.parametrize("axes", IN_AXES.values(), ids=IN_AXES.keys())
+@pytest.mark.parametrize("case", cases.by_id([c for c in cases.MATRIX if modes.BY_ID["shard_map"].serves(c)]))
+def test_vmap_over_other_dimensions_inside_shard_map(case, axes, check_vma, rng):
     cases.require(None)
-    case = case.replace(per_shard=(2, 3, 2), transposition=transposition)
-    a, b = (batched(x, axis, rng) for x, axis in zip(case.integers(rng), axes, strict=True))
+    case = case.replace(per_shard=(2, 3, 2), transposition="TT")
+    examples = [case.integers(rng) for _ in range(3)]
+    stored = [
+        np.stack(xs, axis) if axis is not None else xs[0]
+        for xs, axis in zip(zip(*examples, strict=True), axes, strict=True)
+    ]
 
     def with_batch(spec, axis):
-        entries = list(spec)
-        return spec if axis is None else P(*entries[:axis], None, *entries[axis:])
+        return spec if axis is None else P(*spec[:axis], None, *spec[axis:])
 
     fn = functools.partial(modes.IN_SHARD_MAP[case.pattern](case), **case.transpose)
     mapped = jax.shard_map(
@@ -161,78 +142,9 @@ def test_vmap_inside_shard_map(case, check_vma, axes, transposition, rng):
         out_specs=with_batch(case.out, 0),
         check_vma=check_vma,
     )
-    d = jax.jit(mapped)(a, b)
-    for got, left, right in zip(np.asarray(d), *products(a, b, axes), strict=True):
-        np.testing.assert_array_equal(got, np.matmul(*case.op(left, right)))
-
-
-@pytest.mark.small("values", of=lambda case, epilog, batched_name: (case, (epilog, batched_name)))
-@pytest.mark.parametrize("batched_name", ["c", "bias", "a and c", "b and bias", "everything"])
-@pytest.mark.parametrize("epilog", [Epilog.BIAS, Epilog.RELU_AUX_BIAS], ids=lambda e: e.name)
-@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX[:7]))
-def test_vmap_over_c_and_bias(case, epilog, batched_name, rng):
-    cases.require(None)
-    case = case.replace(per_shard=(2, 3, 2))
-    mode = modes.BY_ID["explicit"]
-    m, n, _ = case.extents
-    names = {"a and c": "ac", "b and bias": "bv", "everything": "abcv", "c": "c", "bias": "v"}[batched_name]
-    values = dict(zip("abcv", (*case.integers(rng), integers(rng, m, n), integers(rng, n)), strict=True))
-    specs = dict(zip("abcv", (*case.stored, case.out, P(case.out[1])), strict=True))
-    values = {name: batched(x, 0 if name in names else None, rng) for name, x in values.items()}
-    with mode.scope(case):
-        placed = [mode.put(case, x, specs[name], ahead=int(name in names)) for name, x in values.items()]
-        f = mode.product(case, beta=2.0, epilog=epilog)
-        result = mode.run(jax.vmap(f, [0 if name in names else None for name in values]), *placed)
-    d = result if epilog == Epilog.BIAS else result[0]
-    for i in range(3):
-        a, b, c, bias = (x[i] if name in names else x for name, x in values.items())
-        z = a @ b + 2 * c + bias
-        np.testing.assert_array_equal(np.asarray(d)[i], z if epilog == Epilog.BIAS else np.maximum(z, 0))
-
-
-WITH_GRADIENT = (Epilog.DRELU_BGRAD, Epilog.DGELU_BGRAD, Epilog.BGRADA, Epilog.BGRADB)
-
-
-@pytest.mark.small("values", of=lambda case, epilog, names: (case, (epilog, names)))
-@pytest.mark.parametrize(
-    ("epilog", "names"),
-    [
-        pytest.param(epilog, names, id=f"{epilog.name}-{names}")
-        for epilog in WITH_GRADIENT
-        for names in ("a", "b", "a and b", "aux", "everything")[: 5 if epilogs.RULES[epilog].inputs else 3]
-    ],
-)
-@pytest.mark.parametrize("case", cases.by_id(cases.MATRIX[:5]))
-def test_vmap_over_bias_gradients(case, epilog, names, rng):
-    """One gradient per batch element, as a Python loop would give."""
-    cases.require(None)
-    mode = modes.BY_ID["explicit"]
-    aux_names = epilogs.RULES[epilog].inputs
-    case = case.replace(per_shard=(2, 3, 2), transposition="TN" if epilog == Epilog.BGRADA else "NN")
-    m, n, _ = case.extents
-    values = dict(zip("ab", case.integers(rng), strict=True))
-    specs = dict(zip("ab", case.stored, strict=True))
-    for name in aux_names:
-        mask = rng.integers(0, 256, (m, 16 * case.column_shards)).astype(np.uint8)
-        values[name] = mask if name == "relu_aux" else 40 * integers(rng, m, n)
-        specs[name] = case.out
-    chosen = {"aux": aux_names, "a and b": "ab", "everything": tuple(values)}.get(names, names)
-    stacked = {k: np.stack([v, v[::-1], np.roll(v, 1, 0)]) if k in chosen else v for k, v in values.items()}
-    with mode.scope(case):
-        placed = {k: mode.put(case, v, specs[k], ahead=int(k in chosen)) for k, v in stacked.items()}
-
-        def f(x):
-            x = dict(x)
-            return mode.product(case, epilog=epilog)(x.pop("a"), x.pop("b"), **x)
-
-        axes = ({k: 0 if k in chosen else None for k in placed},)
-        d, sums = mode.run(jax.vmap(f, axes), placed)
-        loop = [mode.run(f, {k: v[i] if k in chosen else v for k, v in placed.items()}) for i in range(3)]
-    assert np.any(loop[0][0])
-    for i, (one, one_sums) in enumerate(loop):
-        np.testing.assert_array_equal(np.asarray(d)[i], one)
-        for key, value in one_sums.items():
-            np.testing.assert_array_equal(np.asarray(sums[key])[i], value)
+    for got, pair in zip(np.asarray(jax.jit(mapped)(*stored)), examples, strict=True):
+        pair = [x if axis is not None else examples[0][i] for i, (x, axis) in enumerate(zip(pair, axes, strict=True))]
+        np.testing.assert_array_equal(got, np.matmul(*case.op(*pair)))
 
 
 def test_nested_vmap(rng):
@@ -264,7 +176,7 @@ def test_a_batch_of_no_examples():
 
 @pytest.mark.parametrize("mapped", ["a", "b", "both", "gradient"])
 def test_vmap_over_an_explicit_axis(mapped, mesh_of, rng):
-    """Of a layer with an activation; tests/sharding/test_any_sharding.py has products and their gradients."""
+    """Of a layer with an activation; test_any_sharding.py has products and their gradients."""
     a, b = integers(rng, 4, 6, 8), integers(rng, 4, 8, 2)
     in_axes = {"a": (0, None), "b": (None, 0)}.get(mapped, (0, 0))
     arrays = [x if axis == 0 else x[0] for x, axis in zip((a, b), in_axes, strict=True)]

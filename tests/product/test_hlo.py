@@ -86,6 +86,7 @@ def test_explicit_axes(case, name):
 
 
 # With auto axes XLA chooses where the gradient of a replicated operand lies, so nothing has to gather it.
+@pytest.mark.small("values", of=lambda case, name: (case, (case.pattern, case.computes_transposed, name)))
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("case", cases.by_id([cases.BY_NAME[name] for name in COMPILED if name != "local-sliced"]))
 def test_in_shardings(case, name):
@@ -98,6 +99,7 @@ def test_inside_shard_map(case, name):
     check_compiled(SHARD_MAP[0], case, name)
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)
 @pytest.mark.parametrize("case", cases.by_id([case for case in cases.MATRIX if not case.gathers]))
 def test_no_forward_product_communicates_beside_the_call(case, transposition):

@@ -47,7 +47,7 @@ def dealt(x, layout, padding=0):
 
 
 def small(rng, shape, dtype="float32"):
-    return cases._integers(rng, shape, dtype)
+    return cases.small_integers(rng, shape, dtype)
 
 
 def lay(x, layout, mesh, **options):
@@ -177,6 +177,7 @@ PRODUCTS = (
 )
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -250,6 +251,7 @@ def test_empty_products(m, n, k):
     np.testing.assert_array_equal(whole(jaxmp.matmul(a, b, c, beta=2.0)), np.full((m, n), 2.0 * (k == 0)))
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("transposition", cases.TRANSPOSITIONS)

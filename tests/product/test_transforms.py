@@ -55,28 +55,12 @@ def hessian(f, x):
     return jax.hessian(lambda b: loss_of(f)(x["a"], b, x["w"]))(x["b"])
 
 
-def vmap_a(f, x):
-    return jax.vmap(f, (0, None))(x["a3"], x["b"])
-
-
-def vmap_b(f, x):
-    return jax.vmap(f, (None, 0))(x["a"], x["b3"])
-
-
-def vmap_both(f, x):
-    return jax.vmap(f)(x["a3"], x["b3"])
-
-
 def vmap_of_grad(f, x):
     return jax.vmap(jax.grad(loss_of(f), (0, 1)), (0, None, None))(x["a3"], x["b"], x["w"])
 
 
 def grad_of_vmap(f, x):
     return jax.grad(loss_of(jax.vmap(f, (None, 0))), (0, 1))(x["a"], x["b3"], x["w"][None])
-
-
-def remat(f, x):
-    return jax.grad(loss_of(jax.checkpoint(f)), (0, 1))(x["a"], x["b"], x["w"])
 
 
 def scan(f, x):
@@ -89,27 +73,8 @@ def scan(f, x):
     return jax.value_and_grad(loss, (0, 1))(x["a3"], x["b"])
 
 
-TRANSFORMS = (
-    forward,
-    grad,
-    jvp,
-    forward_over_reverse,
-    hessian,
-    vmap_a,
-    vmap_b,
-    vmap_both,
-    vmap_of_grad,
-    grad_of_vmap,
-    remat,
-    scan,
-)
-
-
-def columns(mode, case, transform):
-    """What the small suite covers: every pair, and each mode on each pattern forwards, backwards and with a batch."""
-    name = transform.__name__
-    kind = "batch" if name.startswith("vmap_") else "forward" if transform in (forward, jvp) else "gradient"
-    return (mode, case, kind), (mode, transform), (case, transform)
+# The table (test_table.py) has gradients, batches and rematerialization in every mode, on every pattern.
+TRANSFORMS = (jvp, forward_over_reverse, hessian, vmap_of_grad, grad_of_vmap, scan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,37 +136,33 @@ MATRIX = modes.pairs(modes.MODES, CASES)
 EXPORTABLE = modes.pairs([mode for mode in modes.MODES if mode.is_jitted], CASES)
 
 
+def columns(mode, case, transform, **more):
+    """What the small suite covers: each transform in every mode and on every pattern."""
+    return (mode, transform), (case, transform), (transform, *more.values())
+
+
 @pytest.mark.small("values", of=columns)
+@pytest.mark.parametrize("implementation", cases.IMPLEMENTATIONS)
 @pytest.mark.parametrize("transform", TRANSFORMS, ids=lambda transform: transform.__name__)
 @pytest.mark.parametrize(("mode", "case"), MATRIX)
-def test_transform(mode, case, transform):
-    cases.require(None)
+def test_transform(mode, case, transform, implementation):
+    cases.require(implementation)
     with mode.scope(case):
-        got = mode.run(functools.partial(transform, mode.product(case)), placed(mode, case))
+        f = mode.product(case, implementation=implementation)
+        got = mode.run(functools.partial(transform, f), placed(mode, case))
     judge_all(f"{mode.id} {case.name} {transform.__name__}", got, expected(transform, EXTENTS))
 
 
-@pytest.mark.small("values")
-@pytest.mark.parametrize("transform", [forward, grad, jvp, vmap_both], ids=lambda transform: transform.__name__)
-@pytest.mark.parametrize("case", cases.by_id(CASES))
-def test_transform_xla(case, transform):
-    """The oracle itself, through the same rules."""
-    mode = modes.BY_ID["explicit"]
-    with mode.scope(case):
-        got = mode.run(functools.partial(transform, mode.product(case, implementation="xla")), placed(mode, case))
-    judge_all(f"xla {case.name} {transform.__name__}", got, expected(transform, EXTENTS))
-
-
-@pytest.mark.small("values")
+@pytest.mark.small("values", of=lambda mode, case: (mode, case))
 @pytest.mark.parametrize(("mode", "case"), MATRIX)
-def test_eval_shape(mode, case):
-    """Nothing runs, and the type is the one that the result then has, sharding included."""
+def test_types_and_ahead_of_time_compilation(mode, case):
+    """The type is known before anything runs, and is the one that the result then has, sharding included."""
     cases.require(None)
     with mode.scope(case):
-        x = placed(mode, case)
-        f = mode.product(case)
+        x, f = placed(mode, case), mode.product(case)
         abstract = jax.eval_shape(f, x["a"], x["b"])
-        result = mode.run(f, x["a"], x["b"])
+        result = jax.jit(f).lower(x["a"], x["b"]).compile()(x["a"], x["b"])
+    judge_all(f"{mode.id} {case.name} aot", result, expected(forward, EXTENTS))
     assert (abstract.shape, abstract.dtype) == (result.shape, result.dtype) == ((12, 4), jnp.float32)
     if mode.axis_type == jax.sharding.AxisType.Explicit:
         assert _entries(abstract.sharding.spec) == _entries(jax.typeof(result).sharding.spec) == _entries(case.out)
@@ -211,18 +172,7 @@ def _entries(spec):
     return tuple(spec) + (None,) * (2 - len(spec))
 
 
-@pytest.mark.small("values")
-@pytest.mark.parametrize(("mode", "case"), MATRIX)
-def test_ahead_of_time_compilation(mode, case):
-    cases.require(None)
-    with mode.scope(case):
-        x = placed(mode, case)
-        compiled = jax.jit(mode.product(case)).lower(x["a"], x["b"]).compile()
-        got = compiled(x["a"], x["b"])
-    judge_all(f"{mode.id} {case.name} aot", got, expected(forward, EXTENTS))
-
-
-@pytest.mark.small("pairs")
+@pytest.mark.small("values", of=columns)
 @pytest.mark.parametrize("transform", [forward, grad], ids=lambda transform: transform.__name__)
 @pytest.mark.parametrize(("mode", "case"), EXPORTABLE)
 def test_export_round_trip(mode, case, transform):

@@ -22,6 +22,11 @@ from jaxmp._src.lowering import backend
 from jaxmp._src.lowering.backend import LARGE_IN_BATCH
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
 
+
+def integers(rng, *shape):
+    return rng.integers(-3, 4, shape).astype(np.float32)
+
+
 NUMBERS = (((2,), (1,)), ((0,), (0,)))
 # Shardings of a (batch, m, k), b (batch, k, n) and d over the four devices of "x", and what XLA does beside the dot.
 PATTERNS = {
@@ -31,10 +36,6 @@ PATTERNS = {
     "all_reduce": (P(None, None, "x"), P(None, "x"), P(), ["all-reduce"]),
 }
 OVER_PATTERNS = pytest.mark.parametrize("pattern", PATTERNS)
-
-
-def integers(rng, *shape):
-    return rng.integers(-3, 4, shape).astype(np.float32)
 
 
 def mesh_of(kind=AxisType.Explicit):
@@ -196,9 +197,6 @@ def test_the_policy_keeps_a_batch(rng):
     assert again == kept + 1
 
 
-# Transforms ----------------------------------------------------------------------------------------------------
-
-
 def weighted(f):
     """A sum that weighs every element of f's result in its own way."""
 
@@ -214,19 +212,22 @@ def everything(args):
 
 
 TRANSFORMS = {
-    "forward": lambda f, args: jax.jit(f)(*args),
+    "forward": lambda f, args: f(*args),
     "grad": lambda f, args: jax.grad(weighted(f), everything(args))(*args),
     "jvp": lambda f, args: jax.jvp(f, args, args),
     "linearize": lambda f, args: jax.linearize(f, *args)[1](*args),
     "forward over reverse": lambda f, args: jax.jvp(jax.grad(weighted(f), everything(args)), args, args),
     "remat": lambda f, args: jax.grad(weighted(jax.checkpoint(f)), everything(args))(*args),
 }
-OVER_TRANSFORMS = pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+
+
+def all_of(f, args):
+    """What every transform makes of f, by one program."""
+    return jax.jit(lambda args: {name: transform(f, args) for name, transform in TRANSFORMS.items()})(args)
 
 
 def assert_same(got, want):
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(one, other)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 # The axes of an inner vmap, or none, and of an outer one.
@@ -239,9 +240,8 @@ AXES = {
 }
 
 
-@OVER_TRANSFORMS
 @pytest.mark.parametrize("axes", AXES.values(), ids=AXES.keys())
-def test_transforms(axes, transform, rng):
+def test_transforms(axes, rng):
     """Derivatives of batches, and of batches of batches."""
     inner, outer = axes
     a, b = integers(rng, 2, 3, 4), integers(rng, 2, 4, 3)
@@ -252,13 +252,12 @@ def test_transforms(axes, transform, rng):
     else:
         a, b = np.moveaxis(a, 0, outer[0]), np.moveaxis(b, 0, outer[1])
     args = jnp.asarray(a), jnp.asarray(b)
-    assert_same(transform(jax.vmap(f, outer), args), transform(jax.vmap(g, outer), args))
+    assert_same(all_of(jax.vmap(f, outer), args), all_of(jax.vmap(g, outer), args))
 
 
-@OVER_TRANSFORMS
 @pytest.mark.parametrize("bias_axis", [0, None])
 @pytest.mark.parametrize("activation", [None, "relu"])
-def test_transforms_of_layers(activation, bias_axis, transform, rng):
+def test_transforms_of_layers(activation, bias_axis, rng):
     """A layer for each index, as experts have one, with a bias of its own or one for all."""
     shapes = (3, 4, 5), (3, 5, 6), (6,) if bias_axis is None else (3, 6)
     args = tuple(jnp.asarray(integers(rng, *shape)) for shape in shapes)
@@ -270,18 +269,7 @@ def test_transforms_of_layers(activation, bias_axis, transform, rng):
     f, g = (
         jax.vmap(layer, (0, 0, bias_axis)) for layer in (functools.partial(jaxmp.linear, activation=activation), plain)
     )
-    assert_same(transform(f, args), transform(g, args))
-
-
-@OVER_PATTERNS
-def test_gradients_on_a_mesh(pattern, rng):
-    cases.require(None)
-    with jax.set_mesh(mesh_of()):
-        (a, b), placed = operands(mesh_of(), pattern, rng)
-        got = jax.jit(jax.grad(lambda a, b: (product(pattern)(a, b) ** 2).sum(), (0, 1)))(*placed)
-    d = 2 * (a @ b)
-    np.testing.assert_array_equal(got[0], d @ b.swapaxes(1, 2))
-    np.testing.assert_array_equal(got[1], a.swapaxes(1, 2) @ d)
+    assert_same(all_of(f, args), all_of(g, args))
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

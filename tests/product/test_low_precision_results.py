@@ -35,6 +35,7 @@ from jaxmp import Epilog, Scaling
 BOTH = [*((case, "host") for case in PATTERNS), *((case, "xla") for case in PATTERNS[1::3])]
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize(("case", "implementation"), BOTH)
 def test_float8_result_and_the_global_amax(case, implementation, rng):
     """d saturates; amax is the largest value of all ranks, ahead of d's scale."""
@@ -81,6 +82,7 @@ def test_amax_in_shard_map_is_that_of_the_group(rng):
     np.testing.assert_array_equal(amax, halves.max(1))
 
 
+@pytest.mark.small("values")
 @pytest.mark.parametrize("name", ["ag", "rs", "ar", "ag-transposed"])
 @pytest.mark.parametrize("kind", ["mx", "nv"])
 def test_block_scaled_results(kind, name, rng):
@@ -128,6 +130,7 @@ def test_explain_names_the_maximum(rng, capsys):
 EPILOGS = [Epilog.BIAS, Epilog.RELU, Epilog.RELU_BIAS, Epilog.RELU_AUX_BIAS, Epilog.GELU_AUX_BIAS]
 
 
+@pytest.mark.small("pairs")
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("epilog", EPILOGS, ids=lambda e: e.name)
 @pytest.mark.parametrize("out", ["float32", "bfloat16", "float8_e4m3fn"])
