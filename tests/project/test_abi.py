@@ -190,9 +190,9 @@ def _assertions(library: str, header: str):
         yield 'static_assert(sizeof(ours::ncclUniqueId) == sizeof(::ncclUniqueId), "ncclUniqueId");'
     if library == "CUBLASMP":
         for name, kind in _attribute_types(header).items():
-            yield f'static_assert(sizeof({kind}) == ours::attribute_size(::{name}), "size of {name}");'
+            yield f'static_assert(sizeof({kind}) == ours::AttributeSize(::{name}), "size of {name}");'
         for number in (-1, 29):
-            yield f'static_assert(ours::attribute_size({number}) == 0, "a number that is no attribute");'
+            yield f'static_assert(ours::AttributeSize({number}) == 0, "a number that is no attribute");'
 
 
 @pytest.fixture
