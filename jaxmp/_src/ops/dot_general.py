@@ -123,14 +123,21 @@ class _Product:
 def product(request: Request, dimension_numbers: GivenNumbers) -> jax.Array:
     """The result of `jaxmp.dot_general`."""
     lhs, rhs = operand_checks.as_array(request.a), operand_checks.as_array(request.b)
-    numbers = parse(dimension_numbers, lhs, rhs)
+    conversion, call = eager_calls.planned(_planned, request._replace(a=lhs, b=rhs), dimension_numbers)
+    d: jax.Array = conversion.of_result(jaxmp_dot_general(call, conversion.of("a", lhs), conversion.of("b", rhs)))
+    return d
+
+
+def _planned(request: Request, dimension_numbers: GivenNumbers) -> tuple[result_types.Conversion, _Product]:
+    """The conversions around a product, and its plan."""
+    numbers = parse(dimension_numbers, request.a, request.b)
     if request.determinism == "topology":
         raise NotAvailable(
             'determinism="topology" is not available, for ranks may hold several contracted dimensions '
             'interleaved; use jaxmp.matmul on matrices, or pass determinism="batch"'
         )
-    are_rows = numbers.lhs_contract == (lhs.ndim - 1,) and numbers.rhs_contract == (rhs.ndim - 1,)
-    conversion, request = result_types.find(request._replace(a=lhs, b=rhs), are_rows=are_rows, is_lax=True)
+    are_rows = numbers.lhs_contract == (request.a.ndim - 1,) and numbers.rhs_contract == (request.b.ndim - 1,)
+    conversion, request = result_types.find(request, are_rows=are_rows, is_lax=True)
     lhs, rhs, precision = request.a, request.b, request.precision
     placement = meshes.place(request, numbers.result(lhs.shape, rhs.shape))
     precision = tuple(precision) if isinstance(precision, list) else precision
@@ -140,8 +147,7 @@ def product(request: Request, dimension_numbers: GivenNumbers) -> jax.Array:
         gathers_inside = request.determinism == "run_to_run"  # else gradients are sums in an order of their own
         plan = plan_product(numbers, placement, (lhs, rhs), call.dtypes(lhs, rhs), gathers_inside=gathers_inside)
         call = dataclasses.replace(call, plan=plan)
-    d: jax.Array = conversion.of_result(jaxmp_dot_general(call, lhs, rhs))
-    return d
+    return conversion, call
 
 
 @functools.partial(jax.jit, static_argnums=0)
