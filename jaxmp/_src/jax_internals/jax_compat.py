@@ -72,11 +72,6 @@ def reduced_axes(x: jax.Array) -> frozenset[str]:
     return frozenset(cast(Any, jax.typeof(x)).manual_axis_type.reduced)
 
 
-def unreduced_axes(x: jax.Array) -> frozenset[str]:
-    """Manual axes over which `x` is unreduced: every rank holds a term of a sum."""
-    return frozenset(cast(Any, jax.typeof(x)).manual_axis_type.unreduced)
-
-
 def with_shape(
     aval: jax.core.ShapedArray, shape: Sequence[int], dtype: DTypeLike, varying: Iterable[str]
 ) -> jax.core.ShapedArray:
@@ -307,7 +302,6 @@ __all__ = [
     "subjaxprs",
     "traced_line",
     "under_known_flags",
-    "unreduced_axes",
     "user_line",
     "uses_mutual_tls",
     "varying_axes",

@@ -16,7 +16,6 @@ from jaxmp._src.lowering import backend, process_barrier, xla_matmul
 from jaxmp._src.lowering.forms import Xla
 from jaxmp._src.lowering.process_collectives import SharedMemory
 from jaxmp._src.lowering.resolve import resolve, resolve_activation_grad
-from jaxmp._src.primitive import batched_matmul
 from jaxmp._src.primitive.primitives import bind_operands, matmul_p, needs_devices
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.activations import multiply_by_slope
@@ -24,11 +23,11 @@ from jaxmp._src.spec.matmul_spec import MatmulSpec, operations
 
 
 def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
-    return batched_matmul.by_batch(_one_rule(platform), _batch_rule(platform))
+    of_batch = _batch_rule(platform)
 
-
-def _one_rule(platform: str) -> jax_lowering.LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
+        if spec.is_batch:
+            return of_batch(ctx, *nodes, spec=spec.replace(is_batch=False))
         mesh = jax_lowering.lowering_mesh(ctx)
         a, b = jax_lowering.operand_types(ctx)[:2]
         call = resolve(spec, a, b, platform, process_barrier.group_processes(spec, mesh))
@@ -39,7 +38,7 @@ def _one_rule(platform: str) -> jax_lowering.LoweringRule:
 
         def lower(a: jax.Array, b: jax.Array, *extra: jax.Array) -> list[jax.Array]:
             processes = None
-            a, b = jax_compat.convert(a, call.a.dtype), jax_compat.convert(b, call.b.dtype)
+            a, b = (x if x.dtype == t.dtype else jax_compat.convert(x, t.dtype) for x, t in ((a, call.a), (b, call.b)))
             if site and call.form is Xla:
                 processes = _processes(site, spec, a, b)
             elif site:

@@ -36,7 +36,6 @@ from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.spec.options import Activation, AxisName, Sharding
 from jaxmp._src.spec.refusal import InvalidValue
 from jaxmp._src.spec.request import LayerOptions
-from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.public import public
 
 FIRST, SECOND = Label("mlp", "x", "w_in", "b_in"), Label("mlp", "hidden", "w_out", "b_out")
@@ -89,7 +88,6 @@ def mlp(
     Array([[13.],
            [13.]], dtype=float32)
     """
-    x, w_in, b_in, w_out, b_out = map(operand_checks.as_array, (x, w_in, b_in, w_out, b_out))
     found = activations.find(activation)
     if found is None:
         raise InvalidValue("activation must be a name or a function, got None; call jaxmp.linear twice")

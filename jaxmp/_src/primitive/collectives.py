@@ -164,8 +164,11 @@ def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") 
 
 def cast_reduced(operands: Mapping[str, jax.Array], axes: Collection[str] = ()) -> dict[str, jax.Array]:
     """The operands of a call over `axes`, where each that is reduced over an axis varies over it if another does."""
+    reduced = {name: jax.typeof(x).manual_axis_type.reduced for name, x in operands.items()}
+    if not any(reduced.values()):
+        return dict(operands)
     found = frozenset(axes).union(*map(jax_compat.varying_axes, operands.values()))
-    return {name: cast_varying(x, found & jax_compat.reduced_axes(x)) for name, x in operands.items()}
+    return {name: cast_varying(x, found & reduced[name]) for name, x in operands.items()}
 
 
 def reshard(x: jax.Array, mesh: Mesh, have: P, spec: P, *, is_explicit: bool) -> jax.Array:

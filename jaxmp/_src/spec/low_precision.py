@@ -113,21 +113,20 @@ def is_scaled(dtype: DTypeLike) -> bool:
     return np.dtype(dtype).name in SCALED
 
 
+@functools.cache
 def is_mixed(a: DTypeLike, b: DTypeLike) -> bool:
     """Whether one type is narrow and the other wide."""
-    a, b = np.dtype(a), np.dtype(b)
     return _is_narrow_beside_wide(a, b) or _is_narrow_beside_wide(b, a)
 
 
+@functools.cache
 def operand_type(a: DTypeLike, b: DTypeLike) -> np.dtype:
     """The type as which operands of types a and b are multiplied: the wide one of a mixed pair, else a."""
-    a, b = np.dtype(a), np.dtype(b)
-    return b if _is_narrow_beside_wide(a, b) else a
+    return np.dtype(b if _is_narrow_beside_wide(a, b) else a)
 
 
-@functools.cache  # the name of a type takes microseconds, and eager calls ask often
-def _is_narrow_beside_wide(a: np.dtype, b: np.dtype) -> bool:
-    return a.name in NARROW and b.name in WIDE
+def _is_narrow_beside_wide(a: DTypeLike, b: DTypeLike) -> bool:
+    return np.dtype(a).name in NARROW and np.dtype(b).name in WIDE
 
 
 def widened(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -29,7 +29,6 @@ table.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -38,45 +37,12 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.matmul_spec import INTEGERS
+from jaxmp._src.spec.matmul_spec import INTEGERS, accumulator
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
 
-
-@dataclasses.dataclass(frozen=True)
-class Compute:
-    """A compute type.
-
-    `name` is cuBLAS's without CUBLAS_COMPUTE_, or XLA's where cuBLAS has none; `accumulator` None means the operands'
-    own type, or float32 for 16-bit operands.
-    """
-
-    name: str
-    accumulator: str | None = None
-
-    @property
-    def sums_in_16_bits(self) -> bool:
-        """Whether it sums in 16 bits."""
-        return self.accumulator in ("float16", "bfloat16")
-
-
-_COMPUTES = {
-    compute.name: compute
-    for compute in (
-        Compute("32F"),
-        Compute("32F_PEDANTIC"),
-        Compute("32F_FAST_TF32"),
-        Compute("32F_FAST_16BF"),
-        Compute("32F_FAST_16F"),
-        Compute("32F_EMULATED_16BFX9"),
-        Compute("64F"),
-        Compute("64F_PEDANTIC"),
-        Compute("64F_EMULATED_FIXEDPOINT"),
-        Compute("32I"),
-        Compute("INTEGER"),
-        Compute("16F", accumulator="float16"),
-        Compute("BF16_BF16_BF16", accumulator="bfloat16"),
-    )
-}
+# A compute type is named as cuBLAS's without CUBLAS_COMPUTE_, or as XLA's where cuBLAS has none. Those that do not sum
+# in the operands' own type, or float32 for 16-bit operands.
+SUMMED_IN = {"16F": "float16", "BF16_BF16_BF16": "bfloat16"}
 
 _HALVES = ("bfloat16", "float16")
 _SINGLES = ("float32", "complex64")
@@ -139,10 +105,10 @@ def resolve(precision: Any, operand: DTypeLike, out: DTypeLike) -> str:
             f"precision={asked} takes operands of {takes}, got {np.dtype(operand).name}; convert them, or pass "
             "precision=None"
         )
-    compute = find(asked, operand)
-    if compute.sums_in_16_bits and np.dtype(out).name != compute.accumulator:
+    narrow = SUMMED_IN.get(find(asked, np.dtype(operand)))
+    if narrow not in (None, np.dtype(out).name):
         raise NotAvailable(
-            f"precision={asked} sums in {compute.accumulator}, so the result cannot be {np.dtype(out).name}; "
+            f"precision={asked} sums in {narrow}, so the result cannot be {np.dtype(out).name}; "
             "drop preferred_element_type, or pass precision=None"
         )
     return asked
@@ -181,13 +147,18 @@ def taken(asked: lax.DotAlgorithmPreset | None, operand: DTypeLike) -> np.dtype 
     return np.dtype(asked.supported_lhs_types[0])
 
 
-def find(asked: str, operand: DTypeLike, platform: str = "") -> Compute:
-    """How products of `operand` are computed under a precision that `resolve` returned; by default on GPUs."""
-    row = "DEFAULT" if platform == "cpu" else asked
-    return _COMPUTES[_TABLE[row][np.dtype(operand).name]]
+@functools.cache
+def find(asked: str, operand: np.dtype, platform: str = "") -> str:
+    """The compute type of `operand` under a precision that `resolve` returned; by default on GPUs."""
+    return _TABLE["DEFAULT" if platform == "cpu" else asked][operand.name]
+
+
+def summed_in(compute: str, operand: DTypeLike) -> np.dtype:
+    """The type in which a compute type sums products of `operand`."""
+    return np.dtype(SUMMED_IN.get(compute) or accumulator(np.dtype(operand)))
 
 
 @functools.cache
 def sums_in_16_bits(asked: str) -> bool:
     """Whether the precision sums in 16 bits, whatever its operands."""
-    return any(_COMPUTES[name].sums_in_16_bits for name in _TABLE[asked].values())
+    return not SUMMED_IN.keys().isdisjoint(_TABLE[asked].values())
