@@ -261,7 +261,7 @@ def matmul_row(
         local_shapes=(tuple(a.shape), tuple(b.shape), found.d),
         dtypes=f"{a.dtype.name} x {b.dtype.name} -> {out.name}{_scales(spec)}",
         accumulator=precisions.summed_in(compute, operand).name,
-        determinism=spec.determinism,
+        determinism=spec.level.name,
         epilog=spec.epilog.name,
         implementation=call.implementation,
         why="; ".join(reasons),

@@ -37,7 +37,6 @@ from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.sharded_call import check_left_to_xla, jaxmp_call, make_call
 from jaxmp._src.spec.matmul_spec import Group
 from jaxmp._src.spec.options import Precision
-from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.spec.request import ContractionOptions, Request
 from jaxmp._src.validation import result_types
 from jaxmp._src.validation.arguments import converted, types_of, validated
@@ -131,10 +130,10 @@ def _planned(request: Request, dimension_numbers: GivenNumbers) -> tuple[result_
     """The conversions around a product, and its plan."""
     lhs, rhs = request.a, request.b
     numbers = parse(dimension_numbers, lhs, rhs)
-    if request.determinism == "topology":
-        raise NotAvailable(
-            'determinism="topology" is not available, for ranks may hold several contracted dimensions '
-            'interleaved; use jaxmp.matmul on matrices, or pass determinism="batch"'
+    if request.level.global_order:
+        raise request.level.mesh_refusal(
+            "is not available, for ranks may hold several contracted dimensions interleaved",
+            "use jaxmp.matmul on matrices",
         )
     are_rows = numbers.lhs_contract == (lhs.ndim - 1,) and numbers.rhs_contract == (rhs.ndim - 1,)
     conversion, request = converted(request, are_rows=are_rows, is_lax=True)
@@ -144,7 +143,7 @@ def _planned(request: Request, dimension_numbers: GivenNumbers) -> tuple[result_
     bare = request._replace(a=None, b=None, precision=precision, out_sharding=None, in_shardings=None, mesh=None)
     call = _Product(bare, numbers, placement)
     if placement.mode == meshes.Mode.SHARDED:
-        gathers_inside = request.determinism == "run_to_run"  # else gradients are sums in an order of their own
+        gathers_inside = not request.level.fixed_order  # else gradients are sums in an order of their own
         plan = plan_product(numbers, placement, (lhs, rhs), call.dtypes(lhs, rhs), gathers_inside=gathers_inside)
         call = dataclasses.replace(call, plan=plan)
     return conversion, call

@@ -16,7 +16,7 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.runtime import native
-from jaxmp._src.spec.request import Request
+from jaxmp._src.spec.request import ContractionOptions, Request
 
 CAPACITY = 1024
 # The compiled call of a kind, which takes the operands, or its plan; empty until the first call of the kind fills it.
@@ -126,5 +126,5 @@ _OPTIONS = operator.itemgetter(
     *(i for i, name in enumerate(Request._fields) if name not in ("a", "b", "c", "epilog_inputs"))
 )
 _OF_CONTRACTIONS = operator.attrgetter(
-    "function", "precision", "preferred_element_type", "implementation", "determinism"
+    "function", "precision", "preferred_element_type", *ContractionOptions.__annotations__
 )

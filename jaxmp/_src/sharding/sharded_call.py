@@ -195,7 +195,7 @@ def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
     blocks = [each for each in beside if not each.startswith("scale_") or spec.scales.of(each) != low_precision.SCALAR]
     asked = (
         f"implementation={spec.implementation!r}" if spec.implementation in ("host", "cublasmp") else "",
-        f"determinism={spec.determinism!r}" if spec.fixed_reduction_order else "",
+        str(spec.level) if spec.fixed_reduction_order else "",
         f"epilog {spec.epilog.name}" if spec.rule.outputs or spec.rule.inputs not in ((), ("bias",)) else "",
         f"{blocks[0]}" if blocks else "",
     )
