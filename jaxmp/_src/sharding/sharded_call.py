@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.contraction import contraction, planner
-from jaxmp._src.contraction.contraction import Contraction, Dims, Layout
+from jaxmp._src.contraction.contraction import Contraction, Dims
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.primitives import global_amax, has_rows
@@ -210,11 +210,8 @@ def planned_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operan
     """`make_call` for global arrays."""
     sizes, a, b = placement.mesh.shape, operands["a"], operands["b"]
     shape = placement.shape
-    layout = Layout(placement.a, placement.b, _asked_result(spec, placement))
-    arguments = "{a}", "{b}", "the result"
-    for argument, dims, whole in zip(arguments, layout, (a.shape, b.shape, shape), strict=True):
-        shardings.check_dims(argument, dims, whole, sizes)
-    given = contraction.of_matrices(a.ndim, layout, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b)
+    flags = {"transpose_a": spec.transpose_a, "transpose_b": spec.transpose_b}
+    given = placement.given(contraction.of_matrices(a.ndim, **flags), (a.shape, b.shape))
     find_terms = functools.partial(terms, spec, given, (a, b), shape, sizes)
     plan = planner.plan(given, find_terms, gathers_k=gathers_k(spec, a.dtype, b.dtype))
     beside = tuple((operand, dims_of(spec, plan, operand)) for operand in spec.operand_names)
@@ -225,7 +222,7 @@ def planned_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operan
     results = tuple((result, dims_of(spec, plan, result)) for result in spec.output_names[1:])
     # Under a level the gradients are sums in an order of their own.
     gathers_inside, where = not spec.fixed_reduction_order, (placement.mesh, placement.is_explicit)
-    frame = frame_of(where, layout, plan, beside, results, gathers_inside=gathers_inside)
+    frame = frame_of(where, given.layout, plan, beside, results, gathers_inside=gathers_inside)
     group = Group.of(plan, tuple(sizes.items()))
     spec, columns = spec.replace(group=group, is_typed=True), shape[-1] // group.size(plan.layout.d[-1])
     if spec.asks_all_reduce:
@@ -237,15 +234,6 @@ def planned_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operan
     return ShardedCall(spec, plan, frame, 0 in shape)
 
 
-def _asked_result(spec: MatmulSpec, placement: meshes.Placement) -> Dims:
-    """The sharding that d is to have."""
-    if placement.out is not None:
-        return placement.out
-    *rows, k_a = (*placement.a[:-2], placement.a[-1], placement.a[-2]) if spec.transpose_a else placement.a
-    k_b, cols = placement.b[::-1] if spec.transpose_b else placement.b
-    return shardings.default_result(tuple(rows), (cols,), ((k_a, k_b),))
-
-
 def terms(
     spec: MatmulSpec, given: Contraction, ab: Sequence[ArrayType], shape: tuple[int, ...], mesh: Mapping[str, int]
 ) -> planner.Terms:
@@ -253,19 +241,13 @@ def terms(
     a, b = ab
     beside, operand = (*spec.operand_names, *spec.output_names[1:]), low_precision.operand_type(a.dtype, b.dtype)
     itemsizes = a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, matmul_spec.accumulator(operand).itemsize
-    return planner.Terms(
-        planner.extents(given, (a.shape, b.shape, shape), mesh),
-        tuple(mesh.items()),
-        itemsizes,
-        keeps_result=any(matmul_spec.SPANS.get(each) for each in beside if each not in ("c", "bias")),
-    )
+    keeps_result = any(matmul_spec.SPANS.get(each) for each in beside if each not in ("c", "bias"))
+    return planner.terms(given, (a.shape, b.shape, shape), mesh, itemsizes, keeps_result=keeps_result)
 
 
 def gathers_k(spec: MatmulSpec, a: np.dtype, b: np.dtype) -> bool:
-    """Whether a call may gather an operand along k: a grid reads matrices as they are stored, and its gradients are
-    sums in an order of their own."""
-    is_plain = not (spec.transpose_a or spec.transpose_b or spec.fixed_reduction_order)
-    return is_plain and not low_precision.is_low_precision(low_precision.operand_type(a, b))
+    """Whether a call may gather an operand along k; its gradients are sums in an order of their own."""
+    return not (spec.fixed_reduction_order or low_precision.is_low_precision(low_precision.operand_type(a, b)))
 
 
 def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
