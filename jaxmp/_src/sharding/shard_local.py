@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxmp._src.contraction.contraction import Contraction, Dim
@@ -191,26 +190,6 @@ def _apply_epilog(
     local = spec.ungrouped()
     outputs = dict(zip(spec.output_names, xla_matmul.apply_epilog(z, folded, local, **scalars), strict=True))
     return {name: x.reshape(*rows, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}
-
-
-def bind_empty(
-    plan: Contraction,
-    spec: MatmulSpec,
-    shapes: dict[str, tuple[int, ...]],
-    dtype: np.dtype,
-    operands: dict[str, jax.Array],
-) -> dict[str, jax.Array]:
-    """The epilog of a sum over nothing; `shapes` are those of the results on each device."""
-    gradient, shape = spec.rule.gradient, shapes["d"]
-    if bias_grad.summed(gradient) in ("a", "b"):
-        rest = bind_empty(plan, spec.replace(epilog=Epilog.NONE), shapes, dtype, operands)
-        return rest | {gradient: jnp.zeros(shapes[gradient], spec.out_dtype)}
-    if spec.fixed_reduction_order:
-        local = spec.bare().ungrouped()
-        nothing = {"a": jnp.zeros((*shape[:-1], 0), dtype), "b": jnp.zeros((0, shape[-1]), dtype)}
-        return _sum_over_data(spec, bind_shards(local, 0, operands | nothing), sum(plan.layout.d[:-1], ()))
-    z = jnp.zeros((math.prod(shape[:-1]), shape[-1]), matmul_spec.accumulator(dtype))
-    return _sum_over_data(spec, _apply_epilog(z, operands, spec, shape[:-1]), sum(plan.layout.d[:-1], ()))
 
 
 def bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -18,13 +18,14 @@ from jaxmp._src.contraction import contraction, planner
 from jaxmp._src.contraction.contraction import Contraction, Dims
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
-from jaxmp._src.primitive.primitives import global_amax, has_rows
+from jaxmp._src.primitive.collectives import cast_varying
+from jaxmp._src.primitive.primitives import global_amax
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import eager_calls, meshes, shardings
 from jaxmp._src.sharding.on_shards import Frame, Operands, frame_of, on_shards
-from jaxmp._src.sharding.shard_local import bind_empty, bind_plan, bind_shards
+from jaxmp._src.sharding.shard_local import bind_plan, bind_shards
 from jaxmp._src.spec import low_precision, matmul_spec
-from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
 from jaxmp._src.spec.options import CommOptions
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.spec.request import Request
@@ -291,34 +292,27 @@ def _compiled(call: Call, conversion: Conversion, types: tuple[tuple[str, np.dty
 def _of_empty(call: ShardedCall, operands: Operands) -> tuple[Callable[[Operands], Operands], Operands]:
     """The body of a call with an empty d, or with nothing to contract, and its operands.
 
-    XLA cannot partition a body whose operands are all empty, nor the gradient of one that uses only such, so they stay
-    out of it. An empty d, without sums of operands beside it, depends on none of them.
+    XLA cannot partition a body whose operands are all empty, nor the gradient of one that uses only such, so an empty a
+    or b is made in it. An empty d, without sums of operands beside it, depends on none of them.
     """
-    frame, spec, a, b = call.frame, call.spec, operands["a"], operands["b"]
-    outs = dict(frame.outs)
+    mesh, layout = call.frame.mesh, call.plan.layout
+    empty = {name: x for name, x in operands.items() if name in ("a", "b") and 0 in x.shape}
 
-    def shards(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        return {name: NamedSharding(frame.mesh, outs[name]).shard_shape(shape) for name, shape in shapes.items()}
+    def made(name: str, x: jax.Array) -> jax.Array:
+        dims: Dims = getattr(layout, name)
+        shape = NamedSharding(mesh, meshes.partition_spec(dims)).shard_shape(x.shape)
+        return cast_varying(jnp.zeros(shape, x.dtype), sum(dims, ()))
 
-    if call.is_empty:
-        run = functools.partial(on_shards, dataclasses.replace(frame, asked=None), call.body)
-        types = jax.eval_shape(lambda operands: run(operands, spec.source_line), operands)
-        if all(0 in types[name].shape for name in ("bgrada", "bgradb") if name in types):
-            local = shards({name: x.shape for name, x in types.items()})
-            return lambda _: {name: jnp.zeros(local[name], x.dtype) for name, x in types.items()}, _scalar()
-        if not (0 in a.shape and 0 in b.shape):
-            return call.body, operands
-    shape = result_shape(spec.ungrouped(), a, b)
-    lines = {"m": shape[-2:-1], "n": shape[-1:]}
-    names = [name for name in ("d", *spec.rule.outputs) if name != "relu_aux"]
-    local = shards({name: shape if has_rows(name) else lines[matmul_spec.SPANS[name][0].dim] for name in names})
-    body = functools.partial(bind_empty, call.plan, spec, local, low_precision.operand_type(a.dtype, b.dtype))
-    return body, {name: x for name, x in operands.items() if name not in ("a", "b")} | _scalar()
+    def body(rest: Operands) -> Operands:
+        nothing = {name: made(name, x) for name, x in empty.items()}
+        if call.is_empty:
+            types = jax.eval_shape(call.body, rest | nothing)
+            if all(0 in types[name].shape for name in ("bgrada", "bgradb") if name in types):
+                return {name: jnp.zeros(x.shape, x.dtype) for name, x in types.items()}
+        return call.body(rest | nothing)
 
-
-def _scalar() -> Operands:
-    """An operand that is not empty, for a body that needs none."""
-    return {"scalar": jnp.zeros(())}
+    rest = {name: x for name, x in operands.items() if name not in empty}
+    return body, rest | {"scalar": jnp.zeros(())}
 
 
 def _of_any_extent(call: ShardedCall, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
