@@ -13,6 +13,7 @@ from jaxmp._src.jax_internals import jax_compat, jax_rules
 from jaxmp._src.jax_internals.jax_compat import under_known_flags
 from jaxmp._src.jax_internals.jax_lowering import mlir
 from jaxmp._src.lowering import other_rules, rules
+from jaxmp._src.lowering.ffi_call import mesh_position_p
 from jaxmp._src.primitive import batching as batch_rules
 from jaxmp._src.primitive import jvp, primitives, transpose
 from jaxmp._src.primitive.collectives import process_barrier_p, process_collective_p
@@ -79,6 +80,7 @@ _register(
 jax_rules.register_saved(PRODUCTS)
 jax_rules.register_nan_checks((*PRODUCTS, activation_grad_p))
 
+mlir.register_lowering(mesh_position_p, rules.mesh_position_rule)
 mlir.register_lowering(process_barrier_p, lambda ctx, x, **_: [x])
 mlir.register_lowering(process_barrier_p, rules.process_barrier_rule, platform="cpu")
 mlir.register_lowering(process_collective_p, functools.partial(rules.process_collective_rule, is_cpu=False))

@@ -13,11 +13,8 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
-from jax.extend.mlir.dialects import stablehlo
 
-from jaxmp._src.jax_internals import jax_compat, jax_lowering
-from jaxmp._src.jax_internals.jax_lowering import mlir
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.primitives import AMAXES
 from jaxmp._src.runtime import native
@@ -243,16 +240,4 @@ def _type(*, axes: tuple[tuple[str, int], ...]) -> jax.core.ShapedArray:
     return jax.core.ShapedArray((), np.dtype(np.uint32))
 
 
-def _lower(ctx: jax_lowering.LoweringContext, *, axes: tuple[tuple[str, int], ...]) -> Any:
-    mesh = jax_lowering.manual_mesh(ctx)
-    if mesh is not None and tuple(mesh.shape.items()) == axes:
-        return [stablehlo.partition_id()]
-
-    def index() -> jax.Array:
-        return lax.axis_index(tuple(name for name, _ in axes)).astype(np.uint32)
-
-    return mlir.lower_fun(index, multiple_results=False)(ctx)
-
-
 mesh_position_p.def_abstract_eval(_type)
-mlir.register_lowering(mesh_position_p, _lower)

@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.extend.mlir.dialects import stablehlo
 
 from jaxmp._src.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.jax_internals.jax_lowering import mlir
@@ -178,3 +180,14 @@ def _devices_of(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int, 
     if devices:  # binding has asked for them, unless the backend has started since
         jax_lowering.require_devices([matmul_p])
     return devices
+
+
+def mesh_position_rule(ctx: jax_lowering.LoweringContext, *, axes: tuple[tuple[str, int], ...]) -> Any:
+    mesh = jax_lowering.manual_mesh(ctx)
+    if mesh is not None and tuple(mesh.shape.items()) == axes:
+        return [stablehlo.partition_id()]
+
+    def index() -> jax.Array:
+        return lax.axis_index(tuple(name for name, _ in axes)).astype(np.uint32)
+
+    return mlir.lower_fun(index, multiple_results=False)(ctx)

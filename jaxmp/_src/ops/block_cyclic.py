@@ -172,11 +172,7 @@ def _find_axes(mesh: Mesh, axes: Any, layout: BlockCyclic) -> Axes:
             f"axes must be a pair, the mesh axes of the process rows and of the process columns, got {axes!r}"
         )
     rows, cols = ((entry,) if isinstance(entry, str) else tuple(entry) for entry in axes)
-    for axis in rows + cols:
-        if axis not in mesh.shape:
-            raise InvalidValue(f"axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
-    if len(set(rows + cols)) != len(rows + cols):
-        raise InvalidValue(f"axis names {rows + cols} repeat")
+    meshes.check_axes(mesh, rows + cols)
     sizes = tuple(math.prod(mesh.shape[axis] for axis in entry) for entry in (rows, cols))
     if sizes != layout.grid:
         raise InvalidValue(

@@ -29,7 +29,7 @@ from jaxmp._src.spec.request import (
     WithResults,
 )
 from jaxmp._src.validation.arguments import converted, validated
-from jaxmp._src.validation.operand_checks import check_array, check_conjugate, check_flag
+from jaxmp._src.validation.operand_checks import check_array, check_flags
 from jaxmp._src.validation.public import public
 
 
@@ -140,14 +140,14 @@ def matmul(
 
 def _contract(request: Request, entry: eager_calls.Entry | None) -> jax.Array:
     """The product where a or b is a vector, or b has batch dimensions, with the shapes of `jnp.matmul`: an einsum."""
-    arrays, indices = [], []
-    for name, vector, matrix in (("a", "k", "mk"), ("b", "k", "kn")):
-        x = getattr(request, name)
+    arrays, indices = (request.a, request.b), []
+    for name, x in zip("ab", arrays, strict=True):
         check_array(name, x, at_least=1)
-        is_transposed = check_flag(f"transpose_{name}", getattr(request, f"transpose_{name}"))
-        check_conjugate(f"conjugate_{name}", getattr(request, f"conjugate_{name}"), x)
-        arrays.append(x)
-        indices.append(vector if x.ndim == 1 else f"...{matrix[::-1] if is_transposed else matrix}")
+    flags = check_flags(request)
+    for x, is_transposed, matrix in zip(
+        arrays, (flags["transpose_a"], flags["transpose_b"]), ("mk", "kn"), strict=True
+    ):
+        indices.append("k" if x.ndim == 1 else f"...{matrix[::-1] if is_transposed else matrix}")
     for name in _OF_MATRICES:
         value, default = getattr(request, name), Request._field_defaults[name]
         if value is not default and not (isinstance(value, int | float) and value == default):

@@ -135,18 +135,14 @@ def all_to_all(
 
 def psum(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
     """`lax.psum`."""
-    if native.has_barrier():
-        return _between_processes("psum", x, axes, source_line)
-    total: jax.Array = lax.psum(x, axes)
+    total: jax.Array = _between_processes("psum", x, axes, source_line) if native.has_barrier() else lax.psum(x, axes)
     return total
 
 
 def pmax(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
     """`lax.pmax`."""
-    if native.has_barrier():
-        return _between_processes("pmax", x, axes, source_line)
-    largest: jax.Array = lax.pmax(x, axes)
-    return largest
+    most: jax.Array = _between_processes("pmax", x, axes, source_line) if native.has_barrier() else lax.pmax(x, axes)
+    return most
 
 
 def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") -> jax.Array:

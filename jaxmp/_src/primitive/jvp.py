@@ -195,12 +195,12 @@ def activated_matmul_jvp_rule(
     """y = (act'(z) * (t + b)) @ w is linear in (t, b) and in w; in z, dy = (act''(z) * (t + b) * dz) @ w."""
     t, *bias, aux, w = primals
     tt, *tbias, taux, tw = tangents
-    y = activated_matmul(spec, activation, t, bias[0] if bias else None, aux, w)
+    y = activated_matmul(spec, activation, t, aux, w, tbias=bias[0] if bias else None)
     terms = []
     moved = [x for x in tbias if not isinstance(x, ad.Zero)]
     if not isinstance(tt, ad.Zero) or moved:
         tt = ad.instantiate_zeros(tt)
-        terms.append(activated_matmul(spec, activation, tt, moved[0] if moved else None, aux, w))
+        terms.append(activated_matmul(spec, activation, tt, aux, w, tbias=moved[0] if moved else None))
     whole = t + bias[0][None, :] if bias else t
     if not isinstance(tw, ad.Zero):
         terms.append(bind(spec, activation_grad(activation, aux, whole, spec), tw)["d"])

@@ -327,7 +327,7 @@ def activation_grad(activation: str, aux: jax.Array, t: jax.Array, spec: MatmulS
 
 
 def activated_matmul(
-    spec: MatmulSpec, activation: str, t: jax.Array, tbias: jax.Array | None, aux: jax.Array, w: jax.Array
+    spec: MatmulSpec, activation: str, t: jax.Array, aux: jax.Array, w: jax.Array, *, tbias: jax.Array | None
 ) -> jax.Array:
     """`(act'(z) * (t + tbias)) @ w` on 2-D shards, in the pattern of `spec`; tbias (columns of t,) or None."""
     # Over the axes of w too, so that what the transpose sums over ranks is what follows from these casts.

@@ -102,6 +102,15 @@ def check_all_manual(mesh: AbstractMesh) -> None:
         )
 
 
+def check_axes(mesh: options.Mesh, axes: tuple[str, ...]) -> None:
+    """Raise ValueError for axes that the mesh does not have, or that are named twice."""
+    for axis in axes:
+        if axis not in mesh.shape:
+            raise InvalidValue(f"axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
+    if len(set(axes)) != len(axes):
+        raise InvalidValue(f"axis names {axes} repeat")
+
+
 def place(request: Request, out_shape: Shape) -> Placement:
     """Find the mode of a call from its request and the ambient mesh; checks every sharding it meets."""
     a, b, mesh, out_sharding, in_shardings = (
@@ -136,7 +145,7 @@ def place(request: Request, out_shape: Shape) -> Placement:
     mixed = _mixed_mesh(request)
     if mixed is not None:
         return _left_to_xla(mixed, out_shape, out_sharding, "the mesh has explicit and automatic axes")
-    if batch := jax_compat.explicit_batch_axes():
+    if batch := jax_compat.axis_env().explicit_mesh_axis_names:
         # JAX leaves these axes out of a shard_map, so that no call can run on their shards.
         why = f"jax.vmap maps over a dimension that is sharded over {sorted(batch)}"
         return _left_to_xla(jax.sharding.get_abstract_mesh(), out_shape, out_sharding, why)

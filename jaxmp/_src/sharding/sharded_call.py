@@ -157,12 +157,7 @@ def group_on_axes(pattern: Pattern, axis_names: Any) -> Group:
                 f"axis_names must be a pair, the axis of rows and the axis of columns, got {axis_names!r}"
             )
         row_axes, col_axes = (_as_axes(axes) for axes in axis_names)
-    axes = row_axes + col_axes
-    for axis in axes:
-        if axis not in mesh.shape:
-            raise InvalidValue(f"axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
-    if len(set(axes)) != len(axes):
-        raise InvalidValue(f"axis names {axes} repeat")
+    meshes.check_axes(mesh, row_axes + col_axes)
     return Group(pattern, tuple(mesh.shape.items()), row_axes, col_axes)
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import jax
 
 from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.jax_internals.jax_compat import ArrayImpl
 from jaxmp._src.spec.refusal import Refusal
 from jaxmp._src.spec.request import Request
 
@@ -41,7 +42,8 @@ def public(fn: F) -> F:
     @functools.wraps(fn)
     def called(*args: Any, **kwargs: Any) -> Any:
         register_imported()
-        args, kwargs = tuple(map(as_array, args)), {name: as_array(x) for name, x in kwargs.items()}
+        args = tuple([x if type(x) is ArrayImpl else as_array(x) for x in args])  # at each eager call
+        kwargs = {name: as_array(x) for name, x in kwargs.items()} if kwargs else kwargs
         if not keywords.issuperset(kwargs):
             unknown = next(name for name in kwargs if name not in parameters)
             raise TypeError(
@@ -69,7 +71,7 @@ def public(fn: F) -> F:
 
 def as_array(x: Any) -> Any:
     """The array of what only stands for one (`__jax_array__`), as `jnp` takes it: a parameter of Flax. So in a dict."""
-    if x is None or type(x) is jax_compat.ArrayImpl:  # at each eager call
+    if x is None or isinstance(x, ArrayImpl | str):
         return x
     if isinstance(x, Mapping):
         found = {name: as_array(each) for name, each in x.items()}

@@ -6,9 +6,10 @@ All of it follows from the types of a, b and what is added to the product, so it
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jaxmp._src.spec.low_precision import FLOAT4, is_low_precision, is_mixed, is
 from jaxmp._src.spec.matmul_spec import INTEGERS, RESULT_TYPES
 from jaxmp._src.spec.refusal import InvalidType, NotAvailable
 
+F = TypeVar("F", bound=Callable[..., Any])
 _BFLOAT16, _FLOAT32, _INT8, _INT32 = map(np.dtype, (jnp.bfloat16, np.float32, np.int8, np.int32))
 # Of a, of b and of what is added to their product: (dtype, whether it is weak).
 Types = tuple[tuple[np.dtype, bool], ...]
@@ -34,6 +36,21 @@ class _Typed:
     def __init__(self, kind: tuple[np.dtype, bool]) -> None:
         self.dtype, self.weak_type = kind
         self.aval = self
+
+
+_WIDE = frozenset(map(np.dtype, (np.int64, np.uint64, np.float64, np.complex128)))
+
+
+def _once_for_types(fn: F) -> F:
+    """`fn`, whose first argument are types, called once for its arguments and JAX's settings."""
+
+    def typed(types: Types, *args: Any) -> Any:
+        # JAX narrows 64-bit types where they are off, but those of arrays.
+        has_wide = not _WIDE.isdisjoint(dtype for dtype, _ in types)
+        with jax.enable_x64(True) if has_wide else contextlib.nullcontext():
+            return fn(types, *args)
+
+    return cast(F, jax_compat.cache_in_context(1024)(typed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +100,7 @@ class Conversion:
 NOTHING = Conversion()
 
 
-@jax_compat.cache_in_context(1024)
+@_once_for_types
 def find(
     types: Types,
     preferred: np.dtype | None,
@@ -145,7 +162,7 @@ class CallTypes(NamedTuple):
     is_mixed: bool
 
 
-@jax_compat.cache_in_context(1024)
+@_once_for_types
 def of_call(types: Types, preferred: np.dtype | None, has_scaling: bool) -> CallTypes:
     """The types of a call, of operands that are converted already.
 
