@@ -1,17 +1,8 @@
 """Types of 8 bits and fewer: which go together, how they are scaled, decoded and encoded; knows nothing of calls.
 
-A scale multiplies what it stands beside. In the logical layout, which is `jax.nn.scaled_matmul`'s, the blocks of an
-operand run along its last dimension:
-
-    ()                    float32          scalar_fp32       one scale
-    (rows,)               float32          outer_vec_fp32    one a row
-    (rows, k/32)          float8_e8m0fnu   vec32_ue8m0       MXFP8
-    (rows, k/16)          float8_e4m3fn    vec16_ue4m3       NVFP4
-    (rows, k/128)         float32          vec128_fp32
-    (rows/128, k/128)     float32          blk128x128_fp32
-
-Names, meaning and memory layout: cuBLAS documentation, "Narrow Precision Data Types Usage", and cublasmp.h's
-cublasMpMatmulMatrixScale_t.
+A scale multiplies what it stands beside; `Scaling` has the table of modes. In the logical layout, which is
+`jax.nn.scaled_matmul`'s, the blocks of an operand run along its last dimension. Names, meaning and memory layout:
+cuBLAS documentation, "Narrow Precision Data Types Usage", and cublasmp.h's cublasMpMatmulMatrixScale_t.
 """
 
 from __future__ import annotations

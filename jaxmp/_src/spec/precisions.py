@@ -5,16 +5,8 @@ operands may be rounded ahead of the product and in which type products may be s
 as. A CPU multiplies what it is given and sums in the operands' full type, which is at least as exact: None's row. So
 does XLA on GPUs, except that it has sums in 16 bits (16F and BF16_BF16_BF16), as algorithms of those names.
 
-    precision                     bfloat16, float16    float32, complex64     float64, complex128   summed in
-    None, any lax.Precision       32F                  32F                    64F                   float32, float64
-    F32_F32_F32, TF32_TF32_F32_X3 32F                  32F                    -                     float32
-    TF32_TF32_F32                 32F (exact)          32F_FAST_TF32          -                     float32
-    BF16_BF16_F32                 32F (bfloat16 only)  32F_FAST_16BF          -                     float32
-    F16_F16_F32                   32F (float16 only)   32F_FAST_16F           -                     float32
-    BF16_BF16_F32_X3, _X6, _X9    32F                  32F_EMULATED_16BFX9    -                     float32
-    F64_F64_F64                   -                    -                      64F                   float64
-    F16_F16_F16                   16F (float16 only)   -                      -                     float16
-    BF16_BF16_BF16                none (bfloat16 only) -                      -                     bfloat16
+`_PRESETS` is the table: by preset the compute types of 16-bit, single and double operands. Products of 16-bit operands
+are exact in 32F. None and any `lax.Precision` are the row DEFAULT.
 
 Operands of a type that a preset does not take are converted to the first that JAX names for it (`taken`), ahead of
 the call. Operands of 8 bits and fewer have no choice otherwise: None and the ANY_F8 presets sum float8 and float4 in

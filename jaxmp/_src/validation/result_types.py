@@ -45,7 +45,7 @@ def _once_for_types(fn: F) -> F:
     """`fn`, whose first argument are types, called once for its arguments and JAX's settings."""
 
     def typed(types: Types, *args: Any) -> Any:
-        # JAX narrows 64-bit types where they are off, but those of arrays.
+        # Where 64-bit types are off, JAX narrows all but those of arrays.
         has_wide = not _WIDE.isdisjoint(dtype for dtype, _ in types)
         with jax.enable_x64(True) if has_wide else contextlib.nullcontext():
             return fn(types, *args)
