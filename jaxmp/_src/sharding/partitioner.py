@@ -13,7 +13,6 @@ have none of these.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import threading
@@ -25,7 +24,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._src.contraction import contraction, planner
+from jaxmp._src.contraction import contraction
 from jaxmp._src.contraction.contraction import Dim, Layout
 from jaxmp._src.contraction.moves import size_of
 from jaxmp._src.jax_internals import jax_lowering, jax_partitioner
@@ -42,10 +41,9 @@ from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.shardings import to_dims
 from jaxmp._src.spec import process_grid
 from jaxmp._src.spec.fields import from_fields, to_fields
-from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, spans
+from jaxmp._src.spec.matmul_spec import MatmulSpec, spans
 from jaxmp._src.spec.options import Mesh
 from jaxmp._src.spec.refusal import NotAvailable, naming
-from jaxmp._src.validation.epilog_checks import check_all_reduce
 
 TARGET = "jaxmp_partitioned_matmul"
 
@@ -91,22 +89,17 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
     dims = [tuple(tuple(axis for axis in dim if axis not in left_out) for dim in each) for each in dims]
     flags = {"transpose_a": spec.transpose_a, "transpose_b": spec.transpose_b}
     given = contraction.of_matrices(2, Layout(*dims), **flags)
-    terms = functools.partial(sharded_call.terms, spec, given, args[:2], results[0].shape, mesh.shape)
-    gathers_k = sharded_call.gathers_k(spec, args[0].dtype, args[1].dtype)
+    names, where = ("a", "b", *spec.operand_names), (results[0].shape, mesh.shape)
     # Under a level, a call that shares columns has no gradient's epilog. XLA can move operands instead.
-    plan = planner.plan(given, terms, gathers_k=gathers_k, shares_columns=not spec.fixed_reduction_order)
-    group = Group.of(plan, tuple(mesh.shape.items()))
-    local = check_all_reduce(spec.replace(group=group))
+    plan, local = sharded_call.planned(spec, given, args[:2], *where, shares_columns=not spec.fixed_reduction_order)
 
     def body(*shards: jax.Array) -> Sequence[jax.Array]:
-        names = ("a", "b", *spec.operand_names)
         return _global_results(local, bind_plan(plan, local, dict(zip(names, shards, strict=True))))
 
     def placed(name: str) -> NamedSharding:
         return NamedSharding(mesh, partition_spec(sharded_call.dims_of(spec, plan, name)))
 
-    a, b = (NamedSharding(mesh, partition_spec(each)) for each in plan.layout[:2])
-    return _observed(body), [a, b, *map(placed, spec.operand_names)], [placed(name) for name in spec.output_names]
+    return _observed(body), [*map(placed, names)], [*map(placed, spec.output_names)]
 
 
 def _place_whole(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:

@@ -20,7 +20,7 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.primitive.primitives import global_amax
-from jaxmp._src.runtime.types import ArrayType
+from jaxmp._src.runtime.types import ArrayType, Shape
 from jaxmp._src.sharding import eager_calls, meshes, shardings
 from jaxmp._src.sharding.on_shards import Frame, Operands, frame_of, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan, bind_shards
@@ -208,8 +208,7 @@ def planned_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operan
     shape = placement.shape
     flags = {"transpose_a": spec.transpose_a, "transpose_b": spec.transpose_b}
     given = placement.given(contraction.of_matrices(a.ndim, **flags), (a.shape, b.shape))
-    find_terms = functools.partial(terms, spec, given, (a, b), shape, sizes)
-    plan = planner.plan(given, find_terms, gathers_k=gathers_k(spec, a.dtype, b.dtype))
+    plan, spec = planned(spec.replace(is_typed=True), given, (a, b), shape, sizes)
     beside = tuple((operand, dims_of(spec, plan, operand)) for operand in spec.operand_names)
     for operand, dims in beside:
         if operand in matmul_spec.SCALE_NAMES:
@@ -219,10 +218,7 @@ def planned_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operan
     # Under a level the gradients are sums in an order of their own.
     gathers_inside, where = not spec.fixed_reduction_order, (placement.mesh, placement.is_explicit)
     frame = frame_of(where, given.layout, plan, beside, results, gathers_inside=gathers_inside)
-    group = Group.of(plan, tuple(sizes.items()))
-    spec, columns = spec.replace(group=group, is_typed=True), shape[-1] // group.size(plan.layout.d[-1])
-    if spec.asks_all_reduce:
-        spec = check_all_reduce(spec)
+    columns = shape[-1] // spec.group.size(plan.layout.d[-1])
     if "relu_aux" in spec.operand_names:
         check_relu_aux(operands, spec, shape[-1], columns)
     if spec.comm != CommOptions():
@@ -230,20 +226,30 @@ def planned_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operan
     return ShardedCall(spec, plan, frame, 0 in shape)
 
 
-def terms(
-    spec: MatmulSpec, given: Contraction, ab: Sequence[ArrayType], shape: tuple[int, ...], mesh: Mapping[str, int]
-) -> planner.Terms:
-    """What the plan of a call of a and b depends on beside its shardings."""
-    a, b = ab
-    beside, operand = (*spec.operand_names, *spec.output_names[1:]), low_precision.operand_type(a.dtype, b.dtype)
-    itemsizes = a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, matmul_spec.accumulator(operand).itemsize
-    keeps_result = any(matmul_spec.SPANS.get(each) for each in beside if each not in ("c", "bias"))
-    return planner.terms(given, (a.shape, b.shape, shape), mesh, itemsizes, keeps_result=keeps_result)
+def planned(
+    spec: MatmulSpec,
+    given: Contraction,
+    ab: Sequence[ArrayType],
+    shape: Shape,
+    mesh: Mapping[str, int],
+    *,
+    shares_columns: bool = True,
+) -> tuple[Contraction, MatmulSpec]:
+    """The plan of a product of a and b, and the spec of its call; `shares_columns` as in `planner.Terms`."""
+    (a, b), beside = ab, (*spec.operand_names, *spec.output_names[1:])
+    operand = low_precision.operand_type(a.dtype, b.dtype)
 
+    def terms() -> planner.Terms:
+        of_sums = matmul_spec.accumulator(operand).itemsize
+        itemsizes = a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, of_sums
+        keeps_result = any(matmul_spec.SPANS.get(each) for each in beside if each not in ("c", "bias"))
+        return planner.terms(given, (a.shape, b.shape, shape), mesh, itemsizes, keeps_result=keeps_result)
 
-def gathers_k(spec: MatmulSpec, a: np.dtype, b: np.dtype) -> bool:
-    """Whether a call may gather an operand along k; its gradients are sums in an order of their own."""
-    return not (spec.fixed_reduction_order or low_precision.is_low_precision(low_precision.operand_type(a, b)))
+    # Along k no operand is gathered whose gradient is to be a sum in a fixed order.
+    gathers_k = not (spec.fixed_reduction_order or low_precision.is_low_precision(operand))
+    plan = planner.plan(given, terms, gathers_k=gathers_k, shares_columns=shares_columns)
+    spec = spec.replace(group=Group.of(plan, tuple(mesh.items())))
+    return plan, check_all_reduce(spec) if spec.asks_all_reduce else spec
 
 
 def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
@@ -252,8 +258,8 @@ def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
     But the sums of an operand's own rows are whole in a group, whichever operand the call takes for its a.
     """
     found = matmul_spec.spans(spec, name)
-    if name in ("scale_a", "scale_b"):
-        operand = plan.layout.a if name == "scale_a" else plan.layout.b
+    if name in ("a", "b", "scale_a", "scale_b"):
+        operand: Dims = getattr(plan.layout, name[-1])
         return operand[: len(operand) - 2 + len(found)] if found else ()
     if len(found) != 1:
         return plan.layout.d if found else ()
