@@ -26,6 +26,7 @@ from jaxmp._src.sharding import eager_calls, sharded_call
 def cold():
     cases.require("host")
     eager_calls.kept.cache_clear()
+    eager_calls.kept_traced.cache_clear()
 
 
 @pytest.fixture
@@ -60,6 +61,24 @@ def test_a_call_like_an_earlier_one_is_not_judged_again(operands, monkeypatch):
     product = jax.jit(lambda a, b, c: jaxmp.matmul(a, b, c, beta=2.0, **bias))
     testing.assert_bitwise_equal(got, product(a, b, c))
     testing.assert_bitwise_equal(other, product(b, a, c))
+
+
+def test_layers_of_a_traced_program_are_judged_once(operands, monkeypatch):
+    a, b, c = operands
+    calls = judged(monkeypatch)
+
+    def layers(x, **options):
+        for _ in range(3):
+            x = jaxmp.matmul(x, b, c, beta=0.5, **options)
+        return x
+
+    got = jax.jit(layers)(a)
+    assert len(calls) == 1
+    assert misses() == 0, "traced calls leave those of eager ones alone"
+    jax.jit(functools.partial(layers, determinism="batch"))(a)
+    jax.vmap(layers, in_axes=0)(a[None])
+    assert len(calls) == 2
+    testing.assert_bitwise_equal(got, layers(a))
 
 
 def test_what_is_kept_is_bounded(operands):

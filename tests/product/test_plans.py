@@ -124,7 +124,8 @@ def test_the_table_is_planned_as_it_says(case, transposition):
 
 
 def test_without_out_sharding_the_result_is_that_of_dot_general():
-    assert shardings.default_result((("x",),), (("y",),), [((), ("z",))]) == (("x",), ("y",))
+    product = contraction.of_matrices(2)
+    assert shardings.default_result(product, (("x",), ()), (("z",), ("y",))) == (("x",), ("y",))
 
 
 # Extents --------------------------------------------------------------------------------------------------------------

@@ -37,6 +37,12 @@ def holders(mesh, spec, shape):
     return {start: tuple(sorted(devices)) for start, devices in found.items()}
 
 
+def drawn_holders(matrix):
+    """As `holders`, of a drawing."""
+    size = tuple(extent // count for extent, count in zip(matrix.shape, matrix.grid, strict=True))
+    return {(block.row * size[0], block.column * size[1]): block.devices for block in matrix.blocks}
+
+
 @pytest.mark.parametrize(
     "choice",
     jaxmp.advise(64, 32, 128, 8, dtype=F32, quiet=True).choices,
@@ -51,9 +57,19 @@ def test_blocks_lie_where_jax_puts_them(choice, mesh_of):
         a, b, d = ({start[::-1]: devices for start, devices in each.items()} for each in expected)
         expected = [b, a, d]
     for matrix, want in zip(drawn, expected, strict=True):
-        size = tuple(extent // count for extent, count in zip(matrix.shape, matrix.grid, strict=True))
-        got = {(block.row * size[0], block.column * size[1]): block.devices for block in matrix.blocks}
-        assert got == want, matrix.name
+        assert drawn_holders(matrix) == want, matrix.name
+
+
+@pytest.mark.parametrize("dim", [("x", "y"), ("y", "x")], ids="-".join)
+def test_an_axis_of_a_grid_may_be_slower_than_another_of_its_dimension(dim, mesh_of):
+    mesh, specs = mesh_of({"x": 2, "y": 2}, AxisType.Explicit), (P(None, "y"), P(None, dim), P(None, dim))
+    (row,) = drawing_of(mesh, specs).rows
+    assert (
+        row.contraction
+        == "mk,kn->mn" + {"x": "  x: n (- n n)  y: n (k n n)", "y": "  y: n (k n n)  x: n (- n n)"}[dim[0]]
+    )
+    for matrix, spec, shape in zip(matrices(row), specs, SHAPES, strict=True):
+        assert drawn_holders(matrix) == holders(mesh, spec, shape), matrix.name
 
 
 MESHES = {"line": {"x": 4}, "square": {"y": 2, "x": 2}}
