@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
 
+from jaxmp._src.explain.arrays import split_arrays
+from jaxmp._src.explain.compiled import CompiledExplanation, check_allowed, compiled_explanation
+from jaxmp._src.explain.hlo import COLLECTIVES
 from jaxmp._src.explain.rows import UNSETTLED, UNSETTLED_BATCH, Row, matmul_row, rows_of
 from jaxmp._src.explain.table import Explanation
 from jaxmp._src.hardware.hardware import Hardware, hardware_of
@@ -22,8 +25,8 @@ from jaxmp._src.validation.public import public
 
 @public
 def explain(
-    fn: Callable[..., Any], *, quiet: bool = False, hardware: str | Hardware | None = None
-) -> Callable[..., Explanation]:
+    fn: Callable[..., Any], *, quiet: bool = False, hardware: str | Hardware | None = None, compiled: bool = False
+) -> Callable[..., Any]:
     """Print one row per jaxmp call of `fn`, forward or (given a gradient function) backward, and return them.
 
     `explain(fn)(*args, **kwargs)` traces `fn` for its arrays (or `jax.ShapeDtypeStruct`s), with its other arguments as
@@ -35,10 +38,13 @@ def explain(
       quiet: whether to return without printing.
       hardware: a machine, on which the time of each call is predicted (docs/cost.md): "this", which
         `jaxmp info --calibrate` measures once, "h100-8", "h200-8", "gb200-nvl72", or a `jaxmp.Hardware`.
+      compiled: whether to compile `fn` and show every collective of the program, XLA's own included, with its cause,
+        and the memory that the program needs (docs/why.md); works on any program of JAX.
 
     Returns:
       A function of the same arguments that prints the table and returns an `Explanation`, whose `.rows` programs
-      can read, `.flops` and `.bytes_moved`, the totals, and `.times` and `.seconds`, the predictions.
+      can read, `.flops` and `.bytes_moved`, the totals, and `.times` and `.seconds`, the predictions. With `compiled`
+      it returns a `CompiledExplanation`, with `.rows`, `.memory`, and `.calls`, the `Explanation`.
 
     Raises: TypeError where `fn` is no function; ValueError for unknown hardware; and what `fn` raises.
 
@@ -55,23 +61,61 @@ def explain(
         raise TypeError(
             f"explain: takes a function, got {type(fn).__name__}; write explain(fn)(*args) for the calls of fn(*args)"
         )
-    return _Explained(fn, quiet, None if hardware is None else hardware_of("explain", hardware))
+    return _Explained(fn, quiet, None if hardware is None else hardware_of("explain", hardware), compiled)
+
+
+@public
+def assert_no_collectives(
+    fn: Callable[..., Any], *, allowed: Collection[str | tuple[str, str]] = ()
+) -> Callable[..., CompiledExplanation]:
+    """Compile `fn` and fail where the program has a collective that is not allowed.
+
+    Args:
+      fn: a function of arrays, jitted or not.
+      allowed: kinds of collectives, "all-reduce", or kinds with the one mesh axis over which they may run,
+        ("all-reduce", "data").
+
+    Returns: a function of the same arguments (arrays or `jax.ShapeDtypeStruct`s), which runs nothing and returns the
+      `CompiledExplanation`.
+    Raises: AssertionError with the table of the other collectives; TypeError where `fn` is no function; ValueError
+      where `allowed` names no kind of collective.
+
+    >>> import jax, jaxmp
+    >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
+    >>> jaxmp.assert_no_collectives(lambda x: x @ x)(x)
+    CompiledExplanation(0 collectives, 0 MB received by each device)
+    """
+    kinds = {each if isinstance(each, str) else each[0] for each in allowed}
+    if unknown := sorted(kinds - {*COLLECTIVES}):
+        raise ValueError(f"assert_no_collectives: allowed has {unknown[0]!r}; it takes {', '.join(COLLECTIVES)}")
+    explained = explain(fn, quiet=True, compiled=True)
+
+    @functools.wraps(fn, updated=())
+    def checked(*args: Any, **kwargs: Any) -> CompiledExplanation:
+        explanation: CompiledExplanation = explained(*args, **kwargs)
+        check_allowed(explanation, allowed)
+        return explanation
+
+    return checked
 
 
 class _Explained:
     """`explain(fn)`, whose text says how it is called."""
 
-    def __init__(self, fn: Callable[..., Any], quiet: bool, hardware: Hardware | None) -> None:
+    def __init__(self, fn: Callable[..., Any], quiet: bool, hardware: Hardware | None, compiled: bool) -> None:
         functools.update_wrapper(self, fn, updated=())
-        self._fn, self._quiet, self._hardware = fn, quiet, hardware
+        self._fn, self._quiet, self._hardware, self._compiled = fn, quiet, hardware, compiled
 
     def __repr__(self) -> str:
         name = getattr(self._fn, "__name__", type(self._fn).__name__)
         return f"<jaxmp.explain of {name}: call it with the arguments of {name}, as jaxmp.explain({name})(...)>"
 
     @jax_compat.hides_frames
-    def __call__(self, *args: Any, **kwargs: Any) -> Explanation:
+    def __call__(self, *args: Any, **kwargs: Any) -> Explanation | CompiledExplanation:
+        explanation: Explanation | CompiledExplanation
         explanation = Explanation(tuple(_rows(self._fn, args, kwargs)), tuple(native.cublasmp_log()), self._hardware)
+        if self._compiled:
+            explanation = compiled_explanation(self._fn, args, kwargs, explanation)
         if not self._quiet:
             print(explanation)
         return explanation
@@ -89,29 +133,6 @@ def _rows(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any])
         rows = _with_settled(rows, settled)
         rows = [_on_one_device(row, partitions_batches) for row in rows]
     return rows
-
-
-def split_arrays(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[list[Any], Callable[..., Any]]:
-    """The arrays among the arguments, and `fn` as a function of them alone, which also returns what `fn` changes."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if is_array(leaf)]
-
-    def fn_of_arrays(arrays: Sequence[Any]) -> list[Any]:
-        given = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
-        args, kwargs = jax.tree.unflatten(tree, given.values())
-        results = jax.tree.leaves(fn(*args, **kwargs))
-        unchanged = {*map(id, arrays)}
-        results += [leaf for leaf in jax.tree.leaves((args, kwargs)) if id(leaf) not in unchanged]
-        return [leaf for leaf in results if is_array(leaf)]
-
-    return [leaves[i] for i in places], fn_of_arrays
-
-
-def is_array(leaf: Any) -> bool:
-    """Whether this is an array or the type of one; np.float32 has attributes of the same names."""
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
 
 
 def _settled_by_partitioner(jitted: Any, arrays: Sequence[Any]) -> tuple[list[Row], bool]:

@@ -1,0 +1,435 @@
+"""What `explain(fn, compiled=True)` returns: every collective and product of a compiled program, with its cause."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import tempfile
+import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxmp._src.explain import hlo
+from jaxmp._src.explain.arrays import split_arrays
+from jaxmp._src.explain.causes import Program
+from jaxmp._src.explain.hlo import COLLECTIVES, Computation, Instruction, Module
+from jaxmp._src.explain.table import Explanation
+from jaxmp._src.explain.text import aligned, as_html
+from jaxmp._src.hardware.hardware import Hardware
+from jaxmp._src.jax_internals import jax_compiled
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """A collective or a product of a compiled program, on one device.
+
+    Attributes:
+      kind: XLA's name: "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
+        "collective-permute", "collective-broadcast"; "dot" for a product.
+      line: the line of the program that wants it, "train.py:41"; empty where XLA does not tell.
+      axes: the mesh axes over which devices communicate; empty for a product, and where the mesh is not known.
+      nbytes: bytes that a device receives each time; 0 for a product.
+      count: how often the program runs it; None in a loop without a known number of iterations.
+      shape: the result's type as XLA writes it.
+      cause, remedy: why it runs, and what to do where something can be done, in words.
+      cause_kind: the cause in one word: "contraction", "shared axis", "constraint", "elementwise", "reshape", "lookup",
+        "reduction", "carry", "gradient", "out_shardings", "written", "jaxmp", "unplaced" and others.
+      flops: floating-point operations of a product each time.
+      behind: lines of products that neither need a collective nor are needed by it, so that it could run meanwhile.
+      is_hidden: whether XLA has put other work between its start and its end.
+    """
+
+    kind: str
+    line: str
+    axes: tuple[str, ...]
+    nbytes: int
+    count: int | None
+    shape: str
+    cause: str
+    remedy: str
+    cause_kind: str
+    flops: int = 0
+    behind: tuple[str, ...] = ()
+    is_hidden: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """An array of one device that lives when most memory is in use: its bytes, type, and the line that makes it."""
+
+    nbytes: int
+    shape: str
+    line: str
+    operation: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes of one device, as XLA has assigned them (`compiled.memory_analysis()`).
+
+    Attributes:
+      peak: most bytes in use at once; arguments, results, temporaries: of these; aliased: of results in the memory of
+        donated arguments.
+      largest: the largest buffers that live where the schedule needs most, at most ten.
+      donatable: bytes of results that donated arguments of the same type could hold and do not.
+      saved_for_gradient: bytes that live there and come from a forward pass; `jax.checkpoint` computes them again.
+    """
+
+    peak: int
+    arguments: int
+    results: int
+    temporaries: int
+    aliased: int
+    largest: tuple[Buffer, ...]
+    donatable: int
+    saved_for_gradient: int
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class CompiledExplanation:
+    """A compiled program: `str` gives the table, and notebooks show it.
+
+    Attributes:
+      rows: an `Operation` for each collective and for each product that XLA computes, in the order of the program.
+      calls: the `Explanation` of its jaxmp calls.
+      memory: a `Memory`, or None where the platform does not tell.
+      hardware: the machine whose memory it has to fit, or None.
+    """
+
+    rows: tuple[Operation, ...]
+    calls: Explanation
+    memory: Memory | None = None
+    hardware: Hardware | None = None
+
+    @property
+    def collectives(self) -> tuple[Operation, ...]:
+        """The rows that communicate."""
+        return tuple(row for row in self.rows if row.kind != "dot")
+
+    @property
+    def bytes_moved(self) -> int:
+        """Bytes that a device receives in all collectives; those of loops without a known number of iterations once."""
+        return sum(_total(row) for row in self.collectives)
+
+    @property
+    def bytes_hidden(self) -> int:
+        """Bytes that devices receive while they compute: within jaxmp's calls, and where XLA overlaps a collective."""
+        return self.calls.bytes_in_calls + sum(_total(row) for row in self.collectives if row.is_hidden)
+
+    def bytes_by(self, key: Callable[[Operation], Any]) -> dict[Any, int]:
+        """Bytes that a device receives, by what `key` gives for a row: by `lambda row: row.line` for instance."""
+        sums: dict[Any, int] = {}
+        for row in self.collectives:
+            sums[key(row)] = sums.get(key(row), 0) + _total(row)
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
+    def __repr__(self) -> str:
+        return f"CompiledExplanation({self._totals()})"
+
+    def __str__(self) -> str:
+        lines = []
+        table = self._table()
+        for line, row in zip(aligned(table), [None, *self.rows], strict=True):
+            lines.append(line)
+            for text in _words(row) if row is not None else ():
+                lines += textwrap.wrap(text, 80, initial_indent="    ", subsequent_indent="    ")
+        lines = lines if self.rows else ["no collective and no product of XLA's in this program"]
+        notes = [part for note in self._notes() for part in textwrap.wrap(note, 80, subsequent_indent="  ")]
+        return "\n".join([*lines, *notes, *([str(self.calls)] if self.calls.rows else [])])
+
+    def _repr_html_(self) -> str:
+        """The table for notebooks."""
+        head, *cells = self._table()
+        words = [["cause", "remedy"], *([row.cause, row.remedy] for row in self.rows)]
+        table = [[*line, *more] for line, more in zip([head, *cells], words, strict=True)]
+        calls = self.calls._repr_html_() if self.calls.rows else ""
+        return as_html([table], self._notes()) + calls
+
+    def _table(self) -> list[list[str]]:
+        head = ["line", "operation", "over", "result", "MB", "times"]
+        return [head, *map(_cells, self.rows)]
+
+    def _totals(self) -> str:
+        count = len(self.collectives)
+        hidden = self.bytes_hidden
+        every = self.bytes_moved + self.calls.bytes_in_calls
+        share = f", {100 * hidden / every:.0f} % of it hidden behind products" if every else ""
+        return f"{count} collective{'s' * (count != 1)}, {_mb(every)} MB received by each device{share}"
+
+    def _notes(self) -> list[str]:
+        notes = [f"total: {self._totals()}"]
+        for what, key in (("kind", lambda row: row.kind), ("line", lambda row: row.line or "?")):
+            sums = list(self.bytes_by(key).items())
+            if len(sums) > 1:
+                listed = ", ".join(f"{name} {_mb(nbytes)}" for name, nbytes in sums[:6])
+                notes.append(f"MB by {what}: {listed}{', ...' * (len(sums) > 6)}")
+        if self.memory is not None:
+            notes += _memory_notes(self.memory, self.hardware)
+        return notes
+
+
+def compiled_explanation(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], calls: Explanation
+) -> CompiledExplanation:
+    """The rows of `fn`, compiled for these arguments; `calls` has those of jaxmp's calls."""
+    # A jitted function has shardings, donation and options of its own; any other becomes one of arrays alone.
+    if isinstance(fn, jax.stages.Wrapped):
+        lowered = fn.lower(*args, **kwargs)
+    else:
+        arrays, fn_of_arrays = split_arrays(fn, args, kwargs)
+        lowered = jax.jit(fn_of_arrays).lower(arrays)
+    with tempfile.TemporaryDirectory() as folder:
+        options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd.*"}
+        compiled = jax_compiled.compile_anew(lowered, options)
+        whole, parts = (_dumped(folder, when) for when in ("before", "after"))
+    module = Module(compiled.as_text())
+    program = Program(module, _mesh(lowered, compiled), whole, parts)
+    rows = tuple(_rows(program))
+    return CompiledExplanation(rows, calls, _memory(compiled, module), calls.hardware)
+
+
+def _dumped(folder: str, when: str) -> Module | None:
+    """The module ahead of XLA's partitioner, or behind it; None where no partitioner ran."""
+    found = sorted(Path(folder).glob(f"*{when}_spmd-partitioning*.txt"))
+    return Module(max(found, key=lambda file: file.stat().st_size).read_text()) if found else None
+
+
+def _mesh(lowered: Any, compiled: Any) -> Mapping[str, int]:
+    """The program's mesh, of the shardings of its arguments and results, or of its own text."""
+    for sharding in jax.tree.leaves((compiled.input_shardings, compiled.output_shardings)):
+        if isinstance(sharding, jax.sharding.NamedSharding) and sharding.mesh.size > 1:
+            return dict(sharding.mesh.shape)
+    return jax_compiled.lowered_mesh(lowered)
+
+
+# Rows ----------------------------------------------------------------------------------------------------------
+
+
+def _rows(program: Program) -> Iterator[Operation]:
+    module = program.compiled
+    size = math.prod(program.mesh.values())
+    for computation, count in module.executed():
+        independent = _Independent(module, computation)
+        for each in computation.instructions.values():
+            if each.kind in COLLECTIVES:
+                behind, is_hidden = independent.products(each), independent.is_hidden(each)
+                for i, (shape, nbytes) in enumerate(_moved(each, computation, size)):
+                    cause = program.cause(computation, each, i)
+                    what = (each.kind, cause.line, program.axes(each), nbytes, count, shape)
+                    yield Operation(*what, cause.text, cause.remedy, cause.kind, behind=behind, is_hidden=is_hidden)
+            elif each.opcode == "dot":
+                line, flops = module.line(each), _flops(computation, each)
+                yield Operation("dot", line, (), 0, count, _shape(each.shapes), "XLA computes it", "", "product", flops)
+
+
+def _moved(each: Instruction, computation: Computation, ndevices: int) -> list[tuple[str, int]]:
+    """(type, bytes that a device receives) of each array that a collective moves; XLA combines several in one.
+
+    As a ring or direct sends move them; an all-reduce is a reduce-scatter and an all-gather.
+    """
+    groups = hlo.groups(each, ndevices)
+    p = max(map(len, groups), default=1)
+    share = (p - 1) / p
+    factor = {"all-gather": p - 1, "all-reduce": 2 * share, "collective-permute": bool(groups)}.get(each.kind, share)
+    factor = float(p > 1) if each.kind == "collective-broadcast" else factor
+    operands = computation.operands(each)
+    if "all-to-all" in each.kind:  # the parts of one array
+        return [(_shape(each.shapes), int(sum(operand.nbytes for operand in operands) * factor))]
+    results = each.shapes[len(operands) :] if len(each.shapes) >= 2 * len(operands) else each.shapes
+    return [(_shape([x]), int(operand.nbytes * factor)) for x, operand in zip(results, operands, strict=False)]
+
+
+def _flops(computation: Computation, dot: Instruction) -> int:
+    """2 m n k of a device's product; a complex one counts 4 real ones."""
+    (kind, shape), *_ = computation.operands(dot)[0].shapes
+    k = math.prod(shape[i] for i in dot.numbers("lhs_contracting_dims"))
+    return 2 * k * math.prod(dot.shapes[0][1]) * (4 if kind.startswith("c") else 1)
+
+
+class _Independent:
+    """Which products of a computation do not depend on a collective, nor the collective on them."""
+
+    def __init__(self, module: Module, computation: Computation) -> None:
+        self._computation, self._order = computation, list(computation.instructions.values())
+        self._place = {each.name: i for i, each in enumerate(self._order)}
+        self._products = [(i, module.line(each)) for i, each in enumerate(self._order) if _multiplies(module, each)]
+
+    @functools.cached_property
+    def _needs(self) -> list[int]:
+        """For each instruction a bit for each that it needs."""
+        needs: list[int] = []
+        for i, each in enumerate(self._order):
+            bits = 1 << i
+            for name in each.operands:
+                bits |= needs[self._place[name]]
+            needs.append(bits)
+        return needs
+
+    def products(self, collective: Instruction) -> tuple[str, ...]:
+        at = self._place[collective.name]
+        needed = self._needs[at]
+        lines = [line for i, line in self._products if not needed >> i & 1 and not self._needs[i] >> at & 1]
+        return tuple(dict.fromkeys(line for line in lines if line))
+
+    def is_hidden(self, collective: Instruction) -> bool:
+        """Whether work stands between the start and the end of a collective."""
+        at = self._place[collective.name]
+        if not collective.opcode.endswith("-start"):
+            return False
+        end = next((self._place[u.name] for u in self._computation.users[collective.name] if "-done" in u.opcode), at)
+        work = ("fusion", "dot", "custom-call", "convolution", "while")
+        return any(each.opcode in work for each in self._order[at + 1 : end])
+
+
+def _multiplies(module: Module, each: Instruction) -> bool:
+    """Whether an instruction is a product, or holds one."""
+    if each.opcode == "custom-call":
+        return "jaxmp" in each.attribute("custom_call_target") or "gemm" in each.attribute("custom_call_target")
+    inner = (module.computations[name] for name, _ in hlo.called_by(each)) if each.opcode == "fusion" else ()
+    return each.opcode == "dot" or any(i.opcode == "dot" for c in inner for i in c.instructions.values())
+
+
+# Memory --------------------------------------------------------------------------------------------------------
+
+
+def _memory(compiled: Any, module: Module) -> Memory | None:
+    stats = compiled.memory_analysis()
+    if stats is None or not hasattr(stats, "peak_memory_in_bytes"):
+        return None
+    live = _largest(module, module.computations[module.entry])
+    made = [(module.computations[module.entry], each) for each in live]
+    buffers = [Buffer(each.nbytes, _shape(each.shapes), module.line(each), each.op_name) for _, each in made]
+    has_gradient = any("transpose(" in each.op_name for each in module.computations[module.entry].instructions.values())
+    saved = sum(
+        each.nbytes
+        for each in live
+        if has_gradient and "/jvp(" in each.op_name and "transpose(" not in each.op_name and each.opcode != "parameter"
+    )
+    return Memory(
+        stats.peak_memory_in_bytes,
+        stats.argument_size_in_bytes,
+        stats.output_size_in_bytes,
+        stats.temp_size_in_bytes,
+        stats.alias_size_in_bytes,
+        tuple(sorted(buffers, key=lambda buffer: -buffer.nbytes)[:10]),
+        max(0, _matching(module) - stats.alias_size_in_bytes),
+        saved,
+    )
+
+
+def _largest(module: Module, computation: Computation) -> list[Instruction]:
+    """The instructions whose results live where the schedule holds most bytes."""
+    order = list(computation.instructions.values())
+    last = {each.name: i for i, each in enumerate(order)}
+    alias: dict[str, str] = {}
+    for i, each in enumerate(order):
+        for name in each.operands:
+            last[alias.get(name, name)] = i
+        if each.opcode in ("bitcast", "get-tuple-element", "tuple", "while", "copy-done", "all-gather-done"):
+            alias[each.name] = alias.get(each.operands[0], each.operands[0]) if each.operands else each.name
+    for name in {computation.root.name, *computation.root.operands}:
+        last[alias.get(name, name)] = len(order)
+    last |= {each.name: len(order) for each in order if each.opcode == "parameter"}
+    ends: dict[int, list[Instruction]] = {}
+    live: dict[str, Instruction] = {each.name: each for each in order if each.opcode == "parameter"}
+    now = most = sum(each.nbytes for each in live.values())
+    found = list(live.values())
+    for i, each in enumerate(order):
+        if each.opcode not in ("parameter", "constant") and each.name not in alias:
+            live[each.name] = each
+            now += each.nbytes
+            ends.setdefault(last[each.name], []).append(each)
+        if now > most:
+            most, found = now, list(live.values())
+        for ended in ends.pop(i, ()):
+            now -= ended.nbytes
+            del live[ended.name]
+    return found
+
+
+def _matching(module: Module) -> int:
+    """Bytes of results that have an argument of the same type each."""
+    entry = module.computations[module.entry]
+    free = [each.type for each in entry.instructions.values() if each.opcode == "parameter"]
+    results = entry.operands(entry.root) if entry.root.opcode == "tuple" else [entry.root]
+    total = 0
+    for result in results:
+        if result.type in free:
+            free.remove(result.type)
+            total += result.nbytes
+    return total
+
+
+def _memory_notes(memory: Memory, hardware: Hardware | None) -> list[str]:
+    fits = ""
+    if hardware is not None and math.isfinite(hardware.memory):
+        room = hardware.memory - memory.peak
+        fits = f"; fits {hardware.name} with {_gb(room)} to spare" if room >= 0 else ""
+        fits = fits or f"; does not fit {hardware.name} by {_gb(-room)}"
+    notes = [
+        f"memory: {_gb(memory.peak)} at the peak of a device ({_gb(memory.arguments)} arguments, "
+        f"{_gb(memory.results)} results, {_gb(memory.temporaries)} temporaries){fits}"
+    ]
+    if memory.largest:
+        listed = ", ".join(f"{_gb(b.nbytes)} {b.shape} {b.line or b.operation}".rstrip() for b in memory.largest[:4])
+        notes.append(f"largest then: {listed}")
+    if memory.donatable:
+        notes.append(f"donate_argnums could save {_gb(memory.donatable)}: results have the types of arguments")
+    if memory.saved_for_gradient:
+        notes.append(f"jax.checkpoint could save up to {_gb(memory.saved_for_gradient)} kept for the gradient")
+    return notes
+
+
+# Words ---------------------------------------------------------------------------------------------------------
+
+
+def _cells(row: Operation) -> list[str]:
+    times = "?" if row.count is None else str(row.count) if row.count != 1 else ""
+    kind = "product" if row.kind == "dot" else row.kind
+    return [row.line or "?", kind, " ".join(row.axes), row.shape, _mb(row.nbytes) if row.nbytes else "", times]
+
+
+def _words(row: Operation) -> Iterable[str]:
+    if row.kind == "dot":
+        return
+    yield f"{row.cause}{'; hidden behind other work' * row.is_hidden}"
+    if row.remedy:
+        yield f"remedy: {row.remedy}"
+    if row.behind and not row.is_hidden:
+        lines = ", ".join(row.behind[:3]) + ", ..." * (len(row.behind) > 3)
+        yield f"could run behind the product{'s' * (len(row.behind) > 1)} of {lines}"
+
+
+def _total(row: Operation) -> int:
+    return row.nbytes * (1 if row.count is None else row.count)
+
+
+def _shape(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+    """The type without its layout; of a tuple its first part and how many there are."""
+    (kind, extents), *others = shapes or [("token", ())]
+    return f"{kind}[{','.join(map(str, extents))}]{f' x{len(others) + 1}' * bool(others)}"
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.3g}"
+
+
+def _gb(nbytes: float) -> str:
+    unit, name = next((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if nbytes >= u or u == 1)
+    return f"{nbytes / unit:.3g} {name}"
+
+
+def check_allowed(explanation: CompiledExplanation, allowed: Collection[str | tuple[str, str]]) -> None:
+    """Raise AssertionError with the table of the collectives that are not allowed."""
+    rows = tuple(row for row in explanation.collectives if not _is_allowed(row, allowed))
+    if rows:
+        found = dataclasses.replace(explanation, rows=rows, calls=Explanation(()), memory=None)
+        raise AssertionError(f"assert_no_collectives: the compiled program has collectives\n{found}")
+
+
+def _is_allowed(row: Operation, allowed: Collection[str | tuple[str, str]]) -> bool:
+    return row.kind in allowed or any(set(row.axes) == {axis} and (row.kind, axis) in allowed for axis in row.axes)
