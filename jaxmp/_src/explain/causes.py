@@ -130,8 +130,8 @@ class _Search:
         name = source.primitive
         if source.opcode == "dot" or name == "dot_general":
             if is_gradient:
-                text = f"the gradient of this product sums over {over}, along which its operands' rows are split"
-                remedy = "needed for data parallelism; where its array is sharded too, a reduce-scatter moves half"
+                text = f"the gradient of this product contracts a dimension that {self._shards()}"
+                remedy = "needed; where the result is sharded a reduce-scatter moves half, and jaxmp.matmul hides it"
                 return Cause("gradient", text, remedy, line)
             text = f"this product contracts a dimension that {self._shards()}, so that each device has a partial sum"
             remedy = "keep the result sharded (out_sharding, reduce-scatter), or jaxmp.matmul, which hides the sum"

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 
 from jaxmp._src.explain import hlo
-from jaxmp._src.explain.arrays import split_arrays
 from jaxmp._src.explain.causes import Program
 from jaxmp._src.explain.hlo import COLLECTIVES, Computation, Instruction, Module
 from jaxmp._src.explain.table import Explanation
@@ -72,8 +71,7 @@ class Memory:
     """Bytes of one device, as XLA has assigned them (`compiled.memory_analysis()`).
 
     Attributes:
-      peak: most bytes in use at once; arguments, results, temporaries: of these; aliased: of results in the memory of
-        donated arguments.
+      peak: arguments, results and temporaries together, less what results share with donated arguments (aliased).
       largest: the largest buffers that live where the schedule needs most, at most ten.
       donatable: bytes of results that donated arguments of the same type could hold and do not.
       saved_for_gradient: bytes that live there and come from a forward pass; `jax.checkpoint` computes them again.
@@ -131,11 +129,10 @@ class CompiledExplanation:
         return f"CompiledExplanation({self._totals()})"
 
     def __str__(self) -> str:
-        lines = []
-        table = self._table()
-        for line, row in zip(aligned(table), [None, *self.rows], strict=True):
+        lines, remedies = list[str](), set[str]()
+        for line, row in zip(aligned(self._table()), [None, *_merged(self.rows)], strict=True):
             lines.append(line)
-            for text in _words(row) if row is not None else ():
+            for text in _words(row, remedies) if row is not None else ():
                 lines += textwrap.wrap(text, 80, initial_indent="    ", subsequent_indent="    ")
         lines = lines if self.rows else ["no collective and no product of XLA's in this program"]
         notes = [part for note in self._notes() for part in textwrap.wrap(note, 80, subsequent_indent="  ")]
@@ -144,14 +141,14 @@ class CompiledExplanation:
     def _repr_html_(self) -> str:
         """The table for notebooks."""
         head, *cells = self._table()
-        words = [["cause", "remedy"], *([row.cause, row.remedy] for row in self.rows)]
+        words = [["cause", "remedy"], *([row.cause, row.remedy] for row in _merged(self.rows))]
         table = [[*line, *more] for line, more in zip([head, *cells], words, strict=True)]
         calls = self.calls._repr_html_() if self.calls.rows else ""
         return as_html([table], self._notes()) + calls
 
     def _table(self) -> list[list[str]]:
         head = ["line", "operation", "over", "result", "MB", "times"]
-        return [head, *map(_cells, self.rows)]
+        return [head, *map(_cells, _merged(self.rows))]
 
     def _totals(self) -> str:
         count = len(self.collectives)
@@ -172,24 +169,19 @@ class CompiledExplanation:
         return notes
 
 
-def compiled_explanation(
-    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], calls: Explanation
-) -> CompiledExplanation:
-    """The rows of `fn`, compiled for these arguments; `calls` has those of jaxmp's calls."""
-    # A jitted function has shardings, donation and options of its own; any other becomes one of arrays alone.
-    if isinstance(fn, jax.stages.Wrapped):
-        lowered = fn.lower(*args, **kwargs)
-    else:
-        arrays, fn_of_arrays = split_arrays(fn, args, kwargs)
-        lowered = jax.jit(fn_of_arrays).lower(arrays)
+def compile_program(lowered: Any) -> tuple[Any, Program]:
+    """A `jax.stages.Lowered`, compiled, and what XLA tells of it."""
     with tempfile.TemporaryDirectory() as folder:
         options = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": "spmd.*"}
         compiled = jax_compiled.compile_anew(lowered, options)
         whole, parts = (_dumped(folder, when) for when in ("before", "after"))
-    module = Module(compiled.as_text())
-    program = Program(module, _mesh(lowered, compiled), whole, parts)
-    rows = tuple(_rows(program))
-    return CompiledExplanation(rows, calls, _memory(compiled, module), calls.hardware)
+    return compiled, Program(Module(compiled.as_text()), _mesh(lowered, compiled), whole, parts)
+
+
+def compiled_explanation(compiled: Any, program: Program, calls: Explanation) -> CompiledExplanation:
+    """The rows of a compiled program; `calls` has those of jaxmp's calls."""
+    left = {row.line: row.why for row in calls.rows if row.why.startswith("not fused")}
+    return CompiledExplanation(tuple(_rows(program, left)), calls, _memory(compiled, program.compiled), calls.hardware)
 
 
 def _dumped(folder: str, when: str) -> Module | None:
@@ -209,7 +201,8 @@ def _mesh(lowered: Any, compiled: Any) -> Mapping[str, int]:
 # Rows ----------------------------------------------------------------------------------------------------------
 
 
-def _rows(program: Program) -> Iterator[Operation]:
+def _rows(program: Program, left: Mapping[str, str]) -> Iterator[Operation]:
+    """`left` has, by line, why `fuse` has left a product to XLA."""
     module = program.compiled
     size = math.prod(program.mesh.values())
     for computation, count in module.executed():
@@ -223,7 +216,9 @@ def _rows(program: Program) -> Iterator[Operation]:
                     yield Operation(*what, cause.text, cause.remedy, cause.kind, behind=behind, is_hidden=is_hidden)
             elif each.opcode == "dot":
                 line, flops = module.line(each), _flops(computation, each)
-                yield Operation("dot", line, (), 0, count, _shape(each.shapes), "XLA computes it", "", "product", flops)
+                yield Operation(
+                    "dot", line, (), 0, count, _shape(each.shapes), left.get(line, ""), "", "product", flops
+                )
 
 
 def _moved(each: Instruction, computation: Computation, ndevices: int) -> list[tuple[str, int]]:
@@ -289,8 +284,10 @@ def _multiplies(module: Module, each: Instruction) -> bool:
     """Whether an instruction is a product, or holds one."""
     if each.opcode == "custom-call":
         return "jaxmp" in each.attribute("custom_call_target") or "gemm" in each.attribute("custom_call_target")
-    inner = (module.computations[name] for name, _ in hlo.called_by(each)) if each.opcode == "fusion" else ()
-    return each.opcode == "dot" or any(i.opcode == "dot" for c in inner for i in c.instructions.values())
+    is_fusion = each.opcode == "fusion"
+    return each.opcode == "dot" or (
+        is_fusion and any(module.computations[n].multiplies for n, _ in hlo.called_by(each))
+    )
 
 
 # Memory --------------------------------------------------------------------------------------------------------
@@ -298,7 +295,7 @@ def _multiplies(module: Module, each: Instruction) -> bool:
 
 def _memory(compiled: Any, module: Module) -> Memory | None:
     stats = compiled.memory_analysis()
-    if stats is None or not hasattr(stats, "peak_memory_in_bytes"):
+    if stats is None:
         return None
     live = _largest(module, module.computations[module.entry])
     made = [(module.computations[module.entry], each) for each in live]
@@ -310,7 +307,10 @@ def _memory(compiled: Any, module: Module) -> Memory | None:
         if has_gradient and "/jvp(" in each.op_name and "transpose(" not in each.op_name and each.opcode != "parameter"
     )
     return Memory(
-        stats.peak_memory_in_bytes,
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        + stats.temp_size_in_bytes
+        - stats.alias_size_in_bytes,
         stats.argument_size_in_bytes,
         stats.output_size_in_bytes,
         stats.temp_size_in_bytes,
@@ -387,17 +387,31 @@ def _memory_notes(memory: Memory, hardware: Hardware | None) -> list[str]:
 # Words ---------------------------------------------------------------------------------------------------------
 
 
+def _merged(rows: Sequence[Operation]) -> list[Operation]:
+    """The rows, with those that are alike in all but their order as one."""
+    counts: dict[Operation, int | None] = {}
+    for row in rows:
+        key, before = dataclasses.replace(row, count=1, behind=()), counts.get(row, 0)
+        before = counts.get(key, 0)
+        counts[key] = None if None in (row.count, before) else row.count + before  # type: ignore[operator]
+    behind: dict[Operation, tuple[str, ...]] = {}
+    for row in rows:
+        behind.setdefault(dataclasses.replace(row, count=1, behind=()), row.behind)
+    return [dataclasses.replace(row, count=count, behind=behind[row]) for row, count in counts.items()]
+
+
 def _cells(row: Operation) -> list[str]:
     times = "?" if row.count is None else str(row.count) if row.count != 1 else ""
     kind = "product" if row.kind == "dot" else row.kind
     return [row.line or "?", kind, " ".join(row.axes), row.shape, _mb(row.nbytes) if row.nbytes else "", times]
 
 
-def _words(row: Operation) -> Iterable[str]:
-    if row.kind == "dot":
-        return
-    yield f"{row.cause}{'; hidden behind other work' * row.is_hidden}"
-    if row.remedy:
+def _words(row: Operation, remedies: set[str]) -> Iterable[str]:
+    """The lines below a row; `remedies` has those that a row above has told."""
+    if row.cause:
+        yield f"{row.cause}{'; hidden behind other work' * row.is_hidden}"
+    if row.remedy not in remedies | {""}:
+        remedies.add(row.remedy)
         yield f"remedy: {row.remedy}"
     if row.behind and not row.is_hidden:
         lines = ", ".join(row.behind[:3]) + ", ..." * (len(row.behind) > 3)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
 
 from jaxmp._src.explain.arrays import split_arrays
-from jaxmp._src.explain.compiled import CompiledExplanation, check_allowed, compiled_explanation
+from jaxmp._src.explain.compiled import CompiledExplanation, check_allowed, compile_program, compiled_explanation
 from jaxmp._src.explain.hlo import COLLECTIVES
 from jaxmp._src.explain.rows import UNSETTLED, UNSETTLED_BATCH, Row, matmul_row, rows_of
 from jaxmp._src.explain.table import Explanation
@@ -39,7 +40,7 @@ def explain(
       hardware: a machine, on which the time of each call is predicted (docs/cost.md): "this", which
         `jaxmp info --calibrate` measures once, "h100-8", "h200-8", "gb200-nvl72", or a `jaxmp.Hardware`.
       compiled: whether to compile `fn` and show every collective of the program, XLA's own included, with its cause,
-        and the memory that the program needs (docs/why.md); works on any program of JAX.
+        and the memory that the program needs (docs/notebooks/why.md); works on any program of JAX.
 
     Returns:
       A function of the same arguments that prints the table and returns an `Explanation`, whose `.rows` programs
@@ -112,33 +113,34 @@ class _Explained:
 
     @jax_compat.hides_frames
     def __call__(self, *args: Any, **kwargs: Any) -> Explanation | CompiledExplanation:
+        if self._compiled and isinstance(self._fn, jax.stages.Wrapped):
+            traced = self._fn.trace(*args, **kwargs)  # with the shardings, donation and options of its own
+        else:
+            arrays, fn_of_arrays = split_arrays(self._fn, args, kwargs)
+            traced = jax.jit(fn_of_arrays).trace(arrays)
+        rows = list(rows_of(jax_compat.without_dead_code(traced.jaxpr.jaxpr), jax_compat.user_line()))
+        is_open = any(row.pattern in (UNSETTLED, UNSETTLED_BATCH) for row in rows)
+        compiled = None
+        if is_open or self._compiled:
+            with _observe() as (settled, batches):
+                compiled = compile_program(traced.lower())
+        if is_open:
+            # On one device there is nothing to settle.
+            rows = [_on_one_device(row, bool(batches)) for row in _with_settled(rows, settled)]
         explanation: Explanation | CompiledExplanation
-        explanation = Explanation(tuple(_rows(self._fn, args, kwargs)), tuple(native.cublasmp_log()), self._hardware)
-        if self._compiled:
-            explanation = compiled_explanation(self._fn, args, kwargs, explanation)
+        explanation = Explanation(tuple(rows), tuple(native.cublasmp_log()), self._hardware)
+        if compiled is not None and self._compiled:
+            explanation = compiled_explanation(*compiled, explanation)
         if not self._quiet:
             print(explanation)
         return explanation
 
 
-def _rows(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Row]:
-    # A function of its own, so that neither tracing nor the partitioner answers from a cache.
-    arrays, fn_of_arrays = split_arrays(fn, args, kwargs)
-    jitted = jax.jit(fn_of_arrays)
-    jaxpr = jax_compat.without_dead_code(jax.make_jaxpr(jitted)(arrays).jaxpr)
-    rows = list(rows_of(jaxpr, jax_compat.user_line()))
-    if any(row.pattern in (UNSETTLED, UNSETTLED_BATCH) for row in rows):
-        settled, partitions_batches = _settled_by_partitioner(jitted, arrays)
-        # On one device there is nothing to settle.
-        rows = _with_settled(rows, settled)
-        rows = [_on_one_device(row, partitions_batches) for row in rows]
-    return rows
-
-
-def _settled_by_partitioner(jitted: Any, arrays: Sequence[Any]) -> tuple[list[Row], bool]:
-    """(the calls that XLA's partitioner has settled, whether there were batches for it to partition)."""
+@contextlib.contextmanager
+def _observe() -> Iterator[tuple[list[Row], list[MatmulSpec]]]:
+    """(the calls that XLA's partitioner settles meanwhile, the batches that it partitions)."""
     rows: list[Row] = []
-    batches = []
+    batches: list[MatmulSpec] = []
     why = "chosen by XLA's partitioner (auto axes, no in_shardings)"
 
     def on_call(spec: MatmulSpec, avals: Sequence[ArrayType] | None) -> None:
@@ -148,8 +150,7 @@ def _settled_by_partitioner(jitted: Any, arrays: Sequence[Any]) -> tuple[list[Ro
             rows.append(matmul_row(spec, avals[0], avals[1], why=why))
 
     with partitioner.observe(on_call), jax.disable_jit(False):
-        jitted.lower(arrays).compile()
-    return rows, bool(batches)
+        yield rows, batches
 
 
 def _with_settled(rows: Sequence[Row], settled: Sequence[Row]) -> list[Row]:

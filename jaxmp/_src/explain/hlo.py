@@ -18,11 +18,16 @@ from jaxmp._src.jax_internals import source_lines
 # Instructions that pass their operand on in another order, place or type.
 MOVES = {"bitcast", "bitcast-convert", "broadcast", "convert", "copy", "copy-done", "copy-start", "get-tuple-element"}
 MOVES |= {"optimization-barrier", "reshape", "transpose", "tuple", "slice", "dynamic-slice", "opt-barrier", "pad"}
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute")
-COLLECTIVES = (*COLLECTIVES, "collective-broadcast")
+COLLECTIVES = (
+    *("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all", "collective-permute"),
+    "collective-broadcast",
+)
 
 # An axis, or a part of it, in a sharding or in replica groups.
 _AXIS = r"'([^']*)'(?::\((\d+)\)(\d+))?"
+_HEAD = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = ")
+_BRACKET = re.compile(r'\\.|["(){}\[\]]')
+_OPERAND = re.compile(r"%([\w.\-]+)(?:#(\d+))?")
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 
@@ -81,16 +86,19 @@ class Instruction:
         return tuple(map(int, re.findall(r"\d+", self.attribute(name))))
 
 
-@dataclasses.dataclass(frozen=True)
 class Computation:
     """The instructions in the order of the text; a scheduled module runs them so."""
 
-    name: str
-    instructions: Mapping[str, Instruction]
+    def __init__(self, name: str, lines: list[str]) -> None:
+        self.name, self._lines = name, lines
+
+    @functools.cached_property
+    def instructions(self) -> Mapping[str, Instruction]:
+        return {each.name: each for each in map(_instruction, self._lines) if each is not None}
 
     @functools.cached_property
     def root(self) -> Instruction:
-        return next(each for each in reversed(self.instructions.values()) if each.is_root)
+        return next(each for each in self.instructions.values() if each.is_root)
 
     @functools.cached_property
     def users(self) -> Mapping[str, list[Instruction]]:
@@ -100,43 +108,42 @@ class Computation:
                 users[name].append(each)
         return users
 
+    @functools.cached_property
+    def multiplies(self) -> bool:
+        """Whether an instruction is a product."""
+        return any(" dot(" in line for line in self._lines)
+
     def operands(self, of: Instruction) -> list[Instruction]:
         return [self.instructions[name] for name in of.operands]
 
 
 class Module:
-    """A program of XLA from its text."""
+    """A program of XLA from its text; what no one asks for is not read."""
 
     def __init__(self, text: str) -> None:
-        self.computations: dict[str, Computation] = {}
         self.entry = ""
-        header = text.partition("\n%")[0]
-        self._files = dict(re.findall(r'^(\d+) "(.*)"$', _section(header, "FileNames"), re.M))
+        header, *bodies = re.split(r"^(?=(?:ENTRY )?%?[\w.\-]+ \(.*\{$)", text, flags=re.M)
+        self.computations: dict[str, Computation] = {}
+        for body in bodies:
+            head, *lines = body.splitlines()
+            name = head.removeprefix("ENTRY ").partition(" ")[0].lstrip("%")
+            self.computations[name] = Computation(name, lines)
+            self.entry = name if head.startswith("ENTRY ") else self.entry
+        files = dict(re.findall(r'^(\d+) "(.*)"$', _section(header, "FileNames"), re.M))
         locations = re.findall(r"^(\d+) \{file_name_id=(\d+).*? line=(\d+)", _section(header, "FileLocations"), re.M)
-        self._locations = {name: (self._files[file], int(line)) for name, file, line in locations}
-        frames = re.findall(
-            r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?", _section(header, "StackFrames"), re.M
-        )
+        self._locations = {name: (files[file], int(line)) for name, file, line in locations}
+        frame = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
+        frames = re.findall(frame, _section(header, "StackFrames"), re.M)
+        # The text counts parents from 1, and 0 or none stands for the outermost.
         self._frames = {int(name): (location, int(parent or 1) - 1) for name, location, parent in frames}
-        self._read(text)
-
-    def _read(self, text: str) -> None:
-        name, instructions = "", dict[str, Instruction]()
-        for line in text.splitlines():
-            if line.startswith("}"):
-                self.computations[name] = Computation(name, instructions)
-            elif head := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
-                name, instructions = head[2], {}
-                self.entry = name if head[1] else self.entry
-            elif line.startswith("  ") and (found := _instruction(line)):
-                instructions[found.name] = found
 
     def line(self, of: Instruction) -> str:
         """The user's line of an instruction, "train.py:41": the innermost that no library of layers has."""
         if old := re.search(r'source_file="([^"]*)" source_line=(\d+)', of.attributes):
             return source_lines.line_name(old[1], int(old[2]))
         found = re.search(r"stack_frame_id=(\d+)", of.attributes)
-        frames, at = [], int(found[1]) if found else 0
+        frames: list[tuple[str, int]] = []
+        at = int(found[1]) if found else 0
         while at in self._frames and len(frames) < 100:
             location, at = self._frames[at]
             frames.append(self._locations[location])
@@ -144,11 +151,16 @@ class Module:
         return source_lines.line_name(*frames[0]) if frames else ""
 
     def executed(self, name: str = "", count: int | None = 1) -> Iterator[tuple[Computation, int | None]]:
-        """The computations that the program runs, from the entry, and how often; None where a loop does not tell."""
+        """The computations that the program runs, from the entry, and how often; None where a loop does not tell.
+
+        Of fused ones those with a product.
+        """
         computation = self.computations[name or self.entry]
         yield computation, count
         for each in computation.instructions.values():
             for called, times in called_by(each):
+                if each.opcode == "fusion" and not self.computations[called].multiplies:
+                    continue  # nothing but operations on elements
                 yield from self.executed(called, None if None in (count, times) else count * times)  # type: ignore[operator]
 
 
@@ -249,27 +261,24 @@ def _section(header: str, title: str) -> str:
 
 
 def _instruction(line: str) -> Instruction | None:
-    head = re.match(r"\s+(ROOT )?%?([\w.\-]+) = ", line)
+    head = _HEAD.match(line)
     if head is None:
         return None
     at = head.end()
     end = _closing(line, at) + 1 if line[at] == "(" else line.index(" ", at)
-    opcode = re.match(r"\s*([\w\-]+)\(", line[end:])
-    if opcode is None:
-        return None
-    start = end + opcode.end() - 1
-    stop = _closing(line, start)
-    inner = line[start + 1 : stop]
-    is_leaf = opcode[1] in ("constant", "parameter", "iota")
-    operands = [] if is_leaf else re.findall(r"%([\w.\-]+)(?:#(\d+))?", inner)
+    start = line.index("(", end)
+    stop = line.index(")", start)
+    stop = stop if line.find("(", start + 1, stop) < 0 else _closing(line, start)
+    opcode = line[end:start].strip()
+    operands = [] if opcode in ("constant", "parameter", "iota") else _OPERAND.findall(line, start, stop)
     names, parts = tuple(name for name, _ in operands), tuple(part for _, part in operands)
-    return Instruction(head[2], opcode[1], line[at:end], names, parts, line[stop + 1 :].lstrip(", "), bool(head[1]))
+    return Instruction(head[2], opcode, line[at:end], names, parts, line[stop + 1 :].lstrip(", "), bool(head[1]))
 
 
 def _closing(text: str, at: int) -> int:
     """Where the bracket that opens at `at` closes; texts in quotes count for nothing."""
     depth, quoted = 0, False
-    for found in re.finditer(r'\\.|["(){}\[\]]', text[at:]):
+    for found in _BRACKET.finditer(text, at):
         token = found[0]
         if token == '"':
             quoted = not quoted
@@ -278,5 +287,5 @@ def _closing(text: str, at: int) -> int:
         elif not quoted and token in ")}]":
             depth -= 1
             if depth == 0:
-                return at + found.start()
+                return found.start()
     raise ValueError(f"brackets do not close: {text[at : at + 200]}")

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jax._src import config as _config
-from jax._src.lib.mlir import ir as _ir
+from jaxlib.mlir import ir as _ir
 
 
 def compile_anew(lowered: Any, options: Mapping[str, Any]) -> Any:
