@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -24,6 +25,16 @@ def split_arrays(
         return [leaf for leaf in results if is_array(leaf)]
 
     return [leaves[i] for i in places], fn_of_arrays
+
+
+def returns_arrays(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """`fn`, of arrays alone, whose result is the arrays of its result."""
+
+    @functools.wraps(fn)
+    def arrays_of(*args: Any, **kwargs: Any) -> list[Any]:
+        return [leaf for leaf in jax.tree.leaves(fn(*args, **kwargs)) if is_array(leaf)]
+
+    return arrays_of
 
 
 def is_array(leaf: Any) -> bool:

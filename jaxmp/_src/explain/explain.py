@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxmp._src.explain.arrays import split_arrays
+from jaxmp._src.explain.arrays import is_array, returns_arrays, split_arrays
 from jaxmp._src.explain.compiled import CompiledExplanation, check_allowed, compile_program, compiled_explanation
 from jaxmp._src.explain.hlo import COLLECTIVES
 from jaxmp._src.explain.rows import UNSETTLED, UNSETTLED_BATCH, Row, matmul_row, rows_of
@@ -113,11 +113,7 @@ class _Explained:
 
     @jax_compat.hides_frames
     def __call__(self, *args: Any, **kwargs: Any) -> Explanation | CompiledExplanation:
-        if self._compiled and isinstance(self._fn, jax.stages.Wrapped):
-            traced = self._fn.trace(*args, **kwargs)  # with the shardings, donation and options of its own
-        else:
-            arrays, fn_of_arrays = split_arrays(self._fn, args, kwargs)
-            traced = jax.jit(fn_of_arrays).trace(arrays)
+        traced = self._trace(args, kwargs)
         rows = list(rows_of(jax_compat.without_dead_code(traced.jaxpr.jaxpr), jax_compat.user_line()))
         is_open = any(row.pattern in (UNSETTLED, UNSETTLED_BATCH) for row in rows)
         compiled = None
@@ -134,6 +130,15 @@ class _Explained:
         if not self._quiet:
             print(explanation)
         return explanation
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The function, traced; a compiled one with its own shardings, donation and names of arguments if it can."""
+        if self._compiled and isinstance(self._fn, jax.stages.Wrapped):
+            return self._fn.trace(*args, **kwargs)
+        if self._compiled and all(map(is_array, jax.tree.leaves((args, kwargs)))):
+            return jax.jit(returns_arrays(self._fn)).trace(*args, **kwargs)
+        arrays, fn_of_arrays = split_arrays(self._fn, args, kwargs)
+        return jax.jit(fn_of_arrays).trace(arrays)
 
 
 @contextlib.contextmanager
