@@ -25,6 +25,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.cli.output import CommandError, dtype_of, named_hardware, print_json, require_devices
 from jaxmp._src.explain import explain as explain_lib
+from jaxmp._src.explain.compiled import CompiledExplanation
+from jaxmp._src.explain.table import Explanation
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,10 +51,19 @@ def run(options: argparse.Namespace) -> int:
             *arguments
         )
     if options.json:
-        print_json([dataclasses.asdict(row) for row in explanation.rows])
+        print_json(_json_of(explanation))
     else:
         print(explanation)
     return 0
+
+
+def _json_of(explanation: Explanation | CompiledExplanation) -> Any:
+    """The rows; of a compiled program also its memory, and the rows of its calls."""
+    rows = [dataclasses.asdict(row) for row in explanation.rows]
+    if isinstance(explanation, Explanation):
+        return rows
+    memory = dataclasses.asdict(explanation.memory) if explanation.memory is not None else None
+    return {"rows": rows, "memory": memory, "calls": _json_of(explanation.calls)}
 
 
 def load(place: str) -> Callable[..., Any]:
