@@ -13,7 +13,7 @@ from jaxmp._src.fuse.graph import Graph, read
 from jaxmp._src.fuse.rewrite import Rewriter
 from jaxmp._src.jax_internals import jax_tracing
 from jaxmp._src.spec.options import Determinism, Implementation
-from jaxmp._src.validation.operand_checks import check_determinism, check_implementation
+from jaxmp._src.validation.operand_checks import check_determinism, check_flag, check_implementation
 from jaxmp._src.validation.public import public
 
 Args = ParamSpec("Args")
@@ -60,7 +60,7 @@ def fuse(
         raise TypeError(f"fuse: takes a function, got {type(fn).__name__}; write fuse(fn)(*args)")
     check_determinism(determinism)
     check_implementation(implementation)
-    options = Options(determinism, implementation, epilogs)
+    options = Options(determinism, implementation, check_flag("epilogs", epilogs))
 
     @functools.wraps(fn)
     def fused(*args: Args.args, **kwargs: Args.kwargs) -> Result:
