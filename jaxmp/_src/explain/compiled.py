@@ -14,8 +14,9 @@ from typing import Any
 import jax
 
 from jaxmp._src.explain import hlo
-from jaxmp._src.explain.causes import Program
+from jaxmp._src.explain.causes import cause
 from jaxmp._src.explain.hlo import COLLECTIVES, Computation, Instruction, Module
+from jaxmp._src.explain.partitioned import Program
 from jaxmp._src.explain.table import Explanation
 from jaxmp._src.explain.text import aligned, as_html
 from jaxmp._src.hardware.hardware import Hardware
@@ -35,8 +36,9 @@ class Operation:
       count: how often the program runs it; None in a loop without a known number of iterations.
       shape: the result's type as XLA writes it.
       cause, remedy: why it runs, and what to do where something can be done, in words.
-      cause_kind: the cause in one word: "contraction", "shared axis", "constraint", "elementwise", "reshape", "lookup",
-        "reduction", "carry", "gradient", "out_shardings", "written", "jaxmp", "unplaced" and others.
+      cause_kind: the cause in one word: "contraction", "shared axis", "product", "constraint", "elementwise",
+        "reshape", "slice", "window", "scan", "sort", "cumulative", "lookup", "scatter", "reduction", "carry",
+        "gradient", "out_shardings", "written", "jaxmp", "whole" or "unplaced".
       flops: floating-point operations of a product each time.
       behind: lines of products that neither need a collective nor are needed by it, so that it could run meanwhile.
       is_hidden: whether XLA has put other work between its start and its end.
@@ -130,7 +132,7 @@ class CompiledExplanation:
 
     def __str__(self) -> str:
         lines, remedies = list[str](), set[str]()
-        for line, row in zip(aligned(self._table()), [None, *_merged(self.rows)], strict=True):
+        for line, row in zip(aligned(_narrow(self._table())), [None, *_merged(self.rows)], strict=True):
             lines.append(line)
             for text in _words(row, remedies) if row is not None else ():
                 lines += textwrap.wrap(text, 80, initial_indent="    ", subsequent_indent="    ")
@@ -147,7 +149,7 @@ class CompiledExplanation:
         return as_html([table], self._notes()) + calls
 
     def _table(self) -> list[list[str]]:
-        head = ["line", "operation", "over", "result", "MB", "times"]
+        head = ["line", "operation", "over", "result", "received", "times"]
         return [head, *map(_cells, _merged(self.rows))]
 
     def _totals(self) -> str:
@@ -155,15 +157,15 @@ class CompiledExplanation:
         hidden = self.bytes_hidden
         every = self.bytes_moved + self.calls.bytes_in_calls
         share = f", {100 * hidden / every:.0f} % of it hidden behind products" if every else ""
-        return f"{count} collective{'s' * (count != 1)}, {_mb(every)} MB received by each device{share}"
+        return f"{count} collective{'s' * (count != 1)}, {_size(every)} received by each device{share}"
 
     def _notes(self) -> list[str]:
         notes = [f"total: {self._totals()}"]
         for what, key in (("kind", lambda row: row.kind), ("line", lambda row: row.line or "?")):
             sums = list(self.bytes_by(key).items())
             if len(sums) > 1:
-                listed = ", ".join(f"{name} {_mb(nbytes)}" for name, nbytes in sums[:6])
-                notes.append(f"MB by {what}: {listed}{', ...' * (len(sums) > 6)}")
+                listed = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in sums[:6])
+                notes.append(f"by {what}: {listed}{', ...' * (len(sums) > 6)}")
         if self.memory is not None:
             notes += _memory_notes(self.memory, self.hardware)
         return notes
@@ -211,9 +213,9 @@ def _rows(program: Program, left: Mapping[str, str]) -> Iterator[Operation]:
             if each.kind in COLLECTIVES:
                 behind, is_hidden = independent.products(each), independent.is_hidden(each)
                 for i, (shape, nbytes) in enumerate(_moved(each, computation, size)):
-                    cause = program.cause(computation, each, i)
-                    what = (each.kind, cause.line, program.axes(each), nbytes, count, shape)
-                    yield Operation(*what, cause.text, cause.remedy, cause.kind, behind=behind, is_hidden=is_hidden)
+                    why = cause(program, computation, each, i)
+                    what = (each.kind, why.line, program.axes(each), nbytes, count, shape)
+                    yield Operation(*what, why.text, why.remedy, why.kind, behind=behind, is_hidden=is_hidden)
             elif each.opcode == "dot":
                 line, flops = module.line(each), _flops(computation, each)
                 yield Operation(
@@ -368,19 +370,20 @@ def _memory_notes(memory: Memory, hardware: Hardware | None) -> list[str]:
     fits = ""
     if hardware is not None and math.isfinite(hardware.memory):
         room = hardware.memory - memory.peak
-        fits = f"; fits {hardware.name} with {_gb(room)} to spare" if room >= 0 else ""
-        fits = fits or f"; does not fit {hardware.name} by {_gb(-room)}"
+        fits = f"; fits {hardware.name} with {_size(room)} to spare" if room >= 0 else ""
+        fits = fits or f"; does not fit {hardware.name} by {_size(-room)}"
     notes = [
-        f"memory: {_gb(memory.peak)} at the peak of a device ({_gb(memory.arguments)} arguments, "
-        f"{_gb(memory.results)} results, {_gb(memory.temporaries)} temporaries){fits}"
+        f"memory: {_size(memory.peak)} at the peak of a device ({_size(memory.arguments)} arguments, "
+        f"{_size(memory.results)} results, {_size(memory.temporaries)} temporaries){fits}"
     ]
     if memory.largest:
-        listed = ", ".join(f"{_gb(b.nbytes)} {b.shape} {b.line or b.operation}".rstrip() for b in memory.largest[:4])
+        listed = ", ".join(f"{_size(b.nbytes)} {b.shape} {b.line or b.operation}".rstrip() for b in memory.largest[:4])
         notes.append(f"largest then: {listed}")
-    if memory.donatable:
-        notes.append(f"donate_argnums could save {_gb(memory.donatable)}: results have the types of arguments")
-    if memory.saved_for_gradient:
-        notes.append(f"jax.checkpoint could save up to {_gb(memory.saved_for_gradient)} kept for the gradient")
+    least = memory.peak / 100  # below that nothing is worth a line
+    if memory.donatable >= least > 0:
+        notes.append(f"donate_argnums could save {_size(memory.donatable)}: results have the types of arguments")
+    if memory.saved_for_gradient >= least > 0:
+        notes.append(f"jax.checkpoint could save up to {_size(memory.saved_for_gradient)} kept for the gradient")
     return notes
 
 
@@ -400,10 +403,20 @@ def _merged(rows: Sequence[Operation]) -> list[Operation]:
     return [dataclasses.replace(row, count=count, behind=behind[row]) for row, count in counts.items()]
 
 
+def _narrow(table: list[list[str]]) -> list[list[str]]:
+    """The table in 80 columns, as far as the ends of the files' names and of the types allow."""
+    for column, least in ((0, 12), (3, 12)):
+        width = sum(max(map(len, cells)) + 2 for cells in zip(*table, strict=True)) - 2
+        most = max(least, max(len(row[column]) for row in table) - max(0, width - 80))
+        for row in table:
+            row[column] = row[column] if len(row[column]) <= most else "..." + row[column][3 - most :]
+    return table
+
+
 def _cells(row: Operation) -> list[str]:
     times = "?" if row.count is None else str(row.count) if row.count != 1 else ""
     kind = "product" if row.kind == "dot" else row.kind
-    return [row.line or "?", kind, " ".join(row.axes), row.shape, _mb(row.nbytes) if row.nbytes else "", times]
+    return [row.line or "?", kind, " ".join(row.axes), row.shape, _size(row.nbytes) if row.nbytes else "", times]
 
 
 def _words(row: Operation, remedies: set[str]) -> Iterable[str]:
@@ -428,11 +441,7 @@ def _shape(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> str:
     return f"{kind}[{','.join(map(str, extents))}]{f' x{len(others) + 1}' * bool(others)}"
 
 
-def _mb(nbytes: int) -> str:
-    return f"{nbytes / 1e6:.3g}"
-
-
-def _gb(nbytes: float) -> str:
+def _size(nbytes: float) -> str:
     unit, name = next((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if nbytes >= u or u == 1)
     return f"{nbytes / unit:.3g} {name}"
 

@@ -84,7 +84,7 @@ def assert_no_collectives(
     >>> import jax, jaxmp
     >>> x = jax.ShapeDtypeStruct((8, 8), "float32")
     >>> jaxmp.assert_no_collectives(lambda x: x @ x)(x)
-    CompiledExplanation(0 collectives, 0 MB received by each device)
+    CompiledExplanation(0 collectives, 0 B received by each device)
     """
     kinds = {each if isinstance(each, str) else each[0] for each in allowed}
     if unknown := sorted(kinds - {*COLLECTIVES}):

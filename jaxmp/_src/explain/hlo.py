@@ -35,7 +35,7 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0}
 class Instruction:
     """One instruction: `operands` are names of others of its computation, `attributes` the text behind them.
 
-    `parts` has for each operand which part of a tuple it is, or "" for a whole value.
+    `parts` has for each operand which part of a tuple it is, or "" for a whole value; for a parameter its number.
     """
 
     name: str
@@ -50,7 +50,12 @@ class Instruction:
     def op_name(self) -> str:
         """JAX's name of the equation: "jit(step)/transpose(jvp())/dot_general"; of a parameter the argument's."""
         found = re.search(r'op_name="((?:[^"\\]|\\.)*)"', self.attributes)
-        return found[1] if found else ""
+        return found[1].replace("\\'", "'") if found else ""
+
+    @property
+    def is_argument(self) -> bool:
+        """Whether it has the name of one of the program's arguments."""
+        return bool(self.op_name) and "/" not in self.op_name
 
     @property
     def primitive(self) -> str:
@@ -134,6 +139,8 @@ class Module:
         self._locations = {name: (files[file], int(line)) for name, file, line in locations}
         frame = r"^(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
         frames = re.findall(frame, _section(header, "StackFrames"), re.M)
+        # Whether XLA chooses the shardings of results.
+        self.chooses_results = "allow_spmd_sharding_propagation_to_output={true" in header
         # The text counts parents from 1, and 0 or none stands for the outermost.
         self._frames = {int(name): (location, int(parent or 1) - 1) for name, location, parent in frames}
 
@@ -270,8 +277,9 @@ def _instruction(line: str) -> Instruction | None:
     stop = line.index(")", start)
     stop = stop if line.find("(", start + 1, stop) < 0 else _closing(line, start)
     opcode = line[end:start].strip()
-    operands = [] if opcode in ("constant", "parameter", "iota") else _OPERAND.findall(line, start, stop)
-    names, parts = tuple(name for name, _ in operands), tuple(part for _, part in operands)
+    operands = [("", line[start + 1 : stop])] if opcode == "parameter" else []
+    operands = operands if opcode in ("constant", "parameter", "iota") else _OPERAND.findall(line, start, stop)
+    names, parts = tuple(name for name, _ in operands if name), tuple(part for _, part in operands)
     return Instruction(head[2], opcode, line[at:end], names, parts, line[stop + 1 :].lstrip(", "), bool(head[1]))
 
 
