@@ -16,6 +16,7 @@ import jax
 from jaxmp._src.explain import hlo
 from jaxmp._src.explain.causes import cause
 from jaxmp._src.explain.hlo import COLLECTIVES, Computation, Instruction, Module
+from jaxmp._src.explain.memory import Memory, memory_notes, memory_of, shape_of, size_of
 from jaxmp._src.explain.partitioned import Program
 from jaxmp._src.explain.table import Explanation
 from jaxmp._src.explain.text import aligned, as_html
@@ -56,37 +57,6 @@ class Operation:
     flops: int = 0
     behind: tuple[str, ...] = ()
     is_hidden: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Buffer:
-    """An array of one device that lives when most memory is in use: its bytes, type, and the line that makes it."""
-
-    nbytes: int
-    shape: str
-    line: str
-    operation: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes of one device, as XLA has assigned them (`compiled.memory_analysis()`).
-
-    Attributes:
-      peak: arguments, results and temporaries together, less what results share with donated arguments (aliased).
-      largest: the largest buffers that live where the schedule needs most, at most ten.
-      donatable: bytes of results that donated arguments of the same type could hold and do not.
-      saved_for_gradient: bytes that live there and come from a forward pass; `jax.checkpoint` computes them again.
-    """
-
-    peak: int
-    arguments: int
-    results: int
-    temporaries: int
-    aliased: int
-    largest: tuple[Buffer, ...]
-    donatable: int
-    saved_for_gradient: int
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -157,17 +127,17 @@ class CompiledExplanation:
         hidden = self.bytes_hidden
         every = self.bytes_moved + self.calls.bytes_in_calls
         share = f", {100 * hidden / every:.0f} % of it hidden behind products" if every else ""
-        return f"{count} collective{'s' * (count != 1)}, {_size(every)} received by each device{share}"
+        return f"{count} collective{'s' * (count != 1)}, {size_of(every)} received by each device{share}"
 
     def _notes(self) -> list[str]:
         notes = [f"total: {self._totals()}"]
         for what, key in (("kind", lambda row: row.kind), ("line", lambda row: row.line or "?")):
             sums = list(self.bytes_by(key).items())
             if len(sums) > 1:
-                listed = ", ".join(f"{name} {_size(nbytes)}" for name, nbytes in sums[:6])
+                listed = ", ".join(f"{name} {size_of(nbytes)}" for name, nbytes in sums[:6])
                 notes.append(f"by {what}: {listed}{', ...' * (len(sums) > 6)}")
         if self.memory is not None:
-            notes += _memory_notes(self.memory, self.hardware)
+            notes += memory_notes(self.memory, self.hardware)
         return notes
 
 
@@ -183,7 +153,9 @@ def compile_program(lowered: Any) -> tuple[Any, Program]:
 def compiled_explanation(compiled: Any, program: Program, calls: Explanation) -> CompiledExplanation:
     """The rows of a compiled program; `calls` has those of jaxmp's calls."""
     left = {row.line: row.why for row in calls.rows if row.why.startswith("not fused")}
-    return CompiledExplanation(tuple(_rows(program, left)), calls, _memory(compiled, program.compiled), calls.hardware)
+    return CompiledExplanation(
+        tuple(_rows(program, left)), calls, memory_of(compiled, program.compiled), calls.hardware
+    )
 
 
 def _dumped(folder: str, when: str) -> Module | None:
@@ -219,7 +191,7 @@ def _rows(program: Program, left: Mapping[str, str]) -> Iterator[Operation]:
             elif each.opcode == "dot":
                 line, flops = module.line(each), _flops(computation, each)
                 yield Operation(
-                    "dot", line, (), 0, count, _shape(each.shapes), left.get(line, ""), "", "product", flops
+                    "dot", line, (), 0, count, shape_of(each.shapes), left.get(line, ""), "", "product", flops
                 )
 
 
@@ -235,9 +207,9 @@ def _moved(each: Instruction, computation: Computation, ndevices: int) -> list[t
     factor = float(p > 1) if each.kind == "collective-broadcast" else factor
     operands = computation.operands(each)
     if "all-to-all" in each.kind:  # the parts of one array
-        return [(_shape(each.shapes), int(sum(operand.nbytes for operand in operands) * factor))]
+        return [(shape_of(each.shapes), int(sum(operand.nbytes for operand in operands) * factor))]
     results = each.shapes[len(operands) :] if len(each.shapes) >= 2 * len(operands) else each.shapes
-    return [(_shape([x]), int(operand.nbytes * factor)) for x, operand in zip(results, operands, strict=False)]
+    return [(shape_of([x]), int(operand.nbytes * factor)) for x, operand in zip(results, operands, strict=False)]
 
 
 def _flops(computation: Computation, dot: Instruction) -> int:
@@ -292,101 +264,6 @@ def _multiplies(module: Module, each: Instruction) -> bool:
     )
 
 
-# Memory --------------------------------------------------------------------------------------------------------
-
-
-def _memory(compiled: Any, module: Module) -> Memory | None:
-    stats = compiled.memory_analysis()
-    if stats is None:
-        return None
-    live = _largest(module, module.computations[module.entry])
-    made = [(module.computations[module.entry], each) for each in live]
-    buffers = [Buffer(each.nbytes, _shape(each.shapes), module.line(each), each.op_name) for _, each in made]
-    has_gradient = any("transpose(" in each.op_name for each in module.computations[module.entry].instructions.values())
-    saved = sum(
-        each.nbytes
-        for each in live
-        if has_gradient and "/jvp(" in each.op_name and "transpose(" not in each.op_name and each.opcode != "parameter"
-    )
-    return Memory(
-        stats.argument_size_in_bytes
-        + stats.output_size_in_bytes
-        + stats.temp_size_in_bytes
-        - stats.alias_size_in_bytes,
-        stats.argument_size_in_bytes,
-        stats.output_size_in_bytes,
-        stats.temp_size_in_bytes,
-        stats.alias_size_in_bytes,
-        tuple(sorted(buffers, key=lambda buffer: -buffer.nbytes)[:10]),
-        max(0, _matching(module) - stats.alias_size_in_bytes),
-        saved,
-    )
-
-
-def _largest(module: Module, computation: Computation) -> list[Instruction]:
-    """The instructions whose results live where the schedule holds most bytes."""
-    order = list(computation.instructions.values())
-    last = {each.name: i for i, each in enumerate(order)}
-    alias: dict[str, str] = {}
-    for i, each in enumerate(order):
-        for name in each.operands:
-            last[alias.get(name, name)] = i
-        if each.opcode in ("bitcast", "get-tuple-element", "tuple", "while", "copy-done", "all-gather-done"):
-            alias[each.name] = alias.get(each.operands[0], each.operands[0]) if each.operands else each.name
-    for name in {computation.root.name, *computation.root.operands}:
-        last[alias.get(name, name)] = len(order)
-    last |= {each.name: len(order) for each in order if each.opcode == "parameter"}
-    ends: dict[int, list[Instruction]] = {}
-    live: dict[str, Instruction] = {each.name: each for each in order if each.opcode == "parameter"}
-    now = most = sum(each.nbytes for each in live.values())
-    found = list(live.values())
-    for i, each in enumerate(order):
-        if each.opcode not in ("parameter", "constant") and each.name not in alias:
-            live[each.name] = each
-            now += each.nbytes
-            ends.setdefault(last[each.name], []).append(each)
-        if now > most:
-            most, found = now, list(live.values())
-        for ended in ends.pop(i, ()):
-            now -= ended.nbytes
-            del live[ended.name]
-    return found
-
-
-def _matching(module: Module) -> int:
-    """Bytes of results that have an argument of the same type each."""
-    entry = module.computations[module.entry]
-    free = [each.type for each in entry.instructions.values() if each.opcode == "parameter"]
-    results = entry.operands(entry.root) if entry.root.opcode == "tuple" else [entry.root]
-    total = 0
-    for result in results:
-        if result.type in free:
-            free.remove(result.type)
-            total += result.nbytes
-    return total
-
-
-def _memory_notes(memory: Memory, hardware: Hardware | None) -> list[str]:
-    fits = ""
-    if hardware is not None and math.isfinite(hardware.memory):
-        room = hardware.memory - memory.peak
-        fits = f"; fits {hardware.name} with {_size(room)} to spare" if room >= 0 else ""
-        fits = fits or f"; does not fit {hardware.name} by {_size(-room)}"
-    notes = [
-        f"memory: {_size(memory.peak)} at the peak of a device ({_size(memory.arguments)} arguments, "
-        f"{_size(memory.results)} results, {_size(memory.temporaries)} temporaries){fits}"
-    ]
-    if memory.largest:
-        listed = ", ".join(f"{_size(b.nbytes)} {b.shape} {b.line or b.operation}".rstrip() for b in memory.largest[:4])
-        notes.append(f"largest then: {listed}")
-    least = memory.peak / 100  # below that nothing is worth a line
-    if memory.donatable >= least > 0:
-        notes.append(f"donate_argnums could save {_size(memory.donatable)}: results have the types of arguments")
-    if memory.saved_for_gradient >= least > 0:
-        notes.append(f"jax.checkpoint could save up to {_size(memory.saved_for_gradient)} kept for the gradient")
-    return notes
-
-
 # Words ---------------------------------------------------------------------------------------------------------
 
 
@@ -416,7 +293,7 @@ def _narrow(table: list[list[str]]) -> list[list[str]]:
 def _cells(row: Operation) -> list[str]:
     times = "?" if row.count is None else str(row.count) if row.count != 1 else ""
     kind = "product" if row.kind == "dot" else row.kind
-    return [row.line or "?", kind, " ".join(row.axes), row.shape, _size(row.nbytes) if row.nbytes else "", times]
+    return [row.line or "?", kind, " ".join(row.axes), row.shape, size_of(row.nbytes) if row.nbytes else "", times]
 
 
 def _words(row: Operation, remedies: set[str]) -> Iterable[str]:
@@ -433,17 +310,6 @@ def _words(row: Operation, remedies: set[str]) -> Iterable[str]:
 
 def _total(row: Operation) -> int:
     return row.nbytes * (1 if row.count is None else row.count)
-
-
-def _shape(shapes: Sequence[tuple[str, tuple[int, ...]]]) -> str:
-    """The type without its layout; of a tuple its first part and how many there are."""
-    (kind, extents), *others = shapes or [("token", ())]
-    return f"{kind}[{','.join(map(str, extents))}]{f' x{len(others) + 1}' * bool(others)}"
-
-
-def _size(nbytes: float) -> str:
-    unit, name = next((u, n) for u, n in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B")) if nbytes >= u or u == 1)
-    return f"{nbytes / unit:.3g} {name}"
 
 
 def check_allowed(explanation: CompiledExplanation, allowed: Collection[str | tuple[str, str]]) -> None:
