@@ -16,7 +16,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp import CommOptions, Epilog
+from jaxmp import CommOptions, Epilog, quantize
 from jaxmp._src.lowering import backend
 
 
@@ -180,6 +180,16 @@ CALLS = {
     "keyword activation": (lambda: jaxmp.block_matmul(A, B, activation=None), TypeError, "block_matmul() got an unexpected keyword argument 'activation'; pass epilog=jaxmp.Epilog.RELU or another, or call jaxmp.linear"),
     "keyword epilog": (lambda: jaxmp.linear(A, B, epilog=Epilog.BIAS), TypeError, "linear() got an unexpected keyword argument 'epilog'; pass activation=, or call jaxmp.matmul"),
     "keyword dtype": (lambda: jaxmp.matmul(A, B, dtype=None), TypeError, "matmul() got an unexpected keyword argument 'dtype'; did you mean preferred_element_type=?"),
+    "quantize type": (lambda: quantize.tensor(A, "float32"), TypeError, "quantize: dtype must be a float8 or float4 type, got float32"),
+    "quantize no array": (lambda: quantize.amax("x"), TypeError, "quantize: takes an array, got 'x'"),
+    "pack_fp4 type": (lambda: quantize.pack_fp4(A), TypeError, "quantize.pack_fp4: takes float4_e2m1fn, got float32[4,6]"),
+    "pack_fp4 odd": (lambda: quantize.pack_fp4(A[:, :5].astype("float4_e2m1fn")), ValueError, "quantize.pack_fp4: the last dimension must be a multiple of 2, got shape (4, 5)"),
+    "unpack_fp4 type": (lambda: quantize.unpack_fp4(A), TypeError, "quantize.unpack_fp4: takes uint8, got float32[4,6]"),
+    "swizzle type": (lambda: quantize.swizzle(A), ValueError, "quantize.swizzle: scale must be (rows, blocks) of one byte each, got float32[4,6]"),
+    "rows of a scalar": (lambda: quantize.rows(A[0, 0]), ValueError, "quantize.rows: x must have rows, got a scalar"),
+    "fuse epilogs": (lambda: jaxmp.fuse(abs, epilogs="no"), TypeError, "fuse: epilogs must be True or False, got 'no'"),
+    "to_block_cyclic mesh": (lambda: jaxmp.to_block_cyclic(A, jaxmp.BlockCyclic(grid=(1, 1), block=(2, 2)), mesh=3), TypeError, "to_block_cyclic: mesh must be a jax.sharding.Mesh, got int"),
+    "advise dtype": (lambda: jaxmp.advise(4, 4, 4, 4, dtype="zz"), TypeError, "advise: dtype must be a dtype, such as jnp.bfloat16, got 'zz'"),
     "linear x": (lambda: jaxmp.linear([[1.0]], B), TypeError, "linear: x must be an array, got list"),
     "linear w": (lambda: jaxmp.linear(A, zeros(8, 6)), ValueError, "linear: w has k=8 but x has k=6 (shapes (4, 6), (8, 6)); pass transpose_b=True if w is stored (n, k)"),
     "linear shardings": (lambda: jaxmp.linear(A, B, in_shardings=P()), ValueError, "linear: in_shardings must be a pair, one sharding for x and one for w, got P()"),

@@ -154,6 +154,7 @@ PRIVATE = {
         "test_advise_program": "every plan, beside those that the search keeps",
         "test_audit": "a report that no program gives",
         "test_audit_bits": "differences of arrays",
+        "test_compiled": "the text of XLA's programs for GPUs",
         "test_cli": "commands run in the process of the tests",
         "test_draw": "the blocks that a text and an SVG show",
         "test_hardware": "times by hand; measured rates and where they are kept",

@@ -226,6 +226,10 @@ def test_explain_prints_the_rows_of_a_function_of_a_file(program, capsys):
     _, out, _ = run(capsys, *arguments, "--json")
     (row,) = json.loads(out)
     assert (row["pattern"], row["local_extents"]) == ("all_gather", [2, 16, 1])
+    _, out, _ = run(capsys, *arguments, "--compiled", "--json")
+    found = json.loads(out)
+    assert found["calls"] == [row]
+    assert found["memory"]["peak"] > 0
 
 
 def test_types_are_read_as_jax_prints_them():
