@@ -1,0 +1,105 @@
+"""A pytest plugin under which the tests of any program run on jaxmp: `pytest -p plugin --jaxmp=fused`.
+
+Modes: plain, as without it; products, with jaxmp's matmul, einsum and dot_general in the place of JAX's; fused, with
+`jax.jit(jaxmp.fuse(f))` in the place of every `jax.jit(f)`. The last lines say how many products were met, and
+`--jaxmp-report` writes each test's outcome as JSON, so that runs in two modes can be compared.
+"""
+
+import collections
+import functools
+import json
+import pathlib
+import sys
+
+import jax
+from counting import counting
+
+MODES = ("plain", "products", "fused")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--jaxmp", choices=MODES, default="plain")
+    parser.addoption("--jaxmp-report", type=pathlib.Path)
+    parser.addoption("--jaxmp-share", metavar="I/N", help="run the tests whose number is I modulo N")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Session(config))
+
+
+def pytest_collection_modifyitems(config, items):
+    if share := config.getoption("--jaxmp-share"):
+        index, count = map(int, share.split("/"))
+        items[:] = items[index % count :: count]
+
+
+class Session:
+    """One run of pytest in one mode."""
+
+    def __init__(self, config):
+        self.mode, self.report = config.getoption("--jaxmp"), config.getoption("--jaxmp-report")
+        self.outcomes, self.calls = {}, collections.Counter()
+        self.counting = counting()
+        self.count = self.counting.__enter__()
+        if self.mode == "products":
+            replace_products(self.calls)
+        elif self.mode == "fused":
+            replace_jit()
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or report.outcome != "passed":
+            text = str(report.longrepr).strip().splitlines()[-1:] if report.failed else []
+            self.outcomes.setdefault(report.nodeid, [report.outcome, *text])
+
+    def pytest_sessionfinish(self):
+        self.counting.__exit__(None, None, None)
+        met = self.calls.total() if self.mode == "products" else self.count.met
+        found = {"outcomes": self.outcomes, "met": met, "calls": self.count.calls, "left": self.count.left}
+        if self.report:
+            self.report.write_text(json.dumps(found))
+
+    def pytest_terminal_summary(self, terminalreporter):
+        met = dict(self.calls) if self.mode == "products" else f"{self.count.met}, {self.count.calls} became calls"
+        terminalreporter.line(f"jaxmp, {self.mode}: {len(self.outcomes)} tests run; products met: {met}")
+
+
+def replace_products(calls):
+    """Puts jaxmp's functions in the place of JAX's in every module, those already imported among them."""
+    import jaxmp
+
+    pairs = ((jax.numpy, "matmul"), (jax.numpy, "einsum"), (jax.lax, "dot_general"))
+    for module, name in pairs:
+        original, ours = getattr(module, name), getattr(jaxmp, name)
+        replacement = counted(original, ours, name, calls)
+        for other in list(sys.modules.values()):
+            # Within JAX and jaxmp nothing changes: their functions are made of each other.
+            if getattr(other, "__name__", "").split(".")[0] in ("jax", "jaxmp") and other not in (jax.numpy, jax.lax):
+                continue
+            for key, value in list(getattr(other, "__dict__", {}).items()):
+                if value is original:
+                    setattr(other, key, replacement)
+
+
+def counted(original, ours, name, calls):
+    @functools.wraps(original)
+    def product(*args, **options):
+        calls[name] += 1
+        return ours(*args, **options)
+
+    return product
+
+
+def replace_jit():
+    """Every `jax.jit(f)` from here on is `jit(fuse(f))`, but those of JAX and jaxmp themselves."""
+    import jaxmp
+
+    original = jax.jit
+
+    @functools.wraps(original)
+    def jit(fun=None, **options):
+        if fun is None:
+            return functools.partial(jit, **options)
+        caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
+        return original(fun if caller in ("jax", "jaxmp") or not callable(fun) else jaxmp.fuse(fun), **options)
+
+    jax.jit = jit

@@ -1,0 +1,103 @@
+"""The tests of other packages, from their own source distributions, plain and with jaxmp in two ways.
+
+`python suites.py NAME` downloads the sources of the release that is installed, runs a share of their tests in each mode
+of `plugin`, and prints what was seen as JSON. Exits with 1 where a test that passes plain fails otherwise, unless
+KNOWN gives the reason.
+"""
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+BUILD = HERE.parents[1] / "build" / "clients"
+
+
+@dataclasses.dataclass(frozen=True)
+class Suite:
+    """Files of tests within a source distribution, and which of their tests, as pytest's -k."""
+
+    package: str
+    files: tuple[str, ...]
+    select: str = ""
+
+
+SUITES = {
+    suite.package: suite
+    for suite in (
+        Suite("flax", ("tests/nnx/nn/linear_test.py", "tests/nnx/nn/attention_test.py", "tests/linen/linen_linear_test.py")),
+        Suite("optax", ("optax/contrib/_muon_test.py", "optax/_src/linear_algebra_test.py")),
+        Suite("dm-haiku", ("haiku/_src/basic_test.py", "haiku/_src/attention_test.py")),
+        Suite("haliax", ("tests/test_dot.py", "tests/test_einsum.py", "tests/test_nn.py", "tests/test_fp8.py")),
+        Suite("penzai", ("tests/nn/linear_and_affine_test.py", "tests/models/simple_mlp_test.py")),
+    )
+}
+
+# Parts of a test's name, with the mode and the reason for which it may fail there alone.
+KNOWN = {}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name", choices=SUITES)
+    parser.add_argument("--share", help="run of the tests those whose number is I modulo N, as I/N")
+    arguments = parser.parse_args()
+    suite = SUITES[arguments.name]
+    root = sources(suite.package)
+    plain = outcomes(suite, root, "plain", arguments.share)
+    passed = {name for name, (outcome, *_) in plain["outcomes"].items() if outcome == "passed"}
+    failed = False
+    for mode in ("products", "fused"):
+        found = outcomes(suite, root, mode, arguments.share)
+        worse = {name: found["outcomes"].get(name, ["not run"]) for name in sorted(passed)}
+        worse = {name: outcome for name, outcome in worse.items() if outcome[0] != "passed"}
+        known = {name: reason for name in worse if (reason := reason_of(name, mode))}
+        for name in worse.keys() - known.keys():
+            print(f"{mode}: {name}: {' '.join(worse[name])}")
+        failed |= bool(worse.keys() - known.keys()) or not passed
+        seen = {"mode": mode, "run": len(plain["outcomes"]), "passed": len(passed), "met": found["met"]}
+        print("RESULT", json.dumps(seen | {"calls": found["calls"], "known": known}), flush=True)
+    sys.exit(failed)
+
+
+def reason_of(name, mode):
+    return next((why for (part, where), why in KNOWN.items() if part in name and mode == where), None)
+
+
+def sources(package):
+    """The folder with the sources of the installed release."""
+    version = importlib.metadata.version(package)
+    folder = BUILD / f"{package.replace('-', '_')}-{version}"
+    if not folder.exists():
+        BUILD.mkdir(parents=True, exist_ok=True)
+        download = ("download", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-binary", package)
+        subprocess.run([sys.executable, "-m", "pip", *download, f"{package}=={version}", "-d", str(BUILD)], check=True)
+        with tarfile.open(next(BUILD.glob(f"{folder.name}*.tar.gz"))) as archive:
+            archive.extractall(BUILD, filter="data")
+    return folder
+
+
+def outcomes(suite, root, mode, share):
+    """What each test came to in a mode, and the products that were met."""
+    report = BUILD / f"{suite.package}-{mode}.json"
+    report.unlink(missing_ok=True)
+    options = ["-p", "plugin", f"--jaxmp={mode}", f"--jaxmp-report={report}", "-p", "no:cacheprovider", "-q", "--tb=short"]
+    options += [f"--jaxmp-share={share}"] if share else []
+    options += ["-k", suite.select] if suite.select else []
+    environment = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{root}", "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "pytest", *options, *suite.files]
+    run = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if not report.exists():
+        sys.exit(f"{' '.join(command)}\n{run.stdout}")
+    (report.with_suffix(".log")).write_text(run.stdout)
+    return json.loads(report.read_text())
+
+
+if __name__ == "__main__":
+    main()
