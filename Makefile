@@ -19,6 +19,7 @@ WHEELS := .venv/wheels-$(TAG)
 WHEEL := .venv/wheel-$(TAG)
 MPI   := .venv/mpi-$(TAG)
 XLA_GPU := .venv/xla-gpu-$(TAG)
+CLIENTS := .venv/clients-$(TAG)
 # The JAX whose CUDA plugin runs over the fakes: what it asks of a driver is what they have.
 XLA_GPU_JAX := 0.12.0.1
 
@@ -116,6 +117,10 @@ mutations: $(TEST)/.ready ## Seed every fault of tests/mutations and see which t
 .PHONY: test-process
 test-process: $(TEST)/.ready ## Run the tests of many processes, with faults (ARGS="-k name" picks some)
 	$(TEST)/bin/pytest tests/process $(ARGS)
+
+.PHONY: test-clients
+test-clients: $(CLIENTS)/.ready ## Run others' programs and tests on jaxmp (ARGS="-k flax" picks some, JAXMP_CLIENTS_TIMES=20 times them)
+	$(CLIENTS)/bin/pytest $(PARALLEL) tests/clients $(ARGS)
 
 .PHONY: chaos
 chaos: $(TEST)/.ready ## Run jobs with a fault at a random moment (N=200: how many, SEED=1 to repeat a run)
@@ -241,6 +246,9 @@ $(TEST)/.ready: $(CXX_SOURCES)
 $(XLA_GPU)/.ready: private JAX = $(XLA_GPU_JAX)
 $(XLA_GPU)/.ready: $(WHEEL)/.ready
 	$(call wheel_venv,$(XLA_GPU),test,jax-cuda13-plugin==$(XLA_GPU_JAX) nvidia-nvvm)
+
+$(CLIENTS)/.ready: $(CXX_SOURCES) tests/clients/requirements.txt
+	$(call new_venv,$(CLIENTS),--editable . pytest pytest-timeout pytest-xdist -r tests/clients/requirements.txt)
 
 # The site shows jaxmp as it stands, so it is built with the environment of the tests and what the extra `docs` names.
 $(TEST)/.docs: $(TEST)/.ready

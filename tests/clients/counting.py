@@ -7,7 +7,7 @@ from jaxmp._src.fuse import rewrite
 
 
 class Count:
-    """How many products became calls, and how many stay JAX's for which reason; a loop's body counts once."""
+    """How many products became calls, and how many stay JAX's, by reason; a loop's body counts once."""
 
     def __init__(self):
         self.calls, self.left = 0, collections.Counter()
@@ -31,9 +31,10 @@ def counting():
 
     def equation(self, eqn, operands, why):
         if eqn.primitive.name == "dot_general" and why:  # without a reason it is dead code
-            count.left[rewrite.reason_in([rewrite.SCOPE + why])] += 1
+            reason = why if why in rewrite.REASONS else rewrite.reason_in([rewrite.SCOPE + why])
+            count.left[reason] += 1
         elif eqn.primitive.name in rewrite.PRODUCTS:
-            count.left[rewrite.REASONS["groups"]] += 1
+            count.left["groups"] += 1
         return of_equation(self, eqn, operands, why)
 
     rewrite.Rewriter._group, rewrite.Rewriter._equation = group, equation

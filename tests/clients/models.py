@@ -1,16 +1,14 @@
 """The clients: models as people install them, with tiny sizes and random weights, and the one line that fuses each.
 
 A client is a generator of what each of its steps computes: a loss, and parameters or outputs. It imports its package
-when it runs, for some set JAX's configuration on import. `python models.py NAME` runs one, fused beside plain.
+when it runs, for some set JAX's configuration on import.
 """
 
 import dataclasses
 import functools
-import os
-import sys
 from collections.abc import Callable
 
-from runs import DEVICES, PLACES, randoms, tokens
+from runs import PLACES, randoms, tokens
 
 BATCH, LENGTH, WIDTH, HEADS, VOCABULARY = 8, 8, 32, 4, 32
 
@@ -173,7 +171,9 @@ def haiku(run):
     return run.train(loss, model.init(jax.random.key(0), x), (x, y))
 
 
-@client("haliax", "step = jax.jit(jaxmp.fuse(train_step))", ("none", "automatic", "shard_map"), why_not="no explicit axes")
+@client(
+    "haliax", "step = jax.jit(jaxmp.fuse(train_step))", ("none", "automatic", "shard_map"), why_not="no explicit axes"
+)
 def haliax(run):
     import haliax as hax
     import haliax.nn as hnn
@@ -189,7 +189,9 @@ def haliax(run):
     return run.train(loss, model, (randoms(BATCH, WIDTH), randoms(BATCH, 64)))
 
 
-@client("penzai", "step = jax.jit(jaxmp.fuse(train_step))", ("none", "automatic", "shard_map"), why_not="no explicit axes")
+@client(
+    "penzai", "step = jax.jit(jaxmp.fuse(train_step))", ("none", "automatic", "shard_map"), why_not="no explicit axes"
+)
 def penzai(run):
     import jax
     import jax.numpy as jnp
@@ -197,8 +199,15 @@ def penzai(run):
     from penzai.models.transformer.variants import llamalike_common as llamalike
 
     config = llamalike.LlamalikeTransformerConfig(
-        **dict(num_kv_heads=2, query_head_multiplier=2, embedding_dim=WIDTH, projection_dim=8, mlp_hidden_dim=64),
-        **dict(num_decoder_blocks=2, vocab_size=VOCABULARY, mlp_variant="swiglu", tie_embedder_and_logits=False),
+        num_kv_heads=2,
+        query_head_multiplier=2,
+        embedding_dim=WIDTH,
+        projection_dim=8,
+        mlp_hidden_dim=64,
+        num_decoder_blocks=2,
+        vocab_size=VOCABULARY,
+        mlp_variant="swiglu",
+        tie_embedder_and_logits=False,
     )
     model = llamalike.build_llamalike_transformer(config, init_base_rng=jax.random.key(0))
     model, variables = pz.unbind_params(model, freeze=True)
@@ -273,11 +282,12 @@ def inference(run, apply, params, x):
         yield apply(params, x), params
 
 
-QWIX_PLACES = ("none", "automatic", "shard_map")
+QWIX_PLACES = ("none", "automatic")
+NOT_QWIX = "qwix's rules of differentiation give no types of explicit axes or shard_map"
 QWIX_LINE = "step = jax.jit(jaxmp.fuse(train_step))"
 
 
-@client("qwix", QWIX_LINE, QWIX_PLACES, bound=2e-2, why_not="qwix takes no explicit axes")
+@client("qwix", QWIX_LINE, QWIX_PLACES, bound=2e-2, why_not=NOT_QWIX)
 def qwix_training_int8(run):
     import qwix
 
@@ -285,7 +295,7 @@ def qwix_training_int8(run):
     return qwix_step(run, qwix.QtProvider(rules), is_training=True)
 
 
-@client("qwix", QWIX_LINE, QWIX_PLACES, bound=5e-2, why_not="qwix takes no explicit axes")
+@client("qwix", QWIX_LINE, QWIX_PLACES, bound=5e-2, why_not=NOT_QWIX)
 def qwix_training_fp8(run):
     import qwix
 
@@ -317,7 +327,9 @@ def aqt(run):
     from flax import linen as nn
 
     quantized = functools.partial(aqt_flax.AqtDotGeneral, config.fully_quantized(fwd_bits=8, bwd_bits=8))
-    model = nn.Sequential([nn.Dense(64, dot_general_cls=quantized), nn.relu, nn.Dense(WIDTH, dot_general_cls=quantized)])
+    model = nn.Sequential(
+        [nn.Dense(64, dot_general_cls=quantized), nn.relu, nn.Dense(WIDTH, dot_general_cls=quantized)]
+    )
     x, y = randoms(BATCH, WIDTH), randoms(BATCH, WIDTH, seed=1)
 
     def loss(params, x, y):

@@ -6,22 +6,17 @@
 import argparse
 import itertools
 import json
-import os
 import statistics
 import sys
 import time
 import warnings
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 import jax
-
-jax.config.update("jax_num_cpu_devices", 4)
 import numpy as np
 import trainers  # noqa: F401  adds its clients
 from counting import counting
 from models import CLIENTS
-from runs import STEPS, Run
+from runs import DEVICES, STEPS, Run
 
 
 def main():
@@ -31,6 +26,8 @@ def main():
     parser.add_argument("--times", type=int, default=0, help="time this many further steps of both, in turn")
     arguments = parser.parse_args()
     client = CLIENTS[arguments.name]
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
     warnings.filterwarnings("error", message="fuse: leaves the program")
     failed = False
     for place in arguments.places or client.places:

@@ -76,7 +76,9 @@ class Run:
 
     def train(self, loss, params, batch, optimizer=None):
         """Steps of a training in plain JAX, each with its loss and the parameters."""
-        optimizer = optimizer or optax.sgd(0.1, momentum=0.9)  # adam makes steps of rounding errors where a gradient is 0
+        optimizer = optimizer or optax.sgd(
+            0.1, momentum=0.9
+        )  # adam makes steps of rounding errors where a gradient is 0
         params, batch = self.params(params), self.batch(*batch)
         state = jax.jit(optimizer.init)(params)
         state = jax.tree.map(lambda x: self.put(x, P()) if x.ndim == 0 else x, state)

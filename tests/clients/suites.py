@@ -31,7 +31,10 @@ class Suite:
 SUITES = {
     suite.package: suite
     for suite in (
-        Suite("flax", ("tests/nnx/nn/linear_test.py", "tests/nnx/nn/attention_test.py", "tests/linen/linen_linear_test.py")),
+        Suite(
+            "flax",
+            ("tests/nnx/nn/linear_test.py", "tests/nnx/nn/attention_test.py", "tests/linen/linen_linear_test.py"),
+        ),
         Suite("optax", ("optax/contrib/_muon_test.py", "optax/_src/linear_algebra_test.py")),
         Suite("dm-haiku", ("haiku/_src/basic_test.py", "haiku/_src/attention_test.py")),
         Suite("haliax", ("tests/test_dot.py", "tests/test_einsum.py", "tests/test_nn.py", "tests/test_fp8.py")),
@@ -80,6 +83,9 @@ def sources(package):
         subprocess.run([sys.executable, "-m", "pip", *download, f"{package}=={version}", "-d", str(BUILD)], check=True)
         with tarfile.open(next(BUILD.glob(f"{folder.name}*.tar.gz"))) as archive:
             archive.extractall(BUILD, filter="data")
+        settings = folder / "pyproject.toml"
+        if not (settings.exists() and "[tool.pytest" in settings.read_text()):
+            (folder / "pytest.ini").touch()  # or pytest would take ours, from a folder above
     return folder
 
 
@@ -87,12 +93,23 @@ def outcomes(suite, root, mode, share):
     """What each test came to in a mode, and the products that were met."""
     report = BUILD / f"{suite.package}-{mode}.json"
     report.unlink(missing_ok=True)
-    options = ["-p", "plugin", f"--jaxmp={mode}", f"--jaxmp-report={report}", "-p", "no:cacheprovider", "-q", "--tb=short"]
+    options = [
+        "-p",
+        "plugin",
+        f"--jaxmp={mode}",
+        f"--jaxmp-report={report}",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "--tb=short",
+    ]
     options += [f"--jaxmp-share={share}"] if share else []
     options += ["-k", suite.select] if suite.select else []
     environment = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{root}", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "pytest", *options, *suite.files]
-    run = subprocess.run(command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = subprocess.run(
+        command, cwd=root, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     if not report.exists():
         sys.exit(f"{' '.join(command)}\n{run.stdout}")
     (report.with_suffix(".log")).write_text(run.stdout)

@@ -36,7 +36,11 @@ def of_flax(module):
 
 NNX = {
     "Linear": (1, lambda m, rngs, **o: m.Linear(16, 24, rngs=rngs, **o), {"dot_general": jaxmp.dot_general}),
-    "LinearGeneral": (1, lambda m, rngs, **o: m.LinearGeneral(16, (4, 6), rngs=rngs, **o), {"dot_general": jaxmp.dot_general}),
+    "LinearGeneral": (
+        1,
+        lambda m, rngs, **o: m.LinearGeneral(16, (4, 6), rngs=rngs, **o),
+        {"dot_general": jaxmp.dot_general},
+    ),
     "Einsum": (1, lambda m, rngs, **o: m.Einsum("bti,ij->btj", (16, 24), rngs=rngs, **o), {"einsum_op": jaxmp.einsum}),
     "MultiHeadAttention": (
         4,
@@ -91,7 +95,13 @@ def test_aqt_takes_it():
     plain, ours = (config.fully_quantized(fwd_bits=8, bwd_bits=8, use_stochastic_rounding=False) for _ in range(2))
     ours.fwd.dot_general = ours.dlhs.dot_general = ours.drhs.dot_general = jaxmp.dot_general
     dimensions = ((1,), (0,)), ((), ())
-    check(lambda x, w: ours(x, w, dimensions), lambda x, w: plain(x, w, dimensions), 1, jnp.asarray(X.reshape(32, 16)), jnp.asarray(w))
+    check(
+        lambda x, w: ours(x, w, dimensions),
+        lambda x, w: plain(x, w, dimensions),
+        1,
+        jnp.asarray(X.reshape(32, 16)),
+        jnp.asarray(w),
+    )
 
 
 def test_qwix_takes_it():

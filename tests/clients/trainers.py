@@ -78,7 +78,14 @@ def maxtext(run, *options):
     plain = train.train_step
     base = Path(maxtext.__file__).parent / "configs" / "base.yml"
     general = (
-        *("run_name=client", "hardware=cpu", "skip_jax_distributed_system=true", "dataset_type=synthetic", "enable_checkpointing=false", "dtype=float32"),
+        *(
+            "run_name=client",
+            "hardware=cpu",
+            "skip_jax_distributed_system=true",
+            "dataset_type=synthetic",
+            "enable_checkpointing=false",
+            "dtype=float32",
+        ),
         *("enable_goodput_recording=false", "monitor_goodput=false", "enable_tensorboard=false", "log_config=false"),
         *("steps=3", "per_device_batch_size=1", "max_target_length=16", "attention=dot_product"),
         f"shard_mode={'explicit' if run.place == 'explicit' else 'auto'}",
@@ -87,7 +94,9 @@ def maxtext(run, *options):
         metrics = Path(folder) / "metrics"
         train.train_step = run.fuse(plain)
         try:
-            train.main(["", str(base), f"base_output_directory={folder}", f"metrics_file={metrics}", *general, *options])
+            train.main(
+                ["", str(base), f"base_output_directory={folder}", f"metrics_file={metrics}", *general, *options]
+            )
         finally:
             train.train_step = plain
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
