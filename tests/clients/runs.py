@@ -36,7 +36,7 @@ class Run:
         return jax.make_mesh(sizes, ("data", "model"), axis_types=(kind, kind), devices=jax.devices()[:DEVICES])
 
     def scope(self):
-        return contextlib.nullcontext() if self.place == "none" else jax.set_mesh(self.mesh)
+        return jax.set_mesh(self.mesh) if self.place in PLACES[1:] else contextlib.nullcontext()
 
     def put(self, x, spec):
         return x if self.place == "none" else jax.device_put(x, NamedSharding(self.mesh, spec))

@@ -21,24 +21,21 @@ BUILD = HERE.parents[1] / "build" / "clients"
 
 @dataclasses.dataclass(frozen=True)
 class Suite:
-    """Files of tests within a source distribution, and which of their tests, as pytest's -k."""
+    """Files of tests within a source distribution, of which one in `share` runs."""
 
     package: str
     files: tuple[str, ...]
-    select: str = ""
+    share: int = 1
 
 
 SUITES = {
     suite.package: suite
     for suite in (
-        Suite(
-            "flax",
-            ("tests/nnx/nn/linear_test.py", "tests/nnx/nn/attention_test.py", "tests/linen/linen_linear_test.py"),
-        ),
-        Suite("optax", ("optax/contrib/_muon_test.py", "optax/_src/linear_algebra_test.py")),
-        Suite("dm-haiku", ("haiku/_src/basic_test.py", "haiku/_src/attention_test.py")),
-        Suite("haliax", ("tests/test_dot.py", "tests/test_einsum.py", "tests/test_nn.py", "tests/test_fp8.py")),
-        Suite("penzai", ("tests/nn/linear_and_affine_test.py", "tests/models/simple_mlp_test.py")),
+        Suite("flax", ("tests/nnx/nn", "tests/linen/linen_linear_test.py", "tests/linen/linen_attention_test.py"), 24),
+        Suite("optax", ("optax/contrib/_muon_test.py", "optax/_src/linear_algebra_test.py"), 8),
+        Suite("dm-haiku", ("haiku/_src/basic_test.py", "haiku/_src/attention_test.py"), 4),
+        Suite("haliax", ("tests/test_dot.py", "tests/test_einsum.py", "tests/test_nn.py", "tests/test_fp8.py"), 4),
+        Suite("penzai", ("tests/nn/linear_and_affine_test.py", "tests/models/simple_mlp_test.py"), 4),
     )
 }
 
@@ -49,15 +46,16 @@ KNOWN = {}
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=SUITES)
-    parser.add_argument("--share", help="run of the tests those whose number is I modulo N, as I/N")
+    parser.add_argument("--share", type=int, help="run one test in this many, instead of the suite's share")
     arguments = parser.parse_args()
     suite = SUITES[arguments.name]
+    suite = dataclasses.replace(suite, share=arguments.share or suite.share)
     root = sources(suite.package)
-    plain = outcomes(suite, root, "plain", arguments.share)
+    plain = outcomes(suite, root, "plain")
     passed = {name for name, (outcome, *_) in plain["outcomes"].items() if outcome == "passed"}
     failed = False
     for mode in ("products", "fused"):
-        found = outcomes(suite, root, mode, arguments.share)
+        found = outcomes(suite, root, mode)
         worse = {name: found["outcomes"].get(name, ["not run"]) for name in sorted(passed)}
         worse = {name: outcome for name, outcome in worse.items() if outcome[0] != "passed"}
         known = {name: reason for name in worse if (reason := reason_of(name, mode))}
@@ -89,7 +87,7 @@ def sources(package):
     return folder
 
 
-def outcomes(suite, root, mode, share):
+def outcomes(suite, root, mode):
     """What each test came to in a mode, and the products that were met."""
     report = BUILD / f"{suite.package}-{mode}.json"
     report.unlink(missing_ok=True)
@@ -103,8 +101,7 @@ def outcomes(suite, root, mode, share):
         "-q",
         "--tb=short",
     ]
-    options += [f"--jaxmp-share={share}"] if share else []
-    options += ["-k", suite.select] if suite.select else []
+    options += [f"--jaxmp-share={suite.share}"]
     environment = os.environ | {"PYTHONPATH": f"{HERE}{os.pathsep}{root}", "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "pytest", *options, *suite.files]
     run = subprocess.run(
