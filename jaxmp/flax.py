@@ -86,7 +86,6 @@ class DotGeneral(linen.Module):  # type: ignore[misc]
     (2, 4)
     """
 
-    @linen.compact
     def __call__(self, *args: Any, **options: Any) -> jax.Array:
         """As `jaxmp.dot_general`."""
         return dot_general(*args, **options)

@@ -30,15 +30,15 @@ def counting():
         count.calls += products - (count.left.total() - left)
 
     def equation(self, eqn, operands, why):
-        if eqn.primitive.name == "dot_general" and why:  # without a reason it is dead code
-            reason = why if why in rewrite.REASONS else rewrite.reason_in([rewrite.SCOPE + why])
-            count.left[reason] += 1
-        elif eqn.primitive.name in rewrite.PRODUCTS:
-            count.left["groups"] += 1
+        if eqn.primitive.name != "dot_general":
+            count.left["groups"] += eqn.primitive.name in rewrite.PRODUCTS
+        elif why:  # without a reason it is dead code
+            count.left[why if why in rewrite.REASONS else rewrite.reason_in([rewrite.SCOPE + why])] += 1
         return of_equation(self, eqn, operands, why)
 
     rewrite.Rewriter._group, rewrite.Rewriter._equation = group, equation
     try:
         yield count
     finally:
+        count.left = +count.left
         rewrite.Rewriter._group, rewrite.Rewriter._equation = of_group, of_equation

@@ -46,6 +46,7 @@ def compare(client, place, times):
         for one, other in itertools.islice(zip(plain, fused, strict=False), STEPS):
             error = max(error, difference(one, other))
         seconds = [(timed(plain), timed(fused)) for _ in range(times)]
+        seconds = [pair for pair in seconds if None not in pair]  # some end by themselves
     if not count.calls:
         error = float("inf")
     ratio = statistics.median(a for a, _ in seconds) / statistics.median(b for _, b in seconds) if seconds else None
@@ -70,9 +71,10 @@ def relative(a, b):
 
 
 def timed(steps):
+    """The seconds of the next step; None where there is none."""
     start = time.perf_counter()
-    jax.block_until_ready(next(steps))
-    return time.perf_counter() - start
+    results = jax.block_until_ready(next(steps, None))
+    return None if results is None else time.perf_counter() - start
 
 
 if __name__ == "__main__":

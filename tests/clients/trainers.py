@@ -11,7 +11,10 @@ from runs import DEVICES, randoms
 
 
 @client(
-    "keras", "model.train_step = jaxmp.fuse(model.train_step)", ("none", "its own mesh"), why_not="Keras's are automatic"
+    "keras",
+    "model.train_step = jaxmp.fuse(model.train_step)",
+    ("none", "its own mesh"),
+    why_not="no others",
 )
 def keras(run):
     """`fit()`, under ModelParallel where there is a mesh; a step is an epoch of two batches."""
@@ -45,28 +48,33 @@ def keras(run):
 
 @client(
     "netket",
-    "driver.compute_loss_and_update = jaxmp.fuse(driver.compute_loss_and_update)",
+    "srt._compute_srt_update = jaxmp.fuse(srt._compute_srt_update)  # netket._src.ngd; MCState(apply_fun=...) likewise",
     ("none", "its own mesh"),
     bound=1e-6,
-    why_not="NetKet's are automatic",
+    why_not="no others",
 )
 def netket(run):
     """Stochastic reconfiguration of a small chain, in float64, with samples over four devices where there is a mesh."""
     import jax
     import netket as nk
     import optax
+    from netket._src.ngd import srt
 
+    update = srt._compute_srt_update
     mesh = jax.make_mesh((DEVICES if run.place != "none" else 1,), ("S",), axis_types=(jax.sharding.AxisType.Auto,))
     with jax.set_mesh(mesh):
-        hilbert = nk.hilbert.Spin(0.5, 8)
+        hilbert, model = nk.hilbert.Spin(0.5, 8), nk.models.RBM(alpha=2)
         hamiltonian = nk.operator.IsingJax(hilbert, nk.graph.Chain(8), h=1.0)
         sampler = nk.sampler.MetropolisLocal(hilbert, n_chains=16)
-        state = nk.vqs.MCState(sampler, nk.models.RBM(alpha=2), n_samples=64, seed=0, sampler_seed=1)
-        driver = nk.driver.VMC_SR(hamiltonian, optax.sgd(0.02), variational_state=state, diag_shift=0.01)
-        driver.compute_loss_and_update = run.fuse(driver.compute_loss_and_update)
+        options = {"use_ntk": True, "on_the_fly": False}
+        functions = {"init_fun": model.init, "apply_fun": run.fuse(model.apply)}
+        state = nk.vqs.MCState(sampler, **functions, n_samples=64, seed=0, sampler_seed=1)
+        driver = nk.driver.VMC_SR(hamiltonian, optax.sgd(0.02), variational_state=state, diag_shift=0.01, **options)
     while True:
         with jax.set_mesh(mesh):
+            srt._compute_srt_update = run.fuse(update)
             driver.run(1, show_progress=False, out=nk.logging.RuntimeLog())
+            srt._compute_srt_update = update
             yield state.parameters
 
 
@@ -81,7 +89,13 @@ def maxtext(run, *options):
         *("run_name=client", "hardware=cpu", "skip_jax_distributed_system=true", "dataset_type=synthetic"),
         *("enable_checkpointing=false", "enable_goodput_recording=false", "monitor_goodput=false"),
         *("enable_tensorboard=false", "log_config=false", "attention=dot_product", "dtype=float32"),
-        *("steps=3", "per_device_batch_size=1", "max_target_length=16", "learning_rate=0.01", "warmup_steps_fraction=0"),
+        *(
+            "steps=3",
+            "per_device_batch_size=1",
+            "max_target_length=16",
+            "learning_rate=0.01",
+            "warmup_steps_fraction=0",
+        ),
         f"shard_mode={'explicit' if 'explicit' in run.place else 'auto'}",
     )
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
@@ -114,7 +128,7 @@ def maxtext_dense(run):
     return maxtext(run, "ici_fsdp_parallelism=2", *model)
 
 
-@client("maxtext", MAXTEXT_LINE, MAXTEXT_PLACES, why_not="its program has a mesh; needs Python 3.12")
+@client("maxtext", MAXTEXT_LINE, MAXTEXT_PLACES[:1], why_not="its experts refuse explicit axes; needs Python 3.12")
 def maxtext_moe(run):
     options = [f"{key}={value}" for key, value in (TINY | {"num_experts": 4, "num_experts_per_tok": 2}).items()]
     return maxtext(run, "decoder_block=mixtral", "megablox=false", "sparse_matmul=false", *options)
