@@ -119,7 +119,7 @@ test-process: $(TEST)/.ready ## Run the tests of many processes, with faults (AR
 	$(TEST)/bin/pytest tests/process $(ARGS)
 
 .PHONY: test-clients
-test-clients: $(CLIENTS)/.ready ## Run others' programs and tests on jaxmp (ARGS="-k flax" picks some, JAXMP_CLIENTS_TIMES=20 times them)
+test-clients: $(CLIENTS)/.ready ## Run others' programs and tests on jaxmp (ARGS="-k flax" picks some; with CLIENT_TIMES=20 it times them)
 	$(CLIENTS)/bin/pytest $(PARALLEL) tests/clients $(ARGS)
 
 .PHONY: chaos

@@ -1,7 +1,7 @@
 """Write docs/works-with.md from benchmarks/results/clients, one file for each JAX.
 
 `python page.py --keep` first takes there what the last `make test-clients` of this environment found. For times run it
-with JAXMP_CLIENTS_TIMES=20.
+with CLIENT_TIMES=20.
 """
 
 import argparse
