@@ -13,6 +13,7 @@ import pathlib
 import sys
 
 import jax
+import numpy as np
 from counting import counting
 
 inside = contextvars.ContextVar("inside jaxmp", default=False)
@@ -79,6 +80,20 @@ def replace_products(calls):
             for key, value in list(getattr(other, "__dict__", {}).items()):
                 if value is original:
                     setattr(other, key, replacement)
+    operator = with_operator(type(jax.numpy.zeros(())).__matmul__)
+    type(jax.numpy.zeros(())).__matmul__ = operator
+    jax.core.ShapedArray._matmul = staticmethod(operator)  # that of traced arrays
+
+
+def with_operator(original):
+    """`a @ b` as `jnp.matmul(a, b)` where both are arrays."""
+
+    def operator(a, b):
+        if inside.get() or not isinstance(b, jax.Array | np.ndarray):
+            return original(a, b)
+        return jax.numpy.matmul(a, b)
+
+    return operator
 
 
 def counted(original, ours, name, calls):
