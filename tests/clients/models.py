@@ -39,13 +39,13 @@ def client(package, line, places=PLACES, bound=1e-4, why_not=""):
 # Flax -------------------------------------------------------------------------------------------------------------
 
 
-def flax_block():
+def flax_block(**options):
     from flax import nnx
 
     class Block(nnx.Module):
         def __init__(self, rngs):
             self.attention = nnx.MultiHeadAttention(HEADS, WIDTH, rngs=rngs, decode=False)
-            self.norm = nnx.BatchNorm(WIDTH, rngs=rngs)
+            self.norm = nnx.BatchNorm(WIDTH, rngs=rngs, **options)
             self.up = nnx.Linear(WIDTH, 2 * WIDTH, rngs=rngs)
             self.dropout = nnx.Dropout(0.1, rngs=rngs)
             self.down = nnx.Linear(2 * WIDTH, WIDTH, rngs=rngs)
@@ -58,23 +58,33 @@ def flax_block():
 
 
 FLAX_PLACES = ("none", "automatic", "explicit")
-NO_SHARD_MAP = "the module's state changes, which Flax keeps out of `jax.shard_map`"
+NO_SHARD_MAP = "the cache belongs to a batch"
 
 
-@client("flax", "step = nnx.jit(jaxmp.fuse(train_step))", FLAX_PLACES, why_not=NO_SHARD_MAP)
+@client("flax", "step = nnx.jit(jaxmp.fuse(train_step))")
 def flax_nnx(run):
+    import jax
     import optax
     from flax import nnx
+    from jax.sharding import PartitionSpec as P
 
-    model = flax_block()
+    is_mapped = run.place == "shard_map"
+    model = flax_block(axis_name="data" if is_mapped else None)
     nnx.update(model, run.params(nnx.state(model)))
     optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
 
     def train_step(model, optimizer, x, y):
-        value, gradients = nnx.value_and_grad(lambda model: optax.l2_loss(model(x), y).mean())(model)
+        def loss(model):
+            value = optax.l2_loss(model(x), y).mean()
+            return jax.lax.pmean(value, "data") if is_mapped else value
+
+        value, gradients = nnx.value_and_grad(loss)(model)
         optimizer.update(model, gradients)
         return value
 
+    if is_mapped:
+        specs = (P(), P(), P("data"), P("data"))
+        train_step = nnx.shard_map(train_step, mesh=run.mesh, in_specs=specs, out_specs=P())
     step = nnx.jit(run.fuse(train_step))
     x, y = run.batch(randoms(BATCH, LENGTH, WIDTH), randoms(BATCH, LENGTH, WIDTH, seed=1))
     while True:
@@ -121,7 +131,7 @@ def flax_linen(run):
 # Others of plain JAX ----------------------------------------------------------------------------------------------
 
 
-@client("equinox", "step = eqx.filter_jit(jaxmp.fuse(train_step))", FLAX_PLACES, why_not="as of Flax")
+@client("equinox", "step = eqx.filter_jit(jaxmp.fuse(train_step))")
 def equinox(run):
     import equinox as eqx
     import jax
@@ -141,13 +151,20 @@ def equinox(run):
     model = run.params(block)
     state = optimizer.init(eqx.filter(model, eqx.is_array))
 
+    def loss(model, x, y):
+        return jnp.mean((jax.vmap(model)(x) - y) ** 2)
+
     def train_step(model, state, x, y):
-        value, gradients = eqx.filter_value_and_grad(lambda model: jnp.mean((jax.vmap(model)(x) - y) ** 2))(model)
+        value, gradients = eqx.filter_value_and_grad(loss)(model, x, y)
         updates, state = optimizer.update(gradients, state)
         return eqx.apply_updates(model, updates), state, value
 
+    x, y = randoms(BATCH, LENGTH, WIDTH), randoms(BATCH, LENGTH, WIDTH, seed=1)
+    if run.place == "shard_map":
+        arrays, others = eqx.partition(model, eqx.is_array)
+        yield from run.train(lambda arrays, x, y: loss(eqx.combine(arrays, others), x, y), arrays, (x, y))
+    x, y = run.batch(x, y)
     step = eqx.filter_jit(run.fuse(train_step))
-    x, y = run.batch(randoms(BATCH, LENGTH, WIDTH), randoms(BATCH, LENGTH, WIDTH, seed=1))
     while True:
         model, state, value = step(model, state, x, y)
         yield value, eqx.filter(model, eqx.is_array)
@@ -204,7 +221,7 @@ def penzai(run):
         embedding_dim=WIDTH,
         projection_dim=8,
         mlp_hidden_dim=64,
-        num_decoder_blocks=2,
+        num_decoder_blocks=1,
         vocab_size=VOCABULARY,
         mlp_variant="swiglu",
         tie_embedder_and_logits=False,

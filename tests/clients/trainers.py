@@ -124,8 +124,8 @@ TINY |= {"base_mlp_dim": 32, "base_moe_mlp_dim": 32, "base_num_decoder_layers": 
 def maxtext_dense(run):
     """Its smallest configuration; on explicit axes, which that refuses, a small Llama."""
     llama = ["decoder_block=llama2", *(f"{key}={value}" for key, value in TINY.items())]
-    model = llama if "explicit" in run.place else ["model_name=gpt3-52k", "ici_tensor_parallelism=2"]
-    return maxtext(run, "ici_fsdp_parallelism=2", *model)
+    smallest = ["model_name=gpt3-52k", "ici_fsdp_parallelism=2", "ici_tensor_parallelism=2"]
+    return maxtext(run, *(llama if "explicit" in run.place else smallest))
 
 
 @client("maxtext", MAXTEXT_LINE, MAXTEXT_PLACES[:1], why_not="its experts refuse explicit axes; needs Python 3.12")
