@@ -113,7 +113,7 @@ def counted(original, ours, name, calls):
 
 
 def replace_jit():
-    """Every `jax.jit(f)` from here on is `jit(fuse(f))`, but those of JAX and jaxmp themselves."""
+    """Every `jax.jit(f)` from here on is `jit(fuse(f, determinism="batch"))`, but those of JAX and jaxmp themselves."""
     import jaxmp
 
     original = jax.jit
@@ -123,6 +123,9 @@ def replace_jit():
         if fun is None:
             return functools.partial(jit, **options)
         caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
-        return original(fun if caller in ("jax", "jaxmp") or not callable(fun) else jaxmp.fuse(fun), **options)
+        if caller in ("jax", "jaxmp") or not callable(fun):
+            return original(fun, **options)
+        # Without a level, products of float32 on one device stay JAX's.
+        return original(jaxmp.fuse(fun, determinism="batch"), **options)
 
     jax.jit = jit

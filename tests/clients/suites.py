@@ -26,10 +26,15 @@ class Suite:
     package: str
     files: tuple[str, ...]
     share: int = 1
+    kind: str = ""
+
+    @property
+    def name(self):
+        return f"{self.package} {self.kind}".strip()
 
 
 SUITES = {
-    suite.package: suite
+    suite.name: suite
     for suite in (
         Suite(
             "flax", ("tests/nnx/nn", "tests/nnx/integration_test.py", "tests/nnx/optimizer_test.py", "tests/linen"), 40
@@ -92,7 +97,7 @@ def sources(package):
 
 def outcomes(suite, root, mode):
     """What each test came to in a mode, and the products that were met."""
-    report = BUILD / f"{suite.package}-{mode}.json"
+    report = BUILD / f"{suite.name}-{mode}.json"
     report.unlink(missing_ok=True)
     options = [
         "-p",

@@ -50,4 +50,4 @@ def test_a_client_computes_fused_what_it_computes_plain(name):
 @pytest.mark.parametrize("name", SUITES)
 @pytest.mark.timeout(900)
 def test_others_tests_pass_on_jaxmp(name):
-    run("suites.py", name, name)
+    run("suites.py", name, SUITES[name].package)
