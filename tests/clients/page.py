@@ -13,7 +13,7 @@ from models import CLIENTS
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS, PAGE = ROOT / "benchmarks" / "results" / "clients", ROOT / "docs" / "works-with.md"
-PLACES = {"none": 'one device, `determinism="batch"`'}
+PLACES = {"none": 'one device with `determinism="batch"`'}
 
 
 def main():
@@ -57,7 +57,7 @@ def client_rows(results):
         newest = {seen["place"]: seen for seen in found[0][1]["results"]}
         calls = [f"{PLACES.get(p, p)}: {seen['calls']} of {seen['met']}" for p, seen in newest.items()]
         left = {reason: n for seen in newest.values() for reason, n in seen["left"].items()}
-        speeds = [f"{p}: {seen['speed']:.2f}" for p, seen in newest.items() if seen["speed"]]
+        speeds = [f"{PLACES.get(p, p)}: {seen['speed']:.2f}" for p, seen in newest.items() if seen["speed"]]
         releases = {
             kept["version"]: [j for j, other in found if other["version"] == kept["version"]] for _, kept in found
         }

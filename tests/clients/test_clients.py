@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 import jax
+import page
 import pytest
 import trainers  # noqa: F401  adds its clients
 from models import CLIENTS
@@ -51,3 +52,7 @@ def test_a_client_computes_fused_what_it_computes_plain(name):
 @pytest.mark.timeout(900)
 def test_others_tests_pass_on_jaxmp(name):
     run("suites.py", name, SUITES[name].package)
+
+
+def test_the_page_is_that_of_its_results():
+    assert page.PAGE.read_text() == page.page()
