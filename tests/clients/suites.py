@@ -36,9 +36,8 @@ class Suite:
 SUITES = {
     suite.name: suite
     for suite in (
-        Suite(
-            "flax", ("tests/nnx/nn", "tests/nnx/integration_test.py", "tests/nnx/optimizer_test.py", "tests/linen"), 40
-        ),
+        Suite("flax", ("tests/linen", "tests/nnx/nn"), 40, "layers"),
+        Suite("flax", ("tests/nnx/integration_test.py", "tests/nnx/optimizer_test.py"), 6, "training"),
         Suite("optax", ("optax/contrib/_muon_test.py", "optax/_src/linear_algebra_test.py"), 8),
         Suite("dm-haiku", ("haiku/_src/basic_test.py", "haiku/_src/attention_test.py"), 4),
         Suite("haliax", ("tests/test_dot.py", "tests/test_einsum.py", "tests/test_nn.py", "tests/test_fp8.py"), 4),
@@ -47,7 +46,9 @@ SUITES = {
 }
 
 # Parts of a test's name, with the mode and the reason for which it may fail there alone.
-KNOWN = {}
+KNOWN = {
+    ("LinearTest::test_precision", "fused"): "haiku reads the operation dot in a compiled program, where a call stands",
+}
 
 
 def main():
