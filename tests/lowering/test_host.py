@@ -10,7 +10,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxmp
-from jaxmp._src.lowering.mesh_position import mesh_position
+from jaxmp._src.lowering.ffi_call import mesh_position
 
 ROWS, COLUMNS, RESULT = P("y", "x"), P("x", None), P("y", None)
 

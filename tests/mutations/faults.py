@@ -178,7 +178,7 @@ def interleaved_rows_count_as_contiguous(original, layout):
     return True
 
 
-@seeded("primitive.batched_matmul:may_batch", "determinism/test_determinism.py", "primitive/test_batches.py")
+@seeded("primitive.batching:may_batch", "determinism/test_determinism.py", "primitive/test_batches.py")
 def a_batch_under_a_level_may_go_to_xla(original, spec):
     return original(dataclasses.replace(spec, determinism="run_to_run"))
 

@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from jaxmp._src.contraction.contraction import Contraction, Dims, Layout, Role
 from jaxmp._src.contraction.moves import in_call, received, size_of
@@ -44,7 +44,7 @@ class Terms:
     mesh: tuple[tuple[str, int], ...]
     itemsizes: tuple[int, int, int, int]
     keeps_result: bool
-    gathers_k: bool
+    gathers_k: bool = False
     shares_columns: bool = True
 
 
@@ -57,12 +57,15 @@ def extents(given: Contraction, shapes: Sequence[Shape], mesh: Mapping[str, int]
     return tuple((index, extent if isinstance(extent, int) else nominal) for index, extent in found.items())
 
 
-def plan(given: Contraction, terms: Terms) -> Contraction:
-    """The call for operands that lie, and a result that is to lie, as in `given`."""
-    found = as_given(given, gathers_k=terms.gathers_k)
+def plan(
+    given: Contraction, terms: Callable[[], Terms], *, gathers_k: bool, shares_columns: bool = True
+) -> Contraction:
+    """The call for operands that lie, and a result that is to lie, as in `given`; `terms` are asked for if costs
+    decide."""
+    found = as_given(given, gathers_k=gathers_k)
     # A gather along k may cost more than to move operands.
-    if found is None or found.gathers_k or (found.is_transposed and not terms.shares_columns):
-        found = cheapest(given, terms)
+    if found is None or found.gathers_k or (found.is_transposed and not shares_columns):
+        found = cheapest(given, dataclasses.replace(terms(), gathers_k=gathers_k, shares_columns=shares_columns))
     return found
 
 
@@ -128,7 +131,7 @@ def layouts(product: Contraction, terms: Terms) -> Iterator[Contraction]:
     axes, roles = [axis for axis, _ in terms.mesh], _roles(product, product.a + product.b, terms)
     roles.sort(key=lambda role: role.communicates)  # so that neighbours communicate
     for call in _calls(product, terms, axes, itertools.combinations(roles, len(axes))):
-        if plan(call, terms) == call:
+        if plan(call, lambda: terms, gathers_k=terms.gathers_k, shares_columns=terms.shares_columns) == call:
             yield call
 
 

@@ -26,7 +26,7 @@ from jaxmp._src.primitive.primitives import MATMULS, activated_matmul_p
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import shardings
 from jaxmp._src.spec import epilogs, low_precision, precisions
-from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator, extents, operations
+from jaxmp._src.spec.matmul_spec import MatmulSpec, extents, operations
 from jaxmp._src.spec.refusal import naming
 from jaxmp._src.validation.comm_options import comm_options_text
 
@@ -249,7 +249,7 @@ def matmul_row(
         ),
         local_shapes=(tuple(a.shape), tuple(b.shape), found.d),
         dtypes=f"{a.dtype.name} x {b.dtype.name} -> {out.name}{_scales(spec)}",
-        accumulator=compute.accumulator or accumulator(operand).name,
+        accumulator=precisions.summed_in(compute, operand).name,
         determinism=spec.determinism,
         epilog=spec.epilog.name,
         implementation=call.implementation,
@@ -258,7 +258,7 @@ def matmul_row(
         flops=2 * m * n * k * (4 if is_complex else 1) * copies,
         bytes_moved=sum(each.nbytes for each in cost.transfers(spec, a, b, call.implementation)),
         workspace=workspace,
-        compute=compute.name,
+        compute=compute,
         comm=comm_options_text(spec),
         layout=" @ ".join(map(str, spec.distributions[:2])) + f" -> {spec.distributions[2]}"
         if spec.distributions

@@ -13,7 +13,7 @@ from jaxmp._src.fuse.graph import Graph, read
 from jaxmp._src.fuse.rewrite import Rewriter
 from jaxmp._src.jax_internals import jax_tracing
 from jaxmp._src.spec.options import Determinism, Implementation
-from jaxmp._src.validation.operand_checks import check_determinism, check_implementation
+from jaxmp._src.validation.operand_checks import DETERMINISM, IMPLEMENTATIONS, check_choice
 from jaxmp._src.validation.public import public
 
 Args = ParamSpec("Args")
@@ -58,8 +58,8 @@ def fuse(
     """
     if not callable(fn):
         raise TypeError(f"fuse: takes a function, got {type(fn).__name__}; write fuse(fn)(*args)")
-    check_determinism(determinism)
-    check_implementation(implementation)
+    check_choice("determinism", determinism, DETERMINISM)
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
     options = Options(determinism, implementation, epilogs)
 
     @functools.wraps(fn)

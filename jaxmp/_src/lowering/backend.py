@@ -10,13 +10,12 @@ import numpy as np
 from jaxmp._src.lowering.legalize import (
     Capabilities,
     why_card_refuses,
-    why_no_library,
     why_not_cublasmp,
     why_unsupported,
 )
 from jaxmp._src.runtime import native
 from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator
+from jaxmp._src.spec.matmul_spec import INTEGERS, MatmulSpec, accumulator
 from jaxmp._src.spec.refusal import NotAvailable, NotInstalled
 
 # Multiplications and additions of a product from which on hostmp one by one is no slower than XLA's batched dot.
@@ -142,3 +141,9 @@ def _choose_on_cuda(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> Choice:
 def capabilities_of(library: str) -> Capabilities:
     """Those of "host" or "cublasmp"."""
     return Capabilities(**(native.capabilities("cublasmp") if library == "cublasmp" else native.capabilities()))
+
+
+def why_no_library(operands: tuple[np.dtype, ...]) -> str:
+    """Why neither library multiplies operands of these types, or the empty string."""
+    name = np.dtype(operands[0]).name if operands else ""
+    return f"XLA alone multiplies {name}" if name in INTEGERS else ""

@@ -39,8 +39,8 @@ from jaxmp._src.spec.matmul_spec import Group
 from jaxmp._src.spec.options import Precision
 from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.spec.request import ContractionOptions, Request
-from jaxmp._src.validation import operand_checks, result_types, scale_checks
-from jaxmp._src.validation.arguments import validated
+from jaxmp._src.validation import result_types
+from jaxmp._src.validation.arguments import converted, types_of, validated
 from jaxmp._src.validation.dimension_numbers import DimensionNumbers, GivenNumbers, parse, pick
 from jaxmp._src.validation.public import public
 
@@ -115,14 +115,13 @@ class _Product:
 
     def dtypes(self, lhs: jax.Array, rhs: jax.Array) -> tuple[np.dtype, np.dtype]:
         """Those of the operands as multiplied, and of the result."""
-        checks = scale_checks if lhs.dtype == rhs.dtype == jnp.int8 else operand_checks
-        dtypes: tuple[np.dtype, np.dtype] = checks.resolve_dtypes(lhs, rhs, self.request.preferred_element_type)
-        return dtypes
+        preferred: Any = self.request.preferred_element_type
+        return result_types.of_call(types_of(lhs, rhs), preferred, False)[:2]
 
 
 def product(request: Request, dimension_numbers: GivenNumbers) -> jax.Array:
     """The result of `jaxmp.dot_general`."""
-    lhs, rhs = operand_checks.as_array(request.a), operand_checks.as_array(request.b)
+    lhs, rhs = request.a, request.b
     numbers = parse(dimension_numbers, lhs, rhs)
     if request.determinism == "topology":
         raise NotAvailable(
@@ -130,7 +129,7 @@ def product(request: Request, dimension_numbers: GivenNumbers) -> jax.Array:
             'interleaved; use jaxmp.matmul on matrices, or pass determinism="batch"'
         )
     are_rows = numbers.lhs_contract == (lhs.ndim - 1,) and numbers.rhs_contract == (rhs.ndim - 1,)
-    conversion, request = result_types.find(request._replace(a=lhs, b=rhs), are_rows=are_rows, is_lax=True)
+    conversion, request = converted(request, are_rows=are_rows, is_lax=True)
     lhs, rhs, precision = request.a, request.b, request.precision
     placement = meshes.place(request, numbers.result(lhs.shape, rhs.shape))
     precision = tuple(precision) if isinstance(precision, list) else precision
@@ -178,7 +177,7 @@ def _product_of_xla(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.Ar
     """The product of global arrays that XLA partitions."""
     dtype, _ = product.dtypes(lhs, rhs)
     matrix = jax.ShapeDtypeStruct((1, 1), dtype)
-    spec, _ = validated(product.request._replace(a=matrix, b=matrix))
+    spec, *_ = validated(product.request._replace(a=matrix, b=matrix))
     check_left_to_xla(spec, product.placement.why)
     numbers, platform = product.numbers, jax_compat.default_platform()
     given = ((numbers.lhs_contract, numbers.rhs_contract), (numbers.lhs_batch, numbers.rhs_batch))
@@ -220,8 +219,9 @@ def _matrix(
 
 def _multiply(placement: meshes.Placement, request: Request, a: jax.Array, b: jax.Array) -> jax.Array:
     """The product of whole matrices, where no sharding is known, or of one device's, inside shard_map."""
-    spec, operands = validated(request._replace(a=a, b=b))
-    d: jax.Array = jaxmp_call(make_call(spec, dataclasses.replace(placement, constraint=None), operands), operands)["d"]
+    spec, operands, shape = validated(request._replace(a=a, b=b))
+    call = make_call(spec, dataclasses.replace(placement, shape=shape, constraint=None), operands)
+    d: jax.Array = jaxmp_call(call, operands)["d"]
     return d
 
 
@@ -231,5 +231,5 @@ def _multiply_shards(
     """One device's part of the planned product."""
     group = Group.of(plan, placement.axes)
     # A grid's contraction is cut otherwise in a than in b; elsewhere the shards fit as the whole matrices do.
-    spec, operands = validated(request._replace(a=a, b=b), group if plan.is_grid else Group())
+    spec, operands, _ = validated(request._replace(a=a, b=b), group if plan.is_grid else Group())
     return bind_plan(plan, spec.replace(group=group), operands)["d"]

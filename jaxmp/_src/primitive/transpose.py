@@ -83,11 +83,11 @@ def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: 
     if spec.transpose_a and (product.is_grid or (is_alone and is_symmetric)):
         flags = {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True}
         call = _derived(spec, group, "bda", dataclasses.replace(spec.order, is_transposed=True), **flags)
-        result, _ = _product_and_sums(spec, call, b, ct, a, layout)
+        result, _ = _product_and_sums(spec, call, b, ct, a, layout=layout)
     else:
         flags = {"transpose_b": not spec.transpose_b, "conjugate_b": spec.conjugate_b}
         call = _derived(spec, group, "dba", spec.order, **flags)
-        result, _ = _product_and_sums(spec, call, ct, b, a, layout)
+        result, _ = _product_and_sums(spec, call, ct, b, a, layout=layout)
         result = result.T if spec.transpose_a else result
     return lax.conj(result) if spec.conjugate_a else result
 
@@ -117,11 +117,11 @@ def cotangents_of_b_and_bias(
     if spec.transpose_b:
         flags = {"transpose_a": True, "transpose_b": spec.transpose_a, "conjugate_b": spec.conjugate_a}
         call = _derived(spec, group, "dab", order, **flags)
-        result, sums = _product_and_sums(spec, call, ct, a, b, layout, bias)
+        result, sums = _product_and_sums(spec, call, ct, a, b, layout=layout, bias=bias)
     else:
         flags = {"transpose_a": not spec.transpose_a, "conjugate_a": spec.conjugate_a}
         call = _derived(spec, group, "adb", order, **flags)
-        result, sums = _product_and_sums(spec, call, a, ct, b, layout, bias)
+        result, sums = _product_and_sums(spec, call, a, ct, b, layout=layout, bias=bias)
     return lax.conj(result) if spec.conjugate_b else result, sums
 
 
@@ -166,6 +166,7 @@ def _product_and_sums(
     left: jax.Array,
     right: jax.Array,
     operand: ad.UndefinedPrimal,
+    *,
     layout: row_order.Layout,
     bias: ad.UndefinedPrimal | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:

@@ -45,16 +45,12 @@ def plan_product(
         shardings.check_dims(argument, dims, shape, mesh)
     given = _described(numbers, lhs.ndim, rhs.ndim, layout)
     itemsizes = lhs.dtype.itemsize, rhs.dtype.itemsize, dtypes[1].itemsize, accumulator(dtypes[0]).itemsize
-    terms = planner.Terms(
-        planner.extents(given, shapes, mesh),
-        tuple(mesh.items()),
-        itemsizes,
-        keeps_result=False,
-        gathers_k=gathers_inside and _is_plain(numbers),
-    )
-    plan = planner.plan(given, terms)
+    terms = planner.Terms(planner.extents(given, shapes, mesh), tuple(mesh.items()), itemsizes, keeps_result=False)
+    plan = planner.plan(given, lambda: terms, gathers_k=gathers_inside and _is_plain(numbers))
     columns = tuple(given.b.index(index) for index in plan.columns)
-    return ProductPlan(plan, columns, frame_of(placement, layout, plan, {}, {}, gathers_inside=gathers_inside))
+    return ProductPlan(
+        plan, columns, frame_of((placement.mesh, placement.is_explicit), layout, plan, gathers_inside=gathers_inside)
+    )
 
 
 def _is_plain(numbers: DimensionNumbers) -> bool:

@@ -8,7 +8,7 @@ have none of these.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from jaxmp._src.jax_internals.jax_partitioner import Global
 from jaxmp._src.lowering import rules
 from jaxmp._src.lowering.resolve import resolve
 from jaxmp._src.primitive import bias_grad
-from jaxmp._src.primitive.primitives import activation_grad, bind, global_amax, matmul_p
+from jaxmp._src.primitive.primitives import activation_grad, bind, by_settled, global_amax, matmul_p
 from jaxmp._src.sharding import partitioned_call, sharded_call
 from jaxmp._src.sharding.meshes import partition_spec
 from jaxmp._src.sharding.partitioned_call import Placed
@@ -38,7 +38,7 @@ from jaxmp._src.spec.fields import from_fields, to_fields
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, spans
 from jaxmp._src.spec.options import Mesh
 from jaxmp._src.spec.refusal import NotAvailable, naming
-from jaxmp._src.validation.operand_checks import check_all_reduce
+from jaxmp._src.validation.epilog_checks import check_all_reduce
 
 T = TypeVar("T")
 # Who watches the partitioner, which may call back on any thread.
@@ -67,7 +67,7 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
         proposed = x.sharding_on(mesh)
         if proposed is None:
             return _place_whole(spec, mesh, args, results)
-        found = to_dims("operand", proposed.spec, len(x.shape), mesh.shape)
+        found = to_dims("operand", proposed.spec, len(x.shape), mesh.axis_names)
         dims.append(tuple(_dividing(dim, extent, mesh.shape) for dim, extent in zip(found, x.shape, strict=True)))
     rows, columns = dims[2]
     left_out: Dim = ()
@@ -79,10 +79,11 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
     dims = [tuple(tuple(axis for axis in dim if axis not in left_out) for dim in each) for each in dims]
     flags = {"transpose_a": spec.transpose_a, "transpose_b": spec.transpose_b}
     given = contraction.of_matrices(2, Layout(*dims), **flags)
-    terms = sharded_call.terms(spec, given, args[:2], results[0].shape, mesh.shape)
+    terms = functools.partial(sharded_call.terms, spec, given, args[:2], results[0].shape, mesh.shape)
+    gathers_k = sharded_call.gathers_k(spec, args[0].dtype, args[1].dtype)
     # Under a level, a call that shares columns has no gradient's epilog. XLA can move operands instead.
-    plan = planner.plan(given, dataclasses.replace(terms, shares_columns=not spec.fixed_reduction_order))
-    group = Group.of(plan, mesh.shape.items())
+    plan = planner.plan(given, terms, gathers_k=gathers_k, shares_columns=not spec.fixed_reduction_order)
+    group = Group.of(plan, tuple(mesh.shape.items()))
     local = check_all_reduce(spec.replace(group=group))
 
     def body(*shards: jax.Array) -> Sequence[jax.Array]:
@@ -183,9 +184,7 @@ def activation_grad_rule(platform: str) -> LoweringRule:
 
 
 def _rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -> LoweringRule:
-    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec | None, **params: Any) -> Any:
-        if spec is None or not spec.is_unsettled:
-            return on_shards(ctx, *nodes, spec=spec, **params)
+    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec, **params: Any) -> Any:
         spec = spec.settled()
         if jax_lowering.is_on_shards(ctx):
             return on_shards(ctx, *nodes, spec=spec, **params)
@@ -206,7 +205,7 @@ def _rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -
         call = {"spec": to_fields(spec), **params}
         return partitioned_call.lower(ctx, _led(spec, nodes), call, sharding_rule(spec))
 
-    return rule
+    return by_settled(on_shards, rule)
 
 
 partitioned_call.register(_place)

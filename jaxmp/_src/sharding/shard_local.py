@@ -27,7 +27,7 @@ from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.validation.comm_options import fit_comm_options
-from jaxmp._src.validation.operand_checks import check_gathered_scales
+from jaxmp._src.validation.epilog_checks import check_gathered_scales
 
 T = TypeVar("T")
 

@@ -25,12 +25,13 @@ from jaxmp._src.sharding.on_shards import Frame, Operands, frame_of, on_shards
 from jaxmp._src.sharding.shard_local import bind_empty, bind_plan, bind_shards
 from jaxmp._src.spec import low_precision, matmul_spec
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
+from jaxmp._src.spec.options import CommOptions
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.spec.request import Request
-from jaxmp._src.validation import result_types
-from jaxmp._src.validation.arguments import validated
+from jaxmp._src.validation.arguments import converted, validated
 from jaxmp._src.validation.comm_options import check_comm_options, fit_comm_options
-from jaxmp._src.validation.operand_checks import as_array, check_all_reduce, check_relu_aux
+from jaxmp._src.validation.epilog_checks import check_all_reduce, check_relu_aux
+from jaxmp._src.validation.result_types import NOTHING, Conversion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,12 +103,12 @@ Results = jax.Array | tuple[jax.Array, dict[str, jax.Array]]
 
 def product(request: Request, entry: eager_calls.Entry | None = None) -> Results:
     """The result of `jaxmp.matmul`; fills the `entry` of `eager_calls` for it."""
-    conversion, converted = result_types.find(request)
-    spec, operands = validated(converted)
-    call = make_call(spec, meshes.place(request, result_shape(spec, converted.a, converted.b)), operands)
+    conversion, of_call = converted(request)
+    spec, operands, shape = validated(of_call)
+    call = make_call(spec, meshes.place(request, shape), operands)
     if entry is None:
-        result: Results = conversion.of_result(_result(jaxmp_call(call, operands)))
-        return result
+        result = _result(jaxmp_call(call, operands))
+        return result if conversion is NOTHING else conversion.of_result(result)
     given = eager_calls.operands_of(request)
     compiled = _compiled(call, conversion, tuple((key, operands[key].dtype) for key in given))
     entry.append(compiled)
@@ -117,18 +118,16 @@ def product(request: Request, entry: eager_calls.Entry | None = None) -> Results
 def collective(request: Request, pattern: Pattern, axis_names: Any) -> Results:
     """The result of a product whose group is named, on the shards of the enclosing shard_map."""
     group = group_on_axes(pattern, axis_names)
-    a, b, c = map(as_array, (request.a, request.b, request.c))
-    conversion, request = result_types.find(request._replace(a=a, b=b, c=c))
-    spec, operands = validated(request, group)
+    conversion, request = converted(request)
+    spec, operands, shape = validated(request, group)
     if spec.contraction.is_grid and spec.transpose_a and request.a.ndim > 2:
         raise InvalidValue(
             f"{{a}} has {request.a.ndim} dimensions; with transpose_a=True it must have 2, for its blocks lie across "
             "those of the result: use jax.vmap for the others"
         )
     spec = check_all_reduce(spec)
-    columns = result_shape(spec, request.a, request.b)[-1]
-    check_comm_options(spec, columns)
-    check_relu_aux(operands, spec, columns, columns)
+    check_comm_options(spec, shape[-1])
+    check_relu_aux(operands, spec, shape[-1], shape[-1])
     outputs = bind_shards(spec, request.a.ndim - 2, operands)
     result: Results = conversion.of_result(_result(global_amax(spec, outputs, spec.group.axes)))
     return result
@@ -157,12 +156,7 @@ def group_on_axes(pattern: Pattern, axis_names: Any) -> Group:
                 f"axis_names must be a pair, the axis of rows and the axis of columns, got {axis_names!r}"
             )
         row_axes, col_axes = (_as_axes(axes) for axes in axis_names)
-    axes = row_axes + col_axes
-    for axis in axes:
-        if axis not in mesh.shape:
-            raise InvalidValue(f"axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
-    if len(set(axes)) != len(axes):
-        raise InvalidValue(f"axis names {axes} repeat")
+    meshes.check_axes(mesh, row_axes + col_axes)
     return Group(pattern, tuple(mesh.shape.items()), row_axes, col_axes)
 
 
@@ -183,7 +177,7 @@ def make_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operands)
             spec = check_all_reduce(spec)
         is_settled = placement.mode != meshes.Mode.AUTO
         has_mesh = is_settled or meshes.is_known(placement, operands["a"], operands["b"])
-        columns = result_shape(spec, operands["a"], operands["b"])[-1]
+        columns = placement.shape[-1]
         check_comm_options(spec, columns, is_settled, has_mesh)
         check_relu_aux(operands, spec, columns, columns)
         return PartitionedCall(spec, placement.constraint) if placement.mode == meshes.Mode.AUTO else ManualCall(spec)
@@ -210,29 +204,31 @@ def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
 def planned_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operands) -> ShardedCall:
     """`make_call` for global arrays."""
     sizes, a, b = placement.mesh.shape, operands["a"], operands["b"]
-    shape = result_shape(spec, a, b)
+    shape = placement.shape
     layout = Layout(placement.a, placement.b, _asked_result(spec, placement))
     arguments = "{a}", "{b}", "the result"
     for argument, dims, whole in zip(arguments, layout, (a.shape, b.shape, shape), strict=True):
         shardings.check_dims(argument, dims, whole, sizes)
     given = contraction.of_matrices(a.ndim, layout, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b)
-    plan = planner.plan(given, terms(spec, given, (a, b), shape, sizes))
-    beside = {operand: dims_of(spec, plan, operand) for operand in spec.operand_names}
-    for operand in matmul_spec.SCALE_NAMES:
-        if operand in beside:
+    find_terms = functools.partial(terms, spec, given, (a, b), shape, sizes)
+    plan = planner.plan(given, find_terms, gathers_k=gathers_k(spec, a.dtype, b.dtype))
+    beside = tuple((operand, dims_of(spec, plan, operand)) for operand in spec.operand_names)
+    for operand, dims in beside:
+        if operand in matmul_spec.SCALE_NAMES:
             argument = f"scaling.{operand.removeprefix('scale_')}"
-            shardings.check_dims(argument, beside[operand], operands[operand].shape, sizes)
-    results = {result: dims_of(spec, plan, result) for result in spec.output_names[1:]}
+            shardings.check_dims(argument, dims, operands[operand].shape, sizes)
+    results = tuple((result, dims_of(spec, plan, result)) for result in spec.output_names[1:])
     # Under a level the gradients are sums in an order of their own.
-    gathers_inside = not spec.fixed_reduction_order
-    frame = frame_of(placement, layout, plan, beside, results, gathers_inside=gathers_inside)
-    group = Group.of(plan, sizes.items())
+    gathers_inside, where = not spec.fixed_reduction_order, (placement.mesh, placement.is_explicit)
+    frame = frame_of(where, layout, plan, beside, results, gathers_inside=gathers_inside)
+    group = Group.of(plan, tuple(sizes.items()))
     spec, columns = spec.replace(group=group, is_typed=True), shape[-1] // group.size(plan.layout.d[-1])
     if spec.asks_all_reduce:
         spec = check_all_reduce(spec)
     if "relu_aux" in spec.operand_names:
         check_relu_aux(operands, spec, shape[-1], columns)
-    check_comm_options(spec, columns)
+    if spec.comm != CommOptions():
+        check_comm_options(spec, columns)
     return ShardedCall(spec, plan, frame, 0 in shape)
 
 
@@ -252,15 +248,19 @@ def terms(
     a, b = ab
     beside, operand = (*spec.operand_names, *spec.output_names[1:]), low_precision.operand_type(a.dtype, b.dtype)
     itemsizes = a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, matmul_spec.accumulator(operand).itemsize
-    # A grid reads matrices as they are stored, and its gradients are sums in an order of their own.
-    is_plain = not (spec.transpose_a or spec.transpose_b or low_precision.is_low_precision(operand))
     return planner.Terms(
         planner.extents(given, (a.shape, b.shape, shape), mesh),
         tuple(mesh.items()),
         itemsizes,
         keeps_result=any(matmul_spec.SPANS.get(each) for each in beside if each not in ("c", "bias")),
-        gathers_k=is_plain and not spec.fixed_reduction_order,
     )
+
+
+def gathers_k(spec: MatmulSpec, a: np.dtype, b: np.dtype) -> bool:
+    """Whether a call may gather an operand along k: a grid reads matrices as they are stored, and its gradients are
+    sums in an order of their own."""
+    is_plain = not (spec.transpose_a or spec.transpose_b or spec.fixed_reduction_order)
+    return is_plain and not low_precision.is_low_precision(low_precision.operand_type(a, b))
 
 
 def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
@@ -287,9 +287,7 @@ def jaxmp_call(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Arra
 
 
 @functools.lru_cache(eager_calls.CAPACITY)
-def _compiled(
-    call: Call, conversion: result_types.Conversion, types: tuple[tuple[str, np.dtype], ...]
-) -> Callable[..., Results]:
+def _compiled(call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]) -> Callable[..., Results]:
     """A call as a function of operands in this order, which are cast to these types.
 
     Without jaxmp_call's static argument, which JAX would hash and compare at every call.

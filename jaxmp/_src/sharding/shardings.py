@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -13,7 +14,8 @@ from jaxmp._src.spec.matmul_spec import axes_text
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
 
 
-def to_dims(argument: str, spec: PartitionSpec, ndim: int, mesh: Mapping[str, int] | None) -> Dims:
+@functools.lru_cache(maxsize=4096)
+def to_dims(argument: str, spec: PartitionSpec, ndim: int, mesh: tuple[str, ...] | None) -> Dims:
     """A user's PartitionSpec as `as_dims`; raises where axes are not in the mesh or used twice."""
     if len(spec) > ndim:
         raise InvalidValue(f"the sharding of {argument}, {spec}, has {len(spec)} entries for {ndim} dimensions")
@@ -23,13 +25,14 @@ def to_dims(argument: str, spec: PartitionSpec, ndim: int, mesh: Mapping[str, in
             raise InvalidValue(f"the sharding of {argument}, {spec}, may hold axis names, tuples of them and None")
         for axis in (entry,) if isinstance(entry, str) else entry or ():
             if mesh is not None and axis not in mesh:
-                raise InvalidValue(f"the sharding of {argument} names axis {axis!r}, the mesh has {tuple(mesh)}")
+                raise InvalidValue(f"the sharding of {argument} names axis {axis!r}, the mesh has {mesh}")
             if axis in used:
                 raise InvalidValue(f"the sharding of {argument} uses axis {axis!r} for two dimensions")
             used.add(axis)
     return as_dims(argument, spec, ndim)
 
 
+@functools.lru_cache(maxsize=4096)
 def as_dims(argument: str, spec: PartitionSpec, ndim: int) -> Dims:
     """A PartitionSpec as one tuple of axis names per dimension."""
     for kind in ("unreduced", "reduced"):
