@@ -99,8 +99,10 @@ def with_operator(original):
 def counted(original, ours, name, calls):
     @functools.wraps(original)
     def product(*args, _dot_general=jax.lax.dot_general, **options):
-        # jaxmp's functions call JAX's; and Flax Linen hands einsum a product of its own by a private keyword.
-        if inside.get() or _dot_general.__name__ != "dot_general":
+        # jaxmp's functions call JAX's, some when a program is lowered; and Flax Linen hands einsum a product of its own,
+        # by a private keyword.
+        caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
+        if inside.get() or caller == "jaxmp" or _dot_general.__name__ != "dot_general":
             return original(*args, **options, **({"_dot_general": _dot_general} if name == "einsum" else {}))
         calls[name] += 1
         token = inside.set(True)
