@@ -99,7 +99,7 @@ def with_operator(original):
 def counted(original, ours, name, calls):
     @functools.wraps(original)
     def product(*args, _dot_general=jax.lax.dot_general, **options):
-        # jaxmp's functions call JAX's, some when a program is lowered; and Flax Linen hands einsum a product of its own,
+        # jaxmp calls JAX, at times when a program is lowered; and Flax Linen hands einsum a product of its own,
         # by a private keyword.
         caller = sys._getframe(1).f_globals.get("__name__", "").split(".")[0]
         if inside.get() or caller == "jaxmp" or _dot_general.__name__ != "dot_general":
