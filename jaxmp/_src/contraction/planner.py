@@ -37,7 +37,7 @@ class Terms:
     bytes of an element of a, b, the result and a sum.
 
     `keeps_result`: the call has to give the result in the sharding that was asked for. `gathers_k`: it may gather
-    operands along k, which are not stored transposed. `shares_columns`: ranks may share columns of the result.
+    operands along k, if they are stored in order. `shares_columns`: ranks may share columns of the result.
     """
 
     extents: tuple[tuple[str, int], ...]
@@ -48,13 +48,21 @@ class Terms:
     shares_columns: bool = True
 
 
-def extents(given: Contraction, shapes: Sequence[Shape], mesh: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """The extent of each index of a, b and d of these shapes; for a symbolic one a number that every axis divides."""
+def terms(
+    given: Contraction,
+    shapes: Sequence[Shape],
+    mesh: Mapping[str, int],
+    itemsizes: tuple[int, int, int, int],
+    *,
+    keeps_result: bool = False,
+) -> Terms:
+    """The terms for a, b and d of these shapes; a symbolic extent is taken for a number that every axis divides."""
     found: dict[str, int] = {}
     for indices, shape in zip(given.indices, shapes, strict=True):
         found |= dict(zip(indices, shape, strict=True))
     nominal = 1024 * math.prod(mesh.values())
-    return tuple((index, extent if isinstance(extent, int) else nominal) for index, extent in found.items())
+    extents = tuple((index, extent if isinstance(extent, int) else nominal) for index, extent in found.items())
+    return Terms(extents, tuple(mesh.items()), itemsizes, keeps_result)
 
 
 def plan(
@@ -62,6 +70,7 @@ def plan(
 ) -> Contraction:
     """The call for operands that lie, and a result that is to lie, as in `given`; `terms` are asked for if costs
     decide."""
+    gathers_k = gathers_k and given.is_stored_in_order
     found = as_given(given, gathers_k=gathers_k)
     # A gather along k may cost more than to move operands.
     if found is None or found.gathers_k or (found.is_transposed and not shares_columns):

@@ -46,11 +46,10 @@ def choose_implementation(
         operands = (low_precision.operand_type(*operands),) * 2
     choice = _choose(spec, platform, nprocesses, operands)
     if spec.fixed_reduction_order and platform != "cpu" and choice.implementation != "cublasmp":
-        remedy = 'pass implementation="cublasmp", or ' if (platform, spec.implementation) == ("cuda", "xla") else ""
-        raise NotAvailable(
-            f"determinism={spec.determinism!r} is not available on platform {platform!r} with "
-            f"implementation={choice.implementation!r} ({choice.why}), where the order of a sum is the compiler's; "
-            f'{remedy}pass determinism="run_to_run"'
+        raise spec.level.refusal(
+            f"is not available on platform {platform!r} with implementation={choice.implementation!r} ({choice.why}), "
+            "where the order of a sum is the compiler's",
+            'pass implementation="cublasmp"' if (platform, spec.implementation) == ("cuda", "xla") else "",
         )
     return choice
 

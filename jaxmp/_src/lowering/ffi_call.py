@@ -177,7 +177,7 @@ def call_attributes(
         "axes_row": np.array([names.index(axis) for axis in axes_row], np.int64),
         "axes_col": np.array([names.index(axis) for axis in axes_col], np.int64),
         "devices": np.array(devices, np.int64),
-        "determinism": spec.determinism,
+        "determinism": spec.level.name,
         "communication_dtype": _DTYPES[np.dtype(spec.comm.dtype).name] if spec.comm.dtype else "none",
         "algorithm": spec.comm.algorithm or "default",
         "comm_sm_count": np.int64(spec.comm.sm_count or 0),
@@ -219,7 +219,7 @@ def profile_name(spec: MatmulSpec, found: Extents, a: ArrayType, b: ArrayType) -
         wide = native.kernel_of(_DTYPES[low_precision.operand_type(a.dtype, b.dtype).name])
         kernel = f"decoded; {wide}" if low_precision.is_mixed(a.dtype, b.dtype) else wide
         kernel = "one order of sums" if spec.fixed_reduction_order else kernel
-    return f"jaxmp {spec.group.pattern.value} {found.m}x{found.k}x{found.n} {types} {spec.determinism} ({kernel})"
+    return f"jaxmp {spec.group.pattern.value} {found.m}x{found.k}x{found.n} {types} {spec.level.name} ({kernel})"
 
 
 # The rank --------------------------------------------------------------------------------------------------------

@@ -111,7 +111,7 @@ class Tiles(Form):
         def tile(a: jax.Array, b: jax.Array, *extra: jax.Array, spec: MatmulSpec) -> list[jax.Array]:
             return one_device(spec, a, b, call.library).emit(a, b, *extra)
 
-        with jax.named_scope(f"jaxmp {call.spec.determinism} by calls of one shape"):
+        with jax.named_scope(f"jaxmp {call.spec.level.name} by calls of one shape"):
             return fixed_shape.matmul(a, b, *extra, spec=call.spec, call=tile)
 
     @classmethod
@@ -126,7 +126,7 @@ class Gathered(Form):
 
     @staticmethod
     def why(product: Product, capabilities: Capabilities) -> str | None:
-        # A level of determinism is kept by calls of one shape where the library keeps none.
+        # A fixed order is kept by calls of one shape where the library keeps none.
         is_tiled = product.spec.fixed_reduction_order and not capabilities.fixed_reduction_order
         return _NO_ORDER if is_tiled else None
 
@@ -136,10 +136,10 @@ class Gathered(Form):
         # Over these axes the ranks have other rows of D.
         axes = spec.contraction.sharded("d", "m")
         if bias_grad.summed(spec.rule.gradient) == "d" and spec.group.size(axes) > 1:
-            raise NotAvailable(
-                f"determinism={spec.determinism!r} has no epilog {spec.epilog.name} where operands are gathered and "
-                f"the rows of the result lie over {axes_text(axes)}, for XLA would complete {spec.rule.gradient}; take "
-                "the gradient of a bias, or pass another level"
+            raise spec.level.refusal(
+                f"has no epilog {spec.epilog.name} where operands are gathered and the rows of the result lie over "
+                f"{axes_text(axes)}, for XLA would complete {spec.rule.gradient}",
+                "take the gradient of a bias",
             )
         if spec.group.nranks > 1:
             check_gathered_scales(spec, f"where operands are gathered over {spec.group.nranks} ranks")
@@ -308,7 +308,7 @@ class Xla(Form):
 FORMS: tuple[type[Form], ...] = (Tiles, Gathered, PaddedK, SeparateEpilog, TransposedCopy, Direct)
 
 _NO_ORDER = "the library promises no order of sums"
-# What provides the levels of determinism beyond "run_to_run".
+# What a fixed order is.
 _ORDER = "each element is one sum over k in ascending order, in fixed K blocks, then its epilog"
 
 

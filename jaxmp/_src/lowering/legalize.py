@@ -29,7 +29,7 @@ def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
     has_tiles = spec.fixed_reduction_order and not capabilities.fixed_reduction_order
     why = why_no_epilog(spec.ungrouped() if has_tiles else spec, capabilities)
     if why and spec.fixed_reduction_order:
-        return f"{why}, and XLA's would not keep determinism={spec.determinism!r}"
+        return f"{why}, and XLA's would not keep {spec.level}"
     if has_tiles:
         return ""
     is_free = spec.distributions or capabilities.grid_any_shape
@@ -93,4 +93,4 @@ def asked_of_library(spec: MatmulSpec) -> str:
     """The option that asks for a library's product, or the empty string."""
     if spec.implementation in ("host", "cublasmp"):
         return f"implementation={spec.implementation!r}"
-    return f"determinism={spec.determinism!r}" if spec.fixed_reduction_order else ""
+    return str(spec.level) if spec.fixed_reduction_order else ""

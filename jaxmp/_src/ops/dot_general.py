@@ -25,19 +25,18 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxmp._src.contraction import planner
 from jaxmp._src.contraction.contraction import Contraction
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.collectives import cast_reduced
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import eager_calls, meshes
-from jaxmp._src.sharding.dot_general_plan import ProductPlan, plan_product
-from jaxmp._src.sharding.on_shards import Operands, on_shards
+from jaxmp._src.sharding.on_shards import Frame, Operands, frame_of, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.sharded_call import check_left_to_xla, jaxmp_call, make_call
-from jaxmp._src.spec.matmul_spec import Group
+from jaxmp._src.spec.matmul_spec import Group, accumulator
 from jaxmp._src.spec.options import Precision
-from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.spec.request import ContractionOptions, Request
 from jaxmp._src.validation import result_types
 from jaxmp._src.validation.arguments import converted, types_of, validated
@@ -102,16 +101,18 @@ class _Product:
     request: Request
     numbers: DimensionNumbers
     placement: meshes.Placement
-    plan: ProductPlan | None = None
+    plan: Contraction | None = None
+    frame: Frame | None = None
 
     @property
     def columns(self) -> tuple[int, ...]:
-        return self.plan.columns if self.plan else self.numbers.rhs_free
+        """The free dimensions of rhs in the order in which they fold."""
+        return tuple(map(self.plan.b.index, self.plan.columns)) if self.plan else self.numbers.rhs_free
 
     @property
     def keeps_rows(self) -> bool:
         """Whether the row dimensions stay apart: one that ranks share, and others are slower."""
-        return self.plan is not None and self.plan.contraction.dimension > 0
+        return self.plan is not None and self.plan.dimension > 0
 
     def dtypes(self, lhs: jax.Array, rhs: jax.Array) -> tuple[np.dtype, np.dtype]:
         """Those of the operands as multiplied, and of the result."""
@@ -122,11 +123,19 @@ class _Product:
 def product(request: Request, dimension_numbers: GivenNumbers) -> jax.Array:
     """The result of `jaxmp.dot_general`."""
     lhs, rhs = request.a, request.b
+    conversion, call = eager_calls.planned(_planned, request, dimension_numbers)
+    d: jax.Array = conversion.of_result(jaxmp_dot_general(call, conversion.of("a", lhs), conversion.of("b", rhs)))
+    return d
+
+
+def _planned(request: Request, dimension_numbers: GivenNumbers) -> tuple[result_types.Conversion, _Product]:
+    """The conversions around a product, and its plan."""
+    lhs, rhs = request.a, request.b
     numbers = parse(dimension_numbers, lhs, rhs)
-    if request.determinism == "topology":
-        raise NotAvailable(
-            'determinism="topology" is not available, for ranks may hold several contracted dimensions '
-            'interleaved; use jaxmp.matmul on matrices, or pass determinism="batch"'
+    if request.level.global_order:
+        raise request.level.mesh_refusal(
+            "is not available, for ranks may hold several contracted dimensions interleaved",
+            "use jaxmp.matmul on matrices",
         )
     are_rows = numbers.lhs_contract == (lhs.ndim - 1,) and numbers.rhs_contract == (rhs.ndim - 1,)
     conversion, request = converted(request, are_rows=are_rows, is_lax=True)
@@ -136,11 +145,17 @@ def product(request: Request, dimension_numbers: GivenNumbers) -> jax.Array:
     bare = request._replace(a=None, b=None, precision=precision, out_sharding=None, in_shardings=None, mesh=None)
     call = _Product(bare, numbers, placement)
     if placement.mode == meshes.Mode.SHARDED:
-        gathers_inside = request.determinism == "run_to_run"  # else gradients are sums in an order of their own
-        plan = plan_product(numbers, placement, (lhs, rhs), call.dtypes(lhs, rhs), gathers_inside=gathers_inside)
-        call = dataclasses.replace(call, plan=plan)
-    d: jax.Array = conversion.of_result(jaxmp_dot_general(call, lhs, rhs))
-    return d
+        gathers_inside = not request.level.fixed_order  # else gradients are sums in an order of their own
+        shapes = lhs.shape, rhs.shape
+        given = placement.given(numbers.product(lhs.ndim, rhs.ndim), shapes)
+        operand, out = call.dtypes(lhs, rhs)
+        itemsizes = lhs.dtype.itemsize, rhs.dtype.itemsize, out.itemsize, accumulator(operand).itemsize
+        terms = functools.partial(planner.terms, given, (*shapes, placement.shape), placement.mesh.shape, itemsizes)
+        plan = planner.plan(given, terms, gathers_k=gathers_inside)
+        where = placement.mesh, placement.is_explicit
+        frame = frame_of(where, given.layout, plan, gathers_inside=gathers_inside)
+        call = dataclasses.replace(call, plan=plan, frame=frame)
+    return conversion, call
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -150,16 +165,16 @@ def jaxmp_dot_general(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.
     if placement.mode == meshes.Mode.XLA:
         d = _product_of_xla(product, lhs, rhs)
         return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
-    plan = product.plan
-    if plan is None:
+    plan, frame = product.plan, product.frame
+    if plan is None or frame is None:
         lhs, rhs = cast_reduced({"lhs": lhs, "rhs": rhs}).values()  # ahead of vmap, where JAX has no such cast
         d = _fold(product, functools.partial(_multiply, placement), out_shape, lhs, rhs)
         return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
-    local_shape = NamedSharding(placement.mesh, plan.frame.out_spec).shard_shape(out_shape)
+    local_shape = NamedSharding(placement.mesh, frame.out_spec).shard_shape(out_shape)
     operands = {"a": lhs, "b": rhs}
 
     def multiplied(shards: Operands) -> Operands:
-        multiply = functools.partial(_multiply_shards, placement, plan.contraction)
+        multiply = functools.partial(_multiply_shards, placement, plan)
         return {"d": _fold(product, multiply, local_shape, shards["a"], shards["b"])}
 
     def zeros(_: Operands) -> Operands:
@@ -169,7 +184,7 @@ def jaxmp_dot_general(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.
     if 0 in lhs.shape and 0 in rhs.shape:
         # XLA cannot partition a body whose operands are all empty, so they stay out of it.
         body, operands = zeros, {"scalar": jnp.zeros(())}
-    result: jax.Array = on_shards(plan.frame, body, operands, "")["d"]
+    result: jax.Array = on_shards(frame, body, operands, "")["d"]
     return result
 
 

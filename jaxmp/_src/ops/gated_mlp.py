@@ -92,7 +92,7 @@ def gated_mlp(
     gate = GATE.request(x, w_gate, b_gate, **options)._replace(out_sharding=hidden_sharding)
     down = DOWN.request(None, w_down, b_down, **options)
     layers = plan_layers((GATE, DOWN), gate, down, axis_name)
-    if down.determinism != "run_to_run":
+    if down.level.fixed_order:
         raise NotAvailable(
             f'determinism must be "run_to_run", got {down.determinism!r}: XLA computes act(gate) * up; call '
             "jaxmp.linear for each product, and multiply them where the bits may be XLA's"

@@ -233,7 +233,7 @@ def _planned(layers: Layers, activation: str | Function) -> jax.Array:
     shapes = *ins["a"].shape, *ins["b"].shape, *outs["b"].shape
     is_fused = h.dtype == spec.out_dtype == next_spec.out_dtype and 0 not in shapes
     is_fused &= isinstance(activation, str)
-    is_fused &= spec.determinism != "topology"  # a hidden bias has its sums over data-parallel ranks from calls
+    is_fused &= not spec.global_order  # a hidden bias has its sums over data-parallel ranks from calls
     if calls:
         is_fused = is_fused and calls[0].frame.asked is None and not plans[1].is_transposed
         is_fused = is_fused and plans[1].layout.a == plans[0].layout.d

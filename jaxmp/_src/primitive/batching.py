@@ -39,7 +39,6 @@ from jaxmp._src.runtime.types import BatchDims, Operand, Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator
-from jaxmp._src.spec.refusal import NotAvailable
 
 
 def _front(x: jax.Array, dim: int | None) -> jax.Array:
@@ -59,7 +58,7 @@ def matmul_batch_rule(
     if is_only_bias and "a" not in batched:
         return _split_bias(args, dims, spec)
     # Folded into columns the batch would stand inside of those of each rank, in the sum of the gradient in a.
-    is_plain = spec.is_bilinear and not is_decoded and spec.determinism != "topology"
+    is_plain = spec.is_bilinear and not is_decoded and not spec.global_order
     if is_plain and "a" not in batched and not _crosses_blocks(spec, a_is_batched=False, b_is_batched=True):
         return [_bind_columns(spec, operands["a"], operands["b"])], [1]
     size = next(operands[name].shape[0] for name in names if name in batched)
@@ -123,10 +122,9 @@ def _split_gradient(
     args: Sequence[jax.Array], dims: BatchDims, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
     """A bias gradient is one per batch element, so it leaves the call, whose rows then fold."""
-    if spec.determinism == "topology":
-        raise NotAvailable(
-            f'determinism="topology" has no epilog {spec.epilog.name} under vmap, for XLA completes its sums; '
-            'take the gradient of a bias, or pass determinism="batch"'
+    if spec.global_order:
+        raise spec.level.mesh_refusal(
+            f"has no epilog {spec.epilog.name} under vmap, for XLA completes its sums", "take the gradient of a bias"
         )
     row = spec.rule
     plain = spec.replace(epilog=row.without_gradient)

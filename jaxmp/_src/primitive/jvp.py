@@ -102,11 +102,10 @@ def _low_precision_jvp(
     fixed = dict(zip(names, primals, strict=True))
     moving = {name: t for name, t in zip(names, tangents, strict=True) if not isinstance(t, ad.Zero)}
     of_scales = [name for name in SCALE_NAMES if name in moving]
-    if of_scales and spec.determinism == "topology":
+    if of_scales and spec.global_order:
         scale = of_scales[0].removeprefix("scale_")
-        raise NotAvailable(
-            f'determinism="topology" has no derivative in scaling.{scale}, which XLA would sum; hold it '
-            'constant (jax.lax.stop_gradient), or pass determinism="batch"'
+        raise spec.level.mesh_refusal(
+            f"has no derivative in scaling.{scale}, which XLA would sum", "hold it constant (jax.lax.stop_gradient)"
         )
 
     def wide(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -151,7 +150,7 @@ def _preactivation_tangent(
     if not isinstance(ta, ad.Zero):
         terms.append(bind(product, ta, b)["d"])
     tc, tbias = textra.get("c"), textra.get("bias")
-    if tbias is not None and not isinstance(tbias, ad.Zero) and spec.determinism == "topology":
+    if tbias is not None and not isinstance(tbias, ad.Zero) and spec.global_order:
         terms.append(_bias_in_rows(spec, tbias, like))
         tbias = None
     if not isinstance(tb, ad.Zero) and tbias is not None and not isinstance(tbias, ad.Zero):

@@ -8,7 +8,7 @@ matmul_p(a, b, *operands; spec)     d = epilog(alpha * op(a) @ op(b) + beta * c)
 partitioned_matmul_p                the same by another name for what is unsettled: its lowering needs the devices of
                                     the mesh, which JAX asks of a primitive, not of an equation
 activation_grad_p(aux, t)           t * act'(z), linear in t; reads the packed aux, so the aux itself is the residual;
-                                    the library's own arithmetic where the level of determinism asks for it
+                                    the library's own arithmetic where the level asks for it
 activated_matmul_p(t, [tbias], aux, w)  (act'(z) * (t + tbias)) @ w, linear in t and tbias: the tangent of two layers,
                                     whose transpose is one call with a derivative as its epilog
 
@@ -105,7 +105,7 @@ def bind_operands(spec: MatmulSpec, *operands: jax.Array) -> list[jax.Array]:
 def needs_devices(spec: MatmulSpec) -> bool:
     """Whether a call may need a communicator of cuBLASMp's in this process, which belongs to devices.
 
-    Under a level of determinism its calls are local ones.
+    In a fixed order its calls are local ones.
     """
     is_local = spec.group.nranks == 1 or spec.fixed_reduction_order
     return not is_local and native.has_cuda_devices()
@@ -187,7 +187,7 @@ def amax_of_ranks(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "")
 
 
 def completes_sums(spec: MatmulSpec) -> bool:
-    """True if the kernel reduces the bias gradient across ranks. False where operands are gathered for determinism:
+    """True if the kernel reduces the bias gradient across ranks. False where operands are gathered for the bits:
     there every rank would reduce it again."""
     is_host = spec.implementation == "host" or (spec.implementation is None and jax.process_count() == 1)
     return is_host or not spec.fixed_reduction_order or spec.group.nranks == 1
@@ -314,14 +314,14 @@ def activated_matmul_abstract_eval(
 
 
 def activation_grad(activation: str, aux: jax.Array, t: jax.Array, spec: MatmulSpec | None = None) -> jax.Array:
-    """`t * act'(z)` from the aux output that the forward call stored; `spec` is that call's, for its determinism."""
+    """`t * act'(z)` from the aux output that the forward call stored; `spec` is that call's, for its level."""
     axes = jax_compat.varying_axes(aux) | jax_compat.varying_axes(t)
     aux, t = cast_varying(aux, axes), cast_varying(t, axes)
     # A mask only selects; a slope is arithmetic, which XLA may contract with its surroundings.
     kept = None
     if spec is not None and spec.fixed_reduction_order and activation == "gelu":
         group = spec.group if spec.is_unsettled else Group()
-        kept = MatmulSpec(t.dtype, group, implementation=spec.implementation, determinism=spec.determinism)
+        kept = spec.alike(t.dtype, group)
     result: jax.Array = activation_grad_p.bind(aux, t, activation=activation, spec=kept)
     return result
 

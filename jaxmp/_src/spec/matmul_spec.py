@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 from jaxmp._src.contraction import contraction
 from jaxmp._src.contraction.contraction import Contraction
 from jaxmp._src.contraction.contraction import Pattern as Pattern
-from jaxmp._src.spec import epilogs, low_precision
+from jaxmp._src.spec import epilogs, levels, low_precision
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.extents import SPANS as SPANS
 from jaxmp._src.spec.extents import Extents as Extents
@@ -23,6 +23,7 @@ from jaxmp._src.spec.extents import operations as operations
 from jaxmp._src.spec.extents import output_rows as output_rows
 from jaxmp._src.spec.extents import result_shape as result_shape
 from jaxmp._src.spec.extents import spans as spans
+from jaxmp._src.spec.levels import Level
 from jaxmp._src.spec.options import CommOptions, Parts
 from jaxmp._src.spec.process_grid import Distributed
 
@@ -118,7 +119,7 @@ class ScaleModes(Parts):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SummationOrder(Parts):
-    """What the gradients of `determinism="topology"` need to sum in the order of the global array; elsewhere default.
+    """What gradients need to be sums in the order of the global array (`levels`); elsewhere default.
 
     `is_transposed`: on other patterns this product is its transpose (the gradient of an a that is stored transposed).
     `rows` are the dimensions that fold into D's rows, slowest first, each as (extent of what a rank holds of it ahead
@@ -141,7 +142,7 @@ class MatmulSpec(Parts):
     the result. `traced` names those of alpha and beta that are arrays, and so are operands beside the call.
     `precision` is a row of `precisions`'s table. `distributions` are the stored a, b and d of a grid whose shards are
     block-cyclic. `source_line` names the call in messages: the public function, and in a job of several processes
-    its line, "matmul at train.py:41". `determinism` is the level of docs/determinism.md. `b_leads`: on automatic axes,
+    its line, "matmul at train.py:41". `determinism` names the `level`. `b_leads`: on automatic axes,
     JAX's own product has b for its first operand, to which XLA gives an axis that the rows and the columns of d compete
     for. `is_batch`: operands and results have one more dimension in front.
     """
@@ -163,7 +164,7 @@ class MatmulSpec(Parts):
     bias_dtype: np.dtype | None = None
     aux_dtype: np.dtype | None = None
     precision: str = "DEFAULT"
-    determinism: str = "run_to_run"
+    determinism: str = levels.ANY_ORDER.name
     order: SummationOrder = SummationOrder()
     implementation: str | None = None
     comm: CommOptions = CommOptions()  # noqa: RUF009  frozen
@@ -189,9 +190,19 @@ class MatmulSpec(Parts):
         return self.epilog == Epilog.NONE and not self.operand_names
 
     @functools.cached_property
+    def level(self) -> Level:
+        """What the bits of the result may depend on."""
+        return levels.find(self.determinism)
+
+    @functools.cached_property
     def fixed_reduction_order(self) -> bool:
         """Whether every element is one sum in a fixed order, and its epilog the library's own arithmetic."""
-        return self.determinism != "run_to_run"
+        return self.level.fixed_order
+
+    @functools.cached_property
+    def global_order(self) -> bool:
+        """Whether sums over ranks, too, are made by calls in the order of the global array."""
+        return self.level.global_order
 
     @functools.cached_property
     def contraction(self) -> Contraction:
@@ -268,9 +279,13 @@ class MatmulSpec(Parts):
         """The same on one device, for operands that are whole there; `fit_comm_options` makes the options fit."""
         return self.replace(group=Group())
 
+    def alike(self, out_dtype: np.dtype, group: Group = Group()) -> MatmulSpec:
+        """A plain product of its implementation and level."""
+        return MatmulSpec(out_dtype, group, implementation=self.implementation, determinism=self.determinism)
+
     def folded(self, batch: int) -> MatmulSpec:
         """The same for `batch` such products whose rows follow each other."""
-        if self.determinism != "topology":
+        if not self.global_order:
             return self
         rows = ((batch, ()), *self.order.rows) if self.order.rows else ()
         return self.reorder(outer_rows=batch * self.order.outer_rows, rows=rows)

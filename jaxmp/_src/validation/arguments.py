@@ -13,7 +13,7 @@ import numpy as np
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import Shape
-from jaxmp._src.spec import precisions
+from jaxmp._src.spec import levels, precisions
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.extents import check_local_shapes
 from jaxmp._src.spec.matmul_spec import INTEGERS, Group, MatmulSpec, accumulator, interned
@@ -79,7 +79,7 @@ def validated(
     types = result_types.of_call(types_of(a, b, *added), preferred, request.scaling is not None)
     operand, out, is_low_precision, is_mixed = types
     if operand.name in INTEGERS:  # whose sums are exact in any order
-        flags["determinism"] = "run_to_run"
+        flags |= levels.ANY_ORDER.option
     if request.comm is not None:
         flags["comm"] = comm_options.resolve_comm_options(out, operand, request.comm)
     operands = {"a": a, "b": b}
@@ -134,9 +134,9 @@ def _check_traced(spec: MatmulSpec, dtype: np.dtype, is_low_precision: bool) -> 
             f"{'multiply a scale by it' if is_low_precision else 'scale an operand, or the gradient that comes in'}"
         )
     if spec.fixed_reduction_order:
-        raise NotAvailable(
-            f"determinism={spec.determinism!r} takes alpha and beta as Python numbers, {arrays}, after which "
-            'XLA would apply the epilog; scale an operand, or pass determinism="run_to_run"'
+        raise spec.level.refusal(
+            f"takes alpha and beta as Python numbers, {arrays}, after which XLA would apply the epilog",
+            "scale an operand",
         )
 
 

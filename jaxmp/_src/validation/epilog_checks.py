@@ -158,7 +158,7 @@ def check_all_reduce(spec: MatmulSpec) -> MatmulSpec:
 def check_gathered_scales(spec: MatmulSpec, why: str) -> None:
     """Raise NotImplementedError where operands are gathered for the bits whose scales would have to follow them."""
     if spec.fixed_reduction_order and {spec.scales.a, spec.scales.b} - {low_precision.NONE, low_precision.SCALAR}:
-        raise NotAvailable(
-            f"determinism={spec.determinism!r} has scales of whole tensors only {why}; got scaling.a of "
-            f'{spec.scales.a} and scaling.b of {spec.scales.b}: take those, or pass determinism="run_to_run"'
+        raise spec.level.refusal(
+            f"has scales of whole tensors only {why}; got scaling.a of {spec.scales.a}, scaling.b of {spec.scales.b}",
+            "take those",
         )

@@ -12,12 +12,11 @@ from jax.typing import DTypeLike
 
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.runtime.types import ArrayType
-from jaxmp._src.spec.options import Determinism, Implementation
+from jaxmp._src.spec.options import Implementation
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue
 from jaxmp._src.spec.request import Request
 
 IMPLEMENTATIONS = (None, *get_args(Implementation))
-DETERMINISM = get_args(Determinism)
 
 
 def check_array(argument: str, x: Any, ndim: int | None = None, at_least: int | None = None) -> None:
@@ -125,9 +124,8 @@ def check_flags(request: Request) -> dict[str, Any]:
         "conjugate_a": check_conjugate("conjugate_a", request.conjugate_a, request.a),
         "conjugate_b": check_conjugate("conjugate_b", request.conjugate_b, request.b),
         "implementation": check_choice("implementation", request.implementation, IMPLEMENTATIONS),
-        "determinism": str(check_choice("determinism", request.determinism, DETERMINISM)),
         "b_leads": request.b_leads,
-    }
+    } | request.level.option
 
 
 def check_widens(argument: str, x: Any, out_dtype: np.dtype) -> None:
