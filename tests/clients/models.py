@@ -320,14 +320,14 @@ def qwix_training_fp8(run):
     return qwix_step(run, qwix.QtProvider(rules), is_training=True)
 
 
-@client("qwix", "apply = jax.jit(jaxmp.fuse(model))", ("none", "automatic"), bound=1e-2, why_not="one device")
+@client("qwix", "apply = jax.jit(jaxmp.fuse(model))", FLAX_PLACES, bound=1e-2, why_not="inference is not mapped")
 def qwix_inference_int8(run):
     import qwix
 
     return qwix_step(run, qwix.PtqProvider([qwix.QuantizationRule(weight_qtype="int8")]), is_training=False)
 
 
-@client("qwix", "apply = jax.jit(jaxmp.fuse(model))", ("none", "automatic"), bound=1e-2, why_not="one device")
+@client("qwix", "apply = jax.jit(jaxmp.fuse(model))", FLAX_PLACES, bound=1e-2, why_not="inference is not mapped")
 def qwix_inference_fp8(run):
     import qwix
 
