@@ -179,7 +179,7 @@ endef
 # $(call cpp_tests,build folder,build type,sanitizers,the one test to run,more options of ctest). Sanitizers leave out the
 # runs with smaller instruction sets, which take as long again.
 define cpp_tests
-$(call cpp_build,$(1),$(2),$(3),$(4)); \
+$(call cpp_build,$(1),$(2),$(3),$(if $(4),cpp_tests)); \
 ctest --test-dir build/$(1) --output-on-failure --timeout 600 --parallel 2 $(if $(4),-R '^$(4)$$' $(5)) $(if $(3),-E '_with_(avx|portable)')
 endef
 
