@@ -98,8 +98,8 @@ TEST(ALaterExecutionPutsLittleOnTheDevice) {
   }
 }
 
-// Without an event behind every call, a call on another stream has to wait all the same, also when the last stream is
-// gone.
+// Without an event behind every call, a call on another stream has to wait for the last one all the same, also when its
+// stream is gone.
 TEST(CallsWithoutPeersMayChangeStreams) {
   const InstanceOf<CudaSite> instance = Make(Local(200, 200, 200));
   const Gpu& gpu = *machine()[6];
@@ -298,25 +298,6 @@ TEST(APlanMadeAgainWaitsForNobody) {
   });
   CHECK(world.IsRight());
   cuda::SetTimeout(60);
-}
-
-TEST(AnotherStreamWaitsForTheLast) {
-  const InstanceOf<CudaSite> instance = Make(Local(200, 200, 200));
-  const Gpu& gpu = *machine()[0];
-  const abi::CUstream other = gpu.NewStream();
-  World first(instance.site->plan->problem(), 0), second(instance.site->plan->problem(), 1);
-  const auto begin = [&](World& world, abi::CUstream stream) {
-    CHECK_EQ(fake_xla::ExecuteOnCuda(*instance.site, 0, stream, {F32(world.a[0]), F32(world.b[0])}, {F32(world.d[0])}),
-             "");
-  };
-  begin(first, gpu.stream);
-  begin(second, other);
-  CHECK_EQ(Gpu::driver().StreamSynchronize(other), abi::CUDA_SUCCESS);
-  CHECK(first.IsRight() && second.IsRight());  // so the first was over as well
-  CHECK_EQ(Gpu::driver().StreamSynchronize(gpu.stream), abi::CUDA_SUCCESS);
-  begin(first, gpu.stream);  // and back, for the other is about to go
-  CHECK_EQ(Gpu::driver().StreamSynchronize(gpu.stream), abi::CUDA_SUCCESS);
-  CHECK_EQ(Gpu::driver().StreamDestroy_v2(other), abi::CUDA_SUCCESS);
 }
 
 // 3 rows of a mask have 16 bytes a column; what the library does not write is 0 all the same.
