@@ -13,14 +13,20 @@ from jaxmp._src.jax_internals import jax_compat, jax_rules
 from jaxmp._src.jax_internals.jax_compat import under_known_flags
 from jaxmp._src.jax_internals.jax_lowering import mlir
 from jaxmp._src.lowering import other_rules, rules
-from jaxmp._src.primitive import batched_matmul, jvp, primitives, taylor, transpose
+from jaxmp._src.lowering.ffi_call import mesh_position_p
 from jaxmp._src.primitive import batching as batch_rules
-from jaxmp._src.primitive.batched_matmul import by_batch
+from jaxmp._src.primitive import jvp, primitives, transpose
 from jaxmp._src.primitive.collectives import process_barrier_p, process_collective_p
-from jaxmp._src.primitive.primitives import MATMULS, PRODUCTS, activated_matmul_p, activation_grad_p
+from jaxmp._src.primitive.primitives import (
+    MATMULS,
+    PRODUCTS,
+    activated_matmul_p,
+    activation_grad_p,
+    by_batch,
+    naming_by_spec,
+)
 from jaxmp._src.sharding import partitioner
-from jaxmp._src.spec.matmul_spec import MatmulSpec
-from jaxmp._src.spec.refusal import naming
+from jaxmp._src.validation import public
 
 Rule = Callable[..., Any]
 _jet_rules: Any = jet.jet_rules
@@ -30,38 +36,27 @@ def _register(
     primitive: jax_compat.Primitive, *, abstract_eval: Rule, jvp: Rule, transpose: Rule, batch: Rule, lower: Rule
 ) -> None:
     """`lower(platform)` is the lowering rule for a platform."""
-    primitive.def_abstract_eval(_naming(abstract_eval))
-    ad.primitive_jvps[primitive] = _naming(under_known_flags(jvp))
-    ad.primitive_transposes[primitive] = _naming(under_known_flags(transpose))
-    batching.primitive_batchers[primitive] = _naming(under_known_flags(batch))
+    primitive.def_abstract_eval(naming_by_spec(abstract_eval))
+    ad.primitive_jvps[primitive] = naming_by_spec(under_known_flags(jvp))
+    ad.primitive_transposes[primitive] = naming_by_spec(under_known_flags(transpose))
+    batching.primitive_batchers[primitive] = naming_by_spec(under_known_flags(batch))
     for platform in ("cpu", "cuda"):
-        mlir.register_lowering(primitive, _naming(lower(platform)), platform=platform)
-    mlir.register_lowering(primitive, _naming(lower("other")))
-
-
-def _naming(rule: Rule) -> Rule:
-    """`rule`, which may run later than the public function: what it refuses has the function's name from the spec."""
-
-    @functools.wraps(rule)
-    def named(*args: Any, spec: MatmulSpec | None, **params: Any) -> Any:
-        with naming("matmul" if spec is None else spec.function):
-            return rule(*args, spec=spec, **params)
-
-    return named
+        mlir.register_lowering(primitive, naming_by_spec(lower(platform)), platform=platform)
+    mlir.register_lowering(primitive, naming_by_spec(lower("other")))
 
 
 for _product in MATMULS:
     _register(
         _product,
-        abstract_eval=by_batch(primitives.matmul_abstract_eval, batched_matmul.abstract_eval),
-        jvp=by_batch(jvp.matmul_jvp_rule, batched_matmul.jvp_rule),
-        transpose=by_batch(transpose.matmul_transpose_rule, batched_matmul.transpose_rule),
-        batch=by_batch(batch_rules.matmul_batch_rule, batched_matmul.batch_rule),
+        abstract_eval=by_batch(primitives.matmul_abstract_eval, batch_rules.batched_abstract_eval),
+        jvp=by_batch(jvp.matmul_jvp_rule, batch_rules.batched_jvp_rule),
+        transpose=by_batch(transpose.matmul_transpose_rule, batch_rules.batched_transpose_rule),
+        batch=by_batch(batch_rules.matmul_batch_rule, batch_rules.batched_batch_rule),
         lower=partitioner.matmul_rule,
     )
-    _jet_rules[_product] = _naming(under_known_flags(taylor.jet_rule))
-jax_rules.when_imported("jax.experimental.sparse", functools.partial(other_rules.register_sparsify, MATMULS))
-jax_rules.when_imported("jax.experimental.roofline", functools.partial(other_rules.register_roofline, MATMULS))
+    _jet_rules[_product] = naming_by_spec(under_known_flags(jvp.jet_rule))
+public.when_imported("jax.experimental.sparse", functools.partial(other_rules.register_sparsify, MATMULS))
+public.when_imported("jax.experimental.roofline", functools.partial(other_rules.register_roofline, MATMULS))
 
 _register(
     activation_grad_p,
@@ -85,6 +80,7 @@ _register(
 jax_rules.register_saved(PRODUCTS)
 jax_rules.register_nan_checks((*PRODUCTS, activation_grad_p))
 
+mlir.register_lowering(mesh_position_p, rules.mesh_position_rule)
 mlir.register_lowering(process_barrier_p, lambda ctx, x, **_: [x])
 mlir.register_lowering(process_barrier_p, rules.process_barrier_rule, platform="cpu")
 mlir.register_lowering(process_collective_p, functools.partial(rules.process_collective_rule, is_cpu=False))

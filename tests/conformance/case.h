@@ -16,7 +16,7 @@
 namespace jaxmp::conformance {
 
 using namespace abi;  // NOLINT: cuBLASMp's own names
-using test::facts;
+using test::Facts;
 using test::Matrix;
 using test::Number;
 using test::Pattern;
@@ -87,7 +87,7 @@ struct Case : test::BaseCase {
   std::string name() const;
   bool all_reduces_c() const { return pattern == Pattern::kAllReduce && has_c && beta != 0.0 && nranks() > 1; }
   // Of the sums, of alpha and of beta.
-  cudaDataType_t accumulator() const { return in_b == in ? hostmp::accumulator_of(in) : CUDA_R_32F; }
+  cudaDataType_t accumulator() const { return in_b == in ? hostmp::AccumulatorOf(in) : CUDA_R_32F; }
   Number beta_of(int rank) const { return !all_reduces_c() || every_rank_adds_c || rank == 0 ? beta : 0; }
 };
 

@@ -60,8 +60,8 @@ void add_scalars(int nranks, const Add& add) {
     for (Case c : layouts_on("scalars", nranks, in, out)) {
       set_extents(&c, 12, 24, 36);
       c.has_c = true;
-      c.alpha = facts(in).is_complex ? Number(2, -1) : Number(-2);
-      c.beta = facts(in).is_complex ? Number(1, 3) : Number(3);
+      c.alpha = Facts(in).is_complex ? Number(2, -1) : Number(-2);
+      c.beta = Facts(in).is_complex ? Number(1, 3) : Number(3);
       add(c);
       c.is_in_place = true;
       add(c);

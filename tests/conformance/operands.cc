@@ -13,12 +13,12 @@ void fill(Matrix* matrix, cudaDataType_t type, int most, unsigned seed) {
   const auto digit = [&random, most] { return static_cast<int>(random() % (2 * most + 1)) - most; };
   for (Number& value : matrix->values) {
     const double real = digit();
-    value = {real, facts(type).is_complex ? digit() : 0.0};
+    value = {real, Facts(type).is_complex ? digit() : 0.0};
   }
 }
 
 // So that D of 16 bits is exact, and a sum of its columns too.
-int largest_digit(const Case& c) { return facts(c.out).is_16bit || facts(c.in).is_low_precision ? 1 : 3; }
+int largest_digit(const Case& c) { return Facts(c.out).is_16bit || Facts(c.in).is_low_precision ? 1 : 3; }
 
 bool is_transposed(cublasOperation_t op) { return op != CUBLAS_OP_N; }
 
@@ -103,12 +103,12 @@ Number stored(cudaDataType_t type, Number value) {
 }
 
 void fill_random(Matrix* matrix, cudaDataType_t type, unsigned seed) {
-  if (facts(type).is_low_precision) return;
+  if (Facts(type).is_low_precision) return;
   std::mt19937 random(seed);
   std::normal_distribution<double> draw;
   for (Number& value : matrix->values) {
     const double real = draw(random);
-    value = stored(type, {real, facts(type).is_complex ? draw(random) : 0});
+    value = stored(type, {real, Facts(type).is_complex ? draw(random) : 0});
   }
 }
 
@@ -151,7 +151,7 @@ Expected::Expected(const Case& c, const Operands& x)
       is_exact(!c.is_random && !(c.epilog & (32 | 64))) {
   const Matrix a = scaled(c, x.a, true), b = scaled(c, x.b, false);
   const bool reads_c = c.has_c && c.beta != 0.0;
-  if (facts(c.in).is_complex) {
+  if (Facts(c.in).is_complex) {
     multiply(a.values, b.values, c.k, &z, &magnitude);
   } else {
     multiply(real_parts(a), real_parts(b), c.k, &z, &magnitude);

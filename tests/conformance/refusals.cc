@@ -149,10 +149,6 @@ void add_combinations(int nranks, const Refusals& refuse) {
   c.m = 26;  // rows of 104 bytes
   refuse.set(c, "FUSED of rows that are no multiple of 16 bytes", kUnsupported, {"FUSED"},
              {{ATTRIBUTE(ALGO_TYPE), CUBLASMP_MATMUL_ALGO_TYPE_FUSED}});
-  c = refuse.base();
-  c.workspace = Workspace::kPlain;
-  refuse.set(c, "SPLIT_P2P in a plain workspace", kUnsupported, {"d_work registered"},
-             {{ATTRIBUTE(ALGO_TYPE), CUBLASMP_MATMUL_ALGO_TYPE_SPLIT_P2P}});
   c = refuse.narrow();
   c.trans_a = CUBLAS_OP_N;
   refuse.put(c, "fp8 that is not stored along k", kUnsupported, {"f8e4m3", "TRANSA=T and TRANSB=N"});

@@ -45,7 +45,7 @@ bool CaseRun::set(int attribute, const void* value, size_t size) {
 }
 
 bool CaseRun::set_number(int attribute, int64_t value, size_t size) {
-  return set(attribute, &value, size > 0 ? size : abi::attribute_size(attribute));  // little-endian, so 4 bytes do
+  return set(attribute, &value, size > 0 ? size : abi::AttributeSize(attribute));  // little-endian, so 4 bytes do
 }
 
 bool CaseRun::set_attributes() {

@@ -29,8 +29,7 @@
 
 #include "csrc/barrier/barrier.h"
 #include "csrc/ffi/host_matmul.h"
-#include "csrc/ffi/process_barrier.h"
-#include "csrc/ffi/process_collective.h"
+#include "csrc/ffi/process_calls.h"
 #include "csrc/plan/distribution.h"
 #include "csrc/plan/enums.h"
 #include "csrc/plan/plan.h"
@@ -383,7 +382,7 @@ void TryLayout(const AnyAttributes& all) {
         value);
   }
   const StatusOr<Problem> problem = MakeProblem(attributes);
-  if (problem.ok()) (void)DistributionOn(kCublasMp, *problem).ok();
+  if (problem.ok()) (void)MakeDistribution(*problem).ok();
 }
 
 struct Tally {

@@ -71,8 +71,9 @@ TEST(ASecondNcclIsNamed) {
   CHECK_CONTAINS(CallError(), "two NCCLs");
 }
 
-TEST(WhatCuBlasMpDoesNotComputeIsRefusedWithoutIt) {
-  CHECK_CONTAINS(fake_xla::InstantiateOnCuda(tests::Grid(1, 2, 4, 4, 4)).error, "takes square grids only, got 1x2");
+TEST(WhatDoesNotFitItsRanksIsRefusedWithoutCuBlasMp) {
+  CHECK_CONTAINS(fake_xla::InstantiateOnCuda(tests::AllGather(2, 5, 4, 4)).error,
+                 "needs m to be a multiple of 2, got m=5");
 }
 
 TEST(TheFirstSuccessHolds) {
@@ -89,7 +90,7 @@ TEST(TheFirstSuccessHolds) {
   CHECK_EQ(first->info.at("driver_version"), "13.0");
   CHECK(*cuda::cuda_api() == &first->cublasmp);
   CHECK_EQ(std::string(first->cublasmp.name), "cublasmp");
-  CHECK(!first->cublasmp.capabilities.grid_any_shape && !first->cublasmp.fix_reduction_order);
+  CHECK(!first->cublasmp.fix_reduction_order);
 }
 
 }  // namespace

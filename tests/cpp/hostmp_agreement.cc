@@ -48,7 +48,7 @@ TEST(test_fail) {
   std::string error;
   const auto done = [](void* to, const Status& status) { *static_cast<std::string*>(to) = status.message(); };
   hostmp::Stream stream = {nullptr, 0, 0, nullptr, done, &error};
-  hostmp::fail(stream, 0, 1, InvalidArgument("why"));
+  hostmp::Fail(stream, 0, 1, InvalidArgument("why"));
   CHECK_EQ(error, std::string("why"));
 }
 

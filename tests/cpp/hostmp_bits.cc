@@ -143,7 +143,7 @@ TEST(test_bits_do_not_depend_on_threads) {
   for (cudaDataType_t type : {CUDA_R_32F, CUDA_R_16BF, CUDA_C_32F}) {
     Case c = product(Pattern::kReduceScatter, 2, 300, 210, 260, type, type);
     c.trans_b = CUBLAS_OP_T, c.is_random = true;
-    c.epilog = facts(type).is_complex ? 0 : CUBLASMP_MATMUL_EPILOGUE_GELU;
+    c.epilog = Facts(type).is_complex ? 0 : CUBLASMP_MATMUL_EPILOGUE_GELU;
     World world(c);
     world.run(nullptr);
     const Matrix first = world.gather();

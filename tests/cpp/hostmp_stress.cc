@@ -84,7 +84,7 @@ TEST(test_failing_rank_frees_its_peers) {
       hostmp::Stream& stream = streams[static_cast<size_t>(rank)];
       stream = {&world.rendezvous, 1, 0, nullptr, count_done, &done};
       if (rank == failing) {
-        hostmp::fail(stream, rank, 4, InvalidArgument("no memory"));
+        hostmp::Fail(stream, rank, 4, InvalidArgument("no memory"));
       } else {
         check_ok(world.matmul(rank, &stream));
       }

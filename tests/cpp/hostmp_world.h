@@ -53,7 +53,7 @@ class World {
   }
 
   cublasMpStatus_t matmul(int rank, hostmp::Stream* stream) {
-    return at(rank).run->start(calls[static_cast<size_t>(rank)], hostmp::as_stream(stream));
+    return at(rank).run->start(calls[static_cast<size_t>(rank)], hostmp::AsStream(stream));
   }
 
   // Each rank's call, in order, on this thread, or each on a thread of its own; returns when all are done.
@@ -76,7 +76,7 @@ class World {
       contexts[i] = {this, &errors[i]};
       streams[i] = {&rendezvous, run_id, 7, pool, done, &contexts[i]};
       if (matmul(rank, &streams[i]) == CUBLASMP_STATUS_SUCCESS) return;
-      hostmp::fail(streams[i], rank, c.nranks(), InvalidArgument(api.last_error()));
+      hostmp::Fail(streams[i], rank, c.nranks(), InvalidArgument(api.last_error()));
     };
     std::vector<std::thread> threads;
     for (int rank = 0; rank < c.nranks(); ++rank) {

@@ -1,4 +1,4 @@
-// Plans on hostmp: execution contexts are reused, capabilities and refusals are heeded. (handler_execute runs them.)
+// Plans on hostmp: execution contexts are reused, refusals are heeded. (handler_execute runs them.)
 #include <atomic>
 #include <memory>
 #include <string>
@@ -24,7 +24,7 @@ abi::cublasMpStatus_t CountingCreate(abi::cublasMpHandle_t* handle, abi::cudaStr
 MpApi Strict() {
   MpApi api = host_api();
   api.name = "strict";
-  api.capabilities = {};
+  api.fix_reduction_order = nullptr;
   return api;
 }
 
@@ -51,26 +51,12 @@ TEST(SlotsAreReusedAndGrowOnlyWithConcurrentCalls) {
   CHECK_EQ(handles_made.load(), 3);
 }
 
-TEST(CapabilitiesAreAskedFor) {
-  const MpApi strict = Strict();
-  const auto refusal = [&](const Attributes& attributes) {
-    return MakePlan(strict, *MakeProblem(attributes)).status().message();
-  };
-  CHECK_EQ(refusal(tests::AllReduce(2, 4, 4, 4)),
-           "jaxmp: strict takes all_reduce with trans_a=T and trans_b=N only; store A as (k, m)");
-  CHECK_EQ(refusal(tests::Grid(1, 2, 4, 4, 4)), "jaxmp: strict takes square grids only, got 1x2");
-  Attributes attributes = tests::Grid(2, 2, 4, 4, 4);
-  attributes["epilog"] = int64_t{2};
-  CHECK_EQ(refusal(attributes), "jaxmp: strict takes no epilog on a grid, got epilog 2");
-  attributes = tests::AllGather(2, 4, 4, 4);
-  for (const char* name : {"dtype_a", "dtype_b", "dtype_d", "dtype_bias"}) attributes[name] = std::string("c64");
-  attributes["epilog"] = int64_t{4};
-  CHECK_EQ(refusal(attributes), "jaxmp: strict takes no epilog with complex numbers, got epilog 4");
-  attributes = tests::AllReduce(2, 4, 4, 4);
-  attributes["trans_a"] = std::string("T");
-  CHECK_EQ(refusal(attributes), "");
-  CHECK_EQ(refusal(tests::Cyclic(1, 2, 13, 11, 17)), "");
-  CHECK(MakePlan(host_api(), *MakeProblem(tests::AllReduce(2, 4, 4, 4))).ok());
+TEST(AnOrderThatTheLibraryLacksIsRefused) {
+  static const MpApi strict = Strict();
+  Attributes attributes = tests::Local(4, 4, 4);
+  attributes["determinism"] = std::string("batch");
+  CHECK_EQ(MakePlan(strict, *MakeProblem(attributes)).status().message(),
+           "jaxmp: strict cannot keep the order of sums, got determinism batch");
 }
 
 TEST(TheLibrarysReasonReachesTheCaller) {

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxmp._src.advise.ways import in_no_layout
 from jaxmp._src.audit.operations import INLINED
-from jaxmp._src.contraction.contraction import LETTERS, LOCAL, Contraction
+from jaxmp._src.contraction.contraction import LETTERS, LOCAL, Contraction, in_no_layout
 from jaxmp._src.hardware.call_time import kind_of
 from jaxmp._src.hardware.hardware import Hardware
 from jaxmp._src.jax_internals import jax_compat, jax_tracing

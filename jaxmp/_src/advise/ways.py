@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmp._src.contraction import planner
-from jaxmp._src.contraction.contraction import Contraction, Layout
+from jaxmp._src.contraction.contraction import Contraction
 from jaxmp._src.contraction.moves import in_call, size_of
 from jaxmp._src.hardware.call_time import CallTime, Transfer, call_time, kind_of
 from jaxmp._src.hardware.hardware import Hardware
@@ -30,11 +30,6 @@ class Way(NamedTuple):
     held: tuple[int, int, int]
 
 
-def in_no_layout(a: str, b: str, d: str) -> Contraction:
-    """A product of these indices."""
-    return Contraction(a, b, d, Layout(*(((),) * len(indices) for indices in (a, b, d))))
-
-
 def ways(
     product: Contraction,
     extents: Mapping[str, int],
@@ -45,7 +40,7 @@ def ways(
     """The ways to run a product of operands and a result of these types, each axis in a role of its own."""
     dtype, sizes, batch = dtypes[0], dict(mesh), product.batch
     itemsizes = (dtypes[0].itemsize, dtypes[1].itemsize, dtypes[2].itemsize, accumulator(dtype).itemsize)
-    is_plain = not batch and product.a[-1:] == product.contracted == product.b[:1]
+    is_plain = not batch and product.is_stored_in_order
     gathers_k = is_plain and not low_precision.is_low_precision(dtype)
     terms = planner.Terms(tuple(extents.items()), mesh, itemsizes, keeps_result=False, gathers_k=gathers_k)
     flops = 2 * math.prod(extents.values()) * (4 if np.issubdtype(dtype, np.complexfloating) else 1)

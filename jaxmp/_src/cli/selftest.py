@@ -1,4 +1,4 @@
-"""Check placement and rounding of products, and every promise of docs/determinism.md, on this machine."""
+"""Check placement and rounding of products, and every promise of the levels, on this machine."""
 
 from __future__ import annotations
 

@@ -277,6 +277,13 @@ class Contraction:
         """The place among the rows of the one that is gathered or scattered."""
         return self.rows.index(self.shared) if self.shared and self.shared in self.rows else 0
 
+    @property
+    def is_stored_in_order(self) -> bool:
+        """Whether a is stored (rows, k) and b (k, columns), each perhaps with a batch."""
+        k = self.contracted
+        is_last = len(k) == 1 and all(self.a.index(row) < self.a.index(k) for row in self.rows)
+        return is_last and all(self.b.index(k) < self.b.index(col) for col in self.cols)
+
     @functools.cached_property
     def gathers_k(self) -> bool:
         """Whether a grid gathers one operand along k, by the ranks of one axis."""
@@ -291,11 +298,19 @@ LETTERS = string.ascii_lowercase[8:] + string.ascii_lowercase[:8] + string.ascii
 _LEADING = [letter for letter in LETTERS if letter not in "kmn"]
 
 
+def in_no_layout(a: str, b: str, d: str) -> Contraction:
+    """A product of these indices."""
+    return Contraction(a, b, d, Layout(*(((),) * len(indices) for indices in (a, b, d))))
+
+
 @functools.lru_cache(maxsize=4096)
-def of_matrices(ndim: int, layout: Layout, *, transpose_a: bool = False, transpose_b: bool = False) -> Contraction:
+def of_matrices(
+    ndim: int, layout: Layout | None = None, *, transpose_a: bool = False, transpose_b: bool = False
+) -> Contraction:
     """A product of matrices as stored, a with leading dimensions up to `ndim`, which d has too."""
     lead = "".join(_LEADING[: ndim - 2])
-    return Contraction(lead + ("km" if transpose_a else "mk"), "nk" if transpose_b else "kn", lead + "mn", layout)
+    product = in_no_layout(lead + ("km" if transpose_a else "mk"), "nk" if transpose_b else "kn", lead + "mn")
+    return product if layout is None else product.replace(layout)
 
 
 @functools.lru_cache(maxsize=4096)

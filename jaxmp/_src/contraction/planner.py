@@ -17,7 +17,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from jaxmp._src.contraction.contraction import Contraction, Dims, Layout, Role
 from jaxmp._src.contraction.moves import in_call, received, size_of
@@ -37,32 +37,44 @@ class Terms:
     bytes of an element of a, b, the result and a sum.
 
     `keeps_result`: the call has to give the result in the sharding that was asked for. `gathers_k`: it may gather
-    operands along k, which are not stored transposed. `shares_columns`: ranks may share columns of the result.
+    operands along k, if they are stored in order. `shares_columns`: ranks may share columns of the result.
     """
 
     extents: tuple[tuple[str, int], ...]
     mesh: tuple[tuple[str, int], ...]
     itemsizes: tuple[int, int, int, int]
     keeps_result: bool
-    gathers_k: bool
+    gathers_k: bool = False
     shares_columns: bool = True
 
 
-def extents(given: Contraction, shapes: Sequence[Shape], mesh: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """The extent of each index of a, b and d of these shapes; for a symbolic one a number that every axis divides."""
+def terms(
+    given: Contraction,
+    shapes: Sequence[Shape],
+    mesh: Mapping[str, int],
+    itemsizes: tuple[int, int, int, int],
+    *,
+    keeps_result: bool = False,
+) -> Terms:
+    """The terms for a, b and d of these shapes; a symbolic extent is taken for a number that every axis divides."""
     found: dict[str, int] = {}
     for indices, shape in zip(given.indices, shapes, strict=True):
         found |= dict(zip(indices, shape, strict=True))
     nominal = 1024 * math.prod(mesh.values())
-    return tuple((index, extent if isinstance(extent, int) else nominal) for index, extent in found.items())
+    extents = tuple((index, extent if isinstance(extent, int) else nominal) for index, extent in found.items())
+    return Terms(extents, tuple(mesh.items()), itemsizes, keeps_result)
 
 
-def plan(given: Contraction, terms: Terms) -> Contraction:
-    """The call for operands that lie, and a result that is to lie, as in `given`."""
-    found = as_given(given, gathers_k=terms.gathers_k)
+def plan(
+    given: Contraction, terms: Callable[[], Terms], *, gathers_k: bool, shares_columns: bool = True
+) -> Contraction:
+    """The call for operands that lie, and a result that is to lie, as in `given`; `terms` are asked for if costs
+    decide."""
+    gathers_k = gathers_k and given.is_stored_in_order
+    found = as_given(given, gathers_k=gathers_k)
     # A gather along k may cost more than to move operands.
-    if found is None or found.gathers_k or (found.is_transposed and not terms.shares_columns):
-        found = cheapest(given, terms)
+    if found is None or found.gathers_k or (found.is_transposed and not shares_columns):
+        found = cheapest(given, dataclasses.replace(terms(), gathers_k=gathers_k, shares_columns=shares_columns))
     return found
 
 
@@ -128,7 +140,7 @@ def layouts(product: Contraction, terms: Terms) -> Iterator[Contraction]:
     axes, roles = [axis for axis, _ in terms.mesh], _roles(product, product.a + product.b, terms)
     roles.sort(key=lambda role: role.communicates)  # so that neighbours communicate
     for call in _calls(product, terms, axes, itertools.combinations(roles, len(axes))):
-        if plan(call, terms) == call:
+        if plan(call, lambda: terms, gathers_k=terms.gathers_k, shares_columns=terms.shares_columns) == call:
             yield call
 
 

@@ -7,8 +7,8 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 
+from jaxmp._src.contraction.contraction import Dim
 from jaxmp._src.explain.rows import Row
-from jaxmp._src.explain.shards import Dim
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,7 +14,7 @@ from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator, extents
 def transfers(spec: MatmulSpec, a: ArrayType, b: ArrayType, implementation: str) -> tuple[Transfer, ...]:
     """What one rank receives, and among which ranks.
 
-    The host implementation, and any under a level of determinism, read operands of peers where others move partial
+    The host implementation, and any in a fixed order, read operands of peers where others move partial
     sums: each rank computes 1/P of the rows (or columns) from all ranks' shards, or gathers what its part of d needs.
     """
     call, mesh, p = spec.contraction, dict(spec.group.mesh), spec.group.nranks

@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AxisType
 
 from jaxmp._src.contraction import contraction, moves
-from jaxmp._src.contraction.contraction import Layout
+from jaxmp._src.contraction.contraction import Dim, Layout
 from jaxmp._src.explain import cost, shards
 from jaxmp._src.fuse import rewrite
 from jaxmp._src.fuse.graph import PRODUCTS, dimension_numbers
@@ -26,7 +26,7 @@ from jaxmp._src.primitive.primitives import MATMULS, activated_matmul_p
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import shardings
 from jaxmp._src.spec import epilogs, low_precision, precisions
-from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator, extents, operations
+from jaxmp._src.spec.matmul_spec import MatmulSpec, extents, operations
 from jaxmp._src.spec.refusal import naming
 from jaxmp._src.validation.comm_options import comm_options_text
 
@@ -91,7 +91,7 @@ class Row:
     local_extents: tuple[int, ...] = ()
     ndevices: int = 1
     mesh: tuple[tuple[str, int], ...] = ()
-    placement: tuple[tuple[shards.Dim, shards.Dim], ...] = ()
+    placement: tuple[tuple[Dim, Dim], ...] = ()
     transfers: tuple[Transfer, ...] = ()
 
     @property
@@ -129,12 +129,19 @@ UNSETTLED_BATCH = "? of a batch"
 
 
 def rows_of(
-    jaxpr: jax_compat.Jaxpr, line: str = "", count: int = 1, scopes: tuple[str, ...] = (), *, is_ours: bool = False
+    jaxpr: jax_compat.Jaxpr,
+    line: str = "",
+    count: int = 1,
+    scopes: tuple[str, ...] = (),
+    *,
+    is_ours: bool = False,
+    dims: tuple[Dim, ...] = (),
 ) -> Iterator[Row]:
     """Rows of `jaxpr` and all it contains, which runs `count` times.
 
     `line` is of the user's program, from where the jaxpr is called. One that `is_ours` may be in JAX's cache since it
-    was called from another line, so its own equations do not know.
+    was called from another line, so its own equations do not know. `dims` are those of the enclosing shard_map that
+    several axes share.
     """
     gathered: dict[int, frozenset[str]] = {}
     constraints: dict[int, Any] = {id(eqn.outvars[0]): eqn for eqn in jaxpr.eqns if eqn.primitive.name == _CONSTRAINT}
@@ -148,14 +155,15 @@ def rows_of(
             spec, (a, b) = eqn.params["spec"], avals[:2]
             size = a.shape[0] if spec.is_batch else 1
             a, b = map(jax_compat.without_front, (a, b)) if spec.is_batch else (a, b)
-            row = matmul_row(spec, a, b, here, count * size, varying=(varying[0], varying[1]))
+            row = matmul_row(spec, a, b, here, count * size, varying=(varying[0], varying[1]), dims=dims)
             if not spec.is_batch:
                 row = dataclasses.replace(row, why="; ".join([row.why, *rewrite.notes_in(names)]))
             is_open = spec.is_unsettled and not _is_symbolic(avals)
             unsettled = UNSETTLED_BATCH if spec.is_batch else UNSETTLED
             yield dataclasses.replace(row, pattern=unsettled) if is_open else row
         elif eqn.primitive is activated_matmul_p:
-            yield matmul_row(eqn.params["spec"], avals[0], avals[-1], here, count, varying=(varying[0], varying[-1]))
+            differ = varying[0], varying[-1]
+            yield matmul_row(eqn.params["spec"], avals[0], avals[-1], here, count, varying=differ, dims=dims)
         elif _collective_name(eqn) in _COMMUNICATES and any("jaxmp" in name for name in names):
             collective = _communication_row(eqn, here, count, names, constraints.get(id(eqn.invars[0])))
             yield from () if collective is None else (collective,)
@@ -166,8 +174,9 @@ def rows_of(
         else:
             inner = count * eqn.params.get("length", 1) if eqn.primitive.name == "scan" else count
             is_ours_too = is_ours or names[-1].startswith("jaxmp")
+            known = shards.sharded_dims(eqn) or dims
             for sub in jax_compat.subjaxprs(eqn.params):
-                yield from rows_of(sub, here, inner, names, is_ours=is_ours_too)
+                yield from rows_of(sub, here, inner, names, is_ours=is_ours_too, dims=known)
 
 
 def _collective_name(eqn: Any) -> str:
@@ -212,8 +221,10 @@ def matmul_row(
     *,
     why: str = "",
     varying: tuple[Collection[str], Collection[str]] = ((), ()),
+    dims: tuple[Dim, ...] = (),
 ) -> Row:
-    """The row of a product of shards like `a` and `b`, which differ between ranks along the axes `varying`."""
+    """The row of a product of shards like `a` and `b`, which differ between ranks along the axes `varying`; `dims` are
+    dimensions around it that several axes share."""
     spec, platform, operands = spec.settled(), jax_compat.default_platform(), (a.dtype, b.dtype)
     nprocesses = process_barrier.group_processes(spec, jax_compat.ambient_mesh())
     if spec.is_batch:
@@ -249,8 +260,8 @@ def matmul_row(
         ),
         local_shapes=(tuple(a.shape), tuple(b.shape), found.d),
         dtypes=f"{a.dtype.name} x {b.dtype.name} -> {out.name}{_scales(spec)}",
-        accumulator=compute.accumulator or accumulator(operand).name,
-        determinism=spec.determinism,
+        accumulator=precisions.summed_in(compute, operand).name,
+        determinism=spec.level.name,
         epilog=spec.epilog.name,
         implementation=call.implementation,
         why="; ".join(reasons),
@@ -258,7 +269,7 @@ def matmul_row(
         flops=2 * m * n * k * (4 if is_complex else 1) * copies,
         bytes_moved=sum(each.nbytes for each in cost.transfers(spec, a, b, call.implementation)),
         workspace=workspace,
-        compute=compute.name,
+        compute=compute,
         comm=comm_options_text(spec),
         layout=" @ ".join(map(str, spec.distributions[:2])) + f" -> {spec.distributions[2]}"
         if spec.distributions
@@ -272,7 +283,7 @@ def matmul_row(
         ),
         ndevices=group.ngroups * group.nranks,
         mesh=group.mesh,
-        placement=shards.placement(spec, varying),
+        placement=shards.placement(spec, varying, dims),
         transfers=cost.transfers(spec, a, b, "cublasmp" if call.implementation == "host" else call.implementation),
     )
 

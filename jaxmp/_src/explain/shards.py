@@ -3,28 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from typing import Any
 
 import jax
 
+from jaxmp._src.contraction.contraction import Dim
 from jaxmp._src.spec.matmul_spec import MatmulSpec
 
-# Mesh axes that share one dimension, slowest first.
-Dim = tuple[str, ...]
 
-
-def placement(spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]]) -> tuple[tuple[Dim, Dim], ...]:
-    """The axes of op(a), op(b) and d, rows and columns: those of the group by its pattern, and ahead of them those
-    along which groups have other rows of a, or other columns of b."""
+def placement(
+    spec: MatmulSpec, varying: tuple[Collection[str], Collection[str]], known: Iterable[Dim] = ()
+) -> tuple[tuple[Dim, Dim], ...]:
+    """The axes of op(a), op(b) and d, rows and columns: those of the group by its pattern, and those along which groups
+    have other rows of a, or other columns of b. Axes of one dimension are in the order that one of the `known`
+    dimensions has them in; elsewhere those of the group come last."""
     product, names = spec.contraction, [name for name, _ in spec.group.mesh]
     of_a, of_b = (set(axes) - set(spec.group.axes) for axes in varying)
     rows, cols = (tuple(name for name in names if name in axes) for axes in (of_a - of_b, of_b - of_a))
     ahead = {"m": rows, "n": cols, "k": ()}
-    a, b, d = (
-        [(*ahead[index], *product.sharded(which, index)) for index in indices]
-        for which, indices in (("a", "mk"), ("b", "kn"), ("d", "mn"))
-    )
-    return (a[0], a[1]), (b[0], b[1]), (d[0], d[1])
+    ordered = {frozenset(dim): dim for dim in known}
+
+    def dim(which: str, index: str) -> Dim:
+        axes = (*ahead[index], *product.sharded(which, index))
+        return ordered.get(frozenset(axes), axes)
+
+    return tuple((dim(which, rows), dim(which, cols)) for which, rows, cols in ("amk", "bkn", "dmn"))
+
+
+def sharded_dims(eqn: Any) -> tuple[Dim, ...]:
+    """The dimensions of operands and results of a shard_map that several mesh axes share; none of other equations."""
+    specs = (*eqn.params["in_specs"], *eqn.params["out_specs"]) if eqn.primitive.name == "shard_map" else ()
+    return tuple(entry for spec in specs for entry in spec if isinstance(entry, tuple) and len(entry) > 1)
 
 
 def mesh_size(aval: jax.core.ShapedArray) -> int:

@@ -16,9 +16,10 @@ from jaxmp._src.fuse.operands import Operand, is_auto, is_explicit
 from jaxmp._src.fuse.products import Product
 from jaxmp._src.ops import dot_general as _dot_general
 from jaxmp._src.ops.matmul import linear, matmul
-from jaxmp._src.spec import epilogs
+from jaxmp._src.spec import epilogs, levels
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.options import Determinism, Implementation
+from jaxmp._src.spec.levels import Level
+from jaxmp._src.spec.options import Implementation
 from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.spec.request import Request
 
@@ -27,7 +28,7 @@ from jaxmp._src.spec.request import Request
 class Options:
     """What `fuse` was asked for."""
 
-    determinism: Determinism
+    level: Level
     implementation: Implementation | None
     epilogs: bool
 
@@ -59,7 +60,7 @@ def call(product: Product, options: Options, x: jax.Array, w: jax.Array, *extra:
         return [matmul(x, w, conjugate_a=conjugates[0], conjugate_b=conjugates[1], **shared)]
     x, w = (lax.conj(each) if is_conjugated else each for each, is_conjugated in zip((x, w), conjugates, strict=True))
     if not product.is_matrix or (product.is_swapped and is_auto(product.result.aval) and not product.epilog):
-        return [_general(product, x, w, shared)]
+        return [_general(product, options.level, x, w, shared)]
     shared |= {"transpose_b": product.w.contract == (1,), "alpha": _alpha(product)}
     inputs = None if bias is None else {"bias": bias}
     if c is not None:
@@ -94,7 +95,7 @@ def _shared(product: Product, options: Options) -> dict[str, Any]:
         "precision": product.precision,
         "preferred_element_type": product.dtype,
         "implementation": options.implementation,
-        "determinism": options.determinism,
+        **options.level.option,
     }
 
 
@@ -107,14 +108,14 @@ def _alpha(product: Product) -> float:
     return 1.0 if product.alpha is None else product.alpha
 
 
-def _general(product: Product, x: jax.Array, y: jax.Array, options: dict[str, Any]) -> jax.Array:
+def _general(product: Product, level: Level, x: jax.Array, y: jax.Array, options: dict[str, Any]) -> jax.Array:
     one, other = product.x, product.w
-    if options["determinism"] == "topology":
+    if level.global_order:
         if not one.batch:
             return _as_matrices(one, x, other, y, options)
         if any(_axes_of(x, d) for x, dims in ((x, one.contract), (y, other.contract)) for d in dims):
             raise NotAvailable("ranks share the contraction of a batch")
-        options = options | {"determinism": "batch"}  # products of whole rows and columns do not depend on the mesh
+        options = options | levels.ANY_MESH_ORDER.option  # products of whole rows and columns do not depend on the mesh
     numbers = ((one.contract, other.contract), (one.batch, other.batch))
     if product.is_swapped and is_auto(product.result.aval):
         del options["out_sharding"]

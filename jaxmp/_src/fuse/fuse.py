@@ -12,8 +12,10 @@ from jaxmp._src.fuse.emit import Options
 from jaxmp._src.fuse.graph import Graph, read
 from jaxmp._src.fuse.rewrite import Rewriter
 from jaxmp._src.jax_internals import jax_tracing
-from jaxmp._src.spec.options import Determinism, Implementation
-from jaxmp._src.validation.operand_checks import check_determinism, check_implementation
+from jaxmp._src.spec import levels
+from jaxmp._src.spec.levels import Determinism
+from jaxmp._src.spec.options import Implementation
+from jaxmp._src.validation.operand_checks import IMPLEMENTATIONS, check_choice, check_flag
 from jaxmp._src.validation.public import public
 
 Args = ParamSpec("Args")
@@ -58,9 +60,9 @@ def fuse(
     """
     if not callable(fn):
         raise TypeError(f"fuse: takes a function, got {type(fn).__name__}; write fuse(fn)(*args)")
-    check_determinism(determinism)
-    check_implementation(implementation)
-    options = Options(determinism, implementation, epilogs)
+    level = levels.find(determinism)
+    check_choice("implementation", implementation, IMPLEMENTATIONS)
+    options = Options(level, implementation, check_flag("epilogs", epilogs))
 
     @functools.wraps(fn)
     def fused(*args: Args.args, **kwargs: Args.kwargs) -> Result:

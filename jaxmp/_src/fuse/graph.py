@@ -64,6 +64,7 @@ class Graph:
     def __init__(self, equations: Sequence[Any], results: Sequence[Any], barrier: Collection[Any] = ()) -> None:
         self.equations, self.results = list(equations), list(results)
         self._barrier = frozenset(barrier)
+        self.matches: dict[Any, Any] = {}  # of `templates`, by what was looked for
         self.producer: dict[Any, int] = {}
         self._readers: dict[Any, list[int]] = {}
         for i, eqn in enumerate(self.equations):
@@ -164,26 +165,27 @@ def schedule(
 ) -> list[int | Group]:
     """What has to be evaluated for `results`, and if nothing is `known` for effects, each after all that it reads:
     groups in place of the equations that make their outputs."""
-    of_groups = {v: group for group in groups for v in group.outputs}
+    makers: dict[Any, int | Group] = graph.producer | {v: group for group in groups for v in group.outputs}
+    order: list[int | Group] = []
+    entered: set[int | Group] = set()
+    done: set[int | Group] = set()
 
     def steps(values: Sequence[Any]) -> list[int | Group]:
         """What makes these values, as far as that is still to do."""
-        wanted = (v for v in values if not jax_tracing.is_literal(v) and v not in known)
-        made = (of_groups.get(v, graph.producer.get(v)) for v in wanted)
-        return [step for step in made if step is not None and step not in done]
+        wanted = (v for v in values if not jax_tracing.is_literal(v) and v not in known and v in makers)
+        return [step for v in wanted if (step := makers[v]) not in done]
 
-    order: list[int | Group] = []
-    done: set[int | Group] = set()
     effects = [] if known else [i for i, eqn in enumerate(graph.equations) if eqn.effects]
     # Depth first, without recursion: a jaxpr may be long.
     stack = steps(results[::-1]) + effects[::-1]
     while stack:
         step = stack[-1]
-        missing = steps(graph.inputs(step))
-        if step in done or not missing:
-            stack.pop()
-            order += [] if step in done else [step]
+        if step not in entered:
+            entered.add(step)
+            stack += steps(graph.inputs(step))[::-1]
+            continue
+        stack.pop()
+        if step not in done:
             done.add(step)
-        else:
-            stack += missing[::-1]
+            order.append(step)
     return order

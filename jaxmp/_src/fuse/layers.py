@@ -30,7 +30,7 @@ def find(graph: Graph, products: Sequence[Product], options: Options) -> list[Gr
         first = by_result.get(hidden)
         if first is not None and _is_layer(first) and first.activation in ("relu", "gelu"):
             groups.append(_layers((first, down), frozenset(), options))
-        elif options.determinism == "run_to_run" and (pair := _gated(graph, hidden, by_result)) is not None:
+        elif not options.level.fixed_order and (pair := _gated(graph, hidden, by_result)) is not None:
             groups.append(_layers((*pair, down), frozenset((graph.producer[hidden],)), options))
     return groups
 
@@ -86,4 +86,4 @@ def _call(products: tuple[Product, ...], options: Options, x: jax.Array, *arrays
     if len(products) == 3:
         return [gated_mlp(x, *weights, *biases, **shared)]
     (w_in, w_out), (b_in, b_out) = weights, biases
-    return [mlp(x, w_in, b_in, w_out, b_out, determinism=options.determinism, **shared)]
+    return [mlp(x, w_in, b_in, w_out, b_out, **options.level.option, **shared)]

@@ -205,7 +205,7 @@ class Rewriter:
         is_int8 = set(dtypes) == {np.dtype("int8")}
         if not is_int8 and not any(jnp.issubdtype(dtype, jnp.inexact) for dtype in dtypes):
             return "type"
-        if self.options.determinism != "run_to_run" or product.communicates:
+        if self.options.level.fixed_order or product.communicates:
             return None
         if product.lhs.batch:
             return "batch"
@@ -242,10 +242,10 @@ class Rewriter:
         self._run(graph, steps, dict.fromkeys(group.equations, why), values)
 
     def _warn(self, line: str, why: str) -> None:
-        """Warns of a product that stays JAX's, which keeps no level of determinism."""
-        if self.options.determinism != "run_to_run":
+        """Warns of a product that stays JAX's, which keeps no order of sums."""
+        if self.options.level.fixed_order:
             warnings.warn(
-                f'fuse: determinism="{self.options.determinism}" does not hold for a product at {line}: {why}',
+                f"fuse: {self.options.level.asked} does not hold for a product at {line}: {why}",
                 RuntimeWarning,
                 stacklevel=2,
             )

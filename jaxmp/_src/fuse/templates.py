@@ -20,7 +20,7 @@ from jaxmp._src.spec.options import ActivationName
 Function = Callable[..., Any]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Activation:
     """A way in which models write an activation: jaxmp's name of it, the function, and a primitive that reads its
     argument, without which no template is traced."""
@@ -30,10 +30,11 @@ class Activation:
     reader: str
 
 
+_RELU, _GELU = Activation("relu", jax.nn.relu, "custom_jvp_call"), Activation("gelu", jax.nn.gelu, "integer_pow")
 ACTIVATIONS = (
-    Activation("relu", jax.nn.relu, "custom_jvp_call"),
+    _RELU,
     Activation("relu", lambda z: jnp.maximum(z, 0), "max"),
-    Activation("gelu", lambda z: jax.nn.gelu(z, approximate=True), "integer_pow"),
+    _GELU,
     Activation("gelu_exact", lambda z: jax.nn.gelu(z, approximate=False), "neg"),
     Activation("silu", jax.nn.silu, "jit"),
     Activation("silu", lambda z: z * jax.nn.sigmoid(z), "logistic"),
@@ -59,8 +60,8 @@ def _cotangent_of(function: Function) -> Function:
 
 # Activations whose derivatives are epilogs, each with the cotangent of its argument.
 DIFFERENTIATED: tuple[tuple[Activation, Function], ...] = (
-    (Activation("gelu", jax.nn.gelu, "integer_pow"), _cotangent_of(jax.nn.gelu)),
-    (Activation("relu", jax.nn.relu, "custom_jvp_call"), _cotangent_of(jax.nn.relu)),
+    (_GELU, _cotangent_of(jax.nn.gelu)),
+    (_RELU, _cotangent_of(jax.nn.relu)),
     # As JAX 0.10 differentiates it.
     (Activation("relu", jax.jit(lambda z: jnp.maximum(z, 0)), "jit"), _cotangent_of(jax.nn.relu)),
 )
@@ -68,8 +69,12 @@ DIFFERENTIATED: tuple[tuple[Activation, Function], ...] = (
 
 def find_activation(graph: Graph, activation: Activation, v: Any) -> Match | None:
     """The equations that apply an activation to a value."""
-    readers = (graph.equations[i].primitive.name for i in graph.readers(v) if i != RESULT)
-    return find(graph, activation.function, (v,)) if activation.reader in readers else None
+    if activation.reader not in (graph.equations[i].primitive.name for i in graph.readers(v) if i != RESULT):
+        return None
+    if (activation, v) not in graph.matches:
+        graph.matches[activation, v] = find(graph, activation.function, (v,))
+    match: Match | None = graph.matches[activation, v]
+    return match
 
 
 def find(graph: Graph, function: Function, arguments: Sequence[Any]) -> Match | None:
@@ -103,27 +108,25 @@ def unify(graph: Graph, template: jax_tracing.Jaxpr, arguments: Sequence[Any]) -
     known: dict[Any, Any] = dict(zip(template.invars, arguments, strict=True))
     found: list[int] = []
     for wanted in template.eqns:
-        if _is_constant(wanted, known):
+        anchor = next((known[v] for v in wanted.invars if _is_value(v, known)), None)
+        if anchor is None:
             known |= dict.fromkeys(wanted.outvars, _Constant(wanted))
             continue
-        anchor = next(known[v] for v in wanted.invars if _is_value(v, known))
-        near = (i for i in dict.fromkeys(graph.readers(anchor)) if i >= 0 and i not in found)
-        i = next((i for i in near if _is_same(graph.equations[i], wanted, known, graph.made_by)), None)
-        if i is None:
+        for i in graph.readers(anchor):
+            if i != RESULT and i not in found and _is_same(graph.equations[i], wanted, known, graph.made_by):
+                break
+        else:
             return None
         found.append(i)
         eqn = graph.equations[i]
-        known |= {v: _choose(known[v], eqn) for v in wanted.invars if not jax_tracing.is_literal(v)}
+        for v in wanted.invars:
+            if not jax_tracing.is_literal(v) and isinstance(known[v], frozenset):
+                known[v] = next(read for read in eqn.invars if _is_in(read, known[v]))
         known |= zip(wanted.outvars, eqn.outvars, strict=True)
     (output,) = template.outvars
     if not found or output not in known:
         return None
     return Match(frozenset(found), known[output], tuple(known[v] for v in template.invars))
-
-
-def _choose(value: Any, eqn: Any) -> Any:
-    """What stands for a value of a template: of a set, the one that an equation reads."""
-    return next(v for v in eqn.invars if _is_in(v, value)) if isinstance(value, frozenset) else value
 
 
 def _is_in(v: Any, values: frozenset[Any]) -> bool:
@@ -141,10 +144,6 @@ def _is_value(v: Any, known: dict[Any, Any]) -> bool:
     return not jax_tracing.is_literal(v) and not isinstance(known[v], (_Constant, frozenset))
 
 
-def _is_constant(eqn: Any, known: dict[Any, Any]) -> bool:
-    return not any(_is_value(v, known) for v in eqn.invars)
-
-
 # The equation that makes a value, or None.
 Producer = Callable[[Any], Any]
 
@@ -154,13 +153,13 @@ def _is_same(eqn: Any, wanted: Any, known: dict[Any, Any], made_by: Producer) ->
         return False
     if len(eqn.outvars) != len(wanted.outvars):
         return False
-    orders = [wanted.invars]
-    if eqn.primitive.name in _COMMUTE:
-        orders.append(wanted.invars[::-1])
-    return any(
-        all(_is_operand(have, want, known, made_by) for have, want in zip(eqn.invars, order, strict=True))
-        for order in orders
+    return _are_operands(eqn.invars, wanted.invars, known, made_by) or (
+        eqn.primitive.name in _COMMUTE and _are_operands(eqn.invars, wanted.invars[::-1], known, made_by)
     )
+
+
+def _are_operands(haves: Sequence[Any], wants: Sequence[Any], known: dict[Any, Any], made_by: Producer) -> bool:
+    return all(_is_operand(have, want, known, made_by) for have, want in zip(haves, wants, strict=True))
 
 
 def _is_operand(have: Any, want: Any, known: dict[Any, Any], made_by: Producer) -> bool:
@@ -178,6 +177,8 @@ def _is_operand(have: Any, want: Any, known: dict[Any, Any], made_by: Producer) 
 
 def _same_params(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Whether two equations of one primitive do the same. Names, contexts and rules of differentiation do not count."""
+    if one is other or not (one or other):
+        return True
     return one.keys() == other.keys() and all(_same_value(one[key], other[key]) for key in one if key not in _IGNORED)
 
 

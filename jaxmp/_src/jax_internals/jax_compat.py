@@ -72,11 +72,6 @@ def reduced_axes(x: jax.Array) -> frozenset[str]:
     return frozenset(cast(Any, jax.typeof(x)).manual_axis_type.reduced)
 
 
-def unreduced_axes(x: jax.Array) -> frozenset[str]:
-    """Manual axes over which `x` is unreduced: every rank holds a term of a sum."""
-    return frozenset(cast(Any, jax.typeof(x)).manual_axis_type.unreduced)
-
-
 def with_shape(
     aval: jax.core.ShapedArray, shape: Sequence[int], dtype: DTypeLike, varying: Iterable[str]
 ) -> jax.core.ShapedArray:
@@ -109,13 +104,13 @@ def convert(x: Any, dtype: np.dtype, is_weak: bool = False) -> Any:
 def mesh_axes() -> tuple[tuple[str, int], ...]:
     """Every axis of the mesh whose shards are being traced, as (name, size)."""
     mesh = jax.sharding.get_abstract_mesh()
-    axes = _core.get_axis_env().axis_sizes if mesh.empty else mesh.shape
+    axes = axis_env().axis_sizes if mesh.empty else mesh.shape
     return tuple(axes.items())
 
 
-def explicit_batch_axes() -> frozenset[str]:
-    """The explicit mesh axes over which the dimensions are sharded that enclosing vmaps map over."""
-    return frozenset(_core.get_axis_env().explicit_mesh_axis_names)
+# Of the axes that are being traced: `explicit_mesh_axis_names` are the explicit mesh axes over which the dimensions are
+# sharded that enclosing vmaps map over.
+axis_env: Callable[[], Any] = _core.get_axis_env
 
 
 def is_vma_checked() -> bool:
@@ -235,9 +230,8 @@ def user_line() -> str:
 # Processes ------------------------------------------------------------------------------------------------------
 
 
-def backend_exists() -> bool:
-    """Whether JAX has started a backend; from then on it no longer learns of other processes."""
-    return _xla_bridge.backends_are_initialized()
+# Whether JAX has started a backend; from then on it no longer learns of other processes.
+backend_exists: Callable[[], bool] = _xla_bridge.backends_are_initialized
 
 
 def after_dispatched_programs() -> list[jax.Array]:
@@ -289,13 +283,13 @@ __all__ = [
     "Primitive",
     "Processes",
     "ambient_mesh",
+    "axis_env",
     "backend_exists",
     "batching",
     "cache_in_context",
     "default_platform",
     "detect_processes",
     "distributed_client",
-    "explicit_batch_axes",
     "forget_distributed",
     "hides_frames",
     "is_vma_checked",
@@ -307,7 +301,6 @@ __all__ = [
     "subjaxprs",
     "traced_line",
     "under_known_flags",
-    "unreduced_axes",
     "user_line",
     "uses_mutual_tls",
     "varying_axes",

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import types
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -60,21 +59,6 @@ def _is_traced_by_jaxmp(traceback: Any) -> bool:
 
 # Sums over mesh axes, without and with types that say over which axes they vary.
 PSUMS = (_parallel.psum_p, _parallel.psum_invariant_p)
-
-_AT_IMPORT: dict[str, Callable[[], None]] = {}
-
-
-def when_imported(module: str, register: Callable[[], None]) -> None:
-    """Have `register_imported` call `register` once, when the module has been imported."""
-    _AT_IMPORT[module] = register
-
-
-def register_imported() -> None:
-    """Register the rules of transformations that the user has imported by now."""
-    if sys.modules.keys().isdisjoint(_AT_IMPORT):  # at each eager call
-        return
-    for module in [name for name in _AT_IMPORT if name in sys.modules]:
-        _AT_IMPORT.pop(module)()
 
 
 def jaxpr_on_axes(fn: Callable[..., Any], operands: Iterable[Any], axes: Iterable[tuple[str, int]]) -> Any:

@@ -16,6 +16,7 @@ import numpy as np
 from jax._src import api_util as _api_util
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import dtypes as _dtypes
 from jax._src import linear_util as _lu
 from jax._src import source_info_util as _source_info_util
 from jax._src.interpreters import partial_eval as _pe
@@ -177,17 +178,41 @@ def evaluate_each(
     equations: Sequence[_core.JaxprEqn],
     values: dict[Any, Any],
     value_of: Callable[[_core.Literal], Any] = operator.attrgetter("val"),
+    *,
+    are_plain: bool = False,
 ) -> None:
-    """Evaluates equations, of `values`, and `value_of` literals, into them."""
+    """Evaluates equations, of `values`, and `value_of` literals, into them.
+
+    Where the caller is traced to a jaxpr, those that `are_plain` are put into it as they stand, for their types are
+    known.
+    """
+    trace, names = _core.trace_ctx.trace, _source_info_util.current_name_stack()
+    is_staging = are_plain and isinstance(trace, _pe.DynamicJaxprTrace)
     for eqn in equations:
-        with traced_as(eqn):
-            operands = [value_of(v) if isinstance(v, _core.Literal) else values[v] for v in eqn.invars]
-            values |= zip(eqn.outvars, evaluate(eqn, operands), strict=True)
+        operands = [value_of(v) if isinstance(v, _core.Literal) else values[v] for v in eqn.invars]
+        results = _staged(trace, names, eqn, operands) if is_staging else None
+        if results is None:
+            with traced_as(eqn):
+                results = evaluate(eqn, operands)
+        values |= zip(eqn.outvars, results, strict=True)
+
+
+def _staged(trace: Any, names: Any, eqn: _core.JaxprEqn, operands: Sequence[Any]) -> Sequence[Any] | None:
+    """The results of an equation that is put into a jaxpr; None where its operands are of other types."""
+    info = eqn.source_info.replace(name_stack=names + eqn.source_info.name_stack)
+    arrays = (x if isinstance(x, _core.Tracer) else _dtypes.canonicalize_value(x) for x in operands)
+    tracers = [trace.to_jaxpr_tracer(x, info) for x in arrays]
+    avals = [x.aval for x in tracers]
+    if avals != [v.aval for v in eqn.invars] or eqn.primitive.is_high(*avals, **eqn.params):
+        return None
+    types = [v.aval for v in eqn.outvars]
+    results: Sequence[Any] = trace.emit_eqn(tracers, types, eqn.primitive, eqn.params, eqn.effects, info, eqn.ctx)
+    return results
 
 
 def is_plain(eqn: _core.JaxprEqn) -> bool:
     """Whether an equation has no effects and holds no jaxpr."""
-    return not eqn.effects and not any(True for _ in _core.jaxprs_in_params(eqn.params))
+    return not eqn.effects and not (eqn.params and any(True for _ in _core.jaxprs_in_params(eqn.params)))
 
 
 def evaluate_plain(equations: Sequence[_core.JaxprEqn], outputs: Sequence[Any], values: dict[Any, Any]) -> None:
@@ -199,7 +224,7 @@ def evaluate_plain(equations: Sequence[_core.JaxprEqn], outputs: Sequence[Any], 
     segment = _Segment(equations, outputs)
     is_not_transformed = isinstance(_core.trace_ctx.trace, (_core.EvalTrace, _pe.DynamicJaxprTrace))
     if is_not_transformed or not _is_hashable(segment):
-        evaluate_each(equations, values)
+        evaluate_each(equations, values, are_plain=True)
     else:
         values |= zip(outputs, _evaluate_segment(segment, *(values[v] for v in segment.inputs)), strict=True)
 
@@ -247,7 +272,7 @@ class _Segment:
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _evaluate_segment(segment: _Segment, *operands: Any) -> list[Any]:
     values = dict(zip(segment.inputs, operands, strict=True))
-    evaluate_each(segment.equations, values, lambda literal: _Constant(literal).value)
+    evaluate_each(segment.equations, values, lambda literal: _Constant(literal).value, are_plain=True)
     return [values[v] for v in segment.outputs]
 
 

@@ -10,13 +10,12 @@ import numpy as np
 from jaxmp._src.lowering.legalize import (
     Capabilities,
     why_card_refuses,
-    why_no_library,
     why_not_cublasmp,
     why_unsupported,
 )
 from jaxmp._src.runtime import native
 from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator
+from jaxmp._src.spec.matmul_spec import INTEGERS, MatmulSpec, accumulator
 from jaxmp._src.spec.refusal import NotAvailable, NotInstalled
 
 # Multiplications and additions of a product from which on hostmp one by one is no slower than XLA's batched dot.
@@ -47,11 +46,10 @@ def choose_implementation(
         operands = (low_precision.operand_type(*operands),) * 2
     choice = _choose(spec, platform, nprocesses, operands)
     if spec.fixed_reduction_order and platform != "cpu" and choice.implementation != "cublasmp":
-        remedy = 'pass implementation="cublasmp", or ' if (platform, spec.implementation) == ("cuda", "xla") else ""
-        raise NotAvailable(
-            f"determinism={spec.determinism!r} is not available on platform {platform!r} with "
-            f"implementation={choice.implementation!r} ({choice.why}), where the order of a sum is the compiler's; "
-            f'{remedy}pass determinism="run_to_run"'
+        raise spec.level.refusal(
+            f"is not available on platform {platform!r} with implementation={choice.implementation!r} ({choice.why}), "
+            "where the order of a sum is the compiler's",
+            'pass implementation="cublasmp"' if (platform, spec.implementation) == ("cuda", "xla") else "",
         )
     return choice
 
@@ -142,3 +140,9 @@ def _choose_on_cuda(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> Choice:
 def capabilities_of(library: str) -> Capabilities:
     """Those of "host" or "cublasmp"."""
     return Capabilities(**(native.capabilities("cublasmp") if library == "cublasmp" else native.capabilities()))
+
+
+def why_no_library(operands: tuple[np.dtype, ...]) -> str:
+    """Why neither library multiplies operands of these types, or the empty string."""
+    name = np.dtype(operands[0]).name if operands else ""
+    return f"XLA alone multiplies {name}" if name in INTEGERS else ""

@@ -8,15 +8,14 @@ A grid swaps its two directions for the same reason.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
-from jaxmp._src.lowering.mesh_position import mesh_position
 from jaxmp._src.primitive.primitives import AMAXES
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import ArrayType
@@ -178,7 +177,7 @@ def call_attributes(
         "axes_row": np.array([names.index(axis) for axis in axes_row], np.int64),
         "axes_col": np.array([names.index(axis) for axis in axes_col], np.int64),
         "devices": np.array(devices, np.int64),
-        "determinism": spec.determinism,
+        "determinism": spec.level.name,
         "communication_dtype": _DTYPES[np.dtype(spec.comm.dtype).name] if spec.comm.dtype else "none",
         "algorithm": spec.comm.algorithm or "default",
         "comm_sm_count": np.int64(spec.comm.sm_count or 0),
@@ -186,10 +185,10 @@ def call_attributes(
     }
 
 
-def _compute_type(spec: MatmulSpec, operand: DTypeLike) -> str:
+def _compute_type(spec: MatmulSpec, operand: np.dtype) -> str:
     """hostmp takes cuBLASMp's, and no library sums in 16 bits."""
     platform = "cpu" if precisions.sums_in_16_bits(spec.precision) else ""
-    return precisions.find(spec.precision, operand, platform).name
+    return precisions.find(spec.precision, operand, platform)
 
 
 def _layouts(spec: MatmulSpec) -> dict[str, np.ndarray]:
@@ -220,4 +219,25 @@ def profile_name(spec: MatmulSpec, found: Extents, a: ArrayType, b: ArrayType) -
         wide = native.kernel_of(_DTYPES[low_precision.operand_type(a.dtype, b.dtype).name])
         kernel = f"decoded; {wide}" if low_precision.is_mixed(a.dtype, b.dtype) else wide
         kernel = "one order of sums" if spec.fixed_reduction_order else kernel
-    return f"jaxmp {spec.group.pattern.value} {found.m}x{found.k}x{found.n} {types} {spec.determinism} ({kernel})"
+    return f"jaxmp {spec.group.pattern.value} {found.m}x{found.k}x{found.n} {types} {spec.level.name} ({kernel})"
+
+
+# The rank --------------------------------------------------------------------------------------------------------
+
+mesh_position_p = jax_compat.make_primitive("jaxmp_mesh_position", multiple_results=False)
+
+
+def mesh_position(axes: tuple[tuple[str, int], ...]) -> jax.Array:
+    """The index of this device in a mesh with these axes and sizes, a uint32.
+
+    `lax.axis_index` computes it by a few operations, for which XLA on CPUs starts LLVM: of a program with one call they
+    were a third of the compile time. Inside a shard_map over all axes it is the number that XLA has for the device.
+    """
+    return cast(jax.Array, mesh_position_p.bind(axes=axes))
+
+
+def _type(*, axes: tuple[tuple[str, int], ...]) -> jax.core.ShapedArray:
+    return jax.core.ShapedArray((), np.dtype(np.uint32))
+
+
+mesh_position_p.def_abstract_eval(_type)

@@ -1,4 +1,4 @@
-"""A product as calls of one shape: "batch" and "topology" over a library that promises no order of sums.
+"""A product as calls of one shape: a fixed order over a library that promises no order of sums.
 
 Which kernel cuBLASLt takes, and with it the order in which an element of D is summed, follows from the call: its
 extents, types, transpositions, leading dimensions and epilog. So all calls of a product are alike, however many rows
@@ -26,7 +26,7 @@ from jax import lax
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import Shape
-from jaxmp._src.spec import low_precision, process_grid
+from jaxmp._src.spec import levels, low_precision, process_grid
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import SPANS, MatmulSpec, aux_dtype, extents, spans
 
@@ -120,7 +120,7 @@ def _tile_spec(spec: MatmulSpec, is_scaled: bool) -> MatmulSpec:
     """The spec of every call. Only what the library takes in one form alone is stored otherwise than (m, k), (k, n)."""
     is_summed = spec.epilog == Epilog.BGRADA
     return spec.local().replace(
-        determinism="run_to_run",
+        **levels.ANY_ORDER.option,
         transpose_a=is_summed,
         conjugate_a=spec.conjugate_a and is_summed,
         transpose_b=is_scaled,
@@ -146,8 +146,8 @@ def _with_sums(a: jax.Array, b: jax.Array, *extra: jax.Array, spec: MatmulSpec, 
     plain = spec.replace(epilog=row.without_gradient)
     outputs = dict(zip(plain.output_names, matmul(a, b, *extra, spec=plain, call=call), strict=True))
     d = outputs["d"]
-    sums = MatmulSpec(spec.out_dtype, implementation=spec.implementation, determinism=spec.determinism)
-    outputs[row.gradient] = matmul(jnp.ones((1, d.shape[0]), d.dtype), d, spec=sums, call=call)[0][0]
+    ones = jnp.ones((1, d.shape[0]), d.dtype)
+    outputs[row.gradient] = matmul(ones, d, spec=spec.alike(spec.out_dtype), call=call)[0][0]
     return [outputs[name] for name in spec.output_names]
 
 

@@ -16,7 +16,7 @@ from jax import lax
 from jaxmp._src.lowering import backend, ffi_call, fixed_shape, xla_matmul
 from jaxmp._src.lowering.backend import Choice
 from jaxmp._src.lowering.ffi_call import custom_call
-from jaxmp._src.lowering.legalize import Capabilities, asked_of_library, is_tiled, why_no_epilog, why_too_long
+from jaxmp._src.lowering.legalize import Capabilities, asked_of_library, why_no_epilog
 from jaxmp._src.primitive import bias_grad
 from jaxmp._src.runtime import native
 from jaxmp._src.spec import low_precision
@@ -24,7 +24,7 @@ from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec, ScaleModes, accumulator, axes_text, extents
 from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.validation.comm_options import fit_comm_options
-from jaxmp._src.validation.operand_checks import check_gathered_scales
+from jaxmp._src.validation.epilog_checks import check_gathered_scales
 
 
 class Product(NamedTuple):
@@ -104,15 +104,14 @@ class Tiles(Form):
 
     @staticmethod
     def why(product: Product, capabilities: Capabilities) -> str | None:
-        is_alone = not product.spec.contraction.communicates
-        return _NO_ORDER if is_alone and is_tiled(product.spec, capabilities) else None
+        return None if product.spec.contraction.communicates else Gathered.why(product, capabilities)
 
     @staticmethod
     def emit(call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
         def tile(a: jax.Array, b: jax.Array, *extra: jax.Array, spec: MatmulSpec) -> list[jax.Array]:
             return one_device(spec, a, b, call.library).emit(a, b, *extra)
 
-        with jax.named_scope(f"jaxmp {call.spec.determinism} by calls of one shape"):
+        with jax.named_scope(f"jaxmp {call.spec.level.name} by calls of one shape"):
             return fixed_shape.matmul(a, b, *extra, spec=call.spec, call=tile)
 
     @classmethod
@@ -127,7 +126,9 @@ class Gathered(Form):
 
     @staticmethod
     def why(product: Product, capabilities: Capabilities) -> str | None:
-        return _NO_ORDER if is_tiled(product.spec, capabilities) else None
+        # A fixed order is kept by calls of one shape where the library keeps none.
+        is_tiled = product.spec.fixed_reduction_order and not capabilities.fixed_reduction_order
+        return _NO_ORDER if is_tiled else None
 
     @staticmethod
     def inner(product: Product) -> Product:
@@ -135,10 +136,10 @@ class Gathered(Form):
         # Over these axes the ranks have other rows of D.
         axes = spec.contraction.sharded("d", "m")
         if bias_grad.summed(spec.rule.gradient) == "d" and spec.group.size(axes) > 1:
-            raise NotAvailable(
-                f"determinism={spec.determinism!r} has no epilog {spec.epilog.name} where operands are gathered and "
-                f"the rows of the result lie over {axes_text(axes)}, for XLA would complete {spec.rule.gradient}; take "
-                "the gradient of a bias, or pass another level"
+            raise spec.level.refusal(
+                f"has no epilog {spec.epilog.name} where operands are gathered and the rows of the result lie over "
+                f"{axes_text(axes)}, for XLA would complete {spec.rule.gradient}",
+                "take the gradient of a bias",
             )
         if spec.group.nranks > 1:
             check_gathered_scales(spec, f"where operands are gathered over {spec.group.nranks} ranks")
@@ -307,7 +308,7 @@ class Xla(Form):
 FORMS: tuple[type[Form], ...] = (Tiles, Gathered, PaddedK, SeparateEpilog, TransposedCopy, Direct)
 
 _NO_ORDER = "the library promises no order of sums"
-# What provides the levels of determinism beyond "run_to_run".
+# What a fixed order is.
 _ORDER = "each element is one sum over k in ascending order, in fixed K blocks, then its epilog"
 
 
@@ -319,24 +320,28 @@ def find(product: Product, capabilities: Capabilities) -> tuple[type[Form], str]
 def in_library(product: Product, choice: Choice, library: str) -> ResolvedCall:
     """The call in the form that the library takes."""
     asked = product.spec
-    if library == "host" and (why := why_too_long(asked, product.a.shape, product.b.shape)):
+    found = extents(asked, product.a.shape, product.b.shape)
+    if library == "host" and max(found.m, found.n, found.k) >= 2**31:
+        why = f"hostmp counts in 32 bits, and the group's product has m={found.m}, n={found.n}, k={found.k}"
         if option := asked_of_library(asked):
             raise NotAvailable(
                 f"{option} is not available here: {why}; shard the operands further, or leave it out to have XLA "
                 "multiply"
             )
         return in_form(Xla, "", product, Choice("xla", why))
-    if asked.rule.gradient and 0 in extents(asked, product.a.shape, product.b.shape).d:
+    if asked.rule.gradient and 0 in found.d:
         return in_form(Xla, "nothing to multiply, but sums to be written", product, choice)
     capabilities = backend.capabilities_of(library)
     # The sum of one rank is its product, which cuBLASMp takes as it is stored.
     if asked.contraction.is_reduced and asked.group.nranks == 1 and not capabilities.all_reduce_any_transposition:
         asked = fit_comm_options(asked.ungrouped().replace(asks_all_reduce=False))
     # cuBLASMp conjugates only what it transposes, and sums only what it does not conjugate.
-    spec = asked.replace(
-        conjugate_a=asked.conjugate_a and asked.transpose_a and asked.epilog != Epilog.BGRADA,
-        conjugate_b=asked.conjugate_b and asked.transpose_b,
-    )
+    spec = asked
+    if asked.conjugate_a or asked.conjugate_b:
+        spec = asked.replace(
+            conjugate_a=asked.conjugate_a and asked.transpose_a and asked.epilog != Epilog.BGRADA,
+            conjugate_b=asked.conjugate_b and asked.transpose_b,
+        )
     is_conjugated = asked.conjugate_a != spec.conjugate_a, asked.conjugate_b != spec.conjugate_b
     product = product._replace(spec=spec)
     form, why = find(product, capabilities)

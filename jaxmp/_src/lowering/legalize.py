@@ -6,10 +6,9 @@ import dataclasses
 
 import numpy as np
 
-from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import INTEGERS, MatmulSpec, extents
+from jaxmp._src.spec.matmul_spec import MatmulSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,10 +25,11 @@ class Capabilities:
 
 def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
     """Why the library takes the call in no form, or the empty string."""
-    has_tiles = is_tiled(spec, capabilities)  # which are local products, whatever the pattern is
+    # Tiles are local products, whatever the pattern is.
+    has_tiles = spec.fixed_reduction_order and not capabilities.fixed_reduction_order
     why = why_no_epilog(spec.ungrouped() if has_tiles else spec, capabilities)
     if why and spec.fixed_reduction_order:
-        return f"{why}, and XLA's would not keep determinism={spec.determinism!r}"
+        return f"{why}, and XLA's would not keep {spec.level}"
     if has_tiles:
         return ""
     is_free = spec.distributions or capabilities.grid_any_shape
@@ -39,23 +39,9 @@ def why_unsupported(spec: MatmulSpec, capabilities: Capabilities) -> str:
     return "" if nrow == ncol else f"cuBLASMp multiplies contiguous shards on square grids only, not {nrow}x{ncol}"
 
 
-def why_no_library(operands: tuple[np.dtype, ...]) -> str:
-    """Why neither library multiplies operands of these types, or the empty string."""
-    name = np.dtype(operands[0]).name if operands else ""
-    return f"XLA alone multiplies {name}" if name in INTEGERS else ""
-
-
-def why_too_long(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> str:
-    """Why hostmp does not multiply operands of these local shapes, or the empty string."""
-    found = extents(spec, a_shape, b_shape)
-    if max(found.m, found.n, found.k) < 2**31:
-        return ""
-    return f"hostmp counts in 32 bits, and the group's product has m={found.m}, n={found.n}, k={found.k}"
-
-
 def takes_mixed(spec: MatmulSpec, wide: np.dtype, implementation: str) -> bool:
     """Whether a call takes a mixed pair as it is; elsewhere the narrow operand is converted to `wide` ahead of it."""
-    return implementation == "host" and precisions.find(spec.precision, wide).name in ("32F", "32F_PEDANTIC")
+    return implementation == "host" and precisions.find(spec.precision, wide) in ("32F", "32F_PEDANTIC")
 
 
 def why_not_cublasmp(spec: MatmulSpec, operands: tuple[np.dtype, ...]) -> str:
@@ -103,13 +89,8 @@ def why_no_epilog(spec: MatmulSpec, capabilities: Capabilities) -> str:
     return ""
 
 
-def is_tiled(spec: MatmulSpec, capabilities: Capabilities) -> bool:
-    """Whether a level of determinism is kept by calls of one shape, for the library keeps none."""
-    return spec.fixed_reduction_order and not capabilities.fixed_reduction_order
-
-
 def asked_of_library(spec: MatmulSpec) -> str:
     """The option that asks for a library's product, or the empty string."""
     if spec.implementation in ("host", "cublasmp"):
         return f"implementation={spec.implementation!r}"
-    return f"determinism={spec.determinism!r}" if spec.fixed_reduction_order else ""
+    return str(spec.level) if spec.fixed_reduction_order else ""

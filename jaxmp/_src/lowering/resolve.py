@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import jax
 
 from jaxmp._src.lowering import backend
@@ -26,7 +28,7 @@ def resolve(spec: MatmulSpec, a: ArrayType, b: ArrayType, platform: str, nproces
     Raises as `backend.choose_implementation`, and NotImplementedError for what the form cannot keep.
     """
     call = resolve_chosen(spec, a, b, backend.choose_implementation(spec, platform, nprocesses, (a.dtype, b.dtype)))
-    if logs.is_on("backend"):
+    if logs.logger("backend").isEnabledFor(logging.DEBUG):
         _log(call)
     return call
 

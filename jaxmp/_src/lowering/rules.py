@@ -8,7 +8,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.extend.mlir.dialects import stablehlo
 
 from jaxmp._src.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.jax_internals.jax_lowering import mlir
@@ -16,7 +18,6 @@ from jaxmp._src.lowering import backend, process_barrier, xla_matmul
 from jaxmp._src.lowering.forms import Xla
 from jaxmp._src.lowering.process_collectives import SharedMemory
 from jaxmp._src.lowering.resolve import resolve, resolve_activation_grad
-from jaxmp._src.primitive import batched_matmul
 from jaxmp._src.primitive.primitives import bind_operands, matmul_p, needs_devices
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.activations import multiply_by_slope
@@ -24,11 +25,11 @@ from jaxmp._src.spec.matmul_spec import MatmulSpec, operations
 
 
 def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
-    return batched_matmul.by_batch(_one_rule(platform), _batch_rule(platform))
+    of_batch = _batch_rule(platform)
 
-
-def _one_rule(platform: str) -> jax_lowering.LoweringRule:
     def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec) -> Any:
+        if spec.is_batch:
+            return of_batch(ctx, *nodes, spec=spec.replace(is_batch=False))
         mesh = jax_lowering.lowering_mesh(ctx)
         a, b = jax_lowering.operand_types(ctx)[:2]
         call = resolve(spec, a, b, platform, process_barrier.group_processes(spec, mesh))
@@ -39,7 +40,7 @@ def _one_rule(platform: str) -> jax_lowering.LoweringRule:
 
         def lower(a: jax.Array, b: jax.Array, *extra: jax.Array) -> list[jax.Array]:
             processes = None
-            a, b = jax_compat.convert(a, call.a.dtype), jax_compat.convert(b, call.b.dtype)
+            a, b = (x if x.dtype == t.dtype else jax_compat.convert(x, t.dtype) for x, t in ((a, call.a), (b, call.b)))
             if site and call.form is Xla:
                 processes = _processes(site, spec, a, b)
             elif site:
@@ -179,3 +180,14 @@ def _devices_of(spec: MatmulSpec, mesh: jax.sharding.Mesh | None) -> tuple[int, 
     if devices:  # binding has asked for them, unless the backend has started since
         jax_lowering.require_devices([matmul_p])
     return devices
+
+
+def mesh_position_rule(ctx: jax_lowering.LoweringContext, *, axes: tuple[tuple[str, int], ...]) -> Any:
+    mesh = jax_lowering.manual_mesh(ctx)
+    if mesh is not None and tuple(mesh.shape.items()) == axes:
+        return [stablehlo.partition_id()]
+
+    def index() -> jax.Array:
+        return lax.axis_index(tuple(name for name, _ in axes)).astype(np.uint32)
+
+    return mlir.lower_fun(index, multiple_results=False)(ctx)

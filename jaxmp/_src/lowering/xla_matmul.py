@@ -20,7 +20,7 @@ from jaxmp._src.lowering.process_collectives import SharedMemory
 from jaxmp._src.primitive import bias_grad, collectives
 from jaxmp._src.spec import low_precision, precisions
 from jaxmp._src.spec.activations import gelu, multiply_by_slope, pack_relu_aux
-from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator, aux_dtype, extents
+from jaxmp._src.spec.matmul_spec import MatmulSpec, aux_dtype, extents
 
 # The scope of products that XLA partitions by itself, for `explain`.
 SCOPE = "jaxmp_xla"
@@ -62,7 +62,7 @@ def matmul(
     """
     a, b = low_precision.widened(a, b)
     compute = precisions.find(spec.precision, a.dtype, platform)
-    acc = jnp.dtype(compute.accumulator or accumulator(a.dtype))
+    acc = precisions.summed_in(compute, a.dtype)
     if spec.distributions or low_precision.is_low_precision(a.dtype):
         local_product = None
     named = dict(zip(spec.operand_names, extra, strict=True))
@@ -147,7 +147,7 @@ def _dot_general(
     a: jax.Array,
     b: jax.Array,
     spec: MatmulSpec,
-    compute: precisions.Compute,
+    compute: str,
     acc: np.dtype,
     numbers: Any = None,
     out_sharding: Any = None,
@@ -155,9 +155,8 @@ def _dot_general(
     """The accumulated product of op(a), whose leading dimensions are rows, and op(b); or with dimension `numbers`."""
     a = lax.conj(a) if spec.conjugate_a else a
     b = lax.conj(b) if spec.conjugate_b else b
-    precision = (
-        lax.DotAlgorithmPreset[_SUMS_IN_16_BITS[compute.name]] if compute.sums_in_16_bits else lax.Precision.HIGHEST
-    )
+    narrow = _SUMS_IN_16_BITS.get(compute)
+    precision = lax.DotAlgorithmPreset[narrow] if narrow else lax.Precision.HIGHEST
     if numbers is None:
         numbers = (((a.ndim - (2 if spec.transpose_a else 1),), (1 if spec.transpose_b else 0,)), ((), ()))
     return lax.dot_general(a, b, numbers, precision=precision, preferred_element_type=acc, out_sharding=out_sharding)
@@ -172,7 +171,7 @@ def global_matmul(
     """
     a, b = low_precision.widened(operands["a"], operands["b"])
     compute = precisions.find(spec.precision, a.dtype, platform)
-    acc = jnp.dtype(compute.accumulator or accumulator(a.dtype))
+    acc = precisions.summed_in(compute, a.dtype)
     a, b = _widened(*_decoded(a, b, operands, spec, acc), platform, acc)
     with jax.named_scope(SCOPE):
         z = _dot_general(a, b, spec, compute, acc, numbers, out_sharding)

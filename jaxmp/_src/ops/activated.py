@@ -37,8 +37,8 @@ def check_spec(spec: MatmulSpec) -> None:
     """Raise NotImplementedError for a product that XLA cannot activate as the library would."""
     if spec.fixed_reduction_order:
         raise NotAvailable(
-            f'with determinism={spec.determinism!r} activation is "relu" or "gelu", which the library '
-            "computes; take one of them, or apply another to the result, where its bits are XLA's"
+            f'with {spec.level} activation is "relu" or "gelu", which the library computes; take one of them, or apply '
+            "another to the result, where its bits are XLA's"
         )
     out, bias = (np.dtype(dtype).name for dtype in (spec.out_dtype, spec.bias_dtype or spec.out_dtype))
     refuse_integers(spec)

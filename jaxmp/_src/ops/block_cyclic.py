@@ -1,6 +1,8 @@
 """Block-cyclic matrices: arrays of ScaLAPACK's local parts, made from global arrays and back, and their products.
 
-A product is one call on the local parts, and its derivatives are such products again.
+A product is one call on the local parts, and its derivatives are such products again. A redistribution is one
+all-to-all per dimension, of parts padded to the largest: what each process holds of a contiguous sharding is sorted by
+who is to have it, exchanged, and put in place. It is a permutation, so its transpose is the way back.
 """
 
 from __future__ import annotations
@@ -13,23 +15,27 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
 
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
-from jaxmp._src.ops import redistribute
-from jaxmp._src.ops.redistribute import Axes
+from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.primitives import bind
+from jaxmp._src.sharding import meshes
 from jaxmp._src.sharding.meshes import manual_mesh
-from jaxmp._src.spec import precisions
+from jaxmp._src.spec import precisions, process_grid
 from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
 from jaxmp._src.spec.options import Array, AxisName, Mesh
 from jaxmp._src.spec.process_grid import BlockCyclic, Distributed
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable, naming
 from jaxmp._src.spec.request import Request
-from jaxmp._src.validation import comm_options, operand_checks
+from jaxmp._src.validation import arguments, comm_options, operand_checks, result_types
 from jaxmp._src.validation.public import public
+
+# The mesh axes of the process rows and of the process columns.
+Axes = tuple[tuple[str, ...], tuple[str, ...]]
 
 
 @functools.partial(
@@ -109,15 +115,17 @@ def to_block_cyclic(
                 f"x lies on a {x.layout.grid} grid but layout has {layout.grid}; keep the grid, which is that "
                 "of the mesh axes"
             )
-        data = redistribute.move(x.data, x.mesh, x.axes, Distributed(x.shape, x.layout), layout)
+        data = move(x.data, x.mesh, x.axes, Distributed(x.shape, x.layout), layout)
         return dataclasses.replace(x, data=data, layout=layout)
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
         raise InvalidType(f"x must be an array, got {type(x).__name__}; convert it with jnp.asarray")
     if len(x.shape) != 2:
         raise InvalidValue(f"x must have 2 dimensions, got {len(x.shape)} (shape {tuple(x.shape)})")
+    if mesh is not None and not isinstance(mesh, Mesh):
+        raise InvalidType(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     found = _find_mesh(x, mesh)
     names = _find_axes(found, axes, layout)
-    data = redistribute.spread(jnp.asarray(x), found, names, layout)
+    data = spread(jnp.asarray(x), found, names, layout)
     return BlockCyclicArray(data, (x.shape[0], x.shape[1]), layout, found, names)
 
 
@@ -144,7 +152,7 @@ def from_block_cyclic(x: BlockCyclicArray) -> jax.Array:
     """
     if not isinstance(x, BlockCyclicArray):
         raise InvalidType(f"x must be a jaxmp.BlockCyclicArray, got {type(x).__name__}")
-    plain: jax.Array = redistribute.collect(x.data, x.shape, x.mesh, x.axes, x.layout)
+    plain: jax.Array = collect(x.data, x.shape, x.mesh, x.axes, x.layout)
     return plain
 
 
@@ -166,17 +174,77 @@ def _find_axes(mesh: Mesh, axes: Any, layout: BlockCyclic) -> Axes:
             f"axes must be a pair, the mesh axes of the process rows and of the process columns, got {axes!r}"
         )
     rows, cols = ((entry,) if isinstance(entry, str) else tuple(entry) for entry in axes)
-    for axis in rows + cols:
-        if axis not in mesh.shape:
-            raise InvalidValue(f"axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
-    if len(set(rows + cols)) != len(rows + cols):
-        raise InvalidValue(f"axis names {rows + cols} repeat")
+    meshes.check_axes(mesh, rows + cols)
     sizes = tuple(math.prod(mesh.shape[axis] for axis in entry) for entry in (rows, cols))
     if sizes != layout.grid:
         raise InvalidValue(
             f"layout has the grid {layout.grid} but the mesh axes {(rows, cols)} have {sizes}; they must be equal"
         )
     return rows, cols
+
+
+# Redistribution --------------------------------------------------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def spread(x: jax.Array, mesh: Mesh, axes: Axes, layout: BlockCyclic) -> jax.Array:
+    """Global array to data."""
+    shape = (x.shape[0], x.shape[1])
+    plain = process_grid.contiguous(shape, layout.grid)
+    padding = [(0, nb * p - n) for n, nb, p in zip(shape, plain.block, layout.grid, strict=True)]
+    if 0 in shape:
+        return empty(shape, layout, x.dtype)
+    if any(after for _, after in padding):
+        # A sharded dimension cannot grow by a number that its shards do not divide.
+        x = jnp.pad(_resharded(x, mesh, P(None, None)), padding)
+    data: jax.Array = move(_resharded(x, mesh, P(*axes)), mesh, axes, Distributed(shape, plain), layout)
+    return data
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def collect(data: jax.Array, shape: tuple[int, int], mesh: Mesh, axes: Axes, layout: BlockCyclic) -> jax.Array:
+    """Data to global array."""
+    if 0 in shape:
+        return jnp.zeros(shape, data.dtype)
+    x = move(data, mesh, axes, Distributed(shape, layout), process_grid.contiguous(shape, layout.grid))
+    return x if x.shape == shape else _resharded(x, mesh, P(None, None))[: shape[0], : shape[1]]
+
+
+def empty(shape: tuple[int, int], layout: BlockCyclic, dtype: np.dtype) -> jax.Array:
+    rows, cols = layout.local_shape(shape)
+    return jnp.zeros((rows * layout.grid[0], cols * layout.grid[1]), dtype)
+
+
+def _resharded(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
+    """`x` with this sharding where shardings are part of types; elsewhere shard_map brings it there."""
+    if not meshes.has_explicit_axes(mesh):
+        return x
+    return meshes.reshard(x, mesh, meshes.type_spec(x), spec, is_explicit=True)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3, 4))
+def move(data: jax.Array, mesh: Mesh, axes: Axes, source: Distributed, target: BlockCyclic) -> jax.Array:
+    """Data in one layout to data in another on the same grid."""
+    shape = source.shape
+    if 0 in shape:
+        return empty(shape, target, data.dtype)
+    exchanges = [process_grid.exchange(shape, dimension, source.layout, target) for dimension in range(2)]
+
+    def exchange_all(x: jax.Array) -> jax.Array:
+        for dimension, (exchange, names) in enumerate(zip(exchanges, axes, strict=True)):
+            if exchange is not None:
+                x = _exchanged(x, dimension, names, exchange)
+        return x
+
+    return jax.shard_map(exchange_all, mesh=mesh, in_specs=P(*axes), out_specs=P(*axes))(data)
+
+
+def _exchanged(x: jax.Array, dimension: int, names: tuple[str, ...], exchange: process_grid.Exchange) -> jax.Array:
+    nprocs, me = len(exchange.take), lax.axis_index(names)
+    send = jnp.asarray(exchange.send.reshape(nprocs, -1))[me]
+    x = jnp.take(x, send, axis=dimension, mode="fill", fill_value=0)
+    x = collectives.all_to_all(x, names, dimension, dimension)
+    return jnp.take(x, jnp.asarray(exchange.take)[me], axis=dimension, mode="fill", fill_value=0)
 
 
 # Products --------------------------------------------------------------------------------------------------------
@@ -197,7 +265,7 @@ def matmul(request: Request) -> BlockCyclicArray:
     _check_operands(a, b, c)
     flags = operand_checks.check_flags(request)
     preferred = operand_checks.check_preferred(request.preferred_element_type)
-    operand, out = operand_checks.resolve_dtypes(a, b, preferred)
+    operand, out = result_types.of_call(((a.dtype, False), (b.dtype, False)), preferred, False)[:2]
     shape, layout = _result_shape(request), _result_layout(request)
     distributions = (Distributed(a.shape, a.layout), Distributed(b.shape, b.layout), Distributed(shape, layout))
     _check_blocks(distributions, request)
@@ -206,8 +274,8 @@ def matmul(request: Request) -> BlockCyclicArray:
         out_dtype=out,
         group=Group(Pattern.GRID, tuple(a.mesh.shape.items()), *a.axes),
         **flags,
-        alpha=operand_checks.check_scalar("alpha", request.alpha, out),
-        beta=operand_checks.check_c(like_c, request.beta, out, shape),
+        alpha=arguments.check_scalar("alpha", request.alpha, out),
+        beta=arguments.check_c(like_c, request.beta, out, shape),
         precision=precisions.resolve(request.precision, operand, out),
         has_c=c is not None,
         distributions=distributions,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any, Protocol, Unpack, cast, overload
 
@@ -99,146 +100,92 @@ class OnGrid(Protocol):
     ) -> Any: ...
 
 
-def _on_axis(fn: Callable[..., Any]) -> OnAxis:
-    return cast(OnAxis, public(fn))
-
-
 def _on_grid(fn: Callable[..., Any]) -> OnGrid:
     return cast(OnGrid, public(fn))
 
 
-@_on_axis
-def all_gather_matmul(
-    x: ArrayLike,
-    w: ArrayLike,
-    axis_name: AxisName,
-    c: ArrayLike | None = None,
-    *,
-    epilog: Epilog | int = Epilog.NONE,
-    scaling: Scaling | None = None,
-    **options: Unpack[ShardOptions],
-) -> jax.Array | WithResults:
-    """Gather x's rows over an axis and multiply: `concat(x of every rank) @ w`.
+def _on_axis(
+    name: str, pattern: Pattern, does: str, *, operands: str, of_c: str, result: str, source: str, shardings: str
+) -> OnAxis:
+    """The public function of a pattern; the others are what its documentation says of it."""
+
+    def call(
+        x: ArrayLike,
+        w: ArrayLike,
+        axis_name: AxisName,
+        c: ArrayLike | None = None,
+        *,
+        epilog: Epilog | int = Epilog.NONE,
+        scaling: Scaling | None = None,
+        **options: Unpack[ShardOptions],
+    ) -> jax.Array | WithResults:
+        return collective(Request(name, x, w, c, epilog=epilog, scaling=scaling, **options), pattern, axis_name)
+
+    call.__name__ = call.__qualname__ = name
+    text = f"""{does}
 
     Inside a full-manual `jax.shard_map`; collective over `axis_name`: every rank calls it with an equal spec.
 
     Args:
-      x: (..., m/P, k); the next to last dimension is gathered.
-      w: (k, n/P): this rank's columns.
+      {operands}
       axis_name: a mesh axis, or a tuple of them, slowest first, over which the P ranks of a group share the product.
         Each combination of the other axes' indices is a group of its own.
-      c: like the result, with `beta`. A `bias` holds this rank's n/P values.
+      c: like the result, with `beta`{of_c}
 
     The other options are those of `matmul`.
 
     Returns:
-      (..., m, n/P).
+      {result}
 
     Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or for an axis not in the mesh.
 
-    Source: cuBLASMp's AllGather + Matmul (docs.nvidia.com/cuda/cublasmp, "Tensor parallelism").
+    Source: cuBLASMp's {source} (docs.nvidia.com/cuda/cublasmp, "Tensor parallelism").
 
     >>> import functools, jax, jax.numpy as jnp, jaxmp
     >>> from jax.sharding import PartitionSpec as P
     >>> mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    >>> @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("x", None), P(None, "x")), out_specs=P(None, "x"))
+    >>> @functools.partial(jax.shard_map, mesh=mesh, {shardings})
     ... def call(x, w):
-    ...     return jaxmp.all_gather_matmul(x, w, "x")
+    ...     return jaxmp.{name}(x, w, "x")
     >>> p = jax.device_count()
     >>> call(jnp.ones((4 * p, 2 * p)), jnp.ones((2 * p, 3 * p))).shape == (4 * p, 3 * p)
     True
     """
-    request = Request("all_gather_matmul", x, w, c, epilog=epilog, scaling=scaling, **options)
-    return collective(request, Pattern.ALL_GATHER, axis_name)
+    call.__doc__ = inspect.cleandoc(text)
+    return cast(OnAxis, public(call))
 
 
-@_on_axis
-def matmul_reduce_scatter(
-    x: ArrayLike,
-    w: ArrayLike,
-    axis_name: AxisName,
-    c: ArrayLike | None = None,
-    *,
-    epilog: Epilog | int = Epilog.NONE,
-    scaling: Scaling | None = None,
-    **options: Unpack[ShardOptions],
-) -> jax.Array | WithResults:
-    """Multiply and sum over an axis, each rank keeping its part of the rows.
-
-    Inside a full-manual `jax.shard_map`; collective over `axis_name`: every rank calls it with an equal spec.
-
-    Args:
-      x: (..., m, k/P); w: (k/P, n): this rank's part of the contraction. P divides m.
-      axis_name: a mesh axis, or a tuple of them, slowest first, over which the P ranks of a group share the product.
-        Each combination of the other axes' indices is a group of its own.
-      c: like the result, with `beta`. A `bias` holds all n values, the same on every rank.
-
-    The other options are those of `matmul`.
-
-    Returns:
-      (..., m/P, n): rank r has the r-th part of the rows of `sum over ranks of x @ w`, rounded once.
-
-    Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or for an axis not in the mesh.
-
-    Source: cuBLASMp's Matmul + ReduceScatter (docs.nvidia.com/cuda/cublasmp, "Tensor parallelism").
-
-    >>> import functools, jax, jax.numpy as jnp, jaxmp
-    >>> from jax.sharding import PartitionSpec as P
-    >>> mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    >>> @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(None, "x"), P("x", None)), out_specs=P("x", None))
-    ... def call(x, w):
-    ...     return jaxmp.matmul_reduce_scatter(x, w, "x")
-    >>> p = jax.device_count()
-    >>> call(jnp.ones((4 * p, 2 * p)), jnp.ones((2 * p, 3 * p))).shape == (4 * p, 3 * p)
-    True
-    """
-    request = Request("matmul_reduce_scatter", x, w, c, epilog=epilog, scaling=scaling, **options)
-    return collective(request, Pattern.REDUCE_SCATTER, axis_name)
-
-
-@_on_axis
-def matmul_all_reduce(
-    x: ArrayLike,
-    w: ArrayLike,
-    axis_name: AxisName,
-    c: ArrayLike | None = None,
-    *,
-    epilog: Epilog | int = Epilog.NONE,
-    scaling: Scaling | None = None,
-    **options: Unpack[ShardOptions],
-) -> jax.Array | WithResults:
-    """Multiply and sum over an axis: `sum over ranks of x @ w` on every rank.
-
-    Inside a full-manual `jax.shard_map`; collective over `axis_name`: every rank calls it with an equal spec.
-
-    Args:
-      x: (..., m, k/P); w: (k/P, n): this rank's part of the contraction.
-      axis_name: a mesh axis, or a tuple of them, slowest first, over which the P ranks of a group share the product.
-        Each combination of the other axes' indices is a group of its own.
-      c: like the result, with `beta`; it is added once. A `bias` holds all n values. Both are the same on every
-        rank.
-
-    The other options are those of `matmul`.
-
-    Returns:
-      (..., m, n), the same bits on every rank.
-
-    Raises: as `matmul`; ValueError outside shard_map, in a partial-manual one, or for an axis not in the mesh.
-
-    Source: cuBLASMp's Matmul + AllReduce (docs.nvidia.com/cuda/cublasmp, "Tensor parallelism").
-
-    >>> import functools, jax, jax.numpy as jnp, jaxmp
-    >>> from jax.sharding import PartitionSpec as P
-    >>> mesh = jax.make_mesh((jax.device_count(),), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    >>> @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P(None, "x"), P("x", None)), out_specs=P())
-    ... def call(x, w):
-    ...     return jaxmp.matmul_all_reduce(x, w, "x")
-    >>> p = jax.device_count()
-    >>> call(jnp.ones((4 * p, 2 * p)), jnp.ones((2 * p, 3 * p))).shape == (4 * p, 3 * p)
-    True
-    """
-    request = Request("matmul_all_reduce", x, w, c, epilog=epilog, scaling=scaling, **options)
-    return collective(request, Pattern.ALL_REDUCE, axis_name)
+all_gather_matmul = _on_axis(
+    "all_gather_matmul",
+    Pattern.ALL_GATHER,
+    "Gather x's rows over an axis and multiply: `concat(x of every rank) @ w`.",
+    operands="""x: (..., m/P, k); the next to last dimension is gathered.
+      w: (k, n/P): this rank's columns.""",
+    of_c=". A `bias` holds this rank's n/P values.",
+    result="(..., m, n/P).",
+    source="AllGather + Matmul",
+    shardings='in_specs=(P("x", None), P(None, "x")), out_specs=P(None, "x")',
+)
+matmul_reduce_scatter = _on_axis(
+    "matmul_reduce_scatter",
+    Pattern.REDUCE_SCATTER,
+    "Multiply and sum over an axis, each rank keeping its part of the rows.",
+    operands="x: (..., m, k/P); w: (k/P, n): this rank's part of the contraction. P divides m.",
+    of_c=". A `bias` holds all n values, the same on every rank.",
+    result="(..., m/P, n): rank r has the r-th part of the rows of `sum over ranks of x @ w`, rounded once.",
+    source="Matmul + ReduceScatter",
+    shardings='in_specs=(P(None, "x"), P("x", None)), out_specs=P("x", None)',
+)
+matmul_all_reduce = _on_axis(
+    "matmul_all_reduce",
+    Pattern.ALL_REDUCE,
+    "Multiply and sum over an axis: `sum over ranks of x @ w` on every rank.",
+    operands="x: (..., m, k/P); w: (k/P, n): this rank's part of the contraction.",
+    of_c="; it is added once. A `bias` holds all n values. Both are the same on every rank.",
+    result="(..., m, n), the same bits on every rank.",
+    source="Matmul + AllReduce",
+    shardings='in_specs=(P(None, "x"), P("x", None)), out_specs=P()',
+)
 
 
 @_on_grid

@@ -25,22 +25,21 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxmp._src.contraction import planner
 from jaxmp._src.contraction.contraction import Contraction
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
 from jaxmp._src.primitive.collectives import cast_reduced
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import eager_calls, meshes
-from jaxmp._src.sharding.dot_general_plan import ProductPlan, plan_product
-from jaxmp._src.sharding.on_shards import Operands, on_shards
+from jaxmp._src.sharding.on_shards import Frame, Operands, frame_of, on_shards
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.sharded_call import check_left_to_xla, jaxmp_call, make_call
-from jaxmp._src.spec.matmul_spec import Group
+from jaxmp._src.spec.matmul_spec import Group, accumulator
 from jaxmp._src.spec.options import Precision
-from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.spec.request import ContractionOptions, Request
-from jaxmp._src.validation import operand_checks, result_types, scale_checks
-from jaxmp._src.validation.arguments import validated
+from jaxmp._src.validation import result_types
+from jaxmp._src.validation.arguments import converted, types_of, validated
 from jaxmp._src.validation.dimension_numbers import DimensionNumbers, GivenNumbers, parse, pick
 from jaxmp._src.validation.public import public
 
@@ -102,46 +101,61 @@ class _Product:
     request: Request
     numbers: DimensionNumbers
     placement: meshes.Placement
-    plan: ProductPlan | None = None
+    plan: Contraction | None = None
+    frame: Frame | None = None
 
     @property
     def columns(self) -> tuple[int, ...]:
-        return self.plan.columns if self.plan else self.numbers.rhs_free
+        """The free dimensions of rhs in the order in which they fold."""
+        return tuple(map(self.plan.b.index, self.plan.columns)) if self.plan else self.numbers.rhs_free
 
     @property
     def keeps_rows(self) -> bool:
         """Whether the row dimensions stay apart: one that ranks share, and others are slower."""
-        return self.plan is not None and self.plan.contraction.dimension > 0
+        return self.plan is not None and self.plan.dimension > 0
 
     def dtypes(self, lhs: jax.Array, rhs: jax.Array) -> tuple[np.dtype, np.dtype]:
         """Those of the operands as multiplied, and of the result."""
-        checks = scale_checks if lhs.dtype == rhs.dtype == jnp.int8 else operand_checks
-        dtypes: tuple[np.dtype, np.dtype] = checks.resolve_dtypes(lhs, rhs, self.request.preferred_element_type)
-        return dtypes
+        preferred: Any = self.request.preferred_element_type
+        return result_types.of_call(types_of(lhs, rhs), preferred, False)[:2]
 
 
 def product(request: Request, dimension_numbers: GivenNumbers) -> jax.Array:
     """The result of `jaxmp.dot_general`."""
-    lhs, rhs = operand_checks.as_array(request.a), operand_checks.as_array(request.b)
+    lhs, rhs = request.a, request.b
+    conversion, call = eager_calls.planned(_planned, request, dimension_numbers)
+    d: jax.Array = conversion.of_result(jaxmp_dot_general(call, conversion.of("a", lhs), conversion.of("b", rhs)))
+    return d
+
+
+def _planned(request: Request, dimension_numbers: GivenNumbers) -> tuple[result_types.Conversion, _Product]:
+    """The conversions around a product, and its plan."""
+    lhs, rhs = request.a, request.b
     numbers = parse(dimension_numbers, lhs, rhs)
-    if request.determinism == "topology":
-        raise NotAvailable(
-            'determinism="topology" is not available, for ranks may hold several contracted dimensions '
-            'interleaved; use jaxmp.matmul on matrices, or pass determinism="batch"'
+    if request.level.global_order:
+        raise request.level.mesh_refusal(
+            "is not available, for ranks may hold several contracted dimensions interleaved",
+            "use jaxmp.matmul on matrices",
         )
     are_rows = numbers.lhs_contract == (lhs.ndim - 1,) and numbers.rhs_contract == (rhs.ndim - 1,)
-    conversion, request = result_types.find(request._replace(a=lhs, b=rhs), are_rows=are_rows, is_lax=True)
+    conversion, request = converted(request, are_rows=are_rows, is_lax=True)
     lhs, rhs, precision = request.a, request.b, request.precision
     placement = meshes.place(request, numbers.result(lhs.shape, rhs.shape))
     precision = tuple(precision) if isinstance(precision, list) else precision
     bare = request._replace(a=None, b=None, precision=precision, out_sharding=None, in_shardings=None, mesh=None)
     call = _Product(bare, numbers, placement)
     if placement.mode == meshes.Mode.SHARDED:
-        gathers_inside = request.determinism == "run_to_run"  # else gradients are sums in an order of their own
-        plan = plan_product(numbers, placement, (lhs, rhs), call.dtypes(lhs, rhs), gathers_inside=gathers_inside)
-        call = dataclasses.replace(call, plan=plan)
-    d: jax.Array = conversion.of_result(jaxmp_dot_general(call, lhs, rhs))
-    return d
+        gathers_inside = not request.level.fixed_order  # else gradients are sums in an order of their own
+        shapes = lhs.shape, rhs.shape
+        given = placement.given(numbers.product(lhs.ndim, rhs.ndim), shapes)
+        operand, out = call.dtypes(lhs, rhs)
+        itemsizes = lhs.dtype.itemsize, rhs.dtype.itemsize, out.itemsize, accumulator(operand).itemsize
+        terms = functools.partial(planner.terms, given, (*shapes, placement.shape), placement.mesh.shape, itemsizes)
+        plan = planner.plan(given, terms, gathers_k=gathers_inside)
+        where = placement.mesh, placement.is_explicit
+        frame = frame_of(where, given.layout, plan, gathers_inside=gathers_inside)
+        call = dataclasses.replace(call, plan=plan, frame=frame)
+    return conversion, call
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -151,16 +165,16 @@ def jaxmp_dot_general(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.
     if placement.mode == meshes.Mode.XLA:
         d = _product_of_xla(product, lhs, rhs)
         return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
-    plan = product.plan
-    if plan is None:
+    plan, frame = product.plan, product.frame
+    if plan is None or frame is None:
         lhs, rhs = cast_reduced({"lhs": lhs, "rhs": rhs}).values()  # ahead of vmap, where JAX has no such cast
         d = _fold(product, functools.partial(_multiply, placement), out_shape, lhs, rhs)
         return d if placement.constraint is None else lax.with_sharding_constraint(d, placement.constraint)
-    local_shape = NamedSharding(placement.mesh, plan.frame.out_spec).shard_shape(out_shape)
+    local_shape = NamedSharding(placement.mesh, frame.out_spec).shard_shape(out_shape)
     operands = {"a": lhs, "b": rhs}
 
     def multiplied(shards: Operands) -> Operands:
-        multiply = functools.partial(_multiply_shards, placement, plan.contraction)
+        multiply = functools.partial(_multiply_shards, placement, plan)
         return {"d": _fold(product, multiply, local_shape, shards["a"], shards["b"])}
 
     def zeros(_: Operands) -> Operands:
@@ -170,7 +184,7 @@ def jaxmp_dot_general(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.
     if 0 in lhs.shape and 0 in rhs.shape:
         # XLA cannot partition a body whose operands are all empty, so they stay out of it.
         body, operands = zeros, {"scalar": jnp.zeros(())}
-    result: jax.Array = on_shards(plan.frame, body, operands, "")["d"]
+    result: jax.Array = on_shards(frame, body, operands, "")["d"]
     return result
 
 
@@ -178,7 +192,7 @@ def _product_of_xla(product: _Product, lhs: jax.Array, rhs: jax.Array) -> jax.Ar
     """The product of global arrays that XLA partitions."""
     dtype, _ = product.dtypes(lhs, rhs)
     matrix = jax.ShapeDtypeStruct((1, 1), dtype)
-    spec, _ = validated(product.request._replace(a=matrix, b=matrix))
+    spec, *_ = validated(product.request._replace(a=matrix, b=matrix))
     check_left_to_xla(spec, product.placement.why)
     numbers, platform = product.numbers, jax_compat.default_platform()
     given = ((numbers.lhs_contract, numbers.rhs_contract), (numbers.lhs_batch, numbers.rhs_batch))
@@ -220,8 +234,9 @@ def _matrix(
 
 def _multiply(placement: meshes.Placement, request: Request, a: jax.Array, b: jax.Array) -> jax.Array:
     """The product of whole matrices, where no sharding is known, or of one device's, inside shard_map."""
-    spec, operands = validated(request._replace(a=a, b=b))
-    d: jax.Array = jaxmp_call(make_call(spec, dataclasses.replace(placement, constraint=None), operands), operands)["d"]
+    spec, operands, shape = validated(request._replace(a=a, b=b))
+    call = make_call(spec, dataclasses.replace(placement, shape=shape, constraint=None), operands)
+    d: jax.Array = jaxmp_call(call, operands)["d"]
     return d
 
 
@@ -231,5 +246,5 @@ def _multiply_shards(
     """One device's part of the planned product."""
     group = Group.of(plan, placement.axes)
     # A grid's contraction is cut otherwise in a than in b; elsewhere the shards fit as the whole matrices do.
-    spec, operands = validated(request._replace(a=a, b=b), group if plan.is_grid else Group())
+    spec, operands, _ = validated(request._replace(a=a, b=b), group if plan.is_grid else Group())
     return bind_plan(plan, spec.replace(group=group), operands)["d"]

@@ -28,7 +28,7 @@ from jaxmp._src.spec.options import Precision, Sharding
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, naming
 from jaxmp._src.spec.request import ContractionOptions, Request, ShardingPair
 from jaxmp._src.validation import result_types
-from jaxmp._src.validation.operand_checks import as_array, check_array
+from jaxmp._src.validation.operand_checks import check_array, check_preferred
 from jaxmp._src.validation.public import public
 
 
@@ -106,7 +106,9 @@ def contract(
     out_sharding, in_shardings = request.out_sharding, request.in_shardings
     if in_shardings is not None and len(terms) != 2:
         raise InvalidValue(f"in_shardings are of two operands, got {len(terms)}; write one call for each product")
-    dtype, is_weak = result_types.of_jnp([term.array for term in terms], request.preferred_element_type)
+    dtype, is_weak = result_types.of_jnp(
+        [term.array for term in terms], check_preferred(request.preferred_element_type)
+    )
     request = request._replace(preferred_element_type=dtype)  # of every product on the way
     if len(terms) == 1 and any(map(meshes.is_partial, (meshes.type_spec(terms[0].array), out_sharding))):
         x, indices = _on_diagonals(terms[0].array, terms[0].indices)
@@ -156,8 +158,8 @@ def _parse(subscripts: Any, operands: tuple[Any, ...]) -> tuple[list[_Term], str
         )
     names = "ab" if len(places) < 3 else [f"operands[{i}]" for i in range(len(places))]
     for argument, i in zip(names, places, strict=False):
-        x = as_array(written[i])
-        written[i] = jnp.asarray(x) if isinstance(x, int | float | complex) else x
+        if isinstance(written[i], int | float | complex):
+            written[i] = jnp.asarray(written[i])
         check_array(argument, written[i])
     text = repr(subscripts) if isinstance(subscripts, str) else f"{written[1::2]}"
     try:

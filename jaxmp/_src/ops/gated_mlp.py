@@ -34,7 +34,6 @@ from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.spec.options import Activation, AxisName, Sharding
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
 from jaxmp._src.spec.request import LayerOptions, Request
-from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.arguments import validated
 from jaxmp._src.validation.public import public
 
@@ -87,15 +86,13 @@ def gated_mlp(
     Array([[36.],
            [36.]], dtype=float32)
     """
-    arrays = map(operand_checks.as_array, (x, w_gate, w_up, w_down, b_gate, b_up, b_down))
-    x, w_gate, w_up, w_down, b_gate, b_up, b_down = arrays
     found = activations.find(activation)
     act = activations.FUNCTIONS[found] if isinstance(found, str) else found
     x, w_gate, w_up = _of_one_type(x, w_gate, w_up)
     gate = GATE.request(x, w_gate, b_gate, **options)._replace(out_sharding=hidden_sharding)
     down = DOWN.request(None, w_down, b_down, **options)
     layers = plan_layers((GATE, DOWN), gate, down, axis_name)
-    if down.determinism != "run_to_run":
+    if down.level.fixed_order:
         raise NotAvailable(
             f'determinism must be "run_to_run", got {down.determinism!r}: XLA computes act(gate) * up; call '
             "jaxmp.linear for each product, and multiply them where the bits may be XLA's"
@@ -136,7 +133,7 @@ def _pair(name: str, operands: dict[str, Any]) -> Operands:
 def _up(layers: Layers, request: Request, axis_name: AxisName | None) -> Operands:
     """w_up and b_up in the types of the call; they have to fit, and to lie, as those of the gate."""
     with UP.naming():
-        _, operands = validated(request, groups_on_axes(axis_name)[0])
+        _, operands, _ = validated(request, groups_on_axes(axis_name)[0])
     shape, like = tuple(request.b.shape), layers.operands[0]["b"]
     if shape != like.shape:
         raise InvalidValue(f"w_up must have w_gate's shape {tuple(like.shape)}, got {shape}")

@@ -16,7 +16,6 @@ from jaxmp._src.sharding.sharded_call import make_call, product
 from jaxmp._src.spec import activations, epilogs
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.low_precision import Scaling
-from jaxmp._src.spec.matmul_spec import result_shape
 from jaxmp._src.spec.options import Activation
 from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.spec.request import (
@@ -29,9 +28,8 @@ from jaxmp._src.spec.request import (
     Request,
     WithResults,
 )
-from jaxmp._src.validation import result_types
-from jaxmp._src.validation.arguments import validated
-from jaxmp._src.validation.operand_checks import as_array, check_array, check_conjugate, check_flag
+from jaxmp._src.validation.arguments import converted, validated
+from jaxmp._src.validation.operand_checks import check_array, check_flags
 from jaxmp._src.validation.public import public
 
 
@@ -125,7 +123,6 @@ def matmul(
     >>> all(jnp.array_equal(d, local) for d in (gathered, scattered, reduced, on_a_grid))
     True
     """
-    a, b, c = map(as_array, (a, b, c))
     request = Request("matmul", a, b, c, epilog=epilog, scaling=scaling, **options)
     if isinstance(a, BlockCyclicArray) or isinstance(b, BlockCyclicArray):
         return block_cyclic.matmul(request)
@@ -143,14 +140,14 @@ def matmul(
 
 def _contract(request: Request, entry: eager_calls.Entry | None) -> jax.Array:
     """The product where a or b is a vector, or b has batch dimensions, with the shapes of `jnp.matmul`: an einsum."""
-    arrays, indices = [], []
-    for name, vector, matrix in (("a", "k", "mk"), ("b", "k", "kn")):
-        x = getattr(request, name)
+    arrays, indices = (request.a, request.b), []
+    for name, x in zip("ab", arrays, strict=True):
         check_array(name, x, at_least=1)
-        is_transposed = check_flag(f"transpose_{name}", getattr(request, f"transpose_{name}"))
-        check_conjugate(f"conjugate_{name}", getattr(request, f"conjugate_{name}"), x)
-        arrays.append(x)
-        indices.append(vector if x.ndim == 1 else f"...{matrix[::-1] if is_transposed else matrix}")
+    flags = check_flags(request)
+    for x, is_transposed, matrix in zip(
+        arrays, (flags["transpose_a"], flags["transpose_b"]), ("mk", "kn"), strict=True
+    ):
+        indices.append("k" if x.ndim == 1 else f"...{matrix[::-1] if is_transposed else matrix}")
     for name in _OF_MATRICES:
         value, default = getattr(request, name), Request._field_defaults[name]
         if value is not default and not (isinstance(value, int | float) and value == default):
@@ -227,7 +224,7 @@ def linear(
     Array([1., 1., 1., 1.], dtype=float32)
     """
     inputs = None if bias is None else {"bias": bias}
-    request = Request("linear", as_array(x), as_array(w), epilog_inputs=inputs, scaling=scaling, **options)
+    request = Request("linear", x, w, epilog_inputs=inputs, scaling=scaling, **options)
     is_vector = getattr(request.a, "ndim", 0) == 1
     if is_vector:
         shardings = {name: meshes.of_one_row(getattr(request, name)) for name in ("out_sharding", "in_shardings")}
@@ -248,8 +245,8 @@ def dense(request: Request, activation: Activation | None) -> Any:
     request = request._replace(epilog=epilog)
     if not callable(found):
         return product(request, entry)
-    conversion, converted = result_types.find(request)
-    spec, operands = validated(converted)
+    conversion, request = converted(request)
+    spec, operands, shape = validated(request)
     activated.check_spec(spec)
-    placement = meshes.place(converted, result_shape(spec, converted.a, converted.b))
+    placement = meshes.place(request, shape)
     return conversion.of_result(activated.activated_call(make_call(spec, placement, operands), found, operands))

@@ -36,7 +36,6 @@ from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.spec.options import Activation, AxisName, Sharding
 from jaxmp._src.spec.refusal import InvalidValue
 from jaxmp._src.spec.request import LayerOptions
-from jaxmp._src.validation import operand_checks
 from jaxmp._src.validation.public import public
 
 FIRST, SECOND = Label("mlp", "x", "w_in", "b_in"), Label("mlp", "hidden", "w_out", "b_out")
@@ -89,7 +88,6 @@ def mlp(
     Array([[13.],
            [13.]], dtype=float32)
     """
-    x, w_in, b_in, w_out, b_out = map(operand_checks.as_array, (x, w_in, b_in, w_out, b_out))
     found = activations.find(activation)
     if found is None:
         raise InvalidValue("activation must be a name or a function, got None; call jaxmp.linear twice")
@@ -122,33 +120,32 @@ class _Layer:
         self, x: jax.Array, operands: dict[str, jax.Array], activation: str | None, keeps_aux: bool = False
     ) -> dict[str, jax.Array]:
         """The results of the whole layer."""
-        bias = {"bias": operands[self.bias]} if self.bias in operands else {}
-        epilog = epilogs.for_activation(activation, bool(bias))
+        layer = self._operands(x, operands)
+        epilog = epilogs.for_activation(activation, "bias" in layer)
         epilog = (keeps_aux and epilogs.RULES[epilog].with_aux) or epilog
-        return self._bind(x, operands, bias, epilog=epilog)
+        return bind_plan(self.plan, self.spec.replace(epilog=epilog), layer)
 
     def hidden(self, x: jax.Array, operands: dict[str, jax.Array], activation: str | Function) -> jax.Array:
         """The activated result."""
         if isinstance(activation, str):
             return self.apply(x, operands, activation)["d"]
-        bias = {"bias": operands[self.bias]} if self.bias in operands else {}
 
         def products(dtype: np.dtype, layer: dict[str, jax.Array]) -> list[jax.Array]:
-            spec = self.spec.replace(epilog=epilogs.for_activation(None, bool(bias)))
+            spec = self.spec.replace(epilog=epilogs.for_activation(None, "bias" in layer))
             return [bind_plan(self.plan, *activated.in_type(spec, layer, dtype))["d"]]
 
-        weight = operands[self.weight]
-        layer = {"a": x.astype(weight.dtype), "b": weight, **bias}
+        layer = self._operands(x, operands)
         return activated.activate(activation, activated.preactivations(products, self.spec.out_dtype, layer))
 
     def product(self, x: jax.Array, operands: dict[str, jax.Array]) -> jax.Array:
-        return self._bind(x, operands, {}, epilog=Epilog.NONE)["d"]
+        layer = self._operands(x, operands)
+        return bind_plan(self.plan, self.spec.replace(epilog=Epilog.NONE), {"a": layer["a"], "b": layer["b"]})["d"]
 
-    def _bind(
-        self, x: jax.Array, operands: dict[str, jax.Array], extra: dict[str, jax.Array], **changes: Any
-    ) -> dict[str, jax.Array]:
+    def _operands(self, x: jax.Array, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        """Those of the call, by their names there."""
         weight = operands[self.weight]
-        return bind_plan(self.plan, self.spec.replace(**changes), {"a": x.astype(weight.dtype), "b": weight, **extra})
+        bias = {"bias": operands[self.bias]} if self.bias in operands else {}
+        return {"a": x.astype(weight.dtype), "b": weight, **bias}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -211,7 +208,7 @@ def _activated(mlp: _Mlp, tz: jax.Array, tbias: jax.Array | None, aux: jax.Array
         return x.reshape(batch * rows, x.shape[-1])
 
     assert isinstance(mlp.activation, str)
-    y = activated_matmul(spec, mlp.activation, fold(tz), tbias, fold(aux), w)
+    y = activated_matmul(spec, mlp.activation, fold(tz), fold(aux), w, tbias=tbias)
     if scatters:
         shape[lead] //= p
     return y.reshape(*shape, y.shape[-1])
@@ -236,7 +233,7 @@ def _planned(layers: Layers, activation: str | Function) -> jax.Array:
     shapes = *ins["a"].shape, *ins["b"].shape, *outs["b"].shape
     is_fused = h.dtype == spec.out_dtype == next_spec.out_dtype and 0 not in shapes
     is_fused &= isinstance(activation, str)
-    is_fused &= spec.determinism != "topology"  # a hidden bias has its sums over data-parallel ranks from calls
+    is_fused &= not spec.global_order  # a hidden bias has its sums over data-parallel ranks from calls
     if calls:
         is_fused = is_fused and calls[0].frame.asked is None and not plans[1].is_transposed
         is_fused = is_fused and plans[1].layout.a == plans[0].layout.d

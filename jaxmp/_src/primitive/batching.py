@@ -2,20 +2,28 @@
 
 only a (and c) batched   rows:    (batch, m, k) -> (batch * m, k)
 only b batched           columns: (batch, k, n) -> (k, batch * n)
-both                     a product with a batch of its own (`batched_matmul`), or, where a library or its order of
-                         sums is asked for, one call per index in a scan
+both                     a product with a batch of its own, or, where a library or its order of sums is asked for,
+                         one call per index in a scan
+
+cuBLASMp has no batched product, XLA has: one dot and one collective for the whole batch. So a batch stays one equation,
+for it is known only when a program is lowered which of the two serves it better (`backend`). All its operands have one
+more dimension in front. What it means is vmap of the product of one index, and so are its rules.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.interpreters import ad
 
+from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.primitive import bias_grad
-from jaxmp._src.primitive.batched_matmul import may_batch
+from jaxmp._src.primitive.jvp import matmul_jvp_rule
 from jaxmp._src.primitive.primitives import (
     activated_matmul_parts,
     activation_grad,
@@ -23,13 +31,14 @@ from jaxmp._src.primitive.primitives import (
     bind_operands,
     bind_rows,
     has_rows,
+    matmul_abstract_eval,
     merge_rows,
 )
-from jaxmp._src.runtime.types import BatchDims
+from jaxmp._src.primitive.transpose import matmul_transpose_rule
+from jaxmp._src.runtime.types import BatchDims, Operand, Tangent
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec, accumulator
-from jaxmp._src.spec.refusal import NotAvailable
 
 
 def _front(x: jax.Array, dim: int | None) -> jax.Array:
@@ -49,7 +58,7 @@ def matmul_batch_rule(
     if is_only_bias and "a" not in batched:
         return _split_bias(args, dims, spec)
     # Folded into columns the batch would stand inside of those of each rank, in the sum of the gradient in a.
-    is_plain = spec.is_bilinear and not is_decoded and spec.determinism != "topology"
+    is_plain = spec.is_bilinear and not is_decoded and not spec.global_order
     if is_plain and "a" not in batched and not _crosses_blocks(spec, a_is_batched=False, b_is_batched=True):
         return [_bind_columns(spec, operands["a"], operands["b"])], [1]
     size = next(operands[name].shape[0] for name in names if name in batched)
@@ -113,10 +122,9 @@ def _split_gradient(
     args: Sequence[jax.Array], dims: BatchDims, spec: MatmulSpec
 ) -> tuple[list[jax.Array], list[int | None]]:
     """A bias gradient is one per batch element, so it leaves the call, whose rows then fold."""
-    if spec.determinism == "topology":
-        raise NotAvailable(
-            f'determinism="topology" has no epilog {spec.epilog.name} under vmap, for XLA completes its sums; '
-            'take the gradient of a bias, or pass determinism="batch"'
+    if spec.global_order:
+        raise spec.level.mesh_refusal(
+            f"has no epilog {spec.epilog.name} under vmap, for XLA completes its sums", "take the gradient of a bias"
         )
     row = spec.rule
     plain = spec.replace(epilog=row.without_gradient)
@@ -157,3 +165,66 @@ def activated_matmul_batch_rule(
 ) -> tuple[jax.Array, int]:
     parts = functools.partial(activated_matmul_parts, spec=spec, activation=activation)
     return jax.vmap(parts, in_axes=tuple(dims))(*args), 0
+
+
+# A batch ---------------------------------------------------------------------------------------------------------
+
+
+def may_batch(spec: MatmulSpec) -> bool:
+    """Whether XLA may serve a batch of such products: not where a library or its order of sums is asked for."""
+    return spec.implementation in (None, "xla") and not spec.fixed_reduction_order and not spec.distributions
+
+
+def batched_abstract_eval(*avals: jax.core.ShapedArray, spec: MatmulSpec) -> list[jax.core.ShapedArray]:
+    size = avals[0].shape[0]
+    assert all(aval.shape[0] == size for aval in avals), avals
+    outputs = matmul_abstract_eval(*map(jax_compat.without_front, avals), spec=spec)
+    return [jax_compat.with_front(aval, size) for aval in outputs]
+
+
+def batched_jvp_rule(primals: Sequence[jax.Array], tangents: Sequence[Tangent], *, spec: MatmulSpec) -> tuple[Any, Any]:
+    moving = {i: t for i, t in enumerate(tangents) if not isinstance(t, ad.Zero)}
+
+    def one(primals: list[jax.Array], moving: dict[int, jax.Array]) -> tuple[Any, dict[int, jax.Array]]:
+        given = [moving.get(i, ad.Zero(jax.typeof(x).to_tangent_aval())) for i, x in enumerate(primals)]
+        outputs, moved = matmul_jvp_rule(primals, given, spec=spec)
+        return outputs, {i: t for i, t in enumerate(moved) if not isinstance(t, ad.Zero)}
+
+    outputs, moved = jax.vmap(one)(list(primals), moving)
+    zeros = [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in outputs]
+    return outputs, [moved.get(i, zero) for i, zero in enumerate(zeros)]
+
+
+def batched_transpose_rule(cts: Sequence[Any], *operands: Operand, spec: MatmulSpec) -> list[jax.Array | None]:
+    linear = {i: jax_compat.without_front(x.aval) for i, x in enumerate(operands) if isinstance(x, ad.UndefinedPrimal)}
+    known = {i: x for i, x in enumerate(operands) if not isinstance(x, ad.UndefinedPrimal)}
+    given = {i: ct for i, ct in enumerate(cts) if not isinstance(ct, ad.Zero)}
+    if not given:
+        return [None] * len(operands)
+
+    def one(known: dict[int, jax.Array], given: dict[int, jax.Array]) -> dict[int, jax.Array]:
+        each = [known[i] if i in known else ad.UndefinedPrimal(linear[i]) for i in range(len(operands))]
+        ct = [given[i] if i in given else ad.Zero(jax_compat.without_front(x.aval)) for i, x in enumerate(cts)]
+        results = matmul_transpose_rule(ct, *each, spec=spec)
+        return {i: x for i, x in enumerate(results) if x is not None and not isinstance(x, ad.Zero)}
+
+    results = jax.vmap(one)(known, given)
+    return [results.get(i) for i in range(len(operands))]
+
+
+def batched_batch_rule(
+    operands: Sequence[jax.Array], dims: BatchDims, *, spec: MatmulSpec
+) -> tuple[list[jax.Array], list[int]]:
+    """A further batch joins the one there is, where all operands have it; else it is the inner one of two."""
+    batched = [dim for dim in dims if dim is not None]
+    if len(batched) == len(operands):
+        fronted = [jnp.moveaxis(x, dim, 0) for x, dim in zip(operands, batched, strict=True)]
+        sizes = fronted[0].shape[:2]
+        outputs = bind_operands(
+            spec.replace(is_batch=True), *(x.reshape(math.prod(sizes), *x.shape[2:]) for x in fronted)
+        )
+        return [x.reshape(*sizes, *x.shape[1:]) for x in outputs], [0] * len(outputs)
+    moved = [x if dim is None else jnp.moveaxis(x, dim, 1) for x, dim in zip(operands, dims, strict=True)]
+    inner = jax.vmap(functools.partial(bind_operands, spec), in_axes=tuple(None if dim is None else 0 for dim in dims))
+    outputs = jax.vmap(inner)(*moved)
+    return outputs, [1] * len(outputs)

@@ -135,18 +135,14 @@ def all_to_all(
 
 def psum(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
     """`lax.psum`."""
-    if native.has_barrier():
-        return _between_processes("psum", x, axes, source_line)
-    total: jax.Array = lax.psum(x, axes)
+    total: jax.Array = _between_processes("psum", x, axes, source_line) if native.has_barrier() else lax.psum(x, axes)
     return total
 
 
 def pmax(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
     """`lax.pmax`."""
-    if native.has_barrier():
-        return _between_processes("pmax", x, axes, source_line)
-    largest: jax.Array = lax.pmax(x, axes)
-    return largest
+    most: jax.Array = _between_processes("pmax", x, axes, source_line) if native.has_barrier() else lax.pmax(x, axes)
+    return most
 
 
 def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") -> jax.Array:
@@ -164,8 +160,11 @@ def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") 
 
 def cast_reduced(operands: Mapping[str, jax.Array], axes: Collection[str] = ()) -> dict[str, jax.Array]:
     """The operands of a call over `axes`, where each that is reduced over an axis varies over it if another does."""
+    reduced = {name: jax.typeof(x).manual_axis_type.reduced for name, x in operands.items()}
+    if not any(reduced.values()):
+        return dict(operands)
     found = frozenset(axes).union(*map(jax_compat.varying_axes, operands.values()))
-    return {name: cast_varying(x, found & jax_compat.reduced_axes(x)) for name, x in operands.items()}
+    return {name: cast_varying(x, found & reduced[name]) for name, x in operands.items()}
 
 
 def reshard(x: jax.Array, mesh: Mesh, have: P, spec: P, *, is_explicit: bool) -> jax.Array:

@@ -1,9 +1,11 @@
-"""The rules of differentiation: tangents of a call as further products, whose transposes are `transpose`."""
+"""The rules of differentiation: tangents of a call as further products, whose transposes are `transpose`; and of Taylor
+mode (`jax.experimental.jet`), for products without an epilog, which are bilinear."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +45,6 @@ def matmul_jvp_rule(
     is_by_sign = is_partitioned and is_relu and not spec.fixed_reduction_order
     kept = spec if row.with_aux is None or is_by_sign else spec.replace(epilog=row.with_aux)
     stored = dict(zip(kept.output_names, bind_operands(kept, *primals), strict=True))
-    names = spec.output_names
     tz = _preactivation_tangent(primals, tangents, spec, stored["d"])
     moved = {}
     if tz is not None:
@@ -54,8 +55,15 @@ def matmul_jvp_rule(
         elif aux and row.activation:
             moved["d"] = activation_grad(row.activation, stored[aux], tz, spec)
         moved["gelu_aux"] = tz
-    outputs = [stored[name] for name in names]
-    return outputs, [moved.get(name, _zero_tangent(stored[name])) for name in names]
+    return _with_tangents(spec, stored, moved)
+
+
+def _with_tangents(
+    spec: MatmulSpec, stored: dict[str, jax.Array], moved: Mapping[str, Tangent]
+) -> tuple[list[jax.Array], list[Tangent]]:
+    """The results of the spec, and their tangents, which are zero where none is known."""
+    outputs = {name: stored[name] for name in spec.output_names}
+    return list(outputs.values()), [moved.get(name, _zero_tangent(x)) for name, x in outputs.items()]
 
 
 def _derivative_jvp_rule(
@@ -74,15 +82,12 @@ def _derivative_jvp_rule(
             z = bind(spec.replace(epilog=Epilog.NONE), operands.pop("a"), operands.pop("b"), operands)["d"]
             curve = z * gelu_second_derivative(aux).astype(z.dtype) * taux
             td = curve if td is None else td + curve
-    moved = {"d": _zero_tangent(outputs["d"]) if td is None else td}
+    moved = {} if td is None else {"d": td}
     if row.gradient:
-        x = {"a": tangents[0], "b": tangents[1], "d": moved["d"]}[bias_grad.summed(row.gradient)]
-        moved[row.gradient] = (
-            _zero_tangent(outputs[row.gradient])
-            if isinstance(x, ad.Zero)
-            else bias_grad.bias_gradient(row.gradient, spec, x)
-        )
-    return list(outputs.values()), [moved[name] for name in outputs]
+        x = {"a": tangents[0], "b": tangents[1], "d": td}[bias_grad.summed(row.gradient)]
+        if x is not None and not isinstance(x, ad.Zero):
+            moved[row.gradient] = bias_grad.bias_gradient(row.gradient, spec, x)
+    return _with_tangents(spec, outputs, moved)
 
 
 def _low_precision_jvp(
@@ -97,11 +102,10 @@ def _low_precision_jvp(
     fixed = dict(zip(names, primals, strict=True))
     moving = {name: t for name, t in zip(names, tangents, strict=True) if not isinstance(t, ad.Zero)}
     of_scales = [name for name in SCALE_NAMES if name in moving]
-    if of_scales and spec.determinism == "topology":
+    if of_scales and spec.global_order:
         scale = of_scales[0].removeprefix("scale_")
-        raise NotAvailable(
-            f'determinism="topology" has no derivative in scaling.{scale}, which XLA would sum; hold it '
-            'constant (jax.lax.stop_gradient), or pass determinism="batch"'
+        raise spec.level.mesh_refusal(
+            f"has no derivative in scaling.{scale}, which XLA would sum", "hold it constant (jax.lax.stop_gradient)"
         )
 
     def wide(given: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -109,8 +113,7 @@ def _low_precision_jvp(
         return {name: x for name, x in outputs.items() if name in ("d", "gelu_aux")}
 
     _, moved = jax.jvp(wide, ({name: fixed[name] for name in moving},), (moving,))
-    outputs = [stored[name] for name in spec.output_names]
-    return outputs, [moved.get(name, _zero_tangent(stored[name])) for name in spec.output_names]
+    return _with_tangents(spec, stored, moved)
 
 
 def _widened(operands: dict[str, jax.Array], spec: MatmulSpec) -> dict[str, jax.Array]:
@@ -147,7 +150,7 @@ def _preactivation_tangent(
     if not isinstance(ta, ad.Zero):
         terms.append(bind(product, ta, b)["d"])
     tc, tbias = textra.get("c"), textra.get("bias")
-    if tbias is not None and not isinstance(tbias, ad.Zero) and spec.determinism == "topology":
+    if tbias is not None and not isinstance(tbias, ad.Zero) and spec.global_order:
         terms.append(_bias_in_rows(spec, tbias, like))
         tbias = None
     if not isinstance(tb, ad.Zero) and tbias is not None and not isinstance(tbias, ad.Zero):
@@ -192,12 +195,12 @@ def activated_matmul_jvp_rule(
     """y = (act'(z) * (t + b)) @ w is linear in (t, b) and in w; in z, dy = (act''(z) * (t + b) * dz) @ w."""
     t, *bias, aux, w = primals
     tt, *tbias, taux, tw = tangents
-    y = activated_matmul(spec, activation, t, bias[0] if bias else None, aux, w)
+    y = activated_matmul(spec, activation, t, aux, w, tbias=bias[0] if bias else None)
     terms = []
     moved = [x for x in tbias if not isinstance(x, ad.Zero)]
     if not isinstance(tt, ad.Zero) or moved:
         tt = ad.instantiate_zeros(tt)
-        terms.append(activated_matmul(spec, activation, tt, moved[0] if moved else None, aux, w))
+        terms.append(activated_matmul(spec, activation, tt, aux, w, tbias=moved[0] if moved else None))
     whole = t + bias[0][None, :] if bias else t
     if not isinstance(tw, ad.Zero):
         terms.append(bind(spec, activation_grad(activation, aux, whole, spec), tw)["d"])
@@ -207,3 +210,16 @@ def activated_matmul_jvp_rule(
         return y, _zero_tangent(y)
     axes = jax_compat.varying_axes(y)
     return y, functools.reduce(jnp.add, (cast_varying(x, axes) for x in terms))
+
+
+def jet_rule(
+    primals: Sequence[jax.Array], series: Sequence[Sequence[Any]], *, spec: MatmulSpec
+) -> tuple[list[Any], list[list[Any]]]:
+    """The value and the coefficients of a product: each is a sum of products of theirs (the rule of Leibniz)."""
+    if not spec.is_bilinear:
+        raise NotAvailable(
+            f"jax.experimental.jet takes products without C and epilog, got epilog {spec.epilog.name}; nest jax.jvp"
+        )
+    left, right = ([x, *terms] for x, terms in zip(primals, series, strict=True))
+    value, *terms = [sum(bind_operands(spec, left[j], right[i - j])[0] for j in range(i + 1)) for i in range(len(left))]
+    return [value], [terms]

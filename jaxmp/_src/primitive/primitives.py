@@ -3,12 +3,12 @@
 matmul_p(a, b, *operands; spec)     d = epilog(alpha * op(a) @ op(b) + beta * c) on the shards of one device, and what
                                     the epilog returns beside d; `matmul_spec` names operands and results. Without C
                                     and epilog it is bilinear. With spec.is_batch all have one more dimension in front
-                                    (`batched_matmul`). Where spec.group is unsettled a and b are global arrays, and
+                                    (`batching`). Where spec.group is unsettled a and b are global arrays, and
                                     XLA's partitioner chooses the pattern (`partitioner`).
 partitioned_matmul_p                the same by another name for what is unsettled: its lowering needs the devices of
                                     the mesh, which JAX asks of a primitive, not of an equation
 activation_grad_p(aux, t)           t * act'(z), linear in t; reads the packed aux, so the aux itself is the residual;
-                                    the library's own arithmetic where the level of determinism asks for it
+                                    the library's own arithmetic where the level asks for it
 activated_matmul_p(t, [tbias], aux, w)  (act'(z) * (t + tbias)) @ w, linear in t and tbias: the tangent of two layers,
                                     whose transpose is one call with a derivative as its epilog
 
@@ -17,6 +17,7 @@ activated_matmul_p(t, [tbias], aux, w)  (act'(z) * (t + tbias)) @ w, linear in t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,7 @@ from jaxmp._src.primitive import collectives
 from jaxmp._src.primitive.collectives import cast_varying
 from jaxmp._src.runtime import native
 from jaxmp._src.spec import low_precision, process_grid
+from jaxmp._src.spec.extents import check_local_shapes
 from jaxmp._src.spec.matmul_spec import (
     SPANS,
     Group,
@@ -39,8 +41,7 @@ from jaxmp._src.spec.matmul_spec import (
     extents,
     output_rows,
 )
-from jaxmp._src.spec.refusal import InvalidValue
-from jaxmp._src.validation.shape_checks import check_local_shapes
+from jaxmp._src.spec.refusal import InvalidValue, Refusal
 
 matmul_p = jax_compat.make_primitive("jaxmp_matmul", multiple_results=True)
 partitioned_matmul_p = jax_compat.make_primitive("jaxmp_partitioned_matmul", multiple_results=True, needs_devices=True)
@@ -104,7 +105,7 @@ def bind_operands(spec: MatmulSpec, *operands: jax.Array) -> list[jax.Array]:
 def needs_devices(spec: MatmulSpec) -> bool:
     """Whether a call may need a communicator of cuBLASMp's in this process, which belongs to devices.
 
-    Under a level of determinism its calls are local ones.
+    In a fixed order its calls are local ones.
     """
     is_local = spec.group.nranks == 1 or spec.fixed_reduction_order
     return not is_local and native.has_cuda_devices()
@@ -186,10 +187,47 @@ def amax_of_ranks(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "")
 
 
 def completes_sums(spec: MatmulSpec) -> bool:
-    """True if the kernel reduces the bias gradient across ranks. False where operands are gathered for determinism:
+    """True if the kernel reduces the bias gradient across ranks. False where operands are gathered for the bits:
     there every rank would reduce it again."""
     is_host = spec.implementation == "host" or (spec.implementation is None and jax.process_count() == 1)
     return is_host or not spec.fixed_reduction_order or spec.group.nranks == 1
+
+
+# Rules ----------------------------------------------------------------------------------------------------------
+
+Rule = Callable[..., Any]
+
+
+def by_batch(one: Rule, of_batch: Rule) -> Rule:
+    """The rule of a product and that of a batch, which takes the spec of one index, as one."""
+
+    def rule(*args: Any, spec: MatmulSpec) -> Any:
+        return of_batch(*args, spec=spec.replace(is_batch=False)) if spec.is_batch else one(*args, spec=spec)
+
+    return rule
+
+
+def by_settled(of_shards: Rule, of_global: Rule) -> Rule:
+    """The rule of shards and that of global arrays in the pattern that XLA's partitioner chooses, as one."""
+
+    def rule(*args: Any, spec: MatmulSpec | None, **params: Any) -> Any:
+        return (of_shards if spec is None or not spec.is_unsettled else of_global)(*args, spec=spec, **params)
+
+    return rule
+
+
+def naming_by_spec(rule: Rule) -> Rule:
+    """`rule`, which may run later than the public function: what it refuses has the function's name from the spec."""
+
+    @functools.wraps(rule)
+    def named(*args: Any, spec: MatmulSpec | None, **params: Any) -> Any:
+        try:
+            return rule(*args, spec=spec, **params)
+        except Refusal as refusal:
+            refusal.of("matmul" if spec is None else spec.function)
+            raise
+
+    return named
 
 
 # Abstract evaluation -------------------------------------------------------------------------------------------
@@ -220,8 +258,7 @@ def _output_varying(
 def _output_aval(
     spec: MatmulSpec, a: jax.core.ShapedArray, b: jax.core.ShapedArray, extra: Sequence[jax.core.ShapedArray] = ()
 ) -> jax.core.ShapedArray:
-    check_local_shapes(spec, a.shape, b.shape)
-    found = extents(spec, a.shape, b.shape)
+    found = check_local_shapes(spec, a.shape, b.shape)
     if low_precision.is_scaled(low_precision.operand_type(a.dtype, b.dtype)):
         m, k, _, n = found.local
         low_precision.check_units(a.dtype, spec.scales.a, spec.scales.b, {"m": m, "n": n, "k": k})
@@ -277,20 +314,20 @@ def activated_matmul_abstract_eval(
 
 
 def activation_grad(activation: str, aux: jax.Array, t: jax.Array, spec: MatmulSpec | None = None) -> jax.Array:
-    """`t * act'(z)` from the aux output that the forward call stored; `spec` is that call's, for its determinism."""
+    """`t * act'(z)` from the aux output that the forward call stored; `spec` is that call's, for its level."""
     axes = jax_compat.varying_axes(aux) | jax_compat.varying_axes(t)
     aux, t = cast_varying(aux, axes), cast_varying(t, axes)
     # A mask only selects; a slope is arithmetic, which XLA may contract with its surroundings.
     kept = None
     if spec is not None and spec.fixed_reduction_order and activation == "gelu":
         group = spec.group if spec.is_unsettled else Group()
-        kept = MatmulSpec(t.dtype, group, implementation=spec.implementation, determinism=spec.determinism)
+        kept = spec.alike(t.dtype, group)
     result: jax.Array = activation_grad_p.bind(aux, t, activation=activation, spec=kept)
     return result
 
 
 def activated_matmul(
-    spec: MatmulSpec, activation: str, t: jax.Array, tbias: jax.Array | None, aux: jax.Array, w: jax.Array
+    spec: MatmulSpec, activation: str, t: jax.Array, aux: jax.Array, w: jax.Array, *, tbias: jax.Array | None
 ) -> jax.Array:
     """`(act'(z) * (t + tbias)) @ w` on 2-D shards, in the pattern of `spec`; tbias (columns of t,) or None."""
     # Over the axes of w too, so that what the transpose sums over ranks is what follows from these casts.

@@ -1,4 +1,4 @@
-"""Sums over ranks in the order of the global array: what keeps the gradients of "topology" off the mesh.
+"""Sums over ranks in the order of the global array: what keeps gradients off the mesh.
 
 A gradient in the weights contracts over the rows of D, which lie on several ranks where data-parallel groups share the
 weights. Its call sums rank after rank, which is the order of the global array where the ranks hold contiguous parts
@@ -26,7 +26,7 @@ Layout = tuple[tuple[int, tuple[str, ...]], ...]
 
 def unfolded(spec: MatmulSpec, x: jax.Array, dimension: int) -> jax.Array:
     """Rows in the global order, of an x whose rows were gathered: (ranks, outer, rows) to (outer, ranks, rows)."""
-    if spec.determinism != "topology" or spec.order.outer_rows == 1 or spec.group.nranks == 1:
+    if not spec.global_order or spec.order.outer_rows == 1 or spec.group.nranks == 1:
         return x
     shape = x.shape
     parts = (spec.group.nranks, spec.order.outer_rows, shape[dimension] // (spec.group.nranks * spec.order.outer_rows))
@@ -62,7 +62,7 @@ def summed_over(
     call: MatmulSpec, left: jax.Array, right: jax.Array, summed: tuple[str, ...], layout: Layout
 ) -> tuple[MatmulSpec, jax.Array, jax.Array]:
     """(call, left, right) of the all-reduced product that also sums a local one over the axes `summed`."""
-    if call.determinism != "topology":
+    if not call.global_order:
         return call.summed_over(summed), left, right
     layout = tuple((extent, tuple(axis for axis in axes if axis in summed)) for extent, axes in layout)
     known = tuple(axis for _, axes in layout for axis in axes)

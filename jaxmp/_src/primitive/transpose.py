@@ -71,23 +71,22 @@ def cotangent_of_a(ct: jax.Array, a: ad.UndefinedPrimal, b: jax.Array, *, spec: 
     product, group, layout = spec.contraction, group_of_a(spec), ((1, spec.order.cols),)
     if product.is_reduced:
         ct = reduced_cotangent(spec, ct)
-    # A complex product and its transpose take the two terms of an imaginary part in the other order. On "topology"
-    # every pattern has to take the same one, and only the blocks of a grid cannot be transposed afterwards.
-    is_symmetric = spec.determinism != "topology" or not jnp.issubdtype(ct.dtype, jnp.complexfloating)
+    # A complex product and its transpose take the two terms of an imaginary part in the other order. Every pattern has
+    # to take the same one in the global order, and only the blocks of a grid cannot be transposed afterwards.
+    is_symmetric = not spec.global_order or not jnp.issubdtype(ct.dtype, jnp.complexfloating)
     if spec.transpose_a and product.is_grid and not is_symmetric:
-        raise NotAvailable(
-            'determinism="topology" has no gradient of a complex a that is stored transposed on a 2-D grid; '
-            'store it (m, k), or pass determinism="batch"'
+        raise spec.level.mesh_refusal(
+            "has no gradient of a complex a that is stored transposed on a 2-D grid", "store it (m, k)"
         )
     is_alone = not product.cotangent("a").communicates
     if spec.transpose_a and (product.is_grid or (is_alone and is_symmetric)):
         flags = {"transpose_a": spec.transpose_b, "conjugate_a": spec.conjugate_b, "transpose_b": True}
         call = _derived(spec, group, "bda", dataclasses.replace(spec.order, is_transposed=True), **flags)
-        result, _ = _product_and_sums(spec, call, b, ct, a, layout)
+        result, _ = _product_and_sums(spec, call, b, ct, a, layout=layout)
     else:
         flags = {"transpose_b": not spec.transpose_b, "conjugate_b": spec.conjugate_b}
         call = _derived(spec, group, "dba", spec.order, **flags)
-        result, _ = _product_and_sums(spec, call, ct, b, a, layout)
+        result, _ = _product_and_sums(spec, call, ct, b, a, layout=layout)
         result = result.T if spec.transpose_a else result
     return lax.conj(result) if spec.conjugate_a else result
 
@@ -117,11 +116,11 @@ def cotangents_of_b_and_bias(
     if spec.transpose_b:
         flags = {"transpose_a": True, "transpose_b": spec.transpose_a, "conjugate_b": spec.conjugate_a}
         call = _derived(spec, group, "dab", order, **flags)
-        result, sums = _product_and_sums(spec, call, ct, a, b, layout, bias)
+        result, sums = _product_and_sums(spec, call, ct, a, b, layout=layout, bias=bias)
     else:
         flags = {"transpose_a": not spec.transpose_a, "conjugate_a": spec.conjugate_a}
         call = _derived(spec, group, "adb", order, **flags)
-        result, sums = _product_and_sums(spec, call, a, ct, b, layout, bias)
+        result, sums = _product_and_sums(spec, call, a, ct, b, layout=layout, bias=bias)
     return lax.conj(result) if spec.conjugate_b else result, sums
 
 
@@ -166,6 +165,7 @@ def _product_and_sums(
     left: jax.Array,
     right: jax.Array,
     operand: ad.UndefinedPrimal,
+    *,
     layout: row_order.Layout,
     bias: ad.UndefinedPrimal | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
@@ -182,13 +182,13 @@ def _product_and_sums(
     have = jax_compat.varying_axes(left) | jax_compat.varying_axes(right) | frozenset(call.group.axes)
     want = frozenset(operand.aval.manual_axis_type.varying)
     summed = tuple(axis for axis, _ in call.group.mesh if axis in have - want) if spec.is_typed else ()
-    if spec.determinism == "topology" and not spec.is_unsettled:
+    if spec.global_order and not spec.is_unsettled:
         _check_ordered(spec, call, summed)
         call = call.reorder(rows=(), cols=())
     scattered: tuple[str, ...] = ()
-    if spec.determinism == "topology" and summed and call.contraction.gathers:
+    if spec.global_order and summed and call.contraction.gathers:
         left, call = _gather_rows(spec, left, 0), call.ungrouped()
-    elif spec.determinism == "topology" and summed and call.contraction.scatters:
+    elif spec.global_order and summed and call.contraction.scatters:
         scattered, summed, call = call.group.row_axes, call.group.row_axes + summed, call.ungrouped()
     if summed and not call.contraction.communicates:
         # An operand that was the same on several ranks gets the sum of their cotangents: an all-reduced product.
@@ -230,15 +230,15 @@ def _gradient_epilog(
 def _check_ordered(spec: MatmulSpec, call: MatmulSpec, summed: tuple[str, ...]) -> None:
     """Raise NotImplementedError where a gradient would be a sum that no call of ours takes part in."""
     if not spec.is_typed and math.prod(size for _, size in spec.group.mesh) > 1:
-        raise NotAvailable(
-            'determinism="topology" has no gradients under shard_map with check_vma=False, where JAX itself '
-            'sums the cotangents over ranks; leave check_vma=True, or pass determinism="batch"'
+        raise spec.level.mesh_refusal(
+            "has no gradients under shard_map with check_vma=False, where JAX itself sums the cotangents over ranks",
+            "leave check_vma=True",
         )
     if call.contraction.is_grid and summed:
-        raise NotAvailable(
-            'determinism="topology" has no gradient of an operand of a 2-D grid that is the same along '
-            f"{axes_text(summed)}, for the sum over it would follow the grid's; shard the operand over it, or pass "
-            'determinism="batch"'
+        raise spec.level.mesh_refusal(
+            f"has no gradient of an operand of a 2-D grid that is the same along {axes_text(summed)}, for the sum over "
+            "it would follow the grid's",
+            "shard the operand over it",
         )
 
 

@@ -15,16 +15,12 @@ from jaxmp._src.runtime.config import LOG_TOPICS, config
 _FORMAT = "%(name)s: %(message)s"
 
 
+@functools.cache  # asked at every call that is lowered
 def logger(topic: str) -> logging.Logger:
     """The logger of one of `config.LOG_TOPICS`."""
     assert topic in LOG_TOPICS, topic
     set_up()
     return logging.getLogger(f"jaxmp.{topic}")
-
-
-def is_on(topic: str) -> bool:
-    """Whether anybody wants the lines of a topic; cheap, and asked anew each time, for programs change it."""
-    return logger(topic).isEnabledFor(logging.DEBUG)
 
 
 @functools.cache

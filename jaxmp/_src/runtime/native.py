@@ -10,6 +10,7 @@ import functools
 import glob
 import importlib
 import importlib.metadata
+import logging
 import os
 import threading
 from collections.abc import Mapping
@@ -124,7 +125,7 @@ def _open_cublasmp() -> str:
         libraries = cuda_libraries.find()
     except RuntimeError as error:
         return str(error)
-    module.set_cublasmp_log(logs.is_on("cublasmp"))
+    module.set_cublasmp_log(logs.logger("cublasmp").isEnabledFor(logging.DEBUG))
     module.set_timeout(config().gpu_timeout if _timeout is None else _timeout)
     module.set_exchange(_exchange if jax.process_count() > 1 else None)
     module.set_cuda_device_ids({device.local_hardware_id: device.id for device in cuda_devices()})
@@ -271,7 +272,7 @@ def extension() -> Any:
 def _follow_plan_log(module: Any) -> None:
     """Have plans logged while somebody wants their lines."""
     global _is_logging_plans
-    if (wanted := logs.is_on("plan")) != _is_logging_plans:
+    if (wanted := logs.logger("plan").isEnabledFor(logging.DEBUG)) != _is_logging_plans:
         module.set_plan_log(logs.logger("plan").debug if wanted else None)
         _is_logging_plans = wanted
 

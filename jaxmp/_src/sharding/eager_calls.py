@@ -1,8 +1,8 @@
-"""A cache of planned calls for eager use.
+"""Caches of planned calls.
 
 Validation and planning depend only on the types and shardings of the operands, the request and JAX's configuration,
-which are the same from one step of a program to the next. They take several times as long as the dispatch of the
-compiled call.
+which are the same from one step of a program to the next, and from one layer to another. They take several times as
+long as the dispatch of the compiled call, or as to trace it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,22 @@ from jax.sharding import SingleDeviceSharding
 
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.runtime import native
-from jaxmp._src.spec.request import Request
+from jaxmp._src.spec.request import ContractionOptions, Request
 
 CAPACITY = 1024
-# The compiled call of a kind, which takes the operands; empty until the first call of the kind has filled it.
-Entry = list[Callable[..., Any]]
+# The compiled call of a kind, which takes the operands, or its plan; empty until the first call of the kind fills it.
+Entry = list[Any]
 
 
 @jax_compat.cache_in_context(CAPACITY)
 def kept(key: Hashable) -> Entry:
     """The cache entry for this key under JAX's present configuration."""
+    return []
+
+
+@jax_compat.cache_in_context(CAPACITY)
+def kept_traced(key: Hashable) -> Entry:
+    """The same for operands that are traced, which leave those of eager calls in their cache."""
     return []
 
 
@@ -42,15 +48,19 @@ def operands_of(request: Request) -> dict[str, Any]:
 def find(request: Request, operands: Mapping[Any, Any], *static: Any) -> Entry | None:
     """The entry for this request of these operands, by name, and further arguments.
 
-    None where nothing is kept: without operands, for some that are tracers or no arrays, with arrays in `scaling`, for
-    an alpha or beta that is no Python number, for arguments without a hash (a list of shardings), and where each call
-    has its line for messages.
+    None where nothing is kept: without operands, for some that are no arrays, with arrays in `scaling`, for an alpha or
+    beta that is no Python number, for arguments without a hash (a list of shardings), and where each call has its line
+    for messages.
     """
-    types = []
+    types, cache = [], kept
     for name, x in operands.items():
-        if type(x) is not jax_compat.ArrayImpl:
+        if type(x) is jax_compat.ArrayImpl:
+            types.append((name, x.aval, x.sharding))
+        elif isinstance(x, jax.core.Tracer):
+            types.append((name, jax.typeof(x), None))
+            cache = kept_traced
+        else:
             return None
-        types.append((name, x.aval, x.sharding))
     alpha, beta, scaling, comm = request.alpha, request.beta, request.scaling, request.comm
     if not types or type(alpha) not in _PLAIN or type(beta) not in _PLAIN or native.has_barrier():
         return None
@@ -63,12 +73,12 @@ def find(request: Request, operands: Mapping[Any, Any], *static: Any) -> Entry |
     for group in (scaling, comm):
         if group is not None:
             values += tuple(getattr(group, "__dict__", {}).values())
-    return _entry(types, values)
+    return _entry(cache, types, values)
 
 
-def _entry(types: list[Any], values: tuple[Any, ...]) -> Entry | None:
+def _entry(cache: Callable[[Hashable], Entry], types: list[Any], values: tuple[Any, ...]) -> Entry | None:
     try:
-        return kept((tuple(types), values, *map(type, values)))
+        return cache((tuple(types), values, *map(type, values)))
     except TypeError:
         return None
 
@@ -77,7 +87,7 @@ def find_on_one_device(request: Request, operands: Sequence[Any], *static: Any) 
     """As `find`, for a contraction; None also for operands of several devices, and where anybody speaks of a mesh."""
     if native.has_barrier() or not is_on_one_device(request, operands):
         return None
-    return _entry([(x.aval, x.sharding) for x in operands], _OF_CONTRACTIONS(request) + static)
+    return _entry(kept, [(x.aval, x.sharding) for x in operands], _OF_CONTRACTIONS(request) + static)
 
 
 def is_on_one_device(request: Request, operands: Sequence[Any]) -> bool:
@@ -86,6 +96,19 @@ def is_on_one_device(request: Request, operands: Sequence[Any]) -> bool:
         if type(x) is not jax_compat.ArrayImpl or not isinstance(x.sharding, SingleDeviceSharding):
             return False
     return request.out_sharding is request.in_shardings is request.mesh is jax_compat.ambient_mesh() is None
+
+
+def planned(plan: Callable[..., Any], request: Request, *static: Any) -> Any:
+    """`plan(request, *static)`, kept for operands that are traced."""
+    operands = {"a": request.a, "b": request.b}
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in operands.values())
+    entry = find(request, operands, *static) if is_traced else None
+    if entry:
+        return entry[0]
+    made = plan(request, *static)
+    if entry is not None:
+        entry.append(made)
+    return made
 
 
 def run(entry: Entry | None, call: Callable[..., Any], *operands: Any) -> Any:
@@ -103,5 +126,5 @@ _OPTIONS = operator.itemgetter(
     *(i for i, name in enumerate(Request._fields) if name not in ("a", "b", "c", "epilog_inputs"))
 )
 _OF_CONTRACTIONS = operator.attrgetter(
-    "function", "precision", "preferred_element_type", "implementation", "determinism"
+    "function", "precision", "preferred_element_type", *ContractionOptions.__annotations__
 )

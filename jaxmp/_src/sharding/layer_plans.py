@@ -12,9 +12,10 @@ import numpy as np
 
 from jaxmp._src.contraction import contraction
 from jaxmp._src.contraction.contraction import Contraction
+from jaxmp._src.runtime.types import Shape
 from jaxmp._src.sharding import meshes, sharded_call
 from jaxmp._src.spec import epilogs, low_precision
-from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
 from jaxmp._src.spec.options import AxisName
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable, naming
 from jaxmp._src.spec.request import Request
@@ -76,10 +77,10 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
             )
     groups = groups_on_axes(axis_name)
     with one.naming():
-        spec, operands = validated_layer(first, groups[0])
-        h = jax.ShapeDtypeStruct(result_shape(spec, x, first.b), _promoted(spec.out_dtype, w_out))
+        spec, operands, shape = validated_layer(first, groups[0])
+        h = jax.ShapeDtypeStruct(shape, _promoted(spec.out_dtype, w_out))
     with other.naming():
-        next_spec, next_operands = validated_layer(second._replace(a=h), groups[1])
+        next_spec, next_operands, shape = validated_layer(second._replace(a=h), groups[1])
     specs, both = (spec, next_spec), (operands, next_operands)
     with one.naming():
         placement = meshes.place(first._replace(in_shardings=None if ins is None else tuple(ins)[:2]), h.shape)
@@ -97,7 +98,7 @@ def plan_layers(labels: tuple[Label, Label], first: Request, second: Request, ax
         where = (hidden, ins[2] if ins is not None else meshes.type_spec(w_out))
         a, b = next_operands["a"], next_operands["b"]
         second = second._replace(a=a, b=b, in_shardings=where, mesh=placement.mesh)
-        placement = meshes.place(second, result_shape(next_spec, a, b))
+        placement = meshes.place(second, shape)
         next_call = sharded_call.planned_call(next_spec, placement, next_operands)
     calls = call, next_call
     return Layers(placement.mode, (call.spec, next_call.spec), both, (call.plan, next_call.plan), calls)
@@ -113,11 +114,11 @@ def groups_on_axes(axis_name: AxisName | None) -> tuple[Group, Group]:
     return first, second
 
 
-def validated_layer(request: Request, group: Group) -> tuple[MatmulSpec, dict[str, Any]]:
+def validated_layer(request: Request, group: Group) -> tuple[MatmulSpec, dict[str, Any], Shape]:
     """As `validated`, with mixed operands converted."""
-    spec, operands = validated(request, group)
+    spec, operands, shape = validated(request, group)
     a, b = low_precision.widened(operands["a"], operands["b"])
-    return spec, operands | {"a": a, "b": b}
+    return spec, operands | {"a": a, "b": b}, shape
 
 
 def _promoted(dtype: np.dtype, w: Any) -> np.dtype:

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.contraction import moves
-from jaxmp._src.contraction.contraction import Dims
+from jaxmp._src.contraction.contraction import Contraction, Dims, Layout
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.primitive import collectives
 from jaxmp._src.runtime.types import Shape
@@ -33,9 +33,10 @@ class Mode(enum.Enum):
 class Placement:
     """The mode and the mesh; for SHARDED also whether its axes are explicit, and the shardings as stored.
     For XLA `why`, and the sharding that the result is to have on explicit axes; the one on automatic axes is a
-    `constraint`."""
+    `constraint`. `shape` is that of the result."""
 
     mode: Mode
+    shape: Shape
     mesh: Any = None
     is_explicit: bool = False
     a: Dims = ()
@@ -48,6 +49,14 @@ class Placement:
     @property
     def axes(self) -> tuple[tuple[str, int], ...]:
         return tuple(self.mesh.shape.items()) if self.mesh is not None else ()
+
+    def given(self, product: Contraction, shapes: tuple[Shape, Shape]) -> Contraction:
+        """A product of arrays of these shapes as they and its result lie; axes have to divide them."""
+        out = shardings.default_result(product, self.a, self.b) if self.out is None else self.out
+        layout = Layout(self.a, self.b, out)
+        for argument, dims, shape in zip(("{a}", "{b}", "the result"), layout, (*shapes, self.shape), strict=True):
+            shardings.check_dims(argument, dims, shape, self.mesh.shape)
+        return product.replace(layout)
 
 
 def partition_spec(dims: Dims) -> P:
@@ -93,6 +102,15 @@ def check_all_manual(mesh: AbstractMesh) -> None:
         )
 
 
+def check_axes(mesh: options.Mesh, axes: tuple[str, ...]) -> None:
+    """Raise ValueError for axes that the mesh does not have, or that are named twice."""
+    for axis in axes:
+        if axis not in mesh.shape:
+            raise InvalidValue(f"axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
+    if len(set(axes)) != len(axes):
+        raise InvalidValue(f"axis names {axes} repeat")
+
+
 def place(request: Request, out_shape: Shape) -> Placement:
     """Find the mode of a call from its request and the ambient mesh; checks every sharding it meets."""
     a, b, mesh, out_sharding, in_shardings = (
@@ -119,7 +137,7 @@ def place(request: Request, out_shape: Shape) -> Placement:
                     f"{argument} was given inside shard_map, where operands are shards; drop it, or use "
                     "all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce or block_matmul"
                 )
-        return Placement(Mode.MANUAL, manual)
+        return Placement(Mode.MANUAL, out_shape, manual)
     if mesh is not None and not isinstance(mesh, Mesh | AbstractMesh):
         raise InvalidType(f"mesh must be a jax.sharding.Mesh, got {type(mesh).__name__}")
     if in_shardings is not None:
@@ -127,7 +145,7 @@ def place(request: Request, out_shape: Shape) -> Placement:
     mixed = _mixed_mesh(request)
     if mixed is not None:
         return _left_to_xla(mixed, out_shape, out_sharding, "the mesh has explicit and automatic axes")
-    if batch := jax_compat.explicit_batch_axes():
+    if batch := jax_compat.axis_env().explicit_mesh_axis_names:
         # JAX leaves these axes out of a shard_map, so that no call can run on their shards.
         why = f"jax.vmap maps over a dimension that is sharded over {sorted(batch)}"
         return _left_to_xla(jax.sharding.get_abstract_mesh(), out_shape, out_sharding, why)
@@ -138,7 +156,7 @@ def place(request: Request, out_shape: Shape) -> Placement:
             return _left_to_xla(explicit, out_shape, out_sharding, "a sharding has unreduced or reduced axes")
         dims = shardings.as_dims("{a}", spec_a, a.ndim), shardings.as_dims("{b}", spec_b, b.ndim)
         return _sharded(explicit, True, dims, out_sharding, out_shape)
-    return Placement(Mode.AUTO, constraint=_constraint(out_sharding, mesh, out_shape))
+    return Placement(Mode.AUTO, out_shape, constraint=_constraint(out_sharding, mesh, out_shape))
 
 
 def _given_mesh(request: Request) -> options.Mesh | None:
@@ -161,14 +179,14 @@ def _mixed_mesh(request: Request) -> options.Mesh | None:
 def _left_to_xla(mesh: options.Mesh, out_shape: Shape, out_sharding: Any, why: str) -> Placement:
     """The placement of a product that XLA partitions."""
     if out_sharding is None:
-        return Placement(Mode.XLA, mesh, why=why)
+        return Placement(Mode.XLA, out_shape, mesh, why=why)
     _check_mesh("out_sharding", out_sharding, mesh)
     if is_partial(out_sharding):  # JAX checks it
         spec = out_sharding.spec if isinstance(out_sharding, NamedSharding) else out_sharding
         abstract = getattr(mesh, "abstract_mesh", mesh)
-        return Placement(Mode.XLA, mesh, why=why, out_sharding=NamedSharding(abstract, spec))
+        return Placement(Mode.XLA, out_shape, mesh, why=why, out_sharding=NamedSharding(abstract, spec))
     spec = _spec("out_sharding", out_sharding)
-    dims = shardings.to_dims("the result", spec, len(out_shape), mesh.shape)
+    dims = shardings.to_dims("the result", spec, len(out_shape), mesh.axis_names)
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     named = {kinds[axis] for dim in dims for axis in dim}
     if AxisType.Manual in named:
@@ -176,13 +194,13 @@ def _left_to_xla(mesh: options.Mesh, out_shape: Shape, out_sharding: Any, why: s
     shardings.check_dims("the result", dims, out_shape, mesh.shape)
     abstract = getattr(mesh, "abstract_mesh", mesh)
     if AxisType.Auto not in named:
-        return Placement(Mode.XLA, mesh, why=why, out_sharding=NamedSharding(abstract, spec))
+        return Placement(Mode.XLA, out_shape, mesh, why=why, out_sharding=NamedSharding(abstract, spec))
     if AxisType.Explicit in named:
         raise InvalidValue(
             f"out_sharding {spec} names explicit and automatic axes; name one kind (jax.lax."
             "with_sharding_constraint takes the others)"
         )
-    return Placement(Mode.XLA, mesh, why=why, constraint=NamedSharding(abstract, spec))
+    return Placement(Mode.XLA, out_shape, mesh, why=why, constraint=NamedSharding(abstract, spec))
 
 
 def _from_in_shardings(request: Request, out_shape: Shape) -> Placement:
@@ -200,7 +218,7 @@ def _from_in_shardings(request: Request, out_shape: Shape) -> Placement:
         raise InvalidValue("in_shardings need a mesh; pass mesh=, NamedShardings, or call under jax.set_mesh(mesh)")
     is_explicit = has_explicit_axes(mesh)
     dims_a, dims_b = (
-        shardings.to_dims(operand, _spec("in_shardings", sharding), x.ndim, mesh.shape)
+        shardings.to_dims(operand, _spec("in_shardings", sharding), x.ndim, mesh.axis_names)
         for operand, sharding, x in (("{a}", in_shardings[0], request.a), ("{b}", in_shardings[1], request.b))
     )
     return _sharded(mesh, is_explicit, (dims_a, dims_b), out_sharding, out_shape)
@@ -230,8 +248,8 @@ def _sharded(
 ) -> Placement:
     _check_mesh("out_sharding", out_sharding, mesh)
     asked = None if out_sharding is None else _spec("out_sharding", out_sharding)
-    out = None if asked is None else shardings.to_dims("the result", asked, len(out_shape), mesh.shape)
-    return Placement(Mode.SHARDED, mesh, is_explicit, *dims, out)
+    out = None if asked is None else shardings.to_dims("the result", asked, len(out_shape), mesh.axis_names)
+    return Placement(Mode.SHARDED, out_shape, mesh, is_explicit, *dims, out)
 
 
 def _explicit_mesh(request: Request) -> options.Mesh | None:
@@ -333,6 +351,6 @@ def _constraint(out_sharding: Any, mesh: options.Mesh | None, out_shape: Shape) 
     mesh = mesh if mesh is not None else jax.sharding.get_abstract_mesh()
     if mesh.empty:
         raise InvalidValue(f"out_sharding {spec} needs a mesh; pass mesh=, a NamedSharding, or use jax.set_mesh(mesh)")
-    dims = shardings.to_dims("the result", spec, len(out_shape), mesh.shape)
+    dims = shardings.to_dims("the result", spec, len(out_shape), mesh.axis_names)
     shardings.check_dims("the result", dims, out_shape, mesh.shape)
     return NamedSharding(mesh, spec)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -45,11 +46,6 @@ class Frame:
         """The sharding in which d leaves."""
         return dict(self.outs)["d"]
 
-    def reshard(self, entry: Entry, x: jax.Array) -> jax.Array:
-        """An operand in the sharding in which it enters."""
-        have = meshes.type_spec(x) if self.is_explicit else entry.spec if entry.have is None else entry.have
-        return meshes.reshard(x, self.mesh, have, entry.spec, is_explicit=self.is_explicit)
-
     def finish(self, results: dict[str, Any]) -> dict[str, Any]:
         """The results with d in the sharding that it is to have."""
         if self.asked is None:
@@ -58,28 +54,31 @@ class Frame:
         return results | {"d": d}
 
 
+@functools.lru_cache(maxsize=4096)
 def frame_of(
-    placement: meshes.Placement,
+    where: tuple[Any, bool],
     given: Layout,
     plan: Contraction,
-    beside: Mapping[str, Dims],
-    results: Mapping[str, Dims],
+    beside: tuple[tuple[str, Dims], ...] = (),
+    results: tuple[tuple[str, Dims], ...] = (),
     *,
     gathers_inside: bool,
 ) -> Frame:
     """The frame of a planned call, whose arrays lie and are to lie as `given`.
 
-    `beside`, `results`: how the operands after a and b enter, and the results after d leave. `gathers_inside`: a and b
-    may be gathered inside shard_map, whose transpose is a reduce-scatter.
+    `where`: the mesh, and whether its axes are explicit. `beside`, `results`: how the operands after a and b enter, and
+    the results after d leave. `gathers_inside`: a and b may be gathered inside shard_map, whose transpose is a
+    reduce-scatter.
     """
+    mesh, is_explicit = where
     spec, entries = meshes.partition_spec, {}
     for name, have, want in (("a", given.a, plan.layout.a), ("b", given.b, plan.layout.b)):
         dims, gathers = moves.entry(have, want, plan.layout) if gathers_inside else (want, ())
-        entries[name] = Entry(spec(dims), gathers, None if placement.is_explicit else spec(have))
-    entries |= {name: Entry(spec(dims)) for name, dims in beside.items()}
-    outs = {name: spec(dims) for name, dims in {"d": plan.layout.d, **results}.items()}
+        entries[name] = Entry(spec(dims), gathers, None if is_explicit else spec(have))
+    entries |= {name: Entry(spec(dims)) for name, dims in beside}
+    outs = tuple((name, spec(dims)) for name, dims in (("d", plan.layout.d), *results))
     asked = None if plan.layout.d == given.d else spec(given.d)
-    return Frame(placement.mesh, placement.is_explicit, tuple(entries.items()), tuple(outs.items()), asked)
+    return Frame(mesh, is_explicit, tuple(entries.items()), outs, asked)
 
 
 def on_shards(
@@ -88,7 +87,11 @@ def on_shards(
     """The results of a body of one device's shards."""
     known = dict(frame.entries)
     entries = {name: known.get(name, Entry()) for name in operands}
-    placed = {name: frame.reshard(entries[name], x) for name, x in operands.items()}
+    placed = {}
+    for name, x in operands.items():
+        entry = entries[name]
+        have = meshes.type_spec(x) if frame.is_explicit else entry.spec if entry.have is None else entry.have
+        placed[name] = meshes.reshard(x, frame.mesh, have, entry.spec, is_explicit=frame.is_explicit)
     specs = {name: entry.spec for name, entry in entries.items()}
     of_shards = on_gathered(body, {name: entry.gathers for name, entry in entries.items()}, source_line)
     run = jax.shard_map(of_shards, mesh=frame.mesh, in_specs=(specs,), out_specs=dict(frame.outs))

@@ -1,5 +1,10 @@
 """The fallback for a bare `jit` over auto axes: XLA's partitioner hands over the shardings it has chosen.
 
+A product is a custom call that XLA's partitioner has this module replace by one device's part of it.
+`jax.experimental.custom_partitioning` does the same, but names a call by the address of a Python object: a program with
+one is neither found again in a persistent compilation cache nor exported. Here a call is named by its description, so
+any process that has imported jaxmp can partition it.
+
 Its limits: eager calls and partial-manual regions never consult it, and the partitioner may settle on another pattern
 than the user has in mind (the gradient of an all-gather comes out as an all-reduce). Explicit axes or `in_shardings`
 have none of these.
@@ -8,39 +13,44 @@ have none of these.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import itertools
+import json
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmp._src.contraction import contraction, planner
+from jaxmp._src.contraction import contraction
 from jaxmp._src.contraction.contraction import Dim, Layout
 from jaxmp._src.contraction.moves import size_of
-from jaxmp._src.jax_internals import jax_lowering
+from jaxmp._src.jax_internals import jax_lowering, jax_partitioner
 from jaxmp._src.jax_internals.jax_lowering import LoweringRule
-from jaxmp._src.jax_internals.jax_partitioner import Global
+from jaxmp._src.jax_internals.jax_partitioner import Global, OnShards
 from jaxmp._src.lowering import rules
 from jaxmp._src.lowering.resolve import resolve
 from jaxmp._src.primitive import bias_grad
-from jaxmp._src.primitive.primitives import activation_grad, bind, global_amax, matmul_p
-from jaxmp._src.sharding import partitioned_call, sharded_call
+from jaxmp._src.primitive.primitives import activation_grad, bind, by_settled, global_amax, matmul_p
+from jaxmp._src.runtime import native
+from jaxmp._src.sharding import sharded_call
 from jaxmp._src.sharding.meshes import partition_spec
-from jaxmp._src.sharding.partitioned_call import Placed
 from jaxmp._src.sharding.shard_local import bind_plan
 from jaxmp._src.sharding.shardings import to_dims
 from jaxmp._src.spec import process_grid
 from jaxmp._src.spec.fields import from_fields, to_fields
-from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, spans
+from jaxmp._src.spec.matmul_spec import MatmulSpec, spans
 from jaxmp._src.spec.options import Mesh
 from jaxmp._src.spec.refusal import NotAvailable, naming
-from jaxmp._src.validation.operand_checks import check_all_reduce
+
+TARGET = "jaxmp_partitioned_matmul"
 
 T = TypeVar("T")
+# (a function of one device's shards, the shardings of the operands, those of the results); None for a sharding leaves
+# the one that XLA proposes.
+Placed = tuple[Callable[..., Any], Sequence[Any], Sequence[Any]]
 # Who watches the partitioner, which may call back on any thread.
 Observer = Callable[[MatmulSpec, Sequence[Any] | None], None]
 _observers: list[Observer] = []
@@ -67,33 +77,29 @@ def _place_matmul(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results:
         proposed = x.sharding_on(mesh)
         if proposed is None:
             return _place_whole(spec, mesh, args, results)
-        found = to_dims("operand", proposed.spec, len(x.shape), mesh.shape)
+        found = to_dims("operand", proposed.spec, len(x.shape), mesh.axis_names)
         dims.append(tuple(_dividing(dim, extent, mesh.shape) for dim, extent in zip(found, x.shape, strict=True)))
     rows, columns = dims[2]
     left_out: Dim = ()
     has_mask = "relu_aux" in (*spec.operand_names, *spec.output_names)
     if has_mask and results[0].shape[1] // size_of(mesh.shape, columns) % process_grid.RELU_AUX_BITS:
         left_out += columns  # the mask is padded per shard, and its shape here cannot depend on the shards
-    if spec.determinism == "topology" and bias_grad.summed(spec.rule.gradient) == "d":
+    if spec.global_order and bias_grad.summed(spec.rule.gradient) == "d":
         left_out += rows  # over which XLA would complete the sums
     dims = [tuple(tuple(axis for axis in dim if axis not in left_out) for dim in each) for each in dims]
     flags = {"transpose_a": spec.transpose_a, "transpose_b": spec.transpose_b}
     given = contraction.of_matrices(2, Layout(*dims), **flags)
-    terms = sharded_call.terms(spec, given, args[:2], results[0].shape, mesh.shape)
+    names, where = ("a", "b", *spec.operand_names), (results[0].shape, mesh.shape)
     # Under a level, a call that shares columns has no gradient's epilog. XLA can move operands instead.
-    plan = planner.plan(given, dataclasses.replace(terms, shares_columns=not spec.fixed_reduction_order))
-    group = Group.of(plan, mesh.shape.items())
-    local = check_all_reduce(spec.replace(group=group))
+    plan, local = sharded_call.planned(spec, given, args[:2], *where, shares_columns=not spec.fixed_reduction_order)
 
     def body(*shards: jax.Array) -> Sequence[jax.Array]:
-        names = ("a", "b", *spec.operand_names)
         return _global_results(local, bind_plan(plan, local, dict(zip(names, shards, strict=True))))
 
     def placed(name: str) -> NamedSharding:
         return NamedSharding(mesh, partition_spec(sharded_call.dims_of(spec, plan, name)))
 
-    a, b = (NamedSharding(mesh, partition_spec(each)) for each in plan.layout[:2])
-    return _observed(body), [a, b, *map(placed, spec.operand_names)], [placed(name) for name in spec.output_names]
+    return _observed(body), [*map(placed, names)], [*map(placed, spec.output_names)]
 
 
 def _place_whole(spec: MatmulSpec, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
@@ -154,16 +160,10 @@ def _led(spec: MatmulSpec, operands: Sequence[T]) -> Sequence[T]:
     return (b, a, *rest) if spec.b_leads else operands
 
 
-def _place(call: dict[str, Any], mesh: Mesh, args: Sequence[Global], results: Sequence[Global]) -> Placed:
-    """How XLA's partitioner is to compute a call, by its description."""
-    spec = from_fields(MatmulSpec, call["spec"])
-    with naming(spec.function):
-        return _place_call(spec, call.get("activation"), mesh, args, results)
-
-
-def _place_call(
+def _place(
     spec: MatmulSpec, activation: str | None, mesh: Mesh, args: Sequence[Global], results: Sequence[Global]
 ) -> Placed:
+    """How XLA's partitioner is to compute a call."""
     if activation is None:
         on_shards, operands, outputs = _place_matmul(spec, mesh, _led(spec, args), results)
         return lambda *shards: on_shards(*_led(spec, shards)), _led(spec, operands), outputs
@@ -183,9 +183,7 @@ def activation_grad_rule(platform: str) -> LoweringRule:
 
 
 def _rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -> LoweringRule:
-    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec | None, **params: Any) -> Any:
-        if spec is None or not spec.is_unsettled:
-            return on_shards(ctx, *nodes, spec=spec, **params)
+    def rule(ctx: jax_lowering.LoweringContext, *nodes: Any, spec: MatmulSpec, **params: Any) -> Any:
         spec = spec.settled()
         if jax_lowering.is_on_shards(ctx):
             return on_shards(ctx, *nodes, spec=spec, **params)
@@ -204,9 +202,51 @@ def _rule(on_shards: LoweringRule, sharding_rule: Callable[[MatmulSpec], str]) -
                 "jax_use_shardy_partitioner is off; turn it on, pass in_shardings, or use explicit axes"
             )
         call = {"spec": to_fields(spec), **params}
-        return partitioned_call.lower(ctx, _led(spec, nodes), call, sharding_rule(spec))
+        return _lower(ctx, _led(spec, nodes), call, sharding_rule(spec))
 
-    return rule
+    return by_settled(on_shards, rule)
 
 
-partitioned_call.register(_place)
+def _lower(
+    ctx: jax_lowering.LoweringContext, operands: Sequence[Any], call: dict[str, Any], sharding_rule: str
+) -> Sequence[Any]:
+    """The results of a call that is to be partitioned; `call` describes it by JSON values."""
+    native.register()  # the executable may come from a cache, and then nothing asks us
+    mesh = jax_lowering.global_mesh(ctx)
+    described: dict[str, Any] = {
+        "call": call,
+        "platform": jax_lowering.platform(ctx),
+        "mesh": [] if mesh is None else list(mesh.shape.items()),
+        "x64": bool(jax.config.read("jax_enable_x64")),
+    }
+    if native.has_barrier():  # processes tell the calls of a program apart
+        described["index"] = jax_lowering.next_index(ctx, native.BARRIER_TARGET)
+        described["program"] = jax_lowering.program_name(ctx)
+    if mesh is not None and not jax_lowering.is_for_export(ctx):
+        described["devices"] = [device.id for device in mesh.devices.flat]
+    text = json.dumps(described, sort_keys=True)
+    return jax_partitioner.partitioned_call(ctx, operands, target=TARGET, text=text, sharding_rule=sharding_rule)
+
+
+def _partition(text: str, operands: Sequence[Global], results: Sequence[Global]) -> OnShards:
+    """A call of this description on one device's shards."""
+    described = json.loads(text)
+    call, platform = described["call"], described["platform"]
+    mesh = _mesh(described["mesh"], described.get("devices"), platform)
+    name = f"{jax_partitioner.PARTITIONED}{described.get('program', '')}_{described.get('index', 0)}"
+    spec = from_fields(MatmulSpec, call["spec"])
+    with naming(spec.function):
+        placed = _place(spec, call.get("activation"), mesh, operands, results)
+    return OnShards(*placed, mesh, platform, described["x64"], name)
+
+
+def _mesh(axes: Sequence[tuple[str, int]], ids: Sequence[int] | None, platform: str) -> Mesh:
+    """The mesh of these axes; of devices where they are said."""
+    names, sizes = tuple(name for name, _ in axes), tuple(size for _, size in axes)
+    if ids is None:
+        return jax.sharding.AbstractMesh(sizes, names)
+    devices = {device.id: device for device in jax.devices(platform)}
+    return jax.sharding.Mesh(np.array([devices[id] for id in ids]).reshape(sizes), names)
+
+
+jax_partitioner.register_partitioner(TARGET, _partition)

@@ -13,7 +13,6 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from jaxmp._src.contraction.contraction import Contraction, Dim
@@ -25,9 +24,8 @@ from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec import epilogs, low_precision, matmul_spec
 from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec
-from jaxmp._src.spec.refusal import NotAvailable
 from jaxmp._src.validation.comm_options import fit_comm_options
-from jaxmp._src.validation.operand_checks import check_gathered_scales
+from jaxmp._src.validation.epilog_checks import check_gathered_scales
 
 T = TypeVar("T")
 
@@ -38,7 +36,7 @@ def bind_plan(plan: Contraction, spec: MatmulSpec, operands: dict[str, jax.Array
     if plan.is_transposed and spec.fixed_reduction_order:
         plan, spec, a, b = _untransposed(plan, spec, a, b)
     # Inside a user's shard_map nothing is known of the global array. Sums go rank after rank.
-    if spec.determinism == "topology" and not spec.contraction.is_grid and not plan.is_partial:
+    if spec.global_order and not spec.contraction.is_grid and not plan.is_partial:
         spec = _with_order(plan, spec, a)
     operands = operands | {"a": a, "b": b}
     if plan.is_transposed:
@@ -78,11 +76,11 @@ def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: dict[str, ja
 def _sum_over_data(spec: MatmulSpec, outputs: dict[str, jax.Array], axes: tuple[str, ...]) -> dict[str, jax.Array]:
     """Bias gradients of d, summed over the axes that share its rows beside the call's group."""
     names = [name for name in outputs if axes and bias_grad.summed(name) == "d"]
-    if names and spec.determinism == "topology":
-        raise NotAvailable(
-            f'determinism="topology" has no epilog {spec.epilog.name} on rows that are sharded over '
-            f"{matmul_spec.axes_text(axes)} beside the call, for XLA would complete {names[0]}; take the gradient of a "
-            'bias, or pass determinism="batch"'
+    if names and spec.global_order:
+        raise spec.level.mesh_refusal(
+            f"has no epilog {spec.epilog.name} on rows that are sharded over {matmul_spec.axes_text(axes)} beside the "
+            f"call, for XLA would complete {names[0]}",
+            "take the gradient of a bias",
         )
     with jax.named_scope(bias_grad.SCOPE):
         return {
@@ -100,10 +98,7 @@ def _untransposed(
     """
     why = f"where columns of the result are gathered or scattered over {matmul_spec.axes_text(plan.row_axes)}"
     if spec.rule.gradient:
-        raise NotAvailable(
-            f"determinism={spec.determinism!r} has no epilog {spec.epilog.name} {why}; take another "
-            'out_sharding, or pass determinism="run_to_run"'
-        )
+        raise spec.level.refusal(f"has no epilog {spec.epilog.name} {why}", "take another out_sharding")
     check_gathered_scales(spec, why)
     k, n = (1, 0) if spec.transpose_b else (0, 1)
     with jax.named_scope("jaxmp_whole_operands"):
@@ -197,26 +192,6 @@ def _apply_epilog(
     return {name: x.reshape(*rows, x.shape[-1]) if has_rows(name) else x for name, x in outputs.items()}
 
 
-def bind_empty(
-    plan: Contraction,
-    spec: MatmulSpec,
-    shapes: dict[str, tuple[int, ...]],
-    dtype: np.dtype,
-    operands: dict[str, jax.Array],
-) -> dict[str, jax.Array]:
-    """The epilog of a sum over nothing; `shapes` are those of the results on each device."""
-    gradient, shape = spec.rule.gradient, shapes["d"]
-    if bias_grad.summed(gradient) in ("a", "b"):
-        rest = bind_empty(plan, spec.replace(epilog=Epilog.NONE), shapes, dtype, operands)
-        return rest | {gradient: jnp.zeros(shapes[gradient], spec.out_dtype)}
-    if spec.fixed_reduction_order:
-        local = spec.bare().ungrouped()
-        nothing = {"a": jnp.zeros((*shape[:-1], 0), dtype), "b": jnp.zeros((0, shape[-1]), dtype)}
-        return _sum_over_data(spec, bind_shards(local, 0, operands | nothing), sum(plan.layout.d[:-1], ()))
-    z = jnp.zeros((math.prod(shape[:-1]), shape[-1]), matmul_spec.accumulator(dtype))
-    return _sum_over_data(spec, _apply_epilog(z, operands, spec, shape[:-1]), sum(plan.layout.d[:-1], ()))
-
-
 def bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
     """The results from shards of any rank; `dimension` of a is the one gathered or scattered."""
     if not spec.is_typed:
@@ -239,7 +214,7 @@ def bind_shards(spec: MatmulSpec, dimension: int, operands: dict[str, jax.Array]
     ordered = spec.contraction.gathers or spec.contraction.scatters
     shape, lead = a.shape[:-1], dimension if ordered else 0
     batch, rows = math.prod(shape[:lead]), math.prod(shape[lead:])
-    spec = spec.reorder(outer_rows=batch) if spec.determinism == "topology" else spec
+    spec = spec.reorder(outer_rows=batch) if spec.global_order else spec
     extra = {
         name: x.reshape(batch, math.prod(x.shape[lead:-1]), x.shape[-1]) if has_rows(name) else x
         for name, x in extra.items()

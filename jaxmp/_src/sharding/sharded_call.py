@@ -15,22 +15,24 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.contraction import contraction, planner
-from jaxmp._src.contraction.contraction import Contraction, Dims, Layout
+from jaxmp._src.contraction.contraction import Contraction, Dims
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import xla_matmul
-from jaxmp._src.primitive.primitives import global_amax, has_rows
-from jaxmp._src.runtime.types import ArrayType
+from jaxmp._src.primitive.collectives import cast_varying
+from jaxmp._src.primitive.primitives import global_amax
+from jaxmp._src.runtime.types import ArrayType, Shape
 from jaxmp._src.sharding import eager_calls, meshes, shardings
 from jaxmp._src.sharding.on_shards import Frame, Operands, frame_of, on_shards
-from jaxmp._src.sharding.shard_local import bind_empty, bind_plan, bind_shards
+from jaxmp._src.sharding.shard_local import bind_plan, bind_shards
 from jaxmp._src.spec import low_precision, matmul_spec
-from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern, result_shape
+from jaxmp._src.spec.matmul_spec import Group, MatmulSpec, Pattern
+from jaxmp._src.spec.options import CommOptions
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.spec.request import Request
-from jaxmp._src.validation import result_types
-from jaxmp._src.validation.arguments import validated
+from jaxmp._src.validation.arguments import converted, validated
 from jaxmp._src.validation.comm_options import check_comm_options, fit_comm_options
-from jaxmp._src.validation.operand_checks import as_array, check_all_reduce, check_relu_aux
+from jaxmp._src.validation.epilog_checks import check_all_reduce, check_relu_aux
+from jaxmp._src.validation.result_types import NOTHING, Conversion
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,33 +104,33 @@ Results = jax.Array | tuple[jax.Array, dict[str, jax.Array]]
 
 def product(request: Request, entry: eager_calls.Entry | None = None) -> Results:
     """The result of `jaxmp.matmul`; fills the `entry` of `eager_calls` for it."""
-    conversion, converted = result_types.find(request)
-    spec, operands = validated(converted)
-    call = make_call(spec, meshes.place(request, result_shape(spec, converted.a, converted.b)), operands)
+    conversion, of_call = converted(request)
+    spec, operands, shape = validated(of_call)
+    call = make_call(spec, meshes.place(request, shape), operands)
     if entry is None:
-        result: Results = conversion.of_result(_result(jaxmp_call(call, operands)))
-        return result
+        result = _result(jaxmp_call(call, operands))
+        return result if conversion is NOTHING else conversion.of_result(result)
     given = eager_calls.operands_of(request)
-    compiled = _compiled(call, conversion, tuple((key, operands[key].dtype) for key in given))
-    entry.append(compiled)
-    return compiled(*given.values())
+    types = tuple((key, operands[key].dtype) for key in given)
+    is_traced = any(isinstance(x, jax.core.Tracer) for x in given.values())
+    kept = functools.partial(_traced, call, conversion, types) if is_traced else _compiled(call, conversion, types)
+    entry.append(kept)
+    return kept(*given.values())
 
 
 def collective(request: Request, pattern: Pattern, axis_names: Any) -> Results:
     """The result of a product whose group is named, on the shards of the enclosing shard_map."""
     group = group_on_axes(pattern, axis_names)
-    a, b, c = map(as_array, (request.a, request.b, request.c))
-    conversion, request = result_types.find(request._replace(a=a, b=b, c=c))
-    spec, operands = validated(request, group)
+    conversion, request = converted(request)
+    spec, operands, shape = validated(request, group)
     if spec.contraction.is_grid and spec.transpose_a and request.a.ndim > 2:
         raise InvalidValue(
             f"{{a}} has {request.a.ndim} dimensions; with transpose_a=True it must have 2, for its blocks lie across "
             "those of the result: use jax.vmap for the others"
         )
     spec = check_all_reduce(spec)
-    columns = result_shape(spec, request.a, request.b)[-1]
-    check_comm_options(spec, columns)
-    check_relu_aux(operands, spec, columns, columns)
+    check_comm_options(spec, shape[-1])
+    check_relu_aux(operands, spec, shape[-1], shape[-1])
     outputs = bind_shards(spec, request.a.ndim - 2, operands)
     result: Results = conversion.of_result(_result(global_amax(spec, outputs, spec.group.axes)))
     return result
@@ -157,12 +159,7 @@ def group_on_axes(pattern: Pattern, axis_names: Any) -> Group:
                 f"axis_names must be a pair, the axis of rows and the axis of columns, got {axis_names!r}"
             )
         row_axes, col_axes = (_as_axes(axes) for axes in axis_names)
-    axes = row_axes + col_axes
-    for axis in axes:
-        if axis not in mesh.shape:
-            raise InvalidValue(f"axis {axis!r} is not in the mesh, which has {tuple(mesh.axis_names)}")
-    if len(set(axes)) != len(axes):
-        raise InvalidValue(f"axis names {axes} repeat")
+    meshes.check_axes(mesh, row_axes + col_axes)
     return Group(pattern, tuple(mesh.shape.items()), row_axes, col_axes)
 
 
@@ -183,7 +180,7 @@ def make_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operands)
             spec = check_all_reduce(spec)
         is_settled = placement.mode != meshes.Mode.AUTO
         has_mesh = is_settled or meshes.is_known(placement, operands["a"], operands["b"])
-        columns = result_shape(spec, operands["a"], operands["b"])[-1]
+        columns = placement.shape[-1]
         check_comm_options(spec, columns, is_settled, has_mesh)
         check_relu_aux(operands, spec, columns, columns)
         return PartitionedCall(spec, placement.constraint) if placement.mode == meshes.Mode.AUTO else ManualCall(spec)
@@ -196,7 +193,7 @@ def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
     blocks = [each for each in beside if not each.startswith("scale_") or spec.scales.of(each) != low_precision.SCALAR]
     asked = (
         f"implementation={spec.implementation!r}" if spec.implementation in ("host", "cublasmp") else "",
-        f"determinism={spec.determinism!r}" if spec.fixed_reduction_order else "",
+        str(spec.level) if spec.fixed_reduction_order else "",
         f"epilog {spec.epilog.name}" if spec.rule.outputs or spec.rule.inputs not in ((), ("bias",)) else "",
         f"{blocks[0]}" if blocks else "",
     )
@@ -210,57 +207,51 @@ def check_left_to_xla(spec: MatmulSpec, why: str) -> None:
 def planned_call(spec: MatmulSpec, placement: meshes.Placement, operands: Operands) -> ShardedCall:
     """`make_call` for global arrays."""
     sizes, a, b = placement.mesh.shape, operands["a"], operands["b"]
-    shape = result_shape(spec, a, b)
-    layout = Layout(placement.a, placement.b, _asked_result(spec, placement))
-    arguments = "{a}", "{b}", "the result"
-    for argument, dims, whole in zip(arguments, layout, (a.shape, b.shape, shape), strict=True):
-        shardings.check_dims(argument, dims, whole, sizes)
-    given = contraction.of_matrices(a.ndim, layout, transpose_a=spec.transpose_a, transpose_b=spec.transpose_b)
-    plan = planner.plan(given, terms(spec, given, (a, b), shape, sizes))
-    beside = {operand: dims_of(spec, plan, operand) for operand in spec.operand_names}
-    for operand in matmul_spec.SCALE_NAMES:
-        if operand in beside:
+    shape = placement.shape
+    flags = {"transpose_a": spec.transpose_a, "transpose_b": spec.transpose_b}
+    given = placement.given(contraction.of_matrices(a.ndim, **flags), (a.shape, b.shape))
+    plan, spec = planned(spec.replace(is_typed=True), given, (a, b), shape, sizes)
+    beside = tuple((operand, dims_of(spec, plan, operand)) for operand in spec.operand_names)
+    for operand, dims in beside:
+        if operand in matmul_spec.SCALE_NAMES:
             argument = f"scaling.{operand.removeprefix('scale_')}"
-            shardings.check_dims(argument, beside[operand], operands[operand].shape, sizes)
-    results = {result: dims_of(spec, plan, result) for result in spec.output_names[1:]}
+            shardings.check_dims(argument, dims, operands[operand].shape, sizes)
+    results = tuple((result, dims_of(spec, plan, result)) for result in spec.output_names[1:])
     # Under a level the gradients are sums in an order of their own.
-    gathers_inside = not spec.fixed_reduction_order
-    frame = frame_of(placement, layout, plan, beside, results, gathers_inside=gathers_inside)
-    group = Group.of(plan, sizes.items())
-    spec, columns = spec.replace(group=group, is_typed=True), shape[-1] // group.size(plan.layout.d[-1])
-    if spec.asks_all_reduce:
-        spec = check_all_reduce(spec)
+    gathers_inside, where = not spec.fixed_reduction_order, (placement.mesh, placement.is_explicit)
+    frame = frame_of(where, given.layout, plan, beside, results, gathers_inside=gathers_inside)
+    columns = shape[-1] // spec.group.size(plan.layout.d[-1])
     if "relu_aux" in spec.operand_names:
         check_relu_aux(operands, spec, shape[-1], columns)
-    check_comm_options(spec, columns)
+    if spec.comm != CommOptions():
+        check_comm_options(spec, columns)
     return ShardedCall(spec, plan, frame, 0 in shape)
 
 
-def _asked_result(spec: MatmulSpec, placement: meshes.Placement) -> Dims:
-    """The sharding that d is to have."""
-    if placement.out is not None:
-        return placement.out
-    *rows, k_a = (*placement.a[:-2], placement.a[-1], placement.a[-2]) if spec.transpose_a else placement.a
-    k_b, cols = placement.b[::-1] if spec.transpose_b else placement.b
-    return shardings.default_result(tuple(rows), (cols,), ((k_a, k_b),))
+def planned(
+    spec: MatmulSpec,
+    given: Contraction,
+    ab: Sequence[ArrayType],
+    shape: Shape,
+    mesh: Mapping[str, int],
+    *,
+    shares_columns: bool = True,
+) -> tuple[Contraction, MatmulSpec]:
+    """The plan of a product of a and b, and the spec of its call; `shares_columns` as in `planner.Terms`."""
+    (a, b), beside = ab, (*spec.operand_names, *spec.output_names[1:])
+    operand = low_precision.operand_type(a.dtype, b.dtype)
 
+    def terms() -> planner.Terms:
+        of_sums = matmul_spec.accumulator(operand).itemsize
+        itemsizes = a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, of_sums
+        keeps_result = any(matmul_spec.SPANS.get(each) for each in beside if each not in ("c", "bias"))
+        return planner.terms(given, (a.shape, b.shape, shape), mesh, itemsizes, keeps_result=keeps_result)
 
-def terms(
-    spec: MatmulSpec, given: Contraction, ab: Sequence[ArrayType], shape: tuple[int, ...], mesh: Mapping[str, int]
-) -> planner.Terms:
-    """What the plan of a call of a and b depends on beside its shardings."""
-    a, b = ab
-    beside, operand = (*spec.operand_names, *spec.output_names[1:]), low_precision.operand_type(a.dtype, b.dtype)
-    itemsizes = a.dtype.itemsize, b.dtype.itemsize, spec.out_dtype.itemsize, matmul_spec.accumulator(operand).itemsize
-    # A grid reads matrices as they are stored, and its gradients are sums in an order of their own.
-    is_plain = not (spec.transpose_a or spec.transpose_b or low_precision.is_low_precision(operand))
-    return planner.Terms(
-        planner.extents(given, (a.shape, b.shape, shape), mesh),
-        tuple(mesh.items()),
-        itemsizes,
-        keeps_result=any(matmul_spec.SPANS.get(each) for each in beside if each not in ("c", "bias")),
-        gathers_k=is_plain and not spec.fixed_reduction_order,
-    )
+    # Along k no operand is gathered whose gradient is to be a sum in a fixed order.
+    gathers_k = not (spec.fixed_reduction_order or low_precision.is_low_precision(operand))
+    plan = planner.plan(given, terms, gathers_k=gathers_k, shares_columns=shares_columns)
+    spec = spec.replace(group=Group.of(plan, tuple(mesh.items())))
+    return plan, check_all_reduce(spec) if spec.asks_all_reduce else spec
 
 
 def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
@@ -269,8 +260,8 @@ def dims_of(spec: MatmulSpec, plan: Contraction, name: str) -> Dims:
     But the sums of an operand's own rows are whole in a group, whichever operand the call takes for its a.
     """
     found = matmul_spec.spans(spec, name)
-    if name in ("scale_a", "scale_b"):
-        operand = plan.layout.a if name == "scale_a" else plan.layout.b
+    if name in ("a", "b", "scale_a", "scale_b"):
+        operand: Dims = getattr(plan.layout, name[-1])
         return operand[: len(operand) - 2 + len(found)] if found else ()
     if len(found) != 1:
         return plan.layout.d if found else ()
@@ -286,10 +277,20 @@ def jaxmp_call(call: Call, operands: dict[str, jax.Array]) -> dict[str, jax.Arra
     return call(operands)
 
 
+def _traced(
+    call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...], *operands: jax.Array
+) -> Results:
+    """The result of a call of operands in this order, which are cast to these types as `validated` casts them."""
+    named = {}
+    for (name, dtype), given in zip(types, operands, strict=True):
+        x = conversion.of(name, given)
+        named[name] = x if x.dtype == dtype and name not in ("c", "bias") else x.astype(dtype)
+    result: Results = conversion.of_result(_result(jaxmp_call(call, named)))
+    return result
+
+
 @functools.lru_cache(eager_calls.CAPACITY)
-def _compiled(
-    call: Call, conversion: result_types.Conversion, types: tuple[tuple[str, np.dtype], ...]
-) -> Callable[..., Results]:
+def _compiled(call: Call, conversion: Conversion, types: tuple[tuple[str, np.dtype], ...]) -> Callable[..., Results]:
     """A call as a function of operands in this order, which are cast to these types.
 
     Without jaxmp_call's static argument, which JAX would hash and compare at every call.
@@ -306,34 +307,27 @@ def _compiled(
 def _of_empty(call: ShardedCall, operands: Operands) -> tuple[Callable[[Operands], Operands], Operands]:
     """The body of a call with an empty d, or with nothing to contract, and its operands.
 
-    XLA cannot partition a body whose operands are all empty, nor the gradient of one that uses only such, so they stay
-    out of it. An empty d, without sums of operands beside it, depends on none of them.
+    XLA cannot partition a body whose operands are all empty, nor the gradient of one that uses only such, so an empty a
+    or b is made in it. An empty d, without sums of operands beside it, depends on none of them.
     """
-    frame, spec, a, b = call.frame, call.spec, operands["a"], operands["b"]
-    outs = dict(frame.outs)
+    mesh, layout = call.frame.mesh, call.plan.layout
+    empty = {name: x for name, x in operands.items() if name in ("a", "b") and 0 in x.shape}
 
-    def shards(shapes: dict[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        return {name: NamedSharding(frame.mesh, outs[name]).shard_shape(shape) for name, shape in shapes.items()}
+    def made(name: str, x: jax.Array) -> jax.Array:
+        dims: Dims = getattr(layout, name)
+        shape = NamedSharding(mesh, meshes.partition_spec(dims)).shard_shape(x.shape)
+        return cast_varying(jnp.zeros(shape, x.dtype), sum(dims, ()))
 
-    if call.is_empty:
-        run = functools.partial(on_shards, dataclasses.replace(frame, asked=None), call.body)
-        types = jax.eval_shape(lambda operands: run(operands, spec.source_line), operands)
-        if all(0 in types[name].shape for name in ("bgrada", "bgradb") if name in types):
-            local = shards({name: x.shape for name, x in types.items()})
-            return lambda _: {name: jnp.zeros(local[name], x.dtype) for name, x in types.items()}, _scalar()
-        if not (0 in a.shape and 0 in b.shape):
-            return call.body, operands
-    shape = result_shape(spec.ungrouped(), a, b)
-    lines = {"m": shape[-2:-1], "n": shape[-1:]}
-    names = [name for name in ("d", *spec.rule.outputs) if name != "relu_aux"]
-    local = shards({name: shape if has_rows(name) else lines[matmul_spec.SPANS[name][0].dim] for name in names})
-    body = functools.partial(bind_empty, call.plan, spec, local, low_precision.operand_type(a.dtype, b.dtype))
-    return body, {name: x for name, x in operands.items() if name not in ("a", "b")} | _scalar()
+    def body(rest: Operands) -> Operands:
+        nothing = {name: made(name, x) for name, x in empty.items()}
+        if call.is_empty:
+            types = jax.eval_shape(call.body, rest | nothing)
+            if all(0 in types[name].shape for name in ("bgrada", "bgradb") if name in types):
+                return {name: jnp.zeros(x.shape, x.dtype) for name, x in types.items()}
+        return call.body(rest | nothing)
 
-
-def _scalar() -> Operands:
-    """An operand that is not empty, for a body that needs none."""
-    return {"scalar": jnp.zeros(())}
+    rest = {name: x for name, x in operands.items() if name not in empty}
+    return body, rest | {"scalar": jnp.zeros(())}
 
 
 def _of_any_extent(call: ShardedCall, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from jax.sharding import PartitionSpec
 
-from jaxmp._src.contraction.contraction import Dim, Dims
+from jaxmp._src.contraction.contraction import Contraction, Dim, Dims
 from jaxmp._src.runtime.types import Shape
 from jaxmp._src.spec.matmul_spec import axes_text
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
 
 
-def to_dims(argument: str, spec: PartitionSpec, ndim: int, mesh: Mapping[str, int] | None) -> Dims:
+@functools.lru_cache(maxsize=4096)
+def to_dims(argument: str, spec: PartitionSpec, ndim: int, mesh: tuple[str, ...] | None) -> Dims:
     """A user's PartitionSpec as `as_dims`; raises where axes are not in the mesh or used twice."""
     if len(spec) > ndim:
         raise InvalidValue(f"the sharding of {argument}, {spec}, has {len(spec)} entries for {ndim} dimensions")
@@ -23,13 +25,14 @@ def to_dims(argument: str, spec: PartitionSpec, ndim: int, mesh: Mapping[str, in
             raise InvalidValue(f"the sharding of {argument}, {spec}, may hold axis names, tuples of them and None")
         for axis in (entry,) if isinstance(entry, str) else entry or ():
             if mesh is not None and axis not in mesh:
-                raise InvalidValue(f"the sharding of {argument} names axis {axis!r}, the mesh has {tuple(mesh)}")
+                raise InvalidValue(f"the sharding of {argument} names axis {axis!r}, the mesh has {mesh}")
             if axis in used:
                 raise InvalidValue(f"the sharding of {argument} uses axis {axis!r} for two dimensions")
             used.add(axis)
     return as_dims(argument, spec, ndim)
 
 
+@functools.lru_cache(maxsize=4096)
 def as_dims(argument: str, spec: PartitionSpec, ndim: int) -> Dims:
     """A PartitionSpec as one tuple of axis names per dimension."""
     for kind in ("unreduced", "reduced"):
@@ -61,13 +64,18 @@ def check_dims(argument: str, dims: Dims, shape: Shape, mesh: Mapping[str, int])
             )
 
 
-def default_result(rows: Dims, cols: Dims, contracted: Sequence[tuple[Dim, Dim]]) -> Dims:
-    """The sharding of a result that was not asked for, as `lax.dot_general` has it: that of the free dimensions.
-
-    `contracted` are the shardings of each contracted dimension in a and in b. Raises ValueError where the result is
-    ambiguous.
-    """
-    for k_a, k_b in contracted:
+def default_result(product: Contraction, a: Dims, b: Dims) -> Dims:
+    """The sharding of a result that was not asked for, as `lax.dot_general` has it: that of the batch and the free
+    dimensions of a and b, which lie so. Raises ValueError where the result is ambiguous."""
+    of_a, of_b = dict(zip(product.a, a, strict=True)), dict(zip(product.b, b, strict=True))
+    for index in product.batch:
+        if of_a[index] and of_b[index] and of_a[index] != of_b[index]:
+            raise InvalidValue(
+                f"batch dimension {product.a.index(index)} of {{a}} is sharded over {axes_text(of_a[index])} but "
+                f"dimension {product.b.index(index)} of {{b}} over {axes_text(of_b[index])}; pass out_sharding, or "
+                "reshard one of them"
+            )
+    for k_a, k_b in ((of_a[index], of_b[index]) for index in product.contracted):
         if k_a and k_b:
             both = axes_text(k_a) if k_a == k_b else f"{axes_text(k_a)} in {{a}} and {axes_text(k_b)} in {{b}}"
             raise InvalidValue(
@@ -75,10 +83,18 @@ def default_result(rows: Dims, cols: Dims, contracted: Sequence[tuple[Dim, Dim]]
                 f"sharded; pass out_sharding (without {axes_text(k_a)} to all-reduce, with it on the rows to "
                 "reduce-scatter)"
             )
-    shared = [axis for dim in rows for axis in dim if any(axis in other for other in cols)]
-    if shared:
+    batch, rows, cols = (
+        sum((where[index] for index in indices), ())
+        for indices, where in ((product.batch, of_a), (product.rows, of_a), (product.cols, of_b))
+    )
+    if shared := [axis for axis in rows if axis in cols]:
         raise InvalidValue(
             f"rows of {{a}} and columns of {{b}} are both sharded over axis {shared[0]!r}; pass out_sharding, "
             f"without {shared[0]!r} on the rows to gather {{a}}, or without it on the columns to gather {{b}}"
         )
-    return (*rows, *cols)
+    if repeated := [axis for axis in batch if axis in cols]:
+        raise InvalidValue(
+            f"a batch dimension and a free one are both sharded over axis {repeated[0]!r}, so the sharding of "
+            "the result is ambiguous; pass out_sharding"
+        )
+    return tuple((of_b | of_a)[index] for index in product.d)  # of a batch a's, as JAX 0.10 has it

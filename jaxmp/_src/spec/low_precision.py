@@ -1,17 +1,8 @@
 """Types of 8 bits and fewer: which go together, how they are scaled, decoded and encoded; knows nothing of calls.
 
-A scale multiplies what it stands beside. In the logical layout, which is `jax.nn.scaled_matmul`'s, the blocks of an
-operand run along its last dimension:
-
-    ()                    float32          scalar_fp32       one scale
-    (rows,)               float32          outer_vec_fp32    one a row
-    (rows, k/32)          float8_e8m0fnu   vec32_ue8m0       MXFP8
-    (rows, k/16)          float8_e4m3fn    vec16_ue4m3       NVFP4
-    (rows, k/128)         float32          vec128_fp32
-    (rows/128, k/128)     float32          blk128x128_fp32
-
-Names, meaning and memory layout: cuBLAS documentation, "Narrow Precision Data Types Usage", and cublasmp.h's
-cublasMpMatmulMatrixScale_t.
+A scale multiplies what it stands beside; `Scaling` has the table of modes. In the logical layout, which is
+`jax.nn.scaled_matmul`'s, the blocks of an operand run along its last dimension. Names, meaning and memory layout:
+cuBLAS documentation, "Narrow Precision Data Types Usage", and cublasmp.h's cublasMpMatmulMatrixScale_t.
 """
 
 from __future__ import annotations
@@ -113,21 +104,20 @@ def is_scaled(dtype: DTypeLike) -> bool:
     return np.dtype(dtype).name in SCALED
 
 
+@functools.cache
 def is_mixed(a: DTypeLike, b: DTypeLike) -> bool:
     """Whether one type is narrow and the other wide."""
-    a, b = np.dtype(a), np.dtype(b)
     return _is_narrow_beside_wide(a, b) or _is_narrow_beside_wide(b, a)
 
 
+@functools.cache
 def operand_type(a: DTypeLike, b: DTypeLike) -> np.dtype:
     """The type as which operands of types a and b are multiplied: the wide one of a mixed pair, else a."""
-    a, b = np.dtype(a), np.dtype(b)
-    return b if _is_narrow_beside_wide(a, b) else a
+    return np.dtype(b if _is_narrow_beside_wide(a, b) else a)
 
 
-@functools.cache  # the name of a type takes microseconds, and eager calls ask often
-def _is_narrow_beside_wide(a: np.dtype, b: np.dtype) -> bool:
-    return a.name in NARROW and b.name in WIDE
+def _is_narrow_beside_wide(a: DTypeLike, b: DTypeLike) -> bool:
+    return np.dtype(a).name in NARROW and np.dtype(b).name in WIDE
 
 
 def widened(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from jax.typing import DTypeLike
@@ -14,9 +13,17 @@ from jax.typing import DTypeLike
 from jaxmp._src.contraction import contraction
 from jaxmp._src.contraction.contraction import Contraction
 from jaxmp._src.contraction.contraction import Pattern as Pattern
-from jaxmp._src.runtime.types import ArrayType, Shape
-from jaxmp._src.spec import epilogs, low_precision
+from jaxmp._src.spec import epilogs, levels, low_precision
 from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.spec.extents import SPANS as SPANS
+from jaxmp._src.spec.extents import Extents as Extents
+from jaxmp._src.spec.extents import axes_text as axes_text
+from jaxmp._src.spec.extents import extents as extents
+from jaxmp._src.spec.extents import operations as operations
+from jaxmp._src.spec.extents import output_rows as output_rows
+from jaxmp._src.spec.extents import result_shape as result_shape
+from jaxmp._src.spec.extents import spans as spans
+from jaxmp._src.spec.levels import Level
 from jaxmp._src.spec.options import CommOptions, Parts
 from jaxmp._src.spec.process_grid import Distributed
 
@@ -46,27 +53,6 @@ _ACCUMULATORS = {"bfloat16": "float32", "float16": "float32", "int8": "int32", "
 )
 
 
-class Span(NamedTuple):
-    """What a dimension of an operand or result covers: each element `size` of the product's m, n or k."""
-
-    dim: str
-    size: int = 1
-
-
-_M, _N, _K = map(Span, "mnk")
-# By name, but for a, b and their scales (`spans`): a mask of relu is packed into bytes. Scalars have no dimension.
-SPANS = {
-    "c": (_M, _N),
-    "bias": (_N,),
-    "d": (_M, _N),
-    "relu_aux": (_M, Span("n", 8)),
-    "gelu_aux": (_M, _N),
-    "drelu_bgrad": (_N,),
-    "dgelu_bgrad": (_N,),
-    "bgrada": (_M,),
-    "bgradb": (_N,),
-    "d_out_scale": (_M, Span("n", 16)),  # MXFP8: 32
-}
 SCALE_NAMES = ("scale_a", "scale_b", "scale_c", "scale_d", "scale_aux")
 
 
@@ -85,9 +71,10 @@ class Group(Parts):
     col_axes: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, product: Contraction, mesh: Iterable[tuple[str, int]]) -> Group:
+    @functools.lru_cache(maxsize=4096)  # so that what follows from it is found once
+    def of(cls, product: Contraction, mesh: tuple[tuple[str, int], ...]) -> Group:
         """The group of a planned product on a mesh with these axes."""
-        return cls(product.pattern, tuple(mesh), product.row_axes, product.col_axes)
+        return cls(product.pattern, mesh, product.row_axes, product.col_axes)
 
     @functools.cached_property
     def axes(self) -> tuple[str, ...]:
@@ -132,7 +119,7 @@ class ScaleModes(Parts):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class SummationOrder(Parts):
-    """What the gradients of `determinism="topology"` need to sum in the order of the global array; elsewhere default.
+    """What gradients need to be sums in the order of the global array (`levels`); elsewhere default.
 
     `is_transposed`: on other patterns this product is its transpose (the gradient of an a that is stored transposed).
     `rows` are the dimensions that fold into D's rows, slowest first, each as (extent of what a rank holds of it ahead
@@ -155,7 +142,7 @@ class MatmulSpec(Parts):
     the result. `traced` names those of alpha and beta that are arrays, and so are operands beside the call.
     `precision` is a row of `precisions`'s table. `distributions` are the stored a, b and d of a grid whose shards are
     block-cyclic. `source_line` names the call in messages: the public function, and in a job of several processes
-    its line, "matmul at train.py:41". `determinism` is the level of docs/determinism.md. `b_leads`: on automatic axes,
+    its line, "matmul at train.py:41". `determinism` names the `level`. `b_leads`: on automatic axes,
     JAX's own product has b for its first operand, to which XLA gives an axis that the rows and the columns of d compete
     for. `is_batch`: operands and results have one more dimension in front.
     """
@@ -177,7 +164,7 @@ class MatmulSpec(Parts):
     bias_dtype: np.dtype | None = None
     aux_dtype: np.dtype | None = None
     precision: str = "DEFAULT"
-    determinism: str = "run_to_run"
+    determinism: str = levels.ANY_ORDER.name
     order: SummationOrder = SummationOrder()
     implementation: str | None = None
     comm: CommOptions = CommOptions()  # noqa: RUF009  frozen
@@ -203,9 +190,19 @@ class MatmulSpec(Parts):
         return self.epilog == Epilog.NONE and not self.operand_names
 
     @functools.cached_property
+    def level(self) -> Level:
+        """What the bits of the result may depend on."""
+        return levels.find(self.determinism)
+
+    @functools.cached_property
     def fixed_reduction_order(self) -> bool:
         """Whether every element is one sum in a fixed order, and its epilog the library's own arithmetic."""
-        return self.determinism != "run_to_run"
+        return self.level.fixed_order
+
+    @functools.cached_property
+    def global_order(self) -> bool:
+        """Whether sums over ranks, too, are made by calls in the order of the global array."""
+        return self.level.global_order
 
     @functools.cached_property
     def contraction(self) -> Contraction:
@@ -232,11 +229,19 @@ class MatmulSpec(Parts):
         return ("d", *self.rule.outputs, *amaxes, *scales)
 
     def replace(self, **changes: Any) -> MatmulSpec:
-        """A copy with `changes`; itself where they change nothing, for a copy of all fields takes some 10 us."""
-        for name, value in changes.items():
-            if getattr(self, name) != value:
-                return dataclasses.replace(self, **changes)
-        return self
+        """A copy with `changes`, the same one each time; itself where they change nothing."""
+        # 0.0 == -0.0
+        key = tuple((name, repr(x) if name in ("alpha", "beta") else x) for name, x in changes.items())
+        copy = self._copies.get(key)
+        if copy is None:
+            is_same = all(getattr(self, name) == value for name, value in changes.items())
+            copy = self._copies[key] = self if is_same else dataclasses.replace(self, **changes)
+        return copy
+
+    @functools.cached_property
+    def _copies(self) -> dict[Any, MatmulSpec]:
+        """What `replace` has made: a copy takes some 10 us, and what follows from it is found once."""
+        return {}
 
     def regroup(self, **changes: Any) -> MatmulSpec:
         """A copy with `changes` of its group."""
@@ -274,12 +279,22 @@ class MatmulSpec(Parts):
         """The same on one device, for operands that are whole there; `fit_comm_options` makes the options fit."""
         return self.replace(group=Group())
 
+    def alike(self, out_dtype: np.dtype, group: Group = Group()) -> MatmulSpec:
+        """A plain product of its implementation and level."""
+        return MatmulSpec(out_dtype, group, implementation=self.implementation, determinism=self.determinism)
+
     def folded(self, batch: int) -> MatmulSpec:
         """The same for `batch` such products whose rows follow each other."""
-        if self.determinism != "topology":
+        if not self.global_order:
             return self
         rows = ((batch, ()), *self.order.rows) if self.order.rows else ()
         return self.reorder(outer_rows=batch * self.order.outer_rows, rows=rows)
+
+
+@functools.lru_cache(maxsize=4096)
+def interned(out_dtype: np.dtype, group: Group, **fields: Any) -> MatmulSpec:
+    """The one spec of these fields, without alpha and beta, so that what follows from it is found once."""
+    return MatmulSpec(out_dtype, group, **fields)
 
 
 _UNSETTLED = Group(Pattern.UNSETTLED)
@@ -296,6 +311,7 @@ _BILINEAR = {
 }
 
 
+@functools.cache
 def accumulator(dtype: DTypeLike) -> np.dtype:
     """Type in which products of `dtype` are summed."""
     name = np.dtype(dtype).name
@@ -305,95 +321,3 @@ def accumulator(dtype: DTypeLike) -> np.dtype:
 def aux_dtype(spec: MatmulSpec) -> np.dtype:
     """Type of gelu_aux."""
     return np.dtype(spec.aux_dtype or spec.out_dtype)
-
-
-def spans(spec: MatmulSpec, name: str) -> tuple[Span, ...]:
-    """What the dimensions of an operand or result cover."""
-    if name == "a":
-        return (_K, _M) if spec.transpose_a else (_M, _K)
-    if name == "b":
-        return (_N, _K) if spec.transpose_b else (_K, _N)
-    if name not in ("scale_a", "scale_b"):
-        return SPANS.get(name, ())
-    mode, outer = spec.scales.of(name), "m" if name == "scale_a" else "n"
-    if mode in (low_precision.NONE, low_precision.SCALAR):
-        return ()
-    if mode == low_precision.OUTER_VEC:
-        return (Span(outer),)
-    block = low_precision.BLOCK[mode]
-    return Span(outer, block if mode == low_precision.BLK128 else 1), Span("k", block)
-
-
-@dataclasses.dataclass(frozen=True)
-class Extents:
-    """Extents of one call: `m`, `n`, `k` of the product that one communicator computes, `d` of each rank's result, and
-    `local`: (rows of op(A), k of op(A), k of op(B), columns of op(B)) of each rank's operands."""
-
-    m: int
-    n: int
-    k: int
-    d: tuple[int, int]
-    local: tuple[int, int, int, int]
-
-
-def extents(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> Extents:
-    """The extents that follow from the local shapes of the stored A and B."""
-    if spec.distributions:
-        return _extents(spec.contraction, spec.group, tuple(a_shape), tuple(b_shape), spec.distributions)
-    return _extents(spec.contraction, spec.group, tuple(a_shape), tuple(b_shape))
-
-
-@functools.lru_cache(maxsize=4096)
-def _extents(
-    product: Contraction,
-    group: Group,
-    a_shape: Shape,
-    b_shape: Shape,
-    distributions: tuple[Distributed, Distributed, Distributed] | None = None,
-) -> Extents:
-    held = [dict(zip(indices, shape, strict=True)) for indices, shape in ((product.a, a_shape), (product.b, b_shape))]
-    local = held[0]["m"], held[0]["k"], held[1]["k"], held[1]["n"]
-    if distributions:
-        a, _, whole = distributions
-        return Extents(*whole.shape, a.shape[product.a.index("k")], whole.local_shape, local)
-    sizes, (rows, cols) = _factors(product, group)
-    m, k, n = (extent * size for extent, size in zip((local[0], local[1], local[3]), sizes, strict=True))
-    return Extents(m, n, k, (_scaled(local[0], rows), _scaled(local[3], cols)), local)
-
-
-# A factor: (times, over).
-_Ratio = tuple[int, int]
-
-
-@functools.lru_cache(maxsize=4096)
-def _factors(product: Contraction, group: Group) -> tuple[tuple[int, int, int], tuple[_Ratio, _Ratio]]:
-    """By how much the m, k and n of a group exceed those of a rank's operands, and the rows and columns of a rank's d
-    those of its operands."""
-    size, sharded = group.size, product.sharded
-    sizes = size(sharded("a", "m")), size(sharded("a", "k")), size(sharded("b", "n"))
-    rows, cols = ((size(sharded(which, i)), size(sharded("d", i))) for which, i in (("a", "m"), ("b", "n")))
-    return sizes, (rows, cols)
-
-
-def _scaled(extent: int, ratio: _Ratio) -> int:
-    return extent if ratio[0] == ratio[1] else extent * ratio[0] // ratio[1]
-
-
-def output_rows(spec: MatmulSpec, rows: int) -> int:
-    """Rows of D that each rank holds when its op(A) has `rows` of them."""
-    return _scaled(rows, _factors(spec.contraction, spec.group)[1][0])
-
-
-def result_shape(spec: MatmulSpec, a: ArrayType, b: ArrayType) -> tuple[int, ...]:
-    """Shape of d from `a`, whose leading dimensions d has too, and `b`."""
-    return (*a.shape[:-2], *extents(spec, a.shape[-2:], b.shape).d)
-
-
-def operations(spec: MatmulSpec, a_shape: Shape, b_shape: Shape) -> int:
-    """Multiplications and additions of the product that one communicator computes, from the local shapes."""
-    found = extents(spec, a_shape, b_shape)
-    return 2 * found.m * found.n * found.k
-
-
-def axes_text(axes: tuple[str, ...]) -> str:
-    return repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))

@@ -13,7 +13,6 @@ from jax.typing import ArrayLike, DTypeLike
 ActivationName = Literal["relu", "gelu", "silu", "swish", "gelu_exact", "tanh", "sigmoid"]
 Activation = ActivationName | Callable[[jax.Array], jax.Array]
 Algorithm = Literal["default", "split_p2p", "split_multicast", "atomic_p2p", "atomic_multicast", "no_overlap", "fused"]
-Determinism = Literal["run_to_run", "batch", "topology"]
 Implementation = Literal["host", "xla", "cublasmp"]
 
 # What has a shape and a dtype, alpha and beta, and the name or names of mesh axes.

@@ -5,16 +5,8 @@ operands may be rounded ahead of the product and in which type products may be s
 as. A CPU multiplies what it is given and sums in the operands' full type, which is at least as exact: None's row. So
 does XLA on GPUs, except that it has sums in 16 bits (16F and BF16_BF16_BF16), as algorithms of those names.
 
-    precision                     bfloat16, float16    float32, complex64     float64, complex128   summed in
-    None, any lax.Precision       32F                  32F                    64F                   float32, float64
-    F32_F32_F32, TF32_TF32_F32_X3 32F                  32F                    -                     float32
-    TF32_TF32_F32                 32F (exact)          32F_FAST_TF32          -                     float32
-    BF16_BF16_F32                 32F (bfloat16 only)  32F_FAST_16BF          -                     float32
-    F16_F16_F32                   32F (float16 only)   32F_FAST_16F           -                     float32
-    BF16_BF16_F32_X3, _X6, _X9    32F                  32F_EMULATED_16BFX9    -                     float32
-    F64_F64_F64                   -                    -                      64F                   float64
-    F16_F16_F16                   16F (float16 only)   -                      -                     float16
-    BF16_BF16_BF16                none (bfloat16 only) -                      -                     bfloat16
+`_PRESETS` is the table: by preset the compute types of 16-bit, single and double operands. Products of 16-bit operands
+are exact in 32F. None and any `lax.Precision` are the row DEFAULT.
 
 Operands of a type that a preset does not take are converted to the first that JAX names for it (`taken`), ahead of
 the call. Operands of 8 bits and fewer have no choice otherwise: None and the ANY_F8 presets sum float8 and float4 in
@@ -29,7 +21,6 @@ table.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -38,45 +29,12 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from jaxmp._src.spec import low_precision
-from jaxmp._src.spec.matmul_spec import INTEGERS
+from jaxmp._src.spec.matmul_spec import INTEGERS, accumulator
 from jaxmp._src.spec.refusal import InvalidValue, NotAvailable
 
-
-@dataclasses.dataclass(frozen=True)
-class Compute:
-    """A compute type.
-
-    `name` is cuBLAS's without CUBLAS_COMPUTE_, or XLA's where cuBLAS has none; `accumulator` None means the operands'
-    own type, or float32 for 16-bit operands.
-    """
-
-    name: str
-    accumulator: str | None = None
-
-    @property
-    def sums_in_16_bits(self) -> bool:
-        """Whether it sums in 16 bits."""
-        return self.accumulator in ("float16", "bfloat16")
-
-
-_COMPUTES = {
-    compute.name: compute
-    for compute in (
-        Compute("32F"),
-        Compute("32F_PEDANTIC"),
-        Compute("32F_FAST_TF32"),
-        Compute("32F_FAST_16BF"),
-        Compute("32F_FAST_16F"),
-        Compute("32F_EMULATED_16BFX9"),
-        Compute("64F"),
-        Compute("64F_PEDANTIC"),
-        Compute("64F_EMULATED_FIXEDPOINT"),
-        Compute("32I"),
-        Compute("INTEGER"),
-        Compute("16F", accumulator="float16"),
-        Compute("BF16_BF16_BF16", accumulator="bfloat16"),
-    )
-}
+# A compute type is named as cuBLAS's without CUBLAS_COMPUTE_, or as XLA's where cuBLAS has none. Those that do not sum
+# in the operands' own type, or float32 for 16-bit operands.
+SUMMED_IN = {"16F": "float16", "BF16_BF16_BF16": "bfloat16"}
 
 _HALVES = ("bfloat16", "float16")
 _SINGLES = ("float32", "complex64")
@@ -139,10 +97,10 @@ def resolve(precision: Any, operand: DTypeLike, out: DTypeLike) -> str:
             f"precision={asked} takes operands of {takes}, got {np.dtype(operand).name}; convert them, or pass "
             "precision=None"
         )
-    compute = find(asked, operand)
-    if compute.sums_in_16_bits and np.dtype(out).name != compute.accumulator:
+    narrow = SUMMED_IN.get(find(asked, np.dtype(operand)))
+    if narrow not in (None, np.dtype(out).name):
         raise NotAvailable(
-            f"precision={asked} sums in {compute.accumulator}, so the result cannot be {np.dtype(out).name}; "
+            f"precision={asked} sums in {narrow}, so the result cannot be {np.dtype(out).name}; "
             "drop preferred_element_type, or pass precision=None"
         )
     return asked
@@ -181,13 +139,18 @@ def taken(asked: lax.DotAlgorithmPreset | None, operand: DTypeLike) -> np.dtype 
     return np.dtype(asked.supported_lhs_types[0])
 
 
-def find(asked: str, operand: DTypeLike, platform: str = "") -> Compute:
-    """How products of `operand` are computed under a precision that `resolve` returned; by default on GPUs."""
-    row = "DEFAULT" if platform == "cpu" else asked
-    return _COMPUTES[_TABLE[row][np.dtype(operand).name]]
+@functools.cache
+def find(asked: str, operand: np.dtype, platform: str = "") -> str:
+    """The compute type of `operand` under a precision that `resolve` returned; by default on GPUs."""
+    return _TABLE["DEFAULT" if platform == "cpu" else asked][operand.name]
+
+
+def summed_in(compute: str, operand: DTypeLike) -> np.dtype:
+    """The type in which a compute type sums products of `operand`."""
+    return np.dtype(SUMMED_IN.get(compute) or accumulator(np.dtype(operand)))
 
 
 @functools.cache
 def sums_in_16_bits(asked: str) -> bool:
     """Whether the precision sums in 16 bits, whatever its operands."""
-    return any(_COMPUTES[name].sums_in_16_bits for name in _TABLE[asked].values())
+    return not SUMMED_IN.keys().isdisjoint(_TABLE[asked].values())

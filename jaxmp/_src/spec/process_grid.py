@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -39,23 +38,6 @@ def local_to_global(i: int, nb: int, iproc: int, isrc: int, nprocs: int) -> int:
     """Global index of local index `i` (0-based) of process `iproc`; the inverse of a cyclic deal."""
     distance = (nprocs + iproc - isrc) % nprocs
     return ((i // nb) * nprocs + distance) * nb + i % nb
-
-
-def flatten_index(coordinates: Sequence[int], shape: Sequence[int]) -> int:
-    """Row-major index of `coordinates` in a box of `shape`."""
-    index = 0
-    for coordinate, extent in zip(coordinates, shape, strict=True):
-        index = index * extent + coordinate
-    return index
-
-
-def unflatten_index(index: int, shape: Sequence[int]) -> tuple[int, ...]:
-    """Coordinates in a box of `shape` of the row-major `index`."""
-    coordinates = []
-    for extent in reversed(shape):
-        index, coordinate = divmod(index, extent)
-        coordinates.append(coordinate)
-    return tuple(reversed(coordinates))
 
 
 def relu_aux_bytes(n: int) -> int:

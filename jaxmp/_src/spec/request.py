@@ -8,9 +8,11 @@ from typing import Any, Literal, NamedTuple, TypedDict
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxmp._src.spec import levels
 from jaxmp._src.spec.epilogs import Epilog
+from jaxmp._src.spec.levels import Determinism
 from jaxmp._src.spec.low_precision import Scaling
-from jaxmp._src.spec.options import CommOptions, Determinism, Implementation, Mesh, Precision, Scalar, Sharding
+from jaxmp._src.spec.options import CommOptions, Implementation, Mesh, Precision, Scalar, Sharding
 from jaxmp._src.spec.process_grid import BlockCyclic
 
 # What a call returns follows from its epilog: d alone, or d with further results by name.
@@ -71,6 +73,11 @@ class Request(NamedTuple):
     comm: CommOptions | None = None
     takes_transposed: bool = True
     b_leads: bool = False
+
+    @property
+    def level(self) -> levels.Level:
+        """The level that is asked for."""
+        return levels.find(self.determinism)
 
 
 class _Matrices(TypedDict, total=False):

@@ -2,101 +2,126 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.runtime import native
-from jaxmp._src.spec import low_precision, precisions
+from jaxmp._src.runtime.types import Shape
+from jaxmp._src.spec import levels, precisions
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.matmul_spec import INTEGERS, Group, MatmulSpec, result_shape
-from jaxmp._src.spec.refusal import NotAvailable
+from jaxmp._src.spec.extents import check_local_shapes
+from jaxmp._src.spec.matmul_spec import INTEGERS, Group, MatmulSpec, accumulator, interned
+from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
 from jaxmp._src.spec.request import Request
-from jaxmp._src.validation import comm_options, operand_checks, scale_checks
-from jaxmp._src.validation.shape_checks import check_local_shapes
+from jaxmp._src.validation import comm_options, epilog_checks, operand_checks, result_types, scale_checks
+from jaxmp._src.validation.result_types import NOTHING, Conversion
+
+
+def converted(request: Request, *, are_rows: bool | None = None, is_lax: bool = False) -> tuple[Conversion, Request]:
+    """(the conversions around a product, the request of the call); none where JAX refuses the types too.
+
+    `are_rows`: both operands are stored along the contraction, as kernels of 8 bits and fewer take them; by default
+    what the flags say. `is_lax`: the result has the type of `lax.dot_general`, not of `jnp.matmul`.
+    """
+    a, b, preferred, precision = request.a, request.b, request.preferred_element_type, request.precision
+    if preferred is not None:
+        preferred = operand_checks.check_preferred(preferred)
+        request = request._replace(preferred_element_type=preferred)
+    added = added_arrays(request)
+    if not (operand_checks.is_array(a) and operand_checks.is_array(b)) or request.scaling is not None:
+        return NOTHING, request
+    if are_rows is None:
+        are_rows = bool(request.transpose_b and not request.transpose_a)
+    found = result_types.find(
+        types_of(a, b, *added.values()),
+        preferred,
+        None if precision is None else precisions.preset(precision),
+        (request.epilog if isinstance(request.epilog, int) else None, request.implementation is not None),
+        (are_rows and all(isinstance(n, int) and n % 16 == 0 for x in (a, b) for n in x.shape[-2:]), is_lax),
+    )
+    if found is None:
+        return NOTHING, request
+    changes: dict[str, Any] = {name: found.of(name, x) for name, x in (("a", a), ("b", b), *added.items())}
+    if request.epilog_inputs is not None and "bias" in changes:
+        changes["epilog_inputs"] = {**request.epilog_inputs, "bias": changes.pop("bias")}
+    return found, request._replace(preferred_element_type=found.result, **changes)
+
+
+def added_arrays(request: Request) -> dict[str, Any]:
+    """The arrays among what is added to a product, by name."""
+    inputs = request.epilog_inputs
+    added = {"c": request.c, "bias": inputs.get("bias") if isinstance(inputs, Mapping) else None}
+    return {name: x for name, x in added.items() if x is not None and operand_checks.is_array(x)}
+
+
+def types_of(*arrays: Any) -> result_types.Types:
+    return tuple((x.dtype, x.weak_type) for x in map(jax.typeof, arrays))
 
 
 def validated(
     request: Request,
     group: Group = Group(),  # noqa: B008
-) -> tuple[MatmulSpec, dict[str, Any]]:
-    """(spec, operands by name in the types of the call) from what the user passed."""
-    a, b, c, epilog, epilog_inputs = request.a, request.b, request.c, request.epilog, request.epilog_inputs
+) -> tuple[MatmulSpec, dict[str, Any], Shape]:
+    """(spec, operands by name in the types of the call, shape of d) from what the user passed."""
+    a, b, c = request.a, request.b, request.c
     operand_checks.check_array("{a}", a, at_least=2)
     operand_checks.check_array("{b}", b, ndim=2)
-    flags = operand_checks.check_flags(request)
-    preferred: Any = request.preferred_element_type  # which `result_types.find` has checked
-    is_mixed = low_precision.is_mixed(a.dtype, b.dtype) and request.scaling is None
-    # Without a type JAX promotes neither float8 nor float4.
-    is_low_precision = scale_checks.are_low_precision(a, b) and (not is_mixed or preferred is None)
-    if is_low_precision:
-        operand, out = scale_checks.resolve_dtypes(a, b, preferred)
-    else:
-        operand, out = operand_checks.resolve_dtypes(a, b, preferred, *added_arrays(request))
+    operand_checks.check_operand("{a}", a)
+    operand_checks.check_operand("{b}", b)
+    flags, added = operand_checks.check_flags(request), added_arrays(request).values()
+    preferred: Any = request.preferred_element_type  # which `converted` has checked
+    types = result_types.of_call(types_of(a, b, *added), preferred, request.scaling is not None)
+    operand, out, is_low_precision, is_mixed = types
     if operand.name in INTEGERS:  # whose sums are exact in any order
-        flags["determinism"] = "run_to_run"
+        flags |= levels.ANY_ORDER.option
+    if request.comm is not None:
+        flags["comm"] = comm_options.resolve_comm_options(out, operand, request.comm)
     operands = {"a": a, "b": b}
     if not (is_low_precision or is_mixed):
-        for key, x in (("a", a), ("b", b)):
-            operands[key] = x if x.dtype == operand else x.astype(operand)
+        operands = {name: x if x.dtype == operand else x.astype(operand) for name, x in operands.items()}
     line = f" at {jax_compat.user_line()}" if native.has_barrier() else ""
-    spec = MatmulSpec(
+    spec = interned(
         out,
         group,
         **flags,
-        precision=precisions.resolve(request.precision, operand, out),
-        comm=comm_options.resolve_comm_options(out, operand, request.comm),
+        precision="DEFAULT" if request.precision is None else precisions.resolve(request.precision, operand, out),
         source_line=request.function + line,
     )
-    check_local_shapes(spec, a.shape[-2:], b.shape, takes_transposed=request.takes_transposed)
-    shape = result_shape(spec, a, b)
+    found = check_local_shapes(spec, a.shape[-2:], b.shape, takes_transposed=request.takes_transposed)
+    shape = (*a.shape[:-2], *found.d)
     c_dtype, bias_dtype = scale_checks.side_dtypes(out, c) if is_low_precision else (out, out)
-    alpha = operand_checks.check_scalar("alpha", request.alpha, out)
-    beta = operand_checks.check_c(c, request.beta, c_dtype, shape)
-    changes = {"alpha": alpha, "beta": beta, "has_c": c is not None}
-    traced: dict[str, Any] = {}
-    for key, x in (("alpha", alpha), ("beta", beta)):
-        if isinstance(x, jax.Array):
-            traced[key] = x
-    if traced:
-        changes |= dict.fromkeys(traced, 1.0) | {"traced": tuple(traced)}
-    if is_low_precision:
-        scale_checks.check_bias((epilog_inputs or {}).get("bias"), bias_dtype, out)
-        changes |= {"c_dtype": c_dtype, "bias_dtype": bias_dtype}
+    scalars = {"alpha": check_scalar("alpha", request.alpha, out), "beta": check_c(c, request.beta, c_dtype, shape)}
+    traced = {name: x for name, x in scalars.items() if isinstance(x, jax.Array)}
+    changes = scalars | dict.fromkeys(traced, 1.0) | {"has_c": c is not None, "traced": tuple(traced)}
     inputs: dict[str, Any] = {}
-    if epilog is not Epilog.NONE or epilog_inputs is not None:
-        of_epilog, inputs = operand_checks.check_epilog(request, spec, shape, bias_dtype)
+    if is_low_precision:
+        scale_checks.check_bias((request.epilog_inputs or {}).get("bias"), bias_dtype, out)
+        changes |= {"c_dtype": c_dtype, "bias_dtype": bias_dtype}
+    if request.epilog is not Epilog.NONE or request.epilog_inputs is not None:
+        of_epilog, inputs = epilog_checks.check_epilog(request, spec, shape, bias_dtype)
         changes |= of_epilog
-    scales: dict[str, Any] = {}
-    spec = spec.replace(**changes)
+    changes = {name: x for name, x in changes.items() if x != getattr(spec, name)}
+    spec = spec.replace(**changes) if changes else spec
     if traced:
         _check_traced(spec, a.dtype, is_low_precision)
     if is_low_precision:
         scale_checks.check_transpositions(a.dtype, spec.transpose_a, spec.transpose_b)
         scale_checks.check_epilog(spec.epilog.name, a.dtype, out)
+    scales: dict[str, Any] = {}
     if is_low_precision or request.scaling is not None:
         of_scales, scales = scale_checks.resolve_scales(request.scaling, a, b, spec)
         spec = spec.replace(**of_scales)
-    for argument, x in (inputs | scales).items():
-        operand_checks.check_memory(argument.replace("scale_", "scaling."), x)
-    added = {} if c is None else {"c": c.astype(c_dtype)}
-    operands |= added | inputs | traced | scales
-    for argument, x in operands.items():
-        operand_checks.check_whole(_ROLES.get(argument, argument).replace("scale_", "scaling."), x)
-    return spec, operands
-
-
-_ROLES = {"a": "{a}", "b": "{b}", "bias": "{bias}"}
-
-
-def added_arrays(request: Request) -> list[Any]:
-    """The arrays among what is added to a product."""
-    inputs = request.epilog_inputs
-    bias = operand_checks.as_array(inputs.get("bias")) if isinstance(inputs, Mapping) else None
-    return [x for x in (request.c, bias) if operand_checks.is_array(x)]
+    beside = {} if c is None else {"c": c.astype(c_dtype)}
+    beside |= inputs | traced | scales
+    for name, x in beside.items():
+        operand_checks.check_operand("{bias}" if name == "bias" else name.replace("scale_", "scaling."), x)
+    return spec, operands | beside, shape
 
 
 def _check_traced(spec: MatmulSpec, dtype: np.dtype, is_low_precision: bool) -> None:
@@ -109,7 +134,52 @@ def _check_traced(spec: MatmulSpec, dtype: np.dtype, is_low_precision: bool) -> 
             f"{'multiply a scale by it' if is_low_precision else 'scale an operand, or the gradient that comes in'}"
         )
     if spec.fixed_reduction_order:
-        raise NotAvailable(
-            f"determinism={spec.determinism!r} takes alpha and beta as Python numbers, {arrays}, after which "
-            'XLA would apply the epilog; scale an operand, or pass determinism="run_to_run"'
+        raise spec.level.refusal(
+            f"takes alpha and beta as Python numbers, {arrays}, after which XLA would apply the epilog",
+            "scale an operand",
         )
+
+
+def check_scalar(argument: str, value: Any, out_dtype: np.dtype) -> Any:
+    """A Python number, or a JAX scalar in the accumulator's type; neither takes part in promotion."""
+    if isinstance(value, np.generic | np.ndarray) and np.ndim(value) == 0:
+        value = value.item()
+    if isinstance(value, jax.Array) and value.ndim == 0 and value.dtype != np.bool_:
+        if jnp.iscomplexobj(value) and not jnp.issubdtype(out_dtype, jnp.complexfloating):
+            raise InvalidType(f"{argument} has dtype {value.dtype} but the result has dtype {np.dtype(out_dtype).name}")
+        return value.astype(accumulator(out_dtype))
+    what = f" of shape {value.shape} and dtype {value.dtype}" if isinstance(value, np.ndarray | jax.Array) else ""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | complex):
+        raise InvalidType(
+            f"{argument} must be a Python number or a scalar array, got {type(value).__name__}{what}; "
+            "multiply by anything else outside of the call"
+        )
+    if isinstance(value, complex):
+        if not jnp.issubdtype(out_dtype, jnp.complexfloating):
+            raise InvalidType(f"{argument}={value} is complex but the result has dtype {np.dtype(out_dtype).name}")
+        return value
+    is_integer = jnp.issubdtype(out_dtype, jnp.integer) or out_dtype == np.bool_
+    if is_integer and not float(value).is_integer():
+        raise InvalidType(f"{argument}={value} is not an integer but the result has dtype {np.dtype(out_dtype).name}")
+    limits = np.iinfo(accumulator(out_dtype)) if is_integer else None
+    if limits and not limits.min <= float(value) <= limits.max:
+        raise InvalidValue(f"{argument}={value} does not fit {np.dtype(out_dtype).name}, the type of the result")
+    try:
+        return float(value)
+    except OverflowError:
+        raise InvalidValue(f"{argument} must fit a float64, got an integer beyond 1.8e308") from None
+
+
+def check_c(c: Any, beta: Any, out_dtype: np.dtype, out_shape: Shape) -> Any:
+    """Validate C against D and return beta."""
+    if c is None:
+        if beta is not None:
+            raise InvalidValue(f"beta={beta!r} was given without c; pass c of shape {tuple(out_shape)} or drop beta")
+        return 0.0
+    if beta is None:
+        raise InvalidValue("c was given without beta; pass beta=1.0 to add c as it is")
+    operand_checks.check_array("c", c)
+    if tuple(c.shape) != tuple(out_shape):
+        raise InvalidValue(f"c must have the result's shape {tuple(out_shape)}, got {tuple(c.shape)}")
+    operand_checks.check_widens("c", c, out_dtype)
+    return check_scalar("beta", beta, out_dtype)

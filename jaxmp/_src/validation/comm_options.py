@@ -39,7 +39,7 @@ def resolve_comm_options(out_dtype: DTypeLike, operand: DTypeLike, comm: CommOpt
         )
     dtype = None if comm.dtype is None else check_dtype("comm.dtype", comm.dtype)
     if dtype is not None:
-        scale, out = accumulator(operand), np.dtype(out_dtype)
+        scale, out = accumulator(np.dtype(operand)), np.dtype(out_dtype)
         is_number = dtype.name in RESULT_TYPES and dtype.name not in INTEGERS
         is_alike = jnp.issubdtype(dtype, jnp.complexfloating) == jnp.issubdtype(out, jnp.complexfloating)
         if not (is_number and is_alike and out.itemsize <= dtype.itemsize <= scale.itemsize):

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from jaxmp._src.contraction.contraction import LETTERS, Contraction, in_no_layout
 from jaxmp._src.spec.refusal import InvalidValue
 from jaxmp._src.validation import operand_checks
 
@@ -31,6 +32,14 @@ class DimensionNumbers:
     def result(self, lhs: Sequence[T], rhs: Sequence[T]) -> tuple[T, ...]:
         """What lhs and rhs have per dimension, for the dimensions of the result."""
         return (*pick(lhs, self.lhs_batch), *pick(lhs, self.lhs_free), *pick(rhs, self.rhs_free))
+
+    def product(self, lhs_ndim: int, rhs_ndim: int) -> Contraction:
+        """The product in letters."""
+        a = LETTERS[:lhs_ndim]
+        b = list(LETTERS[lhs_ndim : lhs_ndim + rhs_ndim])
+        for i, j in zip(self.lhs_batch + self.lhs_contract, self.rhs_batch + self.rhs_contract, strict=True):
+            b[j] = a[i]
+        return in_no_layout(a, "".join(b), "".join(self.result(a, b)))
 
 
 def pick(values: Sequence[T], indices: Sequence[int]) -> tuple[T, ...]:

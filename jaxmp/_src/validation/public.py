@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
+import sys
 import typing
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeVar, cast
 
 import jax
 
-from jaxmp._src.jax_internals import jax_compat, jax_rules
+from jaxmp._src.jax_internals import jax_compat
+from jaxmp._src.jax_internals.jax_compat import ArrayImpl
 from jaxmp._src.spec.refusal import Refusal
 from jaxmp._src.spec.request import Request
 
@@ -39,7 +41,9 @@ def public(fn: F) -> F:
 
     @functools.wraps(fn)
     def called(*args: Any, **kwargs: Any) -> Any:
-        jax_rules.register_imported()
+        register_imported()
+        args = tuple([x if type(x) is ArrayImpl else as_array(x) for x in args])  # at each eager call
+        kwargs = {name: as_array(x) for name, x in kwargs.items()} if kwargs else kwargs
         if not keywords.issuperset(kwargs):
             unknown = next(name for name in kwargs if name not in parameters)
             raise TypeError(
@@ -63,6 +67,33 @@ def public(fn: F) -> F:
         boundary.__signature__, hints = signature, typing.get_type_hints(fn)
         boundary.__annotations__ = {k: x for k, x in hints.items() if k != "options"} | typing.get_type_hints(options)
     return cast(F, boundary)
+
+
+def as_array(x: Any) -> Any:
+    """The array of what only stands for one (`__jax_array__`), as `jnp` takes it: a parameter of Flax. So in a dict."""
+    if x is None or isinstance(x, ArrayImpl | str):
+        return x
+    if isinstance(x, Mapping):
+        found = {name: as_array(each) for name, each in x.items()}
+        return x if all(found[name] is x[name] for name in found) else found
+    array = getattr(x, "__jax_array__", None)
+    return x if array is None else array()
+
+
+_AT_IMPORT: dict[str, Callable[[], None]] = {}
+
+
+def when_imported(module: str, register: Callable[[], None]) -> None:
+    """Have the first call after the module has been imported call `register`: rules of a transformation."""
+    _AT_IMPORT[module] = register
+
+
+def register_imported() -> None:
+    """Register the rules of transformations that the user has imported by now."""
+    if sys.modules.keys().isdisjoint(_AT_IMPORT):  # at each eager call
+        return
+    for module in [name for name in _AT_IMPORT if name in sys.modules]:
+        _AT_IMPORT.pop(module)()
 
 
 def _signature(fn: Callable[..., Any]) -> inspect.Signature:

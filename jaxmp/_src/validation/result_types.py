@@ -1,30 +1,56 @@
 """The types of a product as JAX has them: operands are converted ahead of the call to types that have a kernel, and its
-result behind it."""
+result behind it.
+
+All of it follows from the types of a, b and what is added to the product, so it is found once for each of them.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.typing import DTypeLike
 
 from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.jax_internals.jax_compat import convert
 from jaxmp._src.spec import precisions
 from jaxmp._src.spec.epilogs import Epilog
-from jaxmp._src.spec.low_precision import FLOAT4, is_mixed, operand_type, result_dtypes
-from jaxmp._src.spec.matmul_spec import RESULT_TYPES
-from jaxmp._src.spec.refusal import NotAvailable
-from jaxmp._src.spec.request import Request
-from jaxmp._src.validation.arguments import added_arrays
-from jaxmp._src.validation.operand_checks import as_array, check_preferred, is_array
+from jaxmp._src.spec.low_precision import FLOAT4, is_low_precision, is_mixed, is_scaled, operand_type, result_dtypes
+from jaxmp._src.spec.matmul_spec import INTEGERS, RESULT_TYPES
+from jaxmp._src.spec.refusal import InvalidType, NotAvailable
 
+F = TypeVar("F", bound=Callable[..., Any])
 _BFLOAT16, _FLOAT32, _INT8, _INT32 = map(np.dtype, (jnp.bfloat16, np.float32, np.int8, np.int32))
+# Of a, of b and of what is added to their product: (dtype, whether it is weak).
+Types = tuple[tuple[np.dtype, bool], ...]
+
+
+class _Typed:
+    """What JAX's promotion sees of an array."""
+
+    def __init__(self, kind: tuple[np.dtype, bool]) -> None:
+        self.dtype, self.weak_type = kind
+        self.aval = self
+
+
+_WIDE = frozenset(map(np.dtype, (np.int64, np.uint64, np.float64, np.complex128)))
+
+
+def _once_for_types(fn: F) -> F:
+    """`fn`, whose first argument are types, called once for its arguments and JAX's settings."""
+
+    def typed(types: Types, *args: Any) -> Any:
+        # Where 64-bit types are off, JAX narrows all but those of arrays.
+        has_wide = not _WIDE.isdisjoint(dtype for dtype, _ in types)
+        with jax.enable_x64(True) if has_wide else contextlib.nullcontext():
+            return fn(types, *args)
+
+    return cast(F, jax_compat.cache_in_context(1024)(typed))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,10 +77,12 @@ class Conversion:
         """What the user gets of d, or of (d, {name: array})."""
         if isinstance(result, tuple):
             return (self.of_result(result[0]), *result[1:])
+        if self.out is None and not self.is_weak:
+            return result
         return convert(result, result.dtype if self.out is None else self.out, self.is_weak)
 
     def _of_operand(self, x: Any) -> Any:
-        is_weak = self != Conversion() and jax.typeof(x).weak_type
+        is_weak = self != NOTHING and jax.typeof(x).weak_type
         # JAX's cotangent is weak where it is converted, or where the product is weak; a conversion's is as its operand.
         if is_weak and (self.are_weak or (self.out is not None and self.out != x.dtype)):
             x = convert(x, x.dtype)
@@ -64,43 +92,31 @@ class Conversion:
 
     def _of_added(self, x: Any) -> Any:
         """An array that is added to the product: in the call's type where JAX promotes its own with no other."""
-        if self.result is None or not is_array(x) or x.dtype.name in RESULT_TYPES or x.dtype == _INT8:
+        if self.result is None or x.dtype.name in RESULT_TYPES or x.dtype == _INT8:
             return x
         return convert(x, self.result)
 
 
-def find(request: Request, *, are_rows: bool | None = None, is_lax: bool = False) -> tuple[Conversion, Request]:
-    """(the conversions around a product, the request of the call); none where JAX refuses the types too.
+NOTHING = Conversion()
 
-    `are_rows`: both operands are stored along the contraction, as kernels of 8 bits and fewer take them; by default
-    what the flags say. `is_lax`: the result has the type of `lax.dot_general`, not of `jnp.matmul`.
+
+@_once_for_types
+def find(
+    types: Types,
+    preferred: np.dtype | None,
+    precision: lax.DotAlgorithmPreset | None,
+    asked: tuple[int | None, bool],
+    kind: tuple[bool, bool],
+) -> Conversion | None:
+    """The conversions of a product of two arrays; None where there are none, or JAX refuses the types.
+
+    `asked`: the epilog, and whether an implementation is asked for. `kind`: whether operands are stored as kernels of 8
+    bits and fewer take them, and whether the result has the type of `lax.dot_general`, not of `jnp.matmul`.
     """
-    if request.preferred_element_type is not None:
-        request = request._replace(preferred_element_type=check_preferred(request.preferred_element_type))
-    if not (is_array(request.a) and is_array(request.b)) or request.scaling is not None:
-        return Conversion(), request
-    if are_rows is None:
-        are_rows = request.transpose_b and not request.transpose_a
-    found = _find(request, are_rows=are_rows, is_lax=is_lax)
-    if found is None:
-        return Conversion(), request
-    operands: dict[str, Any] = {name: found.of(name, getattr(request, name)) for name in ("a", "b", "c")}
-    if isinstance(request.epilog_inputs, Mapping):
-        inputs = {name: found.of(name, as_array(x)) for name, x in request.epilog_inputs.items()}
-        operands["epilog_inputs"] = inputs
-    return found, request._replace(preferred_element_type=found.result, **operands)
-
-
-def _find(request: Request, *, are_rows: bool, is_lax: bool) -> Conversion | None:
-    """The conversions of a product of two arrays; None where there are none."""
-    a, b, added = request.a, request.b, added_arrays(request)
-    preferred: Any = request.preferred_element_type
-    precision = precisions.preset(request.precision)
-    types = jax.typeof(a), jax.typeof(b)
-    dtypes = types[0].dtype, types[1].dtype
-    are_weak = all(x.weak_type for x in types)
+    a, b, *added = map(_Typed, types)
+    dtypes, are_weak, (are_rows, is_lax) = (a.dtype, b.dtype), a.weak_type and b.weak_type, kind
     try:
-        out, is_weak = (preferred, are_weak) if is_lax else _of_jnp((a, b), preferred, added)
+        out, is_weak = (preferred, are_weak) if is_lax else of_jnp((a, b), preferred, added)
         out = _of_lax(*dtypes, out, precision)
     except (TypeError, ValueError):  # JAX does not promote the types, or has no such product
         _check_weak(a, b)
@@ -111,43 +127,100 @@ def _find(request: Request, *, are_rows: bool, is_lax: bool) -> Conversion | Non
     if is_default and given == _INT8 and all(jnp.issubdtype(x.dtype, jnp.signedinteger) for x in added):
         with jax.numpy_dtype_promotion("standard"):  # c is of the sums, where the user may be strict
             out = np.dtype(jnp.result_type(given, *added))
-    are_rows &= all(isinstance(extent, int) and extent % 16 == 0 for x in (a, b) for extent in x.shape[-2:])
     has_low = are_rows and not steps and given.name != FLOAT4  # kernels of float4 need scales
     low = result_dtypes(*dtypes) if has_low else ()
     is_lax_alone = is_lax and not steps and is_mixed(*dtypes)  # may be of types that jnp does not promote
     leaves_type = is_default and given.name in RESULT_TYPES and not is_lax_alone
-    of_call = (None, None) if leaves_type else _of_call(given, low, out, request)
-    if of_call is None:
+    of_kernel = (None, None) if leaves_type else _of_kernel(given, low, out, precision, asked)
+    if of_kernel is None:
         return None
-    operand, result = of_call
+    operand, result = of_kernel
     if operand is not None and operand != given:
         steps += (operand,)
     is_as_asked = result is None or (result == out and preferred is not None)
-    if is_as_asked and not steps and not any(x.weak_type for x in types):
+    if is_as_asked and not steps and not (a.weak_type or b.weak_type):
         return None
     return Conversion(steps, result, None if result is None else out, is_weak, are_weak)
 
 
-def _check_weak(a: Any, b: Any) -> None:
+def _check_weak(a: _Typed, b: _Typed) -> None:
     """Raise NotImplementedError for a weak integer that is wider than the other, to whose type JAX promotes both."""
-    types = [jax.typeof(x) for x in (a, b)]
-    if any(x.weak_type for x in types) and all(jnp.issubdtype(x.dtype, jnp.integer) for x in types):
+    if (a.weak_type or b.weak_type) and all(jnp.issubdtype(x.dtype, jnp.integer) for x in (a, b)):
         raise NotAvailable(
-            f"operands of dtype {jnp.result_type(a, b)} ({{a}} {types[0].dtype}, {{b}} {types[1].dtype}) are not "
+            f"operands of dtype {jnp.result_type(a, b)} ({{a}} {a.dtype}, {{b}} {b.dtype}) are not "
             "supported, for JAX has no product of integers that is narrower than one of them; convert the weakly typed "
             "one"
         )
 
 
+class CallTypes(NamedTuple):
+    """The type of a and b in a call, but for a mixed pair and those of 8 bits and fewer, which stay; the type of D."""
+
+    operand: np.dtype
+    out: np.dtype
+    is_low_precision: bool
+    is_mixed: bool
+
+
+@_once_for_types
+def of_call(types: Types, preferred: np.dtype | None, has_scaling: bool) -> CallTypes:
+    """The types of a call, of operands that are converted already.
+
+    Without `preferred`, D has the type of the sum with what is added to the product, if the product can have it. With
+    it a mixed pair, which JAX may not promote, is multiplied in its wide type.
+    """
+    a, b, *added = map(_Typed, types)
+    both = a.dtype, b.dtype
+    mixes = is_mixed(*both) and not has_scaling
+    is_low = any(map(is_scaled, both)) or all(map(is_low_precision, both))
+    if is_low and (not mixes or preferred is None):  # without a type JAX promotes neither float8 nor float4
+        return CallTypes(a.dtype, _of_low_precision(*both, preferred), True, mixes)
+    takes_pair = preferred is not None and is_mixed(*both)
+    operand = operand_type(*both) if takes_pair else np.dtype(jnp.result_type(a, b))
+    if operand.name not in RESULT_TYPES:
+        raise NotAvailable(
+            f"operands of dtype {operand.name} ({{a}} {a.dtype}, {{b}} {b.dtype}) are not supported; supported are "
+            f"{', '.join(RESULT_TYPES)}"
+        )
+    allowed, is_integer = RESULT_TYPES[operand.name], operand.name in INTEGERS
+    if preferred is None:
+        out = np.dtype(jnp.result_type(operand, *added))
+        return CallTypes(operand, out if out.name in allowed and not is_integer else operand, False, mixes)
+    if preferred.name not in allowed:
+        raise NotAvailable(
+            f"preferred_element_type {preferred.name} is not available for {operand.name} operands; "
+            f"available: {', '.join(allowed)}"
+        )
+    return CallTypes(preferred if is_integer else operand, preferred, False, mixes)
+
+
+def _of_low_precision(a: np.dtype, b: np.dtype, preferred: np.dtype | None) -> np.dtype:
+    """The type of D for operands of 8 bits and fewer, which are never promoted."""
+    allowed = result_dtypes(a, b)
+    if not allowed:
+        raise NotAvailable(
+            f"{{a}} is {a.name} and {{b}} is {b.name}; "
+            "float8 goes with float8 (float8_e5m2 not with itself), float4_e2m1fn with its own type: "
+            "convert one of them"
+        )
+    if preferred is None and len(allowed) == 1:
+        return np.dtype(allowed[0])
+    if preferred is None:
+        raise InvalidType(
+            f"operands of {a.name} and {b.name} need preferred_element_type; available: {', '.join(allowed)}"
+        )
+    if preferred.name not in allowed:
+        raise NotAvailable(
+            f"preferred_element_type {preferred.name} is not available for {a.name} and {b.name} "
+            f"operands; available: {', '.join(allowed)}"
+        )
+    return preferred
+
+
 # The types of JAX ------------------------------------------------------------------------------------------------
 
 
-def of_jnp(operands: Sequence[Any], preferred: DTypeLike | None) -> tuple[np.dtype, bool]:
-    """(type of the result of an einsum of `operands`, whether it is weak)."""
-    return _of_jnp(operands, check_preferred(preferred), ())
-
-
-def _of_jnp(operands: Sequence[Any], preferred: np.dtype | None, added: Sequence[Any]) -> tuple[np.dtype, bool]:
+def of_jnp(operands: Sequence[Any], preferred: np.dtype | None, added: Sequence[Any] = ()) -> tuple[np.dtype, bool]:
     """(type of the result of `jnp.matmul` or `jnp.einsum`, whether it is weak); weak ones give way to what is added."""
     if preferred is not None:
         return preferred, False
@@ -157,7 +230,6 @@ def _of_jnp(operands: Sequence[Any], preferred: np.dtype | None, added: Sequence
     return np.dtype(out), bool(is_weak)
 
 
-@jax_compat.cache_in_context(1024)
 def _of_lax(a: np.dtype, b: np.dtype, preferred: np.dtype | None, precision: lax.DotAlgorithmPreset | None) -> np.dtype:
     """Type of the result of `lax.dot_general`; TypeError for types that it does not take."""
     numbers = [jax.core.ShapedArray((), dtype) for dtype in (a, b)]
@@ -209,25 +281,25 @@ def _bits_of_integer(dtype: np.dtype) -> int:
 # The types of kernels --------------------------------------------------------------------------------------------
 
 # Type of the operands, or None for the one that they have, and of the call's result.
-_CallTypes = tuple[np.dtype | None, np.dtype]
+_KernelTypes = tuple[np.dtype | None, np.dtype]
 
 
-def _of_call(
+def _of_kernel(
     given: np.dtype,
     low: tuple[str, ...],
     out: np.dtype,
-    request: Request,
-) -> _CallTypes | None:
+    precision: lax.DotAlgorithmPreset | None,
+    asked: tuple[int | None, bool],
+) -> _KernelTypes | None:
     """The types of a call for operands of the type `given`; None where no kernel has them.
 
     Kernels of 8 bits and fewer have results of the types `low`.
     """
-    has_kernel, implementation = given.name in RESULT_TYPES, request.implementation
+    has_kernel, (epilog, has_implementation) = given.name in RESULT_TYPES, asked
     if given == _INT8:
-        return _of_int8(out, request.epilog, implementation)
-    if implementation is not None and not has_kernel:
+        return _of_int8(out, epilog, has_implementation)
+    if has_implementation and not has_kernel:
         return None
-    precision = precisions.preset(request.precision)
     if precision is not None and precisions.sums_in_16_bits(precision.name):
         out = given
     if out.name in (low or RESULT_TYPES.get(given.name, ())):
@@ -243,15 +315,15 @@ def _of_call(
     return None, np.dtype(RESULT_TYPES[given.name][-1])
 
 
-def _of_int8(out: np.dtype, epilog: Any, implementation: str | None) -> _CallTypes | None:
+def _of_int8(out: np.dtype, epilog: int | None, has_implementation: bool) -> _KernelTypes | None:
     """For operands of int8, whose kernels give int32 without an epilog."""
-    if epilog is Epilog.NONE and jnp.issubdtype(out, jnp.integer) and out.itemsize <= 4:
+    if epilog == Epilog.NONE and jnp.issubdtype(out, jnp.integer) and out.itemsize <= 4:
         return None, _INT32  # the low bits are those of sums in a narrower type
     is_wide = epilog in (Epilog.NONE, Epilog.BIAS) or out.itemsize >= 4  # in a narrower type relu is of other sums
-    return _of_integers(out) if is_wide and implementation is None else None
+    return _of_integers(out) if is_wide and not has_implementation else None
 
 
-def _of_integers(out: np.dtype) -> _CallTypes:
+def _of_integers(out: np.dtype) -> _KernelTypes:
     """Of integers into a type that XLA does not give them as they are."""
     is_narrow = jnp.issubdtype(out, jnp.floating) and out.itemsize < 4
     has_less = out == _INT8 or (jnp.issubdtype(out, jnp.integer) and jnp.iinfo(out).bits < 8)

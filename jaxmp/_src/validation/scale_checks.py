@@ -22,7 +22,6 @@ from jaxmp._src.spec.low_precision import (
     find_mode,
     is_low_precision,
     is_scaled,
-    result_dtypes,
 )
 from jaxmp._src.spec.matmul_spec import MatmulSpec, ScaleModes
 from jaxmp._src.spec.refusal import InvalidType, InvalidValue, NotAvailable
@@ -31,36 +30,6 @@ from jaxmp._src.validation.operand_checks import check_dtype, check_flag
 # By name, what cuBLAS has for 8-bit operands.
 _EPILOGS = ("NONE", "BIAS", "RELU", "RELU_BIAS", "RELU_AUX", "RELU_AUX_BIAS", "DRELU")
 _GELU_AUX = ("GELU_AUX", "GELU_AUX_BIAS")
-
-
-def are_low_precision(a: ArrayType, b: ArrayType) -> bool:
-    """Whether operands are multiplied as 8 bits and fewer; int8 beside another type is promoted, as JAX does."""
-    both = a.dtype, b.dtype
-    return any(map(is_scaled, both)) or all(map(is_low_precision, both))
-
-
-def resolve_dtypes(a: ArrayType, b: ArrayType, preferred: np.dtype | None) -> tuple[np.dtype, np.dtype]:
-    """(type of a, type of D) for operands of which one at least is of low precision; they are never promoted."""
-    allowed = result_dtypes(a.dtype, b.dtype)
-    if not allowed:
-        raise NotAvailable(
-            f"{{a}} is {a.dtype.name} and {{b}} is {b.dtype.name}; "
-            "float8 goes with float8 (float8_e5m2 not with itself), float4_e2m1fn with its own type: "
-            "convert one of them"
-        )
-    if preferred is None and len(allowed) == 1:
-        return a.dtype, np.dtype(allowed[0])
-    if preferred is None:
-        raise InvalidType(
-            f"operands of {a.dtype.name} and {b.dtype.name} need preferred_element_type; "
-            f"available: {', '.join(allowed)}"
-        )
-    if preferred.name not in allowed:
-        raise NotAvailable(
-            f"preferred_element_type {preferred.name} is not available for {a.dtype.name} and {b.dtype.name} "
-            f"operands; available: {', '.join(allowed)}"
-        )
-    return a.dtype, preferred
 
 
 def check_transpositions(dtype: np.dtype, transpose_a: bool, transpose_b: bool) -> None:
