@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import jax
 
@@ -25,6 +25,22 @@ from jaxmp._src.validation.operand_checks import check_flag
 from jaxmp._src.validation.public import public
 
 
+@overload
+def explain(
+    fn: Callable[..., Any],
+    *,
+    quiet: bool = ...,
+    hardware: str | Hardware | None = ...,
+    compiled: Literal[False] = ...,
+) -> Callable[..., Explanation]: ...
+@overload
+def explain(
+    fn: Callable[..., Any], *, quiet: bool = ..., hardware: str | Hardware | None = ..., compiled: Literal[True]
+) -> Callable[..., CompiledExplanation]: ...
+@overload
+def explain(
+    fn: Callable[..., Any], *, quiet: bool = ..., hardware: str | Hardware | None = ..., compiled: bool
+) -> Callable[..., Any]: ...
 @public
 def explain(
     fn: Callable[..., Any], *, quiet: bool = False, hardware: str | Hardware | None = None, compiled: bool = False
