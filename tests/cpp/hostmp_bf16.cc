@@ -257,7 +257,7 @@ TEST(test_kernels) {
   const Kernel kernels[] = {
       {"AVX512_BF16", hostmp::cpu().avx512_bf16, hostmp::Avx512Bf16Gemm, hostmp::kKC, hostmp::kBf16Unit,
        hostmp::Avx512Bf16GemmScratch, hostmp::Bf16Sums::kAvx512Bf16, false},
-      {"AMX", hostmp::cpu().amx_bf16, hostmp::AmxGemm, hostmp::kAmxKC, hostmp::kAmxUnit, hostmp::AmxGemmScratch,
+      {"AMX", hostmp::cpu().amx, hostmp::AmxGemm, hostmp::kAmxKC, hostmp::kAmxUnit, hostmp::AmxGemmScratch,
        hostmp::Bf16Sums::kAmx, false},
   };
   for (const Kernel& kernel : kernels) {

@@ -35,10 +35,12 @@ Cpu Detect() {
                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (__get_cpuid(1, &a, &b, &c, &d)) found.avx2 = found.avx2 && Bit(c, 29);  // f16c
-  if (__get_cpuid_count(7, 0, &a, &b, &c, &d))
-    found.amx_bf16 = Bit(d, 22) && Bit(d, 24) && found.avx512 && MayUseTiles();
+  if (__get_cpuid_count(7, 0, &a, &b, &c, &d)) {
+    found.avx512_vnni = found.avx512 && Bit(c, 11);
+    found.amx = Bit(d, 22) && Bit(d, 24) && Bit(d, 25) && found.avx512_vnni && MayUseTiles();
+  }
   if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) {
-    found.avx512_bf16 = found.avx512 && Bit(a, 5);
+    found.avx512_bf16 = found.avx512_vnni && Bit(a, 5);
   }
   return found;
 }
@@ -62,7 +64,7 @@ const Cpu& detected() {
 Cpu Choose() {
   Cpu chosen = detected();
 #if defined(__x86_64__)
-  if (__builtin_cpu_is("intel") && !chosen.amx_bf16) chosen.avx512_bf16 = false;
+  if (__builtin_cpu_is("intel") && !chosen.amx) chosen.avx512_bf16 = false;
 #endif
   return chosen;
 }
@@ -78,8 +80,9 @@ struct InstructionSet {
 };
 
 // From the most capable one down; each of x86 has those below it.
-constexpr InstructionSet kInstructionSets[] = {{"amx", &Cpu::amx_bf16},
+constexpr InstructionSet kInstructionSets[] = {{"amx", &Cpu::amx},
                                                {"avx512_bf16", &Cpu::avx512_bf16},
+                                               {"avx512_vnni", &Cpu::avx512_vnni},
                                                {"avx512", &Cpu::avx512},
                                                {"avx2", &Cpu::avx2},
                                                {"neon", &Cpu::neon}};

@@ -11,15 +11,16 @@ namespace jaxmp::hostmp {
 struct Cpu {
   bool avx2 = false;         // with fma and f16c
   bool avx512 = false;       // f, bw, vl, dq
-  bool avx512_bf16 = false;  // with avx512
-  bool amx_bf16 = false;     // with avx512; the system lets this process use the tile registers
+  bool avx512_vnni = false;  // with avx512
+  bool avx512_bf16 = false;  // with avx512_vnni
+  bool amx = false;          // bf16 and int8, with avx512_bf16; the system lets this process use the tile registers
   bool neon = false;         // on every aarch64
 };
 
 // The instruction sets that our kernels use: all of this processor, or those that LimitInstructionSet() leaves.
 const Cpu& cpu();
 
-// The highest instruction set of ours that cpu() has: "amx", "avx512_bf16", "avx512", "avx2", "neon" or
+// The highest instruction set of ours that cpu() has: "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2", "neon" or
 // "portable", which is what the compiler makes of plain code for the architecture.
 std::string instruction_set();
 

@@ -3,6 +3,7 @@
 #include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/kernels/bf16_gemm.h"
 #include "csrc/hostmp/kernels/blocked_gemm.h"
+#include "csrc/hostmp/kernels/int8_gemm.h"
 #include "csrc/hostmp/kernels/simd_gemm.h"
 #include "csrc/hostmp/numeric/convert.h"
 
@@ -106,6 +107,10 @@ void Multiply(const KernelChoice& choice, const KSegments& segments, std::comple
       return SimdGemm(simd_level(), choice.type, segments, alpha.real(), adds, scratch);
     case Kernel::kSimdFewColumns:
       return SimdSmallNGemm(simd_level(), choice.type, segments, alpha.real(), adds);
+    case Kernel::kInt8:
+      return one_by_one([&](const Product& p, bool adds_now) {
+        Int8Gemm(int8_level(), {choice.type, choice.type}, p, static_cast<int32_t>(alpha.real()), adds_now, scratch);
+      });
   }
 }
 
@@ -121,6 +126,8 @@ int64_t ScratchBytes(const KernelChoice& choice, int64_t m, int64_t n, int64_t k
       return Avx512Bf16GemmScratch(m, n, k);
     case Kernel::kSimd:
       return SimdGemmScratch(simd_level(), choice.type, m, n, k);
+    case Kernel::kInt8:
+      return Int8GemmScratch(int8_level(), m, n, k);
     case Kernel::kBlas:
     case Kernel::kSimdFewColumns:
       break;

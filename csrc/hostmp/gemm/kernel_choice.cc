@@ -4,6 +4,7 @@
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/kernels/bf16_gemm.h"
+#include "csrc/hostmp/kernels/int8_gemm.h"
 #include "csrc/hostmp/kernels/simd_gemm.h"
 #include "csrc/hostmp/numeric/dtypes.h"
 
@@ -28,7 +29,7 @@ bool IsSimdFasterThanBlas(cudaDataType_t type, const ProductKind& p) {
 Kernel KernelOfType(cudaDataType_t type, const ProductKind& p, bool is_alpha_one) {
   const bool is_bf16 = type == CUDA_R_16BF, is_16bit = Facts(type).is_16bit, is_plain = p.trans_a == CUBLAS_OP_N;
   const bool has_few_bf16 = is_plain && p.n <= kBf16SmallN && is_alpha_one;
-  if (is_bf16 && cpu().amx_bf16) return has_few_bf16 ? Kernel::kAmxFewColumns : Kernel::kAmx;
+  if (is_bf16 && cpu().amx) return has_few_bf16 ? Kernel::kAmxFewColumns : Kernel::kAmx;
   if (is_bf16 && cpu().avx512_bf16) return has_few_bf16 ? Kernel::kAvx512Bf16FewColumns : Kernel::kAvx512Bf16;
   if (p.is_fixed_order || IsSimdFasterThanBlas(type, p)) {
     return is_plain && p.n <= kSmallN && !Facts(type).is_complex ? Kernel::kSimdFewColumns : Kernel::kSimd;
@@ -39,7 +40,7 @@ Kernel KernelOfType(cudaDataType_t type, const ProductKind& p, bool is_alpha_one
 // To bf16, which holds all numbers of 8 bits and fewer; beside a wider operand only where the processor multiplies it.
 cudaDataType_t DecodedType(const ProductKind& p) {
   const cudaDataType_t wide = Facts(p.a).is_low_precision ? p.b : p.a;
-  const bool has_bf16_kernel = cpu().amx_bf16 || cpu().avx512_bf16;
+  const bool has_bf16_kernel = cpu().amx || cpu().avx512_bf16;
   return Facts(wide).is_low_precision || (wide == CUDA_R_16BF && has_bf16_kernel) ? CUDA_R_16BF : CUDA_R_32F;
 }
 
@@ -60,6 +61,10 @@ const char* NameOfBlas(cudaDataType_t type) {
 std::string NameOfKernel(const KernelChoice& choice) {
   if (choice.kernel == Kernel::kBlas) return NameOfBlas(choice.type);
   if (choice.kernel == Kernel::kWideningBlas) return "widened to f32, cblas_sgemm";
+  if (choice.kernel == Kernel::kInt8) {
+    constexpr const char* kLevels[] = {"portable", "AVX2", "AVX512_VNNI", "AMX"};  // by Int8Level
+    return std::string(kLevels[static_cast<int>(int8_level())]) + " kernel of hostmp, summed in s32";
+  }
   if (KUnit(choice.kernel) == kAmxUnit) return "AMX kernel of hostmp, summed in f32";
   if (KUnit(choice.kernel) == kBf16Unit) return "AVX512_BF16 kernel of hostmp, summed in f32";
   constexpr const char* kLevels[] = {"portable", "NEON", "AVX2", "AVX-512"};  // by SimdLevel
@@ -70,6 +75,7 @@ std::string NameOfKernel(const KernelChoice& choice) {
 }  // namespace
 
 KernelChoice KernelOf(const ProductKind& p) {
+  if (p.a == CUDA_R_8I && p.b == CUDA_R_8I) return {Kernel::kInt8, CUDA_R_8I};
   const bool is_a_low = Facts(p.a).is_low_precision, is_b_low = Facts(p.b).is_low_precision;
   if (is_a_low || is_b_low) {
     const bool is_mixed = is_a_low != is_b_low;

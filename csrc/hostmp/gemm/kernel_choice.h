@@ -19,6 +19,7 @@ enum class Kernel {
   kAvx512Bf16FewColumns,
   kSimd,  // simd_gemm.h, at simd_level()
   kSimdFewColumns,
+  kInt8,  // int8_gemm.h, at int8_level()
 };
 
 // What becomes of the operands, a K block at a time, before the kernel has them.

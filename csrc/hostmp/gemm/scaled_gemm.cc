@@ -109,18 +109,6 @@ void DecodeB(const KBlock<ScaledProduct>& block, int64_t cols, T* to) {
   }
 }
 
-void AddIntegers(const ScaledProduct& p, const float* sums, double alpha, bool adds) {
-  const auto factor = static_cast<uint32_t>(static_cast<int64_t>(alpha));
-  for (int64_t col = 0; col < p.n; ++col) {
-    uint32_t* const c = static_cast<uint32_t*>(p.c) + col * p.ldc;
-    const float* const sum = sums + col * p.m;
-    for (int64_t row = 0; row < p.m; ++row) {
-      const uint32_t term = factor * static_cast<uint32_t>(static_cast<int32_t>(sum[row]));
-      c[row] = adds ? c[row] + term : term;
-    }
-  }
-}
-
 // sum * a * b, where a * b may leave the range of floats.
 float Scaled(float sum, float a, float b) {
   const float both = a * b;
@@ -155,7 +143,6 @@ void AddScaled(const ScaledProduct& p, int64_t at, const float* sum, float* row_
 template <typename T>
 struct DecodingKernel {
   static constexpr bool kIsFloat = std::is_same_v<T, float>;
-  // With bf16 it also bounds sums of 8-bit integers to 2^24, up to which floats are exact.
   static constexpr int64_t kKC = kIsFloat ? 512 : 1024;
   static constexpr int64_t kMC = kIsFloat ? 512 : kUncut, kNC = kUncut, kMR = kUncut, kNR = kUncut;
   static constexpr bool kReusesB = false;
@@ -165,7 +152,7 @@ struct DecodingKernel {
 
   DecodingKernel(Kernel kernel, bool has_sums) : kernel{kernel, kType}, has_sums(has_sums) {}
   DecodingKernel(Kernel kernel, const ScaledProduct& p, double alpha, bool adds)
-      : DecodingKernel(kernel, AppliesToSums(p.a.type, p.b.front().x.type, p.a.scales, p.b.front().x.scales)) {
+      : DecodingKernel(kernel, ScalesSums(p.a.scales.mode) || ScalesSums(p.b.front().x.scales.mode)) {
     is_a_k = p.a.is_adjacent_in_k;
     is_b_k = p.b.front().x.is_adjacent_in_k;
     by_blocks = BlockOf(p.a.scales.mode) == kScaleBlock || BlockOf(p.b.front().x.scales.mode) == kScaleBlock;
@@ -218,11 +205,7 @@ struct DecodingKernel {
       hostmp::Multiply(kernel, {product}, has_sums ? 1.0 : alpha, adds_now && !has_sums, inner);
       if (!has_sums) continue;
       while (from >= passed + scaled_by->k) passed += scaled_by++->k;
-      if (p.a.type == abi::CUDA_R_8I) {
-        AddIntegers(p, sums, alpha, adds_now);
-      } else {
-        AddScaled(*scaled_by, from - passed, sums, row_scales, adds_now);
-      }
+      AddScaled(*scaled_by, from - passed, sums, row_scales, adds_now);
     }
   }
 
@@ -325,11 +308,11 @@ void ScaledGemm(const KernelChoice& choice, const std::vector<ScaledProduct>& se
   });
 }
 
-int64_t ScaledGemmScratch(const KernelChoice& choice, bool applies_to_sums, int64_t m, int64_t n, int64_t k) {
+int64_t ScaledGemmScratch(const KernelChoice& choice, bool scales_sums, int64_t m, int64_t n, int64_t k) {
   const int64_t bytes = choice.conversion == Conversion::kDecodedFewColumns
                             ? ScratchOf(FewColumnsKernel{}, m, n, k).bytes()
                             : WithDecodedType(choice, [&](auto number) {
-                                const DecodingKernel<decltype(number)> kernel(choice.kernel, applies_to_sums);
+                                const DecodingKernel<decltype(number)> kernel(choice.kernel, scales_sums);
                                 return ScratchOf(kernel, m, n, k).bytes();
                               });
   return std::max(bytes, RoundUp(4 * m, kAlign));

@@ -33,13 +33,12 @@ struct ScaledProduct {
   int64_t m, n, k;
   ScaledOperand a;
   std::vector<ScaledColumns> b;  // n in all
-  void* c;                       // floats; of 8-bit integers int32
+  void* c;                       // floats
   int64_t ldc;
 };
 
-// c = alpha op(a) op(b) + c, without c where it is not to be added; alpha is 1 but for integers and mixed pairs. The
-// tensor-wide scales are the caller's. 8-bit integers: exact, modulo 2^32. Blocks of 128 are summed each by itself,
-// scaled, and added in ascending order.
+// c = alpha op(a) op(b) + c, without c where it is not to be added; alpha is 1 but for mixed pairs. The
+// tensor-wide scales are the caller's. Blocks of 128 are summed each by itself, scaled, and added in ascending order.
 //
 // K blocks are decoded from all K segments that they overlap, so nothing depends on where k is cut; the segments share
 // m, n and c.
@@ -47,11 +46,6 @@ void ScaledGemm(const KernelChoice& choice, const std::vector<ScaledProduct>& se
                 char* scratch);
 
 // Bytes; at least m floats.
-int64_t ScaledGemmScratch(const KernelChoice& choice, bool applies_to_sums, int64_t m, int64_t n, int64_t k);
-
-// Whether products of operands of 8 bits and fewer are scaled, or added as integers, after they have been summed.
-inline bool AppliesToSums(abi::cudaDataType_t type_a, abi::cudaDataType_t type_b, const Scales& a, const Scales& b) {
-  return (type_a == abi::CUDA_R_8I && type_b == abi::CUDA_R_8I) || ScalesSums(a.mode) || ScalesSums(b.mode);
-}
+int64_t ScaledGemmScratch(const KernelChoice& choice, bool scales_sums, int64_t m, int64_t n, int64_t k);
 
 }  // namespace jaxmp::hostmp

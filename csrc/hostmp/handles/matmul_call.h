@@ -65,9 +65,9 @@ struct MatmulCall {
   bool sums_over_ranks() const { return a_k().nprocs == nranks && b_k().nprocs == nranks; }
   abi::cudaDataType_t accumulator() const { return is_mixed() ? abi::CUDA_R_32F : AccumulatorOf(a.desc.type); }
   // Whether operands are decoded: both, or one beside a wider one.
-  bool is_decoded() const { return Facts(a.desc.type).is_low_precision || Facts(b.desc.type).is_low_precision; }
+  bool is_decoded() const { return is_mixed() || takes_scales(); }
   bool is_mixed() const { return Facts(a.desc.type).is_low_precision != Facts(b.desc.type).is_low_precision; }
-  bool is_low_precision() const { return is_decoded() && !is_mixed(); }
+  bool is_low_precision() const { return Facts(a.desc.type).is_low_precision && Facts(b.desc.type).is_low_precision; }
   bool takes_scales() const { return is_low_precision() && IsScaled(a.desc.type); }
   // Whether alpha, and the scales of whole operands, go to the finished sums, and C is added after them.
   bool scales_last() const { return fixed_reduction_order || takes_scales(); }

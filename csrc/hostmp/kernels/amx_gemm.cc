@@ -6,7 +6,7 @@
 // Each sum runs over a K block in ascending order, alone in its lane, whatever the extents.
 #include <algorithm>
 
-#include "csrc/hostmp/cpu/avx512.h"
+#include "csrc/hostmp/kernels/amx_tiles.h"
 #include "csrc/hostmp/kernels/bf16_gemm.h"
 #include "csrc/hostmp/kernels/blocked_gemm.h"
 #include "csrc/hostmp/kernels/pack_bf16.h"
@@ -16,31 +16,9 @@
 namespace jaxmp::hostmp {
 namespace {
 
-#define JAXMP_AMX __attribute__((target("amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
-
 constexpr int64_t kTile = 2 * kBlock;  // rows and columns of C that the four registers of sums hold
 constexpr int64_t kWordsOfBlock = kBlock * kBlock;
 constexpr int64_t kLine = 64;  // bytes of a tile register's line
-
-struct alignas(64) TileConfig {
-  uint8_t palette = 1, start_row = 0, reserved[14] = {};
-  uint16_t bytes_per_line[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-  uint8_t lines[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-};
-static_assert(sizeof(TileConfig) == 64);
-
-// The registers are configured while it lives. The configuration is static: GCC 12's _tile_loadconfig tells the
-// compiler of its first eight bytes only, so stores to the rest of a local one could be left out.
-class ScopedTiles {
- public:
-  JAXMP_AMX ScopedTiles() {
-    static constexpr TileConfig kConfig;
-    _tile_loadconfig(&kConfig);
-  }
-  JAXMP_AMX ~ScopedTiles() { _tile_release(); }
-  ScopedTiles(const ScopedTiles&) = delete;
-  ScopedTiles& operator=(const ScopedTiles&) = delete;
-};
 
 // The product of two micro-panels of `blocks` blocks, 32 x 32 floats.
 JAXMP_AMX void MultiplyMicroPanels(const uint32_t* a, const uint32_t* b, int64_t blocks, float* to, int64_t ld) {

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -12,17 +11,18 @@
 
 namespace jaxmp::hostmp {
 
-// to[k * step + line] = from[line][k], of 4 lines. Inlined, into functions for each instruction set.
+// to[k * step + line] = from[line][k], of 4 lines of numbers of 4 or 8 bytes. Inlined, into functions for each
+// instruction set.
 template <typename T>
 inline __attribute__((always_inline)) void TransposeLines(const T* const* from, int64_t length, int64_t step, T* to) {
   int64_t k = 0;
 #if defined(__x86_64__)
-  if constexpr (std::is_same_v<T, float>) {
+  if constexpr (sizeof(T) == sizeof(float)) {
     for (; k + 4 <= length; k += 4) {
       __m128 r[4];
-      for (int i = 0; i < 4; ++i) r[i] = _mm_loadu_ps(from[i] + k);
+      for (int i = 0; i < 4; ++i) r[i] = _mm_loadu_ps(reinterpret_cast<const float*>(from[i] + k));
       _MM_TRANSPOSE4_PS(r[0], r[1], r[2], r[3]);
-      for (int i = 0; i < 4; ++i) _mm_storeu_ps(to + (k + i) * step, r[i]);
+      for (int i = 0; i < 4; ++i) _mm_storeu_ps(reinterpret_cast<float*>(to + (k + i) * step), r[i]);
     }
   } else {
     for (; k + 2 <= length; k += 2) {
@@ -34,15 +34,16 @@ inline __attribute__((always_inline)) void TransposeLines(const T* const* from, 
     }
   }
 #elif defined(__aarch64__)
-  if constexpr (std::is_same_v<T, float>) {
+  if constexpr (sizeof(T) == sizeof(float)) {
     for (; k + 4 <= length; k += 4) {
       float32x4_t r[4];
-      for (int i = 0; i < 4; ++i) r[i] = vld1q_f32(from[i] + k);
+      for (int i = 0; i < 4; ++i) r[i] = vld1q_f32(reinterpret_cast<const float*>(from[i] + k));
       const float32x4_t even[2] = {vzip1q_f32(r[0], r[2]), vzip2q_f32(r[0], r[2])};
       const float32x4_t odd[2] = {vzip1q_f32(r[1], r[3]), vzip2q_f32(r[1], r[3])};
       for (int i = 0; i < 2; ++i) {
-        vst1q_f32(to + (k + 2 * i) * step, vzip1q_f32(even[i], odd[i]));
-        vst1q_f32(to + (k + 2 * i + 1) * step, vzip2q_f32(even[i], odd[i]));
+        auto* const line = reinterpret_cast<float*>(to + (k + 2 * i) * step);
+        vst1q_f32(line, vzip1q_f32(even[i], odd[i]));
+        vst1q_f32(line + step, vzip2q_f32(even[i], odd[i]));
       }
     }
   } else {

@@ -36,8 +36,8 @@ int64_t DepthOfBoundaries(const MatmulCall& call, const Tiling& tiling, int64_t 
 int64_t ScratchBytes(const MatmulCall& call, const Tile& tile) {
   const KernelChoice kernel = KernelOf(call, tile.cols);
   if (kernel.conversion == Conversion::kNone) return ScratchBytes(kernel, tile.rows, tile.cols, call.k);
-  const bool applies = AppliesToSums(call.a.desc.type, call.b.desc.type, call.scale_a, call.scale_b);
-  return ScaledGemmScratch(kernel, applies, tile.rows, tile.cols, call.k);
+  const bool scales_sums = ScalesSums(call.scale_a.mode) || ScalesSums(call.scale_b.mode);
+  return ScaledGemmScratch(kernel, scales_sums, tile.rows, tile.cols, call.k);
 }
 
 Area AreaOf(const MatmulCall& call, const Tiling& tiling) {

@@ -54,7 +54,8 @@ std::complex<double> ReadScalar(const void* from, cudaDataType_t type) {
 
 Status CheckTypes(const MatmulCall& call) {
   const cudaDataType_t a = call.a.desc.type, b = call.b.desc.type, d = call.d.desc.type;
-  if (call.is_decoded()) return call.is_mixed() ? CheckMixedTypes(call) : CheckLowPrecisionTypes(call);
+  if (call.is_mixed()) return CheckMixedTypes(call);
+  if (call.is_low_precision()) return CheckLowPrecisionTypes(call);
   if (a != b) return Unimplemented("A is ", NameOf(a), " and B is ", NameOf(b), "; both must be of one type");
   const bool widens = Facts(a).is_16bit && d == CUDA_R_32F;
   if (a != d && !widens) {

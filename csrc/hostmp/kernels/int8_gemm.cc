@@ -1,0 +1,186 @@
+#include "csrc/hostmp/kernels/int8_gemm.h"
+
+#include <algorithm>
+#include <cstring>
+#include <type_traits>
+
+#include "csrc/hostmp/cpu/features.h"
+#include "csrc/hostmp/kernels/amx_tiles.h"
+#include "csrc/hostmp/kernels/blocked_gemm.h"
+#include "csrc/hostmp/kernels/transpose_lines.h"
+
+namespace jaxmp::hostmp {
+namespace {
+
+// A stored operand from some place on: `ld` lies between its lines.
+template <typename From>
+struct ByteView {
+  const From* data;
+  int64_t ld;
+};
+
+// Micro-panels of op(A), `width` rows, and of op(B), both of `words` words.
+struct MicroPanels {
+  const char *a, *b;
+  int64_t width, words;
+};
+
+template <int64_t Lanes>
+using WordVector __attribute__((vector_size(4 * Lanes))) = int32_t;
+
+// Bytes become 16 bits, of which two products fit an int32 whatever their signs are. AVX2's instruction for bytes
+// saturates.
+struct OfPairs {
+  using Number = int16_t;
+  static constexpr int64_t kGroup = 2, kKC = 512;
+};
+
+#if defined(__x86_64__)
+
+namespace amx {
+
+#define JAXMP_TARGET JAXMP_AMX
+#define JAXMP_DOT(instruction) \
+  do {                         \
+    instruction(0, 6, 4);      \
+    instruction(1, 6, 5);      \
+    instruction(2, 7, 4);      \
+    instruction(3, 7, 5);      \
+  } while (false)
+
+// Two by two tile registers of sums, as in amx_gemm.cc: columns of op(B) are the instruction's rows.
+struct Isa {
+  using Number = int8_t;
+  using Scope = ScopedTiles;
+  static constexpr int64_t kGroup = 4, kKC = 2048, kTile = 16, kWordUnit = kTile;
+  static constexpr int64_t kRowUnit = 2 * kTile, kMR = kRowUnit, kNR = 2 * kTile;
+
+  static void Multiply(const Int8Types& types, const MicroPanels& panels, uint32_t* sums) {
+    if (types.b == abi::CUDA_R_8U) {
+      types.a == abi::CUDA_R_8U ? MultiplyTiles<true, true>(panels, sums) : MultiplyTiles<true, false>(panels, sums);
+    } else {
+      types.a == abi::CUDA_R_8U ? MultiplyTiles<false, true>(panels, sums) : MultiplyTiles<false, false>(panels, sums);
+    }
+  }
+
+  template <bool IsBUnsigned, bool IsAUnsigned>
+  JAXMP_AMX static void MultiplyTiles(const MicroPanels& panels, uint32_t* sums) {
+    constexpr int64_t kLine = 4 * kMR, kTileBytes = 4 * kTile;
+    const int64_t column = 4 * panels.words;
+    asm volatile("" ::: "memory");  // GCC 12's _tile_loadd does not say that it reads memory
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    const char *a = panels.a, *b = panels.b, *const end = b + column;
+    for (; b != end; a += kTile * kLine, b += kTileBytes) {
+      _tile_loadd(4, a, kLine);
+      _tile_loadd(5, a + kTileBytes, kLine);
+      _tile_loadd(6, b, column);
+      _tile_loadd(7, b + kTile * column, column);
+      if constexpr (IsBUnsigned && IsAUnsigned) {
+        JAXMP_DOT(_tile_dpbuud);
+      } else if constexpr (IsBUnsigned) {
+        JAXMP_DOT(_tile_dpbusd);
+      } else if constexpr (IsAUnsigned) {
+        JAXMP_DOT(_tile_dpbsud);
+      } else {
+        JAXMP_DOT(_tile_dpbssd);
+      }
+    }
+    _tile_stored(0, sums, kLine);
+    _tile_stored(1, sums + kTile, kLine);
+    _tile_stored(2, sums + kTile * kMR, kLine);
+    _tile_stored(3, sums + kTile * kMR + kTile, kLine);
+  }
+};
+
+#include "csrc/hostmp/kernels/int8_gemm_impl.h"
+
+#undef JAXMP_DOT
+
+}  // namespace amx
+
+namespace avx512_vnni {
+
+#define JAXMP_TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni")))
+
+struct Vectors : OfPairs {
+  static constexpr int64_t kLanes = 16;
+  static constexpr int kVectors = 3, kCols = 8;
+  using V = WordVector<kLanes>;
+  JAXMP_TARGET static inline __attribute__((always_inline)) V Dot(V sum, V a, V b) {
+    return (V)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+  }
+};
+
+#include "csrc/hostmp/kernels/int8_simd_impl.h"
+
+}  // namespace avx512_vnni
+
+namespace avx2 {
+
+#define JAXMP_TARGET __attribute__((target("avx2,fma,f16c")))
+
+struct Vectors : OfPairs {
+  static constexpr int64_t kLanes = 8;
+  static constexpr int kVectors = 2, kCols = 4;
+  using V = WordVector<kLanes>;
+  JAXMP_TARGET static inline __attribute__((always_inline)) V Dot(V sum, V a, V b) {
+    return sum + (V)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+  }
+};
+
+#include "csrc/hostmp/kernels/int8_simd_impl.h"
+
+}  // namespace avx2
+
+#endif
+
+namespace portable {
+
+#define JAXMP_TARGET
+
+struct Vectors : OfPairs {
+  static constexpr int64_t kLanes = 4;
+  static constexpr int kVectors = 3, kCols = 4;
+  using V = WordVector<kLanes>;
+  static V Dot(V sum, V a, V b) { return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16); }
+};
+
+#include "csrc/hostmp/kernels/int8_simd_impl.h"
+
+}  // namespace portable
+
+// f(kernel) of an instruction set.
+template <typename Function>
+auto WithLevel([[maybe_unused]] Int8Level level, Function function) {
+#if defined(__x86_64__)
+  if (level == Int8Level::kAmx) return function(amx::Kernel{});
+  if (level == Int8Level::kAvx512Vnni) return function(avx512_vnni::Kernel{});
+  if (level == Int8Level::kAvx2) return function(avx2::Kernel{});
+#endif
+  return function(portable::Kernel{});
+}
+
+}  // namespace
+
+Int8Level int8_level() {
+  if (cpu().amx) return Int8Level::kAmx;
+  if (cpu().avx512_vnni) return Int8Level::kAvx512Vnni;
+  return cpu().avx2 ? Int8Level::kAvx2 : Int8Level::kPortable;
+}
+
+void Int8Gemm(Int8Level level, Int8Types types, const Product& product, int32_t alpha, bool adds, char* scratch) {
+  WithLevel(level, [&](auto kernel) {
+    [[maybe_unused]] const typename decltype(kernel)::Scope scope;
+    kernel = {product, types, static_cast<uint32_t>(alpha), adds};
+    BlockedGemm(kernel, &product, 1, scratch);
+  });
+}
+
+int64_t Int8GemmScratch(Int8Level level, int64_t m, int64_t n, int64_t k) {
+  return WithLevel(level, [&](auto kernel) { return ScratchOf(kernel, m, n, k).bytes(); });
+}
+
+}  // namespace jaxmp::hostmp

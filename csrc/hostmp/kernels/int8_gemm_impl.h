@@ -1,0 +1,188 @@
+// The body of int8_gemm.cc, compiled once for each instruction set: included with JAXMP_TARGET, the attribute of every
+// function, and with Isa in scope, which has
+//   Number, kGroup   the integer that an instruction multiplies, and how many adjacent in k make one 32-bit word
+//   kRowUnit, kMR, kNR, kKC
+//                    rows that a micro-panel of op(A) is padded to and has at most, columns of a register tile, and k
+//                    of a K block
+//   kWordUnit        words that k is padded to
+//   Scope            what lives while products run
+//   Multiply(types, panels, sums)
+//                    the product of micro-panels, column-major with kMR from one column to the next
+//
+// op(A) is packed in micro-panels of kMR rows: line w has word w of each row. op(B) is packed by columns, each with all
+// its words. What lies beyond the operand is packed as zeros.
+
+#define JAXMP_INLINE JAXMP_TARGET inline __attribute__((always_inline))
+
+using Number = Isa::Number;
+constexpr int64_t kGroup = Isa::kGroup, kMR = Isa::kMR, kNR = Isa::kNR;
+constexpr int64_t kLines = 4, kRun = 64;  // words that are transposed together
+
+constexpr int64_t Words(int64_t depth) { return CeilDiv(depth, kGroup); }
+constexpr int64_t PaddedWords(int64_t depth) { return RoundUp(Words(depth), Isa::kWordUnit); }
+
+// The words of `depth` numbers that are adjacent in k.
+template <typename From>
+JAXMP_INLINE void PackRun(const From* from, int64_t depth, uint32_t* to) {
+  using Stored __attribute__((may_alias)) = Number;
+  auto* const numbers = reinterpret_cast<Stored*>(to);
+  for (int64_t k = 0; k < depth; ++k) numbers[k] = static_cast<Number>(from[k]);
+  for (int64_t k = depth; k < Words(depth) * kGroup; ++k) numbers[k] = 0;
+}
+
+// The numbers that make word `word` of each index; they are adjacent across k.
+template <typename From>
+struct WordLine {
+  WordLine(const ByteView<From>& view, int64_t depth, int64_t word) {
+    for (int g = 0; g < kGroup; ++g) {
+      const int64_t k = word * kGroup + g;
+      lines[g] = k < depth ? view.data + k * view.ld : nullptr;
+    }
+  }
+  // Of at most kRun indices from `at` on.
+  JAXMP_INLINE void Pack(int64_t at, int64_t count, uint32_t* __restrict to) const {
+    static constexpr From kZeros[kRun] = {};
+    using Unsigned = std::make_unsigned_t<Number>;
+    const From* runs[kGroup];
+    for (int g = 0; g < kGroup; ++g) runs[g] = lines[g] ? lines[g] + at : kZeros;
+    for (int64_t i = 0; i < count; ++i) {
+      uint32_t word = 0;
+      for (int g = 0; g < kGroup; ++g) word |= uint32_t{static_cast<Unsigned>(runs[g][i])} << (32 / kGroup * g);
+      to[i] = word;
+    }
+  }
+
+  const From* lines[kGroup];
+};
+
+// Every word is read along all micro-panels: long runs, because a large leading dimension puts each k on a page of its
+// own, where the processor does not look ahead.
+template <typename From>
+JAXMP_TARGET void PackRowsAcross(const ByteView<From>& view, int64_t rows, int64_t depth, uint32_t* to) {
+  constexpr int64_t kAhead = 8;
+  static_assert(kMR <= kRun);
+  const int64_t words = PaddedWords(depth);
+  for (int64_t word = 0; word < words; ++word) {
+    const WordLine<From> line(view, depth, word);
+    for (int g = 0; g < kGroup; ++g) {
+      const From* const ahead = view.data + (word * kGroup + g + kAhead) * view.ld;
+      for (int64_t row = 0; row < rows; row += 64) __builtin_prefetch(ahead + row);
+    }
+    int64_t row = 0;
+    for (; row + kMR <= rows; row += kMR) line.Pack(row, kMR, to + row * words + word * kMR);
+    if (row == rows) continue;
+    const int64_t width = RoundUp(rows - row, Isa::kRowUnit);
+    uint32_t* const last = to + row * words + word * width;
+    line.Pack(row, rows - row, last);
+    std::fill(last + rows - row, last + width, 0u);
+  }
+}
+
+template <typename From>
+JAXMP_TARGET void PackRowsAlong(const ByteView<From>& view, int64_t rows, int64_t depth, uint32_t* to) {
+  const int64_t words = PaddedWords(depth);
+  alignas(64) uint32_t runs[kLines][kRun];
+  const uint32_t* const from[kLines] = {runs[0], runs[1], runs[2], runs[3]};
+  for (int64_t row = 0; row < rows; row += kLines) {
+    const int64_t top = row / kMR * kMR, width = std::min(kMR, RoundUp(rows - top, Isa::kRowUnit));
+    uint32_t* const panel = to + top * words + row - top;
+    for (int64_t word = 0; word < words; word += kRun) {
+      const int64_t k = word * kGroup, length = std::clamp<int64_t>(depth - k, 0, kRun * kGroup);
+      for (int64_t i = 0; i < kLines; ++i) {
+        const From* const line = view.data + (row + i) * view.ld + k;
+        for (int64_t next = 0; next < length; next += 64) __builtin_prefetch(line + kLines * view.ld + next);
+        const int64_t packed = row + i < rows ? length : 0;
+        PackRun(line, packed, runs[i]);
+        std::fill(runs[i] + Words(packed), runs[i] + kRun, 0u);
+      }
+      TransposeLines(from, std::min(kRun, words - word), width, panel + word * width);
+    }
+  }
+}
+
+template <typename From>
+JAXMP_TARGET void PackColumnsAlong(const ByteView<From>& view, int64_t cols, int64_t depth, uint32_t* to) {
+  const int64_t words = PaddedWords(depth);
+  for (int64_t col = 0; col < cols; ++col, to += words) {
+    PackRun(view.data + col * view.ld, depth, to);
+    std::fill(to + Words(depth), to + words, 0u);
+  }
+}
+
+template <typename From>
+JAXMP_TARGET void PackColumnsAcross(const ByteView<From>& view, int64_t cols, int64_t depth, uint32_t* to) {
+  const int64_t words = PaddedWords(depth);
+  alignas(64) uint32_t runs[kLines][kRun];
+  const uint32_t* const from[kLines] = {runs[0], runs[1], runs[2], runs[3]};
+  for (int64_t col = 0; col < cols; col += kRun) {
+    const int64_t length = std::min(kRun, cols - col);
+    for (int64_t word = 0; word < words; word += kLines) {
+      const int64_t count = std::min(kLines, words - word);
+      for (int64_t i = 0; i < count; ++i) WordLine<From>(view, depth, word + i).Pack(col, length, runs[i]);
+      uint32_t* const column = to + col * words + word;
+      if (count == kLines) {
+        TransposeLines(from, length, words, column);
+        continue;
+      }
+      for (int64_t i = 0; i < length; ++i) {
+        for (int64_t line = 0; line < count; ++line) column[i * words + line] = runs[line][i];
+      }
+    }
+  }
+}
+
+struct Kernel {
+  static constexpr int64_t kKC = Isa::kKC, kMC = 384, kNC = 512, kMR = Isa::kMR, kNR = Isa::kNR;
+  static constexpr bool kReusesB = false;
+  static_assert(kMC % kMR == 0 && kNC % kNR == 0 && kKC % (kGroup * Isa::kWordUnit) == 0);
+  using Scope = Isa::Scope;
+
+  int64_t ABytes(int64_t rows, int64_t depth) const { return 4 * PaddedWords(depth) * RoundUp(rows, Isa::kRowUnit); }
+  int64_t BBytes(int64_t cols, int64_t depth) const { return 4 * PaddedWords(depth) * RoundUp(cols, kNR); }
+  int64_t OwnBytes(int64_t, int64_t, int64_t) const { return 0; }
+
+  JAXMP_TARGET void PackA(const KBlock<Product>& block, int64_t top, int64_t rows, char* to) const {
+    types.a == abi::CUDA_R_8U ? PackRows<uint8_t>(block, top, rows, to) : PackRows<int8_t>(block, top, rows, to);
+  }
+  JAXMP_TARGET void PackB(const KBlock<Product>& block, int64_t left, int64_t cols, char* to) const {
+    types.b == abi::CUDA_R_8U ? PackCols<uint8_t>(block, left, cols, to) : PackCols<int8_t>(block, left, cols, to);
+  }
+  template <typename From>
+  JAXMP_TARGET void PackRows(const KBlock<Product>& block, int64_t top, int64_t rows, char* to) const {
+    auto* const words = reinterpret_cast<uint32_t*>(to);
+    const bool is_along = p.trans_a != abi::CUBLAS_OP_N;
+    const ByteView<From> view = {static_cast<const From*>(p.a) + (is_along ? top * p.lda + block.k : block.k * p.lda + top),
+                                 p.lda};
+    is_along ? PackRowsAlong(view, rows, block.depth, words) : PackRowsAcross(view, rows, block.depth, words);
+  }
+  template <typename From>
+  JAXMP_TARGET void PackCols(const KBlock<Product>& block, int64_t left, int64_t cols, char* to) const {
+    auto* const words = reinterpret_cast<uint32_t*>(to);
+    const bool is_along = p.trans_b == abi::CUBLAS_OP_N;
+    const ByteView<From> view = {
+        static_cast<const From*>(p.b) + (is_along ? left * p.ldb + block.k : block.k * p.ldb + left), p.ldb};
+    is_along ? PackColumnsAlong(view, cols, block.depth, words) : PackColumnsAcross(view, cols, block.depth, words);
+    std::memset(to + 4 * cols * PaddedWords(block.depth), 0,
+                static_cast<size_t>(BBytes(cols, block.depth) - 4 * cols * PaddedWords(block.depth)));
+  }
+
+  JAXMP_TARGET void Multiply(const KBlock<Product>& block, const Packed& packed, const CTile& tile) const {
+    alignas(64) uint32_t sums[kMR * kNR];
+    const int64_t width = std::min(kMR, RoundUp(tile.rows, Isa::kRowUnit));
+    Isa::Multiply(types, {packed.a, packed.b, width, PaddedWords(block.depth)}, sums);
+    const bool adds_now = adds || block.first > 0;
+    for (int64_t col = 0; col < tile.cols; ++col) {
+      uint32_t* const c = static_cast<uint32_t*>(p.c) + (tile.col + col) * p.ldc + tile.row;
+      const uint32_t* const sum = sums + col * kMR;
+      for (int64_t row = 0; row < tile.rows; ++row) c[row] = (adds_now ? c[row] : 0) + alpha * sum[row];
+    }
+  }
+
+  Product p;
+  Int8Types types;
+  uint32_t alpha;
+  bool adds;
+};
+
+#undef JAXMP_INLINE
+#undef JAXMP_TARGET

@@ -1,0 +1,48 @@
+// Int8 products by vectors, a part of int8_gemm.cc that is included once for each instruction set, with JAXMP_TARGET
+// and with Vectors in scope, which has
+//   V, kLanes        a vector of words, and how many
+//   kVectors, kCols  a register tile
+//   Dot(sum, a, b)   for each word the sum plus the products of its numbers
+struct Isa : Vectors {
+  static constexpr int64_t kRowUnit = kLanes, kMR = kVectors * kLanes, kNR = kCols, kWordUnit = 1;
+  struct Scope {};
+
+  JAXMP_TARGET static void Multiply(const Int8Types&, const MicroPanels& panels, uint32_t* sums) {
+    switch (panels.width / kLanes) {
+      case 1:
+        return MultiplyVectors<1>(panels, sums);
+      case 2:
+        return MultiplyVectors<2>(panels, sums);
+      default:
+        return MultiplyVectors<kVectors>(panels, sums);
+    }
+  }
+
+  using Unaligned __attribute__((aligned(4), may_alias)) = V;
+
+  template <int Count>
+  JAXMP_TARGET static inline __attribute__((always_inline)) void MultiplyVectors(const MicroPanels& panels,
+                                                                                 uint32_t* sums) {
+    const char *a = panels.a, *b = panels.b;
+    const int64_t step_b = 4 * panels.words;
+    V tile[kCols][Count];
+    for (auto& column : tile) {
+      for (V& sum : column) sum = V{};
+    }
+    for (int64_t word = 0; word < panels.words; ++word, a += sizeof(V) * Count, b += 4) {
+      V rows[Count];
+      for (int v = 0; v < Count; ++v) rows[v] = reinterpret_cast<const Unaligned*>(a)[v];
+#pragma GCC unroll 8
+      for (int col = 0; col < kCols; ++col) {
+        int32_t weight;
+        std::memcpy(&weight, b + col * step_b, sizeof(weight));
+        for (int v = 0; v < Count; ++v) tile[col][v] = Dot(tile[col][v], rows[v], V{} + weight);
+      }
+    }
+    for (int col = 0; col < kCols; ++col) {
+      for (int v = 0; v < Count; ++v) reinterpret_cast<Unaligned*>(sums + col * kMR)[v] = tile[col][v];
+    }
+  }
+};
+
+#include "csrc/hostmp/kernels/int8_gemm_impl.h"
