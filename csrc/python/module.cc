@@ -83,7 +83,7 @@ nb::dict BlasInfo() {
   nb::dict result;
   result["library"] = blas.path;
   result["config"] = blas.config;
-  for (DType type : {DType::kF32, DType::kF64, DType::kC64, DType::kC128, DType::kBF16, DType::kF16}) {
+  for (DType type : {DType::kF32, DType::kF64, DType::kC64, DType::kC128, DType::kBF16, DType::kF16, DType::kS8}) {
     result[NameOf(type)] = hostmp::DescribeKernels(NumberOf(type));
   }
   result["instruction set"] = hostmp::instruction_set();

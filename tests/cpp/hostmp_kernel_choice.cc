@@ -1,11 +1,11 @@
 // Which kernel multiplies on which processor. A choice only names a kernel, so one machine tests those of all others.
 #include <string>
+#include <utility>
 
 #include "csrc/cublasmp/dtypes.h"
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/gemm/kernel_choice.h"
-#include "csrc/hostmp/gemm/scaled_gemm.h"
 #include "tests/cpp/check.h"
 
 namespace jaxmp::test {
@@ -16,8 +16,8 @@ using hostmp::Conversion;
 using hostmp::Cpu;
 using hostmp::Kernel;
 
-const Cpu kPortable, kAvx2 = {true}, kAvx512 = {true, true}, kZen4 = {true, true, true},
-                     kSapphireRapids = {true, true, true, true};
+const Cpu kPortable, kAvx2 = {true}, kAvx512 = {true, true}, kCascadeLake = {true, true, true},
+                     kZen4 = {true, true, true, true}, kSapphireRapids = {true, true, true, true, true};
 constexpr auto kN = CUBLAS_OP_N, kT = CUBLAS_OP_T;
 
 void expect(const Cpu& processor, const hostmp::ProductKind& product, Kernel kernel, cudaDataType_t type,
@@ -73,14 +73,22 @@ TEST(test_one_type) {
 
 TEST(test_conversions) {
   EXPECT(kAvx2, pair(CUDA_R_8F_E4M3, CUDA_R_8F_E4M3, 40), kWideningBlas, CUDA_R_16BF, kDecoded);
-  EXPECT(kSapphireRapids, pair(CUDA_R_8I, CUDA_R_8I, 4), kAmxFewColumns, CUDA_R_16BF, kDecoded);
   EXPECT(kSapphireRapids, pair(CUDA_R_8I, CUDA_R_16BF, 16), kSimdFewColumns, CUDA_R_32F, kDecodedFewColumns);
   EXPECT(kSapphireRapids, pair(CUDA_R_8I, CUDA_R_16BF, 16, true), kAmx, CUDA_R_16BF, kDecoded);
   EXPECT(kSapphireRapids, pair(CUDA_R_8I, CUDA_R_16BF, 17), kAmx, CUDA_R_16BF, kDecoded);
-  CHECK(hostmp::AppliesToSums(CUDA_R_8I, CUDA_R_8I, {}, {}));
-  CHECK(!hostmp::AppliesToSums(CUDA_R_8I, CUDA_R_16BF, {}, {}));  // sums of floats
   EXPECT(kAvx2, pair(CUDA_R_8I, CUDA_R_16BF, 64), kSimdFewColumns, CUDA_R_32F, kDecodedFewColumns);
   EXPECT(kAvx2, pair(host_types::kS4, CUDA_R_16BF, 17), kBlas, CUDA_R_32F, kDecoded);
+}
+
+TEST(test_int8) {
+  const std::pair<const Cpu*, const char*> kernels[] = {{&kPortable, "portable"}, {&kAvx2, "AVX2"},
+                                                        {&kAvx512, "AVX2"},       {&kCascadeLake, "AVX512_VNNI"},
+                                                        {&kZen4, "AVX512_VNNI"},  {&kSapphireRapids, "AMX"}};
+  for (const auto& [processor, name] : kernels) {
+    EXPECT(*processor, ordered(CUDA_R_8I, 4), kInt8, CUDA_R_8I, kNone);
+    EXPECT(*processor, plain(CUDA_R_8I, 400, kT), kInt8, CUDA_R_8I, kNone);
+    CHECK_EQ(hostmp::DescribeKernels(CUDA_R_8I), std::string(name) + " kernel of hostmp, summed in s32");
+  }
 }
 
 }  // namespace

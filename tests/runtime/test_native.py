@@ -165,7 +165,7 @@ def test_an_instruction_set_is_used_or_refused_by_name(name, extension):
 
 def test_the_processors_instruction_set_and_the_blas_are_named(extension):
     assert products_with("")[1] in config_lib.INSTRUCTION_SETS
-    info, dtypes = native.blas_info(), ("f32", "f64", "c64", "c128", "bf16", "f16")
+    info, dtypes = native.blas_info(), ("f32", "f64", "c64", "c128", "bf16", "f16", "s8")
     assert set(info) == {"library", "config", "instruction set", *dtypes}
     assert "openblas" in info["library"]
     assert all(info[dtype] for dtype in dtypes)
@@ -183,7 +183,8 @@ def test_the_processors_instruction_set_and_the_blas_are_named(extension):
         (
             "JAXMP_ISA",
             "sse",
-            "JAXMP_ISA must be one of 'amx', 'avx512_bf16', 'avx512', 'avx2', 'neon', 'portable' but is 'sse'.",
+            "JAXMP_ISA must be one of 'amx', 'avx512_bf16', 'avx512_vnni', 'avx512', 'avx2', 'neon_dotprod', 'neon', "
+            "'portable' but is 'sse'.",
         ),
     ],
 )

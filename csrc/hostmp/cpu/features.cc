@@ -9,6 +9,9 @@
 #include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#elif defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
 #endif
 
 namespace jaxmp::hostmp {
@@ -48,6 +51,7 @@ Cpu Detect() {
 Cpu Detect() {
   Cpu found;
   found.neon = true;  // part of the architecture
+  found.neon_dotprod = getauxval(AT_HWCAP) & HWCAP_ASIMDDP;
   return found;
 }
 #else
@@ -85,6 +89,7 @@ constexpr InstructionSet kInstructionSets[] = {{"amx", &Cpu::amx},
                                                {"avx512_vnni", &Cpu::avx512_vnni},
                                                {"avx512", &Cpu::avx512},
                                                {"avx2", &Cpu::avx2},
+                                               {"neon_dotprod", &Cpu::neon_dotprod},
                                                {"neon", &Cpu::neon}};
 constexpr char kPortable[] = "portable";
 

@@ -109,7 +109,7 @@ void Multiply(const KernelChoice& choice, const KSegments& segments, std::comple
       return SimdSmallNGemm(simd_level(), choice.type, segments, alpha.real(), adds);
     case Kernel::kInt8:
       return one_by_one([&](const Product& p, bool adds_now) {
-        Int8Gemm(int8_level(), {choice.type, choice.type}, p, static_cast<int32_t>(alpha.real()), adds_now, scratch);
+        Int8Gemm(int8_level(), p, static_cast<int32_t>(alpha.real()), adds_now, scratch);
       });
   }
 }

@@ -13,9 +13,8 @@ namespace jaxmp::hostmp {
 namespace {
 
 // A stored operand from some place on: `ld` lies between its lines.
-template <typename From>
 struct ByteView {
-  const From* data;
+  const int8_t* data;
   int64_t ld;
 };
 
@@ -32,7 +31,8 @@ using WordVector __attribute__((vector_size(4 * Lanes))) = int32_t;
 // saturates.
 struct OfPairs {
   using Number = int16_t;
-  static constexpr int64_t kGroup = 2, kKC = 512;
+  static constexpr int64_t kGroup = 2, kKC = 768;
+  static constexpr bool kReusesB = true;
 };
 
 #if defined(__x86_64__)
@@ -40,31 +40,16 @@ struct OfPairs {
 namespace amx {
 
 #define JAXMP_TARGET JAXMP_AMX
-#define JAXMP_DOT(instruction) \
-  do {                         \
-    instruction(0, 6, 4);      \
-    instruction(1, 6, 5);      \
-    instruction(2, 7, 4);      \
-    instruction(3, 7, 5);      \
-  } while (false)
 
 // Two by two tile registers of sums, as in amx_gemm.cc: columns of op(B) are the instruction's rows.
 struct Isa {
   using Number = int8_t;
   using Scope = ScopedTiles;
   static constexpr int64_t kGroup = 4, kKC = 2048, kTile = 16, kWordUnit = kTile;
+  static constexpr bool kReusesB = false;
   static constexpr int64_t kRowUnit = 2 * kTile, kMR = kRowUnit, kNR = 2 * kTile;
 
-  static void Multiply(const Int8Types& types, const MicroPanels& panels, uint32_t* sums) {
-    if (types.b == abi::CUDA_R_8U) {
-      types.a == abi::CUDA_R_8U ? MultiplyTiles<true, true>(panels, sums) : MultiplyTiles<true, false>(panels, sums);
-    } else {
-      types.a == abi::CUDA_R_8U ? MultiplyTiles<false, true>(panels, sums) : MultiplyTiles<false, false>(panels, sums);
-    }
-  }
-
-  template <bool IsBUnsigned, bool IsAUnsigned>
-  JAXMP_AMX static void MultiplyTiles(const MicroPanels& panels, uint32_t* sums) {
+  JAXMP_AMX static void Multiply(const MicroPanels& panels, uint32_t* sums) {
     constexpr int64_t kLine = 4 * kMR, kTileBytes = 4 * kTile;
     const int64_t column = 4 * panels.words;
     asm volatile("" ::: "memory");  // GCC 12's _tile_loadd does not say that it reads memory
@@ -78,15 +63,10 @@ struct Isa {
       _tile_loadd(5, a + kTileBytes, kLine);
       _tile_loadd(6, b, column);
       _tile_loadd(7, b + kTile * column, column);
-      if constexpr (IsBUnsigned && IsAUnsigned) {
-        JAXMP_DOT(_tile_dpbuud);
-      } else if constexpr (IsBUnsigned) {
-        JAXMP_DOT(_tile_dpbusd);
-      } else if constexpr (IsAUnsigned) {
-        JAXMP_DOT(_tile_dpbsud);
-      } else {
-        JAXMP_DOT(_tile_dpbssd);
-      }
+      _tile_dpbssd(0, 6, 4);
+      _tile_dpbssd(1, 6, 5);
+      _tile_dpbssd(2, 7, 4);
+      _tile_dpbssd(3, 7, 5);
     }
     _tile_stored(0, sums, kLine);
     _tile_stored(1, sums + kTile, kLine);
@@ -96,8 +76,6 @@ struct Isa {
 };
 
 #include "csrc/hostmp/kernels/int8_gemm_impl.h"
-
-#undef JAXMP_DOT
 
 }  // namespace amx
 
@@ -135,6 +113,27 @@ struct Vectors : OfPairs {
 
 }  // namespace avx2
 
+#elif defined(__aarch64__)
+
+namespace neon_dotprod {
+
+#define JAXMP_TARGET __attribute__((target("arch=armv8.2-a+dotprod")))
+
+struct Vectors {
+  using Number = int8_t;
+  static constexpr int64_t kGroup = 4, kKC = 1536, kLanes = 4;
+  static constexpr int kVectors = 3, kCols = 8;
+  static constexpr bool kReusesB = true;
+  using V = WordVector<kLanes>;
+  JAXMP_TARGET static inline __attribute__((always_inline)) V Dot(V sum, V a, V b) {
+    return vdotq_s32(sum, (int8x16_t)a, (int8x16_t)b);
+  }
+};
+
+#include "csrc/hostmp/kernels/int8_simd_impl.h"
+
+}  // namespace neon_dotprod
+
 #endif
 
 namespace portable {
@@ -159,22 +158,30 @@ auto WithLevel([[maybe_unused]] Int8Level level, Function function) {
   if (level == Int8Level::kAmx) return function(amx::Kernel{});
   if (level == Int8Level::kAvx512Vnni) return function(avx512_vnni::Kernel{});
   if (level == Int8Level::kAvx2) return function(avx2::Kernel{});
+#elif defined(__aarch64__)
+  if (level == Int8Level::kNeonDotprod) return function(neon_dotprod::Kernel{});
 #endif
   return function(portable::Kernel{});
 }
 
 }  // namespace
 
-Int8Level int8_level() {
-  if (cpu().amx) return Int8Level::kAmx;
-  if (cpu().avx512_vnni) return Int8Level::kAvx512Vnni;
-  return cpu().avx2 ? Int8Level::kAvx2 : Int8Level::kPortable;
+bool Has(Int8Level level) {
+  constexpr bool Cpu::* kFeatures[] = {nullptr, &Cpu::neon_dotprod, &Cpu::avx2, &Cpu::avx512_vnni, &Cpu::amx};
+  return level == Int8Level::kPortable || cpu().*kFeatures[static_cast<size_t>(level)];
 }
 
-void Int8Gemm(Int8Level level, Int8Types types, const Product& product, int32_t alpha, bool adds, char* scratch) {
+Int8Level int8_level() {
+  for (Int8Level level : {Int8Level::kAmx, Int8Level::kAvx512Vnni, Int8Level::kAvx2, Int8Level::kNeonDotprod}) {
+    if (Has(level)) return level;
+  }
+  return Int8Level::kPortable;
+}
+
+void Int8Gemm(Int8Level level, const Product& product, int32_t alpha, bool adds, char* scratch) {
   WithLevel(level, [&](auto kernel) {
     [[maybe_unused]] const typename decltype(kernel)::Scope scope;
-    kernel = {product, types, static_cast<uint32_t>(alpha), adds};
+    kernel = {product, static_cast<uint32_t>(alpha), adds};
     BlockedGemm(kernel, &product, 1, scratch);
   });
 }

@@ -6,7 +6,7 @@
 //                    of a K block
 //   kWordUnit        words that k is padded to
 //   Scope            what lives while products run
-//   Multiply(types, panels, sums)
+//   Multiply(panels, sums)
 //                    the product of micro-panels, column-major with kMR from one column to the next
 //
 // op(A) is packed in micro-panels of kMR rows: line w has word w of each row. op(B) is packed by columns, each with all
@@ -22,8 +22,7 @@ constexpr int64_t Words(int64_t depth) { return CeilDiv(depth, kGroup); }
 constexpr int64_t PaddedWords(int64_t depth) { return RoundUp(Words(depth), Isa::kWordUnit); }
 
 // The words of `depth` numbers that are adjacent in k.
-template <typename From>
-JAXMP_INLINE void PackRun(const From* from, int64_t depth, uint32_t* to) {
+JAXMP_INLINE void PackRun(const int8_t* from, int64_t depth, uint32_t* to) {
   using Stored __attribute__((may_alias)) = Number;
   auto* const numbers = reinterpret_cast<Stored*>(to);
   for (int64_t k = 0; k < depth; ++k) numbers[k] = static_cast<Number>(from[k]);
@@ -31,9 +30,8 @@ JAXMP_INLINE void PackRun(const From* from, int64_t depth, uint32_t* to) {
 }
 
 // The numbers that make word `word` of each index; they are adjacent across k.
-template <typename From>
 struct WordLine {
-  WordLine(const ByteView<From>& view, int64_t depth, int64_t word) {
+  WordLine(const ByteView& view, int64_t depth, int64_t word) {
     for (int g = 0; g < kGroup; ++g) {
       const int64_t k = word * kGroup + g;
       lines[g] = k < depth ? view.data + k * view.ld : nullptr;
@@ -41,9 +39,9 @@ struct WordLine {
   }
   // Of at most kRun indices from `at` on.
   JAXMP_INLINE void Pack(int64_t at, int64_t count, uint32_t* __restrict to) const {
-    static constexpr From kZeros[kRun] = {};
+    static constexpr int8_t kZeros[kRun] = {};
     using Unsigned = std::make_unsigned_t<Number>;
-    const From* runs[kGroup];
+    const int8_t* runs[kGroup];
     for (int g = 0; g < kGroup; ++g) runs[g] = lines[g] ? lines[g] + at : kZeros;
     for (int64_t i = 0; i < count; ++i) {
       uint32_t word = 0;
@@ -52,20 +50,19 @@ struct WordLine {
     }
   }
 
-  const From* lines[kGroup];
+  const int8_t* lines[kGroup];
 };
 
 // Every word is read along all micro-panels: long runs, because a large leading dimension puts each k on a page of its
 // own, where the processor does not look ahead.
-template <typename From>
-JAXMP_TARGET void PackRowsAcross(const ByteView<From>& view, int64_t rows, int64_t depth, uint32_t* to) {
+JAXMP_TARGET void PackRowsAcross(const ByteView& view, int64_t rows, int64_t depth, uint32_t* to) {
   constexpr int64_t kAhead = 8;
   static_assert(kMR <= kRun);
   const int64_t words = PaddedWords(depth);
   for (int64_t word = 0; word < words; ++word) {
-    const WordLine<From> line(view, depth, word);
+    const WordLine line(view, depth, word);
     for (int g = 0; g < kGroup; ++g) {
-      const From* const ahead = view.data + (word * kGroup + g + kAhead) * view.ld;
+      const int8_t* const ahead = view.data + (word * kGroup + g + kAhead) * view.ld;
       for (int64_t row = 0; row < rows; row += 64) __builtin_prefetch(ahead + row);
     }
     int64_t row = 0;
@@ -78,8 +75,7 @@ JAXMP_TARGET void PackRowsAcross(const ByteView<From>& view, int64_t rows, int64
   }
 }
 
-template <typename From>
-JAXMP_TARGET void PackRowsAlong(const ByteView<From>& view, int64_t rows, int64_t depth, uint32_t* to) {
+JAXMP_TARGET void PackRowsAlong(const ByteView& view, int64_t rows, int64_t depth, uint32_t* to) {
   const int64_t words = PaddedWords(depth);
   alignas(64) uint32_t runs[kLines][kRun];
   const uint32_t* const from[kLines] = {runs[0], runs[1], runs[2], runs[3]};
@@ -89,7 +85,7 @@ JAXMP_TARGET void PackRowsAlong(const ByteView<From>& view, int64_t rows, int64_
     for (int64_t word = 0; word < words; word += kRun) {
       const int64_t k = word * kGroup, length = std::clamp<int64_t>(depth - k, 0, kRun * kGroup);
       for (int64_t i = 0; i < kLines; ++i) {
-        const From* const line = view.data + (row + i) * view.ld + k;
+        const int8_t* const line = view.data + (row + i) * view.ld + k;
         for (int64_t next = 0; next < length; next += 64) __builtin_prefetch(line + kLines * view.ld + next);
         const int64_t packed = row + i < rows ? length : 0;
         PackRun(line, packed, runs[i]);
@@ -100,8 +96,7 @@ JAXMP_TARGET void PackRowsAlong(const ByteView<From>& view, int64_t rows, int64_
   }
 }
 
-template <typename From>
-JAXMP_TARGET void PackColumnsAlong(const ByteView<From>& view, int64_t cols, int64_t depth, uint32_t* to) {
+JAXMP_TARGET void PackColumnsAlong(const ByteView& view, int64_t cols, int64_t depth, uint32_t* to) {
   const int64_t words = PaddedWords(depth);
   for (int64_t col = 0; col < cols; ++col, to += words) {
     PackRun(view.data + col * view.ld, depth, to);
@@ -109,8 +104,7 @@ JAXMP_TARGET void PackColumnsAlong(const ByteView<From>& view, int64_t cols, int
   }
 }
 
-template <typename From>
-JAXMP_TARGET void PackColumnsAcross(const ByteView<From>& view, int64_t cols, int64_t depth, uint32_t* to) {
+JAXMP_TARGET void PackColumnsAcross(const ByteView& view, int64_t cols, int64_t depth, uint32_t* to) {
   const int64_t words = PaddedWords(depth);
   alignas(64) uint32_t runs[kLines][kRun];
   const uint32_t* const from[kLines] = {runs[0], runs[1], runs[2], runs[3]};
@@ -118,7 +112,7 @@ JAXMP_TARGET void PackColumnsAcross(const ByteView<From>& view, int64_t cols, in
     const int64_t length = std::min(kRun, cols - col);
     for (int64_t word = 0; word < words; word += kLines) {
       const int64_t count = std::min(kLines, words - word);
-      for (int64_t i = 0; i < count; ++i) WordLine<From>(view, depth, word + i).Pack(col, length, runs[i]);
+      for (int64_t i = 0; i < count; ++i) WordLine(view, depth, word + i).Pack(col, length, runs[i]);
       uint32_t* const column = to + col * words + word;
       if (count == kLines) {
         TransposeLines(from, length, words, column);
@@ -133,7 +127,7 @@ JAXMP_TARGET void PackColumnsAcross(const ByteView<From>& view, int64_t cols, in
 
 struct Kernel {
   static constexpr int64_t kKC = Isa::kKC, kMC = 384, kNC = 512, kMR = Isa::kMR, kNR = Isa::kNR;
-  static constexpr bool kReusesB = false;
+  static constexpr bool kReusesB = Isa::kReusesB;
   static_assert(kMC % kMR == 0 && kNC % kNR == 0 && kKC % (kGroup * Isa::kWordUnit) == 0);
   using Scope = Isa::Scope;
 
@@ -142,44 +136,51 @@ struct Kernel {
   int64_t OwnBytes(int64_t, int64_t, int64_t) const { return 0; }
 
   JAXMP_TARGET void PackA(const KBlock<Product>& block, int64_t top, int64_t rows, char* to) const {
-    types.a == abi::CUDA_R_8U ? PackRows<uint8_t>(block, top, rows, to) : PackRows<int8_t>(block, top, rows, to);
+    auto* const words = reinterpret_cast<uint32_t*>(to);
+    const auto* const a = static_cast<const int8_t*>(p.a);
+    if (p.trans_a == abi::CUBLAS_OP_N) {
+      PackRowsAcross({a + block.k * p.lda + top, p.lda}, rows, block.depth, words);
+    } else {
+      PackRowsAlong({a + top * p.lda + block.k, p.lda}, rows, block.depth, words);
+    }
   }
   JAXMP_TARGET void PackB(const KBlock<Product>& block, int64_t left, int64_t cols, char* to) const {
-    types.b == abi::CUDA_R_8U ? PackCols<uint8_t>(block, left, cols, to) : PackCols<int8_t>(block, left, cols, to);
-  }
-  template <typename From>
-  JAXMP_TARGET void PackRows(const KBlock<Product>& block, int64_t top, int64_t rows, char* to) const {
     auto* const words = reinterpret_cast<uint32_t*>(to);
-    const bool is_along = p.trans_a != abi::CUBLAS_OP_N;
-    const ByteView<From> view = {static_cast<const From*>(p.a) + (is_along ? top * p.lda + block.k : block.k * p.lda + top),
-                                 p.lda};
-    is_along ? PackRowsAlong(view, rows, block.depth, words) : PackRowsAcross(view, rows, block.depth, words);
-  }
-  template <typename From>
-  JAXMP_TARGET void PackCols(const KBlock<Product>& block, int64_t left, int64_t cols, char* to) const {
-    auto* const words = reinterpret_cast<uint32_t*>(to);
-    const bool is_along = p.trans_b == abi::CUBLAS_OP_N;
-    const ByteView<From> view = {
-        static_cast<const From*>(p.b) + (is_along ? left * p.ldb + block.k : block.k * p.ldb + left), p.ldb};
-    is_along ? PackColumnsAlong(view, cols, block.depth, words) : PackColumnsAcross(view, cols, block.depth, words);
-    std::memset(to + 4 * cols * PaddedWords(block.depth), 0,
-                static_cast<size_t>(BBytes(cols, block.depth) - 4 * cols * PaddedWords(block.depth)));
+    const auto* const b = static_cast<const int8_t*>(p.b);
+    if (p.trans_b == abi::CUBLAS_OP_N) {
+      PackColumnsAlong({b + left * p.ldb + block.k, p.ldb}, cols, block.depth, words);
+    } else {
+      PackColumnsAcross({b + block.k * p.ldb + left, p.ldb}, cols, block.depth, words);
+    }
+    const int64_t step = PaddedWords(block.depth);
+    std::fill(words + cols * step, words + RoundUp(cols, kNR) * step, 0u);
   }
 
   JAXMP_TARGET void Multiply(const KBlock<Product>& block, const Packed& packed, const CTile& tile) const {
     alignas(64) uint32_t sums[kMR * kNR];
     const int64_t width = std::min(kMR, RoundUp(tile.rows, Isa::kRowUnit));
-    Isa::Multiply(types, {packed.a, packed.b, width, PaddedWords(block.depth)}, sums);
+    Isa::Multiply({packed.a, packed.b, width, PaddedWords(block.depth)}, sums);
+    uint32_t* const c = static_cast<uint32_t*>(p.c) + tile.col * p.ldc + tile.row;
     const bool adds_now = adds || block.first > 0;
     for (int64_t col = 0; col < tile.cols; ++col) {
-      uint32_t* const c = static_cast<uint32_t*>(p.c) + (tile.col + col) * p.ldc + tile.row;
-      const uint32_t* const sum = sums + col * kMR;
-      for (int64_t row = 0; row < tile.rows; ++row) c[row] = (adds_now ? c[row] : 0) + alpha * sum[row];
+      const auto put = tile.rows == kMR ? Put<kMR> : Put<0>;
+      put(sums + col * kMR, tile.rows, alpha, adds_now, c + col * p.ldc);
+    }
+  }
+
+  // `Rows` of them where that is not 0, which takes no loop.
+  template <int64_t Rows>
+  JAXMP_TARGET static void Put(const uint32_t* __restrict sums, int64_t rows, uint32_t alpha, bool adds,
+                               uint32_t* __restrict c) {
+    const int64_t count = Rows > 0 ? Rows : rows;
+    if (adds) {
+      for (int64_t row = 0; row < count; ++row) c[row] += alpha * sums[row];
+    } else {
+      for (int64_t row = 0; row < count; ++row) c[row] = alpha * sums[row];
     }
   }
 
   Product p;
-  Int8Types types;
   uint32_t alpha;
   bool adds;
 };

@@ -7,7 +7,7 @@ struct Isa : Vectors {
   static constexpr int64_t kRowUnit = kLanes, kMR = kVectors * kLanes, kNR = kCols, kWordUnit = 1;
   struct Scope {};
 
-  JAXMP_TARGET static void Multiply(const Int8Types&, const MicroPanels& panels, uint32_t* sums) {
+  JAXMP_TARGET static void Multiply(const MicroPanels& panels, uint32_t* sums) {
     switch (panels.width / kLanes) {
       case 1:
         return MultiplyVectors<1>(panels, sums);
@@ -29,6 +29,7 @@ struct Isa : Vectors {
     for (auto& column : tile) {
       for (V& sum : column) sum = V{};
     }
+#pragma GCC unroll 2
     for (int64_t word = 0; word < panels.words; ++word, a += sizeof(V) * Count, b += 4) {
       V rows[Count];
       for (int v = 0; v < Count; ++v) rows[v] = reinterpret_cast<const Unaligned*>(a)[v];
