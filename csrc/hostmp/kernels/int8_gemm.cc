@@ -25,7 +25,7 @@ struct MicroPanels {
 };
 
 template <int64_t Lanes>
-using WordVector __attribute__((vector_size(4 * Lanes))) = int32_t;
+using WordVector __attribute__((vector_size(4 * Lanes))) = uint32_t;
 
 // Bytes become 16 bits, of which two products fit an int32 whatever their signs are. AVX2's instruction for bytes
 // saturates.
@@ -126,7 +126,7 @@ struct Vectors {
   static constexpr bool kReusesB = true;
   using V = WordVector<kLanes>;
   JAXMP_TARGET static inline __attribute__((always_inline)) V Dot(V sum, V a, V b) {
-    return vdotq_s32(sum, (int8x16_t)a, (int8x16_t)b);
+    return (V)vdotq_s32((int32x4_t)sum, (int8x16_t)a, (int8x16_t)b);
   }
 };
 
@@ -144,7 +144,12 @@ struct Vectors : OfPairs {
   static constexpr int64_t kLanes = 4;
   static constexpr int kVectors = 3, kCols = 4;
   using V = WordVector<kLanes>;
-  static V Dot(V sum, V a, V b) { return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16); }
+  static V Dot(V sum, V a, V b) { return sum + Low(a) * Low(b) + High(a) * High(b); }
+
+  // A half of each word, as 32 bits with its sign.
+  using Signed __attribute__((vector_size(4 * kLanes))) = int32_t;
+  static V Low(V words) { return High(words << 16); }
+  static V High(V words) { return (V)((Signed)words >> 16); }
 };
 
 #include "csrc/hostmp/kernels/int8_simd_impl.h"
@@ -180,7 +185,7 @@ Int8Level int8_level() {
 
 void Int8Gemm(Int8Level level, const Product& product, int32_t alpha, bool adds, char* scratch) {
   WithLevel(level, [&](auto kernel) {
-    [[maybe_unused]] const typename decltype(kernel)::Scope scope;
+    [[maybe_unused]] const typename decltype(kernel)::Scope scope{};
     kernel = {product, static_cast<uint32_t>(alpha), adds};
     BlockedGemm(kernel, &product, 1, scratch);
   });

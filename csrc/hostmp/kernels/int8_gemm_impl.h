@@ -10,23 +10,23 @@
 //                    the product of micro-panels, column-major with kMR from one column to the next
 //
 // op(A) is packed in micro-panels of kMR rows: line w has word w of each row. op(B) is packed by columns, each with all
-// its words. What lies beyond the operand is packed as zeros.
+// its words. k is padded by zeros. Rows and columns that pad a register tile hold anything, for their sums are dropped.
 
 #define JAXMP_INLINE JAXMP_TARGET inline __attribute__((always_inline))
 
 using Number = Isa::Number;
 constexpr int64_t kGroup = Isa::kGroup, kMR = Isa::kMR, kNR = Isa::kNR;
 constexpr int64_t kLines = 4, kRun = 64;  // words that are transposed together
+static_assert(Isa::kWordUnit % kLines == 0 && Isa::kRowUnit % kLines == 0 && kMR <= kRun);
 
-constexpr int64_t Words(int64_t depth) { return CeilDiv(depth, kGroup); }
-constexpr int64_t PaddedWords(int64_t depth) { return RoundUp(Words(depth), Isa::kWordUnit); }
+constexpr int64_t Words(int64_t depth) { return RoundUp(CeilDiv(depth, kGroup), Isa::kWordUnit); }
 
-// The words of `depth` numbers that are adjacent in k.
-JAXMP_INLINE void PackRun(const int8_t* from, int64_t depth, uint32_t* to) {
+// `words` words, of `depth` numbers that are adjacent in k.
+JAXMP_INLINE void PackRun(const int8_t* from, int64_t depth, int64_t words, uint32_t* to) {
   using Stored __attribute__((may_alias)) = Number;
   auto* const numbers = reinterpret_cast<Stored*>(to);
   for (int64_t k = 0; k < depth; ++k) numbers[k] = static_cast<Number>(from[k]);
-  for (int64_t k = depth; k < Words(depth) * kGroup; ++k) numbers[k] = 0;
+  for (int64_t k = depth; k < words * kGroup; ++k) numbers[k] = 0;
 }
 
 // The numbers that make word `word` of each index; they are adjacent across k.
@@ -57,8 +57,7 @@ struct WordLine {
 // own, where the processor does not look ahead.
 JAXMP_TARGET void PackRowsAcross(const ByteView& view, int64_t rows, int64_t depth, uint32_t* to) {
   constexpr int64_t kAhead = 8;
-  static_assert(kMR <= kRun);
-  const int64_t words = PaddedWords(depth);
+  const int64_t words = Words(depth);
   for (int64_t word = 0; word < words; ++word) {
     const WordLine line(view, depth, word);
     for (int g = 0; g < kGroup; ++g) {
@@ -67,16 +66,12 @@ JAXMP_TARGET void PackRowsAcross(const ByteView& view, int64_t rows, int64_t dep
     }
     int64_t row = 0;
     for (; row + kMR <= rows; row += kMR) line.Pack(row, kMR, to + row * words + word * kMR);
-    if (row == rows) continue;
-    const int64_t width = RoundUp(rows - row, Isa::kRowUnit);
-    uint32_t* const last = to + row * words + word * width;
-    line.Pack(row, rows - row, last);
-    std::fill(last + rows - row, last + width, 0u);
+    line.Pack(row, rows - row, to + row * words + word * RoundUp(rows - row, Isa::kRowUnit));
   }
 }
 
 JAXMP_TARGET void PackRowsAlong(const ByteView& view, int64_t rows, int64_t depth, uint32_t* to) {
-  const int64_t words = PaddedWords(depth);
+  const int64_t words = Words(depth);
   alignas(64) uint32_t runs[kLines][kRun];
   const uint32_t* const from[kLines] = {runs[0], runs[1], runs[2], runs[3]};
   for (int64_t row = 0; row < rows; row += kLines) {
@@ -87,9 +82,7 @@ JAXMP_TARGET void PackRowsAlong(const ByteView& view, int64_t rows, int64_t dept
       for (int64_t i = 0; i < kLines; ++i) {
         const int8_t* const line = view.data + (row + i) * view.ld + k;
         for (int64_t next = 0; next < length; next += 64) __builtin_prefetch(line + kLines * view.ld + next);
-        const int64_t packed = row + i < rows ? length : 0;
-        PackRun(line, packed, runs[i]);
-        std::fill(runs[i] + Words(packed), runs[i] + kRun, 0u);
+        PackRun(line, row + i < rows ? length : 0, kRun, runs[i]);
       }
       TransposeLines(from, std::min(kRun, words - word), width, panel + word * width);
     }
@@ -97,30 +90,19 @@ JAXMP_TARGET void PackRowsAlong(const ByteView& view, int64_t rows, int64_t dept
 }
 
 JAXMP_TARGET void PackColumnsAlong(const ByteView& view, int64_t cols, int64_t depth, uint32_t* to) {
-  const int64_t words = PaddedWords(depth);
-  for (int64_t col = 0; col < cols; ++col, to += words) {
-    PackRun(view.data + col * view.ld, depth, to);
-    std::fill(to + Words(depth), to + words, 0u);
-  }
+  const int64_t words = Words(depth);
+  for (int64_t col = 0; col < cols; ++col) PackRun(view.data + col * view.ld, depth, words, to + col * words);
 }
 
 JAXMP_TARGET void PackColumnsAcross(const ByteView& view, int64_t cols, int64_t depth, uint32_t* to) {
-  const int64_t words = PaddedWords(depth);
+  const int64_t words = Words(depth);
   alignas(64) uint32_t runs[kLines][kRun];
   const uint32_t* const from[kLines] = {runs[0], runs[1], runs[2], runs[3]};
   for (int64_t col = 0; col < cols; col += kRun) {
     const int64_t length = std::min(kRun, cols - col);
     for (int64_t word = 0; word < words; word += kLines) {
-      const int64_t count = std::min(kLines, words - word);
-      for (int64_t i = 0; i < count; ++i) WordLine(view, depth, word + i).Pack(col, length, runs[i]);
-      uint32_t* const column = to + col * words + word;
-      if (count == kLines) {
-        TransposeLines(from, length, words, column);
-        continue;
-      }
-      for (int64_t i = 0; i < length; ++i) {
-        for (int64_t line = 0; line < count; ++line) column[i * words + line] = runs[line][i];
-      }
+      for (int64_t i = 0; i < kLines; ++i) WordLine(view, depth, word + i).Pack(col, length, runs[i]);
+      TransposeLines(from, length, words, to + col * words + word);
     }
   }
 }
@@ -131,8 +113,8 @@ struct Kernel {
   static_assert(kMC % kMR == 0 && kNC % kNR == 0 && kKC % (kGroup * Isa::kWordUnit) == 0);
   using Scope = Isa::Scope;
 
-  int64_t ABytes(int64_t rows, int64_t depth) const { return 4 * PaddedWords(depth) * RoundUp(rows, Isa::kRowUnit); }
-  int64_t BBytes(int64_t cols, int64_t depth) const { return 4 * PaddedWords(depth) * RoundUp(cols, kNR); }
+  int64_t ABytes(int64_t rows, int64_t depth) const { return 4 * Words(depth) * RoundUp(rows, Isa::kRowUnit); }
+  int64_t BBytes(int64_t cols, int64_t depth) const { return 4 * Words(depth) * RoundUp(cols, kNR); }
   int64_t OwnBytes(int64_t, int64_t, int64_t) const { return 0; }
 
   JAXMP_TARGET void PackA(const KBlock<Product>& block, int64_t top, int64_t rows, char* to) const {
@@ -152,14 +134,12 @@ struct Kernel {
     } else {
       PackColumnsAcross({b + block.k * p.ldb + left, p.ldb}, cols, block.depth, words);
     }
-    const int64_t step = PaddedWords(block.depth);
-    std::fill(words + cols * step, words + RoundUp(cols, kNR) * step, 0u);
   }
 
   JAXMP_TARGET void Multiply(const KBlock<Product>& block, const Packed& packed, const CTile& tile) const {
     alignas(64) uint32_t sums[kMR * kNR];
     const int64_t width = std::min(kMR, RoundUp(tile.rows, Isa::kRowUnit));
-    Isa::Multiply({packed.a, packed.b, width, PaddedWords(block.depth)}, sums);
+    Isa::Multiply({packed.a, packed.b, width, Words(block.depth)}, sums);
     uint32_t* const c = static_cast<uint32_t*>(p.c) + tile.col * p.ldc + tile.row;
     const bool adds_now = adds || block.first > 0;
     for (int64_t col = 0; col < tile.cols; ++col) {

@@ -4,7 +4,7 @@
 //   kVectors, kCols  a register tile
 //   Dot(sum, a, b)   for each word the sum plus the products of its numbers
 struct Isa : Vectors {
-  static constexpr int64_t kRowUnit = kLanes, kMR = kVectors * kLanes, kNR = kCols, kWordUnit = 1;
+  static constexpr int64_t kRowUnit = kLanes, kMR = kVectors * kLanes, kNR = kCols, kWordUnit = 4;
   struct Scope {};
 
   JAXMP_TARGET static void Multiply(const MicroPanels& panels, uint32_t* sums) {
@@ -35,7 +35,7 @@ struct Isa : Vectors {
       for (int v = 0; v < Count; ++v) rows[v] = reinterpret_cast<const Unaligned*>(a)[v];
 #pragma GCC unroll 8
       for (int col = 0; col < kCols; ++col) {
-        int32_t weight;
+        uint32_t weight;
         std::memcpy(&weight, b + col * step_b, sizeof(weight));
         for (int v = 0; v < Count; ++v) tile[col][v] = Dot(tile[col][v], rows[v], V{} + weight);
       }
