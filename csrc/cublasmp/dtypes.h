@@ -37,7 +37,7 @@ struct TypeFacts {
   abi::cudaDataType_t number;
   int64_t bits, bytes;  // 0 for a type that is not known
   bool is_complex, is_16bit;
-  bool is_low_precision;  // at most 8 bits: decoded before any computation; bf16 holds all of them
+  bool is_low_precision;  // at most 8 bits; bf16 holds all of them
 };
 
 // In the order of DType, common ones first.

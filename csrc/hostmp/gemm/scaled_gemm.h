@@ -1,4 +1,4 @@
-// Products of numbers of 8 bits and fewer, with each other or beside a wider operand. K blocks of both operands are
+// Products of fp8 and fp4, and of numbers of 8 bits and fewer beside a wider operand. K blocks of both operands are
 // decoded to bf16, which holds all of them and their products with block scales, and multiplied by the 16-bit kernels;
 // or to f32, beside an operand of f16 or f32, and where the processor does not multiply bf16.
 #pragma once
