@@ -213,7 +213,8 @@ class Rewriter:
             return None
         # XLA multiplies these on CPUs more slowly: int8 that wraps round by far.
         is_narrow = product.dtype == np.int8 or any(dtype.itemsize == 2 for dtype in dtypes)
-        return None if (is_narrow and product.is_matrix) or product.activation in ("relu", "gelu") else "local"
+        is_faster = is_narrow and product.is_matrix or product.is_symmetric
+        return None if is_faster or product.activation in ("relu", "gelu") else "local"
 
     # ---- evaluation
 
