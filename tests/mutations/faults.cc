@@ -15,6 +15,7 @@
 #include "csrc/hostmp/exec/bias_grad.h"
 #include "csrc/hostmp/exec/collective_call.h"
 #include "csrc/hostmp/exec/epilog.h"
+#include "csrc/hostmp/exec/tile_store.h"
 #include "csrc/hostmp/kernels/simd_gemm.h"
 #include "csrc/hostmp/numeric/activations.h"
 #include "csrc/hostmp/numeric/convert.h"
@@ -39,6 +40,8 @@ using abi::cudaDataType_t;
 SEED(void, (SimdLevel level, cudaDataType_t type, const KSegments& segments, double, bool adds, char* scratch)) {
   Original(level, type, segments, 1.0, adds, scratch);
 }
+#elif defined(FAULT_other_half_on_its_first_row)
+SEED(void, (const TileStore* store, const TileOrigin& to)) { Original(store, {to.rank, 0, to.col}); }
 #elif defined(FAULT_few_columns_keep_the_last_block)
 SEED(void, (SimdLevel level, cudaDataType_t type, const KSegments& segments, double alpha, bool)) {
   Original(level, type, segments, alpha, false);

@@ -202,6 +202,7 @@ CPP = {
     name: Fault("", f"jaxmp::{function}", tuple(tests))
     for name, function, *tests in (
         ("alpha_of_ordered_sums", "hostmp::SimdGemm", "cpp:hostmp_ordered"),
+        ("other_half_on_its_first_row", "hostmp::TileStore::Mirror", "cpp:hostmp_symmetric"),
         ("few_columns_keep_the_last_block", "hostmp::SimdSmallNGemm", "cpp:hostmp_ordered"),
         ("bf16_is_cut", "hostmp::Downconvert(float const*, jaxmp::hostmp::BFloat16*, long)", "product/test_table.py"),
         ("large_is_encoded_as_zero", "hostmp::Encode", "cpp:hostmp_narrow"),

@@ -1,5 +1,6 @@
 #include "csrc/hostmp/exec/tile_store.h"
 
+#include <algorithm>
 #include <complex>
 #include <cstring>
 
@@ -13,6 +14,32 @@ void RaiseTo(uint32_t* most, uint32_t value) {
   uint32_t have = __atomic_load_n(most, __ATOMIC_RELAXED);
   while (have < value && !__atomic_compare_exchange_n(most, &have, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
+}
+
+// Blocks go through memory of their own: the columns of a matrix may all belong into one set of the first cache.
+template <typename T>
+void Transpose(const T* from, int64_t ld, int64_t rows, int64_t cols, T* to, int64_t ld_to) {
+  constexpr int64_t kBlock = std::max<int64_t>(8, kAlignment / sizeof(T));  // whole lines of the cache
+  T block[kBlock][kBlock];
+  for (int64_t col = 0; col < cols; col += kBlock) {
+    const int64_t width = std::min(kBlock, cols - col);
+    for (int64_t row = 0; row < rows; row += kBlock) {
+      const int64_t height = std::min(kBlock, rows - row);
+      for (int64_t j = 0; j < width; ++j) {
+        const T* const column = from + (col + j) * ld + row;
+        for (int64_t i = 0; i < height; ++i) block[i][j] = column[i];
+      }
+      for (int64_t i = 0; i < height; ++i) std::copy_n(block[i], width, to + (row + i) * ld_to + col);
+    }
+  }
+}
+
+// `to` becomes the transpose of `from`, rows x cols numbers of a whole number of bytes.
+void TransposeView(abi::cudaDataType_t type, const MatrixView& from, int64_t rows, int64_t cols, const MatrixView& to) {
+  WithType(type, [&](auto number) {
+    using T = decltype(number);
+    Transpose(reinterpret_cast<const T*>(from.data), from.ld, rows, cols, reinterpret_cast<T*>(to.data), to.ld);
+  });
 }
 
 }  // namespace
@@ -34,6 +61,13 @@ bool TileStore::AddC(bool is_started) const {
 void TileStore::Finish() const {
   Store();
   if (call_.is_all_reduce) CopyToPeers();
+}
+
+void TileStore::Mirror(const TileOrigin& to) const {
+  const MatrixView from = DOf(origin_.rank);
+  for (int64_t i = 0; i < (call_.is_all_reduce ? call_.nranks : 1); ++i) {
+    TransposeView(call_.d.desc.type, from, rows_, cols_, Locate(CallOf(to.rank + i).d, to.row, to.col));
+  }
 }
 
 void TileStore::Store() const {

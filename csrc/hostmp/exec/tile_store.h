@@ -37,6 +37,9 @@ class TileStore {
   // From z to D, with everything that comes with it, on every rank that has the part.
   void Finish() const;
 
+  // D, transposed, to where `to` is, on every rank that has that part.
+  void Mirror(const TileOrigin& to) const;
+
  private:
   // Where the part's aux is.
   struct Aux {

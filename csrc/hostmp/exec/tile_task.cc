@@ -42,6 +42,7 @@ class TileTask {
   void operator()() {
     call_.scales_last() ? SumThenScale() : Sum();
     for (const TileStore& store : stores_) store.Finish();
+    if (product_.is_symmetric) StoreMirrored();
   }
 
  private:
@@ -51,6 +52,15 @@ class TileTask {
   TileOrigin OriginOf(const CommonRange& n, int64_t col) const {
     const int64_t rank = call_.is_all_reduce ? 0 : RankOf(call_.grid(), m_.proc[0], n.proc[0]);
     return {rank, m_.local[0] + tile_.row, n.local[0] + col};
+  }
+
+  // The tile's transpose, on the other side of the diagonal.
+  void StoreMirrored() const {
+    if (tile_.m_range == tile_.n_range && tile_.row == tile_.col) return;
+    const CommonRange& rows = product_.tiling().m[static_cast<size_t>(tile_.n_range)];
+    const CommonRange& cols = NRangeAt(tile_.m_range);
+    const int64_t rank = call_.is_all_reduce ? 0 : RankOf(call_.grid(), rows.proc[0], cols.proc[0]);
+    stores_.front().Mirror({rank, rows.local[0] + tile_.col, cols.local[0] + tile_.row});
   }
 
   // z = beta C, and onto it the products, as fast as the kernel does them.
@@ -114,11 +124,6 @@ class TileTask {
       at += segments.back().k;
     }
     return segments;
-  }
-
-  static CommonRange SubRange(const CommonRange& range, int64_t begin, int64_t end) {
-    const int64_t skipped = begin - range.begin;
-    return {begin, end - begin, {range.proc[0], range.proc[1]}, {range.local[0] + skipped, range.local[1] + skipped}};
   }
 
   // The k unit around the end of a range of k, copied together: an instruction sums a whole unit. Only 16-bit types
@@ -240,6 +245,14 @@ class TileTask {
 };
 
 }  // namespace
+
+bool IsSymmetric(const std::vector<const MatmulCall*>& calls) {
+  const bool is_plain = calls[0]->epilog == abi::CUBLASMP_MATMUL_EPILOGUE_DEFAULT;
+  if (!is_plain || calls[0]->tiling->symmetric.tiles.empty()) return false;
+  return std::all_of(calls.begin(), calls.end(), [](const MatmulCall* call) {
+    return call->a.data == call->b.data && call->a.desc.lld == call->b.desc.lld;
+  });
+}
 
 void RunTile(const DistributedProduct& product, const Tile& tile, char* workspace) {
   TileTask(product, tile, workspace)();

@@ -4,6 +4,11 @@
 
 namespace jaxmp::hostmp {
 
+bool AreAlike(const Axis& x, const Axis& y) {
+  if (x.extent != y.extent || x.nprocs != y.nprocs) return false;
+  return x.nprocs == 1 || (x.block == y.block && x.source == y.source);
+}
+
 int64_t LocalExtent(const Axis& axis, int64_t proc) {
   const int64_t blocks = axis.extent / axis.block;  // full ones
   const int64_t position = (proc - axis.source + axis.nprocs) % axis.nprocs;
@@ -42,6 +47,27 @@ std::vector<CommonRange> CommonRanges(const std::vector<LocalRange>& first, cons
     cuts.push_back({begin, end - begin, {x.proc, y.proc}, {x.local + begin - x.begin, y.local + begin - y.begin}});
     if (x.begin + x.size == end) ++i;
     if (y.begin + y.size == end) ++j;
+  }
+  return cuts;
+}
+
+CommonRange SubRange(const CommonRange& range, int64_t begin, int64_t end) {
+  const int64_t skipped = begin - range.begin;
+  return {begin, end - begin, {range.proc[0], range.proc[1]}, {range.local[0] + skipped, range.local[1] + skipped}};
+}
+
+std::vector<CommonRange> CutAt(const std::vector<CommonRange>& ranges, const std::vector<CommonRange>& others) {
+  std::vector<CommonRange> cuts;
+  auto other = others.begin();
+  for (const CommonRange& range : ranges) {
+    const int64_t end = range.begin + range.size;
+    int64_t at = range.begin;
+    for (; other != others.end() && other->begin < end; ++other) {
+      if (other->begin <= at) continue;
+      cuts.push_back(SubRange(range, at, other->begin));
+      at = other->begin;
+    }
+    cuts.push_back(SubRange(range, at, end));
   }
   return cuts;
 }

@@ -17,6 +17,9 @@ struct Axis {
   int64_t source = 0;
 };
 
+// Whether two axes put every index in one place. Blocks on one process do not matter.
+bool AreAlike(const Axis& x, const Axis& y);
+
 // How many indices of the axis process `proc` holds.
 int64_t LocalExtent(const Axis& axis, int64_t proc);
 
@@ -37,5 +40,11 @@ struct CommonRange {
   int64_t proc[2], local[2];
 };
 std::vector<CommonRange> CommonRanges(const std::vector<LocalRange>& first, const std::vector<LocalRange>& second);
+
+// The indices [begin, end) of a range.
+CommonRange SubRange(const CommonRange& range, int64_t begin, int64_t end);
+
+// The ranges, cut also where one of `others` begins.
+std::vector<CommonRange> CutAt(const std::vector<CommonRange>& ranges, const std::vector<CommonRange>& others);
 
 }  // namespace jaxmp::hostmp

@@ -72,6 +72,8 @@ struct MatmulCall {
   // Whether alpha, and the scales of whole operands, go to the finished sums, and C is added after them.
   bool scales_last() const { return fixed_reduction_order || takes_scales(); }
   bool stores_low_precision() const { return Facts(d.desc.type).is_low_precision; }
+  // Whether D is symmetric if A and B are one matrix: op(A) op(B) is X X^T, and A and B are distributed alike.
+  bool may_be_symmetric() const;
 };
 
 // A rectangle of local memory, column-major.

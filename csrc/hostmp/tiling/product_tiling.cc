@@ -40,9 +40,10 @@ int64_t ScratchBytes(const MatmulCall& call, const Tile& tile) {
   return ScaledGemmScratch(kernel, scales_sums, tile.rows, tile.cols, call.k);
 }
 
-Area AreaOf(const MatmulCall& call, const Tiling& tiling) {
+// Makes the area large enough for the tiling.
+void Extend(const MatmulCall& call, const Tiling& tiling, Area* to) {
   const abi::cudaDataType_t type = call.a.desc.type;
-  Area area;
+  Area& area = *to;
   for (const Tile& tile : tiling.tiles) {
     const int64_t sums = SumsInD(call, tiling, tile) ? 0 : Facts(call.accumulator()).bytes * tile.rows * tile.cols;
     area.sums_bytes = std::max(area.sums_bytes, RoundUp(sums, kAlignment));
@@ -58,7 +59,6 @@ Area AreaOf(const MatmulCall& call, const Tiling& tiling) {
     area.scratch_bytes = std::max(area.scratch_bytes, RoundUp(scratch, kAlignment));
     area.boundary_bytes = std::max(area.boundary_bytes, RoundUp(boundary, kAlignment));
   }
-  return area;
 }
 
 int64_t AreasPerRank(const MatmulCall& call) { return CeilDiv(machine_threads(), call.nranks); }
@@ -72,7 +72,9 @@ int64_t WorkspaceBytes(const MatmulCall& call, const Area& area) {
 
 KernelChoice KernelOf(const MatmulCall& call, int64_t cols) {
   const bool is_alpha_one = call.scales_last() || call.alpha == 1.0;
-  return KernelOf({call.a.desc.type, call.b.desc.type, call.trans_a, cols, call.fixed_reduction_order, is_alpha_one});
+  // So no bit depends on whether A and B are one matrix, and D is symmetric if they are.
+  const bool is_fixed_order = call.fixed_reduction_order || call.may_be_symmetric();
+  return KernelOf({call.a.desc.type, call.b.desc.type, call.trans_a, cols, is_fixed_order, is_alpha_one});
 }
 
 bool SumsInD(const MatmulCall& call, const Tiling& tiling, const Tile& tile) {
@@ -91,7 +93,8 @@ std::shared_ptr<const ProductTiling> TilingOf(const MatmulCall& call, abi::cubla
   const auto made = std::make_shared<ProductTiling>();
   made->key = key;
   made->tiling = MakeTiling(call);
-  made->area = AreaOf(call, made->tiling);
+  made->symmetric = MakeSymmetricTiling(call);
+  for (const Tiling* each : {&made->tiling, &made->symmetric}) Extend(call, *each, &made->area);
   made->workspace_bytes = WorkspaceBytes(call, made->area);
   tiling = made;
   std::atomic_store(&desc->tiling, tiling);

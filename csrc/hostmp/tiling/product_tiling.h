@@ -38,7 +38,8 @@ using TilingKey = std::array<int64_t, 47>;
 struct ProductTiling {
   TilingKey key;
   Tiling tiling;
-  Area area;
+  Tiling symmetric;         // for A and B that are one matrix; no tiles where there is no such tiling
+  Area area;                // for both
   int64_t workspace_bytes;  // of each rank
 };
 

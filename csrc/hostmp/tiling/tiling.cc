@@ -31,9 +31,11 @@ double SmallestArea(const MatmulCall& call) {
   return kSmallestTile / (2.0 * static_cast<double>(std::max<int64_t>(call.k, 1)));
 }
 
-// A function of the product and the machine alone, never of who is free: the cut decides how a result is rounded.
-double TargetArea(const MatmulCall& call) {
-  const double whole = static_cast<double>(call.m) * static_cast<double>(call.n);
+double AreaOf(const MatmulCall& call) { return static_cast<double>(call.m) * static_cast<double>(call.n); }
+
+// Of a tile, where `whole` is to be computed. A function of the product and the machine alone, never of who is free:
+// the cut decides how a result is rounded.
+double TargetArea(const MatmulCall& call, double whole) {
   const double one_each = whole / machine_threads();
   const double shared = std::max(one_each / kTilesPerThread, std::min(one_each, kSmallTile));
   return std::min(std::max(shared, SmallestArea(call)), static_cast<double>(LargestTile(call)));
@@ -44,7 +46,7 @@ constexpr int64_t kManyTiles = 8;
 
 // Pieces of a rectangle of D, one of `rectangles`: as many for each thread, where that does not make them too small.
 int64_t CountPieces(const MatmulCall& call, double rectangle, int64_t rectangles) {
-  const int64_t pieces = std::max<int64_t>(1, std::llround(rectangle / TargetArea(call)));
+  const int64_t pieces = std::max<int64_t>(1, std::llround(rectangle / TargetArea(call, AreaOf(call))));
   const int64_t threads = machine_threads(), tiles = pieces * rectangles;
   if (tiles <= threads || tiles > kManyTiles * threads) return pieces;
   const int64_t even = RoundUp(pieces, threads / std::gcd(threads, rectangles));
@@ -83,22 +85,38 @@ size_t CountJoined(const MatmulCall& call, const Tiling& tiling, size_t first) {
   return next - first;
 }
 
-void CutRectangle(int32_t m_range, int32_t n_range, int32_t n_ranges, int64_t rows, int64_t cols, int64_t pieces,
-                  int64_t unit, std::vector<Tile>* tiles) {
-  const int64_t row_pieces = n_ranges > 1 ? pieces : CountRowPieces(rows, cols, pieces);
-  const int64_t tile_rows = RoundUp(CeilDiv(rows, row_pieces), unit);
-  const int64_t tile_cols = n_ranges > 1 ? cols : RoundUp(CeilDiv(cols, CeilDiv(pieces, row_pieces)), kColUnit);
-  for (int64_t col = 0; col < cols; col += tile_cols) {
-    for (int64_t row = 0; row < rows; row += tile_rows) {
-      tiles->push_back(
-          {m_range, n_range, row, std::min(tile_rows, rows - row), col, std::min(tile_cols, cols - col), n_ranges});
+void CutRectangle(const Tile& all, int64_t pieces, int64_t unit, std::vector<Tile>* tiles) {
+  const int64_t row_pieces = all.n_ranges > 1 ? pieces : CountRowPieces(all.rows, all.cols, pieces);
+  const int64_t rows = RoundUp(CeilDiv(all.rows, row_pieces), unit);
+  const int64_t cols = all.n_ranges > 1 ? all.cols : RoundUp(CeilDiv(all.cols, CeilDiv(pieces, row_pieces)), kColUnit);
+  for (int64_t col = 0; col < all.cols; col += cols) {
+    for (int64_t row = 0; row < all.rows; row += rows) {
+      tiles->push_back({all.m_range, all.n_range, all.row + row, std::min(rows, all.rows - row), all.col + col,
+                        std::min(cols, all.cols - col), all.n_ranges});
     }
   }
 }
 
-}  // namespace
+// Rows and columns of the largest tile on the diagonal, computed whole: 1/16 of the work at 2048. Smaller ones are as
+// slow: each packs its operands anew.
+constexpr int64_t kDiagonal = 128;
 
-Tiling MakeTiling(const MatmulCall& call) {
+void CutBelowDiagonal(const MatmulCall& call, const Tile& all, std::vector<Tile>* tiles) {
+  const double pieces =
+      static_cast<double>(all.rows) * static_cast<double>(all.cols) / TargetArea(call, AreaOf(call) / 2);
+  CutRectangle(all, std::max<int64_t>(1, std::llround(pieces)), kRowUnit, tiles);
+}
+
+// The square of range `range` from `at` on, as the rectangle below the diagonal of its halves, and these.
+void CutTriangle(const MatmulCall& call, int32_t range, int64_t at, int64_t size, std::vector<Tile>* tiles) {
+  if (size <= kDiagonal) return tiles->push_back({range, range, at, size, at, size});
+  const int64_t half = RoundUp(size / 2, kRowUnit);
+  CutBelowDiagonal(call, {range, range, at + half, size - half, at, half}, tiles);
+  CutTriangle(call, range, at, half, tiles);
+  CutTriangle(call, range, at + half, size - half, tiles);
+}
+
+Tiling CutExtents(const MatmulCall& call) {
   const int64_t a_row = call.is_a_plain() ? call.a.row : call.a.col, a_col = call.a.row + call.a.col - a_row;
   const int64_t b_row = call.is_b_plain() ? call.b.row : call.b.col, b_col = call.b.row + call.b.col - b_row;
   Tiling tiling;
@@ -109,6 +127,13 @@ Tiling MakeTiling(const MatmulCall& call) {
   tiling.m = CommonRanges(of_d(call.d.desc.rows, call.d.row, call.m), LocalRanges(call.a_m(), a_row, call.m));
   tiling.n = CommonRanges(of_d(call.d.desc.cols, call.d.col, call.n), LocalRanges(call.b_n(), b_col, call.n));
   tiling.k = CommonRanges(LocalRanges(call.a_k(), a_col, call.k), LocalRanges(call.b_k(), b_row, call.k));
+  return tiling;
+}
+
+}  // namespace
+
+Tiling MakeTiling(const MatmulCall& call) {
+  Tiling tiling = CutExtents(call);
   int64_t rectangles = 0;
   for (size_t n = 0; n < tiling.n.size(); n += CountJoined(call, tiling, n)) {
     rectangles += static_cast<int64_t>(tiling.m.size());
@@ -120,10 +145,27 @@ Tiling MakeTiling(const MatmulCall& call) {
     for (size_t m = 0; m < tiling.m.size(); ++m) {
       const int64_t rows = tiling.m[m].size;
       const int64_t pieces = CountPieces(call, static_cast<double>(rows) * static_cast<double>(cols), rectangles);
-      CutRectangle(static_cast<int32_t>(m), static_cast<int32_t>(n), static_cast<int32_t>(together), rows, cols, pieces,
-                   RowUnit(call), &tiling.tiles);
+      CutRectangle({static_cast<int32_t>(m), static_cast<int32_t>(n), 0, rows, 0, cols, static_cast<int32_t>(together)},
+                   pieces, RowUnit(call), &tiling.tiles);
     }
   }
+  return tiling;
+}
+
+Tiling MakeSymmetricTiling(const MatmulCall& call) {
+  if (!call.may_be_symmetric() || call.m <= kDiagonal) return {};
+  Tiling tiling = CutExtents(call);
+  tiling.m = CutAt(tiling.m, tiling.n);
+  tiling.n = CutAt(tiling.n, tiling.m);
+  const auto ranges = static_cast<int32_t>(tiling.m.size());
+  if (call.m < ranges * kDiagonal / 2) return {};
+  const auto size_of = [&](int32_t range) { return tiling.m[static_cast<size_t>(range)].size; };
+  for (int32_t n = 0; n < ranges; ++n) {
+    for (int32_t m = n + 1; m < ranges; ++m) {
+      CutBelowDiagonal(call, {m, n, 0, size_of(m), 0, size_of(n)}, &tiling.tiles);
+    }
+  }
+  for (int32_t range = 0; range < ranges; ++range) CutTriangle(call, range, 0, size_of(range), &tiling.tiles);
   return tiling;
 }
 

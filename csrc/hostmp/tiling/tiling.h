@@ -39,6 +39,10 @@ struct Tiling {
 
 Tiling MakeTiling(const MatmulCall& call);
 
+// Tiles on and below the diagonal of a D that is symmetric, where m and n are cut alike. Empty for products that never
+// are, and for those so small, or in such small pieces, that it does not pay.
+Tiling MakeSymmetricTiling(const MatmulCall& call);
+
 // As many cuts and tiles as a schedule has at most, without making it: small blocks of large extents make any number.
 double MostPieces(const MatmulCall& call);
 

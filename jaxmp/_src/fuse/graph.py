@@ -132,8 +132,9 @@ def without_batches_of_one(graph: Graph) -> Graph:
 
 
 def _of_one(graph: Graph, eqn: Any) -> Sequence[Any]:
-    """A `dot_general` whose batch is one product without it: of lhs its dimensions are rows, of rhs they go. Any other
-    equation as it is, and one whose rhs was gathered, which a call takes in with the batch."""
+    """A `dot_general` whose batch is one product without it: of lhs its dimensions are rows, of rhs they go. A matrix
+    times its transpose stays one array twice. Any other equation as it is, and one whose rhs was gathered, which a call
+    takes in with the batch."""
     is_product = eqn.primitive.name == "dot_general"
     (contract, of_k), (batch, of_batch) = eqn.params["dimension_numbers"] if is_product else (((), ()),) * 2
     if not batch or any(eqn.invars[0].aval.shape[i] != 1 for i in batch):
@@ -151,13 +152,34 @@ def _of_one(graph: Graph, eqn: Any) -> Sequence[Any]:
         operands = lax.transpose(x, order), lax.squeeze(y, of_batch)
         return list(jax_tracing.evaluate(eqn, operands, dimension_numbers=numbers))
 
+    stored, dims = _stored(graph, eqn.invars[0], (*batch, *contract))
+    ones, summed = dims[: len(batch)], dims[len(batch) :]
+
+    def square(x: Any) -> list[Any]:
+        inner = tuple(i - sum(j < i for j in ones) for i in summed)
+        matrix = lax.squeeze(x, ones)
+        (d,) = jax_tracing.evaluate(eqn, (matrix, matrix), dimension_numbers=((inner, inner), ((), ())))
+        return [lax.expand_dims(d, range(len(ones)))]
+
+    program: Callable[..., list[Any]] = multiply
+    operands = eqn.invars
+    is_square = (stored, dims) == _stored(graph, eqn.invars[1], (*of_batch, *of_k))
+    if is_square and len(dims) == stored.aval.ndim - 1 and eqn.params["out_sharding"] is None:
+        program, operands = square, [stored]
     with jax_tracing.traced_as(eqn):
-        jaxpr, _ = jax_tracing.trace(multiply, [v.aval for v in eqn.invars])
-    names = dict(zip((*jaxpr.invars, *jaxpr.outvars), (*eqn.invars, *eqn.outvars), strict=True))
+        jaxpr, _ = jax_tracing.trace(program, [v.aval for v in operands])
+    names = dict(zip((*jaxpr.invars, *jaxpr.outvars), (*operands, *eqn.outvars), strict=True))
     return [
         part.replace(invars=[names.get(v, v) for v in part.invars], outvars=[names.get(v, v) for v in part.outvars])
         for part in jaxpr.eqns
     ]
+
+
+def _stored(graph: Graph, v: Any, dims: Sequence[int]) -> tuple[Any, tuple[int, ...]]:
+    """(the value that transposes made `v` of, `dims` in that value)."""
+    while (eqn := graph.made_by(v)) is not None and eqn.primitive.name == "transpose":
+        v, dims = eqn.invars[0], [eqn.params["permutation"][d] for d in dims]
+    return v, tuple(dims)
 
 
 def schedule(

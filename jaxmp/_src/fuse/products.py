@@ -64,6 +64,12 @@ class Product:
         return not x.batch and x.contract == (x.ndim - 1,) and w.ndim == 2 and len(w.contract) == 1
 
     @property
+    def is_symmetric(self) -> bool:
+        """Whether both operands are one array, contracted alike: a matrix times its transpose."""
+        lhs, rhs = (dataclasses.replace(operand, equations=frozenset()) for operand in (self.lhs, self.rhs))
+        return lhs == rhs and not lhs.batch
+
+    @property
     def is_shared_by_name(self) -> bool:
         """Whether the ranks of a named axis share it, inside shard_map."""
         return self.collective is not None or self.lhs.gather is not None or self.rhs.gather is not None

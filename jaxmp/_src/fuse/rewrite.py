@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import itertools
+import math
 import re
 import types
 import warnings
@@ -32,6 +33,7 @@ from jaxmp._src.fuse.operands import is_auto
 from jaxmp._src.fuse.products import Aux, Product
 from jaxmp._src.fuse.templates import DIFFERENTIATED, Match
 from jaxmp._src.jax_internals import jax_compat, jax_tracing
+from jaxmp._src.lowering.backend import LARGE_IN_BATCH
 from jaxmp._src.spec.options import ActivationName
 from jaxmp._src.spec.refusal import NotAvailable, Refusal
 
@@ -213,7 +215,8 @@ class Rewriter:
             return None
         # XLA multiplies these on CPUs more slowly: int8 that wraps round by far.
         is_narrow = product.dtype == np.int8 or any(dtype.itemsize == 2 for dtype in dtypes)
-        return None if (is_narrow and product.is_matrix) or product.activation in ("relu", "gelu") else "local"
+        is_faster = (is_narrow and product.is_matrix) or _gains_by_symmetry(product)
+        return None if is_faster or product.activation in ("relu", "gelu") else "local"
 
     # ---- evaluation
 
@@ -271,6 +274,14 @@ def _is_plain(graph: Graph, step: int | Group) -> bool:
     """Whether a step is an equation that computes as it stands."""
     eqn = None if isinstance(step, Group) else graph.equations[step]
     return eqn is not None and eqn.primitive.name not in (*PRODUCTS, *DERIVED) and jax_tracing.is_plain(eqn)
+
+
+def _gains_by_symmetry(product: Product) -> bool:
+    """Whether it is a matrix times its transpose, of which hostmp computes half, and large."""
+    shape = product.lhs.value.aval.shape
+    work = 2 * math.prod(shape) * math.prod(shape[i] for i in product.lhs.free)
+    is_large = isinstance(work, int) and work >= LARGE_IN_BATCH
+    return product.is_symmetric and is_large and jax_compat.default_platform() == "cpu"
 
 
 def _as_weak_as(v: Any, x: jax.Array) -> jax.Array:

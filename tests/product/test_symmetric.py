@@ -1,0 +1,122 @@
+"""A matrix times its own transpose: half of it is computed, and no bit tells.
+
+Silently wrong without these: a half that was never written, a block at another rank's place, a result whose two halves
+differ, and bits that depend on whether both operands lie in one memory.
+"""
+
+import re
+
+import bounds
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compiled import compiled_text
+from conftest import require_devices
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jaxmp
+from jaxmp.testing import assert_bitwise_equal
+
+ROWS, COLS = P("x", None), P(None, "x")
+# (sharding of x, whether the columns are multiplied, shardings of the result)
+SPLITS = {
+    "all_gather": (ROWS, False, (ROWS, COLS)),
+    "along_k": (COLS, False, (P(), ROWS, COLS)),
+    "all_gather_of_columns": (COLS, True, (ROWS, COLS)),
+    "rows_along_k": (ROWS, True, (P(), ROWS, COLS)),
+    "grid": (P("x", "y"), False, (P("x", "y"),)),
+}
+
+
+def product(is_of_columns, **options):
+    """x.T @ y or x @ y.T."""
+    return lambda x, y: jaxmp.matmul(x, y, transpose_a=is_of_columns, transpose_b=not is_of_columns, **options)
+
+
+def check(f, x, again):
+    """One array gives the bits of two, under `jit` too, and they are symmetric."""
+    one = f(x, x)
+    assert_bitwise_equal(one, f(x, again))
+    assert_bitwise_equal(jax.jit(lambda x: f(x, x))(x), one)
+    assert_bitwise_equal(np.asarray(one).T, one)
+    return one
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("extents", [(301, 97), (515, 300), (256, 0), (1, 7), (0, 5)], ids=str)
+def test_one_device(extents, dtype, rng, x64):
+    x, digits = (jnp.asarray(numbers, dtype) for numbers in (rng.normal(size=extents), rng.integers(-1, 2, extents)))
+    for alpha in (1.0, -0.7):
+        one = check(product(False, alpha=alpha), x, jnp.array(x))
+        assert_bitwise_equal(check(product(True, alpha=alpha), x.T, jnp.array(x.T)), one)
+    np.testing.assert_array_equal(product(False)(digits, digits), np.asarray(digits) @ np.asarray(digits).T)
+
+
+@pytest.mark.small("pairs")
+@pytest.mark.parametrize("axis_type", [AxisType.Explicit, AxisType.Auto], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("split", SPLITS)
+def test_every_split(split, count, dtype, axis_type, rng):
+    stored, is_of_columns, results = SPLITS[split]
+    shape = (2, count // 2) if split == "grid" else (count, 1)
+    require_devices(count)
+    mesh = jax.make_mesh(shape, ("x", "y"), axis_types=(axis_type,) * 2, devices=jax.devices()[:count])
+    with jax.set_mesh(mesh):
+        for extents in ((516, 260), (264, 12)):
+            numbers = np.asarray(rng.normal(size=extents), dtype)
+            x, again = (jax.device_put(numbers.copy(), NamedSharding(mesh, stored)) for _ in range(2))
+            whole = product(is_of_columns, determinism="topology")(*(jnp.asarray(numbers),) * 2)
+            for out in results:
+                given = {} if axis_type == AxisType.Explicit else {"in_shardings": (stored,) * 2, "mesh": mesh}
+                check(product(is_of_columns, out_sharding=out, **given), x, again)
+                ordered = product(is_of_columns, out_sharding=out, determinism="topology", **given)
+                assert_bitwise_equal(check(ordered, x, again), np.asarray(whole))
+
+
+def test_a_complex_product_with_the_conjugate(rng):
+    """It is Hermitian, which no half gives as it is."""
+    x = jnp.asarray(rng.normal(size=(300, 40)) + 1j * rng.normal(size=(300, 40)), jnp.complex64)
+    for conjugates in (False, True):
+        got = jaxmp.matmul(x, x, transpose_b=True, conjugate_b=conjugates)
+        np.testing.assert_allclose(got, x @ (x.conj() if conjugates else x).T, rtol=1e-3, atol=1e-4)
+
+
+def fused(program):
+    return lambda x, **given: jaxmp.fuse(lambda x: program(x, **given))(x)
+
+
+CALLS = {
+    "matmul": lambda x, **given: jaxmp.matmul(x, x, transpose_a=True, **given),
+    "dot_general": lambda x, **given: jaxmp.dot_general(x, x, (((0,), (0,)), ((), ())), **given),
+    "einsum": lambda x, **given: jaxmp.einsum("ki,kj->ij", x, x, **given),
+    "fuse": fused(lambda x, **given: jnp.matmul(x.T, x, **given)),
+    "fuse_rows": fused(lambda x, **given: jnp.matmul(x, x.T, **given)),
+    "fuse_batch": fused(lambda x, **given: jax.vmap(lambda x: jnp.matmul(x.T, x, **given))(x[None])[0]),
+}
+
+
+@pytest.mark.parametrize("axis_type", [None, AxisType.Explicit, AxisType.Auto], ids=str)
+@pytest.mark.parametrize("name", CALLS)
+def test_the_call_has_one_array_twice(name, axis_type, rng):
+    """The library sees one memory: no transpose or copy makes a second one."""
+    x, given = jnp.asarray(rng.normal(size=(320, 320)), jnp.float32), {}
+    if axis_type is not None:
+        require_devices(2)
+        mesh = jax.make_mesh((2,), ("x",), axis_types=(axis_type,), devices=jax.devices()[:2])
+        is_split = axis_type == AxisType.Auto or name != "fuse_batch"
+        x = jax.device_put(x, NamedSharding(mesh, COLS if is_split else P()))
+        given = {"out_sharding": NamedSharding(mesh, COLS)} if axis_type == AxisType.Explicit and is_split else {}
+    text = compiled_text(lambda x: CALLS[name](x, **given), x)
+    assert re.search(r'custom-call\((\S+), \1[,)].*"jaxmp_matmul"', text), text
+
+
+def test_gradients(rng):
+    x, w = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((300, 40), (300, 300)))
+    for weights in (w, w + w.T):
+        got = jax.grad(lambda x, weights=weights: (jaxmp.matmul(x, x, transpose_b=True) * weights).sum())(x)
+        want = (np.asarray(weights, np.float64) + np.asarray(weights.T)) @ np.asarray(x)
+        largest = np.abs(weights + 0.0) @ np.abs(x) + np.abs(weights.T) @ np.abs(x)
+        bounds.judge("gradient", got, want, bounds.PROGRAM * bounds.unit_roundoff(np.float32) * largest)
