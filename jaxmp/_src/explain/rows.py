@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 
 from jaxmp._src.contraction import contraction, moves
 from jaxmp._src.contraction.contraction import Dim, Layout
@@ -21,7 +21,7 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import backend, forms, process_barrier, xla_matmul
 from jaxmp._src.lowering.resolve import resolve, resolve_chosen
 from jaxmp._src.primitive import bias_grad
-from jaxmp._src.primitive.collectives import process_collective_p
+from jaxmp._src.primitive.collectives import collective_p, reshard_p
 from jaxmp._src.primitive.primitives import MATMULS, activated_matmul_p
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import shardings
@@ -181,7 +181,9 @@ def rows_of(
 
 def _collective_name(eqn: Any) -> str:
     """The name of lax's collective that an equation is, or stands for in a job of processes; else the primitive's."""
-    return str(eqn.params["kind"] if eqn.primitive is process_collective_p else eqn.primitive.name)
+    if eqn.primitive is reshard_p:
+        return "reshard" if eqn.params["is_explicit"] else _CONSTRAINT
+    return str(eqn.params["kind"] if eqn.primitive is collective_p else eqn.primitive.name)
 
 
 def _is_symbolic(avals: Sequence[ArrayType]) -> bool:
@@ -351,7 +353,9 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
     operation, algorithm = "all_gather", f"lax.{name}"
     if name in ("reshard", _CONSTRAINT):
         algorithm = "jax.sharding.reshard"
-        if name == "reshard":
+        if eqn.primitive is reshard_p:
+            have, want = (NamedSharding(eqn.params["mesh"], eqn.params[each]) for each in ("have", "spec"))
+        elif name == "reshard":
             have, want = x.sharding, eqn.outvars[0].aval.sharding
         elif constraint is None:
             return None

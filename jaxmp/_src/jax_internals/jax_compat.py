@@ -81,6 +81,13 @@ def with_shape(
     return changed
 
 
+def with_sharding(aval: jax.core.ShapedArray, mesh: Any, spec: jax.sharding.PartitionSpec) -> jax.core.ShapedArray:
+    """The type of a global array on a mesh of explicit axes, sharded as `spec`."""
+    dims = jax.sharding.PartitionSpec(*spec, *[None] * (aval.ndim - len(spec)))
+    sharding = jax.sharding.NamedSharding(getattr(mesh, "abstract_mesh", mesh), dims)
+    return cast(jax.core.ShapedArray, aval.update(sharding=sharding))
+
+
 def without_front(aval: jax.core.ShapedArray) -> jax.core.ShapedArray:
     """The type of one index along the first dimension."""
     return cast(jax.core.ShapedArray, _core.mapped_aval(aval.shape[0], 0, aval))
