@@ -123,7 +123,8 @@ def collective(
         largest: jax.Array = all_gather(x[None], axes, 0).max(0) if memory else lax.pmax(x, axes)
         return largest
     if kind == "all_to_all":
-        return _all_to_all(x, axes, *dimensions, platform)
+        split, joined = dimensions
+        return _all_to_all(x, axes, split, joined, platform)
     return (psum_scatter if kind == "reduce_scatter" else all_gather)(x, axes, *dimensions)
 
 
