@@ -5,9 +5,10 @@ On one machine every address of a process reaches all others, so what only works
 
 import os
 import subprocess
+import time
 
 import pytest
-from job import Job
+from job import TIMEOUT, Job
 
 ADDRESSES = ("10.77.21.1", "10.77.21.2")
 LINK = "veth0"
@@ -55,6 +56,10 @@ class Machines:
             queue = f"qdisc replace dev {LINK} root tbf rate {rate} burst 32k limit 256k"
             subprocess.run(["tc", "-n", name, *queue.split()], check=True)
 
+    def cut(self):
+        """The link, so that what is sent is lost."""
+        self._ip("-n", self.names[0], "link", "set", LINK, "down")
+
     def commands(self, own_address=None):
         """`own_address` is what each machine takes its own name for; None where it does not know it."""
         found = []
@@ -99,3 +104,16 @@ def test_a_slow_link_is_no_fault(tmp_path, machines):
     machines.limit("8mbit")
     job = Job(tmp_path, "large", 2, env={"all": {"HOST": ADDRESSES[0]}}, machines=machines.commands("127.0.1.1"))
     assert [rank.status for rank in job.wait(90)] == [0, 0], job.all_logs()
+
+
+def test_a_link_that_is_cut_ends_both_sides(tmp_path, machines):
+    machines.limit("8mbit")
+    job = Job(tmp_path, "large", 2, env={"all": {"HOST": ADDRESSES[0]}}, machines=machines.commands("127.0.1.1"))
+    job.wait_for(0, "GATHERS")
+    time.sleep(3)
+    machines.cut()
+    begin = time.monotonic()
+    ranks = job.wait(60)
+    assert time.monotonic() - begin < TIMEOUT + 6, job.all_logs()
+    assert [rank.status for rank in ranks] == [1, 1], job.all_logs()
+    assert all(f"rank {1 - i} does not answer" in rank.saw for i, rank in enumerate(ranks)), job.all_logs()
