@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 
 from jaxmp._src.contraction import contraction, moves
 from jaxmp._src.contraction.contraction import Dim, Layout
@@ -353,14 +353,10 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
     operation, algorithm = "all_gather", f"lax.{name}"
     if name in ("reshard", _CONSTRAINT):
         algorithm = "jax.sharding.reshard"
-        if eqn.primitive is reshard_p:
-            have, want = (NamedSharding(eqn.params["mesh"], eqn.params[each]) for each in ("have", "spec"))
-        elif name == "reshard":
-            have, want = x.sharding, eqn.outvars[0].aval.sharding
-        elif constraint is None:
+        found = shards.resharding(eqn, constraint)
+        if found is None:
             return None
-        else:
-            have, want = constraint.params["sharding"], eqn.params["sharding"]
+        have, want = found
         with naming("explain"):
             before, after = (shardings.as_dims("x", sharding.spec, x.ndim) for sharding in (have, want))
         local = tuple(have.shard_shape(x.shape)) if not have.mesh.empty else tuple(x.shape)
