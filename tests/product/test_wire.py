@@ -145,3 +145,17 @@ def test_a_gather_and_an_exchange_inside_shard_map_and_their_transposes(dtype):
     if "int" not in dtype:
         np.testing.assert_array_equal(ct, (4 * value.astype(np.float32)).astype(dtype))
     assert {bits for bits, _ in found} <= {max(bits_of(dtype), 8)}
+
+
+def test_gpus_move_bfloat16_as_it_is():
+    case = cases.BY_NAME["ag"]
+    mesh = case.jax_mesh()
+
+    def program(x):
+        gather = jax.shard_map(lambda x: collectives.all_gather(x, ("y",), axis=0), in_specs=P("y"), out_specs=P("y"))
+        return meshes.reshard(gather(x), mesh, P("y"), P(None, "y"), is_explicit=True)
+
+    with jax.set_mesh(mesh):
+        traced = jax.jit(program).trace(cases.put(np.ones((8, 16), jnp.bfloat16), mesh, P("y")))
+        texts = {name: traced.lower(lowering_platforms=(name,)).as_text() for name in ("cuda", "cpu")}
+    assert {name: "ui16" in text for name, text in texts.items()} == {"cuda": False, "cpu": True}
