@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from jaxmp._src.jax_internals import jax_compat, jax_lowering
-from jaxmp._src.primitive.collectives import process_barrier_p, process_collective_p
+from jaxmp._src.primitive.collectives import collective_p, process_barrier_p
 from jaxmp._src.primitive.primitives import matmul_p
 from jaxmp._src.processes import bootstrap, watch
 from jaxmp._src.processes.peers import Peers
@@ -36,6 +36,9 @@ def __dir__() -> list[str]:
 
 # JAX's own watch ends a process whose peer is gone, without an exception; ours speaks first.
 _NO_HEARTBEAT = 10**6  # seconds; of other waits of JAX's too
+# A collective of XLA's that all ranks have come to ends after this many times `timeout`, though all of them answer.
+# Without XLA's flag that is half an hour, and a link may be slow.
+_TRANSFER = 10
 # Seconds in which neighbours are met though the job cannot run.
 _GRACE = 10
 _POLL = 0.05
@@ -114,8 +117,7 @@ def initialize(
     assert process_id is not None
     logger = logs.logger("distributed")
     host, _, port = coordinator_address.rpartition(":")
-    # gloo's time for a call that all have come to; without it half an hour.
-    add_xla_flag("xla_cpu_collective_timeout_seconds", str(max(1, round(seconds))))
+    add_xla_flag("xla_cpu_collective_timeout_seconds", str(max(1, round(_TRANSFER * seconds))))
     bind_address = bootstrap.bind_address(host, int(port)) if process_id == 0 else None
     if process_id != 0 and not jax_compat.uses_mutual_tls():
         bootstrap.route_to(_LOOPBACK)
@@ -134,7 +136,7 @@ def initialize(
         shutdown_timeout_seconds=max(1, round(seconds)),
     )
     _job = _Job(process_id, num_processes, seconds)
-    jax_lowering.require_devices([matmul_p, process_barrier_p, process_collective_p])
+    jax_lowering.require_devices([matmul_p, process_barrier_p, collective_p])
     logger.info("rank %d of %d: joins the job at %s", process_id, num_processes, coordinator_address)
     try:
         deadline = time.monotonic() + initialization_timeout
@@ -167,6 +169,7 @@ def _join(job: _Job, host: str, timeout: int) -> None:
     except jax.errors.JaxRuntimeError as error:
         raise DistributedError(f"initialize: the processes did not all meet within {timeout} s ({error})") from error
     job.peers = membership.peers
+    jax_compat.let_gloo_listen_at(membership.peers.host)
     native_lib.start_barrier(job.process, job.nprocesses, job.timeout, interrupts[0].fileno() if interrupts else -1)
     membership.peers.start(native.wanted_processes, membership.address_of, native.connect_peer, native.lose_peer)
     guard = functools.partial(
@@ -231,7 +234,9 @@ def cause(error: BaseException) -> DistributedError | None:
     if _job is None or "gloo" not in str(error).lower():
         return None
     native = native_lib.extension()
-    return DistributedError(f"{native.last_call() or 'a collective'}: {_why_transport_failed(native)} ({error})")
+    why = f"{native.last_call() or 'a collective'}: {_why_transport_failed(native)} ({error})"
+    _job.failure = _job.failure or why
+    return DistributedError(why)
 
 
 def _why_transport_failed(native: Any) -> str:

@@ -16,7 +16,7 @@ from jaxmp._src.lowering import other_rules, rules
 from jaxmp._src.lowering.ffi_call import mesh_position_p
 from jaxmp._src.primitive import batching as batch_rules
 from jaxmp._src.primitive import jvp, primitives, transpose
-from jaxmp._src.primitive.collectives import process_barrier_p, process_collective_p
+from jaxmp._src.primitive.collectives import collective_p, process_barrier_p, reshard_p
 from jaxmp._src.primitive.primitives import (
     MATMULS,
     PRODUCTS,
@@ -83,5 +83,6 @@ jax_rules.register_nan_checks((*PRODUCTS, activation_grad_p))
 mlir.register_lowering(mesh_position_p, rules.mesh_position_rule)
 mlir.register_lowering(process_barrier_p, lambda ctx, x, **_: [x])
 mlir.register_lowering(process_barrier_p, rules.process_barrier_rule, platform="cpu")
-mlir.register_lowering(process_collective_p, functools.partial(rules.process_collective_rule, is_cpu=False))
-mlir.register_lowering(process_collective_p, rules.process_collective_rule, platform="cpu")
+for _primitive, _rule in ((collective_p, rules.collective_rule), (reshard_p, rules.reshard_rule)):
+    mlir.register_lowering(_primitive, functools.partial(_rule, platform="other"))
+    mlir.register_lowering(_primitive, functools.partial(_rule, platform="cpu"), platform="cpu")

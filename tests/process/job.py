@@ -35,9 +35,9 @@ class Rank:
 
 
 class Job:
-    """The processes of one scenario of `ranks.py`."""
+    """The processes of one scenario of `ranks.py`; `machines` are the commands that start one on each of them."""
 
-    def __init__(self, folder: Path, scenario: str, nprocesses: int, *, ndevices: int = 1, env=None):
+    def __init__(self, folder: Path, scenario: str, nprocesses: int, *, ndevices: int = 1, env=None, machines=None):
         self.scenario, self.folder = scenario, folder
         self.port = free_port()
         base = {name: value for name, value in os.environ.items() if not name.startswith(("JAXMP_", "PMI_", "OMPI_"))}
@@ -56,7 +56,7 @@ class Job:
             with log.open("w") as stream:
                 command = [sys.executable, "-u", str(HERE / "ranks.py"), scenario, str(process), str(nprocesses)]
                 started = subprocess.Popen(
-                    [*command, str(self.port)],
+                    [*(machines[process] if machines else ()), *command, str(self.port)],
                     env=base | own,
                     cwd=folder,
                     stdout=stream,

@@ -141,6 +141,22 @@ def during_a_call(number):
         product(a, b).block_until_ready()
 
 
+def gather_much():
+    """8 MB from each of two ranks."""
+    initialize()
+    a, b = step_operands(make_mesh(), 2048, 2048)
+    print("GATHERS")
+    jax.block_until_ready(jax.jit(functools.partial(jaxmp.matmul, out_sharding=P(None, "x")))(a, b))
+
+
+def catch_the_transport():
+    """What XLA's collective raises, caught by a program that asks for its cause."""
+    try:
+        gather_much()
+    except jax.errors.JaxRuntimeError as error:
+        print(f"SAW {time.time():.3f} {jaxmp.distributed.cause(error)}")
+
+
 def raise_error():
     fault()
     raise ValueError("bad luck")
@@ -457,6 +473,8 @@ SCENARIOS = {
     "fine": lambda: around_a_call(),
     **of_signals("killed", signal.SIGKILL),
     **of_signals("stopped", signal.SIGSTOP),
+    "large": gather_much,
+    "large-and-caught": catch_the_transport,
     "killed-and-caught": catch_the_error,
     "stopped-behind": stopped_behind_another,
     "raised": lambda: around_a_call(before=raise_error),

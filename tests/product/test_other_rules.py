@@ -58,3 +58,18 @@ def test_rooflines(plain, call, a, b, out, mesh_of):
     want, got = (roofline.roofline(f, mesh=mesh, in_specs=(a, b), out_specs=out)(x, x)[1] for f in (plain, call))
     assert (got.flops, got.hbm_bytes, got.ici_bytes) == (want.flops, want.hbm_bytes, want.ici_bytes)
     assert got.flops == 2 * 8**3 // 2
+
+
+def test_the_roofline_of_a_gradient_has_its_gather_in_any_type(mesh_of):
+    """The one of bfloat16 is a primitive of jaxmp's."""
+    mesh, specs = mesh_of({"x": 2}, AxisType.Auto), (P("x", None), P(None, "x"))
+
+    def gradient(a, b):
+        product = functools.partial(jaxmp.all_gather_matmul, axis_name="x")
+        return jax.grad(lambda b: jnp.sum(product(a, b).astype(jnp.float32)))(b)
+
+    moved = [
+        roofline.roofline(gradient, mesh=mesh, in_specs=specs, out_specs=specs[1])(x, x)[1].ici_bytes["x"]
+        for x in (jnp.ones((8, 8), dtype) for dtype in (jnp.float32, jnp.bfloat16))
+    ]
+    assert moved == [8 * 8 // 2 * 4, 8 * 8 // 2 * 2]

@@ -204,9 +204,9 @@ def test_a_forbidden_include_is_found():
 
 
 def test_collectives_stand_behind_a_barrier():
-    """One that does not can hang a job, or end its processes. `xla_matmul` and `forms` have the barrier of the call;
+    """One that does not can hang a job, or end its processes. `xla_matmul` has the barrier of the call;
     `bench` and `calibrate` time XLA's own, in one process."""
     users = {path.stem for path in python_files() if raw_collectives(path.read_text())}
-    assert users == {"collectives", "xla_matmul", "forms", "bench", "calibrate"}
+    assert users == {"collectives", "xla_matmul", "bench", "calibrate"}
     assert raw_collectives("lax.psum(x, axes)")
     assert not raw_collectives("collectives.psum(x, axes)")

@@ -21,7 +21,7 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.lowering import backend, forms, process_barrier, xla_matmul
 from jaxmp._src.lowering.resolve import resolve, resolve_chosen
 from jaxmp._src.primitive import bias_grad
-from jaxmp._src.primitive.collectives import process_collective_p
+from jaxmp._src.primitive.collectives import collective_p, reshard_p
 from jaxmp._src.primitive.primitives import MATMULS, activated_matmul_p
 from jaxmp._src.runtime.types import ArrayType
 from jaxmp._src.sharding import shardings
@@ -181,7 +181,9 @@ def rows_of(
 
 def _collective_name(eqn: Any) -> str:
     """The name of lax's collective that an equation is, or stands for in a job of processes; else the primitive's."""
-    return str(eqn.params["kind"] if eqn.primitive is process_collective_p else eqn.primitive.name)
+    if eqn.primitive is reshard_p:
+        return "reshard" if eqn.params["is_explicit"] else _CONSTRAINT
+    return str(eqn.params["kind"] if eqn.primitive is collective_p else eqn.primitive.name)
 
 
 def _is_symbolic(avals: Sequence[ArrayType]) -> bool:
@@ -351,12 +353,10 @@ def _communication_row(eqn: Any, line: str, count: int, scopes: tuple[str, ...],
     operation, algorithm = "all_gather", f"lax.{name}"
     if name in ("reshard", _CONSTRAINT):
         algorithm = "jax.sharding.reshard"
-        if name == "reshard":
-            have, want = x.sharding, eqn.outvars[0].aval.sharding
-        elif constraint is None:
+        found = shards.resharding(eqn, constraint)
+        if found is None:
             return None
-        else:
-            have, want = constraint.params["sharding"], eqn.params["sharding"]
+        have, want = found
         with naming("explain"):
             before, after = (shardings.as_dims("x", sharding.spec, x.ndim) for sharding in (have, want))
         local = tuple(have.shard_shape(x.shape)) if not have.mesh.empty else tuple(x.shape)

@@ -7,8 +7,10 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from jaxmp._src.contraction.contraction import Dim
+from jaxmp._src.primitive.collectives import reshard_p
 from jaxmp._src.spec.matmul_spec import MatmulSpec
 
 
@@ -48,3 +50,13 @@ def local_shape(aval: jax.core.ShapedArray) -> tuple[int, ...]:
     mesh = aval.sharding.mesh
     is_local = mesh.empty or mesh.manual_axes
     return tuple(aval.shape if is_local else aval.sharding.shard_shape(aval.shape))
+
+
+def resharding(eqn: Any, constraint: Any) -> tuple[NamedSharding, NamedSharding] | None:
+    """The shardings ahead of a reshard and behind it; None for a constraint that follows no other, `constraint`."""
+    if eqn.primitive is reshard_p:
+        have, want = (NamedSharding(eqn.params["mesh"], eqn.params[name]) for name in ("have", "spec"))
+        return have, want
+    if eqn.primitive.name == "reshard":
+        return eqn.invars[0].aval.sharding, eqn.outvars[0].aval.sharding
+    return None if constraint is None else (constraint.params["sharding"], eqn.params["sharding"])

@@ -32,6 +32,7 @@ from jax._src.lax import lax as _lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, xla
 from jax.typing import DTypeLike
+from jaxlib import _jax
 
 from jaxmp._src.jax_internals import source_lines
 
@@ -79,6 +80,13 @@ def with_shape(
     vma = aval.manual_axis_type.update(varying=frozenset(varying), reduced=frozenset())
     changed: jax.core.ShapedArray = aval.update(shape=tuple(shape), dtype=dtype, manual_axis_type=vma, weak_type=False)
     return changed
+
+
+def with_sharding(aval: jax.core.ShapedArray, mesh: Any, spec: jax.sharding.PartitionSpec) -> jax.core.ShapedArray:
+    """The type of a global array on a mesh of explicit axes, sharded as `spec`."""
+    dims = jax.sharding.PartitionSpec(*spec, *[None] * (aval.ndim - len(spec)))
+    sharding = jax.sharding.NamedSharding(getattr(mesh, "abstract_mesh", mesh), dims)
+    return cast(jax.core.ShapedArray, aval.update(sharding=sharding))
 
 
 def without_front(aval: jax.core.ShapedArray) -> jax.core.ShapedArray:
@@ -253,6 +261,22 @@ def after_dispatched_programs() -> list[jax.Array]:
 def distributed_client() -> Any:
     """The client of JAX's coordination service, or None."""
     return _distributed.global_state.client
+
+
+def let_gloo_listen_at(host: str) -> None:
+    """Have XLA's transport between CPUs, when the backend starts, listen at this address of the machine.
+
+    By default it is that of the machine's own name, which may be a loopback address there, or unknown.
+    """
+
+    def make_client() -> Any:
+        client, transport = distributed_client(), _config.cpu_collectives_implementation.value
+        collectives = None
+        if client is not None and transport == "gloo":
+            collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host)
+        return _xla_bridge.make_cpu_client(collectives)
+
+    _xla_bridge.register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
 
 
 def detect_processes(method: str, local_device_ids: int | Sequence[int] | None, timeout: int) -> Processes:

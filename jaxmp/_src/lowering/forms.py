@@ -149,16 +149,16 @@ class Gathered(Form):
 
     @staticmethod
     def emit(call: ResolvedCall, a: jax.Array, b: jax.Array, *extra: jax.Array, **where: Any) -> list[jax.Array]:
-        spec = call.spec
+        spec, platform = call.spec, where["platform"]
         if spec.group.nranks > 1:
-            a, b = xla_matmul.gather_for_part(spec, a, b)
+            a, b = xla_matmul.gather_for_part(spec, a, b, platform)
         outputs = call.contained.emit(a, b, *extra)
         # Over these axes the ranks have summed other rows of op(a).
         axes = spec.contraction.sharded("d", "m")
         if spec.rule.gradient != "bgrada" or not axes:
             return outputs
         return [
-            lax.all_gather(x, axes, axis=0, tiled=True) if name == "bgrada" else x
+            xla_matmul.collective("all_gather", x, axes, (0,), None, platform) if name == "bgrada" else x
             for name, x in zip(spec.output_names, outputs, strict=True)
         ]
 

@@ -15,7 +15,11 @@ import jax
 
 from jaxmp._src.jax_internals import jax_compat, jax_rules
 from jaxmp._src.lowering import xla_matmul
+from jaxmp._src.primitive.collectives import Axes, collective_p
 from jaxmp._src.spec.matmul_spec import MatmulSpec
+
+# The devices for which there are such models.
+_PLATFORM = "cuda"
 
 
 def register_sparsify(primitives: Iterable[jax_compat.Primitive]) -> None:
@@ -40,20 +44,42 @@ def _sparsify(
 
 
 def register_roofline(primitives: Iterable[jax_compat.Primitive]) -> None:
-    """That of XLA's operations for the same product."""
+    """That of XLA's operations for the same product, or of its collective."""
     roofline = sys.modules["jax.experimental.roofline.roofline"]
     untyped, typed = jax_rules.PSUMS
     roofline._rooflines.setdefault(untyped, roofline._rooflines[typed])  # JAX has the second alone
     for primitive in primitives:
         roofline.register_roofline(primitive)(functools.partial(_roofline, roofline._roofline_interpreter, primitive))
+    roofline.register_roofline(collective_p)(functools.partial(_collective_roofline, roofline._roofline_interpreter))
 
 
 def _roofline(
     interpret: Callable[..., Any], primitive: jax_compat.Primitive, ctx: Any, *operands: Any, spec: MatmulSpec
 ) -> Any:
-    product = functools.partial(xla_matmul.matmul, spec=spec, platform="cuda")  # as it is on devices with such models
-    jaxpr = jax_rules.jaxpr_on_axes(jax.vmap(product) if spec.is_batch else product, operands, spec.group.mesh)
-    sizes, names = [size for _, size in spec.group.mesh], [name for name, _ in spec.group.mesh]
-    mesh = ctx.mesh or jax.sharding.AbstractMesh(tuple(sizes), tuple(names))
+    product = functools.partial(xla_matmul.matmul, spec=spec, platform=_PLATFORM)
+    product = jax.vmap(product) if spec.is_batch else product
+    return _roofline_of(product, interpret, primitive, ctx, operands, spec.group.mesh)
+
+
+def _collective_roofline(
+    interpret: Callable[..., Any], ctx: Any, x: Any, *, kind: str, mesh: Axes, caller: str, **where: Any
+) -> Any:
+    def collective(x: jax.Array) -> jax.Array:
+        axes, dimensions = where["axis_name"], where["dimensions"]
+        return x if kind == "vary" else xla_matmul.collective(kind, x, axes, dimensions, None, _PLATFORM)
+
+    return _roofline_of(collective, interpret, collective_p, ctx, [x], mesh)
+
+
+def _roofline_of(
+    fn: Callable[..., Any],
+    interpret: Callable[..., Any],
+    primitive: jax_compat.Primitive,
+    ctx: Any,
+    operands: Sequence[Any],
+    axes: Axes,
+) -> Any:
+    jaxpr = jax_rules.jaxpr_on_axes(fn, operands, axes)
+    mesh = ctx.mesh or jax.sharding.AbstractMesh(tuple(size for _, size in axes), tuple(name for name, _ in axes))
     pins = {"pin_lhs_in_vmem": ctx.pin_lhs_in_vmem, "pin_rhs_in_vmem": ctx.pin_rhs_in_vmem}
     return interpret(primitive.name, jaxpr, mesh, **pins)

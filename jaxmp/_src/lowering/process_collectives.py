@@ -35,8 +35,7 @@ class SharedMemory:
 
     def all_gather(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
         """A tiled `lax.all_gather` over the axes of the call's group."""
-        moved = low_precision.as_moved(x)
-        return low_precision.from_moved(self._gather(moved, axes, dimension), x.dtype)
+        return low_precision.moved(lambda x: self._gather(x, axes, dimension), x, "")
 
     def psum_scatter(self, x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
         """A tiled `lax.psum_scatter`, summed in the order of the ranks."""

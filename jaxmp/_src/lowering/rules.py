@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend.mlir.dialects import stablehlo
+from jax.sharding import PartitionSpec as P
 
 from jaxmp._src.jax_internals import jax_compat, jax_lowering
 from jaxmp._src.jax_internals.jax_lowering import mlir
@@ -18,10 +19,12 @@ from jaxmp._src.lowering import backend, process_barrier, xla_matmul
 from jaxmp._src.lowering.forms import Xla
 from jaxmp._src.lowering.process_collectives import SharedMemory
 from jaxmp._src.lowering.resolve import resolve, resolve_activation_grad
+from jaxmp._src.primitive.collectives import place
 from jaxmp._src.primitive.primitives import bind_operands, matmul_p, needs_devices
 from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.activations import multiply_by_slope
 from jaxmp._src.spec.matmul_spec import MatmulSpec, operations
+from jaxmp._src.spec.options import Mesh
 
 
 def matmul_rule(platform: str) -> jax_lowering.LoweringRule:
@@ -112,30 +115,33 @@ def _barrier(
     return site.barrier(spec.source_line, {**(fields or {}), **process_barrier.fields(spec, a, b)}, operands)
 
 
-def process_collective_rule(
+def collective_rule(
     ctx: jax_lowering.LoweringContext,
     x: Any,
     *,
     kind: str,
     mesh: process_barrier.MeshAxes,
     axis_name: tuple[str, ...],
-    dimension: int,
+    dimensions: tuple[int, ...],
     caller: str,
-    is_cpu: bool = True,
+    platform: str,
 ) -> Any:
-    """A collective between processes: through shared memory, or XLA's own behind a barrier."""
+    """A collective: between processes through shared memory, or XLA's own behind a barrier."""
     if kind == "vary":
         return [x]
-    site = process_barrier.site(ctx, mesh, axis_name) if is_cpu else None
+    site = process_barrier.site(ctx, mesh, axis_name) if platform == "cpu" else None
+    sums = kind in ("psum", "reduce_scatter")
 
     def lower(x: jax.Array) -> jax.Array:
-        memory = None
+        memory, dtype = None, x.dtype
+        if sums and low_precision.is_narrow_float(dtype):
+            x = x.astype(np.float32)
         if site is not None:
             call, fields = f"{kind} for {caller}", _fields_of(kind, x, axis_name, mesh)
-            memory = SharedMemory(site, call, fields) if site.shares_memory else None
-            if memory is None or (kind in ("psum", "reduce_scatter") and not memory.sums(x.dtype)):
+            memory = SharedMemory(site, call, fields) if site.shares_memory and kind != "all_to_all" else None
+            if memory is None or (sums and not memory.sums(x.dtype)):
                 memory, x = None, site.barrier(call, fields, [x])[0]
-        return xla_matmul.collective(kind, x, axis_name, dimension, memory)
+        return xla_matmul.collective(kind, x, axis_name, dimensions, memory, platform).astype(dtype)
 
     with jax_compat.off_explicit_mesh():
         return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
@@ -150,6 +156,18 @@ def _fields_of(collective: str, x: jax.Array, axes: tuple[str, ...], mesh: proce
         "axes": axes,
         "mesh": mesh,
     }
+
+
+def reshard_rule(
+    ctx: jax_lowering.LoweringContext, x: Any, *, mesh: Mesh, have: P, spec: P, is_explicit: bool, platform: str
+) -> Any:
+    def lower(x: jax.Array) -> jax.Array:
+        def move(x: jax.Array) -> jax.Array:
+            return place(place(x, mesh, have, is_explicit=is_explicit), mesh, spec, is_explicit=is_explicit)
+
+        return low_precision.moved(move, x, platform, mesh.size)
+
+    return mlir.lower_fun(lower, multiple_results=False)(ctx, x)
 
 
 def process_barrier_rule(

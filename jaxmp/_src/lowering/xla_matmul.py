@@ -66,20 +66,29 @@ def matmul(
     if spec.distributions or low_precision.is_low_precision(a.dtype):
         local_product = None
     named = dict(zip(spec.operand_names, extra, strict=True))
-    a, b = _decoded(a, b, named, spec, acc)
     if 0 in (*a.shape, *b.shape):
-        return apply_epilog(jnp.zeros(extents(spec, a.shape, b.shape).d, acc), extra, spec, a, b)
+        shards = _decoded(a, b, named, spec, acc)
+        return apply_epilog(jnp.zeros(extents(spec, a.shape, b.shape).d, acc), extra, spec, *shards)
     memory = processes.memory_for(spec, acc) if processes else None
     barrier = processes.barrier if processes and not memory else (lambda operands: operands)
-    all_gather, psum, psum_scatter = _collectives(memory)
+    all_gather, psum, psum_scatter = _collectives(memory, platform)
     sums = spec.contraction.sums and not spec.distributions
     gathers = spec.contraction.communicates and not sums
     if gathers:
-        a, b = barrier([a, b])
-    if not local_product or a.dtype == np.bool_:
-        a, b = _widened(a, b, platform, acc)
-    shards = a.astype(acc), b.astype(acc)
-    a, b = _gather_operands(spec, a, b, all_gather)
+        scales = [name for name in ("scale_a", "scale_b") if name in named]
+        a, b, *waited = barrier([a, b, *map(named.__getitem__, scales)])
+        named |= zip(scales, waited, strict=True)
+
+    def computed(a: jax.Array, b: jax.Array, scales: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        a, b = _decoded(a, b, scales, spec, acc)
+        return (a, b) if local_product and a.dtype != np.bool_ else _widened(a, b, platform, acc)
+
+    shards = computed(a, b, named)
+    if memory or platform != "cpu" or not _gathers_scales(spec, a, b):
+        a, b = _gather_operands(spec, *shards, all_gather, platform)
+    else:  # in the types that they are stored in, of fewer bytes
+        a, b = computed(*_gather_operands(spec, a, b, all_gather, platform), _gather_scales(spec, named, all_gather))
+    shards = shards[0].astype(acc), shards[1].astype(acc)
     z = local_product(a, b, spec) if local_product else _dot_general(a, b, spec, compute, acc)
     if not gathers:
         (z,) = barrier([z])
@@ -91,29 +100,41 @@ def matmul(
     return apply_epilog(z, extra, spec, *shards)
 
 
-def _collectives(memory: SharedMemory | None) -> tuple[Gather, Callable[..., jax.Array], Gather]:
+def _collectives(memory: SharedMemory | None, platform: str) -> tuple[Gather, Callable[..., jax.Array], Gather]:
     """(all-gather, sum, reduce-scatter), through shared memory or XLA's."""
     if memory:
         return memory.all_gather, memory.psum, memory.psum_scatter
-    return _all_gather, lax.psum, _psum_scatter
+    return functools.partial(_all_gather, platform=platform), lax.psum, _psum_scatter
 
 
 def collective(
-    kind: str, x: jax.Array, axes: tuple[str, ...], dimension: int, memory: SharedMemory | None
+    kind: str,
+    x: jax.Array,
+    axes: tuple[str, ...],
+    dimensions: tuple[int, ...],
+    memory: SharedMemory | None,
+    platform: str,
 ) -> jax.Array:
     """`x` after the collective `kind` of lax over `axes`."""
-    all_gather, psum, psum_scatter = _collectives(memory)
+    all_gather, psum, psum_scatter = _collectives(memory, platform)
     if kind == "psum":
         return psum(x, axes)
     if kind == "pmax":
         largest: jax.Array = all_gather(x[None], axes, 0).max(0) if memory else lax.pmax(x, axes)
         return largest
-    return (psum_scatter if kind == "reduce_scatter" else all_gather)(x, axes, dimension)
+    if kind == "all_to_all":
+        split, joined = dimensions
+        return _all_to_all(x, axes, split, joined, platform)
+    return (psum_scatter if kind == "reduce_scatter" else all_gather)(x, axes, *dimensions)
 
 
-def _all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
-    gathered: jax.Array = lax.all_gather(x, axes, axis=dimension, tiled=True)
-    return gathered
+def _all_gather(x: jax.Array, axes: tuple[str, ...], dimension: int, platform: str) -> jax.Array:
+    return low_precision.moved(lambda x: collectives.gather(x, axes, dimension), x, platform)
+
+
+def _all_to_all(x: jax.Array, axes: tuple[str, ...], split: int, joined: int, platform: str) -> jax.Array:
+    exchange = functools.partial(lax.all_to_all, axis_name=axes, split_axis=split, concat_axis=joined, tiled=True)
+    return low_precision.moved(exchange, x, platform, lax.axis_size(axes))
 
 
 def _psum_scatter(x: jax.Array, axes: tuple[str, ...], dimension: int) -> jax.Array:
@@ -225,35 +246,32 @@ def apply_epilog(
     return [outputs[name] for name in spec.output_names]
 
 
-def gather_for_part(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+def gather_for_part(spec: MatmulSpec, a: jax.Array, b: jax.Array, platform: str) -> tuple[jax.Array, jax.Array]:
     """(a, b) with all that this rank's part of D is made of: rows of op(a) and columns of op(b), each over all k."""
     parts = []
     for which, x in enumerate((a, b)):
-        gather, moved = functools.partial(_gather_moved, spec, which), low_precision.as_moved(x)
+        gather = functools.partial(_gather_part, spec, which, platform=platform)
         if x.size:
-            part = gather(moved)
+            parts.append(gather(x))
         else:  # XLA gathers nothing that is empty; the other operand may still have to be summed
-            like = jax.eval_shape(gather, moved)
-            part = jnp.zeros(like.shape, like.dtype)
-        parts.append(low_precision.from_moved(part, x.dtype))
+            like = jax.eval_shape(gather, x)
+            parts.append(jnp.zeros(like.shape, like.dtype))
     return parts[0], parts[1]
 
 
-def _gather_moved(spec: MatmulSpec, which: int, x: jax.Array) -> jax.Array:
+def _gather_part(spec: MatmulSpec, which: int, x: jax.Array, platform: str) -> jax.Array:
     """`gather_for_part` of a (0) or of b (1)."""
     is_transposed = (spec.transpose_a, spec.transpose_b)[which]
     own, k = (1 - which, which) if is_transposed else (which, 1 - which)
     if spec.contraction.gathers:
-        return x if which else lax.all_gather(x, spec.group.row_axes, axis=own, tiled=True)
+        return x if which else _all_gather(x, spec.group.row_axes, own, platform)
     if spec.contraction.is_grid:
         # As in `_gather_operands`.
-        x = _gather_stored(spec, x, kept=None if is_transposed else own)
+        x = _gather_stored(spec, x, None if is_transposed else own, platform)
         return collectives.own_part(x, own, (spec.group.row_axes, spec.group.col_axes)[which]) if is_transposed else x
     if spec.contraction.scatters and not which:
-        x = lax.all_to_all(x, spec.group.row_axes, own, k, tiled=True)
-    else:
-        x = lax.all_gather(x, spec.group.row_axes, axis=k, tiled=True)
-    return x
+        return _all_to_all(x, spec.group.row_axes, own, k, platform)
+    return _all_gather(x, spec.group.row_axes, k, platform)
 
 
 def _encode(d: jax.Array, operands: Mapping[str, jax.Array], spec: MatmulSpec) -> dict[str, jax.Array]:
@@ -276,33 +294,59 @@ def _encode_aux(z: jax.Array, operands: Mapping[str, jax.Array], spec: MatmulSpe
     return {"gelu_aux": low_precision.encode(scaled, dtype)} | amax
 
 
-def _gather_operands(spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gather) -> tuple[jax.Array, jax.Array]:
+def _gathers_scales(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> bool:
+    """Whether the scales of operands that are gathered are so too: those of whole blocks, along one dimension."""
+    modes = dict(zip("ab", (spec.scales.a, spec.scales.b), strict=True))
+    if {*modes.values()} <= {low_precision.NONE, low_precision.SCALAR}:
+        return True
+    gathered = spec.contraction.gathered
+    if gathered is None or spec.contraction.is_block_grid or spec.distributions:
+        return False
+    which, dimension = gathered
+    extent = (a if which == "a" else b).shape[dimension]
+    return modes[which] != low_precision.BLK128 or extent % low_precision.BLOCK[low_precision.BLK128] == 0
+
+
+def _gather_scales(spec: MatmulSpec, operands: Mapping[str, jax.Array], all_gather: Gather) -> Mapping[str, jax.Array]:
+    """The operands by name, with the scales of what is gathered."""
+    if spec.contraction.gathered is None or spec.group.nranks == 1:
+        return operands
+    which, dimension = spec.contraction.gathered
+    name, mode = f"scale_{which}", spec.scales.a if which == "a" else spec.scales.b
+    if mode not in low_precision.BLOCK and (mode != low_precision.OUTER_VEC or dimension):
+        return operands
+    return {**operands, name: all_gather(operands[name], spec.group.axes, dimension)}
+
+
+def _gather_operands(
+    spec: MatmulSpec, a: jax.Array, b: jax.Array, all_gather: Gather, platform: str
+) -> tuple[jax.Array, jax.Array]:
     if spec.distributions:
-        return _gather_cyclic(spec, a, b)
+        return _gather_cyclic(spec, a, b, platform)
     if spec.group.nranks == 1:  # XLA would copy
         return a, b
     if spec.contraction.is_block_grid:
-        a = _gather_stored(spec, a, kept=None if spec.transpose_a else 0)
-        b = _gather_stored(spec, b, kept=None if spec.transpose_b else 1)
+        a = _gather_stored(spec, a, None if spec.transpose_a else 0, platform)
+        b = _gather_stored(spec, b, None if spec.transpose_b else 1, platform)
         # A transposed operand holds op(A)'s rows where the grid has columns, so this device's part is cut out anew.
         a = collectives.own_part(a, 1, spec.group.row_axes) if spec.transpose_a else a
         b = collectives.own_part(b, 0, spec.group.col_axes) if spec.transpose_b else b
     elif gathered := spec.contraction.gathered:
         which, dimension = gathered
         x = a if which == "a" else b
-        whole = low_precision.from_moved(all_gather(low_precision.as_moved(x), spec.group.axes, dimension), x.dtype)
+        whole = all_gather(x, spec.group.axes, dimension)
         a, b = (whole, b) if which == "a" else (a, whole)
     return a, b
 
 
-def _gather_cyclic(spec: MatmulSpec, a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _gather_cyclic(spec: MatmulSpec, a: jax.Array, b: jax.Array, platform: str) -> tuple[jax.Array, jax.Array]:
     """What this process needs for its part of d: those rows of op(a) and columns of op(b), in its own order."""
     assert spec.distributions is not None
     whole_a, whole_b, d = spec.distributions
     kept = (1 if spec.transpose_a else 0, 0 if spec.transpose_b else 1)
     parts = []
     for x, matrix, own, dimension in ((a, whole_a, kept[0], 0), (b, whole_b, kept[1], 1)):
-        x = _gather_stored(spec, x, kept=None)
+        x = _gather_stored(spec, x, None, platform)
         for i in range(2):
             order = matrix.layout.indices(matrix.shape, i).ravel()
             place = np.argsort(order, kind="stable")[: matrix.shape[i]]
@@ -326,9 +370,9 @@ def without_padding(spec: MatmulSpec, d: jax.Array) -> jax.Array:
     return d
 
 
-def _gather_stored(spec: MatmulSpec, x: jax.Array, kept: int | None) -> jax.Array:
+def _gather_stored(spec: MatmulSpec, x: jax.Array, kept: int | None, platform: str) -> jax.Array:
     """`x` of a grid with every dimension gathered but `kept`."""
     for dimension, axes in enumerate((spec.group.row_axes, spec.group.col_axes)):
         if dimension != kept:
-            x = lax.all_gather(x, axes, axis=dimension, tiled=True)
+            x = _all_gather(x, axes, dimension, platform)
     return x

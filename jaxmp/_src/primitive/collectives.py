@@ -4,17 +4,18 @@ XLA cannot interrupt a collective that crosses processes, and its transport ends
 differ in size. So every process of the group has to be there, with an equal operand, before one of them enters. The
 forward call of a product has a barrier of its own, which compares the whole call (`process_barrier.Site`).
 
-In a job, a gather, a sum and a maximum inside shard_map are `process_collective_p`. It communicates through memory that
-the processes share, where each call of the program meets its like on every rank. Where they share none, it is XLA's
+In a job, a collective inside shard_map is `collective_p`. Gathers, sums and maxima communicate through memory that the
+processes share, where each call of the program meets its like on every rank. Where they share none, it is XLA's
 collective behind a barrier. Its transpose is another one.
 
-All-to-alls and reshards are XLA's, behind `process_barrier_p`: an identity, lowered to a wait where the group spreads
-over processes. What ran after a collective runs ahead of it in the transposed program. So each stands between two
-barriers, and the second waits in the transposed program only:
+Reshards are XLA's, behind `process_barrier_p`: an identity, lowered to a wait where the group spreads over processes.
+What ran after a collective runs ahead of it in the transposed program. So each stands between two barriers, and the
+second waits in the transposed program only:
 
-    x -> barrier -> all_to_all -> (barrier)         transposed: ct -> barrier -> all_to_all -> (barrier)
+    x -> barrier -> reshard -> (barrier)         transposed: ct -> barrier -> reshard -> (barrier)
 
-Outside a job of several processes nothing is added to the program.
+Outside a job of several processes nothing is added to the program. Types that XLA:CPU would widen on the wire have
+`collective_p` and `reshard_p` there too: their lowering moves integers of the same width.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from jaxmp._src.jax_internals import jax_compat
 from jaxmp._src.jax_internals.jax_compat import batching
 from jaxmp._src.runtime import native
 from jaxmp._src.runtime.types import Operand, Tangent
+from jaxmp._src.spec import low_precision
 from jaxmp._src.spec.options import Mesh
 
 Axes = tuple[tuple[str, int], ...]  # of a mesh, as (name, size)
@@ -55,22 +57,35 @@ def _transpose(ct: Tangent, x: Operand, *, is_active: bool, **params: Any) -> li
 
 ad.deflinear2(process_barrier_p, _transpose)
 
-# (x) -> x after the collective `kind` of lax over `axis_name`, along `dimension`: "all_gather", "all_gather_invariant",
-# "reduce_scatter", "psum", "pmax"; or "vary", the transpose of a psum, which makes the type of x vary over the axes and
-# moves nothing. `caller` says for people what it belongs to, "matmul at train.py:41".
-process_collective_p = jax_compat.make_primitive("jaxmp_process_collective", multiple_results=False)
-_TRANSPOSED = {"all_gather": "reduce_scatter", "reduce_scatter": "all_gather", "vary": "psum", "psum": "vary"}
+# (x) -> x after the collective `kind` of lax over `axis_name`: "all_gather", "all_gather_invariant" and
+# "reduce_scatter" along the one of `dimensions`, "all_to_all" from the first to the second, "psum", "pmax"; or "vary",
+# the transpose of a psum, which makes the type of x vary over the axes and moves nothing. `caller` says for people what
+# it belongs to, "matmul at train.py:41".
+collective_p = jax_compat.make_primitive("jaxmp_collective", multiple_results=False)
+_TRANSPOSED = {
+    "all_gather": "reduce_scatter",
+    "reduce_scatter": "all_gather",
+    "all_to_all": "all_to_all",
+    "vary": "psum",
+    "psum": "vary",
+}
 
 
 def _collective_abstract_eval(
-    x: jax.core.ShapedArray, *, kind: str, mesh: Axes, axis_name: tuple[str, ...], dimension: int, caller: str
+    x: jax.core.ShapedArray,
+    *,
+    kind: str,
+    mesh: Axes,
+    axis_name: tuple[str, ...],
+    dimensions: tuple[int, ...],
+    caller: str,
 ) -> jax.core.ShapedArray:
     shape, varying, sizes = list(x.shape), x.manual_axis_type.varying, dict(mesh)
     nranks = math.prod(sizes[axis] for axis in axis_name)
-    if kind.startswith("all_gather"):
-        shape[dimension] *= nranks
-    elif kind == "reduce_scatter":
-        shape[dimension] //= nranks
+    if kind in ("reduce_scatter", "all_to_all"):
+        shape[dimensions[0]] //= nranks
+    if kind in ("all_gather", "all_gather_invariant", "all_to_all"):
+        shape[dimensions[-1]] *= nranks
     if kind in ("all_gather_invariant", "psum", "pmax"):
         varying = varying - frozenset(axis_name)
     elif kind == "vary":
@@ -79,31 +94,70 @@ def _collective_abstract_eval(
 
 
 def _collective_transpose(
-    ct: jax.Array, x: Operand, *, kind: str, axis_name: tuple[str, ...], dimension: int, **params: Any
+    ct: jax.Array, x: Operand, *, kind: str, axis_name: tuple[str, ...], dimensions: tuple[int, ...], **params: Any
 ) -> list[Tangent]:
     if kind == "all_gather_invariant":
-        return [own_part(ct, dimension, axis_name)]
+        return [own_part(ct, dimensions[0], axis_name)]
     # Where types do not vary, what a psum sums has the sum of the cotangents of all ranks.
     kind = "psum" if kind == "psum" and not jax_compat.is_vma_checked() else _TRANSPOSED[kind]
-    return [process_collective_p.bind(ct, kind=kind, axis_name=axis_name, dimension=dimension, **params)]
+    return [collective_p.bind(ct, kind=kind, axis_name=axis_name, dimensions=dimensions[::-1], **params)]
 
 
-def _collective_batch_rule(operands: Any, dims: Any, *, dimension: int, **params: Any) -> tuple[jax.Array, int]:
+def _collective_batch_rule(
+    operands: Any, dims: Any, *, dimensions: tuple[int, ...], **params: Any
+) -> tuple[jax.Array, int]:
     (x,), (batch,) = operands, dims
-    return process_collective_p.bind(x, dimension=dimension + (batch <= dimension), **params), batch
+    moved = tuple(dimension + (batch <= dimension) for dimension in dimensions)
+    return collective_p.bind(x, dimensions=moved, **params), batch
 
 
-process_collective_p.def_abstract_eval(_collective_abstract_eval)
-ad.deflinear2(process_collective_p, _collective_transpose)
-batching.primitive_batchers[process_collective_p] = _collective_batch_rule
+collective_p.def_abstract_eval(_collective_abstract_eval)
+ad.deflinear2(collective_p, _collective_transpose)
+batching.primitive_batchers[collective_p] = _collective_batch_rule
+
+# (x) -> x: a global array that is sharded as `have`, sharded as `spec`.
+reshard_p = jax_compat.make_primitive("jaxmp_reshard", multiple_results=False)
 
 
-def _between_processes(
-    kind: str, x: jax.Array, axes: tuple[str, ...], source_line: str, dimension: int = 0
+def _reshard_abstract_eval(
+    x: jax.core.ShapedArray, *, mesh: Mesh, have: P, spec: P, is_explicit: bool
+) -> jax.core.ShapedArray:
+    return jax_compat.with_sharding(x, mesh, spec) if is_explicit else x
+
+
+def _reshard_transpose(ct: Tangent, x: Operand, *, have: P, spec: P, **params: Any) -> list[Tangent]:
+    return [reshard_p.bind(ct, have=spec, spec=have, **params)]
+
+
+def _reshard_batch_rule(
+    operands: Any, dims: Any, *, have: P, spec: P, is_explicit: bool, **params: Any
+) -> tuple[jax.Array, int]:
+    (x,), (batch,) = operands, dims
+    free = None if is_explicit else P.UNCONSTRAINED
+    with_batch = []
+    for each in (have, spec):
+        dims = [*each, *[None] * (x.ndim - 1 - len(each))]
+        with_batch.append(P(*dims[:batch], free, *dims[batch:]))
+    have, spec = with_batch
+    return reshard_p.bind(x, have=have, spec=spec, is_explicit=is_explicit, **params), batch
+
+
+reshard_p.def_abstract_eval(_reshard_abstract_eval)
+ad.deflinear2(reshard_p, _reshard_transpose)
+batching.primitive_batchers[reshard_p] = _reshard_batch_rule
+
+
+def _is_ours(x: jax.Array) -> bool:
+    """Whether a collective of `x` is `collective_p`."""
+    return native.has_barrier() or low_precision.is_widened(x.dtype)
+
+
+def _collective(
+    kind: str, x: jax.Array, axes: tuple[str, ...], source_line: str, dimensions: tuple[int, ...] = ()
 ) -> jax.Array:
     mesh, caller = jax_compat.mesh_axes(), source_line or "a matmul"
-    result: jax.Array = process_collective_p.bind(
-        x, kind=kind, mesh=mesh, axis_name=tuple(axes), dimension=dimension, caller=caller
+    result: jax.Array = collective_p.bind(
+        x, kind=kind, mesh=mesh, axis_name=tuple(axes), dimensions=dimensions, caller=caller
     )
     return result
 
@@ -113,9 +167,14 @@ def all_gather(
 ) -> jax.Array:
     """`lax.all_gather`, tiled. Where types do not vary, `to` makes no difference."""
     to = to if jax_compat.is_vma_checked() else "varying"
-    if native.has_barrier():
+    if _is_ours(x):
         kind = "all_gather" if to == "varying" else "all_gather_invariant"
-        return _between_processes(kind, x, axes, source_line, axis)
+        return _collective(kind, x, axes, source_line, (axis,))
+    return gather(x, axes, axis, to)
+
+
+def gather(x: jax.Array, axes: tuple[str, ...], axis: int, to: str = "varying") -> jax.Array:
+    """`lax.all_gather`, tiled, as XLA computes it best."""
     if axis == 0:
         gathered: jax.Array = lax.all_gather(x, axes, axis=0, tiled=True, to=to)
         return gathered
@@ -128,20 +187,21 @@ def all_to_all(
     x: jax.Array, axes: tuple[str, ...], split_axis: int, concat_axis: int, *, source_line: str = ""
 ) -> jax.Array:
     """`lax.all_to_all`, tiled."""
-    x = _barrier(x, axes, "all_to_all", source_line, is_active=True)
+    if _is_ours(x):
+        return _collective("all_to_all", x, axes, source_line, (split_axis, concat_axis))
     moved: jax.Array = lax.all_to_all(x, axes, split_axis, concat_axis, tiled=True)
-    return _barrier(moved, axes, "all_to_all", source_line, is_active=False)
+    return moved
 
 
 def psum(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
     """`lax.psum`."""
-    total: jax.Array = _between_processes("psum", x, axes, source_line) if native.has_barrier() else lax.psum(x, axes)
+    total: jax.Array = _collective("psum", x, axes, source_line) if native.has_barrier() else lax.psum(x, axes)
     return total
 
 
 def pmax(x: jax.Array, axes: tuple[str, ...], *, source_line: str = "") -> jax.Array:
     """`lax.pmax`."""
-    most: jax.Array = _between_processes("pmax", x, axes, source_line) if native.has_barrier() else lax.pmax(x, axes)
+    most: jax.Array = _collective("pmax", x, axes, source_line) if native.has_barrier() else lax.pmax(x, axes)
     return most
 
 
@@ -153,7 +213,7 @@ def cast_varying(x: jax.Array, axes: Collection[str], *, source_line: str = "") 
     if not missing:
         return x
     if native.has_barrier() and jax_compat.is_vma_checked():
-        return _between_processes("vary", x, missing, source_line)
+        return _collective("vary", x, missing, source_line)
     cast: jax.Array = lax.pcast(x, missing, to="varying")
     return cast
 
@@ -172,13 +232,23 @@ def reshard(x: jax.Array, mesh: Mesh, have: P, spec: P, *, is_explicit: bool) ->
 
     Where each device takes a part of what it has, only the transpose communicates.
     """
-    move: Callable[..., Any] = jax.sharding.reshard if is_explicit else lax.with_sharding_constraint
     with jax.named_scope("jaxmp_reshard"):
         # A type without a mesh says nothing of the cotangent, which is to lie as the operand does.
         is_typed = is_explicit and not jax.typeof(x).sharding.mesh.empty
-        x = x if is_typed else move(x, NamedSharding(mesh, have))
+        x = x if is_typed else place(x, mesh, have, is_explicit=is_explicit)
         x = _global_barrier(x, mesh, have, is_active=not _is_finer(have, spec))
-        return _global_barrier(move(x, NamedSharding(mesh, spec)), mesh, spec, is_active=False)
+        if low_precision.is_widened(x.dtype):
+            x = reshard_p.bind(x, mesh=mesh, have=have, spec=spec, is_explicit=is_explicit)
+        else:
+            x = place(x, mesh, spec, is_explicit=is_explicit)
+        return _global_barrier(x, mesh, spec, is_active=False)
+
+
+def place(x: jax.Array, mesh: Mesh, spec: P, *, is_explicit: bool) -> jax.Array:
+    """A global array, sharded as `spec` by XLA."""
+    move: Callable[..., Any] = jax.sharding.reshard if is_explicit else lax.with_sharding_constraint
+    placed: jax.Array = move(x, NamedSharding(mesh, spec))
+    return placed
 
 
 def _is_finer(have: P, spec: P) -> bool:

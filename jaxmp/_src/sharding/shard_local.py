@@ -6,10 +6,7 @@ ahead of it, and scalars that are arrays, and the epilog of a product that is co
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable
-from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,8 +23,6 @@ from jaxmp._src.spec.epilogs import Epilog
 from jaxmp._src.spec.matmul_spec import MatmulSpec
 from jaxmp._src.validation.comm_options import fit_comm_options
 from jaxmp._src.validation.epilog_checks import check_gathered_scales
-
-T = TypeVar("T")
 
 
 def bind_plan(plan: Contraction, spec: MatmulSpec, operands: dict[str, jax.Array]) -> dict[str, jax.Array]:
@@ -51,12 +46,14 @@ def _bind_transposed(plan: Contraction, spec: MatmulSpec, operands: dict[str, ja
     """D = (op(b)^T @ op(a)^T)^T: the columns of D take the part that rows have in the pattern."""
     a, b = operands["a"], operands["b"]
     rows, a, is_transposed = _flat_rows(spec, a)
+    is_plain = not (spec.has_c or spec.traced or low_precision.is_scaled(spec.out_dtype)) and not spec.epilog
+    accumulated = matmul_spec.accumulator(low_precision.operand_type(a.dtype, b.dtype))
     transposed = spec.bilinear(
         transpose_a=not spec.transpose_b,
         transpose_b=not is_transposed,
         conjugate_a=spec.conjugate_b,
         conjugate_b=spec.conjugate_a,
-        out_dtype=matmul_spec.accumulator(low_precision.operand_type(a.dtype, b.dtype)),
+        out_dtype=spec.out_dtype if is_plain else accumulated,  # cotangents have this type too
         is_typed=jax_compat.is_vma_checked(),
         epilog=epilogs.TRANSPOSED.get(spec.epilog, Epilog.NONE),
         scales=matmul_spec.ScaleModes(a=spec.scales.b, b=spec.scales.a),
@@ -116,7 +113,7 @@ def _exchange(plan: Contraction, x: jax.Array, split: int, joined: int, source_l
         p, shape = lax.axis_size(plan.row_axes), list(x.shape)
         shape[split], shape[joined] = shape[split] // p, shape[joined] * p
         return jnp.zeros(shape, x.dtype)
-    return _move(lambda x: collectives.all_to_all(x, plan.row_axes, split, joined, source_line=source_line), x)
+    return collectives.all_to_all(x, plan.row_axes, split, joined, source_line=source_line)
 
 
 def _with_order(plan: Contraction, spec: MatmulSpec, a: jax.Array) -> MatmulSpec:
@@ -142,30 +139,7 @@ def gathered(axes: Dim, x: jax.Array, dimension: int, source_line: str, to: str 
         kept = jax_compat.varying_axes(x) if to == "varying" else jax_compat.varying_axes(x) - frozenset(axes)
         return collectives.cast_varying(jnp.zeros(shape, x.dtype), kept)
     with jax.named_scope("jaxmp_all_gather"):
-        return _move(
-            lambda x: collectives.all_gather(x, axes, axis=dimension, to=to, source_line=source_line),
-            x,
-        )
-
-
-def _move(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """`collective(x)`, of floats of 8 bits and fewer as bytes, which every platform moves."""
-    is_low_precision = x.dtype.itemsize == 1 and jnp.issubdtype(x.dtype, jnp.floating)
-    return _move_bytes(collective, x) if is_low_precision else collective(x)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _move_bytes(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    return low_precision.from_bytes(collective(low_precision.as_bytes(x)), x.dtype)
-
-
-@_move_bytes.defjvp
-def _move_bytes_jvp(
-    collective: Callable[[jax.Array], jax.Array], primals: tuple[jax.Array], tangents: tuple[jax.Array]
-) -> tuple[jax.Array, jax.Array]:
-    """Bytes have no derivative, but what they are moved by is linear: tangents, and cotangents, travel in float32."""
-    (x,), (t,) = primals, tangents
-    return _move_bytes(collective, x), collective(t.astype(jnp.float32)).astype(t.dtype)
+        return collectives.all_gather(x, axes, axis=dimension, to=to, source_line=source_line)
 
 
 def _flat_rows(spec: MatmulSpec, a: jax.Array) -> tuple[Shape, jax.Array, bool]:

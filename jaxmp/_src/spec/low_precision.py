@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,8 @@ WIDE = ("bfloat16", "float16", "float32")
 NONE, SCALAR, OUTER_VEC = "none", "scalar_fp32", "outer_vec_fp32"
 VEC16, VEC32, VEC128, BLK128 = "vec16_ue4m3", "vec32_ue8m0", "vec128_fp32", "blk128x128_fp32"
 BLOCK = {VEC16: 16, VEC32: 32, VEC128: 128, BLK128: 128}
+# Types of which two are in a byte.
+_HALVES = (FLOAT4, "int4", "uint4")
 _SCALE_DTYPE = {VEC16: "float8_e4m3fn", VEC32: "float8_e8m0fnu"}
 
 
@@ -273,7 +276,7 @@ def encode_blocks(x: jax.Array, mode: str, dtype: DTypeLike) -> tuple[jax.Array,
 
 def as_bytes(x: jax.Array) -> jax.Array:
     """The bits of 8-bit numbers as uint8; of 4-bit ones, two in a byte, the first in the low half."""
-    if np.dtype(x.dtype).name != FLOAT4:
+    if np.dtype(x.dtype).name not in _HALVES:
         return x if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, jnp.uint8)
     halves = blocks(lax.bitcast_convert_type(x, jnp.uint4).astype(jnp.uint8), 2)
     return halves[..., 0] | halves[..., 1] << 4
@@ -281,20 +284,50 @@ def as_bytes(x: jax.Array) -> jax.Array:
 
 def from_bytes(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The inverse of `as_bytes`."""
-    if np.dtype(dtype).name != FLOAT4:
+    if np.dtype(dtype).name not in _HALVES:
         return x if np.dtype(dtype) == np.uint8 else lax.bitcast_convert_type(x, dtype)
     halves = jnp.stack([x & 0xF, x >> 4], axis=-1).reshape(*x.shape[:-1], 2 * x.shape[-1])
     return lax.bitcast_convert_type(halves.astype(jnp.uint4), dtype)
 
 
-def as_moved(x: jax.Array) -> jax.Array:
-    """What a collective moves of `x`: of 8 bits and fewer its bytes, which every platform moves."""
-    return as_bytes(x) if x.dtype.itemsize == 1 else x
+@functools.cache
+def is_narrow_float(dtype: DTypeLike) -> bool:
+    """Whether numbers of this type are floats of 8 bits and fewer."""
+    return np.dtype(dtype).name in NARROW[4:]
+
+
+@functools.cache
+def is_widened(dtype: DTypeLike) -> bool:
+    """Whether XLA:CPU moves wider numbers in place of these, in a collective that only moves."""
+    return np.dtype(dtype).name in ("bfloat16", *NARROW[2:])
+
+
+def as_moved(x: jax.Array, platform: str = "", parts: int = 1) -> jax.Array:
+    """What a collective moves of `x`: of 8 bits and fewer its bytes, which every platform moves; on CPUs, of all that
+    XLA would widen, integers of its width.
+
+    Numbers of 4 bits have a byte each where `parts` of the last dimension would not hold whole bytes.
+    """
+    name, is_cpu = np.dtype(x.dtype).name, platform == "cpu"
+    if name == "bfloat16":
+        return lax.bitcast_convert_type(x, jnp.uint16) if is_cpu else x
+    if name in _HALVES:
+        if x.shape[-1] % (2 * parts) == 0 and (is_cpu or name == FLOAT4):
+            return as_bytes(x)
+        return lax.bitcast_convert_type(x, jnp.uint4) if is_cpu else x
+    return as_bytes(x) if x.dtype.itemsize == 1 and x.dtype != np.bool_ else x
 
 
 def from_moved(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     """The inverse of `as_moved`."""
-    return from_bytes(x, dtype) if np.dtype(dtype).itemsize == 1 else x
+    if x.dtype == dtype:
+        return x
+    return from_bytes(x, dtype) if x.dtype == jnp.uint8 else lax.bitcast_convert_type(x, dtype)
+
+
+def moved(collective: Callable[[jax.Array], jax.Array], x: jax.Array, platform: str, parts: int = 1) -> jax.Array:
+    """`collective(x)`, which only moves; into so many `parts` it may cut the last dimension."""
+    return from_moved(collective(as_moved(x, platform, parts)), x.dtype)
 
 
 def swizzle(scales: jax.Array) -> jax.Array:
