@@ -160,7 +160,7 @@ void ArrivalTracker::Fail(const Arrival& arrival, const Status& status) {
 }
 
 void ArrivalTracker::HearFailure(const Message& failure) {
-  entries_[failure.key].failed.emplace(failure.count, FailedPrecondition("jaxmp.DistributedError: " + failure.text));
+  entries_[failure.key].failed.emplace(failure.count, FailedPrecondition("jaxmp.DistributedError: ", failure.text));
 }
 
 const Status* ArrivalTracker::failure(const Arrival& arrival) const {

@@ -5,8 +5,7 @@
 // other and comes to one instruction again only in the next iteration of a loop, so data dependences give the order on
 // every rank. Equal calls of several programs count together: all ranks call those programs in one order, under
 // whatever names, or hear that they do not.
-#ifndef JAXMP_BARRIER_ARRIVAL_TRACKER_H_
-#define JAXMP_BARRIER_ARRIVAL_TRACKER_H_
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -110,5 +109,3 @@ class ArrivalTracker {
 };
 
 }  // namespace jaxmp::barrier
-
-#endif  // JAXMP_BARRIER_ARRIVAL_TRACKER_H_

@@ -10,8 +10,7 @@
 //
 // Nobody blocks. A process that comes late finds the others' messages waiting; what a call has cost when everybody is
 // there is one message to each of the others.
-#ifndef JAXMP_BARRIER_BARRIER_H_
-#define JAXMP_BARRIER_BARRIER_H_
+#pragma once
 
 #include <cstdint>
 #include <functional>
@@ -81,5 +80,3 @@ struct PeerState {
 std::vector<PeerState> PeerStates();  // of those that are connected or wanted
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_BARRIER_BARRIER_H_

@@ -32,9 +32,8 @@ StatusOr<std::shared_ptr<const CallSignature>> Prepare(CallSignature signature) 
   const size_t size = signature.devices.size();
   if (signature.processes.size() != size || signature.groups.size() != size || size == 0) {
     return InvalidArgument(
-        "jaxmp: a process barrier needs a device, a process and a group for each position in the mesh, got " +
-        std::to_string(size) + ", " + std::to_string(signature.processes.size()) + " and " +
-        std::to_string(signature.groups.size()));
+        "jaxmp: a process barrier needs a device, a process and a group for each position in the mesh, got ", size,
+        ", ", signature.processes.size(), " and ", signature.groups.size());
   }
   signature.program_hash = Hash(signature.program);
   signature.digest = Hash(signature.call + "\n" + signature.fields);
@@ -44,8 +43,8 @@ StatusOr<std::shared_ptr<const CallSignature>> Prepare(CallSignature signature) 
   for (size_t position = 0; position < size; ++position) {
     const int64_t group = signature.groups[position];
     if (group < 0 || group >= static_cast<int64_t>(size) || signature.processes[position] < 0) {
-      return InvalidArgument("jaxmp: groups and processes of a process barrier count from 0, got group " +
-                             std::to_string(group) + " and process " + std::to_string(signature.processes[position]));
+      return InvalidArgument("jaxmp: groups and processes of a process barrier count from 0, got group ", group,
+                             " and process ", signature.processes[position]);
     }
     if (static_cast<size_t>(group) >= signature.members.size()) signature.members.resize(size_t(group) + 1);
     CallSignature::Group& members = signature.members[static_cast<size_t>(group)];

@@ -1,6 +1,5 @@
 // A call to which several processes come, as all of them have to see it.
-#ifndef JAXMP_BARRIER_CALL_SIGNATURE_H_
-#define JAXMP_BARRIER_CALL_SIGNATURE_H_
+#pragma once
 
 #include <cstdint>
 #include <memory>
@@ -52,5 +51,3 @@ StatusOr<std::shared_ptr<const CallSignature>> Prepare(CallSignature signature);
 std::string Differences(int one, const std::string& fields, int other, const std::string& other_fields);
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_BARRIER_CALL_SIGNATURE_H_

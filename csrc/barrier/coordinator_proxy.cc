@@ -138,7 +138,7 @@ StatusOr<int> StartCoordinatorProxy(const std::string& host, const std::string& 
   socklen_t size = sizeof(address);
   if (listener < 0 || bind(listener, reinterpret_cast<sockaddr*>(&address), size) != 0 || listen(listener, 16) != 0 ||
       getsockname(listener, reinterpret_cast<sockaddr*>(&address), &size) != 0) {
-    return Internal(std::string("jaxmp: no port on 127.0.0.1 for the coordination service: ") + std::strerror(errno));
+    return Internal("jaxmp: no port on 127.0.0.1 for the coordination service: ", std::strerror(errno));
   }
   std::thread(Accept, listener, host, port).detach();
   return static_cast<int>(ntohs(address.sin_port));

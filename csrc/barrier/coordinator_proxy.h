@@ -2,8 +2,7 @@
 //
 // JAX's client ends its process (abort) as soon as the connection to the service breaks, which is when process 0 dies:
 // no exception, no name. Behind a proxy the connection stays open, and the process barrier says who is missing.
-#ifndef JAXMP_BARRIER_COORDINATOR_PROXY_H_
-#define JAXMP_BARRIER_COORDINATOR_PROXY_H_
+#pragma once
 
 #include <string>
 
@@ -20,5 +19,3 @@ StatusOr<int> StartCoordinatorProxy(const std::string& host, const std::string& 
 double ServiceLostFor();
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_BARRIER_COORDINATOR_PROXY_H_

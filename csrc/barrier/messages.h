@@ -1,6 +1,5 @@
 // Messages between the processes of a job, and the sockets that carry them.
-#ifndef JAXMP_BARRIER_MESSAGES_H_
-#define JAXMP_BARRIER_MESSAGES_H_
+#pragma once
 
 #include <cstdint>
 #include <string>
@@ -53,5 +52,3 @@ class Socket {
 };
 
 }  // namespace jaxmp::barrier
-
-#endif  // JAXMP_BARRIER_MESSAGES_H_

@@ -1,6 +1,5 @@
 // Threads on which programs resume.
-#ifndef JAXMP_BASE_COMPLETION_POOL_H_
-#define JAXMP_BASE_COMPLETION_POOL_H_
+#pragma once
 
 #include <condition_variable>
 #include <cstddef>
@@ -25,5 +24,3 @@ class CompletionPool {
 };
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_BASE_COMPLETION_POOL_H_

@@ -3,8 +3,7 @@
 // XLA:CPU computes with subnormal numbers as zero, in arguments and results, on every thread of its own; a new thread
 // keeps them. So a thread of ours on which a program resumes, or tiles are computed, takes the state of the thread that
 // came to our call: the bits of a result must not depend on who has waited for whom.
-#ifndef JAXMP_BASE_FLOAT_STATE_H_
-#define JAXMP_BASE_FLOAT_STATE_H_
+#pragma once
 
 #include <cstdint>
 
@@ -66,5 +65,3 @@ class ScopedFloatState {
 };
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_BASE_FLOAT_STATE_H_

@@ -1,7 +1,6 @@
 // How large matrices may be. What is beyond is garbage: no memory holds it. Below, neither a product of an extent or a
 // block with a number of devices, nor a number of bytes, nor a sum of a few of them exceeds 64 bits.
-#ifndef JAXMP_BASE_LIMITS_H_
-#define JAXMP_BASE_LIMITS_H_
+#pragma once
 
 #include <cstdint>
 
@@ -15,5 +14,3 @@ constexpr int64_t kMostAuxElements = int64_t{1} << 52;  // their columns may hav
 constexpr bool Fits(int64_t rows, int64_t cols, int64_t most) { return rows == 0 || cols <= most / rows; }
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_BASE_LIMITS_H_

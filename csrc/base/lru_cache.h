@@ -1,7 +1,6 @@
 // A bounded map from keys to shared values: least recently used out first, equality by value.
 // Holders of a value keep it alive after it has left the cache, so a bound never breaks a live call.
-#ifndef JAXMP_BASE_LRU_CACHE_H_
-#define JAXMP_BASE_LRU_CACHE_H_
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -108,5 +107,3 @@ class LruCache {
 };
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_BASE_LRU_CACHE_H_

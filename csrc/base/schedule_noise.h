@@ -1,6 +1,5 @@
 // Delays at random in the places where ranks meet, so that a test sees schedules that seldom happen by themselves.
-#ifndef JAXMP_BASE_SCHEDULE_NOISE_H_
-#define JAXMP_BASE_SCHEDULE_NOISE_H_
+#pragma once
 
 #include <cstdint>
 
@@ -13,5 +12,3 @@ void SetScheduleNoise(uint32_t seed, uint32_t microseconds);
 void AddScheduleNoise();
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_BASE_SCHEDULE_NOISE_H_

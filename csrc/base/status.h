@@ -1,9 +1,9 @@
 // Status-or-value for everything below the FFI boundary. `ffi` maps it to ffi::Error, `module` to a Python
 // exception; no other layer knows either of them, and nothing here throws.
-#ifndef JAXMP_BASE_STATUS_H_
-#define JAXMP_BASE_STATUS_H_
+#pragma once
 
 #include <optional>
+#include <sstream>
 #include <string>
 #include <utility>
 
@@ -33,11 +33,34 @@ class [[nodiscard]] Status {
   std::string message_;
 };
 
-inline Status InvalidArgument(std::string message) { return {Code::kInvalidArgument, std::move(message)}; }
-inline Status FailedPrecondition(std::string message) { return {Code::kFailedPrecondition, std::move(message)}; }
-inline Status Unimplemented(std::string message) { return {Code::kUnimplemented, std::move(message)}; }
-inline Status ResourceExhausted(std::string message) { return {Code::kResourceExhausted, std::move(message)}; }
-inline Status Internal(std::string message) { return {Code::kInternal, std::move(message)}; }
+// The parts as text, one behind the other: StrCat(1, " of ", 2) == "1 of 2".
+template <typename... Parts>
+std::string StrCat(const Parts&... parts) {
+  std::ostringstream out;
+  (out << ... << parts);
+  return out.str();
+}
+
+template <typename... Parts>
+Status InvalidArgument(const Parts&... parts) {
+  return {Code::kInvalidArgument, StrCat(parts...)};
+}
+template <typename... Parts>
+Status FailedPrecondition(const Parts&... parts) {
+  return {Code::kFailedPrecondition, StrCat(parts...)};
+}
+template <typename... Parts>
+Status Unimplemented(const Parts&... parts) {
+  return {Code::kUnimplemented, StrCat(parts...)};
+}
+template <typename... Parts>
+Status ResourceExhausted(const Parts&... parts) {
+  return {Code::kResourceExhausted, StrCat(parts...)};
+}
+template <typename... Parts>
+Status Internal(const Parts&... parts) {
+  return {Code::kInternal, StrCat(parts...)};
+}
 
 template <typename T>
 class [[nodiscard]] StatusOr {
@@ -76,5 +99,3 @@ class [[nodiscard]] StatusOr {
   auto result = (expression);                                    \
   if (!result.ok()) return result.status();                      \
   declaration = std::move(*result)
-
-#endif  // JAXMP_BASE_STATUS_H_

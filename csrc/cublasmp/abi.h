@@ -4,8 +4,7 @@
 // Names, numbers and parameter orders are those of cuBLASMp 0.10 and of the CUDA 13 headers that it
 // includes; tests/project/test_abi.py compiles this file beside the real header and compares each of them.
 // Everything sits in a namespace, so that both can be included in one translation unit.
-#ifndef JAXMP_CUBLASMP_ABI_H_
-#define JAXMP_CUBLASMP_ABI_H_
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -152,7 +151,7 @@ using cublasMpMatrixDescriptor_t = cublasMpMatrixDescriptor*;
 using cublasMpMatmulDescriptor_t = cublasMpMatmulDescriptor*;
 
 // The size in bytes that SetAttribute demands; 0 for a number that is no attribute.
-constexpr size_t attribute_size(int attribute) {
+constexpr size_t AttributeSize(int attribute) {
   switch (attribute) {
     case CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA:
     case CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB:
@@ -185,7 +184,6 @@ int64_t cublasMpNumroc(int64_t n, int64_t nb, uint32_t iproc, uint32_t isrcproc,
 cublasMpStatus_t cublasMpCreate(cublasMpHandle_t* handle, cudaStream_t stream);
 cublasMpStatus_t cublasMpDestroy(cublasMpHandle_t handle);
 cublasMpStatus_t cublasMpSetStream(cublasMpHandle_t handle, cudaStream_t stream);
-cublasMpStatus_t cublasMpGetStream(cublasMpHandle_t handle, cudaStream_t* stream);
 
 cublasMpStatus_t cublasMpGridCreate(int64_t nprow, int64_t npcol, cublasMpGridLayout_t layout, ncclComm_t comm,
                                     cublasMpGrid_t* grid);
@@ -199,14 +197,10 @@ cublasMpStatus_t cublasMpBufferDeregister(cublasMpGrid_t grid, void* ptr);
 cublasMpStatus_t cublasMpMatrixDescriptorCreate(int64_t m, int64_t n, int64_t mb, int64_t nb, int64_t rsrc,
                                                 int64_t csrc, int64_t lld, cudaDataType_t type, cublasMpGrid_t grid,
                                                 cublasMpMatrixDescriptor_t* desc);
-cublasMpStatus_t cublasMpMatrixDescriptorInit(int64_t m, int64_t n, int64_t mb, int64_t nb, int64_t rsrc, int64_t csrc,
-                                              int64_t lld, cudaDataType_t type, cublasMpGrid_t grid,
-                                              cublasMpMatrixDescriptor_t desc);
 cublasMpStatus_t cublasMpMatrixDescriptorDestroy(cublasMpMatrixDescriptor_t desc);
 
 cublasMpStatus_t cublasMpMatmulDescriptorCreate(cublasMpMatmulDescriptor_t* matmulDesc,
                                                 cublasComputeType_t computeType);
-cublasMpStatus_t cublasMpMatmulDescriptorInit(cublasMpMatmulDescriptor_t matmulDesc, cublasComputeType_t computeType);
 cublasMpStatus_t cublasMpMatmulDescriptorDestroy(cublasMpMatmulDescriptor_t matmulDesc);
 cublasMpStatus_t cublasMpMatmulDescriptorSetAttribute(cublasMpMatmulDescriptor_t matmulDesc,
                                                       cublasMpMatmulDescriptorAttribute_t attr, const void* buf,
@@ -237,5 +231,3 @@ cublasMpStatus_t cublasMpLoggerSetFile(FILE* file);  // null: no file, and nothi
 cublasMpStatus_t cublasMpLoggerSetLevel(int level);
 
 }  // namespace jaxmp::abi
-
-#endif  // JAXMP_CUBLASMP_ABI_H_

@@ -1,6 +1,5 @@
 // The table through which everything above calls cuBLASMp, or an implementation of the same calls.
-#ifndef JAXMP_CUBLASMP_API_TABLE_H_
-#define JAXMP_CUBLASMP_API_TABLE_H_
+#pragma once
 
 #include "csrc/cublasmp/abi.h"
 
@@ -13,7 +12,6 @@
   X(Create)                         \
   X(Destroy)                        \
   X(SetStream)                      \
-  X(GetStream)                      \
   X(GridCreate)                     \
   X(GridDestroy)                    \
   X(Malloc)                         \
@@ -21,10 +19,8 @@
   X(BufferRegister)                 \
   X(BufferDeregister)               \
   X(MatrixDescriptorCreate)         \
-  X(MatrixDescriptorInit)           \
   X(MatrixDescriptorDestroy)        \
   X(MatmulDescriptorCreate)         \
-  X(MatmulDescriptorInit)           \
   X(MatmulDescriptorDestroy)        \
   X(MatmulDescriptorSetAttribute)   \
   X(MatmulDescriptorGetAttribute)   \
@@ -33,27 +29,21 @@
 
 namespace jaxmp {
 
-// What a library takes beyond cuBLASMp's documented forms. A plan that needs one of these asks
-// first.
+// What a library takes beyond cuBLASMp's documented forms. Python asks ahead of a call (jaxmp/_src/lowering/forms.py).
 struct Capabilities {
   bool all_reduce_any_transposition = false;  // cuBLASMp: op(A) = Aᵀ, op(B) = B only
   bool all_reduce_c = false;                  // cuBLASMp: no source says on which side of the reduction it adds C
   bool grid_any_shape = false;                // cuBLASMp: contiguous shards need nprow == npcol
   bool grid_epilogs = false;                  // cuBLASMp: epilogs on 1-D layouts only
   bool complex_epilogs = false;               // cuBLASMp's are cuBLASLt's, which has none
+  bool fixed_reduction_order = false;         // MpApi::fix_reduction_order
 };
 
-// What can be said of a library that is not loaded.
-struct Library {
-  const char* name;
-  Capabilities capabilities;
-  bool fixed_reduction_order;
-};
-inline constexpr Library kCublasMp = {"cublasmp", {}, false};
+inline constexpr Capabilities kHostCapabilities = {true, true, true, true, true, true};
+inline constexpr char kCublasMp[] = "cublasmp";
 
 struct MpApi {
   const char* name;
-  Capabilities capabilities;
   // Has every element of D summed in one order, fixed K blocks one after the other, so that it depends on its row of
   // op(A) and its column of op(B) alone; null where the library cannot. To be called before the workspace is queried.
   abi::cublasMpStatus_t (*fix_reduction_order)(abi::cublasMpMatmulDescriptor_t matmul);
@@ -70,5 +60,3 @@ struct MpApi {
 const MpApi& host_api();
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_CUBLASMP_API_TABLE_H_

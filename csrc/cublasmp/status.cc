@@ -1,33 +1,40 @@
 #include "csrc/cublasmp/status.h"
 
-#include <string>
+#include <iterator>
 
 namespace jaxmp {
 namespace {
 
-Code CodeOf(abi::cublasMpStatus_t status) {
-  switch (status) {
-    case abi::CUBLASMP_STATUS_INVALID_VALUE:
-      return Code::kInvalidArgument;
-    case abi::CUBLASMP_STATUS_NOT_SUPPORTED:
-    case abi::CUBLASMP_STATUS_ARCHITECTURE_MISMATCH:
-      return Code::kUnimplemented;
-    case abi::CUBLASMP_STATUS_ALLOCATION_FAILED:
-      return Code::kResourceExhausted;
-    case abi::CUBLASMP_STATUS_NOT_INITIALIZED:
-      return Code::kFailedPrecondition;
-    default:
-      return Code::kInternal;
-  }
-}
+// The first number of a code is hostmp's for it. The last word is of all other numbers.
+constexpr StatusWord kWords[] = {
+    {abi::CUBLASMP_STATUS_SUCCESS, Code::kOk, "success"},
+    {abi::CUBLASMP_STATUS_INVALID_VALUE, Code::kInvalidArgument, "invalid value"},
+    {abi::CUBLASMP_STATUS_NOT_SUPPORTED, Code::kUnimplemented, "not supported"},
+    {abi::CUBLASMP_STATUS_ARCHITECTURE_MISMATCH, Code::kUnimplemented, "architecture mismatch"},
+    {abi::CUBLASMP_STATUS_ALLOCATION_FAILED, Code::kResourceExhausted, "allocation failed"},
+    {abi::CUBLASMP_STATUS_NOT_INITIALIZED, Code::kFailedPrecondition, "not initialized"},
+    {abi::CUBLASMP_STATUS_INTERNAL_ERROR, Code::kInternal, "internal error"},
+    {abi::CUBLASMP_STATUS_EXECUTION_FAILED, Code::kInternal, "execution failed"},
+    {static_cast<abi::cublasMpStatus_t>(-1), Code::kInternal, "unknown status"}};
 
 }  // namespace
+
+const StatusWord& WordOf(abi::cublasMpStatus_t number) {
+  const StatusWord* word = kWords;
+  while (word->number != number && word + 1 != std::end(kWords)) ++word;
+  return *word;
+}
+
+abi::cublasMpStatus_t NumberOf(Code code) {
+  const StatusWord* word = kWords;
+  while (word->code != code) ++word;
+  return word->number;
+}
 
 Status Check(const MpApi& api, abi::cublasMpStatus_t status, const char* call) {
   if (status == abi::CUBLASMP_STATUS_SUCCESS) return {};
   const char* why = api.last_error();
-  return {CodeOf(status),
-          std::string("jaxmp: ") + api.name + " " + call + ": " + (*why ? why : api.GetStatusString(status))};
+  return {WordOf(status).code, StrCat("jaxmp: ", api.name, " ", call, ": ", *why ? why : api.GetStatusString(status))};
 }
 
 }  // namespace jaxmp

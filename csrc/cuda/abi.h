@@ -3,11 +3,9 @@
 // Names, numbers and parameters are those of CUDA 12 and 13 and of NCCL 2.30; tests/project/test_abi.py compares each
 // with the real headers. A function whose symbol carries a version (cuMemAlloc_v2) has it here too: a header would hide
 // it.
-#ifndef JAXMP_CUDA_ABI_H_
-#define JAXMP_CUDA_ABI_H_
+#pragma once
 
 #include <cstddef>
-#include <cstdint>
 
 #include "csrc/cublasmp/abi.h"
 
@@ -134,5 +132,3 @@ ncclResult_t ncclAllReduce(const void* sendbuff, void* recvbuff, size_t count, n
                            ncclComm_t comm, cudaStream_t stream);
 
 }  // namespace jaxmp::abi
-
-#endif  // JAXMP_CUDA_ABI_H_

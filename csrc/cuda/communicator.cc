@@ -1,8 +1,6 @@
 #include "csrc/cuda/communicator.h"
 
 #include <algorithm>
-#include <map>
-#include <mutex>
 #include <utility>
 
 #include "csrc/cuda/libraries.h"
@@ -39,34 +37,8 @@ StatusOr<int> CudaCommunicator::LocalRankOf(int64_t position, int ordinal) const
   JAXMP_ASSIGN_OR_RETURN(const GroupRank group_rank, Find(position));
   if (nranks() > 1) return static_cast<int>(group_rank.group) * nranks() + group_rank.rank;
   if (ordinal >= 0 && ordinal < num_local_ranks()) return ordinal;
-  return Internal("jaxmp: this process has " + std::to_string(num_local_ranks()) +
-                  " CUDA devices, but XLA runs a call on device " + std::to_string(ordinal));
-}
-
-StatusOr<std::shared_ptr<abi::cublasMpGrid>> CudaCommunicator::Grid(const MpApi& api, int local_rank,
-                                                                    const GridShape& shape) const {
-  return rank_context(local_rank).Grid(api, shape);
-}
-
-StatusOr<std::shared_ptr<abi::cublasMpHandle>> CudaCommunicator::Handle(const MpApi& api, int local_rank,
-                                                                        abi::cudaStream_t stream) const {
-  return rank_context(local_rank).Handle(api, stream);
-}
-
-StatusOr<size_t> CudaCommunicator::Agree(int local_rank, const Problem& problem, StatusOr<size_t> bytes,
-                                         abi::cudaStream_t stream) const {
-  return rank_context(local_rank).Agree(problem, std::move(bytes), stream);
-}
-
-Status CudaCommunicator::SetStream(const MpApi& api, int local_rank, abi::cublasMpHandle*,
-                                   abi::cudaStream_t stream) const {
-  return rank_context(local_rank).SetStream(api, stream);
-}
-
-// Always registered: without it cuBLASMp does not overlap.
-StatusOr<std::shared_ptr<void>> CudaCommunicator::Workspace(const MpApi& api, int local_rank, const GridShape& shape,
-                                                            size_t bytes, bool, std::shared_ptr<void>) const {
-  return rank_context(local_rank).Workspace(api, shape, bytes);
+  return Internal("jaxmp: this process has ", num_local_ranks(), " CUDA devices, but XLA runs a call on device ",
+                  ordinal);
 }
 
 namespace {
@@ -92,14 +64,13 @@ StatusOr<int64_t> PositionOf(const std::vector<int64_t>& devices, int ordinal) {
   std::lock_guard<std::mutex> lock(device_ids().mutex);
   const auto found = device_ids().ids.find(ordinal);
   if (found == device_ids().ids.end()) {
-    return FailedPrecondition("jaxmp: the id of CUDA device " + std::to_string(ordinal) +
+    return FailedPrecondition("jaxmp: the id of CUDA device ", ordinal,
                               " is not known in this process; call jaxmp.register() ahead of the program");
   }
   const auto at = std::find(devices.begin(), devices.end(), found->second);
   if (at != devices.end()) return at - devices.begin();
-  return FailedPrecondition("jaxmp: the program was compiled for a mesh of the devices " + Join(devices) +
-                            ", but runs on device " + std::to_string(found->second) +
-                            "; compile it for the mesh that it runs on");
+  return FailedPrecondition("jaxmp: the program was compiled for a mesh of the devices ", Join(devices),
+                            ", but runs on device ", found->second, "; compile it for the mesh that it runs on");
 }
 
 std::shared_ptr<const CudaCommunicator> GetCudaCommunicator(const Axes& axes, const std::vector<int64_t>& devices) {

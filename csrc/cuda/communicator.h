@@ -1,11 +1,9 @@
 // The communicator of a mesh's groups on CUDA devices.
-#ifndef JAXMP_CUDA_COMMUNICATOR_H_
-#define JAXMP_CUDA_COMMUNICATOR_H_
+#pragma once
 
 #include <map>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <vector>
 
 #include "csrc/base/status.h"
@@ -22,17 +20,7 @@ class CudaCommunicator final : public Communicator {
 
   int num_local_ranks() const override { return static_cast<int>(rank_contexts_.size()); }
   bool is_made_at_once() const override { return false; }
-  StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, int local_rank,
-                                                    const GridShape& shape) const override;
-  StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, int local_rank,
-                                                        abi::cudaStream_t stream) const override;
-  StatusOr<size_t> Agree(int local_rank, const Problem& problem, StatusOr<size_t> bytes,
-                         abi::cudaStream_t stream) const override;
-  StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, int local_rank, const GridShape& shape, size_t bytes,
-                                            bool is_registered, std::shared_ptr<void> last) const override;
-
-  Status SetStream(const MpApi& api, int local_rank, abi::cublasMpHandle* handle,
-                   abi::cudaStream_t stream) const override;
+  RankObjects& rank_objects(int local_rank) const override { return rank_context(local_rank); }
 
   // The local rank of the device with this ordinal at this position.
   StatusOr<int> LocalRankOf(int64_t position, int ordinal) const;
@@ -67,5 +55,3 @@ StatusOr<int64_t> PositionOf(const std::vector<int64_t>& devices, int ordinal);
 std::shared_ptr<const CudaCommunicator> GetCudaCommunicator(const Axes& axes, const std::vector<int64_t>& devices);
 
 }  // namespace jaxmp::cuda
-
-#endif  // JAXMP_CUDA_COMMUNICATOR_H_

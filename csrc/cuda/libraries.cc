@@ -7,8 +7,6 @@
 #include <mutex>
 #include <utility>
 
-#include "csrc/cuda/logger.h"
-
 namespace jaxmp::cuda {
 namespace {
 
@@ -19,8 +17,8 @@ constexpr const char* kRemedy =
 StatusOr<void*> Open(const char* what, const std::string& path, const char* remedy) {
   if (void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
   const char* why = dlerror();
-  return FailedPrecondition(std::string("jaxmp: ") + what + " cannot be opened as " + path + " (" +
-                            (why ? why : "no reason given") + ")" + remedy);
+  return FailedPrecondition("jaxmp: ", what, " cannot be opened as ", path, " (", (why ? why : "no reason given"), ")",
+                            remedy);
 }
 
 // The file that the loader took a function from.
@@ -33,7 +31,7 @@ template <typename Function>
 Status Find(void* handle, const std::string& name, const char* what, const std::string& path, Function* function) {
   *function = reinterpret_cast<Function>(dlsym(handle, name.c_str()));
   if (*function) return {};
-  return FailedPrecondition("jaxmp: " + path + " has no " + name + ", which " + what + " has" + kRemedy);
+  return FailedPrecondition("jaxmp: ", path, " has no ", name, ", which ", what, " has", kRemedy);
 }
 
 std::string Dotted(int major, int minor) { return std::to_string(major) + "." + std::to_string(minor); }
@@ -48,8 +46,7 @@ Status OpenDriver(const std::string& path, Libraries* libraries) {
 #undef JAXMP_FIND_FUNCTION
   int version = 0;
   if (const abi::CUresult result = libraries->driver.DriverGetVersion(&version); result != abi::CUDA_SUCCESS) {
-    return FailedPrecondition("jaxmp: " + path + " does not tell its version (CUDA error " + std::to_string(result) +
-                              ")" + remedy);
+    return FailedPrecondition("jaxmp: ", path, " does not tell its version (CUDA error ", result, ")", remedy);
   }
   libraries->info["driver"] = FileOf(reinterpret_cast<void*>(libraries->driver.Init), path);
   libraries->info["driver_version"] = Dotted(version / 1000, version % 1000 / 10);
@@ -67,8 +64,7 @@ Status OpenNccl(const std::string& path, Libraries* libraries) {
   const abi::ncclResult_t result = libraries->nccl.GetVersion(&version);
   const std::string text = Dotted(version / 10000, version / 100 % 100) + "." + std::to_string(version % 100);
   if (result != abi::ncclSuccess || version < 23000) {
-    return FailedPrecondition("jaxmp: " + path + " is NCCL " + text + ", but cuBLASMp 0.10 needs 2.30 or newer" +
-                              kRemedy);
+    return FailedPrecondition("jaxmp: ", path, " is NCCL ", text, ", but cuBLASMp 0.10 needs 2.30 or newer", kRemedy);
   }
   libraries->info["nccl"] = FileOf(reinterpret_cast<void*>(libraries->nccl.GetVersion), path);
   libraries->info["nccl_version"] = text;
@@ -79,8 +75,8 @@ Status OpenNccl(const std::string& path, Libraries* libraries) {
 Status CheckOneNccl(void* cublasmp, const std::string& path, const Libraries& libraries) {
   void* const theirs = dlsym(cublasmp, "ncclGetVersion");
   if (!theirs || theirs == reinterpret_cast<void*>(libraries.nccl.GetVersion)) return {};
-  return FailedPrecondition("jaxmp: two NCCLs are in this process: " + libraries.info.at("nccl") + " was opened, but " +
-                            path + " uses " + FileOf(theirs, "another") +
+  return FailedPrecondition("jaxmp: two NCCLs are in this process: ", libraries.info.at("nccl"), " was opened, but ",
+                            path, " uses ", FileOf(theirs, "another"),
                             "; leave one of them on the loader's path (LD_LIBRARY_PATH, LD_PRELOAD)");
 }
 
@@ -93,7 +89,7 @@ Status OpenCublasMp(const std::string& path, Libraries* libraries) {
   const abi::cublasMpStatus_t status = api.GetVersion(&version);
   const std::string text = Dotted(version / 10000, version / 100 % 100) + "." + std::to_string(version % 100);
   if (status != abi::CUBLASMP_STATUS_SUCCESS || version / 100 != 10) {
-    return FailedPrecondition("jaxmp: " + path + " is cuBLASMp " + text + ", but 0.10 is required" + kRemedy);
+    return FailedPrecondition("jaxmp: ", path, " is cuBLASMp ", text, ", but 0.10 is required", kRemedy);
   }
 #define JAXMP_FIND_FUNCTION(function) \
   JAXMP_RETURN_IF_ERROR(Find(handle, "cublasMp" #function, "cuBLASMp 0.10", path, &api.function));
@@ -103,8 +99,7 @@ Status OpenCublasMp(const std::string& path, Libraries* libraries) {
   JAXMP_RETURN_IF_ERROR(Find(handle, "cublasMpLoggerSetCallback", "cuBLASMp 0.10", path, &logger.SetCallback));
   JAXMP_RETURN_IF_ERROR(Find(handle, "cublasMpLoggerSetFile", "cuBLASMp 0.10", path, &logger.SetFile));
   JAXMP_RETURN_IF_ERROR(Find(handle, "cublasMpLoggerSetLevel", "cuBLASMp 0.10", path, &logger.SetLevel));
-  api.name = kCublasMp.name;
-  api.capabilities = kCublasMp.capabilities;
+  api.name = kCublasMp;
   api.fix_reduction_order = nullptr;
   api.last_error = TakeLastError;
   libraries->info["cublasmp"] = FileOf(reinterpret_cast<void*>(api.GetVersion), path);
@@ -179,7 +174,7 @@ Status Check(abi::CUresult result, const char* call) {
 Status Check(abi::ncclResult_t result, const char* call) {
   if (result == abi::ncclSuccess) return {};
   const char* last = Loaded()->nccl.GetLastError(nullptr);
-  return Internal(std::string("jaxmp: ") + call + ": " + Why(result) + (last && *last ? std::string("; ") + last : ""));
+  return Internal("jaxmp: ", call, ": ", Why(result), (last && *last ? std::string("; ") + last : ""));
 }
 
 }  // namespace jaxmp::cuda

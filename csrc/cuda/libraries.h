@@ -1,9 +1,9 @@
 // The three libraries of the CUDA side, opened at run time: the driver, NCCL and cuBLASMp.
-#ifndef JAXMP_CUDA_LIBRARIES_H_
-#define JAXMP_CUDA_LIBRARIES_H_
+#pragma once
 
 #include <map>
 #include <string>
+#include <vector>
 
 #include "csrc/base/status.h"
 #include "csrc/cublasmp/api_table.h"
@@ -45,6 +45,32 @@ Status Load(const std::string& cublasmp, const std::string& nccl, const std::str
 // What Load() opened; null before it succeeded. Lives as long as the process.
 const Libraries* Loaded();
 
+// A context made current for a scope.
+//
+// The libraries take whichever context is current. Where XLA calls a handler that may be its device's, another or none:
+// one client of XLA's runs a device's programs on any thread of a pool. The watchdog's thread has none.
+class CurrentContext {
+ public:
+  explicit CurrentContext(abi::CUcontext context) {
+    abi::CUcontext current = nullptr;
+    const Driver& driver = Loaded()->driver;
+    is_current_ = driver.CtxGetCurrent(&current) == abi::CUDA_SUCCESS && current == context;
+    if (is_current_) return;
+    is_pushed_ = is_current_ = driver.CtxPushCurrent_v2(context) == abi::CUDA_SUCCESS;
+  }
+  ~CurrentContext() {
+    abi::CUcontext popped = nullptr;
+    if (is_pushed_) (void)Loaded()->driver.CtxPopCurrent_v2(&popped);
+  }
+  // Whether it is current now.
+  bool ok() const { return is_current_; }
+  CurrentContext(const CurrentContext&) = delete;
+  CurrentContext& operator=(const CurrentContext&) = delete;
+
+ private:
+  bool is_current_ = false, is_pushed_ = false;
+};
+
 // The table over the loaded cuBLASMp.
 StatusOr<const MpApi*> cuda_api();
 
@@ -54,6 +80,21 @@ std::string Why(abi::ncclResult_t result);
 Status Check(abi::CUresult result, const char* call);
 Status Check(abi::ncclResult_t result, const char* call);
 
-}  // namespace jaxmp::cuda
+// ---- what cuBLASMp says about itself: which algorithm it took, and why a call failed (logger.cc)
 
-#endif  // JAXMP_CUDA_LIBRARIES_H_
+// Has the library report everything to this process, with lines such as "[cublasMpMatmul] Using AllGather + Matmul";
+// off: errors alone, which complete the messages of failed calls. Either overrides CUBLASMP_LOG_LEVEL and
+// CUBLASMP_LOG_FILE: without that every line would stand on stdout as well. May be called before the library is loaded.
+void SetLogging(bool is_on);
+
+// Tells a library that was just loaded.
+void ApplyLogging(const Libraries& libraries);
+
+// The lines since the last call, oldest first; the newest 4096 of them.
+std::vector<std::string> TakeLog();
+
+// The errors that the library reported on this thread since the last time, in one line; "" where it reported none. A
+// failed call may report several, the cause first. Valid until the next call.
+const char* TakeLastError();
+
+}  // namespace jaxmp::cuda

@@ -1,5 +1,3 @@
-#include "csrc/cuda/logger.h"
-
 #include <atomic>
 #include <deque>
 #include <iterator>

@@ -71,9 +71,8 @@ Status AwaitOthers(const std::string& key, int nranks) {
     const std::chrono::duration<double> spent = Clock::now() - start;
     const StatusOr<std::string> came = CallExchange(KeyOf(key, rank), nullptr, std::max(0.0, timeout - spent.count()));
     if (came.ok()) continue;
-    return FailedPrecondition("jaxmp: rank " + std::to_string(rank) + " of " + std::to_string(nranks) +
-                              " did not come to its first call within " + Text(timeout) + " s (" +
-                              came.status().message() + "); set JAXMP_TIMEOUT to wait longer");
+    return FailedPrecondition("jaxmp: rank ", rank, " of ", nranks, " did not come to its first call within ",
+                              Text(timeout), " s (", came.status().message(), "); set JAXMP_TIMEOUT to wait longer");
   }
   return {};
 }
@@ -91,8 +90,8 @@ StatusOr<std::string> ReceiveValue(const std::string& key, int rank, int nranks)
   // Rank 0 may come last, and then waits for others under its call mutex.
   StatusOr<std::string> value = CallExchange(key, nullptr, 2 * Timeout());
   if (value.ok()) return value;
-  return FailedPrecondition("jaxmp: rank 0 of " + std::to_string(nranks) + " did not open their communicator within " +
-                            Text(2 * Timeout()) + " s (" + value.status().message() +
+  return FailedPrecondition("jaxmp: rank 0 of ", nranks, " did not open their communicator within ",
+                            Text(2 * Timeout()), " s (", value.status().message(),
                             "); set JAXMP_TIMEOUT to wait longer");
 }
 
@@ -126,7 +125,7 @@ StatusOr<abi::ncclUniqueId> AgreeOnId(const std::string& key, int rank, int nran
   if (value->empty() || value->front() == kError) return FailedPrecondition(value->substr(value->empty() ? 0 : 1));
   abi::ncclUniqueId id;
   if (value->size() != sizeof(id.internal) + 1) {
-    return Internal("jaxmp: the NCCL id of " + key + " has " + std::to_string(value->size() - 1) + " bytes, not 128");
+    return Internal("jaxmp: the NCCL id of ", key, " has ", value->size() - 1, " bytes, not 128");
   }
   std::memcpy(id.internal, value->data() + 1, sizeof(id.internal));
   return id;

@@ -1,6 +1,5 @@
 // How the ranks of a group find each other before they have a communicator: the NCCL id travels under a key.
-#ifndef JAXMP_CUDA_NCCL_ID_EXCHANGE_H_
-#define JAXMP_CUDA_NCCL_ID_EXCHANGE_H_
+#pragma once
 
 #include <functional>
 #include <string>
@@ -29,5 +28,3 @@ double Timeout();
 StatusOr<abi::ncclUniqueId> AgreeOnId(const std::string& key, int rank, int nranks);
 
 }  // namespace jaxmp::cuda
-
-#endif  // JAXMP_CUDA_NCCL_ID_EXCHANGE_H_

@@ -1,11 +1,9 @@
 #include "csrc/cuda/rank_context.h"
 
 #include <limits>
-#include <utility>
 
 #include "csrc/cublasmp/status.h"
 #include "csrc/cuda/libraries.h"
-#include "csrc/cuda/logger.h"
 #include "csrc/cuda/nccl_id_exchange.h"
 
 namespace jaxmp::cuda {
@@ -34,12 +32,10 @@ Status RankContext::Enter(int ordinal, abi::CUcontext context, abi::CUstream str
                           std::shared_ptr<const std::string> call) {
   if (!watch_) JAXMP_RETURN_IF_ERROR(Open(ordinal, context));
   if (ordinal != ordinal_) {
-    return FailedPrecondition("jaxmp: " + Describe() +
-                              " has its communicator on that device, but this call runs on "
-                              "device " +
-                              std::to_string(ordinal) +
-                              ", and the program does not say which devices its "
-                              "mesh has, as an exported one; compile it in this process instead");
+    return FailedPrecondition("jaxmp: ", Describe(),
+                              " has its communicator on that device, but this call runs on device ", ordinal,
+                              ", and the program does not say which devices its mesh has, as an exported one; compile "
+                              "it in this process instead");
   }
   if (!comm_) JAXMP_RETURN_IF_ERROR(Connect());
   stream_ = stream;
@@ -94,10 +90,10 @@ StatusOr<std::shared_ptr<abi::cublasMpHandle>> RankContext::Handle(const MpApi& 
   return handle_;
 }
 
-Status RankContext::SetStream(const MpApi& api, abi::cudaStream_t stream) {
+Status RankContext::SetStream(const MpApi& api, abi::cublasMpHandle* handle, abi::cudaStream_t stream) {
   if (stream == handle_stream_) return {};
   handle_stream_ = nullptr;
-  JAXMP_RETURN_IF_ERROR(jaxmp::Check(api, api.SetStream(handle_.get(), stream), "SetStream"));
+  JAXMP_RETURN_IF_ERROR(jaxmp::Check(api, api.SetStream(handle, stream), "SetStream"));
   handle_stream_ = stream;
   return {};
 }
@@ -122,8 +118,8 @@ StatusOr<size_t> RankContext::Agree(const Problem& problem, StatusOr<size_t> byt
   if (const auto found = agreed_.find(problem); found != agreed_.end()) {
     if (!bytes.ok()) return bytes;
     if (*bytes <= found->second) return found->second;
-    return Internal("jaxmp: the library asks for a workspace of " + std::to_string(*bytes) + " bytes, after " +
-                    std::to_string(found->second) + " for the same call before");
+    return Internal("jaxmp: the library asks for a workspace of ", *bytes, " bytes, after ", found->second,
+                    " for the same call before");
   }
   JAXMP_ASSIGN_OR_RETURN(const int64_t most, AllReduceMax(bytes.ok() ? static_cast<int64_t>(*bytes) : kFailed, stream));
   if (!bytes.ok()) return bytes;
@@ -140,7 +136,9 @@ StatusOr<bool> RankContext::IsOnAll(bool is_here) {
   return most == 0;
 }
 
-StatusOr<std::shared_ptr<void>> RankContext::Workspace(const MpApi& api, const GridShape& shape, size_t bytes) {
+// Always registered: without it cuBLASMp does not overlap.
+StatusOr<std::shared_ptr<void>> RankContext::Workspace(const MpApi& api, const GridShape& shape, size_t bytes,
+                                                       std::shared_ptr<void>) {
   Memory& memory = workspaces_[shape];
   if (memory.bytes >= bytes) return Unowned(memory.data);
   JAXMP_ASSIGN_OR_RETURN(std::shared_ptr<abi::cublasMpGrid> grid, Grid(api, shape));
@@ -165,8 +163,8 @@ Status RankContext::Grow(const MpApi& api, abi::cublasMpGrid_t grid, size_t byte
   JAXMP_RETURN_IF_ERROR(made.status());
   if (is_on_all) return Register(api, grid, *made, bytes, memory);
   (void)Loaded()->nccl.MemFree(*made);
-  return FailedPrecondition("jaxmp: another rank of the group has no memory for a workspace of " +
-                            std::to_string(bytes) + " bytes; its own error says why");
+  return FailedPrecondition("jaxmp: another rank of the group has no memory for a workspace of ", bytes,
+                            " bytes; its own error says why");
 }
 
 // Of NCCL's allocator, whose memory can be registered: cublasMpMalloc is this and cublasMpBufferRegister in one, and
@@ -175,8 +173,7 @@ StatusOr<void*> RankContext::Allocate(size_t bytes) const {
   void* made = nullptr;
   const abi::ncclResult_t result = Loaded()->nccl.MemAlloc(&made, bytes);
   if (result == abi::ncclSuccess) return made;
-  return ResourceExhausted("jaxmp: no memory for a workspace of " + std::to_string(bytes) +
-                           " bytes: ncclMemAlloc: " + Why(result) +
+  return ResourceExhausted("jaxmp: no memory for a workspace of ", bytes, " bytes: ncclMemAlloc: ", Why(result),
                            "; free memory on the device, or leave more of it to others than JAX "
                            "(XLA_PYTHON_CLIENT_MEM_FRACTION)");
 }

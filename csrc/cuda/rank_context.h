@@ -1,13 +1,11 @@
 // One rank of one group on its device: what its plans share.
-#ifndef JAXMP_CUDA_RANK_CONTEXT_H_
-#define JAXMP_CUDA_RANK_CONTEXT_H_
+#pragma once
 
 #include <map>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <unordered_map>
-#include <utility>
 
 #include "csrc/base/status.h"
 #include "csrc/cublasmp/api_table.h"
@@ -22,7 +20,7 @@ namespace jaxmp::cuda {
 // call: making them is collective, and every rank comes to it at the same call of the same program. They stay for the
 // life of the process: destroying them is collective too, and nothing that ends (a plan, an executable) ends on all
 // ranks at one time.
-class RankContext {
+class RankContext final : public RankObjects {
  public:
   // `key` names the group to all of its ranks, and no other group.
   RankContext(std::string key, int64_t group, int rank, int nranks);
@@ -35,11 +33,12 @@ class RankContext {
   void Leave();
   Watch& watch() { return *watch_; }
 
-  StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, const GridShape& shape);
-  StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, abi::cudaStream_t stream);
-  Status SetStream(const MpApi& api, abi::cudaStream_t stream);  // of the handle
-  StatusOr<size_t> Agree(const Problem& problem, StatusOr<size_t> bytes, abi::cudaStream_t stream);
-  StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, const GridShape& shape, size_t bytes);
+  StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, const GridShape& shape) override;
+  StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, abi::cudaStream_t stream) override;
+  Status SetStream(const MpApi& api, abi::cublasMpHandle* handle, abi::cudaStream_t stream) override;
+  StatusOr<size_t> Agree(const Problem& problem, StatusOr<size_t> bytes, abi::cudaStream_t stream) override;
+  StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, const GridShape& shape, size_t bytes,
+                                            std::shared_ptr<void> last) override;
 
   std::string Describe() const;  // "rank 1 of 4 in group 0 (device 3)"
 
@@ -80,5 +79,3 @@ class RankContext {
 };
 
 }  // namespace jaxmp::cuda
-
-#endif  // JAXMP_CUDA_RANK_CONTEXT_H_

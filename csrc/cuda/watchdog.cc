@@ -5,10 +5,7 @@
 #include <cstdlib>
 #include <sstream>
 #include <thread>
-#include <utility>
-#include <vector>
 
-#include "csrc/cuda/context.h"
 #include "csrc/cuda/libraries.h"
 #include "csrc/cuda/nccl_id_exchange.h"
 
@@ -82,7 +79,7 @@ void Watch::Adopt(abi::ncclComm_t comm) {
 Status Watch::Enter(std::shared_ptr<const std::string> call) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (const std::string failure = AskNccl(); !failure.empty()) {
-    return FailedPrecondition("jaxmp.DistributedError: " + failure + "; start the process again");
+    return FailedPrecondition("jaxmp.DistributedError: ", failure, "; start the process again");
   }
   call_ = std::move(call);
   entered_ = Clock::now();

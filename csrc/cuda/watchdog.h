@@ -4,8 +4,7 @@
 // or on its stream, and for an asynchronous error of NCCL meanwhile (communicators that cuBLASMp has split off ours
 // report theirs to nobody). On either it prints rank and call, and ends the process. It aborts no communicator: their
 // kernels would return, and whoever waits for the stream would take what they leave behind for a result.
-#ifndef JAXMP_CUDA_WATCHDOG_H_
-#define JAXMP_CUDA_WATCHDOG_H_
+#pragma once
 
 #include <chrono>
 #include <deque>
@@ -80,5 +79,3 @@ class Watch {
 };
 
 }  // namespace jaxmp::cuda
-
-#endif  // JAXMP_CUDA_WATCHDOG_H_

@@ -34,8 +34,7 @@ StatusOr<Attribute> ReadAttribute(const ffi::Dictionary& dictionary, std::string
   if (auto value = dictionary.get<ffi::Span<const double>>(name)) {
     return Attribute(std::vector<double>(value->begin(), value->end()));
   }
-  return InvalidArgument("jaxmp: attribute " + std::string(name) +
-                         " must be an int64, a string, or an array of int64 or float64");
+  return InvalidArgument("jaxmp: attribute ", name, " must be an int64, a string, or an array of int64 or float64");
 }
 
 }  // namespace
@@ -45,7 +44,7 @@ StatusOr<Attributes> ReadAttributes(const ffi::Dictionary& dictionary) {
   for (std::string_view name : dictionary) {
     JAXMP_ASSIGN_OR_RETURN(Attribute attribute, ReadAttribute(dictionary, name));
     if (attributes.emplace(name, std::move(attribute)).second) continue;
-    return InvalidArgument("jaxmp: attribute " + std::string(name) + " is given twice");
+    return InvalidArgument("jaxmp: attribute ", name, " is given twice");
   }
   return attributes;
 }
@@ -96,7 +95,7 @@ class Operands {
   Operands(const ffi::RemainingArgs& args, const ffi::RemainingRets& rets) : args_(args), rets_(rets) {}
 
   Status Argument(const char* name, DType dtype, int64_t size, const void** to) {
-    if (nargs_ >= args_.size()) return InvalidArgument(std::string("jaxmp: argument ") + name + " is missing");
+    if (nargs_ >= args_.size()) return InvalidArgument("jaxmp: argument ", name, " is missing");
     const ffi::ErrorOr<ffi::AnyBuffer> buffer = args_.get<ffi::AnyBuffer>(nargs_++);
     if (buffer.has_error()) return Internal(buffer.error().message());
     *to = buffer->untyped_data();
@@ -104,7 +103,7 @@ class Operands {
   }
 
   Status Result(const char* name, DType dtype, int64_t size, void** to) {
-    if (nrets_ >= rets_.size()) return InvalidArgument(std::string("jaxmp: result ") + name + " is missing");
+    if (nrets_ >= rets_.size()) return InvalidArgument("jaxmp: result ", name, " is missing");
     ffi::ErrorOr<ffi::Result<ffi::AnyBuffer>> buffer = rets_.get<ffi::AnyBuffer>(nrets_++);
     if (buffer.has_error()) return Internal(buffer.error().message());
     *to = (*buffer)->untyped_data();
@@ -126,8 +125,8 @@ class Operands {
 
   Status CheckNoMore() const {
     if (nargs_ == args_.size() && nrets_ == rets_.size()) return {};
-    return InvalidArgument("jaxmp: expected " + std::to_string(nargs_) + " arguments and " + std::to_string(nrets_) +
-                           " results, got " + std::to_string(args_.size()) + " and " + std::to_string(rets_.size()));
+    return InvalidArgument("jaxmp: expected ", nargs_, " arguments and ", nrets_, " results, got ", args_.size(),
+                           " and ", rets_.size());
   }
 
  private:

@@ -1,11 +1,10 @@
 // What every platform's handler of a product has in common: attributes and buffers of a call frame, read and checked.
-#ifndef JAXMP_FFI_CALL_FRAME_H_
-#define JAXMP_FFI_CALL_FRAME_H_
+#pragma once
 
 #include "csrc/base/status.h"
-#include "csrc/plan/descriptor_attributes.h"
 #include "csrc/plan/distribution.h"
 #include "csrc/plan/matmul_problem.h"
+#include "csrc/plan/plan.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace jaxmp {
@@ -19,5 +18,3 @@ Status ReadOperands(const Problem& p, const Distribution& layout, const xla::ffi
                     const xla::ffi::RemainingRets& rets, Buffers* buffers, const void** position);
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_FFI_CALL_FRAME_H_

@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "csrc/base/status.h"
-#include "csrc/cuda/context.h"
 #include "csrc/cuda/libraries.h"
 #include "csrc/cuda/watchdog.h"
 #include "csrc/ffi/call_frame.h"
@@ -32,7 +31,7 @@ std::shared_ptr<const cuda::CudaCommunicator> CommunicatorOf(const Problem& p) {
 StatusOr<std::unique_ptr<CudaSite>> MakeSite(const ffi::Dictionary& dictionary) {
   JAXMP_ASSIGN_OR_RETURN(Attributes attributes, ReadAttributes(dictionary));
   JAXMP_ASSIGN_OR_RETURN(Problem problem, MakeProblem(attributes));
-  JAXMP_RETURN_IF_ERROR(DistributionOn(kCublasMp, problem).status());
+  JAXMP_RETURN_IF_ERROR(MakeDistribution(problem).status());
   auto site = std::make_unique<CudaSite>(std::move(problem));
   if (cuda::Loaded()) JAXMP_RETURN_IF_ERROR(site->Open());
   return site;

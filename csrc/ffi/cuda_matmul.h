@@ -1,6 +1,5 @@
 // The custom call `jaxmp_matmul` on CUDA devices.
-#ifndef JAXMP_FFI_CUDA_MATMUL_H_
-#define JAXMP_FFI_CUDA_MATMUL_H_
+#pragma once
 
 #include <atomic>
 #include <map>
@@ -49,5 +48,3 @@ XLA_FFI_Error* CudaMatmulInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* CudaMatmulExecute(XLA_FFI_CallFrame* frame);
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_FFI_CUDA_MATMUL_H_

@@ -1,7 +1,6 @@
 // What the handlers of all custom calls are made of. A call site's state is made from its attributes, once; an
 // execution has the state, and binds none of them.
-#ifndef JAXMP_FFI_HANDLER_H_
-#define JAXMP_FFI_HANDLER_H_
+#pragma once
 
 #include <cstdint>
 #include <exception>
@@ -32,8 +31,7 @@ Status ReadAttribute(const xla::ffi::Dictionary& attributes, const char* name, T
   constexpr bool is_integer = std::is_same_v<T, int64_t>, is_text = std::is_same_v<T, std::string>;
   using Array = std::conditional_t<is_text, std::string_view, xla::ffi::Span<const int64_t>>;
   const auto value = attributes.get<std::conditional_t<is_integer, int64_t, Array>>(name);
-  if (!value.has_value())
-    return InvalidArgument("jaxmp: attribute " + std::string(name) + ": " + value.error().message());
+  if (!value.has_value()) return InvalidArgument("jaxmp: attribute ", name, ": ", value.error().message());
   if constexpr (is_integer) {
     *to = *value;
   } else {
@@ -54,7 +52,7 @@ XLA_FFI_Error* Instantiate(XLA_FFI_CallFrame* frame) {
       if (!site.ok()) return ffi::Unexpected(ToError(site.status()));
       return std::move(*site);
     } catch (const std::exception& exception) {  // memory
-      return ffi::Unexpected(ffi::Error::Internal(std::string("jaxmp: ") + exception.what()));
+      return ffi::Unexpected(ffi::Error::Internal(StrCat("jaxmp: ", exception.what())));
     }
   };
   static const auto* handler = ffi::Ffi::BindInstantiate().Attrs().To(instantiate).release();
@@ -92,5 +90,3 @@ xla::ffi::Future FutureOf(Start start) {
 }
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_FFI_HANDLER_H_

@@ -2,9 +2,7 @@
 
 #include <atomic>
 #include <exception>
-#include <functional>
 #include <optional>
-#include <string>
 #include <utility>
 #include <variant>
 
@@ -76,10 +74,10 @@ Outcome Finish(InFlightCall* call) {
 
 Status Start(InFlightCall& call, int rank, const Buffers& buffers) {
   try {
-    JAXMP_ASSIGN_OR_RETURN(call.execution, call.plan->Take(rank, buffers, hostmp::as_stream(&call.stream)));
-    return call.plan->Run(rank, *call.execution, buffers, hostmp::as_stream(&call.stream));
+    JAXMP_ASSIGN_OR_RETURN(call.execution, call.plan->Take(rank, buffers, hostmp::AsStream(&call.stream)));
+    return call.plan->Run(rank, *call.execution, buffers, hostmp::AsStream(&call.stream));
   } catch (const std::exception& exception) {
-    return ResourceExhausted(std::string("jaxmp: ") + exception.what());
+    return ResourceExhausted("jaxmp: ", exception.what());
   }
 }
 
@@ -105,7 +103,7 @@ Outcome Run(Site* site, ffi::RunId run, ffi::ThreadPool threads, ffi::RemainingA
   call->stream = {&site->rendezvous, run.run_id, group_rank->group, &pool, OnDone, call};
   const Status started = Start(*call, group_rank->rank, buffers);
   // From here on a peer may be waiting: a rank that cannot go on arrives with its error, and all of them get it.
-  if (!started.ok()) hostmp::fail(call->stream, group_rank->rank, plan.nranks(), started);
+  if (!started.ok()) hostmp::Fail(call->stream, group_rank->rank, plan.nranks(), started);
   return Finish(call);
 }
 

@@ -1,6 +1,5 @@
 // The custom call `jaxmp_matmul` as XLA sees it.
-#ifndef JAXMP_FFI_HOST_MATMUL_H_
-#define JAXMP_FFI_HOST_MATMUL_H_
+#pragma once
 
 #include <memory>
 
@@ -27,5 +26,3 @@ XLA_FFI_Error* MatmulInstantiate(XLA_FFI_CallFrame* frame);
 XLA_FFI_Error* MatmulExecute(XLA_FFI_CallFrame* frame);
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_FFI_HOST_MATMUL_H_

@@ -4,9 +4,6 @@
 #include <cstdlib>
 #include <map>
 #include <mutex>
-#include <string>
-#include <tuple>
-#include <utility>
 
 #include "csrc/cublasmp/status.h"
 #include "csrc/hostmp/handles/runtime.h"
@@ -62,54 +59,55 @@ constexpr size_t kWorkspaceAlignment = 64;  // a cache line, and an AVX-512 regi
 
 // hostmp's calls of one rank overlap, and its ranks look alike in every group: a local rank is a rank, each plan has
 // grids of its own, and each call in flight a handle and a workspace.
-class HostCommunicator final : public Communicator {
+class HostRank final : public RankObjects {
  public:
-  explicit HostCommunicator(const Axes& axes) : Communicator(axes), group_(nranks()) {}
+  explicit HostRank(abi::ncclComm_t comm) : comm_(comm) {}
 
-  int num_local_ranks() const override { return nranks(); }
-  bool is_made_at_once() const override { return true; }
-
-  StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, int local_rank,
-                                                    const GridShape& shape) const override {
+  StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, const GridShape& shape) override {
     abi::cublasMpGrid_t grid = nullptr;
-    JAXMP_RETURN_IF_ERROR(Check(
-        api, api.GridCreate(shape.nprow, shape.npcol, shape.order, group_.comm(local_rank), &grid), "GridCreate"));
+    JAXMP_RETURN_IF_ERROR(
+        Check(api, api.GridCreate(shape.nprow, shape.npcol, shape.order, comm_, &grid), "GridCreate"));
     return std::shared_ptr<abi::cublasMpGrid>(grid, api.GridDestroy);
   }
 
-  StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, int,
-                                                        abi::cudaStream_t stream) const override {
+  StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, abi::cudaStream_t stream) override {
     abi::cublasMpHandle_t handle = nullptr;
     JAXMP_RETURN_IF_ERROR(Check(api, api.Create(&handle, stream), "Create"));
     return std::shared_ptr<abi::cublasMpHandle>(handle, api.Destroy);
   }
 
-  Status SetStream(const MpApi& api, int, abi::cublasMpHandle* handle, abi::cudaStream_t stream) const override {
+  Status SetStream(const MpApi& api, abi::cublasMpHandle* handle, abi::cudaStream_t stream) override {
     return Check(api, api.SetStream(handle, stream), "SetStream");
   }
 
-  StatusOr<size_t> Agree(int, const Problem&, StatusOr<size_t> bytes, abi::cudaStream_t) const override {
-    return bytes;
-  }
+  StatusOr<size_t> Agree(const Problem&, StatusOr<size_t> bytes, abi::cudaStream_t) override { return bytes; }
 
-  StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, int local_rank, const GridShape& shape, size_t bytes,
-                                            bool is_registered, std::shared_ptr<void> last) const override {
-    if (last) return last;
-    if (is_registered) {
-      JAXMP_ASSIGN_OR_RETURN(std::shared_ptr<abi::cublasMpGrid> grid, Grid(api, local_rank, shape));
-      void* made = nullptr;
-      JAXMP_RETURN_IF_ERROR(Check(api, api.Malloc(grid.get(), &made, std::max<size_t>(1, bytes)), "Malloc"));
-      return std::shared_ptr<void>(made, [free = api.Free, grid](void* work) { (void)free(grid.get(), work); });
-    }
-    if (bytes == 0) return last;
+  StatusOr<std::shared_ptr<void>> Workspace(const MpApi&, const GridShape&, size_t bytes,
+                                            std::shared_ptr<void> last) override {
+    if (last || bytes == 0) return last;
     const size_t rounded = (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
     std::shared_ptr<void> made(std::aligned_alloc(kWorkspaceAlignment, rounded), std::free);
-    if (!made) return ResourceExhausted("jaxmp: no memory for a workspace of " + std::to_string(bytes) + " bytes");
+    if (!made) return ResourceExhausted("jaxmp: no memory for a workspace of ", bytes, " bytes");
     return made;
   }
 
  private:
+  const abi::ncclComm_t comm_;
+};
+
+class HostCommunicator final : public Communicator {
+ public:
+  explicit HostCommunicator(const Axes& axes) : Communicator(axes), group_(nranks()) {
+    for (int rank = 0; rank < nranks(); ++rank) ranks_.push_back(std::make_unique<HostRank>(group_.comm(rank)));
+  }
+
+  int num_local_ranks() const override { return nranks(); }
+  bool is_made_at_once() const override { return true; }
+  RankObjects& rank_objects(int local_rank) const override { return *ranks_[static_cast<size_t>(local_rank)]; }
+
+ private:
   hostmp::Group group_;
+  std::vector<std::unique_ptr<HostRank>> ranks_;
 };
 
 }  // namespace
@@ -130,7 +128,7 @@ const GroupRank* Communicator::Locate(int64_t position) const {
 
 StatusOr<GroupRank> Communicator::Find(int64_t position) const {
   if (const GroupRank* group_rank = Locate(position)) return *group_rank;
-  return InvalidArgument("jaxmp: the mesh has no position " + std::to_string(position));
+  return InvalidArgument("jaxmp: the mesh has no position ", position);
 }
 
 std::shared_ptr<const Communicator> GetCommunicator(const Axes& axes) {

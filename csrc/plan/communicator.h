@@ -1,6 +1,5 @@
 // Which devices of a mesh multiply together, and what their plans share: communicator, grids, handle, device memory.
-#ifndef JAXMP_PLAN_COMMUNICATOR_H_
-#define JAXMP_PLAN_COMMUNICATOR_H_
+#pragma once
 
 #include <cstdint>
 #include <memory>
@@ -38,6 +37,25 @@ struct GridShape {
   }
 };
 
+// What the plans of one rank share.
+class RankObjects {
+ public:
+  virtual ~RankObjects() = default;
+
+  virtual StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, const GridShape& shape) = 0;
+  // A handle that one call at a time may use.
+  virtual StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, abi::cudaStream_t stream) = 0;
+  // Has the handle's next call go to the stream.
+  virtual Status SetStream(const MpApi& api, abi::cublasMpHandle* handle, abi::cudaStream_t stream) = 0;
+  // What every rank of the group takes for the workspace of this problem, where this rank takes `bytes`, or failed: an
+  // error on one of them is an error on all. Ranks agree once on a problem, whatever becomes of its plan: another
+  // process may have kept its own plan, and would not come to agree again.
+  virtual StatusOr<size_t> Agree(const Problem& problem, StatusOr<size_t> bytes, abi::cudaStream_t stream) = 0;
+  // Device memory for one call on the stream, in place of what the caller's last call had.
+  virtual StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, const GridShape& shape, size_t bytes,
+                                                    std::shared_ptr<void> last) = 0;
+};
+
 // The groups of one mesh, which all look alike: a rank means the same in each of them.
 //
 // Example: mesh_shape {2, 3}, row {1}, col {}. Positions 0 1 2 | 3 4 5 are two groups of three, position 4 is rank 1 of
@@ -69,24 +87,7 @@ class Communicator {
   // rank's own thread makes them in the first call that comes to it.
   virtual bool is_made_at_once() const = 0;
 
-  virtual StatusOr<std::shared_ptr<abi::cublasMpGrid>> Grid(const MpApi& api, int local_rank,
-                                                            const GridShape& shape) const = 0;
-  // A handle that one call at a time may use.
-  virtual StatusOr<std::shared_ptr<abi::cublasMpHandle>> Handle(const MpApi& api, int local_rank,
-                                                                abi::cudaStream_t stream) const = 0;
-  // Has the handle's next call go to the stream.
-  virtual Status SetStream(const MpApi& api, int local_rank, abi::cublasMpHandle* handle,
-                           abi::cudaStream_t stream) const = 0;
-  // What every rank of the group takes for the workspace of this problem, where this rank takes `bytes`, or failed: an
-  // error on one of them is an error on all. Ranks agree once on a problem, whatever becomes of its plan: another
-  // process may have kept its own plan, and would not come to agree again.
-  virtual StatusOr<size_t> Agree(int local_rank, const Problem& problem, StatusOr<size_t> bytes,
-                                 abi::cudaStream_t stream) const = 0;
-  // Device memory for one call on the stream, in place of what the caller's last call had; `is_registered` asks for
-  // memory that the library knows on this grid.
-  virtual StatusOr<std::shared_ptr<void>> Workspace(const MpApi& api, int local_rank, const GridShape& shape,
-                                                    size_t bytes, bool is_registered,
-                                                    std::shared_ptr<void> last) const = 0;
+  virtual RankObjects& rank_objects(int local_rank) const = 0;
 
  private:
   int nprow_, npcol_;
@@ -97,5 +98,3 @@ class Communicator {
 std::shared_ptr<const Communicator> GetCommunicator(const Axes& axes);
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_PLAN_COMMUNICATOR_H_

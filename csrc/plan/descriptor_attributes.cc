@@ -1,10 +1,9 @@
-#include "csrc/plan/descriptor_attributes.h"
-
 #include <tuple>
 #include <utility>
 
 #include "csrc/cublasmp/status.h"
 #include "csrc/plan/enums.h"
+#include "csrc/plan/plan.h"
 
 namespace jaxmp {
 
@@ -56,8 +55,9 @@ Status SetScaleModes(const Descriptor& to, const Problem& p) {
 Status SetAttributes(const MpApi& api, cublasMpMatmulDescriptor_t matmul, const Problem& p,
                      const Distribution& layout) {
   const Descriptor to = {api, matmul};
-  if (p.fixed_reduction_order())
+  if (p.fixed_reduction_order()) {
     JAXMP_RETURN_IF_ERROR(Check(api, api.fix_reduction_order(matmul), "fix_reduction_order"));
+  }
   int32_t epilog = static_cast<int32_t>(p.epilog);
   if (p.pattern == Pattern::kAllReduce) epilog |= CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE;
   JAXMP_RETURN_IF_ERROR(to.Set(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA, NumberOf(p.trans_a)));

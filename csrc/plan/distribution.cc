@@ -19,15 +19,10 @@ struct BlockCounts {
 };
 
 MatrixDistribution MakeMatrix(GridKind grid, int64_t rows, int64_t cols, const BlockCounts& cut) {
-  MatrixDistribution matrix;
-  matrix.grid = grid;
-  matrix.rows = rows;
-  matrix.cols = cols;
-  matrix.local_rows = rows / cut.local_rows;
-  matrix.local_cols = cols / cut.local_cols;
-  matrix.row_block = std::max<int64_t>(1, rows / cut.block_rows);  // an empty matrix still has a block size
-  matrix.col_block = std::max<int64_t>(1, cols / cut.block_cols);
-  return matrix;
+  // An empty matrix still has a block size.
+  const int64_t row_block = std::max<int64_t>(1, rows / cut.block_rows);
+  const int64_t col_block = std::max<int64_t>(1, cols / cut.block_cols);
+  return {grid, rows, cols, row_block, col_block, 0, 0, rows / cut.local_rows, cols / cut.local_cols};
 }
 
 // A stored operand whose `rows` (of op(X)) are cut into `parts` and whose columns are whole. Transposed, it is the
@@ -72,22 +67,14 @@ int64_t LargestPart(int64_t extent, int64_t block, int64_t nprocs) {
 }
 
 MatrixDistribution MakeCyclic(const Problem& p, int64_t rows, int64_t cols, const std::vector<int64_t>& layout) {
-  MatrixDistribution matrix;
-  matrix.grid = GridKind::kProcess;
-  matrix.rows = rows;
-  matrix.cols = cols;
-  matrix.row_block = layout[0];
-  matrix.col_block = layout[1];
-  matrix.row_source = layout[2];
-  matrix.col_source = layout[3];
-  matrix.local_rows = LargestPart(rows, layout[0], p.nprow());
-  matrix.local_cols = LargestPart(cols, layout[1], p.npcol());
-  return matrix;
+  const int64_t local_rows = LargestPart(rows, layout[0], p.nprow());
+  const int64_t local_cols = LargestPart(cols, layout[1], p.npcol());
+  return {GridKind::kProcess, rows, cols, layout[0], layout[1], layout[2], layout[3], local_rows, local_cols};
 }
 
 Status PlaceCyclic(const Problem& p, Distribution* layout) {
   if (p.epilog != 0) {
-    return Unimplemented("jaxmp: block-cyclic layouts take no epilog, got epilog " + std::to_string(p.epilog));
+    return Unimplemented("jaxmp: block-cyclic layouts take no epilog, got epilog ", p.epilog);
   }
   const bool a_is_n = p.trans_a == Op::kN, b_is_n = p.trans_b == Op::kN;
   layout->a = MakeCyclic(p, a_is_n ? p.m : p.k, a_is_n ? p.k : p.m, p.layout_a);
@@ -98,9 +85,8 @@ Status PlaceCyclic(const Problem& p, Distribution* layout) {
 
 Status CheckDivides(const Problem& problem, const char* name, int64_t extent, int64_t parts) {
   if (extent % parts == 0) return {};
-  return InvalidArgument(std::string("jaxmp: pattern ") + NameOf(problem.pattern) + " needs " + name +
-                         " to be a multiple of " + std::to_string(parts) + ", got " + name + "=" +
-                         std::to_string(extent) + "; pad the operands or choose another mesh");
+  return InvalidArgument("jaxmp: pattern ", NameOf(problem.pattern), " needs ", name, " to be a multiple of ", parts,
+                         ", got ", name, "=", extent, "; pad the operands or choose another mesh");
 }
 
 Status CheckGrid(const Problem& p) {
@@ -159,19 +145,10 @@ Status CheckSizes(const Distribution& layout) {
       {"A", &layout.a}, {"B", &layout.b}, {"D", &layout.d}};
   for (const auto& [name, matrix] : matrices) {
     if (Fits(matrix->local_rows, matrix->local_cols, kMostElements)) continue;
-    return InvalidArgument(std::string("jaxmp: ") + name + " has " + std::to_string(matrix->local_rows) + "x" +
-                           std::to_string(matrix->local_cols) + " elements on each device, more than 2^44");
+    return InvalidArgument("jaxmp: ", name, " has ", matrix->local_rows, "x", matrix->local_cols,
+                           " elements on each device, more than 2^44");
   }
   return {};
-}
-
-// The types that an epilog's aux may have: bits for the mask of RELU; for GELU that of D, and beside an fp8 D one of 16
-// bits or fp8 too (cuBLAS documentation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_DATA_TYPE). The library judges the rest.
-std::vector<DType> AuxTypes(const Problem& p) {
-  if (!(p.epilog & 128)) return {DType::kNone};
-  if (p.epilog & (2 | 8)) return {DType::kU8};
-  const bool is_float8 = p.dtype_d == DType::kE4M3 || p.dtype_d == DType::kE5M2;
-  return is_float8 ? std::vector<DType>{DType::kF16, DType::kBF16, DType::kE4M3} : std::vector<DType>{p.dtype_d};
 }
 
 Status PlaceEpilog(const Problem& p, Distribution* layout) {
@@ -180,20 +157,22 @@ Status PlaceEpilog(const Problem& p, Distribution* layout) {
   const bool wants_aux = p.epilog & 128;
   const std::string epilog = "jaxmp: epilog " + std::to_string(p.epilog);
   if (p.epilog & abi::CUBLASMP_MATMUL_EPILOGUE_ALLREDUCE) {
-    return InvalidArgument(epilog + " has the ALLREDUCE bit, which belongs to pattern all_reduce");
+    return InvalidArgument(epilog, " has the ALLREDUCE bit, which belongs to pattern all_reduce");
   }
   if (wants_bias != (p.dtype_bias != DType::kNone)) {
-    return InvalidArgument(epilog + (wants_bias ? " needs" : " takes no") + " bias, but dtype_bias is " +
+    return InvalidArgument(epilog, (wants_bias ? " needs" : " takes no"), " bias, but dtype_bias is ",
                            NameOf(p.dtype_bias));
   }
-  const std::vector<DType> types = AuxTypes(p);
-  if (std::find(types.begin(), types.end(), p.dtype_aux) == types.end()) {
-    std::string names;
-    for (DType type : types) names += (names.empty() ? "" : " or ") + std::string(NameOf(type));
-    return InvalidArgument(epilog + " needs dtype_aux " + names + ", got " + NameOf(p.dtype_aux));
+  // A mask has bits, another aux numbers; the library judges their type.
+  if (wants_aux != p.has_aux() || (wants_aux && is_relu != (p.dtype_aux == DType::kU8))) {
+    return InvalidArgument(epilog,
+                           !wants_aux ? " takes no aux"
+                           : is_relu  ? " needs dtype_aux u8"
+                                      : " needs an aux",
+                           ", got dtype_aux ", NameOf(p.dtype_aux));
   }
   if (p.has_gradient() && (p.m == 0 || p.n == 0)) {
-    return InvalidArgument(epilog +
+    return InvalidArgument(epilog,
                            " sums to a bias gradient, but D has no elements; write the gradient without a call");
   }
   if (wants_bias) {
@@ -232,17 +211,7 @@ int64_t ScaleSize(ScaleMode mode, int64_t inner, int64_t outer) {
   return 0;
 }
 
-bool IsScaled(DType dtype) { return dtype == DType::kE4M3 || dtype == DType::kE5M2 || dtype == DType::kE2M1; }
-
-Status PlaceScales(const Problem& p, Distribution* layout) {
-  const std::pair<const char*, ScaleMode> modes[] = {
-      {"scale_mode_a", p.scale_mode_a}, {"scale_mode_b", p.scale_mode_b},     {"scale_mode_c", p.scale_mode_c},
-      {"scale_mode_d", p.scale_mode_d}, {"scale_mode_aux", p.scale_mode_aux}, {"d_out_scale_mode", p.d_out_scale_mode}};
-  for (const auto& [name, mode] : modes) {
-    if (mode == ScaleMode::kNone || (IsScaled(p.dtype_a) && IsScaled(p.dtype_b))) continue;
-    return InvalidArgument(std::string("jaxmp: ") + name + " is " + NameOf(mode) + ", but A is " + NameOf(p.dtype_a) +
-                           " and B is " + NameOf(p.dtype_b) + "; only fp8 and fp4 are scaled");
-  }
+void PlaceScales(const Problem& p, Distribution* layout) {
   const bool is_t = p.trans_a != Op::kN, is_n = p.trans_b == Op::kN;
   const auto size = [](ScaleMode mode, const MatrixDistribution& x, bool is_inner_row) {
     return is_inner_row ? ScaleSize(mode, x.local_rows, x.local_cols) : ScaleSize(mode, x.local_cols, x.local_rows);
@@ -253,7 +222,6 @@ Status PlaceScales(const Problem& p, Distribution* layout) {
   layout->scales.d = ScaleSize(p.scale_mode_d, 1, 1);
   layout->scales.aux = ScaleSize(p.scale_mode_aux, 1, 1);
   layout->scales.d_out = size(p.d_out_scale_mode, layout->d, true);
-  return {};
 }
 
 }  // namespace
@@ -263,7 +231,7 @@ StatusOr<Distribution> MakeDistribution(const Problem& problem) {
   JAXMP_RETURN_IF_ERROR(PlaceMatrices(problem, &layout));
   JAXMP_RETURN_IF_ERROR(CheckSizes(layout));
   JAXMP_RETURN_IF_ERROR(PlaceEpilog(problem, &layout));
-  JAXMP_RETURN_IF_ERROR(PlaceScales(problem, &layout));
+  PlaceScales(problem, &layout);
   return layout;
 }
 

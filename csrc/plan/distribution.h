@@ -1,7 +1,6 @@
 // How one product lies on a group's ranks: the distribution that each pattern gives to A, B and D, in cuBLASMp's
 // column-major terms. Integers only; the objects are made in plan.cc.
-#ifndef JAXMP_PLAN_DISTRIBUTION_H_
-#define JAXMP_PLAN_DISTRIBUTION_H_
+#pragma once
 
 #include <cstdint>
 
@@ -53,5 +52,3 @@ struct Distribution {
 StatusOr<Distribution> MakeDistribution(const Problem& problem);
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_PLAN_DISTRIBUTION_H_

@@ -1,13 +1,12 @@
 // The words of a Problem: their names in attributes, and what they are to cuBLASMp. By value, so that each stands where
 // its enumeration has it.
-#ifndef JAXMP_PLAN_ENUMS_H_
-#define JAXMP_PLAN_ENUMS_H_
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "csrc/cublasmp/abi.h"
-#include "csrc/cublasmp/host_types.h"
+#include "csrc/cublasmp/dtypes.h"
 #include "csrc/plan/matmul_problem.h"
 
 namespace jaxmp {
@@ -16,7 +15,6 @@ template <typename Number>
 struct Word {
   const char* name;
   Number number;
-  int bits = 0;  // of an element
 };
 
 inline constexpr Word<const char*> kPatterns[] = {{"local", "local Matmul"},
@@ -27,28 +25,6 @@ inline constexpr Word<const char*> kPatterns[] = {{"local", "local Matmul"},
 
 inline constexpr Word<abi::cublasOperation_t> kOps[] = {
     {"N", abi::CUBLAS_OP_N}, {"T", abi::CUBLAS_OP_T}, {"C", abi::CUBLAS_OP_C}};
-
-inline constexpr Word<abi::cudaDataType_t> kDTypes[] = {{"none", abi::CUDA_R_32F},
-                                                        {"f32", abi::CUDA_R_32F, 32},
-                                                        {"f64", abi::CUDA_R_64F, 64},
-                                                        {"bf16", abi::CUDA_R_16BF, 16},
-                                                        {"f16", abi::CUDA_R_16F, 16},
-                                                        {"c64", abi::CUDA_C_32F, 64},
-                                                        {"c128", abi::CUDA_C_64F, 128},
-                                                        {"u8", abi::CUDA_R_8U, 8},
-                                                        {"f8e4m3", abi::CUDA_R_8F_E4M3, 8},
-                                                        {"f8e5m2", abi::CUDA_R_8F_E5M2, 8},
-                                                        {"f4e2m1", abi::CUDA_R_4F_E2M1, 4},
-                                                        {"s8", abi::CUDA_R_8I, 8},
-                                                        {"s32", abi::CUDA_R_32I, 32},
-                                                        {"s4", host_types::kS4, 4},
-                                                        {"u4", host_types::kU4, 4},
-                                                        {"f8e3m4", host_types::kE3M4, 8},
-                                                        {"f8e4m3ieee", host_types::kE4M3Ieee, 8},
-                                                        {"f8e4m3b11fnuz", host_types::kE4M3B11Fnuz, 8},
-                                                        {"f8e4m3fnuz", host_types::kE4M3Fnuz, 8},
-                                                        {"f8e5m2fnuz", host_types::kE5M2Fnuz, 8},
-                                                        {"f8e8m0", host_types::kE8M0, 8}};
 
 inline constexpr Word<abi::cublasComputeType_t> kComputes[] = {
     {"32F", abi::CUBLAS_COMPUTE_32F},
@@ -108,5 +84,3 @@ constexpr bool IsDouble(Compute compute) {
 }
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_PLAN_ENUMS_H_

@@ -1,7 +1,5 @@
 #include "csrc/plan/matmul_problem.h"
 
-#include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -90,16 +88,14 @@ std::string_view Bytes(const std::vector<int64_t>& values) {
 // ---- decoding
 
 Status WrongType(const char* name, const char* required) {
-  return InvalidArgument(std::string("jaxmp: attribute ") + name + " must be " + required +
+  return InvalidArgument("jaxmp: attribute ", name, " must be ", required,
                          "; the Python package and its extension disagree, reinstall jaxmp");
 }
 
 Status Decode(const char* name, const Attribute& from, int64_t& to) {
   if (!std::holds_alternative<int64_t>(from)) return WrongType(name, "an int64");
   to = std::get<int64_t>(from);
-  return to >= 0 ? Status()
-                 : InvalidArgument(std::string("jaxmp: attribute ") + name + " must not be negative, got " +
-                                   std::to_string(to));
+  return to >= 0 ? Status() : InvalidArgument("jaxmp: attribute ", name, " must not be negative, got ", to);
 }
 
 Status Decode(const char* name, const Attribute& from, std::string& to) {
@@ -136,7 +132,7 @@ Status Decode(const char* name, const Attribute& from, E& to) {
     }
     known += (known.empty() ? "" : ", ") + std::string(word.name);
   }
-  return InvalidArgument(std::string("jaxmp: attribute ") + name + " must be one of " + known + "; got " + text);
+  return InvalidArgument("jaxmp: attribute ", name, " must be one of ", known, "; got ", text);
 }
 
 // Attributes are input: a program may have been changed since it was exported.
@@ -152,15 +148,14 @@ Status CheckNumbers(const Problem& problem) {
                              Range{"amax_aux", problem.amax_aux, 1}, Range{"epilog", problem.epilog, INT32_MAX},
                              Range{"comm_sm_count", problem.comm_sm_count, INT32_MAX}}) {
     if (range.value <= range.most) continue;
-    return InvalidArgument(std::string("jaxmp: attribute ") + range.name + " must be at most " +
-                           std::to_string(range.most) + ", got " + std::to_string(range.value));
+    return InvalidArgument("jaxmp: attribute ", range.name, " must be at most ", range.most, ", got ", range.value);
   }
   if (problem.compute != Compute::k32I) return {};
   const std::pair<const char*, std::complex<double>> scalars[] = {{"alpha", problem.alpha}, {"beta", problem.beta}};
   for (const auto& [name, value] : scalars) {
     const bool fits = value.real() >= INT32_MIN && value.real() <= INT32_MAX;  // false for a NaN
     if (fits && value.real() == std::trunc(value.real()) && value.imag() == 0) continue;
-    return InvalidArgument(std::string("jaxmp: attribute ") + name + " must be an integer of 32 bits with compute 32I");
+    return InvalidArgument("jaxmp: attribute ", name, " must be an integer of 32 bits with compute 32I");
   }
   return {};
 }
@@ -171,32 +166,31 @@ Status CheckAxes(const Problem& problem) {
   for (const auto* axes : {&problem.axes_row, &problem.axes_col}) {
     for (int64_t axis : *axes) {
       if (axis < 0 || axis >= naxes || !seen.insert(axis).second) {
-        return InvalidArgument("jaxmp: axes_row and axes_col must be distinct indices of the " + std::to_string(naxes) +
-                               " axes of mesh_shape; got " + std::to_string(axis));
+        return InvalidArgument("jaxmp: axes_row and axes_col must be distinct indices of the ", naxes,
+                               " axes of mesh_shape; got ", axis);
       }
     }
   }
   int64_t ndevices = 1;
   for (int64_t size : problem.mesh_shape) {
     if (size < 1) {
-      return InvalidArgument("jaxmp: every size in mesh_shape must be at least 1; got " + std::to_string(size));
+      return InvalidArgument("jaxmp: every size in mesh_shape must be at least 1; got ", size);
     }
     if (size > kMostDevices / ndevices) {
-      return InvalidArgument("jaxmp: mesh_shape may have " + std::to_string(kMostDevices) +
-                             " devices in all; got a size of " + std::to_string(size));
+      return InvalidArgument("jaxmp: mesh_shape may have ", kMostDevices, " devices in all; got a size of ", size);
     }
     ndevices *= size;
   }
   if (!problem.devices.empty() && static_cast<int64_t>(problem.devices.size()) != ndevices) {
-    return InvalidArgument("jaxmp: attribute devices must be empty or name the " + std::to_string(ndevices) +
-                           " devices of mesh_shape; got " + std::to_string(problem.devices.size()));
+    return InvalidArgument("jaxmp: attribute devices must be empty or name the ", ndevices,
+                           " devices of mesh_shape; got ", problem.devices.size());
   }
   const bool is_local = problem.pattern == Pattern::kLocal;
   if (is_local && !seen.empty()) {
     return InvalidArgument("jaxmp: pattern local takes no axes_row and no axes_col");
   }
   if (!is_local && problem.pattern != Pattern::kGrid && !problem.axes_col.empty()) {
-    return InvalidArgument(std::string("jaxmp: pattern ") + NameOf(problem.pattern) +
+    return InvalidArgument("jaxmp: pattern ", NameOf(problem.pattern),
                            " takes its axes in axes_row; axes_col must be empty");
   }
   return {};
@@ -207,10 +201,10 @@ Status CheckLayouts(const Problem& problem) {
       {"layout_a", &problem.layout_a}, {"layout_b", &problem.layout_b}, {"layout_d", &problem.layout_d}};
   for (const auto& [name, layout] : layouts) {
     if (layout->size() != (problem.is_block_cyclic() ? 4 : 0)) {
-      return InvalidArgument(std::string("jaxmp: attribute ") + name +
+      return InvalidArgument("jaxmp: attribute ", name,
                              " must be (mb, nb, rsrc, csrc) in each of layout_a, layout_b and layout_d, or empty in "
-                             "all; got " +
-                             std::to_string(layout->size()) + " numbers");
+                             "all; got ",
+                             layout->size(), " numbers");
     }
     if (layout->empty()) continue;
     const auto& at = *layout;
@@ -219,13 +213,12 @@ Status CheckLayouts(const Problem& problem) {
         at[3] < problem.npcol()) {
       continue;
     }
-    return InvalidArgument(std::string("jaxmp: attribute ") + name + " must hold blocks of 1 to 2^40 and a process " +
-                           "of the " + std::to_string(problem.nprow()) + "x" + std::to_string(problem.npcol()) +
-                           " grid; got blocks " + std::to_string(at[0]) + "x" + std::to_string(at[1]) +
-                           " from process (" + std::to_string(at[2]) + ", " + std::to_string(at[3]) + ")");
+    return InvalidArgument("jaxmp: attribute ", name, " must hold blocks of 1 to 2^40 and a process of the ",
+                           problem.nprow(), "x", problem.npcol(), " grid; got blocks ", at[0], "x", at[1],
+                           " from process (", at[2], ", ", at[3], ")");
   }
   if (problem.is_block_cyclic() && problem.pattern != Pattern::kGrid) {
-    return InvalidArgument(std::string("jaxmp: pattern ") + NameOf(problem.pattern) +
+    return InvalidArgument("jaxmp: pattern ", NameOf(problem.pattern),
                            " takes contiguous shards; block-cyclic layouts belong to pattern grid");
   }
   return {};
@@ -277,12 +270,11 @@ StatusOr<Problem> MakeProblem(const Attributes& attributes) {
   });
   if (!status.ok()) return status;
   if (attributes.size() != nfields) {
-    return InvalidArgument("jaxmp: expected " + std::to_string(nfields) + " attributes, got " +
-                           std::to_string(attributes.size()) +
+    return InvalidArgument("jaxmp: expected ", nfields, " attributes, got ", attributes.size(),
                            "; the Python package and its extension disagree, reinstall jaxmp");
   }
   if (problem.determinism != "run_to_run" && problem.determinism != "batch" && problem.determinism != "topology") {
-    return InvalidArgument("jaxmp: attribute determinism must be one of run_to_run, batch, topology; got " +
+    return InvalidArgument("jaxmp: attribute determinism must be one of run_to_run, batch, topology; got ",
                            problem.determinism);
   }
   JAXMP_RETURN_IF_ERROR(CheckNumbers(problem));

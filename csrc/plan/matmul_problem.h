@@ -1,7 +1,6 @@
 // Everything static about one call, in cuBLASMp's column-major terms: the key of the plan cache.
 // Plain data: no library, no JAX, no device.
-#ifndef JAXMP_PLAN_MATMUL_PROBLEM_H_
-#define JAXMP_PLAN_MATMUL_PROBLEM_H_
+#pragma once
 
 #include <complex>
 #include <cstddef>
@@ -134,5 +133,3 @@ using Attributes = std::map<std::string, Attribute>;
 StatusOr<Problem> MakeProblem(const Attributes& attributes);
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_PLAN_MATMUL_PROBLEM_H_

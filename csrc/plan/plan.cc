@@ -22,40 +22,6 @@ struct Plan::ExecutionContext {
 
 namespace {
 
-// An algorithm that overlaps, asked for by name, wants a workspace that the library knows.
-bool NeedsRegisteredWorkspace(const Problem& p) {
-  return p.algorithm != Algorithm::kDefault && p.algorithm != Algorithm::kNoOverlap;
-}
-
-Status CheckCapabilities(const Library& library, const Problem& p) {
-  const std::string who = std::string("jaxmp: ") + library.name + " ";
-  const bool is_tn = p.trans_a != Op::kN && p.trans_b == Op::kN;
-  if (p.pattern == Pattern::kAllReduce && !is_tn && !library.capabilities.all_reduce_any_transposition) {
-    return Unimplemented(who + "takes all_reduce with trans_a=T and trans_b=N only; store A as (k, m)");
-  }
-  if (p.pattern == Pattern::kAllReduce && p.has_c() && p.beta != 0.0 && p.nranks() > 1 &&
-      !library.capabilities.all_reduce_c) {
-    return Unimplemented(who + "takes no C in all_reduce over several ranks, got beta=" +
-                         std::to_string(p.beta.real()) + "; add C to the result, or reduce-scatter and gather");
-  }
-  if (p.pattern == Pattern::kGrid && !p.is_block_cyclic() && p.nprow() != p.npcol() &&
-      !library.capabilities.grid_any_shape) {
-    return Unimplemented(who + "takes square grids only, got " + std::to_string(p.nprow()) + "x" +
-                         std::to_string(p.npcol()));
-  }
-  if (p.pattern == Pattern::kGrid && p.epilog != 0 && !library.capabilities.grid_epilogs) {
-    return Unimplemented(who + "takes no epilog on a grid, got epilog " + std::to_string(p.epilog));
-  }
-  const bool is_complex = p.dtype_a == DType::kC64 || p.dtype_a == DType::kC128;
-  if (is_complex && p.epilog != 0 && !library.capabilities.complex_epilogs) {
-    return Unimplemented(who + "takes no epilog with complex numbers, got epilog " + std::to_string(p.epilog));
-  }
-  if (p.fixed_reduction_order() && !library.fixed_reduction_order) {
-    return Unimplemented(who + "cannot keep the order of sums, got determinism " + p.determinism);
-  }
-  return {};
-}
-
 // Stands for every operand where the library only counts bytes: it checks pointers for null even there.
 Buffers StandIns(const Problem& p, void* some) {
   Buffers buffers;
@@ -68,15 +34,12 @@ Buffers StandIns(const Problem& p, void* some) {
 
 }  // namespace
 
-StatusOr<Distribution> DistributionOn(const Library& library, const Problem& problem) {
-  JAXMP_RETURN_IF_ERROR(CheckCapabilities(library, problem));
-  return MakeDistribution(problem);
-}
-
 StatusOr<std::shared_ptr<Plan>> Plan::Make(const MpApi& api, const Problem& problem,
                                            std::shared_ptr<const Communicator> communicator) {
-  JAXMP_ASSIGN_OR_RETURN(Distribution layout,
-                         DistributionOn({api.name, api.capabilities, api.fix_reduction_order != nullptr}, problem));
+  if (problem.fixed_reduction_order() && !api.fix_reduction_order) {
+    return Unimplemented("jaxmp: ", api.name, " cannot keep the order of sums, got determinism ", problem.determinism);
+  }
+  JAXMP_ASSIGN_OR_RETURN(Distribution layout, MakeDistribution(problem));
   std::shared_ptr<Plan> plan(new Plan(api, problem, layout, std::move(communicator)));
   const int num_local_ranks =
       plan->communicator_->is_made_at_once() && !plan->is_empty() ? plan->communicator_->num_local_ranks() : 0;
@@ -118,7 +81,7 @@ Status Plan::MakeLocalRank(int number, const Buffers& buffers, cudaStream_t stre
   LocalRank& local_rank = *local_ranks_[static_cast<size_t>(number)];
   const Status made = MakeObjects(number, buffers, stream);
   StatusOr<size_t> bytes = made.ok() ? StatusOr<size_t>(local_rank.device_bytes) : StatusOr<size_t>(made);
-  JAXMP_ASSIGN_OR_RETURN(local_rank.device_bytes, communicator_->Agree(number, problem_, std::move(bytes), stream));
+  JAXMP_ASSIGN_OR_RETURN(local_rank.device_bytes, objects(number).Agree(problem_, std::move(bytes), stream));
   local_rank.is_made = true;
   return {};
 }
@@ -127,8 +90,7 @@ Status Plan::MakeObjects(int number, const Buffers& buffers, cudaStream_t stream
   LocalRank& local_rank = *local_ranks_[static_cast<size_t>(number)];
   for (GridKind kind : {GridKind::kColumn, GridKind::kRow, GridKind::kProcess}) {
     if (kind != distribution_.a.grid && kind != distribution_.b.grid && kind != distribution_.d.grid) continue;
-    JAXMP_ASSIGN_OR_RETURN(local_rank.grids[static_cast<size_t>(kind)],
-                           communicator_->Grid(api_, number, ShapeOf(kind)));
+    JAXMP_ASSIGN_OR_RETURN(local_rank.grids[static_cast<size_t>(kind)], objects(number).Grid(api_, ShapeOf(kind)));
   }
   JAXMP_RETURN_IF_ERROR(MakeMatrix(local_rank, distribution_.a, problem_.dtype_a, &local_rank.a));
   JAXMP_RETURN_IF_ERROR(MakeMatrix(local_rank, distribution_.b, problem_.dtype_b, &local_rank.b));
@@ -171,7 +133,7 @@ Status Plan::MakeMatrix(LocalRank& local_rank, const MatrixDistribution& layout,
 
 StatusOr<std::unique_ptr<Plan::ExecutionContext>> Plan::MakeExecutionContext(int local_rank, cudaStream_t stream) {
   auto execution = std::make_unique<ExecutionContext>();
-  JAXMP_ASSIGN_OR_RETURN(execution->handle, communicator_->Handle(api_, local_rank, stream));
+  JAXMP_ASSIGN_OR_RETURN(execution->handle, objects(local_rank).Handle(api_, stream));
   cublasMpMatmulDescriptor_t matmul = nullptr;
   JAXMP_RETURN_IF_ERROR(
       Check(api_, api_.MatmulDescriptorCreate(&matmul, NumberOf(problem_.compute)), "MatmulDescriptorCreate"));
@@ -182,15 +144,13 @@ StatusOr<std::unique_ptr<Plan::ExecutionContext>> Plan::MakeExecutionContext(int
 
 Status Plan::TakeWorkspace(int number, ExecutionContext& execution) {
   const LocalRank& local_rank = *local_ranks_[static_cast<size_t>(number)];
-  JAXMP_ASSIGN_OR_RETURN(
-      execution.device_work,
-      communicator_->Workspace(api_, number, ShapeOf(distribution_.d.grid), local_rank.device_bytes,
-                               NeedsRegisteredWorkspace(problem_), std::move(execution.device_work)));
+  JAXMP_ASSIGN_OR_RETURN(execution.device_work,
+                         objects(number).Workspace(api_, ShapeOf(distribution_.d.grid), local_rank.device_bytes,
+                                                   std::move(execution.device_work)));
   if (local_rank.host_bytes == 0 || execution.host_work) return {};
   execution.host_work.reset(std::malloc(local_rank.host_bytes));
   if (execution.host_work) return {};
-  return ResourceExhausted("jaxmp: no memory for a host workspace of " + std::to_string(local_rank.host_bytes) +
-                           " bytes");
+  return ResourceExhausted("jaxmp: no memory for a host workspace of ", local_rank.host_bytes, " bytes");
 }
 
 template <typename Function, typename... Rest>
@@ -231,7 +191,7 @@ void Plan::TakeBack(int number, ExecutionContext* execution) {
 
 Status Plan::Run(int number, ExecutionContext& execution, const Buffers& buffers, cudaStream_t stream) {
   const LocalRank& local_rank = *local_ranks_[static_cast<size_t>(number)];
-  JAXMP_RETURN_IF_ERROR(communicator_->SetStream(api_, number, execution.handle.get(), stream));
+  JAXMP_RETURN_IF_ERROR(objects(number).SetStream(api_, execution.handle.get(), stream));
   JAXMP_RETURN_IF_ERROR(SetPointers(api_, execution.matmul.get(), problem_, buffers));
   return Invoke(api_.Matmul, "Matmul", local_rank, execution, buffers, execution.device_work.get(),
                 local_rank.device_bytes, execution.host_work.get(), local_rank.host_bytes);

@@ -4,32 +4,46 @@
 // contexts: each call takes one for itself, so that one plan serves any number of calls at once. What differs between
 // libraries beside their functions (who makes the objects of a rank, and when; memory; what plans share) is the
 // communicator's.
-#ifndef JAXMP_PLAN_PLAN_H_
-#define JAXMP_PLAN_PLAN_H_
+#pragma once
 
 #include <complex>
 #include <cstddef>
-#include <cstdint>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <vector>
 
 #include "csrc/base/status.h"
 #include "csrc/cublasmp/api_table.h"
 #include "csrc/plan/communicator.h"
-#include "csrc/plan/descriptor_attributes.h"
 #include "csrc/plan/distribution.h"
 #include "csrc/plan/matmul_problem.h"
 
 namespace jaxmp {
 
+// One rank's operands and results; null where the problem has none.
+struct Buffers {
+  const void* a = nullptr;
+  const void* b = nullptr;
+  const void* c = nullptr;
+  const void* bias = nullptr;
+  const void* aux_input = nullptr;
+  void* d = nullptr;
+  void* aux = nullptr;
+  void* gradient = nullptr;  // of the bias
+  const void *scale_a = nullptr, *scale_b = nullptr, *scale_c = nullptr, *scale_d = nullptr, *scale_aux = nullptr;
+  void *amax_d = nullptr, *amax_aux = nullptr, *d_out_scale = nullptr;
+};
+
+// A problem's static facts, and a call's pointers, as attributes of cuBLASMp's matmul descriptor. The first are all
+// that does not change between calls.
+Status SetAttributes(const MpApi& api, abi::cublasMpMatmulDescriptor_t matmul, const Problem& p,
+                     const Distribution& layout);
+
+Status SetPointers(const MpApi& api, abi::cublasMpMatmulDescriptor_t matmul, const Problem& p, const Buffers& buffers);
+
 // An object of the library, destroyed by the function of the table that it came from.
 template <typename Object>
 using Owned = std::unique_ptr<Object, abi::cublasMpStatus_t (*)(Object*)>;
-
-// How the problem lies on its ranks, where the library takes it; needs no library.
-StatusOr<Distribution> DistributionOn(const Library& library, const Problem& problem);
 
 class Plan {
  public:
@@ -88,6 +102,7 @@ class Plan {
   StatusOr<std::unique_ptr<ExecutionContext>> MakeExecutionContext(int local_rank, abi::cudaStream_t stream);
   Status TakeWorkspace(int local_rank, ExecutionContext& execution);
   GridShape ShapeOf(GridKind kind) const;
+  RankObjects& objects(int local_rank) const { return communicator_->rank_objects(local_rank); }
   // The size query and the launch take the same arguments but for their last ones, so both go through here.
   template <typename Function, typename... Rest>
   Status Invoke(Function function, const char* name, const LocalRank& local_rank, ExecutionContext& execution,
@@ -104,5 +119,3 @@ class Plan {
 };
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_PLAN_PLAN_H_

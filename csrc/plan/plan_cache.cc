@@ -1,7 +1,6 @@
 #include "csrc/plan/plan_cache.h"
 
 #include <chrono>
-#include <string>
 
 namespace jaxmp {
 

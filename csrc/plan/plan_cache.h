@@ -1,6 +1,5 @@
 // The process's plans, by problem. One of the places that hold state (docs/architecture.md lists them).
-#ifndef JAXMP_PLAN_PLAN_CACHE_H_
-#define JAXMP_PLAN_PLAN_CACHE_H_
+#pragma once
 
 #include <atomic>
 #include <functional>
@@ -54,5 +53,3 @@ class PlanCache {
 PlanCache& plan_cache();
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_PLAN_PLAN_CACHE_H_

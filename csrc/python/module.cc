@@ -6,6 +6,7 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
+#include <initializer_list>
 #include <map>
 #include <optional>
 #include <stdexcept>
@@ -18,12 +19,10 @@
 #include "csrc/base/status.h"
 #include "csrc/cublasmp/api_table.h"
 #include "csrc/cuda/libraries.h"
-#include "csrc/cuda/logger.h"
 #include "csrc/cuda/nccl_id_exchange.h"
 #include "csrc/ffi/cuda_matmul.h"
 #include "csrc/ffi/host_matmul.h"
-#include "csrc/ffi/process_barrier.h"
-#include "csrc/ffi/process_collective.h"
+#include "csrc/ffi/process_calls.h"
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/gemm/kernel_choice.h"
@@ -40,58 +39,44 @@ namespace {
 // The version of the boundary to the Python files; jaxmp/_src/runtime/native.py has the same number.
 constexpr int kAbiVersion = 10;
 
-void ThrowIfError(const Status& status) {
+// ValueError for what a caller has passed, RuntimeError for what this process lacks.
+void ThrowIfWrong(const Status& status) {
   if (!status.ok()) throw nb::value_error(status.message().c_str());
+}
+void ThrowIfFailed(const Status& status) {
+  if (!status.ok()) throw std::runtime_error(status.message());
+}
+
+nb::dict DictOf(std::initializer_list<std::pair<const char*, nb::object>> items) {
+  nb::dict result;
+  for (const auto& [key, value] : items) result[key] = value;
+  return result;
 }
 
 using Handler = XLA_FFI_Error* (*)(XLA_FFI_CallFrame*);
 
 nb::dict Stages(Handler instantiate, Handler execute) {
-  nb::dict stages;
-  stages["instantiate"] = nb::capsule(reinterpret_cast<void*>(instantiate));
-  stages["execute"] = nb::capsule(reinterpret_cast<void*>(execute));
-  return stages;
+  return DictOf({{"instantiate", nb::capsule(reinterpret_cast<void*>(instantiate))},
+                 {"execute", nb::capsule(reinterpret_cast<void*>(execute))}});
 }
 
 template <typename State>
 nb::dict Type() {
-  nb::dict type;
-  type["type_id"] = nb::capsule(&State::id, "xla.ffi.type_id");
-  type["type_info"] = nb::capsule(&State::info, "xla.ffi.type_info");
-  return type;
+  return DictOf({{"type_id", nb::capsule(&State::id, "xla.ffi.type_id")},
+                 {"type_info", nb::capsule(&State::info, "xla.ffi.type_info")}});
 }
 
 nb::dict Registrations() {
-  nb::dict targets;
-  targets["jaxmp_matmul"] = Stages(MatmulInstantiate, MatmulExecute);
-  targets["jaxmp_process_barrier"] = Stages(ProcessBarrierInstantiate, ProcessBarrierExecute);
-  targets["jaxmp_process_collective"] = Stages(ProcessCollectiveInstantiate, ProcessCollectiveExecute);
-  return targets;
+  return DictOf({{"jaxmp_matmul", Stages(MatmulInstantiate, MatmulExecute)},
+                 {"jaxmp_process_barrier", Stages(ProcessBarrierInstantiate, ProcessBarrierExecute)},
+                 {"jaxmp_process_collective", Stages(ProcessCollectiveInstantiate, ProcessCollectiveExecute)}});
 }
 
 nb::dict Types() {
-  nb::dict types;
-  types["jaxmp_site"] = Type<Site>();
-  types["jaxmp_process_barrier_site"] = Type<ProcessBarrierSite>();
-  types["jaxmp_process_collective_site"] = Type<ProcessCollectiveSite>();
-  return types;
+  return DictOf({{"jaxmp_site", Type<Site>()},
+                 {"jaxmp_process_barrier_site", Type<ProcessBarrierSite>()},
+                 {"jaxmp_process_collective_site", Type<ProcessCollectiveSite>()}});
 }
-
-nb::dict CudaRegistrations() {
-  nb::dict targets;
-  targets["jaxmp_matmul"] = Stages(CudaMatmulInstantiate, CudaMatmulExecute);
-  return targets;
-}
-
-nb::dict CudaTypes() {
-  nb::dict types;
-  types["jaxmp_cuda_site"] = Type<CudaSite>();
-  return types;
-}
-
-void LimitInstructionSet(const std::string& name) { ThrowIfError(hostmp::LimitInstructionSet(name)); }
-
-void LoadBlas(const std::string& path) { ThrowIfError(hostmp::LoadBlas(path.c_str())); }
 
 nb::dict BlasInfo() {
   const hostmp::BlasLibrary blas = hostmp::blas_library();
@@ -111,25 +96,21 @@ std::string KernelOf(const Problem& p) {
       {NumberOf(p.dtype_a), NumberOf(p.dtype_b), NumberOf(p.trans_a), p.n, p.fixed_reduction_order(), p.alpha == 1.0}));
 }
 
-nb::dict ToDict(const Capabilities& capabilities, bool fixed_reduction_order) {
-  nb::dict result;
-  result["all_reduce_any_transposition"] = capabilities.all_reduce_any_transposition;
-  result["all_reduce_c"] = capabilities.all_reduce_c;
-  result["grid_any_shape"] = capabilities.grid_any_shape;
-  result["grid_epilogs"] = capabilities.grid_epilogs;
-  result["complex_epilogs"] = capabilities.complex_epilogs;
-  result["fixed_reduction_order"] = fixed_reduction_order;
-  return result;
+nb::dict CapabilitiesOf(const Capabilities& of) {
+  return DictOf({{"all_reduce_any_transposition", nb::bool_(of.all_reduce_any_transposition)},
+                 {"all_reduce_c", nb::bool_(of.all_reduce_c)},
+                 {"grid_any_shape", nb::bool_(of.grid_any_shape)},
+                 {"grid_epilogs", nb::bool_(of.grid_epilogs)},
+                 {"complex_epilogs", nb::bool_(of.complex_epilogs)},
+                 {"fixed_reduction_order", nb::bool_(of.fixed_reduction_order)}});
 }
 
 nb::dict PlanCacheInfo() {
   const CacheInfo info = plan_cache().info();
-  nb::dict result;
-  result["hits"] = info.hits;
-  result["misses"] = info.misses;
-  result["size"] = info.size;
-  result["capacity"] = info.capacity;
-  return result;
+  return DictOf({{"hits", nb::int_(info.hits)},
+                 {"misses", nb::int_(info.misses)},
+                 {"size", nb::int_(info.size)},
+                 {"capacity", nb::int_(info.capacity)}});
 }
 
 // On cuBLASMp the workspace is known once every rank of the communicator has asked for it, so it stays empty.
@@ -139,26 +120,24 @@ nb::dict DescribePlan(const nb::dict& attributes, const std::string& library) {
     decoded[nb::cast<std::string>(name)] = nb::cast<Attribute>(value);
   }
   const StatusOr<Problem> problem = MakeProblem(decoded);
-  ThrowIfError(problem.status());
+  ThrowIfWrong(problem.status());
+  const bool is_host = library != kCublasMp;
   nb::list device, host;
-  if (library == kCublasMp.name) {
-    ThrowIfError(DistributionOn(kCublasMp, *problem).status());
-  } else {
+  if (!is_host) ThrowIfWrong(MakeDistribution(*problem).status());
+  if (is_host) {
     const StatusOr<std::shared_ptr<Plan>> plan = plan_cache().Get(host_api(), *problem);
-    ThrowIfError(plan.status());
+    ThrowIfWrong(plan.status());
     for (int rank = 0; rank < (*plan)->nranks(); ++rank) {
       device.append((*plan)->device_workspace(rank));
       host.append((*plan)->host_workspace(rank));
     }
   }
-  nb::dict result;
-  result["library"] = library == kCublasMp.name ? kCublasMp.name : host_api().name;
-  result["algorithm"] = NumberOf(problem->pattern);
-  result["kernel"] = library == kCublasMp.name ? std::string() : KernelOf(*problem);
-  result["nranks"] = problem->nranks();
-  result["device_workspace"] = device;
-  result["host_workspace"] = host;
-  return result;
+  return DictOf({{"library", nb::str(is_host ? host_api().name : kCublasMp)},
+                 {"algorithm", nb::str(NumberOf(problem->pattern))},
+                 {"kernel", nb::str(is_host ? KernelOf(*problem).c_str() : "")},
+                 {"nranks", nb::int_(problem->nranks())},
+                 {"device_workspace", device},
+                 {"host_workspace", host}});
 }
 
 void SetPlanLog(const nb::object& function) {
@@ -176,11 +155,6 @@ void SetPlanLog(const nb::object& function) {
   }));
 }
 
-void LoadCublasMp(const std::string& cublasmp, const std::string& nccl, const std::string& driver) {
-  const Status status = cuda::Load(cublasmp, nccl, driver);
-  if (!status.ok()) throw std::runtime_error(status.message());
-}
-
 std::map<std::string, std::string> CublasMpInfo() {
   const cuda::Libraries* libraries = cuda::Loaded();
   return libraries ? libraries->info : std::map<std::string, std::string>();
@@ -194,7 +168,7 @@ StatusOr<std::string> CallPython(const nb::object& function, const std::string& 
     const nb::object result = function(key, bytes, timeout);
     if (nb::bytes read; nb::try_cast(result, read)) return std::string(read.c_str(), read.size());
     const std::string type = nb::cast<std::string>(result.type().attr("__name__"));
-    return InvalidArgument("exchange: " + key + ": expected bytes, the callback returned " + type);
+    return InvalidArgument("exchange: ", key, ": expected bytes, the callback returned ", type);
   } catch (nb::python_error& error) {
     return FailedPrecondition(nb::str(error.value()).c_str());
   } catch (const std::exception& error) {
@@ -211,46 +185,15 @@ void SetExchange(const nb::object& function) {
   });
 }
 
-void StartBarrierWith(int process, int nprocesses, double timeout, int interrupts) {
-  StartBarrier({process, nprocesses, timeout, interrupts});
-}
-
-std::string DescribeLocalArenaText() {
-  StatusOr<std::string> described = DescribeLocalArena();
-  if (!described.ok()) throw std::runtime_error(described.status().message());
-  return *described;
-}
-
-void ShareArenaOf(int process, const std::string& described) {
-  const Status shared = ShareArena(process, described);
-  if (!shared.ok()) throw std::runtime_error(shared.message());
-}
-
-nb::dict ArenaUseDict() {
-  const ArenaUse use = LocalArenaUse();
-  nb::dict result;
-  result["used"] = use.used;
-  result["touched"] = use.touched;
-  return result;
-}
-
 nb::dict PeerDicts() {
   nb::dict result;
   for (const PeerState& state : PeerStates()) {
-    nb::dict peer;
-    peer["gone"] = state.gone;
-    peer["gone_for"] = state.gone_for;
-    peer["is_clean"] = state.is_clean;
-    peer["silence"] = state.silence;
-    result[nb::int_(state.process)] = peer;
+    result[nb::int_(state.process)] = DictOf({{"gone", nb::str(state.gone.c_str())},
+                                              {"gone_for", nb::float_(state.gone_for)},
+                                              {"is_clean", nb::bool_(state.is_clean)},
+                                              {"silence", nb::float_(state.silence)}});
   }
   return result;
-}
-
-int StartCoordinatorProxyTo(const std::string& host, const std::string& port) {
-  const StatusOr<int> port_of_proxy = StartCoordinatorProxy(host, port);
-  if (!port_of_proxy.ok()) throw std::runtime_error(port_of_proxy.status().message());
-  return *port_of_proxy;
 }
 
 nb::bytes CallExchange(const std::string& key, const std::optional<nb::bytes>& value, double timeout) {
@@ -259,7 +202,7 @@ nb::bytes CallExchange(const std::string& key, const std::optional<nb::bytes>& v
     const nb::gil_scoped_release released;
     return cuda::CallExchange(key, value ? &text : nullptr, timeout);
   }();
-  if (!result.ok()) throw std::runtime_error(result.status().message());
+  ThrowIfFailed(result.status());
   return nb::bytes(result->data(), result->size());
 }
 
@@ -274,33 +217,56 @@ NB_MODULE(_jaxmp, m) {
   m.def("jaxlib_version", [] { return JAXMP_JAXLIB_VERSION; }, "The jaxlib whose FFI headers this was built with.");
   m.def("registrations", &Registrations);
   m.def("types", &Types);
-  m.def("limit_instruction_set", &LimitInstructionSet, nb::arg("name"));
-  m.def("load_blas", &LoadBlas, nb::arg("path"));
+  m.def(
+      "limit_instruction_set", [](const std::string& name) { ThrowIfWrong(hostmp::LimitInstructionSet(name)); },
+      nb::arg("name"));
+  m.def("load_blas", [](const std::string& path) { ThrowIfWrong(hostmp::LoadBlas(path.c_str())); }, nb::arg("path"));
   m.def("blas_info", &BlasInfo);
-  m.def("capabilities", [] { return ToDict(host_api().capabilities, host_api().fix_reduction_order != nullptr); });
+  m.def("capabilities", [] { return CapabilitiesOf(kHostCapabilities); });
   m.def("plan_cache_info", &PlanCacheInfo);
   m.def("plan_cache_clear", [] { plan_cache().Clear(); });
   m.def("set_plan_cache_capacity", [](size_t capacity) { plan_cache().set_capacity(capacity); });
   m.def("set_plan_log", &SetPlanLog, nb::arg("function").none());
   m.def("describe_plan", &DescribePlan, nb::arg("attributes"), nb::arg("library") = "host");
-  m.def("cuda_registrations", &CudaRegistrations);
-  m.def("cuda_types", &CudaTypes);
-  m.def("load_cublasmp", &LoadCublasMp, nb::arg("cublasmp"), nb::arg("nccl"), nb::arg("driver"));
+  m.def("cuda_registrations",
+        [] { return DictOf({{"jaxmp_matmul", Stages(CudaMatmulInstantiate, CudaMatmulExecute)}}); });
+  m.def("cuda_types", [] { return DictOf({{"jaxmp_cuda_site", Type<CudaSite>()}}); });
+  m.def(
+      "load_cublasmp",
+      [](const std::string& cublasmp, const std::string& nccl, const std::string& driver) {
+        ThrowIfFailed(cuda::Load(cublasmp, nccl, driver));
+      },
+      nb::arg("cublasmp"), nb::arg("nccl"), nb::arg("driver"));
   m.def("cublasmp_info", &CublasMpInfo);
-  m.def("cublasmp_capabilities", [] { return ToDict(kCublasMp.capabilities, kCublasMp.fixed_reduction_order); });
+  m.def("cublasmp_capabilities", [] { return CapabilitiesOf({}); });
   m.def("set_cublasmp_log", &cuda::SetLogging, nb::arg("is_on"));
   m.def("cublasmp_log", &cuda::TakeLog);
   m.def("set_cuda_device_ids", &cuda::SetDeviceIds, nb::arg("ids"), "The global ids of this process's devices.");
   m.def("set_exchange", &SetExchange, nb::arg("function").none());
   m.def("exchange", &CallExchange, nb::arg("key"), nb::arg("value").none(), nb::arg("timeout"));
   m.def("set_timeout", &cuda::SetTimeout, nb::arg("seconds"));
-  m.def("start_barrier", &StartBarrierWith, nb::arg("process"), nb::arg("nprocesses"), nb::arg("timeout"),
-        nb::arg("interrupts"));
-  m.def("own_arena", &DescribeLocalArenaText,
-        "What the other processes of this machine need to share this one's memory.");
-  m.def("share_arena", &ShareArenaOf, nb::arg("process"), nb::arg("described"));
+  m.def(
+      "start_barrier",
+      [](int process, int nprocesses, double timeout, int interrupts) {
+        StartBarrier({process, nprocesses, timeout, interrupts});
+      },
+      nb::arg("process"), nb::arg("nprocesses"), nb::arg("timeout"), nb::arg("interrupts"));
+  m.def(
+      "own_arena",
+      [] {
+        const StatusOr<std::string> described = DescribeLocalArena();
+        ThrowIfFailed(described.status());
+        return *described;
+      },
+      "What the other processes of this machine need to share this one's memory.");
+  m.def(
+      "share_arena", [](int process, const std::string& described) { ThrowIfFailed(ShareArena(process, described)); },
+      nb::arg("process"), nb::arg("described"));
   m.def("set_schedule_noise", &SetScheduleNoise, nb::arg("seed"), nb::arg("microseconds"), "For tests: random delays.");
-  m.def("arena_use", &ArenaUseDict);
+  m.def("arena_use", [] {
+    const ArenaUse use = LocalArenaUse();
+    return DictOf({{"used", nb::int_(use.used)}, {"touched", nb::int_(use.touched)}});
+  });
   m.def("trim_arenas", &TrimArenas, nb::arg("unused_for"), nb::call_guard<nb::gil_scoped_release>());
   m.def("want_processes", &WantProcesses, nb::arg("processes"));
   m.def("wanted_processes", &WantedProcesses, nb::call_guard<nb::gil_scoped_release>());
@@ -312,5 +278,12 @@ NB_MODULE(_jaxmp, m) {
   m.def("last_call", &LastCall);
   m.def("peers", &PeerDicts);
   m.def("service_lost_for", &ServiceLostFor);
-  m.def("start_coordinator_proxy", &StartCoordinatorProxyTo, nb::arg("host"), nb::arg("port"));
+  m.def(
+      "start_coordinator_proxy",
+      [](const std::string& host, const std::string& port) {
+        const StatusOr<int> port_of_proxy = StartCoordinatorProxy(host, port);
+        ThrowIfFailed(port_of_proxy.status());
+        return *port_of_proxy;
+      },
+      nb::arg("host"), nb::arg("port"));
 }

@@ -9,7 +9,6 @@
 #include <cerrno>
 #include <chrono>
 #include <cinttypes>
-#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -94,12 +93,12 @@ LocalArena::LocalArena(int fd, uint64_t number, Mapping head) : fd_(fd), head_(s
 
 StatusOr<std::unique_ptr<LocalArena>> LocalArena::Make() {
   const int fd = memfd_create("jaxmp", MFD_CLOEXEC);
-  if (fd < 0) return FailedPrecondition("no memory can be shared: " + Why());
+  if (fd < 0) return FailedPrecondition("no memory can be shared: ", Why());
   const Status allocated = AllocatePages(fd, 0, kUnit);
   StatusOr<Mapping> head = allocated.ok() ? Mapping::Make(fd, 0, kUnit) : StatusOr<Mapping>(allocated);
   if (!head.ok()) {
     close(fd);
-    return FailedPrecondition("no memory can be shared: " + head.status().message());
+    return FailedPrecondition("no memory can be shared: ", head.status().message());
   }
   std::random_device random;
   const uint64_t number = uint64_t{random()} << 32 | random();
@@ -230,7 +229,7 @@ StatusOr<PeerArena::View*> PeerArena::ViewOf(size_t begin, size_t bytes) {
     views_.erase(found);
   }
   const auto end = static_cast<size_t>(std::max(lseek(fd_, 0, SEEK_END), off_t{0}));
-  if (begin > end || bytes > end - begin) return FailedPrecondition("the arena ends at " + std::to_string(end));
+  if (begin > end || bytes > end - begin) return FailedPrecondition("the arena ends at ", end);
   StatusOr<Mapping> mapping = Mapping::Make(fd_, begin, bytes);
   if (!mapping.ok()) {
     Trim(Clock::duration::zero());
@@ -303,16 +302,16 @@ Status ShareArena(int process, const std::string& described) {
   int pid = 0, fd = -1;
   uint64_t number = 0;
   if (std::sscanf(described.c_str(), "%d %d %" SCNu64, &pid, &fd, &number) != 3) {
-    return InvalidArgument("\"" + described + "\" describes no shared memory");
+    return InvalidArgument("\"", described, "\" describes no shared memory");
   }
   const std::string path = "/proc/" + std::to_string(pid) + "/fd/" + std::to_string(fd);
   const std::string memory = "the memory of rank " + std::to_string(process);
   const int opened = open(path.c_str(), O_RDWR | O_CLOEXEC);
-  if (opened < 0) return FailedPrecondition("cannot open " + memory + ", " + path + ": " + Why());
+  if (opened < 0) return FailedPrecondition("cannot open ", memory, ", ", path, ": ", Why());
   PeerArena arena(opened);
   ArenaHead head{};
   if (pread(opened, &head, sizeof(head), 0) != sizeof(head) || head.number != number) {
-    return FailedPrecondition(path + " is not " + memory);
+    return FailedPrecondition(path, " is not ", memory);
   }
   ArenaRegistry& all = registry();
   std::lock_guard<std::mutex> lock(all.mutex);
@@ -339,7 +338,7 @@ StatusOr<const char*> ReadBlock(int process, uint64_t token, size_t bytes) {
     what = "rank " + std::to_string(all.own ? all.own->process() : 0) + " cannot read a block of rank " +
            std::to_string(process) + ", " + std::to_string(bytes) + " bytes: ";
   }
-  return FailedPrecondition("jaxmp.DistributedError: " + what + block.status().message());
+  return FailedPrecondition("jaxmp.DistributedError: ", what, block.status().message());
 }
 
 void ReleaseBlock(int process, uint64_t token) {

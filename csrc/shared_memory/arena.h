@@ -3,8 +3,7 @@
 // An arena is a memfd, which no file system limits and which goes with the last process that maps it. Others open it as
 // /proc/<pid>/fd/<fd>. Blocks lie in slots, ranges of the file that are allocated and mapped when a block needs one. A
 // slot is used again for blocks of about its size, and goes back when it has not been used for a while.
-#ifndef JAXMP_SHARED_MEMORY_ARENA_H_
-#define JAXMP_SHARED_MEMORY_ARENA_H_
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -45,5 +44,3 @@ struct ArenaUse {
 ArenaUse LocalArenaUse();
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_SHARED_MEMORY_ARENA_H_

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <string>
 #include <utility>
 
 #include "csrc/barrier/barrier.h"
@@ -43,8 +42,8 @@ Status CheckArrays(const SharedCollective& call, size_t nranks, const Collective
   const size_t part = call.sums ? arrays.result_bytes : arrays.operand_bytes;
   const bool is_cut = part % call.outer == 0 && part / call.outer % arrays.element_bytes == 0;
   if (whole == part * nranks && is_cut) return {};
-  return InvalidArgument("jaxmp: a collective of " + std::to_string(nranks) + " ranks has " + std::to_string(part) +
-                         " bytes on one side and " + std::to_string(whole) + " on the other");
+  return InvalidArgument("jaxmp: a collective of ", nranks, " ranks has ", part, " bytes on one side and ", whole,
+                         " on the other");
 }
 
 // What the others need of the operand: of a reduce-scatter all but this rank's part of the sum.
@@ -109,7 +108,7 @@ Status CheckCollective(const SharedCollective& call) {
 void RunCollective(const std::shared_ptr<const SharedCollective>& call, const Origin& origin, int64_t position,
                    const CollectiveArrays& arrays, std::function<void(const Status&)> done) {
   if (position < 0 || position >= static_cast<int64_t>(call->ranks.size())) {
-    done(InvalidArgument(call->signature->call + ": the mesh has no position " + std::to_string(position)));
+    done(InvalidArgument(call->signature->call, ": the mesh has no position ", position));
     return;
   }
   const size_t rank = static_cast<size_t>(call->ranks[static_cast<size_t>(position)]);

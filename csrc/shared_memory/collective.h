@@ -3,8 +3,7 @@
 // Each device writes what the others need of its operand to a block of its process's arena and comes to a process
 // barrier, with the block as its token. Once all have come, each reads the others' blocks. A rank that does not come is
 // an error of the barrier's, after which nobody reads.
-#ifndef JAXMP_SHARED_MEMORY_COLLECTIVE_H_
-#define JAXMP_SHARED_MEMORY_COLLECTIVE_H_
+#pragma once
 
 #include <cstddef>
 #include <cstdint>
@@ -46,5 +45,3 @@ void RunCollective(const std::shared_ptr<const SharedCollective>& call, const Or
                    const CollectiveArrays& arrays, std::function<void(const Status&)> done);
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_SHARED_MEMORY_COLLECTIVE_H_

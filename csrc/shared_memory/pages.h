@@ -1,6 +1,5 @@
 // Pages of a file in memory: allocated, mapped and given back.
-#ifndef JAXMP_SHARED_MEMORY_PAGES_H_
-#define JAXMP_SHARED_MEMORY_PAGES_H_
+#pragma once
 
 #include <cstddef>
 #include <utility>
@@ -32,5 +31,3 @@ class Mapping {
 };
 
 }  // namespace jaxmp
-
-#endif  // JAXMP_SHARED_MEMORY_PAGES_H_

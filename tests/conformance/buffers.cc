@@ -70,7 +70,7 @@ double smallest(cudaDataType_t type) {
 
 // What a sum of terms of this size may be off, and the neighbour that it is then rounded to.
 double allowance(const Case& c, cudaDataType_t type, double magnitude, Number want) {
-  const double u_acc = test::unit_roundoff(hostmp::accumulator_of(c.in)), u_out = test::unit_roundoff(type);
+  const double u_acc = test::unit_roundoff(hostmp::AccumulatorOf(c.in)), u_out = test::unit_roundoff(type);
   return 8 * u_acc * magnitude + 2 * u_out * std::abs(want) + smallest(type);
 }
 

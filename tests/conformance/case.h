@@ -15,7 +15,7 @@
 namespace jaxmp::conformance {
 
 using namespace abi;  // NOLINT: cuBLASMp's own names
-using test::facts;
+using test::Facts;
 using test::Matrix;
 using test::Number;
 using test::Pattern;

@@ -40,7 +40,7 @@ void set_transposition(Case* c, cublasOperation_t a, cublasOperation_t b) {
 
 // With every transposition that the types have.
 void add_transposed(Case c, const Add& add) {
-  const bool is_complex = facts(c.in).is_complex;
+  const bool is_complex = Facts(c.in).is_complex;
   for (cublasOperation_t a : {CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_OP_C}) {
     for (cublasOperation_t b : {CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_OP_C}) {
       if ((a == CUBLAS_OP_C || b == CUBLAS_OP_C) && !is_complex) continue;
@@ -54,8 +54,8 @@ void add_transposed(Case c, const Add& add) {
 
 std::string Case::name() const {
   std::string text = topic + ": " + test::Case::name();
-  if (in_b != in) text += std::string(" B ") + facts(in_b).name;
-  if (aux_type != out) text += std::string(" aux ") + facts(aux_type).name;
+  if (in_b != in) text += std::string(" B ") + Facts(in_b).name;
+  if (aux_type != out) text += std::string(" aux ") + Facts(aux_type).name;
   if (compute != CUBLAS_COMPUTE_32F && compute != CUBLAS_COMPUTE_64F) text += " compute " + std::to_string(compute);
   if (scale_a != kUnscaled || scale_b != kUnscaled) {
     text += " scales " + std::to_string(scale_a) + "," + std::to_string(scale_b);
@@ -122,7 +122,7 @@ void add_complex_epilogs(int nranks, const Add& add) {
 void add_epilogs(int nranks, const Add& add) {
   add_complex_epilogs(nranks, add);
   for (const auto& [in, out] : kTypes) {
-    if (facts(in).is_complex) continue;
+    if (Facts(in).is_complex) continue;
     for (Case c : layouts("epilog", nranks, in, out)) {
       if (c.pattern == Pattern::kCyclic || (c.pattern == Pattern::kGrid && c.p != c.q)) continue;
       for (int epilog : kEpilogs) {
@@ -154,7 +154,7 @@ Case narrow_case(Pattern pattern, int nranks, cudaDataType_t in, cudaDataType_t 
   Case c = make_case("narrow", pattern, nranks, in, out);
   c.m = 2 * outer * nranks, c.n = outer * nranks, c.k = 2 * k * nranks;
   c.trans_a = CUBLAS_OP_T;
-  const bool stores_narrow = facts(out).is_low_precision;
+  const bool stores_narrow = Facts(out).is_low_precision;
   c.c_type = stores_narrow ? CUDA_R_16F : out;
   c.bias_type = stores_narrow ? CUDA_R_16F : out == CUDA_R_32F ? CUDA_R_16BF : out;
   return c;
@@ -170,9 +170,9 @@ void add_float8(Pattern pattern, int nranks, const Add& add) {
       c.in_b = b;
       add(c);
       c.scale_a = c.scale_b = CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32;
-      c.has_scale_d = c.has_amax = facts(out).is_low_precision;
+      c.has_scale_d = c.has_amax = Facts(out).is_low_precision;
       add(c);
-      c.has_c = true, c.beta = -1, c.has_scale_c = facts(out).is_low_precision;
+      c.has_c = true, c.beta = -1, c.has_scale_c = Facts(out).is_low_precision;
       if (c.all_reduces_c()) c.capability = "all_reduce_c";
       add(c);
     }
@@ -219,7 +219,7 @@ void add_scaled(Pattern pattern, int nranks, const Add& add) {
       Case c = narrow_case(pattern, nranks, kind.in, out, kind.outer, kind.k);
       if (kind.outer == 128) c.m = c.n = kind.outer * nranks, c.k = kind.k * nranks;  // the reference's time
       c.scale_a = kind.a, c.scale_b = kind.b;
-      if (facts(out).is_low_precision) c.d_out_scale = kind.a;
+      if (Facts(out).is_low_precision) c.d_out_scale = kind.a;
       add(c);
     }
   }
@@ -258,7 +258,7 @@ void add_options(int nranks, const Add& add) {
     add(c);
     for (cudaDataType_t type : {CUDA_R_16BF, CUDA_R_32F}) {
       if (!sums || nranks == 1) continue;
-      c.variant = std::string("communicates ") + facts(type).name;
+      c.variant = std::string("communicates ") + Facts(type).name;
       c.settings = {{CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMMUNICATION_TYPE, type}};
       add(c);
     }

@@ -10,7 +10,6 @@
 #include <utility>
 
 #include "csrc/cuda/libraries.h"
-#include "csrc/cuda/logger.h"
 #include "tests/conformance/backend.h"
 
 namespace jaxmp::conformance {

@@ -27,11 +27,11 @@ class HostRank final : public Rank {
     };
     is_done_ = false;
     stream_ = {rendezvous_, number, 0, nullptr, done, this};
-    return hostmp::as_stream(&stream_);
+    return hostmp::AsStream(&stream_);
   }
 
   void give_up(const std::string& why) override {
-    hostmp::fail(stream_, rank_, group_->nranks(), InvalidArgument(why));
+    hostmp::Fail(stream_, rank_, group_->nranks(), InvalidArgument(why));
   }
 
   Status synchronize() override {

@@ -61,22 +61,22 @@ class Buffer {
 
 // Element `index` of an array of any type; those of 4 bits lie two in a byte, the first in the low half.
 inline Number get_element(cudaDataType_t type, const char* data, int64_t index) {
-  if (type != CUDA_R_4F_E2M1) return test::decode(type, data + index * facts(type).bytes);
+  if (type != CUDA_R_4F_E2M1) return test::decode(type, data + index * Facts(type).bytes);
   float pair[2];
-  hostmp::decode(type, data, index & ~int64_t{1}, 2, 1.0f, pair);
+  hostmp::Decode(type, data, index & ~int64_t{1}, 2, 1.0f, pair);
   return pair[index % 2];
 }
 
 inline void put_element(cudaDataType_t type, Number value, char* data, int64_t index) {
-  if (type != CUDA_R_4F_E2M1) return test::encode(type, value, data + index * facts(type).bytes);
+  if (type != CUDA_R_4F_E2M1) return test::encode(type, value, data + index * Facts(type).bytes);
   float pair[2];
-  hostmp::decode(type, data, index & ~int64_t{1}, 2, 1.0f, pair);
+  hostmp::Decode(type, data, index & ~int64_t{1}, 2, 1.0f, pair);
   pair[index % 2] = static_cast<float>(value.real());
-  hostmp::encode(type, pair, 2, data + index / 2);
+  hostmp::Encode(type, pair, 2, data + index / 2);
 }
 
 inline size_t bytes_of(cudaDataType_t type, int64_t elements) {
-  return static_cast<size_t>((elements * facts(type).bits + 7) / 8);
+  return static_cast<size_t>((elements * Facts(type).bits + 7) / 8);
 }
 
 }  // namespace jaxmp::conformance

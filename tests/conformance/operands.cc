@@ -13,12 +13,12 @@ void fill(Matrix* matrix, cudaDataType_t type, int most, unsigned seed) {
   const auto digit = [&random, most] { return static_cast<int>(random() % (2 * most + 1)) - most; };
   for (Number& value : matrix->values) {
     const double real = digit();
-    value = {real, facts(type).is_complex ? digit() : 0.0};
+    value = {real, Facts(type).is_complex ? digit() : 0.0};
   }
 }
 
 // So that D of 16 bits is exact, and a sum of its columns too.
-int largest_digit(const Case& c) { return facts(c.out).is_16bit || facts(c.in).is_low_precision ? 1 : 3; }
+int largest_digit(const Case& c) { return Facts(c.out).is_16bit || Facts(c.in).is_low_precision ? 1 : 3; }
 
 bool is_transposed(cublasOperation_t op) { return op != CUBLAS_OP_N; }
 
@@ -130,7 +130,7 @@ Expected::Expected(const Case& c, const Operands& x)
     : z(c.m, c.n), magnitude(c.m, c.n), d(c.m, c.n), slack(c.m, c.n), is_exact(!(c.epilog & (32 | 64))) {
   const Matrix a = scaled(c, x.a, true), b = scaled(c, x.b, false);
   const bool reads_c = c.has_c && c.beta != 0.0;
-  if (facts(c.in).is_complex) {
+  if (Facts(c.in).is_complex) {
     multiply(a.values, b.values, c.k, &z, &magnitude);
   } else {
     multiply(real_parts(a), real_parts(b), c.k, &z, &magnitude);
@@ -151,7 +151,7 @@ Expected::Expected(const Case& c, const Operands& x)
   const bool is_of_a = c.epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADA,
              is_of_b = c.epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADB;
   const Matrix& summed = is_of_a ? a : is_of_b ? b : d;
-  const double u_acc = test::unit_roundoff(hostmp::accumulator_of(c.in)), u_out = test::unit_roundoff(c.out);
+  const double u_acc = test::unit_roundoff(hostmp::AccumulatorOf(c.in)), u_out = test::unit_roundoff(c.out);
   for (int64_t i = 0; i < summed.rows; ++i) {
     Number sum = 0;
     double allowed = 0;

@@ -116,10 +116,6 @@ void add_combinations(int nranks, Refusals& refuse) {
   c.m = 26;  // rows of 104 bytes
   c.settings = {{ATTRIBUTE(ALGO_TYPE), CUBLASMP_MATMUL_ALGO_TYPE_FUSED}};
   refuse.put(c, "FUSED of rows that are no multiple of 16 bytes", kUnsupported);
-  c = base(nranks);
-  c.workspace = Workspace::kPlain;
-  c.settings = {{ATTRIBUTE(ALGO_TYPE), CUBLASMP_MATMUL_ALGO_TYPE_SPLIT_P2P}};
-  refuse.put(c, "SPLIT_P2P in a plain workspace", kUnsupported);
   c = base(nranks, CUDA_R_8F_E4M3, CUDA_R_16BF);
   c.m = c.n = c.k = 64;
   refuse.put(c, "fp8 that is not stored along k", kUnsupported);

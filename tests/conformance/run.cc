@@ -91,7 +91,7 @@ bool CaseRun::set(int attribute, const void* value, size_t size) {
 }
 
 bool CaseRun::set_number(int attribute, int64_t value, size_t size) {
-  return set(attribute, &value, size > 0 ? size : abi::attribute_size(attribute));  // little-endian, so 4 bytes do
+  return set(attribute, &value, size > 0 ? size : abi::AttributeSize(attribute));  // little-endian, so 4 bytes do
 }
 
 bool CaseRun::set_attributes() {
@@ -157,7 +157,7 @@ bool CaseRun::set_scales() {
 }
 
 Call CaseRun::arguments() {
-  const cudaDataType_t scalar = hostmp::accumulator_of(c_.in);
+  const cudaDataType_t scalar = hostmp::AccumulatorOf(c_.in);
   test::encode(scalar, c_.alpha, alpha_.data());
   test::encode(scalar, c_.beta_of(runner_.number_), beta_.data());
   Call call = {};

@@ -27,7 +27,7 @@
 
 #include "csrc/barrier/barrier.h"
 #include "csrc/ffi/host_matmul.h"
-#include "csrc/ffi/process_barrier.h"
+#include "csrc/ffi/process_calls.h"
 #include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/plan/distribution.h"
 #include "csrc/plan/enums.h"
@@ -446,7 +446,7 @@ void TryLayout(const AnyAttributes& all) {
         value);
   }
   const StatusOr<Problem> problem = MakeProblem(attributes);
-  if (problem.ok()) (void)DistributionOn(kCublasMp, *problem).ok();
+  if (problem.ok()) (void)MakeDistribution(*problem).ok();
 }
 
 struct Tally {

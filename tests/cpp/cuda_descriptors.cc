@@ -7,9 +7,8 @@
 #include <utility>
 
 #include "csrc/cuda/libraries.h"
-#include "csrc/cuda/logger.h"
-#include "csrc/plan/descriptor_attributes.h"
 #include "csrc/plan/enums.h"
+#include "csrc/plan/plan.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_gpus.h"
 #include "tests/cpp/problems.h"

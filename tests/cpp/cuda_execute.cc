@@ -6,7 +6,7 @@
 #include <string>
 #include <vector>
 
-#include "csrc/cuda/logger.h"
+#include "csrc/cuda/libraries.h"
 #include "csrc/cuda/nccl_id_exchange.h"
 #include "csrc/plan/plan_cache.h"
 #include "tests/cpp/check.h"

@@ -14,8 +14,7 @@
 
 #include "csrc/barrier/messages.h"
 #include "csrc/ffi/host_matmul.h"
-#include "csrc/ffi/process_barrier.h"
-#include "csrc/ffi/process_collective.h"
+#include "csrc/ffi/process_calls.h"
 #include "csrc/hostmp/gemm/cblas.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/fake_xla.h"

@@ -67,7 +67,7 @@ void test_fail() {
       nullptr, 0, 0, nullptr, [](void* to, const Status& status) {
                              *static_cast<std::string*>(to) = status.message(); },
       &error};
-  hostmp::fail(stream, 0, 1, InvalidArgument("why"));
+  hostmp::Fail(stream, 0, 1, InvalidArgument("why"));
   CHECK_EQ(error, std::string("why"));
 }
 

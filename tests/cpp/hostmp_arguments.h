@@ -35,7 +35,7 @@ struct Arguments {
     a = r.a->get(), b = r.b->get(), d = r.d->get();
     work = r.workspace->get(), bytes = r.workspace->size();
     stream = {&world.rendezvous, 1, 0, nullptr, [](void*, const Status&) {}, nullptr};
-    check_ok(api.SetStream(handle, hostmp::as_stream(&stream)));
+    check_ok(api.SetStream(handle, hostmp::AsStream(&stream)));
   }
   cublasMpStatus_t run() const {
     return api.Matmul(handle, matmul, m, n, k, alpha, a, ia, 1, desc_a, b, 1, jb, desc_b, beta, c, ic, 1, desc_c, d, 1,

@@ -12,9 +12,7 @@
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
-#include "csrc/hostmp/kernels/amx_gemm.h"
-#include "csrc/hostmp/kernels/avx512_bf16_gemm.h"
-#include "csrc/hostmp/kernels/bf16_small_n.h"
+#include "csrc/hostmp/kernels/bf16_gemm.h"
 #include "tests/cpp/check.h"
 #include "tests/cpp/instruction_set.h"
 

@@ -26,7 +26,7 @@ std::multiset<int> processors_of(int64_t count) {
   const auto arrivals = std::make_shared<Arrivals>();
   const auto is_full = [count, at = arrivals.get()] { return static_cast<int64_t>(at->processors.size()) == count; };
   BoundThreads threads(machine_threads());
-  threads.schedule(count, [arrivals, is_full] {
+  threads.Schedule(count, [arrivals, is_full] {
     std::unique_lock<std::mutex> lock(arrivals->mutex);
     arrivals->processors.insert(sched_getcpu());
     arrivals->changed.notify_all();

@@ -22,14 +22,14 @@ void fill_random(Matrix* matrix, cudaDataType_t type, unsigned seed) {
   std::array<char, 16> bytes;
   for (Number& value : matrix->values) {
     const double real = normal(random);
-    encode(type, {real, facts(type).is_complex ? normal(random) : 0}, bytes.data());
+    encode(type, {real, Facts(type).is_complex ? normal(random) : 0}, bytes.data());
     value = decode(type, bytes.data());  // as the operand holds it
   }
 }
 
 // How much of the allowance an error takes; the judge of this file, judged itself below.
 double used(const Case& c, Number got, Number expected, double magnitude) {
-  const double u_acc = unit_roundoff(hostmp::accumulator_of(c.in)), u_out = unit_roundoff(c.out);
+  const double u_acc = unit_roundoff(hostmp::AccumulatorOf(c.in)), u_out = unit_roundoff(c.out);
   const double allowed = kAllowed * (u_acc * magnitude + u_out * std::abs(expected)) + 1e-37;
   const double error = std::abs(got - expected);
   return error <= allowed ? error / allowed : INFINITY;  // so too for a NaN
@@ -41,7 +41,7 @@ Number aux_at(const World& world, int64_t rank, int64_t i, int64_t j) {
   const int64_t row = world.layouts.d.local_row(i), col = world.layouts.d.local_col(j);
   const char* const data = r.aux->get();
   if (is_relu(world.c.epilog)) return (data[col * r.aux_ld / 8 + row / 8] >> (row % 8)) & 1;
-  return decode(world.c.out, data + (col * r.aux_ld + row) * facts(world.c.out).bytes);
+  return decode(world.c.out, data + (col * r.aux_ld + row) * Facts(world.c.out).bytes);
 }
 
 void check_padding(const World& world) {
@@ -53,7 +53,7 @@ void check_padding(const World& world) {
         const bool is_zero =
             is_relu(world.c.epilog)
                 ? ((r.aux->get()[col * r.aux_ld / 8 + row / 8] >> (row % 8)) & 1) == 0
-                : decode(world.c.out, r.aux->get() + (col * r.aux_ld + row) * facts(world.c.out).bytes) == 0.0;
+                : decode(world.c.out, r.aux->get() + (col * r.aux_ld + row) * Facts(world.c.out).bytes) == 0.0;
         if (!is_zero) return check::report(false, __FILE__, __LINE__, world.c.name() + ": padding of the aux");
       }
     }
@@ -118,7 +118,7 @@ void check_gradient(const World& world) {
       if (!holds_row) continue;
       const int64_t at = is_of_b ? i : world.layouts.d.local_row(i);
       const char* const data = world.ranks[static_cast<size_t>(rank)].gradient->get();
-      worst = std::max(worst, used(c, decode(c.out, data + at * facts(c.out).bytes), sum, size));
+      worst = std::max(worst, used(c, decode(c.out, data + at * Facts(c.out).bytes), sum, size));
     }
   }
   worst_used = std::max(worst_used, worst);

@@ -81,7 +81,7 @@ void test_ranks_resume_in_their_own_state(bool fails) {
         came_on[i] = std::this_thread::get_id();
         const ScopedFloatState scope(state_of(flushes(rank)));
         if (fails && turn == 1) {
-          hostmp::fail(streams[i], rank, 3, InvalidArgument("bad luck"));
+          hostmp::Fail(streams[i], rank, 3, InvalidArgument("bad luck"));
         } else {
           check_ok(world.matmul(rank, &streams[i]));
         }
@@ -120,8 +120,8 @@ class OtherThreads final : public hostmp::Pool {
  public:
   OtherThreads(int count, bool flushes) : threads_(count), flushes_(flushes) {}
   int num_threads() const override { return threads_.num_threads(); }
-  void schedule(int64_t threads, const std::function<void()>& work) override {
-    threads_.schedule(threads, [this, work] {
+  void Schedule(int64_t threads, const std::function<void()>& work) override {
+    threads_.Schedule(threads, [this, work] {
       const ScopedFloatState scope(state_of(flushes_));
       work();
       CHECK(FloatState::Current() == state_of(flushes_));

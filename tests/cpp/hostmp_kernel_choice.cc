@@ -1,7 +1,7 @@
 // Which kernel multiplies on which processor. A choice only names a kernel, so one machine tests those of all others.
 #include <string>
 
-#include "csrc/cublasmp/host_types.h"
+#include "csrc/cublasmp/dtypes.h"
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/gemm/cblas.h"
 #include "csrc/hostmp/gemm/kernel_choice.h"

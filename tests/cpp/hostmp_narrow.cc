@@ -63,9 +63,9 @@ void test_decode() {
     const int count = 1 << f.bits();
     std::vector<float> wide(static_cast<size_t>(count)), from_bf16(wide.size());
     std::vector<hostmp::BFloat16> bf16(wide.size());
-    hostmp::decode(f.type, codes.data(), 0, count, 1.0f, wide.data());
-    hostmp::decode(f.type, codes.data(), 0, count, 0.5f, bf16.data());
-    hostmp::widen(bf16.data(), from_bf16.data(), count);
+    hostmp::Decode(f.type, codes.data(), 0, count, 1.0f, wide.data());
+    hostmp::Decode(f.type, codes.data(), 0, count, 0.5f, bf16.data());
+    hostmp::Widen(bf16.data(), from_bf16.data(), count);
     for (int code = 0; code < count; ++code) {
       const double want = meaning(f, code);
       CHECK(is_same(wide[static_cast<size_t>(code)], want));
@@ -80,7 +80,7 @@ void test_decode_integers() {
   for (size_t code = 0; code < 256; ++code) codes[code] = static_cast<uint8_t>(code);
   float wide[256];
   const auto decoded = [&](cudaDataType_t type, int64_t first, int64_t count) {
-    hostmp::decode(type, codes.data(), first, count, 1.0f, wide);
+    hostmp::Decode(type, codes.data(), first, count, 1.0f, wide);
     return wide;
   };
   for (int64_t first : {0, 1, 5}) {
@@ -101,7 +101,7 @@ void test_decode_integers() {
 uint8_t encoded(const Format& f, float value) {
   const float values[2] = {value, 0};
   uint8_t code[2] = {0, 0};
-  hostmp::encode(f.type, values, 2, code);
+  hostmp::Encode(f.type, values, 2, code);
   return f.bits() == 4 ? code[0] & 0xf : code[0];
 }
 
@@ -109,7 +109,7 @@ uint8_t encoded(const Format& f, float value) {
 void test_encode() {
   for (const Format& f : kFormats) {
     const int sign = 1 << (f.bits() - 1);
-    const float last = hostmp::largest(f.type);
+    const float last = hostmp::Largest(f.type);
     for (int code = 0; meaning(f, code) < last; ++code) {
       const double low = meaning(f, code), high = meaning(f, code + 1);
       const auto middle = static_cast<float>((low + high) / 2);
@@ -130,22 +130,22 @@ void test_encode() {
 }
 
 void test_scales() {
-  CHECK_EQ(hostmp::ue8m0(127), 1.0f);
-  CHECK_EQ(hostmp::ue8m0(254), std::ldexp(1.0f, 127));
-  CHECK_EQ(hostmp::ue8m0(0), std::ldexp(1.0f, -127));
-  CHECK(std::isnan(hostmp::ue8m0(255)));
-  CHECK_EQ(hostmp::ue4m3(0xc8), 4.0f);  // the sign is ignored
-  CHECK_EQ(int{hostmp::ue8m0_above(1.0f)}, 127);
-  CHECK_EQ(int{hostmp::ue8m0_above(1.0001f)}, 128);
-  CHECK_EQ(int{hostmp::ue8m0_above(0.0f)}, 0);
-  CHECK_EQ(int{hostmp::ue8m0_above(std::ldexp(1.0f, -127))}, 0);  // half of the smallest normal number
-  CHECK_EQ(int{hostmp::ue8m0_above(std::ldexp(1.5f, -127))}, 1);
+  CHECK_EQ(hostmp::Ue8m0(127), 1.0f);
+  CHECK_EQ(hostmp::Ue8m0(254), std::ldexp(1.0f, 127));
+  CHECK_EQ(hostmp::Ue8m0(0), std::ldexp(1.0f, -127));
+  CHECK(std::isnan(hostmp::Ue8m0(255)));
+  CHECK_EQ(hostmp::Ue4m3(0xc8), 4.0f);  // the sign is ignored
+  CHECK_EQ(int{hostmp::Ue8m0Above(1.0f)}, 127);
+  CHECK_EQ(int{hostmp::Ue8m0Above(1.0001f)}, 128);
+  CHECK_EQ(int{hostmp::Ue8m0Above(0.0f)}, 0);
+  CHECK_EQ(int{hostmp::Ue8m0Above(std::ldexp(1.0f, -127))}, 0);  // half of the smallest normal number
+  CHECK_EQ(int{hostmp::Ue8m0Above(std::ldexp(1.5f, -127))}, 1);
   // The documentation's own formulas, tile by tile.
   for (int64_t outer = 0; outer < 300; ++outer) {
     for (int64_t inner = 0; inner < 10; ++inner) {
       const int64_t inners = 12;  // 10 rounded up to a tile
       const int64_t tile = (inner / 4 * 4 + outer / 128 * 128 / 128 * inners) * 128;
-      CHECK_EQ(hostmp::tiled_offset(inner, outer, 10), tile + outer % 128 % 32 * 16 + outer % 128 / 32 * 4 + inner % 4);
+      CHECK_EQ(hostmp::TiledOffset(inner, outer, 10), tile + outer % 128 % 32 * 16 + outer % 128 / 32 * 4 + inner % 4);
     }
   }
 }

@@ -76,7 +76,7 @@ void set(double real, double imag, std::complex<T>* x) {
 template <typename T>
 void set(double real, double, T* x) {  // 16 bits
   const float value = static_cast<float>(real);
-  hostmp::downconvert(&value, x, 1);
+  hostmp::Downconvert(&value, x, 1);
 }
 
 template <typename T>
@@ -89,12 +89,12 @@ std::complex<T> value(const std::complex<T>& x, bool conjugates) {
 }
 float value(const BFloat16& x, bool) {
   float wide;
-  hostmp::widen(&x, &wide, 1);
+  hostmp::Widen(&x, &wide, 1);
   return wide;
 }
 float value(const Float16& x, bool) {
   float wide;
-  hostmp::widen(&x, &wide, 1);
+  hostmp::Widen(&x, &wide, 1);
   return wide;
 }
 
@@ -211,7 +211,7 @@ std::vector<int64_t> cuts_of(int64_t k, std::vector<int64_t> cuts) {
 
 template <typename T>
 void test_kernel(hostmp::SimdLevel level, const char* instructions) {
-  if (!has(level)) {
+  if (!Has(level)) {
     std::printf("SKIPPED: %s, which this processor does not have\n", instructions);
     return;
   }
@@ -237,7 +237,7 @@ void test_kernel(hostmp::SimdLevel level, const char* instructions) {
             hostmp::SimdGemm(level, Type<T>::number, parts, 2.0, adds, scratch.data());
             check::report(same(c, doubled), __FILE__, __LINE__, instructions + (" times 2, " + test.name()));
           }
-          if (test.n > hostmp::kSmallN || trans_a != abi::CUBLAS_OP_N || hostmp::facts(Type<T>::number).is_complex) {
+          if (test.n > hostmp::kSmallN || trans_a != abi::CUBLAS_OP_N || hostmp::Facts(Type<T>::number).is_complex) {
             continue;
           }
           c = test.c;

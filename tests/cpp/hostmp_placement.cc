@@ -114,8 +114,8 @@ void test_scalars(hostmp::Pool* pool) {
   for (Case c : patterns()) {
     for (const Types& types : kTypes) {
       c.m = 12, c.n = 24, c.k = 36, c.in = types.in, c.out = types.out, c.has_c = true;
-      c.alpha = facts(types.in).is_complex ? Number(2, -1) : Number(-2);
-      c.beta = facts(types.in).is_complex ? Number(1, 3) : Number(3);
+      c.alpha = Facts(types.in).is_complex ? Number(2, -1) : Number(-2);
+      c.beta = Facts(types.in).is_complex ? Number(1, 3) : Number(3);
       check_case(c, pool);
       c.is_in_place = true;
       check_case(c, pool);
@@ -253,9 +253,9 @@ void test_beta_zero_never_reads_c(hostmp::Pool* pool) {
       c.m = 12, c.n = 24, c.k = 36, c.in = types.in, c.out = types.out, c.has_c = true, c.beta = 0;
       World world(c);
       for (Rank& rank : world.ranks) {
-        const int64_t size = facts(c.out).bytes;
+        const int64_t size = Facts(c.out).bytes;
         for (size_t at = 0; at < rank.c->size(); at += static_cast<size_t>(size)) {
-          encode(c.out, {NAN, facts(c.out).is_complex ? double(NAN) : 0}, rank.c->get() + at);
+          encode(c.out, {NAN, Facts(c.out).is_complex ? double(NAN) : 0}, rank.c->get() + at);
           std::memcpy(rank.d->get() + at, rank.c->get() + at, static_cast<size_t>(size));  // nor D
         }
       }
@@ -271,7 +271,7 @@ void test_ordered_bits_do_not_know_the_mesh(hostmp::Pool* pool) {
     std::mt19937 random(1);
     std::normal_distribution<double> draw;
     for (Matrix* matrix : {&world->a, &world->b}) {
-      for (Number& x : matrix->values) x = {draw(random), facts(world->c.in).is_complex ? draw(random) : 0};
+      for (Number& x : matrix->values) x = {draw(random), Facts(world->c.in).is_complex ? draw(random) : 0};
     }
   };
   for (const Types& types : kTypes) {

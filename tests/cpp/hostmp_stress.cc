@@ -82,7 +82,7 @@ void test_failing_rank_frees_its_peers() {
       hostmp::Stream& stream = streams[static_cast<size_t>(rank)];
       stream = {&world.rendezvous, 1, 0, nullptr, count_done, &done};
       if (rank == failing) {
-        hostmp::fail(stream, rank, 4, InvalidArgument("no memory"));
+        hostmp::Fail(stream, rank, 4, InvalidArgument("no memory"));
       } else {
         check_ok(world.matmul(rank, &stream));
       }
@@ -143,7 +143,7 @@ void test_blocking_continuations() {
 void test_bits_do_not_depend_on_threads() {
   for (cudaDataType_t type : {CUDA_R_32F, CUDA_R_16BF, CUDA_C_32F}) {
     Case c = {Pattern::kReduceScatter, 2, 1, 300, 210, 260, CUBLAS_OP_N, CUBLAS_OP_T, type, type};
-    c.epilog = facts(type).is_complex ? 0 : CUBLASMP_MATMUL_EPILOGUE_GELU;
+    c.epilog = Facts(type).is_complex ? 0 : CUBLASMP_MATMUL_EPILOGUE_GELU;
     World world(c, [](World* w) {
       std::mt19937 random(5);
       std::normal_distribution<double> normal;

@@ -65,7 +65,7 @@ class Threads final : public hostmp::Pool {
     for (std::thread& thread : threads_) thread.join();
   }
   int num_threads() const override { return static_cast<int>(threads_.size()); }
-  void schedule(int64_t threads, const std::function<void()>& work) override {
+  void Schedule(int64_t threads, const std::function<void()>& work) override {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       for (int64_t i = 0; i < threads; ++i) work_.push(work);

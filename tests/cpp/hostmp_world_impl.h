@@ -31,7 +31,7 @@ void set(cublasMpMatmulDescriptor_t desc, int attribute, const T& value) {
 
 inline World::World(const Case& given, const std::function<void(World*)>& fill)
     : c(given), layouts(layouts_of(given)), group(given.nranks()) {
-  const bool is_complex = facts(c.in).is_complex;
+  const bool is_complex = Facts(c.in).is_complex;
   a = Matrix(layouts.a.rows, layouts.a.cols);
   b = Matrix(layouts.b.rows, layouts.b.cols);
   c0 = Matrix(c.m, c.n);
@@ -66,7 +66,7 @@ inline Owned<cublasMpMatrixDescriptor> World::make_matrix(Rank& rank, int number
 inline std::unique_ptr<Buffer> World::scatter(const Matrix& whole, const Layout& layout, int rank,
                                               cudaDataType_t type) const {
   const auto [rows, cols] = layout.local_shape(rank);
-  const int64_t ld = lld(layout, rank), bytes = hostmp::bytes_of(type, cols * ld);
+  const int64_t ld = lld(layout, rank), bytes = hostmp::BytesOf(type, cols * ld);
   auto buffer = std::make_unique<Buffer>(static_cast<size_t>(rows > 0 && cols > 0 ? bytes : 0));
   for (int64_t j = 0; j < layout.cols; ++j) {
     for (int64_t i = 0; i < layout.rows; ++i) {
@@ -122,12 +122,12 @@ inline void World::make_bias(int number) {
   const cublasMpMatmulDescriptor_t matmul = rank.matmul.get();
   const int64_t rows = layouts.d.local_shape(number).first;
   if (has_bias(c.epilog)) {
-    rank.bias = std::make_unique<Buffer>(static_cast<size_t>(rows * facts(c.out).bytes));
+    rank.bias = std::make_unique<Buffer>(static_cast<size_t>(rows * Facts(c.out).bytes));
     for (int64_t i = 0; i < c.m; ++i) {
       const bool holds_row = c.n > 0 && layouts.d.local_shape(number).second > 0;
       for (int64_t j = 0; holds_row && j < layouts.d.cols; ++j) {
         if (layouts.d.owner(i, j) != number) continue;
-        encode(c.out, bias[static_cast<size_t>(i)], rank.bias->get() + layouts.d.local_row(i) * facts(c.out).bytes);
+        encode(c.out, bias[static_cast<size_t>(i)], rank.bias->get() + layouts.d.local_row(i) * Facts(c.out).bytes);
         break;
       }
     }
@@ -136,7 +136,7 @@ inline void World::make_bias(int number) {
   }
   if (!has_gradient(c.epilog)) return;
   const int64_t size = c.epilog == CUBLASMP_MATMUL_EPILOGUE_BGRADB ? c.n : rows;
-  rank.gradient = std::make_unique<Buffer>(static_cast<size_t>(size * facts(c.out).bytes));
+  rank.gradient = std::make_unique<Buffer>(static_cast<size_t>(size * Facts(c.out).bytes));
   const void* pointer = rank.gradient->get();
   set(matmul, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_POINTER, pointer);
   set(matmul, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME, CUBLASMP_RESULT_SCHEME_FULL);
@@ -146,8 +146,8 @@ inline void World::make_aux(int number) {
   Rank& rank = ranks[static_cast<size_t>(number)];
   const cublasMpMatmulDescriptor_t matmul = rank.matmul.get();
   const auto [rows, cols] = layouts.d.local_shape(number);
-  rank.aux_ld = hostmp::round_up(rows, is_relu(c.epilog) ? 128 : 8);
-  const int64_t bytes = is_relu(c.epilog) ? rank.aux_ld / 8 : rank.aux_ld * facts(c.out).bytes;
+  rank.aux_ld = hostmp::RoundUp(rows, is_relu(c.epilog) ? 128 : 8);
+  const int64_t bytes = is_relu(c.epilog) ? rank.aux_ld / 8 : rank.aux_ld * Facts(c.out).bytes;
   rank.aux = std::make_unique<Buffer>(static_cast<size_t>(bytes * cols));
   const void* pointer = rank.aux->get();
   set(matmul, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_POINTER, pointer);
@@ -163,7 +163,7 @@ inline void World::make_aux(int number) {
         const int bit = 1 << (row % 8);
         byte = static_cast<char>(value.real() > 0 ? byte | bit : byte & ~bit);
       } else {
-        encode(c.out, value, rank.aux->get() + col * bytes + row * facts(c.out).bytes);
+        encode(c.out, value, rank.aux->get() + col * bytes + row * Facts(c.out).bytes);
       }
     }
   }
@@ -181,7 +181,7 @@ inline cublasMpStatus_t World::query(int number, size_t* device_bytes) {
 
 inline cublasMpStatus_t World::matmul(int number, hostmp::Stream* stream) {
   Rank& r = ranks[static_cast<size_t>(number)];
-  check_ok(host_api().SetStream(r.handle.get(), hostmp::as_stream(stream)));
+  check_ok(host_api().SetStream(r.handle.get(), hostmp::AsStream(stream)));
   const void* given_c = !c.has_c ? nullptr : c.is_in_place ? r.d->get() : r.c->get();
   return host_api().Matmul(r.handle.get(), r.matmul.get(), c.m, c.n, c.k, r.alpha.data(), r.a->get(), 1, 1,
                            r.desc_a.get(), r.b->get(), 1, 1, r.desc_b.get(), r.beta.data(), given_c, 1, 1,
@@ -212,7 +212,7 @@ inline void World::run(hostmp::Pool* pool, bool on_threads) {
     contexts[i] = {&waiting, &errors[i]};
     streams[i] = {&rendezvous, run_id, 7, pool, done, &contexts[i]};
     if (matmul(rank, &streams[i]) == CUBLASMP_STATUS_SUCCESS) return;
-    hostmp::fail(streams[i], rank, c.nranks(), InvalidArgument(host_api().last_error()));
+    hostmp::Fail(streams[i], rank, c.nranks(), InvalidArgument(host_api().last_error()));
   };
   std::vector<std::thread> threads;
   for (int rank = 0; rank < c.nranks(); ++rank) {
@@ -233,7 +233,7 @@ inline Matrix World::gather(int64_t copy) const {
       const int64_t col = is_all_reduce ? copy * c.n + j : j;
       const auto rank = static_cast<size_t>(layouts.d.owner(i, col));
       const int64_t at = layouts.d.local_col(col) * llds[rank] + layouts.d.local_row(i);
-      whole.at(i, j) = decode(c.out, ranks[rank].d->get() + at * facts(c.out).bytes);
+      whole.at(i, j) = decode(c.out, ranks[rank].d->get() + at * Facts(c.out).bytes);
     }
   }
   return whole;
@@ -262,7 +262,7 @@ inline void multiply(const World& world, Matrix* product, Matrix* magnitude) {
   };
   *product = Matrix(c.m, c.n);
   *magnitude = Matrix(c.m, c.n);
-  const bool is_complex = facts(c.in).is_complex;
+  const bool is_complex = Facts(c.in).is_complex;
   // Plain arrays of real parts, column by column of D: the sanitizers look at every access.
   const auto m = static_cast<size_t>(c.m);
   std::vector<double> rows(m * static_cast<size_t>(c.k)), sums(m), bounds(m);

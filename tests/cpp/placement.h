@@ -21,7 +21,7 @@ namespace jaxmp::test {
 
 using namespace abi;  // NOLINT: cuBLASMp's own names
 using Number = std::complex<double>;
-using hostmp::facts;
+using hostmp::Facts;
 
 // ---- numbers of any type
 
@@ -42,18 +42,18 @@ inline Number decode(cudaDataType_t type, const char* from) {
       return read(Number{});
     case CUDA_R_16BF: {
       const auto value = read(hostmp::BFloat16{});
-      hostmp::widen(&value, &wide, 1);
+      hostmp::Widen(&value, &wide, 1);
       return wide;
     }
     case CUDA_R_32I:
       return Number(read(int32_t{}));
     default: {
-      if (facts(type).is_low_precision) {
-        hostmp::decode(type, from, 0, 1, 1.0f, &wide);
+      if (Facts(type).is_low_precision) {
+        hostmp::Decode(type, from, 0, 1, 1.0f, &wide);
         return wide;
       }
       const auto value = read(hostmp::Float16{});
-      hostmp::widen(&value, &wide, 1);
+      hostmp::Widen(&value, &wide, 1);
       return wide;
     }
   }
@@ -63,10 +63,10 @@ inline Number decode(cudaDataType_t type, const char* from) {
 inline uint8_t code_of(cudaDataType_t type, float value) {
   static std::map<cudaDataType_t, std::map<float, uint8_t>> known;  // of one thread
   std::map<float, uint8_t>& codes = known[type];
-  for (int code = 0; codes.empty() || code % (1 << facts(type).bits) != 0; ++code) {
+  for (int code = 0; codes.empty() || code % (1 << Facts(type).bits) != 0; ++code) {
     const auto byte = static_cast<uint8_t>(code);
     float number;
-    hostmp::decode(type, &byte, 0, 1, 1.0f, &number);
+    hostmp::Decode(type, &byte, 0, 1, 1.0f, &number);
     codes.emplace(number, byte);
   }
   return codes.at(value);
@@ -87,7 +87,7 @@ inline void encode(cudaDataType_t type, Number number, char* to) {
     case CUDA_C_64F:
       return write(number);
     case CUDA_R_16BF:
-      hostmp::downconvert(&real, &bf16, 1);
+      hostmp::Downconvert(&real, &bf16, 1);
       return write(bf16);
     case CUDA_R_32I:
       return write(static_cast<int32_t>(number.real()));
@@ -95,17 +95,17 @@ inline void encode(cudaDataType_t type, Number number, char* to) {
       return write(static_cast<int8_t>(number.real()));
     case CUDA_R_8F_E4M3:
     case CUDA_R_8F_E5M2:
-      return hostmp::encode(type, &real, 1, to);
+      return hostmp::Encode(type, &real, 1, to);
     default:
-      if (facts(type).is_low_precision) return write(code_of(type, real));
-      hostmp::downconvert(&real, &f16, 1);
+      if (Facts(type).is_low_precision) return write(code_of(type, real));
+      hostmp::Downconvert(&real, &f16, 1);
       return write(f16);
   }
 }
 
 // As element `index` of an array.
 inline void encode_at(cudaDataType_t type, Number number, char* array, int64_t index) {
-  if (facts(type).bits != 4) return encode(type, number, array + index * facts(type).bytes);
+  if (Facts(type).bits != 4) return encode(type, number, array + index * Facts(type).bytes);
   const int code = code_of(type, static_cast<float>(number.real())), half = index % 2 * 4;
   char& byte = array[index / 2];
   byte = static_cast<char>((byte & ~(0xf << half)) | code << half);
@@ -167,14 +167,14 @@ struct Case {
   std::optional<cudaDataType_t> in_b = std::nullopt;  // where it is another than A's
 
   cudaDataType_t type_b() const { return in_b.value_or(in); }
-  cudaDataType_t accumulator() const { return in_b ? CUDA_R_32F : hostmp::accumulator_of(in); }
+  cudaDataType_t accumulator() const { return in_b ? CUDA_R_32F : hostmp::AccumulatorOf(in); }
   int nranks() const { return p * q; }
   std::string name() const {
     const char ops[] = "NTC";
     return std::string(kPatternNames[static_cast<int>(pattern)]) + " " + std::to_string(p) + "x" + std::to_string(q) +
            " m=" + std::to_string(m) + " n=" + std::to_string(n) + " k=" + std::to_string(k) + " " + ops[trans_a] +
-           ops[trans_b] + " " + facts(in).name + (in_b ? std::string("*") + facts(*in_b).name : "") + "->" +
-           facts(out).name + " epilog " + std::to_string(epilog);
+           ops[trans_b] + " " + Facts(in).name + (in_b ? std::string("*") + Facts(*in_b).name : "") + "->" +
+           Facts(out).name + " epilog " + std::to_string(epilog);
   }
 };
 

@@ -110,7 +110,7 @@ void EpilogsSizeTheirBuffers() {
   CHECK_EQ(layout.aux.attribute_ld, 128);
   CHECK_EQ(layout.aux.local_size, 16 * 6);
   attributes["epilog"] = int64_t{164};  // GELU_AUX_BIAS
-  CHECK_CONTAINS(Refusal(attributes), "epilog 164 needs dtype_aux f32, got u8");
+  CHECK_CONTAINS(Refusal(attributes), "epilog 164 needs an aux, got dtype_aux u8");
   attributes["dtype_aux"] = std::string("f32");
   layout = *MakeDistribution(*MakeProblem(attributes));
   CHECK_EQ(layout.aux.attribute_ld, 24);
@@ -130,7 +130,7 @@ void BiasGradientsAreSizedByWhatIsSummed() {
   attributes["epilog"] = int64_t{512};  // BGRADB: all of n, on every rank
   CHECK_EQ(MakeDistribution(*MakeProblem(attributes))->bias_size, 6);
   attributes["epilog"] = int64_t{152};  // DRELU_BGRAD
-  CHECK_CONTAINS(Refusal(attributes), "epilog 152 needs dtype_aux u8, got none");
+  CHECK_CONTAINS(Refusal(attributes), "epilog 152 needs dtype_aux u8, got dtype_aux none");
   attributes["dtype_aux"] = std::string("u8");
   const Distribution layout = *MakeDistribution(*MakeProblem(attributes));
   CHECK_EQ(layout.bias_size, 17);

@@ -1,4 +1,4 @@
-// Plans on hostmp: a used plan answers as a fresh one, execution contexts are reused, capabilities and refusals are
+// Plans on hostmp: a used plan answers as a fresh one, execution contexts are reused, refusals are
 // heeded.
 #include <array>
 #include <atomic>
@@ -30,7 +30,7 @@ abi::cublasMpStatus_t CountingCreate(abi::cublasMpHandle_t* handle, abi::cudaStr
 MpApi Strict() {
   MpApi api = host_api();
   api.name = "strict";
-  api.capabilities = {};
+  api.fix_reduction_order = nullptr;
   return api;
 }
 
@@ -63,7 +63,7 @@ std::string RunOnce(Plan& plan, tests::World& world) {
     buffers.b = world.b[r].data();
     buffers.c = plan.problem().has_c() ? world.d[r].data() : nullptr;
     buffers.d = world.d[r].data();
-    const abi::cudaStream_t stream = hostmp::as_stream(&completions.back()->stream);
+    const abi::cudaStream_t stream = hostmp::AsStream(&completions.back()->stream);
     StatusOr<Plan::ExecutionHandle> handle = plan.Take(rank, buffers, stream);
     if (!handle.ok()) return handle.status().message();
     handles.push_back(std::move(*handle));
@@ -130,7 +130,7 @@ void CIsUpdatedInPlace() {
 }
 
 void CyclicLayoutsAreRight() {
-  static const MpApi strict = Strict();  // no capability is needed
+  static const MpApi strict = Strict();
   for (const auto& [nprow, npcol] : {std::pair<int64_t, int64_t>{1, 1}, {1, 2}, {2, 1}, {2, 2}, {2, 3}, {3, 2}}) {
     for (const auto& [m, n, k] : {std::array<int64_t, 3>{4, 6, 8}, {13, 11, 17}, {1, 2, 3}, {24, 36, 48}}) {
       for (const bool a_is_n : {true, false}) {
@@ -221,25 +221,12 @@ void SlotsAreReusedAndGrowOnlyWithConcurrentCalls() {
   CHECK_EQ(handles_made.load(), 3);
 }
 
-void CapabilitiesAreAskedFor() {
-  const MpApi strict = Strict();
-  const auto refusal = [&](const Attributes& attributes) {
-    return MakePlan(strict, *MakeProblem(attributes)).status().message();
-  };
-  CHECK_EQ(refusal(tests::AllReduce(2, 4, 4, 4)),
-           "jaxmp: strict takes all_reduce with trans_a=T and trans_b=N only; store A as (k, m)");
-  CHECK_EQ(refusal(tests::Grid(1, 2, 4, 4, 4)), "jaxmp: strict takes square grids only, got 1x2");
-  Attributes attributes = tests::Grid(2, 2, 4, 4, 4);
-  attributes["epilog"] = int64_t{2};
-  CHECK_EQ(refusal(attributes), "jaxmp: strict takes no epilog on a grid, got epilog 2");
-  attributes = tests::AllGather(2, 4, 4, 4);
-  for (const char* name : {"dtype_a", "dtype_b", "dtype_d", "dtype_bias"}) attributes[name] = std::string("c64");
-  attributes["epilog"] = int64_t{4};
-  CHECK_EQ(refusal(attributes), "jaxmp: strict takes no epilog with complex numbers, got epilog 4");
-  attributes = tests::AllReduce(2, 4, 4, 4);
-  attributes["trans_a"] = std::string("T");
-  CHECK_EQ(refusal(attributes), "");
-  CHECK(MakePlan(host_api(), *MakeProblem(tests::AllReduce(2, 4, 4, 4))).ok());
+void AnOrderThatTheLibraryLacksIsRefused() {
+  static const MpApi strict = Strict();
+  Attributes attributes = tests::Local(4, 4, 4);
+  attributes["determinism"] = std::string("batch");
+  CHECK_EQ(MakePlan(strict, *MakeProblem(attributes)).status().message(),
+           "jaxmp: strict cannot keep the order of sums, got determinism batch");
 }
 
 void TheLibrarysReasonReachesTheCaller() {
@@ -272,7 +259,7 @@ int main() {
   jaxmp::CommunicationOptionsReachTheLibrary();
   jaxmp::AUsedPlanAnswersAsAFreshOne();
   jaxmp::SlotsAreReusedAndGrowOnlyWithConcurrentCalls();
-  jaxmp::CapabilitiesAreAskedFor();
+  jaxmp::AnOrderThatTheLibraryLacksIsRefused();
   jaxmp::TheLibrarysReasonReachesTheCaller();
   jaxmp::TheCacheTellsLibrariesApart();
   return jaxmp::check::summary("plan_run");

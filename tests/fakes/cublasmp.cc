@@ -30,7 +30,7 @@ FAKE(ncclMemFree);
 namespace {
 
 using namespace fakes;  // NOLINT
-using jaxmp::hostmp::as_stream;
+using jaxmp::hostmp::AsStream;
 
 #define ENTER(name) \
   if (const cublasMpStatus_t entered = Enter(name); entered != CUBLASMP_STATUS_SUCCESS) return entered
@@ -96,7 +96,7 @@ class Computation {
       for (auto* desc : {&x.desc_a, &x.desc_b, &x.desc_c, &x.desc_d}) {
         desc->grid.comm = *group.comm(static_cast<int>(rank));  // of this process
       }
-      if (Start(&x, as_stream(&streams[rank])) != CUBLASMP_STATUS_SUCCESS) Fail(host().last_error());
+      if (Start(&x, AsStream(&streams[rank])) != CUBLASMP_STATUS_SUCCESS) Fail(host().last_error());
     }
     std::unique_lock<std::mutex> lock(mutex_);
     changed_.wait(lock, [this] { return left_ == 0; });
@@ -249,10 +249,6 @@ cublasMpStatus_t cublasMpSetStream(cublasMpHandle_t handle, cudaStream_t stream)
   found->second.stream = stream;
   return CUBLASMP_STATUS_SUCCESS;
 }
-cublasMpStatus_t cublasMpGetStream(cublasMpHandle_t handle, cudaStream_t* stream) {
-  *stream = HandleOf(handle).stream;
-  return CUBLASMP_STATUS_SUCCESS;
-}
 
 cublasMpStatus_t cublasMpGridCreate(int64_t nprow, int64_t npcol, cublasMpGridLayout_t layout, ncclComm_t comm,
                                     cublasMpGrid_t* grid) {
@@ -328,12 +324,6 @@ cublasMpStatus_t cublasMpBufferDeregister(cublasMpGrid_t grid, void* pointer) {
   return Deregister(grid, pointer);
 }
 
-cublasMpStatus_t cublasMpMatrixDescriptorInit(int64_t m, int64_t n, int64_t mb, int64_t nb, int64_t rsrc, int64_t csrc,
-                                              int64_t lld, cudaDataType_t type, cublasMpGrid_t grid,
-                                              cublasMpMatrixDescriptor_t desc) {
-  return Report(host().MatrixDescriptorInit(m, n, mb, nb, rsrc, csrc, lld, type, grid, desc),
-                "cublasMpMatrixDescriptorInit");
-}
 cublasMpStatus_t cublasMpMatrixDescriptorCreate(int64_t m, int64_t n, int64_t mb, int64_t nb, int64_t rsrc,
                                                 int64_t csrc, int64_t lld, cudaDataType_t type, cublasMpGrid_t grid,
                                                 cublasMpMatrixDescriptor_t* desc) {
@@ -351,9 +341,6 @@ cublasMpStatus_t cublasMpMatrixDescriptorDestroy(cublasMpMatrixDescriptor_t desc
   return host().MatrixDescriptorDestroy(desc);
 }
 
-cublasMpStatus_t cublasMpMatmulDescriptorInit(cublasMpMatmulDescriptor_t desc, cublasComputeType_t compute) {
-  return host().MatmulDescriptorInit(desc, compute);
-}
 cublasMpStatus_t cublasMpMatmulDescriptorCreate(cublasMpMatmulDescriptor_t* desc, cublasComputeType_t compute) {
   ENTER("MatmulDescriptorCreate");
   const cublasMpStatus_t status = host().MatmulDescriptorCreate(desc, compute);

@@ -18,10 +18,10 @@
 #include "csrc/hostmp/kernels/simd_gemm.h"
 #include "csrc/hostmp/numeric/activations.h"
 #include "csrc/hostmp/numeric/convert.h"
-#include "csrc/hostmp/numeric/downconvert.h"
 #include "csrc/hostmp/numeric/low_precision.h"
+#include "csrc/hostmp/numeric/scales.h"
 #include "csrc/hostmp/tiling/tiling.h"
-#include "csrc/hostmp/validate/agreement.h"
+#include "csrc/hostmp/validate/validate.h"
 #include "csrc/plan/distribution.h"
 #include "csrc/shared_memory/collective.h"
 
@@ -58,7 +58,7 @@ SEED(void, (const float* from, BFloat16* to, int64_t count)) {
 SEED(void, (cudaDataType_t type, const float* from, int64_t count, void* to)) {
   std::vector<float> values(from, from + count);
   for (float& value : values) {
-    if (std::abs(value) > largest(type)) value = 0;
+    if (std::abs(value) > Largest(type)) value = 0;
   }
   Original(type, values.data(), count, to);
 }
@@ -75,7 +75,7 @@ SEED(uint32_t, (const Downconversion& output)) {
   const uint32_t most = Original(output);
   float value;
   std::memcpy(&value, &most, sizeof(value));
-  return absolute_bits(value * output.scale);
+  return AbsoluteBits(value * output.scale);
 }
 #elif defined(FAULT_slope_of_gelu)
 SEED(void, (float* values, int64_t count)) {

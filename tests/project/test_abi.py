@@ -197,7 +197,7 @@ def _attribute_types(header: str) -> dict[str, str]:
 
 def _attribute_assertions(header: str) -> list[str]:
     return [
-        f'static_assert(sizeof({kind}) == ours::attribute_size(::{name}), "size of {name}");'
+        f'static_assert(sizeof({kind}) == ours::AttributeSize(::{name}), "size of {name}");'
         for name, kind in _attribute_types(header).items()
     ]
 
@@ -227,7 +227,7 @@ def _source(header: str) -> str:
         *_enumerator_assertions(),
         *_attribute_assertions(header),
         *_signature_assertions(),
-        "static_assert(ours::attribute_size(-1) == 0 && ours::attribute_size(29) == 0, "
+        "static_assert(ours::AttributeSize(-1) == 0 && ours::AttributeSize(29) == 0, "
         '"numbers that are no attributes");',
     ]
     return "\n".join(lines)

@@ -1,31 +1,20 @@
 // cuBLASMp's calls, one by one: unpack, check, do. What a call does is elsewhere.
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <memory>
-#include <new>
 #include <utility>
-#include <vector>
 
-#include "csrc/base/str_cat.h"
+#include "csrc/base/status.h"
 #include "csrc/cublasmp/api_table.h"
+#include "csrc/cublasmp/status.h"
 #include "csrc/hostmp/exec/collective_call.h"
-#include "csrc/hostmp/handles/buffers.h"
+#include "csrc/hostmp/handles/handles.h"
 #include "csrc/hostmp/handles/matmul_call.h"
 #include "csrc/hostmp/tiling/product_tiling.h"
-#include "csrc/hostmp/validate/call.h"
+#include "csrc/hostmp/validate/validate.h"
 
 namespace jaxmp::hostmp {
-
-struct Group::Ranks {
-  std::vector<abi::ncclComm> comms;
-};
-
-Group::Group(int nranks) : ranks_(std::make_unique<Ranks>()) {
-  for (int rank = 0; rank < nranks; ++rank) ranks_->comms.push_back({rank, nranks, this});
-}
-Group::~Group() = default;
-int Group::nranks() const { return static_cast<int>(ranks_->comms.size()); }
-abi::ncclComm_t Group::comm(int rank) const { return &ranks_->comms[static_cast<size_t>(rank)]; }
 
 namespace {
 
@@ -35,27 +24,9 @@ constexpr int kVersion = 1000;  // of the header whose calls these are: 0.10.0
 
 thread_local std::string error_message;
 
-cublasMpStatus_t status_of(const Status& status) {
-  switch (status.code()) {
-    case Code::kOk:
-      return CUBLASMP_STATUS_SUCCESS;
-    case Code::kInvalidArgument:
-      return CUBLASMP_STATUS_INVALID_VALUE;
-    case Code::kFailedPrecondition:
-      return CUBLASMP_STATUS_NOT_INITIALIZED;
-    case Code::kUnimplemented:
-      return CUBLASMP_STATUS_NOT_SUPPORTED;
-    case Code::kResourceExhausted:
-      return CUBLASMP_STATUS_ALLOCATION_FAILED;
-    case Code::kInternal:
-      break;
-  }
-  return CUBLASMP_STATUS_INTERNAL_ERROR;
-}
-
 // Every call runs through here: a C function must not throw, and last_error() speaks of the last call.
 template <typename Function>
-cublasMpStatus_t guarded(Function function) noexcept {
+cublasMpStatus_t Guarded(Function function) noexcept {
   Status status;
   try {
     status = function();
@@ -63,192 +34,144 @@ cublasMpStatus_t guarded(Function function) noexcept {
     status = ResourceExhausted(exception.what());
   }
   error_message = status.message();
-  return status_of(status);
+  return NumberOf(status.code());
 }
 
 const char* LastError() { return error_message.c_str(); }
 
 template <typename T, typename... Arguments>
-Status make(T** to, const char* name, Arguments&&... arguments) {
-  if (!to) return InvalidArgument(text(name, " is null; pass where to put the new object"));
+Status MakeObject(T** to, const char* name, Arguments&&... arguments) {
+  if (!to) return InvalidArgument(name, " is null; pass where to put the new object");
   *to = new T{std::forward<Arguments>(arguments)...};
   return {};
 }
 
 template <typename T>
-Status destroy(T* object, const char* name) {
-  if (!object) return InvalidArgument(text(name, " is null"));
+Status DestroyObject(T* object, const char* name) {
+  if (!object) return InvalidArgument(name, " is null");
   delete object;
   return {};
 }
 
 cublasMpStatus_t GetVersion(int* version) {
-  return guarded([&]() -> Status {
+  return Guarded([&]() -> Status {
     if (!version) return InvalidArgument("version is null");
     *version = kVersion;
     return {};
   });
 }
 
-const char* GetStatusString(cublasMpStatus_t status) {
-  switch (status) {
-    case CUBLASMP_STATUS_SUCCESS:
-      return "success";
-    case CUBLASMP_STATUS_NOT_INITIALIZED:
-      return "not initialized";
-    case CUBLASMP_STATUS_ALLOCATION_FAILED:
-      return "allocation failed";
-    case CUBLASMP_STATUS_INVALID_VALUE:
-      return "invalid value";
-    case CUBLASMP_STATUS_ARCHITECTURE_MISMATCH:
-      return "architecture mismatch";
-    case CUBLASMP_STATUS_EXECUTION_FAILED:
-      return "execution failed";
-    case CUBLASMP_STATUS_INTERNAL_ERROR:
-      return "internal error";
-    case CUBLASMP_STATUS_NOT_SUPPORTED:
-      return "not supported";
-  }
-  return "unknown status";
-}
+const char* GetStatusString(cublasMpStatus_t status) { return WordOf(status).name; }
 
 int64_t Numroc(int64_t n, int64_t nb, uint32_t iproc, uint32_t isrcproc, uint32_t nprocs) {
   if (n < 0 || nb <= 0 || nprocs == 0 || iproc >= nprocs || isrcproc >= nprocs) return 0;
-  return numroc({n, nb, nprocs, isrcproc}, iproc);
+  return LocalExtent({n, nb, nprocs, isrcproc}, iproc);
 }
 
 cublasMpStatus_t Create(cublasMpHandle_t* handle, cudaStream_t stream) {
-  return guarded([&] { return make(handle, "handle", reinterpret_cast<Stream*>(stream)); });
+  return Guarded([&] { return MakeObject(handle, "handle", reinterpret_cast<Stream*>(stream)); });
 }
 cublasMpStatus_t Destroy(cublasMpHandle_t handle) {
-  return guarded([&] { return destroy(handle, "handle"); });
+  return Guarded([&] { return DestroyObject(handle, "handle"); });
 }
 cublasMpStatus_t SetStream(cublasMpHandle_t handle, cudaStream_t stream) {
-  return guarded([&]() -> Status {
+  return Guarded([&]() -> Status {
     if (!handle) return InvalidArgument("handle is null");
     handle->stream = reinterpret_cast<Stream*>(stream);
-    return {};
-  });
-}
-cublasMpStatus_t GetStream(cublasMpHandle_t handle, cudaStream_t* stream) {
-  return guarded([&]() -> Status {
-    if (!handle || !stream) return InvalidArgument(handle ? "stream is null" : "handle is null");
-    *stream = as_stream(handle->stream);
     return {};
   });
 }
 
 cublasMpStatus_t GridCreate(int64_t nprow, int64_t npcol, cublasMpGridLayout_t layout, ncclComm_t comm,
                             cublasMpGrid_t* grid) {
-  return guarded([&]() -> Status {
+  return Guarded([&]() -> Status {
     if (!comm) return InvalidArgument("comm is null; take it from a Group");
     if (layout != CUBLASMP_GRID_LAYOUT_COL_MAJOR && layout != CUBLASMP_GRID_LAYOUT_ROW_MAJOR) {
-      return InvalidArgument(text("layout ", static_cast<int>(layout), " is neither COL_MAJOR (0) nor ROW_MAJOR (1)"));
+      return InvalidArgument("layout ", static_cast<int>(layout), " is neither COL_MAJOR (0) nor ROW_MAJOR (1)");
     }
     const int64_t nranks = comm->nranks;
     if (nprow <= 0 || npcol <= 0 || nprow > nranks || npcol > nranks || nprow * npcol != nranks) {
-      return InvalidArgument(
-          text("a grid of ", nprow, "x", npcol, " does not hold the ", comm->nranks, " ranks of its communicator"));
+      return InvalidArgument("a grid of ", nprow, "x", npcol, " does not hold the ", comm->nranks,
+                             " ranks of its communicator");
     }
-    return make(grid, "grid", cublasMpGrid{nprow, npcol, layout, *comm});
+    return MakeObject(grid, "grid", cublasMpGrid{nprow, npcol, layout, *comm});
   });
 }
 cublasMpStatus_t GridDestroy(cublasMpGrid_t grid) {
-  return guarded([&] { return destroy(grid, "grid"); });
+  return Guarded([&] { return DestroyObject(grid, "grid"); });
 }
 
-Status check_buffer(cublasMpGrid_t grid, const void* ptr) {
+// Any memory serves: nothing is registered.
+Status CheckBuffer(cublasMpGrid_t grid, const void* ptr) {
   if (!grid) return InvalidArgument("grid is null");
   return ptr ? Status() : InvalidArgument("ptr is null");
 }
 cublasMpStatus_t Malloc(cublasMpGrid_t grid, void** ptr, size_t size) {
-  return guarded([&]() -> Status {
-    JAXMP_RETURN_IF_ERROR(check_buffer(grid, ptr));
-    JAXMP_ASSIGN_OR_RETURN(*ptr, allocate(*grid, size));
-    return {};
+  return Guarded([&]() -> Status {
+    JAXMP_RETURN_IF_ERROR(CheckBuffer(grid, ptr));
+    const auto rounded = static_cast<size_t>(RoundUp(static_cast<int64_t>(size > 0 ? size : 1), kAlignment));
+    *ptr = std::aligned_alloc(kAlignment, rounded);
+    return *ptr ? Status() : ResourceExhausted("no memory for ", size, " bytes");
   });
 }
 cublasMpStatus_t Free(cublasMpGrid_t grid, void* ptr) {
-  return guarded([&]() -> Status {
-    JAXMP_RETURN_IF_ERROR(check_buffer(grid, ptr));
-    return release(*grid, ptr);
-  });
-}
-cublasMpStatus_t BufferRegister(cublasMpGrid_t grid, void* ptr, size_t size) {
-  return guarded([&]() -> Status {
-    JAXMP_RETURN_IF_ERROR(check_buffer(grid, ptr));
-    return register_buffer(*grid, ptr, size);
-  });
-}
-cublasMpStatus_t BufferDeregister(cublasMpGrid_t grid, void* ptr) {
-  return guarded([&]() -> Status {
-    JAXMP_RETURN_IF_ERROR(check_buffer(grid, ptr));
-    return deregister_buffer(*grid, ptr);
-  });
-}
-
-cublasMpStatus_t MatrixDescriptorInit(int64_t m, int64_t n, int64_t mb, int64_t nb, int64_t rsrc, int64_t csrc,
-                                      int64_t lld, cudaDataType_t type, cublasMpGrid_t grid,
-                                      cublasMpMatrixDescriptor_t desc) {
-  return guarded([&]() -> Status {
-    if (!grid) return InvalidArgument("grid is null");
-    if (!desc) return InvalidArgument("desc is null");
-    const cublasMpMatrixDescriptor filled = {{m, mb, grid->nprow, rsrc}, {n, nb, grid->npcol, csrc}, lld, type, *grid};
-    JAXMP_RETURN_IF_ERROR(check_matrix(filled));
-    *desc = filled;
+  return Guarded([&]() -> Status {
+    JAXMP_RETURN_IF_ERROR(CheckBuffer(grid, ptr));
+    std::free(ptr);
     return {};
   });
 }
+cublasMpStatus_t BufferRegister(cublasMpGrid_t grid, void* ptr, size_t) {
+  return Guarded([&] { return CheckBuffer(grid, ptr); });
+}
+cublasMpStatus_t BufferDeregister(cublasMpGrid_t grid, void* ptr) {
+  return Guarded([&] { return CheckBuffer(grid, ptr); });
+}
+
 cublasMpStatus_t MatrixDescriptorCreate(int64_t m, int64_t n, int64_t mb, int64_t nb, int64_t rsrc, int64_t csrc,
                                         int64_t lld, cudaDataType_t type, cublasMpGrid_t grid,
                                         cublasMpMatrixDescriptor_t* desc) {
-  cublasMpMatrixDescriptor filled{};
-  const cublasMpStatus_t status = MatrixDescriptorInit(m, n, mb, nb, rsrc, csrc, lld, type, grid, &filled);
-  if (status != CUBLASMP_STATUS_SUCCESS) return status;
-  return guarded([&] { return make(desc, "desc", filled); });
-}
-cublasMpStatus_t MatrixDescriptorDestroy(cublasMpMatrixDescriptor_t desc) {
-  return guarded([&] { return destroy(desc, "desc"); });
-}
-
-cublasMpStatus_t MatmulDescriptorInit(cublasMpMatmulDescriptor_t desc, cublasComputeType_t compute) {
-  return guarded([&]() -> Status {
-    if (!desc) return InvalidArgument("matmulDesc is null");
-    *desc = {};
-    std::memcpy(&desc->values[CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMPUTE_TYPE], &compute, sizeof(compute));
-    return {};
+  return Guarded([&]() -> Status {
+    if (!grid) return InvalidArgument("grid is null");
+    const cublasMpMatrixDescriptor filled = {{m, mb, grid->nprow, rsrc}, {n, nb, grid->npcol, csrc}, lld, type, *grid};
+    JAXMP_RETURN_IF_ERROR(CheckMatrix(filled));
+    return MakeObject(desc, "desc", filled);
   });
 }
-cublasMpStatus_t MatmulDescriptorCreate(cublasMpMatmulDescriptor_t* desc, cublasComputeType_t compute) {
-  cublasMpMatmulDescriptor filled;
-  const cublasMpStatus_t status = MatmulDescriptorInit(&filled, compute);
-  if (status != CUBLASMP_STATUS_SUCCESS) return status;
-  return guarded([&] { return make(desc, "matmulDesc", filled); });
-}
-cublasMpStatus_t MatmulDescriptorDestroy(cublasMpMatmulDescriptor_t desc) {
-  return guarded([&] { return destroy(desc, "matmulDesc"); });
+cublasMpStatus_t MatrixDescriptorDestroy(cublasMpMatrixDescriptor_t desc) {
+  return Guarded([&] { return DestroyObject(desc, "desc"); });
 }
 
-Status check_attribute(cublasMpMatmulDescriptor_t desc, int attribute, const void* buffer, size_t bytes) {
+cublasMpStatus_t MatmulDescriptorCreate(cublasMpMatmulDescriptor_t* desc, cublasComputeType_t compute) {
+  return Guarded([&] {
+    cublasMpMatmulDescriptor filled = {};
+    std::memcpy(&filled.values[CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_COMPUTE_TYPE], &compute, sizeof(compute));
+    return MakeObject(desc, "matmulDesc", filled);
+  });
+}
+cublasMpStatus_t MatmulDescriptorDestroy(cublasMpMatmulDescriptor_t desc) {
+  return Guarded([&] { return DestroyObject(desc, "matmulDesc"); });
+}
+
+Status CheckAttribute(cublasMpMatmulDescriptor_t desc, int attribute, const void* buffer, size_t bytes) {
   if (!desc) return InvalidArgument("matmulDesc is null");
   if (!buffer) return InvalidArgument("buf is null");
-  const size_t size = attribute_size(attribute);
-  if (size == 0) return InvalidArgument(text("attribute ", attribute, " does not exist"));
+  const size_t size = AttributeSize(attribute);
+  if (size == 0) return InvalidArgument("attribute ", attribute, " does not exist");
   if (size == bytes) return {};
-  return InvalidArgument(text("attribute ", attribute, " has ", size, " bytes, got sizeInBytes=", bytes));
+  return InvalidArgument("attribute ", attribute, " has ", size, " bytes, got sizeInBytes=", bytes);
 }
 cublasMpStatus_t MatmulDescriptorSetAttribute(cublasMpMatmulDescriptor_t desc,
                                               cublasMpMatmulDescriptorAttribute_t attribute, const void* buffer,
                                               size_t bytes) {
-  return guarded([&]() -> Status {
-    JAXMP_RETURN_IF_ERROR(check_attribute(desc, attribute, buffer, bytes));
+  return Guarded([&]() -> Status {
+    JAXMP_RETURN_IF_ERROR(CheckAttribute(desc, attribute, buffer, bytes));
     uint64_t value = 0;
     std::memcpy(&value, buffer, bytes);
     const bool is_op = attribute == CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSA ||
                        attribute == CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_TRANSB;
     if (is_op && value > CUBLAS_OP_C) {
-      return InvalidArgument(
-          text("attribute ", static_cast<int>(attribute), " must be 0 (N), 1 (T) or 2 (C), got ", value));
+      return InvalidArgument("attribute ", static_cast<int>(attribute), " must be 0 (N), 1 (T) or 2 (C), got ", value);
     }
     desc->values[attribute] = value;
     desc->is_set[attribute] = true;
@@ -258,16 +181,16 @@ cublasMpStatus_t MatmulDescriptorSetAttribute(cublasMpMatmulDescriptor_t desc,
 cublasMpStatus_t MatmulDescriptorGetAttribute(cublasMpMatmulDescriptor_t desc,
                                               cublasMpMatmulDescriptorAttribute_t attribute, void* buffer, size_t bytes,
                                               size_t* written) {
-  return guarded([&]() -> Status {
-    JAXMP_RETURN_IF_ERROR(check_attribute(desc, attribute, buffer, bytes));
+  return Guarded([&]() -> Status {
+    JAXMP_RETURN_IF_ERROR(CheckAttribute(desc, attribute, buffer, bytes));
     std::memcpy(buffer, &desc->values[attribute], bytes);
     if (written) *written = bytes;
     return {};
   });
 }
 
-cublasMpStatus_t fix_reduction_order(cublasMpMatmulDescriptor_t desc) {
-  return guarded([&]() -> Status {
+cublasMpStatus_t FixReductionOrder(cublasMpMatmulDescriptor_t desc) {
+  return Guarded([&]() -> Status {
     if (!desc) return InvalidArgument("matmulDesc is null");
     desc->fixed_reduction_order = true;
     return {};
@@ -280,12 +203,12 @@ cublasMpStatus_t Matmul_bufferSize(cublasMpHandle_t handle, cublasMpMatmulDescri
                                    cublasMpMatrixDescriptor_t desc_b, const void* beta, const void* c, int64_t ic,
                                    int64_t jc, cublasMpMatrixDescriptor_t desc_c, void* d, int64_t id, int64_t jd,
                                    cublasMpMatrixDescriptor_t desc_d, size_t* device_bytes, size_t* host_bytes) {
-  return guarded([&]() -> Status {
+  return Guarded([&]() -> Status {
     if (!device_bytes || !host_bytes) return InvalidArgument("a workspace size is null; pass where to put both");
     MatmulCall call;
-    JAXMP_RETURN_IF_ERROR(read_call({handle, matmul, m,    n, k,  alpha, a,      ia, ja, desc_a, b,     ib,
-                                     jb,     desc_b, beta, c, ic, jc,    desc_c, d,  id, jd,     desc_d},
-                                    /*executes=*/false, &call));
+    JAXMP_RETURN_IF_ERROR(ReadCall({handle, matmul, m,    n, k,  alpha, a,      ia, ja, desc_a, b,     ib,
+                                    jb,     desc_b, beta, c, ic, jc,    desc_c, d,  id, jd,     desc_d},
+                                   /*executes=*/false, &call));
     *device_bytes = static_cast<size_t>(call.tiling->workspace_bytes);
     *host_bytes = 0;
     return {};
@@ -296,29 +219,29 @@ cublasMpStatus_t Matmul(cublasMpHandle_t handle, cublasMpMatmulDescriptor_t matm
                         const void* alpha, const void* a, int64_t ia, int64_t ja, cublasMpMatrixDescriptor_t desc_a,
                         const void* b, int64_t ib, int64_t jb, cublasMpMatrixDescriptor_t desc_b, const void* beta,
                         const void* c, int64_t ic, int64_t jc, cublasMpMatrixDescriptor_t desc_c, void* d, int64_t id,
-                        int64_t jd, cublasMpMatrixDescriptor_t desc_d, void* device, size_t device_bytes, void* host,
+                        int64_t jd, cublasMpMatrixDescriptor_t desc_d, void* device, size_t device_bytes, void*,
                         size_t) {
-  return guarded([&]() -> Status {
+  return Guarded([&]() -> Status {
     Arrival arrival;
     arrival.call = std::make_unique<MatmulCall>();
     MatmulCall& call = *arrival.call;
-    JAXMP_RETURN_IF_ERROR(read_call({handle, matmul, m,    n, k,  alpha, a,      ia, ja, desc_a, b,     ib,
-                                     jb,     desc_b, beta, c, ic, jc,    desc_c, d,  id, jd,     desc_d},
-                                    /*executes=*/true, &call));
-    JAXMP_RETURN_IF_ERROR(check_workspace(call, device, device_bytes, host));
+    JAXMP_RETURN_IF_ERROR(ReadCall({handle, matmul, m,    n, k,  alpha, a,      ia, ja, desc_a, b,     ib,
+                                    jb,     desc_b, beta, c, ic, jc,    desc_c, d,  id, jd,     desc_d},
+                                   /*executes=*/true, &call));
+    JAXMP_RETURN_IF_ERROR(CheckWorkspace(call, device, device_bytes));
     call.workspace = static_cast<char*>(device);
     arrival.stream = handle->stream;
     for (uint32_t* amax : {call.amax_d, call.amax_aux}) {
       if (amax) *amax = 0;  // the tiles raise it
     }
     if (!arrival.stream || !arrival.stream->done) {
-      return FailedPrecondition("the handle has no stream; call cublasMpSetStream with as_stream(&stream)");
+      return FailedPrecondition("the handle has no stream; call cublasMpSetStream with AsStream(&stream)");
     }
     if (call.nranks > 1 && !arrival.stream->rendezvous) {
-      return FailedPrecondition(text("the stream has no rendezvous, which ", call.nranks, " ranks need"));
+      return FailedPrecondition("the stream has no rendezvous, which ", call.nranks, " ranks need");
     }
     const int rank = call.rank, nranks = call.nranks;
-    arrive(std::move(arrival), rank, nranks);
+    Arrive(std::move(arrival), rank, nranks);
     return {};
   });
 }
@@ -331,11 +254,7 @@ namespace jaxmp {
 
 const MpApi& host_api() {
 #define JAXMP_LIST_FUNCTION(function) hostmp::function,
-  static const MpApi api = {"hostmp",
-                            {/*all_reduce_any_transposition=*/true, /*all_reduce_c=*/true, /*grid_any_shape=*/true,
-                             /*grid_epilogs=*/true, /*complex_epilogs=*/true},
-                            hostmp::fix_reduction_order,
-                            hostmp::LastError,
+  static const MpApi api = {"hostmp", hostmp::FixReductionOrder, hostmp::LastError,
                             JAXMP_CUBLASMP_FUNCTIONS(JAXMP_LIST_FUNCTION)};
 #undef JAXMP_LIST_FUNCTION
   return api;

@@ -1,6 +1,5 @@
 // The vector instructions of x86 as functions, for kernels that are picked at run time.
-#ifndef JAXMP_HOSTMP_CPU_AVX512_H_
-#define JAXMP_HOSTMP_CPU_AVX512_H_
+#pragma once
 
 #define JAXMP_AVX512_BF16 __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16")))
 
@@ -14,5 +13,3 @@
 #include <immintrin.h>
 
 #endif
-
-#endif  // JAXMP_HOSTMP_CPU_AVX512_H_

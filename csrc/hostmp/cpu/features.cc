@@ -5,8 +5,6 @@
 #include <algorithm>
 #include <thread>
 
-#include "csrc/base/str_cat.h"
-
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <sys/syscall.h>
@@ -17,10 +15,10 @@ namespace jaxmp::hostmp {
 namespace {
 
 #if defined(__x86_64__)
-bool bit(unsigned value, int number) { return (value >> number) & 1; }
+bool Bit(unsigned value, int number) { return (value >> number) & 1; }
 
 // Linux gives the tile registers' 8 KiB to processes that ask (Documentation/arch/x86/xstate.rst).
-bool may_use_tiles() {
+bool MayUseTiles() {
 #if defined(__linux__)
   constexpr long kRequestPermission = 0x1023, kTileData = 18;
   return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
@@ -29,39 +27,39 @@ bool may_use_tiles() {
 #endif
 }
 
-Cpu detect() {
+Cpu Detect() {
   Cpu found;
   // The compiler's test covers what the system saves on a context switch, for the registers of AVX and AVX-512.
   found.avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   found.avx512 = found.avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   unsigned a = 0, b = 0, c = 0, d = 0;
-  if (__get_cpuid(1, &a, &b, &c, &d)) found.avx2 = found.avx2 && bit(c, 29);  // f16c
+  if (__get_cpuid(1, &a, &b, &c, &d)) found.avx2 = found.avx2 && Bit(c, 29);  // f16c
   if (__get_cpuid_count(7, 0, &a, &b, &c, &d))
-    found.amx_bf16 = bit(d, 22) && bit(d, 24) && found.avx512 && may_use_tiles();
+    found.amx_bf16 = Bit(d, 22) && Bit(d, 24) && found.avx512 && MayUseTiles();
   if (__get_cpuid_count(7, 1, &a, &b, &c, &d)) {
-    found.avx512_bf16 = found.avx512 && bit(a, 5);
+    found.avx512_bf16 = found.avx512 && Bit(a, 5);
   }
   return found;
 }
 #elif defined(__aarch64__)
-Cpu detect() {
+Cpu Detect() {
   Cpu found;
   found.neon = true;  // part of the architecture
   return found;
 }
 #else
-Cpu detect() { return {}; }
+Cpu Detect() { return {}; }
 #endif
 
 const Cpu& detected() {
-  static const Cpu found = detect();
+  static const Cpu found = Detect();
   return found;
 }
 
 // The fastest instructions. Intel's VDPBF16PS has half the rate of multiplication and addition in f32: widening bf16 to
 // f32 is faster (benchmarks/bench_matmul.py, beside the same with JAXMP_ISA=avx512_bf16).
-Cpu choose() {
+Cpu Choose() {
   Cpu chosen = detected();
 #if defined(__x86_64__)
   if (__builtin_cpu_is("intel") && !chosen.amx_bf16) chosen.avx512_bf16 = false;
@@ -70,7 +68,7 @@ Cpu choose() {
 }
 
 Cpu& chosen() {
-  static Cpu found = choose();
+  static Cpu found = Choose();
   return found;
 }
 
@@ -87,14 +85,14 @@ constexpr InstructionSet kInstructionSets[] = {{"amx", &Cpu::amx_bf16},
                                                {"neon", &Cpu::neon}};
 constexpr char kPortable[] = "portable";
 
-std::string highest_of(const Cpu& processor) {
+std::string HighestOf(const Cpu& processor) {
   for (const InstructionSet& set : kInstructionSets) {
     if (processor.*set.feature) return set.name;
   }
   return kPortable;
 }
 
-std::vector<int> find_processors() {
+std::vector<int> FindProcessors() {
   cpu_set_t set;
   CPU_ZERO(&set);
   const bool is_known = sched_getaffinity(0, sizeof(set), &set) == 0 && CPU_COUNT(&set) > 0;
@@ -110,7 +108,7 @@ std::vector<int> find_processors() {
 
 const Cpu& cpu() { return chosen(); }
 
-std::string instruction_set() { return highest_of(cpu()); }
+std::string instruction_set() { return HighestOf(cpu()); }
 
 Status LimitInstructionSet(const std::string& name) {
   Cpu lower = detected();
@@ -122,15 +120,15 @@ Status LimitInstructionSet(const std::string& name) {
     lower.*set.feature = false;
   }
   if (name != kPortable) {
-    return InvalidArgument(text("this processor has no \"", name, "\"; the most that it has is \"",
-                                highest_of(detected()), "\", the least is \"", kPortable, "\""));
+    return InvalidArgument("this processor has no \"", name, "\"; the most that it has is \"", HighestOf(detected()),
+                           "\", the least is \"", kPortable, "\"");
   }
   chosen() = lower;
   return {};
 }
 
 const std::vector<int>& processors() {
-  static const auto* const found = new std::vector<int>(find_processors());  // threads outlive main
+  static const auto* const found = new std::vector<int>(FindProcessors());  // threads outlive main
   return *found;
 }
 

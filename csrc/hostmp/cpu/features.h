@@ -1,6 +1,5 @@
 // What this processor, and the system's kernel, let us use.
-#ifndef JAXMP_HOSTMP_CPU_FEATURES_H_
-#define JAXMP_HOSTMP_CPU_FEATURES_H_
+#pragma once
 
 #include <string>
 #include <vector>
@@ -39,5 +38,3 @@ int current_processor();
 int machine_threads();
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_CPU_FEATURES_H_

@@ -3,8 +3,7 @@
 // Columns are summed in blocks of 64 of their global index, and blocks one after the other: the bits of a sum depend on
 // neither tiles nor ranks nor threads, and its error grows with 64 + n / 64 terms instead of n. The blocks do not
 // depend on each other, so threads share them; only their sums are added in order, by one.
-#ifndef JAXMP_HOSTMP_EXEC_BIAS_GRAD_H_
-#define JAXMP_HOSTMP_EXEC_BIAS_GRAD_H_
+#pragma once
 
 #include <atomic>
 #include <cstddef>
@@ -37,17 +36,15 @@ struct BiasGrad {
   size_t pieces() const { return row_ranges.size() * static_cast<size_t>(groups); }
 };
 
-BiasGrad make_bias_grad(const DistributedProduct& product);
+BiasGrad MakeBiasGrad(const DistributedProduct& product);
 
 // Sums the blocks of one piece.
-void sum_piece(const DistributedProduct& product, const BiasGrad& work, size_t piece);
+void SumPiece(const DistributedProduct& product, const BiasGrad& work, size_t piece);
 
 // To be called after each tile: sums the pieces of D that waited for this tile alone.
-void sum_ready(const DistributedProduct& product, const BiasGrad& work, const Tile& tile);
+void SumReady(const DistributedProduct& product, const BiasGrad& work, const Tile& tile);
 
 // Once all pieces are summed: adds the blocks, and writes the sums to every rank that wants them.
-void write_bias_grad(const DistributedProduct& product, const BiasGrad& work);
+void WriteBiasGrad(const DistributedProduct& product, const BiasGrad& work);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_EXEC_BIAS_GRAD_H_

@@ -1,6 +1,5 @@
 // One call in which all ranks of a group meet: what each of them brought, cut into tiles, and who tells each stream.
-#ifndef JAXMP_HOSTMP_EXEC_COLLECTIVE_CALL_H_
-#define JAXMP_HOSTMP_EXEC_COLLECTIVE_CALL_H_
+#pragma once
 
 #include <atomic>
 #include <cstddef>
@@ -53,18 +52,16 @@ struct CollectiveCall {
 
 // Records the arrival, and sees the call through for as long as that takes no waiting to speak of. The last rank's
 // arrival runs the product, or hands every rank the error.
-void arrive(Arrival arrival, int rank, int nranks);
+void Arrive(Arrival arrival, int rank, int nranks);
 
 // Runs the product of a call whose ranks have all arrived on this thread, on those that are still here, and on those of
 // the pool.
-void execute(const std::shared_ptr<CollectiveCall>& collective, int rank);
+void Execute(const std::shared_ptr<CollectiveCall>& collective, int rank);
 
 // Takes tiles of a prepared call until none is left; does nothing without an area (-1).
-void work(CollectiveCall& collective, int area);
+void Work(CollectiveCall& collective, int area);
 
 // Ends the call: streams whose thread has gone are completed on other threads, the others by their own.
-void complete(CollectiveCall& collective, const Status& status);
+void Complete(CollectiveCall& collective, const Status& status);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_EXEC_COLLECTIVE_CALL_H_

@@ -1,13 +1,11 @@
 #include "csrc/hostmp/exec/epilog.h"
 
 #include <algorithm>
-#include <complex>
 #include <cstring>
 #include <type_traits>
 
 #include "csrc/hostmp/numeric/activations.h"
 #include "csrc/hostmp/numeric/convert.h"
-#include "csrc/hostmp/numeric/dtypes.h"
 #include "csrc/hostmp/numeric/low_precision.h"
 
 namespace jaxmp::hostmp {
@@ -16,37 +14,32 @@ namespace {
 // Rows that are finished at a time, which stay in the first cache.
 constexpr int64_t kRowsAtOnce = 512;
 
-template <typename T>
-struct IsComplex : std::false_type {};
-template <typename T>
-struct IsComplex<std::complex<T>> : std::true_type {};
-
 template <typename From, typename To>
-void load(const From* from, To* to, int64_t count) {
+void Load(const From* from, To* to, int64_t count) {
   if constexpr (std::is_same_v<From, To>) {
     std::copy(from, from + count, to);
   } else {
-    widen(from, to, count);
+    Widen(from, to, count);
   }
 }
 template <typename From, typename To>
-void store(const From* from, To* to, int64_t count) {
+void Store(const From* from, To* to, int64_t count) {
   if constexpr (std::is_same_v<From, To>) {
     std::copy(from, from + count, to);
   } else {
-    downconvert(from, to, count);
+    Downconvert(from, to, count);
   }
 }
 
 template <typename T>
-void relu(T* values, int64_t count) {
+void Relu(T* values, int64_t count) {
   // A NaN fails the comparison and stays, as in jnp.maximum.
   for (int64_t i = 0; i < count; ++i) values[i] = values[i] < T(0) ? T(0) : values[i];
 }
 
 // Writes the lowest `count` of `bits` into the byte, from bit `from` on. Tiles are cut where the ranks' parts of A are,
 // anywhere within a byte, so other threads may write the rest of it meanwhile.
-void write_bits(unsigned bits, int64_t from, int64_t count, uint8_t* byte) {
+void WriteBits(unsigned bits, int64_t from, int64_t count, uint8_t* byte) {
   const unsigned own = ((1u << count) - 1) << from;
   uint8_t have = __atomic_load_n(byte, __ATOMIC_RELAXED), wanted;
   do {
@@ -55,7 +48,7 @@ void write_bits(unsigned bits, int64_t from, int64_t count, uint8_t* byte) {
 }
 
 template <typename T>
-unsigned positive_bits(const T* values, int64_t count) {
+unsigned PositiveBits(const T* values, int64_t count) {
   unsigned bits = 0;
   for (int64_t i = 0; i < count; ++i) bits |= unsigned{values[i] > T(0)} << i;
   return bits;
@@ -63,13 +56,13 @@ unsigned positive_bits(const T* values, int64_t count) {
 
 // Bit row % 8 of byte row / 8 says whether the row's value is > 0; `values` begin with row `at`.
 template <typename T>
-void write_mask(const T* values, int64_t at, int64_t count, uint8_t* mask) {
+void WriteMask(const T* values, int64_t at, int64_t count, uint8_t* mask) {
   for (int64_t i = 0; i < count;) {
     const int64_t row = at + i, held = std::min(8 - row % 8, count - i);
     if (held == 8) {
-      mask[row / 8] = static_cast<uint8_t>(positive_bits(values + i, 8));
+      mask[row / 8] = static_cast<uint8_t>(PositiveBits(values + i, 8));
     } else {
-      write_bits(positive_bits(values + i, held), row % 8, held, mask + row / 8);
+      WriteBits(PositiveBits(values + i, held), row % 8, held, mask + row / 8);
     }
     i += held;
   }
@@ -77,35 +70,35 @@ void write_mask(const T* values, int64_t at, int64_t count, uint8_t* mask) {
 
 // The aux of GELU in the type that was asked for, from element `at` on.
 template <typename T>
-void write_gelu_aux(const Finish& f, int64_t at, const T* values, int64_t count) {
+void WriteGeluAux(const Finish& f, int64_t at, const T* values, int64_t count) {
   if constexpr (std::is_same_v<T, float>) {
-    if (f.aux_type == abi::CUDA_R_16BF) return store(values, static_cast<BFloat16*>(f.aux) + at, count);
-    if (f.aux_type == abi::CUDA_R_16F) return store(values, static_cast<Float16*>(f.aux) + at, count);
-    if (is_float8(f.aux_type)) {
+    if (f.aux_type == abi::CUDA_R_16BF) return Store(values, static_cast<BFloat16*>(f.aux) + at, count);
+    if (f.aux_type == abi::CUDA_R_16F) return Store(values, static_cast<Float16*>(f.aux) + at, count);
+    if (IsFloat8(f.aux_type)) {
       float scaled[kRowsAtOnce];
-      for (int64_t i = 0; i < count; ++i) *f.aux_amax = std::max(*f.aux_amax, absolute_bits(values[i]));
+      for (int64_t i = 0; i < count; ++i) *f.aux_amax = std::max(*f.aux_amax, AbsoluteBits(values[i]));
       for (int64_t i = 0; i < count; ++i) scaled[i] = f.aux_scale * values[i];
-      return encode(f.aux_type, scaled, count, static_cast<uint8_t*>(f.aux) + at);
+      return Encode(f.aux_type, scaled, count, static_cast<uint8_t*>(f.aux) + at);
     }
   }
-  store(values, static_cast<T*>(f.aux) + at, count);
+  Store(values, static_cast<T*>(f.aux) + at, count);
 }
 
 // The aux of some rows of a column, from z + bias.
 template <typename T>
-void write_aux(const Finish& f, int64_t row, int64_t col, const T* values, int64_t count) {
+void WriteAux(const Finish& f, int64_t row, int64_t col, const T* values, int64_t count) {
   if constexpr (!IsComplex<T>::value) {
     if (f.epilog->activation == Activation::kRelu) {
-      write_mask(values, f.aux_bit + row, count, static_cast<uint8_t*>(f.aux) + col * f.aux_ld);
+      WriteMask(values, f.aux_bit + row, count, static_cast<uint8_t*>(f.aux) + col * f.aux_ld);
     } else {
-      write_gelu_aux(f, col * f.aux_ld + row, values, count);
+      WriteGeluAux(f, col * f.aux_ld + row, values, count);
     }
   }
 }
 
 // values *= slope of the activation where the forward pass had aux, for some rows of a column.
 template <typename T, typename Out>
-void multiply_by_slope(const Finish& f, int64_t row, int64_t col, T* values, int64_t count) {
+void MultiplyBySlope(const Finish& f, int64_t row, int64_t col, T* values, int64_t count) {
   if constexpr (!IsComplex<T>::value) {
     if (f.epilog->activation == Activation::kRelu) {
       const uint8_t* const mask = static_cast<const uint8_t*>(f.aux) + col * f.aux_ld;
@@ -113,68 +106,58 @@ void multiply_by_slope(const Finish& f, int64_t row, int64_t col, T* values, int
       for (int64_t i = 0; i < count; ++i) values[i] = mask[(at + i) / 8] >> ((at + i) % 8) & 1 ? values[i] : T(0);
     } else {
       T slope[kRowsAtOnce];
-      load(static_cast<const Out*>(f.aux) + col * f.aux_ld + row, slope, count);
-      gelu_slope(slope, count);
+      Load(static_cast<const Out*>(f.aux) + col * f.aux_ld + row, slope, count);
+      GeluSlope(slope, count);
       for (int64_t i = 0; i < count; ++i) values[i] *= slope[i];
     }
   }
 }
 
 template <typename T>
-void activate(Activation activation, T* values, int64_t count) {
+void Activate(Activation activation, T* values, int64_t count) {
   if constexpr (!IsComplex<T>::value) {
-    if (activation == Activation::kRelu) relu(values, count);
-    if (activation == Activation::kGelu) gelu(values, count);
+    if (activation == Activation::kRelu) Relu(values, count);
+    if (activation == Activation::kGelu) Gelu(values, count);
   }
 }
 
-void pad_aux(const Finish& f) {
+void PadAux(const Finish& f) {
   if (f.aux_rows <= f.rows) return;
   const bool is_mask = f.epilog->activation == Activation::kRelu;
   const int64_t rows = f.aux_bit + f.rows;
-  const int64_t size = is_mask ? 1 : facts(f.aux_type).bytes;
-  const int64_t begin = is_mask ? ceil_div(rows, 8) : f.rows;
-  const int64_t end = is_mask ? ceil_div(f.aux_bit + f.aux_rows, 8) : f.aux_rows;
+  const int64_t size = is_mask ? 1 : Facts(f.aux_type).bytes;
+  const int64_t begin = is_mask ? CeilDiv(rows, 8) : f.rows;
+  const int64_t end = is_mask ? CeilDiv(f.aux_bit + f.aux_rows, 8) : f.aux_rows;
   for (int64_t col = 0; col < f.cols; ++col) {
     char* const aux = static_cast<char*>(f.aux) + col * f.aux_ld * size;
-    if (is_mask && rows % 8 != 0) write_bits(0, rows % 8, 8 - rows % 8, reinterpret_cast<uint8_t*>(aux) + rows / 8);
+    if (is_mask && rows % 8 != 0) WriteBits(0, rows % 8, 8 - rows % 8, reinterpret_cast<uint8_t*>(aux) + rows / 8);
     if (begin < end) std::memset(aux + begin * size, 0, static_cast<size_t>((end - begin) * size));
   }
 }
 
 template <typename T, typename Out>
-void finish(const Finish& f) {
+void FinishRows(const Finish& f) {
   T values[kRowsAtOnce], bias[kRowsAtOnce];
   for (int64_t row = 0; row < f.rows; row += kRowsAtOnce) {
     const int64_t count = std::min(kRowsAtOnce, f.rows - row);
-    if (f.bias) load(static_cast<const Out*>(f.bias) + row, bias, count);
+    if (f.bias) Load(static_cast<const Out*>(f.bias) + row, bias, count);
     for (int64_t col = 0; col < f.cols; ++col) {
-      load(static_cast<const T*>(f.z) + col * f.ldz + row, values, count);
+      Load(static_cast<const T*>(f.z) + col * f.ldz + row, values, count);
       for (int64_t i = 0; f.bias && i < count; ++i) values[i] += bias[i];
       if (f.epilog->is_derivative) {
-        multiply_by_slope<T, Out>(f, row, col, values, count);
+        MultiplyBySlope<T, Out>(f, row, col, values, count);
       } else {
-        if (f.aux) write_aux(f, row, col, values, count);
-        activate(f.epilog->activation, values, count);
+        if (f.aux) WriteAux(f, row, col, values, count);
+        Activate(f.epilog->activation, values, count);
       }
-      store(values, static_cast<Out*>(f.d) + col * f.ldd + row, count);
+      Store(values, static_cast<Out*>(f.d) + col * f.ldd + row, count);
     }
   }
-  if (f.aux && !f.epilog->is_derivative) pad_aux(f);
-}
-
-template <typename T>
-T make_scalar(double real, double imag) {
-  if constexpr (IsComplex<T>::value) {
-    return T(static_cast<typename T::value_type>(real), static_cast<typename T::value_type>(imag));
-  } else {
-    (void)imag;
-    return static_cast<T>(real);
-  }
+  if (f.aux && !f.epilog->is_derivative) PadAux(f);
 }
 
 template <typename T, typename Factor>
-void scale_by(void* z, int64_t ldz, int64_t rows, int64_t cols, Factor factor) {
+void ScaleBy(void* z, int64_t ldz, int64_t rows, int64_t cols, Factor factor) {
   for (int64_t col = 0; col < cols; ++col) {
     T* const to = static_cast<T*>(z) + col * ldz;
     for (int64_t row = 0; row < rows; ++row) to[row] = static_cast<T>(to[row] * factor);
@@ -182,13 +165,13 @@ void scale_by(void* z, int64_t ldz, int64_t rows, int64_t cols, Factor factor) {
 }
 
 template <typename T, typename Out, typename Factor>
-void scale(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols, Factor beta, bool adds) {
+void Scale(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols, Factor beta, bool adds) {
   T values[kRowsAtOnce];
   for (int64_t col = 0; col < cols; ++col) {
     for (int64_t row = 0; row < rows; row += kRowsAtOnce) {
       const int64_t count = std::min(kRowsAtOnce, rows - row);
       T* const to = static_cast<T*>(z) + col * ldz + row;
-      load(static_cast<const Out*>(c) + col * ldc + row, values, count);
+      Load(static_cast<const Out*>(c) + col * ldc + row, values, count);
       for (int64_t i = 0; i < count; ++i) {
         const T term = static_cast<T>(beta * values[i]);
         to[i] = adds ? to[i] + term : term;
@@ -199,31 +182,32 @@ void scale(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64
 
 }  // namespace
 
-void finish_tile(const Finish& f, abi::cudaDataType_t accumulator, abi::cudaDataType_t out) {
-  with_types(accumulator, out, [&](auto t, auto o) { finish<decltype(t), decltype(o)>(f); });
+void FinishTile(const Finish& f, abi::cudaDataType_t accumulator, abi::cudaDataType_t out) {
+  WithTypes(accumulator, out, [&](auto t, auto o) { FinishRows<decltype(t), decltype(o)>(f); });
 }
 
-void scale_sums(void* z, int64_t ldz, int64_t rows, int64_t cols, double alpha_real, double alpha_imag,
-                abi::cudaDataType_t accumulator, bool in_double) {
-  if (in_double) return scale_by<float>(z, ldz, rows, cols, alpha_real);
-  with_types(accumulator, accumulator, [&](auto t, auto) {
+void ScaleSums(void* z, int64_t ldz, int64_t rows, int64_t cols, const std::complex<double>& alpha,
+               abi::cudaDataType_t accumulator, bool in_double) {
+  if (in_double) return ScaleBy<float>(z, ldz, rows, cols, alpha.real());
+  WithTypes(accumulator, accumulator, [&](auto t, auto) {
     using T = decltype(t);
-    scale_by<T>(z, ldz, rows, cols, make_scalar<T>(alpha_real, alpha_imag));
+    ScaleBy<T>(z, ldz, rows, cols, MakeScalar<T>(alpha));
   });
 }
 
-void scale_c(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols, double beta_real,
-             double beta_imag, bool adds, abi::cudaDataType_t accumulator, abi::cudaDataType_t out, bool in_double) {
+void ScaleC(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols,
+            const std::complex<double>& beta, bool adds, abi::cudaDataType_t accumulator, abi::cudaDataType_t out,
+            bool in_double) {
   if (accumulator == abi::CUDA_R_32I) {  // modulo 2^32
-    const auto factor = static_cast<uint32_t>(static_cast<int64_t>(beta_real));
-    return scale<uint32_t, uint32_t>(c, ldc, z, ldz, rows, cols, factor, adds);
+    const auto factor = static_cast<uint32_t>(static_cast<int64_t>(beta.real()));
+    return Scale<uint32_t, uint32_t>(c, ldc, z, ldz, rows, cols, factor, adds);
   }
-  with_types(accumulator, out, [&](auto t, auto o) {
+  WithTypes(accumulator, out, [&](auto t, auto o) {
     using T = decltype(t);
     if constexpr (std::is_same_v<T, float>) {
-      if (in_double) return scale<T, decltype(o)>(c, ldc, z, ldz, rows, cols, beta_real, adds);
+      if (in_double) return Scale<T, decltype(o)>(c, ldc, z, ldz, rows, cols, beta.real(), adds);
     }
-    scale<T, decltype(o)>(c, ldc, z, ldz, rows, cols, make_scalar<T>(beta_real, beta_imag), adds);
+    Scale<T, decltype(o)>(c, ldc, z, ldz, rows, cols, MakeScalar<T>(beta), adds);
   });
 }
 

@@ -1,7 +1,7 @@
 // What happens to a tile between the product and D: beta*C before it; bias, activation, aux and rounding after it.
-#ifndef JAXMP_HOSTMP_EXEC_EPILOG_H_
-#define JAXMP_HOSTMP_EXEC_EPILOG_H_
+#pragma once
 
+#include <complex>
 #include <cstdint>
 
 #include "csrc/cublasmp/abi.h"
@@ -30,39 +30,22 @@ struct Finish {
 };
 
 // d = round(activation(z + bias)); aux is the sign mask or round(z + bias). A derivative: d = round(z * slope of aux).
-void finish_tile(const Finish& finish, abi::cudaDataType_t accumulator, abi::cudaDataType_t out);
+void FinishTile(const Finish& finish, abi::cudaDataType_t accumulator, abi::cudaDataType_t out);
 
 // z = alpha * z. `in_double`: z has floats, and alpha may leave their range, as a product of scales does.
-void scale_sums(void* z, int64_t ldz, int64_t rows, int64_t cols, double alpha_real, double alpha_imag,
-                abi::cudaDataType_t accumulator, bool in_double);
+void ScaleSums(void* z, int64_t ldz, int64_t rows, int64_t cols, const std::complex<double>& alpha,
+               abi::cudaDataType_t accumulator, bool in_double);
 
 // z = beta * c, or z += beta * c where `adds`; `in_double` as above.
-void scale_c(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols, double beta_real,
-             double beta_imag, bool adds, abi::cudaDataType_t accumulator, abi::cudaDataType_t out, bool in_double);
+void ScaleC(const void* c, int64_t ldc, void* z, int64_t ldz, int64_t rows, int64_t cols,
+            const std::complex<double>& beta, bool adds, abi::cudaDataType_t accumulator, abi::cudaDataType_t out,
+            bool in_double);
 
-// The one place where types become template arguments: f(accumulator, output).
+// f(accumulator, output) with numbers of the types.
 template <typename Function>
-void with_types(abi::cudaDataType_t accumulator, abi::cudaDataType_t out, Function function) {
-  switch (out) {
-    case abi::CUDA_R_16BF:
-      return function(float{}, BFloat16{});
-    case abi::CUDA_R_16F:
-      return function(float{}, Float16{});
-    default:
-      break;
-  }
-  switch (accumulator) {
-    case abi::CUDA_R_64F:
-      return function(double{}, double{});
-    case abi::CUDA_C_32F:
-      return function(Complex64{}, Complex64{});
-    case abi::CUDA_C_64F:
-      return function(Complex128{}, Complex128{});
-    default:
-      return function(float{}, float{});
-  }
+void WithTypes(abi::cudaDataType_t accumulator, abi::cudaDataType_t out, Function function) {
+  WithType(Facts(out).is_16bit ? out : accumulator,
+           [&](auto number) { function(Computed<decltype(number)>{}, number); });
 }
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_EXEC_EPILOG_H_

@@ -7,10 +7,10 @@
 
 #include "csrc/base/completion_pool.h"
 #include "csrc/base/float_state.h"
-#include "csrc/base/str_cat.h"
+#include "csrc/base/status.h"
 #include "csrc/hostmp/exec/collective_call.h"
 #include "csrc/hostmp/handles/runtime.h"
-#include "csrc/hostmp/validate/agreement.h"
+#include "csrc/hostmp/validate/validate.h"
 
 namespace jaxmp::hostmp {
 
@@ -28,7 +28,7 @@ Rendezvous::Rendezvous() : table_(std::make_unique<Table>()) {}
 Rendezvous::~Rendezvous() {
   const Status status = FailedPrecondition("jaxmp: the executable was destroyed while ranks waited for their peers");
   for (const auto& entry : table_->waiting) {
-    for (const std::shared_ptr<CollectiveCall>& collective : entry.second) complete(*collective, status);
+    for (const std::shared_ptr<CollectiveCall>& collective : entry.second) Complete(*collective, status);
   }
 }
 
@@ -41,7 +41,7 @@ CompletionPool& completions() {
   return *pool;
 }
 
-void complete_elsewhere(const Arrival& arrival, const Status& status) {
+void CompleteElsewhere(const Arrival& arrival, const Status& status) {
   completions().Post([stream = arrival.stream, state = arrival.state, status] {
     const ScopedFloatState scope(state);
     stream->done(stream->context, status);
@@ -49,7 +49,7 @@ void complete_elsewhere(const Arrival& arrival, const Status& status) {
 }
 
 // Matches this rank's i-th arrival with every rank's i-th.
-std::shared_ptr<CollectiveCall> join(Rendezvous::Table& table, Arrival arrival, int rank, int nranks, bool* is_full) {
+std::shared_ptr<CollectiveCall> Join(Rendezvous::Table& table, Arrival arrival, int rank, int nranks, bool* is_full) {
   const std::pair<int64_t, int64_t> key(arrival.stream->run_id, arrival.stream->group_id);
   std::lock_guard<std::mutex> lock(table.mutex);
   std::deque<std::shared_ptr<CollectiveCall>>& waiting = table.waiting[key];
@@ -66,16 +66,16 @@ std::shared_ptr<CollectiveCall> join(Rendezvous::Table& table, Arrival arrival, 
   return collective;
 }
 
-Status first_error(const std::vector<Arrival>& arrivals) {
+Status FirstError(const std::vector<Arrival>& arrivals) {
   for (size_t rank = 0; rank < arrivals.size(); ++rank) {
     const Status& error = arrivals[rank].error;
     if (!error.ok() && arrivals.size() == 1) return error;
-    if (!error.ok()) return Status(error.code(), text("rank ", rank, " of ", arrivals.size(), ": ", error.message()));
+    if (!error.ok()) return Status(error.code(), StrCat("rank ", rank, " of ", arrivals.size(), ": ", error.message()));
   }
   if (arrivals.size() == 1) return {};
   std::vector<const MatmulCall*> calls;
   for (const Arrival& arrival : arrivals) calls.push_back(arrival.call.get());
-  return check_agreement(calls);
+  return CheckAgreement(calls);
 }
 
 // How long a thread stays for the others to come, and for the last tile: about what it costs to wake another thread
@@ -83,7 +83,7 @@ Status first_error(const std::vector<Arrival>& arrivals) {
 constexpr std::chrono::microseconds kSpinTimeout(100);
 
 template <typename Condition>
-bool spin_until(const Condition& holds) {
+bool SpinUntil(const Condition& holds) {
   if (holds()) return true;
   const auto deadline = std::chrono::steady_clock::now() + kSpinTimeout;
   do {
@@ -95,32 +95,32 @@ bool spin_until(const Condition& holds) {
 
 // A rank's thread in a call: it helps with the tiles where they come soon, and completes its own stream where it
 // is still here at the end.
-void participate(CollectiveCall& collective, int rank, bool has_worked) {
+void Participate(CollectiveCall& collective, int rank, bool has_worked) {
   std::atomic<WaiterState>& waiter = collective.waiters[static_cast<size_t>(rank)];
   const auto is_done = [&waiter] { return waiter.load(std::memory_order_acquire) == WaiterState::kDone; };
   const auto is_prepared = [&] { return collective.is_prepared.load(std::memory_order_acquire); };
-  if (!has_worked && spin_until([&] { return is_prepared() || is_done(); }) && !is_done()) {
-    work(collective, collective.workers.join(current_processor()));
+  if (!has_worked && SpinUntil([&] { return is_prepared() || is_done(); }) && !is_done()) {
+    Work(collective, collective.workers.Join(current_processor()));
   }
-  if (has_worked || is_prepared()) spin_until(is_done);
+  if (has_worked || is_prepared()) SpinUntil(is_done);
   const WaiterState before = waiter.exchange(WaiterState::kLeft, std::memory_order_acq_rel);
-  if (before != WaiterState::kDone) return;  // complete() will see to it
+  if (before != WaiterState::kDone) return;  // Complete() will see to it
   Stream* const stream = collective.arrivals[static_cast<size_t>(rank)].stream;
   stream->done(stream->context, collective.status);
 }
 
 }  // namespace
 
-void complete(CollectiveCall& collective, const Status& status) {
+void Complete(CollectiveCall& collective, const Status& status) {
   collective.status = status;
   for (size_t rank = 0; rank < collective.arrivals.size(); ++rank) {
     const Arrival& arrival = collective.arrivals[rank];
     const WaiterState waiter = collective.waiters[rank].exchange(WaiterState::kDone, std::memory_order_acq_rel);
-    if (arrival.stream && waiter == WaiterState::kLeft) complete_elsewhere(arrival, status);
+    if (arrival.stream && waiter == WaiterState::kLeft) CompleteElsewhere(arrival, status);
   }
 }
 
-void arrive(Arrival arrival, int rank, int nranks) {
+void Arrive(Arrival arrival, int rank, int nranks) {
   bool is_full = nranks == 1;
   std::shared_ptr<CollectiveCall> collective;
   if (is_full) {
@@ -128,21 +128,21 @@ void arrive(Arrival arrival, int rank, int nranks) {
     collective->arrivals[0] = std::move(arrival);
   } else {
     Rendezvous::Table& table = arrival.stream->rendezvous->table();
-    collective = join(table, std::move(arrival), rank, nranks, &is_full);
+    collective = Join(table, std::move(arrival), rank, nranks, &is_full);
   }
   if (is_full) {
-    const Status error = first_error(collective->arrivals);
-    error.ok() ? execute(collective, rank) : complete(*collective, error);
+    const Status error = FirstError(collective->arrivals);
+    error.ok() ? Execute(collective, rank) : Complete(*collective, error);
   }
-  participate(*collective, rank, is_full);
+  Participate(*collective, rank, is_full);
 }
 
-void fail(Stream& stream, int rank, int nranks, Status why) {
+void Fail(Stream& stream, int rank, int nranks, Status why) {
   if (why.ok()) why = Internal("jaxmp: a rank gave up without saying why");
   Arrival arrival;
   arrival.stream = &stream;
   arrival.error = std::move(why);
-  arrive(std::move(arrival), rank, nranks);
+  Arrive(std::move(arrival), rank, nranks);
 }
 
 }  // namespace jaxmp::hostmp

@@ -4,12 +4,12 @@
 #include <cstring>
 
 #include "csrc/hostmp/numeric/convert.h"
-#include "csrc/hostmp/numeric/downconvert.h"
+#include "csrc/hostmp/numeric/scales.h"
 
 namespace jaxmp::hostmp {
 namespace {
 
-void raise_to(uint32_t* most, uint32_t value) {
+void RaiseTo(uint32_t* most, uint32_t value) {
   uint32_t have = __atomic_load_n(most, __ATOMIC_RELAXED);
   while (have < value && !__atomic_compare_exchange_n(most, &have, value, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
@@ -18,98 +18,98 @@ void raise_to(uint32_t* most, uint32_t value) {
 }  // namespace
 
 // cuBLASMp's all-reduce sums what each rank adds, beta and C being the rank's own.
-bool TileStore::add_c(bool is_started) const {
+bool TileStore::AddC(bool is_started) const {
   for (int64_t rank = origin_.rank; rank <= last_rank(); ++rank) {
-    const MatmulCall& call = call_of(rank);
+    const MatmulCall& call = CallOf(rank);
     if (!call.reads_c) continue;
-    const MatrixView c = locate(call.c, origin_.row, origin_.col);
+    const MatrixView c = Locate(call.c, origin_.row, origin_.col);
     const std::complex<double> beta = call.beta * static_cast<double>(call.scale_c.scalar());
-    scale_c(c.data, c.ld, z_.data, z_.ld, rows_, cols_, beta.real(), beta.imag(), is_started, call.accumulator(),
-            call.c.desc.type, call.takes_scales());
+    ScaleC(c.data, c.ld, z_.data, z_.ld, rows_, cols_, beta, is_started, call.accumulator(), call.c.desc.type,
+           call.takes_scales());
     is_started = true;
   }
   return is_started;
 }
 
-void TileStore::finish() const {
-  store();
-  if (call_.is_all_reduce) copy_to_peers();
+void TileStore::Finish() const {
+  Store();
+  if (call_.is_all_reduce) CopyToPeers();
 }
 
-void TileStore::store() const {
-  const Epilog* epilog = find_epilog(call_.epilog);
+void TileStore::Store() const {
+  const Epilog* epilog = FindEpilog(call_.epilog);
   if (is_in_d_ && epilog->is_plain()) return;
-  if (call_.stores_low_precision()) return store_low_precision(epilog);
-  apply_epilog(epilog, d_of(origin_.rank), call_.d.desc.type);
+  if (call_.stores_low_precision()) return StoreLowPrecision(epilog);
+  ApplyEpilog(epilog, DOf(origin_.rank), call_.d.desc.type);
 }
 
 // fp8 and fp4: the epilog in floats where the sums are, then scaled and encoded.
-void TileStore::store_low_precision(const Epilog* epilog) const {
-  if (!epilog->is_plain()) apply_epilog(epilog, z_, abi::CUDA_R_32F);
-  const MatrixView d = d_of(origin_.rank);
+void TileStore::StoreLowPrecision(const Epilog* epilog) const {
+  if (!epilog->is_plain()) ApplyEpilog(epilog, z_, abi::CUDA_R_32F);
+  const MatrixView d = DOf(origin_.rank);
   const int64_t rows_of_part = call_.is_all_reduce ? call_.m : owner().d.local_rows();
-  const uint32_t amax = downconvert_tile({call_.d.desc.type, reinterpret_cast<const float*>(z_.data), z_.ld, rows_,
-                                          cols_, d.data, d.ld, owner().scale_d.scalar(), owner().d_out_scale.mode,
-                                          static_cast<uint8_t*>(const_cast<void*>(owner().d_out_scale.data)),
-                                          origin_.row, origin_.col, rows_of_part});
-  raise(&MatmulCall::amax_d, amax);
+  const uint32_t amax = DownconvertTile({call_.d.desc.type, reinterpret_cast<const float*>(z_.data), z_.ld, rows_,
+                                         cols_, d.data, d.ld, owner().scale_d.scalar(), owner().d_out_scale.mode,
+                                         static_cast<uint8_t*>(const_cast<void*>(owner().d_out_scale.data)),
+                                         origin_.row, origin_.col, rows_of_part});
+  Raise(&MatmulCall::amax_d, amax);
 }
 
 // The epilog from the sums into `to`, of type `out`.
-void TileStore::apply_epilog(const Epilog* epilog, const MatrixView& to, abi::cudaDataType_t out) const {
-  const void* bias = epilog->has_bias ? bias_as(out) : nullptr;
-  const Aux aux = epilog->has_aux ? aux_of(origin_.rank) : Aux{};
+void TileStore::ApplyEpilog(const Epilog* epilog, const MatrixView& to, abi::cudaDataType_t out) const {
+  const void* bias = epilog->has_bias ? BiasAs(out) : nullptr;
+  const Aux aux = epilog->has_aux ? AuxOf(origin_.rank) : Aux{};
   uint32_t amax = 0;
-  finish_tile({epilog, rows_, cols_, z_.data, z_.ld, to.data, to.ld, bias, aux.data, aux.bit, aux.ld, aux.rows,
-               call_.aux_type, owner().scale_aux.scalar(), &amax},
-              call_.accumulator(), out);
-  raise(&MatmulCall::amax_aux, amax);
+  FinishTile({epilog, rows_, cols_, z_.data, z_.ld, to.data, to.ld, bias, aux.data, aux.bit, aux.ld, aux.rows,
+              call_.aux_type, owner().scale_aux.scalar(), &amax},
+             call_.accumulator(), out);
+  Raise(&MatmulCall::amax_aux, amax);
 }
 
 // The part's rows of the bias.
-const void* TileStore::bias_as(abi::cudaDataType_t type) const {
+const void* TileStore::BiasAs(abi::cudaDataType_t type) const {
   const abi::cudaDataType_t have = call_.bias_type;
-  const char* const bias = static_cast<const char*>(owner().bias) + bytes_of(have, origin_.row);
+  const char* const bias = static_cast<const char*>(owner().bias) + BytesOf(have, origin_.row);
   if (have == type) return bias;
   float* const wide = reinterpret_cast<float*>(scratch_);  // fp8 operands only; their products are done with it
-  if (have == abi::CUDA_R_16BF) widen(reinterpret_cast<const BFloat16*>(bias), wide, rows_);
-  if (have == abi::CUDA_R_16F) widen(reinterpret_cast<const Float16*>(bias), wide, rows_);
+  if (have == abi::CUDA_R_16BF) Widen(reinterpret_cast<const BFloat16*>(bias), wide, rows_);
+  if (have == abi::CUDA_R_16F) Widen(reinterpret_cast<const Float16*>(bias), wide, rows_);
   return wide;
 }
 
-TileStore::Aux TileStore::aux_of(int64_t rank) const {
-  const MatmulCall& call = call_of(rank);
+TileStore::Aux TileStore::AuxOf(int64_t rank) const {
+  const MatmulCall& call = CallOf(rank);
   const int64_t local_rows = call.is_all_reduce ? call.m : call.d.local_rows();
   const bool is_last = origin_.row + rows_ == local_rows;
   Aux aux;
   aux.rows = is_last ? call.aux_ld - origin_.row : rows_;
-  const bool is_mask = find_epilog(call.epilog)->activation == Activation::kRelu;
+  const bool is_mask = FindEpilog(call.epilog)->activation == Activation::kRelu;
   aux.ld = is_mask ? call.aux_ld / 8 : call.aux_ld;
-  aux.stride = is_mask ? aux.ld : bytes_of(call.aux_type, aux.ld);
+  aux.stride = is_mask ? aux.ld : BytesOf(call.aux_type, aux.ld);
   aux.bit = is_mask ? origin_.row % 8 : 0;
-  aux.bytes = is_mask ? ceil_div(aux.bit + aux.rows, 8) : bytes_of(call.aux_type, aux.rows);
-  const int64_t above = is_mask ? origin_.row / 8 : bytes_of(call.aux_type, origin_.row);
+  aux.bytes = is_mask ? CeilDiv(aux.bit + aux.rows, 8) : BytesOf(call.aux_type, aux.rows);
+  const int64_t above = is_mask ? origin_.row / 8 : BytesOf(call.aux_type, origin_.row);
   aux.data = static_cast<char*>(call.aux) + origin_.col * aux.stride + above;
   return aux;
 }
 
 // Raises the maximum of every rank that has the part.
-void TileStore::raise(uint32_t* MatmulCall::* most, uint32_t value) const {
+void TileStore::Raise(uint32_t* MatmulCall::* most, uint32_t value) const {
   for (int64_t rank = origin_.rank; rank <= last_rank(); ++rank) {
-    uint32_t* const of_rank = call_of(rank).*most;
-    if (of_rank) raise_to(of_rank, value);
+    uint32_t* const of_rank = CallOf(rank).*most;
+    if (of_rank) RaiseTo(of_rank, value);
   }
 }
 
-void TileStore::copy_to_peers() const {
-  const MatrixView from = d_of(0);
-  const Epilog* epilog = find_epilog(call_.epilog);
+void TileStore::CopyToPeers() const {
+  const MatrixView from = DOf(0);
+  const Epilog* epilog = FindEpilog(call_.epilog);
   const bool writes_aux = epilog->has_aux && !epilog->is_derivative;
   for (int64_t rank = 1; rank < call_.nranks; ++rank) {
-    copy_view(call_.d.desc.type, from, rows_, cols_, d_of(rank));
-    if (call_.has_d_out_scale) copy_scales(call_of(rank));
+    CopyView(call_.d.desc.type, from, rows_, cols_, DOf(rank));
+    if (call_.has_d_out_scale) CopyScales(CallOf(rank));
     if (!writes_aux) continue;
-    const Aux source = aux_of(0), target = aux_of(rank);
+    const Aux source = AuxOf(0), target = AuxOf(rank);
     for (int64_t col = 0; col < cols_; ++col) {
       std::memcpy(target.data + col * target.stride, source.data + col * source.stride,
                   static_cast<size_t>(source.bytes));
@@ -117,11 +117,11 @@ void TileStore::copy_to_peers() const {
   }
 }
 
-void TileStore::copy_scales(const MatmulCall& to) const {
-  const int64_t block = block_of(call_.d_out_scale.mode);
+void TileStore::CopyScales(const MatmulCall& to) const {
+  const int64_t block = BlockOf(call_.d_out_scale.mode);
   for (int64_t col = origin_.col; col < origin_.col + cols_; ++col) {
     for (int64_t row = origin_.row; row < origin_.row + rows_; row += block) {
-      const int64_t at = tiled_offset(row / block, col, call_.m / block);
+      const int64_t at = TiledOffset(row / block, col, call_.m / block);
       static_cast<uint8_t*>(const_cast<void*>(to.d_out_scale.data))[at] =
           static_cast<const uint8_t*>(call_.d_out_scale.data)[at];
     }

@@ -1,13 +1,11 @@
 // What becomes of a tile's sums: C, the epilog, and D as each rank stores it.
-#ifndef JAXMP_HOSTMP_EXEC_TILE_STORE_H_
-#define JAXMP_HOSTMP_EXEC_TILE_STORE_H_
+#pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "csrc/hostmp/exec/epilog.h"
 #include "csrc/hostmp/handles/matmul_call.h"
-#include "csrc/hostmp/handles/matrix_view.h"
 
 namespace jaxmp::hostmp {
 
@@ -34,10 +32,10 @@ class TileStore {
         scratch_(scratch) {}
 
   // z (+)= beta C; returns whether z has been written by now.
-  bool add_c(bool is_started) const;
+  bool AddC(bool is_started) const;
 
   // From z to D, with everything that comes with it, on every rank that has the part.
-  void finish() const;
+  void Finish() const;
 
  private:
   // Where the part's aux is.
@@ -50,19 +48,19 @@ class TileStore {
     int64_t stride = 0;  // bytes
   };
 
-  const MatmulCall& call_of(int64_t rank) const { return *calls_[static_cast<size_t>(rank)]; }
-  const MatmulCall& owner() const { return call_of(origin_.rank); }
-  MatrixView d_of(int64_t rank) const { return locate(call_of(rank).d, origin_.row, origin_.col); }
+  const MatmulCall& CallOf(int64_t rank) const { return *calls_[static_cast<size_t>(rank)]; }
+  const MatmulCall& owner() const { return CallOf(origin_.rank); }
+  MatrixView DOf(int64_t rank) const { return Locate(CallOf(rank).d, origin_.row, origin_.col); }
   int64_t last_rank() const { return call_.is_all_reduce ? call_.nranks - 1 : origin_.rank; }
 
-  void store() const;
-  void store_low_precision(const Epilog* epilog) const;
-  void apply_epilog(const Epilog* epilog, const MatrixView& to, abi::cudaDataType_t out) const;
-  const void* bias_as(abi::cudaDataType_t type) const;
-  Aux aux_of(int64_t rank) const;
-  void raise(uint32_t* MatmulCall::* most, uint32_t value) const;
-  void copy_to_peers() const;
-  void copy_scales(const MatmulCall& to) const;
+  void Store() const;
+  void StoreLowPrecision(const Epilog* epilog) const;
+  void ApplyEpilog(const Epilog* epilog, const MatrixView& to, abi::cudaDataType_t out) const;
+  const void* BiasAs(abi::cudaDataType_t type) const;
+  Aux AuxOf(int64_t rank) const;
+  void Raise(uint32_t* MatmulCall::* most, uint32_t value) const;
+  void CopyToPeers() const;
+  void CopyScales(const MatmulCall& to) const;
 
   const std::vector<const MatmulCall*>& calls_;  // by rank
   const MatmulCall& call_;                       // rank 0's, for what all ranks share
@@ -74,5 +72,3 @@ class TileStore {
 };
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_EXEC_TILE_STORE_H_

@@ -1,6 +1,5 @@
 // The work of one thread on one tile of D.
-#ifndef JAXMP_HOSTMP_EXEC_TILE_TASK_H_
-#define JAXMP_HOSTMP_EXEC_TILE_TASK_H_
+#pragma once
 
 #include <vector>
 
@@ -17,8 +16,6 @@ struct DistributedProduct {
 };
 
 // `workspace` is the thread's own area.
-void run_tile(const DistributedProduct& product, const Tile& tile, char* workspace);
+void RunTile(const DistributedProduct& product, const Tile& tile, char* workspace);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_EXEC_TILE_TASK_H_

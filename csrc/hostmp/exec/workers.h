@@ -1,6 +1,5 @@
 // Which threads multiply: at most one on each processor, each with an area of the workspace of its own.
-#ifndef JAXMP_HOSTMP_EXEC_WORKERS_H_
-#define JAXMP_HOSTMP_EXEC_WORKERS_H_
+#pragma once
 
 #include <atomic>
 #include <cstddef>
@@ -18,30 +17,28 @@ class Workers {
   Workers() : is_taken_(static_cast<size_t>(machine_threads())) {}
 
   // An area for a thread on processors()[processor]; -1 if another thread on that processor has it.
-  int join(int processor) {
-    if (processor < 0) return join_anywhere();  // which of them, the system does not say
-    return take(processor) ? processor : -1;
+  int Join(int processor) {
+    if (processor < 0) return JoinAnywhere();  // which of them, the system does not say
+    return Take(processor) ? processor : -1;
   }
 
   // For a thread that was asked to help because a processor was free: if the system did not put it there, it takes the
   // area of another one. -1 if none is left.
-  int join_as_helper(int processor) {
-    const int area = join(processor);
-    return area >= 0 ? area : join_anywhere();
+  int JoinAsHelper(int processor) {
+    const int area = Join(processor);
+    return area >= 0 ? area : JoinAnywhere();
   }
 
  private:
-  int join_anywhere() {
+  int JoinAnywhere() {
     for (int area = 0; area < machine_threads(); ++area) {
-      if (take(area)) return area;
+      if (Take(area)) return area;
     }
     return -1;
   }
-  bool take(int area) { return !is_taken_[static_cast<size_t>(area)].exchange(true, std::memory_order_relaxed); }
+  bool Take(int area) { return !is_taken_[static_cast<size_t>(area)].exchange(true, std::memory_order_relaxed); }
 
   std::vector<std::atomic<bool>> is_taken_;
 };
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_EXEC_WORKERS_H_

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
-#include <utility>
 
 namespace jaxmp::hostmp {
 namespace {
@@ -44,11 +43,11 @@ bool Find(void* library, const char* name, Function* function) {
 Status LoadCblas(const char* path, Blas* blas) {
   // RTLD_LOCAL: numpy and scipy bring a BLAS with the same names.
   void* library = dlopen(path, RTLD_NOW | RTLD_LOCAL);
-  if (!library) return FailedPrecondition(std::string("jaxmp: cannot open the BLAS: ") + dlerror());
+  if (!library) return FailedPrecondition("jaxmp: cannot open the BLAS: ", dlerror());
   const bool is_complete = Find(library, "cblas_sgemm", &blas->sgemm) && Find(library, "cblas_dgemm", &blas->dgemm) &&
                            Find(library, "cblas_cgemm", &blas->cgemm) && Find(library, "cblas_zgemm", &blas->zgemm);
   if (!is_complete) {
-    return FailedPrecondition(std::string("jaxmp: the BLAS ") + path +
+    return FailedPrecondition("jaxmp: the BLAS ", path,
                               " has no cblas_{s,d,c,z}gemm; pass the library of scipy-openblas32");
   }
   blas->described.path = path;

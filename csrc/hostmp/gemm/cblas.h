@@ -1,6 +1,5 @@
 // The BLAS that multiplies f32, f64 and complex matrices. It is not linked: LoadBlas opens it.
-#ifndef JAXMP_HOSTMP_GEMM_CBLAS_H_
-#define JAXMP_HOSTMP_GEMM_CBLAS_H_
+#pragma once
 
 #include <string>
 
@@ -30,5 +29,3 @@ void Gemm(const Product& product, Complex64 alpha, Complex64 beta);
 void Gemm(const Product& product, Complex128 alpha, Complex128 beta);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_GEMM_CBLAS_H_

@@ -1,9 +1,7 @@
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
 
 #include "csrc/hostmp/gemm/cblas.h"
-#include "csrc/hostmp/kernels/amx_gemm.h"
-#include "csrc/hostmp/kernels/avx512_bf16_gemm.h"
-#include "csrc/hostmp/kernels/bf16_small_n.h"
+#include "csrc/hostmp/kernels/bf16_gemm.h"
 #include "csrc/hostmp/kernels/blocked_gemm.h"
 #include "csrc/hostmp/kernels/simd_gemm.h"
 #include "csrc/hostmp/numeric/convert.h"
@@ -17,20 +15,20 @@ struct WideningKernel {
   static constexpr int64_t kKC = 512, kMC = kUncut, kNC = kUncut, kMR = kUncut, kNR = kUncut;
   static constexpr bool kReusesB = false;
 
-  int64_t a_bytes(int64_t rows, int64_t depth) const { return 4 * rows * depth; }
-  int64_t b_bytes(int64_t cols, int64_t depth) const { return 4 * cols * depth; }
-  int64_t own_bytes(int64_t, int64_t, int64_t) const { return 0; }
-  void pack_a(const KBlock<Product>& block, int64_t, int64_t, char* to) const {
+  int64_t ABytes(int64_t rows, int64_t depth) const { return 4 * rows * depth; }
+  int64_t BBytes(int64_t cols, int64_t depth) const { return 4 * cols * depth; }
+  int64_t OwnBytes(int64_t, int64_t, int64_t) const { return 0; }
+  void PackA(const KBlock<Product>& block, int64_t, int64_t, char* to) const {
     const Product& p = *block.segment;
-    if (p.trans_a == abi::CUBLAS_OP_N) return pack(p.a, block.k * p.lda, p.lda, p.m, block.depth, to);
-    pack(p.a, block.k, p.lda, block.depth, p.m, to);
+    if (p.trans_a == abi::CUBLAS_OP_N) return Pack(p.a, block.k * p.lda, p.lda, p.m, block.depth, to);
+    Pack(p.a, block.k, p.lda, block.depth, p.m, to);
   }
-  void pack_b(const KBlock<Product>& block, int64_t, int64_t, char* to) const {
+  void PackB(const KBlock<Product>& block, int64_t, int64_t, char* to) const {
     const Product& p = *block.segment;
-    if (p.trans_b == abi::CUBLAS_OP_N) return pack(p.b, block.k, p.ldb, block.depth, p.n, to);
-    pack(p.b, block.k * p.ldb, p.ldb, p.n, block.depth, to);
+    if (p.trans_b == abi::CUBLAS_OP_N) return Pack(p.b, block.k, p.ldb, block.depth, p.n, to);
+    Pack(p.b, block.k * p.ldb, p.ldb, p.n, block.depth, to);
   }
-  void multiply(const KBlock<Product>& block, const Packed& packed, const CTile&) const {
+  void Multiply(const KBlock<Product>& block, const Packed& packed, const CTile&) const {
     Product p = *block.segment;
     p.k = block.depth;
     p.a = packed.a;
@@ -41,14 +39,14 @@ struct WideningKernel {
   }
 
   // `rows` x `cols` numbers as stored, from the one at `offset` on, to dense ones.
-  void pack(const void* from, int64_t offset, int64_t ld, int64_t rows, int64_t cols, char* to) const {
-    type == abi::CUDA_R_16BF ? pack_as(static_cast<const BFloat16*>(from) + offset, ld, rows, cols, to)
-                             : pack_as(static_cast<const Float16*>(from) + offset, ld, rows, cols, to);
+  void Pack(const void* from, int64_t offset, int64_t ld, int64_t rows, int64_t cols, char* to) const {
+    type == abi::CUDA_R_16BF ? PackAs(static_cast<const BFloat16*>(from) + offset, ld, rows, cols, to)
+                             : PackAs(static_cast<const Float16*>(from) + offset, ld, rows, cols, to);
   }
   template <typename T>
-  static void pack_as(const T* from, int64_t ld, int64_t rows, int64_t cols, char* to) {
+  static void PackAs(const T* from, int64_t ld, int64_t rows, int64_t cols, char* to) {
     float* const wide = reinterpret_cast<float*>(to);
-    for (int64_t col = 0; col < cols; ++col) widen(from + col * ld, wide + col * rows, rows);
+    for (int64_t col = 0; col < cols; ++col) Widen(from + col * ld, wide + col * rows, rows);
   }
 
   explicit WideningKernel(abi::cudaDataType_t type, float alpha = 1, bool adds = false)
@@ -59,17 +57,10 @@ struct WideningKernel {
 };
 
 void BlasGemm(abi::cudaDataType_t type, const Product& p, std::complex<double> alpha, bool adds) {
-  const double one = adds ? 1 : 0;
-  switch (type) {
-    case abi::CUDA_R_64F:
-      return Gemm(p, alpha.real(), one);
-    case abi::CUDA_C_32F:
-      return Gemm(p, Complex64(alpha), Complex64(static_cast<float>(one)));
-    case abi::CUDA_C_64F:
-      return Gemm(p, alpha, Complex128(one));
-    default:
-      return Gemm(p, static_cast<float>(alpha.real()), static_cast<float>(one));
-  }
+  WithType(type, [&](auto number) {
+    using T = Computed<decltype(number)>;
+    Gemm(p, MakeScalar<T>(alpha), MakeScalar<T>(adds));
+  });
 }
 
 // A segment that is no multiple of the kernel's k unit must end its batch.
@@ -121,7 +112,7 @@ void Multiply(const KernelChoice& choice, const KSegments& segments, std::comple
 int64_t ScratchBytes(const KernelChoice& choice, int64_t m, int64_t n, int64_t k) {
   switch (choice.kernel) {
     case Kernel::kWideningBlas:
-      return scratch_of(WideningKernel(choice.type), m, n, k).bytes();
+      return ScratchOf(WideningKernel(choice.type), m, n, k).bytes();
     case Kernel::kAmx:
     case Kernel::kAmxFewColumns:  // which alpha decides, and a workspace is made before alpha is known
       return AmxGemmScratch(m, n, k);

@@ -1,6 +1,5 @@
 // Products by the kernel that was chosen for them (kernel_choice.h), without a conversion or behind one.
-#ifndef JAXMP_HOSTMP_GEMM_GEMM_DISPATCH_H_
-#define JAXMP_HOSTMP_GEMM_GEMM_DISPATCH_H_
+#pragma once
 
 #include <complex>
 #include <cstdint>
@@ -18,5 +17,3 @@ void Multiply(const KernelChoice& choice, const KSegments& segments, std::comple
 int64_t ScratchBytes(const KernelChoice& choice, int64_t m, int64_t n, int64_t k);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_GEMM_GEMM_DISPATCH_H_

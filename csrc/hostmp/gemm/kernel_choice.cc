@@ -1,10 +1,9 @@
 #include "csrc/hostmp/gemm/kernel_choice.h"
 
+#include "csrc/base/status.h"
 #include "csrc/hostmp/cpu/features.h"
 #include "csrc/hostmp/gemm/cblas.h"
-#include "csrc/hostmp/kernels/amx_gemm.h"
-#include "csrc/hostmp/kernels/avx512_bf16_gemm.h"
-#include "csrc/hostmp/kernels/bf16_small_n.h"
+#include "csrc/hostmp/kernels/bf16_gemm.h"
 #include "csrc/hostmp/kernels/simd_gemm.h"
 #include "csrc/hostmp/numeric/dtypes.h"
 
@@ -19,7 +18,7 @@ constexpr int64_t kAvx512Columns = 256;
 // Where sums may be in any order: few columns, and of f32 and f16 with AVX-512 any number of them, beside OpenBLAS
 // (docs/benchmarks.md).
 bool IsSimdFasterThanBlas(cudaDataType_t type, const ProductKind& p) {
-  if (facts(type).is_complex) return false;
+  if (Facts(type).is_complex) return false;
   if (p.n <= kSmallN && p.trans_a == CUBLAS_OP_N && simd_level() != SimdLevel::kPortable) return true;
   if (type == CUDA_R_64F || simd_level() != SimdLevel::kAvx512) return false;
   return p.n <= kAvx512Columns || blas_is_openblas();
@@ -27,21 +26,21 @@ bool IsSimdFasterThanBlas(cudaDataType_t type, const ProductKind& p) {
 
 // By rate (docs/benchmarks.md).
 Kernel KernelOfType(cudaDataType_t type, const ProductKind& p, bool is_alpha_one) {
-  const bool is_bf16 = type == CUDA_R_16BF, is_16bit = facts(type).is_16bit, is_plain = p.trans_a == CUBLAS_OP_N;
+  const bool is_bf16 = type == CUDA_R_16BF, is_16bit = Facts(type).is_16bit, is_plain = p.trans_a == CUBLAS_OP_N;
   const bool has_few_bf16 = is_plain && p.n <= kBf16SmallN && is_alpha_one;
   if (is_bf16 && cpu().amx_bf16) return has_few_bf16 ? Kernel::kAmxFewColumns : Kernel::kAmx;
   if (is_bf16 && cpu().avx512_bf16) return has_few_bf16 ? Kernel::kAvx512Bf16FewColumns : Kernel::kAvx512Bf16;
   if (p.is_fixed_order || IsSimdFasterThanBlas(type, p)) {
-    return is_plain && p.n <= kSmallN && !facts(type).is_complex ? Kernel::kSimdFewColumns : Kernel::kSimd;
+    return is_plain && p.n <= kSmallN && !Facts(type).is_complex ? Kernel::kSimdFewColumns : Kernel::kSimd;
   }
   return is_16bit ? Kernel::kWideningBlas : Kernel::kBlas;
 }
 
 // To bf16, which holds all numbers of 8 bits and fewer; beside a wider operand only where the processor multiplies it.
 cudaDataType_t DecodedType(const ProductKind& p) {
-  const cudaDataType_t wide = facts(p.a).is_low_precision ? p.b : p.a;
+  const cudaDataType_t wide = Facts(p.a).is_low_precision ? p.b : p.a;
   const bool has_bf16_kernel = cpu().amx_bf16 || cpu().avx512_bf16;
-  return facts(wide).is_low_precision || (wide == CUDA_R_16BF && has_bf16_kernel) ? CUDA_R_16BF : CUDA_R_32F;
+  return Facts(wide).is_low_precision || (wide == CUDA_R_16BF && has_bf16_kernel) ? CUDA_R_16BF : CUDA_R_32F;
 }
 
 // Of a mixed pair. In a fixed order only where bf16, too, is summed so. With AVX2, integers of a byte have as many
@@ -54,35 +53,24 @@ bool DecodesFewColumns(const ProductKind& p, cudaDataType_t decoded) {
 }
 
 const char* NameOfBlas(cudaDataType_t type) {
-  if (facts(type).is_complex) return type == CUDA_C_32F ? "cblas_cgemm" : "cblas_zgemm";
+  if (Facts(type).is_complex) return type == CUDA_C_32F ? "cblas_cgemm" : "cblas_zgemm";
   return type == CUDA_R_64F ? "cblas_dgemm" : "cblas_sgemm";
 }
 
 std::string NameOfKernel(const KernelChoice& choice) {
-  switch (choice.kernel) {
-    case Kernel::kBlas:
-      return NameOfBlas(choice.type);
-    case Kernel::kWideningBlas:
-      return "widened to f32, cblas_sgemm";
-    case Kernel::kAmx:
-    case Kernel::kAmxFewColumns:
-      return "AMX kernel of hostmp, summed in f32";
-    case Kernel::kAvx512Bf16:
-    case Kernel::kAvx512Bf16FewColumns:
-      return "AVX512_BF16 kernel of hostmp, summed in f32";
-    case Kernel::kSimd:
-    case Kernel::kSimdFewColumns:
-      break;
-  }
+  if (choice.kernel == Kernel::kBlas) return NameOfBlas(choice.type);
+  if (choice.kernel == Kernel::kWideningBlas) return "widened to f32, cblas_sgemm";
+  if (KUnit(choice.kernel) == kAmxUnit) return "AMX kernel of hostmp, summed in f32";
+  if (KUnit(choice.kernel) == kBf16Unit) return "AVX512_BF16 kernel of hostmp, summed in f32";
   constexpr const char* kLevels[] = {"portable", "NEON", "AVX2", "AVX-512"};  // by SimdLevel
-  return std::string(facts(choice.type).is_16bit ? "widened to f32, " : "") + kLevels[static_cast<int>(simd_level())] +
+  return std::string(Facts(choice.type).is_16bit ? "widened to f32, " : "") + kLevels[static_cast<int>(simd_level())] +
          " kernel of hostmp";
 }
 
 }  // namespace
 
 KernelChoice KernelOf(const ProductKind& p) {
-  const bool is_a_low = facts(p.a).is_low_precision, is_b_low = facts(p.b).is_low_precision;
+  const bool is_a_low = Facts(p.a).is_low_precision, is_b_low = Facts(p.b).is_low_precision;
   if (is_a_low || is_b_low) {
     const bool is_mixed = is_a_low != is_b_low;
     const cudaDataType_t type = DecodedType(p);
@@ -96,14 +84,8 @@ KernelChoice KernelOf(const ProductKind& p) {
 }
 
 std::string Describe(const KernelChoice& choice) {
-  switch (choice.conversion) {
-    case Conversion::kNone:
-      break;
-    case Conversion::kDecoded:
-    case Conversion::kDecodedFewColumns:
-      return std::string("decoded to ") + facts(choice.type).name + "; " + NameOfKernel(choice);
-  }
-  return NameOfKernel(choice);
+  const std::string name = NameOfKernel(choice);
+  return choice.conversion == Conversion::kNone ? name : StrCat("decoded to ", Facts(choice.type).name, "; ", name);
 }
 
 std::string DescribeKernels(cudaDataType_t type) {

@@ -1,7 +1,6 @@
 // Which kernel multiplies a product on this processor: decided here alone. The workspace and the products follow the
 // choice, and `jaxmp info` and `jaxmp.explain` print it.
-#ifndef JAXMP_HOSTMP_GEMM_KERNEL_CHOICE_H_
-#define JAXMP_HOSTMP_GEMM_KERNEL_CHOICE_H_
+#pragma once
 
 #include <cstdint>
 #include <string>
@@ -51,5 +50,3 @@ int64_t KUnit(Kernel kernel);
 int64_t KBlockDepth(Kernel kernel);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_GEMM_KERNEL_CHOICE_H_

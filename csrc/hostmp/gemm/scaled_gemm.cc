@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "csrc/hostmp/gemm/gemm_dispatch.h"
-#include "csrc/hostmp/kernels/amx_gemm.h"
+#include "csrc/hostmp/kernels/bf16_gemm.h"
 #include "csrc/hostmp/kernels/blocked_gemm.h"
 #include "csrc/hostmp/kernels/simd_gemm.h"
 #include "csrc/hostmp/numeric/convert.h"
@@ -27,33 +27,33 @@ float HalfOf(float x) { return x / 2; }
 
 // Numbers of any real type as the kernels multiply them.
 void Convert(const ScaledOperand& x, int64_t first, int64_t count, float scale, BFloat16* to) {
-  if (x.type != abi::CUDA_R_16BF) return decode(x.type, x.data, first, count, scale, to);
+  if (x.type != abi::CUDA_R_16BF) return Decode(x.type, x.data, first, count, scale, to);
   std::copy_n(reinterpret_cast<const BFloat16*>(x.data) + first, count, to);
 }
 void Convert(const ScaledOperand& x, int64_t first, int64_t count, float scale, float* to) {
   switch (x.type) {
     case abi::CUDA_R_16BF:
-      return widen(reinterpret_cast<const BFloat16*>(x.data) + first, to, count);
+      return Widen(reinterpret_cast<const BFloat16*>(x.data) + first, to, count);
     case abi::CUDA_R_16F:
-      return widen(reinterpret_cast<const Float16*>(x.data) + first, to, count);
+      return Widen(reinterpret_cast<const Float16*>(x.data) + first, to, count);
     case abi::CUDA_R_32F:
       return void(std::copy_n(reinterpret_cast<const float*>(x.data) + first, count, to));
     default:
-      decode(x.type, x.data, first, count, scale, to);
+      Decode(x.type, x.data, first, count, scale, to);
   }
 }
 
 // Integers of 4 bits as bytes.
 void Convert(const ScaledOperand& x, int64_t first, int64_t count, float, int8_t* to) {
-  unpack(x.type, x.data, first, count, to);
+  Unpack(x.type, x.data, first, count, to);
 }
 
 // One stored column of `count` numbers along k, each block times its scale.
 template <typename T>
 void DecodeScaled(const ScaledOperand& x, int64_t first, int64_t inner, int64_t outer, int64_t count, T* to) {
-  const int64_t block = block_of(x.scales.mode), blocks = x.inners / block;
+  const int64_t block = BlockOf(x.scales.mode), blocks = x.inners / block;
   for (int64_t i = 0; i < count; i += block) {
-    const float scale = x.scales.block((inner + i) / block, outer, blocks);
+    const float scale = x.scales.OfBlock((inner + i) / block, outer, blocks);
     // 2^-127, which is subnormal: threads of XLA take it for 0.
     const bool is_least = x.scales.mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0 && scale < 0x1p-126f;
     Convert(x, first + i, block, is_least ? 0x1p-126f : scale, to + i);
@@ -64,8 +64,8 @@ void DecodeScaled(const ScaledOperand& x, int64_t first, int64_t inner, int64_t 
 // Asks for a run of numbers ahead of its use: it is on a page of its own, where the processor does not look.
 void Prefetch(const ScaledOperand& x, int64_t first, int64_t count) {
   constexpr int64_t kLine = 64;  // of the cache
-  const char* const from = x.data + bytes_of(x.type, first);
-  for (int64_t i = 0; i < bytes_of(x.type, count); i += kLine) __builtin_prefetch(from + i);
+  const char* const from = x.data + BytesOf(x.type, first);
+  for (int64_t i = 0; i < BytesOf(x.type, count); i += kLine) __builtin_prefetch(from + i);
 }
 
 // `depth` of k from `at` on, of `count` indices from `begin` on: in the operand's own order, `ld` from one index (or,
@@ -83,7 +83,7 @@ void DecodeBlock(const ScaledOperand& x, int64_t at, int64_t depth, int64_t begi
   for (int64_t i = 0; i < count; ++i) {
     const int64_t first = x.first + (begin + i) * x.ld + at;
     Prefetch(x, first + x.ld, depth);
-    if (is_tiled(x.scales.mode)) {
+    if (IsTiled(x.scales.mode)) {
       DecodeScaled(x, first, x.inner + at, x.outer + begin + i, depth, to + i * ld);
     } else {
       Convert(x, first, depth, 1.0f, to + i * ld);
@@ -129,7 +129,7 @@ float Scaled(float sum, float a, float b) {
 
 void AddScaled(const ScaledProduct& p, int64_t at, const float* sum, float* row_scales, bool adds) {
   const auto scale_of = [at](const ScaledOperand& x, int64_t index) {
-    return x.scales.of_sum((x.inner + at) / kScaleBlock, x.outer + index, ceil_div(x.inners, kScaleBlock), x.outers);
+    return x.scales.OfSum((x.inner + at) / kScaleBlock, x.outer + index, CeilDiv(x.inners, kScaleBlock), x.outers);
   };
   float least = std::numeric_limits<float>::max(), most = 0;
   for (int64_t row = 0; row < p.m; ++row) {
@@ -168,35 +168,35 @@ struct DecodingKernel {
       : DecodingKernel(kernel, AppliesToSums(p.a.type, p.b.front().x.type, p.a.scales, p.b.front().x.scales)) {
     is_a_k = p.a.is_adjacent_in_k;
     is_b_k = p.b.front().x.is_adjacent_in_k;
-    by_blocks = block_of(p.a.scales.mode) == kScaleBlock || block_of(p.b.front().x.scales.mode) == kScaleBlock;
+    by_blocks = BlockOf(p.a.scales.mode) == kScaleBlock || BlockOf(p.b.front().x.scales.mode) == kScaleBlock;
     this->alpha = alpha;
     this->adds = adds;
   }
 
-  int64_t a_bytes(int64_t rows, int64_t depth) const { return rows * depth * int64_t{sizeof(T)}; }
-  int64_t b_bytes(int64_t cols, int64_t depth) const { return cols * depth * int64_t{sizeof(T)}; }
-  int64_t sums_bytes(int64_t m, int64_t n) const { return has_sums ? round_up(4 * m * n, kAlign) : 0; }
-  int64_t row_scales_bytes(int64_t m) const { return has_sums ? round_up(4 * m, kAlign) : 0; }
-  int64_t own_bytes(int64_t m, int64_t n, int64_t depth) const {
-    return sums_bytes(m, n) + row_scales_bytes(m) + ScratchBytes(kernel, std::min(m, kMC), n, depth);
+  int64_t ABytes(int64_t rows, int64_t depth) const { return rows * depth * int64_t{sizeof(T)}; }
+  int64_t BBytes(int64_t cols, int64_t depth) const { return cols * depth * int64_t{sizeof(T)}; }
+  int64_t SumsBytes(int64_t m, int64_t n) const { return has_sums ? RoundUp(4 * m * n, kAlign) : 0; }
+  int64_t RowScalesBytes(int64_t m) const { return has_sums ? RoundUp(4 * m, kAlign) : 0; }
+  int64_t OwnBytes(int64_t m, int64_t n, int64_t depth) const {
+    return SumsBytes(m, n) + RowScalesBytes(m) + ScratchBytes(kernel, std::min(m, kMC), n, depth);
   }
 
-  void pack_a(const KBlock<ScaledProduct>& block, int64_t top, int64_t rows, char* to) const {
+  void PackA(const KBlock<ScaledProduct>& block, int64_t top, int64_t rows, char* to) const {
     T* const a = reinterpret_cast<T*>(to);
     for (const KSlice<ScaledProduct>& slice : block) {
       DecodeBlock(slice.segment->a, slice.k, slice.depth, top, rows, a + slice.offset * (is_a_k ? 1 : rows),
                   is_a_k ? block.depth : rows);
     }
   }
-  void pack_b(const KBlock<ScaledProduct>& block, int64_t, int64_t cols, char* to) const {
+  void PackB(const KBlock<ScaledProduct>& block, int64_t, int64_t cols, char* to) const {
     DecodeB(block, cols, reinterpret_cast<T*>(to));
   }
 
-  void multiply(const KBlock<ScaledProduct>& block, const Packed& packed, const CTile& tile) const {
+  void Multiply(const KBlock<ScaledProduct>& block, const Packed& packed, const CTile& tile) const {
     const ScaledProduct& p = *block.segment;
     float* const sums = reinterpret_cast<float*>(packed.own);
-    float* const row_scales = reinterpret_cast<float*>(packed.own + sums_bytes(p.m, p.n));
-    char* const inner = packed.own + sums_bytes(p.m, p.n) + row_scales_bytes(p.m);
+    float* const row_scales = reinterpret_cast<float*>(packed.own + SumsBytes(p.m, p.n));
+    char* const inner = packed.own + SumsBytes(p.m, p.n) + RowScalesBytes(p.m);
     const auto* const a = reinterpret_cast<const T*>(packed.a);
     const auto* const b = reinterpret_cast<const T*>(packed.b);
     const ScaledProduct* scaled_by = block.segment;  // whose scales are next
@@ -215,7 +215,7 @@ struct DecodingKernel {
                                is_b_k ? block.depth : p.n,
                                has_sums ? sums : static_cast<float*>(p.c) + tile.row,
                                has_sums ? p.m : p.ldc};
-      Multiply(kernel, {product}, has_sums ? 1.0 : alpha, adds_now && !has_sums, inner);
+      hostmp::Multiply(kernel, {product}, has_sums ? 1.0 : alpha, adds_now && !has_sums, inner);
       if (!has_sums) continue;
       while (from >= passed + scaled_by->k) passed += scaled_by++->k;
       if (p.a.type == abi::CUDA_R_8I) {
@@ -232,9 +232,9 @@ struct DecodingKernel {
   bool adds = false;
 };
 
-bool is_byte_integer(abi::cudaDataType_t type) { return type == abi::CUDA_R_8I || type == abi::CUDA_R_8U; }
+bool IsByteInteger(abi::cudaDataType_t type) { return type == abi::CUDA_R_8I || type == abi::CUDA_R_8U; }
 
-bool is_half_byte(abi::cudaDataType_t type) { return type == host_types::kS4 || type == host_types::kU4; }
+bool IsHalfByte(abi::cudaDataType_t type) { return type == host_types::kS4 || type == host_types::kU4; }
 
 // Few columns, op(A) = A, as SimdGemm multiplies them: A is read where it lies. Integers of 8 bits become floats in
 // the registers. A few k before they are needed, integers of 4 bits become bytes in the first cache, other numbers
@@ -244,15 +244,15 @@ struct FewColumnsKernel {
   static constexpr bool kReusesB = false;
   static constexpr int64_t kStrip = 4;  // k
 
-  int64_t a_bytes(int64_t, int64_t) const { return 0; }
-  int64_t b_bytes(int64_t cols, int64_t depth) const { return 4 * cols * depth; }
-  int64_t own_bytes(int64_t, int64_t, int64_t) const { return 4 * kMC * (kSmallN + kStrip); }
-  void pack_a(const KBlock<ScaledProduct>&, int64_t, int64_t, char*) const {}
-  void pack_b(const KBlock<ScaledProduct>& block, int64_t, int64_t cols, char* to) const {
+  int64_t ABytes(int64_t, int64_t) const { return 0; }
+  int64_t BBytes(int64_t cols, int64_t depth) const { return 4 * cols * depth; }
+  int64_t OwnBytes(int64_t, int64_t, int64_t) const { return 4 * kMC * (kSmallN + kStrip); }
+  void PackA(const KBlock<ScaledProduct>&, int64_t, int64_t, char*) const {}
+  void PackB(const KBlock<ScaledProduct>& block, int64_t, int64_t cols, char* to) const {
     DecodeB(block, cols, reinterpret_cast<float*>(to));
   }
 
-  void multiply(const KBlock<ScaledProduct>& block, const Packed& packed, const CTile& tile) const {
+  void Multiply(const KBlock<ScaledProduct>& block, const Packed& packed, const CTile& tile) const {
     const ScaledProduct& p = *block.segment;
     float* const sums = reinterpret_cast<float*>(packed.own);
     for (int64_t col = 0; col < p.n; col += kSmallN) {
@@ -261,7 +261,7 @@ struct FewColumnsKernel {
       for (const KSlice<ScaledProduct>& slice : block) {
         const float* const b = reinterpret_cast<const float*>(packed.b) +
                                (is_b_k ? col * block.depth + slice.offset : slice.offset * p.n + col);
-        add_slice(slice, tile, {b, is_b_k ? block.depth : p.n, cols}, sums, sums + kMC * kSmallN);
+        AddSlice(slice, tile, {b, is_b_k ? block.depth : p.n, cols}, sums, sums + kMC * kSmallN);
       }
       for (int64_t i = 0; i < cols; ++i) {
         float* const c = static_cast<float*>(p.c) + (col + i) * p.ldc + tile.row;
@@ -277,17 +277,17 @@ struct FewColumnsKernel {
     const float* data;
     int64_t ld, count;
   };
-  void add_slice(const KSlice<ScaledProduct>& slice, const CTile& tile, const Columns& b, float* sums,
-                 float* strip) const {
+  void AddSlice(const KSlice<ScaledProduct>& slice, const CTile& tile, const Columns& b, float* sums,
+                float* strip) const {
     const ScaledOperand& a = slice.segment->a;
-    const bool is_in_place = is_byte_integer(a.type) || a.type == abi::CUDA_R_32F, is_nibble = is_half_byte(a.type);
+    const bool is_in_place = IsByteInteger(a.type) || a.type == abi::CUDA_R_32F, is_nibble = IsHalfByte(a.type);
     const abi::cudaDataType_t type = is_in_place ? a.type : is_nibble ? abi::CUDA_R_8I : abi::CUDA_R_32F;
     const int64_t step = is_in_place ? slice.depth : kStrip;
     for (int64_t k = 0; k < slice.depth; k += step) {
       const int64_t depth = std::min(step, slice.depth - k);
       const void* from = strip;
       if (is_in_place) {
-        from = a.data + bytes_of(a.type, a.first + (slice.k + k) * a.ld + tile.row);
+        from = a.data + BytesOf(a.type, a.first + (slice.k + k) * a.ld + tile.row);
       } else if (is_nibble) {
         DecodeBlock(a, slice.k + k, depth, tile.row, tile.rows, reinterpret_cast<int8_t*>(strip), kMC);
       } else {
@@ -327,12 +327,12 @@ void ScaledGemm(const KernelChoice& choice, const std::vector<ScaledProduct>& se
 
 int64_t ScaledGemmScratch(const KernelChoice& choice, bool applies_to_sums, int64_t m, int64_t n, int64_t k) {
   const int64_t bytes = choice.conversion == Conversion::kDecodedFewColumns
-                            ? scratch_of(FewColumnsKernel{}, m, n, k).bytes()
+                            ? ScratchOf(FewColumnsKernel{}, m, n, k).bytes()
                             : WithDecodedType(choice, [&](auto number) {
                                 const DecodingKernel<decltype(number)> kernel(choice.kernel, applies_to_sums);
-                                return scratch_of(kernel, m, n, k).bytes();
+                                return ScratchOf(kernel, m, n, k).bytes();
                               });
-  return std::max(bytes, round_up(4 * m, kAlign));
+  return std::max(bytes, RoundUp(4 * m, kAlign));
 }
 
 }  // namespace jaxmp::hostmp

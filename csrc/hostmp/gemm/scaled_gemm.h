@@ -1,8 +1,7 @@
 // Products of numbers of 8 bits and fewer, with each other or beside a wider operand. K blocks of both operands are
 // decoded to bf16, which holds all of them and their products with block scales, and multiplied by the 16-bit kernels;
 // or to f32, beside an operand of f16 or f32, and where the processor does not multiply bf16.
-#ifndef JAXMP_HOSTMP_GEMM_SCALED_GEMM_H_
-#define JAXMP_HOSTMP_GEMM_SCALED_GEMM_H_
+#pragma once
 
 #include <cstdint>
 #include <vector>
@@ -52,9 +51,7 @@ int64_t ScaledGemmScratch(const KernelChoice& choice, bool applies_to_sums, int6
 
 // Whether products of operands of 8 bits and fewer are scaled, or added as integers, after they have been summed.
 inline bool AppliesToSums(abi::cudaDataType_t type_a, abi::cudaDataType_t type_b, const Scales& a, const Scales& b) {
-  return (type_a == abi::CUDA_R_8I && type_b == abi::CUDA_R_8I) || scales_sums(a.mode) || scales_sums(b.mode);
+  return (type_a == abi::CUDA_R_8I && type_b == abi::CUDA_R_8I) || ScalesSums(a.mode) || ScalesSums(b.mode);
 }
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_GEMM_SCALED_GEMM_H_

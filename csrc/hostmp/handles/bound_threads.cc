@@ -2,10 +2,8 @@
 
 #include <sched.h>
 
-#include <algorithm>
 #include <condition_variable>
 #include <cstddef>
-#include <cstdint>
 #include <deque>
 #include <memory>
 #include <mutex>
@@ -21,10 +19,10 @@ namespace {
 class BoundThread {
  public:
   explicit BoundThread(int processor) {
-    std::thread([this, processor] { serve(processor); }).detach();
+    std::thread([this, processor] { Serve(processor); }).detach();
   }
 
-  void post(const std::function<void()>& work) {
+  void Post(const std::function<void()>& work) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       waiting_.push_back(work);
@@ -33,7 +31,7 @@ class BoundThread {
   }
 
  private:
-  void serve(int processor) {
+  void Serve(int processor) {
     cpu_set_t set;
     CPU_ZERO(&set);
     CPU_SET(static_cast<size_t>(processor), &set);
@@ -67,10 +65,10 @@ const std::vector<std::unique_ptr<BoundThread>>& bound_threads() {
 
 }  // namespace
 
-void BoundThreads::schedule(int64_t threads, const std::function<void()>& work) {
+void BoundThreads::Schedule(int64_t threads, const std::function<void()>& work) {
   const auto& all = bound_threads();
   const int64_t here = current_processor();  // if none of them, the first one is asked first
-  for (int64_t i = 1; i <= threads; ++i) all[static_cast<size_t>(here + i) % all.size()]->post(work);
+  for (int64_t i = 1; i <= threads; ++i) all[static_cast<size_t>(here + i) % all.size()]->Post(work);
 }
 
 }  // namespace jaxmp::hostmp

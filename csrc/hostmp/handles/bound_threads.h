@@ -1,6 +1,5 @@
 // The threads that help with a product, one for each processor.
-#ifndef JAXMP_HOSTMP_HANDLES_BOUND_THREADS_H_
-#define JAXMP_HOSTMP_HANDLES_BOUND_THREADS_H_
+#pragma once
 
 #include <cstdint>
 #include <functional>
@@ -17,12 +16,10 @@ class BoundThreads final : public Pool {
  public:
   explicit BoundThreads(int most) : most_(most) {}
   int num_threads() const override { return most_; }
-  void schedule(int64_t threads, const std::function<void()>& work) override;
+  void Schedule(int64_t threads, const std::function<void()>& work) override;
 
  private:
   const int most_;
 };
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_HANDLES_BOUND_THREADS_H_

@@ -4,7 +4,7 @@
 
 namespace jaxmp::hostmp {
 
-int64_t numroc(const Axis& axis, int64_t proc) {
+int64_t LocalExtent(const Axis& axis, int64_t proc) {
   const int64_t blocks = axis.extent / axis.block;  // full ones
   const int64_t position = (proc - axis.source + axis.nprocs) % axis.nprocs;
   int64_t held = blocks / axis.nprocs * axis.block;
@@ -14,7 +14,7 @@ int64_t numroc(const Axis& axis, int64_t proc) {
   return held;
 }
 
-std::vector<LocalRange> local_ranges(const Axis& axis, int64_t offset, int64_t size) {
+std::vector<LocalRange> LocalRanges(const Axis& axis, int64_t offset, int64_t size) {
   std::vector<LocalRange> found;
   if (size <= 0) return found;
   if (axis.nprocs == 1) {
@@ -31,7 +31,7 @@ std::vector<LocalRange> local_ranges(const Axis& axis, int64_t offset, int64_t s
   return found;
 }
 
-std::vector<CommonRange> common_ranges(const std::vector<LocalRange>& first, const std::vector<LocalRange>& second) {
+std::vector<CommonRange> CommonRanges(const std::vector<LocalRange>& first, const std::vector<LocalRange>& second) {
   std::vector<CommonRange> cuts;
   cuts.reserve(std::max(first.size(), second.size()));
   for (size_t i = 0, j = 0; i < first.size() && j < second.size();) {

@@ -1,6 +1,5 @@
 // The epilogs that hostmp computes, and what each of them is made of.
-#ifndef JAXMP_HOSTMP_HANDLES_EPILOG_TABLE_H_
-#define JAXMP_HOSTMP_HANDLES_EPILOG_TABLE_H_
+#pragma once
 
 #include "csrc/cublasmp/abi.h"
 
@@ -23,9 +22,31 @@ struct Epilog {
   bool is_plain() const { return activation == Activation::kNone && !has_bias; }  // d = round(z)
 };
 
+inline constexpr Epilog kEpilogs[] = {
+    {abi::CUBLASMP_MATMUL_EPILOGUE_DEFAULT, "DEFAULT", Activation::kNone, false, false},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_BIAS, "BIAS", Activation::kNone, true, false},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_RELU, "RELU", Activation::kRelu, false, false},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_RELU_BIAS, "RELU_BIAS", Activation::kRelu, true, false},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_RELU_AUX, "RELU_AUX", Activation::kRelu, false, true},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_RELU_AUX_BIAS, "RELU_AUX_BIAS", Activation::kRelu, true, true},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_GELU, "GELU", Activation::kGelu, false, false},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_GELU_BIAS, "GELU_BIAS", Activation::kGelu, true, false},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_GELU_AUX, "GELU_AUX", Activation::kGelu, false, true},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_GELU_AUX_BIAS, "GELU_AUX_BIAS", Activation::kGelu, true, true},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_DRELU, "DRELU", Activation::kRelu, false, true, true},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_DRELU_BGRAD, "DRELU_BGRAD", Activation::kRelu, false, true, true, Gradient::kD},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_DGELU, "DGELU", Activation::kGelu, false, true, true},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_DGELU_BGRAD, "DGELU_BGRAD", Activation::kGelu, false, true, true, Gradient::kD},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_BGRADA, "BGRADA", Activation::kNone, false, false, false, Gradient::kA},
+    {abi::CUBLASMP_MATMUL_EPILOGUE_BGRADB, "BGRADB", Activation::kNone, false, false, false, Gradient::kB},
+};
+
 // nullptr for an epilog that hostmp does not compute.
-const Epilog* find_epilog(int number);
+inline const Epilog* FindEpilog(int number) {
+  for (const Epilog& epilog : kEpilogs) {
+    if (epilog.number == number) return &epilog;
+  }
+  return nullptr;
+}
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_HANDLES_EPILOG_TABLE_H_

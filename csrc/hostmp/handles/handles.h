@@ -1,6 +1,5 @@
 // What cuBLASMp's opaque handles point to here.
-#ifndef JAXMP_HOSTMP_HANDLES_HANDLES_H_
-#define JAXMP_HOSTMP_HANDLES_HANDLES_H_
+#pragma once
 
 #include <array>
 #include <cstdint>
@@ -16,12 +15,6 @@ struct ProductTiling;
 }
 
 namespace jaxmp::abi {
-
-struct ncclComm {
-  int rank;
-  int nranks;
-  const void* group;  // identity only: ranks of one group share it
-};
 
 struct cublasMpHandle {
   hostmp::Stream* stream;
@@ -41,7 +34,7 @@ struct cublasMpMatrixDescriptor {
 };
 
 struct cublasMpMatmulDescriptor {
-  // Raw bytes of every attribute, in the low bytes; see attribute_size().
+  // Raw bytes of every attribute, in the low bytes; see AttributeSize().
   std::array<uint64_t, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME + 1> values;
   std::array<bool, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_BIAS_RESULT_SCHEME + 1> is_set;
   bool fixed_reduction_order;
@@ -54,22 +47,22 @@ namespace jaxmp::hostmp {
 
 // The value of an attribute, of the type that cuBLASMp's header gives it.
 template <typename T>
-T attribute(const abi::cublasMpMatmulDescriptor& desc, int number) {
+T AttributeOf(const abi::cublasMpMatmulDescriptor& desc, int number) {
   T value;
   std::memcpy(&value, &desc.values[static_cast<size_t>(number)], sizeof(value));
   return value;
 }
 
-inline int64_t rank_of(const abi::cublasMpGrid& grid, int64_t row, int64_t col) {
+inline int64_t RankOf(const abi::cublasMpGrid& grid, int64_t row, int64_t col) {
   return grid.layout == abi::CUBLASMP_GRID_LAYOUT_COL_MAJOR ? row + col * grid.nprow : row * grid.npcol + col;
 }
-inline int64_t row_of(const abi::cublasMpGrid& grid, int64_t rank) {
+inline int64_t RowOf(const abi::cublasMpGrid& grid, int64_t rank) {
   return grid.layout == abi::CUBLASMP_GRID_LAYOUT_COL_MAJOR ? rank % grid.nprow : rank / grid.npcol;
 }
-inline int64_t col_of(const abi::cublasMpGrid& grid, int64_t rank) {
+inline int64_t ColOf(const abi::cublasMpGrid& grid, int64_t rank) {
   return grid.layout == abi::CUBLASMP_GRID_LAYOUT_COL_MAJOR ? rank / grid.nprow : rank % grid.npcol;
 }
 
-}  // namespace jaxmp::hostmp
+constexpr int64_t kAlignment = 64;  // of every buffer: a cache line, and an AVX-512 register
 
-#endif  // JAXMP_HOSTMP_HANDLES_HANDLES_H_
+}  // namespace jaxmp::hostmp

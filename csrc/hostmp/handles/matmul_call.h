@@ -1,9 +1,9 @@
 // One rank's matmul as it arrived.
-#ifndef JAXMP_HOSTMP_HANDLES_MATMUL_CALL_H_
-#define JAXMP_HOSTMP_HANDLES_MATMUL_CALL_H_
+#pragma once
 
 #include <complex>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 
 #include "csrc/cublasmp/abi.h"
@@ -20,8 +20,8 @@ struct Operand {
   int64_t row = 0, col = 0;  // of the submatrix, from 0
   abi::cublasMpMatrixDescriptor desc{};
 
-  int64_t local_rows() const { return numroc(desc.rows, row_of(desc.grid, desc.grid.comm.rank)); }
-  int64_t local_cols() const { return numroc(desc.cols, col_of(desc.grid, desc.grid.comm.rank)); }
+  int64_t local_rows() const { return LocalExtent(desc.rows, RowOf(desc.grid, desc.grid.comm.rank)); }
+  int64_t local_cols() const { return LocalExtent(desc.cols, ColOf(desc.grid, desc.grid.comm.rank)); }
 };
 
 // One rank's Matmul: everything by value, because the caller may reuse its descriptors at once.
@@ -54,25 +54,43 @@ struct MatmulCall {
   std::shared_ptr<const ProductTiling> tiling;
 
   const abi::cublasMpGrid& grid() const { return d.desc.grid; }
-  abi::cudaDataType_t accumulator() const { return is_mixed() ? abi::CUDA_R_32F : accumulator_of(a.desc.type); }
+  bool is_a_plain() const { return trans_a == abi::CUBLAS_OP_N; }
+  bool is_b_plain() const { return trans_b == abi::CUBLAS_OP_N; }
+  // The axes of op(A), m x k, and of op(B), k x n.
+  const Axis& a_m() const { return is_a_plain() ? a.desc.rows : a.desc.cols; }
+  const Axis& a_k() const { return is_a_plain() ? a.desc.cols : a.desc.rows; }
+  const Axis& b_k() const { return is_b_plain() ? b.desc.rows : b.desc.cols; }
+  const Axis& b_n() const { return is_b_plain() ? b.desc.cols : b.desc.rows; }
+  // Whether partial sums travel between the ranks: A and B are distributed along k and nothing else.
+  bool sums_over_ranks() const { return a_k().nprocs == nranks && b_k().nprocs == nranks; }
+  abi::cudaDataType_t accumulator() const { return is_mixed() ? abi::CUDA_R_32F : AccumulatorOf(a.desc.type); }
   // Whether operands are decoded: both, or one beside a wider one.
-  bool is_decoded() const { return facts(a.desc.type).is_low_precision || facts(b.desc.type).is_low_precision; }
-  bool is_mixed() const { return facts(a.desc.type).is_low_precision != facts(b.desc.type).is_low_precision; }
+  bool is_decoded() const { return Facts(a.desc.type).is_low_precision || Facts(b.desc.type).is_low_precision; }
+  bool is_mixed() const { return Facts(a.desc.type).is_low_precision != Facts(b.desc.type).is_low_precision; }
   bool is_low_precision() const { return is_decoded() && !is_mixed(); }
-  bool takes_scales() const { return is_low_precision() && is_scaled(a.desc.type); }
+  bool takes_scales() const { return is_low_precision() && IsScaled(a.desc.type); }
   // Whether alpha, and the scales of whole operands, go to the finished sums, and C is added after them.
   bool scales_last() const { return fixed_reduction_order || takes_scales(); }
-  bool stores_low_precision() const { return facts(d.desc.type).is_low_precision; }
+  bool stores_low_precision() const { return Facts(d.desc.type).is_low_precision; }
 };
 
-// Whether partial sums travel between the ranks: A and B are distributed along k and nothing else.
-inline bool sums_over_ranks(const MatmulCall& call) {
-  const bool is_a_plain = call.trans_a == abi::CUBLAS_OP_N, is_b_plain = call.trans_b == abi::CUBLAS_OP_N;
-  const Axis& a = is_a_plain ? call.a.desc.cols : call.a.desc.rows;
-  const Axis& b = is_b_plain ? call.b.desc.rows : call.b.desc.cols;
-  return a.nprocs == call.nranks && b.nprocs == call.nranks;
+// A rectangle of local memory, column-major.
+struct MatrixView {
+  char* data;
+  int64_t ld;  // elements
+};
+
+inline MatrixView Locate(const Operand& x, int64_t row, int64_t col) {
+  const int64_t ld = x.desc.lld;
+  return {const_cast<char*>(x.data) + BytesOf(x.desc.type, col * ld + row), ld};
+}
+
+inline void CopyView(abi::cudaDataType_t type, const MatrixView& from, int64_t rows, int64_t cols,
+                     const MatrixView& to) {
+  for (int64_t col = 0; col < cols; ++col) {
+    std::memcpy(to.data + BytesOf(type, col * to.ld), from.data + BytesOf(type, col * from.ld),
+                static_cast<size_t>(BytesOf(type, rows)));
+  }
 }
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_HANDLES_MATMUL_CALL_H_

@@ -4,15 +4,21 @@
 // rank and returns; the last rank to arrive runs the whole product in tiles, and every rank's
 // stream is told when its part is there. Nobody ever blocks, so ranks may arrive on any threads,
 // and all of them on one.
-#ifndef JAXMP_HOSTMP_HANDLES_RUNTIME_H_
-#define JAXMP_HOSTMP_HANDLES_RUNTIME_H_
+#pragma once
 
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <vector>
 
 #include "csrc/base/status.h"
 #include "csrc/cublasmp/abi.h"
+
+struct jaxmp::abi::ncclComm {
+  int rank;
+  int nranks;
+  const void* group;  // identity only: ranks of one group share it
+};
 
 namespace jaxmp::hostmp {
 
@@ -20,27 +26,27 @@ namespace jaxmp::hostmp {
 // as the group.
 class Group {
  public:
-  explicit Group(int nranks);
-  ~Group();
+  explicit Group(int nranks) {
+    for (int rank = 0; rank < nranks; ++rank) comms_.push_back({rank, nranks, this});
+  }
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  int nranks() const;
-  abi::ncclComm_t comm(int rank) const;
+  int nranks() const { return static_cast<int>(comms_.size()); }
+  abi::ncclComm_t comm(int rank) const { return &comms_[static_cast<size_t>(rank)]; }
 
  private:
-  struct Ranks;
-  std::unique_ptr<Ranks> ranks_;
+  mutable std::vector<abi::ncclComm> comms_;
 };
 
-// Threads that may help the arriving one. schedule() is called only inside Matmul, on the last
+// Threads that may help the arriving one. Schedule() is called only inside Matmul, on the last
 // arriving rank's own thread, and asks for `work` on so many threads; it may run there at any later
 // time, or never: the product does not depend on it.
 class Pool {
  public:
   virtual ~Pool() = default;
   virtual int num_threads() const = 0;
-  virtual void schedule(int64_t threads, const std::function<void()>& work) = 0;
+  virtual void Schedule(int64_t threads, const std::function<void()>& work) = 0;
 };
 
 // Matches the arrivals at ONE call site: the i-th arrival of a rank under a (run_id, group_id)
@@ -61,14 +67,14 @@ class Rendezvous {
   std::unique_ptr<Table> table_;
 };
 
-// One rank's stream for one call: what cublasMpSetStream is given, cast by as_stream(). It must
-// stay alive until done() was called. After a Matmul that returned SUCCESS, or after fail(), done()
+// One rank's stream for one call: what cublasMpSetStream is given, cast by AsStream(). It must
+// stay alive until done() was called. After a Matmul that returned SUCCESS, or after Fail(), done()
 // is called exactly once:
-// - on the rank's own thread, before Matmul or fail() returns, where the call ended while that thread was still there:
+// - on the rank's own thread, before Matmul or Fail() returns, where the call ended while that thread was still there:
 //   it stays for a moment to help with the tiles, which is cheaper than to wake another, and then goes on;
 // - else on a thread of hostmp's own, on which it may block (the rest of a rank's program may
 // resume there). After a Matmul that returned an error, done() is not called and the rank has not
-// arrived: call fail() for it.
+// arrived: call Fail() for it.
 struct Stream {
   Rendezvous* rendezvous = nullptr;  // of the call site; must live until this rank has arrived
   int64_t run_id = 0;
@@ -78,12 +84,10 @@ struct Stream {
   void* context = nullptr;
 };
 
-inline abi::cudaStream_t as_stream(Stream* stream) { return reinterpret_cast<abi::cudaStream_t>(stream); }
+inline abi::cudaStream_t AsStream(Stream* stream) { return reinterpret_cast<abi::cudaStream_t>(stream); }
 
 // The arrival of a rank that cannot go on: every rank of its call gets this error, and nothing is
 // computed.
-void fail(Stream& stream, int rank, int nranks, Status why);
+void Fail(Stream& stream, int rank, int nranks, Status why);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_HANDLES_RUNTIME_H_

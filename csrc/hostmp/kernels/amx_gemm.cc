@@ -4,11 +4,10 @@
 // sums, and two micro-panels of each operand, fill the eight registers.
 //
 // Each sum runs over a K block in ascending order, alone in its lane, whatever the extents.
-#include "csrc/hostmp/kernels/amx_gemm.h"
-
 #include <algorithm>
 
 #include "csrc/hostmp/cpu/avx512.h"
+#include "csrc/hostmp/kernels/bf16_gemm.h"
 #include "csrc/hostmp/kernels/blocked_gemm.h"
 #include "csrc/hostmp/kernels/pack_bf16.h"
 
@@ -44,7 +43,7 @@ class ScopedTiles {
 };
 
 // The product of two micro-panels of `blocks` blocks, 32 x 32 floats.
-JAXMP_AMX void multiply_micro_panels(const uint32_t* a, const uint32_t* b, int64_t blocks, float* to, int64_t ld) {
+JAXMP_AMX void MultiplyMicroPanels(const uint32_t* a, const uint32_t* b, int64_t blocks, float* to, int64_t ld) {
   const auto stride = static_cast<size_t>(4 * ld);
   asm volatile("" ::: "memory");  // GCC 12's _tile_loadd does not say that it reads memory
   _tile_zero(0);
@@ -69,7 +68,7 @@ JAXMP_AMX void multiply_micro_panels(const uint32_t* a, const uint32_t* b, int64
 }
 
 // c = alpha sums + beta c, of at most 32 x 32 sums.
-JAXMP_AMX void store(const float* sums, float alpha_value, float beta_value, int64_t rows, int64_t cols, float* to,
+JAXMP_AMX void Store(const float* sums, float alpha_value, float beta_value, int64_t rows, int64_t cols, float* to,
                      int64_t ldc) {
   const __m512 alpha = _mm512_set1_ps(alpha_value), beta = _mm512_set1_ps(beta_value);
   for (int64_t row = 0; row < rows; row += kBlock) {
@@ -89,54 +88,52 @@ struct AmxKernel {
   static constexpr int64_t kMC = 8 * kTile;  // 512 KiB
   static constexpr bool kReusesB = false;
 
-  static int64_t blocks(int64_t depth) { return ceil_div(depth, kTile); }
-  int64_t a_bytes(int64_t rows, int64_t depth) const {
-    return 8 * kWordsOfBlock * blocks(depth) * ceil_div(rows, kTile);
-  }
-  int64_t b_bytes(int64_t cols, int64_t depth) const { return a_bytes(cols, depth); }
-  int64_t own_bytes(int64_t, int64_t, int64_t) const { return 0; }
+  static int64_t Blocks(int64_t depth) { return CeilDiv(depth, kTile); }
+  int64_t ABytes(int64_t rows, int64_t depth) const { return 8 * kWordsOfBlock * Blocks(depth) * CeilDiv(rows, kTile); }
+  int64_t BBytes(int64_t cols, int64_t depth) const { return ABytes(cols, depth); }
+  int64_t OwnBytes(int64_t, int64_t, int64_t) const { return 0; }
 
   // Where rows are adjacent, whole micro-panels are packed together (pack_bf16.h), as far as k fills whole blocks.
-  void pack_a(const KBlock<Product>& block, int64_t top, int64_t rows, char* to) const {
-    const int64_t step = a_bytes(kTile, block.depth) / 4;
+  void PackA(const KBlock<Product>& block, int64_t top, int64_t rows, char* to) const {
+    const int64_t step = ABytes(kTile, block.depth) / 4;
     for (const KSlice<Product>& slice : block) {
       const bool is_plain = slice.segment->trans_a == abi::CUBLAS_OP_N;
       const int64_t panels = is_plain ? rows / kTile : 0, deep = slice.depth / kTile * kTile;
-      uint32_t* const lines = words(to) + slice.offset / 2 * kTile;
-      pack_panels_by_pairs(view_of_a(slice), top, panels, kTile, deep, step, lines);
-      for (int64_t panel = 0; panel < ceil_div(rows, kTile); ++panel) {
+      uint32_t* const lines = Words(to) + slice.offset / 2 * kTile;
+      PackPanelsByPairs(ViewOfA(slice), top, panels, kTile, deep, step, lines);
+      for (int64_t panel = 0; panel < CeilDiv(rows, kTile); ++panel) {
         const int64_t row = panel * kTile, done = panel < panels ? deep : 0, left = slice.depth - done;
-        pack_by_pairs(view_of_a({slice.segment, slice.k + done, 0, 0}), top + row, rows - row, kTile, left,
-                      round_up(left, kTile) / 2, lines + panel * step + done / 2 * kTile);
+        PackByPairs(ViewOfA({slice.segment, slice.k + done, 0, 0}), top + row, rows - row, kTile, left,
+                    RoundUp(left, kTile) / 2, lines + panel * step + done / 2 * kTile);
       }
     }
   }
 
-  void pack_b(const KBlock<Product>& block, int64_t left, int64_t cols, char* to) const {
-    for (int64_t col = 0; col < round_up(cols, kTile); col += kBlock) {
+  void PackB(const KBlock<Product>& block, int64_t left, int64_t cols, char* to) const {
+    for (int64_t col = 0; col < RoundUp(cols, kTile); col += kBlock) {
       for (const KSlice<Product>& slice : block) {
-        pack_by_indices(view_of_b(slice), left + col, cols - col, slice.depth,
-                        words(to) + (col / kBlock * blocks(block.depth) + slice.offset / kTile) * kWordsOfBlock);
+        PackByIndices(ViewOfB(slice), left + col, cols - col, slice.depth,
+                      Words(to) + (col / kBlock * Blocks(block.depth) + slice.offset / kTile) * kWordsOfBlock);
       }
     }
   }
 
   // Sums that stay as they are go straight to C; others, which no instruction adds from a tile register, through
   // memory.
-  JAXMP_AMX void multiply(const KBlock<Product>& block, const Packed& packed, const CTile& tile) const {
+  JAXMP_AMX void Multiply(const KBlock<Product>& block, const Packed& packed, const CTile& tile) const {
     const auto* const a = reinterpret_cast<const uint32_t*>(packed.a);
     const auto* const b = reinterpret_cast<const uint32_t*>(packed.b);
     float* const c = static_cast<float*>(p.c) + tile.col * p.ldc + tile.row;
     const float beta_of_block = block.first == 0 ? beta : 1.0f;
     if (alpha == 1 && beta_of_block == 0 && tile.rows == kTile && tile.cols == kTile) {
-      return multiply_micro_panels(a, b, blocks(block.depth), c, p.ldc);
+      return MultiplyMicroPanels(a, b, Blocks(block.depth), c, p.ldc);
     }
     alignas(64) float sums[kTile * kTile];
-    multiply_micro_panels(a, b, blocks(block.depth), sums, kTile);
-    store(sums, alpha, beta_of_block, tile.rows, tile.cols, c, p.ldc);
+    MultiplyMicroPanels(a, b, Blocks(block.depth), sums, kTile);
+    Store(sums, alpha, beta_of_block, tile.rows, tile.cols, c, p.ldc);
   }
 
-  static uint32_t* words(char* bytes) { return reinterpret_cast<uint32_t*>(bytes); }
+  static uint32_t* Words(char* bytes) { return reinterpret_cast<uint32_t*>(bytes); }
 
   Product p;
   float alpha, beta;
@@ -149,16 +146,7 @@ void AmxGemm(const KSegments& segments, float alpha, float beta, char* scratch) 
   BlockedGemm(AmxKernel{segments.front(), alpha, beta}, segments, scratch);
 }
 
-int64_t AmxGemmScratch(int64_t m, int64_t n, int64_t k) { return scratch_of(AmxKernel{}, m, n, k).bytes(); }
-
-}  // namespace jaxmp::hostmp
-
-#else
-
-namespace jaxmp::hostmp {
-
-void AmxGemm(const KSegments&, float, float, char*) {}
-int64_t AmxGemmScratch(int64_t, int64_t, int64_t) { return 0; }
+int64_t AmxGemmScratch(int64_t m, int64_t n, int64_t k) { return ScratchOf(AmxKernel{}, m, n, k).bytes(); }
 
 }  // namespace jaxmp::hostmp
 

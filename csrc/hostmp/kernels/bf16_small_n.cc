@@ -2,13 +2,11 @@
 // sums are written out (Intel SDM, volume 2, TDPBF16PS and VDPBF16PS). A tile register's instruction multiplies 32 k at
 // a time: it sums those with even and those with odd k apart, from zero, by fused multiply-add, adds the two, and adds
 // that to the sum. The vector instruction takes a pair of k. Both take subnormal numbers as zero, inputs and results.
-#include "csrc/hostmp/kernels/bf16_small_n.h"
-
 #include <algorithm>
 
 #include "csrc/base/float_state.h"
 #include "csrc/hostmp/cpu/avx512.h"
-#include "csrc/hostmp/kernels/amx_gemm.h"
+#include "csrc/hostmp/kernels/bf16_gemm.h"
 #include "csrc/hostmp/kernels/pack_bf16.h"
 
 #if defined(__x86_64__)
@@ -27,26 +25,26 @@ struct Block {
   int64_t lda, rows, depth;
   const uint32_t (*b)[kDepth];
 
-  __mmask16 lanes(int vector) const {
+  __mmask16 Lanes(int vector) const {
     return static_cast<__mmask16>(0xffff >> (kLanes - std::clamp<int64_t>(rows - vector * kLanes, 0, kLanes)));
   }
 };
 
 // 16 rows of a column of A, each in the lower half of its lane. The same rows of the next block are asked for ahead:
 // there are more columns in a block than the processor follows by itself.
-JAXMP_AVX512_BF16 inline __m512i load_rows(const Block& block, int64_t k, int vector) {
+JAXMP_AVX512_BF16 inline __m512i LoadRows(const Block& block, int64_t k, int vector) {
   if (vector == 0) _mm_prefetch(reinterpret_cast<const char*>(block.a + (k + kDepth) * block.lda), _MM_HINT_T0);
   return _mm512_cvtepu16_epi32(
-      _mm256_maskz_loadu_epi16(block.lanes(vector), block.a + k * block.lda + vector * kLanes));
+      _mm256_maskz_loadu_epi16(block.Lanes(vector), block.a + k * block.lda + vector * kLanes));
 }
 
 template <int Cols>
 using Sums = __m512[Cols][kVectors];
 
 template <int Cols>
-JAXMP_AVX512_BF16 inline void add_products(const Block& block, int64_t k, Sums<Cols>& sums) {
+JAXMP_AVX512_BF16 inline void AddProducts(const Block& block, int64_t k, Sums<Cols>& sums) {
   for (int v = 0; v < kVectors; ++v) {
-    const __m512 rows = _mm512_castsi512_ps(_mm512_slli_epi32(load_rows(block, k, v), 16));
+    const __m512 rows = _mm512_castsi512_ps(_mm512_slli_epi32(LoadRows(block, k, v), 16));
     for (int col = 0; col < Cols; ++col) {
       const __m512 weight = _mm512_castsi512_ps(_mm512_set1_epi32(static_cast<int>(block.b[col][k])));
       sums[col][v] = _mm512_fmadd_ps(rows, weight, sums[col][v]);
@@ -56,7 +54,7 @@ JAXMP_AVX512_BF16 inline void add_products(const Block& block, int64_t k, Sums<C
 
 // As the instruction of the tile registers, which multiplies the zeros around a matrix too: they make +0 of -0.
 template <int Cols>
-JAXMP_AVX512_BF16 inline void add_as_tiles(const Block& block, Sums<Cols>& sums) {
+JAXMP_AVX512_BF16 inline void AddAsTiles(const Block& block, Sums<Cols>& sums) {
   const __m512 zero = _mm512_setzero_ps();
   Sums<Cols> even, odd;
   for (int col = 0; col < Cols; ++col) {
@@ -64,10 +62,10 @@ JAXMP_AVX512_BF16 inline void add_as_tiles(const Block& block, Sums<Cols>& sums)
   }
   int64_t k = 0;
   for (; k + 2 <= block.depth; k += 2) {
-    add_products<Cols>(block, k, even);
-    add_products<Cols>(block, k + 1, odd);
+    AddProducts<Cols>(block, k, even);
+    AddProducts<Cols>(block, k + 1, odd);
   }
-  if (k < block.depth) add_products<Cols>(block, k, even);
+  if (k < block.depth) AddProducts<Cols>(block, k, even);
   for (int col = 0; col < Cols; ++col) {
     for (int v = 0; v < kVectors; ++v) {
       if (block.depth < kDepth - 1) even[col][v] = _mm512_add_ps(even[col][v], zero);
@@ -78,11 +76,11 @@ JAXMP_AVX512_BF16 inline void add_as_tiles(const Block& block, Sums<Cols>& sums)
 }
 
 template <int Cols>
-JAXMP_AVX512_BF16 inline void add_as_vectors(const Block& block, Sums<Cols>& sums) {
+JAXMP_AVX512_BF16 inline void AddAsVectors(const Block& block, Sums<Cols>& sums) {
   for (int64_t k = 0; k < block.depth; k += 2) {
     for (int v = 0; v < kVectors; ++v) {
-      __m512i pairs = load_rows(block, k, v);
-      if (k + 1 < block.depth) pairs = _mm512_or_si512(pairs, _mm512_slli_epi32(load_rows(block, k + 1, v), 16));
+      __m512i pairs = LoadRows(block, k, v);
+      if (k + 1 < block.depth) pairs = _mm512_or_si512(pairs, _mm512_slli_epi32(LoadRows(block, k + 1, v), 16));
       for (int col = 0; col < Cols; ++col) {
         const __m512i weights = _mm512_set1_epi32(static_cast<int>(block.b[col][k / 2]));
         sums[col][v] = _mm512_dpbf16_ps(sums[col][v], (__m512bh)pairs, (__m512bh)weights);
@@ -92,7 +90,7 @@ JAXMP_AVX512_BF16 inline void add_as_vectors(const Block& block, Sums<Cols>& sum
 }
 
 // The words of `depth` numbers of column `col` of op(B), from `k` on.
-void read_weights(Bf16Sums kind, const Bf16View& b, int64_t col, int64_t k, int64_t depth, uint32_t* words) {
+void ReadWeights(Bf16Sums kind, const Bf16View& b, int64_t col, int64_t k, int64_t depth, uint32_t* words) {
   const int64_t step = b.is_adjacent_in_k ? 1 : b.ld;
   const uint16_t* const from = b.data + (b.is_adjacent_in_k ? col * b.ld + k : k * b.ld + col);
   const auto number = [&](int64_t i) { return i < depth ? uint32_t{from[i * step]} : 0; };
@@ -102,21 +100,21 @@ void read_weights(Bf16Sums kind, const Bf16View& b, int64_t col, int64_t k, int6
 }
 
 template <int Cols>
-JAXMP_AVX512_BF16 void add_slice(Bf16Sums kind, const KSlice<Product>& slice, int64_t row, int64_t rows,
-                                 float (&sums)[Cols][kRows]) {
-  const Bf16View a = view_of_a(slice), b = view_of_b(slice);
+JAXMP_AVX512_BF16 void AddSlice(Bf16Sums kind, const KSlice<Product>& slice, int64_t row, int64_t rows,
+                                float (&sums)[Cols][kRows]) {
+  const Bf16View a = ViewOfA(slice), b = ViewOfB(slice);
   const ScopedFloatState flush(FloatState::Current().Flushing());
   for (int64_t k = 0; k < slice.depth; k += kDepth) {
     const int64_t depth = std::min(kDepth, slice.depth - k);
     alignas(64) uint32_t words[Cols][kDepth];
-    for (int col = 0; col < Cols; ++col) read_weights(kind, b, col, k, depth, words[col]);
+    for (int col = 0; col < Cols; ++col) ReadWeights(kind, b, col, k, depth, words[col]);
     for (int64_t at = 0; at < rows; at += kVectors * kLanes) {
       const Block block = {a.data + k * a.ld + row + at, a.ld, rows - at, depth, words};
       Sums<Cols> block_sums;
       for (int col = 0; col < Cols; ++col) {
         for (int v = 0; v < kVectors; ++v) block_sums[col][v] = _mm512_load_ps(sums[col] + at + v * kLanes);
       }
-      kind == Bf16Sums::kAmx ? add_as_tiles<Cols>(block, block_sums) : add_as_vectors<Cols>(block, block_sums);
+      kind == Bf16Sums::kAmx ? AddAsTiles<Cols>(block, block_sums) : AddAsVectors<Cols>(block, block_sums);
       for (int col = 0; col < Cols; ++col) {
         for (int v = 0; v < kVectors; ++v) _mm512_store_ps(sums[col] + at + v * kLanes, block_sums[col][v]);
       }
@@ -125,7 +123,7 @@ JAXMP_AVX512_BF16 void add_slice(Bf16Sums kind, const KSlice<Product>& slice, in
 }
 
 template <int Cols>
-JAXMP_AVX512_BF16 void multiply(Bf16Sums kind, const KSegments& segments, bool adds) {
+JAXMP_AVX512_BF16 void Multiply(Bf16Sums kind, const KSegments& segments, bool adds) {
   const Product& p = segments.front();
   const KBlocks<Product> blocks(segments.data(), segments.size(), kind == Bf16Sums::kAmx ? kAmxKC : kKC);
   alignas(64) float sums[Cols][kRows];
@@ -133,7 +131,7 @@ JAXMP_AVX512_BF16 void multiply(Bf16Sums kind, const KSegments& segments, bool a
     const int64_t rows = std::min(kRows, p.m - row);
     for (const KBlock<Product>& block : blocks) {
       for (auto& column : sums) std::fill_n(column, kRows, 0.0f);
-      for (const KSlice<Product>& slice : block) add_slice<Cols>(kind, slice, row, rows, sums);
+      for (const KSlice<Product>& slice : block) AddSlice<Cols>(kind, slice, row, rows, sums);
       for (int col = 0; col < Cols; ++col) {
         float* const c = static_cast<float*>(p.c) + col * p.ldc + row;
         const bool is_first = !adds && block.first == 0;
@@ -148,23 +146,15 @@ JAXMP_AVX512_BF16 void multiply(Bf16Sums kind, const KSegments& segments, bool a
 void Bf16SmallNGemm(Bf16Sums kind, const KSegments& segments, bool adds) {
   switch (segments.front().n) {
     case 1:
-      return multiply<1>(kind, segments, adds);
+      return Multiply<1>(kind, segments, adds);
     case 2:
-      return multiply<2>(kind, segments, adds);
+      return Multiply<2>(kind, segments, adds);
     case 3:
-      return multiply<3>(kind, segments, adds);
+      return Multiply<3>(kind, segments, adds);
     default:
-      return multiply<kBf16SmallN>(kind, segments, adds);
+      return Multiply<kBf16SmallN>(kind, segments, adds);
   }
 }
-
-}  // namespace jaxmp::hostmp
-
-#else
-
-namespace jaxmp::hostmp {
-
-void Bf16SmallNGemm(Bf16Sums, const KSegments&, bool) {}
 
 }  // namespace jaxmp::hostmp
 

@@ -3,19 +3,18 @@
 //
 // A Kernel has
 //   kKC, kMC, kNC    k, rows and columns that are packed at a time; kUncut where all are
-//   kMR, kNR         rows and columns of C that one call of multiply() computes
+//   kMR, kNR         rows and columns of C that one call of Multiply() computes
 //   kReusesB         whether one micro-panel of op(B) meets all of op(A) before the next one, or the other way round:
 //                    the one that is used again stays in the first cache, the others come from the second
-//   a_bytes(rows, depth), b_bytes(cols, depth)
+//   ABytes(rows, depth), BBytes(cols, depth)
 //                    packed sizes; of a multiple of kMR rows (kNR columns) also the offset of what follows them
-//   own_bytes(m, n, depth)
-//                    what multiply() needs beside the packed operands
-//   pack_a(block, top, rows, to), pack_b(block, left, cols, to)
+//   OwnBytes(m, n, depth)
+//                    what Multiply() needs beside the packed operands
+//   PackA(block, top, rows, to), PackB(block, left, cols, to)
 //                    pack all slices of a K block
-//   multiply(block, packed, tile)
+//   Multiply(block, packed, tile)
 //                    adds the product of a K block to a tile of C; the first block's is the one that may overwrite it
-#ifndef JAXMP_HOSTMP_KERNELS_BLOCKED_GEMM_H_
-#define JAXMP_HOSTMP_KERNELS_BLOCKED_GEMM_H_
+#pragma once
 
 #include <algorithm>
 #include <cstddef>
@@ -43,31 +42,31 @@ struct GemmScratch {
 
 // Of any product of at most m x n and k.
 template <typename Kernel>
-GemmScratch scratch_of(const Kernel& kernel, int64_t m, int64_t n, int64_t k) {
+GemmScratch ScratchOf(const Kernel& kernel, int64_t m, int64_t n, int64_t k) {
   constexpr int64_t kLine = 64;  // of the cache
   const int64_t depth = std::min(k, Kernel::kKC);
-  return {round_up(kernel.a_bytes(std::min(m, Kernel::kMC), depth), kLine),
-          round_up(kernel.b_bytes(std::min(n, Kernel::kNC), depth), kLine), kernel.own_bytes(m, n, depth)};
+  return {RoundUp(kernel.ABytes(std::min(m, Kernel::kMC), depth), kLine),
+          RoundUp(kernel.BBytes(std::min(n, Kernel::kNC), depth), kLine), kernel.OwnBytes(m, n, depth)};
 }
 
-// `scratch` has scratch_of().bytes(), aligned to 64.
+// `scratch` has ScratchOf().bytes(), aligned to 64.
 template <typename Kernel, typename Segment>
 void BlockedGemm(const Kernel& kernel, const Segment* segments, size_t count, char* scratch) {
   const int64_t m = segments->m, n = segments->n;
   const KBlocks<Segment> blocks(segments, count, Kernel::kKC);
-  const GemmScratch sizes = scratch_of(kernel, m, n, blocks.k());
+  const GemmScratch sizes = ScratchOf(kernel, m, n, blocks.k());
   char* const a = scratch;
   char* const b = a + sizes.a;
   for (const KBlock<Segment>& block : blocks) {
     for (int64_t left = 0; left < n; left += Kernel::kNC) {
       const int64_t cols = std::min(Kernel::kNC, n - left);
-      kernel.pack_b(block, left, cols, b);
+      kernel.PackB(block, left, cols, b);
       for (int64_t top = 0; top < m; top += Kernel::kMC) {
         const int64_t rows = std::min(Kernel::kMC, m - top);
-        kernel.pack_a(block, top, rows, a);
+        kernel.PackA(block, top, rows, a);
         const auto multiply = [&](int64_t row, int64_t col) {
-          kernel.multiply(
-              block, {a + kernel.a_bytes(row, block.depth), b + kernel.b_bytes(col, block.depth), b + sizes.b},
+          kernel.Multiply(
+              block, {a + kernel.ABytes(row, block.depth), b + kernel.BBytes(col, block.depth), b + sizes.b},
               {top + row, std::min(Kernel::kMR, rows - row), left + col, std::min(Kernel::kNR, cols - col)});
         };
         if constexpr (Kernel::kReusesB) {
@@ -90,5 +89,3 @@ void BlockedGemm(const Kernel& kernel, const KSegments& segments, char* scratch)
 }
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_KERNELS_BLOCKED_GEMM_H_

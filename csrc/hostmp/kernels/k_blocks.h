@@ -2,8 +2,7 @@
 // a sum of its own that starts at zero, and these are added in ascending order. Rounding errors grow with KC and with
 // the number of K blocks, as a BLAS's do, and not with k as those of a single accumulator. No bit depends on where k is
 // cut into segments, because a K block is packed from all segments that it overlaps.
-#ifndef JAXMP_HOSTMP_KERNELS_K_BLOCKS_H_
-#define JAXMP_HOSTMP_KERNELS_K_BLOCKS_H_
+#pragma once
 
 #include <algorithm>
 #include <cstddef>
@@ -101,5 +100,3 @@ class KBlocks {
 };
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_KERNELS_K_BLOCKS_H_

@@ -11,13 +11,13 @@ namespace {
 
 constexpr int64_t kPairs = kBlock;  // of a block
 
-__mmask16 first(int64_t count) {
+__mmask16 First16(int64_t count) {
   return static_cast<__mmask16>(count >= 16 ? 0xffff : (1u << std::max<int64_t>(count, 0)) - 1);
 }
-__mmask32 first32(int64_t count) { return count >= 32 ? 0xffffffffu : (1u << std::max<int64_t>(count, 0)) - 1; }
+__mmask32 First32(int64_t count) { return count >= 32 ? 0xffffffffu : (1u << std::max<int64_t>(count, 0)) - 1; }
 
 // 16 x 16 words: four rounds of 2 x 2 transpositions, of words, pairs of words, and then of quarters.
-JAXMP_AVX512_BF16 inline void transpose(__m512i (&r)[kBlock]) {
+JAXMP_AVX512_BF16 inline void Transpose(__m512i (&r)[kBlock]) {
   __m512i s[kBlock];
 #pragma GCC unroll 16
   for (int i = 0; i < 16; i += 2) {
@@ -51,12 +51,12 @@ JAXMP_AVX512_BF16 inline void transpose(__m512i (&r)[kBlock]) {
 // The next block is asked for ahead: its lines lie a leading dimension apart, where the processor does not look. A
 // prefetch from beyond the operand does nothing.
 template <bool ByPairs>
-JAXMP_AVX512_BF16 inline void pack_block(const Bf16View& view, int64_t index, int64_t count, int64_t k, int64_t depth,
-                                         uint32_t* to, int64_t stride, int64_t lines) {
+JAXMP_AVX512_BF16 inline void PackBlock(const Bf16View& view, int64_t index, int64_t count, int64_t k, int64_t depth,
+                                        uint32_t* to, int64_t stride, int64_t lines) {
   __m512i r[kBlock];
   if (view.is_adjacent_in_k) {
     const uint16_t* const from = view.data + index * view.ld + k;
-    const __mmask32 mask = first32(depth);
+    const __mmask32 mask = First32(depth);
 #pragma GCC unroll 16
     for (int i = 0; i < kBlock; ++i) {
       __builtin_prefetch(from + (kBlock + i) * view.ld);
@@ -64,7 +64,7 @@ JAXMP_AVX512_BF16 inline void pack_block(const Bf16View& view, int64_t index, in
     }
   } else {
     const uint16_t* const from = view.data + k * view.ld + index;
-    const __mmask16 mask = first(count);
+    const __mmask16 mask = First16(count);
     const auto widened = [&](int64_t row) JAXMP_AVX512_BF16 {
       return row < depth ? _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, from + row * view.ld))
                          : _mm512_setzero_si512();
@@ -74,7 +74,7 @@ JAXMP_AVX512_BF16 inline void pack_block(const Bf16View& view, int64_t index, in
       r[p] = _mm512_or_si512(widened(2 * p), _mm512_slli_epi32(widened(2 * p + 1), 16));
     }
   }
-  if (view.is_adjacent_in_k == ByPairs) transpose(r);
+  if (view.is_adjacent_in_k == ByPairs) Transpose(r);
 #pragma GCC unroll 16
   for (int i = 0; i < kBlock; ++i) {
     if (i < lines) _mm512_storeu_si512(to + i * stride, r[i]);
@@ -83,7 +83,7 @@ JAXMP_AVX512_BF16 inline void pack_block(const Bf16View& view, int64_t index, in
 
 // One line of pairs, from two lines of numbers that are adjacent across k: `count` of them, and of the second one only
 // where it exists. Every `width` words continue `step` words further.
-JAXMP_AVX512_BF16 inline void interleave(const uint16_t* even, const uint16_t* odd, int64_t count, int64_t width,
+JAXMP_AVX512_BF16 inline void Interleave(const uint16_t* even, const uint16_t* odd, int64_t count, int64_t width,
                                          int64_t step, uint32_t* to) {
   constexpr int64_t kWords = 16;
   // Word i of the result is word i / 2 of the even or the odd line.
@@ -99,7 +99,7 @@ JAXMP_AVX512_BF16 inline void interleave(const uint16_t* even, const uint16_t* o
     if (at == width) to += step, at = 0;
   };
   for (int64_t i = 0; i < count; i += 2 * kWords) {
-    const __mmask32 mask = first32(count - i);
+    const __mmask32 mask = First32(count - i);
     const __m512i x = _mm512_maskz_loadu_epi16(mask, even + i);
     const __m512i y = _mm512_maskz_loadu_epi16(odd ? mask : 0, odd + i);
     put(_mm512_permutex2var_epi16(x, low, y));
@@ -109,17 +109,17 @@ JAXMP_AVX512_BF16 inline void interleave(const uint16_t* even, const uint16_t* o
 
 }  // namespace
 
-JAXMP_AVX512_BF16 void pack_by_pairs(const Bf16View& view, int64_t begin, int64_t count, int64_t width, int64_t depth,
-                                     int64_t pairs, uint32_t* to) {
+JAXMP_AVX512_BF16 void PackByPairs(const Bf16View& view, int64_t begin, int64_t count, int64_t width, int64_t depth,
+                                   int64_t pairs, uint32_t* to) {
   for (int64_t i = 0; i < width; i += kBlock) {
     for (int64_t p = 0; p < pairs; p += kPairs) {
-      pack_block<true>(view, begin + i, count - i, 2 * p, depth - 2 * p, to + p * width + i, width, pairs - p);
+      PackBlock<true>(view, begin + i, count - i, 2 * p, depth - 2 * p, to + p * width + i, width, pairs - p);
     }
   }
 }
 
-JAXMP_AVX512_BF16 void pack_panels_by_pairs(const Bf16View& view, int64_t begin, int64_t panels, int64_t width,
-                                            int64_t depth, int64_t step, uint32_t* to) {
+JAXMP_AVX512_BF16 void PackPanelsByPairs(const Bf16View& view, int64_t begin, int64_t panels, int64_t width,
+                                         int64_t depth, int64_t step, uint32_t* to) {
   constexpr int64_t kAhead = 4, kNumbers = 32;  // of a line of the cache
   for (int64_t k = 0; k < depth; k += 2, to += width) {
     const uint16_t* const even = view.data + k * view.ld + begin;
@@ -128,26 +128,15 @@ JAXMP_AVX512_BF16 void pack_panels_by_pairs(const Bf16View& view, int64_t begin,
       __builtin_prefetch(even + kAhead * view.ld + i);
       __builtin_prefetch(even + (kAhead + 1) * view.ld + i);
     }
-    interleave(even, odd, panels * width, width, step, to);
+    Interleave(even, odd, panels * width, width, step, to);
   }
 }
 
-JAXMP_AVX512_BF16 void pack_by_indices(const Bf16View& view, int64_t begin, int64_t count, int64_t depth,
-                                       uint32_t* to) {
+JAXMP_AVX512_BF16 void PackByIndices(const Bf16View& view, int64_t begin, int64_t count, int64_t depth, uint32_t* to) {
   for (int64_t k = 0; k < depth; k += 2 * kPairs, to += kBlock * kPairs) {
-    pack_block<false>(view, begin, count, k, depth - k, to, kPairs, kBlock);
+    PackBlock<false>(view, begin, count, k, depth - k, to, kPairs, kBlock);
   }
 }
-
-}  // namespace jaxmp::hostmp
-
-#else
-
-namespace jaxmp::hostmp {
-
-void pack_by_pairs(const Bf16View&, int64_t, int64_t, int64_t, int64_t, int64_t, uint32_t*) {}
-void pack_panels_by_pairs(const Bf16View&, int64_t, int64_t, int64_t, int64_t, int64_t, uint32_t*) {}
-void pack_by_indices(const Bf16View&, int64_t, int64_t, int64_t, uint32_t*) {}
 
 }  // namespace jaxmp::hostmp
 

@@ -4,8 +4,7 @@
 // numbers that follow each other in k make one 32-bit word, and a block is 16 pairs of 16 indices (rows of op(A), or
 // columns of op(B)): 1 KiB, one AMX tile. It is packed by pairs (word i of line p is pair p of index i), or by indices
 // (word p of line i). What lies beyond the operand is packed as zeros.
-#ifndef JAXMP_HOSTMP_KERNELS_PACK_BF16_H_
-#define JAXMP_HOSTMP_KERNELS_PACK_BF16_H_
+#pragma once
 
 #include <cstdint>
 
@@ -22,12 +21,12 @@ struct Bf16View {
   bool is_adjacent_in_k;
 };
 
-inline Bf16View view_of_a(const KSlice<Product>& slice) {
+inline Bf16View ViewOfA(const KSlice<Product>& slice) {
   const Product& p = *slice.segment;
   const bool is_plain = p.trans_a == abi::CUBLAS_OP_N;
   return {static_cast<const uint16_t*>(p.a) + slice.k * (is_plain ? p.lda : 1), p.lda, !is_plain};
 }
-inline Bf16View view_of_b(const KSlice<Product>& slice) {
+inline Bf16View ViewOfB(const KSlice<Product>& slice) {
   const Product& p = *slice.segment;
   const bool is_plain = p.trans_b == abi::CUBLAS_OP_N;
   return {static_cast<const uint16_t*>(p.b) + slice.k * (is_plain ? 1 : p.ldb), p.ldb, is_plain};
@@ -35,18 +34,16 @@ inline Bf16View view_of_b(const KSlice<Product>& slice) {
 
 // A micro-panel: `count` indices from `begin` on, padded to `width` of them (a multiple of 16), by pairs: ceil(depth /
 // 2) lines of `width` words. With `pairs`, that many lines.
-void pack_by_pairs(const Bf16View& from, int64_t begin, int64_t count, int64_t width, int64_t depth, int64_t pairs,
-                   uint32_t* to);
+void PackByPairs(const Bf16View& from, int64_t begin, int64_t count, int64_t width, int64_t depth, int64_t pairs,
+                 uint32_t* to);
 
 // Whole micro-panels of `width` indices, by pairs, with `step` words from one to the next: of numbers that are not
 // adjacent in k. Every k is read along all of them: long runs, because a large leading dimension puts each k on a page
 // of its own.
-void pack_panels_by_pairs(const Bf16View& from, int64_t begin, int64_t panels, int64_t width, int64_t depth,
-                          int64_t step, uint32_t* to);
+void PackPanelsByPairs(const Bf16View& from, int64_t begin, int64_t panels, int64_t width, int64_t depth, int64_t step,
+                       uint32_t* to);
 
 // 16 indices, of which `count` exist, by indices: ceil(depth / 32) blocks.
-void pack_by_indices(const Bf16View& from, int64_t begin, int64_t count, int64_t depth, uint32_t* to);
+void PackByIndices(const Bf16View& from, int64_t begin, int64_t count, int64_t depth, uint32_t* to);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_KERNELS_PACK_BF16_H_

@@ -1,9 +1,7 @@
 #include "csrc/hostmp/kernels/simd_gemm.h"
 
-#include <algorithm>
 #include <complex>
 #include <cstring>
-#include <type_traits>
 
 #include "csrc/hostmp/cpu/avx512.h"
 #include "csrc/hostmp/cpu/features.h"
@@ -30,15 +28,7 @@ constexpr int64_t kParts<std::complex<T>> = 2;
 
 template <typename From>
 struct RealOf {
-  using type = From;
-};
-template <>
-struct RealOf<BFloat16> {
-  using type = float;
-};
-template <>
-struct RealOf<Float16> {
-  using type = float;
+  using type = Computed<From>;
 };
 template <typename T>
 struct RealOf<std::complex<T>> {
@@ -48,7 +38,7 @@ template <typename From>
 using Real = typename RealOf<From>::type;
 
 // What the body needs of an instruction set: vectors of kLanes numbers, loaded from such numbers or narrower ones, the
-// register tile that its registers hold, and perhaps a transpose() of kTransposed k of 8 lines: to[k * step + line] is
+// register tile that its registers hold, and perhaps a Transpose() of kTransposed k of 8 lines: to[k * step + line] is
 // from[line][k].
 
 #if defined(__x86_64__)
@@ -64,29 +54,29 @@ template <>
 struct Simd<float> {
   using V = __m512;
   static constexpr int kLanes = 16, kVectors = 3, kCols = 8, kComplexCols = 8;
-  JAXMP_SIMD V load(const float* from) { return _mm512_loadu_ps(from); }
-  JAXMP_SIMD V load(const BFloat16* from) {
+  JAXMP_SIMD V Load(const float* from) { return _mm512_loadu_ps(from); }
+  JAXMP_SIMD V Load(const BFloat16* from) {
     const __m256i numbers = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(numbers), 16));
   }
-  JAXMP_SIMD V load(const Float16* from) {
+  JAXMP_SIMD V Load(const Float16* from) {
     return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
   }
-  JAXMP_SIMD V load(const int8_t* from) {
+  JAXMP_SIMD V Load(const int8_t* from) {
     return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
   }
-  JAXMP_SIMD V load(const uint8_t* from) {
+  JAXMP_SIMD V Load(const uint8_t* from) {
     return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
   }
-  JAXMP_SIMD void store(float* to, V value) { _mm512_storeu_ps(to, value); }
-  JAXMP_SIMD V broadcast(float value) { return _mm512_set1_ps(value); }
-  JAXMP_SIMD V add(V x, V y) { return _mm512_add_ps(x, y); }
-  JAXMP_SIMD V mul(V x, V y) { return _mm512_mul_ps(x, y); }
-  JAXMP_SIMD V fma(V x, V y, V sum) { return _mm512_fmadd_ps(x, y, sum); }
-  JAXMP_SIMD V fnma(V x, V y, V sum) { return _mm512_fnmadd_ps(x, y, sum); }
+  JAXMP_SIMD void Store(float* to, V value) { _mm512_storeu_ps(to, value); }
+  JAXMP_SIMD V Broadcast(float value) { return _mm512_set1_ps(value); }
+  JAXMP_SIMD V Add(V x, V y) { return _mm512_add_ps(x, y); }
+  JAXMP_SIMD V Mul(V x, V y) { return _mm512_mul_ps(x, y); }
+  JAXMP_SIMD V Fma(V x, V y, V sum) { return _mm512_fmadd_ps(x, y, sum); }
+  JAXMP_SIMD V Fnma(V x, V y, V sum) { return _mm512_fnmadd_ps(x, y, sum); }
 
   static constexpr int kTransposed = 16;
-  JAXMP_SIMD void transpose(const float* const* from, int64_t step, float* to) {
+  JAXMP_SIMD void Transpose(const float* const* from, int64_t step, float* to) {
     // Within each quarter q of a register: parts[half][j] has k = 4 q + j of four lines.
     __m512d parts[2][4];
     for (int half = 0; half < 2; ++half) {
@@ -117,13 +107,13 @@ template <>
 struct Simd<double> {
   using V = __m512d;
   static constexpr int kLanes = 8, kVectors = 3, kCols = 8, kComplexCols = 8, kTransposed = 0;
-  JAXMP_SIMD V load(const double* from) { return _mm512_loadu_pd(from); }
-  JAXMP_SIMD void store(double* to, V value) { _mm512_storeu_pd(to, value); }
-  JAXMP_SIMD V broadcast(double value) { return _mm512_set1_pd(value); }
-  JAXMP_SIMD V add(V x, V y) { return _mm512_add_pd(x, y); }
-  JAXMP_SIMD V mul(V x, V y) { return _mm512_mul_pd(x, y); }
-  JAXMP_SIMD V fma(V x, V y, V sum) { return _mm512_fmadd_pd(x, y, sum); }
-  JAXMP_SIMD V fnma(V x, V y, V sum) { return _mm512_fnmadd_pd(x, y, sum); }
+  JAXMP_SIMD V Load(const double* from) { return _mm512_loadu_pd(from); }
+  JAXMP_SIMD void Store(double* to, V value) { _mm512_storeu_pd(to, value); }
+  JAXMP_SIMD V Broadcast(double value) { return _mm512_set1_pd(value); }
+  JAXMP_SIMD V Add(V x, V y) { return _mm512_add_pd(x, y); }
+  JAXMP_SIMD V Mul(V x, V y) { return _mm512_mul_pd(x, y); }
+  JAXMP_SIMD V Fma(V x, V y, V sum) { return _mm512_fmadd_pd(x, y, sum); }
+  JAXMP_SIMD V Fnma(V x, V y, V sum) { return _mm512_fnmadd_pd(x, y, sum); }
 };
 
 #include "csrc/hostmp/kernels/simd_gemm_impl.h"
@@ -140,38 +130,38 @@ template <>
 struct Simd<float> {
   using V = __m256;
   static constexpr int kLanes = 8, kVectors = 3, kCols = 4, kComplexCols = 4, kTransposed = 0;
-  JAXMP_SIMD V load(const float* from) { return _mm256_loadu_ps(from); }
-  JAXMP_SIMD V load(const BFloat16* from) {
+  JAXMP_SIMD V Load(const float* from) { return _mm256_loadu_ps(from); }
+  JAXMP_SIMD V Load(const BFloat16* from) {
     const __m128i numbers = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(numbers), 16));
   }
-  JAXMP_SIMD V load(const Float16* from) {
+  JAXMP_SIMD V Load(const Float16* from) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
   }
-  JAXMP_SIMD V load(const int8_t* from) {
+  JAXMP_SIMD V Load(const int8_t* from) {
     return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
   }
-  JAXMP_SIMD V load(const uint8_t* from) {
+  JAXMP_SIMD V Load(const uint8_t* from) {
     return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from))));
   }
-  JAXMP_SIMD void store(float* to, V value) { _mm256_storeu_ps(to, value); }
-  JAXMP_SIMD V broadcast(float value) { return _mm256_set1_ps(value); }
-  JAXMP_SIMD V add(V x, V y) { return _mm256_add_ps(x, y); }
-  JAXMP_SIMD V mul(V x, V y) { return _mm256_mul_ps(x, y); }
-  JAXMP_SIMD V fma(V x, V y, V sum) { return _mm256_fmadd_ps(x, y, sum); }
-  JAXMP_SIMD V fnma(V x, V y, V sum) { return _mm256_fnmadd_ps(x, y, sum); }
+  JAXMP_SIMD void Store(float* to, V value) { _mm256_storeu_ps(to, value); }
+  JAXMP_SIMD V Broadcast(float value) { return _mm256_set1_ps(value); }
+  JAXMP_SIMD V Add(V x, V y) { return _mm256_add_ps(x, y); }
+  JAXMP_SIMD V Mul(V x, V y) { return _mm256_mul_ps(x, y); }
+  JAXMP_SIMD V Fma(V x, V y, V sum) { return _mm256_fmadd_ps(x, y, sum); }
+  JAXMP_SIMD V Fnma(V x, V y, V sum) { return _mm256_fnmadd_ps(x, y, sum); }
 };
 template <>
 struct Simd<double> {
   using V = __m256d;
   static constexpr int kLanes = 4, kVectors = 3, kCols = 4, kComplexCols = 4, kTransposed = 0;
-  JAXMP_SIMD V load(const double* from) { return _mm256_loadu_pd(from); }
-  JAXMP_SIMD void store(double* to, V value) { _mm256_storeu_pd(to, value); }
-  JAXMP_SIMD V broadcast(double value) { return _mm256_set1_pd(value); }
-  JAXMP_SIMD V add(V x, V y) { return _mm256_add_pd(x, y); }
-  JAXMP_SIMD V mul(V x, V y) { return _mm256_mul_pd(x, y); }
-  JAXMP_SIMD V fma(V x, V y, V sum) { return _mm256_fmadd_pd(x, y, sum); }
-  JAXMP_SIMD V fnma(V x, V y, V sum) { return _mm256_fnmadd_pd(x, y, sum); }
+  JAXMP_SIMD V Load(const double* from) { return _mm256_loadu_pd(from); }
+  JAXMP_SIMD void Store(double* to, V value) { _mm256_storeu_pd(to, value); }
+  JAXMP_SIMD V Broadcast(double value) { return _mm256_set1_pd(value); }
+  JAXMP_SIMD V Add(V x, V y) { return _mm256_add_pd(x, y); }
+  JAXMP_SIMD V Mul(V x, V y) { return _mm256_mul_pd(x, y); }
+  JAXMP_SIMD V Fma(V x, V y, V sum) { return _mm256_fmadd_pd(x, y, sum); }
+  JAXMP_SIMD V Fnma(V x, V y, V sum) { return _mm256_fnmadd_pd(x, y, sum); }
 };
 
 #include "csrc/hostmp/kernels/simd_gemm_impl.h"
@@ -193,20 +183,20 @@ template <>
 struct Simd<float> {
   using V = float32x4_t;
   static constexpr int kLanes = 4, kVectors = 3, kCols = 8, kComplexCols = 8, kTransposed = 0;
-  JAXMP_SIMD V load(const float* from) { return vld1q_f32(from); }
-  JAXMP_SIMD V load(const BFloat16* from) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&from->bits), 16)); }
-  JAXMP_SIMD V load(const Float16* from) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits))); }
+  JAXMP_SIMD V Load(const float* from) { return vld1q_f32(from); }
+  JAXMP_SIMD V Load(const BFloat16* from) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(&from->bits), 16)); }
+  JAXMP_SIMD V Load(const Float16* from) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from->bits))); }
   template <typename Byte>  // four of them
-  JAXMP_SIMD V load(const Byte* from) {
+  JAXMP_SIMD V Load(const Byte* from) {
     const float numbers[kLanes] = {float(from[0]), float(from[1]), float(from[2]), float(from[3])};
     return vld1q_f32(numbers);
   }
-  JAXMP_SIMD void store(float* to, V value) { vst1q_f32(to, value); }
-  JAXMP_SIMD V broadcast(float value) { return vdupq_n_f32(value); }
-  JAXMP_SIMD V add(V x, V y) { return vaddq_f32(x, y); }
-  JAXMP_SIMD V mul(V x, V y) { return vmulq_f32(x, y); }
-  JAXMP_SIMD V fma(V x, V y, V sum) { return vfmaq_f32(sum, x, y); }
-  JAXMP_SIMD V fnma(V x, V y, V sum) { return vfmsq_f32(sum, x, y); }
+  JAXMP_SIMD void Store(float* to, V value) { vst1q_f32(to, value); }
+  JAXMP_SIMD V Broadcast(float value) { return vdupq_n_f32(value); }
+  JAXMP_SIMD V Add(V x, V y) { return vaddq_f32(x, y); }
+  JAXMP_SIMD V Mul(V x, V y) { return vmulq_f32(x, y); }
+  JAXMP_SIMD V Fma(V x, V y, V sum) { return vfmaq_f32(sum, x, y); }
+  JAXMP_SIMD V Fnma(V x, V y, V sum) { return vfmsq_f32(sum, x, y); }
 };
 // Two registers, because packing writes multiples of four numbers.
 template <>
@@ -215,16 +205,16 @@ struct Simd<double> {
     float64x2_t low, high;
   };
   static constexpr int kLanes = 4, kVectors = 3, kCols = 4, kComplexCols = 4, kTransposed = 0;
-  JAXMP_SIMD V load(const double* from) { return {vld1q_f64(from), vld1q_f64(from + 2)}; }
-  JAXMP_SIMD void store(double* to, V value) {
+  JAXMP_SIMD V Load(const double* from) { return {vld1q_f64(from), vld1q_f64(from + 2)}; }
+  JAXMP_SIMD void Store(double* to, V value) {
     vst1q_f64(to, value.low);
     vst1q_f64(to + 2, value.high);
   }
-  JAXMP_SIMD V broadcast(double value) { return {vdupq_n_f64(value), vdupq_n_f64(value)}; }
-  JAXMP_SIMD V add(V x, V y) { return {vaddq_f64(x.low, y.low), vaddq_f64(x.high, y.high)}; }
-  JAXMP_SIMD V mul(V x, V y) { return {vmulq_f64(x.low, y.low), vmulq_f64(x.high, y.high)}; }
-  JAXMP_SIMD V fma(V x, V y, V sum) { return {vfmaq_f64(sum.low, x.low, y.low), vfmaq_f64(sum.high, x.high, y.high)}; }
-  JAXMP_SIMD V fnma(V x, V y, V sum) { return {vfmsq_f64(sum.low, x.low, y.low), vfmsq_f64(sum.high, x.high, y.high)}; }
+  JAXMP_SIMD V Broadcast(double value) { return {vdupq_n_f64(value), vdupq_n_f64(value)}; }
+  JAXMP_SIMD V Add(V x, V y) { return {vaddq_f64(x.low, y.low), vaddq_f64(x.high, y.high)}; }
+  JAXMP_SIMD V Mul(V x, V y) { return {vmulq_f64(x.low, y.low), vmulq_f64(x.high, y.high)}; }
+  JAXMP_SIMD V Fma(V x, V y, V sum) { return {vfmaq_f64(sum.low, x.low, y.low), vfmaq_f64(sum.high, x.high, y.high)}; }
+  JAXMP_SIMD V Fnma(V x, V y, V sum) { return {vfmsq_f64(sum.low, x.low, y.low), vfmsq_f64(sum.high, x.high, y.high)}; }
 };
 
 #include "csrc/hostmp/kernels/simd_gemm_impl.h"
@@ -245,32 +235,32 @@ struct Simd {
     T lanes[4];
   };
   static constexpr int kLanes = 4, kVectors = 3, kCols = 4, kComplexCols = 4, kTransposed = 0;
-  static V load(const T* from) {
+  static V Load(const T* from) {
     V value;
     std::memcpy(value.lanes, from, sizeof(value.lanes));
     return value;
   }
   template <typename From>
-  static V load(const From* from) {
+  static V Load(const From* from) {
     V value;
-    widen(from, value.lanes, kLanes);
+    Widen(from, value.lanes, kLanes);
     return value;
   }
-  static void store(T* to, V value) { std::memcpy(to, value.lanes, sizeof(value.lanes)); }
-  static V broadcast(T value) { return {{value, value, value, value}}; }
-  static V add(V x, V y) {
+  static void Store(T* to, V value) { std::memcpy(to, value.lanes, sizeof(value.lanes)); }
+  static V Broadcast(T value) { return {{value, value, value, value}}; }
+  static V Add(V x, V y) {
     for (int i = 0; i < kLanes; ++i) x.lanes[i] += y.lanes[i];
     return x;
   }
-  static V mul(V x, V y) {
+  static V Mul(V x, V y) {
     for (int i = 0; i < kLanes; ++i) x.lanes[i] *= y.lanes[i];
     return x;
   }
-  static V fma(V x, V y, V sum) {
+  static V Fma(V x, V y, V sum) {
     for (int i = 0; i < kLanes; ++i) sum.lanes[i] += x.lanes[i] * y.lanes[i];
     return sum;
   }
-  static V fnma(V x, V y, V sum) {
+  static V Fnma(V x, V y, V sum) {
     for (int i = 0; i < kLanes; ++i) sum.lanes[i] -= x.lanes[i] * y.lanes[i];
     return sum;
   }
@@ -282,7 +272,7 @@ struct Simd {
 
 // f(isa) with the functions of an instruction set.
 template <typename Function>
-auto with_level([[maybe_unused]] SimdLevel level, Function function) {
+auto WithLevel([[maybe_unused]] SimdLevel level, Function function) {
 #if defined(__x86_64__)
   if (level == SimdLevel::kAvx512) return function(avx512::Isa{});
   if (level == SimdLevel::kAvx2) return function(avx2::Isa{});
@@ -292,74 +282,46 @@ auto with_level([[maybe_unused]] SimdLevel level, Function function) {
   return function(portable::Isa{});
 }
 
-// f(number) with a number of the type.
-template <typename Function>
-void with_type(abi::cudaDataType_t type, Function function) {
-  switch (type) {
-    case abi::CUDA_R_64F:
-      return function(double{});
-    case abi::CUDA_C_32F:
-      return function(Complex64{});
-    case abi::CUDA_C_64F:
-      return function(Complex128{});
-    case abi::CUDA_R_16BF:
-      return function(BFloat16{});
-    case abi::CUDA_R_16F:
-      return function(Float16{});
-    default:
-      return function(float{});
-  }
-}
-
 }  // namespace
 
-bool has(SimdLevel level) {
-  switch (level) {
-    case SimdLevel::kAvx512:
-      return cpu().avx512;
-    case SimdLevel::kAvx2:
-      return cpu().avx2;
-    case SimdLevel::kNeon:
-      return cpu().neon;
-    case SimdLevel::kPortable:
-      break;
-  }
-  return true;
+bool Has(SimdLevel level) {
+  constexpr bool Cpu::* kFeatures[] = {nullptr, &Cpu::neon, &Cpu::avx2, &Cpu::avx512};  // by SimdLevel
+  return level == SimdLevel::kPortable || cpu().*kFeatures[static_cast<size_t>(level)];
 }
 
 SimdLevel simd_level() {
   for (SimdLevel level : {SimdLevel::kAvx512, SimdLevel::kAvx2, SimdLevel::kNeon}) {
-    if (has(level)) return level;
+    if (Has(level)) return level;
   }
   return SimdLevel::kPortable;
 }
 
 void SimdGemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, double alpha, bool adds,
               char* scratch) {
-  with_level(level, [&](auto isa) {
-    with_type(type, [&](auto number) { isa.template gemm<decltype(number)>(segments, alpha, adds, scratch); });
+  WithLevel(level, [&](auto isa) {
+    WithType(type, [&](auto number) { isa.template Gemm<decltype(number)>(segments, alpha, adds, scratch); });
   });
 }
 
 void SimdSmallNGemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& segments, double alpha, bool adds) {
-  with_level(level, [&](auto isa) {
-    with_type(type, [&](auto number) {
-      if constexpr (kParts<decltype(number)> == 1) isa.template small_n_gemm<decltype(number)>(segments, alpha, adds);
+  WithLevel(level, [&](auto isa) {
+    WithType(type, [&](auto number) {
+      if constexpr (kParts<decltype(number)> == 1) isa.template SmallNGemm<decltype(number)>(segments, alpha, adds);
     });
   });
 }
 
 void SimdAddColumns(SimdLevel level, abi::cudaDataType_t type, const Product& product) {
-  with_level(level, [&](auto isa) {
-    const auto add = [&](auto number) { isa.template add_columns_to_c<decltype(number)>(product); };
+  WithLevel(level, [&](auto isa) {
+    const auto add = [&](auto number) { isa.template AddColumnsToC<decltype(number)>(product); };
     type == abi::CUDA_R_8I ? add(int8_t{}) : type == abi::CUDA_R_8U ? add(uint8_t{}) : add(float{});
   });
 }
 
 int64_t SimdGemmScratch(SimdLevel level, abi::cudaDataType_t type, int64_t m, int64_t n, int64_t k) {
   int64_t bytes = 0;
-  with_level(level, [&](auto isa) {
-    with_type(type, [&](auto number) { bytes = isa.template scratch_bytes<decltype(number)>(m, n, k); });
+  WithLevel(level, [&](auto isa) {
+    WithType(type, [&](auto number) { bytes = isa.template ScratchBytes<decltype(number)>(m, n, k); });
   });
   return bytes;
 }

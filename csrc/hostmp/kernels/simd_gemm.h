@@ -2,8 +2,7 @@
 // in ascending k, by one fused multiply-add (without such an instruction: a product and a sum) for each k. So its bits
 // depend on a row of op(A) and a column of op(B) alone: not on m, n, the element's place, or where k is cut. No BLAS
 // promises that: it takes other kernels for other shapes.
-#ifndef JAXMP_HOSTMP_KERNELS_SIMD_GEMM_H_
-#define JAXMP_HOSTMP_KERNELS_SIMD_GEMM_H_
+#pragma once
 
 #include <cstdint>
 
@@ -13,7 +12,7 @@
 namespace jaxmp::hostmp {
 
 enum class SimdLevel { kPortable, kNeon, kAvx2, kAvx512 };
-bool has(SimdLevel level);  // this processor
+bool Has(SimdLevel level);  // this processor
 SimdLevel simd_level();     // the highest that it has
 
 // c = alpha op(a) op(b), or c += alpha op(a) op(b), K block by K block, where `adds`; c has the accumulator's type.
@@ -32,5 +31,3 @@ void SimdSmallNGemm(SimdLevel level, abi::cudaDataType_t type, const KSegments& 
 void SimdAddColumns(SimdLevel level, abi::cudaDataType_t type, const Product& product);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_KERNELS_SIMD_GEMM_H_

@@ -15,33 +15,33 @@ struct View {
   bool is_adjacent_in_k;
   bool is_conjugated;
 
-  View from(int64_t index, int64_t k) const {
+  View At(int64_t index, int64_t k) const {
     return {data + (is_adjacent_in_k ? index * ld + k : k * ld + index), ld, is_adjacent_in_k, is_conjugated};
   }
 };
 
 template <typename From>
-View<From> view_of_a(const KSlice<Product>& slice) {
+View<From> ViewOfA(const KSlice<Product>& slice) {
   const Product& p = *slice.segment;
   const bool is_plain = p.trans_a == abi::CUBLAS_OP_N;
-  return View<From>{static_cast<const From*>(p.a), p.lda, !is_plain, p.trans_a == abi::CUBLAS_OP_C}.from(0, slice.k);
+  return View<From>{static_cast<const From*>(p.a), p.lda, !is_plain, p.trans_a == abi::CUBLAS_OP_C}.At(0, slice.k);
 }
 template <typename From>
-View<From> view_of_b(const KSlice<Product>& slice) {
+View<From> ViewOfB(const KSlice<Product>& slice) {
   const Product& p = *slice.segment;
   const bool is_plain = p.trans_b == abi::CUBLAS_OP_N;
-  return View<From>{static_cast<const From*>(p.b), p.ldb, is_plain, p.trans_b == abi::CUBLAS_OP_C}.from(0, slice.k);
+  return View<From>{static_cast<const From*>(p.b), p.ldb, is_plain, p.trans_b == abi::CUBLAS_OP_C}.At(0, slice.k);
 }
 
 template <typename From, typename T>
-JAXMP_INLINE void load_run(const From* from, T* to, int64_t count) {
+JAXMP_INLINE void LoadRun(const From* from, T* to, int64_t count) {
   if constexpr (std::is_same_v<From, T>) {
     std::memcpy(to, from, static_cast<size_t>(count) * sizeof(T));
   } else {
     constexpr int64_t kLanes = Simd<T>::kLanes;
     int64_t i = 0;
-    for (; i + kLanes <= count; i += kLanes) Simd<T>::store(to + i, Simd<T>::load(from + i));
-    if (i < count) widen(from + i, to + i, count - i);
+    for (; i + kLanes <= count; i += kLanes) Simd<T>::Store(to + i, Simd<T>::Load(from + i));
+    if (i < count) Widen(from + i, to + i, count - i);
   }
 }
 
@@ -49,13 +49,13 @@ JAXMP_INLINE void load_run(const From* from, T* to, int64_t count) {
 //
 // Real numbers, `count` indices of `depth` numbers each: to[k * width + i]; zeros up to `width`.
 template <typename From, typename T>
-JAXMP_INLINE void pack_across(const View<From>& view, int64_t count, int64_t width, int64_t depth, T* to) {
+JAXMP_INLINE void PackAcross(const View<From>& view, int64_t count, int64_t width, int64_t depth, T* to) {
   if (count == width) {  // a copy of constant size, which takes no call
-    for (int64_t k = 0; k < depth; ++k, to += width) load_run(view.data + k * view.ld, to, width);
+    for (int64_t k = 0; k < depth; ++k, to += width) LoadRun(view.data + k * view.ld, to, width);
     return;
   }
   for (int64_t k = 0; k < depth; ++k, to += width) {
-    load_run(view.data + k * view.ld, to, count);
+    LoadRun(view.data + k * view.ld, to, count);
     std::fill(to + count, to + width, T(0));
   }
 }
@@ -63,7 +63,7 @@ JAXMP_INLINE void pack_across(const View<From>& view, int64_t count, int64_t wid
 // Lines that follow are asked for ahead, where they lie a leading dimension further and the processor does not look: a
 // prefetch from beyond the operand does nothing.
 template <typename From, typename T>
-JAXMP_INLINE void pack_along(const View<From>& view, int64_t count, int64_t width, int64_t depth, T* to) {
+JAXMP_INLINE void PackAlong(const View<From>& view, int64_t count, int64_t width, int64_t depth, T* to) {
   constexpr int64_t kRun = 64, kLines = 8, kTransposed = Simd<T>::kTransposed;
   alignas(64) T lines[kLines][kRun];
   for (int64_t i = 0; i < width; i += kLines) {
@@ -82,25 +82,25 @@ JAXMP_INLINE void pack_along(const View<From>& view, int64_t count, int64_t widt
         } else if constexpr (std::is_same_v<From, T>) {
           from[line] = run;
         } else {
-          load_run(run, lines[line], length);
+          LoadRun(run, lines[line], length);
         }
       }
       T* packed = to + k * width + i;
       int64_t done = 0;
       if constexpr (kTransposed > 0) {
         for (; group == kLines && done + kTransposed <= length; done += kTransposed, packed += kTransposed * width) {
-          Simd<T>::transpose(from, width, packed);
+          Simd<T>::Transpose(from, width, packed);
           for (const T*& line : from) line += kTransposed;
         }
       }
-      for (int64_t line = 0; line < group; line += 4) transpose_lines(from + line, length - done, width, packed + line);
+      for (int64_t line = 0; line < group; line += 4) TransposeLines(from + line, length - done, width, packed + line);
     }
   }
 }
 
 // Complex numbers: to[k * 2 width + i] the real parts, to[k * 2 width + width + i] the imaginary ones.
 template <typename T>
-JAXMP_TARGET void pack_complex(const View<std::complex<T>>& view, int64_t count, int64_t width, int64_t depth, T* to) {
+JAXMP_TARGET void PackComplex(const View<std::complex<T>>& view, int64_t count, int64_t width, int64_t depth, T* to) {
   const int64_t along_k = view.is_adjacent_in_k ? 1 : view.ld, along_i = view.is_adjacent_in_k ? view.ld : 1;
   const T sign = view.is_conjugated ? T(-1) : T(1);
   std::fill(to, to + 2 * width * depth, T(0));
@@ -114,13 +114,13 @@ JAXMP_TARGET void pack_complex(const View<std::complex<T>>& view, int64_t count,
 }
 
 template <typename From, typename T>
-JAXMP_INLINE void pack(const View<From>& view, int64_t count, int64_t width, int64_t depth, T* to) {
+JAXMP_INLINE void Pack(const View<From>& view, int64_t count, int64_t width, int64_t depth, T* to) {
   if constexpr (kParts<From> == 2) {
-    pack_complex(view, count, width, depth, to);
+    PackComplex(view, count, width, depth, to);
   } else if (view.is_adjacent_in_k) {
-    pack_along(view, count, width, depth, to);
+    PackAlong(view, count, width, depth, to);
   } else {
-    pack_across(view, count, width, depth, to);
+    PackAcross(view, count, width, depth, to);
   }
 }
 
@@ -128,26 +128,26 @@ JAXMP_INLINE void pack(const View<From>& view, int64_t count, int64_t width, int
 // Where rows are adjacent every k is read along all micro-panels: long runs, because a large leading dimension puts
 // each k on a page of its own, where the processor does not look ahead.
 template <int64_t Rows, typename From, typename T>
-JAXMP_TARGET void pack_rows(const KSlice<Product>& slice, int64_t top, int64_t rows, int64_t depth, T* to) {
+JAXMP_TARGET void PackRows(const KSlice<Product>& slice, int64_t top, int64_t rows, int64_t depth, T* to) {
   constexpr int64_t kLanes = Simd<T>::kLanes, kParts = hostmp::kParts<From>, kAhead = 4;
-  const View<From> view = view_of_a<From>(slice).from(top, 0);
+  const View<From> view = ViewOfA<From>(slice).At(top, 0);
   int64_t packed = 0;
   if constexpr (kParts == 1) {
     packed = view.is_adjacent_in_k ? 0 : rows / Rows * Rows;
     for (int64_t k = 0; packed > 0 && k < slice.depth; ++k) {
-      const From* const from = view.from(0, k).data;
+      const From* const from = view.At(0, k).data;
       for (int64_t row = 0; row < packed; row += Rows) {
         T* const line = to + row * depth + (slice.offset + k) * Rows;
         for (int64_t i = 0; i < Rows; i += kLanes) {
           __builtin_prefetch(from + kAhead * view.ld + row + i);
-          Simd<T>::store(line + i, Simd<T>::load(from + row + i));
+          Simd<T>::Store(line + i, Simd<T>::Load(from + row + i));
         }
       }
     }
   }
   for (; packed < rows; packed += Rows) {
-    const int64_t count = std::min(Rows, rows - packed), width = round_up(count, kLanes);
-    pack(view.from(packed, 0), count, width, slice.depth, to + (packed * depth + slice.offset * width) * kParts);
+    const int64_t count = std::min(Rows, rows - packed), width = RoundUp(count, kLanes);
+    Pack(view.At(packed, 0), count, width, slice.depth, to + (packed * depth + slice.offset * width) * kParts);
   }
 }
 
@@ -164,13 +164,13 @@ struct MicroPanels {
 
 // c = alpha times the product of two micro-panels, or c += it.
 template <typename T, int Vectors, bool IsBPacked>
-JAXMP_INLINE void multiply_micro_panels(const MicroPanels<T>& s, T alpha, T* c, int64_t ldc, bool adds) {
+JAXMP_INLINE void MultiplyMicroPanels(const MicroPanels<T>& s, T alpha, T* c, int64_t ldc, bool adds) {
   using V = typename Simd<T>::V;
   constexpr int kCols = Simd<T>::kCols, kLanes = Simd<T>::kLanes;
   V sums[kCols][Vectors];
   for (int col = 0; col < kCols; ++col) {
     for (int v = 0; v < Vectors; ++v) {
-      sums[col][v] = Simd<T>::broadcast(0);
+      sums[col][v] = Simd<T>::Broadcast(0);
       __builtin_prefetch(c + col * ldc + v * kLanes, 1);  // which is read or written when the sums are ready
     }
   }
@@ -180,54 +180,54 @@ JAXMP_INLINE void multiply_micro_panels(const MicroPanels<T>& s, T alpha, T* c, 
   const T* b[2] = {s.b, s.b + kHalf * ldb};  // an address mode reaches four columns from each
   for (int64_t k = 0; k < s.depth; ++k, a += s.step_a, b[0] += kStep, b[1] += kStep) {
     V rows[Vectors];
-    for (int v = 0; v < Vectors; ++v) rows[v] = Simd<T>::load(a + v * kLanes);
+    for (int v = 0; v < Vectors; ++v) rows[v] = Simd<T>::Load(a + v * kLanes);
 #pragma GCC unroll 8
     for (int col = 0; col < kCols; ++col) {
-      const V weight = Simd<T>::broadcast(b[col / kHalf][col % kHalf * ldb]);
-      for (int v = 0; v < Vectors; ++v) sums[col][v] = Simd<T>::fma(rows[v], weight, sums[col][v]);
+      const V weight = Simd<T>::Broadcast(b[col / kHalf][col % kHalf * ldb]);
+      for (int v = 0; v < Vectors; ++v) sums[col][v] = Simd<T>::Fma(rows[v], weight, sums[col][v]);
     }
   }
-  const V factor = Simd<T>::broadcast(alpha);
+  const V factor = Simd<T>::Broadcast(alpha);
   for (int col = 0; col < kCols; ++col) {
     for (int v = 0; v < Vectors; ++v) {
       T* const to = c + col * ldc + v * kLanes;
-      const V term = Simd<T>::mul(sums[col][v], factor);
-      Simd<T>::store(to, adds ? Simd<T>::add(Simd<T>::load(to), term) : term);
+      const V term = Simd<T>::Mul(sums[col][v], factor);
+      Simd<T>::Store(to, adds ? Simd<T>::Add(Simd<T>::Load(to), term) : term);
     }
   }
 }
 
 template <typename T, int Vectors>
-JAXMP_INLINE void multiply_micro_panels(const MicroPanels<T>& s, T alpha, T* c, int64_t ldc, bool adds) {
-  s.ldb == 0 ? multiply_micro_panels<T, Vectors, true>(s, alpha, c, ldc, adds)
-             : multiply_micro_panels<T, Vectors, false>(s, alpha, c, ldc, adds);
+JAXMP_INLINE void MultiplyMicroPanels(const MicroPanels<T>& s, T alpha, T* c, int64_t ldc, bool adds) {
+  s.ldb == 0 ? MultiplyMicroPanels<T, Vectors, true>(s, alpha, c, ldc, adds)
+             : MultiplyMicroPanels<T, Vectors, false>(s, alpha, c, ldc, adds);
 }
 
 // The product with real and imaginary parts apart: re += ar br; re -= ai bi; im += ar bi; im += ai br.
 template <typename T>
-JAXMP_INLINE void multiply_complex_micro_panels(const MicroPanels<T>& s, T* re, T* im, int64_t ldc) {
+JAXMP_INLINE void MultiplyComplexMicroPanels(const MicroPanels<T>& s, T* re, T* im, int64_t ldc) {
   using V = typename Simd<T>::V;
   constexpr int kCols = Simd<T>::kComplexCols, kLanes = Simd<T>::kLanes;
   V real[kCols], imag[kCols];
   for (int col = 0; col < kCols; ++col) {
-    real[col] = imag[col] = Simd<T>::broadcast(0);
+    real[col] = imag[col] = Simd<T>::Broadcast(0);
   }
   const T* a = s.a;
   const T* b = s.b;
   for (int64_t k = 0; k < s.depth; ++k, a += s.step_a, b += 2 * kCols) {
-    const V ar = Simd<T>::load(a), ai = Simd<T>::load(a + kLanes);
+    const V ar = Simd<T>::Load(a), ai = Simd<T>::Load(a + kLanes);
 #pragma GCC unroll 8
     for (int col = 0; col < kCols; ++col) {
-      const V br = Simd<T>::broadcast(b[col]), bi = Simd<T>::broadcast(b[kCols + col]);
-      real[col] = Simd<T>::fma(ar, br, real[col]);
-      real[col] = Simd<T>::fnma(ai, bi, real[col]);
-      imag[col] = Simd<T>::fma(ar, bi, imag[col]);
-      imag[col] = Simd<T>::fma(ai, br, imag[col]);
+      const V br = Simd<T>::Broadcast(b[col]), bi = Simd<T>::Broadcast(b[kCols + col]);
+      real[col] = Simd<T>::Fma(ar, br, real[col]);
+      real[col] = Simd<T>::Fnma(ai, bi, real[col]);
+      imag[col] = Simd<T>::Fma(ar, bi, imag[col]);
+      imag[col] = Simd<T>::Fma(ai, br, imag[col]);
     }
   }
   for (int col = 0; col < kCols; ++col) {
-    Simd<T>::store(re + col * ldc, real[col]);
-    Simd<T>::store(im + col * ldc, imag[col]);
+    Simd<T>::Store(re + col * ldc, real[col]);
+    Simd<T>::Store(im + col * ldc, imag[col]);
   }
 }
 
@@ -241,7 +241,7 @@ struct Destination {
 };
 
 template <typename T, typename C>
-JAXMP_TARGET void put_column(const C* sums, int64_t rows, T alpha, bool adds, C* c) {
+JAXMP_TARGET void PutColumn(const C* sums, int64_t rows, T alpha, bool adds, C* c) {
   for (int64_t row = 0; row < rows; ++row) {
     const C term = alpha * sums[row];
     c[row] = adds ? c[row] + term : term;
@@ -249,7 +249,7 @@ JAXMP_TARGET void put_column(const C* sums, int64_t rows, T alpha, bool adds, C*
 }
 
 template <typename T>
-JAXMP_TARGET void multiply_tile(const MicroPanels<T>& s, int vectors, const Destination<T, T>& t) {
+JAXMP_TARGET void MultiplyTile(const MicroPanels<T>& s, int vectors, const Destination<T, T>& t) {
   constexpr int64_t kLanes = Simd<T>::kLanes, kRows = Simd<T>::kVectors * kLanes, kCols = Simd<T>::kCols;
   const bool is_whole = t.rows == vectors * kLanes && t.cols == kCols;
   alignas(64) T sums[kRows * kCols];
@@ -259,24 +259,24 @@ JAXMP_TARGET void multiply_tile(const MicroPanels<T>& s, int vectors, const Dest
   const bool adds = is_whole && t.adds;
   switch (vectors) {
     case 1:
-      multiply_micro_panels<T, 1>(s, alpha, to, ld, adds);
+      MultiplyMicroPanels<T, 1>(s, alpha, to, ld, adds);
       break;
     case 2:
-      multiply_micro_panels<T, 2>(s, alpha, to, ld, adds);
+      MultiplyMicroPanels<T, 2>(s, alpha, to, ld, adds);
       break;
     default:
-      multiply_micro_panels<T, Simd<T>::kVectors>(s, alpha, to, ld, adds);
+      MultiplyMicroPanels<T, Simd<T>::kVectors>(s, alpha, to, ld, adds);
   }
   for (int64_t col = 0; !is_whole && col < t.cols; ++col) {
-    put_column(sums + col * kRows, t.rows, t.alpha, t.adds, t.c + col * t.ldc);
+    PutColumn(sums + col * kRows, t.rows, t.alpha, t.adds, t.c + col * t.ldc);
   }
 }
 
 template <typename T>
-JAXMP_TARGET void multiply_tile(const MicroPanels<T>& s, int, const Destination<T, std::complex<T>>& t) {
+JAXMP_TARGET void MultiplyTile(const MicroPanels<T>& s, int, const Destination<T, std::complex<T>>& t) {
   constexpr int64_t kLanes = Simd<T>::kLanes, kCols = Simd<T>::kComplexCols;
   alignas(64) T real[kLanes * kCols], imag[kLanes * kCols];
-  multiply_complex_micro_panels<T>(s, real, imag, kLanes);
+  MultiplyComplexMicroPanels<T>(s, real, imag, kLanes);
   for (int64_t col = 0; col < t.cols; ++col) {
     std::complex<T>* const c = t.c + col * t.ldc;
     for (int64_t row = 0; row < t.rows; ++row) {
@@ -298,35 +298,35 @@ struct Kernel {
   static constexpr int64_t kNR = kParts == 2 ? Simd<T>::kComplexCols : Simd<T>::kCols;
   static_assert(kMC % kMR == 0 && kNC % kNR == 0);
 
-  int64_t a_bytes(int64_t rows, int64_t depth) const { return bytes(round_up(rows, kLanes) * depth); }
-  int64_t b_bytes(int64_t cols, int64_t depth) const { return bytes(round_up(cols, kNR) * depth); }
-  int64_t own_bytes(int64_t, int64_t, int64_t) const { return 0; }
+  int64_t ABytes(int64_t rows, int64_t depth) const { return bytes(RoundUp(rows, kLanes) * depth); }
+  int64_t BBytes(int64_t cols, int64_t depth) const { return bytes(RoundUp(cols, kNR) * depth); }
+  int64_t OwnBytes(int64_t, int64_t, int64_t) const { return 0; }
 
-  JAXMP_TARGET void pack_a(const KBlock<Product>& block, int64_t top, int64_t rows, char* to) const {
+  JAXMP_TARGET void PackA(const KBlock<Product>& block, int64_t top, int64_t rows, char* to) const {
     for (const KSlice<Product>& slice : block) {
-      pack_rows<kMR, From>(slice, top, rows, block.depth, reinterpret_cast<T*>(to));
+      PackRows<kMR, From>(slice, top, rows, block.depth, reinterpret_cast<T*>(to));
     }
   }
   // Of whole micro-panels, whose K block lies in one segment.
-  bool reads_b_in_place(const KBlock<Product>& block, int64_t cols) const {
+  bool ReadsBInPlace(const KBlock<Product>& block, int64_t cols) const {
     const bool is_plain = std::is_same_v<From, T> && p.trans_b == abi::CUBLAS_OP_N;
     return is_plain && cols >= kNR && block.k + block.depth <= block.segment->k;
   }
-  JAXMP_TARGET void pack_b(const KBlock<Product>& block, int64_t left, int64_t cols, char* to) const {
+  JAXMP_TARGET void PackB(const KBlock<Product>& block, int64_t left, int64_t cols, char* to) const {
     for (int64_t col = 0; col < cols; col += kNR) {
-      if (reads_b_in_place(block, cols - col)) continue;
+      if (ReadsBInPlace(block, cols - col)) continue;
       for (const KSlice<Product>& slice : block) {
-        pack(view_of_b<From>(slice).from(left + col, 0), std::min(kNR, cols - col), kNR, slice.depth,
+        Pack(ViewOfB<From>(slice).At(left + col, 0), std::min(kNR, cols - col), kNR, slice.depth,
              reinterpret_cast<T*>(to) + (col * block.depth + slice.offset * kNR) * kParts);
       }
     }
   }
-  JAXMP_TARGET void multiply(const KBlock<Product>& block, const Packed& packed, const CTile& tile) const {
+  JAXMP_TARGET void Multiply(const KBlock<Product>& block, const Packed& packed, const CTile& tile) const {
     using C = std::conditional_t<kParts == 2, std::complex<T>, T>;
-    const int64_t width = round_up(tile.rows, kLanes);
+    const int64_t width = RoundUp(tile.rows, kLanes);
     MicroPanels<T> panels = {reinterpret_cast<const T*>(packed.a), width * kParts, reinterpret_cast<const T*>(packed.b),
                              0, block.depth};
-    if (reads_b_in_place(block, tile.cols)) {
+    if (ReadsBInPlace(block, tile.cols)) {
       panels.b = static_cast<const T*>(block.segment->b) + tile.col * block.segment->ldb + block.k;
       panels.ldb = block.segment->ldb;
     }
@@ -334,8 +334,8 @@ struct Kernel {
     const int64_t step_b = panels.ldb == 0 ? kNR * kParts : 1;
     for (int64_t k = 0; k < block.depth; k += hostmp::kKC) {
       panels.depth = std::min(hostmp::kKC, block.depth - k);
-      multiply_tile<T>(panels, static_cast<int>(width / kLanes),
-                       Destination<T, C>{c, p.ldc, tile.rows, tile.cols, alpha, adds || block.first + k > 0});
+      MultiplyTile<T>(panels, static_cast<int>(width / kLanes),
+                      Destination<T, C>{c, p.ldc, tile.rows, tile.cols, alpha, adds || block.first + k > 0});
       panels.a += hostmp::kKC * panels.step_a;
       panels.b += hostmp::kKC * step_b;
     }
@@ -348,23 +348,23 @@ struct Kernel {
   bool adds;
 };
 
-// This instruction set, for with_level().
+// This instruction set, for WithLevel().
 struct Isa {
   template <typename From>
-  static void gemm(const KSegments& segments, double alpha, bool adds, char* scratch) {
+  static void Gemm(const KSegments& segments, double alpha, bool adds, char* scratch) {
     BlockedGemm(Kernel<From>{segments.front(), static_cast<Real<From>>(alpha), adds}, segments, scratch);
   }
   template <typename From>
-  static void small_n_gemm(const KSegments& segments, double alpha, bool adds) {
-    small_n<From>(segments.data(), segments.size(), static_cast<Real<From>>(alpha), adds);
+  static void SmallNGemm(const KSegments& segments, double alpha, bool adds) {
+    SmallN<From>(segments.data(), segments.size(), static_cast<Real<From>>(alpha), adds);
   }
   template <typename From>
-  static int64_t scratch_bytes(int64_t m, int64_t n, int64_t k) {
-    return scratch_of(Kernel<From>{}, m, n, k).bytes();
+  static int64_t ScratchBytes(int64_t m, int64_t n, int64_t k) {
+    return ScratchOf(Kernel<From>{}, m, n, k).bytes();
   }
   template <typename From>
-  static void add_columns_to_c(const Product& product) {
-    add_columns<From>(product);
+  static void AddColumnsToC(const Product& product) {
+    AddColumns<From>(product);
   }
 };
 

@@ -7,75 +7,75 @@
 // The first columns ask for the numbers of the next `Steps` k: those lie a leading dimension further, where the
 // processor does not look ahead.
 template <typename From, typename T, int Steps, int Cols, bool IsFirst>
-JAXMP_INLINE void add_columns(const From* a, int64_t lda, const View<T>& b, int64_t rows, T* c, int64_t ldc) {
+JAXMP_INLINE void AddColumns(const From* a, int64_t lda, const View<T>& b, int64_t rows, T* c, int64_t ldc) {
   using V = typename Simd<T>::V;
   constexpr int kLanes = Simd<T>::kLanes;
   V weights[Cols][Steps];
   for (int col = 0; col < Cols; ++col) {
-    for (int k = 0; k < Steps; ++k) weights[col][k] = Simd<T>::broadcast(*b.from(col, k).data);
+    for (int k = 0; k < Steps; ++k) weights[col][k] = Simd<T>::Broadcast(*b.At(col, k).data);
   }
   int64_t row = 0;
   for (; row + kLanes <= rows; row += kLanes) {
     V sums[Cols];
-    for (int col = 0; col < Cols; ++col) sums[col] = Simd<T>::load(c + col * ldc + row);
+    for (int col = 0; col < Cols; ++col) sums[col] = Simd<T>::Load(c + col * ldc + row);
     for (int k = 0; k < Steps; ++k) {
-      const V numbers = Simd<T>::load(a + k * lda + row);
+      const V numbers = Simd<T>::Load(a + k * lda + row);
       if (IsFirst) __builtin_prefetch(a + (Steps + k) * lda + row);
-      for (int col = 0; col < Cols; ++col) sums[col] = Simd<T>::fma(numbers, weights[col][k], sums[col]);
+      for (int col = 0; col < Cols; ++col) sums[col] = Simd<T>::Fma(numbers, weights[col][k], sums[col]);
     }
-    for (int col = 0; col < Cols; ++col) Simd<T>::store(c + col * ldc + row, sums[col]);
+    for (int col = 0; col < Cols; ++col) Simd<T>::Store(c + col * ldc + row, sums[col]);
   }
   if (row == rows) return;
   alignas(64) T rest[Steps][kLanes] = {}, rest_c[kLanes] = {};
-  for (int k = 0; k < Steps; ++k) load_run(a + k * lda + row, rest[k], rows - row);
+  for (int k = 0; k < Steps; ++k) LoadRun(a + k * lda + row, rest[k], rows - row);
   for (int col = 0; col < Cols; ++col) {
     std::copy_n(c + col * ldc + row, rows - row, rest_c);
-    V sum = Simd<T>::load(rest_c);
-    for (int k = 0; k < Steps; ++k) sum = Simd<T>::fma(Simd<T>::load(rest[k]), weights[col][k], sum);
-    Simd<T>::store(rest_c, sum);
+    V sum = Simd<T>::Load(rest_c);
+    for (int k = 0; k < Steps; ++k) sum = Simd<T>::Fma(Simd<T>::Load(rest[k]), weights[col][k], sum);
+    Simd<T>::Store(rest_c, sum);
     std::copy_n(rest_c, rows - row, c + col * ldc + row);
   }
 }
 
 template <typename From, typename T, int Steps>
-JAXMP_INLINE void add_all_columns(const From* a, int64_t lda, const View<T>& b, int64_t rows, int64_t cols, T* c,
-                                  int64_t ldc) {
+JAXMP_INLINE void AddAllColumns(const From* a, int64_t lda, const View<T>& b, int64_t rows, int64_t cols, T* c,
+                                int64_t ldc) {
   constexpr int kCols = 4;
   int64_t col = 0;
   if (cols >= kCols) {
-    add_columns<From, T, Steps, kCols, true>(a, lda, b, rows, c, ldc);
+    AddColumns<From, T, Steps, kCols, true>(a, lda, b, rows, c, ldc);
     col = kCols;
   }
   for (; col + kCols <= cols; col += kCols) {
-    add_columns<From, T, Steps, kCols, false>(a, lda, b.from(col, 0), rows, c + col * ldc, ldc);
+    AddColumns<From, T, Steps, kCols, false>(a, lda, b.At(col, 0), rows, c + col * ldc, ldc);
   }
   for (; col < cols; ++col) {
-    const auto add = col == 0 ? add_columns<From, T, Steps, 1, true> : add_columns<From, T, Steps, 1, false>;
-    add(a, lda, b.from(col, 0), rows, c + col * ldc, ldc);
+    const auto add = col == 0 ? AddColumns<From, T, Steps, 1, true> : AddColumns<From, T, Steps, 1, false>;
+    add(a, lda, b.At(col, 0), rows, c + col * ldc, ldc);
   }
 }
 
 // c += op(a) op(b) for the given rows and k.
 template <typename From, typename T>
-JAXMP_TARGET void add_rows(const View<From>& a, const View<T>& b, int64_t rows, int64_t cols, int64_t depth, T* c,
-                           int64_t ldc) {
+JAXMP_TARGET void AddRows(const View<From>& a, const View<T>& b, int64_t rows, int64_t cols, int64_t depth, T* c,
+                          int64_t ldc) {
   constexpr int64_t kSteps = 4;
   int64_t k = 0;
   for (; k + kSteps <= depth; k += kSteps) {
-    add_all_columns<From, T, kSteps>(a.from(0, k).data, a.ld, b.from(0, k), rows, cols, c, ldc);
+    AddAllColumns<From, T, kSteps>(a.At(0, k).data, a.ld, b.At(0, k), rows, cols, c, ldc);
   }
-  for (; k < depth; ++k) add_all_columns<From, T, 1>(a.from(0, k).data, a.ld, b.from(0, k), rows, cols, c, ldc);
+  for (; k < depth; ++k) AddAllColumns<From, T, 1>(a.At(0, k).data, a.ld, b.At(0, k), rows, cols, c, ldc);
 }
 
 // Few columns of op(B), adjacent in k in `to`, with kKC from one to the next.
 template <typename From, typename T>
-JAXMP_TARGET View<T> widen_columns(const View<From>& b, int64_t cols, int64_t depth, T* to) {
+JAXMP_TARGET View<T> WidenColumns(const View<From>& b, int64_t cols, int64_t depth, T* to) {
   if (b.is_adjacent_in_k) {
-    for (int64_t col = 0; col < cols; ++col) load_run(b.from(col, 0).data, to + col * kKC, depth);
+    for (int64_t col = 0; col < cols; ++col) LoadRun(b.At(col, 0).data, to + col * kKC, depth);
   } else {
     T row[kSmallN];
     for (int64_t k = 0; k < depth; ++k) {
-      load_run(b.from(0, k).data, row, cols);
+      LoadRun(b.At(0, k).data, row, cols);
       for (int64_t col = 0; col < cols; ++col) to[col * kKC + k] = row[col];
     }
   }
@@ -84,7 +84,7 @@ JAXMP_TARGET View<T> widen_columns(const View<From>& b, int64_t cols, int64_t de
 
 // A K block's sums stay together in the first cache, whatever C's leading dimension is.
 template <typename From, typename T>
-JAXMP_TARGET void small_n(const Product* segments, size_t count, T alpha, bool adds) {
+JAXMP_TARGET void SmallN(const Product* segments, size_t count, T alpha, bool adds) {
   constexpr bool kIsWide = std::is_same_v<From, T>;
   alignas(64) T sums[kSmallN * kSmallNRows], columns[kIsWide ? 1 : kSmallN * kKC];
   const Product& p = *segments;
@@ -94,25 +94,25 @@ JAXMP_TARGET void small_n(const Product* segments, size_t count, T alpha, bool a
     for (const KBlock<Product>& block : blocks) {
       for (int64_t col = 0; col < p.n; ++col) std::fill_n(sums + col * kSmallNRows, rows, T(0));
       for (const KSlice<Product>& slice : block) {
-        const View<From> stored_b = view_of_b<From>(slice);
+        const View<From> stored_b = ViewOfB<From>(slice);
         View<T> b;
         if constexpr (kIsWide) {
           b = stored_b;
         } else {
-          b = widen_columns(stored_b, p.n, slice.depth, columns);
+          b = WidenColumns(stored_b, p.n, slice.depth, columns);
         }
-        add_rows(view_of_a<From>(slice).from(row, 0), b, rows, p.n, slice.depth, sums, kSmallNRows);
+        AddRows(ViewOfA<From>(slice).At(row, 0), b, rows, p.n, slice.depth, sums, kSmallNRows);
       }
       for (int64_t col = 0; col < p.n; ++col) {
         T* const c = static_cast<T*>(p.c) + col * p.ldc + row;
-        put_column(sums + col * kSmallNRows, rows, alpha, adds || block.first > 0, c);
+        PutColumn(sums + col * kSmallNRows, rows, alpha, adds || block.first > 0, c);
       }
     }
   }
 }
 
 template <typename From>
-JAXMP_TARGET void add_columns(const Product& p) {
+JAXMP_TARGET void AddColumns(const Product& p) {
   const KSlice<Product> whole = {&p, 0, 0, p.k};
-  add_rows(view_of_a<From>(whole), view_of_b<float>(whole), p.m, p.n, p.k, static_cast<float*>(p.c), p.ldc);
+  AddRows(ViewOfA<From>(whole), ViewOfB<float>(whole), p.m, p.n, p.k, static_cast<float*>(p.c), p.ldc);
 }

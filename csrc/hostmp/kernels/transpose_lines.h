@@ -1,6 +1,5 @@
 // Four lines of numbers as columns, which packing for any instruction set does.
-#ifndef JAXMP_HOSTMP_KERNELS_TRANSPOSE_LINES_H_
-#define JAXMP_HOSTMP_KERNELS_TRANSPOSE_LINES_H_
+#pragma once
 
 #include <cstdint>
 #include <type_traits>
@@ -15,7 +14,7 @@ namespace jaxmp::hostmp {
 
 // to[k * step + line] = from[line][k], of 4 lines. Inlined, into functions for each instruction set.
 template <typename T>
-inline __attribute__((always_inline)) void transpose_lines(const T* const* from, int64_t length, int64_t step, T* to) {
+inline __attribute__((always_inline)) void TransposeLines(const T* const* from, int64_t length, int64_t step, T* to) {
   int64_t k = 0;
 #if defined(__x86_64__)
   if constexpr (std::is_same_v<T, float>) {
@@ -62,5 +61,3 @@ inline __attribute__((always_inline)) void transpose_lines(const T* const* from,
 }
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_KERNELS_TRANSPOSE_LINES_H_

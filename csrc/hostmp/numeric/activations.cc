@@ -11,7 +11,7 @@ namespace {
 // The bodies, written once; the compiler vectorises each inside a function for every instruction set below.
 
 // e^x for x <= 0, to 1 ulp or so: x = n ln2 + r, e^r by its Taylor polynomial on |r| <= ln2 / 2, times 2^n.
-JAXMP_INLINE float exp_of_negative(float x) {
+JAXMP_INLINE float ExpOfNegative(float x) {
   const bool is_tiny = x < -87.0f;  // the result would be subnormal
   x = is_tiny ? -87.0f : x;
   const float shifted = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
@@ -32,46 +32,46 @@ JAXMP_INLINE float exp_of_negative(float x) {
   std::memcpy(&scale, &power, sizeof(scale));
   return is_tiny ? 0.0f : p * scale;
 }
-JAXMP_INLINE double exp_of_negative(double x) { return std::exp(x); }
+JAXMP_INLINE double ExpOfNegative(double x) { return std::exp(x); }
 
 // 1 + tanh(u) = 2 / (1 + e^-2u), which does not cancel for u << 0. With w = e^-2|u| it is 2 / (1 + w) for u >= 0 and
 // 2w / (1 + w) below. A NaN passes through x.
 template <typename T>
-JAXMP_INLINE void gelu_body(T* values, int64_t count) {
+JAXMP_INLINE void GeluBody(T* values, int64_t count) {
   constexpr T kTwoSqrt2OverPi = T(1.5957691216057307118);
   for (int64_t i = 0; i < count; ++i) {
     const T x = values[i];
     const T twice_u = kTwoSqrt2OverPi * (x + T(0.044715) * x * x * x);
-    const T w = exp_of_negative(twice_u < T(0) ? twice_u : -twice_u);
+    const T w = ExpOfNegative(twice_u < T(0) ? twice_u : -twice_u);
     values[i] = x * ((twice_u < T(0) ? w : T(1)) / (T(1) + w));
   }
 }
 
 // With s = 1 / (1 + e^-2u): s + x s (1 - s) 2u'. Beyond 32 the slope is 0 or 1 in every type, and x^2 may not overflow.
 template <typename T>
-JAXMP_INLINE void gelu_slope_body(T* values, int64_t count) {
+JAXMP_INLINE void GeluSlopeBody(T* values, int64_t count) {
   constexpr T kTwoSqrt2OverPi = T(1.5957691216057307118);
   for (int64_t i = 0; i < count; ++i) {
     T x = values[i];
     x = x < T(-32) ? T(-32) : x;
     x = x > T(32) ? T(32) : x;
     const T twice_u = kTwoSqrt2OverPi * (x + T(0.044715) * x * x * x);
-    const T w = exp_of_negative(twice_u < T(0) ? twice_u : -twice_u);
+    const T w = ExpOfNegative(twice_u < T(0) ? twice_u : -twice_u);
     const T larger = T(1) / (T(1) + w), smaller = w / (T(1) + w);
     const T inner = kTwoSqrt2OverPi * (T(1) + T(0.134145) * x * x);
     values[i] = (twice_u < T(0) ? smaller : larger) + x * (larger * smaller) * inner;
   }
 }
 
-JAXMP_DISPATCH(gelu, (float* values, int64_t count), (values, count), gelu_body(values, count))
-JAXMP_DISPATCH(gelu_slope, (float* values, int64_t count), (values, count), gelu_slope_body(values, count))
+JAXMP_DISPATCH(Gelu, (float* values, int64_t count), (values, count), GeluBody(values, count))
+JAXMP_DISPATCH(GeluSlope, (float* values, int64_t count), (values, count), GeluSlopeBody(values, count))
 
 }  // namespace
 
-void gelu(float* values, int64_t count) { gelu_best(values, count); }
-void gelu(double* values, int64_t count) { gelu_body(values, count); }
+void Gelu(float* values, int64_t count) { GeluBest(values, count); }
+void Gelu(double* values, int64_t count) { GeluBody(values, count); }
 
-void gelu_slope(float* values, int64_t count) { gelu_slope_best(values, count); }
-void gelu_slope(double* values, int64_t count) { gelu_slope_body(values, count); }
+void GeluSlope(float* values, int64_t count) { GeluSlopeBest(values, count); }
+void GeluSlope(double* values, int64_t count) { GeluSlopeBody(values, count); }
 
 }  // namespace jaxmp::hostmp

@@ -1,19 +1,16 @@
 // Activations of epilogs, and their slopes.
-#ifndef JAXMP_HOSTMP_NUMERIC_ACTIVATIONS_H_
-#define JAXMP_HOSTMP_NUMERIC_ACTIVATIONS_H_
+#pragma once
 
 #include <cstdint>
 
 namespace jaxmp::hostmp {
 
-// gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), in place.
-void gelu(float* values, int64_t count);
-void gelu(double* values, int64_t count);
+// Gelu(x) = x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), in place.
+void Gelu(float* values, int64_t count);
+void Gelu(double* values, int64_t count);
 
 // gelu'(x), in place.
-void gelu_slope(float* values, int64_t count);
-void gelu_slope(double* values, int64_t count);
+void GeluSlope(float* values, int64_t count);
+void GeluSlope(double* values, int64_t count);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_NUMERIC_ACTIVATIONS_H_

@@ -15,14 +15,14 @@ namespace {
 
 // The bodies, written once; the compiler vectorises each inside a function for every instruction set below.
 
-JAXMP_INLINE void widen_body(const BFloat16* from, float* to, int64_t count) {
+JAXMP_INLINE void WidenBody(const BFloat16* from, float* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t bits = static_cast<uint32_t>(from[i].bits) << 16;
     std::memcpy(to + i, &bits, sizeof(bits));
   }
 }
 
-JAXMP_INLINE void downconvert_body(const float* from, BFloat16* to, int64_t count) {
+JAXMP_INLINE void DownconvertBody(const float* from, BFloat16* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) {
     uint32_t bits;
     std::memcpy(&bits, from + i, sizeof(bits));
@@ -32,85 +32,78 @@ JAXMP_INLINE void downconvert_body(const float* from, BFloat16* to, int64_t coun
   }
 }
 
-float widen_one(Float16 value) {
+float WidenOne(Float16 value) {
   const uint32_t sign = (value.bits & 0x8000u) << 16;
   const uint32_t magnitude = value.bits & 0x7fffu;
-  if (magnitude >= 0x7c00) return float_of(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
-  if (magnitude >= 0x400) return float_of(sign | (magnitude + 0x1c000) << 13);
+  if (magnitude >= 0x7c00) return FloatOf(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+  if (magnitude >= 0x400) return FloatOf(sign | (magnitude + 0x1c000) << 13);
   const float subnormal = static_cast<float>(magnitude) * 5.9604644775390625e-8f;  // 2^-24
-  return float_of(sign | bits_of(subnormal));
+  return FloatOf(sign | BitsOf(subnormal));
 }
 
-Float16 downconvert_one(float value) {
-  const uint32_t bits = bits_of(value);
+Float16 DownconvertOne(float value) {
+  const uint32_t bits = BitsOf(value);
   const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
   const uint32_t magnitude = bits & 0x7fffffff;
   if (magnitude > 0x7f800000) return {static_cast<uint16_t>(sign | 0x7e00)};
   if (magnitude >= 0x477ff000) return {static_cast<uint16_t>(sign | 0x7c00)};  // rounds to 65536 or more
   if (magnitude < 0x38800000) {  // subnormal: adding 1/2 leaves the rounded multiple of 2^-24 in the low bits
-    const float sum = float_of(magnitude) + 0.5f;
-    return {static_cast<uint16_t>(sign | (bits_of(sum) - 0x3f000000))};
+    const float sum = FloatOf(magnitude) + 0.5f;
+    return {static_cast<uint16_t>(sign | (BitsOf(sum) - 0x3f000000))};
   }
   const uint32_t rounded = magnitude + 0xfff + ((magnitude >> 13) & 1);
   return {static_cast<uint16_t>(sign | ((rounded - 0x38000000) >> 13))};
 }
 
-JAXMP_DISPATCH(widen, (const BFloat16* from, float* to, int64_t count), (from, to, count), widen_body(from, to, count))
-JAXMP_DISPATCH(downconvert, (const float* from, BFloat16* to, int64_t count), (from, to, count),
-               downconvert_body(from, to, count))
+JAXMP_DISPATCH(Widen, (const BFloat16* from, float* to, int64_t count), (from, to, count), WidenBody(from, to, count))
+JAXMP_DISPATCH(Downconvert, (const float* from, BFloat16* to, int64_t count), (from, to, count),
+               DownconvertBody(from, to, count))
 
 // As many as whole vectors hold, by the processor's own conversions; how many these were.
 #if defined(__x86_64__)
-JAXMP_AVX2 int64_t widen_f16c(const Float16* from, float* to, int64_t count) {
+JAXMP_AVX2 int64_t WidenVectors(const Float16* from, float* to, int64_t count) {
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
     _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
   }
   return i;
 }
-JAXMP_AVX2 int64_t downconvert_f16c(const float* from, Float16* to, int64_t count) {
+JAXMP_AVX2 int64_t DownconvertVectors(const float* from, Float16* to, int64_t count) {
   int64_t i = 0;
   for (; i + 8 <= count; i += 8) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i), _mm256_cvtps_ph(_mm256_loadu_ps(from + i), 0));
   }
   return i;
 }
-int64_t widen_vectors(const Float16* from, float* to, int64_t count) {
-  return cpu().avx2 ? widen_f16c(from, to, count) : 0;
-}
-int64_t downconvert_vectors(const float* from, Float16* to, int64_t count) {
-  return cpu().avx2 ? downconvert_f16c(from, to, count) : 0;
-}
 #elif defined(__aarch64__)
-int64_t widen_vectors(const Float16* from, float* to, int64_t count) {
+int64_t WidenVectors(const Float16* from, float* to, int64_t count) {
   int64_t i = 0;
-  for (; cpu().neon && i + 4 <= count; i += 4) {
-    vst1q_f32(to + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from[i].bits))));
-  }
+  for (; i + 4 <= count; i += 4) vst1q_f32(to + i, vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(&from[i].bits))));
   return i;
 }
-int64_t downconvert_vectors(const float* from, Float16* to, int64_t count) {
+int64_t DownconvertVectors(const float* from, Float16* to, int64_t count) {
   int64_t i = 0;
-  for (; cpu().neon && i + 4 <= count; i += 4) {
-    vst1_u16(&to[i].bits, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from + i))));
-  }
+  for (; i + 4 <= count; i += 4) vst1_u16(&to[i].bits, vreinterpret_u16_f16(vcvt_f16_f32(vld1q_f32(from + i))));
   return i;
 }
 #else
-int64_t widen_vectors(const Float16*, float*, int64_t) { return 0; }
-int64_t downconvert_vectors(const float*, Float16*, int64_t) { return 0; }
+int64_t WidenVectors(const Float16*, float*, int64_t) { return 0; }
+int64_t DownconvertVectors(const float*, Float16*, int64_t) { return 0; }
 #endif
+
+bool HasVectors() { return cpu().avx2 || cpu().neon; }
 
 }  // namespace
 
-void widen(const BFloat16* from, float* to, int64_t count) { widen_best(from, to, count); }
-void downconvert(const float* from, BFloat16* to, int64_t count) { downconvert_best(from, to, count); }
+void Widen(const BFloat16* from, float* to, int64_t count) { WidenBest(from, to, count); }
+void Downconvert(const float* from, BFloat16* to, int64_t count) { DownconvertBest(from, to, count); }
 
-void widen(const Float16* from, float* to, int64_t count) {
-  for (int64_t i = widen_vectors(from, to, count); i < count; ++i) to[i] = widen_one(from[i]);
+void Widen(const Float16* from, float* to, int64_t count) {
+  for (int64_t i = HasVectors() ? WidenVectors(from, to, count) : 0; i < count; ++i) to[i] = WidenOne(from[i]);
 }
-void downconvert(const float* from, Float16* to, int64_t count) {
-  for (int64_t i = downconvert_vectors(from, to, count); i < count; ++i) to[i] = downconvert_one(from[i]);
+void Downconvert(const float* from, Float16* to, int64_t count) {
+  for (int64_t i = HasVectors() ? DownconvertVectors(from, to, count) : 0; i < count; ++i)
+    to[i] = DownconvertOne(from[i]);
 }
 
 }  // namespace jaxmp::hostmp

@@ -1,7 +1,6 @@
 // Loops over contiguous numbers, each compiled for several instruction sets and picked once at run time. Every
 // variant rounds in the same places, so that they agree to the bit.
-#ifndef JAXMP_HOSTMP_NUMERIC_CONVERT_H_
-#define JAXMP_HOSTMP_NUMERIC_CONVERT_H_
+#pragma once
 
 #include <cstdint>
 
@@ -9,19 +8,17 @@
 
 namespace jaxmp::hostmp {
 
-void widen(const BFloat16* from, float* to, int64_t count);
-void widen(const Float16* from, float* to, int64_t count);
-inline void widen(const int8_t* from, float* to, int64_t count) {
+void Widen(const BFloat16* from, float* to, int64_t count);
+void Widen(const Float16* from, float* to, int64_t count);
+inline void Widen(const int8_t* from, float* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = from[i];
 }
-inline void widen(const uint8_t* from, float* to, int64_t count) {
+inline void Widen(const uint8_t* from, float* to, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = from[i];
 }
 
 // To nearest, ties to even; a NaN stays one.
-void downconvert(const float* from, BFloat16* to, int64_t count);
-void downconvert(const float* from, Float16* to, int64_t count);
+void Downconvert(const float* from, BFloat16* to, int64_t count);
+void Downconvert(const float* from, Float16* to, int64_t count);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_NUMERIC_CONVERT_H_

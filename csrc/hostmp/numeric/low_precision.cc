@@ -1,7 +1,6 @@
 #include "csrc/hostmp/numeric/low_precision.h"
 
-#include <algorithm>
-#include <cmath>
+#include <type_traits>
 
 #include "csrc/hostmp/cpu/dispatch.h"
 
@@ -31,26 +30,26 @@ using E4m3Ieee = FloatFormat<3, 7, 0x78, 0x79, 0x77>;
 
 // Without a subnormal float on the way: threads of XLA run with those flushed to zero.
 template <typename Format>
-JAXMP_INLINE float decode_one(uint32_t bits) {
+JAXMP_INLINE float DecodeOne(uint32_t bits) {
   const uint32_t magnitude = bits & Format::kMagnitude;
   const uint32_t normal = (magnitude << (23 - Format::kMantissa)) + ((127 - Format::kBias) << 23);
   // With exponent 0 the leading bit is not there: 2 (1 + f) 2^-bias - 2^(1 - bias) = f 2^(1 - bias).
-  const float subnormal = float_of(normal + (1u << 23)) - float_of((128 - Format::kBias) << 23);
-  uint32_t value = magnitude < (1u << Format::kMantissa) ? bits_of(subnormal) : normal;
+  const float subnormal = FloatOf(normal + (1u << 23)) - FloatOf((128 - Format::kBias) << 23);
+  uint32_t value = magnitude < (1u << Format::kMantissa) ? BitsOf(subnormal) : normal;
   value = magnitude >= Format::kInfinity ? 0x7f800000u : value;
   value = magnitude >= Format::kNan || (Format::kIsFnuz && bits == Format::kSign) ? 0x7fc00000u : value;
-  return float_of(value | (bits & Format::kSign) << (Format::kSign == 0x8 ? 28 : 24));
+  return FloatOf(value | (bits & Format::kSign) << (Format::kSign == 0x8 ? 28 : 24));
 }
 
 template <typename Format>
-JAXMP_INLINE uint32_t encode_one(float value) {
-  const uint32_t bits = bits_of(value), magnitude = bits & 0x7fffffffu;
+JAXMP_INLINE uint32_t EncodeOne(float value) {
+  const uint32_t bits = BitsOf(value), magnitude = bits & 0x7fffffffu;
   const uint32_t sign = (bits >> 31) * Format::kSign;
   constexpr uint32_t kShift = 23 - Format::kMantissa;
   constexpr uint32_t kSmallestNormal = (128 - Format::kBias) << 23;
   // Adding 2^23 times the distance of the subnormal numbers leaves the rounded multiple of it in the low bits.
   constexpr uint32_t kUnit = (128 - Format::kBias + 23 - Format::kMantissa) << 23;
-  const uint32_t subnormal = bits_of(float_of(magnitude) + float_of(kUnit)) - kUnit;
+  const uint32_t subnormal = BitsOf(FloatOf(magnitude) + FloatOf(kUnit)) - kUnit;
   const uint32_t rounded = magnitude + ((1u << (kShift - 1)) - 1) + ((magnitude >> kShift) & 1);
   const uint32_t normal = (rounded >> kShift) - ((127 - Format::kBias) << Format::kMantissa);
   uint32_t code = magnitude < kSmallestNormal ? subnormal : normal;
@@ -66,43 +65,51 @@ JAXMP_INLINE uint32_t encode_one(float value) {
 template <typename Format>
 struct OfFormat {
   static constexpr int kBits = Format::kSign == 0x8 ? 4 : 8;
-  static JAXMP_INLINE float value(uint32_t code) { return decode_one<Format>(code); }
+  static JAXMP_INLINE float Value(uint32_t code) { return DecodeOne<Format>(code); }
 };
 template <int Bits>
 struct Unsigned {
   static constexpr int kBits = Bits;
-  static JAXMP_INLINE float value(uint32_t code) { return static_cast<float>(static_cast<int32_t>(code)); }
+  static JAXMP_INLINE int Number(uint32_t code) { return static_cast<int>(code); }
+  static JAXMP_INLINE float Value(uint32_t code) { return static_cast<float>(Number(code)); }
 };
 template <int Bits>
 struct Signed {
-  static constexpr int kBits = Bits;
-  static JAXMP_INLINE float value(uint32_t code) {
-    return static_cast<float>(static_cast<int32_t>(code << (32 - Bits)) >> (32 - Bits));
-  }
+  static constexpr int kBits = Bits, kSign = 1 << (Bits - 1);
+  static JAXMP_INLINE int Number(uint32_t code) { return (static_cast<int>(code) ^ kSign) - kSign; }
+  static JAXMP_INLINE float Value(uint32_t code) { return static_cast<float>(Number(code)); }
 };
 struct Exponent {
   static constexpr int kBits = 8;
-  static JAXMP_INLINE float value(uint32_t code) { return ue8m0(static_cast<uint8_t>(code)); }
+  static JAXMP_INLINE float Value(uint32_t code) { return Ue8m0(static_cast<uint8_t>(code)); }
 };
 
-JAXMP_INLINE void put(float value, uint16_t* to) { *to = static_cast<uint16_t>(bits_of(value) >> 16); }
-JAXMP_INLINE void put(float value, float* to) { *to = value; }
+template <typename Code, typename To>
+JAXMP_INLINE void Put(uint32_t code, float scale, To* to) {
+  if constexpr (std::is_same_v<To, int8_t>) {
+    *to = static_cast<int8_t>(Code::Number(code));
+  } else if constexpr (std::is_same_v<To, float>) {
+    *to = Code::Value(code) * scale;
+  } else {
+    *to = static_cast<To>(BitsOf(Code::Value(code) * scale) >> 16);
+  }
+}
 
 template <typename Code, typename To>
-JAXMP_INLINE void decode_run(const uint8_t* from, int64_t first, int64_t count, float scale, To* to) {
+JAXMP_INLINE void DecodeRun(const uint8_t* from, int64_t first, int64_t count, float scale, To* to) {
   if constexpr (Code::kBits == 8) {
-    for (int64_t i = 0; i < count; ++i) put(Code::value(from[first + i]) * scale, to + i);
+    for (int64_t i = 0; i < count; ++i) Put<Code>(from[first + i], scale, to + i);
   } else {
     const uint8_t* bytes = from + first / 2;
     if (first % 2 != 0 && count > 0) {
-      put(Code::value(*bytes++ >> 4) * scale, to++);
+      Put<Code>(*bytes++ >> 4, scale, to++);
       --count;
     }
     for (int64_t i = 0; i < count / 2; ++i) {
-      put(Code::value(bytes[i] & 0xfu) * scale, to + 2 * i);
-      put(Code::value(bytes[i] >> 4) * scale, to + 2 * i + 1);
+      Put<Code>(bytes[i] & 0xfu, scale, to + 2 * i);
+      Put<Code>(bytes[i] >> 4, scale, to + 2 * i + 1);
     }
-    if (count % 2 != 0) put(Code::value(bytes[count / 2] & 0xfu) * scale, to + count - 1);
+    if (count % 2 != 0) Put<Code>(bytes[count / 2] & 0xfu, scale, to + count - 1);
   }
 }
 
@@ -112,15 +119,15 @@ struct Decoder {
   using Code = CodeType;
   using To = ToType;
 };
-JAXMP_DISPATCH_TEMPLATE(template <typename D>, decode,
+JAXMP_DISPATCH_TEMPLATE(template <typename D>, Decode,
                         (const uint8_t* from, int64_t first, int64_t count, float scale, typename D::To* to),
                         <D>(from, first, count, scale, to),
-                        (decode_run<typename D::Code, typename D::To>(from, first, count, scale, to)))
+                        (DecodeRun<typename D::Code, typename D::To>(from, first, count, scale, to)))
 
 template <typename To>
-void decode_into(cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, To* to) {
+void DecodeInto(cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, To* to) {
   const auto run = [&](auto code) {
-    decode_best<Decoder<decltype(code), To>>(static_cast<const uint8_t*>(from), first, count, scale, to);
+    DecodeBest<Decoder<decltype(code), To>>(static_cast<const uint8_t*>(from), first, count, scale, to);
   };
   switch (static_cast<int>(type)) {
     case abi::CUDA_R_8F_E4M3:
@@ -152,62 +159,47 @@ void decode_into(cudaDataType_t type, const void* from, int64_t first, int64_t c
   }
 }
 
-// `sign` is the bit of the sign, or 0.
-JAXMP_INLINE void unpack_run(const uint8_t* from, int64_t first, int64_t count, int sign, int8_t* to) {
-  const auto number = [sign](int code) { return static_cast<int8_t>((code ^ sign) - sign); };
-  const uint8_t* bytes = from + first / 2;
-  if (first % 2 != 0 && count > 0) {
-    *to++ = number(*bytes++ >> 4);
-    --count;
-  }
-  for (int64_t i = 0; i < count / 2; ++i) {
-    to[2 * i] = number(bytes[i] & 0xf);
-    to[2 * i + 1] = number(bytes[i] >> 4);
-  }
-  if (count % 2 != 0) to[count - 1] = number(bytes[count / 2] & 0xf);
-}
-JAXMP_DISPATCH(unpack, (const uint8_t* from, int64_t first, int64_t count, int sign, int8_t* to),
-               (from, first, count, sign, to), unpack_run(from, first, count, sign, to))
-
 template <typename Format>
-JAXMP_INLINE void encode_bytes(const float* from, int64_t count, uint8_t* to) {
-  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<uint8_t>(encode_one<Format>(from[i]));
+JAXMP_INLINE void EncodeBytes(const float* from, int64_t count, uint8_t* to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<uint8_t>(EncodeOne<Format>(from[i]));
 }
-JAXMP_DISPATCH(encode_e4m3, (const float* from, int64_t count, uint8_t* to), (from, count, to),
-               encode_bytes<E4m3>(from, count, to))
-JAXMP_DISPATCH(encode_e5m2, (const float* from, int64_t count, uint8_t* to), (from, count, to),
-               encode_bytes<E5m2>(from, count, to))
+JAXMP_DISPATCH(EncodeE4m3, (const float* from, int64_t count, uint8_t* to), (from, count, to),
+               EncodeBytes<E4m3>(from, count, to))
+JAXMP_DISPATCH(EncodeE5m2, (const float* from, int64_t count, uint8_t* to), (from, count, to),
+               EncodeBytes<E5m2>(from, count, to))
 
 }  // namespace
 
-void decode(cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, BFloat16* to) {
-  decode_into(type, from, first, count, scale, &to->bits);
+void Decode(cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, BFloat16* to) {
+  DecodeInto(type, from, first, count, scale, &to->bits);
 }
-void decode(cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, float* to) {
-  decode_into(type, from, first, count, scale, to);
-}
-
-void unpack(cudaDataType_t type, const void* from, int64_t first, int64_t count, int8_t* to) {
-  unpack_best(static_cast<const uint8_t*>(from), first, count, type == host_types::kS4 ? 8 : 0, to);
+void Decode(cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, float* to) {
+  DecodeInto(type, from, first, count, scale, to);
 }
 
-void encode(cudaDataType_t type, const float* from, int64_t count, void* to) {
+void Unpack(cudaDataType_t type, const void* from, int64_t first, int64_t count, int8_t* to) {
+  const auto unpack =
+      type == host_types::kS4 ? DecodeBest<Decoder<Signed<4>, int8_t>> : DecodeBest<Decoder<Unsigned<4>, int8_t>>;
+  unpack(static_cast<const uint8_t*>(from), first, count, 1.0f, to);
+}
+
+void Encode(cudaDataType_t type, const float* from, int64_t count, void* to) {
   uint8_t* const bytes = static_cast<uint8_t*>(to);
-  if (type == abi::CUDA_R_8F_E4M3) return encode_e4m3_best(from, count, bytes);
-  if (type == abi::CUDA_R_8F_E5M2) return encode_e5m2_best(from, count, bytes);
+  if (type == abi::CUDA_R_8F_E4M3) return EncodeE4m3Best(from, count, bytes);
+  if (type == abi::CUDA_R_8F_E5M2) return EncodeE5m2Best(from, count, bytes);
   for (int64_t i = 0; i < count / 2; ++i) {
-    bytes[i] = static_cast<uint8_t>(encode_one<E2m1>(from[2 * i]) | encode_one<E2m1>(from[2 * i + 1]) << 4);
+    bytes[i] = static_cast<uint8_t>(EncodeOne<E2m1>(from[2 * i]) | EncodeOne<E2m1>(from[2 * i + 1]) << 4);
   }
 }
 
-float largest(cudaDataType_t type) {
+float Largest(cudaDataType_t type) {
   return type == abi::CUDA_R_8F_E4M3 ? 448.0f : type == abi::CUDA_R_8F_E5M2 ? 57344.0f : 6.0f;
 }
 
-float ue4m3(uint8_t bits) { return decode_one<E4m3>(bits & 0x7fu); }
+float Ue4m3(uint8_t bits) { return DecodeOne<E4m3>(bits & 0x7fu); }
 
-uint8_t ue8m0_above(float scale) {
-  const uint32_t bits = bits_of(scale), exponent = bits >> 23 & 0xff, mantissa = bits & 0x7fffff;
+uint8_t Ue8m0Above(float scale) {
+  const uint32_t bits = BitsOf(scale), exponent = bits >> 23 & 0xff, mantissa = bits & 0x7fffff;
   const bool rounds_up = exponent == 0 ? mantissa > 0x400000 : mantissa > 0 && exponent < 254;
   return static_cast<uint8_t>(exponent + (rounds_up ? 1 : 0));
 }

@@ -4,8 +4,7 @@
 // Point Specification 1.0, table 1; OCP Microscaling Formats 1.0, tables 2 to 7). The other formats are those of
 // ml_dtypes: E4M3 and E3M4 as IEEE 754 has them, and FNUZ ones, where the code of -0 is the only NaN. Two numbers of 4
 // bits share a byte, the first one in its low half.
-#ifndef JAXMP_HOSTMP_NUMERIC_LOW_PRECISION_H_
-#define JAXMP_HOSTMP_NUMERIC_LOW_PRECISION_H_
+#pragma once
 
 #include <cstdint>
 
@@ -17,27 +16,27 @@ namespace jaxmp::hostmp {
 // `count` adjacent numbers, from number `first` of `from` on, times `scale`. A number itself, and its product with a
 // power of two (MX) or with an E4M3 number (NVFP4), is exact in bf16 as long as it is in bf16's normal range; what is
 // finer is cut off. Floats hold all of it.
-void decode(abi::cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, BFloat16* to);
-void decode(abi::cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, float* to);
+void Decode(abi::cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, BFloat16* to);
+void Decode(abi::cudaDataType_t type, const void* from, int64_t first, int64_t count, float scale, float* to);
 
 // Integers of 4 bits as bytes.
-void unpack(abi::cudaDataType_t type, const void* from, int64_t first, int64_t count, int8_t* to);
+void Unpack(abi::cudaDataType_t type, const void* from, int64_t first, int64_t count, int8_t* to);
 
 // To nearest, ties to even, and beyond the largest number to that number, infinities too: what CUDA calls SATFINITE
 // (cuda_fp8.h, __nv_cvt_float_to_fp8). A NaN stays one; E2M1 has none and takes its largest number.
-void encode(abi::cudaDataType_t type, const float* from, int64_t count, void* to);
+void Encode(abi::cudaDataType_t type, const float* from, int64_t count, void* to);
 
-float largest(abi::cudaDataType_t type);
+float Largest(abi::cudaDataType_t type);
 
 // The bits of |value|; a larger number, and a NaN, has larger ones.
-inline uint32_t absolute_bits(float value) {
+inline uint32_t AbsoluteBits(float value) {
   uint32_t bits;
   __builtin_memcpy(&bits, &value, sizeof(bits));
   return bits & 0x7fffffffu;
 }
 
 // A scale of one byte.
-inline float ue8m0(uint8_t bits) {
+inline float Ue8m0(uint8_t bits) {
   // 2^(bits - 127); 0 is subnormal as a float, and 255 is NaN.
   const uint32_t word = bits == 255 ? 0x7fc00000u : bits == 0 ? 0x00400000u : uint32_t{bits} << 23;
   float value;
@@ -45,13 +44,11 @@ inline float ue8m0(uint8_t bits) {
   return value;
 }
 // 2^(127 - bits), for what ue8m0_above gives for finite numbers.
-inline float inverse_ue8m0(uint8_t bits) { return bits > 253 ? 0.0f : ue8m0(static_cast<uint8_t>(254 - bits)); }
-float ue4m3(uint8_t bits);  // the sign is ignored
+inline float InverseUe8m0(uint8_t bits) { return bits > 253 ? 0.0f : Ue8m0(static_cast<uint8_t>(254 - bits)); }
+float Ue4m3(uint8_t bits);  // the sign is ignored
 
 // The power of two that follows a block's largest absolute value divided by the largest number of its type
 // (cuBLAS documentation, "1D Block Quantization").
-uint8_t ue8m0_above(float scale);
+uint8_t Ue8m0Above(float scale);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_NUMERIC_LOW_PRECISION_H_

@@ -3,8 +3,7 @@
 //
 // `inner` counts along k in A and B, and along the rows of D; `outer` along the other dimension. Both are local to a
 // rank: its scales describe its part.
-#ifndef JAXMP_HOSTMP_NUMERIC_SCALES_H_
-#define JAXMP_HOSTMP_NUMERIC_SCALES_H_
+#pragma once
 
 #include <cstdint>
 
@@ -16,50 +15,27 @@ namespace jaxmp::hostmp {
 
 using ScaleMode = abi::cublasMpMatmulMatrixScale_t;
 
-constexpr const char* name_of(ScaleMode mode) {
-  switch (mode) {
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32:
-      return "SCALAR_FP32";
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC16_UE4M3:
-      return "VEC16_UE4M3";
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0:
-      return "VEC32_UE8M0";
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32:
-      return "OUTER_VEC_FP32";
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC128_FP32:
-      return "VEC128_FP32";
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_BLK128x128_FP32:
-      return "BLK128x128_FP32";
-  }
-  return "unknown";
-}
-
-// How many elements along the inner dimension share a scale; 0 where all of them do.
-constexpr int64_t block_of(ScaleMode mode) {
-  switch (mode) {
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC16_UE4M3:
-      return 16;
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0:
-      return 32;
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC128_FP32:
-    case abi::CUBLASMP_MATMUL_MATRIX_SCALE_BLK128x128_FP32:
-      return 128;
-    default:
-      return 0;
-  }
-}
+// By mode: its name, and how many elements along the inner dimension share a scale, 0 where all of them do.
+struct ScaleModeFacts {
+  const char* name;
+  int64_t block;
+};
+inline constexpr ScaleModeFacts kScaleModes[] = {{"SCALAR_FP32", 0},    {"VEC16_UE4M3", 16},  {"VEC32_UE8M0", 32},
+                                                 {"OUTER_VEC_FP32", 0}, {"VEC128_FP32", 128}, {"BLK128x128_FP32", 128}};
+constexpr const char* NameOf(ScaleMode mode) { return kScaleModes[mode].name; }
+constexpr int64_t BlockOf(ScaleMode mode) { return kScaleModes[mode].block; }
 
 // 16- and 32-element blocks, whose scales are exact in bf16 together with what they scale.
-constexpr bool is_tiled(ScaleMode mode) { return block_of(mode) == 16 || block_of(mode) == 32; }
+constexpr bool IsTiled(ScaleMode mode) { return BlockOf(mode) == 16 || BlockOf(mode) == 32; }
 // Blocks of 128, and whole rows: applied to sums.
-constexpr bool scales_sums(ScaleMode mode) {
-  return block_of(mode) == 128 || mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32;
+constexpr bool ScalesSums(ScaleMode mode) {
+  return BlockOf(mode) == 128 || mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32;
 }
 
 // Where the scale of inner block `inner` and outer index `outer` is: in tiles of 128 outer x 4 inner scales, `inners`
 // being the number of inner blocks.
-constexpr int64_t tiled_offset(int64_t inner, int64_t outer, int64_t inners) {
-  const int64_t tile = inner / 4 * 4 * 128 + outer / 128 * 128 * round_up(inners, 4);
+constexpr int64_t TiledOffset(int64_t inner, int64_t outer, int64_t inners) {
+  const int64_t tile = inner / 4 * 4 * 128 + outer / 128 * 128 * RoundUp(inners, 4);
   return tile + outer % 32 * 16 + outer % 128 / 32 * 4 + inner % 4;
 }
 
@@ -70,19 +46,34 @@ struct Scales {
 
   float scalar() const { return data ? *static_cast<const float*>(data) : 1.0f; }
   // Of a tiled mode.
-  float block(int64_t inner, int64_t outer, int64_t inners) const {
-    const uint8_t bits = static_cast<const uint8_t*>(data)[tiled_offset(inner, outer, inners)];
-    return mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0 ? ue8m0(bits) : ue4m3(bits);
+  float OfBlock(int64_t inner, int64_t outer, int64_t inners) const {
+    const uint8_t bits = static_cast<const uint8_t*>(data)[TiledOffset(inner, outer, inners)];
+    return mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC32_UE8M0 ? Ue8m0(bits) : Ue4m3(bits);
   }
   // Of a mode that scales sums: VEC128 is outer-major, BLK128x128 inner-major in columns of a multiple of 4.
-  float of_sum(int64_t inner, int64_t outer, int64_t inners, int64_t outers) const {
+  float OfSum(int64_t inner, int64_t outer, int64_t inners, int64_t outers) const {
     const float* const values = static_cast<const float*>(data);
     if (mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_OUTER_VEC_FP32) return values[outer];
     if (mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_VEC128_FP32) return values[inner * outers + outer];
-    return values[outer / 128 * round_up(inners, 4) + inner];
+    return values[outer / 128 * RoundUp(inners, 4) + inner];
   }
 };
 
-}  // namespace jaxmp::hostmp
+// What happens to a tile of D in floats on its way to 8 or 4 bits: `scale` times it, encoded. With a tiled `mode`,
+// each block of a column is divided by a scale of its own, which goes to `scales`. `row` and `col` are the tile's place
+// in the rank's part, which has `rows_of_part` rows. Returns the largest absolute value ahead of all scaling, as bits
+// of a float (a NaN is larger than any number).
+struct Downconversion {
+  abi::cudaDataType_t type;
+  const float* z;
+  int64_t ldz, rows, cols;
+  char* d;  // the tile's first element
+  int64_t ldd;
+  float scale;
+  ScaleMode mode;
+  uint8_t* scales;
+  int64_t row, col, rows_of_part;
+};
+uint32_t DownconvertTile(const Downconversion& output);
 
-#endif  // JAXMP_HOSTMP_NUMERIC_SCALES_H_
+}  // namespace jaxmp::hostmp

@@ -1,14 +1,16 @@
 #include "csrc/hostmp/tiling/product_tiling.h"
 
-#include <iterator>
-#include <map>
-#include <mutex>
+#include <algorithm>
 #include <tuple>
+
+#include "csrc/hostmp/cpu/features.h"
+#include "csrc/hostmp/gemm/gemm_dispatch.h"
+#include "csrc/hostmp/gemm/scaled_gemm.h"
 
 namespace jaxmp::hostmp {
 namespace {
 
-TilingKey key_of(const MatmulCall& call) {
+TilingKey KeyOf(const MatmulCall& call) {
   TilingKey key;
   size_t count = 0;
   const auto add = [&](auto... values) { ((key[count++] = static_cast<int64_t>(values)), ...); };
@@ -22,46 +24,76 @@ TilingKey key_of(const MatmulCall& call) {
   return key;
 }
 
-std::shared_ptr<const ProductTiling> make(const TilingKey& key, const MatmulCall& call) {
-  const auto made = std::make_shared<ProductTiling>();
-  made->key = key;
-  made->tiling = make_tiling(call);
-  made->area = area_of(call, made->tiling);
-  made->workspace_bytes = workspace_bytes(call, made->area);
-  return made;
+// k that lie around the cuts, at most: a unit at each cut between two of them.
+int64_t DepthOfBoundaries(const MatmulCall& call, const Tiling& tiling, int64_t unit) {
+  const auto divides = [&](const CommonRange& cut) {
+    const int64_t end = cut.begin + cut.size;
+    return end < call.k && end % unit != 0;
+  };
+  return std::min(call.k, unit * std::count_if(tiling.k.begin(), tiling.k.end(), divides));
 }
 
-// Those that some descriptor still has, for the other ranks of a plan and for its other execution contexts.
-struct Shared {
-  std::mutex mutex;
-  std::map<TilingKey, std::weak_ptr<const ProductTiling>> tilings;
-};
+int64_t ScratchBytes(const MatmulCall& call, const Tile& tile) {
+  const KernelChoice kernel = KernelOf(call, tile.cols);
+  if (kernel.conversion == Conversion::kNone) return ScratchBytes(kernel, tile.rows, tile.cols, call.k);
+  const bool applies = AppliesToSums(call.a.desc.type, call.b.desc.type, call.scale_a, call.scale_b);
+  return ScaledGemmScratch(kernel, applies, tile.rows, tile.cols, call.k);
+}
 
-std::shared_ptr<const ProductTiling> find_or_make(const TilingKey& key, const MatmulCall& call) {
-  static auto* const shared = new Shared;  // a product may still run when statics are destroyed
-  {
-    std::lock_guard<std::mutex> lock(shared->mutex);
-    const auto found = shared->tilings.find(key);
-    if (auto tiling = found == shared->tilings.end() ? nullptr : found->second.lock()) return tiling;
+Area AreaOf(const MatmulCall& call, const Tiling& tiling) {
+  const abi::cudaDataType_t type = call.a.desc.type;
+  Area area;
+  for (const Tile& tile : tiling.tiles) {
+    const int64_t sums = SumsInD(call, tiling, tile) ? 0 : Facts(call.accumulator()).bytes * tile.rows * tile.cols;
+    area.sums_bytes = std::max(area.sums_bytes, RoundUp(sums, kAlignment));
+    int64_t boundary = 0;
+    if (call.fixed_reduction_order && !call.is_decoded()) {
+      const int64_t depth = DepthOfBoundaries(call, tiling, KUnit(KernelOf(call, tile.cols).kernel));
+      boundary = BoundaryBytes(call, depth, tile.rows, tile.cols);
+    }
+    const int64_t scratch = ScratchBytes(call, tile);
+    const bool is_copied = !call.is_decoded() && !tiling.IsTogetherInB(tile);
+    const int64_t pieces = is_copied ? Facts(type).bytes * tile.cols * call.k : 0;
+    area.gathered_bytes = std::max(area.gathered_bytes, RoundUp(pieces, kAlignment));
+    area.scratch_bytes = std::max(area.scratch_bytes, RoundUp(scratch, kAlignment));
+    area.boundary_bytes = std::max(area.boundary_bytes, RoundUp(boundary, kAlignment));
   }
-  auto made = make(key, call);
-  std::lock_guard<std::mutex> lock(shared->mutex);
-  for (auto at = shared->tilings.begin(); at != shared->tilings.end();) {
-    at = at->second.expired() ? shared->tilings.erase(at) : std::next(at);
-  }
-  std::weak_ptr<const ProductTiling>& entry = shared->tilings[key];
-  if (auto first = entry.lock()) return first;
-  entry = made;
-  return made;
+  return area;
+}
+
+int64_t AreasPerRank(const MatmulCall& call) { return CeilDiv(machine_threads(), call.nranks); }
+
+int64_t WorkspaceBytes(const MatmulCall& call, const Area& area) {
+  if (area.bytes() == 0) return 0;
+  return AreasPerRank(call) * area.bytes() + kAlignment;  // the caller's pointer may lie anywhere
 }
 
 }  // namespace
 
-std::shared_ptr<const ProductTiling> tiling_of(const MatmulCall& call, abi::cublasMpMatmulDescriptor* desc) {
-  const TilingKey key = key_of(call);
-  auto tiling = std::atomic_load(&desc->tiling);
+KernelChoice KernelOf(const MatmulCall& call, int64_t cols) {
+  const bool is_alpha_one = call.scales_last() || call.alpha == 1.0;
+  return KernelOf({call.a.desc.type, call.b.desc.type, call.trans_a, cols, call.fixed_reduction_order, is_alpha_one});
+}
+
+bool SumsInD(const MatmulCall& call, const Tiling& tiling, const Tile& tile) {
+  const bool reads_c_last = call.scales_last() && call.has_c;
+  return call.accumulator() == call.d.desc.type && !reads_c_last && tiling.IsTogetherInD(tile);
+}
+
+int64_t BoundaryBytes(const MatmulCall& call, int64_t depth, int64_t rows, int64_t cols) {
+  return depth * Facts(call.a.desc.type).bytes * (rows + cols);
+}
+
+std::shared_ptr<const ProductTiling> TilingOf(const MatmulCall& call, abi::cublasMpMatmulDescriptor* desc) {
+  const TilingKey key = KeyOf(call);
+  std::shared_ptr<const ProductTiling> tiling = std::atomic_load(&desc->tiling);
   if (tiling && tiling->key == key) return tiling;
-  tiling = find_or_make(key, call);
+  const auto made = std::make_shared<ProductTiling>();
+  made->key = key;
+  made->tiling = MakeTiling(call);
+  made->area = AreaOf(call, made->tiling);
+  made->workspace_bytes = WorkspaceBytes(call, made->area);
+  tiling = made;
   std::atomic_store(&desc->tiling, tiling);
   return tiling;
 }

@@ -1,17 +1,36 @@
-// The tiling of a product and the workspace that it takes: made once, with the first call of a plan, and shared by the
-// ranks and by later calls.
-#ifndef JAXMP_HOSTMP_TILING_PRODUCT_TILING_H_
-#define JAXMP_HOSTMP_TILING_PRODUCT_TILING_H_
+// The tiling of a product and the workspace that it takes: made with the first call of a plan, and kept for later
+// calls.
+#pragma once
 
 #include <array>
 #include <cstdint>
 #include <memory>
 
+#include "csrc/hostmp/gemm/kernel_choice.h"
 #include "csrc/hostmp/handles/matmul_call.h"
 #include "csrc/hostmp/tiling/tiling.h"
-#include "csrc/hostmp/tiling/workspace.h"
 
 namespace jaxmp::hostmp {
+
+// Workspace: each thread at work owns an area, and a rank's workspace holds as many areas as it takes for the ranks
+// of the call to provide one for every thread of the machine.
+struct Area {
+  int64_t sums_bytes = 0;      // a tile of D in the accumulator's type
+  int64_t scratch_bytes = 0;   // for the kernel
+  int64_t boundary_bytes = 0;  // for operands around the cuts of k, where a fixed order cannot be cut
+  int64_t gathered_bytes = 0;  // for columns of op(B) that several ranks hold, put together
+  int64_t bytes() const { return sums_bytes + scratch_bytes + boundary_bytes + gathered_bytes; }
+};
+
+// The kernel for a tile of so many columns.
+KernelChoice KernelOf(const MatmulCall& call, int64_t cols);
+
+// Whether a tile is summed in D itself: not where D is narrower, nor where C, which may be D, is still to be read, nor
+// where several ranks hold it.
+bool SumsInD(const MatmulCall& call, const Tiling& tiling, const Tile& tile);
+
+// Of operands around one cut, `depth` k of a tile.
+int64_t BoundaryBytes(const MatmulCall& call, int64_t depth, int64_t rows, int64_t cols);
 
 // Everything of a call that a tiling and its workspace depend on.
 using TilingKey = std::array<int64_t, 47>;
@@ -24,8 +43,6 @@ struct ProductTiling {
 };
 
 // The tiling of a valid call. The descriptor keeps it for the next call.
-std::shared_ptr<const ProductTiling> tiling_of(const MatmulCall& call, abi::cublasMpMatmulDescriptor* desc);
+std::shared_ptr<const ProductTiling> TilingOf(const MatmulCall& call, abi::cublasMpMatmulDescriptor* desc);
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_TILING_PRODUCT_TILING_H_

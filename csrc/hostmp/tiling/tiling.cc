@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdint>
 #include <numeric>
 
 #include "csrc/hostmp/cpu/features.h"
@@ -21,50 +20,43 @@ constexpr int64_t kLargestTile16 = 1 << 18;     // also bounds the workspace
 constexpr int64_t kRowUnit = 16, kColUnit = 8;  // of the kernels' register tiles
 
 // Whether operands are widened or decoded a K block at a time. A thread needs memory for it.
-bool needs_area(const MatmulCall& call) { return facts(call.a.desc.type).is_16bit || call.is_decoded(); }
+bool NeedsArea(const MatmulCall& call) { return Facts(call.a.desc.type).is_16bit || call.is_decoded(); }
 
-int64_t largest_tile(const MatmulCall& call) { return needs_area(call) ? kLargestTile16 : kLargestTile; }
+int64_t LargestTile(const MatmulCall& call) { return NeedsArea(call) ? kLargestTile16 : kLargestTile; }
 
 // Blocks of D that share a scale stay in one tile.
-int64_t row_unit(const MatmulCall& call) { return call.has_d_out_scale ? block_of(call.d_out_scale.mode) : kRowUnit; }
+int64_t RowUnit(const MatmulCall& call) { return call.has_d_out_scale ? BlockOf(call.d_out_scale.mode) : kRowUnit; }
 
-double smallest_area(const MatmulCall& call) {
+double SmallestArea(const MatmulCall& call) {
   return kSmallestTile / (2.0 * static_cast<double>(std::max<int64_t>(call.k, 1)));
 }
 
 // A function of the product and the machine alone, never of who is free: the cut decides how a result is rounded.
-double target_area(const MatmulCall& call) {
+double TargetArea(const MatmulCall& call) {
   const double whole = static_cast<double>(call.m) * static_cast<double>(call.n);
   const double one_each = whole / machine_threads();
   const double shared = std::max(one_each / kTilesPerThread, std::min(one_each, kSmallTile));
-  return std::min(std::max(shared, smallest_area(call)), static_cast<double>(largest_tile(call)));
-}
-
-std::vector<LocalRange> op_rows(const Operand& x, bool is_plain, int64_t size) {
-  return is_plain ? local_ranges(x.desc.rows, x.row, size) : local_ranges(x.desc.cols, x.col, size);
-}
-std::vector<LocalRange> op_cols(const Operand& x, bool is_plain, int64_t size) {
-  return is_plain ? local_ranges(x.desc.cols, x.col, size) : local_ranges(x.desc.rows, x.row, size);
+  return std::min(std::max(shared, SmallestArea(call)), static_cast<double>(LargestTile(call)));
 }
 
 // Beyond so many tiles for each thread, one of them more or less does not matter.
 constexpr int64_t kManyTiles = 8;
 
 // Pieces of a rectangle of D, one of `rectangles`: as many for each thread, where that does not make them too small.
-int64_t count_pieces(const MatmulCall& call, double rectangle, int64_t rectangles) {
-  const int64_t pieces = std::max<int64_t>(1, std::llround(rectangle / target_area(call)));
+int64_t CountPieces(const MatmulCall& call, double rectangle, int64_t rectangles) {
+  const int64_t pieces = std::max<int64_t>(1, std::llround(rectangle / TargetArea(call)));
   const int64_t threads = machine_threads(), tiles = pieces * rectangles;
   if (tiles <= threads || tiles > kManyTiles * threads) return pieces;
-  const int64_t even = round_up(pieces, threads / std::gcd(threads, rectangles));
-  return rectangle / static_cast<double>(even) >= smallest_area(call) ? even : pieces;
+  const int64_t even = RoundUp(pieces, threads / std::gcd(threads, rectangles));
+  return rectangle / static_cast<double>(even) >= SmallestArea(call) ? even : pieces;
 }
 
 // Each tile packs its rows of op(A) and its columns of op(B), so their sum is made small. Columns are cut first: a slab
 // of whole columns is one piece of memory, while rows of a large matrix put every column on a page of its own.
-int64_t count_row_pieces(int64_t rows, int64_t cols, int64_t pieces) {
+int64_t CountRowPieces(int64_t rows, int64_t cols, int64_t pieces) {
   int64_t best = 1, least = INT64_MAX;
   for (int64_t row_pieces = 1; row_pieces <= pieces; ++row_pieces) {
-    const int64_t packed = ceil_div(rows, row_pieces) + ceil_div(cols, ceil_div(pieces, row_pieces));
+    const int64_t packed = CeilDiv(rows, row_pieces) + CeilDiv(cols, CeilDiv(pieces, row_pieces));
     if (packed < least) best = row_pieces, least = packed;
   }
   return best;
@@ -79,11 +71,11 @@ constexpr int64_t kFewTogether = 128, kMostTogether = 512;
 constexpr int64_t kMostCopied = 4 << 20;  // bytes, for each thread
 
 // How many ranges of n, from `first` on, one tile takes.
-size_t count_joined(const MatmulCall& call, const Tiling& tiling, size_t first) {
+size_t CountJoined(const MatmulCall& call, const Tiling& tiling, size_t first) {
   const std::vector<CommonRange>& ranges = tiling.n;
   const int64_t rows = tiling.m.empty() ? 0 : tiling.m.front().size;
   const int64_t together = std::clamp(rows, kFewTogether, kMostTogether);
-  const int64_t column = std::max<int64_t>(1, call.k * facts(call.a.desc.type).bytes);
+  const int64_t column = std::max<int64_t>(1, call.k * Facts(call.a.desc.type).bytes);
   const int64_t most = call.is_decoded() ? together : std::min(together, kMostCopied / column);
   int64_t cols = ranges[first].size;
   size_t next = first + 1;
@@ -91,11 +83,11 @@ size_t count_joined(const MatmulCall& call, const Tiling& tiling, size_t first) 
   return next - first;
 }
 
-void cut_rectangle(int32_t m_range, int32_t n_range, int32_t n_ranges, int64_t rows, int64_t cols, int64_t pieces,
-                   int64_t unit, std::vector<Tile>* tiles) {
-  const int64_t row_pieces = n_ranges > 1 ? pieces : count_row_pieces(rows, cols, pieces);
-  const int64_t tile_rows = round_up(ceil_div(rows, row_pieces), unit);
-  const int64_t tile_cols = n_ranges > 1 ? cols : round_up(ceil_div(cols, ceil_div(pieces, row_pieces)), kColUnit);
+void CutRectangle(int32_t m_range, int32_t n_range, int32_t n_ranges, int64_t rows, int64_t cols, int64_t pieces,
+                  int64_t unit, std::vector<Tile>* tiles) {
+  const int64_t row_pieces = n_ranges > 1 ? pieces : CountRowPieces(rows, cols, pieces);
+  const int64_t tile_rows = RoundUp(CeilDiv(rows, row_pieces), unit);
+  const int64_t tile_cols = n_ranges > 1 ? cols : RoundUp(CeilDiv(cols, CeilDiv(pieces, row_pieces)), kColUnit);
   for (int64_t col = 0; col < cols; col += tile_cols) {
     for (int64_t row = 0; row < rows; row += tile_rows) {
       tiles->push_back(
@@ -106,50 +98,49 @@ void cut_rectangle(int32_t m_range, int32_t n_range, int32_t n_ranges, int64_t r
 
 }  // namespace
 
-Tiling make_tiling(const MatmulCall& call) {
-  const bool is_a_plain = call.trans_a == abi::CUBLAS_OP_N, is_b_plain = call.trans_b == abi::CUBLAS_OP_N;
+Tiling MakeTiling(const MatmulCall& call) {
+  const int64_t a_row = call.is_a_plain() ? call.a.row : call.a.col, a_col = call.a.row + call.a.col - a_row;
+  const int64_t b_row = call.is_b_plain() ? call.b.row : call.b.col, b_col = call.b.row + call.b.col - b_row;
   Tiling tiling;
   // After an all-reduce every rank holds all of D: its descriptor lays the copies side by side, and any one will do.
-  const auto d_rows = call.is_all_reduce ? std::vector<LocalRange>{{0, call.m, 0, 0}} : op_rows(call.d, true, call.m);
-  const auto d_cols = call.is_all_reduce ? std::vector<LocalRange>{{0, call.n, 0, 0}} : op_cols(call.d, true, call.n);
-  tiling.m = common_ranges(d_rows, op_rows(call.a, is_a_plain, call.m));
-  tiling.n = common_ranges(d_cols, op_cols(call.b, is_b_plain, call.n));
-  tiling.k = common_ranges(op_cols(call.a, is_a_plain, call.k), op_rows(call.b, is_b_plain, call.k));
+  const auto of_d = [&](const Axis& axis, int64_t first, int64_t size) {
+    return call.is_all_reduce ? std::vector<LocalRange>{{0, size, 0, 0}} : LocalRanges(axis, first, size);
+  };
+  tiling.m = CommonRanges(of_d(call.d.desc.rows, call.d.row, call.m), LocalRanges(call.a_m(), a_row, call.m));
+  tiling.n = CommonRanges(of_d(call.d.desc.cols, call.d.col, call.n), LocalRanges(call.b_n(), b_col, call.n));
+  tiling.k = CommonRanges(LocalRanges(call.a_k(), a_col, call.k), LocalRanges(call.b_k(), b_row, call.k));
   int64_t rectangles = 0;
-  for (size_t n = 0; n < tiling.n.size(); n += count_joined(call, tiling, n)) {
+  for (size_t n = 0; n < tiling.n.size(); n += CountJoined(call, tiling, n)) {
     rectangles += static_cast<int64_t>(tiling.m.size());
   }
   for (size_t n = 0, together; n < tiling.n.size(); n += together) {
-    together = count_joined(call, tiling, n);
+    together = CountJoined(call, tiling, n);
     const CommonRange& last = tiling.n[n + together - 1];
     const int64_t cols = last.begin + last.size - tiling.n[n].begin;
     for (size_t m = 0; m < tiling.m.size(); ++m) {
       const int64_t rows = tiling.m[m].size;
-      const int64_t pieces = count_pieces(call, static_cast<double>(rows) * static_cast<double>(cols), rectangles);
-      cut_rectangle(static_cast<int32_t>(m), static_cast<int32_t>(n), static_cast<int32_t>(together), rows, cols,
-                    pieces, row_unit(call), &tiling.tiles);
+      const int64_t pieces = CountPieces(call, static_cast<double>(rows) * static_cast<double>(cols), rectangles);
+      CutRectangle(static_cast<int32_t>(m), static_cast<int32_t>(n), static_cast<int32_t>(together), rows, cols, pieces,
+                   RowUnit(call), &tiling.tiles);
     }
   }
   return tiling;
 }
 
-double most_pieces(const MatmulCall& call) {
-  const bool is_a_plain = call.trans_a == abi::CUBLAS_OP_N, is_b_plain = call.trans_b == abi::CUBLAS_OP_N;
+double MostPieces(const MatmulCall& call) {
   const auto runs_of = [](const Axis& axis, int64_t size) {
     return axis.nprocs == 1 ? 1.0 : 2.0 + static_cast<double>(size / axis.block);
   };
   const auto ranges = [&](const Axis& one, const Axis& other, int64_t size) {
     return runs_of(one, size) + runs_of(other, size);
   };
-  const abi::cublasMpMatrixDescriptor &a = call.a.desc, &b = call.b.desc, &d = call.d.desc;
-  const double m = ranges(d.rows, is_a_plain ? a.rows : a.cols, call.m);
-  const double n = ranges(d.cols, is_b_plain ? b.cols : b.rows, call.n);
-  const double k = ranges(is_a_plain ? a.cols : a.rows, is_b_plain ? b.rows : b.cols, call.k);
+  const double m = ranges(call.d.desc.rows, call.a_m(), call.m), n = ranges(call.d.desc.cols, call.b_n(), call.n);
+  const double k = ranges(call.a_k(), call.b_k(), call.k);
   const double elements = static_cast<double>(call.m) * static_cast<double>(call.n);
-  return std::max(k, m * n + elements / static_cast<double>(largest_tile(call)));
+  return std::max(k, m * n + elements / static_cast<double>(LargestTile(call)));
 }
 
-bool Tiling::is_together(const Tile& tile, int side) const {
+bool Tiling::IsTogether(const Tile& tile, int side) const {
   for (int32_t i = tile.n_range; i + 1 < tile.n_range + tile.n_ranges; ++i) {
     const CommonRange &cut = n[static_cast<size_t>(i)], &next = n[static_cast<size_t>(i) + 1];
     if (next.proc[side] != cut.proc[side] || next.local[side] != cut.local[side] + cut.size) return false;

@@ -6,8 +6,7 @@
 // Worked example, reduce-scatter on 2 ranks with n = 4, k = 6: D's columns change hands at 2, so n is cut into [0, 2)
 // on rank 0 and [2, 4) on rank 1; A's columns and B's rows change hands at 3, so each tile is
 // A0 · B0 (k in [0, 3)) + A1 · B1 (k in [3, 6)).
-#ifndef JAXMP_HOSTMP_TILING_TILING_H_
-#define JAXMP_HOSTMP_TILING_TILING_H_
+#pragma once
 
 #include <cstdint>
 #include <vector>
@@ -31,24 +30,22 @@ struct Tiling {
   std::vector<Tile> tiles;
 
   // Whether the tile's columns of D, or of op(B), are next to each other in one rank's memory.
-  bool is_together_in_d(const Tile& tile) const { return is_together(tile, 0); }
-  bool is_together_in_b(const Tile& tile) const { return is_together(tile, 1); }
+  bool IsTogetherInD(const Tile& tile) const { return IsTogether(tile, 0); }
+  bool IsTogetherInB(const Tile& tile) const { return IsTogether(tile, 1); }
 
  private:
-  bool is_together(const Tile& tile, int side) const;
+  bool IsTogether(const Tile& tile, int side) const;
 };
 
-Tiling make_tiling(const MatmulCall& call);
+Tiling MakeTiling(const MatmulCall& call);
 
 // As many cuts and tiles as a schedule has at most, without making it: small blocks of large extents make any number.
-double most_pieces(const MatmulCall& call);
+double MostPieces(const MatmulCall& call);
 
 // Below this a product is not worth waking a second thread.
 constexpr double kWorthSharing = 2e6;  // floating-point operations, some 20 us
-inline double operations(const MatmulCall& call) {
+inline double Operations(const MatmulCall& call) {
   return 2.0 * static_cast<double>(call.m) * static_cast<double>(call.n) * static_cast<double>(call.k);
 }
 
 }  // namespace jaxmp::hostmp
-
-#endif  // JAXMP_HOSTMP_TILING_TILING_H_

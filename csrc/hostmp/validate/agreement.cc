@@ -1,9 +1,8 @@
-#include "csrc/hostmp/validate/agreement.h"
-
 #include <array>
 #include <cstring>
 
-#include "csrc/base/str_cat.h"
+#include "csrc/base/status.h"
+#include "csrc/hostmp/validate/validate.h"
 
 namespace jaxmp::hostmp {
 namespace {
@@ -12,94 +11,95 @@ namespace {
 struct Fields {
   static constexpr size_t kMost = 80;
   std::array<const char*, kMost> names;
+  std::array<char, kMost> matrices;  // whose name follows, or 0
   std::array<double, kMost> values;
   size_t count = 0;
 
   template <typename T>
-  void add(const char* name, T value) {
+  void Add(const char* name, T value, char matrix = 0) {
     names[count] = name;
+    matrices[count] = matrix;
     values[count++] = static_cast<double>(value);
   }
 };
 
-void add_matrix(const Operand& x, const char* const (&names)[11], Fields* fields) {
-  const double values[] = {double(x.desc.rows.extent), double(x.desc.cols.extent), double(x.desc.rows.block),
-                           double(x.desc.cols.block),  double(x.desc.rows.source), double(x.desc.cols.source),
-                           double(x.desc.type),        double(x.desc.grid.nprow),  double(x.desc.grid.layout),
-                           double(x.row + 1),          double(x.col + 1)};
-  for (size_t i = 0; i < 11; ++i) fields->add(names[i], values[i]);
+void AddMatrix(const Operand& x, char name, Fields* fields) {
+  fields->Add("m", x.desc.rows.extent, name);
+  fields->Add("n", x.desc.cols.extent, name);
+  fields->Add("mb", x.desc.rows.block, name);
+  fields->Add("nb", x.desc.cols.block, name);
+  fields->Add("rsrc", x.desc.rows.source, name);
+  fields->Add("csrc", x.desc.cols.source, name);
+  fields->Add("type", x.desc.type, name);
+  fields->Add("nprow of the grid of ", x.desc.grid.nprow, name);
+  fields->Add("layout of the grid of ", x.desc.grid.layout, name);
+  fields->Add("first row of ", x.row + 1, name);
+  fields->Add("first column of ", x.col + 1, name);
 }
 
 // Tensor-wide scales belong to the whole matrix, so their values must agree; block scales are each rank's own.
-void add_scales(const MatmulCall& call, Fields* fields) {
+void AddScales(const MatmulCall& call, Fields* fields) {
   const auto add = [fields](const char* mode, const char* value, const Scales& scales) {
-    fields->add(mode, scales.mode);
+    fields->Add(mode, scales.mode);
     const bool is_scalar = scales.mode == abi::CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32;
-    fields->add(value, is_scalar ? scales.scalar() : 0.0f);
+    fields->Add(value, is_scalar ? scales.scalar() : 0.0f);
   };
   add("A_SCALE_MODE", "the scale of A", call.scale_a);
   add("B_SCALE_MODE", "the scale of B", call.scale_b);
   add("C_SCALE_MODE", "the scale of C", call.scale_c);
   add("D_SCALE_MODE", "the scale of D", call.scale_d);
   add("EPILOGUE_AUX_SCALE_MODE", "the scale of the aux", call.scale_aux);
-  fields->add("D_OUT_SCALE_POINTER (set or not)", call.has_d_out_scale);
-  fields->add("AMAX_D_POINTER (set or not)", call.amax_d != nullptr);
-  fields->add("EPILOGUE_AUX_AMAX_POINTER (set or not)", call.amax_aux != nullptr);
-  fields->add("EPILOGUE_AUX_DATA_TYPE", call.aux_type);
+  fields->Add("D_OUT_SCALE_POINTER (set or not)", call.has_d_out_scale);
+  fields->Add("AMAX_D_POINTER (set or not)", call.amax_d != nullptr);
+  fields->Add("EPILOGUE_AUX_AMAX_POINTER (set or not)", call.amax_aux != nullptr);
+  fields->Add("EPILOGUE_AUX_DATA_TYPE", call.aux_type);
 }
 
-Fields fields_of(const MatmulCall& call) {
+Fields FieldsOf(const MatmulCall& call) {
   Fields fields;
-  fields.add("m", call.m);
-  fields.add("n", call.n);
-  fields.add("k", call.k);
-  fields.add("TRANSA", call.trans_a);
-  fields.add("TRANSB", call.trans_b);
-  fields.add("COMPUTE_TYPE", call.compute);
-  fields.add("ALGO_TYPE", call.algo);
-  fields.add("COMMUNICATION_SM_COUNT", call.communication_sm_count);
-  fields.add("COMMUNICATION_TYPE", call.communication_type);
-  fields.add("EPILOGUE", call.epilog + (call.is_all_reduce ? 1 : 0));
-  fields.add("the order of sums", call.fixed_reduction_order);
-  fields.add("alpha", call.alpha.real());
-  fields.add("alpha (imaginary part)", call.alpha.imag());
+  fields.Add("m", call.m);
+  fields.Add("n", call.n);
+  fields.Add("k", call.k);
+  fields.Add("TRANSA", call.trans_a);
+  fields.Add("TRANSB", call.trans_b);
+  fields.Add("COMPUTE_TYPE", call.compute);
+  fields.Add("ALGO_TYPE", call.algo);
+  fields.Add("COMMUNICATION_SM_COUNT", call.communication_sm_count);
+  fields.Add("COMMUNICATION_TYPE", call.communication_type);
+  fields.Add("EPILOGUE", call.epilog + (call.is_all_reduce ? 1 : 0));
+  fields.Add("the order of sums", call.fixed_reduction_order);
+  fields.Add("alpha", call.alpha.real());
+  fields.Add("alpha (imaginary part)", call.alpha.imag());
   // An all-reduce adds every rank's own beta C.
   if (!call.is_all_reduce) {
-    fields.add("beta", call.beta.real());
-    fields.add("beta (imaginary part)", call.beta.imag());
+    fields.Add("beta", call.beta.real());
+    fields.Add("beta (imaginary part)", call.beta.imag());
   }
-  add_matrix(
-      call.a,
-      {"mA", "nA", "mbA", "nbA", "rsrcA", "csrcA", "typeA", "nprow of A's grid", "layout of A's grid", "ia", "ja"},
-      &fields);
-  add_matrix(
-      call.b,
-      {"mB", "nB", "mbB", "nbB", "rsrcB", "csrcB", "typeB", "nprow of B's grid", "layout of B's grid", "ib", "jb"},
-      &fields);
-  add_matrix(
-      call.d,
-      {"mD", "nD", "mbD", "nbD", "rsrcD", "csrcD", "typeD", "nprow of D's grid", "layout of D's grid", "id", "jd"},
-      &fields);
-  add_scales(call, &fields);
+  AddMatrix(call.a, 'A', &fields);
+  AddMatrix(call.b, 'B', &fields);
+  AddMatrix(call.d, 'D', &fields);
+  AddScales(call, &fields);
   return fields;
 }
 
 }  // namespace
 
-Status check_agreement(const std::vector<const MatmulCall*>& calls) {
-  const Fields first = fields_of(*calls[0]);
+Status CheckAgreement(const std::vector<const MatmulCall*>& calls) {
+  const Fields first = FieldsOf(*calls[0]);
   for (size_t rank = 0; rank < calls.size(); ++rank) {
     const MatmulCall& call = *calls[rank];
     if (call.grid().comm.group != calls[0]->grid().comm.group || call.rank != static_cast<int>(rank)) {
-      return FailedPrecondition(text("ranks that meet here are of different communicators: rank ", rank,
-                                     " came as rank ", call.rank, " of ", call.nranks));
+      return FailedPrecondition("ranks that meet here are of different communicators: rank ", rank, " came as rank ",
+                                call.rank, " of ", call.nranks);
     }
-    const Fields other = fields_of(call);
+    const Fields other = FieldsOf(call);
     for (size_t i = 0; i < first.count; ++i) {
       // By their bits, for alpha may be a NaN. With and without ALLREDUCE the lists differ, but at EPILOGUE already.
       if (std::memcmp(&first.values[i], &other.values[i], sizeof(double)) == 0) continue;
-      return FailedPrecondition(text("ranks disagree on ", first.names[i], ": rank 0 has ", first.values[i], ", rank ",
-                                     rank, " has ", other.values[i], "; every rank must pass the same"));
+      return FailedPrecondition("ranks disagree on ", first.names[i],
+                                std::string(first.matrices[i] ? 1 : 0, first.matrices[i]), ": rank 0 has ",
+                                first.values[i], ", rank ", rank, " has ", other.values[i],
+                                "; every rank must pass the same");
     }
   }
   return {};

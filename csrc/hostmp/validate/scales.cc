@@ -1,31 +1,29 @@
-#include "csrc/hostmp/validate/scales.h"
-
 #include <cstdint>
 #include <utility>
 
-#include "csrc/base/str_cat.h"
-#include "csrc/hostmp/validate/epilog.h"
+#include "csrc/base/status.h"
+#include "csrc/hostmp/validate/validate.h"
 
 namespace jaxmp::hostmp {
 namespace {
 
 using namespace abi;  // NOLINT: cuBLASMp's own names, everywhere below
 
-bool is_wide(cudaDataType_t type) { return type == CUDA_R_16F || type == CUDA_R_16BF || type == CUDA_R_32F; }
+bool IsWide(cudaDataType_t type) { return type == CUDA_R_16F || type == CUDA_R_16BF || type == CUDA_R_32F; }
 
-bool is_pair(cudaDataType_t a, cudaDataType_t b) {
-  if (is_float8(a) && is_float8(b)) return a == CUDA_R_8F_E4M3 || b == CUDA_R_8F_E4M3;
-  return a == b && (is_scaled(a) || a == CUDA_R_8I);
+bool IsPair(cudaDataType_t a, cudaDataType_t b) {
+  if (IsFloat8(a) && IsFloat8(b)) return a == CUDA_R_8F_E4M3 || b == CUDA_R_8F_E4M3;
+  return a == b && (IsScaled(a) || a == CUDA_R_8I);
 }
 
-bool is_result(cudaDataType_t a, cudaDataType_t b, cudaDataType_t d) {
+bool IsResult(cudaDataType_t a, cudaDataType_t b, cudaDataType_t d) {
   if (a == CUDA_R_8I) return d == CUDA_R_32I;
-  if (is_wide(d)) return true;
+  if (IsWide(d)) return true;
   if (a == CUDA_R_4F_E2M1) return d == CUDA_R_4F_E2M1;
   return d == CUDA_R_8F_E4M3 || (d == CUDA_R_8F_E5M2 && (a == d || b == d));
 }
 
-std::string results_of(cudaDataType_t a, cudaDataType_t b) {
+std::string ResultsOf(cudaDataType_t a, cudaDataType_t b) {
   if (a == CUDA_R_8I) return "s32";
   if (a == CUDA_R_4F_E2M1) return "f16, bf16, f32 or f4e2m1";
   const bool has_e5m2 = a == CUDA_R_8F_E5M2 || b == CUDA_R_8F_E5M2;
@@ -37,24 +35,24 @@ std::string results_of(cudaDataType_t a, cudaDataType_t b) {
 struct Units {
   int64_t outer, k;
 };
-Units units_of(const MatmulCall& call) {
+Units UnitsOf(const MatmulCall& call) {
   const ScaleMode mode = call.scale_a.mode;
-  if (block_of(mode) == 16) return {128, 64};
-  if (block_of(mode) == 32) return {128, 128};
-  if (block_of(mode) == 128 || block_of(call.scale_b.mode) == 128) return {16, 128};
+  if (BlockOf(mode) == 16) return {128, 64};
+  if (BlockOf(mode) == 32) return {128, 128};
+  if (BlockOf(mode) == 128 || BlockOf(call.scale_b.mode) == 128) return {16, 128};
   return {16, 16};
 }
 
-Status check_units(const MatmulCall& call) {
-  const Units units = units_of(call);
+Status CheckUnits(const MatmulCall& call) {
+  const Units units = UnitsOf(call);
   struct Side {
     const char* name;
     int64_t extent, unit;
   };
   const auto check = [](const Side& side) -> Status {
     if (side.extent % side.unit == 0) return {};
-    return InvalidArgument(
-        text(side.name, " must be a multiple of ", side.unit, " on each rank for these types, got ", side.extent));
+    return InvalidArgument(side.name, " must be a multiple of ", side.unit, " on each rank for these types, got ",
+                           side.extent);
   };
   for (const Side& side : {Side{"the rows of A (k)", call.a.local_rows(), units.k},
                            Side{"the columns of A (m)", call.a.local_cols(), units.outer},
@@ -71,49 +69,46 @@ Status check_units(const MatmulCall& call) {
   for (const auto& [name, x] : sides) {
     const bool is_whole = x->row == 0 && x->col == 0;
     if (is_whole && is_contiguous(x->desc.rows) && is_contiguous(x->desc.cols)) continue;
-    return Unimplemented(text(name, " is block-cyclic or starts within its matrix, which fp8 and fp4 do not take"));
+    return Unimplemented(name, " is block-cyclic or starts within its matrix, which fp8 and fp4 do not take");
   }
   return {};
 }
 
-Status check_modes(const MatmulCall& call) {
+Status CheckModes(const MatmulCall& call) {
   const ScaleMode a = call.scale_a.mode, b = call.scale_b.mode;
-  const std::string modes = text("A_SCALE_MODE ", name_of(a), " and B_SCALE_MODE ", name_of(b));
+  const std::string modes = StrCat("A_SCALE_MODE ", NameOf(a), " and B_SCALE_MODE ", NameOf(b));
   const bool both_blk = a == b && a == CUBLASMP_MATMUL_MATRIX_SCALE_BLK128x128_FP32;
-  const bool mixes_128 = block_of(a) == 128 && block_of(b) == 128;
+  const bool mixes_128 = BlockOf(a) == 128 && BlockOf(b) == 128;
   if ((a != b && !mixes_128) || both_blk) {
-    return Unimplemented(modes + " do not go together; both must be equal, or VEC128 with either of the 128 modes");
+    return Unimplemented(modes, " do not go together; both must be equal, or VEC128 with either of the 128 modes");
   }
   const bool is_float4 = call.a.desc.type == CUDA_R_4F_E2M1;
-  if (is_float4 != (block_of(a) == 16)) {
-    return Unimplemented(text(modes, " do not fit ", name_of(call.a.desc.type),
-                              is_float4 ? ", which takes VEC16_UE4M3" : ", which takes every other mode"));
+  if (is_float4 != (BlockOf(a) == 16)) {
+    return Unimplemented(modes, " do not fit ", NameOf(call.a.desc.type),
+                         is_float4 ? ", which takes VEC16_UE4M3" : ", which takes every other mode");
   }
-  if (scales_sums(a) && call.stores_low_precision()) {
-    return Unimplemented(text(modes, " give f16, bf16 or f32, not ", name_of(call.d.desc.type)));
+  if (ScalesSums(a) && call.stores_low_precision()) {
+    return Unimplemented(modes, " give f16, bf16 or f32, not ", NameOf(call.d.desc.type));
   }
   return {};
 }
 
-Status check_output(const MatmulCall& call) {
-  const bool is_blocked = is_tiled(call.scale_a.mode);
+Status CheckOutput(const MatmulCall& call) {
+  const bool is_blocked = IsTiled(call.scale_a.mode);
   const cudaDataType_t d = call.d.desc.type;
   if (call.scale_d.data && !call.stores_low_precision()) {
-    return Unimplemented(text("D_SCALE_POINTER is set, but D is ", name_of(d), "; only fp8 and fp4 are scaled"));
+    return Unimplemented("D_SCALE_POINTER is set, but D is ", NameOf(d), "; only fp8 and fp4 are scaled");
   }
   if (call.scale_d.data && is_blocked && d != CUDA_R_4F_E2M1) {
     return Unimplemented("D_SCALE_POINTER is set, but blocks of 32 get their scales in D_OUT_SCALE_POINTER");
   }
-  if (call.scale_c.data && is_blocked) {
+  if (call.scale_c.data && (is_blocked || ScalesSums(call.scale_a.mode))) {
     return Unimplemented("C_SCALE_POINTER is set; C takes a scale with tensor-wide scaling only");
   }
-  if (call.scale_c.data && scales_sums(call.scale_a.mode)) {
-    return Unimplemented("C_SCALE_POINTER is set; C takes a scale with tensor-wide scaling only");
+  if (call.amax_d && (!IsFloat8(d) || is_blocked)) {
+    return Unimplemented("AMAX_D_POINTER is set; the largest value is taken of an fp8 D with tensor-wide scales");
   }
-  if (call.amax_d && (!is_float8(d) || is_blocked)) {
-    return Unimplemented(text("AMAX_D_POINTER is set; the largest value is taken of an fp8 D with tensor-wide scales"));
-  }
-  const bool has_fp8_aux = is_float8(call.aux_type);
+  const bool has_fp8_aux = IsFloat8(call.aux_type);
   if ((call.scale_aux.data || call.amax_aux) && !has_fp8_aux) {
     return Unimplemented("EPILOGUE_AUX_SCALE_POINTER or EPILOGUE_AUX_AMAX_POINTER is set, but the aux is not fp8");
   }
@@ -122,95 +117,95 @@ Status check_output(const MatmulCall& call) {
   }
   const bool needs_out_scale = is_blocked && call.stores_low_precision();
   if (call.has_d_out_scale == needs_out_scale) return {};
-  return InvalidArgument(text("D_OUT_SCALE_MODE is ", call.has_d_out_scale ? "set" : "not set", ", but D is ",
-                              name_of(d), needs_out_scale ? ", whose blocks get scales" : ", which has no scales"));
+  return InvalidArgument("D_OUT_SCALE_MODE is ", call.has_d_out_scale ? "set" : "not set", ", but D is ", NameOf(d),
+                         needs_out_scale ? ", whose blocks get scales" : ", which has no scales");
 }
 
 }  // namespace
 
-Status check_low_precision_types(const MatmulCall& call) {
+Status CheckLowPrecisionTypes(const MatmulCall& call) {
   const cudaDataType_t a = call.a.desc.type, b = call.b.desc.type, d = call.d.desc.type;
-  if (!is_pair(a, b)) {
-    return Unimplemented(text("A is ", name_of(a), " and B is ", name_of(b), "; fp8 takes fp8 (not f8e5m2 twice), ",
-                              "f4e2m1 and s8 their own type"));
+  if (!IsPair(a, b)) {
+    return Unimplemented("A is ", NameOf(a), " and B is ", NameOf(b), "; fp8 takes fp8 (not f8e5m2 twice), ",
+                         "f4e2m1 and s8 their own type");
   }
-  if (!is_result(a, b, d)) {
-    return Unimplemented(
-        text("A is ", name_of(a), ", B is ", name_of(b), " and D is ", name_of(d), "; D must be ", results_of(a, b)));
+  if (!IsResult(a, b, d)) {
+    return Unimplemented("A is ", NameOf(a), ", B is ", NameOf(b), " and D is ", NameOf(d), "; D must be ",
+                         ResultsOf(a, b));
   }
   const cublasComputeType_t compute = a == CUDA_R_8I ? CUBLAS_COMPUTE_32I : CUBLAS_COMPUTE_32F;
   if (call.compute != compute) {
-    return Unimplemented(text("the compute type is ", static_cast<int>(call.compute), " but A is ", name_of(a),
-                              ", which takes CUBLAS_COMPUTE_", a == CUDA_R_8I ? "32I" : "32F"));
+    return Unimplemented("the compute type is ", static_cast<int>(call.compute), " but A is ", NameOf(a),
+                         ", which takes CUBLAS_COMPUTE_", a == CUDA_R_8I ? "32I" : "32F");
   }
-  if (is_scaled(a) && (call.trans_a != CUBLAS_OP_T || call.trans_b != CUBLAS_OP_N)) {
-    return Unimplemented(text(name_of(a), " is multiplied with TRANSA=T and TRANSB=N only; store both along k"));
+  if (IsScaled(a) && (call.trans_a != CUBLAS_OP_T || call.trans_b != CUBLAS_OP_N)) {
+    return Unimplemented(NameOf(a), " is multiplied with TRANSA=T and TRANSB=N only; store both along k");
   }
   return {};
 }
 
-Status check_mixed_types(const MatmulCall& call) {
+Status CheckMixedTypes(const MatmulCall& call) {
   const cudaDataType_t a = call.a.desc.type, b = call.b.desc.type, d = call.d.desc.type;
-  if (!is_wide(facts(a).is_low_precision ? b : a) || !is_wide(d)) {
-    return Unimplemented(text("A is ", name_of(a), ", B is ", name_of(b), " and D is ", name_of(d),
-                              "; beside 8 bits and fewer the other operand and D must be f16, bf16 or f32"));
+  if (!IsWide(Facts(a).is_low_precision ? b : a) || !IsWide(d)) {
+    return Unimplemented("A is ", NameOf(a), ", B is ", NameOf(b), " and D is ", NameOf(d),
+                         "; beside 8 bits and fewer the other operand and D must be f16, bf16 or f32");
   }
   if (call.compute == CUBLAS_COMPUTE_32F || call.compute == CUBLAS_COMPUTE_32F_PEDANTIC) return {};
-  return Unimplemented(text("the compute type is ", static_cast<int>(call.compute), " but A is ", name_of(a),
-                            " and B is ", name_of(b), ", which take CUBLAS_COMPUTE_32F"));
+  return Unimplemented("the compute type is ", static_cast<int>(call.compute), " but A is ", NameOf(a), " and B is ",
+                       NameOf(b), ", which take CUBLAS_COMPUTE_32F");
 }
 
-Status check_low_precision_c(cudaDataType_t c) {
+Status CheckLowPrecisionC(cudaDataType_t c) {
   if (c == CUDA_R_16F || c == CUDA_R_16BF) return {};
-  return Unimplemented(text("C is ", name_of(c), " and D is fp8 or fp4; C must be f16 or bf16"));
+  return Unimplemented("C is ", NameOf(c), " and D is fp8 or fp4; C must be f16 or bf16");
 }
 
-Status check_low_precision_bias(const MatmulCall& call) {
+Status CheckLowPrecisionBias(const MatmulCall& call) {
   const cudaDataType_t d = call.d.desc.type, bias = call.bias_type;
   const bool is_right = call.stores_low_precision() ? bias == (call.c.data ? call.c.desc.type : CUDA_R_16F) ||
                                                           (!call.c.data && bias == CUDA_R_16BF)
                                                     : bias == (d == CUDA_R_32F ? CUDA_R_16BF : d);
   if (is_right) return {};
-  return Unimplemented(text("the bias is ", name_of(bias), " and D is ", name_of(d),
-                            "; D of f16 takes f16, of bf16 and f32 bf16, of fp8 and fp4 the type of C"));
+  return Unimplemented("the bias is ", NameOf(bias), " and D is ", NameOf(d),
+                       "; D of f16 takes f16, of bf16 and f32 bf16, of fp8 and fp4 the type of C");
 }
 
-Status check_low_precision_epilog(const MatmulCall& call, const Epilog& epilog) {
+Status CheckLowPrecisionEpilog(const MatmulCall& call, const Epilog& epilog) {
   if (call.epilog == 0) return {};
   if (call.a.desc.type == CUDA_R_8I) {
-    return Unimplemented(text("epilog ", epilog.name, " has no form for s8; use DEFAULT"));
+    return Unimplemented("epilog ", epilog.name, " has no form for s8; use DEFAULT");
   }
   const bool is_gelu = epilog.activation == Activation::kGelu;
   if ((is_gelu && (!epilog.has_aux || epilog.is_derivative)) || epilog.gradient != Gradient::kNone) {
-    return Unimplemented(text("cuBLAS has no epilog ", epilog.name, " for ", name_of(call.a.desc.type),
-                              "; it has BIAS, those of RELU, DRELU and GELU_AUX"));
+    return Unimplemented("cuBLAS has no epilog ", epilog.name, " for ", NameOf(call.a.desc.type),
+                         "; it has BIAS, those of RELU, DRELU and GELU_AUX");
   }
   if (is_gelu && call.d.desc.type == CUDA_R_4F_E2M1) {
-    return Unimplemented(text("epilog ", epilog.name, " is not computed for D of ", name_of(call.d.desc.type),
-                              "; use a D of 8 bits or more"));
+    return Unimplemented("epilog ", epilog.name, " is not computed for D of ", NameOf(call.d.desc.type),
+                         "; use a D of 8 bits or more");
   }
   return {};
 }
 
-Status check_low_precision_aux(const MatmulCall& call, const Epilog& epilog) {
+Status CheckLowPrecisionAux(const MatmulCall& call, const Epilog& epilog) {
   const cudaDataType_t aux = call.aux_type, c = call.has_c ? call.c.desc.type : CUDA_R_16F;
   if (aux == c || (!call.has_c && aux == CUDA_R_16BF)) return {};
   const bool is_e4m3 = aux == CUDA_R_8F_E4M3 && call.a.desc.type == aux && call.b.desc.type == aux &&
                        call.d.desc.type == aux && c == CUDA_R_16F;
   if (is_e4m3 && call.epilog == CUBLASMP_MATMUL_EPILOGUE_GELU_AUX) return {};
-  return Unimplemented(text("the aux is ", name_of(aux), " beside D of ", name_of(call.d.desc.type), " and epilog ",
-                            epilog.name,
-                            "; EPILOGUE_AUX_DATA_TYPE must be the type of C, or f8e4m3 where A, B and D "
-                            "are f8e4m3, C is f16 and the epilog is GELU_AUX"));
+  return Unimplemented("the aux is ", NameOf(aux), " beside D of ", NameOf(call.d.desc.type), " and epilog ",
+                       epilog.name,
+                       "; EPILOGUE_AUX_DATA_TYPE must be the type of C, or f8e4m3 where A, B and D "
+                       "are f8e4m3, C is f16 and the epilog is GELU_AUX");
 }
 
-Status read_scales(const cublasMpMatmulDescriptor& desc, bool executes, MatmulCall* call) {
+Status ReadScales(const cublasMpMatmulDescriptor& desc, bool executes, MatmulCall* call) {
   if (!call->takes_scales()) return {};
   const auto read_with = [&desc](int pointer, int number, Scales* scales) -> Status {
-    scales->data = attribute<const void*>(desc, pointer);
-    const int mode = attribute<int>(desc, number);
+    scales->data = AttributeOf<const void*>(desc, pointer);
+    const int mode = AttributeOf<int>(desc, number);
     if (mode < 0 || mode > CUBLASMP_MATMUL_MATRIX_SCALE_BLK128x128_FP32) {
-      return InvalidArgument(text("attribute ", number, " is ", mode, ", which is no scale mode"));
+      return InvalidArgument("attribute ", number, " is ", mode, ", which is no scale mode");
     }
     scales->mode = static_cast<ScaleMode>(mode);
     return {};
@@ -223,19 +218,19 @@ Status read_scales(const cublasMpMatmulDescriptor& desc, bool executes, MatmulCa
   JAXMP_RETURN_IF_ERROR(read(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_POINTER, &call->d_out_scale));
   JAXMP_RETURN_IF_ERROR(read_with(CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_POINTER,
                                   CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_SCALE_MODE, &call->scale_aux));
-  call->amax_aux = attribute<uint32_t*>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_AMAX_POINTER);
+  call->amax_aux = AttributeOf<uint32_t*>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_EPILOGUE_AUX_AMAX_POINTER);
   call->has_d_out_scale = desc.is_set[CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_D_OUT_SCALE_MODE];
-  call->amax_d = attribute<uint32_t*>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_AMAX_D_POINTER);
-  JAXMP_RETURN_IF_ERROR(check_modes(*call));
-  JAXMP_RETURN_IF_ERROR(check_output(*call));
+  call->amax_d = AttributeOf<uint32_t*>(desc, CUBLASMP_MATMUL_DESCRIPTOR_ATTRIBUTE_AMAX_D_POINTER);
+  JAXMP_RETURN_IF_ERROR(CheckModes(*call));
+  JAXMP_RETURN_IF_ERROR(CheckOutput(*call));
   for (const Scales* scalar : {&call->scale_c, &call->scale_d, &call->scale_aux}) {
     if (scalar->mode == CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32) continue;
-    return Unimplemented(text("C_SCALE_MODE, D_SCALE_MODE and EPILOGUE_AUX_SCALE_MODE must be SCALAR_FP32, got ",
-                              name_of(scalar->mode)));
+    return Unimplemented("C_SCALE_MODE, D_SCALE_MODE and EPILOGUE_AUX_SCALE_MODE must be SCALAR_FP32, got ",
+                         NameOf(scalar->mode));
   }
   if (call->has_d_out_scale && call->d_out_scale.mode != call->scale_a.mode) {
-    return Unimplemented(text("D_OUT_SCALE_MODE is ", name_of(call->d_out_scale.mode), ", but the operands have ",
-                              name_of(call->scale_a.mode)));
+    return Unimplemented("D_OUT_SCALE_MODE is ", NameOf(call->d_out_scale.mode), ", but the operands have ",
+                         NameOf(call->scale_a.mode));
   }
   const std::pair<const char*, const Scales*> needed[] = {{"A_SCALE_POINTER", &call->scale_a},
                                                           {"B_SCALE_POINTER", &call->scale_b},
@@ -243,10 +238,10 @@ Status read_scales(const cublasMpMatmulDescriptor& desc, bool executes, MatmulCa
   for (const auto& [name, scales] : needed) {
     const bool is_scalar = scales->mode == CUBLASMP_MATMUL_MATRIX_SCALE_SCALAR_FP32;
     if (executes && !is_scalar && !scales->data) {
-      return InvalidArgument(text(name, " is not set, but its mode is ", name_of(scales->mode)));
+      return InvalidArgument(name, " is not set, but its mode is ", NameOf(scales->mode));
     }
   }
-  return check_units(*call);
+  return CheckUnits(*call);
 }
 
 }  // namespace jaxmp::hostmp

@@ -1,0 +1,197 @@
+#include "csrc/ffi/process_calls.h"
+
+#include <complex>
+#include <cstdint>
+#include <cstring>
+#include <vector>
+
+#include "csrc/barrier/barrier.h"
+#include "csrc/base/status.h"
+
+namespace ffi = xla::ffi;
+
+namespace jaxmp {
+namespace {
+
+// A process barrier counts processes in 32 bits.
+Status CheckProcesses(const std::vector<int64_t>& processes) {
+  for (int64_t process : processes) {
+    if (process >= 0 && process <= INT32_MAX) continue;
+    return InvalidArgument("jaxmp: attribute processes of a process barrier must count from 0, got ", process);
+  }
+  return {};
+}
+
+// The attributes of a process barrier; `has_tokens` as in CallSignature.
+StatusOr<std::shared_ptr<const CallSignature>> ReadSignature(const ffi::Dictionary& attributes, bool has_tokens) {
+  CallSignature signature;
+  int64_t is_sequential = 0;
+  Status status;
+  const auto read = [&](const char* name, auto* to) {
+    if (status.ok()) status = ReadAttribute(attributes, name, to);
+  };
+  read("program", &signature.program);
+  read("index", &signature.index);
+  read("repeat", &signature.repeat);
+  read("call", &signature.call);
+  read("fields", &signature.fields);
+  read("devices", &signature.devices);
+  read("processes", &signature.processes);
+  read("groups", &signature.groups);
+  read("is_sequential", &is_sequential);
+  JAXMP_RETURN_IF_ERROR(status);
+  JAXMP_RETURN_IF_ERROR(CheckProcesses(signature.processes));
+  signature.is_sequential = is_sequential != 0;
+  signature.has_tokens = has_tokens;
+  JAXMP_ASSIGN_OR_RETURN(auto prepared, Prepare(std::move(signature)));
+  ExpectCall(*prepared);
+  return prepared;
+}
+
+// The device's position in the mesh, the argument of this index.
+StatusOr<int32_t> PositionOf(const ffi::RemainingArgs& args, size_t index) {
+  const auto position = args.get<ffi::AnyBuffer>(index);
+  if (position.has_error()) return InvalidArgument(position.error().message());
+  if (position->element_type() != ffi::S32 || position->element_count() != 1) {
+    return InvalidArgument("jaxmp: argument position must be one int32, the device's index in the mesh");
+  }
+  return *static_cast<const int32_t*>(position->untyped_data());
+}
+
+// ---- a barrier
+
+StatusOr<std::unique_ptr<ProcessBarrierSite>> MakeBarrierSite(const ffi::Dictionary& attributes) {
+  JAXMP_ASSIGN_OR_RETURN(auto signature, ReadSignature(attributes, /*has_tokens=*/false));
+  return std::make_unique<ProcessBarrierSite>(std::move(signature));
+}
+
+Status CopyOperands(const ffi::RemainingArgs& args, ffi::RemainingRets& rets) {
+  if (args.size() != rets.size() + 1) {
+    return InvalidArgument("jaxmp: a process barrier takes its results and a position, got ", args.size(),
+                           " arguments for ", rets.size(), " results");
+  }
+  for (size_t i = 0; i < rets.size(); ++i) {
+    const auto from = args.get<ffi::AnyBuffer>(i);
+    auto to = rets.get<ffi::AnyBuffer>(i);
+    if (from.has_error()) return InvalidArgument(from.error().message());
+    if (to.has_error()) return InvalidArgument(to.error().message());
+    if (from->size_bytes() != (*to)->size_bytes()) {
+      return InvalidArgument("jaxmp: argument ", i, " of a process barrier has ", from->size_bytes(),
+                             " bytes, its result ", (*to)->size_bytes());
+    }
+    if (from->size_bytes() != 0 && from->untyped_data() != (*to)->untyped_data()) {
+      std::memcpy((*to)->untyped_data(), from->untyped_data(), from->size_bytes());
+    }
+  }
+  return {};
+}
+
+ffi::Future RunBarrier(ProcessBarrierSite* site, ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  return FutureOf([&](std::function<void(const Status&)> done) -> Status {
+    JAXMP_RETURN_IF_ERROR(CopyOperands(args, rets));
+    JAXMP_ASSIGN_OR_RETURN(const int32_t position, PositionOf(args, rets.size()));
+    Arrive(site->signature, position, std::move(done));
+    return {};
+  });
+}
+
+// ---- a collective
+
+template <typename T>
+void AddAs(void* z, const void* x, const void* y, size_t count) {
+  const T *left = static_cast<const T*>(x), *right = static_cast<const T*>(y);
+  T* sum = static_cast<T*>(z);
+  for (size_t i = 0; i < count; ++i) sum[i] = static_cast<T>(left[i] + right[i]);
+}
+
+struct Element {
+  size_t bytes;
+  Add add;  // none for what is not summed
+};
+
+// Accumulators are summed, integers modulo 2^bits.
+Element ElementOf(ffi::DataType type) {
+  switch (type) {
+    case ffi::F32:
+      return {4, AddAs<float>};
+    case ffi::F64:
+      return {8, AddAs<double>};
+    case ffi::C64:
+      return {8, AddAs<std::complex<float>>};
+    case ffi::C128:
+      return {16, AddAs<std::complex<double>>};
+    case ffi::S32:
+    case ffi::U32:
+      return {4, AddAs<uint32_t>};
+    case ffi::S64:
+    case ffi::U64:
+      return {8, AddAs<uint64_t>};
+    default:
+      return {1, nullptr};
+  }
+}
+
+StatusOr<std::unique_ptr<ProcessCollectiveSite>> MakeCollectiveSite(const ffi::Dictionary& attributes) {
+  SharedCollective call;
+  int64_t outer = 0, sums = 0;
+  JAXMP_ASSIGN_OR_RETURN(call.signature, ReadSignature(attributes, /*has_tokens=*/true));
+  JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "ranks", &call.ranks));
+  JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "outer", &outer));
+  JAXMP_RETURN_IF_ERROR(ReadAttribute(attributes, "sums", &sums));
+  call.outer = outer > 0 ? static_cast<size_t>(outer) : 0;
+  call.sums = sums != 0;
+  JAXMP_RETURN_IF_ERROR(CheckCollective(call));
+  return std::make_unique<ProcessCollectiveSite>(std::make_shared<const SharedCollective>(std::move(call)));
+}
+
+Status Decode(const SharedCollective& call, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
+              int32_t* position, CollectiveArrays* arrays) {
+  if (args.size() != 2 || rets.size() != 1) {
+    return InvalidArgument("jaxmp: a collective takes an array and a position and gives an array");
+  }
+  JAXMP_ASSIGN_OR_RETURN(*position, PositionOf(args, 1));
+  const auto operand = args.get<ffi::AnyBuffer>(0);
+  auto result = rets.get<ffi::AnyBuffer>(0);
+  if (operand.has_error()) return InvalidArgument(operand.error().message());
+  if (result.has_error()) return InvalidArgument(result.error().message());
+  const Element element = ElementOf(operand->element_type());
+  if (operand->element_type() != (*result)->element_type() || (call.sums && !element.add)) {
+    return InvalidArgument("jaxmp: a collective does not sum elements of this type");
+  }
+  *arrays = {static_cast<const char*>(operand->untyped_data()),
+             operand->size_bytes(),
+             static_cast<char*>((*result)->untyped_data()),
+             (*result)->size_bytes(),
+             call.sums ? element.bytes : 1,
+             element.add};
+  return {};
+}
+
+ffi::Future RunCollectiveCall(ProcessCollectiveSite* site, ffi::RunId run, ffi::RemainingArgs args,
+                              ffi::RemainingRets rets) {
+  return FutureOf([&](std::function<void(const Status&)> done) -> Status {
+    int32_t position = 0;
+    CollectiveArrays arrays{};
+    JAXMP_RETURN_IF_ERROR(Decode(*site->call, args, rets, &position, &arrays));
+    RunCollective(site->call, {site, run.run_id}, position, arrays, std::move(done));
+    return {};
+  });
+}
+
+}  // namespace
+
+XLA_FFI_Error* ProcessBarrierInstantiate(XLA_FFI_CallFrame* frame) {
+  return Instantiate<ProcessBarrierSite, MakeBarrierSite>(frame);
+}
+XLA_FFI_Error* ProcessBarrierExecute(XLA_FFI_CallFrame* frame) {
+  return Execute<ProcessBarrierSite, RunBarrier>(frame);
+}
+
+XLA_FFI_Error* ProcessCollectiveInstantiate(XLA_FFI_CallFrame* frame) {
+  return Instantiate<ProcessCollectiveSite, MakeCollectiveSite>(frame);
+}
+XLA_FFI_Error* ProcessCollectiveExecute(XLA_FFI_CallFrame* frame) {
+  return Execute<ProcessCollectiveSite, RunCollectiveCall, ffi::RunId>(frame);
+}
+
+}  // namespace jaxmp
