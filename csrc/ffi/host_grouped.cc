@@ -6,8 +6,7 @@
 #include <vector>
 
 #include "csrc/base/status.h"
-#include "csrc/hostmp/exec/grouped.h"
-#include "csrc/hostmp/numeric/dtypes.h"
+#include "csrc/hostmp/handles/grouped.h"
 
 namespace ffi = xla::ffi;
 
@@ -80,10 +79,6 @@ Status Multiply(const GroupedSite& site, int nthreads, const ffi::RemainingArgs&
   JAXMP_RETURN_IF_ERROR(CheckShape("d", d, p.batch, p.is_contraction ? Shape{p.groups, p.k, p.n} : rows).status());
   JAXMP_ASSIGN_OR_RETURN(p.type, TypeOf(x.element_type()));
   JAXMP_ASSIGN_OR_RETURN(p.out, TypeOf(d.element_type()));
-  const abi::cudaDataType_t sums = hostmp::AccumulatorOf(p.type);
-  if (p.out != sums && !(sums == abi::CUDA_R_32F && Facts(p.out).is_16bit)) {
-    return InvalidArgument("jaxmp: a grouped product of ", Facts(p.type).name, " has no result of ", Facts(p.out).name);
-  }
   p.x = x.untyped_data(), p.w = w.untyped_data(), p.d = d.untyped_data();
   p.bounds = static_cast<const int32_t*>(bounds.untyped_data());
   return hostmp::MultiplyGroups(p, nthreads);

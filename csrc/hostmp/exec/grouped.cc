@@ -1,4 +1,4 @@
-#include "csrc/hostmp/exec/grouped.h"
+#include "csrc/hostmp/handles/grouped.h"
 
 #include <algorithm>
 #include <atomic>
@@ -159,14 +159,19 @@ void CallHelpers(const std::shared_ptr<Job>& job, int most_threads) {
 }  // namespace
 
 Status MultiplyGroups(const GroupedProduct& product, int most_threads) {
+  const abi::cudaDataType_t sums = AccumulatorOf(product.type);
+  if (product.out != sums && !(sums == abi::CUDA_R_32F && Facts(product.out).is_16bit)) {
+    return InvalidArgument("jaxmp: a grouped product of ", NameOf(product.type), " has no result of ",
+                           NameOf(product.out));
+  }
   try {
     const auto job = std::make_shared<Job>();
     job->product = product;
-    job->sums = AccumulatorOf(product.type);
+    job->sums = sums;
     CutGroups(job.get());
     for (const Product& tile : job->tiles) {
       if (tile.k == 0) continue;
-      const int64_t bytes = product.out == job->sums ? 0 : RoundUp(BytesOf(job->sums, tile.m * tile.n), kLine);
+      const int64_t bytes = product.out == sums ? 0 : RoundUp(BytesOf(sums, tile.m * tile.n), kLine);
       job->sums_bytes = std::max(job->sums_bytes, bytes);
       job->scratch_bytes = std::max(job->scratch_bytes, ScratchBytes(KernelFor(*job, tile), tile.m, tile.n, tile.k));
     }
